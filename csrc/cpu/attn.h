@@ -1,0 +1,85 @@
+/* attn.h: what the attention kernels of the CPU share: one sequence of a call, and how a tile of scores is changed.
+ * Scores stand transposed: a row is a key, a lane is a query, so max, sum and rescaling never cross lanes. */
+#ifndef GPUKERN_CPU_ATTN_H
+#define GPUKERN_CPU_ATTN_H
+
+#include "tile.h"
+
+/* One sequence of a dense or packed call. Strides in elements. */
+typedef struct attn_seq {
+    const char *q, *k, *v; /* first row of head 0 */
+    int64_t q_row, q_head, k_row, k_head, v_row, v_head;
+    int64_t out_first, out_row, out_head; /* element offset of the first row of head 0 in out */
+    int64_t lse_first, lse_row, lse_head;
+    int64_t seq_q, seq_k;
+    gk_span span;
+} attn_seq;
+
+typedef struct attn_shape {
+    int64_t batch, heads_q, heads_kv, group, head_dim, head_dim_v;
+    int64_t max_seq_q, max_seq_k; /* upper bounds over the batch; sizes of dense calls */
+    bool packed;
+} attn_shape;
+
+INLINE attn_shape attn_shape_of(const gk_flash_attn_args *a) {
+    attn_shape s;
+    s.packed = a->cu_seqlens_q != NULL;
+    const int h = 1; /* [B, H, S, D] and [T, H, D] both have heads in dimension 1 */
+    s.batch = s.packed ? a->cu_seqlens_q->shape[0] - 1 : a->q.shape[0];
+    s.heads_q = a->q.shape[h];
+    s.heads_kv = a->k.shape[h];
+    s.group = s.heads_kv ? s.heads_q / s.heads_kv : 0;
+    s.head_dim = a->q.shape[a->q.ndim - 1];
+    s.head_dim_v = a->v.shape[a->v.ndim - 1];
+    s.max_seq_q = s.packed ? gk_min_i64(a->max_seqlen_q, a->q.shape[0]) : a->q.shape[2];
+    s.max_seq_k = s.packed ? gk_min_i64(a->max_seqlen_k, a->k.shape[0]) : a->k.shape[2];
+    return s;
+}
+
+/* Index of the row dimension ([B, H, S, D] or [T, H, D]). */
+INLINE int attn_row_dim(const attn_shape *s) { return s->packed ? 0 : 2; }
+
+INLINE int32_t i32_at(const gk_tensor *t, int64_t i) { return ((const int32_t *)t->data)[i * t->stride[0]]; }
+
+INLINE attn_seq attn_seq_of(const gk_flash_attn_args *a, const attn_shape *s, int64_t b) {
+    const int r = attn_row_dim(s);
+    const int64_t es = (int64_t)gk_dtype_bytes(a->q.dtype);
+    int64_t q0 = 0, k0 = 0, diagonal = a->rules.diagonal;
+    attn_seq x;
+    x.q_row = a->q.stride[r], x.q_head = a->q.stride[1];
+    x.k_row = a->k.stride[r], x.k_head = a->k.stride[1];
+    x.v_row = a->v.stride[r], x.v_head = a->v.stride[1];
+    x.out_row = a->out.stride[r], x.out_head = a->out.stride[1];
+    if (s->packed) {
+        q0 = i32_at(a->cu_seqlens_q, b), k0 = i32_at(a->cu_seqlens_k, b);
+        x.seq_q = i32_at(a->cu_seqlens_q, b + 1) - q0;
+        x.seq_k = i32_at(a->cu_seqlens_k, b + 1) - k0;
+        x.q = (const char *)a->q.data + es * q0 * x.q_row;
+        x.k = (const char *)a->k.data + es * k0 * x.k_row;
+        x.v = (const char *)a->v.data + es * k0 * x.v_row;
+        x.out_first = q0 * x.out_row;
+        x.lse_row = s->heads_q, x.lse_head = 1, x.lse_first = q0 * s->heads_q;
+        diagonal = x.seq_k - x.seq_q;
+    } else {
+        x.seq_q = a->q.shape[2], x.seq_k = a->k.shape[2];
+        x.q = (const char *)a->q.data + es * b * a->q.stride[0];
+        x.k = (const char *)a->k.data + es * b * a->k.stride[0];
+        x.v = (const char *)a->v.data + es * b * a->v.stride[0];
+        x.out_first = b * a->out.stride[0];
+        x.lse_row = 1, x.lse_head = x.seq_q, x.lse_first = b * s->heads_q * x.seq_q;
+    }
+    x.span = gk_span_make(&a->rules, x.seq_k, diagonal);
+    if (a->rules.kv_start) x.span.key_lo = gk_clamp_i64(i32_at(a->rules.kv_start, b), 0, x.seq_k);
+    if (a->rules.kv_end) x.span.key_hi = gk_clamp_i64(i32_at(a->rules.kv_end, b), 0, x.seq_k);
+    x.span.key_hi = gk_max_i64(x.span.key_lo, x.span.key_hi);
+    return x;
+}
+
+/* ALiBi slope of query head h in sequence b; 0 = none. */
+INLINE float attn_slope(const gk_attn_rules *r, int64_t b, int64_t h) {
+    const gk_tensor *t = r->alibi_slopes;
+    if (!t) return 0;
+    return ((const float *)t->data)[t->ndim == 2 ? b * t->stride[0] + h * t->stride[1] : h * t->stride[0]];
+}
+
+#endif

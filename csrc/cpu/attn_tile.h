@@ -1,0 +1,323 @@
+/* attn_tile: a block of query lanes against the keys of one kv head, for dense and for paged keys.
+ * Dao 2023, arXiv:2307.08691, Algorithm 1, transposed: a row is a key, a lane is a query.
+ *
+ *   S^T = K Q^T    P^T = exp2(log2e score(S^T) - m)    O^T = O^T exp2(m_old - m) + V^T P^T    O = (O^T / l)^T
+ *
+ * Lanes are the (query row, head of the GQA group) pairs of one kv head, row by row: a group shares every tile of keys, and
+ * lo and hi never decrease from lane to lane. A strip is NR lanes; all that belongs to a strip lies together.
+ *
+ *   scratch of one worker (cells and floats are 4 bytes)
+ *     q  [bq / NR][cells(D)][NR] cells    Q^T, packed once
+ *     k  [bkv][cells(D) up to W] cells    a tile of keys, their rows converted
+ *     v  [cells(bkv)][Dv up to W] cells   a tile of values, neighbouring keys zipped where a cell is a pair
+ *     s  [bkv up to PAIR][NR] floats      scores of one strip; p takes their place, as cells
+ *     o  [bq / NR][Dv][NR] floats         O^T
+ *
+ * Per tile of keys:  pack K, V | per strip: K Q^T -> s | s -> p, m, l | rescale O^T where m moved | O^T += V^T p
+ * The strip's s stays in L1 from product to product; K and V tiles stream from L2 once per strip. */
+#ifndef GPUKERN_CPU_ATTN_TILE_H
+#define GPUKERN_CPU_ATTN_TILE_H
+
+#include "attn.h"
+#include "blocks.h"
+
+#include <float.h>
+
+enum { ATTN_MAX_BQ = 256, ATTN_MAX_BKV = 256 };
+_Static_assert(ATTN_MAX_BQ % NR == 0, "strips fill a block");
+
+/* m may lag 8 behind the largest score (in log2): p stays below 2^8, and O^T is rescaled only when m moves. */
+static const float attn_lag_log2 = 8;
+
+/* ---- keys: dense | paged ------------------------------------------------------------------------ */
+typedef struct attn_keys {
+    const char *k, *v; /* key 0 of this kv head; with pages the one of page 0 */
+    int64_t k_row_bytes, v_row_bytes;
+    const int32_t *pages; /* this sequence's row of block_table; NULL = keys side by side */
+    int64_t pages_step;   /* elements */
+    int64_t page_size;    /* keys of a page */
+    int64_t k_page_bytes, v_page_bytes;
+} attn_keys;
+
+/* Addresses of keys j .. j + n. */
+INLINE void attn_keys_at(const attn_keys *x, int64_t j, int64_t n, const char **k, const char **v) {
+    if (!x->pages) {
+        for (int64_t i = 0; i < n; ++i) {
+            k[i] = x->k + (j + i) * x->k_row_bytes;
+            v[i] = x->v + (j + i) * x->v_row_bytes;
+        }
+        return;
+    }
+    int64_t entry = j / x->page_size, row = j % x->page_size;
+    for (int64_t i = 0; i < n; ++entry, row = 0) {
+        const int64_t page = x->pages[entry * x->pages_step];
+        for (; i < n && row < x->page_size; ++i, ++row) {
+            k[i] = x->k + page * x->k_page_bytes + row * x->k_row_bytes;
+            v[i] = x->v + page * x->v_page_bytes + row * x->v_row_bytes;
+        }
+    }
+}
+
+/* ---- lanes -------------------------------------------------------------------------------------- */
+typedef struct attn_lanes {
+    int64_t count;                                   /* lanes in use; the rest of the last strip copies the last one */
+    int64_t lo[ATTN_MAX_BQ], hi[ATTN_MAX_BQ];        /* keys seen */
+    int64_t position[ATTN_MAX_BQ];                   /* i + diagonal */
+    int64_t out_at[ATTN_MAX_BQ], lse_at[ATTN_MAX_BQ]; /* elements */
+    const char *q[ATTN_MAX_BQ];
+    float slope_log2[ATTN_MAX_BQ];
+    float m[ATTN_MAX_BQ], l[ATTN_MAX_BQ];            /* running maximum (log2, may lag) and sum of p */
+} attn_lanes;
+
+/* What is the same for every block of a call. */
+typedef struct attn_job {
+    const gk_attn_rules *rules;
+    gk_dtype dtype;
+    int64_t head_dim, head_dim_v, group, bq, bkv;
+    void *out;
+    float *lse;
+} attn_job;
+
+/* Lanes first .. first + count of kv head h_kv in sequence x (number b of the batch). */
+INLINE void attn_lanes_fill(attn_lanes *to, const attn_job *job, const attn_seq *x, int64_t b, int64_t h_kv,
+                            int64_t first, int64_t count) {
+    const gk_attn_rules *r = job->rules;
+    const int64_t element_bytes = job->dtype == GK_F32 ? 4 : 2;
+    to->count = count;
+    for (int64_t n = 0; n < gk_round_up(count, NR); ++n) {
+        const int64_t lane = first + gk_min_i64(n, count - 1);
+        const int64_t i = lane / job->group, h = h_kv * job->group + lane % job->group;
+        to->lo[n] = gk_span_lo(&x->span, i);
+        to->hi[n] = gk_span_hi(&x->span, i);
+        to->position[n] = i + x->span.diagonal;
+        to->out_at[n] = x->out_first + i * x->out_row + h * x->out_head;
+        to->lse_at[n] = x->lse_first + i * x->lse_row + h * x->lse_head;
+        to->q[n] = x->q + element_bytes * (i * x->q_row + h * x->q_head);
+        to->slope_log2[n] = attn_slope(r, b, h) * (float)GK_LOG2E;
+        const float sink = r->sinks ? ((const float *)r->sinks->data)[h * r->sinks->stride[0]] : -INFINITY;
+        to->m[n] = sink == -INFINITY ? -FLT_MAX : sink * (float)GK_LOG2E;
+        to->l[n] = sink == -INFINITY ? 0 : 1;
+    }
+}
+
+/* ---- scratch ------------------------------------------------------------------------------------ */
+typedef struct attn_scratch {
+    cell *q, *k, *v;
+    float *s, *o;
+    int64_t q_strip, o_strip, k_step, v_step; /* elements */
+    int64_t bytes;
+} attn_scratch;
+
+INLINE attn_scratch attn_scratch_at(char *base, const attn_job *job) {
+    attn_scratch x;
+    x.q_strip = cells_of(job->head_dim) * NR;
+    x.o_strip = job->head_dim_v * NR;
+    x.k_step = gk_round_up(cells_of(job->head_dim), W);
+    x.v_step = gk_round_up(job->head_dim_v, W);
+    const int64_t strips = job->bq / NR;
+    int64_t at = 0;
+    x.q = (cell *)(base + at), at += gk_round_up(4 * strips * x.q_strip, 64);
+    x.k = (cell *)(base + at), at += gk_round_up(4 * job->bkv * x.k_step, 64);
+    x.v = (cell *)(base + at), at += gk_round_up(4 * cells_of(job->bkv) * x.v_step, 64);
+    x.s = (float *)(base + at), at += gk_round_up(4 * gk_round_up(job->bkv, PAIR) * NR, 64);
+    x.o = (float *)(base + at), at += gk_round_up(4 * strips * x.o_strip, 64);
+    x.bytes = at;
+    return x;
+}
+
+/* ---- packing ------------------------------------------------------------------------------------ */
+INLINE void attn_pack_q(const attn_scratch *x, const attn_lanes *lanes, gk_dtype dtype, int64_t head_dim) {
+    const int64_t cells = cells_of(head_dim);
+    for (int64_t n = 0; n < gk_round_up(lanes->count, NR); n += W) {
+        cell *to = x->q + n / NR * x->q_strip + n % NR;
+        for (int64_t c = 0; c < cells; c += W) {
+            vc r[W];
+            for (int i = 0; i < W; ++i)
+                r[i] = vc_load_along_k(lanes->q[n + i], dtype, c * PAIR, head_dim - c * PAIR);
+            vc_transpose(r);
+            for (int64_t i = 0; i < gk_min_i64(W, cells - c); ++i) vc_store(to + (c + i) * NR, r[i]);
+        }
+    }
+}
+
+INLINE void attn_pack_k(const attn_scratch *x, const char *const *k, int64_t n, gk_dtype dtype, int64_t head_dim) {
+    for (int64_t j = 0; j < n; ++j)
+        for (int64_t c = 0; c < cells_of(head_dim); c += W)
+            vc_store(x->k + j * x->k_step + c, vc_load_along_k(k[j], dtype, c * PAIR, head_dim - c * PAIR));
+}
+
+INLINE void attn_pack_v(const attn_scratch *x, const char *const *v, int64_t n, gk_dtype dtype, int64_t head_dim_v) {
+    for (int64_t j = 0; j < n; j += PAIR) {
+        const char *next = PAIR == 2 && j + 1 < n ? v[j + 1] : NULL;
+        for (int64_t d = 0; d < head_dim_v; d += W)
+            vc_store(x->v + j / PAIR * x->v_step + d, vc_load_across_k(v[j], next, dtype, d, head_dim_v - d));
+    }
+}
+
+/* ---- softmax of a strip ------------------------------------------------------------------------- */
+/* Bounds of W lanes, counted from key j0 of a tile of n. */
+INLINE vi attn_relative(const int64_t *bounds, int64_t j0, int64_t n) {
+    int32_t t[W];
+    for (int i = 0; i < W; ++i) t[i] = (int32_t)gk_clamp_i64(bounds[i] - j0, 0, n);
+    return vi_load(t);
+}
+
+/* Keys j0 .. j0 + n against nv vectors of lanes. On the way in s [n][NR] holds dot products, on the way out p as cells
+ * [cells(n)][NR]; *shrink is what O^T must be multiplied by where the result is true.
+ * m starts at -FLT_MAX and stays finite, so a masked score (-inf) gives exactly 0 and never inf - inf; NaN reaches l. */
+INLINE bool attn_softmax(float *s, int64_t n, int64_t j0, attn_lanes *lanes, int64_t lane, const attn_job *job,
+                         float scale_log2, vf shrink[NV], const int nv, const bool score_step, const bool edge) {
+    const float softcap = (float)job->rules->softcap;
+    const float cap_in = score_step && softcap > 0 ? scale_log2 / ((float)GK_LOG2E * softcap) : 0;
+    vf top[NV], slope[NV], position[NV];
+    vi lo[NV], hi[NV];
+    for (int v = 0; v < nv; ++v) {
+        top[v] = vf_set1(-INFINITY);
+        if (score_step) {
+            slope[v] = vf_load(lanes->slope_log2 + lane + v * W);
+            float t[W];
+            for (int i = 0; i < W; ++i) t[i] = (float)(lanes->position[lane + v * W + i] - j0);
+            position[v] = vf_load(t);
+        }
+        if (edge) {
+            lo[v] = attn_relative(lanes->lo + lane + v * W, j0, n);
+            hi[v] = attn_relative(lanes->hi + lane + v * W, j0, n);
+        }
+    }
+
+    /* the largest score; score and span are written back, so that the pass below is one for all */
+    for (int64_t j = 0; j < n; ++j)
+#pragma GCC unroll 4
+        for (int v = 0; v < nv; ++v) {
+            float *at = s + j * NR + v * W;
+            vf x = vf_load(at);
+            if (score_step) {
+                x = softcap > 0 ? vf_tanh(x * cap_in) * (softcap * (float)GK_LOG2E) : x * scale_log2;
+                vf distance = position[v] - (float)j;
+                x = x - slope[v] * vf_max(-distance, distance);
+            }
+            if (edge) {
+                const vi row = vi_set1((int32_t)j);
+                x = vf_select(vi_lt(row, lo[v]), vf_set1(-INFINITY), x);
+                x = vf_select(vi_lt(row, hi[v]), x, vf_set1(-INFINITY));
+            }
+            if (score_step || edge) vf_store(at, x);
+            top[v] = vf_max(top[v], x);
+        }
+
+    /* m moves for a whole vector as soon as one of its lanes lags too far */
+    const float factor = score_step ? 1 : scale_log2;
+    vf m[NV], sum[NV];
+    bool moved = false;
+    for (int v = 0; v < nv; ++v) {
+        const vf l = vf_load(lanes->l + lane + v * W);
+        m[v] = vf_load(lanes->m + lane + v * W);
+        sum[v] = vf_set1(0);
+        shrink[v] = vf_set1(1);
+        top[v] = top[v] * factor;
+        if (vm_any(vf_lt(m[v] + attn_lag_log2, top[v]))) {
+            vf to = vf_max(m[v], top[v]);
+            shrink[v] = vf_exp2(m[v] - to);
+            m[v] = to;
+            moved |= vm_any(vf_lt(vf_set1(0), l));
+            vf_store(lanes->m + lane + v * W, to);
+            vf_store(lanes->l + lane + v * W, l * shrink[v]);
+        }
+    }
+
+    if (n % PAIR)
+        for (int v = 0; v < nv; ++v) vf_store(s + n * NR + v * W, vf_set1(-INFINITY)); /* the pair's missing key */
+    for (int64_t j = 0; j < n; j += PAIR)
+#pragma GCC unroll 4
+        for (int v = 0; v < nv; ++v) {
+            const float *at = s + j * NR + v * W;
+            vf p[2];
+            for (int i = 0; i < PAIR; ++i) {
+                p[i] = vf_exp2_poly(vf_fma(vf_load(at + i * NR), vf_set1(factor), -m[v]), PAIR == 2);
+                sum[v] += p[i];
+            }
+            vc_store((cell *)s + j / PAIR * NR + v * W, vc_from_rows(p[0], p[PAIR - 1]));
+        }
+    for (int v = 0; v < nv; ++v) {
+        float *l = lanes->l + lane + v * W;
+        vf_store(l, vf_load(l) + sum[v]);
+    }
+    return moved;
+}
+
+/* ---- the way out -------------------------------------------------------------------------------- */
+INLINE void attn_store(const attn_scratch *x, const attn_lanes *lanes, const attn_job *job, float v_scale) {
+    for (int64_t n = 0; n < lanes->count; n += W) {
+        const float *from = x->o + n / NR * x->o_strip + n % NR;
+        const vf l = vf_load(lanes->l + n);
+        const vm empty = vf_lt(l, vf_set1(FLT_MIN)); /* false for NaN */
+        const vf factor = v_scale / l;
+        for (int64_t d = 0; d < job->head_dim_v; d += W) {
+            vc r[W];
+            for (int i = 0; i < W; ++i) {
+                vf o = d + i < job->head_dim_v ? vf_load(from + (d + i) * NR) * factor : vf_set1(0);
+                r[i] = (vc)vf_select(empty, vf_set1(0), o);
+            }
+            vc_transpose(r);
+            for (int64_t i = 0; i < gk_min_i64(W, lanes->count - n); ++i)
+                vf_store_dtype(job->out, job->dtype, lanes->out_at[n + i] + d, (vf)r[i], job->head_dim_v - d);
+        }
+    }
+    for (int64_t n = 0; n < lanes->count; ++n) {
+        const float l = lanes->l[n];
+        job->lse[lanes->lse_at[n]] = l == 0 ? -INFINITY : lanes->m[n] * 0.6931471805599453f + logf(l);
+    }
+}
+
+/* ---- the block ---------------------------------------------------------------------------------- */
+INLINE void attn_block(const attn_job *job, attn_lanes *lanes, const attn_keys *keys, float scale_log2, float v_scale,
+                       char *scratch) {
+    const attn_scratch x = attn_scratch_at(scratch, job);
+    const int64_t head_dim = job->head_dim, head_dim_v = job->head_dim_v, last = lanes->count - 1;
+    const char *k[ATTN_MAX_BKV], *v[ATTN_MAX_BKV];
+    bool started[ATTN_MAX_BQ / NR] = {false};
+    /* the scale waits for the exponent where nothing comes between and the largest product stays the largest score */
+    const bool score_step = job->rules->softcap > 0 || job->rules->alibi_slopes || !(scale_log2 > 0);
+
+    attn_pack_q(&x, lanes, job->dtype, head_dim);
+    const int64_t first = lanes->lo[0], end = lanes->hi[last];
+    const int64_t tiles = gk_ceil_div(end - first, job->bkv);
+    const int64_t step = tiles > 0 ? gk_round_up(gk_ceil_div(end - first, tiles), PAIR) : 1;
+    for (int64_t j = first; j < end; j += step) {
+        const int64_t n = gk_min_i64(step, end - j), cells = cells_of(n);
+        attn_keys_at(keys, j, n, k, v);
+        attn_pack_k(&x, k, n, job->dtype, head_dim);
+        attn_pack_v(&x, v, n, job->dtype, head_dim_v);
+        for (int64_t lane = 0; lane <= last; lane += NR) {
+            const int64_t strip = lane / NR, strip_last = gk_min_i64(lane + NR - 1, last), width = strip_last - lane + 1;
+            if (lanes->hi[strip_last] <= j || lanes->lo[lane] >= j + n) continue;
+            const bool edge = lanes->lo[strip_last] > j || lanes->hi[lane] < j + n;
+            float *o = x.o + strip * x.o_strip;
+            const int nv = width > W ? NV : 1;
+            vf shrink[NV];
+            bool moved;
+            tile_product(true, n, width, cells_of(head_dim), x.k, x.k_step, x.q + strip * x.q_strip, NR, x.s, NR, false);
+            if (nv == 1)
+                moved = attn_softmax(x.s, n, j, lanes, lane, job, scale_log2, shrink, 1, true, true);
+            else if (score_step)
+                moved = attn_softmax(x.s, n, j, lanes, lane, job, scale_log2, shrink, NV, true, true);
+            else if (edge)
+                moved = attn_softmax(x.s, n, j, lanes, lane, job, scale_log2, shrink, NV, false, true);
+            else
+                moved = attn_softmax(x.s, n, j, lanes, lane, job, scale_log2, shrink, NV, false, false);
+            if (moved && started[strip])
+                for (int64_t d = 0; d < head_dim_v; ++d)
+                    for (int w = 0; w < nv; ++w) {
+                        float *at = o + d * NR + w * W;
+                        vf_store(at, vf_load(at) * shrink[w]);
+                    }
+            tile_product(false, head_dim_v, width, cells, x.v, x.v_step, (const cell *)x.s, NR, o, NR, started[strip]);
+            started[strip] = true;
+        }
+    }
+    for (int64_t strip = 0; strip * NR <= last; ++strip)
+        if (!started[strip]) memset(x.o + strip * x.o_strip, 0, 4 * (size_t)x.o_strip);
+    attn_store(&x, lanes, job, v_scale);
+}
+
+#endif

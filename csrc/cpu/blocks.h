@@ -1,0 +1,50 @@
+/* blocks.h: every tuned size of the CPU kernels, each with the measurement that chose it. */
+#ifndef GPUKERN_CPU_BLOCKS_H
+#define GPUKERN_CPU_BLOCKS_H
+
+#include <stdint.h>
+
+/* ---- gemm ------------------------------------------------------------------------------------
+ * mb x kb of a stays in L2, kb x 2 W of b in L1; a block is split further until every thread has tasks_per_thread of
+ * them or a task falls under min_task multiply-adds, where packing would cost more than the balance gains. */
+typedef struct gk_gemm_blocks {
+    int64_t mb, nb, kb;
+    int64_t tasks_per_thread, min_task;
+} gk_gemm_blocks;
+
+static const gk_gemm_blocks gk_gemm_blocks_base __attribute__((unused)) = {192, 512, 256, 4, 1 << 21};
+static const gk_gemm_blocks gk_gemm_blocks_avx2 __attribute__((unused)) = {192, 512, 256, 4, 1 << 21};
+static const gk_gemm_blocks gk_gemm_blocks_avx512 __attribute__((unused)) = {224, 512, 256, 4, 1 << 21};
+static const gk_gemm_blocks gk_gemm_blocks_avx512bf16 __attribute__((unused)) = {224, 512, 512, 4, 1 << 22};
+
+/* ---- attention -------------------------------------------------------------------------------
+ * A block of bq query lanes reads tiles of bkv keys; a row serves head dims (the larger one) up to max_head_dim. Fewer
+ * blocks than min_tasks halve bq. */
+typedef struct gk_attn_blocks {
+    int64_t max_head_dim, bq, bkv, min_tasks;
+} gk_attn_blocks;
+
+static const gk_attn_blocks gk_attn_fwd_blocks[] __attribute__((unused)) = {
+    {64, 128, 128, 32},
+    {128, 128, 128, 32},
+    {256, 128, 64, 32},
+    {512, 64, 64, 32},
+};
+
+/* ---- flash_attn backward ------------------------------------------------------------------------
+ * bq queries x bkv keys per pair of tiles; scores are made `strip` keys at a time, so that they are still in L1 when they
+ * become probabilities. The first row that holds max(head_dim, Dv) is taken. */
+typedef struct gk_attn_bwd_blocks {
+    int64_t up_to_dim, bq, bkv, strip;
+} gk_attn_bwd_blocks;
+
+static const gk_attn_bwd_blocks gk_attn_bwd_blocks_avx512bf16[] __attribute__((unused)) = {{128, 128, 256, 64}, {512, 128, 128, 64}};
+static const gk_attn_bwd_blocks gk_attn_bwd_blocks_avx512[] __attribute__((unused)) = {{128, 64, 128, 64}, {512, 64, 64, 64}};
+static const gk_attn_bwd_blocks gk_attn_bwd_blocks_avx2[] __attribute__((unused)) = {{128, 64, 128, 64}, {512, 64, 64, 64}};
+static const gk_attn_bwd_blocks gk_attn_bwd_blocks_base[] __attribute__((unused)) = {{128, 64, 128, 64}, {512, 64, 64, 64}};
+
+#define GK_ATTN_BWD_TASKS 16                      /* with fewer (sequence, kv head) pairs the keys are split ... */
+#define GK_ATTN_BWD_CHUNK_KEYS 512                /* ... into chunks of at least so many keys ... */
+#define GK_ATTN_BWD_CHUNK_BYTES (INT64_C(1) << 28) /* ... whose copies of dQ together take at most this */
+
+#endif

@@ -1,0 +1,39 @@
+/* features.c: what this machine can run. With vec.h the only file that asks about instruction sets. */
+#include "kernels.h"
+
+const char *const gk_isa_names[GK_NUM_ISAS] = {"base", "avx2", "avx512", "avx512bf16"};
+
+bool gk_cpu_has(gk_isa isa) {
+    if (isa == GK_ISA_BASE) return true;
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                  __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    switch (isa) {
+    case GK_ISA_AVX2: return avx2;
+    case GK_ISA_AVX512: return avx512;
+    case GK_ISA_AVX512BF16:
+        return avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+    default: return false;
+    }
+#else
+    return false;
+#endif
+}
+
+const char *gk_cpu_isa(void) {
+    int best = GK_ISA_BASE;
+    for (int i = 0; i < GK_NUM_ISAS; ++i)
+        if (gk_cpu_has((gk_isa)i)) best = i;
+    return gk_isa_names[best];
+}
+
+const char *gk_cpu_isas(void) {
+    /* the sets nest, so the list is one of four */
+    static const char *const lists[GK_NUM_ISAS] = {"base", "base,avx2", "base,avx2,avx512",
+                                                   "base,avx2,avx512,avx512bf16"};
+    int n = 0;
+    while (n + 1 < GK_NUM_ISAS && gk_cpu_has((gk_isa)(n + 1))) ++n;
+    return lists[n];
+}

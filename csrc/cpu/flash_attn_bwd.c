@@ -1,0 +1,546 @@
+/* flash_attn_bwd: gradients of softmax(scale q k^T + ...) v.   Dao 2023, arXiv:2307.08691, Algorithm 2, transposed.
+ *
+ *   S^T = K Q^T   P^T = exp(scale S^T - lse)   dP^T = V dO^T   dS^T = P^T (dP^T - delta)   delta = dO . O - dlse
+ *   dV += P^T dO  dK += scale dS^T Q           dQ^T += scale K^T dS^T                     dsink = -sum exp(sink - lse) delta
+ *
+ * q, dq [B, Hq, Sq, D]  k, dk [B, Hkv, Sk, D]  v, dv [B, Hkv, Sk, Dv]  out, grad_out [B, Hq, Sq, Dv]  lse [B, Hq, Sq] f32
+ * (or packed: gpukern.h), element type float32, bfloat16 or float16 (PAIR 1) or bfloat16 alone (PAIR 2).
+ * A row of a tile is a key and a lane a query: lse and delta are vectors, and each of the five products finds both of its
+ * operands in the order in which they were made (tile.h), so nothing of size BQ x BKV is ever transposed.
+ *
+ * Work split: a task owns one sequence, one kv head and one chunk of keys, with all query heads of its group: dK and dV
+ * need no sum over tasks. dQ is summed over key tiles in float32 [D][BQ] tiles; over chunks, in order, in a last phase.
+ *   phase 1  per (sequence, query head): lse in log2 units, delta, the sequence's share of dsink
+ *   phase 2  for each key tile: 1 pack K, V   for each query head, query tile that sees it: 2 pack Q, dO   3 S, dP, P, dS
+ *            strip by strip of keys   4 dV, dK, dQ   then 5 store dK, dV;   6 one chunk: store dQ
+ *   phase 3  more chunks: sum them and store dQ
+ * Shapes alone fix tiles and chunks, so the bits do not depend on the number of workers.
+ * Workspace: dQ in float32, once per worker (one chunk) or per task (more), two floats per row, and per worker one tile
+ * of everything. Not here: float64 (ref/), dropout, gradients of the ALiBi slopes.
+ */
+#include "attn.h"
+#include "blocks.h"
+#include "kernels.h"
+
+#include <stdlib.h>
+
+enum { MAX_BQ = 256, LINE = 16 }; /* LINE: floats of a cache line */
+
+typedef struct sizes {
+    gk_attn_bwd_blocks tile;
+    int64_t tokens_q;             /* of the whole call */
+    int64_t ld_d, ld_dv;          /* rows of D, Dv floats or cells */
+    int64_t ld_kd, ld_kdv;        /* rows of cells_of(D), cells_of(Dv) */
+    int64_t ld_q, ld_qc;          /* rows of BQ floats, of cells_of(BQ) */
+    int64_t tiles_q, dq_tile;     /* query tiles of a head at most; floats of one */
+    int64_t chunk_keys, chunks, heads, tasks; /* heads: sequences x kv heads */
+    int64_t workers;
+    size_t order_at, lse2_at, delta_at, dsink_at, worker_at, worker_bytes, dq_at, total_bytes;
+} sizes;
+
+/* A row length in floats whose rows start in different cache sets: an odd number of lines. */
+static int64_t odd_lines(int64_t n) { return (gk_ceil_div(n, LINE) | 1) * LINE; }
+
+/* One worker's tiles, in cells or floats (4 bytes each). With PAIR 1 several are the same memory. */
+typedef struct scratch {
+    cell *k_rows, *v_rows;  /* [BKV][ld_kd], [BKV][ld_kdv]: A of S, dP */
+    cell *k_panel;          /* [cells_of(BKV)][ld_d]: A of dQ; PAIR 1: k_rows */
+    cell *q_t, *do_t;       /* [cells_of(D)][ld_q], [cells_of(Dv)][ld_q]: B of S, dP */
+    cell *q_panel, *do_panel; /* [cells_of(BQ)][ld_d], [cells_of(BQ)][ld_dv]: B of dK, dV */
+    cell *p_rows, *ds_rows; /* [BKV][ld_qc]: A of dV, dK */
+    cell *ds_panel;         /* [cells_of(BKV)][ld_q]: B of dQ; PAIR 1: ds_rows */
+    float *s, *dp;          /* [STRIP][ld_q]; PAIR 1: inside p_rows, ds_rows */
+    float *dk, *dv;         /* [BKV][ld_d], [BKV][ld_dv] */
+} scratch;
+
+/* Lays the tiles out from `base`; returns the bytes they take. */
+static size_t scratch_make(scratch *w, const sizes *z, const attn_shape *s, char *base) {
+    const int64_t bq = z->tile.bq, bkv = z->tile.bkv;
+    size_t at = 0;
+#define PLACE(field, rows, ld)                                                                       \
+    (w->field = (void *)(base + at), at += 4 * (size_t)((rows) * (ld) + LINE)) /* a line to spare: pack_panel */
+    PLACE(k_rows, bkv, z->ld_kd);
+    PLACE(v_rows, bkv, z->ld_kdv);
+    PLACE(q_t, cells_of(s->head_dim), z->ld_q);
+    PLACE(do_t, cells_of(s->head_dim_v), z->ld_q);
+    PLACE(q_panel, cells_of(bq), z->ld_d);
+    PLACE(do_panel, cells_of(bq), z->ld_dv);
+    PLACE(p_rows, bkv, z->ld_qc);
+    PLACE(ds_rows, bkv, z->ld_qc);
+    PLACE(dk, bkv, z->ld_d);
+    PLACE(dv, bkv, z->ld_dv);
+    if (PAIR == 1) {
+        w->k_panel = w->k_rows, w->ds_panel = w->ds_rows;
+        w->s = (float *)w->p_rows, w->dp = (float *)w->ds_rows;
+    } else {
+        PLACE(k_panel, cells_of(bkv), z->ld_d);
+        PLACE(ds_panel, cells_of(bkv), z->ld_q);
+        PLACE(s, z->tile.strip, z->ld_q);
+        PLACE(dp, z->tile.strip, z->ld_q);
+    }
+#undef PLACE
+    return at;
+}
+
+static sizes sizes_of(const gk_context *ctx, const gk_flash_attn_bwd_args *a, const attn_shape *s) {
+    sizes z;
+    const gk_attn_bwd_blocks *row = SYM(gk_attn_bwd_blocks);
+    const int64_t dim = gk_max_i64(s->head_dim, s->head_dim_v);
+    while (row->up_to_dim < dim) ++row;
+    z.tile = *row;
+    z.tokens_q = s->packed ? a->fwd.q.shape[0] : s->batch * s->max_seq_q;
+    z.ld_d = odd_lines(s->head_dim), z.ld_dv = odd_lines(s->head_dim_v);
+    z.ld_kd = odd_lines(cells_of(s->head_dim)), z.ld_kdv = odd_lines(cells_of(s->head_dim_v));
+    z.ld_q = odd_lines(z.tile.bq), z.ld_qc = odd_lines(cells_of(z.tile.bq));
+    z.tiles_q = gk_ceil_div(s->max_seq_q, z.tile.bq);
+    z.dq_tile = s->head_dim * z.tile.bq;
+
+    /* few heads: split the keys, as long as a chunk is worth it and its copy of dQ affordable */
+    z.heads = s->batch * s->heads_kv;
+    const int64_t dq_bytes = 4 * z.heads * s->group * z.tiles_q * z.dq_tile;
+    int64_t chunks = gk_ceil_div(GK_ATTN_BWD_TASKS, gk_max_i64(1, z.heads));
+    chunks = gk_min_i64(chunks, s->max_seq_k / GK_ATTN_BWD_CHUNK_KEYS);
+    chunks = gk_max_i64(1, gk_min_i64(chunks, GK_ATTN_BWD_CHUNK_BYTES / gk_max_i64(1, dq_bytes)));
+    z.chunk_keys = gk_max_i64(1, gk_ceil_div(gk_ceil_div(s->max_seq_k, chunks), z.tile.bkv)) * z.tile.bkv;
+    z.chunks = gk_max_i64(1, gk_ceil_div(s->max_seq_k, z.chunk_keys));
+    z.tasks = z.heads * z.chunks;
+    z.workers = gk_num_workers(ctx, z.tasks);
+
+    scratch unused;
+    size_t at = 0;
+#define PLACE(field, bytes) (z.field = at, at += (size_t)gk_round_up((int64_t)(bytes), 64))
+    PLACE(order_at, s->batch * (int64_t)sizeof(int64_t) * 2);
+    PLACE(lse2_at, 4 * s->heads_q * z.tokens_q);
+    PLACE(delta_at, 4 * s->heads_q * z.tokens_q);
+    PLACE(dsink_at, 8 * s->heads_q * s->batch);
+    z.worker_bytes = (size_t)gk_round_up((int64_t)scratch_make(&unused, &z, s, NULL), 64);
+    PLACE(worker_at, z.worker_bytes * (size_t)z.workers);
+    PLACE(dq_at, 4 * (z.chunks == 1 ? z.workers : z.tasks) * s->group * z.tiles_q * z.dq_tile);
+#undef PLACE
+    z.total_bytes = at;
+    return z;
+}
+
+typedef struct job {
+    const gk_flash_attn_bwd_args *args;
+    attn_shape shape;
+    sizes z;
+    gk_dtype dtype;
+    char *workspace;
+    const int64_t (*order)[2]; /* [batch] {pairs, sequence}, most pairs first */
+} job;
+
+/* ---- the span from the key side ---------------------------------------------------------------- */
+/* Key j is seen by the rows [first_row(j), end_row(j)); both grow with j. */
+static int64_t first_row(const attn_seq *x, int64_t j) {
+    return x->span.right == GK_UNBOUNDED ? 0 : gk_clamp_i64(j - x->span.diagonal - x->span.right, 0, x->seq_q);
+}
+static int64_t end_row(const attn_seq *x, int64_t j) {
+    return x->span.left == GK_UNBOUNDED ? x->seq_q : gk_clamp_i64(j - x->span.diagonal + x->span.left + 1, 0, x->seq_q);
+}
+
+/* Rows that see a key and keys that some row sees; the rest is never read and gets gradient 0. */
+typedef struct seen {
+    int64_t row_lo, row_hi, key_lo, key_hi;
+} seen;
+
+static seen seen_of(const attn_seq *x) {
+    seen r = {0, 0, 0, 0};
+    if (x->seq_q == 0 || x->span.key_lo >= x->span.key_hi) return r;
+    r.row_lo = first_row(x, x->span.key_lo), r.row_hi = end_row(x, x->span.key_hi - 1);
+    if (r.row_lo >= r.row_hi) return (seen){0, 0, 0, 0};
+    r.key_lo = gk_span_lo(&x->span, r.row_lo), r.key_hi = gk_span_hi(&x->span, r.row_hi - 1);
+    return r;
+}
+
+/* Offset of row 0 of sequence b and head h in a tensor of q's or k's form whose rows start at token `first`. */
+static int64_t row0_of(const job *g, const gk_tensor *t, int64_t b, int64_t h, int64_t first) {
+    return h * t->stride[1] + (g->shape.packed ? first * t->stride[0] : b * t->stride[0]);
+}
+static int64_t first_q(const job *g, int64_t b) { return g->shape.packed ? i32_at(g->args->fwd.cu_seqlens_q, b) : 0; }
+static int64_t first_k(const job *g, int64_t b) { return g->shape.packed ? i32_at(g->args->fwd.cu_seqlens_k, b) : 0; }
+
+static void *at(const gk_tensor *t, int64_t element) {
+    return (char *)t->data + (int64_t)gk_dtype_bytes(t->dtype) * element;
+}
+
+static void zero_rows(void *dst, gk_dtype dtype, int64_t row_stride, int64_t rows, int64_t dim) {
+    const size_t es = gk_dtype_bytes(dtype);
+    for (int64_t i = 0; i < rows; ++i) memset((char *)dst + (int64_t)es * i * row_stride, 0, es * (size_t)dim);
+}
+
+/* ---- phase 1: lse, delta, dsink ------------------------------------------------------------------ */
+/* lse2 and delta of head h and sequence b: [rows]. */
+static float *row_values(const job *g, size_t where, int64_t b, int64_t h) {
+    const int64_t first = g->shape.packed ? first_q(g, b) : b * g->shape.max_seq_q;
+    return (float *)(g->workspace + where) + h * g->z.tokens_q + first;
+}
+
+static void pre_task(void *arg, int64_t task, int64_t worker) {
+    (void)worker;
+    const job *g = arg;
+    const gk_flash_attn_bwd_args *a = g->args;
+    const gk_flash_attn_args *f = &a->fwd;
+    const int64_t b = task / g->shape.heads_q, h = task % g->shape.heads_q, dim = g->shape.head_dim_v;
+    const int r = attn_row_dim(&g->shape);
+    const attn_seq x = attn_seq_of(f, &g->shape, b);
+    const char *out = at(&f->out, x.out_first + h * x.out_head);
+    const char *grad = at(&a->grad_out, row0_of(g, &a->grad_out, b, h, first_q(g, b)));
+    const int64_t es = (int64_t)gk_dtype_bytes(g->dtype), grad_row = a->grad_out.stride[r];
+    const float *lse = (const float *)f->lse.data + x.lse_first + h * x.lse_head;
+    float *lse2 = row_values(g, g->z.lse2_at, b, h), *delta = row_values(g, g->z.delta_at, b, h);
+    const gk_tensor *sinks = f->rules.sinks, *grad_lse = a->grad_lse;
+    const float sink = sinks ? ((const float *)sinks->data)[h * sinks->stride[0]] : -INFINITY;
+    double dsink = 0;
+
+    for (int64_t i = 0; i < x.seq_q; ++i) {
+        const float l = lse[i * x.lse_row];
+        if (l == -INFINITY) { /* no key and no sink: exp2(s - inf) = 0 whatever s is */
+            lse2[i] = INFINITY, delta[i] = 0;
+            continue;
+        }
+        vf sum = vf_set1(0);
+        const char *o = out + es * i * x.out_row, *d = grad + es * i * grad_row;
+        for (int64_t c = 0; c < dim; c += W)
+            sum = vf_fma(vf_load_dtype(o, g->dtype, c, dim - c), vf_load_dtype(d, g->dtype, c, dim - c), sum);
+        delta[i] = vf_sum(sum);
+        if (grad_lse) {
+            const int64_t first = row0_of(g, grad_lse, b, h, first_q(g, b));
+            delta[i] -= ((const float *)grad_lse->data)[first + i * grad_lse->stride[r]];
+        }
+        lse2[i] = l * GK_LOG2E;
+        if (sink != -INFINITY) dsink -= exp((double)sink - l) * delta[i];
+    }
+    ((double *)(g->workspace + g->z.dsink_at))[h * g->shape.batch + b] = dsink;
+}
+
+/* ---- phase 2: one pair of tiles -------------------------------------------------------------------- */
+typedef struct pair {
+    const job *g;
+    const scratch *w;
+    int64_t lanes;             /* queries, rounded up to whole vectors of cells */
+    vf lse2[MAX_BQ / W], delta[MAX_BQ / W]; /* lanes past the rows: lse2 = inf makes P = 0 */
+    vi lo[MAX_BQ / W], hi[MAX_BQ / W];      /* keys seen, from the key tile's first */
+    float scale2;              /* scale in log2 units */
+    float cap_in, cap_out;     /* softcap: cap_out tanh(cap_in s), in log2 units; cap_in 0 = off */
+    float slope2, distance;    /* ALiBi in log2 units; position of query 0 less that of key 0 */
+} pair;
+
+/* S, dP -> P, dS for `keys` rows from `key` (both counted in the key tile, multiples of PAIR). */
+INLINE void score_strip(const pair *t, int64_t key, int64_t keys, const bool masked, const bool modified) {
+    const scratch *w = t->w;
+    const int64_t ld = t->g->z.ld_q, ld_c = t->g->z.ld_qc;
+    const float *s = w->s + (PAIR == 1 ? key * ld : 0), *dp = w->dp + (PAIR == 1 ? key * ld : 0);
+    vf iota;
+    for (int i = 0; i < W; ++i) iota[i] = (float)i;
+    for (int64_t k = 0; k < keys; k += PAIR)
+        for (int64_t l = 0; l < t->lanes; l += PAIR * W) {
+            vf p[PAIR][PAIR], ds[PAIR][PAIR]; /* [key][vector of queries] */
+#pragma GCC unroll 2
+            for (int u = 0; u < PAIR; ++u)
+#pragma GCC unroll 2
+                for (int v = 0; v < PAIR; ++v) {
+                    const int64_t at = (k + u) * ld + l + v * W, lane = l / W + v;
+                    vf x = vf_load(s + at), slope_of_cap = vf_set1(1);
+                    if (modified) {
+                        if (t->cap_in != 0) {
+                            const vf tanh_s = vf_tanh(x * t->cap_in);
+                            slope_of_cap = 1.0f - tanh_s * tanh_s;
+                            x = tanh_s * t->cap_out;
+                        } else {
+                            x = x * t->scale2;
+                        }
+                        const vf distance = iota + (t->distance + (float)(l + v * W - key - k - u));
+                        x = x - t->slope2 * vf_max(-distance, distance) - t->lse2[lane];
+                    } else {
+                        x = vf_fma(x, vf_set1(t->scale2), -t->lse2[lane]);
+                    }
+                    vf y = vf_exp2_poly(x, PAIR == 2);
+                    if (masked) {
+                        const vi j = vi_set1((int32_t)(key + k + u));
+                        const vm sees = vm_and(vi_lt(t->lo[lane] - 1, j), vi_lt(j, t->hi[lane]));
+                        y = vf_select(sees, y, vf_set1(0));
+                    }
+                    p[u][v] = y;
+                    ds[u][v] = y * (vf_load(dp + at) - t->delta[lane]);
+                    if (modified) ds[u][v] = ds[u][v] * slope_of_cap;
+                }
+#pragma GCC unroll 2
+            for (int u = 0; u < PAIR; ++u) {
+                vc_store(w->p_rows + (key + k + u) * ld_c + l / PAIR, vc_from_run(p[u]));
+                vc_store(w->ds_rows + (key + k + u) * ld_c + l / PAIR, vc_from_run(ds[u]));
+            }
+            if (PAIR == 2) {
+#pragma GCC unroll 2
+                for (int v = 0; v < PAIR; ++v)
+                    vc_store(w->ds_panel + (key + k) / PAIR * ld + l + v * W, vc_from_rows(ds[0][v], ds[PAIR - 1][v]));
+            }
+        }
+}
+
+static void score_plain(const pair *t, int64_t key, int64_t keys) { score_strip(t, key, keys, false, false); }
+static void score_masked(const pair *t, int64_t key, int64_t keys) { score_strip(t, key, keys, true, false); }
+static void score_modified(const pair *t, int64_t key, int64_t keys) { score_strip(t, key, keys, false, true); }
+static void score_both(const pair *t, int64_t key, int64_t keys) { score_strip(t, key, keys, true, true); }
+
+/* Keys [from, to) of the tile against the packed query tile of `rows` rows; dq is its [D][BQ] tile. */
+static void pair_run(const pair *t, int64_t from, int64_t to, int64_t rows, bool masked, float *dq, bool dq_has_sum) {
+    const scratch *w = t->w;
+    const sizes *z = &t->g->z;
+    const int64_t dim = t->g->shape.head_dim, dim_v = t->g->shape.head_dim_v, ld_q = z->ld_q, ld_qc = z->ld_qc;
+    const bool modified = t->cap_in != 0 || t->slope2 != 0;
+    void (*const score)(const pair *, int64_t, int64_t) =
+        modified ? (masked ? score_both : score_modified) : masked ? score_masked : score_plain;
+
+    /* 3. scores */
+    for (int64_t k = from; k < to; k += z->tile.strip) {
+        const int64_t keys = gk_min_i64(z->tile.strip, to - k), skip = PAIR == 1 ? k * ld_q : 0;
+        tile_product(true, keys, t->lanes, cells_of(dim), w->k_rows + k * z->ld_kd, z->ld_kd, w->q_t, ld_q, w->s + skip,
+                     ld_q, false);
+        tile_product(true, keys, t->lanes, cells_of(dim_v), w->v_rows + k * z->ld_kdv, z->ld_kdv, w->do_t, ld_q,
+                     w->dp + skip, ld_q, false);
+        score(t, k, keys);
+    }
+    /* 4. gradients */
+    const int64_t keys = to - from;
+    tile_product(true, keys, dim_v, cells_of(rows), w->p_rows + from * ld_qc, ld_qc, w->do_panel, z->ld_dv,
+                 w->dv + from * z->ld_dv, z->ld_dv, true);
+    tile_product(true, keys, dim, cells_of(rows), w->ds_rows + from * ld_qc, ld_qc, w->q_panel, z->ld_d,
+                 w->dk + from * z->ld_d, z->ld_d, true);
+    tile_product(false, dim, t->lanes, cells_of(keys), w->k_panel + from / PAIR * z->ld_d, z->ld_d,
+                 w->ds_panel + from / PAIR * ld_q, ld_q, dq, z->tile.bq, dq_has_sum);
+}
+
+/* ---- phase 2: a task --------------------------------------------------------------------------------- */
+/* Sum of a [dim][BQ] tile of dQ, transposed into rows: 16 x 16 in registers. */
+static void store_dq(const job *g, const float *tile, int64_t rows, float scale, void *dst, int64_t row_stride) {
+    const int64_t dim = g->shape.head_dim, ld = g->z.tile.bq;
+    const int64_t es = (int64_t)gk_dtype_bytes(g->dtype);
+    for (int64_t i = 0; i < rows; i += W)
+        for (int64_t d = 0; d < dim; d += W) {
+            vc r[W];
+            for (int64_t c = 0; c < W; ++c)
+                r[c] = d + c < dim ? (vc)(vf_load(tile + (d + c) * ld + i) * scale) : vc_set1(0);
+            vc_transpose(r);
+            for (int64_t c = 0; c < gk_min_i64(W, rows - i); ++c)
+                vf_store_dtype((char *)dst + es * (i + c) * row_stride, g->dtype, d, (vf)r[c], dim - d);
+        }
+}
+
+static void store_rows(const job *g, const float *tile, int64_t ld, int64_t rows, int64_t dim, float scale, void *dst,
+                       int64_t row_stride) {
+    const int64_t es = (int64_t)gk_dtype_bytes(g->dtype);
+    for (int64_t i = 0; i < rows; ++i)
+        for (int64_t d = 0; d < dim; d += W)
+            vf_store_dtype((char *)dst + es * i * row_stride, g->dtype, d, vf_load(tile + i * ld + d) * scale, dim - d);
+}
+
+/* dQ tiles of query head h0 + h of a task: [tiles_q][dim][BQ]. */
+static float *dq_tiles(const job *g, int64_t slice, int64_t h) {
+    return (float *)(g->workspace + g->z.dq_at) + (slice * g->shape.group + h) * g->z.tiles_q * g->z.dq_tile;
+}
+
+/* Rows of dq of one head that see no key. */
+static void zero_dq_unseen(const job *g, const attn_seq *x, const seen *seen, int64_t b, int64_t h) {
+    const gk_tensor *dq = &g->args->dq;
+    const int64_t row0 = row0_of(g, dq, b, h, first_q(g, b)), row = dq->stride[attn_row_dim(&g->shape)];
+    zero_rows(at(dq, row0), g->dtype, row, seen->row_lo, g->shape.head_dim);
+    zero_rows(at(dq, row0 + seen->row_hi * row), g->dtype, row, x->seq_q - seen->row_hi, g->shape.head_dim);
+}
+
+static void pair_rows(pair *t, const attn_seq *x, const float *lse2, const float *delta, int64_t i0, int64_t rows,
+                      int64_t key0, int64_t keys) {
+    float lse2_t[MAX_BQ], delta_t[MAX_BQ];
+    int32_t lo[MAX_BQ], hi[MAX_BQ];
+    for (int64_t i = 0; i < t->lanes; ++i) {
+        lse2_t[i] = i < rows ? lse2[i0 + i] : INFINITY;
+        delta_t[i] = i < rows ? delta[i0 + i] : 0;
+        lo[i] = (int32_t)gk_clamp_i64(gk_span_lo(&x->span, i0 + i) - key0, 0, keys);
+        hi[i] = (int32_t)gk_clamp_i64(gk_span_hi(&x->span, i0 + i) - key0, 0, keys);
+    }
+    const size_t bytes = 4 * (size_t)t->lanes;
+    memcpy(t->lse2, lse2_t, bytes), memcpy(t->delta, delta_t, bytes);
+    memcpy(t->lo, lo, bytes), memcpy(t->hi, hi, bytes);
+}
+
+static void main_task(void *arg, int64_t task, int64_t worker) {
+    const job *g = arg;
+    const gk_flash_attn_bwd_args *a = g->args;
+    const gk_attn_rules *rules = &a->fwd.rules;
+    const sizes *z = &g->z;
+    const int64_t dim = g->shape.head_dim, dim_v = g->shape.head_dim_v, group = g->shape.group;
+    const int64_t chunk = task / z->heads, h_kv = task % z->heads % g->shape.heads_kv;
+    const int64_t b = g->order[task % z->heads / g->shape.heads_kv][1], es = (int64_t)gk_dtype_bytes(g->dtype);
+    const int64_t slice = z->chunks == 1 ? worker : (b * g->shape.heads_kv + h_kv) * z->chunks + chunk;
+    const int r = attn_row_dim(&g->shape);
+    const attn_seq x = attn_seq_of(&a->fwd, &g->shape, b);
+    const seen seen = seen_of(&x);
+    const int64_t grad_row = a->grad_out.stride[r], dk_row = a->dk.stride[r], dv_row = a->dv.stride[r];
+    char *const dk = at(&a->dk, row0_of(g, &a->dk, b, h_kv, first_k(g, b)));
+    char *const dv = at(&a->dv, row0_of(g, &a->dv, b, h_kv, first_k(g, b)));
+    scratch w;
+    scratch_make(&w, z, &g->shape, g->workspace + z->worker_at + (size_t)worker * z->worker_bytes);
+    pair t = {.g = g, .w = &w, .scale2 = (float)(rules->scale * GK_LOG2E)};
+    if (rules->softcap > 0) {
+        t.cap_in = (float)(rules->scale / rules->softcap), t.cap_out = (float)(rules->softcap * GK_LOG2E);
+    }
+
+    const int64_t chunk_lo = chunk * z->chunk_keys, chunk_hi = gk_min_i64(chunk_lo + z->chunk_keys, x.seq_k);
+    for (int64_t j0 = chunk_lo; j0 < chunk_hi; j0 += z->tile.bkv) {
+        const int64_t j1 = gk_min_i64(j0 + z->tile.bkv, chunk_hi);
+        const int64_t key0 = gk_clamp_i64(seen.key_lo, j0, j1), key1 = gk_clamp_i64(seen.key_hi, key0, j1);
+        const int64_t keys = key1 - key0, keys_even = gk_round_up(keys, PAIR);
+        zero_rows(dk + es * j0 * dk_row, g->dtype, dk_row, key0 - j0, dim);
+        zero_rows(dv + es * j0 * dv_row, g->dtype, dv_row, key0 - j0, dim_v);
+        zero_rows(dk + es * key1 * dk_row, g->dtype, dk_row, j1 - key1, dim);
+        zero_rows(dv + es * key1 * dv_row, g->dtype, dv_row, j1 - key1, dim_v);
+        if (keys == 0) continue;
+
+        /* 1. K and V; an odd number of keys leaves one to mask */
+        const char *k = x.k + es * (h_kv * x.k_head + key0 * x.k_row), *v = x.v + es * (h_kv * x.v_head + key0 * x.v_row);
+        pack_rows(w.k_rows, z->ld_kd, k, g->dtype, x.k_row, keys, dim);
+        pack_rows(w.v_rows, z->ld_kdv, v, g->dtype, x.v_row, keys, dim_v);
+        if (PAIR == 2) {
+            memset(w.k_rows + keys * z->ld_kd, 0, 4 * (size_t)((keys_even - keys) * z->ld_kd));
+            memset(w.v_rows + keys * z->ld_kdv, 0, 4 * (size_t)((keys_even - keys) * z->ld_kdv));
+            pack_panel(w.k_panel, z->ld_d, k, g->dtype, 1, x.k_row, dim, keys);
+        }
+        memset(w.dk, 0, 4 * (size_t)(keys_even * z->ld_d));
+        memset(w.dv, 0, 4 * (size_t)(keys_even * z->ld_dv));
+
+        const int64_t row_lo = gk_max_i64(first_row(&x, key0), seen.row_lo);
+        const int64_t row_hi = gk_min_i64(end_row(&x, key1 - 1), seen.row_hi);
+        for (int64_t h = h_kv * group; h < (h_kv + 1) * group; ++h) {
+            const float *lse2 = row_values(g, z->lse2_at, b, h), *delta = row_values(g, z->delta_at, b, h);
+            const char *q = x.q + es * h * x.q_head;
+            const char *grad = at(&a->grad_out, row0_of(g, &a->grad_out, b, h, first_q(g, b)));
+            t.slope2 = attn_slope(rules, b, h) * GK_LOG2E;
+            for (int64_t qt = (row_lo - seen.row_lo) / z->tile.bq; seen.row_lo + qt * z->tile.bq < row_hi; ++qt) {
+                const int64_t i0 = seen.row_lo + qt * z->tile.bq, rows = gk_min_i64(z->tile.bq, seen.row_hi - i0);
+                const int64_t first = gk_max_i64(gk_span_lo(&x.span, i0), key0);
+                const int64_t from = (first - key0) / PAIR * PAIR;
+                const int64_t to = gk_min_i64(gk_span_hi(&x.span, i0 + rows - 1), key1) - key0;
+                const bool masked = gk_span_lo(&x.span, i0 + rows - 1) > key0 + from ||
+                                    gk_span_hi(&x.span, i0) < key0 + gk_round_up(to, PAIR) || keys % PAIR > 0;
+                /* 2. Q and dO in both orders */
+                const char *q_i = q + es * i0 * x.q_row, *grad_i = grad + es * i0 * grad_row;
+                pack_panel(w.q_t, z->ld_q, q_i, g->dtype, x.q_row, 1, rows, dim);
+                pack_panel(w.do_t, z->ld_q, grad_i, g->dtype, grad_row, 1, rows, dim_v);
+                pack_panel(w.q_panel, z->ld_d, q_i, g->dtype, 1, x.q_row, dim, rows);
+                pack_panel(w.do_panel, z->ld_dv, grad_i, g->dtype, 1, grad_row, dim_v, rows);
+                t.lanes = gk_round_up(rows, PAIR * W);
+                t.distance = (float)(i0 + x.span.diagonal - key0);
+                pair_rows(&t, &x, lse2, delta, i0, rows, key0, keys);
+                const bool dq_has_sum = j0 > chunk_lo && gk_span_lo(&x.span, i0) < key0;
+                pair_run(&t, from, gk_round_up(to, PAIR), rows, masked,
+                         dq_tiles(g, slice, h - h_kv * group) + qt * z->dq_tile, dq_has_sum);
+            }
+        }
+        /* 5. */
+        store_rows(g, w.dk, z->ld_d, keys, dim, (float)rules->scale, dk + es * key0 * dk_row, dk_row);
+        store_rows(g, w.dv, z->ld_dv, keys, dim_v, 1, dv + es * key0 * dv_row, dv_row);
+    }
+    if (z->chunks > 1) return;
+    /* 6. */
+    for (int64_t h = h_kv * group; h < (h_kv + 1) * group; ++h) {
+        const int64_t row = a->dq.stride[r], row0 = row0_of(g, &a->dq, b, h, first_q(g, b));
+        zero_dq_unseen(g, &x, &seen, b, h);
+        for (int64_t i = seen.row_lo, qt = 0; i < seen.row_hi; i += z->tile.bq, ++qt)
+            store_dq(g, dq_tiles(g, slice, h - h_kv * group) + qt * z->dq_tile, gk_min_i64(z->tile.bq, seen.row_hi - i),
+                     (float)rules->scale, at(&a->dq, row0 + i * row), row);
+    }
+}
+
+/* ---- phase 3: dQ over chunks ------------------------------------------------------------------------- */
+static void sum_task(void *arg, int64_t task, int64_t worker) {
+    (void)worker;
+    const job *g = arg;
+    const gk_flash_attn_bwd_args *a = g->args;
+    const sizes *z = &g->z;
+    const int64_t b = task / g->shape.heads_q, h = task % g->shape.heads_q, h_kv = h / g->shape.group;
+    const attn_seq x = attn_seq_of(&a->fwd, &g->shape, b);
+    const seen seen = seen_of(&x);
+    const int64_t row = a->dq.stride[attn_row_dim(&g->shape)], row0 = row0_of(g, &a->dq, b, h, first_q(g, b));
+    zero_dq_unseen(g, &x, &seen, b, h);
+    for (int64_t i = seen.row_lo, qt = 0; i < seen.row_hi; i += z->tile.bq, ++qt) {
+        const int64_t rows = gk_min_i64(z->tile.bq, seen.row_hi - i);
+        /* the chunks that this tile's rows see, all of which wrote it */
+        const int64_t lo = gk_span_lo(&x.span, i) / z->chunk_keys;
+        const int64_t hi = (gk_span_hi(&x.span, i + rows - 1) - 1) / z->chunk_keys;
+        float *sum = NULL;
+        for (int64_t c = lo; c <= hi; ++c) {
+            const int64_t slice = (b * g->shape.heads_kv + h_kv) * z->chunks + c;
+            float *part = dq_tiles(g, slice, h % g->shape.group) + qt * z->dq_tile;
+            if (!sum) {
+                sum = part;
+                continue;
+            }
+            for (int64_t d = 0; d < z->dq_tile; d += W) vf_store(sum + d, vf_load(sum + d) + vf_load(part + d));
+        }
+        store_dq(g, sum, rows, (float)a->fwd.rules.scale, at(&a->dq, row0 + i * row), row);
+    }
+}
+
+/* ---- the call ------------------------------------------------------------------------------------------ */
+/* Tokens past the last sequence. */
+static void zero_tail(const job *g, const gk_tensor *t, const gk_tensor *cu_seqlens) {
+    const int64_t end = i32_at(cu_seqlens, g->shape.batch);
+    for (int64_t h = 0; h < t->shape[1]; ++h)
+        zero_rows(at(t, h * t->stride[1] + end * t->stride[0]), g->dtype, t->stride[0], t->shape[0] - end, t->shape[2]);
+}
+
+/* Heavy sequences first, equal ones in order. */
+static int by_pairs(const void *p, const void *q) {
+    const int64_t *x = p, *y = q;
+    if (x[0] != y[0]) return x[0] < y[0] ? 1 : -1;
+    return x[1] < y[1] ? -1 : x[1] > y[1];
+}
+
+static void order_sequences(const job *g, int64_t (*order)[2]) {
+    for (int64_t b = 0; b < g->shape.batch; ++b) {
+        const attn_seq x = attn_seq_of(&g->args->fwd, &g->shape, b);
+        order[b][0] = x.seq_q * x.seq_k, order[b][1] = b;
+    }
+    qsort(order, (size_t)g->shape.batch, sizeof *order, by_pairs);
+}
+
+static size_t workspace_bytes(const gk_context *ctx, const void *args) {
+    const gk_flash_attn_bwd_args *a = args;
+    const attn_shape shape = attn_shape_of(&a->fwd);
+    return sizes_of(ctx, a, &shape).total_bytes;
+}
+
+static void run(const gk_context *ctx, const void *args) {
+    const gk_flash_attn_bwd_args *a = args;
+    job g = {.args = a, .shape = attn_shape_of(&a->fwd), .dtype = a->fwd.q.dtype, .workspace = a->workspace};
+    g.z = sizes_of(ctx, a, &g.shape);
+    int64_t(*order)[2] = (int64_t(*)[2])(g.workspace + g.z.order_at);
+    order_sequences(&g, order);
+    g.order = (const int64_t(*)[2])order;
+    if (g.shape.packed) {
+        zero_tail(&g, &a->dq, a->fwd.cu_seqlens_q);
+        zero_tail(&g, &a->dk, a->fwd.cu_seqlens_k);
+        zero_tail(&g, &a->dv, a->fwd.cu_seqlens_k);
+    }
+    gk_parallel(ctx, g.shape.batch * g.shape.heads_q, pre_task, &g);
+    gk_parallel(ctx, g.z.tasks, main_task, &g);
+    if (g.z.chunks > 1) gk_parallel(ctx, g.shape.batch * g.shape.heads_q, sum_task, &g);
+    if (a->dsinks) {
+        const double *part = (const double *)(g.workspace + g.z.dsink_at);
+        for (int64_t h = 0; h < g.shape.heads_q; ++h) {
+            double sum = 0;
+            for (int64_t b = 0; b < g.shape.batch; ++b) sum += part[h * g.shape.batch + b];
+            ((float *)a->dsinks->data)[h * a->dsinks->stride[0]] = (float)sum;
+        }
+    }
+}
+
+static void explain(const gk_context *ctx, const void *args, gk_explanation *out) {
+    const gk_flash_attn_bwd_args *a = args;
+    const attn_shape shape = attn_shape_of(&a->fwd);
+    const sizes z = sizes_of(ctx, a, &shape);
+    out->tile[0] = z.tile.bq, out->tile[1] = z.tile.bkv, out->tile[2] = z.chunk_keys, out->tile[3] = 0;
+    out->tasks = z.tasks, out->chunks = z.chunks;
+}
+
+const gk_cpu_kernel SYM(gk_flash_attn_bwd) = {workspace_bytes, run, explain};

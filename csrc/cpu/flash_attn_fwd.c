@@ -1,0 +1,90 @@
+/* flash_attn_fwd: O = softmax(scale Q K^T) V and its LSE, dense and packed, compiled once per ISA.
+ * Dao 2023, arXiv:2307.08691, Algorithm 1; the block itself is attn_tile.h.
+ * q [B, Hq, Sq, D]  k [B, Hkv, Sk, D]  v [B, Hkv, Sk, Dv]  out [B, Hq, Sq, Dv]  lse [B, Hq, Sq] float32, natural log
+ * packed: q [Tq, Hq, D]  k [Tk, Hkv, D]  v [Tk, Hkv, Dv]  out [Tq, Hq, Dv]  lse [Tq, Hq]
+ * Work split: a task is a block of bq lanes (query row x head of the group) of one kv head of one sequence; the blocks of
+ * the last rows come first, because under a causal mask they see the most keys. A worker owns one scratch.
+ * Not here: float64 (ref/), keys in pages (paged_attn.c). */
+#include "attn_tile.h"
+
+typedef struct fwd_job {
+    const gk_flash_attn_args *args;
+    attn_shape shape;
+    attn_job attn;
+    int64_t blocks; /* of one sequence and kv head, by the longest sequence */
+    int64_t tasks;
+    int64_t scratch_bytes;
+} fwd_job;
+
+static fwd_job job_make(const gk_flash_attn_args *a) {
+    fwd_job job = {.args = a, .shape = attn_shape_of(a)};
+    const attn_shape *s = &job.shape;
+    const gk_attn_blocks *row = gk_attn_fwd_blocks;
+    while (row->max_head_dim < gk_max_i64(s->head_dim, s->head_dim_v)) ++row;
+    job.attn = (attn_job){&a->rules, a->q.dtype, s->head_dim, s->head_dim_v, s->group, row->bq, row->bkv,
+                          a->out.data, a->lse.data};
+    const int64_t lanes = s->max_seq_q * s->group;
+    int64_t bq = gk_min_i64(row->bq, gk_round_up(lanes, NR));
+    while (bq >= 2 * NR && s->batch * s->heads_kv * gk_ceil_div(lanes, bq) < row->min_tasks) bq = gk_round_up(bq / 2, NR);
+    job.attn.bq = gk_max_i64(bq, NR);
+    job.blocks = gk_ceil_div(lanes, job.attn.bq);
+    job.tasks = s->batch * s->heads_kv * job.blocks;
+    job.scratch_bytes = attn_scratch_at(NULL, &job.attn).bytes;
+    return job;
+}
+
+static void block_task(void *arg, int64_t task, int64_t worker) {
+    const fwd_job *job = arg;
+    const gk_flash_attn_args *a = job->args;
+    const attn_shape *s = &job->shape;
+    const int64_t heads = s->batch * s->heads_kv;
+    const int64_t block = job->blocks - 1 - task / heads, b = task % heads / s->heads_kv, h_kv = task % s->heads_kv;
+    const int64_t element_bytes = (int64_t)gk_dtype_bytes(a->q.dtype);
+
+    const attn_seq x = attn_seq_of(a, s, b);
+    const int64_t first = block * job->attn.bq, lanes_in_all = x.seq_q * s->group;
+    if (first >= lanes_in_all) return; /* a sequence shorter than the longest */
+    attn_lanes lanes;
+    attn_lanes_fill(&lanes, &job->attn, &x, b, h_kv, first, gk_min_i64(job->attn.bq, lanes_in_all - first));
+    const attn_keys keys = {.k = x.k + element_bytes * h_kv * x.k_head,
+                            .v = x.v + element_bytes * h_kv * x.v_head,
+                            .k_row_bytes = element_bytes * x.k_row,
+                            .v_row_bytes = element_bytes * x.v_row};
+    attn_block(&job->attn, &lanes, &keys, (float)(a->rules.scale * GK_LOG2E), 1,
+               (char *)a->workspace + worker * job->scratch_bytes);
+}
+
+/* Tokens past the last sequence belong to none. */
+static void clear_tail(const fwd_job *job) {
+    const gk_flash_attn_args *a = job->args;
+    const int64_t element_bytes = (int64_t)gk_dtype_bytes(a->out.dtype);
+    for (int64_t t = i32_at(a->cu_seqlens_q, job->shape.batch); t < a->q.shape[0]; ++t)
+        for (int64_t h = 0; h < job->shape.heads_q; ++h) {
+            const int64_t at = t * a->out.stride[0] + h * a->out.stride[1];
+            memset((char *)a->out.data + element_bytes * at, 0, (size_t)(element_bytes * job->shape.head_dim_v));
+            ((float *)a->lse.data)[t * job->shape.heads_q + h] = -INFINITY;
+        }
+}
+
+/* ---- the row of tables.c ------------------------------------------------------------------------ */
+static size_t workspace_bytes(const gk_context *ctx, const void *args) {
+    const fwd_job job = job_make(args);
+    return (size_t)(gk_num_workers(ctx, job.tasks) * job.scratch_bytes);
+}
+
+static void run(const gk_context *ctx, const void *args) {
+    fwd_job job = job_make(args);
+    if (job.shape.packed) clear_tail(&job);
+    gk_parallel(ctx, job.tasks, block_task, &job);
+}
+
+static void explain(const gk_context *ctx, const void *args, gk_explanation *out) {
+    (void)ctx;
+    const fwd_job job = job_make(args);
+    out->tile[0] = job.attn.bq;
+    out->tile[1] = job.attn.bkv;
+    out->tasks = job.tasks;
+    out->chunks = 1;
+}
+
+const gk_cpu_kernel SYM(gk_flash_attn_fwd) = {workspace_bytes, run, explain};

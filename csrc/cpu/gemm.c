@@ -1,0 +1,238 @@
+/* gemm: out = activation(alpha a b + beta c + bias), packed and cache-blocked; the loops around the register tile.
+ * Goto and van de Geijn 2008, "Anatomy of high-performance matrix multiplication"; loop names as in BLIS.
+ *
+ * a [batch..., M, K]  b [batch..., K, N] any strides, float32 | bfloat16 | float16   out [batch..., M, N]
+ * A task is one block of at most MB x NB of one product, over all of K:
+ *   for pc over K by KC        pack b[KC][NB] into panels of NR columns, a[MB][KC] into strips of at most MR rows
+ *     for jr over panels         the panel of b stays in L1
+ *       for ir over strips         strips of a stream from L2; the register tile adds to C, or to a float32 block
+ * The sums of an element run over k in an order that only KC decides, so neither blocks nor threads change its bits.
+ * workspace per worker: packed a, packed b, and for 16-bit outputs with K > KC the float32 block.
+ * Not here: M <= 16 (gemm_skinny), float64 (ref).
+ */
+#include "blocks.h"
+#include "kernels.h"
+
+#include <assert.h>
+
+/* ---- 1 the problem ----------------------------------------------------------------------------- */
+static int64_t dim_stride(const gk_tensor *t, int ndim, int d) {
+    int i = d - (ndim - t->ndim); /* dimensions align at the end; missing and size-1 ones broadcast */
+    return i < 0 || t->shape[i] == 1 ? 0 : t->stride[i];
+}
+
+gk_gemm_problem gk_gemm_problem_of(const gk_gemm_args *args) {
+    gk_gemm_problem p;
+    const gk_tensor *a = &args->a, *b = &args->b, *out = &args->out;
+    const gk_tensor *c = args->c && args->beta != 0 ? args->c : NULL;
+    const int nd = out->ndim;
+    memset(&p, 0, sizeof p);
+    p.m = out->shape[nd - 2], p.n = out->shape[nd - 1], p.k = a->shape[a->ndim - 1];
+    p.a_m = a->stride[a->ndim - 2], p.a_k = a->stride[a->ndim - 1];
+    p.b_k = b->stride[b->ndim - 2], p.b_n = b->stride[b->ndim - 1];
+    p.epilogue.alpha = (float)args->alpha, p.epilogue.beta = (float)args->beta;
+    p.epilogue.activation = args->activation;
+    p.epilogue.out_dtype = out->dtype, p.epilogue.out_row = out->stride[nd - 2];
+    if (args->preact) p.epilogue.preact_row = args->preact->stride[nd - 2];
+    if (args->bias) p.epilogue.bias_dtype = args->bias->dtype, p.epilogue.bias_stride = args->bias->stride[0];
+    if (c) {
+        p.epilogue.c_dtype = c->dtype;
+        p.epilogue.c_row = dim_stride(c, nd, nd - 2), p.epilogue.c_col = dim_stride(c, nd, nd - 1);
+    }
+    p.batch = 1;
+    for (int d = 0; d < nd - 2; ++d) {
+        int i = p.ndim;
+        if (out->shape[d] == 1) continue;
+        p.shape[i] = out->shape[d];
+        p.a_batch[i] = dim_stride(a, nd, d), p.b_batch[i] = dim_stride(b, nd, d);
+        p.c_batch[i] = c ? dim_stride(c, nd, d) : 0;
+        p.out_batch[i] = out->stride[d];
+        p.preact_batch[i] = args->preact ? args->preact->stride[d] : 0;
+        p.batch *= p.shape[i];
+        ++p.ndim;
+    }
+    /* the innermost batch dimension joins the rows where b does not change along it and all others are dense */
+    while (p.ndim > 0 && p.m > 0) {
+        int i = p.ndim - 1;
+        if (p.b_batch[i] != 0 || p.a_batch[i] != p.m * p.a_m || p.out_batch[i] != p.m * p.epilogue.out_row) break;
+        if (args->preact && p.preact_batch[i] != p.m * p.epilogue.preact_row) break;
+        if (c && p.c_batch[i] != p.m * p.epilogue.c_row) break;
+        p.batch /= p.shape[i];
+        p.m *= p.shape[i];
+        --p.ndim;
+    }
+    return p;
+}
+
+gk_gemm_epilogue gk_epilogue_at(const gk_gemm_epilogue *e, int64_t row, int64_t col) {
+    gk_gemm_epilogue x = *e;
+    if (x.bias) x.bias = (const char *)x.bias + (int64_t)gk_dtype_bytes(x.bias_dtype) * col * x.bias_stride;
+    if (x.c) x.c = (const char *)x.c + (int64_t)gk_dtype_bytes(x.c_dtype) * (row * x.c_row + col * x.c_col);
+    x.out = (char *)x.out + (int64_t)gk_dtype_bytes(x.out_dtype) * (row * x.out_row + col);
+    if (x.preact) x.preact = (char *)x.preact + (int64_t)gk_dtype_bytes(x.out_dtype) * (row * x.preact_row + col);
+    return x;
+}
+
+void gk_gemm_at(const gk_gemm_args *args, const gk_gemm_problem *p, int64_t i, const char **a, const char **b,
+                gk_gemm_epilogue *e) {
+    int64_t ao = 0, bo = 0, co = 0, oo = 0, po = 0;
+    const int64_t es = (int64_t)gk_dtype_bytes(args->a.dtype), os = (int64_t)gk_dtype_bytes(args->out.dtype);
+    for (int d = p->ndim - 1; d >= 0; --d) {
+        int64_t x = i % p->shape[d];
+        i /= p->shape[d];
+        ao += x * p->a_batch[d], bo += x * p->b_batch[d], co += x * p->c_batch[d];
+        oo += x * p->out_batch[d], po += x * p->preact_batch[d];
+    }
+    *a = (const char *)args->a.data + es * ao;
+    *b = (const char *)args->b.data + es * bo;
+    *e = p->epilogue;
+    e->bias = args->bias ? args->bias->data : NULL;
+    e->c = args->c && args->beta != 0 ? (const char *)args->c->data + (int64_t)gk_dtype_bytes(e->c_dtype) * co : NULL;
+    e->out = (char *)args->out.data + os * oo;
+    e->preact = args->preact ? (char *)args->preact->data + os * po : NULL;
+}
+
+/* ---- 2 the plan -------------------------------------------------------------------------------- */
+typedef struct plan {
+    gk_gemm_problem p;
+    int64_t m_blocks, n_blocks, k_blocks; /* blocks are even: sizes differ by at most one row, NR columns, pair */
+    int64_t mb, nb, kb;                   /* largest sizes */
+    bool direct;                          /* the tile may add straight into out */
+    bool block;                           /* a float32 block per worker holds the sums between k blocks */
+    size_t a_bytes, b_bytes, c_bytes, worker_bytes;
+} plan;
+
+static plan plan_of(const gk_context *ctx, const gk_gemm_args *args, const gk_gemm_isa *isa) {
+    const gk_gemm_blocks *bl = isa->blocks;
+    const int64_t nr = 2 * isa->w;
+    plan x;
+    x.p = gk_gemm_problem_of(args);
+    const gk_gemm_problem *p = &x.p;
+    x.m_blocks = gk_max_i64(1, gk_ceil_div(p->m, bl->mb));
+    x.n_blocks = gk_max_i64(1, gk_ceil_div(p->n, bl->nb));
+    x.k_blocks = gk_max_i64(1, gk_ceil_div(p->k, bl->kb));
+    /* a few tasks per thread while a task is worth its packing */
+    const int64_t wanted = ctx->num_threads <= 1 ? 1 : bl->tasks_per_thread * ctx->num_threads;
+    for (;;) {
+        int64_t tasks = p->batch * x.m_blocks * x.n_blocks;
+        int64_t mb = gk_ceil_div(p->m, x.m_blocks), nb = gk_ceil_div(p->n, x.n_blocks);
+        if (tasks >= wanted || mb * nb * p->k < bl->min_task || (mb < 2 * isa->mr && nb < 2 * nr)) break;
+        if (mb >= nb && mb >= 2 * isa->mr)
+            ++x.m_blocks;
+        else if (nb >= 2 * nr)
+            ++x.n_blocks;
+        else
+            ++x.m_blocks;
+    }
+    x.mb = gk_ceil_div(p->m, x.m_blocks);
+    x.nb = gk_round_up(gk_ceil_div(p->n, x.n_blocks), nr);
+    x.n_blocks = gk_max_i64(1, gk_ceil_div(p->n, x.nb));
+    x.kb = gk_round_up(gk_ceil_div(p->k, x.k_blocks), isa->pair);
+    x.k_blocks = x.kb ? gk_ceil_div(p->k, x.kb) : 1;
+    const gk_gemm_epilogue *e = &p->epilogue;
+    x.direct = e->out_dtype == GK_F32 && e->alpha == 1 && e->activation == GK_ACT_NONE && !args->bias && !args->preact &&
+               !(args->c && args->beta != 0);
+    x.block = x.k_blocks > 1 && !x.direct;
+    /* cells are 4 bytes; w cells behind each buffer take the spill of narrow panels */
+    x.a_bytes = (size_t)gk_round_up((x.mb * (x.kb / isa->pair) + isa->w) * 4, 64);
+    x.b_bytes = (size_t)gk_round_up((x.nb * (x.kb / isa->pair) + isa->w) * 4, 64);
+    x.c_bytes = (size_t)(4 * (x.block ? x.mb * x.nb : 0) + 4 * isa->mr * nr);
+    x.c_bytes = (size_t)gk_round_up((int64_t)x.c_bytes, 64);
+    x.worker_bytes = x.a_bytes + x.b_bytes + x.c_bytes;
+    return x;
+}
+
+static int64_t num_tasks(const plan *x) {
+    return x->p.m && x->p.n ? x->p.batch * x->m_blocks * x->n_blocks : 0;
+}
+
+/* ---- 3 one block of C -------------------------------------------------------------------------- */
+typedef struct job {
+    const gk_gemm_args *args;
+    const gk_gemm_isa *isa;
+    plan x;
+} job;
+
+/* Strips of a block are even: 64 rows are 13 13 13 13 12. */
+static int64_t strip_start(int64_t rows, int64_t strips, int64_t s) {
+    int64_t base = rows / strips, longer = rows % strips;
+    return s * base + gk_min_i64(s, longer);
+}
+
+static void task(void *arg, int64_t t, int64_t worker) {
+    const job *jb = arg;
+    const gk_gemm_isa *isa = jb->isa;
+    const plan *x = &jb->x;
+    const gk_gemm_problem *p = &x->p;
+    const int64_t nr = 2 * isa->w, pair = isa->pair, es = (int64_t)gk_dtype_bytes(jb->args->a.dtype);
+    const gk_dtype dtype = jb->args->a.dtype;
+    char *ws = (char *)jb->args->workspace + (size_t)worker * x->worker_bytes;
+    uint32_t *a_pack = (uint32_t *)ws, *b_pack = (uint32_t *)(ws + x->a_bytes);
+    float *tile = (float *)(ws + x->a_bytes + x->b_bytes), *block = tile + isa->mr * nr;
+
+    const int64_t mi = t % x->m_blocks, ni = t / x->m_blocks % x->n_blocks, bi = t / (x->m_blocks * x->n_blocks);
+    const int64_t i0 = strip_start(p->m, x->m_blocks, mi), rows = strip_start(p->m, x->m_blocks, mi + 1) - i0;
+    const int64_t j0 = ni * x->nb, cols = gk_min_i64(x->nb, p->n - j0);
+    const int64_t strips = gk_ceil_div(rows, isa->mr), panels = gk_ceil_div(cols, nr);
+    const char *a, *b;
+    gk_gemm_epilogue whole, e;
+    gk_gemm_at(jb->args, p, bi, &a, &b, &whole);
+    e = gk_epilogue_at(&whole, i0, j0);
+    a += es * i0 * p->a_m;
+    b += es * j0 * p->b_n;
+
+    for (int64_t k0 = 0, kbi = 0; kbi < x->k_blocks; ++kbi, k0 += x->kb) {
+        const int64_t kn = gk_min_i64(x->kb, p->k - k0), cells = gk_ceil_div(kn, pair);
+        const bool first = kbi == 0, last = kbi == x->k_blocks - 1;
+        for (int64_t s = 0; s < strips; ++s) {
+            int64_t r0 = strip_start(rows, strips, s), rn = strip_start(rows, strips, s + 1) - r0;
+            isa->pack_panel(a_pack + r0 * cells, rn, a + es * (r0 * p->a_m + k0 * p->a_k), dtype, p->a_m, p->a_k, rn, kn);
+        }
+        for (int64_t jr = 0; jr < panels; ++jr)
+            isa->pack_panel(b_pack + jr * nr * cells, nr, b + es * (jr * nr * p->b_n + k0 * p->b_k), dtype, p->b_n, p->b_k,
+                            gk_min_i64(nr, cols - jr * nr), kn);
+        for (int64_t jr = 0; jr < panels; ++jr) {
+            const int64_t c0 = jr * nr, cn = gk_min_i64(nr, cols - c0);
+            const gk_ukr_fn *ukr = isa->ukr_panel + (cn > isa->w ? isa->mr : 0);
+            for (int64_t s = 0; s < strips; ++s) {
+                int64_t r0 = strip_start(rows, strips, s), rn = strip_start(rows, strips, s + 1) - r0;
+                const uint32_t *ap = a_pack + r0 * cells, *bp = b_pack + c0 * cells;
+                if (x->direct && cn % isa->w == 0) {
+                    ukr[rn - 1](cells, ap, rn, bp, nr, (float *)e.out + r0 * e.out_row + c0, e.out_row, !first);
+                } else if (x->block) {
+                    float *dst = block + r0 * x->nb + c0;
+                    ukr[rn - 1](cells, ap, rn, bp, nr, dst, x->nb, !first);
+                    if (last) {
+                        gk_gemm_epilogue at = gk_epilogue_at(&e, r0, c0);
+                        isa->store(&at, dst, x->nb, rn, cn);
+                    }
+                } else { /* an edge of a direct product, or all of K in one block */
+                    gk_gemm_epilogue at = gk_epilogue_at(&e, r0, c0);
+                    if (x->direct && !first) {
+                        at.c = at.out, at.c_dtype = GK_F32, at.c_row = at.out_row, at.c_col = 1, at.beta = 1;
+                    }
+                    ukr[rn - 1](cells, ap, rn, bp, nr, tile, nr, false);
+                    isa->store(&at, tile, nr, rn, cn);
+                }
+            }
+        }
+    }
+}
+
+/* ---- 4 entry points ---------------------------------------------------------------------------- */
+size_t gk_gemm_packed_workspace(const gk_context *ctx, const gk_gemm_args *args, const gk_gemm_isa *isa) {
+    plan x = plan_of(ctx, args, isa);
+    return (size_t)gk_num_workers(ctx, num_tasks(&x)) * x.worker_bytes;
+}
+
+void gk_gemm_packed_run(const gk_context *ctx, const gk_gemm_args *args, const gk_gemm_isa *isa) {
+    job jb = {args, isa, plan_of(ctx, args, isa)};
+    gk_parallel(ctx, num_tasks(&jb.x), task, &jb);
+}
+
+void gk_gemm_packed_explain(const gk_context *ctx, const gk_gemm_args *args, const gk_gemm_isa *isa, gk_explanation *out) {
+    plan x = plan_of(ctx, args, isa);
+    out->tile[0] = x.mb, out->tile[1] = x.nb, out->tile[2] = x.kb, out->tile[3] = isa->mr * 2 * isa->w;
+    out->tasks = num_tasks(&x);
+    out->chunks = 1;
+}

@@ -1,0 +1,96 @@
+/* kernels.h: what the CPU room offers to dispatch.c: one table per op, one row per dtype, ISA and kernel.
+ * The kernels' files are compiled once per ISA; each exports its row body under the ISA's suffix (tables.c lists them).
+ */
+#ifndef GPUKERN_CPU_KERNELS_H
+#define GPUKERN_CPU_KERNELS_H
+
+#include "../internal.h"
+
+/* features.c: instruction sets, worst first; a machine has a prefix of the list that its compiler also knew. */
+typedef enum gk_isa { GK_ISA_BASE = 0, GK_ISA_AVX2, GK_ISA_AVX512, GK_ISA_AVX512BF16, GK_NUM_ISAS } gk_isa;
+extern const char *const gk_isa_names[GK_NUM_ISAS];
+bool gk_cpu_has(gk_isa isa);
+
+/* A kernel: `args` is the op's argument struct of gpukern.h, already validated; workspace is of the size asked for.
+ * explain fills tile, tasks and chunks; dispatch.c fills the rest. */
+typedef struct gk_cpu_kernel {
+    size_t (*workspace_bytes)(const gk_context *ctx, const void *args);
+    void (*run)(const gk_context *ctx, const void *args);
+    void (*explain)(const gk_context *ctx, const void *args, gk_explanation *out);
+} gk_cpu_kernel;
+
+typedef struct gk_cpu_row {
+    const char *name; /* stem: "gemm_packed"; the full name adds dtype and ISA */
+    gk_dtype dtype;
+    gk_isa isa;
+    const gk_cpu_kernel *kernel;
+    bool (*takes)(const void *args); /* shapes the row is for; NULL = all. The first row that takes a call serves it */
+} gk_cpu_row;
+
+/* The register tile of an ISA: C[m][n] (+)= A B, m <= mr rows and nv <= 2 vectors of w columns. A cell is 32 bits:
+ * one float32 or two bfloat16 that are neighbours along k ("pair" values of k per cell).
+ *   a panel: a[kc * step + i]     a rows: a[i * step + kc]     b[kc * ldb + lane]     c[i * ldc + lane] */
+typedef void (*gk_ukr_fn)(int64_t cells, const void *a, int64_t step, const void *b, int64_t ldb, float *c, int64_t ldc,
+                          bool accumulate);
+
+/* What happens to one element of a product on its way out; pointers stand at the element of row 0, column 0. */
+typedef struct gk_gemm_epilogue {
+    float alpha, beta;
+    const void *bias, *c; /* NULL = none */
+    gk_dtype bias_dtype, c_dtype, out_dtype;
+    int64_t bias_stride, c_row, c_col; /* elements; 0 broadcasts */
+    void *out, *preact;                /* preact NULL = not wanted */
+    int64_t out_row, preact_row;       /* elements; columns are dense */
+    gk_activation activation;
+} gk_gemm_epilogue;
+
+/* What gemm.c needs of an ISA (gemm_ukr.c). */
+typedef struct gk_gemm_isa {
+    int w, mr, pair;
+    const gk_ukr_fn *ukr_panel; /* [nv - 1][m - 1] */
+    /* dst[ceil(k / pair)][width]: lanes side by side, zero past `lanes` and past k; w cells to spare behind the end */
+    void (*pack_panel)(void *dst, int64_t width, const void *src, gk_dtype dtype, int64_t s_lane, int64_t s_k,
+                       int64_t lanes, int64_t k);
+    void (*store)(const gk_gemm_epilogue *e, const float *acc, int64_t ld, int64_t rows, int64_t cols);
+    const struct gk_gemm_blocks *blocks; /* blocks.h */
+} gk_gemm_isa;
+
+/* gemm.c: the packed product for one ISA. */
+size_t gk_gemm_packed_workspace(const gk_context *ctx, const gk_gemm_args *args, const gk_gemm_isa *isa);
+void gk_gemm_packed_run(const gk_context *ctx, const gk_gemm_args *args, const gk_gemm_isa *isa);
+void gk_gemm_packed_explain(const gk_context *ctx, const gk_gemm_args *args, const gk_gemm_isa *isa, gk_explanation *out);
+
+/* A gemm as the kernels see it: batch dimensions that can be merged into rows are, broadcasts have stride 0. */
+typedef struct gk_gemm_problem {
+    int64_t m, n, k, batch;
+    int ndim; /* batch dimensions left */
+    int64_t shape[GK_MAX_DIMS], a_batch[GK_MAX_DIMS], b_batch[GK_MAX_DIMS], c_batch[GK_MAX_DIMS], out_batch[GK_MAX_DIMS],
+        preact_batch[GK_MAX_DIMS];
+    int64_t a_m, a_k, b_k, b_n;
+    gk_gemm_epilogue epilogue;
+} gk_gemm_problem;
+
+/* True where gemm_skinny serves the call: few rows, so that reading b once is what costs. */
+bool gk_gemm_is_skinny(const void *args);
+
+gk_gemm_problem gk_gemm_problem_of(const gk_gemm_args *args);
+/* The operands of batch i, and the epilogue placed at its first element. */
+void gk_gemm_at(const gk_gemm_args *args, const gk_gemm_problem *p, int64_t i, const char **a, const char **b,
+                gk_gemm_epilogue *e);
+gk_gemm_epilogue gk_epilogue_at(const gk_gemm_epilogue *e, int64_t row, int64_t col);
+
+typedef enum gk_cpu_op {
+    GK_CPU_GEMM,
+    GK_CPU_GEMM_ACT_BWD,
+    GK_CPU_FLASH_ATTN_FWD,
+    GK_CPU_FLASH_ATTN_BWD,
+    GK_CPU_PAGED_ATTN,
+    GK_CPU_KV_CACHE_WRITE,
+    GK_CPU_ATTN_MERGE,
+    GK_NUM_CPU_OPS
+} gk_cpu_op;
+
+/* tables.c: rows of an op, best ISA first. */
+const gk_cpu_row *gk_cpu_rows(gk_cpu_op op, int *num_rows);
+
+#endif

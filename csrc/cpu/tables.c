@@ -1,0 +1,82 @@
+/* tables.c: every CPU kernel by op, dtype and instruction set, best set first; dispatch.c takes the first row that serves
+ * a call, and gk_context.cpu_isa hides the rows above it. The symbols, for grep, are gk_<stem>_<isa> with
+ *   gk_gemm_packed gk_gemm_skinny gk_gemm_act_bwd gk_flash_attn_fwd gk_flash_attn_bwd gk_paged_attn gk_kv_cache_write
+ *   gk_attn_merge       x       base avx2 avx512 avx512bf16
+ * float32 rows compute in float32, bfloat16 and float16 rows convert tile by tile; avx512bf16 multiplies bfloat16 pairs.
+ * float64 is served by ref/.
+ */
+#include "kernels.h"
+
+/* ---- float64 ------------------------------------------------------------------------------------ */
+static size_t no_workspace(const gk_context *ctx, const void *args) {
+    (void)ctx, (void)args;
+    return 0;
+}
+static void explain_rows(const gk_context *ctx, const void *args, gk_explanation *out) {
+    (void)ctx, (void)args;
+    out->tasks = 1, out->chunks = 1;
+}
+#define REF(stem, args_type)                                                                                 \
+    static void ref_##stem(const gk_context *ctx, const void *args) { gk_ref_##stem(ctx, (const args_type *)args); } \
+    static const gk_cpu_kernel stem##_ref = {no_workspace, ref_##stem, explain_rows};
+REF(gemm, gk_gemm_args)
+REF(gemm_act_bwd, gk_gemm_act_bwd_args)
+REF(flash_attn_fwd, gk_flash_attn_args)
+REF(flash_attn_bwd, gk_flash_attn_bwd_args)
+REF(paged_attn, gk_paged_attn_args)
+REF(kv_cache_write, gk_kv_cache_write_args)
+REF(attn_merge, gk_attn_merge_args)
+#define REF_ROW(stem) {#stem "_ref", GK_F64, GK_ISA_BASE, &stem##_ref, NULL}
+
+/* ---- the rows ------------------------------------------------------------------------------------- */
+#define DECLARE(stem)                                                                  \
+    extern const gk_cpu_kernel gk_##stem##_base, gk_##stem##_avx2, gk_##stem##_avx512, \
+        gk_##stem##_avx512bf16;
+DECLARE(gemm_packed)
+DECLARE(gemm_skinny)
+DECLARE(gemm_act_bwd)
+DECLARE(flash_attn_fwd)
+DECLARE(flash_attn_bwd)
+DECLARE(paged_attn)
+DECLARE(kv_cache_write)
+DECLARE(attn_merge)
+
+#define ROW(stem, dtype, ISA, isa, takes) {#stem, dtype, ISA, &gk_##stem##_##isa, takes}
+#define THREE(stem, ISA, isa, takes)                                                        \
+    ROW(stem, GK_F32, ISA, isa, takes), ROW(stem, GK_BF16, ISA, isa, takes), ROW(stem, GK_F16, ISA, isa, takes)
+#if defined(__x86_64__)
+#define EVERY_ISA(stem)                                                                     \
+    ROW(stem, GK_BF16, GK_ISA_AVX512BF16, avx512bf16, NULL), THREE(stem, GK_ISA_AVX512, avx512, NULL), \
+        THREE(stem, GK_ISA_AVX2, avx2, NULL), THREE(stem, GK_ISA_BASE, base, NULL)
+#define PREFERRED(first, takes, second)                                                                       \
+    ROW(first, GK_BF16, GK_ISA_AVX512BF16, avx512bf16, takes), ROW(second, GK_BF16, GK_ISA_AVX512BF16, avx512bf16, NULL), \
+        THREE(first, GK_ISA_AVX512, avx512, takes), THREE(second, GK_ISA_AVX512, avx512, NULL),               \
+        THREE(first, GK_ISA_AVX2, avx2, takes), THREE(second, GK_ISA_AVX2, avx2, NULL),                       \
+        THREE(first, GK_ISA_BASE, base, takes), THREE(second, GK_ISA_BASE, base, NULL)
+#else
+#define EVERY_ISA(stem) THREE(stem, GK_ISA_BASE, base, NULL)
+#define PREFERRED(first, takes, second) THREE(first, GK_ISA_BASE, base, takes), THREE(second, GK_ISA_BASE, base, NULL)
+#endif
+
+static const gk_cpu_row gemm_rows[] = {PREFERRED(gemm_skinny, gk_gemm_is_skinny, gemm_packed), REF_ROW(gemm)};
+static const gk_cpu_row gemm_act_bwd_rows[] = {EVERY_ISA(gemm_act_bwd), REF_ROW(gemm_act_bwd)};
+static const gk_cpu_row flash_attn_fwd_rows[] = {EVERY_ISA(flash_attn_fwd), REF_ROW(flash_attn_fwd)};
+static const gk_cpu_row flash_attn_bwd_rows[] = {EVERY_ISA(flash_attn_bwd), REF_ROW(flash_attn_bwd)};
+static const gk_cpu_row paged_attn_rows[] = {EVERY_ISA(paged_attn), REF_ROW(paged_attn)};
+static const gk_cpu_row kv_cache_write_rows[] = {EVERY_ISA(kv_cache_write), REF_ROW(kv_cache_write)};
+static const gk_cpu_row attn_merge_rows[] = {EVERY_ISA(attn_merge), REF_ROW(attn_merge)};
+
+const gk_cpu_row *gk_cpu_rows(gk_cpu_op op, int *num_rows) {
+    switch (op) {
+#define CASE(OP, rows) \
+    case OP: *num_rows = (int)(sizeof rows / sizeof rows[0]); return rows;
+        CASE(GK_CPU_GEMM, gemm_rows)
+        CASE(GK_CPU_GEMM_ACT_BWD, gemm_act_bwd_rows)
+        CASE(GK_CPU_FLASH_ATTN_FWD, flash_attn_fwd_rows)
+        CASE(GK_CPU_FLASH_ATTN_BWD, flash_attn_bwd_rows)
+        CASE(GK_CPU_PAGED_ATTN, paged_attn_rows)
+        CASE(GK_CPU_KV_CACHE_WRITE, kv_cache_write_rows)
+        CASE(GK_CPU_ATTN_MERGE, attn_merge_rows)
+    default: *num_rows = 0; return NULL;
+    }
+}

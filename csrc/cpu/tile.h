@@ -1,0 +1,99 @@
+/* tile.h: tiles of cells, the register-tile product, and how operands of any dtype and stride become tiles.
+ *
+ *   panel  [ceil(k / PAIR)][width]   k slow, lanes fast: what the product streams as B, and as a packed A
+ *   rows   [rows][ceil(k / PAIR)]    k fast: an A operand in its natural order
+ *
+ * The product: C[m][n] (+)= sum_k A[m][k] B[k][n] with m <= MR rows and nv <= NV vectors of columns, C in float32.
+ * Both forms of A are read by broadcast, so a row-major matrix needs no transposition to stand on the left.
+ */
+#ifndef GPUKERN_TILE_H
+#define GPUKERN_TILE_H
+
+#include "kernels.h"
+#include "vec.h"
+
+extern const gk_ukr_fn SYM(gk_ukr_panel)[NV][MR]; /* [nv - 1][m - 1] */
+extern const gk_ukr_fn SYM(gk_ukr_rows)[NV][MR];
+
+INLINE int64_t cells_of(int64_t k) { return (k + PAIR - 1) / PAIR; }
+
+/* C[m][n] (+)= A B for any m and n; n is rounded up to whole vectors, so B and C own that many columns. */
+INLINE void tile_product(bool a_is_rows, int64_t m, int64_t n, int64_t cells, const cell *a, int64_t step,
+                         const cell *b, int64_t ldb, float *c, int64_t ldc, bool accumulate) {
+    const gk_ukr_fn(*ukr)[MR] = a_is_rows ? SYM(gk_ukr_rows) : SYM(gk_ukr_panel);
+    int64_t strips = gk_ceil_div(m, MR), base = m / strips, longer = m % strips; /* even strips: 64 = 13 13 13 13 12 */
+    for (int64_t j = 0; j < n; j += NR) {
+        int nv = n - j > W ? NV : 1;
+        for (int64_t s = 0, i = 0; s < strips; ++s) {
+            int64_t rows = base + (s < longer);
+            ukr[nv - 1][rows - 1](cells, a + (a_is_rows ? i * step : i), step, b + j, ldb, c + i * ldc + j, ldc, accumulate);
+            i += rows;
+        }
+    }
+}
+
+/* dst[cells_of(k)][width] = src[lane][k]; lanes past `lanes` and values past k are 0.
+ * dst has W cells to spare behind its end; src is addressed in elements: src[lane * s_lane + i * s_k]. */
+INLINE void pack_panel(cell *dst, int64_t width, const void *src, gk_dtype dtype, int64_t s_lane, int64_t s_k,
+                       int64_t lanes, int64_t k) {
+    const size_t es = dtype == GK_F32 ? 4 : 2;
+    const char *p = src;
+    const int64_t kc = cells_of(k);
+    if (s_lane == 1 || lanes == 1) { /* lanes lie side by side: copy (and zip) rows of k */
+        for (int64_t c = 0; c < kc; ++c) {
+            const char *row0 = p + es * (size_t)(c * PAIR * s_k), *row1 = NULL;
+            if (PAIR == 2 && c * PAIR + 1 < k) row1 = row0 + es * (size_t)s_k;
+            for (int64_t l = 0; l < width; l += W) {
+                vc v = vc_load_across_k(row0, row1, dtype, l, lanes - l);
+                if (l + W <= width || l == 0) /* a narrow panel's spill is overwritten by the next row */
+                    vc_store(dst + c * width + l, v);
+                else
+                    vc_store_first(dst + c * width + l, v, width - l);
+            }
+        }
+    } else if (s_k == 1) { /* k lies side by side: transpose W lanes by W cells */
+        for (int64_t l = 0; l < width; l += W) {
+            const int64_t here = gk_clamp_i64(lanes - l, 0, W);
+            for (int64_t c = 0; c < kc; c += W) {
+                vc r[W];
+                for (int i = 0; i < W; ++i) {
+                    if (i < here)
+                        r[i] = vc_load_along_k(p + es * (size_t)((l + i) * s_lane), dtype, c * PAIR, k - c * PAIR);
+                    else
+                        r[i] = vc_set1(0);
+                }
+                vc_transpose(r);
+                for (int64_t j = 0; j < gk_min_i64(W, kc - c); ++j) {
+                    if (l + W <= width || l == 0)
+                        vc_store(dst + (c + j) * width + l, r[j]);
+                    else
+                        vc_store_first(dst + (c + j) * width + l, r[j], width - l);
+                }
+            }
+        }
+    } else { /* neither: one value at a time */
+        for (int64_t c = 0; c < kc; ++c)
+            for (int64_t l = 0; l < width; ++l) {
+#if PAIR == 2
+                const uint16_t *q = (const uint16_t *)p + l * s_lane + 2 * c * s_k;
+                dst[c * width + l] =
+                    l >= lanes ? 0 : cell_from_bits(q[0], 2 * c + 1 < k ? q[s_k] : (uint16_t)0);
+#else
+                dst[c * width + l] = l >= lanes ? 0.0f : (float)gk_load(p, dtype, l * s_lane + c * s_k);
+#endif
+            }
+    }
+}
+
+/* dst[rows][ld] = src[row][k], k fast, zero up to the next whole vector; ld is a multiple of W with room for it. */
+INLINE void pack_rows(cell *dst, int64_t ld, const void *src, gk_dtype dtype, int64_t row_stride, int64_t rows, int64_t k) {
+    const size_t es = dtype == GK_F32 ? 4 : 2;
+    const int64_t kc = cells_of(k);
+    for (int64_t i = 0; i < rows; ++i) {
+        const char *row = (const char *)src + es * (size_t)(i * row_stride);
+        for (int64_t c = 0; c < kc; c += W)
+            vc_store(dst + i * ld + c, vc_load_along_k(row, dtype, c * PAIR, k - c * PAIR));
+    }
+}
+
+#endif

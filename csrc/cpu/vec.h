@@ -1,0 +1,418 @@
+/* vec.h: the vectors of one instruction set. Included by files that are compiled once per ISA with -DGK_ISA=<name>.
+ *
+ * vf   W floats            vi   W int32          vm   a mask of W lanes
+ * cell one 32-bit multiply operand: a float, or (avx512bf16) a pair of bfloat16 that are neighbours along k.
+ *      PAIR = values of k per cell. vc = W cells; vc_dot adds the PAIR products of each lane to a vf.
+ * With features.c this is the only file that asks the compiler for an ISA; kernels see W, MR, NV, PAIR and verbs.
+ */
+#ifndef GPUKERN_VEC_H
+#define GPUKERN_VEC_H
+
+#include "../internal.h"
+
+#ifndef GK_ISA
+#error "compile once per instruction set with -DGK_ISA=base|avx2|avx512|avx512bf16"
+#endif
+#define GK_CAT_(a, b) a##_##b
+#define GK_CAT(a, b) GK_CAT_(a, b)
+#define SYM(name) GK_CAT(name, GK_ISA) /* gk_x -> gk_x_avx2; the full list is in tables.c */
+
+#define INLINE static inline __attribute__((always_inline, unused))
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#define W 16
+#define MR 14 /* 28 accumulators, 2 operands, 2 to spare: of 12, 13, 14 rows the highest share of the peak */
+#elif defined(__AVX2__)
+#include <immintrin.h>
+#define W 8
+#define MR 6 /* 12 accumulators of 16 registers */
+#else
+#define W 4
+#define MR 6
+#endif
+#define NV 2         /* vectors in a row of the register tile */
+#define NR (NV * W)  /* its columns */
+
+typedef float vf __attribute__((vector_size(4 * W)));
+typedef int32_t vi __attribute__((vector_size(4 * W)));
+typedef float vf_mem __attribute__((vector_size(4 * W), aligned(4), may_alias));
+typedef uint32_t vu_mem __attribute__((vector_size(4 * W), aligned(4), may_alias));
+
+/* ---- float ---------------------------------------------------------------------------------- */
+INLINE vf vf_set1(float x) { return x - (vf){0}; }
+INLINE vf vf_load(const float *p) { return *(const vf_mem *)p; }
+INLINE void vf_store(float *p, vf v) { *(vf_mem *)p = v; }
+INLINE vf vf_bits(vi v) { return (vf)v; }
+INLINE vi vi_bits(vf v) { return (vi)v; }
+INLINE vi vi_set1(int32_t x) { return x - (vi){0}; }
+INLINE vi vi_load(const int32_t *p) { return (vi)*(const vu_mem *)p; }
+
+#if defined(__AVX512F__)
+typedef __mmask16 vm;
+INLINE vm vm_first(int64_t n) { return (vm)(n >= W ? 0xffff : n <= 0 ? 0 : (1u << n) - 1); }
+INLINE vf vf_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+/* max and min return b where either is NaN, so the running value goes first and new data second */
+INLINE vf vf_max(vf a, vf b) { return _mm512_max_ps(a, b); }
+INLINE vf vf_min(vf a, vf b) { return _mm512_min_ps(a, b); }
+INLINE vm vf_lt(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
+INLINE vm vi_lt(vi a, vi b) { return _mm512_cmplt_epi32_mask((__m512i)a, (__m512i)b); }
+INLINE vm vm_and(vm a, vm b) { return a & b; }
+INLINE bool vm_any(vm m) { return m != 0; }
+INLINE vf vf_select(vm m, vf yes, vf no) { return _mm512_mask_blend_ps(m, no, yes); }
+INLINE vf vf_load_first(const float *p, int64_t n) { return _mm512_maskz_loadu_ps(vm_first(n), p); }
+INLINE void vf_store_first(float *p, vf v, int64_t n) { _mm512_mask_storeu_ps(p, vm_first(n), v); }
+INLINE vf vf_round(vf x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+INLINE float vf_sum(vf v) { return _mm512_reduce_add_ps(v); }
+INLINE float vf_hmax(vf v) { return _mm512_reduce_max_ps(v); }
+#else
+typedef vi vm;
+INLINE vm vm_first(int64_t n) {
+    vi m;
+    for (int i = 0; i < W; ++i) m[i] = i < n ? -1 : 0;
+    return m;
+}
+#if defined(__AVX2__)
+INLINE vf vf_fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE vf vf_max(vf a, vf b) { return _mm256_max_ps(a, b); }
+INLINE vf vf_min(vf a, vf b) { return _mm256_min_ps(a, b); }
+INLINE vf vf_select(vm m, vf yes, vf no) { return _mm256_blendv_ps(no, yes, (vf)m); }
+INLINE vf vf_round(vf x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+INLINE bool vm_any(vm m) { return _mm256_movemask_ps((vf)m) != 0; }
+#else
+INLINE vf vf_fma(vf a, vf b, vf c) { return a * b + c; }
+INLINE vf vf_select(vm m, vf yes, vf no) { return (vf)(((vi)yes & m) | ((vi)no & ~m)); }
+INLINE vf vf_max(vf a, vf b) { return vf_select(a > b, a, b); }
+INLINE vf vf_min(vf a, vf b) { return vf_select(a < b, a, b); }
+INLINE bool vm_any(vm m) { return (m[0] | m[1] | m[2] | m[3]) != 0; }
+/* adding 1.5 * 2^23 rounds to an integer for |x| < 2^22; larger values pass through untouched */
+INLINE vf vf_round(vf x) {
+    const float magic = 0x1.8p23f;
+    vf t = x + magic, r = t - magic;
+    return vf_select((x < 0x1p22f) & (x > -0x1p22f), r, x);
+}
+#endif
+INLINE vm vf_lt(vf a, vf b) { return a < b; }
+INLINE vm vi_lt(vi a, vi b) { return a < b; }
+INLINE vm vm_and(vm a, vm b) { return a & b; }
+INLINE vf vf_load_first(const float *p, int64_t n) {
+    if (n >= W) return vf_load(p);
+    float t[W] = {0};
+    if (n > 0) memcpy(t, p, 4 * (size_t)n);
+    return vf_load(t);
+}
+INLINE void vf_store_first(float *p, vf v, int64_t n) {
+    if (n >= W) {
+        vf_store(p, v);
+        return;
+    }
+    float t[W];
+    vf_store(t, v);
+    if (n > 0) memcpy(p, t, 4 * (size_t)n);
+}
+INLINE float vf_sum(vf v) {
+    float s = 0;
+    for (int step = W / 2; step; step /= 2)
+        for (int i = 0; i < step; ++i) v[i] += v[i + step];
+    s += v[0];
+    return s;
+}
+INLINE float vf_hmax(vf v) {
+    float s = v[0];
+    for (int i = 1; i < W; ++i) s = s > v[i] ? s : v[i];
+    return s;
+}
+#endif
+
+/* ---- functions -------------------------------------------------------------------------------
+ * Minimax polynomials found by a weighted Remez exchange; the stated bound is theirs plus float32 rounding. */
+
+/* 2^x, relative error below 2e-7 (float) or 4e-6 (POLY4: results that are rounded to bfloat16).
+ * 2^-inf = 0, NaN stays NaN, results under 2^-125 may flush to 0, x <= 127. */
+INLINE vf vf_exp2_poly(vf x, bool poly4) {
+#if defined(__AVX512F__)
+    vf f = _mm512_reduce_ps(x, (_MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)), p;
+#else
+    vf clamped = vf_max(vf_set1(-126.0f), x), n = vf_round(clamped), f, p;
+    n = n - vf_select(vf_lt(clamped, n), vf_set1(1.0f), vf_set1(0.0f)); /* floor */
+    f = clamped - n;
+#endif
+    if (poly4) {
+        p = vf_fma(vf_set1(0.01353416784837063f), f, vf_set1(0.05201146077575801f));
+        p = vf_fma(p, f, vf_set1(0.24144275679619323f));
+        p = vf_fma(p, f, vf_set1(0.6930038344841342f));
+        p = vf_fma(p, f, vf_set1(1.0000025933651813f));
+    } else {
+        p = vf_fma(vf_set1(0.001877576765658015f), f, vf_set1(0.008989339876598735f));
+        p = vf_fma(p, f, vf_set1(0.055826318231683374f));
+        p = vf_fma(p, f, vf_set1(0.24015361698272358f));
+        p = vf_fma(p, f, vf_set1(0.6931530732070962f));
+        p = vf_fma(p, f, vf_set1(0.9999999250637599f));
+    }
+#if defined(__AVX512F__)
+    return _mm512_scalef_ps(p, x); /* p * 2^floor(x) */
+#else
+    vi e;
+#if defined(__AVX2__)
+    e = (vi)_mm256_cvtps_epi32(n);
+#else
+    e = (vi)(n + 0x1.8p23f) - 0x4b400000;
+#endif
+    p = (vf)((vi)p + (e << 23));
+    p = vf_select(vf_lt(x, vf_set1(-125.0f)), vf_set1(0.0f), p);
+    return vf_select(x == x, p, x);
+#endif
+}
+INLINE vf vf_exp2(vf x) { return vf_exp2_poly(x, false); }
+
+#define GK_LOG2E 1.4426950408889634f
+/* e^x for x <= 88: relative error below 2e-7 + 1.2e-7 |x| */
+INLINE vf vf_exp(vf x) { return vf_exp2(x * GK_LOG2E); }
+
+/* tanh, absolute error below 3e-7 and relative error below 6e-7 */
+INLINE vf vf_tanh(vf x) {
+    vf ax = vf_max(-x, x), t = x * x;
+    vf p = vf_fma(vf_set1(-0.005602740717244392f), t, vf_set1(0.020539938387067032f));
+    p = vf_fma(p, t, vf_set1(-0.05370532053438902f));
+    p = vf_fma(p, t, vf_set1(0.13330932164514403f));
+    p = vf_fma(p, t, vf_set1(-0.3333325220376818f));
+    p = vf_fma(p, t, vf_set1(0.9999999955223664f)) * x;
+    vf e = vf_exp2(ax * (-2 * GK_LOG2E));
+    vf q = (1.0f - e) / (1.0f + e);
+    q = vf_select(vf_lt(x, vf_set1(0.0f)), -q, q);
+    return vf_select(vf_lt(t, vf_set1(0.4f)), p, q);
+}
+
+/* erf, absolute error below 2e-7 */
+INLINE vf vf_erf(vf x) {
+    vf ax = vf_min(vf_set1(9.0f), vf_max(-x, x)), t = x * x;
+    vf p = vf_fma(vf_set1(7.853861180093309e-05f), t, vf_set1(-0.0008010193569257794f));
+    p = vf_fma(p, t, vf_set1(0.005188327678681839f));
+    p = vf_fma(p, t, vf_set1(-0.026853811930971312f));
+    p = vf_fma(p, t, vf_set1(0.1128358514848707f));
+    p = vf_fma(p, t, vf_set1(-0.3761262582422034f));
+    p = vf_fma(p, t, vf_set1(1.128379165726714f)) * x;
+    vf u = 1.0f / (1.0f + 0.5f * ax); /* erfc(x) = exp(-x^2) Q(1 / (1 + x/2)) */
+    vf q = vf_fma(vf_set1(0.07358226826820538f), u, vf_set1(-0.32656212353093333f));
+    q = vf_fma(q, u, vf_set1(0.3703690315561158f));
+    q = vf_fma(q, u, vf_set1(0.03713060666780108f));
+    q = vf_fma(q, u, vf_set1(0.2871080256519141f));
+    q = vf_fma(q, u, vf_set1(0.2751701744795469f));
+    q = vf_fma(q, u, vf_set1(0.28274697397556164f));
+    q = vf_fma(q, u, vf_set1(-2.5869306793141285e-05f));
+    q = 1.0f - q * vf_exp2(ax * ax * -GK_LOG2E);
+    q = vf_select(vf_lt(x, vf_set1(0.0f)), -q, q);
+    return vf_select(vf_lt(t, vf_set1(1.0f)), p, q); /* NaN passes through min, max and q */
+}
+
+/* 1 / (1 + exp(-x)) */
+INLINE vf vf_sigmoid(vf x) {
+    vf e = vf_exp2(vf_min(vf_set1(126.0f), x * -GK_LOG2E));
+    return 1.0f / (1.0f + e);
+}
+
+/* ---- 16-bit floats ---------------------------------------------------------------------------- */
+#if defined(__AVX512F__)
+INLINE vf vf_from_bf16(__m256i h) { return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16); }
+INLINE __m256i vf_to_bf16(vf v) {
+#if defined(__AVX512BF16__)
+    return (__m256i)_mm512_cvtneps_pbh(v);
+#else
+    __m512i u = (__m512i)v, odd = _mm512_and_epi32(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+    __m512i r = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    r = _mm512_mask_mov_epi32(r, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), _mm512_or_epi32(u, _mm512_set1_epi32(0x400000)));
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(r, 16));
+#endif
+}
+INLINE vf vf_load_bf16(const uint16_t *p) { return vf_from_bf16(_mm256_loadu_si256((const __m256i *)p)); }
+INLINE vf vf_load_f16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+INLINE vf vf_load_bf16_first(const uint16_t *p, int64_t n) { return vf_from_bf16(_mm256_maskz_loadu_epi16(vm_first(n), p)); }
+INLINE vf vf_load_f16_first(const uint16_t *p, int64_t n) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(vm_first(n), p)); }
+INLINE void vf_store_bf16_first(uint16_t *p, vf v, int64_t n) { _mm256_mask_storeu_epi16(p, vm_first(n), vf_to_bf16(v)); }
+INLINE void vf_store_f16_first(uint16_t *p, vf v, int64_t n) {
+    _mm256_mask_storeu_epi16(p, vm_first(n), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+#elif defined(__AVX2__)
+INLINE vf vf_load_bf16(const uint16_t *p) {
+    return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
+}
+INLINE vf vf_load_f16(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+#else
+INLINE vf vf_load_bf16(const uint16_t *p) {
+    vi u;
+    for (int i = 0; i < W; ++i) u[i] = (int32_t)((uint32_t)p[i] << 16);
+    return (vf)u;
+}
+/* every half is 2^112 times the float with the same exponent and mantissa bits, save inf and NaN */
+INLINE vf vf_load_f16(const uint16_t *p) {
+    vi u, sign, mag;
+    for (int i = 0; i < W; ++i) u[i] = p[i];
+    sign = (u & 0x8000) << 16;
+    mag = u & 0x7fff;
+    vf f = (vf)(mag << 13) * 0x1p112f;
+    vi special = (vi)((mag << 13) | 0x7f800000);
+    return (vf)((vi)vf_select(mag >= 0x7c00, (vf)special, f) | sign);
+}
+#endif
+
+#if !defined(__AVX512F__)
+INLINE vf vf_load_bf16_first(const uint16_t *p, int64_t n) {
+    uint16_t t[W] = {0};
+    if (n >= W) return vf_load_bf16(p);
+    if (n > 0) memcpy(t, p, 2 * (size_t)n);
+    return vf_load_bf16(t);
+}
+INLINE vf vf_load_f16_first(const uint16_t *p, int64_t n) {
+    uint16_t t[W] = {0};
+    if (n >= W) return vf_load_f16(p);
+    if (n > 0) memcpy(t, p, 2 * (size_t)n);
+    return vf_load_f16(t);
+}
+INLINE void vf_store_bf16_first(uint16_t *p, vf v, int64_t n) {
+    vi u = (vi)v, r = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+    r = (vi)vf_select(v == v, (vf)r, (vf)((u >> 16) | 0x40));
+    for (int i = 0; i < W && i < n; ++i) p[i] = (uint16_t)r[i];
+}
+INLINE void vf_store_f16_first(uint16_t *p, vf v, int64_t n) {
+#if defined(__AVX2__)
+    uint16_t t[W];
+    _mm_storeu_si128((__m128i *)t, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    memcpy(p, t, 2 * (size_t)gk_clamp_i64(n, 0, W));
+#else
+    for (int i = 0; i < W && i < n; ++i) p[i] = gk_f32_to_f16(v[i]);
+#endif
+}
+#endif
+
+/* n values of a floating dtype (float32, bfloat16, float16) at p[i], the other lanes 0. */
+INLINE vf vf_load_dtype(const void *p, gk_dtype dtype, int64_t i, int64_t n) {
+    switch (dtype) {
+    case GK_BF16:
+        return n >= W ? vf_load_bf16((const uint16_t *)p + i) : vf_load_bf16_first((const uint16_t *)p + i, n);
+    case GK_F16:
+        return n >= W ? vf_load_f16((const uint16_t *)p + i) : vf_load_f16_first((const uint16_t *)p + i, n);
+    default: return n >= W ? vf_load((const float *)p + i) : vf_load_first((const float *)p + i, n);
+    }
+}
+INLINE void vf_store_dtype(void *p, gk_dtype dtype, int64_t i, vf v, int64_t n) {
+    switch (dtype) {
+    case GK_BF16: vf_store_bf16_first((uint16_t *)p + i, v, n); break;
+    case GK_F16: vf_store_f16_first((uint16_t *)p + i, v, n); break;
+    default:
+        if (n >= W)
+            vf_store((float *)p + i, v);
+        else
+            vf_store_first((float *)p + i, v, n);
+    }
+}
+
+/* ---- cells ------------------------------------------------------------------------------------ */
+#if defined(__AVX512BF16__)
+#define PAIR 2
+typedef uint32_t cell;
+typedef __m512i vc;
+INLINE vf vc_dot(vf acc, vc a, vc b) { return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b); }
+INLINE vc vc_set1(cell x) { return _mm512_set1_epi32((int)x); }
+INLINE vc vc_load(const cell *p) { return _mm512_loadu_si512(p); }
+INLINE void vc_store(cell *p, vc v) { _mm512_storeu_si512(p, v); }
+INLINE void vc_store_first(cell *p, vc v, int64_t n) { _mm512_mask_storeu_epi32(p, vm_first(n), v); }
+/* n values along k starting at p[i], two to a cell; what is past n is 0 */
+INLINE vc vc_load_along_k(const void *p, gk_dtype dtype, int64_t i, int64_t n) {
+    (void)dtype;
+    if (n >= 2 * W) return _mm512_loadu_si512((const uint16_t *)p + i);
+    return _mm512_maskz_loadu_epi16(n <= 0 ? 0u : (1u << n) - 1, (const uint16_t *)p + i);
+}
+/* lane l of the cells pairs row0[l] (low half) with row1[l] */
+INLINE vc vc_zip_bf16(__m256i row0, __m256i row1) {
+    return _mm512_or_epi32(_mm512_cvtepu16_epi32(row0), _mm512_slli_epi32(_mm512_cvtepu16_epi32(row1), 16));
+}
+/* n lanes of row k and (where `two`) of row k + 1 */
+INLINE vc vc_load_across_k(const void *row0, const void *row1, gk_dtype dtype, int64_t i, int64_t n) {
+    (void)dtype;
+    __m256i r0 = _mm256_maskz_loadu_epi16(vm_first(n), (const uint16_t *)row0 + i), r1 = _mm256_setzero_si256();
+    if (row1) r1 = _mm256_maskz_loadu_epi16(vm_first(n), (const uint16_t *)row1 + i);
+    return vc_zip_bf16(r0, r1);
+}
+/* float32 rows k and k + 1 as cells */
+INLINE vc vc_from_rows(vf row0, vf row1) { return vc_zip_bf16(vf_to_bf16(row0), vf_to_bf16(row1)); }
+/* 2 W float32 values along k as W cells */
+INLINE vc vc_from_run(const vf x[PAIR]) { return (__m512i)_mm512_cvtne2ps_pbh(x[1], x[0]); }
+INLINE cell cell_from_bits(uint16_t lo, uint16_t hi) { return lo | (uint32_t)hi << 16; }
+#else
+#define PAIR 1
+typedef float cell;
+typedef vf vc;
+INLINE vf vc_dot(vf acc, vc a, vc b) { return vf_fma(a, b, acc); }
+INLINE vc vc_set1(cell x) { return vf_set1(x); }
+INLINE vc vc_load(const cell *p) { return vf_load(p); }
+INLINE void vc_store(cell *p, vc v) { vf_store(p, v); }
+INLINE void vc_store_first(cell *p, vc v, int64_t n) { vf_store_first(p, v, n); }
+INLINE vc vc_load_along_k(const void *p, gk_dtype dtype, int64_t i, int64_t n) { return vf_load_dtype(p, dtype, i, n); }
+INLINE vc vc_load_across_k(const void *row0, const void *row1, gk_dtype dtype, int64_t i, int64_t n) {
+    (void)row1;
+    return vf_load_dtype(row0, dtype, i, n);
+}
+INLINE vc vc_from_rows(vf row0, vf row1) {
+    (void)row1;
+    return row0;
+}
+INLINE vc vc_from_run(const vf x[PAIR]) { return x[0]; }
+#endif
+
+/* Transposes W vectors of W cells in place. */
+#if defined(__AVX512F__)
+INLINE void vc_transpose(vc r[W]) {
+    __m512i t[16], u[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32((__m512i)r[i], (__m512i)r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32((__m512i)r[i], (__m512i)r[i + 1]);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i += 4) {
+        u[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+        u[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        u[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        u[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    /* u[4 g + c]: in 128-bit lane q the rows 4 g .. 4 g + 3 of column 4 q + c; now gather g across, q apart */
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; ++c) {
+        __m512i a = _mm512_shuffle_i32x4(u[c], u[4 + c], 0x88), b = _mm512_shuffle_i32x4(u[c], u[4 + c], 0xdd);
+        __m512i d = _mm512_shuffle_i32x4(u[8 + c], u[12 + c], 0x88), e = _mm512_shuffle_i32x4(u[8 + c], u[12 + c], 0xdd);
+        r[c] = (vc)_mm512_shuffle_i32x4(a, d, 0x88);
+        r[8 + c] = (vc)_mm512_shuffle_i32x4(a, d, 0xdd);
+        r[4 + c] = (vc)_mm512_shuffle_i32x4(b, e, 0x88);
+        r[12 + c] = (vc)_mm512_shuffle_i32x4(b, e, 0xdd);
+    }
+}
+#elif defined(__AVX2__)
+INLINE void vc_transpose(vc r[W]) {
+    __m256 t[8], u[8];
+    for (int i = 0; i < 8; i += 2) {
+        t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+        t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4) {
+        u[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
+        u[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
+        u[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+        u[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+    }
+    for (int c = 0; c < 4; ++c) {
+        r[c] = _mm256_permute2f128_ps(u[c], u[4 + c], 0x20);
+        r[4 + c] = _mm256_permute2f128_ps(u[c], u[4 + c], 0x31);
+    }
+}
+#else
+INLINE void vc_transpose(vc r[W]) {
+    vf a = __builtin_shuffle(r[0], r[1], (vi){0, 4, 1, 5}), b = __builtin_shuffle(r[0], r[1], (vi){2, 6, 3, 7});
+    vf c = __builtin_shuffle(r[2], r[3], (vi){0, 4, 1, 5}), d = __builtin_shuffle(r[2], r[3], (vi){2, 6, 3, 7});
+    r[0] = __builtin_shuffle(a, c, (vi){0, 1, 4, 5});
+    r[1] = __builtin_shuffle(a, c, (vi){2, 3, 6, 7});
+    r[2] = __builtin_shuffle(b, d, (vi){0, 1, 4, 5});
+    r[3] = __builtin_shuffle(b, d, (vi){2, 3, 6, 7});
+}
+#endif
+
+#endif

@@ -1,0 +1,249 @@
+/* gpukern.h: the whole C API of gpukern on one page. No torch, no C++, no hidden state.
+ *
+ * Conventions
+ *   Strides count elements, int64; they may be zero or negative where a field does not say otherwise.
+ *   Anything in bytes ends in _bytes. lse is the natural logarithm. "T" is a number of tokens.
+ *   Every struct starts with `size`, its sizeof at the caller: structs grow at the end only.
+ *   Every entry point returns a gk_status; gk_last_error() has the detail text of this thread's last failure.
+ *   Nothing here exits, prints, allocates device memory, keeps hidden state or synchronises a device.
+ *   Workspace comes from the caller: ask gk_<op>_workspace_bytes, 64-byte aligned, need not be zeroed.
+ */
+#ifndef GPUKERN_H
+#define GPUKERN_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#if defined(__GNUC__)
+#define GK_API __attribute__((visibility("default")))
+#else
+#define GK_API
+#endif
+
+#define GK_VERSION_MAJOR 0
+#define GK_VERSION_MINOR 1
+#define GK_VERSION_PATCH 0
+
+/* ---- status ------------------------------------------------------------------------------- */
+typedef enum gk_status {
+    GK_OK = 0,
+    GK_ERR_ARGUMENT = 1,    /* a shape, dtype, stride or value that the op does not take */
+    GK_ERR_INDEX = 2,       /* contents of a table, of lengths or of slots out of range; nothing was written */
+    GK_ERR_UNSUPPORTED = 3, /* valid, but no kernel on this device serves it; the text says what is supported */
+    GK_ERR_WORKSPACE = 4,   /* workspace missing, too small or misaligned */
+    GK_ERR_DEVICE = 5       /* the device runtime reported a failure, or the machine lacks the asked ISA */
+} gk_status;
+
+GK_API const char *gk_version(void);               /* "major.minor.patch" */
+GK_API const char *gk_status_name(gk_status code); /* "GK_OK", ... */
+GK_API const char *gk_last_error(void);            /* this thread's last detail text, "" if none */
+
+/* ---- tensors ------------------------------------------------------------------------------ */
+typedef enum gk_dtype {
+    GK_F32 = 0,
+    GK_BF16 = 1,
+    GK_F16 = 2,
+    GK_F64 = 3,
+    GK_I32 = 4,
+    GK_I64 = 5
+} gk_dtype;
+
+#define GK_MAX_DIMS 8
+
+typedef struct gk_tensor {
+    void *data; /* first element; may be NULL where a dimension is 0 */
+    gk_dtype dtype;
+    int32_t ndim;
+    int64_t shape[GK_MAX_DIMS];
+    int64_t stride[GK_MAX_DIMS]; /* elements */
+} gk_tensor;
+
+GK_API size_t gk_dtype_bytes(gk_dtype dtype);
+GK_API const char *gk_dtype_name(gk_dtype dtype); /* "float32", ... */
+
+/* ---- context ------------------------------------------------------------------------------ */
+typedef enum gk_device { GK_CPU = 0, GK_CUDA = 1 } gk_device;
+
+typedef void (*gk_task_fn)(void *arg, int64_t i);
+/* Runs task(arg, i) once for each i in [0, n), in any order, on any threads, and returns when all are done. */
+typedef void (*gk_parallel_for_fn)(void *pool, int64_t n, gk_task_fn task, void *arg);
+
+typedef struct gk_context {
+    size_t size; /* sizeof(gk_context) */
+    gk_device device;
+    int32_t index;                   /* device index */
+    void *stream;                    /* CUDA stream; unused on the CPU */
+    int32_t num_threads;             /* CPU: upper bound of workers (>= 1); results do not depend on it */
+    gk_parallel_for_fn parallel_for; /* CPU: NULL runs on the calling thread */
+    void *pool;                      /* first argument of parallel_for */
+    const char *cpu_isa;             /* CPU: "base" | "avx2" | "avx512" | "avx512bf16"; NULL = best of the machine */
+    uint32_t *error_word;            /* CUDA: sticky word that kernels set on bad index contents; may be NULL */
+} gk_context;
+
+/* Best instruction set of this machine; the comma-separated list of all it has, worst first. */
+GK_API const char *gk_cpu_isa(void);
+GK_API const char *gk_cpu_isas(void);
+
+/* ---- what a call would do ------------------------------------------------------------------ */
+typedef struct gk_explanation {
+    size_t size;         /* sizeof(gk_explanation), set by the caller */
+    char row[64];        /* the table row, e.g. "gemm_packed_f32_avx512" */
+    char isa[16];        /* its instruction set or architecture */
+    int64_t tile[4];     /* gemm: MB NB KB (block), MR*NR; attention: BQ BKV and the span of a context chunk; 0 = unused */
+    int64_t tasks;       /* independent units of work */
+    int64_t chunks;      /* parts that keys are split into, 1 = not split */
+    double bytes;        /* bytes the op must move at least: inputs read once, outputs written once */
+    double flops;        /* multiply-adds count two; keys outside the span do not count */
+    int64_t workspace_bytes;
+} gk_explanation;
+
+/* ---- gemm ---------------------------------------------------------------------------------- */
+typedef enum gk_activation {
+    GK_ACT_NONE = 0,
+    GK_ACT_RELU = 1,
+    GK_ACT_GELU = 2,      /* x/2 (1 + erf(x/sqrt 2)) */
+    GK_ACT_GELU_TANH = 3, /* x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) */
+    GK_ACT_SILU = 4       /* x / (1 + exp(-x)) */
+} gk_activation;
+
+typedef enum gk_precision { GK_IEEE = 0, GK_TF32 = 1 } gk_precision;
+
+/* out = activation(alpha * (a @ b) + beta * c + bias); float32 inside (float64 for GK_F64), rounded once. */
+typedef struct gk_gemm_args {
+    size_t size;
+    gk_tensor a;            /* [batch..., M, K], any strides */
+    gk_tensor b;            /* [batch..., K, N] or [K, N], a's dtype, any strides; batch dims broadcast */
+    const gk_tensor *bias;  /* [N], a's or out's dtype; NULL = none */
+    const gk_tensor *c;     /* broadcasts to out, a's or out's dtype; not read when beta == 0; NULL = none */
+    gk_tensor out;          /* [batch..., M, N], a's dtype or GK_F32; must not overlap an input */
+    const gk_tensor *preact; /* like out: the value before the activation; NULL = not wanted */
+    double alpha, beta;
+    gk_activation activation;
+    gk_precision fp32_precision; /* CUDA only; the CPU computes ieee float32 */
+    void *workspace;
+    size_t workspace_bytes;
+} gk_gemm_args;
+
+GK_API size_t gk_gemm_workspace_bytes(const gk_context *, const gk_gemm_args *);
+GK_API gk_status gk_gemm(const gk_context *, const gk_gemm_args *);
+GK_API gk_status gk_explain_gemm(const gk_context *, const gk_gemm_args *, gk_explanation *);
+
+/* grad_in = grad_out * activation'(saved); saved is the preact, for relu the output. Any strides. */
+typedef struct gk_gemm_act_bwd_args {
+    size_t size;
+    gk_tensor grad_out; /* [...] */
+    gk_tensor saved;    /* [...] same shape, may have another dtype */
+    gk_tensor grad_in;  /* [...] same shape, grad_out's dtype */
+    gk_activation activation;
+} gk_gemm_act_bwd_args;
+
+GK_API gk_status gk_gemm_act_bwd(const gk_context *, const gk_gemm_act_bwd_args *);
+
+/* ---- flash_attn ---------------------------------------------------------------------------- */
+/* What every attention op adds to softmax(scale q k^T) v. Row i sees key j iff j lies in one interval. */
+typedef struct gk_attn_rules {
+    double scale;     /* finite; usually 1/sqrt(head_dim) */
+    double softcap;   /* s -> softcap * tanh(s / softcap); 0 = off */
+    int32_t is_causal; /* j <= i + diagonal */
+    int64_t diagonal; /* dense only; varlen and paged use each sequence's bottom-right diagonal */
+    int64_t window_left, window_right; /* i + diagonal - left <= j <= i + diagonal + right; -1 = unbounded */
+    const gk_tensor *alibi_slopes; /* [Hq] or [B, Hq] float32 (float64 with GK_F64): s - slope |i + diagonal - j| */
+    const gk_tensor *sinks;        /* [Hq] float32 (float64 with GK_F64): an extra logit without a value */
+    const gk_tensor *kv_start;     /* [B] int32, dense only: first key that is seen; clamped to [0, Sk] */
+    const gk_tensor *kv_end;       /* [B] int32, dense only: end of the keys that are seen */
+} gk_attn_rules;
+
+/* Dense when cu_seqlens_q is NULL, packed ("varlen") otherwise.
+ *   dense   q [B, Hq, Sq, D]  k [B, Hkv, Sk, D]  v [B, Hkv, Sk, Dv]  out [B, Hq, Sq, Dv]  lse [B, Hq, Sq]
+ *   packed  q [Tq, Hq, D]     k [Tk, Hkv, D]     v [Tk, Hkv, Dv]     out [Tq, Hq, Dv]     lse [Tq, Hq]
+ * Last dimensions of q, k, v, out and their gradients have stride 1; lse is contiguous, float32 (float64 with GK_F64).
+ * A row that sees no key gives out 0 and lse -inf (the sink where there is one). */
+typedef struct gk_flash_attn_args {
+    size_t size;
+    gk_tensor q, k, v;
+    const gk_tensor *cu_seqlens_q; /* [B+1] int32, starts at 0, does not decrease */
+    const gk_tensor *cu_seqlens_k;
+    int64_t max_seqlen_q, max_seqlen_k; /* packed only: upper bounds of a sequence's lengths */
+    gk_attn_rules rules;
+    gk_tensor out; /* written forward, read backward */
+    gk_tensor lse; /* written forward, read backward */
+    void *workspace;
+    size_t workspace_bytes;
+} gk_flash_attn_args;
+
+GK_API size_t gk_flash_attn_fwd_workspace_bytes(const gk_context *, const gk_flash_attn_args *);
+GK_API gk_status gk_flash_attn_fwd(const gk_context *, const gk_flash_attn_args *);
+GK_API gk_status gk_explain_flash_attn_fwd(const gk_context *, const gk_flash_attn_args *, gk_explanation *);
+
+typedef struct gk_flash_attn_bwd_args {
+    size_t size;
+    gk_flash_attn_args fwd;     /* inputs, out and lse of the forward call; its workspace fields are not read */
+    gk_tensor grad_out;         /* like out, any strides of the leading dimensions */
+    const gk_tensor *grad_lse;  /* like lse, any strides; NULL = 0 */
+    gk_tensor dq, dk, dv;       /* like q, k, v */
+    const gk_tensor *dsinks;    /* [Hq] like sinks; NULL = not wanted */
+    int32_t deterministic;      /* CUDA; the CPU always is */
+    void *workspace;
+    size_t workspace_bytes;
+} gk_flash_attn_bwd_args;
+
+GK_API size_t gk_flash_attn_bwd_workspace_bytes(const gk_context *, const gk_flash_attn_bwd_args *);
+GK_API gk_status gk_flash_attn_bwd(const gk_context *, const gk_flash_attn_bwd_args *);
+GK_API gk_status gk_explain_flash_attn_bwd(const gk_context *, const gk_flash_attn_bwd_args *, gk_explanation *);
+
+/* ---- paged_attn ---------------------------------------------------------------------------- */
+/* Attention of new tokens over a paged cache. Query t of the n_b of sequence b stands at position
+ * seq_lens[b] - n_b + t; a negative position sees no key. Pages are read in place. */
+typedef struct gk_paged_attn_args {
+    size_t size;
+    gk_tensor q;           /* [T, Hq, D], last stride 1 */
+    gk_tensor k_cache;     /* [num_blocks, block_size, Hkv, D], q's dtype, last stride 1 */
+    gk_tensor v_cache;     /* [num_blocks, block_size, Hkv, Dv], last stride 1 */
+    gk_tensor block_table; /* [B, max_blocks] int32 */
+    gk_tensor seq_lens;    /* [B] int32, the new tokens included */
+    const gk_tensor *cu_seqlens_q; /* [B+1] int32; NULL = T/B tokens each */
+    int64_t max_seqlen_q;          /* upper bound of a sequence's query tokens; read with cu_seqlens_q only */
+    gk_attn_rules rules;           /* diagonal, window_right, kv_start, kv_end are not read; is_causal is */
+    const gk_tensor *k_scale;      /* [] or [Hkv] float32: a key is its stored value times k_scale; NULL = 1 */
+    const gk_tensor *v_scale;
+    gk_tensor out; /* [T, Hq, Dv] contiguous, q's dtype */
+    gk_tensor lse; /* [T, Hq] contiguous, float32 (float64 with GK_F64) */
+    void *workspace;
+    size_t workspace_bytes;
+} gk_paged_attn_args;
+
+GK_API size_t gk_paged_attn_workspace_bytes(const gk_context *, const gk_paged_attn_args *);
+GK_API gk_status gk_paged_attn(const gk_context *, const gk_paged_attn_args *);
+GK_API gk_status gk_explain_paged_attn(const gk_context *, const gk_paged_attn_args *, gk_explanation *);
+
+/* Writes new keys and values into the caches: row s % block_size of page s / block_size, s = slots[t]. */
+typedef struct gk_kv_cache_write_args {
+    size_t size;
+    gk_tensor k, v;             /* [T, Hkv, D], [T, Hkv, Dv], any strides */
+    gk_tensor k_cache, v_cache; /* [num_blocks, block_size, Hkv, D], [..., Dv]; written */
+    gk_tensor slots;            /* [T] int64 or int32; negative = skip */
+    const gk_tensor *k_scale, *v_scale; /* [] or [Hkv] float32: stored value is k / k_scale; NULL = 1 */
+} gk_kv_cache_write_args;
+
+GK_API gk_status gk_kv_cache_write(const gk_context *, const gk_kv_cache_write_args *);
+
+/* ---- attn_merge ---------------------------------------------------------------------------- */
+/* lse = logaddexp(lse_a, lse_b); out = out_a exp(lse_a - lse) + out_b exp(lse_b - lse). */
+typedef struct gk_attn_merge_args {
+    size_t size;
+    gk_tensor out_a, out_b; /* [..., Dv], one dtype, any strides */
+    gk_tensor lse_a, lse_b; /* [...] float32 (float64 with GK_F64), any strides */
+    gk_tensor out;          /* [..., Dv] contiguous */
+    gk_tensor lse;          /* [...] contiguous */
+} gk_attn_merge_args;
+
+GK_API gk_status gk_attn_merge(const gk_context *, const gk_attn_merge_args *);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,158 @@
+/* internal.h: what the files of csrc share and users do not see: failure texts, scalar loads, the worker loop. */
+#ifndef GPUKERN_INTERNAL_H
+#define GPUKERN_INTERNAL_H
+
+#include "gpukern.h"
+
+#include <math.h>
+#include <stdbool.h>
+#include <string.h>
+
+/* status.c: records the detail text of this thread and returns `code`. */
+#if defined(__GNUC__)
+__attribute__((format(printf, 2, 3)))
+#endif
+gk_status gk_fail(gk_status code, const char *format, ...);
+
+static inline int64_t gk_min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t gk_max_i64(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline int64_t gk_clamp_i64(int64_t x, int64_t lo, int64_t hi) { return gk_max_i64(lo, gk_min_i64(x, hi)); }
+static inline int64_t gk_ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static inline int64_t gk_round_up(int64_t a, int64_t b) { return gk_ceil_div(a, b) * b; }
+
+static inline int64_t gk_numel(const gk_tensor *t) {
+    int64_t n = 1;
+    for (int d = 0; d < t->ndim; ++d) n *= t->shape[d];
+    return n;
+}
+
+/* ---- scalars of every dtype ---------------------------------------------------------------- */
+static inline float gk_bf16_to_f32(uint16_t h) {
+    uint32_t u = (uint32_t)h << 16;
+    float f;
+    memcpy(&f, &u, 4);
+    return f;
+}
+
+static inline uint16_t gk_f32_to_bf16(float f) {
+    uint32_t u;
+    memcpy(&u, &f, 4);
+    if (f != f) return (uint16_t)((u >> 16) | 0x40);        /* keep a NaN a NaN */
+    return (uint16_t)((u + 0x7fffu + ((u >> 16) & 1)) >> 16); /* to nearest even */
+}
+
+static inline float gk_f16_to_f32(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, bits = h & 0x7fff, u;
+    float f;
+    if (bits >= 0x7c00) { /* inf, NaN */
+        u = sign | 0x7f800000u | ((bits & 0x3ff) << 13);
+        memcpy(&f, &u, 4);
+        return f;
+    }
+    if (bits < 0x400) { /* subnormal: bits * 2^-24 is exact */
+        f = (float)bits * 0x1p-24f;
+        return sign ? -f : f;
+    }
+    u = sign | ((bits << 13) + 0x38000000u);
+    memcpy(&f, &u, 4);
+    return f;
+}
+
+static inline uint16_t gk_f32_to_f16(float f) {
+    uint32_t u, sign;
+    memcpy(&u, &f, 4);
+    sign = (u >> 16) & 0x8000;
+    u &= 0x7fffffffu;
+    if (u > 0x7f800000u) return (uint16_t)(sign | 0x7e00); /* NaN */
+    if (u >= 0x477ff000u) return (uint16_t)(sign | 0x7c00); /* rounds past 65504 */
+    if (u < 0x38800000u) { /* subnormal: adding 0.5 leaves the rounded multiple of 2^-24 in the low bits */
+        float g;
+        memcpy(&g, &u, 4);
+        g += 0.5f;
+        memcpy(&u, &g, 4);
+        return (uint16_t)(sign | (u - 0x3f000000u));
+    }
+    return (uint16_t)(sign | ((u - 0x38000000u + 0xfffu + ((u >> 13) & 1)) >> 13));
+}
+
+static inline double gk_load(const void *p, gk_dtype dtype, int64_t i) {
+    switch (dtype) {
+    case GK_F32: return ((const float *)p)[i];
+    case GK_BF16: return gk_bf16_to_f32(((const uint16_t *)p)[i]);
+    case GK_F16: return gk_f16_to_f32(((const uint16_t *)p)[i]);
+    case GK_F64: return ((const double *)p)[i];
+    case GK_I32: return ((const int32_t *)p)[i];
+    case GK_I64: return (double)((const int64_t *)p)[i];
+    }
+    return 0;
+}
+
+static inline void gk_store(void *p, gk_dtype dtype, int64_t i, double x) {
+    switch (dtype) {
+    case GK_F32: ((float *)p)[i] = (float)x; break;
+    case GK_BF16: ((uint16_t *)p)[i] = gk_f32_to_bf16((float)x); break;
+    case GK_F16: ((uint16_t *)p)[i] = gk_f32_to_f16((float)x); break;
+    case GK_F64: ((double *)p)[i] = x; break;
+    case GK_I32: ((int32_t *)p)[i] = (int32_t)x; break;
+    case GK_I64: ((int64_t *)p)[i] = (int64_t)x; break;
+    }
+}
+
+/* ---- which keys a row sees (the C twin of cuda/attn/span.cuh) ------------------------------- */
+/* One sequence of one call, in its own coordinates: rows i in [0, seq_q), keys j in [0, seq_k). */
+typedef struct gk_span {
+    int64_t key_lo, key_hi; /* bounds that hold for every row: [0, seq_k) cut by kv_start, kv_end */
+    int64_t diagonal;       /* row i stands at key position i + diagonal */
+    int64_t left, right;    /* keys seen left and right of that position; GK_UNBOUNDED = all */
+} gk_span;
+
+#define GK_UNBOUNDED (INT64_C(1) << 62)
+
+static inline int64_t gk_sat_add(int64_t a, int64_t b) { /* both within +-2^62: no overflow, then clamped there */
+    return gk_clamp_i64(a + b, -GK_UNBOUNDED, GK_UNBOUNDED);
+}
+
+static inline gk_span gk_span_make(const gk_attn_rules *r, int64_t seq_k, int64_t diagonal) {
+    gk_span s = {0, seq_k, gk_clamp_i64(diagonal, -GK_UNBOUNDED / 2, GK_UNBOUNDED / 2),
+                 r->window_left < 0 ? GK_UNBOUNDED : gk_min_i64(r->window_left, GK_UNBOUNDED / 4),
+                 r->window_right < 0 ? GK_UNBOUNDED : gk_min_i64(r->window_right, GK_UNBOUNDED / 4)};
+    if (r->is_causal) s.right = gk_min_i64(s.right, 0);
+    return s;
+}
+
+/* Row i sees keys [lo, hi); hi <= lo means none. Both ends grow with i. */
+static inline int64_t gk_span_lo(const gk_span *s, int64_t i) {
+    if (s->left == GK_UNBOUNDED) return s->key_lo;
+    return gk_clamp_i64(gk_sat_add(i + s->diagonal, -s->left), s->key_lo, s->key_hi);
+}
+
+static inline int64_t gk_span_hi(const gk_span *s, int64_t i) {
+    if (s->right == GK_UNBOUNDED) return s->key_hi;
+    return gk_clamp_i64(gk_sat_add(i + s->diagonal, s->right) + 1, s->key_lo, s->key_hi);
+}
+
+/* ---- parallel work --------------------------------------------------------------------------- */
+/* A worker is one thread's share of a call; it owns slice `worker` of the workspace. */
+typedef void (*gk_work_fn)(void *arg, int64_t task, int64_t worker);
+
+/* parallel.c: runs fn for each task in [0, num_tasks), handed out one by one to at most gk_num_workers workers. */
+int64_t gk_num_workers(const gk_context *ctx, int64_t num_tasks);
+void gk_parallel(const gk_context *ctx, int64_t num_tasks, gk_work_fn fn, void *arg);
+
+/* ---- rooms: what dispatch.c calls ------------------------------------------------------------ */
+/* ref/: naive loops, double accumulation, every dtype; judge of the tests and the float64 path. No workspace. */
+void gk_ref_gemm(const gk_context *ctx, const gk_gemm_args *args);
+void gk_ref_gemm_act_bwd(const gk_context *ctx, const gk_gemm_act_bwd_args *args);
+void gk_ref_flash_attn_fwd(const gk_context *ctx, const gk_flash_attn_args *args);
+void gk_ref_flash_attn_bwd(const gk_context *ctx, const gk_flash_attn_bwd_args *args);
+void gk_ref_paged_attn(const gk_context *ctx, const gk_paged_attn_args *args);
+void gk_ref_kv_cache_write(const gk_context *ctx, const gk_kv_cache_write_args *args);
+void gk_ref_attn_merge(const gk_context *ctx, const gk_attn_merge_args *args);
+
+/* contents.c: on the CPU the contents of index tensors are checked before anything is written (GK_ERR_INDEX). */
+gk_status gk_check_cu_seqlens(const char *op, const char *name, const gk_tensor *cu_seqlens, int64_t total,
+                              int64_t max_seqlen);
+gk_status gk_check_paged_contents(const gk_paged_attn_args *args);
+gk_status gk_check_slots(const gk_kv_cache_write_args *args);
+
+#endif

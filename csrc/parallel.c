@@ -1,0 +1,35 @@
+/* parallel.c: hands tasks to the workers of the caller's pool. Which worker runs a task never changes a result. */
+#include "internal.h"
+
+#include <stdatomic.h>
+
+typedef struct share {
+    gk_work_fn fn;
+    void *arg;
+    int64_t num_tasks;
+    atomic_llong next; /* tasks are taken one by one, so a slow worker delays nobody */
+} share;
+
+static void worker_main(void *arg, int64_t worker) {
+    share *s = arg;
+    for (;;) {
+        int64_t task = atomic_fetch_add_explicit(&s->next, 1, memory_order_relaxed);
+        if (task >= s->num_tasks) return;
+        s->fn(s->arg, task, worker);
+    }
+}
+
+int64_t gk_num_workers(const gk_context *ctx, int64_t num_tasks) {
+    if (!ctx->parallel_for || ctx->num_threads <= 1) return 1;
+    return gk_max_i64(1, gk_min_i64(ctx->num_threads, num_tasks));
+}
+
+void gk_parallel(const gk_context *ctx, int64_t num_tasks, gk_work_fn fn, void *arg) {
+    int64_t workers = gk_num_workers(ctx, num_tasks);
+    if (workers == 1) {
+        for (int64_t task = 0; task < num_tasks; ++task) fn(arg, task, 0);
+        return;
+    }
+    share s = {fn, arg, num_tasks, 0};
+    ctx->parallel_for(ctx->pool, workers, worker_main, &s);
+}

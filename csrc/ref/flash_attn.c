@@ -1,0 +1,264 @@
+/* ref/flash_attn: attention and its gradients in plain loops, dense and packed, every modifier.
+ *
+ *   s_ij = cap(scale q_i k_j) - slope |i + diagonal - j|     lse_i = log(exp(sink) + sum_j exp(s_ij))
+ *   p_ij = exp(s_ij - lse_i)   out_i = sum_j p_ij v_j        delta_i = dout_i . out_i - dlse_i
+ *   dv_j = sum_i p_ij dout_i   ds_ij = p_ij (dout_i . v_j - delta_i) cap'(scale q_i k_j)
+ *   dq_i = scale sum_j ds_ij k_j   dk_j = scale sum_i ds_ij q_i   dsink = -sum_i exp(sink - lse_i) delta_i
+ *
+ * Backward is Dao 2023, arXiv:2307.08691, Algorithm 2, run twice: once by rows for dq, once by keys for dk and dv, so that
+ * no two tasks add to the same place. Nothing of size seq_q x seq_k is stored. All sums are double.
+ * Work split: a task owns REF_TOKENS tokens of one head; blocks of REF_ROWS tokens of one sequence share each row loaded. */
+#include "attn.h"
+
+typedef struct flash_job {
+    const gk_flash_attn_args *x;
+    const gk_flash_attn_bwd_args *bwd; /* NULL forward */
+    ref_sequences q, k;
+    int64_t tokens_q, tokens_k, heads_q, heads_kv, group, head_dim, head_dim_v;
+    bool packed;
+} flash_job;
+
+static flash_job job_make(const gk_flash_attn_args *x) {
+    flash_job job = {.x = x, .packed = x->cu_seqlens_q != NULL};
+    int heads_dim = 1, tokens_dim = job.packed ? 0 : 2;
+    int64_t batch = job.packed ? x->cu_seqlens_q->shape[0] - 1 : x->q.shape[0];
+    job.q = (ref_sequences){x->cu_seqlens_q, batch, x->q.shape[tokens_dim]};
+    job.k = (ref_sequences){x->cu_seqlens_k, batch, x->k.shape[tokens_dim]};
+    job.tokens_q = job.packed ? x->q.shape[0] : batch * job.q.length;
+    job.tokens_k = job.packed ? x->k.shape[0] : batch * job.k.length;
+    job.heads_q = x->q.shape[heads_dim];
+    job.heads_kv = x->k.shape[heads_dim];
+    job.group = job.heads_kv ? job.heads_q / job.heads_kv : 1;
+    job.head_dim = x->q.shape[x->q.ndim - 1];
+    job.head_dim_v = x->v.shape[x->v.ndim - 1];
+    return job;
+}
+
+/* ---- places ------------------------------------------------------------------------------------- */
+/* Offset of token i of sequence b (which starts at `start`) and head h in q, k, v, out, their gradients or lse. */
+static int64_t at(const flash_job *job, const gk_tensor *t, int64_t b, int64_t start, int64_t h, int64_t i) {
+    if (job->packed) return (start + i) * t->stride[0] + h * t->stride[1];
+    return b * t->stride[0] + h * t->stride[1] + i * t->stride[2];
+}
+
+static int64_t token_step(const flash_job *job, const gk_tensor *t) { return t->stride[job->packed ? 0 : 2]; }
+
+/* One sequence: where its tokens start, how many they are, what its rows see. */
+typedef struct sequence {
+    int64_t b, start_q, start_k, seq_q, seq_k, diagonal;
+    gk_span span;
+} sequence;
+
+static sequence sequence_make(const flash_job *job, int64_t b) {
+    const gk_attn_rules *r = &job->x->rules;
+    sequence s = {.b = b, .start_q = ref_start(&job->q, b), .start_k = ref_start(&job->k, b)};
+    s.seq_q = ref_start(&job->q, b + 1) - s.start_q;
+    s.seq_k = ref_start(&job->k, b + 1) - s.start_k;
+    s.diagonal = job->packed ? s.seq_k - s.seq_q : r->diagonal;
+    s.span = gk_span_make(r, s.seq_k, s.diagonal);
+    s.diagonal = s.span.diagonal;
+    if (r->kv_start) s.span.key_lo = gk_clamp_i64(ref_i32(r->kv_start, b), 0, s.seq_k);
+    if (r->kv_end) s.span.key_hi = gk_clamp_i64(ref_i32(r->kv_end, b), 0, s.seq_k);
+    return s;
+}
+
+static void zero_row(const gk_tensor *t, int64_t offset, int64_t n) {
+    for (int64_t d = 0; d < n; ++d) gk_store(t->data, t->dtype, offset + d, 0);
+}
+
+static void store_row(const gk_tensor *t, int64_t offset, const double *x, double factor, int64_t n) {
+    for (int64_t d = 0; d < n; ++d) gk_store(t->data, t->dtype, offset + d, factor * x[d]);
+}
+
+/* ---- forward ------------------------------------------------------------------------------------ */
+static void fwd_rows(const flash_job *job, const sequence *s, int64_t h, int64_t i0, int64_t rows) {
+    const gk_flash_attn_args *x = job->x;
+    int64_t h_kv = h / job->group;
+    ref_keys keys = {.k = &x->k, .v = &x->v};
+    keys.k_at = at(job, &x->k, s->b, s->start_k, h_kv, 0);
+    keys.v_at = at(job, &x->v, s->b, s->start_k, h_kv, 0);
+    keys.k_step = token_step(job, &x->k);
+    keys.v_step = token_step(job, &x->v);
+    ref_score score = ref_score_make(&x->rules, s->b, h, s->diagonal, 1);
+    ref_block block = {.q = &x->q, .out = &x->out, .lse = &x->lse, .sinks = x->rules.sinks, .keys = &keys,
+                       .score = &score, .v_scale = 1, .head = h, .i0 = i0, .rows = rows};
+    for (int64_t r = 0; r < rows; ++r) {
+        block.q_at[r] = at(job, &x->q, s->b, s->start_q, h, i0 + r);
+        block.out_at[r] = at(job, &x->out, s->b, s->start_q, h, i0 + r);
+        block.lse_at[r] = at(job, &x->lse, s->b, s->start_q, h, i0 + r);
+        block.lo[r] = gk_span_lo(&s->span, i0 + r);
+        block.hi[r] = gk_span_hi(&s->span, i0 + r);
+    }
+    ref_attend(&block);
+}
+
+static void fwd_task(void *arg, int64_t task, int64_t worker) {
+    (void)worker;
+    const flash_job *job = arg;
+    const gk_flash_attn_args *x = job->x;
+    int64_t h = task % job->heads_q, token = task / job->heads_q * REF_TOKENS;
+    int64_t end = gk_min_i64(token + REF_TOKENS, job->tokens_q);
+    while (token < end) {
+        int64_t b = ref_owner(&job->q, token);
+        if (b == job->q.batch) { /* past the last sequence */
+            zero_row(&x->out, at(job, &x->out, 0, 0, h, token), job->head_dim_v);
+            gk_store(x->lse.data, x->lse.dtype, at(job, &x->lse, 0, 0, h, token), -INFINITY);
+            ++token;
+            continue;
+        }
+        sequence s = sequence_make(job, b);
+        int64_t i0 = token - s.start_q;
+        int64_t rows = gk_min_i64(REF_ROWS, gk_min_i64(end - token, s.seq_q - i0));
+        fwd_rows(job, &s, h, i0, rows);
+        token += rows;
+    }
+}
+
+void gk_ref_flash_attn_fwd(const gk_context *ctx, const gk_flash_attn_args *args) {
+    flash_job job = job_make(args);
+    gk_parallel(ctx, gk_ceil_div(job.tokens_q, REF_TOKENS) * job.heads_q, fwd_task, &job);
+}
+
+/* ---- backward: one row --------------------------------------------------------------------------- */
+/* What both passes need of row i of head h. A row without a finite lse saw no key: it takes part in nothing. */
+typedef struct row {
+    double lse, delta;
+    const double *q, *dout;
+    double q_buf[REF_MAX_HEAD_DIM], dout_buf[REF_MAX_HEAD_DIM];
+} row;
+
+static bool row_load(row *to, const flash_job *job, const sequence *s, int64_t h, int64_t i) {
+    const gk_flash_attn_args *x = job->x;
+    const gk_tensor *dout = &job->bwd->grad_out, *dlse = job->bwd->grad_lse;
+    double out_buf[REF_MAX_HEAD_DIM];
+    to->lse = gk_load(x->lse.data, x->lse.dtype, at(job, &x->lse, s->b, s->start_q, h, i));
+    if (to->lse == -INFINITY) return false;
+    to->q = ref_row(&x->q, at(job, &x->q, s->b, s->start_q, h, i), job->head_dim, to->q_buf);
+    to->dout = ref_row(dout, at(job, dout, s->b, s->start_q, h, i), job->head_dim_v, to->dout_buf);
+    const double *out = ref_row(&x->out, at(job, &x->out, s->b, s->start_q, h, i), job->head_dim_v, out_buf);
+    to->delta = ref_dot(to->dout, out, job->head_dim_v);
+    if (dlse) to->delta -= gk_load(dlse->data, dlse->dtype, at(job, dlse, s->b, s->start_q, h, i));
+    return true;
+}
+
+/* p_ij and ds_ij of a visible pair. */
+static double pair_gradient(const flash_job *job, const ref_score *score, const row *r, const double *k, const double *v,
+                            int64_t i, int64_t j, double *p) {
+    double slope_of_cap, logit = ref_logit(score, ref_dot(r->q, k, job->head_dim), i, j, &slope_of_cap);
+    *p = exp(logit - r->lse);
+    return *p * (ref_dot(r->dout, v, job->head_dim_v) - r->delta) * slope_of_cap;
+}
+
+/* ---- backward by rows: dq ------------------------------------------------------------------------ */
+static void dq_row(const flash_job *job, const sequence *s, int64_t h, int64_t i) {
+    const gk_flash_attn_args *x = job->x;
+    const gk_tensor *dq = &job->bwd->dq;
+    int64_t h_kv = h / job->group;
+    double sum[REF_MAX_HEAD_DIM] = {0}, k_buf[REF_MAX_HEAD_DIM], v_buf[REF_MAX_HEAD_DIM];
+    ref_score score = ref_score_make(&x->rules, s->b, h, s->diagonal, 1);
+    int64_t lo = gk_span_lo(&s->span, i), hi = gk_span_hi(&s->span, i);
+    row r;
+    if (lo < hi && row_load(&r, job, s, h, i)) {
+        for (int64_t j = lo; j < hi; ++j) {
+            const double *k = ref_row(&x->k, at(job, &x->k, s->b, s->start_k, h_kv, j), job->head_dim, k_buf);
+            const double *v = ref_row(&x->v, at(job, &x->v, s->b, s->start_k, h_kv, j), job->head_dim_v, v_buf);
+            double p, ds = pair_gradient(job, &score, &r, k, v, i, j, &p);
+            ref_add_scaled(sum, ds, k, job->head_dim);
+        }
+    }
+    store_row(dq, at(job, dq, s->b, s->start_q, h, i), sum, x->rules.scale, job->head_dim);
+}
+
+static void dq_task(void *arg, int64_t task, int64_t worker) {
+    (void)worker;
+    const flash_job *job = arg;
+    int64_t h = task % job->heads_q, begin = task / job->heads_q * REF_TOKENS;
+    int64_t end = gk_min_i64(begin + REF_TOKENS, job->tokens_q);
+    for (int64_t token = begin; token < end; ++token) {
+        int64_t b = ref_owner(&job->q, token);
+        if (b == job->q.batch) {
+            zero_row(&job->bwd->dq, at(job, &job->bwd->dq, 0, 0, h, token), job->head_dim);
+            continue;
+        }
+        sequence s = sequence_make(job, b);
+        dq_row(job, &s, h, token - s.start_q);
+    }
+}
+
+/* ---- backward by keys: dk, dv --------------------------------------------------------------------- */
+static void dkv_keys(const flash_job *job, const sequence *s, int64_t h_kv, int64_t j0, int64_t keys) {
+    const gk_flash_attn_args *x = job->x;
+    double dk[REF_ROWS][REF_MAX_HEAD_DIM], dv[REF_ROWS][REF_MAX_HEAD_DIM];
+    double k_buf[REF_ROWS][REF_MAX_HEAD_DIM], v_buf[REF_ROWS][REF_MAX_HEAD_DIM];
+    const double *k[REF_ROWS], *v[REF_ROWS];
+    for (int64_t c = 0; c < keys; ++c) {
+        k[c] = ref_row(&x->k, at(job, &x->k, s->b, s->start_k, h_kv, j0 + c), job->head_dim, k_buf[c]);
+        v[c] = ref_row(&x->v, at(job, &x->v, s->b, s->start_k, h_kv, j0 + c), job->head_dim_v, v_buf[c]);
+        memset(dk[c], 0, (size_t)job->head_dim * sizeof(double));
+        memset(dv[c], 0, (size_t)job->head_dim_v * sizeof(double));
+    }
+    for (int64_t h = h_kv * job->group; h < (h_kv + 1) * job->group; ++h) {
+        ref_score score = ref_score_make(&x->rules, s->b, h, s->diagonal, 1);
+        for (int64_t i = 0; i < s->seq_q; ++i) {
+            int64_t lo = gk_max_i64(gk_span_lo(&s->span, i), j0), hi = gk_min_i64(gk_span_hi(&s->span, i), j0 + keys);
+            row r;
+            if (lo >= hi || !row_load(&r, job, s, h, i)) continue;
+            for (int64_t j = lo; j < hi; ++j) {
+                double p, ds = pair_gradient(job, &score, &r, k[j - j0], v[j - j0], i, j, &p);
+                ref_add_scaled(dk[j - j0], ds, r.q, job->head_dim);
+                ref_add_scaled(dv[j - j0], p, r.dout, job->head_dim_v);
+            }
+        }
+    }
+    for (int64_t c = 0; c < keys; ++c) {
+        const gk_tensor *to_k = &job->bwd->dk, *to_v = &job->bwd->dv;
+        store_row(to_k, at(job, to_k, s->b, s->start_k, h_kv, j0 + c), dk[c], x->rules.scale, job->head_dim);
+        store_row(to_v, at(job, to_v, s->b, s->start_k, h_kv, j0 + c), dv[c], 1, job->head_dim_v);
+    }
+}
+
+static void dkv_task(void *arg, int64_t task, int64_t worker) {
+    (void)worker;
+    const flash_job *job = arg;
+    int64_t h_kv = task % job->heads_kv, token = task / job->heads_kv * REF_TOKENS;
+    int64_t end = gk_min_i64(token + REF_TOKENS, job->tokens_k);
+    while (token < end) {
+        int64_t b = ref_owner(&job->k, token);
+        if (b == job->k.batch) {
+            zero_row(&job->bwd->dk, at(job, &job->bwd->dk, 0, 0, h_kv, token), job->head_dim);
+            zero_row(&job->bwd->dv, at(job, &job->bwd->dv, 0, 0, h_kv, token), job->head_dim_v);
+            ++token;
+            continue;
+        }
+        sequence s = sequence_make(job, b);
+        int64_t j0 = token - s.start_k;
+        int64_t keys = gk_min_i64(REF_ROWS, gk_min_i64(end - token, s.seq_k - j0));
+        dkv_keys(job, &s, h_kv, j0, keys);
+        token += keys;
+    }
+}
+
+/* ---- backward of the sinks ------------------------------------------------------------------------- */
+/* Rows that see no key but the sink count too: their out is 0, their lse the sink. */
+static void dsink_task(void *arg, int64_t task, int64_t worker) {
+    (void)worker;
+    const flash_job *job = arg;
+    const gk_tensor *sinks = job->x->rules.sinks, *dsinks = job->bwd->dsinks;
+    double sink = gk_load(sinks->data, sinks->dtype, task * sinks->stride[0]), sum = 0;
+    for (int64_t b = 0; b < job->q.batch && sink != -INFINITY; ++b) {
+        sequence s = sequence_make(job, b);
+        for (int64_t i = 0; i < s.seq_q; ++i) {
+            row r;
+            if (row_load(&r, job, &s, task, i)) sum -= exp(sink - r.lse) * r.delta;
+        }
+    }
+    gk_store(dsinks->data, dsinks->dtype, task * dsinks->stride[0], sum);
+}
+
+void gk_ref_flash_attn_bwd(const gk_context *ctx, const gk_flash_attn_bwd_args *args) {
+    flash_job job = job_make(&args->fwd);
+    job.bwd = args;
+    gk_parallel(ctx, gk_ceil_div(job.tokens_q, REF_TOKENS) * job.heads_q, dq_task, &job);
+    gk_parallel(ctx, gk_ceil_div(job.tokens_k, REF_TOKENS) * job.heads_kv, dkv_task, &job);
+    if (args->dsinks && args->fwd.rules.sinks) gk_parallel(ctx, job.heads_q, dsink_task, &job);
+}

@@ -1,0 +1,168 @@
+/* ref/paged_attn: attention over a paged cache, writes into it, and the merge of two attentions, in plain loops.
+ *
+ * Query t of the n_b of sequence b stands at position seq_lens[b] - n_b + t and reads key j from row j % block_size of
+ * page block_table[b, j / block_size]. Work split of paged_attn: a task owns REF_TOKENS tokens of one head. */
+#include "attn.h"
+
+#include <float.h>
+
+typedef struct paged_job {
+    const gk_paged_attn_args *x;
+    ref_sequences q;
+    int64_t tokens, heads_q, group;
+} paged_job;
+
+/* One value per call or one per kv head. */
+static double head_scale(const gk_tensor *scale, int64_t h_kv) {
+    if (!scale) return 1;
+    return gk_load(scale->data, scale->dtype, scale->ndim ? h_kv * scale->stride[0] : 0);
+}
+
+/* ---- paged_attn ----------------------------------------------------------------------------------- */
+static void paged_rows(const paged_job *job, int64_t b, int64_t h, int64_t token, int64_t i0, int64_t rows) {
+    const gk_paged_attn_args *x = job->x;
+    int64_t h_kv = h / job->group, seq_k = ref_i32(&x->seq_lens, b);
+    int64_t seq_q = ref_start(&job->q, b + 1) - ref_start(&job->q, b), diagonal = seq_k - seq_q;
+    gk_attn_rules rules = x->rules;
+    rules.window_right = -1;
+    gk_span span = gk_span_make(&rules, seq_k, diagonal);
+
+    ref_keys keys = {.k = &x->k_cache, .v = &x->v_cache, .block_table = &x->block_table, .b = b};
+    keys.k_at = h_kv * x->k_cache.stride[2];
+    keys.v_at = h_kv * x->v_cache.stride[2];
+    keys.k_step = x->k_cache.stride[1];
+    keys.v_step = x->v_cache.stride[1];
+    keys.block_size = x->k_cache.shape[1];
+    ref_score score = ref_score_make(&rules, b, h, diagonal, head_scale(x->k_scale, h_kv));
+    ref_block block = {.q = &x->q, .out = &x->out, .lse = &x->lse, .sinks = rules.sinks, .keys = &keys, .score = &score,
+                       .v_scale = head_scale(x->v_scale, h_kv), .head = h, .i0 = i0, .rows = rows};
+    for (int64_t r = 0; r < rows; ++r) {
+        block.q_at[r] = (token + r) * x->q.stride[0] + h * x->q.stride[1];
+        block.out_at[r] = (token + r) * x->out.stride[0] + h * x->out.stride[1];
+        block.lse_at[r] = (token + r) * x->lse.stride[0] + h * x->lse.stride[1];
+        block.lo[r] = gk_span_lo(&span, i0 + r);
+        block.hi[r] = i0 + r + diagonal < 0 ? 0 : gk_span_hi(&span, i0 + r); /* before the first key: sees none */
+    }
+    ref_attend(&block);
+}
+
+static void paged_task(void *arg, int64_t task, int64_t worker) {
+    (void)worker;
+    const paged_job *job = arg;
+    const gk_paged_attn_args *x = job->x;
+    int64_t h = task % job->heads_q, token = task / job->heads_q * REF_TOKENS;
+    int64_t end = gk_min_i64(token + REF_TOKENS, job->tokens);
+    while (token < end) {
+        int64_t b = ref_owner(&job->q, token);
+        if (b == job->q.batch) { /* past the last sequence */
+            int64_t out_at = token * x->out.stride[0] + h * x->out.stride[1];
+            for (int64_t d = 0; d < x->out.shape[2]; ++d) gk_store(x->out.data, x->out.dtype, out_at + d, 0);
+            gk_store(x->lse.data, x->lse.dtype, token * x->lse.stride[0] + h * x->lse.stride[1], -INFINITY);
+            ++token;
+            continue;
+        }
+        int64_t i0 = token - ref_start(&job->q, b);
+        int64_t rows = gk_min_i64(REF_ROWS, gk_min_i64(end, ref_start(&job->q, b + 1)) - token);
+        paged_rows(job, b, h, token, i0, rows);
+        token += rows;
+    }
+}
+
+void gk_ref_paged_attn(const gk_context *ctx, const gk_paged_attn_args *args) {
+    int64_t batch = args->seq_lens.shape[0], tokens = args->q.shape[0];
+    paged_job job = {args, {args->cu_seqlens_q, batch, batch ? tokens / batch : 0}, tokens, args->q.shape[1], 1};
+    if (args->k_cache.shape[2]) job.group = job.heads_q / args->k_cache.shape[2];
+    gk_parallel(ctx, gk_ceil_div(tokens, REF_TOKENS) * job.heads_q, paged_task, &job);
+}
+
+/* ---- kv_cache_write --------------------------------------------------------------------------------- */
+static double largest(gk_dtype dtype) {
+    switch (dtype) {
+    case GK_F32: return FLT_MAX;
+    case GK_BF16: return gk_bf16_to_f32(0x7f7f);
+    case GK_F16: return 65504;
+    default: return DBL_MAX;
+    }
+}
+
+/* Token t, head h of x to row `slot` of the cache; a scaled value that is too large saturates, a NaN stays one. */
+static void write_row(const gk_tensor *x, const gk_tensor *cache, const gk_tensor *scale, int64_t t, int64_t h, int64_t slot) {
+    int64_t block_size = cache->shape[1], from = t * x->stride[0] + h * x->stride[1];
+    int64_t to = slot / block_size * cache->stride[0] + slot % block_size * cache->stride[1] + h * cache->stride[2];
+    double divisor = head_scale(scale, h), limit = scale ? largest(cache->dtype) : INFINITY;
+    for (int64_t d = 0; d < x->shape[2]; ++d) {
+        double value = gk_load(x->data, x->dtype, from + d * x->stride[2]) / divisor;
+        value = value > limit ? limit : value < -limit ? -limit : value;
+        gk_store(cache->data, cache->dtype, to + d * cache->stride[3], value);
+    }
+}
+
+/* A task owns one head and takes the tokens in order, so the last of two tokens with one slot stays. */
+static void write_head(void *arg, int64_t task, int64_t worker) {
+    (void)worker;
+    const gk_kv_cache_write_args *x = arg;
+    for (int64_t t = 0; t < x->slots.shape[0]; ++t) {
+        int64_t i = t * x->slots.stride[0];
+        int64_t slot = x->slots.dtype == GK_I64 ? ((const int64_t *)x->slots.data)[i] : ((const int32_t *)x->slots.data)[i];
+        if (slot < 0) continue;
+        write_row(&x->k, &x->k_cache, x->k_scale, t, task, slot);
+        write_row(&x->v, &x->v_cache, x->v_scale, t, task, slot);
+    }
+}
+
+void gk_ref_kv_cache_write(const gk_context *ctx, const gk_kv_cache_write_args *args) {
+    gk_kv_cache_write_args x = *args;
+    gk_parallel(ctx, args->k.shape[1], write_head, &x);
+}
+
+/* ---- attn_merge --------------------------------------------------------------------------------------- */
+enum { MERGE_ROWS = 64 };
+
+/* Offset of a row of t, whose first `ndim` dimensions count rows. */
+static int64_t row_offset(const gk_tensor *t, int ndim, int64_t row) {
+    int64_t offset = 0;
+    for (int d = ndim - 1; d >= 0; --d) {
+        offset += row % t->shape[d] * t->stride[d];
+        row /= t->shape[d];
+    }
+    return offset;
+}
+
+static void merge_row(const gk_attn_merge_args *x, int64_t row) {
+    int ndim = x->lse.ndim;
+    double lse_a = gk_load(x->lse_a.data, x->lse_a.dtype, row_offset(&x->lse_a, ndim, row));
+    double lse_b = gk_load(x->lse_b.data, x->lse_b.dtype, row_offset(&x->lse_b, ndim, row));
+    bool no_a = lse_a == -INFINITY, no_b = lse_b == -INFINITY; /* such a side saw nothing and is not read */
+    double lse = no_a ? lse_b : lse_a, weight_a = 1, weight_b = 1;
+    if (!no_a && !no_b) {
+        double peak = lse_a > lse_b ? lse_a : lse_b;
+        double e_a = exp(lse_a - peak), e_b = exp(lse_b - peak);
+        lse = peak + log(e_a + e_b);
+        weight_a = e_a / (e_a + e_b);
+        weight_b = e_b / (e_a + e_b);
+    }
+    int64_t a_at = row_offset(&x->out_a, ndim, row), b_at = row_offset(&x->out_b, ndim, row);
+    int64_t out_at = row_offset(&x->out, ndim, row);
+    for (int64_t d = 0; d < x->out.shape[ndim]; ++d) {
+        double y = 0;
+        if (!no_a) y = weight_a * gk_load(x->out_a.data, x->out_a.dtype, a_at + d * x->out_a.stride[ndim]);
+        if (!no_b) {
+            double b = weight_b * gk_load(x->out_b.data, x->out_b.dtype, b_at + d * x->out_b.stride[ndim]);
+            y = no_a ? b : y + b; /* 0 + b would lose the sign of -0 */
+        }
+        gk_store(x->out.data, x->out.dtype, out_at + d * x->out.stride[ndim], y);
+    }
+    gk_store(x->lse.data, x->lse.dtype, row_offset(&x->lse, ndim, row), lse);
+}
+
+static void merge_task(void *arg, int64_t task, int64_t worker) {
+    (void)worker;
+    const gk_attn_merge_args *x = arg;
+    int64_t end = gk_min_i64((task + 1) * MERGE_ROWS, gk_numel(&x->lse));
+    for (int64_t row = task * MERGE_ROWS; row < end; ++row) merge_row(x, row);
+}
+
+void gk_ref_attn_merge(const gk_context *ctx, const gk_attn_merge_args *args) {
+    gk_attn_merge_args x = *args;
+    gk_parallel(ctx, gk_ceil_div(gk_numel(&args->lse), MERGE_ROWS), merge_task, &x);
+}

@@ -1,0 +1,60 @@
+/* status.c: status names and this thread's detail text. */
+#include "internal.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+
+#define STRINGIFY_(x) #x
+#define STRINGIFY(x) STRINGIFY_(x)
+
+static _Thread_local char last_error[512];
+
+const char *gk_version(void) {
+    return STRINGIFY(GK_VERSION_MAJOR) "." STRINGIFY(GK_VERSION_MINOR) "." STRINGIFY(GK_VERSION_PATCH);
+}
+
+const char *gk_status_name(gk_status code) {
+    switch (code) {
+    case GK_OK: return "GK_OK";
+    case GK_ERR_ARGUMENT: return "GK_ERR_ARGUMENT";
+    case GK_ERR_INDEX: return "GK_ERR_INDEX";
+    case GK_ERR_UNSUPPORTED: return "GK_ERR_UNSUPPORTED";
+    case GK_ERR_WORKSPACE: return "GK_ERR_WORKSPACE";
+    case GK_ERR_DEVICE: return "GK_ERR_DEVICE";
+    }
+    return "unknown gk_status";
+}
+
+const char *gk_last_error(void) { return last_error; }
+
+gk_status gk_fail(gk_status code, const char *format, ...) {
+    va_list list;
+    va_start(list, format);
+    vsnprintf(last_error, sizeof last_error, format, list);
+    va_end(list);
+    return code;
+}
+
+size_t gk_dtype_bytes(gk_dtype dtype) {
+    switch (dtype) {
+    case GK_BF16:
+    case GK_F16: return 2;
+    case GK_F32:
+    case GK_I32: return 4;
+    case GK_F64:
+    case GK_I64: return 8;
+    }
+    return 0;
+}
+
+const char *gk_dtype_name(gk_dtype dtype) {
+    switch (dtype) {
+    case GK_F32: return "float32";
+    case GK_BF16: return "bfloat16";
+    case GK_F16: return "float16";
+    case GK_F64: return "float64";
+    case GK_I32: return "int32";
+    case GK_I64: return "int64";
+    }
+    return "unknown dtype";
+}
