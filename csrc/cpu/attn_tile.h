@@ -269,6 +269,17 @@ INLINE void attn_store(const attn_scratch *x, const attn_lanes *lanes, const att
     }
 }
 
+/* Tokens from `first` on belong to no sequence: out [T, Hq, Dv] 0, lse [T, Hq] -inf. */
+INLINE void attn_clear_tokens(const gk_tensor *out, float *lse, int64_t first) {
+    const int64_t element_bytes = out->dtype == GK_F32 ? 4 : 2, heads = out->shape[1];
+    for (int64_t t = first; t < out->shape[0]; ++t)
+        for (int64_t h = 0; h < heads; ++h) {
+            const int64_t at = t * out->stride[0] + h * out->stride[1];
+            memset((char *)out->data + element_bytes * at, 0, (size_t)(element_bytes * out->shape[2]));
+            lse[t * heads + h] = -INFINITY;
+        }
+}
+
 /* ---- the block ---------------------------------------------------------------------------------- */
 INLINE void attn_block(const attn_job *job, attn_lanes *lanes, const attn_keys *keys, float scale_log2, float v_scale,
                        char *scratch) {

@@ -12,10 +12,25 @@ typedef struct gk_gemm_blocks {
     int64_t tasks_per_thread, min_task;
 } gk_gemm_blocks;
 
-static const gk_gemm_blocks gk_gemm_blocks_base __attribute__((unused)) = {192, 512, 256, 4, 1 << 21};
-static const gk_gemm_blocks gk_gemm_blocks_avx2 __attribute__((unused)) = {192, 512, 256, 4, 1 << 21};
-static const gk_gemm_blocks gk_gemm_blocks_avx512 __attribute__((unused)) = {224, 512, 256, 4, 1 << 21};
-static const gk_gemm_blocks gk_gemm_blocks_avx512bf16 __attribute__((unused)) = {224, 512, 512, 4, 1 << 22};
+static const gk_gemm_blocks gk_gemm_blocks_base __attribute__((unused)) = {192, 256, 256, 2, 1 << 21};
+static const gk_gemm_blocks gk_gemm_blocks_avx2 __attribute__((unused)) = {192, 256, 256, 2, 1 << 21};
+static const gk_gemm_blocks gk_gemm_blocks_avx512 __attribute__((unused)) = {336, 256, 256, 2, 1 << 21};
+static const gk_gemm_blocks gk_gemm_blocks_avx512bf16 __attribute__((unused)) = {336, 512, 512, 2, 1 << 22};
+
+/* Rows up to which reading b in place beats packing it (16: two strips; 32: dot products reuse b from L1). */
+enum { GK_SKINNY_ROWS_ACROSS = 16, GK_SKINNY_ROWS_ALONG = 32 };
+
+/* Few rows: a task's columns nb, the rows of b per step (across) or the chunk of k (along). kb_across rows of nb
+ * columns are in flight per thread; kb_along x 6 columns stay in L1. */
+typedef struct gk_skinny_blocks {
+    int64_t nb_min, nb_max, kb_across, kb_along;
+    int64_t tasks_per_thread;
+} gk_skinny_blocks;
+
+static const gk_skinny_blocks gk_skinny_blocks_base __attribute__((unused)) = {64, 1024, 8, 1024, 4};
+static const gk_skinny_blocks gk_skinny_blocks_avx2 __attribute__((unused)) = {64, 1024, 8, 1024, 4};
+static const gk_skinny_blocks gk_skinny_blocks_avx512 __attribute__((unused)) = {64, 1024, 8, 1024, 4};
+static const gk_skinny_blocks gk_skinny_blocks_avx512bf16 __attribute__((unused)) = {64, 1024, 16, 2048, 4};
 
 /* ---- attention -------------------------------------------------------------------------------
  * A block of bq query lanes reads tiles of bkv keys; a row serves head dims (the larger one) up to max_head_dim. Fewer
@@ -46,5 +61,14 @@ static const gk_attn_bwd_blocks gk_attn_bwd_blocks_base[] __attribute__((unused)
 #define GK_ATTN_BWD_TASKS 16                      /* with fewer (sequence, kv head) pairs the keys are split ... */
 #define GK_ATTN_BWD_CHUNK_KEYS 512                /* ... into chunks of at least so many keys ... */
 #define GK_ATTN_BWD_CHUNK_BYTES (INT64_C(1) << 28) /* ... whose copies of dQ together take at most this */
+
+/* paged: sequences of at most max_lanes (query tokens x heads of the group) are read key by key, `unit` keys of one head
+ * at a time; the context is split into chunks of `chunk` keys, more where the batch would have over max_chunks of them;
+ * fewer than min_tasks chunks split the heads too. */
+typedef struct gk_paged_blocks {
+    int64_t max_lanes, unit, chunk, max_chunks, min_tasks;
+} gk_paged_blocks;
+
+static const gk_paged_blocks gk_paged_attn_blocks __attribute__((unused)) = {8, 32, 512, 4096, 32};
 
 #endif

@@ -25,6 +25,7 @@
 #include <stdlib.h>
 
 enum { MAX_BQ = 256, LINE = 16 }; /* LINE: floats of a cache line */
+static const double LOG2E = 1.4426950408889634;
 
 typedef struct sizes {
     gk_attn_bwd_blocks tile;
@@ -35,7 +36,7 @@ typedef struct sizes {
     int64_t tiles_q, dq_tile;     /* query tiles of a head at most; floats of one */
     int64_t chunk_keys, chunks, heads, tasks; /* heads: sequences x kv heads */
     int64_t workers;
-    size_t order_at, lse2_at, delta_at, dsink_at, worker_at, worker_bytes, dq_at, total_bytes;
+    size_t order_at, lse_hi_at, lse_lo_at, delta_at, dsink_at, worker_at, worker_bytes, dq_at, total_bytes;
 } sizes;
 
 /* A row length in floats whose rows start in different cache sets: an odd number of lines. */
@@ -110,7 +111,8 @@ static sizes sizes_of(const gk_context *ctx, const gk_flash_attn_bwd_args *a, co
     size_t at = 0;
 #define PLACE(field, bytes) (z.field = at, at += (size_t)gk_round_up((int64_t)(bytes), 64))
     PLACE(order_at, s->batch * (int64_t)sizeof(int64_t) * 2);
-    PLACE(lse2_at, 4 * s->heads_q * z.tokens_q);
+    PLACE(lse_hi_at, 4 * s->heads_q * z.tokens_q);
+    PLACE(lse_lo_at, 4 * s->heads_q * z.tokens_q);
     PLACE(delta_at, 4 * s->heads_q * z.tokens_q);
     PLACE(dsink_at, 8 * s->heads_q * s->batch);
     z.worker_bytes = (size_t)gk_round_up((int64_t)scratch_make(&unused, &z, s, NULL), 64);
@@ -170,7 +172,17 @@ static void zero_rows(void *dst, gk_dtype dtype, int64_t row_stride, int64_t row
 }
 
 /* ---- phase 1: lse, delta, dsink ------------------------------------------------------------------ */
-/* lse2 and delta of head h and sequence b: [rows]. */
+/* A row's lse, in log2 units and split in two floats: P is exact to the rounding of lse itself. Where nothing comes
+ * between the scale and the exponent it is divided by the scale, P = exp2(scale2 ((s - hi) - lo)): then the small
+ * difference is scaled, not its large terms. bfloat16 cells need neither: P = exp2(scale2 s - hi). */
+static bool scores_are_modified(const gk_attn_rules *r) {
+    return r->softcap > 0 || r->alibi_slopes || (float)(r->scale * LOG2E) == 0;
+}
+static double lse_unit(const gk_attn_rules *r) {
+    return PAIR == 2 || scores_are_modified(r) ? LOG2E : LOG2E / (float)(r->scale * LOG2E);
+}
+
+/* lse or delta of head h and sequence b: [rows]. */
 static float *row_values(const job *g, size_t where, int64_t b, int64_t h) {
     const int64_t first = g->shape.packed ? first_q(g, b) : b * g->shape.max_seq_q;
     return (float *)(g->workspace + where) + h * g->z.tokens_q + first;
@@ -188,28 +200,40 @@ static void pre_task(void *arg, int64_t task, int64_t worker) {
     const char *grad = at(&a->grad_out, row0_of(g, &a->grad_out, b, h, first_q(g, b)));
     const int64_t es = (int64_t)gk_dtype_bytes(g->dtype), grad_row = a->grad_out.stride[r];
     const float *lse = (const float *)f->lse.data + x.lse_first + h * x.lse_head;
-    float *lse2 = row_values(g, g->z.lse2_at, b, h), *delta = row_values(g, g->z.delta_at, b, h);
+    float *hi = row_values(g, g->z.lse_hi_at, b, h), *lo = row_values(g, g->z.lse_lo_at, b, h);
+    float *delta = row_values(g, g->z.delta_at, b, h);
+    const double unit = lse_unit(&f->rules);
     const gk_tensor *sinks = f->rules.sinks, *grad_lse = a->grad_lse;
+    const int64_t dlse = grad_lse ? row0_of(g, grad_lse, b, h, first_q(g, b)) : 0;
     const float sink = sinks ? ((const float *)sinks->data)[h * sinks->stride[0]] : -INFINITY;
     double dsink = 0;
 
-    for (int64_t i = 0; i < x.seq_q; ++i) {
-        const float l = lse[i * x.lse_row];
-        if (l == -INFINITY) { /* no key and no sink: exp2(s - inf) = 0 whatever s is */
-            lse2[i] = INFINITY, delta[i] = 0;
-            continue;
-        }
+    for (int64_t i0 = 0; i0 < x.seq_q; i0 += W) {
+        const int64_t rows = gk_min_i64(W, x.seq_q - i0);
+        /* in the order in which tile_product sums dP, so that a row with one key gets dS = 0 exactly */
         vf sum = vf_set1(0);
-        const char *o = out + es * i * x.out_row, *d = grad + es * i * grad_row;
-        for (int64_t c = 0; c < dim; c += W)
-            sum = vf_fma(vf_load_dtype(o, g->dtype, c, dim - c), vf_load_dtype(d, g->dtype, c, dim - c), sum);
-        delta[i] = vf_sum(sum);
-        if (grad_lse) {
-            const int64_t first = row0_of(g, grad_lse, b, h, first_q(g, b));
-            delta[i] -= ((const float *)grad_lse->data)[first + i * grad_lse->stride[r]];
+        for (int64_t c = 0; c < dim; c += PAIR * W) {
+            vc o[W], d[W];
+            for (int64_t i = 0; i < W; ++i) {
+                const int64_t row = i0 + gk_min_i64(i, rows - 1);
+                o[i] = vc_load_along_k(out + es * row * x.out_row, g->dtype, c, dim - c);
+                d[i] = vc_load_along_k(grad + es * row * grad_row, g->dtype, c, dim - c);
+            }
+            vc_transpose(o), vc_transpose(d);
+            for (int i = 0; i < W; ++i) sum = vc_dot(sum, o[i], d[i]);
         }
-        lse2[i] = l * GK_LOG2E;
-        if (sink != -INFINITY) dsink -= exp((double)sink - l) * delta[i];
+        for (int64_t r_i = 0, i = i0; r_i < rows; ++r_i, ++i) {
+            const float l = lse[i * x.lse_row];
+            if (l == -INFINITY) { /* no key and no sink: P = 0 whatever s is */
+                hi[i] = unit > 0 ? INFINITY : -INFINITY, lo[i] = 0, delta[i] = 0;
+                continue;
+            }
+            delta[i] = sum[r_i];
+            if (grad_lse) delta[i] -= ((const float *)grad_lse->data)[dlse + i * grad_lse->stride[r]];
+            hi[i] = (float)(l * unit);
+            lo[i] = (float)(l * unit - hi[i]);
+            if (sink != -INFINITY) dsink -= exp((double)sink - l) * delta[i];
+        }
     }
     ((double *)(g->workspace + g->z.dsink_at))[h * g->shape.batch + b] = dsink;
 }
@@ -219,7 +243,7 @@ typedef struct pair {
     const job *g;
     const scratch *w;
     int64_t lanes;             /* queries, rounded up to whole vectors of cells */
-    vf lse2[MAX_BQ / W], delta[MAX_BQ / W]; /* lanes past the rows: lse2 = inf makes P = 0 */
+    vf lse_hi[MAX_BQ / W], lse_lo[MAX_BQ / W], delta[MAX_BQ / W]; /* lanes past the rows: lse = inf makes P = 0 */
     vi lo[MAX_BQ / W], hi[MAX_BQ / W];      /* keys seen, from the key tile's first */
     float scale2;              /* scale in log2 units */
     float cap_in, cap_out;     /* softcap: cap_out tanh(cap_in s), in log2 units; cap_in 0 = off */
@@ -251,9 +275,11 @@ INLINE void score_strip(const pair *t, int64_t key, int64_t keys, const bool mas
                             x = x * t->scale2;
                         }
                         const vf distance = iota + (t->distance + (float)(l + v * W - key - k - u));
-                        x = x - t->slope2 * vf_max(-distance, distance) - t->lse2[lane];
+                        x = x - t->slope2 * vf_max(-distance, distance) - t->lse_hi[lane] - t->lse_lo[lane];
+                    } else if (PAIR == 2) {
+                        x = vf_fma(x, vf_set1(t->scale2), -t->lse_hi[lane]);
                     } else {
-                        x = vf_fma(x, vf_set1(t->scale2), -t->lse2[lane]);
+                        x = (x - t->lse_hi[lane] - t->lse_lo[lane]) * t->scale2;
                     }
                     vf y = vf_exp2_poly(x, PAIR == 2);
                     if (masked) {
@@ -288,7 +314,7 @@ static void pair_run(const pair *t, int64_t from, int64_t to, int64_t rows, bool
     const scratch *w = t->w;
     const sizes *z = &t->g->z;
     const int64_t dim = t->g->shape.head_dim, dim_v = t->g->shape.head_dim_v, ld_q = z->ld_q, ld_qc = z->ld_qc;
-    const bool modified = t->cap_in != 0 || t->slope2 != 0;
+    const bool modified = scores_are_modified(&t->g->args->fwd.rules);
     void (*const score)(const pair *, int64_t, int64_t) =
         modified ? (masked ? score_both : score_modified) : masked ? score_masked : score_plain;
 
@@ -348,19 +374,26 @@ static void zero_dq_unseen(const job *g, const attn_seq *x, const seen *seen, in
     zero_rows(at(dq, row0 + seen->row_hi * row), g->dtype, row, x->seq_q - seen->row_hi, g->shape.head_dim);
 }
 
-static void pair_rows(pair *t, const attn_seq *x, const float *lse2, const float *delta, int64_t i0, int64_t rows,
-                      int64_t key0, int64_t keys) {
-    float lse2_t[MAX_BQ], delta_t[MAX_BQ];
-    int32_t lo[MAX_BQ], hi[MAX_BQ];
-    for (int64_t i = 0; i < t->lanes; ++i) {
-        lse2_t[i] = i < rows ? lse2[i0 + i] : INFINITY;
-        delta_t[i] = i < rows ? delta[i0 + i] : 0;
-        lo[i] = (int32_t)gk_clamp_i64(gk_span_lo(&x->span, i0 + i) - key0, 0, keys);
-        hi[i] = (int32_t)gk_clamp_i64(gk_span_hi(&x->span, i0 + i) - key0, 0, keys);
+/* What rows [i0, i0 + rows) of head h bring to a pair of tiles. */
+static void pair_rows(pair *t, const attn_seq *x, int64_t b, int64_t h, int64_t i0, int64_t rows, int64_t key0,
+                      int64_t keys) {
+    const float *hi = row_values(t->g, t->g->z.lse_hi_at, b, h) + i0, *lo = row_values(t->g, t->g->z.lse_lo_at, b, h) + i0;
+    const float *delta = row_values(t->g, t->g->z.delta_at, b, h) + i0;
+    const float none = lse_unit(&t->g->args->fwd.rules) > 0 ? INFINITY : -INFINITY;
+    t->lanes = gk_round_up(rows, PAIR * W);
+    t->distance = (float)(i0 + x->span.diagonal - key0);
+    for (int64_t l = 0; l < t->lanes; l += W) {
+        const int64_t n = rows - l, at = l / W;
+        int32_t first[W], end[W];
+        for (int64_t i = 0; i < W; ++i) {
+            first[i] = (int32_t)gk_clamp_i64(gk_span_lo(&x->span, i0 + l + i) - key0, 0, keys);
+            end[i] = (int32_t)gk_clamp_i64(gk_span_hi(&x->span, i0 + l + i) - key0, 0, keys);
+        }
+        memcpy(&t->lo[at], first, sizeof first), memcpy(&t->hi[at], end, sizeof end);
+        t->lse_hi[at] = vf_select(vm_first(n), vf_load_first(hi + l, n), vf_set1(none));
+        t->lse_lo[at] = vf_load_first(lo + l, n);
+        t->delta[at] = vf_load_first(delta + l, n);
     }
-    const size_t bytes = 4 * (size_t)t->lanes;
-    memcpy(t->lse2, lse2_t, bytes), memcpy(t->delta, delta_t, bytes);
-    memcpy(t->lo, lo, bytes), memcpy(t->hi, hi, bytes);
 }
 
 static void main_task(void *arg, int64_t task, int64_t worker) {
@@ -380,9 +413,9 @@ static void main_task(void *arg, int64_t task, int64_t worker) {
     char *const dv = at(&a->dv, row0_of(g, &a->dv, b, h_kv, first_k(g, b)));
     scratch w;
     scratch_make(&w, z, &g->shape, g->workspace + z->worker_at + (size_t)worker * z->worker_bytes);
-    pair t = {.g = g, .w = &w, .scale2 = (float)(rules->scale * GK_LOG2E)};
+    pair t = {.g = g, .w = &w, .scale2 = (float)(rules->scale * LOG2E)};
     if (rules->softcap > 0) {
-        t.cap_in = (float)(rules->scale / rules->softcap), t.cap_out = (float)(rules->softcap * GK_LOG2E);
+        t.cap_in = (float)(rules->scale / rules->softcap), t.cap_out = (float)(rules->softcap * LOG2E);
     }
 
     const int64_t chunk_lo = chunk * z->chunk_keys, chunk_hi = gk_min_i64(chunk_lo + z->chunk_keys, x.seq_k);
@@ -411,10 +444,9 @@ static void main_task(void *arg, int64_t task, int64_t worker) {
         const int64_t row_lo = gk_max_i64(first_row(&x, key0), seen.row_lo);
         const int64_t row_hi = gk_min_i64(end_row(&x, key1 - 1), seen.row_hi);
         for (int64_t h = h_kv * group; h < (h_kv + 1) * group; ++h) {
-            const float *lse2 = row_values(g, z->lse2_at, b, h), *delta = row_values(g, z->delta_at, b, h);
             const char *q = x.q + es * h * x.q_head;
             const char *grad = at(&a->grad_out, row0_of(g, &a->grad_out, b, h, first_q(g, b)));
-            t.slope2 = attn_slope(rules, b, h) * GK_LOG2E;
+            t.slope2 = attn_slope(rules, b, h) * (float)LOG2E;
             for (int64_t qt = (row_lo - seen.row_lo) / z->tile.bq; seen.row_lo + qt * z->tile.bq < row_hi; ++qt) {
                 const int64_t i0 = seen.row_lo + qt * z->tile.bq, rows = gk_min_i64(z->tile.bq, seen.row_hi - i0);
                 const int64_t first = gk_max_i64(gk_span_lo(&x.span, i0), key0);
@@ -428,9 +460,7 @@ static void main_task(void *arg, int64_t task, int64_t worker) {
                 pack_panel(w.do_t, z->ld_q, grad_i, g->dtype, grad_row, 1, rows, dim_v);
                 pack_panel(w.q_panel, z->ld_d, q_i, g->dtype, 1, x.q_row, dim, rows);
                 pack_panel(w.do_panel, z->ld_dv, grad_i, g->dtype, 1, grad_row, dim_v, rows);
-                t.lanes = gk_round_up(rows, PAIR * W);
-                t.distance = (float)(i0 + x.span.diagonal - key0);
-                pair_rows(&t, &x, lse2, delta, i0, rows, key0, keys);
+                pair_rows(&t, &x, b, h, i0, rows, key0, keys);
                 const bool dq_has_sum = j0 > chunk_lo && gk_span_lo(&x.span, i0) < key0;
                 pair_run(&t, from, gk_round_up(to, PAIR), rows, masked,
                          dq_tiles(g, slice, h - h_kv * group) + qt * z->dq_tile, dq_has_sum);

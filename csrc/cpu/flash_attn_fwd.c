@@ -54,18 +54,6 @@ static void block_task(void *arg, int64_t task, int64_t worker) {
                (char *)a->workspace + worker * job->scratch_bytes);
 }
 
-/* Tokens past the last sequence belong to none. */
-static void clear_tail(const fwd_job *job) {
-    const gk_flash_attn_args *a = job->args;
-    const int64_t element_bytes = (int64_t)gk_dtype_bytes(a->out.dtype);
-    for (int64_t t = i32_at(a->cu_seqlens_q, job->shape.batch); t < a->q.shape[0]; ++t)
-        for (int64_t h = 0; h < job->shape.heads_q; ++h) {
-            const int64_t at = t * a->out.stride[0] + h * a->out.stride[1];
-            memset((char *)a->out.data + element_bytes * at, 0, (size_t)(element_bytes * job->shape.head_dim_v));
-            ((float *)a->lse.data)[t * job->shape.heads_q + h] = -INFINITY;
-        }
-}
-
 /* ---- the row of tables.c ------------------------------------------------------------------------ */
 static size_t workspace_bytes(const gk_context *ctx, const void *args) {
     const fwd_job job = job_make(args);
@@ -74,7 +62,7 @@ static size_t workspace_bytes(const gk_context *ctx, const void *args) {
 
 static void run(const gk_context *ctx, const void *args) {
     fwd_job job = job_make(args);
-    if (job.shape.packed) clear_tail(&job);
+    if (job.shape.packed) attn_clear_tokens(&job.args->out, job.attn.lse, i32_at(job.args->cu_seqlens_q, job.shape.batch));
     gk_parallel(ctx, job.tasks, block_task, &job);
 }
 

@@ -61,6 +61,20 @@ gk_gemm_problem gk_gemm_problem_of(const gk_gemm_args *args) {
         p.m *= p.shape[i];
         --p.ndim;
     }
+    /* a matrix times a column is a row times the transposed matrix: out and preact are dense either way */
+    if (p.n == 1 && p.m > 1 && p.epilogue.out_row == 1 && (!args->preact || p.epilogue.preact_row == 1)) {
+        int64_t m_stride = p.a_m, k_stride = p.a_k;
+        p.swapped = true;
+        p.n = p.m, p.m = 1;
+        p.a_k = p.b_k, p.a_m = 0;
+        p.b_n = m_stride, p.b_k = k_stride;
+        for (int d = 0; d < p.ndim; ++d) {
+            int64_t t = p.a_batch[d];
+            p.a_batch[d] = p.b_batch[d], p.b_batch[d] = t;
+        }
+        p.epilogue.c_col = p.epilogue.c_row, p.epilogue.c_row = 0;
+        p.epilogue.bias_stride = 0;
+    }
     return p;
 }
 
@@ -83,8 +97,8 @@ void gk_gemm_at(const gk_gemm_args *args, const gk_gemm_problem *p, int64_t i, c
         ao += x * p->a_batch[d], bo += x * p->b_batch[d], co += x * p->c_batch[d];
         oo += x * p->out_batch[d], po += x * p->preact_batch[d];
     }
-    *a = (const char *)args->a.data + es * ao;
-    *b = (const char *)args->b.data + es * bo;
+    *a = (const char *)(p->swapped ? args->b.data : args->a.data) + es * ao;
+    *b = (const char *)(p->swapped ? args->a.data : args->b.data) + es * bo;
     *e = p->epilogue;
     e->bias = args->bias ? args->bias->data : NULL;
     e->c = args->c && args->beta != 0 ? (const char *)args->c->data + (int64_t)gk_dtype_bytes(e->c_dtype) * co : NULL;
@@ -92,11 +106,20 @@ void gk_gemm_at(const gk_gemm_args *args, const gk_gemm_problem *p, int64_t i, c
     e->preact = args->preact ? (char *)args->preact->data + os * po : NULL;
 }
 
+/* Few rows read b in place; where both operands lie along k, dot products need no packing for some more. */
+bool gk_gemm_is_skinny(const void *args) {
+    const gk_gemm_problem p = gk_gemm_problem_of(args);
+    if (p.b_n == 1) return p.m <= GK_SKINNY_ROWS_ACROSS;
+    return p.b_k == 1 && p.a_k == 1 && p.m <= GK_SKINNY_ROWS_ALONG;
+}
+
 /* ---- 2 the plan -------------------------------------------------------------------------------- */
 typedef struct plan {
     gk_gemm_problem p;
     int64_t m_blocks, n_blocks, k_blocks; /* blocks are even: sizes differ by at most one row, NR columns, pair */
     int64_t mb, nb, kb;                   /* largest sizes */
+    bool a_rows;                          /* a's k lies side by side: its strips keep that order, no transposition */
+    int64_t a_ld;                         /* cells between rows then; a line more than a multiple of 1 KiB spares L1 sets */
     bool direct;                          /* the tile may add straight into out */
     bool block;                           /* a float32 block per worker holds the sums between k blocks */
     size_t a_bytes, b_bytes, c_bytes, worker_bytes;
@@ -134,7 +157,9 @@ static plan plan_of(const gk_context *ctx, const gk_gemm_args *args, const gk_ge
                !(args->c && args->beta != 0);
     x.block = x.k_blocks > 1 && !x.direct;
     /* cells are 4 bytes; w cells behind each buffer take the spill of narrow panels */
-    x.a_bytes = (size_t)gk_round_up((x.mb * (x.kb / isa->pair) + isa->w) * 4, 64);
+    x.a_rows = p->a_k == 1;
+    x.a_ld = gk_round_up(x.kb / isa->pair, isa->w) + 16;
+    x.a_bytes = (size_t)gk_round_up((x.mb * (x.a_rows ? x.a_ld : x.kb / isa->pair) + isa->w) * 4, 64);
     x.b_bytes = (size_t)gk_round_up((x.nb * (x.kb / isa->pair) + isa->w) * 4, 64);
     x.c_bytes = (size_t)(4 * (x.block ? x.mb * x.nb : 0) + 4 * isa->mr * nr);
     x.c_bytes = (size_t)gk_round_up((int64_t)x.c_bytes, 64);
@@ -184,24 +209,24 @@ static void task(void *arg, int64_t t, int64_t worker) {
     for (int64_t k0 = 0, kbi = 0; kbi < x->k_blocks; ++kbi, k0 += x->kb) {
         const int64_t kn = gk_min_i64(x->kb, p->k - k0), cells = gk_ceil_div(kn, pair);
         const bool first = kbi == 0, last = kbi == x->k_blocks - 1;
-        for (int64_t s = 0; s < strips; ++s) {
+        if (x->a_rows) isa->pack_rows(a_pack, x->a_ld, a + es * k0, dtype, p->a_m, rows, kn);
+        for (int64_t s = 0; s < strips && !x->a_rows; ++s) {
             int64_t r0 = strip_start(rows, strips, s), rn = strip_start(rows, strips, s + 1) - r0;
             isa->pack_panel(a_pack + r0 * cells, rn, a + es * (r0 * p->a_m + k0 * p->a_k), dtype, p->a_m, p->a_k, rn, kn);
         }
-        for (int64_t jr = 0; jr < panels; ++jr)
-            isa->pack_panel(b_pack + jr * nr * cells, nr, b + es * (jr * nr * p->b_n + k0 * p->b_k), dtype, p->b_n, p->b_k,
-                            gk_min_i64(nr, cols - jr * nr), kn);
+        isa->pack_panels(b_pack, b + es * k0 * p->b_k, dtype, p->b_n, p->b_k, cols, kn);
         for (int64_t jr = 0; jr < panels; ++jr) {
             const int64_t c0 = jr * nr, cn = gk_min_i64(nr, cols - c0);
-            const gk_ukr_fn *ukr = isa->ukr_panel + (cn > isa->w ? isa->mr : 0);
+            const gk_ukr_fn *ukr = (x->a_rows ? isa->ukr_rows : isa->ukr_panel) + (cn > isa->w ? isa->mr : 0);
             for (int64_t s = 0; s < strips; ++s) {
                 int64_t r0 = strip_start(rows, strips, s), rn = strip_start(rows, strips, s + 1) - r0;
-                const uint32_t *ap = a_pack + r0 * cells, *bp = b_pack + c0 * cells;
+                const uint32_t *ap = a_pack + r0 * (x->a_rows ? x->a_ld : cells), *bp = b_pack + c0 * cells;
+                const int64_t step = x->a_rows ? x->a_ld : rn;
                 if (x->direct && cn % isa->w == 0) {
-                    ukr[rn - 1](cells, ap, rn, bp, nr, (float *)e.out + r0 * e.out_row + c0, e.out_row, !first);
+                    ukr[rn - 1](cells, ap, step, bp, nr, (float *)e.out + r0 * e.out_row + c0, e.out_row, !first);
                 } else if (x->block) {
                     float *dst = block + r0 * x->nb + c0;
-                    ukr[rn - 1](cells, ap, rn, bp, nr, dst, x->nb, !first);
+                    ukr[rn - 1](cells, ap, step, bp, nr, dst, x->nb, !first);
                     if (last) {
                         gk_gemm_epilogue at = gk_epilogue_at(&e, r0, c0);
                         isa->store(&at, dst, x->nb, rn, cn);
@@ -211,7 +236,7 @@ static void task(void *arg, int64_t t, int64_t worker) {
                     if (x->direct && !first) {
                         at.c = at.out, at.c_dtype = GK_F32, at.c_row = at.out_row, at.c_col = 1, at.beta = 1;
                     }
-                    ukr[rn - 1](cells, ap, rn, bp, nr, tile, nr, false);
+                    ukr[rn - 1](cells, ap, step, bp, nr, tile, nr, false);
                     isa->store(&at, tile, nr, rn, cn);
                 }
             }

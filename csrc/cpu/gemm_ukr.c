@@ -100,6 +100,12 @@ INLINE vf load_strided(const void *p, gk_dtype dtype, int64_t stride, int64_t co
 }
 
 static void store(const gk_gemm_epilogue *e, const float *acc, int64_t ld, int64_t rows, int64_t cols) {
+    if (e->alpha == 1 && !e->c && !e->bias && !e->preact && e->activation == GK_ACT_NONE && cols % W == 0) { /* only convert */
+        for (int64_t i = 0; i < rows; ++i)
+            for (int64_t j = 0; j < cols; j += W)
+                vf_store_dtype(e->out, e->out_dtype, i * e->out_row + j, vf_load(acc + i * ld + j), W);
+        return;
+    }
     const int64_t out_bytes = e->out_dtype == GK_F32 ? 4 : 2, c_bytes = e->c_dtype == GK_F32 ? 4 : 2;
     for (int64_t i = 0; i < rows; ++i) {
         const char *c_row = e->c ? (const char *)e->c + c_bytes * i * e->c_row : NULL;
@@ -125,7 +131,24 @@ static void pack(void *dst, int64_t width, const void *src, gk_dtype dtype, int6
     }
 }
 
-const gk_gemm_isa SYM(gk_gemm_isa) = {W, MR, PAIR, SYM(gk_ukr_panel)[0], pack, store, &SYM(gk_gemm_blocks)};
+static void panels(void *dst, const void *src, gk_dtype dtype, int64_t s_lane, int64_t s_k, int64_t lanes, int64_t k) {
+    switch (dtype) {
+    case GK_BF16: pack_panels(dst, src, GK_BF16, s_lane, s_k, lanes, k); break;
+    case GK_F16: pack_panels(dst, src, GK_F16, s_lane, s_k, lanes, k); break;
+    default: pack_panels(dst, src, GK_F32, s_lane, s_k, lanes, k);
+    }
+}
+
+static void rows(void *dst, int64_t ld, const void *src, gk_dtype dtype, int64_t row_stride, int64_t m, int64_t k) {
+    switch (dtype) {
+    case GK_BF16: pack_rows(dst, ld, src, GK_BF16, row_stride, m, k); break;
+    case GK_F16: pack_rows(dst, ld, src, GK_F16, row_stride, m, k); break;
+    default: pack_rows(dst, ld, src, GK_F32, row_stride, m, k);
+    }
+}
+
+const gk_gemm_isa SYM(gk_gemm_isa) = {W,    MR,   PAIR,  SYM(gk_ukr_panel)[0],  SYM(gk_ukr_rows)[0],
+                                      pack, panels, rows, store, &SYM(gk_gemm_blocks)};
 
 /* ---- the rows of tables.c --------------------------------------------------------------------- */
 static size_t packed_workspace(const gk_context *ctx, const void *args) {

@@ -47,10 +47,14 @@ typedef struct gk_gemm_epilogue {
 /* What gemm.c needs of an ISA (gemm_ukr.c). */
 typedef struct gk_gemm_isa {
     int w, mr, pair;
-    const gk_ukr_fn *ukr_panel; /* [nv - 1][m - 1] */
+    const gk_ukr_fn *ukr_panel, *ukr_rows; /* [nv - 1][m - 1] */
     /* dst[ceil(k / pair)][width]: lanes side by side, zero past `lanes` and past k; w cells to spare behind the end */
     void (*pack_panel)(void *dst, int64_t width, const void *src, gk_dtype dtype, int64_t s_lane, int64_t s_k,
                        int64_t lanes, int64_t k);
+    /* dst[ceil(lanes / (2 w))][ceil(k / pair)][2 w]: panels one behind the other */
+    void (*pack_panels)(void *dst, const void *src, gk_dtype dtype, int64_t s_lane, int64_t s_k, int64_t lanes, int64_t k);
+    /* dst[rows][ld]: k side by side, zero up to a whole vector; ld is a multiple of w */
+    void (*pack_rows)(void *dst, int64_t ld, const void *src, gk_dtype dtype, int64_t row_stride, int64_t rows, int64_t k);
     void (*store)(const gk_gemm_epilogue *e, const float *acc, int64_t ld, int64_t rows, int64_t cols);
     const struct gk_gemm_blocks *blocks; /* blocks.h */
 } gk_gemm_isa;
@@ -67,6 +71,7 @@ typedef struct gk_gemm_problem {
     int64_t shape[GK_MAX_DIMS], a_batch[GK_MAX_DIMS], b_batch[GK_MAX_DIMS], c_batch[GK_MAX_DIMS], out_batch[GK_MAX_DIMS],
         preact_batch[GK_MAX_DIMS];
     int64_t a_m, a_k, b_k, b_n;
+    bool swapped; /* a and b changed places */
     gk_gemm_epilogue epilogue;
 } gk_gemm_problem;
 

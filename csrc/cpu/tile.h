@@ -15,6 +15,8 @@
 extern const gk_ukr_fn SYM(gk_ukr_panel)[NV][MR]; /* [nv - 1][m - 1] */
 extern const gk_ukr_fn SYM(gk_ukr_rows)[NV][MR];
 
+extern const gk_gemm_isa SYM(gk_gemm_isa);
+
 INLINE int64_t cells_of(int64_t k) { return (k + PAIR - 1) / PAIR; }
 
 /* C[m][n] (+)= A B for any m and n; n is rounded up to whole vectors, so B and C own that many columns. */
@@ -43,6 +45,15 @@ INLINE void pack_panel(cell *dst, int64_t width, const void *src, gk_dtype dtype
         for (int64_t c = 0; c < kc; ++c) {
             const char *row0 = p + es * (size_t)(c * PAIR * s_k), *row1 = NULL;
             if (PAIR == 2 && c * PAIR + 1 < k) row1 = row0 + es * (size_t)s_k;
+#if PAIR == 2
+            if (width == NR && lanes >= NR && row1) {
+                vc two[2];
+                vc_zip_two((const uint16_t *)row0, (const uint16_t *)row1, two);
+                vc_store(dst + c * width, two[0]);
+                vc_store(dst + c * width + W, two[1]);
+                continue;
+            }
+#endif
             for (int64_t l = 0; l < width; l += W) {
                 vc v = vc_load_across_k(row0, row1, dtype, l, lanes - l);
                 if (l + W <= width || l == 0) /* a narrow panel's spill is overwritten by the next row */
@@ -83,6 +94,33 @@ INLINE void pack_panel(cell *dst, int64_t width, const void *src, gk_dtype dtype
 #endif
             }
     }
+}
+
+/* Panels of NR lanes one behind the other, [ceil(lanes / NR)][cells_of(k)][NR]: the same as pack_panel per panel, but
+ * lanes that lie side by side are read row by row across all panels, the order that the prefetcher follows. */
+INLINE void pack_panels(cell *dst, const void *src, gk_dtype dtype, int64_t s_lane, int64_t s_k, int64_t lanes, int64_t k) {
+    const int64_t es = dtype == GK_F32 ? 4 : 2, kc = cells_of(k), panel = kc * NR;
+    int64_t whole = s_lane == 1 ? lanes / NR : 0;
+    for (int64_t c = 0; c < kc && whole; ++c) {
+        const char *row0 = (const char *)src + es * (c * PAIR * s_k);
+        const char *row1 = PAIR == 2 && c * PAIR + 1 < k ? row0 + es * s_k : NULL;
+        for (int64_t p = 0; p < whole; ++p) {
+            cell *d = dst + p * panel + c * NR;
+#if PAIR == 2
+            if (row1) {
+                vc two[2];
+                vc_zip_two((const uint16_t *)row0 + p * NR, (const uint16_t *)row1 + p * NR, two);
+                vc_store(d, two[0]);
+                vc_store(d + W, two[1]);
+                continue;
+            }
+#endif
+            for (int v = 0; v < NV; ++v) vc_store(d + v * W, vc_load_across_k(row0, row1, dtype, p * NR + v * W, W));
+        }
+    }
+    for (int64_t p = whole; p * NR < lanes; ++p)
+        pack_panel(dst + p * panel, NR, (const char *)src + es * (p * NR * s_lane), dtype, s_lane, s_k,
+                   gk_min_i64(NR, lanes - p * NR), k);
 }
 
 /* dst[rows][ld] = src[row][k], k fast, zero up to the next whole vector; ld is a multiple of W with room for it. */

@@ -326,7 +326,16 @@ INLINE vc vc_load_along_k(const void *p, gk_dtype dtype, int64_t i, int64_t n) {
 INLINE vc vc_zip_bf16(__m256i row0, __m256i row1) {
     return _mm512_or_epi32(_mm512_cvtepu16_epi32(row0), _mm512_slli_epi32(_mm512_cvtepu16_epi32(row1), 16));
 }
-/* n lanes of row k and (where `two`) of row k + 1 */
+/* lanes 0..W-1 and W..2W-1 of rows k and k + 1, all present */
+INLINE void vc_zip_two(const uint16_t *row0, const uint16_t *row1, vc out[2]) {
+    /* within each 128-bit lane unpack zips 4 + 4 neighbours; the permutation first puts them where they belong */
+    const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+    __m512i r0 = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(row0));
+    __m512i r1 = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(row1));
+    out[0] = _mm512_unpacklo_epi16(r0, r1);
+    out[1] = _mm512_unpackhi_epi16(r0, r1);
+}
+/* n lanes of row k and (where row1 is given) of row k + 1 */
 INLINE vc vc_load_across_k(const void *row0, const void *row1, gk_dtype dtype, int64_t i, int64_t n) {
     (void)dtype;
     __m256i r0 = _mm256_maskz_loadu_epi16(vm_first(n), (const uint16_t *)row0 + i), r1 = _mm256_setzero_si256();
@@ -334,7 +343,11 @@ INLINE vc vc_load_across_k(const void *row0, const void *row1, gk_dtype dtype, i
     return vc_zip_bf16(r0, r1);
 }
 /* float32 rows k and k + 1 as cells */
-INLINE vc vc_from_rows(vf row0, vf row1) { return vc_zip_bf16(vf_to_bf16(row0), vf_to_bf16(row1)); }
+INLINE vc vc_from_rows(vf row0, vf row1) {
+    const __m512i zip = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
+                                         20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return _mm512_permutexvar_epi16(zip, (__m512i)_mm512_cvtne2ps_pbh(row1, row0));
+}
 /* 2 W float32 values along k as W cells */
 INLINE vc vc_from_run(const vf x[PAIR]) { return (__m512i)_mm512_cvtne2ps_pbh(x[1], x[0]); }
 INLINE cell cell_from_bits(uint16_t lo, uint16_t hi) { return lo | (uint32_t)hi << 16; }

@@ -1,0 +1,100 @@
+# Every command of this project. `make demo` and `make test` need nothing but a compiler and Python >= 3.10: they make
+# .venv/, install what they need there, build, and run; a second call rebuilds only what changed.
+#
+#   make demo          train a small language model on the ops, generate from it, compare with PyTorch's built-ins
+#   make test          the C tests and a fixed-seed sample of the Python tests
+#   make test-all      the whole grid
+#   make sanitize-cpu  the C tests under the address and undefined-behaviour sanitizers
+#   make bench         every benchmark, into benchmarks/results/
+#   make build fmt lint clean
+#
+# VENV=path uses another environment, also an existing one. MAX_JOBS, GPUKERN_CUDA, GPUKERN_CUDA_ARCHS and CMAKE_ARGS
+# reach CMake.
+
+SHELL := /bin/bash
+VENV ?= .venv
+override VENV := $(abspath $(VENV))
+PY := $(VENV)/bin/python
+BUILD := build
+MAX_JOBS ?= $(shell nproc)
+# The first Python that is new enough; only used to make the environment.
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python3.10; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$p && break; done)
+# The environment's cmake, ninja and pre-commit are found first, as if it were activated.
+export PATH := $(VENV)/bin:$(PATH)
+
+# Stamps lie in the environment: a new one starts without them. The second one names this checkout, since an
+# environment holds the editable install of one checkout at a time.
+STAMPS := $(VENV)/.gpukern
+INSTALLED := $(STAMPS)/requirements
+EDITABLE := $(STAMPS)/editable-$(shell echo "$(CURDIR)" | cksum | cut -d ' ' -f 1)
+
+# Whether the cmake on the path is 3.20 or later.
+CMAKE_IS_NEW := [ "$$(printf '%s\n' 3.20 "$$(cmake --version 2>/dev/null | sed -n '1s/[^0-9]*//p')" \
+	| sort -V | head -n 1)" = 3.20 ]
+CONFIGURE := cmake -S . -DPython_EXECUTABLE=$(PY) -DGPUKERN_BUILD_TESTS=ON \
+	$(if $(GPUKERN_CUDA),-DGPUKERN_CUDA=$(GPUKERN_CUDA)) \
+	$(if $(GPUKERN_CUDA_ARCHS),"-DGPUKERN_CUDA_ARCHS=$(GPUKERN_CUDA_ARCHS)") $(CMAKE_ARGS)
+
+.PHONY: build demo test test-all test-csrc sanitize-cpu bench fmt lint clean
+.DEFAULT_GOAL := build
+MAKEFLAGS += --no-print-directory
+.NOTPARALLEL:
+
+$(INSTALLED): requirements-test.txt
+	@[ -x $(PY) ] || [ -n "$(PYTHON)" ] || { echo "gpukern: no Python >= 3.10 found; install one, or name it: make PYTHON=..."; exit 1; }
+	@[ -x $(PY) ] || $(PYTHON) -m venv $(VENV) || { echo "gpukern: $(PYTHON) cannot make $(VENV); apt-get install python3-venv"; exit 1; }
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-test.txt
+	@$(CMAKE_IS_NEW) || $(PY) -m pip install --quiet --disable-pip-version-check 'cmake>=3.20'
+	@command -v ninja >/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check ninja
+	@mkdir -p $(STAMPS) && touch $@
+
+build: $(INSTALLED)
+	@$(CONFIGURE) -B $(BUILD) -G Ninja -DGPUKERN_BUILD_TORCH=ON --log-level=NOTICE
+	@cmake --build $(BUILD) -j $(MAX_JOBS)
+	@cmake --install $(BUILD) --component torch --prefix . >/dev/null
+	@$(MAKE) --silent $(EDITABLE)
+
+$(EDITABLE): setup.py pyproject.toml csrc/gpukern.h
+	@mkdir -p $(STAMPS) && rm -f $(STAMPS)/editable-*
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	@touch $@
+
+demo: build
+	$(PY) examples/demo/train.py
+
+test-csrc: build
+	ctest --test-dir $(BUILD) --output-on-failure
+
+# pytest comes last: its closing line says how the whole of it went.
+test: test-csrc
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+test-all: test-csrc
+	GPUKERN_TEST_ALL=1 $(PY) -m pytest $(PYTEST_ARGS)
+
+sanitize-cpu: $(INSTALLED)
+	@$(CONFIGURE) -B $(BUILD)/sanitize -G Ninja -DGPUKERN_BUILD_TORCH=OFF -DGPUKERN_CUDA=0 \
+		-DGPUKERN_SANITIZE=address,undefined --log-level=NOTICE
+	@cmake --build $(BUILD)/sanitize -j $(MAX_JOBS)
+	ctest --test-dir $(BUILD)/sanitize --output-on-failure
+
+bench: build
+	$(PY) benchmarks/run_all.py $(BENCH_ARGS)
+
+$(STAMPS)/lint: .pre-commit-config.yaml | $(INSTALLED)
+	$(PY) -m pip install --quiet --disable-pip-version-check pre-commit==4.7.0
+	@touch $@
+
+# Formatters end with an error when they changed something, which is what fmt is for.
+fmt: $(STAMPS)/lint
+	-pre-commit run --all-files clang-format
+	-pre-commit run --all-files ruff-check
+	-pre-commit run --all-files ruff-format
+
+lint: $(STAMPS)/lint
+	pre-commit run --all-files
+
+clean:
+	rm -rf $(BUILD) dist *.egg-info torch_gpukern/*.so .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,0 +1,173 @@
+"""flash_attn beside F.scaled_dot_product_attention, forward and backward, full and causal.
+
+python benchmarks/bench_flash_attn.py [--quick] [--only forward|backward|call|isa|memory]
+FLOPs: 4 * batch * heads * seq_q * seq_k * head_dim, half when causal; backward 2.5 times forward.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import shapes
+import torch
+import torch.nn.functional as F
+from harness import DTYPES, Case, Run, arguments, isa_shares, open_device, overhead_facts
+from torch import Tensor
+
+import torch_gpukern
+from torch_gpukern import reference
+
+
+def make_qkv(batch: int, heads: int, seq: int, head_dim: int, dtype: torch.dtype, device):
+    """q, k, v [batch, heads, seq, head_dim]"""
+    shape = (batch, heads, seq, head_dim)
+    return tuple(torch.randn(shape, device=device).to(dtype) for _ in range(3))
+
+
+def forward_case(seq: int, head_dim: int, causal: bool, dtype: str, device) -> Case:
+    batch, heads = shapes.ATTN_TOKENS // seq, shapes.ATTN_HEADS
+    torch_dtype = DTYPES[dtype]
+    mask = "causal" if causal else "full"
+    # full rows are one group per head_dim, causal ones one over both
+    group = f"forward {mask}, {dtype}" if causal else f"forward {mask} d{head_dim}, {dtype}"
+
+    def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The first batch entry: a whole result would be minutes of float64."""
+        return reference.flash_attn(*(x[:1].double() for x in (q, k, v)), is_causal=causal)
+
+    return Case(
+        group=group,
+        label=f"B{batch} H{heads} S{seq} d{head_dim}",
+        dtype=dtype,
+        make=lambda: make_qkv(batch, heads, seq, head_dim, torch_dtype, device),
+        ours=lambda q, k, v: torch_gpukern.flash_attn(q, k, v, is_causal=causal),
+        peers={"SDPA": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal)},
+        reference=exact,
+        compare=lambda out: out[:1],
+        flops=4.0 * batch * heads * seq * seq * head_dim / (2 if causal else 1),
+        bytes=4.0 * batch * heads * seq * head_dim * torch_dtype.itemsize,
+    )
+
+
+def backward_case(seq: int, head_dim: int, causal: bool, dtype: str, device) -> Case:
+    batch, heads = shapes.ATTN_TOKENS // seq, shapes.ATTN_HEADS
+    torch_dtype = DTYPES[dtype]
+
+    def make():
+        """q, k, v, the gradient of out, and out of either side with its autograd graph."""
+        q, k, v = make_qkv(batch, heads, seq, head_dim, torch_dtype, device)
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+        ours = torch_gpukern.flash_attn(q, k, v, is_causal=causal)
+        theirs = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        return q, k, v, torch.randn_like(ours), ours, theirs
+
+    def exact(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, *_):
+        q, k, v = (x[:1].detach().double().requires_grad_() for x in (q, k, v))
+        out = reference.flash_attn(q, k, v, is_causal=causal)
+        return torch.autograd.grad(out, (q, k, v), grad[:1].double())
+
+    def backward(which: int):
+        def run(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, *outs: Tensor):
+            return torch.autograd.grad(outs[which], (q, k, v), grad, retain_graph=True)
+
+        return run
+
+    flops = 2.5 * 4.0 * batch * heads * seq * seq * head_dim / (2 if causal else 1)
+    return Case(
+        group=f"backward {'causal' if causal else 'full'}, {dtype}",
+        label=f"B{batch} H{heads} S{seq} d{head_dim}",
+        dtype=dtype,
+        make=make,
+        ours=backward(0),
+        peers={"SDPA": backward(1)},
+        reference=exact,
+        compare=lambda grads: tuple(g[:1] for g in grads),
+        flops=flops,
+        bytes=8.0 * batch * heads * seq * head_dim * torch_dtype.itemsize,
+    )
+
+
+def call_case(device) -> Case:
+    """Forward and backward of a call so small that only its cost of use counts."""
+
+    def step(fn):
+        def run(q: Tensor, k: Tensor, v: Tensor):
+            return torch.autograd.grad(fn(q, k, v, is_causal=True).sum(), (q, k, v))
+
+        return run
+
+    def exact(*qkv: Tensor):
+        return step(reference.flash_attn)(*(x.detach().double().requires_grad_() for x in qkv))
+
+    return Case(
+        group="call forward+backward",
+        label="B1 H1 S8 d8",
+        dtype="f32",
+        make=lambda: tuple(x.requires_grad_() for x in make_qkv(1, 1, 8, 8, torch.float32, device)),
+        ours=step(torch_gpukern.flash_attn),
+        peers={"SDPA": step(F.scaled_dot_product_attention)},
+        reference=exact,
+        flops=3.5 * 2.0 * 8 * 8 * 8,
+        bytes=8.0 * 64 * 4,
+    )
+
+
+MEMORY_CHILD = """
+import resource, torch, torch_gpukern
+torch.set_num_threads({threads})
+q, k, v = (torch.randn(1, 1, {seq}, 64) for _ in range(3))
+torch_gpukern.flash_attn(q[:, :, :256], k[:, :, :256], v[:, :, :256])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+out = torch_gpukern.flash_attn(q, k, v, is_causal=True)
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print((after - before) / 1024 - out.nbytes / 2**20)
+"""
+
+
+def memory_fact(run: Run) -> None:
+    """MB of resident memory that a long forward takes beyond its tensors, in a fresh process."""
+    seq = shapes.ATTN_MEMORY_LENGTH
+    code = MEMORY_CHILD.format(seq=seq, threads=torch.get_num_threads())
+    child = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ, capture_output=True, text=True
+    )
+    if child.returncode:
+        raise SystemExit(f"flash_attn at S = {seq} failed:\n{child.stderr}")
+    megabytes = float(child.stdout)
+    run.fact("memory", f"forward causal S{seq} d64", megabytes, "MB", shapes.MEMORY_BEYOND_TENSORS)
+
+
+def main() -> None:
+    args = arguments("flash_attn")
+    device = open_device(args.device)
+    run = Run("flash_attn", args, device)
+    for build in (forward_case, backward_case):
+        for causal in (False, True):
+            for dtype in ("f32", "bf16"):
+                for head_dim in shapes.ATTN_HEAD_DIMS:
+                    for seq in shapes.ATTN_LENGTHS:
+                        run.add(build(seq, head_dim, causal, dtype, device.device))
+    run.add(call_case(device.device))
+    if run.wants("call host time"):
+        qkv = make_qkv(1, 1, 8, 8, torch.float32, device.device)
+        overhead_facts(
+            run, "flash_attn", lambda: torch_gpukern.flash_attn(*qkv), shapes.CALL_OVER_MUL
+        )
+    if device.kind == "cpu":
+        if run.wants("isa"):
+            seq = shapes.ATTN_ISA_LENGTH
+            statement = (
+                f"q, k, v = (torch.randn(2, 4, {seq}, 64).to(dtype) for _ in range(3))\n"
+                "call = lambda: torch_gpukern.flash_attn(q, k, v)\n"
+                f"flops = 4.0 * 2 * 4 * {seq}**2 * 64"
+            )
+            isa_shares(run, f"flash_attn S{seq}", statement, shapes.ISA_SHARE["flash_attn"])
+        if run.wants("memory"):
+            memory_fact(run)
+    run.finish(shapes.FLASH_ATTN_BARS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

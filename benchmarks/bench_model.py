@@ -1,0 +1,87 @@
+"""A gradient step of the demo's model on our ops beside the same step on PyTorch's built-ins.
+
+python benchmarks/bench_model.py [--quick] [--only "gradient step"] [--device cpu|cuda]
+Forward, loss and backward under bf16 autocast, eager and compiled; the optimizer, which is the
+same on both sides, is left out. FLOPs: 6 per weight and token, and attention's.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import shapes
+import torch
+from harness import Case, Run, arguments, open_device
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "demo"))
+from model import GPT, Config, GpukernOps, TorchOps  # noqa: E402
+
+
+def gradient_step(model: GPT, ops, device: torch.device, compiled: bool):
+    """(tokens, targets) -> (loss, gradient of every parameter)"""
+
+    def loss(tokens: Tensor, targets: Tensor) -> Tensor:
+        return model.loss(tokens, targets, ops)
+
+    forward = torch.compile(loss, fullgraph=True) if compiled else loss
+    parameters = list(model.parameters())
+
+    def run(tokens: Tensor, targets: Tensor):
+        with torch.autocast(device.type, torch.bfloat16):
+            value = forward(tokens, targets)
+        return value, *torch.autograd.grad(value, parameters)
+
+    return run
+
+
+def model_case(compiled: bool, device: torch.device) -> Case:
+    torch.manual_seed(0)
+    config = Config()
+    model = GPT(config).to(device)
+    for block in model.blocks:  # their start is zero, which would leave gradients zero
+        torch.nn.init.normal_(block.attn_out, std=0.02)
+        torch.nn.init.normal_(block.mlp_out, std=0.02)
+    torch.nn.init.normal_(model.head, std=0.02)
+    batch, seq = shapes.MODEL_BATCH, config.context
+
+    def make():
+        tokens = torch.randint(config.vocab, (batch, seq + 1), device=device)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def exact(tokens: Tensor, targets: Tensor):
+        """The same step in float64 on PyTorch's own products."""
+        twin = GPT(config).to(device).double()
+        twin.load_state_dict(model.state_dict())
+        value = twin.loss(tokens, targets, TorchOps())
+        grads = torch.autograd.grad(value, list(twin.parameters()))
+        return value.detach(), *(g.double() for g in grads)
+
+    weights = sum(p.numel() for p in model.parameters()) - model.embed.numel()
+    attention = 4.0 * config.layers * config.heads_q * seq * config.head_dim / 2 * 3.5
+    return Case(
+        group="gradient step",
+        label="compiled" if compiled else "eager",
+        dtype="bf16",
+        make=make,
+        ours=gradient_step(model, GpukernOps(), device, compiled),
+        peers={"torch built-ins": gradient_step(model, TorchOps(), device, compiled)},
+        reference=exact,
+        flops=batch * seq * (6.0 * weights + attention),
+        bytes=3.0 * 4 * weights,
+    )
+
+
+def main() -> None:
+    args = arguments("model")
+    device = open_device(args.device)
+    run = Run("model", args, device)
+    for compiled in (False, True):
+        if run.wants("gradient step"):
+            run.add(model_case(compiled, device.device))
+    run.finish(shapes.MODEL_BARS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,748 @@
+"""Times an op beside its peers: the one harness of every benchmark.
+
+Rules
+- Peers run in the same process, on the same inputs, in interleaved blocks. A ratio is the median,
+  over rounds, of (peer's time / our time) within a round, so that a drift of the clock cancels.
+- A correctness figure stands beside every time: the largest error over max|ref|, ours and the
+  peer's, against a float64 reference.
+- A percent of the roofline stands beside every time: max(FLOPs / peak, bytes / bandwidth) over the
+  time, with peak and bandwidth measured in the same run (best of our own loop and of torch's).
+- Data is normal-distributed. Rows that move bytes rotate over more than ROTATE_BYTES of inputs, so
+  that no cache holds them.
+- A row or a group of rows carries the bar it must reach and prints held or missed.
+- Time in us, bandwidth in GB/s, compute in GFLOP/s.
+
+A device is a class with five verbs (`name`, `peaks`, `readers`, `time_block`, `sync`): `Cpu` times
+a loop of calls, `Cuda` the replay of a CUDA graph that holds the same loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import datetime
+import json
+import math
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+PLOTS = HERE / "plots"
+ROTATE_BYTES = 256 << 20
+ISAS = ("base", "avx2", "avx512", "avx512bf16")
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+
+
+# ---- bars ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What a row or a group must reach; None binds nothing.
+
+    geomean, each: ratios against the fastest peer. share: of the fastest limit's speed. at_least,
+    at_most: a fact's own value."""
+
+    geomean: float | None = None
+    each: float | None = None
+    share: float | None = None
+    at_least: float | None = None
+    at_most: float | None = None
+
+    def text(self, unit: str = "") -> str:
+        parts = []
+        if self.geomean is not None:
+            parts.append(f"geomean >= {self.geomean:.2f}x")
+        if self.each is not None:
+            parts.append(f"each >= {self.each:.2f}x")
+        if self.share is not None:
+            parts.append(f"each >= {self.share:.2f} of the limit")
+        if self.at_least is not None:
+            parts.append(f">= {self.at_least:g}{unit}")
+        if self.at_most is not None:
+            parts.append(f"<= {self.at_most:g}{unit}")
+        return ", ".join(parts)
+
+
+def floor_of(bar: float) -> float:
+    """The least that is accepted below a bar: 0.95 of one between 1.0x and 1.1x, 0.9 of others."""
+    return bar * (0.95 if 1.0 <= bar <= 1.1 else 0.9)
+
+
+def verdict(value: float, bar: float) -> str:
+    """held, or how far it was missed."""
+    if value >= bar:
+        return "held"
+    return "missed, floor held" if value >= floor_of(bar) else "missed"
+
+
+# ---- cases --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Case:
+    """One line of a table: what to run, on what, and what it must reach alone. What its group must
+    reach together is the bench's table of group bars.
+
+    make() -> one tuple of inputs; `ours` and each of `peers` take such a tuple. reference(inputs)
+    -> float64 (tensors to compare with); compare(output) picks from an output what the reference
+    stated, for cases whose whole result is too large to judge in float64. `limits` are calls that
+    do the least that the case must do, such as reading its bytes once, in the same rounds."""
+
+    group: str
+    label: str
+    dtype: str
+    make: Callable[[], tuple]
+    ours: Callable
+    peers: dict[str, Callable]
+    reference: Callable | None
+    flops: float
+    bytes: float
+    compare: Callable = lambda output: output
+    rotate: bool = False
+    bar: Bar = Bar()
+    unit: str = "GFLOP/s"
+    limits: dict[str, Callable] = field(default_factory=dict)
+
+
+@dataclass
+class Row:
+    """A measured line, as it is stored in JSON."""
+
+    group: str
+    label: str
+    dtype: str
+    us: float
+    spread: float  # half the interquartile range over the median
+    rate: float
+    unit: str
+    roofline_percent: float
+    peers: dict[str, dict]  # name -> us, spread, rate, error
+    best_peer: str
+    ratio: float | None  # best peer's time over ours
+    ratio_spread: float
+    share: float | None  # fastest limit's time over ours
+    error: float | None  # max|out - ref| / max|ref|
+    bar: str
+    verdict: str
+
+
+# ---- devices ------------------------------------------------------------------------------------
+
+
+class Cpu:
+    """This machine's cores, through torch's thread pool."""
+
+    kind = "cpu"
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self._library = self._build_peak()
+        self._pool = ThreadPoolExecutor(torch.get_num_threads())
+
+    @staticmethod
+    def _build_peak():
+        """peak.c as a library; None without a compiler, and torch's own loops then count."""
+        compiler = os.environ.get("CC") or shutil.which("cc")
+        if compiler is None:
+            return None
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "peak.so"
+            command = [compiler, "-O3", "-ffp-contract=fast", "-shared", "-fPIC"]
+            subprocess.run([*command, str(HERE / "peak.c"), "-o", str(path)], check=True)
+            library = ctypes.CDLL(str(path))
+        library.peak_madd.restype = ctypes.c_double
+        library.peak_madd.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+        library.peak_read.restype = ctypes.c_float
+        library.peak_read.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+        return library
+
+    def name(self) -> str:
+        model = "CPU"
+        cpuinfo = Path("/proc/cpuinfo")
+        if cpuinfo.exists():
+            for line in cpuinfo.read_text().splitlines():
+                if line.startswith("model name"):
+                    model = line.split(":", 1)[1].strip()
+                    break
+        return f"{model}, {torch.get_num_threads()} threads, {self.isas()[-1]}"
+
+    def isas(self) -> list[str]:
+        """Instruction sets of this machine, worst first."""
+        if self._library is None:
+            return ["base"]
+        return [isa for i, isa in enumerate(ISAS) if self._library.peak_has(i)]
+
+    def madd_peak(self, isa: str, dtype: str) -> float:
+        """Multiply-add peak in GFLOP/s of all threads with one instruction set. float16 and, below
+        avx512bf16, bfloat16 are float32 arithmetic on converted operands."""
+        if self._library is None:
+            return 0.0
+        index, dot = ISAS.index(isa), int(dtype == "bf16")
+        threads, rounds, best = torch.get_num_threads(), 20_000, 0.0
+        for _ in range(12):
+            start = time.perf_counter()
+            done = self._pool.map(
+                lambda _: self._library.peak_madd(index, dot, rounds), range(threads)
+            )
+            best = max(best, sum(done) / (time.perf_counter() - start) / 1e9)
+        return best
+
+    def _torch_peak(self, dtype: torch.dtype) -> float:
+        n = 1024
+        a, b = (torch.randn(n, n).to(dtype) for _ in range(2))
+        best = min(self.time_block(lambda: a @ b, 1) for _ in range(8))
+        return 2 * n**3 / best / 1e3
+
+    def readers(self) -> dict[str, Callable[[Tensor], object]]:
+        """Ways to read a contiguous tensor once with all threads: torch's sum and our own loop."""
+        readers = {"torch's read": lambda x: x.view(-1).view(torch.float32).sum()}
+        if self._library is not None:
+            threads = torch.get_num_threads()
+
+            def own_read(x: Tensor) -> None:
+                share = x.nbytes // 4 // threads
+                starts = range(x.data_ptr(), x.data_ptr() + 4 * share * threads, 4 * share)
+                list(self._pool.map(lambda start: self._library.peak_read(start, share), starts))
+
+            readers["our read"] = own_read
+        return readers
+
+    def _read_bandwidth(self) -> float:
+        data = torch.ones(ROTATE_BYTES // 4)
+        best = min(
+            self.time_block(lambda read=read: read(data), 1)
+            for read in self.readers().values()
+            for _ in range(8)
+        )
+        return data.nbytes / best / 1e3
+
+    def peaks(self) -> dict[str, float]:
+        """GFLOP/s per dtype and GB/s read: the best of our own loop and of torch's."""
+        isa = self.isas()[-1]
+        peaks = {}
+        for name, dtype in DTYPES.items():
+            ours = max(self.madd_peak(row, name) for row in self.isas())
+            # torch has no fast float16 product on most CPUs: float32 arithmetic is its ceiling
+            theirs = self._torch_peak(dtype) if name != "f16" else 0.0
+            peaks[name] = max(ours, theirs)
+        peaks["read"] = self._read_bandwidth()
+        peaks["isa"] = isa
+        return peaks
+
+    def sync(self) -> None:
+        """Calls are synchronous."""
+
+    def time_block(self, call: Callable[[], object], calls: int) -> float:
+        """us per call of `calls` calls in a row."""
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        return (time.perf_counter() - start) / calls * 1e6
+
+
+class Cuda:
+    """One CUDA device; a block of calls is recorded once as a CUDA graph and replayed, because
+    events around single calls would measure the launch."""
+
+    kind = "cuda"
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda")
+        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Callable]] = {}
+
+    def name(self) -> str:
+        return torch.cuda.get_device_name()
+
+    def peaks(self) -> dict[str, float]:
+        """Peaks that large products and a large copy reach in this run."""
+        peaks = {}
+        for name, dtype in DTYPES.items():
+            a, b = (torch.randn(8192, 8192, device="cuda", dtype=dtype) for _ in range(2))
+            best = min(self.time_block(lambda a=a, b=b: a @ b, 4) for _ in range(4))
+            peaks[name] = 2 * 8192**3 / best / 1e3
+        data = torch.ones(1 << 28, device="cuda")
+        best = min(self.time_block(lambda: torch.sum(data), 4) for _ in range(4))
+        peaks["read"] = data.nbytes / best / 1e3
+        self._graphs.clear()
+        return peaks
+
+    def readers(self) -> dict[str, Callable[[Tensor], object]]:
+        """Ways to read a contiguous tensor once."""
+        return {"torch's read": lambda x: x.view(-1).view(torch.float32).sum()}
+
+    def sync(self) -> None:
+        torch.cuda.synchronize()
+
+    def time_block(self, call: Callable[[], object], calls: int) -> float:
+        """us per call of `calls` calls in a row, on the device's own clock."""
+        key = (id(call), calls)
+        if key not in self._graphs:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):  # capture wants a warm allocator and loaded kernels
+                call()
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for _ in range(calls):
+                    call()
+            self._graphs[key] = (graph, call)  # holding `call` keeps its id from being reused
+        graph = self._graphs[key][0]
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / calls * 1e3
+
+
+def open_device(kind: str) -> Cpu | Cuda:
+    """kind: cpu or cuda"""
+    if kind == "cuda":
+        if not torch.cuda.is_available():
+            raise SystemExit("--device cuda: torch finds no CUDA device")
+        return Cuda()
+    return Cpu()
+
+
+# ---- measuring ----------------------------------------------------------------------------------
+
+
+def tensors_of(value) -> list[Tensor]:
+    """The tensors of an output: a tensor, or a tuple of them."""
+    return [value] if isinstance(value, Tensor) else [t for t in value if t is not None]
+
+
+def relative_error(output, reference) -> float:
+    """max|out - ref| / max|ref|, the worst over the tensors of an output."""
+    worst = 0.0
+    for out, ref in zip(tensors_of(output), tensors_of(reference), strict=True):
+        scale = ref.abs().max().item() or 1.0
+        error = (out.detach().double() - ref).abs().max().item() / scale
+        worst = max(worst, error if math.isfinite(error) else math.inf)
+    return worst
+
+
+def half_iqr(values: Sequence[float]) -> float:
+    """Half the interquartile range over the median."""
+    if len(values) < 2:
+        return 0.0
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return (high - low) / 2 / statistics.median(values)
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long a case may run: a block lasts about block_us, a case at least min_rounds rounds and
+    then until seconds are spent or max_rounds are done."""
+
+    block_us: float
+    min_rounds: int
+    max_rounds: int
+    seconds: float
+
+
+FULL = Effort(block_us=20_000, min_rounds=5, max_rounds=31, seconds=1.5)
+QUICK = Effort(block_us=5_000, min_rounds=3, max_rounds=5, seconds=0.2)
+
+
+class Rotation:
+    """Calls fn on one input after the other, so that a byte-bound call finds cold memory."""
+
+    def __init__(self, fn: Callable, inputs: list[tuple]) -> None:
+        self.fn, self.inputs, self.next = fn, inputs, 0
+
+    def __call__(self):
+        inputs = self.inputs[self.next]
+        self.next = (self.next + 1) % len(self.inputs)
+        return self.fn(*inputs)
+
+
+def interleave(
+    device: Cpu | Cuda, calls: dict[str, Callable[[], object]], effort: Effort
+) -> dict[str, list[float]]:
+    """us per call of every contestant, one entry per round; the order turns with each round."""
+    block = {}
+    for name, call in calls.items():
+        call()
+        device.sync()
+        once = device.time_block(call, 1)
+        block[name] = max(1, min(10_000, round(effort.block_us / max(once, 0.1))))
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    order, start, rounds = list(calls), time.perf_counter(), 0
+    while rounds < effort.min_rounds or (
+        rounds < effort.max_rounds and time.perf_counter() - start < effort.seconds
+    ):
+        for name in order:
+            times[name].append(device.time_block(calls[name], block[name]))
+        order.append(order.pop(0))
+        rounds += 1
+    return times
+
+
+def measure(case: Case, device: Cpu | Cuda, peaks: dict, effort: Effort) -> Row:
+    """Runs one case and judges it."""
+    torch.manual_seed(0)
+    inputs = [case.make()]
+    if case.rotate:
+        size = sum(t.nbytes for t in tensors_of(inputs[0]))
+        inputs += [case.make() for _ in range(min(255, ROTATE_BYTES // size))]
+
+    fns = {"gpukern": case.ours, **case.peers}
+    errors: dict[str, float | None] = dict.fromkeys(fns)
+    if case.reference is not None:
+        reference = case.reference(*inputs[0])
+        errors = {
+            name: relative_error(case.compare(fn(*inputs[0])), reference)
+            for name, fn in fns.items()
+        }
+    contestants = fns | case.limits
+    times = interleave(device, {n: Rotation(f, inputs) for n, f in contestants.items()}, effort)
+
+    amount = case.bytes if case.unit == "GB/s" else case.flops
+    median = {name: statistics.median(t) for name, t in times.items()}
+    best_us = max(case.flops / peaks[case.dtype], case.bytes / peaks["read"]) / 1e3
+    peers = {
+        name: {
+            "us": median[name],
+            "spread": half_iqr(times[name]),
+            "rate": amount / median[name] / 1e3,
+            "error": errors[name],
+        }
+        for name in case.peers
+    }
+    best_peer = min(case.peers, key=median.get) if case.peers else ""
+    ratios = [p / o for p, o in zip(times[best_peer], times["gpukern"])] if case.peers else []
+    ratio = statistics.median(ratios) if ratios else None
+    share = None
+    if case.limits:
+        fastest = zip(*(times[name] for name in case.limits))
+        share = statistics.median(min(f) / o for f, o in zip(fastest, times["gpukern"]))
+    rate = amount / median["gpukern"] / 1e3
+    judged = ""
+    if case.bar.each is not None:
+        judged = verdict(ratio, case.bar.each)
+    elif case.bar.share is not None:
+        judged = verdict(share, case.bar.share)
+    return Row(
+        group=case.group,
+        label=case.label,
+        dtype=case.dtype,
+        us=median["gpukern"],
+        spread=half_iqr(times["gpukern"]),
+        rate=rate,
+        unit=case.unit,
+        roofline_percent=100 * best_us / median["gpukern"],
+        peers=peers,
+        best_peer=best_peer,
+        ratio=ratio,
+        ratio_spread=half_iqr(ratios),
+        share=share,
+        error=errors["gpukern"],
+        bar=case.bar.text(),
+        verdict=judged,
+    )
+
+
+def geomean(values: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+@dataclass
+class Group:
+    """What rows must reach together: one line of the table of bars."""
+
+    group: str
+    rows: int
+    geomean: float
+    worst: float
+    bar: str
+    verdict: str
+
+
+def judge_group(name: str, rows: list[Row], bar: Bar) -> Group:
+    """Geomean and worst ratio of a group's rows against its bar."""
+    ratios = [row.ratio for row in rows if row.ratio is not None]
+    mean, worst = geomean(ratios), min(ratios)
+    verdicts = []
+    if bar.geomean is not None:
+        verdicts.append(verdict(mean, bar.geomean))
+    if bar.each is not None:
+        verdicts.append(verdict(worst, bar.each))
+    # "missed" < "missed, floor held" is also the order of the words
+    worst_verdict = "held" if set(verdicts) <= {"held"} else min(set(verdicts) - {"held"})
+    return Group(name, len(ratios), mean, worst, bar.text(), worst_verdict if verdicts else "")
+
+
+# ---- a run --------------------------------------------------------------------------------------
+
+
+def arguments(op: str, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line that every bench shares."""
+    parser = argparse.ArgumentParser(description=f"benchmarks of {op}: ours beside its peers")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--threads", type=int, default=0, help="torch threads, 0 = torch's default")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds; results are not stored")
+    parser.add_argument("--only", default="", help="run the groups whose name contains this")
+    parser.add_argument("--no-save", action="store_true", help="print only")
+    args = parser.parse_args(argv)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    args.save = not (args.quick or args.only or args.no_save)
+    args.effort = QUICK if args.quick else FULL
+    return args
+
+
+class Run:
+    """Collects the rows of one bench, prints them as they come, and stores them at the end."""
+
+    def __init__(self, op: str, args: argparse.Namespace, device: Cpu | Cuda) -> None:
+        self.op, self.args, self.device = op, args, device
+        self.rows: list[Row] = []
+        self.facts: list[dict] = []
+        self.peaks = device.peaks()
+        figures = ", ".join(
+            f"{name} {value:.0f} {'GB/s' if name == 'read' else 'GFLOP/s'}"
+            for name, value in self.peaks.items()
+            if name != "isa"
+        )
+        print(f"{op} on {device.name()}; torch {torch.__version__}; peaks: {figures}")
+        print(
+            f"{'case':<46} {'us':>10} {'rate':>15} {'roof':>5}  "
+            f"{'best peer':<14} {'us':>10} {'ratio':>13}  {'error (peer)':<19} verdict"
+        )
+
+    def wants(self, group: str) -> bool:
+        return self.args.only in group
+
+    def add(self, case: Case) -> Row | None:
+        """Measures one case unless --only leaves it out."""
+        if not self.wants(case.group):
+            return None
+        row = measure(case, self.device, self.peaks, self.args.effort)
+        self.rows.append(row)
+        print(format_row(row), flush=True)
+        return row
+
+    def fact(
+        self, group: str, label: str, value: float, unit: str, bar: Bar = Bar(), note: str = ""
+    ) -> None:
+        """A figure that is not a ratio of two times: bytes, a percent of a peak, a host cost."""
+        judged = ""
+        if bar.at_least is not None:
+            judged = "held" if value >= bar.at_least else "missed"
+        elif bar.at_most is not None:
+            judged = "held" if value <= bar.at_most else "missed"
+        entry = {"group": group, "label": label, "value": value, "unit": unit}
+        entry |= {"bar": bar.text(" " + unit), "verdict": judged, "note": note}
+        self.facts.append(entry)
+        line = f"{group + ' ' + label:<46} {value:>10.4g} {unit:<8}"
+        print(f"{line} {entry['bar']:<16} {judged} {note}".rstrip(), flush=True)
+
+    def finish(self, group_bars: dict[str, Bar]) -> None:
+        """Judges the groups, prints the summary, stores JSON and plot."""
+        groups = []
+        for name in dict.fromkeys(row.group for row in self.rows):
+            rows = [row for row in self.rows if row.group == name and row.ratio is not None]
+            if not rows:
+                continue
+            groups.append(judge_group(name, rows, group_bars.get(name, Bar())))
+            dtypes = list(dict.fromkeys(row.dtype for row in rows))
+            for dtype in dtypes if len(dtypes) > 1 else ():
+                part = [row for row in rows if row.dtype == dtype]
+                groups.append(judge_group(f"{name}, {dtype} alone", part, Bar()))
+        print()
+        for g in groups:
+            print(
+                f"{g.group:<46} geomean {g.geomean:5.2f}x  worst {g.worst:5.2f}x  "
+                f"{g.bar:<38} {g.verdict}".rstrip()
+            )
+        judged = [r.verdict for r in self.rows] + [g.verdict for g in groups]
+        judged = [v for v in judged + [f["verdict"] for f in self.facts] if v]
+        print(f"{judged.count('held')} of {len(judged)} bars held")
+        if self.args.save:
+            self._store(groups)
+
+    def _store(self, groups: list[Group]) -> None:
+        slug = "".join(c if c.isalnum() else "-" for c in self.device.name().lower())
+        slug = "-".join(filter(None, slug.split("-")))
+        path = RESULTS / f"{slug}.json"
+        stored = json.loads(path.read_text()) if path.exists() else {"benches": {}}
+        stored["device"] = self.device.name()
+        stored["benches"][self.op] = {
+            "date": datetime.date.today().isoformat(),
+            "torch": torch.__version__,
+            "command": f"python benchmarks/{Path(sys.argv[0]).name}",
+            "threads": torch.get_num_threads(),
+            "peaks": self.peaks,
+            "rows": [asdict(row) for row in self.rows],
+            "groups": [asdict(group) for group in groups],
+            "facts": self.facts,
+        }
+        RESULTS.mkdir(exist_ok=True)
+        path.write_text(json.dumps(_rounded(stored), indent=1) + "\n")
+        print(f"results: {path.relative_to(HERE.parent)}")
+        plot = PLOTS / f"{slug}-{self.op}.png"
+        if draw(self.rows, f"{self.op} on {self.device.name()}", plot):
+            print(f"plot: {plot.relative_to(HERE.parent)}")
+
+
+# ---- cost of use and instruction sets ------------------------------------------------------------
+
+
+def overhead_facts(run: Run, name: str, call: Callable[[], object], bar: Bar) -> None:
+    """Host time of a small eager call without grad, above torch.mul's."""
+    x = torch.randn(8, 8, device=run.device.device)
+    calls = {name: call, "torch.mul": lambda: torch.mul(x, x)}
+    with torch.no_grad():
+        times = {key: [] for key in calls}
+        for fn in calls.values():
+            for _ in range(1000):
+                fn()
+        for _ in range(31):
+            for key, fn in calls.items():
+                times[key].append(_host_us(fn, run.device, 200))
+    ours, mul = (statistics.median(times[key]) for key in calls)
+    run.fact(
+        "call host time", name, ours - mul, "us", bar, f"{ours:.1f} us, torch.mul {mul:.1f} us"
+    )
+
+
+def _host_us(call: Callable[[], object], device: Cpu | Cuda, calls: int) -> float:
+    """us of host time per call; the device is empty before, and its work is not waited for."""
+    device.sync()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - start) / calls * 1e6
+
+
+ISA_CHILD = """
+import json, sys, time, torch, torch_gpukern
+dtype = {{"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}}["{dtype}"]
+torch.set_num_threads({threads})
+torch.manual_seed(0)
+{statement}
+call()
+best = float("inf")
+end = time.perf_counter() + {seconds}
+while time.perf_counter() < end:
+    start = time.perf_counter()
+    call()
+    best = min(best, time.perf_counter() - start)
+print(json.dumps(flops / best / 1e9))
+"""
+
+
+def isa_shares(run: Run, label: str, statement: str, bar: Bar) -> None:
+    """Percent of each instruction set's own multiply-add peak, best of a second of calls, in a
+    process of its own with GPUKERN_CPU set. `statement` defines `call` and `flops` from `dtype`."""
+    seconds = 0.3 if run.args.quick else 1.0
+    for isa in run.device.isas():
+        for dtype in ("f32", "bf16", "f16"):
+            if dtype == "f16" and isa == "avx512bf16":
+                continue  # float16 has rows up to avx512
+            if dtype == "f32" and isa == "avx512bf16":
+                continue  # and so has float32
+            code = ISA_CHILD.format(
+                dtype=dtype,
+                threads=torch.get_num_threads(),
+                statement=statement,
+                seconds=seconds,
+            )
+            environment = os.environ | {"GPUKERN_CPU": isa}
+            child = subprocess.run(
+                [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+            )
+            if child.returncode:
+                raise SystemExit(f"{label} with GPUKERN_CPU={isa} failed:\n{child.stderr}")
+            rate = json.loads(child.stdout)
+            # the clock of a shared machine drifts: the peak is taken beside every figure
+            peak = run.device.madd_peak(isa, dtype)
+            run.fact(
+                "isa",
+                f"{label} {isa} {dtype}",
+                100 * rate / peak,
+                "% of peak",
+                bar,
+                f"{rate:.0f} of {peak:.0f} GFLOP/s",
+            )
+
+
+def _rounded(value):
+    """Four significant digits: what a timing is worth, and a diff that can be read."""
+    if isinstance(value, dict):
+        return {key: _rounded(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_rounded(entry) for entry in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def format_row(row: Row) -> str:
+    """One line of the table."""
+    label = f"{row.group} {row.label} {row.dtype}"
+    line = (
+        f"{label:<46} {row.us:>10.1f} {row.rate:>8.1f} {row.unit:<7}{row.roofline_percent:>4.0f}%"
+    )
+    if row.best_peer:
+        peer = row.peers[row.best_peer]
+        line += f"  {row.best_peer:<14} {peer['us']:>10.1f}"
+        line += f" {row.ratio:>6.2f}x +-{100 * row.ratio_spread:>2.0f}%"
+        if row.error is not None:
+            line += f"  {row.error:.1e} ({peer['error']:.1e})"
+    elif row.error is not None:
+        line += f"  error {row.error:.1e}"
+    if row.share is not None:
+        line += f"  {row.share:.2f} of the limit"
+    return f"{line:<130} {row.verdict and row.bar + ': ' + row.verdict}".rstrip()
+
+
+def draw(rows: list[Row], title: str, path: Path) -> bool:
+    """Our ratio to the fastest peer, one bar per case, one panel per group; False without
+    matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("plot: skipped, matplotlib is not installed (pip install matplotlib)")
+        return False
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    groups = list(dict.fromkeys(row.group for row in rows if row.ratio is not None))
+    if not groups:
+        return False
+    columns = 2 if len(groups) > 1 else 1
+    lines = math.ceil(len(groups) / columns)
+    figure, panels = plt.subplots(
+        lines, columns, figsize=(7.5 * columns, 3.2 * lines), squeeze=False, layout="constrained"
+    )
+    for panel, group in zip(panels.flat, groups):
+        members = [row for row in rows if row.group == group and row.ratio is not None]
+        colors = ["#4269d0" if row.dtype == "f32" else "#efb118" for row in members]
+        labels = [f"{row.label} {row.dtype}" for row in members]
+        panel.bar(range(len(members)), [row.ratio for row in members], color=colors)
+        panel.axhline(1.0, color="black", linewidth=0.8)
+        panel.set_xticks(range(len(members)), labels, rotation=90, fontsize=6)
+        panel.set_title(group, fontsize=9)
+        panel.set_ylabel("times faster than the best peer", fontsize=7)
+    for panel in panels.flat[len(groups) :]:
+        panel.axis("off")
+    figure.suptitle(title, fontsize=10)
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return True

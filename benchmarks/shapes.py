@@ -1,0 +1,64 @@
+"""Every shape that a benchmark tries, and the bar that each group of them must reach.
+
+Bars are ratios against the fastest peer in the same run, unless a unit says otherwise. A tuple of
+lengths or sizes is one group of rows; groups are named "<what> <which>" and a bench prints them in
+this order.
+"""
+
+from harness import Bar
+
+# ---- gemm: out [M, N] = a [M, K] @ b [K, N] ------------------------------------------------------
+
+GEMM_SQUARE = (256, 512, 1024, 2048)
+GEMM_ODD = (257, 513, 1023, 1025)
+GEMM_SKINNY_M = (1, 4, 16, 64)
+GEMM_SKINNY_KN = ((4096, 4096), (1024, 1024), (4097, 1025))
+GEMM_ISA_SIZE = 1024
+
+GEMM_BARS = {
+    "square": Bar(geomean=1.00, each=0.93),
+    "skinny": Bar(geomean=1.60, each=1.00),
+    "odd": Bar(geomean=1.05),
+    "call forward+backward": Bar(each=1 / 1.3),
+}
+
+# ---- flash_attn: tokens of a batch are constant, so that short lengths fill the machine too ------
+
+ATTN_TOKENS = 4096
+ATTN_LENGTHS = (512, 2048, 4096)
+ATTN_HEADS = 4
+ATTN_HEAD_DIMS = (64, 128)
+ATTN_ISA_LENGTH = 1024
+ATTN_MEMORY_LENGTH = 65536
+
+FLASH_ATTN_BARS = {
+    "forward full d64, f32": Bar(geomean=1.10, each=1.00),
+    "forward full d64, bf16": Bar(geomean=1.80, each=1.40),
+    "forward full d128, f32": Bar(geomean=1.10, each=1.00),
+    "forward full d128, bf16": Bar(geomean=1.80, each=1.40),
+    "forward causal, f32": Bar(geomean=1.30, each=1.05),
+    "forward causal, bf16": Bar(geomean=2.00),
+    "backward full, f32": Bar(geomean=1.10),
+    "backward full, bf16": Bar(geomean=1.50),
+    "backward causal, f32": Bar(geomean=1.25),
+    "backward causal, bf16": Bar(geomean=1.60),
+    "call forward+backward": Bar(each=1 / 1.3),
+}
+
+# ---- paged_attn: decode of one token per sequence, (batch, context) ------------------------------
+
+PAGED_HEADS_Q, PAGED_HEADS_KV, PAGED_HEAD_DIM = 32, 8, 128
+PAGED_BATCH_CONTEXT = ((1, 4096), (1, 16384), (4, 4096), (8, 8192))
+PAGED_PAGE_SIZES = (16, 64)
+PAGED_BAR = Bar(share=0.8)  # of reading the keys and values once
+
+# ---- the demo's model ----------------------------------------------------------------------------
+
+MODEL_BATCH = 8
+MODEL_BARS = {"gradient step": Bar(each=1.10)}
+
+# ---- cost of use ---------------------------------------------------------------------------------
+
+CALL_OVER_MUL = Bar(at_most=10.0)  # us of host time above torch.mul, small eager call without grad
+ISA_SHARE = {"gemm": Bar(at_least=60.0), "flash_attn": Bar(at_least=40.0)}  # percent of the peak
+MEMORY_BEYOND_TENSORS = Bar(at_most=200.0)  # MB

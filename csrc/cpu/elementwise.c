@@ -1,0 +1,163 @@
+/* elementwise: kv_cache_write and attn_merge, bound by memory, compiled once per ISA.
+ *
+ * kv_cache_write  k [T, Hkv, D], v [T, Hkv, Dv] -> row s % block_size of page s / block_size of the caches, s = slots[t]
+ *                 a task is one head of k or of v and takes the tokens in order: of two tokens with one slot the last stays
+ * attn_merge      lse = logaddexp(lse_a, lse_b), out = out_a exp(lse_a - lse) + out_b exp(lse_b - lse)
+ *                 a task is a run of rows; a side that saw no key (lse -inf) is not read, the other is copied
+ * Not here: float64 (ref/). */
+#include "kernels.h"
+#include "vec.h"
+
+#include <float.h>
+
+enum { MERGE_ROWS = 64 }; /* about 100 KB of traffic at Dv 128: far more than handing out a task costs */
+
+static size_t no_workspace(const gk_context *ctx, const void *args) {
+    (void)ctx, (void)args;
+    return 0;
+}
+
+/* ---- kv_cache_write ----------------------------------------------------------------------------- */
+typedef struct write_job {
+    const gk_tensor *from, *cache, *slots; /* of k or of v */
+    const gk_tensor *scale;
+} write_job;
+
+static float largest(gk_dtype dtype) {
+    return dtype == GK_BF16 ? gk_bf16_to_f32(0x7f7f) : dtype == GK_F16 ? 65504.0f : FLT_MAX;
+}
+
+/* to[d] = saturate(from[d] / scale), strides in elements. */
+static void write_row(const char *from, int64_t from_stride, char *to, int64_t to_stride, gk_dtype dtype, int64_t n,
+                      const float *scale) {
+    const float limit = largest(dtype);
+    if (from_stride == 1 && to_stride == 1) {
+        if (!scale) {
+            memcpy(to, from, (size_t)n * gk_dtype_bytes(dtype));
+            return;
+        }
+        for (int64_t d = 0; d < n; d += W) {
+            vf x = vf_load_dtype(from, dtype, d, n - d) / *scale;
+            x = vf_max(vf_set1(-limit), vf_min(vf_set1(limit), x)); /* NaN stays */
+            vf_store_dtype(to, dtype, d, x, n - d);
+        }
+        return;
+    }
+    for (int64_t d = 0; d < n; ++d) {
+        float x = (float)gk_load(from, dtype, d * from_stride);
+        if (scale) {
+            x /= *scale;
+            x = x > limit ? limit : x < -limit ? -limit : x;
+        }
+        gk_store(to, dtype, d * to_stride, x);
+    }
+}
+
+static void write_task(void *arg, int64_t task, int64_t worker) {
+    (void)worker;
+    const write_job *job = (const write_job *)arg + task % 2;
+    const gk_tensor *x = job->from, *cache = job->cache;
+    const int64_t h = task / 2, block_size = cache->shape[1], bytes = (int64_t)gk_dtype_bytes(x->dtype);
+    const float *scale = job->scale ? job->scale->data : NULL;
+    if (scale && job->scale->ndim) scale += h * job->scale->stride[0];
+    for (int64_t t = 0; t < job->slots->shape[0]; ++t) {
+        const int64_t i = t * job->slots->stride[0];
+        const int64_t slot = job->slots->dtype == GK_I64 ? ((const int64_t *)job->slots->data)[i]
+                                                         : ((const int32_t *)job->slots->data)[i];
+        if (slot < 0) continue;
+        const int64_t from = t * x->stride[0] + h * x->stride[1];
+        const int64_t to = slot / block_size * cache->stride[0] + slot % block_size * cache->stride[1] + h * cache->stride[2];
+        write_row((const char *)x->data + bytes * from, x->stride[2], (char *)cache->data + bytes * to, cache->stride[3],
+                  x->dtype, x->shape[2], scale);
+    }
+}
+
+static void write_run(const gk_context *ctx, const void *args) {
+    const gk_kv_cache_write_args *a = args;
+    write_job jobs[2] = {{&a->k, &a->k_cache, &a->slots, a->k_scale}, {&a->v, &a->v_cache, &a->slots, a->v_scale}};
+    gk_parallel(ctx, 2 * a->k.shape[1], write_task, jobs);
+}
+
+static void write_explain(const gk_context *ctx, const void *args, gk_explanation *out) {
+    (void)ctx;
+    out->tasks = 2 * ((const gk_kv_cache_write_args *)args)->k.shape[1];
+    out->chunks = 1;
+}
+
+const gk_cpu_kernel SYM(gk_kv_cache_write) = {no_workspace, write_run, write_explain};
+
+/* ---- attn_merge --------------------------------------------------------------------------------- */
+/* Offset of a row of t, whose first `ndim` dimensions count rows. */
+static int64_t row_offset(const gk_tensor *t, int ndim, int64_t row) {
+    int64_t offset = 0;
+    for (int d = ndim - 1; d >= 0; --d) {
+        offset += row % t->shape[d] * t->stride[d];
+        row /= t->shape[d];
+    }
+    return offset;
+}
+
+static void copy_row(const gk_tensor *x, int64_t from, const gk_tensor *out, int64_t to, int64_t n) {
+    const int64_t stride = x->stride[x->ndim - 1], bytes = (int64_t)gk_dtype_bytes(x->dtype);
+    for (int64_t d = 0; d < n; ++d)
+        memcpy((char *)out->data + bytes * (to + d), (const char *)x->data + bytes * (from + d * stride), (size_t)bytes);
+}
+
+/* n values of a row whose elements lie `stride` apart */
+INLINE vf load_strided(const gk_tensor *t, int64_t at, int64_t stride, int64_t n) {
+    if (stride == 1) return vf_load_dtype(t->data, t->dtype, at, n);
+    float x[W] = {0};
+    for (int64_t i = 0; i < gk_min_i64(W, n); ++i) x[i] = (float)gk_load(t->data, t->dtype, at + i * stride);
+    return vf_load(x);
+}
+
+static void merge_row(const gk_attn_merge_args *x, int64_t row) {
+    const int ndim = x->lse.ndim;
+    const int64_t n = x->out.shape[ndim];
+    const float lse_a = ((const float *)x->lse_a.data)[row_offset(&x->lse_a, ndim, row)];
+    const float lse_b = ((const float *)x->lse_b.data)[row_offset(&x->lse_b, ndim, row)];
+    const int64_t a_at = row_offset(&x->out_a, ndim, row), b_at = row_offset(&x->out_b, ndim, row);
+    char *out = (char *)x->out.data + (int64_t)gk_dtype_bytes(x->out.dtype) * row * n;
+    float *lse = (float *)x->lse.data + row;
+    if (lse_a == -INFINITY && lse_b == -INFINITY) {
+        memset(out, 0, (size_t)n * gk_dtype_bytes(x->out.dtype));
+        *lse = -INFINITY;
+    } else if (lse_b == -INFINITY) {
+        copy_row(&x->out_a, a_at, &x->out, row * n, n);
+        *lse = lse_a;
+    } else if (lse_a == -INFINITY) {
+        copy_row(&x->out_b, b_at, &x->out, row * n, n);
+        *lse = lse_b;
+    } else {
+        const float peak = lse_a > lse_b ? lse_a : lse_b;
+        const float e_a = expf(lse_a - peak), e_b = expf(lse_b - peak);
+        const float weight_a = e_a / (e_a + e_b), weight_b = e_b / (e_a + e_b);
+        const int64_t a_stride = x->out_a.stride[ndim], b_stride = x->out_b.stride[ndim];
+        *lse = peak + logf(e_a + e_b);
+        for (int64_t d = 0; d < n; d += W) {
+            vf a = load_strided(&x->out_a, a_at + d * a_stride, a_stride, n - d);
+            vf b = load_strided(&x->out_b, b_at + d * b_stride, b_stride, n - d);
+            vf_store_dtype(out, x->out.dtype, d, vf_fma(a, vf_set1(weight_a), b * weight_b), n - d);
+        }
+    }
+}
+
+static void merge_task(void *arg, int64_t task, int64_t worker) {
+    (void)worker;
+    const gk_attn_merge_args *x = arg;
+    const int64_t end = gk_min_i64((task + 1) * MERGE_ROWS, gk_numel(&x->lse));
+    for (int64_t row = task * MERGE_ROWS; row < end; ++row) merge_row(x, row);
+}
+
+static void merge_run(const gk_context *ctx, const void *args) {
+    gk_attn_merge_args x = *(const gk_attn_merge_args *)args;
+    gk_parallel(ctx, gk_ceil_div(gk_numel(&x.lse), MERGE_ROWS), merge_task, &x);
+}
+
+static void merge_explain(const gk_context *ctx, const void *args, gk_explanation *out) {
+    (void)ctx;
+    out->tasks = gk_ceil_div(gk_numel(&((const gk_attn_merge_args *)args)->lse), MERGE_ROWS);
+    out->chunks = 1;
+}
+
+const gk_cpu_kernel SYM(gk_attn_merge) = {no_workspace, merge_run, merge_explain};

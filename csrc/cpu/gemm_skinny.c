@@ -1,0 +1,232 @@
+/* gemm_skinny: out = activation(alpha a b + beta c + bias) for few rows, where reading b once is what costs.
+ * Compiled once per ISA.   a [M, K]  b [K, N], its rows or its columns dense   out [M, N]
+ * A task owns a run of columns over all of K, so nothing is reduced across tasks. Two forms:
+ *   across  (rows of b dense, "NN")     for KB rows of b: C[M][columns] += a[M][KB] b[KB][columns], b read in place where it
+ *           is float32, else zipped or converted KB rows at a time; C waits in a float32 block in L1
+ *   along   (columns of b dense, "NT")  dot products: TM rows of a against TN columns of b, lanes along k, both in place;
+ *           sums of lanes at the end. In chunks of k, so that the columns of b stay in L1 for all rows of a
+ * workspace per worker: C block, KB rows of b and of a (across); lane sums of TN columns (along).
+ * Not here: more rows (gemm), b with both strides above 1.
+ */
+#include "blocks.h"
+#include "tile.h"
+
+/* ---- across: lanes along n ------------------------------------------------------------------------ */
+typedef struct plan {
+    gk_gemm_problem p;
+    bool along;
+    int64_t nb, n_blocks, kb;
+    int64_t acc_cells, b_cells, a_cells; /* of a worker's workspace, in 4-byte cells */
+} plan;
+
+enum { TM = W == 16 ? 4 : 3, TN = W == 16 ? 6 : 4 }; /* 24 or 12 accumulators and their operands fit the registers */
+
+static plan plan_of(const gk_context *ctx, const gk_gemm_args *args) {
+    const gk_skinny_blocks *bl = &SYM(gk_skinny_blocks);
+    plan x;
+    x.p = gk_gemm_problem_of(args);
+    x.along = x.p.b_n != 1;
+    const int64_t unit = x.along ? TN : NR;
+    const int64_t per_thread = gk_ceil_div(x.p.n, bl->tasks_per_thread * gk_max_i64(1, ctx->num_threads));
+    x.nb = gk_round_up(gk_clamp_i64(per_thread, bl->nb_min, bl->nb_max), unit);
+    x.n_blocks = gk_ceil_div(x.p.n, x.nb);
+    x.kb = x.along ? bl->kb_along : bl->kb_across;
+    if (x.along) {
+        x.acc_cells = gk_round_up(gk_round_up(x.p.m, TM) * (TN * W + 2 * W), 16);
+        x.b_cells = x.a_cells = 0;
+    } else {
+        x.acc_cells = x.p.m * x.nb;
+        x.b_cells = gk_round_up(x.nb * cells_of(x.kb) + W, 16);
+        x.a_cells = gk_round_up(x.p.m * gk_round_up(cells_of(x.kb), W) + W, 16);
+    }
+    return x;
+}
+
+static int64_t num_tasks(const plan *x) { return x->p.m && x->p.n ? x->p.batch * x->n_blocks : 0; }
+static size_t worker_bytes(const plan *x) {
+    return 4 * (size_t)gk_round_up(x->acc_cells + x->b_cells + x->a_cells, 16);
+}
+
+static void across(const plan *x, gk_dtype dtype, const char *a, const char *b, int64_t cols, float *acc, cell *b_pack,
+                   cell *a_pack) {
+    const gk_gemm_problem *p = &x->p;
+    const int64_t es = dtype == GK_F32 ? 4 : 2, a_ld = gk_round_up(cells_of(x->kb), W);
+    const int64_t whole = dtype == GK_F32 ? cols / NR * NR : 0; /* columns that are read in place */
+    const bool a_rows = p->a_k == 1;
+    for (int64_t k0 = 0; k0 < p->k; k0 += x->kb) {
+        const int64_t kn = gk_min_i64(x->kb, p->k - k0), cells = cells_of(kn);
+        const char *bk = b + es * k0 * p->b_k, *ak = a + es * k0 * p->a_k;
+        if (a_rows)
+            pack_rows(a_pack, a_ld, ak, dtype, p->a_m, p->m, kn);
+        else
+            pack_panel(a_pack, p->m, ak, dtype, p->a_m, p->a_k, p->m, kn);
+        if (whole < cols)
+            pack_panels(b_pack + whole * cells, bk + es * whole, dtype, 1, p->b_k, cols - whole, kn);
+        if (k0 + x->kb < p->k) /* the next rows come while these are used */
+            for (int64_t i = 0; i < gk_min_i64(x->kb, p->k - k0 - x->kb); ++i)
+                for (int64_t c = 0; c < cols * es; c += 64)
+                    __builtin_prefetch(bk + es * (x->kb + i) * p->b_k + c, 0, 2);
+        for (int64_t j = 0; j < cols; j += NR) {
+            const bool in_place = j < whole;
+            const cell *bp = in_place ? (const cell *)(bk + es * j) : b_pack + j * cells;
+            tile_product(a_rows, p->m, gk_min_i64(NR, cols - j), cells, a_pack, a_rows ? a_ld : p->m, bp,
+                         in_place ? p->b_k : NR, acc + j, x->nb, k0 > 0);
+        }
+    }
+}
+
+/* ---- along: lanes along k --------------------------------------------------------------------------- */
+/* sums[i][j] += a[i][k] b[j][k], i < tm, j < tn, lane by lane; strides in elements */
+INLINE void dots(const int tm, const int tn, gk_dtype dtype, int64_t k, const char *a, int64_t a_m, const char *b, int64_t b_n,
+                 vf *sums) {
+    const int64_t es = dtype == GK_F32 ? 4 : 2;
+    vf s[TM][TN];
+#pragma GCC unroll 8
+    for (int i = 0; i < tm; ++i)
+#pragma GCC unroll 8
+        for (int j = 0; j < tn; ++j) s[i][j] = sums[i * TN + j];
+    int64_t c = 0;
+    for (; c + W * PAIR <= k; c += W * PAIR) {
+        vc av[TM];
+#pragma GCC unroll 8
+        for (int i = 0; i < tm; ++i) av[i] = vc_load_along_k(a + es * i * a_m, dtype, c, W * PAIR);
+#pragma GCC unroll 8
+        for (int j = 0; j < tn; ++j) {
+            vc bv = vc_load_along_k(b + es * j * b_n, dtype, c, W * PAIR);
+#pragma GCC unroll 8
+            for (int i = 0; i < tm; ++i) s[i][j] = vc_dot(s[i][j], av[i], bv);
+        }
+    }
+    if (c < k) {
+#pragma GCC unroll 8
+        for (int j = 0; j < tn; ++j) {
+            vc bv = vc_load_along_k(b + es * j * b_n, dtype, c, k - c);
+#pragma GCC unroll 8
+            for (int i = 0; i < tm; ++i)
+                s[i][j] = vc_dot(s[i][j], vc_load_along_k(a + es * i * a_m, dtype, c, k - c), bv);
+        }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < tm; ++i)
+#pragma GCC unroll 8
+        for (int j = 0; j < tn; ++j) sums[i * TN + j] = s[i][j];
+}
+
+typedef void (*dots_fn)(int64_t k, const char *a, int64_t a_m, const char *b, int64_t b_n, vf *sums);
+#define DOTS(dt, tm, tn)                                                                                          \
+    static void dots_##dt##_##tm##_##tn(int64_t k, const char *a, int64_t a_m, const char *b, int64_t b_n, vf *s) { \
+        dots(tm, tn, dt, k, a, a_m, b, b_n, s);                                                                   \
+    }
+#if W == 16
+#define FOR_TN(X, dt, tm) X(dt, tm, 1) X(dt, tm, 2) X(dt, tm, 3) X(dt, tm, 4) X(dt, tm, 5) X(dt, tm, 6)
+#define FOR_TM(X, dt) FOR_TN(X, dt, 1) FOR_TN(X, dt, 2) FOR_TN(X, dt, 3) FOR_TN(X, dt, 4)
+#else
+#define FOR_TN(X, dt, tm) X(dt, tm, 1) X(dt, tm, 2) X(dt, tm, 3) X(dt, tm, 4)
+#define FOR_TM(X, dt) FOR_TN(X, dt, 1) FOR_TN(X, dt, 2) FOR_TN(X, dt, 3)
+#endif
+#define NAME(dt, tm, tn) dots_##dt##_##tm##_##tn,
+FOR_TM(DOTS, GK_BF16)
+static const dots_fn dots_bf16[TM * TN] = {FOR_TM(NAME, GK_BF16)};
+#if PAIR == 1
+FOR_TM(DOTS, GK_F32)
+FOR_TM(DOTS, GK_F16)
+static const dots_fn dots_f32[TM * TN] = {FOR_TM(NAME, GK_F32)};
+static const dots_fn dots_f16[TM * TN] = {FOR_TM(NAME, GK_F16)};
+#endif
+
+static const dots_fn *dots_of(gk_dtype dtype) {
+#if PAIR == 1
+    if (dtype == GK_F32) return dots_f32;
+    if (dtype == GK_F16) return dots_f16;
+#endif
+    (void)dtype;
+    return dots_bf16;
+}
+
+/* W sums at once: lane l of the result is the sum of the lanes of v[l] */
+INLINE vf sums_of_lanes(const vf *v) {
+    vc t[W];
+    for (int l = 0; l < W; ++l) t[l] = (vc)v[l];
+    vc_transpose(t);
+    for (int step = W / 2; step; step /= 2)
+        for (int l = 0; l < step; ++l) t[l] = (vc)((vf)t[l] + (vf)t[l + step]);
+    return (vf)t[0];
+}
+
+static void along(const plan *x, gk_dtype dtype, const char *a, const char *b, int64_t cols, const gk_gemm_epilogue *e,
+                  const gk_gemm_isa *isa, float *ws) {
+    const gk_gemm_problem *p = &x->p;
+    const int64_t es = dtype == GK_F32 ? 4 : 2, strips = gk_ceil_div(p->m, TM);
+    const dots_fn *fn = dots_of(dtype);
+    vf *sums = (vf *)ws;
+    float *c = ws + strips * TM * TN * W; /* [M][W]: the TN columns of C, with room for whole vectors */
+    for (int64_t j = 0; j < cols; j += TN) {
+        const int64_t tn = gk_min_i64(TN, cols - j);
+        for (int64_t i = 0; i < strips * TM * TN; ++i) sums[i] = vf_set1(0);
+        for (int64_t k0 = 0; k0 < p->k; k0 += x->kb) {
+            const int64_t kn = gk_min_i64(x->kb, p->k - k0);
+            const char *bk = b + es * (j * p->b_n + k0);
+            for (int64_t s = 0; s < strips; ++s) {
+                const int64_t i = s * TM, tm = gk_min_i64(TM, p->m - i);
+                fn[(tm - 1) * TN + tn - 1](kn, a + es * (i * p->a_m + k0), p->a_m, bk, p->b_n, sums + s * TM * TN);
+            }
+        }
+        /* [M][TN] sums in a row; W of them become one vector */
+        float flat[W];
+        for (int64_t i0 = 0; i0 < p->m * TN; i0 += W) {
+            vf group[W];
+            for (int l = 0; l < W; ++l) group[l] = i0 + l < strips * TM * TN ? sums[i0 + l] : vf_set1(0);
+            vf_store(flat, sums_of_lanes(group));
+            for (int l = 0; l < W && i0 + l < p->m * TN; ++l) c[(i0 + l) / TN * W + (i0 + l) % TN] = flat[l];
+        }
+        gk_gemm_epilogue at = gk_epilogue_at(e, 0, j);
+        isa->store(&at, c, W, p->m, tn);
+    }
+}
+
+/* ---- the task and the row ----------------------------------------------------------------------------- */
+typedef struct job {
+    const gk_gemm_args *args;
+    plan x;
+} job;
+
+static void task(void *arg, int64_t t, int64_t worker) {
+    const job *jb = arg;
+    const plan *x = &jb->x;
+    const gk_dtype dtype = jb->args->a.dtype;
+    const int64_t j0 = t % x->n_blocks * x->nb, cols = gk_min_i64(x->nb, x->p.n - j0);
+    float *ws = (float *)((char *)jb->args->workspace + (size_t)worker * worker_bytes(x));
+    const char *a, *b;
+    gk_gemm_epilogue whole, e;
+    gk_gemm_at(jb->args, &x->p, t / x->n_blocks, &a, &b, &whole);
+    e = gk_epilogue_at(&whole, 0, j0);
+    b += (int64_t)gk_dtype_bytes(dtype) * j0 * x->p.b_n;
+    if (x->along) {
+        along(x, dtype, a, b, cols, &e, &SYM(gk_gemm_isa), ws);
+        return;
+    }
+    cell *b_pack = (cell *)ws + x->acc_cells, *a_pack = b_pack + x->b_cells;
+    if (x->p.k == 0) memset(ws, 0, 4 * (size_t)x->acc_cells);
+    across(x, dtype, a, b, cols, ws, b_pack, a_pack);
+    SYM(gk_gemm_isa).store(&e, ws, x->nb, x->p.m, cols);
+}
+
+static size_t workspace_bytes(const gk_context *ctx, const void *args) {
+    plan x = plan_of(ctx, args);
+    return (size_t)gk_num_workers(ctx, num_tasks(&x)) * worker_bytes(&x);
+}
+
+static void run(const gk_context *ctx, const void *args) {
+    job jb = {args, plan_of(ctx, args)};
+    gk_parallel(ctx, num_tasks(&jb.x), task, &jb);
+}
+
+static void explain(const gk_context *ctx, const void *args, gk_explanation *out) {
+    plan x = plan_of(ctx, args);
+    out->tile[0] = x.p.m, out->tile[1] = x.nb, out->tile[2] = x.kb;
+    out->tile[3] = x.along ? TM * TN : MR * NR;
+    out->tasks = num_tasks(&x);
+    out->chunks = 1;
+}
+
+const gk_cpu_kernel SYM(gk_gemm_skinny) = {workspace_bytes, run, explain};

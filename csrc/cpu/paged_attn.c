@@ -1,0 +1,461 @@
+/* paged_attn: attention of new tokens over a paged cache, pages read in place, compiled once per ISA.
+ * Kwon et al. 2023, arXiv:2309.06180; the split of the context is Dao et al. 2023 (Flash-Decoding).
+ * q [T, Hq, D]  k_cache [num_blocks, block_size, Hkv, D]  v_cache [.., Dv]  block_table [B, max_blocks]  seq_lens [B]
+ * out [T, Hq, Dv]  lse [T, Hq] float32, natural log. Query t of n_b stands at position seq_lens[b] - n_b + t.
+ *
+ * Two bodies. A sequence with many lanes (query token x head of the group) goes through attn_tile.h, block by block. One
+ * with few is bound by the reading of its keys, so each key is read once for all lanes of its head:
+ *
+ *   a task   one chunk of the context of one sequence, some kv heads; partial O, m, l per chunk and lane
+ *   a unit   `unit` keys of one head: s = q K^T (lanes along d, sums across) | p = exp2(s - m) | O += p V (lanes along dv)
+ *   order    unit of keys outside, heads inside: the heads of a key share its memory page
+ *   time     unit u computes while it prefetches the K and V rows of unit u + 1
+ *
+ * The partials are merged chunk by chunk in order, so results depend on the chunk size of blocks.h alone.
+ *
+ *   workspace   plan [2][B + 1] int64 | partials [chunks][Hkv][lanes][Dv up to W, m, l] float | scratch of each worker
+ * Not here: float64 (ref/), caches in another dtype than q. */
+#include "attn_tile.h"
+
+enum { MAX_LANES = 8, MAX_UNIT = 64 };
+
+typedef struct paged_job {
+    const gk_paged_attn_args *args;
+    const gk_paged_blocks *blocks;
+    int64_t batch, tokens, heads_q, heads_kv;
+    int64_t max_tokens; /* upper bound of a sequence's query tokens */
+    attn_job tile;      /* sequences with many lanes */
+    int64_t chunk, max_chunks;        /* keys of a chunk; chunks of the batch at most */
+    int64_t lanes, heads;             /* few lanes: of a partial, and kv heads of a task */
+    int64_t o_step, partial, q_step;  /* elements: O of a lane, partial of a lane, q of a lane as cells */
+    int64_t *first_block, *first_chunk; /* [B + 1] tasks of the sequences before b */
+    float *partials;
+    char *scratch;
+    int64_t plan_bytes, partials_bytes, scratch_bytes;
+} paged_job;
+
+static float head_scale(const gk_tensor *t, int64_t h_kv) {
+    if (!t) return 1;
+    return ((const float *)t->data)[t->ndim ? h_kv * t->stride[0] : 0];
+}
+
+static paged_job job_make(const gk_paged_attn_args *a) {
+    paged_job job = {.args = a, .blocks = &gk_paged_attn_blocks};
+    job.batch = a->seq_lens.shape[0], job.tokens = a->q.shape[0];
+    job.heads_q = a->q.shape[1], job.heads_kv = a->k_cache.shape[2];
+    const int64_t head_dim = a->q.shape[2], head_dim_v = a->v_cache.shape[3];
+    const int64_t group = job.heads_kv ? job.heads_q / job.heads_kv : 1;
+    job.max_tokens = !job.batch ? 0 : a->cu_seqlens_q ? gk_min_i64(a->max_seqlen_q, job.tokens) : job.tokens / job.batch;
+
+    const gk_attn_blocks *row = gk_attn_fwd_blocks;
+    while (row->max_head_dim < gk_max_i64(head_dim, head_dim_v)) ++row;
+    const int64_t bq = gk_clamp_i64(gk_round_up(job.max_tokens * group, NR), NR, row->bq);
+    job.tile = (attn_job){&a->rules, a->q.dtype, head_dim, head_dim_v, group, bq, row->bkv, a->out.data, a->lse.data};
+
+    const int64_t capacity = a->block_table.shape[1] * a->k_cache.shape[1];
+    job.chunk = gk_max_i64(job.blocks->chunk, gk_round_up(gk_ceil_div(job.batch * capacity, job.blocks->max_chunks), W));
+    job.lanes = gk_min_i64(job.max_tokens * group, job.blocks->max_lanes);
+    job.max_chunks = group > job.lanes ? 0 : job.batch * gk_ceil_div(capacity, job.chunk);
+    job.heads = job.heads_kv;
+    while (job.heads > 1 && job.max_chunks * gk_ceil_div(job.heads_kv, job.heads) < job.blocks->min_tasks)
+        job.heads = gk_ceil_div(job.heads, 2);
+    job.o_step = gk_round_up(head_dim_v, W);
+    job.partial = job.o_step + W; /* m and l follow O */
+    job.q_step = gk_round_up(cells_of(head_dim), W);
+
+    job.plan_bytes = gk_round_up(16 * (job.batch + 1), 64);
+    job.partials_bytes = 4 * job.max_chunks * job.heads_kv * job.lanes * job.partial;
+    job.scratch_bytes = gk_max_i64(attn_scratch_at(NULL, &job.tile).bytes, 4 * job.heads * job.lanes * job.q_step);
+    job.first_block = a->workspace;
+    job.first_chunk = job.first_block + job.batch + 1;
+    job.partials = (float *)((char *)a->workspace + job.plan_bytes);
+    job.scratch = (char *)job.partials + job.partials_bytes;
+    return job;
+}
+
+/* Sequence b as the tile sees one; its keys are addressed through keys_of. */
+static attn_seq seq_of(const paged_job *job, int64_t b) {
+    const gk_paged_attn_args *a = job->args;
+    const int64_t each = job->tokens / job->batch;
+    const int64_t q0 = a->cu_seqlens_q ? i32_at(a->cu_seqlens_q, b) : b * each;
+    attn_seq x = {.q_row = a->q.stride[0], .q_head = a->q.stride[1]};
+    x.seq_q = a->cu_seqlens_q ? i32_at(a->cu_seqlens_q, b + 1) - q0 : each;
+    x.seq_k = i32_at(&a->seq_lens, b);
+    x.q = (const char *)a->q.data + (int64_t)gk_dtype_bytes(a->q.dtype) * q0 * x.q_row;
+    x.out_row = a->out.stride[0], x.out_head = a->out.stride[1], x.out_first = q0 * x.out_row;
+    x.lse_row = job->heads_q, x.lse_head = 1, x.lse_first = q0 * job->heads_q;
+    gk_attn_rules rules = a->rules;
+    rules.window_right = -1;
+    x.span = gk_span_make(&rules, x.seq_k, x.seq_k - x.seq_q);
+    return x;
+}
+
+static attn_keys keys_of(const paged_job *job, int64_t b, int64_t h_kv) {
+    const gk_paged_attn_args *a = job->args;
+    const int64_t es = (int64_t)gk_dtype_bytes(a->q.dtype);
+    return (attn_keys){.k = (const char *)a->k_cache.data + es * h_kv * a->k_cache.stride[2],
+                       .v = (const char *)a->v_cache.data + es * h_kv * a->v_cache.stride[2],
+                       .k_row_bytes = es * a->k_cache.stride[1],
+                       .v_row_bytes = es * a->v_cache.stride[1],
+                       .pages = (const int32_t *)a->block_table.data + b * a->block_table.stride[0],
+                       .pages_step = a->block_table.stride[1],
+                       .page_size = a->k_cache.shape[1],
+                       .k_page_bytes = es * a->k_cache.stride[0],
+                       .v_page_bytes = es * a->v_cache.stride[0]};
+}
+
+INLINE float scale_log2_of(const paged_job *job, int64_t h_kv) {
+    return (float)(job->args->rules.scale * head_scale(job->args->k_scale, h_kv) * GK_LOG2E);
+}
+
+/* ---- the plan ----------------------------------------------------------------------------------- */
+INLINE bool few_lanes(const paged_job *job, const attn_seq *x) { return x->seq_q * job->tile.group <= job->lanes; }
+
+INLINE int64_t num_chunks(const paged_job *job, const attn_seq *x) {
+    return x->seq_q ? gk_ceil_div(gk_span_hi(&x->span, x->seq_q - 1) - gk_span_lo(&x->span, 0), job->chunk) : 0;
+}
+
+static void plan(paged_job *job) {
+    int64_t blocks = 0, chunks = 0;
+    for (int64_t b = 0; b < job->batch; ++b) {
+        const attn_seq x = seq_of(job, b);
+        job->first_block[b] = blocks, job->first_chunk[b] = chunks;
+        if (few_lanes(job, &x))
+            chunks += num_chunks(job, &x);
+        else
+            blocks += gk_ceil_div(x.seq_q * job->tile.group, job->tile.bq) * job->heads_kv;
+    }
+    job->first_block[job->batch] = blocks, job->first_chunk[job->batch] = chunks;
+}
+
+/* The sequence that owns task i: the last b with first[b] <= i. */
+INLINE int64_t owner(const int64_t *first, int64_t batch, int64_t i) {
+    int64_t lo = 0, hi = batch - 1;
+    while (lo < hi) {
+        const int64_t mid = (lo + hi + 1) / 2;
+        if (first[mid] <= i)
+            lo = mid;
+        else
+            hi = mid - 1;
+    }
+    return lo;
+}
+
+/* ---- few lanes: products of a unit -------------------------------------------------------------- */
+INLINE void prefetch_row(const char *p, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
+}
+
+/* Lane i of the result is the sum of x[i]. */
+INLINE vf sums(const vf x[W]) {
+    vc t[W];
+    for (int i = 0; i < W; ++i) t[i] = (vc)x[i];
+    vc_transpose(t);
+    for (int step = W / 2; step; step /= 2)
+        for (int i = 0; i < step; ++i) t[i] = (vc)((vf)t[i] + (vf)t[i + step]);
+    return (vf)t[0];
+}
+
+/* s[lane][j] = q[lane] . k[j] for `lanes` lanes and n keys, W / lanes keys at once: W sums fill one vector.
+ * k[j] + at is the row; the rows next[j] + next_at are fetched meanwhile. */
+INLINE void dots(const int lanes, gk_dtype dtype, int64_t head_dim, const cell *q, int64_t q_step, const char *const *k,
+                 int64_t at, int64_t n, const char *const *next, int64_t next_at, int64_t next_n, int64_t row_bytes,
+                 float *s) {
+    enum { MAX_KEYS = W };
+    const int keys = W / lanes;
+    for (int64_t j = 0; j < n; j += keys) {
+        const char *row[MAX_KEYS];
+        vf acc[W];
+#pragma GCC unroll 16
+        for (int i = 0; i < keys; ++i) {
+            row[i] = k[gk_min_i64(j + i, n - 1)] + at;
+            if (next && j + i < next_n) prefetch_row(next[j + i] + next_at, row_bytes);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < W; ++i) acc[i] = vf_set1(0);
+        const int64_t whole = head_dim / (W * PAIR) * (W * PAIR);
+        for (int64_t d = 0; d < head_dim; d += W * PAIR) {
+            const int64_t left = d < whole ? W * PAIR : head_dim - d;
+            vc query[4];
+#pragma GCC unroll 4
+            for (int l = 0; l < lanes; ++l) query[l] = vc_load(q + l * q_step + d / PAIR);
+#pragma GCC unroll 16
+            for (int i = 0; i < keys; ++i) {
+                const vc key = vc_load_along_k(row[i], dtype, d, left);
+#pragma GCC unroll 4
+                for (int l = 0; l < lanes; ++l) acc[l * keys + i] = vc_dot(acc[l * keys + i], query[l], key);
+            }
+        }
+        float t[W];
+        vf_store(t, sums(acc));
+        for (int l = 0; l < lanes; ++l) memcpy(s + l * MAX_UNIT + j, t + l * keys, 4 * (size_t)keys);
+    }
+}
+
+/* o[lane][d .. d + vectors W] += sum_j p[lane][j] v[j] */
+INLINE void weighted_columns(const int lanes, const int vectors, gk_dtype dtype, int64_t d, int64_t left, const cell *p,
+                             const char *const *v, int64_t at, int64_t n, const char *const *next, int64_t next_at,
+                             int64_t next_n, int64_t row_bytes, float *o, int64_t o_step) {
+    vf acc[4][4];
+#pragma GCC unroll 4
+    for (int l = 0; l < lanes; ++l)
+#pragma GCC unroll 4
+        for (int w = 0; w < vectors; ++w) acc[l][w] = vf_load(o + l * o_step + d + w * W);
+    for (int64_t j = 0; j < n; j += PAIR) {
+        const char *row0 = v[j] + at, *row1 = PAIR == 2 && j + 1 < n ? v[j + 1] + at : NULL;
+        if (next && j < next_n) prefetch_row(next[j] + next_at, row_bytes);
+        if (PAIR == 2 && next && j + 1 < next_n) prefetch_row(next[j + 1] + next_at, row_bytes);
+        vc x[4];
+#pragma GCC unroll 4
+        for (int w = 0; w < vectors; ++w)
+            x[w] = vc_load_across_k(row0, row1, dtype, d + w * W, vectors > 1 ? W : left);
+#pragma GCC unroll 4
+        for (int l = 0; l < lanes; ++l) {
+            const vc weight = vc_set1(p[l * MAX_UNIT + j / PAIR]);
+#pragma GCC unroll 4
+            for (int w = 0; w < vectors; ++w) acc[l][w] = vc_dot(acc[l][w], weight, x[w]);
+        }
+    }
+#pragma GCC unroll 4
+    for (int l = 0; l < lanes; ++l)
+#pragma GCC unroll 4
+        for (int w = 0; w < vectors; ++w) vf_store(o + l * o_step + d + w * W, acc[l][w]);
+}
+
+INLINE void weighted_rows(const int lanes, gk_dtype dtype, int64_t head_dim_v, const cell *p, const char *const *v,
+                          int64_t at, int64_t n, const char *const *next, int64_t next_at, int64_t next_n,
+                          int64_t row_bytes, float *o, int64_t o_step) {
+    enum { VECTORS = W == 16 ? 4 : 2 }; /* 4 lanes x VECTORS accumulators leave room for the values */
+    int64_t d = 0;
+    for (; d + VECTORS * W <= head_dim_v; d += VECTORS * W, next = NULL)
+        weighted_columns(lanes, VECTORS, dtype, d, W, p, v, at, n, next, next_at, next_n, row_bytes, o, o_step);
+    for (; d < head_dim_v; d += W, next = NULL)
+        weighted_columns(lanes, 1, dtype, d, head_dim_v - d, p, v, at, n, next, next_at, next_n, row_bytes, o, o_step);
+}
+
+/* ---- few lanes: softmax of a unit --------------------------------------------------------------- */
+typedef struct paged_lane {
+    int64_t lo, hi, position; /* keys seen, i + diagonal */
+    int64_t i, g;             /* query token, head of the group */
+} paged_lane;
+
+/* s [n] of one lane becomes p, as cells; m and l follow O in the partial. Keys are j0 .. j0 + n. */
+INLINE void softmax_lane(const paged_job *job, const paged_lane *lane, float scale_log2, float slope_log2, int64_t j0,
+                         int64_t n, float *s, cell *p, float *o) {
+    float *m = o + job->o_step, *l = m + 1;
+    const float softcap = (float)job->args->rules.softcap;
+    const int32_t lo = (int32_t)gk_clamp_i64(lane->lo - j0, 0, n), hi = (int32_t)gk_clamp_i64(lane->hi - j0, 0, n);
+    const float position = (float)(lane->position - j0);
+    static const int32_t counting[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    vf top = vf_set1(-INFINITY), sum = vf_set1(0);
+    for (int64_t j = 0; j < n; j += W) {
+        const vi key = vi_load(counting) + (int32_t)j;
+        vf x = vf_load(s + j);
+        x = softcap > 0 ? vf_tanh(x * (scale_log2 / ((float)GK_LOG2E * softcap))) * (softcap * (float)GK_LOG2E) : x * scale_log2;
+        if (slope_log2 != 0) {
+            const vf distance = position - __builtin_convertvector(key, vf);
+            x = x - slope_log2 * vf_max(-distance, distance);
+        }
+        x = vf_select(vi_lt(key, vi_set1(lo)), vf_set1(-INFINITY), x);
+        x = vf_select(vi_lt(key, vi_set1(hi)), x, vf_set1(-INFINITY));
+        vf_store(s + j, x);
+        top = vf_max(top, x);
+    }
+    const float peak = vf_hmax(top);
+    if (peak > *m + attn_lag_log2) {
+        const float shrink = exp2f(*m - peak);
+        *m = peak;
+        if (*l != 0)
+            for (int64_t d = 0; d < job->o_step; d += W) vf_store(o + d, vf_load(o + d) * shrink);
+        *l *= shrink;
+    }
+    for (int64_t j = 0; j < n; j += W * PAIR) {
+        vf x[PAIR];
+        for (int i = 0; i < PAIR; ++i) {
+            const bool here = j + i * W < n;
+            x[i] = here ? vf_exp2_poly(vf_load(s + j + i * W) - *m, PAIR == 2) : vf_set1(0);
+            sum += x[i];
+        }
+        vc_store(p + j / PAIR, vc_from_run(x));
+    }
+    *l += vf_sum(sum);
+}
+
+/* ---- few lanes: a chunk ------------------------------------------------------------------------- */
+INLINE float *partial_at(const paged_job *job, int64_t chunk, int64_t h_kv, int64_t lane) {
+    return job->partials + ((chunk * job->heads_kv + h_kv) * job->lanes + lane) * job->partial;
+}
+
+/* Runs of 4, 2 and 1 lanes cover any number; the rows of the unit to come are fetched by the first run. */
+#define FOR_LANES(call)                                        \
+    for (int64_t l = 0; l < num_lanes;) {                      \
+        if (num_lanes - l >= 4) { enum { LANES = 4 }; call; l += 4; } \
+        else if (num_lanes - l >= 2) { enum { LANES = 2 }; call; l += 2; } \
+        else { enum { LANES = 1 }; call; l += 1; }             \
+    }
+
+INLINE void chunk_units(const paged_job *job, int64_t b, const attn_seq *x, int64_t slot, int64_t first, int64_t end,
+                        int64_t head0, int64_t head1, const cell *q, gk_dtype dtype) {
+    const gk_paged_attn_args *a = job->args;
+    const int64_t group = job->tile.group, num_lanes = x->seq_q * group, unit = job->blocks->unit;
+    const int64_t head_dim = job->tile.head_dim, head_dim_v = job->tile.head_dim_v;
+    const int64_t element_bytes = dtype == GK_F32 ? 4 : 2;
+    const int64_t k_head = element_bytes * a->k_cache.stride[2], v_head = element_bytes * a->v_cache.stride[2];
+    const int64_t k_bytes = element_bytes * head_dim, v_bytes = element_bytes * head_dim_v;
+    const attn_keys keys = keys_of(job, b, 0);
+    const char *k[2][MAX_UNIT], *v[2][MAX_UNIT];
+    float s[MAX_LANES * MAX_UNIT];
+    cell p[MAX_LANES * MAX_UNIT];
+    paged_lane lanes[MAX_LANES];
+    for (int64_t n = 0; n < num_lanes; ++n) {
+        const int64_t i = n / group;
+        lanes[n] = (paged_lane){gk_span_lo(&x->span, i), gk_span_hi(&x->span, i), i + x->span.diagonal, i, n % group};
+    }
+
+    int now = 0;
+    int64_t n = gk_min_i64(unit, end - first);
+    attn_keys_at(&keys, first, n, k[now], v[now]);
+    for (int64_t j = first; j < end; j += unit, now ^= 1) {
+        const int64_t n_next = gk_clamp_i64(end - j - unit, 0, unit);
+        attn_keys_at(&keys, j + unit, n_next, k[now ^ 1], v[now ^ 1]);
+        for (int64_t h = head0; h < head1; ++h) {
+            const bool last = h + 1 == head1; /* then the next unit is the first head of the next keys */
+            const char *const *k_next = last ? k[now ^ 1] : k[now], *const *v_next = last ? v[now ^ 1] : v[now];
+            const int64_t next_h = last ? head0 : h + 1, next_n = last ? n_next : n;
+            const cell *q_h = q + (h - head0) * job->lanes * job->q_step;
+            float *o = partial_at(job, slot, h, 0);
+            FOR_LANES(dots(LANES, dtype, head_dim, q_h + l * job->q_step, job->q_step, k[now], h * k_head, n,
+                           l ? NULL : k_next, next_h * k_head, next_n, k_bytes, s + l * MAX_UNIT))
+            for (int64_t l = 0; l < num_lanes; ++l)
+                softmax_lane(job, &lanes[l], scale_log2_of(job, h),
+                             attn_slope(&a->rules, b, h * group + lanes[l].g) * (float)GK_LOG2E, j, n, s + l * MAX_UNIT,
+                             p + l * MAX_UNIT, o + l * job->partial);
+            FOR_LANES(weighted_rows(LANES, dtype, head_dim_v, p + l * MAX_UNIT, v[now], h * v_head, n, l ? NULL : v_next,
+                                    next_h * v_head, next_n, v_bytes, o + l * job->partial, job->partial))
+        }
+        n = n_next;
+    }
+}
+
+static void chunk_task(const paged_job *job, int64_t task, int64_t worker) {
+    const gk_paged_attn_args *a = job->args;
+    const int64_t parts = gk_ceil_div(job->heads_kv, job->heads), slot = task / parts;
+    const int64_t b = owner(job->first_chunk, job->batch, slot);
+    const int64_t head0 = task % parts * job->heads, head1 = gk_min_i64(head0 + job->heads, job->heads_kv);
+    const int64_t group = job->tile.group, head_dim = job->tile.head_dim;
+    const attn_seq x = seq_of(job, b);
+    const int64_t first = gk_span_lo(&x.span, 0) + (slot - job->first_chunk[b]) * job->chunk;
+    const int64_t end = gk_min_i64(first + job->chunk, gk_span_hi(&x.span, x.seq_q - 1));
+    const int64_t element_bytes = (int64_t)gk_dtype_bytes(a->q.dtype);
+
+    cell *q = (cell *)(job->scratch + worker * job->scratch_bytes);
+    for (int64_t h = head0; h < head1; ++h)
+        for (int64_t n = 0; n < x.seq_q * group; ++n) {
+            const char *row = x.q + element_bytes * (n / group * x.q_row + (h * group + n % group) * x.q_head);
+            pack_rows(q + ((h - head0) * job->lanes + n) * job->q_step, job->q_step, row, a->q.dtype, 0, 1, head_dim);
+            float *o = partial_at(job, slot, h, n);
+            memset(o, 0, 4 * (size_t)job->partial);
+            o[job->o_step] = -FLT_MAX;
+        }
+    switch (a->q.dtype) { /* one copy of the loops per dtype that the ISA serves */
+#if PAIR == 1
+    case GK_F32: chunk_units(job, b, &x, slot, first, end, head0, head1, q, GK_F32); break;
+    case GK_F16: chunk_units(job, b, &x, slot, first, end, head0, head1, q, GK_F16); break;
+#endif
+    default: chunk_units(job, b, &x, slot, first, end, head0, head1, q, GK_BF16);
+    }
+}
+
+/* ---- few lanes: the chunks of a sequence and kv head become out and lse --------------------------- */
+static void merge_task(void *arg, int64_t task, int64_t worker) {
+    (void)worker;
+    const paged_job *job = arg;
+    const int64_t b = task / job->heads_kv, h_kv = task % job->heads_kv, group = job->tile.group;
+    const int64_t head_dim_v = job->tile.head_dim_v;
+    const attn_seq x = seq_of(job, b);
+    if (!few_lanes(job, &x)) return;
+    const float v_scale = head_scale(job->args->v_scale, h_kv);
+    const gk_tensor *sinks = job->args->rules.sinks;
+    for (int64_t n = 0; n < x.seq_q * group; ++n) {
+        const int64_t i = n / group, h = h_kv * group + n % group;
+        const float sink = sinks ? ((const float *)sinks->data)[h * sinks->stride[0]] : -INFINITY;
+        float m = sink == -INFINITY ? -FLT_MAX : sink * (float)GK_LOG2E, l = 0;
+        for (int64_t c = job->first_chunk[b]; c < job->first_chunk[b + 1]; ++c)
+            m = fmaxf(m, partial_at(job, c, h_kv, n)[job->o_step]);
+        if (sink != -INFINITY) l = exp2f(sink * (float)GK_LOG2E - m);
+        for (int64_t c = job->first_chunk[b]; c < job->first_chunk[b + 1]; ++c) {
+            const float *from = partial_at(job, c, h_kv, n) + job->o_step;
+            l += exp2f(from[0] - m) * from[1];
+        }
+        const float factor = v_scale / l;
+        for (int64_t d = 0; d < head_dim_v; d += W) {
+            vf o = vf_set1(0);
+            for (int64_t c = job->first_chunk[b]; c < job->first_chunk[b + 1]; ++c) {
+                const float *from = partial_at(job, c, h_kv, n);
+                o = vf_fma(vf_load(from + d), vf_set1(exp2f(from[job->o_step] - m) * factor), o);
+            }
+            if (l == 0) o = vf_set1(0);
+            vf_store_dtype(job->args->out.data, job->args->out.dtype, x.out_first + i * x.out_row + h * x.out_head + d, o,
+                           head_dim_v - d);
+        }
+        ((float *)job->args->lse.data)[x.lse_first + i * x.lse_row + h] =
+            l == 0 ? -INFINITY : m * 0.6931471805599453f + logf(l);
+    }
+}
+
+/* ---- many lanes --------------------------------------------------------------------------------- */
+static void block_task(const paged_job *job, int64_t task, int64_t worker) {
+    const int64_t b = owner(job->first_block, job->batch, task), h_kv = (task - job->first_block[b]) % job->heads_kv;
+    const attn_seq x = seq_of(job, b);
+    const int64_t lanes_in_all = x.seq_q * job->tile.group, blocks = gk_ceil_div(lanes_in_all, job->tile.bq);
+    const int64_t first = (blocks - 1 - (task - job->first_block[b]) / job->heads_kv) * job->tile.bq;
+    attn_lanes lanes;
+    attn_lanes_fill(&lanes, &job->tile, &x, b, h_kv, first, gk_min_i64(job->tile.bq, lanes_in_all - first));
+    const attn_keys keys = keys_of(job, b, h_kv);
+    attn_block(&job->tile, &lanes, &keys, scale_log2_of(job, h_kv), head_scale(job->args->v_scale, h_kv),
+               job->scratch + worker * job->scratch_bytes);
+}
+
+static void task(void *arg, int64_t i, int64_t worker) {
+    const paged_job *job = arg;
+    const int64_t blocks = job->first_block[job->batch];
+    if (i < blocks)
+        block_task(job, i, worker);
+    else
+        chunk_task(job, i - blocks, worker);
+}
+
+/* ---- the row of tables.c ------------------------------------------------------------------------ */
+static int64_t max_tasks(const paged_job *job) {
+    const int64_t lanes = job->max_tokens * job->tile.group;
+    return job->batch * job->heads_kv * gk_ceil_div(lanes, job->tile.bq) +
+           job->max_chunks * gk_ceil_div(job->heads_kv, job->heads);
+}
+
+static size_t workspace_bytes(const gk_context *ctx, const void *args) {
+    const paged_job job = job_make(args);
+    return (size_t)(job.plan_bytes + job.partials_bytes + gk_num_workers(ctx, max_tasks(&job)) * job.scratch_bytes);
+}
+
+static void run(const gk_context *ctx, const void *args) {
+    paged_job job = job_make(args);
+    const gk_paged_attn_args *a = job.args;
+    if (a->cu_seqlens_q) attn_clear_tokens(&a->out, a->lse.data, i32_at(a->cu_seqlens_q, job.batch));
+    if (job.batch == 0 || job.heads_kv == 0) return;
+    plan(&job);
+    const int64_t parts = gk_ceil_div(job.heads_kv, job.heads);
+    gk_parallel(ctx, job.first_block[job.batch] + job.first_chunk[job.batch] * parts, task, &job);
+    if (job.lanes >= job.tile.group) gk_parallel(ctx, job.batch * job.heads_kv, merge_task, &job);
+}
+
+static void explain(const gk_context *ctx, const void *args, gk_explanation *out) {
+    (void)ctx;
+    const paged_job job = job_make(args);
+    out->tile[0] = job.tile.bq;
+    out->tile[1] = job.max_tokens * job.tile.group <= job.lanes ? job.blocks->unit : job.tile.bkv;
+    out->tile[2] = job.max_chunks ? job.chunk : 0;
+    out->tasks = max_tasks(&job);
+    out->chunks = job.batch && job.max_chunks ? job.max_chunks / job.batch : 1;
+}
+
+const gk_cpu_kernel SYM(gk_paged_attn) = {workspace_bytes, run, explain};

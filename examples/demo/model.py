@@ -1,0 +1,161 @@
+"""A byte-level GPT whose every matrix product and attention goes through an exchangeable `Ops`.
+
+Pre-norm decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU, after Vaswani et al.
+2017 (arXiv:1706.03762), Su et al. 2021 (RoPE, arXiv:2104.09864), Ainslie et al. 2023 (GQA,
+arXiv:2305.13245) and Shazeer 2020 (SwiGLU, arXiv:2002.05202).
+
+Weights are stored [in, out], so that a layer is `gemm(x, w)` with both operands row-major.
+The same `forward` trains on dense [batch, seq] tokens and generates on packed [tokens]: only
+`attend`, which says how queries meet keys, differs.
+
+A position's embedding is the sum of three, of its byte and of the two before it. With the pair
+before a byte in every key, one attention layer can already look up what followed the same pair
+earlier; without it two layers must first learn to cooperate, which costs most of a short training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of the model. `grams` is how many bytes a position's embedding sees."""
+
+    vocab: int = 256
+    grams: int = 3
+    context: int = 512
+    layers: int = 3
+    dim: int = 128
+    heads_q: int = 2
+    heads_kv: int = 1
+    head_dim: int = 64
+    hidden: int = 384
+
+
+class GpukernOps:
+    """The model's products on torch_gpukern."""
+
+    name = "gpukern"
+
+    def __init__(self) -> None:
+        import torch_gpukern
+
+        self.gemm = torch_gpukern.gemm
+        self.flash_attn = torch_gpukern.flash_attn
+
+    def linear(self, x: Tensor, w: Tensor) -> Tensor:
+        """x [..., in], w [in, out] -> [..., out]"""
+        return self.gemm(x, w)
+
+    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [batch, heads_q, seq, head_dim], k and v [batch, heads_kv, seq, head_dim] -> like q"""
+        return self.flash_attn(q, k, v, is_causal=True)
+
+
+class TorchOps:
+    """The same products on PyTorch's built-ins: the peer of the comparison."""
+
+    name = "torch"
+
+    def linear(self, x: Tensor, w: Tensor) -> Tensor:
+        """x [..., in], w [in, out] -> [..., out]"""
+        return torch.matmul(x, w)
+
+    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [batch, heads_q, seq, head_dim], k and v [batch, heads_kv, seq, head_dim] -> like q"""
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+OPS = {"gpukern": GpukernOps, "torch": TorchOps}
+
+
+def grams_of(tokens: Tensor, grams: int) -> Tensor:
+    """tokens [..., seq] -> [..., seq, grams]: each byte and those before it, 0 before the first."""
+    return torch.stack([F.pad(tokens, (i, 0))[..., : tokens.shape[-1]] for i in range(grams)], -1)
+
+
+def rms_norm(x: Tensor) -> Tensor:
+    """Unit root mean square over the last dimension, without a gain: the product that follows
+    learns it."""
+    return F.rms_norm(x, (x.shape[-1],))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions. x [..., seq, heads, head_dim], cos and sin [seq, 1, head_dim / 2]"""
+    lo, hi = x.chunk(2, dim=-1)
+    return torch.cat((lo * cos - hi * sin, hi * cos + lo * sin), dim=-1)
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + SwiGLU(norm(x))."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        c = config
+        heads = c.heads_q + 2 * c.heads_kv
+        self.config = c
+        self.qkv = nn.Parameter(torch.randn(c.dim, heads * c.head_dim) * c.dim**-0.5)
+        self.gate_up = nn.Parameter(torch.randn(c.dim, 2 * c.hidden) * c.dim**-0.5)
+        # zero: every block starts as the identity, and the first steps are stable without warmup
+        self.attn_out = nn.Parameter(torch.zeros(c.heads_q * c.head_dim, c.dim))
+        self.mlp_out = nn.Parameter(torch.zeros(c.hidden, c.dim))
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, ops, layer: int, attend: Attend
+    ) -> Tensor:
+        """x [..., seq, dim] -> [..., seq, dim]"""
+        c = self.config
+        qkv = ops.linear(rms_norm(x), self.qkv).unflatten(-1, (-1, c.head_dim))
+        q, k, v = qkv.split((c.heads_q, c.heads_kv, c.heads_kv), dim=-2)
+        q, k = rotate(rms_norm(q), cos, sin), rotate(rms_norm(k), cos, sin)
+        y = attend(layer, q.to(v.dtype), k.to(v.dtype), v)
+        x = x + ops.linear(y.flatten(-2), self.attn_out)
+        gate, up = ops.linear(rms_norm(x), self.gate_up).chunk(2, dim=-1)
+        return x + ops.linear(F.silu(gate) * up, self.mlp_out)
+
+
+class GPT(nn.Module):
+    """Bytes in, logits of the next byte out."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        c = config
+        self.config = c
+        self.embed = nn.Parameter(torch.randn(c.grams * c.vocab, c.dim))
+        self.blocks = nn.ModuleList(Block(c) for _ in range(c.layers))
+        self.head = nn.Parameter(torch.zeros(c.dim, c.vocab))
+        inv_freq = 10_000.0 ** (-torch.arange(0, c.head_dim, 2) / c.head_dim)
+        angle = torch.arange(c.context)[:, None, None] * inv_freq
+        self.register_buffer("cos", angle.cos(), persistent=False)
+        self.register_buffer("sin", angle.sin(), persistent=False)
+
+    def forward(self, grams: Tensor, positions: Tensor, ops, attend: Attend) -> Tensor:
+        """grams [..., seq, grams] int64, positions [seq] int64 -> float32 logits [..., seq, vocab]
+
+        attend(layer, q, k, v) gets q [..., seq, heads_q, head_dim], k and v
+        [..., seq, heads_kv, head_dim] and returns q's shape."""
+        tables = self.config.vocab * torch.arange(grams.shape[-1], device=grams.device)
+        x = rms_norm(F.embedding(grams + tables, self.embed).sum(dim=-2))
+        cos, sin = self.cos[positions], self.sin[positions]
+        for layer, block in enumerate(self.blocks):
+            x = block(x, cos, sin, ops, layer, attend)
+        return ops.linear(rms_norm(x), self.head).float()
+
+    def loss(self, tokens: Tensor, targets: Tensor, ops, reduction: str = "mean") -> Tensor:
+        """Cross entropy in nats. tokens and targets [batch, seq] int64"""
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            heads_first = (t.transpose(1, 2) for t in (q, k, v))
+            return ops.causal_attention(*heads_first).transpose(1, 2)
+
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        logits = self(grams_of(tokens, self.config.grams), positions, ops, attend)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)

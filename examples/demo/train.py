@@ -1,0 +1,303 @@
+"""Trains a byte-level GPT on the Python standard library with every matrix product and attention
+on torch_gpukern, generates from it through the paged cache, and repeats steps and generation on
+PyTorch's built-ins.
+
+python examples/demo/train.py [--seconds 100] [--backend gpukern|torch] [--out build/demo]
+
+Prints the held-out bits per byte against gzip -9 of the same bytes, step times, tokens per second
+and the differences in loss and logits; writes loss.png and checkpoint.pt. At most three minutes on
+two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from data import Corpus, batches, load_corpus, windows
+from generate import PaddedRunner, PagedRunner, Request, for_inference, generate
+from model import GPT, OPS, Config
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[2]
+BATCH = 8
+GZIP_SHARE = 0.9  # the aim: bits per byte below this share of gzip's
+
+# Rates and decays found by a search over short runs: see docs/worklog/demo.md.
+MUON_LR, ADAMW_LR = 0.01, 0.03
+WARMUP = 0.05  # share of the run
+
+PROMPTS = (
+    "import os\nimport sys\n\ndef main(",
+    "class Queue:\n    def __init__(self",
+    "def read(self, size=-1):\n        ",
+    "    try:\n        import ",
+    '"""Utilities for ',
+    "    for name, value in ",
+    "    if not isinstance(",
+    "        raise ValueError(",
+    "    def __repr__(self):\n        return ",
+    "# This module ",
+)
+
+
+class Optimizer:
+    """Muon for the matrices of the blocks, AdamW for embedding and head; the rates follow the
+    share of the run that is over: a short warmup, then a straight line to 0."""
+
+    def __init__(self, model: GPT) -> None:
+        matrices = list(model.blocks.parameters())
+        self.parts = (
+            torch.optim.Muon(
+                matrices,
+                lr=MUON_LR,
+                momentum=0.9,
+                weight_decay=0.2,
+                adjust_lr_fn="match_rms_adamw",
+            ),
+            torch.optim.AdamW(
+                [model.embed, model.head],
+                lr=ADAMW_LR,
+                betas=(0.9, 0.95),
+                weight_decay=0.0,
+                fused=True,
+            ),
+        )
+        self.peaks = [part.param_groups[0]["lr"] for part in self.parts]
+
+    def step(self, share: float) -> None:
+        """share in [0, 1): how much of the run is over."""
+        factor = min((share + 0.01) / WARMUP, (1 - share) / (1 - WARMUP), 1.0)
+        for part, peak in zip(self.parts, self.peaks):
+            part.param_groups[0]["lr"] = peak * factor
+            part.step()
+            part.zero_grad()
+
+
+class Progress:
+    """One line that is rewritten on a terminal, and a line every tenth elsewhere."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.terminal, self.shown = seconds, sys.stdout.isatty(), -1
+
+    def show(self, elapsed: float, text: str) -> None:
+        share = min(elapsed / self.seconds, 1.0)
+        tenth = int(10 * share)
+        if not self.terminal and tenth == self.shown:
+            return
+        self.shown = tenth
+        bar = ("#" * round(30 * share)).ljust(30, ".")
+        line = f"[{bar}] {elapsed:4.0f}/{self.seconds:.0f} s  {text}"
+        print(f"\r{line}\x1b[K" if self.terminal else line, end="", flush=True)
+        print("" if self.terminal and share < 1 else "\n", end="", flush=True)
+
+
+def compiled_loss(model: GPT, ops) -> Callable[[Tensor, Tensor], Tensor]:
+    """(tokens, targets) -> loss in nats, as one graph."""
+
+    def loss(tokens: Tensor, targets: Tensor) -> Tensor:
+        return model.loss(tokens, targets, ops)
+
+    return torch.compile(loss, fullgraph=True)
+
+
+def gradient_step(loss_fn, tokens: Tensor, targets: Tensor) -> float:
+    """Forward under bf16 autocast and backward; returns the loss in nats."""
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = loss_fn(tokens, targets)
+    loss.backward()
+    return loss.item()
+
+
+def compile_now(model: GPT, loss_fn, corpus: Corpus) -> float:
+    """Compiles forward and backward with a step that changes nothing; returns the seconds."""
+    start = time.perf_counter()
+    gradient_step(loss_fn, *next(batches(corpus.train, BATCH, model.config.context, seed=0)))
+    model.zero_grad()
+    return time.perf_counter() - start
+
+
+def train(model: GPT, loss_fn, corpus: Corpus, seconds: float) -> list[tuple[float, float]]:
+    """Trains until the clock says stop; returns (seconds, bits per byte) of every step."""
+    optimizer, progress, curve = Optimizer(model), Progress(seconds), []
+    feed = batches(corpus.train, BATCH, model.config.context, seed=1)
+    start, smooth = time.perf_counter(), None
+    while (elapsed := time.perf_counter() - start) < seconds:
+        bits = gradient_step(loss_fn, *next(feed)) / math.log(2)
+        optimizer.step(elapsed / seconds)
+        smooth = bits if smooth is None else 0.95 * smooth + 0.05 * bits
+        elapsed = time.perf_counter() - start
+        curve.append((elapsed, bits))
+        speed = len(curve) * BATCH * model.config.context / elapsed
+        text = f"step {len(curve)}  {smooth:.3f} bits per byte  {speed:,.0f} bytes/s"
+        progress.show(elapsed, text)
+    return curve
+
+
+@torch.no_grad()
+def held_out_bits(model: GPT, ops, corpus: Corpus) -> float:
+    """Bits per byte over every held-out byte, each predicted from the bytes before it; the first
+    byte of all counts 8."""
+    context, nats = model.config.context, 0.0
+    for tokens, targets in windows(corpus.held_out, BATCH, context, overlap=context // 4):
+        with torch.autocast("cpu", torch.bfloat16):
+            nats += model.loss(tokens, targets, ops, reduction="sum").item()
+    return (nats / math.log(2) + 8) / len(corpus.held_out)
+
+
+def plot(curve: list[tuple[float, float]], held_out: float, gzip_bits: float, path: Path) -> None:
+    """The loss curve, with the held-out result and gzip's as lines."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    seconds, bits = zip(*curve)
+    width = max(1, len(bits) // 50)
+    smooth = [statistics.fmean(bits[max(0, i - width) : i + 1]) for i in range(len(bits))]
+    axes.plot(seconds, bits, color="#4269d0", alpha=0.25, linewidth=0.7)
+    axes.plot(seconds, smooth, color="#4269d0", label="training")
+    axes.axhline(held_out, color="#3ca951", label=f"held out: {held_out:.3f}")
+    axes.axhline(gzip_bits, color="black", linestyle=":", label=f"gzip -9: {gzip_bits:.3f}")
+    axes.set(xlabel="seconds", ylabel="bits per byte", ylim=(1, 5))
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def show_text(requests: list[Request], count: int) -> None:
+    for request in requests[:count]:
+        text = (request.prompt + bytes(request.text)).decode("utf-8", errors="replace")
+        text = "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+        print("  | " + text.replace("\n", "\n  | "))
+        print("  +" + "-" * 40)
+
+
+def compare_generation(model: GPT) -> None:
+    """The same continuous batch on both sides; the built-ins follow our bytes."""
+    twin, places, new_bytes = for_inference(model, torch.bfloat16), 6, 160
+
+    def requests() -> list[Request]:
+        return [Request(p.encode(), new_bytes - 12 * i) for i, p in enumerate(PROMPTS)]
+
+    paged, padded = (
+        runner(model.config, places, torch.bfloat16) for runner in (PagedRunner, PaddedRunner)
+    )
+    for runner in (paged, padded):  # first calls pay for thread pools and code that loads late
+        generate(twin, runner, requests()[:2], places, temperature=0.7)
+    ours, theirs = requests(), requests()
+    a = generate(twin, paged, ours, places, temperature=0.7)
+    follow = [bytes(request.text) for request in ours]
+    b = generate(twin, padded, theirs, places, temperature=0.7, follow=follow)
+    print(
+        f"\ngeneration: {len(ours)} prompts through a continuous batch of {places}, {a.steps} steps"
+    )
+    show_text(ours, 4)
+    same = (a.logits.argmax(-1) == b.logits.argmax(-1)).float().mean().item()
+    difference = (a.logits - b.logits).abs().max().item()
+    print(f"{'':<28}{'gpukern':>12}{'built-ins':>12}{'ratio':>8}")
+    ratio = b.seconds / a.seconds
+    print(
+        f"{'generated bytes/s':<28}{a.new_bytes / a.seconds:>12,.0f}"
+        f"{b.new_bytes / b.seconds:>12,.0f}{ratio:>7.2f}x"
+    )
+    print(
+        f"logits: largest difference {difference:.3f} of {a.logits.abs().max().item():.1f}, "
+        f"same most likely byte in {100 * same:.1f}% of {len(a.logits)} places"
+    )
+
+
+def compare_training(model: GPT, loss_fns: dict, corpus: Corpus, steps: int) -> None:
+    """The same steps from the same weights on both sides, in turn; `loss_fns` maps a name to
+    (twin of the model, its compiled loss)."""
+    feed = batches(corpus.train, BATCH, model.config.context, seed=2)
+    optimizers = {name: Optimizer(twin) for name, (twin, _) in loss_fns.items()}
+    gradient_ms: dict[str, list[float]] = {name: [] for name in loss_fns}
+    step_ms: dict[str, list[float]] = {name: [] for name in loss_fns}
+    losses: dict[str, list[float]] = {name: [] for name in loss_fns}
+    for i in range(steps):
+        tokens, targets = next(feed)
+        order = list(loss_fns) if i % 2 else list(reversed(loss_fns))
+        for name in order:
+            start = time.perf_counter()
+            losses[name].append(gradient_step(loss_fns[name][1], tokens, targets) / math.log(2))
+            gradient_ms[name].append(1e3 * (time.perf_counter() - start))
+            optimizers[name].step(share=0.5)
+            step_ms[name].append(1e3 * (time.perf_counter() - start))
+    ours, theirs = loss_fns
+    bytes_per_step = BATCH * model.config.context
+    print(f"\ntraining: {steps} steps from the same weights on the same batches, medians")
+    print(f"{'':<28}{'gpukern':>12}{'built-ins':>12}{'ratio':>8}")
+    for label, times in (("gradient step, ms", gradient_ms), ("with the optimizer, ms", step_ms)):
+        a, b = (statistics.median(times[name]) for name in (ours, theirs))
+        print(f"{label:<28}{a:>12.1f}{b:>12.1f}{b / a:>7.2f}x")
+    a, b = (1e3 * bytes_per_step / statistics.median(step_ms[name]) for name in (ours, theirs))
+    print(f"{'trained bytes/s':<28}{a:>12,.0f}{b:>12,.0f}{a / b:>7.2f}x")
+    a, b = losses[ours], losses[theirs]
+    print(
+        f"loss in bits per byte: first step {a[0]:.5f} and {b[0]:.5f}, "
+        f"largest difference in {steps} steps {max(abs(x - y) for x, y in zip(a, b)):.5f}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=100.0, help="how long to train")
+    parser.add_argument("--backend", choices=tuple(OPS), default="gpukern", help="what trains")
+    parser.add_argument("--compare-steps", type=int, default=16, help="steps of the comparison")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "demo")
+    args = parser.parse_args()
+    began = time.perf_counter()
+    torch.manual_seed(args.seed)
+    args.out.mkdir(parents=True, exist_ok=True)
+
+    corpus = load_corpus()
+    print(
+        f"text: Python {sys.version.split()[0]}'s standard library, {len(corpus.train):,} bytes to "
+        f"train on, {len(corpus.held_out):,} held out: {', '.join(corpus.held_out_modules)}"
+    )
+    model, ops = GPT(Config()), OPS[args.backend]()
+    c = model.config
+    print(
+        f"model: {sum(p.numel() for p in model.parameters()):,} weights, {c.layers} layers, width "
+        f"{c.dim}, {c.heads_q} query heads on {c.heads_kv} of keys, context {c.context} bytes"
+    )
+    loss_fn = compiled_loss(model, ops)
+    print(f"compiled on {ops.name} in {compile_now(model, loss_fn, corpus):.0f} s, training")
+    curve = train(model, loss_fn, corpus, args.seconds)
+
+    bits, gzip_bits = held_out_bits(model, ops, corpus), corpus.gzip_bits_per_byte
+    verdict = "held" if bits <= GZIP_SHARE * gzip_bits else "missed"
+    print(
+        f"held out: {bits:.3f} bits per byte after {len(curve)} steps; gzip -9: {gzip_bits:.3f}; "
+        f"aim {GZIP_SHARE} of gzip = {GZIP_SHARE * gzip_bits:.3f}: {verdict}"
+    )
+    torch.save({"config": c, "weights": model.state_dict()}, args.out / "checkpoint.pt")
+    plot(curve, bits, gzip_bits, args.out / "loss.png")
+    print(f"wrote {args.out / 'checkpoint.pt'} and {args.out / 'loss.png'}")
+
+    compare_generation(model)
+
+    twins = {}
+    for name, build in OPS.items():
+        if name == ops.name:
+            twins[name] = model, loss_fn  # its graph is compiled already
+        else:
+            twin = copy.deepcopy(model)
+            twins[name] = twin, compiled_loss(twin, build())
+            compile_now(twin, twins[name][1], corpus)
+    compare_training(model, twins, corpus, args.compare_steps)
+    print(f"\n{time.perf_counter() - began:.0f} s in all")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+// box.h: from torch's stack of StableIValues to a struct of arguments, and results back.
+//
+// A kernel is R kernel(Args &), Args a plain struct whose members are the schema's arguments in
+// order; boxed<kernel> is what torch calls. This takes the place of TORCH_BOX, whose reader of
+// `str` never frees the string, and which allocates a shared_ptr for each tensor: both count in a
+// 10 us call.
+#pragma once
+
+#include <cstring>
+#include <string_view>
+#include <tuple>
+#include <type_traits>
+
+#include <torch/csrc/stable/library.h>
+
+#include "tensor.h"
+
+namespace gk {
+
+// ---- arguments that are not tensors -------------------------------------------------------------
+class String { // owns torch's string
+  public:
+    explicit String(StringHandle handle) : handle_(handle) {
+        size_t length = 0;
+        const char *data = "";
+        torch_string_length(handle, &length);
+        torch_string_c_str(handle, &data);
+        text_ = std::string_view(data, length);
+    }
+    String(const String &) = delete;
+    ~String() { torch_delete_string(handle_); }
+    operator std::string_view() const { return text_; }
+
+  private:
+    StringHandle handle_;
+    std::string_view text_;
+};
+
+struct OptDouble {
+    bool given;
+    double value;
+};
+
+struct OptDtype {
+    bool given;
+    int32_t code; // torch's number
+};
+
+// ---- from the stack -----------------------------------------------------------------------------
+template <class T> T bits_as(StableIValue value) {
+    static_assert(std::is_trivially_copyable_v<T> && sizeof(T) <= sizeof(value));
+    T result;
+    std::memcpy(&result, &value, sizeof result); // little-endian, which the build demands
+    return result;
+}
+
+// An optional lies in a heap cell that now is ours; 0 = None.
+template <class T> bool take_optional(StableIValue value, T *inner) {
+    StableIValue *cell = bits_as<StableIValue *>(value);
+    if (!cell) return false;
+    *inner = bits_as<T>(*cell);
+    delete cell;
+    return true;
+}
+
+// Becomes whatever the struct's member is.
+struct Slot {
+    StableIValue value;
+
+    template <class T> operator T() const {
+        if constexpr (std::is_same_v<T, Tensor>) {
+            return Tensor(bits_as<AtenTensorHandle>(value));
+        } else if constexpr (std::is_same_v<T, OptTensor>) {
+            AtenTensorHandle handle = nullptr;
+            take_optional(value, &handle);
+            return OptTensor(handle);
+        } else if constexpr (std::is_same_v<T, String>) {
+            return String(bits_as<StringHandle>(value));
+        } else if constexpr (std::is_same_v<T, OptDouble>) {
+            OptDouble x{};
+            x.given = take_optional(value, &x.value);
+            return x;
+        } else if constexpr (std::is_same_v<T, OptDtype>) {
+            OptDtype x{};
+            x.given = take_optional(value, &x.code);
+            return x;
+        } else {
+            static_assert(std::is_same_v<T, bool> || std::is_same_v<T, int64_t> ||
+                          std::is_same_v<T, double>);
+            return bits_as<T>(value);
+        }
+    }
+};
+
+// How many members Args has: the largest n for which Args{Slot, ... n times} is valid.
+template <class Args, class Sequence, class = void> struct takes : std::false_type {};
+template <class Args, size_t... I>
+struct takes<Args, std::index_sequence<I...>,
+             std::void_t<decltype(Args{(static_cast<void>(I), std::declval<Slot>())...})>>
+    : std::true_type {};
+
+template <class Args, size_t n = 24> constexpr size_t count_members() {
+    if constexpr (takes<Args, std::make_index_sequence<n>>::value)
+        return n;
+    else
+        return count_members<Args, n - 1>();
+}
+
+template <class Args, size_t... I>
+Args unbox(const StableIValue *stack, std::index_sequence<I...>) {
+    return Args{Slot{stack[I]}...};
+}
+
+// ---- to the stack -------------------------------------------------------------------------------
+template <class T> StableIValue bits_of(T x) {
+    StableIValue value = 0;
+    std::memcpy(&value, &x, sizeof x);
+    return value;
+}
+
+inline StableIValue give(Tensor &t) { return bits_of(t.release()); }
+inline StableIValue give(OptTensor &t) {
+    return t ? bits_of(new StableIValue(bits_of(t.release()))) : 0;
+}
+inline StableIValue give(const std::string &text) {
+    StringHandle handle = nullptr;
+    if (torch_new_string_handle(text.data(), text.size(), &handle) != TORCH_SUCCESS) {
+        throw std::runtime_error("gpukern: torch could not make a string");
+    }
+    return bits_of(handle);
+}
+
+template <class T> void box(StableIValue *stack, T &&result) { stack[0] = give(result); }
+template <class... T> void box(StableIValue *stack, std::tuple<T...> &&results) {
+    std::apply([&](auto &...result) { ((*stack++ = give(result)), ...); }, results);
+}
+
+// ---- what torch calls ---------------------------------------------------------------------------
+template <class Args, class R> void call(R (*kernel)(Args &), StableIValue *stack, uint64_t n) {
+    constexpr size_t members = count_members<Args>();
+    if (n != members) throw std::logic_error("gpukern: a schema and its kernel differ");
+    Args args = unbox<Args>(stack, std::make_index_sequence<members>());
+    if constexpr (std::is_void_v<R>)
+        kernel(args);
+    else
+        box(stack, kernel(args));
+}
+
+template <class R> void call(R (*kernel)(), StableIValue *stack, uint64_t) {
+    if constexpr (std::is_void_v<R>)
+        kernel();
+    else
+        box(stack, kernel());
+}
+
+template <auto kernel> void boxed(StableIValue *stack, uint64_t num_args, uint64_t) {
+    call(kernel, stack, num_args);
+}
+
+using Library = torch::stable::detail::StableLibrary;
+
+} // namespace gk

@@ -1,0 +1,170 @@
+// call.h: what a call into csrc needs: device, stream, threads, instruction set, workspace.
+#pragma once
+
+#include <cstdlib>
+#include <cstring>
+
+#include "tensor.h"
+
+#ifndef _WIN32
+#include <pthread.h>
+#endif
+
+#ifdef GPUKERN_HAS_CUDA
+// In CUDA builds of torch only, so that one binary loads on CPU builds too.
+#pragma weak aoti_torch_get_current_cuda_stream
+#endif
+
+namespace gk {
+
+// ---- instruction set ----------------------------------------------------------------------------
+// GPUKERN_CPU at the first use; NULL = the best of the machine.
+inline const char *asked_isa() {
+    static const char *const name = [] {
+        const char *value = std::getenv("GPUKERN_CPU");
+        return value && *value ? strdup(value) : nullptr;
+    }();
+    return name;
+}
+
+inline bool machine_has(const char *isa) {
+    std::string have = std::string(",") + gk_cpu_isas() + ",";
+    return have.find(std::string(",") + isa + ",") != std::string::npos;
+}
+
+inline const char *chosen_isa(const char *op) {
+    static const bool served = !asked_isa() || machine_has(asked_isa());
+    if (!served) {
+        failed(op, "GPUKERN_CPU is '", asked_isa(), "', which this machine does not have; it has ",
+               gk_cpu_isas());
+    }
+    return asked_isa();
+}
+
+// ---- threads: torch's pool ----------------------------------------------------------------------
+// A forked child inherits the pool's bookkeeping but not its threads, and the next parallel region
+// of the thread that forked would wait for them for ever: that thread works alone. Watched from
+// load on, since torch starts the pool too.
+inline thread_local bool lost_pool = false;
+
+#ifndef _WIN32
+inline const int watching_forks = pthread_atfork(nullptr, nullptr, [] { lost_pool = true; });
+#endif
+
+struct Job {
+    gk_task_fn task;
+    void *arg;
+};
+
+// gk_parallel_for_fn. Nothing may be thrown through csrc, so a failure is left in *pool, a bool.
+inline void torch_pool(void *pool, int64_t n, gk_task_fn task, void *arg) {
+    Job job = {task, arg};
+    auto run = [](int64_t begin, int64_t end, void *context) {
+        const Job *j = static_cast<const Job *>(context);
+        for (int64_t i = begin; i < end; ++i) j->task(j->arg, i);
+    };
+    if (torch_parallel_for(0, n, 1, run, &job) != TORCH_SUCCESS) *static_cast<bool *>(pool) = true;
+}
+
+// ---- workspace ----------------------------------------------------------------------------------
+constexpr size_t kAlign = 64;
+constexpr size_t kKeptBytes = size_t{64} << 20; // what a thread keeps; more lives for one call
+
+struct Scratch {
+    void *data = nullptr;
+    size_t bytes = 0;
+    ~Scratch() { std::free(data); }
+};
+
+inline thread_local Scratch scratch;
+
+inline size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
+
+// ---- a call -------------------------------------------------------------------------------------
+class Call {
+  public:
+    Call(const char *op, const Tensor &first) : op_(op) {
+        context_.size = sizeof context_;
+        context_.index = first.device.index;
+        context_.num_threads = 1;
+        if (first.device.is_cpu()) {
+            context_.device = GK_CPU;
+            context_.index = 0;
+            context_.cpu_isa = chosen_isa(op);
+            uint32_t threads = 1;
+            if (!lost_pool) torch_ok(op, torch_get_num_threads(&threads));
+            if (threads > 1) {
+                context_.num_threads = static_cast<int32_t>(threads);
+                context_.parallel_for = torch_pool;
+                context_.pool = &pool_failed_;
+            }
+            return;
+        }
+#ifdef GPUKERN_HAS_CUDA
+        context_.device = GK_CUDA;
+        if (!aoti_torch_get_current_cuda_stream) failed(op, "this torch has no CUDA");
+        torch_ok(op, aoti_torch_get_current_cuda_stream(first.device.index, &context_.stream));
+#else
+        bad_argument(op, first.name, " is on ", first.device.name(),
+                     "; this build of gpukern has kernels for the cpu");
+#endif
+    }
+    Call(const Call &) = delete; // context_ points into it
+
+    const gk_context *context() const { return &context_; }
+
+    // Memory that holds until the next call of this thread: `first` bytes of workspace, then
+    // `second` bytes.
+    void *workspace(const Tensor &like, size_t first, size_t second = 0, void **rest = nullptr) {
+        size_t bytes = round_up(first, kAlign) + round_up(second, kAlign);
+        char *data = nullptr;
+        if (bytes && context_.device == GK_CPU && bytes <= kKeptBytes) {
+            data = kept(bytes);
+        } else if (bytes) {
+            Shape shape{1, {static_cast<int64_t>(bytes)}};
+            static const Dtype byte = {aoti_torch_dtype_uint8(), "uint8", GK_F32};
+            large_ = empty(op_, shape, &byte, like.device);
+            data = static_cast<char *>(large_.view.data);
+        }
+        if (rest) *rest = data + round_up(first, kAlign);
+        return data;
+    }
+
+    void done(gk_status status) const {
+        if (pool_failed_) failed(op_, "torch's thread pool failed");
+        status_ok(op_, status);
+    }
+
+  private:
+    char *kept(size_t bytes) {
+        if (scratch.bytes < bytes) {
+            size_t grown = size_t{1} << 16;
+            while (grown < bytes) grown *= 2;
+            std::free(scratch.data);
+            scratch.bytes = 0;
+            scratch.data = std::aligned_alloc(kAlign, grown);
+            if (!scratch.data) failed(op_, "out of memory: ", grown, " bytes of workspace");
+            scratch.bytes = grown;
+        }
+        return static_cast<char *>(scratch.data);
+    }
+
+    const char *op_;
+    gk_context context_{};
+    bool pool_failed_ = false;
+    Tensor large_;
+};
+
+// ---- explain ------------------------------------------------------------------------------------
+inline std::string to_json(const gk_explanation &e) {
+    std::ostringstream json;
+    json.precision(17);
+    json << "{\"row\": \"" << e.row << "\", \"isa\": \"" << e.isa << "\", \"tile\": [" << e.tile[0]
+         << ", " << e.tile[1] << ", " << e.tile[2] << ", " << e.tile[3]
+         << "], \"tasks\": " << e.tasks << ", \"chunks\": " << e.chunks
+         << ", \"bytes\": " << e.bytes << ", \"flops\": " << e.flops
+         << ", \"workspace_bytes\": " << e.workspace_bytes << "}";
+    return json.str();
+}
+
+} // namespace gk

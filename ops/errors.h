@@ -1,0 +1,70 @@
+// errors.h: every exception of ops/. A text says op, argument, expected, got:
+//   "gpukern::flash_attn: k has head_dim 64, q has 128; they must match"
+#pragma once
+
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/headeronly/util/shim_utils.h>
+
+#include "gpukern.h"
+
+#define GK_STRINGIFY_(x) #x
+#define GK_STRINGIFY(x) GK_STRINGIFY_(x)
+#define GK_OP_PREFIX GK_STRINGIFY(GPUKERN_NAMESPACE) "::"
+
+// Since torch 2.13: the text of the exception that made the last shim call fail. Null before.
+extern "C" __attribute__((weak)) const char *torch_exception_get_what_without_backtrace();
+
+namespace gk {
+
+template <class... Parts> std::string error_text(const char *op, const Parts &...parts) {
+    std::ostringstream text;
+    text << GK_OP_PREFIX << op << ": ";
+    (text << ... << parts);
+    return text.str();
+}
+
+// Shape, dtype, device or value: ValueError in Python.
+template <class... Parts>
+[[noreturn]] __attribute__((cold, noinline)) void bad_argument(const char *op,
+                                                               const Parts &...parts) {
+    throw std::invalid_argument(error_text(op, parts...));
+}
+
+// Neither the caller's shapes nor values are at fault: RuntimeError in Python.
+template <class... Parts>
+[[noreturn]] __attribute__((cold, noinline)) void failed(const char *op, const Parts &...parts) {
+    throw std::runtime_error(error_text(op, parts...));
+}
+
+// A torch call of this op: its text stays, so that "out of memory" reaches the user.
+inline void torch_ok(const char *op, AOTITorchError code) {
+    if (code == TORCH_SUCCESS) return;
+    if (torch_exception_get_what_without_backtrace) {
+        failed(op, torch_exception_get_what_without_backtrace());
+    }
+    failed(op, "a call into torch failed (torch prints the reason to stderr)");
+}
+
+// Throws what a status means. csrc's text starts with the C function or op that found the fault;
+// here the op that the user called takes its place.
+inline void status_ok(const char *op, gk_status status) {
+    if (status == GK_OK) return;
+    std::string text = gk_last_error();
+    size_t colon = text.find(": ");
+    if (text.rfind("gk", 0) == 0 || text.rfind("gpukern::", 0) == 0) {
+        text = colon == std::string::npos ? "" : text.substr(colon + 2);
+    }
+    text = error_text(op, text.empty() ? gk_status_name(status) : text.c_str());
+    switch (status) {
+    case GK_ERR_ARGUMENT:
+    case GK_ERR_UNSUPPORTED: throw std::invalid_argument(text);
+    case GK_ERR_INDEX: throw std::out_of_range(text); // contents of index tensors: IndexError
+    default: throw std::runtime_error(text);
+    }
+}
+
+} // namespace gk

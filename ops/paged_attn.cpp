@@ -1,0 +1,298 @@
+// paged_attn.cpp: checks, results and the call of paged_attn, paged_attn_fwd and kv_cache_write.
+#include "call.h"
+#include "checks.h"
+
+#include <algorithm>
+
+namespace gk {
+namespace {
+
+// ---- paged_attn ---------------------------------------------------------------------------------
+struct PagedArgs {           // the schema, member by member
+    Tensor q;                // [T, Hq, D]
+    Tensor k_cache, v_cache; // [num_blocks, block_size, Hkv, D], [..., Dv]
+    Tensor block_table;      // [B, max_blocks] int32
+    Tensor seq_lens;         // [B] int32
+    OptTensor cu_seqlens_q;  // [B+1] int32
+    int64_t max_seqlen_q;
+    OptDouble scale;
+    int64_t window_left;
+    double softcap;
+    OptTensor alibi_slopes, sinks, k_scale, v_scale; // [Hq] or [B, Hq], [Hq], [] or [Hkv]
+    bool is_causal;
+};
+
+constexpr const char *kOp = "paged_attn";
+
+// k_cache and v_cache, of an op whose `first` argument sets dtype and device.
+void check_caches(const char *op, const Tensor &first, Tensor &k_cache, Tensor &v_cache,
+                  bool writable) {
+    k_cache.read(op, "k_cache", writable);
+    check_same_device(op, k_cache, first);
+    check_same_dtype(op, k_cache, first);
+    check_ndim(op, k_cache, 4, "[num_blocks, block_size, Hkv, D]");
+    check_same(op, k_cache, "head_dim", k_cache.size(3), first, first.size(2));
+    if (k_cache.size(1) < 1) bad_argument(op, "k_cache has block_size 0; it must be 1 or more");
+    v_cache.read(op, "v_cache", writable);
+    check_same_device(op, v_cache, first);
+    check_same_dtype(op, v_cache, first);
+    check_ndim(op, v_cache, 4, "[num_blocks, block_size, Hkv, Dv]");
+    check_same(op, v_cache, "num_blocks", v_cache.size(0), k_cache, k_cache.size(0));
+    check_same(op, v_cache, "block_size", v_cache.size(1), k_cache, k_cache.size(1));
+    check_same(op, v_cache, "heads", v_cache.size(2), k_cache, k_cache.size(2));
+    check_head_dim(op, v_cache, v_cache.size(3));
+}
+
+// [] or [Hkv] float32 (float64 where q is)
+const gk_tensor *check_scale(const char *op, OptTensor &t, const char *name, const Tensor &first,
+                             int64_t heads_kv) {
+    if (!t) return nullptr;
+    t.read(op, name);
+    check_same_device(op, t, first);
+    check_dtype(op, t, wide_dtype(first));
+    if (t.view.ndim == 0) return &t.view;
+    if (t.view.ndim != 1 || t.size(0) != heads_kv) {
+        std::string got =
+            t.view.ndim > GK_MAX_DIMS ? std::to_string(t.view.ndim) + " dimensions" : shape_text(t);
+        bad_argument(op, name, " must have shape [] or ", shape_text(Shape{1, {heads_kv}}),
+                     ", got ", got);
+    }
+    return &t.view;
+}
+
+gk_paged_attn_args check(PagedArgs &x) {
+    gk_paged_attn_args args{};
+    args.size = sizeof args;
+    x.q.read(kOp, "q");
+    check_float(kOp, x.q);
+    check_ndim(kOp, x.q, 3, "[T, Hq, D]");
+    check_head_dim(kOp, x.q, x.q.size(2));
+    check_caches(kOp, x.q, x.k_cache, x.v_cache, false);
+    int64_t tokens = x.q.size(0), heads_q = x.q.size(1), heads_kv = x.k_cache.size(2);
+    check_head_ratio(kOp, x.q, heads_q, x.k_cache, heads_kv);
+
+    x.block_table.read(kOp, "block_table");
+    check_same_device(kOp, x.block_table, x.q);
+    check_dtype(kOp, x.block_table, GK_I32);
+    check_ndim(kOp, x.block_table, 2, "[B, max_blocks]");
+    int64_t batch = x.block_table.size(0);
+    check_index(kOp, x.seq_lens, "seq_lens", x.q, batch);
+    if (x.cu_seqlens_q) {
+        check_index(kOp, x.cu_seqlens_q, "cu_seqlens_q", x.q, batch + 1);
+        check_not_negative(kOp, "max_seqlen_q", x.max_seqlen_q);
+        args.cu_seqlens_q = &x.cu_seqlens_q.view;
+        args.max_seqlen_q = x.max_seqlen_q;
+    } else if (batch == 0 ? tokens != 0 : tokens % batch != 0) {
+        bad_argument(kOp, "q has ", tokens, " tokens, block_table has ", batch,
+                     " sequences; without cu_seqlens_q the tokens must be a multiple of them");
+    }
+    args.rules = check_rules(kOp, x.q, batch, heads_q, x.is_causal, x.scale, x.window_left, -1,
+                             x.softcap, x.alibi_slopes, x.sinks);
+    args.k_scale = check_scale(kOp, x.k_scale, "k_scale", x.q, heads_kv);
+    args.v_scale = check_scale(kOp, x.v_scale, "v_scale", x.q, heads_kv);
+    args.block_table = x.block_table.view;
+    args.seq_lens = x.seq_lens.view;
+    return args;
+}
+
+Shape out_shape(const PagedArgs &x) { return {3, {x.q.size(0), x.q.size(1), x.v_cache.size(3)}}; }
+Shape lse_shape(const PagedArgs &x) { return {2, {x.q.size(0), x.q.size(1)}}; }
+
+void fill_inputs(PagedArgs &x, const Tensor &out, gk_paged_attn_args *args) {
+    make_last_dense(kOp, x.q);
+    make_last_dense(kOp, x.k_cache);
+    make_last_dense(kOp, x.v_cache);
+    args->q = x.q.view;
+    args->k_cache = x.k_cache.view;
+    args->v_cache = x.v_cache.view;
+    args->out = out.view;
+}
+
+// lse NULL: the caller does not want it, so it lies behind the workspace. The contents of tables
+// and lengths count even where there are no tokens, so csrc is always asked.
+void run(PagedArgs &x, gk_paged_attn_args *args, const Tensor &out, const Tensor *lse) {
+    fill_inputs(x, out, args);
+    Call call(kOp, x.q);
+    size_t lse_bytes = 0;
+    if (lse) {
+        args->lse = lse->view;
+    } else {
+        int64_t tokens = x.q.size(0), heads = x.q.size(1);
+        // out's place until its own is known: the size below does not depend on it
+        args->lse = gk_tensor{out.view.data, wide_dtype(x.q), 2, {tokens, heads}, {heads, 1}};
+        lse_bytes = static_cast<size_t>(tokens * heads) * gk_dtype_bytes(args->lse.dtype);
+    }
+    args->workspace_bytes = gk_paged_attn_workspace_bytes(call.context(), args);
+    void *behind;
+    args->workspace = call.workspace(x.q, args->workspace_bytes, lse_bytes, &behind);
+    if (lse_bytes) args->lse.data = behind;
+    call.done(gk_paged_attn(call.context(), args));
+}
+
+Tensor paged_attn(PagedArgs &x) {
+    gk_paged_attn_args args = check(x);
+    Tensor out = empty(kOp, out_shape(x), x.q.dtype, x.q.device);
+    run(x, &args, out, nullptr);
+    return out;
+}
+
+std::tuple<Tensor, Tensor> paged_attn_fwd(PagedArgs &x) {
+    gk_paged_attn_args args = check(x);
+    Tensor out = empty(kOp, out_shape(x), x.q.dtype, x.q.device);
+    Tensor lse = empty(kOp, lse_shape(x), dtype_of(wide_dtype(x.q)), x.q.device);
+    run(x, &args, out, &lse);
+    return {std::move(out), std::move(lse)};
+}
+
+std::string explain_paged_attn(PagedArgs &x) {
+    gk_paged_attn_args args = check(x);
+    Tensor out = empty(kOp, out_shape(x), x.q.dtype, x.q.device);
+    Tensor lse = empty(kOp, lse_shape(x), dtype_of(wide_dtype(x.q)), x.q.device);
+    fill_inputs(x, out, &args);
+    args.lse = lse.view;
+    gk_explanation explanation{};
+    explanation.size = sizeof explanation;
+    Call call(kOp, x.q);
+    call.done(gk_explain_paged_attn(call.context(), &args, &explanation));
+    return to_json(explanation);
+}
+
+// ---- kv_cache_write -----------------------------------------------------------------------------
+struct WriteArgs {
+    Tensor k, v;             // [T, Hkv, D], [T, Hkv, Dv]
+    Tensor k_cache, v_cache; // [num_blocks, block_size, Hkv, D], [..., Dv]; written
+    Tensor slots;            // [T] int64 or int32
+    OptTensor k_scale, v_scale;
+};
+
+// Do elements of x and y share a byte? Both lie on lattices of byte offsets; the question is
+// whether
+//   sum_i step_i * d_i = y - x   has a solution with low_i <= d_i <= high_i.
+// One term per distinct stride (of one tensor's two views all are shared), largest first: what is
+// left after a term must be within reach of the rest, which leaves two or three candidates per
+// term.
+struct Lattice {
+    struct Term {
+        int64_t step, low, high;
+    };
+    Term term[2 * GK_MAX_DIMS + 1];
+    int64_t least[2 * GK_MAX_DIMS + 2], most[2 * GK_MAX_DIMS + 2]; // reach of the terms from i on
+    int terms = 0;
+    int64_t budget = 1 << 20; // candidates; strides that need more are taken for an overlap
+
+    void add(int64_t step, int64_t low, int64_t high) {
+        if (step < 0) {
+            step = -step;
+            std::swap(low, high);
+            low = -low;
+            high = -high;
+        }
+        if (step == 0 || low == high) return; // all low == high terms are 0 .. 0
+        for (int i = 0; i < terms; ++i) {
+            if (term[i].step != step) continue;
+            term[i].low += low;
+            term[i].high += high;
+            return;
+        }
+        term[terms++] = {step, low, high};
+    }
+
+    bool hits(int i, int64_t rest) {
+        if (rest < least[i] || rest > most[i]) return false;
+        if (i == terms || --budget < 0) return true;
+        const Term &t = term[i];
+        auto floor_div = [](int64_t a, int64_t b) { return a / b - (a % b < 0); };
+        int64_t first = std::max(t.low, -floor_div(most[i + 1] - rest, t.step));
+        int64_t last = std::min(t.high, floor_div(rest - least[i + 1], t.step));
+        for (int64_t d = first; d <= last; ++d) {
+            if (hits(i + 1, rest - d * t.step)) return true;
+        }
+        return false;
+    }
+
+    bool reaches(int64_t distance) {
+        std::sort(term, term + terms, [](const Term &a, const Term &b) { return a.step > b.step; });
+        least[terms] = most[terms] = 0;
+        for (int i = terms - 1; i >= 0; --i) {
+            least[i] = least[i + 1] + term[i].step * term[i].low;
+            most[i] = most[i + 1] + term[i].step * term[i].high;
+        }
+        return hits(0, distance);
+    }
+};
+
+bool overlap(const gk_tensor &x, const gk_tensor &y) {
+    int64_t bytes = static_cast<int64_t>(gk_dtype_bytes(x.dtype));
+    Lattice lattice;
+    for (int d = 0; d < x.ndim; ++d) lattice.add(x.stride[d] * bytes, 0, x.shape[d] - 1);
+    for (int d = 0; d < y.ndim; ++d) lattice.add(y.stride[d] * bytes, 1 - y.shape[d], 0);
+    lattice.add(1, 1 - bytes, bytes - 1);
+    return lattice.reaches(static_cast<char *>(y.data) - static_cast<char *>(x.data));
+}
+
+void check_written_once(const char *op, const Tensor &cache) {
+    for (int d = 0; d < cache.view.ndim; ++d) {
+        if (cache.size(d) > 1 && cache.stride(d) == 0) {
+            bad_argument(op, cache.name, " has stride 0 in dimension ", d,
+                         "; its elements must not share memory");
+        }
+    }
+}
+
+void kv_cache_write(WriteArgs &x) {
+    const char *op = "kv_cache_write";
+    gk_kv_cache_write_args args{};
+    args.size = sizeof args;
+    x.k.read(op, "k");
+    check_float(op, x.k);
+    check_ndim(op, x.k, 3, "[T, Hkv, D]");
+    int64_t tokens = x.k.size(0), heads_kv = x.k.size(1);
+    check_head_dim(op, x.k, x.k.size(2));
+    x.v.read(op, "v");
+    check_same_device(op, x.v, x.k);
+    check_same_dtype(op, x.v, x.k);
+    check_ndim(op, x.v, 3, "[T, Hkv, Dv]");
+    check_same(op, x.v, "tokens", x.v.size(0), x.k, tokens);
+    check_same(op, x.v, "heads", x.v.size(1), x.k, heads_kv);
+    check_caches(op, x.k, x.k_cache, x.v_cache, true);
+    check_same(op, x.k_cache, "heads", x.k_cache.size(2), x.k, heads_kv);
+    check_same(op, x.v_cache, "head_dim", x.v_cache.size(3), x.v, x.v.size(2));
+    check_written_once(op, x.k_cache);
+    check_written_once(op, x.v_cache);
+    if (x.k_cache.numel() > 0 && x.v_cache.numel() > 0 && overlap(x.k_cache.view, x.v_cache.view)) {
+        bad_argument(op, "v_cache overlaps k_cache; they may be views of one tensor but must not "
+                         "share memory");
+    }
+    x.slots.read(op, "slots");
+    check_same_device(op, x.slots, x.k);
+    if (x.slots.dtype->gk != GK_I32 && x.slots.dtype->gk != GK_I64) {
+        bad_argument(op, "slots must be int64 or int32, got ", x.slots.dtype->name);
+    }
+    check_shape(op, x.slots, Shape{1, {tokens}});
+    args.k_scale = check_scale(op, x.k_scale, "k_scale", x.k, heads_kv);
+    args.v_scale = check_scale(op, x.v_scale, "v_scale", x.k, heads_kv);
+    if (tokens == 0) return;
+
+    args.k = x.k.view;
+    args.v = x.v.view;
+    args.k_cache = x.k_cache.view;
+    args.v_cache = x.v_cache.view;
+    args.slots = x.slots.view;
+    Call call(op, x.k);
+    call.done(gk_kv_cache_write(call.context(), &args));
+}
+
+void implement(Library &m) {
+    m.impl("paged_attn", boxed<paged_attn>);
+    m.impl("paged_attn_fwd", boxed<paged_attn_fwd>);
+    m.impl("explain_paged_attn", boxed<explain_paged_attn>);
+    m.impl("kv_cache_write", boxed<kv_cache_write>);
+}
+
+} // namespace
+} // namespace gk
+
+STABLE_TORCH_LIBRARY_IMPL(GPUKERN_NAMESPACE, CPU, m) { gk::implement(m); }
+#ifdef GPUKERN_HAS_CUDA
+STABLE_TORCH_LIBRARY_IMPL(GPUKERN_NAMESPACE, CUDA, m) { gk::implement(m); }
+#endif

@@ -1,0 +1,104 @@
+// schema.cpp: every schema of the plugin, and the ops that take no tensor.
+//
+// SymInt reaches a kernel as int64. The *_fwd and *_bwd ops are what autograd is built of
+// (torch_gpukern/ops); each explain_* takes its op's arguments and returns as JSON what the call
+// would do.
+#include "call.h"
+#include "checks.h"
+
+#define GEMM_ARGS                                                                               \
+    "(Tensor a, Tensor b, Tensor? bias=None, Tensor? c=None, float alpha=1.0, float beta=1.0, " \
+    "str activation=\"none\", ScalarType? out_dtype=None, str fp32_precision=\"ieee\")"
+
+#define DENSE_RULES                                                                              \
+    "bool is_causal=False, float? scale=None, SymInt diagonal=0, SymInt window_left=-1, "        \
+    "SymInt window_right=-1, float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None, " \
+    "Tensor? kv_start=None, Tensor? kv_end=None"
+
+#define FLASH_ATTN_ARGS "(Tensor q, Tensor k, Tensor v, " DENSE_RULES ")"
+
+#define FLASH_ATTN_BWD_ARGS                                                    \
+    "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, " \
+    "Tensor? grad_lse=None, " DENSE_RULES ", bool deterministic=False)"
+
+#define PACKED_LENGTHS \
+    "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+
+#define PACKED_RULES                                                                           \
+    "bool is_causal=False, float? scale=None, SymInt window_left=-1, SymInt window_right=-1, " \
+    "float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None"
+
+#define FLASH_ATTN_VARLEN_ARGS "(Tensor q, Tensor k, Tensor v, " PACKED_LENGTHS PACKED_RULES ")"
+
+// The lengths have no default, so they stand before grad_lse.
+#define FLASH_ATTN_VARLEN_BWD_ARGS                                                            \
+    "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, " PACKED_LENGTHS \
+    "Tensor? grad_lse=None, " PACKED_RULES ", bool deterministic=False)"
+
+#define PAGED_ATTN_ARGS                                                                            \
+    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, "             \
+    "Tensor? cu_seqlens_q=None, SymInt max_seqlen_q=1, float? scale=None, SymInt window_left=-1, " \
+    "float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? k_scale=None, "     \
+    "Tensor? v_scale=None, bool is_causal=True)"
+
+#define OUT_LSE " -> (Tensor out, Tensor lse)"
+#define GRADIENTS " -> (Tensor dq, Tensor dk, Tensor dv, Tensor? dsinks)"
+
+namespace {
+
+void define(gk::Library &m) {
+    m.def("gemm" GEMM_ARGS " -> Tensor");
+    m.def("gemm_fwd" GEMM_ARGS " -> (Tensor out, Tensor? preact)");
+    m.def("gemm_act_bwd(Tensor grad_out, Tensor saved, str activation) -> Tensor");
+    m.def("explain_gemm" GEMM_ARGS " -> str");
+
+    m.def("flash_attn" FLASH_ATTN_ARGS " -> Tensor");
+    m.def("flash_attn_fwd" FLASH_ATTN_ARGS OUT_LSE);
+    m.def("flash_attn_bwd" FLASH_ATTN_BWD_ARGS GRADIENTS);
+    m.def("explain_flash_attn" FLASH_ATTN_ARGS " -> str");
+    m.def("explain_flash_attn_bwd" FLASH_ATTN_BWD_ARGS " -> str");
+
+    m.def("flash_attn_varlen" FLASH_ATTN_VARLEN_ARGS " -> Tensor");
+    m.def("flash_attn_varlen_fwd" FLASH_ATTN_VARLEN_ARGS OUT_LSE);
+    m.def("flash_attn_varlen_bwd" FLASH_ATTN_VARLEN_BWD_ARGS GRADIENTS);
+    m.def("explain_flash_attn_varlen" FLASH_ATTN_VARLEN_ARGS " -> str");
+
+    m.def("attn_merge(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b)" OUT_LSE);
+
+    m.def("paged_attn" PAGED_ATTN_ARGS " -> Tensor");
+    m.def("paged_attn_fwd" PAGED_ATTN_ARGS OUT_LSE);
+    m.def("explain_paged_attn" PAGED_ATTN_ARGS " -> str");
+    m.def("kv_cache_write(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
+          "Tensor slots, Tensor? k_scale=None, Tensor? v_scale=None) -> ()");
+
+    m.def("version() -> str");
+    m.def("cpu_isa() -> str");
+    m.def("cpu_isas() -> str");
+    m.def("check_errors() -> ()");
+}
+
+std::string version() { return gk_version(); }
+
+// The one that calls use.
+std::string cpu_isa() {
+    const char *asked = gk::chosen_isa("cpu_isa");
+    return asked ? asked : gk_cpu_isa();
+}
+
+std::string cpu_isas() { return gk_cpu_isas(); }
+
+// On the CPU every error is raised by the call that made it: there is none to collect.
+void check_errors() {}
+
+} // namespace
+
+// The macro pastes its argument, so the namespace has to be expanded one level above it.
+#define LIBRARY(ns, m) STABLE_TORCH_LIBRARY(ns, m)
+LIBRARY(GPUKERN_NAMESPACE, m) { define(m); }
+
+STABLE_TORCH_LIBRARY_IMPL(GPUKERN_NAMESPACE, CompositeExplicitAutograd, m) {
+    m.impl("version", gk::boxed<version>);
+    m.impl("cpu_isa", gk::boxed<cpu_isa>);
+    m.impl("cpu_isas", gk::boxed<cpu_isas>);
+    m.impl("check_errors", gk::boxed<check_errors>);
+}

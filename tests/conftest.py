@@ -1,0 +1,574 @@
+"""What every test shares: devices, shapes, seeds, the error rule, memory layouts and poison.
+
+The judge is `torch_gpukern.reference` on float64 copies of the inputs. How far a kernel may be from it is never a
+constant: it is what PyTorch's own op in the same dtype makes on the same inputs (`assert_close_as`).
+"""
+
+import itertools
+import math
+import mmap
+import os
+import random
+import subprocess
+import sys
+import textwrap
+import zlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import torch_gpukern
+from torch_gpukern import reference
+
+ops = torch.ops.gpukern
+
+# The whole grid instead of a fixed-seed sample of it.
+ALL = os.environ.get("GPUKERN_TEST_ALL") == "1"
+
+HALF = (torch.bfloat16, torch.float16)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
+
+# Lengths around every power of two that a tile may have, and the two that loops forget.
+LENGTHS = (0, 1, 2, 7, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257)
+# Head dimensions of real models, and those that divide by nothing.
+HEAD_DIMS = (8, 16, 32, 64, 80, 96, 128, 192, 256, 512, 1, 7, 33, 65, 100, 511)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# devices and the grid
+
+
+def pytest_collection_modifyitems(config, items):
+    if torch.cuda.is_available():
+        why_no_gpu = None
+    elif torch.version.cuda is None:
+        why_no_gpu = f"torch {torch.__version__} is built without CUDA"
+    else:
+        why_no_gpu = f"torch {torch.__version__} finds no CUDA device"
+    for item in items:
+        if why_no_gpu and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=why_no_gpu))
+        if not ALL and item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.skip(reason="slow: runs with GPUKERN_TEST_ALL=1"))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    """The device a test runs on; every test of an op takes it."""
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _torch_defaults():
+    """Thread count and modes are process state: give each test those that the process started with."""
+    threads = torch.get_num_threads()
+    yield
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
+
+
+def _name(value):
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, tuple):
+        return "x".join(_name(v) for v in value)
+    return str(value)
+
+
+class Case:
+    """One point of a grid; the axes are its attributes, its id names them all."""
+
+    def __init__(self, **axes):
+        self.__dict__.update(axes)
+        self.id = "-".join(_name(v) for v in axes.values())
+
+    def __repr__(self):
+        return self.id
+
+
+def grid(n, **axes):
+    """The product of the axes, or n points of it in which every value of an axis comes up equally often.
+
+    The sample depends on the axes' names and n alone, so a failure can be run again by its id.
+    """
+    if ALL:
+        points = [dict(zip(axes, values)) for values in itertools.product(*axes.values())]
+    else:
+        rng = random.Random(zlib.crc32(f"{sorted(axes)} {n}".encode()))
+        columns = {}
+        for name, values in axes.items():
+            column = (list(values) * (n // len(values) + 1))[: max(n, len(values))]
+            rng.shuffle(column)
+            columns[name] = column
+        rows = max(len(c) for c in columns.values())
+        points = [{name: c[i % len(c)] for name, c in columns.items()} for i in range(rows)]
+    unique = {(case := Case(**p)).id: case for p in points}
+    return [pytest.param(case, id=name) for name, case in unique.items()]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# inputs
+
+
+def generator(*key):
+    """A generator seeded by what it is for."""
+    return torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
+
+
+def randn(gen, *shape, dtype=torch.float32, device="cpu", std=1.0):
+    """Normal values drawn in float64 on the CPU, so that all devices and dtypes get the same ones up to rounding."""
+    return (torch.randn(shape, generator=gen, dtype=torch.float64) * std).to(dtype).to(device)
+
+
+def integers(gen, *shape, low=-4, high=5, dtype=torch.float32, device="cpu"):
+    """Small integers: their sums of products are exact in every dtype here, so results compare bit for bit."""
+    return torch.randint(low, high, shape, generator=gen).to(dtype).to(device)
+
+
+def f64(x):
+    """x with every floating tensor in it as float64; containers, index tensors and plain values as they are."""
+    if isinstance(x, torch.Tensor):
+        return x.detach().double() if x.is_floating_point() else x
+    if isinstance(x, dict):
+        return {name: f64(value) for name, value in x.items()}
+    if isinstance(x, (list, tuple)):
+        return type(x)(f64(value) for value in x)
+    return x
+
+
+def as_dtype(x, dtype):
+    """x with every floating tensor in it in dtype, as a fresh contiguous tensor without poison around it."""
+    if isinstance(x, torch.Tensor):
+        return x.detach().to(dtype).clone() if x.is_floating_point() else x
+    if isinstance(x, dict):
+        return {name: as_dtype(value, dtype) for name, value in x.items()}
+    return x
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# memory layouts: same values, other strides, NaN in every element the tensor does not own
+
+
+def _poisoned(numel, like):
+    return torch.full((numel,), float("nan"), dtype=like.dtype, device=like.device)
+
+
+def strided(x, order=None, offset=3, pad=0, step=1):
+    """A copy of x inside a buffer of NaN.
+
+    order is the order of the dimensions in memory (outermost first), offset the elements before the first one, pad the
+    elements added to each row of the innermost stored dimension, step its stride.
+    """
+    order = tuple(range(x.dim())) if order is None else order
+    stride, strides = step, [0] * x.dim()
+    for position, dim in enumerate(reversed(order)):
+        strides[dim] = stride
+        stride *= max(x.shape[dim], 1)
+        if position == 0:
+            stride += pad
+    buffer = _poisoned(offset + stride + offset, x)
+    view = buffer.as_strided(x.shape, strides, offset)
+    view.copy_(x)
+    return view
+
+
+def swap_last(x):
+    """Stored with the last two dimensions swapped (a transposed matrix)."""
+    order = list(range(x.dim()))
+    order[-1], order[-2] = order[-2], order[-1]
+    return strided(x, order)
+
+
+def swap_middle(x):
+    """[B, H, S, D] stored as [B, S, H, D]; other ranks keep their order."""
+    return strided(x, (0, 2, 1, 3) if x.dim() == 4 else None)
+
+
+def outer_last(x):
+    """The first dimension stored just outside the last one."""
+    return strided(x, (*range(1, x.dim() - 1), 0, x.dim() - 1) if x.dim() > 2 else None)
+
+
+LAYOUTS = {
+    "dense": lambda x: x,
+    "offset": lambda x: strided(x, offset=1),
+    "padded": lambda x: strided(x, pad=5),
+    "transposed": swap_last,
+    "heads_inside": swap_middle,
+    "outer_last": outer_last,
+    "every_second": lambda x: strided(x, step=2),
+}
+
+
+def guarded(x, width=64):
+    """x's values inside a buffer with a band of NaN on both sides; returns (view, check).
+
+    check() fails if a byte of the bands has changed since.
+    """
+    buffer = _poisoned(x.numel() + 2 * width, x)
+    view = buffer[width : width + x.numel()].view(x.shape)
+    view.copy_(x)
+    bands = [buffer[:width], buffer[width + x.numel() :]]
+    before = [band.clone().view(torch.uint8) for band in bands]
+
+    def check():
+        for band, old in zip(bands, before):
+            assert torch.equal(band.view(torch.uint8), old), "the op wrote outside the tensor"
+
+    return view, check
+
+
+def far_apart(x, dim, stride=2**31 + 5):
+    """x's values with more than 2**31 elements between neighbours along dim.
+
+    The address space is reserved without memory behind it: only the pages that x's rows lie on become real.
+    """
+    rest = [d for d in range(x.dim()) if d != dim]
+    strides, inner = [0] * x.dim(), 1
+    for d in reversed(rest):
+        strides[d] = inner
+        inner *= x.shape[d]
+    strides[dim] = stride
+    nbytes = ((x.shape[dim] - 1) * stride + inner) * x.element_size()
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    buffer = torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=x.dtype)
+    view = buffer.as_strided(x.shape, strides)
+    view.copy_(x)
+    return view
+
+
+def snapshot(*args, **kwargs):
+    """Copies of every tensor among the arguments; returns a check that they are bit for bit as they were."""
+    tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
+    before = [t.detach().clone() for t in tensors]
+
+    def check():
+        for t, old in zip(tensors, before):
+            assert same_bits(t.detach(), old), "an argument changed"
+
+    return check
+
+
+def same_bits(x, y):
+    """Bit for bit the same, NaN included."""
+    if x.shape != y.shape or x.dtype != y.dtype:
+        return False
+    if x.is_floating_point():
+        width = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+        x, y = x.contiguous().view(width), y.contiguous().view(width)
+    return torch.equal(x, y)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the error rule
+
+
+def _rms(x):
+    return x.square().mean().sqrt().item()
+
+
+def assert_close_as(yardstick, got, ref, what="out"):
+    """got is as near to ref as PyTorch's own op: max and RMS error at most twice its, plus one rounding.
+
+    yardstick is PyTorch's result in got's dtype, or a list of such results that differ by the order of a sum alone:
+    on a tensor of few elements one of them is exact by luck, the worst of some is not. Where got is float64 it is
+    PyTorch's float32 result and its error counts times the ratio of the two dtypes' epsilons: ref is float64 itself.
+    The rounding is half a unit of got's dtype at max|ref|.
+    """
+    yardsticks = yardstick if isinstance(yardstick, list) else [yardstick]
+    assert got.shape == ref.shape, f"{what}: shape {tuple(got.shape)}, expected {tuple(ref.shape)}"
+    assert ref.dtype == torch.float64, "the reference is float64"
+    eps = torch.finfo(got.dtype).eps
+    got, ref = got.detach().double().cpu(), ref.detach().cpu()
+    finite = ref.isfinite()
+    assert torch.equal(got[~finite].nan_to_num(nan=0.5), ref[~finite].nan_to_num(nan=0.5)), (
+        f"{what}: infinities or NaN are not where the reference has them"
+    )
+    if not finite.any():
+        return
+    wanted = ref[finite]
+    error = (got[finite] - wanted).abs()
+    assert error.isfinite().all(), f"{what}: {int((~error.isfinite()).sum())} values are not finite"
+    largest = wanted.abs().max().item()
+    rounding = eps / 2 * largest
+    worst_max = worst_rms = 0.0
+    for y in yardsticks:
+        assert y.shape == ref.shape, f"{what}: yardstick has shape {tuple(y.shape)}"
+        unit = eps / torch.finfo(y.dtype).eps if y.dtype != torch.float64 and eps < 1e-10 else 1.0
+        y = y.detach().double().cpu()[finite]
+        assert y.isfinite().all(), f"{what}: the yardstick itself is not finite"
+        assert largest == 0 or y.abs().max() > 0, f"{what}: the yardstick itself is zero"
+        worst_max = max(worst_max, (y - wanted).abs().max().item() * unit)
+        worst_rms = max(worst_rms, _rms(y - wanted) * unit)
+    assert error.max().item() <= 2 * worst_max + rounding, (
+        f"{what}: max error {error.max().item():.3e}, PyTorch makes {worst_max:.3e}, one rounding is {rounding:.3e}"
+    )
+    assert _rms(error) <= 2 * worst_rms + rounding, (
+        f"{what}: RMS error {_rms(error):.3e}, PyTorch makes {worst_rms:.3e}, one rounding is {rounding:.3e}"
+    )
+
+
+def yard_dtype(dtype):
+    """The dtype of the yardstick: PyTorch's float32 stands for float64, see assert_close_as."""
+    return torch.float32 if dtype == torch.float64 else dtype
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# gemm: PyTorch's own ops in the same dtype
+
+TORCH_ACTIVATION = {
+    "none": lambda x: x,
+    "relu": torch.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+}
+
+
+def torch_gemm(a, b, bias=None, c=None, alpha=1.0, beta=1.0, activation="none", out_dtype=None, order=None):
+    """The same in PyTorch's ops and dtype; order [K] permutes the sum over K."""
+    if order is not None:
+        a, b = a[..., order], b[..., order, :]
+    dtype = out_dtype or a.dtype
+    out = torch.matmul(a.to(dtype), b.to(dtype))
+    if alpha != 1.0:
+        out = alpha * out
+    if c is not None and beta != 0:
+        out = out + beta * c.to(dtype)
+    if bias is not None:
+        out = out + bias.to(dtype)
+    return TORCH_ACTIVATION[activation](out)
+
+
+def orders(gen, n, count=4):
+    """Some permutations of a sum of n terms, the plain one first."""
+    return [None] + [torch.randperm(n, generator=gen) for _ in range(count - 1)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# attention: modifiers, and PyTorch's own ops in the same dtype
+
+
+def kv_bounds(batch, seq_k, gen):
+    """kv_start, kv_end int32 [batch]: whole, empty, reversed and clamped ranges among random ones."""
+    start = torch.randint(-3, max(seq_k // 2, 1), (batch,), generator=gen)
+    end = torch.randint(max(seq_k // 2, 1), seq_k + 5, (batch,), generator=gen)
+    if batch > 1:
+        start[1], end[1] = seq_k // 2 + 1, seq_k // 2 - 1
+    return start.to(torch.int32), end.to(torch.int32)
+
+
+def modifiers(name, batch, heads_q, seq_q, seq_k, gen, dtype=torch.float32, device="cpu"):
+    """The arguments of flash_attn beyond q, k, v for each of MODIFIERS."""
+    extra = torch.float64 if dtype == torch.float64 else torch.float32
+    slopes = torch.rand(heads_q, generator=gen, dtype=torch.float64).to(extra).to(device)
+    slopes_b = torch.rand(batch, heads_q, generator=gen, dtype=torch.float64).to(extra).to(device)
+    sinks = randn(gen, heads_q, dtype=extra, device=device)
+    sinks_inf = sinks.clone()
+    sinks_inf[::2] = -math.inf
+    start, end = (t.to(device) for t in kv_bounds(batch, seq_k, gen))
+    return {
+        "none": {},
+        "causal": dict(is_causal=True),
+        "causal_end": dict(is_causal=True, diagonal=seq_k - seq_q),
+        "causal_left": dict(is_causal=True, diagonal=-3),
+        "scale": dict(scale=0.3),
+        "scale_negative": dict(scale=-0.25),
+        "scale_zero": dict(scale=0.0),
+        "window": dict(window_left=5, window_right=3),
+        "window_left": dict(window_left=17, diagonal=seq_k - seq_q),
+        "window_right": dict(window_right=9, diagonal=2),
+        "window_zero": dict(window_left=0, window_right=0),
+        "window_causal": dict(window_left=33, window_right=70, is_causal=True, diagonal=seq_k - seq_q),
+        "softcap": dict(softcap=1.5),
+        "alibi": dict(alibi_slopes=slopes),
+        "alibi_batch": dict(alibi_slopes=slopes_b, diagonal=seq_k - seq_q),
+        "sinks": dict(sinks=sinks),
+        "sinks_off": dict(sinks=sinks_inf),
+        "kv_bounds": dict(kv_start=start, kv_end=end),
+        "kv_start": dict(kv_start=start),
+        "kv_end": dict(kv_end=end),
+        "causal_softcap": dict(is_causal=True, softcap=2.0, diagonal=1),
+        "causal_alibi": dict(is_causal=True, alibi_slopes=slopes, diagonal=seq_k - seq_q),
+        "window_sinks": dict(window_left=8, is_causal=True, sinks=sinks_inf, diagonal=seq_k - seq_q),
+        "all": dict(
+            is_causal=True,
+            diagonal=seq_k - seq_q + 2,
+            window_left=40,
+            window_right=1,
+            softcap=3.0,
+            alibi_slopes=slopes_b,
+            sinks=sinks_inf,
+            kv_start=start,
+            kv_end=end,
+            scale=0.2,
+        ),
+    }[name]
+
+
+MODIFIERS = (
+    "none causal causal_end causal_left scale scale_negative scale_zero window window_left window_right window_zero "
+    "window_causal softcap alibi alibi_batch sinks sinks_off kv_bounds kv_start kv_end causal_softcap causal_alibi "
+    "window_sinks all"
+).split()
+
+
+def visible(q_shape, k_shape, is_causal=False, diagonal=0, window_left=-1, window_right=-1, kv_start=None, kv_end=None):
+    """bool [B, 1, Sq, Sk]: query i sees key j; written from the rules, one compare each."""
+    batch, seq_q, seq_k = q_shape[0], q_shape[2], k_shape[2]
+    i = torch.arange(seq_q)[:, None] + diagonal
+    j = torch.arange(seq_k)[None, :]
+    mask = torch.ones(batch, 1, seq_q, seq_k, dtype=torch.bool)
+    if is_causal:
+        mask &= j <= i
+    if window_left >= 0:
+        mask &= j >= i - window_left
+    if window_right >= 0:
+        mask &= j <= i + window_right
+    if kv_start is not None:
+        mask &= j >= kv_start.cpu().long()[:, None, None, None]
+    if kv_end is not None:
+        mask &= j < kv_end.cpu().long()[:, None, None, None]
+    return mask
+
+
+def torch_attn(q, k, v, scale=None, softcap=0.0, alibi_slopes=None, sinks=None, order=None, **span):
+    """The same in PyTorch's own op and q's dtype: SDPA, or None where SDPA cannot say it.
+
+    order [Sk] permutes the keys. Rows without keys are 0.
+    """
+    if softcap != 0 or sinks is not None or k.shape[2] == 0 or q.shape[2] == 0:
+        return None
+    mask = visible(q.shape, k.shape, **span).to(q.device)
+    empty = ~mask.any(-1, keepdim=True)
+    if alibi_slopes is not None:
+        i = torch.arange(q.shape[2], device=q.device)[:, None] + span.get("diagonal", 0)
+        distance = (i - torch.arange(k.shape[2], device=q.device)[None, :]).abs()
+        bias = -alibi_slopes.reshape(-1, q.shape[1], 1, 1).to(logit_dtype(q.dtype)) * distance
+        mask = bias.masked_fill(~mask, -math.inf).masked_fill(empty, 0.0)
+        mask = mask.expand(q.shape[0], *mask.shape[1:])
+    elif mask.all():
+        mask = None
+    else:
+        mask = mask | empty
+    if order is not None:
+        k, v = k[:, :, order], v[:, :, order]
+        mask = None if mask is None else mask[..., order]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+    return out.masked_fill(empty, 0.0)
+
+
+def logit_dtype(dtype):
+    """The dtype of lse, sinks, slopes and scales."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def for_dtype(kwargs, dtype):
+    """The extra arguments of an attention op for q in dtype."""
+    return as_dtype(kwargs, logit_dtype(dtype))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# paged caches
+
+
+class Paged:
+    """A paged cache with shuffled pages, beside the dense keys and values it holds.
+
+    lengths is a list of context lengths (the new tokens included), queries a list of the query tokens per sequence.
+    Everything no query may read is NaN: unused pages, the tail of last pages; table entries past the used ones point
+    far outside the cache.
+    """
+
+    def __init__(self, gen, lengths, queries, heads_q, heads_kv, head_dim, head_dim_v, block_size, dtype, device="cpu",
+                 order="NHD", garbage=2_000_000_000):  # fmt: skip
+        pages = [-(-n // block_size) for n in lengths]
+        spare = 3
+        total = sum(pages) + spare
+        width = max([*pages, 1]) + 1
+        shuffled = torch.randperm(total, generator=gen)[: sum(pages)].tolist()
+        self.k_cache = torch.full((total, block_size, heads_kv, head_dim), math.nan, dtype=dtype)
+        self.v_cache = torch.full((total, block_size, heads_kv, head_dim_v), math.nan, dtype=dtype)
+        self.block_table = torch.full((len(lengths), width), garbage, dtype=torch.int32)
+        self.keys, self.values = [], []
+        for b, n in enumerate(lengths):
+            mine = [shuffled.pop() for _ in range(pages[b])]
+            self.block_table[b, : len(mine)] = torch.tensor(mine, dtype=torch.int32)
+            k = randn(gen, n, heads_kv, head_dim, dtype=dtype)
+            v = randn(gen, n, heads_kv, head_dim_v, dtype=dtype)
+            token = torch.arange(n)
+            page, row = torch.tensor(mine, dtype=torch.int64)[token // block_size], token % block_size
+            self.k_cache[page, row], self.v_cache[page, row] = k, v
+            self.keys.append(k)
+            self.values.append(v)
+        self.q = randn(gen, sum(queries), heads_q, head_dim, dtype=dtype).to(device)
+        self.lengths, self.queries, self.block_size = list(lengths), list(queries), block_size
+        self.seq_lens = torch.tensor(lengths, dtype=torch.int32).to(device)
+        starts = [0, *itertools.accumulate(queries)]
+        self.cu_seqlens_q = torch.tensor(starts, dtype=torch.int32).to(device)
+        self.block_table = self.block_table.to(device)
+        self.k_cache, self.v_cache = self.k_cache.to(device), self.v_cache.to(device)
+        if order == "HND":
+            self.k_cache, self.v_cache = (strided(c, (0, 2, 1, 3)) for c in (self.k_cache, self.v_cache))
+        elif order == "padded":
+            self.k_cache, self.v_cache = (strided(c, pad=3) for c in (self.k_cache, self.v_cache))
+        elif order == "shared":
+            # one tensor [num_blocks, 2, block_size, heads_kv, max(D, Dv)] holds both, as some engines store them
+            both = torch.full((total, 2, block_size, heads_kv, max(head_dim, head_dim_v)), math.nan, dtype=dtype)
+            both = both.to(device)
+            both[:, 0, ..., :head_dim] = self.k_cache
+            both[:, 1, ..., :head_dim_v] = self.v_cache
+            self.k_cache, self.v_cache = both[:, 0, ..., :head_dim], both[:, 1, ..., :head_dim_v]
+
+    def args(self):
+        """The positional tensors of paged_attn."""
+        return self.q, self.k_cache, self.v_cache, self.block_table, self.seq_lens
+
+    def dense(self, dtype, run, window_left=-1, is_causal=True, k_scale=None, v_scale=None, **modifiers):
+        """run(q, k, v, **flash_attn's arguments) on each sequence's own dense keys in dtype; packed results.
+
+        run returns (out, lse) of one sequence as flash_attn does.
+        """
+        outs, lses, start = [], [], 0
+        for b, (k, v, n, length) in enumerate(zip(self.keys, self.values, self.queries, self.lengths)):
+            q = self.q[start : start + n].cpu()
+            start += n
+            if n == 0:
+                continue
+            q, k, v = (t.to(dtype).transpose(0, 1)[None].contiguous() for t in (q, k, v))
+            if k_scale is not None:
+                k = k * k_scale.to(dtype).cpu().reshape(1, -1, 1, 1)
+            if v_scale is not None:
+                v = v * v_scale.to(dtype).cpu().reshape(1, -1, 1, 1)
+            span = dict(is_causal=is_causal, diagonal=length - n, window_left=window_left)
+            mods = {name: m.cpu() if isinstance(m, torch.Tensor) else m for name, m in modifiers.items()}
+            if mods.get("alibi_slopes") is not None and mods["alibi_slopes"].dim() == 2:
+                mods["alibi_slopes"] = mods["alibi_slopes"][b][None]
+            out, lse = run(q, k, v, **span, **mods)
+            outs.append(out[0].transpose(0, 1))
+            lses.append(lse[0].transpose(0, 1))
+        return torch.cat(outs), torch.cat(lses)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# other processes
+
+
+def run_python(code, env=None, timeout=240, check=True):
+    """Run code in a fresh interpreter; returns the finished process with its text."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), **(env or {})},
+        cwd=os.path.dirname(os.path.abspath(__file__)),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    if check:
+        assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+__all__ = [name for name in dir() if not name.startswith("_")] + ["reference", "torch_gpukern"]

@@ -1,0 +1,558 @@
+/* check_flash_attn: gk_flash_attn_fwd and _bwd of every instruction set against csrc/ref, every modifier, NaN in every key
+ * that no row sees and in every token that belongs to no sequence.
+ *
+ * sizes (every term positive, p_ij the exact probabilities):
+ *   out   sum_j p_ij |v_j|             dq_i  scale sum_j w_ij |k_j|     dk_j  scale sum_i w_ij |q_i|
+ *   dv_j  sum_i p_ij |dout_i|          dsink sum_i p_i,sink d_i         w_ij = p_ij (|dout_i| |v_j| + d_i)
+ *   d_i = sum |dout_i| |out_i| + |dlse_i|
+ * loss: the logits err by e = u(float32) (8 + 2 sqrt D) max |logit|, which changes every p by 2 e; in 16 bits p and
+ * ds are rounded to the inputs' dtype; the sums add u(float32) (32 + 2 sqrt(number of terms)). */
+#include "check.h"
+
+static int num_isas;
+
+typedef struct flash_case {
+    gk_dtype dtype;
+    int64_t batch, heads_q, heads_kv, seq_q, seq_k, head_dim, head_dim_v;
+    bool packed, tokens_first; /* tokens_first: dense, stored as [B, S, H, D] */
+    bool is_causal, sinks, kv_start, kv_end, backward, grad_lse;
+    int alibi; /* 0 none, 1 [Hq], 2 [B, Hq] */
+    int64_t diagonal, window_left, window_right;
+    double scale, softcap;
+} flash_case;
+
+/* All that a case owns. */
+typedef struct flash_data {
+    check_tensor q, k, v, dout, dlse, slopes, sinks, kv_start, kv_end, cu_q, cu_k;
+    int64_t out_shape[4], lse_shape[3], ndim;
+    gk_flash_attn_args args;
+    double max_logit;
+} flash_data;
+
+/* ---- inputs ----------------------------------------------------------------------------------------- */
+/* [B, H, S, D] or [T, H, D], with room between rows. */
+static check_tensor make_heads(const flash_case *x, int64_t tokens, int64_t heads, int64_t seq, int64_t dim, gk_dtype dtype,
+                               int64_t pad) {
+    static const int by_token[4] = {0, 2, 1, 3};
+    int64_t dense[4] = {x->batch, heads, seq, dim}, packed[3] = {tokens, heads, dim};
+    if (x->packed) return check_tensor_make(dtype, 3, packed, NULL, 1, pad);
+    return check_tensor_make(dtype, 4, dense, x->tokens_first ? by_token : NULL, 1, pad);
+}
+
+/* cu_seqlens of random lengths up to `longest`, at least one of them that long; leaves the number of tokens in *end. */
+static check_tensor make_cu_seqlens(int64_t batch, int64_t longest, int64_t *end) {
+    int64_t shape = batch + 1, at = 0;
+    check_tensor cu = check_tensor_make(GK_I32, 1, &shape, NULL, 1, 0);
+    int64_t full = check_below(batch);
+    for (int64_t b = 0; b <= batch; ++b) {
+        check_set(&cu.t, b, (double)at);
+        at += b == full ? longest : check_below(3) == 0 ? check_below(2) : check_below(longest + 1);
+    }
+    *end = (int64_t)check_get(&cu.t, batch);
+    return cu;
+}
+
+static int64_t start_of(const flash_case *x, const check_tensor *cu, int64_t b) {
+    return x->packed ? (int64_t)check_get(&cu->t, b) : 0;
+}
+
+/* One sequence: first tokens and lengths in q and k, and the keys its rows see. */
+typedef struct flash_seq {
+    int64_t q0, k0, seq_q, seq_k, diagonal;
+    gk_span span;
+} flash_seq;
+
+static flash_seq seq_of(const flash_case *x, const flash_data *d, int64_t b) {
+    flash_seq s = {start_of(x, &d->cu_q, b), start_of(x, &d->cu_k, b), x->seq_q, x->seq_k, x->diagonal, {0}};
+    if (x->packed) {
+        s.seq_q = (int64_t)check_get(&d->cu_q.t, b + 1) - s.q0;
+        s.seq_k = (int64_t)check_get(&d->cu_k.t, b + 1) - s.k0;
+        s.diagonal = s.seq_k - s.seq_q;
+    }
+    s.span = gk_span_make(&d->args.rules, s.seq_k, s.diagonal);
+    if (x->kv_start) s.span.key_lo = gk_clamp_i64((int64_t)check_get(&d->kv_start.t, b), 0, s.seq_k);
+    if (x->kv_end) s.span.key_hi = gk_clamp_i64((int64_t)check_get(&d->kv_end.t, b), 0, s.seq_k);
+    return s;
+}
+
+/* Offset of row i, head h of sequence b. */
+static int64_t row_at(const flash_case *x, const gk_tensor *t, int64_t b, int64_t start, int64_t h, int64_t i) {
+    if (x->packed) return (start + i) * t->stride[0] + h * t->stride[1];
+    return b * t->stride[0] + h * t->stride[1] + i * t->stride[2];
+}
+
+static double element(const gk_tensor *t, int64_t at) { return gk_load(t->data, t->dtype, at); }
+
+/* Keys that no row of the sequence sees are NaN in k and v; so is what belongs to no sequence. */
+static void poison(const flash_case *x, flash_data *d) {
+    for (int64_t b = 0; b < x->batch; ++b) {
+        flash_seq s = seq_of(x, d, b);
+        int64_t lo = INT64_MAX, hi = 0;
+        for (int64_t i = 0; i < s.seq_q; ++i) {
+            if (gk_span_lo(&s.span, i) >= gk_span_hi(&s.span, i)) continue;
+            lo = gk_min_i64(lo, gk_span_lo(&s.span, i));
+            hi = gk_max_i64(hi, gk_span_hi(&s.span, i));
+        }
+        for (int64_t j = 0; j < s.seq_k; ++j) {
+            if (j >= lo && j < hi) continue;
+            for (int64_t h = 0; h < x->heads_kv; ++h) {
+                const gk_tensor *kv[2] = {&d->k.t, &d->v.t};
+                for (int t = 0; t < 2; ++t) {
+                    int64_t at = row_at(x, kv[t], b, s.k0, h, j), n = kv[t]->shape[kv[t]->ndim - 1];
+                    for (int64_t e = 0; e < n; ++e) gk_store(kv[t]->data, kv[t]->dtype, at + e, NAN);
+                }
+            }
+        }
+    }
+    if (!x->packed) return;
+    check_tensor *q_like[] = {&d->q, &d->dout, &d->dlse}, *k_like[] = {&d->k, &d->v};
+    int64_t end_q = (int64_t)check_get(&d->cu_q.t, x->batch), end_k = (int64_t)check_get(&d->cu_k.t, x->batch);
+    for (int i = 0; i < 5; ++i) {
+        const gk_tensor *t = i < 3 ? &q_like[i]->t : &k_like[i - 3]->t;
+        int64_t per_token = t->shape[0] ? gk_numel(t) / t->shape[0] : 0;
+        for (int64_t e = (i < 3 ? end_q : end_k) * per_token; e < gk_numel(t); ++e) check_set(t, e, NAN);
+    }
+}
+
+static flash_data make_data(const flash_case *x) {
+    flash_data d;
+    memset(&d, 0, sizeof d);
+    gk_dtype stats = x->dtype == GK_F64 ? GK_F64 : GK_F32;
+    int64_t tokens_q = 0, tokens_k = 0;
+    if (x->packed) {
+        d.cu_q = make_cu_seqlens(x->batch, x->seq_q, &tokens_q);
+        d.cu_k = make_cu_seqlens(x->batch, x->seq_k, &tokens_k);
+        tokens_q += check_below(4);
+        tokens_k += check_below(4);
+    }
+    d.q = make_heads(x, tokens_q, x->heads_q, x->seq_q, x->head_dim, x->dtype, 3);
+    d.k = make_heads(x, tokens_k, x->heads_kv, x->seq_k, x->head_dim, x->dtype, 5);
+    d.v = make_heads(x, tokens_k, x->heads_kv, x->seq_k, x->head_dim_v, x->dtype, 0);
+    d.dout = make_heads(x, tokens_q, x->heads_q, x->seq_q, x->head_dim_v, x->dtype, 1);
+    d.ndim = d.q.t.ndim;
+    memcpy(d.out_shape, d.dout.t.shape, sizeof d.out_shape);
+    memcpy(d.lse_shape, d.dout.t.shape, sizeof d.lse_shape);
+    d.dlse = check_tensor_make(stats, (int)d.ndim - 1, d.lse_shape, NULL, 2, 0);
+    check_fill_normal(&d.q, 1);
+    check_fill_normal(&d.k, 1);
+    check_fill_normal(&d.v, 1);
+    check_fill_normal(&d.dout, 1);
+    check_fill_normal(&d.dlse, 1);
+
+    int64_t slopes_shape[2] = {x->batch, x->heads_q};
+    d.slopes = check_tensor_make(stats, x->alibi == 2 ? 2 : 1, x->alibi == 2 ? slopes_shape : slopes_shape + 1, NULL, 1, 2);
+    d.sinks = check_tensor_make(stats, 1, &x->heads_q, NULL, 2, 0);
+    d.kv_start = check_dense(GK_I32, 1, &x->batch);
+    d.kv_end = check_dense(GK_I32, 1, &x->batch);
+    for (int64_t i = 0; i < gk_numel(&d.slopes.t); ++i) check_set(&d.slopes.t, i, check_uniform(0, 0.3));
+    for (int64_t h = 0; h < x->heads_q; ++h) check_set(&d.sinks.t, h, check_below(4) ? check_uniform(-3, 3) : -INFINITY);
+    for (int64_t b = 0; b < x->batch; ++b) {
+        check_set(&d.kv_start.t, b, (double)(check_below(x->seq_k / 2 + 3) - 1));
+        check_set(&d.kv_end.t, b, (double)(x->seq_k + 2 - check_below(x->seq_k / 2 + 3)));
+    }
+    d.args = (gk_flash_attn_args){
+        .size = sizeof d.args, .q = d.q.t, .k = d.k.t, .v = d.v.t,
+        .max_seqlen_q = x->seq_q, .max_seqlen_k = x->seq_k,
+        .rules = {.scale = x->scale, .softcap = x->softcap, .is_causal = x->is_causal, .diagonal = x->diagonal,
+                  .window_left = x->window_left, .window_right = x->window_right}};
+    return d;
+}
+
+/* Pointers into d itself: set where d has come to rest. */
+static void bind(const flash_case *x, flash_data *d) {
+    if (x->packed) {
+        d->args.cu_seqlens_q = &d->cu_q.t;
+        d->args.cu_seqlens_k = &d->cu_k.t;
+    }
+    d->args.rules.alibi_slopes = x->alibi ? &d->slopes.t : NULL;
+    d->args.rules.sinks = x->sinks ? &d->sinks.t : NULL;
+    d->args.rules.kv_start = x->kv_start ? &d->kv_start.t : NULL;
+    d->args.rules.kv_end = x->kv_end ? &d->kv_end.t : NULL;
+    poison(x, d);
+    d->max_logit = 1 + fabs(x->scale) * check_longest_row(&d->q.t) * check_longest_row(&d->k.t);
+    if (x->alibi) d->max_logit += 0.3 * (double)(x->seq_q + x->seq_k + llabs((long long)x->diagonal));
+}
+
+/* ---- sizes -------------------------------------------------------------------------------------------- */
+/* Gradient sizes as the head comment says, added into tensors like dq, dk, dv, dsinks. */
+typedef struct flash_sizes {
+    check_tensor dq, dk, dv, dsinks;
+} flash_sizes;
+
+static void add(const gk_tensor *t, int64_t at, double x) { ((double *)t->data)[at] += x; }
+
+static void add_pair(const flash_case *x, const flash_data *d, const flash_sizes *z, const gk_flash_attn_args *f, int64_t b,
+                     const flash_seq *s, int64_t h, int64_t i, int64_t j, double lse, double row_size) {
+    int64_t h_kv = h / (x->heads_q / x->heads_kv), k_at = row_at(x, &d->k.t, b, s->k0, h_kv, j);
+    int64_t q_at = row_at(x, &d->q.t, b, s->q0, h, i), v_at = row_at(x, &d->v.t, b, s->k0, h_kv, j);
+    int64_t dout_at = row_at(x, &d->dout.t, b, s->q0, h, i);
+    double logit = 0, reach = row_size;
+    for (int64_t e = 0; e < x->head_dim; ++e) logit += element(&d->q.t, q_at + e) * element(&d->k.t, k_at + e);
+    logit *= x->scale;
+    if (x->softcap > 0) logit = x->softcap * tanh(logit / x->softcap);
+    if (x->alibi) logit -= check_get(&d->slopes.t, x->alibi == 2 ? b * x->heads_q + h : h) * fabs((double)(i + s->diagonal - j));
+    double p = exp(logit - lse);
+    int64_t dv_at = row_at(x, &z->dv.t, b, s->k0, h_kv, j);
+    for (int64_t e = 0; e < x->head_dim_v; ++e) {
+        double g = fabs(element(&d->dout.t, dout_at + e));
+        reach += g * fabs(element(&f->v, v_at + e));
+        add(&z->dv.t, dv_at + e, p * g);
+    }
+    int64_t dq_at = row_at(x, &z->dq.t, b, s->q0, h, i), dk_at = row_at(x, &z->dk.t, b, s->k0, h_kv, j);
+    for (int64_t e = 0; e < x->head_dim; ++e) {
+        add(&z->dq.t, dq_at + e, fabs(x->scale) * p * reach * fabs(element(&d->k.t, k_at + e)));
+        add(&z->dk.t, dk_at + e, fabs(x->scale) * p * reach * fabs(element(&d->q.t, q_at + e)));
+    }
+}
+
+static void add_sizes(const flash_case *x, const flash_data *d, const flash_sizes *z, const gk_flash_attn_args *f) {
+    for (int64_t b = 0; b < x->batch; ++b) {
+        flash_seq s = seq_of(x, d, b);
+        for (int64_t h = 0; h < x->heads_q; ++h) {
+            for (int64_t i = 0; i < s.seq_q; ++i) {
+                double lse = element(&f->lse, row_at(x, &f->lse, b, s.q0, h, i)), row_size = 0;
+                if (lse == -INFINITY) continue;
+                for (int64_t e = 0; e < x->head_dim_v; ++e) {
+                    row_size += fabs(element(&d->dout.t, row_at(x, &d->dout.t, b, s.q0, h, i) + e) *
+                                     element(&f->out, row_at(x, &f->out, b, s.q0, h, i) + e));
+                }
+                if (x->grad_lse) row_size += fabs(element(&d->dlse.t, row_at(x, &d->dlse.t, b, s.q0, h, i)));
+                for (int64_t j = gk_span_lo(&s.span, i); j < gk_span_hi(&s.span, i); ++j) {
+                    add_pair(x, d, z, f, b, &s, h, i, j, lse, row_size);
+                }
+                double sink = x->sinks ? check_get(&d->sinks.t, h) : -INFINITY;
+                if (sink != -INFINITY) add(&z->dsinks.t, h * z->dsinks.t.stride[0], exp(sink - lse) * row_size);
+            }
+        }
+    }
+}
+
+/* ---- forward --------------------------------------------------------------------------------------------- */
+static void run_fwd(const char *isa, int32_t num_threads, gk_flash_attn_args *args) {
+    gk_context ctx = check_context(isa, num_threads);
+    int mark = check_num_owned;
+    check_workspace w = check_workspace_make(gk_flash_attn_fwd_workspace_bytes(&ctx, args));
+    args->workspace = w.data;
+    args->workspace_bytes = w.bytes;
+    gk_status status = gk_flash_attn_fwd(&ctx, args);
+    check_result(status == GK_OK, "%s: %s", gk_status_name(status), gk_last_error());
+    check_workspace_end(&w);
+    gk_explanation e = {.size = sizeof e};
+    if (gk_explain_flash_attn_fwd(&ctx, args, &e) == GK_OK) check_see(&e, w.bytes);
+    check_free(mark);
+}
+
+static void check_fwd(const flash_case *x, const flash_data *d) {
+    gk_context serial = check_context(NULL, 1);
+    gk_dtype stats = x->dtype == GK_F64 ? GK_F64 : GK_F32;
+    int ndim = (int)d->ndim;
+    check_tensor exact = check_dense(GK_F64, ndim, d->out_shape), lse = check_dense(GK_F64, ndim - 1, d->lse_shape);
+    check_tensor size = check_dense(GK_F64, ndim, d->out_shape), lse_size = check_dense(GK_F64, ndim - 1, d->lse_shape);
+    check_tensor abs_v = check_map(&d->v, fabs);
+    gk_flash_attn_args args = d->args;
+    args.v = abs_v.t;
+    args.out = size.t;
+    args.lse = lse.t;
+    gk_ref_flash_attn_fwd(&serial, &args);
+    args.v = d->args.v;
+    args.out = exact.t;
+    gk_ref_flash_attn_fwd(&serial, &args);
+    check_fill(&lse_size, d->max_logit);
+
+    bool half = x->dtype == GK_BF16 || x->dtype == GK_F16;
+    double u = check_acc_unit(x->dtype), logit_loss = u * (8 + 2 * sqrt((double)x->head_dim));
+    double loss = 2 * logit_loss * d->max_logit + u * (32 + 2 * sqrt((double)x->seq_k)) + (half ? 1.25 * check_unit(x->dtype) : 0);
+    double lse_loss = 2 * logit_loss + (32 * u + (x->dtype == GK_BF16 ? 0x1p-17 : 0)) / d->max_logit;
+    for (int i = 0; i < num_isas; ++i) {
+        int mark = check_num_owned;
+        check_isa = check_isa_names[i];
+        check_pass = "forward";
+        check_tensor out[2], got_lse[2];
+        for (int w = 0; w < 2; ++w) {
+            int64_t tokens = x->packed ? d->out_shape[0] : 0;
+            out[w] = make_heads(x, tokens, x->heads_q, x->seq_q, x->head_dim_v, x->dtype, w == 0 ? 7 : 0);
+            got_lse[w] = check_dense(stats, ndim - 1, d->lse_shape);
+            check_remember(&out[w]);
+            check_remember(&got_lse[w]);
+            args.out = out[w].t;
+            args.lse = got_lse[w].t;
+            run_fwd(check_isa_names[i], w == 0 ? 1 : CHECK_WORKERS, &args);
+            check_untouched(&out[w], "out");
+            check_untouched(&got_lse[w], "lse");
+        }
+        check_close("out", &out[0].t, &exact.t, &size.t, loss);
+        check_close("lse", &got_lse[0].t, &lse.t, &lse_size.t, lse_loss);
+        check_result(check_same_bits(&out[0].t, &out[1].t) && check_same_bits(&got_lse[0].t, &got_lse[1].t),
+                     "1 and %d workers differ", CHECK_WORKERS);
+        check_free(mark);
+    }
+}
+
+/* ---- backward ---------------------------------------------------------------------------------------------- */
+static void run_bwd(const char *isa, int32_t num_threads, gk_flash_attn_bwd_args *args) {
+    gk_context ctx = check_context(isa, num_threads);
+    int mark = check_num_owned;
+    check_workspace w = check_workspace_make(gk_flash_attn_bwd_workspace_bytes(&ctx, args));
+    args->workspace = w.data;
+    args->workspace_bytes = w.bytes;
+    gk_status status = gk_flash_attn_bwd(&ctx, args);
+    check_result(status == GK_OK, "%s: %s", gk_status_name(status), gk_last_error());
+    check_workspace_end(&w);
+    gk_explanation e = {.size = sizeof e};
+    if (gk_explain_flash_attn_bwd(&ctx, args, &e) == GK_OK) check_see(&e, w.bytes);
+    check_free(mark);
+}
+
+static void check_bwd(const flash_case *x, const flash_data *d) {
+    /* 1. a forward result, rounded as the product rounds it, that ref and kernels both start from */
+    gk_context serial = check_context(NULL, 1);
+    gk_dtype stats = x->dtype == GK_F64 ? GK_F64 : GK_F32;
+    check_tensor out = check_dense(x->dtype, (int)d->ndim, d->out_shape);
+    check_tensor lse = check_dense(stats, (int)d->ndim - 1, d->lse_shape);
+    gk_flash_attn_bwd_args args = {.size = sizeof args, .fwd = d->args, .grad_out = d->dout.t,
+                                   .grad_lse = x->grad_lse ? &d->dlse.t : NULL};
+    args.fwd.out = out.t;
+    args.fwd.lse = lse.t;
+    gk_ref_flash_attn_fwd(&serial, &args.fwd);
+
+    /* 2. exact gradients and their sizes */
+    check_tensor exact[4], *size[4];
+    const check_tensor *like[3] = {&d->q, &d->k, &d->v};
+    flash_sizes sizes;
+    size[0] = &sizes.dq;
+    size[1] = &sizes.dk;
+    size[2] = &sizes.dv;
+    size[3] = &sizes.dsinks;
+    for (int t = 0; t < 3; ++t) {
+        exact[t] = check_dense(GK_F64, like[t]->t.ndim, like[t]->t.shape);
+        *size[t] = check_dense(GK_F64, like[t]->t.ndim, like[t]->t.shape);
+        check_fill(size[t], 0);
+    }
+    exact[3] = check_dense(GK_F64, 1, &x->heads_q);
+    sizes.dsinks = check_dense(GK_F64, 1, &x->heads_q);
+    check_fill(&sizes.dsinks, 0);
+    args.dq = exact[0].t;
+    args.dk = exact[1].t;
+    args.dv = exact[2].t;
+    args.dsinks = x->sinks ? &exact[3].t : NULL;
+    gk_ref_flash_attn_bwd(&serial, &args);
+    add_sizes(x, d, &sizes, &args.fwd);
+
+    /* 3. the kernels; a sum over rows runs over the whole group */
+    static const char *const names[4] = {"dq", "dk", "dv", "dsinks"};
+    bool half = x->dtype == GK_BF16 || x->dtype == GK_F16;
+    double u = check_acc_unit(x->dtype), logit_loss = u * (8 + 2 * sqrt((double)x->head_dim)) * d->max_logit;
+    double terms = sqrt((double)gk_max_i64(x->seq_k, x->seq_q * x->heads_q * x->batch)) + sqrt((double)x->head_dim_v);
+    double loss = 2 * logit_loss + u * (32 + 2 * terms) + (half ? 2.5 * check_unit(x->dtype) : 0);
+    for (int i = 0; i < num_isas; ++i) {
+        int mark = check_num_owned;
+        check_isa = check_isa_names[i];
+        check_pass = "backward";
+        check_tensor got[2][4];
+        for (int w = 0; w < 2; ++w) {
+            for (int t = 0; t < 3; ++t) {
+                int64_t tokens = like[t]->t.shape[0], heads = t == 0 ? x->heads_q : x->heads_kv;
+                got[w][t] = make_heads(x, tokens, heads, t == 0 ? x->seq_q : x->seq_k, t == 2 ? x->head_dim_v : x->head_dim,
+                                       x->dtype, w == 0 ? 3 : 0);
+            }
+            got[w][3] = check_tensor_make(stats, 1, &x->heads_q, NULL, 1 + w, 0);
+            for (int t = 0; t < 4; ++t) check_remember(&got[w][t]);
+            args.dq = got[w][0].t;
+            args.dk = got[w][1].t;
+            args.dv = got[w][2].t;
+            args.dsinks = x->sinks ? &got[w][3].t : NULL;
+            run_bwd(check_isa_names[i], w == 0 ? 1 : CHECK_WORKERS, &args);
+            for (int t = 0; t < 4; ++t) check_untouched(&got[w][t], names[t]);
+        }
+        for (int t = 0; t < (x->sinks ? 4 : 3); ++t) {
+            check_close(names[t], &got[0][t].t, &exact[t].t, &size[t]->t, loss);
+            check_result(check_same_bits(&got[0][t].t, &got[1][t].t), "%s of 1 and %d workers differ", names[t], CHECK_WORKERS);
+        }
+        check_free(mark);
+    }
+}
+
+static void check_flash_case(const flash_case *x) {
+    snprintf(check_case, sizeof check_case,
+             "flash_attn %s %s B %lld H %lld/%lld S %lld/%lld D %lld/%lld causal %d diagonal %lld window %lld,%lld cap %g scale %g"
+             " alibi %d sinks %d kv_start %d kv_end %d tokens_first %d grad_lse %d",
+             x->packed ? "packed" : "dense", gk_dtype_name(x->dtype), (long long)x->batch, (long long)x->heads_q,
+             (long long)x->heads_kv, (long long)x->seq_q, (long long)x->seq_k, (long long)x->head_dim,
+             (long long)x->head_dim_v, x->is_causal, (long long)x->diagonal, (long long)x->window_left,
+             (long long)x->window_right, x->softcap, x->scale, x->alibi, x->sinks, x->kv_start, x->kv_end,
+             x->tokens_first, x->grad_lse);
+    flash_data d = make_data(x);
+    bind(x, &d);
+    check_fwd(x, &d);
+    if (x->backward) check_bwd(x, &d);
+    check_free(0);
+}
+
+/* ---- grids ---------------------------------------------------------------------------------------------------- */
+static const gk_dtype dtypes[] = {GK_F32, GK_BF16, GK_F16, GK_F64};
+
+static flash_case plain(gk_dtype dtype, int64_t seq_q, int64_t seq_k, int64_t head_dim, int64_t head_dim_v) {
+    return (flash_case){.dtype = dtype, .batch = 1, .heads_q = 2, .heads_kv = 1, .seq_q = seq_q, .seq_k = seq_k,
+                        .head_dim = head_dim, .head_dim_v = head_dim_v, .window_left = -1, .window_right = -1,
+                        .scale = 1 / sqrt((double)head_dim), .backward = true};
+}
+
+static void check_head_dims(gk_dtype dtype) {
+    static const int64_t dims[] = {1, 7, 8, 16, 31, 64, 80, 96, 128, 256, 511, 512};
+    for (int i = 0; i < CHECK_COUNT(dims); i += check_small() ? 4 : 1) {
+        for (int j = 0; j < 3; ++j) { /* Dv like D, another, causal */
+            check_seed = (uint64_t)(i * 3 + j) * 64 + dtype;
+            int64_t other = dims[(i + 5) % CHECK_COUNT(dims)];
+            flash_case x = plain(dtype, 21, 35, dims[i], j == 1 ? other : dims[i]);
+            x.is_causal = j == 2;
+            x.diagonal = j == 2 ? 14 : 0;
+            x.tokens_first = j == 1;
+            check_flash_case(&x);
+        }
+    }
+}
+
+/* Lengths around vectors and tiles, with and without a diagonal through them. */
+static void check_lengths(gk_dtype dtype) {
+    static const int64_t lengths[] = {0, 1, 2, 15, 16, 17, 63, 64, 65, 130};
+    int count = CHECK_COUNT(lengths);
+    for (int i = 0; i < count * count; i += check_small() ? 9 : dtype == GK_F64 ? 3 : 1) {
+        check_seed = (uint64_t)i * 64 + dtype;
+        flash_case x = plain(dtype, lengths[i % count], lengths[i / count], 16, 24);
+        x.is_causal = check_below(2);
+        x.diagonal = x.is_causal && check_below(2) ? x.seq_k - x.seq_q : 0;
+        x.tokens_first = check_below(2);
+        check_flash_case(&x);
+    }
+    if (check_small()) return;
+    for (int causal = 0; causal < 2; ++causal) { /* more than one tile of everything */
+        check_seed = (uint64_t)causal * 64 + dtype;
+        flash_case x = plain(dtype, 301, 545, 64, 64);
+        x.is_causal = causal;
+        x.backward = dtype != GK_F64;
+        check_flash_case(&x);
+    }
+}
+
+/* Modifier number i alone. */
+static void apply(flash_case *x, int i) {
+    switch (i) {
+    case 0: x->is_causal = true; break;
+    case 1: x->window_left = 5; break;
+    case 2: x->window_right = 3; break;
+    case 3: x->softcap = 1.5; break;
+    case 4: x->alibi = 1; break;
+    case 5: x->alibi = 2; break;
+    case 6: x->sinks = true; break;
+    case 7: x->kv_start = !x->packed; break;
+    case 8: x->kv_end = !x->packed; break;
+    case 9: x->grad_lse = true; break;
+    case 10: x->diagonal = x->packed ? 0 : x->seq_k - x->seq_q; break;
+    case 11: x->scale = -0.3; break;
+    case 12: x->window_left = x->window_right = 0; break;
+    case 13: x->diagonal = x->packed ? 0 : -x->seq_q / 2; break;
+    case 14: x->scale = 0; break;
+    case 15: x->window_left = INT64_MAX; x->window_right = INT64_MAX; break;
+    case 16: x->diagonal = x->packed ? 0 : INT64_MIN / 2; x->is_causal = true; break;
+    default: break;
+    }
+}
+enum { NUM_MODIFIERS = 17 };
+
+static void check_modifiers(gk_dtype dtype) {
+    static const int64_t heads[][2] = {{1, 1}, {4, 4}, {4, 2}, {6, 1}};
+    int alone = NUM_MODIFIERS * 2, combined = check_small() ? 12 : dtype == GK_F64 ? 40 : 150;
+    for (int i = 0; i < alone + combined; ++i) {
+        check_seed = (uint64_t)i * 64 + dtype;
+        flash_case x = plain(dtype, 37, 53, 24, 16);
+        x.packed = i < alone ? i % 2 : check_below(2);
+        x.batch = 2;
+        if (i < alone) {
+            apply(&x, i / 2);
+            x.sinks = x.sinks || i / 2 == 9; /* a gradient of lse reaches the sinks too */
+        } else {
+            int h = (int)check_below(CHECK_COUNT(heads));
+            x.batch = 1 + check_below(3);
+            x.heads_q = heads[h][0];
+            x.heads_kv = heads[h][1];
+            x.seq_q = 1 + check_below(90);
+            x.seq_k = 1 + check_below(140);
+            x.head_dim = 1 + check_below(40);
+            x.head_dim_v = 1 + check_below(40);
+            x.scale = 1 / sqrt((double)x.head_dim);
+            x.tokens_first = check_below(2);
+            for (int m = 2 + (int)check_below(4); m > 0; --m) apply(&x, (int)check_below(13));
+            if (x.window_left >= 0 && check_below(2)) x.window_left = check_below(60);
+        }
+        check_flash_case(&x);
+    }
+}
+
+static void check_shapes_without_elements(gk_dtype dtype) {
+    flash_case x = plain(dtype, 5, 7, 8, 8);
+    x.batch = 0;
+    check_flash_case(&x);
+}
+
+/* ---- refusals ----------------------------------------------------------------------------------------------------- */
+static void set_i32(const check_tensor *t, int64_t i, int32_t value) { check_set(&t->t, i, value); }
+
+static void check_refusals(void) {
+    snprintf(check_case, sizeof check_case, "flash_attn refusals");
+    check_seed = 1;
+    flash_case x = plain(GK_F32, 6, 6, 8, 8);
+    x.packed = true;
+    x.batch = 2;
+    flash_data d = make_data(&x);
+    bind(&x, &d);
+    check_tensor out = check_dense(GK_F32, 3, d.out_shape), lse = check_dense(GK_F32, 2, d.lse_shape);
+    check_remember(&out);
+    check_remember(&lse);
+    gk_context ctx = check_context(NULL, 1);
+    gk_flash_attn_args args = d.args;
+    args.out = out.t;
+    args.lse = lse.t;
+    check_workspace w = check_workspace_make(gk_flash_attn_fwd_workspace_bytes(&ctx, &args));
+    args.workspace = w.data;
+    args.workspace_bytes = w.bytes;
+    int32_t end = (int32_t)check_get(&d.cu_k.t, 2);
+    set_i32(&d.cu_k, 0, 1);
+    check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_INDEX, "cu_seqlens_k is expected to start at 0, got cu_seqlens_k[0] = 1");
+    set_i32(&d.cu_k, 0, 0);
+    set_i32(&d.cu_k, 1, 5);
+    set_i32(&d.cu_k, 2, 4);
+    check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_INDEX, "not to decrease, got cu_seqlens_k[2] = 4 after 5");
+    set_i32(&d.cu_k, 1, 0);
+    set_i32(&d.cu_k, 2, 7);
+    check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_INDEX, "at most max_seqlen 6 tokens, got 7 in sequence 1");
+    set_i32(&d.cu_k, 1, 6);
+    set_i32(&d.cu_k, 2, 12);
+    if (d.k.t.shape[0] < 12) check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_INDEX, "got cu_seqlens_k[2] = 12");
+    set_i32(&d.cu_k, 1, 0);
+    set_i32(&d.cu_k, 2, end);
+    args.rules.scale = NAN;
+    check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_ARGUMENT, "scale");
+    args.rules.scale = 1;
+    args.rules.window_left = -2;
+    check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_ARGUMENT, "window_left");
+    args.rules.window_left = -1;
+    args.v.shape[1] = 3;
+    check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_ARGUMENT, "v");
+    check_unchanged(&out, "out of a refused call");
+    check_unchanged(&lse, "lse of a refused call");
+    check_free(0);
+}
+
+int main(void) {
+    num_isas = check_isas();
+    for (int d = 0; d < CHECK_COUNT(dtypes); ++d) {
+        check_head_dims(dtypes[d]);
+        check_lengths(dtypes[d]);
+        check_modifiers(dtypes[d]);
+        check_shapes_without_elements(dtypes[d]);
+    }
+    check_refusals();
+    check_every_row_seen(GK_CPU_FLASH_ATTN_FWD);
+    check_every_row_seen(GK_CPU_FLASH_ATTN_BWD);
+    return check_end();
+}

@@ -1,0 +1,752 @@
+"""flash_attn and flash_attn_varlen, forward and backward."""
+
+import itertools
+import json
+import math
+
+import pytest
+import torch
+from conftest import (
+    ALL,
+    FLOATS,
+    HEAD_DIMS,
+    LAYOUTS,
+    LENGTHS,
+    MODIFIERS,
+    assert_close_as,
+    f64,
+    far_apart,
+    for_dtype,
+    generator,
+    grid,
+    logit_dtype,
+    modifiers,
+    ops,
+    orders,
+    randn,
+    reference,
+    same_bits,
+    snapshot,
+    strided,
+    swap_middle,
+    torch_attn,
+    torch_gpukern,
+    visible,
+    yard_dtype,
+)
+
+HEADS = ((1, 1), (2, 2), (4, 2), (6, 2), (8, 1), (3, 3))  # heads_q, heads_kv
+LENGTH_PAIRS = tuple(zip(LENGTHS, reversed(LENGTHS))) + tuple((n, n) for n in LENGTHS) + ((1, 300), (300, 1), (5, 513))
+DIM_PAIRS = tuple((d, d) for d in HEAD_DIMS) + ((64, 32), (32, 64), (192, 128), (8, 512), (512, 8), (7, 80), (96, 1))
+
+
+def qkv(gen, batch, heads, lengths, dims, dtype, device="cpu"):
+    """q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv]."""
+    (hq, hkv), (sq, sk), (d, dv) = heads, lengths, dims
+    shapes = ((batch, hq, sq, d), (batch, hkv, sk, d), (batch, hkv, sk, dv))
+    return tuple(randn(gen, *s, dtype=dtype, device=device) for s in shapes)
+
+
+def yardsticks(q, k, v, kwargs, gen):
+    """PyTorch's forward results in q's dtype (float32 for float64), for a few orders of the keys where SDPA serves."""
+    dtype = yard_dtype(q.dtype)
+    q, k, v = (t.to(dtype) for t in (q, k, v))
+    kwargs = for_dtype(kwargs, dtype)
+    yards = [torch_attn(q, k, v, order=o, **kwargs) for o in orders(gen, k.shape[2])]
+    return yards if yards[0] is not None else [reference.flash_attn(q, k, v, **kwargs)]
+
+
+def check_forward(q, k, v, gen, **kwargs):
+    """flash_attn_fwd against the float64 reference; returns (out, lse)."""
+    out, lse = ops.flash_attn_fwd(q, k, v, **kwargs)
+    assert out.dtype == q.dtype and lse.dtype == logit_dtype(q.dtype) and lse.is_contiguous()
+    ref, ref_lse = reference.flash_attn(*f64((q, k, v)), **f64(kwargs), return_lse=True)
+    assert_close_as(yardsticks(q, k, v, kwargs, gen), out, ref)
+    dtype = yard_dtype(q.dtype)
+    cast = (t.to(dtype) for t in (q, k, v))
+    yard_lse = reference.flash_attn(*cast, **for_dtype(kwargs, dtype), return_lse=True)[1]
+    assert_close_as(yard_lse, lse, ref_lse, "lse")
+    return out, lse
+
+
+def tiles(device, dtype=torch.float32, head_dim=64):
+    """The lengths around the tile sizes that the chosen table row names."""
+    q = torch.zeros(1, 2, 512, head_dim, dtype=dtype, device=device)
+    row = json.loads(ops.explain_flash_attn(q, q, q))
+    sizes = {n for n in row["tile"][:2] if 1 < n <= 512}
+    assert sizes, f"row {row['row']} names no tile"
+    return sorted({n + e for n in sizes for e in (-1, 0, 1)})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# forward
+
+
+@pytest.mark.parametrize("case", grid(96, mods=MODIFIERS, dtype=FLOATS, heads=HEADS,
+                                      lengths=((17, 33), (64, 64), (65, 130), (129, 70), (3, 257)),
+                                      dims=((64, 64), (32, 48), (80, 80), (7, 9))))  # fmt: skip
+def test_modifiers(case, device):
+    gen = generator("modifiers", case.id)
+    q, k, v = qkv(gen, 3, case.heads, case.lengths, case.dims, case.dtype, device)
+    kwargs = modifiers(case.mods, 3, case.heads[0], *case.lengths, gen, case.dtype, device)
+    unchanged = snapshot(q, k, v, **kwargs)
+    out, lse = check_forward(q, k, v, gen, **kwargs)
+    unchanged()
+    assert same_bits(ops.flash_attn(q, k, v, **kwargs), out)
+
+
+@pytest.mark.parametrize("case", grid(80, lengths=LENGTH_PAIRS, dtype=FLOATS, mods=("none", "causal", "causal_end", "window"),
+                                      heads=HEADS[:3], dims=((64, 64), (24, 40))))  # fmt: skip
+def test_lengths(case, device):
+    gen = generator("lengths", case.id)
+    q, k, v = qkv(gen, 2, case.heads, case.lengths, case.dims, case.dtype, device)
+    check_forward(q, k, v, gen, **modifiers(case.mods, 2, case.heads[0], *case.lengths, gen, case.dtype, device))
+
+
+@pytest.mark.parametrize("case", grid(56, dims=DIM_PAIRS, dtype=FLOATS, lengths=((19, 37), (66, 65), (1, 130)),
+                                      mods=("none", "causal_end", "all"), heads=((4, 2), (2, 2))))  # fmt: skip
+def test_head_dims(case, device):
+    if device == "cuda" and (max(case.dims) > 256 or any(d % 8 for d in case.dims)):
+        pytest.skip("CUDA serves multiples of 8 up to 256")
+    gen = generator("dims", case.id)
+    q, k, v = qkv(gen, 2, case.heads, case.lengths, case.dims, case.dtype, device)
+    check_forward(q, k, v, gen, **modifiers(case.mods, 2, case.heads[0], *case.lengths, gen, case.dtype, device))
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("mods", ("none", "causal"))
+def test_around_the_tiles(dtype, mods, device):
+    """Every pair of lengths that is one off, at, or one past a tile of the row that runs."""
+    gen = generator("tiles", dtype, mods)
+    sizes = tiles(device, dtype)
+    pairs = list(itertools.product(sizes, sizes))
+    for sq, sk in pairs if ALL else pairs[:: max(1, len(pairs) // 9)]:
+        q, k, v = qkv(gen, 1, (2, 1), (sq, sk), (64, 64), dtype, device)
+        check_forward(q, k, v, gen, **modifiers(mods, 1, 2, sq, sk, gen, dtype, device))
+
+
+@pytest.mark.parametrize("case", grid(36, dtype=FLOATS, q=tuple(LAYOUTS), k=tuple(LAYOUTS), v=tuple(LAYOUTS),
+                                      mods=("none", "causal", "all")))  # fmt: skip
+def test_strides(case, device):
+    """Any strides and offsets, with NaN in all that lies between and around."""
+    gen = generator("attn strides", case.id)
+    q, k, v = qkv(gen, 2, (4, 2), (33, 41), (24, 16), case.dtype, device)
+    q, k, v = LAYOUTS[case.q](q), LAYOUTS[case.k](k), LAYOUTS[case.v](v)
+    check_forward(q, k, v, gen, **modifiers(case.mods, 2, 4, 33, 41, gen, case.dtype, device))
+
+
+def test_expanded_and_strided_modifiers(device):
+    gen = generator("expanded")
+    q, k, v = qkv(gen, 3, (4, 2), (20, 30), (16, 16), torch.float32, device)
+    one = randn(gen, 1, 2, 30, 16, device=device)
+    check_forward(q, one.expand(3, 2, 30, 16), one.expand(3, 2, 30, 16), gen)
+    check_forward(q[:, :1].expand(3, 4, 20, 16), k[:, :, :1].expand(3, 2, 30, 16), v, gen)
+    slopes = strided(torch.rand(3, 4, generator=gen).to(device), (1, 0), step=2)
+    sinks = strided(randn(gen, 4, device=device), step=3)
+    start = torch.tensor([1, 9, 2, 9, 3, 9], dtype=torch.int32, device=device)[::2]
+    end = torch.tensor(25, dtype=torch.int32, device=device).expand(3)
+    check_forward(q, k, v, gen, alibi_slopes=slopes, sinks=sinks, kv_start=start, kv_end=end)
+    check_forward(q, k, v, gen, alibi_slopes=slopes[:1].expand(3, 4), sinks=sinks[:1].expand(4))
+
+
+@pytest.mark.parametrize("which,dim", [("q", 0), ("q", 2), ("k", 0), ("k", 1), ("k", 2), ("v", 2), ("v", 3)])
+def test_far_strides(which, dim):
+    """Offsets beyond 2**31 elements, the last dimension included."""
+    gen = generator("far")
+    t = dict(zip("qkv", qkv(gen, 2, (2, 2), (3, 3), (2, 2), torch.bfloat16)))
+    expected = ops.flash_attn(**t, is_causal=True)
+    t[which] = far_apart(t[which], dim)
+    assert same_bits(ops.flash_attn(**t, is_causal=True), expected)
+
+
+def test_result_layout(device):
+    """out is stored [B, Sq, Hq, Dv] if q.stride(1) < q.stride(2), else [B, Hq, Sq, Dv], dense; gradients follow theirs."""
+    gen = generator("layout")
+    q, k, v = qkv(gen, 2, (4, 2), (5, 6), (8, 16), torch.float32, device)
+    for inside in itertools.product((False, True), repeat=3):
+        leaves = [(swap_middle(t) if i else t).detach().requires_grad_() for t, i in zip((q, k, v), inside)]
+        out, lse = ops.flash_attn_fwd(*(t.detach() for t in leaves))
+        public = ops.flash_attn(*leaves)
+        public.sum().backward()
+        for x in (out, public):
+            assert (x.transpose(1, 2) if inside[0] else x).is_contiguous()
+        for t, i in zip(leaves, inside):
+            assert t.grad.shape == t.shape
+        raw = ops.flash_attn_bwd(torch.ones_like(out), *(t.detach() for t in leaves), out, lse)
+        for x, i in zip(raw, inside):
+            assert (x.transpose(1, 2) if i else x).is_contiguous()
+        assert raw[3] is None
+        with torch.device("meta"):
+            fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in leaves]
+        fake_out, fake_lse = ops.flash_attn_fwd(*fakes)
+        assert fake_out.stride() == out.stride() and fake_lse.stride() == lse.stride()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_rows_without_keys(dtype, device):
+    """They give out 0, lse -inf (the sink where there is one) and zero gradients, and leave their neighbours alone."""
+    gen = generator("no keys", dtype)
+    q, k, v = (t.requires_grad_() for t in qkv(gen, 2, (2, 1), (40, 30), (16, 16), dtype, device))
+    sinks = randn(gen, 2, dtype=logit_dtype(dtype), device=device)
+    for kwargs in (dict(is_causal=True, diagonal=-20), dict(window_right=0, diagonal=-20), dict(is_causal=True, diagonal=-99)):
+        seen = visible(q.shape, k.shape, **kwargs).any(-1).expand(2, 2, 40).to(device)
+        out, lse = torch_gpukern.flash_attn(q, k, v, return_lse=True, **kwargs)
+        assert torch.equal(out[~seen], torch.zeros_like(out[~seen]))
+        assert (lse[~seen] == -math.inf).all() and lse[seen].isfinite().all()
+        dq, dk, dv = torch.autograd.grad(out.sum(), (q, k, v))
+        assert torch.equal(dq[~seen], torch.zeros_like(dq[~seen]))
+        assert all(g.isfinite().all() for g in (dq, dk, dv))
+        out, lse = ops.flash_attn_fwd(q.detach(), k.detach(), v.detach(), sinks=sinks, **kwargs)
+        assert torch.equal(out[~seen], torch.zeros_like(out[~seen]))
+        assert torch.allclose(lse.masked_fill(seen, 0), sinks[None, :, None].expand_as(lse).masked_fill(seen, 0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("shape", ["B", "Sq", "Sk", "B Sq", "Sq Sk", "B Sk"])
+@pytest.mark.parametrize("sink", (False, True))
+def test_empty(shape, sink, device):
+    gen = generator("empty")
+    batch, sq, sk = (0 if name in shape.split() else n for name, n in (("B", 2), ("Sq", 5), ("Sk", 6)))
+    q, k, v = (t.requires_grad_() for t in qkv(gen, batch, (4, 2), (sq, sk), (8, 16), torch.float32, device))
+    sinks = randn(gen, 4, device=device).requires_grad_() if sink else None
+    out, lse = torch_gpukern.flash_attn(q, k, v, sinks=sinks, return_lse=True)
+    assert out.shape == (batch, 4, sq, 16) and lse.shape == (batch, 4, sq)
+    if sk == 0:
+        assert torch.equal(out, torch.zeros_like(out))
+        assert torch.equal(lse, sinks[None, :, None].expand_as(lse) if sink else torch.full_like(lse, -math.inf))
+    out.sum().backward()
+    for t in (q, k, v):
+        assert t.grad.shape == t.shape and not t.grad.count_nonzero() or sk > 0
+    if sink:
+        assert sinks.grad.shape == (4,)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("poison", (math.nan, math.inf))
+def test_keys_that_nobody_sees_may_be_poison(dtype, poison, device):
+    """Left and right padding by kv_start and kv_end, causal tails and windows: NaN there reaches nothing."""
+    gen = generator("poison", dtype)
+    q, k, v = qkv(gen, 3, (4, 2), (37, 150), (32, 24), dtype, device)
+    start = torch.tensor([0, 70, 12], dtype=torch.int32, device=device)
+    end = torch.tensor([61, 150, 13], dtype=torch.int32, device=device)
+    grad = randn(gen, 3, 4, 37, 24, dtype=dtype, device=device)
+    for kwargs in (dict(kv_start=start, kv_end=end), dict(kv_end=end), dict(is_causal=True), dict(window_left=3, window_right=2),
+                   dict(is_causal=True, window_left=9, diagonal=100, kv_start=start)):  # fmt: skip
+        hidden = ~visible(q.shape, k.shape, **kwargs).any(2)[:, 0].to(device)  # [B, Sk]
+        hidden = hidden.expand(3, 150)[:, None, :, None]
+        assert hidden.any()
+        clean = [q, k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)]
+        dirty = [q, k.masked_fill(hidden, poison), v.masked_fill(hidden, poison)]
+        results = []
+        for tensors in (clean, dirty):
+            leaves = [t.detach().requires_grad_() for t in tensors]
+            out, lse = torch_gpukern.flash_attn(*leaves, return_lse=True, **kwargs)
+            out.backward(grad)
+            results.append([out, lse, *(t.grad for t in leaves)])
+        for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), *results):
+            assert x.isfinite().all() or name == "lse"
+            assert same_bits(x.detach(), y.detach()), f"{name} depends on a key that no query sees ({kwargs})"
+
+
+def test_extreme_logits(device):
+    """Scores far beyond exp's range, all equal scores, and one winner among -1e30."""
+    gen = generator("extreme")
+    q, k, v = qkv(gen, 1, (2, 2), (33, 70), (32, 32), torch.float32, device)
+    for scale in (300.0, -300.0, 1e-30, 0.0):
+        out, lse = check_forward(q, k, v, gen, scale=scale)
+        assert out.isfinite().all() and lse.isfinite().all()
+    k = k.clone()
+    k[:, :, 40] = -q[:, :, 0] * 1e3
+    check_forward(q, k, v, gen, scale=1.0)
+    check_forward(q, k, v, gen, scale=50.0, softcap=30.0)
+    sinks = torch.tensor([200.0, -200.0], device=device)
+    check_forward(q, k, v, gen, sinks=sinks)
+    check_forward(q, k, v, gen, alibi_slopes=torch.tensor([50.0, 0.0], device=device), is_causal=True, diagonal=37)
+
+
+def test_large_diagonals_and_windows(device):
+    """Bounds near the ends of int64 do not wrap."""
+    gen = generator("large")
+    q, k, v = qkv(gen, 1, (1, 1), (9, 12), (8, 8), torch.float32, device)
+    full, none = ops.flash_attn(q, k, v), torch.zeros(1, 1, 9, 8, device=device)
+    huge = 2**62
+    assert same_bits(ops.flash_attn(q, k, v, is_causal=True, diagonal=huge), full)
+    assert same_bits(ops.flash_attn(q, k, v, window_left=huge, window_right=huge), full)
+    assert same_bits(ops.flash_attn(q, k, v, window_left=2**63 - 1, window_right=2**63 - 1), full)
+    assert torch.equal(ops.flash_attn(q, k, v, is_causal=True, diagonal=-huge), none)
+    assert torch.equal(ops.flash_attn(q, k, v, window_left=3, window_right=3, diagonal=huge), none)
+    assert same_bits(ops.flash_attn(q, k, v, window_left=2**63 - 1, window_right=2**63 - 1, diagonal=5), full)
+
+
+def test_gqa_is_an_index(device):
+    """Query head h reads key head h // (Hq / Hkv)."""
+    gen = generator("gqa")
+    for hq, hkv in ((6, 2), (6, 3), (8, 1), (5, 5)):
+        q, k, v = qkv(gen, 2, (hq, hkv), (20, 30), (16, 16), torch.float32, device)
+        wide = [t.repeat_interleave(hq // hkv, 1) for t in (k, v)]
+        check = ops.flash_attn(q, *wide)
+        ref = reference.flash_attn(*f64((q, *wide)))
+        assert_close_as(check, ops.flash_attn(q, k, v), ref)
+
+
+def test_public_function(device):
+    gen = generator("public")
+    q, k, v = qkv(gen, 2, (4, 2), (9, 11), (8, 8), torch.float32, device)
+    kwargs = modifiers("all", 2, 4, 9, 11, gen, device=device)
+    out, lse = torch_gpukern.flash_attn(q, k, v, return_lse=True, **kwargs)
+    raw_out, raw_lse = ops.flash_attn_fwd(q, k, v, **kwargs)
+    assert same_bits(out, raw_out) and same_bits(lse, raw_lse)
+    assert same_bits(torch_gpukern.flash_attn(q, k, v, **kwargs), out)
+    assert same_bits(ops.flash_attn(q, k, v, **kwargs), out)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# backward
+
+
+def backward(run, tensors, grad_out, grad_lse=None, want_lse=True):
+    """Gradients of run(**leaves) -> (out, lse) or out, by name."""
+    leaves = {name: t.detach().requires_grad_() for name, t in tensors.items()}
+    result = run(**leaves)
+    out, lse = result if isinstance(result, tuple) else (result, None)
+    pairs = [(out, grad_out)] + ([] if grad_lse is None else [(lse, grad_lse)])
+    pairs = [(y, g.to(y.dtype)) for y, g in pairs if y.requires_grad]
+    torch.autograd.backward([y for y, _ in pairs], [g for _, g in pairs])
+    return {name: torch.zeros_like(t) if t.grad is None else t.grad for name, t in leaves.items()}
+
+
+def check_backward(q, k, v, gen, grad_out, grad_lse=None, what="", **kwargs):
+    """All gradients of flash_attn against autograd through the float64 reference."""
+    tensors = dict(q=q, k=k, v=v)
+    sinks = kwargs.pop("sinks", None)
+    if sinks is not None:
+        tensors["sinks"] = sinks
+    lse_too = grad_lse is not None
+
+    def ours(**t):
+        return torch_gpukern.flash_attn(**t, **kwargs, return_lse=lse_too)
+
+    got = backward(ours, tensors, grad_out, grad_lse)
+    wide = f64(kwargs)
+    ref = backward(
+        lambda **t: reference.flash_attn(**t, **wide, return_lse=True), f64(tensors), f64(grad_out), f64(grad_lse)
+    )
+    dtype = yard_dtype(q.dtype)
+    cast = {n: t.to(dtype) if n != "sinks" else t.to(torch.float32) for n, t in tensors.items()}
+    narrow = for_dtype(kwargs, dtype)
+    yards = [backward(lambda **t: reference.flash_attn(**t, **narrow, return_lse=True), cast, grad_out, grad_lse)]
+    if not lse_too and sinks is None and torch_attn(*cast.values(), **narrow) is not None:
+        yards = [backward(lambda **t: torch_attn(**t, **narrow), cast, grad_out)]
+        for order in orders(gen, k.shape[2])[1:]:
+            yards.append(backward(lambda **t: torch_attn(**t, order=order, **narrow), cast, grad_out))
+    for name, t in tensors.items():
+        assert got[name].dtype == t.dtype and got[name].shape == t.shape
+        assert_close_as([y[name] for y in yards], got[name], ref[name], f"{what}d{name}")
+    return got
+
+
+@pytest.mark.parametrize("case", grid(96, mods=MODIFIERS, dtype=FLOATS, heads=HEADS,
+                                      lengths=((17, 33), (64, 64), (65, 130), (129, 70), (3, 257)),
+                                      dims=((64, 64), (32, 48), (80, 80), (7, 9)), lse=(False, True)))  # fmt: skip
+def test_backward_modifiers(case, device):
+    gen = generator("backward", case.id)
+    q, k, v = qkv(gen, 3, case.heads, case.lengths, case.dims, case.dtype, device)
+    kwargs = modifiers(case.mods, 3, case.heads[0], *case.lengths, gen, case.dtype, device)
+    grad = randn(gen, *q.shape[:3], v.shape[3], dtype=case.dtype, device=device)
+    grad_lse = randn(gen, *q.shape[:3], dtype=logit_dtype(case.dtype), device=device) if case.lse else None
+    if case.lse:
+        lse = ops.flash_attn_fwd(q, k, v, **kwargs)[1]
+        grad_lse = grad_lse.masked_fill(lse == -math.inf, 0)
+    check_backward(q, k, v, gen, grad, grad_lse, **kwargs)
+
+
+@pytest.mark.parametrize("case", grid(48, lengths=LENGTH_PAIRS, dtype=FLOATS, mods=("none", "causal", "causal_end", "window"),
+                                      heads=HEADS[:3], dims=((64, 64), (24, 40))))  # fmt: skip
+def test_backward_lengths(case, device):
+    gen = generator("backward lengths", case.id)
+    q, k, v = qkv(gen, 2, case.heads, case.lengths, case.dims, case.dtype, device)
+    kwargs = modifiers(case.mods, 2, case.heads[0], *case.lengths, gen, case.dtype, device)
+    check_backward(q, k, v, gen, randn(gen, *q.shape[:3], v.shape[3], dtype=case.dtype, device=device), **kwargs)
+
+
+@pytest.mark.parametrize("case", grid(40, dims=DIM_PAIRS, dtype=FLOATS, lengths=((19, 37), (66, 65), (1, 130)),
+                                      mods=("none", "causal_end", "all"), heads=((4, 2), (2, 2))))  # fmt: skip
+def test_backward_head_dims(case, device):
+    if device == "cuda" and (max(case.dims) > 256 or any(d % 8 for d in case.dims)):
+        pytest.skip("CUDA serves multiples of 8 up to 256")
+    gen = generator("backward dims", case.id)
+    q, k, v = qkv(gen, 2, case.heads, case.lengths, case.dims, case.dtype, device)
+    kwargs = modifiers(case.mods, 2, case.heads[0], *case.lengths, gen, case.dtype, device)
+    check_backward(q, k, v, gen, randn(gen, *q.shape[:3], v.shape[3], dtype=case.dtype, device=device), **kwargs)
+
+
+@pytest.mark.parametrize("case", grid(24, dtype=FLOATS, q=tuple(LAYOUTS), k=tuple(LAYOUTS), v=tuple(LAYOUTS),
+                                      grad=(*LAYOUTS, "expanded"), mods=("none", "all")))  # fmt: skip
+def test_backward_strides(case, device):
+    gen = generator("backward strides", case.id)
+    q, k, v = qkv(gen, 2, (4, 2), (33, 41), (24, 16), case.dtype, device)
+    q, k, v = LAYOUTS[case.q](q), LAYOUTS[case.k](k), LAYOUTS[case.v](v)
+    grad = randn(gen, 2, 4, 33, 16, dtype=case.dtype, device=device)
+    if case.grad == "expanded":
+        grad = randn(gen, 16, dtype=case.dtype, device=device).expand(2, 4, 33, 16)
+    else:
+        grad = LAYOUTS[case.grad](grad)
+    check_backward(q, k, v, gen, grad, **modifiers(case.mods, 2, 4, 33, 41, gen, case.dtype, device))
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_sum_backward(dtype, device):
+    """out.sum() hands the op a gradient of stride 0."""
+    gen = generator("sum", dtype)
+    tensors = dict(zip("qkv", qkv(gen, 2, (2, 1), (70, 70), (64, 64), dtype, device)))
+    got = {n: t.detach().requires_grad_() for n, t in tensors.items()}
+    ops.flash_attn(**got, is_causal=True).sum().backward()
+    dense = {n: t.detach().requires_grad_() for n, t in tensors.items()}
+    ops.flash_attn(**dense, is_causal=True).backward(torch.ones(2, 2, 70, 64, dtype=dtype, device=device))
+    assert all(same_bits(got[n].grad, dense[n].grad) for n in "qkv")
+
+
+def test_only_lse_gets_a_gradient(device):
+    gen = generator("lse only")
+    q, k, v = qkv(gen, 2, (4, 2), (30, 50), (16, 16), torch.float32, device)
+    sinks = randn(gen, 4, device=device)
+    leaves = [t.clone().requires_grad_() for t in (q, k, v, sinks)]
+    weight = randn(gen, 2, 4, 30, device=device)
+    (torch_gpukern.flash_attn(*leaves[:3], is_causal=True, sinks=leaves[3], return_lse=True)[1] * weight).sum().backward()
+    wide = [f64(t).requires_grad_() for t in (q, k, v, sinks)]
+    (reference.flash_attn(*wide[:3], is_causal=True, sinks=wide[3], return_lse=True)[1] * weight.double()).sum().backward()
+    yard = [t.clone().requires_grad_() for t in (q, k, v, sinks)]
+    (reference.flash_attn(*yard[:3], is_causal=True, sinks=yard[3], return_lse=True)[1] * weight).sum().backward()
+    for name, x, ref, y in zip(("dq", "dk", "dsinks"), *([ts[0], ts[1], ts[3]] for ts in (leaves, wide, yard))):
+        assert_close_as(y.grad, x.grad, ref.grad, name)
+    assert leaves[2].grad is None or not leaves[2].grad.count_nonzero()
+
+
+def test_gradient_of_lse_where_no_key_is_seen_is_dropped(device):
+    """lse is -inf there, so whatever arrives for it must not reach q or k."""
+    gen = generator("lse -inf")
+    q, k, v = (t.requires_grad_() for t in qkv(gen, 1, (1, 1), (10, 6), (8, 8), torch.float32, device))
+    out, lse = torch_gpukern.flash_attn(q, k, v, is_causal=True, diagonal=-5, return_lse=True)
+    dq, dk, dv = torch.autograd.grad((out, lse), (q, k, v), (torch.ones_like(out), torch.ones_like(lse)))
+    assert torch.equal(dq[:, :, :5], torch.zeros_like(dq[:, :, :5]))
+    assert all(g.isfinite().all() for g in (dq, dk, dv))
+
+
+@pytest.mark.parametrize("wanted", [("q",), ("k",), ("v",), ("sinks",), ("k", "v")], ids=str)
+def test_only_the_wanted_gradients(wanted, device):
+    gen = generator("wanted")
+    t = dict(zip("qkv", qkv(gen, 2, (2, 1), (20, 25), (16, 16), torch.float32, device)), sinks=randn(gen, 2, device=device))
+    full = {n: x.clone().requires_grad_() for n, x in t.items()}
+    part = {n: x.clone().requires_grad_(n in wanted) for n, x in t.items()}
+    ops.flash_attn(**full).square().sum().backward()
+    ops.flash_attn(**part).square().sum().backward()
+    for n, x in part.items():
+        assert (x.grad is not None) == (n in wanted)
+        assert x.grad is None or same_bits(x.grad, full[n].grad)
+
+
+def test_same_tensor_as_q_k_and_v(device):
+    gen = generator("self")
+    x = randn(gen, 2, 2, 30, 16, device=device)
+    grad = randn(gen, 2, 2, 30, 16, device=device)
+    leaf, wide, yard = x.clone().requires_grad_(), f64(x).requires_grad_(), x.clone().requires_grad_()
+    ops.flash_attn(leaf, leaf, leaf, is_causal=True).backward(grad)
+    reference.flash_attn(wide, wide, wide, is_causal=True).backward(grad.double())
+    torch_attn(yard, yard, yard, is_causal=True).backward(grad)
+    assert_close_as(yard.grad, leaf.grad, wide.grad)
+
+
+@pytest.mark.parametrize("mods", MODIFIERS)
+def test_gradcheck(mods, device):
+    gen = generator("gradcheck", mods)
+    t = [x.requires_grad_() for x in qkv(gen, 2, (4, 2), (5, 6), (3, 2), torch.float64, device)]
+    kwargs = modifiers(mods, 2, 4, 5, 6, gen, torch.float64, device)
+    sinks = kwargs.pop("sinks", None)
+    seen = (visible(t[0].shape, t[1].shape, **{n: x for n, x in kwargs.items() if n in SPAN}).any(-1)).to(device)
+
+    def run(q, k, v, sinks=None):
+        out, lse = torch_gpukern.flash_attn(q, k, v, **kwargs, sinks=sinks, return_lse=True)
+        return out, torch.where(seen.expand_as(lse), lse, 0.0)
+
+    assert torch.autograd.gradcheck(run, t)
+    if sinks is not None:
+        finite = sinks.isfinite()
+        leaf = torch.where(finite, sinks, 0.0).requires_grad_()
+        assert torch.autograd.gradcheck(lambda *a: run(*a[:3], torch.where(finite, a[3], -math.inf)), (*t, leaf))
+
+
+SPAN = ("is_causal", "diagonal", "window_left", "window_right", "kv_start", "kv_end")
+
+
+def test_sink_of_minus_infinity_has_no_gradient(device):
+    gen = generator("sink -inf")
+    q, k, v = qkv(gen, 2, (4, 2), (20, 30), (16, 16), torch.float32, device)
+    sinks = torch.tensor([-math.inf, 0.5, -math.inf, -1.0], device=device, requires_grad=True)
+    out = ops.flash_attn(q, k, v, sinks=sinks)
+    out.square().sum().backward()
+    assert sinks.grad[0] == 0 and sinks.grad[2] == 0 and sinks.grad[1] != 0 and sinks.grad[3] != 0
+    plain = ops.flash_attn(q, k, v)
+    assert_close_as(plain[:, ::2], out[:, ::2], reference.flash_attn(*f64((q, k, v)))[:, ::2])
+
+
+@pytest.mark.parametrize("kind", ("forward", "backward", "varlen"))
+def test_backward_of_backward_is_refused(kind, device):
+    q = torch.ones(1, 1, 4, 8, device=device, requires_grad=True)
+    if kind == "varlen":
+        q = torch.ones(4, 1, 8, device=device, requires_grad=True)
+        cu = torch.tensor([0, 4], dtype=torch.int32, device=device)
+        out = ops.flash_attn_varlen(q, q, q, cu, cu, 4, 4)
+    else:
+        out = ops.flash_attn(q, q, q)
+    name = "gpukern::flash_attn_varlen" if kind == "varlen" else "gpukern::flash_attn"
+    if kind == "backward":
+        lse = torch.zeros(1, 1, 4, device=device)
+        with pytest.raises(NotImplementedError, match=name):
+            ops.flash_attn_bwd(out, q, q, q, out, lse)[0].sum().backward()
+        return
+    (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match=name):
+        grad.sum().backward()
+
+
+def test_slopes_that_require_a_gradient_are_refused(device):
+    q = torch.ones(1, 2, 4, 8, device=device)
+    slopes = torch.ones(2, device=device, requires_grad=True)
+    with pytest.raises(ValueError, match="gpukern::flash_attn: alibi_slopes"):
+        ops.flash_attn(q, q, q, alibi_slopes=slopes)
+
+
+@pytest.mark.parametrize("op", ("flash_attn_fwd", "flash_attn_varlen_fwd", "gemm_fwd"))
+def test_raw_forward_never_loses_a_gradient_silently(op, device):
+    """A raw op with an input that requires a gradient is differentiable or says that it is not."""
+    gen = generator("raw")
+    if op == "gemm_fwd":
+        x = randn(gen, 4, 4, device=device).requires_grad_()
+        y = ops.gemm_fwd(x, x, activation="silu")[0]
+        wide = f64(x).requires_grad_()
+        ref = reference.gemm(wide, wide, activation="silu")
+    elif op == "flash_attn_fwd":
+        x = randn(gen, 1, 2, 5, 8, device=device).requires_grad_()
+        y = ops.flash_attn_fwd(x, x, x)[0]
+        wide = f64(x).requires_grad_()
+        ref = reference.flash_attn(wide, wide, wide)
+    else:
+        x = randn(gen, 5, 2, 8, device=device).requires_grad_()
+        cu = torch.tensor([0, 5], dtype=torch.int32, device=device)
+        y = ops.flash_attn_varlen_fwd(x, x, x, cu, cu, 5, 5)[0]
+        wide = f64(x).requires_grad_()
+        ref = reference.flash_attn_varlen(wide, wide, wide, cu, cu, 5, 5)
+    try:
+        y.square().sum().backward()
+    except (NotImplementedError, RuntimeError) as error:
+        assert "gpukern::" in str(error)
+        return
+    assert x.grad is not None, "the gradient was lost without a word"
+    ref.square().sum().backward()
+    assert torch.allclose(x.grad.double(), wide.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("mods", ("none", "causal_end", "all"))
+def test_opcheck(dtype, mods, device):
+    gen = generator("opcheck", mods)
+    q, k, v = qkv(gen, 2, (4, 2), (5, 7), (8, 16), dtype, device)
+    q = swap_middle(q)
+    kwargs = modifiers(mods, 2, 4, 5, 7, gen, dtype, device)
+    for grad in (False, True):
+        args = [t.detach().requires_grad_(grad) for t in (q, k, v)]
+        torch.library.opcheck(ops.flash_attn.default, args, kwargs)
+    torch.library.opcheck(ops.flash_attn_fwd.default, (q, k, v), kwargs)
+    out, lse = ops.flash_attn_fwd(q, k, v, **kwargs)
+    grad = strided(torch.ones_like(out), step=2)
+    torch.library.opcheck(ops.flash_attn_bwd.default, (grad, q, k, v, out, lse, torch.ones_like(lse)), kwargs)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# varlen
+
+BATCHES = {
+    "one": ([70], [70]),
+    "even": ([32, 32], [32, 32]),
+    "ragged": ([1, 65, 33, 64], [130, 65, 7, 1]),
+    "empty": ([0, 17, 0, 5], [3, 0, 0, 40]),
+    "none": ([], []),
+    "zeros": ([0, 0], [0, 0]),
+    "long": ([3, 129, 257], [300, 255, 31]),
+}
+
+
+def packed(gen, lengths_q, lengths_k, heads, dims, dtype, device, slack=0):
+    """q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k; slack tokens of NaN after the last sequence."""
+    (hq, hkv), (d, dv) = heads, dims
+    tensors = []
+    for lengths, h, dim in ((lengths_q, hq, d), (lengths_k, hkv, d), (lengths_k, hkv, dv)):
+        t = randn(gen, sum(lengths) + slack, h, dim, dtype=dtype)
+        t[sum(lengths) :] = math.nan
+        tensors.append(t.to(device))
+    cu = [
+        torch.tensor([0, *itertools.accumulate(n)], dtype=torch.int32, device=device) for n in (lengths_q, lengths_k)
+    ]
+    return *tensors, *cu, max([*lengths_q, 0]), max([*lengths_k, 0])
+
+
+def varlen_kwargs(name, batch, heads_q, gen, dtype, device):
+    """The modifiers that flash_attn_varlen has."""
+    kwargs = modifiers(name, batch, heads_q, 9, 9, gen, dtype, device)
+    return {n: v for n, v in kwargs.items() if n not in ("diagonal", "kv_start", "kv_end")}
+
+
+def per_sequence(run, q, k, v, cu_q, cu_k, alibi_slopes=None, **kwargs):
+    """run of each sequence by itself, packed again; tokens of no sequence are 0."""
+    outs = []
+    for b, ((q0, q1), (k0, k1)) in enumerate(zip(itertools.pairwise(cu_q.tolist()), itertools.pairwise(cu_k.tolist()))):
+        one = [t[None].transpose(1, 2) for t in (q[q0:q1], k[k0:k1], v[k0:k1])]
+        slopes = alibi_slopes[b] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
+        outs.append(run(*one, diagonal=(k1 - k0) - (q1 - q0), alibi_slopes=slopes, **kwargs)[0].transpose(0, 1))
+    rest = q.shape[0] - (int(cu_q[-1]) if len(cu_q) else 0)
+    return torch.cat([*outs, q.new_zeros(rest, q.shape[1], v.shape[2])])
+
+
+def sdpa_or_reference(q, k, v, **kwargs):
+    out = torch_attn(q, k, v, **kwargs)
+    return reference.flash_attn(q, k, v, **kwargs) if out is None else out
+
+
+def check_varlen(args, kwargs, gen, what=""):
+    """flash_attn_varlen and its gradients against the float64 reference."""
+    q, k, v, cu_q, cu_k, max_q, max_k = args
+    out, lse = ops.flash_attn_varlen_fwd(*args, **kwargs)
+    assert out.dtype == q.dtype and out.is_contiguous() and lse.is_contiguous() and lse.dtype == logit_dtype(q.dtype)
+    clean = [t.nan_to_num(nan=0.0) for t in (q, k, v)]
+    ref, ref_lse = reference.flash_attn_varlen(*f64(clean), *args[3:], **f64(kwargs), return_lse=True)
+    dtype = yard_dtype(q.dtype)
+    narrow = for_dtype(kwargs, dtype)
+    cast = [t.to(dtype) for t in clean]
+    assert_close_as(per_sequence(sdpa_or_reference, *cast, cu_q, cu_k, **narrow), out, ref, what + "out")
+    yard_lse = reference.flash_attn_varlen(*cast, *args[3:], **narrow, return_lse=True)[1]
+    assert_close_as(yard_lse, lse, ref_lse, what + "lse")
+
+    grad = randn(gen, *out.shape, dtype=q.dtype, device=q.device)
+    sinks = kwargs.get("sinks")
+    rest = {n: t for n, t in kwargs.items() if n != "sinks"}
+    tensors = dict(q=q, k=k, v=v) | ({} if sinks is None else dict(sinks=sinks))
+    tail = args[3:]
+
+    def split(run, rest):
+        return lambda q, k, v, sinks=None: run(q, k, v, *tail, **rest, sinks=sinks)
+
+    got = backward(split(ops.flash_attn_varlen, rest), tensors, grad)
+    refs = {**tensors, **dict(zip("qkv", clean))}
+    want = backward(split(reference.flash_attn_varlen, f64(rest)), f64(refs), f64(grad))
+    narrow.pop("sinks", None)
+    cast = {n: t.to(dtype) if n != "sinks" else t.float() for n, t in refs.items()}
+    yard = [
+        backward(lambda q, k, v, sinks=None: per_sequence(sdpa_or_reference, q, k, v, cu_q, cu_k, sinks=sinks, **narrow),
+                 cast, grad),
+        backward(split(reference.flash_attn_varlen, narrow), cast, grad),
+    ]  # fmt: skip
+    for n in tensors:
+        assert_close_as([y[n] for y in yard], got[n], want[n], f"{what}d{n}")
+    return out, lse, got
+
+
+@pytest.mark.parametrize("case", grid(64, batch=tuple(BATCHES), dtype=FLOATS, heads=HEADS[1:4], dims=((64, 64), (24, 40), (80, 80)),
+                                      mods=[m for m in MODIFIERS if not m.startswith("kv_")], slack=(0, 5)))  # fmt: skip
+def test_varlen(case, device):
+    gen = generator("varlen", case.id)
+    args = packed(gen, *BATCHES[case.batch], case.heads, case.dims, case.dtype, device, case.slack)
+    kwargs = varlen_kwargs(case.mods, len(BATCHES[case.batch][0]), case.heads[0], gen, case.dtype, device)
+    unchanged = snapshot(*args, **kwargs)
+    out, lse, grads = check_varlen(args, kwargs, gen)
+    unchanged()
+    used_q, used_k = (sum(n) for n in BATCHES[case.batch])
+    assert torch.equal(out[used_q:], torch.zeros_like(out[used_q:])) and (lse[used_q:] == -math.inf).all()
+    for name, used in (("q", used_q), ("k", used_k), ("v", used_k)):
+        assert torch.equal(grads[name][used:], torch.zeros_like(grads[name][used:]))
+
+
+@pytest.mark.parametrize("layout", ("padded", "every_second", "heads_outside", "offset"))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_varlen_strides(layout, dtype, device):
+    gen = generator("varlen strides", layout)
+    q, k, v, *rest = packed(gen, *BATCHES["ragged"], (4, 2), (32, 24), dtype, device)
+    move = (lambda t: strided(t, (1, 0, 2))) if layout == "heads_outside" else LAYOUTS[layout]
+    rest[:2] = [torch.stack([t, t + 7], 1)[:, 0] for t in rest[:2]]
+    check_varlen((move(q), move(k), move(v), *rest), dict(is_causal=True), gen)
+
+
+@pytest.mark.parametrize("mods", ("none", "causal", "window_causal", "softcap", "alibi_batch", "window_sinks"))
+def test_varlen_is_flash_attn_of_each_sequence(mods, device):
+    """With the bottom-right diagonal."""
+    gen = generator("varlen dense", mods)
+    args = packed(gen, *BATCHES["ragged"], (4, 2), (32, 32), torch.float32, device)
+    kwargs = varlen_kwargs(mods, 4, 4, gen, torch.float32, device)
+    dense = per_sequence(ops.flash_attn, *args[:5], **kwargs)
+    ref = reference.flash_attn_varlen(*f64(args), **f64(kwargs))
+    assert_close_as(dense, ops.flash_attn_varlen(*args, **kwargs), ref)
+
+
+def test_varlen_neighbours_do_not_leak(device):
+    """NaN in one sequence stays in it, forward and backward."""
+    gen = generator("leak")
+    args = list(packed(gen, [20, 33, 15], [40, 33, 70], (2, 1), (16, 16), torch.float32, device))
+    clean_q, clean_k, clean_v = (t.clone() for t in args[:3])
+    results = []
+    for poison in (False, True):
+        leaves = [t.clone() for t in (clean_q, clean_k, clean_v)]
+        if poison:
+            leaves[1][40:73], leaves[2][40:73] = math.nan, math.nan
+        leaves = [t.requires_grad_() for t in leaves]
+        out = ops.flash_attn_varlen(*leaves, *args[3:], is_causal=True)
+        out.backward(torch.ones_like(out))
+        results.append([out.detach(), *(t.grad for t in leaves)])
+    rows = [i for i in range(68) if not 20 <= i < 53]
+    keys = [i for i in range(143) if not 40 <= i < 73]
+    for x, y, keep in zip(*results, (rows, rows, keys, keys)):
+        assert same_bits(x[keep], y[keep])
+
+
+def test_varlen_bounds_may_be_larger(device):
+    gen = generator("bounds")
+    *args, max_q, max_k = packed(gen, *BATCHES["ragged"], (2, 1), (16, 16), torch.float32, device)
+    exact = ops.flash_attn_varlen(*args, max_q, max_k, is_causal=True)
+    loose = ops.flash_attn_varlen(*args, 10_000, 2**40, is_causal=True)
+    assert torch.equal(exact, loose)
+
+
+def test_varlen_far_strides():
+    gen = generator("varlen far")
+    q, k, v, *rest = packed(gen, [2, 1], [2, 2], (2, 2), (2, 2), torch.bfloat16, "cpu")
+    expected = ops.flash_attn_varlen(q, k, v, *rest)
+    for dim in (0, 1):
+        assert same_bits(ops.flash_attn_varlen(far_apart(q, dim), k, v, *rest), expected)
+        assert same_bits(ops.flash_attn_varlen(q, far_apart(k, dim), v, *rest), expected)
+        assert same_bits(ops.flash_attn_varlen(q, k, far_apart(v, dim), *rest), expected)
+
+
+@pytest.mark.parametrize("mods", ("none", "causal", "window", "softcap", "alibi_batch", "sinks"))
+def test_varlen_gradcheck(mods, device):
+    gen = generator("varlen gradcheck", mods)
+    q, k, v, *rest = packed(gen, [3, 0, 4], [4, 2, 3], (2, 1), (3, 2), torch.float64, device)
+    kwargs = varlen_kwargs(mods, 3, 2, gen, torch.float64, device)
+    sinks = kwargs.pop("sinks", None)
+    t = [x.requires_grad_() for x in (q, k, v, *([] if sinks is None else [sinks]))]
+
+    def run(q, k, v, sinks=None):
+        out, lse = torch_gpukern.flash_attn_varlen(q, k, v, *rest, **kwargs, sinks=sinks, return_lse=True)
+        return out, lse.masked_fill(lse.detach() == -math.inf, 0.0)
+
+    assert torch.autograd.gradcheck(run, t)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_varlen_opcheck(dtype, device):
+    gen = generator("varlen opcheck")
+    q, k, v, *rest = packed(gen, [3, 0, 5], [4, 2, 5], (4, 2), (8, 16), dtype, device)
+    kwargs = varlen_kwargs("window_sinks", 3, 4, gen, dtype, device)
+    for grad in (False, True):
+        args = [t.detach().requires_grad_(grad) for t in (q, k, v)]
+        torch.library.opcheck(ops.flash_attn_varlen.default, (*args, *rest), kwargs)
+    torch.library.opcheck(ops.flash_attn_varlen_fwd.default, (q, k, v, *rest), kwargs)
+    out, lse = ops.flash_attn_varlen_fwd(q, k, v, *rest, **kwargs)
+    grad = strided(torch.ones_like(out), step=2)
+    torch.library.opcheck(ops.flash_attn_varlen_bwd.default, (grad, q, k, v, out, lse, *rest), kwargs)

@@ -1,0 +1,674 @@
+"""paged_attn, kv_cache_write and attn_merge."""
+
+import json
+import math
+
+import pytest
+import torch
+from conftest import (
+    FLOATS,
+    HEAD_DIMS,
+    Paged,
+    assert_close_as,
+    f64,
+    far_apart,
+    for_dtype,
+    generator,
+    grid,
+    guarded,
+    logit_dtype,
+    ops,
+    randn,
+    reference,
+    same_bits,
+    snapshot,
+    strided,
+    torch_attn,
+    torch_gpukern,
+    yard_dtype,
+)
+
+HEADS = ((1, 1), (4, 2), (8, 1), (6, 2), (8, 2), (3, 3))  # heads_q, heads_kv
+DIM_PAIRS = tuple((d, d) for d in HEAD_DIMS) + ((64, 32), (32, 64), (192, 128), (8, 512), (512, 8), (7, 80))
+BLOCK_SIZES = (1, 3, 8, 16, 64, 256)
+
+# Context lengths and query tokens of each sequence.
+BATCHES = {
+    "decode": ([1, 15, 16, 17, 130], [1, 1, 1, 1, 1]),
+    "decode_long": ([2500, 700], [1, 1]),
+    "decode_one": ([33], [1]),
+    "inactive": ([0, 40, 0, 7], [1, 1, 1, 1]),
+    "speculative": ([4, 70, 129], [4, 4, 4]),
+    "prefill": ([65, 31], [65, 31]),
+    "mixed": ([1, 200, 64, 0, 33], [1, 17, 64, 0, 2]),
+    "chunk": ([300, 90], [128, 33]),
+}
+
+MODIFIERS = ("none", "full", "scale", "window", "window_zero", "softcap", "alibi", "alibi_batch", "sinks", "sinks_off",
+             "scales", "scales_head", "all")  # fmt: skip
+
+
+def modifiers(name, batch, heads, gen, dtype, device):
+    """The arguments of paged_attn beyond the five tensors."""
+    extra = logit_dtype(dtype)
+    hq, hkv = heads
+    slopes = torch.rand(hq, generator=gen, dtype=torch.float64).to(extra).to(device)
+    slopes_b = torch.rand(batch, hq, generator=gen, dtype=torch.float64).to(extra).to(device)
+    sinks = randn(gen, hq, dtype=extra, device=device)
+    off = sinks.clone()
+    off[::2] = -math.inf
+    k_scale, v_scale = (torch.rand(hkv, generator=gen).to(extra).to(device) + 0.5 for _ in range(2))
+    return {
+        "none": {},
+        "full": dict(is_causal=False),
+        "scale": dict(scale=-0.3),
+        "window": dict(window_left=20),
+        "window_zero": dict(window_left=0),
+        "softcap": dict(softcap=1.5),
+        "alibi": dict(alibi_slopes=slopes),
+        "alibi_batch": dict(alibi_slopes=slopes_b),
+        "sinks": dict(sinks=sinks),
+        "sinks_off": dict(sinks=off),
+        "scales": dict(k_scale=k_scale[0], v_scale=v_scale[0]),
+        "scales_head": dict(k_scale=k_scale, v_scale=v_scale),
+        "all": dict(scale=0.2, window_left=50, softcap=2.5, alibi_slopes=slopes_b, sinks=off, k_scale=k_scale, v_scale=v_scale),
+    }[name]
+
+
+def make(gen, batch, heads, dims, block_size, dtype, device, order="NHD", **kwargs):
+    return Paged(gen, *BATCHES[batch], *heads, *dims, block_size, dtype, device, order, **kwargs)
+
+
+def check(case, out, lse, kwargs, what=""):
+    """(out, lse) of paged_attn against the reference on each sequence's dense keys."""
+    assert out.dtype == case.q.dtype and out.is_contiguous()
+    assert lse.dtype == logit_dtype(case.q.dtype) and lse.is_contiguous()
+
+    def with_lse(q, k, v, **kw):
+        return reference.flash_attn(q, k, v, **kw, return_lse=True)
+
+    def sdpa(q, k, v, **kw):
+        plain = torch_attn(q, k, v, **kw)
+        ours = reference.flash_attn(q, k, v, **kw, return_lse=True)
+        return (ours[0] if plain is None else plain), ours[1]
+
+    ref, ref_lse = case.dense(torch.float64, with_lse, **f64(kwargs))
+    dtype = yard_dtype(case.q.dtype)
+    yards = [case.dense(dtype, run, **for_dtype(kwargs, dtype)) for run in (sdpa, with_lse)]
+    assert_close_as([y[0] for y in yards], out, ref, what + "out")
+    assert_close_as([y[1] for y in yards], lse, ref_lse, what + "lse")
+
+
+def call(case, ragged=True, fn=None, **kwargs):
+    """paged_attn_fwd of a case; ragged passes cu_seqlens_q, else each sequence has the same number of tokens."""
+    fn = ops.paged_attn_fwd if fn is None else fn
+    if ragged:
+        kwargs.update(cu_seqlens_q=case.cu_seqlens_q, max_seqlen_q=max(case.queries))
+    return fn(*case.args(), **kwargs)
+
+
+def even(name):
+    return len(set(BATCHES[name][1])) == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# paged_attn
+
+
+@pytest.mark.parametrize("case", grid(96, mods=MODIFIERS, batch=tuple(BATCHES), dtype=FLOATS, heads=HEADS, block_size=BLOCK_SIZES,
+                                      dims=((64, 64), (32, 48), (80, 80)), order=("NHD", "HND", "padded", "shared")))  # fmt: skip
+def test_forward(case, device):
+    gen = generator("paged", case.id)
+    paged = make(gen, case.batch, case.heads, case.dims, case.block_size, case.dtype, device, case.order)
+    kwargs = modifiers(case.mods, len(paged.lengths), case.heads, gen, case.dtype, device)
+    unchanged = snapshot(*paged.args(), **kwargs)
+    out, lse = call(paged, **kwargs)
+    unchanged()
+    check(paged, out, lse, kwargs)
+    if even(case.batch):
+        for x, y in zip(call(paged, ragged=False, **kwargs), (out, lse)):
+            assert same_bits(x, y)
+
+
+@pytest.mark.parametrize("case", grid(44, dims=DIM_PAIRS, dtype=FLOATS, batch=("decode", "mixed"), mods=("none", "all"),
+                                      heads=((4, 2), (3, 3), (8, 1)), block_size=(16, 5)))  # fmt: skip
+def test_head_dims(case, device):
+    if device == "cuda" and (max(case.dims) > 256 or any(d % 8 for d in case.dims)):
+        pytest.skip("CUDA serves multiples of 8 up to 256")
+    gen = generator("paged dims", case.id)
+    paged = make(gen, case.batch, case.heads, case.dims, case.block_size, case.dtype, device)
+    kwargs = modifiers(case.mods, len(paged.lengths), case.heads, gen, case.dtype, device)
+    check(paged, *call(paged, **kwargs), kwargs)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("block_size", (1, 16, 48))
+def test_every_context_length(dtype, block_size, device):
+    """Around pages, tiles and the chunks that a long context is split into."""
+    gen = generator("contexts", dtype, block_size)
+    q = torch.zeros(1, 4, 32, dtype=dtype, device=device)
+    cache = torch.zeros(512, 16, 2, 32, dtype=dtype, device=device)
+    table = torch.arange(512, dtype=torch.int32, device=device)[None]
+    row = json.loads(ops.explain_paged_attn(q, cache, cache, table, torch.tensor([8192], dtype=torch.int32, device=device)))
+    sizes = {n for n in row["tile"] if 1 < n <= 1024} | {block_size, 64, 128, 512}
+    lengths = sorted({max(n + e, 1) for n in sizes for e in (-1, 0, 1)})
+    paged = Paged(gen, lengths, [1] * len(lengths), 4, 2, 32, 32, block_size, dtype, device)
+    check(paged, *call(paged, ragged=False), {})
+
+
+def test_pages_left_of_the_window_may_hold_anything(device):
+    """Their table entries are not even read as pages: -1 stands there."""
+    gen = generator("window pages")
+    for dtype in (torch.float32, torch.bfloat16):
+        paged = Paged(gen, [300, 65, 40], [1, 3, 1], 4, 2, 32, 32, 16, dtype, device)
+        window = 37
+        kwargs = dict(window_left=window)
+        expected = call(paged, **kwargs)
+        for b, (length, n) in enumerate(zip(paged.lengths, paged.queries)):
+            first = max(length - n - window, 0)  # the first key that the earliest query sees
+            for page in range(first // 16):
+                paged.k_cache[paged.block_table[b, page]] = math.nan
+                paged.v_cache[paged.block_table[b, page]] = math.inf
+                paged.block_table[b, page] = -1
+        for x, y in zip(call(paged, **kwargs), expected):
+            assert same_bits(x, y)
+
+
+def test_shared_pages(device):
+    """Two sequences with one prefix, and one page twice in a sequence."""
+    gen = generator("shared")
+    paged = Paged(gen, [64, 64], [1, 1], 4, 2, 16, 16, 16, torch.float32, device)
+    apart = call(paged, ragged=False)
+    for page in range(3):
+        paged.k_cache[paged.block_table[1, page]] = paged.k_cache[paged.block_table[0, page]]
+        paged.v_cache[paged.block_table[1, page]] = paged.v_cache[paged.block_table[0, page]]
+    copied = call(paged, ragged=False)
+    paged.block_table[1, :3] = paged.block_table[0, :3]
+    for x, y, z in zip(call(paged, ragged=False), copied, apart):
+        assert same_bits(x, y) and not torch.equal(x, z)
+    paged.block_table[0, 1] = paged.block_table[0, 0]
+    paged.keys[0][16:32], paged.values[0][16:32] = paged.keys[0][:16], paged.values[0][:16]
+    paged.keys[1][:16], paged.values[1][:16] = paged.keys[0][:16], paged.values[0][:16]
+    paged.keys[1][16:32] = paged.k_cache[paged.block_table[1, 1]].cpu()
+    paged.values[1][16:32] = paged.v_cache[paged.block_table[1, 1]].cpu()
+    paged.keys[1][32:48] = paged.keys[0][32:48]
+    paged.values[1][32:48] = paged.values[0][32:48]
+    check(paged, *call(paged, ragged=False), {})
+
+
+def test_page_order_does_not_matter(device):
+    """Other pages, another page size, the same bits: they only say where a key lies."""
+    gen = generator("order")
+    for dtype in (torch.float32, torch.bfloat16):
+        results = []
+        for block_size, seed in ((16, 1), (16, 2), (4, 3), (256, 4)):
+            paged = Paged(generator("same values"), [300, 77], [1, 1], 4, 2, 32, 32, block_size, dtype, device)
+            pages = torch.randperm(paged.k_cache.shape[0], generator=generator(seed))
+            moved = pages.argsort()
+            paged.k_cache, paged.v_cache = paged.k_cache[pages], paged.v_cache[pages]
+            used = paged.block_table < paged.k_cache.shape[0]
+            table = paged.block_table.clamp(0, paged.k_cache.shape[0] - 1).long().cpu()
+            paged.block_table = torch.where(used, moved[table].to(device).to(torch.int32), paged.block_table)
+            paged.q = randn(generator("q"), 2, 4, 32, dtype=dtype, device=device)
+            for b in range(2):  # the values must not depend on the page size
+                n = paged.lengths[b]
+                k, v = (randn(generator("kv", b, x), n, 2, 32, dtype=dtype) for x in "kv")
+                for t in range(n):
+                    page = paged.block_table[b, t // block_size]
+                    paged.k_cache[page, t % block_size], paged.v_cache[page, t % block_size] = k[t], v[t]
+            results.append(call(paged, ragged=False))
+        for other in results[1:2]:
+            assert same_bits(other[0], results[0][0]) and same_bits(other[1], results[0][1])
+        for other in results[2:]:
+            assert torch.allclose(other[0].float(), results[0][0].float(), atol=2e-2 if dtype != torch.float32 else 1e-5)
+    assert gen is not None
+
+
+def test_contiguous_cache_is_one_page_per_sequence(device):
+    """A dense cache [B, Hkv, S, D] is a view: page b of S rows."""
+    gen = generator("dense cache")
+    k, v = (randn(gen, 3, 2, 50, 16, device=device) for _ in range(2))
+    q = randn(gen, 3, 4, 16, device=device)
+    lens = torch.tensor([50, 7, 31], dtype=torch.int32, device=device)
+    table = torch.arange(3, dtype=torch.int32, device=device)[:, None]
+    got = ops.paged_attn(q, k.transpose(1, 2), v.transpose(1, 2), table, lens)
+    ref = reference.flash_attn(*f64((q[:, :, None], k, v)), kv_end=lens)[:, :, 0]
+    yard = torch_attn(q[:, :, None], k, v, kv_end=lens)[:, :, 0]
+    assert_close_as(yard, got, ref)
+
+
+def test_agrees_with_flash_attn(device):
+    """Prefill through pages is causal flash_attn of the same keys."""
+    gen = generator("prefill")
+    paged = Paged(gen, [70], [70], 4, 2, 32, 32, 16, torch.float32, device)
+    dense = [t.transpose(0, 1)[None].to(device) for t in (paged.q.cpu(), paged.keys[0], paged.values[0])]
+    flash = ops.flash_attn(*dense, is_causal=True)[0].transpose(0, 1)
+    ref = reference.flash_attn(*f64(dense), is_causal=True)[0].transpose(0, 1)
+    assert_close_as(flash, call(paged)[0], ref)
+
+
+def test_strided_inputs(device):
+    gen = generator("paged strided")
+    for dtype in (torch.float32, torch.bfloat16):
+        paged = make(gen, "mixed", (4, 2), (16, 16), 8, dtype, device)
+        expected = call(paged)
+        every = lambda t: torch.stack([t, t * 0 + 99], -1).flatten(-2)[..., ::2]  # noqa: E731
+        qkv = paged.q
+        fused = torch.full((qkv.shape[0], 8, 16), math.nan, dtype=dtype, device=device)
+        fused[:, :4] = qkv
+        paged.q = fused[:, :4]
+        paged.block_table, paged.seq_lens = every(paged.block_table), every(paged.seq_lens)
+        paged.cu_seqlens_q = every(paged.cu_seqlens_q)
+        for x, y in zip(call(paged), expected):
+            assert same_bits(x, y)
+        paged.q = strided(qkv, step=2)
+        for x, y in zip(call(paged), expected):
+            assert same_bits(x, y)
+        row = paged.block_table[4:5].clone()
+        paged.block_table = row.expand(5, -1)  # one table row for all sequences
+        lens = torch.tensor([33], dtype=torch.int32, device=device).expand(5)
+        q = qkv[:5]
+        got = ops.paged_attn(q, paged.k_cache, paged.v_cache, paged.block_table, lens)
+        want = ops.paged_attn(q, paged.k_cache, paged.v_cache, paged.block_table.contiguous(), lens.contiguous())
+        assert same_bits(got, want)
+
+
+def test_expanded_cache(device):
+    """Stride 0 in the cache: one head for all."""
+    gen = generator("paged expanded")
+    k = randn(gen, 4, 8, 1, 16, device=device)
+    q = randn(gen, 1, 4, 16, device=device)
+    table = torch.arange(4, dtype=torch.int32, device=device)[None]
+    lens = torch.tensor([30], dtype=torch.int32, device=device)
+    got = ops.paged_attn(q, k.expand(4, 8, 2, 16), k.expand(4, 8, 2, 16), table, lens)
+    wide = k.expand(4, 8, 2, 16).contiguous()
+    assert same_bits(got, ops.paged_attn(q, wide, wide, table, lens))
+
+
+@pytest.mark.parametrize("dim", (0, 1, 2))
+def test_far_strides(dim):
+    """A cache of more than 2**31 elements between pages, rows or heads."""
+    gen = generator("paged far", dim)
+    k, v = randn(gen, 3, 2, 2, 4, dtype=torch.bfloat16), randn(gen, 3, 2, 2, 4, dtype=torch.bfloat16)
+    q = randn(gen, 1, 4, 4, dtype=torch.bfloat16)
+    table, lens = torch.tensor([[2, 0]], dtype=torch.int32), torch.tensor([4], dtype=torch.int32)
+    expected = ops.paged_attn(q, k, v, table, lens)
+    far_k, far_v = far_apart(k, dim), far_apart(v, dim)
+    assert same_bits(ops.paged_attn(q, far_k, far_v, table, lens), expected)
+    new_k, new_v = randn(gen, 1, 2, 4, dtype=torch.bfloat16), randn(gen, 1, 2, 4, dtype=torch.bfloat16)
+    ops.kv_cache_write(new_k, new_v, far_k, far_v, torch.tensor([5]))
+    assert same_bits(far_k[2, 1], new_k[0]) and same_bits(far_v[2, 1], new_v[0])
+    assert same_bits(far_k[:2].clone(), k[:2])
+
+
+def test_more_than_65536_pages(device):
+    gen = generator("many pages")
+    k, v = (torch.zeros(70_001, 1, 1, 8, device=device) for _ in range(2))
+    pages = torch.tensor([[70_000, 65_536, 3, 65_535]], dtype=torch.int32, device=device)
+    k[pages[0].long()], v[pages[0].long()] = (randn(gen, 4, 1, 1, 8, device=device) for _ in range(2))
+    q, lens = randn(gen, 1, 1, 8, device=device), torch.tensor([4], dtype=torch.int32, device=device)
+    small = torch.arange(4, dtype=torch.int32, device=device)[None]
+    picked = pages[0].long()
+    assert same_bits(ops.paged_attn(q, k, v, pages, lens), ops.paged_attn(q, k[picked], v[picked], small, lens))
+
+
+def test_inactive_rows_and_empty_batches(device):
+    gen = generator("inactive")
+    paged = make(gen, "inactive", (4, 2), (16, 16), 8, torch.float32, device)
+    out, lse = call(paged, ragged=False)
+    for b in (0, 2):
+        assert torch.equal(out[b], torch.zeros_like(out[b])) and (lse[b] == -math.inf).all()
+    sinks = randn(gen, 4, device=device)
+    out, lse = call(paged, ragged=False, sinks=sinks)
+    for b in (0, 2):
+        assert torch.equal(out[b], torch.zeros_like(out[b])) and torch.allclose(lse[b], sinks, rtol=1e-6)
+    none = torch.zeros(0, dtype=torch.int32, device=device)
+    cache = torch.zeros(3, 8, 2, 16, device=device)
+    q = torch.zeros(0, 4, 16, device=device)
+    assert ops.paged_attn(q, cache, cache, none.view(0, 5), none).shape == (0, 4, 16)
+    zero = torch.zeros(2, dtype=torch.int32, device=device)
+    empty_cache = torch.zeros(0, 8, 2, 16, device=device)
+    q = torch.ones(2, 4, 16, device=device)
+    out, lse = ops.paged_attn_fwd(q, empty_cache, empty_cache, zero.view(2, 1), zero)
+    assert torch.equal(out, torch.zeros_like(out)) and (lse == -math.inf).all()
+    out, lse = ops.paged_attn_fwd(q, cache, cache, zero.view(2, 1)[:, :0], zero)
+    assert torch.equal(out, torch.zeros_like(out)) and (lse == -math.inf).all()
+
+
+def test_tokens_of_no_sequence(device):
+    """Rows of q at or after cu_seqlens_q[B] give out 0, lse -inf."""
+    gen = generator("slack")
+    paged = make(gen, "mixed", (4, 2), (16, 16), 8, torch.float32, device)
+    expected = call(paged)
+    used = paged.q.shape[0]
+    paged.q = torch.cat([paged.q, torch.full((3, 4, 16), math.nan, device=device)])
+    out, lse = call(paged)
+    assert same_bits(out[:used], expected[0]) and same_bits(lse[:used], expected[1])
+    assert torch.equal(out[used:], torch.zeros_like(out[used:])) and (lse[used:] == -math.inf).all()
+
+
+def test_max_seqlen_q_is_an_upper_bound_and_unread_without_lengths(device):
+    gen = generator("bound")
+    paged = make(gen, "speculative", (4, 2), (16, 16), 8, torch.float32, device)
+    expected = call(paged)[0]
+    assert same_bits(ops.paged_attn(*paged.args(), cu_seqlens_q=paged.cu_seqlens_q, max_seqlen_q=1000), expected)
+    assert same_bits(ops.paged_attn(*paged.args(), max_seqlen_q=0), expected)
+
+
+def test_public_function(device):
+    gen = generator("paged public")
+    paged = make(gen, "decode", (4, 2), (16, 16), 8, torch.float32, device)
+    kwargs = modifiers("all", 5, (4, 2), gen, torch.float32, device)
+    out, lse = torch_gpukern.paged_attn(*paged.args(), return_lse=True, **kwargs)
+    raw_out, raw_lse = ops.paged_attn_fwd(*paged.args(), **kwargs)
+    assert same_bits(out, raw_out) and same_bits(lse, raw_lse)
+    assert same_bits(torch_gpukern.paged_attn(*paged.args(), **kwargs), out)
+    assert same_bits(ops.paged_attn(*paged.args(), **kwargs), out)
+
+
+def test_backward_is_refused(device):
+    gen = generator("paged grad")
+    paged = make(gen, "decode", (4, 2), (16, 16), 8, torch.float32, device)
+    q = paged.q.requires_grad_()
+    with pytest.raises(NotImplementedError, match="gpukern::paged_attn"):
+        ops.paged_attn(q, *paged.args()[1:]).sum().backward()
+    with pytest.raises(NotImplementedError, match="gpukern::paged_attn"):
+        torch_gpukern.paged_attn(q, *paged.args()[1:], return_lse=True)[1].sum().backward()
+    with torch.no_grad():
+        assert same_bits(ops.paged_attn(q, *paged.args()[1:]), ops.paged_attn(q.detach(), *paged.args()[1:]))
+    k = torch.ones(1, 2, 16, device=device, requires_grad=True)
+    caches = [torch.zeros(2, 8, 2, 16, device=device) for _ in range(2)]
+    with pytest.raises(NotImplementedError, match="gpukern::kv_cache_write"):
+        ops.kv_cache_write(k, k.detach(), *caches, torch.tensor([3], device=device))
+        (caches[0].sum() + caches[1].sum()).backward()
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_opcheck(dtype, device):
+    gen = generator("paged opcheck")
+    paged = make(gen, "mixed", (4, 2), (8, 16), 8, dtype, device)
+    lengths = dict(cu_seqlens_q=paged.cu_seqlens_q, max_seqlen_q=64)
+    # opcheck compares inputs before and after, which NaN fails
+    clean = (paged.q, paged.k_cache.nan_to_num(), paged.v_cache.nan_to_num(), paged.block_table, paged.seq_lens)
+    for mods in ("none", "all"):
+        kwargs = lengths | modifiers(mods, 5, (4, 2), gen, dtype, device)
+        torch.library.opcheck(ops.paged_attn.default, clean, kwargs)
+        torch.library.opcheck(ops.paged_attn_fwd.default, clean, kwargs)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# kv_cache_write
+
+
+@pytest.mark.parametrize("case", grid(40, dtype=FLOATS, slots=(torch.int32, torch.int64), dims=((16, 16), (7, 80), (128, 64)),
+                                      order=("NHD", "HND", "padded", "interleaved"), block_size=(1, 4, 16),
+                                      layout=("dense", "transposed", "every_second"), scale=(None, "one", "head")))  # fmt: skip
+def test_write(case, device):
+    """Every written row has its bits, and nothing else changes, NaN around the caches included."""
+    gen = generator("write", case.id)
+    tokens, heads, blocks = 11, 3, 6
+    (d, dv), rows = case.dims, blocks * case.block_size
+    k, v = (randn(gen, tokens, heads, n, dtype=case.dtype, device=device) for n in case.dims)
+    count = min(tokens, rows)
+    slots = torch.full((tokens,), -1, dtype=case.slots)
+    slots[:count] = torch.randperm(rows, generator=gen)[:count]
+    slots[2] = -7
+    slots = slots.to(device)
+    caches = [randn(gen, blocks, case.block_size, heads, n, dtype=case.dtype, device=device) for n in case.dims]
+    checks = []
+    if case.order == "HND":
+        caches = [strided(c, (0, 2, 1, 3)) for c in caches]
+    elif case.order == "padded":
+        caches = [strided(c, pad=3) for c in caches]
+    elif case.order == "interleaved":
+        both = torch.full((blocks, 2, case.block_size, heads, max(d, dv)), math.nan, dtype=case.dtype, device=device)
+        both[:, 0, ..., :d], both[:, 1, ..., :dv] = caches
+        caches = [both[:, 0, ..., :d], both[:, 1, ..., :dv]]
+    else:
+        caches, checks = zip(*(guarded(c) for c in caches))
+    expected = [c.clone() for c in caches]
+    kwargs = {}
+    if case.scale is not None:
+        n = (heads,) if case.scale == "head" else ()
+        kwargs = {s: (torch.rand(n, generator=gen) + 0.5).to(logit_dtype(case.dtype)).to(device) for s in ("k_scale", "v_scale")}
+    if case.layout == "transposed":
+        k, v = strided(k, (1, 0, 2)), strided(v, (2, 1, 0))
+    elif case.layout == "every_second":
+        k, v = strided(k, step=2), strided(v, step=2)
+        slots = torch.stack([slots, slots + 3], 1)[:, 0]
+    unchanged = snapshot(k, v, slots, **kwargs)
+    assert ops.kv_cache_write(k, v, *caches, slots, **kwargs) is None
+    unchanged()
+    for x, cache, scale in zip((k, v), expected, (kwargs.get("k_scale"), kwargs.get("v_scale"))):
+        if scale is not None:
+            wide = torch.float64 if case.dtype == torch.float64 else torch.float32
+            x = (x.to(wide) / scale[..., None]).to(case.dtype)
+        for t, s in enumerate(slots.tolist()):
+            if s >= 0:
+                cache[s // case.block_size, s % case.block_size] = x[t]
+    for cache, want in zip(caches, expected):
+        assert same_bits(cache, want)
+    for check_band in checks:
+        check_band()
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
+def test_write_saturates(dtype, device):
+    """k / k_scale beyond the cache's range is stored as the largest finite value."""
+    largest = torch.finfo(dtype).max
+    k = torch.tensor([largest, -largest, 1.0, largest / 4], dtype=dtype, device=device).view(1, 1, 4)
+    caches = [torch.zeros(1, 2, 1, 4, dtype=dtype, device=device) for _ in range(2)]
+    scale = torch.tensor(0.25, device=device)
+    ops.kv_cache_write(k, k, *caches, torch.tensor([1], device=device), scale, scale)
+    assert caches[0][0, 1, 0].tolist() == [largest, -largest, 4.0, largest]
+    assert not caches[0][0, 0].any()
+
+
+def test_write_rounds_to_nearest_even(device):
+    """x / scale in float32, then one rounding."""
+    gen = generator("rounding")
+    for dtype in (torch.bfloat16, torch.float16):
+        k = randn(gen, 64, 2, 40, dtype=dtype, device=device)
+        caches = [torch.zeros(8, 8, 2, 40, dtype=dtype, device=device) for _ in range(2)]
+        scale = torch.tensor([0.3, 1.7], device=device)
+        ops.kv_cache_write(k, k, *caches, torch.arange(64, device=device), scale, None)
+        assert same_bits(caches[0].view(64, 2, 40), (k.float() / scale[:, None]).to(dtype))
+        assert same_bits(caches[1].view(64, 2, 40), k)
+
+
+def test_write_keeps_nan_and_inf(device):
+    k = torch.tensor([math.nan, math.inf, -math.inf, -0.0], device=device).view(1, 1, 4)
+    caches = [torch.zeros(1, 1, 1, 4, device=device) for _ in range(2)]
+    ops.kv_cache_write(k, k, *caches, torch.tensor([0], device=device))
+    assert same_bits(caches[0].view(1, 1, 4), k)
+
+
+def test_write_then_read(device):
+    """Tokens written one by one give what one dense call gives."""
+    gen = generator("write read")
+    length, block_size = 21, 4
+    k, v = (randn(gen, length, 2, 16, device=device) for _ in range(2))
+    q = randn(gen, length, 4, 16, device=device)
+    caches = [torch.full((9, block_size, 2, 16), math.nan, device=device) for _ in range(2)]
+    table = torch.randperm(9, generator=gen)[:6].to(torch.int32)[None]
+    outs = []
+    for t in range(length):
+        slot = int(table[0, t // block_size]) * block_size + t % block_size
+        ops.kv_cache_write(k[t : t + 1], v[t : t + 1], *caches, torch.tensor([slot], device=device))
+        lens = torch.tensor([t + 1], dtype=torch.int32, device=device)
+        outs.append(ops.paged_attn(q[t : t + 1], *caches, table.to(device), lens))
+    dense = [t.transpose(0, 1)[None] for t in (q, k, v)]
+    ref = reference.flash_attn(*f64(dense), is_causal=True)[0].transpose(0, 1)
+    yard = torch_attn(*dense, is_causal=True)[0].transpose(0, 1)
+    assert_close_as(yard, torch.cat(outs), ref)
+
+
+def test_write_nothing(device):
+    caches = [torch.ones(2, 4, 2, 8, device=device) for _ in range(2)]
+    unchanged = snapshot(*caches)
+    none = torch.zeros(0, 2, 8, device=device)
+    ops.kv_cache_write(none, none, *caches, torch.zeros(0, dtype=torch.int64, device=device))
+    k = torch.zeros(3, 2, 8, device=device)
+    ops.kv_cache_write(k, k, *caches, torch.full((3,), -1, device=device))
+    empty = torch.zeros(0, 4, 2, 8, device=device)
+    ops.kv_cache_write(k, k, empty, empty.clone(), torch.full((3,), -1, device=device))
+    unchanged()
+
+
+def test_write_opcheck(device):
+    gen = generator("write opcheck")
+    for dtype in (torch.float32, torch.bfloat16):
+        k, v = randn(gen, 5, 2, 8, dtype=dtype, device=device), randn(gen, 5, 2, 16, dtype=dtype, device=device)
+        caches = [torch.zeros(4, 4, 2, n, dtype=dtype, device=device) for n in (8, 16)]
+        slots = torch.tensor([3, -1, 9, 0, 15], device=device)
+        torch.library.opcheck(ops.kv_cache_write.default, (k, v, *caches, slots))
+        scale = torch.tensor([2.0, 0.5], device=device)
+        torch.library.opcheck(ops.kv_cache_write.default, (k, v, *caches, slots.int(), scale, scale[0]))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# attn_merge
+
+
+def sides(gen, shape, dtype, device, std=3.0):
+    """out_a, lse_a, out_b, lse_b with out [*shape] and lse [*shape[:-1]]."""
+    out_a, out_b = (randn(gen, *shape, dtype=dtype, device=device) for _ in range(2))
+    lse_a, lse_b = (randn(gen, *shape[:-1], dtype=logit_dtype(dtype), device=device, std=std) for _ in range(2))
+    return out_a, lse_a, out_b, lse_b
+
+
+def torch_merge(out_a, lse_a, out_b, lse_b):
+    """The same in PyTorch's ops and dtypes."""
+    lse = torch.logaddexp(lse_a, lse_b)
+    w_a, w_b = ((x - lse).exp()[..., None] for x in (lse_a, lse_b))
+    return (w_a * out_a + w_b * out_b).to(out_a.dtype), lse
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 33, 64), (70, 3, 80), (5, 1, 1), (2, 1, 1, 511), (0, 4, 8), (3, 0, 2, 8)], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("layout", ("dense", "strided"))
+def test_merge(shape, dtype, layout, device):
+    gen = generator("merge", shape, dtype)
+    args = sides(gen, shape, dtype, device)
+    if layout == "strided":
+        reverse = tuple(reversed(range(len(shape) - 1)))
+        args = (strided(args[0], step=2), strided(args[1], reverse), strided(args[2], pad=3), strided(args[3], step=3))
+    unchanged = snapshot(*args)
+    out, lse = ops.attn_merge(*args)
+    unchanged()
+    assert out.is_contiguous() and lse.is_contiguous() and out.dtype == dtype and lse.dtype == logit_dtype(dtype)
+    ref, ref_lse = reference.attn_merge(*f64(args))
+    if dtype == torch.float64:
+        yard, yard_lse = torch_merge(*(t.float() for t in args))
+    else:
+        yard, yard_lse = torch_merge(*args)
+    assert_close_as(yard, out, ref)
+    assert_close_as(yard_lse, lse, ref_lse, "lse")
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_merge_with_an_empty_side(dtype, device):
+    """-inf on one side returns the other bit for bit, whatever the empty side holds; on both 0 and -inf."""
+    gen = generator("merge empty", dtype)
+    out_a, lse_a, out_b, lse_b = sides(gen, (4, 3, 16), dtype, device)
+    lse_a[0], lse_b[1] = -math.inf, -math.inf
+    lse_a[2], lse_b[2] = -math.inf, -math.inf
+    out_a[0, 1], out_b[1, 1], out_a[2, 0] = math.nan, math.inf, math.nan
+    out, lse = ops.attn_merge(out_a, lse_a, out_b, lse_b)
+    assert same_bits(out[0], out_b[0]) and same_bits(lse[0], lse_b[0])
+    assert same_bits(out[1], out_a[1]) and same_bits(lse[1], lse_a[1])
+    assert torch.equal(out[2], torch.zeros_like(out[2])) and (lse[2] == -math.inf).all()
+    assert out[3].isfinite().all()
+
+
+def test_merge_far_apart(device):
+    """exp(lse) overflows; the difference of the two does not."""
+    gen = generator("merge far")
+    out_a, lse_a, out_b, lse_b = sides(gen, (3, 2, 8), torch.float32, device)
+    lse_a += torch.tensor([500.0, -500.0, 1000.0], device=device)[:, None]
+    lse_b += torch.tensor([500.0, 500.0, -1000.0], device=device)[:, None]
+    out, lse = ops.attn_merge(out_a, lse_a, out_b, lse_b)
+    ref, ref_lse = reference.attn_merge(*f64((out_a, lse_a, out_b, lse_b)))
+    yard, yard_lse = torch_merge(out_a, lse_a, out_b, lse_b)
+    assert_close_as(yard, out, ref)
+    assert_close_as(yard_lse, lse, ref_lse, "lse")
+
+
+def test_merge_of_parts_is_the_whole(device):
+    """Attention over two halves of the keys, merged, and its gradients, are attention over all of them."""
+    gen = generator("parts")
+    tensors = dict(zip("qkv", (randn(gen, 2, 4, 20, 16), randn(gen, 2, 2, 50, 16), randn(gen, 2, 2, 50, 16))))
+    tensors = {n: t.to(device) for n, t in tensors.items()}
+    grad = randn(gen, 2, 4, 20, 16, device=device)
+
+    def halves(q, k, v):
+        a = torch_gpukern.flash_attn(q, k[:, :, :30], v[:, :, :30], return_lse=True)
+        b = torch_gpukern.flash_attn(q, k[:, :, 30:], v[:, :, 30:], return_lse=True)
+        return ops.attn_merge(*a, *b)[0]
+
+    results = []
+    for run, dtype in ((halves, torch.float32), (torch_attn, torch.float32), (reference.flash_attn, torch.float64)):
+        leaves = {n: t.to(dtype).clone().requires_grad_() for n, t in tensors.items()}
+        out = run(**leaves)
+        out.backward(grad.to(dtype))
+        results.append([out.detach(), *(t.grad for t in leaves.values())])
+    for name, got, yard, ref in zip(("out", "dq", "dk", "dv"), *results):
+        assert_close_as(yard, got, ref, name)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_merge_backward(dtype, device):
+    gen = generator("merge backward", dtype)
+    args = sides(gen, (6, 3, 24), dtype, device)
+    grad, grad_lse = randn(gen, 6, 3, 24, dtype=dtype, device=device), randn(gen, 6, 3, dtype=logit_dtype(dtype), device=device)
+    narrow = yard_dtype(dtype)
+    results = []
+    for run, tensors in ((ops.attn_merge, args), (torch_merge, [t.to(narrow) if t.dim() == 3 else t.float() for t in args]),
+                         (reference.attn_merge, f64(args))):  # fmt: skip
+        leaves = [t.detach().clone().requires_grad_() for t in tensors]
+        out, lse = run(*leaves)
+        torch.autograd.backward((out, lse), (grad.to(out.dtype), grad_lse.to(lse.dtype)))
+        results.append([t.grad for t in leaves])
+    for name, t, got, yard, ref in zip(("out_a", "lse_a", "out_b", "lse_b"), args, *results):
+        assert got.dtype == t.dtype
+        assert_close_as(yard, got, ref, f"d{name}")
+
+
+def test_merge_gradcheck(device):
+    gen = generator("merge gradcheck")
+    args = [t.requires_grad_() for t in sides(gen, (3, 2, 4), torch.float64, device, std=1.0)]
+    assert torch.autograd.gradcheck(ops.attn_merge, args)
+
+
+def test_merge_gradients_of_an_empty_side(device):
+    """No NaN from -inf: the empty side gets zeros, the other one passes the gradient on."""
+    gen = generator("merge empty grad")
+    out_a, lse_a, out_b, lse_b = sides(gen, (3, 2, 8), torch.float32, device)
+    lse_a[0], lse_b[1] = -math.inf, -math.inf
+    lse_a[2], lse_b[2] = -math.inf, -math.inf
+    leaves = [t.requires_grad_() for t in (out_a, lse_a, out_b, lse_b)]
+    out, lse = ops.attn_merge(*leaves)
+    grad, grad_lse = randn(gen, 3, 2, 8, device=device), randn(gen, 3, 2, device=device)
+    got = torch.autograd.grad((out, lse), leaves, (grad, grad_lse))
+    assert all(g.isfinite().all() for g in got)
+    d_out_a, d_lse_a, d_out_b, d_lse_b = got
+    assert torch.equal(d_out_b[0], grad[0]) and torch.equal(d_lse_b[0], grad_lse[0]) and not d_out_a[0].any()
+    assert torch.equal(d_out_a[1], grad[1]) and torch.equal(d_lse_a[1], grad_lse[1]) and not d_out_b[1].any()
+    assert not d_out_a[2].any() and not d_out_b[2].any()
+    assert not d_lse_a[0].any() and not d_lse_b[1].any()
+
+
+def test_merge_far_strides():
+    gen = generator("merge far")
+    args = sides(gen, (3, 2, 4), torch.bfloat16, "cpu")
+    expected = ops.attn_merge(*args)
+    got = ops.attn_merge(far_apart(args[0], 0), args[1], far_apart(args[2], 1), args[3])
+    assert same_bits(got[0], expected[0]) and same_bits(got[1], expected[1])
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_merge_opcheck(dtype, device):
+    gen = generator("merge opcheck")
+    args = sides(gen, (2, 3, 4, 8), dtype, device)
+    torch.library.opcheck(ops.attn_merge.default, args)
+    torch.library.opcheck(ops.attn_merge.default, [t.detach().requires_grad_() for t in args])

@@ -1,0 +1,513 @@
+"""torch.compile, export, AOTInductor, checkpoint, autocast, inference mode, FLOP counter: the ops inside PyTorch's tools."""
+
+import math
+import re
+
+import pytest
+import torch
+from conftest import FLOATS, Paged, assert_close_as, generator, ops, randn, run_python, same_bits, swap_middle, torch_gpukern
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.utils import run_and_get_code
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Counting:
+    """A backend that runs the graphs as they are and counts them, forward and backward."""
+
+    def __init__(self):
+        self.forward = self.backward = 0
+
+    def __call__(self, graph, inputs):
+        def count(which):
+            def compiler(graph, inputs):
+                setattr(self, which, getattr(self, which) + 1)
+                return graph.forward
+
+            return compiler
+
+        return aot_autograd(fw_compiler=count("forward"), bw_compiler=count("backward"))(graph, inputs)
+
+
+def block(x, w_qkv, w_out, bias, sinks):
+    """Projection, attention, projection: every gradient of gemm and flash_attn in one graph."""
+    b, s, _ = x.shape
+    q, k, v = ops.gemm(x, w_qkv).view(b, s, 8, 16).split((4, 2, 2), 2)
+    out = ops.flash_attn(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, window_left=20, sinks=sinks)
+    return ops.gemm(out.transpose(1, 2).reshape(b, s, 64), w_out, bias, c=x, activation="gelu")
+
+
+def block_inputs(s, device="cpu", dtype=torch.float32):
+    gen = generator("block", s)
+    shapes = ((2, s, 32), (32, 128), (64, 32), (32,), (4,))
+    return [randn(gen, *shape, dtype=dtype, device=device, std=0.3).requires_grad_() for shape in shapes]
+
+
+def run_block(fn, s, device):
+    tensors = block_inputs(s, device)
+    out = fn(*tensors)
+    out.square().sum().backward()
+    return [out.detach(), *(t.grad for t in tensors)]
+
+
+def assert_same(got, want):
+    for x, y in zip(got, want, strict=True):
+        assert torch.allclose(x, y, rtol=1e-4, atol=1e-5), (x - y).abs().max()
+
+
+@pytest.mark.parametrize("dynamic", (False, True), ids=("static", "dynamic"))
+def test_train_block(dynamic, device):
+    """Forward and backward through Inductor in one graph."""
+    compiled = torch.compile(block, fullgraph=True, dynamic=dynamic)
+    for s in (40, 57) if dynamic else (40,):
+        assert_same(run_block(compiled, s, device), run_block(block, s, device))
+
+
+def varlen_step(q, k, v, cu, max_seqlen, slopes, sinks):
+    out = ops.flash_attn_varlen(q * 2, k, v, cu, cu, max_seqlen, max_seqlen, is_causal=True, alibi_slopes=slopes, sinks=sinks)
+    return out * 3
+
+
+@pytest.mark.parametrize("dynamic", (False, True), ids=("static", "dynamic"))
+def test_varlen(dynamic, device):
+    compiled = torch.compile(varlen_step, fullgraph=True, dynamic=dynamic)
+    for n in (30, 41) if dynamic else (30,):
+        results = []
+        for fn in (compiled, varlen_step):
+            gen = generator("varlen compile", n)
+            t = [randn(gen, n, h, 16, device=device).requires_grad_() for h in (4, 2, 2)]
+            sinks = randn(gen, 4, device=device).requires_grad_()
+            cu = torch.tensor([0, 10, 10, n], dtype=torch.int32, device=device)
+            out = fn(*t, cu, n - 10, torch.full((4,), 0.1, device=device), sinks)
+            out.sum().backward()
+            results.append([out.detach(), sinks.grad, *(x.grad for x in t)])
+        assert_same(*results)
+
+
+@pytest.mark.parametrize("dynamic", (False, True), ids=("static", "dynamic"))
+def test_merge(dynamic, device):
+    def fn(q, k, v, n):
+        parts = [torch_gpukern.flash_attn(q, k[:, :, x], v[:, :, x], return_lse=True) for x in (slice(0, n), slice(n, None))]
+        out, lse = ops.attn_merge(*parts[0], *parts[1])
+        return out, lse
+
+    compiled = torch.compile(fn, fullgraph=True, dynamic=dynamic)
+    for s in (20, 33) if dynamic else (20,):
+        results = []
+        for f in (compiled, fn):
+            gen = generator("merge compile", s)
+            t = [randn(gen, 2, h, s, 16, device=device).requires_grad_() for h in (4, 2, 2)]
+            out, lse = f(*t, 7)
+            (out.sum() + lse.sum()).backward()
+            results.append([out.detach(), lse.detach(), *(x.grad for x in t)])
+        assert_same(*results)
+
+
+def decode(q, k, v, k_cache, v_cache, slots, table, lens):
+    ops.kv_cache_write(k, v, k_cache, v_cache, slots)
+    return ops.paged_attn(q, k_cache, v_cache, table, lens, window_left=30) + 1
+
+
+def decode_inputs(batch, device, dtype=torch.float32):
+    gen = generator("decode", batch)
+    paged = Paged(gen, [20 + b for b in range(batch)], [1] * batch, 4, 2, 16, 16, 8, dtype, device)
+    paged.block_table = torch.nn.functional.pad(paged.block_table, (0, 8))[:, :8].contiguous()
+    last = torch.tensor([n - 1 for n in paged.lengths], device=device)
+    page = paged.block_table[torch.arange(batch, device=device), last // 8].long()
+    k, v = (randn(gen, batch, 2, 16, dtype=dtype, device=device) for _ in range(2))
+    return [paged.q, k, v, paged.k_cache, paged.v_cache, page * 8 + last % 8, paged.block_table, paged.seq_lens]
+
+
+@pytest.mark.parametrize("dynamic", (False, True), ids=("static", "dynamic"))
+def test_decode_step(dynamic, device):
+    """kv_cache_write and paged_attn in one graph; the write is seen by the read and by the caller."""
+    compiled = torch.compile(decode, fullgraph=True, dynamic=dynamic)
+    for batch in (3, 5) if dynamic else (3,):
+        eager, fast = decode_inputs(batch, device), decode_inputs(batch, device)
+        want, got = decode(*eager), compiled(*fast)
+        assert same_bits(got, want)
+        for x, y in zip(fast[3:5], eager[3:5]):
+            assert same_bits(x, y)
+
+
+def test_cache_write_compiles_without_cloning_the_caches(device):
+    """The op gets the caller's own tensors, and no buffer of the generated code is as large as a cache."""
+    inputs = decode_inputs(3, device)
+    cache_numel = inputs[3].numel()
+    pointers = [t.data_ptr() for t in inputs[3:5]]
+    _, (code, *_) = run_and_get_code(torch.compile(decode, fullgraph=True), *inputs)
+    (call,) = re.findall(r"gpukern\.kv_cache_write\.default\(([^)]*)\)", code)
+    assert [name.strip()[:3] for name in call.split(",")][:5] == ["arg"] * 5, call
+    for shape in re.findall(r"empty_strided\w*\(\(([\d, ]*)\)", code):
+        assert math.prod(int(n) for n in shape.split(",") if n.strip()) < cache_numel, f"a buffer of {shape}"
+    assert not re.search(r"\.clone\(|copy_\(", code)
+    assert [t.data_ptr() for t in inputs[3:5]] == pointers
+
+
+LENGTHS = (16, 17, 31, 40, 64, 65, 90, 111, 128, 200)
+
+
+def test_ten_lengths_with_a_diagonal_of_lengths_make_two_graphs(device):
+    """diagonal = k.shape[2] - q.shape[2] and a length in gemm stay symbols, forward and backward."""
+
+    def fn(q, k, v, w):
+        q = ops.gemm(q, w)
+        return ops.flash_attn(q, k, v, is_causal=True, diagonal=k.shape[2] - q.shape[2], window_left=k.shape[2] // 2)
+
+    counting = Counting()
+    compiled = torch.compile(fn, fullgraph=True, backend=counting)
+    for n in LENGTHS:
+        results = []
+        for f in (compiled, fn):
+            gen = generator("ten", n)
+            q, k, v = (randn(gen, 2, 2, s, 16, device=device).requires_grad_() for s in (n, n + n // 3, n + n // 3))
+            w = randn(gen, 16, 16, device=device).requires_grad_()
+            out = f(q, k, v, w)
+            out.sum().backward()
+            results.append([out.detach(), q.grad, k.grad, v.grad, w.grad])
+        assert_same(*results)
+    assert 1 <= counting.forward <= 2 and 1 <= counting.backward <= 2, vars(counting)
+
+
+def test_ten_lengths_of_varlen_make_two_graphs(device):
+    counting = Counting()
+    compiled = torch.compile(varlen_step, fullgraph=True, backend=counting)
+    for n in LENGTHS:
+        results = []
+        for f in (compiled, varlen_step):
+            gen = generator("ten varlen", n)
+            t = [randn(gen, n, h, 16, device=device).requires_grad_() for h in (4, 2, 2)]
+            cu = torch.tensor([0, n // 3, n], dtype=torch.int32, device=device)
+            out = f(*t, cu, n - n // 3, torch.full((4,), 0.1, device=device), None)
+            out.sum().backward()
+            results.append([out.detach(), *(x.grad for x in t)])
+        assert_same(*results)
+    assert 1 <= counting.forward <= 2 and 1 <= counting.backward <= 2, vars(counting)
+
+
+def test_ten_batches_of_paged_attention_make_two_graphs(device):
+    def fn(q, k, v, k_cache, v_cache, slots, table, lens, cu, max_seqlen):
+        ops.kv_cache_write(k, v, k_cache, v_cache, slots)
+        return ops.paged_attn(q, k_cache, v_cache, table, lens, cu, max_seqlen)
+
+    counting = Counting()
+    compiled = torch.compile(fn, fullgraph=True, backend=counting)
+    for batch in range(2, 12):
+        inputs = decode_inputs(batch, device)
+        cu = torch.arange(batch + 1, dtype=torch.int32, device=device)
+        assert same_bits(compiled(*inputs, cu, batch), fn(*decode_inputs(batch, device), cu, batch))
+    assert 1 <= counting.forward <= 2, vars(counting)
+
+
+def test_layouts_survive_the_compiler(device):
+    """Strides of results are the eager ones, also where q is stored [B, S, H, D]."""
+
+    def fn(q, k, v):
+        out, lse = ops.flash_attn_fwd(q + 0, k, v)
+        return out, lse, ops.gemm(out, k.mT)
+
+    gen = generator("strides")
+    for dynamic in (False, True):
+        compiled = torch.compile(fn, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+        for swap in (False, True):
+            q, k, v = (randn(gen, 2, 4, 9, 8, device=device) for _ in range(3))
+            q = swap_middle(q) if swap else q
+            for x, y in zip(compiled(q, k, v), fn(q, k, v)):
+                assert x.stride() == y.stride() and same_bits(x, y)
+
+
+def test_graph_has_no_foreign_ops(device):
+    """The compiled public ops stay one node each without grad."""
+    seen = []
+
+    def backend(graph, inputs):
+        seen.extend(str(n.target) for n in graph.graph.nodes if n.op == "call_function")
+        return graph.forward
+
+    x = torch.ones(2, 2, 8, 8, device=device)
+    torch.compile(lambda x: ops.flash_attn(ops.gemm(x, x), x, x), fullgraph=True, backend=backend)(x)
+    assert len([t for t in seen if "gpukern" in t]) == 2, seen
+
+
+class Model(torch.nn.Module):
+    """Every op of inference in one module."""
+
+    def __init__(self):
+        super().__init__()
+        gen = generator("model")
+        self.w = torch.nn.Parameter(randn(gen, 16, 16))
+        self.bias = torch.nn.Parameter(randn(gen, 16))
+
+    def forward(self, q, k, v, k_cache, v_cache, table, lens):
+        b, h, s, d = q.shape
+        q = ops.gemm(q, self.w, self.bias, activation="silu")
+        dense, lse = ops.flash_attn_fwd(q, k, v, is_causal=True, diagonal=k.shape[2] - s)
+        rows = q.transpose(1, 2).reshape(b * s, h, d)
+        paged, paged_lse = ops.paged_attn_fwd(rows, k_cache, v_cache, table, lens)
+        cu = torch.arange(b + 1, dtype=torch.int32, device=q.device) * s
+        packed = ops.flash_attn_varlen(rows, rows, rows, cu, cu, s, s)
+        merged, _ = ops.attn_merge(dense.transpose(1, 2).reshape(b * s, h, d), lse.transpose(1, 2).reshape(b * s, h), paged, paged_lse)
+        return merged + packed
+
+
+def model_inputs(s, device="cpu"):
+    gen = generator("model", s)
+    q, k, v = (randn(gen, 2, 2, n, 16, device=device) for n in (s, s + 3, s + 3))
+    paged = Paged(gen, [40, 50], [s, s], 2, 2, 16, 16, 8, torch.float32, device)
+    return q, k, v, paged.k_cache, paged.v_cache, paged.block_table, paged.seq_lens
+
+
+def exported(s=10):
+    length = torch.export.Dim("length", min=2, max=35)
+    other = length + 3
+    shapes = ({2: length}, {2: other}, {2: other}, None, None, None, None)
+    with torch.no_grad():
+        return torch.export.export(Model(), model_inputs(s), dynamic_shapes=shapes, strict=False)
+
+
+def test_export():
+    """One exported program serves any length."""
+    program, model = exported(), Model()
+    nodes = {str(n.target) for n in program.graph.nodes}
+    for op in ("gemm", "flash_attn_fwd", "paged_attn_fwd", "flash_attn_varlen", "attn_merge"):
+        assert f"gpukern.{op}.default" in nodes
+    for s in (10, 4, 33):
+        with torch.no_grad():
+            assert same_bits(program.module()(*model_inputs(s)), model(*model_inputs(s)))
+
+
+def test_aotinductor(tmp_path):
+    """The exported program, compiled ahead of time to a shared library and loaded again."""
+    path = torch._inductor.aoti_compile_and_package(exported(), package_path=str(tmp_path / "model.pt2"))
+    loaded = torch._inductor.aoti_load_package(path)
+    model = Model()
+    for s in (10, 25):
+        with torch.no_grad():
+            assert torch.allclose(loaded(*model_inputs(s)), model(*model_inputs(s)), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("reentrant", (False, True))
+def test_checkpoint(reentrant, device):
+    want = run_block(block, 33, device)
+    got = run_block(lambda *t: checkpoint(block, *t, use_reentrant=reentrant), 33, device)
+    for x, y in zip(got, want):
+        assert same_bits(x, y)
+
+
+def test_selective_checkpoint_sees_the_raw_op(device):
+    """A policy by op name keeps flash_attn_fwd's result and recomputes the rest."""
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    saw = set()
+
+    def policy(ctx, op, *args, **kwargs):
+        saw.add(str(op))
+        return CheckpointPolicy.MUST_SAVE if op is ops.flash_attn_fwd.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def context():
+        return create_selective_checkpoint_contexts(policy)
+
+    got = run_block(lambda *t: checkpoint(block, *t, use_reentrant=False, context_fn=context), 33, device)
+    for x, y in zip(got, run_block(block, 33, device)):
+        assert same_bits(x, y)
+    assert "gpukern.flash_attn_fwd.default" in saw
+
+
+def test_inference_mode(device):
+    with torch.inference_mode():
+        tensors = block_inputs(30, device)
+        out = block(*tensors)
+        assert out.is_inference()
+        inputs = decode_inputs(3, device)
+        got = decode(*inputs)
+        out_a, lse_a = torch_gpukern.flash_attn(*(torch.ones(1, 2, 4, 8, device=device) for _ in range(3)), return_lse=True)
+        ops.attn_merge(out_a, lse_a, out_a, lse_a)
+    assert torch.equal(out, block(*block_inputs(30, device)).detach())
+    assert same_bits(got, decode(*decode_inputs(3, device)))
+
+
+def test_functorch_grad_or_a_clear_refusal(device):
+    """torch.func.grad either works or says that it does not; it never returns zeros."""
+    x = torch.full((2, 3), 0.5, device=device)
+    w = torch.ones(3, 4, device=device)
+    try:
+        got = torch.func.grad(lambda x: ops.gemm(x, w).sum())(x)
+    except (RuntimeError, NotImplementedError):
+        return
+    assert torch.equal(got, torch.full((2, 3), 4.0, device=device))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# autocast
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+def test_autocast_casts_the_matrices(dtype, device):
+    gen = generator("autocast")
+    a, b, bias, c = (randn(gen, *s, device=device) for s in ((4, 8), (8, 6), (6,), (4, 6)))
+    q = randn(gen, 1, 2, 9, 16, device=device)
+    slopes, sinks = torch.rand(2, generator=gen).to(device), randn(gen, 2, device=device)
+    cu = torch.tensor([0, 9], dtype=torch.int32, device=device)
+    with torch.autocast(device, dtype=dtype):
+        low = ops.gemm(a, b, bias, c)
+        wide = ops.gemm(a, b, bias, c, out_dtype=torch.float32)
+        out, lse = torch_gpukern.flash_attn(q, q.double().float(), q.to(dtype), alibi_slopes=slopes, sinks=sinks, return_lse=True)
+        packed = ops.flash_attn_varlen(q[0].transpose(0, 1), q[0].transpose(0, 1), q[0].transpose(0, 1), cu, cu, 9, 9, sinks=sinks)
+    half = [t.to(dtype) for t in (a, b, bias, c)]
+    assert low.dtype == dtype and same_bits(low, ops.gemm(*half))
+    assert wide.dtype == torch.float32 and same_bits(wide, ops.gemm(*half, out_dtype=torch.float32))
+    want = ops.flash_attn_fwd(*[q.to(dtype)] * 3, alibi_slopes=slopes, sinks=sinks)
+    assert same_bits(out, want[0]) and same_bits(lse, want[1])
+    rows = q[0].transpose(0, 1).to(dtype)
+    assert same_bits(packed, ops.flash_attn_varlen(rows, rows, rows, cu, cu, 9, 9, sinks=sinks))
+
+
+def test_autocast_leaves_float64_alone(device):
+    a = torch.ones(3, 3, dtype=torch.float64, device=device)
+    q = torch.ones(1, 1, 3, 3, dtype=torch.float64, device=device)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        assert ops.gemm(a, a).dtype == torch.float64 and ops.flash_attn(q, q, q).dtype == torch.float64
+    with torch.autocast(device, enabled=False):
+        assert ops.gemm(a.float(), a.float()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+def test_autocast_of_paged_attn_follows_the_cache(dtype, device):
+    """q goes to the cache's dtype where that is 16-bit; caches and scales are never cast."""
+    gen = generator("autocast paged")
+    paged = Paged(gen, [20, 9], [1, 1], 4, 2, 16, 16, 8, dtype, device)
+    want = ops.paged_attn(*paged.args())
+    with torch.autocast(device, dtype=torch.bfloat16):
+        got = ops.paged_attn(paged.q.float(), *paged.args()[1:])
+    assert got.dtype == dtype and same_bits(got, want)
+
+
+def test_autocast_has_no_rule_for_the_rest(device):
+    gen = generator("autocast rest")
+    out, lse = randn(gen, 3, 2, 8, device=device), randn(gen, 3, 2, device=device)
+    k = randn(gen, 2, 2, 8, device=device)
+    caches = [torch.zeros(2, 4, 2, 8, device=device) for _ in range(2)]
+    with torch.autocast(device, dtype=torch.bfloat16):
+        merged = ops.attn_merge(out, lse, out, lse)
+        ops.kv_cache_write(k, k, *caches, torch.tensor([1, 2], device=device))
+    assert merged[0].dtype == torch.float32
+    assert same_bits(caches[0].view(8, 2, 8)[1:3], k)
+
+
+@pytest.mark.parametrize("compiled", (False, True), ids=("eager", "compiled"))
+def test_autocast_backward(compiled, device):
+    """Gradients come back in the parameters' dtype, close to those of float32."""
+
+    def step(*tensors):
+        with torch.autocast(device, dtype=torch.bfloat16):
+            return block(*tensors)
+
+    fn = torch.compile(step, fullgraph=True, backend="aot_eager") if compiled else step
+    got = run_block(fn, 40, device)
+    want = run_block(block, 40, device)
+    assert got[0].dtype == torch.bfloat16
+    for x, y in zip(got[1:], want[1:]):
+        assert x.dtype == torch.float32
+        assert (x - y).norm() < 0.05 * y.norm() + 1e-3
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# FLOP counter
+
+
+def flops(fn):
+    with FlopCounterMode(display=False) as counter:
+        fn()
+    return counter.get_total_flops()
+
+
+def test_flops_of_gemm(device):
+    gen = generator("flops")
+    a, b = randn(gen, 3, 5, 7, device=device), randn(gen, 7, 11, device=device)
+    assert flops(lambda: ops.gemm(a, b)) == flops(lambda: torch.matmul(a, b)) == 2 * 3 * 5 * 7 * 11
+    assert flops(lambda: ops.gemm_fwd(a, b, activation="gelu")) == 2 * 3 * 5 * 7 * 11
+    leaf = [t.clone().requires_grad_() for t in (a, b)]
+    assert flops(lambda: ops.gemm(*leaf).sum().backward()) == 3 * 2 * 3 * 5 * 7 * 11
+
+
+def test_flops_of_attention(device):
+    """As SDPA counts: 4 B H Sq Sk D forward, 2.5 times that backward."""
+    gen = generator("flops attention")
+    q, k, v = (randn(gen, 2, h, s, 16, device=device) for h, s in ((4, 10), (2, 30), (2, 30)))
+    forward = 4 * 2 * 4 * 10 * 30 * 16
+    assert flops(lambda: ops.flash_attn(q, k, v)) == flops(lambda: ops.flash_attn_fwd(q, k, v)) == forward
+    leaf = [t.clone().requires_grad_() for t in (q, k, v)]
+    assert flops(lambda: ops.flash_attn(*leaf).sum().backward()) == 3.5 * forward
+    out, lse = ops.flash_attn_fwd(q, k, v)
+    assert flops(lambda: ops.flash_attn_bwd(out, q, k, v, out, lse)) == 2.5 * forward
+
+
+def test_flops_of_packed_and_paged_attention(device):
+    """Formulas exist, grow with the work, and count the dense case as flash_attn does."""
+    gen = generator("flops packed")
+    x = randn(gen, 12, 4, 16, device=device)
+    one = torch.tensor([0, 12], dtype=torch.int32, device=device)
+    dense = 4 * 4 * 12 * 12 * 16
+    assert flops(lambda: ops.flash_attn_varlen(x, x, x, one, one, 12, 12)) == dense
+    leaf = x.clone().requires_grad_()
+    assert flops(lambda: ops.flash_attn_varlen(leaf, leaf, leaf, one, one, 12, 12).sum().backward()) == 3.5 * dense
+    paged = Paged(gen, [16, 16], [1, 1], 4, 2, 16, 16, 8, torch.float32, device)
+    assert flops(lambda: ops.paged_attn(*paged.args())) > 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# loading
+
+
+def test_fake_functions_need_no_data(device):
+    """Every op answers under FakeTensorMode with the kernel's shapes, dtypes and strides."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    model, inputs = Model().to(device), [t.to(device) for t in model_inputs(10)]
+    real = model(*inputs)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = model(*(mode.from_tensor(t) for t in inputs))
+    assert fake.shape == real.shape and fake.dtype == real.dtype and fake.stride() == real.stride()
+
+
+def test_a_second_copy_is_refused():
+    """A namespace that exists already is an ImportError that names both, not a crash of the interpreter."""
+    done = run_python(
+        """
+        import torch
+        lib = torch.library.Library("gpukern", "DEF")
+        lib.define("gemm(Tensor a) -> Tensor")
+        try:
+            import torch_gpukern
+        except ImportError as error:
+            assert "gpukern" in str(error), error
+            print("refused")
+        """
+    )
+    assert done.stdout.strip() == "refused"
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_compiled_gradients_keep_the_dtype(dtype, device):
+    def fn(a, b):
+        return ops.gemm(a, b, activation="silu")
+
+    gen = generator("compiled dtype")
+    compiled = torch.compile(fn, fullgraph=True, backend="aot_eager")
+    grads = []
+    for f in (compiled, fn):
+        a, b = randn(generator("a"), 5, 6, dtype=dtype, device=device), randn(generator("b"), 6, 7, dtype=dtype, device=device)
+        a.requires_grad_(), b.requires_grad_()
+        f(a, b).sum().backward()
+        grads.append((a.grad, b.grad))
+    for x, y in zip(*grads):
+        assert x.dtype == dtype
+        assert_close_as(y, x, y.double())
+    assert gen is not None

@@ -1,0 +1,444 @@
+"""What users install: the wheel, an editable install, the C library and its CMake package; what a failed build says.
+
+Builds go through the build folder of `make`, so that nothing is compiled twice.
+"""
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import setuptools
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build"
+TREE = (
+    "CMakeLists.txt",
+    "LICENSE",
+    "MANIFEST.in",
+    "README.md",
+    "cmake",
+    "csrc",
+    "ops",
+    "pyproject.toml",
+    "setup.py",
+    "torch_gpukern",
+)
+
+RUN_AN_OP = """
+import torch, torch_gpukern
+a, b = torch.randn(33, 47), torch.randn(47, 21)
+torch.testing.assert_close(torch_gpukern.gemm(a, b), a @ b)
+print(torch_gpukern.__version__, torch_gpukern.__file__, sep="\\n")
+"""
+
+
+def run(*command, cwd=ROOT, **env):
+    """Runs a command as a user would: no PYTHONPATH of ours, `env` on top. None unsets a variable."""
+    environment = {**os.environ, "PYTHONPATH": None, "GPUKERN_BUILD_DIR": str(BUILD), **env}
+    environment = {name: str(value) for name, value in environment.items() if value is not None}
+    return subprocess.run(
+        list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True
+    )
+
+
+def must(*command, **options):
+    result = run(*command, **options)
+    assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+def header_version():
+    header = (ROOT / "csrc" / "gpukern.h").read_text()
+    return ".".join(re.findall(r"#define GK_VERSION_(?:MAJOR|MINOR|PATCH) (\d+)", header))
+
+
+def borrowing_venv(path):
+    """A new environment that sees torch and all else of this one through links, but nothing of gpukern."""
+    must(sys.executable, "-m", "venv", "--without-pip", path)
+    [site] = path.glob("lib/python*/site-packages")
+    for package in (torch, setuptools):
+        for entry in Path(package.__file__).parent.parent.iterdir():
+            if "gpukern" not in entry.name and not (site / entry.name).exists():
+                (site / entry.name).symlink_to(entry)
+    python = path / "bin" / "python"
+    assert run(python, "-c", "import torch_gpukern", cwd=path).returncode != 0
+    return python
+
+
+def pip_install(python, *what):
+    return must(
+        sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--no-deps", *what
+    )
+
+
+def copy_of_tree(path):
+    """The files that a build reads, without any build."""
+    for name in TREE:
+        if (ROOT / name).is_dir():
+            shutil.copytree(
+                ROOT / name, path / name, ignore=shutil.ignore_patterns("*.so", "__pycache__")
+            )
+        else:
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, path / name)
+    return path
+
+
+@pytest.fixture(scope="module")
+def built():
+    """The build folder, up to date with the sources."""
+    must("cmake", "-S", ROOT, "-B", BUILD, f"-DPython_EXECUTABLE={sys.executable}")
+    must("cmake", "--build", BUILD, "-j", "2")
+    return BUILD
+
+
+@pytest.fixture(scope="module")
+def wheel(built, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    must(
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-index",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        folder,
+        ROOT,
+    )
+    [path] = folder.iterdir()
+    return path
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Python packages
+
+
+def test_wheel_serves_every_python(wheel):
+    machine = platform.machine()
+    assert re.fullmatch(
+        rf"gpukern-{header_version()}-py3-none-(linux|macosx)\w*_{machine}\.whl", wheel.name
+    )
+
+
+def test_wheel_holds_the_package_and_nothing_else(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        info = f"gpukern-{header_version()}.dist-info"
+        assert archive.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+        library = archive.read("torch_gpukern/libgpukern_torch.so")
+    sources = {p.relative_to(ROOT).as_posix() for p in (ROOT / "torch_gpukern").rglob("*.py")}
+    package = {name for name in names if not name.startswith(info)}
+    assert package == sources | {"torch_gpukern/libgpukern_torch.so", "torch_gpukern/py.typed"}
+    assert str(ROOT).encode() not in library, "the build machine's path is in the library"
+
+
+def test_wheel_runs_in_a_fresh_environment(wheel, tmp_path):
+    python = borrowing_venv(tmp_path / "venv")
+    pip_install(python, wheel)
+    version, file = must(python, "-c", RUN_AN_OP, cwd=tmp_path).split()
+    assert version == header_version()
+    assert Path(file).is_relative_to(tmp_path / "venv")
+
+
+def test_editable_install_runs(built, tmp_path):
+    python = borrowing_venv(tmp_path / "venv")
+    pip_install(python, "--no-build-isolation", "--editable", ROOT)
+    version, file = must(python, "-c", RUN_AN_OP, cwd=tmp_path).split()
+    assert version == header_version()
+    assert Path(file) == ROOT / "torch_gpukern" / "__init__.py"
+
+
+def test_metadata_needs_neither_torch_nor_a_compiler(tmp_path):
+    tree = copy_of_tree(tmp_path / "tree")
+    script = (
+        "import sys; sys.modules['torch'] = None\n"  # an import of torch raises
+        "from setuptools import build_meta\n"
+        "print(build_meta.prepare_metadata_for_build_wheel(sys.argv[1]))"
+    )
+    out = must(sys.executable, "-c", script, tmp_path, cwd=tree, PATH="", CUDA_HOME=None)
+    fields = (tmp_path / out.split()[-1] / "METADATA").read_text().splitlines()
+    for field in (
+        f"Version: {header_version()}",
+        "License-Expression: BSD-3-Clause",
+        "License-File: LICENSE",
+        "Requires-Dist: torch>=2.10",
+        "Requires-Python: >=3.10",
+    ):
+        assert field in fields
+
+
+def test_source_archive_can_be_built_from(tmp_path):
+    tree = copy_of_tree(tmp_path / "tree")
+    must(sys.executable, "setup.py", "-q", "sdist", "--formats=zip", "-d", tmp_path, cwd=tree)
+    with zipfile.ZipFile(tmp_path / f"gpukern-{header_version()}.zip") as archive:
+        names = {name.split("/", 1)[1] for name in archive.namelist()}
+    files = {
+        p.relative_to(tree).as_posix()
+        for p in tree.rglob("*")
+        if p.is_file() and ".egg-info" not in str(p)
+    }
+    assert files - names <= {"MANIFEST.in"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the binaries
+
+
+def needed(library):
+    return re.findall(r"\(NEEDED\).*\[(.*)\]", must("readelf", "-d", library))
+
+
+def undefined(library):
+    """Undefined dynamic symbols: {name: is weak}."""
+    lines = must("nm", "-D", "--undefined-only", library).split("\n")
+    return {
+        line.split()[1].split("@")[0]: line.split()[0] in "wv" for line in lines if line.strip()
+    }
+
+
+def test_plugin_needs_libtorch_alone_of_torch(built):
+    names = needed(built / "libgpukern_torch.so")
+    assert "libtorch.so" in names
+    assert not [n for n in names if re.match(r"lib(torch_|c10|python|cudart)", n)]
+    assert "RUNPATH" not in must("readelf", "-d", built / "libgpukern_torch.so")
+
+
+def test_c_library_needs_libc_alone(built):
+    assert {n.split(".")[0] for n in needed(built / "libgpukern.so")} <= {
+        "libc",
+        "libm",
+        "ld-linux-x86-64",
+        "ld-linux-aarch64",
+        "libpthread",
+        "librt",
+        "libdl",
+    }
+
+
+def test_plugin_asks_for_nothing_newer_than_torch_2_10(built):
+    listed = set((ROOT / "tests/data/torch_2_10_symbols.txt").read_text().split())
+    symbols = undefined(built / "libgpukern_torch.so")
+    shims = {name for name in symbols if re.match(r"(aoti_)?torch_", name)}
+    assert len(shims & listed) > 10
+    assert not {name for name in shims - listed if not symbols[name]}
+
+
+def test_plugin_uses_neither_python_nor_unstable_torch(built):
+    names = undefined(built / "libgpukern_torch.so")
+    assert not [
+        n for n in names if n.startswith(("Py", "_Py")) or re.search(r"N2at|N3c10|N5torch", n)
+    ]
+
+
+def test_symbol_list_is_what_the_headers_say():
+    include = Path(torch.__file__).parent / "include"
+    script = ROOT / "tools" / "torch_symbols.py"
+    of_2_10 = must(sys.executable, script, include, "2.10")
+    assert of_2_10 == (ROOT / "tests/data/torch_2_10_symbols.txt").read_text()
+    assert set(of_2_10.split()) < set(must(sys.executable, script, include, "2.13").split())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# C users
+
+
+@pytest.fixture(scope="module")
+def prefix(built, tmp_path_factory):
+    """The C library, installed."""
+    path = tmp_path_factory.mktemp("prefix")
+    must("cmake", "--install", built, "--component", "c", "--prefix", path)
+    return path
+
+
+def test_c_example_builds_and_runs(prefix, tmp_path):
+    must(
+        "cmake",
+        "-S",
+        ROOT / "examples" / "c",
+        "-B",
+        tmp_path,
+        f"-DCMAKE_PREFIX_PATH={prefix}",
+        "-DCMAKE_C_FLAGS=-Werror",
+    )
+    must("cmake", "--build", tmp_path)
+    out = must(tmp_path / "attention", cwd=tmp_path)
+    assert f"gpukern {header_version()} on " in out
+    assert "gemm " in out and "flash_attn " in out and "GK_ERR_ARGUMENT" in out
+    assert not [
+        name for name in needed(tmp_path / "attention") if "torch" in name or "stdc++" in name
+    ]
+
+
+def test_installed_tree(prefix):
+    files = {p.relative_to(prefix).as_posix() for p in prefix.rglob("*") if p.is_file()}
+    assert "include/gpukern.h" in files
+    assert not [f for f in files if "torch" in f]
+    for path in prefix.rglob("*.cmake"):
+        assert str(ROOT) not in path.read_text(), f"{path.name} names the source tree"
+
+
+@pytest.mark.parametrize("compiler, language", [("cc", "c11"), ("c++", "c++17")])
+def test_header_stands_alone(prefix, tmp_path, compiler, language):
+    source = tmp_path / "probe.c"
+    source.write_text("#include <gpukern.h>\nint main(void) { return gk_version() == 0; }\n")
+    kind = "c" if compiler == "cc" else "c++"
+    must(
+        compiler,
+        f"-std={language}",
+        "-Wall",
+        "-Wextra",
+        "-Wpedantic",
+        "-Werror",
+        "-I",
+        prefix / "include",
+        "-fsyntax-only",
+        "-x",
+        kind,
+        source,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what a build that cannot work says: one line, the last one, that names the way out
+
+
+def failing_build(tree, build, **env):
+    """The last line that `pip install` would show of a build that must fail."""
+    result = run(
+        sys.executable, "setup.py", "-q", "build_ext", cwd=tree, GPUKERN_BUILD_DIR=build, **env
+    )
+    assert result.returncode != 0
+    return result.stderr.strip().splitlines()[-1]
+
+
+def test_error_cuda_without_sources(tmp_path):
+    tree = copy_of_tree(tmp_path / "tree")
+    shutil.rmtree(tree / "csrc" / "cuda", ignore_errors=True)
+    assert failing_build(tree, tmp_path / "build", GPUKERN_CUDA="1") == (
+        "gpukern: GPUKERN_CUDA=1, but this source tree has no CUDA kernels (csrc/cuda); set GPUKERN_CUDA to auto or 0 "
+        "for the CPU"
+    )
+
+
+def tree_with_a_cuda_kernel(path):
+    tree = copy_of_tree(path)
+    (tree / "csrc" / "cuda").mkdir(exist_ok=True)
+    (tree / "csrc" / "cuda" / "probe.cu").write_text("__global__ void probe() {}\n")
+    return tree
+
+
+def test_error_cuda_without_nvcc(tmp_path):
+    tree = tree_with_a_cuda_kernel(tmp_path / "tree")
+    line = failing_build(
+        tree, tmp_path / "build", GPUKERN_CUDA="1", CUDACXX=tmp_path / "nvcc", CUDA_HOME=tmp_path
+    )
+    assert line == (
+        "gpukern: GPUKERN_CUDA=1, but nvcc was not found or does not work; install the CUDA toolkit and set CUDA_HOME "
+        "to it, or set GPUKERN_CUDA to 0 for the CPU alone"
+    )
+
+
+def test_cuda_auto_without_nvcc_is_a_cpu_build(tmp_path):
+    tree = tree_with_a_cuda_kernel(tmp_path / "tree")
+    out = must(
+        "cmake",
+        "-S",
+        tree,
+        "-B",
+        tmp_path / "build",
+        "-DGPUKERN_BUILD_TORCH=OFF",
+        CUDACXX=tmp_path / "nvcc",
+        CUDA_HOME=tmp_path,
+    )
+    assert "| CUDA OFF |" in out
+
+
+def test_error_bad_cuda_values(tmp_path):
+    line = failing_build(ROOT, tmp_path / "build", GPUKERN_CUDA="yes")
+    assert line == "gpukern: GPUKERN_CUDA is 'yes'; it takes auto, 0 or 1"
+    line = failing_build(ROOT, tmp_path / "build", GPUKERN_CUDA="0", GPUKERN_CUDA_ARCHS="75")
+    assert line == "gpukern: GPUKERN_CUDA_ARCHS has '75'; it takes 80, 90a or both"
+
+
+@pytest.mark.parametrize(
+    "variable, name, packages", [("CC", "C", "gcc or clang"), ("CXX", "C++", "g++ or clang++")]
+)
+def test_error_missing_compiler(tmp_path, variable, name, packages):
+    line = failing_build(
+        ROOT, tmp_path / "build", GPUKERN_CUDA="0", **{variable: tmp_path / "none"}
+    )
+    apt = packages.split()[0]
+    assert line == (
+        f"gpukern: no working {name} compiler found; install {packages} (for example: apt-get install {apt}) "
+        "or set CC and CXX to the ones to use"
+    )
+
+
+def test_error_old_torch(tmp_path):
+    old = tmp_path / "site" / "torch"
+    old.mkdir(parents=True)
+    (old / "__init__.py").write_text("raise ImportError('a build must not import torch')\n")
+    (old / "version.py").write_text("__version__ = '2.9.1+cpu'\n")
+    line = failing_build(ROOT, tmp_path / "build", GPUKERN_CUDA="0", PYTHONPATH=old.parent)
+    assert line == (
+        f"gpukern: torch 2.9.1+cpu of {sys.executable} is older than 2.10, which gpukern needs; "
+        "pip install 'torch>=2.10' into it, or pass the path of another Python"
+    )
+
+
+def test_without_torch(tmp_path):
+    """ON says what is missing; AUTO, which C users get, builds the C library and says why it stops there."""
+    must(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv")
+    python = tmp_path / "venv" / "bin" / "python"
+    reason = f"{python} has no torch; pip install 'torch>=2.10' into it, or pass the path of another Python"
+    configure = (
+        "cmake",
+        "-S",
+        ROOT,
+        f"-DPython_EXECUTABLE={python}",
+        "-DGPUKERN_CUDA=0",
+        "-B",
+        tmp_path / "build",
+    )
+    refused = run(*configure, "-DGPUKERN_BUILD_TORCH=ON")
+    assert refused.returncode != 0
+    assert f"gpukern: {reason}" in map(str.strip, refused.stderr.splitlines())
+    out = must(*configure, "-DGPUKERN_BUILD_TORCH=AUTO")
+    assert f"-- gpukern: C library only: {reason}" in out.splitlines()
+    assert "| torch plugin OFF" in out
+
+
+@pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="asks an x86-64 compiler for 32-bit code"
+)
+def test_error_unsupported_cpu(tmp_path):
+    line = failing_build(
+        ROOT,
+        tmp_path / "build",
+        GPUKERN_CUDA="0",
+        CMAKE_ARGS="-DCMAKE_C_FLAGS=-m32 -DCMAKE_TRY_COMPILE_TARGET_TYPE=STATIC_LIBRARY",
+    )
+    assert line == (
+        "gpukern: this CPU (x86_64) is not a 64-bit little-endian one, which gpukern needs; "
+        "build on x86-64, arm64 or riscv64"
+    )
+
+
+def test_error_missing_cmake(tmp_path):
+    script = (
+        "import runpy, shutil, sys; shutil.which = lambda *a, **k: None; runpy.run_path('setup.py')"
+    )
+    result = run(sys.executable, "-c", script, "-q", "build_ext", GPUKERN_BUILD_DIR=tmp_path)
+    assert result.returncode != 0
+    assert result.stderr.strip().splitlines()[-1] == (
+        "gpukern: cmake was not found; pip install cmake ninja (or apt-get install cmake ninja-build)"
+    )

@@ -1,0 +1,54 @@
+"""The README's benchmark tables say what the committed results say."""
+
+import copy
+import importlib.util
+import os
+
+import pytest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+SPEC = importlib.util.spec_from_file_location(
+    "readme_tables", os.path.join(ROOT, "tools", "readme_tables.py")
+)
+readme_tables = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(readme_tables)
+
+BENCHES = ("gemm", "flash_attn", "paged_attn", "model")
+
+
+@pytest.fixture
+def results():
+    return readme_tables.load_results()
+
+
+def test_every_bench_has_a_table_and_results(results):
+    names = [m["name"] for m in readme_tables.MARKED.finditer(readme_tables.README.read_text())]
+    assert sorted(names) == sorted(BENCHES)
+    for name in BENCHES:
+        assert any(name in result["benches"] for result in results), name
+
+
+def test_tables_are_up_to_date(results):
+    text = readme_tables.README.read_text()
+    assert readme_tables.out_of_date(text, results) == []
+    assert readme_tables.rendered(text, results) == text
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_a_changed_result_is_noticed(results, name):
+    text = readme_tables.README.read_text()
+    changed = copy.deepcopy(results)
+    for result in changed:
+        for row in result["benches"].get(name, {"rows": []})["rows"]:
+            row["rate"] *= 2
+    assert readme_tables.out_of_date(text, changed) == [name]
+
+
+def test_every_row_states_error_and_roofline(results):
+    for result in results:
+        for bench in result["benches"].values():
+            assert bench["rows"] or bench["facts"]
+            for row in bench["rows"]:
+                assert row["error"] is not None and row["error"] < 0.1, row
+                assert row["roofline_percent"] > 0
+                assert all(peer["error"] is not None for peer in row["peers"].values())

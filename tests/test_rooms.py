@@ -1,0 +1,98 @@
+"""The laws of the rooms hold in this tree, and the script that says so sees each kind of breach."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "tools" / "check_rooms.py"
+
+
+def check_rooms(root):
+    """Exit status and lines of tools/check_rooms.py on a tree."""
+    result = subprocess.run([sys.executable, SCRIPT, root], capture_output=True, text=True)
+    return result.returncode, result.stdout.splitlines()
+
+
+def test_this_tree():
+    status, lines = check_rooms(ROOT)
+    assert status == 0, "\n".join(lines)
+
+
+BREACHES = {
+    "torch in csrc": ("csrc/a.c", "#include <torch/csrc/stable/c/shim.h>\n", "law 1"),
+    "C++ in csrc": ("csrc/a.c", "#include <vector>\n", "law 1"),
+    "ATen in ops": ("ops/checks.h", "#include <ATen/ATen.h>\n", "law 1"),
+    "csrc's inside in ops": ("ops/checks.h", '#include "internal.h"\n', "law 1"),
+    "ctypes in Python": ("torch_gpukern/a.py", "import ctypes\n", "law 1"),
+    "asm in a kernel": ("csrc/cuda/gemm/a_sm80.cu", 'asm volatile("nop;");\n', "law 2"),
+    "arch macro": ("csrc/cuda/gemm/a.cu", "#if __CUDA_ARCH__ >= 900\n#endif\n", "law 3"),
+    "arch suffix": ("csrc/cuda/gemm/a_sm75.cu", "\n", "law 3"),
+    "ISA macro": ("csrc/cpu/gemm.c", "#ifdef __AVX2__\n#endif\n", "law 3"),
+    "tile number": ("csrc/cpu/gemm.c", "#define KC 256\n", "law 4"),
+    "row without reason": ("csrc/cpu/blocks.h", "\nstatic const blocks x = {1, 2};\n", "law 4"),
+    "missing twins": ("ops/a.cpp", "\n", "law 5"),
+    "vague name": ("csrc/utils.c", "\n", "a file says what it holds"),
+    "long kernel": ("csrc/cpu/a.c", "\n" * 601, "601 lines"),
+    "dead code": ("csrc/a.c", "// x = f(y);\n", "commented-out"),
+    "unfinished": ("docs/a.md", "TO" + "DO: all of it\n", "unfinished"),
+    "blanks": ("docs/a.md", "a \n", "blanks"),
+    "no newline": ("docs/a.md", "a", "no newline"),
+}
+
+
+@pytest.mark.parametrize("name", BREACHES)
+def test_breach_is_seen(tmp_path, name):
+    path, text, law = BREACHES[name]
+    (tmp_path / path).parent.mkdir(parents=True)
+    (tmp_path / path).write_text(text)
+    status, lines = check_rooms(tmp_path)
+    assert status == 1
+    assert all(line.startswith(path) for line in lines[:-1]), lines
+    assert any(law in line for line in lines), lines
+
+
+def test_what_is_allowed(tmp_path):
+    """Each of these sits where it belongs; the same lines elsewhere are breaches above."""
+    allowed = {
+        "csrc/cuda/ptx/mma.cuh": 'asm volatile("nop;");\n',
+        "csrc/cpu/vec.h": "#if defined(__AVX2__)\n#include <immintrin.h>\n#endif\n#define MR 6 /* why */\n",
+        "csrc/cpu/blocks.h": "#define KC 256 /* fits L2 */\nstatic const blocks x = {1, 2}; /* why */\n",
+        "csrc/a.c": '#include "internal.h"\n\n#include <stdatomic.h>\n\n/* asm() in a comment */\n// why: f(x) may fail;\n',
+        "ops/schema.cpp": '#include <torch/csrc/stable/library.h>\n\n#include <string>\n\n#include "gpukern.h"\n',
+        "torch_gpukern/a.py": "import torch\n",
+    }
+    for path, text in allowed.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    assert check_rooms(tmp_path) == (0, ["0 breaches of the laws of the rooms"])
+
+
+def test_five_twins(tmp_path):
+    """An op with its five twins and its schema passes; without any one of them it does not."""
+    stem = "flash_attn"
+    files = [
+        f"torch_gpukern/ops/{stem}.py",
+        f"tests/ops/test_{stem}.py",
+        f"benchmarks/bench_{stem}.py",
+        f"docs/worklog/{stem}.md",
+        f"ops/{stem}.cpp",
+        "ops/schema.cpp",
+    ]
+    for path in files:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("")
+    (tmp_path / "ops/schema.cpp").write_text(f'm.def("{stem}(Tensor q) -> Tensor");\n')
+    assert check_rooms(tmp_path)[0] == 0
+    for path in files[:4]:
+        one_less = tmp_path.with_name("one_less")
+        shutil.copytree(tmp_path, one_less)
+        (one_less / path).unlink()
+        assert check_rooms(one_less) == (
+            1,
+            [f"ops/{stem}.cpp:1: law 5: {path} is missing", "1 breaches of the laws of the rooms"],
+        )
+        shutil.rmtree(one_less)

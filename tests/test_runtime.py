@@ -1,0 +1,537 @@
+"""How the ops live in a process: threads, forks, repeatability, memory, instruction sets, chosen rows."""
+
+import json
+import sys
+import threading
+
+import pytest
+import torch
+from conftest import (
+    ALL,
+    FLOATS,
+    Paged,
+    generator,
+    grid,
+    modifiers,
+    ops,
+    randn,
+    run_python,
+    same_bits,
+    torch_gpukern,
+)
+
+ISAS = ("base", "avx2", "avx512", "avx512bf16")
+MACHINE = tuple(torch.ops.gpukern.cpu_isas().split(","))
+
+
+def everything(device="cpu", dtype=torch.float32, size=150):
+    """One result of every kernel, forward and backward, on sizes that several threads share."""
+    gen = generator("everything", dtype, size)
+    results = []
+    for m, n, k in ((size, size + 7, 90), (1, 700, 300), (5, 300, 257)):
+        a, b = randn(gen, m, k, dtype=dtype, device=device), randn(gen, k, n, dtype=dtype, device=device)
+        bias = randn(gen, n, dtype=dtype, device=device)
+        a.requires_grad_(), b.requires_grad_(), bias.requires_grad_()
+        out = ops.gemm(a, b, bias, activation="gelu")
+        results += [out.detach(), *torch.autograd.grad(out.sum(), (a, b, bias))]
+    for name in ("none", "causal_end", "all"):
+        kwargs = modifiers(name, 2, 4, size, size + 30, gen, dtype, device)
+        q = randn(gen, 2, 4, size, 64, dtype=dtype, device=device).requires_grad_()
+        k, v = (randn(gen, 2, 2, size + 30, 64, dtype=dtype, device=device).requires_grad_() for _ in range(2))
+        out, lse = torch_gpukern.flash_attn(q, k, v, return_lse=True, **kwargs)
+        results += [out.detach(), lse.detach(), *torch.autograd.grad(out.square().sum(), (q, k, v))]
+    x = randn(gen, 3 * size, 4, 32, dtype=dtype, device=device).requires_grad_()
+    cu = torch.tensor([0, 11, size, 3 * size], dtype=torch.int32, device=device)
+    out = ops.flash_attn_varlen(x, x, x, cu, cu, 2 * size, 2 * size, is_causal=True)
+    results += [out.detach(), *torch.autograd.grad(out.sum(), x)]
+    paged = Paged(gen, [3000, 7, 500], [1, 1, 1], 8, 2, 64, 64, 16, dtype, device)
+    results += ops.paged_attn_fwd(*paged.args())
+    results += ops.attn_merge(*ops.paged_attn_fwd(*paged.args()), *ops.paged_attn_fwd(*paged.args(), window_left=9))
+    k, v = randn(gen, 40, 2, 64, dtype=dtype, device=device), randn(gen, 40, 2, 64, dtype=dtype, device=device)
+    caches = [torch.zeros(10, 4, 2, 64, dtype=dtype, device=device) for _ in range(2)]
+    ops.kv_cache_write(k, v, *caches, torch.randperm(40, generator=gen).to(device))
+    return results + caches
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# repeatability
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_bits_do_not_depend_on_the_thread_count(dtype):
+    want = everything(dtype=dtype)
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        for i, (x, y) in enumerate(zip(everything(dtype=dtype), want)):
+            assert same_bits(x, y), f"result {i} differs with {threads} threads"
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_bits_repeat(dtype, device):
+    want = everything(device, dtype)
+    for _ in range(20 if ALL else 5):
+        assert all(same_bits(x, y) for x, y in zip(everything(device, dtype), want))
+
+
+def test_bits_do_not_depend_on_where_the_tensors_lie(device):
+    """Alignment decides nothing."""
+    gen = generator("alignment")
+    for dtype in (torch.float32, torch.bfloat16):
+        a, b = randn(gen, 33, 70, dtype=dtype, device=device), randn(gen, 70, 45, dtype=dtype, device=device)
+        q = randn(gen, 1, 2, 70, 64, dtype=dtype, device=device)
+        want = ops.gemm(a, b), ops.flash_attn(q, q, q)
+        for offset in range(1, 16):
+            moved = []
+            for x in (a, b, q):
+                buffer = torch.full((x.numel() + offset,), float("nan"), dtype=dtype, device=device)
+                moved.append(buffer[offset:].view(x.shape).copy_(x))
+            a2, b2, q2 = moved
+            assert same_bits(ops.gemm(a2, b2), want[0]) and same_bits(ops.flash_attn(q2, q2, q2), want[1])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# threads and processes
+
+
+def test_threads_calling_at_once():
+    """Eight Python threads, each with its own data, forward and backward."""
+    wants = [everything(size=60 + 10 * i) for i in range(8)]
+    failures = []
+
+    def work(i):
+        try:
+            for _ in range(3):
+                for x, y in zip(everything(size=60 + 10 * i), wants[i]):
+                    assert same_bits(x, y)
+        except BaseException as error:
+            failures.append((i, error))
+
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for w in workers:
+        w.start()
+    for w in workers:
+        w.join()
+    assert not failures, failures
+
+
+def test_errors_belong_to_their_thread():
+    """The detail text of one thread's failure does not reach another's."""
+    x = torch.ones(3, 2, 8)
+    failures = []
+
+    def work(n):
+        caches = torch.zeros(n, 4, 2, 8), torch.zeros(n, 4, 2, 8)
+        for _ in range(200):
+            try:
+                ops.kv_cache_write(x, x, *caches, torch.tensor([0, 1, 1000 + n]))
+                failures.append("no error")
+            except IndexError as error:
+                if f"below {4 * n} " not in str(error) or f"= {1000 + n}" not in str(error):
+                    failures.append(str(error))
+
+    workers = [threading.Thread(target=work, args=(n,)) for n in range(1, 7)]
+    for w in workers:
+        w.start()
+    for w in workers:
+        w.join()
+    assert not failures, failures[:3]
+
+
+FORK = """
+import io, os
+import torch
+import torch_gpukern
+from test_runtime import everything
+from conftest import same_bits
+
+if {warm}:
+    want = everything()
+read, write = os.pipe()
+child = os.fork()
+if child == 0:
+    torch.set_num_threads({threads})  # torch's own pool does not survive a fork; its DataLoader does the same
+    results = everything()
+    with os.fdopen(write, "wb") as pipe:
+        torch.save(results, pipe)
+    os._exit(0)
+os.close(write)
+with os.fdopen(read, "rb") as pipe:
+    got = torch.load(io.BytesIO(pipe.read()))
+assert os.waitpid(child, 0)[1] == 0
+if not {warm}:
+    want = everything()
+assert len(got) == len(want) and all(same_bits(x, y) for x, y in zip(got, want))
+print("same bits")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="fork")
+@pytest.mark.parametrize("warm,threads", [(True, 1), (False, 2)], ids=("after use", "before use"))
+def test_forked_child(warm, threads):
+    assert run_python(FORK.format(warm=warm, threads=threads), timeout=120).stdout.strip() == "same bits"
+
+
+def test_fresh_threads_and_a_thread_count_of_their_own():
+    """A thread that asks for one thread gets the same bits."""
+    want, got = everything(), []
+
+    def work():
+        torch.set_num_threads(1)
+        got.extend(everything())
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    worker.join()
+    assert all(same_bits(x, y) for x, y in zip(got, want))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# memory
+
+MEMORY = """
+import gc, resource
+import torch
+import torch_gpukern
+ops = torch.ops.gpukern
+torch.set_num_threads(2)
+
+def mib():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+def now():
+    with open("/proc/self/statm") as f:
+        return int(f.read().split()[1]) * resource.getpagesize() / 2**20
+
+def rand(*shape, dtype=torch.float32):
+    # filled in place, so that nothing but the tensor itself was ever allocated
+    return torch.empty(shape, dtype=dtype).normal_()
+
+def warm(dtype):
+    q = rand(1, 2, 130, 64, dtype=dtype).requires_grad_()
+    ops.flash_attn(q, q, q, is_causal=True).sum().backward()
+    ops.gemm(q, q.mT)
+
+def measure(fn):
+    gc.collect()
+    before = mib()
+    assert before - now() < 24, f"the peak before, {{before}} MiB, hides {{before - now()}} MiB"
+    with open("/proc/self/statm") as f:
+        mapped = int(f.read().split()[0]) * resource.getpagesize()
+    # a kernel that asks for gigabytes gets an error, not the machine
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + 2**30, resource.RLIM_INFINITY))
+    result = fn()
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return mib() - before
+{code}
+"""
+
+
+def memory(code):
+    """Peak resident memory that the last call of code added, in MiB; printed by it."""
+    return [float(x) for x in run_python(MEMORY.format(code=code), timeout=600).stdout.split()]
+
+
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+def test_long_sequence_runs_in_little_memory(dtype):
+    """S = 65536, head_dim 64: under 200 MB beyond its tensors, out among them."""
+    (used,) = memory(f"""
+dtype = torch.{dtype}
+warm(dtype)
+q, k, v = (rand(1, 1, 65536, 64, dtype=dtype) for _ in range(3))
+with torch.no_grad():
+    print(measure(lambda: ops.flash_attn(q, k, v, is_causal=True)))
+""")
+    out = 65536 * 64 * (4 if dtype == "float32" else 2) / 2**20
+    assert used < out + 200, f"{used:.0f} MiB"
+    assert used < out + 48, f"{used:.0f} MiB: more than out, lse and tiles"
+
+
+@pytest.mark.parametrize("kwargs", [
+    "softcap=5.0", "alibi_slopes=torch.rand(2)", "sinks=torch.rand(2)", "window_left=500, window_right=20",
+    "kv_start=torch.tensor([9], dtype=torch.int32), kv_end=torch.tensor([9000], dtype=torch.int32)",
+    "is_causal=True, diagonal=77, softcap=2.0, alibi_slopes=torch.rand(1, 2), sinks=torch.rand(2), window_left=4000",
+])  # fmt: skip
+def test_no_modifier_materialises_the_scores(kwargs):
+    """Forward and backward at S = 10000, where one head's scores are 400 MB."""
+    dtype = "bfloat16" if "softcap" in kwargs else "float32"
+    forward, backward = memory(f"""
+dtype = torch.{dtype}
+warm(dtype)
+q, k, v = (rand(1, 2, 10000, 64, dtype=dtype) for _ in range(3))
+kwargs = dict({kwargs})
+out, lse = ops.flash_attn_fwd(q[:, :, :200], k, v, **kwargs)
+ops.flash_attn_bwd(out, q[:, :, :200], k, v, out, lse, **kwargs)
+del out, lse
+print(measure(lambda: ops.flash_attn_fwd(q, k, v, **kwargs)))
+out, lse = ops.flash_attn_fwd(q, k, v, **kwargs)
+print(measure(lambda: ops.flash_attn_bwd(out, q, k, v, out, lse, **kwargs)))
+""")
+    tensor = 2 * 10000 * 64 * (2 if dtype == "bfloat16" else 4) / 2**20
+    assert forward < tensor + 40 and backward < 8 * tensor + 60, (forward, backward)
+
+
+@pytest.mark.parametrize("layout", ("NN", "NT"))
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16", "float16"))
+def test_gemm_converts_and_copies_no_operand(dtype, layout):
+    """A skinny and a square product beside a matrix of 128 MiB or more."""
+    used = memory(f"""
+dtype = torch.{dtype}
+warm(dtype)
+b = rand(8192, 8192, dtype=dtype)
+b = b.T if "{layout}" == "NT" else b
+a = rand(300, 8192, dtype=dtype)
+ops.gemm(a[:, :64], b[:64, :64])
+print(measure(lambda: ops.gemm(a[:4], b)), measure(lambda: ops.gemm(a, b)))
+""")
+    assert max(used) < 48, used
+
+
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16", "float16"))
+def test_paged_attn_gathers_no_pages(dtype):
+    """256 MiB of cache, read in place, in both layouts and with a k_scale."""
+    used = memory(f"""
+dtype = torch.{dtype}
+warm(dtype)
+pages = 256 * 2**20 // 2 // (16 * 4 * 128 * dtype.itemsize)
+k, v = (rand(pages, 16, 4, 128, dtype=dtype) for _ in range(2))
+table = torch.randperm(pages, dtype=torch.int32).view(4, -1)
+lens = torch.full((4,), table.shape[1] * 16, dtype=torch.int32)
+q = rand(4, 16, 128, dtype=dtype)
+ops.paged_attn(q, k, v, table, lens // 16)
+scale = torch.rand(4)
+print(measure(lambda: ops.paged_attn(q, k, v, table, lens)))
+print(measure(lambda: ops.paged_attn(q, k, v, table, lens, k_scale=scale, v_scale=scale, softcap=3.0)))
+heads_first = [x.view(pages, 4, 16, 128).transpose(1, 2) for x in (k, v)]
+print(measure(lambda: ops.paged_attn(q, *heads_first, table, lens)))
+""")
+    assert max(used) < 24, used
+
+
+def test_strided_inputs_are_not_copied():
+    """[B, S, H, D] storage, GQA and slices of a fused projection are read where they lie."""
+    used = memory("""
+warm(torch.float32)
+qkv = rand(1, 8192, 16, 128)
+q, k, v = qkv.split((8, 4, 4), 2)
+q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+ops.flash_attn(q[:, :, :300], k[:, :, :300], v[:, :, :300])
+print(measure(lambda: ops.flash_attn(q, k, v, window_left=200, is_causal=True)))
+""")
+    assert used[0] < 32 + 24, used
+
+
+def test_inference_stores_no_preact():
+    """gemm without gradients allocates its result alone."""
+    (used,) = memory("""
+warm(torch.float32)
+a, b = rand(8192, 64), rand(64, 4096)
+ops.gemm(a[:99], b, activation="gelu")
+with torch.no_grad():
+    print(measure(lambda: ops.gemm(a, b, activation="gelu")))
+""")
+    assert 120 < used < 128 + 32, used
+
+
+def test_no_leak():
+    """A thousand calls of everything end with the memory they began with."""
+    grown = memory("""
+def calls(n):
+    x = rand(2, 2, 40, 64).requires_grad_()
+    caches = [torch.zeros(10, 4, 2, 64) for _ in range(2)]
+    table, lens = torch.zeros(40, 1, dtype=torch.int32), torch.full((40,), 4, dtype=torch.int32)
+    for _ in range(n):
+        out = ops.flash_attn(ops.gemm(x, x.mT, activation="silu") @ x, x, x, sinks=torch.ones(2))
+        out.sum().backward()
+        rows = x.detach()[0].transpose(0, 1)
+        ops.kv_cache_write(rows, rows, *caches, torch.arange(40))
+        ops.paged_attn(rows, *caches, table, lens, alibi_slopes=torch.ones(2))
+        try:
+            ops.gemm(x, x.mT, activation="unknown" * 30)
+        except ValueError:
+            pass
+calls(300)
+before = now()
+calls(1500)
+print(now() - before)
+""")
+    assert grown[0] < 4, grown
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# instruction sets
+
+EACH_ISA = """
+import torch
+import torch_gpukern
+from conftest import FLOATS, assert_close_as, f64, generator, modifiers, ops, randn, reference, torch_attn, torch_gemm, yard_dtype
+from conftest import Paged, for_dtype
+import json
+
+assert ops.cpu_isa() == "{isa}", ops.cpu_isa()
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    gen = generator("isa", dtype)
+    for m, n, k in ((70, 65, 129), (1, 300, 257), (5, 33, 64), (129, 17, 40)):
+        a, b, bias = randn(gen, m, k, dtype=dtype), randn(gen, k, n, dtype=dtype), randn(gen, n, dtype=dtype)
+        for x, y in ((a, b), (a.T.contiguous().T, b), (a, b.T.contiguous().T)):
+            ref = reference.gemm(f64(x), f64(y), f64(bias), activation="gelu")
+            assert_close_as(torch_gemm(x, y, bias, activation="gelu"), ops.gemm(x, y, bias, activation="gelu"), ref)
+        row = json.loads(ops.explain_gemm(a, b))
+        assert row["isa"] in {allowed}, row
+    for name in ("none", "causal_end", "all"):
+        for d, dv in ((64, 64), (80, 33), (128, 128)):
+            q, k, v = randn(gen, 2, 4, 70, d, dtype=dtype), randn(gen, 2, 2, 131, d, dtype=dtype), randn(gen, 2, 2, 131, dv, dtype=dtype)
+            kwargs = modifiers(name, 2, 4, 70, 131, gen, dtype)
+            results = []
+            for run, to, kw in ((torch_gpukern.flash_attn, dtype, kwargs), (reference.flash_attn, torch.float64, f64(kwargs)),
+                                (reference.flash_attn, dtype, kwargs)):
+                leaves = [t.to(to).requires_grad_() for t in (q, k, v)]
+                out, lse = run(*leaves, **kw, return_lse=True)
+                out.backward(randn(generator("grad"), *out.shape, dtype=dtype).to(to))
+                results.append([out, lse, *(t.grad for t in leaves)])
+            for what, got, ref, yard in zip(("out", "lse", "dq", "dk", "dv"), *results):
+                assert_close_as(yard, got, ref, f"{{dtype}} {{name}} {{what}}")
+    paged = Paged(gen, [700, 33, 1], [1, 3, 1], 8, 2, 64, 48, 16, dtype)
+    got = ops.paged_attn_fwd(*paged.args(), cu_seqlens_q=paged.cu_seqlens_q, max_seqlen_q=3)
+    run = lambda q, k, v, **kw: reference.flash_attn(q, k, v, **kw, return_lse=True)
+    ref, yard = paged.dense(torch.float64, run), paged.dense(dtype, run)
+    for what, x, y, z in zip(("out", "lse"), got, ref, yard):
+        assert_close_as(z, x, y, f"{{dtype}} paged {{what}}")
+print("ok")
+"""
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_every_isa(isa):
+    """GPUKERN_CPU runs the whole of the ops on one instruction set; one that the machine lacks is an error."""
+    if isa not in MACHINE:
+        done = run_python("import torch, torch_gpukern; torch.ops.gpukern.gemm(torch.ones(2, 2), torch.ones(2, 2))",
+                          {"GPUKERN_CPU": isa}, check=False)  # fmt: skip
+        assert done.returncode == 1 and isa in done.stderr and "GPUKERN_CPU" in done.stderr
+        return
+    allowed = ISAS[: ISAS.index(isa) + 1][-2:]
+    done = run_python(EACH_ISA.format(isa=isa, allowed=allowed), {"GPUKERN_CPU": isa})
+    assert done.stdout.strip() == "ok"
+
+
+def test_isas_of_this_machine():
+    """The list is in order, the best is the default, and it agrees with what the kernel says of the processor."""
+    assert MACHINE == tuple(isa for isa in ISAS if isa in MACHINE) and MACHINE[0] == "base"
+    assert run_python("import torch, torch_gpukern; print(torch.ops.gpukern.cpu_isa())", {"GPUKERN_CPU": ""}).stdout.strip() == MACHINE[-1]
+    try:
+        with open("/proc/cpuinfo") as f:
+            flags = next((line.split() for line in f if line.startswith("flags")), None)
+    except OSError:
+        flags = None
+    if flags:
+        assert ("avx2" in MACHINE) == ({"avx2", "fma"} <= set(flags))
+        assert ("avx512" in MACHINE) == ({"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= set(flags))
+        assert ("avx512bf16" in MACHINE) == ("avx512_bf16" in flags and "avx512" in MACHINE)
+
+
+@pytest.mark.parametrize("name", ("sse9", "AVX2 ", "avx512,avx2", "neon"))
+def test_an_unknown_isa_is_an_error(name):
+    """It names the variable, what it holds and what the machine has."""
+    done = run_python("import torch, torch_gpukern; torch.ops.gpukern.gemm(torch.ones(2, 2), torch.ones(2, 2))",
+                      {"GPUKERN_CPU": name}, check=False)  # fmt: skip
+    assert done.returncode == 1, f"exit {done.returncode}: {done.stdout}"
+    last = done.stderr.strip().splitlines()[-1]
+    assert "GPUKERN_CPU" in last and name in last and all(isa in last for isa in MACHINE), last
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the rows that are chosen
+
+MICRO = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_row(row, dtype):
+    """A micro-kernel row of this dtype and of an instruction set of this machine."""
+    assert {"row", "isa", "bytes", "flops", "tile"} <= set(row), row
+    assert "ref" not in row["row"] and row["isa"] in MACHINE, row
+    short = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
+    assert short in row["row"].split("_"), row
+    assert row["isa"] in row["row"].split("_"), row
+    best = MACHINE[-1] if dtype == torch.bfloat16 else [isa for isa in MACHINE if isa != "avx512bf16"][-1]
+    assert row["isa"] == best, f"{row['row']} though the machine has {best}"
+    assert any(n > 0 for n in row["tile"]) and row["bytes"] > 0
+
+
+@pytest.mark.parametrize("case", grid(60, dtype=MICRO, size=((1, 1, 1), (1, 4096, 4096), (4, 1025, 4097), (64, 64, 64), (257, 129, 1023), (2, 3, 0)),
+                                      layout=("NN", "NT", "TN", "strided"), activation=("none", "gelu"), out=("same", "float32"),
+                                      batch=((), (3,))))  # fmt: skip
+def test_gemm_rows(case):
+    m, n, k = case.size
+    a, b = torch.zeros(*case.batch, m, k, dtype=case.dtype), torch.zeros(k, n, dtype=case.dtype)
+    if case.layout == "strided":
+        a, b = torch.zeros(*case.batch, m, 2 * k, dtype=case.dtype)[..., ::2], torch.zeros(k, 3 * n, dtype=case.dtype)[:, ::3]
+    else:
+        a = a.mT.contiguous().mT if case.layout[0] == "T" else a
+        b = b.mT.contiguous().mT if case.layout[1] == "T" else b
+    out_dtype = torch.float32 if case.out == "float32" else case.dtype
+    bias = torch.zeros(n, dtype=case.dtype)
+    row = json.loads(ops.explain_gemm(a, b, bias, activation=case.activation, out_dtype=out_dtype))
+    check_row(row, case.dtype)
+    products = m * n * k * (case.batch or (1,))[0]
+    assert 2 * products <= row["flops"] <= 2 * products + 64 * m * n * (case.batch or (1,))[0] + 64
+    least = (a.numel() + b.numel()) * case.dtype.itemsize + m * n * out_dtype.itemsize * (case.batch or (1,))[0]
+    assert 0.99 * least <= row["bytes"] <= 1.5 * least + 8 * n
+
+
+MODS = ("none", "causal", "causal_end", "window", "softcap", "alibi", "alibi_batch", "sinks", "kv_bounds", "all")
+
+
+@pytest.mark.parametrize("case", grid(60, dtype=MICRO, mods=MODS, dims=((64, 64), (128, 128), (7, 9), (511, 80), (1, 512), (192, 128)),
+                                      heads=((1, 1), (8, 2), (6, 1)), lengths=((1, 1), (1, 5000), (300, 300), (4096, 1))))  # fmt: skip
+def test_attention_rows(case):
+    """Forward and backward, alone and with every modifier, contiguous in the last dimension or not."""
+    gen = generator("rows", case.id)
+    (hq, hkv), (sq, sk), (d, dv) = case.heads, case.lengths, case.dims
+    q = torch.zeros(2, hq, sq, d, dtype=case.dtype)
+    k, v = torch.zeros(2, hkv, sk, d, dtype=case.dtype), torch.zeros(2, hkv, sk, dv, dtype=case.dtype)
+    kwargs = modifiers(case.mods, 2, hq, sq, sk, gen, case.dtype)
+    row = json.loads(ops.explain_flash_attn(q, k, v, **kwargs))
+    check_row(row, case.dtype)
+    assert torch_gpukern.explain("flash_attn", q, k, v, **kwargs) == row
+    full = 2 * 2 * hq * sq * sk * (d + dv)
+    assert row["flops"] <= full * 1.01 and (case.mods not in ("none", "softcap", "sinks") or row["flops"] >= full * 0.99)
+    out, lse = torch.zeros(2, hq, sq, dv, dtype=case.dtype), torch.zeros(2, hq, sq)
+    check_row(json.loads(ops.explain_flash_attn_bwd(out, q, k, v, out, lse, **kwargs)), case.dtype)
+    wide = torch.zeros(2, hq, sq, 2 * d, dtype=case.dtype)[..., ::2]
+    check_row(json.loads(ops.explain_flash_attn(wide, k, v, **kwargs)), case.dtype)
+
+
+@pytest.mark.parametrize("dtype", MICRO, ids=str)
+@pytest.mark.parametrize("mods", ("none", "window", "softcap", "alibi_batch", "sinks"))
+def test_packed_and_paged_rows(dtype, mods):
+    gen = generator("packed rows")
+    kwargs = {n: v for n, v in modifiers(mods, 2, 4, 9, 9, gen, dtype).items() if n not in ("diagonal", "kv_start", "kv_end")}
+    x = torch.zeros(20, 4, 64, dtype=dtype)
+    cu = torch.tensor([0, 7, 20], dtype=torch.int32)
+    check_row(json.loads(ops.explain_flash_attn_varlen(x, x, x, cu, cu, 13, 13, **kwargs)), dtype)
+    kwargs.pop("window_right", None)
+    cache = torch.zeros(30, 16, 2, 64, dtype=dtype)
+    table = torch.arange(30, dtype=torch.int32).view(2, 15)
+    lens = torch.tensor([240, 9], dtype=torch.int32)
+    for q in (torch.zeros(2, 4, 64, dtype=dtype), torch.zeros(8, 4, 64, dtype=dtype)):
+        check_row(json.loads(ops.explain_paged_attn(q, cache, cache, table, lens, **kwargs)), dtype)
+        check_row(json.loads(ops.explain_paged_attn(q, cache.transpose(1, 2).contiguous().transpose(1, 2), cache, table, lens, **kwargs)), dtype)
+
+
+def test_causal_counts_half_the_work():
+    """Keys outside the span do not count."""
+    q = torch.zeros(1, 1, 4096, 64)
+    full = json.loads(ops.explain_flash_attn(q, q, q))["flops"]
+    causal = json.loads(ops.explain_flash_attn(q, q, q, is_causal=True))["flops"]
+    window = json.loads(ops.explain_flash_attn(q, q, q, is_causal=True, window_left=63))["flops"]
+    assert full == 4 * 4096 * 4096 * 64
+    assert causal == pytest.approx(full / 2, rel=0.01) and window == pytest.approx(full / 64, rel=0.02)
+
+
+def test_float64_is_the_reference_row():
+    a = torch.zeros(4, 4, dtype=torch.float64)
+    assert "ref" in json.loads(ops.explain_gemm(a, a))["row"]
+
+
+def test_version():
+    assert torch_gpukern.__version__ == ops.version()
+    assert len(ops.version().split(".")) == 3 and ops.cpu_isa() in MACHINE

@@ -1,0 +1,202 @@
+"""Checks the five laws of the rooms (CONTRIBUTING.md) and the hygiene of the tree.
+
+    python tools/check_rooms.py [ROOT]
+
+Prints each breach and exits with 1 when there is one. Needs nothing but Python: no compiler, no torch.
+"""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+C_SUFFIXES = {".c", ".h", ".cpp", ".cu", ".cuh"}
+TEXT_SUFFIXES = C_SUFFIXES | {".py", ".md", ".txt", ".toml", ".cmake", ".yaml", ".in"}
+ROOMS = (
+    "csrc",
+    "ops",
+    "torch_gpukern",
+    "tests",
+    "benchmarks",
+    "examples",
+    "tools",
+    "docs",
+    "cmake",
+)
+MAX_KERNEL_LINES = 600  # a kernel file is read in one sitting
+
+# Law 1. What an #include of each room may name; the C library's headers have no slash and end in .h.
+CSRC_INCLUDE = re.compile(
+    r"<(sys/|linux/|asm/|arm_|mach/|cuda)?[a-z0-9_]+\.h>|\"[\w/.]+\.(h|cuh)\""
+)
+OPS_INCLUDE = re.compile(
+    r"<torch/(csrc/stable|csrc/inductor/aoti_torch/c|headeronly)/[\w/]+\.h>"  # the stable ABI
+    r"|<[a-z_0-9]+>|<(cuda_runtime|cuda_runtime_api|pthread|math|stdint|string)\.h>|\"[a-z_]+\.h\""
+)
+ROAD_AROUND_OPS = {"ctypes", "cffi", "pybind11", "triton", "cupy", "numba"}
+
+# Law 2.
+ASM = re.compile(r"\b(asm|__asm__|__asm)\b\s*(volatile|__volatile__|goto)?\s*\(")
+
+# Law 3.
+ARCH_SUFFIX = re.compile(r"_sm\d+[a-z]?$")
+ISA_MACRO = re.compile(
+    r"#\s*(el)?if.*\b__(AVX\w*|SSE\w*|FMA|F16C|x86_64|i386|aarch64|ARM_\w+|riscv\w*)__?\b"
+)
+
+# Law 4. A tile, block or stage number that is written outside a table.
+TILE_NUMBER = re.compile(
+    r"^\s*(#\s*define|enum\s*\{|(static )?(const(expr)?|const(expr)? static) \w+)\s*"
+    r"(MR|NR|NV|MC|KC|NC|BM|BN|BK|BQ|BKV|STAGES|WARPS)\b\s*=?\s*\d"
+)
+TABLE_ROW = re.compile(r"=\s*\{\s*-?\d")
+TABLES = {"tiles.h", "blocks.h"}
+REGISTER_TILES = (
+    "vec.h"  # the register tile follows from the ISA's registers, so it stands beside them
+)
+
+# Law 5.
+TWINS = (
+    "torch_gpukern/ops/{}.py",
+    "tests/ops/test_{}.py",
+    "benchmarks/bench_{}.py",
+    "docs/worklog/{}.md",
+)
+VAGUE_NAMES = re.compile(r"^(common|utils?|misc|helpers?)$|_v\d+$")
+UNFINISHED = re.compile(r"\b(TO" r"DO|FIX" r"ME|XX" r"X)\b")
+COMMENTED_CODE = re.compile(
+    r"^\s*//\s*[\w:<>*&\[\]., \->]+(\(.*\)|[-+*|&]?=[^=].*);\s*$|^\s*#\s*if\s+0\b"
+)
+
+
+def without_comments(text: str) -> str:
+    """C text whose comments and strings are blanked; line numbers stay."""
+
+    def blank(match):
+        found = match.group()
+        return re.sub(r"[^\n]", " ", found) if found[0] == "/" else '""'
+
+    return re.sub(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"", blank, text, flags=re.DOTALL)
+
+
+def check_includes(room: str, text: str):
+    allowed = CSRC_INCLUDE if room == "csrc" else OPS_INCLUDE
+    for number, line in enumerate(text.splitlines(), 1):
+        include = re.match(r"\s*#\s*include\s+(\S+)", line)
+        if include and not allowed.fullmatch(include[1]):
+            yield number, f"law 1: {room} may not include {include[1]}"
+        if include and room == "ops" and include[1] in ('"internal.h"', '"kernels.h"'):
+            yield number, "law 1: ops knows gpukern.h alone of csrc"
+
+
+def check_c(path: Path, room: str, text: str):
+    yield from check_includes(room, text)
+    code = without_comments(text)
+    in_cuda = "cuda" in path.parts
+    for number, (line, raw) in enumerate(zip(code.splitlines(), text.splitlines(), strict=True), 1):
+        if ASM.search(line) and "cuda/ptx" not in path.as_posix():
+            yield number, "law 2: assembly lives in csrc/cuda/ptx/ only"
+        if re.search(r"\b__CUDA_ARCH(_\w+)?__\b", line):
+            yield number, "law 3: the file name chooses the architecture, never a macro"
+        if ISA_MACRO.search(line) and path.name not in ("vec.h", "features.c") and not in_cuda:
+            yield number, "law 3: only vec.h and features.c ask for an instruction set"
+        if room == "csrc" and "ref" not in path.parts and TILE_NUMBER.search(line):
+            if path.name not in TABLES and path.name != REGISTER_TILES:
+                yield number, "law 4: a tile or block number belongs in tiles.h or blocks.h"
+            elif not has_reason(text, number):
+                yield number, "law 4: a number without its reason, on its line or the one above"
+        if path.name in TABLES and TABLE_ROW.search(line) and not has_reason(text, number):
+            yield number, "law 4: a row without its reason, on its line or the one above"
+        if COMMENTED_CODE.search(raw):
+            yield number, "commented-out code"
+    if (
+        path.suffix == ".cu"
+        and ARCH_SUFFIX.search(path.stem)
+        and path.stem.split("_")[-1] not in ("sm80", "sm90a")
+    ):
+        yield 1, "law 3: the suffix is _sm80, _sm90a or none"
+    lines = len(text.splitlines())
+    if (in_cuda or "cpu" in path.parts) and lines > MAX_KERNEL_LINES:
+        yield 1, f"{lines} lines; a kernel file has at most {MAX_KERNEL_LINES}"
+
+
+def has_reason(text: str, number: int) -> bool:
+    """Whether line `number` of a table, or the line above it, carries a comment."""
+    lines = text.splitlines()
+    return bool(re.search(r"/\*|\*/|//", "".join(lines[max(number - 2, 0) : number])))
+
+
+def check_python(path: Path, text: str):
+    for node in ast.walk(ast.parse(text)):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module]
+        for name in names:
+            if name.split(".")[0] in ROAD_AROUND_OPS:
+                yield (
+                    node.lineno,
+                    f"law 1: torch_gpukern reaches the kernels through torch.ops alone, not {name}",
+                )
+
+
+def check_stems(root: Path):
+    """Law 5: an op's stem names its five twins and its schema."""
+    schema = root / "ops" / "schema.cpp"
+    for source in sorted((root / "ops").glob("*.cpp")):
+        if source == schema:
+            continue
+        for twin in TWINS:
+            if not (root / twin.format(source.stem)).exists():
+                yield source, 1, f"law 5: {twin.format(source.stem)} is missing"
+        if schema.exists() and not re.search(rf'"{source.stem}\b', schema.read_text()):
+            yield source, 1, "law 5: ops/schema.cpp has no schema of this name"
+
+
+def check_text(path: Path, text: str):
+    for number, line in enumerate(text.splitlines(), 1):
+        if UNFINISHED.search(line):
+            yield number, "unfinished: " + line.strip()
+        if line != line.rstrip():
+            yield number, "blanks at the end of the line"
+    if text and not text.endswith("\n"):
+        yield text.count("\n") + 1, "no newline at the end of the file"
+
+
+def check(root: Path):
+    """Every breach of the tree under `root` as (path, line, text)."""
+    for room in ROOMS:
+        for path in sorted((root / room).rglob("*")):
+            relative = path.relative_to(root)
+            if path.suffix not in TEXT_SUFFIXES or "egg-info" in str(relative):
+                continue
+            text = path.read_text()
+            found = list(check_text(relative, text))
+            if room in ("csrc", "ops") and path.suffix in C_SUFFIXES:
+                found += check_c(relative, room, text)
+                if VAGUE_NAMES.search(path.stem):
+                    found.append(
+                        (1, "a file says what it holds: no common, utils, misc, helpers or _v2")
+                    )
+            if room == "torch_gpukern" and path.suffix == ".py":
+                found += check_python(relative, text)
+            yield from ((relative, number, breach) for number, breach in found)
+    yield from (
+        (path.relative_to(root), number, breach) for path, number, breach in check_stems(root)
+    )
+    if len(list((root / "tools").glob("*.py"))) > 4:
+        yield Path("tools"), 1, "tools/ holds four scripts at most"
+
+
+def main():
+    root = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).resolve().parent.parent)
+    breaches = list(check(root))
+    for path, number, breach in breaches:
+        print(f"{path}:{number}: {breach}")
+    print(f"{len(breaches)} breaches of the laws of the rooms")
+    sys.exit(bool(breaches))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""gpukern: the matrix multiplication and the attention of a transformer, as PyTorch ops with
+kernels in C and CUDA.
+
+The public functions below and the ops ``torch.ops.gpukern.*`` of the same names do the same; the
+functions add type hints, documentation and ``return_lse``. `reference` states every op in PyTorch.
+"""
+
+import json as _json
+
+from ._library import ops as _ops
+from .kv_cache import OutOfPages, PagedKVCache
+from .ops import attn_merge, flash_attn, flash_attn_varlen, gemm, kv_cache_write, paged_attn
+
+__all__ = [
+    "OutOfPages",
+    "PagedKVCache",
+    "attn_merge",
+    "check_errors",
+    "explain",
+    "flash_attn",
+    "flash_attn_varlen",
+    "gemm",
+    "kv_cache_write",
+    "paged_attn",
+]
+
+__version__: str = _ops.version.default()
+
+EXPLAINED = ("gemm", "flash_attn", "flash_attn_varlen", "flash_attn_bwd", "paged_attn")
+
+
+def check_errors() -> None:
+    """Raises IndexError if a CUDA kernel met bad contents in a block table, lengths or slots.
+
+    Such contents are clamped on the device and reported by the next call of an op; this asks at
+    once, and forgets what it reported. It does not wait for the device: synchronise first to hear
+    of everything launched so far. On the CPU such contents raise in the call itself, and this does
+    nothing.
+    """
+    _ops.check_errors.default()
+
+
+def explain(op: str, *args, **kwargs) -> dict:
+    """The table row that a call would run, and what it costs, without running it.
+
+    Args:
+        op: ``"gemm"``, ``"flash_attn"``, ``"flash_attn_varlen"``, ``"flash_attn_bwd"`` or
+            ``"paged_attn"``.
+        *args, **kwargs: the arguments of ``torch.ops.gpukern.<op>``.
+
+    Returns:
+        row: name of the table row.
+        isa: its instruction set or architecture.
+        tile: block sizes; gemm MB NB KB and MR * NR, attention BQ BKV and the span of a context
+            chunk; 0 is unused.
+        tasks: independent units of work.
+        chunks: parts that the keys are split into, 1 where they are not.
+        bytes: what the op must move at least, inputs read once and outputs written once.
+        flops: a multiply-add counts two, keys that no query sees count nothing.
+        workspace_bytes: memory beyond inputs and outputs.
+
+    Raises:
+        ValueError: an op that cannot be explained, or arguments that the op does not take.
+    """
+    if op not in EXPLAINED:
+        raise ValueError(f"explain: op is '{op}'; expected one of {', '.join(EXPLAINED)}")
+    return _json.loads(getattr(_ops, f"explain_{op}").default(*args, **kwargs))

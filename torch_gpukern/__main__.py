@@ -1,0 +1,7 @@
+"""python -m torch_gpukern info | explain | bench"""
+
+import sys
+
+from .cli import main
+
+sys.exit(main())

@@ -1,0 +1,163 @@
+"""What every op file shares: the compiled library, and how Python kernels are put on its ops.
+
+An op has its schema and its CPU and CUDA kernels in C++. From Python it gets, each on the dispatch
+key of that purpose:
+
+- a fake function: dtype, shape and strides of the results, for torch.compile, torch.export and meta
+  tensors;
+- an Autograd kernel: a torch.autograd.Function where a gradient is wanted, else straight on to the
+  kernel below. It is paid by every call outside inference_mode, so it does nothing but look and
+  pass on (about 3 us);
+- an Autocast kernel: casts what autocast may cast, then goes on below autocast.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+# The GPUKERN_NAMESPACE of the C++ build; the two must agree.
+NAMESPACE = "gpukern"
+FILE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "libgpukern_torch.so")
+OLDEST_TORCH = (2, 10)
+
+
+def _mapped_copies() -> list[str]:
+    """Files named like ours that this process has loaded; outside Linux those that torch did."""
+    paths = set(torch.ops.loaded_libraries)
+    try:
+        with open("/proc/self/maps") as maps:
+            paths.update(line.split(maxsplit=5)[5].strip() for line in maps if line.count("/"))
+    except OSError:
+        pass
+    return sorted(p for p in paths if os.path.basename(p) == os.path.basename(FILE))
+
+
+def _load() -> None:
+    """Loads the library once; every way in which this can fail is one line that says what to do."""
+    version = tuple(int(x) for x in torch.__version__.split(".")[:2])
+    if version < OLDEST_TORCH:
+        raise ImportError(
+            f"torch_gpukern needs torch >= {'.'.join(map(str, OLDEST_TORCH))}, this is torch "
+            f"{torch.__version__}: pip install --upgrade torch"
+        )
+    if not os.path.exists(FILE):
+        raise ImportError(
+            f"torch_gpukern: {FILE} does not exist: build it with `make build` "
+            "(or `pip install -e .`) at the root of the repository"
+        )
+    if hasattr(getattr(torch.ops, NAMESPACE), "gemm"):
+        # A second definition of a namespace ends the interpreter, so it must not be tried.
+        copies = _mapped_copies()
+        if any(os.path.samefile(p, FILE) for p in copies if os.path.exists(p)):
+            return
+        raise ImportError(
+            f"torch_gpukern: the ops of namespace '{NAMESPACE}' are already defined by "
+            f"{', '.join(copies) or 'a library that cannot be named'}; {FILE} cannot be loaded "
+            "beside it: import one of the two only, or build one with another GPUKERN_NAMESPACE"
+        )
+    try:
+        torch.ops.load_library(FILE)
+    except OSError as error:
+        raise ImportError(
+            f"torch_gpukern: {FILE} does not load with torch {torch.__version__}: "
+            f"{error.__cause__ or error}; rebuild it with `make build` (or `pip install -e .`)"
+        ) from error
+    if not hasattr(getattr(torch.ops, NAMESPACE), "gemm"):
+        raise ImportError(
+            f"torch_gpukern: {FILE} defines no ops in namespace '{NAMESPACE}': it was built with "
+            f"another GPUKERN_NAMESPACE, which NAMESPACE in {__file__} must name too"
+        )
+
+
+_load()
+
+ops = getattr(torch.ops, NAMESPACE)
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+below_autograd = torch._C._AutoDispatchBelowAutograd
+_KeySet, _Key = torch._C.DispatchKeySet, torch._C.DispatchKey
+_AUTOCAST_KEYS = _KeySet(_Key.AutocastCPU) | _KeySet(_Key.AutocastCUDA)
+
+
+def below_autocast() -> torch._C._ExcludeDispatchKeyGuard:
+    """Context without casts: in an Autocast kernel, and in backward, where dtypes are settled."""
+    return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS)
+
+
+def fake(name: str) -> Callable:
+    """Decorator: the fake function of an op."""
+
+    def register(function: Callable) -> Callable:
+        torch.library.register_fake(f"{NAMESPACE}::{name}", function, lib=_library)
+        return function
+
+    return register
+
+
+def autograd(name: str) -> Callable:
+    """Decorator: the Autograd kernel of an op. Torch leaves out trailing defaults."""
+
+    def register(function: Callable) -> Callable:
+        _library.impl(name, function, "Autograd")
+        return function
+
+    return register
+
+
+def autocast(name: str, cast: Callable[[torch.dtype, Sequence, Callable], tuple]) -> None:
+    """The Autocast kernels of an op; `cast(dtype, args, to)` returns its arguments, cast.
+
+    `to(x, dtype)` casts one argument where autocast may: a floating-point tensor of the device that
+    is not float64.
+    """
+    op = getattr(ops, name).default
+
+    def register(device: str, key: str) -> None:
+        def to(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+            if (
+                x is None
+                or x.dtype is torch.float64
+                or not x.is_floating_point()
+                or x.device.type != device
+            ):
+                return x
+            return x.to(dtype)
+
+        def kernel(*args):
+            args = cast(torch.get_autocast_dtype(device), args, to)
+            with below_autocast():
+                return op(*args)
+
+        _library.impl(name, kernel, key)
+
+    register("cpu", "AutocastCPU")
+    register("cuda", "AutocastCUDA")
+
+
+class _NoBackward(torch.autograd.Function):
+    """An op whose results have no gradient; torch by itself would pass zeros, silently."""
+
+    @staticmethod
+    def forward(ctx, op, message, *args):
+        ctx.message = message
+        with below_autograd():
+            return op(*args)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise NotImplementedError(ctx.message)
+
+
+def refuse_backward(name: str, reason: str) -> None:
+    """The Autograd kernel of an op that runs it and raises NotImplementedError in backward."""
+    op = getattr(ops, name).default
+    message = f"{NAMESPACE}::{reason}"
+
+    @autograd(name)
+    def kernel(*args):
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            return _NoBackward.apply(op, message, *args)
+        with below_autograd():
+            return op(*args)

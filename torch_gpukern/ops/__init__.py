@@ -1,0 +1,7 @@
+"""The public functions; each module adds to its C++ ops what only Python can register."""
+
+from .flash_attn import attn_merge, flash_attn, flash_attn_varlen
+from .gemm import gemm
+from .paged_attn import kv_cache_write, paged_attn
+
+__all__ = ["attn_merge", "flash_attn", "flash_attn_varlen", "gemm", "kv_cache_write", "paged_attn"]

@@ -1,0 +1,274 @@
+"""gemm: the public function, its fake functions, gradients, autocast rule and FLOP formulas."""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from .._library import (
+    autocast,
+    autograd,
+    below_autocast,
+    below_autograd,
+    fake,
+    ops,
+    refuse_backward,
+)
+from . import laws
+
+__all__ = ["gemm"]
+
+_gemm = ops.gemm.default
+_gemm_fwd = ops.gemm_fwd.default
+_gemm_act_bwd = ops.gemm_act_bwd.default
+
+
+def gemm(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    c: Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    activation: str = "none",
+    out_dtype: torch.dtype | None = None,
+    fp32_precision: str | None = None,
+) -> Tensor:
+    """Matrix product with what usually follows it, in one pass over the result.
+
+    ``out = activation(alpha * (a @ b) + beta * c + bias)``
+
+    All of it up to and including the activation is computed in float32 (float64 for float64 inputs)
+    and rounded once.
+
+    Args:
+        a: [..., M, K] float32, bfloat16, float16 or float64. Any strides: a transposed view costs
+            no copy.
+        b: [K, N] or [..., K, N], a's dtype, any strides. Batch dimensions broadcast as in
+            ``torch.matmul``; both operands have at least two dimensions.
+        bias: [N] in a's dtype or out_dtype.
+        c: a's dtype or out_dtype; broadcasts to the result [..., M, N] and never enlarges it.
+            With ``beta=0`` it is not read and may hold anything.
+        alpha: factor of the product.
+        beta: factor of c.
+        activation: ``"none"``, ``"relu"``, ``"gelu"`` (x/2 (1 + erf(x / sqrt 2))), ``"gelu_tanh"``
+            (x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))) or ``"silu"`` (x / (1 + exp(-x))).
+        out_dtype: dtype of the result: a's dtype (the default) or float32.
+        fp32_precision: ``"ieee"`` or ``"tf32"``, for float32 on CUDA; None takes torch's own
+            setting (``torch.backends.cuda.matmul.fp32_precision``). The CPU always computes ieee
+            float32.
+
+    Returns:
+        [..., M, N] contiguous. K = 0 gives ``activation(beta * c + bias)``.
+
+    Gradients: a, b, bias and c, each in its own dtype, summed over broadcast dimensions in float32.
+    Without an activation the op is twice differentiable; with one a second backward raises
+    NotImplementedError. A float32 gradient of a 16-bit product (``out_dtype=torch.float32``) is
+    rounded to the inputs' dtype before it is multiplied.
+
+    Under autocast a, b, bias and c are cast; out_dtype, where given, still is the dtype of the
+    result.
+
+    Raises:
+        ValueError: a shape, dtype, device, activation name or precision that the op does not take;
+            the text names the argument, what was expected and what was given.
+
+    The loops are those of Goto and van de Geijn, "Anatomy of High-Performance Matrix
+    Multiplication" (2008).
+    """
+    if fp32_precision is None:
+        tf32 = a.is_cuda and a.dtype is torch.float32 and _torch_allows_tf32()
+        fp32_precision = "tf32" if tf32 else "ieee"
+    return _gemm(a, b, bias, c, alpha, beta, activation, out_dtype, fp32_precision)
+
+
+def _torch_allows_tf32() -> bool:
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+# What torch.compiler.assume_constant_result sets, which would import all of torch._dynamo to set
+# it. Dynamo can trace the older allow_tf32, but that raises where the setting was made through
+# fp32_precision.
+setattr(_torch_allows_tf32, "_dynamo_marked_constant", True)  # noqa: B010 (typed as a function)
+
+
+# ---- fake functions ------------------------------------------------------------------------------
+
+
+@fake("gemm")
+def _gemm_fake(
+    a,
+    b,
+    bias=None,
+    c=None,
+    alpha=1.0,
+    beta=1.0,
+    activation="none",
+    out_dtype=None,
+    fp32_precision="ieee",
+):
+    laws.is_float("gemm", "a", a)
+    laws.law(a.dim() >= 2, "gemm", "a must have at least 2 dimensions, got ", a.dim())
+    laws.same_dtype("gemm", "b", b, "a", a)
+    laws.law(b.dim() >= 2, "gemm", "b must have at least 2 dimensions, got ", b.dim())
+    rows, columns = b.shape[-2], a.shape[-1]
+    text = ("b has ", rows, " rows, a has ", columns, " columns; they must match")
+    laws.law(rows == columns, "gemm", *text)
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    shape = (*batch, a.shape[-2], b.shape[-1])
+    if bias is not None:
+        laws.has_shape("gemm", "bias", bias, shape[-1:])
+    if c is not None:
+        fits = c.dim() <= len(shape)
+        text = ("c must broadcast to the result's shape ", list(shape), ", got ", list(c.shape))
+        laws.law(fits, "gemm", *text)
+        for got, want in zip(reversed(c.shape), reversed(shape), strict=False):
+            laws.law(got == 1 or got == want, "gemm", *text)
+    known = activation in ("none", "relu", "gelu", "gelu_tanh", "silu")
+    text = ("activation must be none, relu, gelu, gelu_tanh or silu, got '", activation, "'")
+    laws.law(known, "gemm", *text)
+    return a.new_empty(shape, dtype=a.dtype if out_dtype is None else out_dtype)
+
+
+@fake("gemm_fwd")
+def _gemm_fwd_fake(a, b, bias=None, c=None, alpha=1.0, beta=1.0, activation="none", *rest):
+    out = _gemm_fake(a, b, bias, c, alpha, beta, activation, *rest)
+    return out, (None if activation in ("none", "relu") else torch.empty_like(out))
+
+
+@fake("gemm_act_bwd")
+def _gemm_act_bwd_fake(grad_out, saved, activation):
+    laws.has_shape("gemm_act_bwd", "saved", saved, grad_out.shape)
+    return grad_out.new_empty(grad_out.shape)
+
+
+# ---- gradients -----------------------------------------------------------------------------------
+
+
+def _sum_to(x: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Sums x over the dimensions that broadcasting added to a tensor of `shape`: in float32,
+    rounded once to `dtype`.
+    """
+    added = x.dim() - len(shape)
+    dims = list(range(added)) + [
+        added + i for i, s in enumerate(shape) if s == 1 and x.shape[added + i] != 1
+    ]
+    if dims:
+        x = x.sum(dims, keepdim=True, dtype=x.dtype if x.dtype is torch.float64 else torch.float32)
+    return x.reshape(shape).to(dtype)
+
+
+class _Gemm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx,
+        a,
+        b,
+        bias=None,
+        c=None,
+        alpha=1.0,
+        beta=1.0,
+        activation="none",
+        out_dtype=None,
+        fp32_precision="ieee",
+    ):
+        with below_autograd():
+            if activation == "none" or activation == "relu":
+                out = _gemm(a, b, bias, c, alpha, beta, activation, out_dtype, fp32_precision)
+                saved = out if activation == "relu" else None
+            else:
+                out, saved = _gemm_fwd(
+                    a, b, bias, c, alpha, beta, activation, out_dtype, fp32_precision
+                )
+        # An operand is kept only where the other's gradient reads it; of bias and c the shape and
+        # dtype are enough.
+        needs_a, needs_b = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(a if needs_b else None, b if needs_a else None, saved)
+        ctx.shapes = a.shape, b.shape
+        ctx.dtype = a.dtype
+        ctx.bias = None if bias is None else (bias.shape, bias.dtype)
+        ctx.c = None if c is None else (c.shape, c.dtype)
+        ctx.numbers = alpha, beta, activation, fp32_precision
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        # Under create_graph the products below are differentiable ops themselves; otherwise they
+        # skip that road.
+        if torch.is_grad_enabled():
+            with below_autocast():
+                return _Gemm._gradients(ctx, grad)
+        with below_autocast(), below_autograd():
+            return _Gemm._gradients(ctx, grad)
+
+    @staticmethod
+    def _gradients(ctx, grad):  # grad [..., M, N] in the dtype of the result
+        a, b, saved = ctx.saved_tensors
+        shape_a, shape_b = ctx.shapes
+        alpha, beta, activation, fp32_precision = ctx.numbers
+        needs_a, needs_b, needs_bias, needs_c = ctx.needs_input_grad[:4]
+        grad_a = grad_b = grad_bias = grad_c = None
+        if saved is not None:
+            if torch.is_grad_enabled() and not saved.requires_grad:
+                # The preact has no history, so that a second backward must be stopped at the op
+                # that reads it.
+                saved = saved.detach().requires_grad_()
+            grad = _gemm_act_bwd(grad, saved, activation)
+
+        def product(x, y, summed):  # alpha * x @ y, in float32 where it is still to be summed
+            acc = torch.float32 if summed and ctx.dtype is not torch.float64 else None
+            return _gemm(x, y, None, None, alpha, 1.0, "none", acc, fp32_precision)
+
+        g = grad.to(ctx.dtype)
+        if needs_a:
+            grad_a = _sum_to(product(g, b.mT, g.shape[:-2] != shape_a[:-2]), shape_a, ctx.dtype)
+        if needs_b and len(shape_b) == 2:  # the sum over the batch is part of the product
+            grad_b = product(a.flatten(0, -2).mT, g.flatten(0, -2), False)
+        elif needs_b:
+            grad_b = _sum_to(product(a.mT, g, g.shape[:-2] != shape_b[:-2]), shape_b, ctx.dtype)
+        if needs_bias:
+            grad_bias = _sum_to(grad, *ctx.bias)
+        if needs_c and beta == 0:  # c was not read, so not even an infinite gradient reaches it
+            grad_c = grad.new_zeros(ctx.c[0], dtype=ctx.c[1])
+        elif needs_c:
+            grad_c = _sum_to(grad if beta == 1 else beta * grad, *ctx.c)
+        return grad_a, grad_b, grad_bias, grad_c, None, None, None, None, None
+
+
+@autograd("gemm")
+def _gemm_autograd(a, b, bias=None, c=None, *rest):
+    if torch.is_grad_enabled() and (
+        a.requires_grad
+        or b.requires_grad
+        or (bias is not None and bias.requires_grad)
+        or (c is not None and c.requires_grad)
+    ):
+        return _Gemm.apply(a, b, bias, c, *rest)
+    with below_autograd():
+        return _gemm(a, b, bias, c, *rest)
+
+
+refuse_backward("gemm_fwd", "gemm_fwd has no backward; gpukern::gemm has")
+refuse_backward("gemm_act_bwd", "gemm: with an activation it is not twice differentiable")
+
+
+# ---- autocast ------------------------------------------------------------------------------------
+
+
+def _cast(dtype, args, to):
+    return *(to(x, dtype) for x in args[:4]), *args[4:]
+
+
+autocast("gemm", _cast)
+autocast("gemm_fwd", _cast)
+
+
+# ---- FLOPs ---------------------------------------------------------------------------------------
+
+
+@register_flop_formula([ops.gemm, ops.gemm_fwd])
+def _gemm_flops(a_shape, b_shape, *args, out_shape=None, **kwargs) -> int:
+    """2 M N K of each product of the batch."""
+    batch = torch.broadcast_shapes(a_shape[:-2], b_shape[:-2])
+    return 2 * math.prod(batch) * a_shape[-2] * a_shape[-1] * b_shape[-1]

@@ -1,0 +1,295 @@
+"""paged_attn and kv_cache_write: public functions, fakes, autocast rule and FLOP formula. Neither
+has a gradient.
+"""
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from .._library import NAMESPACE, autocast, autograd, below_autograd, fake, ops, refuse_backward
+from . import laws
+
+__all__ = ["kv_cache_write", "paged_attn"]
+
+_paged_attn = ops.paged_attn.default
+_paged_attn_fwd = ops.paged_attn_fwd.default
+_kv_cache_write = ops.kv_cache_write.default
+
+
+@overload
+def paged_attn(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor | None = ...,
+    max_seqlen_q: int = ...,
+    scale: float | None = ...,
+    window_left: int = ...,
+    softcap: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ...,
+    is_causal: bool = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def paged_attn(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor | None = ...,
+    max_seqlen_q: int = ...,
+    scale: float | None = ...,
+    window_left: int = ...,
+    softcap: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ...,
+    is_causal: bool = ...,
+    *,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+def paged_attn(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int = 1,
+    scale: float | None = None,
+    window_left: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    is_causal: bool = True,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of each sequence's newest tokens over its keys, read in place from a paged cache.
+
+    ``out[token t of sequence b] = softmax(scale * q_t K_b^T + ...) V_b``, where ``K_b[j]`` is row
+    ``j % block_size`` of page ``block_table[b, j // block_size]``. Query t of the n_b of sequence b
+    stands at position ``p = seq_lens[b] - n_b + t`` and sees keys ``p - window_left <= j <= p``. A
+    negative position sees no key.
+
+    Args:
+        q: [T, Hq, D] float32, bfloat16, float16 or float64.
+        k_cache: [num_blocks, block_size, Hkv, D] in q's dtype, any strides that leave the last
+            dimension contiguous: a cache stored [num_blocks, Hkv, block_size, D] is a transposed
+            view, and a contiguous cache [B, Hkv, S, D] is one of a single page per sequence.
+        v_cache: [num_blocks, block_size, Hkv, Dv], likewise.
+        block_table: [B, max_blocks] int32, the pages of each sequence. Only the first
+            ``ceil(seq_lens[b] / block_size)`` entries of a row are read, and those of pages wholly
+            to the left of every window may hold anything. Sequences may share pages.
+        seq_lens: [B] int32: keys of each sequence, the new tokens included. 0 is an inactive row.
+        cu_seqlens_q: [B + 1] int32: sequence b owns query tokens ``cu_seqlens_q[b]`` to
+            ``cu_seqlens_q[b + 1]``. None gives each sequence T / B tokens.
+        max_seqlen_q: upper bound of the query tokens of a sequence; read with cu_seqlens_q only.
+        scale: factor of the scores, any finite value; None is 1 / sqrt(D).
+        window_left: keys before its own position that a query sees; -1 is no bound.
+        softcap: ``softcap * tanh(s / softcap)``; 0 switches it off.
+        alibi_slopes: [Hq] or [B, Hq] float32 (float64 with float64): ``s - slope * |p - j|``.
+        sinks: [Hq] float32 (float64 with float64): one more logit per head that takes probability
+            and adds no value.
+        k_scale: [] or [Hkv] float32: a key is its stored value times k_scale.
+        v_scale: [] or [Hkv] float32, likewise for values.
+        is_causal: False lets each query see every key below ``seq_lens[b]``.
+        return_lse: return ``(out, lse)``.
+
+    Returns:
+        out [T, Hq, Dv] contiguous in q's dtype; with return_lse also lse [T, Hq], contiguous,
+        float32 (float64 with float64). A query that sees no key gives out 0 and lse -inf (its sink
+        where there is one).
+
+    There is no gradient: a backward through it raises NotImplementedError. Under autocast q takes
+    the dtype of the cache where that has 16 bits.
+
+    Raises:
+        ValueError: a shape, dtype, device or value that the op does not take.
+        IndexError: on the CPU, contents of block_table, seq_lens or cu_seqlens_q: a length that is
+            negative, beyond the table or shorter than its query tokens, a page outside the cache.
+            On CUDA they are clamped on the device and the next call or `check_errors` reports them.
+
+    Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention"
+    (2023), arXiv:2309.06180; the split of long contexts is that of Flash-Decoding (Dao et al.
+    2023).
+    """
+    op = _paged_attn_fwd if return_lse else _paged_attn
+    return op(
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        seq_lens,
+        cu_seqlens_q,
+        max_seqlen_q,
+        scale,
+        window_left,
+        softcap,
+        alibi_slopes,
+        sinks,
+        k_scale,
+        v_scale,
+        is_causal,
+    )
+
+
+def kv_cache_write(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """Writes new keys and values into the pages of a cache.
+
+    ``k_cache[s // block_size, s % block_size] = k[t]`` with ``s = slots[t]``, and likewise v; with
+    a scale the stored value is ``k / k_scale``, saturated to the range of the cache's dtype and
+    rounded to nearest even.
+
+    Args:
+        k: [T, Hkv, D], the cache's dtype, any strides.
+        v: [T, Hkv, Dv], the cache's dtype, any strides.
+        k_cache: [num_blocks, block_size, Hkv, D], written in place, any strides.
+        v_cache: [num_blocks, block_size, Hkv, Dv], written in place. It may be a view of the same
+            tensor as k_cache, and must not overlap it.
+        slots: [T] int64 or int32. Tokens with a negative slot are skipped.
+        k_scale: [] or [Hkv] float32.
+        v_scale: [] or [Hkv] float32.
+
+    There is no gradient: the call raises NotImplementedError where an input requires one in grad
+    mode. Autocast casts nothing.
+
+    Raises:
+        ValueError: a shape, dtype or device that the op does not take.
+        IndexError: on the CPU, a slot past the end of the cache, before anything is written. On
+            CUDA such a token is skipped and the next call or `check_errors` reports it.
+
+    Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention"
+    (2023), arXiv:2309.06180.
+    """
+    _kv_cache_write(k, v, k_cache, v_cache, slots, k_scale, v_scale)
+
+
+# ---- fake functions ------------------------------------------------------------------------------
+
+
+def _laws_of_caches(op: str, name: str, first: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    """The caches of an op whose argument `name`, [T, H, D], sets the dtype."""
+    laws.same_dtype(op, "k_cache", k_cache, name, first)
+    laws.has_dims(op, "k_cache", k_cache, 4, "[num_blocks, block_size, Hkv, D]")
+    laws.same_size(op, "k_cache", "head_dim", k_cache.shape[3], name, first.shape[2])
+    laws.same_dtype(op, "v_cache", v_cache, name, first)
+    laws.has_dims(op, "v_cache", v_cache, 4, "[num_blocks, block_size, Hkv, Dv]")
+    for i, what in enumerate(("num_blocks", "block_size", "heads")):
+        laws.same_size(op, "v_cache", what, v_cache.shape[i], "k_cache", k_cache.shape[i])
+
+
+@fake("paged_attn_fwd")
+def _paged_attn_fwd_fake(q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q=None, *rest):
+    op = "paged_attn"
+    laws.is_float(op, "q", q)
+    laws.has_dims(op, "q", q, 3, "[T, Hq, D]")
+    _laws_of_caches(op, "q", q, k_cache, v_cache)
+    laws.head_ratio(op, q.shape[1], "k_cache", k_cache.shape[2])
+    laws.has_dtype(op, "block_table", block_table, torch.int32)
+    laws.has_dims(op, "block_table", block_table, 2, "[B, max_blocks]")
+    batch = block_table.shape[0]
+    laws.has_dtype(op, "seq_lens", seq_lens, torch.int32)
+    laws.has_shape(op, "seq_lens", seq_lens, (batch,))
+    if cu_seqlens_q is not None:
+        laws.has_dtype(op, "cu_seqlens_q", cu_seqlens_q, torch.int32)
+        laws.has_shape(op, "cu_seqlens_q", cu_seqlens_q, (batch + 1,))
+    lse = q.new_empty(q.shape[:2], dtype=laws.wide_dtype(q))
+    return q.new_empty((*q.shape[:2], v_cache.shape[3])), lse
+
+
+@fake("paged_attn")
+def _paged_attn_fake(q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q=None, *rest):
+    return _paged_attn_fwd_fake(q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q)[0]
+
+
+@fake("kv_cache_write")
+def _kv_cache_write_fake(k, v, k_cache, v_cache, slots, k_scale=None, v_scale=None):
+    op = "kv_cache_write"
+    laws.is_float(op, "k", k)
+    laws.has_dims(op, "k", k, 3, "[T, Hkv, D]")
+    laws.same_dtype(op, "v", v, "k", k)
+    laws.has_dims(op, "v", v, 3, "[T, Hkv, Dv]")
+    _laws_of_caches(op, "k", k, k_cache, v_cache)
+    laws.has_shape(op, "k", k, (slots.shape[0], *k_cache.shape[2:]))
+    laws.has_shape(op, "v", v, (slots.shape[0], *v_cache.shape[2:]))
+
+
+# ---- no gradients --------------------------------------------------------------------------------
+
+refuse_backward("paged_attn", "paged_attn: it has no backward; use flash_attn to train")
+refuse_backward("paged_attn_fwd", "paged_attn: it has no backward; use flash_attn to train")
+
+
+@autograd("kv_cache_write")
+def _kv_cache_write_autograd(k, v, k_cache, v_cache, *rest):
+    # It returns nothing that a backward could start from, so a lost gradient can only be refused
+    # here.
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(k, v, k_cache, v_cache, *rest):
+        raise NotImplementedError(
+            f"{NAMESPACE}::kv_cache_write: it has no backward and an input requires a gradient; "
+            "call it under torch.no_grad()"
+        )
+    with below_autograd():
+        _kv_cache_write(k, v, k_cache, v_cache, *rest)
+    # A tensor that autograd has saved must not change unseen.
+    torch.autograd.graph.increment_version((k_cache, v_cache))
+
+
+# ---- autocast ------------------------------------------------------------------------------------
+
+
+def _cast(dtype, args, to):
+    q, k_cache, *rest = args
+    if k_cache.dtype in (torch.bfloat16, torch.float16):
+        q = to(q, k_cache.dtype)
+    return q, k_cache, *rest
+
+
+autocast("paged_attn", _cast)
+autocast("paged_attn_fwd", _cast)
+
+
+# ---- FLOPs ---------------------------------------------------------------------------------------
+
+
+@register_flop_formula([ops.paged_attn, ops.paged_attn_fwd])
+def _paged_attn_flops(
+    q,
+    k_cache,
+    v_cache,
+    block_table,
+    seq_lens,
+    cu_seqlens_q=None,
+    max_seqlen_q=1,
+    scale=None,
+    window_left=-1,
+    *args,
+    out_shape=None,
+    **kwargs,
+) -> int:
+    """At most 2 (D + Dv) for each query token, head and key: shapes tell the pages of a table, not
+    the lengths.
+    """
+    keys = block_table[1] * k_cache[1]
+    if window_left >= 0:
+        keys = torch.sym_min(keys, window_left + 1)
+    return 2 * q[0] * q[1] * keys * (q[2] + v_cache[3])

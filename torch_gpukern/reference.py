@@ -1,0 +1,313 @@
+"""The PyTorch statement of every op: what `torch_gpukern` computes, in as few lines as say it.
+
+Each function has the argument names of the op it states and is differentiable by autograd. Nothing
+here is fast, and the attention functions build the whole matrix of scores. The tests compare the
+kernels with these functions run in float64; the benchmarks and the documentation use them too.
+
+Scores, sums and softmax are float64 where the input is float64 and float32 otherwise, and results
+are rounded once. In 16-bit attention the probabilities are rounded to the input's dtype before they
+meet v, as they are in every 16-bit attention kernel, so that a reference run in 16 bits makes the
+errors that one has to expect of those bits.
+
+Batch B, heads Hq and Hkv, lengths Sq and Sk, head_dim D of q and k, Dv of v; a packed batch has T
+tokens. Strides of the results are not stated here: see `torch_gpukern.flash_attn`.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["attn_merge", "flash_attn", "flash_attn_varlen", "gemm", "kv_cache_write", "paged_attn"]
+
+_ACTIVATIONS = {
+    "none": lambda x: x,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+}
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def gemm(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    c: Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    activation: str = "none",
+    out_dtype: torch.dtype | None = None,
+    fp32_precision: str = "ieee",
+) -> Tensor:
+    """out [..., M, N] = activation(alpha * (a [..., M, K] @ b [..., K, N]) + beta * c + bias
+    [N]).
+    """
+    acc = _accumulator(a.dtype)
+    x = alpha * (a.to(acc) @ b.to(acc))
+    if c is not None and beta != 0:  # beta = 0 does not read c, which may hold NaN
+        x = x + beta * c.to(acc)
+    if bias is not None:
+        x = x + bias.to(acc)
+    return _ACTIVATIONS[activation](x).to(out_dtype or a.dtype)
+
+
+def _attend(
+    q: Tensor,  # [B, Hq, Sq, D]
+    k: Tensor,  # [B, Hkv, Sk, D]
+    v: Tensor,  # [B, Hkv, Sk, Dv]
+    position: Tensor,  # [Sq] the key index at which each query stands: the diagonal
+    first: Tensor,  # [B or 1, Sq] the first key that each query sees
+    end: Tensor,  # [B or 1, Sq] one past the last key that it sees
+    scale: float | None,
+    softcap: float,
+    alibi_slopes: Tensor | None,  # [Hq] or [B, Hq]
+    sinks: Tensor | None,  # [Hq]
+) -> tuple[Tensor, Tensor]:  # out [B, Hq, Sq, Dv] in q's dtype, lse [B, Hq, Sq]
+    acc = _accumulator(q.dtype)
+    key = torch.arange(k.shape[2], device=q.device)
+    sees = (first[:, :, None] <= key) & (key < end[:, :, None])  # [B or 1, Sq, Sk]
+
+    # A key that nobody sees may hold NaN; 0 * NaN would bring it back.
+    unseen = ~sees.any(dim=1)[:, None, :, None]  # [B or 1, 1, Sk, 1]
+    groups = q.shape[1] // k.shape[1] if k.shape[1] else 1
+    k = k.to(acc).masked_fill(unseen, 0).repeat_interleave(groups, dim=1)
+    v = v.to(acc).masked_fill(unseen, 0).repeat_interleave(groups, dim=1)
+
+    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    s = scale * (q.to(acc) @ k.transpose(-2, -1))  # [B, Hq, Sq, Sk]
+    if softcap > 0:
+        s = softcap * torch.tanh(s / softcap)
+    if alibi_slopes is not None:
+        s = s - alibi_slopes.to(acc)[..., None, None] * (position[:, None] - key).abs()
+    s = s.masked_fill(~sees[:, None], -torch.inf)
+
+    # Softmax over the keys and the sink. A row that sees neither has total 0: its out is 0, its lse
+    # -inf.
+    peak = s.detach().amax(dim=-1) if k.shape[2] else s.new_full(s.shape[:-1], -torch.inf)
+    if sinks is not None:
+        peak = torch.maximum(peak, sinks.detach().to(acc)[:, None])
+    peak = peak.masked_fill(peak == -torch.inf, 0)
+    p = torch.exp(s - peak[..., None])
+    total = p.sum(dim=-1)
+    if sinks is not None:
+        total = total + torch.exp(sinks.to(acc)[:, None] - peak)
+    empty = total == 0
+    total = total.masked_fill(empty, 1)
+    lse = (peak + torch.log(total)).masked_fill(empty, -torch.inf)
+    p = (p / total[..., None]).to(q.dtype)
+    return (p.to(acc) @ v).to(q.dtype), lse
+
+
+def _window(
+    position: Tensor, left: int, right: int, is_causal: bool, keys: int
+) -> tuple[Tensor, Tensor]:
+    """The keys [first, end) that a query at `position` [Sq] sees, before any limit of its
+    sequence.
+    """
+    end = torch.full_like(position, keys)
+    if is_causal:
+        end = torch.minimum(end, position + 1)
+    if right >= 0:
+        end = torch.minimum(end, position + right + 1)
+    first = position - left if left >= 0 else torch.zeros_like(position)
+    return first, end
+
+
+def flash_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool = False,
+    scale: float | None = None,
+    diagonal: int = 0,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    kv_start: Tensor | None = None,
+    kv_end: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """out [B, Hq, Sq, Dv] = softmax(scale * q k^T + ...) v for q [B, Hq, Sq, D], k [B, Hkv, Sk, D],
+    v [B, Hkv, Sk, Dv].
+    """
+    keys = k.shape[2]
+    position = torch.arange(q.shape[2], device=q.device) + diagonal
+    first, end = (x[None, :] for x in _window(position, window_left, window_right, is_causal, keys))
+    if kv_start is not None:
+        first = torch.maximum(first, kv_start.long()[:, None])
+    if kv_end is not None:
+        end = torch.minimum(end, kv_end.long()[:, None])
+    out, lse = _attend(q, k, v, position, first, end, scale, softcap, alibi_slopes, sinks)
+    return (out, lse) if return_lse else out
+
+
+def flash_attn_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """out [Tq, Hq, Dv]: flash_attn of each sequence b of a packed batch, with diagonal Sk_b - Sq_b.
+
+    q [Tq, Hq, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv]; sequence b owns tokens cu_seqlens[b] to
+    cu_seqlens[b + 1].
+    """
+    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    outs, lses = [], []
+    for b in range(len(starts_q) - 1):
+        rows, keys = slice(*starts_q[b : b + 2]), slice(*starts_k[b : b + 2])
+        out, lse = flash_attn(
+            _as_batch(q[rows]),
+            _as_batch(k[keys]),
+            _as_batch(v[keys]),
+            is_causal=is_causal,
+            scale=scale,
+            diagonal=(keys.stop - keys.start) - (rows.stop - rows.start),
+            window_left=window_left,
+            window_right=window_right,
+            softcap=softcap,
+            alibi_slopes=_slopes_of(b, alibi_slopes),
+            sinks=sinks,
+            return_lse=True,
+        )
+        outs.append(out[0].transpose(0, 1))
+        lses.append(lse[0].transpose(0, 1))
+    return _join(q, v, outs, lses, return_lse)
+
+
+def _as_batch(x: Tensor) -> Tensor:
+    """[T, H, D] of one sequence as [1, H, T, D]."""
+    return x.transpose(0, 1)[None]
+
+
+def _slopes_of(b: int, alibi_slopes: Tensor | None) -> Tensor | None:
+    """[Hq] of sequence b, from [Hq] or [B, Hq]."""
+    return alibi_slopes if alibi_slopes is None or alibi_slopes.dim() == 1 else alibi_slopes[b]
+
+
+def _join(q: Tensor, v: Tensor, outs: list[Tensor], lses: list[Tensor], return_lse: bool):
+    """Packs the sequences again; tokens after the last one belong to none: out 0, lse -inf."""
+    rest = q.shape[0] - sum(x.shape[0] for x in outs)
+    outs = [*outs, q.new_zeros(rest, q.shape[1], v.shape[-1])]
+    lses = [*lses, q.new_full((rest, q.shape[1]), -torch.inf, dtype=_accumulator(q.dtype))]
+    out, lse = torch.cat(outs), torch.cat(lses)
+    return (out, lse) if return_lse else out
+
+
+def paged_attn(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int = 1,
+    scale: float | None = None,
+    window_left: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    is_causal: bool = True,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """out [T, Hq, Dv]: attention of each sequence's newest tokens over the keys that its pages
+    hold.
+
+    q [T, Hq, D]; k_cache [num_blocks, block_size, Hkv, D], v_cache [num_blocks, block_size, Hkv,
+    Dv]; block_table [B, max_blocks]; seq_lens [B] counts the new tokens too.
+    """
+    num_blocks, block_size = k_cache.shape[:2]
+    batch, acc = seq_lens.shape[0], _accumulator(q.dtype)
+    if cu_seqlens_q is not None:
+        starts = cu_seqlens_q.tolist()
+    else:
+        starts = [b * (q.shape[0] // batch) for b in range(batch + 1)]
+    outs, lses = [], []
+    for b, length in enumerate(seq_lens.tolist()):
+        rows = q[starts[b] : starts[b + 1]]
+        # Entries of pages left of every window may hold anything; their keys are masked below.
+        pages = block_table[b, : -(-length // block_size)].long().clamp(0, num_blocks - 1)
+        k = k_cache[pages].flatten(0, 1)[:length].to(acc)  # [length, Hkv, D]
+        v = v_cache[pages].flatten(0, 1)[:length].to(acc)
+        k = k if k_scale is None else k * k_scale.to(acc)[..., None]
+        v = v if v_scale is None else v * v_scale.to(acc)[..., None]
+        position = torch.arange(rows.shape[0], device=q.device) + (length - rows.shape[0])
+        first, end = _window(position, window_left, -1, is_causal, length)
+        end = end.masked_fill(position < 0, 0)
+        out, lse = _attend(
+            _as_batch(rows),
+            _as_batch(k),
+            _as_batch(v),
+            position,
+            first[None],
+            end[None],
+            scale,
+            softcap,
+            _slopes_of(b, alibi_slopes),
+            sinks,
+        )
+        outs.append(out[0].transpose(0, 1))
+        lses.append(lse[0].transpose(0, 1))
+    return _join(q, v_cache, outs, lses, return_lse)
+
+
+def kv_cache_write(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """Token t of k [T, Hkv, D] and v [T, Hkv, Dv] goes to row slots[t] % block_size of page
+    slots[t] // block_size.
+    """
+    taken = slots >= 0  # a negative slot is skipped
+    page, row = slots[taken].long() // k_cache.shape[1], slots[taken].long() % k_cache.shape[1]
+    for x, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
+        x = x[taken]
+        if scale is not None:
+            limit = torch.finfo(cache.dtype).max
+            x = (x.to(_accumulator(x.dtype)) / scale[..., None]).clamp(-limit, limit)
+        cache[page, row] = x.to(cache.dtype)
+
+
+def attn_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """The attention over the union of two disjoint sets of keys, from out [..., Dv] and lse [...]
+    over each set.
+    """
+    acc = _accumulator(out_a.dtype)
+    lse_a, lse_b = lse_a.to(acc), lse_b.to(acc)
+    no_a, no_b = lse_a == -torch.inf, lse_b == -torch.inf
+    peak = torch.maximum(lse_a, lse_b).detach().masked_fill(no_a & no_b, 0)
+    e_a, e_b = torch.exp(lse_a - peak), torch.exp(lse_b - peak)
+    total = (e_a + e_b).masked_fill(no_a & no_b, 1)
+    lse = (peak + torch.log(total)).masked_fill(no_a & no_b, -torch.inf)
+    a = out_a.to(acc).masked_fill(no_a[..., None], 0)
+    b = out_b.to(acc).masked_fill(no_b[..., None], 0)
+    both = (e_a / total)[..., None] * a + (e_b / total)[..., None] * b
+    # A side of -inf saw no key, so the other is the answer, bit for bit.
+    out = torch.where(no_a[..., None], b, torch.where(no_b[..., None], a, both))
+    return out.to(out_a.dtype), lse
