@@ -136,6 +136,18 @@ def autocast(name: str, cast: Callable[[torch.dtype, Sequence, Callable], tuple]
     register("cuda", "AutocastCUDA")
 
 
+def apply_of(function: type[torch.autograd.Function]) -> Callable:
+    """function.apply without 5 us of preparation for functorch, whose transforms it cannot serve."""
+    apply = super(torch.autograd.Function, function).apply
+
+    def call(*args):
+        if torch._C._are_functorch_transforms_active():
+            return function.apply(*args)  # raises, and says what a transform needs
+        return apply(*args)
+
+    return call
+
+
 class _NoBackward(torch.autograd.Function):
     """An op whose results have no gradient; torch by itself would pass zeros, silently."""
 
@@ -153,11 +165,12 @@ class _NoBackward(torch.autograd.Function):
 def refuse_backward(name: str, reason: str) -> None:
     """The Autograd kernel of an op that runs it and raises NotImplementedError in backward."""
     op = getattr(ops, name).default
+    apply = apply_of(_NoBackward)
     message = f"{NAMESPACE}::{reason}"
 
     @autograd(name)
     def kernel(*args):
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
-            return _NoBackward.apply(op, message, *args)
+            return apply(op, message, *args)
         with below_autograd():
             return op(*args)

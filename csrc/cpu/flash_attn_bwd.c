@@ -210,14 +210,21 @@ static void pre_task(void *arg, int64_t task, int64_t worker) {
 
     for (int64_t i0 = 0; i0 < x.seq_q; i0 += W) {
         const int64_t rows = gk_min_i64(W, x.seq_q - i0);
-        /* in the order in which tile_product sums dP, so that a row with one key gets dS = 0 exactly */
+        /* out of a row with one key is that value: with the value itself, and summed in the order in which tile_product
+         * sums dP, its dS is exactly 0 */
+        const char *o_row[W], *d_row[W];
+        for (int64_t i = 0; i < W; ++i) {
+            const int64_t row = i0 + gk_min_i64(i, rows - 1), key = gk_span_lo(&x.span, row);
+            const bool alone = sink == -INFINITY && gk_span_hi(&x.span, row) == key + 1;
+            o_row[i] = alone ? x.v + es * (h / g->shape.group * x.v_head + key * x.v_row) : out + es * row * x.out_row;
+            d_row[i] = grad + es * row * grad_row;
+        }
         vf sum = vf_set1(0);
         for (int64_t c = 0; c < dim; c += PAIR * W) {
             vc o[W], d[W];
             for (int64_t i = 0; i < W; ++i) {
-                const int64_t row = i0 + gk_min_i64(i, rows - 1);
-                o[i] = vc_load_along_k(out + es * row * x.out_row, g->dtype, c, dim - c);
-                d[i] = vc_load_along_k(grad + es * row * grad_row, g->dtype, c, dim - c);
+                o[i] = vc_load_along_k(o_row[i], g->dtype, c, dim - c);
+                d[i] = vc_load_along_k(d_row[i], g->dtype, c, dim - c);
             }
             vc_transpose(o), vc_transpose(d);
             for (int i = 0; i < W; ++i) sum = vc_dot(sum, o[i], d[i]);
@@ -396,6 +403,29 @@ static void pair_rows(pair *t, const attn_seq *x, int64_t b, int64_t h, int64_t 
     }
 }
 
+/* Rows [rows][dim] as panel [cells_of(rows)][ld] and transposed [cells_of(dim)][ld_q]. The panel comes first: it streams
+ * row by row through memory, and the transposition, which jumps from row to row, then reads near memory. */
+static void pack_queries(const pair *t, int64_t rows, const char *src, int64_t row_stride, int64_t dim, cell *panel,
+                         int64_t ld, cell *transposed) {
+    gk_dtype dtype = t->g->dtype;
+    const int64_t ld_q = t->g->z.ld_q, cells = cells_of(dim);
+    pack_panel(panel, ld, src, dtype, 1, row_stride, dim, rows);
+    if (PAIR == 1) src = (const char *)panel, row_stride = ld, dtype = GK_F32; /* rows already, as floats */
+    const int64_t row_bytes = row_stride * (int64_t)gk_dtype_bytes(dtype);
+    for (int64_t l = 0; l < t->lanes; l += W)
+        for (int64_t c = 0; c < cells; c += W) {
+            vc r[W];
+#pragma GCC unroll 16
+            for (int64_t i = 0; i < W; ++i)
+                r[i] = l + i < rows ? vc_load_along_k(src + (l + i) * row_bytes, dtype, c * PAIR, dim - c * PAIR) : vc_set1(0);
+            vc_transpose(r);
+            const int64_t n = gk_min_i64(W, cells - c);
+#pragma GCC unroll 16
+            for (int64_t i = 0; i < W; ++i)
+                if (i < n) vc_store(transposed + (c + i) * ld_q + l, r[i]);
+        }
+}
+
 static void main_task(void *arg, int64_t task, int64_t worker) {
     const job *g = arg;
     const gk_flash_attn_bwd_args *a = g->args;
@@ -456,11 +486,9 @@ static void main_task(void *arg, int64_t task, int64_t worker) {
                                     gk_span_hi(&x.span, i0) < key0 + gk_round_up(to, PAIR) || keys % PAIR > 0;
                 /* 2. Q and dO in both orders */
                 const char *q_i = q + es * i0 * x.q_row, *grad_i = grad + es * i0 * grad_row;
-                pack_panel(w.q_t, z->ld_q, q_i, g->dtype, x.q_row, 1, rows, dim);
-                pack_panel(w.do_t, z->ld_q, grad_i, g->dtype, grad_row, 1, rows, dim_v);
-                pack_panel(w.q_panel, z->ld_d, q_i, g->dtype, 1, x.q_row, dim, rows);
-                pack_panel(w.do_panel, z->ld_dv, grad_i, g->dtype, 1, grad_row, dim_v, rows);
                 pair_rows(&t, &x, b, h, i0, rows, key0, keys);
+                pack_queries(&t, rows, q_i, x.q_row, dim, w.q_panel, z->ld_d, w.q_t);
+                pack_queries(&t, rows, grad_i, grad_row, dim_v, w.do_panel, z->ld_dv, w.do_t);
                 const bool dq_has_sum = j0 > chunk_lo && gk_span_lo(&x.span, i0) < key0;
                 pair_run(&t, from, gk_round_up(to, PAIR), rows, masked,
                          dq_tiles(g, slice, h - h_kv * group) + qt * z->dq_tile, dq_has_sum);

@@ -52,7 +52,7 @@ gk_gemm_problem gk_gemm_problem_of(const gk_gemm_args *args) {
         ++p.ndim;
     }
     /* the innermost batch dimension joins the rows where b does not change along it and all others are dense */
-    while (p.ndim > 0 && p.m > 0) {
+    while (p.ndim > 0 && p.m > 0 && p.batch > 0) {
         int i = p.ndim - 1;
         if (p.b_batch[i] != 0 || p.a_batch[i] != p.m * p.a_m || p.out_batch[i] != p.m * p.epilogue.out_row) break;
         if (args->preact && p.preact_batch[i] != p.m * p.epilogue.preact_row) break;
@@ -148,7 +148,7 @@ static plan plan_of(const gk_context *ctx, const gk_gemm_args *args, const gk_ge
             ++x.m_blocks;
     }
     x.mb = gk_ceil_div(p->m, x.m_blocks);
-    x.nb = gk_round_up(gk_ceil_div(p->n, x.n_blocks), nr);
+    x.nb = gk_max_i64(nr, gk_round_up(gk_ceil_div(p->n, x.n_blocks), nr));
     x.n_blocks = gk_max_i64(1, gk_ceil_div(p->n, x.nb));
     x.kb = gk_round_up(gk_ceil_div(p->k, x.k_blocks), isa->pair);
     x.k_blocks = x.kb ? gk_ceil_div(p->k, x.kb) : 1;

@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .._library import NAMESPACE, autocast, autograd, below_autograd, fake, ops, refuse_backward
+from .._library import (
+    NAMESPACE,
+    apply_of,
+    autocast,
+    autograd,
+    below_autograd,
+    fake,
+    ops,
+    refuse_backward,
+)
 from . import laws
 
 __all__ = ["attn_merge", "flash_attn", "flash_attn_varlen"]
@@ -557,11 +566,14 @@ def _wants_grad(op: str, q, k, v, alibi_slopes, sinks) -> bool:
 def _register_autograd(name: str, op, function, want_lse: bool, slopes_at: int) -> None:
     """An Autograd kernel; alibi_slopes is argument `slopes_at` after v, sinks the next."""
 
+    apply = apply_of(function)
+
     @autograd(name)
     def kernel(q, k, v, *rest):
-        slopes, sinks = (*rest[slopes_at : slopes_at + 2], None, None)[:2]
+        slopes = rest[slopes_at] if len(rest) > slopes_at else None
+        sinks = rest[slopes_at + 1] if len(rest) > slopes_at + 1 else None
         if _wants_grad(name, q, k, v, slopes, sinks):
-            return function.apply(want_lse, q, k, v, *rest)
+            return apply(want_lse, q, k, v, *rest)
         with below_autograd():
             return op(q, k, v, *rest)
 
@@ -603,10 +615,13 @@ class _AttnMerge(torch.autograd.Function):
         return tuple(grads)
 
 
+_apply_merge = apply_of(_AttnMerge)
+
+
 @autograd("attn_merge")
 def _attn_merge_autograd(*args):
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
-        return _AttnMerge.apply(*args)
+        return _apply_merge(*args)
     with below_autograd():
         return _attn_merge(*args)
 

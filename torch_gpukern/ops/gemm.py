@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .._library import (
+    apply_of,
     autocast,
     autograd,
     below_autocast,
@@ -159,6 +160,15 @@ def _sum_to(x: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return x.reshape(shape).to(dtype)
 
 
+def _summed_product(x: Tensor, y: Tensor, how: tuple, shape: torch.Size) -> Tensor:
+    """x @ y of one dtype, summed to `shape`: in float32 until the sum is complete."""
+    batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
+    if batch == shape[:-2]:
+        return _gemm(x, y, *how)
+    acc = x.dtype if x.dtype is torch.float64 else torch.float32
+    return _sum_to(_gemm(x, y, *how[:5], acc, how[6]), shape, x.dtype)
+
+
 class _Gemm(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -185,11 +195,9 @@ class _Gemm(torch.autograd.Function):
         # dtype are enough.
         needs_a, needs_b = ctx.needs_input_grad[:2]
         ctx.save_for_backward(a if needs_b else None, b if needs_a else None, saved)
-        ctx.shapes = a.shape, b.shape
-        ctx.dtype = a.dtype
         ctx.bias = None if bias is None else (bias.shape, bias.dtype)
         ctx.c = None if c is None else (c.shape, c.dtype)
-        ctx.numbers = alpha, beta, activation, fp32_precision
+        ctx.call = a.shape, b.shape, a.dtype, alpha, beta, activation, fp32_precision
         return out
 
     @staticmethod
@@ -205,8 +213,7 @@ class _Gemm(torch.autograd.Function):
     @staticmethod
     def _gradients(ctx, grad):  # grad [..., M, N] in the dtype of the result
         a, b, saved = ctx.saved_tensors
-        shape_a, shape_b = ctx.shapes
-        alpha, beta, activation, fp32_precision = ctx.numbers
+        shape_a, shape_b, dtype, alpha, beta, activation, fp32_precision = ctx.call
         needs_a, needs_b, needs_bias, needs_c = ctx.needs_input_grad[:4]
         grad_a = grad_b = grad_bias = grad_c = None
         if saved is not None:
@@ -216,17 +223,20 @@ class _Gemm(torch.autograd.Function):
                 saved = saved.detach().requires_grad_()
             grad = _gemm_act_bwd(grad, saved, activation)
 
-        def product(x, y, summed):  # alpha * x @ y, in float32 where it is still to be summed
-            acc = torch.float32 if summed and ctx.dtype is not torch.float64 else None
-            return _gemm(x, y, None, None, alpha, 1.0, "none", acc, fp32_precision)
-
-        g = grad.to(ctx.dtype)
-        if needs_a:
-            grad_a = _sum_to(product(g, b.mT, g.shape[:-2] != shape_a[:-2]), shape_a, ctx.dtype)
-        if needs_b and len(shape_b) == 2:  # the sum over the batch is part of the product
-            grad_b = product(a.flatten(0, -2).mT, g.flatten(0, -2), False)
-        elif needs_b:
-            grad_b = _sum_to(product(a.mT, g, g.shape[:-2] != shape_b[:-2]), shape_b, ctx.dtype)
+        g = grad if grad.dtype is dtype else grad.to(dtype)
+        how = None, None, alpha, 1.0, "none", None, fp32_precision
+        if len(shape_b) == 2:  # the sum over the batch is part of the product of grad_b
+            if needs_a:
+                grad_a = _gemm(g, b.mT, *how)
+            if needs_b:
+                if len(shape_a) > 2:
+                    a, g = a.flatten(0, -2), g.flatten(0, -2)
+                grad_b = _gemm(a.mT, g, *how)
+        else:
+            if needs_a:
+                grad_a = _summed_product(g, b.mT, how, shape_a)
+            if needs_b:
+                grad_b = _summed_product(a.mT, g, how, shape_b)
         if needs_bias:
             grad_bias = _sum_to(grad, *ctx.bias)
         if needs_c and beta == 0:  # c was not read, so not even an infinite gradient reaches it
@@ -234,6 +244,9 @@ class _Gemm(torch.autograd.Function):
         elif needs_c:
             grad_c = _sum_to(grad if beta == 1 else beta * grad, *ctx.c)
         return grad_a, grad_b, grad_bias, grad_c, None, None, None, None, None
+
+
+_apply = apply_of(_Gemm)
 
 
 @autograd("gemm")
@@ -244,7 +257,7 @@ def _gemm_autograd(a, b, bias=None, c=None, *rest):
         or (bias is not None and bias.requires_grad)
         or (c is not None and c.requires_grad)
     ):
-        return _Gemm.apply(a, b, bias, c, *rest)
+        return _apply(a, b, bias, c, *rest)
     with below_autograd():
         return _gemm(a, b, bias, c, *rest)
 
