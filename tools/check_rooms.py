@@ -49,7 +49,7 @@ TILE_NUMBER = re.compile(
     r"^\s*(#\s*define|enum\s*\{|(static )?(const(expr)?|const(expr)? static) \w+)\s*"
     r"(MR|NR|NV|MC|KC|NC|BM|BN|BK|BQ|BKV|STAGES|WARPS)\b\s*=?\s*\d"
 )
-TABLE_ROW = re.compile(r"=\s*\{\s*-?\d")
+TABLE_ROW = re.compile(r"(=\s*|^\s*)\{\s*-?\d")
 TABLES = {"tiles.h", "blocks.h"}
 REGISTER_TILES = (
     "vec.h"  # the register tile follows from the ISA's registers, so it stands beside them

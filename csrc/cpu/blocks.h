@@ -20,17 +20,18 @@ static const gk_gemm_blocks gk_gemm_blocks_avx512bf16 __attribute__((unused)) = 
 /* Rows up to which reading b in place beats packing it (16: two strips; 32: dot products reuse b from L1). */
 enum { GK_SKINNY_ROWS_ACROSS = 16, GK_SKINNY_ROWS_ALONG = 32 };
 
-/* Few rows: a task's columns nb, the rows of b per step (across) or the chunk of k (along). kb_across rows of nb
- * columns are in flight per thread; kb_along x 6 columns stay in L1. */
+/* Few rows: columns of a task, rows of b per step (across; more of them where more than few_rows rows of a share the
+ * loads and stores of C), values of b in flight per thread, chunk of k (along; x TN columns it stays in L1).
+ * Measured at K x N 4096 x 4096, 1024 x 1024, 4097 x 1025: 16 rows want 32 rows of b a step (1.9x against 1.4x at 8). */
 typedef struct gk_skinny_blocks {
-    int64_t nb_min, nb_max, kb_across, kb_along;
+    int64_t nb_min, in_flight, kb_few, kb_many, few_rows, kb_along;
     int64_t tasks_per_thread;
 } gk_skinny_blocks;
 
-static const gk_skinny_blocks gk_skinny_blocks_base __attribute__((unused)) = {64, 1024, 8, 1024, 4};
-static const gk_skinny_blocks gk_skinny_blocks_avx2 __attribute__((unused)) = {64, 1024, 8, 1024, 4};
-static const gk_skinny_blocks gk_skinny_blocks_avx512 __attribute__((unused)) = {64, 1024, 8, 1024, 4};
-static const gk_skinny_blocks gk_skinny_blocks_avx512bf16 __attribute__((unused)) = {64, 1024, 16, 2048, 4};
+static const gk_skinny_blocks gk_skinny_blocks_base __attribute__((unused)) = {64, 8192, 16, 32, 4, 1024, 4};
+static const gk_skinny_blocks gk_skinny_blocks_avx2 __attribute__((unused)) = {64, 8192, 16, 32, 4, 1024, 4};
+static const gk_skinny_blocks gk_skinny_blocks_avx512 __attribute__((unused)) = {64, 8192, 16, 32, 4, 1024, 4};
+static const gk_skinny_blocks gk_skinny_blocks_avx512bf16 __attribute__((unused)) = {64, 16384, 32, 64, 4, 2048, 4};
 
 /* ---- attention -------------------------------------------------------------------------------
  * A block of bq query lanes reads tiles of bkv keys; a row serves head dims (the larger one) up to max_head_dim. Fewer

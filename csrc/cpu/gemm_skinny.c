@@ -28,9 +28,9 @@ static plan plan_of(const gk_context *ctx, const gk_gemm_args *args) {
     x.along = x.p.b_n != 1;
     const int64_t unit = x.along ? TN : NR;
     const int64_t per_thread = gk_ceil_div(x.p.n, bl->tasks_per_thread * gk_max_i64(1, ctx->num_threads));
-    x.nb = gk_round_up(gk_clamp_i64(per_thread, bl->nb_min, bl->nb_max), unit);
+    x.kb = x.along ? bl->kb_along : x.p.m <= bl->few_rows ? bl->kb_few : bl->kb_many;
+    x.nb = gk_round_up(gk_clamp_i64(per_thread, bl->nb_min, x.along ? bl->in_flight / TN : bl->in_flight / x.kb), unit);
     x.n_blocks = gk_ceil_div(x.p.n, x.nb);
-    x.kb = x.along ? bl->kb_along : bl->kb_across;
     if (x.along) {
         x.acc_cells = gk_round_up(gk_round_up(x.p.m, TM) * (TN * W + 2 * W), 16);
         x.b_cells = x.a_cells = 0;

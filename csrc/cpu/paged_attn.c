@@ -9,7 +9,7 @@
  *   a task   one chunk of the context of one sequence, some kv heads; partial O, m, l per chunk and lane
  *   a unit   `unit` keys of one head: s = q K^T (lanes along d, sums across) | p = exp2(s - m) | O += p V (lanes along dv)
  *   order    unit of keys outside, heads inside: the heads of a key share its memory page
- *   time     unit u computes while it prefetches the K and V rows of unit u + 1
+ *   time     the units of some keys compute while they prefetch the rows of the keys to come, K in QK, V in PV
  *
  * The partials are merged chunk by chunk in order, so results depend on the chunk size of blocks.h alone.
  *
@@ -142,25 +142,30 @@ INLINE int64_t owner(const int64_t *first, int64_t batch, int64_t i) {
 }
 
 /* ---- few lanes: products of a unit -------------------------------------------------------------- */
-INLINE void prefetch_row(const char *p, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
-}
+/* The rows of the keys to come, all heads, fetched one by one in the order of their addresses: then the prefetcher of
+ * the L2 sees a stream and runs ahead, which the few misses a core can wait for at once would not allow. */
+typedef struct fetch {
+    const char *const *rows; /* of the first head */
+    int64_t num_keys, num_heads, head_bytes, row_bytes;
+    bool heads_inside; /* the heads of a key lie closer than the keys of a head */
+    int64_t key, head; /* next */
+} fetch;
 
-/* Lane i of the result is the sum of x[i]. */
-INLINE vf sums(const vf x[W]) {
-    vc t[W];
-    for (int i = 0; i < W; ++i) t[i] = (vc)x[i];
-    vc_transpose(t);
-    for (int step = W / 2; step; step /= 2)
-        for (int i = 0; i < step; ++i) t[i] = (vc)((vf)t[i] + (vf)t[i + step]);
-    return (vf)t[0];
+INLINE void fetch_row(fetch *f) {
+    if (f->key >= f->num_keys || f->head >= f->num_heads) return;
+    const char *row = f->rows[f->key] + f->head * f->head_bytes;
+    for (int64_t i = 0; i < f->row_bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
+    if (f->heads_inside) {
+        if (++f->head == f->num_heads) f->head = 0, ++f->key;
+    } else {
+        if (++f->key == f->num_keys) f->key = 0, ++f->head;
+    }
 }
 
 /* s[lane][j] = q[lane] . k[j] for `lanes` lanes and n keys, W / lanes keys at once: W sums fill one vector.
- * k[j] + at is the row; the rows next[j] + next_at are fetched meanwhile. */
+ * k[j] + at is the row. */
 INLINE void dots(const int lanes, gk_dtype dtype, int64_t head_dim, const cell *q, int64_t q_step, const char *const *k,
-                 int64_t at, int64_t n, const char *const *next, int64_t next_at, int64_t next_n, int64_t row_bytes,
-                 float *s) {
+                 int64_t at, int64_t n, fetch *next, float *s) {
     enum { MAX_KEYS = W };
     const int keys = W / lanes;
     for (int64_t j = 0; j < n; j += keys) {
@@ -169,7 +174,7 @@ INLINE void dots(const int lanes, gk_dtype dtype, int64_t head_dim, const cell *
 #pragma GCC unroll 16
         for (int i = 0; i < keys; ++i) {
             row[i] = k[gk_min_i64(j + i, n - 1)] + at;
-            if (next && j + i < next_n) prefetch_row(next[j + i] + next_at, row_bytes);
+            if (next && j + i < n) fetch_row(next);
         }
 #pragma GCC unroll 16
         for (int i = 0; i < W; ++i) acc[i] = vf_set1(0);
@@ -187,15 +192,14 @@ INLINE void dots(const int lanes, gk_dtype dtype, int64_t head_dim, const cell *
             }
         }
         float t[W];
-        vf_store(t, sums(acc));
+        vf_store(t, vf_sums(acc));
         for (int l = 0; l < lanes; ++l) memcpy(s + l * MAX_UNIT + j, t + l * keys, 4 * (size_t)keys);
     }
 }
 
 /* o[lane][d .. d + vectors W] += sum_j p[lane][j] v[j] */
 INLINE void weighted_columns(const int lanes, const int vectors, gk_dtype dtype, int64_t d, int64_t left, const cell *p,
-                             const char *const *v, int64_t at, int64_t n, const char *const *next, int64_t next_at,
-                             int64_t next_n, int64_t row_bytes, float *o, int64_t o_step) {
+                             const char *const *v, int64_t at, int64_t n, fetch *next, float *o, int64_t o_step) {
     vf acc[4][4];
 #pragma GCC unroll 4
     for (int l = 0; l < lanes; ++l)
@@ -203,12 +207,13 @@ INLINE void weighted_columns(const int lanes, const int vectors, gk_dtype dtype,
         for (int w = 0; w < vectors; ++w) acc[l][w] = vf_load(o + l * o_step + d + w * W);
     for (int64_t j = 0; j < n; j += PAIR) {
         const char *row0 = v[j] + at, *row1 = PAIR == 2 && j + 1 < n ? v[j + 1] + at : NULL;
-        if (next && j < next_n) prefetch_row(next[j] + next_at, row_bytes);
-        if (PAIR == 2 && next && j + 1 < next_n) prefetch_row(next[j + 1] + next_at, row_bytes);
+        for (int i = 0; next && i < PAIR; ++i) fetch_row(next);
         vc x[4];
+        if (vectors == 1)
+            x[0] = vc_load_across_k(row0, row1, dtype, d, left);
+        else
 #pragma GCC unroll 4
-        for (int w = 0; w < vectors; ++w)
-            x[w] = vc_load_across_k(row0, row1, dtype, d + w * W, vectors > 1 ? W : left);
+            for (int w = 0; w < vectors; w += 2) vc_load2_across_k(row0, row1, dtype, d + w * W, x + w);
 #pragma GCC unroll 4
         for (int l = 0; l < lanes; ++l) {
             const vc weight = vc_set1(p[l * MAX_UNIT + j / PAIR]);
@@ -223,14 +228,13 @@ INLINE void weighted_columns(const int lanes, const int vectors, gk_dtype dtype,
 }
 
 INLINE void weighted_rows(const int lanes, gk_dtype dtype, int64_t head_dim_v, const cell *p, const char *const *v,
-                          int64_t at, int64_t n, const char *const *next, int64_t next_at, int64_t next_n,
-                          int64_t row_bytes, float *o, int64_t o_step) {
+                          int64_t at, int64_t n, fetch *next, float *o, int64_t o_step) {
     enum { VECTORS = W == 16 ? 4 : 2 }; /* 4 lanes x VECTORS accumulators leave room for the values */
     int64_t d = 0;
     for (; d + VECTORS * W <= head_dim_v; d += VECTORS * W, next = NULL)
-        weighted_columns(lanes, VECTORS, dtype, d, W, p, v, at, n, next, next_at, next_n, row_bytes, o, o_step);
+        weighted_columns(lanes, VECTORS, dtype, d, W, p, v, at, n, next, o, o_step);
     for (; d < head_dim_v; d += W, next = NULL)
-        weighted_columns(lanes, 1, dtype, d, head_dim_v - d, p, v, at, n, next, next_at, next_n, row_bytes, o, o_step);
+        weighted_columns(lanes, 1, dtype, d, head_dim_v - d, p, v, at, n, next, o, o_step);
 }
 
 /* ---- few lanes: softmax of a unit --------------------------------------------------------------- */
@@ -301,8 +305,7 @@ INLINE void chunk_units(const paged_job *job, int64_t b, const attn_seq *x, int6
     const int64_t head_dim = job->tile.head_dim, head_dim_v = job->tile.head_dim_v;
     const int64_t element_bytes = dtype == GK_F32 ? 4 : 2;
     const int64_t k_head = element_bytes * a->k_cache.stride[2], v_head = element_bytes * a->v_cache.stride[2];
-    const int64_t k_bytes = element_bytes * head_dim, v_bytes = element_bytes * head_dim_v;
-    const attn_keys keys = keys_of(job, b, 0);
+    const attn_keys keys = keys_of(job, b, head0);
     const char *k[2][MAX_UNIT], *v[2][MAX_UNIT];
     float s[MAX_LANES * MAX_UNIT];
     cell p[MAX_LANES * MAX_UNIT];
@@ -318,20 +321,19 @@ INLINE void chunk_units(const paged_job *job, int64_t b, const attn_seq *x, int6
     for (int64_t j = first; j < end; j += unit, now ^= 1) {
         const int64_t n_next = gk_clamp_i64(end - j - unit, 0, unit);
         attn_keys_at(&keys, j + unit, n_next, k[now ^ 1], v[now ^ 1]);
+        fetch k_next = {k[now ^ 1], n_next, head1 - head0, k_head, element_bytes * head_dim, k_head < keys.k_row_bytes, 0, 0};
+        fetch v_next = {v[now ^ 1], n_next, head1 - head0, v_head, element_bytes * head_dim_v, v_head < keys.v_row_bytes, 0, 0};
         for (int64_t h = head0; h < head1; ++h) {
-            const bool last = h + 1 == head1; /* then the next unit is the first head of the next keys */
-            const char *const *k_next = last ? k[now ^ 1] : k[now], *const *v_next = last ? v[now ^ 1] : v[now];
-            const int64_t next_h = last ? head0 : h + 1, next_n = last ? n_next : n;
             const cell *q_h = q + (h - head0) * job->lanes * job->q_step;
             float *o = partial_at(job, slot, h, 0);
-            FOR_LANES(dots(LANES, dtype, head_dim, q_h + l * job->q_step, job->q_step, k[now], h * k_head, n,
-                           l ? NULL : k_next, next_h * k_head, next_n, k_bytes, s + l * MAX_UNIT))
+            FOR_LANES(dots(LANES, dtype, head_dim, q_h + l * job->q_step, job->q_step, k[now], (h - head0) * k_head, n,
+                           l ? NULL : &k_next, s + l * MAX_UNIT))
             for (int64_t l = 0; l < num_lanes; ++l)
                 softmax_lane(job, &lanes[l], scale_log2_of(job, h),
                              attn_slope(&a->rules, b, h * group + lanes[l].g) * (float)GK_LOG2E, j, n, s + l * MAX_UNIT,
                              p + l * MAX_UNIT, o + l * job->partial);
-            FOR_LANES(weighted_rows(LANES, dtype, head_dim_v, p + l * MAX_UNIT, v[now], h * v_head, n, l ? NULL : v_next,
-                                    next_h * v_head, next_n, v_bytes, o + l * job->partial, job->partial))
+            FOR_LANES(weighted_rows(LANES, dtype, head_dim_v, p + l * MAX_UNIT, v[now], (h - head0) * v_head, n, l ? NULL : &v_next,
+                                    o + l * job->partial, job->partial))
         }
         n = n_next;
     }

@@ -342,6 +342,17 @@ INLINE vc vc_load_across_k(const void *row0, const void *row1, gk_dtype dtype, i
     if (row1) r1 = _mm256_maskz_loadu_epi16(vm_first(n), (const uint16_t *)row1 + i);
     return vc_zip_bf16(r0, r1);
 }
+/* 2 W whole lanes of rows k and k + 1, as two vectors */
+INLINE void vc_load2_across_k(const void *row0, const void *row1, gk_dtype dtype, int64_t i, vc to[2]) {
+    (void)dtype;
+    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
+                                         36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    const __m512i r0 = _mm512_loadu_si512((const uint16_t *)row0 + i);
+    const __m512i r1 = row1 ? _mm512_loadu_si512((const uint16_t *)row1 + i) : _mm512_setzero_si512();
+    to[0] = _mm512_permutex2var_epi16(r0, low, r1);
+    to[1] = _mm512_permutex2var_epi16(r0, high, r1);
+}
 /* float32 rows k and k + 1 as cells */
 INLINE vc vc_from_rows(vf row0, vf row1) {
     const __m512i zip = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
@@ -364,6 +375,11 @@ INLINE vc vc_load_along_k(const void *p, gk_dtype dtype, int64_t i, int64_t n) {
 INLINE vc vc_load_across_k(const void *row0, const void *row1, gk_dtype dtype, int64_t i, int64_t n) {
     (void)row1;
     return vf_load_dtype(row0, dtype, i, n);
+}
+INLINE void vc_load2_across_k(const void *row0, const void *row1, gk_dtype dtype, int64_t i, vc to[2]) {
+    (void)row1;
+    to[0] = vf_load_dtype(row0, dtype, i, W);
+    to[1] = vf_load_dtype(row0, dtype, i + W, W);
 }
 INLINE vc vc_from_rows(vf row0, vf row1) {
     (void)row1;
@@ -425,6 +441,34 @@ INLINE void vc_transpose(vc r[W]) {
     r[1] = __builtin_shuffle(a, c, (vi){2, 3, 6, 7});
     r[2] = __builtin_shuffle(b, d, (vi){0, 1, 4, 5});
     r[3] = __builtin_shuffle(b, d, (vi){2, 3, 6, 7});
+}
+#endif
+
+/* Lane i of the result is the sum of x[i]. */
+#if defined(__AVX512F__)
+INLINE vf vf_sums(const vf x[W]) {
+    __m512 y[8], z[4], u[2]; /* y: two sums in each 128-bit lane, z: four; then the 128-bit lanes are added */
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i)
+        y[i] = _mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]) + _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1]);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i)
+        z[i] = _mm512_shuffle_ps(y[2 * i], y[2 * i + 1], 0x44) + _mm512_shuffle_ps(y[2 * i], y[2 * i + 1], 0xee);
+    for (int i = 0; i < 2; ++i)
+        u[i] = _mm512_shuffle_f32x4(z[2 * i], z[2 * i + 1], 0x88) + _mm512_shuffle_f32x4(z[2 * i], z[2 * i + 1], 0xdd);
+    return _mm512_shuffle_f32x4(u[0], u[1], 0x88) + _mm512_shuffle_f32x4(u[0], u[1], 0xdd);
+}
+#elif defined(__AVX2__)
+INLINE vf vf_sums(const vf x[W]) {
+    __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
+    __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(x[4], x[5]), _mm256_hadd_ps(x[6], x[7]));
+    return _mm256_permute2f128_ps(a, b, 0x20) + _mm256_permute2f128_ps(a, b, 0x31);
+}
+#else
+INLINE vf vf_sums(const vf x[W]) {
+    vf t[W] = {x[0], x[1], x[2], x[3]};
+    vc_transpose(t);
+    return (t[0] + t[1]) + (t[2] + t[3]);
 }
 #endif
 
