@@ -12,9 +12,13 @@ typedef struct gk_gemm_blocks {
     int64_t tasks_per_thread, min_task;
 } gk_gemm_blocks;
 
+/* 192 rows are 32 strips of 6; not tuned further: the register tile bounds it */
 static const gk_gemm_blocks gk_gemm_blocks_base __attribute__((unused)) = {192, 256, 256, 2, 1 << 21};
+/* the same strips; 1024 cubed reaches the share of the peak that avx512 does */
 static const gk_gemm_blocks gk_gemm_blocks_avx2 __attribute__((unused)) = {192, 256, 256, 2, 1 << 21};
+/* 256 / 512 / 1024 / 2048: 204 211 184 164 GFLOP/s; mb 224 204 208 182 158, kb 384 203 208 186 169 */
 static const gk_gemm_blocks gk_gemm_blocks_avx512 __attribute__((unused)) = {336, 256, 256, 2, 1 << 21};
+/* 512 / 1024 / 2048: 414 400 364; nb 256 415 405 364, mb 224 with nb 256 413 394 362 */
 static const gk_gemm_blocks gk_gemm_blocks_avx512bf16 __attribute__((unused)) = {336, 512, 512, 2, 1 << 22};
 
 /* Rows up to which reading b in place beats packing it (16: two strips; 32: dot products reuse b from L1). */
@@ -28,9 +32,13 @@ typedef struct gk_skinny_blocks {
     int64_t tasks_per_thread;
 } gk_skinny_blocks;
 
+/* as avx512 */
 static const gk_skinny_blocks gk_skinny_blocks_base __attribute__((unused)) = {64, 8192, 16, 32, 4, 1024, 4};
+/* as avx512 */
 static const gk_skinny_blocks gk_skinny_blocks_avx2 __attribute__((unused)) = {64, 8192, 16, 32, 4, 1024, 4};
+/* 4096 squared, M 1 / 4 / 16: 1.12x 3.5x 2.1x of torch; kb 8 everywhere 1.13x 3.1x 1.5x */
 static const gk_skinny_blocks gk_skinny_blocks_avx512 __attribute__((unused)) = {64, 8192, 16, 32, 4, 1024, 4};
+/* 4096 squared, M 1 / 4 / 16: 2.5x 2.8x 1.9x of torch; kb 16 everywhere 2.8x 2.6x 1.6x */
 static const gk_skinny_blocks gk_skinny_blocks_avx512bf16 __attribute__((unused)) = {64, 16384, 32, 64, 4, 2048, 4};
 
 /* ---- attention -------------------------------------------------------------------------------

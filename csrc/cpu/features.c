@@ -1,11 +1,12 @@
-/* features.c: what this machine can run. With vec.h the only file that asks about instruction sets. */
+/* features.c: what this machine can run. With vec.h the only file that asks about instruction sets.
+ * GK_X86_ISAS is defined where the build compiled the x86 sets; elsewhere base is all there is. */
 #include "kernels.h"
 
 const char *const gk_isa_names[GK_NUM_ISAS] = {"base", "avx2", "avx512", "avx512bf16"};
 
 bool gk_cpu_has(gk_isa isa) {
     if (isa == GK_ISA_BASE) return true;
-#if defined(__x86_64__)
+#if defined(GK_X86_ISAS)
     __builtin_cpu_init();
     bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

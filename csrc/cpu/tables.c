@@ -3,7 +3,7 @@
  *   gk_gemm_packed gk_gemm_skinny gk_gemm_act_bwd gk_flash_attn_fwd gk_flash_attn_bwd gk_paged_attn gk_kv_cache_write
  *   gk_attn_merge       x       base avx2 avx512 avx512bf16
  * float32 rows compute in float32, bfloat16 and float16 rows convert tile by tile; avx512bf16 multiplies bfloat16 pairs.
- * float64 is served by ref/.
+ * float64 is served by ref/. GK_X86_ISAS comes from the build where it compiled more than the base set.
  */
 #include "kernels.h"
 
@@ -44,7 +44,7 @@ DECLARE(attn_merge)
 #define ROW(stem, dtype, ISA, isa, takes) {#stem, dtype, ISA, &gk_##stem##_##isa, takes}
 #define THREE(stem, ISA, isa, takes)                                                        \
     ROW(stem, GK_F32, ISA, isa, takes), ROW(stem, GK_BF16, ISA, isa, takes), ROW(stem, GK_F16, ISA, isa, takes)
-#if defined(__x86_64__)
+#if defined(GK_X86_ISAS)
 #define EVERY_ISA(stem)                                                                     \
     ROW(stem, GK_BF16, GK_ISA_AVX512BF16, avx512bf16, NULL), THREE(stem, GK_ISA_AVX512, avx512, NULL), \
         THREE(stem, GK_ISA_AVX2, avx2, NULL), THREE(stem, GK_ISA_BASE, base, NULL)

@@ -29,10 +29,10 @@
 #define MR 6 /* 12 accumulators of 16 registers */
 #else
 #define W 4
-#define MR 6
+#define MR 6 /* the same with vectors of any machine */
 #endif
-#define NV 2         /* vectors in a row of the register tile */
-#define NR (NV * W)  /* its columns */
+#define NV 2 /* vectors in a row of the register tile */
+#define NR (NV * W) /* its columns */
 
 typedef float vf __attribute__((vector_size(4 * W)));
 typedef int32_t vi __attribute__((vector_size(4 * W)));

@@ -2,6 +2,7 @@
 FLOP formulas.
 """
 
+from functools import partial
 from typing import Literal, overload
 
 import torch
@@ -436,32 +437,23 @@ def _attn_merge_fake(out_a, lse_a, out_b, lse_b):
 # ---- gradients -----------------------------------------------------------------------------------
 
 
+# Arguments after v as torch hands them on, so without trailing ones that have their default. The raw
+# backward op takes them in the same order, and what is left out has the same default there.
+
+
 class _FlashAttn(torch.autograd.Function):
-    """flash_attn (want_lse False: out) and flash_attn_fwd (True: out and lse), over the raw ops."""
+    """flash_attn (want_lse False: out) and flash_attn_fwd (True: out and lse), over the raw ops.
+
+    rest: is_causal, scale, diagonal, window_left, window_right, softcap; alibi_slopes, sinks,
+    kv_start, kv_end.
+    """
 
     @staticmethod
-    def forward(
-        ctx,
-        want_lse,
-        q,
-        k,
-        v,
-        is_causal=False,
-        scale=None,
-        diagonal=0,
-        window_left=-1,
-        window_right=-1,
-        softcap=0.0,
-        alibi_slopes=None,
-        sinks=None,
-        kv_start=None,
-        kv_end=None,
-    ):
-        rules = is_causal, scale, diagonal, window_left, window_right, softcap
+    def forward(ctx, want_lse, q, k, v, *rest):
         with below_autograd():
-            out, lse = _flash_attn_fwd(q, k, v, *rules, alibi_slopes, sinks, kv_start, kv_end)
-        ctx.save_for_backward(q, k, v, out, lse, alibi_slopes, sinks, kv_start, kv_end)
-        ctx.rules = rules
+            out, lse = _flash_attn_fwd(q, k, v, *rest)
+        ctx.save_for_backward(q, k, v, out, lse, *rest[6:])
+        ctx.rules = rest[:6]
         ctx.set_materialize_grads(False)
         return (out, lse) if want_lse else out
 
@@ -470,56 +462,25 @@ class _FlashAttn(torch.autograd.Function):
         q, k, v, out, lse, *tensors = ctx.saved_tensors
         if grad_out is None:  # the loss reads lse alone
             grad_out = torch.zeros_like(out)
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        dq, dk, dv, dsinks = _call_bwd(
-            _flash_attn_bwd,
-            grad_out,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            grad_lse,
-            *ctx.rules,
-            *tensors,
-            deterministic,
-        )
-        return None, dq, dk, dv, None, None, None, None, None, None, None, dsinks, None, None
+        args = grad_out, q, k, v, out, lse, grad_lse, *ctx.rules, *tensors
+        dq, dk, dv, dsinks = _call_bwd(_flash_attn_bwd, args)
+        return None, dq, dk, dv, *(None,) * 7, dsinks, None, None
 
 
 class _FlashAttnVarlen(torch.autograd.Function):
-    """flash_attn_varlen (want_lse False: out) and flash_attn_varlen_fwd (True: out and lse), over
-    the raw ops.
+    """flash_attn_varlen (want_lse False: out) and flash_attn_varlen_fwd (True: out and lse).
+
+    rest: cu_seqlens_q, cu_seqlens_k; max_seqlen_q, max_seqlen_k; is_causal, scale, window_left,
+    window_right, softcap; alibi_slopes, sinks.
     """
 
     @staticmethod
-    def forward(
-        ctx,
-        want_lse,
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        is_causal=False,
-        scale=None,
-        window_left=-1,
-        window_right=-1,
-        softcap=0.0,
-        alibi_slopes=None,
-        sinks=None,
-    ):
-        bounds = max_seqlen_q, max_seqlen_k
-        rules = is_causal, scale, window_left, window_right, softcap
+    def forward(ctx, want_lse, q, k, v, *rest):
         with below_autograd():
-            out, lse = _flash_attn_varlen_fwd(
-                q, k, v, cu_seqlens_q, cu_seqlens_k, *bounds, *rules, alibi_slopes, sinks
-            )
-        ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks)
-        ctx.bounds = bounds
-        ctx.rules = rules
+            out, lse = _flash_attn_varlen_fwd(q, k, v, *rest)
+        ctx.save_for_backward(q, k, v, out, lse, *rest[:2], *rest[9:])
+        ctx.bounds = rest[2:4]
+        ctx.rules = rest[4:9]
         ctx.set_materialize_grads(False)
         return (out, lse) if want_lse else out
 
@@ -529,16 +490,14 @@ class _FlashAttnVarlen(torch.autograd.Function):
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         lengths = cu_seqlens_q, cu_seqlens_k, *ctx.bounds
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        dq, dk, dv, dsinks = _call_bwd(
-            _flash_attn_varlen_bwd,
-            *(grad_out, q, k, v, out, lse),
-            *(*lengths, grad_lse, *ctx.rules, *tensors, deterministic),
-        )
-        return None, dq, dk, dv, None, None, None, None, None, None, None, None, None, None, dsinks
+        args = grad_out, q, k, v, out, lse, *lengths, grad_lse, *ctx.rules, *tensors
+        dq, dk, dv, dsinks = _call_bwd(_flash_attn_varlen_bwd, args)
+        return None, dq, dk, dv, *(None,) * 10, dsinks
 
 
-def _call_bwd(op, *args):
+def _call_bwd(op, args):
+    if torch.are_deterministic_algorithms_enabled():
+        op = partial(op, deterministic=True)
     # Under create_graph the op's own Autograd kernel sees the call, and refuses the second backward
     # by name.
     if torch.is_grad_enabled():
@@ -547,33 +506,26 @@ def _call_bwd(op, *args):
         return op(*args)
 
 
-def _wants_grad(op: str, q, k, v, alibi_slopes, sinks) -> bool:
-    if not torch.is_grad_enabled():
-        return False
-    if alibi_slopes is not None and alibi_slopes.requires_grad:
-        raise ValueError(
-            f"{NAMESPACE}::{op}: alibi_slopes requires a gradient and has none; "
-            "pass alibi_slopes.detach()"
-        )
-    return (
-        q.requires_grad
-        or k.requires_grad
-        or v.requires_grad
-        or (sinks is not None and sinks.requires_grad)
-    )
-
-
 def _register_autograd(name: str, op, function, want_lse: bool, slopes_at: int) -> None:
     """An Autograd kernel; alibi_slopes is argument `slopes_at` after v, sinks the next."""
-
     apply = apply_of(function)
 
     @autograd(name)
     def kernel(q, k, v, *rest):
-        slopes = rest[slopes_at] if len(rest) > slopes_at else None
-        sinks = rest[slopes_at + 1] if len(rest) > slopes_at + 1 else None
-        if _wants_grad(name, q, k, v, slopes, sinks):
-            return apply(want_lse, q, k, v, *rest)
+        if torch.is_grad_enabled():
+            slopes, sinks = (*rest[slopes_at : slopes_at + 2], None, None)[:2]
+            if slopes is not None and slopes.requires_grad:
+                raise ValueError(
+                    f"{NAMESPACE}::{name}: alibi_slopes requires a gradient and has none; "
+                    "pass alibi_slopes.detach()"
+                )
+            if (
+                q.requires_grad
+                or k.requires_grad
+                or v.requires_grad
+                or (sinks is not None and sinks.requires_grad)
+            ):
+                return apply(want_lse, q, k, v, *rest)
         with below_autograd():
             return op(q, k, v, *rest)
 
