@@ -64,7 +64,7 @@ demo: build
 	$(PY) examples/demo/train.py
 
 test-csrc: build
-	ctest --test-dir $(BUILD) --output-on-failure
+	ctest --test-dir $(BUILD) --output-on-failure -j $(MAX_JOBS)
 
 # pytest comes last: its closing line says how the whole of it went.
 test: test-csrc
@@ -73,11 +73,13 @@ test: test-csrc
 test-all: test-csrc
 	GPUKERN_TEST_ALL=1 $(PY) -m pytest $(PYTEST_ARGS)
 
+# Under the sanitizers -O1 compiles three times as fast as -O3.
 sanitize-cpu: $(INSTALLED)
 	@$(CONFIGURE) -B $(BUILD)/sanitize -G Ninja -DGPUKERN_BUILD_TORCH=OFF -DGPUKERN_CUDA=0 \
-		-DGPUKERN_SANITIZE=address,undefined --log-level=NOTICE
+		-DGPUKERN_SANITIZE=address,undefined -DCMAKE_BUILD_TYPE=Debug "-DCMAKE_C_FLAGS_DEBUG=-O1 -g" \
+		--log-level=NOTICE
 	@cmake --build $(BUILD)/sanitize -j $(MAX_JOBS)
-	ctest --test-dir $(BUILD)/sanitize --output-on-failure
+	ctest --test-dir $(BUILD)/sanitize --output-on-failure -j $(MAX_JOBS)
 
 bench: build
 	$(PY) benchmarks/run_all.py $(BENCH_ARGS)

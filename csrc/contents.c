@@ -1,6 +1,7 @@
 /* contents.c: the contents of index tensors, checked on the CPU before anything is written.
  *
- * cu_seqlens [B+1]  block_table [B, max_blocks]  seq_lens [B] int32; slots [T] int32 or int64. Any strides. */
+ * cu_seqlens [B+1]  block_table [B, max_blocks]  seq_lens [B] int32; slots [T] int32 or int64.
+ * Any strides. */
 #include "internal.h"
 
 #include <inttypes.h>
@@ -10,7 +11,7 @@ static int64_t load_int(const gk_tensor *t, int64_t offset) {
     return ((const int32_t *)t->data)[offset];
 }
 
-/* ---- cu_seqlens -------------------------------------------------------------------------------- */
+/* ---- cu_seqlens ------------------------------------------------------------------------------ */
 gk_status gk_check_cu_seqlens(const char *op, const char *name, const gk_tensor *cu_seqlens,
                               int64_t total, int64_t max_seqlen) {
     int64_t batch = cu_seqlens->shape[0] - 1, start = load_int(cu_seqlens, 0);
@@ -45,7 +46,7 @@ gk_status gk_check_cu_seqlens(const char *op, const char *name, const gk_tensor 
     return GK_OK;
 }
 
-/* ---- paged_attn -------------------------------------------------------------------------------- */
+/* ---- paged_attn ------------------------------------------------------------------------------ */
 /* Length 0 is an inactive sequence, whatever its query tokens. */
 static gk_status check_length(int64_t b, int64_t length, int64_t seq_q, int64_t capacity) {
     if (length < 0) {
@@ -72,7 +73,8 @@ static gk_status check_length(int64_t b, int64_t length, int64_t seq_q, int64_t 
     return GK_OK;
 }
 
-/* The entries of row b that some query reads: pages left of the first query's window may hold anything. */
+/* The entries of row b that some query reads: pages left of the first query's window may hold
+ * anything. */
 static gk_status check_pages(const gk_paged_attn_args *x, int64_t b, int64_t length,
                              int64_t seq_q) {
     int64_t block_size = x->k_cache.shape[1], num_blocks = x->k_cache.shape[0];
@@ -111,7 +113,7 @@ gk_status gk_check_paged_contents(const gk_paged_attn_args *args) {
     return GK_OK;
 }
 
-/* ---- kv_cache_write ------------------------------------------------------------------------------ */
+/* ---- kv_cache_write -------------------------------------------------------------------------- */
 gk_status gk_check_slots(const gk_kv_cache_write_args *args) {
     int64_t capacity = args->k_cache.shape[0] * args->k_cache.shape[1];
     for (int64_t t = 0; t < args->slots.shape[0]; ++t) {

@@ -1,5 +1,5 @@
-/* ref/attn.h: what the attention loops of ref/ share: rows as doubles, the score, which sequence owns a token, and one
- * block of query rows against all its keys. */
+/* ref/attn.h: what the attention loops of ref/ share: rows as doubles, the score, which sequence
+ * owns a token, and one block of query rows against all its keys. */
 #ifndef GPUKERN_REF_ATTN_H
 #define GPUKERN_REF_ATTN_H
 
@@ -11,8 +11,8 @@ enum {
     REF_TOKENS = 16         /* tokens of one task */
 };
 
-/* ---- rows --------------------------------------------------------------------------------------- */
-/* n contiguous elements as doubles: in place where they are float64, else converted into buf [n]. */
+/* ---- rows ------------------------------------------------------------------------------------ */
+/* n contiguous elements as doubles: in place where they are float64, else converted into buf. */
 static inline const double *ref_row(const gk_tensor *t, int64_t offset, int64_t n, double *buf) {
     switch (t->dtype) {
     case GK_F64: return (const double *)t->data + offset;
@@ -43,8 +43,9 @@ static inline int64_t ref_i32(const gk_tensor *t, int64_t i) {
     return ((const int32_t *)t->data)[i * t->stride[0]];
 }
 
-/* ---- sequences ---------------------------------------------------------------------------------- */
-/* Tokens of a batch side by side: sequence b owns [b * length, (b + 1) * length), or what cu_seqlens [batch + 1] says. */
+/* ---- sequences ------------------------------------------------------------------------------- */
+/* Tokens of a batch side by side: sequence b owns [b * length, (b + 1) * length), or what
+ * cu_seqlens [batch + 1] says. */
 typedef struct ref_sequences {
     const gk_tensor *cu_seqlens;
     int64_t batch, length;
@@ -68,7 +69,7 @@ static inline int64_t ref_owner(const ref_sequences *s, int64_t token) {
     return lo;
 }
 
-/* ---- scores ------------------------------------------------------------------------------------- */
+/* ---- scores ---------------------------------------------------------------------------------- */
 typedef struct ref_score {
     double scale, softcap, slope;
     int64_t diagonal;
@@ -98,7 +99,7 @@ static inline double ref_logit(const ref_score *s, double qk, int64_t i, int64_t
     return x;
 }
 
-/* ---- one block of rows -------------------------------------------------------------------------- */
+/* ---- one block of rows ----------------------------------------------------------------------- */
 /* Key j of one sequence and one head: its row in k and v, in pages or side by side. */
 typedef struct ref_keys {
     const gk_tensor *k, *v;
@@ -116,8 +117,9 @@ static inline int64_t ref_key_offset(const ref_keys *x, const gk_tensor *t, int6
     return at + ((const int32_t *)table->data)[entry] * t->stride[0] + j % x->block_size * step;
 }
 
-/* Online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) of rows [0, rows): row r is row i0 + r of its sequence,
- * its q lies at q_at[r], sees keys [lo[r], hi[r]), and writes out_at[r] and lse_at[r]. A key that no row sees is not read. */
+/* Online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) of rows [0, rows). Row r is row
+ * i0 + r of its sequence: its q lies at q_at[r], it sees keys [lo[r], hi[r]) and writes out_at[r]
+ * and lse_at[r]. A key that no row sees is not read. */
 typedef struct ref_block {
     const gk_tensor *q, *out, *lse, *sinks;
     const ref_keys *keys;

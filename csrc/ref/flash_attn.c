@@ -1,13 +1,16 @@
 /* ref/flash_attn: attention and its gradients in plain loops, dense and packed, every modifier.
  *
- *   s_ij = cap(scale q_i k_j) - slope |i + diagonal - j|     lse_i = log(exp(sink) + sum_j exp(s_ij))
+ *   s_ij = cap(scale q_i k_j) - slope |i + diagonal - j|   lse_i = log(e^sink + sum_j e^s_ij)
  *   p_ij = exp(s_ij - lse_i)   out_i = sum_j p_ij v_j        delta_i = dout_i . out_i - dlse_i
  *   dv_j = sum_i p_ij dout_i   ds_ij = p_ij (dout_i . v_j - delta_i) cap'(scale q_i k_j)
- *   dq_i = scale sum_j ds_ij k_j   dk_j = scale sum_i ds_ij q_i   dsink = -sum_i exp(sink - lse_i) delta_i
+ *   dq_i = scale sum_j ds_ij k_j   dk_j = scale sum_i ds_ij q_i
+ *   dsink = -sum_i exp(sink - lse_i) delta_i
  *
- * Backward is Dao 2023, arXiv:2307.08691, Algorithm 2, run twice: once by rows for dq, once by keys for dk and dv, so that
- * no two tasks add to the same place. Nothing of size seq_q x seq_k is stored. All sums are double.
- * Work split: a task owns REF_TOKENS tokens of one head; blocks of REF_ROWS tokens of one sequence share each row loaded. */
+ * Backward is Dao 2023, arXiv:2307.08691, Algorithm 2, run twice: once by rows for dq, once by keys
+ * for dk and dv, so that no two tasks add to the same place. Nothing of size seq_q x seq_k is
+ * stored. All sums are double.
+ * Work split: a task owns REF_TOKENS tokens of one head; blocks of REF_ROWS tokens of one sequence
+ * share each row loaded. */
 #include "attn.h"
 
 typedef struct flash_job {
@@ -34,8 +37,9 @@ static flash_job job_make(const gk_flash_attn_args *x) {
     return job;
 }
 
-/* ---- places ------------------------------------------------------------------------------------- */
-/* Offset of token i of sequence b (which starts at `start`) and head h in q, k, v, out, their gradients or lse. */
+/* ---- places ---------------------------------------------------------------------------------- */
+/* Offset of token i of sequence b (which starts at `start`) and head h in q, k, v, out, their
+ * gradients or lse. */
 static int64_t at(const flash_job *job, const gk_tensor *t, int64_t b, int64_t start, int64_t h,
                   int64_t i) {
     if (job->packed) return (start + i) * t->stride[0] + h * t->stride[1];
@@ -74,7 +78,7 @@ static void store_row(const gk_tensor *t, int64_t offset, const double *x, doubl
     for (int64_t d = 0; d < n; ++d) gk_store(t->data, t->dtype, offset + d, factor * x[d]);
 }
 
-/* ---- forward ------------------------------------------------------------------------------------ */
+/* ---- forward --------------------------------------------------------------------------------- */
 static void fwd_rows(const flash_job *job, const sequence *s, int64_t h, int64_t i0, int64_t rows) {
     const gk_flash_attn_args *x = job->x;
     int64_t h_kv = h / job->group;
@@ -131,8 +135,9 @@ void gk_ref_flash_attn_fwd(const gk_context *ctx, const gk_flash_attn_args *args
     gk_parallel(ctx, gk_ceil_div(job.tokens_q, REF_TOKENS) * job.heads_q, fwd_task, &job);
 }
 
-/* ---- backward: one row --------------------------------------------------------------------------- */
-/* What both passes need of row i of head h. A row without a finite lse saw no key: it takes part in nothing. */
+/* ---- backward: one row ----------------------------------------------------------------------- */
+/* What both passes need of row i of head h. A row without a finite lse saw no key: it takes part in
+ * nothing. */
 typedef struct row {
     double lse, delta;
     const double *q, *dout;
@@ -163,7 +168,7 @@ static double pair_gradient(const flash_job *job, const ref_score *score, const 
     return *p * (ref_dot(r->dout, v, job->head_dim_v) - r->delta) * slope_of_cap;
 }
 
-/* ---- backward by rows: dq ------------------------------------------------------------------------ */
+/* ---- backward by rows: dq -------------------------------------------------------------------- */
 static void dq_row(const flash_job *job, const sequence *s, int64_t h, int64_t i) {
     const gk_flash_attn_args *x = job->x;
     const gk_tensor *dq = &job->bwd->dq;
@@ -201,7 +206,7 @@ static void dq_task(void *arg, int64_t task, int64_t worker) {
     }
 }
 
-/* ---- backward by keys: dk, dv --------------------------------------------------------------------- */
+/* ---- backward by keys: dk, dv ---------------------------------------------------------------- */
 static void dkv_keys(const flash_job *job, const sequence *s, int64_t h_kv, int64_t j0,
                      int64_t keys) {
     const gk_flash_attn_args *x = job->x;
@@ -259,7 +264,7 @@ static void dkv_task(void *arg, int64_t task, int64_t worker) {
     }
 }
 
-/* ---- backward of the sinks ------------------------------------------------------------------------- */
+/* ---- backward of the sinks ------------------------------------------------------------------- */
 /* Rows that see no key but the sink count too: their out is 0, their lse the sink. */
 static void dsink_task(void *arg, int64_t task, int64_t worker) {
     (void)worker;

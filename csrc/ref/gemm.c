@@ -1,8 +1,10 @@
-/* ref/gemm: out = activation(alpha * (a @ b) + beta * c + bias) and the activation's derivative, in plain loops.
+/* ref/gemm: out = activation(alpha * (a @ b) + beta * c + bias), and the activation's derivative.
  *
- * a [batch..., M, K]  b [batch..., K, N] or [K, N]  bias [N]  c broadcasts to out [batch..., M, N]; any dtype and strides.
- * Sums run over k in order, in double; out and preact are each rounded once from the same double.
- * Work split: one task owns a tile of BM x BN results of one batch entry. Its sums and one row of b lie on the stack. */
+ * a [batch..., M, K]  b [batch..., K, N] or [K, N]  bias [N]  c broadcasts to out [batch..., M, N];
+ * any dtype and strides. Sums run over k in order, in double; out and preact are each rounded once
+ * from the same double.
+ * Work split: a task owns a tile of BM x BN results of one batch entry; its sums and one row of b
+ * lie on the stack. */
 #include "../internal.h"
 
 enum {
@@ -10,7 +12,7 @@ enum {
     BN = 64
 }; /* 4 KB of sums; a strided b touches BN cache lines per k, which the next k reads again */
 
-/* ---- activations ------------------------------------------------------------------------------ */
+/* ---- activations ----------------------------------------------------------------------------- */
 #define SQRT_HALF 0.70710678118654752440
 #define SQRT_2_OVER_PI 0.79788456080286535588
 #define INV_SQRT_2PI 0.39894228040143267794
@@ -48,8 +50,9 @@ static double act_derivative(gk_activation activation, double x) {
     return 1;
 }
 
-/* ---- gemm ------------------------------------------------------------------------------------- */
-/* Offset of the element of `t` that meets entry `batch` of out's batch dimensions; the last `inner` dimensions stay 0. */
+/* ---- gemm ------------------------------------------------------------------------------------ */
+/* Offset of the element of `t` that meets entry `batch` of out's batch dimensions; the last `inner`
+ * dimensions stay 0. */
 static int64_t batch_offset(const gk_tensor *t, const gk_tensor *out, int64_t batch, int inner) {
     int64_t offset = 0;
     for (int d = out->ndim - 3; d >= 0; --d) {
@@ -62,7 +65,8 @@ static int64_t batch_offset(const gk_tensor *t, const gk_tensor *out, int64_t ba
     return offset;
 }
 
-/* Stride of the dimension `from_end` places from the end (1 = last); 0 where it is absent or broadcast. */
+/* Stride of the dimension `from_end` places from the end (1 = last); 0 where it is absent or
+ * broadcast. */
 static int64_t inner_stride(const gk_tensor *t, int from_end) {
     if (t->ndim < from_end || t->shape[t->ndim - from_end] == 1) return 0;
     return t->stride[t->ndim - from_end];
@@ -147,7 +151,7 @@ void gk_ref_gemm(const gk_context *ctx, const gk_gemm_args *args) {
     gk_parallel(ctx, batches * job.tiles_m * job.tiles_n, gemm_tile, &job);
 }
 
-/* ---- gemm_act_bwd ------------------------------------------------------------------------------ */
+/* ---- gemm_act_bwd ---------------------------------------------------------------------------- */
 enum {
     ELEMENTS_PER_TASK = 4096
 };

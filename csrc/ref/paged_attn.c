@@ -1,7 +1,8 @@
-/* ref/paged_attn: attention over a paged cache, writes into it, and the merge of two attentions, in plain loops.
+/* ref/paged_attn: attention over a paged cache, writes into it, the merge of two attentions.
  *
- * Query t of the n_b of sequence b stands at position seq_lens[b] - n_b + t and reads key j from row j % block_size of
- * page block_table[b, j / block_size]. Work split of paged_attn: a task owns REF_TOKENS tokens of one head. */
+ * Query t of the n_b of sequence b stands at position seq_lens[b] - n_b + t and reads key j from
+ * row j % block_size of page block_table[b, j / block_size].
+ * Work split of paged_attn: a task owns REF_TOKENS tokens of one head. */
 #include "attn.h"
 
 #include <float.h>
@@ -18,7 +19,7 @@ static double head_scale(const gk_tensor *scale, int64_t h_kv) {
     return gk_load(scale->data, scale->dtype, scale->ndim ? h_kv * scale->stride[0] : 0);
 }
 
-/* ---- paged_attn ----------------------------------------------------------------------------------- */
+/* ---- paged_attn ------------------------------------------------------------------------------ */
 static void paged_rows(const paged_job *job, int64_t b, int64_t h, int64_t token, int64_t i0,
                        int64_t rows) {
     const gk_paged_attn_args *x = job->x;
@@ -89,7 +90,7 @@ void gk_ref_paged_attn(const gk_context *ctx, const gk_paged_attn_args *args) {
     gk_parallel(ctx, gk_ceil_div(tokens, REF_TOKENS) * job.heads_q, paged_task, &job);
 }
 
-/* ---- kv_cache_write --------------------------------------------------------------------------------- */
+/* ---- kv_cache_write -------------------------------------------------------------------------- */
 static double largest(gk_dtype dtype) {
     switch (dtype) {
     case GK_F32: return FLT_MAX;
@@ -99,7 +100,8 @@ static double largest(gk_dtype dtype) {
     }
 }
 
-/* Token t, head h of x to row `slot` of the cache; a scaled value that is too large saturates, a NaN stays one. */
+/* Token t, head h of x to row `slot` of the cache; a scaled value that is too large saturates, a
+ * NaN stays one. */
 static void write_row(const gk_tensor *x, const gk_tensor *cache, const gk_tensor *scale, int64_t t,
                       int64_t h, int64_t slot) {
     int64_t block_size = cache->shape[1], from = t * x->stride[0] + h * x->stride[1];
@@ -113,7 +115,8 @@ static void write_row(const gk_tensor *x, const gk_tensor *cache, const gk_tenso
     }
 }
 
-/* A task owns one head and takes the tokens in order, so the last of two tokens with one slot stays. */
+/* A task owns one head and takes the tokens in order, so the last of two tokens with one slot
+ * stays. */
 static void write_head(void *arg, int64_t task, int64_t worker) {
     (void)worker;
     const gk_kv_cache_write_args *x = arg;
@@ -132,7 +135,7 @@ void gk_ref_kv_cache_write(const gk_context *ctx, const gk_kv_cache_write_args *
     gk_parallel(ctx, args->k.shape[1], write_head, &x);
 }
 
-/* ---- attn_merge --------------------------------------------------------------------------------------- */
+/* ---- attn_merge ------------------------------------------------------------------------------ */
 enum {
     MERGE_ROWS = 64
 };

@@ -1,14 +1,18 @@
-/* check.h: what the C tests share: random numbers, tensors between guards, contexts, comparisons, the last line.
+/* check.h: what the C tests share: random numbers, tensors between guards, contexts, comparisons,
+ * the last line.
  *
- * A test walks instruction sets x dtypes through the public C API and holds each result against csrc/ref, run on the
- * same inputs with float64 results. The bound is made of what the arithmetic must lose, element by element:
+ * A test walks instruction sets x dtypes through the public C API and holds each result against
+ * csrc/ref, run on the same inputs with float64 results. The bound is made of what the arithmetic
+ * must lose, element by element:
  *
  *   |got - exact| <= loss * size + u(output dtype) * |exact|
  *
- * size  the same sum with every term replaced by its absolute value (no cancellation), computed beside the result
- * loss  relative error of a term: u(accumulator) times the roundings that the test counts, and in 16-bit attention
- *       u(dtype), because probabilities are rounded to the inputs' dtype before they meet the values
- * u(t)  half a unit in the last place of t at 1: 2^-24 float32, 2^-8 bfloat16, 2^-11 float16, 2^-53 float64
+ * size  the same sum with every term replaced by its absolute value (no cancellation), computed
+ *       beside the result
+ * loss  relative error of a term: u(accumulator) times the roundings that the test counts, and in
+ *       16-bit attention u(dtype): probabilities are rounded to it before they meet the values
+ * u(t)  half a unit in the last place of t at 1: 2^-24 float32, 2^-8 bfloat16, 2^-11 float16,
+ *       2^-53 float64
  *
  * GK_CHECK_SMALL=1 takes a part of each grid, for runs under a sanitizer. */
 #ifndef GPUKERN_CHECK_H
@@ -33,9 +37,10 @@
 #define CHECK_UNUSED
 #endif
 
-/* ---- counting ----------------------------------------------------------------------------------- */
+/* ---- counting -------------------------------------------------------------------------------- */
 static int64_t check_num_passed, check_num_failed;
-/* What a failure names: the case, then the instruction set and the pass or the worker count where there is one. */
+/* What a failure names: the case, then the instruction set and the pass or the worker count where
+ * there is one. */
 static char check_case[512];
 static const char *check_isa = "", *check_pass = "";
 
@@ -71,7 +76,7 @@ CHECK_UNUSED static void check_refused(gk_status got, gk_status expected, const 
                  gk_status_name(got), got == GK_OK ? "" : text);
 }
 
-/* ---- random numbers (splitmix64) ------------------------------------------------------------------ */
+/* ---- random numbers (splitmix64) ------------------------------------------------------------- */
 static uint64_t check_seed;
 
 static uint64_t check_random(void) {
@@ -96,7 +101,7 @@ CHECK_UNUSED static double check_normal(void) {
     return sum;
 }
 
-/* ---- memory ---------------------------------------------------------------------------------------- */
+/* ---- memory ---------------------------------------------------------------------------------- */
 #if defined(__SANITIZE_ADDRESS__)
 #define CHECK_GUARD 0 /* the sanitizer watches the ends, closer than a guard could */
 #elif defined(__has_feature)
@@ -121,22 +126,25 @@ static void *check_own(void *p) {
 
 static void *check_alloc(size_t bytes) { return check_own(malloc(bytes ? bytes : 1)); }
 
-/* Frees all that was allocated since check_num_owned was `mark`; 0 frees all of a case and ends it. */
+/* Frees all that was allocated since check_num_owned was `mark`; 0 frees all of a case and ends it.
+ * */
 static void check_free(int mark) {
     while (check_num_owned > mark) free(check_owned[--check_num_owned]);
     if (mark == 0) check_isa = check_pass = "";
 }
 
-/* ---- tensors ----------------------------------------------------------------------------------------- */
-/* A tensor whose memory holds NaN wherever no element lies: in the guards and between the elements. */
+/* ---- tensors --------------------------------------------------------------------------------- */
+/* A tensor whose memory holds NaN wherever no element lies: in the guards and between the elements.
+ * */
 typedef struct check_tensor {
     gk_tensor t;
     unsigned char *memory, *before; /* before: a copy of memory, for check_unchanged */
     size_t bytes;
 } check_tensor;
 
-/* order lists the dimensions from the slowest to the fastest (NULL: as they are); step is the stride of the fastest, pad
- * the elements left out after each run of it. Data starts one element past any alignment. */
+/* order lists the dimensions from the slowest to the fastest (NULL: as they are); step is the
+ * stride of the fastest, pad the elements left out after each run of it. Data starts one element
+ * past any alignment. */
 static check_tensor check_tensor_make(gk_dtype dtype, int ndim, const int64_t *shape,
                                       const int *order, int64_t step, int64_t pad) {
     check_tensor x;
@@ -204,7 +212,8 @@ CHECK_UNUSED static check_tensor check_map(const check_tensor *x, double (*f)(do
     return y;
 }
 
-/* Remembers the memory; check_unchanged then fails if a byte differs, check_untouched if one outside the elements does. */
+/* Remembers the memory; check_unchanged then fails if a byte differs, check_untouched if one
+ * outside the elements does. */
 CHECK_UNUSED static void check_remember(check_tensor *x) {
     if (!x->before) x->before = check_alloc(x->bytes);
     memcpy(x->before, x->memory, x->bytes);
@@ -235,7 +244,7 @@ CHECK_UNUSED static bool check_same_bits(const gk_tensor *a, const gk_tensor *b)
     return true;
 }
 
-/* ---- comparison ---------------------------------------------------------------------------------------- */
+/* ---- comparison ------------------------------------------------------------------------------ */
 static double check_unit(gk_dtype dtype) {
     switch (dtype) {
     case GK_BF16: return 0x1p-8;
@@ -250,7 +259,8 @@ CHECK_UNUSED static double check_acc_unit(gk_dtype dtype) {
     return check_unit(dtype == GK_F64 ? GK_F64 : GK_F32);
 }
 
-/* got within loss * size + u |exact| of exact, element by element; size NULL: |exact|. NaN and inf must be the same. */
+/* got within loss * size + u |exact| of exact, element by element; size NULL: |exact|. NaN and inf
+ * must be the same. */
 CHECK_UNUSED static void check_close(const char *name, const gk_tensor *got, const gk_tensor *exact,
                                      const gk_tensor *size, double loss) {
     double u = check_unit(got->dtype), tiny = got->dtype == GK_F16   ? 0x1p-25
@@ -284,7 +294,8 @@ CHECK_UNUSED static void check_equal(const char *name, const gk_tensor *got,
     check_result(true, "%s", name);
 }
 
-/* Euclidean length of the longest row (last dimension) without NaN: two of them bound every dot product. */
+/* Euclidean length of the longest row (last dimension) without NaN: two of them bound every dot
+ * product. */
 CHECK_UNUSED static double check_longest_row(const gk_tensor *t) {
     int64_t n = t->shape[t->ndim - 1];
     double longest = 0;
@@ -296,7 +307,7 @@ CHECK_UNUSED static double check_longest_row(const gk_tensor *t) {
     return sqrt(longest);
 }
 
-/* ---- contexts ------------------------------------------------------------------------------------------- */
+/* ---- contexts -------------------------------------------------------------------------------- */
 typedef struct check_thread {
     gk_task_fn task;
     void *arg;
@@ -346,11 +357,12 @@ CHECK_UNUSED static int check_isas(void) {
     return n;
 }
 
-/* ---- table rows ---------------------------------------------------------------------------------------- */
+/* ---- table rows ------------------------------------------------------------------------------ */
 static char check_seen[128][64];
 static int check_num_seen;
 
-/* Remembers the row that a call was served by; what it says of its workspace must be what the caller was told. */
+/* Remembers the row that a call was served by; what it says of its workspace must be what the
+ * caller was told. */
 CHECK_UNUSED static void check_see(const gk_explanation *e, size_t workspace_bytes) {
     check_result(e->workspace_bytes == (int64_t)workspace_bytes,
                  "%s explains %lld bytes of workspace, asks for %zu", e->row,
@@ -382,8 +394,9 @@ CHECK_UNUSED static void check_every_row_seen(gk_cpu_op op) {
     }
 }
 
-/* ---- workspace -------------------------------------------------------------------------------------------- */
-/* Exactly the bytes asked for, 64-byte aligned, all NaN, with a guard behind (the sanitizer's, where it watches). */
+/* ---- workspace ------------------------------------------------------------------------------- */
+/* Exactly the bytes asked for, 64-byte aligned, all NaN, with a guard behind (the sanitizer's,
+ * where it watches). */
 typedef struct check_workspace {
     unsigned char *data;
     size_t bytes;

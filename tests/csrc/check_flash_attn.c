@@ -1,12 +1,13 @@
-/* check_flash_attn: gk_flash_attn_fwd and _bwd of every instruction set against csrc/ref, every modifier, NaN in every key
- * that no row sees and in every token that belongs to no sequence.
+/* check_flash_attn: gk_flash_attn_fwd and _bwd of every instruction set against csrc/ref, every
+ * modifier, NaN in every key that no row sees and in every token that belongs to no sequence.
  *
  * sizes (every term positive, p_ij the exact probabilities):
- *   out   sum_j p_ij |v_j|             dq_i  scale sum_j w_ij |k_j|     dk_j  scale sum_i w_ij |q_i|
- *   dv_j  sum_i p_ij |dout_i|          dsink sum_i p_i,sink d_i         w_ij = p_ij (|dout_i| |v_j| + d_i)
- *   d_i = sum |dout_i| |out_i| + |dlse_i|
- * loss: the logits err by e = u(float32) (8 + 2 sqrt D) max |logit|, which changes every p by 2 e; in 16 bits p and
- * ds are rounded to the inputs' dtype; the sums add u(float32) (32 + 2 sqrt(number of terms)). */
+ *   out   sum_j p_ij |v_j|        dq_i  scale sum_j w_ij |k_j|   dk_j  scale sum_i w_ij |q_i|
+ *   dv_j  sum_i p_ij |dout_i|     dsink sum_i p_i,sink d_i
+ *   with w_ij = p_ij (|dout_i| |v_j| + d_i) and d_i = |dout_i| |out_i| + |dlse_i|
+ * loss: the logits err by e = u(float32) (8 + 2 sqrt D) max |logit|, which changes every p by 2 e;
+ * in 16 bits p and ds are rounded to the inputs' dtype; the sums add u(float32) (32 + 2 sqrt(number
+ * of terms)). */
 #include "check.h"
 
 static int num_isas;
@@ -29,7 +30,7 @@ typedef struct flash_data {
     double max_logit;
 } flash_data;
 
-/* ---- inputs ----------------------------------------------------------------------------------------- */
+/* ---- inputs ---------------------------------------------------------------------------------- */
 /* [B, H, S, D] or [T, H, D], with room between rows. */
 static check_tensor make_heads(const flash_case *x, int64_t tokens, int64_t heads, int64_t seq,
                                int64_t dim, gk_dtype dtype, int64_t pad) {
@@ -39,7 +40,8 @@ static check_tensor make_heads(const flash_case *x, int64_t tokens, int64_t head
     return check_tensor_make(dtype, 4, dense, x->tokens_first ? by_token : NULL, 1, pad);
 }
 
-/* cu_seqlens of random lengths up to `longest`, at least one of them that long; leaves the number of tokens in *end. */
+/* cu_seqlens of random lengths up to `longest`, at least one of them that long; leaves the number
+ * of tokens in *end. */
 static check_tensor make_cu_seqlens(int64_t batch, int64_t longest, int64_t *end) {
     int64_t shape = batch + 1, at = 0;
     check_tensor cu = check_tensor_make(GK_I32, 1, &shape, NULL, 1, 0);
@@ -190,7 +192,7 @@ static void bind(const flash_case *x, flash_data *d) {
         d->max_logit += 0.3 * (double)(x->seq_q + x->seq_k + llabs((long long)x->diagonal));
 }
 
-/* ---- sizes -------------------------------------------------------------------------------------------- */
+/* ---- sizes ----------------------------------------------------------------------------------- */
 /* Gradient sizes as the head comment says, added into tensors like dq, dk, dv, dsinks. */
 typedef struct flash_sizes {
     check_tensor dq, dk, dv, dsinks;
@@ -252,7 +254,7 @@ static void add_sizes(const flash_case *x, const flash_data *d, const flash_size
     }
 }
 
-/* ---- forward --------------------------------------------------------------------------------------------- */
+/* ---- forward --------------------------------------------------------------------------------- */
 static void run_fwd(const char *isa, int32_t num_threads, gk_flash_attn_args *args) {
     gk_context ctx = check_context(isa, num_threads);
     int mark = check_num_owned;
@@ -319,7 +321,7 @@ static void check_fwd(const flash_case *x, const flash_data *d) {
     }
 }
 
-/* ---- backward ---------------------------------------------------------------------------------------------- */
+/* ---- backward -------------------------------------------------------------------------------- */
 static void run_bwd(const char *isa, int32_t num_threads, gk_flash_attn_bwd_args *args) {
     gk_context ctx = check_context(isa, num_threads);
     int mark = check_num_owned;
@@ -335,7 +337,8 @@ static void run_bwd(const char *isa, int32_t num_threads, gk_flash_attn_bwd_args
 }
 
 static void check_bwd(const flash_case *x, const flash_data *d) {
-    /* 1. a forward result, rounded as the product rounds it, that ref and kernels both start from */
+    /* 1. a forward result, rounded as the product rounds it, that ref and kernels both start from
+     * */
     gk_context serial = check_context(NULL, 1);
     gk_dtype stats = x->dtype == GK_F64 ? GK_F64 : GK_F32;
     check_tensor out = check_dense(x->dtype, (int)d->ndim, d->out_shape);
@@ -427,7 +430,7 @@ static void check_flash_case(const flash_case *x) {
     check_free(0);
 }
 
-/* ---- grids ---------------------------------------------------------------------------------------------------- */
+/* ---- grids ----------------------------------------------------------------------------------- */
 static const gk_dtype dtypes[] = {GK_F32, GK_BF16, GK_F16, GK_F64};
 
 static flash_case plain(gk_dtype dtype, int64_t seq_q, int64_t seq_k, int64_t head_dim,
@@ -551,7 +554,7 @@ static void check_shapes_without_elements(gk_dtype dtype) {
     check_flash_case(&x);
 }
 
-/* ---- refusals ----------------------------------------------------------------------------------------------------- */
+/* ---- refusals -------------------------------------------------------------------------------- */
 static void set_i32(const check_tensor *t, int64_t i, int32_t value) { check_set(&t->t, i, value); }
 
 static void check_refusals(void) {

@@ -1,7 +1,9 @@
 /* check_gemm: gk_gemm and gk_gemm_act_bwd of every instruction set against csrc/ref.
  *
- * size of an element: |alpha| sum |a| |b| + |beta c| + |bias|. loss: u(float32) (16 + 2 sqrt K): a running sum of K terms
- * errs by about sqrt(K) roundings of its size, the rest is the epilogue and the activation's own error. */
+ * size: |alpha| sum |a| |b| + |beta c| + |bias|
+ * loss: u(float32) (16 + 2 sqrt K): a running sum of K terms errs by about sqrt(K) roundings of its
+ * size; the rest is the epilogue and the activation's own error
+ */
 #include "check.h"
 
 static const int64_t edges[] = {0, 1, 7, 13, 14, 15, 31, 33, 64, 100};
@@ -9,7 +11,7 @@ static const gk_dtype dtypes[] = {GK_F32, GK_BF16, GK_F16, GK_F64};
 static const char *const act_names[] = {"none", "relu", "gelu", "gelu_tanh", "silu"};
 static int num_isas;
 
-/* ---- one case ------------------------------------------------------------------------------------ */
+/* ---- one case -------------------------------------------------------------------------------- */
 typedef enum operand_layout {
     ROWS,
     COLUMNS,
@@ -39,7 +41,8 @@ typedef struct gemm_case {
     gk_activation activation;
 } gemm_case;
 
-/* A matrix [batch..., rows, cols]: row-major, column-major, every second element, mirrored, or one row repeated. */
+/* A matrix [batch..., rows, cols]: row-major, column-major, every second element, mirrored, or one
+ * row repeated. */
 static check_tensor operand(gk_dtype dtype, int batch_ndim, const int64_t *batch, int64_t rows,
                             int64_t cols, operand_layout layout) {
     int64_t shape[GK_MAX_DIMS];
@@ -151,7 +154,8 @@ static void check_gemm_case(const gemm_case *x) {
     gk_ref_gemm(&serial, &ref);
     double loss = check_acc_unit(x->dtype) * (16 + 2 * sqrt((double)x->k));
 
-    /* 3. every instruction set, alone and by three workers; out is dense or has room between its rows */
+    /* 3. every instruction set, alone and by three workers; out is dense or has room between its
+     * rows */
     int64_t out_pad = check_below(2) * 5;
     for (int i = 0; i < num_isas; ++i) {
         int mark = check_num_owned;
@@ -207,8 +211,9 @@ static gemm_case plain(gk_dtype dtype, int64_t m, int64_t n, int64_t k, operand_
                        .alpha = 1};
 }
 
-/* ---- grids -------------------------------------------------------------------------------------------- */
-/* All m, n, k around tile edges; layouts and what is added to the product change from case to case. */
+/* ---- grids ----------------------------------------------------------------------------------- */
+/* All m, n, k around tile edges; layouts and what is added to the product change from case to case.
+ * */
 static void check_edges(gk_dtype dtype) {
     int step = check_small() ? 7 : dtype == GK_F64 ? 5 : 1, count = CHECK_COUNT(edges);
     for (int e = 0; e < count * count * count; e += step) {
@@ -285,7 +290,7 @@ static void check_epilogues(gk_dtype dtype) {
     }
 }
 
-/* ---- the activation's derivative ------------------------------------------------------------------------ */
+/* ---- the activation's derivative ------------------------------------------------------------- */
 /* size |grad| (1 + |x|): the derivative is a bounded function, plus x times another. */
 static void check_act_bwd(gk_dtype dtype, gk_dtype saved_dtype, gk_activation activation,
                           int64_t rows, int64_t cols, bool turned) {
@@ -338,7 +343,7 @@ static void check_act_bwds(gk_dtype dtype) {
     }
 }
 
-/* ---- refusals ---------------------------------------------------------------------------------------------- */
+/* ---- refusals -------------------------------------------------------------------------------- */
 static void check_refusals(void) {
     snprintf(check_case, sizeof check_case, "gemm refusals");
     int64_t shape[2] = {64, 64};

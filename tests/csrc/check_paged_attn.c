@@ -1,8 +1,12 @@
-/* check_paged_attn: gk_paged_attn, gk_kv_cache_write and gk_attn_merge of every instruction set against csrc/ref.
+/* check_paged_attn: gk_paged_attn, gk_kv_cache_write and gk_attn_merge of every instruction set
+ * against csrc/ref.
  *
- * Every page and every row of a page that no query reads is NaN; entries of the table that are not read are -7.
- * size of out: sum_j p_j |v_j|. loss as in check_flash_attn: logits err by u(float32) (8 + 2 sqrt D) max |logit|, which
- * changes p by twice that; u(dtype) for probabilities in 16 bits; u(float32) (32 + 2 sqrt(keys)) for the sums. */
+ * Every page and every row of a page that no query reads is NaN; entries of the table that are not
+ * read are -7.
+ * size of out: sum_j p_j |v_j|
+ * loss, as in check_flash_attn: logits err by u(float32) (8 + 2 sqrt D) max |logit|, which changes
+ * p by twice that; u(dtype) for probabilities in 16 bits; u(float32) (32 + 2 sqrt(keys)) for sums
+ */
 #include "check.h"
 
 static int num_isas;
@@ -26,7 +30,7 @@ typedef struct paged_case {
     double softcap;
 } paged_case;
 
-/* ---- inputs ------------------------------------------------------------------------------------------ */
+/* ---- inputs ---------------------------------------------------------------------------------- */
 static int64_t first_key(const paged_case *x, int64_t b) {
     if (x->window_left < 0) return 0;
     return gk_max_i64(0, x->seq_lens[b] - x->seq_q[b] - x->window_left);
@@ -51,7 +55,8 @@ static void fill_row(const check_tensor *cache, int64_t page, int64_t row) {
     }
 }
 
-/* Pages in random order; with `shared` the entries before the shortest sequence's last page are the same pages. */
+/* Pages in random order; with `shared` the entries before the shortest sequence's last page are the
+ * same pages. */
 static void fill_pages(const paged_case *x, const check_tensor *table, const check_tensor *k,
                        const check_tensor *v) {
     int64_t num_blocks = k->t.shape[0], max_blocks = table->t.shape[1], shortest = INT64_MAX,
@@ -89,7 +94,7 @@ static check_tensor make_scale(int kind, int64_t heads_kv) {
     return scale;
 }
 
-/* ---- one case ---------------------------------------------------------------------------------------------- */
+/* ---- one case -------------------------------------------------------------------------------- */
 static void run_paged(const char *isa, int32_t num_threads, gk_paged_attn_args *args) {
     gk_context ctx = check_context(isa, num_threads);
     int mark = check_num_owned;
@@ -233,7 +238,7 @@ static void check_paged_case(paged_case *x) {
     check_free(0);
 }
 
-/* ---- grids ------------------------------------------------------------------------------------------------------- */
+/* ---- grids ----------------------------------------------------------------------------------- */
 static const int64_t page_sizes[] = {1, 3, 16, 64};
 
 static paged_case decode(gk_dtype dtype, int64_t block_size) {
@@ -379,7 +384,7 @@ static void check_no_sequences(gk_dtype dtype) {
     check_paged_case(&x);
 }
 
-/* ---- kv_cache_write ------------------------------------------------------------------------------------------------- */
+/* ---- kv_cache_write -------------------------------------------------------------------------- */
 static void check_write(gk_dtype dtype, gk_dtype slots_dtype, int64_t tokens, int64_t block_size,
                         int64_t head_dim, int scale, bool heads_first) {
     paged_case x = decode(dtype, block_size);
@@ -460,7 +465,7 @@ static void check_writes(gk_dtype dtype) {
     }
 }
 
-/* ---- attn_merge -------------------------------------------------------------------------------------------------------- */
+/* ---- attn_merge ------------------------------------------------------------------------------ */
 /* size |a| w_a + |b| w_b; where one side is -inf the other must come back bit for bit. */
 static void check_merge(gk_dtype dtype, int64_t heads, int64_t rows, int64_t head_dim,
                         bool turned) {
@@ -550,7 +555,7 @@ static void check_merges(gk_dtype dtype) {
     }
 }
 
-/* ---- refusals: contents ------------------------------------------------------------------------------------------------------ */
+/* ---- refusals: contents ---------------------------------------------------------------------- */
 static void check_refusals(void) {
     snprintf(check_case, sizeof check_case, "paged_attn refusals");
     int64_t cache_shape[4] = {6, 4, 1, 8}, q_shape[3] = {4, 1, 8}, table_shape[2] = {2, 3}, two = 2,

@@ -1,13 +1,14 @@
 /* check_vec: what vec.h computes, value by value, seen through the ops of every instruction set.
  *
- * A gemm with K = 0 is activation(beta * c): it loads c, applies a vector function and stores. So all 65536 values of each
- * 16-bit dtype pass through the loads, float32 values of every magnitude through the rounding stores, and dense sweeps
- * through erf, tanh and exp; two keys of attention turn a logit into 1 / (1 + exp(-x)). Bounds are those that vec.h states. */
+ * A gemm with K = 0 is activation(beta * c): it loads c, applies a vector function and stores. So
+ * all 65536 values of each 16-bit dtype pass through the loads, float32 values of every magnitude
+ * through the rounding stores, and dense sweeps through erf, tanh and exp; two keys of attention
+ * turn a logit into 1 / (1 + exp(-x)). Bounds are those that vec.h states. */
 #include "check.h"
 
 static int num_isas;
 
-/* ---- gemm with K = 0 as a vector function -------------------------------------------------------------- */
+/* ---- gemm with K = 0 as a vector function ---------------------------------------------------- */
 /* out [rows, n] = activation(beta * c [rows, n]); operands are of `dtype`, c of c_dtype. */
 static void apply(const char *isa, gk_dtype dtype, const check_tensor *c, const check_tensor *out,
                   double beta, gk_activation activation) {
@@ -32,8 +33,9 @@ static void apply(const char *isa, gk_dtype dtype, const check_tensor *c, const 
     check_free(mark);
 }
 
-/* ---- 16-bit loads and stores ------------------------------------------------------------------------------ */
-/* Every 16-bit value to float32, in rows of an odd length so that all lanes of a tail meet values of all kinds. */
+/* ---- 16-bit loads and stores ----------------------------------------------------------------- */
+/* Every 16-bit value to float32, in rows of an odd length so that all lanes of a tail meet values
+ * of all kinds. */
 static void check_loads(const char *isa, gk_dtype dtype) {
     snprintf(check_case, sizeof check_case, "loads of %s %s", gk_dtype_name(dtype), isa);
     int64_t shape[2] = {65536 / 64, 64}, odd[2] = {1213, 54}; /* 65502 values */
@@ -77,8 +79,9 @@ static void check_stores(const char *isa, gk_dtype dtype) {
     }
 }
 
-/* ---- activations in float32 -------------------------------------------------------------------------------- */
-/* The error that vec.h states for the function inside, carried through x/2 (1 + f) or x f, and the op's own roundings. */
+/* ---- activations in float32 ------------------------------------------------------------------ */
+/* The error that vec.h states for the function inside, carried through x/2 (1 + f) or x f, and the
+ * op's own roundings. */
 static double act_bound(gk_activation activation, double x, double y) {
     double u = 0x1p-24, own = 6 * u * fabs(y);
     switch (activation) {
@@ -130,10 +133,10 @@ static void check_activation(const char *isa, gk_activation activation) {
     check_free(0);
 }
 
-/* ---- exp, by attention over two keys ------------------------------------------------------------------------- */
+/* ---- exp, by attention over two keys --------------------------------------------------------- */
 /* Row i: q = x_i, keys 0 and 1, values 0 and 1: out = 1 / (1 + exp(-x_i)), lse = log(1 + exp(x_i)).
- * exp errs by 2e-7 + |x| u relatively, and a sum or a quotient by u each. bfloat16 rows may use the shorter polynomial,
- * whose 4e-6 hides behind bfloat16's own rounding in out but not in lse. */
+ * exp errs by 2e-7 + |x| u relatively, and a sum or a quotient by u each. bfloat16 rows may use the
+ * shorter polynomial, whose 4e-6 hides behind bfloat16's own rounding in out but not in lse. */
 static void check_softmax(const char *isa, gk_dtype dtype) {
     snprintf(check_case, sizeof check_case, "softmax of two keys %s %s", gk_dtype_name(dtype), isa);
     int64_t rows = check_small() ? 301 : 2001, q_shape[4] = {1, 1, rows, 1},
