@@ -152,7 +152,6 @@ static gk_status check_gemm(const gk_context *ctx, const gk_gemm_args *g) {
     if (g->c)
         REQUIRE(g->c->dtype == g->a.dtype || g->c->dtype == g->out.dtype, "%s: c is %s, expected %s or %s", op,
                 gk_dtype_name(g->c->dtype), gk_dtype_name(g->a.dtype), gk_dtype_name(g->out.dtype));
-    REQUIRE(g->beta == 0 || g->c, "%s: beta is %g but c is missing", op, g->beta);
     if (g->preact) {
         TRY(check_tensor(op, "preact", g->preact, g->out.dtype, nd, nd));
         for (int d = 0; d < nd; ++d) TRY(check_size(op, "preact", g->preact, d, g->out.shape[d]));
@@ -388,9 +387,9 @@ gk_status gk_explain_flash_attn_bwd(const gk_context *ctx, const gk_flash_attn_b
 }
 
 /* ---- paged_attn -------------------------------------------------------------------------------------------- */
-static gk_status check_scales(const char *op, const char *name, const gk_tensor *t, int64_t heads_kv) {
+static gk_status check_scales(const char *op, const char *name, const gk_tensor *t, gk_dtype dtype, int64_t heads_kv) {
     if (!t) return GK_OK;
-    TRY(check_tensor(op, name, t, GK_F32, 0, 1));
+    TRY(check_tensor(op, name, t, stats_dtype(dtype), 0, 1));
     if (t->ndim == 1) TRY(check_size(op, name, t, 0, heads_kv));
     return GK_OK;
 }
@@ -434,8 +433,8 @@ static gk_status check_paged(const char *op, const gk_context *ctx, const gk_pag
                 (long long)tokens, (long long)batch);
     }
     TRY(check_rules(op, &p->rules, dtype, batch, heads_q));
-    TRY(check_scales(op, "k_scale", p->k_scale, heads_kv));
-    TRY(check_scales(op, "v_scale", p->v_scale, heads_kv));
+    TRY(check_scales(op, "k_scale", p->k_scale, dtype, heads_kv));
+    TRY(check_scales(op, "v_scale", p->v_scale, dtype, heads_kv));
     if (contents) TRY(gk_check_paged_contents(p));
     return GK_OK;
 }
@@ -499,8 +498,8 @@ gk_status gk_kv_cache_write(const gk_context *ctx, const gk_kv_cache_write_args 
     for (int d = 0; d < 3; ++d) TRY(check_size(op, "v_cache", &args->v_cache, d, args->k_cache.shape[d]));
     TRY(check_size(op, "v_cache", &args->v_cache, 3, args->v.shape[2]));
     TRY(check_size(op, "slots", &args->slots, 0, tokens));
-    TRY(check_scales(op, "k_scale", args->k_scale, heads_kv));
-    TRY(check_scales(op, "v_scale", args->v_scale, heads_kv));
+    TRY(check_scales(op, "k_scale", args->k_scale, dtype, heads_kv));
+    TRY(check_scales(op, "v_scale", args->v_scale, dtype, heads_kv));
     TRY(gk_check_slots(args));
     return run(op, ctx, GK_CPU_KV_CACHE_WRITE, dtype, args, NULL, 0);
 }

@@ -208,7 +208,7 @@ typedef struct gk_paged_attn_args {
     const gk_tensor *cu_seqlens_q; /* [B+1] int32; NULL = T/B tokens each */
     int64_t max_seqlen_q;          /* upper bound of a sequence's query tokens; read with cu_seqlens_q only */
     gk_attn_rules rules;           /* diagonal, window_right, kv_start, kv_end are not read; is_causal is */
-    const gk_tensor *k_scale;      /* [] or [Hkv] float32: a key is its stored value times k_scale; NULL = 1 */
+    const gk_tensor *k_scale;      /* [] or [Hkv] float32 (float64 with GK_F64): a key is its stored value times k_scale; NULL = 1 */
     const gk_tensor *v_scale;
     gk_tensor out; /* [T, Hq, Dv] contiguous, q's dtype */
     gk_tensor lse; /* [T, Hq] contiguous, float32 (float64 with GK_F64) */
@@ -226,7 +226,7 @@ typedef struct gk_kv_cache_write_args {
     gk_tensor k, v;             /* [T, Hkv, D], [T, Hkv, Dv], any strides */
     gk_tensor k_cache, v_cache; /* [num_blocks, block_size, Hkv, D], [..., Dv]; written */
     gk_tensor slots;            /* [T] int64 or int32; negative = skip */
-    const gk_tensor *k_scale, *v_scale; /* [] or [Hkv] float32: stored value is k / k_scale; NULL = 1 */
+    const gk_tensor *k_scale, *v_scale; /* as above: the stored value is k / k_scale; NULL = 1 */
 } gk_kv_cache_write_args;
 
 GK_API gk_status gk_kv_cache_write(const gk_context *, const gk_kv_cache_write_args *);

@@ -471,26 +471,77 @@ def torch_attn(q, k, v, scale=None, softcap=0.0, sinks=None, order=None, **rules
 def lse_yardsticks(q, k, v, ref_lse, softcap=0.0, sinks=None, **rules):
     """What lse is with PyTorch's errors in q's dtype (float32 for float64) on it.
 
-    One is reference.py's. The other adds to ref_lse the error of the lse that SDPA's CPU kernel keeps for its backward;
-    softcap and sinks, which SDPA has not, are left out of that comparison.
+    Some are reference.py's. In 16 bits another one adds to ref_lse the error of the lse that SDPA's CPU kernel keeps for
+    its backward; softcap and sinks, which SDPA has not, are left out of that comparison, and few keys are repeated, lse
+    less the logarithm of how often, so that its vector code runs and not what it has for the rest.
     """
     dtype = yard_dtype(q.dtype)
-    q, k, v = (t.to(dtype) for t in (q, k, v))
-    rules = for_dtype(rules, dtype)
-    more = for_dtype(dict(softcap=softcap, sinks=sinks), dtype)
-    yards = [reference.flash_attn(q, k, v, **rules, **more, return_lse=True)[1]]
-    if q.device.type == "cpu" and q.numel() and k.numel() and q.shape[0]:
+    more = dict(softcap=softcap, sinks=sinks)
+    yards = [run[1] for run in reordered(q, k, v, {**rules, **more})]
+    if q.device.type == "cpu" and q.dtype in HALF and q.numel() and k.numel():
+        q, k = q.contiguous(), k.contiguous()
+        rules = for_dtype(rules, dtype)
         scale = rules.pop("scale", None)
         mask, empty = torch_mask(q, k, **rules)
+        times = -(-32 // k.shape[2])
         if mask is not None:
             mask = mask.expand(q.shape[0], q.shape[1], *mask.shape[2:])
-            mask = mask if mask.is_floating_point() else torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -math.inf)
-        wide = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+            mask = mask if mask.is_floating_point() else torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
+            mask = mask.repeat(1, 1, 1, times)
+        wide = k.repeat_interleave(q.shape[1] // k.shape[1], 1).repeat(1, 1, times, 1)
         lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, wide, wide, attn_mask=mask, scale=scale)[1]
         plain = reference.flash_attn(*f64((q, k, k)), scale=scale, **f64(rules), return_lse=True)[1]
-        error = (lse.double() - plain).masked_fill(empty[..., 0], 0.0)
-        yards.append((ref_lse + error).to(yards[0].dtype) if dtype == q.dtype else yards[0])
+        error = lse.double() - math.log(times) - plain
+        yards.append((ref_lse + error.masked_fill(empty[..., 0], 0.0)).float())
     return yards
+
+
+def flipped(q, k, v, is_causal=False, diagonal=0, window_left=-1, window_right=-1, kv_start=None, kv_end=None, **rest):
+    """The same problem with queries and keys in reverse order; returns (q, k, v, arguments)."""
+    seq_q, seq_k = q.shape[2], k.shape[2]
+    right = window_right if not is_causal else 0 if window_right < 0 else min(window_right, 0)
+    rest.update(diagonal=seq_k - seq_q - diagonal, window_left=right, window_right=window_left)
+    if kv_end is not None:
+        rest["kv_start"] = seq_k - kv_end
+    if kv_start is not None:
+        rest["kv_end"] = seq_k - kv_start
+    return q.flip(2), k.flip(2), v.flip(2), rest
+
+
+def reordered(q, k, v, kwargs, grad_out=None, grad_lse=None):
+    """reference.flash_attn in the yardstick's dtype, its sums in several orders: the errors to expect of that dtype.
+
+    Returns a list of (out, lse), or of (out, lse, dq, dk, dv, dsinks) with grad_out. Another order of head_dim, and of
+    queries and keys together, changes nothing but the order of sums.
+    """
+    dtype = yard_dtype(q.dtype)
+    gen = generator("reordered", q.shape[-1])
+    results = []
+    for flip, shuffle in itertools.product((False, True), repeat=2):
+        leaves = [t.detach().to(dtype).requires_grad_(grad_out is not None) for t in (q, k, v)]
+        sinks = for_dtype(kwargs, dtype).get("sinks")
+        if sinks is not None:
+            sinks = sinks.requires_grad_(grad_out is not None)
+        args = {n: t for n, t in for_dtype(kwargs, dtype).items() if n != "sinks"}
+        x, y, z = leaves
+        if flip:
+            x, y, z, args = flipped(x, y, z, **args)
+        if shuffle:
+            args.setdefault("scale", None)
+            order = torch.randperm(q.shape[-1], generator=gen)
+            x, y = x[..., order], y[..., order]
+        out, lse = reference.flash_attn(x, y, z, sinks=sinks, **args, return_lse=True)
+        if flip:
+            out, lse = out.flip(2), lse.flip(2)
+        result = [out.detach(), lse.detach()]
+        if grad_out is not None:
+            pairs = [(out, grad_out)] + ([] if grad_lse is None else [(lse, grad_lse)])
+            pairs = [(r, g.to(r.dtype)) for r, g in pairs if r.requires_grad]
+            torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
+            grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in leaves]
+            result += [*grads, None if sinks is None else sinks.grad]
+        results.append(result)
+    return results
 
 
 def logit_dtype(dtype):

@@ -9,7 +9,7 @@
  * operands in the order in which they were made (tile.h), so nothing of size BQ x BKV is ever transposed.
  *
  * Work split: a task owns one sequence, one kv head and one chunk of keys, with all query heads of its group: dK and dV
- * need no sum over tasks. dQ is summed over key tiles in float32 [D][BQ] tiles; over chunks, in order, in a last phase.
+ * need no sum over tasks. dQ is summed over key tiles in float32 blocks [D][NR]; over chunks, in order, in a last phase.
  *   phase 1  per (sequence, query head): lse in log2 units, delta, the sequence's share of dsink
  *   phase 2  for each key tile: 1 pack K, V   for each query head, query tile that sees it: 2 pack Q, dO   3 S, dP, P, dS
  *            strip by strip of keys   4 dV, dK, dQ   then 5 store dK, dV;   6 one chunk: store dQ
@@ -33,7 +33,7 @@ typedef struct sizes {
     int64_t ld_d, ld_dv;          /* rows of D, Dv floats or cells */
     int64_t ld_kd, ld_kdv;        /* rows of cells_of(D), cells_of(Dv) */
     int64_t ld_q, ld_qc;          /* rows of BQ floats, of cells_of(BQ) */
-    int64_t tiles_q, dq_tile;     /* query tiles of a head at most; floats of one */
+    int64_t dq_blocks, dq_block;  /* blocks [D][NR] of dQ of a head at most; floats of one */
     int64_t chunk_keys, chunks, heads, tasks; /* heads: sequences x kv heads */
     int64_t workers;
     size_t order_at, lse_hi_at, lse_lo_at, delta_at, dsink_at, worker_at, worker_bytes, dq_at, total_bytes;
@@ -93,12 +93,11 @@ static sizes sizes_of(const gk_context *ctx, const gk_flash_attn_bwd_args *a, co
     z.ld_d = odd_lines(s->head_dim), z.ld_dv = odd_lines(s->head_dim_v);
     z.ld_kd = odd_lines(cells_of(s->head_dim)), z.ld_kdv = odd_lines(cells_of(s->head_dim_v));
     z.ld_q = odd_lines(z.tile.bq), z.ld_qc = odd_lines(cells_of(z.tile.bq));
-    z.tiles_q = gk_ceil_div(s->max_seq_q, z.tile.bq);
-    z.dq_tile = s->head_dim * z.tile.bq;
+    z.dq_blocks = gk_ceil_div(s->max_seq_q, NR), z.dq_block = s->head_dim * NR;
 
     /* few heads: split the keys, as long as a chunk is worth it and its copy of dQ affordable */
     z.heads = s->batch * s->heads_kv;
-    const int64_t dq_bytes = 4 * z.heads * s->group * z.tiles_q * z.dq_tile;
+    const int64_t dq_bytes = 4 * z.heads * s->group * z.dq_blocks * z.dq_block;
     int64_t chunks = gk_ceil_div(GK_ATTN_BWD_TASKS, gk_max_i64(1, z.heads));
     chunks = gk_min_i64(chunks, s->max_seq_k / GK_ATTN_BWD_CHUNK_KEYS);
     chunks = gk_max_i64(1, gk_min_i64(chunks, GK_ATTN_BWD_CHUNK_BYTES / gk_max_i64(1, dq_bytes)));
@@ -117,7 +116,7 @@ static sizes sizes_of(const gk_context *ctx, const gk_flash_attn_bwd_args *a, co
     PLACE(dsink_at, 8 * s->heads_q * s->batch);
     z.worker_bytes = (size_t)gk_round_up((int64_t)scratch_make(&unused, &z, s, NULL), 64);
     PLACE(worker_at, z.worker_bytes * (size_t)z.workers);
-    PLACE(dq_at, 4 * (z.chunks == 1 ? z.workers : z.tasks) * s->group * z.tiles_q * z.dq_tile);
+    PLACE(dq_at, 4 * (z.chunks == 1 ? z.workers : z.tasks) * s->group * z.dq_blocks * z.dq_block);
 #undef PLACE
     z.total_bytes = at;
     return z;
@@ -249,7 +248,9 @@ static void pre_task(void *arg, int64_t task, int64_t worker) {
 typedef struct pair {
     const job *g;
     const scratch *w;
-    int64_t lanes;             /* queries, rounded up to whole vectors of cells */
+    const attn_seq *x;
+    int64_t key0, keys;        /* key tile */
+    int64_t i0, rows, lanes;   /* query tile; lanes: rows rounded up to whole vectors of cells */
     vf lse_hi[MAX_BQ / W], lse_lo[MAX_BQ / W], delta[MAX_BQ / W]; /* lanes past the rows: lse = inf makes P = 0 */
     vi lo[MAX_BQ / W], hi[MAX_BQ / W];      /* keys seen, from the key tile's first */
     float scale2;              /* scale in log2 units */
@@ -257,15 +258,21 @@ typedef struct pair {
     float slope2, distance;    /* ALiBi in log2 units; position of query 0 less that of key 0 */
 } pair;
 
-/* S, dP -> P, dS for `keys` rows from `key` (both counted in the key tile, multiples of PAIR). */
-INLINE void score_strip(const pair *t, int64_t key, int64_t keys, const bool masked, const bool modified) {
+/* A strip of scores: keys [key, key + keys) of the key tile, multiples of PAIR, and the lanes [lane0, lane1). */
+typedef struct strip {
+    int64_t key, keys, lane0, lane1;
+} strip;
+
+/* S, dP -> P, dS. */
+INLINE void score_strip(const pair *t, const strip *r, const bool masked, const bool modified) {
     const scratch *w = t->w;
     const int64_t ld = t->g->z.ld_q, ld_c = t->g->z.ld_qc;
+    const int64_t key = r->key;
     const float *s = w->s + (PAIR == 1 ? key * ld : 0), *dp = w->dp + (PAIR == 1 ? key * ld : 0);
     vf iota;
     for (int i = 0; i < W; ++i) iota[i] = (float)i;
-    for (int64_t k = 0; k < keys; k += PAIR)
-        for (int64_t l = 0; l < t->lanes; l += PAIR * W) {
+    for (int64_t k = 0; k < r->keys; k += PAIR)
+        for (int64_t l = r->lane0; l < r->lane1; l += PAIR * W) {
             vf p[PAIR][PAIR], ds[PAIR][PAIR]; /* [key][vector of queries] */
 #pragma GCC unroll 2
             for (int u = 0; u < PAIR; ++u)
@@ -311,49 +318,65 @@ INLINE void score_strip(const pair *t, int64_t key, int64_t keys, const bool mas
         }
 }
 
-static void score_plain(const pair *t, int64_t key, int64_t keys) { score_strip(t, key, keys, false, false); }
-static void score_masked(const pair *t, int64_t key, int64_t keys) { score_strip(t, key, keys, true, false); }
-static void score_modified(const pair *t, int64_t key, int64_t keys) { score_strip(t, key, keys, false, true); }
-static void score_both(const pair *t, int64_t key, int64_t keys) { score_strip(t, key, keys, true, true); }
+static void score_plain(const pair *t, const strip *r) { score_strip(t, r, false, false); }
+static void score_masked(const pair *t, const strip *r) { score_strip(t, r, true, false); }
+static void score_modified(const pair *t, const strip *r) { score_strip(t, r, false, true); }
+static void score_both(const pair *t, const strip *r) { score_strip(t, r, true, true); }
 
-/* Keys [from, to) of the tile against the packed query tile of `rows` rows; dq is its [D][BQ] tile. */
-static void pair_run(const pair *t, int64_t from, int64_t to, int64_t rows, bool masked, float *dq, bool dq_has_sum) {
+/* Steps 3 and 4: keys [from, to) of the tile; dq are the blocks of the query tile; chunk_lo is the chunk's first key.
+ * Each strip takes the blocks of lanes that see it, each block of dQ the keys that it sees. */
+static void pair_run(const pair *t, int64_t from, int64_t to, float *dq, int64_t chunk_lo) {
     const scratch *w = t->w;
     const sizes *z = &t->g->z;
+    const gk_span *span = &t->x->span;
     const int64_t dim = t->g->shape.head_dim, dim_v = t->g->shape.head_dim_v, ld_q = z->ld_q, ld_qc = z->ld_qc;
     const bool modified = scores_are_modified(&t->g->args->fwd.rules);
-    void (*const score)(const pair *, int64_t, int64_t) =
-        modified ? (masked ? score_both : score_modified) : masked ? score_masked : score_plain;
 
-    /* 3. scores */
     for (int64_t k = from; k < to; k += z->tile.strip) {
         const int64_t keys = gk_min_i64(z->tile.strip, to - k), skip = PAIR == 1 ? k * ld_q : 0;
-        tile_product(true, keys, t->lanes, cells_of(dim), w->k_rows + k * z->ld_kd, z->ld_kd, w->q_t, ld_q, w->s + skip,
-                     ld_q, false);
-        tile_product(true, keys, t->lanes, cells_of(dim_v), w->v_rows + k * z->ld_kdv, z->ld_kdv, w->do_t, ld_q,
-                     w->dp + skip, ld_q, false);
-        score(t, k, keys);
+        const int64_t row0 = gk_clamp_i64(first_row(t->x, t->key0 + k) - t->i0, 0, t->rows - 1) / NR * NR;
+        const int64_t row1 = gk_clamp_i64(end_row(t->x, t->key0 + k + keys - 1) - t->i0, row0 + 1, t->rows);
+        const strip r = {k, keys, row0, gk_min_i64(t->lanes, gk_round_up(row1, NR))};
+        const int64_t rows = gk_min_i64(r.lane1, t->rows) - row0;
+        const bool masked = gk_span_lo(span, t->i0 + row0 + rows - 1) > t->key0 + k ||
+                            gk_span_hi(span, t->i0 + row0) < t->key0 + k + keys || k + keys > t->keys;
+        /* 3. scores */
+        tile_product(true, keys, r.lane1 - row0, cells_of(dim), w->k_rows + k * z->ld_kd, z->ld_kd, w->q_t + row0, ld_q,
+                     w->s + skip + row0, ld_q, false);
+        tile_product(true, keys, r.lane1 - row0, cells_of(dim_v), w->v_rows + k * z->ld_kdv, z->ld_kdv, w->do_t + row0,
+                     ld_q, w->dp + skip + row0, ld_q, false);
+        if (modified)
+            (masked ? score_both : score_modified)(t, &r);
+        else
+            (masked ? score_masked : score_plain)(t, &r);
+        /* 4. gradients */
+        const int64_t c0 = row0 / PAIR, cells = cells_of(rows);
+        tile_product(true, keys, dim_v, cells, w->p_rows + k * ld_qc + c0, ld_qc, w->do_panel + c0 * z->ld_dv, z->ld_dv,
+                     w->dv + k * z->ld_dv, z->ld_dv, true);
+        tile_product(true, keys, dim, cells, w->ds_rows + k * ld_qc + c0, ld_qc, w->q_panel + c0 * z->ld_d, z->ld_d,
+                     w->dk + k * z->ld_d, z->ld_d, true);
     }
-    /* 4. gradients */
-    const int64_t keys = to - from;
-    tile_product(true, keys, dim_v, cells_of(rows), w->p_rows + from * ld_qc, ld_qc, w->do_panel, z->ld_dv,
-                 w->dv + from * z->ld_dv, z->ld_dv, true);
-    tile_product(true, keys, dim, cells_of(rows), w->ds_rows + from * ld_qc, ld_qc, w->q_panel, z->ld_d,
-                 w->dk + from * z->ld_d, z->ld_d, true);
-    tile_product(false, dim, t->lanes, cells_of(keys), w->k_panel + from / PAIR * z->ld_d, z->ld_d,
-                 w->ds_panel + from / PAIR * ld_q, ld_q, dq, z->tile.bq, dq_has_sum);
+    for (int64_t l = 0; l < t->rows; l += NR, dq += z->dq_block) {
+        const int64_t lo = gk_span_lo(span, t->i0 + l), hi = gk_span_hi(span, t->i0 + gk_min_i64(l + NR, t->rows) - 1);
+        const int64_t k = gk_max_i64(from, (lo - t->key0) / PAIR * PAIR), end = gk_min_i64(to, gk_round_up(hi - t->key0, PAIR));
+        if (k >= end) continue;
+        /* the first keys of the chunk that the block sees start its sum */
+        const bool has_sum = t->key0 > chunk_lo && lo < t->key0;
+        tile_product(false, dim, gk_min_i64(NR, t->lanes - l), cells_of(end - k), w->k_panel + k / PAIR * z->ld_d, z->ld_d,
+                     w->ds_panel + k / PAIR * ld_q + l, ld_q, dq, NR, has_sum);
+    }
 }
 
 /* ---- phase 2: a task --------------------------------------------------------------------------------- */
-/* Sum of a [dim][BQ] tile of dQ, transposed into rows: 16 x 16 in registers. */
-static void store_dq(const job *g, const float *tile, int64_t rows, float scale, void *dst, int64_t row_stride) {
-    const int64_t dim = g->shape.head_dim, ld = g->z.tile.bq;
-    const int64_t es = (int64_t)gk_dtype_bytes(g->dtype);
+/* A block [dim][NR] of dQ, transposed into rows. */
+static void store_dq(const job *g, const float *block, int64_t rows, void *dst, int64_t row_stride) {
+    const int64_t dim = g->shape.head_dim, es = (int64_t)gk_dtype_bytes(g->dtype);
+    const float scale = (float)g->args->fwd.rules.scale;
     for (int64_t i = 0; i < rows; i += W)
         for (int64_t d = 0; d < dim; d += W) {
             vc r[W];
             for (int64_t c = 0; c < W; ++c)
-                r[c] = d + c < dim ? (vc)(vf_load(tile + (d + c) * ld + i) * scale) : vc_set1(0);
+                r[c] = d + c < dim ? (vc)(vf_load(block + (d + c) * NR + i) * scale) : vc_set1(0);
             vc_transpose(r);
             for (int64_t c = 0; c < gk_min_i64(W, rows - i); ++c)
                 vf_store_dtype((char *)dst + es * (i + c) * row_stride, g->dtype, d, (vf)r[c], dim - d);
@@ -368,9 +391,9 @@ static void store_rows(const job *g, const float *tile, int64_t ld, int64_t rows
             vf_store_dtype((char *)dst + es * i * row_stride, g->dtype, d, vf_load(tile + i * ld + d) * scale, dim - d);
 }
 
-/* dQ tiles of query head h0 + h of a task: [tiles_q][dim][BQ]. */
-static float *dq_tiles(const job *g, int64_t slice, int64_t h) {
-    return (float *)(g->workspace + g->z.dq_at) + (slice * g->shape.group + h) * g->z.tiles_q * g->z.dq_tile;
+/* dQ of query head h of a group in one worker's or task's slice: [dq_blocks][dim][NR]. */
+static float *dq_of(const job *g, int64_t slice, int64_t h) {
+    return (float *)(g->workspace + g->z.dq_at) + (slice * g->shape.group + h) * g->z.dq_blocks * g->z.dq_block;
 }
 
 /* Rows of dq of one head that see no key. */
@@ -382,19 +405,18 @@ static void zero_dq_unseen(const job *g, const attn_seq *x, const seen *seen, in
 }
 
 /* What rows [i0, i0 + rows) of head h bring to a pair of tiles. */
-static void pair_rows(pair *t, const attn_seq *x, int64_t b, int64_t h, int64_t i0, int64_t rows, int64_t key0,
-                      int64_t keys) {
+static void pair_rows(pair *t, int64_t b, int64_t h, int64_t i0, int64_t rows) {
     const float *hi = row_values(t->g, t->g->z.lse_hi_at, b, h) + i0, *lo = row_values(t->g, t->g->z.lse_lo_at, b, h) + i0;
     const float *delta = row_values(t->g, t->g->z.delta_at, b, h) + i0;
     const float none = lse_unit(&t->g->args->fwd.rules) > 0 ? INFINITY : -INFINITY;
-    t->lanes = gk_round_up(rows, PAIR * W);
-    t->distance = (float)(i0 + x->span.diagonal - key0);
+    t->i0 = i0, t->rows = rows, t->lanes = gk_round_up(rows, PAIR * W);
+    t->distance = (float)(i0 + t->x->span.diagonal - t->key0);
     for (int64_t l = 0; l < t->lanes; l += W) {
         const int64_t n = rows - l, at = l / W;
         int32_t first[W], end[W];
         for (int64_t i = 0; i < W; ++i) {
-            first[i] = (int32_t)gk_clamp_i64(gk_span_lo(&x->span, i0 + l + i) - key0, 0, keys);
-            end[i] = (int32_t)gk_clamp_i64(gk_span_hi(&x->span, i0 + l + i) - key0, 0, keys);
+            first[i] = (int32_t)gk_clamp_i64(gk_span_lo(&t->x->span, i0 + l + i) - t->key0, 0, t->keys);
+            end[i] = (int32_t)gk_clamp_i64(gk_span_hi(&t->x->span, i0 + l + i) - t->key0, 0, t->keys);
         }
         memcpy(&t->lo[at], first, sizeof first), memcpy(&t->hi[at], end, sizeof end);
         t->lse_hi[at] = vf_select(vm_first(n), vf_load_first(hi + l, n), vf_set1(none));
@@ -405,10 +427,10 @@ static void pair_rows(pair *t, const attn_seq *x, int64_t b, int64_t h, int64_t 
 
 /* Rows [rows][dim] as panel [cells_of(rows)][ld] and transposed [cells_of(dim)][ld_q]. The panel comes first: it streams
  * row by row through memory, and the transposition, which jumps from row to row, then reads near memory. */
-static void pack_queries(const pair *t, int64_t rows, const char *src, int64_t row_stride, int64_t dim, cell *panel,
+static void pack_queries(const pair *t, const char *src, int64_t row_stride, int64_t dim, cell *panel,
                          int64_t ld, cell *transposed) {
     gk_dtype dtype = t->g->dtype;
-    const int64_t ld_q = t->g->z.ld_q, cells = cells_of(dim);
+    const int64_t ld_q = t->g->z.ld_q, cells = cells_of(dim), rows = t->rows;
     pack_panel(panel, ld, src, dtype, 1, row_stride, dim, rows);
     if (PAIR == 1) src = (const char *)panel, row_stride = ld, dtype = GK_F32; /* rows already, as floats */
     const int64_t row_bytes = row_stride * (int64_t)gk_dtype_bytes(dtype);
@@ -443,7 +465,7 @@ static void main_task(void *arg, int64_t task, int64_t worker) {
     char *const dv = at(&a->dv, row0_of(g, &a->dv, b, h_kv, first_k(g, b)));
     scratch w;
     scratch_make(&w, z, &g->shape, g->workspace + z->worker_at + (size_t)worker * z->worker_bytes);
-    pair t = {.g = g, .w = &w, .scale2 = (float)(rules->scale * LOG2E)};
+    pair t = {.g = g, .w = &w, .x = &x, .scale2 = (float)(rules->scale * LOG2E)};
     if (rules->softcap > 0) {
         t.cap_in = (float)(rules->scale / rules->softcap), t.cap_out = (float)(rules->softcap * LOG2E);
     }
@@ -453,6 +475,7 @@ static void main_task(void *arg, int64_t task, int64_t worker) {
         const int64_t j1 = gk_min_i64(j0 + z->tile.bkv, chunk_hi);
         const int64_t key0 = gk_clamp_i64(seen.key_lo, j0, j1), key1 = gk_clamp_i64(seen.key_hi, key0, j1);
         const int64_t keys = key1 - key0, keys_even = gk_round_up(keys, PAIR);
+        t.key0 = key0, t.keys = keys;
         zero_rows(dk + es * j0 * dk_row, g->dtype, dk_row, key0 - j0, dim);
         zero_rows(dv + es * j0 * dv_row, g->dtype, dv_row, key0 - j0, dim_v);
         zero_rows(dk + es * key1 * dk_row, g->dtype, dk_row, j1 - key1, dim);
@@ -477,21 +500,16 @@ static void main_task(void *arg, int64_t task, int64_t worker) {
             const char *q = x.q + es * h * x.q_head;
             const char *grad = at(&a->grad_out, row0_of(g, &a->grad_out, b, h, first_q(g, b)));
             t.slope2 = attn_slope(rules, b, h) * (float)LOG2E;
-            for (int64_t qt = (row_lo - seen.row_lo) / z->tile.bq; seen.row_lo + qt * z->tile.bq < row_hi; ++qt) {
-                const int64_t i0 = seen.row_lo + qt * z->tile.bq, rows = gk_min_i64(z->tile.bq, seen.row_hi - i0);
-                const int64_t first = gk_max_i64(gk_span_lo(&x.span, i0), key0);
-                const int64_t from = (first - key0) / PAIR * PAIR;
-                const int64_t to = gk_min_i64(gk_span_hi(&x.span, i0 + rows - 1), key1) - key0;
-                const bool masked = gk_span_lo(&x.span, i0 + rows - 1) > key0 + from ||
-                                    gk_span_hi(&x.span, i0) < key0 + gk_round_up(to, PAIR) || keys % PAIR > 0;
+            for (int64_t i0 = row_lo - (row_lo - seen.row_lo) % z->tile.bq; i0 < row_hi; i0 += z->tile.bq) {
+                const int64_t rows = gk_min_i64(z->tile.bq, seen.row_hi - i0);
+                const int64_t from = gk_max_i64(gk_span_lo(&x.span, i0) - key0, 0) / PAIR * PAIR;
+                const int64_t to = gk_min_i64(gk_span_hi(&x.span, i0 + rows - 1) - key0, keys);
                 /* 2. Q and dO in both orders */
-                const char *q_i = q + es * i0 * x.q_row, *grad_i = grad + es * i0 * grad_row;
-                pair_rows(&t, &x, b, h, i0, rows, key0, keys);
-                pack_queries(&t, rows, q_i, x.q_row, dim, w.q_panel, z->ld_d, w.q_t);
-                pack_queries(&t, rows, grad_i, grad_row, dim_v, w.do_panel, z->ld_dv, w.do_t);
-                const bool dq_has_sum = j0 > chunk_lo && gk_span_lo(&x.span, i0) < key0;
-                pair_run(&t, from, gk_round_up(to, PAIR), rows, masked,
-                         dq_tiles(g, slice, h - h_kv * group) + qt * z->dq_tile, dq_has_sum);
+                pair_rows(&t, b, h, i0, rows);
+                pack_queries(&t, q + es * i0 * x.q_row, x.q_row, dim, w.q_panel, z->ld_d, w.q_t);
+                pack_queries(&t, grad + es * i0 * grad_row, grad_row, dim_v, w.do_panel, z->ld_dv, w.do_t);
+                pair_run(&t, from, gk_round_up(to, PAIR), dq_of(g, slice, h - h_kv * group) + (i0 - seen.row_lo) / NR * z->dq_block,
+                         chunk_lo);
             }
         }
         /* 5. */
@@ -503,9 +521,9 @@ static void main_task(void *arg, int64_t task, int64_t worker) {
     for (int64_t h = h_kv * group; h < (h_kv + 1) * group; ++h) {
         const int64_t row = a->dq.stride[r], row0 = row0_of(g, &a->dq, b, h, first_q(g, b));
         zero_dq_unseen(g, &x, &seen, b, h);
-        for (int64_t i = seen.row_lo, qt = 0; i < seen.row_hi; i += z->tile.bq, ++qt)
-            store_dq(g, dq_tiles(g, slice, h - h_kv * group) + qt * z->dq_tile, gk_min_i64(z->tile.bq, seen.row_hi - i),
-                     (float)rules->scale, at(&a->dq, row0 + i * row), row);
+        const float *block = dq_of(g, slice, h - h_kv * group);
+        for (int64_t i = seen.row_lo; i < seen.row_hi; i += NR, block += z->dq_block)
+            store_dq(g, block, gk_min_i64(NR, seen.row_hi - i), at(&a->dq, row0 + i * row), row);
     }
 }
 
@@ -520,22 +538,21 @@ static void sum_task(void *arg, int64_t task, int64_t worker) {
     const seen seen = seen_of(&x);
     const int64_t row = a->dq.stride[attn_row_dim(&g->shape)], row0 = row0_of(g, &a->dq, b, h, first_q(g, b));
     zero_dq_unseen(g, &x, &seen, b, h);
-    for (int64_t i = seen.row_lo, qt = 0; i < seen.row_hi; i += z->tile.bq, ++qt) {
-        const int64_t rows = gk_min_i64(z->tile.bq, seen.row_hi - i);
-        /* the chunks that this tile's rows see, all of which wrote it */
+    for (int64_t i = seen.row_lo; i < seen.row_hi; i += NR) {
+        const int64_t rows = gk_min_i64(NR, seen.row_hi - i), block = (i - seen.row_lo) / NR * z->dq_block;
+        /* the chunks that this block's rows see, all of which wrote it */
         const int64_t lo = gk_span_lo(&x.span, i) / z->chunk_keys;
         const int64_t hi = (gk_span_hi(&x.span, i + rows - 1) - 1) / z->chunk_keys;
         float *sum = NULL;
         for (int64_t c = lo; c <= hi; ++c) {
-            const int64_t slice = (b * g->shape.heads_kv + h_kv) * z->chunks + c;
-            float *part = dq_tiles(g, slice, h % g->shape.group) + qt * z->dq_tile;
+            float *part = dq_of(g, (b * g->shape.heads_kv + h_kv) * z->chunks + c, h % g->shape.group) + block;
             if (!sum) {
                 sum = part;
                 continue;
             }
-            for (int64_t d = 0; d < z->dq_tile; d += W) vf_store(sum + d, vf_load(sum + d) + vf_load(part + d));
+            for (int64_t d = 0; d < z->dq_block; d += W) vf_store(sum + d, vf_load(sum + d) + vf_load(part + d));
         }
-        store_dq(g, sum, rows, (float)a->fwd.rules.scale, at(&a->dq, row0 + i * row), row);
+        store_dq(g, sum, rows, at(&a->dq, row0 + i * row), row);
     }
 }
 

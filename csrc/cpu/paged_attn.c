@@ -56,7 +56,7 @@ static paged_job job_make(const gk_paged_attn_args *a) {
     job.chunk = gk_max_i64(job.blocks->chunk, gk_round_up(gk_ceil_div(job.batch * capacity, job.blocks->max_chunks), W));
     job.lanes = gk_min_i64(job.max_tokens * group, job.blocks->max_lanes);
     job.max_chunks = group > job.lanes ? 0 : job.batch * gk_ceil_div(capacity, job.chunk);
-    job.heads = job.heads_kv;
+    job.heads = gk_max_i64(1, job.heads_kv);
     while (job.heads > 1 && job.max_chunks * gk_ceil_div(job.heads_kv, job.heads) < job.blocks->min_tasks)
         job.heads = gk_ceil_div(job.heads, 2);
     job.o_step = gk_round_up(head_dim_v, W);

@@ -88,8 +88,8 @@ static void fill_pages(const paged_case *x, const check_tensor *table, const che
     }
 }
 
-static check_tensor make_scale(int kind, int64_t heads_kv) {
-    check_tensor scale = check_tensor_make(GK_F32, kind == 2 ? 1 : 0, &heads_kv, NULL, 2, 0);
+static check_tensor make_scale(gk_dtype stats, int kind, int64_t heads_kv) {
+    check_tensor scale = check_tensor_make(stats, kind == 2 ? 1 : 0, &heads_kv, NULL, 2, 0);
     for (int64_t i = 0; i < gk_numel(&scale.t); ++i) check_set(&scale.t, i, check_uniform(0.5, 2));
     return scale;
 }
@@ -165,8 +165,8 @@ static void check_paged_case(paged_case *x) {
         check_set(&slopes.t, i, check_uniform(0, 0.1));
     for (int64_t h = 0; h < x->heads_q; ++h)
         check_set(&sinks.t, h, check_below(4) ? check_uniform(-3, 3) : -INFINITY);
-    check_tensor k_scale = make_scale(x->k_scale, x->heads_kv),
-                 v_scale = make_scale(x->v_scale, x->heads_kv);
+    check_tensor k_scale = make_scale(stats, x->k_scale, x->heads_kv),
+                 v_scale = make_scale(stats, x->v_scale, x->heads_kv);
     gk_paged_attn_args args = {.size = sizeof args,
                                .q = q.t,
                                .k_cache = k.t,
@@ -411,7 +411,8 @@ static void check_write(gk_dtype dtype, gk_dtype slots_dtype, int64_t tokens, in
                                       : (double)(2 * (tokens - 1 - t)));
     }
     if (tokens > 3) check_set(&slots.t, 3, check_get(&slots.t, 1));
-    check_tensor k_scale = make_scale(scale, 3), v_scale = make_scale(scale, 3);
+    const gk_dtype stats = dtype == GK_F64 ? GK_F64 : GK_F32;
+    check_tensor k_scale = make_scale(stats, scale, 3), v_scale = make_scale(stats, scale, 3);
     check_set(&k_scale.t, 0, 0.25);
     gk_kv_cache_write_args args = {.size = sizeof args,
                                    .k = k.t,

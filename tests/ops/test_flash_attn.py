@@ -26,6 +26,7 @@ from conftest import (
     orders,
     randn,
     reference,
+    reordered,
     same_bits,
     snapshot,
     strided,
@@ -49,12 +50,16 @@ def qkv(gen, batch, heads, lengths, dims, dtype, device="cpu"):
 
 
 def yardsticks(q, k, v, kwargs, gen):
-    """PyTorch's forward results in q's dtype (float32 for float64), for a few orders of the keys where SDPA serves."""
+    """PyTorch's forward results in q's dtype (float32 for float64): SDPA's for a few orders of the keys, else reference's.
+
+    SDPA has no kernel for Dv != D or few keys in 16 bits: it computes in float32 there. Then both count.
+    """
     dtype = yard_dtype(q.dtype)
-    q, k, v = (t.to(dtype) for t in (q, k, v))
-    kwargs = for_dtype(kwargs, dtype)
-    yards = [torch_attn(q, k, v, order=o, **kwargs) for o in orders(gen, k.shape[2])]
-    return yards if yards[0] is not None else [reference.flash_attn(q, k, v, **kwargs)]
+    cast, narrow = [t.to(dtype) for t in (q, k, v)], for_dtype(kwargs, dtype)
+    yards = [torch_attn(*cast, order=o, **narrow) for o in orders(gen, k.shape[2])]
+    if yards[0] is None or (dtype != torch.float32 and q.shape[3] != v.shape[3]):
+        yards = [y for y in yards if y is not None] + [run[0] for run in reordered(q, k, v, kwargs)]
+    return yards
 
 
 def check_forward(q, k, v, gen, **kwargs):
@@ -312,6 +317,18 @@ def backward(run, tensors, grad_out, grad_lse=None, want_lse=True):
     return {name: torch.zeros_like(t) if t.grad is None else t.grad for name, t in leaves.items()}
 
 
+def sink_gradient(q, k, v, sinks, grad_out, grad_lse, kwargs):
+    """As flash attention writes it: from the rounded out, which is all that its backward gets to see."""
+    dtype = yard_dtype(q.dtype)
+    kwargs = for_dtype({**kwargs, "sinks": sinks}, dtype)
+    out, lse = reference.flash_attn(*(t.to(dtype) for t in (q, k, v)), **kwargs, return_lse=True)
+    delta = (grad_out.float() * out.float()).sum(-1)
+    if grad_lse is not None:
+        delta = delta - grad_lse.float()
+    p = torch.exp(kwargs["sinks"][None, :, None] - lse).masked_fill(lse == -math.inf, 0.0)
+    return -(p * delta).sum((0, 2))
+
+
 def check_backward(q, k, v, gen, grad_out, grad_lse=None, what="", **kwargs):
     """All gradients of flash_attn against autograd through the float64 reference."""
     tensors = dict(q=q, k=k, v=v)
@@ -329,13 +346,16 @@ def check_backward(q, k, v, gen, grad_out, grad_lse=None, what="", **kwargs):
         lambda **t: reference.flash_attn(**t, **wide, return_lse=True), f64(tensors), f64(grad_out), f64(grad_lse)
     )
     dtype = yard_dtype(q.dtype)
-    cast = {n: t.to(dtype) if n != "sinks" else t.to(torch.float32) for n, t in tensors.items()}
-    narrow = for_dtype(kwargs, dtype)
-    yards = [backward(lambda **t: reference.flash_attn(**t, **narrow, return_lse=True), cast, grad_out, grad_lse)]
+    cast, narrow = {n: t.to(dtype) for n, t in zip("qkv", (q, k, v))}, for_dtype(kwargs, dtype)
+    yards = []
     if not lse_too and sinks is None and torch_attn(*cast.values(), **narrow) is not None:
-        yards = [backward(lambda **t: torch_attn(**t, **narrow), cast, grad_out)]
-        for order in orders(gen, k.shape[2])[1:]:
+        for order in orders(gen, k.shape[2]):
             yards.append(backward(lambda **t: torch_attn(**t, order=order, **narrow), cast, grad_out))
+    if not yards or (dtype != torch.float32 and q.shape[3] != v.shape[3]):
+        for run in reordered(q, k, v, {**kwargs, "sinks": sinks}, grad_out, grad_lse):
+            yards.append(dict(zip(("q", "k", "v", "sinks"), run[2:])))
+    if sinks is not None:
+        yards.append({**yards[0], "sinks": sink_gradient(q, k, v, sinks, grad_out, grad_lse, kwargs)})
     for name, t in tensors.items():
         assert got[name].dtype == t.dtype and got[name].shape == t.shape
         assert_close_as([y[name] for y in yards], got[name], ref[name], f"{what}d{name}")
