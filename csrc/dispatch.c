@@ -63,7 +63,7 @@ static gk_status find_isa(const char *op, const gk_context *ctx, gk_isa *isa) {
 
 static gk_status find_row(const char *name, const gk_context *ctx, gk_cpu_op op, gk_dtype dtype, const void *args,
                           const gk_cpu_row **row) {
-    gk_isa isa;
+    gk_isa isa = GK_ISA_BASE;
     int n;
     TRY(find_isa(name, ctx, &isa));
     const gk_cpu_row *rows = gk_cpu_rows(op, &n);

@@ -69,6 +69,12 @@ def _torch_defaults():
         torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def one_thread():
+    """For the many tiny calls of gradcheck. The thread count is put back after the test."""
+    torch.set_num_threads(1)
+
+
 def _name(value):
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")

@@ -23,7 +23,7 @@ ROOMS = (
     "docs",
     "cmake",
 )
-MAX_KERNEL_LINES = 600  # a kernel file is read in one sitting
+MAX_KERNEL_LINES = 700  # a kernel file is read in one sitting
 
 # Law 1. What an #include of each room may name; the C library's headers have no slash and end in .h.
 CSRC_INCLUDE = re.compile(

@@ -233,7 +233,7 @@ INLINE bool attn_softmax(float *s, int64_t n, int64_t j0, attn_lanes *lanes, int
             const float *at = s + j * NR + v * W;
             vf p[2];
             for (int i = 0; i < PAIR; ++i) {
-                p[i] = vf_exp2_poly(vf_fma(vf_load(at + i * NR), vf_set1(factor), -m[v]), PAIR == 2);
+                p[i] = vf_exp2(vf_fma(vf_load(at + i * NR), vf_set1(factor), -m[v]));
                 sum[v] += p[i];
             }
             vc_store((cell *)s + j / PAIR * NR + v * W, vc_from_rows(p[0], p[PAIR - 1]));

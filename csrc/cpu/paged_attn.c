@@ -277,7 +277,7 @@ INLINE void softmax_lane(const paged_job *job, const paged_lane *lane, float sca
         vf x[PAIR];
         for (int i = 0; i < PAIR; ++i) {
             const bool here = j + i * W < n;
-            x[i] = here ? vf_exp2_poly(vf_load(s + j + i * W) - *m, PAIR == 2) : vf_set1(0);
+            x[i] = here ? vf_exp2(vf_load(s + j + i * W) - *m) : vf_set1(0);
             sum += x[i];
         }
         vc_store(p + j / PAIR, vc_from_run(x));

@@ -474,7 +474,7 @@ def test_same_tensor_as_q_k_and_v(device):
 
 
 @pytest.mark.parametrize("mods", MODIFIERS)
-def test_gradcheck(mods, device):
+def test_gradcheck(mods, device, one_thread):
     gen = generator("gradcheck", mods)
     t = [x.requires_grad_() for x in qkv(gen, 2, (4, 2), (5, 6), (3, 2), torch.float64, device)]
     kwargs = modifiers(mods, 2, 4, 5, 6, gen, torch.float64, device)
@@ -742,7 +742,7 @@ def test_varlen_far_strides():
 
 
 @pytest.mark.parametrize("mods", ("none", "causal", "window", "softcap", "alibi_batch", "sinks"))
-def test_varlen_gradcheck(mods, device):
+def test_varlen_gradcheck(mods, device, one_thread):
     gen = generator("varlen gradcheck", mods)
     q, k, v, *rest = packed(gen, [3, 0, 4], [4, 2, 3], (2, 1), (3, 2), torch.float64, device)
     kwargs = varlen_kwargs(mods, 3, 2, gen, torch.float64, device)

@@ -449,7 +449,7 @@ def test_broadcast_gradients_sum_in_float32(device):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_gradcheck(activation, device):
+def test_gradcheck(activation, device, one_thread):
     gen = generator("gradcheck", activation)
     shapes = dict(a=(2, 3, 4), b=(4, 5), bias=(5,), c=(3, 1))
     t = [randn(gen, *s, dtype=torch.float64, device=device).requires_grad_() for s in shapes.values()]
@@ -458,7 +458,7 @@ def test_gradcheck(activation, device):
     assert torch.autograd.gradcheck(lambda a, b: ops.gemm(a, b, activation=activation), t[:2])
 
 
-def test_twice_differentiable_without_an_activation(device):
+def test_twice_differentiable_without_an_activation(device, one_thread):
     gen = generator("gradgrad")
     t = [randn(gen, *s, dtype=torch.float64, device=device).requires_grad_() for s in ((2, 3, 4), (4, 5), (5,), (3, 5))]
     assert torch.autograd.gradgradcheck(lambda a, b, bias, c: ops.gemm(a, b, bias, c, 0.7, -1.3), t)

@@ -634,7 +634,7 @@ def test_merge_backward(dtype, device):
         assert_close_as(yard, got, ref, f"d{name}")
 
 
-def test_merge_gradcheck(device):
+def test_merge_gradcheck(device, one_thread):
     gen = generator("merge gradcheck")
     args = [t.requires_grad_() for t in sides(gen, (3, 2, 4), torch.float64, device, std=1.0)]
     assert torch.autograd.gradcheck(ops.attn_merge, args)
