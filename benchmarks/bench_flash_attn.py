@@ -162,7 +162,7 @@ def main() -> None:
             run, "flash_attn", lambda: torch_gpukern.flash_attn(*qkv), shapes.CALL_OVER_MUL
         )
     if device.kind == "cpu":
-        if run.wants("isa"):
+        if run.wants("isa", slow=True):
             seq = shapes.ATTN_ISA_LENGTH
             statement = (
                 f"q, k, v = (torch.randn(2, 4, {seq}, 64).to(dtype) for _ in range(3))\n"
@@ -170,7 +170,7 @@ def main() -> None:
                 f"flops = 4.0 * 2 * 4 * {seq}**2 * 64"
             )
             isa_shares(run, f"flash_attn S{seq}", statement, shapes.ISA_SHARE["flash_attn"])
-        if run.wants("memory") and sys.platform == "linux":
+        if run.wants("memory", slow=True) and sys.platform == "linux":
             memory_fact(run)
     run.finish(shapes.FLASH_ATTN_BARS)
 

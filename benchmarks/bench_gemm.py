@@ -98,7 +98,7 @@ def main() -> None:
     if run.wants("call host time"):
         a, b = (torch.randn(8, 8, device=device.device) for _ in range(2))
         overhead_facts(run, "gemm", lambda: torch_gpukern.gemm(a, b), shapes.CALL_OVER_MUL)
-    if run.wants("isa") and device.kind == "cpu":
+    if run.wants("isa", slow=True) and device.kind == "cpu":
         n = shapes.GEMM_ISA_SIZE
         statement = (
             f"a, b = torch.randn({n}, {n}).to(dtype), torch.randn({n}, {n}).to(dtype)\n"

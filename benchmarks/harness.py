@@ -430,8 +430,8 @@ def measure(case: Case, device: Cpu | Cuda, peaks: dict, effort: Effort) -> Row:
     ratio = statistics.median(ratios) if ratios else None
     share = None
     if case.limits:
-        fastest = zip(*(times[name] for name in case.limits))
-        share = statistics.median(min(f) / o for f, o in zip(fastest, times["gpukern"]))
+        fastest = min(case.limits, key=median.get)
+        share = statistics.median(f / o for f, o in zip(times[fastest], times["gpukern"]))
     rate = amount / median["gpukern"] / 1e3
     judged = ""
     if case.bar.each is not None:
@@ -514,6 +514,7 @@ class Run:
         self.op, self.args, self.device = op, args, device
         self.rows: list[Row] = []
         self.facts: list[dict] = []
+        self.began = _cpu_seconds()
         self.peaks = device.peaks()
         figures = ", ".join(
             f"{name} {value:.0f} {'GB/s' if name == 'read' else 'GFLOP/s'}"
@@ -526,8 +527,10 @@ class Run:
             f"{'best peer':<14} {'us':>10} {'ratio':>13}  {'error (peer)':<19} verdict"
         )
 
-    def wants(self, group: str) -> bool:
-        return self.args.only in group
+    def wants(self, group: str, slow: bool = False) -> bool:
+        """Whether the options ask for a group; `slow` ones start processes, and a quick run leaves
+        them out unless it names them."""
+        return self.args.only in group and not (slow and self.args.quick and not self.args.only)
 
     def add(self, case: Case) -> Row | None:
         """Measures one case unless --only leaves it out."""
@@ -574,8 +577,16 @@ class Run:
         judged = [r.verdict for r in self.rows] + [g.verdict for g in groups]
         judged = [v for v in judged + [f["verdict"] for f in self.facts] if v]
         print(f"{judged.count('held')} of {len(judged)} bars held")
+        others = self.others_percent()
+        if others > 5:
+            print(f"other programs took {others:.0f}% of the processors: repeat on a quiet machine")
         if self.args.save:
             self._store(groups)
+
+    def others_percent(self) -> float:
+        """Share of all processors that other programs took since the start, 0 where unknown."""
+        (total, busy, own), (total0, busy0, own0) = _cpu_seconds(), self.began
+        return 100 * max(0.0, busy - busy0 - (own - own0)) / max(total - total0, 1e-9)
 
     def _store(self, groups: list[Group]) -> None:
         slug = "".join(c if c.isalnum() else "-" for c in self.device.name().lower())
@@ -589,6 +600,7 @@ class Run:
             "command": f"python benchmarks/{Path(sys.argv[0]).name}",
             "threads": torch.get_num_threads(),
             "peaks": self.peaks,
+            "others_percent": self.others_percent(),
             "rows": [asdict(row) for row in self.rows],
             "groups": [asdict(group) for group in groups],
             "facts": self.facts,
@@ -665,6 +677,7 @@ def isa_shares(run: Run, label: str, statement: str, bar: Bar) -> None:
                 seconds=seconds,
             )
             environment = os.environ | {"GPUKERN_CPU": isa}
+            before = run.device.madd_peak(isa, dtype)
             child = subprocess.run(
                 [sys.executable, "-c", code], env=environment, capture_output=True, text=True
             )
@@ -672,7 +685,7 @@ def isa_shares(run: Run, label: str, statement: str, bar: Bar) -> None:
                 raise SystemExit(f"{label} with GPUKERN_CPU={isa} failed:\n{child.stderr}")
             rate = json.loads(child.stdout)
             # the clock of a shared machine drifts: the peak is taken beside every figure
-            peak = run.device.madd_peak(isa, dtype)
+            peak = max(before, run.device.madd_peak(isa, dtype))
             run.fact(
                 "isa",
                 f"{label} {isa} {dtype}",
@@ -681,6 +694,18 @@ def isa_shares(run: Run, label: str, statement: str, bar: Bar) -> None:
                 bar,
                 f"{rate:.0f} of {peak:.0f} GFLOP/s",
             )
+
+
+def _cpu_seconds() -> tuple[float, float, float]:
+    """Seconds of all processors together so far: passed, busy, and busy for this program."""
+    own = sum(os.times()[:4])
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return own, own, own
+    ticks = [int(x) for x in stat.read_text().splitlines()[0].split()[1:9]]
+    hertz = os.sysconf("SC_CLK_TCK")
+    idle = ticks[3] + ticks[4]
+    return sum(ticks) / hertz, (sum(ticks) - idle) / hertz, own
 
 
 def _rounded(value):

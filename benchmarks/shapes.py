@@ -19,7 +19,6 @@ GEMM_BARS = {
     "square": Bar(geomean=1.00, each=0.93),
     "skinny": Bar(geomean=1.60, each=1.00),
     "odd": Bar(geomean=1.05),
-    "call forward+backward": Bar(each=1 / 1.3),
 }
 
 # ---- flash_attn: tokens of a batch are constant, so that short lengths fill the machine too ------

@@ -4,6 +4,7 @@ The judge is `torch_gpukern.reference` on float64 copies of the inputs. How far 
 constant: it is what PyTorch's own op in the same dtype makes on the same inputs (`assert_close_as`).
 """
 
+import collections
 import itertools
 import math
 import mmap
@@ -52,6 +53,13 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason=why_no_gpu))
         if not ALL and item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.skip(reason="slow: runs with GPUKERN_TEST_ALL=1"))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Every reason for a skip once, with how many tests it took."""
+    reasons = collections.Counter(report.longrepr[2] for report in terminalreporter.stats.get("skipped", []))
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"{count} tests skipped: {reason.removeprefix('Skipped: ')}")
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

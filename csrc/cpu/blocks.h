@@ -49,8 +49,8 @@ typedef struct gk_attn_blocks {
 } gk_attn_blocks;
 
 static const gk_attn_blocks gk_attn_fwd_blocks[] __attribute__((unused)) = {
-    {64, 128, 128, 32},
-    {128, 128, 128, 32},
+    {64, 128, 64, 32},
+    {128, 128, 64, 32},
     {256, 128, 64, 32},
     {512, 64, 64, 32},
 };

@@ -18,6 +18,7 @@
 #include "attn_tile.h"
 
 enum { MAX_LANES = 8, MAX_UNIT = 64 };
+enum { VECTORS = W == 16 ? 4 : 2 }; /* of values at once: with 4 lanes they leave registers for the values */
 
 typedef struct paged_job {
     const gk_paged_attn_args *args;
@@ -142,55 +143,64 @@ INLINE int64_t owner(const int64_t *first, int64_t batch, int64_t i) {
 }
 
 /* ---- few lanes: products of a unit -------------------------------------------------------------- */
-/* The rows of the keys to come, all heads, fetched one by one in the order of their addresses: then the prefetcher of
- * the L2 sees a stream and runs ahead, which the few misses a core can wait for at once would not allow. */
+/* The rows of the keys to come, fetched line by line in the order of their addresses: then the prefetcher of the L2 sees
+ * streams and runs ahead, which the few misses that a core can wait for at once would not allow. */
 typedef struct fetch {
     const char *const *rows; /* of the first head */
     int64_t num_keys, num_heads, head_bytes, row_bytes;
-    bool heads_inside; /* the heads of a key lie closer than the keys of a head */
-    int64_t key, head; /* next */
+    int64_t key, head;       /* the row that comes next */
+    const char *at, *end;    /* what is left of the row under way */
 } fetch;
 
-INLINE void fetch_row(fetch *f) {
-    if (f->key >= f->num_keys || f->head >= f->num_heads) return;
-    const char *row = f->rows[f->key] + f->head * f->head_bytes;
-    for (int64_t i = 0; i < f->row_bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
-    if (f->heads_inside) {
-        if (++f->head == f->num_heads) f->head = 0, ++f->key;
-    } else {
+INLINE fetch fetch_make(const char *const *rows, int64_t num_keys, int64_t num_heads, int64_t head_bytes,
+                        int64_t row_bytes) {
+    if (head_bytes == row_bytes) row_bytes *= num_heads, num_heads = 1; /* the heads of a key are one long row */
+    return (fetch){rows, num_keys, num_keys ? num_heads : 0, head_bytes, row_bytes, 0, 0, NULL, NULL};
+}
+
+INLINE void fetch_bytes(fetch *f, int64_t bytes) {
+    if (f->at >= f->end) {
+        if (f->head == f->num_heads) return;
+        f->at = f->rows[f->key] + f->head * f->head_bytes;
+        f->end = f->at + f->row_bytes;
         if (++f->key == f->num_keys) f->key = 0, ++f->head;
     }
+    const char *at = f->at;
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
+    f->at = at + bytes;
 }
 
 /* s[lane][j] = q[lane] . k[j] for `lanes` lanes and n keys, W / lanes keys at once: W sums fill one vector.
  * k[j] + at is the row. */
 INLINE void dots(const int lanes, gk_dtype dtype, int64_t head_dim, const cell *q, int64_t q_step, const char *const *k,
-                 int64_t at, int64_t n, fetch *next, float *s) {
-    enum { MAX_KEYS = W };
+                 int64_t at, int64_t n, fetch *next, int64_t next_bytes, float *s) {
     const int keys = W / lanes;
+    const int64_t whole = head_dim / (W * PAIR) * (W * PAIR);
     for (int64_t j = 0; j < n; j += keys) {
-        const char *row[MAX_KEYS];
+        const char *row[W];
         vf acc[W];
 #pragma GCC unroll 16
-        for (int i = 0; i < keys; ++i) {
-            row[i] = k[gk_min_i64(j + i, n - 1)] + at;
-            if (next && j + i < n) fetch_row(next);
-        }
+        for (int i = 0; i < keys; ++i) row[i] = k[gk_min_i64(j + i, n - 1)] + at;
+        if (next)
+            for (int i = 0; i < keys; ++i) fetch_bytes(next, next_bytes);
 #pragma GCC unroll 16
         for (int i = 0; i < W; ++i) acc[i] = vf_set1(0);
-        const int64_t whole = head_dim / (W * PAIR) * (W * PAIR);
-        for (int64_t d = 0; d < head_dim; d += W * PAIR) {
-            const int64_t left = d < whole ? W * PAIR : head_dim - d;
-            vc query[4];
-#pragma GCC unroll 4
-            for (int l = 0; l < lanes; ++l) query[l] = vc_load(q + l * q_step + d / PAIR);
+        for (int64_t d = 0; d < whole; d += W * PAIR)
 #pragma GCC unroll 16
             for (int i = 0; i < keys; ++i) {
-                const vc key = vc_load_along_k(row[i], dtype, d, left);
+                const vc key = vc_load_along_k(row[i], dtype, d, W * PAIR);
 #pragma GCC unroll 4
-                for (int l = 0; l < lanes; ++l) acc[l * keys + i] = vc_dot(acc[l * keys + i], query[l], key);
+                for (int l = 0; l < lanes; ++l)
+                    acc[l * keys + i] = vc_dot(acc[l * keys + i], vc_load(q + l * q_step + d / PAIR), key);
             }
-        }
+        if (whole < head_dim)
+#pragma GCC unroll 16
+            for (int i = 0; i < keys; ++i) {
+                const vc key = vc_load_along_k(row[i], dtype, whole, head_dim - whole);
+#pragma GCC unroll 4
+                for (int l = 0; l < lanes; ++l)
+                    acc[l * keys + i] = vc_dot(acc[l * keys + i], vc_load(q + l * q_step + whole / PAIR), key);
+            }
         float t[W];
         vf_store(t, vf_sums(acc));
         for (int l = 0; l < lanes; ++l) memcpy(s + l * MAX_UNIT + j, t + l * keys, 4 * (size_t)keys);
@@ -199,7 +209,8 @@ INLINE void dots(const int lanes, gk_dtype dtype, int64_t head_dim, const cell *
 
 /* o[lane][d .. d + vectors W] += sum_j p[lane][j] v[j] */
 INLINE void weighted_columns(const int lanes, const int vectors, gk_dtype dtype, int64_t d, int64_t left, const cell *p,
-                             const char *const *v, int64_t at, int64_t n, fetch *next, float *o, int64_t o_step) {
+                             const char *const *v, int64_t at, int64_t n, fetch *next, int64_t next_bytes, float *o,
+                             int64_t o_step) {
     vf acc[4][4];
 #pragma GCC unroll 4
     for (int l = 0; l < lanes; ++l)
@@ -207,7 +218,7 @@ INLINE void weighted_columns(const int lanes, const int vectors, gk_dtype dtype,
         for (int w = 0; w < vectors; ++w) acc[l][w] = vf_load(o + l * o_step + d + w * W);
     for (int64_t j = 0; j < n; j += PAIR) {
         const char *row0 = v[j] + at, *row1 = PAIR == 2 && j + 1 < n ? v[j + 1] + at : NULL;
-        for (int i = 0; next && i < PAIR; ++i) fetch_row(next);
+        if (next) fetch_bytes(next, next_bytes);
         vc x[4];
         if (vectors == 1)
             x[0] = vc_load_across_k(row0, row1, dtype, d, left);
@@ -227,15 +238,18 @@ INLINE void weighted_columns(const int lanes, const int vectors, gk_dtype dtype,
         for (int w = 0; w < vectors; ++w) vf_store(o + l * o_step + d + w * W, acc[l][w]);
 }
 
+/* The rows to come are fetched in equal shares of next_bytes, a share per step of every loop over the keys. */
 INLINE void weighted_rows(const int lanes, gk_dtype dtype, int64_t head_dim_v, const cell *p, const char *const *v,
-                          int64_t at, int64_t n, fetch *next, float *o, int64_t o_step) {
-    enum { VECTORS = W == 16 ? 4 : 2 }; /* 4 lanes x VECTORS accumulators leave room for the values */
+                          int64_t at, int64_t n, fetch *next, int64_t next_bytes, float *o, int64_t o_step) {
     int64_t d = 0;
-    for (; d + VECTORS * W <= head_dim_v; d += VECTORS * W, next = NULL)
-        weighted_columns(lanes, VECTORS, dtype, d, W, p, v, at, n, next, o, o_step);
-    for (; d < head_dim_v; d += W, next = NULL)
-        weighted_columns(lanes, 1, dtype, d, head_dim_v - d, p, v, at, n, next, o, o_step);
+    for (; d + VECTORS * W <= head_dim_v; d += VECTORS * W)
+        weighted_columns(lanes, VECTORS, dtype, d, W, p, v, at, n, next, next_bytes, o, o_step);
+    for (; d < head_dim_v; d += W)
+        weighted_columns(lanes, 1, dtype, d, head_dim_v - d, p, v, at, n, next, next_bytes, o, o_step);
 }
+
+/* A run of 4, 2 or 1 lanes: together they cover any number. */
+INLINE int lane_run(int64_t left) { return left >= 4 ? 4 : left >= 2 ? 2 : 1; }
 
 /* ---- few lanes: softmax of a unit --------------------------------------------------------------- */
 typedef struct paged_lane {
@@ -290,14 +304,6 @@ INLINE float *partial_at(const paged_job *job, int64_t chunk, int64_t h_kv, int6
     return job->partials + ((chunk * job->heads_kv + h_kv) * job->lanes + lane) * job->partial;
 }
 
-/* Runs of 4, 2 and 1 lanes cover any number; the rows of the unit to come are fetched by the first run. */
-#define FOR_LANES(call)                                        \
-    for (int64_t l = 0; l < num_lanes;) {                      \
-        if (num_lanes - l >= 4) { enum { LANES = 4 }; call; l += 4; } \
-        else if (num_lanes - l >= 2) { enum { LANES = 2 }; call; l += 2; } \
-        else { enum { LANES = 1 }; call; l += 1; }             \
-    }
-
 INLINE void chunk_units(const paged_job *job, int64_t b, const attn_seq *x, int64_t slot, int64_t first, int64_t end,
                         int64_t head0, int64_t head1, const cell *q, gk_dtype dtype) {
     const gk_paged_attn_args *a = job->args;
@@ -315,25 +321,46 @@ INLINE void chunk_units(const paged_job *job, int64_t b, const attn_seq *x, int6
         lanes[n] = (paged_lane){gk_span_lo(&x->span, i), gk_span_hi(&x->span, i), i + x->span.diagonal, i, n % group};
     }
 
+    /* of the bytes of a unit's values each step of the loops over its keys fetches a share, whole lines */
+    const int64_t v_steps = gk_ceil_div(head_dim_v, VECTORS * W);
+    const int64_t v_share = gk_round_up(gk_ceil_div(PAIR * element_bytes * head_dim_v, v_steps), 64);
+
     int now = 0;
     int64_t n = gk_min_i64(unit, end - first);
     attn_keys_at(&keys, first, n, k[now], v[now]);
     for (int64_t j = first; j < end; j += unit, now ^= 1) {
         const int64_t n_next = gk_clamp_i64(end - j - unit, 0, unit);
         attn_keys_at(&keys, j + unit, n_next, k[now ^ 1], v[now ^ 1]);
-        fetch k_next = {k[now ^ 1], n_next, head1 - head0, k_head, element_bytes * head_dim, k_head < keys.k_row_bytes, 0, 0};
-        fetch v_next = {v[now ^ 1], n_next, head1 - head0, v_head, element_bytes * head_dim_v, v_head < keys.v_row_bytes, 0, 0};
+        const int64_t heads = head1 - head0, k_bytes = element_bytes * head_dim, v_bytes = element_bytes * head_dim_v;
+        fetch k_next = fetch_make(k[now ^ 1], n_next, heads, k_head, k_bytes);
+        fetch v_next = fetch_make(v[now ^ 1], n_next, heads, v_head, v_bytes);
         for (int64_t h = head0; h < head1; ++h) {
             const cell *q_h = q + (h - head0) * job->lanes * job->q_step;
+            const int64_t k_at = (h - head0) * k_head, v_at = (h - head0) * v_head;
             float *o = partial_at(job, slot, h, 0);
-            FOR_LANES(dots(LANES, dtype, head_dim, q_h + l * job->q_step, job->q_step, k[now], (h - head0) * k_head, n,
-                           l ? NULL : &k_next, s + l * MAX_UNIT))
+            for (int64_t l = 0; l < num_lanes; l += lane_run(num_lanes - l)) {
+                const cell *q_l = q_h + l * job->q_step;
+                fetch *next = l ? NULL : &k_next; /* the first run of lanes fetches */
+                switch (lane_run(num_lanes - l)) {
+                case 4: dots(4, dtype, head_dim, q_l, job->q_step, k[now], k_at, n, next, k_bytes, s + l * MAX_UNIT); break;
+                case 2: dots(2, dtype, head_dim, q_l, job->q_step, k[now], k_at, n, next, k_bytes, s + l * MAX_UNIT); break;
+                default: dots(1, dtype, head_dim, q_l, job->q_step, k[now], k_at, n, next, k_bytes, s + l * MAX_UNIT);
+                }
+            }
             for (int64_t l = 0; l < num_lanes; ++l)
                 softmax_lane(job, &lanes[l], scale_log2_of(job, h),
                              attn_slope(&a->rules, b, h * group + lanes[l].g) * (float)GK_LOG2E, j, n, s + l * MAX_UNIT,
                              p + l * MAX_UNIT, o + l * job->partial);
-            FOR_LANES(weighted_rows(LANES, dtype, head_dim_v, p + l * MAX_UNIT, v[now], (h - head0) * v_head, n, l ? NULL : &v_next,
-                                    o + l * job->partial, job->partial))
+            for (int64_t l = 0; l < num_lanes; l += lane_run(num_lanes - l)) {
+                const cell *p_l = p + l * MAX_UNIT;
+                float *o_l = o + l * job->partial;
+                fetch *next = l ? NULL : &v_next;
+                switch (lane_run(num_lanes - l)) {
+                case 4: weighted_rows(4, dtype, head_dim_v, p_l, v[now], v_at, n, next, v_share, o_l, job->partial); break;
+                case 2: weighted_rows(2, dtype, head_dim_v, p_l, v[now], v_at, n, next, v_share, o_l, job->partial); break;
+                default: weighted_rows(1, dtype, head_dim_v, p_l, v[now], v_at, n, next, v_share, o_l, job->partial);
+                }
+            }
         }
         n = n_next;
     }
