@@ -287,8 +287,8 @@ def assert_close_as(yardstick, got, ref, what="out"):
     """got is as near to ref as PyTorch's own op: max and RMS error at most twice its, plus one rounding.
 
     yardstick is PyTorch's result in got's dtype, or a list of such results that differ by the order of a sum alone:
-    on a tensor of few elements one of them is exact by luck, the worst of some is not. The rounding is half a unit of
-    got's dtype at max|ref|.
+    on a tensor of few elements one of them is exact by luck, the worst of some is not. The rounding is one unit in the
+    last place of got's dtype at max|ref|.
 
     Where got is float64, so is ref, and no dtype of PyTorch's is wider. The yardstick is then PyTorch's float32 result,
     its error times the ratio of the two epsilons; ref makes such an error itself, so it counts three times, not two.
@@ -308,7 +308,7 @@ def assert_close_as(yardstick, got, ref, what="out"):
     error = (got[finite] - wanted).abs()
     assert error.isfinite().all(), f"{what}: {int((~error.isfinite()).sum())} values are not finite"
     largest = wanted.abs().max().item()
-    rounding = eps / 2 * largest
+    rounding = eps * 2.0 ** math.floor(math.log2(largest)) if largest else 0.0
     times = 3 if eps == torch.finfo(torch.float64).eps else 2
     worst_max = worst_rms = 0.0
     for y in yardsticks:
@@ -522,39 +522,110 @@ def flipped(q, k, v, is_causal=False, diagonal=0, window_left=-1, window_right=-
     return q.flip(2), k.flip(2), v.flip(2), rest
 
 
+def flash_gradients(q, k, v, grad_out, grad_lse=None, sinks=None, scale=None, softcap=0.0, alibi_slopes=None, **span):
+    """(dq, dk, dv, dsinks) in PyTorch's ops as every flash attention computes them, SDPA's among them.
+
+    P comes back from lse, and the row sums of P * dP from the rounded out; P and dS meet the products in q's dtype.
+    """
+    rules = dict(scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, **span)
+    out, lse = reference.flash_attn(q, k, v, **rules, return_lse=True)
+    group = q.shape[1] // k.shape[1]
+    x, y, z = q.float(), k.float().repeat_interleave(group, 1), v.float().repeat_interleave(group, 1)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    score = scale * (x @ y.mT)
+    bent = torch.ones_like(score)
+    if softcap > 0:
+        t = torch.tanh(score / softcap)
+        score, bent = softcap * t, 1 - t * t
+    if alibi_slopes is not None:
+        i = torch.arange(q.shape[2])[:, None] + span.get("diagonal", 0)
+        score = score - alibi_slopes[..., None, None] * (i - torch.arange(k.shape[2])).abs()
+    seen = visible(q.shape, k.shape, **span) & (lse > -math.inf)[..., None]
+    p = torch.exp(score - lse[..., None]).masked_fill(~seen, 0.0)
+    grad = grad_out.float()
+    delta = (grad * out.float()).sum(-1)
+    if grad_lse is not None:
+        delta = delta - grad_lse.float()
+    ds = (p * (grad @ z.mT - delta[..., None]) * bent).to(q.dtype).float()
+    dq = scale * (ds @ y)
+    dk, dv = scale * (ds.mT @ x), p.to(q.dtype).float().mT @ grad
+    dk, dv = (g.unflatten(1, (k.shape[1], group)).sum(2).to(q.dtype) for g in (dk, dv))
+    dsinks = None
+    if sinks is not None:
+        weight = torch.exp(sinks[:, None] - lse).masked_fill(lse == -math.inf, 0.0)
+        dsinks = -(weight * delta).sum((0, 2))
+    return dq.to(q.dtype), dk, dv, dsinks
+
+
 def reordered(q, k, v, kwargs, grad_out=None, grad_lse=None):
     """reference.flash_attn in the yardstick's dtype, its sums in several orders: the errors to expect of that dtype.
 
-    Returns a list of (out, lse), or of (out, lse, dq, dk, dv, dsinks) with grad_out. Another order of head_dim, and of
-    queries and keys together, changes nothing but the order of sums.
+    Returns a list of [out, lse], or of [out, lse, dq, dk, dv, dsinks] with grad_out, by autograd and as flash_gradients
+    has them. Another order of head_dim, and of queries and keys together, changes nothing but the order of sums.
     """
     dtype = yard_dtype(q.dtype)
     gen = generator("reordered", q.shape[-1])
+    q, k, v = (t.detach().to(dtype) for t in (q, k, v))
     results = []
     for flip, shuffle in itertools.product((False, True), repeat=2):
-        leaves = [t.detach().to(dtype).requires_grad_(grad_out is not None) for t in (q, k, v)]
-        sinks = for_dtype(kwargs, dtype).get("sinks")
+        args = {"scale": None, **for_dtype(kwargs, dtype)}
+        leaves, back = [q, k, v], slice(None)
+        grads = [grad_out, grad_lse]
+        if flip:
+            *leaves, args = flipped(*leaves, **args)
+            grads = [g if g is None else g.flip(2) for g in grads]
+        if shuffle:
+            order = torch.randperm(q.shape[-1], generator=gen)
+            leaves[:2] = (t[..., order] for t in leaves[:2])
+            back = order.argsort()
+
+        def undo(name, t, flip=flip, back=back):
+            if t is None or name == "dsinks":
+                return t
+            t = t.flip(2) if flip else t
+            return t[..., back] if name in ("dq", "dk") else t
+
+        leaves = [t.clone().requires_grad_(grad_out is not None) for t in leaves]
+        sinks = args.pop("sinks", None)
         if sinks is not None:
             sinks = sinks.requires_grad_(grad_out is not None)
-        args = {n: t for n, t in for_dtype(kwargs, dtype).items() if n != "sinks"}
-        x, y, z = leaves
-        if flip:
-            x, y, z, args = flipped(x, y, z, **args)
-        if shuffle:
-            args.setdefault("scale", None)
-            order = torch.randperm(q.shape[-1], generator=gen)
-            x, y = x[..., order], y[..., order]
-        out, lse = reference.flash_attn(x, y, z, sinks=sinks, **args, return_lse=True)
-        if flip:
-            out, lse = out.flip(2), lse.flip(2)
-        result = [out.detach(), lse.detach()]
-        if grad_out is not None:
-            pairs = [(out, grad_out)] + ([] if grad_lse is None else [(lse, grad_lse)])
-            pairs = [(r, g.to(r.dtype)) for r, g in pairs if r.requires_grad]
-            torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
-            grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in leaves]
-            result += [*grads, None if sinks is None else sinks.grad]
-        results.append(result)
+        out, lse = reference.flash_attn(*leaves, sinks=sinks, **args, return_lse=True)
+        values = [undo("out", out.detach()), undo("lse", lse.detach())]
+        if grad_out is None:
+            results.append(values)
+            continue
+        pairs = [(r, g.to(r.dtype)) for r, g in zip((out, lse), grads) if g is not None and r.requires_grad]
+        torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
+        autograd = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
+        autograd.append(None if sinks is None else sinks.grad)
+        with torch.no_grad():
+            flash = flash_gradients(*leaves, *grads, sinks, **args)
+        for found in (autograd, flash):
+            results.append(values + [undo(n, g) for n, g in zip(("dq", "dk", "dv", "dsinks"), found)])
+    return results
+
+
+def reordered_packed(q, k, v, cu_q, cu_k, kwargs, grad_out):
+    """reordered, sequence by sequence, for flash_attn_varlen: a list of [out, lse, dq, dk, dv, dsinks]."""
+    parts = []
+    for b, ((q0, q1), (k0, k1)) in enumerate(zip(itertools.pairwise(cu_q.tolist()), itertools.pairwise(cu_k.tolist()))):
+        one = [t[None].transpose(1, 2) for t in (q[q0:q1], k[k0:k1], v[k0:k1])]
+        args = {**kwargs, "diagonal": (k1 - k0) - (q1 - q0)}
+        slopes = kwargs.get("alibi_slopes")
+        if slopes is not None and slopes.dim() == 2:
+            args["alibi_slopes"] = slopes[b]
+        parts.append(reordered(*one, args, grad_out[q0:q1][None].transpose(1, 2)))
+    results = []
+    for run in zip(*parts):
+        names = ("out", "lse", "dq", "dk", "dv")
+        rest = dict.fromkeys(("out", "lse", "dq"), q.shape[0] - int(cu_q[-1]))
+        whole = []
+        for name, pieces in zip(names, zip(*run)):
+            x = torch.cat([p[0].transpose(0, 1) for p in pieces])
+            n = rest.get(name, k.shape[0] - int(cu_k[-1]))
+            whole.append(torch.cat([x, x.new_full((n, *x.shape[1:]), -math.inf if name == "lse" else 0.0)]))
+        whole.append(None if run[0][5] is None else torch.stack([r[5] for r in run]).sum(0))
+        results.append(whole)
     return results
 
 

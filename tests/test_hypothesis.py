@@ -13,9 +13,12 @@ from conftest import (
     for_dtype,
     generator,
     logit_dtype,
+    lse_yardsticks,
     ops,
     randn,
     reference,
+    reordered,
+    reordered_packed,
     same_bits,
     strided,
     torch_attn,
@@ -40,9 +43,10 @@ seeds = st.integers(0, 2**20)
 def attention(draw):
     """Tensors and arguments of one flash_attn call."""
     gen = generator("hypothesis", draw(seeds))
-    dtype, batch = draw(dtypes), draw(st.integers(1, 3))
-    hkv = draw(st.integers(1, 3))
+    dtype, hkv = draw(dtypes), draw(st.integers(1, 3))
     hq, sq, sk, d, dv = hkv * draw(st.integers(1, 4)), draw(lengths), draw(lengths), draw(dims), draw(dims)
+    # Tiny problems come in numbers: the worst error of a handful of elements says little about either side.
+    batch = draw(st.integers(1, 3)) + min(40, 300 // (hkv * min(sq + 1, sk + 1) * min(d, dv)))
     q, k, v = (LAYOUTS[draw(layouts)](randn(gen, batch, h, s, x, dtype=dtype)) for h, s, x in ((hq, sq, d), (hkv, sk, d), (hkv, sk, dv)))
     kwargs = dict(is_causal=draw(st.booleans()), diagonal=draw(st.sampled_from((0, 1, -3, sk - sq, 50, -50))))
     kwargs["window_left"] = draw(st.sampled_from((-1, -1, 0, 3, 31, 1000)))
@@ -67,12 +71,11 @@ def test_flash_attn(case):
     gen, q, k, v, kwargs = case
     out, lse = ops.flash_attn_fwd(q, k, v, **kwargs)
     ref, ref_lse = reference.flash_attn(*f64((q, k, v)), **f64(kwargs), return_lse=True)
+    runs = reordered(q, k, v, kwargs)
     dtype = yard_dtype(q.dtype)
-    cast, narrow = [t.to(dtype) for t in (q, k, v)], for_dtype(kwargs, dtype)
-    yard, yard_lse = reference.flash_attn(*cast, **narrow, return_lse=True)
-    sdpa = torch_attn(*cast, **narrow)
-    assert_close_as([yard] if sdpa is None else [yard, sdpa], out, ref)
-    assert_close_as(yard_lse, lse, ref_lse, "lse")
+    sdpa = torch_attn(*(t.to(dtype) for t in (q, k, v)), **for_dtype(kwargs, dtype))
+    assert_close_as([run[0] for run in runs] + ([] if sdpa is None else [sdpa]), out, ref)
+    assert_close_as(lse_yardsticks(q, k, v, ref_lse, **kwargs), lse, ref_lse, "lse")
     assert same_bits(ops.flash_attn(q, k, v, **kwargs), out)
 
 
@@ -80,24 +83,19 @@ def test_flash_attn(case):
 @given(attention())
 def test_flash_attn_backward(case):
     gen, q, k, v, kwargs = case
+    lse = ops.flash_attn_fwd(q, k, v, **kwargs)[1]
     sinks = kwargs.pop("sinks", None)
-    out_shape = (*q.shape[:3], v.shape[3])
-    grad = randn(gen, *out_shape, dtype=q.dtype)
-    grad_lse = randn(gen, *q.shape[:3], dtype=logit_dtype(q.dtype))
-    dtype = yard_dtype(q.dtype)
+    grad = randn(gen, *q.shape[:3], v.shape[3], dtype=q.dtype)
+    grad_lse = randn(gen, *q.shape[:3], dtype=logit_dtype(q.dtype)).masked_fill(lse == -math.inf, 0)
     results = []
-    for run, cast, extra in (
-        (torch_gpukern.flash_attn, lambda t: t, kwargs),
-        (reference.flash_attn, lambda t: t.to(dtype) if t is not sinks else t.float(), for_dtype(kwargs, dtype)),
-        (reference.flash_attn, lambda t: t.double(), f64(kwargs)),
-    ):
-        leaves = [cast(t).detach().requires_grad_() for t in ((q, k, v) if sinks is None else (q, k, v, sinks))]
+    for run, wide, extra in ((torch_gpukern.flash_attn, lambda t: t, kwargs), (reference.flash_attn, f64, f64(kwargs))):
+        leaves = [wide(t).detach().requires_grad_() for t in ((q, k, v) if sinks is None else (q, k, v, sinks))]
         out, lse = run(*leaves[:3], **extra, sinks=leaves[3] if sinks is not None else None, return_lse=True)
-        weight = grad_lse.to(lse.dtype).masked_fill(lse.detach() == -math.inf, 0)
-        torch.autograd.backward((out, lse), (grad.to(out.dtype), weight))
+        torch.autograd.backward((out, lse), (grad.to(out.dtype), grad_lse.to(lse.dtype)))
         results.append([torch.zeros_like(t) if t.grad is None else t.grad for t in leaves])
-    for name, got, yard, ref in zip(("dq", "dk", "dv", "dsinks"), *results):
-        assert_close_as(yard, got, ref, name)
+    yards = [run[2:] for run in reordered(q, k, v, {**kwargs, "sinks": sinks}, grad, grad_lse)]
+    for i, (got, ref) in enumerate(zip(*results)):
+        assert_close_as([y[i] for y in yards], got, ref, ("dq", "dk", "dv", "dsinks")[i])
 
 
 @st.composite
@@ -106,7 +104,7 @@ def product(draw):
     gen = generator("hypothesis gemm", draw(seeds))
     dtype = draw(dtypes)
     m, n, k = (draw(st.one_of(st.integers(0, 40), st.sampled_from((64, 127, 200)))) for _ in range(3))
-    batch_a, batch_b = draw(st.sampled_from((((), ()), ((2,), ()), ((), (3,)), ((2, 1), (3,)), ((2, 3), (2, 3)), ((0,), ())))) 
+    batch_a, batch_b = draw(st.sampled_from((((), ()), ((2,), ()), ((), (3,)), ((2, 1), (3,)), ((2, 3), (2, 3)), ((0,), ()))))
     a = LAYOUTS[draw(layouts)](randn(gen, *batch_a, m, k, dtype=dtype))
     b = LAYOUTS[draw(layouts)](randn(gen, *batch_b, k, n, dtype=dtype))
     kwargs = dict(activation=draw(st.sampled_from(ACTIVATIONS)), alpha=draw(st.sampled_from((1.0, -0.5, 0.0, 3.0))))
@@ -183,7 +181,7 @@ def test_paged_attn(drawn):
 
 
 @few
-@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 60)), min_size=1, max_size=6), dtypes, dims, seeds,
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 60)), min_size=4, max_size=9), dtypes, dims, seeds,
        st.sampled_from((-1, 0, 9)), st.booleans(), st.sampled_from((0.0, 3.0)), st.booleans())  # fmt: skip
 def test_varlen(sequences, dtype, dim, seed, window, causal, softcap, with_sinks):
     gen = generator("hypothesis varlen", seed)
@@ -195,15 +193,15 @@ def test_varlen(sequences, dtype, dim, seed, window, causal, softcap, with_sinks
     if with_sinks:
         kwargs["sinks"] = randn(gen, 4, dtype=logit_dtype(dtype))
     grad = randn(gen, q.shape[0], 4, 24, dtype=dtype)
-    narrow, results = yard_dtype(dtype), []
-    for run, to, extra in ((torch_gpukern.flash_attn_varlen, dtype, kwargs), (reference.flash_attn_varlen, narrow, for_dtype(kwargs, narrow)),
-                           (reference.flash_attn_varlen, torch.float64, f64(kwargs))):  # fmt: skip
-        leaves = [t.to(to).detach().requires_grad_() for t in (q, k, v)]
+    results = []
+    for run, wide, extra in ((torch_gpukern.flash_attn_varlen, lambda t: t, kwargs), (reference.flash_attn_varlen, f64, f64(kwargs))):
+        leaves = [wide(t).detach().requires_grad_() for t in (q, k, v)]
         out, lse = run(*leaves, *args, **extra, return_lse=True)
         out.backward(grad.to(out.dtype))
         results.append([out.detach(), lse.detach(), *(torch.zeros_like(t) if t.grad is None else t.grad for t in leaves)])
-    for name, got, yard, ref in zip(("out", "lse", "dq", "dk", "dv"), *results):
-        assert_close_as(yard, got, ref, name)
+    yards = reordered_packed(q, k, v, cu_q, cu_k, kwargs, grad)
+    for i, (got, ref) in enumerate(zip(*results)):
+        assert_close_as([y[i] for y in yards], got, ref, ("out", "lse", "dq", "dk", "dv")[i])
 
 
 @few

@@ -27,7 +27,7 @@ typedef struct paged_case {
     int alibi, k_scale,
         v_scale; /* 0 none, 1 per head ([] for scales), 2 [B, Hq] ([Hkv] for scales) */
     int64_t window_left;
-    double softcap;
+    double softcap, sharpness; /* sharpness: scale in units of 1 / sqrt(head_dim) */
 } paged_case;
 
 /* ---- inputs ---------------------------------------------------------------------------------- */
@@ -118,12 +118,12 @@ static void describe(const paged_case *x) {
     }
     snprintf(check_case, sizeof check_case,
              "paged_attn %s H %lld/%lld D %lld/%lld page %lld ragged %d heads_first %d shared %d "
-             "causal %d window %lld cap %g"
+             "causal %d window %lld cap %g sharpness %g"
              " alibi %d sinks %d scales %d,%d rows/keys%s",
              gk_dtype_name(x->dtype), (long long)x->heads_q, (long long)x->heads_kv,
              (long long)x->head_dim, (long long)x->head_dim_v, (long long)x->block_size, x->ragged,
              x->heads_first, x->shared, !x->not_causal, (long long)x->window_left, x->softcap,
-             x->alibi, x->sinks, x->k_scale, x->v_scale, lengths);
+             x->sharpness, x->alibi, x->sinks, x->k_scale, x->v_scale, lengths);
 }
 
 static void check_paged_case(paged_case *x) {
@@ -177,7 +177,7 @@ static void check_paged_case(paged_case *x) {
                                .max_seqlen_q = longest_q,
                                .k_scale = x->k_scale ? &k_scale.t : NULL,
                                .v_scale = x->v_scale ? &v_scale.t : NULL,
-                               .rules = {.scale = 1 / sqrt((double)x->head_dim),
+                               .rules = {.scale = x->sharpness / sqrt((double)x->head_dim),
                                          .softcap = x->softcap,
                                          .is_causal = !x->not_causal,
                                          .diagonal = 77,
@@ -250,7 +250,8 @@ static paged_case decode(gk_dtype dtype, int64_t block_size) {
                         .head_dim_v = 32,
                         .block_size = block_size,
                         .seq_q = {1},
-                        .window_left = -1};
+                        .window_left = -1,
+                        .sharpness = 1};
 }
 
 /* Keys of a context chunk, as the row itself says. */
@@ -337,11 +338,12 @@ static void apply(paged_case *x, int i) {
     case 11: x->shared = true; break;
     case 12: x->heads_first = true; break;
     case 13: x->window_left = 100; break;
+    case 14: x->sharpness = 40; break; /* nearly one-hot, the running maximum jumps */
     default: x->window_left = INT64_MAX; break;
     }
 }
 enum {
-    NUM_MODIFIERS = 15
+    NUM_MODIFIERS = 16
 };
 
 static void check_modifiers(gk_dtype dtype) {

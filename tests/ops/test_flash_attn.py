@@ -27,6 +27,7 @@ from conftest import (
     randn,
     reference,
     reordered,
+    reordered_packed,
     same_bits,
     snapshot,
     strided,
@@ -317,18 +318,6 @@ def backward(run, tensors, grad_out, grad_lse=None, want_lse=True):
     return {name: torch.zeros_like(t) if t.grad is None else t.grad for name, t in leaves.items()}
 
 
-def sink_gradient(q, k, v, sinks, grad_out, grad_lse, kwargs):
-    """As flash attention writes it: from the rounded out, which is all that its backward gets to see."""
-    dtype = yard_dtype(q.dtype)
-    kwargs = for_dtype({**kwargs, "sinks": sinks}, dtype)
-    out, lse = reference.flash_attn(*(t.to(dtype) for t in (q, k, v)), **kwargs, return_lse=True)
-    delta = (grad_out.float() * out.float()).sum(-1)
-    if grad_lse is not None:
-        delta = delta - grad_lse.float()
-    p = torch.exp(kwargs["sinks"][None, :, None] - lse).masked_fill(lse == -math.inf, 0.0)
-    return -(p * delta).sum((0, 2))
-
-
 def check_backward(q, k, v, gen, grad_out, grad_lse=None, what="", **kwargs):
     """All gradients of flash_attn against autograd through the float64 reference."""
     tensors = dict(q=q, k=k, v=v)
@@ -354,8 +343,6 @@ def check_backward(q, k, v, gen, grad_out, grad_lse=None, what="", **kwargs):
     if not yards or (dtype != torch.float32 and q.shape[3] != v.shape[3]):
         for run in reordered(q, k, v, {**kwargs, "sinks": sinks}, grad_out, grad_lse):
             yards.append(dict(zip(("q", "k", "v", "sinks"), run[2:])))
-    if sinks is not None:
-        yards.append({**yards[0], "sinks": sink_gradient(q, k, v, sinks, grad_out, grad_lse, kwargs)})
     for name, t in tensors.items():
         assert got[name].dtype == t.dtype and got[name].shape == t.shape
         assert_close_as([y[name] for y in yards], got[name], ref[name], f"{what}d{name}")
@@ -636,13 +623,6 @@ def check_varlen(args, kwargs, gen, what=""):
     assert out.dtype == q.dtype and out.is_contiguous() and lse.is_contiguous() and lse.dtype == logit_dtype(q.dtype)
     clean = [t.nan_to_num(nan=0.0) for t in (q, k, v)]
     ref, ref_lse = reference.flash_attn_varlen(*f64(clean), *args[3:], **f64(kwargs), return_lse=True)
-    dtype = yard_dtype(q.dtype)
-    narrow = for_dtype(kwargs, dtype)
-    cast = [t.to(dtype) for t in clean]
-    assert_close_as(per_sequence(sdpa_or_reference, *cast, cu_q, cu_k, **narrow), out, ref, what + "out")
-    yard_lse = reference.flash_attn_varlen(*cast, *args[3:], **narrow, return_lse=True)[1]
-    assert_close_as(yard_lse, lse, ref_lse, what + "lse")
-
     grad = randn(gen, *out.shape, dtype=q.dtype, device=q.device)
     sinks = kwargs.get("sinks")
     rest = {n: t for n, t in kwargs.items() if n != "sinks"}
@@ -655,15 +635,16 @@ def check_varlen(args, kwargs, gen, what=""):
     got = backward(split(ops.flash_attn_varlen, rest), tensors, grad)
     refs = {**tensors, **dict(zip("qkv", clean))}
     want = backward(split(reference.flash_attn_varlen, f64(rest)), f64(refs), f64(grad))
-    narrow.pop("sinks", None)
-    cast = {n: t.to(dtype) if n != "sinks" else t.float() for n, t in refs.items()}
-    yard = [
-        backward(lambda q, k, v, sinks=None: per_sequence(sdpa_or_reference, q, k, v, cu_q, cu_k, sinks=sinks, **narrow),
-                 cast, grad),
-        backward(split(reference.flash_attn_varlen, narrow), cast, grad),
-    ]  # fmt: skip
-    for n in tensors:
-        assert_close_as([y[n] for y in yard], got[n], want[n], f"{what}d{n}")
+    dtype = yard_dtype(q.dtype)
+    if len(cu_q) > 1:
+        runs = reordered_packed(*clean, cu_q, cu_k, kwargs, grad)
+        sdpa = per_sequence(sdpa_or_reference, *(t.to(dtype) for t in clean), cu_q, cu_k, **for_dtype(kwargs, dtype))
+    else:
+        runs, sdpa = [[out, lse, *got.values()]], out
+    assert_close_as([sdpa, *(run[0] for run in runs)], out, ref, what + "out")
+    assert_close_as([run[1] for run in runs], lse, ref_lse, what + "lse")
+    for i, n in enumerate(tensors):
+        assert_close_as([run[2 + i] for run in runs], got[n], want[n], f"{what}d{n}")
     return out, lse, got
 
 

@@ -11,11 +11,14 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .._library import (
     NAMESPACE,
+    any_requires_grad,
     apply_of,
     autocast,
     autograd,
+    bare,
     below_autograd,
     fake,
+    is_grad_enabled,
     ops,
     refuse_backward,
 )
@@ -25,11 +28,15 @@ __all__ = ["attn_merge", "flash_attn", "flash_attn_varlen"]
 
 _flash_attn = ops.flash_attn.default
 _flash_attn_fwd = ops.flash_attn_fwd.default
-_flash_attn_bwd = ops.flash_attn_bwd.default
 _flash_attn_varlen = ops.flash_attn_varlen.default
 _flash_attn_varlen_fwd = ops.flash_attn_varlen_fwd.default
-_flash_attn_varlen_bwd = ops.flash_attn_varlen_bwd.default
 _attn_merge = ops.attn_merge.default
+
+_bare_fwd = bare(_flash_attn_fwd)
+_bare_bwd = bare(ops.flash_attn_bwd.default)
+_bare_varlen_fwd = bare(_flash_attn_varlen_fwd)
+_bare_varlen_bwd = bare(ops.flash_attn_varlen_bwd.default)
+_bare_merge = bare(_attn_merge)
 
 
 @overload
@@ -451,11 +458,13 @@ class _FlashAttn(torch.autograd.Function):
     @staticmethod
     def forward(ctx, want_lse, q, k, v, *rest):
         with below_autograd():
-            out, lse = _flash_attn_fwd(q, k, v, *rest)
+            out, lse = _bare_fwd(q, k, v, *rest)
         ctx.save_for_backward(q, k, v, out, lse, *rest[6:])
         ctx.rules = rest[:6]
+        if not want_lse:
+            return out
         ctx.set_materialize_grads(False)
-        return (out, lse) if want_lse else out
+        return out, lse
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse=None):
@@ -463,7 +472,7 @@ class _FlashAttn(torch.autograd.Function):
         if grad_out is None:  # the loss reads lse alone
             grad_out = torch.zeros_like(out)
         args = grad_out, q, k, v, out, lse, grad_lse, *ctx.rules, *tensors
-        dq, dk, dv, dsinks = _call_bwd(_flash_attn_bwd, args)
+        dq, dk, dv, dsinks = _call_bwd(_bare_bwd, args)
         return None, dq, dk, dv, *(None,) * 7, dsinks, None, None
 
 
@@ -477,12 +486,14 @@ class _FlashAttnVarlen(torch.autograd.Function):
     @staticmethod
     def forward(ctx, want_lse, q, k, v, *rest):
         with below_autograd():
-            out, lse = _flash_attn_varlen_fwd(q, k, v, *rest)
+            out, lse = _bare_varlen_fwd(q, k, v, *rest)
         ctx.save_for_backward(q, k, v, out, lse, *rest[:2], *rest[9:])
         ctx.bounds = rest[2:4]
         ctx.rules = rest[4:9]
+        if not want_lse:
+            return out
         ctx.set_materialize_grads(False)
-        return (out, lse) if want_lse else out
+        return out, lse
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse=None):
@@ -491,7 +502,7 @@ class _FlashAttnVarlen(torch.autograd.Function):
             grad_out = torch.zeros_like(out)
         lengths = cu_seqlens_q, cu_seqlens_k, *ctx.bounds
         args = grad_out, q, k, v, out, lse, *lengths, grad_lse, *ctx.rules, *tensors
-        dq, dk, dv, dsinks = _call_bwd(_flash_attn_varlen_bwd, args)
+        dq, dk, dv, dsinks = _call_bwd(_bare_varlen_bwd, args)
         return None, dq, dk, dv, *(None,) * 10, dsinks
 
 
@@ -500,7 +511,7 @@ def _call_bwd(op, args):
         op = partial(op, deterministic=True)
     # Under create_graph the op's own Autograd kernel sees the call, and refuses the second backward
     # by name.
-    if torch.is_grad_enabled():
+    if is_grad_enabled():
         return op(*args)
     with below_autograd():
         return op(*args)
@@ -509,22 +520,21 @@ def _call_bwd(op, args):
 def _register_autograd(name: str, op, function, want_lse: bool, slopes_at: int) -> None:
     """An Autograd kernel; alibi_slopes is argument `slopes_at` after v, sinks the next."""
     apply = apply_of(function)
+    op = bare(op)
 
     @autograd(name)
     def kernel(q, k, v, *rest):
-        if torch.is_grad_enabled():
-            slopes, sinks = (*rest[slopes_at : slopes_at + 2], None, None)[:2]
-            if slopes is not None and slopes.requires_grad:
-                raise ValueError(
-                    f"{NAMESPACE}::{name}: alibi_slopes requires a gradient and has none; "
-                    "pass alibi_slopes.detach()"
-                )
-            if (
-                q.requires_grad
-                or k.requires_grad
-                or v.requires_grad
-                or (sinks is not None and sinks.requires_grad)
-            ):
+        if is_grad_enabled():
+            wanted = q.requires_grad or k.requires_grad or v.requires_grad
+            if len(rest) > slopes_at:
+                slopes, sinks = (*rest[slopes_at : slopes_at + 2], None)[:2]
+                if slopes is not None and slopes.requires_grad:
+                    raise ValueError(
+                        f"{NAMESPACE}::{name}: alibi_slopes requires a gradient and has none; "
+                        "pass alibi_slopes.detach()"
+                    )
+                wanted = wanted or (sinks is not None and sinks.requires_grad)
+            if wanted:
                 return apply(want_lse, q, k, v, *rest)
         with below_autograd():
             return op(q, k, v, *rest)
@@ -542,7 +552,7 @@ class _AttnMerge(torch.autograd.Function):
     @staticmethod
     def forward(ctx, out_a, lse_a, out_b, lse_b):
         with below_autograd():
-            out, lse = _attn_merge(out_a, lse_a, out_b, lse_b)
+            out, lse = _bare_merge(out_a, lse_a, out_b, lse_b)
         ctx.save_for_backward(out_a, lse_a, out_b, lse_b, out, lse)
         ctx.set_materialize_grads(False)
         return out, lse
@@ -572,10 +582,10 @@ _apply_merge = apply_of(_AttnMerge)
 
 @autograd("attn_merge")
 def _attn_merge_autograd(*args):
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+    if is_grad_enabled() and any_requires_grad(*args):
         return _apply_merge(*args)
     with below_autograd():
-        return _attn_merge(*args)
+        return _bare_merge(*args)
 
 
 # ---- autocast ------------------------------------------------------------------------------------

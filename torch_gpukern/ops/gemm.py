@@ -10,9 +10,11 @@ from .._library import (
     apply_of,
     autocast,
     autograd,
+    bare,
     below_autocast,
     below_autograd,
     fake,
+    is_grad_enabled,
     ops,
     refuse_backward,
 )
@@ -21,8 +23,10 @@ from . import laws
 __all__ = ["gemm"]
 
 _gemm = ops.gemm.default
-_gemm_fwd = ops.gemm_fwd.default
-_gemm_act_bwd = ops.gemm_act_bwd.default
+
+_bare = bare(_gemm)
+_bare_fwd = bare(ops.gemm_fwd.default)
+_bare_act_bwd = bare(ops.gemm_act_bwd.default)
 
 
 def gemm(
@@ -164,9 +168,9 @@ def _summed_product(x: Tensor, y: Tensor, how: tuple, shape: torch.Size) -> Tens
     """x @ y of one dtype, summed to `shape`: in float32 until the sum is complete."""
     batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
     if batch == shape[:-2]:
-        return _gemm(x, y, *how)
+        return _bare(x, y, *how)
     acc = x.dtype if x.dtype is torch.float64 else torch.float32
-    return _sum_to(_gemm(x, y, *how[:5], acc, how[6]), shape, x.dtype)
+    return _sum_to(_bare(x, y, *how[:5], acc, how[6]), shape, x.dtype)
 
 
 class _Gemm(torch.autograd.Function):
@@ -185,10 +189,10 @@ class _Gemm(torch.autograd.Function):
     ):
         with below_autograd():
             if activation == "none" or activation == "relu":
-                out = _gemm(a, b, bias, c, alpha, beta, activation, out_dtype, fp32_precision)
+                out = _bare(a, b, bias, c, alpha, beta, activation, out_dtype, fp32_precision)
                 saved = out if activation == "relu" else None
             else:
-                out, saved = _gemm_fwd(
+                out, saved = _bare_fwd(
                     a, b, bias, c, alpha, beta, activation, out_dtype, fp32_precision
                 )
         # An operand is kept only where the other's gradient reads it; of bias and c the shape and
@@ -204,7 +208,7 @@ class _Gemm(torch.autograd.Function):
     def backward(ctx, grad):
         # Under create_graph the products below are differentiable ops themselves; otherwise they
         # skip that road.
-        if torch.is_grad_enabled():
+        if is_grad_enabled():
             with below_autocast():
                 return _Gemm._gradients(ctx, grad)
         with below_autocast(), below_autograd():
@@ -217,21 +221,21 @@ class _Gemm(torch.autograd.Function):
         needs_a, needs_b, needs_bias, needs_c = ctx.needs_input_grad[:4]
         grad_a = grad_b = grad_bias = grad_c = None
         if saved is not None:
-            if torch.is_grad_enabled() and not saved.requires_grad:
+            if is_grad_enabled() and not saved.requires_grad:
                 # The preact has no history, so that a second backward must be stopped at the op
                 # that reads it.
                 saved = saved.detach().requires_grad_()
-            grad = _gemm_act_bwd(grad, saved, activation)
+            grad = _bare_act_bwd(grad, saved, activation)
 
         g = grad if grad.dtype is dtype else grad.to(dtype)
         how = None, None, alpha, 1.0, "none", None, fp32_precision
         if len(shape_b) == 2:  # the sum over the batch is part of the product of grad_b
             if needs_a:
-                grad_a = _gemm(g, b.mT, *how)
+                grad_a = _bare(g, b.mT, *how)
             if needs_b:
                 if len(shape_a) > 2:
                     a, g = a.flatten(0, -2), g.flatten(0, -2)
-                grad_b = _gemm(a.mT, g, *how)
+                grad_b = _bare(a.mT, g, *how)
         else:
             if needs_a:
                 grad_a = _summed_product(g, b.mT, how, shape_a)
@@ -251,7 +255,7 @@ _apply = apply_of(_Gemm)
 
 @autograd("gemm")
 def _gemm_autograd(a, b, bias=None, c=None, *rest):
-    if torch.is_grad_enabled() and (
+    if is_grad_enabled() and (
         a.requires_grad
         or b.requires_grad
         or (bias is not None and bias.requires_grad)
@@ -259,7 +263,7 @@ def _gemm_autograd(a, b, bias=None, c=None, *rest):
     ):
         return _apply(a, b, bias, c, *rest)
     with below_autograd():
-        return _gemm(a, b, bias, c, *rest)
+        return _bare(a, b, bias, c, *rest)
 
 
 refuse_backward("gemm_fwd", "gemm_fwd has no backward; gpukern::gemm has")

@@ -6,9 +6,21 @@ from typing import Literal, overload
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.utils.flop_counter import register_flop_formula
 
-from .._library import NAMESPACE, autocast, autograd, below_autograd, fake, ops, refuse_backward
+from .._library import (
+    NAMESPACE,
+    any_requires_grad,
+    autocast,
+    autograd,
+    bare,
+    below_autograd,
+    fake,
+    is_grad_enabled,
+    ops,
+    refuse_backward,
+)
 from . import laws
 
 __all__ = ["kv_cache_write", "paged_attn"]
@@ -16,6 +28,7 @@ __all__ = ["kv_cache_write", "paged_attn"]
 _paged_attn = ops.paged_attn.default
 _paged_attn_fwd = ops.paged_attn_fwd.default
 _kv_cache_write = ops.kv_cache_write.default
+_bare_write = bare(_kv_cache_write)
 
 
 @overload
@@ -243,15 +256,15 @@ refuse_backward("paged_attn_fwd", "paged_attn: it has no backward; use flash_att
 def _kv_cache_write_autograd(k, v, k_cache, v_cache, *rest):
     # It returns nothing that a backward could start from, so a lost gradient can only be refused
     # here.
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(k, v, k_cache, v_cache, *rest):
+    if is_grad_enabled() and any_requires_grad(k, v, k_cache, v_cache, *rest):
         raise NotImplementedError(
             f"{NAMESPACE}::kv_cache_write: it has no backward and an input requires a gradient; "
             "call it under torch.no_grad()"
         )
     with below_autograd():
-        _kv_cache_write(k, v, k_cache, v_cache, *rest)
+        _bare_write(k, v, k_cache, v_cache, *rest)
     # A tensor that autograd has saved must not change unseen.
-    torch.autograd.graph.increment_version((k_cache, v_cache))
+    increment_version((k_cache, v_cache))
 
 
 # ---- autocast ------------------------------------------------------------------------------------
