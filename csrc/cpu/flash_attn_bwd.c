@@ -5,6 +5,9 @@
  *   dV += P^T dO  dK += scale dS^T Q           dQ^T += scale K^T dS^T
  *   delta = dO . O - dlse                      dsink = -sum exp(sink - lse) delta
  *
+ * delta carries the rounding of out. In dS that is noise of P's size; summed over rows into dsink it
+ * is not, so there it is put right by what a row's dS leave: sum P dP = sum dS + delta (1 - P_sink).
+ *
  * q, dq [B, Hq, Sq, D]  k, dk [B, Hkv, Sk, D]  v, dv [B, Hkv, Sk, Dv]
  * out, grad_out [B, Hq, Sq, Dv]  lse [B, Hq, Sq] f32, or all packed (gpukern.h).
  * Elements are float32, bfloat16 or float16 where a
@@ -16,12 +19,12 @@
  * Work split: a task owns one sequence, one kv head and one chunk of keys, with all query heads of
  * its group: dK and dV need no sum over tasks. dQ is summed over key tiles in float32 blocks
  * [D][NR]; over chunks, in order, in a last phase.
- *   phase 1  per (sequence, query head): lse in log2 units, delta, the sequence's share of dsink
+ *   phase 1  per (sequence, query head): lse in log2 units, delta
  *   phase 2  for each key tile: 1 pack K, V
  *              for each query head, query tile that sees it: 2 pack Q, dO
  *                3 S, dP, P, dS and 4 dV, dK strip by strip of keys, then dQ
  *            5 store dK, dV   6 one chunk: store dQ
- *   phase 3  more chunks: sum them and store dQ
+ *   phase 3  more chunks: sum them and store dQ; dsink of each (sequence, query head)
  * Shapes alone fix tiles and chunks, so the bits do not depend on the number of workers.
  * Workspace: dQ in float32, once per worker (one chunk) or per task (more), three floats per row,
  * and per worker one tile of everything.
@@ -48,7 +51,7 @@ typedef struct sizes {
     int64_t dq_blocks, dq_block; /* blocks [D][NR] of dQ of a head at most; floats of one */
     int64_t chunk_keys, chunks, heads, tasks; /* heads: sequences x kv heads */
     int64_t workers;
-    size_t order_at, lse_hi_at, lse_lo_at, delta_at, dsink_at, worker_at, worker_bytes, dq_at,
+    size_t order_at, lse_hi_at, lse_lo_at, delta_at, left_at, dsink_at, worker_at, worker_bytes, dq_at,
         total_bytes;
 } sizes;
 
@@ -125,6 +128,7 @@ static sizes sizes_of(const gk_context *ctx, const gk_flash_attn_bwd_args *a, co
     PLACE(lse_hi_at, 4 * s->heads_q * z.tokens_q);
     PLACE(lse_lo_at, 4 * s->heads_q * z.tokens_q);
     PLACE(delta_at, 4 * s->heads_q * z.tokens_q);
+    PLACE(left_at, a->dsinks ? 4 * z.chunks * s->heads_q * z.tokens_q : 0);
     PLACE(dsink_at, 8 * s->heads_q * s->batch);
     z.worker_bytes = (size_t)gk_round_up((int64_t)scratch_make(&unused, &z, s, NULL), 64);
     PLACE(worker_at, z.worker_bytes * (size_t)z.workers);
@@ -191,13 +195,13 @@ static void zero_rows(void *dst, gk_dtype dtype, int64_t row_stride, int64_t row
         memset((char *)dst + (int64_t)es * i * row_stride, 0, es * (size_t)dim);
 }
 
-/* ---- phase 1: lse, delta, dsink -------------------------------------------------------------- */
+/* ---- phase 1: lse and delta ------------------------------------------------------------------ */
 /* A row's lse, in log2 units and split in two floats: P is exact to the rounding of lse itself.
  * Where nothing comes between the scale and the exponent it is divided by the scale,
  * P = exp2(scale2 ((s - hi) - lo)): then the small difference is scaled, not its large terms.
  * bfloat16 cells need neither: P = exp2(scale2 s - hi). */
 static bool scores_are_modified(const gk_attn_rules *r) {
-    return r->softcap > 0 || r->alibi_slopes || (float)(r->scale * LOG2E) == 0;
+    return r->softcap > 0 || r->alibi_slopes || r->sinks || (float)(r->scale * LOG2E) == 0;
 }
 static double lse_unit(const gk_attn_rules *r) {
     return PAIR == 2 || scores_are_modified(r) ? LOG2E : LOG2E / (float)(r->scale * LOG2E);
@@ -207,6 +211,11 @@ static double lse_unit(const gk_attn_rules *r) {
 static float *row_values(const job *g, size_t where, int64_t b, int64_t h) {
     const int64_t first = g->shape.packed ? first_q(g, b) : b * g->shape.max_seq_q;
     return (float *)(g->workspace + where) + h * g->z.tokens_q + first;
+}
+
+/* What a row's dS leave, summed over the keys of a chunk: [rows]. */
+static float *left_of(const job *g, int64_t b, int64_t h, int64_t chunk) {
+    return row_values(g, g->z.left_at, b, h) + chunk * g->shape.heads_q * g->z.tokens_q;
 }
 
 static void pre_task(void *arg, int64_t task, int64_t worker) {
@@ -228,7 +237,6 @@ static void pre_task(void *arg, int64_t task, int64_t worker) {
     const gk_tensor *sinks = f->rules.sinks, *grad_lse = a->grad_lse;
     const int64_t dlse = grad_lse ? row0_of(g, grad_lse, b, h, first_q(g, b)) : 0;
     const float sink = sinks ? ((const float *)sinks->data)[h * sinks->stride[0]] : -INFINITY;
-    double dsink = 0;
 
     for (int64_t i0 = 0; i0 < x.seq_q; i0 += W) {
         const int64_t rows = gk_min_i64(W, x.seq_q - i0);
@@ -242,8 +250,9 @@ static void pre_task(void *arg, int64_t task, int64_t worker) {
                              : out + es * row * x.out_row;
             d_row[i] = grad + es * row * grad_row;
         }
-        vf sum = vf_set1(0);
+        vf sum = vf_set1(0), parts = vf_set1(0);
         for (int64_t c = 0; c < dim; c += PAIR * W) {
+            if (c > 0 && c % (PAIR * SUM_CELLS) == 0) parts += sum, sum = vf_set1(0);
             vc o[W], d[W];
             for (int64_t i = 0; i < W; ++i) {
                 o[i] = vc_load_along_k(o_row[i], g->dtype, c, dim - c);
@@ -252,6 +261,7 @@ static void pre_task(void *arg, int64_t task, int64_t worker) {
             vc_transpose(o), vc_transpose(d);
             for (int i = 0; i < W; ++i) sum = vc_dot(sum, o[i], d[i]);
         }
+        sum += parts;
         for (int64_t r_i = 0, i = i0; r_i < rows; ++r_i, ++i) {
             const float l = lse[i * x.lse_row];
             if (l == -INFINITY) { /* no key and no sink: P = 0 whatever s is */
@@ -263,10 +273,10 @@ static void pre_task(void *arg, int64_t task, int64_t worker) {
                 delta[i] -= ((const float *)grad_lse->data)[dlse + i * grad_lse->stride[r]];
             hi[i] = (float)(l * unit);
             lo[i] = (float)(l * unit - hi[i]);
-            if (sink != -INFINITY) dsink -= exp((double)sink - l) * delta[i];
         }
     }
-    ((double *)(g->workspace + g->z.dsink_at))[h * g->shape.batch + b] = dsink;
+    for (int64_t chunk = 0; a->dsinks && chunk < g->z.chunks; ++chunk)
+        memset(left_of(g, b, h, chunk), 0, 4 * (size_t)x.seq_q);
 }
 
 /* ---- phase 2: one pair of tiles -------------------------------------------------------------- */
@@ -282,6 +292,7 @@ typedef struct pair {
     float scale2;                      /* scale in log2 units */
     float cap_in, cap_out;  /* softcap: cap_out tanh(cap_in s), in log2 units; cap_in 0 = off */
     float slope2, distance; /* ALiBi in log2 units; position of query 0 less that of key 0 */
+    vf *left;               /* sums of dS over keys, as lse_hi lies; NULL = dsinks is not wanted */
 } pair;
 
 /* A strip of scores: keys [key, key + keys) of the key tile, multiples of PAIR, and the lanes
@@ -331,6 +342,7 @@ INLINE void score_strip(const pair *t, const strip *r, const bool masked, const 
                     }
                     p[u][v] = y;
                     ds[u][v] = y * (vf_load(dp + at) - t->delta[lane]);
+                    if (modified && t->left) t->left[lane] += ds[u][v];
                     if (modified) ds[u][v] = ds[u][v] * slope_of_cap;
                 }
 #pragma GCC unroll 2
@@ -469,6 +481,7 @@ static void pair_rows(pair *t, int64_t b, int64_t h, int64_t i0, int64_t rows) {
         t->lse_hi[at] = vf_select(vm_first(n), vf_load_first(hi + l, n), vf_set1(none));
         t->lse_lo[at] = vf_load_first(lo + l, n);
         t->delta[at] = vf_load_first(delta + l, n);
+        if (t->left) t->left[at] = vf_set1(0);
     }
 }
 
@@ -519,7 +532,9 @@ static void main_task(void *arg, int64_t task, int64_t worker) {
     char *const dv = at(&a->dv, row0_of(g, &a->dv, b, h_kv, first_k(g, b)));
     scratch w;
     scratch_make(&w, z, &g->shape, g->workspace + z->worker_at + (size_t)worker * z->worker_bytes);
+    vf left[MAX_BQ / W];
     pair t = {.g = g, .w = &w, .x = &x, .scale2 = (float)(rules->scale * LOG2E)};
+    if (a->dsinks) t.left = left;
     if (rules->softcap > 0) {
         t.cap_in = (float)(rules->scale / rules->softcap),
         t.cap_out = (float)(rules->softcap * LOG2E);
@@ -571,6 +586,9 @@ static void main_task(void *arg, int64_t task, int64_t worker) {
                 pair_run(&t, from, gk_round_up(to, PAIR),
                          dq_of(g, slice, h - h_kv * group) + (i0 - seen.row_lo) / NR * z->dq_block,
                          chunk_lo);
+                float *sums = t.left ? left_of(g, b, h, chunk) + i0 : NULL;
+                for (int64_t l = 0; sums && l < rows; l += W)
+                    vf_store_first(sums + l, vf_load_first(sums + l, rows - l) + left[l / W], rows - l);
             }
         }
         /* 5. */
@@ -624,6 +642,29 @@ static void sum_task(void *arg, int64_t task, int64_t worker) {
     }
 }
 
+/* dsink of one head and sequence. */
+static void dsink_task(void *arg, int64_t task, int64_t worker) {
+    (void)worker;
+    const job *g = arg;
+    const gk_flash_attn_bwd_args *a = g->args;
+    const int64_t b = task / g->shape.heads_q, h = task % g->shape.heads_q;
+    const attn_seq x = attn_seq_of(&a->fwd, &g->shape, b);
+    const gk_tensor *sinks = a->fwd.rules.sinks, *grad_lse = a->grad_lse;
+    const float sink = ((const float *)sinks->data)[h * sinks->stride[0]];
+    const float *lse = (const float *)a->fwd.lse.data + x.lse_first + h * x.lse_head;
+    const float *dlse = grad_lse ? at(grad_lse, row0_of(g, grad_lse, b, h, first_q(g, b))) : NULL;
+    const float *delta = row_values(g, g->z.delta_at, b, h);
+    double sum = 0;
+    for (int64_t i = 0; sink != -INFINITY && i < x.seq_q; ++i) {
+        const double p_sink = exp((double)sink - lse[i * x.lse_row]);
+        double exact = delta[i] * (1 - p_sink);
+        for (int64_t chunk = 0; chunk < g->z.chunks; ++chunk) exact += left_of(g, b, h, chunk)[i];
+        if (dlse) exact -= dlse[i * grad_lse->stride[attn_row_dim(&g->shape)]];
+        sum -= p_sink * exact;
+    }
+    ((double *)(g->workspace + g->z.dsink_at))[h * g->shape.batch + b] = sum;
+}
+
 /* ---- the call -------------------------------------------------------------------------------- */
 /* Tokens past the last sequence. */
 static void zero_tail(const job *g, const gk_tensor *t, const gk_tensor *cu_seqlens) {
@@ -673,6 +714,7 @@ static void run(const gk_context *ctx, const void *args) {
     gk_parallel(ctx, g.z.tasks, main_task, &g);
     if (g.z.chunks > 1) gk_parallel(ctx, g.shape.batch * g.shape.heads_q, sum_task, &g);
     if (a->dsinks) {
+        gk_parallel(ctx, g.shape.batch * g.shape.heads_q, dsink_task, &g);
         const double *part = (const double *)(g.workspace + g.z.dsink_at);
         for (int64_t h = 0; h < g.shape.heads_q; ++h) {
             double sum = 0;
