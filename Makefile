@@ -68,10 +68,10 @@ test-csrc: build
 
 # pytest comes last: its closing line says how the whole of it went.
 test: test-csrc
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PY) -m pytest -n $(MAX_JOBS) --dist worksteal $(PYTEST_ARGS)
 
 test-all: test-csrc
-	GPUKERN_TEST_ALL=1 $(PY) -m pytest $(PYTEST_ARGS)
+	GPUKERN_TEST_ALL=1 $(PY) -m pytest -n $(MAX_JOBS) --dist worksteal $(PYTEST_ARGS)
 
 # Under the sanitizers -O1 compiles three times as fast as -O3.
 sanitize-cpu: $(INSTALLED)

@@ -12,28 +12,26 @@ static int64_t load_int(const gk_tensor *t, int64_t offset) {
 }
 
 /* ---- cu_seqlens ------------------------------------------------------------------------------ */
-gk_status gk_check_cu_seqlens(const char *op, const char *name, const gk_tensor *cu_seqlens,
-                              int64_t total, int64_t max_seqlen) {
+gk_status gk_check_cu_seqlens(const char *op, const char *name, const gk_tensor *cu_seqlens, int64_t total,
+                              int64_t max_seqlen) {
     int64_t batch = cu_seqlens->shape[0] - 1, start = load_int(cu_seqlens, 0);
     if (start != 0) {
-        return gk_fail(GK_ERR_INDEX,
-                       "gpukern::%s: %s is expected to start at 0, got %s[0] = %" PRId64, op, name,
-                       name, start);
+        return gk_fail(GK_ERR_INDEX, "gpukern::%s: %s is expected to start at 0, got %s[0] = %" PRId64, op, name, name,
+                       start);
     }
     for (int64_t b = 0; b < batch; ++b) {
         int64_t end = load_int(cu_seqlens, (b + 1) * cu_seqlens->stride[0]);
         if (end < start) {
             return gk_fail(GK_ERR_INDEX,
-                           "gpukern::%s: %s is expected not to decrease, got %s[%" PRId64
-                           "] = %" PRId64 " after %" PRId64,
+                           "gpukern::%s: %s is expected not to decrease, got %s[%" PRId64 "] = %" PRId64
+                           " after %" PRId64,
                            op, name, name, b + 1, end, start);
         }
         if (end - start > max_seqlen) {
-            return gk_fail(
-                GK_ERR_INDEX,
-                "gpukern::%s: %s is expected to hold sequences of at most max_seqlen %" PRId64
-                " tokens, got %" PRId64 " in sequence %" PRId64,
-                op, name, max_seqlen, end - start, b);
+            return gk_fail(GK_ERR_INDEX,
+                           "gpukern::%s: %s is expected to hold sequences of at most max_seqlen %" PRId64
+                           " tokens, got %" PRId64 " in sequence %" PRId64,
+                           op, name, max_seqlen, end - start, b);
         }
         start = end;
     }
@@ -50,40 +48,34 @@ gk_status gk_check_cu_seqlens(const char *op, const char *name, const gk_tensor 
 /* Length 0 is an inactive sequence, whatever its query tokens. */
 static gk_status check_length(int64_t b, int64_t length, int64_t seq_q, int64_t capacity) {
     if (length < 0) {
-        return gk_fail(
-            GK_ERR_INDEX,
-            "gpukern::paged_attn: seq_lens is expected not to be negative, got seq_lens[%" PRId64
-            "] = %" PRId64,
-            b, length);
+        return gk_fail(GK_ERR_INDEX,
+                       "gpukern::paged_attn: seq_lens is expected not to be negative, got seq_lens[%" PRId64
+                       "] = %" PRId64,
+                       b, length);
     }
     if (length > capacity) {
-        return gk_fail(
-            GK_ERR_INDEX,
-            "gpukern::paged_attn: seq_lens is expected to fit a row of block_table (%" PRId64
-            " keys), got seq_lens[%" PRId64 "] = %" PRId64,
-            capacity, b, length);
+        return gk_fail(GK_ERR_INDEX,
+                       "gpukern::paged_attn: seq_lens is expected to fit a row of block_table (%" PRId64
+                       " keys), got seq_lens[%" PRId64 "] = %" PRId64,
+                       capacity, b, length);
     }
     if (length > 0 && length < seq_q) {
-        return gk_fail(
-            GK_ERR_INDEX,
-            "gpukern::paged_attn: seq_lens is expected to count the query tokens (%" PRId64
-            " in sequence %" PRId64 "), got seq_lens[%" PRId64 "] = %" PRId64,
-            seq_q, b, b, length);
+        return gk_fail(GK_ERR_INDEX,
+                       "gpukern::paged_attn: seq_lens is expected to count the query tokens (%" PRId64
+                       " in sequence %" PRId64 "), got seq_lens[%" PRId64 "] = %" PRId64,
+                       seq_q, b, b, length);
     }
     return GK_OK;
 }
 
 /* The entries of row b that some query reads: pages left of the first query's window may hold
  * anything. */
-static gk_status check_pages(const gk_paged_attn_args *x, int64_t b, int64_t length,
-                             int64_t seq_q) {
+static gk_status check_pages(const gk_paged_attn_args *x, int64_t b, int64_t length, int64_t seq_q) {
     int64_t block_size = x->k_cache.shape[1], num_blocks = x->k_cache.shape[0];
     if (seq_q == 0 || length == 0) return GK_OK;
     gk_span span = gk_span_make(&x->rules, length, length - seq_q);
-    for (int64_t entry = gk_span_lo(&span, 0) / block_size; entry < gk_ceil_div(length, block_size);
-         ++entry) {
-        int64_t page = load_int(&x->block_table,
-                                b * x->block_table.stride[0] + entry * x->block_table.stride[1]);
+    for (int64_t entry = gk_span_lo(&span, 0) / block_size; entry < gk_ceil_div(length, block_size); ++entry) {
+        int64_t page = load_int(&x->block_table, b * x->block_table.stride[0] + entry * x->block_table.stride[1]);
         if (page >= 0 && page < num_blocks) continue;
         return gk_fail(GK_ERR_INDEX,
                        "gpukern::paged_attn: block_table is expected to hold pages in [0, %" PRId64
@@ -97,15 +89,13 @@ gk_status gk_check_paged_contents(const gk_paged_attn_args *args) {
     int64_t batch = args->seq_lens.shape[0], tokens = args->q.shape[0];
     const gk_tensor *cu = args->cu_seqlens_q;
     if (cu) { /* first, because the lengths are judged by it */
-        gk_status status =
-            gk_check_cu_seqlens("paged_attn", "cu_seqlens_q", cu, tokens, args->max_seqlen_q);
+        gk_status status = gk_check_cu_seqlens("paged_attn", "cu_seqlens_q", cu, tokens, args->max_seqlen_q);
         if (status != GK_OK) return status;
     }
     int64_t capacity = args->block_table.shape[1] * args->k_cache.shape[1];
     for (int64_t b = 0; b < batch; ++b) {
         int64_t length = load_int(&args->seq_lens, b * args->seq_lens.stride[0]);
-        int64_t seq_q = cu ? load_int(cu, (b + 1) * cu->stride[0]) - load_int(cu, b * cu->stride[0])
-                           : tokens / batch;
+        int64_t seq_q = cu ? load_int(cu, (b + 1) * cu->stride[0]) - load_int(cu, b * cu->stride[0]) : tokens / batch;
         gk_status status = check_length(b, length, seq_q, capacity);
         if (status == GK_OK) status = check_pages(args, b, length, seq_q);
         if (status != GK_OK) return status;

@@ -14,14 +14,17 @@ static gk_dtype stats_dtype(gk_dtype d) { return d == GK_F64 ? GK_F64 : GK_F32; 
     } while (0)
 
 static gk_status check_context(const char *op, const gk_context *ctx, size_t args_size, size_t expected) {
-    REQUIRE(ctx && ctx->size >= sizeof(gk_context), "%s: context is missing or its size field is not sizeof(gk_context)", op);
+    REQUIRE(ctx && ctx->size >= sizeof(gk_context),
+            "%s: context is missing or its size field is not sizeof(gk_context)", op);
     REQUIRE(args_size >= expected, "%s: args.size is %zu, expected at least %zu", op, args_size, expected);
     if (ctx->device != GK_CPU)
-        return gk_fail(GK_ERR_UNSUPPORTED, "%s: this library was built without CUDA kernels; expected a CPU context", op);
+        return gk_fail(GK_ERR_UNSUPPORTED, "%s: this library was built without CUDA kernels; expected a CPU context",
+                       op);
     return GK_OK;
 }
 
-static gk_status check_tensor(const char *op, const char *name, const gk_tensor *t, gk_dtype dtype, int min_ndim, int max_ndim) {
+static gk_status check_tensor(const char *op, const char *name, const gk_tensor *t, gk_dtype dtype, int min_ndim,
+                              int max_ndim) {
     REQUIRE(t->ndim >= min_ndim && t->ndim <= max_ndim, "%s: %s has %d dimensions, expected %d to %d", op, name,
             (int)t->ndim, min_ndim, max_ndim);
     REQUIRE(t->dtype == dtype, "%s: %s is %s, expected %s", op, name, gk_dtype_name(t->dtype), gk_dtype_name(dtype));
@@ -39,14 +42,14 @@ static gk_status check_size(const char *op, const char *name, const gk_tensor *t
 
 static gk_status check_dense_last(const char *op, const char *name, const gk_tensor *t) {
     const int d = t->ndim - 1;
-    REQUIRE(t->stride[d] == 1 || t->shape[d] <= 1 || gk_numel(t) == 0, "%s: %s has stride %lld in its last dimension, expected 1", op, name,
-            (long long)t->stride[d]);
+    REQUIRE(t->stride[d] == 1 || t->shape[d] <= 1 || gk_numel(t) == 0,
+            "%s: %s has stride %lld in its last dimension, expected 1", op, name, (long long)t->stride[d]);
     return GK_OK;
 }
 
-#define TRY(call)                         \
-    do {                                  \
-        gk_status status_ = (call);       \
+#define TRY(call)                             \
+    do {                                      \
+        gk_status status_ = (call);           \
         if (status_ != GK_OK) return status_; \
     } while (0)
 
@@ -58,7 +61,8 @@ static gk_status find_isa(const char *op, const gk_context *ctx, gk_isa *isa) {
             *isa = (gk_isa)i;
             return GK_OK;
         }
-    return gk_fail(GK_ERR_DEVICE, "%s: the instruction set asked for is \"%s\"; this machine has %s", op, asked, gk_cpu_isas());
+    return gk_fail(GK_ERR_DEVICE, "%s: the instruction set asked for is \"%s\"; this machine has %s", op, asked,
+                   gk_cpu_isas());
 }
 
 static gk_status find_row(const char *name, const gk_context *ctx, gk_cpu_op op, gk_dtype dtype, const void *args,
@@ -123,8 +127,8 @@ static gk_status check_gemm(const gk_context *ctx, const gk_gemm_args *g) {
     REQUIRE(is_float(g->a.dtype), "%s: a is %s, expected a floating dtype", op, gk_dtype_name(g->a.dtype));
     TRY(check_tensor(op, "a", &g->a, g->a.dtype, 2, GK_MAX_DIMS));
     TRY(check_tensor(op, "b", &g->b, g->a.dtype, 2, GK_MAX_DIMS));
-    REQUIRE(g->out.dtype == g->a.dtype || (g->out.dtype == GK_F32 && g->a.dtype != GK_F64), "%s: out is %s, expected %s or float32",
-            op, gk_dtype_name(g->out.dtype), gk_dtype_name(g->a.dtype));
+    REQUIRE(g->out.dtype == g->a.dtype || (g->out.dtype == GK_F32 && g->a.dtype != GK_F64),
+            "%s: out is %s, expected %s or float32", op, gk_dtype_name(g->out.dtype), gk_dtype_name(g->a.dtype));
     TRY(check_tensor(op, "out", &g->out, g->out.dtype, 2, GK_MAX_DIMS));
     const int nd = g->out.ndim;
     const int64_t k = g->a.shape[g->a.ndim - 1];
@@ -186,7 +190,8 @@ gk_status gk_gemm_act_bwd(const gk_context *ctx, const gk_gemm_act_bwd_args *arg
     const char *op = "gk_gemm_act_bwd";
     REQUIRE(args, "%s: args is NULL", op);
     TRY(check_context(op, ctx, args->size, sizeof *args));
-    REQUIRE(is_float(args->grad_out.dtype) && is_float(args->saved.dtype), "%s: grad_out and saved must be floating", op);
+    REQUIRE(is_float(args->grad_out.dtype) && is_float(args->saved.dtype), "%s: grad_out and saved must be floating",
+            op);
     TRY(check_tensor(op, "grad_out", &args->grad_out, args->grad_out.dtype, 0, GK_MAX_DIMS));
     const int nd = args->grad_out.ndim;
     TRY(check_tensor(op, "saved", &args->saved, args->saved.dtype, nd, nd));
@@ -220,8 +225,8 @@ static gk_status check_rules(const char *op, const gk_attn_rules *r, gk_dtype dt
 }
 
 static gk_status check_heads(const char *op, int64_t heads_q, int64_t heads_kv) {
-    REQUIRE(heads_kv > 0 ? heads_q % heads_kv == 0 : heads_q == 0, "%s: q has %lld heads, expected a multiple of the %lld of k", op,
-            (long long)heads_q, (long long)heads_kv);
+    REQUIRE(heads_kv > 0 ? heads_q % heads_kv == 0 : heads_q == 0,
+            "%s: q has %lld heads, expected a multiple of the %lld of k", op, (long long)heads_q, (long long)heads_kv);
     return GK_OK;
 }
 
@@ -309,19 +314,21 @@ static double visible_pairs(const gk_flash_attn_args *f) {
         }
         gk_span span = gk_span_make(&f->rules, seq_k, diagonal);
         if (f->rules.kv_start)
-            span.key_lo = gk_clamp_i64(((const int32_t *)f->rules.kv_start->data)[b * f->rules.kv_start->stride[0]], 0, seq_k);
+            span.key_lo =
+                gk_clamp_i64(((const int32_t *)f->rules.kv_start->data)[b * f->rules.kv_start->stride[0]], 0, seq_k);
         if (f->rules.kv_end)
-            span.key_hi = gk_clamp_i64(((const int32_t *)f->rules.kv_end->data)[b * f->rules.kv_end->stride[0]], 0, seq_k);
+            span.key_hi =
+                gk_clamp_i64(((const int32_t *)f->rules.kv_end->data)[b * f->rules.kv_end->stride[0]], 0, seq_k);
         span.key_hi = gk_max_i64(span.key_lo, span.key_hi);
-        for (int64_t i = 0; i < seq_q; ++i)
-            pairs += (double)gk_max_i64(0, gk_span_hi(&span, i) - gk_span_lo(&span, i));
+        for (int64_t i = 0; i < seq_q; ++i) pairs += (double)gk_max_i64(0, gk_span_hi(&span, i) - gk_span_lo(&span, i));
     }
     return pairs;
 }
 
 static void attn_cost(const gk_flash_attn_args *f, double products, gk_explanation *out) {
     const int last = f->q.ndim - 1;
-    out->bytes = tensor_bytes(&f->q) + tensor_bytes(&f->k) + tensor_bytes(&f->v) + tensor_bytes(&f->out) + tensor_bytes(&f->lse);
+    out->bytes =
+        tensor_bytes(&f->q) + tensor_bytes(&f->k) + tensor_bytes(&f->v) + tensor_bytes(&f->out) + tensor_bytes(&f->lse);
     out->flops = products * visible_pairs(f) * (double)f->q.shape[1] * (double)(f->q.shape[last] + f->v.shape[last]);
 }
 
@@ -332,7 +339,8 @@ size_t gk_flash_attn_fwd_workspace_bytes(const gk_context *ctx, const gk_flash_a
 
 gk_status gk_flash_attn_fwd(const gk_context *ctx, const gk_flash_attn_args *args) {
     TRY(check_flash("gk_flash_attn_fwd", ctx, args, true));
-    return run("gk_flash_attn_fwd", ctx, GK_CPU_FLASH_ATTN_FWD, args->q.dtype, args, args->workspace, args->workspace_bytes);
+    return run("gk_flash_attn_fwd", ctx, GK_CPU_FLASH_ATTN_FWD, args->q.dtype, args, args->workspace,
+               args->workspace_bytes);
 }
 
 gk_status gk_explain_flash_attn_fwd(const gk_context *ctx, const gk_flash_attn_args *args, gk_explanation *out) {
@@ -342,7 +350,8 @@ gk_status gk_explain_flash_attn_fwd(const gk_context *ctx, const gk_flash_attn_a
     return GK_OK;
 }
 
-static gk_status check_flash_bwd(const char *op, const gk_context *ctx, const gk_flash_attn_bwd_args *g, bool contents) {
+static gk_status check_flash_bwd(const char *op, const gk_context *ctx, const gk_flash_attn_bwd_args *g,
+                                 bool contents) {
     REQUIRE(g, "%s: args is NULL", op);
     TRY(check_context(op, ctx, g->size, sizeof *g));
     const gk_flash_attn_args *f = &g->fwd;
@@ -382,7 +391,8 @@ gk_status gk_explain_flash_attn_bwd(const gk_context *ctx, const gk_flash_attn_b
     TRY(check_flash_bwd("gk_explain_flash_attn_bwd", ctx, args, true));
     TRY(explain("gk_explain_flash_attn_bwd", ctx, GK_CPU_FLASH_ATTN_BWD, args->fwd.q.dtype, args, out));
     attn_cost(&args->fwd, 5, out); /* five products, of which three have head_dim and two head_dim_v: 2.5 x forward */
-    out->bytes += tensor_bytes(&args->grad_out) + tensor_bytes(&args->dq) + tensor_bytes(&args->dk) + tensor_bytes(&args->dv);
+    out->bytes +=
+        tensor_bytes(&args->grad_out) + tensor_bytes(&args->dq) + tensor_bytes(&args->dk) + tensor_bytes(&args->dv);
     return GK_OK;
 }
 
@@ -411,7 +421,8 @@ static gk_status check_paged(const char *op, const gk_context *ctx, const gk_pag
     TRY(check_heads(op, heads_q, heads_kv));
     TRY(check_size(op, "k_cache", &p->k_cache, 3, p->q.shape[2]));
     for (int d = 0; d < 3; ++d) TRY(check_size(op, "v_cache", &p->v_cache, d, p->k_cache.shape[d]));
-    REQUIRE(p->k_cache.shape[1] > 0 || p->k_cache.shape[0] == 0, "%s: k_cache has block_size 0, expected 1 or more", op);
+    REQUIRE(p->k_cache.shape[1] > 0 || p->k_cache.shape[0] == 0, "%s: k_cache has block_size 0, expected 1 or more",
+            op);
     TRY(check_head_dim(op, "q", p->q.shape[2]));
     TRY(check_head_dim(op, "v_cache", p->v_cache.shape[3]));
     TRY(check_size(op, "block_table", &p->block_table, 0, batch));
@@ -429,8 +440,9 @@ static gk_status check_paged(const char *op, const gk_context *ctx, const gk_pag
         TRY(check_tensor(op, "cu_seqlens_q", p->cu_seqlens_q, GK_I32, 1, 1));
         TRY(check_size(op, "cu_seqlens_q", p->cu_seqlens_q, 0, batch + 1));
     } else {
-        REQUIRE(batch ? tokens % batch == 0 : tokens == 0, "%s: q has %lld tokens, expected a multiple of the %lld sequences", op,
-                (long long)tokens, (long long)batch);
+        REQUIRE(batch ? tokens % batch == 0 : tokens == 0,
+                "%s: q has %lld tokens, expected a multiple of the %lld sequences", op, (long long)tokens,
+                (long long)batch);
     }
     TRY(check_rules(op, &p->rules, dtype, batch, heads_q));
     TRY(check_scales(op, "k_scale", p->k_scale, dtype, heads_kv));
@@ -468,8 +480,7 @@ gk_status gk_explain_paged_attn(const gk_context *ctx, const gk_paged_attn_args 
         gk_span span = gk_span_make(&rules, len, len - n);
         if (n == 0 || len == 0) continue;
         keys += (double)(gk_span_hi(&span, n - 1) - gk_span_lo(&span, 0));
-        for (int64_t i = 0; i < n; ++i)
-            pairs += (double)gk_max_i64(0, gk_span_hi(&span, i) - gk_span_lo(&span, i));
+        for (int64_t i = 0; i < n; ++i) pairs += (double)gk_max_i64(0, gk_span_hi(&span, i) - gk_span_lo(&span, i));
     }
     out->bytes = keys * (double)heads_kv * dims * (double)gk_dtype_bytes(args->q.dtype) + tensor_bytes(&args->q) +
                  tensor_bytes(&args->out) + tensor_bytes(&args->lse);
@@ -526,6 +537,7 @@ gk_status gk_attn_merge(const gk_context *ctx, const gk_attn_merge_args *args) {
         TRY(check_size(op, "lse_b", &args->lse_b, d, args->out_a.shape[d]));
         TRY(check_size(op, "lse", &args->lse, d, args->out_a.shape[d]));
     }
-    REQUIRE((is_contiguous(&args->out) && is_contiguous(&args->lse)) || gk_numel(&args->out) == 0, "%s: out and lse must be contiguous", op);
+    REQUIRE((is_contiguous(&args->out) && is_contiguous(&args->lse)) || gk_numel(&args->out) == 0,
+            "%s: out and lse must be contiguous", op);
     return run(op, ctx, GK_CPU_ATTN_MERGE, dtype, args, NULL, 0);
 }

@@ -66,7 +66,10 @@ GK_API size_t gk_dtype_bytes(gk_dtype dtype);
 GK_API const char *gk_dtype_name(gk_dtype dtype); /* "float32", ... */
 
 /* ---- context ------------------------------------------------------------------------------ */
-typedef enum gk_device { GK_CPU = 0, GK_CUDA = 1 } gk_device;
+typedef enum gk_device {
+    GK_CPU = 0,
+    GK_CUDA = 1
+} gk_device;
 
 typedef void (*gk_task_fn)(void *arg, int64_t i);
 /* Runs task(arg, i) once for each i in [0, n), in any order, on any threads, and returns when all are done. */
@@ -90,14 +93,14 @@ GK_API const char *gk_cpu_isas(void);
 
 /* ---- what a call would do ------------------------------------------------------------------ */
 typedef struct gk_explanation {
-    size_t size;         /* sizeof(gk_explanation), set by the caller */
-    char row[64];        /* the table row, e.g. "gemm_packed_f32_avx512" */
-    char isa[16];        /* its instruction set or architecture */
-    int64_t tile[4];     /* gemm: MB NB KB (block), MR*NR; attention: BQ BKV and the span of a context chunk; 0 = unused */
-    int64_t tasks;       /* independent units of work */
-    int64_t chunks;      /* parts that keys are split into, 1 = not split */
-    double bytes;        /* bytes the op must move at least: inputs read once, outputs written once */
-    double flops;        /* multiply-adds count two; keys outside the span do not count */
+    size_t size;     /* sizeof(gk_explanation), set by the caller */
+    char row[64];    /* the table row, e.g. "gemm_packed_f32_avx512" */
+    char isa[16];    /* its instruction set or architecture */
+    int64_t tile[4]; /* gemm: MB NB KB (block), MR*NR; attention: BQ BKV and the span of a context chunk; 0 = unused */
+    int64_t tasks;   /* independent units of work */
+    int64_t chunks;  /* parts that keys are split into, 1 = not split */
+    double bytes;    /* bytes the op must move at least: inputs read once, outputs written once */
+    double flops;    /* multiply-adds count two; keys outside the span do not count */
     int64_t workspace_bytes;
 } gk_explanation;
 
@@ -110,16 +113,19 @@ typedef enum gk_activation {
     GK_ACT_SILU = 4       /* x / (1 + exp(-x)) */
 } gk_activation;
 
-typedef enum gk_precision { GK_IEEE = 0, GK_TF32 = 1 } gk_precision;
+typedef enum gk_precision {
+    GK_IEEE = 0,
+    GK_TF32 = 1
+} gk_precision;
 
 /* out = activation(alpha * (a @ b) + beta * c + bias); float32 inside (float64 for GK_F64), rounded once. */
 typedef struct gk_gemm_args {
     size_t size;
-    gk_tensor a;            /* [batch..., M, K], any strides */
-    gk_tensor b;            /* [batch..., K, N] or [K, N], a's dtype, any strides; batch dims broadcast */
-    const gk_tensor *bias;  /* [N], a's or out's dtype; NULL = none */
-    const gk_tensor *c;     /* broadcasts to out, a's or out's dtype; not read when beta == 0; NULL = none */
-    gk_tensor out;          /* [batch..., M, N], a's dtype or GK_F32; must not overlap an input */
+    gk_tensor a;             /* [batch..., M, K], any strides */
+    gk_tensor b;             /* [batch..., K, N] or [K, N], a's dtype, any strides; batch dims broadcast */
+    const gk_tensor *bias;   /* [N], a's or out's dtype; NULL = none */
+    const gk_tensor *c;      /* broadcasts to out, a's or out's dtype; not read when beta == 0; NULL = none */
+    gk_tensor out;           /* [batch..., M, N], a's dtype or GK_F32; must not overlap an input */
     const gk_tensor *preact; /* like out: the value before the activation; NULL = not wanted */
     double alpha, beta;
     gk_activation activation;
@@ -146,15 +152,15 @@ GK_API gk_status gk_gemm_act_bwd(const gk_context *, const gk_gemm_act_bwd_args 
 /* ---- flash_attn ---------------------------------------------------------------------------- */
 /* What every attention op adds to softmax(scale q k^T) v. Row i sees key j iff j lies in one interval. */
 typedef struct gk_attn_rules {
-    double scale;     /* finite; usually 1/sqrt(head_dim) */
-    double softcap;   /* s -> softcap * tanh(s / softcap); 0 = off */
-    int32_t is_causal; /* j <= i + diagonal */
-    int64_t diagonal; /* dense only; varlen and paged use each sequence's bottom-right diagonal */
+    double scale;                      /* finite; usually 1/sqrt(head_dim) */
+    double softcap;                    /* s -> softcap * tanh(s / softcap); 0 = off */
+    int32_t is_causal;                 /* j <= i + diagonal */
+    int64_t diagonal;                  /* dense only; varlen and paged use each sequence's bottom-right diagonal */
     int64_t window_left, window_right; /* i + diagonal - left <= j <= i + diagonal + right; -1 = unbounded */
-    const gk_tensor *alibi_slopes; /* [Hq] or [B, Hq] float32 (float64 with GK_F64): s - slope |i + diagonal - j| */
-    const gk_tensor *sinks;        /* [Hq] float32 (float64 with GK_F64): an extra logit without a value */
-    const gk_tensor *kv_start;     /* [B] int32, dense only: first key that is seen; clamped to [0, Sk] */
-    const gk_tensor *kv_end;       /* [B] int32, dense only: end of the keys that are seen */
+    const gk_tensor *alibi_slopes;     /* [Hq] or [B, Hq] float32 (float64 with GK_F64): s - slope |i + diagonal - j| */
+    const gk_tensor *sinks;            /* [Hq] float32 (float64 with GK_F64): an extra logit without a value */
+    const gk_tensor *kv_start;         /* [B] int32, dense only: first key that is seen; clamped to [0, Sk] */
+    const gk_tensor *kv_end;           /* [B] int32, dense only: end of the keys that are seen */
 } gk_attn_rules;
 
 /* Dense when cu_seqlens_q is NULL, packed ("varlen") otherwise.
@@ -181,12 +187,12 @@ GK_API gk_status gk_explain_flash_attn_fwd(const gk_context *, const gk_flash_at
 
 typedef struct gk_flash_attn_bwd_args {
     size_t size;
-    gk_flash_attn_args fwd;     /* inputs, out and lse of the forward call; its workspace fields are not read */
-    gk_tensor grad_out;         /* like out, any strides of the leading dimensions */
-    const gk_tensor *grad_lse;  /* like lse, any strides; NULL = 0 */
-    gk_tensor dq, dk, dv;       /* like q, k, v */
-    const gk_tensor *dsinks;    /* [Hq] like sinks; NULL = not wanted */
-    int32_t deterministic;      /* CUDA; the CPU always is */
+    gk_flash_attn_args fwd;    /* inputs, out and lse of the forward call; its workspace fields are not read */
+    gk_tensor grad_out;        /* like out, any strides of the leading dimensions */
+    const gk_tensor *grad_lse; /* like lse, any strides; NULL = 0 */
+    gk_tensor dq, dk, dv;      /* like q, k, v */
+    const gk_tensor *dsinks;   /* [Hq] like sinks; NULL = not wanted */
+    int32_t deterministic;     /* CUDA; the CPU always is */
     void *workspace;
     size_t workspace_bytes;
 } gk_flash_attn_bwd_args;
@@ -200,15 +206,16 @@ GK_API gk_status gk_explain_flash_attn_bwd(const gk_context *, const gk_flash_at
  * seq_lens[b] - n_b + t; a negative position sees no key. Pages are read in place. */
 typedef struct gk_paged_attn_args {
     size_t size;
-    gk_tensor q;           /* [T, Hq, D], last stride 1 */
-    gk_tensor k_cache;     /* [num_blocks, block_size, Hkv, D], q's dtype, last stride 1 */
-    gk_tensor v_cache;     /* [num_blocks, block_size, Hkv, Dv], last stride 1 */
-    gk_tensor block_table; /* [B, max_blocks] int32 */
-    gk_tensor seq_lens;    /* [B] int32, the new tokens included */
+    gk_tensor q;                   /* [T, Hq, D], last stride 1 */
+    gk_tensor k_cache;             /* [num_blocks, block_size, Hkv, D], q's dtype, last stride 1 */
+    gk_tensor v_cache;             /* [num_blocks, block_size, Hkv, Dv], last stride 1 */
+    gk_tensor block_table;         /* [B, max_blocks] int32 */
+    gk_tensor seq_lens;            /* [B] int32, the new tokens included */
     const gk_tensor *cu_seqlens_q; /* [B+1] int32; NULL = T/B tokens each */
     int64_t max_seqlen_q;          /* upper bound of a sequence's query tokens; read with cu_seqlens_q only */
     gk_attn_rules rules;           /* diagonal, window_right, kv_start, kv_end are not read; is_causal is */
-    const gk_tensor *k_scale;      /* [] or [Hkv] float32 (float64 with GK_F64): a key is its stored value times k_scale; NULL = 1 */
+    const gk_tensor
+        *k_scale; /* [] or [Hkv] float32 (float64 with GK_F64): a key is its stored value times k_scale; NULL = 1 */
     const gk_tensor *v_scale;
     gk_tensor out; /* [T, Hq, Dv] contiguous, q's dtype */
     gk_tensor lse; /* [T, Hq] contiguous, float32 (float64 with GK_F64) */
@@ -223,9 +230,9 @@ GK_API gk_status gk_explain_paged_attn(const gk_context *, const gk_paged_attn_a
 /* Writes new keys and values into the caches: row s % block_size of page s / block_size, s = slots[t]. */
 typedef struct gk_kv_cache_write_args {
     size_t size;
-    gk_tensor k, v;             /* [T, Hkv, D], [T, Hkv, Dv], any strides */
-    gk_tensor k_cache, v_cache; /* [num_blocks, block_size, Hkv, D], [..., Dv]; written */
-    gk_tensor slots;            /* [T] int64 or int32; negative = skip */
+    gk_tensor k, v;                     /* [T, Hkv, D], [T, Hkv, Dv], any strides */
+    gk_tensor k_cache, v_cache;         /* [num_blocks, block_size, Hkv, D], [..., Dv]; written */
+    gk_tensor slots;                    /* [T] int64 or int32; negative = skip */
     const gk_tensor *k_scale, *v_scale; /* as above: the stored value is k / k_scale; NULL = 1 */
 } gk_kv_cache_write_args;
 

@@ -37,7 +37,7 @@ static inline float gk_bf16_to_f32(uint16_t h) {
 static inline uint16_t gk_f32_to_bf16(float f) {
     uint32_t u;
     memcpy(&u, &f, 4);
-    if (f != f) return (uint16_t)((u >> 16) | 0x40);        /* keep a NaN a NaN */
+    if (f != f) return (uint16_t)((u >> 16) | 0x40);          /* keep a NaN a NaN */
     return (uint16_t)((u + 0x7fffu + ((u >> 16) & 1)) >> 16); /* to nearest even */
 }
 
@@ -63,7 +63,7 @@ static inline uint16_t gk_f32_to_f16(float f) {
     memcpy(&u, &f, 4);
     sign = (u >> 16) & 0x8000;
     u &= 0x7fffffffu;
-    if (u > 0x7f800000u) return (uint16_t)(sign | 0x7e00); /* NaN */
+    if (u > 0x7f800000u) return (uint16_t)(sign | 0x7e00);  /* NaN */
     if (u >= 0x477ff000u) return (uint16_t)(sign | 0x7c00); /* rounds past 65504 */
     if (u < 0x38800000u) { /* subnormal: adding 0.5 leaves the rounded multiple of 2^-24 in the low bits */
         float g;

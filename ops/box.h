@@ -85,8 +85,7 @@ struct Slot {
             x.given = take_optional(value, &x.code);
             return x;
         } else {
-            static_assert(std::is_same_v<T, bool> || std::is_same_v<T, int64_t> ||
-                          std::is_same_v<T, double>);
+            static_assert(std::is_same_v<T, bool> || std::is_same_v<T, int64_t> || std::is_same_v<T, double>);
             return bits_as<T>(value);
         }
     }
@@ -96,8 +95,7 @@ struct Slot {
 template <class Args, class Sequence, class = void> struct takes : std::false_type {};
 template <class Args, size_t... I>
 struct takes<Args, std::index_sequence<I...>,
-             std::void_t<decltype(Args{(static_cast<void>(I), std::declval<Slot>())...})>>
-    : std::true_type {};
+             std::void_t<decltype(Args{(static_cast<void>(I), std::declval<Slot>())...})>> : std::true_type {};
 
 template <class Args, size_t n = 24> constexpr size_t count_members() {
     if constexpr (takes<Args, std::make_index_sequence<n>>::value)
@@ -106,8 +104,7 @@ template <class Args, size_t n = 24> constexpr size_t count_members() {
         return count_members<Args, n - 1>();
 }
 
-template <class Args, size_t... I>
-Args unbox(const StableIValue *stack, std::index_sequence<I...>) {
+template <class Args, size_t... I> Args unbox(const StableIValue *stack, std::index_sequence<I...>) {
     return Args{Slot{stack[I]}...};
 }
 
@@ -119,9 +116,7 @@ template <class T> StableIValue bits_of(T x) {
 }
 
 inline StableIValue give(Tensor &t) { return bits_of(t.release()); }
-inline StableIValue give(OptTensor &t) {
-    return t ? bits_of(new StableIValue(bits_of(t.release()))) : 0;
-}
+inline StableIValue give(OptTensor &t) { return t ? bits_of(new StableIValue(bits_of(t.release()))) : 0; }
 inline StableIValue give(const std::string &text) {
     StringHandle handle = nullptr;
     if (torch_new_string_handle(text.data(), text.size(), &handle) != TORCH_SUCCESS) {
@@ -153,9 +148,7 @@ template <class R> void call(R (*kernel)(), StableIValue *stack, uint64_t) {
         box(stack, kernel());
 }
 
-template <auto kernel> void boxed(StableIValue *stack, uint64_t num_args, uint64_t) {
-    call(kernel, stack, num_args);
-}
+template <auto kernel> void boxed(StableIValue *stack, uint64_t num_args, uint64_t) { call(kernel, stack, num_args); }
 
 using Library = torch::stable::detail::StableLibrary;
 

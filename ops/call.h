@@ -35,8 +35,7 @@ inline bool machine_has(const char *isa) {
 inline const char *chosen_isa(const char *op) {
     static const bool served = !asked_isa() || machine_has(asked_isa());
     if (!served) {
-        failed(op, "GPUKERN_CPU is '", asked_isa(), "', which this machine does not have; it has ",
-               gk_cpu_isas());
+        failed(op, "GPUKERN_CPU is '", asked_isa(), "', which this machine does not have; it has ", gk_cpu_isas());
     }
     return asked_isa();
 }
@@ -105,8 +104,7 @@ class Call {
         if (!aoti_torch_get_current_cuda_stream) failed(op, "this torch has no CUDA");
         torch_ok(op, aoti_torch_get_current_cuda_stream(first.device.index, &context_.stream));
 #else
-        bad_argument(op, first.name, " is on ", first.device.name(),
-                     "; this build of gpukern has kernels for the cpu");
+        bad_argument(op, first.name, " is on ", first.device.name(), "; this build of gpukern has kernels for the cpu");
 #endif
     }
     Call(const Call &) = delete; // context_ points into it
@@ -159,11 +157,10 @@ class Call {
 inline std::string to_json(const gk_explanation &e) {
     std::ostringstream json;
     json.precision(17);
-    json << "{\"row\": \"" << e.row << "\", \"isa\": \"" << e.isa << "\", \"tile\": [" << e.tile[0]
-         << ", " << e.tile[1] << ", " << e.tile[2] << ", " << e.tile[3]
-         << "], \"tasks\": " << e.tasks << ", \"chunks\": " << e.chunks
-         << ", \"bytes\": " << e.bytes << ", \"flops\": " << e.flops
-         << ", \"workspace_bytes\": " << e.workspace_bytes << "}";
+    json << "{\"row\": \"" << e.row << "\", \"isa\": \"" << e.isa << "\", \"tile\": [" << e.tile[0] << ", " << e.tile[1]
+         << ", " << e.tile[2] << ", " << e.tile[3] << "], \"tasks\": " << e.tasks << ", \"chunks\": " << e.chunks
+         << ", \"bytes\": " << e.bytes << ", \"flops\": " << e.flops << ", \"workspace_bytes\": " << e.workspace_bytes
+         << "}";
     return json.str();
 }
 

@@ -17,9 +17,7 @@ inline std::string shape_text(const Tensor &t) { return shape_text(t.view.shape,
 inline std::string shape_text(const Shape &s) { return shape_text(s.size, s.ndim); }
 
 // ---- dtype and device ---------------------------------------------------------------------------
-inline bool is_float(const Tensor &t) {
-    return t.dtype->gk >= 0 && t.dtype->gk != GK_I32 && t.dtype->gk != GK_I64;
-}
+inline bool is_float(const Tensor &t) { return t.dtype->gk >= 0 && t.dtype->gk != GK_I32 && t.dtype->gk != GK_I64; }
 
 inline void check_float(const char *op, const Tensor &t) {
     if (!is_float(t)) bad_argument(op, t.name, " must be ", kFloats, ", got ", t.dtype->name);
@@ -32,46 +30,42 @@ inline void check_dtype(const char *op, const Tensor &t, gk_dtype want) {
 
 inline void check_same_dtype(const char *op, const Tensor &t, const Tensor &first) {
     if (t.dtype->code == first.dtype->code) return;
-    bad_argument(op, t.name, " has dtype ", t.dtype->name, ", ", first.name, " has ",
-                 first.dtype->name, "; they must match");
+    bad_argument(op, t.name, " has dtype ", t.dtype->name, ", ", first.name, " has ", first.dtype->name,
+                 "; they must match");
 }
 
 inline void check_same_device(const char *op, const Tensor &t, const Tensor &first) {
     if (t.device == first.device) return;
-    bad_argument(op, t.name, " is on ", t.device.name(), ", ", first.name, " is on ",
-                 first.device.name(), "; they must be on one device");
+    bad_argument(op, t.name, " is on ", t.device.name(), ", ", first.name, " is on ", first.device.name(),
+                 "; they must be on one device");
 }
 
 // lse, sinks and slopes: float32, and float64 where the op computes in float64.
-inline gk_dtype wide_dtype(const Tensor &first) {
-    return first.dtype->gk == GK_F64 ? GK_F64 : GK_F32;
-}
+inline gk_dtype wide_dtype(const Tensor &first) { return first.dtype->gk == GK_F64 ? GK_F64 : GK_F32; }
 
 // ---- dimensions ---------------------------------------------------------------------------------
 // `letters` names the dimensions as the docs do, e.g. "[B, Hq, Sq, D]".
 inline void check_ndim(const char *op, const Tensor &t, int ndim, const char *letters) {
     if (t.view.ndim == ndim) return;
-    bad_argument(op, t.name, " must have ", ndim, ndim == 1 ? " dimension " : " dimensions ",
-                 letters, ", got ", t.view.ndim);
+    bad_argument(op, t.name, " must have ", ndim, ndim == 1 ? " dimension " : " dimensions ", letters, ", got ",
+                 t.view.ndim);
 }
 
 inline void check_ndim_range(const char *op, const Tensor &t, int least) {
     if (t.view.ndim < least) {
-        bad_argument(op, t.name, " must have at least ", least,
-                     least == 1 ? " dimension" : " dimensions", ", got ", t.view.ndim);
+        bad_argument(op, t.name, " must have at least ", least, least == 1 ? " dimension" : " dimensions", ", got ",
+                     t.view.ndim);
     }
     if (t.view.ndim > GK_MAX_DIMS) {
-        bad_argument(op, t.name, " must have at most ", GK_MAX_DIMS, " dimensions, got ",
-                     t.view.ndim);
+        bad_argument(op, t.name, " must have at most ", GK_MAX_DIMS, " dimensions, got ", t.view.ndim);
     }
 }
 
 // "k has head_dim 64, q has 128; they must match"
-inline void check_same(const char *op, const Tensor &t, const char *what, int64_t got,
-                       const Tensor &other, int64_t want) {
+inline void check_same(const char *op, const Tensor &t, const char *what, int64_t got, const Tensor &other,
+                       int64_t want) {
     if (got == want) return;
-    bad_argument(op, t.name, " has ", what, " ", got, ", ", other.name, " has ", want,
-                 "; they must match");
+    bad_argument(op, t.name, " has ", what, " ", got, ", ", other.name, " has ", want, "; they must match");
 }
 
 inline void check_shape(const char *op, const Tensor &t, const Shape &want) {
@@ -79,8 +73,7 @@ inline void check_shape(const char *op, const Tensor &t, const Shape &want) {
     for (int d = 0; same && d < want.ndim; ++d) same = t.view.shape[d] == want.size[d];
     if (same) return;
     if (t.view.ndim > GK_MAX_DIMS) {
-        bad_argument(op, t.name, " must have shape ", shape_text(want), ", got ", t.view.ndim,
-                     " dimensions");
+        bad_argument(op, t.name, " must have shape ", shape_text(want), ", got ", t.view.ndim, " dimensions");
     }
     bad_argument(op, t.name, " must have shape ", shape_text(want), ", got ", shape_text(t));
 }
@@ -90,8 +83,7 @@ inline void check_head_dim(const char *op, const Tensor &t, int64_t head_dim) {
     bad_argument(op, t.name, " has head_dim ", head_dim, "; it must be 1 to 512");
 }
 
-inline void check_head_ratio(const char *op, const Tensor &q, int64_t heads_q, const Tensor &k,
-                             int64_t heads_kv) {
+inline void check_head_ratio(const char *op, const Tensor &q, int64_t heads_q, const Tensor &k, int64_t heads_kv) {
     if (heads_kv > 0 ? heads_q % heads_kv == 0 : heads_q == 0) return;
     bad_argument(op, k.name, " has ", heads_kv, " heads, ", q.name, " has ", heads_q, "; ", q.name,
                  "'s must be a multiple of ", k.name, "'s");
@@ -117,8 +109,8 @@ inline void check_not_negative(const char *op, const char *name, int64_t x) {
 
 // ---- arguments that several ops have ------------------------------------------------------------
 // A tensor of the caller's that only has to be of one shape, dtype and place.
-inline void check_tensor(const char *op, Tensor &t, const char *name, const Tensor &first,
-                         gk_dtype dtype, const Shape &shape) {
+inline void check_tensor(const char *op, Tensor &t, const char *name, const Tensor &first, gk_dtype dtype,
+                         const Shape &shape) {
     t.read(op, name);
     check_same_device(op, t, first);
     check_dtype(op, t, dtype);
@@ -126,17 +118,15 @@ inline void check_tensor(const char *op, Tensor &t, const char *name, const Tens
 }
 
 // int32 [n]
-inline void check_index(const char *op, Tensor &t, const char *name, const Tensor &first,
-                        int64_t n) {
+inline void check_index(const char *op, Tensor &t, const char *name, const Tensor &first, int64_t n) {
     check_tensor(op, t, name, first, GK_I32, Shape{1, {n}});
 }
 
 // From `scale` to `sinks` in signature order; q is read and checked. Fills all of the rules but the
 // diagonal and kv_start, kv_end.
-inline gk_attn_rules check_rules(const char *op, const Tensor &q, int64_t batch, int64_t heads_q,
-                                 bool is_causal, OptDouble scale, int64_t window_left,
-                                 int64_t window_right, double softcap, Tensor &alibi_slopes,
-                                 Tensor &sinks) {
+inline gk_attn_rules check_rules(const char *op, const Tensor &q, int64_t batch, int64_t heads_q, bool is_causal,
+                                 OptDouble scale, int64_t window_left, int64_t window_right, double softcap,
+                                 Tensor &alibi_slopes, Tensor &sinks) {
     gk_attn_rules rules{};
     if (scale.given) check_finite(op, "scale", scale.value);
     rules.scale = scale.given ? scale.value : 1 / std::sqrt(static_cast<double>(q.size(q.last())));
@@ -154,14 +144,12 @@ inline gk_attn_rules check_rules(const char *op, const Tensor &q, int64_t batch,
         check_same_device(op, alibi_slopes, q);
         check_dtype(op, alibi_slopes, wide_dtype(q));
         bool shared = alibi_slopes.view.ndim == 1 && alibi_slopes.size(0) == heads_q;
-        bool own = alibi_slopes.view.ndim == 2 && alibi_slopes.size(0) == batch &&
-                   alibi_slopes.size(1) == heads_q;
+        bool own = alibi_slopes.view.ndim == 2 && alibi_slopes.size(0) == batch && alibi_slopes.size(1) == heads_q;
         if (!shared && !own) {
-            bad_argument(op, "alibi_slopes must have shape ", shape_text(Shape{1, {heads_q}}),
-                         " or ", shape_text(Shape{2, {batch, heads_q}}), ", got ",
-                         alibi_slopes.view.ndim > GK_MAX_DIMS
-                             ? std::to_string(alibi_slopes.view.ndim) + " dimensions"
-                             : shape_text(alibi_slopes));
+            bad_argument(op, "alibi_slopes must have shape ", shape_text(Shape{1, {heads_q}}), " or ",
+                         shape_text(Shape{2, {batch, heads_q}}), ", got ",
+                         alibi_slopes.view.ndim > GK_MAX_DIMS ? std::to_string(alibi_slopes.view.ndim) + " dimensions"
+                                                              : shape_text(alibi_slopes));
         }
         rules.alibi_slopes = &alibi_slopes.view;
     }

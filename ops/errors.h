@@ -29,8 +29,7 @@ template <class... Parts> std::string error_text(const char *op, const Parts &..
 
 // Shape, dtype, device or value: ValueError in Python.
 template <class... Parts>
-[[noreturn]] __attribute__((cold, noinline)) void bad_argument(const char *op,
-                                                               const Parts &...parts) {
+[[noreturn]] __attribute__((cold, noinline)) void bad_argument(const char *op, const Parts &...parts) {
     throw std::invalid_argument(error_text(op, parts...));
 }
 

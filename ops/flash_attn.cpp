@@ -103,9 +103,8 @@ template <class Args> int64_t check_lengths(const char *op, Args &x) {
 
 template <class Args> gk_attn_rules check_dense_rules(const char *op, Args &x) {
     int64_t batch = x.q.size(0);
-    gk_attn_rules rules =
-        check_rules(op, x.q, batch, x.q.size(1), x.is_causal, x.scale, x.window_left,
-                    x.window_right, x.softcap, x.alibi_slopes, x.sinks);
+    gk_attn_rules rules = check_rules(op, x.q, batch, x.q.size(1), x.is_causal, x.scale, x.window_left, x.window_right,
+                                      x.softcap, x.alibi_slopes, x.sinks);
     rules.diagonal = x.diagonal;
     if (x.kv_start) {
         check_index(op, x.kv_start, "kv_start", x.q, batch);
@@ -119,8 +118,8 @@ template <class Args> gk_attn_rules check_dense_rules(const char *op, Args &x) {
 }
 
 template <class Args> gk_attn_rules check_packed_rules(const char *op, Args &x, int64_t batch) {
-    return check_rules(op, x.q, batch, x.q.size(1), x.is_causal, x.scale, x.window_left,
-                       x.window_right, x.softcap, x.alibi_slopes, x.sinks);
+    return check_rules(op, x.q, batch, x.q.size(1), x.is_causal, x.scale, x.window_left, x.window_right, x.softcap,
+                       x.alibi_slopes, x.sinks);
 }
 
 // grad_out before q, as the schema has it; its shape follows from q and v and is checked after
@@ -142,8 +141,7 @@ Shape lse_shape(const Tensor &q) {
     return shape;
 }
 
-void check_out_lse(const char *op, const Tensor &q, const Tensor &v, Tensor &grad_out, Tensor &out,
-                   Tensor &lse) {
+void check_out_lse(const char *op, const Tensor &q, const Tensor &v, Tensor &grad_out, Tensor &out, Tensor &lse) {
     check_same_device(op, grad_out, q);
     check_same_dtype(op, grad_out, q);
     check_shape(op, grad_out, out_shape(q, v));
@@ -155,17 +153,13 @@ void check_out_lse(const char *op, const Tensor &q, const Tensor &v, Tensor &gra
 // A dense result is stored [B, S, H, D] if the input that it follows is.
 bool tokens_first(const Tensor &t) { return t.view.ndim == 4 && t.stride(1) < t.stride(2); }
 
-Tensor like(const char *op, const Tensor &t) {
-    return empty(op, shape_of(t), t.dtype, t.device, tokens_first(t));
-}
+Tensor like(const char *op, const Tensor &t) { return empty(op, shape_of(t), t.dtype, t.device, tokens_first(t)); }
 
 Tensor make_out(const char *op, const Tensor &q, const Tensor &v) {
     return empty(op, out_shape(q, v), q.dtype, q.device, tokens_first(q));
 }
 
-Tensor make_lse(const char *op, const Tensor &q) {
-    return empty(op, lse_shape(q), dtype_of(wide_dtype(q)), q.device);
-}
+Tensor make_lse(const char *op, const Tensor &q) { return empty(op, lse_shape(q), dtype_of(wide_dtype(q)), q.device); }
 
 // ---- forward ------------------------------------------------------------------------------------
 // A checked call.
@@ -302,8 +296,7 @@ gk_flash_attn_bwd_args check(const char *op, PackedBwdArgs &x) {
     return args;
 }
 
-template <class Args>
-Gradients make_gradients(const char *op, Args &x, gk_flash_attn_bwd_args *args) {
+template <class Args> Gradients make_gradients(const char *op, Args &x, gk_flash_attn_bwd_args *args) {
     Tensor dq = like(op, x.q), dk = like(op, x.k), dv = like(op, x.v);
     OptTensor dsinks;
     if (x.sinks) dsinks = empty(op, shape_of(x.sinks), x.sinks.dtype, x.sinks.device);
@@ -314,8 +307,7 @@ Gradients make_gradients(const char *op, Args &x, gk_flash_attn_bwd_args *args) 
 }
 
 template <class Args>
-void fill_backward(const char *op, Args &x, const Gradients &gradients,
-                   gk_flash_attn_bwd_args *args) {
+void fill_backward(const char *op, Args &x, const Gradients &gradients, gk_flash_attn_bwd_args *args) {
     args->size = sizeof *args;
     args->fwd.size = sizeof args->fwd;
     fill_inputs(op, x.q, x.k, x.v, &args->fwd);

@@ -37,16 +37,15 @@ gk_precision parse_precision(std::string_view name) {
 void check_addend_dtype(const Tensor &t, const Tensor &a, const Dtype *out) {
     if (t.dtype->code == a.dtype->code || t.dtype->code == out->code) return;
     if (a.dtype->code == out->code) return check_same_dtype(kOp, t, a);
-    bad_argument(kOp, t.name, " must be ", a.dtype->name, " (as a) or ", out->name,
-                 " (as out_dtype), got ", t.dtype->name);
+    bad_argument(kOp, t.name, " must be ", a.dtype->name, " (as a) or ", out->name, " (as out_dtype), got ",
+                 t.dtype->name);
 }
 
 // a's, or float32 where that is the wider one.
 void check_out_dtype(const Dtype &out, const Tensor &a) {
     bool narrow = a.dtype->gk == GK_BF16 || a.dtype->gk == GK_F16;
     if (out.code == a.dtype->code || (narrow && out.gk == GK_F32)) return;
-    bad_argument(kOp, "out_dtype must be ", a.dtype->name, " (as a)", narrow ? " or float32" : "",
-                 ", got ", out.name);
+    bad_argument(kOp, "out_dtype must be ", a.dtype->name, " (as a)", narrow ? " or float32" : "", ", got ", out.name);
 }
 
 // The result's shape [batch..., M, N].
@@ -57,9 +56,8 @@ Shape result_shape(const Tensor &a, const Tensor &b) {
         int at_a = d - ndim + a.view.ndim, at_b = d - ndim + b.view.ndim;
         int64_t x = at_a < 0 ? 1 : a.size(at_a), y = at_b < 0 ? 1 : b.size(at_b);
         if (x != y && x != 1 && y != 1) {
-            bad_argument(kOp, "b has batch dimensions ", shape_text(b.view.shape, b.view.ndim - 2),
-                         ", a has ", shape_text(a.view.shape, a.view.ndim - 2),
-                         "; they must broadcast");
+            bad_argument(kOp, "b has batch dimensions ", shape_text(b.view.shape, b.view.ndim - 2), ", a has ",
+                         shape_text(a.view.shape, a.view.ndim - 2), "; they must broadcast");
         }
         shape.size[d] = x == 1 ? y : x;
     }
@@ -75,8 +73,7 @@ void check_broadcasts(const Tensor &c, const Shape &shape) {
         fits = c.size(d) == 1 || c.size(d) == shape.size[d + shift];
     }
     if (fits) return;
-    bad_argument(kOp, "c must broadcast to the result's shape ", shape_text(shape), ", got ",
-                 shape_text(c));
+    bad_argument(kOp, "c must broadcast to the result's shape ", shape_text(shape), ", got ", shape_text(c));
 }
 
 // A view with all dimensions of the result: missing batch dimensions have size 1.
@@ -109,8 +106,7 @@ gk_gemm_args check(GemmArgs &x, const Dtype **out_dtype, Shape *shape) {
     check_ndim_range(kOp, x.b, 2);
     int64_t k = x.a.size(x.a.last());
     if (x.b.size(x.b.last() - 1) != k) {
-        bad_argument(kOp, "b has ", x.b.size(x.b.last() - 1), " rows, a has ", k,
-                     " columns; they must match");
+        bad_argument(kOp, "b has ", x.b.size(x.b.last() - 1), " rows, a has ", k, " columns; they must match");
     }
     *shape = result_shape(x.a, x.b);
 

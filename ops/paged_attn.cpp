@@ -25,8 +25,7 @@ struct PagedArgs {           // the schema, member by member
 constexpr const char *kOp = "paged_attn";
 
 // k_cache and v_cache, of an op whose `first` argument sets dtype and device.
-void check_caches(const char *op, const Tensor &first, Tensor &k_cache, Tensor &v_cache,
-                  bool writable) {
+void check_caches(const char *op, const Tensor &first, Tensor &k_cache, Tensor &v_cache, bool writable) {
     k_cache.read(op, "k_cache", writable);
     check_same_device(op, k_cache, first);
     check_same_dtype(op, k_cache, first);
@@ -44,18 +43,15 @@ void check_caches(const char *op, const Tensor &first, Tensor &k_cache, Tensor &
 }
 
 // [] or [Hkv] float32 (float64 where q is)
-const gk_tensor *check_scale(const char *op, OptTensor &t, const char *name, const Tensor &first,
-                             int64_t heads_kv) {
+const gk_tensor *check_scale(const char *op, OptTensor &t, const char *name, const Tensor &first, int64_t heads_kv) {
     if (!t) return nullptr;
     t.read(op, name);
     check_same_device(op, t, first);
     check_dtype(op, t, wide_dtype(first));
     if (t.view.ndim == 0) return &t.view;
     if (t.view.ndim != 1 || t.size(0) != heads_kv) {
-        std::string got =
-            t.view.ndim > GK_MAX_DIMS ? std::to_string(t.view.ndim) + " dimensions" : shape_text(t);
-        bad_argument(op, name, " must have shape [] or ", shape_text(Shape{1, {heads_kv}}),
-                     ", got ", got);
+        std::string got = t.view.ndim > GK_MAX_DIMS ? std::to_string(t.view.ndim) + " dimensions" : shape_text(t);
+        bad_argument(op, name, " must have shape [] or ", shape_text(Shape{1, {heads_kv}}), ", got ", got);
     }
     return &t.view;
 }
@@ -86,8 +82,8 @@ gk_paged_attn_args check(PagedArgs &x) {
         bad_argument(kOp, "q has ", tokens, " tokens, block_table has ", batch,
                      " sequences; without cu_seqlens_q the tokens must be a multiple of them");
     }
-    args.rules = check_rules(kOp, x.q, batch, heads_q, x.is_causal, x.scale, x.window_left, -1,
-                             x.softcap, x.alibi_slopes, x.sinks);
+    args.rules = check_rules(kOp, x.q, batch, heads_q, x.is_causal, x.scale, x.window_left, -1, x.softcap,
+                             x.alibi_slopes, x.sinks);
     args.k_scale = check_scale(kOp, x.k_scale, "k_scale", x.q, heads_kv);
     args.v_scale = check_scale(kOp, x.v_scale, "v_scale", x.q, heads_kv);
     args.block_table = x.block_table.view;
@@ -233,8 +229,7 @@ bool overlap(const gk_tensor &x, const gk_tensor &y) {
 void check_written_once(const char *op, const Tensor &cache) {
     for (int d = 0; d < cache.view.ndim; ++d) {
         if (cache.size(d) > 1 && cache.stride(d) == 0) {
-            bad_argument(op, cache.name, " has stride 0 in dimension ", d,
-                         "; its elements must not share memory");
+            bad_argument(op, cache.name, " has stride 0 in dimension ", d, "; its elements must not share memory");
         }
     }
 }

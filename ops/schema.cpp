@@ -21,8 +21,7 @@
     "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, " \
     "Tensor? grad_lse=None, " DENSE_RULES ", bool deterministic=False)"
 
-#define PACKED_LENGTHS \
-    "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+#define PACKED_LENGTHS "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
 
 #define PACKED_RULES                                                                           \
     "bool is_causal=False, float? scale=None, SymInt window_left=-1, SymInt window_right=-1, " \

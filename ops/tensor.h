@@ -62,9 +62,7 @@ inline const Dtype *dtype_of(gk_dtype dtype) {
 struct Device {
     int32_t type, index;
 
-    bool operator==(const Device &other) const {
-        return type == other.type && (index == other.index || type == cpu());
-    }
+    bool operator==(const Device &other) const { return type == other.type && (index == other.index || type == cpu()); }
     bool operator!=(const Device &other) const { return !(*this == other); }
     bool is_cpu() const { return type == cpu(); }
 
@@ -180,8 +178,7 @@ struct Shape {
 
 // An uninitialised tensor, dense in the order of its dimensions; with `tokens_first` a
 // [B, H, S, D] tensor is stored as [B, S, H, D].
-inline Tensor empty(const char *op, const Shape &shape, const Dtype *dtype, Device device,
-                    bool tokens_first = false) {
+inline Tensor empty(const char *op, const Shape &shape, const Dtype *dtype, Device device, bool tokens_first = false) {
     static const int stored[4] = {3, 1, 2, 0}; // innermost first
     int64_t stride[GK_MAX_DIMS], dense = 1;
     bool fits = true;
@@ -194,8 +191,8 @@ inline Tensor empty(const char *op, const Shape &shape, const Dtype *dtype, Devi
         failed(op, "out of memory: the sizes of a result multiply to more than 2^59");
     }
     AtenTensorHandle handle;
-    torch_ok(op, aoti_torch_empty_strided(shape.ndim, shape.size, stride, dtype->code, device.type,
-                                          device.index, &handle));
+    torch_ok(op,
+             aoti_torch_empty_strided(shape.ndim, shape.size, stride, dtype->code, device.type, device.index, &handle));
     Tensor t(handle);
     t.dtype = dtype;
     t.device = device;

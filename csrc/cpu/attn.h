@@ -75,6 +75,29 @@ INLINE attn_seq attn_seq_of(const gk_flash_attn_args *a, const attn_shape *s, in
     return x;
 }
 
+/* ---- the span from the key side ---- */
+/* Key j is seen by the rows [first_row(j), end_row(j)); both grow with j. */
+INLINE int64_t first_row(const attn_seq *x, int64_t j) {
+    return x->span.right == GK_UNBOUNDED ? 0 : gk_clamp_i64(j - x->span.diagonal - x->span.right, 0, x->seq_q);
+}
+INLINE int64_t end_row(const attn_seq *x, int64_t j) {
+    return x->span.left == GK_UNBOUNDED ? x->seq_q : gk_clamp_i64(j - x->span.diagonal + x->span.left + 1, 0, x->seq_q);
+}
+
+/* Rows that see a key and keys that some row sees; the rest is never read and gets gradient 0. */
+typedef struct seen {
+    int64_t row_lo, row_hi, key_lo, key_hi;
+} seen;
+
+INLINE seen seen_of(const attn_seq *x) {
+    seen r = {0, 0, 0, 0};
+    if (x->seq_q == 0 || x->span.key_lo >= x->span.key_hi) return r;
+    r.row_lo = first_row(x, x->span.key_lo), r.row_hi = end_row(x, x->span.key_hi - 1);
+    if (r.row_lo >= r.row_hi) return (seen){0, 0, 0, 0};
+    r.key_lo = gk_span_lo(&x->span, r.row_lo), r.key_hi = gk_span_hi(&x->span, r.row_hi - 1);
+    return r;
+}
+
 /* ALiBi slope of query head h in sequence b; 0 = none. */
 INLINE float attn_slope(const gk_attn_rules *r, int64_t b, int64_t h) {
     const gk_tensor *t = r->alibi_slopes;

@@ -23,7 +23,10 @@
 
 #include <float.h>
 
-enum { ATTN_MAX_BQ = 256, ATTN_MAX_BKV = 256 };
+enum {
+    ATTN_MAX_BQ = 256,
+    ATTN_MAX_BKV = 256
+};
 _Static_assert(ATTN_MAX_BQ % NR == 0, "strips fill a block");
 
 /* m may lag 8 behind the largest score (in log2): p stays below 2^8, and O^T is rescaled only when m moves. */
@@ -60,13 +63,13 @@ INLINE void attn_keys_at(const attn_keys *x, int64_t j, int64_t n, const char **
 
 /* ---- lanes -------------------------------------------------------------------------------------- */
 typedef struct attn_lanes {
-    int64_t count;                                   /* lanes in use; the rest of the last strip copies the last one */
-    int64_t lo[ATTN_MAX_BQ], hi[ATTN_MAX_BQ];        /* keys seen */
-    int64_t position[ATTN_MAX_BQ];                   /* i + diagonal */
+    int64_t count;                                    /* lanes in use; the rest of the last strip copies the last one */
+    int64_t lo[ATTN_MAX_BQ], hi[ATTN_MAX_BQ];         /* keys seen */
+    int64_t position[ATTN_MAX_BQ];                    /* i + diagonal */
     int64_t out_at[ATTN_MAX_BQ], lse_at[ATTN_MAX_BQ]; /* elements */
     const char *q[ATTN_MAX_BQ];
     float slope_log2[ATTN_MAX_BQ];
-    float m[ATTN_MAX_BQ], l[ATTN_MAX_BQ];            /* running maximum (log2, may lag) and sum of p */
+    float m[ATTN_MAX_BQ], l[ATTN_MAX_BQ]; /* running maximum (log2, may lag) and sum of p */
 } attn_lanes;
 
 /* What is the same for every block of a call. */
@@ -132,8 +135,7 @@ INLINE void attn_pack_q(const attn_scratch *x, const attn_lanes *lanes, gk_dtype
         cell *to = x->q + n / NR * x->q_strip + n % NR;
         for (int64_t c = 0; c < cells; c += W) {
             vc r[W];
-            for (int i = 0; i < W; ++i)
-                r[i] = vc_load_along_k(lanes->q[n + i], dtype, c * PAIR, head_dim - c * PAIR);
+            for (int i = 0; i < W; ++i) r[i] = vc_load_along_k(lanes->q[n + i], dtype, c * PAIR, head_dim - c * PAIR);
             vc_transpose(r);
             for (int64_t i = 0; i < gk_min_i64(W, cells - c); ++i) vc_store(to + (c + i) * NR, r[i]);
         }
@@ -300,14 +302,16 @@ INLINE void attn_block(const attn_job *job, attn_lanes *lanes, const attn_keys *
         attn_pack_k(&x, k, n, job->dtype, head_dim);
         attn_pack_v(&x, v, n, job->dtype, head_dim_v);
         for (int64_t lane = 0; lane <= last; lane += NR) {
-            const int64_t strip = lane / NR, strip_last = gk_min_i64(lane + NR - 1, last), width = strip_last - lane + 1;
+            const int64_t strip = lane / NR, strip_last = gk_min_i64(lane + NR - 1, last),
+                          width = strip_last - lane + 1;
             if (lanes->hi[strip_last] <= j || lanes->lo[lane] >= j + n) continue;
             const bool edge = lanes->lo[strip_last] > j || lanes->hi[lane] < j + n;
             float *o = x.o + strip * x.o_strip;
             const int nv = width > W ? NV : 1;
             vf shrink[NV];
             bool moved;
-            tile_product(true, n, width, cells_of(head_dim), x.k, x.k_step, x.q + strip * x.q_strip, NR, x.s, NR, false);
+            tile_product(true, n, width, cells_of(head_dim), x.k, x.k_step, x.q + strip * x.q_strip, NR, x.s, NR,
+                         false);
             if (nv == 1)
                 moved = attn_softmax(x.s, n, j, lanes, lane, job, scale_log2, shrink, 1, true, true);
             else if (score_step)

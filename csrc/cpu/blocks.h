@@ -22,7 +22,10 @@ static const gk_gemm_blocks gk_gemm_blocks_avx512 __attribute__((unused)) = {336
 static const gk_gemm_blocks gk_gemm_blocks_avx512bf16 __attribute__((unused)) = {336, 512, 512, 2, 1 << 22};
 
 /* Rows up to which reading b in place beats packing it (16: two strips; 32: dot products reuse b from L1). */
-enum { GK_SKINNY_ROWS_ACROSS = 16, GK_SKINNY_ROWS_ALONG = 32 };
+enum {
+    GK_SKINNY_ROWS_ACROSS = 16,
+    GK_SKINNY_ROWS_ALONG = 32
+};
 
 /* Few rows: columns of a task, rows of b per step (across; more of them where more than few_rows rows of a share the
  * loads and stores of C), values of b in flight per thread, chunk of k (along; x TN columns it stays in L1).
@@ -51,7 +54,7 @@ typedef struct gk_attn_blocks {
 /* One core, S 1024, GFLOP/s f32 full, f32 causal, bf16 full, bf16 causal at d64: 128 x 64 99 92 183 170, 128 x 192 100 88 185 163,
  * 64 x 128 95 86 177 163, 256 x 256 99 79 188 149 */
 static const gk_attn_blocks gk_attn_fwd_blocks[] __attribute__((unused)) = {
-    {64, 128, 64, 32},
+    {64, 128, 64, 32},  /* the figures above */
     {128, 128, 64, 32}, /* f32, bf16 full at d128: 101 195; 128 x 128 102 194, 64 x 128 96 186 */
     {256, 128, 64, 32}, /* by size, not measured: K and V tiles take 128 KiB of L2 in float32 */
     {512, 64, 64, 32},  /* by size, not measured: O^T of 64 lanes takes 128 KiB of L2 */
@@ -74,8 +77,8 @@ static const gk_attn_bwd_blocks gk_attn_bwd_blocks_avx2 __attribute__((unused)) 
 /* not timed: as avx2 */
 static const gk_attn_bwd_blocks gk_attn_bwd_blocks_base __attribute__((unused)) = {64, 128, 64};
 
-#define GK_ATTN_BWD_TASKS 16                      /* with fewer (sequence, kv head) pairs the keys are split ... */
-#define GK_ATTN_BWD_CHUNK_KEYS 512                /* ... into chunks of at least so many keys ... */
+#define GK_ATTN_BWD_TASKS 16                       /* with fewer (sequence, kv head) pairs the keys are split ... */
+#define GK_ATTN_BWD_CHUNK_KEYS 512                 /* ... into chunks of at least so many keys ... */
 #define GK_ATTN_BWD_CHUNK_BYTES (INT64_C(1) << 28) /* ... whose copies of dQ together take at most this */
 
 /* paged: sequences of at most max_lanes (query tokens x heads of the group) are read key by key, `unit` keys of one head

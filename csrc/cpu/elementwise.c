@@ -10,7 +10,9 @@
 
 #include <float.h>
 
-enum { MERGE_ROWS = 64 }; /* about 100 KB of traffic at Dv 128: far more than handing out a task costs */
+enum {
+    MERGE_ROWS = 64
+}; /* about 100 KB of traffic at Dv 128: far more than handing out a task costs */
 
 static size_t no_workspace(const gk_context *ctx, const void *args) {
     (void)ctx, (void)args;
@@ -66,9 +68,10 @@ static void write_task(void *arg, int64_t task, int64_t worker) {
                                                          : ((const int32_t *)job->slots->data)[i];
         if (slot < 0) continue;
         const int64_t from = t * x->stride[0] + h * x->stride[1];
-        const int64_t to = slot / block_size * cache->stride[0] + slot % block_size * cache->stride[1] + h * cache->stride[2];
-        write_row((const char *)x->data + bytes * from, x->stride[2], (char *)cache->data + bytes * to, cache->stride[3],
-                  x->dtype, x->shape[2], scale);
+        const int64_t to =
+            slot / block_size * cache->stride[0] + slot % block_size * cache->stride[1] + h * cache->stride[2];
+        write_row((const char *)x->data + bytes * from, x->stride[2], (char *)cache->data + bytes * to,
+                  cache->stride[3], x->dtype, x->shape[2], scale);
     }
 }
 
@@ -100,7 +103,8 @@ static int64_t row_offset(const gk_tensor *t, int ndim, int64_t row) {
 static void copy_row(const gk_tensor *x, int64_t from, const gk_tensor *out, int64_t to, int64_t n) {
     const int64_t stride = x->stride[x->ndim - 1], bytes = (int64_t)gk_dtype_bytes(x->dtype);
     for (int64_t d = 0; d < n; ++d)
-        memcpy((char *)out->data + bytes * (to + d), (const char *)x->data + bytes * (from + d * stride), (size_t)bytes);
+        memcpy((char *)out->data + bytes * (to + d), (const char *)x->data + bytes * (from + d * stride),
+               (size_t)bytes);
 }
 
 /* n values of a row whose elements lie `stride` apart */

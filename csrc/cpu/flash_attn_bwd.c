@@ -44,15 +44,14 @@ static const double LOG2E = 1.4426950408889634;
 
 typedef struct sizes {
     gk_attn_bwd_blocks tile;
-    int64_t tokens_q;            /* of the whole call */
-    int64_t ld_d, ld_dv;         /* rows of D, Dv floats or cells */
-    int64_t ld_kd, ld_kdv;       /* rows of cells_of(D), cells_of(Dv) */
-    int64_t ld_q, ld_qc;         /* rows of BQ floats, of cells_of(BQ) */
-    int64_t dq_blocks, dq_block; /* blocks [D][NR] of dQ of a head at most; floats of one */
+    int64_t tokens_q;                         /* of the whole call */
+    int64_t ld_d, ld_dv;                      /* rows of D, Dv floats or cells */
+    int64_t ld_kd, ld_kdv;                    /* rows of cells_of(D), cells_of(Dv) */
+    int64_t ld_q, ld_qc;                      /* rows of BQ floats, of cells_of(BQ) */
+    int64_t dq_blocks, dq_block;              /* blocks [D][NR] of dQ of a head at most; floats of one */
     int64_t chunk_keys, chunks, heads, tasks; /* heads: sequences x kv heads */
     int64_t workers;
-    size_t order_at, lse_hi_at, lse_lo_at, delta_at, left_at, dsink_at, worker_at, worker_bytes, dq_at,
-        total_bytes;
+    size_t order_at, lse_hi_at, lse_lo_at, delta_at, left_at, dsink_at, worker_at, worker_bytes, dq_at, total_bytes;
 } sizes;
 
 /* A row length in floats whose rows start in different cache sets: an odd number of lines. */
@@ -74,9 +73,8 @@ typedef struct scratch {
 static size_t scratch_make(scratch *w, const sizes *z, const attn_shape *s, char *base) {
     const int64_t bq = z->tile.bq, bkv = z->tile.bkv;
     size_t at = 0;
-#define PLACE(field, rows, ld)       \
-    (w->field = (void *)(base + at), \
-     at += 4 * (size_t)((rows) * (ld) + LINE)) /* a line to spare: pack_panel */
+#define PLACE(field, rows, ld) \
+    (w->field = (void *)(base + at), at += 4 * (size_t)((rows) * (ld) + LINE)) /* a line to spare: pack_panel */
     PLACE(k_rows, bkv, z->ld_kd);
     PLACE(v_rows, bkv, z->ld_kdv);
     PLACE(q_t, cells_of(s->head_dim), z->ld_q);
@@ -115,8 +113,7 @@ static sizes sizes_of(const gk_context *ctx, const gk_flash_attn_bwd_args *a, co
     int64_t chunks = gk_ceil_div(GK_ATTN_BWD_TASKS, gk_max_i64(1, z.heads));
     chunks = gk_min_i64(chunks, s->max_seq_k / GK_ATTN_BWD_CHUNK_KEYS);
     chunks = gk_max_i64(1, gk_min_i64(chunks, GK_ATTN_BWD_CHUNK_BYTES / gk_max_i64(1, dq_bytes)));
-    z.chunk_keys =
-        gk_max_i64(1, gk_ceil_div(gk_ceil_div(s->max_seq_k, chunks), z.tile.bkv)) * z.tile.bkv;
+    z.chunk_keys = gk_max_i64(1, gk_ceil_div(gk_ceil_div(s->max_seq_k, chunks), z.tile.bkv)) * z.tile.bkv;
     z.chunks = gk_max_i64(1, gk_ceil_div(s->max_seq_k, z.chunk_keys));
     z.tasks = z.heads * z.chunks;
     z.workers = gk_num_workers(ctx, z.tasks);
@@ -147,43 +144,12 @@ typedef struct job {
     const int64_t (*order)[2]; /* [batch] {pairs, sequence}, most pairs first */
 } job;
 
-/* ---- the span from the key side -------------------------------------------------------------- */
-/* Key j is seen by the rows [first_row(j), end_row(j)); both grow with j. */
-static int64_t first_row(const attn_seq *x, int64_t j) {
-    return x->span.right == GK_UNBOUNDED
-               ? 0
-               : gk_clamp_i64(j - x->span.diagonal - x->span.right, 0, x->seq_q);
-}
-static int64_t end_row(const attn_seq *x, int64_t j) {
-    return x->span.left == GK_UNBOUNDED
-               ? x->seq_q
-               : gk_clamp_i64(j - x->span.diagonal + x->span.left + 1, 0, x->seq_q);
-}
-
-/* Rows that see a key and keys that some row sees; the rest is never read and gets gradient 0. */
-typedef struct seen {
-    int64_t row_lo, row_hi, key_lo, key_hi;
-} seen;
-
-static seen seen_of(const attn_seq *x) {
-    seen r = {0, 0, 0, 0};
-    if (x->seq_q == 0 || x->span.key_lo >= x->span.key_hi) return r;
-    r.row_lo = first_row(x, x->span.key_lo), r.row_hi = end_row(x, x->span.key_hi - 1);
-    if (r.row_lo >= r.row_hi) return (seen){0, 0, 0, 0};
-    r.key_lo = gk_span_lo(&x->span, r.row_lo), r.key_hi = gk_span_hi(&x->span, r.row_hi - 1);
-    return r;
-}
-
 /* Offset of row 0 of sequence b and head h in a tensor like q or k; `first` is its first token. */
 static int64_t row0_of(const job *g, const gk_tensor *t, int64_t b, int64_t h, int64_t first) {
     return h * t->stride[1] + (g->shape.packed ? first * t->stride[0] : b * t->stride[0]);
 }
-static int64_t first_q(const job *g, int64_t b) {
-    return g->shape.packed ? i32_at(g->args->fwd.cu_seqlens_q, b) : 0;
-}
-static int64_t first_k(const job *g, int64_t b) {
-    return g->shape.packed ? i32_at(g->args->fwd.cu_seqlens_k, b) : 0;
-}
+static int64_t first_q(const job *g, int64_t b) { return g->shape.packed ? i32_at(g->args->fwd.cu_seqlens_q, b) : 0; }
+static int64_t first_k(const job *g, int64_t b) { return g->shape.packed ? i32_at(g->args->fwd.cu_seqlens_k, b) : 0; }
 
 static void *at(const gk_tensor *t, int64_t element) {
     return (char *)t->data + (int64_t)gk_dtype_bytes(t->dtype) * element;
@@ -191,8 +157,7 @@ static void *at(const gk_tensor *t, int64_t element) {
 
 static void zero_rows(void *dst, gk_dtype dtype, int64_t row_stride, int64_t rows, int64_t dim) {
     const size_t es = gk_dtype_bytes(dtype);
-    for (int64_t i = 0; i < rows; ++i)
-        memset((char *)dst + (int64_t)es * i * row_stride, 0, es * (size_t)dim);
+    for (int64_t i = 0; i < rows; ++i) memset((char *)dst + (int64_t)es * i * row_stride, 0, es * (size_t)dim);
 }
 
 /* ---- phase 1: lse and delta ------------------------------------------------------------------ */
@@ -223,8 +188,7 @@ static void pre_task(void *arg, int64_t task, int64_t worker) {
     const job *g = arg;
     const gk_flash_attn_bwd_args *a = g->args;
     const gk_flash_attn_args *f = &a->fwd;
-    const int64_t b = task / g->shape.heads_q, h = task % g->shape.heads_q,
-                  dim = g->shape.head_dim_v;
+    const int64_t b = task / g->shape.heads_q, h = task % g->shape.heads_q, dim = g->shape.head_dim_v;
     const int r = attn_row_dim(&g->shape);
     const attn_seq x = attn_seq_of(f, &g->shape, b);
     const char *out = at(&f->out, x.out_first + h * x.out_head);
@@ -246,8 +210,7 @@ static void pre_task(void *arg, int64_t task, int64_t worker) {
         for (int64_t i = 0; i < W; ++i) {
             const int64_t row = i0 + gk_min_i64(i, rows - 1), key = gk_span_lo(&x.span, row);
             const bool alone = sink == -INFINITY && gk_span_hi(&x.span, row) == key + 1;
-            o_row[i] = alone ? x.v + es * (h / g->shape.group * x.v_head + key * x.v_row)
-                             : out + es * row * x.out_row;
+            o_row[i] = alone ? x.v + es * (h / g->shape.group * x.v_head + key * x.v_row) : out + es * row * x.out_row;
             d_row[i] = grad + es * row * grad_row;
         }
         vf sum = vf_set1(0), parts = vf_set1(0);
@@ -269,8 +232,7 @@ static void pre_task(void *arg, int64_t task, int64_t worker) {
                 continue;
             }
             delta[i] = sum[r_i];
-            if (grad_lse)
-                delta[i] -= ((const float *)grad_lse->data)[dlse + i * grad_lse->stride[r]];
+            if (grad_lse) delta[i] -= ((const float *)grad_lse->data)[dlse + i * grad_lse->stride[r]];
             hi[i] = (float)(l * unit);
             lo[i] = (float)(l * unit - hi[i]);
         }
@@ -286,10 +248,9 @@ typedef struct pair {
     const attn_seq *x;
     int64_t key0, keys;      /* key tile */
     int64_t i0, rows, lanes; /* query tile; lanes: rows rounded up to whole vectors of cells */
-    vf lse_hi[MAX_BQ / W], lse_lo[MAX_BQ / W],
-        delta[MAX_BQ / W];             /* lanes past the rows: lse = inf makes P = 0 */
-    vi lo[MAX_BQ / W], hi[MAX_BQ / W]; /* keys seen, from the key tile's first */
-    float scale2;                      /* scale in log2 units */
+    vf lse_hi[MAX_BQ / W], lse_lo[MAX_BQ / W], delta[MAX_BQ / W]; /* lanes past the rows: lse = inf makes P = 0 */
+    vi lo[MAX_BQ / W], hi[MAX_BQ / W];                            /* keys seen, from the key tile's first */
+    float scale2;                                                 /* scale in log2 units */
     float cap_in, cap_out;  /* softcap: cap_out tanh(cap_in s), in log2 units; cap_in 0 = off */
     float slope2, distance; /* ALiBi in log2 units; position of query 0 less that of key 0 */
     vf *left;               /* sums of dS over keys, as lse_hi lies; NULL = dsinks is not wanted */
@@ -327,8 +288,7 @@ INLINE void score_strip(const pair *t, const strip *r, const bool masked, const 
                             x = x * t->scale2;
                         }
                         const vf distance = iota + (t->distance + (float)(l + v * W - key - k - u));
-                        x = x - t->slope2 * vf_max(-distance, distance) - t->lse_hi[lane] -
-                            t->lse_lo[lane];
+                        x = x - t->slope2 * vf_max(-distance, distance) - t->lse_hi[lane] - t->lse_lo[lane];
                     } else if (PAIR == 2) {
                         x = vf_fma(x, vf_set1(t->scale2), -t->lse_hi[lane]);
                     } else {
@@ -353,8 +313,7 @@ INLINE void score_strip(const pair *t, const strip *r, const bool masked, const 
             if (PAIR == 2) {
 #pragma GCC unroll 2
                 for (int v = 0; v < PAIR; ++v)
-                    vc_store(w->ds_panel + (key + k) / PAIR * ld + l + v * W,
-                             vc_from_rows(ds[0][v], ds[PAIR - 1][v]));
+                    vc_store(w->ds_panel + (key + k) / PAIR * ld + l + v * W, vc_from_rows(ds[0][v], ds[PAIR - 1][v]));
             }
         }
 }
@@ -371,55 +330,48 @@ static void pair_run(const pair *t, int64_t from, int64_t to, float *dq, int64_t
     const scratch *w = t->w;
     const sizes *z = &t->g->z;
     const gk_span *span = &t->x->span;
-    const int64_t dim = t->g->shape.head_dim, dim_v = t->g->shape.head_dim_v, ld_q = z->ld_q,
-                  ld_qc = z->ld_qc;
+    const int64_t dim = t->g->shape.head_dim, dim_v = t->g->shape.head_dim_v, ld_q = z->ld_q, ld_qc = z->ld_qc;
     const bool modified = scores_are_modified(&t->g->args->fwd.rules);
 
     for (int64_t k = from; k < to; k += z->tile.strip) {
         const int64_t keys = gk_min_i64(z->tile.strip, to - k), skip = PAIR == 1 ? k * ld_q : 0;
-        const int64_t row0 =
-            gk_clamp_i64(first_row(t->x, t->key0 + k) - t->i0, 0, t->rows - 1) / NR * NR;
-        const int64_t row1 =
-            gk_clamp_i64(end_row(t->x, t->key0 + k + keys - 1) - t->i0, row0 + 1, t->rows);
+        const int64_t row0 = gk_clamp_i64(first_row(t->x, t->key0 + k) - t->i0, 0, t->rows - 1) / NR * NR;
+        const int64_t row1 = gk_clamp_i64(end_row(t->x, t->key0 + k + keys - 1) - t->i0, row0 + 1, t->rows);
         const strip r = {k, keys, row0, gk_min_i64(t->lanes, gk_round_up(row1, NR))};
         const int64_t rows = gk_min_i64(r.lane1, t->rows) - row0;
         const bool masked = gk_span_lo(span, t->i0 + row0 + rows - 1) > t->key0 + k ||
-                            gk_span_hi(span, t->i0 + row0) < t->key0 + k + keys ||
-                            k + keys > t->keys;
+                            gk_span_hi(span, t->i0 + row0) < t->key0 + k + keys || k + keys > t->keys;
         /* 3. scores */
-        tile_product(true, keys, r.lane1 - row0, cells_of(dim), w->k_rows + k * z->ld_kd, z->ld_kd,
-                     w->q_t + row0, ld_q, w->s + skip + row0, ld_q, false);
-        tile_product(true, keys, r.lane1 - row0, cells_of(dim_v), w->v_rows + k * z->ld_kdv,
-                     z->ld_kdv, w->do_t + row0, ld_q, w->dp + skip + row0, ld_q, false);
+        tile_product(true, keys, r.lane1 - row0, cells_of(dim), w->k_rows + k * z->ld_kd, z->ld_kd, w->q_t + row0, ld_q,
+                     w->s + skip + row0, ld_q, false);
+        tile_product(true, keys, r.lane1 - row0, cells_of(dim_v), w->v_rows + k * z->ld_kdv, z->ld_kdv, w->do_t + row0,
+                     ld_q, w->dp + skip + row0, ld_q, false);
         if (modified)
             (masked ? score_both : score_modified)(t, &r);
         else
             (masked ? score_masked : score_plain)(t, &r);
         /* 4. gradients */
         const int64_t c0 = row0 / PAIR, cells = cells_of(rows);
-        tile_product(true, keys, dim_v, cells, w->p_rows + k * ld_qc + c0, ld_qc,
-                     w->do_panel + c0 * z->ld_dv, z->ld_dv, w->dv + k * z->ld_dv, z->ld_dv, true);
-        tile_product(true, keys, dim, cells, w->ds_rows + k * ld_qc + c0, ld_qc,
-                     w->q_panel + c0 * z->ld_d, z->ld_d, w->dk + k * z->ld_d, z->ld_d, true);
+        tile_product(true, keys, dim_v, cells, w->p_rows + k * ld_qc + c0, ld_qc, w->do_panel + c0 * z->ld_dv, z->ld_dv,
+                     w->dv + k * z->ld_dv, z->ld_dv, true);
+        tile_product(true, keys, dim, cells, w->ds_rows + k * ld_qc + c0, ld_qc, w->q_panel + c0 * z->ld_d, z->ld_d,
+                     w->dk + k * z->ld_d, z->ld_d, true);
     }
     for (int64_t l = 0; l < t->rows; l += NR, dq += z->dq_block) {
-        const int64_t lo = gk_span_lo(span, t->i0 + l),
-                      hi = gk_span_hi(span, t->i0 + gk_min_i64(l + NR, t->rows) - 1);
+        const int64_t lo = gk_span_lo(span, t->i0 + l), hi = gk_span_hi(span, t->i0 + gk_min_i64(l + NR, t->rows) - 1);
         const int64_t k = gk_max_i64(from, (lo - t->key0) / PAIR * PAIR),
                       end = gk_min_i64(to, gk_round_up(hi - t->key0, PAIR));
         if (k >= end) continue;
         /* the first keys of the chunk that the block sees start its sum */
         const bool has_sum = t->key0 > chunk_lo && lo < t->key0;
-        tile_product(false, dim, gk_min_i64(NR, t->lanes - l), cells_of(end - k),
-                     w->k_panel + k / PAIR * z->ld_d, z->ld_d, w->ds_panel + k / PAIR * ld_q + l,
-                     ld_q, dq, NR, has_sum);
+        tile_product(false, dim, gk_min_i64(NR, t->lanes - l), cells_of(end - k), w->k_panel + k / PAIR * z->ld_d,
+                     z->ld_d, w->ds_panel + k / PAIR * ld_q + l, ld_q, dq, NR, has_sum);
     }
 }
 
 /* ---- phase 2: a task ------------------------------------------------------------------------- */
 /* A block [dim][NR] of dQ, transposed into rows. */
-static void store_dq(const job *g, const float *block, int64_t rows, void *dst,
-                     int64_t row_stride) {
+static void store_dq(const job *g, const float *block, int64_t rows, void *dst, int64_t row_stride) {
     const int64_t dim = g->shape.head_dim, es = (int64_t)gk_dtype_bytes(g->dtype);
     const float scale = (float)g->args->fwd.rules.scale;
     for (int64_t i = 0; i < rows; i += W)
@@ -429,35 +381,29 @@ static void store_dq(const job *g, const float *block, int64_t rows, void *dst,
                 r[c] = d + c < dim ? (vc)(vf_load(block + (d + c) * NR + i) * scale) : vc_set1(0);
             vc_transpose(r);
             for (int64_t c = 0; c < gk_min_i64(W, rows - i); ++c)
-                vf_store_dtype((char *)dst + es * (i + c) * row_stride, g->dtype, d, (vf)r[c],
-                               dim - d);
+                vf_store_dtype((char *)dst + es * (i + c) * row_stride, g->dtype, d, (vf)r[c], dim - d);
         }
 }
 
-static void store_rows(const job *g, const float *tile, int64_t ld, int64_t rows, int64_t dim,
-                       float scale, void *dst, int64_t row_stride) {
+static void store_rows(const job *g, const float *tile, int64_t ld, int64_t rows, int64_t dim, float scale, void *dst,
+                       int64_t row_stride) {
     const int64_t es = (int64_t)gk_dtype_bytes(g->dtype);
     for (int64_t i = 0; i < rows; ++i)
         for (int64_t d = 0; d < dim; d += W)
-            vf_store_dtype((char *)dst + es * i * row_stride, g->dtype, d,
-                           vf_load(tile + i * ld + d) * scale, dim - d);
+            vf_store_dtype((char *)dst + es * i * row_stride, g->dtype, d, vf_load(tile + i * ld + d) * scale, dim - d);
 }
 
 /* dQ of query head h of a group in one worker's or task's slice: [dq_blocks][dim][NR]. */
 static float *dq_of(const job *g, int64_t slice, int64_t h) {
-    return (float *)(g->workspace + g->z.dq_at) +
-           (slice * g->shape.group + h) * g->z.dq_blocks * g->z.dq_block;
+    return (float *)(g->workspace + g->z.dq_at) + (slice * g->shape.group + h) * g->z.dq_blocks * g->z.dq_block;
 }
 
 /* Rows of dq of one head that see no key. */
-static void zero_dq_unseen(const job *g, const attn_seq *x, const seen *seen, int64_t b,
-                           int64_t h) {
+static void zero_dq_unseen(const job *g, const attn_seq *x, const seen *seen, int64_t b, int64_t h) {
     const gk_tensor *dq = &g->args->dq;
-    const int64_t row0 = row0_of(g, dq, b, h, first_q(g, b)),
-                  row = dq->stride[attn_row_dim(&g->shape)];
+    const int64_t row0 = row0_of(g, dq, b, h, first_q(g, b)), row = dq->stride[attn_row_dim(&g->shape)];
     zero_rows(at(dq, row0), g->dtype, row, seen->row_lo, g->shape.head_dim);
-    zero_rows(at(dq, row0 + seen->row_hi * row), g->dtype, row, x->seq_q - seen->row_hi,
-              g->shape.head_dim);
+    zero_rows(at(dq, row0 + seen->row_hi * row), g->dtype, row, x->seq_q - seen->row_hi, g->shape.head_dim);
 }
 
 /* What rows [i0, i0 + rows) of head h bring to a pair of tiles. */
@@ -472,10 +418,8 @@ static void pair_rows(pair *t, int64_t b, int64_t h, int64_t i0, int64_t rows) {
         const int64_t n = rows - l, at = l / W;
         int32_t first[W], end[W];
         for (int64_t i = 0; i < W; ++i) {
-            first[i] =
-                (int32_t)gk_clamp_i64(gk_span_lo(&t->x->span, i0 + l + i) - t->key0, 0, t->keys);
-            end[i] =
-                (int32_t)gk_clamp_i64(gk_span_hi(&t->x->span, i0 + l + i) - t->key0, 0, t->keys);
+            first[i] = (int32_t)gk_clamp_i64(gk_span_lo(&t->x->span, i0 + l + i) - t->key0, 0, t->keys);
+            end[i] = (int32_t)gk_clamp_i64(gk_span_hi(&t->x->span, i0 + l + i) - t->key0, 0, t->keys);
         }
         memcpy(&t->lo[at], first, sizeof first), memcpy(&t->hi[at], end, sizeof end);
         t->lse_hi[at] = vf_select(vm_first(n), vf_load_first(hi + l, n), vf_set1(none));
@@ -488,21 +432,19 @@ static void pair_rows(pair *t, int64_t b, int64_t h, int64_t i0, int64_t rows) {
 /* Rows [rows][dim] as panel [cells_of(rows)][ld] and transposed [cells_of(dim)][ld_q]. The panel
  * comes first: it streams row by row through memory, and the transposition, which jumps from row to
  * row, then reads near memory. */
-static void pack_queries(const pair *t, const char *src, int64_t row_stride, int64_t dim,
-                         cell *panel, int64_t ld, cell *transposed) {
+static void pack_queries(const pair *t, const char *src, int64_t row_stride, int64_t dim, cell *panel, int64_t ld,
+                         cell *transposed) {
     gk_dtype dtype = t->g->dtype;
     const int64_t ld_q = t->g->z.ld_q, cells = cells_of(dim), rows = t->rows;
     pack_panel(panel, ld, src, dtype, 1, row_stride, dim, rows);
-    if (PAIR == 1)
-        src = (const char *)panel, row_stride = ld, dtype = GK_F32; /* rows already, as floats */
+    if (PAIR == 1) src = (const char *)panel, row_stride = ld, dtype = GK_F32; /* rows already, as floats */
     const int64_t row_bytes = row_stride * (int64_t)gk_dtype_bytes(dtype);
     for (int64_t l = 0; l < t->lanes; l += W)
         for (int64_t c = 0; c < cells; c += W) {
             vc r[W];
 #pragma GCC unroll 16
             for (int64_t i = 0; i < W; ++i)
-                r[i] = l + i < rows ? vc_load_along_k(src + (l + i) * row_bytes, dtype, c * PAIR,
-                                                      dim - c * PAIR)
+                r[i] = l + i < rows ? vc_load_along_k(src + (l + i) * row_bytes, dtype, c * PAIR, dim - c * PAIR)
                                     : vc_set1(0);
             vc_transpose(r);
             const int64_t n = gk_min_i64(W, cells - c);
@@ -519,15 +461,12 @@ static void main_task(void *arg, int64_t task, int64_t worker) {
     const sizes *z = &g->z;
     const int64_t dim = g->shape.head_dim, dim_v = g->shape.head_dim_v, group = g->shape.group;
     const int64_t chunk = task / z->heads, h_kv = task % z->heads % g->shape.heads_kv;
-    const int64_t b = g->order[task % z->heads / g->shape.heads_kv][1],
-                  es = (int64_t)gk_dtype_bytes(g->dtype);
-    const int64_t slice =
-        z->chunks == 1 ? worker : (b * g->shape.heads_kv + h_kv) * z->chunks + chunk;
+    const int64_t b = g->order[task % z->heads / g->shape.heads_kv][1], es = (int64_t)gk_dtype_bytes(g->dtype);
+    const int64_t slice = z->chunks == 1 ? worker : (b * g->shape.heads_kv + h_kv) * z->chunks + chunk;
     const int r = attn_row_dim(&g->shape);
     const attn_seq x = attn_seq_of(&a->fwd, &g->shape, b);
     const seen seen = seen_of(&x);
-    const int64_t grad_row = a->grad_out.stride[r], dk_row = a->dk.stride[r],
-                  dv_row = a->dv.stride[r];
+    const int64_t grad_row = a->grad_out.stride[r], dk_row = a->dk.stride[r], dv_row = a->dv.stride[r];
     char *const dk = at(&a->dk, row0_of(g, &a->dk, b, h_kv, first_k(g, b)));
     char *const dv = at(&a->dv, row0_of(g, &a->dv, b, h_kv, first_k(g, b)));
     scratch w;
@@ -536,16 +475,13 @@ static void main_task(void *arg, int64_t task, int64_t worker) {
     pair t = {.g = g, .w = &w, .x = &x, .scale2 = (float)(rules->scale * LOG2E)};
     if (a->dsinks) t.left = left;
     if (rules->softcap > 0) {
-        t.cap_in = (float)(rules->scale / rules->softcap),
-        t.cap_out = (float)(rules->softcap * LOG2E);
+        t.cap_in = (float)(rules->scale / rules->softcap), t.cap_out = (float)(rules->softcap * LOG2E);
     }
 
-    const int64_t chunk_lo = chunk * z->chunk_keys,
-                  chunk_hi = gk_min_i64(chunk_lo + z->chunk_keys, x.seq_k);
+    const int64_t chunk_lo = chunk * z->chunk_keys, chunk_hi = gk_min_i64(chunk_lo + z->chunk_keys, x.seq_k);
     for (int64_t j0 = chunk_lo; j0 < chunk_hi; j0 += z->tile.bkv) {
         const int64_t j1 = gk_min_i64(j0 + z->tile.bkv, chunk_hi);
-        const int64_t key0 = gk_clamp_i64(seen.key_lo, j0, j1),
-                      key1 = gk_clamp_i64(seen.key_hi, key0, j1);
+        const int64_t key0 = gk_clamp_i64(seen.key_lo, j0, j1), key1 = gk_clamp_i64(seen.key_hi, key0, j1);
         const int64_t keys = key1 - key0, keys_even = gk_round_up(keys, PAIR);
         t.key0 = key0, t.keys = keys;
         zero_rows(dk + es * j0 * dk_row, g->dtype, dk_row, key0 - j0, dim);
@@ -573,27 +509,23 @@ static void main_task(void *arg, int64_t task, int64_t worker) {
             const char *q = x.q + es * h * x.q_head;
             const char *grad = at(&a->grad_out, row0_of(g, &a->grad_out, b, h, first_q(g, b)));
             t.slope2 = attn_slope(rules, b, h) * (float)LOG2E;
-            for (int64_t i0 = row_lo - (row_lo - seen.row_lo) % z->tile.bq; i0 < row_hi;
-                 i0 += z->tile.bq) {
+            for (int64_t i0 = row_lo - (row_lo - seen.row_lo) % z->tile.bq; i0 < row_hi; i0 += z->tile.bq) {
                 const int64_t rows = gk_min_i64(z->tile.bq, seen.row_hi - i0);
                 const int64_t from = gk_max_i64(gk_span_lo(&x.span, i0) - key0, 0) / PAIR * PAIR;
                 const int64_t to = gk_min_i64(gk_span_hi(&x.span, i0 + rows - 1) - key0, keys);
                 /* 2. Q and dO in both orders */
                 pair_rows(&t, b, h, i0, rows);
                 pack_queries(&t, q + es * i0 * x.q_row, x.q_row, dim, w.q_panel, z->ld_d, w.q_t);
-                pack_queries(&t, grad + es * i0 * grad_row, grad_row, dim_v, w.do_panel, z->ld_dv,
-                             w.do_t);
+                pack_queries(&t, grad + es * i0 * grad_row, grad_row, dim_v, w.do_panel, z->ld_dv, w.do_t);
                 pair_run(&t, from, gk_round_up(to, PAIR),
-                         dq_of(g, slice, h - h_kv * group) + (i0 - seen.row_lo) / NR * z->dq_block,
-                         chunk_lo);
+                         dq_of(g, slice, h - h_kv * group) + (i0 - seen.row_lo) / NR * z->dq_block, chunk_lo);
                 float *sums = t.left ? left_of(g, b, h, chunk) + i0 : NULL;
                 for (int64_t l = 0; sums && l < rows; l += W)
                     vf_store_first(sums + l, vf_load_first(sums + l, rows - l) + left[l / W], rows - l);
             }
         }
         /* 5. */
-        store_rows(g, w.dk, z->ld_d, keys, dim, (float)rules->scale, dk + es * key0 * dk_row,
-                   dk_row);
+        store_rows(g, w.dk, z->ld_d, keys, dim, (float)rules->scale, dk + es * key0 * dk_row, dk_row);
         store_rows(g, w.dv, z->ld_dv, keys, dim_v, 1, dv + es * key0 * dv_row, dv_row);
     }
     if (z->chunks > 1) return;
@@ -613,30 +545,24 @@ static void sum_task(void *arg, int64_t task, int64_t worker) {
     const job *g = arg;
     const gk_flash_attn_bwd_args *a = g->args;
     const sizes *z = &g->z;
-    const int64_t b = task / g->shape.heads_q, h = task % g->shape.heads_q,
-                  h_kv = h / g->shape.group;
+    const int64_t b = task / g->shape.heads_q, h = task % g->shape.heads_q, h_kv = h / g->shape.group;
     const attn_seq x = attn_seq_of(&a->fwd, &g->shape, b);
     const seen seen = seen_of(&x);
-    const int64_t row = a->dq.stride[attn_row_dim(&g->shape)],
-                  row0 = row0_of(g, &a->dq, b, h, first_q(g, b));
+    const int64_t row = a->dq.stride[attn_row_dim(&g->shape)], row0 = row0_of(g, &a->dq, b, h, first_q(g, b));
     zero_dq_unseen(g, &x, &seen, b, h);
     for (int64_t i = seen.row_lo; i < seen.row_hi; i += NR) {
-        const int64_t rows = gk_min_i64(NR, seen.row_hi - i),
-                      block = (i - seen.row_lo) / NR * z->dq_block;
+        const int64_t rows = gk_min_i64(NR, seen.row_hi - i), block = (i - seen.row_lo) / NR * z->dq_block;
         /* the chunks that this block's rows see, all of which wrote it */
         const int64_t lo = gk_span_lo(&x.span, i) / z->chunk_keys;
         const int64_t hi = (gk_span_hi(&x.span, i + rows - 1) - 1) / z->chunk_keys;
         float *sum = NULL;
         for (int64_t c = lo; c <= hi; ++c) {
-            float *part =
-                dq_of(g, (b * g->shape.heads_kv + h_kv) * z->chunks + c, h % g->shape.group) +
-                block;
+            float *part = dq_of(g, (b * g->shape.heads_kv + h_kv) * z->chunks + c, h % g->shape.group) + block;
             if (!sum) {
                 sum = part;
                 continue;
             }
-            for (int64_t d = 0; d < z->dq_block; d += W)
-                vf_store(sum + d, vf_load(sum + d) + vf_load(part + d));
+            for (int64_t d = 0; d < z->dq_block; d += W) vf_store(sum + d, vf_load(sum + d) + vf_load(part + d));
         }
         store_dq(g, sum, rows, at(&a->dq, row0 + i * row), row);
     }
@@ -670,8 +596,7 @@ static void dsink_task(void *arg, int64_t task, int64_t worker) {
 static void zero_tail(const job *g, const gk_tensor *t, const gk_tensor *cu_seqlens) {
     const int64_t end = i32_at(cu_seqlens, g->shape.batch);
     for (int64_t h = 0; h < t->shape[1]; ++h)
-        zero_rows(at(t, h * t->stride[1] + end * t->stride[0]), g->dtype, t->stride[0],
-                  t->shape[0] - end, t->shape[2]);
+        zero_rows(at(t, h * t->stride[1] + end * t->stride[0]), g->dtype, t->stride[0], t->shape[0] - end, t->shape[2]);
 }
 
 /* Heavy sequences first, equal ones in order. */
@@ -697,10 +622,7 @@ static size_t workspace_bytes(const gk_context *ctx, const void *args) {
 
 static void run(const gk_context *ctx, const void *args) {
     const gk_flash_attn_bwd_args *a = args;
-    job g = {.args = a,
-             .shape = attn_shape_of(&a->fwd),
-             .dtype = a->fwd.q.dtype,
-             .workspace = a->workspace};
+    job g = {.args = a, .shape = attn_shape_of(&a->fwd), .dtype = a->fwd.q.dtype, .workspace = a->workspace};
     g.z = sizes_of(ctx, a, &g.shape);
     int64_t (*order)[2] = (int64_t (*)[2])(g.workspace + g.z.order_at);
     order_sequences(&g, order);
@@ -728,8 +650,7 @@ static void explain(const gk_context *ctx, const void *args, gk_explanation *out
     const gk_flash_attn_bwd_args *a = args;
     const attn_shape shape = attn_shape_of(&a->fwd);
     const sizes z = sizes_of(ctx, a, &shape);
-    out->tile[0] = z.tile.bq, out->tile[1] = z.tile.bkv, out->tile[2] = z.chunk_keys,
-    out->tile[3] = 0;
+    out->tile[0] = z.tile.bq, out->tile[1] = z.tile.bkv, out->tile[2] = z.chunk_keys, out->tile[3] = 0;
     out->tasks = z.tasks, out->chunks = z.chunks;
 }
 

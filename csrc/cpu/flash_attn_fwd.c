@@ -21,11 +21,12 @@ static fwd_job job_make(const gk_flash_attn_args *a) {
     const attn_shape *s = &job.shape;
     const gk_attn_blocks *row = gk_attn_fwd_blocks;
     while (row->max_head_dim < gk_max_i64(s->head_dim, s->head_dim_v)) ++row;
-    job.attn = (attn_job){&a->rules, a->q.dtype, s->head_dim, s->head_dim_v, s->group, row->bq, row->bkv,
-                          a->out.data, a->lse.data};
+    job.attn = (attn_job){&a->rules, a->q.dtype, s->head_dim, s->head_dim_v, s->group,
+                          row->bq,   row->bkv,   a->out.data, a->lse.data};
     const int64_t lanes = s->max_seq_q * s->group;
     int64_t bq = gk_min_i64(row->bq, gk_round_up(lanes, NR));
-    while (bq >= 2 * NR && s->batch * s->heads_kv * gk_ceil_div(lanes, bq) < row->min_tasks) bq = gk_round_up(bq / 2, NR);
+    while (bq >= 2 * NR && s->batch * s->heads_kv * gk_ceil_div(lanes, bq) < row->min_tasks)
+        bq = gk_round_up(bq / 2, NR);
     job.attn.bq = gk_max_i64(bq, NR);
     job.blocks = gk_ceil_div(lanes, job.attn.bq);
     job.tasks = s->batch * s->heads_kv * job.blocks;
@@ -62,7 +63,8 @@ static size_t workspace_bytes(const gk_context *ctx, const void *args) {
 
 static void run(const gk_context *ctx, const void *args) {
     fwd_job job = job_make(args);
-    if (job.shape.packed) attn_clear_tokens(&job.args->out, job.attn.lse, i32_at(job.args->cu_seqlens_q, job.shape.batch));
+    if (job.shape.packed)
+        attn_clear_tokens(&job.args->out, job.attn.lse, i32_at(job.args->cu_seqlens_q, job.shape.batch));
     gk_parallel(ctx, job.tasks, block_task, &job);
 }
 

@@ -119,9 +119,9 @@ typedef struct plan {
     int64_t m_blocks, n_blocks, k_blocks; /* blocks are even: sizes differ by at most one row, NR columns, pair */
     int64_t mb, nb, kb;                   /* largest sizes */
     bool a_rows;                          /* a's k lies side by side: its strips keep that order, no transposition */
-    int64_t a_ld;                         /* cells between rows then; a line more than a multiple of 1 KiB spares L1 sets */
-    bool direct;                          /* the tile may add straight into out */
-    bool block;                           /* a float32 block per worker holds the sums between k blocks */
+    int64_t a_ld; /* cells between rows then; a line more than a multiple of 1 KiB spares L1 sets */
+    bool direct;  /* the tile may add straight into out */
+    bool block;   /* a float32 block per worker holds the sums between k blocks */
     size_t a_bytes, b_bytes, c_bytes, worker_bytes;
 } plan;
 
@@ -153,8 +153,8 @@ static plan plan_of(const gk_context *ctx, const gk_gemm_args *args, const gk_ge
     x.kb = gk_round_up(gk_ceil_div(p->k, x.k_blocks), isa->pair);
     x.k_blocks = x.kb ? gk_ceil_div(p->k, x.kb) : 1;
     const gk_gemm_epilogue *e = &p->epilogue;
-    x.direct = e->out_dtype == GK_F32 && e->alpha == 1 && e->activation == GK_ACT_NONE && !args->bias && !args->preact &&
-               !(args->c && args->beta != 0);
+    x.direct = e->out_dtype == GK_F32 && e->alpha == 1 && e->activation == GK_ACT_NONE && !args->bias &&
+               !args->preact && !(args->c && args->beta != 0);
     x.block = x.k_blocks > 1 && !x.direct;
     /* cells are 4 bytes; w cells behind each buffer take the spill of narrow panels */
     x.a_rows = p->a_k == 1;
@@ -167,9 +167,7 @@ static plan plan_of(const gk_context *ctx, const gk_gemm_args *args, const gk_ge
     return x;
 }
 
-static int64_t num_tasks(const plan *x) {
-    return x->p.m && x->p.n ? x->p.batch * x->m_blocks * x->n_blocks : 0;
-}
+static int64_t num_tasks(const plan *x) { return x->p.m && x->p.n ? x->p.batch * x->m_blocks * x->n_blocks : 0; }
 
 /* ---- 3 one block of C -------------------------------------------------------------------------- */
 typedef struct job {
@@ -212,7 +210,8 @@ static void task(void *arg, int64_t t, int64_t worker) {
         if (x->a_rows) isa->pack_rows(a_pack, x->a_ld, a + es * k0, dtype, p->a_m, rows, kn);
         for (int64_t s = 0; s < strips && !x->a_rows; ++s) {
             int64_t r0 = strip_start(rows, strips, s), rn = strip_start(rows, strips, s + 1) - r0;
-            isa->pack_panel(a_pack + r0 * cells, rn, a + es * (r0 * p->a_m + k0 * p->a_k), dtype, p->a_m, p->a_k, rn, kn);
+            isa->pack_panel(a_pack + r0 * cells, rn, a + es * (r0 * p->a_m + k0 * p->a_k), dtype, p->a_m, p->a_k, rn,
+                            kn);
         }
         isa->pack_panels(b_pack, b + es * k0 * p->b_k, dtype, p->b_n, p->b_k, cols, kn);
         for (int64_t jr = 0; jr < panels; ++jr) {
@@ -255,7 +254,8 @@ void gk_gemm_packed_run(const gk_context *ctx, const gk_gemm_args *args, const g
     gk_parallel(ctx, num_tasks(&jb.x), task, &jb);
 }
 
-void gk_gemm_packed_explain(const gk_context *ctx, const gk_gemm_args *args, const gk_gemm_isa *isa, gk_explanation *out) {
+void gk_gemm_packed_explain(const gk_context *ctx, const gk_gemm_args *args, const gk_gemm_isa *isa,
+                            gk_explanation *out) {
     plan x = plan_of(ctx, args, isa);
     out->tile[0] = x.mb, out->tile[1] = x.nb, out->tile[2] = x.kb, out->tile[3] = isa->mr * 2 * isa->w;
     out->tasks = num_tasks(&x);

@@ -19,7 +19,10 @@ typedef struct plan {
     int64_t acc_cells, b_cells, a_cells; /* of a worker's workspace, in 4-byte cells */
 } plan;
 
-enum { TM = W == 16 ? 4 : 3, TN = W == 16 ? 6 : 4 }; /* 24 or 12 accumulators and their operands fit the registers */
+enum {
+    TM = W == 16 ? 4 : 3,
+    TN = W == 16 ? 6 : 4
+}; /* 24 or 12 accumulators and their operands fit the registers */
 
 static plan plan_of(const gk_context *ctx, const gk_gemm_args *args) {
     const gk_skinny_blocks *bl = &SYM(gk_skinny_blocks);
@@ -60,8 +63,7 @@ static void across(const plan *x, gk_dtype dtype, const char *a, const char *b, 
             pack_rows(a_pack, a_ld, ak, dtype, p->a_m, p->m, kn);
         else
             pack_panel(a_pack, p->m, ak, dtype, p->a_m, p->a_k, p->m, kn);
-        if (whole < cols)
-            pack_panels(b_pack + whole * cells, bk + es * whole, dtype, 1, p->b_k, cols - whole, kn);
+        if (whole < cols) pack_panels(b_pack + whole * cells, bk + es * whole, dtype, 1, p->b_k, cols - whole, kn);
         if (k0 + x->kb < p->k) /* the next rows come while these are used */
             for (int64_t i = 0; i < gk_min_i64(x->kb, p->k - k0 - x->kb); ++i)
                 for (int64_t c = 0; c < cols * es; c += 64)
@@ -77,8 +79,8 @@ static void across(const plan *x, gk_dtype dtype, const char *a, const char *b, 
 
 /* ---- along: lanes along k --------------------------------------------------------------------------- */
 /* sums[i][j] += a[i][k] b[j][k], i < tm, j < tn, lane by lane; strides in elements */
-INLINE void dots(const int tm, const int tn, gk_dtype dtype, int64_t k, const char *a, int64_t a_m, const char *b, int64_t b_n,
-                 vf *sums) {
+INLINE void dots(const int tm, const int tn, gk_dtype dtype, int64_t k, const char *a, int64_t a_m, const char *b,
+                 int64_t b_n, vf *sums) {
     const int64_t es = dtype == GK_F32 ? 4 : 2;
     vf s[TM][TN];
 #pragma GCC unroll 8
@@ -113,9 +115,9 @@ INLINE void dots(const int tm, const int tn, gk_dtype dtype, int64_t k, const ch
 }
 
 typedef void (*dots_fn)(int64_t k, const char *a, int64_t a_m, const char *b, int64_t b_n, vf *sums);
-#define DOTS(dt, tm, tn)                                                                                          \
+#define DOTS(dt, tm, tn)                                                                                            \
     static void dots_##dt##_##tm##_##tn(int64_t k, const char *a, int64_t a_m, const char *b, int64_t b_n, vf *s) { \
-        dots(tm, tn, dt, k, a, a_m, b, b_n, s);                                                                   \
+        dots(tm, tn, dt, k, a, a_m, b, b_n, s);                                                                     \
     }
 #if W == 16
 #define FOR_TN(X, dt, tm) X(dt, tm, 1) X(dt, tm, 2) X(dt, tm, 3) X(dt, tm, 4) X(dt, tm, 5) X(dt, tm, 6)

@@ -55,15 +55,16 @@ INLINE void register_tile(const int M, const int nv, const bool a_is_rows, int64
 }
 
 #define INSTANCE(form, is_rows, nv, M)                                                                              \
-    static void form##_##nv##_##M(int64_t cells, const void *a, int64_t step, const void *b, int64_t ldb, float *c,  \
+    static void form##_##nv##_##M(int64_t cells, const void *a, int64_t step, const void *b, int64_t ldb, float *c, \
                                   int64_t ldc, bool accumulate) {                                                   \
         register_tile(M, nv, is_rows, cells, a, step, b, ldb, c, ldc, accumulate);                                  \
     }
 #define ROWS_1_TO_6(X, f, r, v) X(f, r, v, 1) X(f, r, v, 2) X(f, r, v, 3) X(f, r, v, 4) X(f, r, v, 5) X(f, r, v, 6)
 #if MR == 14
-#define ROWS_1_TO_MR(X, f, r, v)                                                                            \
-    ROWS_1_TO_6(X, f, r, v) X(f, r, v, 7) X(f, r, v, 8) X(f, r, v, 9) X(f, r, v, 10) X(f, r, v, 11)         \
-    X(f, r, v, 12) X(f, r, v, 13) X(f, r, v, 14)
+#define ROWS_1_TO_MR(X, f, r, v)                                                                          \
+    ROWS_1_TO_6(X, f, r, v)                                                                               \
+    X(f, r, v, 7) X(f, r, v, 8) X(f, r, v, 9) X(f, r, v, 10) X(f, r, v, 11) X(f, r, v, 12) X(f, r, v, 13) \
+        X(f, r, v, 14)
 #else
 _Static_assert(MR == 6, "instances exist for 6 and 14 rows");
 #define ROWS_1_TO_MR ROWS_1_TO_6
@@ -74,7 +75,8 @@ ROWS_1_TO_MR(INSTANCE, rows, true, 1)
 ROWS_1_TO_MR(INSTANCE, rows, true, 2)
 
 #define NAME(form, is_rows, nv, M) form##_##nv##_##M,
-const gk_ukr_fn SYM(gk_ukr_panel)[NV][MR] = {{ROWS_1_TO_MR(NAME, panel, false, 1)}, {ROWS_1_TO_MR(NAME, panel, false, 2)}};
+const gk_ukr_fn SYM(gk_ukr_panel)[NV][MR] = {{ROWS_1_TO_MR(NAME, panel, false, 1)},
+                                             {ROWS_1_TO_MR(NAME, panel, false, 2)}};
 const gk_ukr_fn SYM(gk_ukr_rows)[NV][MR] = {{ROWS_1_TO_MR(NAME, rows, true, 1)}, {ROWS_1_TO_MR(NAME, rows, true, 2)}};
 
 /* ---- the way out: activation(alpha acc + beta c + bias) -> out, preact ---------------------------- */
@@ -100,7 +102,8 @@ INLINE vf load_strided(const void *p, gk_dtype dtype, int64_t stride, int64_t co
 }
 
 static void store(const gk_gemm_epilogue *e, const float *acc, int64_t ld, int64_t rows, int64_t cols) {
-    if (e->alpha == 1 && !e->c && !e->bias && !e->preact && e->activation == GK_ACT_NONE && cols % W == 0) { /* only convert */
+    if (e->alpha == 1 && !e->c && !e->bias && !e->preact && e->activation == GK_ACT_NONE &&
+        cols % W == 0) { /* only convert */
         for (int64_t i = 0; i < rows; ++i)
             for (int64_t j = 0; j < cols; j += W)
                 vf_store_dtype(e->out, e->out_dtype, i * e->out_row + j, vf_load(acc + i * ld + j), W);
@@ -147,8 +150,8 @@ static void rows(void *dst, int64_t ld, const void *src, gk_dtype dtype, int64_t
     }
 }
 
-const gk_gemm_isa SYM(gk_gemm_isa) = {W,    MR,   PAIR,  SYM(gk_ukr_panel)[0],  SYM(gk_ukr_rows)[0],
-                                      pack, panels, rows, store, &SYM(gk_gemm_blocks)};
+const gk_gemm_isa SYM(gk_gemm_isa) = {W,      MR,   PAIR,  SYM(gk_ukr_panel)[0], SYM(gk_ukr_rows)[0], pack,
+                                      panels, rows, store, &SYM(gk_gemm_blocks)};
 
 /* ---- the rows of tables.c --------------------------------------------------------------------- */
 static size_t packed_workspace(const gk_context *ctx, const void *args) {
@@ -182,7 +185,9 @@ INLINE vf activation_slope(vf x, gk_activation activation) {
     }
 }
 
-enum { ACT_ROWS_PER_TASK = 64 };
+enum {
+    ACT_ROWS_PER_TASK = 64
+};
 
 static void act_bwd_task(void *arg, int64_t t, int64_t worker) {
     const gk_gemm_act_bwd_args *a = arg;

@@ -7,7 +7,13 @@
 #include "../internal.h"
 
 /* features.c: instruction sets, worst first; a machine has a prefix of the list that its compiler also knew. */
-typedef enum gk_isa { GK_ISA_BASE = 0, GK_ISA_AVX2, GK_ISA_AVX512, GK_ISA_AVX512BF16, GK_NUM_ISAS } gk_isa;
+typedef enum gk_isa {
+    GK_ISA_BASE = 0,
+    GK_ISA_AVX2,
+    GK_ISA_AVX512,
+    GK_ISA_AVX512BF16,
+    GK_NUM_ISAS
+} gk_isa;
 extern const char *const gk_isa_names[GK_NUM_ISAS];
 bool gk_cpu_has(gk_isa isa);
 
@@ -52,9 +58,11 @@ typedef struct gk_gemm_isa {
     void (*pack_panel)(void *dst, int64_t width, const void *src, gk_dtype dtype, int64_t s_lane, int64_t s_k,
                        int64_t lanes, int64_t k);
     /* dst[ceil(lanes / (2 w))][ceil(k / pair)][2 w]: panels one behind the other */
-    void (*pack_panels)(void *dst, const void *src, gk_dtype dtype, int64_t s_lane, int64_t s_k, int64_t lanes, int64_t k);
+    void (*pack_panels)(void *dst, const void *src, gk_dtype dtype, int64_t s_lane, int64_t s_k, int64_t lanes,
+                        int64_t k);
     /* dst[rows][ld]: k side by side, zero up to a whole vector; ld is a multiple of w */
-    void (*pack_rows)(void *dst, int64_t ld, const void *src, gk_dtype dtype, int64_t row_stride, int64_t rows, int64_t k);
+    void (*pack_rows)(void *dst, int64_t ld, const void *src, gk_dtype dtype, int64_t row_stride, int64_t rows,
+                      int64_t k);
     void (*store)(const gk_gemm_epilogue *e, const float *acc, int64_t ld, int64_t rows, int64_t cols);
     const struct gk_gemm_blocks *blocks; /* blocks.h */
 } gk_gemm_isa;
@@ -62,14 +70,15 @@ typedef struct gk_gemm_isa {
 /* gemm.c: the packed product for one ISA. */
 size_t gk_gemm_packed_workspace(const gk_context *ctx, const gk_gemm_args *args, const gk_gemm_isa *isa);
 void gk_gemm_packed_run(const gk_context *ctx, const gk_gemm_args *args, const gk_gemm_isa *isa);
-void gk_gemm_packed_explain(const gk_context *ctx, const gk_gemm_args *args, const gk_gemm_isa *isa, gk_explanation *out);
+void gk_gemm_packed_explain(const gk_context *ctx, const gk_gemm_args *args, const gk_gemm_isa *isa,
+                            gk_explanation *out);
 
 /* A gemm as the kernels see it: batch dimensions that can be merged into rows are, broadcasts have stride 0. */
 typedef struct gk_gemm_problem {
     int64_t m, n, k, batch;
     int ndim; /* batch dimensions left */
-    int64_t shape[GK_MAX_DIMS], a_batch[GK_MAX_DIMS], b_batch[GK_MAX_DIMS], c_batch[GK_MAX_DIMS], out_batch[GK_MAX_DIMS],
-        preact_batch[GK_MAX_DIMS];
+    int64_t shape[GK_MAX_DIMS], a_batch[GK_MAX_DIMS], b_batch[GK_MAX_DIMS], c_batch[GK_MAX_DIMS],
+        out_batch[GK_MAX_DIMS], preact_batch[GK_MAX_DIMS];
     int64_t a_m, a_k, b_k, b_n;
     bool swapped; /* a and b changed places */
     gk_gemm_epilogue epilogue;

@@ -17,18 +17,23 @@
  * Not here: float64 (ref/), caches in another dtype than q. */
 #include "attn_tile.h"
 
-enum { MAX_LANES = 8, MAX_UNIT = 64 };
-enum { VECTORS = W == 16 ? 4 : 2 }; /* of values at once: with 4 lanes they leave registers for the values */
+enum {
+    MAX_LANES = 8,
+    MAX_UNIT = 64
+};
+enum {
+    VECTORS = W == 16 ? 4 : 2
+}; /* of values at once: with 4 lanes they leave registers for the values */
 
 typedef struct paged_job {
     const gk_paged_attn_args *args;
     const gk_paged_blocks *blocks;
     int64_t batch, tokens, heads_q, heads_kv;
-    int64_t max_tokens; /* upper bound of a sequence's query tokens */
-    attn_job tile;      /* sequences with many lanes */
-    int64_t chunk, max_chunks;        /* keys of a chunk; chunks of the batch at most */
-    int64_t lanes, heads;             /* few lanes: of a partial, and kv heads of a task */
-    int64_t o_step, partial, q_step;  /* elements: O of a lane, partial of a lane, q of a lane as cells */
+    int64_t max_tokens;                 /* upper bound of a sequence's query tokens */
+    attn_job tile;                      /* sequences with many lanes */
+    int64_t chunk, max_chunks;          /* keys of a chunk; chunks of the batch at most */
+    int64_t lanes, heads;               /* few lanes: of a partial, and kv heads of a task */
+    int64_t o_step, partial, q_step;    /* elements: O of a lane, partial of a lane, q of a lane as cells */
     int64_t *first_block, *first_chunk; /* [B + 1] tasks of the sequences before b */
     float *partials;
     char *scratch;
@@ -46,7 +51,9 @@ static paged_job job_make(const gk_paged_attn_args *a) {
     job.heads_q = a->q.shape[1], job.heads_kv = a->k_cache.shape[2];
     const int64_t head_dim = a->q.shape[2], head_dim_v = a->v_cache.shape[3];
     const int64_t group = job.heads_kv ? job.heads_q / job.heads_kv : 1;
-    job.max_tokens = !job.batch ? 0 : a->cu_seqlens_q ? gk_min_i64(a->max_seqlen_q, job.tokens) : job.tokens / job.batch;
+    job.max_tokens = !job.batch        ? 0
+                     : a->cu_seqlens_q ? gk_min_i64(a->max_seqlen_q, job.tokens)
+                                       : job.tokens / job.batch;
 
     const gk_attn_blocks *row = gk_attn_fwd_blocks;
     while (row->max_head_dim < gk_max_i64(head_dim, head_dim_v)) ++row;
@@ -54,7 +61,8 @@ static paged_job job_make(const gk_paged_attn_args *a) {
     job.tile = (attn_job){&a->rules, a->q.dtype, head_dim, head_dim_v, group, bq, row->bkv, a->out.data, a->lse.data};
 
     const int64_t capacity = a->block_table.shape[1] * a->k_cache.shape[1];
-    job.chunk = gk_max_i64(job.blocks->chunk, gk_round_up(gk_ceil_div(job.batch * capacity, job.blocks->max_chunks), W));
+    job.chunk =
+        gk_max_i64(job.blocks->chunk, gk_round_up(gk_ceil_div(job.batch * capacity, job.blocks->max_chunks), W));
     job.lanes = gk_min_i64(job.max_tokens * group, job.blocks->max_lanes);
     job.max_chunks = group > job.lanes ? 0 : job.batch * gk_ceil_div(capacity, job.chunk);
     job.heads = gk_max_i64(1, job.heads_kv);
@@ -148,8 +156,8 @@ INLINE int64_t owner(const int64_t *first, int64_t batch, int64_t i) {
 typedef struct fetch {
     const char *const *rows; /* of the first head */
     int64_t num_keys, num_heads, head_bytes, row_bytes;
-    int64_t key, head;       /* the row that comes next */
-    const char *at, *end;    /* what is left of the row under way */
+    int64_t key, head;    /* the row that comes next */
+    const char *at, *end; /* what is left of the row under way */
 } fetch;
 
 INLINE fetch fetch_make(const char *const *rows, int64_t num_keys, int64_t num_heads, int64_t head_bytes,
@@ -269,7 +277,8 @@ INLINE void softmax_lane(const paged_job *job, const paged_lane *lane, float sca
     for (int64_t j = 0; j < n; j += W) {
         const vi key = vi_load(counting) + (int32_t)j;
         vf x = vf_load(s + j);
-        x = softcap > 0 ? vf_tanh(x * (scale_log2 / ((float)GK_LOG2E * softcap))) * (softcap * (float)GK_LOG2E) : x * scale_log2;
+        x = softcap > 0 ? vf_tanh(x * (scale_log2 / ((float)GK_LOG2E * softcap))) * (softcap * (float)GK_LOG2E)
+                        : x * scale_log2;
         if (slope_log2 != 0) {
             const vf distance = position - __builtin_convertvector(key, vf);
             x = x - slope_log2 * vf_max(-distance, distance);
@@ -342,8 +351,12 @@ INLINE void chunk_units(const paged_job *job, int64_t b, const attn_seq *x, int6
                 const cell *q_l = q_h + l * job->q_step;
                 fetch *next = l ? NULL : &k_next; /* the first run of lanes fetches */
                 switch (lane_run(num_lanes - l)) {
-                case 4: dots(4, dtype, head_dim, q_l, job->q_step, k[now], k_at, n, next, k_bytes, s + l * MAX_UNIT); break;
-                case 2: dots(2, dtype, head_dim, q_l, job->q_step, k[now], k_at, n, next, k_bytes, s + l * MAX_UNIT); break;
+                case 4:
+                    dots(4, dtype, head_dim, q_l, job->q_step, k[now], k_at, n, next, k_bytes, s + l * MAX_UNIT);
+                    break;
+                case 2:
+                    dots(2, dtype, head_dim, q_l, job->q_step, k[now], k_at, n, next, k_bytes, s + l * MAX_UNIT);
+                    break;
                 default: dots(1, dtype, head_dim, q_l, job->q_step, k[now], k_at, n, next, k_bytes, s + l * MAX_UNIT);
                 }
             }
@@ -356,8 +369,12 @@ INLINE void chunk_units(const paged_job *job, int64_t b, const attn_seq *x, int6
                 float *o_l = o + l * job->partial;
                 fetch *next = l ? NULL : &v_next;
                 switch (lane_run(num_lanes - l)) {
-                case 4: weighted_rows(4, dtype, head_dim_v, p_l, v[now], v_at, n, next, v_share, o_l, job->partial); break;
-                case 2: weighted_rows(2, dtype, head_dim_v, p_l, v[now], v_at, n, next, v_share, o_l, job->partial); break;
+                case 4:
+                    weighted_rows(4, dtype, head_dim_v, p_l, v[now], v_at, n, next, v_share, o_l, job->partial);
+                    break;
+                case 2:
+                    weighted_rows(2, dtype, head_dim_v, p_l, v[now], v_at, n, next, v_share, o_l, job->partial);
+                    break;
                 default: weighted_rows(1, dtype, head_dim_v, p_l, v[now], v_at, n, next, v_share, o_l, job->partial);
                 }
             }
@@ -424,8 +441,8 @@ static void merge_task(void *arg, int64_t task, int64_t worker) {
                 o = vf_fma(vf_load(from + d), vf_set1(exp2f(from[job->o_step] - m) * factor), o);
             }
             if (l == 0) o = vf_set1(0);
-            vf_store_dtype(job->args->out.data, job->args->out.dtype, x.out_first + i * x.out_row + h * x.out_head + d, o,
-                           head_dim_v - d);
+            vf_store_dtype(job->args->out.data, job->args->out.dtype, x.out_first + i * x.out_row + h * x.out_head + d,
+                           o, head_dim_v - d);
         }
         ((float *)job->args->lse.data)[x.lse_first + i * x.lse_row + h] =
             l == 0 ? -INFINITY : m * 0.6931471805599453f + logf(l);

@@ -16,7 +16,7 @@ static void explain_rows(const gk_context *ctx, const void *args, gk_explanation
     (void)ctx, (void)args;
     out->tasks = 1, out->chunks = 1;
 }
-#define REF(stem, args_type)                                                                                 \
+#define REF(stem, args_type)                                                                                         \
     static void ref_##stem(const gk_context *ctx, const void *args) { gk_ref_##stem(ctx, (const args_type *)args); } \
     static const gk_cpu_kernel stem##_ref = {no_workspace, ref_##stem, explain_rows};
 REF(gemm, gk_gemm_args)
@@ -29,9 +29,8 @@ REF(attn_merge, gk_attn_merge_args)
 #define REF_ROW(stem) {#stem "_ref", GK_F64, GK_ISA_BASE, &stem##_ref, NULL}
 
 /* ---- the rows ------------------------------------------------------------------------------------- */
-#define DECLARE(stem)                                                                  \
-    extern const gk_cpu_kernel gk_##stem##_base, gk_##stem##_avx2, gk_##stem##_avx512, \
-        gk_##stem##_avx512bf16;
+#define DECLARE(stem) \
+    extern const gk_cpu_kernel gk_##stem##_base, gk_##stem##_avx2, gk_##stem##_avx512, gk_##stem##_avx512bf16;
 DECLARE(gemm_packed)
 DECLARE(gemm_skinny)
 DECLARE(gemm_act_bwd)
@@ -42,17 +41,18 @@ DECLARE(kv_cache_write)
 DECLARE(attn_merge)
 
 #define ROW(stem, dtype, ISA, isa, takes) {#stem, dtype, ISA, &gk_##stem##_##isa, takes}
-#define THREE(stem, ISA, isa, takes)                                                        \
+#define THREE(stem, ISA, isa, takes) \
     ROW(stem, GK_F32, ISA, isa, takes), ROW(stem, GK_BF16, ISA, isa, takes), ROW(stem, GK_F16, ISA, isa, takes)
 #if defined(GK_X86_ISAS)
-#define EVERY_ISA(stem)                                                                     \
+#define EVERY_ISA(stem)                                                                                \
     ROW(stem, GK_BF16, GK_ISA_AVX512BF16, avx512bf16, NULL), THREE(stem, GK_ISA_AVX512, avx512, NULL), \
         THREE(stem, GK_ISA_AVX2, avx2, NULL), THREE(stem, GK_ISA_BASE, base, NULL)
-#define PREFERRED(first, takes, second)                                                                       \
-    ROW(first, GK_BF16, GK_ISA_AVX512BF16, avx512bf16, takes), ROW(second, GK_BF16, GK_ISA_AVX512BF16, avx512bf16, NULL), \
-        THREE(first, GK_ISA_AVX512, avx512, takes), THREE(second, GK_ISA_AVX512, avx512, NULL),               \
-        THREE(first, GK_ISA_AVX2, avx2, takes), THREE(second, GK_ISA_AVX2, avx2, NULL),                       \
-        THREE(first, GK_ISA_BASE, base, takes), THREE(second, GK_ISA_BASE, base, NULL)
+#define PREFERRED(first, takes, second)                                                                        \
+    ROW(first, GK_BF16, GK_ISA_AVX512BF16, avx512bf16, takes),                                                 \
+        ROW(second, GK_BF16, GK_ISA_AVX512BF16, avx512bf16, NULL), THREE(first, GK_ISA_AVX512, avx512, takes), \
+        THREE(second, GK_ISA_AVX512, avx512, NULL), THREE(first, GK_ISA_AVX2, avx2, takes),                    \
+        THREE(second, GK_ISA_AVX2, avx2, NULL), THREE(first, GK_ISA_BASE, base, takes),                        \
+        THREE(second, GK_ISA_BASE, base, NULL)
 #else
 #define EVERY_ISA(stem) THREE(stem, GK_ISA_BASE, base, NULL)
 #define PREFERRED(first, takes, second) THREE(first, GK_ISA_BASE, base, takes), THREE(second, GK_ISA_BASE, base, NULL)

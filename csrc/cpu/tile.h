@@ -21,7 +21,9 @@ INLINE int64_t cells_of(int64_t k) { return (k + PAIR - 1) / PAIR; }
 
 /* C[m][n] (+)= A B for any m and n; n is rounded up to whole vectors, so B and C own that many columns. A sum runs over
  * SUM_CELLS cells at a time, then the parts are added: half the rounding error at head_dim 512, 1.5 % of its time. */
-enum { SUM_CELLS = 128 };
+enum {
+    SUM_CELLS = 128
+};
 
 INLINE void tile_product(bool a_is_rows, int64_t m, int64_t n, int64_t cells, const cell *a, int64_t step,
                          const cell *b, int64_t ldb, float *c, int64_t ldc, bool accumulate) {
@@ -95,8 +97,7 @@ INLINE void pack_panel(cell *dst, int64_t width, const void *src, gk_dtype dtype
             for (int64_t l = 0; l < width; ++l) {
 #if PAIR == 2
                 const uint16_t *q = (const uint16_t *)p + l * s_lane + 2 * c * s_k;
-                dst[c * width + l] =
-                    l >= lanes ? 0 : cell_from_bits(q[0], 2 * c + 1 < k ? q[s_k] : (uint16_t)0);
+                dst[c * width + l] = l >= lanes ? 0 : cell_from_bits(q[0], 2 * c + 1 < k ? q[s_k] : (uint16_t)0);
 #else
                 dst[c * width + l] = l >= lanes ? 0.0f : (float)gk_load(p, dtype, l * s_lane + c * s_k);
 #endif
@@ -106,7 +107,8 @@ INLINE void pack_panel(cell *dst, int64_t width, const void *src, gk_dtype dtype
 
 /* Panels of NR lanes one behind the other, [ceil(lanes / NR)][cells_of(k)][NR]: the same as pack_panel per panel, but
  * lanes that lie side by side are read row by row across all panels, the order that the prefetcher follows. */
-INLINE void pack_panels(cell *dst, const void *src, gk_dtype dtype, int64_t s_lane, int64_t s_k, int64_t lanes, int64_t k) {
+INLINE void pack_panels(cell *dst, const void *src, gk_dtype dtype, int64_t s_lane, int64_t s_k, int64_t lanes,
+                        int64_t k) {
     const int64_t es = dtype == GK_F32 ? 4 : 2, kc = cells_of(k), panel = kc * NR;
     int64_t whole = s_lane == 1 ? lanes / NR : 0;
     for (int64_t c = 0; c < kc && whole; ++c) {
@@ -132,7 +134,8 @@ INLINE void pack_panels(cell *dst, const void *src, gk_dtype dtype, int64_t s_la
 }
 
 /* dst[rows][ld] = src[row][k], k fast, zero up to the next whole vector; ld is a multiple of W with room for it. */
-INLINE void pack_rows(cell *dst, int64_t ld, const void *src, gk_dtype dtype, int64_t row_stride, int64_t rows, int64_t k) {
+INLINE void pack_rows(cell *dst, int64_t ld, const void *src, gk_dtype dtype, int64_t row_stride, int64_t rows,
+                      int64_t k) {
     const size_t es = dtype == GK_F32 ? 4 : 2;
     const int64_t kc = cells_of(k);
     for (int64_t i = 0; i < rows; ++i) {

@@ -31,7 +31,7 @@
 #define W 4
 #define MR 6 /* the same with vectors of any machine */
 #endif
-#define NV 2 /* vectors in a row of the register tile */
+#define NV 2        /* vectors in a row of the register tile */
 #define NR (NV * W) /* its columns */
 
 typedef float vf __attribute__((vector_size(4 * W)));
@@ -46,7 +46,7 @@ INLINE void vf_store(float *p, vf v) { *(vf_mem *)p = v; }
 INLINE vf vf_bits(vi v) { return (vf)v; }
 INLINE vi vi_bits(vf v) { return (vi)v; }
 INLINE vi vi_set1(int32_t x) { return x - (vi){0}; }
-INLINE vi vi_load(const int32_t *p) { return (vi)*(const vu_mem *)p; }
+INLINE vi vi_load(const int32_t *p) { return (vi) * (const vu_mem *)p; }
 
 #if defined(__AVX512F__)
 typedef __mmask16 vm;
@@ -220,15 +220,22 @@ INLINE __m256i vf_to_bf16(vf v) {
 #else
     __m512i u = (__m512i)v, odd = _mm512_and_epi32(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
     __m512i r = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-    r = _mm512_mask_mov_epi32(r, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), _mm512_or_epi32(u, _mm512_set1_epi32(0x400000)));
+    r = _mm512_mask_mov_epi32(r, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q),
+                              _mm512_or_epi32(u, _mm512_set1_epi32(0x400000)));
     return _mm512_cvtepi32_epi16(_mm512_srli_epi32(r, 16));
 #endif
 }
 INLINE vf vf_load_bf16(const uint16_t *p) { return vf_from_bf16(_mm256_loadu_si256((const __m256i *)p)); }
 INLINE vf vf_load_f16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
-INLINE vf vf_load_bf16_first(const uint16_t *p, int64_t n) { return vf_from_bf16(_mm256_maskz_loadu_epi16(vm_first(n), p)); }
-INLINE vf vf_load_f16_first(const uint16_t *p, int64_t n) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(vm_first(n), p)); }
-INLINE void vf_store_bf16_first(uint16_t *p, vf v, int64_t n) { _mm256_mask_storeu_epi16(p, vm_first(n), vf_to_bf16(v)); }
+INLINE vf vf_load_bf16_first(const uint16_t *p, int64_t n) {
+    return vf_from_bf16(_mm256_maskz_loadu_epi16(vm_first(n), p));
+}
+INLINE vf vf_load_f16_first(const uint16_t *p, int64_t n) {
+    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(vm_first(n), p));
+}
+INLINE void vf_store_bf16_first(uint16_t *p, vf v, int64_t n) {
+    _mm256_mask_storeu_epi16(p, vm_first(n), vf_to_bf16(v));
+}
 INLINE void vf_store_f16_first(uint16_t *p, vf v, int64_t n) {
     _mm256_mask_storeu_epi16(p, vm_first(n), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
@@ -289,8 +296,7 @@ INLINE vf vf_load_dtype(const void *p, gk_dtype dtype, int64_t i, int64_t n) {
     switch (dtype) {
     case GK_BF16:
         return n >= W ? vf_load_bf16((const uint16_t *)p + i) : vf_load_bf16_first((const uint16_t *)p + i, n);
-    case GK_F16:
-        return n >= W ? vf_load_f16((const uint16_t *)p + i) : vf_load_f16_first((const uint16_t *)p + i, n);
+    case GK_F16: return n >= W ? vf_load_f16((const uint16_t *)p + i) : vf_load_f16_first((const uint16_t *)p + i, n);
     default: return n >= W ? vf_load((const float *)p + i) : vf_load_first((const float *)p + i, n);
     }
 }
@@ -345,8 +351,8 @@ INLINE vc vc_load_across_k(const void *row0, const void *row1, gk_dtype dtype, i
 /* 2 W whole lanes of rows k and k + 1, as two vectors */
 INLINE void vc_load2_across_k(const void *row0, const void *row1, gk_dtype dtype, int64_t i, vc to[2]) {
     (void)dtype;
-    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
-                                         36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
+                                         5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
     const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     const __m512i r0 = _mm512_loadu_si512((const uint16_t *)row0 + i);
     const __m512i r1 = row1 ? _mm512_loadu_si512((const uint16_t *)row1 + i) : _mm512_setzero_si512();
@@ -355,8 +361,8 @@ INLINE void vc_load2_across_k(const void *row0, const void *row1, gk_dtype dtype
 }
 /* float32 rows k and k + 1 as cells */
 INLINE vc vc_from_rows(vf row0, vf row1) {
-    const __m512i zip = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
-                                         20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const __m512i zip = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
+                                         5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     return _mm512_permutexvar_epi16(zip, (__m512i)_mm512_cvtne2ps_pbh(row1, row0));
 }
 /* 2 W float32 values along k as W cells */
@@ -408,7 +414,8 @@ INLINE void vc_transpose(vc r[W]) {
 #pragma GCC unroll 4
     for (int c = 0; c < 4; ++c) {
         __m512i a = _mm512_shuffle_i32x4(u[c], u[4 + c], 0x88), b = _mm512_shuffle_i32x4(u[c], u[4 + c], 0xdd);
-        __m512i d = _mm512_shuffle_i32x4(u[8 + c], u[12 + c], 0x88), e = _mm512_shuffle_i32x4(u[8 + c], u[12 + c], 0xdd);
+        __m512i d = _mm512_shuffle_i32x4(u[8 + c], u[12 + c], 0x88),
+                e = _mm512_shuffle_i32x4(u[8 + c], u[12 + c], 0xdd);
         r[c] = (vc)_mm512_shuffle_i32x4(a, d, 0x88);
         r[8 + c] = (vc)_mm512_shuffle_i32x4(a, d, 0xdd);
         r[4 + c] = (vc)_mm512_shuffle_i32x4(b, e, 0x88);

@@ -40,15 +40,12 @@ static flash_job job_make(const gk_flash_attn_args *x) {
 /* ---- places ---------------------------------------------------------------------------------- */
 /* Offset of token i of sequence b (which starts at `start`) and head h in q, k, v, out, their
  * gradients or lse. */
-static int64_t at(const flash_job *job, const gk_tensor *t, int64_t b, int64_t start, int64_t h,
-                  int64_t i) {
+static int64_t at(const flash_job *job, const gk_tensor *t, int64_t b, int64_t start, int64_t h, int64_t i) {
     if (job->packed) return (start + i) * t->stride[0] + h * t->stride[1];
     return b * t->stride[0] + h * t->stride[1] + i * t->stride[2];
 }
 
-static int64_t token_step(const flash_job *job, const gk_tensor *t) {
-    return t->stride[job->packed ? 0 : 2];
-}
+static int64_t token_step(const flash_job *job, const gk_tensor *t) { return t->stride[job->packed ? 0 : 2]; }
 
 /* One sequence: where its tokens start, how many they are, what its rows see. */
 typedef struct sequence {
@@ -73,8 +70,7 @@ static void zero_row(const gk_tensor *t, int64_t offset, int64_t n) {
     for (int64_t d = 0; d < n; ++d) gk_store(t->data, t->dtype, offset + d, 0);
 }
 
-static void store_row(const gk_tensor *t, int64_t offset, const double *x, double factor,
-                      int64_t n) {
+static void store_row(const gk_tensor *t, int64_t offset, const double *x, double factor, int64_t n) {
     for (int64_t d = 0; d < n; ++d) gk_store(t->data, t->dtype, offset + d, factor * x[d]);
 }
 
@@ -152,18 +148,16 @@ static bool row_load(row *to, const flash_job *job, const sequence *s, int64_t h
     if (to->lse == -INFINITY) return false;
     to->q = ref_row(&x->q, at(job, &x->q, s->b, s->start_q, h, i), job->head_dim, to->q_buf);
     to->dout = ref_row(dout, at(job, dout, s->b, s->start_q, h, i), job->head_dim_v, to->dout_buf);
-    const double *out =
-        ref_row(&x->out, at(job, &x->out, s->b, s->start_q, h, i), job->head_dim_v, out_buf);
+    const double *out = ref_row(&x->out, at(job, &x->out, s->b, s->start_q, h, i), job->head_dim_v, out_buf);
     to->delta = ref_dot(to->dout, out, job->head_dim_v);
     if (dlse) to->delta -= gk_load(dlse->data, dlse->dtype, at(job, dlse, s->b, s->start_q, h, i));
     return true;
 }
 
 /* p_ij and ds_ij of a visible pair. */
-static double pair_gradient(const flash_job *job, const ref_score *score, const row *r,
-                            const double *k, const double *v, int64_t i, int64_t j, double *p) {
-    double slope_of_cap,
-        logit = ref_logit(score, ref_dot(r->q, k, job->head_dim), i, j, &slope_of_cap);
+static double pair_gradient(const flash_job *job, const ref_score *score, const row *r, const double *k,
+                            const double *v, int64_t i, int64_t j, double *p) {
+    double slope_of_cap, logit = ref_logit(score, ref_dot(r->q, k, job->head_dim), i, j, &slope_of_cap);
     *p = exp(logit - r->lse);
     return *p * (ref_dot(r->dout, v, job->head_dim_v) - r->delta) * slope_of_cap;
 }
@@ -179,10 +173,8 @@ static void dq_row(const flash_job *job, const sequence *s, int64_t h, int64_t i
     row r;
     if (lo < hi && row_load(&r, job, s, h, i)) {
         for (int64_t j = lo; j < hi; ++j) {
-            const double *k =
-                ref_row(&x->k, at(job, &x->k, s->b, s->start_k, h_kv, j), job->head_dim, k_buf);
-            const double *v =
-                ref_row(&x->v, at(job, &x->v, s->b, s->start_k, h_kv, j), job->head_dim_v, v_buf);
+            const double *k = ref_row(&x->k, at(job, &x->k, s->b, s->start_k, h_kv, j), job->head_dim, k_buf);
+            const double *v = ref_row(&x->v, at(job, &x->v, s->b, s->start_k, h_kv, j), job->head_dim_v, v_buf);
             double p, ds = pair_gradient(job, &score, &r, k, v, i, j, &p);
             ref_add_scaled(sum, ds, k, job->head_dim);
         }
@@ -207,25 +199,21 @@ static void dq_task(void *arg, int64_t task, int64_t worker) {
 }
 
 /* ---- backward by keys: dk, dv ---------------------------------------------------------------- */
-static void dkv_keys(const flash_job *job, const sequence *s, int64_t h_kv, int64_t j0,
-                     int64_t keys) {
+static void dkv_keys(const flash_job *job, const sequence *s, int64_t h_kv, int64_t j0, int64_t keys) {
     const gk_flash_attn_args *x = job->x;
     double dk[REF_ROWS][REF_MAX_HEAD_DIM], dv[REF_ROWS][REF_MAX_HEAD_DIM];
     double k_buf[REF_ROWS][REF_MAX_HEAD_DIM], v_buf[REF_ROWS][REF_MAX_HEAD_DIM];
     const double *k[REF_ROWS], *v[REF_ROWS];
     for (int64_t c = 0; c < keys; ++c) {
-        k[c] =
-            ref_row(&x->k, at(job, &x->k, s->b, s->start_k, h_kv, j0 + c), job->head_dim, k_buf[c]);
-        v[c] = ref_row(&x->v, at(job, &x->v, s->b, s->start_k, h_kv, j0 + c), job->head_dim_v,
-                       v_buf[c]);
+        k[c] = ref_row(&x->k, at(job, &x->k, s->b, s->start_k, h_kv, j0 + c), job->head_dim, k_buf[c]);
+        v[c] = ref_row(&x->v, at(job, &x->v, s->b, s->start_k, h_kv, j0 + c), job->head_dim_v, v_buf[c]);
         memset(dk[c], 0, (size_t)job->head_dim * sizeof(double));
         memset(dv[c], 0, (size_t)job->head_dim_v * sizeof(double));
     }
     for (int64_t h = h_kv * job->group; h < (h_kv + 1) * job->group; ++h) {
         ref_score score = ref_score_make(&x->rules, s->b, h, s->diagonal, 1);
         for (int64_t i = 0; i < s->seq_q; ++i) {
-            int64_t lo = gk_max_i64(gk_span_lo(&s->span, i), j0),
-                    hi = gk_min_i64(gk_span_hi(&s->span, i), j0 + keys);
+            int64_t lo = gk_max_i64(gk_span_lo(&s->span, i), j0), hi = gk_min_i64(gk_span_hi(&s->span, i), j0 + keys);
             row r;
             if (lo >= hi || !row_load(&r, job, s, h, i)) continue;
             for (int64_t j = lo; j < hi; ++j) {
@@ -237,8 +225,7 @@ static void dkv_keys(const flash_job *job, const sequence *s, int64_t h_kv, int6
     }
     for (int64_t c = 0; c < keys; ++c) {
         const gk_tensor *to_k = &job->bwd->dk, *to_v = &job->bwd->dv;
-        store_row(to_k, at(job, to_k, s->b, s->start_k, h_kv, j0 + c), dk[c], x->rules.scale,
-                  job->head_dim);
+        store_row(to_k, at(job, to_k, s->b, s->start_k, h_kv, j0 + c), dk[c], x->rules.scale, job->head_dim);
         store_row(to_v, at(job, to_v, s->b, s->start_k, h_kv, j0 + c), dv[c], 1, job->head_dim_v);
     }
 }

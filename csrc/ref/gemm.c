@@ -24,8 +24,7 @@ static double act(gk_activation activation, double x) {
     case GK_ACT_NONE: break;
     case GK_ACT_RELU: return x < 0 ? 0 : x;
     case GK_ACT_GELU: return 0.5 * x * (1 + erf(x * SQRT_HALF));
-    case GK_ACT_GELU_TANH:
-        return 0.5 * x * (1 + tanh(SQRT_2_OVER_PI * (x + TANH_CUBIC * x * x * x)));
+    case GK_ACT_GELU_TANH: return 0.5 * x * (1 + tanh(SQRT_2_OVER_PI * (x + TANH_CUBIC * x * x * x)));
     case GK_ACT_SILU: return x / (1 + exp(-x));
     }
     return x;
@@ -39,8 +38,7 @@ static double act_derivative(gk_activation activation, double x) {
     case GK_ACT_GELU: return 0.5 * (1 + erf(x * SQRT_HALF)) + x * INV_SQRT_2PI * exp(-0.5 * x * x);
     case GK_ACT_GELU_TANH: {
         double t = tanh(SQRT_2_OVER_PI * (x + TANH_CUBIC * x * x * x));
-        return 0.5 * (1 + t) +
-               0.5 * x * (1 - t * t) * SQRT_2_OVER_PI * (1 + 3 * TANH_CUBIC * x * x);
+        return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * SQRT_2_OVER_PI * (1 + 3 * TANH_CUBIC * x * x);
     }
     case GK_ACT_SILU: {
         double s = 1 / (1 + exp(-x));
@@ -58,8 +56,7 @@ static int64_t batch_offset(const gk_tensor *t, const gk_tensor *out, int64_t ba
     for (int d = out->ndim - 3; d >= 0; --d) {
         int64_t coordinate = batch % out->shape[d];
         batch /= out->shape[d];
-        int own =
-            d - (out->ndim - 2) + (t->ndim - inner); /* batch dimensions are aligned at the right */
+        int own = d - (out->ndim - 2) + (t->ndim - inner); /* batch dimensions are aligned at the right */
         if (own >= 0 && t->shape[own] != 1) offset += coordinate * t->stride[own];
     }
     return offset;
@@ -73,8 +70,7 @@ static int64_t inner_stride(const gk_tensor *t, int from_end) {
 }
 
 /* b[k, j0 .. j0 + cols) as doubles. */
-static void load_strided(double *to, const gk_tensor *t, int64_t offset, int64_t stride,
-                         int64_t n) {
+static void load_strided(double *to, const gk_tensor *t, int64_t offset, int64_t stride, int64_t n) {
     switch (t->dtype) {
     case GK_F64:
         for (int64_t j = 0; j < n; ++j) to[j] = ((const double *)t->data)[offset + j * stride];
@@ -130,8 +126,7 @@ static void gemm_tile(void *arg, int64_t task, int64_t worker) {
                 int64_t at = batch_offset(p, &x->out, batch, 2) + i * p->stride[p->ndim - 2];
                 gk_store(p->data, p->dtype, at + j * p->stride[p->ndim - 1], y);
             }
-            gk_store(x->out.data, x->out.dtype, out_at + i * out_m + j * out_n,
-                     act(x->activation, y));
+            gk_store(x->out.data, x->out.dtype, out_at + i * out_m + j * out_n, act(x->activation, y));
         }
     }
 }
@@ -139,12 +134,7 @@ static void gemm_tile(void *arg, int64_t task, int64_t worker) {
 void gk_ref_gemm(const gk_context *ctx, const gk_gemm_args *args) {
     const gk_tensor *out = &args->out;
     if (gk_numel(out) == 0) return;
-    gemm_job job = {args,
-                    out->shape[out->ndim - 2],
-                    out->shape[out->ndim - 1],
-                    args->a.shape[args->a.ndim - 1],
-                    0,
-                    0};
+    gemm_job job = {args, out->shape[out->ndim - 2], out->shape[out->ndim - 1], args->a.shape[args->a.ndim - 1], 0, 0};
     job.tiles_m = gk_ceil_div(job.m, BM);
     job.tiles_n = gk_ceil_div(job.n, BN);
     int64_t batches = gk_numel(out) / (job.m * job.n);
@@ -182,6 +172,5 @@ static void act_bwd_elements(void *arg, int64_t task, int64_t worker) {
 
 void gk_ref_gemm_act_bwd(const gk_context *ctx, const gk_gemm_act_bwd_args *args) {
     gk_gemm_act_bwd_args x = *args;
-    gk_parallel(ctx, gk_ceil_div(gk_numel(&args->grad_in), ELEMENTS_PER_TASK), act_bwd_elements,
-                &x);
+    gk_parallel(ctx, gk_ceil_div(gk_numel(&args->grad_in), ELEMENTS_PER_TASK), act_bwd_elements, &x);
 }

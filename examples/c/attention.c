@@ -34,8 +34,7 @@ static void *workspace(size_t bytes) {
 }
 
 static gk_tensor matrix(float *data, int64_t rows, int64_t columns) {
-    return (gk_tensor){
-        .data = data, .dtype = GK_F32, .ndim = 2, .shape = {rows, columns}, .stride = {columns, 1}};
+    return (gk_tensor){.data = data, .dtype = GK_F32, .ndim = 2, .shape = {rows, columns}, .stride = {columns, 1}};
 }
 
 /* Heads of a [SEQ, columns] matrix as [1, HEADS, SEQ, HEAD_DIM]: strides do the transposition. */
@@ -47,8 +46,7 @@ static gk_tensor heads_of(float *data, int64_t columns) {
                        .stride = {SEQ * columns, HEAD_DIM, columns, 1}};
 }
 
-static void fill(float *data, int64_t n, uint32_t seed,
-                 float amplitude) { /* uniform in +-amplitude */
+static void fill(float *data, int64_t n, uint32_t seed, float amplitude) { /* uniform in +-amplitude */
     for (int64_t i = 0; i < n; ++i) {
         seed = seed * 1664525u + 1013904223u;
         data[i] = ((float)(seed >> 8) / 8388608.0f - 1.0f) * amplitude;
@@ -93,8 +91,7 @@ static void expect_attention(double scale) {
             for (int j = 0; j <= i; ++j) sum += p[j] = exp(p[j] - top);
             for (int d = 0; d < HEAD_DIM; ++d) {
                 double value = 0;
-                for (int j = 0; j <= i; ++j)
-                    value += p[j] / sum * qkv[j * 3 * MODEL + 2 * MODEL + h * HEAD_DIM + d];
+                for (int j = 0; j <= i; ++j) value += p[j] / sum * qkv[j * 3 * MODEL + 2 * MODEL + h * HEAD_DIM + d];
                 out_expected[i * MODEL + h * HEAD_DIM + d] = value;
             }
         }
@@ -130,11 +127,7 @@ int main(void) {
         .v = heads_of(qkv + 2 * MODEL, 3 * MODEL),
         .rules = {.scale = scale, .is_causal = 1, .window_left = -1, .window_right = -1},
         .out = heads_of(out, MODEL),
-        .lse = {.data = lse,
-                .dtype = GK_F32,
-                .ndim = 3,
-                .shape = {1, HEADS, SEQ},
-                .stride = {HEADS * SEQ, SEQ, 1}}};
+        .lse = {.data = lse, .dtype = GK_F32, .ndim = 3, .shape = {1, HEADS, SEQ}, .stride = {HEADS * SEQ, SEQ, 1}}};
     attn.workspace_bytes = gk_flash_attn_fwd_workspace_bytes(&ctx, &attn);
     attn.workspace = workspace(attn.workspace_bytes);
     must(gk_explain_flash_attn_fwd(&ctx, &attn, &row), "gk_explain_flash_attn_fwd");

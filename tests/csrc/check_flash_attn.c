@@ -32,8 +32,8 @@ typedef struct flash_data {
 
 /* ---- inputs ---------------------------------------------------------------------------------- */
 /* [B, H, S, D] or [T, H, D], with room between rows. */
-static check_tensor make_heads(const flash_case *x, int64_t tokens, int64_t heads, int64_t seq,
-                               int64_t dim, gk_dtype dtype, int64_t pad) {
+static check_tensor make_heads(const flash_case *x, int64_t tokens, int64_t heads, int64_t seq, int64_t dim,
+                               gk_dtype dtype, int64_t pad) {
     static const int by_token[4] = {0, 2, 1, 3};
     int64_t dense[4] = {x->batch, heads, seq, dim}, packed[3] = {tokens, heads, dim};
     if (x->packed) return check_tensor_make(dtype, 3, packed, NULL, 1, pad);
@@ -65,23 +65,20 @@ typedef struct flash_seq {
 } flash_seq;
 
 static flash_seq seq_of(const flash_case *x, const flash_data *d, int64_t b) {
-    flash_seq s = {
-        start_of(x, &d->cu_q, b), start_of(x, &d->cu_k, b), x->seq_q, x->seq_k, x->diagonal, {0}};
+    flash_seq s = {start_of(x, &d->cu_q, b), start_of(x, &d->cu_k, b), x->seq_q, x->seq_k, x->diagonal, {0}};
     if (x->packed) {
         s.seq_q = (int64_t)check_get(&d->cu_q.t, b + 1) - s.q0;
         s.seq_k = (int64_t)check_get(&d->cu_k.t, b + 1) - s.k0;
         s.diagonal = s.seq_k - s.seq_q;
     }
     s.span = gk_span_make(&d->args.rules, s.seq_k, s.diagonal);
-    if (x->kv_start)
-        s.span.key_lo = gk_clamp_i64((int64_t)check_get(&d->kv_start.t, b), 0, s.seq_k);
+    if (x->kv_start) s.span.key_lo = gk_clamp_i64((int64_t)check_get(&d->kv_start.t, b), 0, s.seq_k);
     if (x->kv_end) s.span.key_hi = gk_clamp_i64((int64_t)check_get(&d->kv_end.t, b), 0, s.seq_k);
     return s;
 }
 
 /* Offset of row i, head h of sequence b. */
-static int64_t row_at(const flash_case *x, const gk_tensor *t, int64_t b, int64_t start, int64_t h,
-                      int64_t i) {
+static int64_t row_at(const flash_case *x, const gk_tensor *t, int64_t b, int64_t start, int64_t h, int64_t i) {
     if (x->packed) return (start + i) * t->stride[0] + h * t->stride[1];
     return b * t->stride[0] + h * t->stride[1] + i * t->stride[2];
 }
@@ -104,21 +101,18 @@ static void poison(const flash_case *x, flash_data *d) {
                 const gk_tensor *kv[2] = {&d->k.t, &d->v.t};
                 for (int t = 0; t < 2; ++t) {
                     int64_t at = row_at(x, kv[t], b, s.k0, h, j), n = kv[t]->shape[kv[t]->ndim - 1];
-                    for (int64_t e = 0; e < n; ++e)
-                        gk_store(kv[t]->data, kv[t]->dtype, at + e, NAN);
+                    for (int64_t e = 0; e < n; ++e) gk_store(kv[t]->data, kv[t]->dtype, at + e, NAN);
                 }
             }
         }
     }
     if (!x->packed) return;
     check_tensor *q_like[] = {&d->q, &d->dout, &d->dlse}, *k_like[] = {&d->k, &d->v};
-    int64_t end_q = (int64_t)check_get(&d->cu_q.t, x->batch),
-            end_k = (int64_t)check_get(&d->cu_k.t, x->batch);
+    int64_t end_q = (int64_t)check_get(&d->cu_q.t, x->batch), end_k = (int64_t)check_get(&d->cu_k.t, x->batch);
     for (int i = 0; i < 5; ++i) {
         const gk_tensor *t = i < 3 ? &q_like[i]->t : &k_like[i - 3]->t;
         int64_t per_token = t->shape[0] ? gk_numel(t) / t->shape[0] : 0;
-        for (int64_t e = (i < 3 ? end_q : end_k) * per_token; e < gk_numel(t); ++e)
-            check_set(t, e, NAN);
+        for (int64_t e = (i < 3 ? end_q : end_k) * per_token; e < gk_numel(t); ++e) check_set(t, e, NAN);
     }
 }
 
@@ -148,13 +142,12 @@ static flash_data make_data(const flash_case *x) {
     check_fill_normal(&d.dlse, 1);
 
     int64_t slopes_shape[2] = {x->batch, x->heads_q};
-    d.slopes = check_tensor_make(stats, x->alibi == 2 ? 2 : 1,
-                                 x->alibi == 2 ? slopes_shape : slopes_shape + 1, NULL, 1, 2);
+    d.slopes =
+        check_tensor_make(stats, x->alibi == 2 ? 2 : 1, x->alibi == 2 ? slopes_shape : slopes_shape + 1, NULL, 1, 2);
     d.sinks = check_tensor_make(stats, 1, &x->heads_q, NULL, 2, 0);
     d.kv_start = check_dense(GK_I32, 1, &x->batch);
     d.kv_end = check_dense(GK_I32, 1, &x->batch);
-    for (int64_t i = 0; i < gk_numel(&d.slopes.t); ++i)
-        check_set(&d.slopes.t, i, check_uniform(0, 0.3));
+    for (int64_t i = 0; i < gk_numel(&d.slopes.t); ++i) check_set(&d.slopes.t, i, check_uniform(0, 0.3));
     for (int64_t h = 0; h < x->heads_q; ++h)
         check_set(&d.sinks.t, h, check_below(4) ? check_uniform(-3, 3) : -INFINITY);
     for (int64_t b = 0; b < x->batch; ++b) {
@@ -188,8 +181,7 @@ static void bind(const flash_case *x, flash_data *d) {
     d->args.rules.kv_end = x->kv_end ? &d->kv_end.t : NULL;
     poison(x, d);
     d->max_logit = 1 + fabs(x->scale) * check_longest_row(&d->q.t) * check_longest_row(&d->k.t);
-    if (x->alibi)
-        d->max_logit += 0.3 * (double)(x->seq_q + x->seq_k + llabs((long long)x->diagonal));
+    if (x->alibi) d->max_logit += 0.3 * (double)(x->seq_q + x->seq_k + llabs((long long)x->diagonal));
 }
 
 /* ---- sizes ----------------------------------------------------------------------------------- */
@@ -200,20 +192,17 @@ typedef struct flash_sizes {
 
 static void add(const gk_tensor *t, int64_t at, double x) { ((double *)t->data)[at] += x; }
 
-static void add_pair(const flash_case *x, const flash_data *d, const flash_sizes *z,
-                     const gk_flash_attn_args *f, int64_t b, const flash_seq *s, int64_t h,
-                     int64_t i, int64_t j, double lse, double row_size) {
+static void add_pair(const flash_case *x, const flash_data *d, const flash_sizes *z, const gk_flash_attn_args *f,
+                     int64_t b, const flash_seq *s, int64_t h, int64_t i, int64_t j, double lse, double row_size) {
     int64_t h_kv = h / (x->heads_q / x->heads_kv), k_at = row_at(x, &d->k.t, b, s->k0, h_kv, j);
     int64_t q_at = row_at(x, &d->q.t, b, s->q0, h, i), v_at = row_at(x, &d->v.t, b, s->k0, h_kv, j);
     int64_t dout_at = row_at(x, &d->dout.t, b, s->q0, h, i);
     double logit = 0, reach = row_size;
-    for (int64_t e = 0; e < x->head_dim; ++e)
-        logit += element(&d->q.t, q_at + e) * element(&d->k.t, k_at + e);
+    for (int64_t e = 0; e < x->head_dim; ++e) logit += element(&d->q.t, q_at + e) * element(&d->k.t, k_at + e);
     logit *= x->scale;
     if (x->softcap > 0) logit = x->softcap * tanh(logit / x->softcap);
     if (x->alibi)
-        logit -= check_get(&d->slopes.t, x->alibi == 2 ? b * x->heads_q + h : h) *
-                 fabs((double)(i + s->diagonal - j));
+        logit -= check_get(&d->slopes.t, x->alibi == 2 ? b * x->heads_q + h : h) * fabs((double)(i + s->diagonal - j));
     double p = exp(logit - lse);
     int64_t dv_at = row_at(x, &z->dv.t, b, s->k0, h_kv, j);
     for (int64_t e = 0; e < x->head_dim_v; ++e) {
@@ -221,16 +210,14 @@ static void add_pair(const flash_case *x, const flash_data *d, const flash_sizes
         reach += g * fabs(element(&f->v, v_at + e));
         add(&z->dv.t, dv_at + e, p * g);
     }
-    int64_t dq_at = row_at(x, &z->dq.t, b, s->q0, h, i),
-            dk_at = row_at(x, &z->dk.t, b, s->k0, h_kv, j);
+    int64_t dq_at = row_at(x, &z->dq.t, b, s->q0, h, i), dk_at = row_at(x, &z->dk.t, b, s->k0, h_kv, j);
     for (int64_t e = 0; e < x->head_dim; ++e) {
         add(&z->dq.t, dq_at + e, fabs(x->scale) * p * reach * fabs(element(&d->k.t, k_at + e)));
         add(&z->dk.t, dk_at + e, fabs(x->scale) * p * reach * fabs(element(&d->q.t, q_at + e)));
     }
 }
 
-static void add_sizes(const flash_case *x, const flash_data *d, const flash_sizes *z,
-                      const gk_flash_attn_args *f) {
+static void add_sizes(const flash_case *x, const flash_data *d, const flash_sizes *z, const gk_flash_attn_args *f) {
     for (int64_t b = 0; b < x->batch; ++b) {
         flash_seq s = seq_of(x, d, b);
         for (int64_t h = 0; h < x->heads_q; ++h) {
@@ -241,14 +228,12 @@ static void add_sizes(const flash_case *x, const flash_data *d, const flash_size
                     row_size += fabs(element(&d->dout.t, row_at(x, &d->dout.t, b, s.q0, h, i) + e) *
                                      element(&f->out, row_at(x, &f->out, b, s.q0, h, i) + e));
                 }
-                if (x->grad_lse)
-                    row_size += fabs(element(&d->dlse.t, row_at(x, &d->dlse.t, b, s.q0, h, i)));
+                if (x->grad_lse) row_size += fabs(element(&d->dlse.t, row_at(x, &d->dlse.t, b, s.q0, h, i)));
                 for (int64_t j = gk_span_lo(&s.span, i); j < gk_span_hi(&s.span, i); ++j) {
                     add_pair(x, d, z, f, b, &s, h, i, j, lse, row_size);
                 }
                 double sink = x->sinks ? check_get(&d->sinks.t, h) : -INFINITY;
-                if (sink != -INFINITY)
-                    add(&z->dsinks.t, h * z->dsinks.t.stride[0], exp(sink - lse) * row_size);
+                if (sink != -INFINITY) add(&z->dsinks.t, h * z->dsinks.t.stride[0], exp(sink - lse) * row_size);
             }
         }
     }
@@ -273,10 +258,8 @@ static void check_fwd(const flash_case *x, const flash_data *d) {
     gk_context serial = check_context(NULL, 1);
     gk_dtype stats = x->dtype == GK_F64 ? GK_F64 : GK_F32;
     int ndim = (int)d->ndim;
-    check_tensor exact = check_dense(GK_F64, ndim, d->out_shape),
-                 lse = check_dense(GK_F64, ndim - 1, d->lse_shape);
-    check_tensor size = check_dense(GK_F64, ndim, d->out_shape),
-                 lse_size = check_dense(GK_F64, ndim - 1, d->lse_shape);
+    check_tensor exact = check_dense(GK_F64, ndim, d->out_shape), lse = check_dense(GK_F64, ndim - 1, d->lse_shape);
+    check_tensor size = check_dense(GK_F64, ndim, d->out_shape), lse_size = check_dense(GK_F64, ndim - 1, d->lse_shape);
     check_tensor abs_v = check_map(&d->v, fabs);
     gk_flash_attn_args args = d->args;
     args.v = abs_v.t;
@@ -292,8 +275,7 @@ static void check_fwd(const flash_case *x, const flash_data *d) {
     double u = check_acc_unit(x->dtype), logit_loss = u * (8 + 2 * sqrt((double)x->head_dim));
     double loss = 2 * logit_loss * d->max_logit + u * (32 + 2 * sqrt((double)x->seq_k)) +
                   (half ? 1.25 * check_unit(x->dtype) : 0);
-    double lse_loss =
-        2 * logit_loss + (32 * u + (x->dtype == GK_BF16 ? 0x1p-17 : 0)) / d->max_logit;
+    double lse_loss = 2 * logit_loss + (32 * u + (x->dtype == GK_BF16 ? 0x1p-17 : 0)) / d->max_logit;
     for (int i = 0; i < num_isas; ++i) {
         int mark = check_num_owned;
         check_isa = check_isa_names[i];
@@ -301,8 +283,7 @@ static void check_fwd(const flash_case *x, const flash_data *d) {
         check_tensor out[2], got_lse[2];
         for (int w = 0; w < 2; ++w) {
             int64_t tokens = x->packed ? d->out_shape[0] : 0;
-            out[w] = make_heads(x, tokens, x->heads_q, x->seq_q, x->head_dim_v, x->dtype,
-                                w == 0 ? 7 : 0);
+            out[w] = make_heads(x, tokens, x->heads_q, x->seq_q, x->head_dim_v, x->dtype, w == 0 ? 7 : 0);
             got_lse[w] = check_dense(stats, ndim - 1, d->lse_shape);
             check_remember(&out[w]);
             check_remember(&got_lse[w]);
@@ -314,8 +295,7 @@ static void check_fwd(const flash_case *x, const flash_data *d) {
         }
         check_close("out", &out[0].t, &exact.t, &size.t, loss);
         check_close("lse", &got_lse[0].t, &lse.t, &lse_size.t, lse_loss);
-        check_result(check_same_bits(&out[0].t, &out[1].t) &&
-                         check_same_bits(&got_lse[0].t, &got_lse[1].t),
+        check_result(check_same_bits(&out[0].t, &out[1].t) && check_same_bits(&got_lse[0].t, &got_lse[1].t),
                      "1 and %d workers differ", CHECK_WORKERS);
         check_free(mark);
     }
@@ -343,10 +323,8 @@ static void check_bwd(const flash_case *x, const flash_data *d) {
     gk_dtype stats = x->dtype == GK_F64 ? GK_F64 : GK_F32;
     check_tensor out = check_dense(x->dtype, (int)d->ndim, d->out_shape);
     check_tensor lse = check_dense(stats, (int)d->ndim - 1, d->lse_shape);
-    gk_flash_attn_bwd_args args = {.size = sizeof args,
-                                   .fwd = d->args,
-                                   .grad_out = d->dout.t,
-                                   .grad_lse = x->grad_lse ? &d->dlse.t : NULL};
+    gk_flash_attn_bwd_args args = {
+        .size = sizeof args, .fwd = d->args, .grad_out = d->dout.t, .grad_lse = x->grad_lse ? &d->dlse.t : NULL};
     args.fwd.out = out.t;
     args.fwd.lse = lse.t;
     gk_ref_flash_attn_fwd(&serial, &args.fwd);
@@ -377,10 +355,8 @@ static void check_bwd(const flash_case *x, const flash_data *d) {
     /* 3. the kernels; a sum over rows runs over the whole group */
     static const char *const names[4] = {"dq", "dk", "dv", "dsinks"};
     bool half = x->dtype == GK_BF16 || x->dtype == GK_F16;
-    double u = check_acc_unit(x->dtype),
-           logit_loss = u * (8 + 2 * sqrt((double)x->head_dim)) * d->max_logit;
-    double terms = sqrt((double)gk_max_i64(x->seq_k, x->seq_q * x->heads_q * x->batch)) +
-                   sqrt((double)x->head_dim_v);
+    double u = check_acc_unit(x->dtype), logit_loss = u * (8 + 2 * sqrt((double)x->head_dim)) * d->max_logit;
+    double terms = sqrt((double)gk_max_i64(x->seq_k, x->seq_q * x->heads_q * x->batch)) + sqrt((double)x->head_dim_v);
     double loss = 2 * logit_loss + u * (32 + 2 * terms) + (half ? 2.5 * check_unit(x->dtype) : 0);
     for (int i = 0; i < num_isas; ++i) {
         int mark = check_num_owned;
@@ -390,9 +366,8 @@ static void check_bwd(const flash_case *x, const flash_data *d) {
         for (int w = 0; w < 2; ++w) {
             for (int t = 0; t < 3; ++t) {
                 int64_t tokens = like[t]->t.shape[0], heads = t == 0 ? x->heads_q : x->heads_kv;
-                got[w][t] =
-                    make_heads(x, tokens, heads, t == 0 ? x->seq_q : x->seq_k,
-                               t == 2 ? x->head_dim_v : x->head_dim, x->dtype, w == 0 ? 3 : 0);
+                got[w][t] = make_heads(x, tokens, heads, t == 0 ? x->seq_q : x->seq_k,
+                                       t == 2 ? x->head_dim_v : x->head_dim, x->dtype, w == 0 ? 3 : 0);
             }
             got[w][3] = check_tensor_make(stats, 1, &x->heads_q, NULL, 1 + w, 0);
             for (int t = 0; t < 4; ++t) check_remember(&got[w][t]);
@@ -405,8 +380,8 @@ static void check_bwd(const flash_case *x, const flash_data *d) {
         }
         for (int t = 0; t < (x->sinks ? 4 : 3); ++t) {
             check_close(names[t], &got[0][t].t, &exact[t].t, &size[t]->t, loss);
-            check_result(check_same_bits(&got[0][t].t, &got[1][t].t),
-                         "%s of 1 and %d workers differ", names[t], CHECK_WORKERS);
+            check_result(check_same_bits(&got[0][t].t, &got[1][t].t), "%s of 1 and %d workers differ", names[t],
+                         CHECK_WORKERS);
         }
         check_free(mark);
     }
@@ -417,12 +392,11 @@ static void check_flash_case(const flash_case *x) {
              "flash_attn %s %s B %lld H %lld/%lld S %lld/%lld D %lld/%lld causal %d diagonal %lld "
              "window %lld,%lld cap %g scale %g"
              " alibi %d sinks %d kv_start %d kv_end %d tokens_first %d grad_lse %d",
-             x->packed ? "packed" : "dense", gk_dtype_name(x->dtype), (long long)x->batch,
-             (long long)x->heads_q, (long long)x->heads_kv, (long long)x->seq_q,
-             (long long)x->seq_k, (long long)x->head_dim, (long long)x->head_dim_v, x->is_causal,
-             (long long)x->diagonal, (long long)x->window_left, (long long)x->window_right,
-             x->softcap, x->scale, x->alibi, x->sinks, x->kv_start, x->kv_end, x->tokens_first,
-             x->grad_lse);
+             x->packed ? "packed" : "dense", gk_dtype_name(x->dtype), (long long)x->batch, (long long)x->heads_q,
+             (long long)x->heads_kv, (long long)x->seq_q, (long long)x->seq_k, (long long)x->head_dim,
+             (long long)x->head_dim_v, x->is_causal, (long long)x->diagonal, (long long)x->window_left,
+             (long long)x->window_right, x->softcap, x->scale, x->alibi, x->sinks, x->kv_start, x->kv_end,
+             x->tokens_first, x->grad_lse);
     flash_data d = make_data(x);
     bind(x, &d);
     check_fwd(x, &d);
@@ -433,8 +407,7 @@ static void check_flash_case(const flash_case *x) {
 /* ---- grids ----------------------------------------------------------------------------------- */
 static const gk_dtype dtypes[] = {GK_F32, GK_BF16, GK_F16, GK_F64};
 
-static flash_case plain(gk_dtype dtype, int64_t seq_q, int64_t seq_k, int64_t head_dim,
-                        int64_t head_dim_v) {
+static flash_case plain(gk_dtype dtype, int64_t seq_q, int64_t seq_k, int64_t head_dim, int64_t head_dim_v) {
     return (flash_case){.dtype = dtype,
                         .batch = 1,
                         .heads_q = 2,
@@ -567,8 +540,7 @@ static void check_refusals(void) {
     x.batch = 2;
     flash_data d = make_data(&x);
     bind(&x, &d);
-    check_tensor out = check_dense(GK_F32, 3, d.out_shape),
-                 lse = check_dense(GK_F32, 2, d.lse_shape);
+    check_tensor out = check_dense(GK_F32, 3, d.out_shape), lse = check_dense(GK_F32, 2, d.lse_shape);
     check_remember(&out);
     check_remember(&lse);
     gk_context ctx = check_context(NULL, 1);
@@ -585,16 +557,13 @@ static void check_refusals(void) {
     set_i32(&d.cu_k, 0, 0);
     set_i32(&d.cu_k, 1, 5);
     set_i32(&d.cu_k, 2, 4);
-    check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_INDEX,
-                  "not to decrease, got cu_seqlens_k[2] = 4 after 5");
+    check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_INDEX, "not to decrease, got cu_seqlens_k[2] = 4 after 5");
     set_i32(&d.cu_k, 1, 0);
     set_i32(&d.cu_k, 2, 7);
-    check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_INDEX,
-                  "at most max_seqlen 6 tokens, got 7 in sequence 1");
+    check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_INDEX, "at most max_seqlen 6 tokens, got 7 in sequence 1");
     set_i32(&d.cu_k, 1, 6);
     set_i32(&d.cu_k, 2, 12);
-    if (d.k.t.shape[0] < 12)
-        check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_INDEX, "got cu_seqlens_k[2] = 12");
+    if (d.k.t.shape[0] < 12) check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_INDEX, "got cu_seqlens_k[2] = 12");
     set_i32(&d.cu_k, 1, 0);
     set_i32(&d.cu_k, 2, end);
     args.rules.scale = NAN;
