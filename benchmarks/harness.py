@@ -496,13 +496,14 @@ def arguments(op: str, argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=f"benchmarks of {op}: ours beside its peers")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--threads", type=int, default=0, help="torch threads, 0 = torch's default")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds; results are not stored")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds; stored with --save only")
     parser.add_argument("--only", default="", help="run the groups whose name contains this")
     parser.add_argument("--no-save", action="store_true", help="print only")
+    parser.add_argument("--save", action="store_true", help="store the results of a quick run too")
     args = parser.parse_args(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
-    args.save = not (args.quick or args.only or args.no_save)
+    args.save = (args.save or not args.quick) and not (args.only or args.no_save)
     args.effort = QUICK if args.quick else FULL
     return args
 

@@ -270,7 +270,7 @@ def same_bits(x, y):
     if x.shape != y.shape or x.dtype != y.dtype:
         return False
     if x.is_floating_point():
-        width = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+        width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
         x, y = x.contiguous().view(width), y.contiguous().view(width)
     return torch.equal(x, y)
 

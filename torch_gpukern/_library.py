@@ -11,6 +11,7 @@ key of that purpose:
 - an Autocast kernel: casts what autocast may cast, then goes on below autocast.
 """
 
+import inspect
 import os
 from collections.abc import Callable, Sequence
 
@@ -90,10 +91,24 @@ def below_autocast() -> torch._C._ExcludeDispatchKeyGuard:
 
 
 def fake(name: str) -> Callable:
-    """Decorator: the fake function of an op."""
+    """Decorator: the fake function of an op. Tensors must be on one device, as the kernels ask."""
 
     def register(function: Callable) -> Callable:
-        torch.library.register_fake(f"{NAMESPACE}::{name}", function, lib=_library)
+        names = tuple(inspect.signature(function).parameters)
+
+        def checked(*args, **kwargs):
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            tensors = [(n, x) for n, x in given.items() if isinstance(x, Tensor)]
+            first_name, first = tensors[0]
+            for other, x in tensors[1:]:
+                if x.device != first.device:
+                    raise ValueError(
+                        f"{NAMESPACE}::{name}: {other} is on {x.device}, {first_name} is on "
+                        f"{first.device}; they must be on one device"
+                    )
+            return function(*args, **kwargs)
+
+        torch.library.register_fake(f"{NAMESPACE}::{name}", checked, lib=_library)
         return function
 
     return register

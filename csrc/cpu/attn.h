@@ -98,6 +98,14 @@ INLINE seen seen_of(const attn_seq *x) {
     return r;
 }
 
+/* A row's lse from its maximum in log2 units, its sum of p and its sink (-inf: none). In double: an error of lse is one of
+ * every probability that backward makes from it. Where nothing but the sink counts, lse is the sink to the bit. */
+INLINE float attn_lse(float m, float l, float sink) {
+    if (l == 0) return -INFINITY;
+    if (l == 1 && m == sink * (float)GK_LOG2E) return sink;
+    return (float)(m * 0.69314718055994531 + log((double)l));
+}
+
 /* ALiBi slope of query head h in sequence b; 0 = none. */
 INLINE float attn_slope(const gk_attn_rules *r, int64_t b, int64_t h) {
     const gk_tensor *t = r->alibi_slopes;

@@ -70,6 +70,7 @@ typedef struct attn_lanes {
     const char *q[ATTN_MAX_BQ];
     float slope_log2[ATTN_MAX_BQ];
     float m[ATTN_MAX_BQ], l[ATTN_MAX_BQ]; /* running maximum (log2, may lag) and sum of p */
+    float sink[ATTN_MAX_BQ];
 } attn_lanes;
 
 /* What is the same for every block of a call. */
@@ -100,6 +101,7 @@ INLINE void attn_lanes_fill(attn_lanes *to, const attn_job *job, const attn_seq 
         const float sink = r->sinks ? ((const float *)r->sinks->data)[h * r->sinks->stride[0]] : -INFINITY;
         to->m[n] = sink == -INFINITY ? -FLT_MAX : sink * (float)GK_LOG2E;
         to->l[n] = sink == -INFINITY ? 0 : 1;
+        to->sink[n] = sink;
     }
 }
 
@@ -266,8 +268,7 @@ INLINE void attn_store(const attn_scratch *x, const attn_lanes *lanes, const att
         }
     }
     for (int64_t n = 0; n < lanes->count; ++n) {
-        const float l = lanes->l[n];
-        job->lse[lanes->lse_at[n]] = l == 0 ? -INFINITY : lanes->m[n] * 0.6931471805599453f + logf(l);
+        job->lse[lanes->lse_at[n]] = attn_lse(lanes->m[n], lanes->l[n], lanes->sink[n]);
     }
 }
 

@@ -444,8 +444,7 @@ static void merge_task(void *arg, int64_t task, int64_t worker) {
             vf_store_dtype(job->args->out.data, job->args->out.dtype, x.out_first + i * x.out_row + h * x.out_head + d,
                            o, head_dim_v - d);
         }
-        ((float *)job->args->lse.data)[x.lse_first + i * x.lse_row + h] =
-            l == 0 ? -INFINITY : m * 0.6931471805599453f + logf(l);
+        ((float *)job->args->lse.data)[x.lse_first + i * x.lse_row + h] = attn_lse(m, l, sink);
     }
 }
 

@@ -127,7 +127,7 @@ INLINE float vf_hmax(vf v) {
 /* ---- functions -------------------------------------------------------------------------------
  * Minimax polynomials found by a weighted Remez exchange; the stated bound is theirs plus float32 rounding. */
 
-/* 2^x, relative error below 2e-7 (float) or 4e-6 (POLY4: results that are rounded to bfloat16).
+/* 2^x, relative error below 1.3e-7 (float) or 4e-6 (POLY4: results that are rounded to bfloat16).
  * 2^-inf = 0, NaN stays NaN, results under 2^-125 may flush to 0, x <= 127. */
 INLINE vf vf_exp2_poly(vf x, bool poly4) {
 #if defined(__AVX512F__)
@@ -143,11 +143,12 @@ INLINE vf vf_exp2_poly(vf x, bool poly4) {
         p = vf_fma(p, f, vf_set1(0.6930038344841342f));
         p = vf_fma(p, f, vf_set1(1.0000025933651813f));
     } else {
-        p = vf_fma(vf_set1(0.001877576765658015f), f, vf_set1(0.008989339876598735f));
-        p = vf_fma(p, f, vf_set1(0.055826318231683374f));
-        p = vf_fma(p, f, vf_set1(0.24015361698272358f));
-        p = vf_fma(p, f, vf_set1(0.6931530732070962f));
-        p = vf_fma(p, f, vf_set1(0.9999999250637599f));
+        p = vf_fma(vf_set1(0.00021702255684156885f), f, vf_set1(0.0012439687700471446f));
+        p = vf_fma(p, f, vf_set1(0.00967884101830565f));
+        p = vf_fma(p, f, vf_set1(0.05548334196828718f));
+        p = vf_fma(p, f, vf_set1(0.24022983627902042f));
+        p = vf_fma(p, f, vf_set1(0.6931469838401201f));
+        p = vf_fma(p, f, vf_set1(1.0000000018557926f));
     }
 #if defined(__AVX512F__)
     return _mm512_scalef_ps(p, x); /* p * 2^floor(x) */

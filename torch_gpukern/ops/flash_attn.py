@@ -553,27 +553,29 @@ class _AttnMerge(torch.autograd.Function):
     def forward(ctx, out_a, lse_a, out_b, lse_b):
         with below_autograd():
             out, lse = _bare_merge(out_a, lse_a, out_b, lse_b)
-        ctx.save_for_backward(out_a, lse_a, out_b, lse_b, out, lse)
+        ctx.save_for_backward(out_a, lse_a, out_b, lse_b, lse)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse):
-        out_a, lse_a, out_b, lse_b, out, lse = ctx.saved_tensors
+        out_a, lse_a, out_b, lse_b, lse = ctx.saved_tensors
         # 0 for -inf, where neither side saw a key: exp(-inf - lse) is then 0 and not NaN.
         lse = lse.masked_fill(lse == -torch.inf, 0)
-        grads = []
-        for out_x, lse_x in ((out_a, lse_a), (out_b, lse_b)):
-            weight = torch.exp(lse_x - lse)
-            grad_lse_x = torch.zeros_like(lse) if grad_lse is None else weight * grad_lse
-            grad_out_x = None
-            if grad_out is not None:
-                acc = grad_out.to(lse.dtype)
-                grad_out_x = (weight[..., None] * acc).to(out_x.dtype)
-                # d out / d lse_x = weight (out_x - out); out_x of a side without keys may be NaN.
-                change = (acc * (out_x.to(lse.dtype) - out.to(lse.dtype))).sum(-1)
-                grad_lse_x = grad_lse_x + (weight * change).masked_fill(weight == 0, 0)
-            grads += [grad_out_x, grad_lse_x]
+        weights = torch.exp(lse_a - lse), torch.exp(lse_b - lse)
+        grads = [None, None, None, None]
+        if grad_lse is not None:
+            grads[1::2] = (weight * grad_lse for weight in weights)
+        if grad_out is not None:
+            acc = grad_out.to(lse.dtype)
+            grads[0::2] = ((w[..., None] * acc).to(out_a.dtype) for w in weights)
+            # d out / d lse_a = w_a w_b (out_a - out_b) = -d out / d lse_b, without out's rounding;
+            # the out of a side without keys may be NaN.
+            change = (acc * (out_a.to(lse.dtype) - out_b.to(lse.dtype))).sum(-1)
+            both = weights[0] * weights[1]
+            change = (both * change).masked_fill(both == 0, 0)
+            for i, move in ((1, change), (3, -change)):
+                grads[i] = move if grads[i] is None else grads[i] + move
         return tuple(grads)
 
 
