@@ -207,16 +207,16 @@ class _Gemm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         # Under create_graph the products below are differentiable ops themselves; otherwise they
-        # skip that road.
+        # skip that road. Tensors come before the guards: under checkpoint, reading them recomputes.
+        tensors = ctx.saved_tensors
         if is_grad_enabled():
             with below_autocast():
-                return _Gemm._gradients(ctx, grad)
+                return _Gemm._gradients(ctx, grad, *tensors)
         with below_autocast(), below_autograd():
-            return _Gemm._gradients(ctx, grad)
+            return _Gemm._gradients(ctx, grad, *tensors)
 
     @staticmethod
-    def _gradients(ctx, grad):  # grad [..., M, N] in the dtype of the result
-        a, b, saved = ctx.saved_tensors
+    def _gradients(ctx, grad, a, b, saved):  # grad [..., M, N] in the dtype of the result
         shape_a, shape_b, dtype, alpha, beta, activation, fp32_precision = ctx.call
         needs_a, needs_b, needs_bias, needs_c = ctx.needs_input_grad[:4]
         grad_a = grad_b = grad_bias = grad_c = None
