@@ -242,7 +242,7 @@ def paged_attn(
     if cu_seqlens_q is not None:
         starts = cu_seqlens_q.tolist()
     else:
-        starts = [b * (q.shape[0] // batch) for b in range(batch + 1)]
+        starts = [b * (q.shape[0] // max(batch, 1)) for b in range(batch + 1)]
     outs, lses = [], []
     for b, length in enumerate(seq_lens.tolist()):
         rows = q[starts[b] : starts[b + 1]]
