@@ -12,9 +12,9 @@ typedef struct gk_gemm_blocks {
     int64_t tasks_per_thread, min_task;
 } gk_gemm_blocks;
 
-/* 192 rows are 32 strips of 6; not tuned further: the register tile bounds it */
+/* 192 rows are 32 strips of 6; chosen by size, not measured */
 static const gk_gemm_blocks gk_gemm_blocks_base __attribute__((unused)) = {192, 256, 256, 2, 1 << 21};
-/* the same strips; 1024 cubed reaches the share of the peak that avx512 does */
+/* the same strips; chosen by size, not measured */
 static const gk_gemm_blocks gk_gemm_blocks_avx2 __attribute__((unused)) = {192, 256, 256, 2, 1 << 21};
 /* 256 / 512 / 1024 / 2048: 204 211 184 164 GFLOP/s; mb 224 204 208 182 158, kb 384 203 208 186 169 */
 static const gk_gemm_blocks gk_gemm_blocks_avx512 __attribute__((unused)) = {336, 256, 256, 2, 1 << 21};
@@ -35,9 +35,9 @@ typedef struct gk_skinny_blocks {
     int64_t tasks_per_thread;
 } gk_skinny_blocks;
 
-/* as avx512 */
+/* avx512's sizes, not measured here */
 static const gk_skinny_blocks gk_skinny_blocks_base __attribute__((unused)) = {64, 8192, 16, 32, 4, 1024, 4};
-/* as avx512 */
+/* avx512's sizes, not measured here */
 static const gk_skinny_blocks gk_skinny_blocks_avx2 __attribute__((unused)) = {64, 8192, 16, 32, 4, 1024, 4};
 /* 4096 squared, M 1 / 4 / 16: 1.12x 3.5x 2.1x of torch; kb 8 everywhere 1.13x 3.1x 1.5x */
 static const gk_skinny_blocks gk_skinny_blocks_avx512 __attribute__((unused)) = {64, 8192, 16, 32, 4, 1024, 4};
