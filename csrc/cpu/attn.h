@@ -98,12 +98,25 @@ INLINE seen seen_of(const attn_seq *x) {
     return r;
 }
 
-/* A row's lse from its maximum in log2 units, its sum of p and its sink (-inf: none). In double: an error of lse is one of
- * every probability that backward makes from it. Where nothing but the sink counts, lse is the sink to the bit. */
+/* The unit of scores, of their maximum m, of slopes and sinks inside the kernels: natural where a cell is a float, log2
+ * where it is a pair.
+ * Float q carries the scale: a score is then one float, the same in forward, in lse and in backward, and what lse rounds
+ * cancels in P = exp(s - lse); a row with one key has P = 1. A pair cannot carry it (scale q is no bfloat16), so there the
+ * scale waits for the exponent, in one fma with the unit. */
+#define ATTN_UNIT (PAIR == 2 ? GK_LOG2E : 1.0f)
+#define ATTN_UNIT_LOG2 (PAIR == 2 ? 1.0f : GK_LOG2E) /* log2 of e^(one unit) */
+
+/* 2^(log2 of e^(factor s - m)); factor is 1 with float cells. */
+INLINE vf attn_p(vf s, float factor, vf m) {
+    return PAIR == 2 ? vf_exp2(vf_fma(s, vf_set1(factor), -m)) : vf_exp2((s - m) * ATTN_UNIT_LOG2);
+}
+
+/* A row's lse from its m, its sum of p and its sink (-inf: none). In double: an error of lse is one of every probability
+ * that backward makes from it. Where nothing but the sink counts, lse is the sink to the bit. */
 INLINE float attn_lse(float m, float l, float sink) {
     if (l == 0) return -INFINITY;
-    if (l == 1 && m == sink * (float)GK_LOG2E) return sink;
-    return (float)(m * 0.69314718055994531 + log((double)l));
+    if (l == 1 && m == sink * ATTN_UNIT) return sink;
+    return (float)(m / (double)ATTN_UNIT + log((double)l));
 }
 
 /* ALiBi slope of query head h in sequence b; 0 = none. */

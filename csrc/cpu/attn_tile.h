@@ -1,7 +1,7 @@
 /* attn_tile: a block of query lanes against the keys of one kv head, for dense and for paged keys.
  * Dao 2023, arXiv:2307.08691, Algorithm 1, transposed: a row is a key, a lane is a query.
  *
- *   S^T = K Q^T    P^T = exp2(log2e score(S^T) - m)    O^T = O^T exp2(m_old - m) + V^T P^T    O = (O^T / l)^T
+ *   S^T = K Q^T    P^T = exp(score(S^T) - m)    O^T = O^T exp(m_old - m) + V^T P^T    O = (O^T / l)^T
  *
  * Lanes are the (query row, head of the GQA group) pairs of one kv head, row by row: a group shares every tile of keys, and
  * lo and hi never decrease from lane to lane. A strip is NR lanes; all that belongs to a strip lies together.
@@ -29,8 +29,8 @@ enum {
 };
 _Static_assert(ATTN_MAX_BQ % NR == 0, "strips fill a block");
 
-/* m may lag 8 behind the largest score (in log2): p stays below 2^8, and O^T is rescaled only when m moves. */
-static const float attn_lag_log2 = 8;
+/* m may lag so far behind the largest score: p stays below 2^8, and O^T is rescaled only when m moves. */
+static const float attn_lag = 8 / ATTN_UNIT_LOG2;
 
 /* ---- keys: dense | paged ------------------------------------------------------------------------ */
 typedef struct attn_keys {
@@ -68,9 +68,9 @@ typedef struct attn_lanes {
     int64_t position[ATTN_MAX_BQ];                    /* i + diagonal */
     int64_t out_at[ATTN_MAX_BQ], lse_at[ATTN_MAX_BQ]; /* elements */
     const char *q[ATTN_MAX_BQ];
-    float slope_log2[ATTN_MAX_BQ];
-    float m[ATTN_MAX_BQ], l[ATTN_MAX_BQ]; /* running maximum (log2, may lag) and sum of p */
-    float sink[ATTN_MAX_BQ];
+    float slope[ATTN_MAX_BQ];                         /* ATTN_UNIT */
+    float m[ATTN_MAX_BQ], l[ATTN_MAX_BQ];             /* running maximum (ATTN_UNIT, may lag) and sum of p */
+    float sink[ATTN_MAX_BQ];                          /* natural */
 } attn_lanes;
 
 /* What is the same for every block of a call. */
@@ -97,9 +97,9 @@ INLINE void attn_lanes_fill(attn_lanes *to, const attn_job *job, const attn_seq 
         to->out_at[n] = x->out_first + i * x->out_row + h * x->out_head;
         to->lse_at[n] = x->lse_first + i * x->lse_row + h * x->lse_head;
         to->q[n] = x->q + element_bytes * (i * x->q_row + h * x->q_head);
-        to->slope_log2[n] = attn_slope(r, b, h) * (float)GK_LOG2E;
+        to->slope[n] = attn_slope(r, b, h) * ATTN_UNIT;
         const float sink = r->sinks ? ((const float *)r->sinks->data)[h * r->sinks->stride[0]] : -INFINITY;
-        to->m[n] = sink == -INFINITY ? -FLT_MAX : sink * (float)GK_LOG2E;
+        to->m[n] = sink == -INFINITY ? -FLT_MAX : sink * ATTN_UNIT;
         to->l[n] = sink == -INFINITY ? 0 : 1;
         to->sink[n] = sink;
     }
@@ -131,13 +131,15 @@ INLINE attn_scratch attn_scratch_at(char *base, const attn_job *job) {
 }
 
 /* ---- packing ------------------------------------------------------------------------------------ */
-INLINE void attn_pack_q(const attn_scratch *x, const attn_lanes *lanes, gk_dtype dtype, int64_t head_dim) {
+/* Float cells take the scale on the way. */
+INLINE void attn_pack_q(const attn_scratch *x, const attn_lanes *lanes, gk_dtype dtype, int64_t head_dim, float scale) {
     const int64_t cells = cells_of(head_dim);
     for (int64_t n = 0; n < gk_round_up(lanes->count, NR); n += W) {
         cell *to = x->q + n / NR * x->q_strip + n % NR;
         for (int64_t c = 0; c < cells; c += W) {
             vc r[W];
-            for (int i = 0; i < W; ++i) r[i] = vc_load_along_k(lanes->q[n + i], dtype, c * PAIR, head_dim - c * PAIR);
+            for (int i = 0; i < W; ++i)
+                r[i] = vc_scale(vc_load_along_k(lanes->q[n + i], dtype, c * PAIR, head_dim - c * PAIR), scale);
             vc_transpose(r);
             for (int64_t i = 0; i < gk_min_i64(W, cells - c); ++i) vc_store(to + (c + i) * NR, r[i]);
         }
@@ -167,18 +169,18 @@ INLINE vi attn_relative(const int64_t *bounds, int64_t j0, int64_t n) {
 }
 
 /* Keys j0 .. j0 + n against nv vectors of lanes. On the way in s [n][NR] holds dot products, on the way out p as cells
- * [cells(n)][NR]; *shrink is what O^T must be multiplied by where the result is true.
+ * [cells(n)][NR]; *shrink is what O^T must be multiplied by where the result is true. s times `scale` is the scaled score.
  * m starts at -FLT_MAX and stays finite, so a masked score (-inf) gives exactly 0 and never inf - inf; NaN reaches l. */
 INLINE bool attn_softmax(float *s, int64_t n, int64_t j0, attn_lanes *lanes, int64_t lane, const attn_job *job,
-                         float scale_log2, vf shrink[NV], const int nv, const bool score_step, const bool edge) {
+                         float scale, vf shrink[NV], const int nv, const bool score_step, const bool edge) {
     const float softcap = (float)job->rules->softcap;
-    const float cap_in = score_step && softcap > 0 ? scale_log2 / ((float)GK_LOG2E * softcap) : 0;
+    const float cap_in = score_step && softcap > 0 ? scale / softcap : 0;
     vf top[NV], slope[NV], position[NV];
     vi lo[NV], hi[NV];
     for (int v = 0; v < nv; ++v) {
         top[v] = vf_set1(-INFINITY);
         if (score_step) {
-            slope[v] = vf_load(lanes->slope_log2 + lane + v * W);
+            slope[v] = vf_load(lanes->slope + lane + v * W);
             float t[W];
             for (int i = 0; i < W; ++i) t[i] = (float)(lanes->position[lane + v * W + i] - j0);
             position[v] = vf_load(t);
@@ -196,7 +198,7 @@ INLINE bool attn_softmax(float *s, int64_t n, int64_t j0, attn_lanes *lanes, int
             float *at = s + j * NR + v * W;
             vf x = vf_load(at);
             if (score_step) {
-                x = softcap > 0 ? vf_tanh(x * cap_in) * (softcap * (float)GK_LOG2E) : x * scale_log2;
+                x = softcap > 0 ? vf_tanh(x * cap_in) * (softcap * ATTN_UNIT) : x * (scale * ATTN_UNIT);
                 vf distance = position[v] - (float)j;
                 x = x - slope[v] * vf_max(-distance, distance);
             }
@@ -210,7 +212,7 @@ INLINE bool attn_softmax(float *s, int64_t n, int64_t j0, attn_lanes *lanes, int
         }
 
     /* m moves for a whole vector as soon as one of its lanes lags too far */
-    const float factor = score_step ? 1 : scale_log2;
+    const float factor = score_step || PAIR == 1 ? 1 : scale * ATTN_UNIT;
     vf m[NV], sum[NV];
     bool moved = false;
     for (int v = 0; v < nv; ++v) {
@@ -219,9 +221,9 @@ INLINE bool attn_softmax(float *s, int64_t n, int64_t j0, attn_lanes *lanes, int
         sum[v] = vf_set1(0);
         shrink[v] = vf_set1(1);
         top[v] = top[v] * factor;
-        if (vm_any(vf_lt(m[v] + attn_lag_log2, top[v]))) {
+        if (vm_any(vf_lt(m[v] + attn_lag, top[v]))) {
             vf to = vf_max(m[v], top[v]);
-            shrink[v] = vf_exp2(m[v] - to);
+            shrink[v] = attn_p(m[v], 1, to);
             m[v] = to;
             moved |= vm_any(vf_lt(vf_set1(0), l));
             vf_store(lanes->m + lane + v * W, to);
@@ -237,7 +239,7 @@ INLINE bool attn_softmax(float *s, int64_t n, int64_t j0, attn_lanes *lanes, int
             const float *at = s + j * NR + v * W;
             vf p[2];
             for (int i = 0; i < PAIR; ++i) {
-                p[i] = vf_exp2(vf_fma(vf_load(at + i * NR), vf_set1(factor), -m[v]));
+                p[i] = attn_p(vf_load(at + i * NR), factor, m[v]);
                 sum[v] += p[i];
             }
             vc_store((cell *)s + j / PAIR * NR + v * W, vc_from_rows(p[0], p[PAIR - 1]));
@@ -284,16 +286,17 @@ INLINE void attn_clear_tokens(const gk_tensor *out, float *lse, int64_t first) {
 }
 
 /* ---- the block ---------------------------------------------------------------------------------- */
-INLINE void attn_block(const attn_job *job, attn_lanes *lanes, const attn_keys *keys, float scale_log2, float v_scale,
+INLINE void attn_block(const attn_job *job, attn_lanes *lanes, const attn_keys *keys, float scale, float v_scale,
                        char *scratch) {
     const attn_scratch x = attn_scratch_at(scratch, job);
     const int64_t head_dim = job->head_dim, head_dim_v = job->head_dim_v, last = lanes->count - 1;
     const char *k[ATTN_MAX_BKV], *v[ATTN_MAX_BKV];
     bool started[ATTN_MAX_BQ / NR] = {false};
-    /* the scale waits for the exponent where nothing comes between and the largest product stays the largest score */
-    const bool score_step = job->rules->softcap > 0 || job->rules->alibi_slopes || !(scale_log2 > 0);
+    const float left = PAIR == 2 ? scale : 1; /* what q does not carry of the scale */
+    /* it waits for the exponent where nothing comes between and the largest product stays the largest score */
+    const bool score_step = job->rules->softcap > 0 || job->rules->alibi_slopes || !(left > 0);
 
-    attn_pack_q(&x, lanes, job->dtype, head_dim);
+    attn_pack_q(&x, lanes, job->dtype, head_dim, scale);
     const int64_t first = lanes->lo[0], end = lanes->hi[last];
     const int64_t tiles = gk_ceil_div(end - first, job->bkv);
     const int64_t step = tiles > 0 ? gk_round_up(gk_ceil_div(end - first, tiles), PAIR) : 1;
@@ -314,13 +317,13 @@ INLINE void attn_block(const attn_job *job, attn_lanes *lanes, const attn_keys *
             tile_product(true, n, width, cells_of(head_dim), x.k, x.k_step, x.q + strip * x.q_strip, NR, x.s, NR,
                          false);
             if (nv == 1)
-                moved = attn_softmax(x.s, n, j, lanes, lane, job, scale_log2, shrink, 1, true, true);
+                moved = attn_softmax(x.s, n, j, lanes, lane, job, left, shrink, 1, true, true);
             else if (score_step)
-                moved = attn_softmax(x.s, n, j, lanes, lane, job, scale_log2, shrink, NV, true, true);
+                moved = attn_softmax(x.s, n, j, lanes, lane, job, left, shrink, NV, true, true);
             else if (edge)
-                moved = attn_softmax(x.s, n, j, lanes, lane, job, scale_log2, shrink, NV, false, true);
+                moved = attn_softmax(x.s, n, j, lanes, lane, job, left, shrink, NV, false, true);
             else
-                moved = attn_softmax(x.s, n, j, lanes, lane, job, scale_log2, shrink, NV, false, false);
+                moved = attn_softmax(x.s, n, j, lanes, lane, job, left, shrink, NV, false, false);
             if (moved && started[strip])
                 for (int64_t d = 0; d < head_dim_v; ++d)
                     for (int w = 0; w < nv; ++w) {

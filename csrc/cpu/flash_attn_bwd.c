@@ -19,14 +19,14 @@
  * Work split: a task owns one sequence, one kv head and one chunk of keys, with all query heads of
  * its group: dK and dV need no sum over tasks. dQ is summed over key tiles in float32 blocks
  * [D][NR]; over chunks, in order, in a last phase.
- *   phase 1  per (sequence, query head): lse in log2 units, delta
+ *   phase 1  per (sequence, query head): lse in ATTN_UNIT, delta
  *   phase 2  for each key tile: 1 pack K, V
  *              for each query head, query tile that sees it: 2 pack Q, dO
  *                3 S, dP, P, dS and 4 dV, dK strip by strip of keys, then dQ
  *            5 store dK, dV   6 one chunk: store dQ
  *   phase 3  more chunks: sum them and store dQ; dsink of each (sequence, query head)
  * Shapes alone fix tiles and chunks, so the bits do not depend on the number of workers.
- * Workspace: dQ in float32, once per worker (one chunk) or per task (more), three floats per row,
+ * Workspace: dQ in float32, once per worker (one chunk) or per task (more), two floats per row,
  * and per worker one tile of everything.
  * Not here: float64 (ref/), dropout, gradients of the ALiBi slopes.
  */
@@ -40,7 +40,6 @@ enum {
     MAX_BQ = 256,
     LINE = 16
 }; /* LINE: floats of a cache line */
-static const double LOG2E = 1.4426950408889634;
 
 typedef struct sizes {
     gk_attn_bwd_blocks tile;
@@ -51,7 +50,7 @@ typedef struct sizes {
     int64_t dq_blocks, dq_block;              /* blocks [D][NR] of dQ of a head at most; floats of one */
     int64_t chunk_keys, chunks, heads, tasks; /* heads: sequences x kv heads */
     int64_t workers;
-    size_t order_at, lse_hi_at, lse_lo_at, delta_at, left_at, dsink_at, worker_at, worker_bytes, dq_at, total_bytes;
+    size_t order_at, lse_at, delta_at, left_at, dsink_at, worker_at, worker_bytes, dq_at, total_bytes;
 } sizes;
 
 /* A row length in floats whose rows start in different cache sets: an odd number of lines. */
@@ -122,8 +121,7 @@ static sizes sizes_of(const gk_context *ctx, const gk_flash_attn_bwd_args *a, co
     size_t at = 0;
 #define PLACE(field, bytes) (z.field = at, at += (size_t)gk_round_up((int64_t)(bytes), 64))
     PLACE(order_at, s->batch * (int64_t)sizeof(int64_t) * 2);
-    PLACE(lse_hi_at, 4 * s->heads_q * z.tokens_q);
-    PLACE(lse_lo_at, 4 * s->heads_q * z.tokens_q);
+    PLACE(lse_at, 4 * s->heads_q * z.tokens_q);
     PLACE(delta_at, 4 * s->heads_q * z.tokens_q);
     PLACE(left_at, a->dsinks ? 4 * z.chunks * s->heads_q * z.tokens_q : 0);
     PLACE(dsink_at, 8 * s->heads_q * s->batch);
@@ -161,17 +159,6 @@ static void zero_rows(void *dst, gk_dtype dtype, int64_t row_stride, int64_t row
 }
 
 /* ---- phase 1: lse and delta ------------------------------------------------------------------ */
-/* A row's lse, in log2 units and split in two floats: P is exact to the rounding of lse itself.
- * Where nothing comes between the scale and the exponent it is divided by the scale,
- * P = exp2(scale2 ((s - hi) - lo)): then the small difference is scaled, not its large terms.
- * bfloat16 cells need neither: P = exp2(scale2 s - hi). */
-static bool scores_are_modified(const gk_attn_rules *r) {
-    return r->softcap > 0 || r->alibi_slopes || r->sinks || (float)(r->scale * LOG2E) == 0;
-}
-static double lse_unit(const gk_attn_rules *r) {
-    return PAIR == 2 || scores_are_modified(r) ? LOG2E : LOG2E / (float)(r->scale * LOG2E);
-}
-
 /* lse or delta of head h and sequence b: [rows]. */
 static float *row_values(const job *g, size_t where, int64_t b, int64_t h) {
     const int64_t first = g->shape.packed ? first_q(g, b) : b * g->shape.max_seq_q;
@@ -195,9 +182,7 @@ static void pre_task(void *arg, int64_t task, int64_t worker) {
     const char *grad = at(&a->grad_out, row0_of(g, &a->grad_out, b, h, first_q(g, b)));
     const int64_t es = (int64_t)gk_dtype_bytes(g->dtype), grad_row = a->grad_out.stride[r];
     const float *lse = (const float *)f->lse.data + x.lse_first + h * x.lse_head;
-    float *hi = row_values(g, g->z.lse_hi_at, b, h), *lo = row_values(g, g->z.lse_lo_at, b, h);
-    float *delta = row_values(g, g->z.delta_at, b, h);
-    const double unit = lse_unit(&f->rules);
+    float *row_lse = row_values(g, g->z.lse_at, b, h), *delta = row_values(g, g->z.delta_at, b, h);
     const gk_tensor *sinks = f->rules.sinks, *grad_lse = a->grad_lse;
     const int64_t dlse = grad_lse ? row0_of(g, grad_lse, b, h, first_q(g, b)) : 0;
     const float sink = sinks ? ((const float *)sinks->data)[h * sinks->stride[0]] : -INFINITY;
@@ -228,13 +213,12 @@ static void pre_task(void *arg, int64_t task, int64_t worker) {
         for (int64_t r_i = 0, i = i0; r_i < rows; ++r_i, ++i) {
             const float l = lse[i * x.lse_row];
             if (l == -INFINITY) { /* no key and no sink: P = 0 whatever s is */
-                hi[i] = unit > 0 ? INFINITY : -INFINITY, lo[i] = 0, delta[i] = 0;
+                row_lse[i] = INFINITY, delta[i] = 0;
                 continue;
             }
             delta[i] = sum[r_i];
             if (grad_lse) delta[i] -= ((const float *)grad_lse->data)[dlse + i * grad_lse->stride[r]];
-            hi[i] = (float)(l * unit);
-            lo[i] = (float)(l * unit - hi[i]);
+            row_lse[i] = l * ATTN_UNIT;
         }
     }
     for (int64_t chunk = 0; a->dsinks && chunk < g->z.chunks; ++chunk)
@@ -248,12 +232,13 @@ typedef struct pair {
     const attn_seq *x;
     int64_t key0, keys;      /* key tile */
     int64_t i0, rows, lanes; /* query tile; lanes: rows rounded up to whole vectors of cells */
-    vf lse_hi[MAX_BQ / W], lse_lo[MAX_BQ / W], delta[MAX_BQ / W]; /* lanes past the rows: lse = inf makes P = 0 */
-    vi lo[MAX_BQ / W], hi[MAX_BQ / W];                            /* keys seen, from the key tile's first */
-    float scale2;                                                 /* scale in log2 units */
-    float cap_in, cap_out;  /* softcap: cap_out tanh(cap_in s), in log2 units; cap_in 0 = off */
-    float slope2, distance; /* ALiBi in log2 units; position of query 0 less that of key 0 */
-    vf *left;               /* sums of dS over keys, as lse_hi lies; NULL = dsinks is not wanted */
+    vf lse[MAX_BQ / W], delta[MAX_BQ / W]; /* lanes past the rows: lse = inf makes P = 0 */
+    vi lo[MAX_BQ / W], hi[MAX_BQ / W];     /* keys seen, from the key tile's first */
+    float q_scale, factor;                 /* the scale that Q^T carries; what s lacks to be in ATTN_UNIT */
+    float cap_in, cap_out;                 /* softcap: cap_out tanh(cap_in s), in ATTN_UNIT; cap_in 0 = off */
+    float slope, distance;                 /* ALiBi, in ATTN_UNIT; position of query 0 less that of key 0 */
+    vf *left;                              /* sums of dS over keys, as lse lies; NULL = dsinks is not wanted */
+    bool modified;                         /* something comes between s and P, or between P and dS */
 } pair;
 
 /* A strip of scores: keys [key, key + keys) of the key tile, multiples of PAIR, and the lanes
@@ -285,16 +270,14 @@ INLINE void score_strip(const pair *t, const strip *r, const bool masked, const 
                             slope_of_cap = 1.0f - tanh_s * tanh_s;
                             x = tanh_s * t->cap_out;
                         } else {
-                            x = x * t->scale2;
+                            x = x * t->factor;
                         }
                         const vf distance = iota + (t->distance + (float)(l + v * W - key - k - u));
-                        x = x - t->slope2 * vf_max(-distance, distance) - t->lse_hi[lane] - t->lse_lo[lane];
-                    } else if (PAIR == 2) {
-                        x = vf_fma(x, vf_set1(t->scale2), -t->lse_hi[lane]);
+                        x = x - t->slope * vf_max(-distance, distance) - t->lse[lane];
                     } else {
-                        x = (x - t->lse_hi[lane] - t->lse_lo[lane]) * t->scale2;
+                        x = PAIR == 2 ? vf_fma(x, vf_set1(t->factor), -t->lse[lane]) : x - t->lse[lane];
                     }
-                    vf y = vf_exp2_poly(x, PAIR == 2);
+                    vf y = vf_exp2_poly(x * ATTN_UNIT_LOG2, PAIR == 2);
                     if (masked) {
                         const vi j = vi_set1((int32_t)(key + k + u));
                         const vm sees = vm_and(vi_lt(t->lo[lane] - 1, j), vi_lt(j, t->hi[lane]));
@@ -331,7 +314,6 @@ static void pair_run(const pair *t, int64_t from, int64_t to, float *dq, int64_t
     const sizes *z = &t->g->z;
     const gk_span *span = &t->x->span;
     const int64_t dim = t->g->shape.head_dim, dim_v = t->g->shape.head_dim_v, ld_q = z->ld_q, ld_qc = z->ld_qc;
-    const bool modified = scores_are_modified(&t->g->args->fwd.rules);
 
     for (int64_t k = from; k < to; k += z->tile.strip) {
         const int64_t keys = gk_min_i64(z->tile.strip, to - k), skip = PAIR == 1 ? k * ld_q : 0;
@@ -346,7 +328,7 @@ static void pair_run(const pair *t, int64_t from, int64_t to, float *dq, int64_t
                      w->s + skip + row0, ld_q, false);
         tile_product(true, keys, r.lane1 - row0, cells_of(dim_v), w->v_rows + k * z->ld_kdv, z->ld_kdv, w->do_t + row0,
                      ld_q, w->dp + skip + row0, ld_q, false);
-        if (modified)
+        if (t->modified)
             (masked ? score_both : score_modified)(t, &r);
         else
             (masked ? score_masked : score_plain)(t, &r);
@@ -408,10 +390,8 @@ static void zero_dq_unseen(const job *g, const attn_seq *x, const seen *seen, in
 
 /* What rows [i0, i0 + rows) of head h bring to a pair of tiles. */
 static void pair_rows(pair *t, int64_t b, int64_t h, int64_t i0, int64_t rows) {
-    const float *hi = row_values(t->g, t->g->z.lse_hi_at, b, h) + i0,
-                *lo = row_values(t->g, t->g->z.lse_lo_at, b, h) + i0;
+    const float *lse = row_values(t->g, t->g->z.lse_at, b, h) + i0;
     const float *delta = row_values(t->g, t->g->z.delta_at, b, h) + i0;
-    const float none = lse_unit(&t->g->args->fwd.rules) > 0 ? INFINITY : -INFINITY;
     t->i0 = i0, t->rows = rows, t->lanes = gk_round_up(rows, PAIR * W);
     t->distance = (float)(i0 + t->x->span.diagonal - t->key0);
     for (int64_t l = 0; l < t->lanes; l += W) {
@@ -422,18 +402,17 @@ static void pair_rows(pair *t, int64_t b, int64_t h, int64_t i0, int64_t rows) {
             end[i] = (int32_t)gk_clamp_i64(gk_span_hi(&t->x->span, i0 + l + i) - t->key0, 0, t->keys);
         }
         memcpy(&t->lo[at], first, sizeof first), memcpy(&t->hi[at], end, sizeof end);
-        t->lse_hi[at] = vf_select(vm_first(n), vf_load_first(hi + l, n), vf_set1(none));
-        t->lse_lo[at] = vf_load_first(lo + l, n);
+        t->lse[at] = vf_select(vm_first(n), vf_load_first(lse + l, n), vf_set1(INFINITY));
         t->delta[at] = vf_load_first(delta + l, n);
         if (t->left) t->left[at] = vf_set1(0);
     }
 }
 
-/* Rows [rows][dim] as panel [cells_of(rows)][ld] and transposed [cells_of(dim)][ld_q]. The panel
- * comes first: it streams row by row through memory, and the transposition, which jumps from row to
- * row, then reads near memory. */
-static void pack_queries(const pair *t, const char *src, int64_t row_stride, int64_t dim, cell *panel, int64_t ld,
-                         cell *transposed) {
+/* Rows [rows][dim] as panel [cells_of(rows)][ld] and, times `scale` where cells are floats, transposed
+ * [cells_of(dim)][ld_q]. The panel comes first: it streams row by row through memory, and the
+ * transposition, which jumps from row to row, then reads near memory. */
+static void pack_queries(const pair *t, const char *src, int64_t row_stride, int64_t dim, float scale, cell *panel,
+                         int64_t ld, cell *transposed) {
     gk_dtype dtype = t->g->dtype;
     const int64_t ld_q = t->g->z.ld_q, cells = cells_of(dim), rows = t->rows;
     pack_panel(panel, ld, src, dtype, 1, row_stride, dim, rows);
@@ -450,7 +429,7 @@ static void pack_queries(const pair *t, const char *src, int64_t row_stride, int
             const int64_t n = gk_min_i64(W, cells - c);
 #pragma GCC unroll 16
             for (int64_t i = 0; i < W; ++i)
-                if (i < n) vc_store(transposed + (c + i) * ld_q + l, r[i]);
+                if (i < n) vc_store(transposed + (c + i) * ld_q + l, vc_scale(r[i], scale));
         }
 }
 
@@ -472,11 +451,12 @@ static void main_task(void *arg, int64_t task, int64_t worker) {
     scratch w;
     scratch_make(&w, z, &g->shape, g->workspace + z->worker_at + (size_t)worker * z->worker_bytes);
     vf left[MAX_BQ / W];
-    pair t = {.g = g, .w = &w, .x = &x, .scale2 = (float)(rules->scale * LOG2E)};
+    pair t = {.g = g, .w = &w, .x = &x, .q_scale = (float)rules->scale};
+    const float lacks = PAIR == 2 ? t.q_scale : 1;
+    t.factor = lacks * ATTN_UNIT;
     if (a->dsinks) t.left = left;
-    if (rules->softcap > 0) {
-        t.cap_in = (float)(rules->scale / rules->softcap), t.cap_out = (float)(rules->softcap * LOG2E);
-    }
+    if (rules->softcap > 0) t.cap_in = lacks / (float)rules->softcap, t.cap_out = (float)rules->softcap * ATTN_UNIT;
+    t.modified = rules->softcap > 0 || rules->alibi_slopes || t.left;
 
     const int64_t chunk_lo = chunk * z->chunk_keys, chunk_hi = gk_min_i64(chunk_lo + z->chunk_keys, x.seq_k);
     for (int64_t j0 = chunk_lo; j0 < chunk_hi; j0 += z->tile.bkv) {
@@ -508,15 +488,15 @@ static void main_task(void *arg, int64_t task, int64_t worker) {
         for (int64_t h = h_kv * group; h < (h_kv + 1) * group; ++h) {
             const char *q = x.q + es * h * x.q_head;
             const char *grad = at(&a->grad_out, row0_of(g, &a->grad_out, b, h, first_q(g, b)));
-            t.slope2 = attn_slope(rules, b, h) * (float)LOG2E;
+            t.slope = attn_slope(rules, b, h) * ATTN_UNIT;
             for (int64_t i0 = row_lo - (row_lo - seen.row_lo) % z->tile.bq; i0 < row_hi; i0 += z->tile.bq) {
                 const int64_t rows = gk_min_i64(z->tile.bq, seen.row_hi - i0);
                 const int64_t from = gk_max_i64(gk_span_lo(&x.span, i0) - key0, 0) / PAIR * PAIR;
                 const int64_t to = gk_min_i64(gk_span_hi(&x.span, i0 + rows - 1) - key0, keys);
                 /* 2. Q and dO in both orders */
                 pair_rows(&t, b, h, i0, rows);
-                pack_queries(&t, q + es * i0 * x.q_row, x.q_row, dim, w.q_panel, z->ld_d, w.q_t);
-                pack_queries(&t, grad + es * i0 * grad_row, grad_row, dim_v, w.do_panel, z->ld_dv, w.do_t);
+                pack_queries(&t, q + es * i0 * x.q_row, x.q_row, dim, t.q_scale, w.q_panel, z->ld_d, w.q_t);
+                pack_queries(&t, grad + es * i0 * grad_row, grad_row, dim_v, 1, w.do_panel, z->ld_dv, w.do_t);
                 pair_run(&t, from, gk_round_up(to, PAIR),
                          dq_of(g, slice, h - h_kv * group) + (i0 - seen.row_lo) / NR * z->dq_block, chunk_lo);
                 float *sums = t.left ? left_of(g, b, h, chunk) + i0 : NULL;

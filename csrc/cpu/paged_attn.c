@@ -7,7 +7,7 @@
  * with few is bound by the reading of its keys, so each key is read once for all lanes of its head:
  *
  *   a task   one chunk of the context of one sequence, some kv heads; partial O, m, l per chunk and lane
- *   a unit   `unit` keys of one head: s = q K^T (lanes along d, sums across) | p = exp2(s - m) | O += p V (lanes along dv)
+ *   a unit   `unit` keys of one head: s = q K^T (lanes along d, sums across) | p = exp(s - m) | O += p V (lanes along dv)
  *   order    unit of keys outside, heads inside: the heads of a key share its memory page
  *   time     the units of some keys compute while they prefetch the rows of the keys to come, K in QK, V in PV
  *
@@ -113,8 +113,8 @@ static attn_keys keys_of(const paged_job *job, int64_t b, int64_t h_kv) {
                        .v_page_bytes = es * a->v_cache.stride[0]};
 }
 
-INLINE float scale_log2_of(const paged_job *job, int64_t h_kv) {
-    return (float)(job->args->rules.scale * head_scale(job->args->k_scale, h_kv) * GK_LOG2E);
+INLINE float scale_of(const paged_job *job, int64_t h_kv) {
+    return (float)(job->args->rules.scale * head_scale(job->args->k_scale, h_kv));
 }
 
 /* ---- the plan ----------------------------------------------------------------------------------- */
@@ -265,9 +265,12 @@ typedef struct paged_lane {
     int64_t i, g;             /* query token, head of the group */
 } paged_lane;
 
+/* What sums made with maximum m weigh beside a larger one. */
+INLINE float paged_weight(float m, float larger) { return exp2f((m - larger) * ATTN_UNIT_LOG2); }
+
 /* s [n] of one lane becomes p, as cells; m and l follow O in the partial. Keys are j0 .. j0 + n. */
-INLINE void softmax_lane(const paged_job *job, const paged_lane *lane, float scale_log2, float slope_log2, int64_t j0,
-                         int64_t n, float *s, cell *p, float *o) {
+INLINE void softmax_lane(const paged_job *job, const paged_lane *lane, float scale, float slope, int64_t j0, int64_t n,
+                         float *s, cell *p, float *o) {
     float *m = o + job->o_step, *l = m + 1;
     const float softcap = (float)job->args->rules.softcap;
     const int32_t lo = (int32_t)gk_clamp_i64(lane->lo - j0, 0, n), hi = (int32_t)gk_clamp_i64(lane->hi - j0, 0, n);
@@ -277,11 +280,10 @@ INLINE void softmax_lane(const paged_job *job, const paged_lane *lane, float sca
     for (int64_t j = 0; j < n; j += W) {
         const vi key = vi_load(counting) + (int32_t)j;
         vf x = vf_load(s + j);
-        x = softcap > 0 ? vf_tanh(x * (scale_log2 / ((float)GK_LOG2E * softcap))) * (softcap * (float)GK_LOG2E)
-                        : x * scale_log2;
-        if (slope_log2 != 0) {
+        x = softcap > 0 ? vf_tanh(x * (scale / softcap)) * (softcap * ATTN_UNIT) : x * (scale * ATTN_UNIT);
+        if (slope != 0) {
             const vf distance = position - __builtin_convertvector(key, vf);
-            x = x - slope_log2 * vf_max(-distance, distance);
+            x = x - slope * vf_max(-distance, distance);
         }
         x = vf_select(vi_lt(key, vi_set1(lo)), vf_set1(-INFINITY), x);
         x = vf_select(vi_lt(key, vi_set1(hi)), x, vf_set1(-INFINITY));
@@ -289,8 +291,8 @@ INLINE void softmax_lane(const paged_job *job, const paged_lane *lane, float sca
         top = vf_max(top, x);
     }
     const float peak = vf_hmax(top);
-    if (peak > *m + attn_lag_log2) {
-        const float shrink = exp2f(*m - peak);
+    if (peak > *m + attn_lag) {
+        const float shrink = paged_weight(*m, peak);
         *m = peak;
         if (*l != 0)
             for (int64_t d = 0; d < job->o_step; d += W) vf_store(o + d, vf_load(o + d) * shrink);
@@ -300,7 +302,7 @@ INLINE void softmax_lane(const paged_job *job, const paged_lane *lane, float sca
         vf x[PAIR];
         for (int i = 0; i < PAIR; ++i) {
             const bool here = j + i * W < n;
-            x[i] = here ? vf_exp2(vf_load(s + j + i * W) - *m) : vf_set1(0);
+            x[i] = here ? attn_p(vf_load(s + j + i * W), 1, vf_set1(*m)) : vf_set1(0);
             sum += x[i];
         }
         vc_store(p + j / PAIR, vc_from_run(x));
@@ -361,8 +363,8 @@ INLINE void chunk_units(const paged_job *job, int64_t b, const attn_seq *x, int6
                 }
             }
             for (int64_t l = 0; l < num_lanes; ++l)
-                softmax_lane(job, &lanes[l], scale_log2_of(job, h),
-                             attn_slope(&a->rules, b, h * group + lanes[l].g) * (float)GK_LOG2E, j, n, s + l * MAX_UNIT,
+                softmax_lane(job, &lanes[l], scale_of(job, h),
+                             attn_slope(&a->rules, b, h * group + lanes[l].g) * ATTN_UNIT, j, n, s + l * MAX_UNIT,
                              p + l * MAX_UNIT, o + l * job->partial);
             for (int64_t l = 0; l < num_lanes; l += lane_run(num_lanes - l)) {
                 const cell *p_l = p + l * MAX_UNIT;
@@ -425,20 +427,20 @@ static void merge_task(void *arg, int64_t task, int64_t worker) {
     for (int64_t n = 0; n < x.seq_q * group; ++n) {
         const int64_t i = n / group, h = h_kv * group + n % group;
         const float sink = sinks ? ((const float *)sinks->data)[h * sinks->stride[0]] : -INFINITY;
-        float m = sink == -INFINITY ? -FLT_MAX : sink * (float)GK_LOG2E, l = 0;
+        float m = sink == -INFINITY ? -FLT_MAX : sink * ATTN_UNIT, l = 0;
         for (int64_t c = job->first_chunk[b]; c < job->first_chunk[b + 1]; ++c)
             m = fmaxf(m, partial_at(job, c, h_kv, n)[job->o_step]);
-        if (sink != -INFINITY) l = exp2f(sink * (float)GK_LOG2E - m);
+        if (sink != -INFINITY) l = paged_weight(sink * ATTN_UNIT, m);
         for (int64_t c = job->first_chunk[b]; c < job->first_chunk[b + 1]; ++c) {
             const float *from = partial_at(job, c, h_kv, n) + job->o_step;
-            l += exp2f(from[0] - m) * from[1];
+            l += paged_weight(from[0], m) * from[1];
         }
         const float factor = v_scale / l;
         for (int64_t d = 0; d < head_dim_v; d += W) {
             vf o = vf_set1(0);
             for (int64_t c = job->first_chunk[b]; c < job->first_chunk[b + 1]; ++c) {
                 const float *from = partial_at(job, c, h_kv, n);
-                o = vf_fma(vf_load(from + d), vf_set1(exp2f(from[job->o_step] - m) * factor), o);
+                o = vf_fma(vf_load(from + d), vf_set1(paged_weight(from[job->o_step], m) * factor), o);
             }
             if (l == 0) o = vf_set1(0);
             vf_store_dtype(job->args->out.data, job->args->out.dtype, x.out_first + i * x.out_row + h * x.out_head + d,
@@ -457,7 +459,7 @@ static void block_task(const paged_job *job, int64_t task, int64_t worker) {
     attn_lanes lanes;
     attn_lanes_fill(&lanes, &job->tile, &x, b, h_kv, first, gk_min_i64(job->tile.bq, lanes_in_all - first));
     const attn_keys keys = keys_of(job, b, h_kv);
-    attn_block(&job->tile, &lanes, &keys, scale_log2_of(job, h_kv), head_scale(job->args->v_scale, h_kv),
+    attn_block(&job->tile, &lanes, &keys, scale_of(job, h_kv), head_scale(job->args->v_scale, h_kv),
                job->scratch + worker * job->scratch_bytes);
 }
 

@@ -43,8 +43,6 @@ typedef uint32_t vu_mem __attribute__((vector_size(4 * W), aligned(4), may_alias
 INLINE vf vf_set1(float x) { return x - (vf){0}; }
 INLINE vf vf_load(const float *p) { return *(const vf_mem *)p; }
 INLINE void vf_store(float *p, vf v) { *(vf_mem *)p = v; }
-INLINE vf vf_bits(vi v) { return (vf)v; }
-INLINE vi vi_bits(vf v) { return (vi)v; }
 INLINE vi vi_set1(int32_t x) { return x - (vi){0}; }
 INLINE vi vi_load(const int32_t *p) { return (vi) * (const vu_mem *)p; }
 
@@ -368,6 +366,11 @@ INLINE vc vc_from_rows(vf row0, vf row1) {
 }
 /* 2 W float32 values along k as W cells */
 INLINE vc vc_from_run(const vf x[PAIR]) { return (__m512i)_mm512_cvtne2ps_pbh(x[1], x[0]); }
+/* scaled where cells are floats; pairs stay as they are */
+INLINE vc vc_scale(vc x, float scale) {
+    (void)scale;
+    return x;
+}
 INLINE cell cell_from_bits(uint16_t lo, uint16_t hi) { return lo | (uint32_t)hi << 16; }
 #else
 #define PAIR 1
@@ -393,6 +396,7 @@ INLINE vc vc_from_rows(vf row0, vf row1) {
     return row0;
 }
 INLINE vc vc_from_run(const vf x[PAIR]) { return x[0]; }
+INLINE vc vc_scale(vc x, float scale) { return x * scale; }
 #endif
 
 /* Transposes W vectors of W cells in place. */
