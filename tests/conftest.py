@@ -561,7 +561,7 @@ def reordered(q, k, v, kwargs, grad_out=None, grad_lse=None):
     """reference.flash_attn in the yardstick's dtype, its sums in several orders: the errors to expect of that dtype.
 
     Returns a list of [out, lse], or of [out, lse, dq, dk, dv, dsinks] with grad_out, by autograd and as flash_gradients
-    has them. Another order of head_dim, and of queries and keys together, changes nothing but the order of sums.
+    has them. Another order of either head_dim, and of queries and keys together, changes nothing but the order of sums.
     """
     dtype = yard_dtype(q.dtype)
     gen = generator("reordered", q.shape[-1])
@@ -569,21 +569,22 @@ def reordered(q, k, v, kwargs, grad_out=None, grad_lse=None):
     results = []
     for flip, shuffle in itertools.product((False, True), repeat=2):
         args = {"scale": None, **for_dtype(kwargs, dtype)}
-        leaves, back = [q, k, v], slice(None)
+        leaves, back, back_v = [q, k, v], slice(None), slice(None)
         grads = [grad_out, grad_lse]
         if flip:
             *leaves, args = flipped(*leaves, **args)
             grads = [g if g is None else g.flip(2) for g in grads]
         if shuffle:
-            order = torch.randperm(q.shape[-1], generator=gen)
-            leaves[:2] = (t[..., order] for t in leaves[:2])
-            back = order.argsort()
+            order, order_v = (torch.randperm(t.shape[-1], generator=gen) for t in (q, v))
+            leaves = [t[..., o] for t, o in zip(leaves, (order, order, order_v))]
+            grads[0] = None if grad_out is None else grads[0][..., order_v]
+            back, back_v = order.argsort(), order_v.argsort()
 
-        def undo(name, t, flip=flip, back=back):
+        def undo(name, t, flip=flip, back=back, back_v=back_v):
             if t is None or name == "dsinks":
                 return t
             t = t.flip(2) if flip else t
-            return t[..., back] if name in ("dq", "dk") else t
+            return t if name == "lse" else t[..., back if name in ("dq", "dk") else back_v]
 
         leaves = [t.clone().requires_grad_(grad_out is not None) for t in leaves]
         sinks = args.pop("sinks", None)

@@ -443,7 +443,12 @@ def test_hostile_tensors_never_crash(index):
     lines = done.stdout.splitlines()
     assert done.returncode == 0 and lines[-1] == "END", f"exit {done.returncode} after {lines[-1:]}\n{done.stderr[-2000:]}"
     results = [json.loads(line[5:]) for line in lines if line.startswith("DONE ")]
-    assert len(results) > 60
+    tried = [line for line in lines if line.startswith("START ")]
+    skipped = [line for line in lines if line.startswith("SKIP ")]
+    make = (product, dense, packed, paged, write, merge)[index]
+    tensors = sum(isinstance(x, torch.Tensor) for x in make().values())
+    assert len(results) + len(skipped) == len(tried) == 26 * tensors, "26 kinds in the place of every tensor"
+    assert len(skipped) <= 3 * tensors, f"torch itself refused to make {skipped}"
     silent = ("subclass", "function", "parameter", "buffer", "no_elements", "wrapper", "neg_view", "zero_tensor", "meta", "zero_dim",
               "nine_dims", "batched")  # fmt: skip
     for op, argument, kind, error, text in results:

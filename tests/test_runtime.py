@@ -365,7 +365,7 @@ print(now() - before)
 EACH_ISA = """
 import torch
 import torch_gpukern
-from conftest import FLOATS, assert_close_as, f64, generator, modifiers, ops, randn, reference, torch_attn, torch_gemm, yard_dtype
+from conftest import FLOATS, assert_close_as, f64, generator, modifiers, ops, randn, reference, reordered, torch_attn, torch_gemm, yard_dtype
 from conftest import Paged, for_dtype
 import json
 
@@ -384,14 +384,15 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
             q, k, v = randn(gen, 2, 4, 70, d, dtype=dtype), randn(gen, 2, 2, 131, d, dtype=dtype), randn(gen, 2, 2, 131, dv, dtype=dtype)
             kwargs = modifiers(name, 2, 4, 70, 131, gen, dtype)
             results = []
-            for run, to, kw in ((torch_gpukern.flash_attn, dtype, kwargs), (reference.flash_attn, torch.float64, f64(kwargs)),
-                                (reference.flash_attn, dtype, kwargs)):
+            grad = randn(generator("grad"), 2, 4, 70, dv, dtype=dtype)
+            for run, to, kw in ((torch_gpukern.flash_attn, dtype, kwargs), (reference.flash_attn, torch.float64, f64(kwargs))):
                 leaves = [t.detach().to(to).clone().requires_grad_() for t in (q, k, v)]
                 out, lse = run(*leaves, **kw, return_lse=True)
-                out.backward(randn(generator("grad"), *out.shape, dtype=dtype).to(to))
+                out.backward(grad.to(to))
                 results.append([out, lse, *(t.grad for t in leaves)])
-            for what, got, ref, yard in zip(("out", "lse", "dq", "dk", "dv"), *results):
-                assert_close_as(yard, got, ref, f"{{dtype}} {{name}} {{what}}")
+            yards = zip(*reordered(q, k, v, kwargs, grad))
+            for what, got, ref, yard in zip(("out", "lse", "dq", "dk", "dv"), *results, yards):
+                assert_close_as(list(yard), got, ref, f"{{dtype}} {{name}} {{what}}")
     paged = Paged(gen, [700, 33, 1], [1, 3, 1], 8, 2, 64, 48, 16, dtype)
     got = ops.paged_attn_fwd(*paged.args(), cu_seqlens_q=paged.cu_seqlens_q, max_seqlen_q=3)
     run = lambda q, k, v, **kw: reference.flash_attn(q, k, v, **kw, return_lse=True)

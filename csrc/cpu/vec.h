@@ -168,7 +168,7 @@ INLINE vf vf_exp2(vf x) { return vf_exp2_poly(x, false); }
 /* e^x for x <= 88: relative error below 2e-7 + 1.2e-7 |x| */
 INLINE vf vf_exp(vf x) { return vf_exp2(x * GK_LOG2E); }
 
-/* tanh, absolute error below 3e-7 and relative error below 6e-7 */
+/* tanh, relative error below 2e-7 */
 INLINE vf vf_tanh(vf x) {
     vf ax = vf_max(-x, x), t = x * x;
     vf p = vf_fma(vf_set1(-0.005602740717244392f), t, vf_set1(0.020539938387067032f));
