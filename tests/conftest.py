@@ -15,6 +15,10 @@ import sys
 import textwrap
 import zlib
 
+# Tests run in as many processes as there are cores: a thread that spins while it waits would hold a core that another
+# process needs. libgomp reads this when torch loads it.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import pytest
 import torch
 import torch.nn.functional as F
