@@ -5,7 +5,18 @@ import re
 
 import pytest
 import torch
-from conftest import FLOATS, Paged, assert_close_as, generator, ops, randn, run_python, same_bits, swap_middle, torch_gpukern
+from conftest import (
+    FLOATS,
+    Paged,
+    assert_close_as,
+    generator,
+    ops,
+    randn,
+    run_python,
+    same_bits,
+    swap_middle,
+    torch_gpukern,
+)
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint

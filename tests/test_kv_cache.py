@@ -4,9 +4,20 @@ import math
 
 import pytest
 import torch
-from conftest import assert_close_as, f64, generator, ops, randn, reference, same_bits, torch_attn, torch_gpukern
+from conftest import (
+    assert_close_as,
+    f64,
+    generator,
+    ops,
+    randn,
+    reference,
+    same_bits,
+    torch_attn,
+    torch_gpukern,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from torch_gpukern import OutOfPages, PagedKVCache
 
 
