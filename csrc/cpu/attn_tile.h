@@ -68,9 +68,9 @@ typedef struct attn_lanes {
     int64_t position[ATTN_MAX_BQ];                    /* i + diagonal */
     int64_t out_at[ATTN_MAX_BQ], lse_at[ATTN_MAX_BQ]; /* elements */
     const char *q[ATTN_MAX_BQ];
-    float slope[ATTN_MAX_BQ];                         /* ATTN_UNIT */
-    float m[ATTN_MAX_BQ], l[ATTN_MAX_BQ];             /* running maximum (ATTN_UNIT, may lag) and sum of p */
-    float sink[ATTN_MAX_BQ];                          /* natural */
+    float slope[ATTN_MAX_BQ];             /* ATTN_UNIT */
+    float m[ATTN_MAX_BQ], l[ATTN_MAX_BQ]; /* running maximum (ATTN_UNIT, may lag) and sum of p */
+    float sink[ATTN_MAX_BQ];              /* natural */
 } attn_lanes;
 
 /* What is the same for every block of a call. */

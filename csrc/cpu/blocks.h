@@ -5,26 +5,42 @@
 #include <stdint.h>
 
 /* ---- gemm ------------------------------------------------------------------------------------
- * mb x kb of a stays in L2, kb x 2 W of b in L1; a block is split further until every thread has tasks_per_thread of
- * them or a task falls under min_task multiply-adds, where packing would cost more than the balance gains. */
-typedef struct gk_gemm_blocks {
+ * mb x kb of a stays in L2, kb x 2 W of b in L1; kb may be a quarter longer. A block is split further until every thread
+ * has tasks_per_thread of them or a task falls under min_task multiply-adds, where packing would cost more than the
+ * balance gains. */
+typedef struct gk_gemm_block {
     int64_t mb, nb, kb;
+} gk_gemm_block;
+typedef struct gk_gemm_blocks {
+    gk_gemm_block own, shared; /* where a task packs b itself, and where all tasks share what is packed */
     int64_t tasks_per_thread, min_task;
 } gk_gemm_blocks;
 
-/* 192 rows are 32 strips of 6; chosen by size, not measured */
-static const gk_gemm_blocks gk_gemm_blocks_base __attribute__((unused)) = {192, 256, 256, 2, 1 << 21};
-/* the same strips; chosen by size, not measured */
-static const gk_gemm_blocks gk_gemm_blocks_avx2 __attribute__((unused)) = {192, 256, 256, 2, 1 << 21};
-/* 256 / 512 / 1024 / 2048: 204 211 184 164 GFLOP/s; mb 224 204 208 182 158, kb 384 203 208 186 169 */
-static const gk_gemm_blocks gk_gemm_blocks_avx512 __attribute__((unused)) = {336, 256, 256, 2, 1 << 21};
-/* 512 / 1024 / 2048: 414 400 364; nb 256 415 405 364, mb 224 with nb 256 413 394 362 */
-static const gk_gemm_blocks gk_gemm_blocks_avx512bf16 __attribute__((unused)) = {336, 512, 512, 2, 1 << 22};
+/* The buffer of shared b, a quarter of the L3 here, and the multiply-adds of a phase that are worth two barriers: at 512
+ * cubed, 2^27, sharing gains 2 %, at 256 cubed, 2^24, it costs some. */
+#define GK_GEMM_SHARED_BYTES (INT64_C(8) << 20)
+#define GK_GEMM_SHARED_MIN 0x1p26
 
-/* Rows up to which reading b in place beats packing it (16: two strips; 32: dot products reuse b from L1). */
+/* f32 1024 cubed: shared 96 x 1024 60 GFLOP/s, 192 x 512 53; own by size, not measured */
+static const gk_gemm_blocks gk_gemm_blocks_base
+    __attribute__((unused)) = {{192, 256, 256}, {96, 2048, 1024}, 2, 1 << 21};
+/* f32 1024 cubed, of torch: shared kb 256 0.99x, 512 1.03x, 1024 with 120 rows 1.01x; own by size, not measured */
+static const gk_gemm_blocks gk_gemm_blocks_avx2
+    __attribute__((unused)) = {{192, 256, 256}, {192, 2048, 512}, 2, 1 << 21};
+/* f32 512 / 1024 / 2048 / 1025, of torch: own alone 1.04x 1.03x 1.02x 1.09x; shared kb 512 1.00x 1.03x 1.09x 1.13x, kb 1024 with
+ * 224 rows 1.00x 1.07x 1.10x 1.14x, with 280 the same. Own, 64 rows: nb 256 kb 256 1.21x, nb 128 kb 1024 1.31x */
+static const gk_gemm_blocks gk_gemm_blocks_avx512
+    __attribute__((unused)) = {{336, 128, 1024}, {280, 2048, 1024}, 2, 1 << 21};
+/* the same: own alone 0.92x 0.93x 0.96x 0.93x; shared kb 512 0.96x 0.97x 0.94x 0.86x, kb 1024 with 224 rows 0.96x 1.01x 0.99x 0.88x,
+ * with 280 0.97x 1.01x 1.00x 0.92x. Own, 64 rows: nb 512 kb 512 1.01x, nb 128 kb 1024 1.07x */
+static const gk_gemm_blocks gk_gemm_blocks_avx512bf16
+    __attribute__((unused)) = {{336, 128, 1024}, {280, 2048, 1024}, 2, 1 << 22};
+
+/* Rows up to which reading b in place beats packing it: across, bf16 4096 squared 16 rows 1.45x against 1.29x; along, 24 rows
+ * 1.10x against 1.03x, 32 rows 1.00x against 1.04x. */
 enum {
     GK_SKINNY_ROWS_ACROSS = 16,
-    GK_SKINNY_ROWS_ALONG = 32
+    GK_SKINNY_ROWS_ALONG = 24
 };
 
 /* Few rows: columns of a task, rows of b per step (across; more of them where more than few_rows rows of a share the

@@ -230,8 +230,8 @@ typedef struct pair {
     const job *g;
     const scratch *w;
     const attn_seq *x;
-    int64_t key0, keys;      /* key tile */
-    int64_t i0, rows, lanes; /* query tile; lanes: rows rounded up to whole vectors of cells */
+    int64_t key0, keys;                    /* key tile */
+    int64_t i0, rows, lanes;               /* query tile; lanes: rows rounded up to whole vectors of cells */
     vf lse[MAX_BQ / W], delta[MAX_BQ / W]; /* lanes past the rows: lse = inf makes P = 0 */
     vi lo[MAX_BQ / W], hi[MAX_BQ / W];     /* keys seen, from the key tile's first */
     float q_scale, factor;                 /* the scale that Q^T carries; what s lacks to be in ATTN_UNIT */

@@ -51,8 +51,7 @@ static void block_task(void *arg, int64_t task, int64_t worker) {
                             .v = x.v + element_bytes * h_kv * x.v_head,
                             .k_row_bytes = element_bytes * x.k_row,
                             .v_row_bytes = element_bytes * x.v_row};
-    attn_block(&job->attn, &lanes, &keys, (float)a->rules.scale, 1,
-               (char *)a->workspace + worker * job->scratch_bytes);
+    attn_block(&job->attn, &lanes, &keys, (float)a->rules.scale, 1, (char *)a->workspace + worker * job->scratch_bytes);
 }
 
 /* ---- the row of tables.c ------------------------------------------------------------------------ */

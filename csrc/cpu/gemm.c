@@ -3,11 +3,14 @@
  *
  * a [batch..., M, K]  b [batch..., K, N] any strides, float32 | bfloat16 | float16   out [batch..., M, N]
  * A task is one block of at most MB x NB of one product, over all of K:
- *   for pc over K by KC        pack b[KC][NB] into panels of NR columns, a[MB][KC] into strips of at most MR rows
+ *   for pc over K by KC        pack a[MB][KC] into strips of at most MR rows, b[KC][NB] into panels of NR columns
  *     for jr over panels         the panel of b stays in L1
  *       for ir over strips         strips of a stream from L2; the register tile adds to C, or to a float32 block
+ * Where several blocks read the same columns of b, all workers first pack those, at most so many as fit a buffer that
+ * they share, and then take the blocks that read them; so with all of a where it has few rows. Otherwise each task
+ * packs its own.
  * The sums of an element run over k in an order that only KC decides, so neither blocks nor threads change its bits.
- * workspace per worker: packed a, packed b, and for 16-bit outputs with K > KC the float32 block.
+ * workspace: the shared b or a; per worker packed a, packed b, and for 16-bit outputs with K > KC the float32 block.
  * Not here: M <= 16 (gemm_skinny), float64 (ref).
  */
 #include "blocks.h"
@@ -119,11 +122,19 @@ typedef struct plan {
     int64_t m_blocks, n_blocks, k_blocks; /* blocks are even: sizes differ by at most one row, NR columns, pair */
     int64_t mb, nb, kb;                   /* largest sizes */
     bool a_rows;                          /* a's k lies side by side: its strips keep that order, no transposition */
-    int64_t a_ld; /* cells between rows then; a line more than a multiple of 1 KiB spares L1 sets */
-    bool direct;  /* the tile may add straight into out */
-    bool block;   /* a float32 block per worker holds the sums between k blocks */
-    size_t a_bytes, b_bytes, c_bytes, worker_bytes;
+    int64_t a_ld;  /* cells between rows then; a line more than a multiple of 1 KiB spares L1 sets */
+    bool direct;   /* the tile may add straight into out */
+    bool block;    /* a float32 block per worker holds the sums between k blocks */
+    bool shared;   /* b is packed once for all tasks, `span` columns at a time */
+    int64_t span;  /* N where b is not shared */
+    bool a_shared; /* a is packed once for all tasks */
+    size_t a_bytes, b_bytes, c_bytes, worker_bytes, shared_bytes;
 } plan;
+
+enum {
+    PACK_PANELS = 2, /* panels of b that one task packs: a row of them is one run of addresses */
+    SUM_CELLS = 256  /* a sum runs over so many cells at a time, then the parts are added: half the rounding error at 1024 */
+};
 
 static plan plan_of(const gk_context *ctx, const gk_gemm_args *args, const gk_gemm_isa *isa) {
     const gk_gemm_blocks *bl = isa->blocks;
@@ -131,25 +142,39 @@ static plan plan_of(const gk_context *ctx, const gk_gemm_args *args, const gk_ge
     plan x;
     x.p = gk_gemm_problem_of(args);
     const gk_gemm_problem *p = &x.p;
-    x.m_blocks = gk_max_i64(1, gk_ceil_div(p->m, bl->mb));
-    x.n_blocks = gk_max_i64(1, gk_ceil_div(p->n, bl->nb));
-    x.k_blocks = gk_max_i64(1, gk_ceil_div(p->k, bl->kb));
+    /* columns that the shared buffer holds, in equal spans; a span's two phases must be worth their barriers */
+    const int64_t fit = gk_max_i64(nr, GK_GEMM_SHARED_BYTES / (4 * gk_max_i64(1, gk_ceil_div(p->k, isa->pair))));
+    x.span = gk_round_up(gk_ceil_div(p->n, gk_max_i64(1, gk_ceil_div(p->n, fit / nr * nr))), nr);
+    x.shared = p->m > bl->own.mb && x.span >= gk_min_i64(p->n, bl->own.nb) &&
+               (double)p->m * (double)gk_min_i64(p->n, x.span) * (double)p->k >= GK_GEMM_SHARED_MIN;
+    if (!x.shared) x.span = p->n;
+    const gk_gemm_block *most = x.shared ? &bl->shared : &bl->own;
+    const int64_t n = gk_min_i64(p->n, x.span), batch = x.shared ? 1 : p->batch; /* of a phase */
+    x.m_blocks = gk_max_i64(1, gk_ceil_div(p->m, most->mb));
+    x.n_blocks = gk_max_i64(1, gk_ceil_div(n, most->nb));
+    /* rather one block a quarter longer than two short ones */
+    x.k_blocks = gk_max_i64(1, gk_ceil_div(p->k, most->kb + most->kb / 4));
     /* a few tasks per thread while a task is worth its packing */
     const int64_t wanted = ctx->num_threads <= 1 ? 1 : bl->tasks_per_thread * ctx->num_threads;
     for (;;) {
-        int64_t tasks = p->batch * x.m_blocks * x.n_blocks;
-        int64_t mb = gk_ceil_div(p->m, x.m_blocks), nb = gk_ceil_div(p->n, x.n_blocks);
+        int64_t tasks = batch * x.m_blocks * x.n_blocks;
+        int64_t mb = gk_ceil_div(p->m, x.m_blocks), nb = gk_ceil_div(n, x.n_blocks);
         if (tasks >= wanted || mb * nb * p->k < bl->min_task || (mb < 2 * isa->mr && nb < 2 * nr)) break;
-        if (mb >= nb && mb >= 2 * isa->mr)
+        if (mb >= (x.shared ? 8 * isa->mr : gk_max_i64(nb, 2 * isa->mr)))
             ++x.m_blocks;
         else if (nb >= 2 * nr)
             ++x.n_blocks;
         else
             ++x.m_blocks;
     }
+    /* a phase lasts as long as its last task: as many for each thread */
+    for (int64_t i = 0; x.shared && i < ctx->num_threads && x.m_blocks * x.n_blocks % ctx->num_threads &&
+                        x.m_blocks * x.n_blocks < 8 * ctx->num_threads && p->m / x.m_blocks >= 8 * isa->mr;
+         ++i)
+        ++x.m_blocks;
     x.mb = gk_ceil_div(p->m, x.m_blocks);
-    x.nb = gk_max_i64(nr, gk_round_up(gk_ceil_div(p->n, x.n_blocks), nr));
-    x.n_blocks = gk_max_i64(1, gk_ceil_div(p->n, x.nb));
+    x.nb = gk_max_i64(nr, gk_round_up(gk_ceil_div(n, x.n_blocks), nr));
+    x.n_blocks = gk_max_i64(1, gk_ceil_div(n, x.nb));
     x.kb = gk_round_up(gk_ceil_div(p->k, x.k_blocks), isa->pair);
     x.k_blocks = x.kb ? gk_ceil_div(p->k, x.kb) : 1;
     const gk_gemm_epilogue *e = &p->epilogue;
@@ -160,26 +185,114 @@ static plan plan_of(const gk_context *ctx, const gk_gemm_args *args, const gk_ge
     x.a_rows = p->a_k == 1;
     x.a_ld = gk_round_up(x.kb / isa->pair, isa->w) + 16;
     x.a_bytes = (size_t)gk_round_up((x.mb * (x.a_rows ? x.a_ld : x.kb / isa->pair) + isa->w) * 4, 64);
-    x.b_bytes = (size_t)gk_round_up((x.nb * (x.kb / isa->pair) + isa->w) * 4, 64);
+    x.a_shared = !x.shared && p->batch == 1 && x.m_blocks == 1 && x.n_blocks > 2 &&
+                 (int64_t)x.a_bytes * x.k_blocks <= GK_GEMM_SHARED_BYTES;
+    x.b_bytes = x.shared ? 0 : (size_t)gk_round_up((x.nb * (x.kb / isa->pair) + isa->w) * 4, 64);
+    x.shared_bytes = x.shared ? (size_t)gk_round_up((x.span * (x.k_blocks * x.kb / isa->pair) + isa->w) * 4, 64) : 0;
     x.c_bytes = (size_t)(4 * (x.block ? x.mb * x.nb : 0) + 4 * isa->mr * nr);
     x.c_bytes = (size_t)gk_round_up((int64_t)x.c_bytes, 64);
-    x.worker_bytes = x.a_bytes + x.b_bytes + x.c_bytes;
+    if (x.a_shared) x.shared_bytes = x.a_bytes * (size_t)x.k_blocks;
+    x.worker_bytes = (x.a_shared ? 0 : x.a_bytes) + x.b_bytes + x.c_bytes;
     return x;
 }
 
-static int64_t num_tasks(const plan *x) { return x->p.m && x->p.n ? x->p.batch * x->m_blocks * x->n_blocks : 0; }
+/* Of a phase where b is shared. */
+static int64_t num_tasks(const plan *x) {
+    return x->p.m && x->p.n ? (x->shared ? 1 : x->p.batch) * x->m_blocks * x->n_blocks : 0;
+}
 
 /* ---- 3 one block of C -------------------------------------------------------------------------- */
+/* What a task will pack of b next, fetched into L2 line by line while it multiplies the block before. */
+typedef struct fetch {
+    const char *row;
+    int64_t rows, row_bytes, lines, line; /* rows left; from row to row; lines of a row, and of this one the next */
+} fetch;
+
+static fetch fetch_make(const gk_gemm_problem *p, const char *b, int64_t es, int64_t cols, int64_t k) {
+    if (p->b_n == 1) return (fetch){b, k, es * p->b_k, gk_ceil_div(cols * es, 64), 0};
+    if (p->b_k == 1) return (fetch){b, cols, es * p->b_n, gk_ceil_div(k * es, 64), 0};
+    return (fetch){b, 0, 0, 0, 0};
+}
+
+static void fetch_lines(fetch *f, int64_t n) {
+    while (n-- > 0 && f->rows > 0) {
+        __builtin_prefetch(f->row + 64 * f->line, 0, 2);
+        if (++f->line == f->lines) f->line = 0, f->row += f->row_bytes, --f->rows;
+    }
+}
+
 typedef struct job {
     const gk_gemm_args *args;
     const gk_gemm_isa *isa;
     plan x;
+    int64_t batch, column; /* of this phase where b is shared, its first column */
 } job;
 
 /* Strips of a block are even: 64 rows are 13 13 13 13 12. */
 static int64_t strip_start(int64_t rows, int64_t strips, int64_t s) {
     int64_t base = rows / strips, longer = rows % strips;
     return s * base + gk_min_i64(s, longer);
+}
+
+/* The shared b: for each k block its panels side by side. */
+static uint32_t *shared_at(const job *jb, int64_t k0, int64_t column) {
+    const int64_t cells = gk_ceil_div(gk_min_i64(jb->x.kb, jb->x.p.k - k0), jb->isa->pair);
+    return (uint32_t *)jb->args->workspace + k0 / jb->isa->pair * jb->x.span + column * cells;
+}
+
+/* Rows of a, [rows][a_ld] or strips, each strip transposed. */
+static void pack_a(const job *jb, uint32_t *to, const char *a, int64_t rows, int64_t kn) {
+    const plan *x = &jb->x;
+    const gk_gemm_problem *p = &x->p;
+    const gk_dtype dtype = jb->args->a.dtype;
+    const int64_t strips = gk_ceil_div(rows, jb->isa->mr), cells = gk_ceil_div(kn, jb->isa->pair);
+    if (x->a_rows) {
+        jb->isa->pack_rows(to, x->a_ld, a, dtype, p->a_m, rows, kn);
+        return;
+    }
+    for (int64_t s = 0; s < strips; ++s) {
+        int64_t r0 = strip_start(rows, strips, s), rn = strip_start(rows, strips, s + 1) - r0;
+        jb->isa->pack_panel(to + r0 * cells, rn, a + (int64_t)gk_dtype_bytes(dtype) * r0 * p->a_m, dtype, p->a_m,
+                            p->a_k, rn, kn);
+    }
+}
+
+static void pack_a_task(void *arg, int64_t kbi, int64_t worker) {
+    (void)worker;
+    const job *jb = arg;
+    const int64_t k0 = kbi * jb->x.kb;
+    const char *a, *b;
+    gk_gemm_epilogue e;
+    gk_gemm_at(jb->args, &jb->x.p, 0, &a, &b, &e);
+    pack_a(jb, (uint32_t *)((char *)jb->args->workspace + (size_t)kbi * jb->x.a_bytes),
+           a + (int64_t)gk_dtype_bytes(jb->args->a.dtype) * k0 * jb->x.p.a_k, jb->x.p.m,
+           gk_min_i64(jb->x.kb, jb->x.p.k - k0));
+}
+
+static int64_t pack_tasks(const job *jb) {
+    return jb->x.k_blocks * gk_ceil_div(jb->x.span, PACK_PANELS * 2 * jb->isa->w);
+}
+static void pack_task(void *arg, int64_t t, int64_t worker) {
+    (void)worker;
+    const job *jb = arg;
+    const gk_gemm_problem *p = &jb->x.p;
+    const int64_t width = PACK_PANELS * 2 * jb->isa->w, es = (int64_t)gk_dtype_bytes(jb->args->a.dtype);
+    const int64_t k0 = t % jb->x.k_blocks * jb->x.kb, column = t / jb->x.k_blocks * width;
+    const int64_t cols = gk_min_i64(gk_min_i64(width, jb->x.span - column), p->n - jb->column - column);
+    if (cols <= 0) return;
+    const char *a, *b;
+    gk_gemm_epilogue e;
+    gk_gemm_at(jb->args, p, jb->batch, &a, &b, &e);
+    jb->isa->pack_panels(shared_at(jb, k0, column), b + es * (k0 * p->b_k + (jb->column + column) * p->b_n),
+                         jb->args->a.dtype, p->b_n, p->b_k, cols, gk_min_i64(jb->x.kb, p->k - k0));
+}
+
+/* c[rn][nr] (+)= strip of a times panel of b. */
+static void multiply(const plan *x, gk_ukr_fn ukr, int64_t cells, const uint32_t *a, int64_t step, const uint32_t *b,
+                     int64_t nr, float *c, int64_t ldc, bool accumulate) {
+    for (int64_t k = 0; k == 0 || k < cells; k += SUM_CELLS)
+        ukr(gk_min_i64(SUM_CELLS, cells - k), a + (x->a_rows ? k : k * step), step, b + k * nr, nr, c, ldc,
+            accumulate || k > 0);
 }
 
 static void task(void *arg, int64_t t, int64_t worker) {
@@ -189,13 +302,15 @@ static void task(void *arg, int64_t t, int64_t worker) {
     const gk_gemm_problem *p = &x->p;
     const int64_t nr = 2 * isa->w, pair = isa->pair, es = (int64_t)gk_dtype_bytes(jb->args->a.dtype);
     const gk_dtype dtype = jb->args->a.dtype;
-    char *ws = (char *)jb->args->workspace + (size_t)worker * x->worker_bytes;
-    uint32_t *a_pack = (uint32_t *)ws, *b_pack = (uint32_t *)(ws + x->a_bytes);
-    float *tile = (float *)(ws + x->a_bytes + x->b_bytes), *block = tile + isa->mr * nr;
+    char *ws = (char *)jb->args->workspace + x->shared_bytes + (size_t)worker * x->worker_bytes;
+    uint32_t *b_pack = (uint32_t *)ws, *a_pack = (uint32_t *)(ws + x->b_bytes + x->c_bytes);
+    float *tile = (float *)(ws + x->b_bytes), *block = tile + isa->mr * nr;
 
-    const int64_t mi = t % x->m_blocks, ni = t / x->m_blocks % x->n_blocks, bi = t / (x->m_blocks * x->n_blocks);
+    const int64_t mi = t % x->m_blocks, ni = t / x->m_blocks % x->n_blocks;
+    const int64_t bi = x->shared ? jb->batch : t / (x->m_blocks * x->n_blocks);
     const int64_t i0 = strip_start(p->m, x->m_blocks, mi), rows = strip_start(p->m, x->m_blocks, mi + 1) - i0;
-    const int64_t j0 = ni * x->nb, cols = gk_min_i64(x->nb, p->n - j0);
+    const int64_t j0 = jb->column + ni * x->nb, cols = gk_min_i64(x->nb, gk_min_i64(p->n, jb->column + x->span) - j0);
+    if (cols <= 0) return; /* the last span may be short of a block */
     const int64_t strips = gk_ceil_div(rows, isa->mr), panels = gk_ceil_div(cols, nr);
     const char *a, *b;
     gk_gemm_epilogue whole, e;
@@ -207,13 +322,17 @@ static void task(void *arg, int64_t t, int64_t worker) {
     for (int64_t k0 = 0, kbi = 0; kbi < x->k_blocks; ++kbi, k0 += x->kb) {
         const int64_t kn = gk_min_i64(x->kb, p->k - k0), cells = gk_ceil_div(kn, pair);
         const bool first = kbi == 0, last = kbi == x->k_blocks - 1;
-        if (x->a_rows) isa->pack_rows(a_pack, x->a_ld, a + es * k0, dtype, p->a_m, rows, kn);
-        for (int64_t s = 0; s < strips && !x->a_rows; ++s) {
-            int64_t r0 = strip_start(rows, strips, s), rn = strip_start(rows, strips, s + 1) - r0;
-            isa->pack_panel(a_pack + r0 * cells, rn, a + es * (r0 * p->a_m + k0 * p->a_k), dtype, p->a_m, p->a_k, rn,
-                            kn);
-        }
-        isa->pack_panels(b_pack, b + es * k0 * p->b_k, dtype, p->b_n, p->b_k, cols, kn);
+        if (x->a_shared)
+            a_pack = (uint32_t *)((char *)jb->args->workspace + (size_t)kbi * x->a_bytes);
+        else
+            pack_a(jb, a_pack, a + es * k0 * p->a_k, rows, kn);
+        if (x->shared)
+            b_pack = shared_at(jb, k0, j0 - jb->column);
+        else
+            isa->pack_panels(b_pack, b + es * k0 * p->b_k, dtype, p->b_n, p->b_k, cols, kn);
+        const int64_t kn_next = !x->shared ? gk_clamp_i64(p->k - k0 - kn, 0, x->kb) : 0;
+        fetch next = fetch_make(p, b + es * (k0 + kn) * p->b_k, es, cols, kn_next);
+        const int64_t share = gk_ceil_div(next.rows * next.lines, panels * strips);
         for (int64_t jr = 0; jr < panels; ++jr) {
             const int64_t c0 = jr * nr, cn = gk_min_i64(nr, cols - c0);
             const gk_ukr_fn *ukr = (x->a_rows ? isa->ukr_rows : isa->ukr_panel) + (cn > isa->w ? isa->mr : 0);
@@ -221,11 +340,13 @@ static void task(void *arg, int64_t t, int64_t worker) {
                 int64_t r0 = strip_start(rows, strips, s), rn = strip_start(rows, strips, s + 1) - r0;
                 const uint32_t *ap = a_pack + r0 * (x->a_rows ? x->a_ld : cells), *bp = b_pack + c0 * cells;
                 const int64_t step = x->a_rows ? x->a_ld : rn;
+                fetch_lines(&next, share);
                 if (x->direct && cn % isa->w == 0) {
-                    ukr[rn - 1](cells, ap, step, bp, nr, (float *)e.out + r0 * e.out_row + c0, e.out_row, !first);
+                    multiply(x, ukr[rn - 1], cells, ap, step, bp, nr, (float *)e.out + r0 * e.out_row + c0, e.out_row,
+                             !first);
                 } else if (x->block) {
                     float *dst = block + r0 * x->nb + c0;
-                    ukr[rn - 1](cells, ap, step, bp, nr, dst, x->nb, !first);
+                    multiply(x, ukr[rn - 1], cells, ap, step, bp, nr, dst, x->nb, !first);
                     if (last) {
                         gk_gemm_epilogue at = gk_epilogue_at(&e, r0, c0);
                         isa->store(&at, dst, x->nb, rn, cn);
@@ -235,7 +356,7 @@ static void task(void *arg, int64_t t, int64_t worker) {
                     if (x->direct && !first) {
                         at.c = at.out, at.c_dtype = GK_F32, at.c_row = at.out_row, at.c_col = 1, at.beta = 1;
                     }
-                    ukr[rn - 1](cells, ap, step, bp, nr, tile, nr, false);
+                    multiply(x, ukr[rn - 1], cells, ap, step, bp, nr, tile, nr, false);
                     isa->store(&at, tile, nr, rn, cn);
                 }
             }
@@ -246,12 +367,21 @@ static void task(void *arg, int64_t t, int64_t worker) {
 /* ---- 4 entry points ---------------------------------------------------------------------------- */
 size_t gk_gemm_packed_workspace(const gk_context *ctx, const gk_gemm_args *args, const gk_gemm_isa *isa) {
     plan x = plan_of(ctx, args, isa);
-    return (size_t)gk_num_workers(ctx, num_tasks(&x)) * x.worker_bytes;
+    return x.shared_bytes + (size_t)gk_num_workers(ctx, num_tasks(&x)) * x.worker_bytes;
 }
 
 void gk_gemm_packed_run(const gk_context *ctx, const gk_gemm_args *args, const gk_gemm_isa *isa) {
-    job jb = {args, isa, plan_of(ctx, args, isa)};
-    gk_parallel(ctx, num_tasks(&jb.x), task, &jb);
+    job jb = {args, isa, plan_of(ctx, args, isa), 0, 0};
+    if (jb.x.a_shared) gk_parallel(ctx, num_tasks(&jb.x) ? jb.x.k_blocks : 0, pack_a_task, &jb);
+    if (!jb.x.shared) {
+        gk_parallel(ctx, num_tasks(&jb.x), task, &jb);
+        return;
+    }
+    for (jb.batch = 0; jb.batch < jb.x.p.batch; ++jb.batch)
+        for (jb.column = 0; jb.column < jb.x.p.n; jb.column += jb.x.span) {
+            gk_parallel(ctx, pack_tasks(&jb), pack_task, &jb);
+            gk_parallel(ctx, num_tasks(&jb.x), task, &jb);
+        }
 }
 
 void gk_gemm_packed_explain(const gk_context *ctx, const gk_gemm_args *args, const gk_gemm_isa *isa,

@@ -61,10 +61,9 @@ INLINE void register_tile(const int M, const int nv, const bool a_is_rows, int64
     }
 #define ROWS_1_TO_6(X, f, r, v) X(f, r, v, 1) X(f, r, v, 2) X(f, r, v, 3) X(f, r, v, 4) X(f, r, v, 5) X(f, r, v, 6)
 #if MR == 14
-#define ROWS_1_TO_MR(X, f, r, v)                                                                          \
-    ROWS_1_TO_6(X, f, r, v)                                                                               \
-    X(f, r, v, 7) X(f, r, v, 8) X(f, r, v, 9) X(f, r, v, 10) X(f, r, v, 11) X(f, r, v, 12) X(f, r, v, 13) \
-        X(f, r, v, 14)
+#define ROWS_1_TO_MR(X, f, r, v) \
+    ROWS_1_TO_6(X, f, r, v)      \
+    X(f, r, v, 7) X(f, r, v, 8) X(f, r, v, 9) X(f, r, v, 10) X(f, r, v, 11) X(f, r, v, 12) X(f, r, v, 13) X(f, r, v, 14)
 #else
 _Static_assert(MR == 6, "instances exist for 6 and 14 rows");
 #define ROWS_1_TO_MR ROWS_1_TO_6
