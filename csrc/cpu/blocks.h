@@ -43,22 +43,26 @@ enum {
     GK_SKINNY_ROWS_ALONG = 24
 };
 
-/* Few rows: columns of a task, rows of b per step (across; more of them where more than few_rows rows of a share the
- * loads and stores of C), values of b in flight per thread, chunk of k (along; x TN columns it stays in L1).
- * Measured at K x N 4096 x 4096, 1024 x 1024, 4097 x 1025: 16 rows want 32 rows of b a step (1.9x against 1.4x at 8). */
+/* Few rows: columns of a task; across where b is packed, rows of b per step (more of them where more than few_rows rows of
+ * a share the loads and stores of C) and values of b in flight per thread; where it is read in place, rows per step and
+ * columns of a task at most; along, chunk of k (x TN columns it stays in L1). Measured at K x N 4096 x 4096, 1024 x 1024,
+ * 4097 x 1025: 16 rows want 32 rows of b a step where it is packed (1.9x against 1.4x at 8). */
 typedef struct gk_skinny_blocks {
-    int64_t nb_min, in_flight, kb_few, kb_many, few_rows, kb_along;
+    int64_t nb_min, in_flight, kb_few, kb_many, few_rows, kb_in_place, nb_in_place, kb_along;
     int64_t tasks_per_thread;
 } gk_skinny_blocks;
 
 /* avx512's sizes, not measured here */
-static const gk_skinny_blocks gk_skinny_blocks_base __attribute__((unused)) = {64, 8192, 16, 32, 4, 1024, 4};
+static const gk_skinny_blocks gk_skinny_blocks_base __attribute__((unused)) = {64, 8192, 16, 32, 4, 16, 4096, 1024, 4};
 /* avx512's sizes, not measured here */
-static const gk_skinny_blocks gk_skinny_blocks_avx2 __attribute__((unused)) = {64, 8192, 16, 32, 4, 1024, 4};
-/* 4096 squared, M 1 / 4 / 16: 1.12x 3.5x 2.1x of torch; kb 8 everywhere 1.13x 3.1x 1.5x */
-static const gk_skinny_blocks gk_skinny_blocks_avx512 __attribute__((unused)) = {64, 8192, 16, 32, 4, 1024, 4};
-/* 4096 squared, M 1 / 4 / 16: 2.5x 2.8x 1.9x of torch; kb 16 everywhere 2.8x 2.6x 1.6x */
-static const gk_skinny_blocks gk_skinny_blocks_avx512bf16 __attribute__((unused)) = {64, 16384, 32, 64, 4, 2048, 4};
+static const gk_skinny_blocks gk_skinny_blocks_avx2 __attribute__((unused)) = {64, 8192, 16, 32, 4, 16, 4096, 1024, 4};
+/* geomean of torch, f32 in place, 1 and 4 rows: kb 4 1.60x, 8 1.83x, 16 1.81x; 8 and 16 rows: kb 16 1.89x, 32 1.46x;
+ * with tasks of a fourth of the columns and rows fetched ahead 1.63x, 1.77x */
+static const gk_skinny_blocks gk_skinny_blocks_avx512
+    __attribute__((unused)) = {64, 8192, 16, 32, 4, 16, 4096, 1024, 4};
+/* geomean of torch, 1 and 4 rows: kb_few 16 1.40x, 32 1.51x, 64 1.53x; tasks of half the columns 1.45x, not fetched 1.17x */
+static const gk_skinny_blocks gk_skinny_blocks_avx512bf16
+    __attribute__((unused)) = {64, 16384, 32, 64, 4, 16, 4096, 2048, 4};
 
 /* ---- attention -------------------------------------------------------------------------------
  * A block of bq query lanes reads tiles of bkv keys; a row serves head dims (the larger one) up to max_head_dim. Fewer

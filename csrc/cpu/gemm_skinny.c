@@ -1,8 +1,9 @@
 /* gemm_skinny: out = activation(alpha a b + beta c + bias) for few rows, where reading b once is what costs.
  * Compiled once per ISA.   a [M, K]  b [K, N], its rows or its columns dense   out [M, N]
  * A task owns a run of columns over all of K, so nothing is reduced across tasks. Two forms:
- *   across  (rows of b dense, "NN")     for KB rows of b: C[M][columns] += a[M][KB] b[KB][columns], b read in place where it
- *           is float32, else zipped or converted KB rows at a time; C waits in a float32 block in L1
+ *   across  (rows of b dense, "NN")     for KB rows of b: C[M][columns] += a[M][KB] b[KB][columns]; C waits in a float32
+ *           block. b is read in place where it is float32, in runs long enough for the prefetcher of the machine, else
+ *           zipped or converted KB rows at a time, and the next ones fetched while these are used
  *   along   (columns of b dense, "NT")  dot products: TM rows of a against TN columns of b, lanes along k, both in place;
  *           sums of lanes at the end. In chunks of k, so that the columns of b stay in L1 for all rows of a
  * workspace per worker: C block, KB rows of b and of a (across); lane sums of TN columns (along).
@@ -14,7 +15,7 @@
 /* ---- across: lanes along n ------------------------------------------------------------------------ */
 typedef struct plan {
     gk_gemm_problem p;
-    bool along;
+    bool along, in_place;
     int64_t nb, n_blocks, kb;
     int64_t acc_cells, b_cells, a_cells; /* of a worker's workspace, in 4-byte cells */
 } plan;
@@ -29,10 +30,12 @@ static plan plan_of(const gk_context *ctx, const gk_gemm_args *args) {
     plan x;
     x.p = gk_gemm_problem_of(args);
     x.along = x.p.b_n != 1;
-    const int64_t unit = x.along ? TN : NR;
-    const int64_t per_thread = gk_ceil_div(x.p.n, bl->tasks_per_thread * gk_max_i64(1, ctx->num_threads));
-    x.kb = x.along ? bl->kb_along : x.p.m <= bl->few_rows ? bl->kb_few : bl->kb_many;
-    x.nb = gk_round_up(gk_clamp_i64(per_thread, bl->nb_min, x.along ? bl->in_flight / TN : bl->in_flight / x.kb), unit);
+    x.in_place = !x.along && args->a.dtype == GK_F32;
+    const int64_t unit = x.along ? TN : NR, tasks_per_thread = x.in_place ? 1 : bl->tasks_per_thread;
+    const int64_t per_thread = gk_ceil_div(x.p.n, tasks_per_thread * gk_max_i64(1, ctx->num_threads));
+    x.kb = x.along ? bl->kb_along : x.in_place ? bl->kb_in_place : x.p.m <= bl->few_rows ? bl->kb_few : bl->kb_many;
+    const int64_t nb_max = x.in_place ? bl->nb_in_place : bl->in_flight / (x.along ? TN : x.kb);
+    x.nb = gk_round_up(gk_clamp_i64(per_thread, bl->nb_min, nb_max), unit);
     x.n_blocks = gk_ceil_div(x.p.n, x.nb);
     if (x.along) {
         x.acc_cells = gk_round_up(gk_round_up(x.p.m, TM) * (TN * W + 2 * W), 16);
@@ -54,7 +57,7 @@ static void across(const plan *x, gk_dtype dtype, const char *a, const char *b, 
                    cell *a_pack) {
     const gk_gemm_problem *p = &x->p;
     const int64_t es = dtype == GK_F32 ? 4 : 2, a_ld = gk_round_up(cells_of(x->kb), W);
-    const int64_t whole = dtype == GK_F32 ? cols / NR * NR : 0; /* columns that are read in place */
+    const int64_t whole = x->in_place ? cols / NR * NR : 0; /* columns that are read in place */
     const bool a_rows = p->a_k == 1;
     for (int64_t k0 = 0; k0 < p->k; k0 += x->kb) {
         const int64_t kn = gk_min_i64(x->kb, p->k - k0), cells = cells_of(kn);
@@ -64,7 +67,7 @@ static void across(const plan *x, gk_dtype dtype, const char *a, const char *b, 
         else
             pack_panel(a_pack, p->m, ak, dtype, p->a_m, p->a_k, p->m, kn);
         if (whole < cols) pack_panels(b_pack + whole * cells, bk + es * whole, dtype, 1, p->b_k, cols - whole, kn);
-        if (k0 + x->kb < p->k) /* the next rows come while these are used */
+        if (!x->in_place && k0 + x->kb < p->k) /* the next rows come while these are used */
             for (int64_t i = 0; i < gk_min_i64(x->kb, p->k - k0 - x->kb); ++i)
                 for (int64_t c = 0; c < cols * es; c += 64)
                     __builtin_prefetch(bk + es * (x->kb + i) * p->b_k + c, 0, 2);
