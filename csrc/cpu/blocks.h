@@ -4,6 +4,8 @@
 
 #include <stdint.h>
 
+#define TABLE static const __attribute__((unused))
+
 /* ---- gemm ------------------------------------------------------------------------------------
  * mb x kb of a stays in L2, kb x 2 W of b in L1; kb may be a quarter longer. A block is split further until every thread
  * has tasks_per_thread of them or a task falls under min_task multiply-adds, where packing would cost more than the
@@ -17,24 +19,20 @@ typedef struct gk_gemm_blocks {
 } gk_gemm_blocks;
 
 /* The buffer of shared b, a quarter of the L3 here, and the multiply-adds of a phase that are worth two barriers: at 512
- * cubed, 2^27, sharing gains 2 %, at 256 cubed, 2^24, it costs some. */
+ * cubed, 2^27, sharing changes nothing yet, at 1024 it gains 4 %; smaller ones not tried. */
 #define GK_GEMM_SHARED_BYTES (INT64_C(8) << 20)
 #define GK_GEMM_SHARED_MIN 0x1p26
 
 /* f32 1024 cubed: shared 96 x 1024 60 GFLOP/s, 192 x 512 53; own by size, not measured */
-static const gk_gemm_blocks gk_gemm_blocks_base
-    __attribute__((unused)) = {{192, 256, 256}, {96, 2048, 1024}, 2, 1 << 21};
+TABLE gk_gemm_blocks gk_gemm_blocks_base = {{192, 256, 256}, {96, 2048, 1024}, 2, 1 << 21};
 /* f32 1024 cubed, of torch: shared kb 256 0.99x, 512 1.03x, 1024 with 120 rows 1.01x; own by size, not measured */
-static const gk_gemm_blocks gk_gemm_blocks_avx2
-    __attribute__((unused)) = {{192, 256, 256}, {192, 2048, 512}, 2, 1 << 21};
+TABLE gk_gemm_blocks gk_gemm_blocks_avx2 = {{192, 256, 256}, {192, 2048, 512}, 2, 1 << 21};
 /* f32 512 / 1024 / 2048 / 1025, of torch: own alone 1.04x 1.03x 1.02x 1.09x; shared kb 512 1.00x 1.03x 1.09x 1.13x, kb 1024 with
  * 224 rows 1.00x 1.07x 1.10x 1.14x, with 280 the same. Own, 64 rows: nb 256 kb 256 1.21x, nb 128 kb 1024 1.31x */
-static const gk_gemm_blocks gk_gemm_blocks_avx512
-    __attribute__((unused)) = {{336, 128, 1024}, {280, 2048, 1024}, 2, 1 << 21};
+TABLE gk_gemm_blocks gk_gemm_blocks_avx512 = {{336, 128, 1024}, {280, 2048, 1024}, 2, 1 << 21};
 /* the same: own alone 0.92x 0.93x 0.96x 0.93x; shared kb 512 0.96x 0.97x 0.94x 0.86x, kb 1024 with 224 rows 0.96x 1.01x 0.99x 0.88x,
  * with 280 0.97x 1.01x 1.00x 0.92x. Own, 64 rows: nb 512 kb 512 1.01x, nb 128 kb 1024 1.07x */
-static const gk_gemm_blocks gk_gemm_blocks_avx512bf16
-    __attribute__((unused)) = {{336, 128, 1024}, {280, 2048, 1024}, 2, 1 << 22};
+TABLE gk_gemm_blocks gk_gemm_blocks_avx512bf16 = {{336, 128, 1024}, {280, 2048, 1024}, 2, 1 << 22};
 
 /* Rows up to which reading b in place beats packing it: across, bf16 4096 squared 16 rows 1.45x against 1.29x; along, 24 rows
  * 1.10x against 1.03x, 32 rows 1.00x against 1.04x. */
@@ -53,16 +51,14 @@ typedef struct gk_skinny_blocks {
 } gk_skinny_blocks;
 
 /* avx512's sizes, not measured here */
-static const gk_skinny_blocks gk_skinny_blocks_base __attribute__((unused)) = {64, 8192, 16, 32, 4, 16, 4096, 1024, 4};
+TABLE gk_skinny_blocks gk_skinny_blocks_base = {64, 8192, 16, 32, 4, 16, 4096, 1024, 4};
 /* avx512's sizes, not measured here */
-static const gk_skinny_blocks gk_skinny_blocks_avx2 __attribute__((unused)) = {64, 8192, 16, 32, 4, 16, 4096, 1024, 4};
+TABLE gk_skinny_blocks gk_skinny_blocks_avx2 = {64, 8192, 16, 32, 4, 16, 4096, 1024, 4};
 /* geomean of torch, f32 in place, 1 and 4 rows: kb 4 1.60x, 8 1.83x, 16 1.81x; 8 and 16 rows: kb 16 1.89x, 32 1.46x;
  * with tasks of a fourth of the columns and rows fetched ahead 1.63x, 1.77x */
-static const gk_skinny_blocks gk_skinny_blocks_avx512
-    __attribute__((unused)) = {64, 8192, 16, 32, 4, 16, 4096, 1024, 4};
+TABLE gk_skinny_blocks gk_skinny_blocks_avx512 = {64, 8192, 16, 32, 4, 16, 4096, 1024, 4};
 /* geomean of torch, 1 and 4 rows: kb_few 16 1.40x, 32 1.51x, 64 1.53x; tasks of half the columns 1.45x, not fetched 1.17x */
-static const gk_skinny_blocks gk_skinny_blocks_avx512bf16
-    __attribute__((unused)) = {64, 16384, 32, 64, 4, 16, 4096, 2048, 4};
+TABLE gk_skinny_blocks gk_skinny_blocks_avx512bf16 = {64, 16384, 32, 64, 4, 16, 4096, 2048, 4};
 
 /* ---- attention -------------------------------------------------------------------------------
  * A block of bq query lanes reads tiles of bkv keys; a row serves head dims (the larger one) up to max_head_dim. Fewer
@@ -71,13 +67,10 @@ typedef struct gk_attn_blocks {
     int64_t max_head_dim, bq, bkv, min_tasks;
 } gk_attn_blocks;
 
-/* One core, S 1024, GFLOP/s f32 full, f32 causal, bf16 full, bf16 causal at d64: 128 x 64 99 92 183 170, 128 x 192 100 88 185 163,
- * 64 x 128 95 86 177 163, 256 x 256 99 79 188 149 */
-static const gk_attn_blocks gk_attn_fwd_blocks[] __attribute__((unused)) = {
-    {64, 128, 64, 32},  /* the figures above */
-    {128, 128, 64, 32}, /* f32, bf16 full at d128: 101 195; 128 x 128 102 194, 64 x 128 96 186 */
-    {256, 128, 64, 32}, /* by size, not measured: K and V tiles take 128 KiB of L2 in float32 */
-    {512, 64, 64, 32},  /* by size, not measured: O^T of 64 lanes takes 128 KiB of L2 */
+TABLE gk_attn_blocks gk_attn_fwd_blocks[] = {
+    /* of torch, full, S 512 to 4096, f32 | bf16: d64 1.19x | 2.28x, d128 1.17x | 2.16x, d256 1.16x | 2.15x, d512 1.15x | 2.18x;
+     * 128 lanes: d64 1.15x | 2.27x, d128 1.08x | 2.10x, d256 1.10x | 1.96x, d512 1.11x | 1.93x. 128 keys: the same */
+    {512, 256, 64, 32},
 };
 
 /* ---- flash_attn backward ---------------------------------------------------------------------
@@ -89,13 +82,13 @@ typedef struct gk_attn_bwd_blocks {
 } gk_attn_bwd_blocks;
 
 /* 128 x 128 2% below, 256 x 512 2% above in four times the room; head_dim 512: 364, 64 x 64 340 */
-static const gk_attn_bwd_blocks gk_attn_bwd_blocks_avx512bf16 __attribute__((unused)) = {128, 256, 64};
+TABLE gk_attn_bwd_blocks gk_attn_bwd_blocks_avx512bf16 = {128, 256, 64};
 /* 202; 64 x 128 197, 64 x 256 198, 128 x 128 199; head_dim 512: 206, 64 x 64 188 */
-static const gk_attn_bwd_blocks gk_attn_bwd_blocks_avx512 __attribute__((unused)) = {128, 256, 64};
+TABLE gk_attn_bwd_blocks gk_attn_bwd_blocks_avx512 = {128, 256, 64};
 /* not timed: a quarter of the tile, as machines without AVX-512 often have 256 to 512 KiB of L2 */
-static const gk_attn_bwd_blocks gk_attn_bwd_blocks_avx2 __attribute__((unused)) = {64, 128, 64};
+TABLE gk_attn_bwd_blocks gk_attn_bwd_blocks_avx2 = {64, 128, 64};
 /* not timed: as avx2 */
-static const gk_attn_bwd_blocks gk_attn_bwd_blocks_base __attribute__((unused)) = {64, 128, 64};
+TABLE gk_attn_bwd_blocks gk_attn_bwd_blocks_base = {64, 128, 64};
 
 #define GK_ATTN_BWD_TASKS 16                       /* with fewer (sequence, kv head) pairs the keys are split ... */
 #define GK_ATTN_BWD_CHUNK_KEYS 512                 /* ... into chunks of at least so many keys ... */
@@ -110,6 +103,6 @@ typedef struct gk_paged_blocks {
 
 /* 32 keys of 8 heads, K and V, twice (read and fetched ahead) take 512 KiB of L2 in float32 at d128; 8 lanes read
  * 15 to 18 GB/s a core in float32, about half of what 4 do. The sizes beside these are not measured. */
-static const gk_paged_blocks gk_paged_attn_blocks __attribute__((unused)) = {8, 32, 512, 4096, 32};
+TABLE gk_paged_blocks gk_paged_attn_blocks = {8, 32, 512, 4096, 32};
 
 #endif
