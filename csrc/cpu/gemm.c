@@ -133,7 +133,9 @@ typedef struct plan {
 
 enum {
     PACK_PANELS = 2, /* panels of b that one task packs: a row of them is one run of addresses */
-    SUM_CELLS = 256  /* a sum runs over so many cells at a time, then the parts are added: half the rounding error at 1024 */
+    PACK_ROWS = 16,  /* rows of a, about */
+    SUM_CELLS =
+        256 /* a sum runs over so many cells at a time, then the parts are added: half the rounding error at 1024 */
 };
 
 static plan plan_of(const gk_context *ctx, const gk_gemm_args *args, const gk_gemm_isa *isa) {
@@ -154,6 +156,9 @@ static plan plan_of(const gk_context *ctx, const gk_gemm_args *args, const gk_ge
     x.n_blocks = gk_max_i64(1, gk_ceil_div(n, most->nb));
     /* rather one block a quarter longer than two short ones */
     x.k_blocks = gk_max_i64(1, gk_ceil_div(p->k, most->kb + most->kb / 4));
+    /* with few rows the reading of b counts: all of its blocks but the first are fetched under the product */
+    if (!x.shared && p->m <= GK_GEMM_FEW_ROWS)
+        x.k_blocks = gk_max_i64(x.k_blocks, gk_min_i64(GK_GEMM_FEW_BLOCKS, p->k / GK_GEMM_FEW_KB));
     /* a few tasks per thread while a task is worth its packing */
     const int64_t wanted = ctx->num_threads <= 1 ? 1 : bl->tasks_per_thread * ctx->num_threads;
     for (;;) {
@@ -257,16 +262,20 @@ static void pack_a(const job *jb, uint32_t *to, const char *a, int64_t rows, int
     }
 }
 
-static void pack_a_task(void *arg, int64_t kbi, int64_t worker) {
+/* A part of the rows of one k block; all of them where strips are transposed, whose ends spill into the next one. */
+static int64_t pack_a_parts(const plan *x) { return x->a_rows ? gk_ceil_div(x->p.m, PACK_ROWS) : 1; }
+static void pack_a_task(void *arg, int64_t t, int64_t worker) {
     (void)worker;
     const job *jb = arg;
-    const int64_t k0 = kbi * jb->x.kb;
+    const gk_gemm_problem *p = &jb->x.p;
+    const int64_t parts = pack_a_parts(&jb->x), kbi = t / parts, k0 = kbi * jb->x.kb;
+    const int64_t r0 = strip_start(p->m, parts, t % parts), rows = strip_start(p->m, parts, t % parts + 1) - r0;
     const char *a, *b;
     gk_gemm_epilogue e;
-    gk_gemm_at(jb->args, &jb->x.p, 0, &a, &b, &e);
-    pack_a(jb, (uint32_t *)((char *)jb->args->workspace + (size_t)kbi * jb->x.a_bytes),
-           a + (int64_t)gk_dtype_bytes(jb->args->a.dtype) * k0 * jb->x.p.a_k, jb->x.p.m,
-           gk_min_i64(jb->x.kb, jb->x.p.k - k0));
+    gk_gemm_at(jb->args, p, 0, &a, &b, &e);
+    pack_a(jb, (uint32_t *)((char *)jb->args->workspace + (size_t)kbi * jb->x.a_bytes) + r0 * jb->x.a_ld,
+           a + (int64_t)gk_dtype_bytes(jb->args->a.dtype) * (r0 * p->a_m + k0 * p->a_k), rows,
+           gk_min_i64(jb->x.kb, p->k - k0));
 }
 
 static int64_t pack_tasks(const job *jb) {
@@ -372,7 +381,7 @@ size_t gk_gemm_packed_workspace(const gk_context *ctx, const gk_gemm_args *args,
 
 void gk_gemm_packed_run(const gk_context *ctx, const gk_gemm_args *args, const gk_gemm_isa *isa) {
     job jb = {args, isa, plan_of(ctx, args, isa), 0, 0};
-    if (jb.x.a_shared) gk_parallel(ctx, num_tasks(&jb.x) ? jb.x.k_blocks : 0, pack_a_task, &jb);
+    if (jb.x.a_shared && num_tasks(&jb.x)) gk_parallel(ctx, jb.x.k_blocks * pack_a_parts(&jb.x), pack_a_task, &jb);
     if (!jb.x.shared) {
         gk_parallel(ctx, num_tasks(&jb.x), task, &jb);
         return;
