@@ -171,7 +171,13 @@ static void along(const plan *x, gk_dtype dtype, const char *a, const char *b, i
         for (int64_t k0 = 0; k0 < p->k; k0 += x->kb) {
             const int64_t kn = gk_min_i64(x->kb, p->k - k0);
             const char *bk = b + es * (j * p->b_n + k0);
+            /* short columns end before the machine's prefetcher has found them: a share of the next with every strip */
+            const int64_t lines = gk_ceil_div(kn * es, 64);
+            const int64_t next = kn * es <= GK_SKINNY_SHORT_BYTES ? gk_clamp_i64(cols - j - TN, 0, TN) : 0;
+            const int64_t share = gk_ceil_div(next * lines, strips);
             for (int64_t s = 0; s < strips; ++s) {
+                for (int64_t n = s * share; n < gk_min_i64((s + 1) * share, next * lines); ++n)
+                    __builtin_prefetch(bk + es * (TN + n / lines) * p->b_n + 64 * (n % lines), 0, 2);
                 const int64_t i = s * TM, tm = gk_min_i64(TM, p->m - i);
                 fn[(tm - 1) * TN + tn - 1](kn, a + es * (i * p->a_m + k0), p->a_m, bk, p->b_n, sums + s * TM * TN);
             }
