@@ -45,7 +45,7 @@ static float head_scale(const gk_tensor *t, int64_t h_kv) {
     return ((const float *)t->data)[t->ndim ? h_kv * t->stride[0] : 0];
 }
 
-static paged_job job_make(const gk_paged_attn_args *a) {
+static paged_job job_make(const gk_context *ctx, const gk_paged_attn_args *a) {
     paged_job job = {.args = a, .blocks = &gk_paged_attn_blocks};
     job.batch = a->seq_lens.shape[0], job.tokens = a->q.shape[0];
     job.heads_q = a->q.shape[1], job.heads_kv = a->k_cache.shape[2];
@@ -66,7 +66,9 @@ static paged_job job_make(const gk_paged_attn_args *a) {
     job.lanes = gk_min_i64(job.max_tokens * group, job.blocks->max_lanes);
     job.max_chunks = group > job.lanes ? 0 : job.batch * gk_ceil_div(capacity, job.chunk);
     job.heads = gk_max_i64(1, job.heads_kv);
-    while (job.heads > 1 && job.max_chunks * gk_ceil_div(job.heads_kv, job.heads) < job.blocks->min_tasks)
+    /* a head's sums do not know which others share its task, so the thread count may decide here */
+    const int64_t wanted = job.blocks->tasks_per_thread * gk_max_i64(1, ctx->num_threads);
+    while (job.heads > 1 && job.max_chunks * gk_ceil_div(job.heads_kv, job.heads) < wanted)
         job.heads = gk_ceil_div(job.heads, 2);
     job.o_step = gk_round_up(head_dim_v, W);
     job.partial = job.o_step + W; /* m and l follow O */
@@ -480,12 +482,12 @@ static int64_t max_tasks(const paged_job *job) {
 }
 
 static size_t workspace_bytes(const gk_context *ctx, const void *args) {
-    const paged_job job = job_make(args);
+    const paged_job job = job_make(ctx, args);
     return (size_t)(job.plan_bytes + job.partials_bytes + gk_num_workers(ctx, max_tasks(&job)) * job.scratch_bytes);
 }
 
 static void run(const gk_context *ctx, const void *args) {
-    paged_job job = job_make(args);
+    paged_job job = job_make(ctx, args);
     const gk_paged_attn_args *a = job.args;
     if (a->cu_seqlens_q) attn_clear_tokens(&a->out, a->lse.data, i32_at(a->cu_seqlens_q, job.batch));
     if (job.batch == 0 || job.heads_kv == 0) return;
@@ -496,8 +498,7 @@ static void run(const gk_context *ctx, const void *args) {
 }
 
 static void explain(const gk_context *ctx, const void *args, gk_explanation *out) {
-    (void)ctx;
-    const paged_job job = job_make(args);
+    const paged_job job = job_make(ctx, args);
     out->tile[0] = job.tile.bq;
     out->tile[1] = job.max_tokens * job.tile.group <= job.lanes ? job.blocks->unit : job.tile.bkv;
     out->tile[2] = job.max_chunks ? job.chunk : 0;
