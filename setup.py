@@ -36,14 +36,10 @@ class CMakeBuild(build_ext):
 
     def run(self):
         in_tree = self.inplace or self.editable_mode
-        build = Path(
-            os.environ.get("GPUKERN_BUILD_DIR") or (ROOT / "build" if in_tree else self.build_temp)
-        )
+        build = Path(os.environ.get("GPUKERN_BUILD_DIR") or (ROOT / "build" if in_tree else self.build_temp))
         cmake = program("cmake")
         if not cmake:
-            sys.exit(
-                "gpukern: cmake was not found; pip install cmake ninja (or apt-get install cmake ninja-build)"
-            )
+            sys.exit("gpukern: cmake was not found; pip install cmake ninja (or apt-get install cmake ninja-build)")
         configure = [cmake, "-S", str(ROOT), "-B", str(build), "-DGPUKERN_BUILD_TORCH=ON"]
         configure += [f"-DPython_EXECUTABLE={sys.executable}"]
         if program("ninja") and not (build / "CMakeCache.txt").exists():
@@ -55,30 +51,18 @@ class CMakeBuild(build_ext):
         jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
         self.step("build", [cmake, "--build", str(build), "--target", "gpukern_torch", "-j", jobs])
         prefix = str(ROOT if in_tree else Path(self.build_lib).resolve())
-        self.step(
-            "install", [cmake, "--install", str(build), "--component", "torch", "--prefix", prefix]
-        )
+        self.step("install", [cmake, "--install", str(build), "--component", "torch", "--prefix", prefix])
 
     def step(self, name, command):
         """Runs one command; when it fails, the last thing on the screen is one line that says what to do."""
-        result = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         print(result.stdout, end="", flush=True)
         if result.returncode:
             reason = re.search(r"^ +(gpukern: .*)$", result.stdout, re.MULTILINE)
-            sys.exit(
-                reason.group(1)
-                if reason
-                else f"gpukern: {name} failed, see above: {shlex.join(command)}"
-            )
+            sys.exit(reason.group(1) if reason else f"gpukern: {name} failed, see above: {shlex.join(command)}")
 
     def get_outputs(self):
-        return (
-            []
-            if self.editable_mode
-            else [os.path.join(self.build_lib, "torch_gpukern", "libgpukern_torch.so")]
-        )
+        return [] if self.editable_mode else [os.path.join(self.build_lib, "torch_gpukern", "libgpukern_torch.so")]
 
     def get_output_mapping(self):
         return {}

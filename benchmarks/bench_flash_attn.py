@@ -136,9 +136,7 @@ def memory_fact(run: Run) -> None:
     """MB of resident memory that a long forward takes beyond its tensors, in a fresh process."""
     seq = shapes.ATTN_MEMORY_LENGTH
     code = MEMORY_CHILD.format(seq=seq, threads=torch.get_num_threads())
-    child = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ, capture_output=True, text=True
-    )
+    child = subprocess.run([sys.executable, "-c", code], env=os.environ, capture_output=True, text=True)
     if child.returncode:
         raise SystemExit(f"flash_attn at S = {seq} failed:\n{child.stderr}")
     megabytes = float(child.stdout)
@@ -158,9 +156,7 @@ def main() -> None:
     run.add(call_case(device.device))
     if run.wants("call host time"):
         qkv = make_qkv(1, 1, 8, 8, torch.float32, device.device)
-        overhead_facts(
-            run, "flash_attn", lambda: torch_gpukern.flash_attn(*qkv), shapes.CALL_OVER_MUL
-        )
+        overhead_facts(run, "flash_attn", lambda: torch_gpukern.flash_attn(*qkv), shapes.CALL_OVER_MUL)
     if device.kind == "cpu":
         if run.wants("isa", slow=True):
             seq = shapes.ATTN_ISA_LENGTH

@@ -27,9 +27,7 @@ def exact(a: Tensor, b: Tensor) -> Tensor:
     return a.double() @ b.double()
 
 
-def case(
-    group: str, m: int, k: int, n: int, dtype: str, device: torch.device, layout: str = "NN"
-) -> Case:
+def case(group: str, m: int, k: int, n: int, dtype: str, device: torch.device, layout: str = "NN") -> Case:
     label = f"{m}" if m == k == n else f"{layout} {m}x{k}x{n}"
     torch_dtype = DTYPES[dtype]
     skinny = group == "skinny"

@@ -26,8 +26,7 @@ def make_inputs(batch: int, context: int, page: int, dtype: torch.dtype, device)
     blocks = -(-context // page)
     q = torch.randn(batch, heads_q, head_dim, device=device).to(dtype)
     k_cache, v_cache = (
-        torch.randn(batch * blocks, page, heads_kv, head_dim, device=device).to(dtype)
-        for _ in range(2)
+        torch.randn(batch * blocks, page, heads_kv, head_dim, device=device).to(dtype) for _ in range(2)
     )
     table = torch.randperm(batch * blocks, device=device).view(batch, blocks).int()
     seq_lens = torch.full((batch,), context, dtype=torch.int32, device=device)
@@ -37,10 +36,7 @@ def make_inputs(batch: int, context: int, page: int, dtype: torch.dtype, device)
 def gather_and_sdpa(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor):
     """What PyTorch alone offers: pages copied into one tensor, then SDPA. Lengths are equal."""
     batch = table.shape[0]
-    k, v = (
-        cache[table.long()].view(batch, -1, *cache.shape[2:]).transpose(1, 2)
-        for cache in (k_cache, v_cache)
-    )
+    k, v = (cache[table.long()].view(batch, -1, *cache.shape[2:]).transpose(1, 2) for cache in (k_cache, v_cache))
     out = F.scaled_dot_product_attention(q[:, :, None], k, v, enable_gqa=True)
     return out[:, :, 0]
 

@@ -195,9 +195,7 @@ class Cpu:
         threads, rounds, best = torch.get_num_threads(), 20_000, 0.0
         for _ in range(12):
             start = time.perf_counter()
-            done = self._pool.map(
-                lambda _: self._library.peak_madd(index, dot, rounds), range(threads)
-            )
+            done = self._pool.map(lambda _: self._library.peak_madd(index, dot, rounds), range(threads))
             best = max(best, sum(done) / (time.perf_counter() - start) / 1e9)
         return best
 
@@ -224,9 +222,7 @@ class Cpu:
     def _read_bandwidth(self) -> float:
         data = torch.ones(ROTATE_BYTES // 4)
         best = min(
-            self.time_block(lambda read=read: read(data), 1)
-            for read in self.readers().values()
-            for _ in range(8)
+            self.time_block(lambda read=read: read(data), 1) for read in self.readers().values() for _ in range(8)
         )
         return data.nbytes / best / 1e3
 
@@ -372,9 +368,7 @@ class Rotation:
         return self.fn(*inputs)
 
 
-def interleave(
-    device: Cpu | Cuda, calls: dict[str, Callable[[], object]], effort: Effort
-) -> dict[str, list[float]]:
+def interleave(device: Cpu | Cuda, calls: dict[str, Callable[[], object]], effort: Effort) -> dict[str, list[float]]:
     """us per call of every contestant, one entry per round; the order turns with each round."""
     block = {}
     for name, call in calls.items():
@@ -384,9 +378,7 @@ def interleave(
         block[name] = max(1, min(10_000, round(effort.block_us / max(once, 0.1))))
     times: dict[str, list[float]] = {name: [] for name in calls}
     order, start, rounds = list(calls), time.perf_counter(), 0
-    while rounds < effort.min_rounds or (
-        rounds < effort.max_rounds and time.perf_counter() - start < effort.seconds
-    ):
+    while rounds < effort.min_rounds or (rounds < effort.max_rounds and time.perf_counter() - start < effort.seconds):
         for name in order:
             times[name].append(device.time_block(calls[name], block[name]))
         order.append(order.pop(0))
@@ -406,10 +398,7 @@ def measure(case: Case, device: Cpu | Cuda, peaks: dict, effort: Effort) -> Row:
     errors: dict[str, float | None] = dict.fromkeys(fns)
     if case.reference is not None:
         reference = case.reference(*inputs[0])
-        errors = {
-            name: relative_error(case.compare(fn(*inputs[0])), reference)
-            for name, fn in fns.items()
-        }
+        errors = {name: relative_error(case.compare(fn(*inputs[0])), reference) for name, fn in fns.items()}
     contestants = fns | case.limits
     times = interleave(device, {n: Rotation(f, inputs) for n, f in contestants.items()}, effort)
 
@@ -542,9 +531,7 @@ class Run:
         print(format_row(row), flush=True)
         return row
 
-    def fact(
-        self, group: str, label: str, value: float, unit: str, bar: Bar = Bar(), note: str = ""
-    ) -> None:
+    def fact(self, group: str, label: str, value: float, unit: str, bar: Bar = Bar(), note: str = "") -> None:
         """A figure that is not a ratio of two times: bytes, a percent of a peak, a host cost."""
         judged = ""
         if bar.at_least is not None:
@@ -571,10 +558,7 @@ class Run:
                 groups.append(judge_group(f"{name}, {dtype} alone", part, Bar()))
         print()
         for g in groups:
-            print(
-                f"{g.group:<46} geomean {g.geomean:5.2f}x  worst {g.worst:5.2f}x  "
-                f"{g.bar:<38} {g.verdict}".rstrip()
-            )
+            print(f"{g.group:<46} geomean {g.geomean:5.2f}x  worst {g.worst:5.2f}x  {g.bar:<38} {g.verdict}".rstrip())
         judged = [r.verdict for r in self.rows] + [g.verdict for g in groups]
         judged = [v for v in judged + [f["verdict"] for f in self.facts] if v]
         print(f"{judged.count('held')} of {len(judged)} bars held")
@@ -630,9 +614,7 @@ def overhead_facts(run: Run, name: str, call: Callable[[], object], bar: Bar) ->
             for key, fn in calls.items():
                 times[key].append(_host_us(fn, run.device, 200))
     ours, mul = (statistics.median(times[key]) for key in calls)
-    run.fact(
-        "call host time", name, ours - mul, "us", bar, f"{ours:.1f} us, torch.mul {mul:.1f} us"
-    )
+    run.fact("call host time", name, ours - mul, "us", bar, f"{ours:.1f} us, torch.mul {mul:.1f} us")
 
 
 def _host_us(call: Callable[[], object], device: Cpu | Cuda, calls: int) -> float:
@@ -679,9 +661,7 @@ def isa_shares(run: Run, label: str, statement: str, bar: Bar) -> None:
             )
             environment = os.environ | {"GPUKERN_CPU": isa}
             before = run.device.madd_peak(isa, dtype)
-            child = subprocess.run(
-                [sys.executable, "-c", code], env=environment, capture_output=True, text=True
-            )
+            child = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
             if child.returncode:
                 raise SystemExit(f"{label} with GPUKERN_CPU={isa} failed:\n{child.stderr}")
             rate = json.loads(child.stdout)
@@ -721,9 +701,7 @@ def _rounded(value):
 def format_row(row: Row) -> str:
     """One line of the table."""
     label = f"{row.group} {row.label} {row.dtype}"
-    line = (
-        f"{label:<46} {row.us:>10.1f} {row.rate:>8.1f} {row.unit:<7}{row.roofline_percent:>4.0f}%"
-    )
+    line = f"{label:<46} {row.us:>10.1f} {row.rate:>8.1f} {row.unit:<7}{row.roofline_percent:>4.0f}%"
     if row.best_peer:
         peer = row.peers[row.best_peer]
         line += f"  {row.best_peer:<14} {peer['us']:>10.1f}"

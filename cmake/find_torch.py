@@ -20,9 +20,7 @@ def main():
     root = pathlib.Path(places[0]).resolve()
     version = re.search(r"__version__ = '([^']+)'", (root / "version.py").read_text()).group(1)
     if tuple(int(n) for n in re.findall(r"\d+", version)[:2]) < OLDEST:
-        sys.exit(
-            f"torch {version} of {sys.executable} is older than 2.10, which gpukern needs; {ADVICE}"
-        )
+        sys.exit(f"torch {version} of {sys.executable} is older than 2.10, which gpukern needs; {ADVICE}")
     if not (root / "lib" / "libtorch.so").exists():
         sys.exit(f"torch {version} of {sys.executable} has no lib/libtorch.so; {ADVICE}")
     print(f"{root / 'include'};{root / 'lib'}")

@@ -51,7 +51,9 @@ def block(x, w_qkv, w_out, bias, sinks):
     """Projection, attention, projection: every gradient of gemm and flash_attn in one graph."""
     b, s, _ = x.shape
     q, k, v = ops.gemm(x, w_qkv).view(b, s, 8, 16).split((4, 2, 2), 2)
-    out = ops.flash_attn(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, window_left=20, sinks=sinks)
+    out = ops.flash_attn(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, window_left=20, sinks=sinks
+    )
     return ops.gemm(out.transpose(1, 2).reshape(b, s, 64), w_out, bias, c=x, activation="gelu")
 
 
@@ -82,7 +84,9 @@ def test_train_block(dynamic, device):
 
 
 def varlen_step(q, k, v, cu, max_seqlen, slopes, sinks):
-    out = ops.flash_attn_varlen(q * 2, k, v, cu, cu, max_seqlen, max_seqlen, is_causal=True, alibi_slopes=slopes, sinks=sinks)
+    out = ops.flash_attn_varlen(
+        q * 2, k, v, cu, cu, max_seqlen, max_seqlen, is_causal=True, alibi_slopes=slopes, sinks=sinks
+    )
     return out * 3
 
 
@@ -105,7 +109,9 @@ def test_varlen(dynamic, device):
 @pytest.mark.parametrize("dynamic", (False, True), ids=("static", "dynamic"))
 def test_merge(dynamic, device):
     def fn(q, k, v, n):
-        parts = [torch_gpukern.flash_attn(q, k[:, :, x], v[:, :, x], return_lse=True) for x in (slice(0, n), slice(n, None))]
+        parts = [
+            torch_gpukern.flash_attn(q, k[:, :, x], v[:, :, x], return_lse=True) for x in (slice(0, n), slice(n, None))
+        ]
         out, lse = ops.attn_merge(*parts[0], *parts[1])
         return out, lse
 
@@ -264,7 +270,9 @@ class Model(torch.nn.Module):
         paged, paged_lse = ops.paged_attn_fwd(rows, k_cache, v_cache, table, lens)
         cu = torch.arange(b + 1, dtype=torch.int32, device=q.device) * s
         packed = ops.flash_attn_varlen(rows, rows, rows, cu, cu, s, s)
-        merged, _ = ops.attn_merge(dense.transpose(1, 2).reshape(b * s, h, d), lse.transpose(1, 2).reshape(b * s, h), paged, paged_lse)
+        merged, _ = ops.attn_merge(
+            dense.transpose(1, 2).reshape(b * s, h, d), lse.transpose(1, 2).reshape(b * s, h), paged, paged_lse
+        )
         return merged + packed
 
 
@@ -338,7 +346,9 @@ def test_inference_mode(device):
         assert out.is_inference()
         inputs = decode_inputs(3, device)
         got = decode(*inputs)
-        out_a, lse_a = torch_gpukern.flash_attn(*(torch.ones(1, 2, 4, 8, device=device) for _ in range(3)), return_lse=True)
+        out_a, lse_a = torch_gpukern.flash_attn(
+            *(torch.ones(1, 2, 4, 8, device=device) for _ in range(3)), return_lse=True
+        )
         ops.attn_merge(out_a, lse_a, out_a, lse_a)
     assert torch.equal(out, block(*block_inputs(30, device)).detach())
     assert same_bits(got, decode(*decode_inputs(3, device)))
@@ -369,8 +379,12 @@ def test_autocast_casts_the_matrices(dtype, device):
     with torch.autocast(device, dtype=dtype):
         low = ops.gemm(a, b, bias, c)
         wide = ops.gemm(a, b, bias, c, out_dtype=torch.float32)
-        out, lse = torch_gpukern.flash_attn(q, q.double().float(), q.to(dtype), alibi_slopes=slopes, sinks=sinks, return_lse=True)
-        packed = ops.flash_attn_varlen(q[0].transpose(0, 1), q[0].transpose(0, 1), q[0].transpose(0, 1), cu, cu, 9, 9, sinks=sinks)
+        out, lse = torch_gpukern.flash_attn(
+            q, q.double().float(), q.to(dtype), alibi_slopes=slopes, sinks=sinks, return_lse=True
+        )
+        packed = ops.flash_attn_varlen(
+            q[0].transpose(0, 1), q[0].transpose(0, 1), q[0].transpose(0, 1), cu, cu, 9, 9, sinks=sinks
+        )
     half = [t.to(dtype) for t in (a, b, bias, c)]
     assert low.dtype == dtype and same_bits(low, ops.gemm(*half))
     assert wide.dtype == torch.float32 and same_bits(wide, ops.gemm(*half, out_dtype=torch.float32))
@@ -514,7 +528,10 @@ def test_compiled_gradients_keep_the_dtype(dtype, device):
     compiled = torch.compile(fn, fullgraph=True, backend="aot_eager")
     grads = []
     for f in (compiled, fn):
-        a, b = randn(generator("a"), 5, 6, dtype=dtype, device=device), randn(generator("b"), 6, 7, dtype=dtype, device=device)
+        a, b = (
+            randn(generator("a"), 5, 6, dtype=dtype, device=device),
+            randn(generator("b"), 6, 7, dtype=dtype, device=device),
+        )
         a.requires_grad_(), b.requires_grad_()
         f(a, b).sum().backward()
         grads.append((a.grad, b.grad))

@@ -256,7 +256,12 @@ def test_error(op, kwargs, text, error):
     unchanged()
 
 
-RAW = {"gemm": "gemm_fwd", "flash_attn": "flash_attn_fwd", "flash_attn_varlen": "flash_attn_varlen_fwd", "paged_attn": "paged_attn_fwd"}
+RAW = {
+    "gemm": "gemm_fwd",
+    "flash_attn": "flash_attn_fwd",
+    "flash_attn_varlen": "flash_attn_varlen_fwd",
+    "paged_attn": "paged_attn_fwd",
+}
 
 
 @pytest.mark.parametrize("op,kwargs,text,error", [c for c in cases if c[0] in RAW][::5])
@@ -268,7 +273,9 @@ def test_other_doors_say_the_same(op, kwargs, text, error):
     for door in doors:
         with pytest.raises(error, match=re.escape(f"gpukern::{op}: {text}")):
             door(**kwargs)
-    leaf = {n: x.detach().requires_grad_() if n in ("a", "q") and x.is_floating_point() else x for n, x in kwargs.items()}
+    leaf = {
+        n: x.detach().requires_grad_() if n in ("a", "q") and x.is_floating_point() else x for n, x in kwargs.items()
+    }
     if op != "paged_attn":
         with pytest.raises(error, match=re.escape(f"gpukern::{op}: {text}")):
             getattr(ops, op)(**leaf)
@@ -307,8 +314,13 @@ def test_overlapping_caches_are_refused():
     lanes = torch.zeros(5, 4, 2, 16)
     ops.kv_cache_write(**write(v=t(3, 2, 8), k_cache=lanes[..., ::2], v_cache=lanes[..., 1::2]))
     assert lanes[0, 0].eq(1).all()
-    text = "gpukern::kv_cache_write: v_cache overlaps k_cache; they may be views of one tensor but must not share memory"
-    for k_cache, v_cache in ((both[:, 0], both[:, 0]), (both.view(-1)[:320].view(5, 4, 2, 8), both.view(-1)[8:328].view(5, 4, 2, 8))):
+    text = (
+        "gpukern::kv_cache_write: v_cache overlaps k_cache; they may be views of one tensor but must not share memory"
+    )
+    for k_cache, v_cache in (
+        (both[:, 0], both[:, 0]),
+        (both.view(-1)[:320].view(5, 4, 2, 8), both.view(-1)[8:328].view(5, 4, 2, 8)),
+    ):
         unchanged = snapshot(both)
         with pytest.raises(ValueError) as caught:
             ops.kv_cache_write(**write(v=t(3, 2, 8), k_cache=k_cache, v_cache=v_cache))
@@ -436,12 +448,16 @@ print("END")
 """
 
 
-@pytest.mark.parametrize("index", range(6), ids=("gemm", "flash_attn", "flash_attn_varlen", "paged_attn", "kv_cache_write", "attn_merge"))
+@pytest.mark.parametrize(
+    "index", range(6), ids=("gemm", "flash_attn", "flash_attn_varlen", "paged_attn", "kv_cache_write", "attn_merge")
+)
 def test_hostile_tensors_never_crash(index):
     """Integer, complex, sparse, quantized, meta, nested, freed and subclass inputs in every place, in a process of their own."""
     done = run_python(HOSTILE.format(index=index), check=False)
     lines = done.stdout.splitlines()
-    assert done.returncode == 0 and lines[-1] == "END", f"exit {done.returncode} after {lines[-1:]}\n{done.stderr[-2000:]}"
+    assert done.returncode == 0 and lines[-1] == "END", (
+        f"exit {done.returncode} after {lines[-1:]}\n{done.stderr[-2000:]}"
+    )
     results = [json.loads(line[5:]) for line in lines if line.startswith("DONE ")]
     tried = [line for line in lines if line.startswith("START ")]
     skipped = [line for line in lines if line.startswith("SKIP ")]

@@ -31,9 +31,7 @@ from hypothesis import strategies as st
 
 # No shrinking: a smaller example of an error bound missed by little says less, and takes minutes to find.
 PHASES = (Phase.explicit, Phase.generate)
-COMMON = dict(
-    deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=PHASES
-)
+COMMON = dict(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=PHASES)
 few = settings(max_examples=300 if ALL else 50, **COMMON)
 
 dtypes = st.sampled_from((torch.float32, torch.bfloat16, torch.float16, torch.float64))
@@ -51,7 +49,10 @@ def attention(draw):
     hq, sq, sk, d, dv = hkv * draw(st.integers(1, 4)), draw(lengths), draw(lengths), draw(dims), draw(dims)
     # Tiny problems come in numbers: the worst error of a handful of elements says little about either side.
     batch = draw(st.integers(1, 3)) + min(40, 300 // (hkv * min(sq + 1, sk + 1) * min(d, dv)))
-    q, k, v = (LAYOUTS[draw(layouts)](randn(gen, batch, h, s, x, dtype=dtype)) for h, s, x in ((hq, sq, d), (hkv, sk, d), (hkv, sk, dv)))
+    q, k, v = (
+        LAYOUTS[draw(layouts)](randn(gen, batch, h, s, x, dtype=dtype))
+        for h, s, x in ((hq, sq, d), (hkv, sk, d), (hkv, sk, dv))
+    )
     kwargs = dict(is_causal=draw(st.booleans()), diagonal=draw(st.sampled_from((0, 1, -3, sk - sq, 50, -50))))
     kwargs["window_left"] = draw(st.sampled_from((-1, -1, 0, 3, 31, 1000)))
     kwargs["window_right"] = draw(st.sampled_from((-1, -1, 0, 2, 40)))
@@ -108,7 +109,9 @@ def product(draw):
     gen = generator("hypothesis gemm", draw(seeds))
     dtype = draw(dtypes)
     m, n, k = (draw(st.one_of(st.integers(0, 40), st.sampled_from((64, 127, 200)))) for _ in range(3))
-    batch_a, batch_b = draw(st.sampled_from((((), ()), ((2,), ()), ((), (3,)), ((2, 1), (3,)), ((2, 3), (2, 3)), ((0,), ()))))
+    batch_a, batch_b = draw(
+        st.sampled_from((((), ()), ((2,), ()), ((), (3,)), ((2, 1), (3,)), ((2, 3), (2, 3)), ((0,), ())))
+    )
     a = LAYOUTS[draw(layouts)](randn(gen, *batch_a, m, k, dtype=dtype))
     b = LAYOUTS[draw(layouts)](randn(gen, *batch_b, k, n, dtype=dtype))
     kwargs = dict(activation=draw(st.sampled_from(ACTIVATIONS)), alpha=draw(st.sampled_from((1.0, -0.5, 0.0, 3.0))))
@@ -121,7 +124,11 @@ def product(draw):
     shapes = (None, (*batch, m, n), (m, n), (1, n), (m, 1), (n,), ())
     shape = draw(st.sampled_from(shapes))
     if shape is not None:
-        kwargs["c"] = LAYOUTS[draw(layouts)](randn(gen, *shape, dtype=draw(extra))) if len(shape) > 1 else randn(gen, *shape, dtype=dtype)
+        kwargs["c"] = (
+            LAYOUTS[draw(layouts)](randn(gen, *shape, dtype=draw(extra)))
+            if len(shape) > 1
+            else randn(gen, *shape, dtype=dtype)
+        )
     return a, b, kwargs
 
 
@@ -168,7 +175,9 @@ def test_paged_attn(drawn):
     case, kwargs = drawn
     if not sum(case.queries):
         return
-    out, lse = ops.paged_attn_fwd(*case.args(), cu_seqlens_q=case.cu_seqlens_q, max_seqlen_q=max(case.queries), **kwargs)
+    out, lse = ops.paged_attn_fwd(
+        *case.args(), cu_seqlens_q=case.cu_seqlens_q, max_seqlen_q=max(case.queries), **kwargs
+    )
 
     def run(q, k, v, **kw):
         return reference.flash_attn(q, k, v, **kw, return_lse=True)
@@ -199,11 +208,16 @@ def test_varlen(sequences, dtype, dim, seed, window, causal, softcap, with_sinks
         kwargs["sinks"] = randn(gen, 4, dtype=logit_dtype(dtype))
     grad = randn(gen, q.shape[0], 4, 24, dtype=dtype)
     results = []
-    for run, wide, extra in ((torch_gpukern.flash_attn_varlen, lambda t: t, kwargs), (reference.flash_attn_varlen, f64, f64(kwargs))):
+    for run, wide, extra in (
+        (torch_gpukern.flash_attn_varlen, lambda t: t, kwargs),
+        (reference.flash_attn_varlen, f64, f64(kwargs)),
+    ):
         leaves = [wide(t).detach().requires_grad_() for t in (q, k, v)]
         out, lse = run(*leaves, *args, **extra, return_lse=True)
         out.backward(grad.to(out.dtype))
-        results.append([out.detach(), lse.detach(), *(torch.zeros_like(t) if t.grad is None else t.grad for t in leaves)])
+        results.append(
+            [out.detach(), lse.detach(), *(torch.zeros_like(t) if t.grad is None else t.grad for t in leaves)]
+        )
     yards = reordered_packed(q, k, v, cu_q, cu_k, kwargs, grad)
     for i, (got, ref) in enumerate(zip(*results)):
         assert_close_as([y[i] for y in yards], got, ref, ("out", "lse", "dq", "dk", "dv")[i])

@@ -43,9 +43,7 @@ def run(*command, cwd=ROOT, **env):
     """Runs a command as a user would: no PYTHONPATH of ours, `env` on top. None unsets a variable."""
     environment = {**os.environ, "PYTHONPATH": None, "GPUKERN_BUILD_DIR": str(BUILD), **env}
     environment = {name: str(value) for name, value in environment.items() if value is not None}
-    return subprocess.run(
-        list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True
-    )
+    return subprocess.run(list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True)
 
 
 def must(*command, **options):
@@ -73,18 +71,14 @@ def borrowing_venv(path):
 
 
 def pip_install(python, *what):
-    return must(
-        sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--no-deps", *what
-    )
+    return must(sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--no-deps", *what)
 
 
 def copy_of_tree(path):
     """The files that a build reads, without any build."""
     for name in TREE:
         if (ROOT / name).is_dir():
-            shutil.copytree(
-                ROOT / name, path / name, ignore=shutil.ignore_patterns("*.so", "__pycache__")
-            )
+            shutil.copytree(ROOT / name, path / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
         else:
             (path / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, path / name)
@@ -124,9 +118,7 @@ def wheel(built, tmp_path_factory):
 
 def test_wheel_serves_every_python(wheel):
     machine = platform.machine()
-    assert re.fullmatch(
-        rf"gpukern-{header_version()}-py3-none-(linux|macosx)\w*_{machine}\.whl", wheel.name
-    )
+    assert re.fullmatch(rf"gpukern-{header_version()}-py3-none-(linux|macosx)\w*_{machine}\.whl", wheel.name)
 
 
 def test_wheel_holds_the_package_and_nothing_else(wheel):
@@ -181,11 +173,7 @@ def test_source_archive_can_be_built_from(tmp_path):
     must(sys.executable, "setup.py", "-q", "sdist", "--formats=zip", "-d", tmp_path, cwd=tree)
     with zipfile.ZipFile(tmp_path / f"gpukern-{header_version()}.zip") as archive:
         names = {name.split("/", 1)[1] for name in archive.namelist()}
-    files = {
-        p.relative_to(tree).as_posix()
-        for p in tree.rglob("*")
-        if p.is_file() and ".egg-info" not in str(p)
-    }
+    files = {p.relative_to(tree).as_posix() for p in tree.rglob("*") if p.is_file() and ".egg-info" not in str(p)}
     assert files - names <= {"MANIFEST.in"}
 
 
@@ -200,9 +188,7 @@ def needed(library):
 def undefined(library):
     """Undefined dynamic symbols: {name: is weak}."""
     lines = must("nm", "-D", "--undefined-only", library).split("\n")
-    return {
-        line.split()[1].split("@")[0]: line.split()[0] in "wv" for line in lines if line.strip()
-    }
+    return {line.split()[1].split("@")[0]: line.split()[0] in "wv" for line in lines if line.strip()}
 
 
 def test_plugin_needs_libtorch_alone_of_torch(built):
@@ -234,9 +220,7 @@ def test_plugin_asks_for_nothing_newer_than_torch_2_10(built):
 
 def test_plugin_uses_neither_python_nor_unstable_torch(built):
     names = undefined(built / "libgpukern_torch.so")
-    assert not [
-        n for n in names if n.startswith(("Py", "_Py")) or re.search(r"N2at|N3c10|N5torch", n)
-    ]
+    assert not [n for n in names if n.startswith(("Py", "_Py")) or re.search(r"N2at|N3c10|N5torch", n)]
 
 
 def test_symbol_list_is_what_the_headers_say():
@@ -273,9 +257,7 @@ def test_c_example_builds_and_runs(prefix, tmp_path):
     out = must(tmp_path / "attention", cwd=tmp_path)
     assert f"gpukern {header_version()} on " in out
     assert "gemm " in out and "flash_attn " in out and "GK_ERR_ARGUMENT" in out
-    assert not [
-        name for name in needed(tmp_path / "attention") if "torch" in name or "stdc++" in name
-    ]
+    assert not [name for name in needed(tmp_path / "attention") if "torch" in name or "stdc++" in name]
 
 
 def test_installed_tree(prefix):
@@ -313,9 +295,7 @@ def test_header_stands_alone(prefix, tmp_path, compiler, language):
 
 def failing_build(tree, build, **env):
     """The last line that `pip install` would show of a build that must fail."""
-    result = run(
-        sys.executable, "setup.py", "-q", "build_ext", cwd=tree, GPUKERN_BUILD_DIR=build, **env
-    )
+    result = run(sys.executable, "setup.py", "-q", "build_ext", cwd=tree, GPUKERN_BUILD_DIR=build, **env)
     assert result.returncode != 0
     return result.stderr.strip().splitlines()[-1]
 
@@ -338,9 +318,7 @@ def tree_with_a_cuda_kernel(path):
 
 def test_error_cuda_without_nvcc(tmp_path):
     tree = tree_with_a_cuda_kernel(tmp_path / "tree")
-    line = failing_build(
-        tree, tmp_path / "build", GPUKERN_CUDA="1", CUDACXX=tmp_path / "nvcc", CUDA_HOME=tmp_path
-    )
+    line = failing_build(tree, tmp_path / "build", GPUKERN_CUDA="1", CUDACXX=tmp_path / "nvcc", CUDA_HOME=tmp_path)
     assert line == (
         "gpukern: GPUKERN_CUDA=1, but nvcc was not found or does not work; install the CUDA toolkit and set CUDA_HOME "
         "to it, or set GPUKERN_CUDA to 0 for the CPU alone"
@@ -369,13 +347,9 @@ def test_error_bad_cuda_values(tmp_path):
     assert line == "gpukern: GPUKERN_CUDA_ARCHS has '75'; it takes 80, 90a or both"
 
 
-@pytest.mark.parametrize(
-    "variable, name, packages", [("CC", "C", "gcc or clang"), ("CXX", "C++", "g++ or clang++")]
-)
+@pytest.mark.parametrize("variable, name, packages", [("CC", "C", "gcc or clang"), ("CXX", "C++", "g++ or clang++")])
 def test_error_missing_compiler(tmp_path, variable, name, packages):
-    line = failing_build(
-        ROOT, tmp_path / "build", GPUKERN_CUDA="0", **{variable: tmp_path / "none"}
-    )
+    line = failing_build(ROOT, tmp_path / "build", GPUKERN_CUDA="0", **{variable: tmp_path / "none"})
     apt = packages.split()[0]
     assert line == (
         f"gpukern: no working {name} compiler found; install {packages} (for example: apt-get install {apt}) "
@@ -417,9 +391,7 @@ def test_without_torch(tmp_path):
     assert "| torch plugin OFF" in out
 
 
-@pytest.mark.skipif(
-    platform.machine() != "x86_64", reason="asks an x86-64 compiler for 32-bit code"
-)
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="asks an x86-64 compiler for 32-bit code")
 def test_error_unsupported_cpu(tmp_path):
     line = failing_build(
         ROOT,
@@ -434,9 +406,7 @@ def test_error_unsupported_cpu(tmp_path):
 
 
 def test_error_missing_cmake(tmp_path):
-    script = (
-        "import runpy, shutil, sys; shutil.which = lambda *a, **k: None; runpy.run_path('setup.py')"
-    )
+    script = "import runpy, shutil, sys; shutil.which = lambda *a, **k: None; runpy.run_path('setup.py')"
     result = run(sys.executable, "-c", script, "-q", "build_ext", GPUKERN_BUILD_DIR=tmp_path)
     assert result.returncode != 0
     assert result.stderr.strip().splitlines()[-1] == (

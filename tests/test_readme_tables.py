@@ -7,9 +7,7 @@ import os
 import pytest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-SPEC = importlib.util.spec_from_file_location(
-    "readme_tables", os.path.join(ROOT, "tools", "readme_tables.py")
-)
+SPEC = importlib.util.spec_from_file_location("readme_tables", os.path.join(ROOT, "tools", "readme_tables.py"))
 readme_tables = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(readme_tables)
 

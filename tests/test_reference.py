@@ -29,7 +29,18 @@ def test_gemm_by_hand():
     a, b = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, -1.0], [4.0, 0.0]])
     assert reference.gemm(a, b).tolist() == [[11.0, -1.0]]
     assert reference.gemm(a, b, activation="relu").tolist() == [[11.0, 0.0]]
-    assert reference.gemm(a, b, torch.tensor([1.0, 1.0]), torch.tensor([[2.0], ]), 2.0, 3.0).tolist() == [[29.0, 5.0]]
+    assert reference.gemm(
+        a,
+        b,
+        torch.tensor([1.0, 1.0]),
+        torch.tensor(
+            [
+                [2.0],
+            ]
+        ),
+        2.0,
+        3.0,
+    ).tolist() == [[29.0, 5.0]]
     nan = torch.full((1, 2), math.nan)
     assert reference.gemm(a, b, c=nan, beta=0.0).tolist() == [[11.0, -1.0]]
     x = torch.tensor([[1.0]], dtype=torch.float64)
@@ -64,7 +75,8 @@ def test_is_causal_is_sdpas():
     assert close(reference.flash_attn(q, k, v, is_causal=True), F.scaled_dot_product_attention(q, k, v, is_causal=True))
     keep = torch.ones(5, 9).tril(diagonal=4).bool()
     assert close(
-        reference.flash_attn(q, k, v, is_causal=True, diagonal=4), F.scaled_dot_product_attention(q, k, v, attn_mask=keep)
+        reference.flash_attn(q, k, v, is_causal=True, diagonal=4),
+        F.scaled_dot_product_attention(q, k, v, attn_mask=keep),
     )
 
 
@@ -108,7 +120,9 @@ def test_order_of_softcap_alibi_and_sink():
     s = 1.5 * torch.tanh(0.7 * (q @ k.mT) / 1.5) - slopes[..., None, None] * (i - j).abs()
     s = s.masked_fill(j > i, -math.inf)
     p = torch.softmax(torch.cat([s, sinks[None, :, None, None].expand(2, 2, 3, 1)], -1), -1)
-    got = reference.flash_attn(q, k, v, is_causal=True, scale=0.7, diagonal=2, softcap=1.5, alibi_slopes=slopes, sinks=sinks)
+    got = reference.flash_attn(
+        q, k, v, is_causal=True, scale=0.7, diagonal=2, softcap=1.5, alibi_slopes=slopes, sinks=sinks
+    )
     assert close(got, p[..., :5] @ v)
 
 
@@ -123,12 +137,17 @@ def test_flash_attn_gradients():
 
 def test_varlen_and_paged_are_flash_attn_of_each_sequence():
     lengths_q, lengths_k = [3, 0, 2], [5, 2, 2]
-    cu_q, cu_k = (torch.tensor([0, *torch.tensor(n).cumsum(0).tolist()], dtype=torch.int32) for n in (lengths_q, lengths_k))
+    cu_q, cu_k = (
+        torch.tensor([0, *torch.tensor(n).cumsum(0).tolist()], dtype=torch.int32) for n in (lengths_q, lengths_k)
+    )
     q, k, v = rand(6, 4, 8), rand(10, 2, 8), rand(10, 2, 8)
     out, lse = reference.flash_attn_varlen(q, k, v, cu_q, cu_k, 3, 5, is_causal=True, return_lse=True)
     start_q = start_k = 0
     for n, m in zip(lengths_q, lengths_k):
-        one = [t.transpose(0, 1)[None] for t in (q[start_q : start_q + n], k[start_k : start_k + m], v[start_k : start_k + m])]
+        one = [
+            t.transpose(0, 1)[None]
+            for t in (q[start_q : start_q + n], k[start_k : start_k + m], v[start_k : start_k + m])
+        ]
         want, want_lse = reference.flash_attn(*one, is_causal=True, diagonal=m - n, return_lse=True)
         assert torch.equal(out[start_q : start_q + n], want[0].transpose(0, 1))
         assert torch.equal(lse[start_q : start_q + n], want_lse[0].transpose(0, 1))
@@ -157,7 +176,9 @@ def test_paged_attn_without_lengths():
     out, lse = reference.paged_attn(q, cache, cache, table, lens, return_lse=True)
     assert not out[2:].any() and (lse[2:] == -math.inf).all()
     k = cache[:2].flatten(0, 1)[:6].transpose(0, 1)[None]
-    assert close(out[:2], reference.flash_attn(q[:2].transpose(0, 1)[None], k, k, is_causal=True, diagonal=4)[0].transpose(0, 1))
+    assert close(
+        out[:2], reference.flash_attn(q[:2].transpose(0, 1)[None], k, k, is_causal=True, diagonal=4)[0].transpose(0, 1)
+    )
     none = torch.zeros(0, dtype=torch.int32)
     assert reference.paged_attn(q[:0], cache, cache, table[:0], none).shape == (0, 2, 8)
 
@@ -166,7 +187,9 @@ def test_kv_cache_write():
     k, v = rand(3, 1, 2), rand(3, 1, 4)
     caches = torch.zeros(2, 2, 1, 2).double(), torch.zeros(2, 2, 1, 4).double()
     reference.kv_cache_write(k, v, *caches, torch.tensor([3, -1, 0]))
-    assert torch.equal(caches[0][1, 1], k[0]) and torch.equal(caches[0][0, 0], k[2]) and torch.equal(caches[1][1, 1], v[0])
+    assert (
+        torch.equal(caches[0][1, 1], k[0]) and torch.equal(caches[0][0, 0], k[2]) and torch.equal(caches[1][1, 1], v[0])
+    )
     assert not caches[0][0, 1].any() and not caches[0][1, 0].any()
     half = torch.tensor([60000.0, 1.0]).half().view(1, 1, 2)
     caches = [torch.zeros(1, 1, 1, 2).half() for _ in range(2)]

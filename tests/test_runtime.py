@@ -419,7 +419,12 @@ def test_every_isa(isa):
 def test_isas_of_this_machine():
     """The list is in order, the best is the default, and it agrees with what the kernel says of the processor."""
     assert MACHINE == tuple(isa for isa in ISAS if isa in MACHINE) and MACHINE[0] == "base"
-    assert run_python("import torch, torch_gpukern; print(torch.ops.gpukern.cpu_isa())", {"GPUKERN_CPU": ""}).stdout.strip() == MACHINE[-1]
+    assert (
+        run_python(
+            "import torch, torch_gpukern; print(torch.ops.gpukern.cpu_isa())", {"GPUKERN_CPU": ""}
+        ).stdout.strip()
+        == MACHINE[-1]
+    )
     try:
         with open("/proc/cpuinfo") as f:
             flags = next((line.split() for line in f if line.startswith("flags")), None)
@@ -466,7 +471,10 @@ def test_gemm_rows(case):
     m, n, k = case.size
     a, b = torch.zeros(*case.batch, m, k, dtype=case.dtype), torch.zeros(k, n, dtype=case.dtype)
     if case.layout == "strided":
-        a, b = torch.zeros(*case.batch, m, 2 * k, dtype=case.dtype)[..., ::2], torch.zeros(k, 3 * n, dtype=case.dtype)[:, ::3]
+        a, b = (
+            torch.zeros(*case.batch, m, 2 * k, dtype=case.dtype)[..., ::2],
+            torch.zeros(k, 3 * n, dtype=case.dtype)[:, ::3],
+        )
     else:
         a = a.mT.contiguous().mT if case.layout[0] == "T" else a
         b = b.mT.contiguous().mT if case.layout[1] == "T" else b
@@ -496,7 +504,9 @@ def test_attention_rows(case):
     check_row(row, case.dtype)
     assert torch_gpukern.explain("flash_attn", q, k, v, **kwargs) == row
     full = 2 * 2 * hq * sq * sk * (d + dv)
-    assert row["flops"] <= full * 1.01 and (case.mods not in ("none", "softcap", "sinks") or row["flops"] >= full * 0.99)
+    assert row["flops"] <= full * 1.01 and (
+        case.mods not in ("none", "softcap", "sinks") or row["flops"] >= full * 0.99
+    )
     out, lse = torch.zeros(2, hq, sq, dv, dtype=case.dtype), torch.zeros(2, hq, sq)
     check_row(json.loads(ops.explain_flash_attn_bwd(out, q, k, v, out, lse, **kwargs)), case.dtype)
     wide = torch.zeros(2, hq, sq, 2 * d, dtype=case.dtype)[..., ::2]
@@ -507,7 +517,9 @@ def test_attention_rows(case):
 @pytest.mark.parametrize("mods", ("none", "window", "softcap", "alibi_batch", "sinks"))
 def test_packed_and_paged_rows(dtype, mods):
     gen = generator("packed rows")
-    kwargs = {n: v for n, v in modifiers(mods, 2, 4, 9, 9, gen, dtype).items() if n not in ("diagonal", "kv_start", "kv_end")}
+    kwargs = {
+        n: v for n, v in modifiers(mods, 2, 4, 9, 9, gen, dtype).items() if n not in ("diagonal", "kv_start", "kv_end")
+    }
     x = torch.zeros(20, 4, 64, dtype=dtype)
     cu = torch.tensor([0, 7, 20], dtype=torch.int32)
     check_row(json.loads(ops.explain_flash_attn_varlen(x, x, x, cu, cu, 13, 13, **kwargs)), dtype)
@@ -517,7 +529,14 @@ def test_packed_and_paged_rows(dtype, mods):
     lens = torch.tensor([240, 9], dtype=torch.int32)
     for q in (torch.zeros(2, 4, 64, dtype=dtype), torch.zeros(8, 4, 64, dtype=dtype)):
         check_row(json.loads(ops.explain_paged_attn(q, cache, cache, table, lens, **kwargs)), dtype)
-        check_row(json.loads(ops.explain_paged_attn(q, cache.transpose(1, 2).contiguous().transpose(1, 2), cache, table, lens, **kwargs)), dtype)
+        check_row(
+            json.loads(
+                ops.explain_paged_attn(
+                    q, cache.transpose(1, 2).contiguous().transpose(1, 2), cache, table, lens, **kwargs
+                )
+            ),
+            dtype,
+        )
 
 
 def test_causal_counts_half_the_work():

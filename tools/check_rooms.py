@@ -26,9 +26,7 @@ ROOMS = (
 MAX_KERNEL_LINES = 700  # a kernel file is read in one sitting
 
 # Law 1. What an #include of each room may name; the C library's headers have no slash and end in .h.
-CSRC_INCLUDE = re.compile(
-    r"<(sys/|linux/|asm/|arm_|mach/|cuda)?[a-z0-9_]+\.h>|\"[\w/.]+\.(h|cuh)\""
-)
+CSRC_INCLUDE = re.compile(r"<(sys/|linux/|asm/|arm_|mach/|cuda)?[a-z0-9_]+\.h>|\"[\w/.]+\.(h|cuh)\"")
 OPS_INCLUDE = re.compile(
     r"<torch/(csrc/stable|csrc/inductor/aoti_torch/c|headeronly)/[\w/]+\.h>"  # the stable ABI
     r"|<[a-z_0-9]+>|<(cuda_runtime|cuda_runtime_api|pthread|math|stdint|string)\.h>|\"[a-z_]+\.h\""
@@ -40,9 +38,7 @@ ASM = re.compile(r"\b(asm|__asm__|__asm)\b\s*(volatile|__volatile__|goto)?\s*\("
 
 # Law 3.
 ARCH_SUFFIX = re.compile(r"_sm\d+[a-z]?$")
-ISA_MACRO = re.compile(
-    r"#\s*(el)?if.*\b__(AVX\w*|SSE\w*|FMA|F16C|x86_64|i386|aarch64|ARM_\w+|riscv\w*)__?\b"
-)
+ISA_MACRO = re.compile(r"#\s*(el)?if.*\b__(AVX\w*|SSE\w*|FMA|F16C|x86_64|i386|aarch64|ARM_\w+|riscv\w*)__?\b")
 
 # Law 4. A tile, block or stage number that is written outside a table.
 TILE_NUMBER = re.compile(
@@ -51,9 +47,7 @@ TILE_NUMBER = re.compile(
 )
 TABLE_ROW = re.compile(r"(=\s*|^\s*)\{\s*-?\d")
 TABLES = {"tiles.h", "blocks.h"}
-REGISTER_TILES = (
-    "vec.h"  # the register tile follows from the ISA's registers, so it stands beside them
-)
+REGISTER_TILES = "vec.h"  # the register tile follows from the ISA's registers, so it stands beside them
 
 # Law 5.
 TWINS = (
@@ -64,9 +58,7 @@ TWINS = (
 )
 VAGUE_NAMES = re.compile(r"^(common|utils?|misc|helpers?)$|_v\d+$")
 UNFINISHED = re.compile(r"\b(TO" r"DO|FIX" r"ME|XX" r"X)\b")
-COMMENTED_CODE = re.compile(
-    r"^\s*//\s*[\w:<>*&\[\]., \->]+(\(.*\)|[-+*|&]?=[^=].*);\s*$|^\s*#\s*if\s+0\b"
-)
+COMMENTED_CODE = re.compile(r"^\s*//\s*[\w:<>*&\[\]., \->]+(\(.*\)|[-+*|&]?=[^=].*);\s*$|^\s*#\s*if\s+0\b")
 
 
 def without_comments(text: str) -> str:
@@ -109,11 +101,7 @@ def check_c(path: Path, room: str, text: str):
             yield number, "law 4: a row without its reason, on its line or the one above"
         if COMMENTED_CODE.search(raw):
             yield number, "commented-out code"
-    if (
-        path.suffix == ".cu"
-        and ARCH_SUFFIX.search(path.stem)
-        and path.stem.split("_")[-1] not in ("sm80", "sm90a")
-    ):
+    if path.suffix == ".cu" and ARCH_SUFFIX.search(path.stem) and path.stem.split("_")[-1] not in ("sm80", "sm90a"):
         yield 1, "law 3: the suffix is _sm80, _sm90a or none"
     lines = len(text.splitlines())
     if (in_cuda or "cpu" in path.parts) and lines > MAX_KERNEL_LINES:
@@ -176,15 +164,11 @@ def check(root: Path):
             if room in ("csrc", "ops") and path.suffix in C_SUFFIXES:
                 found += check_c(relative, room, text)
                 if VAGUE_NAMES.search(path.stem):
-                    found.append(
-                        (1, "a file says what it holds: no common, utils, misc, helpers or _v2")
-                    )
+                    found.append((1, "a file says what it holds: no common, utils, misc, helpers or _v2"))
             if room == "torch_gpukern" and path.suffix == ".py":
                 found += check_python(relative, text)
             yield from ((relative, number, breach) for number, breach in found)
-    yield from (
-        (path.relative_to(root), number, breach) for path, number, breach in check_stems(root)
-    )
+    yield from ((path.relative_to(root), number, breach) for path, number, breach in check_stems(root))
     if len(list((root / "tools").glob("*.py"))) > 4:
         yield Path("tools"), 1, "tools/ holds four scripts at most"
 

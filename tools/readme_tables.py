@@ -109,9 +109,7 @@ def table(name: str, results: list[dict]) -> str:
 
 def rendered(text: str, results: list[dict]) -> str:
     """The README with every marked table rewritten."""
-    return MARKED.sub(
-        lambda found: found[1] + "\n" + table(found["name"], results) + "\n" + found[4], text
-    )
+    return MARKED.sub(lambda found: found[1] + "\n" + table(found["name"], results) + "\n" + found[4], text)
 
 
 def out_of_date(text: str, results: list[dict]) -> list[str]:

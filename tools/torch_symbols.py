@@ -30,9 +30,7 @@ def declared(text: str, target: tuple[int, int]) -> set[str]:
         elif directive and directive.group(1) == "endif":
             guards.pop()
         elif directive and guards[-1] is False:
-            sys.exit(
-                f"this script does not read the {directive.group(1)} of a version guard: {line}"
-            )
+            sys.exit(f"this script does not read the {directive.group(1)} of a version guard: {line}")
         elif not line.lstrip().startswith("#") and all(guards):
             kept.append(line)
     return set(re.findall(r"AOTI_TORCH_EXPORT[^;]*?\b(\w+)\s*\(", " ".join(kept)))

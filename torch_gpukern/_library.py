@@ -134,12 +134,7 @@ def autocast(name: str, cast: Callable[[torch.dtype, Sequence, Callable], tuple]
 
     def register(device: str, key: str) -> None:
         def to(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-            if (
-                x is None
-                or x.dtype is torch.float64
-                or not x.is_floating_point()
-                or x.device.type != device
-            ):
+            if x is None or x.dtype is torch.float64 or not x.is_floating_point() or x.device.type != device:
                 return x
             return x.to(dtype)
 

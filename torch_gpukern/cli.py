@@ -29,9 +29,7 @@ _DTYPES = {
 def _table(rows: Sequence[Sequence[str]]) -> str:
     """Rows of text, columns aligned: the first to the left, the rest to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
-    )
+    return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
 
 
 def _fields(rows: Sequence[tuple[str, object]]) -> str:
@@ -52,9 +50,7 @@ def _info(args: argparse.Namespace) -> int:
     else:
         cuda = "no kernels in this build"
     if torch.cuda.is_available():
-        cuda += ", " + ", ".join(
-            torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())
-        )
+        cuda += ", " + ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
     else:
         cuda += "; no device that torch can use"
     rows = [
@@ -95,8 +91,7 @@ def _explained_call(args: argparse.Namespace) -> tuple[list, dict]:
         pages = -(-args.seq_k // args.block_size)
         q = torch.empty(args.batch * args.seq_q, args.heads, args.head_dim, **options)
         caches = [
-            torch.empty(args.batch * pages, args.block_size, heads_kv, args.head_dim, **options)
-            for _ in range(2)
+            torch.empty(args.batch * pages, args.block_size, heads_kv, args.head_dim, **options) for _ in range(2)
         ]
         table = torch.arange(args.batch * pages, **ints).view(args.batch, pages)
         return [q, *caches, table, torch.full((args.batch,), args.seq_k, **ints)], scores
@@ -143,9 +138,7 @@ def _explain(args: argparse.Namespace) -> int:
 # ---- bench ---------------------------------------------------------------------------------------
 
 
-def _bench_cases(
-    op: str, dtype: torch.dtype, device: str
-) -> list[tuple[str, float, Callable, Callable]]:
+def _bench_cases(op: str, dtype: torch.dtype, device: str) -> list[tuple[str, float, Callable, Callable]]:
     """(case, FLOPs, ours, PyTorch's own) at one size each."""
     if op == "gemm":
         a, b = (torch.randn(1024, 1024, device=device).to(dtype) for _ in range(2))
@@ -184,12 +177,7 @@ def _bench_cases(
 def _median_us(call: Callable) -> float:
     from torch.utils.benchmark import Timer
 
-    return (
-        Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
-        .blocked_autorange()
-        .median
-        * 1e6
-    )
+    return Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads()).blocked_autorange().median * 1e6
 
 
 def _bench(args: argparse.Namespace) -> int:
@@ -207,10 +195,7 @@ def _bench(args: argparse.Namespace) -> int:
         for name, flops, ours, theirs in _bench_cases(args.op, _DTYPES[args.dtype], args.device):
             a, b = _median_us(ours), _median_us(theirs)
             rows.append((name, f"{a:.1f}", f"{b:.1f}", f"{b / a:.2f}", f"{flops / a / 1e3:.1f}"))
-    print(
-        f"{args.dtype} on {args.device}, {torch.get_num_threads()} threads, medians; "
-        "ratio is torch's time over ours"
-    )
+    print(f"{args.dtype} on {args.device}, {torch.get_num_threads()} threads, medians; ratio is torch's time over ours")
     print(_table(rows))
     return 0
 
@@ -219,17 +204,11 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m torch_gpukern", description=__doc__.splitlines()[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m torch_gpukern", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("info", help="versions, library, instruction sets, devices").set_defaults(
-        run=_info
-    )
+    commands.add_parser("info", help="versions, library, instruction sets, devices").set_defaults(run=_info)
 
-    explained = commands.add_parser(
-        "explain", help="the kernel row that a call would run, its tiles, bytes and FLOPs"
-    )
+    explained = commands.add_parser("explain", help="the kernel row that a call would run, its tiles, bytes and FLOPs")
     named = explained.add_subparsers(dest="op", required=True)
     for op in EXPLAINED:
         p = named.add_parser(op)
@@ -253,12 +232,8 @@ def _parser() -> argparse.ArgumentParser:
         p.add_argument("--batch", type=int, default=1)
         p.add_argument("--heads", type=int, default=8)
         p.add_argument("--heads-kv", type=int, help="default: as --heads")
-        p.add_argument(
-            "--seq-q", type=int, default=1 if paged else 1024, help="query tokens of each sequence"
-        )
-        p.add_argument(
-            "--seq-k", type=int, default=1024 if paged else None, help="keys of each sequence"
-        )
+        p.add_argument("--seq-q", type=int, default=1 if paged else 1024, help="query tokens of each sequence")
+        p.add_argument("--seq-k", type=int, default=1024 if paged else None, help="keys of each sequence")
         p.add_argument("--head-dim", type=int, default=64)
         p.add_argument("--causal", action=argparse.BooleanOptionalAction, default=paged)
         p.add_argument("--window-left", type=int, default=-1)
@@ -271,9 +246,7 @@ def _parser() -> argparse.ArgumentParser:
         help="our time beside PyTorch's; in a checkout runs its benchmarks and passes options on",
     )
     bench.set_defaults(run=_bench)
-    bench.add_argument(
-        "op", nargs="?", choices=("gemm", "flash_attn", "paged_attn"), default="gemm"
-    )
+    bench.add_argument("op", nargs="?", choices=("gemm", "flash_attn", "paged_attn"), default="gemm")
     bench.add_argument("--small", action="store_true", help="one size, also in a checkout")
     bench.add_argument("--dtype", choices=_DTYPES, default="float32")
     bench.add_argument("--device", default="cpu")

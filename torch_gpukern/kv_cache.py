@@ -83,9 +83,7 @@ class PagedKVCache:
         shape = layers, num_blocks, block_size, heads_kv
         # Rows that no token was written to are never read, so they need no zeros.
         self.k = torch.empty(*shape, head_dim, dtype=dtype, device=device)
-        self.v = torch.empty(
-            *shape, head_dim if head_dim_v is None else head_dim_v, dtype=dtype, device=device
-        )
+        self.v = torch.empty(*shape, head_dim if head_dim_v is None else head_dim_v, dtype=dtype, device=device)
         self._free = list(reversed(range(num_blocks)))  # pages without an owner, the next one last
         self._owners = [0] * num_blocks  # sequences that own each page
         self._sequences: dict[int, _Sequence] = {}
@@ -161,16 +159,11 @@ class PagedKVCache:
         grown = [self._get(s) for s in sequences]
         counts = [counts] * len(grown) if isinstance(counts, int) else list(counts)
         if len(counts) != len(grown):
-            raise ValueError(
-                f"PagedKVCache.extend: counts has {len(counts)} elements, "
-                f"sequences has {len(grown)}"
-            )
+            raise ValueError(f"PagedKVCache.extend: counts has {len(counts)} elements, sequences has {len(grown)}")
         if len(set(sequences)) != len(grown):
             raise ValueError("PagedKVCache.extend: a sequence is named twice")
         if any(n < 0 for n in counts):
-            raise ValueError(
-                f"PagedKVCache.extend: counts has {min(counts)}; expected no negative number"
-            )
+            raise ValueError(f"PagedKVCache.extend: counts has {min(counts)}; expected no negative number")
 
         # What is needed is settled before anything changes: new pages, and copies of shared last
         # pages. Of the owners of such a page the last one to be served keeps it.
@@ -215,9 +208,7 @@ class PagedKVCache:
         """
         kv_cache_write(k, v, self.k[layer], self.v[layer], slots)
 
-    def append(
-        self, sequences: Sequence[int], k: Tensor, v: Tensor, counts: int | Sequence[int] = 1
-    ) -> Tensor:
+    def append(self, sequences: Sequence[int], k: Tensor, v: Tensor, counts: int | Sequence[int] = 1) -> Tensor:
         """`extend` and `write` in one, where the keys of all layers are at hand.
 
         Args:
@@ -257,25 +248,19 @@ class PagedKVCache:
         if width is None:
             width = max(longest, 1)
         elif width < longest:
-            raise ValueError(
-                f"PagedKVCache.block_table: width is {width}, a sequence has {longest} pages"
-            )
+            raise ValueError(f"PagedKVCache.block_table: width is {width}, a sequence has {longest} pages")
         self._widen(width)
         return self._table[[x.row for x in found], :width].to(self.k.device)
 
     def seq_lens(self, sequences: Sequence[int]) -> Tensor:
         """The length of each sequence: [B] int32."""
-        return torch.tensor([self._get(s).length for s in sequences], dtype=torch.int32).to(
-            self.k.device
-        )
+        return torch.tensor([self._get(s).length for s in sequences], dtype=torch.int32).to(self.k.device)
 
     def _get(self, sequence: int) -> _Sequence:
         try:
             return self._sequences[sequence]
         except KeyError:
-            raise KeyError(
-                f"PagedKVCache: {sequence} is not a sequence of this cache, or was freed"
-            ) from None
+            raise KeyError(f"PagedKVCache: {sequence} is not a sequence of this cache, or was freed") from None
 
     def _add(self, pages: list[int], length: int) -> int:
         if not self._free_rows:

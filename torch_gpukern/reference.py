@@ -104,9 +104,7 @@ def _attend(
     return (p.to(acc) @ v).to(q.dtype), lse
 
 
-def _window(
-    position: Tensor, left: int, right: int, is_causal: bool, keys: int
-) -> tuple[Tensor, Tensor]:
+def _window(position: Tensor, left: int, right: int, is_causal: bool, keys: int) -> tuple[Tensor, Tensor]:
     """The keys [first, end) that a query at `position` [Sq] sees, before any limit of its
     sequence.
     """

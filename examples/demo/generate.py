@@ -77,9 +77,7 @@ class PagedRunner:
         """q [T, heads_q, head_dim], k and v [T, heads_kv, head_dim] -> like q"""
         cache = self.cache
         cache.write(k, v, self.slots, layer)
-        return self.paged_attn(
-            q, cache.k[layer], cache.v[layer], self.table, self.lens, self.starts, self.longest
-        )
+        return self.paged_attn(q, cache.k[layer], cache.v[layer], self.table, self.lens, self.starts, self.longest)
 
 
 class PaddedRunner:

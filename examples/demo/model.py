@@ -108,9 +108,7 @@ class Block(nn.Module):
         self.attn_out = nn.Parameter(torch.zeros(c.heads_q * c.head_dim, c.dim))
         self.mlp_out = nn.Parameter(torch.zeros(c.hidden, c.dim))
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, ops, layer: int, attend: Attend
-    ) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, ops, layer: int, attend: Attend) -> Tensor:
         """x [..., seq, dim] -> [..., seq, dim]"""
         c = self.config
         qkv = ops.linear(rms_norm(x), self.qkv).unflatten(-1, (-1, c.head_dim))

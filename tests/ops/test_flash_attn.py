@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -174,7 +175,7 @@ def test_result_layout(device):
         public.sum().backward()
         for x in (out, public):
             assert (x.transpose(1, 2) if inside[0] else x).is_contiguous()
-        for t, i in zip(leaves, inside):
+        for t in leaves:
             assert t.grad.shape == t.shape
         raw = ops.flash_attn_bwd(torch.ones_like(out), *(t.detach() for t in leaves), out, lse)
         for x, i in zip(raw, inside):
@@ -192,7 +193,11 @@ def test_rows_without_keys(dtype, device):
     gen = generator("no keys", dtype)
     q, k, v = (t.requires_grad_() for t in qkv(gen, 2, (2, 1), (40, 30), (16, 16), dtype, device))
     sinks = randn(gen, 2, dtype=logit_dtype(dtype), device=device)
-    for kwargs in (dict(is_causal=True, diagonal=-20), dict(window_right=0, diagonal=-20), dict(is_causal=True, diagonal=-99)):
+    for kwargs in (
+        dict(is_causal=True, diagonal=-20),
+        dict(window_right=0, diagonal=-20),
+        dict(is_causal=True, diagonal=-99),
+    ):
         seen = visible(q.shape, k.shape, **kwargs).any(-1).expand(2, 2, 40).to(device)
         out, lse = torch_gpukern.flash_attn(q, k, v, return_lse=True, **kwargs)
         assert torch.equal(out[~seen], torch.zeros_like(out[~seen]))
@@ -202,7 +207,9 @@ def test_rows_without_keys(dtype, device):
         assert all(g.isfinite().all() for g in (dq, dk, dv))
         out, lse = ops.flash_attn_fwd(q.detach(), k.detach(), v.detach(), sinks=sinks, **kwargs)
         assert torch.equal(out[~seen], torch.zeros_like(out[~seen]))
-        assert torch.allclose(lse.masked_fill(seen, 0), sinks[None, :, None].expand_as(lse).masked_fill(seen, 0), rtol=1e-6)
+        assert torch.allclose(
+            lse.masked_fill(seen, 0), sinks[None, :, None].expand_as(lse).masked_fill(seen, 0), rtol=1e-6
+        )
 
 
 @pytest.mark.parametrize("shape", ["B", "Sq", "Sk", "B Sq", "Sq Sk", "B Sk"])
@@ -339,7 +346,7 @@ def check_backward(q, k, v, gen, grad_out, grad_lse=None, what="", **kwargs):
     yards = []
     if not lse_too and sinks is None and torch_attn(*cast.values(), **narrow) is not None:
         for order in orders(gen, k.shape[2]):
-            yards.append(backward(lambda **t: torch_attn(**t, order=order, **narrow), cast, grad_out))
+            yards.append(backward(partial(torch_attn, order=order, **narrow), cast, grad_out))
     if not yards or (dtype != torch.float32 and q.shape[3] != v.shape[3]):
         for run in reordered(q, k, v, {**kwargs, "sinks": sinks}, grad_out, grad_lse):
             yards.append(dict(zip(("q", "k", "v", "sinks"), run[2:])))
@@ -416,9 +423,13 @@ def test_only_lse_gets_a_gradient(device):
     sinks = randn(gen, 4, device=device)
     leaves = [t.clone().requires_grad_() for t in (q, k, v, sinks)]
     weight = randn(gen, 2, 4, 30, device=device)
-    (torch_gpukern.flash_attn(*leaves[:3], is_causal=True, sinks=leaves[3], return_lse=True)[1] * weight).sum().backward()
+    (
+        torch_gpukern.flash_attn(*leaves[:3], is_causal=True, sinks=leaves[3], return_lse=True)[1] * weight
+    ).sum().backward()
     wide = [f64(t).requires_grad_() for t in (q, k, v, sinks)]
-    (reference.flash_attn(*wide[:3], is_causal=True, sinks=wide[3], return_lse=True)[1] * weight.double()).sum().backward()
+    (
+        reference.flash_attn(*wide[:3], is_causal=True, sinks=wide[3], return_lse=True)[1] * weight.double()
+    ).sum().backward()
     yard = [t.clone().requires_grad_() for t in (q, k, v, sinks)]
     (reference.flash_attn(*yard[:3], is_causal=True, sinks=yard[3], return_lse=True)[1] * weight).sum().backward()
     for name, x, ref, y in zip(("dq", "dk", "dsinks"), *([ts[0], ts[1], ts[3]] for ts in (leaves, wide, yard))):
@@ -439,7 +450,9 @@ def test_gradient_of_lse_where_no_key_is_seen_is_dropped(device):
 @pytest.mark.parametrize("wanted", [("q",), ("k",), ("v",), ("sinks",), ("k", "v")], ids=str)
 def test_only_the_wanted_gradients(wanted, device):
     gen = generator("wanted")
-    t = dict(zip("qkv", qkv(gen, 2, (2, 1), (20, 25), (16, 16), torch.float32, device)), sinks=randn(gen, 2, device=device))
+    t = dict(
+        zip("qkv", qkv(gen, 2, (2, 1), (20, 25), (16, 16), torch.float32, device)), sinks=randn(gen, 2, device=device)
+    )
     full = {n: x.clone().requires_grad_() for n, x in t.items()}
     part = {n: x.clone().requires_grad_(n in wanted) for n, x in t.items()}
     ops.flash_attn(**full).square().sum().backward()
@@ -588,9 +601,7 @@ def packed(gen, lengths_q, lengths_k, heads, dims, dtype, device, slack=0):
         t = randn(gen, sum(lengths) + slack, h, dim, dtype=dtype)
         t[sum(lengths) :] = math.nan
         tensors.append(t.to(device))
-    cu = [
-        torch.tensor([0, *itertools.accumulate(n)], dtype=torch.int32, device=device) for n in (lengths_q, lengths_k)
-    ]
+    cu = [torch.tensor([0, *itertools.accumulate(n)], dtype=torch.int32, device=device) for n in (lengths_q, lengths_k)]
     return *tensors, *cu, max([*lengths_q, 0]), max([*lengths_k, 0])
 
 

@@ -266,7 +266,9 @@ def test_activation_over_its_whole_range(activation, dtype, device):
     ends = torch.tensor([[math.inf], [-math.inf], [math.nan]], dtype=dtype, device=device)
     got = ops.gemm(ends, one, activation=activation).flatten().tolist()
     assert got[0] == math.inf and math.isnan(got[2])
-    assert got[1] == {"none": -math.inf}.get(activation, 0.0) or (activation not in ("none", "relu") and math.isnan(got[1]))
+    assert got[1] == {"none": -math.inf}.get(activation, 0.0) or (
+        activation not in ("none", "relu") and math.isnan(got[1])
+    )
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)

@@ -71,7 +71,9 @@ def modifiers(name, batch, heads, gen, dtype, device):
         "sinks_off": dict(sinks=off),
         "scales": dict(k_scale=k_scale[0], v_scale=v_scale[0]),
         "scales_head": dict(k_scale=k_scale, v_scale=v_scale),
-        "all": dict(scale=0.2, window_left=50, softcap=2.5, alibi_slopes=slopes_b, sinks=off, k_scale=k_scale, v_scale=v_scale),
+        "all": dict(
+            scale=0.2, window_left=50, softcap=2.5, alibi_slopes=slopes_b, sinks=off, k_scale=k_scale, v_scale=v_scale
+        ),
     }[name]
 
 
@@ -149,7 +151,9 @@ def test_every_context_length(dtype, block_size, device):
     q = torch.zeros(1, 4, 32, dtype=dtype, device=device)
     cache = torch.zeros(512, 16, 2, 32, dtype=dtype, device=device)
     table = torch.arange(512, dtype=torch.int32, device=device)[None]
-    row = json.loads(ops.explain_paged_attn(q, cache, cache, table, torch.tensor([8192], dtype=torch.int32, device=device)))
+    row = json.loads(
+        ops.explain_paged_attn(q, cache, cache, table, torch.tensor([8192], dtype=torch.int32, device=device))
+    )
     sizes = {n for n in row["tile"] if 1 < n <= 1024} | {block_size, 64, 128, 512}
     lengths = sorted({max(n + e, 1) for n in sizes for e in (-1, 0, 1)})
     paged = Paged(gen, lengths, [1] * len(lengths), 4, 2, 32, 32, block_size, dtype, device)
@@ -220,7 +224,9 @@ def test_page_order_does_not_matter(device):
         for other in results[1:2]:
             assert same_bits(other[0], results[0][0]) and same_bits(other[1], results[0][1])
         for other in results[2:]:
-            assert torch.allclose(other[0].float(), results[0][0].float(), atol=2e-2 if dtype != torch.float32 else 1e-5)
+            assert torch.allclose(
+                other[0].float(), results[0][0].float(), atol=2e-2 if dtype != torch.float32 else 1e-5
+            )
     assert gen is not None
 
 
@@ -430,7 +436,10 @@ def test_write(case, device):
     kwargs = {}
     if case.scale is not None:
         n = (heads,) if case.scale == "head" else ()
-        kwargs = {s: (torch.rand(n, generator=gen) + 0.5).to(logit_dtype(case.dtype)).to(device) for s in ("k_scale", "v_scale")}
+        kwargs = {
+            s: (torch.rand(n, generator=gen) + 0.5).to(logit_dtype(case.dtype)).to(device)
+            for s in ("k_scale", "v_scale")
+        }
     if case.layout == "transposed":
         k, v = strided(k, (1, 0, 2)), strided(v, (2, 1, 0))
     elif case.layout == "every_second":
@@ -544,7 +553,9 @@ def torch_merge(out_a, lse_a, out_b, lse_b):
     return (w_a * out_a + w_b * out_b).to(out_a.dtype), lse
 
 
-@pytest.mark.parametrize("shape", [(2, 4, 33, 64), (70, 3, 80), (5, 1, 1), (2, 1, 1, 511), (0, 4, 8), (3, 0, 2, 8)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(2, 4, 33, 64), (70, 3, 80), (5, 1, 1), (2, 1, 1, 511), (0, 4, 8), (3, 0, 2, 8)], ids=str
+)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("layout", ("dense", "strided"))
 def test_merge(shape, dtype, layout, device):
@@ -620,7 +631,10 @@ def test_merge_of_parts_is_the_whole(device):
 def test_merge_backward(dtype, device):
     gen = generator("merge backward", dtype)
     args = sides(gen, (6, 3, 24), dtype, device)
-    grad, grad_lse = randn(gen, 6, 3, 24, dtype=dtype, device=device), randn(gen, 6, 3, dtype=logit_dtype(dtype), device=device)
+    grad, grad_lse = (
+        randn(gen, 6, 3, 24, dtype=dtype, device=device),
+        randn(gen, 6, 3, dtype=logit_dtype(dtype), device=device),
+    )
     narrow = yard_dtype(dtype)
     results = []
     for run, tensors in ((ops.attn_merge, args), (torch_merge, [t.to(narrow) if t.dim() == 3 else t.float() for t in args]),

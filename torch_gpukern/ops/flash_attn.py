@@ -612,9 +612,7 @@ def _at_most(queries: int, keys: int, last: int) -> int:
     return rows * (last + 1) + (first + full - 1) * rows // 2 + (queries - full) * keys
 
 
-def _pairs(
-    queries: int, keys: int, is_causal: bool, diagonal: int, window_left: int, window_right: int
-) -> int:
+def _pairs(queries: int, keys: int, is_causal: bool, diagonal: int, window_left: int, window_right: int) -> int:
     """Pairs of query and key that meet; kv_start and kv_end are contents, so they do not count."""
     pairs = queries * keys
     if is_causal or window_right >= 0:

@@ -156,9 +156,7 @@ def _sum_to(x: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     rounded once to `dtype`.
     """
     added = x.dim() - len(shape)
-    dims = list(range(added)) + [
-        added + i for i, s in enumerate(shape) if s == 1 and x.shape[added + i] != 1
-    ]
+    dims = list(range(added)) + [added + i for i, s in enumerate(shape) if s == 1 and x.shape[added + i] != 1]
     if dims:
         x = x.sum(dims, keepdim=True, dtype=x.dtype if x.dtype is torch.float64 else torch.float32)
     return x.reshape(shape).to(dtype)
@@ -192,9 +190,7 @@ class _Gemm(torch.autograd.Function):
                 out = _bare(a, b, bias, c, alpha, beta, activation, out_dtype, fp32_precision)
                 saved = out if activation == "relu" else None
             else:
-                out, saved = _bare_fwd(
-                    a, b, bias, c, alpha, beta, activation, out_dtype, fp32_precision
-                )
+                out, saved = _bare_fwd(a, b, bias, c, alpha, beta, activation, out_dtype, fp32_precision)
         # An operand is kept only where the other's gradient reads it; of bias and c the shape and
         # dtype are enough.
         needs_a, needs_b = ctx.needs_input_grad[:2]
