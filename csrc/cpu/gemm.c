@@ -7,10 +7,10 @@
  *     for jr over panels         the panel of b stays in L1
  *       for ir over strips         strips of a stream from L2; the register tile adds to C, or to a float32 block
  * Where several blocks read the same columns of b, all workers first pack those, at most so many as fit a buffer that
- * they share, and then take the blocks that read them; so with all of a where it has few rows. Otherwise each task
- * packs its own.
+ * they share, and then take the blocks that read them; otherwise each task packs its own, of a only the first of
+ * a worker where a has few rows.
  * The sums of an element run over k in an order that only KC decides, so neither blocks nor threads change its bits.
- * workspace: the shared b or a; per worker packed a, packed b, and for 16-bit outputs with K > KC the float32 block.
+ * workspace: the shared b; per worker packed a, packed b, and for 16-bit outputs with K > KC the float32 block.
  * Not here: M <= 16 (gemm_skinny), float64 (ref).
  */
 #include "blocks.h"
@@ -122,18 +122,17 @@ typedef struct plan {
     int64_t m_blocks, n_blocks, k_blocks; /* blocks are even: sizes differ by at most one row, NR columns, pair */
     int64_t mb, nb, kb;                   /* largest sizes */
     bool a_rows;                          /* a's k lies side by side: its strips keep that order, no transposition */
-    int64_t a_ld;  /* cells between rows then; a line more than a multiple of 1 KiB spares L1 sets */
-    bool direct;   /* the tile may add straight into out */
-    bool block;    /* a float32 block per worker holds the sums between k blocks */
-    bool shared;   /* b is packed once for all tasks, `span` columns at a time */
-    int64_t span;  /* N where b is not shared */
-    bool a_shared; /* a is packed once for all tasks */
+    int64_t a_ld; /* cells between rows then; a line more than a multiple of 1 KiB spares L1 sets */
+    bool direct;  /* the tile may add straight into out */
+    bool block;   /* a float32 block per worker holds the sums between k blocks */
+    bool shared;  /* b is packed once for all tasks, `span` columns at a time */
+    int64_t span; /* N where b is not shared */
+    bool a_once;  /* all of a stays packed in a worker for its later tasks */
     size_t a_bytes, b_bytes, c_bytes, worker_bytes, shared_bytes;
 } plan;
 
 enum {
     PACK_PANELS = 2, /* panels of b that one task packs: a row of them is one run of addresses */
-    PACK_ROWS = 16,  /* rows of a, about */
     SUM_CELLS =
         256 /* a sum runs over so many cells at a time, then the parts are added: half the rounding error at 1024 */
 };
@@ -190,14 +189,13 @@ static plan plan_of(const gk_context *ctx, const gk_gemm_args *args, const gk_ge
     x.a_rows = p->a_k == 1;
     x.a_ld = gk_round_up(x.kb / isa->pair, isa->w) + 16;
     x.a_bytes = (size_t)gk_round_up((x.mb * (x.a_rows ? x.a_ld : x.kb / isa->pair) + isa->w) * 4, 64);
-    x.a_shared = !x.shared && p->batch == 1 && x.m_blocks == 1 && x.n_blocks > 2 &&
-                 (int64_t)x.a_bytes * x.k_blocks <= GK_GEMM_SHARED_BYTES;
+    x.a_once = !x.shared && p->batch == 1 && x.m_blocks == 1 && x.n_blocks > 2 &&
+               (int64_t)x.a_bytes * x.k_blocks <= GK_GEMM_ONCE_BYTES;
     x.b_bytes = x.shared ? 0 : (size_t)gk_round_up((x.nb * (x.kb / isa->pair) + isa->w) * 4, 64);
     x.shared_bytes = x.shared ? (size_t)gk_round_up((x.span * (x.k_blocks * x.kb / isa->pair) + isa->w) * 4, 64) : 0;
     x.c_bytes = (size_t)(4 * (x.block ? x.mb * x.nb : 0) + 4 * isa->mr * nr);
     x.c_bytes = (size_t)gk_round_up((int64_t)x.c_bytes, 64);
-    if (x.a_shared) x.shared_bytes = x.a_bytes * (size_t)x.k_blocks;
-    x.worker_bytes = (x.a_shared ? 0 : x.a_bytes) + x.b_bytes + x.c_bytes;
+    x.worker_bytes = x.b_bytes + x.c_bytes + (x.a_once ? 64 + x.a_bytes * (size_t)x.k_blocks : x.a_bytes);
     return x;
 }
 
@@ -245,6 +243,13 @@ static uint32_t *shared_at(const job *jb, int64_t k0, int64_t column) {
     return (uint32_t *)jb->args->workspace + k0 / jb->isa->pair * jb->x.span + column * cells;
 }
 
+/* How many k blocks of a this worker has packed, 64 bytes before the first of them. */
+static int64_t *blocks_of_a(const job *jb, int64_t worker) {
+    const plan *x = &jb->x;
+    return (int64_t *)((char *)jb->args->workspace + x->shared_bytes + (size_t)worker * x->worker_bytes + x->b_bytes +
+                       x->c_bytes);
+}
+
 /* Rows of a, [rows][a_ld] or strips, each strip transposed. */
 static void pack_a(const job *jb, uint32_t *to, const char *a, int64_t rows, int64_t kn) {
     const plan *x = &jb->x;
@@ -260,22 +265,6 @@ static void pack_a(const job *jb, uint32_t *to, const char *a, int64_t rows, int
         jb->isa->pack_panel(to + r0 * cells, rn, a + (int64_t)gk_dtype_bytes(dtype) * r0 * p->a_m, dtype, p->a_m,
                             p->a_k, rn, kn);
     }
-}
-
-/* A part of the rows of one k block; all of them where strips are transposed, whose ends spill into the next one. */
-static int64_t pack_a_parts(const plan *x) { return x->a_rows ? gk_ceil_div(x->p.m, PACK_ROWS) : 1; }
-static void pack_a_task(void *arg, int64_t t, int64_t worker) {
-    (void)worker;
-    const job *jb = arg;
-    const gk_gemm_problem *p = &jb->x.p;
-    const int64_t parts = pack_a_parts(&jb->x), kbi = t / parts, k0 = kbi * jb->x.kb;
-    const int64_t r0 = strip_start(p->m, parts, t % parts), rows = strip_start(p->m, parts, t % parts + 1) - r0;
-    const char *a, *b;
-    gk_gemm_epilogue e;
-    gk_gemm_at(jb->args, p, 0, &a, &b, &e);
-    pack_a(jb, (uint32_t *)((char *)jb->args->workspace + (size_t)kbi * jb->x.a_bytes) + r0 * jb->x.a_ld,
-           a + (int64_t)gk_dtype_bytes(jb->args->a.dtype) * (r0 * p->a_m + k0 * p->a_k), rows,
-           gk_min_i64(jb->x.kb, p->k - k0));
 }
 
 static int64_t pack_tasks(const job *jb) {
@@ -314,6 +303,7 @@ static void task(void *arg, int64_t t, int64_t worker) {
     char *ws = (char *)jb->args->workspace + x->shared_bytes + (size_t)worker * x->worker_bytes;
     uint32_t *b_pack = (uint32_t *)ws, *a_pack = (uint32_t *)(ws + x->b_bytes + x->c_bytes);
     float *tile = (float *)(ws + x->b_bytes), *block = tile + isa->mr * nr;
+    int64_t *a_have = blocks_of_a(jb, worker);
 
     const int64_t mi = t % x->m_blocks, ni = t / x->m_blocks % x->n_blocks;
     const int64_t bi = x->shared ? jb->batch : t / (x->m_blocks * x->n_blocks);
@@ -331,10 +321,9 @@ static void task(void *arg, int64_t t, int64_t worker) {
     for (int64_t k0 = 0, kbi = 0; kbi < x->k_blocks; ++kbi, k0 += x->kb) {
         const int64_t kn = gk_min_i64(x->kb, p->k - k0), cells = gk_ceil_div(kn, pair);
         const bool first = kbi == 0, last = kbi == x->k_blocks - 1;
-        if (x->a_shared)
-            a_pack = (uint32_t *)((char *)jb->args->workspace + (size_t)kbi * x->a_bytes);
-        else
-            pack_a(jb, a_pack, a + es * k0 * p->a_k, rows, kn);
+        if (x->a_once) a_pack = (uint32_t *)((char *)a_have + 64 + (size_t)kbi * x->a_bytes);
+        if (!x->a_once || *a_have == kbi) pack_a(jb, a_pack, a + es * k0 * p->a_k, rows, kn);
+        if (x->a_once && *a_have == kbi) ++*a_have;
         if (x->shared)
             b_pack = shared_at(jb, k0, j0 - jb->column);
         else
@@ -381,7 +370,7 @@ size_t gk_gemm_packed_workspace(const gk_context *ctx, const gk_gemm_args *args,
 
 void gk_gemm_packed_run(const gk_context *ctx, const gk_gemm_args *args, const gk_gemm_isa *isa) {
     job jb = {args, isa, plan_of(ctx, args, isa), 0, 0};
-    if (jb.x.a_shared && num_tasks(&jb.x)) gk_parallel(ctx, jb.x.k_blocks * pack_a_parts(&jb.x), pack_a_task, &jb);
+    for (int64_t w = 0; jb.x.a_once && w < gk_num_workers(ctx, num_tasks(&jb.x)); ++w) *blocks_of_a(&jb, w) = 0;
     if (!jb.x.shared) {
         gk_parallel(ctx, num_tasks(&jb.x), task, &jb);
         return;
