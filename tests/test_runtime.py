@@ -275,17 +275,29 @@ print(measure(lambda: ops.flash_attn_bwd(out, q, k, v, out, lse, **kwargs)))
 @pytest.mark.parametrize("layout", ("NN", "NT"))
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16", "float16"))
 def test_gemm_converts_and_copies_no_operand(dtype, layout):
-    """A skinny and a square product beside a matrix of 128 MiB or more."""
+    """Few rows, some, and so many that all tasks share what is packed, beside a matrix of 128 MiB or more."""
     used = memory(f"""
 dtype = torch.{dtype}
 warm(dtype)
 b = rand(8192, 8192, dtype=dtype)
 b = b.T if "{layout}" == "NT" else b
-a = rand(300, 8192, dtype=dtype)
+a = rand(400, 8192, dtype=dtype)
 ops.gemm(a[:, :64], b[:64, :64])
-print(measure(lambda: ops.gemm(a[:4], b)), measure(lambda: ops.gemm(a, b)))
+print(*(measure(lambda: ops.gemm(a[:rows], b)) for rows in (4, 300, 400)))
 """)
     assert max(used) < 48, used
+
+
+@pytest.mark.parametrize(
+    "m,n,k", ((400, 16, 2**27), (2**22, 64, 512), (2**14, 2**14, 64), (64, 2**20, 2**20), (337, 2**20, 4096))
+)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+def test_gemm_workspace_is_bounded(dtype, m, n, k):
+    """Whatever the shape: 8 MiB of b that all tasks share, and 8 MiB for each worker."""
+    row = json.loads(
+        ops.explain_gemm(torch.ones((), dtype=dtype).expand(m, k), torch.ones((), dtype=dtype).expand(k, n))
+    )
+    assert 0 < row["workspace_bytes"] <= (1 + torch.get_num_threads()) * 2**23, row
 
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16", "float16"))

@@ -144,9 +144,9 @@ static plan plan_of(const gk_context *ctx, const gk_gemm_args *args, const gk_ge
     x.p = gk_gemm_problem_of(args);
     const gk_gemm_problem *p = &x.p;
     /* columns that the shared buffer holds, in equal spans; a span's two phases must be worth their barriers */
-    const int64_t fit = gk_max_i64(nr, GK_GEMM_SHARED_BYTES / (4 * gk_max_i64(1, gk_ceil_div(p->k, isa->pair))));
-    x.span = gk_round_up(gk_ceil_div(p->n, gk_max_i64(1, gk_ceil_div(p->n, fit / nr * nr))), nr);
-    x.shared = p->m > bl->own.mb && x.span >= gk_min_i64(p->n, bl->own.nb) &&
+    const int64_t fit = GK_GEMM_SHARED_BYTES / (4 * gk_max_i64(1, gk_ceil_div(p->k, isa->pair))) / nr * nr;
+    x.span = gk_round_up(gk_ceil_div(p->n, gk_max_i64(1, gk_ceil_div(p->n, gk_max_i64(fit, nr)))), nr);
+    x.shared = p->m > bl->own.mb && fit > 0 && x.span >= gk_min_i64(p->n, bl->own.nb) &&
                (double)p->m * (double)gk_min_i64(p->n, x.span) * (double)p->k >= GK_GEMM_SHARED_MIN;
     if (!x.shared) x.span = p->n;
     const gk_gemm_block *most = x.shared ? &bl->shared : &bl->own;
