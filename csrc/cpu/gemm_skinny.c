@@ -2,8 +2,8 @@
  * Compiled once per ISA.   a [M, K]  b [K, N], its rows or its columns dense   out [M, N]
  * A task owns a run of columns over all of K, so nothing is reduced across tasks. Two forms:
  *   across  (rows of b dense, "NN")     for KB rows of b: C[M][columns] += a[M][KB] b[KB][columns]; C waits in a float32
- *           block. b is read in place where it is float32, in runs long enough for the prefetcher of the machine, else
- *           zipped or converted KB rows at a time, and the next ones fetched while these are used
+ *           block. b is read in place where it is float32 or a has very few rows, in runs long enough for the prefetcher
+ *           of the machine, else zipped or converted KB rows at a time, and the next ones fetched while these are used
  *   along   (columns of b dense, "NT")  dot products: TM rows of a against TN columns of b, lanes along k, both in place;
  *           sums of lanes at the end. In chunks of k, so that the columns of b stay in L1 for all rows of a
  * workspace per worker: C block, KB rows of b and of a (across); lane sums of TN columns (along).
@@ -24,17 +24,24 @@ enum {
     TM = W == 16 ? 4 : 3,
     TN = W == 16 ? 6 : 4
 }; /* 24 or 12 accumulators and their operands fit the registers */
+enum {
+    FEW_ROWS = 4,
+    FEW_VECTORS = W == 16 ? 4 : 2
+}; /* 16 or 8 accumulators */
 
 static plan plan_of(const gk_context *ctx, const gk_gemm_args *args) {
     const gk_skinny_blocks *bl = &SYM(gk_skinny_blocks);
     plan x;
     x.p = gk_gemm_problem_of(args);
     x.along = x.p.b_n != 1;
-    x.in_place = !x.along && args->a.dtype == GK_F32;
+    x.in_place = !x.along && (args->a.dtype == GK_F32 || (x.p.m <= FEW_ROWS && x.p.n >= GK_SKINNY_LONG_ROW));
     const int64_t unit = x.along ? TN : NR, tasks_per_thread = x.in_place ? 1 : bl->tasks_per_thread;
     const int64_t per_thread = gk_ceil_div(x.p.n, tasks_per_thread * gk_max_i64(1, ctx->num_threads));
-    x.kb = x.along ? bl->kb_along : x.in_place ? bl->kb_in_place : x.p.m <= bl->few_rows ? bl->kb_few : bl->kb_many;
-    const int64_t nb_max = x.in_place ? bl->nb_in_place : bl->in_flight / (x.along ? TN : x.kb);
+    const bool few = x.p.m <= bl->few_rows;
+    x.kb = x.along      ? bl->kb_along
+           : x.in_place ? (few ? bl->place_few : bl->place_many)
+                        : (few ? bl->kb_few : bl->kb_many);
+    const int64_t nb_max = x.in_place ? bl->place_nb : bl->in_flight / (x.along ? TN : x.kb);
     x.nb = gk_round_up(gk_clamp_i64(per_thread, bl->nb_min, nb_max), unit);
     x.n_blocks = gk_ceil_div(x.p.n, x.nb);
     if (x.along) {
@@ -53,11 +60,61 @@ static size_t worker_bytes(const plan *x) {
     return 4 * (size_t)gk_round_up(x->acc_cells + x->b_cells + x->a_cells, 16);
 }
 
+/* c[M][FEW_VECTORS W] (+)= a[M][k] b[k][FEW_VECTORS W], 16-bit rows of b zipped or converted in the registers; a as cells, by
+ * broadcast. Its sums run as the register tile's do: which columns come here depends on the tasks, and may not show. */
+INLINE void few_rows(const int M, gk_dtype dtype, int64_t k, const cell *a, int64_t a_row, int64_t a_cell,
+                     const char *b, int64_t b_row_bytes, float *c, int64_t ldc, bool accumulate) {
+    vf acc[FEW_ROWS][FEW_VECTORS];
+#pragma GCC unroll 4
+    for (int i = 0; i < M; ++i)
+#pragma GCC unroll 4
+        for (int v = 0; v < FEW_VECTORS; ++v) acc[i][v] = vf_set1(0);
+    for (int64_t cells = cells_of(k), j = 0; j < cells; ++j) {
+        const char *row0 = b + j * PAIR * b_row_bytes, *row1 = PAIR == 2 && 2 * j + 1 < k ? row0 + b_row_bytes : NULL;
+        vc x[FEW_VECTORS];
+#pragma GCC unroll 2
+        for (int v = 0; v < FEW_VECTORS; v += 2) vc_load2_across_k(row0, row1, dtype, v * W, x + v);
+#pragma GCC unroll 4
+        for (int i = 0; i < M; ++i) {
+            const vc ai = vc_set1(a[i * a_row + j * a_cell]);
+#pragma GCC unroll 4
+            for (int v = 0; v < FEW_VECTORS; ++v) acc[i][v] = vc_dot(acc[i][v], ai, x[v]);
+        }
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < M; ++i)
+#pragma GCC unroll 4
+        for (int v = 0; v < FEW_VECTORS; ++v) {
+            float *p = c + i * ldc + v * W;
+            vf_store(p, accumulate ? acc[i][v] + vf_load(p) : acc[i][v]);
+        }
+}
+
+typedef void (*few_rows_fn)(int64_t k, const cell *a, int64_t a_row, int64_t a_cell, const char *b, int64_t b_row_bytes,
+                            float *c, int64_t ldc, bool accumulate);
+#define FEW(dt, M)                                                                                                    \
+    static void few_##dt##_##M(int64_t k, const cell *a, int64_t a_row, int64_t a_cell, const char *b, int64_t b_row, \
+                               float *c, int64_t ldc, bool accumulate) {                                              \
+        few_rows(M, dt, k, a, a_row, a_cell, b, b_row, c, ldc, accumulate);                                           \
+    }
+#define FEW_1_TO_4(X, dt) X(dt, 1) X(dt, 2) X(dt, 3) X(dt, 4)
+#define FEW_NAME(dt, M) few_##dt##_##M,
+FEW_1_TO_4(FEW, GK_BF16)
+static const few_rows_fn few_bf16[FEW_ROWS] = {FEW_1_TO_4(FEW_NAME, GK_BF16)};
+#if PAIR == 1
+FEW_1_TO_4(FEW, GK_F16)
+static const few_rows_fn few_f16[FEW_ROWS] = {FEW_1_TO_4(FEW_NAME, GK_F16)};
+#else
+#define few_f16 few_bf16
+#endif
+
 static void across(const plan *x, gk_dtype dtype, const char *a, const char *b, int64_t cols, float *acc, cell *b_pack,
                    cell *a_pack) {
     const gk_gemm_problem *p = &x->p;
     const int64_t es = dtype == GK_F32 ? 4 : 2, a_ld = gk_round_up(cells_of(x->kb), W);
-    const int64_t whole = x->in_place ? cols / NR * NR : 0; /* columns that are read in place */
+    const int64_t step = dtype == GK_F32 ? NR : FEW_VECTORS * W;
+    const int64_t whole = x->in_place ? cols / step * step : 0; /* columns that are read in place */
+    const few_rows_fn *few = dtype == GK_F16 ? few_f16 : few_bf16;
     const bool a_rows = p->a_k == 1;
     for (int64_t k0 = 0; k0 < p->k; k0 += x->kb) {
         const int64_t kn = gk_min_i64(x->kb, p->k - k0), cells = cells_of(kn);
@@ -71,7 +128,11 @@ static void across(const plan *x, gk_dtype dtype, const char *a, const char *b, 
             for (int64_t i = 0; i < gk_min_i64(x->kb, p->k - k0 - x->kb); ++i)
                 for (int64_t c = 0; c < cols * es; c += 64)
                     __builtin_prefetch(bk + es * (x->kb + i) * p->b_k + c, 0, 2);
-        for (int64_t j = 0; j < cols; j += NR) {
+        int64_t j = 0;
+        for (; j < whole && dtype != GK_F32; j += step)
+            few[p->m - 1](kn, a_pack, a_rows ? a_ld : 1, a_rows ? 1 : p->m, bk + es * j, es * p->b_k, acc + j, x->nb,
+                          k0 > 0);
+        for (; j < cols; j += NR) {
             const bool in_place = j < whole;
             const cell *bp = in_place ? (const cell *)(bk + es * j) : b_pack + j * cells;
             tile_product(a_rows, p->m, gk_min_i64(NR, cols - j), cells, a_pack, a_rows ? a_ld : p->m, bp,
