@@ -132,9 +132,10 @@ typedef struct plan {
 } plan;
 
 enum {
-    PACK_PANELS = 2, /* panels of b that one task packs: a row of them is one run of addresses */
-    SUM_CELLS =
-        256 /* a sum runs over so many cells at a time, then the parts are added: half the rounding error at 1024 */
+    /* panels of b that one task packs: a row of them is one run of addresses */
+    PACK_PANELS = 2,
+    /* a sum runs over so many cells at a time, then the parts are added: half the rounding error at 1024 */
+    SUM_CELLS = 256
 };
 
 static plan plan_of(const gk_context *ctx, const gk_gemm_args *args, const gk_gemm_isa *isa) {
@@ -243,7 +244,7 @@ static uint32_t *shared_at(const job *jb, int64_t k0, int64_t column) {
     return (uint32_t *)jb->args->workspace + k0 / jb->isa->pair * jb->x.span + column * cells;
 }
 
-/* How many k blocks of a this worker has packed, 64 bytes before the first of them. */
+/* Where a worker packs a; with a_once first how many k blocks of it are packed, the blocks 64 bytes behind. */
 static int64_t *blocks_of_a(const job *jb, int64_t worker) {
     const plan *x = &jb->x;
     return (int64_t *)((char *)jb->args->workspace + x->shared_bytes + (size_t)worker * x->worker_bytes + x->b_bytes +
@@ -301,9 +302,9 @@ static void task(void *arg, int64_t t, int64_t worker) {
     const int64_t nr = 2 * isa->w, pair = isa->pair, es = (int64_t)gk_dtype_bytes(jb->args->a.dtype);
     const gk_dtype dtype = jb->args->a.dtype;
     char *ws = (char *)jb->args->workspace + x->shared_bytes + (size_t)worker * x->worker_bytes;
-    uint32_t *b_pack = (uint32_t *)ws, *a_pack = (uint32_t *)(ws + x->b_bytes + x->c_bytes);
-    float *tile = (float *)(ws + x->b_bytes), *block = tile + isa->mr * nr;
     int64_t *a_have = blocks_of_a(jb, worker);
+    uint32_t *b_pack = (uint32_t *)ws, *a_pack = (uint32_t *)a_have;
+    float *tile = (float *)(ws + x->b_bytes), *block = tile + isa->mr * nr;
 
     const int64_t mi = t % x->m_blocks, ni = t / x->m_blocks % x->n_blocks;
     const int64_t bi = x->shared ? jb->batch : t / (x->m_blocks * x->n_blocks);
@@ -322,8 +323,10 @@ static void task(void *arg, int64_t t, int64_t worker) {
         const int64_t kn = gk_min_i64(x->kb, p->k - k0), cells = gk_ceil_div(kn, pair);
         const bool first = kbi == 0, last = kbi == x->k_blocks - 1;
         if (x->a_once) a_pack = (uint32_t *)((char *)a_have + 64 + (size_t)kbi * x->a_bytes);
-        if (!x->a_once || *a_have == kbi) pack_a(jb, a_pack, a + es * k0 * p->a_k, rows, kn);
-        if (x->a_once && *a_have == kbi) ++*a_have;
+        if (!x->a_once || *a_have == kbi) {
+            pack_a(jb, a_pack, a + es * k0 * p->a_k, rows, kn);
+            if (x->a_once) ++*a_have;
+        }
         if (x->shared)
             b_pack = shared_at(jb, k0, j0 - jb->column);
         else

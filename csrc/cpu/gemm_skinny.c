@@ -209,16 +209,6 @@ static const dots_fn *dots_of(gk_dtype dtype) {
     return dots_bf16;
 }
 
-/* W sums at once: lane l of the result is the sum of the lanes of v[l] */
-INLINE vf sums_of_lanes(const vf *v) {
-    vc t[W];
-    for (int l = 0; l < W; ++l) t[l] = (vc)v[l];
-    vc_transpose(t);
-    for (int step = W / 2; step; step /= 2)
-        for (int l = 0; l < step; ++l) t[l] = (vc)((vf)t[l] + (vf)t[l + step]);
-    return (vf)t[0];
-}
-
 static void along(const plan *x, gk_dtype dtype, const char *a, const char *b, int64_t cols, const gk_gemm_epilogue *e,
                   const gk_gemm_isa *isa, float *ws) {
     const gk_gemm_problem *p = &x->p;
@@ -248,7 +238,7 @@ static void along(const plan *x, gk_dtype dtype, const char *a, const char *b, i
         for (int64_t i0 = 0; i0 < p->m * TN; i0 += W) {
             vf group[W];
             for (int l = 0; l < W; ++l) group[l] = i0 + l < strips * TM * TN ? sums[i0 + l] : vf_set1(0);
-            vf_store(flat, sums_of_lanes(group));
+            vf_store(flat, vf_sums(group));
             for (int l = 0; l < W && i0 + l < p->m * TN; ++l) c[(i0 + l) / TN * W + (i0 + l) % TN] = flat[l];
         }
         gk_gemm_epilogue at = gk_epilogue_at(e, 0, j);
