@@ -9,7 +9,8 @@
  *   a task   one chunk of the context of one sequence, some kv heads; partial O, m, l per chunk and lane
  *   a unit   `unit` keys of one head: s = q K^T (lanes along d, sums across) | p = exp(s - m) | O += p V (lanes along dv)
  *   order    unit of keys outside, heads inside: the heads of a key share its memory page
- *   time     the units of some keys compute while they prefetch the rows of the keys to come, K in QK, V in PV
+ *   time     the units of some keys compute while they prefetch the rows of the keys to come, K in QK, V in PV, and
+ *            touch those of a later unit: pages lie anywhere, and a miss of the TLB takes a walk through memory
  *
  * The partials are merged chunk by chunk in order, so results depend on the chunk size of blocks.h alone.
  *
@@ -19,7 +20,8 @@
 
 enum {
     MAX_LANES = 8,
-    MAX_UNIT = 64
+    MAX_UNIT = 64,
+    UNITS = 4 /* whose rows are known at once: the one computed, the one fetched, .., the one touched */
 };
 enum {
     VECTORS = W == 16 ? 4 : 2
@@ -156,16 +158,18 @@ INLINE int64_t owner(const int64_t *first, int64_t batch, int64_t i) {
 /* The rows of the keys to come, fetched line by line in the order of their addresses: then the prefetcher of the L2 sees
  * streams and runs ahead, which the few misses that a core can wait for at once would not allow. */
 typedef struct fetch {
-    const char *const *rows; /* of the first head */
-    int64_t num_keys, num_heads, head_bytes, row_bytes;
+    const char *const *rows;    /* of the first head */
+    const char *const *touched; /* rows of a later unit, as many or fewer */
+    int64_t num_keys, num_touched, num_heads, head_bytes, row_bytes;
     int64_t key, head;    /* the row that comes next */
     const char *at, *end; /* what is left of the row under way */
 } fetch;
 
-INLINE fetch fetch_make(const char *const *rows, int64_t num_keys, int64_t num_heads, int64_t head_bytes,
-                        int64_t row_bytes) {
+INLINE fetch fetch_make(const char *const *rows, int64_t num_keys, const char *const *touched, int64_t num_touched,
+                        int64_t num_heads, int64_t head_bytes, int64_t row_bytes) {
     if (head_bytes == row_bytes) row_bytes *= num_heads, num_heads = 1; /* the heads of a key are one long row */
-    return (fetch){rows, num_keys, num_keys ? num_heads : 0, head_bytes, row_bytes, 0, 0, NULL, NULL};
+    if (num_keys == 0) num_heads = 0;
+    return (fetch){rows, touched, num_keys, num_touched, num_heads, head_bytes, row_bytes, 0, 0, NULL, NULL};
 }
 
 INLINE void fetch_bytes(fetch *f, int64_t bytes) {
@@ -173,6 +177,7 @@ INLINE void fetch_bytes(fetch *f, int64_t bytes) {
         if (f->head == f->num_heads) return;
         f->at = f->rows[f->key] + f->head * f->head_bytes;
         f->end = f->at + f->row_bytes;
+        if (f->key < f->num_touched) __builtin_prefetch(f->touched[f->key] + f->head * f->head_bytes, 0, 2);
         if (++f->key == f->num_keys) f->key = 0, ++f->head;
     }
     const char *at = f->at;
@@ -325,7 +330,7 @@ INLINE void chunk_units(const paged_job *job, int64_t b, const attn_seq *x, int6
     const int64_t element_bytes = dtype == GK_F32 ? 4 : 2;
     const int64_t k_head = element_bytes * a->k_cache.stride[2], v_head = element_bytes * a->v_cache.stride[2];
     const attn_keys keys = keys_of(job, b, head0);
-    const char *k[2][MAX_UNIT], *v[2][MAX_UNIT];
+    const char *k[UNITS][MAX_UNIT], *v[UNITS][MAX_UNIT];
     float s[MAX_LANES * MAX_UNIT];
     cell p[MAX_LANES * MAX_UNIT];
     paged_lane lanes[MAX_LANES];
@@ -338,15 +343,17 @@ INLINE void chunk_units(const paged_job *job, int64_t b, const attn_seq *x, int6
     const int64_t v_steps = gk_ceil_div(head_dim_v, VECTORS * W);
     const int64_t v_share = gk_round_up(gk_ceil_div(PAIR * element_bytes * head_dim_v, v_steps), 64);
 
-    int now = 0;
-    int64_t n = gk_min_i64(unit, end - first);
-    attn_keys_at(&keys, first, n, k[now], v[now]);
-    for (int64_t j = first; j < end; j += unit, now ^= 1) {
-        const int64_t n_next = gk_clamp_i64(end - j - unit, 0, unit);
-        attn_keys_at(&keys, j + unit, n_next, k[now ^ 1], v[now ^ 1]);
+    for (int64_t j = first; j < gk_min_i64(end, first + (UNITS - 1) * unit); j += unit)
+        attn_keys_at(&keys, j, gk_min_i64(unit, end - j), k[(j - first) / unit], v[(j - first) / unit]);
+    for (int64_t j = first; j < end; j += unit) {
+        const int64_t now = (j - first) / unit % UNITS, next_unit = (now + 1) % UNITS, last = (now + UNITS - 1) % UNITS;
+        const int64_t j_last = gk_min_i64(end, j + (UNITS - 1) * unit);
+        const int64_t n = gk_min_i64(unit, end - j), n_next = gk_clamp_i64(end - j - unit, 0, unit);
+        const int64_t n_last = gk_min_i64(unit, end - j_last);
+        attn_keys_at(&keys, j_last, n_last, k[last], v[last]);
         const int64_t heads = head1 - head0, k_bytes = element_bytes * head_dim, v_bytes = element_bytes * head_dim_v;
-        fetch k_next = fetch_make(k[now ^ 1], n_next, heads, k_head, k_bytes);
-        fetch v_next = fetch_make(v[now ^ 1], n_next, heads, v_head, v_bytes);
+        fetch k_next = fetch_make(k[next_unit], n_next, k[last], n_last, heads, k_head, k_bytes);
+        fetch v_next = fetch_make(v[next_unit], n_next, v[last], n_last, heads, v_head, v_bytes);
         for (int64_t h = head0; h < head1; ++h) {
             const cell *q_h = q + (h - head0) * job->lanes * job->q_step;
             const int64_t k_at = (h - head0) * k_head, v_at = (h - head0) * v_head;
@@ -383,7 +390,6 @@ INLINE void chunk_units(const paged_job *job, int64_t b, const attn_seq *x, int6
                 }
             }
         }
-        n = n_next;
     }
 }
 
