@@ -1,6 +1,9 @@
 /* dispatch.c: the entry points. Checks what a kernel could crash on, picks the table row, hands over.
  * The only file that knows every room: ref/, cpu/ and (where built) cuda/. */
 #include "cpu/kernels.h"
+#ifdef GPUKERN_HAS_CUDA
+#include "cuda/kernels.h"
+#endif
 
 #include <stdio.h>
 
@@ -17,9 +20,13 @@ static gk_status check_context(const char *op, const gk_context *ctx, size_t arg
     REQUIRE(ctx && ctx->size >= sizeof(gk_context),
             "%s: context is missing or its size field is not sizeof(gk_context)", op);
     REQUIRE(args_size >= expected, "%s: args.size is %zu, expected at least %zu", op, args_size, expected);
+#ifdef GPUKERN_HAS_CUDA
+    REQUIRE(ctx->device == GK_CPU || ctx->device == GK_CUDA, "%s: context.device is %d", op, (int)ctx->device);
+#else
     if (ctx->device != GK_CPU)
         return gk_fail(GK_ERR_UNSUPPORTED, "%s: this library was built without CUDA kernels; expected a CPU context",
                        op);
+#endif
     return GK_OK;
 }
 
@@ -65,7 +72,7 @@ static gk_status find_isa(const char *op, const gk_context *ctx, gk_isa *isa) {
                    gk_cpu_isas());
 }
 
-static gk_status find_row(const char *name, const gk_context *ctx, gk_cpu_op op, gk_dtype dtype, const void *args,
+static gk_status find_row(const char *name, const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args,
                           const gk_cpu_row **row) {
     gk_isa isa = GK_ISA_BASE;
     int n;
@@ -80,32 +87,134 @@ static gk_status find_row(const char *name, const gk_context *ctx, gk_cpu_op op,
                    gk_dtype_name(dtype));
 }
 
-static size_t workspace_of(const char *name, const gk_context *ctx, gk_cpu_op op, gk_dtype dtype, const void *args) {
+static bool workspace_fits(const void *workspace, size_t workspace_bytes, size_t needed) {
+    return needed == 0 || (needed <= workspace_bytes && workspace && (uintptr_t)workspace % 64 == 0);
+}
+
+#ifdef GPUKERN_HAS_CUDA
+/* A table of sm_90a code serves that arch alone; compute_80 code every arch from 80 on. */
+static gk_status find_cuda_row(const char *name, const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args,
+                               const gk_cuda_row **row) {
+    const gk_gpu *gpu = gk_gpu_of(ctx->index);
+    if (!gpu) return gk_fail(GK_ERR_DEVICE, "%s: there is no CUDA device %d", name, (int)ctx->index);
+    int num_tables;
+    const gk_cuda_table *const *tables = gk_cuda_tables(op, &num_tables);
+    for (int t = 0; t < num_tables; ++t) {
+        if (tables[t]->arch == 90 ? gpu->arch != 90 : gpu->arch < tables[t]->arch) continue;
+        for (int i = 0; i < tables[t]->num_rows; ++i) {
+            const gk_cuda_row *r = &tables[t]->rows[i];
+            if (r->dtype != dtype || (r->takes && !r->takes(r, ctx, args))) continue;
+            *row = r;
+            return GK_OK;
+        }
+    }
+    return gk_fail(GK_ERR_UNSUPPORTED,
+                   "%s: no kernel for %s on cuda:%d (%s, compute capability %d.%d); supported are float32, bfloat16, "
+                   "float16, float64 from compute capability 8.0 on",
+                   name, gk_dtype_name(dtype), (int)ctx->index, gpu->name, gpu->arch / 10, gpu->arch % 10);
+}
+
+static size_t cuda_bytes(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
+    return row->workspace_bytes ? row->workspace_bytes(row, ctx, args) : 0;
+}
+
+static gk_status cuda_run(const char *name, const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args,
+                          const void *workspace, size_t workspace_bytes) {
+    const gk_cuda_row *row;
+    TRY(find_cuda_row(name, ctx, op, dtype, args, &row));
+    const int32_t before = gk_gpu_enter(name, ctx->index);
+    if (before < 0) return GK_ERR_DEVICE;
+    const size_t needed = cuda_bytes(row, ctx, args);
+    gk_status status;
+    if (workspace_fits(workspace, workspace_bytes, needed))
+        status = row->run(row, ctx, args);
+    else
+        status = gk_fail(GK_ERR_WORKSPACE, "%s: workspace of %zu bytes at %p, expected %zu bytes, 64-byte aligned",
+                         name, workspace_bytes, workspace, needed);
+    gk_gpu_leave(before);
+    return status;
+}
+
+static gk_status cuda_explain(const char *name, const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args,
+                              gk_explanation *out) {
+    const gk_cuda_row *row;
+    TRY(find_cuda_row(name, ctx, op, dtype, args, &row));
+    const int32_t before = gk_gpu_enter(name, ctx->index);
+    if (before < 0) return GK_ERR_DEVICE;
+    snprintf(out->row, sizeof out->row, "%s", row->name);
+    snprintf(out->isa, sizeof out->isa, "%s", strstr(row->name, "_sm90a") ? "sm_90a" : "sm_80");
+    out->chunks = 1;
+    if (row->explain) row->explain(row, ctx, args, out);
+    const gk_gpu *gpu = gk_gpu_of(ctx->index);
+    if (out->waves == 0) out->waves = (double)out->tasks / gpu->num_sms;
+    out->workspace_bytes = (int64_t)cuda_bytes(row, ctx, args);
+    gk_gpu_leave(before);
+    return GK_OK;
+}
+
+/* FLOPs a clock of one SM: tensor cores for 16-bit dtypes, plain multiply-adds for the others. */
+static double flops_per_clock(int arch, gk_dtype dtype) {
+    if (dtype == GK_BF16 || dtype == GK_F16) return arch == 90 ? 4096 : arch == 80 ? 2048 : 1024;
+    if (dtype == GK_F64) return arch == 90 || arch == 80 ? 128 : 4;
+    return arch == 80 ? 128 : 256;
+}
+#endif
+
+#ifndef GPUKERN_HAS_CUDA
+uint8_t *gk_cuda_error_word(void) { return NULL; }
+#endif
+
+/* The time no kernel can beat on this device; explain's last field, once bytes and flops are known. */
+static void bound(const gk_context *ctx, gk_dtype dtype, gk_explanation *out) {
+#ifdef GPUKERN_HAS_CUDA
+    const gk_gpu *gpu = ctx->device == GK_CUDA ? gk_gpu_of(ctx->index) : NULL;
+    if (!gpu) return;
+    const double flops_per_us = flops_per_clock(gpu->arch, dtype) * gpu->num_sms * gpu->clock_khz / 1e3;
+    out->bound_us = fmax(out->bytes / (gpu->memory_gbs * 1e3), out->flops / flops_per_us);
+#else
+    (void)ctx, (void)dtype, (void)out;
+#endif
+}
+
+static size_t workspace_of(const char *name, const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args) {
+#ifdef GPUKERN_HAS_CUDA
+    if (ctx->device == GK_CUDA) {
+        const gk_cuda_row *cuda_row;
+        if (find_cuda_row(name, ctx, op, dtype, args, &cuda_row) != GK_OK) return 0;
+        return cuda_bytes(cuda_row, ctx, args);
+    }
+#endif
     const gk_cpu_row *row;
     if (find_row(name, ctx, op, dtype, args, &row) != GK_OK) return 0;
     return row->kernel->workspace_bytes(ctx, args);
 }
 
-static gk_status run(const char *name, const gk_context *ctx, gk_cpu_op op, gk_dtype dtype, const void *args,
+static gk_status run(const char *name, const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args,
                      const void *workspace, size_t workspace_bytes) {
+#ifdef GPUKERN_HAS_CUDA
+    if (ctx->device == GK_CUDA) return cuda_run(name, ctx, op, dtype, args, workspace, workspace_bytes);
+#endif
     const gk_cpu_row *row;
     TRY(find_row(name, ctx, op, dtype, args, &row));
     const size_t needed = row->kernel->workspace_bytes(ctx, args);
-    if (needed > workspace_bytes || (needed && ((uintptr_t)workspace % 64 != 0 || !workspace)))
+    if (!workspace_fits(workspace, workspace_bytes, needed))
         return gk_fail(GK_ERR_WORKSPACE, "%s: workspace of %zu bytes at %p, expected %zu bytes, 64-byte aligned", name,
                        workspace_bytes, workspace, needed);
     row->kernel->run(ctx, args);
     return GK_OK;
 }
 
-static gk_status explain(const char *name, const gk_context *ctx, gk_cpu_op op, gk_dtype dtype, const void *args,
+static gk_status explain(const char *name, const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args,
                          gk_explanation *out) {
     const gk_cpu_row *row;
     REQUIRE(out && out->size >= sizeof *out, "%s: explanation.size is not sizeof(gk_explanation)", name);
-    TRY(find_row(name, ctx, op, dtype, args, &row));
     const size_t size = out->size;
     memset(out, 0, sizeof *out);
     out->size = size;
+#ifdef GPUKERN_HAS_CUDA
+    if (ctx->device == GK_CUDA) return cuda_explain(name, ctx, op, dtype, args, out);
+#endif
+    TRY(find_row(name, ctx, op, dtype, args, &row));
     static const char *const short_names[] = {"f32", "bf16", "f16", "f64"};
     if (dtype == GK_F64)
         snprintf(out->row, sizeof out->row, "%s_f64", row->name);
@@ -167,22 +276,23 @@ static gk_status check_gemm(const gk_context *ctx, const gk_gemm_args *g) {
 
 size_t gk_gemm_workspace_bytes(const gk_context *ctx, const gk_gemm_args *args) {
     if (check_gemm(ctx, args) != GK_OK) return 0;
-    return workspace_of("gk_gemm", ctx, GK_CPU_GEMM, args->a.dtype, args);
+    return workspace_of("gk_gemm", ctx, GK_OP_GEMM, args->a.dtype, args);
 }
 
 gk_status gk_gemm(const gk_context *ctx, const gk_gemm_args *args) {
     TRY(check_gemm(ctx, args));
-    return run("gk_gemm", ctx, GK_CPU_GEMM, args->a.dtype, args, args->workspace, args->workspace_bytes);
+    return run("gk_gemm", ctx, GK_OP_GEMM, args->a.dtype, args, args->workspace, args->workspace_bytes);
 }
 
 gk_status gk_explain_gemm(const gk_context *ctx, const gk_gemm_args *args, gk_explanation *out) {
     TRY(check_gemm(ctx, args));
-    TRY(explain("gk_explain_gemm", ctx, GK_CPU_GEMM, args->a.dtype, args, out));
+    TRY(explain("gk_explain_gemm", ctx, GK_OP_GEMM, args->a.dtype, args, out));
     out->bytes = tensor_bytes(&args->a) + tensor_bytes(&args->b) + tensor_bytes(&args->out);
     if (args->bias) out->bytes += tensor_bytes(args->bias);
     if (args->c && args->beta != 0) out->bytes += tensor_bytes(args->c);
     if (args->preact) out->bytes += tensor_bytes(args->preact);
     out->flops = 2.0 * (double)gk_numel(&args->out) * (double)args->a.shape[args->a.ndim - 1];
+    bound(ctx, args->a.dtype, out);
     return GK_OK;
 }
 
@@ -203,7 +313,7 @@ gk_status gk_gemm_act_bwd(const gk_context *ctx, const gk_gemm_act_bwd_args *arg
         TRY(check_size(op, "grad_in", &args->grad_in, d, args->grad_out.shape[d]));
     }
     REQUIRE((unsigned)args->activation <= GK_ACT_SILU, "%s: activation is %d", op, (int)args->activation);
-    return run(op, ctx, GK_CPU_GEMM_ACT_BWD, args->grad_out.dtype, args, NULL, 0);
+    return run(op, ctx, GK_OP_GEMM_ACT_BWD, args->grad_out.dtype, args, NULL, 0);
 }
 
 /* ---- flash_attn ---------------------------------------------------------------------------------------- */
@@ -230,9 +340,24 @@ static gk_status check_heads(const char *op, int64_t heads_q, int64_t heads_kv) 
     return GK_OK;
 }
 
-static gk_status check_head_dim(const char *op, const char *name, int64_t d) {
+static gk_status check_head_dim(const char *op, const char *name, const gk_context *ctx, int64_t d) {
+    if (ctx->device == GK_CUDA) {
+        if (d < 8 || d > 256 || d % 8 != 0)
+            return gk_fail(GK_ERR_UNSUPPORTED,
+                           "%s: %s has head_dim %lld; supported on CUDA are multiples of 8 from 8 to 256", op, name,
+                           (long long)d);
+        return GK_OK;
+    }
     if (d < 1 || d > 512)
         return gk_fail(GK_ERR_UNSUPPORTED, "%s: %s has head_dim %lld; supported are 1 to 512", op, name, (long long)d);
+    return GK_OK;
+}
+
+/* CUDA kernels count tokens in 32 bits, with a bit to spare for sums. */
+static gk_status check_length(const char *op, const char *name, const gk_context *ctx, int64_t n) {
+    if (ctx->device == GK_CUDA && n > INT64_C(1) << 30)
+        return gk_fail(GK_ERR_UNSUPPORTED, "%s: %s has %lld tokens; supported on CUDA are up to 2^30", op, name,
+                       (long long)n);
     return GK_OK;
 }
 
@@ -258,8 +383,8 @@ static gk_status check_flash(const char *op, const gk_context *ctx, const gk_fla
     TRY(check_tensor(op, "out", &f->out, dtype, nd, nd));
     TRY(check_tensor(op, "lse", &f->lse, stats_dtype(dtype), nd - 1, nd - 1));
     TRY(check_size(op, "k", &f->k, last, f->q.shape[last]));
-    TRY(check_head_dim(op, "q", f->q.shape[last]));
-    TRY(check_head_dim(op, "v", f->v.shape[last]));
+    TRY(check_head_dim(op, "q", ctx, f->q.shape[last]));
+    TRY(check_head_dim(op, "v", ctx, f->v.shape[last]));
     TRY(check_size(op, "v", &f->v, 1, f->k.shape[1]));
     TRY(check_size(op, "v", &f->v, row, f->k.shape[row]));
     TRY(check_heads(op, f->q.shape[1], f->k.shape[1]));
@@ -292,31 +417,37 @@ static gk_status check_flash(const char *op, const gk_context *ctx, const gk_fla
         }
     }
     TRY(check_rules(op, &f->rules, dtype, batch, f->q.shape[1]));
-    if (packed && contents) {
+    TRY(check_length(op, "q", ctx, f->q.shape[row]));
+    TRY(check_length(op, "k", ctx, f->k.shape[row]));
+    if (packed && contents && ctx->device == GK_CPU) {
         TRY(gk_check_cu_seqlens(op, "cu_seqlens_q", f->cu_seqlens_q, f->q.shape[0], f->max_seqlen_q));
         TRY(gk_check_cu_seqlens(op, "cu_seqlens_k", f->cu_seqlens_k, f->k.shape[0], f->max_seqlen_k));
     }
     return GK_OK;
 }
 
-/* Keys that each row sees, summed over rows and sequences; contents of packed calls must have been checked. */
-static double visible_pairs(const gk_flash_attn_args *f) {
-    const bool packed = f->cu_seqlens_q != NULL;
+/* Keys that each row sees, summed over rows and sequences; contents of packed calls must have been checked. Index tensors on
+ * a GPU are not read: kv_start and kv_end then count as 0 and Sk, and every packed sequence as one of equal share. */
+static double visible_pairs(const gk_context *ctx, const gk_flash_attn_args *f) {
+    const bool packed = f->cu_seqlens_q != NULL, readable = ctx->device == GK_CPU;
     const int64_t batch = packed ? f->cu_seqlens_q->shape[0] - 1 : f->q.shape[0];
     double pairs = 0;
     for (int64_t b = 0; b < batch; ++b) {
         int64_t seq_q = packed ? 0 : f->q.shape[2], seq_k = packed ? 0 : f->k.shape[2], diagonal = f->rules.diagonal;
-        if (packed) {
+        if (packed && !readable) {
+            seq_q = gk_ceil_div(f->q.shape[0], batch), seq_k = gk_ceil_div(f->k.shape[0], batch);
+            diagonal = seq_k - seq_q;
+        } else if (packed) {
             const int32_t *cq = f->cu_seqlens_q->data, *ck = f->cu_seqlens_k->data;
             const int64_t sq = f->cu_seqlens_q->stride[0], sk = f->cu_seqlens_k->stride[0];
             seq_q = cq[(b + 1) * sq] - cq[b * sq], seq_k = ck[(b + 1) * sk] - ck[b * sk];
             diagonal = seq_k - seq_q;
         }
         gk_span span = gk_span_make(&f->rules, seq_k, diagonal);
-        if (f->rules.kv_start)
+        if (f->rules.kv_start && readable)
             span.key_lo =
                 gk_clamp_i64(((const int32_t *)f->rules.kv_start->data)[b * f->rules.kv_start->stride[0]], 0, seq_k);
-        if (f->rules.kv_end)
+        if (f->rules.kv_end && readable)
             span.key_hi =
                 gk_clamp_i64(((const int32_t *)f->rules.kv_end->data)[b * f->rules.kv_end->stride[0]], 0, seq_k);
         span.key_hi = gk_max_i64(span.key_lo, span.key_hi);
@@ -325,28 +456,30 @@ static double visible_pairs(const gk_flash_attn_args *f) {
     return pairs;
 }
 
-static void attn_cost(const gk_flash_attn_args *f, double products, gk_explanation *out) {
+static void attn_cost(const gk_context *ctx, const gk_flash_attn_args *f, double products, gk_explanation *out) {
     const int last = f->q.ndim - 1;
     out->bytes =
         tensor_bytes(&f->q) + tensor_bytes(&f->k) + tensor_bytes(&f->v) + tensor_bytes(&f->out) + tensor_bytes(&f->lse);
-    out->flops = products * visible_pairs(f) * (double)f->q.shape[1] * (double)(f->q.shape[last] + f->v.shape[last]);
+    out->flops =
+        products * visible_pairs(ctx, f) * (double)f->q.shape[1] * (double)(f->q.shape[last] + f->v.shape[last]);
 }
 
 size_t gk_flash_attn_fwd_workspace_bytes(const gk_context *ctx, const gk_flash_attn_args *args) {
     if (check_flash("gk_flash_attn_fwd", ctx, args, false) != GK_OK) return 0;
-    return workspace_of("gk_flash_attn_fwd", ctx, GK_CPU_FLASH_ATTN_FWD, args->q.dtype, args);
+    return workspace_of("gk_flash_attn_fwd", ctx, GK_OP_FLASH_ATTN_FWD, args->q.dtype, args);
 }
 
 gk_status gk_flash_attn_fwd(const gk_context *ctx, const gk_flash_attn_args *args) {
     TRY(check_flash("gk_flash_attn_fwd", ctx, args, true));
-    return run("gk_flash_attn_fwd", ctx, GK_CPU_FLASH_ATTN_FWD, args->q.dtype, args, args->workspace,
+    return run("gk_flash_attn_fwd", ctx, GK_OP_FLASH_ATTN_FWD, args->q.dtype, args, args->workspace,
                args->workspace_bytes);
 }
 
 gk_status gk_explain_flash_attn_fwd(const gk_context *ctx, const gk_flash_attn_args *args, gk_explanation *out) {
     TRY(check_flash("gk_explain_flash_attn_fwd", ctx, args, true));
-    TRY(explain("gk_explain_flash_attn_fwd", ctx, GK_CPU_FLASH_ATTN_FWD, args->q.dtype, args, out));
-    attn_cost(args, 2, out);
+    TRY(explain("gk_explain_flash_attn_fwd", ctx, GK_OP_FLASH_ATTN_FWD, args->q.dtype, args, out));
+    attn_cost(ctx, args, 2, out);
+    bound(ctx, args->q.dtype, out);
     return GK_OK;
 }
 
@@ -378,21 +511,23 @@ static gk_status check_flash_bwd(const char *op, const gk_context *ctx, const gk
 
 size_t gk_flash_attn_bwd_workspace_bytes(const gk_context *ctx, const gk_flash_attn_bwd_args *args) {
     if (check_flash_bwd("gk_flash_attn_bwd", ctx, args, false) != GK_OK) return 0;
-    return workspace_of("gk_flash_attn_bwd", ctx, GK_CPU_FLASH_ATTN_BWD, args->fwd.q.dtype, args);
+    return workspace_of("gk_flash_attn_bwd", ctx, GK_OP_FLASH_ATTN_BWD, args->fwd.q.dtype, args);
 }
 
 gk_status gk_flash_attn_bwd(const gk_context *ctx, const gk_flash_attn_bwd_args *args) {
     TRY(check_flash_bwd("gk_flash_attn_bwd", ctx, args, true));
-    return run("gk_flash_attn_bwd", ctx, GK_CPU_FLASH_ATTN_BWD, args->fwd.q.dtype, args, args->workspace,
+    return run("gk_flash_attn_bwd", ctx, GK_OP_FLASH_ATTN_BWD, args->fwd.q.dtype, args, args->workspace,
                args->workspace_bytes);
 }
 
 gk_status gk_explain_flash_attn_bwd(const gk_context *ctx, const gk_flash_attn_bwd_args *args, gk_explanation *out) {
     TRY(check_flash_bwd("gk_explain_flash_attn_bwd", ctx, args, true));
-    TRY(explain("gk_explain_flash_attn_bwd", ctx, GK_CPU_FLASH_ATTN_BWD, args->fwd.q.dtype, args, out));
-    attn_cost(&args->fwd, 5, out); /* five products, of which three have head_dim and two head_dim_v: 2.5 x forward */
+    TRY(explain("gk_explain_flash_attn_bwd", ctx, GK_OP_FLASH_ATTN_BWD, args->fwd.q.dtype, args, out));
+    attn_cost(ctx, &args->fwd, 5,
+              out); /* five products, of which three have head_dim and two head_dim_v: 2.5 x forward */
     out->bytes +=
         tensor_bytes(&args->grad_out) + tensor_bytes(&args->dq) + tensor_bytes(&args->dk) + tensor_bytes(&args->dv);
+    bound(ctx, args->fwd.q.dtype, out);
     return GK_OK;
 }
 
@@ -423,8 +558,8 @@ static gk_status check_paged(const char *op, const gk_context *ctx, const gk_pag
     for (int d = 0; d < 3; ++d) TRY(check_size(op, "v_cache", &p->v_cache, d, p->k_cache.shape[d]));
     REQUIRE(p->k_cache.shape[1] > 0 || p->k_cache.shape[0] == 0, "%s: k_cache has block_size 0, expected 1 or more",
             op);
-    TRY(check_head_dim(op, "q", p->q.shape[2]));
-    TRY(check_head_dim(op, "v_cache", p->v_cache.shape[3]));
+    TRY(check_head_dim(op, "q", ctx, p->q.shape[2]));
+    TRY(check_head_dim(op, "v_cache", ctx, p->v_cache.shape[3]));
     TRY(check_size(op, "block_table", &p->block_table, 0, batch));
     TRY(check_size(op, "out", &p->out, 0, tokens));
     TRY(check_size(op, "out", &p->out, 1, heads_q));
@@ -447,30 +582,35 @@ static gk_status check_paged(const char *op, const gk_context *ctx, const gk_pag
     TRY(check_rules(op, &p->rules, dtype, batch, heads_q));
     TRY(check_scales(op, "k_scale", p->k_scale, dtype, heads_kv));
     TRY(check_scales(op, "v_scale", p->v_scale, dtype, heads_kv));
-    if (contents) TRY(gk_check_paged_contents(p));
+    TRY(check_length(op, "q", ctx, tokens));
+    TRY(check_length(op, "block_table", ctx, p->block_table.shape[1] * p->k_cache.shape[1]));
+    if (contents && ctx->device == GK_CPU) TRY(gk_check_paged_contents(p));
     return GK_OK;
 }
 
 size_t gk_paged_attn_workspace_bytes(const gk_context *ctx, const gk_paged_attn_args *args) {
     if (check_paged("gk_paged_attn", ctx, args, false) != GK_OK) return 0;
-    return workspace_of("gk_paged_attn", ctx, GK_CPU_PAGED_ATTN, args->q.dtype, args);
+    return workspace_of("gk_paged_attn", ctx, GK_OP_PAGED_ATTN, args->q.dtype, args);
 }
 
 gk_status gk_paged_attn(const gk_context *ctx, const gk_paged_attn_args *args) {
     TRY(check_paged("gk_paged_attn", ctx, args, true));
-    return run("gk_paged_attn", ctx, GK_CPU_PAGED_ATTN, args->q.dtype, args, args->workspace, args->workspace_bytes);
+    return run("gk_paged_attn", ctx, GK_OP_PAGED_ATTN, args->q.dtype, args, args->workspace, args->workspace_bytes);
 }
 
 gk_status gk_explain_paged_attn(const gk_context *ctx, const gk_paged_attn_args *args, gk_explanation *out) {
     TRY(check_paged("gk_explain_paged_attn", ctx, args, true));
-    TRY(explain("gk_explain_paged_attn", ctx, GK_CPU_PAGED_ATTN, args->q.dtype, args, out));
+    TRY(explain("gk_explain_paged_attn", ctx, GK_OP_PAGED_ATTN, args->q.dtype, args, out));
     const int64_t batch = args->seq_lens.shape[0], heads_kv = args->k_cache.shape[2];
     const double dims = (double)(args->q.shape[2] + args->v_cache.shape[3]);
     double keys = 0, pairs = 0;
     for (int64_t b = 0; b < batch; ++b) {
-        const int64_t len = ((const int32_t *)args->seq_lens.data)[b * args->seq_lens.stride[0]];
+        /* on a GPU lengths are not read: every sequence then counts with all that its table row holds */
+        const bool readable = ctx->device == GK_CPU;
+        const int64_t len = readable ? ((const int32_t *)args->seq_lens.data)[b * args->seq_lens.stride[0]]
+                                     : args->block_table.shape[1] * args->k_cache.shape[1];
         int64_t n = batch ? args->q.shape[0] / batch : 0;
-        if (args->cu_seqlens_q) {
+        if (args->cu_seqlens_q && readable) {
             const int32_t *cu = args->cu_seqlens_q->data;
             const int64_t s = args->cu_seqlens_q->stride[0];
             n = cu[(b + 1) * s] - cu[b * s];
@@ -485,6 +625,7 @@ gk_status gk_explain_paged_attn(const gk_context *ctx, const gk_paged_attn_args 
     out->bytes = keys * (double)heads_kv * dims * (double)gk_dtype_bytes(args->q.dtype) + tensor_bytes(&args->q) +
                  tensor_bytes(&args->out) + tensor_bytes(&args->lse);
     out->flops = 2 * pairs * (double)args->q.shape[1] * dims;
+    bound(ctx, args->q.dtype, out);
     return GK_OK;
 }
 
@@ -511,8 +652,8 @@ gk_status gk_kv_cache_write(const gk_context *ctx, const gk_kv_cache_write_args 
     TRY(check_size(op, "slots", &args->slots, 0, tokens));
     TRY(check_scales(op, "k_scale", args->k_scale, dtype, heads_kv));
     TRY(check_scales(op, "v_scale", args->v_scale, dtype, heads_kv));
-    TRY(gk_check_slots(args));
-    return run(op, ctx, GK_CPU_KV_CACHE_WRITE, dtype, args, NULL, 0);
+    if (ctx->device == GK_CPU) TRY(gk_check_slots(args));
+    return run(op, ctx, GK_OP_KV_CACHE_WRITE, dtype, args, NULL, 0);
 }
 
 /* ---- attn_merge ------------------------------------------------------------------------------------------------ */
@@ -539,5 +680,5 @@ gk_status gk_attn_merge(const gk_context *ctx, const gk_attn_merge_args *args) {
     }
     REQUIRE((is_contiguous(&args->out) && is_contiguous(&args->lse)) || gk_numel(&args->out) == 0,
             "%s: out and lse must be contiguous", op);
-    return run(op, ctx, GK_CPU_ATTN_MERGE, dtype, args, NULL, 0);
+    return run(op, ctx, GK_OP_ATTN_MERGE, dtype, args, NULL, 0);
 }

@@ -84,8 +84,23 @@ typedef struct gk_context {
     gk_parallel_for_fn parallel_for; /* CPU: NULL runs on the calling thread */
     void *pool;                      /* first argument of parallel_for */
     const char *cpu_isa;             /* CPU: "base" | "avx2" | "avx512" | "avx512bf16"; NULL = best of the machine */
-    uint32_t *error_word;            /* CUDA: sticky word that kernels set on bad index contents; may be NULL */
+    uint8_t *error_word;             /* CUDA: GK_NUM_DEVICE_ERRORS bytes of pinned memory; may be NULL */
 } gk_context;
+
+/* Bad contents of index tensors that a CUDA kernel met: it sets byte error_word[kind] and goes on with clamped values.
+ * The sequence or token concerned has no meaningful result, all others have theirs. */
+typedef enum gk_device_error {
+    GK_BAD_CU_SEQLENS = 0,  /* flash_attn_varlen: decreasing, past the tokens, or longer than max_seqlen */
+    GK_BAD_SEQ_LENS = 1,    /* paged_attn: a length below 0, past the table or below its query tokens; cu_seqlens_q */
+    GK_BAD_BLOCK_TABLE = 2, /* paged_attn: a page outside the cache */
+    GK_BAD_SLOTS = 3,       /* kv_cache_write: a slot past the cache */
+    GK_NUM_DEVICE_ERRORS = 4
+} gk_device_error;
+
+/* The error word of this process: pinned, zeroed, seen by every GPU; NULL without CUDA. Made at the first call, which may
+ * stand inside a stream capture; never freed. A caller that wants one of its own passes that instead. */
+GK_API uint8_t *gk_cuda_error_word(void);
+GK_API const char *gk_device_error_text(gk_device_error kind);
 
 /* Best instruction set of this machine; the comma-separated list of all it has, worst first. */
 GK_API const char *gk_cpu_isa(void);
@@ -102,6 +117,9 @@ typedef struct gk_explanation {
     double bytes;    /* bytes the op must move at least: inputs read once, outputs written once */
     double flops;    /* multiply-adds count two; keys outside the span do not count */
     int64_t workspace_bytes;
+    double waves; /* CUDA: tasks over those that run at once; 0 on the CPU */
+    double
+        bound_us; /* CUDA: the larger of bytes over bandwidth and flops over the peak of the units used; 0 on the CPU */
 } gk_explanation;
 
 /* ---- gemm ---------------------------------------------------------------------------------- */

@@ -8,6 +8,10 @@
 #include <stdbool.h>
 #include <string.h>
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 /* status.c: records the detail text of this thread and returns `code`. */
 #if defined(__GNUC__)
 __attribute__((format(printf, 2, 3)))
@@ -139,6 +143,18 @@ typedef void (*gk_work_fn)(void *arg, int64_t task, int64_t worker);
 int64_t gk_num_workers(const gk_context *ctx, int64_t num_tasks);
 void gk_parallel(const gk_context *ctx, int64_t num_tasks, gk_work_fn fn, void *arg);
 
+/* ---- ops ---------------------------------------------------------------------------------------- */
+typedef enum gk_op {
+    GK_OP_GEMM,
+    GK_OP_GEMM_ACT_BWD,
+    GK_OP_FLASH_ATTN_FWD,
+    GK_OP_FLASH_ATTN_BWD,
+    GK_OP_PAGED_ATTN,
+    GK_OP_KV_CACHE_WRITE,
+    GK_OP_ATTN_MERGE,
+    GK_NUM_OPS
+} gk_op;
+
 /* ---- rooms: what dispatch.c calls ------------------------------------------------------------ */
 /* ref/: naive loops, double accumulation, every dtype; judge of the tests and the float64 path. No workspace. */
 void gk_ref_gemm(const gk_context *ctx, const gk_gemm_args *args);
@@ -155,4 +171,7 @@ gk_status gk_check_cu_seqlens(const char *op, const char *name, const gk_tensor 
 gk_status gk_check_paged_contents(const gk_paged_attn_args *args);
 gk_status gk_check_slots(const gk_kv_cache_write_args *args);
 
+#ifdef __cplusplus
+}
+#endif
 #endif

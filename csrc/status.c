@@ -25,6 +25,22 @@ const char *gk_status_name(gk_status code) {
     return "unknown gk_status";
 }
 
+const char *gk_device_error_text(gk_device_error kind) {
+    switch (kind) {
+    case GK_BAD_CU_SEQLENS:
+        return "flash_attn_varlen: cu_seqlens is expected to start at 0, not to decrease, to end within the tokens and "
+               "to hold sequences of at most max_seqlen";
+    case GK_BAD_SEQ_LENS:
+        return "paged_attn: seq_lens is expected to be between a sequence's query tokens and what its row of "
+               "block_table "
+               "holds, and cu_seqlens_q to start at 0, not to decrease and to end within the tokens";
+    case GK_BAD_BLOCK_TABLE: return "paged_attn: block_table is expected to hold pages of the cache";
+    case GK_BAD_SLOTS: return "kv_cache_write: slots is expected to hold slots of the cache, or negative ones to skip";
+    case GK_NUM_DEVICE_ERRORS: break;
+    }
+    return "unknown gk_device_error";
+}
+
 const char *gk_last_error(void) { return last_error; }
 
 gk_status gk_fail(gk_status code, const char *format, ...) {

@@ -79,6 +79,24 @@ inline thread_local Scratch scratch;
 
 inline size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
+// ---- what kernels reported ------------------------------------------------------------------------
+// Raises for the first kind of bad index contents that a kernel met since the last time; forgets all.
+inline void raise_device_errors(const char *op, uint8_t *word) {
+    if (!word) return;
+    uint32_t all;
+    static_assert(sizeof all == GK_NUM_DEVICE_ERRORS, "one read for all kinds");
+    std::memcpy(&all, word, sizeof all);
+    if (__builtin_expect(all == 0, 1)) return;
+    uint8_t kinds[GK_NUM_DEVICE_ERRORS];
+    std::memcpy(kinds, word, sizeof kinds);
+    std::memset(word, 0, sizeof kinds);
+    for (int kind = 0; kind < GK_NUM_DEVICE_ERRORS; ++kind) {
+        if (!kinds[kind]) continue;
+        throw std::out_of_range(error_text(op, "an earlier call met bad contents on the GPU; ",
+                                           gk_device_error_text(static_cast<gk_device_error>(kind))));
+    }
+}
+
 // ---- a call -------------------------------------------------------------------------------------
 class Call {
   public:
@@ -103,6 +121,8 @@ class Call {
         context_.device = GK_CUDA;
         if (!aoti_torch_get_current_cuda_stream) failed(op, "this torch has no CUDA");
         torch_ok(op, aoti_torch_get_current_cuda_stream(first.device.index, &context_.stream));
+        context_.error_word = gk_cuda_error_word();
+        raise_device_errors(op, context_.error_word);
 #else
         bad_argument(op, first.name, " is on ", first.device.name(), "; this build of gpukern has kernels for the cpu");
 #endif

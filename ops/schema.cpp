@@ -87,7 +87,7 @@ std::string cpu_isa() {
 std::string cpu_isas() { return gk_cpu_isas(); }
 
 // On the CPU every error is raised by the call that made it: there is none to collect.
-void check_errors() {}
+void check_errors() { gk::raise_device_errors("check_errors", gk_cuda_error_word()); }
 
 } // namespace
 

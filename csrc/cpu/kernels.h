@@ -93,18 +93,7 @@ void gk_gemm_at(const gk_gemm_args *args, const gk_gemm_problem *p, int64_t i, c
                 gk_gemm_epilogue *e);
 gk_gemm_epilogue gk_epilogue_at(const gk_gemm_epilogue *e, int64_t row, int64_t col);
 
-typedef enum gk_cpu_op {
-    GK_CPU_GEMM,
-    GK_CPU_GEMM_ACT_BWD,
-    GK_CPU_FLASH_ATTN_FWD,
-    GK_CPU_FLASH_ATTN_BWD,
-    GK_CPU_PAGED_ATTN,
-    GK_CPU_KV_CACHE_WRITE,
-    GK_CPU_ATTN_MERGE,
-    GK_NUM_CPU_OPS
-} gk_cpu_op;
-
 /* tables.c: rows of an op, best ISA first. */
-const gk_cpu_row *gk_cpu_rows(gk_cpu_op op, int *num_rows);
+const gk_cpu_row *gk_cpu_rows(gk_op op, int *num_rows);
 
 #endif

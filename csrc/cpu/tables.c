@@ -66,17 +66,17 @@ static const gk_cpu_row paged_attn_rows[] = {EVERY_ISA(paged_attn), REF_ROW(page
 static const gk_cpu_row kv_cache_write_rows[] = {EVERY_ISA(kv_cache_write), REF_ROW(kv_cache_write)};
 static const gk_cpu_row attn_merge_rows[] = {EVERY_ISA(attn_merge), REF_ROW(attn_merge)};
 
-const gk_cpu_row *gk_cpu_rows(gk_cpu_op op, int *num_rows) {
+const gk_cpu_row *gk_cpu_rows(gk_op op, int *num_rows) {
     switch (op) {
 #define CASE(OP, rows) \
     case OP: *num_rows = (int)(sizeof rows / sizeof rows[0]); return rows;
-        CASE(GK_CPU_GEMM, gemm_rows)
-        CASE(GK_CPU_GEMM_ACT_BWD, gemm_act_bwd_rows)
-        CASE(GK_CPU_FLASH_ATTN_FWD, flash_attn_fwd_rows)
-        CASE(GK_CPU_FLASH_ATTN_BWD, flash_attn_bwd_rows)
-        CASE(GK_CPU_PAGED_ATTN, paged_attn_rows)
-        CASE(GK_CPU_KV_CACHE_WRITE, kv_cache_write_rows)
-        CASE(GK_CPU_ATTN_MERGE, attn_merge_rows)
+        CASE(GK_OP_GEMM, gemm_rows)
+        CASE(GK_OP_GEMM_ACT_BWD, gemm_act_bwd_rows)
+        CASE(GK_OP_FLASH_ATTN_FWD, flash_attn_fwd_rows)
+        CASE(GK_OP_FLASH_ATTN_BWD, flash_attn_bwd_rows)
+        CASE(GK_OP_PAGED_ATTN, paged_attn_rows)
+        CASE(GK_OP_KV_CACHE_WRITE, kv_cache_write_rows)
+        CASE(GK_OP_ATTN_MERGE, attn_merge_rows)
     default: *num_rows = 0; return NULL;
     }
 }

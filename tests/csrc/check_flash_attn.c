@@ -588,7 +588,7 @@ int main(void) {
         check_shapes_without_elements(dtypes[d]);
     }
     check_refusals();
-    check_every_row_seen(GK_CPU_FLASH_ATTN_FWD);
-    check_every_row_seen(GK_CPU_FLASH_ATTN_BWD);
+    check_every_row_seen(GK_OP_FLASH_ATTN_FWD);
+    check_every_row_seen(GK_OP_FLASH_ATTN_BWD);
     return check_end();
 }

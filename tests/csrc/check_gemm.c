@@ -370,6 +370,6 @@ int main(void) {
         check_act_bwds(dtypes[d]);
     }
     check_refusals();
-    check_every_row_seen(GK_CPU_GEMM);
+    check_every_row_seen(GK_OP_GEMM);
     return check_end();
 }

@@ -1,0 +1,49 @@
+/* score.cuh: what becomes of scale * q k before the softmax: softcap, then ALiBi; and its derivative.
+ *   s = cap tanh(scale qk / cap) - slope |i + diagonal - j|
+ * Kernels work in log2 units: weights are exp2(s log2(e) - m). */
+#ifndef GPUKERN_CUDA_SCORE_CUH
+#define GPUKERN_CUDA_SCORE_CUH
+
+#include "problem.cuh"
+
+constexpr float LOG2_E = 1.4426950408889634f;
+constexpr float LN_2 = 0.6931471805599453f;
+
+struct Score {
+    float scale;   /* of qk, natural units */
+    float softcap; /* 0 = off */
+    float slope;   /* of this head, 0 = off */
+    int position0; /* row i stands at position i + position0 */
+};
+
+__device__ __forceinline__ Score score_of(const Problem &p, const Sequence &s, int b, int head) {
+    Score x;
+    x.scale = (float)p.rules.scale, x.softcap = (float)p.rules.softcap, x.slope = 0,
+    x.position0 = span_clamp(s.diagonal);
+    if (p.rules.alibi_slopes)
+        x.slope = ((const float *)p.rules.alibi_slopes)[b * p.rules.slope_batch + head * p.rules.slope_head];
+    return x;
+}
+
+/* tanh through one exponential: exact to 1e-7 of 1, which is what a score of size softcap needs. */
+__device__ __forceinline__ float score_tanh(float x) {
+    const float e = exp2f(2 * LOG2_E * fminf(fabsf(x), 20.f));
+    return copysignf(1 - __fdividef(2.f, e + 1), x);
+}
+
+/* qk -> s, natural units. */
+__device__ __forceinline__ float score(const Score &x, float qk, int i, int j) {
+    float s = qk * x.scale;
+    if (x.softcap > 0) s = x.softcap * score_tanh(__fdividef(s, x.softcap));
+    if (x.slope != 0) s -= x.slope * fabsf((float)(i + x.position0 - j));
+    return s;
+}
+
+/* d s / d qk, from qk. */
+__device__ __forceinline__ float score_slope(const Score &x, float qk) {
+    if (!(x.softcap > 0)) return x.scale;
+    const float t = score_tanh(__fdividef(qk * x.scale, x.softcap));
+    return x.scale * (1 - t * t);
+}
+
+#endif

@@ -1,0 +1,68 @@
+/* launch.cuh: one way to launch a kernel: the shared memory it may use, the stream, the failure named after the op.
+ * A kernel takes one struct by value. Nothing here waits, and the first launch may stand inside a stream capture. */
+#ifndef GPUKERN_CUDA_LAUNCH_CUH
+#define GPUKERN_CUDA_LAUNCH_CUH
+
+#include "../kernels.h"
+
+#include <cuda_runtime.h>
+
+/* Past 48 KiB a block's shared memory must be asked for, once per kernel and device; `asked` has a bit per device. */
+template <auto KERNEL> inline cudaError_t allow_smem(int32_t device, size_t smem_bytes) {
+    static uint64_t asked;
+    const uint64_t bit = uint64_t(1) << (device & 63);
+    if (smem_bytes <= 48 * 1024 || (__atomic_load_n(&asked, __ATOMIC_ACQUIRE) & bit)) return cudaSuccess;
+    /* the call loads the kernel's module, which a capture on this thread would forbid */
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    (void)cudaThreadExchangeStreamCaptureMode(&mode);
+    int most = 0;
+    cudaError_t error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    cudaFuncAttributes attributes;
+    if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, KERNEL);
+    if (error == cudaSuccess)
+        error = cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                     most - (int)attributes.sharedSizeBytes);
+    (void)cudaThreadExchangeStreamCaptureMode(&mode);
+    if (error == cudaSuccess) __atomic_fetch_or(&asked, bit, __ATOMIC_RELEASE);
+    return error;
+}
+
+/* after_previous: the kernel starts while the one before it on the stream drains; it must call
+ * griddepcontrol_wait() (ptx/) before it touches memory. */
+template <auto KERNEL, class Params>
+inline gk_status launch(const char *op, const gk_context *ctx, dim3 grid, unsigned threads, size_t smem_bytes,
+                        const Params &params, bool after_previous = false) {
+    if (grid.x == 0 || grid.y == 0 || grid.z == 0) return GK_OK;
+    cudaError_t error = allow_smem<KERNEL>(ctx->index, smem_bytes);
+    if (error == cudaSuccess) {
+        cudaLaunchAttribute overlap = {};
+        overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        overlap.val.programmaticStreamSerializationAllowed = 1;
+        cudaLaunchConfig_t config = {};
+        config.gridDim = grid;
+        config.blockDim = dim3(threads);
+        config.dynamicSmemBytes = smem_bytes;
+        config.stream = (cudaStream_t)ctx->stream;
+        config.attrs = &overlap;
+        config.numAttrs = after_previous ? 1 : 0;
+        error = cudaLaunchKernelEx(&config, KERNEL, params);
+    }
+    if (error == cudaSuccess) return GK_OK;
+    (void)cudaGetLastError(); /* or the next launch would report it again */
+    return gk_fail(GK_ERR_DEVICE, "%s: a kernel of %u x %u x %u blocks of %u threads could not be launched: %s", op,
+                   grid.x, grid.y, grid.z, threads, cudaGetErrorString(error));
+}
+
+/* Blocks of a kernel that one SM holds at once; for `explain`. */
+template <auto KERNEL> inline int blocks_per_sm(unsigned threads, size_t smem_bytes) {
+    int n = 0;
+    if (cudaOccupancyMaxActiveBlocksPerMultiprocessor(&n, KERNEL, (int)threads, smem_bytes) != cudaSuccess) return 1;
+    return n > 0 ? n : 1;
+}
+
+/* Kernels tell of bad index contents here; see gk_device_error. */
+__device__ __forceinline__ void report(uint8_t *error_word, gk_device_error kind) {
+    if (error_word) *(volatile uint8_t *)(error_word + kind) = 1;
+}
+
+#endif

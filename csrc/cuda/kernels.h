@@ -1,0 +1,58 @@
+/* kernels.h: what the CUDA room offers to dispatch.c: per op some tables, each the end of one kernel file and one row per
+ * compiled instance. C, so that dispatch.c and the .cu files read the same page. */
+#ifndef GPUKERN_CUDA_KERNELS_H
+#define GPUKERN_CUDA_KERNELS_H
+
+#include "../internal.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* host/device.cu: what a kernel's launcher and `explain` ask of a GPU. Constants of the device, read once. */
+typedef struct gk_gpu {
+    int32_t arch; /* 10 * major + minor: 80, 86, 89, 90, .. */
+    int32_t num_sms;
+    int32_t smem_per_block; /* bytes a block may opt in to */
+    int32_t smem_per_sm;    /* bytes */
+    int64_t l2_bytes;
+    double clock_khz, memory_gbs; /* SM clock; peak bandwidth of device memory in GB/s */
+    char name[64];
+} gk_gpu;
+
+/* NULL where the index is none of a GPU; gk_last_error() then says why. */
+const gk_gpu *gk_gpu_of(int32_t index);
+int32_t gk_gpu_count(void);
+
+/* Makes `index` the current device; returns the one before, or -1 and a failure text. gk_gpu_leave restores it. */
+int32_t gk_gpu_enter(const char *op, int32_t index);
+void gk_gpu_leave(int32_t before);
+
+/* A row: one instance of a kernel. `args` is the op's argument struct of gpukern.h, already validated, nothing empty
+ * but what the op allows; workspace is of the size asked for. run() launches on ctx->stream, never waits, and returns
+ * launch failures. explain fills tile, tasks, chunks and waves; dispatch.c fills the rest. */
+typedef struct gk_cuda_row gk_cuda_row;
+struct gk_cuda_row {
+    const char *name; /* the whole name: "gemm_sm80_bf16_128x256x32" */
+    gk_dtype dtype;
+    bool (*takes)(const gk_cuda_row *row, const gk_context *ctx, const void *args);             /* NULL = every call */
+    size_t (*workspace_bytes)(const gk_cuda_row *row, const gk_context *ctx, const void *args); /* NULL = none */
+    gk_status (*run)(const gk_cuda_row *row, const gk_context *ctx, const void *args);
+    void (*explain)(const gk_cuda_row *row, const gk_context *ctx, const void *args, gk_explanation *out);
+    int32_t key[6]; /* what the file's own functions read: head_dim, tile sizes, .. */
+};
+
+/* The instances of one kernel file, best first. */
+typedef struct gk_cuda_table {
+    const gk_cuda_row *rows;
+    int num_rows;
+    int arch; /* 80: this arch and every later one; 90: this one alone (sm_90a code) */
+} gk_cuda_table;
+
+/* tables.c: the tables of an op, best first; the first row that takes a call on the device's arch serves it. */
+const gk_cuda_table *const *gk_cuda_tables(gk_op op, int *num_tables);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

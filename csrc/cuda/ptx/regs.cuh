@@ -1,0 +1,105 @@
+// regs: arithmetic and conversions that C has no name for, and global loads and stores with cache hints. Any thread;
+// checked against PTX ISA 9.0. What is not volatile reads and writes registers only.
+#ifndef GPUKERN_PTX_REGS_CUH
+#define GPUKERN_PTX_REGS_CUH
+
+#include <stdint.h>
+
+// ex2.approx.ftz.f32, sm_20: 2^x, relative error 2^-22.5; 2^-inf is 0, subnormal results are 0.
+static __device__ __forceinline__ float ex2_approx_ftz(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// lg2.approx.ftz.f32, sm_20: log2(x), absolute error 2^-22 near 1; log2 of 0 is -inf.
+static __device__ __forceinline__ float lg2_approx_ftz(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// tanh.approx.f32, sm_75: relative error 2^-11, enough for a result that is rounded to 16 bits and no more.
+static __device__ __forceinline__ float tanh_approx(float x) {
+    float y;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// cvt.rn.bf16x2.f32 and cvt.rn.f16x2.f32, sm_80: two floats to nearest even, lo in the low half.
+static __device__ __forceinline__ uint32_t cvt_rn_bf16x2(float lo, float hi) {
+    uint32_t y;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(hi), "f"(lo));
+    return y;
+}
+
+static __device__ __forceinline__ uint32_t cvt_rn_f16x2(float lo, float hi) {
+    uint32_t y;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(hi), "f"(lo));
+    return y;
+}
+
+// cvt.rna.tf32.f32, sm_80: float bits rounded to 10 mantissa bits, ties away from zero.
+static __device__ __forceinline__ uint32_t cvt_rna_tf32(float x) {
+    uint32_t y;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+    return y;
+}
+
+// prmt.b32, sm_20: byte i of the result is byte (selector >> 4i) & 7 of the eight bytes b:a (a is bytes 0 to 3).
+static __device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
+    uint32_t y;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(selector));
+    return y;
+}
+
+// ---- global memory, 16 bytes; the address is a multiple of 16 -------------------------------------------------------
+
+// ld.global.nc.L1::no_allocate.v4.u32, sm_70 (the hint): data that nobody writes while the kernel runs and that is read
+// once. Ordered after nothing.
+static __device__ __forceinline__ uint4 ld_global_nc_no_allocate_128(const void *p_g) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(__cvta_generic_to_global(p_g))
+                 : "memory");
+    return v;
+}
+
+// The same with L2::256B: one miss fetches 256 bytes, for streams. sm_80.
+static __device__ __forceinline__ uint4 ld_global_nc_no_allocate_l2_256b_128(const void *p_g) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(__cvta_generic_to_global(p_g))
+                 : "memory");
+    return v;
+}
+
+// ld.global.L2::{128B, 256B}.v4.u32, sm_75 and sm_80: an ordinary load; one miss fetches that many bytes into L2.
+static __device__ __forceinline__ uint4 ld_global_l2_128b_128(const void *p_g) {
+    uint4 v;
+    asm volatile("ld.global.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(__cvta_generic_to_global(p_g))
+                 : "memory");
+    return v;
+}
+
+static __device__ __forceinline__ uint4 ld_global_l2_256b_128(const void *p_g) {
+    uint4 v;
+    asm volatile("ld.global.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(__cvta_generic_to_global(p_g))
+                 : "memory");
+    return v;
+}
+
+// st.global.v4.u32, sm_20.
+static __device__ __forceinline__ void st_global_128(void *p_g, uint4 v) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p_g)), "r"(v.x), "r"(v.y),
+                 "r"(v.z), "r"(v.w)
+                 : "memory");
+}
+
+#endif

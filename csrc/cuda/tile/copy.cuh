@@ -1,0 +1,121 @@
+// copy: tiles between global and shared memory, by all threads of a group (a block, or some of its warps).
+//
+// A tile is Tile = smem_tile<ROWS, ROW_BYTES>. `thread` counts 0 .. THREADS-1 inside the group. Strides are in elements.
+// Rows from rows_valid on and columns from cols_valid on become zeros, and nothing there is read.
+#ifndef GPUKERN_TILE_COPY_CUH
+#define GPUKERN_TILE_COPY_CUH
+
+#include "../ptx/cp_async.cuh"
+#include "../ptx/regs.cuh"
+#include "layout.cuh"
+
+// Which chunk a thread copies in each pass. Neighbouring threads take neighbouring chunks of a row: whole 128-byte lines
+// from global memory, no bank conflicts. For kernels whose rows are scattered (pages), which write the loop themselves:
+//
+//   for (int pass = 0; pass < C::passes; ++pass)
+//       if (C::has(thread, pass))
+//           cp_async_cg_16(tile_s + C::offset(thread, pass), row C::row(thread, pass), chunk C::chunk(thread, pass), 16)
+template <typename Tile, int THREADS> struct tile_copy {
+    static constexpr int total = Tile::rows * Tile::chunks, passes = (total + THREADS - 1) / THREADS;
+    static constexpr bool same_chunk = THREADS % Tile::chunks == 0;                 // one column of chunks per thread
+    static constexpr bool same_xor = same_chunk && THREADS / Tile::chunks % 8 == 0; // and one swizzle
+
+    static constexpr GK_HD bool has(int thread, int pass) {
+        return total % THREADS == 0 || pass + 1 < passes || thread + pass * THREADS < total;
+    }
+    static constexpr GK_HD int row(int thread, int pass) {
+        return same_chunk ? thread / Tile::chunks + pass * (THREADS / Tile::chunks)
+                          : (thread + pass * THREADS) / Tile::chunks;
+    }
+    static constexpr GK_HD int chunk(int thread, int pass) {
+        return same_chunk ? thread % Tile::chunks : (thread + pass * THREADS) % Tile::chunks;
+    }
+    static constexpr GK_HD int offset(int thread, int pass) {
+        return same_xor ? Tile::offset(row(thread, 0), chunk(thread, 0)) + pass * (THREADS * 16)
+                        : Tile::offset(row(thread, pass), chunk(thread, pass));
+    }
+};
+
+// Bytes of a 16-byte chunk that lie before column cols_valid.
+template <typename T> static __device__ __forceinline__ int chunk_bytes(int chunk, int cols_valid) {
+    int bytes = cols_valid * (int)sizeof(T) - chunk * 16;
+    return min(max(bytes, 0), 16);
+}
+
+// src_g [rows][cols], columns contiguous; src_g and row_stride * sizeof(T) are multiples of 16 bytes. By cp.async: the
+// caller commits, waits and synchronises (pipeline.cuh).
+template <typename Tile, int THREADS, typename T>
+static __device__ __forceinline__ void copy_tile_async(smem_addr tile_s, const T *src_g, int64_t row_stride,
+                                                       int rows_valid, int thread) {
+    typedef tile_copy<Tile, THREADS> C;
+#pragma unroll
+    for (int pass = 0; pass < C::passes; ++pass) {
+        if (!C::has(thread, pass)) break;
+        int row = C::row(thread, pass);
+        const T *from_g = src_g + row * row_stride + C::chunk(thread, pass) * (16 / (int)sizeof(T));
+        cp_async_cg_16(tile_s + C::offset(thread, pass), from_g, row < rows_valid ? 16 : 0);
+    }
+}
+
+// The same with columns that end at cols_valid, anywhere.
+template <typename Tile, int THREADS, typename T>
+static __device__ __forceinline__ void copy_tile_async(smem_addr tile_s, const T *src_g, int64_t row_stride,
+                                                       int rows_valid, int cols_valid, int thread) {
+    typedef tile_copy<Tile, THREADS> C;
+#pragma unroll
+    for (int pass = 0; pass < C::passes; ++pass) {
+        if (!C::has(thread, pass)) break;
+        int row = C::row(thread, pass), chunk = C::chunk(thread, pass);
+        const T *from_g = src_g + row * row_stride + chunk * (16 / (int)sizeof(T));
+        cp_async_cg_16(tile_s + C::offset(thread, pass), from_g,
+                       row < rows_valid ? chunk_bytes<T>(chunk, cols_valid) : 0);
+    }
+}
+
+// Any alignment and any strides, element by element: for what the copies above cannot take. Ordinary loads and stores,
+// done when it returns; other threads see the tile after the barrier that they wait at for the copies above.
+template <typename Tile, int THREADS, typename T>
+static __device__ __forceinline__ void copy_tile_any(smem_addr tile_s, const T *src_g, int64_t row_stride,
+                                                     int64_t col_stride, int rows_valid, int cols_valid, int thread) {
+    typedef tile_copy<Tile, THREADS> C;
+    constexpr int per_chunk = 16 / (int)sizeof(T);
+#pragma unroll 1 // the slow road: short code, few registers
+    for (int pass = 0; pass < C::passes; ++pass) {
+        if (!C::has(thread, pass)) break;
+        int row = C::row(thread, pass), col = C::chunk(thread, pass) * per_chunk;
+        const T *from_g = src_g + row * row_stride + col * col_stride;
+        union {
+            uint4 vector;
+            unsigned short halves[8];
+            unsigned words[4];
+            unsigned long long longs[2];
+        } chunk;
+        chunk.vector = make_uint4(0, 0, 0, 0);
+#pragma unroll
+        for (int i = 0; i < per_chunk; ++i) {
+            if (row >= rows_valid || col + i >= cols_valid) continue;
+            if (sizeof(T) == 2) chunk.halves[i & 7] = ((const unsigned short *)from_g)[i * col_stride];
+            if (sizeof(T) == 4) chunk.words[i & 3] = ((const unsigned *)from_g)[i * col_stride];
+            if (sizeof(T) == 8) chunk.longs[i & 1] = ((const unsigned long long *)from_g)[i * col_stride];
+        }
+        st_shared_128(tile_s + C::offset(thread, pass), chunk.vector);
+    }
+}
+
+// Shared to global: dst_g [rows][cols], columns contiguous, dst_g and row_stride * sizeof(T) multiples of 16 bytes.
+// cols_valid must end a chunk. The caller has put a barrier between the stores into the tile and this.
+template <typename Tile, int THREADS, typename T>
+static __device__ __forceinline__ void copy_tile_out(T *dst_g, int64_t row_stride, smem_addr tile_s, int rows_valid,
+                                                     int cols_valid, int thread) {
+    typedef tile_copy<Tile, THREADS> C;
+    constexpr int per_chunk = 16 / (int)sizeof(T);
+#pragma unroll
+    for (int pass = 0; pass < C::passes; ++pass) {
+        if (!C::has(thread, pass)) break;
+        int row = C::row(thread, pass), col = C::chunk(thread, pass) * per_chunk;
+        if (row >= rows_valid || col >= cols_valid) continue;
+        st_global_128(dst_g + row * row_stride + col, ld_shared_128(tile_s + C::offset(thread, pass)));
+    }
+}
+
+#endif
