@@ -180,7 +180,7 @@ inline std::string to_json(const gk_explanation &e) {
     json << "{\"row\": \"" << e.row << "\", \"isa\": \"" << e.isa << "\", \"tile\": [" << e.tile[0] << ", " << e.tile[1]
          << ", " << e.tile[2] << ", " << e.tile[3] << "], \"tasks\": " << e.tasks << ", \"chunks\": " << e.chunks
          << ", \"bytes\": " << e.bytes << ", \"flops\": " << e.flops << ", \"workspace_bytes\": " << e.workspace_bytes
-         << "}";
+         << ", \"waves\": " << e.waves << ", \"bound_us\": " << e.bound_us << "}";
     return json.str();
 }
 

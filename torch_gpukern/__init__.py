@@ -58,6 +58,12 @@ def explain(op: str, *args, **kwargs) -> dict:
         bytes: what the op must move at least, inputs read once and outputs written once.
         flops: a multiply-add counts two, keys that no query sees count nothing.
         workspace_bytes: memory beyond inputs and outputs.
+        waves: on CUDA, tasks over those that the device runs at once; 0 on the CPU.
+        bound_us: on CUDA, the larger of bytes over the device's bandwidth and flops over its peak, in
+            microseconds; 0 on the CPU.
+
+    On CUDA index tensors are not read: packed sequences count as equal ones, kv_start and kv_end as 0
+    and Sk, and a paged sequence as one that fills its row of the block table.
 
     Raises:
         ValueError: an op that cannot be explained, or arguments that the op does not take.

@@ -50,7 +50,9 @@ def _info(args: argparse.Namespace) -> int:
     else:
         cuda = "no kernels in this build"
     if torch.cuda.is_available():
-        cuda += ", " + ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+        for i in range(torch.cuda.device_count()):
+            major, minor = torch.cuda.get_device_capability(i)
+            cuda += f"; cuda:{i} {torch.cuda.get_device_name(i)}, compute capability {major}.{minor}"
     else:
         cuda += "; no device that torch can use"
     rows = [
@@ -131,6 +133,8 @@ def _explain(args: argparse.Namespace) -> int:
         ("FLOPs per byte", f"{x['flops'] / x['bytes']:.1f}" if x["bytes"] else "0"),
         ("workspace bytes", f"{x['workspace_bytes']:,}"),
     ]
+    if x["bound_us"]:
+        rows += [("waves", f"{x['waves']:.2f}"), ("no faster than", f"{x['bound_us']:.1f} us")]
     print(_fields(rows))
     return 0
 

@@ -354,7 +354,7 @@ CHECK_UNUSED static void check_see(const gk_explanation *e, size_t workspace_byt
 }
 
 /* Every row of the op that this machine can run has served a call. */
-CHECK_UNUSED static void check_every_row_seen(gk_cpu_op op) {
+CHECK_UNUSED static void check_every_row_seen(gk_op op) {
     static const char *const dtypes[] = {"f32", "bf16", "f16", "f64"};
     int num_rows;
     const gk_cpu_row *rows = gk_cpu_rows(op, &num_rows);
