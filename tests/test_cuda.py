@@ -1,0 +1,388 @@
+"""What only a GPU has: graphs, streams, devices, memory that nobody wrote, index contents that nobody checked.
+
+All of it is skipped, with the reason shown, where torch finds no CUDA device. What the ops compute is tested by
+tests/ops/ on both devices.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import Paged, generator, ops, randn, run_python, same_bits, torch_gpukern
+
+pytestmark = pytest.mark.gpu
+
+BF16 = torch.bfloat16
+
+
+def on_gpu(*shape, seed=0, dtype=BF16, std=1.0):
+    return randn(generator("cuda", shape, seed), *shape, dtype=dtype, device="cuda", std=std)
+
+
+def qkv(batch=2, heads=4, heads_kv=2, seq=200, head_dim=64, dtype=BF16, seed=0):
+    return (
+        on_gpu(batch, heads, seq, head_dim, seed=seed, dtype=dtype),
+        on_gpu(batch, heads_kv, seq, head_dim, seed=seed + 1, dtype=dtype),
+        on_gpu(batch, heads_kv, seq, head_dim, seed=seed + 2, dtype=dtype),
+    )
+
+
+def paged(lengths, queries=None, seed=0, dtype=BF16, **shape):
+    shape = {"heads_q": 8, "heads_kv": 2, "head_dim": 64, "head_dim_v": 64, "block_size": 16, **shape}
+    queries = queries or [1] * len(lengths)
+    return Paged(generator("paged", seed), lengths, queries, dtype=dtype, device="cuda", **shape)
+
+
+def calls():
+    """Every op once, small: name -> (function of nothing, its tensors that replay may change)."""
+    a, b, bias = on_gpu(130, 72), on_gpu(72, 96), on_gpu(96)
+    q, k, v = qkv()
+    out, lse = ops.flash_attn_fwd(q, k, v, is_causal=True)
+    grad = torch.randn_like(out)
+    packed = [on_gpu(300, 4, 64, seed=s) for s in range(3)]
+    cu = torch.tensor([0, 100, 130, 300], dtype=torch.int32, device="cuda")
+    cache = paged([100, 3, 260])
+    slots = torch.tensor([3, 17, 40], device="cuda")
+    k_new, v_new = on_gpu(3, 2, 64), on_gpu(3, 2, 64, seed=1)
+    return {
+        "gemm": lambda: ops.gemm(a, b, bias, activation="gelu"),
+        "gemm_skinny": lambda: ops.gemm(a[:3], b),
+        "gemm_act_bwd": lambda: ops.gemm_act_bwd(a, a, "silu"),
+        "flash_attn": lambda: ops.flash_attn_fwd(q, k, v, is_causal=True),
+        "flash_attn_bwd": lambda: ops.flash_attn_bwd(grad, q, k, v, out, lse, is_causal=True),
+        "flash_attn_varlen": lambda: ops.flash_attn_varlen_fwd(*packed, cu, cu, 170, 170, is_causal=True),
+        "paged_attn": lambda: ops.paged_attn_fwd(*cache.args()),
+        "kv_cache_write": lambda: ops.kv_cache_write(k_new, v_new, cache.k_cache, cache.v_cache, slots),
+        "attn_merge": lambda: ops.attn_merge(out, lse, out.flip(2), lse.flip(2)),
+    }
+
+
+def tensors(result):
+    return (
+        [] if result is None else [result] if isinstance(result, torch.Tensor) else [t for t in result if t is not None]
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# graphs
+
+
+@pytest.mark.parametrize("op", ("gemm", "flash_attn", "paged_attn", "kv_cache_write"))
+def test_the_very_first_call_may_stand_in_a_capture(op):
+    """Nothing of the plugin has run in the process: modules, attributes and the error word are made inside."""
+    code = {
+        "gemm": "a, b = r(300, 128), r(128, 200)\nf = lambda: ops.gemm(a, b)\nw = lambda: a.double() @ b.double()",
+        "flash_attn": "q = r(1, 2, 100, 128)\nf = lambda: ops.flash_attn(q, q, q)\n"
+        "w = lambda: torch.softmax(q.double() @ q.double().mT / 128**.5, -1) @ q.double()",
+        "paged_attn": "q, c = r(1, 2, 128), r(4, 16, 2, 128)\nt = torch.arange(4, device='cuda').int()[None]\n"
+        "n = torch.tensor([64], device='cuda').int()\nf = lambda: ops.paged_attn(q, c, c, t, n)\n"
+        "k = c.flatten(0, 1).transpose(0, 1).double()\n"
+        "w = lambda: (torch.softmax(q.double().transpose(0, 1) @ k.mT / 128**.5, -1) @ k).transpose(0, 1)",
+        "kv_cache_write": "k, c, d = r(3, 2, 64), r(2, 16, 2, 64), r(2, 16, 2, 64)\n"
+        "s = torch.tensor([0, 20, 7], device='cuda')\nf = lambda: (ops.kv_cache_write(k, k, c, d, s), c.flatten(0, 1)[s])[1]\n"
+        "w = lambda: k.double()",
+    }[op]
+    run_python(
+        f"""
+import torch, torch_gpukern
+ops = torch.ops.gpukern
+def r(*shape): return torch.randn(*shape, device="cuda").bfloat16()
+{code}
+torch.cuda.synchronize()
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    out = f()
+graph.replay()
+torch.cuda.synchronize()
+error = (out.double() - w()).abs().max().item()
+assert error < 0.02 * w().abs().max().item(), error
+"""
+    )
+
+
+CALLS = ("gemm", "gemm_skinny", "gemm_act_bwd", "flash_attn", "flash_attn_bwd", "flash_attn_varlen", "paged_attn",
+         "kv_cache_write", "attn_merge")  # fmt: skip
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_replay_gives_the_bits_of_the_call(op):
+    call = calls()[op]
+    want = [t.clone() for t in tensors(call())]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = call()
+    for _ in range(3):
+        for t in tensors(got):
+            t.fill_(torch.nan)
+        graph.replay()
+        assert all(same_bits(g, w) for g, w in zip(tensors(got), want, strict=True))
+
+
+def test_one_graph_serves_every_length_and_table():
+    """seq_lens, block_table, pages and queries change under a captured paged_attn; so do its neighbours' results."""
+    first = paged([64] * 5, seed=1)
+    graph = torch.cuda.CUDAGraph()
+    ops.paged_attn_fwd(*first.args())
+    # a wider pool than any of the batches needs, so that all of them fit into its tensors
+    pool = [on_gpu(64, 16, 2, 64, seed=s) for s in (5, 6)]
+    table = torch.zeros(5, 12, dtype=torch.int32, device="cuda")
+    lens, q = torch.zeros(5, dtype=torch.int32, device="cuda"), first.q.clone()
+    with torch.cuda.graph(graph):
+        out, lse = ops.paged_attn_fwd(q, *pool, table, lens)
+    for seed, lengths in enumerate(([1, 17, 64, 100, 0], [130, 16, 15, 1, 190], [0, 0, 0, 0, 7])):
+        one = paged(lengths, seed=seed + 2)
+        width = one.block_table.shape[1]
+        for held, new in zip(pool, (one.k_cache, one.v_cache), strict=True):
+            held[: new.shape[0]] = new
+        table[:, :width], lens[:], q[:] = one.block_table, one.seq_lens, one.q
+        graph.replay()
+        want, want_lse = ops.paged_attn_fwd(*one.args())
+        assert same_bits(out, want) or (out - want).abs().max() < 0.02
+        torch.testing.assert_close(lse, want_lse, atol=1e-4, rtol=1e-4)
+
+
+def test_one_graph_serves_every_packing():
+    q, k, v = (on_gpu(256, 2, 64, seed=s) for s in range(3))
+    cu = torch.tensor([0, 64, 128, 256], dtype=torch.int32, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    ops.flash_attn_varlen_fwd(q, k, v, cu, cu, 256, 256, is_causal=True)
+    with torch.cuda.graph(graph):
+        out, lse = ops.flash_attn_varlen_fwd(q, k, v, cu, cu, 256, 256, is_causal=True)
+    for ends in ([0, 1, 2, 3], [0, 0, 250, 256], [0, 85, 170, 200]):
+        cu.copy_(torch.tensor(ends, dtype=torch.int32))
+        q.normal_()
+        graph.replay()
+        want, want_lse = ops.flash_attn_varlen_fwd(q, k, v, cu, cu, 256, 256, is_causal=True)
+        assert same_bits(out, want) and same_bits(lse, want_lse)
+        assert out[ends[-1] :].eq(0).all() and lse[ends[-1] :].eq(-torch.inf).all()
+
+
+def test_two_graphs_replay_at_once():
+    """No state is shared between calls: graphs on two streams, replayed together, give what each gives alone."""
+    graphs, outs, wants, streams = [], [], [], [torch.cuda.Stream() for _ in range(2)]
+    for seed in range(2):
+        case = paged([700, 40, 333], seed=seed)
+        a, b = on_gpu(64, 512, seed=seed), on_gpu(512, 256, seed=seed)
+        wants.append([ops.paged_attn(*case.args()), ops.gemm(a, b)])
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outs.append([ops.paged_attn(*case.args()), ops.gemm(a, b)])
+        graphs.append((graph, case, a, b))
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for stream, (graph, *_) in zip(streams, graphs, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    for got, want in zip(outs, wants, strict=True):
+        assert all(same_bits(g, w) for g, w in zip(got, want, strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# streams, devices, memory
+
+
+@pytest.mark.parametrize("op", ("gemm", "flash_attn", "paged_attn"))
+def test_work_stays_on_the_current_stream(op):
+    """Inputs are written late on a side stream; an op that ran elsewhere would read what was there before."""
+    stream = torch.cuda.Stream()
+    if op == "gemm":
+        inputs, call = [on_gpu(256, 256), on_gpu(256, 256, seed=1)], ops.gemm
+    elif op == "flash_attn":
+        inputs, call = list(qkv()), ops.flash_attn
+    else:
+        case = paged([300, 20])
+        inputs, call = [case.q], lambda q: ops.paged_attn(q, *case.args()[1:])
+    want = call(*inputs)
+    blank = [torch.zeros_like(x) for x in inputs]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        for x, y in zip(blank, inputs, strict=True):
+            x.copy_(y)
+        got = call(*blank)
+    stream.synchronize()
+    assert same_bits(got, want)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_tensors_on_the_other_device():
+    a, b = (on_gpu(128, 64, seed=s) for s in range(2))
+    want = ops.gemm(a, b.mT)
+    torch.cuda.set_device(0)
+    other = ops.gemm(a.to("cuda:1"), b.mT.to("cuda:1"))
+    assert other.device.index == 1 and torch.cuda.current_device() == 0 and same_bits(other.to("cuda:0"), want)
+    q, k, v = qkv()
+    want = ops.flash_attn(q, k, v)
+    other = ops.flash_attn(*(t.to("cuda:1") for t in (q, k, v)))
+    assert other.device.index == 1 and torch.cuda.current_device() == 0 and same_bits(other.to("cuda:0"), want)
+    with pytest.raises(ValueError, match="k is on cuda:1, q is on cuda:0"):
+        ops.flash_attn(q, k.to("cuda:1"), v)
+
+
+def test_memory_comes_from_torch_alone():
+    for call in calls().values():
+        call()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+    for _ in range(3):
+        for call in calls().values():
+            call()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    assert abs(torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - free) < 4 << 20
+
+
+def test_results_and_workspace_are_written_before_they_are_read():
+    """Everything that torch hands out uninitialised holds NaN here; no result may show it."""
+    want = {name: [t.clone() for t in tensors(call())] for name, call in calls().items() if name != "flash_attn_bwd"}
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.utils.deterministic.fill_uninitialized_memory
+        for name, call in calls().items():
+            got = tensors(call())
+            assert not any(t.isnan().any() for t in got), name
+            if name in want:
+                assert all(same_bits(g, w) for g, w in zip(got, want[name], strict=True)), name
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_more_than_2_31_elements():
+    """Offsets are 64 bits wide: the same rows, far apart in one allocation."""
+    big = torch.empty((1 << 31) + (1 << 20), dtype=BF16, device="cuda")
+    far = 1 << 31
+    a = big.as_strided((2, 64, 64), (far, 64, 1))
+    a.copy_(on_gpu(2, 64, 64))
+    assert same_bits(ops.gemm(a, a.mT), ops.gemm(a.contiguous(), a.contiguous().mT))
+    q = big.as_strided((2, 1, 128, 64), (far, 128 * 64, 64, 1))
+    q.copy_(on_gpu(2, 1, 128, 64))
+    assert same_bits(ops.flash_attn(q, q, q), ops.flash_attn(*(q.contiguous(),) * 3))
+    cache = big.as_strided((2, 16, 1, 64), (far, 64, 64, 1))
+    cache.copy_(on_gpu(2, 16, 1, 64))
+    table = torch.tensor([[1, 0]], dtype=torch.int32, device="cuda")
+    lens = torch.tensor([30], dtype=torch.int32, device="cuda")
+    query = on_gpu(1, 2, 64)
+    dense = cache.contiguous()
+    assert same_bits(ops.paged_attn(query, cache, cache, table, lens), ops.paged_attn(query, dense, dense, table, lens))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# bad contents
+
+
+def raised():
+    """What the kernels reported since the last question, as text; then nothing is left."""
+    torch.cuda.synchronize()
+    try:
+        torch_gpukern.check_errors()
+    except IndexError as error:
+        text = str(error)
+    else:
+        text = ""
+    torch_gpukern.check_errors()
+    return text
+
+
+@pytest.mark.parametrize("value", (-1, -(2**31), 10_000, 2**31 - 1))
+def test_a_page_outside_the_cache(value):
+    case = paged([100, 40, 64])
+    want = ops.paged_attn(*case.args())
+    case.block_table[1, 1] = value
+    got = ops.paged_attn(*case.args())
+    assert "block_table is expected to hold pages of the cache" in raised()
+    assert same_bits(got[[0, 2]], want[[0, 2]])
+
+
+@pytest.mark.parametrize("value", (-5, 100_000, 2**31 - 1, -(2**31)))
+def test_a_length_that_cannot_be(value):
+    case = paged([100, 40, 64])
+    want = ops.paged_attn(*case.args())
+    # a clamped length reads the whole row of the table, whose rest points nowhere
+    case.block_table.clamp_(0, case.k_cache.shape[0] - 1)
+    case.seq_lens[1] = value
+    got = ops.paged_attn(*case.args())
+    assert "seq_lens is expected" in raised()
+    assert same_bits(got[[0, 2]], want[[0, 2]])
+
+
+@pytest.mark.parametrize("ends", ([0, 90, 30, 200], [0, 50, 100, 100_000], [-7, 50, 100, 200], [5, 50, 100, 200], [0, 2**31 - 1, 100, 200]))  # fmt: skip
+def test_lengths_of_a_packing_that_cannot_be(ends):
+    q = on_gpu(200, 2, 64)
+    cu = torch.tensor(ends, dtype=torch.int32, device="cuda")
+    ops.flash_attn_varlen(q, q, q, cu, cu, 200, 200)
+    assert "cu_seqlens is expected" in raised()
+    good = torch.tensor([0, 50, 100, 200], dtype=torch.int32, device="cuda")
+    out, lse = ops.flash_attn_varlen_fwd(q, q, q, good, good, 200, 200)
+    ops.flash_attn_varlen_bwd(out, q, q, q, out, lse, cu, cu, 200, 200)
+    assert "cu_seqlens is expected" in raised()
+
+
+def test_a_sequence_longer_than_max_seqlen():
+    q = on_gpu(200, 2, 64)
+    cu = torch.tensor([0, 150, 200], dtype=torch.int32, device="cuda")
+    want = ops.flash_attn_varlen(q, q, q, cu, cu, 150, 150)
+    got, lse = ops.flash_attn_varlen_fwd(q, q, q, cu, cu, 100, 150)
+    assert "at most max_seqlen" in raised()
+    assert got[100:150].eq(0).all() and lse[100:150].eq(-torch.inf).all() and same_bits(got[150:], want[150:])
+
+
+@pytest.mark.parametrize("dtype", (torch.int32, torch.int64))
+def test_a_slot_past_the_cache(dtype):
+    k, cache = on_gpu(4, 2, 64), [on_gpu(3, 16, 2, 64, seed=s) for s in (1, 2)]
+    before = [c.clone() for c in cache]
+    far = 2**31 - 1 if dtype == torch.int32 else 2**62
+    slots = torch.tensor([5, 48, -1, far], dtype=dtype, device="cuda")
+    ops.kv_cache_write(k, k, *cache, slots)
+    assert "slots is expected" in raised()
+    for now, was in zip(cache, before, strict=True):
+        was.flatten(0, 1)[5] = k[0]
+        assert same_bits(now, was)
+
+
+def test_the_next_call_tells():
+    case = paged([100, 40])
+    case.block_table[0, 0] = -3
+    ops.paged_attn(*case.args())
+    torch.cuda.synchronize()
+    a = on_gpu(8, 8)
+    with pytest.raises(
+        IndexError, match="^gpukern::gemm: an earlier call met bad contents on the GPU; paged_attn: block_table"
+    ):
+        ops.gemm(a, a)
+    ops.gemm(a, a)
+    assert raised() == ""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# training
+
+
+def test_a_training_run_follows_the_cpu():
+    """A block of attention and linear layers trained on both devices from one start: the loss curves agree."""
+
+    def train(device):
+        gen = torch.Generator().manual_seed(0)
+        wide, heads, seq, batch = 64, 4, 48, 4
+        weights = [torch.randn(wide, n, generator=gen) * 0.1 for n in (3 * wide, wide, 4 * wide)]
+        weights.append(torch.randn(4 * wide, wide, generator=gen) * 0.1)
+        weights = [w.to(device).requires_grad_() for w in weights]
+        x, y = (torch.randn(batch, seq, wide, generator=gen).to(device) for _ in range(2))
+        optimizer = torch.optim.SGD(weights, lr=0.05)
+        losses = []
+        for _ in range(30):
+            q, k, v = torch_gpukern.gemm(x, weights[0]).view(batch, seq, 3, heads, wide // heads).unbind(2)
+            out = torch_gpukern.flash_attn(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
+            h = x + torch_gpukern.gemm(out.transpose(1, 2).reshape(batch, seq, wide), weights[1])
+            z = h + torch_gpukern.gemm(torch_gpukern.gemm(h, weights[2], activation="gelu"), weights[3])
+            loss = F.mse_loss(z, y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return torch.tensor(losses)
+
+    on_cpu, on_cuda = train("cpu"), train("cuda")
+    assert on_cpu[-1] < 0.9 * on_cpu[0]
+    torch.testing.assert_close(on_cuda, on_cpu, rtol=1e-4, atol=1e-5)

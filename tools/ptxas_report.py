@@ -1,0 +1,139 @@
+"""What the compiler made of every CUDA kernel: registers, local memory, and the instructions of the hot loop.
+
+    python tools/ptxas_report.py LIBRARY [--arch sm_90] > docs/resources.csv
+
+Reads a built library or object with cuobjdump and nvdisasm (PyPI: nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm); needs
+neither nvcc nor a GPU. One line a kernel, sorted by name:
+    kernel, arch, registers, stack_bytes, local_bytes, shared_bytes, loop_instructions, then a count per opcode of interest in
+    that loop; LDL and STL (local memory) in the whole kernel
+The hot loop is the innermost one with the most matrix instructions, else with the most FFMA, else the longest.
+"""
+
+import argparse
+import csv
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+SPILLS = ("LDL", "STL")  # counted in the whole kernel: it has none
+OPCODES = ("HMMA", "DMMA", "FFMA", "DFMA", "LDSM", "LDS", "STS", "LDGSTS", "LDG", "STG", "MUFU", "BAR", *SPILLS)
+FIELDS = ("kernel", "arch", "registers", "stack_bytes", "local_bytes", "shared_bytes", "loop_instructions", *OPCODES)
+
+
+def program(name: str) -> str:
+    """cuobjdump and nvdisasm of this environment, else those on the path."""
+    own = Path(sysconfig.get_path("purelib")) / "nvidia"
+    found = sorted(own.glob(f"*/bin/{name}")) or [shutil.which(name)]
+    if not found[0]:
+        sys.exit(f"ptxas_report: {name} was not found; pip install nvidia-{'cuda-' + name}")
+    return str(found[-1])
+
+
+def dump(library: str, *options: str) -> str:
+    cuobjdump = program("cuobjdump")
+    path = f"{Path(program('nvdisasm')).parent}:{Path(cuobjdump).parent}:/usr/bin:/bin"
+    done = subprocess.run([cuobjdump, *options, library], capture_output=True, text=True, env={"PATH": path})
+    return done.stdout
+
+
+def short(mangled: str) -> str:
+    """The demangled name without namespaces and parameters."""
+    name = subprocess.run(["c++filt", mangled], capture_output=True, text=True).stdout.strip() or mangled
+    name = re.sub(r"\((anonymous namespace|unnamed)\)::|_GLOBAL__N_\w+::", "", name)
+    name = re.sub(r"^void ", "", name)
+    depth, end = 0, len(name)
+    for i, c in enumerate(name):  # the parameter list starts at the first bracket outside < >
+        depth += (c == "<") - (c == ">")
+        if c == "(" and depth == 0:
+            end = i
+            break
+    return name[:end].replace("__nv_bfloat16", "bf16").replace("__half", "f16")
+
+
+def resources(library: str, arch: str) -> dict[str, dict]:
+    found, here = {}, False
+    for line in dump(library, "--dump-resource-usage").splitlines():
+        if match := re.match(r"arch = (\w+)", line):
+            here = match[1] == arch
+        elif match := re.match(r" Function (\S+):", line):
+            name = match[1]
+        elif here and (match := re.match(r"\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", line)):
+            registers, stack, shared, local = map(int, match.groups())
+            found[name] = {
+                "kernel": short(name),
+                "arch": arch,
+                "registers": registers,
+                "stack_bytes": stack,
+                "local_bytes": local,
+                "shared_bytes": shared,
+            }
+    return found
+
+
+def hot_loop(code: list[tuple[int, str]]) -> list[str]:
+    """Opcodes of the hot loop of one kernel; code is (address, text)."""
+    loops = []
+    for address, text in code:
+        match = re.search(r"\bBRA(?:\.\w+)* .*?(0x[0-9a-f]+)", text)
+        if match and int(match[1], 16) < address:
+            loops.append((int(match[1], 16), address))
+    if not loops:
+        return []
+    bodies = []
+    for first, last in loops:
+        if any(first <= a and b <= last and (a, b) != (first, last) for a, b in loops):
+            continue  # not innermost
+        bodies.append([opcode(text) for address, text in code if first <= address <= last])
+    return max(
+        bodies, key=lambda b: (sum(x in ("HMMA", "DMMA") for x in b), sum(x in ("FFMA", "DFMA") for x in b), len(b))
+    )
+
+
+def opcode(text: str) -> str:
+    return re.sub(r"^@!?U?P\w+\s+", "", text).split()[0].split(".")[0].rstrip(";")
+
+
+def loops(library: str, arch: str) -> dict[str, tuple[list[str], list[str]]]:
+    """Per kernel the opcodes of its hot loop and those of all of it."""
+
+    def both() -> tuple[list[str], list[str]]:
+        return hot_loop(code), [opcode(text) for _, text in code]
+
+    found, code, name = {}, [], None
+    for line in dump(library, "-sass", "-arch", arch).splitlines():
+        if match := re.match(r"\s+Function : (\S+)", line):
+            if name:
+                found[name] = both()
+            name, code = match[1], []
+        elif match := re.match(r"\s+/\*([0-9a-f]{4,})\*/\s+(\S.*?)\s*;?\s*/\*", line):
+            code.append((int(match[1], 16), match[2]))
+    if name:
+        found[name] = both()
+    return found
+
+
+def report(library: str, arch: str) -> list[dict]:
+    rows, bodies = resources(library, arch), loops(library, arch)
+    for name, row in rows.items():
+        body, whole = bodies.get(name, ([], []))
+        row["loop_instructions"] = len(body)
+        row.update({x: (whole if x in SPILLS else body).count(x) for x in OPCODES})
+    return sorted(rows.values(), key=lambda row: row["kernel"])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("library")
+    parser.add_argument("--arch", default="sm_90")
+    args = parser.parse_args()
+    writer = csv.DictWriter(sys.stdout, FIELDS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(report(args.library, args.arch))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
