@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from harness import DTYPES, Case, Run, arguments, isa_shares, open_device, overhead_facts
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_gpukern
 from torch_gpukern import reference
@@ -143,10 +144,109 @@ def memory_fact(run: Run) -> None:
     run.fact("memory", f"forward causal S{seq} d64", megabytes, "MB", shapes.MEMORY_BEYOND_TENSORS)
 
 
+def sdpa_on(backend: SDPBackend, causal: bool):
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    return run
+
+
+CUDA_PEERS = {"SDPA flash": SDPBackend.FLASH_ATTENTION, "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION}
+
+
+def cuda_forward(seq: int, head_dim: int, causal: bool, device) -> Case:
+    batch, heads = shapes.CUDA_ATTN_TOKENS // seq, shapes.CUDA_ATTN_HIDDEN // head_dim
+
+    def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """One head, its first queries: the float64 scores of all would not fit."""
+        return reference.flash_attn(q[:1, :1, :512].double(), *(x[:1, :1].double() for x in (k, v)), is_causal=causal)
+
+    return Case(
+        group=f"forward {'causal' if causal else 'full'}",
+        label=f"d{head_dim} B{batch} S{seq}",
+        dtype="bf16",
+        make=lambda: make_qkv(batch, heads, seq, head_dim, torch.bfloat16, device),
+        ours=lambda q, k, v: torch_gpukern.flash_attn(q, k, v, is_causal=causal),
+        peers={name: sdpa_on(backend, causal) for name, backend in CUDA_PEERS.items()},
+        reference=exact,
+        compare=lambda out: out[:1, :1, :512],
+        flops=4.0 * batch * heads * seq * seq * head_dim / (2 if causal else 1),
+        bytes=8.0 * batch * heads * seq * head_dim,
+        against="SDPA flash",
+    )
+
+
+def cuda_backward(seq: int, head_dim: int, causal: bool, device) -> Case:
+    """The raw ops, since autograd cannot run inside a capture on another stream than the forward's."""
+    batch, heads = shapes.CUDA_ATTN_TOKENS // seq, shapes.CUDA_ATTN_HIDDEN // head_dim
+    aten, ops = torch.ops.aten, torch.ops.gpukern
+
+    def make():
+        q, k, v = make_qkv(batch, heads, seq, head_dim, torch.bfloat16, device)
+        out, lse = ops.flash_attn_fwd(q, k, v, is_causal=causal)
+        theirs = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False)
+        return q, k, v, torch.randn_like(out), out, lse, theirs
+
+    def ours(q, k, v, grad, out, lse, theirs):
+        return ops.flash_attn_bwd(grad, q, k, v, out, lse, is_causal=causal)[:3]
+
+    def flash(q, k, v, grad, out, lse, theirs):
+        return aten._scaled_dot_product_flash_attention_backward(
+            grad,
+            q,
+            k,
+            v,
+            theirs[0],
+            theirs[1],
+            theirs[2],
+            theirs[3],
+            theirs[4],
+            theirs[5],
+            0.0,
+            causal,
+            theirs[6],
+            theirs[7],
+        )
+
+    def exact(q, k, v, grad, *_):
+        q, k, v = (x[:1, :1].double().requires_grad_() for x in (q, k, v))
+        out = reference.flash_attn(q, k, v, is_causal=causal)
+        return torch.autograd.grad(out, (q, k, v), grad[:1, :1].double())
+
+    return Case(
+        group=f"backward {'causal' if causal else 'full'}",
+        label=f"d{head_dim} B{batch} S{seq}",
+        dtype="bf16",
+        make=make,
+        ours=ours,
+        peers={"SDPA flash": flash},
+        reference=exact if seq <= 8192 else None,
+        compare=lambda grads: tuple(g[:1, :1] for g in grads),
+        flops=2.5 * 4.0 * batch * heads * seq * seq * head_dim / (2 if causal else 1),
+        bytes=16.0 * batch * heads * seq * head_dim,
+        against="SDPA flash",
+    )
+
+
+def cuda(run: Run, device) -> None:
+    for build in (cuda_forward, cuda_backward):
+        for causal in (False, True):
+            for head_dim in shapes.CUDA_ATTN_HEAD_DIMS:
+                for seq in shapes.CUDA_ATTN_LENGTHS:
+                    run.add(build(seq, head_dim, causal, device))
+    if run.wants("call host time"):
+        qkv = make_qkv(1, 1, 8, 8, torch.bfloat16, device)
+        overhead_facts(run, "flash_attn", lambda: torch_gpukern.flash_attn(*qkv), shapes.CUDA_CALL)
+    run.finish(shapes.CUDA_ATTN_BARS)
+
+
 def main() -> None:
     args = arguments("flash_attn")
     device = open_device(args.device)
     run = Run("flash_attn", args, device)
+    if device.kind == "cuda":
+        return cuda(run, device.device)
     for build in (forward_case, backward_case):
         for causal in (False, True):
             for dtype in ("f32", "bf16"):

@@ -9,6 +9,7 @@ import sys
 
 import shapes
 import torch
+import torch.nn.functional as F
 from harness import DTYPES, Case, Run, arguments, isa_shares, open_device, overhead_facts
 from torch import Tensor
 
@@ -16,11 +17,10 @@ import torch_gpukern
 
 
 def make_inputs(m: int, k: int, n: int, dtype: torch.dtype, device: torch.device, layout: str):
-    """a [M, K]; b [K, N], stored [K, N] for NN and [N, K] for NT."""
-    a = torch.randn(m, k, device=device).to(dtype)
-    if layout == "NT":
-        return a, torch.randn(n, k, device=device).to(dtype).t()
-    return a, torch.randn(k, n, device=device).to(dtype)
+    """a [M, K], b [K, N]; T: stored transposed."""
+    a, b = ((m, k) if layout[0] == "N" else (k, m)), ((k, n) if layout[1] == "N" else (n, k))
+    a, b = (torch.randn(*shape, device=device).to(dtype) for shape in (a, b))
+    return a if layout[0] == "N" else a.t(), b if layout[1] == "N" else b.t()
 
 
 def exact(a: Tensor, b: Tensor) -> Tensor:
@@ -76,10 +76,63 @@ def call_case(device: torch.device) -> Case:
     )
 
 
+def cuda_case(group: str, m: int, k: int, n: int, dtype: str, device: torch.device, layout: str = "NN", **options):
+    """case() on a GPU: few rows rotate over cold weights, and a float64 product is cut to 256 rows."""
+    made = case(group, m, k, n, dtype, device, layout)
+    made.rotate = group.startswith("skinny")
+    made.unit = "GB/s" if made.rotate else "GFLOP/s"
+    made.reference = lambda a, b: exact(a[:256], b)
+    made.compare = lambda out: out[:256]
+    made.ours = lambda a, b: torch_gpukern.gemm(a, b, **options)
+    return made
+
+
+def fused_case(n: int, device: torch.device) -> Case:
+    """gelu(x @ w + b) of a linear layer, beside PyTorch's two kernels and its own fusion."""
+    made = cuda_case("bias + gelu", n, n, n, "bf16", device)
+    bias = torch.randn(n, device=device).bfloat16()
+    made.ours = lambda a, b: torch_gpukern.gemm(a, b, bias, activation="gelu_tanh")
+    made.peers = {
+        "gelu(addmm)": lambda a, b: F.gelu(torch.addmm(bias, a, b), approximate="tanh"),
+        "_addmm_activation": lambda a, b: torch._addmm_activation(bias, a, b, use_gelu=True),
+    }
+    made.reference = lambda a, b: F.gelu(exact(a[:256], b) + bias.double(), approximate="tanh")
+    return made
+
+
+def cuda(run: Run, device: torch.device) -> None:
+    for n in shapes.CUDA_GEMM_SMALL:
+        run.add(cuda_case("small bf16", n, n, n, "bf16", device))
+    for n in shapes.CUDA_GEMM_SQUARE:
+        run.add(cuda_case("square bf16", n, n, n, "bf16", device))
+    n = shapes.CUDA_GEMM_SQUARE[1]
+    for layout in ("NT", "TN", "TT"):
+        run.add(cuda_case("layouts bf16", n, n, n, "bf16", device, layout))
+    run.add(cuda_case("f16", n, n, n, "f16", device))
+    run.add(cuda_case("odd bf16", n + 1, n - 1, n + 3, "bf16", device))
+    n = shapes.CUDA_GEMM_F32
+    run.add(cuda_case("f32 ieee", n, n, n, "f32", device))
+    torch.backends.cuda.matmul.allow_tf32 = True
+    run.add(cuda_case("f32 tf32", n, n, n, "f32", device, fp32_precision="tf32"))
+    torch.backends.cuda.matmul.allow_tf32 = False
+    run.add(fused_case(n, device))
+    for n, k in shapes.CUDA_GEMM_SKINNY_NK:
+        for m in shapes.CUDA_GEMM_SKINNY_M:
+            for layout in ("NT", "NN"):
+                group = f"skinny {n}x{k}, M {'<= 16' if m <= 16 else '> 16'}"
+                run.add(cuda_case(group, m, k, n, "bf16", device, layout))
+    if run.wants("call host time"):
+        a, b = (torch.randn(8, 8, device=device) for _ in range(2))
+        overhead_facts(run, "gemm", lambda: torch_gpukern.gemm(a, b), shapes.CUDA_CALL)
+    run.finish(shapes.CUDA_GEMM_BARS)
+
+
 def main() -> None:
     args = arguments("gemm")
     device = open_device(args.device)
     run = Run("gemm", args, device)
+    if device.kind == "cuda":
+        return cuda(run, device.device)
     dtypes = ("f32", "bf16")
     for dtype in dtypes:
         for n in shapes.GEMM_SQUARE:

@@ -11,8 +11,9 @@ import sys
 import shapes
 import torch
 import torch.nn.functional as F
-from harness import DTYPES, Case, Run, arguments, open_device, overhead_facts
+from harness import DTYPES, Bar, Case, Run, arguments, open_device, overhead_facts
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_gpukern
 from torch_gpukern import reference
@@ -73,10 +74,70 @@ def decode_case(batch: int, context: int, page: int, dtype: str, run: Run) -> Ca
     )
 
 
+def contiguous_sdpa(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor) -> Tensor:
+    """cuDNN on the same bytes as if they were one dense cache [B, S, Hkv, D] per sequence: no paging at all."""
+    batch = table.shape[0]
+    k, v = (cache.view(batch, -1, *cache.shape[2:]).transpose(1, 2) for cache in (k_cache, v_cache))
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return F.scaled_dot_product_attention(q[:, :, None], k, v, enable_gqa=True)[:, :, 0]
+
+
+def write_case(tokens: int, device) -> Case:
+    """kv_cache_write beside a copy of as many bytes."""
+    heads, head_dim, page = shapes.PAGED_HEADS_KV, shapes.PAGED_HEAD_DIM, 16
+
+    def make():
+        k, v = (torch.randn(tokens, heads, head_dim, device=device).bfloat16() for _ in range(2))
+        caches = [torch.empty(tokens // page, page, heads, head_dim, device=device, dtype=k.dtype) for _ in range(2)]
+        return k, v, *caches, torch.randperm(tokens, device=device)
+
+    def copy(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor):
+        k_cache.view_as(k).copy_(k)
+        v_cache.view_as(v).copy_(v)
+
+    return Case(
+        group="write",
+        label=f"{tokens} tokens",
+        dtype="bf16",
+        make=make,
+        ours=torch_gpukern.kv_cache_write,
+        peers={},
+        reference=None,
+        flops=0.0,
+        bytes=4.0 * tokens * heads * head_dim * 2,
+        rotate=True,
+        unit="GB/s",
+        bar=shapes.CUDA_WRITE_BAR,
+        limits={"copy": copy},
+    )
+
+
+def cuda(run: Run) -> None:
+    device = run.device.device
+    for page in shapes.PAGED_PAGE_SIZES:
+        for batch, context in shapes.CUDA_PAGED_BATCH_CONTEXT:
+            case = decode_case(batch, context, page, "bf16", run)
+            case.bar = shapes.CUDA_PAGED_BARS.get((batch, context), Bar())
+            case.peers = {"cuDNN, dense cache": contiguous_sdpa}
+            if batch > 1 or context > 65536:
+                case.reference = None  # the dense peer reads other pages for a sequence; one of them is judged
+            run.add(case)
+    run.add(write_case(shapes.CUDA_WRITE_TOKENS, device))
+    if run.wants("call host time"):
+        q, caches = torch.randn(1, 1, 8, device=device), torch.randn(1, 8, 1, 8, device=device)
+        table, lens = torch.zeros(1, 1, dtype=torch.int32, device=device), torch.full((1,), 8, device=device).int()
+        overhead_facts(
+            run, "paged_attn", lambda: torch_gpukern.paged_attn(q, caches, caches, table, lens), shapes.CUDA_CALL
+        )
+    run.finish({})
+
+
 def main() -> None:
     args = arguments("paged_attn")
     device = open_device(args.device)
     run = Run("paged_attn", args, device)
+    if device.kind == "cuda":
+        return cuda(run)
     for dtype in ("f32", "bf16"):
         for page in shapes.PAGED_PAGE_SIZES:
             for batch, context in shapes.PAGED_BATCH_CONTEXT:

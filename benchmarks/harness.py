@@ -53,12 +53,13 @@ DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 class Bar:
     """What a row or a group must reach; None binds nothing.
 
-    geomean, each: ratios against the fastest peer. share: of the fastest limit's speed. at_least,
-    at_most: a fact's own value."""
+    geomean, each: ratios against the fastest peer. share: of the fastest limit's speed. rate: a row's
+    own figure, in its unit. at_least, at_most: a fact's own value."""
 
     geomean: float | None = None
     each: float | None = None
     share: float | None = None
+    rate: float | None = None
     at_least: float | None = None
     at_most: float | None = None
 
@@ -70,6 +71,8 @@ class Bar:
             parts.append(f"each >= {self.each:.2f}x")
         if self.share is not None:
             parts.append(f"each >= {self.share:.2f} of the limit")
+        if self.rate is not None:
+            parts.append(f"each >= {self.rate:g}{unit}")
         if self.at_least is not None:
             parts.append(f">= {self.at_least:g}{unit}")
         if self.at_most is not None:
@@ -100,7 +103,8 @@ class Case:
     make() -> one tuple of inputs; `ours` and each of `peers` take such a tuple. reference(inputs)
     -> float64 (tensors to compare with); compare(output) picks from an output what the reference
     stated, for cases whose whole result is too large to judge in float64. `limits` are calls that
-    do the least that the case must do, such as reading its bytes once, in the same rounds."""
+    do the least that the case must do, such as reading its bytes once, in the same rounds. The ratio is
+    against the fastest peer, or against the one that `against` names."""
 
     group: str
     label: str
@@ -116,6 +120,7 @@ class Case:
     bar: Bar = Bar()
     unit: str = "GFLOP/s"
     limits: dict[str, Callable] = field(default_factory=dict)
+    against: str = ""
 
 
 @dataclass
@@ -136,6 +141,8 @@ class Row:
     ratio_spread: float
     share: float | None  # fastest limit's time over ours
     error: float | None  # max|out - ref| / max|ref|
+    clock_mhz: float  # of the SMs at the end of the case, 0 on the CPU
+    watts: float
     bar: str
     verdict: str
 
@@ -145,6 +152,8 @@ class Row:
 
 class Cpu:
     """This machine's cores, through torch's thread pool."""
+
+    most_calls = 10_000
 
     kind = "cpu"
 
@@ -242,6 +251,13 @@ class Cpu:
     def sync(self) -> None:
         """Calls are synchronous."""
 
+    def state(self) -> tuple[float, float]:
+        """A CPU's clock and power are not to be had without rights."""
+        return 0.0, 0.0
+
+    def driver(self) -> str:
+        return ""
+
     def time_block(self, call: Callable[[], object], calls: int) -> float:
         """us per call of `calls` calls in a row."""
         start = time.perf_counter()
@@ -255,6 +271,7 @@ class Cuda:
     events around single calls would measure the launch."""
 
     kind = "cuda"
+    most_calls = 512  # nodes of a graph
 
     def __init__(self) -> None:
         self.device = torch.device("cuda")
@@ -282,6 +299,23 @@ class Cuda:
 
     def sync(self) -> None:
         torch.cuda.synchronize()
+
+    def state(self) -> tuple[float, float]:
+        """SM clock in MHz and power in watts, right after a case. Its graphs are no longer needed."""
+        self._graphs.clear()
+        text = self._ask("clocks.sm,power.draw").split(",")
+        return (float(text[0]), float(text[1])) if len(text) == 2 else (0.0, 0.0)
+
+    def driver(self) -> str:
+        return self._ask("driver_version")
+
+    @staticmethod
+    def _ask(fields: str) -> str:
+        command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits", "-i", "0"]
+        try:
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            return ""
 
     def time_block(self, call: Callable[[], object], calls: int) -> float:
         """us per call of `calls` calls in a row, on the device's own clock."""
@@ -375,7 +409,7 @@ def interleave(device: Cpu | Cuda, calls: dict[str, Callable[[], object]], effor
         call()
         device.sync()
         once = device.time_block(call, 1)
-        block[name] = max(1, min(10_000, round(effort.block_us / max(once, 0.1))))
+        block[name] = max(1, min(device.most_calls, round(effort.block_us / max(once, 0.1))))
     times: dict[str, list[float]] = {name: [] for name in calls}
     order, start, rounds = list(calls), time.perf_counter(), 0
     while rounds < effort.min_rounds or (rounds < effort.max_rounds and time.perf_counter() - start < effort.seconds):
@@ -401,6 +435,7 @@ def measure(case: Case, device: Cpu | Cuda, peaks: dict, effort: Effort) -> Row:
         errors = {name: relative_error(case.compare(fn(*inputs[0])), reference) for name, fn in fns.items()}
     contestants = fns | case.limits
     times = interleave(device, {n: Rotation(f, inputs) for n, f in contestants.items()}, effort)
+    clock_mhz, watts = device.state()
 
     amount = case.bytes if case.unit == "GB/s" else case.flops
     median = {name: statistics.median(t) for name, t in times.items()}
@@ -414,7 +449,7 @@ def measure(case: Case, device: Cpu | Cuda, peaks: dict, effort: Effort) -> Row:
         }
         for name in case.peers
     }
-    best_peer = min(case.peers, key=median.get) if case.peers else ""
+    best_peer = case.against or (min(case.peers, key=median.get) if case.peers else "")
     ratios = [p / o for p, o in zip(times[best_peer], times["gpukern"])] if case.peers else []
     ratio = statistics.median(ratios) if ratios else None
     share = None
@@ -427,6 +462,8 @@ def measure(case: Case, device: Cpu | Cuda, peaks: dict, effort: Effort) -> Row:
         judged = verdict(ratio, case.bar.each)
     elif case.bar.share is not None:
         judged = verdict(share, case.bar.share)
+    elif case.bar.rate is not None:
+        judged = verdict(rate, case.bar.rate)
     return Row(
         group=case.group,
         label=case.label,
@@ -442,7 +479,9 @@ def measure(case: Case, device: Cpu | Cuda, peaks: dict, effort: Effort) -> Row:
         ratio_spread=half_iqr(ratios),
         share=share,
         error=errors["gpukern"],
-        bar=case.bar.text(),
+        clock_mhz=clock_mhz,
+        watts=watts,
+        bar=case.bar.text(" " + case.unit),
         verdict=judged,
     )
 
@@ -582,7 +621,8 @@ class Run:
         stored["benches"][self.op] = {
             "date": datetime.date.today().isoformat(),
             "torch": torch.__version__,
-            "command": f"python benchmarks/{Path(sys.argv[0]).name}",
+            "driver": self.device.driver(),
+            "command": f"python benchmarks/{' '.join([Path(sys.argv[0]).name, *sys.argv[1:]])}",
             "threads": torch.get_num_threads(),
             "peaks": self.peaks,
             "others_percent": self.others_percent(),
@@ -602,7 +642,7 @@ class Run:
 
 
 def overhead_facts(run: Run, name: str, call: Callable[[], object], bar: Bar) -> None:
-    """Host time of a small eager call without grad, above torch.mul's."""
+    """Host time of a small eager call without grad, on the CPU above torch.mul's."""
     x = torch.randn(8, 8, device=run.device.device)
     calls = {name: call, "torch.mul": lambda: torch.mul(x, x)}
     with torch.no_grad():
@@ -614,7 +654,9 @@ def overhead_facts(run: Run, name: str, call: Callable[[], object], bar: Bar) ->
             for key, fn in calls.items():
                 times[key].append(_host_us(fn, run.device, 200))
     ours, mul = (statistics.median(times[key]) for key in calls)
-    run.fact("call host time", name, ours - mul, "us", bar, f"{ours:.1f} us, torch.mul {mul:.1f} us")
+    # on CUDA a launch is most of it, in ours and in torch.mul's: the bar is for the whole call there
+    cost = ours if run.device.kind == "cuda" else ours - mul
+    run.fact("call host time", name, cost, "us", bar, f"{ours:.1f} us, torch.mul {mul:.1f} us")
 
 
 def _host_us(call: Callable[[], object], device: Cpu | Cuda, calls: int) -> float:
