@@ -5,6 +5,7 @@
 #   make test          the C tests and a fixed-seed sample of the Python tests
 #   make test-all      the whole grid
 #   make sanitize-cpu  the C tests under the address and undefined-behaviour sanitizers
+#   make sanitize      the CUDA instances under compute-sanitizer; needs a GPU
 #   make bench         every benchmark, into benchmarks/results/
 #   make build fmt lint clean
 #
@@ -36,7 +37,7 @@ CONFIGURE := cmake -S . -DPython_EXECUTABLE=$(PY) -DGPUKERN_BUILD_TESTS=ON \
 	$(if $(GPUKERN_CUDA),-DGPUKERN_CUDA=$(GPUKERN_CUDA)) \
 	$(if $(GPUKERN_CUDA_ARCHS),"-DGPUKERN_CUDA_ARCHS=$(GPUKERN_CUDA_ARCHS)") $(CMAKE_ARGS)
 
-.PHONY: build demo test test-all test-csrc sanitize-cpu bench fmt lint clean
+.PHONY: build demo test test-all test-csrc sanitize-cpu sanitize bench fmt lint clean
 .DEFAULT_GOAL := build
 MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
@@ -80,6 +81,15 @@ sanitize-cpu: $(INSTALLED)
 		--log-level=NOTICE
 	@cmake --build $(BUILD)/sanitize -j $(MAX_JOBS)
 	ctest --test-dir $(BUILD)/sanitize --output-on-failure -j $(MAX_JOBS)
+
+# Out-of-bounds and misaligned accesses, shared-memory races, memory read before it was written, barriers that not all
+# threads reach. check_cuda walks every compiled instance.
+SANITIZER ?= compute-sanitizer
+sanitize: build
+	@command -v $(SANITIZER) >/dev/null || { echo "gpukern: $(SANITIZER) not found; it comes with the CUDA toolkit"; exit 1; }
+	for tool in memcheck racecheck initcheck synccheck; do \
+		GK_CHECK_SMALL=1 $(SANITIZER) --tool $$tool --error-exitcode 1 $(BUILD)/check_cuda || exit 1; \
+	done
 
 bench: build
 	$(PY) benchmarks/run_all.py $(BENCH_ARGS)

@@ -16,7 +16,8 @@ from harness import Case, Run, arguments, open_device
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "demo"))
-from model import GPT, Config, GpukernOps, TorchOps  # noqa: E402
+from model import GPT, GpukernOps, TorchOps  # noqa: E402
+from train import CONFIG  # noqa: E402
 
 
 def gradient_step(model: GPT, ops, device: torch.device, compiled: bool):
@@ -38,13 +39,13 @@ def gradient_step(model: GPT, ops, device: torch.device, compiled: bool):
 
 def model_case(compiled: bool, device: torch.device) -> Case:
     torch.manual_seed(0)
-    config = Config()
+    config = CONFIG[device.type]
     model = GPT(config).to(device)
     for block in model.blocks:  # their start is zero, which would leave gradients zero
         torch.nn.init.normal_(block.attn_out, std=0.02)
         torch.nn.init.normal_(block.mlp_out, std=0.02)
     torch.nn.init.normal_(model.head, std=0.02)
-    batch, seq = shapes.MODEL_BATCH, config.context
+    batch, seq = shapes.MODEL_BATCH[device.type], config.context
 
     def make():
         tokens = torch.randint(config.vocab, (batch, seq + 1), device=device)

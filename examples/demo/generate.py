@@ -41,7 +41,7 @@ class Request:
 class PagedRunner:
     """Pages of 16 tokens; newcomers and running sequences share one paged_attn call per layer."""
 
-    def __init__(self, config: Config, places: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: Config, places: int, dtype: torch.dtype, device: torch.device) -> None:
         from torch_gpukern import PagedKVCache, paged_attn
 
         block_size = 16
@@ -54,7 +54,9 @@ class PagedRunner:
             head_dim=config.head_dim,
             layers=config.layers,
             dtype=dtype,
+            device=device,
         )
+        self.device = device
 
     def join(self, request: Request) -> None:
         request.handle = self.cache.allocate()
@@ -70,7 +72,7 @@ class PagedRunner:
         self.lens = self.cache.seq_lens(handles)
         starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         # without lengths every sequence has the same number of tokens: plain decode
-        self.starts = starts if max(counts) > 1 else None
+        self.starts = starts.to(self.device) if max(counts) > 1 else None
         self.longest = max(counts)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -84,10 +86,11 @@ class PaddedRunner:
     """What PyTorch alone offers: a padded row per place, causal SDPA for each prompt and one masked
     SDPA for all running sequences."""
 
-    def __init__(self, config: Config, places: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: Config, places: int, dtype: torch.dtype, device: torch.device) -> None:
         shape = config.layers, places, config.heads_kv, config.context, config.head_dim
         self.ops = TorchOps()
-        self.k, self.v = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+        self.k, self.v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        self.device = device
         self.free = list(range(places))
 
     def join(self, request: Request) -> None:
@@ -107,11 +110,11 @@ class PaddedRunner:
                 self.prompts.append((slice(first, first + count), request.handle, count))
             else:
                 running.append((first, request.handle, request.cached + 1))
-        self.rows, self.positions = torch.tensor(rows), torch.tensor(positions)
+        self.rows, self.positions = (torch.tensor(x, device=self.device) for x in (rows, positions))
         if running:
-            tokens, handles, lens = (torch.tensor(x) for x in zip(*running))
-            self.longest = int(lens.max())
-            mask = torch.arange(self.longest) < lens[:, None]  # [running, longest]
+            tokens, handles, lens = (torch.tensor(x, device=self.device) for x in zip(*running))
+            self.longest = max(length for _, _, length in running)
+            mask = torch.arange(self.longest, device=self.device) < lens[:, None]  # [running, longest]
             self.running = tokens, handles, mask[:, None, None]
         else:
             self.running = None
@@ -175,11 +178,11 @@ def generate(
                 tokens.append(seen[i : i + grams][::-1])
                 positions.append(i)
             request.cached += len(new)
-        packed = torch.tensor([list(x) for x in tokens])
-        out = model(packed, torch.tensor(positions), runner.ops, runner.attend)
-        ends = torch.tensor([len(x) for x in pending]).cumsum(0) - 1
+        packed = torch.tensor([list(x) for x in tokens], device=runner.device)
+        out = model(packed, torch.tensor(positions, device=runner.device), runner.ops, runner.attend)
+        ends = torch.tensor([len(x) for x in pending], device=runner.device).cumsum(0) - 1
         out = out[ends]  # [sequences, vocab]: the last byte of each
-        probabilities = (out / temperature).softmax(dim=-1)
+        probabilities = (out / temperature).softmax(dim=-1).cpu()
         picked = torch.multinomial(probabilities, 1, generator=generator)[:, 0].tolist()
         for (index, request), byte in zip(batch, picked):
             request.text.append(byte if follow is None else follow[index][len(request.text)])

@@ -2,7 +2,9 @@
 on torch_gpukern, generates from it through the paged cache, and repeats steps and generation on
 PyTorch's built-ins.
 
-python examples/demo/train.py [--seconds 100] [--backend gpukern|torch] [--out build/demo]
+python examples/demo/train.py [--seconds 100] [--backend gpukern|torch] [--device cpu|cuda] [--out build/demo]
+
+Runs on a GPU where torch finds one, with a larger model.
 
 Prints the held-out bits per byte against gzip -9 of the same bytes, step times, tokens per second
 and the differences in loss and logits; writes loss.png and checkpoint.pt. At most three minutes on
@@ -27,11 +29,15 @@ from model import GPT, OPS, Config
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
-BATCH = 8
+BATCH = {"cpu": 8, "cuda": 32}
+CONFIG = {
+    "cpu": Config(),
+    "cuda": Config(context=1024, layers=8, dim=768, heads_q=12, heads_kv=4, head_dim=64, hidden=2304),
+}
 GZIP_SHARE = 0.9  # the aim: bits per byte below this share of gzip's
 
 # Rates and decays found by a search over short runs: see docs/worklog/demo.md.
-MUON_LR, ADAMW_LR = 0.01, 0.03
+MUON_LR, ADAMW_LR = 0.01, {"cpu": 0.03, "cuda": 0.005}
 WARMUP = 0.05  # share of the run
 
 PROMPTS = (
@@ -46,6 +52,14 @@ PROMPTS = (
     "    def __repr__(self):\n        return ",
     "# This module ",
 )
+
+
+def device_of(model: GPT) -> torch.device:
+    return model.embed.device
+
+
+def batch_of(model: GPT) -> int:
+    return BATCH[device_of(model).type]
 
 
 class Optimizer:
@@ -64,7 +78,7 @@ class Optimizer:
             ),
             torch.optim.AdamW(
                 [model.embed, model.head],
-                lr=ADAMW_LR,
+                lr=ADAMW_LR[device_of(model).type],
                 betas=(0.9, 0.95),
                 weight_decay=0.0,
                 fused=True,
@@ -99,6 +113,11 @@ class Progress:
         print("" if self.terminal and share < 1 else "\n", end="", flush=True)
 
 
+def synchronize(model: GPT) -> None:
+    if device_of(model).type == "cuda":
+        torch.cuda.synchronize()
+
+
 def compiled_loss(model: GPT, ops) -> Callable[[Tensor, Tensor], Tensor]:
     """(tokens, targets) -> loss in nats, as one graph."""
 
@@ -108,10 +127,10 @@ def compiled_loss(model: GPT, ops) -> Callable[[Tensor, Tensor], Tensor]:
     return torch.compile(loss, fullgraph=True)
 
 
-def gradient_step(loss_fn, tokens: Tensor, targets: Tensor) -> float:
+def gradient_step(loss_fn, tokens: Tensor, targets: Tensor, device: torch.device) -> float:
     """Forward under bf16 autocast and backward; returns the loss in nats."""
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = loss_fn(tokens, targets)
+    with torch.autocast(device.type, torch.bfloat16):
+        loss = loss_fn(tokens.to(device), targets.to(device))
     loss.backward()
     return loss.item()
 
@@ -119,7 +138,8 @@ def gradient_step(loss_fn, tokens: Tensor, targets: Tensor) -> float:
 def compile_now(model: GPT, loss_fn, corpus: Corpus) -> float:
     """Compiles forward and backward with a step that changes nothing; returns the seconds."""
     start = time.perf_counter()
-    gradient_step(loss_fn, *next(batches(corpus.train, BATCH, model.config.context, seed=0)))
+    feed = batches(corpus.train, batch_of(model), model.config.context, seed=0)
+    gradient_step(loss_fn, *next(feed), device_of(model))
     model.zero_grad()
     return time.perf_counter() - start
 
@@ -127,15 +147,16 @@ def compile_now(model: GPT, loss_fn, corpus: Corpus) -> float:
 def train(model: GPT, loss_fn, corpus: Corpus, seconds: float) -> list[tuple[float, float]]:
     """Trains until the clock says stop; returns (seconds, bits per byte) of every step."""
     optimizer, progress, curve = Optimizer(model), Progress(seconds), []
-    feed = batches(corpus.train, BATCH, model.config.context, seed=1)
+    batch, context, device = batch_of(model), model.config.context, device_of(model)
+    feed = batches(corpus.train, batch, context, seed=1)
     start, smooth = time.perf_counter(), None
     while (elapsed := time.perf_counter() - start) < seconds:
-        bits = gradient_step(loss_fn, *next(feed)) / math.log(2)
+        bits = gradient_step(loss_fn, *next(feed), device) / math.log(2)
         optimizer.step(elapsed / seconds)
         smooth = bits if smooth is None else 0.95 * smooth + 0.05 * bits
         elapsed = time.perf_counter() - start
         curve.append((elapsed, bits))
-        speed = len(curve) * BATCH * model.config.context / elapsed
+        speed = len(curve) * batch * context / elapsed
         text = f"step {len(curve)}  {smooth:.3f} bits per byte  {speed:,.0f} bytes/s"
         progress.show(elapsed, text)
     return curve
@@ -145,10 +166,10 @@ def train(model: GPT, loss_fn, corpus: Corpus, seconds: float) -> list[tuple[flo
 def held_out_bits(model: GPT, ops, corpus: Corpus) -> float:
     """Bits per byte over every held-out byte, each predicted from the bytes before it; the first
     byte of all counts 8."""
-    context, nats = model.config.context, 0.0
-    for tokens, targets in windows(corpus.held_out, BATCH, context, overlap=context // 4):
-        with torch.autocast("cpu", torch.bfloat16):
-            nats += model.loss(tokens, targets, ops, reduction="sum").item()
+    context, device, nats = model.config.context, device_of(model), 0.0
+    for tokens, targets in windows(corpus.held_out, batch_of(model), context, overlap=context // 4):
+        with torch.autocast(device.type, torch.bfloat16):
+            nats += model.loss(tokens.to(device), targets.to(device), ops, reduction="sum").item()
     return (nats / math.log(2) + 8) / len(corpus.held_out)
 
 
@@ -188,7 +209,8 @@ def compare_generation(model: GPT) -> None:
     def requests() -> list[Request]:
         return [Request(p.encode(), new_bytes - 12 * i) for i, p in enumerate(PROMPTS)]
 
-    paged, padded = (runner(model.config, places, torch.bfloat16) for runner in (PagedRunner, PaddedRunner))
+    options = {"dtype": torch.bfloat16, "device": device_of(model)}
+    paged, padded = (runner(model.config, places, **options) for runner in (PagedRunner, PaddedRunner))
     for runner in (paged, padded):  # first calls pay for thread pools and code that loads late
         generate(twin, runner, requests()[:2], places, temperature=0.7)
     ours, theirs = requests(), requests()
@@ -211,7 +233,7 @@ def compare_generation(model: GPT) -> None:
 def compare_training(model: GPT, loss_fns: dict, corpus: Corpus, steps: int) -> None:
     """The same steps from the same weights on both sides, in turn; `loss_fns` maps a name to
     (twin of the model, its compiled loss)."""
-    feed = batches(corpus.train, BATCH, model.config.context, seed=2)
+    feed = batches(corpus.train, batch_of(model), model.config.context, seed=2)
     optimizers = {name: Optimizer(twin) for name, (twin, _) in loss_fns.items()}
     gradient_ms: dict[str, list[float]] = {name: [] for name in loss_fns}
     step_ms: dict[str, list[float]] = {name: [] for name in loss_fns}
@@ -221,12 +243,14 @@ def compare_training(model: GPT, loss_fns: dict, corpus: Corpus, steps: int) -> 
         order = list(loss_fns) if i % 2 else list(reversed(loss_fns))
         for name in order:
             start = time.perf_counter()
-            losses[name].append(gradient_step(loss_fns[name][1], tokens, targets) / math.log(2))
+            twin, loss_fn = loss_fns[name]
+            losses[name].append(gradient_step(loss_fn, tokens, targets, device_of(twin)) / math.log(2))
             gradient_ms[name].append(1e3 * (time.perf_counter() - start))
             optimizers[name].step(share=0.5)
+            synchronize(model)
             step_ms[name].append(1e3 * (time.perf_counter() - start))
     ours, theirs = loss_fns
-    bytes_per_step = BATCH * model.config.context
+    bytes_per_step = batch_of(model) * model.config.context
     print(f"\ntraining: {steps} steps from the same weights on the same batches, medians")
     print(f"{'':<28}{'gpukern':>12}{'built-ins':>12}{'ratio':>8}")
     for label, times in (("gradient step, ms", gradient_ms), ("with the optimizer, ms", step_ms)):
@@ -245,6 +269,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=100.0, help="how long to train")
     parser.add_argument("--backend", choices=tuple(OPS), default="gpukern", help="what trains")
+    found = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=tuple(CONFIG), default=found, help=f"default here: {found}")
     parser.add_argument("--compare-steps", type=int, default=16, help="steps of the comparison")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "demo")
@@ -258,11 +284,11 @@ def main() -> None:
         f"text: Python {sys.version.split()[0]}'s standard library, {len(corpus.train):,} bytes to "
         f"train on, {len(corpus.held_out):,} held out: {', '.join(corpus.held_out_modules)}"
     )
-    model, ops = GPT(Config()), OPS[args.backend]()
+    model, ops = GPT(CONFIG[args.device]).to(args.device), OPS[args.backend]()
     c = model.config
     print(
         f"model: {sum(p.numel() for p in model.parameters()):,} weights, {c.layers} layers, width "
-        f"{c.dim}, {c.heads_q} query heads on {c.heads_kv} of keys, context {c.context} bytes"
+        f"{c.dim}, {c.heads_q} query heads on {c.heads_kv} of keys, context {c.context} bytes, on {args.device}"
     )
     loss_fn = compiled_loss(model, ops)
     print(f"compiled on {ops.name} in {compile_now(model, loss_fn, corpus):.0f} s, training")
