@@ -42,10 +42,11 @@ CONFIGURE := cmake -S . -DPython_EXECUTABLE=$(PY) -DGPUKERN_BUILD_TESTS=ON \
 MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
 
-$(INSTALLED): requirements-test.txt
+$(INSTALLED): requirements-test.txt requirements-test-nodeps.txt
 	@[ -x $(PY) ] || [ -n "$(PYTHON)" ] || { echo "gpukern: no Python >= 3.10 found; install one, or name it: make PYTHON=..."; exit 1; }
 	@[ -x $(PY) ] || $(PYTHON) -m venv $(VENV) || { echo "gpukern: $(PYTHON) cannot make $(VENV); apt-get install python3-venv"; exit 1; }
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-test.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-test-nodeps.txt
 	@$(CMAKE_IS_NEW) || $(PY) -m pip install --quiet --disable-pip-version-check 'cmake>=3.20'
 	@command -v ninja >/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check ninja
 	@mkdir -p $(STAMPS) && touch $@

@@ -24,12 +24,12 @@ const gk_gpu *gk_gpu_of(int32_t index) {
     /* Every thread that fills an entry writes the same bytes; `ready` is set behind them. */
     static gk_gpu gpus[MAX_GPUS];
     static int ready[MAX_GPUS];
+    if (index >= 0 && index < MAX_GPUS && __atomic_load_n(&ready[index], __ATOMIC_ACQUIRE)) return &gpus[index];
     if (index < 0 || index >= MAX_GPUS || index >= gk_gpu_count()) {
         gk_fail(GK_ERR_DEVICE, "there is no CUDA device %d; this machine has %d", (int)index, (int)gk_gpu_count());
         return NULL;
     }
     gk_gpu *gpu = &gpus[index];
-    if (__atomic_load_n(&ready[index], __ATOMIC_ACQUIRE)) return gpu;
     gk_gpu found = {};
     found.arch =
         10 * attribute(cudaDevAttrComputeCapabilityMajor, index) + attribute(cudaDevAttrComputeCapabilityMinor, index);

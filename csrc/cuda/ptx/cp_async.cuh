@@ -7,8 +7,8 @@
 
 #include "smem.cuh"
 
-// cp.async.cg, 16 bytes, cached in L2 only. The first src_bytes (0 to 16) are read, the rest is written as zeros; with 0
-// nothing is read and src may point anywhere.
+// cp.async.cg, 16 bytes, cached in L2 only. The first src_bytes (0 to 16) are read, the rest is written as zeros; with
+// 0 nothing is read and src may point anywhere.
 static __device__ __forceinline__ void cp_async_cg_16(smem_addr dst_s, const void *src_g, int src_bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst_s), "l"(__cvta_generic_to_global(src_g)),
                  "r"(src_bytes)

@@ -4,11 +4,11 @@
 
 #include <stdint.h>
 
-// movmatrix.sync.aligned.m8n8.trans.b16, sm_75. All 32 lanes together; registers only. Volatile, so that no branch is
-// put around it. Lane l gives elements (l / 4, 2 (l % 4) + {0, 1}) and receives those of the transpose.
+// movmatrix.sync.aligned.m8n8.trans.b16, sm_75. All 32 lanes together; registers only. Lane l
+// gives elements (l / 4, 2 (l % 4) + {0, 1}) and receives those of the transpose.
 static __device__ __forceinline__ uint32_t movmatrix_trans(uint32_t x) {
     uint32_t y;
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
     return y;
 }
 

@@ -1,7 +1,7 @@
 // fragment: operands of mma out of swizzled tiles, and accumulators back into operands.
 //
-// A lane computes the address of its ldmatrix row once per operand (frag_*_base), then steps: Tile::along(base, 2 kk) to
-// the kk-th 16 columns, Tile::down(base, 16 i) to the i-th 16 rows. Tiles of 16-bit elements; with float32 the tiles
+// A lane computes the address of its ldmatrix row once per operand (frag_*_base), then steps: Tile::along(base, 2 kk)
+// to the kk-th 16 columns, Tile::down(base, 16 i) to the i-th 16 rows. Tiles of 16-bit elements; with float32 the tiles
 // [m][k] and [n][k] work too, and a step is 8 elements of k.
 #ifndef GPUKERN_TILE_FRAGMENT_CUH
 #define GPUKERN_TILE_FRAGMENT_CUH

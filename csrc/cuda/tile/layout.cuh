@@ -123,7 +123,7 @@ constexpr GK_HD bool compose_by_division(layout &r, const layout &a, int shape, 
 }
 
 // The same by value: finds the layout that has these values, if there is one. A run of equal steps is a mode, since
-// neighbouring modes that continue each other are one; so what it finds is the only candidate.
+// neighbouring modes that continue each other are one; so what it finds is the only candidate; the caller verifies.
 constexpr GK_HD bool compose_by_value(layout &r, const layout &a, int shape, int stride) {
     int n = size(a);
     for (int i = 0; i < shape; ++i) {
@@ -136,9 +136,6 @@ constexpr GK_HD bool compose_by_value(layout &r, const layout &a, int shape, int
         unit *= run;
     }
     if (r.modes == 0) layout_append(r, 1, 0);
-    for (int i = 0; i < shape; ++i) {
-        if (at(r, i) != at(a, i * stride)) return false;
-    }
     return true;
 }
 
@@ -333,8 +330,9 @@ constexpr GK_HD int smem_tile_ways(int row_bytes) {
     return most;
 }
 
-// ROWS rows of ROW_BYTES (a multiple of 16, rows one behind the other), 16-byte chunks swizzled inside their row so that
-// ldmatrix and 16-byte accesses along rows meet no bank conflict. Rows of 32, 64 and 128 bytes lie as TMA lays them.
+// ROWS rows of ROW_BYTES (a multiple of 16, rows one behind the other), 16-byte chunks swizzled inside their row so
+// that ldmatrix and 16-byte accesses along rows meet no bank conflict. Rows of 32, 64 and 128 bytes lie as TMA lays
+// them.
 //
 // The swizzle depends on row % 8 alone. So a lane computes one address and steps from it:
 //   down(at, rows)     rows a multiple of 8: one addition, an immediate of the load when rows is constant
@@ -359,25 +357,28 @@ template <int ROWS, int ROW_BYTES> struct smem_tile {
 };
 
 // ---- fragments ------------------------------------------------------------------------------------------------------
-// e counts a lane's elements: of 16 bits, two to a register (register e / 2, low half first); of 32 bits, one.
+// e counts a lane's elements: of 16 bits, two to a register (register e / 2, low half first); of 32 bits, one. Written
+// in shifts, since a kernel's lane is a signed number that the compiler does not know to be positive.
 
 // Accumulator of m16n8, any k: (m, n) of c[e], e < 4.
-constexpr GK_HD coord frag_c(int lane, int e) { return {lane / 4 + e / 2 * 8, lane % 4 * 2 + e % 2}; }
+constexpr GK_HD coord frag_c(int lane, int e) { return {(lane >> 2) + (e >> 1) * 8, (lane & 3) * 2 + (e & 1)}; }
 
 // m16n8k16, 16-bit operands: (m, k) of element e < 8 of A; (k, n) of element e < 4 of B.
-constexpr GK_HD coord frag_a16(int lane, int e) { return {lane / 4 + e / 2 % 2 * 8, lane % 4 * 2 + e % 2 + e / 4 * 8}; }
-constexpr GK_HD coord frag_b16(int lane, int e) { return {lane % 4 * 2 + e % 2 + e / 2 * 8, lane / 4}; }
+constexpr GK_HD coord frag_a16(int lane, int e) {
+    return {(lane >> 2) + (e >> 1 & 1) * 8, (lane & 3) * 2 + (e & 1) + (e >> 2) * 8};
+}
+constexpr GK_HD coord frag_b16(int lane, int e) { return {(lane & 3) * 2 + (e & 1) + (e >> 1) * 8, lane >> 2}; }
 
 // m16n8k8, tf32: (m, k) of a[e], e < 4; (k, n) of b[e], e < 2.
-constexpr GK_HD coord frag_a32(int lane, int e) { return {lane / 4 + e % 2 * 8, lane % 4 + e / 2 * 4}; }
-constexpr GK_HD coord frag_b32(int lane, int e) { return {lane % 4 + e * 4, lane / 4}; }
+constexpr GK_HD coord frag_a32(int lane, int e) { return {(lane >> 2) + (e & 1) * 8, (lane & 3) + (e >> 1) * 4}; }
+constexpr GK_HD coord frag_b32(int lane, int e) { return {(lane & 3) + e * 4, lane >> 2}; }
 
 // ldmatrix: lane l gives the address of row ldmatrix_row(l) of matrix ldmatrix_matrix(l); then register i of a lane
 // holds elements (row, col) of matrix i, half 0 and 1.
-constexpr GK_HD int ldmatrix_matrix(int lane) { return lane / 8; }
-constexpr GK_HD int ldmatrix_row(int lane) { return lane % 8; }
+constexpr GK_HD int ldmatrix_matrix(int lane) { return lane >> 3; }
+constexpr GK_HD int ldmatrix_row(int lane) { return lane & 7; }
 constexpr GK_HD coord ldmatrix_element(int lane, int half, bool trans) {
-    return trans ? coord{lane % 4 * 2 + half, lane / 4} : coord{lane / 4, lane % 4 * 2 + half};
+    return trans ? coord{(lane & 3) * 2 + half, lane >> 2} : coord{lane >> 2, (lane & 3) * 2 + half};
 }
 
 // movmatrix.trans: the element (row, col) of its source that a lane receives; the source lies as a matrix of ldmatrix.
@@ -386,7 +387,7 @@ constexpr GK_HD coord movmatrix_element(int lane, int half) { return ldmatrix_el
 // Where the lanes of an ldmatrix.x4 point in a tile for a block of 16 rows and 2 chunks, as (row, chunk). The four
 // matrices come down the rows first (for A from [m][k] and, transposed, B from [k][n]) or along them first (B from
 // [n][k] and, transposed, A from [k][m]).
-constexpr GK_HD coord ldmatrix_down_first(int lane) { return {lane % 16, lane / 16}; }
-constexpr GK_HD coord ldmatrix_along_first(int lane) { return {lane % 8 + lane / 16 * 8, lane / 8 % 2}; }
+constexpr GK_HD coord ldmatrix_down_first(int lane) { return {lane & 15, lane >> 4}; }
+constexpr GK_HD coord ldmatrix_along_first(int lane) { return {(lane & 7) + (lane >> 4) * 8, lane >> 3 & 1}; }
 
 #endif
