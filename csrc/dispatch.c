@@ -160,6 +160,23 @@ static double flops_per_clock(int arch, gk_dtype dtype) {
 }
 #endif
 
+const char *gk_cuda_kernels(void) {
+    static _Thread_local char text[16384];
+    text[0] = 0;
+#ifdef GPUKERN_HAS_CUDA
+    size_t length = 0;
+    for (int op = 0; op < GK_NUM_OPS; ++op) {
+        int num_tables;
+        const gk_cuda_table *const *tables = gk_cuda_tables((gk_op)op, &num_tables);
+        for (int t = 0; t < num_tables; ++t)
+            for (int i = 0; i < tables[t]->num_rows && length < sizeof text - 80; ++i)
+                length += (size_t)snprintf(text + length, sizeof text - length, "%s%s", length ? "," : "",
+                                           tables[t]->rows[i].name);
+    }
+#endif
+    return text;
+}
+
 #ifndef GPUKERN_HAS_CUDA
 uint8_t *gk_cuda_error_word(void) { return NULL; }
 #endif

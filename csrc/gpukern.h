@@ -106,6 +106,9 @@ GK_API const char *gk_device_error_text(gk_device_error kind);
 GK_API const char *gk_cpu_isa(void);
 GK_API const char *gk_cpu_isas(void);
 
+/* Every CUDA kernel instance of this library, comma-separated; "" without CUDA. Valid until this thread's next call. */
+GK_API const char *gk_cuda_kernels(void);
+
 /* ---- what a call would do ------------------------------------------------------------------ */
 typedef struct gk_explanation {
     size_t size;     /* sizeof(gk_explanation), set by the caller */

@@ -73,6 +73,7 @@ void define(gk::Library &m) {
     m.def("version() -> str");
     m.def("cpu_isa() -> str");
     m.def("cpu_isas() -> str");
+    m.def("cuda_kernels() -> str");
     m.def("check_errors() -> ()");
 }
 
@@ -85,6 +86,8 @@ std::string cpu_isa() {
 }
 
 std::string cpu_isas() { return gk_cpu_isas(); }
+
+std::string cuda_kernels() { return gk_cuda_kernels(); }
 
 // On the CPU every error is raised by the call that made it: there is none to collect.
 void check_errors() { gk::raise_device_errors("check_errors", gk_cuda_error_word()); }
@@ -99,5 +102,6 @@ STABLE_TORCH_LIBRARY_IMPL(GPUKERN_NAMESPACE, CompositeExplicitAutograd, m) {
     m.impl("version", gk::boxed<version>);
     m.impl("cpu_isa", gk::boxed<cpu_isa>);
     m.impl("cpu_isas", gk::boxed<cpu_isas>);
+    m.impl("cuda_kernels", gk::boxed<cuda_kernels>);
     m.impl("check_errors", gk::boxed<check_errors>);
 }

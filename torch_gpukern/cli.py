@@ -45,10 +45,8 @@ def _info(args: argparse.Namespace) -> int:
         isa = ops.cpu_isa.default()
     except RuntimeError as error:  # GPUKERN_CPU names what this machine lacks
         isa = str(error)
-    if torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::gemm", "CUDA"):
-        cuda = "kernels built in"
-    else:
-        cuda = "no kernels in this build"
+    kernels = [name for name in ops.cuda_kernels.default().split(",") if name]
+    cuda = f"{len(kernels)} kernel instances, compute capability 8.0 and later" if kernels else "no kernels in this build"
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             major, minor = torch.cuda.get_device_capability(i)
@@ -67,6 +65,8 @@ def _info(args: argparse.Namespace) -> int:
         ("cuda", cuda),
     ]
     print(_fields(rows))
+    if args.kernels:
+        print("\ncuda kernels\n  " + "\n  ".join(kernels or ["none"]))
     return 0
 
 
@@ -210,7 +210,9 @@ def _bench(args: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m torch_gpukern", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("info", help="versions, library, instruction sets, devices").set_defaults(run=_info)
+    info = commands.add_parser("info", help="versions, library, instruction sets, devices")
+    info.set_defaults(run=_info)
+    info.add_argument("--kernels", action="store_true", help="list every CUDA kernel instance")
 
     explained = commands.add_parser("explain", help="the kernel row that a call would run, its tiles, bytes and FLOPs")
     named = explained.add_subparsers(dest="op", required=True)
