@@ -47,6 +47,12 @@ static __device__ __forceinline__ const T *tile_source(const T *src_g, const T *
     return src_g + C::row(thread, pass) * row_stride + C::chunk(thread, pass) * (16 / (int)sizeof(T));
 }
 
+// Bytes of a 16-byte chunk that lie before column cols_valid.
+template <typename T> static __device__ __forceinline__ int chunk_bytes(int chunk, int cols_valid) {
+    int bytes = cols_valid * (int)sizeof(T) - chunk * 16;
+    return min(max(bytes, 0), 16);
+}
+
 // src_g [rows][cols], columns contiguous; src_g and row_stride * sizeof(T) are multiples of 16 bytes. By cp.async: the
 // caller commits, waits and synchronises (pipeline.cuh).
 template <typename Tile, int THREADS, typename T>
