@@ -93,7 +93,7 @@ static __device__ __forceinline__ void copy_tile_async_ragged(smem_addr tile_s, 
 #pragma unroll
     for (int pass = 0; pass < C::passes; ++pass) {
         if (!C::has(thread, pass)) break;
-        int bytes = min(max((cols_valid * (int)sizeof(T) - C::chunk(thread, pass) * 16), 0), 16);
+        int bytes = chunk_bytes<T>(C::chunk(thread, pass), cols_valid);
         from_g = tile_source<Tile, THREADS>(src_g, from_g, row_stride, thread, pass);
         cp_async_cg_16(tile_s + C::offset(thread, pass), from_g, C::row(thread, pass) < rows_valid ? bytes : 0);
     }
