@@ -156,6 +156,22 @@ def f64(x):
     return x
 
 
+def on_cpu(x):
+    """x with every tensor in it on the CPU, where yardsticks are made."""
+    if isinstance(x, torch.Tensor):
+        return x.cpu()
+    if isinstance(x, dict):
+        return {name: on_cpu(value) for name, value in x.items()}
+    if isinstance(x, (list, tuple)):
+        return type(x)(on_cpu(value) for value in x)
+    return x
+
+
+def served(dims, device):
+    """Head dims that the device has kernels for: on CUDA the next multiples of 8, up to 256."""
+    return dims if device == "cpu" else tuple(min(256, -(-d // 8) * 8) for d in dims)
+
+
 def as_dtype(x, dtype):
     """x with every floating tensor in it in dtype, as a fresh contiguous tensor without poison around it."""
     if isinstance(x, torch.Tensor):
@@ -353,7 +369,10 @@ def torch_gemm(a, b, bias=None, c=None, alpha=1.0, beta=1.0, activation="none", 
     if order is not None:
         a, b = a[..., order], b[..., order, :]
     dtype = out_dtype or a.dtype
-    out = torch.matmul(a.to(dtype), b.to(dtype))
+    if a.is_cuda and a.dtype in HALF and dtype == torch.float32 and a.dim() == b.dim() == 2 and a.numel() and b.numel():
+        out = torch.mm(a, b, out_dtype=dtype)  # products on tensor cores, kept in float32
+    else:
+        out = torch.matmul(a.to(dtype), b.to(dtype))
     if alpha != 1.0:
         out = alpha * out
     if c is not None and beta != 0:
@@ -493,10 +512,11 @@ def lse_yardsticks(q, k, v, ref_lse, softcap=0.0, sinks=None, **rules):
     its backward; softcap and sinks, which SDPA has not, are left out of that comparison, and few keys are repeated, lse
     less the logarithm of how often, so that its vector code runs and not what it has for the rest.
     """
+    q, k, v, ref_lse, sinks, rules = on_cpu((q, k, v, ref_lse, sinks, rules))
     dtype = yard_dtype(q.dtype)
     more = dict(softcap=softcap, sinks=sinks)
     yards = [run[1] for run in reordered(q, k, v, {**rules, **more})]
-    if q.device.type == "cpu" and q.dtype in HALF and q.numel() and k.numel():
+    if q.dtype in HALF and q.numel() and k.numel():
         q, k = q.contiguous(), k.contiguous()
         rules = for_dtype(rules, dtype)
         scale = rules.pop("scale", None)
@@ -567,6 +587,7 @@ def reordered(q, k, v, kwargs, grad_out=None, grad_lse=None):
     Returns a list of [out, lse], or of [out, lse, dq, dk, dv, dsinks] with grad_out, by autograd and as flash_gradients
     has them. Another order of either head_dim, and of queries and keys together, changes nothing but the order of sums.
     """
+    q, k, v, kwargs, grad_out, grad_lse = on_cpu((q, k, v, kwargs, grad_out, grad_lse))
     dtype = yard_dtype(q.dtype)
     gen = generator("reordered", q.shape[-1])
     q, k, v = (t.detach().to(dtype) for t in (q, k, v))
@@ -612,6 +633,7 @@ def reordered(q, k, v, kwargs, grad_out=None, grad_lse=None):
 
 def reordered_packed(q, k, v, cu_q, cu_k, kwargs, grad_out):
     """reordered, sequence by sequence, for flash_attn_varlen: a list of [out, lse, dq, dk, dv, dsinks]."""
+    q, k, v, cu_q, cu_k, kwargs, grad_out = on_cpu((q, k, v, cu_q, cu_k, kwargs, grad_out))
     parts = []
     for b, ((q0, q1), (k0, k1)) in enumerate(zip(itertools.pairwise(cu_q.tolist()), itertools.pairwise(cu_k.tolist()))):
         one = [t[None].transpose(1, 2) for t in (q[q0:q1], k[k0:k1], v[k0:k1])]

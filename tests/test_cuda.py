@@ -4,6 +4,8 @@ All of it is skipped, with the reason shown, where torch finds no CUDA device. W
 tests/ops/ on both devices.
 """
 
+import os
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -125,7 +127,7 @@ def test_one_graph_serves_every_length_and_table():
     ops.paged_attn_fwd(*first.args())
     # a wider pool than any of the batches needs, so that all of them fit into its tensors
     pool = [on_gpu(64, 16, 2, 64, seed=s) for s in (5, 6)]
-    table = torch.zeros(5, 12, dtype=torch.int32, device="cuda")
+    table = torch.zeros(5, 16, dtype=torch.int32, device="cuda")
     lens, q = torch.zeros(5, dtype=torch.int32, device="cuda"), first.q.clone()
     with torch.cuda.graph(graph):
         out, lse = ops.paged_attn_fwd(q, *pool, table, lens)
@@ -220,6 +222,7 @@ def test_tensors_on_the_other_device():
         ops.flash_attn(q, k.to("cuda:1"), v)
 
 
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="the device's free memory says nothing beside others")
 def test_memory_comes_from_torch_alone():
     for call in calls().values():
         call()

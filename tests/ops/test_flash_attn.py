@@ -23,6 +23,7 @@ from conftest import (
     logit_dtype,
     lse_yardsticks,
     modifiers,
+    on_cpu,
     ops,
     orders,
     randn,
@@ -30,6 +31,7 @@ from conftest import (
     reordered,
     reordered_packed,
     same_bits,
+    served,
     snapshot,
     strided,
     swap_middle,
@@ -46,7 +48,7 @@ DIM_PAIRS = tuple((d, d) for d in HEAD_DIMS) + ((64, 32), (32, 64), (192, 128), 
 
 def qkv(gen, batch, heads, lengths, dims, dtype, device="cpu"):
     """q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv]."""
-    (hq, hkv), (sq, sk), (d, dv) = heads, lengths, dims
+    (hq, hkv), (sq, sk), (d, dv) = heads, lengths, served(dims, device)
     shapes = ((batch, hq, sq, d), (batch, hkv, sk, d), (batch, hkv, sk, dv))
     return tuple(randn(gen, *s, dtype=dtype, device=device) for s in shapes)
 
@@ -56,6 +58,7 @@ def yardsticks(q, k, v, kwargs, gen):
 
     SDPA has no kernel for Dv != D or few keys in 16 bits: it computes in float32 there. Then both count.
     """
+    q, k, v, kwargs = on_cpu((q, k, v, kwargs))
     dtype = yard_dtype(q.dtype)
     cast, narrow = [t.to(dtype) for t in (q, k, v)], for_dtype(kwargs, dtype)
     yards = [torch_attn(*cast, order=o, **narrow) for o in orders(gen, k.shape[2])]
@@ -342,6 +345,7 @@ def check_backward(q, k, v, gen, grad_out, grad_lse=None, what="", **kwargs):
         lambda **t: reference.flash_attn(**t, **wide, return_lse=True), f64(tensors), f64(grad_out), f64(grad_lse)
     )
     dtype = yard_dtype(q.dtype)
+    q, k, v, kwargs, sinks, grad_out, grad_lse = on_cpu((q, k, v, kwargs, sinks, grad_out, grad_lse))
     cast, narrow = {n: t.to(dtype) for n, t in zip("qkv", (q, k, v))}, for_dtype(kwargs, dtype)
     yards = []
     if not lse_too and sinks is None and torch_attn(*cast.values(), **narrow) is not None:
@@ -595,7 +599,7 @@ BATCHES = {
 
 def packed(gen, lengths_q, lengths_k, heads, dims, dtype, device, slack=0):
     """q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k; slack tokens of NaN after the last sequence."""
-    (hq, hkv), (d, dv) = heads, dims
+    (hq, hkv), (d, dv) = heads, served(dims, device)
     tensors = []
     for lengths, h, dim in ((lengths_q, hq, d), (lengths_k, hkv, d), (lengths_k, hkv, dv)):
         t = randn(gen, sum(lengths) + slack, h, dim, dtype=dtype)
@@ -649,6 +653,7 @@ def check_varlen(args, kwargs, gen, what=""):
     dtype = yard_dtype(q.dtype)
     if len(cu_q) > 1:
         runs = reordered_packed(*clean, cu_q, cu_k, kwargs, grad)
+        clean, cu_q, cu_k, kwargs = on_cpu((clean, cu_q, cu_k, kwargs))
         sdpa = per_sequence(sdpa_or_reference, *(t.to(dtype) for t in clean), cu_q, cu_k, **for_dtype(kwargs, dtype))
     else:
         runs, sdpa = [[out, lse, *got.values()]], out
@@ -720,7 +725,10 @@ def test_varlen_bounds_may_be_larger(device):
     *args, max_q, max_k = packed(gen, *BATCHES["ragged"], (2, 1), (16, 16), torch.float32, device)
     exact = ops.flash_attn_varlen(*args, max_q, max_k, is_causal=True)
     loose = ops.flash_attn_varlen(*args, 10_000, 2**40, is_causal=True)
-    assert torch.equal(exact, loose)
+    if device == "cpu":
+        assert torch.equal(exact, loose)
+    else:  # the bounds may decide into how many parts the keys are split
+        torch.testing.assert_close(exact, loose, rtol=1e-5, atol=1e-6)
 
 
 def test_varlen_far_strides():

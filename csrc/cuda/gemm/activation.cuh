@@ -5,12 +5,10 @@
 
 #include "../kernels.h"
 
-__device__ __forceinline__ float act_exp(float x) { return __expf(x); }
+__device__ __forceinline__ float act_exp(float x) { return expf(x); }
 __device__ __forceinline__ double act_exp(double x) { return exp(x); }
 
-/* 1 / (1 + e^-x); e^-x may be inf, the quotient is then 0 */
-__device__ __forceinline__ float act_sigmoid(float x) { return __fdividef(1.f, 1.f + fminf(__expf(-x), 1e37f)); }
-__device__ __forceinline__ double act_sigmoid(double x) { return 1 / (1 + exp(-x)); }
+template <class W> __device__ __forceinline__ W act_sigmoid(W x) { return 1 / (1 + act_exp(-x)); }
 
 template <class W> __device__ __forceinline__ W activate(gk_activation activation, W x) {
     const W sqrt_half = W(0.70710678118654752440), sqrt_2_over_pi = W(0.79788456080286535588), cubic = W(0.044715);
