@@ -1,24 +1,24 @@
-/* check_cuda: every compiled instance of the CUDA tables (cuda/kernels.h) against csrc/ref, each through its own `takes`,
- * `workspace_bytes` and `run`, so that a row which dispatch would seldom reach is run too.
+/* check_cuda: every compiled instance of the CUDA tables (cuda/kernels.h) against csrc/ref, each through its own
+ * `takes`, `workspace_bytes` and `run`, so that a row which dispatch would seldom reach is run too.
  *
- * Random problems of an op are drawn until each of its rows has taken several; the reference is computed once for all rows
- * that want the problem. A row runs twice, plainly and from a CUDA graph, on outputs and workspace full of NaN:
- *   both results must have the same bits, lie within the bound of check.h, and nothing else may have changed: inputs, the
- *   memory between and around the elements, what lies behind the workspace, the error word.
+ * Random problems of an op are drawn until each of its rows has taken several; the reference is computed once for all
+ * rows that want the problem. A row runs twice, plainly and from a CUDA graph, on outputs and workspace full of NaN:
+ * both results must have the same bits and lie within the bound of check.h, and nothing else may have changed: inputs,
+ * the memory between and around the elements, what lies around the workspace, the error word.
  * A check_tensor is mirrored whole, guards included, in one device arena; a problem's tensors begin at multiples of 256
  * bytes, one element past them, or mixed, so that rows for aligned tensors and rows for any are both reached.
  *
  * size, loss (check.h), with u = u(float32), u(float64) for float64:
- *   gemm           size |alpha| sum |a| |b| + |beta c| + |bias|, loss u (32 + 4 sqrt K), tf32: 2 u(tf32) = 2^-10 more
- *   gemm_act_bwd   size |grad| (1 + |x|), loss 16 u
- *   attention      sizes are the same sums with every term positive (flash_expect, paged_expect). Logits err by
- *                  e = u (8 + 2 sqrt D) max |logit|, which changes every p by 2 e; in 16 bits p and ds are rounded to the
- *                  inputs' dtype: 1.25 u(dtype) forward, 2.5 backward; sums add u (32 + 2 sqrt(terms))
- *   attn_merge     size |a| w_a + |b| w_b, loss 232 u: exp(lse_x - lse) errs by |lse| u; one side alone comes back exactly
- *   kv_cache_write exact
+ *   gemm            size |alpha| sum |a| |b| + |beta c| + |bias|; loss u (32 + 4 sqrt K), tf32: 2 u(tf32) = 2^-10 more
+ *   gemm_act_bwd    size |grad| (1 + |x|); loss 16 u
+ *   attention       size: the same sum with every term positive. The logits err by e = u (8 + 2 sqrt D) max |logit|,
+ *                   which changes every p by 2 e; in 16 bits p and ds are rounded to the inputs' dtype: 1.25 u(dtype)
+ *                   forward, 2.5 backward; sums add u (32 + 2 sqrt(terms)); attn_floor is for underflow
+ *   attn_merge      size |a| w_a + |b| w_b; loss 232 u: exp(lse_x - lse) errs by |lse| u. One side alone is exact
+ *   kv_cache_write  exact
  *
- * check_cuda [-v] [-n problems] [text ...]: -v prints every row; -n problems for each row; only rows with a text in their
- * name. */
+ * check_cuda [-v] [-n problems] [text ...]: -v prints every row; -n problems for each row; only rows whose name holds
+ * one of the texts. */
 #include "check.h"
 #include "cuda/kernels.h"
 
@@ -105,8 +105,8 @@ static void say(const char *format, ...) { /* more words to name the case by */
     va_end(list);
 }
 
-/* The arguments as the device sees them: a word that is a mirrored tensor's data, or points to a mirrored tensor, becomes
- * its twin. The tensors found tell what the case is. */
+/* The arguments as the device sees them: a word that is a mirrored tensor's data, or points to a mirrored tensor,
+ * becomes its twin. The tensors found tell what the case is. */
 static void to_device(const void *args, size_t bytes) {
     memcpy(device_args, args, bytes);
     for (size_t i = 0; i < bytes / sizeof(void *); ++i) {
@@ -353,8 +353,8 @@ static check_tensor make_slopes(gk_dtype stats, int64_t batch, int64_t heads_q, 
     return make_stats(stats, both ? 2 : 1, both ? shape : shape + 1, 0, most, false);
 }
 
-/* A sum of `terms` products of p or ds with numbers of size 1: p and ds below the smallest number vanish, in float16 those
- * below 2^-14 are rounded to a multiple of 2^-24. */
+/* A sum of `terms` products of p or ds with numbers of size 1: p and ds below the smallest number vanish, in float16
+ * those below 2^-14 are rounded to a multiple of 2^-24. */
 static double attn_floor(gk_dtype dtype, double terms) {
     return dtype == GK_F64 ? 0 : 8 * sqrt(terms) * (dtype == GK_F16 ? 0x1p-25 : 0x1p-120);
 }
@@ -419,7 +419,9 @@ static void modify(gk_attn_rules *r, int64_t i) {
     case 8: r->diagonal = f.packed ? 0 : f.seq_k - f.seq_q; break;
     case 9: r->diagonal = f.packed ? 0 : check_below(2) ? check_below(50) : -f.seq_q / 2; break;
     case 10: r->scale = check_below(2) ? -0.3 / fmax(1, sqrt((double)f.dim) / 8) : 0; break;
-    case 11: r->scale *= r->softcap > 0 ? 1 : 40; break; /* nearly one-hot, the running maximum jumps */
+    case 11:
+        r->scale = r->softcap > 0 ? r->scale : 40 / sqrt((double)f.dim);
+        break; /* nearly one-hot, the running maximum jumps */
     default: r->window_left = r->window_right = INT64_MAX; break;
     }
 }
@@ -901,8 +903,8 @@ static void try_row(walked *x) {
     ++x->problems;
 }
 
-/* Draws until every row has had its problems. The second half of the attempts draws large ones, for rows that took none;
- * a row that small ones suit seldom may then stay below the number. */
+/* Draws until every row has had its problems. The second half of the attempts draws large ones, for rows that took
+ * none; a row that small ones suit seldom may then stay below the number. */
 static void walk(int o, gk_dtype dtype, walked *rows, int num_rows, int64_t problems) {
     const int most = check_small() ? 1000 : 3000;
     for (int attempt = 0; attempt < most; ++attempt) {
