@@ -546,10 +546,13 @@ def flipped(q, k, v, is_causal=False, diagonal=0, window_left=-1, window_right=-
     return q.flip(2), k.flip(2), v.flip(2), rest
 
 
-def flash_gradients(q, k, v, grad_out, grad_lse=None, sinks=None, scale=None, softcap=0.0, alibi_slopes=None, **span):
+def flash_gradients(q, k, v, grad_out, grad_lse=None, sinks=None, scale=None, softcap=0.0, alibi_slopes=None,
+                    peak=None, **span):  # fmt: skip
     """(dq, dk, dv, dsinks) in PyTorch's ops as every flash attention computes them, SDPA's among them.
 
     P comes back from lse, and the row sums of P * dP from the rounded out; P and dS meet the products in q's dtype.
+    With a peak, out too comes of weights in q's dtype, relative to a maximum that was larger by so much on its way, as
+    SDPA's kernels on CUDA have it.
     """
     rules = dict(scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, **span)
     out, lse = reference.flash_attn(q, k, v, **rules, return_lse=True)
@@ -566,6 +569,10 @@ def flash_gradients(q, k, v, grad_out, grad_lse=None, sinks=None, scale=None, so
         score = score - alibi_slopes[..., None, None] * (i - torch.arange(k.shape[2])).abs()
     seen = visible(q.shape, k.shape, **span) & (lse > -math.inf)[..., None]
     p = torch.exp(score - lse[..., None]).masked_fill(~seen, 0.0)
+    if peak is not None:
+        largest = score.masked_fill(~seen, -math.inf).amax(-1, keepdim=True).nan_to_num(neginf=0.0) + peak
+        rounded = torch.exp(score - largest).masked_fill(~seen, 0.0).to(q.dtype).float()
+        out = ((rounded @ z) * torch.exp(largest - lse.nan_to_num(neginf=0.0)[..., None])).to(q.dtype)
     grad = grad_out.float()
     delta = (grad * out.float()).sum(-1)
     if grad_lse is not None:
@@ -587,6 +594,7 @@ def reordered(q, k, v, kwargs, grad_out=None, grad_lse=None):
     Returns a list of [out, lse], or of [out, lse, dq, dk, dv, dsinks] with grad_out, by autograd and as flash_gradients
     has them. Another order of either head_dim, and of queries and keys together, changes nothing but the order of sums.
     """
+    rounds_weights = q.is_cuda and q.dtype in HALF
     q, k, v, kwargs, grad_out, grad_lse = on_cpu((q, k, v, kwargs, grad_out, grad_lse))
     dtype = yard_dtype(q.dtype)
     gen = generator("reordered", q.shape[-1])
@@ -625,7 +633,8 @@ def reordered(q, k, v, kwargs, grad_out=None, grad_lse=None):
         autograd = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
         autograd.append(None if sinks is None else sinks.grad)
         with torch.no_grad():
-            flash = flash_gradients(*leaves, *grads, sinks, **args)
+            peak = 0.25 * len(results) if rounds_weights else None
+            flash = flash_gradients(*leaves, *grads, sinks, **args, peak=peak)
         for found in (autograd, flash):
             results.append(values + [undo(n, g) for n, g in zip(("dq", "dk", "dv", "dsinks"), found)])
     return results
@@ -633,7 +642,6 @@ def reordered(q, k, v, kwargs, grad_out=None, grad_lse=None):
 
 def reordered_packed(q, k, v, cu_q, cu_k, kwargs, grad_out):
     """reordered, sequence by sequence, for flash_attn_varlen: a list of [out, lse, dq, dk, dv, dsinks]."""
-    q, k, v, cu_q, cu_k, kwargs, grad_out = on_cpu((q, k, v, cu_q, cu_k, kwargs, grad_out))
     parts = []
     for b, ((q0, q1), (k0, k1)) in enumerate(zip(itertools.pairwise(cu_q.tolist()), itertools.pairwise(cu_k.tolist()))):
         one = [t[None].transpose(1, 2) for t in (q[q0:q1], k[k0:k1], v[k0:k1])]

@@ -396,7 +396,7 @@ def test_autocast_casts_the_matrices(dtype, device):
 
 def test_autocast_leaves_float64_alone(device):
     a = torch.ones(3, 3, dtype=torch.float64, device=device)
-    q = torch.ones(1, 1, 3, 3, dtype=torch.float64, device=device)
+    q = torch.ones(1, 1, 3, 8, dtype=torch.float64, device=device)
     with torch.autocast(device, dtype=torch.bfloat16):
         assert ops.gemm(a, a).dtype == torch.float64 and ops.flash_attn(q, q, q).dtype == torch.float64
     with torch.autocast(device, enabled=False):

@@ -345,12 +345,11 @@ def check_backward(q, k, v, gen, grad_out, grad_lse=None, what="", **kwargs):
         lambda **t: reference.flash_attn(**t, **wide, return_lse=True), f64(tensors), f64(grad_out), f64(grad_lse)
     )
     dtype = yard_dtype(q.dtype)
-    q, k, v, kwargs, sinks, grad_out, grad_lse = on_cpu((q, k, v, kwargs, sinks, grad_out, grad_lse))
-    cast, narrow = {n: t.to(dtype) for n, t in zip("qkv", (q, k, v))}, for_dtype(kwargs, dtype)
+    cast, narrow = {n: t.cpu().to(dtype) for n, t in zip("qkv", (q, k, v))}, for_dtype(on_cpu(kwargs), dtype)
     yards = []
     if not lse_too and sinks is None and torch_attn(*cast.values(), **narrow) is not None:
         for order in orders(gen, k.shape[2]):
-            yards.append(backward(partial(torch_attn, order=order, **narrow), cast, grad_out))
+            yards.append(backward(partial(torch_attn, order=order, **narrow), cast, grad_out.cpu()))
     if not yards or (dtype != torch.float32 and q.shape[3] != v.shape[3]):
         for run in reordered(q, k, v, {**kwargs, "sinks": sinks}, grad_out, grad_lse):
             yards.append(dict(zip(("q", "k", "v", "sinks"), run[2:])))
