@@ -569,7 +569,7 @@ def flash_gradients(q, k, v, grad_out, grad_lse=None, sinks=None, scale=None, so
         score = score - alibi_slopes[..., None, None] * (i - torch.arange(k.shape[2])).abs()
     seen = visible(q.shape, k.shape, **span) & (lse > -math.inf)[..., None]
     p = torch.exp(score - lse[..., None]).masked_fill(~seen, 0.0)
-    if peak is not None:
+    if peak is not None and k.shape[2]:
         largest = score.masked_fill(~seen, -math.inf).amax(-1, keepdim=True).nan_to_num(neginf=0.0) + peak
         rounded = torch.exp(score - largest).masked_fill(~seen, 0.0).to(q.dtype).float()
         out = ((rounded @ z) * torch.exp(largest - lse.nan_to_num(neginf=0.0)[..., None])).to(q.dtype)

@@ -397,20 +397,22 @@ def test_backward(case, device):
     cast = {name: t.to(dtype) for name, t in tensors.items()}
     yards = [gradients(lambda **t: torch_gemm(**t, **kwargs), cast, grad)[1]]
     # Other orders of the sums over rows and columns: permute the problem, undo it in the gradients.
-    rows, cols = (torch.randperm(n, generator=gen) for n in shape[-2:])
-    mixed = {"a": cast["a"][..., rows, :], "b": cast["b"][..., cols]}
-    if "bias" in cast:
-        mixed["bias"] = cast["bias"][cols]
-    if "c" in cast:
-        mixed["c"] = cast["c"][..., cols] if cast["c"].dim() == 1 else cast["c"][..., rows, :][..., cols]
-    back = gradients(lambda **t: torch_gemm(**t, **kwargs), mixed, grad[..., rows, :][..., cols])[1]
-    undo_rows, undo_cols = rows.argsort(), cols.argsort()
-    back["a"], back["b"] = back["a"][..., undo_rows, :], back["b"][..., undo_cols]
-    if "bias" in back:
-        back["bias"] = back["bias"][undo_cols]
-    if "c" in back:
-        back["c"] = back["c"][..., undo_cols] if back["c"].dim() == 1 else back["c"][..., undo_rows, :][..., undo_cols]
-    yards.append(back)
+    for _ in range(3):
+        rows, cols = (torch.randperm(n, generator=gen) for n in shape[-2:])
+        mixed = {"a": cast["a"][..., rows, :], "b": cast["b"][..., cols]}
+        if "bias" in cast:
+            mixed["bias"] = cast["bias"][cols]
+        if "c" in cast:
+            mixed["c"] = cast["c"][..., cols] if cast["c"].dim() == 1 else cast["c"][..., rows, :][..., cols]
+        back = gradients(lambda **t: torch_gemm(**t, **kwargs), mixed, grad[..., rows, :][..., cols])[1]
+        undo_rows, undo_cols = rows.argsort(), cols.argsort()
+        back["a"], back["b"] = back["a"][..., undo_rows, :], back["b"][..., undo_cols]
+        if "bias" in back:
+            back["bias"] = back["bias"][undo_cols]
+        if "c" in back:
+            c = back["c"][..., undo_cols]
+            back["c"] = c if c.dim() == 1 else c[..., undo_rows, :]
+        yards.append(back)
     assert out.dtype == case.dtype
     for name, t in tensors.items():
         assert got[name].dtype == t.dtype and got[name].shape == t.shape
