@@ -9,7 +9,18 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import Paged, generator, ops, randn, run_python, same_bits, torch_gpukern
+from conftest import (
+    Paged,
+    assert_close_as,
+    generator,
+    ops,
+    orders,
+    randn,
+    run_python,
+    same_bits,
+    torch_gemm,
+    torch_gpukern,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -356,6 +367,30 @@ def test_the_next_call_tells():
         ops.gemm(a, a)
     ops.gemm(a, a)
     assert raised() == ""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# tf32
+
+
+@pytest.mark.parametrize("layout", ("NN", "NT", "TN", "TT"))
+@pytest.mark.parametrize("size", ((64, 64, 64), (130, 200, 300), (512, 384, 1024), (33, 20, 72)), ids=str)
+def test_tf32_errs_as_pytorch_does(size, layout):
+    gen = generator("tf32", size)
+    m, n, k = size
+    a, b = (randn(gen, *shape, device="cuda") for shape in ((m, k), (k, n)))
+    a = a.t().contiguous().t() if layout[0] == "T" else a
+    b = b.t().contiguous().t() if layout[1] == "T" else b
+    got = ops.gemm(a, b, fp32_precision="tf32")
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        yards = [torch_gemm(a, b, order=order) for order in orders(gen, k)]
+        assert same_bits(torch_gpukern.gemm(a, b), got), "the public function follows torch's setting"
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+    assert_close_as(yards, got, a.double() @ b.double())
+    plain = ops.gemm(a, b)
+    assert (plain.double() - a.double() @ b.double()).abs().max() < 1e-4
 
 
 # ---------------------------------------------------------------------------------------------------------------------
