@@ -90,7 +90,7 @@ macro(gk_cuda_objects target flags)
   add_library(${target} OBJECT ${ARGN})
   set_target_properties(${target} PROPERTIES CUDA_VISIBILITY_PRESET hidden CUDA_STANDARD 17)
   target_include_directories(${target} PRIVATE csrc)
-  target_compile_options(${target} PRIVATE "${flags}" --expt-relaxed-constexpr
+  target_compile_options(${target} PRIVATE "${flags}" --expt-relaxed-constexpr --compress-mode=size
                          -Xcompiler=-Wall,-Wextra,-Wno-missing-field-initializers,-fno-exceptions,-fno-rtti)
   list(APPEND gk_objects ${target})
 endmacro()
