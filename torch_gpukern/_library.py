@@ -81,6 +81,7 @@ _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 below_autograd = torch._C._AutoDispatchBelowAutograd
 any_requires_grad = torch._C._any_requires_grad
 is_grad_enabled = torch.is_grad_enabled
+is_compiling = torch.compiler.is_compiling
 _KeySet, _Key = torch._C.DispatchKeySet, torch._C.DispatchKey
 _AUTOCAST_KEYS = _KeySet(_Key.AutocastCPU) | _KeySet(_Key.AutocastCUDA)
 
@@ -147,6 +148,19 @@ def autocast(name: str, cast: Callable[[torch.dtype, Sequence, Callable], tuple]
 
     register("cpu", "AutocastCPU")
     register("cuda", "AutocastCUDA")
+
+
+def without_grad(op: torch._ops.OpOverload) -> Callable:
+    """op for public functions: with grad mode off it goes past its Autograd kernel, which spares the dispatcher a way
+    into Python and back. A compiler that traces sees the op alone."""
+
+    def call(*args):
+        if is_grad_enabled() or is_compiling():
+            return op(*args)
+        with below_autograd():
+            return op(*args)
+
+    return call
 
 
 def bare(op: torch._ops.OpOverload) -> Callable:

@@ -21,6 +21,7 @@ from .._library import (
     is_grad_enabled,
     ops,
     refuse_backward,
+    without_grad,
 )
 from . import laws
 
@@ -32,6 +33,8 @@ _flash_attn_varlen = ops.flash_attn_varlen.default
 _flash_attn_varlen_fwd = ops.flash_attn_varlen_fwd.default
 _attn_merge = ops.attn_merge.default
 
+_call, _call_fwd = without_grad(_flash_attn), without_grad(_flash_attn_fwd)
+_call_varlen, _call_varlen_fwd = without_grad(_flash_attn_varlen), without_grad(_flash_attn_varlen_fwd)
 _bare_fwd = bare(_flash_attn_fwd)
 _bare_bwd = bare(ops.flash_attn_bwd.default)
 _bare_varlen_fwd = bare(_flash_attn_varlen_fwd)
@@ -145,7 +148,7 @@ def flash_attn(
     Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023),
     arXiv:2307.08691.
     """
-    op = _flash_attn_fwd if return_lse else _flash_attn
+    op = _call_fwd if return_lse else _call
     return op(
         q,
         k,
@@ -263,7 +266,7 @@ def flash_attn_varlen(
     Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023),
     arXiv:2307.08691.
     """
-    op = _flash_attn_varlen_fwd if return_lse else _flash_attn_varlen
+    op = _call_varlen_fwd if return_lse else _call_varlen
     return op(
         q,
         k,

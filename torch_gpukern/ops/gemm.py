@@ -17,6 +17,7 @@ from .._library import (
     is_grad_enabled,
     ops,
     refuse_backward,
+    without_grad,
 )
 from . import laws
 
@@ -24,6 +25,7 @@ __all__ = ["gemm"]
 
 _gemm = ops.gemm.default
 
+_call = without_grad(_gemm)
 _bare = bare(_gemm)
 _bare_fwd = bare(ops.gemm_fwd.default)
 _bare_act_bwd = bare(ops.gemm_act_bwd.default)
@@ -85,7 +87,7 @@ def gemm(
     if fp32_precision is None:
         tf32 = a.is_cuda and a.dtype is torch.float32 and _torch_allows_tf32()
         fp32_precision = "tf32" if tf32 else "ieee"
-    return _gemm(a, b, bias, c, alpha, beta, activation, out_dtype, fp32_precision)
+    return _call(a, b, bias, c, alpha, beta, activation, out_dtype, fp32_precision)
 
 
 def _torch_allows_tf32() -> bool:

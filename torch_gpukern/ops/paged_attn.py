@@ -20,6 +20,7 @@ from .._library import (
     is_grad_enabled,
     ops,
     refuse_backward,
+    without_grad,
 )
 from . import laws
 
@@ -28,6 +29,7 @@ __all__ = ["kv_cache_write", "paged_attn"]
 _paged_attn = ops.paged_attn.default
 _paged_attn_fwd = ops.paged_attn_fwd.default
 _kv_cache_write = ops.kv_cache_write.default
+_call, _call_fwd = without_grad(_paged_attn), without_grad(_paged_attn_fwd)
 _bare_write = bare(_kv_cache_write)
 
 
@@ -137,7 +139,7 @@ def paged_attn(
     (2023), arXiv:2309.06180; the split of long contexts is that of Flash-Decoding (Dao et al.
     2023).
     """
-    op = _paged_attn_fwd if return_lse else _paged_attn
+    op = _call_fwd if return_lse else _call
     return op(
         q,
         k_cache,
