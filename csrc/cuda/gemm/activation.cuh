@@ -10,6 +10,10 @@ __device__ __forceinline__ double act_exp(double x) { return exp(x); }
 
 template <class W> __device__ __forceinline__ W act_sigmoid(W x) { return 1 / (1 + act_exp(-x)); }
 
+/* x / (1 + e^-x): 0 where e^-x is inf */
+__device__ __forceinline__ float act_silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
+__device__ __forceinline__ double act_silu(double x) { return x / (1 + exp(-x)); }
+
 template <class W> __device__ __forceinline__ W activate(gk_activation activation, W x) {
     const W sqrt_half = W(0.70710678118654752440), sqrt_2_over_pi = W(0.79788456080286535588), cubic = W(0.044715);
     switch (activation) {
@@ -17,7 +21,7 @@ template <class W> __device__ __forceinline__ W activate(gk_activation activatio
     case GK_ACT_RELU: return x <= 0 ? W(0) : x; /* a NaN stays one */
     case GK_ACT_GELU: return W(0.5) * x * (1 + erf(x * sqrt_half));
     case GK_ACT_GELU_TANH: return W(0.5) * x * (1 + tanh(sqrt_2_over_pi * (x + cubic * x * x * x)));
-    case GK_ACT_SILU: return x * act_sigmoid(x);
+    case GK_ACT_SILU: return act_silu(x);
     }
     return x;
 }

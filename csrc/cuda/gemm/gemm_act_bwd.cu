@@ -2,7 +2,7 @@
  * grad_out, saved, grad_in [...] of one shape, any strides; saved may have another dtype. Bandwidth bound.
  * A thread owns VALUES elements that follow each other; where all three tensors are dense it moves them in 16-byte accesses. */
 #include "../host/launch.cuh"
-#include "../tile/element.cuh"
+#include "../tile/convert.cuh"
 #include "activation.cuh"
 
 namespace {
@@ -18,13 +18,13 @@ struct Params {
     gk_activation activation;
 };
 
-template <class T> using Wide = typename Element<T>::wide;
+template <class T> using Wide = typename element<T>::acc;
 
 template <class T, class S> __device__ __forceinline__ T act_bwd(gk_activation activation, T grad, S saved) {
-    const Wide<T> slope = act_derivative<Wide<T>>(activation, to_wide(saved));
+    const Wide<T> slope = act_derivative<Wide<T>>(activation, to_acc(saved));
     /* relu selects: where it is off, an infinite or NaN gradient stops there */
-    if (activation == GK_ACT_RELU && slope == 0) return from_wide<T>(Wide<T>(0));
-    return from_wide<T>(to_wide(grad) * slope);
+    if (activation == GK_ACT_RELU && slope == 0) return from_acc<T>(Wide<T>(0));
+    return from_acc<T>(to_acc(grad) * slope);
 }
 
 template <class T, class S> __global__ void __launch_bounds__(THREADS) act_bwd_strided_kernel(Params p) {

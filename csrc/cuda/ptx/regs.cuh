@@ -19,6 +19,13 @@ static __device__ __forceinline__ float lg2_approx_ftz(float x) {
     return y;
 }
 
+// rcp.approx.ftz.f32, sm_20: 1 / x, relative error 2^-23; 1 / inf is 0.
+static __device__ __forceinline__ float rcp_approx_ftz(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // tanh.approx.f32, sm_75: relative error 2^-11, enough for a result that is rounded to 16 bits and no more.
 static __device__ __forceinline__ float tanh_approx(float x) {
     float y;
@@ -51,6 +58,14 @@ static __device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t
     uint32_t y;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(selector));
     return y;
+}
+
+// mov.u32 of %tid.x, sm_20. Volatile: read where it stands, for code that is seldom run beside a loop that has no register
+// left to carry it through.
+static __device__ __forceinline__ uint32_t mov_tid_x() {
+    uint32_t x;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+    return x;
 }
 
 // ---- global memory, 16 bytes; the address is a multiple of 16 -------------------------------------------------------

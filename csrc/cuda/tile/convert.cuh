@@ -5,6 +5,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "../../gpukern.h"
 #include "../ptx/regs.cuh"
 
 // acc: what sums are kept in. Rounding is to nearest even, and float16 goes to infinity past 65504.
@@ -12,18 +13,21 @@ template <typename T> struct element;
 
 template <> struct element<float> {
     typedef float acc;
+    static constexpr gk_dtype dtype = GK_F32;
     static __device__ __forceinline__ float to_f32(float x) { return x; }
     static __device__ __forceinline__ float from_f32(float x) { return x; }
 };
 
 template <> struct element<double> {
     typedef double acc;
+    static constexpr gk_dtype dtype = GK_F64;
     static __device__ __forceinline__ float to_f32(double x) { return (float)x; }
     static __device__ __forceinline__ double from_f32(float x) { return x; }
 };
 
 template <> struct element<__nv_bfloat16> {
     typedef float acc;
+    static constexpr gk_dtype dtype = GK_BF16;
     static __device__ __forceinline__ float to_f32(__nv_bfloat16 x) { return __bfloat162float(x); }
     static __device__ __forceinline__ __nv_bfloat16 from_f32(float x) { return __float2bfloat16_rn(x); }
     static __device__ __forceinline__ uint32_t pack2(float lo, float hi) { return cvt_rn_bf16x2(lo, hi); }
@@ -34,6 +38,7 @@ template <> struct element<__nv_bfloat16> {
 
 template <> struct element<__half> {
     typedef float acc;
+    static constexpr gk_dtype dtype = GK_F16;
     static __device__ __forceinline__ float to_f32(__half x) { return __half2float(x); }
     static __device__ __forceinline__ __half from_f32(float x) { return __float2half_rn(x); }
     static __device__ __forceinline__ uint32_t pack2(float lo, float hi) { return cvt_rn_f16x2(lo, hi); }
@@ -51,5 +56,16 @@ template <typename T> static __device__ __forceinline__ uint32_t pack2(float lo,
     return element<T>::pack2(lo, hi);
 }
 template <typename T> static __device__ __forceinline__ float2 unpack2(uint32_t x) { return element<T>::unpack2(x); }
+
+// An element in the type that sums of it are kept in, and back to nearest even: for kernels that serve float64 too.
+static __device__ __forceinline__ float to_acc(float x) { return x; }
+static __device__ __forceinline__ double to_acc(double x) { return x; }
+static __device__ __forceinline__ float to_acc(__nv_bfloat16 x) { return __bfloat162float(x); }
+static __device__ __forceinline__ float to_acc(__half x) { return __half2float(x); }
+
+template <typename T> static __device__ __forceinline__ T from_acc(typename element<T>::acc x) {
+    return element<T>::from_f32((float)x);
+}
+template <> __device__ __forceinline__ double from_acc<double>(double x) { return x; }
 
 #endif

@@ -1,0 +1,137 @@
+/* bwd.cuh: the backward call as its kernels see it, and what its passes hand to each other.
+ *
+ *   delta_i = sum_d dO_id O_id - dlse_i     P_ij = exp(s_ij - lse_i)     dS_ij = P_ij (dO_i . V_j - delta_i) cap'
+ *   dQ_i = scale sum_j dS_ij K_j     dK_j = scale sum_i dS_ij Q_i     dV_j = sum_i P_ij dO_i
+ *   dsink_h = -sum_i exp(sink_h - lse_i) delta_i
+ *
+ * Rows of queries are counted in tiles of tile_rows per sequence, so that a tile never spans two sequences and the
+ * workspace needs no bounds: sequence b starts at tile q0 / tile_rows + b (packed) or b * tiles (dense). */
+#ifndef GPUKERN_CUDA_BWD_CUH
+#define GPUKERN_CUDA_BWD_CUH
+
+#include "../tile/element.cuh"
+#include "score.cuh"
+
+struct Bwd {
+    Problem p;
+    Rows grad_out, dq, dk, dv;
+    Stats grad_lse; /* data NULL = 0 */
+    void *dsinks;   /* [Hq] or NULL */
+    int64_t dsink_head;
+    void *stats; /* workspace [Hq][row_tiles][tile_rows] of {lse, delta}; rows without keys or past the end: {inf, 0} */
+    float *dq_sum;     /* workspace [Hq][row_tiles][tile_rows * columns], zeroed by the pre-pass; NULL = none */
+    double lse_factor; /* the kernels' unit of lse: 1, or log2(e) */
+    int tile_rows, tiles, row_tiles, columns;
+    bool vector_out; /* out and grad_out can be read 16 bytes at a time */
+};
+
+/* The first tile of a sequence. Packed: ceil(n / r) tiles from floor(q0 / r) + b on end before floor((q0 + n) / r) + b
+ * + 1. */
+__device__ __forceinline__ int row_tile_of(const Bwd &g, const Sequence &s, int b) {
+    return g.p.cu_q ? s.q0 / g.tile_rows + b : b * g.tiles;
+}
+
+/* The sequence that a packed token belongs to, or -1; cu [batch + 1] does not decrease. */
+__device__ __forceinline__ int owner_of(const int32_t *cu, int64_t step, int batch, int token) {
+    int lo = 0, hi = batch + 1; /* cu[lo - 1] <= token < cu[hi] */
+    while (lo < hi) {
+        const int mid = (lo + hi) / 2;
+        if (cu[mid * step] <= token)
+            lo = mid + 1;
+        else
+            hi = mid;
+    }
+    return lo - 1 < batch ? lo - 1 : -1;
+}
+
+/* Keys that some row sees: the union of the rows' intervals is one interval. Others may hold anything. */
+struct Interval {
+    int lo, hi;
+};
+
+__device__ __forceinline__ Interval seen_keys(const Sequence &s) {
+    const Span &x = s.span;
+    if (s.seq_q <= 0 || x.hi_off <= x.lo_off) return {0, 0};
+    return {max(x.key_lo, x.lo_off), min(x.key_hi, s.seq_q - 1 + x.hi_off)};
+}
+
+/* Rows that see some key of [lo, hi), hi > lo. */
+__device__ __forceinline__ Interval seeing_rows(const Sequence &s, int lo, int hi) {
+    return {s.span.row_lo(lo), s.span.row_hi(hi - 1, s.seq_q)};
+}
+
+/* qk -> s in natural units, and ds / dqk without the factor scale. distance: i + position0 - j. */
+__device__ __forceinline__ float score_and_slope(const Score &x, float qk, float distance, float *slope) {
+    float s = qk * x.scale;
+    *slope = 1;
+    if (x.softcap > 0) {
+        const float t = score_tanh(__fdividef(s, x.softcap));
+        s = x.softcap * t, *slope = 1 - t * t;
+    }
+    return s - x.slope * fabsf(distance);
+}
+
+/* score_and_slope and P in float or double with exact functions: for the kernels of float32 and float64. */
+template <class W> struct Logit {
+    W scale, softcap, slope;
+    int position0;
+};
+
+template <class W> __device__ __forceinline__ Logit<W> logit_of(const Problem &p, const Sequence &s, int b, int head) {
+    Logit<W> x = {(W)p.rules.scale, (W)p.rules.softcap, 0, span_clamp(s.diagonal)};
+    if (p.rules.alibi_slopes)
+        x.slope = ((const W *)p.rules.alibi_slopes)[b * p.rules.slope_batch + head * p.rules.slope_head];
+    return x;
+}
+
+/* P of a visible pair, and dS without the factor scale. */
+template <class W>
+__device__ __forceinline__ W pair_gradient(const Logit<W> &x, W qk, W dp, W lse, W delta, int i, int j, W *p) {
+    W s = qk * x.scale, derivative = 1;
+    if (x.softcap > 0) {
+        const W t = tanh(s / x.softcap);
+        s = x.softcap * t, derivative = 1 - t * t;
+    }
+    if (x.slope != 0) s -= x.slope * (W)abs(i + x.position0 - j);
+    *p = exp(s - lse);
+    return *p * (dp - delta) * derivative;
+}
+
+/* ---- host -------------------------------------------------------------------------------------------------------- */
+inline bool vector_rows(const gk_tensor &t) {
+    const int64_t per_16 = 16 / (int64_t)gk_dtype_bytes(t.dtype);
+    if ((uintptr_t)t.data % 16) return false;
+    for (int d = 0; d + 1 < t.ndim; ++d)
+        if (t.shape[d] > 1 && t.stride[d] % per_16) return false;
+    return true;
+}
+
+inline Bwd bwd_of(const gk_context *ctx, const gk_flash_attn_bwd_args *a, int tile_rows, int columns) {
+    Bwd g = {};
+    g.p = problem_of(ctx, &a->fwd);
+    g.grad_out = rows_of(a->grad_out), g.dq = rows_of(a->dq), g.dk = rows_of(a->dk), g.dv = rows_of(a->dv);
+    if (a->grad_lse) g.grad_lse = stats_of(*a->grad_lse);
+    if (a->dsinks) g.dsinks = a->dsinks->data, g.dsink_head = a->dsinks->stride[0];
+    g.tile_rows = tile_rows, g.columns = columns;
+    g.tiles = (int)gk_ceil_div(g.p.seq_q, tile_rows);
+    g.row_tiles = g.p.cu_q ? g.p.total_q / tile_rows + g.p.batch : g.p.batch * g.tiles;
+    g.vector_out = vector_rows(a->fwd.out) && vector_rows(a->grad_out);
+    return g;
+}
+
+inline size_t stats_bytes(const Bwd &g, size_t wide_bytes) {
+    return (size_t)gk_round_up((int64_t)g.p.heads_q * g.row_tiles * g.tile_rows * 2 * (int64_t)wide_bytes, 256);
+}
+
+inline size_t dq_sum_bytes(const Bwd &g) {
+    return (size_t)g.p.heads_q * (size_t)g.row_tiles * (size_t)g.tile_rows * (size_t)g.columns * 4;
+}
+
+/* flash_attn_bwd_pre.cu: fills stats and zeroes dq_sum; writes dsinks; zeroes the gradients of packed tokens that
+ * belong to no sequence. */
+gk_status bwd_pre(const gk_context *ctx, gk_dtype dtype, const Bwd &g);
+
+/* flash_attn_bwd_dq_sm80.cu: dq by rows, always in one order; head_dim is the padded one, lse in log2. */
+gk_status bwd_dq(const gk_context *ctx, gk_dtype dtype, int head_dim, const Bwd &g);
+
+#endif

@@ -1,0 +1,146 @@
+/* flash_attn_fwd_plain: attention, a warp a row, for what the tiled kernels do not take: float64, and rows that do not begin
+ * at a multiple of 16 bytes. Every dtype, every modifier, dense and packed.
+ *   s_j = cap(scale q k_j) - slope |i + diagonal - j|   lse = log(e^sink + sum e^s_j)   out = sum e^(s_j - lse) v_j
+ * q [.., Sq, D], k [.., Sk, D], v [.., Sk, Dv], out [.., Sq, Dv], lse [.., Sq] float32 (float64 with float64). Online softmax
+ * (Milakov and Gimelshein 2018, arXiv:1805.02867), sums in float32 or float64, natural units.
+ *
+ * Work split: grid x = groups of WARPS rows of one head. 32 keys a step: for the scores a lane owns a key, for the values it
+ * owns columns lane, lane + 32, ...
+ * Shared memory: q of each warp, [WARPS][256] wide.
+ *
+ * Not handled: speed. */
+#include "../tile/reduce.cuh"
+#include "fwd_rows.cuh"
+#include "score.cuh"
+
+namespace {
+
+constexpr int THREADS = 128, WARPS = THREADS / 32; /* rows share nothing: any count that fills an SM serves */
+constexpr int MAX_DIM = 256;                       /* what dispatch.c lets through */
+constexpr int COLS = MAX_DIM / 32;                 /* of a lane */
+
+struct Params {
+    Problem problem;
+    int groups; /* of WARPS rows in a head */
+};
+
+/* ---- 1. the score of a visible pair --------------------------------------------------------------------- */
+__device__ __forceinline__ float exp_wide(float x) { return expf(x); }
+__device__ __forceinline__ double exp_wide(double x) { return exp(x); }
+__device__ __forceinline__ float tanh_wide(float x) { return tanhf(x); }
+__device__ __forceinline__ double tanh_wide(double x) { return tanh(x); }
+
+template <class W> struct WideScore {
+    W scale, softcap, slope;
+    int64_t diagonal;
+};
+
+template <class W> __device__ __forceinline__ W score_wide(const WideScore<W> &x, W qk, int i, int j) {
+    W s = qk * x.scale;
+    if (x.softcap > 0) s = x.softcap * tanh_wide(s / x.softcap);
+    if (x.slope != 0) s -= x.slope * (W)llabs(i + x.diagonal - j);
+    return s;
+}
+
+/* ---- 2. the kernel -------------------------------------------------------------------------------------- */
+template <class T> __global__ void __launch_bounds__(THREADS, 4) flash_attn_fwd_plain_kernel(Params params) {
+    typedef typename Element<T>::wide W;
+    __shared__ W q_all_s[WARPS][MAX_DIM];
+    const Problem &p = params.problem;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int group = blockIdx.x % params.groups, rest = blockIdx.x / params.groups;
+    const int head = rest % p.heads_q, b = rest / p.heads_q, i = group * WARPS + warp;
+    const Sequence seq = sequence_of(p, b);
+    if (i >= seq.seq_q) return;
+
+    W *q_s = q_all_s[warp];
+    const T *q_g = (const T *)p.q.data + b * p.q.batch + head * p.q.head + (int64_t)(seq.q0 + i) * p.q.row;
+    for (int d = lane; d < p.head_dim; d += 32) q_s[d] = to_wide(q_g[d]);
+    __syncwarp(); /* q_s is read by all lanes */
+
+    const int head_kv = head / p.group;
+    const T *k_g = (const T *)p.k.data + b * p.k.batch + head_kv * p.k.head + seq.k0 * p.k.row;
+    const T *v_g = (const T *)p.v.data + b * p.v.batch + head_kv * p.v.head + seq.k0 * p.v.row;
+    WideScore<W> score = {(W)p.rules.scale, (W)p.rules.softcap, 0, seq.diagonal};
+    if (p.rules.alibi_slopes)
+        score.slope = ((const W *)p.rules.alibi_slopes)[b * p.rules.slope_batch + head * p.rules.slope_head];
+
+    /* The sink opens the softmax. */
+    W peak = p.rules.sinks ? ((const W *)p.rules.sinks)[head * p.rules.sink_head] : (W)-INFINITY;
+    W total = peak == (W)-INFINITY ? 0 : 1, o[COLS] = {};
+    const int lo = seq.span.lo(i), hi = seq.span.hi(i);
+    for (int j0 = lo; j0 < hi; j0 += 32) {
+        const int j = j0 + lane, keys = min(32, hi - j0);
+        W s = (W)-INFINITY;
+        if (lane < keys) {
+            const T *k = k_g + j * p.k.row;
+            W part[8] = {}; /* head_dim is a multiple of 8; short sums round less, and none waits for the last */
+#pragma unroll 1
+            for (int d = 0; d < p.head_dim; d += 8)
+#pragma unroll
+                for (int e = 0; e < 8; ++e) part[e] += q_s[d + e] * to_wide(k[d + e]);
+            const W qk = ((part[0] + part[1]) + (part[2] + part[3])) + ((part[4] + part[5]) + (part[6] + part[7]));
+            s = score_wide(score, qk, i, j);
+        }
+        const W highest = warp_max(s);
+        if (highest > peak) {
+            const W shrink = exp_wide(peak - highest);
+            peak = highest, total *= shrink;
+#pragma unroll
+            for (int c = 0; c < COLS; ++c) o[c] *= shrink;
+        }
+        const W weight = s == (W)-INFINITY ? 0 : exp_wide(s - peak);
+        total += warp_sum(weight);
+        for (int t = 0; t < keys; ++t) {
+            const W w = __shfl_sync(0xffffffffu, weight, t);
+            const T *v = v_g + (j0 + t) * p.v.row;
+#pragma unroll
+            for (int c = 0; c < COLS; ++c)
+                if (c * 32 + lane < p.head_dim_v) o[c] += w * to_wide(v[c * 32 + lane]);
+        }
+    }
+
+    T *out_g = (T *)p.out.data + b * p.out.batch + head * p.out.head + (int64_t)(seq.q0 + i) * p.out.row;
+    const W factor = total == 0 ? 0 : 1 / total;
+#pragma unroll
+    for (int c = 0; c < COLS; ++c)
+        if (c * 32 + lane < p.head_dim_v) out_g[c * 32 + lane] = from_wide<T>(total == 0 ? 0 : o[c] * factor);
+    if (lane == 0)
+        ((W *)p.lse.data)[b * p.lse.batch + head * p.lse.head + (int64_t)(seq.q0 + i) * p.lse.row] =
+            total == 0 ? (W)-INFINITY : peak + log(total);
+}
+
+/* ---- 3. launcher and table ------------------------------------------------------------------------------ */
+int64_t blocks_of(const Problem &p) { return gk_ceil_div(p.seq_q, WARPS) * p.heads_q * p.batch; }
+
+template <class T> gk_status run(const gk_cuda_row *, const gk_context *ctx, const void *args) {
+    const gk_flash_attn_args *a = (const gk_flash_attn_args *)args;
+    Params params = {problem_of(ctx, a)};
+    params.groups = (int)gk_ceil_div(params.problem.seq_q, WARPS);
+    const int64_t blocks = blocks_of(params.problem);
+    if (blocks > INT32_MAX)
+        return gk_fail(GK_ERR_UNSUPPORTED, "gk_flash_attn_fwd: %lld rows in all heads are more than this kernel counts",
+                       (long long)blocks * WARPS);
+    const gk_status status =
+        launch<flash_attn_fwd_plain_kernel<T>>("gk_flash_attn_fwd", ctx, dim3((unsigned)blocks), THREADS, 0, params);
+    return status == GK_OK ? clear_unowned<T>("gk_flash_attn_fwd", ctx, params.problem) : status;
+}
+
+template <class T> void explain(const gk_cuda_row *, const gk_context *ctx, const void *args, gk_explanation *out) {
+    const Problem p = problem_of(ctx, (const gk_flash_attn_args *)args);
+    out->tile[0] = WARPS, out->tile[1] = 32;
+    out->tasks = blocks_of(p);
+    out->waves =
+        (double)out->tasks / gk_gpu_of(ctx->index)->num_sms / blocks_per_sm<flash_attn_fwd_plain_kernel<T>>(THREADS, 0);
+}
+
+const gk_cuda_row rows[] = {
+    {"flash_attn_fwd_plain_f32", GK_F32, NULL, NULL, run<float>, explain<float>, {}},
+    {"flash_attn_fwd_plain_bf16", GK_BF16, NULL, NULL, run<__nv_bfloat16>, explain<__nv_bfloat16>, {}},
+    {"flash_attn_fwd_plain_f16", GK_F16, NULL, NULL, run<__half>, explain<__half>, {}},
+    {"flash_attn_fwd_plain_f64", GK_F64, NULL, NULL, run<double>, explain<double>, {}},
+};
+
+} // namespace
+
+extern "C" const gk_cuda_table gk_flash_attn_fwd_plain_table = {rows, 4, 80};

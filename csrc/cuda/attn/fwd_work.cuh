@@ -1,0 +1,125 @@
+/* fwd_work.cuh: which tile of queries a block of a tiled forward kernel takes, over which part of the keys, and where the
+ * result goes: the tensors, or parts in the workspace for split_combine. */
+#ifndef GPUKERN_CUDA_FWD_WORK_CUH
+#define GPUKERN_CUDA_FWD_WORK_CUH
+
+#include "fwd_rows.cuh"
+#include "split_combine.cuh"
+#include "tiles.h"
+
+/* Blocks in order: groups of kv heads whose keys fit L2 together; in a group the last tile of queries of every head first
+ * (under a causal rule it sees most keys, and long blocks must not begin last); the splits of a tile side by side. */
+struct FwdParams {
+    Problem problem;
+    int tiles_q, splits;
+    int together;      /* query heads of a group, a multiple of problem.group */
+    float *out_parts;  /* splits > 1: [splits][rows][head_dim_v] */
+    float *lse_parts;  /* splits > 1: [splits][rows] */
+    int64_t part_rows; /* elements of lse */
+};
+
+struct FwdWork {
+    int b, head, i0, split;
+};
+
+template <int BQ> __device__ __forceinline__ FwdWork fwd_work(const FwdParams &p, unsigned block) {
+    const unsigned heads = p.problem.batch * p.problem.heads_q;
+    const unsigned split = block % p.splits, rest = block / p.splits;
+    const unsigned group = rest / (p.together * p.tiles_q), inside = rest - group * (p.together * p.tiles_q);
+    const unsigned first = group * p.together, width = min((unsigned)p.together, heads - first);
+    const unsigned tile = inside / width, flat = first + inside - tile * width;
+    return {(int)(flat / p.problem.heads_q), (int)(flat % p.problem.heads_q), (int)((p.tiles_q - 1 - tile) * BQ),
+            (int)split};
+}
+
+/* This block's keys: `tiles` tiles of BKV from key lo on. Keys in [lo, hi) are seen by rows of the block; keys from hi on
+ * may hold anything. */
+struct FwdKeys {
+    int lo, hi, tiles;
+    int plain_first, plain_end; /* every row sees all keys of tiles [plain_first, plain_end) */
+};
+
+template <int BKV>
+__device__ __forceinline__ FwdKeys fwd_keys(const Span &span, int i0, int rows, int split, int splits) {
+    FwdKeys k;
+    const int lo = span.lo(i0);
+    k.hi = span.hi(i0 + rows - 1);
+    const int64_t all = k.hi > lo ? (k.hi - lo + BKV - 1) / BKV : 0;
+    const int first = (int)(all * split / splits);
+    k.tiles = (int)(all * (split + 1) / splits) - first, k.lo = lo + first * BKV;
+    k.plain_first = (span.lo(i0 + rows - 1) - lo + BKV - 1) / BKV - first;
+    k.plain_end = max(span.hi(i0) - lo, 0) / BKV - first;
+    return k;
+}
+
+/* ---- host ---------------------------------------------------------------------------------------------- */
+/* How full the last wave of `blocks` is, where `slots` run at once. */
+inline double fwd_filled(int64_t blocks, int64_t slots) {
+    return (double)blocks / (double)(gk_ceil_div(blocks, slots) * slots);
+}
+
+/* A function of shapes and the number of SMs: the least count that fills the GPU nearly as well as the best does. */
+inline int fwd_splits(int64_t blocks, int64_t tiles_k, int64_t slots) {
+    const int64_t most = gk_min_i64(SPLIT_MOST, tiles_k / SPLIT_TILES);
+    if (blocks == 0 || (double)blocks >= SPLIT_BELOW * (double)slots) return 1;
+    double best = 0;
+    for (int64_t s = 1; s <= most; ++s) {
+        const double filled = fwd_filled(blocks * s, slots);
+        if (filled > best) best = filled;
+    }
+    int splits = 1;
+    while (splits < most && fwd_filled(blocks * splits, slots) < SPLIT_NEAR * best) ++splits;
+    return splits;
+}
+
+inline int64_t fwd_blocks(const FwdParams &p) {
+    return (int64_t)p.tiles_q * p.problem.heads_q * p.problem.batch * p.splits;
+}
+
+/* ctas: blocks that an SM runs at once. The splits of a packed call come from its tensors, not from max_seqlen: a looser
+ * bound gives the same bits. */
+inline FwdParams fwd_params(const gk_context *ctx, const gk_flash_attn_args *a, int bq, int bkv, int ctas) {
+    FwdParams p = {};
+    p.problem = problem_of(ctx, a);
+    const Problem &x = p.problem;
+    const gk_gpu *gpu = gk_gpu_of(ctx->index);
+    p.tiles_q = (int)gk_ceil_div(x.seq_q, bq), p.splits = 1, p.part_rows = gk_numel(&a->lse);
+    const int64_t tiles = x.cu_q ? (x.total_q / bq + x.batch) * (int64_t)x.heads_q : fwd_blocks(p);
+    const int64_t keys = x.cu_q ? x.total_k / gk_max_i64(x.batch, 1) : x.seq_k;
+    p.splits = fwd_splits(tiles, gk_ceil_div(keys, bkv), (int64_t)gpu->num_sms * ctas);
+    const double head_bytes = (double)x.seq_k * (x.head_dim + x.head_dim_v) * (double)gk_dtype_bytes(a->k.dtype);
+    const double fit = FWD_L2_SHARE * (double)gpu->l2_bytes / (head_bytes > 0 ? head_bytes : 1);
+    const int64_t heads_kv = (int64_t)x.batch * x.heads_kv;
+    const int64_t kv_together = fit<1 ? 1 : fit>(double) heads_kv ? gk_max_i64(heads_kv, 1) : (int64_t)fit;
+    p.together = (int)gk_max_i64(kv_together * x.group, 1);
+    p.out_parts = (float *)a->workspace;
+    if (p.out_parts) p.lse_parts = p.out_parts + p.splits * p.part_rows * x.head_dim_v;
+    return p;
+}
+
+inline size_t fwd_workspace_bytes(const FwdParams &p) {
+    return p.splits > 1 ? split_combine_bytes(p.splits, p.part_rows, p.problem.head_dim_v) : 0;
+}
+
+/* What follows the kernel: the merge of the parts, then the rows that no sequence owns. */
+template <class T> inline gk_status fwd_finish(const char *op, const gk_context *ctx, const FwdParams &p) {
+    const Problem &x = p.problem;
+    if (p.splits > 1 && p.part_rows > 0) {
+        SplitCombine c = {};
+        c.out_parts = p.out_parts, c.lse_parts = p.lse_parts, c.splits = p.splits, c.rows = p.part_rows;
+        c.head_dim_v = x.head_dim_v, c.out = (void *)x.out.data, c.lse = (float *)x.lse.data;
+        c.sinks = (const float *)x.rules.sinks;
+        if (x.cu_q) {
+            c.size_y = x.total_q, c.size_z = x.heads_q;
+            c.out_y = x.out.row, c.out_z = x.out.head, c.sink_z = x.rules.sink_head;
+        } else {
+            c.size_y = x.heads_q, c.size_z = x.seq_q;
+            c.out_x = x.out.batch, c.out_y = x.out.head, c.out_z = x.out.row, c.sink_y = x.rules.sink_head;
+        }
+        const gk_status status = split_combine(op, ctx, Element<T>::dtype, c);
+        if (status != GK_OK) return status;
+    }
+    return clear_unowned<T>(op, ctx, x);
+}
+
+#endif

@@ -1,0 +1,146 @@
+/* kv.cuh: a paged_attn call as its kernels see it: one struct by value, the sequence behind a row of the table, the sequence
+ * that owns a token, the page that holds a key. Strides count elements.
+ *
+ * Index tensors are read on the device alone. What is wrong in them is reported and replaced: a length is clamped, a pair of
+ * cu_seqlens_q that cannot be a sequence owns no token, a page outside the cache holds no key. */
+#ifndef GPUKERN_CUDA_KV_CUH
+#define GPUKERN_CUDA_KV_CUH
+
+#include "score.cuh"
+
+struct Pages { /* [num_blocks, block_size, heads_kv, last], last dense */
+    const void *data;
+    int64_t page, row, head;
+};
+
+struct Paged {
+    Rows q; /* [T, heads_q, head_dim] */
+    Pages k, v;
+    void *out, *lse; /* [T, heads_q, head_dim_v], [T, heads_q]: dense */
+    Rules rules;
+    const int32_t *table, *lens, *cu_q; /* cu_q NULL: seq_q tokens each */
+    int64_t table_row, table_entry, lens_step, cu_q_step;
+    const void *k_scale, *v_scale; /* float, double for float64; NULL = 1; step 0: one for all heads */
+    int64_t k_scale_step, v_scale_step;
+    int batch, tokens, heads_q, heads_kv, group;
+    int head_dim, head_dim_v;
+    int num_blocks, block_size;
+    int capacity; /* keys that a row of the table holds */
+    int seq_q;    /* query tokens of a sequence; with cu_q their upper bound */
+    uint8_t *error_word;
+};
+
+struct PagedSequence {
+    int q0, rows; /* its query tokens that are served: [q0, q0 + rows) */
+    int seq_k, diagonal;
+    Span span;
+
+    __device__ __forceinline__ int lo(int i) const { return span.lo(i); }
+    /* a query before the first key sees none, causal or not */
+    __device__ __forceinline__ int hi(int i) const { return i + diagonal < 0 ? 0 : span.hi(i); }
+};
+
+__device__ __forceinline__ PagedSequence paged_sequence(const Paged &p, int b) {
+    PagedSequence s;
+    int seq_q = p.seq_q;
+    bool good = true;
+    s.q0 = b * p.seq_q;
+    if (p.cu_q) {
+        const int start = p.cu_q[b * p.cu_q_step], end = p.cu_q[(b + 1) * p.cu_q_step];
+        good = start >= 0 && start <= end && end <= p.tokens;
+        if (b > 1) { /* a start below the entry before it must not take tokens of the sequence before that */
+            const int before = p.cu_q[(b - 2) * p.cu_q_step], its_end = p.cu_q[(b - 1) * p.cu_q_step];
+            if (before >= 0 && before <= its_end && its_end <= p.tokens)
+                good = good && min(its_end - before, p.seq_q) <= start - before;
+        }
+        s.q0 = good ? start : 0, seq_q = good ? end - start : 0;
+        good = good && seq_q <= p.seq_q && (b > 0 || start == 0);
+    }
+    const int length = p.lens[b * p.lens_step];
+    s.seq_k = min(max(length, 0), p.capacity);
+    good = good && s.seq_k == length && (length == 0 || length >= seq_q);
+    if (!good) report(p.error_word, GK_BAD_SEQ_LENS);
+    s.rows = min(seq_q, p.seq_q);
+    s.diagonal = s.seq_k - seq_q;
+    s.span = span_make(s.seq_k, s.diagonal, p.rules.left, p.rules.right);
+    return s;
+}
+
+/* The sequence that serves the token, -1 where none does. All lanes of a warp ask for the same token. */
+__device__ __forceinline__ int paged_owner(const Paged &p, int token) {
+    if (!p.cu_q) return token / p.seq_q;
+    int lo = 0, hi = p.batch;
+    while (lo < hi) { /* the last b with cu_q[b] <= token */
+        const int mid = (lo + hi + 1) / 2;
+        if (p.cu_q[mid * p.cu_q_step] <= token)
+            lo = mid;
+        else
+            hi = mid - 1;
+    }
+    if (lo < p.batch) {
+        const PagedSequence s = paged_sequence(p, lo);
+        if (token >= s.q0 && token - s.q0 < s.rows) return lo;
+    }
+    /* a bad entry may have misled the search, or the token belongs to none */
+    for (int first = 0; first < p.batch; first += 32) {
+        const int b = first + threadIdx.x % 32;
+        bool owns = false;
+        if (b < p.batch) {
+            const PagedSequence s = paged_sequence(p, b);
+            owns = token >= s.q0 && token - s.q0 < s.rows;
+        }
+        const unsigned found = __ballot_sync(0xffffffffu, owns);
+        if (found) return first + __ffs(found) - 1;
+    }
+    return -1;
+}
+
+/* The page of key j of sequence b; what stands there may lie outside the cache. */
+__device__ __forceinline__ int paged_page(const Paged &p, int b, int j) {
+    return p.table[b * p.table_row + j / p.block_size * p.table_entry];
+}
+
+__device__ __forceinline__ bool paged_page_good(const Paged &p, int page) {
+    return (unsigned)page < (unsigned)p.num_blocks;
+}
+
+template <class W> __device__ __forceinline__ W paged_scale(const void *scale, int64_t step, int head_kv) {
+    return scale ? ((const W *)scale)[head_kv * step] : W(1);
+}
+
+/* ---- host ---------------------------------------------------------------------------------------------- */
+inline Pages pages_of(const gk_tensor &t) { return {t.data, t.stride[0], t.stride[1], t.stride[2]}; }
+
+/* Query tokens of a sequence, at most: what shapes and arguments tell. */
+inline int64_t paged_seq_q(const gk_paged_attn_args *a) {
+    const int64_t tokens = a->q.shape[0], batch = a->seq_lens.shape[0];
+    if (a->cu_seqlens_q) return gk_clamp_i64(a->max_seqlen_q, 0, tokens);
+    return batch ? tokens / batch : 0;
+}
+
+inline Paged paged_of(const gk_context *ctx, const gk_paged_attn_args *a) {
+    Paged p = {};
+    gk_attn_rules rules = a->rules;
+    rules.diagonal = 0, rules.window_right = -1, rules.kv_start = rules.kv_end = NULL;
+    p.q = rows_of(a->q), p.k = pages_of(a->k_cache), p.v = pages_of(a->v_cache);
+    p.out = a->out.data, p.lse = a->lse.data;
+    p.rules = rules_of(rules);
+    p.table = (const int32_t *)a->block_table.data;
+    p.table_row = a->block_table.stride[0], p.table_entry = a->block_table.stride[1];
+    p.lens = (const int32_t *)a->seq_lens.data, p.lens_step = a->seq_lens.stride[0];
+    if (a->cu_seqlens_q) p.cu_q = (const int32_t *)a->cu_seqlens_q->data, p.cu_q_step = a->cu_seqlens_q->stride[0];
+    if (a->k_scale) p.k_scale = a->k_scale->data, p.k_scale_step = a->k_scale->ndim ? a->k_scale->stride[0] : 0;
+    if (a->v_scale) p.v_scale = a->v_scale->data, p.v_scale_step = a->v_scale->ndim ? a->v_scale->stride[0] : 0;
+    p.batch = (int)a->seq_lens.shape[0], p.tokens = (int)a->q.shape[0];
+    p.heads_q = (int)a->q.shape[1], p.heads_kv = (int)a->k_cache.shape[2];
+    p.group = p.heads_kv ? p.heads_q / p.heads_kv : 1;
+    p.head_dim = (int)a->q.shape[2], p.head_dim_v = (int)a->v_cache.shape[3];
+    p.num_blocks = (int)gk_min_i64(a->k_cache.shape[0], INT32_MAX);
+    p.block_size = (int)gk_clamp_i64(a->k_cache.shape[1], 1, 1 << 30); /* a length is at most 2^30 */
+    p.capacity = p.num_blocks ? (int)gk_min_i64(a->block_table.shape[1] * p.block_size, 1 << 30) : 0;
+    p.seq_q = (int)paged_seq_q(a);
+    p.error_word = ctx->error_word;
+    return p;
+}
+
+#endif

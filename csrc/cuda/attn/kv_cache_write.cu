@@ -1,0 +1,185 @@
+/* kv_cache_write: new keys and values go to their rows of the paged caches (Kwon et al. 2023, PagedAttention).
+ *   cache[s / block_size][s % block_size][h][:] = saturate(x[t][h][:] / scale[h])       s = slots[t]
+ * k [T, Hkv, D], v [T, Hkv, Dv], any strides; caches [num_blocks, block_size, Hkv, D | Dv]; slots [T] int64 or int32: a
+ * negative one is skipped, one past the cache is skipped and reported. The quotient is float32 (float64 for float64),
+ * rounded once to nearest even. Of tokens with one slot any may win, piece by piece.
+ *
+ * Work split: a block takes up to TOKENS tokens and THREADS pieces of each (16 bytes where every row is dense and aligned,
+ * else one element); a thread takes one piece of all the tokens, so it finds its head and column once.
+ *   1. loads of the pieces: they do not wait for the slots
+ *   2. the first threads turn slots into cache offsets, in shared memory: 16 bytes a token
+ *   3. divide, store
+ * Bandwidth bound. */
+#include "../host/launch.cuh"
+#include "../ptx/regs.cuh"
+#include "../tile/element.cuh"
+#include "tiles.h"
+
+namespace {
+
+constexpr int THREADS = kv_write_tile::threads, TOKENS = kv_write_tile::tokens;
+
+struct Side { /* k or v */
+    const void *x;
+    void *cache;
+    int64_t token, head, col;                 /* strides of x */
+    int64_t page, row, cache_head, cache_col; /* strides of the cache */
+    const void *scale;                        /* NULL = 1 */
+    int64_t scale_step;
+    int cols; /* head_dim in pieces */
+};
+
+struct Params {
+    Side side[2];
+    const void *slots;
+    int64_t slot_step, capacity;
+    int64_t tokens;
+    int block_size, heads, tokens_per_block, groups; /* blocks of tokens: block x takes x % groups */
+    bool slots_64;
+    uint8_t *error_word;
+};
+
+constexpr int64_t NOWHERE = INT64_MIN; /* no offset: strides may be negative */
+
+/* Where each of the block's tokens goes. */
+struct Places {
+    int64_t at[2][TOKENS]; /* offsets into the two caches */
+};
+static_assert(sizeof(Places) == 16 * TOKENS, "the map in the title");
+
+template <class T> constexpr float largest();
+template <> constexpr float largest<float>() { return 3.402823466e38f; }
+template <> constexpr float largest<__nv_bfloat16>() { return 3.3895313892515355e38f; }
+template <> constexpr float largest<__half>() { return 65504.f; }
+
+template <class T> __device__ __forceinline__ T scaled(T x, typename Element<T>::wide scale) {
+    typename Element<T>::wide y = to_wide(x) / scale;
+    const typename Element<T>::wide most = largest<T>();
+    y = y > most ? most : y < -most ? -most : y; /* a NaN stays one */
+    return from_wide<T>(y);
+}
+template <> __device__ __forceinline__ double scaled<double>(double x, double scale) {
+    const double y = x / scale, most = 1.7976931348623157e308;
+    return y > most ? most : y < -most ? -most : y;
+}
+
+template <int BYTES> struct Bits; /* what one load moves */
+template <> struct Bits<2> {
+    typedef uint16_t type;
+};
+template <> struct Bits<4> {
+    typedef uint32_t type;
+};
+template <> struct Bits<8> {
+    typedef uint2 type;
+};
+template <> struct Bits<16> {
+    typedef uint4 type;
+};
+
+template <class T, int PIECE> __global__ void __launch_bounds__(THREADS) kv_cache_write_kernel(Params p) {
+    typedef typename Element<T>::wide W;
+    typedef typename Bits<(int)sizeof(T) * PIECE>::type Vector;
+    __shared__ Places places;
+    const int group = blockIdx.x % p.groups;
+    const int64_t token0 = (int64_t)group * p.tokens_per_block;
+    const int count = (int)min((int64_t)p.tokens_per_block, p.tokens - token0);
+
+    /* 1. this thread's piece of k or v */
+    const int pieces_k = p.heads * p.side[0].cols, pieces = pieces_k + p.heads * p.side[1].cols;
+    const int i = blockIdx.x / p.groups * THREADS + threadIdx.x;
+    const int s = i >= pieces_k;
+    const Side &side = p.side[s];
+    const int rest = s ? i - pieces_k : i, head = rest / max(side.cols, 1), col = (rest - head * side.cols) * PIECE;
+    const T *x = (const T *)side.x + token0 * side.token + head * side.head + col * side.col;
+    Vector piece[TOKENS];
+#pragma unroll
+    for (int t = 0; t < TOKENS; ++t)
+        if (i < pieces && t < count) piece[t] = *(const Vector *)(x + t * side.token);
+
+    /* 2. slots */
+    if (threadIdx.x < count) {
+        const int64_t at = (token0 + threadIdx.x) * p.slot_step;
+        const int64_t slot = p.slots_64 ? ((const int64_t *)p.slots)[at] : ((const int32_t *)p.slots)[at];
+        const bool good = slot >= 0 && slot < p.capacity;
+        if (slot >= p.capacity) report(p.error_word, GK_BAD_SLOTS);
+        const int64_t page = good ? slot / p.block_size : 0, row = good ? slot - page * p.block_size : 0;
+        for (int which = 0; which < 2; ++which)
+            places.at[which][threadIdx.x] = good ? page * p.side[which].page + row * p.side[which].row : NOWHERE;
+    }
+    __syncthreads(); /* places are written */
+    if (i >= pieces) return;
+
+    /* 3. out */
+    T *cache = (T *)side.cache + head * side.cache_head + col * side.cache_col;
+    const W scale = side.scale ? ((const W *)side.scale)[head * side.scale_step] : W(1);
+#pragma unroll
+    for (int t = 0; t < TOKENS; ++t) {
+        if (t >= count || places.at[s][t] == NOWHERE) continue;
+        if (side.scale) {
+#pragma unroll
+            for (int e = 0; e < PIECE; ++e) ((T *)&piece[t])[e] = scaled<T>(((T *)&piece[t])[e], scale);
+        }
+        *(Vector *)(cache + places.at[s][t]) = piece[t];
+    }
+}
+
+/* ---- launch -------------------------------------------------------------------------------------------- */
+Side side_of(const gk_tensor &x, const gk_tensor &cache, const gk_tensor *scale, int piece) {
+    Side s = {};
+    s.x = x.data, s.cache = cache.data;
+    s.token = x.stride[0], s.head = x.stride[1], s.col = x.stride[2];
+    s.page = cache.stride[0], s.row = cache.stride[1], s.cache_head = cache.stride[2], s.cache_col = cache.stride[3];
+    if (scale) s.scale = scale->data, s.scale_step = scale->ndim ? scale->stride[0] : 0;
+    s.cols = (int)x.shape[2] / piece;
+    return s;
+}
+
+/* Whether every row of t is dense and starts at a multiple of 16 bytes. */
+bool in_pieces(const gk_tensor &t, int piece) {
+    const int last = t.ndim - 1;
+    if (gk_numel(&t) == 0) return true;
+    if (t.shape[last] % piece || (t.stride[last] != 1 && t.shape[last] > 1) || (uintptr_t)t.data % 16) return false;
+    for (int d = 0; d < last; ++d)
+        if (t.shape[d] > 1 && t.stride[d] % piece) return false;
+    return true;
+}
+
+template <int PIECE> bool takes(const gk_cuda_row *, const gk_context *, const void *args) {
+    const gk_kv_cache_write_args *a = (const gk_kv_cache_write_args *)args;
+    return in_pieces(a->k, PIECE) && in_pieces(a->v, PIECE) && in_pieces(a->k_cache, PIECE) &&
+           in_pieces(a->v_cache, PIECE);
+}
+
+template <class T, int PIECE> gk_status run(const gk_cuda_row *, const gk_context *ctx, const void *args) {
+    const gk_kv_cache_write_args *a = (const gk_kv_cache_write_args *)args;
+    Params p = {};
+    p.side[0] = side_of(a->k, a->k_cache, a->k_scale, PIECE);
+    p.side[1] = side_of(a->v, a->v_cache, a->v_scale, PIECE);
+    p.slots = a->slots.data, p.slot_step = a->slots.stride[0], p.slots_64 = a->slots.dtype == GK_I64;
+    p.capacity = a->k_cache.shape[0] * a->k_cache.shape[1];
+    p.tokens = a->k.shape[0], p.heads = (int)a->k.shape[1];
+    p.block_size = (int)gk_max_i64(a->k_cache.shape[1], 1);
+    p.error_word = ctx->error_word;
+    const int64_t chunks = gk_ceil_div((int64_t)p.heads * (p.side[0].cols + p.side[1].cols), THREADS);
+    const int64_t blocks = (int64_t)gk_gpu_of(ctx->index)->num_sms * kv_write_tile::blocks_per_sm;
+    p.tokens_per_block = (int)gk_clamp_i64(p.tokens * chunks / blocks, 1, TOKENS);
+    p.groups = (int)gk_ceil_div(p.tokens, p.tokens_per_block);
+    const dim3 grid((unsigned)(p.groups * chunks));
+    return launch<kv_cache_write_kernel<T, PIECE>>("gk_kv_cache_write", ctx, grid, THREADS, 0, p);
+}
+
+const gk_cuda_row rows[] = {
+    {"kv_cache_write_bf16_x8", GK_BF16, takes<8>, NULL, run<__nv_bfloat16, 8>, NULL, {}},
+    {"kv_cache_write_f16_x8", GK_F16, takes<8>, NULL, run<__half, 8>, NULL, {}},
+    {"kv_cache_write_f32_x4", GK_F32, takes<4>, NULL, run<float, 4>, NULL, {}},
+    {"kv_cache_write_f64_x2", GK_F64, takes<2>, NULL, run<double, 2>, NULL, {}},
+    {"kv_cache_write_bf16", GK_BF16, NULL, NULL, run<__nv_bfloat16, 1>, NULL, {}},
+    {"kv_cache_write_f16", GK_F16, NULL, NULL, run<__half, 1>, NULL, {}},
+    {"kv_cache_write_f32", GK_F32, NULL, NULL, run<float, 1>, NULL, {}},
+    {"kv_cache_write_f64", GK_F64, NULL, NULL, run<double, 1>, NULL, {}},
+};
+
+} // namespace
+
+extern "C" const gk_cuda_table gk_kv_cache_write_table = {rows, 8, 80};

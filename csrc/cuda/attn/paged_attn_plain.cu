@@ -1,0 +1,163 @@
+/* paged_attn_plain: attention over a paged cache for every dtype, page size, alignment and number of query tokens; the
+ * kernel of float32 and float64, and of what the tensor-core kernel does not take.
+ *   out[t] = sum_j softmax_j(score(scale k_scale q[t] k[j]), sink) v[j] v_scale         j in [lo(t), hi(t))
+ * q [T, Hq, D]; k_cache, v_cache [num_blocks, block_size, Hkv, D | Dv]; block_table [B, max_blocks], seq_lens [B],
+ * cu_seqlens_q [B + 1] int32; out [T, Hq, Dv], lse [T, Hq].
+ * Online softmax: Milakov and Gimelshein 2018; pages: Kwon et al. 2023.
+ *
+ * Work split: a block owns a row, that is one head of one token. Its warps take 32 keys in turn; in a warp
+ *   2.1 a lane owns a key: the dot product, q out of shared memory
+ *   2.2 a lane owns columns of v: weights by shuffle
+ * and at the end the warps' sums meet in shared memory:
+ *   q        D doubles              2048 bytes
+ *   o        warps x Dv sums        8192 bytes
+ *   stats    warps x (max, sum)       64 bytes
+ * Not for speed: nothing is shared between heads of a group or tokens of a sequence. */
+#include "../tile/element.cuh"
+#include "../tile/reduce.cuh"
+#include "kv.cuh"
+#include "tiles.h"
+
+namespace {
+
+constexpr int WARPS_A_ROW = paged_plan::plain_warps, THREADS = WARPS_A_ROW * 32;
+constexpr int MAX_DIM = 256, COLS = MAX_DIM / 32; /* columns of a lane */
+
+template <class W> struct Shared {
+    W q[MAX_DIM];
+    W o[WARPS_A_ROW][MAX_DIM];
+    W peak[WARPS_A_ROW], sum[WARPS_A_ROW];
+};
+static_assert(sizeof(Shared<double>) == 2048 + 8192 + 64, "the map in the title");
+
+/* cap tanh(s / cap) - slope |i + diagonal - j|, natural units */
+template <class W> __device__ __forceinline__ W plain_score(W s, W softcap, W slope, int distance) {
+    if (softcap > 0) s = softcap * tanh(s / softcap);
+    if (slope != 0) s -= slope * (W)abs(distance);
+    return s;
+}
+
+template <class T> __global__ void __launch_bounds__(THREADS, 3) paged_attn_plain_kernel(Paged p) {
+    typedef typename Element<T>::wide W;
+    __shared__ Shared<W> shared;
+    const int64_t row = blockIdx.x;
+    const int token = (int)(row / p.heads_q), head = (int)(row % p.heads_q), head_kv = head / p.group;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    T *out = (T *)p.out + row * p.head_dim_v;
+    W *lse = (W *)p.lse + row;
+
+    /* 1. the row */
+    const int b = paged_owner(p, token);
+    if (b < 0) {
+        for (int d = threadIdx.x; d < p.head_dim_v; d += THREADS) out[d] = from_wide<T>(0);
+        if (threadIdx.x == 0) *lse = -INFINITY;
+        return;
+    }
+    const PagedSequence s = paged_sequence(p, b);
+    const int i = token - s.q0, lo = s.lo(i), hi = s.hi(i);
+    const T *q = (const T *)p.q.data + token * p.q.row + head * p.q.head;
+    for (int d = threadIdx.x; d < p.head_dim; d += THREADS) shared.q[d] = to_wide(q[d]);
+    __syncthreads(); /* q is there */
+    const W scale = (W)p.rules.scale * paged_scale<W>(p.k_scale, p.k_scale_step, head_kv);
+    const W softcap = (W)p.rules.softcap;
+    W slope = 0;
+    if (p.rules.alibi_slopes)
+        slope = ((const W *)p.rules.alibi_slopes)[b * p.rules.slope_batch + head * p.rules.slope_head];
+
+    /* 2. 32 keys at a time */
+    W peak = -INFINITY, sum = 0, o[COLS] = {};
+    for (int j0 = lo + warp * 32; j0 < hi; j0 += THREADS) {
+        const int j = j0 + lane;
+        bool seen = j < hi;
+        const int page = seen ? paged_page(p, b, j) : 0;
+        if (seen && !paged_page_good(p, page)) {
+            report(p.error_word, GK_BAD_BLOCK_TABLE);
+            seen = false;
+        }
+        const int in_page = j % p.block_size;
+        /* 2.1 */
+        W x = -INFINITY;
+        if (seen) {
+            const T *k = (const T *)p.k.data + page * p.k.page + in_page * p.k.row + head_kv * p.k.head;
+            W dot[4] = {}; /* independent sums: a single one would wait for each addition */
+            int d = 0;
+            for (; d + 4 <= p.head_dim; d += 4)
+#pragma unroll
+                for (int u = 0; u < 4; ++u) dot[u] += shared.q[d + u] * to_wide(k[d + u]);
+            for (; d < p.head_dim; ++d) dot[0] += shared.q[d] * to_wide(k[d]);
+            x = plain_score(((dot[0] + dot[1]) + (dot[2] + dot[3])) * scale, softcap, slope, i + s.diagonal - j);
+        }
+        const W highest = lanes_max2(peak, warp_max(x));
+        const W base = highest == -INFINITY ? W(0) : highest; /* -inf - -inf would be a NaN */
+        const W shrink = exp(peak - base), weight = exp(x - base);
+        sum = sum * shrink + weight;
+        peak = highest;
+        /* 2.2: these keys by themselves, then to the others: short sums keep their digits */
+        W y[COLS] = {};
+        const unsigned any = __ballot_sync(0xffffffffu, seen);
+        for (int r = 0; r < 32; ++r) {
+            if (!(any >> r & 1)) continue;
+            const W w = __shfl_sync(0xffffffffu, weight, r);
+            const int page_r = __shfl_sync(0xffffffffu, page, r), row_r = __shfl_sync(0xffffffffu, in_page, r);
+            const T *v = (const T *)p.v.data + page_r * p.v.page + row_r * p.v.row + head_kv * p.v.head;
+#pragma unroll
+            for (int c = 0; c < COLS; ++c)
+                if (c * 32 + lane < p.head_dim_v) y[c] += w * to_wide(v[c * 32 + lane]);
+        }
+#pragma unroll
+        for (int c = 0; c < COLS; ++c) o[c] = o[c] * shrink + y[c];
+    }
+
+    /* 3. the warps' sums become one; the sink joins them */
+    sum = warp_sum(sum);
+#pragma unroll
+    for (int c = 0; c < COLS; ++c)
+        if (c * 32 + lane < p.head_dim_v) shared.o[warp][c * 32 + lane] = o[c];
+    if (lane == 0) shared.peak[warp] = peak, shared.sum[warp] = sum;
+    __syncthreads(); /* every warp's sums are written */
+    W highest = p.rules.sinks ? ((const W *)p.rules.sinks)[head * p.rules.sink_head] : W(-INFINITY);
+    const W sink = highest;
+    for (int w = 0; w < WARPS_A_ROW; ++w) highest = lanes_max2(highest, shared.peak[w]);
+    const W base = highest == -INFINITY ? W(0) : highest;
+    W total = exp(sink - base), factor[WARPS_A_ROW];
+    for (int w = 0; w < WARPS_A_ROW; ++w) {
+        factor[w] = exp(shared.peak[w] - base);
+        total += factor[w] * shared.sum[w];
+    }
+    const W v_scale = paged_scale<W>(p.v_scale, p.v_scale_step, head_kv);
+    for (int d = threadIdx.x; d < p.head_dim_v; d += THREADS) {
+        W y = 0;
+        for (int w = 0; w < WARPS_A_ROW; ++w) y += factor[w] * shared.o[w][d];
+        out[d] = from_wide<T>(total == 0 ? W(0) : y / total * v_scale);
+    }
+    if (threadIdx.x == 0) *lse = total == 0 ? W(-INFINITY) : highest + log(total);
+}
+
+/* ---- launch -------------------------------------------------------------------------------------------- */
+template <class T> gk_status run(const gk_cuda_row *, const gk_context *ctx, const void *args) {
+    const Paged p = paged_of(ctx, (const gk_paged_attn_args *)args);
+    const dim3 grid((unsigned)((int64_t)p.tokens * p.heads_q));
+    return launch<paged_attn_plain_kernel<T>>("gk_paged_attn", ctx, grid, THREADS, 0, p);
+}
+
+bool takes(const gk_cuda_row *, const gk_context *, const void *args) {
+    const gk_paged_attn_args *a = (const gk_paged_attn_args *)args;
+    return a->q.shape[2] <= MAX_DIM && a->v_cache.shape[3] <= MAX_DIM && a->q.shape[0] * a->q.shape[1] <= INT32_MAX;
+}
+
+void explain(const gk_cuda_row *, const gk_context *, const void *args, gk_explanation *out) {
+    const gk_paged_attn_args *a = (const gk_paged_attn_args *)args;
+    out->tile[0] = 1, out->tile[1] = THREADS;
+    out->tasks = a->q.shape[0] * a->q.shape[1];
+}
+
+const gk_cuda_row rows[] = {
+    {"paged_attn_plain_f32", GK_F32, takes, NULL, run<float>, explain, {}},
+    {"paged_attn_plain_bf16", GK_BF16, takes, NULL, run<__nv_bfloat16>, explain, {}},
+    {"paged_attn_plain_f16", GK_F16, takes, NULL, run<__half>, explain, {}},
+    {"paged_attn_plain_f64", GK_F64, takes, NULL, run<double>, explain, {}},
+};
+
+} // namespace
+
+extern "C" const gk_cuda_table gk_paged_attn_plain_table = {rows, 4, 80};

@@ -1,0 +1,472 @@
+/* paged_plan.cuh: how paged_attn's work is shared out, and how what several warps or blocks found becomes one; for the
+ * kernels that stream a cache (paged_attn_sm80, paged_attn_f32).
+ *
+ * A row is a query token and a head of the group that shares a kv head; `lanes` rows of a kernel go together. An item is
+ * (sequence, lanes rows, a set of kv heads side by side). The keys of an item are cut into units: a step of KEYS keys of each
+ * warp of the block. The items one behind the other are one list of slots (each item's units, and before them ITEM_UNITS
+ * slots that stand for what beginning an item costs), of which each block takes the same number; nothing but the lengths is
+ * read for it. A block that holds all of an item writes out; else it writes its part (sums, max) to the workspace, and
+ * paged_combine merges an item's parts in order. So a block leaves at most two parts: of the item that it shares with the
+ * block before, and of the one that it shares with the block after.
+ * Even shares: Stream-K, Osama et al. 2023; parts of a context: Flash-Decoding, Dao et al. 2023. */
+#ifndef GPUKERN_CUDA_PAGED_PLAN_CUH
+#define GPUKERN_CUDA_PAGED_PLAN_CUH
+
+#include "../tile/convert.cuh"
+#include "../tile/copy.cuh"
+#include "../tile/element.cuh"
+#include "../tile/reduce.cuh"
+#include "kv.cuh"
+#include "tiles.h"
+
+namespace {
+
+constexpr int KEYS = paged_plan::keys, ITEM_UNITS = paged_plan::item_units;
+
+/* ---- 1. the plan ------------------------------------------------------------ */
+struct Call {
+    Paged p;
+    int head_slots, head_sets; /* kv heads side by side in a block; sets of them */
+    int blocks;
+    int lanes, unit_keys; /* rows of an item; keys of a unit: KEYS x (warps / head_slots) */
+    struct Split *splits; /* workspace, [blocks][2]; */
+    float2 *stats;        /* [blocks][2][head_slots][lanes]: (max, sum) of a part; */
+    float *sums;          /* [blocks][2][head_slots][lanes][head_dim_v]: its O, not divided */
+};
+
+/* An item that several blocks have parts of: [0] of a block was begun by one before it, [1] goes on in the one after it. */
+struct Split {
+    int first, last;                  /* these blocks; last -1: there is no such item */
+    int token0, row0, rows, head_set; /* rows [row0, row0 + rows) of the sequence whose first token is token0 */
+    int unused[2];
+};
+static_assert(sizeof(Split) == 32, "one sector");
+
+struct Work { /* of one sequence */
+    int rows, row_groups, first_unit, units;
+    int64_t slots_of_item, slots;
+};
+
+__device__ __forceinline__ Work work_of(const Call &c, const PagedSequence &s) {
+    Work w;
+    w.rows = s.rows * c.p.group;
+    w.row_groups = (w.rows + c.lanes - 1) / c.lanes;
+    const int lo = s.lo(0), hi = s.hi(s.rows - 1);
+    w.first_unit = lo / c.unit_keys;
+    w.units = hi > lo ? (hi + c.unit_keys - 1) / c.unit_keys - w.first_unit : 0;
+    w.slots_of_item = w.units + ITEM_UNITS;
+    w.slots = (int64_t)w.row_groups * c.head_sets * w.slots_of_item;
+    return w;
+}
+
+/* Sums over the block's threads before this one (exclusive), and of all of them. `scratch` holds one number a warp and is
+ * free again after the next barrier. */
+template <int WARPS_> __device__ __forceinline__ int64_t block_scan(int64_t x, int64_t *scratch, int64_t *total) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int64_t upto = x;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const int64_t left = __shfl_up_sync(0xffffffffu, upto, step);
+        if (lane >= step) upto += left;
+    }
+    __syncthreads(); /* scratch is free */
+    if (lane == 31) scratch[warp] = upto;
+    __syncthreads(); /* every warp's sum is written */
+    int64_t before = 0, all = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS_; ++w) {
+        if (w < warp) before += scratch[w];
+        all += scratch[w];
+    }
+    *total = all;
+    return before + upto - x;
+}
+
+/* What a block does of an item, and what of that its warp does: the keys of step i start at first_key + i unit_keys, for i
+ * in [step0, steps); of those the warp reads the ones in [lo, hi). */
+struct Piece {
+    PagedSequence s;
+    int b, row0, last_row, head_set;
+    bool leading, whole; /* a block before this one began it; no other block has any of it */
+    int head_kv;
+    int lo, hi;             /* keys that some row sees */
+    int inner_lo, inner_hi; /* keys that all rows see */
+    int first_key, step0, steps;
+};
+
+/* ---- 2. keys ------------------------------------------------------------ */
+/* The 16 keys of a step: lane l knows the page of key l % 16. */
+struct Keys {
+    int first, page; /* page -1: no key there */
+};
+
+/* Table entries of keys outside [lo, hi) are not read. */
+__device__ __forceinline__ Keys keys_at(const Paged &p, int b, int first, int lo, int hi) {
+    Keys k = {first, -1};
+    const int j = first + threadIdx.x % KEYS;
+    if (j >= lo && j < hi) {
+        k.page = paged_page(p, b, j);
+        if (!paged_page_good(p, k.page)) {
+            report(p.error_word, GK_BAD_BLOCK_TABLE);
+            k.page = -1;
+        }
+    }
+    return k;
+}
+
+/* Copies the keys into a slot, zeros where there is none; returns the bits of those that are there. */
+template <class T, class Tile>
+__device__ __forceinline__ unsigned issue(const Paged &p, const Keys &k, int head_kv, smem_addr slot_s) {
+    typedef tile_copy<Tile, 32> Copy;
+    const int lane = threadIdx.x % 32;
+    const unsigned there = __ballot_sync(0xffffffffu, k.page >= 0) & ((1u << KEYS) - 1);
+    const int in_page = (k.first + lane % KEYS) % p.block_size, page = max(k.page, 0);
+    const int64_t k_at = page * p.k.page + in_page * p.k.row + head_kv * p.k.head;
+    const int64_t v_at = page * p.v.page + in_page * p.v.row + head_kv * p.v.head;
+#pragma unroll
+    for (int pass = 0; pass < Copy::passes; ++pass) {
+        const int row = Copy::row(lane, pass), col = Copy::chunk(lane, pass) * (16 / (int)sizeof(T));
+        const int64_t from_k = __shfl_sync(0xffffffffu, k_at, row), from_v = __shfl_sync(0xffffffffu, v_at, row);
+        const bool good = there >> row & 1;
+        const T *k_g = (const T *)p.k.data + from_k + col, *v_g = (const T *)p.v.data + from_v + col;
+        const int at = Copy::offset(lane, pass);
+        cp_async_cg_16(slot_s + at, k_g, good && col < p.head_dim ? 16 : 0);
+        cp_async_cg_16(slot_s + Tile::bytes + at, v_g, good && col < p.head_dim_v ? 16 : 0);
+    }
+    return there;
+}
+
+/* ---- 3. out and parts ----------------------------------------------------------------------------------------- */
+/* Sums over keys and their max, with the sink: the factor of the sums, and the row's lse. */
+struct Final {
+    float factor, lse;
+};
+
+__device__ __forceinline__ Final finish(const Paged &p, int head, float peak, float sum) {
+    float highest = peak, sink = -INFINITY;
+    if (p.rules.sinks) {
+        sink = ((const float *)p.rules.sinks)[head * p.rules.sink_head];
+        highest = fmaxf(highest, sink);
+    }
+    const float base = highest == -INFINITY ? 0.f : highest; /* -inf - -inf would be a NaN */
+    const float shrink = expf(peak - base), total = sum * shrink + expf(sink - base);
+    Final f;
+    f.factor = total == 0 ? 0.f : shrink / total * paged_scale<float>(p.v_scale, p.v_scale_step, head / p.group);
+    f.lse = total == 0 ? -INFINITY : highest + logf(total);
+    return f;
+}
+
+template <class T> __device__ __forceinline__ void store_4(T *out, float4 x, float factor) {
+    /* an empty row's factor is 0, and so are its sums */
+    *(uint2 *)out = make_uint2(pack2<T>(x.x * factor, x.y * factor), pack2<T>(x.z * factor, x.w * factor));
+}
+template <> __device__ __forceinline__ void store_4<float>(float *out, float4 x, float factor) {
+    *(float4 *)out = make_float4(x.x * factor, x.y * factor, x.z * factor, x.w * factor);
+}
+
+__device__ __forceinline__ void add_4(float4 &sum, float4 x, float weight) {
+    sum.x += weight * x.x, sum.y += weight * x.y, sum.z += weight * x.z, sum.w += weight * x.w;
+}
+
+/* Rows of a sequence without keys. */
+template <class T, int THREADS>
+__device__ __forceinline__ void write_nothing(const Call &c, const PagedSequence &s, int row0, int rows, int head_set) {
+    const Paged &p = c.p;
+    for (int line = 0; line < c.head_slots * rows; ++line) {
+        const int head_slot = line / rows, row = row0 + line - head_slot * rows, token = row / p.group;
+        const int head = (head_set * c.head_slots + head_slot) * p.group + (row - token * p.group);
+        const int64_t at = (int64_t)(s.q0 + token) * p.heads_q + head;
+        for (int d = threadIdx.x; d < p.head_dim_v; d += THREADS) ((T *)p.out)[at * p.head_dim_v + d] = from_wide<T>(0);
+        if (threadIdx.x == 0) ((float *)p.lse)[at] = finish(p, head, -INFINITY, 0).lse;
+    }
+}
+
+/* The sums of the block's warps, o_s [warps][LANES][PITCH] and stats_s [warps][LANES], become one for each head; out, or
+ * the block's part. The caller has put a barrier before. */
+template <class T, int WARPS_, int LANES, int PITCH>
+__device__ __forceinline__ void merge_warps(const Call &c, const Piece &x, const float *o_s, const float2 *stats_s) {
+    const Paged &p = c.p;
+    const int pieces = p.head_dim_v / 4, rows_here = x.last_row - x.row0 + 1;
+    const int64_t part = ((int64_t)blockIdx.x * 2 + !x.leading) * c.head_slots;
+    for (int i = threadIdx.x; i < c.head_slots * rows_here * pieces; i += WARPS_ * 32) {
+        const int line = i / pieces, col = (i - line * pieces) * 4;
+        const int head_slot = line / rows_here, r = line - head_slot * rows_here;
+        float highest = -INFINITY, all = 0;
+        for (int v = head_slot; v < WARPS_; v += c.head_slots) highest = fmaxf(highest, stats_s[v * LANES + r].x);
+        const float base = highest == -INFINITY ? 0.f : highest;
+        float4 y = make_float4(0, 0, 0, 0);
+        for (int v = head_slot; v < WARPS_; v += c.head_slots) {
+            const float2 stats = stats_s[v * LANES + r];
+            const float weight = expf(stats.x - base);
+            all += weight * stats.y;
+            add_4(y, *(const float4 *)&o_s[(v * LANES + r) * PITCH + col], weight);
+        }
+        if (x.whole) {
+            const int token = (x.row0 + r) / p.group;
+            const int head = (x.head_set * c.head_slots + head_slot) * p.group + (x.row0 + r - token * p.group);
+            const int64_t at = (int64_t)(x.s.q0 + token) * p.heads_q + head;
+            const Final f = finish(p, head, highest, all);
+            store_4<T>((T *)p.out + at * p.head_dim_v + col, y, f.factor);
+            if (col == 0) ((float *)p.lse)[at] = f.lse;
+        } else {
+            const int64_t at = (part + head_slot) * LANES + r;
+            *(float4 *)(c.sums + at * p.head_dim_v + col) = y;
+            if (col == 0) c.stats[at] = make_float2(highest, all);
+        }
+    }
+}
+
+/* ---- 4. the walk ------------------------------------------------------------ */
+/* Every block calls it; stream.attend(c, piece) is called by all threads of a block for each of its pieces. */
+template <class T, int WARPS_, class Stream> __device__ __forceinline__ void walk(const Call &c, Stream &stream) {
+    constexpr int THREADS = WARPS_ * 32;
+    const Paged &p = c.p;
+    __shared__ int64_t scratch[WARPS_], found_slot;
+    __shared__ int found;
+    __shared__ struct {
+        int64_t begin, end, share;
+    } plan; /* here, because the streams need the registers */
+    const int warp = threadIdx.x / 32;
+
+    /* this block's slots [begin, end) and the sequence that holds the first */
+    int64_t total, carry = 0, slots = 0, more = 0;
+    if (threadIdx.x < p.batch) slots = work_of(c, paged_sequence(p, threadIdx.x)).slots;
+    for (int b = threadIdx.x + THREADS; b < p.batch; b += THREADS) more += work_of(c, paged_sequence(p, b)).slots;
+    int64_t at = block_scan<WARPS_>(slots + more, scratch, &total);
+    const int64_t share = (total + gridDim.x - 1) / gridDim.x;
+    const int64_t begin = blockIdx.x * share, end = min(begin + share, total);
+    Split *const splits = c.splits + 2 * blockIdx.x; /* thread 0 alone writes there */
+    if (threadIdx.x == 0) splits[0].last = splits[1].last = -1;
+    if (begin >= end) return;
+    for (int b = threadIdx.x;; b += THREADS) { /* one round, unless there are more sequences than threads */
+        if (p.batch > THREADS) {
+            slots = b < p.batch ? work_of(c, paged_sequence(p, b)).slots : 0;
+            at = carry + block_scan<WARPS_>(slots, scratch, &total);
+            carry += total;
+        }
+        if (at <= begin && begin < at + slots) found = b, found_slot = at;
+        if (p.batch <= THREADS || carry > begin) break;
+    }
+    if (threadIdx.x == 0) plan = {begin, end, share};
+    __syncthreads(); /* plan and found are written */
+    int64_t first_slot = found_slot;
+
+    /* sequence by sequence, item by item */
+    for (int b = found; first_slot < plan.end; ++b) {
+        const PagedSequence s = paged_sequence(p, b);
+        const Work w = work_of(c, s);
+        const int64_t sequence_slot = first_slot;
+        first_slot += w.slots;
+        const int num_items = w.row_groups * c.head_sets;
+        for (int item = (int)(max(plan.begin - sequence_slot, (int64_t)0) / w.slots_of_item); item < num_items;
+             ++item) {
+            const int64_t slot = sequence_slot + item * w.slots_of_item + ITEM_UNITS; /* of its first unit */
+            const int row_group = item / c.head_sets, head_set = item - row_group * c.head_sets;
+            const int row0 = row_group * c.lanes, last_row = min(row0 + c.lanes, w.rows) - 1;
+            if (w.units == 0 && slot - ITEM_UNITS >= plan.begin && slot - ITEM_UNITS < plan.end)
+                write_nothing<T, THREADS>(c, s, row0, last_row - row0 + 1, head_set);
+            if (slot >= plan.end) break;
+            const int unit0 = (int)max(plan.begin - slot, (int64_t)0),
+                      unit1 = (int)min(plan.end - slot, (int64_t)w.units);
+            if (unit0 >= unit1) continue;
+            const bool leading = slot < plan.begin, whole = !leading && slot + w.units <= plan.end;
+            if (!whole && threadIdx.x == 0)
+                splits[!leading] = {(int)(slot / plan.share),
+                                    (int)((slot + w.units - 1) / plan.share),
+                                    s.q0,
+                                    row0,
+                                    last_row - row0 + 1,
+                                    head_set};
+
+            Piece x = {s, b, row0, last_row, head_set, leading, whole};
+            x.head_kv = head_set * c.head_slots + warp % c.head_slots;
+            x.lo = s.lo(row0 / p.group), x.hi = s.hi(last_row / p.group);
+            x.inner_lo = s.lo(last_row / p.group), x.inner_hi = s.hi(row0 / p.group);
+            x.first_key = (w.first_unit + unit0) * c.unit_keys + warp / c.head_slots * KEYS;
+            x.step0 = x.first_key + KEYS <= x.lo ? (x.lo - x.first_key - KEYS) / c.unit_keys + 1 : 0;
+            x.steps = min(unit1 - unit0, x.hi > x.first_key ? (x.hi - x.first_key - 1) / c.unit_keys + 1 : 0);
+            stream.attend(c, x);
+        }
+    }
+}
+
+/* ---- 5. paged_combine: items that several blocks share, tokens of no sequence ------------------------------------------ */
+constexpr int COMBINE_WARPS = paged_plan::combine_warps, COMBINE_THREADS = COMBINE_WARPS * 32;
+constexpr int PARTS = paged_plan::combine_parts;
+
+/* A block for each part: the blocks of an item's parts deal its rows out among them, so that many parts of few rows and few
+ * parts of many rows both keep every warp busy. Blocks after them: a warp asks whether a token is anybody's. */
+template <class T> __global__ void __launch_bounds__(COMBINE_THREADS) paged_combine_kernel(Call c) {
+    const Paged &p = c.p;
+    __shared__ __align__(16) float sums_s[COMBINE_WARPS][256]; /* 256: the largest head_dim_v */
+    __shared__ float2 stats_s[COMBINE_WARPS];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+
+    if ((int)blockIdx.x >= 2 * c.blocks) {
+        const int token = ((int)blockIdx.x - 2 * c.blocks) * COMBINE_WARPS + warp;
+        if (token >= p.tokens || paged_owner(p, token) >= 0) return;
+        const int64_t row = (int64_t)token * p.heads_q;
+        for (int i = lane; i < p.heads_q; i += 32) ((float *)p.lse)[row + i] = -INFINITY;
+        for (int i = lane; i < p.heads_q * p.head_dim_v; i += 32)
+            ((T *)p.out)[row * p.head_dim_v + i] = from_wide<T>(0);
+        return;
+    }
+
+    /* 5.1 this block's rows of the item, mine, mine + parts, ..; its warps share out rows, and each row's parts */
+    const Split item = c.splits[blockIdx.x];
+    if (item.last < 0) return;
+    const int parts = item.last - item.first + 1, mine = (int)blockIdx.x / 2 - item.first;
+    const int lines = c.head_slots * item.rows - mine, rows = lines > 0 ? (lines + parts - 1) / parts : 0;
+    int warps_of_row = COMBINE_WARPS;
+    while (warps_of_row > 1 && COMBINE_WARPS / warps_of_row < rows) warps_of_row /= 2;
+    const int at_once = COMBINE_WARPS / warps_of_row, pieces = p.head_dim_v / 4;
+    const int64_t part_rows = (int64_t)c.head_slots * c.lanes;
+
+    for (int row0 = 0; row0 < rows; row0 += at_once) {
+        /* 5.2 columns to the lanes; the loads of PARTS parts at once */
+        const int line = mine + (row0 + warp / warps_of_row) * parts, head_slot = line / item.rows;
+        const int64_t lane_at = (int64_t)head_slot * c.lanes + line - head_slot * item.rows;
+        const bool works = row0 + warp / warps_of_row < rows;
+        for (int piece = lane; works && piece - lane < pieces; piece += 32) {
+            float4 y = make_float4(0, 0, 0, 0);
+            float peak = -INFINITY, sum = 0;
+            for (int i0 = item.first + warp % warps_of_row; i0 <= item.last; i0 += warps_of_row * PARTS) {
+                float2 stats[PARTS];
+                float4 o[PARTS];
+                float highest = peak;
+#pragma unroll
+                for (int u = 0; u < PARTS; ++u) {
+                    const int i = i0 + u * warps_of_row;
+                    const int64_t part = (i * 2 + (i == item.first)) * part_rows + lane_at;
+                    stats[u] = make_float2(-INFINITY, 0), o[u] = make_float4(0, 0, 0, 0);
+                    if (i <= item.last) stats[u] = c.stats[part];
+                    if (i <= item.last && piece < pieces)
+                        o[u] = *(const float4 *)(c.sums + part * p.head_dim_v + piece * 4);
+                }
+#pragma unroll
+                for (int u = 0; u < PARTS; ++u) highest = fmaxf(highest, stats[u].x);
+                const float base = highest == -INFINITY ? 0.f : highest, shrink = expf(peak - base);
+                y.x *= shrink, y.y *= shrink, y.z *= shrink, y.w *= shrink, sum *= shrink, peak = highest;
+#pragma unroll
+                for (int u = 0; u < PARTS; ++u) {
+                    const float weight = expf(stats[u].x - base);
+                    sum += weight * stats[u].y;
+                    add_4(y, o[u], weight);
+                }
+            }
+            if (piece < pieces) *(float4 *)&sums_s[warp][piece * 4] = y;
+            if (lane == 0) stats_s[warp] = make_float2(peak, sum);
+        }
+        __syncthreads(); /* every warp's sums are written */
+
+        /* 5.3 the warps of a row become one */
+        const int rows_here = min(at_once, rows - row0);
+        for (int x = threadIdx.x; x < rows_here * pieces; x += COMBINE_THREADS) {
+            const int place = x / pieces, piece = x - place * pieces, warp0 = place * warps_of_row;
+            float4 y = make_float4(0, 0, 0, 0);
+            float peak = -INFINITY, sum = 0;
+            for (int v = warp0; v < warp0 + warps_of_row; ++v) peak = fmaxf(peak, stats_s[v].x);
+            const float base = peak == -INFINITY ? 0.f : peak;
+            for (int v = warp0; v < warp0 + warps_of_row; ++v) {
+                const float weight = expf(stats_s[v].x - base);
+                sum += weight * stats_s[v].y;
+                add_4(y, *(const float4 *)&sums_s[v][piece * 4], weight);
+            }
+            const int its_line = mine + (row0 + place) * parts, slot = its_line / item.rows;
+            const int row = item.row0 + its_line - slot * item.rows, token = row / p.group;
+            const int head = (item.head_set * c.head_slots + slot) * p.group + row - token * p.group;
+            const int64_t at = (int64_t)(item.token0 + token) * p.heads_q + head;
+            const Final f = finish(p, head, peak, sum);
+            store_4<T>((T *)p.out + at * p.head_dim_v + piece * 4, y, f.factor);
+            if (piece == 0) ((float *)p.lse)[at] = f.lse;
+        }
+        __syncthreads(); /* the sums have been read */
+    }
+}
+
+/* ---- 6. launch ------------------------------------------------------------ */
+/* key = {head_dim, lanes, warps, blocks an SM, bytes of shared memory, rows of a sequence
+ * that it takes at most (0: any)}. The grid is what fills the device: it does not depend on lengths. */
+struct Sizes {
+    int blocks, head_slots;
+    int64_t splits_bytes, stats_bytes, sums_bytes;
+};
+
+inline Sizes sizes_of(const gk_cuda_row *row, const gk_context *ctx, const gk_paged_attn_args *a) {
+    Sizes z = {};
+    const int64_t heads_kv = a->k_cache.shape[2];
+    z.blocks = gk_gpu_of(ctx->index)->num_sms * row->key[3];
+    /* Heads side by side read whole lines of the cache together, but make few items, that is many parts of each. */
+    const int64_t few = z.blocks / paged_plan::parts, batch = a->seq_lens.shape[0];
+    z.head_slots = 1;
+    for (int n = 2; n <= row->key[2] && heads_kv > 0 && heads_kv % n == 0 && batch * (heads_kv / n) >= few; n *= 2)
+        z.head_slots = n;
+    const int64_t rows = (int64_t)z.blocks * 2 * z.head_slots * row->key[1];
+    z.splits_bytes = z.blocks * 2 * (int64_t)sizeof(Split);
+    z.stats_bytes = gk_round_up(rows * 8, 64);
+    z.sums_bytes = gk_round_up(rows * a->v_cache.shape[3] * 4, 64);
+    return z;
+}
+
+inline size_t workspace_bytes(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
+    const Sizes z = sizes_of(row, ctx, (const gk_paged_attn_args *)args);
+    return (size_t)(z.splits_bytes + z.stats_bytes + z.sums_bytes);
+}
+
+/* 16-byte rows */
+inline bool rows_aligned(const gk_tensor &t) {
+    const int64_t piece = 16 / (int64_t)gk_dtype_bytes(t.dtype);
+    if (gk_numel(&t) == 0) return true;
+    if (t.shape[t.ndim - 1] % piece || (uintptr_t)t.data % 16) return false;
+    for (int d = 0; d + 1 < t.ndim; ++d)
+        if (t.shape[d] > 1 && t.stride[d] % piece) return false;
+    return true;
+}
+
+inline bool takes(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
+    const gk_paged_attn_args *a = (const gk_paged_attn_args *)args;
+    const int64_t tokens = a->q.shape[0], heads_q = a->q.shape[1], heads_kv = a->k_cache.shape[2];
+    if (tokens * heads_q > INT32_MAX || heads_kv == 0) return false;
+    if (a->q.shape[2] > row->key[0] || a->v_cache.shape[3] > row->key[0]) return false;
+    if (row->key[5] && paged_seq_q(a) * (heads_q / heads_kv) > row->key[5]) return false;
+    return rows_aligned(a->q) && rows_aligned(a->k_cache) && rows_aligned(a->v_cache) && rows_aligned(a->out) &&
+           gk_gpu_of(ctx->index)->smem_per_block >= row->key[4] + 1024;
+}
+
+inline Call call_of(const gk_cuda_row *row, const gk_context *ctx, const gk_paged_attn_args *a, const Sizes &z) {
+    Call c = {};
+    c.p = paged_of(ctx, a);
+    c.head_slots = z.head_slots, c.head_sets = c.p.heads_kv / z.head_slots;
+    c.blocks = z.blocks;
+    c.lanes = row->key[1], c.unit_keys = KEYS * (row->key[2] / z.head_slots);
+    char *at = (char *)a->workspace;
+    c.splits = (Split *)at, at += z.splits_bytes;
+    c.stats = (float2 *)at, at += z.stats_bytes;
+    c.sums = (float *)at;
+    return c;
+}
+
+template <class T, auto KERNEL> gk_status run_pair(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
+    const gk_paged_attn_args *a = (const gk_paged_attn_args *)args;
+    const Sizes z = sizes_of(row, ctx, a);
+    const Call c = call_of(row, ctx, a, z);
+    if (c.p.tokens == 0 || c.p.heads_q == 0) return GK_OK;
+    const gk_status status =
+        launch<KERNEL>("gk_paged_attn", ctx, dim3((unsigned)c.blocks), row->key[2] * 32, row->key[4], c);
+    if (status != GK_OK) return status;
+    const int64_t askers = c.p.cu_q ? gk_ceil_div(c.p.tokens, COMBINE_WARPS) : 0;
+    const dim3 grid((unsigned)(2 * c.blocks + askers));
+    return launch<paged_combine_kernel<T>>("gk_paged_attn", ctx, grid, COMBINE_THREADS, 0, c);
+}
+
+inline void explain(const gk_cuda_row *row, const gk_context *ctx, const void *args, gk_explanation *out) {
+    const gk_paged_attn_args *a = (const gk_paged_attn_args *)args;
+    const Sizes z = sizes_of(row, ctx, a);
+    out->tile[0] = row->key[1], out->tile[1] = KEYS, out->tile[2] = KEYS * (row->key[2] / z.head_slots);
+    out->tasks = z.blocks;
+    out->waves = 1;
+}
+
+} // namespace
+
+#endif

@@ -1,0 +1,110 @@
+/* softmax.cuh: the online softmax of rows that lie in accumulators of mma (Milakov and Gimelshein 2018, arXiv:1805.02867).
+ *   m = max of the scores so far   l = sum of e^(s - m)   O = sum of e^(s - m) v
+ * A lane holds elements of rows frag_row(lane, 0) and frag_row(lane, 2) of each 16; four lanes share a row. Scores are in
+ * any unit: unit_log2 turns one into log2 units and is positive. */
+#ifndef GPUKERN_CUDA_SOFTMAX_CUH
+#define GPUKERN_CUDA_SOFTMAX_CUH
+
+#include "../ptx/regs.cuh"
+#include "../tile/reduce.cuh"
+#include "score.cuh"
+#include "tiles.h"
+
+/* tanh within a few units of the last place, near 0 too, where 1 - 2 / (e^2x + 1) has lost them: there a polynomial in x^2,
+ * fitted to (tanh(x) / x - 1) / x^2 over [0, 0.36], error 8e-8. Both sides, no branch. */
+__device__ __forceinline__ float tanh_fine(float x) {
+    const float square = x * x;
+    const float tail = fmaf(fmaf(fmaf(0.015608073f, square, -0.052207918f), square, 0.13313011f), square, -0.33332589f);
+    const float e = ex2_approx_ftz(2 * LOG2_E * fabsf(x)); /* past 2^127 infinity: far is 1 */
+    const float far = copysignf(fmaf(-2.f, rcp_approx_ftz(e + 1), 1.f), x);
+    return fabsf(x) < 0.6f ? fmaf(x * square, tail, x) : far;
+}
+
+/* score() for lse in float32: every step rounded as float32 rounds it. */
+__device__ __forceinline__ float score_fine(const Score &x, float qk, int i, int j) {
+    const float s = x.softcap > 0 ? x.softcap * tanh_fine(qk * (x.scale / x.softcap)) : qk * x.scale;
+    return x.slope != 0 ? fmaf(-x.slope, fabsf((float)(i + x.position0 - j)), s) : s;
+}
+
+/* M blocks of 16 rows: two rows of each are this lane's. peak lags behind the maximum by at most SOFTMAX_SLACK_LOG2. */
+template <int M> struct OnlineSoftmax {
+    float peak[M][2], total[M][2]; /* total: this lane's share, not yet summed over the four */
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int m = 0; m < M; ++m) {
+            peak[m][0] = peak[m][1] = -INFINITY;
+            total[m][0] = total[m][1] = 0;
+        }
+    }
+
+    /* s [M][N][4], scores, become weights; o [M][ND][4] is rescaled where a maximum has grown. */
+    template <int N, int ND>
+    __device__ __forceinline__ void step(float (&s)[M][N][4], float (&o)[M][ND][4], float unit_log2) {
+        float highest[M][2];
+        bool grown = false;
+#pragma unroll
+        for (int m = 0; m < M; ++m) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                float x = s[m][0][2 * r];
+#pragma unroll
+                for (int n = 0; n < N; ++n) x = fmaxf(x, fmaxf(s[m][n][2 * r], s[m][n][2 * r + 1]));
+                highest[m][r] = fmaxf(quad_max(x), peak[m][r]);
+                /* -inf - -inf is NaN: not grown */
+                grown |= (highest[m][r] - peak[m][r]) * unit_log2 > SOFTMAX_SLACK_LOG2;
+            }
+        }
+        if (__any_sync(0xffffffffu, grown)) rescale(highest, o, unit_log2);
+#pragma unroll
+        for (int m = 0; m < M; ++m) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const float shift = peak[m][r] == -INFINITY ? 0.f : peak[m][r] * unit_log2;
+                float sum0 = 0, sum1 = 0; /* two chains: an addition waits for the one before it */
+#pragma unroll
+                for (int n = 0; n < N; ++n) {
+                    s[m][n][2 * r] = ex2_approx_ftz(fmaf(s[m][n][2 * r], unit_log2, -shift));
+                    s[m][n][2 * r + 1] = ex2_approx_ftz(fmaf(s[m][n][2 * r + 1], unit_log2, -shift));
+                    sum0 += s[m][n][2 * r], sum1 += s[m][n][2 * r + 1];
+                }
+                total[m][r] += sum0 + sum1;
+            }
+        }
+    }
+
+    template <int ND>
+    __device__ __forceinline__ void rescale(const float (&highest)[M][2], float (&o)[M][ND][4], float unit_log2) {
+#pragma unroll
+        for (int m = 0; m < M; ++m) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const float to = highest[m][r] == -INFINITY ? 0.f : highest[m][r];
+                const float shrink = ex2_approx_ftz((peak[m][r] - to) * unit_log2);
+                peak[m][r] = highest[m][r], total[m][r] *= shrink;
+#pragma unroll
+                for (int n = 0; n < ND; ++n) o[m][n][2 * r] *= shrink, o[m][n][2 * r + 1] *= shrink;
+            }
+        }
+    }
+};
+
+/* What a row's sums come to: O times factor is the row's result. A sink of -inf takes no part. */
+struct RowResult {
+    float factor, lse;
+};
+
+/* peak: natural units; total: the sum of e^(s - peak), 0 where the row saw no key. */
+__device__ __forceinline__ RowResult row_result(float peak, float total, float sink) {
+    if (total == 0 && sink == -INFINITY) return {0.f, -INFINITY};
+    const float top = total == 0 ? sink : fmaxf(peak, sink);
+    const float share = total == 0 ? 0.f : exp2f((peak - top) * LOG2_E);
+    const float sum = total * share + (sink == -INFINITY ? 0.f : exp2f((sink - top) * LOG2_E));
+    return {share / sum, top + logf(sum)};
+}
+
+__device__ __forceinline__ float sink_of(const Problem &p, int head) {
+    return p.rules.sinks ? ((const float *)p.rules.sinks)[head * p.rules.sink_head] : -INFINITY;
+}
+
+#endif

@@ -1,0 +1,69 @@
+/* split_combine: attention over parts of the keys becomes attention over all (Flash-Decoding; Dao et al. 2023).
+ *   lse = log(e^sink + sum_s e^lse_s)      out = sum_s e^(lse_s - lse) out_s
+ * out_parts [splits][rows][head_dim_v], lse_parts [splits][rows] float32; out in its own dtype and strides, lse [rows]
+ * float32. Parts are added in their order: the same bits each time. A part with lse -inf saw nothing and is not read; a row
+ * that saw nothing and has no sink gives 0 and -inf.
+ *
+ * Work split: a warp a row, WARPS rows a block; a lane owns pairs of columns 2 lane, 2 lane + 64, ... Bandwidth bound.
+ * Not handled: float64. */
+#include "../tile/element.cuh"
+#include "score.cuh"
+#include "split_combine.cuh"
+
+namespace {
+
+constexpr int THREADS = 128, WARPS = THREADS / 32; /* rows share nothing: any count that fills an SM serves */
+constexpr int PAIRS = 256 / 64;                    /* of columns of a lane */
+
+/* ---- 1. the kernel -------------------------------------------------------------------------------------- */
+template <class T> __global__ void __launch_bounds__(THREADS) split_combine_kernel(SplitCombine p) {
+    const int lane = threadIdx.x % 32;
+    const int64_t row = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
+    if (row >= p.rows) return;
+    const int z = (int)(row % p.size_z), y = (int)(row / p.size_z % p.size_y);
+    const int64_t x = row / p.size_z / p.size_y;
+
+    const float sink = p.sinks ? p.sinks[y * p.sink_y + z * p.sink_z] : -INFINITY;
+    float top = sink;
+    for (int s = 0; s < p.splits; ++s) top = fmaxf(top, p.lse_parts[s * p.rows + row]);
+
+    float total = sink == -INFINITY ? 0.f : exp2f((sink - top) * LOG2_E);
+    float2 sum[PAIRS] = {};
+    if (top != -INFINITY) {
+        for (int s = 0; s < p.splits; ++s) {
+            const float lse = p.lse_parts[s * p.rows + row];
+            if (lse == -INFINITY) continue;
+            const float weight = exp2f((lse - top) * LOG2_E);
+            const float2 *part = (const float2 *)(p.out_parts + (s * p.rows + row) * p.head_dim_v);
+            total += weight;
+#pragma unroll
+            for (int c = 0; c < PAIRS; ++c) {
+                if (2 * lane + 64 * c >= p.head_dim_v) break;
+                const float2 v = part[lane + 32 * c];
+                sum[c].x = fmaf(weight, v.x, sum[c].x), sum[c].y = fmaf(weight, v.y, sum[c].y);
+            }
+        }
+    }
+
+    T *out = (T *)p.out + x * p.out_x + y * p.out_y + z * p.out_z;
+    const float factor = total == 0 ? 0.f : 1 / total;
+#pragma unroll
+    for (int c = 0; c < PAIRS; ++c) {
+        const int col = 2 * lane + 64 * c;
+        if (col >= p.head_dim_v) break;
+        out[col] = from_wide<T>(sum[c].x * factor), out[col + 1] = from_wide<T>(sum[c].y * factor);
+    }
+    if (lane == 0) p.lse[row] = total == 0 ? -INFINITY : top + logf(total);
+}
+
+} // namespace
+
+/* ---- 2. launcher ---------------------------------------------------------------------------------------- */
+gk_status split_combine(const char *op, const gk_context *ctx, gk_dtype dtype, const SplitCombine &p) {
+    const dim3 grid((unsigned)gk_ceil_div(p.rows, WARPS)); /* rows < 2^31: the parts are in the workspace */
+    switch (dtype) {
+    case GK_F32: return launch<split_combine_kernel<float>>(op, ctx, grid, THREADS, 0, p);
+    case GK_BF16: return launch<split_combine_kernel<__nv_bfloat16>>(op, ctx, grid, THREADS, 0, p);
+    default: return launch<split_combine_kernel<__half>>(op, ctx, grid, THREADS, 0, p);
+    }
+}

@@ -1,0 +1,29 @@
+/* split_combine.cuh: attention over parts of the keys, put together. See split_combine.cu. */
+#ifndef GPUKERN_CUDA_SPLIT_COMBINE_CUH
+#define GPUKERN_CUDA_SPLIT_COMBINE_CUH
+
+#include "../host/launch.cuh"
+
+/* A row's number is (x * size_y + y) * size_z + z: its place in lse, which is dense. out and the sink follow from x, y, z. */
+struct SplitCombine {
+    const float *out_parts; /* [splits][rows][head_dim_v], each part normalised; not read where its lse is -inf */
+    const float *lse_parts; /* [splits][rows], natural logarithm, without the sink */
+    int splits;
+    int64_t rows;
+    int head_dim_v;
+    void *out; /* float32, bfloat16 or float16; columns dense */
+    float *lse;
+    int size_y, size_z;
+    int64_t out_x, out_y, out_z; /* strides of out, elements */
+    const float *sinks;          /* of heads, NULL = none */
+    int64_t sink_y, sink_z;      /* strides; one of them is 0 */
+};
+
+gk_status split_combine(const char *op, const gk_context *ctx, gk_dtype dtype, const SplitCombine &p);
+
+/* What the parts take in the workspace: out_parts first, then lse_parts. */
+inline size_t split_combine_bytes(int64_t splits, int64_t rows, int64_t head_dim_v) {
+    return (size_t)(splits * rows * (head_dim_v + 1)) * sizeof(float);
+}
+
+#endif

@@ -1,0 +1,170 @@
+/* tiles.h: every tuned number of the attention kernels, each with its reason. */
+#ifndef GPUKERN_CUDA_ATTN_TILES_H
+#define GPUKERN_CUDA_ATTN_TILES_H
+
+/* ======== forward ======================================================================================== */
+/* flash_attn_fwd_sm80: HEAD_DIM is the bucket (head_dim and head_dim_v at most that), STAGES the tiles of K and of V in
+ * shared memory, CTAS the blocks that share an SM. A warp owns BQ / WARPS rows: with 32 of them each fragment of K and V
+ * feeds four products, and shared memory keeps up with the tensor cores; 16 where the accumulators of 32 do not fit. */
+template <int HEAD_DIM_> struct FlashFwdTile;
+template <int HEAD_DIM_> struct FlashFwdScoreTile; /* for scores with softcap or ALiBi */
+
+template <> struct FlashFwdTile<32> {
+    static constexpr int HEAD_DIM = 32;
+    static constexpr int BQ = 128, BKV = 128;             /* S 128 and O 32 registers a thread */
+    static constexpr int WARPS = 4, STAGES = 2, CTAS = 2; /* 40 KiB; registers decide */
+    static constexpr bool Q_IN_REGISTERS = true;
+};
+template <> struct FlashFwdTile<64> {
+    static constexpr int HEAD_DIM = 64;
+    static constexpr int BQ = 128, BKV = 128; /* S 128 and O 64 registers a thread; fewer steps than 64 keys */
+    static constexpr int WARPS = 4, STAGES = 2, CTAS = 2; /* 80 KiB: two blocks, one computes while the other waits */
+    static constexpr bool Q_IN_REGISTERS = false;
+};
+template <> struct FlashFwdTile<96> {
+    static constexpr int HEAD_DIM = 96;
+    static constexpr int BQ = 128, BKV = 64;              /* S 64 and O 96 registers a thread */
+    static constexpr int WARPS = 4, STAGES = 2, CTAS = 2; /* 72 KiB */
+    static constexpr bool Q_IN_REGISTERS = false;
+};
+template <> struct FlashFwdTile<128> {
+    static constexpr int HEAD_DIM = 128;
+    static constexpr int BQ = 128, BKV = 64;              /* S 64 and O 128 registers a thread */
+    static constexpr int WARPS = 4, STAGES = 2, CTAS = 2; /* 96 KiB */
+    static constexpr bool Q_IN_REGISTERS = false;
+};
+template <> struct FlashFwdTile<192> {
+    static constexpr int HEAD_DIM = 192;
+    static constexpr int BQ = 64, BKV = 64;               /* 16 rows a warp: O 96 registers; 32 rows would need 192 */
+    static constexpr int WARPS = 4, STAGES = 1, CTAS = 2; /* 72 KiB */
+    static constexpr bool Q_IN_REGISTERS = true;
+};
+template <> struct FlashFwdTile<256> {
+    static constexpr int HEAD_DIM = 256;
+    static constexpr int BQ = 64, BKV = 64;               /* 16 rows a warp: O 128 registers */
+    static constexpr int WARPS = 4, STAGES = 1, CTAS = 2; /* 96 KiB; a second stage would leave one block an SM */
+    static constexpr bool Q_IN_REGISTERS = false;
+};
+
+/* Softcap and ALiBi take registers: tiles of fewer keys where the plain body has none left. */
+template <int HEAD_DIM_> struct FlashFwdScoreTile : FlashFwdTile<HEAD_DIM_> {};
+template <> struct FlashFwdScoreTile<32> : FlashFwdTile<32> {
+    static constexpr int BKV = 64; /* S 64 registers a thread; 128 keys spilled 12 bytes */
+};
+template <> struct FlashFwdScoreTile<64> : FlashFwdTile<64> {
+    static constexpr int BKV = 64; /* S 64 registers a thread; 128 keys spilled 108 bytes */
+};
+template <> struct FlashFwdScoreTile<128> : FlashFwdTile<128> {
+    static constexpr int BKV = 32; /* S 32 registers a thread; 64 keys spilled 40 bytes */
+};
+
+/* flash_attn_fwd_simt: float32 on CUDA cores; BQ / ROWS x 16 threads. */
+template <int HEAD_DIM_> struct FlashFwdSimtTile {
+    static constexpr int HEAD_DIM = HEAD_DIM_;
+    static constexpr int BQ = 64, BKV = 64; /* 208 KiB at head_dim 256: nothing larger fits */
+    /* x 4 keys of a thread: 12 loads of 16 bytes feed 128 multiply-adds; at 256, 4 rows, or O would not fit */
+    static constexpr int ROWS = HEAD_DIM_ == 256 ? 4 : 8;
+};
+
+/* A row's sum is rescaled once its maximum has grown by 2^8 only: weights up to 256 lose no bits in 16-bit formats, and
+ * nearly all rescalings of O fall away. */
+constexpr float SOFTMAX_SLACK_LOG2 = 8;
+
+/* Splitting the keys: at most so many parts (the merge reads each once), each of at least so many tiles (two
+ * parts of two tiles took 14.3 us where FlashAttention-2 took 12.8 without: the merge costs more than it saves). */
+constexpr int SPLIT_MOST = 32, SPLIT_TILES = 4;
+/* Keys are split while blocks fill less than this share of the GPU; of the counts that fill it nearly as well (0.85 of the
+ * best) the least is taken: FlashAttention-2's rule. */
+constexpr double SPLIT_BELOW = 0.8, SPLIT_NEAR = 0.85;
+
+/* Blocks walk through as many kv heads together as this part of L2 holds K and V of: longest rows first among them, each
+ * head's keys out of DRAM once. The rest is for Q, O and the heads that begin and end. */
+constexpr double FWD_L2_SHARE = 0.4;
+/* ======== end of forward ================================================================================= */
+
+/* ---- backward ---------------------------------------------------------------------------------------------------- */
+constexpr int BWD_PRE_THREADS = 256;   /* 32 rows at a time: a tile in one or two passes */
+constexpr int BWD_SINK_THREADS = 1024; /* one block a head: as many rows at a time as a block can hold */
+constexpr int BWD_PLAIN_WARPS = 4;     /* a warp a row; double rows of q and dO of four warps are 16 KiB */
+constexpr int BWD_PLAIN_ROWS = 64;     /* rows of a tile of stats; nothing else depends on it */
+
+/* HEAD_DIM is the padded one. WARPS_KV groups of warps share the tile's keys; warps of one group share its rows in S
+ * and dP and its columns in dK and dV. DQ_WARPS warps share the rows of dQ, the others its columns. BLOCKS run on an
+ * SM. */
+template <int HEAD_DIM, int BQ_, int BKV_, int WARPS_, int WARPS_KV_, int DQ_WARPS_, int BLOCKS_> struct BwdTile {
+    static constexpr int head_dim = HEAD_DIM, bq = BQ_, bkv = BKV_, warps = WARPS_, warps_kv = WARPS_KV_,
+                         dq_warps = DQ_WARPS_, blocks = BLOCKS_, stages = 2;
+};
+/* 32 keys a warp: every operand of dO and Q loaded serves two products. Few rows, so that S and dP (64 registers) fit
+ * beside dK and dV (128), and two blocks an SM, so that one multiplies while the other waits: 326 TFLOP/s at 8k,
+ * against 252 with 64 rows, 16 keys a warp and one block, 280 with 32 rows and 256 keys, 262 with 64 rows and pairs of
+ * warps */
+typedef BwdTile<64, 32, 128, 4, 4, 2, 2> Bwd64;
+/* 32 keys a warp need pairs of warps here: 338 at 8k, against 300 with 16 keys a warp, 267 with tiles of 32 x 64 and
+ * two blocks an SM; dQ in one or four groups of rows 2 % less */
+typedef BwdTile<128, 64, 128, 8, 4, 2, 1> Bwd128;
+/* likewise, four warps share 32 keys: 275 at 8k, against 245 with two and 16; dQ in one or four groups 266, 251 */
+typedef BwdTile<256, 64, 64, 8, 2, 2, 1> Bwd256;
+
+/* dQ alone, for calls that must repeat bit for bit: WARPS_ warps share the rows of a block. */
+template <int HEAD_DIM, int BQ_, int BKV_, int WARPS_, int BLOCKS_> struct BwdDqTile {
+    static constexpr int head_dim = HEAD_DIM, bq = BQ_, bkv = BKV_, warps = WARPS_, blocks = BLOCKS_;
+};
+/* 32 rows a warp, as keys above; two blocks an SM. With dK and dV 247 TFLOP/s at 8k */
+typedef BwdDqTile<64, 128, 32, 4, 2> BwdDq64;
+/* dQ 128 registers, S and dP 64; 274 */
+typedef BwdDqTile<128, 128, 32, 4, 2> BwdDq128;
+/* dQ 128 registers with 16 rows a warp; 192 KiB of shared memory; 218 */
+typedef BwdDqTile<256, 128, 32, 8, 1> BwdDq256;
+
+/* float32: 16 PER_STAY rows stay, 16 PER_PASS pass, 8 warps: a thread multiplies PER_STAY x PER_PASS for each sum of
+ * both that it loads. */
+template <int HEAD_DIM, int PER_STAY, int PER_PASS, int BLOCKS_> struct BwdSimtTile {
+    static constexpr int head_dim = HEAD_DIM, per_stay = PER_STAY, per_pass = PER_PASS, stay = 16 * PER_STAY,
+                         pass = 16 * PER_PASS, blocks = BLOCKS_;
+};
+typedef BwdSimtTile<64, 8, 4, 1> BwdSimt64;   /* 174 KiB; 20.9 TFLOP/s at 2k, 4 x 4 twice an SM the same but spills */
+typedef BwdSimtTile<128, 4, 4, 1> BwdSimt128; /* 170 KiB; 21.0 */
+typedef BwdSimtTile<256, 4, 2, 1> BwdSimt256; /* 217 KiB; 16.9, 2 x 2 13.7, 4 x 4 would need 301 KiB */
+
+/* paged */
+
+/* A slot of a warp's ring holds 16 keys of K and V: 64 x head_dim bytes. */
+template <int HEAD_DIM, int LANES> struct paged_tile;
+template <> struct paged_tile<64, 8> {
+    static constexpr int warps = 8, stages = 3, blocks = 2; /* 2 x 8 x 3 x 4 KiB = 192 KiB in flight an SM */
+};
+template <> struct paged_tile<64, 16> {
+    static constexpr int warps = 4, stages = 4, blocks = 3; /* as many bytes; 16 warps an SM would spill */
+};
+template <int LANES> struct paged_tile<128, LANES> {
+    static constexpr int warps = 4, stages = 3, blocks = 2; /* 2 x 4 x 3 x 8 KiB; one block streams while one merges */
+};
+template <int LANES> struct paged_tile<256, LANES> {
+    static constexpr int warps = 4, stages = 3, blocks = 1; /* 4 x 3 x 16 KiB; two blocks lack registers */
+};
+
+template <int HEAD_DIM> struct paged_f32_tile;
+template <> struct paged_f32_tile<64> {
+    static constexpr int warps = 8, stages = 3; /* 8 x 3 x 8 KiB = 192 KiB in flight an SM */
+};
+template <> struct paged_f32_tile<128> {
+    static constexpr int warps = 4, stages = 3; /* 4 x 3 x 16 KiB */
+};
+
+struct paged_plan {
+    static constexpr int keys = 16;         /* of a step of a warp: the m of mma m16n8k16 */
+    static constexpr int parts = 16;        /* of an item, about, before its kv heads go to blocks of their own */
+    static constexpr int item_units = 2;    /* what beginning a sequence costs, in steps of the block */
+    static constexpr int combine_warps = 8; /* of a block; each of an item's parts brings one */
+    static constexpr int combine_parts = 6; /* whose loads a warp has in flight: 8 warps x 6 are more than 1 x 8k has */
+    static constexpr int plain_warps = 4;   /* they share a row's keys; 16 blocks of 4 fill an SM at any head_dim */
+};
+
+struct kv_write_tile {
+    static constexpr int threads = 256;     /* a token of 8 heads x 128 in 16 bits is 512 pieces: two blocks */
+    static constexpr int tokens = 4;        /* of a block: 16-byte loads of a thread in flight */
+    static constexpr int blocks_per_sm = 4; /* fewer tokens a block until every SM has so many */
+};
+
+#endif

@@ -1,0 +1,75 @@
+/* tiles.h: every tuned number of the gemm kernels, with its reason. */
+#ifndef GPUKERN_CUDA_GEMM_TILES_H
+#define GPUKERN_CUDA_GEMM_TILES_H
+
+/* ---- gemm_sm80: BM x BN x BK (elements) through a ring of STAGES, in warp tiles of WM x WN ------------------- */
+template <int M, int N, int K, int S, int WARP_M, int WARP_N, int BLOCKS> struct SmTile {
+    static constexpr int BM = M, BN = N, BK = K, STAGES = S, WM = WARP_M, WN = WARP_N;
+    static constexpr int THREADS = M / WARP_M * (N / WARP_N) * 32;
+    static constexpr int PER_SM = BLOCKS; /* blocks that registers let an SM hold */
+};
+
+/* 8 warps of 64 x 64, the most an mma.sync warp can reuse from registers: least shared and L2 traffic a FLOP */
+typedef SmTile<256, 128, 64, 3, 64, 64, 1> Tile16_256x128;
+/* two blocks an SM: one computes while the other stores or waits at its barrier; better waves at 1024 to 2048 */
+typedef SmTile<128, 128, 64, 3, 64, 64, 2> Tile16_128x128;
+/* one tile an SM at 1024 cubed, and 17 to 64 rows; 8 warps of 32 x 32 were 15% slower */
+typedef SmTile<64, 128, 64, 4, 32, 64, 2> Tile16_64x128;
+/* least work a tile: 512 cubed, or split along k for 17 to 64 rows */
+typedef SmTile<64, 64, 64, 5, 32, 32, 4> Tile16_64x64;
+/* plain loads keep two operands' chunks in registers: half the sums a thread of the others */
+typedef SmTile<128, 128, 32, 3, 64, 32, 1> Tile16_any;
+/* tf32: 4 bytes an element, so that BK 32 is a 128-byte row */
+typedef SmTile<128, 128, 32, 3, 64, 64, 2> Tile32_128x128;
+/* tf32, few tiles */
+typedef SmTile<64, 64, 32, 5, 32, 32, 4> Tile32_64x64;
+
+/* what a row reaches of the dense peak on full SMs, in percent: the chooser's weights, from 4096 cubed on one H200 */
+enum {
+    PERCENT_256x128 = 37,    /* 395 TFLOP/s */
+    PERCENT_128x128 = 36,    /* 378 */
+    PERCENT_64x128 = 28,     /* 305 */
+    PERCENT_64x64 = 23,      /* 250 */
+    PERCENT_ANY = 10,        /* 104 */
+    PERCENT_TF32 = 33,       /* 175 of half the peak */
+    PERCENT_TF32_64x64 = 20, /* 107 */
+    PERCENT_ALONE = 115      /* time of blocks that do not fill their SM: nothing hides their waits; 1024 cubed */
+};
+
+/* rows of tiles walked together: 8 x 128 rows of a and as many columns of b are under way in a wave of 132 */
+constexpr int GROUP_ROWS = 8;
+/* parts that k may be cut into: past that the sum of partials costs more than the waves it fills */
+constexpr int MAX_SPLITS = 32;
+/* cost of the second pass of a split: its launch in us, and the bytes a us its partials move at through L2 */
+constexpr double REDUCE_US = 2.5, REDUCE_BYTES_PER_US = 3e6;
+/* a block's start and end, in us: prologue latency and stores */
+constexpr double BLOCK_US = 1.5;
+
+/* ---- gemm_plain: BM x BN x BK through a ring of STAGES, WARPS_M x WARPS_N warps, PER_SM blocks an SM --------- */
+struct PlainF32 {
+    /* 8 x 8 sums a thread: 64 multiply-adds for four 16-byte loads; three stages leave two blocks on an SM */
+    static constexpr int BM = 128, BN = 128, BK = 16, STAGES = 3, WARPS_M = 4, WARPS_N = 2, PER_SM = 2;
+    static constexpr bool TWO_SUMS = false;
+};
+struct PlainF32Small {
+    /* for fewer of the tiles above than SMs; each step's sums are added to the total, for a quarter of the error */
+    static constexpr int BM = 64, BN = 64, BK = 16, STAGES = 3, WARPS_M = 2, WARPS_N = 1, PER_SM = 4;
+    static constexpr bool TWO_SUMS = true;
+};
+struct PlainF64 {
+    /* 4 x 4 doubles a thread: as many registers as 8 x 8 floats */
+    static constexpr int BM = 64, BN = 64, BK = 16, STAGES = 3, WARPS_M = 4, WARPS_N = 2, PER_SM = 2;
+    static constexpr bool TWO_SUMS = false;
+};
+/* k of a split at least, in steps: shorter ones spend their time in the first loads */
+constexpr int PLAIN_SPLIT_STEPS = 8;
+
+/* ---- gemm_skinny: at most ROWS weights a tile, WARPS split k -------------------------------------------------- */
+/* 28672 are four tiles of 56 on 128 SMs, 4096 one of 32; 8 warps hold more copies under way than registers could */
+constexpr int SKINNY_ROWS = 64, SKINNY_WARPS = 8;
+/* at 64 tokens the tiles of gemm_sm80, which share tokens between warps, take 15.3 us where this took 20.8 */
+constexpr int SKINNY_MAX_TOKENS = 16;
+/* 100 KB under way on every SM hide memory's latency at 4.2 TB/s; past 8 stages nothing is left to hide */
+constexpr int skinny_stages(int stage_bytes) { return 200 * 1024 / stage_bytes < 8 ? 200 * 1024 / stage_bytes : 8; }
+
+#endif
