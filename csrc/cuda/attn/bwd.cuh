@@ -9,7 +9,7 @@
 #ifndef GPUKERN_CUDA_BWD_CUH
 #define GPUKERN_CUDA_BWD_CUH
 
-#include "../tile/element.cuh"
+#include "../tile/convert.cuh"
 #include "score.cuh"
 
 struct Bwd {

@@ -20,7 +20,7 @@ template <class W> struct Pair {
 };
 
 template <class T, class W> __device__ __forceinline__ void load_row(W *to_s, const T *row_g, int n, int lane) {
-    for (int d = lane; d < n; d += 32) to_s[d] = to_wide(row_g[d]);
+    for (int d = lane; d < n; d += 32) to_s[d] = to_acc(row_g[d]);
 }
 
 template <class T, class W> __device__ __forceinline__ W dot(const W *a_s, const T *b_g, int n) {
@@ -28,21 +28,21 @@ template <class T, class W> __device__ __forceinline__ W dot(const W *a_s, const
 #pragma unroll 1
     for (int d = 0; d < n; d += 8)
 #pragma unroll
-        for (int e = 0; e < 8; ++e) part[e] += a_s[d + e] * to_wide(b_g[d + e]);
+        for (int e = 0; e < 8; ++e) part[e] += a_s[d + e] * to_acc(b_g[d + e]);
     return ((part[0] + part[1]) + (part[2] + part[3])) + ((part[4] + part[5]) + (part[6] + part[7]));
 }
 
 template <class T, class W> __device__ __forceinline__ void add_scaled(W *sum, W x, const T *row_g, int n, int lane) {
 #pragma unroll
     for (int c = 0; c < PER_LANE; ++c)
-        if (lane + c * 32 < n) sum[c] += x * to_wide(row_g[lane + c * 32]);
+        if (lane + c * 32 < n) sum[c] += x * to_acc(row_g[lane + c * 32]);
 }
 
 template <class T, class W>
 __device__ __forceinline__ void store_row(T *to_g, const W *sum, W factor, int n, int lane) {
 #pragma unroll
     for (int c = 0; c < PER_LANE; ++c)
-        if (lane + c * 32 < n) to_g[lane + c * 32] = from_wide<T>(sum[c] * factor);
+        if (lane + c * 32 < n) to_g[lane + c * 32] = from_acc<T>(sum[c] * factor);
 }
 
 /* Row or key `unit` of all that the tensors hold, as sequence and place; false: it belongs to none. */
@@ -59,7 +59,7 @@ __device__ __forceinline__ bool place_of(const Bwd &g, const int32_t *cu, int64_
 /* ---- 1. dq: a warp per query row --------------------------------------------------------------------------------- */
 template <class T>
 __global__ void __launch_bounds__(WARPS_PLAIN * 32) bwd_plain_dq_kernel(const __grid_constant__ Bwd g) {
-    typedef typename Element<T>::wide W;
+    typedef typename element<T>::acc W;
     __shared__ Pair<W> rows_s[WARPS_PLAIN];
     const Problem &p = g.p;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(WARPS_PLAIN * 32) bwd_plain_dq_kernel(const __
 /* ---- 2. dk, dv: a warp per key ----------------------------------------------------------------------------------- */
 template <class T>
 __global__ void __launch_bounds__(WARPS_PLAIN * 32) bwd_plain_dkv_kernel(const __grid_constant__ Bwd g) {
-    typedef typename Element<T>::wide W;
+    typedef typename element<T>::acc W;
     __shared__ Pair<W> rows_s[WARPS_PLAIN];
     const Problem &p = g.p;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(WARPS_PLAIN * 32) bwd_plain_dkv_kernel(const _
 /* ---- 3. launch --------------------------------------------------------------------------------------------------- */
 template <class T> size_t workspace_bytes(const gk_cuda_row *, const gk_context *ctx, const void *args) {
     const Bwd g = bwd_of(ctx, (const gk_flash_attn_bwd_args *)args, BWD_PLAIN_ROWS, 0);
-    return stats_bytes(g, sizeof(typename Element<T>::wide));
+    return stats_bytes(g, sizeof(typename element<T>::acc));
 }
 
 int64_t blocks_of(int64_t rows, int heads) { return gk_ceil_div(rows * heads, WARPS_PLAIN); }
@@ -182,7 +182,7 @@ template <class T> gk_status run(const gk_cuda_row *, const gk_context *ctx, con
     const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
     Bwd g = bwd_of(ctx, a, BWD_PLAIN_ROWS, 0);
     g.stats = a->workspace, g.lse_factor = 1;
-    gk_status status = bwd_pre(ctx, Element<T>::dtype, g);
+    gk_status status = bwd_pre(ctx, element<T>::dtype, g);
     const Problem &p = g.p;
     const int64_t rows_q = p.cu_q ? p.total_q : (int64_t)p.batch * p.seq_q;
     const int64_t rows_k = p.cu_q ? p.total_k : (int64_t)p.batch * p.seq_k;

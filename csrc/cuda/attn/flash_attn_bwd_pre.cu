@@ -18,13 +18,13 @@ constexpr int THREADS = BWD_PRE_THREADS, LANES = 8; /* of a row: one pass of 16 
 constexpr int SINK_WARPS = BWD_SINK_THREADS / 32, CLEAR_WARPS = THREADS / 32;
 
 template <class T> struct Stat { /* {lse, delta} */
-    typename Element<T>::wide lse, delta;
+    typename element<T>::acc lse, delta;
 };
 
 /* The part of a row's product dO . O that this lane sums. */
 template <class T>
-__device__ __forceinline__ typename Element<T>::wide lane_dot(const T *a, const T *b, int n, int lane, bool vector) {
-    typename Element<T>::wide sum = 0;
+__device__ __forceinline__ typename element<T>::acc lane_dot(const T *a, const T *b, int n, int lane, bool vector) {
+    typename element<T>::acc sum = 0;
     if (sizeof(T) == 2 && vector) {
         union Eight {
             uint4 bits;
@@ -34,7 +34,7 @@ __device__ __forceinline__ typename Element<T>::wide lane_dot(const T *a, const 
         for (int d = lane * 8; d < n; d += LANES * 8) {
             left.bits = *(const uint4 *)(a + d), right.bits = *(const uint4 *)(b + d);
 #pragma unroll
-            for (int e = 0; e < (int)(16 / sizeof(T)); ++e) sum += to_wide(left.x[e]) * to_wide(right.x[e]);
+            for (int e = 0; e < (int)(16 / sizeof(T)); ++e) sum += to_acc(left.x[e]) * to_acc(right.x[e]);
         }
         return sum;
     }
@@ -43,13 +43,13 @@ __device__ __forceinline__ typename Element<T>::wide lane_dot(const T *a, const 
     constexpr bool CHAIN = sizeof(T) == 4;
     if (CHAIN && lane > 0) return 0;
 #pragma unroll 8
-    for (int d = CHAIN ? 0 : lane; d < n; d += CHAIN ? 1 : LANES) sum += to_wide(a[d]) * to_wide(b[d]);
+    for (int d = CHAIN ? 0 : lane; d < n; d += CHAIN ? 1 : LANES) sum += to_acc(a[d]) * to_acc(b[d]);
     return sum;
 }
 
 /* ---- 1. stats, zeros --------------------------------------------------------------------------------------------- */
 template <class T> __global__ void __launch_bounds__(THREADS) bwd_rows_kernel(const __grid_constant__ Bwd g) {
-    typedef typename Element<T>::wide W;
+    typedef typename element<T>::acc W;
     const int lane = threadIdx.x % LANES;
     const int tile = blockIdx.x % g.tiles, head = blockIdx.x / g.tiles % g.p.heads_q,
               b = blockIdx.x / g.tiles / g.p.heads_q;
@@ -87,7 +87,7 @@ template <class T> __global__ void __launch_bounds__(THREADS) bwd_rows_kernel(co
 /* ---- 2. dsinks --------------------------------------------------------------------------------------------------- */
 /* Rows that see no key but the sink count too: their out is 0, their lse the sink. */
 template <class T> __global__ void __launch_bounds__(SINK_WARPS * 32) bwd_sinks_kernel(const __grid_constant__ Bwd g) {
-    typedef typename Element<T>::wide W;
+    typedef typename element<T>::acc W;
     __shared__ double sums_s[SINK_WARPS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, head = blockIdx.x;
     const W sink = ((const W *)g.p.rules.sinks)[head * g.p.rules.sink_head];
@@ -114,7 +114,7 @@ template <class T> __global__ void __launch_bounds__(SINK_WARPS * 32) bwd_sinks_
 template <class T>
 __device__ __forceinline__ void clear_token(const Rows &to, int token, int heads, int columns, int lane) {
     for (int n = lane; n < heads * columns; n += 32)
-        ((T *)to.data)[n / columns * to.head + token * to.row + n % columns] = from_wide<T>(0);
+        ((T *)to.data)[n / columns * to.head + token * to.row + n % columns] = from_acc<T>(0);
 }
 
 template <class T> __global__ void __launch_bounds__(THREADS) bwd_clear_kernel(const __grid_constant__ Bwd g) {

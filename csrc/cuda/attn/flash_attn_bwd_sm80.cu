@@ -518,11 +518,11 @@ template <class T, class Tile> gk_status run(const gk_cuda_row *, const gk_conte
     Bwd g = bwd_of(ctx, a, Tile::bq, Tile::head_dim);
     g.stats = a->workspace, g.lse_factor = LOG2_E;
     if (!a->deterministic) g.dq_sum = (float *)((char *)a->workspace + stats_bytes(g, sizeof(float)));
-    gk_status status = bwd_pre(ctx, Element<T>::dtype, g);
+    gk_status status = bwd_pre(ctx, element<T>::dtype, g);
     if (status != GK_OK) return status;
     if (a->deterministic) {
         status = launch_dkv<T, Tile, false>(ctx, g);
-        return status == GK_OK ? bwd_dq(ctx, Element<T>::dtype, Tile::head_dim, g) : status;
+        return status == GK_OK ? bwd_dq(ctx, element<T>::dtype, Tile::head_dim, g) : status;
     }
     status = launch_dkv<T, Tile, true>(ctx, g);
     if (status != GK_OK) return status;

@@ -44,7 +44,7 @@ template <class W> __device__ __forceinline__ W score_wide(const WideScore<W> &x
 
 /* ---- 2. the kernel -------------------------------------------------------------------------------------- */
 template <class T> __global__ void __launch_bounds__(THREADS, 4) flash_attn_fwd_plain_kernel(Params params) {
-    typedef typename Element<T>::wide W;
+    typedef typename element<T>::acc W;
     __shared__ W q_all_s[WARPS][MAX_DIM];
     const Problem &p = params.problem;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -55,7 +55,7 @@ template <class T> __global__ void __launch_bounds__(THREADS, 4) flash_attn_fwd_
 
     W *q_s = q_all_s[warp];
     const T *q_g = (const T *)p.q.data + b * p.q.batch + head * p.q.head + (int64_t)(seq.q0 + i) * p.q.row;
-    for (int d = lane; d < p.head_dim; d += 32) q_s[d] = to_wide(q_g[d]);
+    for (int d = lane; d < p.head_dim; d += 32) q_s[d] = to_acc(q_g[d]);
     __syncwarp(); /* q_s is read by all lanes */
 
     const int head_kv = head / p.group;
@@ -78,7 +78,7 @@ template <class T> __global__ void __launch_bounds__(THREADS, 4) flash_attn_fwd_
 #pragma unroll 1
             for (int d = 0; d < p.head_dim; d += 8)
 #pragma unroll
-                for (int e = 0; e < 8; ++e) part[e] += q_s[d + e] * to_wide(k[d + e]);
+                for (int e = 0; e < 8; ++e) part[e] += q_s[d + e] * to_acc(k[d + e]);
             const W qk = ((part[0] + part[1]) + (part[2] + part[3])) + ((part[4] + part[5]) + (part[6] + part[7]));
             s = score_wide(score, qk, i, j);
         }
@@ -96,7 +96,7 @@ template <class T> __global__ void __launch_bounds__(THREADS, 4) flash_attn_fwd_
             const T *v = v_g + (j0 + t) * p.v.row;
 #pragma unroll
             for (int c = 0; c < COLS; ++c)
-                if (c * 32 + lane < p.head_dim_v) o[c] += w * to_wide(v[c * 32 + lane]);
+                if (c * 32 + lane < p.head_dim_v) o[c] += w * to_acc(v[c * 32 + lane]);
         }
     }
 
@@ -104,7 +104,7 @@ template <class T> __global__ void __launch_bounds__(THREADS, 4) flash_attn_fwd_
     const W factor = total == 0 ? 0 : 1 / total;
 #pragma unroll
     for (int c = 0; c < COLS; ++c)
-        if (c * 32 + lane < p.head_dim_v) out_g[c * 32 + lane] = from_wide<T>(total == 0 ? 0 : o[c] * factor);
+        if (c * 32 + lane < p.head_dim_v) out_g[c * 32 + lane] = from_acc<T>(total == 0 ? 0 : o[c] * factor);
     if (lane == 0)
         ((W *)p.lse.data)[b * p.lse.batch + head * p.lse.head + (int64_t)(seq.q0 + i) * p.lse.row] =
             total == 0 ? (W)-INFINITY : peak + log(total);

@@ -3,13 +3,13 @@
 #ifndef GPUKERN_CUDA_FWD_ROWS_CUH
 #define GPUKERN_CUDA_FWD_ROWS_CUH
 
-#include "../tile/element.cuh"
+#include "../tile/convert.cuh"
 #include "problem.cuh"
 
 /* out 0 and lse -inf for rows at or after cu_seqlens_q[batch] and for rows of a sequence past max_seqlen_q. Block x looks
  * after the end of sequence x, the last one after the end of the tensor; blocks y share its rows. */
 template <class T> __global__ void __launch_bounds__(128) clear_unowned_kernel(Problem p) {
-    typedef typename Element<T>::wide W;
+    typedef typename element<T>::acc W;
     const int b = blockIdx.x;
     int first, end;
     if (b < p.batch) {
@@ -22,7 +22,7 @@ template <class T> __global__ void __launch_bounds__(128) clear_unowned_kernel(P
     for (int64_t x = (int64_t)blockIdx.y * 4 + threadIdx.x / 32; x < rows; x += gridDim.y * 4) {
         const int64_t row = first + x / p.heads_q, head = x % p.heads_q;
         T *out = (T *)p.out.data + row * p.out.row + head * p.out.head;
-        for (int d = threadIdx.x % 32; d < p.head_dim_v; d += 32) out[d] = from_wide<T>(0);
+        for (int d = threadIdx.x % 32; d < p.head_dim_v; d += 32) out[d] = from_acc<T>(0);
         if (threadIdx.x % 32 == 0) ((W *)p.lse.data)[row * p.lse.row + head * p.lse.head] = -INFINITY;
     }
 }

@@ -116,7 +116,7 @@ template <class T> inline gk_status fwd_finish(const char *op, const gk_context 
             c.size_y = x.heads_q, c.size_z = x.seq_q;
             c.out_x = x.out.batch, c.out_y = x.out.head, c.out_z = x.out.row, c.sink_y = x.rules.sink_head;
         }
-        const gk_status status = split_combine(op, ctx, Element<T>::dtype, c);
+        const gk_status status = split_combine(op, ctx, element<T>::dtype, c);
         if (status != GK_OK) return status;
     }
     return clear_unowned<T>(op, ctx, x);

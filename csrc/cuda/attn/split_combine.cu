@@ -6,7 +6,7 @@
  *
  * Work split: a warp a row, WARPS rows a block; a lane owns pairs of columns 2 lane, 2 lane + 64, ... Bandwidth bound.
  * Not handled: float64. */
-#include "../tile/element.cuh"
+#include "../tile/convert.cuh"
 #include "score.cuh"
 #include "split_combine.cuh"
 
@@ -51,7 +51,7 @@ template <class T> __global__ void __launch_bounds__(THREADS) split_combine_kern
     for (int c = 0; c < PAIRS; ++c) {
         const int col = 2 * lane + 64 * c;
         if (col >= p.head_dim_v) break;
-        out[col] = from_wide<T>(sum[c].x * factor), out[col + 1] = from_wide<T>(sum[c].y * factor);
+        out[col] = from_acc<T>(sum[c].x * factor), out[col + 1] = from_acc<T>(sum[c].y * factor);
     }
     if (lane == 0) p.lse[row] = total == 0 ? -INFINITY : top + logf(total);
 }
