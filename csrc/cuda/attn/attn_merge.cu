@@ -4,7 +4,7 @@
  * A side with lse -inf saw nothing and is not read: the other is returned bit for bit; both give 0 and -inf.
  * A warp owns a row. Bandwidth bound. */
 #include "../host/launch.cuh"
-#include "../tile/element.cuh"
+#include "../tile/convert.cuh"
 
 namespace {
 
@@ -20,7 +20,7 @@ struct Params {
 };
 
 template <class T> __global__ void __launch_bounds__(THREADS) attn_merge_kernel(Params p) {
-    typedef typename Element<T>::wide W;
+    typedef typename element<T>::acc W;
     const int lane = threadIdx.x % 32;
     const int64_t step = (int64_t)gridDim.x * WARPS;
     for (int64_t row = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32; row < p.num_rows; row += step) {
@@ -44,12 +44,12 @@ template <class T> __global__ void __launch_bounds__(THREADS) attn_merge_kernel(
         T *out = (T *)p.out + row * p.head_dim_v;
         for (int64_t d = lane; d < p.head_dim_v; d += 32) {
             W y = 0;
-            if (!no_a) y = weight_a * to_wide(a[d * p.out_a_stride[p.ndim]]);
+            if (!no_a) y = weight_a * to_acc(a[d * p.out_a_stride[p.ndim]]);
             if (!no_b) {
-                const W other = weight_b * to_wide(b[d * p.out_b_stride[p.ndim]]);
+                const W other = weight_b * to_acc(b[d * p.out_b_stride[p.ndim]]);
                 y = no_a ? other : y + other; /* 0 + b would lose the sign of -0 */
             }
-            out[d] = from_wide<T>(y);
+            out[d] = from_acc<T>(y);
         }
         if (lane == 0) ((W *)p.lse)[row] = lse;
     }

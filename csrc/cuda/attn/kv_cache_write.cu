@@ -12,7 +12,7 @@
  * Bandwidth bound. */
 #include "../host/launch.cuh"
 #include "../ptx/regs.cuh"
-#include "../tile/element.cuh"
+#include "../tile/convert.cuh"
 #include "tiles.h"
 
 namespace {
@@ -52,11 +52,11 @@ template <> constexpr float largest<float>() { return 3.402823466e38f; }
 template <> constexpr float largest<__nv_bfloat16>() { return 3.3895313892515355e38f; }
 template <> constexpr float largest<__half>() { return 65504.f; }
 
-template <class T> __device__ __forceinline__ T scaled(T x, typename Element<T>::wide scale) {
-    typename Element<T>::wide y = to_wide(x) / scale;
-    const typename Element<T>::wide most = largest<T>();
+template <class T> __device__ __forceinline__ T scaled(T x, typename element<T>::acc scale) {
+    typename element<T>::acc y = to_acc(x) / scale;
+    const typename element<T>::acc most = largest<T>();
     y = y > most ? most : y < -most ? -most : y; /* a NaN stays one */
-    return from_wide<T>(y);
+    return from_acc<T>(y);
 }
 template <> __device__ __forceinline__ double scaled<double>(double x, double scale) {
     const double y = x / scale, most = 1.7976931348623157e308;
@@ -78,7 +78,7 @@ template <> struct Bits<16> {
 };
 
 template <class T, int PIECE> __global__ void __launch_bounds__(THREADS) kv_cache_write_kernel(Params p) {
-    typedef typename Element<T>::wide W;
+    typedef typename element<T>::acc W;
     typedef typename Bits<(int)sizeof(T) * PIECE>::type Vector;
     __shared__ Places places;
     const int group = blockIdx.x % p.groups;

@@ -13,7 +13,7 @@
  *   o        warps x Dv sums        8192 bytes
  *   stats    warps x (max, sum)       64 bytes
  * Not for speed: nothing is shared between heads of a group or tokens of a sequence. */
-#include "../tile/element.cuh"
+#include "../tile/convert.cuh"
 #include "../tile/reduce.cuh"
 #include "kv.cuh"
 #include "tiles.h"
@@ -38,7 +38,7 @@ template <class W> __device__ __forceinline__ W plain_score(W s, W softcap, W sl
 }
 
 template <class T> __global__ void __launch_bounds__(THREADS, 3) paged_attn_plain_kernel(Paged p) {
-    typedef typename Element<T>::wide W;
+    typedef typename element<T>::acc W;
     __shared__ Shared<W> shared;
     const int64_t row = blockIdx.x;
     const int token = (int)(row / p.heads_q), head = (int)(row % p.heads_q), head_kv = head / p.group;
@@ -49,14 +49,14 @@ template <class T> __global__ void __launch_bounds__(THREADS, 3) paged_attn_plai
     /* 1. the row */
     const int b = paged_owner(p, token);
     if (b < 0) {
-        for (int d = threadIdx.x; d < p.head_dim_v; d += THREADS) out[d] = from_wide<T>(0);
+        for (int d = threadIdx.x; d < p.head_dim_v; d += THREADS) out[d] = from_acc<T>(0);
         if (threadIdx.x == 0) *lse = -INFINITY;
         return;
     }
     const PagedSequence s = paged_sequence(p, b);
     const int i = token - s.q0, lo = s.lo(i), hi = s.hi(i);
     const T *q = (const T *)p.q.data + token * p.q.row + head * p.q.head;
-    for (int d = threadIdx.x; d < p.head_dim; d += THREADS) shared.q[d] = to_wide(q[d]);
+    for (int d = threadIdx.x; d < p.head_dim; d += THREADS) shared.q[d] = to_acc(q[d]);
     __syncthreads(); /* q is there */
     const W scale = (W)p.rules.scale * paged_scale<W>(p.k_scale, p.k_scale_step, head_kv);
     const W softcap = (W)p.rules.softcap;
@@ -83,8 +83,8 @@ template <class T> __global__ void __launch_bounds__(THREADS, 3) paged_attn_plai
             int d = 0;
             for (; d + 4 <= p.head_dim; d += 4)
 #pragma unroll
-                for (int u = 0; u < 4; ++u) dot[u] += shared.q[d + u] * to_wide(k[d + u]);
-            for (; d < p.head_dim; ++d) dot[0] += shared.q[d] * to_wide(k[d]);
+                for (int u = 0; u < 4; ++u) dot[u] += shared.q[d + u] * to_acc(k[d + u]);
+            for (; d < p.head_dim; ++d) dot[0] += shared.q[d] * to_acc(k[d]);
             x = plain_score(((dot[0] + dot[1]) + (dot[2] + dot[3])) * scale, softcap, slope, i + s.diagonal - j);
         }
         const W highest = lanes_max2(peak, warp_max(x));
@@ -102,7 +102,7 @@ template <class T> __global__ void __launch_bounds__(THREADS, 3) paged_attn_plai
             const T *v = (const T *)p.v.data + page_r * p.v.page + row_r * p.v.row + head_kv * p.v.head;
 #pragma unroll
             for (int c = 0; c < COLS; ++c)
-                if (c * 32 + lane < p.head_dim_v) y[c] += w * to_wide(v[c * 32 + lane]);
+                if (c * 32 + lane < p.head_dim_v) y[c] += w * to_acc(v[c * 32 + lane]);
         }
 #pragma unroll
         for (int c = 0; c < COLS; ++c) o[c] = o[c] * shrink + y[c];
@@ -128,7 +128,7 @@ template <class T> __global__ void __launch_bounds__(THREADS, 3) paged_attn_plai
     for (int d = threadIdx.x; d < p.head_dim_v; d += THREADS) {
         W y = 0;
         for (int w = 0; w < WARPS_A_ROW; ++w) y += factor[w] * shared.o[w][d];
-        out[d] = from_wide<T>(total == 0 ? W(0) : y / total * v_scale);
+        out[d] = from_acc<T>(total == 0 ? W(0) : y / total * v_scale);
     }
     if (threadIdx.x == 0) *lse = total == 0 ? W(-INFINITY) : highest + log(total);
 }

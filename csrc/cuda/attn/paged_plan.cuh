@@ -14,7 +14,6 @@
 
 #include "../tile/convert.cuh"
 #include "../tile/copy.cuh"
-#include "../tile/element.cuh"
 #include "../tile/reduce.cuh"
 #include "kv.cuh"
 #include "tiles.h"
@@ -176,7 +175,7 @@ __device__ __forceinline__ void write_nothing(const Call &c, const PagedSequence
         const int head_slot = line / rows, row = row0 + line - head_slot * rows, token = row / p.group;
         const int head = (head_set * c.head_slots + head_slot) * p.group + (row - token * p.group);
         const int64_t at = (int64_t)(s.q0 + token) * p.heads_q + head;
-        for (int d = threadIdx.x; d < p.head_dim_v; d += THREADS) ((T *)p.out)[at * p.head_dim_v + d] = from_wide<T>(0);
+        for (int d = threadIdx.x; d < p.head_dim_v; d += THREADS) ((T *)p.out)[at * p.head_dim_v + d] = from_acc<T>(0);
         if (threadIdx.x == 0) ((float *)p.lse)[at] = finish(p, head, -INFINITY, 0).lse;
     }
 }
@@ -307,8 +306,7 @@ template <class T> __global__ void __launch_bounds__(COMBINE_THREADS) paged_comb
         if (token >= p.tokens || paged_owner(p, token) >= 0) return;
         const int64_t row = (int64_t)token * p.heads_q;
         for (int i = lane; i < p.heads_q; i += 32) ((float *)p.lse)[row + i] = -INFINITY;
-        for (int i = lane; i < p.heads_q * p.head_dim_v; i += 32)
-            ((T *)p.out)[row * p.head_dim_v + i] = from_wide<T>(0);
+        for (int i = lane; i < p.heads_q * p.head_dim_v; i += 32) ((T *)p.out)[row * p.head_dim_v + i] = from_acc<T>(0);
         return;
     }
 
