@@ -53,15 +53,28 @@ def qkv(gen, batch, heads, lengths, dims, dtype, device="cpu"):
     return tuple(randn(gen, *s, dtype=dtype, device=device) for s in shapes)
 
 
+def on_device(run, q, k, v, kwargs, gen):
+    """run in some orders of the keys on the inputs' own GPU, where finite: SDPA's kernels there give NaN for a row without
+    keys. Nothing on the CPU, whose results are the other yardsticks."""
+    if not q.is_cuda:
+        return []
+    dtype = yard_dtype(q.dtype)
+    cast, narrow = [t.detach().to(dtype) for t in (q, k, v)], for_dtype(kwargs, dtype)
+    results = [run(*cast, order=o, **narrow) for o in orders(gen, k.shape[2])]
+    results = [r for r in results if r is not None]
+    return [r for r in results if all(t.isfinite().all() for t in (r.values() if isinstance(r, dict) else [r]))]
+
+
 def yardsticks(q, k, v, kwargs, gen):
     """PyTorch's forward results in q's dtype (float32 for float64): SDPA's for a few orders of the keys, else reference's.
 
     SDPA has no kernel for Dv != D or few keys in 16 bits: it computes in float32 there. Then both count.
     """
-    q, k, v, kwargs = on_cpu((q, k, v, kwargs))
     dtype = yard_dtype(q.dtype)
+    own = on_device(torch_attn, q, k, v, kwargs, gen)
+    q, k, v, kwargs = on_cpu((q, k, v, kwargs))
     cast, narrow = [t.to(dtype) for t in (q, k, v)], for_dtype(kwargs, dtype)
-    yards = [torch_attn(*cast, order=o, **narrow) for o in orders(gen, k.shape[2])]
+    yards = [torch_attn(*cast, order=o, **narrow) for o in orders(gen, k.shape[2])] + own
     if yards[0] is None or (dtype != torch.float32 and q.shape[3] != v.shape[3]):
         yards = [y for y in yards if y is not None] + [run[0] for run in reordered(q, k, v, kwargs)]
     return yards
@@ -350,6 +363,11 @@ def check_backward(q, k, v, gen, grad_out, grad_lse=None, what="", **kwargs):
     if not lse_too and sinks is None and torch_attn(*cast.values(), **narrow) is not None:
         for order in orders(gen, k.shape[2]):
             yards.append(backward(partial(torch_attn, order=order, **narrow), cast, grad_out.cpu()))
+
+        def on_gpu(*qkv, order, **rules):
+            return backward(partial(torch_attn, order=order, **rules), dict(zip("qkv", qkv)), grad_out)
+
+        yards += on_device(on_gpu, q, k, v, kwargs, gen)
     if not yards or (dtype != torch.float32 and q.shape[3] != v.shape[3]):
         for run in reordered(q, k, v, {**kwargs, "sinks": sinks}, grad_out, grad_lse):
             yards.append(dict(zip(("q", "k", "v", "sinks"), run[2:])))
