@@ -19,8 +19,9 @@ struct Bwd {
     void *dsinks;   /* [Hq] or NULL */
     int64_t dsink_head;
     void *stats; /* workspace [Hq][row_tiles][tile_rows] of {lse, delta}; rows without keys or past the end: {inf, 0} */
-    float *dq_sum;     /* workspace [Hq][row_tiles][tile_rows * columns], zeroed by the pre-pass; NULL = none */
-    double lse_factor; /* the kernels' unit of lse: 1, or log2(e) */
+    float *dq_sum;        /* workspace [Hq][row_tiles][tile_rows * columns], zeroed by the pre-pass; NULL = none */
+    double lse_factor;    /* the kernels' unit of lse: 1, or log2(e) */
+    float scale, softcap; /* the rules' as floats: operands from here take no registers */
     int tile_rows, tiles, row_tiles, columns;
     bool vector_out; /* out and grad_out can be read 16 bytes at a time */
 };
@@ -113,6 +114,7 @@ inline Bwd bwd_of(const gk_context *ctx, const gk_flash_attn_bwd_args *a, int ti
     if (a->grad_lse) g.grad_lse = stats_of(*a->grad_lse);
     if (a->dsinks) g.dsinks = a->dsinks->data, g.dsink_head = a->dsinks->stride[0];
     g.tile_rows = tile_rows, g.columns = columns;
+    g.scale = (float)g.p.rules.scale, g.softcap = (float)g.p.rules.softcap;
     g.tiles = (int)gk_ceil_div(g.p.seq_q, tile_rows);
     g.row_tiles = g.p.cu_q ? g.p.total_q / tile_rows + g.p.batch : g.p.batch * g.tiles;
     g.vector_out = vector_rows(a->fwd.out) && vector_rows(a->grad_out);

@@ -207,9 +207,10 @@ __device__ __forceinline__ void store_source(smem_addr at_s, const T *q, const T
     st_shared_128(at_s + 16, make_uint4(rows.lo, rows.hi, position0, b));
 }
 
-__device__ __forceinline__ Score load_score(smem_addr at_s, const Rules &rules, int head) {
+__device__ __forceinline__ Score load_score(smem_addr at_s, const Bwd &g, int head) {
     const uint4 x = ld_shared_128(at_s + 16);
-    Score score = {(float)rules.scale, (float)rules.softcap, 0, (int)x.z};
+    const Rules &rules = g.p.rules;
+    Score score = {g.scale, g.softcap, 0, (int)x.z};
     if (rules.alibi_slopes)
         score.slope = ((const float *)rules.alibi_slopes)[(int)x.w * rules.slope_batch + head * rules.slope_head];
     return score;
@@ -350,7 +351,7 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks) bwd_sm80_kerne
         }
         if (MODIFIED) {
             const Mask mask = load_mask(smem_s + S::span, lane_key, tile * BQ + lane_row);
-            const Score score = load_score(smem_s + S::source, p.rules, head);
+            const Score score = load_score(smem_s + S::source, g, head);
             const float distance0 = (float)(mask.row + score.position0 - mask.key); /* of c[0] */
 #pragma unroll
             for (int n = 0; n < NQ; ++n) {

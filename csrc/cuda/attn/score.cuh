@@ -27,8 +27,7 @@ __device__ __forceinline__ Score score_of(const Problem &p, const Sequence &s, i
 
 /* tanh through one exponential: exact to 1e-7 of 1, which is what a score of size softcap needs. */
 __device__ __forceinline__ float score_tanh(float x) {
-    const float e = exp2f(2 * LOG2_E * fminf(fabsf(x), 20.f));
-    return copysignf(1 - __fdividef(2.f, e + 1), x);
+    return 1 - __fdividef(2.f, exp2f(2 * LOG2_E * x) + 1); /* the quotient by infinity is 0 */
 }
 
 /* qk -> s, natural units. */
