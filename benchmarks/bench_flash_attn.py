@@ -186,14 +186,16 @@ def cuda_backward(seq: int, head_dim: int, causal: bool, device) -> Case:
         q, k, v = make_qkv(batch, heads, seq, head_dim, torch.bfloat16, device)
         out, lse = ops.flash_attn_fwd(q, k, v, is_causal=causal)
         theirs = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False)
-        return q, k, v, torch.randn_like(out), out, lse, theirs
+        grad = torch.randn_like(out)
+        # each side gets grad in the layout of its own out, as its autograd would see it
+        return q, k, v, grad, out, lse, theirs, torch.empty_like(theirs[0]).copy_(grad)
 
-    def ours(q, k, v, grad, out, lse, theirs):
+    def ours(q, k, v, grad, out, lse, theirs, their_grad):
         return ops.flash_attn_bwd(grad, q, k, v, out, lse, is_causal=causal)[:3]
 
-    def flash(q, k, v, grad, out, lse, theirs):
+    def flash(q, k, v, grad, out, lse, theirs, their_grad):
         return aten._scaled_dot_product_flash_attention_backward(
-            grad,
+            their_grad,
             q,
             k,
             v,

@@ -54,7 +54,7 @@ class Bar:
     """What a row or a group must reach; None binds nothing.
 
     geomean, each: ratios against the fastest peer. share: of the fastest limit's speed. rate: a row's
-    own figure, in its unit. at_least, at_most: a fact's own value."""
+    own figure, in its unit. at_least, at_most: a fact's own value. A firm bar has no floor below it."""
 
     geomean: float | None = None
     each: float | None = None
@@ -62,6 +62,7 @@ class Bar:
     rate: float | None = None
     at_least: float | None = None
     at_most: float | None = None
+    firm: bool = False
 
     def text(self, unit: str = "") -> str:
         parts = []
@@ -85,11 +86,11 @@ def floor_of(bar: float) -> float:
     return bar * (0.95 if 1.0 <= bar <= 1.1 else 0.9)
 
 
-def verdict(value: float, bar: float) -> str:
+def verdict(value: float, bar: float, firm: bool = False) -> str:
     """held, or how far it was missed."""
     if value >= bar:
         return "held"
-    return "missed, floor held" if value >= floor_of(bar) else "missed"
+    return "missed, floor held" if value >= floor_of(bar) and not firm else "missed"
 
 
 # ---- cases --------------------------------------------------------------------------------------
@@ -459,11 +460,11 @@ def measure(case: Case, device: Cpu | Cuda, peaks: dict, effort: Effort) -> Row:
     rate = amount / median["gpukern"] / 1e3
     judged = ""
     if case.bar.each is not None:
-        judged = verdict(ratio, case.bar.each)
+        judged = verdict(ratio, case.bar.each, case.bar.firm)
     elif case.bar.share is not None:
-        judged = verdict(share, case.bar.share)
+        judged = verdict(share, case.bar.share, case.bar.firm)
     elif case.bar.rate is not None:
-        judged = verdict(rate, case.bar.rate)
+        judged = verdict(rate, case.bar.rate, case.bar.firm)
     return Row(
         group=case.group,
         label=case.label,
@@ -508,9 +509,9 @@ def judge_group(name: str, rows: list[Row], bar: Bar) -> Group:
     mean, worst = geomean(ratios), min(ratios)
     verdicts = []
     if bar.geomean is not None:
-        verdicts.append(verdict(mean, bar.geomean))
+        verdicts.append(verdict(mean, bar.geomean, bar.firm))
     if bar.each is not None:
-        verdicts.append(verdict(worst, bar.each))
+        verdicts.append(verdict(worst, bar.each, bar.firm))
     # "missed" < "missed, floor held" is also the order of the words
     worst_verdict = "held" if set(verdicts) <= {"held"} else min(set(verdicts) - {"held"})
     return Group(name, len(ratios), mean, worst, bar.text(), worst_verdict if verdicts else "")

@@ -59,9 +59,9 @@ CUDA_GEMM_F32 = 4096
 CUDA_GEMM_SKINNY_M = (1, 16, 64)
 CUDA_GEMM_SKINNY_NK = ((4096, 4096), (28672, 4096), (4096, 14336))  # weights [N, K]
 CUDA_GEMM_BARS = {
-    "square bf16": Bar(each=0.55),
-    "skinny 4096x4096, M <= 16": Bar(each=1.00),
-    "skinny 28672x4096, M <= 16": Bar(each=0.95),
+    "square bf16": Bar(each=0.55, firm=True),
+    "skinny 4096x4096, M <= 16": Bar(each=1.00, firm=True),
+    "skinny 28672x4096, M <= 16": Bar(each=0.95, firm=True),
 }
 
 CUDA_ATTN_TOKENS, CUDA_ATTN_HIDDEN = 16384, 2048
@@ -75,7 +75,7 @@ CUDA_ATTN_BARS = {  # against SDPA's flash backend
 }
 
 CUDA_PAGED_BATCH_CONTEXT = ((1, 8192), (8, 8192), (1, 131072), (64, 4096), (256, 1024))
-CUDA_PAGED_BARS = {(1, 8192): Bar(rate=1400.0), (64, 4096): Bar(rate=3400.0)}
+CUDA_PAGED_BARS = {(1, 8192): Bar(rate=1400.0, firm=True), (64, 4096): Bar(rate=3400.0, firm=True)}
 CUDA_WRITE_TOKENS = 65536
 CUDA_WRITE_BAR = Bar(share=0.8)  # of copying as many bytes
 CUDA_CALL = Bar(at_most=12.0)  # us of host time, small eager call without grad

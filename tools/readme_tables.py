@@ -50,18 +50,27 @@ def _group_lines(bench: dict) -> list[str]:
     for name in dict.fromkeys(row["group"] for row in bench["rows"]):
         members = [row for row in bench["rows"] if row["group"] == name]
         group = bars.get(name)
-        ours = _span([row["rate"] for row in members])
-        theirs = _span([row["peers"][row["best_peer"]]["rate"] for row in members])
+        unit, one = members[0]["unit"], 1.0
+        if max(row["rate"] for row in members) >= 1e4:
+            unit, one = unit.replace("G", "T", 1), 1e-3
+        ours = _span([one * row["rate"] for row in members])
+        rates = [one * row["peers"][row["best_peer"]]["rate"] for row in members if row["best_peer"]]
+        theirs = f"{_span(rates)} ({members[0]['best_peer']})" if rates else ""
         shares = [row["share"] for row in members if row.get("share") is not None]
         ratio = f"{group['geomean']:.2f}x, worst {group['worst']:.2f}x" if group else ""
         bar, verdict = (group["bar"], group["verdict"]) if group else ("", "")
         if shares:
-            ratio += f"; {min(shares):.2f} - {max(shares):.2f} of the limit"
-            bar = members[0]["bar"]
-            missed = [row["verdict"] for row in members if row["verdict"] != "held"]
-            verdict = f"missed in {len(missed)} of {len(members)}" if missed else "held"
-        rate, peer = f"{ours} {members[0]['unit']}", f"{theirs} ({members[0]['best_peer']})"
-        lines.append(_line([name, str(len(members)), rate, peer, ratio, bar, verdict]))
+            ratio += f"{'; ' if ratio else ''}{min(shares):.2f} - {max(shares):.2f} of the limit"
+            judged = [row for row in members if row["bar"]]
+            if len({row["bar"] for row in judged}) == 1 and len(judged) == len(members):
+                bar = members[0]["bar"]
+                missed = [row["verdict"] for row in members if row["verdict"] != "held"]
+                verdict = f"missed in {len(missed)} of {len(members)}" if missed else "held"
+        if not bar and (own := [row for row in members if row["bar"]]):
+            bar = "; ".join(f"{row['label']}: {row['bar']}" for row in own)
+            missed = [row["label"] for row in own if row["verdict"] != "held"]
+            verdict = f"missed: {', '.join(missed)}" if missed else "held"
+        lines.append(_line([name, str(len(members)), f"{ours} {unit}", theirs, ratio, bar, verdict]))
     return lines
 
 

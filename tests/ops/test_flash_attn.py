@@ -54,14 +54,21 @@ def qkv(gen, batch, heads, lengths, dims, dtype, device="cpu"):
 
 
 def on_device(run, q, k, v, kwargs, gen):
-    """run in some orders of the keys on the inputs' own GPU, where finite: SDPA's kernels there give NaN for a row without
-    keys. Nothing on the CPU, whose results are the other yardsticks."""
+    """run in some orders of the keys and of head_dim on the inputs' own GPU, where finite: SDPA's kernels there give NaN for
+    a row without keys. Nothing on the CPU, whose results are the other yardsticks."""
     if not q.is_cuda:
         return []
     dtype = yard_dtype(q.dtype)
-    cast, narrow = [t.detach().to(dtype) for t in (q, k, v)], for_dtype(kwargs, dtype)
-    results = [run(*cast, order=o, **narrow) for o in orders(gen, k.shape[2])]
-    results = [r for r in results if r is not None]
+    (q, k, v), narrow = [t.detach().to(dtype) for t in (q, k, v)], for_dtype(kwargs, dtype)
+    results = []
+    for order in orders(gen, k.shape[2]):
+        columns = torch.arange(q.shape[3]) if order is None else torch.randperm(q.shape[3], generator=gen)
+        result = run(q[..., columns], k[..., columns], v, order=order, **narrow)
+        if isinstance(result, dict):
+            back = columns.argsort()
+            result = {**result, "q": result["q"][..., back], "k": result["k"][..., back]}
+        if result is not None:
+            results.append(result)
     return [r for r in results if all(t.isfinite().all() for t in (r.values() if isinstance(r, dict) else [r]))]
 
 
