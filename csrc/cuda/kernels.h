@@ -14,7 +14,6 @@ typedef struct gk_gpu {
     int32_t arch; /* 10 * major + minor: 80, 86, 89, 90, .. */
     int32_t num_sms;
     int32_t smem_per_block; /* bytes a block may opt in to */
-    int32_t smem_per_sm;    /* bytes */
     int64_t l2_bytes;
     double clock_khz, memory_gbs; /* SM clock; peak bandwidth of device memory in GB/s */
     char name[64];

@@ -99,14 +99,6 @@ __device__ __forceinline__ W pair_gradient(const Logit<W> &x, W qk, W dp, W lse,
 }
 
 /* ---- host -------------------------------------------------------------------------------------------------------- */
-inline bool vector_rows(const gk_tensor &t) {
-    const int64_t per_16 = 16 / (int64_t)gk_dtype_bytes(t.dtype);
-    if ((uintptr_t)t.data % 16) return false;
-    for (int d = 0; d + 1 < t.ndim; ++d)
-        if (t.shape[d] > 1 && t.stride[d] % per_16) return false;
-    return true;
-}
-
 inline Bwd bwd_of(const gk_context *ctx, const gk_flash_attn_bwd_args *a, int tile_rows, int columns) {
     Bwd g = {};
     g.p = problem_of(ctx, &a->fwd);
@@ -117,8 +109,17 @@ inline Bwd bwd_of(const gk_context *ctx, const gk_flash_attn_bwd_args *a, int ti
     g.scale = (float)g.p.rules.scale, g.softcap = (float)g.p.rules.softcap;
     g.tiles = (int)gk_ceil_div(g.p.seq_q, tile_rows);
     g.row_tiles = g.p.cu_q ? g.p.total_q / tile_rows + g.p.batch : g.p.batch * g.tiles;
-    g.vector_out = vector_rows(a->fwd.out) && vector_rows(a->grad_out);
+    g.vector_out = rows_aligned(a->fwd.out) && rows_aligned(a->grad_out);
     return g;
+}
+
+/* What the tiled kernels take: head_dim is the padded one. */
+inline bool tile_takes(const gk_context *ctx, const gk_flash_attn_bwd_args *a, int head_dim, int smem_bytes) {
+    const gk_flash_attn_args &f = a->fwd;
+    const int last = f.q.ndim - 1;
+    return gk_max_i64(f.q.shape[last], f.v.shape[last]) <= head_dim && rows_aligned(f.q) && rows_aligned(f.k) &&
+           rows_aligned(f.v) && rows_aligned(a->grad_out) && rows_aligned(a->dq) && rows_aligned(a->dk) &&
+           rows_aligned(a->dv) && smem_fits(ctx, smem_bytes);
 }
 
 inline size_t stats_bytes(const Bwd &g, size_t wide_bytes) {

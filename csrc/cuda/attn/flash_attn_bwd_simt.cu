@@ -247,12 +247,7 @@ __global__ void __launch_bounds__(SIMT_THREADS, Tile::blocks) bwd_simt_kernel(co
 
 /* ---- 4. launch --------------------------------------------------------------------------------------------------- */
 template <class Tile> bool takes(const gk_cuda_row *, const gk_context *ctx, const void *args) {
-    const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
-    const gk_gpu *gpu = gk_gpu_of(ctx->index);
-    const int last = a->fwd.q.ndim - 1;
-    return gk_max_i64(a->fwd.q.shape[last], a->fwd.v.shape[last]) <= Tile::head_dim && vector_rows(a->fwd.q) &&
-           vector_rows(a->fwd.k) && vector_rows(a->fwd.v) && vector_rows(a->grad_out) && vector_rows(a->dq) &&
-           vector_rows(a->dk) && vector_rows(a->dv) && gpu && gpu->smem_per_block >= SimtSmem<Tile>::bytes;
+    return tile_takes(ctx, (const gk_flash_attn_bwd_args *)args, Tile::head_dim, SimtSmem<Tile>::bytes);
 }
 
 size_t workspace_bytes(const gk_cuda_row *, const gk_context *ctx, const void *args) {

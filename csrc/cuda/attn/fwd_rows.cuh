@@ -32,18 +32,6 @@ template <class T> inline gk_status clear_unowned(const char *op, const gk_conte
     return launch<clear_unowned_kernel<T>>(op, ctx, dim3(p.batch + 1, 16), 128, 0, p);
 }
 
-/* Whether every row of t begins at a multiple of 16 bytes. */
-inline bool rows_aligned(const gk_tensor &t) {
-    const int64_t each = 16 / (int64_t)gk_dtype_bytes(t.dtype);
-    if ((uintptr_t)t.data % 16 != 0) return false;
-    for (int d = 0; d < t.ndim - 1; ++d)
-        if (t.shape[d] > 1 && t.stride[d] % each != 0) return false;
-    return true;
-}
-
-/* Devices of 8.6 and 8.9 have less shared memory than the largest tiles ask for. */
-inline bool smem_fits(const gk_context *ctx, int bytes) { return gk_gpu_of(ctx->index)->smem_per_block >= bytes; }
-
 inline bool all_aligned(const gk_flash_attn_args *a) {
     return rows_aligned(a->q) && rows_aligned(a->k) && rows_aligned(a->v) && rows_aligned(a->out);
 }

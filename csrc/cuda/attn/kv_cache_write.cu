@@ -139,10 +139,7 @@ Side side_of(const gk_tensor &x, const gk_tensor &cache, const gk_tensor *scale,
 bool in_pieces(const gk_tensor &t, int piece) {
     const int last = t.ndim - 1;
     if (gk_numel(&t) == 0) return true;
-    if (t.shape[last] % piece || (t.stride[last] != 1 && t.shape[last] > 1) || (uintptr_t)t.data % 16) return false;
-    for (int d = 0; d < last; ++d)
-        if (t.shape[d] > 1 && t.stride[d] % piece) return false;
-    return true;
+    return t.shape[last] % piece == 0 && (t.stride[last] == 1 || t.shape[last] <= 1) && rows_aligned(t);
 }
 
 template <int PIECE> bool takes(const gk_cuda_row *, const gk_context *, const void *args) {

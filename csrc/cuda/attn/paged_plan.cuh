@@ -411,14 +411,9 @@ inline size_t workspace_bytes(const gk_cuda_row *row, const gk_context *ctx, con
     return (size_t)(z.splits_bytes + z.stats_bytes + z.sums_bytes);
 }
 
-/* 16-byte rows */
-inline bool rows_aligned(const gk_tensor &t) {
+inline bool in_pieces(const gk_tensor &t) {
     const int64_t piece = 16 / (int64_t)gk_dtype_bytes(t.dtype);
-    if (gk_numel(&t) == 0) return true;
-    if (t.shape[t.ndim - 1] % piece || (uintptr_t)t.data % 16) return false;
-    for (int d = 0; d + 1 < t.ndim; ++d)
-        if (t.shape[d] > 1 && t.stride[d] % piece) return false;
-    return true;
+    return gk_numel(&t) == 0 || (t.shape[t.ndim - 1] % piece == 0 && rows_aligned(t));
 }
 
 inline bool takes(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
@@ -427,8 +422,8 @@ inline bool takes(const gk_cuda_row *row, const gk_context *ctx, const void *arg
     if (tokens * heads_q > INT32_MAX || heads_kv == 0) return false;
     if (a->q.shape[2] > row->key[0] || a->v_cache.shape[3] > row->key[0]) return false;
     if (row->key[5] && paged_seq_q(a) * (heads_q / heads_kv) > row->key[5]) return false;
-    return rows_aligned(a->q) && rows_aligned(a->k_cache) && rows_aligned(a->v_cache) && rows_aligned(a->out) &&
-           gk_gpu_of(ctx->index)->smem_per_block >= row->key[4] + 1024;
+    return in_pieces(a->q) && in_pieces(a->k_cache) && in_pieces(a->v_cache) && in_pieces(a->out) &&
+           smem_fits(ctx, row->key[4] + 1024);
 }
 
 inline Call call_of(const gk_cuda_row *row, const gk_context *ctx, const gk_paged_attn_args *a, const Sizes &z) {

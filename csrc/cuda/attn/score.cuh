@@ -1,4 +1,4 @@
-/* score.cuh: what becomes of scale * q k before the softmax: softcap, then ALiBi; and its derivative.
+/* score.cuh: what becomes of scale * q k before the softmax: softcap, then ALiBi.
  *   s = cap tanh(scale qk / cap) - slope |i + diagonal - j|
  * Kernels work in log2 units: weights are exp2(s log2(e) - m). */
 #ifndef GPUKERN_CUDA_SCORE_CUH
@@ -7,7 +7,6 @@
 #include "problem.cuh"
 
 constexpr float LOG2_E = 1.4426950408889634f;
-constexpr float LN_2 = 0.6931471805599453f;
 
 struct Score {
     float scale;   /* of qk, natural units */
@@ -36,13 +35,6 @@ __device__ __forceinline__ float score(const Score &x, float qk, int i, int j) {
     if (x.softcap > 0) s = x.softcap * score_tanh(__fdividef(s, x.softcap));
     if (x.slope != 0) s -= x.slope * fabsf((float)(i + x.position0 - j));
     return s;
-}
-
-/* d s / d qk, from qk. */
-__device__ __forceinline__ float score_slope(const Score &x, float qk) {
-    if (!(x.softcap > 0)) return x.scale;
-    const float t = score_tanh(__fdividef(qk * x.scale, x.softcap));
-    return x.scale * (1 - t * t);
 }
 
 #endif

@@ -219,7 +219,7 @@ enum Key { /* of a row: the most tokens, the most weights a tile, bytes of share
 
 bool takes(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
     GemmProblem p;
-    if (gk_gpu_of(ctx->index)->smem_per_block < row->key[KEY_SMEM] || !plan(row, ctx, args, &p)) return false;
+    if (!smem_fits(ctx, row->key[KEY_SMEM]) || !plan(row, ctx, args, &p)) return false;
     return p.m <= row->key[KEY_TOKENS] && p.group <= row->key[KEY_ROWS];
 }
 

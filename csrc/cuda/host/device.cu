@@ -35,7 +35,6 @@ const gk_gpu *gk_gpu_of(int32_t index) {
         10 * attribute(cudaDevAttrComputeCapabilityMajor, index) + attribute(cudaDevAttrComputeCapabilityMinor, index);
     found.num_sms = attribute(cudaDevAttrMultiProcessorCount, index);
     found.smem_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, index);
-    found.smem_per_sm = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, index);
     found.l2_bytes = attribute(cudaDevAttrL2CacheSize, index);
     found.clock_khz = attribute(cudaDevAttrClockRate, index);
     /* two transfers a clock */

@@ -53,6 +53,19 @@ inline gk_status launch(const char *op, const gk_context *ctx, dim3 grid, unsign
                    grid.x, grid.y, grid.z, threads, cudaGetErrorString(error));
 }
 
+/* What a row that copies 16 bytes at a time asks of a tensor: every row, along the last dimension, begins at a multiple of
+ * 16 bytes. */
+inline bool rows_aligned(const gk_tensor &t) {
+    const int64_t each = 16 / (int64_t)gk_dtype_bytes(t.dtype);
+    if ((uintptr_t)t.data % 16 != 0) return false;
+    for (int d = 0; d < t.ndim - 1; ++d)
+        if (t.shape[d] > 1 && t.stride[d] % each != 0) return false;
+    return true;
+}
+
+/* Devices of 8.6 and 8.9 have less shared memory than the largest tiles ask for. */
+inline bool smem_fits(const gk_context *ctx, int bytes) { return gk_gpu_of(ctx->index)->smem_per_block >= bytes; }
+
 /* Blocks of a kernel that one SM holds at once; for `explain`. */
 template <auto KERNEL> inline int blocks_per_sm(unsigned threads, size_t smem_bytes) {
     int n = 0;

@@ -58,10 +58,8 @@ template <typename T> static __device__ __forceinline__ uint32_t pack2(float lo,
 template <typename T> static __device__ __forceinline__ float2 unpack2(uint32_t x) { return element<T>::unpack2(x); }
 
 // An element in the type that sums of it are kept in, and back to nearest even: for kernels that serve float64 too.
-static __device__ __forceinline__ float to_acc(float x) { return x; }
-static __device__ __forceinline__ double to_acc(double x) { return x; }
-static __device__ __forceinline__ float to_acc(__nv_bfloat16 x) { return __bfloat162float(x); }
-static __device__ __forceinline__ float to_acc(__half x) { return __half2float(x); }
+template <typename T> static __device__ __forceinline__ typename element<T>::acc to_acc(T x) { return to_f32(x); }
+template <> __device__ __forceinline__ double to_acc<double>(double x) { return x; }
 
 template <typename T> static __device__ __forceinline__ T from_acc(typename element<T>::acc x) {
     return element<T>::from_f32((float)x);
