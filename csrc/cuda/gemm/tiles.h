@@ -45,6 +45,33 @@ constexpr double REDUCE_US = 2.5, REDUCE_BYTES_PER_US = 3e6;
 /* a block's start and end, in us: prologue latency and stores */
 constexpr double BLOCK_US = 1.5;
 
+/* ---- gemm_sm90a: BM x BN x 64 through a ring of S slots, G warpgroups of BM / G rows, clusters of CM x CN ---- */
+template <int M, int N, int S, int L, int G, int ROWS, int COLS, int P> struct Sm90Tile {
+    static constexpr int BM = M, BN = N, STAGES = S, WGS = G, CM = ROWS, CN = COLS, THREADS = (G + 1) * 128;
+    static constexpr int PANELS = L;  /* of 16 rows x 64 columns a warp, through which results leave */
+    static constexpr int PERCENT = P; /* of the dense peak, on full SMs; the chooser's weight */
+    /* two warpgroups that multiply start with 168 registers a thread; the third gives up what 240 of them need */
+    static constexpr int COPY_REGS = 40, SUM_REGS = 232;
+    static_assert(G == 1 || COPY_REGS + G * SUM_REGS <= (G + 1) * 168, "setmaxnreg.inc would wait for ever");
+};
+/* 80 bytes of shared memory a clock, a quarter of L2's bytes of single tiles; 4096: 0.99 of cuBLAS. Three slots and panels
+ * for the whole tile gave the same, clusters of 2 x 2 twice the time: only 30 of them find four SMs side by side */
+typedef Sm90Tile<128, 256, 4, 2, 2, 2, 1, 67> Tile90_128x256;
+/* better waves at 512 x 28672 than the one above */
+typedef Sm90Tile<128, 192, 4, 3, 2, 2, 1, 65> Tile90_128x192;
+/* 512 rows of 4096: one tile an SM, 0.98 */
+typedef Sm90Tile<128, 128, 6, 2, 2, 2, 1, 63> Tile90_128x128;
+/* 1024 cubed: one tile an SM; one block alone, pairs along n and 128 x 64 took up to 8 % more */
+typedef Sm90Tile<64, 128, 8, 2, 1, 2, 1, 52> Tile90_64x128;
+/* 512 cubed; one block alone took 12 % more */
+typedef Sm90Tile<64, 64, 12, 1, 1, 2, 1, 31> Tile90_64x64;
+/* rows of clusters' tiles walked together: 8 x 256 rows of a and 8 x 256 columns of b are under way */
+constexpr int GROUP_ROWS_SM90 = 8;
+/* fewer rows or columns than this are gemm_skinny's and gemm_sm80's */
+constexpr int SM90_LEAST_ROWS = 64;
+/* a tile's start and end that nothing hides */
+constexpr double TILE_US = 1.0;
+
 /* ---- gemm_plain: BM x BN x BK through a ring of STAGES, WARPS_M x WARPS_N warps, PER_SM blocks an SM --------- */
 struct PlainF32 {
     /* 8 x 8 sums a thread: 64 multiply-adds for four 16-byte loads; three stages leave two blocks on an SM */

@@ -55,6 +55,11 @@ static __device__ __forceinline__ void st_shared_64(smem_addr at_s, uint2 v) {
     asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at_s), "r"(v.x), "r"(v.y) : "memory");
 }
 
+// Floats stay floats: taken as bits, accumulators of wgmma would be moved while it still runs.
+static __device__ __forceinline__ void st_shared_64(smem_addr at_s, float2 v) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at_s), "f"(v.x), "f"(v.y) : "memory");
+}
+
 static __device__ __forceinline__ void st_shared_128(smem_addr at_s, uint4 v) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at_s), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                  : "memory");

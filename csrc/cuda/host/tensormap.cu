@@ -1,0 +1,52 @@
+/* tensormap.cu: the one function of the driver that the library calls, found through the runtime. */
+#include "tensormap.cuh"
+
+#include <cuda_runtime.h>
+
+typedef CUresult (*Encode)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
+                           const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
+                           CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+/* Every thread that looks finds the same address. */
+static Encode encoder() {
+    static Encode known;
+    Encode found = __atomic_load_n(&known, __ATOMIC_ACQUIRE);
+    if (found) return found;
+    void *address = NULL;
+    cudaDriverEntryPointQueryResult result;
+    if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &address, 12000, cudaEnableDefault, &result) !=
+            cudaSuccess ||
+        result != cudaDriverEntryPointSuccess) {
+        (void)cudaGetLastError();
+        return NULL;
+    }
+    found = (Encode)address;
+    __atomic_store_n(&known, found, __ATOMIC_RELEASE);
+    return found;
+}
+
+static CUtensorMapDataType type_of(gk_dtype dtype) {
+    switch (dtype) {
+    case GK_BF16: return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    case GK_F16: return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    default: return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+    }
+}
+
+gk_status make_tensor_map(const char *op, const TensorShape &shape, int box0, int box1, CUtensorMap *map) {
+    const Encode encode = encoder();
+    if (!encode) return gk_fail(GK_ERR_DEVICE, "%s: this driver has no cuTensorMapEncodeTiled (CUDA 12.0)", op);
+    const int64_t bytes = (int64_t)gk_dtype_bytes(shape.dtype);
+    cuuint64_t size[TENSOR_DIMS], stride[TENSOR_DIMS - 1];
+    const cuuint32_t box[TENSOR_DIMS] = {(cuuint32_t)box0, (cuuint32_t)box1, 1, 1, 1},
+                     step[TENSOR_DIMS] = {1, 1, 1, 1, 1};
+    for (int d = 0; d < TENSOR_DIMS; ++d) {
+        size[d] = (cuuint64_t)shape.size[d];
+        if (d > 0) stride[d - 1] = shape.size[d] == 1 ? 16 : (cuuint64_t)(shape.stride[d] * bytes);
+    }
+    const CUresult result = encode(map, type_of(shape.dtype), TENSOR_DIMS, (void *)shape.data, size, stride, box, step,
+                                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (result == CUDA_SUCCESS) return GK_OK;
+    return gk_fail(GK_ERR_DEVICE, "%s: the driver refused a tensor map (error %d)", op, (int)result);
+}

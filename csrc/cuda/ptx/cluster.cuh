@@ -1,0 +1,34 @@
+// cluster: blocks that run side by side and reach each other's shared memory; registers moved between warpgroups.
+// Checked against PTX ISA 9.0; sm_90, setmaxnreg sm_90a.
+#ifndef GPUKERN_PTX_CLUSTER_CUH
+#define GPUKERN_PTX_CLUSTER_CUH
+
+#include <stdint.h>
+
+// %cluster_ctarank: this block's number in its cluster.
+static __device__ __forceinline__ unsigned cluster_ctarank() {
+    uint32_t rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// barrier.cluster.arrive.relaxed and .wait: all threads of all blocks of the cluster have come. Orders no memory accesses.
+static __device__ __forceinline__ void barrier_cluster() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;\n\t"
+                 "barrier.cluster.wait.aligned;" ::
+                     : "memory");
+}
+
+// setmaxnreg: this warpgroup's registers a thread from here on, a multiple of 8 in 24 .. 256. All its warps; inc waits
+// until others have given enough back. Needs a kernel with launch bounds.
+template <int REGISTERS> static __device__ __forceinline__ void setmaxnreg_inc() {
+    static_assert(REGISTERS % 8 == 0 && REGISTERS >= 24 && REGISTERS <= 256, "what setmaxnreg takes");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+template <int REGISTERS> static __device__ __forceinline__ void setmaxnreg_dec() {
+    static_assert(REGISTERS % 8 == 0 && REGISTERS >= 24 && REGISTERS <= 256, "what setmaxnreg takes");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+#endif

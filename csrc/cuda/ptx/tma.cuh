@@ -1,0 +1,62 @@
+// tma: boxes of tensors copied between global and shared memory by one thread's instruction. Checked against PTX ISA 9.0;
+// sm_90. The tensor map is a kernel parameter (__grid_constant__), so its address is one of generic memory.
+#ifndef GPUKERN_PTX_TMA_CUH
+#define GPUKERN_PTX_TMA_CUH
+
+#include "smem.cuh"
+
+// Where a box begins, dimension 0 the densest; elements outside the tensor are read as zeros and not written.
+struct tma_at {
+    int c[5];
+};
+
+// cp.async.bulk.tensor.5d, global to shared: the box goes to dst_s and its bytes count at the barrier. One thread.
+static __device__ __forceinline__ void tma_load_5d(smem_addr dst_s, const void *map, const tma_at &at,
+                                                   smem_addr barrier_s) {
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(dst_s),
+                 "l"(map), "r"(barrier_s), "r"(at.c[0]), "r"(at.c[1]), "r"(at.c[2]), "r"(at.c[3]), "r"(at.c[4])
+                 : "memory");
+}
+
+// The same into every block of the cluster whose bit is set in `blocks`, at the same address of each, counted at the
+// barrier at the same address of each.
+static __device__ __forceinline__ void tma_load_5d_multicast(smem_addr dst_s, const void *map, const tma_at &at,
+                                                             smem_addr barrier_s, uint16_t blocks) {
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+                 "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(dst_s),
+                 "l"(map), "r"(barrier_s), "r"(at.c[0]), "r"(at.c[1]), "r"(at.c[2]), "r"(at.c[3]), "r"(at.c[4]),
+                 "h"(blocks)
+                 : "memory");
+}
+
+// cp.async.bulk.tensor.5d, shared to global: what other threads stored in the box must be behind fence_proxy_async and a
+// barrier. One thread; the copy belongs to its next group.
+static __device__ __forceinline__ void tma_store_5d(const void *map, const tma_at &at, smem_addr src_s) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),
+        "r"(src_s), "r"(at.c[0]), "r"(at.c[1]), "r"(at.c[2]), "r"(at.c[3]), "r"(at.c[4])
+        : "memory");
+}
+
+// cp.async.bulk.commit_group: this thread's stores since its last commit become a group.
+static __device__ __forceinline__ void tma_store_commit_group() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// cp.async.bulk.wait_group.read: until shared memory has been read for all but PENDING of this thread's newest groups.
+template <int PENDING> static __device__ __forceinline__ void tma_store_wait_group_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
+
+// fence.proxy.async.shared::cta: this thread's stores to shared memory come before copies and wgmma that read it later.
+static __device__ __forceinline__ void fence_proxy_async() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// prefetch.tensormap: the map's 128 bytes come into the cache that tma reads them from.
+static __device__ __forceinline__ void prefetch_tensormap(const void *map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+#endif

@@ -1,0 +1,47 @@
+// tma_ring: a ring of STAGES slots that one thread fills by tma and warpgroups read, in step by mbarriers.
+//
+//   full[s]    ends a phase when the bytes of the copies into slot s have come: 1 arrival, which announces them
+//   empty[s]   ends a phase when all readers have let go of slot s: `readers` arrivals
+//
+//   filler                              reader
+//   ring.wait_empty()                   ring.wait_full()
+//   arrive_expect_tx(ring.full(), n)    read slot ring.slot
+//   tma .. -> slot, ring.full()         arrive(ring.empty())
+//   ring.advance()                      ring.advance()
+//
+// Both sides keep slot and parity in registers and advance once a step, whatever the step held. The filler waits for the
+// other parity: a barrier that no phase has ended of answers as if the phase before its first had.
+#ifndef GPUKERN_TILE_TMA_RING_CUH
+#define GPUKERN_TILE_TMA_RING_CUH
+
+#include "../ptx/mbarrier.cuh"
+
+template <int STAGES> struct tma_ring {
+    static constexpr int bytes = STAGES * 16; // of the barriers
+    smem_addr barriers_s;                     // full[STAGES], empty[STAGES]
+    int slot = 0;
+    unsigned parity = 0;
+
+    __device__ __forceinline__ explicit tma_ring(smem_addr at_s) : barriers_s(at_s) {}
+
+    // One thread, once; then fence_mbarrier_init and a barrier of all that use it.
+    __device__ __forceinline__ void init(unsigned readers) const {
+        for (int s = 0; s < STAGES; ++s) mbarrier_init(barriers_s + 8 * s, 1);
+        for (int s = 0; s < STAGES; ++s) mbarrier_init(barriers_s + 8 * (STAGES + s), readers);
+    }
+    __device__ __forceinline__ smem_addr full() const { return barriers_s + 8 * slot; }
+    __device__ __forceinline__ smem_addr empty() const { return barriers_s + 8 * (STAGES + slot); }
+    __device__ __forceinline__ void wait_full() const {
+        while (!mbarrier_try_wait_parity(full(), parity)) {
+        }
+    }
+    __device__ __forceinline__ void wait_empty() const {
+        while (!mbarrier_try_wait_parity(empty(), parity ^ 1)) {
+        }
+    }
+    __device__ __forceinline__ void advance() {
+        if (++slot == STAGES) slot = 0, parity ^= 1;
+    }
+};
+
+#endif
