@@ -101,6 +101,11 @@ static gk_status find_cuda_row(const char *name, const gk_context *ctx, gk_op op
     const gk_cuda_table *const *tables = gk_cuda_tables(op, &num_tables);
     for (int t = 0; t < num_tables; ++t) {
         if (tables[t]->arch == 90 ? gpu->arch != 90 : gpu->arch < tables[t]->arch) continue;
+        if (tables[t]->choose) {
+            *row = tables[t]->choose(ctx, args);
+            if (*row) return GK_OK;
+            continue;
+        }
         for (int i = 0; i < tables[t]->num_rows; ++i) {
             const gk_cuda_row *r = &tables[t]->rows[i];
             if (r->dtype != dtype || (r->takes && !r->takes(r, ctx, args))) continue;

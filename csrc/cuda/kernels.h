@@ -38,7 +38,7 @@ struct gk_cuda_row {
     size_t (*workspace_bytes)(const gk_cuda_row *row, const gk_context *ctx, const void *args); /* NULL = none */
     gk_status (*run)(const gk_cuda_row *row, const gk_context *ctx, const void *args);
     void (*explain)(const gk_cuda_row *row, const gk_context *ctx, const void *args, gk_explanation *out);
-    int32_t key[6]; /* what the file's own functions read: head_dim, tile sizes, .. */
+    int32_t key[7]; /* what the file's own functions read: head_dim, tile sizes, .. */
 };
 
 /* The instances of one kernel file, best first. */
@@ -46,6 +46,8 @@ typedef struct gk_cuda_table {
     const gk_cuda_row *rows;
     int num_rows;
     int arch; /* 80: this arch and every later one; 90: this one alone (sm_90a code) */
+    /* The first row of the args' dtype that takes the call, found without asking row by row; NULL = dispatch.c asks. */
+    const gk_cuda_row *(*choose)(const gk_context *ctx, const void *args);
 } gk_cuda_table;
 
 /* tables.c: the tables of an op, best first; the first row that takes a call on the device's arch serves it. */

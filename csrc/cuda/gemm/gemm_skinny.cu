@@ -184,13 +184,16 @@ bool fits(const GemmProblem &p, gk_dtype dtype) {
 }
 
 /* R: as many weights a tile as give every SM equally many tiles. */
-bool plan(const gk_cuda_row *row, const gk_context *ctx, const void *arguments, GemmProblem *p) {
+bool plan(const gk_context *ctx, const void *arguments, GemmProblem *p) {
     const gk_gemm_args *args = (const gk_gemm_args *)arguments;
+    const gk_dtype dtype = args->a.dtype;
     *p = gemm_problem_of(args);
-    const GemmProblem s = gemm_swapped(*p);
-    const bool straight = fits(*p, row->dtype), swapped = fits(s, row->dtype);
-    if (!straight && !swapped) return false;
-    if (swapped && (!straight || s.m < p->m)) *p = s;
+    bool good = fits(*p, dtype);
+    if (p->n <= SKINNY_MAX_TOKENS && (!good || p->n < p->m)) {
+        const GemmProblem swapped = gemm_swapped(*p);
+        if (fits(swapped, dtype)) *p = swapped, good = true;
+    }
+    if (!good) return false;
     const int64_t sms = gk_gpu_of(ctx->index)->num_sms, rows = gk_max_i64(1, p->n * p->batch);
     if (p->b_k == 1) {
         const int64_t rounds = gk_ceil_div(rows, SKINNY_ROWS * sms);
@@ -217,16 +220,30 @@ enum Key { /* of a row: the most tokens, the most weights a tile, bytes of share
     KEY_SMEM
 };
 
-bool takes(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
-    GemmProblem p;
-    if (!smem_fits(ctx, row->key[KEY_SMEM]) || !plan(row, ctx, args, &p)) return false;
-    return p.m <= row->key[KEY_TOKENS] && p.group <= row->key[KEY_ROWS];
+extern const gk_cuda_row *const skinny_rows;
+extern const int num_skinny_rows;
+
+bool serves(const gk_cuda_row *row, const gk_context *ctx, const GemmProblem &p) {
+    return p.m <= row->key[KEY_TOKENS] && p.group <= row->key[KEY_ROWS] && smem_fits(ctx, row->key[KEY_SMEM]);
 }
 
-template <class T, int TOKENS, int ROWS>
-gk_status run(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
+const gk_cuda_row *choose(const gk_context *ctx, const void *args) {
+    const gk_dtype dtype = ((const gk_gemm_args *)args)->a.dtype;
     GemmProblem p;
-    if (!plan(row, ctx, args, &p) || p.n == 0 || p.batch == 0) return GK_OK;
+    if ((dtype != GK_BF16 && dtype != GK_F16) || !plan(ctx, args, &p)) return NULL;
+    for (const gk_cuda_row *row = skinny_rows; row < skinny_rows + num_skinny_rows; ++row)
+        if (row->dtype == dtype && serves(row, ctx, p)) return row;
+    return NULL;
+}
+
+bool takes(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
+    GemmProblem p;
+    return plan(ctx, args, &p) && serves(row, ctx, p);
+}
+
+template <class T, int TOKENS, int ROWS> gk_status run(const gk_cuda_row *, const gk_context *ctx, const void *args) {
+    GemmProblem p;
+    if (!plan(ctx, args, &p) || p.n == 0 || p.batch == 0) return GK_OK;
     const dim3 grid((unsigned)blocks_of(ctx, p));
     if (p.b_k == 1)
         return launch<gemm_skinny_kernel<T, TOKENS, ROWS, false>>("gk_gemm", ctx, grid, THREADS,
@@ -237,7 +254,7 @@ gk_status run(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
 
 void explain(const gk_cuda_row *row, const gk_context *ctx, const void *args, gk_explanation *out) {
     GemmProblem p;
-    if (!plan(row, ctx, args, &p)) return;
+    if (!plan(ctx, args, &p)) return;
     out->tile[0] = row->key[KEY_TOKENS], out->tile[1] = p.group, out->tile[2] = BLOCK_STEP;
     out->tasks = (int64_t)p.tiles_n * p.batch;
     out->waves = (double)gk_ceil_div(out->tasks, blocks_of(ctx, p)); /* tiles that a block takes in turn */
@@ -252,7 +269,9 @@ void explain(const gk_cuda_row *row, const gk_context *ctx, const void *args, gk
 #define ROWS_16(name, T) ROW(name, T, 8, 32), ROW(name, T, 8, 64), ROW(name, T, 16, 32), ROW(name, T, 16, 64)
 
 const gk_cuda_row rows[] = {ROWS_16("bf16", __nv_bfloat16), ROWS_16("f16", __half)};
+const gk_cuda_row *const skinny_rows = rows;
+const int num_skinny_rows = sizeof rows / sizeof rows[0];
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_gemm_skinny_table = {rows, sizeof rows / sizeof rows[0], 80};
+extern "C" const gk_cuda_table gk_gemm_skinny_table = {rows, sizeof rows / sizeof rows[0], 80, choose};

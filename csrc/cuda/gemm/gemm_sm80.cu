@@ -359,7 +359,8 @@ enum Key { /* of a row */
     KEY_BK,
     KEY_PER_SM,
     KEY_PERCENT, /* of the dense peak */
-    KEY_SMEM     /* bytes of a block, in the mode that needs most */
+    KEY_SMEM,    /* bytes of a block, in the mode that needs most */
+    KEY_ANY      /* ANY in the rows that serve every alignment, else 0 */
 };
 
 struct Plan {
@@ -367,22 +368,34 @@ struct Plan {
     int64_t split_k;
     double us;
 };
+constexpr double FOREVER_US = 1e30;
 
-/* Time of a row: the busiest SM's blocks, one after the other or together, and the pass that adds split sums. */
-Plan plan_of(const gk_cuda_row *row, const gk_gpu *gpu, const GemmProblem &p) {
+/* Time of a row: the busiest SM's blocks, one after the other or together, and the pass that adds split sums. Only a time
+ * below `below` counts: where there is none, us is `below` itself. */
+Plan plan_of(const gk_cuda_row *row, const gk_gpu *gpu, const GemmProblem &p, double below) {
     const int32_t *key = row->key;
     const int64_t bm = key[KEY_BM], bn = key[KEY_BN], bk = key[KEY_BK], per_sm = key[KEY_PER_SM];
     const int64_t tiles = gk_ceil_div(p.m, bm) * gk_ceil_div(p.n, bn) * p.batch;
     const int64_t steps = gk_max_i64(1, gk_ceil_div(p.k, bk));
     const double peak = (gpu->arch == 90 ? 4096 : 2048) / (row->dtype == GK_F32 ? 2.0 : 1.0) * gpu->clock_khz * 1e-3;
     const double step_us = 2.0 * (double)(bm * bn * bk) / (peak * key[KEY_PERCENT] * 0.01);
-    Plan best = {1, steps * bk, 1e30};
-    for (int64_t s = 1; s <= gk_clamp_i64(steps / 4, 1, MAX_SPLITS); ++s) {
-        const int64_t each = gk_ceil_div(steps, s), parts = gk_ceil_div(steps, each);
+    Plan best = {1, steps * bk, below};
+    const int64_t most = gk_clamp_i64(steps / 4, 1, MAX_SPLITS);
+    int64_t each = 0;
+    for (int64_t s = 1; s <= most; ++s) {
+        const int64_t before = each;
+        each = gk_ceil_div(steps, s);
+        if (each == before) continue; /* the same parts */
+        const int64_t parts = gk_ceil_div(steps, each);
+        double reduce = 0;
+        if (parts > 1) {
+            reduce = REDUCE_US + (double)parts * 8.0 * (double)(p.batch * p.m * p.n) / REDUCE_BYTES_PER_US;
+            if (BLOCK_US + reduce >= best.us) break; /* it only grows with s */
+        }
         const int64_t busiest = gk_ceil_div(tiles * parts, gpu->num_sms);
         const double alone = busiest < per_sm ? PERCENT_ALONE * 0.01 : 1; /* nothing hides a lone block's waits */
-        double us = (double)(busiest * each) * step_us * alone + BLOCK_US * (double)gk_ceil_div(busiest, per_sm);
-        if (parts > 1) us += REDUCE_US + (double)parts * 8.0 * (double)(p.batch * p.m * p.n) / REDUCE_BYTES_PER_US;
+        const double us =
+            (double)(busiest * each) * step_us * alone + BLOCK_US * (double)gk_ceil_div(busiest, per_sm) + reduce;
         if (us < best.us) best = {(int)parts, each * bk, us};
     }
     return best;
@@ -394,32 +407,35 @@ extern const int num_sm80_rows;
 bool serves(const gk_gemm_args *args, const GemmProblem &p) {
     if (args->a.dtype != GK_F32) return true;
     /* a matrix times a vector is bound by memory: gemm_plain gives it whole float32 at the same speed */
-    return args->fp32_precision == GK_TF32 && p.m > 1 && p.n > 1 && !(mode_of(p, GK_F32) & ANY);
+    return p.m > 1 && p.n > 1 && !(mode_of(p, GK_F32) & ANY);
 }
 
 /* The row with the least time among those that fit the GPU and serve the mode. */
-bool takes(const gk_cuda_row *row, const gk_context *ctx, const void *arguments) {
+const gk_cuda_row *choose(const gk_context *ctx, const void *arguments) {
     const gk_gemm_args *args = (const gk_gemm_args *)arguments;
+    const gk_dtype dtype = args->a.dtype;
+    if (dtype == GK_F64 || (dtype == GK_F32 && args->fp32_precision != GK_TF32)) return NULL;
     const GemmProblem p = gemm_problem_of(args);
-    if (!serves(args, p)) return false;
+    if (!serves(args, p)) return NULL;
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
-    const int any = mode_of(p, row->dtype) & ANY;
+    const int any = mode_of(p, dtype) & ANY;
     const gk_cuda_row *best = NULL;
-    double best_us = 1e31;
+    double best_us = FOREVER_US;
     for (int i = 0; i < num_sm80_rows; ++i) {
         const gk_cuda_row *r = &sm80_rows[i];
-        if (r->dtype != row->dtype || (strstr(r->name, "_any_") != NULL) != (any != 0)) continue;
-        if (r->key[KEY_SMEM] > gpu->smem_per_block) continue;
-        const double us = plan_of(r, gpu, p).us;
-        if (us < best_us) best = r, best_us = us;
+        if (r->dtype != dtype || r->key[KEY_ANY] != any || r->key[KEY_SMEM] > gpu->smem_per_block) continue;
+        const Plan plan = plan_of(r, gpu, p, best_us);
+        if (!best || plan.us < best_us) best = r, best_us = plan.us;
     }
-    return best == row;
+    return best;
 }
+
+bool takes(const gk_cuda_row *row, const gk_context *ctx, const void *args) { return choose(ctx, args) == row; }
 
 GemmProblem planned(const gk_cuda_row *row, const gk_context *ctx, const void *arguments) {
     const gk_gemm_args *args = (const gk_gemm_args *)arguments;
     GemmProblem p = gemm_problem_of(args);
-    const Plan plan = plan_of(row, gk_gpu_of(ctx->index), p);
+    const Plan plan = plan_of(row, gk_gpu_of(ctx->index), p, FOREVER_US);
     p.tiles_m = (int)gk_ceil_div(p.m, row->key[KEY_BM]), p.tiles_n = (int)gk_ceil_div(p.n, row->key[KEY_BN]);
     p.group = GROUP_ROWS, p.splits = plan.splits, p.split_k = plan.split_k, p.partials = args->workspace;
     return p;
@@ -463,7 +479,7 @@ void explain(const gk_cuda_row *row, const gk_context *ctx, const void *args, gk
 #define ROW(name, T, Tile, first, percent)                                                               \
     {                                                                                                    \
         name, element<T>::dtype, takes, workspace_bytes, run<T, Tile, first>, explain<T, Tile, first>, { \
-            Tile::BM, Tile::BN, Tile::BK, Tile::PER_SM, percent, Smem<T, Tile, first + 3>::BYTES         \
+            Tile::BM, Tile::BN, Tile::BK, Tile::PER_SM, percent, Smem<T, Tile, first + 3>::BYTES, first  \
         }                                                                                                \
     }
 #define ROWS_16(name, T)                                                             \
@@ -484,4 +500,4 @@ const int num_sm80_rows = sizeof rows / sizeof rows[0];
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_gemm_sm80_table = {rows, sizeof rows / sizeof rows[0], 80};
+extern "C" const gk_cuda_table gk_gemm_sm80_table = {rows, sizeof rows / sizeof rows[0], 80, choose};
