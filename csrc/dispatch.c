@@ -572,7 +572,6 @@ static gk_status check_paged(const char *op, const gk_context *ctx, const gk_pag
     TRY(check_tensor(op, "block_table", &p->block_table, GK_I32, 2, 2));
     TRY(check_tensor(op, "seq_lens", &p->seq_lens, GK_I32, 1, 1));
     TRY(check_tensor(op, "out", &p->out, dtype, 3, 3));
-    TRY(check_tensor(op, "lse", &p->lse, stats_dtype(dtype), 2, 2));
     const int64_t tokens = p->q.shape[0], heads_q = p->q.shape[1], heads_kv = p->k_cache.shape[2];
     const int64_t batch = p->seq_lens.shape[0];
     TRY(check_heads(op, heads_q, heads_kv));
@@ -586,10 +585,13 @@ static gk_status check_paged(const char *op, const gk_context *ctx, const gk_pag
     TRY(check_size(op, "out", &p->out, 0, tokens));
     TRY(check_size(op, "out", &p->out, 1, heads_q));
     TRY(check_size(op, "out", &p->out, 2, p->v_cache.shape[3]));
-    TRY(check_size(op, "lse", &p->lse, 0, tokens));
-    TRY(check_size(op, "lse", &p->lse, 1, heads_q));
     REQUIRE(is_contiguous(&p->out) || gk_numel(&p->out) == 0, "%s: out is not contiguous", op);
-    REQUIRE(is_contiguous(&p->lse) || gk_numel(&p->lse) == 0, "%s: lse is not contiguous", op);
+    if (p->lse.data) {
+        TRY(check_tensor(op, "lse", &p->lse, stats_dtype(dtype), 2, 2));
+        TRY(check_size(op, "lse", &p->lse, 0, tokens));
+        TRY(check_size(op, "lse", &p->lse, 1, heads_q));
+        REQUIRE(is_contiguous(&p->lse) || gk_numel(&p->lse) == 0, "%s: lse is not contiguous", op);
+    }
     TRY(check_dense_last(op, "q", &p->q));
     TRY(check_dense_last(op, "k_cache", &p->k_cache));
     TRY(check_dense_last(op, "v_cache", &p->v_cache));
@@ -645,7 +647,7 @@ gk_status gk_explain_paged_attn(const gk_context *ctx, const gk_paged_attn_args 
         for (int64_t i = 0; i < n; ++i) pairs += (double)gk_max_i64(0, gk_span_hi(&span, i) - gk_span_lo(&span, i));
     }
     out->bytes = keys * (double)heads_kv * dims * (double)gk_dtype_bytes(args->q.dtype) + tensor_bytes(&args->q) +
-                 tensor_bytes(&args->out) + tensor_bytes(&args->lse);
+                 tensor_bytes(&args->out) + (args->lse.data ? tensor_bytes(&args->lse) : 0);
     out->flops = 2 * pairs * (double)args->q.shape[1] * dims;
     bound(ctx, args->q.dtype, out);
     return GK_OK;

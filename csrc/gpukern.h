@@ -239,7 +239,7 @@ typedef struct gk_paged_attn_args {
         *k_scale; /* [] or [Hkv] float32 (float64 with GK_F64): a key is its stored value times k_scale; NULL = 1 */
     const gk_tensor *v_scale;
     gk_tensor out; /* [T, Hq, Dv] contiguous, q's dtype */
-    gk_tensor lse; /* [T, Hq] contiguous, float32 (float64 with GK_F64) */
+    gk_tensor lse; /* [T, Hq] contiguous, float32 (float64 with GK_F64); data NULL = not wanted */
     void *workspace;
     size_t workspace_bytes;
 } gk_paged_attn_args;

@@ -104,24 +104,14 @@ void fill_inputs(PagedArgs &x, const Tensor &out, gk_paged_attn_args *args) {
     args->out = out.view;
 }
 
-// lse NULL: the caller does not want it, so it lies behind the workspace. The contents of tables
-// and lengths count even where there are no tokens, so csrc is always asked.
+// lse NULL: the caller does not want it. The contents of tables and lengths count even where there
+// are no tokens, so csrc is always asked.
 void run(PagedArgs &x, gk_paged_attn_args *args, const Tensor &out, const Tensor *lse) {
     fill_inputs(x, out, args);
+    if (lse) args->lse = lse->view;
     Call call(kOp, x.q);
-    size_t lse_bytes = 0;
-    if (lse) {
-        args->lse = lse->view;
-    } else {
-        int64_t tokens = x.q.size(0), heads = x.q.size(1);
-        // out's place until its own is known: the size below does not depend on it
-        args->lse = gk_tensor{out.view.data, wide_dtype(x.q), 2, {tokens, heads}, {heads, 1}};
-        lse_bytes = static_cast<size_t>(tokens * heads) * gk_dtype_bytes(args->lse.dtype);
-    }
     args->workspace_bytes = gk_paged_attn_workspace_bytes(call.context(), args);
-    void *behind;
-    args->workspace = call.workspace(x.q, args->workspace_bytes, lse_bytes, &behind);
-    if (lse_bytes) args->lse.data = behind;
+    args->workspace = call.workspace(x.q, args->workspace_bytes);
     call.done(gk_paged_attn(call.context(), args));
 }
 

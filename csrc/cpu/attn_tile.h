@@ -270,7 +270,7 @@ INLINE void attn_store(const attn_scratch *x, const attn_lanes *lanes, const att
         }
     }
     for (int64_t n = 0; n < lanes->count; ++n) {
-        job->lse[lanes->lse_at[n]] = attn_lse(lanes->m[n], lanes->l[n], lanes->sink[n]);
+        if (job->lse) job->lse[lanes->lse_at[n]] = attn_lse(lanes->m[n], lanes->l[n], lanes->sink[n]);
     }
 }
 
@@ -281,7 +281,7 @@ INLINE void attn_clear_tokens(const gk_tensor *out, float *lse, int64_t first) {
         for (int64_t h = 0; h < heads; ++h) {
             const int64_t at = t * out->stride[0] + h * out->stride[1];
             memset((char *)out->data + element_bytes * at, 0, (size_t)(element_bytes * out->shape[2]));
-            lse[t * heads + h] = -INFINITY;
+            if (lse) lse[t * heads + h] = -INFINITY;
         }
 }
 

@@ -454,7 +454,7 @@ static void merge_task(void *arg, int64_t task, int64_t worker) {
             vf_store_dtype(job->args->out.data, job->args->out.dtype, x.out_first + i * x.out_row + h * x.out_head + d,
                            o, head_dim_v - d);
         }
-        ((float *)job->args->lse.data)[x.lse_first + i * x.lse_row + h] = attn_lse(m, l, sink);
+        if (job->tile.lse) job->tile.lse[x.lse_first + i * x.lse_row + h] = attn_lse(m, l, sink);
     }
 }
 

@@ -175,7 +175,7 @@ static inline void ref_attend(const ref_block *x) {
             gk_store(x->out->data, x->out->dtype, x->out_at[r] + d, total[r] == 0 ? 0 : sum[r][d] * factor);
         }
         double lse = total[r] == 0 ? -INFINITY : peak[r] + log(total[r]);
-        gk_store(x->lse->data, x->lse->dtype, x->lse_at[r], lse);
+        if (x->lse->data) gk_store(x->lse->data, x->lse->dtype, x->lse_at[r], lse);
     }
 }
 

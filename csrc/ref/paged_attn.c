@@ -66,7 +66,8 @@ static void paged_task(void *arg, int64_t task, int64_t worker) {
         if (b == job->q.batch) { /* past the last sequence */
             int64_t out_at = token * x->out.stride[0] + h * x->out.stride[1];
             for (int64_t d = 0; d < x->out.shape[2]; ++d) gk_store(x->out.data, x->out.dtype, out_at + d, 0);
-            gk_store(x->lse.data, x->lse.dtype, token * x->lse.stride[0] + h * x->lse.stride[1], -INFINITY);
+            if (x->lse.data)
+                gk_store(x->lse.data, x->lse.dtype, token * x->lse.stride[0] + h * x->lse.stride[1], -INFINITY);
             ++token;
             continue;
         }

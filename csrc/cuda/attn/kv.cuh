@@ -16,7 +16,7 @@ struct Pages { /* [num_blocks, block_size, heads_kv, last], last dense */
 struct Paged {
     Rows q; /* [T, heads_q, head_dim] */
     Pages k, v;
-    void *out, *lse; /* [T, heads_q, head_dim_v], [T, heads_q]: dense */
+    void *out, *lse; /* [T, heads_q, head_dim_v], [T, heads_q]: dense; lse NULL = not wanted */
     Rules rules;
     const int32_t *table, *lens, *cu_q; /* cu_q NULL: seq_q tokens each */
     int64_t table_row, table_entry, lens_step, cu_q_step;

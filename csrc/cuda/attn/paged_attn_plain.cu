@@ -50,7 +50,7 @@ template <class T> __global__ void __launch_bounds__(THREADS, 3) paged_attn_plai
     const int b = paged_owner(p, token);
     if (b < 0) {
         for (int d = threadIdx.x; d < p.head_dim_v; d += THREADS) out[d] = from_acc<T>(0);
-        if (threadIdx.x == 0) *lse = -INFINITY;
+        if (threadIdx.x == 0 && p.lse) *lse = -INFINITY;
         return;
     }
     const PagedSequence s = paged_sequence(p, b);
@@ -130,7 +130,7 @@ template <class T> __global__ void __launch_bounds__(THREADS, 3) paged_attn_plai
         for (int w = 0; w < WARPS_A_ROW; ++w) y += factor[w] * shared.o[w][d];
         out[d] = from_acc<T>(total == 0 ? W(0) : y / total * v_scale);
     }
-    if (threadIdx.x == 0) *lse = total == 0 ? W(-INFINITY) : highest + log(total);
+    if (threadIdx.x == 0 && p.lse) *lse = total == 0 ? W(-INFINITY) : highest + log(total);
 }
 
 /* ---- launch -------------------------------------------------------------------------------------------- */

@@ -28,7 +28,7 @@ struct Call {
     int head_slots, head_sets; /* kv heads side by side in a block; sets of them */
     int blocks;
     int lanes, unit_keys; /* rows of an item; keys of a unit: KEYS x (warps / head_slots) */
-    struct Split *splits; /* workspace, [blocks][2]; */
+    struct Split *splits; /* workspace, [blocks][2]; NULL where no item is shared; */
     float2 *stats;        /* [blocks][2][head_slots][lanes]: (max, sum) of a part; */
     float *sums;          /* [blocks][2][head_slots][lanes][head_dim_v]: its O, not divided */
 };
@@ -176,7 +176,7 @@ __device__ __forceinline__ void write_nothing(const Call &c, const PagedSequence
         const int head = (head_set * c.head_slots + head_slot) * p.group + (row - token * p.group);
         const int64_t at = (int64_t)(s.q0 + token) * p.heads_q + head;
         for (int d = threadIdx.x; d < p.head_dim_v; d += THREADS) ((T *)p.out)[at * p.head_dim_v + d] = from_acc<T>(0);
-        if (threadIdx.x == 0) ((float *)p.lse)[at] = finish(p, head, -INFINITY, 0).lse;
+        if (threadIdx.x == 0 && p.lse) ((float *)p.lse)[at] = finish(p, head, -INFINITY, 0).lse;
     }
 }
 
@@ -206,7 +206,7 @@ __device__ __forceinline__ void merge_warps(const Call &c, const Piece &x, const
             const int64_t at = (int64_t)(x.s.q0 + token) * p.heads_q + head;
             const Final f = finish(p, head, highest, all);
             store_4<T>((T *)p.out + at * p.head_dim_v + col, y, f.factor);
-            if (col == 0) ((float *)p.lse)[at] = f.lse;
+            if (col == 0 && p.lse) ((float *)p.lse)[at] = f.lse;
         } else {
             const int64_t at = (part + head_slot) * LANES + r;
             *(float4 *)(c.sums + at * p.head_dim_v + col) = y;
@@ -235,7 +235,7 @@ template <class T, int WARPS_, class Stream> __device__ __forceinline__ void wal
     const int64_t share = (total + gridDim.x - 1) / gridDim.x;
     const int64_t begin = blockIdx.x * share, end = min(begin + share, total);
     Split *const splits = c.splits + 2 * blockIdx.x; /* thread 0 alone writes there */
-    if (threadIdx.x == 0) splits[0].last = splits[1].last = -1;
+    if (threadIdx.x == 0 && c.splits) splits[0].last = splits[1].last = -1;
     if (begin >= end) return;
     for (int b = threadIdx.x;; b += THREADS) { /* one round, unless there are more sequences than threads */
         if (p.batch > THREADS) {
@@ -305,7 +305,7 @@ template <class T> __global__ void __launch_bounds__(COMBINE_THREADS) paged_comb
         const int token = ((int)blockIdx.x - 2 * c.blocks) * COMBINE_WARPS + warp;
         if (token >= p.tokens || paged_owner(p, token) >= 0) return;
         const int64_t row = (int64_t)token * p.heads_q;
-        for (int i = lane; i < p.heads_q; i += 32) ((float *)p.lse)[row + i] = -INFINITY;
+        for (int i = lane; p.lse && i < p.heads_q; i += 32) ((float *)p.lse)[row + i] = -INFINITY;
         for (int i = lane; i < p.heads_q * p.head_dim_v; i += 32) ((T *)p.out)[row * p.head_dim_v + i] = from_acc<T>(0);
         return;
     }
@@ -376,7 +376,7 @@ template <class T> __global__ void __launch_bounds__(COMBINE_THREADS) paged_comb
             const int64_t at = (int64_t)(item.token0 + token) * p.heads_q + head;
             const Final f = finish(p, head, peak, sum);
             store_4<T>((T *)p.out + at * p.head_dim_v + piece * 4, y, f.factor);
-            if (piece == 0) ((float *)p.lse)[at] = f.lse;
+            if (piece == 0 && p.lse) ((float *)p.lse)[at] = f.lse;
         }
         __syncthreads(); /* the sums have been read */
     }
@@ -387,6 +387,7 @@ template <class T> __global__ void __launch_bounds__(COMBINE_THREADS) paged_comb
  * that it takes at most (0: any)}. The grid is what fills the device: it does not depend on lengths. */
 struct Sizes {
     int blocks, head_slots;
+    bool combines; /* blocks may share an item, or tokens may be nobody's */
     int64_t splits_bytes, stats_bytes, sums_bytes;
 };
 
@@ -399,6 +400,10 @@ inline Sizes sizes_of(const gk_cuda_row *row, const gk_context *ctx, const gk_pa
     z.head_slots = 1;
     for (int n = 2; n <= row->key[2] && heads_kv > 0 && heads_kv % n == 0 && batch * (heads_kv / n) >= few; n *= 2)
         z.head_slots = n;
+    /* a table row that holds one unit makes items of one unit, which nobody shares: no second launch, no workspace */
+    const int64_t unit_keys = KEYS * (row->key[2] / z.head_slots);
+    z.combines = a->cu_seqlens_q || a->block_table.shape[1] * a->k_cache.shape[1] > unit_keys;
+    if (!z.combines) return z;
     const int64_t rows = (int64_t)z.blocks * 2 * z.head_slots * row->key[1];
     z.splits_bytes = z.blocks * 2 * (int64_t)sizeof(Split);
     z.stats_bytes = gk_round_up(rows * 8, 64);
@@ -432,6 +437,7 @@ inline Call call_of(const gk_cuda_row *row, const gk_context *ctx, const gk_page
     c.head_slots = z.head_slots, c.head_sets = c.p.heads_kv / z.head_slots;
     c.blocks = z.blocks;
     c.lanes = row->key[1], c.unit_keys = KEYS * (row->key[2] / z.head_slots);
+    if (!z.combines) return c;
     char *at = (char *)a->workspace;
     c.splits = (Split *)at, at += z.splits_bytes;
     c.stats = (float2 *)at, at += z.stats_bytes;
@@ -446,7 +452,7 @@ template <class T, auto KERNEL> gk_status run_pair(const gk_cuda_row *row, const
     if (c.p.tokens == 0 || c.p.heads_q == 0) return GK_OK;
     const gk_status status =
         launch<KERNEL>("gk_paged_attn", ctx, dim3((unsigned)c.blocks), row->key[2] * 32, row->key[4], c);
-    if (status != GK_OK) return status;
+    if (status != GK_OK || !z.combines) return status;
     const int64_t askers = c.p.cu_q ? gk_ceil_div(c.p.tokens, COMBINE_WARPS) : 0;
     const dim3 grid((unsigned)(2 * c.blocks + askers));
     return launch<paged_combine_kernel<T>>("gk_paged_attn", ctx, grid, COMBINE_THREADS, 0, c);
