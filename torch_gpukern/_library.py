@@ -153,12 +153,13 @@ def autocast(name: str, cast: Callable[[torch.dtype, Sequence, Callable], tuple]
 def without_grad(op: torch._ops.OpOverload) -> Callable:
     """op for public functions: with grad mode off it goes past its Autograd kernel, which spares the dispatcher a way
     into Python and back. A compiler that traces sees the op alone."""
+    plain = bare(op)
 
     def call(*args):
         if is_grad_enabled() or is_compiling():
             return op(*args)
         with below_autograd():
-            return op(*args)
+            return plain(*args)
 
     return call
 
