@@ -17,6 +17,7 @@ from .._library import (
     bare,
     below_autograd,
     fake,
+    is_compiling,
     is_grad_enabled,
     ops,
     refuse_backward,
@@ -199,7 +200,10 @@ def kv_cache_write(
     Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention"
     (2023), arXiv:2309.06180.
     """
-    _kv_cache_write(k, v, k_cache, v_cache, slots, k_scale, v_scale)
+    if is_grad_enabled() or is_compiling():
+        _kv_cache_write(k, v, k_cache, v_cache, slots, k_scale, v_scale)
+    else:  # what the Autograd kernel would do, without the dispatcher's way there and back
+        _write(k, v, k_cache, v_cache, slots, k_scale, v_scale)
 
 
 # ---- fake functions ------------------------------------------------------------------------------
@@ -267,6 +271,10 @@ def _kv_cache_write_autograd(k, v, k_cache, v_cache, *rest):
             f"{NAMESPACE}::kv_cache_write: it has no backward and an input requires a gradient; "
             "call it under torch.no_grad()"
         )
+    _write(k, v, k_cache, v_cache, *rest)
+
+
+def _write(k, v, k_cache, v_cache, *rest):
     with below_autograd():
         _bare_write(k, v, k_cache, v_cache, *rest)
     # A tensor that autograd has saved must not change unseen.
