@@ -475,6 +475,22 @@ def test_gradient_of_lse_where_no_key_is_seen_is_dropped(device):
     assert all(g.isfinite().all() for g in (dq, dk, dv))
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
+@pytest.mark.parametrize("layout", ("dense", "offset"))
+@pytest.mark.parametrize("dims", [(8, 8), (64, 64), (64, 40), (80, 80), (128, 96), (64, 200), (256, 256)], ids=str)
+def test_a_row_that_sees_one_key_has_no_gradient_of_scores(dims, layout, dtype, device):
+    """out = v there, so dP and delta are one sum; made in one order, they are the same number and dS = 0."""
+    gen = generator("one key", dims)
+    tensors = [LAYOUTS[layout](t) for t in qkv(gen, 2, (4, 2), (70, 70), dims, dtype, device)]
+    grad = LAYOUTS[layout](randn(gen, 2, 4, 70, dims[1], dtype=dtype, device=device))
+    for keys in (70, 1):
+        q, k, v = tensors[0], tensors[1][:, :, :keys], tensors[2][:, :, :keys]
+        got = backward(partial(ops.flash_attn, is_causal=True), dict(q=q, k=k, v=v), grad)
+        rows = 1 if keys > 1 else 70
+        assert not got["q"][:, :, :rows].count_nonzero()
+        assert keys > 1 or not got["k"].count_nonzero()
+
+
 @pytest.mark.parametrize("wanted", [("q",), ("k",), ("v",), ("sinks",), ("k", "v")], ids=str)
 def test_only_the_wanted_gradients(wanted, device):
     gen = generator("wanted")

@@ -23,6 +23,7 @@ struct Bwd {
     double lse_factor;    /* the kernels' unit of lse: 1, or log2(e) */
     float scale, softcap; /* the rules' as floats: operands from here take no registers */
     int tile_rows, tiles, row_tiles, columns;
+    int dp_part; /* float32: dP is a sum of sums of so many products, and delta likewise; 0: eight sums, of every eighth */
     bool vector_out; /* out and grad_out can be read 16 bytes at a time */
 };
 

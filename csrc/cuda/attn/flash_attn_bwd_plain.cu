@@ -24,11 +24,11 @@ template <class T, class W> __device__ __forceinline__ void load_row(W *to_s, co
 }
 
 template <class T, class W> __device__ __forceinline__ W dot(const W *a_s, const T *b_g, int n) {
-    W part[8] = {}; /* n is a multiple of 8; the order of flash_attn_fwd_plain, so that a score is the same in both */
+    W part[8] = {}; /* n is a multiple of 8; flash_attn_fwd_plain and delta have this order too (Bwd::dp_part) */
 #pragma unroll 1
     for (int d = 0; d < n; d += 8)
 #pragma unroll
-        for (int e = 0; e < 8; ++e) part[e] += a_s[d + e] * to_acc(b_g[d + e]);
+        for (int e = 0; e < 8; ++e) part[e] = fma(a_s[d + e], to_acc(b_g[d + e]), part[e]);
     return ((part[0] + part[1]) + (part[2] + part[3])) + ((part[4] + part[5]) + (part[6] + part[7]));
 }
 

@@ -15,15 +15,18 @@
 namespace {
 
 constexpr int THREADS = BWD_PRE_THREADS, LANES = 8; /* of a row: one pass of 16 bytes a lane at head_dim 64 */
+static_assert(LANES * SIMT_PART == 256, "a lane's columns are a part of dP at any head_dim");
 constexpr int SINK_WARPS = BWD_SINK_THREADS / 32, CLEAR_WARPS = THREADS / 32;
 
 template <class T> struct Stat { /* {lse, delta} */
     typename element<T>::acc lse, delta;
 };
 
-/* The part of a row's product dO . O that this lane sums. */
+/* The part of a row's product dO . O that this lane sums. In float32 and float64 the order is that of the products dP, so
+ * that a row that sees one key has dP = delta bit for bit, and dS = 0: dp_part columns a lane, or every eighth. */
 template <class T>
-__device__ __forceinline__ typename element<T>::acc lane_dot(const T *a, const T *b, int n, int lane, bool vector) {
+__device__ __forceinline__ typename element<T>::acc lane_dot(const T *a, const T *b, int n, int lane, bool vector,
+                                                             int dp_part) {
     typename element<T>::acc sum = 0;
     if (sizeof(T) == 2 && vector) {
         union Eight {
@@ -38,12 +41,19 @@ __device__ __forceinline__ typename element<T>::acc lane_dot(const T *a, const T
         }
         return sum;
     }
-    /* float32 and float64 in the order of the products dP (flash_attn_bwd_simt, flash_attn_bwd_plain): a row that sees one
-     * key has dP = delta bit for bit, and dS = 0 */
-    constexpr bool CHAIN = sizeof(T) == 4;
-    if (CHAIN && lane > 0) return 0;
+    const bool parts = sizeof(T) == 4 && dp_part > 0;
+    const int first = parts ? lane * dp_part : lane, end = parts ? min(first + dp_part, n) : n;
 #pragma unroll 8
-    for (int d = CHAIN ? 0 : lane; d < n; d += CHAIN ? 1 : LANES) sum += to_acc(a[d]) * to_acc(b[d]);
+    for (int d = first; d < end; d += parts ? 1 : LANES) sum = fma(to_acc(a[d]), to_acc(b[d]), sum);
+    return sum;
+}
+
+/* The sum of the lanes' parts: one after the other, or the tree of eight sums that flash_attn_bwd_plain makes. */
+template <class T> __device__ __forceinline__ T row_dot(T part, int dp_part) {
+    if (sizeof(T) != 4 || dp_part == 0) return lanes_sum<1, LANES>(part);
+    T sum = 0;
+#pragma unroll
+    for (int lane = 0; lane < LANES; ++lane) sum += __shfl_sync(0xffffffffu, part, lane, LANES);
     return sum;
 }
 
@@ -73,12 +83,12 @@ template <class T> __global__ void __launch_bounds__(THREADS) bwd_rows_kernel(co
         if (i0 + r < s.seq_q) {
             const W l = lse[row * g.p.lse.row];
             const W sum = lane_dot<T>(out + row * g.p.out.row, grad_out + row * g.grad_out.row, g.p.head_dim_v, lane,
-                                      g.vector_out);
+                                      g.vector_out, g.dp_part);
             if (l != -INFINITY) x = {l * (W)g.lse_factor, sum};
         }
         /* a row without keys contributes nothing, whatever its grad_out holds */
         const bool alive = x.lse != INFINITY;
-        x.delta = lanes_sum<1, LANES>(x.delta);
+        x.delta = row_dot(x.delta, g.dp_part);
         if (alive && g.grad_lse.data) x.delta -= grad_lse[row * g.grad_lse.row];
         if (lane == 0) stats[r] = x;
     }

@@ -8,7 +8,7 @@
  * Both kernels are one: with K, V staying and Q, dO passing (KEYS) it gives dK = dS^T Q and dV = P^T dO, with Q, dO
  * staying and K, V passing dQ = dS K. 8 warps stand 4 x 2 on a product, lanes 4 x 8, a thread has every 16th row and
  * column.
- * Shared memory: SimtSmem<Tile> below. Per step:
+ * Shared memory: SimtSmem<Tile> below. What stays is copied once; per step:
  *   barrier | copy the passing tiles | barrier | S, dP, then P and dS to shared memory | barrier | sums
  * Not here: unaligned rows (flash_attn_bwd_plain), other dtypes. */
 #include "../tile/copy.cuh"
@@ -55,9 +55,8 @@ __device__ __forceinline__ void copy_floats(smem_addr to_s, const float *from_g,
 }
 
 /* ---- 2. products ------------------------------------------------------------------------------------------------- */
-/* c[a][b] = row (a) of one tile . row (b) of another. With PARTS, sums of 32 products and then their sum, as
- * flash_attn_fwd_simt has it: a score is the same float in both, and a chain of 256 would round worse than PyTorch does. */
-template <class Tile, bool PARTS>
+/* c[a][b] = row (a) of one tile . row (b) of another. */
+template <class Tile>
 __device__ __forceinline__ void dot_rows(float (&c)[Tile::per_stay][Tile::per_pass], const float *a_s,
                                          const float *b_s) {
     constexpr int R = Tile::per_stay, P = Tile::per_pass, STEP = 16 * SimtSmem<Tile>::row;
@@ -77,13 +76,12 @@ __device__ __forceinline__ void dot_rows(float (&c)[Tile::per_stay][Tile::per_pa
         for (int x = 0; x < R; ++x)
 #pragma unroll
             for (int y = 0; y < P; ++y) {
-                float &sum = PARTS ? part[x][y] : c[x][y];
-                sum = fmaf(a[x].x, b[y].x, sum);
-                sum = fmaf(a[x].y, b[y].y, sum);
-                sum = fmaf(a[x].z, b[y].z, sum);
-                sum = fmaf(a[x].w, b[y].w, sum);
+                part[x][y] = fmaf(a[x].x, b[y].x, part[x][y]);
+                part[x][y] = fmaf(a[x].y, b[y].y, part[x][y]);
+                part[x][y] = fmaf(a[x].z, b[y].z, part[x][y]);
+                part[x][y] = fmaf(a[x].w, b[y].w, part[x][y]);
             }
-        if (PARTS && d % 32 == 28)
+        if (d % SIMT_PART == SIMT_PART - 4)
 #pragma unroll
             for (int x = 0; x < R; ++x)
 #pragma unroll
@@ -171,6 +169,19 @@ __global__ void __launch_bounds__(SIMT_THREADS, Tile::blocks) bwd_simt_kernel(co
     const float *k_g = (const float *)p.k.data + b * p.k.batch + kv_head * p.k.head + s.k0 * p.k.row;
     const float *v_g = (const float *)p.v.data + b * p.v.batch + kv_head * p.v.head + s.k0 * p.v.row;
 
+    /* 3.2 what stays, once: its addresses would take registers in the steps */
+    if (pass.lo < pass.hi) {
+        const float *q_g = (const float *)p.q.data + b * p.q.batch + my_head * p.q.head + s.q0 * p.q.row;
+        const float *grad_out_g =
+            (const float *)g.grad_out.data + b * g.grad_out.batch + my_head * g.grad_out.head + s.q0 * g.grad_out.row;
+        const float *stay_a_g = KEYS ? k_g : q_g, *stay_b_g = KEYS ? v_g : grad_out_g;
+        const int64_t stay_a_row = KEYS ? p.k.row : p.q.row, stay_b_row = KEYS ? p.v.row : g.grad_out.row;
+        copy_floats<Tile, STAY>(smem_s + S::stay_a * 4, stay_a_g + at * stay_a_row, stay_a_row, staying.lo - at,
+                                staying.hi - at, p.head_dim);
+        copy_floats<Tile, STAY>(smem_s + S::stay_b * 4, stay_b_g + at * stay_b_row, stay_b_row, staying.lo - at,
+                                staying.hi - at, p.head_dim_v);
+    }
+
     float4 sum_a[R][C] = {}, sum_b[R][C] = {}; /* dK, dV; or dQ alone */
 #pragma unroll 1
     for (int head = KEYS ? kv_head * p.group : my_head; head < (KEYS ? (kv_head + 1) * p.group : my_head + 1); ++head) {
@@ -180,21 +191,13 @@ __global__ void __launch_bounds__(SIMT_THREADS, Tile::blocks) bwd_simt_kernel(co
         const float2 *stats =
             (const float2 *)g.stats + ((int64_t)head * g.row_tiles + row_tile_of(g, s, b)) * g.tile_rows;
         const Logit<float> logit = logit_of<float>(p, s, b, head);
-        const float *stay_a_g = KEYS ? k_g : q_g, *stay_b_g = KEYS ? v_g : grad_out_g;
         const float *pass_a_g = KEYS ? q_g : k_g, *pass_b_g = KEYS ? grad_out_g : v_g;
-        const int64_t stay_a_row = KEYS ? p.k.row : p.q.row, stay_b_row = KEYS ? p.v.row : g.grad_out.row;
         const int64_t pass_a_row = KEYS ? p.q.row : p.k.row, pass_b_row = KEYS ? g.grad_out.row : p.v.row;
         const Interval &passing = KEYS ? seeing : seen;
 #pragma unroll 1
         for (int at2 = pass.lo; at2 < pass.hi; at2 += PASS) {
-            /* 3.2 tiles; what stays comes with the first, once per head of q */
+            /* 3.3 what passes */
             __syncthreads(); /* the tiles of the step before have been read */
-            if (at2 == pass.lo) {
-                copy_floats<Tile, STAY>(smem_s + S::stay_a * 4, stay_a_g + at * stay_a_row, stay_a_row, staying.lo - at,
-                                        staying.hi - at, p.head_dim);
-                copy_floats<Tile, STAY>(smem_s + S::stay_b * 4, stay_b_g + at * stay_b_row, stay_b_row, staying.lo - at,
-                                        staying.hi - at, p.head_dim_v);
-            }
             copy_floats<Tile, PASS>(smem_s + S::pass_a * 4, pass_a_g + at2 * pass_a_row, pass_a_row, passing.lo - at2,
                                     passing.hi - at2, p.head_dim);
             copy_floats<Tile, PASS>(smem_s + S::pass_b * 4, pass_b_g + at2 * pass_b_row, pass_b_row, passing.lo - at2,
@@ -203,10 +206,10 @@ __global__ void __launch_bounds__(SIMT_THREADS, Tile::blocks) bwd_simt_kernel(co
             cp_async_wait_group<0>();
             __syncthreads(); /* they are there for all threads */
 
-            /* 3.3 S and dP, then P and dS */
+            /* 3.4 S and dP, then P and dS */
             float qk[R][P], dp[R][P];
-            dot_rows<Tile, true>(qk, smem_f + S::stay_a + my_row * S::row, smem_f + S::pass_a + my_col * S::row);
-            dot_rows<Tile, false>(dp, smem_f + S::stay_b + my_row * S::row, smem_f + S::pass_b + my_col * S::row);
+            dot_rows<Tile>(qk, smem_f + S::stay_a + my_row * S::row, smem_f + S::pass_a + my_col * S::row);
+            dot_rows<Tile>(dp, smem_f + S::stay_b + my_row * S::row, smem_f + S::pass_b + my_col * S::row);
 #pragma unroll
             for (int x = 0; x < R; ++x)
 #pragma unroll
@@ -226,13 +229,13 @@ __global__ void __launch_bounds__(SIMT_THREADS, Tile::blocks) bwd_simt_kernel(co
                 }
             __syncthreads(); /* P and dS are whole */
 
-            /* 3.4 sums */
+            /* 3.5 sums */
             add_rows<Tile>(sum_a, smem_f + S::ds + my_row * S::score_row, smem_f + S::pass_a + my_col * 4);
             if (KEYS) add_rows<Tile>(sum_b, smem_f + S::p + my_row * S::score_row, smem_f + S::pass_b + my_col * 4);
         }
     }
 
-    /* 3.5 results */
+    /* 3.6 results */
     const float scale = (float)p.rules.scale;
     if (KEYS) {
         float *dk = (float *)g.dk.data + b * g.dk.batch + kv_head * g.dk.head + ((int64_t)s.k0 + at) * g.dk.row;
@@ -262,7 +265,7 @@ template <class Tile> gk_status run(const gk_cuda_row *, const gk_context *ctx, 
     const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
     const char *op = "gk_flash_attn_bwd";
     Bwd g = bwd_of(ctx, a, BWD_PLAIN_ROWS, 0);
-    g.stats = a->workspace, g.lse_factor = 1;
+    g.stats = a->workspace, g.lse_factor = 1, g.dp_part = SIMT_PART;
     gk_status status = bwd_pre(ctx, GK_F32, g);
     const int64_t row_blocks = gk_ceil_div(g.p.seq_q, Tile::stay) * g.p.heads_q * g.p.batch;
     if (status == GK_OK)

@@ -78,7 +78,7 @@ template <class T> __global__ void __launch_bounds__(THREADS, 4) flash_attn_fwd_
 #pragma unroll 1
             for (int d = 0; d < p.head_dim; d += 8)
 #pragma unroll
-                for (int e = 0; e < 8; ++e) part[e] += q_s[d + e] * to_acc(k[d + e]);
+                for (int e = 0; e < 8; ++e) part[e] = fma(q_s[d + e], to_acc(k[d + e]), part[e]);
             const W qk = ((part[0] + part[1]) + (part[2] + part[3])) + ((part[4] + part[5]) + (part[6] + part[7]));
             s = score_wide(score, qk, i, j);
         }

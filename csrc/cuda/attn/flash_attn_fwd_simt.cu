@@ -117,8 +117,8 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, Smem<Tile>::CTAS > 2 ? 2 
         float s[ROWS][KEYS] = {}, part[ROWS][KEYS];
 #pragma unroll 2
         for (int d = 0; d < CHUNKS; ++d) {
-            /* sums of 32 products, then a sum of those: a chain of 256 would round worse than PyTorch does */
-            if (d % 8 == 0)
+            constexpr int PART = SIMT_PART / 4;
+            if (d % PART == 0)
 #pragma unroll
                 for (int i = 0; i < ROWS; ++i)
 #pragma unroll
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, Smem<Tile>::CTAS > 2 ? 2 
 #pragma unroll
                 for (int j = 0; j < KEYS; ++j) part[i][j] = dot4(q, k[j], part[i][j]);
             }
-            if (d % 8 == 7)
+            if (d % PART == PART - 1)
 #pragma unroll
                 for (int i = 0; i < ROWS; ++i)
 #pragma unroll

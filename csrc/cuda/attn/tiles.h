@@ -58,6 +58,10 @@ template <> struct FlashFwdScoreTile<128> : FlashFwdTile<128> {
     static constexpr int BKV = 32; /* S 32 registers a thread; 64 keys spilled 40 bytes */
 };
 
+/* Float32 on CUDA cores: products of q k and dO v are added up so many at a time, then those sums: a chain of 256 would round
+ * worse than PyTorch does. Forward and backward alike, so that a score is the same float in both. */
+constexpr int SIMT_PART = 32;
+
 /* flash_attn_fwd_simt: float32 on CUDA cores; BQ / ROWS x 16 threads. */
 template <int HEAD_DIM_> struct FlashFwdSimtTile {
     static constexpr int HEAD_DIM = HEAD_DIM_;
