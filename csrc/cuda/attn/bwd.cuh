@@ -80,10 +80,7 @@ template <class W> struct Logit {
 };
 
 template <class W> __device__ __forceinline__ Logit<W> logit_of(const Problem &p, const Sequence &s, int b, int head) {
-    Logit<W> x = {(W)p.rules.scale, (W)p.rules.softcap, 0, span_clamp(s.diagonal)};
-    if (p.rules.alibi_slopes)
-        x.slope = ((const W *)p.rules.alibi_slopes)[b * p.rules.slope_batch + head * p.rules.slope_head];
-    return x;
+    return {(W)p.rules.scale, (W)p.rules.softcap, slope_of<W>(p.rules, b, head), span_clamp(s.diagonal)};
 }
 
 /* P of a visible pair, and dS without the factor scale. */

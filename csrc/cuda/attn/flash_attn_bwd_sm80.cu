@@ -209,11 +209,7 @@ __device__ __forceinline__ void store_source(smem_addr at_s, const T *q, const T
 
 __device__ __forceinline__ Score load_score(smem_addr at_s, const Bwd &g, int head) {
     const uint4 x = ld_shared_128(at_s + 16);
-    const Rules &rules = g.p.rules;
-    Score score = {g.scale, g.softcap, 0, (int)x.z};
-    if (rules.alibi_slopes)
-        score.slope = ((const float *)rules.alibi_slopes)[(int)x.w * rules.slope_batch + head * rules.slope_head];
-    return score;
+    return {g.scale, g.softcap, slope_of<float>(g.p.rules, (int)x.w, head), (int)x.z};
 }
 
 /* Q, dO and stats of one tile of rows of one head, into slot `slot`; stats_tile counts tiles of all heads. */

@@ -61,9 +61,7 @@ template <class T> __global__ void __launch_bounds__(THREADS, 4) flash_attn_fwd_
     const int head_kv = head / p.group;
     const T *k_g = (const T *)p.k.data + b * p.k.batch + head_kv * p.k.head + seq.k0 * p.k.row;
     const T *v_g = (const T *)p.v.data + b * p.v.batch + head_kv * p.v.head + seq.k0 * p.v.row;
-    WideScore<W> score = {(W)p.rules.scale, (W)p.rules.softcap, 0, seq.diagonal};
-    if (p.rules.alibi_slopes)
-        score.slope = ((const W *)p.rules.alibi_slopes)[b * p.rules.slope_batch + head * p.rules.slope_head];
+    const WideScore<W> score = {(W)p.rules.scale, (W)p.rules.softcap, slope_of<W>(p.rules, b, head), seq.diagonal};
 
     /* The sink opens the softmax. */
     W peak = p.rules.sinks ? ((const W *)p.rules.sinks)[head * p.rules.sink_head] : (W)-INFINITY;

@@ -107,9 +107,7 @@ template <int HEAD_DIM, int ROWS> struct Stream {
                 st_shared_f4(q_s + (r * CHUNKS + chunk) * 16, q.x, q.y, q.z, q.w);
             }
             index[r] = token, peak[r] = -INFINITY, sum[r] = 0, o[r] = make_float4(0, 0, 0, 0), slope[r] = 0;
-            if (p.rules.alibi_slopes && is)
-                slope[r] =
-                    ((const float *)p.rules.alibi_slopes)[work.b * p.rules.slope_batch + head * p.rules.slope_head];
+            if (is) slope[r] = slope_of<float>(p.rules, work.b, head);
         }
         const float scale = (float)p.rules.scale * paged_scale<float>(p.k_scale, p.k_scale_step, work.head_kv);
 

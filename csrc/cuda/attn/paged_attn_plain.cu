@@ -59,10 +59,7 @@ template <class T> __global__ void __launch_bounds__(THREADS, 3) paged_attn_plai
     for (int d = threadIdx.x; d < p.head_dim; d += THREADS) shared.q[d] = to_acc(q[d]);
     __syncthreads(); /* q is there */
     const W scale = (W)p.rules.scale * paged_scale<W>(p.k_scale, p.k_scale_step, head_kv);
-    const W softcap = (W)p.rules.softcap;
-    W slope = 0;
-    if (p.rules.alibi_slopes)
-        slope = ((const W *)p.rules.alibi_slopes)[b * p.rules.slope_batch + head * p.rules.slope_head];
+    const W softcap = (W)p.rules.softcap, slope = slope_of<W>(p.rules, b, head);
 
     /* 2. 32 keys at a time */
     W peak = -INFINITY, sum = 0, o[COLS] = {};

@@ -82,11 +82,8 @@ template <class T, int HEAD_DIM, int LANES> struct Stream {
                 const int row = row0 + n * 8 + lane % 4 * 2 + e, token = row / p.group;
                 index[n][e] = token;
                 peak[n][e] = -INFINITY, sum[n][e] = 0, slope[n][e] = 0;
-                if (p.rules.alibi_slopes && row <= last_row)
-                    slope[n][e] =
-                        ((const float *)
-                             p.rules.alibi_slopes)[work.b * p.rules.slope_batch +
-                                                   (head_kv * p.group + row - token * p.group) * p.rules.slope_head];
+                const int head = head_kv * p.group + row - token * p.group;
+                if (row <= last_row) slope[n][e] = slope_of<float>(p.rules, work.b, head);
             }
         const float scale = (float)p.rules.scale * paged_scale<float>(p.k_scale, p.k_scale_step, head_kv);
         float o[STEPS][N][4] = {}; /* O^T: head_dim_v by rows */

@@ -31,6 +31,11 @@ struct Rules {
     bool modified; /* softcap or ALiBi: scores are not scale * qk alone */
 };
 
+/* The ALiBi slope of a head, 0 = none; W is double for float64. */
+template <class W> __device__ __forceinline__ W slope_of(const Rules &rules, int b, int head) {
+    return rules.alibi_slopes ? ((const W *)rules.alibi_slopes)[b * rules.slope_batch + head * rules.slope_head] : W(0);
+}
+
 struct Problem {
     Rows q, k, v, out;
     Stats lse;

@@ -16,12 +16,7 @@ struct Score {
 };
 
 __device__ __forceinline__ Score score_of(const Problem &p, const Sequence &s, int b, int head) {
-    Score x;
-    x.scale = (float)p.rules.scale, x.softcap = (float)p.rules.softcap, x.slope = 0,
-    x.position0 = span_clamp(s.diagonal);
-    if (p.rules.alibi_slopes)
-        x.slope = ((const float *)p.rules.alibi_slopes)[b * p.rules.slope_batch + head * p.rules.slope_head];
-    return x;
+    return {(float)p.rules.scale, (float)p.rules.softcap, slope_of<float>(p.rules, b, head), span_clamp(s.diagonal)};
 }
 
 /* tanh through one exponential: exact to 1e-7 of 1, which is what a score of size softcap needs. */
