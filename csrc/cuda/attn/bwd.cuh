@@ -62,37 +62,11 @@ __device__ __forceinline__ Interval seeing_rows(const Sequence &s, int lo, int h
     return {s.span.row_lo(lo), s.span.row_hi(hi - 1, s.seq_q)};
 }
 
-/* qk -> s in natural units, and ds / dqk without the factor scale. distance: i + position0 - j. */
-__device__ __forceinline__ float score_and_slope(const Score &x, float qk, float distance, float *slope) {
-    float s = qk * x.scale;
-    *slope = 1;
-    if (x.softcap > 0) {
-        const float t = score_tanh(__fdividef(s, x.softcap));
-        s = x.softcap * t, *slope = 1 - t * t;
-    }
-    return s - x.slope * fabsf(distance);
-}
-
-/* score_and_slope and P in float or double with exact functions: for the kernels of float32 and float64. */
-template <class W> struct Logit {
-    W scale, softcap, slope;
-    int position0;
-};
-
-template <class W> __device__ __forceinline__ Logit<W> logit_of(const Problem &p, const Sequence &s, int b, int head) {
-    return {(W)p.rules.scale, (W)p.rules.softcap, slope_of<W>(p.rules, b, head), span_clamp(s.diagonal)};
-}
-
-/* P of a visible pair, and dS without the factor scale. */
+/* P of a visible pair in float32 or float64, and dS without the factor scale. */
 template <class W>
-__device__ __forceinline__ W pair_gradient(const Logit<W> &x, W qk, W dp, W lse, W delta, int i, int j, W *p) {
-    W s = qk * x.scale, derivative = 1;
-    if (x.softcap > 0) {
-        const W t = tanh(s / x.softcap);
-        s = x.softcap * t, derivative = 1 - t * t;
-    }
-    if (x.slope != 0) s -= x.slope * (W)abs(i + x.position0 - j);
-    *p = exp(s - lse);
+__device__ __forceinline__ W pair_gradient(const WideScore<W> &x, W qk, W dp, W lse, W delta, int i, int j, W *p) {
+    W derivative;
+    *p = exp(score_fine(x, qk, i, j, &derivative) - lse);
     return *p * (dp - delta) * derivative;
 }
 

@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks) bwd_dq_kernel(
                     float derivative = 1, logit_log2 = sc[m][n][r] * scale_log2;
                     if (MODIFIED)
                         logit_log2 =
-                            score_and_slope(score, sc[m][n][r], (float)(i + score.position0 - j), &derivative) * LOG2_E;
+                            score_fast(score, sc[m][n][r], (float)(i + score.position0 - j), &derivative) * LOG2_E;
                     const float w = ex2_approx_ftz(logit_log2 - lse[m][r / 2]);
                     dp[m][n][r] = w * (dp[m][n][r] - delta[m][r / 2]) * derivative;
                 }

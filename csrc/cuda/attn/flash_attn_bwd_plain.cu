@@ -23,15 +23,6 @@ template <class T, class W> __device__ __forceinline__ void load_row(W *to_s, co
     for (int d = lane; d < n; d += 32) to_s[d] = to_acc(row_g[d]);
 }
 
-template <class T, class W> __device__ __forceinline__ W dot(const W *a_s, const T *b_g, int n) {
-    W part[8] = {}; /* n is a multiple of 8; flash_attn_fwd_plain and delta have this order too (Bwd::dp_part) */
-#pragma unroll 1
-    for (int d = 0; d < n; d += 8)
-#pragma unroll
-        for (int e = 0; e < 8; ++e) part[e] = fma(a_s[d + e], to_acc(b_g[d + e]), part[e]);
-    return ((part[0] + part[1]) + (part[2] + part[3])) + ((part[4] + part[5]) + (part[6] + part[7]));
-}
-
 template <class T, class W> __device__ __forceinline__ void add_scaled(W *sum, W x, const T *row_g, int n, int lane) {
 #pragma unroll
     for (int c = 0; c < PER_LANE; ++c)
@@ -87,16 +78,16 @@ __global__ void __launch_bounds__(WARPS_PLAIN * 32) bwd_plain_dq_kernel(const __
                  (const T *)g.grad_out.data + b * g.grad_out.batch + head * g.grad_out.head + row * g.grad_out.row,
                  p.head_dim_v, lane);
         __syncwarp(); /* the row is there for all lanes */
-        const Logit<W> logit = logit_of<W>(p, s, b, head);
+        const WideScore<W> score = score_of<W>(p, s, b, head);
         const T *k = (const T *)p.k.data + b * p.k.batch + kv_head * p.k.head + s.k0 * p.k.row;
         const T *v = (const T *)p.v.data + b * p.v.batch + kv_head * p.v.head + s.k0 * p.v.row;
         for (int j0 = lo; j0 < hi; j0 += 32) {
             const int j = j0 + lane, n = min(hi - j0, 32);
             W ds = 0, weight = 0;
             if (lane < n) {
-                const W qk = dot(rows_s[warp].left, k + j * p.k.row, p.head_dim);
-                const W dp = dot(rows_s[warp].right, v + j * p.v.row, p.head_dim_v);
-                ds = pair_gradient(logit, qk, dp, lse, delta, i, j, &weight);
+                const W qk = dot_eighths(rows_s[warp].left, k + j * p.k.row, p.head_dim);
+                const W dp = dot_eighths(rows_s[warp].right, v + j * p.v.row, p.head_dim_v);
+                ds = pair_gradient(score, qk, dp, lse, delta, i, j, &weight);
             }
 #pragma unroll 1
             for (int c = 0; c < n; ++c)
@@ -135,7 +126,7 @@ __global__ void __launch_bounds__(WARPS_PLAIN * 32) bwd_plain_dkv_kernel(const _
                  p.head_dim_v, lane);
         __syncwarp(); /* the key is there for all lanes */
         for (int head = kv_head * p.group; head < (kv_head + 1) * p.group; ++head) {
-            const Logit<W> logit = logit_of<W>(p, s, b, head);
+            const WideScore<W> score = score_of<W>(p, s, b, head);
             const int64_t at = (int64_t)head * g.row_tiles + row_tile_of(g, s, b);
             const W *stats = (const W *)g.stats + at * g.tile_rows * 2;
             const T *q = (const T *)p.q.data + b * p.q.batch + head * p.q.head + s.q0 * p.q.row;
@@ -149,9 +140,9 @@ __global__ void __launch_bounds__(WARPS_PLAIN * 32) bwd_plain_dkv_kernel(const _
                     const W lse = stats[(int64_t)i * 2], delta = stats[(int64_t)i * 2 + 1];
                     counts = lse != INFINITY;
                     if (counts) {
-                        const W qk = dot(rows_s[warp].left, q + i * p.q.row, p.head_dim);
-                        const W dp = dot(rows_s[warp].right, grad_out + i * g.grad_out.row, p.head_dim_v);
-                        ds = pair_gradient(logit, qk, dp, lse, delta, i, j, &weight);
+                        const W qk = dot_eighths(rows_s[warp].left, q + i * p.q.row, p.head_dim);
+                        const W dp = dot_eighths(rows_s[warp].right, grad_out + i * g.grad_out.row, p.head_dim_v);
+                        ds = pair_gradient(score, qk, dp, lse, delta, i, j, &weight);
                     }
                 }
                 const unsigned rows_that_count = __ballot_sync(0xffffffffu, counts);

@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(SIMT_THREADS, Tile::blocks) bwd_simt_kernel(co
             (const float *)g.grad_out.data + b * g.grad_out.batch + head * g.grad_out.head + s.q0 * g.grad_out.row;
         const float2 *stats =
             (const float2 *)g.stats + ((int64_t)head * g.row_tiles + row_tile_of(g, s, b)) * g.tile_rows;
-        const Logit<float> logit = logit_of<float>(p, s, b, head);
+        const Score score = score_of(p, s, b, head);
         const float *pass_a_g = KEYS ? q_g : k_g, *pass_b_g = KEYS ? grad_out_g : v_g;
         const int64_t pass_a_row = KEYS ? p.q.row : p.k.row, pass_b_row = KEYS ? g.grad_out.row : p.v.row;
         const Interval &passing = KEYS ? seeing : seen;
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(SIMT_THREADS, Tile::blocks) bwd_simt_kernel(co
                     float w = 0, ds = 0;
                     if (sees) {
                         const float2 stat = stats[i];
-                        ds = pair_gradient(logit, qk[x][y], dp[x][y], stat.x, stat.y, i, j, &w);
+                        ds = pair_gradient(score, qk[x][y], dp[x][y], stat.x, stat.y, i, j, &w);
                     }
                     const int to = (my_row + 16 * x) * S::score_row + my_col + 16 * y;
                     smem_f[S::ds + to] = ds;

@@ -170,7 +170,7 @@ __device__ __forceinline__ void modified_gradients(float (&s)[M][N][4], float (&
         for (int r = 0; r < 4; ++r) {
             const float distance = distance0 + (n * 8 + r % 2 - m * 16 - r / 2 * 8);
             float derivative;
-            const float logit = score_and_slope(score, s[m][n][r], distance, &derivative);
+            const float logit = score_fast(score, s[m][n][r], distance, &derivative);
             const float w = ex2_approx_ftz(logit * LOG2_E - __uint_as_float(r & 1 ? stats.z : stats.x));
             s[m][n][r] = mask.sees(m, n, r) ? w : 0;
             dp[m][n][r] = s[m][n][r] * (dp[m][n][r] - __uint_as_float(r & 1 ? stats.w : stats.y)) * derivative;

@@ -24,25 +24,7 @@ struct Params {
     int groups; /* of WARPS rows in a head */
 };
 
-/* ---- 1. the score of a visible pair --------------------------------------------------------------------- */
-__device__ __forceinline__ float exp_wide(float x) { return expf(x); }
-__device__ __forceinline__ double exp_wide(double x) { return exp(x); }
-__device__ __forceinline__ float tanh_wide(float x) { return tanhf(x); }
-__device__ __forceinline__ double tanh_wide(double x) { return tanh(x); }
-
-template <class W> struct WideScore {
-    W scale, softcap, slope;
-    int64_t diagonal;
-};
-
-template <class W> __device__ __forceinline__ W score_wide(const WideScore<W> &x, W qk, int i, int j) {
-    W s = qk * x.scale;
-    if (x.softcap > 0) s = x.softcap * tanh_wide(s / x.softcap);
-    if (x.slope != 0) s -= x.slope * (W)llabs(i + x.diagonal - j);
-    return s;
-}
-
-/* ---- 2. the kernel -------------------------------------------------------------------------------------- */
+/* ---- 1. the kernel -------------------------------------------------------------------------------------- */
 template <class T> __global__ void __launch_bounds__(THREADS, 4) flash_attn_fwd_plain_kernel(Params params) {
     typedef typename element<T>::acc W;
     __shared__ W q_all_s[WARPS][MAX_DIM];
@@ -61,7 +43,7 @@ template <class T> __global__ void __launch_bounds__(THREADS, 4) flash_attn_fwd_
     const int head_kv = head / p.group;
     const T *k_g = (const T *)p.k.data + b * p.k.batch + head_kv * p.k.head + seq.k0 * p.k.row;
     const T *v_g = (const T *)p.v.data + b * p.v.batch + head_kv * p.v.head + seq.k0 * p.v.row;
-    const WideScore<W> score = {(W)p.rules.scale, (W)p.rules.softcap, slope_of<W>(p.rules, b, head), seq.diagonal};
+    const WideScore<W> score = score_of<W>(p, seq, b, head);
 
     /* The sink opens the softmax. */
     W peak = p.rules.sinks ? ((const W *)p.rules.sinks)[head * p.rules.sink_head] : (W)-INFINITY;
@@ -70,24 +52,15 @@ template <class T> __global__ void __launch_bounds__(THREADS, 4) flash_attn_fwd_
     for (int j0 = lo; j0 < hi; j0 += 32) {
         const int j = j0 + lane, keys = min(32, hi - j0);
         W s = (W)-INFINITY;
-        if (lane < keys) {
-            const T *k = k_g + j * p.k.row;
-            W part[8] = {}; /* head_dim is a multiple of 8; short sums round less, and none waits for the last */
-#pragma unroll 1
-            for (int d = 0; d < p.head_dim; d += 8)
-#pragma unroll
-                for (int e = 0; e < 8; ++e) part[e] = fma(q_s[d + e], to_acc(k[d + e]), part[e]);
-            const W qk = ((part[0] + part[1]) + (part[2] + part[3])) + ((part[4] + part[5]) + (part[6] + part[7]));
-            s = score_wide(score, qk, i, j);
-        }
+        if (lane < keys) s = score_fine(score, dot_eighths(q_s, k_g + j * p.k.row, p.head_dim), i, j);
         const W highest = warp_max(s);
         if (highest > peak) {
-            const W shrink = exp_wide(peak - highest);
+            const W shrink = exp(peak - highest);
             peak = highest, total *= shrink;
 #pragma unroll
             for (int c = 0; c < COLS; ++c) o[c] *= shrink;
         }
-        const W weight = s == (W)-INFINITY ? 0 : exp_wide(s - peak);
+        const W weight = s == (W)-INFINITY ? 0 : exp(s - peak);
         total += warp_sum(weight);
         for (int t = 0; t < keys; ++t) {
             const W w = __shfl_sync(0xffffffffu, weight, t);
@@ -108,7 +81,7 @@ template <class T> __global__ void __launch_bounds__(THREADS, 4) flash_attn_fwd_
             total == 0 ? (W)-INFINITY : peak + log(total);
 }
 
-/* ---- 3. launcher and table ------------------------------------------------------------------------------ */
+/* ---- 2. launcher and table ------------------------------------------------------------------------------ */
 int64_t blocks_of(const Problem &p) { return gk_ceil_div(p.seq_q, WARPS) * p.heads_q * p.batch; }
 
 template <class T> gk_status run(const gk_cuda_row *, const gk_context *ctx, const void *args) {

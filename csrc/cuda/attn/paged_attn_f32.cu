@@ -51,13 +51,6 @@ __device__ __forceinline__ void st_shared_f4(smem_addr at, float x, float y, flo
     st_shared_128(at, make_uint4(__float_as_uint(x), __float_as_uint(y), __float_as_uint(z), __float_as_uint(w)));
 }
 
-/* softcap and ALiBi, with the library's tanh: float32 keeps its digits */
-__device__ __forceinline__ float score_f32(float s, float softcap, float slope, int distance) {
-    if (softcap > 0) s = softcap * tanhf(s / softcap);
-    if (slope != 0) s -= slope * fabsf((float)distance);
-    return s;
-}
-
 /* ---- 2. the stream of a warp ----------------------------------------------------------------------------------------- */
 template <int HEAD_DIM, int ROWS> struct Stream {
     typedef Shared<HEAD_DIM, ROWS> S;
@@ -136,9 +129,9 @@ template <int HEAD_DIM, int ROWS> struct Stream {
             float shrink[ROWS];
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
-                x[r] = scale * lanes_sum<16, 32>(x[r]);
-                if (p.rules.modified)
-                    x[r] = score_f32(x[r], (float)p.rules.softcap, slope[r], index[r] + s.diagonal - j);
+                const Score score = {scale, (float)p.rules.softcap, slope[r], s.diagonal};
+                const float qk = lanes_sum<16, 32>(x[r]);
+                x[r] = p.rules.modified ? score_fine(score, qk, index[r], j) : scale * qk;
                 if (!here || (!inner && !(j >= s.lo(index[r]) && j < s.hi(index[r])))) x[r] = -INFINITY;
                 const float highest = fmaxf(peak[r], lanes_max<1, 16>(x[r]));
                 const float base = highest == -INFINITY ? 0.f : highest; /* -inf - -inf would be a NaN */

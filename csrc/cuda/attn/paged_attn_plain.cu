@@ -30,13 +30,6 @@ template <class W> struct Shared {
 };
 static_assert(sizeof(Shared<double>) == 2048 + 8192 + 64, "the map in the title");
 
-/* cap tanh(s / cap) - slope |i + diagonal - j|, natural units */
-template <class W> __device__ __forceinline__ W plain_score(W s, W softcap, W slope, int distance) {
-    if (softcap > 0) s = softcap * tanh(s / softcap);
-    if (slope != 0) s -= slope * (W)abs(distance);
-    return s;
-}
-
 template <class T> __global__ void __launch_bounds__(THREADS, 3) paged_attn_plain_kernel(Paged p) {
     typedef typename element<T>::acc W;
     __shared__ Shared<W> shared;
@@ -58,8 +51,8 @@ template <class T> __global__ void __launch_bounds__(THREADS, 3) paged_attn_plai
     const T *q = (const T *)p.q.data + token * p.q.row + head * p.q.head;
     for (int d = threadIdx.x; d < p.head_dim; d += THREADS) shared.q[d] = to_acc(q[d]);
     __syncthreads(); /* q is there */
-    const W scale = (W)p.rules.scale * paged_scale<W>(p.k_scale, p.k_scale_step, head_kv);
-    const W softcap = (W)p.rules.softcap, slope = slope_of<W>(p.rules, b, head);
+    const WideScore<W> score = {(W)p.rules.scale * paged_scale<W>(p.k_scale, p.k_scale_step, head_kv),
+                                (W)p.rules.softcap, slope_of<W>(p.rules, b, head), s.diagonal};
 
     /* 2. 32 keys at a time */
     W peak = -INFINITY, sum = 0, o[COLS] = {};
@@ -82,7 +75,7 @@ template <class T> __global__ void __launch_bounds__(THREADS, 3) paged_attn_plai
 #pragma unroll
                 for (int u = 0; u < 4; ++u) dot[u] += shared.q[d + u] * to_acc(k[d + u]);
             for (; d < p.head_dim; ++d) dot[0] += shared.q[d] * to_acc(k[d]);
-            x = plain_score(((dot[0] + dot[1]) + (dot[2] + dot[3])) * scale, softcap, slope, i + s.diagonal - j);
+            x = score_fine(score, (dot[0] + dot[1]) + (dot[2] + dot[3]), i, j);
         }
         const W highest = lanes_max2(peak, warp_max(x));
         const W base = highest == -INFINITY ? W(0) : highest; /* -inf - -inf would be a NaN */

@@ -139,7 +139,9 @@ template <class T, int HEAD_DIM, int LANES> struct Stream {
                     const int place = lane / 4 + e / 2 * 8, j = key + place;
                     if (p.rules.modified) {
                         const Score score_of_row = {scale, (float)p.rules.softcap, slope[n][e % 2], s.diagonal};
-                        x[n][e] = score(score_of_row, x[n][e], index[n][e % 2], j);
+                        float derivative;
+                        x[n][e] =
+                            score_fast(score_of_row, x[n][e], (float)(index[n][e % 2] + s.diagonal - j), &derivative);
                     } else {
                         x[n][e] *= scale;
                     }

@@ -10,22 +10,6 @@
 #include "score.cuh"
 #include "tiles.h"
 
-/* tanh within a few units of the last place, near 0 too, where 1 - 2 / (e^2x + 1) has lost them: there a polynomial in x^2,
- * fitted to (tanh(x) / x - 1) / x^2 over [0, 0.36], error 8e-8. Both sides, no branch. */
-__device__ __forceinline__ float tanh_fine(float x) {
-    const float square = x * x;
-    const float tail = fmaf(fmaf(fmaf(0.015608073f, square, -0.052207918f), square, 0.13313011f), square, -0.33332589f);
-    const float e = ex2_approx_ftz(2 * LOG2_E * fabsf(x)); /* past 2^127 infinity: far is 1 */
-    const float far = copysignf(fmaf(-2.f, rcp_approx_ftz(e + 1), 1.f), x);
-    return fabsf(x) < 0.6f ? fmaf(x * square, tail, x) : far;
-}
-
-/* score() for lse in float32: every step rounded as float32 rounds it. */
-__device__ __forceinline__ float score_fine(const Score &x, float qk, int i, int j) {
-    const float s = x.softcap > 0 ? x.softcap * tanh_fine(qk * (x.scale / x.softcap)) : qk * x.scale;
-    return x.slope != 0 ? fmaf(-x.slope, fabsf((float)(i + x.position0 - j)), s) : s;
-}
-
 /* M blocks of 16 rows: two rows of each are this lane's. peak lags behind the maximum by at most SOFTMAX_SLACK_LOG2. */
 template <int M> struct OnlineSoftmax {
     float peak[M][2], total[M][2]; /* total: this lane's share, not yet summed over the four */
