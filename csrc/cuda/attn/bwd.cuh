@@ -33,19 +33,6 @@ __device__ __forceinline__ int row_tile_of(const Bwd &g, const Sequence &s, int 
     return g.p.cu_q ? s.q0 / g.tile_rows + b : b * g.tiles;
 }
 
-/* The sequence that a packed token belongs to, or -1; cu [batch + 1] does not decrease. */
-__device__ __forceinline__ int owner_of(const int32_t *cu, int64_t step, int batch, int token) {
-    int lo = 0, hi = batch + 1; /* cu[lo - 1] <= token < cu[hi] */
-    while (lo < hi) {
-        const int mid = (lo + hi) / 2;
-        if (cu[mid * step] <= token)
-            lo = mid + 1;
-        else
-            hi = mid;
-    }
-    return lo - 1 < batch ? lo - 1 : -1;
-}
-
 /* Keys that some row sees: the union of the rows' intervals is one interval. Others may hold anything. */
 struct Interval {
     int lo, hi;

@@ -69,19 +69,12 @@ __device__ __forceinline__ PagedSequence paged_sequence(const Paged &p, int b) {
 /* The sequence that serves the token, -1 where none does. All lanes of a warp ask for the same token. */
 __device__ __forceinline__ int paged_owner(const Paged &p, int token) {
     if (!p.cu_q) return token / p.seq_q;
-    int lo = 0, hi = p.batch;
-    while (lo < hi) { /* the last b with cu_q[b] <= token */
-        const int mid = (lo + hi + 1) / 2;
-        if (p.cu_q[mid * p.cu_q_step] <= token)
-            lo = mid;
-        else
-            hi = mid - 1;
+    const int likely = owner_of(p.cu_q, p.cu_q_step, p.batch, token);
+    if (likely >= 0) {
+        const PagedSequence s = paged_sequence(p, likely);
+        if (token >= s.q0 && token - s.q0 < s.rows) return likely;
     }
-    if (lo < p.batch) {
-        const PagedSequence s = paged_sequence(p, lo);
-        if (token >= s.q0 && token - s.q0 < s.rows) return lo;
-    }
-    /* a bad entry may have misled the search, or the token belongs to none */
+    /* a bad entry has misled the search, or the token is nobody's */
     for (int first = 0; first < p.batch; first += 32) {
         const int b = first + threadIdx.x % 32;
         bool owns = false;

@@ -70,21 +70,8 @@ template <int HEAD_DIM, int ROWS> struct Stream {
         const int chunk_of_lane = lane % CHUNKS, group_of_lane = lane / CHUNKS;
 
         /* 2.1 the stream begins; rows: q to shared memory */
-        uint64_t there = 0; /* 16 bits a slot in flight, the oldest lowest */
-        static_assert(KEYS * S::stages <= 64, "a bit a key in flight");
-        Keys keys = keys_at(p, work.b, work.first_key + work.step0 * c.unit_keys, work.lo,
-                            work.step0 < work.steps ? work.hi : 0);
-#pragma unroll
-        for (int stage = 0; stage < S::stages; ++stage) {
-            if (work.step0 + stage < work.steps) {
-                const Keys now = keys;
-                keys = keys_at(p, work.b, now.first + c.unit_keys, work.lo,
-                               work.step0 + stage + 1 < work.steps ? work.hi : 0);
-                there |= (uint64_t)issue<float, Tile>(p, now, work.head_kv, ring_s + stage * S::slot_bytes)
-                         << (16 * stage);
-            }
-            cp_async_commit_group();
-        }
+        Ring<float, Tile, S::stages> ring;
+        ring.begin(c, work, ring_s);
         int index[ROWS]; /* tokens */
         float slope[ROWS], peak[ROWS], sum[ROWS];
         float4 o[ROWS];
@@ -105,13 +92,12 @@ template <int HEAD_DIM, int ROWS> struct Stream {
         const float scale = (float)p.rules.scale * paged_scale<float>(p.k_scale, p.k_scale_step, work.head_kv);
 
         /* 2.2 16 keys at a time */
-        int slot_bytes = 0;
 #pragma unroll 1
         for (int step = work.step0; step < work.steps; ++step) {
             cp_async_wait_group<S::stages - 1>();
             __syncwarp(); /* the copies of all lanes have landed, q is written */
             const int j = work.first_key + step * c.unit_keys + key_of_lane;
-            const smem_addr k_s = ring_s + slot_bytes, v_s = k_s + Tile::bytes;
+            const smem_addr k_s = ring_s + ring.at, v_s = k_s + Tile::bytes;
 
             float x[ROWS] = {};
 #pragma unroll 4
@@ -124,7 +110,7 @@ template <int HEAD_DIM, int ROWS> struct Stream {
                 }
             }
 
-            const bool here = there >> key_of_lane & 1;
+            const bool here = ring.there >> key_of_lane & 1;
             const bool inner = j - key_of_lane >= work.inner_lo && j - key_of_lane + KEYS <= work.inner_hi;
             float shrink[ROWS];
 #pragma unroll
@@ -167,16 +153,7 @@ template <int HEAD_DIM, int ROWS> struct Stream {
             }
 
             __syncwarp(); /* all lanes have read the slot and the weights */
-            there >>= 16;
-            if (step + S::stages < work.steps) {
-                const Keys now = keys;
-                keys = keys_at(p, work.b, now.first + c.unit_keys, work.lo,
-                               step + S::stages + 1 < work.steps ? work.hi : 0);
-                there |= (uint64_t)issue<float, Tile>(p, now, work.head_kv, ring_s + slot_bytes)
-                         << (16 * (S::stages - 1));
-            }
-            cp_async_commit_group();
-            slot_bytes = slot_bytes + S::slot_bytes == S::ring_bytes ? 0 : slot_bytes + S::slot_bytes;
+            ring.next(c, work, ring_s, step);
         }
 
         /* 2.3 the warps' sums meet in the rings' bytes */

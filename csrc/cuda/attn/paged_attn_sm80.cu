@@ -89,21 +89,8 @@ template <class T, int HEAD_DIM, int LANES> struct Stream {
         float o[STEPS][N][4] = {}; /* O^T: head_dim_v by rows */
 
         /* 2.2 the stream */
-        uint64_t there = 0; /* 16 bits a slot in flight, the oldest lowest */
-        static_assert(KEYS * S::stages <= 64, "a bit a key in flight");
-        Keys keys = keys_at(p, work.b, work.first_key + work.step0 * c.unit_keys, work.lo,
-                            work.step0 < work.steps ? work.hi : 0);
-#pragma unroll
-        for (int stage = 0; stage < S::stages; ++stage) {
-            if (work.step0 + stage < work.steps) {
-                const Keys now = keys;
-                keys = keys_at(p, work.b, now.first + c.unit_keys, work.lo,
-                               work.step0 + stage + 1 < work.steps ? work.hi : 0);
-                there |= (uint64_t)issue<T, Tile>(p, now, head_kv, ring_s + stage * S::slot_bytes) << (16 * stage);
-            }
-            cp_async_commit_group();
-        }
-        int slot_bytes = 0;
+        Ring<T, Tile, S::stages> ring;
+        ring.begin(c, work, ring_s);
 #pragma unroll 1
         for (int step = work.step0; step < work.steps; ++step) {
             cp_async_wait_group<S::stages - 1>();
@@ -118,7 +105,7 @@ template <class T, int HEAD_DIM, int LANES> struct Stream {
 #pragma unroll
                 for (int i = k; i < k + CHAIN; ++i) {
                     uint32_t a[4];
-                    load_frag_a(a, Tile::along(k_frag_s + slot_bytes, 2 * i));
+                    load_frag_a(a, Tile::along(k_frag_s + ring.at, 2 * i));
 #pragma unroll
                     for (int n = 0; n < N; ++n) mma_add<T>(y[n], a, q[i][n]);
                 }
@@ -129,7 +116,7 @@ template <class T, int HEAD_DIM, int LANES> struct Stream {
             }
 
             /* scores, -inf where the row does not see the key */
-            const unsigned here = (unsigned)(there & 0xffff);
+            const unsigned here = (unsigned)(ring.there & 0xffff);
             const bool inner = key >= work.inner_lo && key + KEYS <= work.inner_hi && here == 0xffff;
             uint32_t weights[N][2]; /* P^T as the mma's B */
 #pragma unroll
@@ -173,21 +160,13 @@ template <class T, int HEAD_DIM, int LANES> struct Stream {
 #pragma unroll
             for (int i = 0; i < STEPS; ++i) {
                 uint32_t a[4];
-                load_frag_a_trans(a, Tile::along(v_frag_s + slot_bytes, 2 * i));
+                load_frag_a_trans(a, Tile::along(v_frag_s + ring.at, 2 * i));
 #pragma unroll
                 for (int n = 0; n < N; ++n) mma_add<T>(o[i][n], a, weights[n]);
             }
 
             __syncwarp(); /* all lanes have read the slot */
-            there >>= 16;
-            if (step + S::stages < work.steps) {
-                const Keys now = keys;
-                keys = keys_at(p, work.b, now.first + c.unit_keys, work.lo,
-                               step + S::stages + 1 < work.steps ? work.hi : 0);
-                there |= (uint64_t)issue<T, Tile>(p, now, head_kv, ring_s + slot_bytes) << (16 * (S::stages - 1));
-            }
-            cp_async_commit_group();
-            slot_bytes = slot_bytes + S::slot_bytes == S::ring_bytes ? 0 : slot_bytes + S::slot_bytes;
+            ring.next(c, work, ring_s, step);
         }
 
         /* 2.3 the warps' sums meet in the ring's bytes */

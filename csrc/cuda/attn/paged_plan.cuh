@@ -135,6 +135,40 @@ __device__ __forceinline__ unsigned issue(const Paged &p, const Keys &k, int hea
     return there;
 }
 
+/* A warp's slots: STAGES steps of its keys on the way, a group of copies each, the oldest next to be read. */
+template <class T, class Tile, int STAGES> struct Ring {
+    static constexpr int slot_bytes = 2 * Tile::bytes;
+    static_assert(KEYS * STAGES <= 64, "a bit a key on the way");
+    Keys keys;      /* of the step after the last one issued: pages are looked up a step ahead */
+    uint64_t there; /* 16 bits a slot, the oldest lowest */
+    int at;         /* of the oldest slot, in bytes */
+
+    __device__ __forceinline__ void begin(const Call &c, const Piece &work, smem_addr ring_s) {
+        there = 0, at = 0;
+        keys = keys_at(c.p, work.b, work.first_key + work.step0 * c.unit_keys, work.lo,
+                       work.step0 < work.steps ? work.hi : 0);
+#pragma unroll
+        for (int stage = 0; stage < STAGES; ++stage)
+            fill(c, work, work.step0 + stage, stage, ring_s + stage * slot_bytes);
+    }
+
+    /* `step` has been read by all lanes: its slot takes the keys of STAGES steps later. */
+    __device__ __forceinline__ void next(const Call &c, const Piece &work, smem_addr ring_s, int step) {
+        there >>= 16;
+        fill(c, work, step + STAGES, STAGES - 1, ring_s + at);
+        at = at + slot_bytes == STAGES * slot_bytes ? 0 : at + slot_bytes;
+    }
+
+    __device__ __forceinline__ void fill(const Call &c, const Piece &work, int step, int place, smem_addr slot_s) {
+        if (step < work.steps) {
+            const Keys now = keys;
+            keys = keys_at(c.p, work.b, now.first + c.unit_keys, work.lo, step + 1 < work.steps ? work.hi : 0);
+            there |= (uint64_t)issue<T, Tile>(c.p, now, work.head_kv, slot_s) << (16 * place);
+        }
+        cp_async_commit_group();
+    }
+};
+
 /* ---- 3. out and parts ----------------------------------------------------------------------------------------- */
 /* Sums over keys and their max, with the sink: the factor of the sums, and the row's lse. */
 struct Final {

@@ -78,6 +78,20 @@ __device__ __forceinline__ Sequence sequence_of(const Problem &p, int b) {
     return s;
 }
 
+/* The b with cu[b] <= token < cu[b + 1] for a packed token, cu [batch + 1]; -1: there is none. Entries are unchecked: where
+ * they decrease it is one of several such b, or -1 although there is one. */
+__device__ __forceinline__ int owner_of(const int32_t *cu, int64_t step, int batch, int token) {
+    int lo = 0, hi = batch + 1; /* lo == 0 or cu[lo - 1] <= token, hi == batch + 1 or token < cu[hi] */
+    while (lo < hi) {
+        const int mid = (lo + hi) / 2;
+        if (cu[mid * step] <= token)
+            lo = mid + 1;
+        else
+            hi = mid;
+    }
+    return lo <= batch ? lo - 1 : -1;
+}
+
 /* ---- host: the C API's arguments as a Problem ---------------------------------------------------------- */
 inline Rows rows_of(const gk_tensor &t) {
     if (t.ndim == 4) return {t.data, t.stride[0], t.stride[1], t.stride[2]};
