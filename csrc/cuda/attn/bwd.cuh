@@ -93,7 +93,7 @@ inline size_t dq_sum_bytes(const Bwd &g) {
  * belong to no sequence. */
 gk_status bwd_pre(const gk_context *ctx, gk_dtype dtype, const Bwd &g);
 
-/* flash_attn_bwd_dq_sm80.cu: dq by rows, always in one order; head_dim is the padded one, lse in log2. */
-gk_status bwd_dq(const gk_context *ctx, gk_dtype dtype, int head_dim, const Bwd &g);
+/* flash_attn_bwd_dq_sm80.cu: dq by rows, always in one order; lse in log2. Tile: a BwdDqTile of tiles.h. */
+template <class Tile> gk_status bwd_dq(const gk_context *ctx, gk_dtype dtype, const Bwd &g);
 
 #endif

@@ -22,6 +22,7 @@ template <class Tile> struct DqSmem {
     static constexpr int q = 0, grad_out = q + Queries::bytes;
     static constexpr int k = grad_out + Queries::bytes, v = k + 2 * Keys::bytes; /* two slots each */
     static constexpr int bytes = v + 2 * Keys::bytes;
+    static_assert(bytes == Tile::smem_bytes, "what the other pass asks for before it is taken");
     static_assert(M * 16 * Tile::warps == Tile::bq && Tile::bkv % 16 == 0, "warps share the rows evenly");
 };
 
@@ -32,7 +33,7 @@ template <class Queries> constexpr int store_ways() {
     return ways(at, 4);
 }
 static_assert(store_ways<DqSmem<BwdDq64>::Queries>() == 1 && store_ways<DqSmem<BwdDq128>::Queries>() == 1 &&
-                  store_ways<DqSmem<BwdDq256>::Queries>() == 1,
+                  store_ways<DqSmem<BwdDq256>::Queries>() == 1 && store_ways<DqSmem<BwdDq256Small>::Queries>() == 1,
               "stores of dQ meet no bank conflicts");
 
 /* ---- 2. dQ ------------------------------------------------------------------------------------------------------- */
@@ -190,14 +191,13 @@ template <class T, class Tile> gk_status run(const gk_context *ctx, const Bwd &g
                : launch<bwd_dq_kernel<T, Tile, false>>(op, ctx, grid, DqSmem<Tile>::THREADS, DqSmem<Tile>::bytes, g);
 }
 
-template <class T> gk_status run_of(const gk_context *ctx, int head_dim, const Bwd &g) {
-    if (head_dim <= BwdDq64::head_dim) return run<T, BwdDq64>(ctx, g);
-    if (head_dim <= BwdDq128::head_dim) return run<T, BwdDq128>(ctx, g);
-    return run<T, BwdDq256>(ctx, g);
-}
-
 } // namespace
 
-gk_status bwd_dq(const gk_context *ctx, gk_dtype dtype, int head_dim, const Bwd &g) {
-    return dtype == GK_BF16 ? run_of<__nv_bfloat16>(ctx, head_dim, g) : run_of<__half>(ctx, head_dim, g);
+template <class Tile> gk_status bwd_dq(const gk_context *ctx, gk_dtype dtype, const Bwd &g) {
+    return dtype == GK_BF16 ? run<__nv_bfloat16, Tile>(ctx, g) : run<__half, Tile>(ctx, g);
 }
+
+template gk_status bwd_dq<BwdDq64>(const gk_context *, gk_dtype, const Bwd &);
+template gk_status bwd_dq<BwdDq128>(const gk_context *, gk_dtype, const Bwd &);
+template gk_status bwd_dq<BwdDq256>(const gk_context *, gk_dtype, const Bwd &);
+template gk_status bwd_dq<BwdDq256Small>(const gk_context *, gk_dtype, const Bwd &);

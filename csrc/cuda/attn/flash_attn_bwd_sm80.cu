@@ -71,7 +71,7 @@ template <class Scores> constexpr int store_ways() {
     return ways(at, 4);
 }
 static_assert(store_ways<Shape<Bwd64>::Scores>() == 1 && store_ways<Shape<Bwd128>::Scores>() == 1 &&
-                  store_ways<Shape<Bwd256>::Scores>() == 1,
+                  store_ways<Shape<Bwd256>::Scores>() == 1 && store_ways<Shape<Bwd128Small>::Scores>() == 1,
               "stores of dS meet no bank conflicts");
 
 /* ---- 2. verbs ---------------------------------------------------------------------------------------------------- */
@@ -482,8 +482,9 @@ __global__ void __launch_bounds__(Tile::warps * 32) bwd_round_kernel(const __gri
 }
 
 /* ---- 5. launch --------------------------------------------------------------------------------------------------- */
-template <class Tile> bool takes(const gk_cuda_row *, const gk_context *ctx, const void *args) {
-    return tile_takes(ctx, (const gk_flash_attn_bwd_args *)args, Tile::head_dim, Smem<Tile>::bytes);
+template <class Tile, class DqTile> bool takes(const gk_cuda_row *, const gk_context *ctx, const void *args) {
+    constexpr int bytes = Smem<Tile>::bytes > DqTile::smem_bytes ? Smem<Tile>::bytes : DqTile::smem_bytes;
+    return tile_takes(ctx, (const gk_flash_attn_bwd_args *)args, Tile::head_dim, bytes);
 }
 
 template <class Tile> size_t workspace_bytes(const gk_cuda_row *, const gk_context *ctx, const void *args) {
@@ -505,7 +506,8 @@ template <class T, class Tile, bool ADD> gk_status launch_dkv(const gk_context *
                                                               g);
 }
 
-template <class T, class Tile> gk_status run(const gk_cuda_row *, const gk_context *ctx, const void *args) {
+template <class T, class Tile, class DqTile>
+gk_status run(const gk_cuda_row *, const gk_context *ctx, const void *args) {
     const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
     Bwd g = bwd_of(ctx, a, Tile::bq, Tile::head_dim);
     g.stats = a->workspace, g.lse_factor = LOG2_E;
@@ -514,7 +516,7 @@ template <class T, class Tile> gk_status run(const gk_cuda_row *, const gk_conte
     if (status != GK_OK) return status;
     if (a->deterministic) {
         status = launch_dkv<T, Tile, false>(ctx, g);
-        return status == GK_OK ? bwd_dq(ctx, element<T>::dtype, Tile::head_dim, g) : status;
+        return status == GK_OK ? bwd_dq<DqTile>(ctx, element<T>::dtype, g) : status;
     }
     status = launch_dkv<T, Tile, true>(ctx, g);
     if (status != GK_OK) return status;
@@ -527,20 +529,24 @@ template <class Tile> void explain(const gk_cuda_row *, const gk_context *ctx, c
     out->tasks = blocks_of<Tile>(problem_of(ctx, &((const gk_flash_attn_bwd_args *)args)->fwd));
 }
 
-#define ROW(NAME, DTYPE, T, TILE)                                                       \
-    {                                                                                   \
-        NAME, DTYPE, takes<TILE>, workspace_bytes<TILE>, run<T, TILE>, explain<TILE>, { \
-            TILE::head_dim, TILE::bq, TILE::bkv                                         \
-        }                                                                               \
+#define ROW(NAME, DTYPE, T, TILE, DQ_TILE)                                                                \
+    {                                                                                                     \
+        NAME, DTYPE, takes<TILE, DQ_TILE>, workspace_bytes<TILE>, run<T, TILE, DQ_TILE>, explain<TILE>, { \
+            TILE::head_dim, TILE::bq, TILE::bkv                                                           \
+        }                                                                                                 \
     }
 
 const gk_cuda_row table[] = {
-    ROW("flash_attn_bwd_sm80_bf16_d64", GK_BF16, __nv_bfloat16, Bwd64),
-    ROW("flash_attn_bwd_sm80_f16_d64", GK_F16, __half, Bwd64),
-    ROW("flash_attn_bwd_sm80_bf16_d128", GK_BF16, __nv_bfloat16, Bwd128),
-    ROW("flash_attn_bwd_sm80_f16_d128", GK_F16, __half, Bwd128),
-    ROW("flash_attn_bwd_sm80_bf16_d256", GK_BF16, __nv_bfloat16, Bwd256),
-    ROW("flash_attn_bwd_sm80_f16_d256", GK_F16, __half, Bwd256),
+    ROW("flash_attn_bwd_sm80_bf16_d64", GK_BF16, __nv_bfloat16, Bwd64, BwdDq64),
+    ROW("flash_attn_bwd_sm80_f16_d64", GK_F16, __half, Bwd64, BwdDq64),
+    ROW("flash_attn_bwd_sm80_bf16_d128", GK_BF16, __nv_bfloat16, Bwd128, BwdDq128),
+    ROW("flash_attn_bwd_sm80_f16_d128", GK_F16, __half, Bwd128, BwdDq128),
+    ROW("flash_attn_bwd_sm80_bf16_d128_small", GK_BF16, __nv_bfloat16, Bwd128Small, BwdDq128),
+    ROW("flash_attn_bwd_sm80_f16_d128_small", GK_F16, __half, Bwd128Small, BwdDq128),
+    ROW("flash_attn_bwd_sm80_bf16_d256", GK_BF16, __nv_bfloat16, Bwd256, BwdDq256),
+    ROW("flash_attn_bwd_sm80_f16_d256", GK_F16, __half, Bwd256, BwdDq256),
+    ROW("flash_attn_bwd_sm80_bf16_d256_small", GK_BF16, __nv_bfloat16, Bwd256Small, BwdDq256Small),
+    ROW("flash_attn_bwd_sm80_f16_d256_small", GK_F16, __half, Bwd256Small, BwdDq256Small),
 };
 
 } // namespace

@@ -109,10 +109,15 @@ typedef BwdTile<64, 32, 128, 4, 4, 2, 2> Bwd64;
 typedef BwdTile<128, 64, 128, 8, 4, 2, 1> Bwd128;
 /* likewise, four warps share 32 keys: 275 at 8k, against 245 with two and 16; dQ in one or four groups 266, 251 */
 typedef BwdTile<256, 64, 64, 8, 2, 2, 1> Bwd256;
+/* Where those do not fit: 72 KiB for the 99 of compute capability 8.6, 8.9 and 12.0; 137 KiB for the 163 of 8.0 and 8.7.
+ * One block an SM there, so 8 warps rather than 32 keys a warp. 256 in 99 KiB: not even 32 x 32 */
+typedef BwdTile<128, 32, 64, 8, 4, 2, 1> Bwd128Small;
+typedef BwdTile<256, 32, 64, 8, 4, 2, 1> Bwd256Small;
 
 /* dQ alone, for calls that must repeat bit for bit: WARPS_ warps share the rows of a block. */
 template <int HEAD_DIM, int BQ_, int BKV_, int WARPS_, int BLOCKS_> struct BwdDqTile {
     static constexpr int head_dim = HEAD_DIM, bq = BQ_, bkv = BKV_, warps = WARPS_, blocks = BLOCKS_;
+    static constexpr int smem_bytes = (2 * BQ_ + 2 * 2 * BKV_) * HEAD_DIM * 2; /* Q, dO; two slots of K, V */
 };
 /* 32 rows a warp, as keys above; two blocks an SM. With dK and dV 247 TFLOP/s at 8k */
 typedef BwdDqTile<64, 128, 32, 4, 2> BwdDq64;
@@ -120,6 +125,8 @@ typedef BwdDqTile<64, 128, 32, 4, 2> BwdDq64;
 typedef BwdDqTile<128, 128, 32, 4, 2> BwdDq128;
 /* dQ 128 registers with 16 rows a warp; 192 KiB of shared memory; 218 */
 typedef BwdDqTile<256, 128, 32, 8, 1> BwdDq256;
+/* 128 KiB, beside Bwd256Small; BwdDq128's 96 KiB fit beside Bwd128Small */
+typedef BwdDqTile<256, 64, 32, 4, 1> BwdDq256Small;
 
 /* float32: 16 PER_STAY rows stay, 16 PER_PASS pass, 8 warps: a thread multiplies PER_STAY x PER_PASS for each sum of
  * both that it loads. */
