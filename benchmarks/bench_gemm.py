@@ -1,6 +1,10 @@
 """gemm beside torch.matmul (MKL and oneDNN on the CPU, cuBLAS on CUDA).
 
-python benchmarks/bench_gemm.py [--quick] [--only square|skinny|odd|call|isa] [--device cpu|cuda]
+python benchmarks/bench_gemm.py [--quick] [--only square skinny odd call isa] [--device cpu|cuda]
+python benchmarks/bench_gemm.py --device cuda [--quick] [--only square tall skinny layouts f16 f32 unaligned gelu call]
+
+A quick run on CUDA starts no row after a minute (--budget). --rows picks rows of a group by their label: --only skinny
+--rows NT. Few-row products on CUDA rotate over cold weights; all others find theirs as the last call left them.
 """
 
 from __future__ import annotations
@@ -76,51 +80,134 @@ def call_case(device: torch.device) -> Case:
     )
 
 
+def sample(size: int, device: torch.device) -> Tensor:
+    """At most 128 places of a dimension, both ends among them."""
+    return torch.linspace(0, size - 1, min(size, 128), device=device, dtype=torch.float64).round().long()
+
+
 def cuda_case(group: str, m: int, k: int, n: int, dtype: str, device: torch.device, layout: str = "NN", **options):
-    """case() on a GPU: few rows rotate over cold weights, and a float64 product is cut to 256 rows."""
+    """case() on a GPU: few rows rotate over cold weights, and the float64 product is a sample of rows and columns."""
     made = case(group, m, k, n, dtype, device, layout)
     made.rotate = group.startswith("skinny")
     made.unit = "GB/s" if made.rotate else "GFLOP/s"
-    made.reference = lambda a, b: exact(a[:256], b)
-    made.compare = lambda out: out[:256]
+    if m == k == n and layout != "NN":
+        made.label = f"{layout} {m}"
+    rows, columns = sample(m, device), sample(n, device)
+    made.reference = lambda a, b: exact(a[rows], b[:, columns])
+    made.compare = lambda out: out[rows][:, columns]
     made.ours = lambda a, b: torch_gpukern.gemm(a, b, **options)
     return made
 
 
-def fused_case(n: int, device: torch.device) -> Case:
-    """gelu(x @ w + b) of a linear layer, beside PyTorch's two kernels and its own fusion."""
+def tf32_case(n: int, layout: str, device: torch.device) -> Case:
+    made = cuda_case("f32 tf32", n, n, n, "f32", device, layout, fp32_precision="tf32")
+    made.dtype = "tf32"  # whose peak it is held against
+
+    def theirs(a: Tensor, b: Tensor) -> Tensor:
+        torch.backends.cuda.matmul.allow_tf32 = True
+        out = torch.matmul(a, b)
+        torch.backends.cuda.matmul.allow_tf32 = False
+        return out
+
+    made.peers = {"torch.matmul": theirs}
+    return made
+
+
+def fused_case(n: int, against: str, device: torch.device) -> Case:
+    """gelu(x @ w + b) of a linear layer, beside PyTorch's two and three kernels and its own fusion; cuBLAS's product
+    alone is the limit."""
     made = cuda_case("bias + gelu", n, n, n, "bf16", device)
+    rows, columns = sample(n, device), sample(n, device)
     bias = torch.randn(n, device=device).bfloat16()
+    made.label = f"{n} {against}"
     made.ours = lambda a, b: torch_gpukern.gemm(a, b, bias, activation="gelu_tanh")
     made.peers = {
         "gelu(addmm)": lambda a, b: F.gelu(torch.addmm(bias, a, b), approximate="tanh"),
         "_addmm_activation": lambda a, b: torch._addmm_activation(bias, a, b, use_gelu=True),
+        "mm + add + gelu": lambda a, b: F.gelu(torch.mm(a, b) + bias, approximate="tanh"),
     }
-    made.reference = lambda a, b: F.gelu(exact(a[:256], b) + bias.double(), approximate="tanh")
+    if against == "_addmm_activation":  # the other two were measured in the row before
+        made.peers = {against: made.peers[against]}
+    made.against = against
+    made.limits = {"mm alone": torch.mm}
+    made.bar = shapes.CUDA_GEMM_FUSED_BARS[against]
+    made.reference = lambda a, b: F.gelu(exact(a[rows], b[:, columns]) + bias[columns].double(), approximate="tanh")
     return made
 
 
+def beside_aligned(label: str, odd: tuple, aligned: tuple, device: torch.device, place=lambda x: x) -> Case:
+    """Ours on a size or a place that suits no vector load, beside ours on the neighbour (both M, N, K) that does.
+    place(x) -> the same values elsewhere. Whatever one of the two has more of along K is 0, so that both results agree
+    where they overlap."""
+    (m, n, k), (m_al, n_al, k_al) = odd, aligned
+    made = cuda_case("unaligned bf16", m, k, n, "bf16", device)
+    made.label, made.rotate = label, m <= 64
+    made.unit = "GB/s" if made.rotate else "GFLOP/s"
+    rows, columns = sample(min(m, m_al), device), sample(min(n, n_al), device)
+
+    def make():
+        a, b = make_inputs(max(m, m_al), max(k, k_al), max(n, n_al), torch.bfloat16, device, "NN")
+        a[:, min(k, k_al) :], b[min(k, k_al) :] = 0, 0
+        ours = (place(x.contiguous()) for x in (a[:m, :k], b[:k, :n]))
+        theirs = (x.contiguous() for x in (a[:m_al, :k_al], b[:k_al, :n_al]))
+        return *ours, *theirs
+
+    made.make = make
+    made.ours = lambda a, b, *_: torch_gpukern.gemm(a, b)
+    made.peers = {
+        "ours, aligned": lambda _a, _b, a, b: torch_gpukern.gemm(a, b),
+        "torch.matmul": lambda a, b, *_: torch.matmul(a, b),
+    }
+    made.against = "ours, aligned"
+    made.reference = lambda a, b, *_: exact(a[rows], b[:, columns])
+    made.compare = lambda out: out[rows][:, columns]
+    return made
+
+
+def padded(x: Tensor) -> Tensor:
+    """The same rows, an odd number of elements apart."""
+    return torch.cat((x, x[:, :1]), 1)[:, :-1]
+
+
+def shifted(x: Tensor) -> Tensor:
+    """The same matrix, one element past an aligned place."""
+    whole = x.new_empty(x.numel() + 1)
+    whole[1:] = x.reshape(-1)
+    return whole[1:].view_as(x)
+
+
+def spread(x: Tensor) -> Tensor:
+    """The same matrix in every second element."""
+    return x.repeat_interleave(2, 1)[:, ::2]
+
+
 def cuda(run: Run, device: torch.device) -> None:
-    for n in shapes.CUDA_GEMM_SMALL:
-        run.add(cuda_case("small bf16", n, n, n, "bf16", device))
+    one = shapes.CUDA_GEMM_ONE
     for n in shapes.CUDA_GEMM_SQUARE:
         run.add(cuda_case("square bf16", n, n, n, "bf16", device))
-    n = shapes.CUDA_GEMM_SQUARE[1]
-    for layout in ("NT", "TN", "TT"):
-        run.add(cuda_case("layouts bf16", n, n, n, "bf16", device, layout))
-    run.add(cuda_case("f16", n, n, n, "f16", device))
-    run.add(cuda_case("odd bf16", n + 1, n - 1, n + 3, "bf16", device))
-    n = shapes.CUDA_GEMM_F32
-    run.add(cuda_case("f32 ieee", n, n, n, "f32", device))
-    torch.backends.cuda.matmul.allow_tf32 = True
-    run.add(cuda_case("f32 tf32", n, n, n, "f32", device, fp32_precision="tf32"))
-    torch.backends.cuda.matmul.allow_tf32 = False
-    run.add(fused_case(n, device))
-    for n, k in shapes.CUDA_GEMM_SKINNY_NK:
+    for n, k in shapes.CUDA_GEMM_WEIGHTS:
+        for m in shapes.CUDA_GEMM_TALL_M:
+            for layout in ("NT", "NN"):
+                run.add(cuda_case("tall bf16", m, k, n, "bf16", device, layout))
+    for n, k in shapes.CUDA_GEMM_WEIGHTS:
         for m in shapes.CUDA_GEMM_SKINNY_M:
             for layout in ("NT", "NN"):
-                group = f"skinny {n}x{k}, M {'<= 16' if m <= 16 else '> 16'}"
-                run.add(cuda_case(group, m, k, n, "bf16", device, layout))
+                run.add(cuda_case(f"skinny {n}x{k}", m, k, n, "bf16", device, layout))
+    for layout in ("NT", "TN", "TT"):
+        run.add(cuda_case("layouts bf16", one, one, one, "bf16", device, layout))
+    for n in shapes.CUDA_GEMM_F16:
+        run.add(cuda_case("f16", n, n, n, "f16", device))
+    for layout in ("NN", "NT"):
+        run.add(cuda_case("f32 ieee", one, one, one, "f32", device, layout))
+    for layout in ("NN", "NT"):
+        run.add(tf32_case(one, layout, device))
+    for against in shapes.CUDA_GEMM_FUSED_BARS:
+        run.add(fused_case(one, against, device))
+    for odd, aligned in shapes.CUDA_GEMM_UNALIGNED:
+        run.add(beside_aligned("x".join(map(str, odd)) + " MNK", odd, aligned, device))
+    for label, place in (("row stride +1", padded), ("offset +1", shifted), ("step 2", spread)):
+        run.add(beside_aligned(f"{one}, {label}", (one,) * 3, (one,) * 3, device, place))
+        run.add(beside_aligned(f"16 of {one}, {label}", (16, one, one), (16, one, one), device, place))
     if run.wants("call host time"):
         a, b = (torch.randn(8, 8, device=device) for _ in range(2))
         overhead_facts(run, "gemm", lambda: torch_gpukern.gemm(a, b), shapes.CUDA_CALL)
@@ -129,6 +216,8 @@ def cuda(run: Run, device: torch.device) -> None:
 
 def main() -> None:
     args = arguments("gemm")
+    if args.device == "cuda" and args.quick and args.budget is None:
+        args.budget = shapes.CUDA_GEMM_QUICK_SECONDS
     device = open_device(args.device)
     run = Run("gemm", args, device)
     if device.kind == "cuda":

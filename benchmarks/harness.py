@@ -12,38 +12,33 @@ Rules
 - A row or a group of rows carries the bar it must reach and prints held or missed.
 - Time in us, bandwidth in GB/s, compute in GFLOP/s.
 
-A device is a class with five verbs (`name`, `peaks`, `readers`, `time_block`, `sync`): `Cpu` times
-a loop of calls, `Cuda` the replay of a CUDA graph that holds the same loop.
+Devices are in devices.py: `Cpu` times a loop of calls, `Cuda` the replay of a CUDA graph that holds the same loop, and
+states SM clock and watts beside every row.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import datetime
 import json
 import math
 import os
-import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
+from devices import DTYPES, ROTATE_BYTES, Cpu, Cuda, open_device
 from torch import Tensor
 
+__all__ = ["DTYPES", "Bar", "Case", "Run", "arguments", "isa_shares", "open_device", "overhead_facts"]
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 PLOTS = HERE / "plots"
-ROTATE_BYTES = 256 << 20
-ISAS = ("base", "avx2", "avx512", "avx512bf16")
-DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
 
 # ---- bars ---------------------------------------------------------------------------------------
@@ -105,7 +100,9 @@ class Case:
     -> float64 (tensors to compare with); compare(output) picks from an output what the reference
     stated, for cases whose whole result is too large to judge in float64. `limits` are calls that
     do the least that the case must do, such as reading its bytes once, in the same rounds. The ratio is
-    against the fastest peer, or against the one that `against` names."""
+    against the fastest peer, or against the one that `against` names. Contestants in `live` are called on CUDA too,
+    not replayed from a graph: for those that cannot be captured, and take long beside their launch. A peer that cannot
+    run a case is left out, and says why."""
 
     group: str
     label: str
@@ -122,6 +119,7 @@ class Case:
     unit: str = "GFLOP/s"
     limits: dict[str, Callable] = field(default_factory=dict)
     against: str = ""
+    live: tuple[str, ...] = ()
 
 
 @dataclass
@@ -146,208 +144,6 @@ class Row:
     watts: float
     bar: str
     verdict: str
-
-
-# ---- devices ------------------------------------------------------------------------------------
-
-
-class Cpu:
-    """This machine's cores, through torch's thread pool."""
-
-    most_calls = 10_000
-
-    kind = "cpu"
-
-    def __init__(self) -> None:
-        self.device = torch.device("cpu")
-        self._library = self._build_peak()
-        self._pool = ThreadPoolExecutor(torch.get_num_threads())
-
-    @staticmethod
-    def _build_peak():
-        """peak.c as a library; None without a compiler, and torch's own loops then count."""
-        compiler = os.environ.get("CC") or shutil.which("cc")
-        if compiler is None:
-            return None
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "peak.so"
-            command = [compiler, "-O3", "-ffp-contract=fast", "-shared", "-fPIC"]
-            subprocess.run([*command, str(HERE / "peak.c"), "-o", str(path)], check=True)
-            library = ctypes.CDLL(str(path))
-        library.peak_madd.restype = ctypes.c_double
-        library.peak_madd.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64]
-        library.peak_read.restype = ctypes.c_float
-        library.peak_read.argtypes = [ctypes.c_void_p, ctypes.c_int64]
-        return library
-
-    def name(self) -> str:
-        model = "CPU"
-        cpuinfo = Path("/proc/cpuinfo")
-        if cpuinfo.exists():
-            for line in cpuinfo.read_text().splitlines():
-                if line.startswith("model name"):
-                    model = line.split(":", 1)[1].strip()
-                    break
-        return f"{model}, {torch.get_num_threads()} threads, {self.isas()[-1]}"
-
-    def isas(self) -> list[str]:
-        """Instruction sets of this machine, worst first."""
-        if self._library is None:
-            return ["base"]
-        return [isa for i, isa in enumerate(ISAS) if self._library.peak_has(i)]
-
-    def madd_peak(self, isa: str, dtype: str) -> float:
-        """Multiply-add peak in GFLOP/s of all threads with one instruction set. float16 and, below
-        avx512bf16, bfloat16 are float32 arithmetic on converted operands."""
-        if self._library is None:
-            return 0.0
-        index, dot = ISAS.index(isa), int(dtype == "bf16")
-        threads, rounds, best = torch.get_num_threads(), 20_000, 0.0
-        for _ in range(12):
-            start = time.perf_counter()
-            done = self._pool.map(lambda _: self._library.peak_madd(index, dot, rounds), range(threads))
-            best = max(best, sum(done) / (time.perf_counter() - start) / 1e9)
-        return best
-
-    def _torch_peak(self, dtype: torch.dtype) -> float:
-        n = 1024
-        a, b = (torch.randn(n, n).to(dtype) for _ in range(2))
-        best = min(self.time_block(lambda: a @ b, 1) for _ in range(8))
-        return 2 * n**3 / best / 1e3
-
-    def readers(self) -> dict[str, Callable[[Tensor], object]]:
-        """Ways to read a contiguous tensor once with all threads: torch's sum and our own loop."""
-        readers = {"torch's read": lambda x: x.view(-1).view(torch.float32).sum()}
-        if self._library is not None:
-            threads = torch.get_num_threads()
-
-            def own_read(x: Tensor) -> None:
-                share = x.nbytes // 4 // threads
-                starts = range(x.data_ptr(), x.data_ptr() + 4 * share * threads, 4 * share)
-                list(self._pool.map(lambda start: self._library.peak_read(start, share), starts))
-
-            readers["our read"] = own_read
-        return readers
-
-    def _read_bandwidth(self) -> float:
-        data = torch.ones(ROTATE_BYTES // 4)
-        best = min(
-            self.time_block(lambda read=read: read(data), 1) for read in self.readers().values() for _ in range(8)
-        )
-        return data.nbytes / best / 1e3
-
-    def peaks(self) -> dict[str, float]:
-        """GFLOP/s per dtype and GB/s read: the best of our own loop and of torch's."""
-        isa = self.isas()[-1]
-        peaks = {}
-        for name, dtype in DTYPES.items():
-            ours = max(self.madd_peak(row, name) for row in self.isas())
-            # torch has no fast float16 product on most CPUs: float32 arithmetic is its ceiling
-            theirs = self._torch_peak(dtype) if name != "f16" else 0.0
-            peaks[name] = max(ours, theirs)
-        peaks["read"] = self._read_bandwidth()
-        peaks["isa"] = isa
-        return peaks
-
-    def sync(self) -> None:
-        """Calls are synchronous."""
-
-    def state(self) -> tuple[float, float]:
-        """A CPU's clock and power are not to be had without rights."""
-        return 0.0, 0.0
-
-    def driver(self) -> str:
-        return ""
-
-    def time_block(self, call: Callable[[], object], calls: int) -> float:
-        """us per call of `calls` calls in a row."""
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        return (time.perf_counter() - start) / calls * 1e6
-
-
-class Cuda:
-    """One CUDA device; a block of calls is recorded once as a CUDA graph and replayed, because
-    events around single calls would measure the launch."""
-
-    kind = "cuda"
-    most_calls = 512  # nodes of a graph
-
-    def __init__(self) -> None:
-        self.device = torch.device("cuda")
-        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Callable]] = {}
-
-    def name(self) -> str:
-        return torch.cuda.get_device_name()
-
-    def peaks(self) -> dict[str, float]:
-        """Peaks that large products and a large copy reach in this run."""
-        peaks = {}
-        for name, dtype in DTYPES.items():
-            a, b = (torch.randn(8192, 8192, device="cuda", dtype=dtype) for _ in range(2))
-            best = min(self.time_block(lambda a=a, b=b: a @ b, 4) for _ in range(4))
-            peaks[name] = 2 * 8192**3 / best / 1e3
-        data = torch.ones(1 << 28, device="cuda")
-        best = min(self.time_block(lambda: torch.sum(data), 4) for _ in range(4))
-        peaks["read"] = data.nbytes / best / 1e3
-        self._graphs.clear()
-        return peaks
-
-    def readers(self) -> dict[str, Callable[[Tensor], object]]:
-        """Ways to read a contiguous tensor once."""
-        return {"torch's read": lambda x: x.view(-1).view(torch.float32).sum()}
-
-    def sync(self) -> None:
-        torch.cuda.synchronize()
-
-    def state(self) -> tuple[float, float]:
-        """SM clock in MHz and power in watts, right after a case. Its graphs are no longer needed."""
-        self._graphs.clear()
-        text = self._ask("clocks.sm,power.draw").split(",")
-        return (float(text[0]), float(text[1])) if len(text) == 2 else (0.0, 0.0)
-
-    def driver(self) -> str:
-        return self._ask("driver_version")
-
-    @staticmethod
-    def _ask(fields: str) -> str:
-        command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits", "-i", "0"]
-        try:
-            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-        except (OSError, subprocess.CalledProcessError):
-            return ""
-
-    def time_block(self, call: Callable[[], object], calls: int) -> float:
-        """us per call of `calls` calls in a row, on the device's own clock."""
-        key = (id(call), calls)
-        if key not in self._graphs:
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):  # capture wants a warm allocator and loaded kernels
-                call()
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                for _ in range(calls):
-                    call()
-            self._graphs[key] = (graph, call)  # holding `call` keeps its id from being reused
-        graph = self._graphs[key][0]
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / calls * 1e3
-
-
-def open_device(kind: str) -> Cpu | Cuda:
-    """kind: cpu or cuda"""
-    if kind == "cuda":
-        if not torch.cuda.is_available():
-            raise SystemExit("--device cuda: torch finds no CUDA device")
-        return Cuda()
-    return Cpu()
 
 
 # ---- measuring ----------------------------------------------------------------------------------
@@ -403,22 +199,38 @@ class Rotation:
         return self.fn(*inputs)
 
 
-def interleave(device: Cpu | Cuda, calls: dict[str, Callable[[], object]], effort: Effort) -> dict[str, list[float]]:
+def interleave(
+    device: Cpu | Cuda, calls: dict[str, Callable[[], object]], effort: Effort, live: Sequence[str] = ()
+) -> dict[str, list[float]]:
     """us per call of every contestant, one entry per round; the order turns with each round."""
     block = {}
     for name, call in calls.items():
         call()
         device.sync()
-        once = device.time_block(call, 1)
-        block[name] = max(1, min(device.most_calls, round(effort.block_us / max(once, 0.1))))
+        block[name] = max(1, min(device.most_calls, round(effort.block_us / max(device.estimate(call), 0.1))))
     times: dict[str, list[float]] = {name: [] for name in calls}
     order, start, rounds = list(calls), time.perf_counter(), 0
     while rounds < effort.min_rounds or (rounds < effort.max_rounds and time.perf_counter() - start < effort.seconds):
         for name in order:
-            times[name].append(device.time_block(calls[name], block[name]))
+            times[name].append(device.time_block(calls[name], block[name], name in live))
         order.append(order.pop(0))
         rounds += 1
     return times
+
+
+def able(case: Case, inputs: tuple) -> dict[str, Callable]:
+    """The peers that can run the case; the others say why not. Their first call may compile."""
+    found = {}
+    for name, peer in case.peers.items():
+        try:
+            peer(*inputs)
+        except (ImportError, RuntimeError, NotImplementedError) as error:
+            if name == case.against:
+                raise
+            print(f"{case.group} {case.label}: without {name}: {str(error).strip().splitlines()[0]}", flush=True)
+        else:
+            found[name] = peer
+    return found
 
 
 def measure(case: Case, device: Cpu | Cuda, peaks: dict, effort: Effort) -> Row:
@@ -429,13 +241,14 @@ def measure(case: Case, device: Cpu | Cuda, peaks: dict, effort: Effort) -> Row:
         size = sum(t.nbytes for t in tensors_of(inputs[0]))
         inputs += [case.make() for _ in range(min(255, ROTATE_BYTES // size))]
 
+    case.peers = able(case, inputs[0])
     fns = {"gpukern": case.ours, **case.peers}
     errors: dict[str, float | None] = dict.fromkeys(fns)
     if case.reference is not None:
         reference = case.reference(*inputs[0])
         errors = {name: relative_error(case.compare(fn(*inputs[0])), reference) for name, fn in fns.items()}
     contestants = fns | case.limits
-    times = interleave(device, {n: Rotation(f, inputs) for n, f in contestants.items()}, effort)
+    times = interleave(device, {n: Rotation(f, inputs) for n, f in contestants.items()}, effort, case.live)
     clock_mhz, watts = device.state()
 
     amount = case.bytes if case.unit == "GB/s" else case.flops
@@ -520,19 +333,25 @@ def judge_group(name: str, rows: list[Row], bar: Bar) -> Group:
 # ---- a run --------------------------------------------------------------------------------------
 
 
-def arguments(op: str, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line that every bench shares."""
+def arguments(
+    op: str, argv: Sequence[str] | None = None, more: Callable[[argparse.ArgumentParser], object] | None = None
+) -> argparse.Namespace:
+    """The command line that every bench shares; `more` adds a bench's own options."""
     parser = argparse.ArgumentParser(description=f"benchmarks of {op}: ours beside its peers")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--threads", type=int, default=0, help="torch threads, 0 = torch's default")
     parser.add_argument("--quick", action="store_true", help="fewer rounds; stored with --save only")
-    parser.add_argument("--only", default="", help="run the groups whose name contains this")
+    parser.add_argument("--budget", type=float, help="seconds after which no further row starts")
+    parser.add_argument("--only", nargs="+", default=[], help="run the groups whose name contains one of these")
+    parser.add_argument("--rows", nargs="+", default=[], help="and of them the rows whose label contains one of these")
     parser.add_argument("--no-save", action="store_true", help="print only")
     parser.add_argument("--save", action="store_true", help="store the results of a quick run too")
+    if more:
+        more(parser)
     args = parser.parse_args(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
-    args.save = (args.save or not args.quick) and not (args.only or args.no_save)
+    args.save = (args.save or not args.quick) and not (args.only or args.rows or args.no_save)
     args.effort = QUICK if args.quick else FULL
     return args
 
@@ -545,6 +364,8 @@ class Run:
         self.rows: list[Row] = []
         self.facts: list[dict] = []
         self.began = _cpu_seconds()
+        self.ends = time.perf_counter() + args.budget if args.budget else math.inf
+        self.left_out = 0
         self.peaks = device.peaks()
         figures = ", ".join(
             f"{name} {value:.0f} {'GB/s' if name == 'read' else 'GFLOP/s'}"
@@ -560,11 +381,16 @@ class Run:
     def wants(self, group: str, slow: bool = False) -> bool:
         """Whether the options ask for a group; `slow` ones start processes, and a quick run leaves
         them out unless it names them."""
-        return self.args.only in group and not (slow and self.args.quick and not self.args.only)
+        named = not self.args.only or any(part in group for part in self.args.only)
+        return named and not (slow and self.args.quick and not self.args.only)
 
     def add(self, case: Case) -> Row | None:
-        """Measures one case unless --only leaves it out."""
-        if not self.wants(case.group):
+        """Measures one case unless --only, --rows or the budget leaves it out."""
+        named = not self.args.rows or any(part in f"{case.label} {case.dtype}" for part in self.args.rows)
+        if not (named and self.wants(case.group)):
+            return None
+        if time.perf_counter() > self.ends:
+            self.left_out += 1
             return None
         row = measure(case, self.device, self.peaks, self.args.effort)
         self.rows.append(row)
@@ -605,7 +431,9 @@ class Run:
         others = self.others_percent()
         if others > 5:
             print(f"other programs took {others:.0f}% of the processors: repeat on a quiet machine")
-        if self.args.save:
+        if self.left_out:
+            print(f"{self.left_out} rows left out, the budget of {self.args.budget:.0f} s was spent: nothing is stored")
+        elif self.args.save:
             self._store(groups)
 
     def others_percent(self) -> float:
@@ -755,6 +583,11 @@ def format_row(row: Row) -> str:
         line += f"  error {row.error:.1e}"
     if row.share is not None:
         line += f"  {row.share:.2f} of the limit"
+    for name, peer in row.peers.items():
+        if name != row.best_peer:
+            line += f"  {name} {peer['us']:.1f}"
+    if row.clock_mhz:
+        line += f"  {row.clock_mhz:.0f} MHz {row.watts:.0f} W"
     return f"{line:<130} {row.verdict and row.bar + ': ' + row.verdict}".rstrip()
 
 

@@ -53,16 +53,35 @@ PAGED_BAR = Bar(share=0.8)  # of reading the keys and values once
 
 # ---- the same on a GPU ---------------------------------------------------------------------------
 
-CUDA_GEMM_SMALL = (512, 1024)
-CUDA_GEMM_SQUARE = (2048, 4096, 8192)
-CUDA_GEMM_F32 = 4096
+CUDA_GEMM_SQUARE = (512, 1024, 2048, 4096, 8192, 16384)
+CUDA_GEMM_WEIGHTS = ((4096, 4096), (28672, 4096), (4096, 14336))  # [N, K] of a linear layer
+CUDA_GEMM_TALL_M = (512, 2048, 8192)
 CUDA_GEMM_SKINNY_M = (1, 16, 64)
-CUDA_GEMM_SKINNY_NK = ((4096, 4096), (28672, 4096), (4096, 14336))  # weights [N, K]
+CUDA_GEMM_F16 = (4096, 8192)
+CUDA_GEMM_ONE = 4096  # the size of rows that compare anything else
+CUDA_GEMM_QUICK_SECONDS = 60.0
 CUDA_GEMM_BARS = {
-    "square bf16": Bar(each=0.55, firm=True),
-    "skinny 4096x4096, M <= 16": Bar(each=1.00, firm=True),
-    "skinny 28672x4096, M <= 16": Bar(each=0.95, firm=True),
+    "square bf16": Bar(geomean=1.05, each=0.97),
+    "tall bf16": Bar(each=1.00),
+    "skinny 4096x4096": Bar(each=1.20),
+    "skinny 28672x4096": Bar(each=1.02),
+    "skinny 4096x14336": Bar(each=1.05),
+    "f16": Bar(geomean=1.05, each=0.97),
+    "f32 ieee": Bar(each=0.95),
+    "f32 tf32": Bar(each=0.95),
+    "unaligned bf16": Bar(each=1 / 1.3),  # of ours on the aligned neighbour
 }
+# (M, N, K) and the aligned neighbour's
+CUDA_GEMM_UNALIGNED = (
+    ((1023, 1023, 1023), (1024, 1024, 1024)),
+    ((1025, 1025, 1025), (1024, 1024, 1024)),
+    ((4095, 4095, 4095), (4096, 4096, 4096)),
+    ((4097, 4097, 4097), (4096, 4096, 4096)),
+    ((4097, 4099, 4095), (4096, 4096, 4096)),
+    ((4096, 4096, 4100), (4096, 4096, 4096)),
+    ((16, 4097, 4097), (16, 4096, 4096)),
+)
+CUDA_GEMM_FUSED_BARS = {"gelu(addmm)": Bar(each=1.12), "_addmm_activation": Bar(each=1.03)}
 
 CUDA_ATTN_TOKENS, CUDA_ATTN_HIDDEN = 16384, 2048
 CUDA_ATTN_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)

@@ -1,0 +1,317 @@
+"""What a benchmark runs on: a machine's cores or its GPU.
+
+A device is a class with eight verbs: `name` and `driver` say what it is, `peaks` and `readers` what it can do,
+`estimate` and `time_block` time calls, `sync` waits for them, and `state` says how warm they left it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+HERE = Path(__file__).resolve().parent
+ROTATE_BYTES = 256 << 20
+ISAS = ("base", "avx2", "avx512", "avx512bf16")
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+
+
+class Cpu:
+    """This machine's cores, through torch's thread pool."""
+
+    most_calls = 10_000
+
+    kind = "cpu"
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self._library = self._build_peak()
+        self._pool = ThreadPoolExecutor(torch.get_num_threads())
+
+    @staticmethod
+    def _build_peak():
+        """peak.c as a library; None without a compiler, and torch's own loops then count."""
+        compiler = os.environ.get("CC") or shutil.which("cc")
+        if compiler is None:
+            return None
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "peak.so"
+            command = [compiler, "-O3", "-ffp-contract=fast", "-shared", "-fPIC"]
+            subprocess.run([*command, str(HERE / "peak.c"), "-o", str(path)], check=True)
+            library = ctypes.CDLL(str(path))
+        library.peak_madd.restype = ctypes.c_double
+        library.peak_madd.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+        library.peak_read.restype = ctypes.c_float
+        library.peak_read.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+        return library
+
+    def name(self) -> str:
+        model = "CPU"
+        cpuinfo = Path("/proc/cpuinfo")
+        if cpuinfo.exists():
+            for line in cpuinfo.read_text().splitlines():
+                if line.startswith("model name"):
+                    model = line.split(":", 1)[1].strip()
+                    break
+        return f"{model}, {torch.get_num_threads()} threads, {self.isas()[-1]}"
+
+    def isas(self) -> list[str]:
+        """Instruction sets of this machine, worst first."""
+        if self._library is None:
+            return ["base"]
+        return [isa for i, isa in enumerate(ISAS) if self._library.peak_has(i)]
+
+    def madd_peak(self, isa: str, dtype: str) -> float:
+        """Multiply-add peak in GFLOP/s of all threads with one instruction set. float16 and, below
+        avx512bf16, bfloat16 are float32 arithmetic on converted operands."""
+        if self._library is None:
+            return 0.0
+        index, dot = ISAS.index(isa), int(dtype == "bf16")
+        threads, rounds, best = torch.get_num_threads(), 20_000, 0.0
+        for _ in range(12):
+            start = time.perf_counter()
+            done = self._pool.map(lambda _: self._library.peak_madd(index, dot, rounds), range(threads))
+            best = max(best, sum(done) / (time.perf_counter() - start) / 1e9)
+        return best
+
+    def _torch_peak(self, dtype: torch.dtype) -> float:
+        n = 1024
+        a, b = (torch.randn(n, n).to(dtype) for _ in range(2))
+        best = min(self.time_block(lambda: a @ b, 1) for _ in range(8))
+        return 2 * n**3 / best / 1e3
+
+    def readers(self) -> dict[str, Callable[[Tensor], object]]:
+        """Ways to read a contiguous tensor once with all threads: torch's sum and our own loop."""
+        readers = {"torch's read": lambda x: x.view(-1).view(torch.float32).sum()}
+        if self._library is not None:
+            threads = torch.get_num_threads()
+
+            def own_read(x: Tensor) -> None:
+                share = x.nbytes // 4 // threads
+                starts = range(x.data_ptr(), x.data_ptr() + 4 * share * threads, 4 * share)
+                list(self._pool.map(lambda start: self._library.peak_read(start, share), starts))
+
+            readers["our read"] = own_read
+        return readers
+
+    def _read_bandwidth(self) -> float:
+        data = torch.ones(ROTATE_BYTES // 4)
+        best = min(
+            self.time_block(lambda read=read: read(data), 1) for read in self.readers().values() for _ in range(8)
+        )
+        return data.nbytes / best / 1e3
+
+    def peaks(self) -> dict[str, float]:
+        """GFLOP/s per dtype and GB/s read: the best of our own loop and of torch's."""
+        isa = self.isas()[-1]
+        peaks = {}
+        for name, dtype in DTYPES.items():
+            ours = max(self.madd_peak(row, name) for row in self.isas())
+            # torch has no fast float16 product on most CPUs: float32 arithmetic is its ceiling
+            theirs = self._torch_peak(dtype) if name != "f16" else 0.0
+            peaks[name] = max(ours, theirs)
+        peaks["read"] = self._read_bandwidth()
+        peaks["isa"] = isa
+        return peaks
+
+    def sync(self) -> None:
+        """Calls are synchronous."""
+
+    def state(self) -> tuple[float, float]:
+        """A CPU's clock and power are not to be had without rights."""
+        return 0.0, 0.0
+
+    def driver(self) -> str:
+        return ""
+
+    def estimate(self, call: Callable[[], object]) -> float:
+        """us of one call, roughly."""
+        return self.time_block(call, 1)
+
+    def time_block(self, call: Callable[[], object], calls: int, live: bool = False) -> float:
+        """us per call of `calls` calls in a row."""
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        return (time.perf_counter() - start) / calls * 1e6
+
+
+class Sensors:
+    """SM clock and power through the driver's own library, which answers within a millisecond; a process of
+    nvidia-smi takes longer than most cases. Without the library both are 0."""
+
+    SM_CLOCK, POWER_INSTANT = 1, 186  # NVML_CLOCK_SM, NVML_FI_DEV_POWER_INSTANT
+
+    class Field(ctypes.Structure):
+        """nvmlFieldValue_t"""
+
+        _fields_ = [
+            ("id", ctypes.c_uint),
+            ("scope", ctypes.c_uint),
+            ("timestamp", ctypes.c_longlong),
+            ("latency_us", ctypes.c_longlong),
+            ("type", ctypes.c_int),
+            ("status", ctypes.c_int),
+            ("value", ctypes.c_ulonglong),
+        ]
+
+    def __init__(self) -> None:
+        self._device = None
+        try:
+            self._nvml = ctypes.CDLL("libnvidia-ml.so.1")
+            # by its identity: the library counts the devices that the process may not see, too
+            uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}".encode()
+            device = ctypes.c_void_p()
+            if self._nvml.nvmlInit_v2() == 0:
+                if self._nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(device)) == 0:
+                    self._device = device
+        except (OSError, AttributeError):
+            pass
+
+    def read(self) -> tuple[float, float]:
+        """MHz and watts at this moment."""
+        if self._device is None:
+            return 0.0, 0.0
+        clock, milliwatts = ctypes.c_uint(), ctypes.c_uint()
+        self._nvml.nvmlDeviceGetClockInfo(self._device, self.SM_CLOCK, ctypes.byref(clock))
+        # the plain question is answered with the mean of the last second, which a short case does not fill
+        field = self.Field(id=self.POWER_INSTANT)
+        status = self._nvml.nvmlDeviceGetFieldValues(self._device, 1, ctypes.byref(field))
+        if status == 0 and field.status == 0:
+            return float(clock.value), (field.value & 0xFFFFFFFF) / 1e3
+        self._nvml.nvmlDeviceGetPowerUsage(self._device, ctypes.byref(milliwatts))
+        return float(clock.value), milliwatts.value / 1e3
+
+
+class Cuda:
+    """One CUDA device; a block of calls is recorded once as a CUDA graph and replayed, because
+    events around single calls would measure the launch."""
+
+    kind = "cuda"
+    most_calls = 512  # nodes of a graph
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda")
+        self._side = torch.cuda.Stream()
+        self._sensors = Sensors()
+        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Callable]] = {}
+
+    def name(self) -> str:
+        return torch.cuda.get_device_name()
+
+    def peaks(self) -> dict[str, float]:
+        """Peaks that large products and a large copy reach in this run."""
+        peaks = {}
+        for name, dtype in (DTYPES | {"tf32": torch.float32}).items():
+            a, b = (torch.randn(8192, 8192, device="cuda", dtype=dtype) for _ in range(2))
+            torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
+            best = min(self.time_block(lambda a=a, b=b: a @ b, 4) for _ in range(4))
+            torch.backends.cuda.matmul.allow_tf32 = False
+            peaks[name] = 2 * 8192**3 / best / 1e3
+            self._forget()
+        data = torch.ones(1 << 28, device="cuda")
+        best = min(self.time_block(lambda: torch.sum(data), 4) for _ in range(4))
+        peaks["read"] = data.nbytes / best / 1e3
+        self._forget()
+        return peaks
+
+    def readers(self) -> dict[str, Callable[[Tensor], object]]:
+        """Ways to read a contiguous tensor once."""
+        return {"torch's read": lambda x: x.view(-1).view(torch.float32).sum()}
+
+    def sync(self) -> None:
+        torch.cuda.synchronize()
+
+    def state(self) -> tuple[float, float]:
+        """SM clock in MHz and power in watts under the case's first contestant, whose block runs again for it. Its
+        graphs are no longer needed."""
+        for graph, _ in list(self._graphs.values())[:1]:
+            for _ in range(3):
+                graph.replay()
+            nearly = torch.cuda.Event()
+            nearly.record()
+            graph.replay()
+            nearly.synchronize()
+        clock_and_watts = self._sensors.read()
+        self._forget()
+        return clock_and_watts
+
+    def driver(self) -> str:
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader,nounits", "-i", "0"]
+        try:
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            return ""
+
+    def estimate(self, call: Callable[[], object]) -> float:
+        """us of one call, roughly: its launches are queued behind a wait, so that they do not count."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(1_000_000)
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e3
+
+    def time_block(self, call: Callable[[], object], calls: int, live: bool = False) -> float:
+        """us per call of `calls` calls in a row, on the device's own clock; `live` ones are called, not replayed."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if live:
+            start.record()
+            for _ in range(calls):
+                call()
+        else:
+            graph = self._graph(call, calls)
+            start.record()
+            graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / calls * 1e3
+
+    def _graph(self, call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
+        """`calls` calls as one graph. torch.cuda.graph() would do, but collects garbage and empties torch's cache
+        each time, which costs more than a short case."""
+        key = (id(call), calls)
+        if key in self._graphs:
+            return self._graphs[key][0]
+        self._side.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._side):
+            call()  # capture wants a warm allocator and loaded kernels
+            torch.cuda.synchronize()
+            gc.disable()  # nothing of an earlier graph may be freed inside
+            try:
+                graph.capture_begin()
+                for _ in range(calls):
+                    call()
+                graph.capture_end()
+            finally:
+                gc.enable()
+        torch.cuda.current_stream().wait_stream(self._side)
+        self._graphs[key] = (graph, call)  # holding `call` keeps its id from being reused
+        return graph
+
+    def _forget(self) -> None:
+        """Frees the graphs and the memory that they held."""
+        torch.cuda.synchronize()
+        self._graphs.clear()
+        torch.cuda.empty_cache()
+
+
+def open_device(kind: str) -> Cpu | Cuda:
+    """kind: cpu or cuda"""
+    if kind == "cuda":
+        if not torch.cuda.is_available():
+            raise SystemExit("--device cuda: torch finds no CUDA device")
+        return Cuda()
+    return Cpu()
