@@ -1,14 +1,20 @@
 """flash_attn beside F.scaled_dot_product_attention, forward and backward, full and causal.
 
-python benchmarks/bench_flash_attn.py [--quick] [--only forward|backward|call|isa|memory]
+python benchmarks/bench_flash_attn.py [--quick] [--only forward backward call isa memory] [--rows d128 ...]
+    [--device cpu|cuda] [--compiled some|all|none]
+On CUDA the peers are SDPA's flash and cuDNN backends, FlashAttention-3 and FlashInfer where they are installed, and
+compiled FlexAttention in the rows of --compiled. A peer's compilation does not count.
 FLOPs: 4 * batch * heads * seq_q * seq_k * head_dim, half when causal; backward 2.5 times forward.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from importlib.util import find_spec
 
 import shapes
 import torch
@@ -155,30 +161,112 @@ def sdpa_on(backend: SDPBackend, causal: bool):
 CUDA_PEERS = {"SDPA flash": SDPBackend.FLASH_ATTENTION, "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION}
 
 
-def cuda_forward(seq: int, head_dim: int, causal: bool, device) -> Case:
+def flex_attention(causal: bool):
+    """FlexAttention, compiled for the first shapes it meets; its block mask is made then, too."""
+    from torch.nn.attention import flex_attention as flex
+
+    made = {}
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if not made:
+            torch._dynamo.reset()  # there is a limit to how many shapes one function is compiled for
+            torch._functorch.config.donated_buffer = False  # a backward is called many times here
+            made["call"] = torch.compile(flex.flex_attention, dynamic=False)
+            made["mask"] = None
+            if causal:
+                sizes = q.shape[2], k.shape[2]
+                made["mask"] = flex.create_block_mask(
+                    lambda b, h, i, j: i >= j, None, None, *sizes, device=q.device.type
+                )
+        return made["call"](q, k, v, block_mask=made["mask"])
+
+    return run
+
+
+def flash_attn_3(causal: bool):
+    """FlashAttention-3, whose tensors are [B, S, H, D]."""
+    from flash_attn_interface import flash_attn_func
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal)
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+    return run
+
+
+def flash_infer(causal: bool):
+    """FlashInfer's ragged prefill, on [tokens, H, D] copies that are made, as its plan is, at the first call."""
+    import flashinfer
+
+    made = {}
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        batch, heads, seq, head_dim = q.shape
+        if not made:
+            workspace = torch.empty(256 << 20, dtype=torch.uint8, device=q.device)
+            made["call"] = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
+            ends = seq * torch.arange(batch + 1, device=q.device, dtype=torch.int32)
+            made["call"].plan(ends, ends, heads, heads, head_dim, causal=causal, q_data_type=q.dtype)
+            made["packed"] = [x.transpose(1, 2).flatten(0, 1).contiguous() for x in (q, k, v)]
+        return made["call"].run(*made["packed"]).unflatten(0, (batch, seq)).transpose(1, 2)
+
+    return run
+
+
+def other_peers(seq: int, head_dim: int, causal: bool, compiled: str) -> dict[str, Callable]:
+    """Forward passes of other projects that are here, and FlexAttention where it is asked for."""
+    peers = {}
+    if find_spec("flash_attn_interface"):
+        peers["FA3"] = flash_attn_3(causal)
+    if find_spec("flashinfer"):
+        peers["FlashInfer"] = flash_infer(causal)
+    if compiled == "all" or (compiled == "some" and (head_dim, seq) in shapes.CUDA_ATTN_COMPILED):
+        peers["FlexAttention"] = flex_attention(causal)
+    return peers
+
+
+def through_autograd(forward: Callable) -> Callable:
+    """backward(q, k, v, grad, ...) of a forward, which runs at the first call."""
+    made = {}
+
+    def run(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, *_):
+        if not made:
+            made["leaves"] = [x.detach().requires_grad_() for x in (q, k, v)]
+            made["out"] = forward(*made["leaves"])
+            made["grad"] = torch.empty_like(made["out"]).copy_(grad)
+        return torch.autograd.grad(made["out"], made["leaves"], made["grad"], retain_graph=True)
+
+    return run
+
+
+def cuda_forward(seq: int, head_dim: int, causal: bool, compiled: str, device) -> Case:
     batch, heads = shapes.CUDA_ATTN_TOKENS // seq, shapes.CUDA_ATTN_HIDDEN // head_dim
 
     def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """One head, its first queries: the float64 scores of all would not fit."""
         return reference.flash_attn(q[:1, :1, :512].double(), *(x[:1, :1].double() for x in (k, v)), is_causal=causal)
 
+    others = other_peers(seq, head_dim, causal, compiled)
     return Case(
         group=f"forward {'causal' if causal else 'full'}",
         label=f"d{head_dim} B{batch} S{seq}",
         dtype="bf16",
         make=lambda: make_qkv(batch, heads, seq, head_dim, torch.bfloat16, device),
         ours=lambda q, k, v: torch_gpukern.flash_attn(q, k, v, is_causal=causal),
-        peers={name: sdpa_on(backend, causal) for name, backend in CUDA_PEERS.items()},
+        peers={name: sdpa_on(backend, causal) for name, backend in CUDA_PEERS.items()} | others,
         reference=exact,
         compare=lambda out: out[:1, :1, :512],
         flops=4.0 * batch * heads * seq * seq * head_dim / (2 if causal else 1),
         bytes=8.0 * batch * heads * seq * head_dim,
         against="SDPA flash",
+        live=list(others),
+        optional=list(others),
     )
 
 
-def cuda_backward(seq: int, head_dim: int, causal: bool, device) -> Case:
-    """The raw ops, since autograd cannot run inside a capture on another stream than the forward's."""
+def cuda_backward(seq: int, head_dim: int, causal: bool, compiled: str, device) -> Case:
+    """Ours and FlashAttention-2 by their raw ops, since autograd cannot run inside a capture on another stream than
+    the forward's; the others through autograd, whose host time is short beside theirs from 1k on."""
     batch, heads = shapes.CUDA_ATTN_TOKENS // seq, shapes.CUDA_ATTN_HIDDEN // head_dim
     aten, ops = torch.ops.aten, torch.ops.gpukern
 
@@ -216,18 +304,23 @@ def cuda_backward(seq: int, head_dim: int, causal: bool, device) -> Case:
         out = reference.flash_attn(q, k, v, is_causal=causal)
         return torch.autograd.grad(out, (q, k, v), grad[:1, :1].double())
 
+    forwards = {"SDPA cuDNN": sdpa_on(SDPBackend.CUDNN_ATTENTION, causal)}
+    forwards |= other_peers(seq, head_dim, causal, compiled)
+    forwards.pop("FlashInfer", None)  # it has no backward
     return Case(
         group=f"backward {'causal' if causal else 'full'}",
         label=f"d{head_dim} B{batch} S{seq}",
         dtype="bf16",
         make=make,
         ours=ours,
-        peers={"SDPA flash": flash},
+        peers={"SDPA flash": flash} | {name: through_autograd(forward) for name, forward in forwards.items()},
         reference=exact if seq <= 8192 else None,
         compare=lambda grads: tuple(g[:1, :1] for g in grads),
         flops=2.5 * 4.0 * batch * heads * seq * seq * head_dim / (2 if causal else 1),
         bytes=16.0 * batch * heads * seq * head_dim,
         against="SDPA flash",
+        live=list(forwards),
+        optional=list(forwards),
     )
 
 
@@ -236,15 +329,19 @@ def cuda(run: Run, device) -> None:
         for causal in (False, True):
             for head_dim in shapes.CUDA_ATTN_HEAD_DIMS:
                 for seq in shapes.CUDA_ATTN_LENGTHS:
-                    run.add(build(seq, head_dim, causal, device))
+                    run.add(build(seq, head_dim, causal, run.args.compiled, device))
     if run.wants("call host time"):
         qkv = make_qkv(1, 1, 8, 8, torch.bfloat16, device)
         overhead_facts(run, "flash_attn", lambda: torch_gpukern.flash_attn(*qkv), shapes.CUDA_CALL)
     run.finish(shapes.CUDA_ATTN_BARS)
 
 
+def own_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--compiled", choices=("some", "all", "none"), default="some", help="rows with FlexAttention")
+
+
 def main() -> None:
-    args = arguments("flash_attn")
+    args = arguments("flash_attn", more=own_options)
     device = open_device(args.device)
     run = Run("flash_attn", args, device)
     if device.kind == "cuda":

@@ -101,8 +101,8 @@ class Case:
     stated, for cases whose whole result is too large to judge in float64. `limits` are calls that
     do the least that the case must do, such as reading its bytes once, in the same rounds. The ratio is
     against the fastest peer, or against the one that `against` names. Contestants in `live` are called on CUDA too,
-    not replayed from a graph: for those that cannot be captured, and take long beside their launch. A peer that cannot
-    run a case is left out, and says why."""
+    not replayed from a graph: for those that cannot be captured, and take long beside their launch. A peer in
+    `optional` that cannot run the case is left out, and says why."""
 
     group: str
     label: str
@@ -119,7 +119,8 @@ class Case:
     unit: str = "GFLOP/s"
     limits: dict[str, Callable] = field(default_factory=dict)
     against: str = ""
-    live: tuple[str, ...] = ()
+    live: Sequence[str] = ()
+    optional: Sequence[str] = ()
 
 
 @dataclass
@@ -219,17 +220,15 @@ def interleave(
 
 
 def able(case: Case, inputs: tuple) -> dict[str, Callable]:
-    """The peers that can run the case; the others say why not. Their first call may compile."""
-    found = {}
-    for name, peer in case.peers.items():
+    """The peers without those optional ones that fail at their first call, which may compile."""
+    found = dict(case.peers)
+    for name in case.optional:
         try:
-            peer(*inputs)
-        except (ImportError, RuntimeError, NotImplementedError) as error:
-            if name == case.against:
-                raise
-            print(f"{case.group} {case.label}: without {name}: {str(error).strip().splitlines()[0]}", flush=True)
-        else:
-            found[name] = peer
+            found[name](*inputs)
+        except Exception as error:  # whatever another project raises
+            words = (str(error).strip() or type(error).__name__).splitlines()[0]
+            print(f"{case.group} {case.label}: without {name}: {words}", flush=True)
+            del found[name]
     return found
 
 

@@ -86,6 +86,7 @@ CUDA_GEMM_FUSED_BARS = {"gelu(addmm)": Bar(each=1.12), "_addmm_activation": Bar(
 CUDA_ATTN_TOKENS, CUDA_ATTN_HIDDEN = 16384, 2048
 CUDA_ATTN_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 CUDA_ATTN_HEAD_DIMS = (64, 128, 256)
+CUDA_ATTN_COMPILED = ((128, 2048), (128, 8192))  # (head_dim, seq) of rows with peers that compile
 CUDA_ATTN_BARS = {  # against SDPA's flash backend
     "forward full": Bar(geomean=1.05, each=0.85),
     "forward causal": Bar(geomean=1.05, each=0.85),
