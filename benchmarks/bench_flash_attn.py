@@ -163,14 +163,16 @@ CUDA_PEERS = {"SDPA flash": SDPBackend.FLASH_ATTENTION, "SDPA cuDNN": SDPBackend
 
 def flex_attention(causal: bool):
     """FlexAttention, compiled for the first shapes it meets; its block mask is made then, too."""
-    from torch.nn.attention import flex_attention as flex
-
     made = {}
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not made:
+            import torch._dynamo
+            from torch._functorch import config
+            from torch.nn.attention import flex_attention as flex
+
             torch._dynamo.reset()  # there is a limit to how many shapes one function is compiled for
-            torch._functorch.config.donated_buffer = False  # a backward is called many times here
+            config.donated_buffer = False  # a backward is called many times here
             made["call"] = torch.compile(flex.flex_attention, dynamic=False)
             made["mask"] = None
             if causal:
@@ -185,9 +187,10 @@ def flex_attention(causal: bool):
 
 def flash_attn_3(causal: bool):
     """FlashAttention-3, whose tensors are [B, S, H, D]."""
-    from flash_attn_interface import flash_attn_func
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        from flash_attn_interface import flash_attn_func
+
         out = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal)
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
@@ -196,13 +199,13 @@ def flash_attn_3(causal: bool):
 
 def flash_infer(causal: bool):
     """FlashInfer's ragged prefill, on [tokens, H, D] copies that are made, as its plan is, at the first call."""
-    import flashinfer
-
     made = {}
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         batch, heads, seq, head_dim = q.shape
         if not made:
+            import flashinfer
+
             workspace = torch.empty(256 << 20, dtype=torch.uint8, device=q.device)
             made["call"] = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
             ends = seq * torch.arange(batch + 1, device=q.device, dtype=torch.int32)
