@@ -5,7 +5,8 @@
 #   make test          the C tests and a fixed-seed sample of the Python tests
 #   make test-all      the whole grid
 #   make sanitize-cpu  the C tests under the address and undefined-behaviour sanitizers
-#   make sanitize      the CUDA instances under compute-sanitizer; needs a GPU
+#   make sanitize      the CUDA instances under compute-sanitizer; needs a GPU. SANITIZE_TOOLS=racecheck SANITIZE_PART=2/5
+#                      runs one tool over the second fifth, SANITIZE_ONLY=flash_attn_bwd over the rows of that name
 #   make bench         every benchmark, into benchmarks/results/
 #   make build fmt lint clean
 #
@@ -86,10 +87,12 @@ sanitize-cpu: $(INSTALLED)
 # Out-of-bounds and misaligned accesses, shared-memory races, memory read before it was written, barriers that not all
 # threads reach. check_cuda walks every compiled instance.
 SANITIZER ?= compute-sanitizer
+SANITIZE_TOOLS ?= memcheck racecheck initcheck synccheck
 sanitize: build
 	@command -v $(SANITIZER) >/dev/null || { echo "gpukern: $(SANITIZER) not found; it comes with the CUDA toolkit"; exit 1; }
-	for tool in memcheck racecheck initcheck synccheck; do \
-		GK_CHECK_SMALL=1 $(SANITIZER) --tool $$tool --error-exitcode 1 $(BUILD)/check_cuda || exit 1; \
+	for tool in $(SANITIZE_TOOLS); do \
+		GK_CHECK_SMALL=1 $(if $(SANITIZE_PART),GK_CHECK_PART=$(SANITIZE_PART)) \
+		$(if $(SANITIZE_ONLY),GK_CHECK_ONLY=$(SANITIZE_ONLY)) $(SANITIZER) --tool $$tool --error-exitcode 1 $(BUILD)/check_cuda || exit 1; \
 	done
 
 bench: build

@@ -19,7 +19,9 @@
  *   kv_cache_write  exact
  *
  * check_cuda [-v] [-n problems] [text ...]: -v prints every row; -n problems for each row; only rows whose name holds
- * one of the texts. */
+ * one of the texts. From the environment, for runs under a sanitizer: GK_CHECK_SMALL=1 draws few and small problems and
+ * runs each once, not from a graph; GK_CHECK_ONLY=text,text is as the texts; GK_CHECK_PART=2/5 takes the second, the
+ * seventh, .. of those rows, so that five processes walk all of them. Either of the last two prints its rows. */
 #include "check.h"
 #include "cuda/kernels.h"
 
@@ -71,6 +73,9 @@ static size_t *workspace_bytes;
 static bool repeatable;    /* whether two runs must give the same bits, */
 static int error_kind;     /* the byte of the error word that must be set, -1 = none, */
 static bool (*also)(void); /* and what else must hold of the results */
+
+/* How much work a problem may be: a sanitizer makes a kernel hundreds of times slower. */
+static int64_t small_or(int64_t small, int64_t usual) { return check_small() ? small : usual; }
 
 /* Room between rows; aligned: every row begins at a multiple of 8 elements. */
 static int64_t pad_for(int64_t n) {
@@ -249,7 +254,7 @@ static void gemm_draw(gk_dtype dtype, bool large) {
         m = !large ? PICK(sizes) : flat ? PICK(wide) : PICK(narrow);
         n = !large ? PICK(sizes) : flat || check_below(2) ? PICK(wide) : PICK(narrow);
         k = !large || flat ? PICK(sizes) : PICK(deep);
-    } while (entries * m * n * (k + 8) > (large ? 500000000 : 40000000));
+    } while (entries * m * n * (k + 8) > small_or(large ? 80000000 : 6000000, large ? 500000000 : 40000000));
     if (check_below(30) == 0) k = 0;
     if (check_below(60) == 0) *(check_below(2) ? &m : &n) = 0;
     shape[ndim] = m, shape[ndim + 1] = n;
@@ -437,7 +442,8 @@ static void flash_draw(gk_dtype dtype, bool large, bool backward) {
     do {
         f.batch = f.packed || check_below(50) ? 1 + check_below(3) : 0;
         f.seq_q = draw_length(large), f.seq_k = draw_length(large);
-    } while (f.batch * f.heads_q * f.seq_q * f.seq_k * (f.dim + f.dim_v) > (backward ? 40000000 : 100000000));
+    } while (f.batch * f.heads_q * f.seq_q * f.seq_k * (f.dim + f.dim_v) >
+             small_or(large ? 40000000 : 12000000, backward ? 40000000 : 100000000));
     f.args = (gk_flash_attn_bwd_args){.size = sizeof f.args, .fwd = {.size = sizeof f.args.fwd}};
     if (f.packed) {
         f.cu_q = make_cu_seqlens(f.seq_q, &f.tokens_q), f.cu_k = make_cu_seqlens(f.seq_k, &f.tokens_k);
@@ -632,7 +638,7 @@ static void paged_draw(gk_dtype dtype, bool large) {
             p.seq_k[b] = check_below(6) == 0 ? 0 : gk_max_i64(1 + check_below(length), p.seq_q[b]);
             p.longest = gk_max_i64(p.longest, p.seq_k[b]);
         }
-    } while (p.batch * p.longest * h[1] * (dim + dim_v) > 6000000);
+    } while (p.batch * p.longest * h[1] * (dim + dim_v) > small_or(large ? 6000000 : 1000000, 6000000));
     int64_t longest_q = 0, cu_shape = p.batch + 1;
     p.cu = check_tensor_make(GK_I32, 1, &cu_shape, NULL, 1 + check_below(2), 0);
     p.lens = check_tensor_make(GK_I32, 1, &p.batch, NULL, 1 + check_below(2), 0);
@@ -865,17 +871,43 @@ static double now(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* The rows of an op and dtype that this device runs and whose name holds one of the texts. */
-static int rows_of(gk_op op, gk_dtype dtype, int32_t arch, char **texts, walked *to, int most) {
+/* Which rows are walked: every parts-th of those whose name holds one of the texts. */
+static struct {
+    char only[256];
+    char *texts[32];
+    int num_texts, part, parts;
+    int64_t num_rows, walked, problems; /* rows named, rows walked, problems run */
+} chosen = {.part = 1, .parts = 1};
+
+/* texts: the command line's. false: GK_CHECK_PART is not of the form 2/5. */
+static bool choose(char **texts) {
+    const char *only = getenv("GK_CHECK_ONLY"), *part = getenv("GK_CHECK_PART");
+    char more;
+    for (; *texts && chosen.num_texts < CHECK_COUNT(chosen.texts); ++texts) chosen.texts[chosen.num_texts++] = *texts;
+    snprintf(chosen.only, sizeof chosen.only, "%s", only ? only : "");
+    for (char *text = strtok(chosen.only, ","); text && chosen.num_texts < CHECK_COUNT(chosen.texts);
+         text = strtok(NULL, ","))
+        chosen.texts[chosen.num_texts++] = text;
+    if (!part || !*part) return true;
+    return sscanf(part, "%d/%d%c", &chosen.part, &chosen.parts, &more) == 2 && chosen.part >= 1 &&
+           chosen.part <= chosen.parts;
+}
+
+static bool is_chosen(const char *name) {
+    bool named = chosen.num_texts == 0;
+    for (int i = 0; i < chosen.num_texts; ++i) named = named || strstr(name, chosen.texts[i]);
+    return named && chosen.num_rows++ % chosen.parts == chosen.part - 1;
+}
+
+/* The rows of an op and dtype that this device runs and that are chosen. */
+static int rows_of(gk_op op, gk_dtype dtype, int32_t arch, walked *to, int most) {
     int n = 0, num_tables;
     const gk_cuda_table *const *tables = gk_cuda_tables(op, &num_tables);
     for (int t = 0; t < num_tables; ++t) {
         if (tables[t]->arch == 90 ? arch != 90 : arch < tables[t]->arch) continue;
         for (int r = 0; r < tables[t]->num_rows; ++r) {
             const gk_cuda_row *row = &tables[t]->rows[r];
-            bool named = !texts[0];
-            for (int i = 0; texts[i]; ++i) named = named || strstr(row->name, texts[i]);
-            if (!named || row->dtype != dtype) continue;
+            if (row->dtype != dtype || !is_chosen(row->name)) continue;
             if (n == most) abort();
             to[n++] = (walked){.row = row};
         }
@@ -887,7 +919,7 @@ static void try_row(walked *x) {
     double start = now();
     int64_t failed = check_num_failed;
     check_isa = x->row->name;
-    for (int again = 0; again < 2; ++again) {
+    for (int again = 0; again < (check_small() ? 1 : 2); ++again) {
         run_row(x->row, again);
         if (again && repeatable) break; /* the bits are those that were judged */
         for (int i = 0; i < num_results; ++i) {
@@ -934,11 +966,17 @@ static void walk(int o, gk_dtype dtype, walked *rows, int num_rows, int64_t prob
 }
 
 int main(int argc, char **argv) {
-    bool verbose = false;
+    bool verbose = getenv("GK_CHECK_ONLY") || getenv("GK_CHECK_PART");
     int64_t problems = check_small() ? 3 : 16;
+    setvbuf(stdout, NULL, _IOLBF, BUFSIZ); /* a run that is cut off has said what it walked */
     for (; argc > 1 && argv[1][0] == '-'; --argc, ++argv) {
         verbose = verbose || strcmp(argv[1], "-v") == 0;
         if (strcmp(argv[1], "-n") == 0 && argc > 2) problems = atoi(argv[2]), --argc, ++argv;
+    }
+    if (!choose(argv + 1)) {
+        printf("GK_CHECK_PART is \"%s\"; expected the number of a part and how many there are, as in 2/5\n",
+               getenv("GK_CHECK_PART"));
+        return 2;
     }
     if (gk_gpu_count() == 0) {
         printf("no CUDA device: nothing checked\n0 passed, 0 failed\n");
@@ -956,10 +994,12 @@ int main(int argc, char **argv) {
     for (int o = 0; o < GK_NUM_OPS; ++o) {
         for (int d = 0; d < CHECK_COUNT(dtypes); ++d) {
             walked rows[256];
-            int n = rows_of(ops[o].op, dtypes[d], gpu->arch, argv + 1, rows, CHECK_COUNT(rows));
+            int n = rows_of(ops[o].op, dtypes[d], gpu->arch, rows, CHECK_COUNT(rows));
             double start = now();
             walk(o, dtypes[d], rows, n, problems);
+            chosen.walked += n;
             for (int r = 0; r < n; ++r) {
+                chosen.problems += rows[r].problems;
                 snprintf(check_case, sizeof check_case, "row %s", rows[r].row->name);
                 check_result(rows[r].problems > 0, "took no problem");
                 if (verbose || rows[r].failed || !rows[r].problems)
@@ -970,5 +1010,10 @@ int main(int argc, char **argv) {
                 printf("  %s %s: %d rows, %.1f s\n", ops[o].name, gk_dtype_name(dtypes[d]), n, now() - start);
         }
     }
+    printf("walked %lld of %lld rows, %lld problems", (long long)chosen.walked, (long long)chosen.num_rows,
+           (long long)chosen.problems);
+    if (chosen.parts > 1) printf("; part %d of %d", chosen.part, chosen.parts);
+    for (int i = 0; i < chosen.num_texts; ++i) printf("%s%s", i ? ", " : "; rows with ", chosen.texts[i]);
+    printf("\n");
     return check_end();
 }
