@@ -50,7 +50,7 @@ def calls():
     a, b, bias = on_gpu(130, 72), on_gpu(72, 96), on_gpu(96)
     q, k, v = qkv()
     out, lse = ops.flash_attn_fwd(q, k, v, is_causal=True)
-    grad = torch.randn_like(out)
+    grad = on_gpu(*out.shape, seed=3)
     packed = [on_gpu(300, 4, 64, seed=s) for s in range(3)]
     cu = torch.tensor([0, 100, 130, 300], dtype=torch.int32, device="cuda")
     cache = paged([100, 3, 260])
@@ -218,7 +218,10 @@ def test_work_stays_on_the_current_stream(op):
     assert same_bits(got, want)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
+@two_devices
 def test_tensors_on_the_other_device():
     a, b = (on_gpu(128, 64, seed=s) for s in range(2))
     want = ops.gemm(a, b.mT)
@@ -229,8 +232,78 @@ def test_tensors_on_the_other_device():
     want = ops.flash_attn(q, k, v)
     other = ops.flash_attn(*(t.to("cuda:1") for t in (q, k, v)))
     assert other.device.index == 1 and torch.cuda.current_device() == 0 and same_bits(other.to("cuda:0"), want)
-    with pytest.raises(ValueError, match="k is on cuda:1, q is on cuda:0"):
-        ops.flash_attn(q, k.to("cuda:1"), v)
+    for call, words in (
+        (lambda: ops.flash_attn(q, k.to("cuda:1"), v), "flash_attn: k is on cuda:1, q is on cuda:0"),
+        (lambda: ops.flash_attn(q.to("cuda:1"), k, v), "flash_attn: k is on cuda:0, q is on cuda:1"),
+        (lambda: ops.gemm(a, b.mT.to("cuda:1")), "gemm: b is on cuda:1, a is on cuda:0"),
+    ):
+        with pytest.raises(ValueError) as caught:
+            call()
+        assert str(caught.value) == f"gpukern::{words}; they must be on one device"
+
+
+@two_devices
+@pytest.mark.parametrize("op", CALLS)
+def test_every_op_on_the_other_device(op):
+    """Its stream, its kernels' attributes and its graphs, while another device is current."""
+
+    def alike(got, want):  # two runs of the backward may add in another order
+        got = got.to("cuda:0")
+        return same_bits(got, want) or (op == "flash_attn_bwd" and torch.allclose(got, want, rtol=0.02, atol=0.02))
+
+    want = tensors(calls()[op]())
+    with torch.cuda.device(1):
+        call = calls()[op]
+    got = tensors(call())
+    assert torch.cuda.current_device() == 0 and all(t.device.index == 1 for t in got)
+    assert all(alike(g, w) for g, w in zip(got, want, strict=True))
+    with torch.cuda.device(1):
+        side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            late = [t.clone() for t in tensors(call())]
+        with torch.cuda.graph(graph, stream=side):  # torch keeps one stream for captures, of the first device
+            got = tensors(call())
+        graph.replay()
+        torch.cuda.synchronize()
+    for results in (late, got):
+        assert all(alike(g, w) for g, w in zip(results, want, strict=True))
+
+
+@two_devices
+def test_gradients_on_the_other_device():
+    def gradients(device):
+        q, k, v = (t.to(device).requires_grad_() for t in qkv())
+        w = on_gpu(64, 32).to(device).requires_grad_()
+        torch_gpukern.gemm(torch_gpukern.flash_attn(q, k, v, is_causal=True), w, activation="gelu").sum().backward()
+        return [t.grad.to("cuda:0") for t in (q, k, v, w)]
+
+    for on_first, on_other in zip(gradients("cuda:0"), gradients("cuda:1"), strict=True):
+        torch.testing.assert_close(on_other, on_first, rtol=0.02, atol=0.02)
+    assert torch.cuda.current_device() == 0
+
+
+@two_devices
+def test_the_very_first_call_on_the_other_device():
+    """And what its kernel reports reaches the process."""
+    run_python(
+        """
+import torch, torch_gpukern
+ops = torch.ops.gpukern
+q, cache = torch.randn(1, 2, 128, device="cuda:1"), torch.randn(4, 16, 2, 128, device="cuda:1")
+table = torch.tensor([[0, 1, 2, 9]], dtype=torch.int32, device="cuda:1")
+lens = torch.tensor([64], dtype=torch.int32, device="cuda:1")
+ops.paged_attn(q, cache, cache, table, lens)
+torch.cuda.synchronize(1)
+assert torch.cuda.current_device() == 0
+try:
+    torch_gpukern.check_errors()
+except IndexError as error:
+    assert "block_table" in str(error)
+else:
+    raise SystemExit("the page outside the cache was not reported")
+"""
+    )
 
 
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="the device's free memory says nothing beside others")
