@@ -1,8 +1,10 @@
 """A gradient step of the demo's model on our ops beside the same step on PyTorch's built-ins.
 
-python benchmarks/bench_model.py [--quick] [--only "gradient step"] [--device cpu|cuda]
+python benchmarks/bench_model.py [--quick] [--rows eager compiled] [--device cpu|cuda]
 Forward, loss and backward under bf16 autocast, eager and compiled; the optimizer, which is the
 same on both sides, is left out. FLOPs: 6 per weight and token, and attention's.
+On CUDA either is called, launches and all, and run as CUDA graphs: the whole eager step captured by hand, the compiled
+one through mode="reduce-overhead".
 """
 
 from __future__ import annotations
@@ -19,17 +21,30 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "de
 from model import GPT, GpukernOps, TorchOps  # noqa: E402
 from train import CONFIG  # noqa: E402
 
+# label -> torch.compile's options (None: eager), whether the harness replays the step from a graph of its own
+MODES = {
+    "cpu": {"eager": (None, False), "compiled": ({}, False)},
+    "cuda": {
+        "eager": (None, False),
+        "eager, CUDA graph": (None, True),
+        "compiled": ({}, False),
+        "compiled, reduce-overhead": ({"mode": "reduce-overhead"}, False),
+    },
+}
 
-def gradient_step(model: GPT, ops, device: torch.device, compiled: bool):
+
+def gradient_step(model: GPT, ops, device: torch.device, options: dict | None):
     """(tokens, targets) -> (loss, gradient of every parameter)"""
 
     def loss(tokens: Tensor, targets: Tensor) -> Tensor:
         return model.loss(tokens, targets, ops)
 
-    forward = torch.compile(loss, fullgraph=True) if compiled else loss
+    forward = loss if options is None else torch.compile(loss, fullgraph=True, **options)
     parameters = list(model.parameters())
 
     def run(tokens: Tensor, targets: Tensor):
+        if options:  # the last step's results may be overwritten
+            torch.compiler.cudagraph_mark_step_begin()
         with torch.autocast(device.type, torch.bfloat16):
             value = forward(tokens, targets)
         return value, *torch.autograd.grad(value, parameters)
@@ -37,7 +52,10 @@ def gradient_step(model: GPT, ops, device: torch.device, compiled: bool):
     return run
 
 
-def model_case(compiled: bool, device: torch.device) -> Case:
+def model_case(label: str, device: torch.device) -> Case:
+    options, replayed = MODES[device.type][label]
+    if options is not None:
+        torch.compiler.reset()  # or each step would first ask whether an earlier row's graph fits
     torch.manual_seed(0)
     config = CONFIG[device.type]
     model = GPT(config).to(device)
@@ -63,14 +81,15 @@ def model_case(compiled: bool, device: torch.device) -> Case:
     attention = 4.0 * config.layers * config.heads_q * seq * config.head_dim / 2 * 3.5
     return Case(
         group="gradient step",
-        label="compiled" if compiled else "eager",
+        label=label,
         dtype="bf16",
         make=make,
-        ours=gradient_step(model, GpukernOps(), device, compiled),
-        peers={"torch built-ins": gradient_step(model, TorchOps(), device, compiled)},
+        ours=gradient_step(model, GpukernOps(), device, options),
+        peers={"torch built-ins": gradient_step(model, TorchOps(), device, options)},
         reference=exact,
         flops=batch * seq * (6.0 * weights + attention),
         bytes=3.0 * 4 * weights,
+        live=() if replayed else ("gpukern", "torch built-ins"),
     )
 
 
@@ -78,9 +97,9 @@ def main() -> None:
     args = arguments("model")
     device = open_device(args.device)
     run = Run("model", args, device)
-    for compiled in (False, True):
+    for label in MODES[device.kind]:
         if run.wants("gradient step"):
-            run.add(model_case(compiled, device.device))
+            run.add(model_case(label, device.device))
     run.finish(shapes.MODEL_BARS if device.kind == "cpu" else {})
 
 

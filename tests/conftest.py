@@ -46,12 +46,14 @@ HEAD_DIMS = (8, 16, 32, 64, 80, 96, 128, 192, 256, 512, 1, 7, 33, 65, 100, 511)
 
 
 def pytest_collection_modifyitems(config, items):
-    if torch.cuda.is_available():
-        why_no_gpu = None
-    elif torch.version.cuda is None:
+    if torch.version.cuda is None:
         why_no_gpu = f"torch {torch.__version__} is built without CUDA"
-    else:
+    elif not torch.cuda.is_available():
         why_no_gpu = f"torch {torch.__version__} finds no CUDA device"
+    elif not ops.cuda_kernels():
+        why_no_gpu = "the library is built without CUDA kernels"
+    else:
+        why_no_gpu = None
     for item in items:
         if why_no_gpu and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=why_no_gpu))

@@ -4,7 +4,8 @@ PyTorch's built-ins.
 
 python examples/demo/train.py [--seconds 100] [--backend gpukern|torch] [--device cpu|cuda] [--out build/demo]
 
-Runs on a GPU where torch finds one, with a larger model.
+Runs on a GPU where torch finds one of compute capability 8.0 or later and the library has kernels for it, with a larger
+model.
 
 Prints the held-out bits per byte against gzip -9 of the same bytes, step times, tokens per second
 and the differences in loss and logits; writes loss.png and checkpoint.pt. At most three minutes on
@@ -52,6 +53,14 @@ PROMPTS = (
     "    def __repr__(self):\n        return ",
     "# This module ",
 )
+
+
+def found_device() -> str:
+    """cuda where torch, the GPU and the library's build all have it."""
+    import torch_gpukern  # noqa: F401 (defines the ops)
+
+    usable = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
+    return "cuda" if usable and torch.ops.gpukern.cuda_kernels() else "cpu"
 
 
 def device_of(model: GPT) -> torch.device:
@@ -127,12 +136,12 @@ def compiled_loss(model: GPT, ops) -> Callable[[Tensor, Tensor], Tensor]:
     return torch.compile(loss, fullgraph=True)
 
 
-def gradient_step(loss_fn, tokens: Tensor, targets: Tensor, device: torch.device) -> float:
-    """Forward under bf16 autocast and backward; returns the loss in nats."""
+def gradient_step(loss_fn, tokens: Tensor, targets: Tensor, device: torch.device) -> Tensor:
+    """Forward under bf16 autocast and backward; returns the loss in nats, which a GPU may still be working on."""
     with torch.autocast(device.type, torch.bfloat16):
         loss = loss_fn(tokens.to(device), targets.to(device))
     loss.backward()
-    return loss.item()
+    return loss.detach()
 
 
 def compile_now(model: GPT, loss_fn, corpus: Corpus) -> float:
@@ -141,6 +150,7 @@ def compile_now(model: GPT, loss_fn, corpus: Corpus) -> float:
     feed = batches(corpus.train, batch_of(model), model.config.context, seed=0)
     gradient_step(loss_fn, *next(feed), device_of(model))
     model.zero_grad()
+    synchronize(model)
     return time.perf_counter() - start
 
 
@@ -151,8 +161,9 @@ def train(model: GPT, loss_fn, corpus: Corpus, seconds: float) -> list[tuple[flo
     feed = batches(corpus.train, batch, context, seed=1)
     start, smooth = time.perf_counter(), None
     while (elapsed := time.perf_counter() - start) < seconds:
-        bits = gradient_step(loss_fn, *next(feed), device) / math.log(2)
+        loss = gradient_step(loss_fn, *next(feed), device)
         optimizer.step(elapsed / seconds)
+        bits = loss.item() / math.log(2)  # waits for a GPU: by now the optimizer's launches are under way, too
         smooth = bits if smooth is None else 0.95 * smooth + 0.05 * bits
         elapsed = time.perf_counter() - start
         curve.append((elapsed, bits))
@@ -173,10 +184,12 @@ def held_out_bits(model: GPT, ops, corpus: Corpus) -> float:
     return (nats / math.log(2) + 8) / len(corpus.held_out)
 
 
-def plot(curve: list[tuple[float, float]], held_out: float, gzip_bits: float, path: Path) -> None:
-    """The loss curve, with the held-out result and gzip's as lines."""
-    import matplotlib
-
+def plot(curve: list[tuple[float, float]], held_out: float, gzip_bits: float, path: Path) -> bool:
+    """The loss curve, with the held-out result and gzip's as lines; False without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -192,6 +205,7 @@ def plot(curve: list[tuple[float, float]], held_out: float, gzip_bits: float, pa
     axes.legend()
     figure.savefig(path, dpi=120)
     plt.close(figure)
+    return True
 
 
 def show_text(requests: list[Request], count: int) -> None:
@@ -244,7 +258,8 @@ def compare_training(model: GPT, loss_fns: dict, corpus: Corpus, steps: int) -> 
         for name in order:
             start = time.perf_counter()
             twin, loss_fn = loss_fns[name]
-            losses[name].append(gradient_step(loss_fn, tokens, targets, device_of(twin)) / math.log(2))
+            loss = gradient_step(loss_fn, tokens, targets, device_of(twin))
+            losses[name].append(loss.item() / math.log(2))
             gradient_ms[name].append(1e3 * (time.perf_counter() - start))
             optimizers[name].step(share=0.5)
             synchronize(model)
@@ -269,7 +284,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=100.0, help="how long to train")
     parser.add_argument("--backend", choices=tuple(OPS), default="gpukern", help="what trains")
-    found = "cuda" if torch.cuda.is_available() else "cpu"
+    found = found_device()
     parser.add_argument("--device", choices=tuple(CONFIG), default=found, help=f"default here: {found}")
     parser.add_argument("--compare-steps", type=int, default=16, help="steps of the comparison")
     parser.add_argument("--seed", type=int, default=0)
@@ -301,8 +316,9 @@ def main() -> None:
         f"aim {GZIP_SHARE} of gzip = {GZIP_SHARE * gzip_bits:.3f}: {verdict}"
     )
     torch.save({"config": c, "weights": model.state_dict()}, args.out / "checkpoint.pt")
-    plot(curve, bits, gzip_bits, args.out / "loss.png")
-    print(f"wrote {args.out / 'checkpoint.pt'} and {args.out / 'loss.png'}")
+    plotted = plot(curve, bits, gzip_bits, args.out / "loss.png")
+    second = f"and {args.out / 'loss.png'}" if plotted else "without a plot: matplotlib is not installed"
+    print(f"wrote {args.out / 'checkpoint.pt'} {second}")
 
     compare_generation(model)
 
