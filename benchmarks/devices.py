@@ -173,7 +173,8 @@ class Sensors:
             uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}".encode()
             device = ctypes.c_void_p()
             if self._nvml.nvmlInit_v2() == 0:
-                if self._nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(device)) == 0:
+                found = self._nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(device)) == 0
+                if found or self._nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device)) == 0:
                     self._device = device
         except (OSError, AttributeError):
             pass
