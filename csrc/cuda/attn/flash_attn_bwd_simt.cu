@@ -89,13 +89,16 @@ __device__ __forceinline__ void dot_rows(float (&c)[Tile::per_stay][Tile::per_pa
     }
 }
 
-/* sum[a][..] += weights [staying][passing] times the passing tile. */
+/* sum[a][..] += weights [staying][passing] times the passing tile: up to head_dim 128 as a sum of its own that is added at
+ * the end, since one chain over all heads of a group rounds worse than PyTorch does; 256 has no registers for it. */
 template <class Tile>
 __device__ __forceinline__ void add_rows(float4 (&sum)[Tile::per_stay][Tile::head_dim / 64], const float *weights_s,
                                          const float *pass_s) {
     typedef SimtSmem<Tile> S;
     constexpr int R = Tile::per_stay, C = Tile::head_dim / 64;
+    constexpr bool OWN = C <= 2;
     constexpr int AHEAD = C > 2 ? 1 : 2; /* four columns of 4 rows leave no registers for more */
+    float4 own[R][C] = {};
 #pragma unroll AHEAD
     for (int j = 0; j < Tile::pass; j += 4) {
         float w[R][4];
@@ -111,13 +114,18 @@ __device__ __forceinline__ void add_rows(float4 (&sum)[Tile::per_stay][Tile::hea
                 const float4 b = *(const float4 *)(pass_s + (j + e) * S::row + c * 64);
 #pragma unroll
                 for (int x = 0; x < R; ++x) {
-                    sum[x][c].x += w[x][e] * b.x;
-                    sum[x][c].y += w[x][e] * b.y;
-                    sum[x][c].z += w[x][e] * b.z;
-                    sum[x][c].w += w[x][e] * b.w;
+                    float4 &to = OWN ? own[x][c] : sum[x][c];
+                    to.x += w[x][e] * b.x, to.y += w[x][e] * b.y, to.z += w[x][e] * b.z, to.w += w[x][e] * b.w;
                 }
             }
     }
+#pragma unroll
+    for (int x = 0; OWN && x < R; ++x)
+#pragma unroll
+        for (int c = 0; c < C; ++c) {
+            sum[x][c].x += own[x][c].x, sum[x][c].y += own[x][c].y;
+            sum[x][c].z += own[x][c].z, sum[x][c].w += own[x][c].w;
+        }
 }
 
 template <class Tile>

@@ -2,22 +2,27 @@
  *
  * a [batch, M, K]  b [batch, K, N]   each dense along k or along its other dimension, other strides multiples of 16 bytes
  * bias [N], c broadcasts, out [batch, M, N], preact like out; float32 sums, one rounding
- * Grid: as many clusters as fit the GPU; each takes CM x CN tiles of BM x BN side by side, in the order of order.cuh, until
- * none is left. The CN blocks of a row read the same part of a, the CM of a column the same of b: each copies its share to
- * all of them, since L2 feeds the SMs at some 6 TB/s and alone a 128 x 256 tile would ask for 12.
- * Block: WGS warpgroups that multiply, BM / WGS rows each, and one that copies (a single thread of it).
+ * Grid: as many clusters of CM x CN x CK blocks as fit the GPU; each takes CM x CN tiles BM x BN side by side, in the order
+ * of order.cuh, until none is left. The blocks of a row read the same of a, those of a column the same of b: each copies its
+ * share to all of them, since L2 gives the SMs some 8 TB/s and single 128 x 256 tiles would ask for 12. CK = 2: two
+ * blocks sum half of k each, trade halves of their sums and store half of the columns.
+ * Turned, for few rows: a and b change places (out^T = b^T a^T), so that the weights fill wgmma's 64 rows.
+ * Block: WGS warpgroups that multiply, BM / WGS rows each, and one of which a single thread copies.
  *
- * Shared memory: STAGES slots of two tiles (wgmma.cuh), then the ring's barriers:
- *   a [BM][64 k] or [BM / 64][64 k][64 m]      b [BN][64 k] or [BN / 64][64 k][64 n]      swizzled by 128 bytes
+ * Shared memory (struct Smem): a ring of slots, each K64 times
+ *   a [BM][64 k] or [BM / 64][64 k][64 m], b [BN][64 k] or [BN / 64][64 k][64 n]      swizzled by 128 bytes (wgmma.cuh)
+ * then the warps' panels of results, the traded halves, the barriers.
  *
  * Pipeline (slots full and empty: tma_ring.cuh); one step of products stays under way while the next is issued:
  *   copies      k0 k1 k2 k3 | k4      k5         ..  runs on into the next tile while this one's sums are stored
  *   products                | 0 .. 1 .. 2 ..         slot j - 1 is let go when step j is issued and step j - 1 is done
+ * Results go through the panels and leave by tma behind the warp's back; what has more to do than bias and relu is stored
+ * by the lanes, 8 columns each. The next kernel on the stream may start its own prologue meanwhile.
  *
- * The sums leave by way of 2 KiB a warp that turn the accumulators' order into rows.
- * Not here: other dtypes, rows that tma cannot describe (gemm_sm80, gemm_plain), few rows (gemm_skinny). */
+ * Not here: other dtypes, rows that tma cannot describe, K = 0 (gemm_sm80, gemm_plain), 64 columns or fewer. */
 #include "../host/launch.cuh"
 #include "../host/tensormap.cuh"
+#include "../ptx/bar.cuh"
 #include "../ptx/cluster.cuh"
 #include "../ptx/griddepcontrol.cuh"
 #include "../ptx/stmatrix.cuh"
@@ -36,7 +41,7 @@ enum Mode {
     B_ALONG_N = 2
 };
 
-constexpr int BK = 64, WARPGROUP = 128;
+constexpr int K_BLOCK = 64, WARPGROUP = 128, MOST_RING = 4 * 48 * 1024; /* bytes */
 
 /* ---- 1 the call ---------------------------------------------------------------------------------------------- */
 struct Params {
@@ -46,20 +51,28 @@ struct Params {
     GemmProblem p;    /* tiles_m counts the tiles of clusters */
 };
 
-/* A warp's 16 rows of 128 bytes on their way from the accumulators' order to that of rows; a warp has Tile::PANELS. */
-typedef smem_tile<16, 128> Panel;
-
 template <class Tile, int MODE> struct Smem {
     static constexpr bool ALONG_M = MODE & A_ALONG_M, ALONG_N = MODE & B_ALONG_N;
     typedef wgmma_tile<Tile::BM, ALONG_M> A;
     typedef wgmma_tile<Tile::BN, ALONG_N> B;
     typedef wgmma_part<Tile::BM, ALONG_M, Tile::CN> APart;
     typedef wgmma_part<Tile::BN, ALONG_N, Tile::CM> BPart;
-    static constexpr int SLOT = A::bytes + B::bytes, RING = Tile::STAGES * SLOT;
-    static constexpr int PANELS = RING, WARP_PANELS = Tile::PANELS * Panel::bytes;
-    static constexpr int BARRIERS = PANELS + Tile::WGS * 4 * WARP_PANELS;
-    static constexpr int BYTES = BARRIERS + tma_ring<Tile::STAGES>::bytes + WGMMA_BLOCK_BYTES; /* to align the ring */
-    static_assert(BYTES <= 232448 && Tile::BN % 64 == 0, "shared memory of a block; whole panels");
+    static constexpr int BLOCK = A::bytes + B::bytes, SLOT = Tile::K64 * BLOCK; /* 64 of k; a step */
+    static constexpr int STAGES = Tile::STAGES * SLOT <= MOST_RING ? Tile::STAGES : MOST_RING / SLOT,
+                         RING = STAGES * SLOT;
+
+    /* The columns of a tile that a block finishes, and a warp's 16 rows of up to 128 bytes on their way from the accumulators'
+     * order to that of rows; turned: all columns as rows of 64 floats, 4 more to spread them over the banks. */
+    static constexpr int COLS = Tile::BN / Tile::CK, PANEL_COLS = COLS < 64 ? COLS : 64;
+    typedef smem_tile<16, PANEL_COLS * 2> Panel;
+    static constexpr int TURNED_LD = 64 + 4, WARP_PANELS = Tile::TURNED ? COLS * TURNED_LD : Tile::PANELS * 2048;
+
+    static constexpr int PANELS = RING, TRADE = PANELS + Tile::WGS * 4 * WARP_PANELS;
+    static constexpr int WARPGROUP_TRADE = Tile::CK > 1 ? COLS * 256 : 0; /* what the other part of k sends */
+    static constexpr int BARRIERS = TRADE + Tile::WGS * WARPGROUP_TRADE, TRADED = BARRIERS + tma_ring<STAGES>::bytes;
+    static constexpr int BYTES = TRADED + 16 + WGMMA_BLOCK_BYTES; /* to align the ring */
+    static_assert(BYTES <= 232448 && PANELS % 1024 == 0, "shared memory of a block");
+    static_assert(Tile::TURNED || COLS % PANEL_COLS == 0, "whole panels");
 };
 
 /* Where a batch entry's boxes begin; dimensions without a stride are not in the map. */
@@ -91,17 +104,18 @@ __device__ __forceinline__ void copy_part(smem_addr to_s, const CUtensorMap *map
 /* ---- 3 results ----------------------------------------------------------------------------------------------- */
 /* 16 rows of BN columns, 16-bit, without c, preact and costly activations: the panels leave by tma while the warp goes on.
  * at: the warp's first row and column. */
-template <class T, int BN, int PANELS>
+template <class T, class Panel, int BN, int PANELS>
 __device__ __forceinline__ void store_plain(const Params &x, const float (&sum)[BN / 2], smem_addr panels_s, tma_at at,
                                             int lane) {
+    constexpr int WIDE = Panel::row_bytes / 2;
     const GemmEpilogue &e = x.p.epilogue;
     const float alpha = (float)e.alpha;
     const bool relu = e.activation == GK_ACT_RELU;
     const unsigned put = Panel::offset(lane % 16, 0);
 #pragma unroll
-    for (int c = 0; c < BN; c += 64) {
-        constexpr int OCTETS = BN < 64 ? BN / 8 : 8;
-        const smem_addr panel_s = panels_s + c / 64 % PANELS * Panel::bytes;
+    for (int c = 0; c < BN; c += WIDE) {
+        constexpr int OCTETS = WIDE / 8;
+        const smem_addr panel_s = panels_s + c / WIDE % PANELS * Panel::bytes;
         float bias[OCTETS][2];
         if (e.bias) {
 #pragma unroll
@@ -114,7 +128,7 @@ __device__ __forceinline__ void store_plain(const Params &x, const float (&sum)[
         if (lane == 0) tma_store_wait_group_read<PANELS - 1>();
         __syncwarp(); /* the panel's last contents have been read */
 #pragma unroll
-        for (int j = 0; j < OCTETS && c + j * 8 < BN; j += 2) {
+        for (int j = 0; j < OCTETS; j += 2) {
             uint32_t two[4]; /* rows 0-7 and 8-15 of one octet of columns, then of the next */
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -132,7 +146,7 @@ __device__ __forceinline__ void store_plain(const Params &x, const float (&sum)[
             tma_store_5d(&x.out, at, panel_s);
             tma_store_commit_group();
         }
-        at.c[0] += 64;
+        at.c[0] += WIDE;
     }
 }
 
@@ -140,6 +154,7 @@ __device__ __forceinline__ void store_plain(const Params &x, const float (&sum)[
 template <class T, int BN>
 __device__ __forceinline__ void store_any(const GemmProblem &p, const GemmPlace &at, float (&sum)[BN / 2],
                                           smem_addr panel_s, int64_t row0, int64_t col0, int lane) {
+    typedef smem_tile<16, 128> Panel;
 #pragma unroll 1
     for (int c = 0; c < BN; c += 32) {
 #pragma unroll
@@ -167,28 +182,84 @@ __device__ __forceinline__ void store_any(const GemmProblem &p, const GemmPlace 
     }
 }
 
+/* A turned product: a warpgroup's 64 rows are columns of the result, its COLS columns rows. */
+constexpr GK_HD int turned_ways(int ld) {
+    int bytes[32] = {};
+    for (int lane = 0; lane < 32; ++lane) bytes[lane] = (wgmma_d(0, lane, 0).col * ld + wgmma_d(0, lane, 0).row) * 4;
+    return ways(bytes, 4);
+}
+
+template <class T, int COLS, int LD>
+__device__ __forceinline__ void store_turned(const GemmProblem &p, const GemmPlace &at, const float (&sum)[COLS / 2],
+                                             float *turned, int barrier, int row0, int col0) {
+    static_assert(turned_ways(LD) == 1, "the lanes' sums fall into 32 banks");
+    const int thread = threadIdx.x % WARPGROUP, warp = thread / 32, lane = thread % 32;
+#pragma unroll
+    for (int i = 0; i < COLS / 2; ++i) {
+        const coord d = wgmma_d(warp, lane, i);
+        turned[d.col * LD + d.row] = sum[i];
+    }
+    bar_sync(barrier, WARPGROUP); /* all sums are there */
+#pragma unroll 1
+    for (int i = thread; i < COLS * 8; i += WARPGROUP) {
+        const int row = col0 + i / 8, col = row0 + i % 8 * 8, valid = (int)min((int64_t)8, p.m - col);
+        const float4 x = *(const float4 *)(turned + i / 8 * LD + i % 8 * 8),
+                     y = *(const float4 *)(turned + i / 8 * LD + i % 8 * 8 + 4);
+        float v[8] = {x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w};
+        if (row < p.n && valid > 0) epilogue_cols<T, 8>(p.epilogue, at, row, col, valid, v);
+    }
+    bar_sync(barrier, WARPGROUP); /* they have been read */
+}
+
+/* Two blocks have each half of the sum over k. Each keeps its half of the columns and sends the other half over; the sum of
+ * two does not depend on who adds. to, from: 16 bytes a thread and step of four. */
+template <int BN>
+__device__ __forceinline__ void trade_halves(const float (&sum)[BN / 2], float (&mine)[BN / 4], int part, uint32_t to,
+                                             uint32_t full_there, smem_addr from_s, smem_addr full_s, unsigned parity) {
+#pragma unroll
+    for (int i = 0; i < BN / 4; i += 4) {
+        float x[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            x[e] = part ? sum[i + e] : sum[BN / 4 + i + e];
+            mine[i + e] = part ? sum[BN / 4 + i + e] : sum[i + e];
+        }
+        st_async_128(to + i / 4 * WARPGROUP * 16, x[0], x[1], x[2], x[3], full_there);
+    }
+    mbarrier_wait(full_s, parity);
+#pragma unroll
+    for (int i = 0; i < BN / 4; i += 4) {
+        const uint4 x = ld_shared_128(from_s + i / 4 * WARPGROUP * 16);
+        mine[i] += __uint_as_float(x.x), mine[i + 1] += __uint_as_float(x.y);
+        mine[i + 2] += __uint_as_float(x.z), mine[i + 3] += __uint_as_float(x.w);
+    }
+}
+
 /* ---- 4 the kernel -------------------------------------------------------------------------------------------- */
 template <class T, class Tile, int MODE>
-__global__ void __cluster_dims__(Tile::CM *Tile::CN, 1, 1) __launch_bounds__(Tile::THREADS, 1)
+__global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1) __launch_bounds__(Tile::THREADS, 1)
     gemm_sm90a_kernel(const __grid_constant__ Params x) {
     typedef Smem<Tile, MODE> S;
     typedef typename S::A A;
     typedef typename S::B B;
-    constexpr int BM = Tile::BM, BN = Tile::BN, STAGES = Tile::STAGES, WGS = Tile::WGS;
-    constexpr int CM = Tile::CM, CN = Tile::CN, CLUSTER = CM * CN, NEIGHBOURS = CM + CN - 1; /* itself among them */
-    constexpr int MT = BM / WGS / 64;
-    static_assert(BM % (64 * WGS) == 0 && BN % 32 == 0 && BN <= 256, "whole wgmma");
+    constexpr int BM = Tile::BM, BN = Tile::BN, STAGES = S::STAGES, WGS = Tile::WGS;
+    constexpr int CM = Tile::CM, CN = Tile::CN, CK = Tile::CK, CLUSTER = CM * CN * CK,
+                  NEIGHBOURS = CM + CN - 1; /* itself among them */
+    constexpr int MT = BM / WGS / 64, BK = Tile::K64 * K_BLOCK;
+    static_assert(BM % (64 * WGS) == 0 && BN % 16 == 0 && BN <= 256 && (CK == 1 || MT == 1), "whole wgmma");
     extern __shared__ __align__(1024) unsigned char smem[];
     const GemmProblem &p = x.p;
     const int warpgroup = threadIdx.x / WARPGROUP, lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    const int rank = CLUSTER > 1 ? (int)cluster_ctarank() : 0, tile_m = rank % CM,
-              tile_n = rank / CM; /* in the cluster */
+    /* (row, column, part of k) in the cluster, row fastest */
+    const int rank = CLUSTER > 1 ? (int)cluster_ctarank() : 0;
+    const int tile_m = rank % CM, tile_n = rank / CM % CN, part = rank / (CM * CN), first_of_part = part * CM * CN;
     const smem_addr ring_s = (cvta_to_shared(smem) + WGMMA_BLOCK_BYTES - 1) / WGMMA_BLOCK_BYTES * WGMMA_BLOCK_BYTES;
     tma_ring<STAGES> ring(ring_s + S::BARRIERS);
 
     if (threadIdx.x == 0) {
         prefetch_tensormap(&x.a), prefetch_tensormap(&x.b);
         ring.init(WGS * NEIGHBOURS);
+        if (CK > 1) mbarrier_init(ring_s + S::TRADED, 1), mbarrier_init(ring_s + S::TRADED + 8, WGS * 4);
         fence_mbarrier_init();
     }
     if (CLUSTER > 1)
@@ -201,28 +272,33 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN, 1, 1) __launch_bounds__(Til
 
     const unsigned tiles = (unsigned)p.tiles_m * p.tiles_n, all = tiles * (unsigned)p.batch;
     const unsigned first = blockIdx.x / CLUSTER, step = gridDim.x / CLUSTER;
-    const int steps = (int)((p.k + BK - 1) / BK);
+    const int all_steps = (int)((p.k + BK - 1) / BK), part_steps = (all_steps + CK - 1) / CK;
+    const int step0 = part * part_steps, steps = max(0, min(part_steps, all_steps - step0));
 
     if (warpgroup == WGS) {
         /* ---- 4.1 copies ---- */
         if (WGS > 1) setmaxnreg_dec<Tile::COPY_REGS>();
         if (threadIdx.x == WGS * WARPGROUP) {
             uint16_t row_blocks = 0;
-            for (int j = 0; j < CN; ++j) row_blocks |= 1 << (tile_m + CM * j);
-            const uint16_t col_blocks = ((1 << CM) - 1) << (CM * tile_n);
+            for (int j = 0; j < CN; ++j) row_blocks |= 1 << (first_of_part + tile_m + CM * j);
+            const uint16_t col_blocks = ((1 << CM) - 1) << (first_of_part + CM * tile_n);
             for (unsigned t = first; t < all; t += step) {
                 const TilePlace tile = tile_place(t % tiles, p.tiles_m, p.tiles_n, p.group);
                 const int row = (tile.row * CM + tile_m) * BM, col = (tile.col * CN + tile_n) * BN;
                 tma_at a_at = {}, b_at = {};
                 place_batch(p, p.a_batch, t / tiles, a_at), place_batch(p, p.b_batch, t / tiles, b_at);
-                for (int k = 0; k < steps; ++k) {
+                for (int k = step0; k < step0 + steps; ++k) {
                     const smem_addr a_s = ring_s + ring.slot * S::SLOT, b_s = a_s + A::bytes;
                     ring.wait_empty(); /* all readers of what this step overwrites, here and in the others, have let go */
                     mbarrier_arrive_expect_tx(ring.full(), S::SLOT);
-                    copy_part<typename S::APart, S::ALONG_M, CN>(a_s, &x.a, a_at, row, k * BK, tile_n, ring.full(),
-                                                                 row_blocks);
-                    copy_part<typename S::BPart, S::ALONG_N, CM>(b_s, &x.b, b_at, col, k * BK, tile_m, ring.full(),
-                                                                 col_blocks);
+#pragma unroll
+                    for (int kb = 0; kb < Tile::K64; ++kb) {
+                        const int at_k = k * BK + kb * K_BLOCK;
+                        copy_part<typename S::APart, S::ALONG_M, CN>(a_s + kb * S::BLOCK, &x.a, a_at, row, at_k, tile_n,
+                                                                     ring.full(), row_blocks);
+                        copy_part<typename S::BPart, S::ALONG_N, CM>(b_s + kb * S::BLOCK, &x.b, b_at, col, at_k, tile_m,
+                                                                     ring.full(), col_blocks);
+                    }
                     ring.advance();
                 }
             }
@@ -231,9 +307,11 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN, 1, 1) __launch_bounds__(Til
         /* ---- 4.2 products ---- */
         if (WGS > 1) setmaxnreg_inc<Tile::SUM_REGS>();
         float sum[MT][BN / 2];
+        unsigned trade_parity = 0;
         /* a lane for each block that copies into this one: the CM of its column, then the other CN - 1 of its row */
         const int other = lane - CM,
-                  neighbour = lane < CM ? lane + CM * tile_n : tile_m + CM * (other + (other >= tile_n));
+                  neighbour =
+                      first_of_part + (lane < CM ? lane + CM * tile_n : tile_m + CM * (other + (other >= tile_n)));
         const bool tells = warp == 0 && lane < NEIGHBOURS;
         const auto let_go = [&](smem_addr barrier_s) {
             if (!tells) return;
@@ -251,11 +329,12 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN, 1, 1) __launch_bounds__(Til
                 wgmma_fence(); /* sums may have been touched by other code */
 #pragma unroll
                 for (int kk = 0; kk < BK / 16; ++kk) {
-                    const uint64_t b = B::descriptor(b_s + kk * B::k16_bytes);
+                    const int block = kk / (K_BLOCK / 16) * S::BLOCK, k16 = kk % (K_BLOCK / 16);
+                    const uint64_t b = B::descriptor(b_s + block + k16 * B::k16_bytes);
 #pragma unroll
                     for (int m = 0; m < MT; ++m) {
                         const uint64_t a =
-                            A::descriptor(a_s + A::offset((warpgroup * MT + m) * 64) + kk * A::k16_bytes);
+                            A::descriptor(a_s + block + A::offset((warpgroup * MT + m) * 64) + k16 * A::k16_bytes);
                         wgmma_ss<T, BN, S::ALONG_M, S::ALONG_N>(sum[m], a, b, k + kk > 0);
                     }
                 }
@@ -267,22 +346,47 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN, 1, 1) __launch_bounds__(Til
             const smem_addr last = ring.empty() + (ring.slot == 0 ? 8 * (STAGES - 1) : -8);
             wgmma_wait_group<0>();
             wgmma_pin(sum);
-            let_go(last);
+            if (steps > 0) let_go(last);
+            if (CK > 1 && steps == 0) {
+#pragma unroll
+                for (int i = 0; i < BN / 2; ++i) sum[0][i] = 0;
+            }
 
             /* ---- 4.3 results ---- */
             const TilePlace tile = tile_place(t % tiles, p.tiles_m, p.tiles_n, p.group);
             const smem_addr panels_s = ring_s + S::PANELS + (warpgroup * 4 + warp) * S::WARP_PANELS;
-#pragma unroll
-            for (int m = 0; m < MT; ++m) {
-                const int row = (tile.row * CM + tile_m) * BM + (warpgroup * MT + m) * 64 + warp * 16,
-                          col = (tile.col * CN + tile_n) * BN;
-                if (x.plain) {
-                    tma_at at = {{col, row}};
+            const auto store = [&](auto &sums, int m) {
+                const int row = (tile.row * CM + tile_m) * BM + (warpgroup * MT + m) * 64,
+                          col = (tile.col * CN + tile_n) * BN + part * S::COLS;
+                if constexpr (Tile::TURNED) {
+                    float *const turned = (float *)(smem + (panels_s - cvta_to_shared(smem)) -
+                                                    warp * S::WARP_PANELS); /* the warpgroup's */
+                    store_turned<T, S::COLS, S::TURNED_LD>(p, gemm_place(p, t / tiles), sums, turned, 1 + warpgroup,
+                                                           row, col);
+                } else if (x.plain) {
+                    tma_at at = {{col, row + warp * 16}};
                     place_batch(p, p.out_batch, t / tiles, at);
-                    store_plain<T, BN, Tile::PANELS>(x, sum[m], panels_s, at, lane);
+                    store_plain<T, typename S::Panel, S::COLS, Tile::PANELS>(x, sums, panels_s, at, lane);
                 } else {
-                    store_any<T, BN>(p, gemm_place(p, t / tiles), sum[m], panels_s, row, col, lane);
+                    store_any<T, S::COLS>(p, gemm_place(p, t / tiles), sums, panels_s, row + warp * 16, col, lane);
                 }
+            };
+            if constexpr (CK > 1) {
+                const int there = rank ^ (CM * CN), slot = S::TRADE + warpgroup * S::WARPGROUP_TRADE;
+                const smem_addr full_s = ring_s + S::TRADED, empty_s = full_s + 8;
+                const smem_addr from_s = ring_s + slot + threadIdx.x % WARPGROUP * 16;
+                if (threadIdx.x == 0) mbarrier_arrive_expect_tx(full_s, WGS * S::WARPGROUP_TRADE);
+                mbarrier_wait(empty_s, trade_parity ^ 1); /* the other has read what came of the last tile */
+                float mine[BN / 4];
+                trade_halves<BN>(sum[0], mine, part, mapa(from_s, there), mapa(full_s, there), from_s, full_s,
+                                 trade_parity);
+                __syncwarp(); /* the warp has read what came */
+                if (lane == 0) mbarrier_arrive_cluster(empty_s, there);
+                trade_parity ^= 1;
+                store(mine, 0);
+            } else {
+#pragma unroll
+                for (int m = 0; m < MT; ++m) store(sum[m], m);
             }
         }
         if (lane == 0) tma_store_wait_group_read<0>(); /* shared memory stays until the last panel has been read */
@@ -296,7 +400,9 @@ enum Key {  /* of a row */
     KEY_CN,
     KEY_CLUSTER, /* its blocks */
     KEY_PERCENT, /* of the dense peak */
-    KEY_SMEM
+    KEY_SMEM,
+    KEY_PARTS, /* of k */
+    KEY_TURNED
 };
 
 /* An operand as tma sees it: rows of m or n and k. */
@@ -328,29 +434,39 @@ double us_of(const gk_cuda_row *row, const gk_gpu *gpu, const GemmProblem &p) {
     const int64_t tiles = gk_ceil_div(p.m, rows) * gk_ceil_div(p.n, cols) * p.batch;
     const double busiest = (double)gk_ceil_div(tiles, gpu->num_sms / blocks);
     const double peak = 4096 * gpu->clock_khz * 1e-3 * row->key[KEY_PERCENT] * 0.01;
-    const double tile_us = 2.0 * (double)(rows * cols / blocks * gk_round_up(p.k, BK)) / peak;
-    return busiest * (tile_us + TILE_US);
+    const double tile_us = 2.0 * (double)(rows * cols / blocks * gk_round_up(p.k, K_BLOCK)) / peak;
+    const double trade_us = row->key[KEY_PARTS] > 1 ? TRADE_US * (double)(rows * cols) / (128 * 128) : 0;
+    return busiest * (tile_us + TILE_US + trade_us);
 }
 
 extern const gk_cuda_row *const sm90_rows;
 extern const int num_sm90_rows;
 
-/* The row of least time among those that fit the GPU. */
+bool takes(const gk_cuda_row *row, const gk_context *, const void *args) {
+    GemmProblem p = gemm_problem_of((const gk_gemm_args *)args);
+    if (row->key[KEY_TURNED]) p = gemm_swapped(p);
+    TensorShape a, b;
+    return mode_of(p, row->dtype, &a, &b) >= 0 && (!row->key[KEY_TURNED] || p.n <= row->key[KEY_CN]);
+}
+
+/* The row of least time among those that fit the GPU; few rows: the smallest turned one that holds them. */
 const gk_cuda_row *choose(const gk_context *ctx, const void *arguments) {
     const gk_gemm_args *args = (const gk_gemm_args *)arguments;
     const GemmProblem p = gemm_problem_of(args);
-    TensorShape a, b;
-    if (gk_min_i64(p.m, p.n) <= SM90_LEAST_ROWS || mode_of(p, args->a.dtype, &a, &b) < 0) return NULL;
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
+    const bool turned = p.m <= SM90_TURNED_ROWS;
+    if (turned ? p.n < 2 * SM90_TURNED_ROWS : p.n <= SM90_TURNED_ROWS) return NULL;
+    if (p.m <= SM90_SKINNY_ROWS && p.n * p.batch > (int64_t)SM90_TURNED_ROWS * gpu->num_sms) return NULL;
     const gk_cuda_row *best = NULL;
     double best_us = 1e31;
     for (int i = 0; i < num_sm90_rows; ++i) {
         const gk_cuda_row *r = &sm90_rows[i];
         if (r->dtype != args->a.dtype || r->key[KEY_SMEM] > gpu->smem_per_block) continue;
-        const double us = us_of(r, gpu, p);
+        if (r->key[KEY_TURNED] != turned || (turned && p.m > r->key[KEY_CN])) continue;
+        const double us = turned ? r->key[KEY_CN] : us_of(r, gpu, p);
         if (us < best_us) best = r, best_us = us;
     }
-    return best;
+    return best && takes(best, ctx, args) ? best : NULL;
 }
 
 /* ---- 6 the launch -------------------------------------------------------------------------------------------- */
@@ -358,7 +474,7 @@ template <class Tile> void plan(const gk_context *ctx, GemmProblem *p, unsigned 
     p->tiles_m = (int)gk_ceil_div(p->m, Tile::BM * Tile::CM), p->tiles_n = (int)gk_ceil_div(p->n, Tile::BN * Tile::CN);
     p->group = GROUP_ROWS_SM90, p->splits = 1;
     const int64_t tiles = (int64_t)p->tiles_m * p->tiles_n * p->batch;
-    *clusters = (unsigned)gk_min_i64(tiles, gk_gpu_of(ctx->index)->num_sms / (Tile::CM * Tile::CN));
+    *clusters = (unsigned)gk_min_i64(tiles, gk_gpu_of(ctx->index)->num_sms / Tile::CLUSTER);
 }
 
 template <class T, class Tile, int MODE>
@@ -369,22 +485,26 @@ gk_status start(const gk_context *ctx, Params *x, TensorShape *a, TensorShape *b
     gk_status status = make_tensor_map("gk_gemm", *a, 64, S::APart::box_rows, &x->a);
     if (status == GK_OK) status = make_tensor_map("gk_gemm", *b, 64, S::BPart::box_rows, &x->b);
     const GemmEpilogue &e = x->p.epilogue;
-    x->plain = !e.c && !e.preact && e.out_vectors && e.out_dtype == element<T>::dtype &&
+    x->plain = !Tile::TURNED && !e.c && !e.preact && e.out_vectors && e.out_dtype == element<T>::dtype &&
                (e.activation == GK_ACT_NONE || e.activation == GK_ACT_RELU);
     if (x->plain) {
         const TensorShape out =
             operand_of(e.out, element<T>::dtype, x->p.m, x->p.n, e.out_row, 1, x->p, x->p.out_batch, false);
         x->plain = tensor_map_fits(out);
-        if (status == GK_OK && x->plain) status = make_tensor_map("gk_gemm", out, 64, 16, &x->out);
+        if (status == GK_OK && x->plain) status = make_tensor_map("gk_gemm", out, S::PANEL_COLS, 16, &x->out);
     }
     if (status != GK_OK) return status;
-    return launch<gemm_sm90a_kernel<T, Tile, MODE>>("gk_gemm", ctx, dim3(clusters * Tile::CM * Tile::CN), Tile::THREADS,
+    return launch<gemm_sm90a_kernel<T, Tile, MODE>>("gk_gemm", ctx, dim3(clusters * Tile::CLUSTER), Tile::THREADS,
                                                     S::BYTES, *x, true);
 }
 
 template <class T, class Tile> gk_status run(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
     Params x;
     x.p = gemm_problem_of((const gk_gemm_args *)args);
+    if (Tile::TURNED) { /* the results stay where they are */
+        const GemmEpilogue epilogue = x.p.epilogue;
+        x.p = gemm_swapped(x.p), x.p.epilogue = epilogue;
+    }
     if (x.p.m == 0 || x.p.n == 0 || x.p.batch == 0) return GK_OK;
     TensorShape a, b;
     switch (mode_of(x.p, row->dtype, &a, &b)) {
@@ -397,24 +517,31 @@ template <class T, class Tile> gk_status run(const gk_cuda_row *row, const gk_co
 
 template <class Tile> void explain(const gk_cuda_row *, const gk_context *ctx, const void *args, gk_explanation *out) {
     GemmProblem p = gemm_problem_of((const gk_gemm_args *)args);
+    if (Tile::TURNED) p = gemm_swapped(p);
     unsigned clusters;
     plan<Tile>(ctx, &p, &clusters);
-    out->tile[0] = Tile::BM, out->tile[1] = Tile::BN, out->tile[2] = BK;
-    out->tasks = (int64_t)p.tiles_m * p.tiles_n * p.batch * Tile::CM * Tile::CN;
-    out->waves = (double)p.tiles_m * p.tiles_n * p.batch / gk_gpu_of(ctx->index)->num_sms / (Tile::CM * Tile::CN);
+    out->tile[0] = Tile::BM, out->tile[1] = Tile::BN, out->tile[2] = Tile::K64 * K_BLOCK;
+    out->tasks = (int64_t)p.tiles_m * p.tiles_n * p.batch * Tile::CLUSTER;
+    out->waves = (double)out->tasks / (gk_gpu_of(ctx->index)->num_sms / Tile::CLUSTER * Tile::CLUSTER);
 }
 
-#define ROW(name, T, Tile)                                                                                  \
-    {                                                                                                       \
-        name, element<T>::dtype, NULL, NULL, run<T, Tile>, explain<Tile>, {                                 \
-            Tile::BM *Tile::CM, Tile::BN *Tile::CN, Tile::CM *Tile::CN, Tile::PERCENT, Smem<Tile, 3>::BYTES \
-        }                                                                                                   \
+#define ROW(name, T, Tile)                                                                                        \
+    {                                                                                                             \
+        name, element<T>::dtype, takes, NULL, run<T, Tile>, explain<Tile>, {                                      \
+            Tile::BM *Tile::CM, Tile::BN *Tile::CN, Tile::CLUSTER, Tile::PERCENT, Smem<Tile, 3>::BYTES, Tile::CK, \
+                Tile::TURNED                                                                                      \
+        }                                                                                                         \
     }
-#define ROWS(name, T)                                             \
-    ROW("gemm_sm90a_" name "_128x256x64", T, Tile90_128x256),     \
-        ROW("gemm_sm90a_" name "_128x192x64", T, Tile90_128x192), \
-        ROW("gemm_sm90a_" name "_128x128x64", T, Tile90_128x128), \
-        ROW("gemm_sm90a_" name "_64x128x64", T, Tile90_64x128), ROW("gemm_sm90a_" name "_64x64x64", T, Tile90_64x64)
+#define ROWS(name, T)                                                        \
+    ROW("gemm_sm90a_" name "_128x256x64", T, Tile90_128x256),                \
+        ROW("gemm_sm90a_" name "_128x192x64", T, Tile90_128x192),            \
+        ROW("gemm_sm90a_" name "_128x128x64", T, Tile90_128x128),            \
+        ROW("gemm_sm90a_" name "_64x128x64", T, Tile90_64x128),              \
+        ROW("gemm_sm90a_" name "_128x128x64_k2", T, Tile90_128x128_k2),      \
+        ROW("gemm_sm90a_" name "_64x64x64_k2", T, Tile90_64x64_k2),          \
+        ROW("gemm_sm90a_" name "_turned_64x16x256_k2", T, Tile90_turned_16), \
+        ROW("gemm_sm90a_" name "_turned_64x32x128_k2", T, Tile90_turned_32), \
+        ROW("gemm_sm90a_" name "_turned_64x64x128_k2", T, Tile90_turned_64)
 
 const gk_cuda_row rows[] = {ROWS("bf16", __nv_bfloat16), ROWS("f16", __half)};
 const gk_cuda_row *const sm90_rows = rows;

@@ -45,11 +45,16 @@ constexpr double REDUCE_US = 2.5, REDUCE_BYTES_PER_US = 3e6;
 /* a block's start and end, in us: prologue latency and stores */
 constexpr double BLOCK_US = 1.5;
 
-/* ---- gemm_sm90a: BM x BN x 64 through a ring of S slots, G warpgroups of BM / G rows, clusters of CM x CN ---- */
-template <int M, int N, int S, int L, int G, int ROWS, int COLS, int P> struct Sm90Tile {
+/* ---- gemm_sm90a: BM x BN x 64 through a ring of S slots, G warpgroups of BM / G rows, clusters of CM x CN x CK ---- */
+template <int M, int N, int S, int L, int G, int ROWS, int COLS, int P, int SPLIT = 1, bool TURN = false, int KB = 1>
+struct Sm90Tile {
+    static constexpr int K64 = KB;       /* 64s of k in a slot */
+    static constexpr int CK = SPLIT;     /* parts of k, added across the cluster: 1 or 2 */
+    static constexpr bool TURNED = TURN; /* for few rows: the product is computed as out^T = b^T a^T */
     static constexpr int BM = M, BN = N, STAGES = S, WGS = G, CM = ROWS, CN = COLS, THREADS = (G + 1) * 128;
-    static constexpr int PANELS = L;  /* of 16 rows x 64 columns a warp, through which results leave */
-    static constexpr int PERCENT = P; /* of the dense peak, on full SMs; the chooser's weight */
+    static constexpr int CLUSTER = CM * CN * CK; /* blocks */
+    static constexpr int PANELS = L;             /* of 16 rows x 64 columns a warp, through which results leave */
+    static constexpr int PERCENT = P;            /* of the dense peak, on full SMs; the chooser's weight */
     /* two warpgroups that multiply start with 168 registers a thread; the third gives up what 240 of them need */
     static constexpr int COPY_REGS = 40, SUM_REGS = 232;
     static_assert(G == 1 || COPY_REGS + G * SUM_REGS <= (G + 1) * 168, "setmaxnreg.inc would wait for ever");
@@ -63,12 +68,23 @@ typedef Sm90Tile<128, 192, 4, 3, 2, 2, 1, 65> Tile90_128x192;
 typedef Sm90Tile<128, 128, 6, 2, 2, 2, 1, 63> Tile90_128x128;
 /* 1024 cubed: one tile an SM; one block alone, pairs along n and 128 x 64 took up to 8 % more */
 typedef Sm90Tile<64, 128, 8, 2, 1, 2, 1, 52> Tile90_64x128;
-/* 512 cubed; one block alone took 12 % more */
-typedef Sm90Tile<64, 64, 12, 1, 1, 2, 1, 31> Tile90_64x64;
+/* 64 tiles of 64 x 64 on 128 SMs: 512 cubed 0.96, 0.91 and 0.82 without parts of k, in pairs and alone */
+typedef Sm90Tile<64, 64, 8, 1, 1, 1, 1, 31, 2> Tile90_64x64_k2;
+/* the same for long k: 512 x 2048 x 4096 in 14.6 us, 16.0 by 64 x 128 */
+typedef Sm90Tile<128, 128, 5, 1, 2, 1, 1, 63, 2> Tile90_128x128_k2;
+/* few rows, by weights: slots of 256 of k, since every step of a warpgroup costs some 0.2 us: at 16 rows 11.5, 11.1 and 10.9 us
+ * with 64, 128 and 256; two parts of k, so that 4096 weights keep 128 SMs busy: 14.0 us without */
+typedef Sm90Tile<64, 16, 4, 1, 1, 1, 1, 31, 2, true, 4> Tile90_turned_16;
+typedef Sm90Tile<64, 32, 7, 1, 1, 1, 1, 31, 2, true, 2> Tile90_turned_32;
+typedef Sm90Tile<64, 64, 6, 1, 1, 1, 1, 31, 2, true, 2> Tile90_turned_64;
 /* rows of clusters' tiles walked together: 8 x 256 rows of a and 8 x 256 columns of b are under way */
 constexpr int GROUP_ROWS_SM90 = 8;
-/* fewer rows or columns than this are gemm_skinny's and gemm_sm80's */
-constexpr int SM90_LEAST_ROWS = 64;
+/* up to as many rows the weights stream past the tokens, turned; as few columns are gemm_sm80's */
+constexpr int SM90_TURNED_ROWS = 64;
+/* up to as many rows gemm_skinny's rings are faster where every SM has several tiles: 28672 weights 0.99 against 0.94 */
+constexpr int SM90_SKINNY_ROWS = 8;
+/* what the sum of two parts of k costs, by 128 x 128 tiles */
+constexpr double TRADE_US = 2.0;
 /* a tile's start and end that nothing hides */
 constexpr double TILE_US = 1.0;
 

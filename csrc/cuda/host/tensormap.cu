@@ -45,7 +45,8 @@ gk_status make_tensor_map(const char *op, const TensorShape &shape, int box0, in
         if (d > 0) stride[d - 1] = shape.size[d] == 1 ? 16 : (cuuint64_t)(shape.stride[d] * bytes);
     }
     const CUresult result = encode(map, type_of(shape.dtype), TENSOR_DIMS, (void *)shape.data, size, stride, box, step,
-                                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                   CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                   box0 * bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
                                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result == CUDA_SUCCESS) return GK_OK;
     return gk_fail(GK_ERR_DEVICE, "%s: the driver refused a tensor map (error %d)", op, (int)result);

@@ -17,7 +17,7 @@ struct TensorShape {
     int64_t size[TENSOR_DIMS], stride[TENSOR_DIMS];
 };
 
-/* Boxes of box0 x box1 elements, box0 of 128 bytes, which lie swizzled by 128 bytes; zeros outside the tensor. */
+/* Boxes of box0 x box1 elements, rows of 128 or 64 bytes that lie swizzled by as many; zeros outside the tensor. */
 gk_status make_tensor_map(const char *op, const TensorShape &shape, int box0, int box1, CUtensorMap *map);
 
 /* Whether the hardware can describe it: 16-byte multiples, and sizes and strides within its fields. */

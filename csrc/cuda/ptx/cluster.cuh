@@ -19,6 +19,22 @@ static __device__ __forceinline__ void barrier_cluster() {
                      : "memory");
 }
 
+// mapa: the address in block `rank` of the cluster of what lies at at_s here.
+static __device__ __forceinline__ uint32_t mapa(uint32_t at_s, unsigned rank) {
+    uint32_t there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at_s), "r"(rank));
+    return there;
+}
+
+// st.async.v4.f32: 16 bytes to an address of mapa, counted at the barrier, which lies in the same block. Who waits for the
+// barrier's phase sees them.
+static __device__ __forceinline__ void st_async_128(uint32_t at, float a, float b, float c, float d, uint32_t barrier) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(at),
+        "f"(a), "f"(b), "f"(c), "f"(d), "r"(barrier)
+        : "memory");
+}
+
 // setmaxnreg: this warpgroup's registers a thread from here on, a multiple of 8 in 24 .. 256. All its warps; inc waits
 // until others have given enough back. Needs a kernel with launch bounds.
 template <int REGISTERS> static __device__ __forceinline__ void setmaxnreg_inc() {

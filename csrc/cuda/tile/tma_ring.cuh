@@ -16,6 +16,12 @@
 
 #include "../ptx/mbarrier.cuh"
 
+// Until the phase of this parity has ended.
+static __device__ __forceinline__ void mbarrier_wait(smem_addr barrier_s, unsigned parity) {
+    while (!mbarrier_try_wait_parity(barrier_s, parity)) {
+    }
+}
+
 template <int STAGES> struct tma_ring {
     static constexpr int bytes = STAGES * 16; // of the barriers
     smem_addr barriers_s;                     // full[STAGES], empty[STAGES]
@@ -31,14 +37,8 @@ template <int STAGES> struct tma_ring {
     }
     __device__ __forceinline__ smem_addr full() const { return barriers_s + 8 * slot; }
     __device__ __forceinline__ smem_addr empty() const { return barriers_s + 8 * (STAGES + slot); }
-    __device__ __forceinline__ void wait_full() const {
-        while (!mbarrier_try_wait_parity(full(), parity)) {
-        }
-    }
-    __device__ __forceinline__ void wait_empty() const {
-        while (!mbarrier_try_wait_parity(empty(), parity ^ 1)) {
-        }
-    }
+    __device__ __forceinline__ void wait_full() const { mbarrier_wait(full(), parity); }
+    __device__ __forceinline__ void wait_empty() const { mbarrier_wait(empty(), parity ^ 1); }
     __device__ __forceinline__ void advance() {
         if (++slot == STAGES) slot = 0, parity ^= 1;
     }
