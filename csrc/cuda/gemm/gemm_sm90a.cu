@@ -16,8 +16,8 @@
  * Pipeline (slots full and empty: tma_ring.cuh); one step of products stays under way while the next is issued:
  *   copies      k0 k1 k2 k3 | k4      k5         ..  runs on into the next tile while this one's sums are stored
  *   products                | 0 .. 1 .. 2 ..         slot j - 1 is let go when step j is issued and step j - 1 is done
- * Results go through the panels and leave by tma behind the warp's back; what has more to do than bias and relu is stored
- * by the lanes, 8 columns each. The next kernel on the stream may start its own prologue meanwhile.
+ * 16-bit results go through the panels and leave by tma behind the warp's back; float32 ones, unaligned rows and sums with c
+ * are stored by the lanes, 8 columns each. The next kernel on the stream may start its own prologue meanwhile.
  *
  * Not here: other dtypes, rows that tma cannot describe, K = 0 (gemm_sm80, gemm_plain), 64 columns or fewer. */
 #include "../host/launch.cuh"
@@ -45,10 +45,10 @@ constexpr int K_BLOCK = 64, WARPGROUP = 128, MOST_RING = 4 * 48 * 1024; /* bytes
 
 /* ---- 1 the call ---------------------------------------------------------------------------------------------- */
 struct Params {
-    CUtensorMap a, b; /* [batch dimensions, up to 3][m or n][k], or with k and the other changed */
-    CUtensorMap out;  /* where `plain` */
-    bool plain;       /* store_plain serves the call */
-    GemmProblem p;    /* tiles_m counts the tiles of clusters */
+    CUtensorMap a, b;        /* [batch dimensions, up to 3][m or n][k], or with k and the other changed */
+    CUtensorMap out, preact; /* where `plain` */
+    bool plain;              /* store_plain serves the call */
+    GemmProblem p;           /* tiles_m counts the tiles of clusters */
 };
 
 template <class Tile, int MODE> struct Smem {
@@ -102,51 +102,71 @@ __device__ __forceinline__ void copy_part(smem_addr to_s, const CUtensorMap *map
 }
 
 /* ---- 3 results ----------------------------------------------------------------------------------------------- */
-/* 16 rows of BN columns, 16-bit, without c, preact and costly activations: the panels leave by tma while the warp goes on.
- * at: the warp's first row and column. */
-template <class T, class Panel, int BN, int PANELS>
-__device__ __forceinline__ void store_plain(const Params &x, const float (&sum)[BN / 2], smem_addr panels_s, tma_at at,
+/* A warp's 16 rows of 16-bit results go to a panel and leave by tma while the warp goes on. at: their first column and row. */
+template <class T, class Panel, int PANELS>
+__device__ __forceinline__ void store_panel(const CUtensorMap *map, const float (&v)[Panel::row_bytes / 4],
+                                            smem_addr panel_s, const tma_at &at, int lane) {
+    if (lane == 0) tma_store_wait_group_read<PANELS - 1>();
+    __syncwarp(); /* the panel's last contents have been read */
+    const unsigned put = Panel::offset(lane % 16, 0);
+#pragma unroll
+    for (int j = 0; j < Panel::chunks; j += 2) { /* rows 0-7 and 8-15 of one octet of columns, then of the next */
+        const uint32_t two[4] = {pack2<T>(v[4 * j], v[4 * j + 1]), pack2<T>(v[4 * j + 2], v[4 * j + 3]),
+                                 pack2<T>(v[4 * j + 4], v[4 * j + 5]), pack2<T>(v[4 * j + 6], v[4 * j + 7])};
+        stmatrix_x4(panel_s + (put ^ (j + lane / 16) * 16), two);
+    }
+    fence_proxy_async();
+    __syncwarp(); /* all of the panel is written */
+    if (lane == 0) {
+        tma_store_5d(map, at, panel_s);
+        tma_store_commit_group();
+    }
+}
+
+/* 16 rows of BN columns of 16-bit results without c. CURVED: with an activation that costs many instructions: one body for
+ * all panels, past which the sums move instead of the code. */
+template <class T, class Panel, int BN, int PANELS, bool CURVED>
+__device__ __forceinline__ void store_plain(const Params &x, float (&sum)[BN / 2], smem_addr panels_s, tma_at at,
                                             int lane) {
-    constexpr int WIDE = Panel::row_bytes / 2;
+    constexpr int WIDE = Panel::row_bytes / 2, EACH = WIDE / 2, UNROLLED = CURVED ? 1 : BN / WIDE;
     const GemmEpilogue &e = x.p.epilogue;
     const float alpha = (float)e.alpha;
     const bool relu = e.activation == GK_ACT_RELU;
-    const unsigned put = Panel::offset(lane % 16, 0);
-#pragma unroll
+    int panel = 0;
+#pragma unroll UNROLLED
     for (int c = 0; c < BN; c += WIDE) {
-        constexpr int OCTETS = WIDE / 8;
-        const smem_addr panel_s = panels_s + c / WIDE % PANELS * Panel::bytes;
-        float bias[OCTETS][2];
-        if (e.bias) {
+        const int first = CURVED ? 0 : c / 2;
+        float v[EACH];
 #pragma unroll
-            for (int j = 0; j < OCTETS; ++j) {
-                const int64_t col = at.c[0] + j * 8 + lane % 4 * 2;
+        for (int i = 0; i < EACH; ++i) v[i] = sum[first + i] * alpha;
+        if (e.bias) { /* not + 0: -0 stays */
+#pragma unroll
+            for (int j = 0; j < EACH; j += 4) {
+                const int64_t col = at.c[0] + j * 2 + lane % 4 * 2;
+                float bias[2];
                 read_any<T, 2>(e.bias, e.bias_dtype, col * e.bias_col, e.bias_col, false,
-                               (int)max((int64_t)0, min((int64_t)2, x.p.n - col)), bias[j]);
+                               (int)max((int64_t)0, min((int64_t)2, x.p.n - col)), bias);
+                v[j] += bias[0], v[j + 1] += bias[1], v[j + 2] += bias[0], v[j + 3] += bias[1];
             }
         }
-        if (lane == 0) tma_store_wait_group_read<PANELS - 1>();
-        __syncwarp(); /* the panel's last contents have been read */
-#pragma unroll
-        for (int j = 0; j < OCTETS; j += 2) {
-            uint32_t two[4]; /* rows 0-7 and 8-15 of one octet of columns, then of the next */
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int d = (c / 8 + j + i / 2) * 4 + i % 2 * 2;
-                float lo = sum[d] * alpha, hi = sum[d + 1] * alpha;
-                if (e.bias) lo += bias[j + i / 2][0], hi += bias[j + i / 2][1]; /* not + 0: -0 stays */
-                if (relu) lo = lo <= 0 ? 0.f : lo, hi = hi <= 0 ? 0.f : hi;
-                two[i] = pack2<T>(lo, hi);
-            }
-            stmatrix_x4(panel_s + (put ^ (j + lane / 16) * 16), two);
+        if (e.preact) {
+            store_panel<T, Panel, PANELS>(&x.preact, v, panels_s + panel * Panel::bytes, at, lane);
+            panel = (panel + 1) % PANELS;
         }
-        fence_proxy_async();
-        __syncwarp(); /* all of the panel is written */
-        if (lane == 0) {
-            tma_store_5d(&x.out, at, panel_s);
-            tma_store_commit_group();
+        if (CURVED) {
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) v[i] = activate_16(e.activation, v[i]);
+        } else if (relu) {
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) v[i] = v[i] <= 0 ? 0.f : v[i]; /* a NaN stays one */
         }
+        store_panel<T, Panel, PANELS>(&x.out, v, panels_s + panel * Panel::bytes, at, lane);
+        panel = (panel + 1) % PANELS;
         at.c[0] += WIDE;
+        if (CURVED) {
+#pragma unroll
+            for (int i = 0; i + EACH < BN / 2; ++i) sum[i] = sum[i + EACH];
+        }
     }
 }
 
@@ -366,7 +386,10 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1) __launch_bo
                 } else if (x.plain) {
                     tma_at at = {{col, row + warp * 16}};
                     place_batch(p, p.out_batch, t / tiles, at);
-                    store_plain<T, typename S::Panel, S::COLS, Tile::PANELS>(x, sums, panels_s, at, lane);
+                    if (p.epilogue.activation == GK_ACT_NONE || p.epilogue.activation == GK_ACT_RELU)
+                        store_plain<T, typename S::Panel, S::COLS, Tile::PANELS, false>(x, sums, panels_s, at, lane);
+                    else
+                        store_plain<T, typename S::Panel, S::COLS, Tile::PANELS, true>(x, sums, panels_s, at, lane);
                 } else {
                     store_any<T, S::COLS>(p, gemm_place(p, t / tiles), sums, panels_s, row + warp * 16, col, lane);
                 }
@@ -485,14 +508,15 @@ gk_status start(const gk_context *ctx, Params *x, TensorShape *a, TensorShape *b
     gk_status status = make_tensor_map("gk_gemm", *a, 64, S::APart::box_rows, &x->a);
     if (status == GK_OK) status = make_tensor_map("gk_gemm", *b, 64, S::BPart::box_rows, &x->b);
     const GemmEpilogue &e = x->p.epilogue;
-    x->plain = !Tile::TURNED && !e.c && !e.preact && e.out_vectors && e.out_dtype == element<T>::dtype &&
-               (e.activation == GK_ACT_NONE || e.activation == GK_ACT_RELU);
-    if (x->plain) {
-        const TensorShape out =
-            operand_of(e.out, element<T>::dtype, x->p.m, x->p.n, e.out_row, 1, x->p, x->p.out_batch, false);
-        x->plain = tensor_map_fits(out);
-        if (status == GK_OK && x->plain) status = make_tensor_map("gk_gemm", out, S::PANEL_COLS, 16, &x->out);
-    }
+    x->plain = !Tile::TURNED && !e.c && e.out_vectors && e.out_dtype == element<T>::dtype;
+    const TensorShape out =
+        operand_of(e.out, element<T>::dtype, x->p.m, x->p.n, e.out_row, 1, x->p, x->p.out_batch, false);
+    const TensorShape preact =
+        operand_of(e.preact, element<T>::dtype, x->p.m, x->p.n, e.preact_row, 1, x->p, x->p.preact_batch, false);
+    x->plain = x->plain && tensor_map_fits(out) && (!e.preact || tensor_map_fits(preact));
+    if (status == GK_OK && x->plain) status = make_tensor_map("gk_gemm", out, S::PANEL_COLS, 16, &x->out);
+    if (status == GK_OK && x->plain && e.preact)
+        status = make_tensor_map("gk_gemm", preact, S::PANEL_COLS, 16, &x->preact);
     if (status != GK_OK) return status;
     return launch<gemm_sm90a_kernel<T, Tile, MODE>>("gk_gemm", ctx, dim3(clusters * Tile::CLUSTER), Tile::THREADS,
                                                     S::BYTES, *x, true);
