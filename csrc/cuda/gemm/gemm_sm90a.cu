@@ -41,7 +41,7 @@ enum Mode {
     B_ALONG_N = 2
 };
 
-constexpr int K_BLOCK = 64, WARPGROUP = 128, MOST_RING = 4 * 48 * 1024; /* bytes */
+constexpr int K_BLOCK = 64, WARPGROUP = 128;
 
 /* ---- 1 the call ---------------------------------------------------------------------------------------------- */
 struct Params {
@@ -63,7 +63,7 @@ template <class Tile, int MODE> struct Smem {
 
     /* The columns of a tile that a block finishes, and a warp's 16 rows of up to 128 bytes on their way from the accumulators'
      * order to that of rows; turned: all columns as rows of 64 floats, 4 more to spread them over the banks. */
-    static constexpr int COLS = Tile::BN / Tile::CK, PANEL_COLS = COLS < 64 ? COLS : 64;
+    static constexpr int COLS = Tile::BN / Tile::CK, PANEL_COLS = COLS % 64 == 0 ? 64 : 32;
     typedef smem_tile<16, PANEL_COLS * 2> Panel;
     static constexpr int TURNED_LD = 64 + 4, WARP_PANELS = Tile::TURNED ? COLS * TURNED_LD : Tile::PANELS * 2048;
 
@@ -73,6 +73,7 @@ template <class Tile, int MODE> struct Smem {
     static constexpr int BYTES = TRADED + 16 + WGMMA_BLOCK_BYTES; /* to align the ring */
     static_assert(BYTES <= 232448 && PANELS % 1024 == 0, "shared memory of a block");
     static_assert(Tile::TURNED || COLS % PANEL_COLS == 0, "whole panels");
+    static_assert(Tile::CK <= 2 && (!Tile::TURNED || Tile::WGS == 1), "two blocks trade; one turns");
 };
 
 /* Where a batch entry's boxes begin; dimensions without a stride are not in the map. */
@@ -123,16 +124,15 @@ __device__ __forceinline__ void store_panel(const CUtensorMap *map, const float 
     }
 }
 
-/* 16 rows of BN columns of 16-bit results without c. CURVED: with an activation that costs many instructions: one body for
- * all panels, past which the sums move instead of the code. */
+/* 16 rows of BN columns of 16-bit results without c. panel: the one written longest ago. CURVED: with an
+ * activation that costs many instructions: one body for all panels, past which the sums move instead of the code. */
 template <class T, class Panel, int BN, int PANELS, bool CURVED>
-__device__ __forceinline__ void store_plain(const Params &x, float (&sum)[BN / 2], smem_addr panels_s, tma_at at,
-                                            int lane) {
+__device__ __forceinline__ void store_plain(const Params &x, float (&sum)[BN / 2], smem_addr panels_s, int &panel,
+                                            tma_at at, int lane) {
     constexpr int WIDE = Panel::row_bytes / 2, EACH = WIDE / 2, UNROLLED = CURVED ? 1 : BN / WIDE;
     const GemmEpilogue &e = x.p.epilogue;
     const float alpha = (float)e.alpha;
     const bool relu = e.activation == GK_ACT_RELU;
-    int panel = 0;
 #pragma unroll UNROLLED
     for (int c = 0; c < BN; c += WIDE) {
         const int first = CURVED ? 0 : c / 2;
@@ -151,7 +151,7 @@ __device__ __forceinline__ void store_plain(const Params &x, float (&sum)[BN / 2
         }
         if (e.preact) {
             store_panel<T, Panel, PANELS>(&x.preact, v, panels_s + panel * Panel::bytes, at, lane);
-            panel = (panel + 1) % PANELS;
+            panel = panel + 1 == PANELS ? 0 : panel + 1;
         }
         if (CURVED) {
 #pragma unroll
@@ -161,7 +161,7 @@ __device__ __forceinline__ void store_plain(const Params &x, float (&sum)[BN / 2
             for (int i = 0; i < EACH; ++i) v[i] = v[i] <= 0 ? 0.f : v[i]; /* a NaN stays one */
         }
         store_panel<T, Panel, PANELS>(&x.out, v, panels_s + panel * Panel::bytes, at, lane);
-        panel = (panel + 1) % PANELS;
+        panel = panel + 1 == PANELS ? 0 : panel + 1;
         at.c[0] += WIDE;
         if (CURVED) {
 #pragma unroll
@@ -211,7 +211,7 @@ constexpr GK_HD int turned_ways(int ld) {
 
 template <class T, int COLS, int LD>
 __device__ __forceinline__ void store_turned(const GemmProblem &p, const GemmPlace &at, const float (&sum)[COLS / 2],
-                                             float *turned, int barrier, int row0, int col0) {
+                                             float *turned, int row0, int col0) {
     static_assert(turned_ways(LD) == 1, "the lanes' sums fall into 32 banks");
     const int thread = threadIdx.x % WARPGROUP, warp = thread / 32, lane = thread % 32;
 #pragma unroll
@@ -219,7 +219,7 @@ __device__ __forceinline__ void store_turned(const GemmProblem &p, const GemmPla
         const coord d = wgmma_d(warp, lane, i);
         turned[d.col * LD + d.row] = sum[i];
     }
-    bar_sync(barrier, WARPGROUP); /* all sums are there */
+    bar_sync(1, WARPGROUP); /* all sums are there */
 #pragma unroll 1
     for (int i = thread; i < COLS * 8; i += WARPGROUP) {
         const int row = col0 + i / 8, col = row0 + i % 8 * 8, valid = (int)min((int64_t)8, p.m - col);
@@ -228,7 +228,7 @@ __device__ __forceinline__ void store_turned(const GemmProblem &p, const GemmPla
         float v[8] = {x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w};
         if (row < p.n && valid > 0) epilogue_cols<T, 8>(p.epilogue, at, row, col, valid, v);
     }
-    bar_sync(barrier, WARPGROUP); /* they have been read */
+    bar_sync(1, WARPGROUP); /* they have been read */
 }
 
 /* Two blocks have each half of the sum over k. Each keeps its half of the columns and sends the other half over; the sum of
@@ -287,8 +287,9 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1) __launch_bo
     else
         __syncthreads();
 
-    griddepcontrol_launch_dependents(); /* the next kernel's start, too, may overlap this one's end */
     griddepcontrol_wait(); /* what the kernel before wrote is there, and what it reads may be overwritten */
+    /* after the wait: who begins now may rely on all but this kernel having ended */
+    griddepcontrol_launch_dependents();
 
     const unsigned tiles = (unsigned)p.tiles_m * p.tiles_n, all = tiles * (unsigned)p.batch;
     const unsigned first = blockIdx.x / CLUSTER, step = gridDim.x / CLUSTER;
@@ -322,12 +323,15 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1) __launch_bo
                     ring.advance();
                 }
             }
+            /* all readers' last arrivals have come: none is on its way to a block that has left */
+            for (int s = 0; s < STAGES; ++s) ring.wait_empty(), ring.advance();
         }
     } else {
         /* ---- 4.2 products ---- */
         if (WGS > 1) setmaxnreg_inc<Tile::SUM_REGS>();
         float sum[MT][BN / 2];
         unsigned trade_parity = 0;
+        int panel = 0;
         /* a lane for each block that copies into this one: the CM of its column, then the other CN - 1 of its row */
         const int other = lane - CM,
                   neighbour =
@@ -381,15 +385,16 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1) __launch_bo
                 if constexpr (Tile::TURNED) {
                     float *const turned = (float *)(smem + (panels_s - cvta_to_shared(smem)) -
                                                     warp * S::WARP_PANELS); /* the warpgroup's */
-                    store_turned<T, S::COLS, S::TURNED_LD>(p, gemm_place(p, t / tiles), sums, turned, 1 + warpgroup,
-                                                           row, col);
+                    store_turned<T, S::COLS, S::TURNED_LD>(p, gemm_place(p, t / tiles), sums, turned, row, col);
                 } else if (x.plain) {
                     tma_at at = {{col, row + warp * 16}};
                     place_batch(p, p.out_batch, t / tiles, at);
                     if (p.epilogue.activation == GK_ACT_NONE || p.epilogue.activation == GK_ACT_RELU)
-                        store_plain<T, typename S::Panel, S::COLS, Tile::PANELS, false>(x, sums, panels_s, at, lane);
+                        store_plain<T, typename S::Panel, S::COLS, Tile::PANELS, false>(x, sums, panels_s, panel, at,
+                                                                                        lane);
                     else
-                        store_plain<T, typename S::Panel, S::COLS, Tile::PANELS, true>(x, sums, panels_s, at, lane);
+                        store_plain<T, typename S::Panel, S::COLS, Tile::PANELS, true>(x, sums, panels_s, panel, at,
+                                                                                       lane);
                 } else {
                     store_any<T, S::COLS>(p, gemm_place(p, t / tiles), sums, panels_s, row + warp * 16, col, lane);
                 }
@@ -413,8 +418,9 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1) __launch_bo
             }
         }
         if (lane == 0) tma_store_wait_group_read<0>(); /* shared memory stays until the last panel has been read */
+        if (CK > 1 && threadIdx.x == 0) mbarrier_wait(ring_s + S::TRADED + 8, trade_parity ^ 1); /* the other's, too */
     }
-    if (CLUSTER > 1) barrier_cluster(); /* no block leaves while the other still copies or arrives here */
+    if (CLUSTER > 1) barrier_cluster(); /* no block leaves while the other still copies to it */
 }
 
 /* ---- 5 the plan ---------------------------------------------------------------------------------------------- */
@@ -478,8 +484,9 @@ const gk_cuda_row *choose(const gk_context *ctx, const void *arguments) {
     const GemmProblem p = gemm_problem_of(args);
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
     const bool turned = p.m <= SM90_TURNED_ROWS;
-    if (turned ? p.n < 2 * SM90_TURNED_ROWS : p.n <= SM90_TURNED_ROWS) return NULL;
-    if (p.m <= SM90_SKINNY_ROWS && p.n * p.batch > (int64_t)SM90_TURNED_ROWS * gpu->num_sms) return NULL;
+    if (turned ? p.n < 2 * SM90_TURNED_ROWS || p.k < SM90_TURNED_K : p.n <= SM90_TURNED_ROWS) return NULL;
+    const bool many_tiles = p.n * p.batch > (int64_t)SM90_TURNED_ROWS * gpu->num_sms;
+    if (p.m <= SM90_SKINNY_ROWS && many_tiles && p.a_k == 1) return NULL;
     const gk_cuda_row *best = NULL;
     double best_us = 1e31;
     for (int i = 0; i < num_sm90_rows; ++i) {
@@ -514,10 +521,9 @@ gk_status start(const gk_context *ctx, Params *x, TensorShape *a, TensorShape *b
     const TensorShape preact =
         operand_of(e.preact, element<T>::dtype, x->p.m, x->p.n, e.preact_row, 1, x->p, x->p.preact_batch, false);
     x->plain = x->plain && tensor_map_fits(out) && (!e.preact || tensor_map_fits(preact));
-    if (status == GK_OK && x->plain) status = make_tensor_map("gk_gemm", out, S::PANEL_COLS, 16, &x->out);
-    if (status == GK_OK && x->plain && e.preact)
-        status = make_tensor_map("gk_gemm", preact, S::PANEL_COLS, 16, &x->preact);
     if (status != GK_OK) return status;
+    x->plain = x->plain && make_tensor_map("gk_gemm", out, S::PANEL_COLS, 16, &x->out) == GK_OK;
+    x->plain = x->plain && (!e.preact || make_tensor_map("gk_gemm", preact, S::PANEL_COLS, 16, &x->preact) == GK_OK);
     return launch<gemm_sm90a_kernel<T, Tile, MODE>>("gk_gemm", ctx, dim3(clusters * Tile::CLUSTER), Tile::THREADS,
                                                     S::BYTES, *x, true);
 }
@@ -535,7 +541,8 @@ template <class T, class Tile> gk_status run(const gk_cuda_row *row, const gk_co
     case 0: return start<T, Tile, 0>(ctx, &x, &a, &b);
     case 1: return start<T, Tile, 1>(ctx, &x, &a, &b);
     case 2: return start<T, Tile, 2>(ctx, &x, &a, &b);
-    default: return start<T, Tile, 3>(ctx, &x, &a, &b);
+    case 3: return start<T, Tile, 3>(ctx, &x, &a, &b);
+    default: return gk_fail(GK_ERR_UNSUPPORTED, "gk_gemm: %s does not take these strides", row->name);
     }
 }
 
@@ -558,6 +565,7 @@ template <class Tile> void explain(const gk_cuda_row *, const gk_context *ctx, c
     }
 #define ROWS(name, T)                                                        \
     ROW("gemm_sm90a_" name "_128x256x64", T, Tile90_128x256),                \
+        ROW("gemm_sm90a_" name "_128x224x64", T, Tile90_128x224),            \
         ROW("gemm_sm90a_" name "_128x192x64", T, Tile90_128x192),            \
         ROW("gemm_sm90a_" name "_128x128x64", T, Tile90_128x128),            \
         ROW("gemm_sm90a_" name "_64x128x64", T, Tile90_64x128),              \

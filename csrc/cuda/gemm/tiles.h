@@ -62,7 +62,9 @@ struct Sm90Tile {
 /* 80 bytes of shared memory a clock, a quarter of L2's bytes of single tiles; 4096: 0.99 of cuBLAS. Three slots and panels
  * for the whole tile gave the same, clusters of 2 x 2 twice the time: only 30 of them find four SMs side by side */
 typedef Sm90Tile<128, 256, 4, 2, 2, 2, 1, 67> Tile90_128x256;
-/* better waves at 512 x 28672 than the one above */
+/* 512 x 28672 in 3.9 waves instead of 3.4 */
+typedef Sm90Tile<128, 224, 4, 2, 2, 2, 1, 66> Tile90_128x224;
+/* other waves than the two above */
 typedef Sm90Tile<128, 192, 4, 3, 2, 2, 1, 65> Tile90_128x192;
 /* 512 rows of 4096: one tile an SM, 0.98 */
 typedef Sm90Tile<128, 128, 6, 2, 2, 2, 1, 63> Tile90_128x128;
@@ -75,12 +77,16 @@ typedef Sm90Tile<128, 128, 5, 1, 2, 1, 1, 63, 2> Tile90_128x128_k2;
 /* few rows, by weights: slots of 256 of k, since every step of a warpgroup costs some 0.2 us: at 16 rows 11.5, 11.1 and 10.9 us
  * with 64, 128 and 256; two parts of k, so that 4096 weights keep 128 SMs busy: 14.0 us without */
 typedef Sm90Tile<64, 16, 4, 1, 1, 1, 1, 31, 2, true, 4> Tile90_turned_16;
+/* 128 of k a slot: 64 rows 11.9 us with 64, 11.65 with 128 and 256; three large slots lose at 28672 weights */
 typedef Sm90Tile<64, 32, 7, 1, 1, 1, 1, 31, 2, true, 2> Tile90_turned_32;
 typedef Sm90Tile<64, 64, 6, 1, 1, 1, 1, 31, 2, true, 2> Tile90_turned_64;
 /* rows of clusters' tiles walked together: 8 x 256 rows of a and 8 x 256 columns of b are under way */
 constexpr int GROUP_ROWS_SM90 = 8;
-/* up to as many rows the weights stream past the tokens, turned; as few columns are gemm_sm80's */
-constexpr int SM90_TURNED_ROWS = 64;
+/* up to as many rows the weights stream past the tokens, turned; as few columns are gemm_sm80's, and so is k that gives
+ * one of two parts nothing to do */
+constexpr int SM90_TURNED_ROWS = 64, SM90_TURNED_K = 512;
+/* bytes of the ring at most: 227 KiB less the panels and what parts of k trade */
+constexpr int MOST_RING = 4 * 48 * 1024;
 /* up to as many rows gemm_skinny's rings are faster where every SM has several tiles: 28672 weights 0.99 against 0.94 */
 constexpr int SM90_SKINNY_ROWS = 8;
 /* what the sum of two parts of k costs, by 128 x 128 tiles */

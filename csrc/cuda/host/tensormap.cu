@@ -42,7 +42,9 @@ gk_status make_tensor_map(const char *op, const TensorShape &shape, int box0, in
                      step[TENSOR_DIMS] = {1, 1, 1, 1, 1};
     for (int d = 0; d < TENSOR_DIMS; ++d) {
         size[d] = (cuuint64_t)shape.size[d];
-        if (d > 0) stride[d - 1] = shape.size[d] == 1 ? 16 : (cuuint64_t)(shape.stride[d] * bytes);
+        /* a dimension of one element repeats the stride before it */
+        if (d > 0)
+            stride[d - 1] = shape.size[d] > 1 ? (cuuint64_t)(shape.stride[d] * bytes) : d > 1 ? stride[d - 2] : 16;
     }
     const CUresult result = encode(map, type_of(shape.dtype), TENSOR_DIMS, (void *)shape.data, size, stride, box, step,
                                    CU_TENSOR_MAP_INTERLEAVE_NONE,

@@ -12,7 +12,8 @@ static __device__ __forceinline__ unsigned cluster_ctarank() {
     return rank;
 }
 
-// barrier.cluster.arrive.relaxed and .wait: all threads of all blocks of the cluster have come. Orders no memory accesses.
+// barrier.cluster.arrive.relaxed and .wait: all threads of all blocks of the cluster have come. Releases nothing:
+// what others must see before it needs a fence of its own.
 static __device__ __forceinline__ void barrier_cluster() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;\n\t"
                  "barrier.cluster.wait.aligned;" ::
