@@ -1,6 +1,7 @@
 """What ptxas made of the CUDA kernels: no local memory, and the registers that docs/resources.csv says.
 
-Needs the compiled library and the disassemblers, no GPU.
+Needs the compiled library and the disassemblers, no GPU. What ptxas said of Hopper's kernels is in the logs that the
+build keeps beside their objects (cmake/ptxas_log.sh): it is in no object, and asking again would be a second build.
 """
 
 import csv
@@ -13,7 +14,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-LIBRARY = Path(os.environ.get("GPUKERN_BUILD_DIR", ROOT / "build")) / "libgpukern.so"
+BUILD = Path(os.environ.get("GPUKERN_BUILD_DIR", ROOT / "build"))
+LIBRARY = BUILD / "libgpukern.so"
 LISTED = ROOT / "docs" / "resources.csv"
 
 
@@ -57,3 +59,46 @@ def test_matrix_kernels_multiply_on_tensor_cores(report):
     """A kernel named for sm80 has mma.sync in its hot loop, fed by ldmatrix."""
     tensor = {n: r for n, r in report.items() if re.search(r"_sm80_kernel", n)}
     assert not {n for n, r in tensor.items() if not int(r["HMMA"])}
+
+
+def test_wgmma_kernels_multiply_by_their_tile(report):
+    """gemm_sm90a_kernel<T, Sm90Tile<M, N, S, L, G, ROWS, COLS, P, SPLIT, TURN, KB>, MODE>: a step of the hot loop is KB
+    times 64 of k, M / G / 64 products each 16 of them, between one fence and one wait, and none stands elsewhere."""
+    found = {n: r for n, r in report.items() if r["arch"] == "sm_90a"}
+    assert found or not logs(), "kernels of sm_90a were built, and none is listed"
+    for name, row in found.items():
+        assert int(row["HGMMA"]), name
+        assert not int(row["LDL"]) and not int(row["STL"]), name
+        if not (tile := re.search(r"gemm_sm90a_kernel<.*Sm90Tile<(.*)>, \d>", name)):
+            continue
+        m, _, _, _, groups, *_, k64 = (int(x) if x.isdigit() else x for x in tile[1].split(", "))
+        assert int(row["HGMMA"]) == 4 * k64 * (m // groups // 64), name
+        assert int(row["WARPGROUP"]) == 2, name
+        assert int(row["USETMAXREG"]) == (2 if groups > 1 else 0), name
+        assert int(row["UTMALDG"]) >= 2 * k64, name
+
+
+# Notes of ptxas on wgmma and setmaxnreg: serialised, waits or fences put in, registers that could not be had.
+NOTES = re.compile(r"\(C(7508|751\d|7602)\)")
+
+
+def logs():
+    return sorted((BUILD / "CMakeFiles" / "gk_cuda_90a.dir").rglob("*.cu.o.log"))
+
+
+def test_ptxas_has_no_notes_on_wgmma(report):
+    if not any(r["arch"] == "sm_90a" for r in report.values()):
+        pytest.skip("this build has no kernels for sm_90a")
+    assert logs(), "the build kept no log of ptxas"
+    for log in logs():
+        text = log.read_text()
+        assert text.count("Compiling entry function") == text.count("Used ") > 0, f"{log.name} is not one of ptxas -v"
+        assert not [line for line in text.splitlines() if NOTES.search(line)], log.name
+        assert "spill stores" in text and not re.search(r"[1-9]\d* bytes spill", text), log.name
+
+
+def test_a_note_is_found():
+    """The lines as ptxas 13.0 writes them."""
+    text = "ptxas info    : (C{}) Potential Performance Loss: wgmma.mma_async instructions are serialized due to"
+    assert all(NOTES.search(text.format(code)) for code in ("7508", "7510", "7514", "7519", "7602"))
+    assert not NOTES.search("ptxas info    : (C7600) another note")

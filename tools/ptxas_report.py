@@ -1,12 +1,13 @@
 """What the compiler made of every CUDA kernel: registers, local memory, and the instructions of the hot loop.
 
-    python tools/ptxas_report.py LIBRARY [--arch sm_90] > docs/resources.csv
+    python tools/ptxas_report.py LIBRARY > docs/resources.csv
 
 Reads a built library or object with cuobjdump and nvdisasm (PyPI: nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm); needs
 neither nvcc nor a GPU. One line a kernel, sorted by name:
     kernel, arch, registers, stack_bytes, local_bytes, shared_bytes, loop_instructions, then a count per opcode of interest in
-    that loop; LDL and STL (local memory) in the whole kernel
-The hot loop is the innermost one with the most matrix instructions, else with the most FFMA, else the longest.
+    that loop; those of tma and of other registers (UTMALDG .. USETMAXREG) and of local memory (LDL, STL) in the whole kernel
+The hot loop is the innermost one with the most matrix instructions, else with the most FFMA, else the longest. Where a
+kernel has wgmma it is the shortest loop with most of them: waiting for a barrier is a loop inside it.
 """
 
 import argparse
@@ -18,8 +19,24 @@ import sys
 import sysconfig
 from pathlib import Path
 
-SPILLS = ("LDL", "STL")  # counted in the whole kernel: it has none
-OPCODES = ("HMMA", "DMMA", "FFMA", "DFMA", "LDSM", "LDS", "STS", "LDGSTS", "LDG", "STG", "MUFU", "BAR", *SPILLS)
+WHOLE = ("UTMALDG", "UTMASTG", "STSM", "USETMAXREG", "LDL", "STL")  # counted in the whole kernel
+LOOP = (
+    "HGMMA",
+    "WARPGROUP",
+    "HMMA",
+    "DMMA",
+    "FFMA",
+    "DFMA",
+    "LDSM",
+    "LDS",
+    "STS",
+    "LDGSTS",
+    "LDG",
+    "STG",
+    "MUFU",
+    "BAR",
+)
+OPCODES = (*LOOP, *WHOLE)
 FIELDS = ("kernel", "arch", "registers", "stack_bytes", "local_bytes", "shared_bytes", "loop_instructions", *OPCODES)
 
 
@@ -53,11 +70,12 @@ def short(mangled: str) -> str:
     return name[:end].replace("__nv_bfloat16", "bf16").replace("__half", "f16")
 
 
-def resources(library: str, arch: str) -> dict[str, dict]:
+def resources(library: str, archs: list[str]) -> dict[str, dict]:
     found, here = {}, False
     for line in dump(library, "--dump-resource-usage").splitlines():
         if match := re.match(r"arch = (\w+)", line):
-            here = match[1] == arch
+            arch = match[1]
+            here = arch in archs
         elif match := re.match(r" Function (\S+):", line):
             name = match[1]
         elif here and (match := re.match(r"\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", line)):
@@ -82,6 +100,9 @@ def hot_loop(code: list[tuple[int, str]]) -> list[str]:
             loops.append((int(match[1], 16), address))
     if not loops:
         return []
+    bodies = [[opcode(text) for address, text in code if first <= address <= last] for first, last in loops]
+    if most := max(body.count("HGMMA") for body in bodies):
+        return min((body for body in bodies if body.count("HGMMA") == most), key=len)
     bodies = []
     for first, last in loops:
         if any(first <= a and b <= last and (a, b) != (first, last) for a, b in loops):
@@ -96,14 +117,14 @@ def opcode(text: str) -> str:
     return re.sub(r"^@!?U?P\w+\s+", "", text).split()[0].split(".")[0].rstrip(";")
 
 
-def loops(library: str, arch: str) -> dict[str, tuple[list[str], list[str]]]:
+def loops(library: str) -> dict[str, tuple[list[str], list[str]]]:
     """Per kernel the opcodes of its hot loop and those of all of it."""
 
     def both() -> tuple[list[str], list[str]]:
         return hot_loop(code), [opcode(text) for _, text in code]
 
     found, code, name = {}, [], None
-    for line in dump(library, "-sass", "-arch", arch).splitlines():
+    for line in dump(library, "-sass", "-arch", "sm_90").splitlines():  # and that of sm_90a
         if match := re.match(r"\s+Function : (\S+)", line):
             if name:
                 found[name] = both()
@@ -115,23 +136,23 @@ def loops(library: str, arch: str) -> dict[str, tuple[list[str], list[str]]]:
     return found
 
 
-def report(library: str, arch: str) -> list[dict]:
-    rows, bodies = resources(library, arch), loops(library, arch)
+def report(library: str) -> list[dict]:
+    """Each kernel once: none is built for both."""
+    rows, bodies = resources(library, ["sm_90", "sm_90a"]), loops(library)
     for name, row in rows.items():
         body, whole = bodies.get(name, ([], []))
         row["loop_instructions"] = len(body)
-        row.update({x: (whole if x in SPILLS else body).count(x) for x in OPCODES})
+        row.update({x: (whole if x in WHOLE else body).count(x) for x in OPCODES})
     return sorted(rows.values(), key=lambda row: row["kernel"])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("library")
-    parser.add_argument("--arch", default="sm_90")
     args = parser.parse_args()
     writer = csv.DictWriter(sys.stdout, FIELDS, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(report(args.library, args.arch))
+    writer.writerows(report(args.library))
     return 0
 
 
