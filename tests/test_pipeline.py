@@ -287,9 +287,9 @@ OVERWRITTEN, STUCK, OTHER = "overwritten while", "nothing can go on", "reads oth
 BROKEN = {  # rule -> a cluster that shows it, and what may then go wrong first
     "let go a step early": ("one block", OVERWRITTEN),
     "products not awaited": ("one block", OVERWRITTEN),
-    "empty count - 1": ("one block", ""),
+    "empty count - 1": ("one block", "."),
     "empty count + 1": ("two rows", STUCK),
-    "empty not awaited": ("one block", ""),
+    "empty not awaited": ("one block", "."),
     "full not awaited": ("one block", OTHER),
     "filler's parity": ("one block", STUCK),
     "reader's parity": ("one block", f"{STUCK}|{OTHER}"),

@@ -1,10 +1,17 @@
-/* check_layout: csrc/cuda/tile/layout.cuh on the host.
+/* check_layout: csrc/cuda/tile/layout.cuh, the operand tiles of tile/wgmma.cuh and gemm/order.cuh on the host.
  *
  *   check_layout         every function against its definition, over all small layouts; fragments against the formulas
  *                        of the PTX ISA; conflict degrees against cases worked out by hand. Exits with 1 on a failure.
  *   check_layout dump    reads lines "function argument ...", prints one line each, for tests/test_layout.py:
  *                        layouts as (2,4):(4,1), integers as they are, "none MODE" where a function refuses. */
 #include "cuda/tile/layout.cuh"
+#include "cuda/tile/wgmma.cuh"
+
+// what order.cuh needs of a device
+#define __device__
+#define __forceinline__ inline
+static unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
+#include "cuda/gemm/order.cuh"
 
 #include <stdarg.h>
 #include <stdio.h>
@@ -551,6 +558,134 @@ static void check_fragment_loads() {
     }
 }
 
+// ---- tma and wgmma --------------------------------------------------------------------------------------------------
+
+// The byte at which tma's 128-byte mode puts byte `linear` of a box and at which wgmma looks for it: bits 4 .. 6 of the
+// address xored with bits 7 .. 9.
+static uint32_t swizzled_128(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
+
+// All parts of a tile as boxes of 64 elements x rows, one row of 128 bytes behind the other.
+template <int BX, bool ALONG_X, int PARTS> static void check_part() {
+    typedef wgmma_part<BX, ALONG_X, PARTS> Part;
+    typedef wgmma_tile<BX, ALONG_X> Tile;
+    static int hits[256 * 64];
+    memset(hits, 0, sizeof hits);
+    bool blocks = true, places = true, inside = true, once = true;
+    int x_hits = 0;
+    for (int part = 0; part < PARTS; ++part) {
+        for (int i = 0; i < Part::boxes; ++i) {
+            const int start = Part::offset(part, i);
+            blocks = blocks && start % 1024 == 0 && Part::box_rows <= 256;
+            for (int row = 0; row < Part::box_rows; ++row) {
+                for (int col = 0; col < 64; ++col) {
+                    const int at = (int)swizzled_128(start + row * 128 + col * 2);
+                    const int x = Part::x(part, i) + (ALONG_X ? col : row), k = Part::k(part) + (ALONG_X ? row : col);
+                    inside = inside && at >= 0 && at < Tile::bytes && k < 64;
+                    if (at < Tile::bytes) ++hits[at / 2];
+                    if (x >= BX) continue; // of the last panel, where BX is no multiple of 64
+                    ++x_hits;
+                    places = places && at == Tile::offset_of(x, k);
+                }
+            }
+        }
+    }
+    for (int i = 0; i < Tile::bytes / 2; ++i) once = once && hits[i] == 1;
+    check(blocks && inside, "%d parts of %d x 64, %d: a box lies outside or on no block", PARTS, BX, ALONG_X);
+    check(places, "%d parts of %d x 64, %d: tma puts an element elsewhere", PARTS, BX, ALONG_X);
+    check(once && x_hits == BX * 64, "%d parts of %d x 64, %d: not every byte once", PARTS, BX, ALONG_X);
+}
+
+// Which byte wgmma reads for element (x, k16) of the operand that a descriptor describes; x from the descriptor's start.
+static uint32_t wgmma_reads(uint64_t descriptor, bool along_x, int x, int k) {
+    const uint32_t start = (uint32_t)(descriptor & 0x3fff) << 4, leading = (uint32_t)(descriptor >> 16 & 0x3fff) << 4,
+                   stride = (uint32_t)(descriptor >> 32 & 0x3fff) << 4;
+    if (along_x) return swizzled_128(start + x / 64 * leading + k / 8 * stride + k % 8 * 128 + x % 64 * 2);
+    return swizzled_128(start + x / 8 * stride + x % 8 * 128 + k * 2);
+}
+
+// Every place that a product can start at: 64 rows of a, or all of b.
+template <int BX, bool ALONG_X> static void check_descriptor() {
+    typedef wgmma_tile<BX, ALONG_X> Tile;
+    bool fields = true, reads = true;
+    for (uint32_t base = 0; base < 3 * 65536; base += 13 * 1024) {
+        for (int first = 0; first < BX; first += 64) {
+            for (int k = 0; k < 64; k += 16) {
+                const uint64_t d = Tile::descriptor(base + Tile::offset(first) + k / 16 * Tile::k16_bytes);
+                fields = fields && d >> 62 == 1 && (d >> 46 & 0xffff) == 0 && (d & 0xc000c000c000) == 0;
+                for (int x = 0; first + x < BX; ++x)
+                    for (int e = 0; e < 16; ++e)
+                        reads = reads && wgmma_reads(d, ALONG_X, x, e) == base + Tile::offset_of(first + x, k + e);
+            }
+        }
+    }
+    check(fields, "descriptor of %d x 64, %d: wrong mode, or bits where none belong", BX, ALONG_X);
+    check(reads, "descriptor of %d x 64, %d: wgmma reads another byte", BX, ALONG_X);
+}
+
+template <int BX> static void check_operand() {
+    check_descriptor<BX, false>(), check_descriptor<BX, true>();
+    check_part<BX, false, 1>(), check_part<BX, true, 1>();
+    if constexpr (BX % 64 == 0) {
+        check_part<BX, false, 2>(), check_part<BX, true, 2>();
+        check_part<BX, false, 4>(), check_part<BX, true, 4>();
+    }
+}
+
+// 64 x N once, in the ISA's words: D0 .. D(N / 2 - 1) of warp, groupID and threadID_in_group.
+static void check_wgmma_d(int n) {
+    static int hits[64 * 256];
+    memset(hits, 0, sizeof hits);
+    bool good = true;
+    for (int thread = 0; thread < 128; ++thread) {
+        for (int e = 0; e < n / 2; ++e) {
+            const coord d = wgmma_d(thread / 32, thread % 32, e);
+            const int row = thread / 32 * 16 + thread % 32 / 4 + (e % 4 >= 2 ? 8 : 0);
+            good = good && equal(d, coord{row, e / 4 * 8 + thread % 4 * 2 + e % 2}) && ++hits[d.row * n + d.col] == 1;
+        }
+    }
+    for (int i = 0; i < 64 * n; ++i) good = good && hits[i] == 1;
+    check(good, "wgmma_d of %d columns", n);
+}
+
+// ---- which cluster takes which tile ---------------------------------------------------------------------------------
+
+// The persistent loop of gemm_sm90a: cluster c of `clusters` takes c, c + clusters, ..; each tile of each batch entry once.
+static void check_schedule(int tiles_m, int tiles_n, int group, int batch, int clusters) {
+    static int hits[4096];
+    memset(hits, 0, sizeof hits);
+    const unsigned tiles = (unsigned)tiles_m * tiles_n, all = tiles * batch;
+    bool good = all <= 4096;
+    int most = 0;
+    for (int c = 0; c < clusters; ++c) {
+        int load = 0;
+        for (unsigned t = c; t < all; t += clusters, ++load) {
+            const TilePlace at = tile_place(t % tiles, tiles_m, tiles_n, group);
+            const bool inside = at.row >= 0 && at.row < tiles_m && at.col >= 0 && at.col < tiles_n;
+            good = good && inside;
+            if (inside) ++hits[(t / tiles * tiles_m + at.row) * tiles_n + at.col];
+        }
+        most = load > most ? load : most;
+    }
+    for (unsigned i = 0; i < all; ++i) good = good && hits[i] == 1;
+    good = good && most == (int)((all + clusters - 1) / clusters);
+    check(good, "%d x %d tiles in groups of %d, %d times, on %d clusters", tiles_m, tiles_n, group, batch, clusters);
+}
+
+static void check_schedules() {
+    const int clusters[5] = {1, 2, 7, 66, 132};
+    for (int m = 1; m <= 19; ++m)
+        for (int n = 1; n <= 13; ++n)
+            for (int group = 1; group <= 9; ++group)
+                for (int c = 0; c < 5; ++c) check_schedule(m, n, group, 1 + m % 3, clusters[c]);
+    for (int batch = 1; batch <= 5; ++batch) check_schedule(33, 17, 8, batch, 66);
+    // the picture in order.cuh
+    const int rows[12] = {0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3}, cols[12] = {0, 0, 1, 1, 2, 2, 0, 0, 1, 1, 2, 2};
+    for (int t = 0; t < 12; ++t) {
+        const TilePlace at = tile_place(t, 4, 3, 2);
+        check(at.row == rows[t] && at.col == cols[t], "tile %d of 4 x 3 in groups of 2: %d, %d", t, at.row, at.col);
+    }
+}
+
 int main(int argc, char **argv) {
     if (argc > 1 && strcmp(argv[1], "dump") == 0) return dump();
     check_layouts();
@@ -562,6 +697,10 @@ int main(int argc, char **argv) {
     check_tile<384>(), check_tile<512>(), check_tile<640>(), check_tile<768>(), check_tile<1024>();
     check_fragment_formulas();
     check_fragment_loads();
+    check_operand<64>(), check_operand<128>(), check_operand<192>(), check_operand<256>();
+    check_operand<8>(), check_operand<16>(), check_operand<32>(), check_operand<96>(), check_operand<224>();
+    for (int n = 8; n <= 256; n += 8) check_wgmma_d(n);
+    check_schedules();
     printf("%ld passed, %ld failed\n", num_passed, num_failed);
     return num_failed != 0 || num_passed == 0;
 }
