@@ -86,7 +86,9 @@ static __global__ void mbarrier_kernel(int *out_g) {
         *ask++ = mbarrier_try_wait_parity(one_s, 1); // all have come, the bytes have not
         st_async_128(mapa(cvta_to_shared(landed), 0), 1, 2, 3, 4, mapa(one_s, 0));
         wait(one_s, 1);
-        *ask++ = landed[0] == 1 && landed[1] == 2 && landed[2] == 3 && landed[3] == 4;
+        const uint4 v = ld_shared_128(cvta_to_shared(landed));
+        *ask++ = __uint_as_float(v.x) == 1 && __uint_as_float(v.y) == 2 && __uint_as_float(v.z) == 3 &&
+                 __uint_as_float(v.w) == 4;
         *ask++ = mbarrier_try_wait_parity(one_s, 1);
         *ask++ = mbarrier_try_wait_parity(one_s, 0); // the third
         mbarrier_arrive(one_s), mbarrier_arrive(one_s), mbarrier_arrive(one_s);
