@@ -89,10 +89,18 @@ constexpr int SM90_TURNED_ROWS = 64, SM90_TURNED_K = 512;
 constexpr int MOST_RING = 4 * 48 * 1024;
 /* up to as many rows gemm_skinny's rings are faster where every SM has several tiles: 28672 weights 0.99 against 0.94 */
 constexpr int SM90_SKINNY_ROWS = 8;
+/* what a turned product takes beside its bytes: 10.9 us for 16 x 4096 x 4096 */
+constexpr double TURNED_US = 1.5;
 /* what the sum of two parts of k costs, by 128 x 128 tiles */
 constexpr double TRADE_US = 2.0;
 /* a tile's start and end that nothing hides */
 constexpr double TILE_US = 1.0;
+
+/* ---- gemm_realign --------------------------------------------------------------------------------------------- */
+/* 64 registers: 4 chunks of a thread and 4 blocks keep 64 KB of an SM's loads under way, 24 hide memory's latency */
+constexpr int REALIGN_THREADS = 256, REALIGN_CHUNKS = 4, REALIGN_PER_SM = 4;
+/* expected, the chooser's weights: a launch, and bytes a us that are read and written: 4.2e6 when only read */
+constexpr double REALIGN_US = 2.0, REALIGN_BYTES_PER_US = 3.5e6;
 
 /* ---- gemm_plain: BM x BN x BK through a ring of STAGES, WARPS_M x WARPS_N warps, PER_SM blocks an SM --------- */
 struct PlainF32 {

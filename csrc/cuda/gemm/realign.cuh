@@ -1,0 +1,93 @@
+/* realign.cuh: an aligned copy, in a call's workspace, of a matrix of 16-bit elements that cannot be read 16 bytes at a time
+ * where it lies.
+ *   from [entries][outer][inner], any strides   ->   to [entries][outer][ld], ld = inner rounded up to 8, zeros from inner on
+ * inner is the dimension that is dense, or whose stride is smaller. An entry that the batch repeats is copied once.
+ * Plain C++ but for the kernel (gemm_realign.cu), so that the tests walk the same functions. */
+#ifndef GPUKERN_CUDA_GEMM_REALIGN_CUH
+#define GPUKERN_CUDA_GEMM_REALIGN_CUH
+
+#include "../kernels.h"
+#include "../tile/layout.cuh"
+
+constexpr int REALIGN_DIMS = GK_MAX_DIMS - 2, REALIGN_EACH = 8; /* batch dimensions; elements of a 16-byte chunk */
+
+/* n / by for n < 2^31 by one multiplication. */
+struct RealignDivisor {
+    uint32_t by, factor, shift; /* factor = 2^shift / by, rounded up */
+    GK_HD uint32_t into(uint32_t n) const { return (uint32_t)((uint64_t)n * factor >> shift); }
+};
+
+inline RealignDivisor realign_divisor(uint32_t by) {
+    uint32_t shift = 31;
+    while (((uint64_t)1 << (shift - 31)) < by) ++shift;
+    return {by, (uint32_t)((((uint64_t)1 << shift) + by - 1) / by), shift};
+}
+
+struct RealignMatrix {
+    const uint16_t *from;
+    void *to;
+    int64_t inner_stride, outer_stride; /* of `from` */
+    int32_t inner, ndim;
+    uint32_t total;                                    /* chunks of the copy */
+    RealignDivisor chunks, outer, batch[REALIGN_DIMS]; /* sizes; of batch dimensions those that `from` walks */
+    int64_t stride[REALIGN_DIMS];
+};
+
+/* ---- where a chunk comes from ------------------------------------------------------------------------------ */
+struct RealignPlace {
+    const uint16_t *row; /* its first element */
+    int col;             /* the chunk's */
+};
+
+GK_HD inline RealignPlace realign_place(const RealignMatrix &x, uint32_t chunk) {
+    const uint32_t row = x.chunks.into(chunk);
+    uint32_t entry = x.outer.into(row);
+    int64_t at = (int64_t)(row - entry * x.outer.by) * x.outer_stride;
+    for (int d = x.ndim - 1; d > 0; --d) {
+        const uint32_t rest = x.batch[d].into(entry);
+        at += (int64_t)(entry - rest * x.batch[d].by) * x.stride[d];
+        entry = rest;
+    }
+    if (x.ndim > 0) at += (int64_t)entry * x.stride[0];
+    return {x.from + at, (int)(chunk - row * x.chunks.by) * REALIGN_EACH};
+}
+
+/* A row begins `skew` elements past a multiple of 16 bytes. Its chunk at col lies in the 16 aligned bytes that begin skew
+ * elements before and, where there is skew, in the next 16; they are read where all of them belong to the row. */
+GK_HD inline bool realign_whole(int col, int inner, int skew) {
+    return col >= skew && col - skew + (skew ? 2 : 1) * REALIGN_EACH <= inner;
+}
+
+/* The 8 elements from `skew` on of 32 bytes, moved to their front. */
+GK_HD inline void realign_shift(uint32_t (&words)[8], int skew) {
+    for (int i = 0; i < 6; ++i) words[i] = skew & 4 ? words[i + 2] : words[i];
+    for (int i = 0; i < 5; ++i) words[i] = skew & 2 ? words[i + 1] : words[i];
+    for (int i = 0; i < 4; ++i) words[i] = (uint32_t)((((uint64_t)words[i + 1] << 32) | words[i]) >> (skew & 1) * 16);
+}
+
+/* ---- host -------------------------------------------------------------------------------------------------- */
+/* The copy of a matrix of batch dimensions shape[ndim], of which stride 0 repeats an entry; `stride` becomes the copy's.
+ * false: it has too many chunks. */
+inline bool realign_plan(const void *from, int64_t inner, int64_t outer, int64_t inner_stride, int64_t outer_stride,
+                         int ndim, const int64_t *shape, int64_t *stride, RealignMatrix *x) {
+    const int64_t chunks = gk_ceil_div(inner, REALIGN_EACH);
+    double total = (double)outer * (double)chunks;
+    for (int d = 0; d < ndim; ++d) total *= stride[d] ? (double)shape[d] : 1;
+    if (inner < 1 || outer < 1 || inner > INT32_MAX - 2 * REALIGN_EACH || total < 1 || total > INT32_MAX) return false;
+    x->from = (const uint16_t *)from, x->to = NULL, x->inner_stride = inner_stride, x->outer_stride = outer_stride;
+    x->inner = (int32_t)inner, x->ndim = 0, x->total = (uint32_t)total;
+    x->chunks = realign_divisor((uint32_t)chunks), x->outer = realign_divisor((uint32_t)outer);
+    for (int d = 0; d < ndim; ++d)
+        if (stride[d]) x->batch[x->ndim] = realign_divisor((uint32_t)shape[d]), x->stride[x->ndim++] = stride[d];
+    int64_t step = outer * chunks * REALIGN_EACH;
+    for (int d = ndim - 1; d >= 0; --d)
+        if (stride[d]) stride[d] = step, step *= shape[d];
+    return true;
+}
+
+inline int64_t realign_bytes(const RealignMatrix &x) { return (int64_t)x.total * 16; }
+
+/* Copies one or two matrices on the context's stream, in one launch. */
+gk_status realign(const char *op, const gk_context *ctx, const RealignMatrix *matrices, int count);
+
+#endif

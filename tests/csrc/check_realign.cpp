@@ -1,0 +1,96 @@
+/* check_realign: csrc/cuda/gemm/realign.cuh on the host: random matrices through the functions that the kernel is made of, a
+ * chunk after the other. Every element of the copy must be the right one, and every aligned read of 16 bytes must lie in the
+ * row it is for. Exits with 1 on a failure. */
+#include "cuda/gemm/realign.cuh"
+
+#include <stdio.h>
+#include <stdlib.h>
+
+static long num_passed, num_failed;
+
+static void check(bool good, const char *what, long a, long b) {
+    ++(good ? num_passed : num_failed);
+    if (!good && num_failed < 40) printf("FAILED %s %ld %ld\n", what, a, b);
+}
+
+static uint64_t state = 1;
+static int64_t below(int64_t n) {
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    return (int64_t)((state >> 33) % (uint64_t)n);
+}
+
+static void check_divisors() {
+    for (int i = 0; i < 200000; ++i) {
+        const uint32_t by = i < 3000 ? i + 1 : (uint32_t)(1 + below((int64_t)1 << (1 + below(31))));
+        const uint32_t last = INT32_MAX - INT32_MAX % by, numbers[] = {0, by - 1, by, last, last - 1, INT32_MAX};
+        const RealignDivisor d = realign_divisor(by);
+        for (uint32_t n : numbers)
+            if (n <= INT32_MAX) check(d.into(n) == n / by, "division", n, by);
+        const uint32_t n = (uint32_t)below(INT32_MAX);
+        check(d.into(n) == n / by, "division", n, by);
+    }
+}
+
+static uint16_t memory[1 << 20];
+
+/* The chunk as a thread of the kernel makes it. */
+static void chunk_of(const RealignMatrix &x, uint32_t i, uint16_t *to) {
+    const RealignPlace at = realign_place(x, i);
+    const int skew = (int)((uintptr_t)at.row / 2 % REALIGN_EACH);
+    if (x.inner_stride != 1 || !realign_whole(at.col, x.inner, skew)) {
+        for (int e = 0; e < REALIGN_EACH; ++e) to[e] = at.col + e < x.inner ? at.row[(at.col + e) * x.inner_stride] : 0;
+        return;
+    }
+    const uint16_t *from = at.row + at.col - skew, *end = from + (skew ? 16 : 8);
+    check((uintptr_t)from % 16 == 0, "an aligned read", at.col, skew);
+    check(from >= at.row && end <= at.row + x.inner, "a read within the row", at.col, skew);
+    uint32_t words[8] = {};
+    memcpy(words, from, (size_t)(end - from) * 2);
+    realign_shift(words, skew);
+    memcpy(to, words, 16);
+}
+
+static void check_matrix() {
+    const int64_t inner = 1 + below(below(2) ? 40 : 150), outer = 1 + below(9);
+    const int64_t dense = below(3) ? 1 : below(4) - 1, outer_stride = (below(4) ? inner * 3 : 0) + below(20);
+    const int ndim = (int)below(4);
+    int64_t shape[4], stride[4], origin = 400000 + below(16), entries = 1, copied[4];
+    for (int d = 0; d < ndim; ++d) {
+        shape[d] = 1 + below(4), stride[d] = below(3) ? below(9000) - 4500 : 0;
+        copied[d] = stride[d], entries *= stride[d] ? shape[d] : 1;
+    }
+    RealignMatrix x;
+    const bool good = realign_plan(memory + origin, inner, outer, dense, outer_stride, ndim, shape, copied, &x);
+    const int64_t ld = gk_round_up(inner, 8);
+    check(good && realign_bytes(x) == entries * outer * ld * 2, "bytes", realign_bytes(x), entries * outer * ld * 2);
+    uint16_t *copy = (uint16_t *)malloc((size_t)realign_bytes(x));
+    for (uint32_t i = 0; i < x.total; ++i) chunk_of(x, i, copy + i * 8);
+    int64_t at[4] = {};
+    for (bool more = true; more;) { /* every entry of the batch, repeated ones too */
+        const uint16_t *from = memory + origin, *to = copy;
+        for (int d = 0; d < ndim; ++d) from += at[d] * stride[d], to += at[d] * copied[d];
+        for (int64_t r = 0; r < outer; ++r)
+            for (int64_t c = 0; c < ld; ++c)
+                check(to[r * ld + c] == (c < inner ? from[r * outer_stride + c * dense] : 0), "element", r, c);
+        more = false;
+        for (int d = 0; d < ndim && !more; ++d) more = ++at[d] < shape[d], at[d] = more ? at[d] : 0;
+    }
+    free(copy);
+}
+
+static void check_refusals() {
+    RealignMatrix x;
+    int64_t shape = 1 << 20, stride = 7;
+    check(!realign_plan(memory, 1 << 20, 1 << 20, 1, 1 << 20, 1, &shape, &stride, &x), "too many chunks", 0, 0);
+    check(!realign_plan(memory, 0, 5, 1, 1, 0, NULL, NULL, &x), "nothing to copy", 0, 0);
+    check(realign_plan(memory, 65537, 65536, 1, 65537, 0, NULL, NULL, &x) && x.total == 8193u * 65536, "large", 0, 0);
+}
+
+int main() {
+    for (size_t i = 0; i < sizeof memory / 2; ++i) memory[i] = (uint16_t)(1 + i * 40503u % 65535);
+    check_divisors();
+    for (int i = 0; i < 3000; ++i) check_matrix();
+    check_refusals();
+    printf("%ld passed, %ld failed\n", num_passed, num_failed);
+    return num_failed != 0 || num_passed == 0;
+}

@@ -1,0 +1,27 @@
+"""The copies of unaligned matrices (csrc/cuda/gemm/realign.cuh), compiled for the host: what they hold, and that nothing is
+read outside of a row.
+"""
+
+import os
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_copies_on_the_host(tmp_path):
+    compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("g++") or shutil.which("clang++")]
+    if compiler[0] is None:
+        pytest.skip("no C++ compiler: install g++ or clang++, or set CXX")
+    program = tmp_path / "check_realign"
+    source = ROOT / "tests" / "csrc" / "check_realign.cpp"
+    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-I", ROOT / "csrc"]
+    result = subprocess.run([*compiler, *flags, source, "-o", program], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    result = subprocess.run([program], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.splitlines()[-1].endswith(" passed, 0 failed")
