@@ -1,6 +1,7 @@
 /* gemm_sm90a: out = activation(alpha a b + beta c + bias) on Hopper's tensor cores by wgmma, fed by tma: bfloat16, float16.
  *
- * a [batch, M, K]  b [batch, K, N]   each dense along k or along its other dimension, other strides multiples of 16 bytes
+ * a [batch, M, K]  b [batch, K, N]   each dense along k or along its other dimension, other strides multiples of 16 bytes;
+ *                                    one that is not is copied first (gemm_realign), into the call's workspace
  * bias [N], c broadcasts, out [batch, M, N], preact like out; float32 sums, one rounding
  * Grid: as many clusters of CM x CN x CK blocks as fit the GPU; each takes CM x CN tiles BM x BN side by side, in the order
  * of order.cuh, until none is left. The blocks of a row read the same of a, those of a column the same of b: each copies its
@@ -16,10 +17,12 @@
  * Pipeline (slots full and empty: tma_ring.cuh); one step of products stays under way while the next is issued:
  *   copies      k0 k1 k2 k3 | k4      k5         ..  runs on into the next tile while this one's sums are stored
  *   products                | 0 .. 1 .. 2 ..         slot j - 1 is let go when step j is issued and step j - 1 is done
- * 16-bit results go through the panels and leave by tma behind the warp's back; float32 ones, unaligned rows and sums with c
- * are stored by the lanes, 8 columns each. The next kernel on the stream may start its own prologue meanwhile.
+ * 16-bit results go through the panels and leave by tma behind the warp's back; float32 ones and sums with c are stored by the
+ * lanes, 8 columns each, or 8 rows where rows of the result do not begin at multiples of 16 bytes. The next kernel on the
+ * stream may start its own prologue meanwhile.
  *
- * Not here: other dtypes, rows that tma cannot describe, K = 0 (gemm_sm80, gemm_plain), 64 columns or fewer. */
+ * Workspace: the copies, (rows or columns) x (k rounded up to 8) x 2 bytes each, or with both changed.
+ * Not here: other dtypes, K = 0 (gemm_sm80, gemm_plain), 64 columns or fewer, few rows of weights that need a copy. */
 #include "../host/launch.cuh"
 #include "../host/tensormap.cuh"
 #include "../ptx/bar.cuh"
@@ -32,6 +35,7 @@
 #include "../tile/wgmma.cuh"
 #include "epilogue.cuh"
 #include "order.cuh"
+#include "realign.cuh"
 #include "tiles.h"
 
 namespace {
@@ -48,7 +52,8 @@ struct Params {
     CUtensorMap a, b;        /* [batch dimensions, up to 3][m or n][k], or with k and the other changed */
     CUtensorMap out, preact; /* where `plain` */
     bool plain;              /* store_plain serves the call */
-    GemmProblem p;           /* tiles_m counts the tiles of clusters */
+    bool across;   /* store_any: the lanes' values lie down the rows; in the epilogue rows and columns change places */
+    GemmProblem p; /* tiles_m counts the tiles of clusters */
 };
 
 template <class Tile, int MODE> struct Smem {
@@ -170,10 +175,11 @@ __device__ __forceinline__ void store_plain(const Params &x, float (&sum)[BN / 2
     }
 }
 
-/* Everything else, 32 columns of floats at a time: one body, past which the sums move instead of the code. */
+/* Everything else, 32 columns of floats at a time: one body, past which the sums move instead of the code. A lane has 8
+ * columns of a row; across, 8 rows of a column: without wide stores, the lanes of one should fall beside each other. */
 template <class T, int BN>
 __device__ __forceinline__ void store_any(const GemmProblem &p, const GemmPlace &at, float (&sum)[BN / 2],
-                                          smem_addr panel_s, int64_t row0, int64_t col0, int lane) {
+                                          smem_addr panel_s, int64_t row0, int64_t col0, bool across, int lane) {
     typedef smem_tile<16, 128> Panel;
 #pragma unroll 1
     for (int c = 0; c < BN; c += 32) {
@@ -187,14 +193,26 @@ __device__ __forceinline__ void store_any(const GemmProblem &p, const GemmPlace 
             }
         __syncwarp(); /* the warp's lanes read what the others stored */
 #pragma unroll 1
-        for (int r = lane / 4; r < 16; r += 8) {
-            const uint4 x = ld_shared_128(panel_s + Panel::offset(r, lane % 4 * 2)),
-                        y = ld_shared_128(panel_s + Panel::offset(r, lane % 4 * 2 + 1));
-            float v[8] = {__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z), __uint_as_float(x.w),
-                          __uint_as_float(y.x), __uint_as_float(y.y), __uint_as_float(y.z), __uint_as_float(y.w)};
-            const int64_t col = col0 + c + lane % 4 * 8;
-            const int valid = (int)min((int64_t)8, p.n - col);
-            if (row0 + r < p.m && valid > 0) epilogue_cols<T, 8>(p.epilogue, at, row0 + r, col, valid, v);
+        for (int r = 0; r < 16; r += 8) {
+            /* what the epilogue takes for the row, and for the first of 8 columns */
+            const int64_t row = across ? col0 + c + lane : row0 + r + lane / 4;
+            const int64_t col = across ? row0 + r : col0 + c + lane % 4 * 8;
+            const int valid = (int)min((int64_t)8, (across ? p.m : p.n) - col);
+            uint32_t bits[8];
+            if (across) {
+#pragma unroll
+                for (int i = 0; i < 8; ++i)
+                    bits[i] = ld_shared_32(panel_s + Panel::offset(r + i, lane / 4) + lane % 4 * 4);
+            } else {
+                const uint4 x = ld_shared_128(panel_s + Panel::offset(r + lane / 4, lane % 4 * 2)),
+                            y = ld_shared_128(panel_s + Panel::offset(r + lane / 4, lane % 4 * 2 + 1));
+                bits[0] = x.x, bits[1] = x.y, bits[2] = x.z, bits[3] = x.w;
+                bits[4] = y.x, bits[5] = y.y, bits[6] = y.z, bits[7] = y.w;
+            }
+            float v[8];
+#pragma unroll
+            for (int i = 0; i < 8; ++i) v[i] = __uint_as_float(bits[i]);
+            if (row < (across ? p.n : p.m) && valid > 0) epilogue_cols<T, 8>(p.epilogue, at, row, col, valid, v);
         }
         __syncwarp(); /* the panel has been read */
 #pragma unroll
@@ -396,7 +414,8 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1) __launch_bo
                         store_plain<T, typename S::Panel, S::COLS, Tile::PANELS, true>(x, sums, panels_s, panel, at,
                                                                                        lane);
                 } else {
-                    store_any<T, S::COLS>(p, gemm_place(p, t / tiles), sums, panels_s, row + warp * 16, col, lane);
+                    store_any<T, S::COLS>(p, gemm_place(p, t / tiles), sums, panels_s, row + warp * 16, col, x.across,
+                                          lane);
                 }
             };
             if constexpr (CK > 1) {
@@ -444,17 +463,77 @@ TensorShape operand_of(const void *data, gk_dtype dtype, int64_t x, int64_t k, i
     return s;
 }
 
-/* The mode whose operands tma can describe, or -1. */
-int mode_of(const GemmProblem &p, gk_dtype dtype, TensorShape *a, TensorShape *b) {
-    const int64_t most_tiles = gk_ceil_div(p.m, 64) * gk_ceil_div(p.n, 64) * p.batch;
-    if (p.ndim > TENSOR_DIMS - 2 || p.k == 0 || most_tiles > INT32_MAX) return -1;
-    for (int mode = 0; mode < 4; ++mode) {
-        if ((mode & A_ALONG_M ? p.a_m : p.a_k) != 1 || (mode & B_ALONG_N ? p.b_n : p.b_k) != 1) continue;
-        *a = operand_of(p.a, dtype, p.m, p.k, p.a_m, p.a_k, p, p.a_batch, mode & A_ALONG_M);
-        *b = operand_of(p.b, dtype, p.n, p.k, p.b_n, p.b_k, p, p.b_batch, mode & B_ALONG_N);
-        if (tensor_map_fits(*a) && tensor_map_fits(*b)) return mode;
+/* What tma reads: the operands themselves or their copies. */
+struct Operands {
+    GemmProblem p; /* with the copies' strides */
+    int mode;
+    bool copied[2];   /* a, b */
+    TensorShape x[2]; /* a, b */
+    RealignMatrix copies[2];
+    int64_t bytes; /* of the copies */
+};
+
+/* 0 where tma reads an operand, dense along k, as it lies; 1 where along x; else -1. */
+int as_it_lies(const void *data, gk_dtype dtype, int64_t x, int64_t k, int64_t x_stride, int64_t k_stride,
+               const GemmProblem &p, const int64_t *batch, TensorShape *s) {
+    for (int along = 0; along < 2; ++along) {
+        if ((along ? x_stride : k_stride) != 1) continue;
+        *s = operand_of(data, dtype, x, k, x_stride, k_stride, p, batch, along);
+        if (tensor_map_fits(*s)) return along;
     }
     return -1;
+}
+
+/* The dimension that a copy should be dense along: 1 for x. */
+int copy_along(int64_t x, int64_t k, int64_t x_stride, int64_t k_stride) {
+    if (x == 1 || k == 1) return k == 1;
+    if (x_stride == 1 || k_stride == 1) return k_stride != 1;
+    return llabs(x_stride) < llabs(k_stride);
+}
+
+/* From o->p, the problem. false: neither the operands nor copies of them suit. workspace NULL: to plan only. */
+bool operands_of(gk_dtype dtype, void *workspace, Operands *o) {
+    GemmProblem &p = o->p;
+    if (p.m < 1 || p.n < 1 || p.k < 1 || p.batch < 1) return false;
+    if ((double)gk_ceil_div(p.m, 64) * (double)gk_ceil_div(p.n, 64) * (double)p.batch > INT32_MAX) return false;
+    if (p.ndim > TENSOR_DIMS - 2) gemm_join_batch(p);
+    const bool both = p.ndim > TENSOR_DIMS - 2; /* dense copies may have fewer batch dimensions */
+    o->mode = 0, o->bytes = 0;
+    for (int i = 0; i < 2; ++i) {
+        const void *&data = i ? p.b : p.a;
+        int64_t &x_stride = i ? p.b_n : p.a_m, &k_stride = i ? p.b_k : p.a_k, *batch = i ? p.b_batch : p.a_batch;
+        const int64_t x = i ? p.n : p.m;
+        int along = both ? -1 : as_it_lies(data, dtype, x, p.k, x_stride, k_stride, p, batch, &o->x[i]);
+        o->copied[i] = along < 0;
+        if (o->copied[i]) {
+            RealignMatrix &copy = o->copies[i];
+            along = copy_along(x, p.k, x_stride, k_stride);
+            if (!realign_plan(data, along ? x : p.k, along ? p.k : x, along ? x_stride : k_stride,
+                              along ? k_stride : x_stride, p.ndim, p.shape, batch, &copy))
+                return false;
+            o->bytes = gk_round_up(o->bytes, 128);
+            data = copy.to = workspace ? (char *)workspace + o->bytes : NULL;
+            o->bytes += realign_bytes(copy);
+            (along ? x_stride : k_stride) = 1;
+            (along ? k_stride : x_stride) = gk_round_up(along ? x : p.k, REALIGN_EACH);
+        }
+        o->mode |= along << i;
+    }
+    if (o->bytes == 0) return true;
+    if (both) gemm_join_batch(p);
+    if (p.ndim > TENSOR_DIMS - 2) return false;
+    o->x[0] = operand_of(p.a, dtype, p.m, p.k, p.a_m, p.a_k, p, p.a_batch, o->mode & A_ALONG_M);
+    o->x[1] = operand_of(p.b, dtype, p.n, p.k, p.b_n, p.b_k, p, p.b_batch, o->mode & B_ALONG_N);
+    return tensor_map_fits(o->x[0]) && tensor_map_fits(o->x[1]);
+}
+
+/* The call as a row computes it: turned, the results stay where they are. */
+GemmProblem problem_of(const void *args, bool turned) {
+    const GemmProblem p = gemm_problem_of((const gk_gemm_args *)args);
+    if (!turned) return p;
+    GemmProblem t = gemm_swapped(p);
+    t.epilogue = p.epilogue;
+    return t;
 }
 
 /* Time of a row: the busiest cluster's tiles one after the other. */
@@ -468,25 +547,66 @@ double us_of(const gk_cuda_row *row, const gk_gpu *gpu, const GemmProblem &p) {
     return busiest * (tile_us + TILE_US + trade_us);
 }
 
+/* Time of a product of few rows: its operands' bytes. */
+double turned_us(const GemmProblem &p) {
+    return TURNED_US + 2.0 * (double)(p.m + p.n) * (double)p.k * (double)p.batch / REALIGN_BYTES_PER_US;
+}
+
+/* The least that gemm_sm80's rows take: k split so that every SM has work. */
+double other_us(const gk_gpu *gpu, const GemmProblem &p, bool chunks) {
+    typedef Tile16_any Any;
+    const int64_t tiles = gk_ceil_div(p.m, Any::BM) * gk_ceil_div(p.n, Any::BN) * p.batch;
+    const int64_t steps = gk_ceil_div(p.k, Any::BK);
+    const int64_t parts = gk_clamp_i64(gpu->num_sms / tiles, 1, gk_clamp_i64(steps / 4, 1, MAX_SPLITS));
+    const int64_t busiest = gk_ceil_div(tiles * parts, gpu->num_sms);
+    const double peak = 4096 * gpu->clock_khz * 1e-3 * (chunks ? PERCENT_128x128 : PERCENT_ANY) * 0.01;
+    const double step_us = 2.0 * Any::BM * Any::BN * Any::BK / peak;
+    return (double)(busiest * gk_ceil_div(steps, parts)) * step_us + BLOCK_US + (parts > 1 ? REDUCE_US : 0);
+}
+
+/* Rows and k in chunks of 16 bytes, as the kernels that copy by cp.async want them. */
+bool in_chunks(const void *data, gk_dtype dtype, int64_t x_stride, int64_t k_stride, const int64_t *batch, int ndim) {
+    return (k_stride == 1 && gemm_aligned(data, dtype, x_stride, batch, ndim)) ||
+           (x_stride == 1 && gemm_aligned(data, dtype, k_stride, batch, ndim));
+}
+
+/* Whether the copies and a product of `us` are worth while. p: the problem before them. */
+bool worth_copies(const gk_gpu *gpu, gk_dtype dtype, const GemmProblem &p, const Operands &o, bool turned, double us) {
+    const bool chunks = in_chunks(p.a, dtype, p.a_m, p.a_k, p.a_batch, p.ndim) &&
+                        in_chunks(p.b, dtype, p.b_n, p.b_k, p.b_batch, p.ndim);
+    /* few rows: the copy of the weights would take longer than the product; as chunks gemm_skinny reads them */
+    if (turned && (chunks || o.copied[0])) return false;
+    return us + REALIGN_US + 2.0 * (double)o.bytes / REALIGN_BYTES_PER_US < other_us(gpu, p, chunks);
+}
+
 extern const gk_cuda_row *const sm90_rows;
 extern const int num_sm90_rows;
 
 bool takes(const gk_cuda_row *row, const gk_context *, const void *args) {
-    GemmProblem p = gemm_problem_of((const gk_gemm_args *)args);
-    if (row->key[KEY_TURNED]) p = gemm_swapped(p);
-    TensorShape a, b;
-    return mode_of(p, row->dtype, &a, &b) >= 0 && (!row->key[KEY_TURNED] || p.n <= row->key[KEY_CN]);
+    Operands o;
+    o.p = problem_of(args, row->key[KEY_TURNED]);
+    return operands_of(row->dtype, NULL, &o) && (!row->key[KEY_TURNED] || o.p.n <= row->key[KEY_CN]);
+}
+
+size_t workspace_bytes(const gk_cuda_row *row, const gk_context *, const void *args) {
+    Operands o;
+    o.p = problem_of(args, row->key[KEY_TURNED]);
+    return operands_of(row->dtype, NULL, &o) ? (size_t)o.bytes : 0;
 }
 
 /* The row of least time among those that fit the GPU; few rows: the smallest turned one that holds them. */
 const gk_cuda_row *choose(const gk_context *ctx, const void *arguments) {
     const gk_gemm_args *args = (const gk_gemm_args *)arguments;
+    if (args->a.dtype != GK_BF16 && args->a.dtype != GK_F16) return NULL;
     const GemmProblem p = gemm_problem_of(args);
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
     const bool turned = p.m <= SM90_TURNED_ROWS;
     if (turned ? p.n < 2 * SM90_TURNED_ROWS || p.k < SM90_TURNED_K : p.n <= SM90_TURNED_ROWS) return NULL;
-    const bool many_tiles = p.n * p.batch > (int64_t)SM90_TURNED_ROWS * gpu->num_sms;
-    if (p.m <= SM90_SKINNY_ROWS && many_tiles && p.a_k == 1) return NULL;
+    Operands o;
+    o.p = turned ? gemm_swapped(p) : p;
+    if (!operands_of(args->a.dtype, NULL, &o)) return NULL;
+    const bool copies = o.bytes > 0, many_tiles = p.n * p.batch > (int64_t)SM90_TURNED_ROWS * gpu->num_sms;
+    if (!copies && p.m <= SM90_SKINNY_ROWS && many_tiles && p.a_k == 1) return NULL;
     const gk_cuda_row *best = NULL;
     double best_us = 1e31;
     for (int i = 0; i < num_sm90_rows; ++i) {
@@ -496,7 +616,8 @@ const gk_cuda_row *choose(const gk_context *ctx, const void *arguments) {
         const double us = turned ? r->key[KEY_CN] : us_of(r, gpu, p);
         if (us < best_us) best = r, best_us = us;
     }
-    return best && takes(best, ctx, args) ? best : NULL;
+    if (best && copies && !worth_copies(gpu, args->a.dtype, p, o, turned, turned ? turned_us(p) : best_us)) return NULL;
+    return best;
 }
 
 /* ---- 6 the launch -------------------------------------------------------------------------------------------- */
@@ -508,12 +629,12 @@ template <class Tile> void plan(const gk_context *ctx, GemmProblem *p, unsigned 
 }
 
 template <class T, class Tile, int MODE>
-gk_status start(const gk_context *ctx, Params *x, TensorShape *a, TensorShape *b) {
+gk_status start(const gk_context *ctx, Params *x, const TensorShape *operands) {
     typedef Smem<Tile, MODE> S;
     unsigned clusters;
     plan<Tile>(ctx, &x->p, &clusters);
-    gk_status status = make_tensor_map("gk_gemm", *a, 64, S::APart::box_rows, &x->a);
-    if (status == GK_OK) status = make_tensor_map("gk_gemm", *b, 64, S::BPart::box_rows, &x->b);
+    gk_status status = make_tensor_map("gk_gemm", operands[0], 64, S::APart::box_rows, &x->a);
+    if (status == GK_OK) status = make_tensor_map("gk_gemm", operands[1], 64, S::BPart::box_rows, &x->b);
     const GemmEpilogue &e = x->p.epilogue;
     x->plain = !Tile::TURNED && !e.c && e.out_vectors && e.out_dtype == element<T>::dtype;
     const TensorShape out =
@@ -521,34 +642,36 @@ gk_status start(const gk_context *ctx, Params *x, TensorShape *a, TensorShape *b
     const TensorShape preact =
         operand_of(e.preact, element<T>::dtype, x->p.m, x->p.n, e.preact_row, 1, x->p, x->p.preact_batch, false);
     x->plain = x->plain && tensor_map_fits(out) && (!e.preact || tensor_map_fits(preact));
+    x->across = !Tile::TURNED && !e.out_vectors;
     if (status != GK_OK) return status;
     x->plain = x->plain && make_tensor_map("gk_gemm", out, S::PANEL_COLS, 16, &x->out) == GK_OK;
     x->plain = x->plain && (!e.preact || make_tensor_map("gk_gemm", preact, S::PANEL_COLS, 16, &x->preact) == GK_OK);
+    if (x->across) x->p.epilogue = gemm_swapped(x->p).epilogue;
     return launch<gemm_sm90a_kernel<T, Tile, MODE>>("gk_gemm", ctx, dim3(clusters * Tile::CLUSTER), Tile::THREADS,
                                                     S::BYTES, *x, true);
 }
 
 template <class T, class Tile> gk_status run(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
-    Params x;
-    x.p = gemm_problem_of((const gk_gemm_args *)args);
-    if (Tile::TURNED) { /* the results stay where they are */
-        const GemmEpilogue epilogue = x.p.epilogue;
-        x.p = gemm_swapped(x.p), x.p.epilogue = epilogue;
+    Operands o;
+    o.p = problem_of(args, Tile::TURNED);
+    if (!operands_of(row->dtype, ((const gk_gemm_args *)args)->workspace, &o))
+        return gk_fail(GK_ERR_UNSUPPORTED, "gk_gemm: %s does not take this call", row->name);
+    if (o.bytes > 0) {
+        const gk_status status = realign("gk_gemm", ctx, &o.copies[!o.copied[0]], o.copied[0] + o.copied[1]);
+        if (status != GK_OK) return status;
     }
-    if (x.p.m == 0 || x.p.n == 0 || x.p.batch == 0) return GK_OK;
-    TensorShape a, b;
-    switch (mode_of(x.p, row->dtype, &a, &b)) {
-    case 0: return start<T, Tile, 0>(ctx, &x, &a, &b);
-    case 1: return start<T, Tile, 1>(ctx, &x, &a, &b);
-    case 2: return start<T, Tile, 2>(ctx, &x, &a, &b);
-    case 3: return start<T, Tile, 3>(ctx, &x, &a, &b);
-    default: return gk_fail(GK_ERR_UNSUPPORTED, "gk_gemm: %s does not take these strides", row->name);
+    Params x;
+    x.p = o.p;
+    switch (o.mode) {
+    case 0: return start<T, Tile, 0>(ctx, &x, o.x);
+    case 1: return start<T, Tile, 1>(ctx, &x, o.x);
+    case 2: return start<T, Tile, 2>(ctx, &x, o.x);
+    default: return start<T, Tile, 3>(ctx, &x, o.x);
     }
 }
 
 template <class Tile> void explain(const gk_cuda_row *, const gk_context *ctx, const void *args, gk_explanation *out) {
-    GemmProblem p = gemm_problem_of((const gk_gemm_args *)args);
-    if (Tile::TURNED) p = gemm_swapped(p);
+    GemmProblem p = problem_of(args, Tile::TURNED);
     unsigned clusters;
     plan<Tile>(ctx, &p, &clusters);
     out->tile[0] = Tile::BM, out->tile[1] = Tile::BN, out->tile[2] = Tile::K64 * K_BLOCK;
@@ -558,7 +681,7 @@ template <class Tile> void explain(const gk_cuda_row *, const gk_context *ctx, c
 
 #define ROW(name, T, Tile)                                                                                        \
     {                                                                                                             \
-        name, element<T>::dtype, takes, NULL, run<T, Tile>, explain<Tile>, {                                      \
+        name, element<T>::dtype, takes, workspace_bytes, run<T, Tile>, explain<Tile>, {                           \
             Tile::BM *Tile::CM, Tile::BN *Tile::CN, Tile::CLUSTER, Tile::PERCENT, Smem<Tile, 3>::BYTES, Tile::CK, \
                 Tile::TURNED                                                                                      \
         }                                                                                                         \

@@ -125,6 +125,22 @@ inline GemmProblem gemm_problem_of(const gk_gemm_args *args) {
     return p;
 }
 
+/* Neighbouring batch dimensions that every tensor walks in one stride become one. */
+inline void gemm_join_batch(GemmProblem &p) {
+    int64_t *const strides[] = {p.a_batch, p.b_batch, p.c_batch, p.out_batch, p.preact_batch};
+    for (int d = p.ndim - 2; d >= 0; --d) {
+        bool dense = true;
+        for (const int64_t *s : strides) dense = dense && s[d] == p.shape[d + 1] * s[d + 1];
+        if (!dense) continue;
+        p.shape[d + 1] *= p.shape[d];
+        for (int i = d; i + 1 < p.ndim; ++i) {
+            p.shape[i] = p.shape[i + 1];
+            for (int64_t *s : strides) s[i] = s[i + 1];
+        }
+        --p.ndim;
+    }
+}
+
 /* The transposed product: out^T = b^T a^T. */
 inline GemmProblem gemm_swapped(const GemmProblem &p) {
     GemmProblem s = p;
