@@ -336,6 +336,29 @@ def test_results_and_workspace_are_written_before_they_are_read():
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.skipif(
+    "torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0)", reason="Hopper's rows"
+)
+@pytest.mark.parametrize("which", ("a", "b", "both"))
+def test_unaligned_operands_are_copied(which):
+    """The copies are the workspace, and the product runs on the row of its aligned neighbour; few rows alone do not pay
+    for a copy of the weights."""
+    m, n, k = 520, 1030, 770
+    rows = {"a": on_gpu(m, k + 6)[:, :k], "b": on_gpu(n, k + 6)[:, :k]}
+    offset = {name: torch.empty(x.numel() + 1, dtype=BF16, device="cuda")[1:].view_as(x) for name, x in rows.items()}
+    aligned, mixed = {"a": rows["a"], "b": rows["b"].mT}, {}
+    for name in "ab":
+        x = offset[name].copy_(rows[name]) if which in (name, "both") else rows[name]
+        mixed[name] = x if name == "a" else x.mT
+    plan = torch_gpukern.explain("gemm", **mixed)
+    assert plan["row"].startswith("gemm_sm90a_") and plan["row"] == torch_gpukern.explain("gemm", **aligned)["row"]
+    bytes_a, bytes_b = m * (k + 6) * 2, n * (k + 6) * 2
+    assert plan["workspace_bytes"] == {"a": bytes_a, "b": bytes_b, "both": -(-bytes_a // 128) * 128 + bytes_b}[which]
+    assert same_bits(ops.gemm(**mixed), ops.gemm(**aligned))
+    few = torch_gpukern.explain("gemm", mixed["a"][:16], mixed["b"])
+    assert few["row"].startswith("gemm_sm90a_") == (which == "a")
+
+
 def test_more_than_2_31_elements():
     """Offsets are 64 bits wide: the same rows, far apart in one allocation."""
     big = torch.empty((1 << 31) + (1 << 20), dtype=BF16, device="cuda")

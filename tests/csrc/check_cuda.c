@@ -214,7 +214,8 @@ static struct {
     check_tensor a, b, bias, c, out, preact;
 } g;
 
-/* A matrix [batch..., rows, cols]: row-major, column-major, every second element, mirrored, or one row repeated. */
+/* A matrix [batch..., rows, cols]: row-major, column-major, every second element, mirrored, or one row repeated; the two
+ * outermost dimensions of a batch now and then in the other order. */
 static check_tensor operand(gk_dtype dtype, const int64_t *batch, int64_t rows, int64_t cols) {
     int64_t shape[GK_MAX_DIMS] = {0};
     int order[GK_MAX_DIMS] = {0}, ndim = (int)batch[0] + 2;
@@ -223,6 +224,7 @@ static check_tensor operand(gk_dtype dtype, const int64_t *batch, int64_t rows, 
         order[d] = layout == 1 && d >= ndim - 2 ? 2 * ndim - 3 - d : d;
         shape[d] = d < ndim - 2 ? batch[d + 1] : d == ndim - 2 ? rows : cols;
     }
+    if (ndim > 3 && check_below(3) == 0) order[0] = 1, order[1] = 0; /* of the batch */
     check_tensor x =
         check_tensor_make(dtype, ndim, shape, order, 1 + (layout == 2), pad_for(layout == 1 ? rows : cols));
     for (int d = ndim - 2; layout == 3 && gk_numel(&x.t) && d < ndim; ++d) {
@@ -237,12 +239,19 @@ static void gemm_draw(gk_dtype dtype, bool large) {
     static const int64_t sizes[] = {1, 7, 8, 16, 33, 64, 100, 128, 130, 257, 512, 1000};
     static const int64_t wide[] = {512, 1000, 1024, 2048}, narrow[] = {1, 2, 4, 8, 16, 64}, deep[] = {2048, 4096, 8192};
     static const double alphas[] = {1, -0.75}, betas[] = {0, 1, 0.5};
-    static const int64_t none[2][4] = {{0}},
-                         batches[][2][4] = {/* ndim, sizes: of a, of b */
-                                            {{1, 3}, {0}},       {{0}, {1, 2}},          {{1, 2}, {1, 2}},
-                                            {{2, 2, 1}, {1, 3}}, {{2, 1, 3}, {2, 2, 1}}, {{3, 2, 1, 2}, {1, 2}}};
+    static const int64_t none[2][5] = {{0}}, batches[][2][5] = {/* ndim, sizes: of a, of b */
+                                                                {{1, 3}, {0}},
+                                                                {{0}, {1, 2}},
+                                                                {{1, 2}, {1, 2}},
+                                                                {{2, 2, 1}, {1, 3}},
+                                                                {{2, 1, 3}, {2, 2, 1}},
+                                                                {{3, 2, 1, 2}, {1, 2}},
+                                                                {{4, 2, 1, 2, 3}, {4, 1, 2, 2, 3}}, /* joined: 3 */
+                                                                {{4, 2, 1, 2, 3}, {4, 2, 1, 2, 3}},
+                                                                {{4, 2, 2, 2, 2}, {4, 2, 2, 2, 2}},
+                                                                {{4, 2, 1, 2, 1}, {4, 1, 2, 1, 2}} /* never */};
     int64_t m, n, k, shape[GK_MAX_DIMS], entries = 1;
-    const int64_t (*batch)[4] = check_below(4) ? none : PICK(batches);
+    const int64_t (*batch)[5] = check_below(4) ? none : PICK(batches);
     int ndim = (int)gk_max_i64(batch[0][0], batch[1][0]);
     for (int d = 0; d < ndim; ++d) {
         int64_t i = d - ndim + batch[0][0], j = d - ndim + batch[1][0];

@@ -147,6 +147,37 @@ def test_strides(case, device):
     check(a, b, bias=bias, c=c, gen=gen)
 
 
+UNALIGNED = {
+    "offset": lambda x: strided(x, offset=1),
+    "odd rows": lambda x: strided(x, pad=1 + x.shape[-1] % 2, offset=8),
+    "columns, offset": lambda x: strided(x, (*range(x.dim() - 2), x.dim() - 1, x.dim() - 2), offset=1),
+    "odd columns": lambda x: strided(x, (*range(x.dim() - 2), x.dim() - 1, x.dim() - 2), pad=1 + x.shape[-2] % 2),
+    "every second": lambda x: strided(x, step=2),
+    "one row": lambda x: strided(x[..., :1, :], offset=1).expand_as(x),
+    "one column": lambda x: strided(x[..., :1], offset=1).expand_as(x),
+}
+
+
+@pytest.mark.parametrize("case", grid(48, dtype=(*HALF, torch.float32), how=tuple(UNALIGNED), which=("a", "b", "both"),
+                                      size=((130, 200, 264), (131, 203, 137), (65, 1025, 65), (257, 129, 8), (16, 256, 515)),
+                                      batch=("none", "both", "a", "b", "four")))  # fmt: skip
+def test_unaligned(case, device):
+    """Rows that begin anywhere, NaN around them: kernels that read 16 bytes at a time need copies of such operands."""
+    gen = generator("unaligned", case.id)
+    m, n, k = case.size
+    batch = {"none": ((), ()), "both": ((3,), (3,)), "a": ((2, 3), (3,)), "b": ((3, 1), (2,)),
+             "four": ((2, 1, 2, 2), (1, 2, 2, 2))}[case.batch]  # fmt: skip
+    a = randn(gen, *batch[0], m, k, dtype=case.dtype, device=device)
+    b = randn(gen, *batch[1], k, n, dtype=case.dtype, device=device)
+    a = UNALIGNED[case.how](a) if case.which != "b" else a
+    b = UNALIGNED[case.how](b) if case.which != "a" else b
+    unchanged = snapshot(a, b)
+    check(a, b, gen=gen)
+    c = randn(gen, m, n, dtype=case.dtype, device=device)
+    check(a, b, gen=gen, bias=randn(gen, n, dtype=case.dtype, device=device), c=strided(c, pad=1), activation="gelu")
+    unchanged()
+
+
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=str)
 def test_expanded(dtype, device):
     """Stride 0 in every operand and dimension."""
