@@ -34,16 +34,11 @@
 #include "../tile/tma_ring.cuh"
 #include "../tile/wgmma.cuh"
 #include "epilogue.cuh"
+#include "operands.cuh"
 #include "order.cuh"
-#include "realign.cuh"
 #include "tiles.h"
 
 namespace {
-
-enum Mode {
-    A_ALONG_M = 1,
-    B_ALONG_N = 2
-};
 
 constexpr int K_BLOCK = 64, WARPGROUP = 128;
 
@@ -452,80 +447,6 @@ enum Key {  /* of a row */
     KEY_PARTS, /* of k */
     KEY_TURNED
 };
-
-/* An operand as tma sees it: rows of m or n and k. */
-TensorShape operand_of(const void *data, gk_dtype dtype, int64_t x, int64_t k, int64_t x_stride, int64_t k_stride,
-                       const GemmProblem &p, const int64_t *batch, bool along_x) {
-    TensorShape s = {
-        data, dtype, {along_x ? x : k, along_x ? k : x, 1, 1, 1}, {1, along_x ? k_stride : x_stride, 0, 0, 0}};
-    for (int d = 0; d < p.ndim && d < TENSOR_DIMS - 2; ++d)
-        if (batch[d]) s.size[2 + d] = p.shape[d], s.stride[2 + d] = batch[d];
-    return s;
-}
-
-/* What tma reads: the operands themselves or their copies. */
-struct Operands {
-    GemmProblem p; /* with the copies' strides */
-    int mode;
-    bool copied[2];   /* a, b */
-    TensorShape x[2]; /* a, b */
-    RealignMatrix copies[2];
-    int64_t bytes; /* of the copies */
-};
-
-/* 0 where tma reads an operand, dense along k, as it lies; 1 where along x; else -1. */
-int as_it_lies(const void *data, gk_dtype dtype, int64_t x, int64_t k, int64_t x_stride, int64_t k_stride,
-               const GemmProblem &p, const int64_t *batch, TensorShape *s) {
-    for (int along = 0; along < 2; ++along) {
-        if ((along ? x_stride : k_stride) != 1) continue;
-        *s = operand_of(data, dtype, x, k, x_stride, k_stride, p, batch, along);
-        if (tensor_map_fits(*s)) return along;
-    }
-    return -1;
-}
-
-/* The dimension that a copy should be dense along: 1 for x. */
-int copy_along(int64_t x, int64_t k, int64_t x_stride, int64_t k_stride) {
-    if (x == 1 || k == 1) return k == 1;
-    if (x_stride == 1 || k_stride == 1) return k_stride != 1;
-    return llabs(x_stride) < llabs(k_stride);
-}
-
-/* From o->p, the problem. false: neither the operands nor copies of them suit. workspace NULL: to plan only. */
-bool operands_of(gk_dtype dtype, void *workspace, Operands *o) {
-    GemmProblem &p = o->p;
-    if (p.m < 1 || p.n < 1 || p.k < 1 || p.batch < 1) return false;
-    if ((double)gk_ceil_div(p.m, 64) * (double)gk_ceil_div(p.n, 64) * (double)p.batch > INT32_MAX) return false;
-    if (p.ndim > TENSOR_DIMS - 2) gemm_join_batch(p);
-    const bool both = p.ndim > TENSOR_DIMS - 2; /* dense copies may have fewer batch dimensions */
-    o->mode = 0, o->bytes = 0;
-    for (int i = 0; i < 2; ++i) {
-        const void *&data = i ? p.b : p.a;
-        int64_t &x_stride = i ? p.b_n : p.a_m, &k_stride = i ? p.b_k : p.a_k, *batch = i ? p.b_batch : p.a_batch;
-        const int64_t x = i ? p.n : p.m;
-        int along = both ? -1 : as_it_lies(data, dtype, x, p.k, x_stride, k_stride, p, batch, &o->x[i]);
-        o->copied[i] = along < 0;
-        if (o->copied[i]) {
-            RealignMatrix &copy = o->copies[i];
-            along = copy_along(x, p.k, x_stride, k_stride);
-            if (!realign_plan(data, along ? x : p.k, along ? p.k : x, along ? x_stride : k_stride,
-                              along ? k_stride : x_stride, p.ndim, p.shape, batch, &copy))
-                return false;
-            o->bytes = gk_round_up(o->bytes, 128);
-            data = copy.to = workspace ? (char *)workspace + o->bytes : NULL;
-            o->bytes += realign_bytes(copy);
-            (along ? x_stride : k_stride) = 1;
-            (along ? k_stride : x_stride) = gk_round_up(along ? x : p.k, REALIGN_EACH);
-        }
-        o->mode |= along << i;
-    }
-    if (o->bytes == 0) return true;
-    if (both) gemm_join_batch(p);
-    if (p.ndim > TENSOR_DIMS - 2) return false;
-    o->x[0] = operand_of(p.a, dtype, p.m, p.k, p.a_m, p.a_k, p, p.a_batch, o->mode & A_ALONG_M);
-    o->x[1] = operand_of(p.b, dtype, p.n, p.k, p.b_n, p.b_k, p, p.b_batch, o->mode & B_ALONG_N);
-    return tensor_map_fits(o->x[0]) && tensor_map_fits(o->x[1]);
-}
 
 /* The call as a row computes it: turned, the results stay where they are. */
 GemmProblem problem_of(const void *args, bool turned) {
