@@ -32,22 +32,33 @@ template <class W> __device__ __forceinline__ W activate(gk_activation activatio
     return x;
 }
 
-/* For results of 16 bits: two instructions of the special units an element, absolute error below 4e-7. gelu: 1 - Phi(z) by Abramowitz and Stegun 7.1.26; gelu_tanh: 1/2 (1 + tanh u) = 1 / (1 + e^-2u). */
-__device__ __forceinline__ float activate_16(gk_activation activation, float x) {
+/* For results of 16 bits: two instructions of the special units an element, absolute error below 4e-7.
+ * gelu: 1 - Phi(z) by Abramowitz and Stegun 7.1.26, z = |x| / sqrt 2 */
+__device__ __forceinline__ float act_gelu_16(float x) {
+    const float z = fabsf(x) * 0.70710678118654752440f, t = rcp_approx_ftz(fmaf(0.3275911f, z, 1.f));
+    float q = fmaf(t, 0.5f * 1.061405429f, 0.5f * -1.453152027f);
+    q = fmaf(t, q, 0.5f * 1.421413741f), q = fmaf(t, q, 0.5f * -0.284496736f), q = fmaf(t, q, 0.5f * 0.254829592f);
+    const float tail = x * (q * t * ex2_approx_ftz(z * z * -1.44269504088896340736f)); /* beyond |x| */
+    return x < 0 ? tail : z < 20 ? x - tail : x; /* inf - inf * 0 would be a NaN */
+}
+
+/* 1/2 (1 + tanh u) = 1 / (1 + e^-2u) */
+__device__ __forceinline__ float act_gelu_tanh_16(float x) {
+    return act_silu_of(x, x * fmaf(x * x, 2 * 0.79788456080286535588f * 0.044715f, 2 * 0.79788456080286535588f));
+}
+
+/* One choice for all: between two of them the elements' latencies would add up. */
+template <int N> __device__ __forceinline__ void activate_16(gk_activation activation, float (&v)[N]) {
     if (activation == GK_ACT_GELU) {
-        const float z = fabsf(x) * 0.70710678118654752440f, t = rcp_approx_ftz(fmaf(0.3275911f, z, 1.f));
-        float q = fmaf(t, 0.5f * 1.061405429f, 0.5f * -1.453152027f);
-        q = fmaf(t, q, 0.5f * 1.421413741f), q = fmaf(t, q, 0.5f * -0.284496736f), q = fmaf(t, q, 0.5f * 0.254829592f);
-        q *= t * ex2_approx_ftz(z * z * -1.44269504088896340736f); /* the tail beyond |x| */
-        const float tail = x * q;
-        return x < 0 ? tail : z < 20 ? x - tail : x; /* inf - inf * 0 would be a NaN */
+#pragma unroll
+        for (int i = 0; i < N; ++i) v[i] = act_gelu_16(v[i]);
+    } else if (activation == GK_ACT_GELU_TANH) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) v[i] = act_gelu_tanh_16(v[i]);
+    } else if (activation == GK_ACT_SILU) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) v[i] = act_silu_of(v[i], v[i]);
     }
-    if (activation == GK_ACT_GELU_TANH) {
-        const float u = x * fmaf(x * x, 2 * 0.79788456080286535588f * 0.044715f, 2 * 0.79788456080286535588f);
-        return act_silu_of(x, u);
-    }
-    if (activation == GK_ACT_SILU) return act_silu_of(x, x);
-    return activate(activation, x);
 }
 
 /* saved is the value before the activation; for relu the output. */

@@ -154,8 +154,7 @@ __device__ __forceinline__ void store_plain(const Params &x, float (&sum)[BN / 2
             panel = panel + 1 == PANELS ? 0 : panel + 1;
         }
         if (CURVED) {
-#pragma unroll
-            for (int i = 0; i < EACH; ++i) v[i] = activate_16(e.activation, v[i]);
+            activate_16(e.activation, v);
         } else if (relu) {
 #pragma unroll
             for (int i = 0; i < EACH; ++i) v[i] = v[i] <= 0 ? 0.f : v[i]; /* a NaN stays one */
@@ -557,7 +556,8 @@ gk_status start(const gk_context *ctx, Params *x, const TensorShape *operands) {
     gk_status status = make_tensor_map("gk_gemm", operands[0], 64, S::APart::box_rows, &x->a);
     if (status == GK_OK) status = make_tensor_map("gk_gemm", operands[1], 64, S::BPart::box_rows, &x->b);
     const GemmEpilogue &e = x->p.epilogue;
-    x->plain = !Tile::TURNED && !e.c && e.out_vectors && e.out_dtype == element<T>::dtype;
+    /* tma stores whole chunks of 16 bytes: it would write past a last column that ends within one */
+    x->plain = !Tile::TURNED && !e.c && e.out_vectors && e.out_dtype == element<T>::dtype && x->p.n % 8 == 0;
     const TensorShape out =
         operand_of(e.out, element<T>::dtype, x->p.m, x->p.n, e.out_row, 1, x->p, x->p.out_batch, false);
     const TensorShape preact =

@@ -31,7 +31,8 @@ static __device__ __forceinline__ void tma_load_5d_multicast(smem_addr dst_s, co
 }
 
 // cp.async.bulk.tensor.5d, shared to global: what other threads stored in the box must be behind fence_proxy_async and a
-// barrier. One thread; the copy belongs to its next group.
+// barrier. One thread; the copy belongs to its next group. Seen on an H200: of a row that ends within 16 bytes all 16 are
+// written, so rows of a stored tensor are multiples of 16 bytes.
 static __device__ __forceinline__ void tma_store_5d(const void *map, const tma_at &at, smem_addr src_s) {
     asm volatile(
         "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),
