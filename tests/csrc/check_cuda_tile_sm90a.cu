@@ -315,7 +315,7 @@ static void check_boxes(const buffer &a, const buffer &b, const buffer &c) {
     check_box<64, 128>(a, b, c, 136, 100, {{0, 0, 0, 0, 0}}, {{0, 0, 1, 2, 1}});
     check_box<64, 128>(a, b, c, 136, 100, {{64, 32, 1, 2, 1}}, {{96, 64, 0, 1, 0}});
     check_box<64, 128>(a, b, c, 152, 71, {{128, 64, 1, 0, 1}}, {{128, 32, 1, 1, 0}}); // tails of both
-    check_box<64, 128>(a, b, c, 40, 7, {{0, 0, 0, 1, 1}}, {{8, 3, 0, 0, 1}});        // smaller than the box
+    check_box<64, 128>(a, b, c, 40, 7, {{0, 0, 0, 1, 1}}, {{8, 3, 0, 0, 1}});         // smaller than the box
     check_box<16, 128>(a, b, c, 104, 90, {{56, 80, 1, 1, 0}}, {{64, 77, 1, 2, 1}});   // a warp's panel
     check_box<200, 128>(a, b, c, 72, 210, {{16, 11, 1, 1, 0}}, {{8, 10, 1, 2, 1}});
     verb("tma_load_5d, tma_store_5d, 128-byte rows");
