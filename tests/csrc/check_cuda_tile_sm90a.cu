@@ -479,8 +479,8 @@ static __global__ void __launch_bounds__(128) wgmma_kernel(WgmmaParams p) {
     wgmma_fence();
 #pragma unroll
     for (int k16 = 0; k16 < WGMMA_K / 16; ++k16) {
-        const uint64_t a = A::descriptor(a_s + k16 / 4 * A::bytes + A::offset(64) + k16 % 4 * A::k16_bytes),
-                       b = B::descriptor(b_s + k16 / 4 * B::bytes + k16 % 4 * B::k16_bytes);
+        const uint64_t a = A::descriptor(a_s + k16 / 4 * A::bytes + A::offset(64) + k16 % 4 * A::step_bytes),
+                       b = B::descriptor(b_s + k16 / 4 * B::bytes + k16 % 4 * B::step_bytes);
         wgmma_ss<T, N, A_T, B_T>(d[0], a, b, p.add || k16 > 0);
         if (k16 % 4 == 3) wgmma_commit_group();
     }
@@ -599,8 +599,8 @@ static __global__ void __cluster_dims__(BLOCKS) __launch_bounds__(384, 1)
 #pragma unroll
                 for (int k16 = 0; k16 < 4; ++k16)
                     wgmma_ss<bf16, RING_COLS, false, false>(
-                        sum[0], A::descriptor(a_s + A::offset(warpgroup * 64) + k16 * A::k16_bytes),
-                        B::descriptor(b_s + k16 * B::k16_bytes), k + k16 > 0);
+                        sum[0], A::descriptor(a_s + A::offset(warpgroup * 64) + k16 * A::step_bytes),
+                        B::descriptor(b_s + k16 * B::step_bytes), k + k16 > 0);
                 wgmma_commit_group();
                 wgmma_wait_group<1>();
                 if (k > 0) let_go(before);
