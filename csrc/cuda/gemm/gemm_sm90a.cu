@@ -69,6 +69,8 @@ template <class T, class Tile, int MODE> struct Smem {
      * order to that of rows; turned: all columns as rows of 64 floats, 4 more to spread them over the banks. */
     static constexpr int COLS = Tile::BN / Tile::CK, PANEL_COLS = COLS % 64 == 0 && sizeof(T) == 2 ? 64 : 32;
     typedef smem_tile<16, PANEL_COLS *(int)sizeof(T)> Panel;
+    static constexpr int SUMS = COLS / 2, SOME = Tile::PANELS * 2048 / Panel::bytes * PANEL_COLS / 2,
+                         MOST = SOME < SUMS ? SOME : SUMS; /* sums of a lane: all, and of a warp's panels */
     static constexpr bool BY_PANELS = !Tile::TURNED || TURNED_TF32<T, Tile>;
     static constexpr int TURNED_LD = 64 + 4, WARP_PANELS = BY_PANELS ? Tile::PANELS * 2048 : COLS * TURNED_LD;
 
@@ -76,6 +78,8 @@ template <class T, class Tile, int MODE> struct Smem {
     static constexpr int WARPGROUP_TRADE = Tile::CK > 1 ? COLS * 256 : 0; /* what the other part of k sends */
     static constexpr int BARRIERS = TRADE + Tile::WGS * WARPGROUP_TRADE, TRADED = BARRIERS + tma_ring<STAGES>::bytes;
     static constexpr int BYTES = TRADED + 16 + WGMMA_BLOCK_BYTES; /* to align the ring */
+    /* the next kernel's blocks get ready beside this one's */
+    static constexpr int PER_SM = Tile::THREADS <= 256 && BYTES <= 113 * 1024 ? 2 : 1;
     static_assert(BYTES <= 232448 && PANELS % 1024 == 0, "shared memory of a block");
     static_assert(Tile::TURNED || COLS % PANEL_COLS == 0, "whole panels");
     static_assert(Tile::CK <= 2 && (BY_PANELS || Tile::WGS == 1), "two blocks trade; one turns");
@@ -109,8 +113,7 @@ __device__ __forceinline__ void copy_part(smem_addr to_s, const CUtensorMap *map
 
 /* ---- 3 results ----------------------------------------------------------------------------------------------- */
 /* 16 rows of 32 floats, the first of v, in the accumulators' order. */
-template <class Panel, int N>
-__device__ __forceinline__ void put_floats(smem_addr panel_s, const float (&v)[N], int lane) {
+template <class Panel> __device__ __forceinline__ void put_floats(smem_addr panel_s, const float *v, int lane) {
 #pragma unroll
     for (int i = 0; i < 16; i += 2) {
         const int row = lane / 4 + i / 2 % 2 * 8, byte = i / 4 * 32 + lane % 4 * 8;
@@ -118,75 +121,114 @@ __device__ __forceinline__ void put_floats(smem_addr panel_s, const float (&v)[N
     }
 }
 
-/* A warp's 16 rows of results go to a panel and leave by tma while the warp goes on. at: their first column and row. */
-template <class T, class Panel, int PANELS>
-__device__ __forceinline__ void store_panel(const CUtensorMap *map,
-                                            const float (&v)[Panel::row_bytes / (2 * (int)sizeof(T))],
-                                            smem_addr panel_s, const tma_at &at, int lane) {
-    if (lane == 0) tma_store_wait_group_read<PANELS - 1>();
-    __syncwarp(); /* the panel's last contents have been read */
-    if constexpr (sizeof(T) == 4) {
-        put_floats<Panel>(panel_s, v, lane);
-    } else {
-        const unsigned put = Panel::offset(lane % 16, 0);
+/* A warp's 16 rows of N / 8 octets of columns go to its panels and leave by tma while the warp goes on. at: their first
+ * column and row. One fence for all panels: each waits until the warp's stores have come. */
+template <class T, class Panel, int N>
+__device__ __forceinline__ void store_panels(const CUtensorMap *map, const float *v, smem_addr panels_s,
+                                             const tma_at &at, int lane) {
+    constexpr int EACH = Panel::row_bytes / (2 * (int)sizeof(T)), NUM = N / EACH;
+    if (lane == 0) tma_store_wait_group_read<0>();
+    __syncwarp(); /* the panels' last contents have been read */
 #pragma unroll
-        for (int j = 0; j < Panel::chunks; j += 2) { /* rows 0-7 and 8-15 of one octet of columns, then of the next */
-            const uint32_t two[4] = {pack2<T>(v[4 * j], v[4 * j + 1]), pack2<T>(v[4 * j + 2], v[4 * j + 3]),
-                                     pack2<T>(v[4 * j + 4], v[4 * j + 5]), pack2<T>(v[4 * j + 6], v[4 * j + 7])};
-            stmatrix_x4(panel_s + (put ^ (j + lane / 16) * 16), two);
+    for (int i = 0; i < NUM; ++i) {
+        const float *const w = v + i * EACH;
+        if constexpr (sizeof(T) == 4) {
+            put_floats<Panel>(panels_s + i * Panel::bytes, w, lane);
+        } else {
+            const unsigned put = Panel::offset(lane % 16, 0);
+#pragma unroll
+            for (int j = 0; j < Panel::chunks;
+                 j += 2) { /* rows 0-7 and 8-15 of one octet of columns, then of the next */
+                const uint32_t two[4] = {pack2<T>(w[4 * j], w[4 * j + 1]), pack2<T>(w[4 * j + 2], w[4 * j + 3]),
+                                         pack2<T>(w[4 * j + 4], w[4 * j + 5]), pack2<T>(w[4 * j + 6], w[4 * j + 7])};
+                stmatrix_x4(panels_s + i * Panel::bytes + (put ^ (j + lane / 16) * 16), two);
+            }
         }
     }
     fence_proxy_async();
-    __syncwarp(); /* all of the panel is written */
+    __syncwarp(); /* all of the panels is written */
     if (lane == 0) {
-        tma_store_5d(map, at, panel_s);
+        tma_at to = at;
+#pragma unroll
+        for (int i = 0; i < NUM; ++i, to.c[0] += 2 * EACH) tma_store_5d(map, to, panels_s + i * Panel::bytes);
         tma_store_commit_group();
     }
 }
 
-/* 16 rows of BN columns of results of T without c. panel: the one written longest ago. CURVED: with an
- * activation that costs many instructions: one body for all panels, past which the sums move instead of the code. */
-template <class T, class Panel, int BN, int PANELS, bool CURVED>
-__device__ __forceinline__ void store_plain(const Params &x, float (&sum)[BN / 2], smem_addr panels_s, int &panel,
-                                            tma_at at, int lane) {
-    constexpr int WIDE = Panel::row_bytes / (int)sizeof(T), EACH = WIDE / 2, UNROLLED = CURVED ? 1 : BN / WIDE;
+/* The bias of a lane's columns from col0 on, two of every eight, all read before one is used. n is even; what lies past the
+ * last column is not stored. */
+template <class T, int N>
+__device__ __forceinline__ void read_bias(const GemmProblem &p, int64_t col0, int lane, float (&bias)[N]) {
+    const GemmEpilogue &e = p.epilogue;
+    const int64_t col = col0 + lane % 4 * 2, last = p.n - 2;
+    if (!e.bias_vectors) {
+#pragma unroll
+        for (int i = 0; i < N; i += 2)
+            read_any<T, 2>(e.bias, e.bias_dtype, min(col + i * 4, last) * e.bias_col, e.bias_col, false, 2, bias + i);
+    } else if (e.bias_dtype == GK_F32) {
+#pragma unroll
+        for (int i = 0; i < N; i += 2) {
+            const float2 two = *(const float2 *)((const float *)e.bias + min(col + i * 4, last));
+            bias[i] = two.x, bias[i + 1] = two.y;
+        }
+    } else if constexpr (sizeof(T) == 2) {
+        uint32_t two[N / 2];
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i) two[i] = *(const uint32_t *)((const T *)e.bias + min(col + i * 8, last));
+#pragma unroll
+        for (int i = 0; i < N; ++i) bias[i] = to_acc(((const T *)&two[i / 2])[i % 2]);
+    }
+}
+
+/* Brings the bias of BN columns from col0 on into L1, where the stores will look for it. */
+template <int BN> __device__ __forceinline__ void touch_bias(const GemmProblem &p, int64_t col0, int lane) {
+    const GemmEpilogue &e = p.epilogue;
+    const int bytes = e.bias_dtype == GK_F32 ? 4 : 2;
+    static_assert(BN * 4 <= 32 * 32, "a sector a lane");
+    if (e.bias_vectors && lane < BN * bytes / 32)
+        touch_global((const char *)e.bias + min(col0 * bytes + lane * 32, p.n * bytes - bytes));
+}
+
+/* 2 N columns of a warp's 16 rows of results of T without c; at moves past them. */
+template <class T, class Panel, int N, bool CURVED>
+__device__ __forceinline__ void store_some(const Params &x, float *v, smem_addr panels_s, tma_at &at, int lane) {
     const GemmEpilogue &e = x.p.epilogue;
     const float alpha = (float)e.alpha;
-    const bool relu = e.activation == GK_ACT_RELU;
+    if (e.bias) { /* not + 0: -0 stays */
+        float bias[N / 2];
+        read_bias<T>(x.p, at.c[0], lane, bias);
+#pragma unroll
+        for (int i = 0; i < N; ++i) v[i] = fmaf(v[i], alpha, bias[i / 4 * 2 + i % 2]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; ++i) v[i] *= alpha;
+    }
+    if (e.preact) store_panels<T, Panel, N>(&x.preact, v, panels_s, at, lane);
+    if (CURVED) {
+        activate_16<N>(e.activation, v);
+    } else if (e.activation == GK_ACT_RELU) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) v[i] = v[i] <= 0 ? 0.f : v[i]; /* a NaN stays one */
+    }
+    store_panels<T, Panel, N>(&x.out, v, panels_s, at, lane);
+    at.c[0] += 2 * N;
+}
+
+/* A lane's N sums, MOST at a time, as many as the panels hold. CURVED: with an activation that costs many instructions: one
+ * body, past which the sums move instead of the code. */
+template <class T, class Panel, int MOST, bool CURVED, int N>
+__device__ __forceinline__ void store_plain(const Params &x, float (&sum)[N], smem_addr panels_s, tma_at at, int lane) {
+    constexpr bool MOVE = CURVED && N > MOST;
+    constexpr int UNROLLED = MOVE ? 1 : N / MOST, REST = N % MOST;
 #pragma unroll UNROLLED
-    for (int c = 0; c < BN; c += WIDE) {
-        const int first = CURVED ? 0 : c / 2;
-        float v[EACH];
+    for (int i = 0; i + MOST <= N; i += MOST) {
+        store_some<T, Panel, MOST, CURVED>(x, sum + (MOVE ? 0 : i), panels_s, at, lane);
+        if (MOVE) {
 #pragma unroll
-        for (int i = 0; i < EACH; ++i) v[i] = sum[first + i] * alpha;
-        if (e.bias) { /* not + 0: -0 stays */
-#pragma unroll
-            for (int j = 0; j < EACH; j += 4) {
-                const int64_t col = at.c[0] + j * 2 + lane % 4 * 2;
-                float bias[2];
-                read_any<T, 2>(e.bias, e.bias_dtype, col * e.bias_col, e.bias_col, false,
-                               (int)max((int64_t)0, min((int64_t)2, x.p.n - col)), bias);
-                v[j] += bias[0], v[j + 1] += bias[1], v[j + 2] += bias[0], v[j + 3] += bias[1];
-            }
-        }
-        if (e.preact) {
-            store_panel<T, Panel, PANELS>(&x.preact, v, panels_s + panel * Panel::bytes, at, lane);
-            panel = panel + 1 == PANELS ? 0 : panel + 1;
-        }
-        if (CURVED) {
-            activate_16(e.activation, v);
-        } else if (relu) {
-#pragma unroll
-            for (int i = 0; i < EACH; ++i) v[i] = v[i] <= 0 ? 0.f : v[i]; /* a NaN stays one */
-        }
-        store_panel<T, Panel, PANELS>(&x.out, v, panels_s + panel * Panel::bytes, at, lane);
-        panel = panel + 1 == PANELS ? 0 : panel + 1;
-        at.c[0] += WIDE;
-        if (CURVED) {
-#pragma unroll
-            for (int i = 0; i + EACH < BN / 2; ++i) sum[i] = sum[i + EACH];
+            for (int j = 0; j + MOST < N; ++j) sum[j] = sum[j + MOST];
         }
     }
+    if constexpr (REST > 0) store_some<T, Panel, REST, CURVED>(x, sum + (MOVE ? 0 : N - REST), panels_s, at, lane);
 }
 
 /* Everything else, 32 columns of floats at a time: one body, past which the sums move instead of the code. A lane has 8
@@ -282,8 +324,8 @@ __device__ __forceinline__ void trade_halves(const float (&sum)[BN / 2], float (
 
 /* ---- 4 the kernel -------------------------------------------------------------------------------------------- */
 template <class T, class Tile, int MODE>
-__global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1) __launch_bounds__(Tile::THREADS, 1)
-    gemm_sm90a_kernel(const __grid_constant__ Params x) {
+__global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1)
+    __launch_bounds__(Tile::THREADS, Smem<T, Tile, MODE>::PER_SM) gemm_sm90a_kernel(const __grid_constant__ Params x) {
     typedef Smem<T, Tile, MODE> S;
     typedef typename S::A A;
     typedef typename S::B B;
@@ -313,9 +355,7 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1) __launch_bo
     else
         __syncthreads();
 
-    griddepcontrol_wait(); /* what the kernel before wrote is there, and what it reads may be overwritten */
-    /* after the wait: who begins now may rely on all but this kernel having ended */
-    griddepcontrol_launch_dependents();
+    griddepcontrol_launch_dependents(); /* the next kernel's start may overlap this one's end */
 
     const unsigned tiles = (unsigned)p.tiles_m * p.tiles_n, all = tiles * (unsigned)p.batch;
     const unsigned first = blockIdx.x / CLUSTER, step = gridDim.x / CLUSTER;
@@ -334,6 +374,7 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1) __launch_bo
                 const int row = (tile.row * CM + tile_m) * BM, col = (tile.col * CN + tile_n) * BN;
                 tma_at a_at = {}, b_at = {};
                 place_batch(p, p.a_batch, t / tiles, a_at), place_batch(p, p.b_batch, t / tiles, b_at);
+                griddepcontrol_wait(); /* what the kernel before wrote is there, and what it read may be overwritten */
                 for (int k = step0; k < step0 + steps; ++k) {
                     const smem_addr a_s = ring_s + ring.slot * S::SLOT, b_s = a_s + A::bytes;
                     ring.wait_empty(); /* all readers of what this step overwrites, here and in the others, have let go */
@@ -371,6 +412,12 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1) __launch_bo
                 mbarrier_arrive(barrier_s);
         };
         for (unsigned t = first; t < all; t += step) {
+            const TilePlace tile = tile_place(t % tiles, p.tiles_m, p.tiles_n, p.group);
+            const int tile_row = (tile.row * CM + tile_m) * BM, tile_col = (tile.col * CN + tile_n) * BN;
+            tma_at at = {};
+            place_batch(p, p.out_batch, t / tiles, at);
+            if (t == first) griddepcontrol_wait(); /* for the bias and c */
+            if (!Tile::TURNED && x.plain) touch_bias<S::COLS>(p, tile_col + part * S::COLS, lane);
             if constexpr (TURNED_TF32<T, Tile>) {
                 /* the lane's place in the first slot's panel of its warp */
                 const smem_addr lane_s = ring_s + A::offset((warpgroup * 4 + warp) * 32) + tf32_offset(lane, lane % 4);
@@ -435,35 +482,28 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1) __launch_bo
             }
 
             /* ---- 4.3 results ---- */
-            const TilePlace tile = tile_place(t % tiles, p.tiles_m, p.tiles_n, p.group);
             const smem_addr panels_s = ring_s + S::PANELS + (warpgroup * 4 + warp) * S::WARP_PANELS;
             const auto store = [&](auto &sums, int m) {
-                const int row = (tile.row * CM + tile_m) * BM + (warpgroup * MT + m) * 64,
-                          col = (tile.col * CN + tile_n) * BN + part * S::COLS;
+                const int row = tile_row + (warpgroup * MT + m) * 64, col = tile_col + part * S::COLS;
                 if constexpr (Tile::TURNED) {
                     float *const turned = (float *)(smem + (panels_s - cvta_to_shared(smem)) -
                                                     warp * S::WARP_PANELS); /* the warpgroup's */
                     store_turned<T, S::COLS, S::TURNED_LD>(p, gemm_place(p, t / tiles), sums, turned, row, col);
                 } else if (x.plain) {
-                    tma_at at = {{col, row + warp * 16}};
-                    place_batch(p, p.out_batch, t / tiles, at);
+                    at.c[0] = col, at.c[1] = row + warp * 16;
                     if (sizeof(T) == 4 || p.epilogue.activation == GK_ACT_NONE || p.epilogue.activation == GK_ACT_RELU)
-                        store_plain<T, typename S::Panel, S::COLS, Tile::PANELS, false>(x, sums, panels_s, panel, at,
-                                                                                        lane);
+                        store_plain<T, typename S::Panel, S::MOST, false>(x, sums, panels_s, at, lane);
                     else if constexpr (sizeof(T) == 2)
-                        store_plain<T, typename S::Panel, S::COLS, Tile::PANELS, true>(x, sums, panels_s, panel, at,
-                                                                                       lane);
+                        store_plain<T, typename S::Panel, S::MOST, true>(x, sums, panels_s, at, lane);
                 } else {
                     store_any<T, S::COLS>(p, gemm_place(p, t / tiles), sums, panels_s, row + warp * 16, col, x.across,
                                           lane);
                 }
             };
             if constexpr (TURNED_TF32<T, Tile>) {
-                const int row = (tile.col * CN + tile_n) * BN,
-                          col = (tile.row * CM + tile_m) * BM + (warpgroup * 4 + warp) * 32;
+                const int row = tile_col, col = tile_row + (warpgroup * 4 + warp) * 32;
                 if (x.plain) {
-                    tma_at at = {{col, row}};
-                    place_batch(p, p.out_batch, t / tiles, at);
+                    at.c[0] = col, at.c[1] = row;
                     store_plain_turned<typename S::Panel, BN, Tile::PANELS>(x, sum, panels_s, panel, at, lane);
                 } else {
                     store_any_turned<BN>(p, gemm_place(p, t / tiles), sum, row, col, lane);
@@ -681,16 +721,16 @@ void explain(const gk_cuda_row *, const gk_context *ctx, const void *args, gk_ex
                 Tile::TURNED                                                                                         \
         }                                                                                                            \
     }
-#define ROWS(name, T)                                                        \
-    ROW("gemm_sm90a_" name "_128x256x64", T, Tile90_128x256),                \
-        ROW("gemm_sm90a_" name "_128x224x64", T, Tile90_128x224),            \
-        ROW("gemm_sm90a_" name "_128x192x64", T, Tile90_128x192),            \
-        ROW("gemm_sm90a_" name "_128x128x64", T, Tile90_128x128),            \
-        ROW("gemm_sm90a_" name "_64x128x64", T, Tile90_64x128),              \
-        ROW("gemm_sm90a_" name "_128x128x64_k2", T, Tile90_128x128_k2),      \
-        ROW("gemm_sm90a_" name "_64x64x64_k2", T, Tile90_64x64_k2),          \
-        ROW("gemm_sm90a_" name "_turned_64x16x256_k2", T, Tile90_turned_16), \
-        ROW("gemm_sm90a_" name "_turned_64x32x128_k2", T, Tile90_turned_32), \
+#define ROWS(name, T)                                                                                                 \
+    ROW("gemm_sm90a_" name "_128x256x64", T, Tile90_128x256),                                                         \
+        ROW("gemm_sm90a_" name "_128x224x64", T, Tile90_128x224),                                                     \
+        ROW("gemm_sm90a_" name "_128x192x64", T, Tile90_128x192),                                                     \
+        ROW("gemm_sm90a_" name "_128x128x64", T, Tile90_128x128),                                                     \
+        ROW("gemm_sm90a_" name "_64x128x64", T, Tile90_64x128), ROW("gemm_sm90a_" name "_64x32x64", T, Tile90_64x32), \
+        ROW("gemm_sm90a_" name "_128x128x64_k2", T, Tile90_128x128_k2),                                               \
+        ROW("gemm_sm90a_" name "_64x64x64_k2", T, Tile90_64x64_k2),                                                   \
+        ROW("gemm_sm90a_" name "_turned_64x16x256_k2", T, Tile90_turned_16),                                          \
+        ROW("gemm_sm90a_" name "_turned_64x32x128_k2", T, Tile90_turned_32),                                          \
         ROW("gemm_sm90a_" name "_turned_64x64x128_k2", T, Tile90_turned_64)
 
 const gk_cuda_row rows[] = {
