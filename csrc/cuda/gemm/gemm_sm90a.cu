@@ -73,7 +73,8 @@ template <class T, class Tile, int MODE> struct Smem {
     static constexpr int TURNED_LD = 64 + 4, WARP_PANELS = BY_PANELS ? Tile::PANELS * 2048 : COLS * TURNED_LD;
 
     static constexpr int PANELS = RING, TRADE = PANELS + Tile::WGS * 4 * WARP_PANELS;
-    static constexpr int WARPGROUP_TRADE = Tile::CK > 1 ? COLS * 256 : 0; /* what the other part of k sends */
+    static constexpr int MT = Tile::BM / Tile::WGS / 64; /* wgmma a step of 64 rows of a warpgroup */
+    static constexpr int WARPGROUP_TRADE = Tile::CK > 1 ? MT * COLS * 256 : 0; /* what the other part of k sends */
     static constexpr int BARRIERS = TRADE + Tile::WGS * WARPGROUP_TRADE, TRADED = BARRIERS + tma_ring<STAGES>::bytes;
     static constexpr int BYTES = TRADED + 16 + WGMMA_BLOCK_BYTES; /* to align the ring */
     static_assert(BYTES <= 232448 && PANELS % 1024 == 0, "shared memory of a block");
@@ -258,26 +259,30 @@ __device__ __forceinline__ void store_turned(const GemmProblem &p, const GemmPla
 
 /* Two blocks have each half of the sum over k. Each keeps its half of the columns and sends the other half over; the sum of
  * two does not depend on who adds. to, from: 16 bytes a thread and step of four. */
-template <int BN>
-__device__ __forceinline__ void trade_halves(const float (&sum)[BN / 2], float (&mine)[BN / 4], int part, uint32_t to,
+template <int MT, int N>
+__device__ __forceinline__ void trade_halves(const float (&sum)[MT][2 * N], float (&mine)[MT][N], int part, uint32_t to,
                                              uint32_t full_there, smem_addr from_s, smem_addr full_s, unsigned parity) {
 #pragma unroll
-    for (int i = 0; i < BN / 4; i += 4) {
-        float x[4];
+    for (int m = 0; m < MT; ++m)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            x[e] = part ? sum[i + e] : sum[BN / 4 + i + e];
-            mine[i + e] = part ? sum[BN / 4 + i + e] : sum[i + e];
+        for (int i = 0; i < N; i += 4) {
+            float x[4];
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                x[e] = part ? sum[m][i + e] : sum[m][N + i + e];
+                mine[m][i + e] = part ? sum[m][N + i + e] : sum[m][i + e];
+            }
+            st_async_128(to + (m * N + i) / 4 * WARPGROUP * 16, x[0], x[1], x[2], x[3], full_there);
         }
-        st_async_128(to + i / 4 * WARPGROUP * 16, x[0], x[1], x[2], x[3], full_there);
-    }
     mbarrier_wait(full_s, parity);
 #pragma unroll
-    for (int i = 0; i < BN / 4; i += 4) {
-        const uint4 x = ld_shared_128(from_s + i / 4 * WARPGROUP * 16);
-        mine[i] += __uint_as_float(x.x), mine[i + 1] += __uint_as_float(x.y);
-        mine[i + 2] += __uint_as_float(x.z), mine[i + 3] += __uint_as_float(x.w);
-    }
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+        for (int i = 0; i < N; i += 4) {
+            const uint4 x = ld_shared_128(from_s + (m * N + i) / 4 * WARPGROUP * 16);
+            mine[m][i] += __uint_as_float(x.x), mine[m][i + 1] += __uint_as_float(x.y);
+            mine[m][i + 2] += __uint_as_float(x.z), mine[m][i + 3] += __uint_as_float(x.w);
+        }
 }
 
 /* ---- 4 the kernel -------------------------------------------------------------------------------------------- */
@@ -290,9 +295,9 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1) __launch_bo
     constexpr int BM = Tile::BM, BN = Tile::BN, STAGES = S::STAGES, WGS = Tile::WGS;
     constexpr int CM = Tile::CM, CN = Tile::CN, CK = Tile::CK, CLUSTER = CM * CN * CK,
                   NEIGHBOURS = CM + CN - 1; /* itself among them */
-    constexpr int MT = BM / WGS / 64, BK = Tile::K64 * K_BLOCK<T>;
+    constexpr int MT = S::MT, BK = Tile::K64 * K_BLOCK<T>;
     static_assert(!TURNED_TF32<T, Tile> || (MT == 2 && Tile::K64 == 1), "what load_tf32 brings");
-    static_assert(BM % (64 * WGS) == 0 && BN % 16 == 0 && BN <= 256 && (CK == 1 || MT == 1), "whole wgmma");
+    static_assert(BM % (64 * WGS) == 0 && BN % 16 == 0 && BN <= 256, "whole wgmma");
     extern __shared__ __align__(1024) unsigned char smem[];
     const GemmProblem &p = x.p;
     const int warpgroup = threadIdx.x / WARPGROUP, lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
@@ -371,35 +376,9 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1) __launch_bo
                 mbarrier_arrive(barrier_s);
         };
         for (unsigned t = first; t < all; t += step) {
-            if constexpr (TURNED_TF32<T, Tile>) {
-                /* the lane's place in the first slot's panel of its warp */
-                const smem_addr lane_s = ring_s + A::offset((warpgroup * 4 + warp) * 32) + tf32_offset(lane, lane % 4);
-                uint32_t a[2][MT][4];
-                ring.wait_full();
-                load_tf32(a[0], lane_s + ring.slot * S::SLOT, 0);
-                for (int k = 0; k < steps; ++k) {
-                    const smem_addr a_s = lane_s + ring.slot * S::SLOT, b_s = ring_s + ring.slot * S::SLOT + A::bytes;
-                    const smem_addr before = ring.empty() + (ring.slot == 0 ? 8 * (STAGES - 1) : -8);
-#pragma unroll
-                    for (int kk = 0; kk < K_STEPS; ++kk) {
-                        wgmma_pin(sum);
-                        wgmma_fence(); /* a has been loaded, sums may have been touched by other code */
-#pragma unroll
-                        for (int m = 0; m < MT; ++m)
-                            wgmma_tf32_rs<BN>(sum[m], a[kk % 2][m], B::descriptor(b_s + kk * B::step_bytes),
-                                              k + kk > 0);
-                        wgmma_commit_group();
-                        wgmma_wait_group<1>(); /* the products before are done: their a may be loaded anew */
-                        if (kk == 0 && k > 0) let_go(before); /* all of the step before is done */
-                        if (kk + 1 < K_STEPS) {
-                            load_tf32(a[(kk + 1) % 2], a_s, kk + 1);
-                        } else {
-                            ring.advance();
-                            if (k + 1 < steps) ring.wait_full(), load_tf32(a[0], lane_s + ring.slot * S::SLOT, 0);
-                        }
-                    }
-                }
-            }
+            if constexpr (TURNED_TF32<T, Tile>)
+                multiply_turned<B, S::SLOT>(sum, ring, ring_s + A::offset((warpgroup * 4 + warp) * 32),
+                                            ring_s + A::bytes, steps, lane, let_go);
             for (int k = 0; !TURNED_TF32<T, Tile> && k < steps; ++k) {
                 const smem_addr a_s = ring_s + ring.slot * S::SLOT, b_s = a_s + A::bytes;
                 const smem_addr before = ring.empty() + (ring.slot == 0 ? 8 * (STAGES - 1) : -8);
@@ -431,7 +410,7 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1) __launch_bo
             if (steps > 0) let_go(last);
             if (CK > 1 && steps == 0) {
 #pragma unroll
-                for (int i = 0; i < BN / 2; ++i) sum[0][i] = 0;
+                for (int i = 0; i < MT * BN / 2; ++i) sum[i / (BN / 2)][i % (BN / 2)] = 0;
             }
 
             /* ---- 4.3 results ---- */
@@ -458,29 +437,35 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1) __launch_bo
                                           lane);
                 }
             };
-            if constexpr (TURNED_TF32<T, Tile>) {
-                const int row = (tile.col * CN + tile_n) * BN,
+            /* a warp's 32 columns of the result, S::COLS rows */
+            const auto store_pair = [&](auto &sums) {
+                const int row = (tile.col * CN + tile_n) * BN + part * S::COLS,
                           col = (tile.row * CM + tile_m) * BM + (warpgroup * 4 + warp) * 32;
                 if (x.plain) {
                     tma_at at = {{col, row}};
                     place_batch(p, p.out_batch, t / tiles, at);
-                    store_plain_turned<typename S::Panel, BN, Tile::PANELS>(x, sum, panels_s, panel, at, lane);
+                    store_plain_turned<typename S::Panel, Tile::PANELS>(x, sums, panels_s, panel, at, lane);
                 } else {
-                    store_any_turned<BN>(p, gemm_place(p, t / tiles), sum, row, col, lane);
+                    store_any_turned(p, gemm_place(p, t / tiles), sums, row, col, lane);
                 }
-            } else if constexpr (CK > 1) {
+            };
+            if constexpr (CK > 1) {
                 const int there = rank ^ (CM * CN), slot = S::TRADE + warpgroup * S::WARPGROUP_TRADE;
                 const smem_addr full_s = ring_s + S::TRADED, empty_s = full_s + 8;
                 const smem_addr from_s = ring_s + slot + threadIdx.x % WARPGROUP * 16;
                 if (threadIdx.x == 0) mbarrier_arrive_expect_tx(full_s, WGS * S::WARPGROUP_TRADE);
                 mbarrier_wait(empty_s, trade_parity ^ 1); /* the other has read what came of the last tile */
-                float mine[BN / 4];
-                trade_halves<BN>(sum[0], mine, part, mapa(from_s, there), mapa(full_s, there), from_s, full_s,
-                                 trade_parity);
+                float mine[MT][BN / 4];
+                trade_halves(sum, mine, part, mapa(from_s, there), mapa(full_s, there), from_s, full_s, trade_parity);
                 __syncwarp(); /* the warp has read what came */
                 if (lane == 0) mbarrier_arrive_cluster(empty_s, there);
                 trade_parity ^= 1;
-                store(mine, 0);
+                if constexpr (TURNED_TF32<T, Tile>)
+                    store_pair(mine);
+                else
+                    for (int m = 0; m < MT; ++m) store(mine[m], m);
+            } else if constexpr (TURNED_TF32<T, Tile>) {
+                store_pair(sum);
             } else {
 #pragma unroll
                 for (int m = 0; m < MT; ++m) store(sum[m], m);
@@ -696,8 +681,16 @@ void explain(const gk_cuda_row *, const gk_context *ctx, const void *args, gk_ex
 const gk_cuda_row rows[] = {
     ROWS("bf16", __nv_bfloat16),
     ROWS("f16", __half),
-    ROW("gemm_sm90a_tf32_128x256x32", float, Tile90_128x256),
+    ROW("gemm_sm90a_tf32_128x256x32", float, Tile90_tf32_128x256),
+    ROW("gemm_sm90a_tf32_128x192x32", float, Tile90_tf32_128x192),
+    ROW("gemm_sm90a_tf32_128x128x32", float, Tile90_tf32_128x128),
+    ROW("gemm_sm90a_tf32_64x128x32", float, Tile90_tf32_64x128),
+    ROW("gemm_sm90a_tf32_128x128x32_k2", float, Tile90_tf32_128x128_k2),
+    ROW("gemm_sm90a_tf32_64x64x32_k2", float, Tile90_tf32_64x64_k2),
     ROW("gemm_sm90a_tf32_turned_256x128x32", float, Tile90_tf32_turned_256x128),
+    ROW("gemm_sm90a_tf32_turned_128x128x32", float, Tile90_tf32_turned_128x128),
+    ROW("gemm_sm90a_tf32_turned_128x128x32_k2", float, Tile90_tf32_turned_128x128_k2),
+    ROW("gemm_sm90a_tf32_turned_128x64x32_k2", float, Tile90_tf32_turned_128x64_k2),
 };
 const gk_cuda_row *const sm90_rows = rows;
 const int num_sm90_rows = sizeof rows / sizeof rows[0];
