@@ -1,28 +1,32 @@
-/* gemm_sm90a: out = activation(alpha a b + beta c + bias) on Hopper's tensor cores by wgmma, fed by tma: bfloat16, float16.
+/* gemm_sm90a: out = activation(alpha a b + beta c + bias) on Hopper's tensor cores by wgmma, fed by tma: bfloat16, float16,
+ * tf32.
  *
  * a [batch, M, K]  b [batch, K, N]   each dense along k or along its other dimension, other strides multiples of 16 bytes;
- *                                    one that is not is copied first (gemm_realign), into the call's workspace
+ *                                    one that is not is copied first (gemm_realign), into the call's workspace;
+ *                                    tf32: a along k, b along k, or along n, which turns the product (tf32.cuh)
  * bias [N], c broadcasts, out [batch, M, N], preact like out; float32 sums, one rounding
  * Grid: as many clusters of CM x CN x CK blocks as fit the GPU; each takes CM x CN tiles BM x BN side by side, in the order
  * of order.cuh, until none is left. The blocks of a row read the same of a, those of a column the same of b: each copies its
  * share to all of them, since L2 gives the SMs some 8 TB/s and single 128 x 256 tiles would ask for 12. CK = 2: two
  * blocks sum half of k each, trade halves of their sums and store half of the columns.
- * Turned, for few rows: a and b change places (out^T = b^T a^T), so that the weights fill wgmma's 64 rows.
+ * Turned, for few rows and tf32: a and b change places (out^T = b^T a^T), so that the weights fill wgmma's 64 rows.
  * Block: WGS warpgroups that multiply, BM / WGS rows each, and one of which a single thread copies.
  *
  * Shared memory (struct Smem): a ring of slots, each K64 times
- *   a [BM][64 k] or [BM / 64][64 k][64 m], b [BN][64 k] or [BN / 64][64 k][64 n]      swizzled by 128 bytes (wgmma.cuh)
+ *   a [BM][64 k] or [BM / 64][64 k][64 m], b [BN][64 k] or [BN / 64][64 k][64 n]      swizzled by 128 bytes (wgmma.cuh);
+ *   tf32: 32 for 64
  * then the warps' panels of results, the traded halves, the barriers.
  *
  * Pipeline (slots full and empty: tma_ring.cuh); one step of products stays under way while the next is issued:
  *   copies      k0 k1 k2 k3 | k4      k5         ..  runs on into the next tile while this one's sums are stored
  *   products                | 0 .. 1 .. 2 ..         slot j - 1 is let go when step j is issued and step j - 1 is done
- * 16-bit results go through the panels and leave by tma behind the warp's back; float32 ones and sums with c are stored by the
- * lanes, 8 columns each, or 8 rows where rows of the result do not begin at multiples of 16 bytes. The next kernel on the
- * stream may start its own prologue meanwhile.
+ * Results of a's dtype go through the panels and leave by tma behind the warp's back; float32 of 16-bit operands and sums
+ * with c are stored by the lanes, 8 columns each, or 8 rows where rows of the result do not begin at multiples of 16 bytes.
+ * The next kernel on the stream may start its own prologue meanwhile.
  *
- * Workspace: the copies, (rows or columns) x (k rounded up to 8) x 2 bytes each, or with both changed.
- * Not here: other dtypes, K = 0 (gemm_sm80, gemm_plain), 64 columns or fewer, few rows of weights that need a copy. */
+ * Workspace: the copies, (rows or columns) x (k rounded up to 16 bytes) each, or with both changed.
+ * Not here: other dtypes, ieee float32, K = 0 (gemm_sm80, gemm_plain), 64 columns or fewer, few rows of weights that need a
+ * copy, few rows of tf32. */
 #include "../host/launch.cuh"
 #include "../host/tensormap.cuh"
 #include "../ptx/bar.cuh"
@@ -38,6 +42,7 @@
 #include "order.cuh"
 #include "tf32.cuh"
 #include "tiles.h"
+#include "trade.cuh"
 
 namespace {
 
@@ -255,34 +260,6 @@ __device__ __forceinline__ void store_turned(const GemmProblem &p, const GemmPla
         if (row < p.n && valid > 0) epilogue_cols<T, 8>(p.epilogue, at, row, col, valid, v);
     }
     bar_sync(1, WARPGROUP); /* they have been read */
-}
-
-/* Two blocks have each half of the sum over k. Each keeps its half of the columns and sends the other half over; the sum of
- * two does not depend on who adds. to, from: 16 bytes a thread and step of four. */
-template <int MT, int N>
-__device__ __forceinline__ void trade_halves(const float (&sum)[MT][2 * N], float (&mine)[MT][N], int part, uint32_t to,
-                                             uint32_t full_there, smem_addr from_s, smem_addr full_s, unsigned parity) {
-#pragma unroll
-    for (int m = 0; m < MT; ++m)
-#pragma unroll
-        for (int i = 0; i < N; i += 4) {
-            float x[4];
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                x[e] = part ? sum[m][i + e] : sum[m][N + i + e];
-                mine[m][i + e] = part ? sum[m][N + i + e] : sum[m][i + e];
-            }
-            st_async_128(to + (m * N + i) / 4 * WARPGROUP * 16, x[0], x[1], x[2], x[3], full_there);
-        }
-    mbarrier_wait(full_s, parity);
-#pragma unroll
-    for (int m = 0; m < MT; ++m)
-#pragma unroll
-        for (int i = 0; i < N; i += 4) {
-            const uint4 x = ld_shared_128(from_s + (m * N + i) / 4 * WARPGROUP * 16);
-            mine[m][i] += __uint_as_float(x.x), mine[m][i + 1] += __uint_as_float(x.y);
-            mine[m][i + 2] += __uint_as_float(x.z), mine[m][i + 3] += __uint_as_float(x.w);
-        }
 }
 
 /* ---- 4 the kernel -------------------------------------------------------------------------------------------- */
