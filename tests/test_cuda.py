@@ -48,6 +48,7 @@ def paged(lengths, queries=None, seed=0, dtype=BF16, **shape):
 def calls():
     """Every op once, small: name -> (function of nothing, its tensors that replay may change)."""
     a, b, bias = on_gpu(130, 72), on_gpu(72, 96), on_gpu(96)
+    x = on_gpu(140, 128, dtype=torch.float32)
     q, k, v = qkv()
     out, lse = ops.flash_attn_fwd(q, k, v, is_causal=True)
     grad = on_gpu(*out.shape, seed=3)
@@ -58,6 +59,8 @@ def calls():
     k_new, v_new = on_gpu(3, 2, 64), on_gpu(3, 2, 64, seed=1)
     return {
         "gemm": lambda: ops.gemm(a, b, bias, activation="gelu"),
+        "gemm_tf32": lambda: ops.gemm(x, x[:128], fp32_precision="tf32"),
+        "gemm_tf32_copied": lambda: ops.gemm(x.mT, x, fp32_precision="tf32"),
         "gemm_skinny": lambda: ops.gemm(a[:3], b),
         "gemm_act_bwd": lambda: ops.gemm_act_bwd(a, a, "silu"),
         "flash_attn": lambda: ops.flash_attn_fwd(q, k, v, is_causal=True),
@@ -469,24 +472,88 @@ def test_the_next_call_tells():
 # tf32
 
 
-@pytest.mark.parametrize("layout", ("NN", "NT", "TN", "TT"))
-@pytest.mark.parametrize("size", ((64, 64, 64), (130, 200, 300), (512, 384, 1024), (33, 20, 72)), ids=str)
-def test_tf32_errs_as_pytorch_does(size, layout):
-    gen = generator("tf32", size)
-    m, n, k = size
-    a, b = (randn(gen, *shape, device="cuda") for shape in ((m, k), (k, n)))
-    a = a.t().contiguous().t() if layout[0] == "T" else a
-    b = b.t().contiguous().t() if layout[1] == "T" else b
-    got = ops.gemm(a, b, fp32_precision="tf32")
+def tf32_operands(gen, m, n, k, layout, *batch):
+    """a, b of which T is dense along m or k."""
+    a, b = (randn(gen, *batch, *shape, device="cuda") for shape in ((m, k), (k, n)))
+    return tuple(x.mT.contiguous().mT if kind == "T" else x for x, kind in zip((a, b), layout, strict=True))
+
+
+def torch_tf32(call):
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
-        yards = [torch_gemm(a, b, order=order) for order in orders(gen, k)]
-        assert same_bits(torch_gpukern.gemm(a, b), got), "the public function follows torch's setting"
+        return call()
     finally:
         torch.backends.cuda.matmul.allow_tf32 = False
+
+
+TF32_SIZES = (
+    (64, 64, 64),
+    (130, 200, 300),
+    (512, 384, 1024),
+    (33, 20, 72),
+    (257, 129, 65),
+    (768, 1024, 96),
+    (300, 4096, 520),
+    (2048, 1536, 160),
+    (4100, 2180, 36),
+)
+
+
+@pytest.mark.parametrize("layout", ("NN", "NT", "TN", "TT"))
+@pytest.mark.parametrize("size", TF32_SIZES, ids=str)
+def test_tf32_errs_as_pytorch_does(size, layout):
+    gen = generator("tf32", size)
+    k = size[2]
+    a, b = tf32_operands(gen, *size, layout)
+    got = ops.gemm(a, b, fp32_precision="tf32")
+    yards = torch_tf32(lambda: [torch_gemm(a, b, order=order) for order in orders(gen, k)])
+    public = torch_tf32(lambda: torch_gpukern.gemm(a, b))
+    assert same_bits(public, got), "the public function follows torch's setting"
     assert_close_as(yards, got, a.double() @ b.double())
     plain = ops.gemm(a, b)
     assert (plain.double() - a.double() @ b.double()).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("activation", ("none", "relu", "gelu"))
+@pytest.mark.parametrize("layout", ("NN", "NT", "TN", "TT"))
+@pytest.mark.parametrize("n", (384, 381))
+def test_tf32_with_all_that_follows(layout, n, activation):
+    """bias, c, alpha, beta, the value before the activation, a batch; n decides how results leave the kernel."""
+    gen = generator("tf32 all", layout, n)
+    a, b = tf32_operands(gen, 260, n, 320, layout, 3)
+    bias, c = randn(gen, n, device="cuda"), randn(gen, 260, n, device="cuda")
+    for more in ({}, {"bias": bias}, {"bias": bias, "c": c, "alpha": -0.75, "beta": 0.5}):
+        out, preact = ops.gemm_fwd(a, b, activation=activation, fp32_precision="tf32", **more)
+        yards = torch_tf32(lambda more=more: [torch_gemm(a, b, order=o, **more) for o in orders(gen, 320)])
+        exact = torch_gemm(
+            a.double(), b.double(), **{k: v.double() if k in ("bias", "c") else v for k, v in more.items()}
+        )
+        if preact is not None:
+            assert_close_as(yards, preact, exact, "preact")
+        act = {"none": lambda x: x, "relu": torch.relu, "gelu": F.gelu}[activation]
+        assert_close_as([act(y) for y in yards], out, act(exact))
+
+
+@pytest.mark.skipif(
+    "torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0)", reason="Hopper's rows"
+)
+def test_tf32_rows_of_hopper():
+    """A product is turned where b is dense along n; a along m, and rows that begin anywhere, are copied first."""
+    gen = generator("tf32 rows")
+    for layout, turned, copies in (("NN", True, 0), ("NT", False, 0), ("TN", True, 4), ("TT", False, 4)):
+        a, b = tf32_operands(gen, 1536, 2048, 1024, layout)
+        plan = torch_gpukern.explain("gemm", a, b, fp32_precision="tf32")
+        assert plan["row"].startswith("gemm_sm90a_tf32_") and ("turned" in plan["row"]) == turned
+        assert plan["workspace_bytes"] == copies * 1536 * 1024
+        assert not torch_gpukern.explain("gemm", a, b)["row"].startswith("gemm_sm90a_")
+        want = ops.gemm(a, b, fp32_precision="tf32")
+        for x in ("a", "b"):
+            odd = torch.empty(3 + (a if x == "a" else b).numel(), device="cuda")[3:]
+            odd = odd.as_strided((a if x == "a" else b).shape, (a if x == "a" else b).stride(), odd.storage_offset())
+            odd.copy_(a if x == "a" else b)
+            pair = (odd, b) if x == "a" else (a, odd)
+            assert torch_gpukern.explain("gemm", *pair, fp32_precision="tf32")["row"] == plan["row"]
+            assert same_bits(ops.gemm(*pair, fp32_precision="tf32"), want)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -61,6 +61,7 @@ class Kernel:
     stages: int = 3
     tiles: int = 2
     steps: int = 4  # of k, before it is cut into parts
+    turned: bool = False  # tf32.cuh: fragments of a are loaded two products ahead, four products a step
     broken: str = ""  # the rule that is not kept
 
     @property
@@ -162,11 +163,46 @@ class Cluster:
             self.empty[there][slot].arrive()
             yield None
 
+    def products_turned(self, block, tile, slot, parity):
+        """multiply_turned: fragments are read when they are loaded, b while a product runs. Returns slot and parity."""
+        broken, queue, steps = self.k.broken, [], self.steps_of(block)
+        for k in steps:
+            full, fresh = self.full[block][slot], k == steps[0]
+            if fresh:
+                yield lambda full=full, parity=parity: full.ended(parity)
+                self.see(block, slot, (tile, k))
+            here = slot
+            for product in range(4):
+                self.reading[block][here] += 1
+                queue.append((here, (tile, k)))
+                self.events.append((self.finish, block, queue))
+                yield None
+                if broken != "products not awaited":
+                    yield lambda: len(queue) <= 2
+                if product == (0 if broken == "let go a product early" else 1) and not fresh:
+                    yield from self.let_go(block, (here - 1) % self.k.stages)
+                if product < 2:
+                    self.see(block, here, (tile, k))
+                    continue
+                if product == 2:
+                    slot, parity = self.next_of(slot, parity)
+                    full = self.full[block][slot]
+                    if k != steps[-1] and broken != "full not awaited":
+                        yield lambda full=full, parity=parity: full.ended(parity)
+                if k != steps[-1]:
+                    self.see(block, slot, (tile, k + 1))
+        yield lambda: not queue
+        if steps:
+            yield from self.let_go(block, (slot - 1) % self.k.stages)
+        return slot, parity
+
     def products(self, block, warpgroup):
         broken, queue, trades = self.k.broken, [], 0
         slot = parity = 0
         for tile in range(self.k.tiles):
-            steps = self.steps_of(block)
+            steps = () if self.k.turned else self.steps_of(block)
+            if self.k.turned:
+                slot, parity = yield from self.products_turned(block, tile, slot, parity)
             for k in steps:
                 full = self.full[block][slot]
                 if broken != "full not awaited":
@@ -267,6 +303,8 @@ CLUSTERS = {  # the shapes of tiles.h, and the pair along n and the four that it
     "two parts of k": Kernel(ck=2),
     "two parts of k, one warpgroup": Kernel(ck=2, warpgroups=1),
     "two parts of two rows": Kernel(cm=2, ck=2, warpgroups=1),
+    "turned tf32, two columns": Kernel(cn=2, turned=True),
+    "turned tf32, two parts of k": Kernel(ck=2, warpgroups=1, turned=True),
 }
 
 
@@ -286,6 +324,7 @@ def test_the_protocol_holds(name):
 OVERWRITTEN, STUCK, OTHER = "overwritten while", "nothing can go on", "reads other bytes"
 BROKEN = {  # rule -> a cluster that shows it, and what may then go wrong first
     "let go a step early": ("one block", OVERWRITTEN),
+    "let go a product early": ("turned tf32, two columns", OVERWRITTEN),
     "products not awaited": ("one block", OVERWRITTEN),
     "empty count - 1": ("one block", "."),
     "empty count + 1": ("two rows", STUCK),

@@ -14,6 +14,7 @@
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/tile/layout.cuh"
 #include "cuda/tile/tma_ring.cuh"
+#include "cuda/gemm/tf32.cuh"
 #include "cuda/tile/wgmma.cuh"
 #include "check_tile.cuh"
 
@@ -533,6 +534,106 @@ template <class T> static void check_widths(const buffer &a, const buffer &b, co
     check_modes<T, 192>(a, b, c, d), check_modes<T, 224>(a, b, c, d), check_modes<T, 256>(a, b, c, d);
 }
 
+// tf32: d [128][N] = a b, K of 64, a as descriptors say or from registers: rows of a tile [64 k][128 x].
+template <int N, bool FROM_REGISTERS> static __global__ void __launch_bounds__(128) wgmma_tf32_kernel(WgmmaParams p) {
+    typedef wgmma_tile<128, FROM_REGISTERS, 32> A;
+    typedef wgmma_tile<N, false, 32> B;
+    enum {
+        K = 64
+    };
+    extern __shared__ __align__(1024) unsigned char smem[];
+    const smem_addr a_s = aligned_smem(smem), b_s = a_s + K / 32 * A::bytes;
+    const int t = threadIdx.x, warp = t / 32, lane = t % 32;
+    const uint32_t *a_g = (const uint32_t *)p.a_g, *b_g = (const uint32_t *)p.b_g;
+    for (int i = t; i < 128 * K; i += 128)
+        st_shared_32(a_s + i % K / 32 * A::bytes + A::offset_of(i / K, i % 32), a_g[i]);
+    for (int i = t; i < N * K; i += 128)
+        st_shared_32(b_s + i % K / 32 * B::bytes + B::offset_of(i / K, i % 32), b_g[i]);
+    fence_proxy_async();
+    __syncthreads();
+    float d[2][N / 2];
+    wgmma_pin(d);
+#pragma unroll
+    for (int k8 = 0; k8 < K / 8; ++k8) {
+        const smem_addr at_s = a_s + k8 / 4 * A::bytes;
+        const uint64_t b = B::descriptor(b_s + k8 / 4 * B::bytes + k8 % 4 * B::step_bytes);
+        uint32_t a[2][4];
+        if (FROM_REGISTERS) load_tf32(a, at_s + A::offset(warp * 32) + tf32_offset(lane, lane % 4), k8 % 4);
+        wgmma_fence();
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+            if constexpr (FROM_REGISTERS)
+                wgmma_tf32_rs<N>(d[m], a[m], b, k8 > 0);
+            else
+                wgmma_tf32_ss<N>(d[m], A::descriptor(at_s + A::offset(m * 64) + k8 % 4 * A::step_bytes), b, k8 > 0);
+        }
+        wgmma_commit_group();
+        wgmma_wait_group<0>();
+    }
+    wgmma_pin(d);
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+        for (int e = 0; e < N / 2; ++e) {
+            const coord at = wgmma_d(warp, lane, e);
+            const int row = FROM_REGISTERS ? warp * 32 + 4 * tf32_chunk(lane) + 2 * m + e / 2 % 2 : m * 64 + at.row;
+            p.out_g[row * N + at.col] = d[m][e];
+        }
+}
+
+template <int N, bool FROM_REGISTERS>
+static void check_wgmma_tf32(const buffer &a, const buffer &b, const buffer &out, const char *name) {
+    static int x[128 * 64], y[256 * 64];
+    for (int i = 0; i < 128 * 64; ++i) ((float *)a.host)[i] = (float)(x[i] = random_below(33) - 16);
+    for (int i = 0; i < N * 64; ++i) ((float *)b.host)[i] = (float)(y[i] = random_below(33) - 16);
+    to_device(a), to_device(b);
+    const int bytes = (128 + N) * 64 * 4 + 1024;
+    allow<wgmma_tf32_kernel<N, FROM_REGISTERS>>(bytes);
+    wgmma_tf32_kernel<N, FROM_REGISTERS><<<1, 128, bytes>>>({a.device, b.device, NULL, (float *)out.device, false});
+    to_host(out);
+    for (int i = 0; i < 128 * N; ++i) {
+        int exact = 0;
+        for (int k = 0; k < 64; ++k) exact += x[i / N * 64 + k] * y[i % N * 64 + k];
+        check(((float *)out.host)[i] == (float)exact, "row, column", i / N, i % N, ((float *)out.host)[i]);
+    }
+    verb(name);
+}
+
+// A box of float32 as tf32: rounded to nearest, ties to even, in 10 bits of the mantissa.
+static __global__ void tf32_box_kernel(const __grid_constant__ TileParams p) {
+    extern __shared__ __align__(1024) unsigned char smem[];
+    __shared__ __align__(8) uint64_t barrier;
+    const smem_addr s = aligned_smem(smem), barrier_s = cvta_to_shared(&barrier);
+    if (threadIdx.x == 0) {
+        mbarrier_init(barrier_s, 1);
+        fence_mbarrier_init();
+        mbarrier_arrive_expect_tx(barrier_s, 64 * 128);
+        tma_load_5d(s, &p.map, tma_at{{0, 0, 0, 0, 0}}, barrier_s);
+    }
+    __syncthreads();
+    wait(barrier_s, 0);
+    smem_to_global(p.out_g, s, 64 * 128);
+}
+
+static void check_tf32_box(const buffer &in, const buffer &out) {
+    uint32_t *from = (uint32_t *)in.host;
+    for (int i = 0; i < 64 * 32; ++i) /* every third a tie or one off it */
+        from[i] = (uint32_t)random_below(1 << 30) << 1 & 0xbf7fffffu,
+        from[i] = i % 3 ? from[i] : (from[i] & ~0x1fffu) + 0xfffu + i % 9 / 3;
+    to_device(in);
+    const TensorShape shape = {in.device, GK_F32, {32, 64, 1, 1, 1}, {1, 32, 0, 0, 0}, true};
+    allow<tf32_box_kernel>(64 * 128 + 1024);
+    const TileParams p = {map_of(shape, 32, 64), 0, 0, {0, 0, 0}, (uint32_t *)out.device};
+    tf32_box_kernel<<<1, 128, 64 * 128 + 1024>>>(p);
+    to_host(out);
+    for (int i = 0; i < 64 * 32; ++i) {
+        const uint32_t exact = (from[i] + 0xfffu + (from[i] >> 13 & 1)) & ~0x1fffu;
+        const uint32_t got = ((uint32_t *)out.host)[wgmma_tile<64, false, 32>::offset_of(i / 32, i % 32) / 4];
+        check(got == exact, "bits, rounded, expected", from[i], got, exact);
+    }
+    verb("tma_load_5d of float32 as tf32");
+}
+
 // ---- the ring -------------------------------------------------------------------------------------------------------
 
 enum {
@@ -720,6 +821,11 @@ int main() {
     check_stmatrix(b, c);
     check_widths<bf16>(a, b, c, d);
     check_widths<__half>(a, b, c, d);
+    check_tf32_box(a, b);
+    check_wgmma_tf32<64, false>(a, b, c, "wgmma_tf32_ss n64"),
+        check_wgmma_tf32<128, false>(a, b, c, "wgmma_tf32_ss n128");
+    check_wgmma_tf32<64, true>(a, b, c, "wgmma_tf32_rs n64"),
+        check_wgmma_tf32<128, true>(a, b, c, "wgmma_tf32_rs n128");
     check_ring<1>(a, b, c, "tma_ring, 2 warpgroups");
     check_ring<2>(a, b, c, "tma_ring, 2 warpgroups of 2 blocks");
     check_ring<4>(a, b, c, "tma_ring, 2 warpgroups of 4 blocks");

@@ -564,10 +564,11 @@ static void check_fragment_loads() {
 // address xored with bits 7 .. 9.
 static uint32_t swizzled_128(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
 
-// All parts of a tile as boxes of 64 elements x rows, one row of 128 bytes behind the other.
-template <int BX, bool ALONG_X, int PARTS> static void check_part() {
-    typedef wgmma_part<BX, ALONG_X, PARTS> Part;
-    typedef wgmma_tile<BX, ALONG_X> Tile;
+// All parts of a tile as boxes of EACH elements x rows, one row of 128 bytes behind the other.
+template <int BX, bool ALONG_X, int PARTS, int EACH> static void check_part() {
+    typedef wgmma_part<BX, ALONG_X, PARTS, EACH> Part;
+    typedef wgmma_tile<BX, ALONG_X, EACH> Tile;
+    constexpr int BYTES = 128 / EACH;
     static int hits[256 * 64];
     memset(hits, 0, sizeof hits);
     bool blocks = true, places = true, inside = true, once = true;
@@ -577,57 +578,86 @@ template <int BX, bool ALONG_X, int PARTS> static void check_part() {
             const int start = Part::offset(part, i);
             blocks = blocks && start % 1024 == 0 && Part::box_rows <= 256;
             for (int row = 0; row < Part::box_rows; ++row) {
-                for (int col = 0; col < 64; ++col) {
-                    const int at = (int)swizzled_128(start + row * 128 + col * 2);
+                for (int col = 0; col < EACH; ++col) {
+                    const int at = (int)swizzled_128(start + row * 128 + col * BYTES);
                     const int x = Part::x(part, i) + (ALONG_X ? col : row), k = Part::k(part) + (ALONG_X ? row : col);
-                    inside = inside && at >= 0 && at < Tile::bytes && k < 64;
-                    if (at < Tile::bytes) ++hits[at / 2];
-                    if (x >= BX) continue; // of the last panel, where BX is no multiple of 64
+                    inside = inside && at >= 0 && at < Tile::bytes && k < EACH;
+                    if (at < Tile::bytes) ++hits[at / BYTES];
+                    if (x >= BX) continue; // of the last panel, where BX is no multiple of EACH
                     ++x_hits;
                     places = places && at == Tile::offset_of(x, k);
                 }
             }
         }
     }
-    for (int i = 0; i < Tile::bytes / 2; ++i) once = once && hits[i] == 1;
-    check(blocks && inside, "%d parts of %d x 64, %d: a box lies outside or on no block", PARTS, BX, ALONG_X);
-    check(places, "%d parts of %d x 64, %d: tma puts an element elsewhere", PARTS, BX, ALONG_X);
-    check(once && x_hits == BX * 64, "%d parts of %d x 64, %d: not every byte once", PARTS, BX, ALONG_X);
+    for (int i = 0; i < Tile::bytes / BYTES; ++i) once = once && hits[i] == 1;
+    check(blocks && inside, "%d parts of %d x %d, %d: a box lies outside or on no block", PARTS, BX, EACH, ALONG_X);
+    check(places, "%d parts of %d x %d, %d: tma puts an element elsewhere", PARTS, BX, EACH, ALONG_X);
+    check(once && x_hits == BX * EACH, "%d parts of %d x %d, %d: not every byte once", PARTS, BX, EACH, ALONG_X);
 }
 
-// Which byte wgmma reads for element (x, k16) of the operand that a descriptor describes; x from the descriptor's start.
-static uint32_t wgmma_reads(uint64_t descriptor, bool along_x, int x, int k) {
+// Which byte wgmma reads for element (x, k16) of the operand that a descriptor describes, elements of `bytes`; x from the
+// descriptor's start.
+static uint32_t wgmma_reads(uint64_t descriptor, bool along_x, int x, int k, int bytes) {
     const uint32_t start = (uint32_t)(descriptor & 0x3fff) << 4, leading = (uint32_t)(descriptor >> 16 & 0x3fff) << 4,
                    stride = (uint32_t)(descriptor >> 32 & 0x3fff) << 4;
     if (along_x) return swizzled_128(start + x / 64 * leading + k / 8 * stride + k % 8 * 128 + x % 64 * 2);
-    return swizzled_128(start + x / 8 * stride + x % 8 * 128 + k * 2);
+    return swizzled_128(start + x / 8 * stride + x % 8 * 128 + k * bytes);
 }
 
 // Every place that a product can start at: 64 rows of a, or all of b.
-template <int BX, bool ALONG_X> static void check_descriptor() {
-    typedef wgmma_tile<BX, ALONG_X> Tile;
+template <int BX, bool ALONG_X, int EACH> static void check_descriptor() {
+    typedef wgmma_tile<BX, ALONG_X, EACH> Tile;
     bool fields = true, reads = true;
     for (uint32_t base = 0; base < 3 * 65536; base += 13 * 1024) {
         for (int first = 0; first < BX; first += 64) {
-            for (int k = 0; k < 64; k += 16) {
-                const uint64_t d = Tile::descriptor(base + Tile::offset(first) + k / 16 * Tile::step_bytes);
+            for (int k = 0; k < EACH; k += EACH / 4) {
+                const uint64_t d = Tile::descriptor(base + Tile::offset(first) + k / (EACH / 4) * Tile::step_bytes);
                 fields = fields && d >> 62 == 1 && (d >> 46 & 0xffff) == 0 && (d & 0xc000c000c000) == 0;
                 for (int x = 0; first + x < BX; ++x)
-                    for (int e = 0; e < 16; ++e)
-                        reads = reads && wgmma_reads(d, ALONG_X, x, e) == base + Tile::offset_of(first + x, k + e);
+                    for (int e = 0; e < EACH / 4; ++e)
+                        reads = reads &&
+                                wgmma_reads(d, ALONG_X, x, e, 128 / EACH) == base + Tile::offset_of(first + x, k + e);
             }
         }
     }
-    check(fields, "descriptor of %d x 64, %d: wrong mode, or bits where none belong", BX, ALONG_X);
-    check(reads, "descriptor of %d x 64, %d: wgmma reads another byte", BX, ALONG_X);
+    check(fields, "descriptor of %d x %d, %d: wrong mode, or bits where none belong", BX, EACH, ALONG_X);
+    check(reads, "descriptor of %d x %d, %d: wgmma reads another byte", BX, EACH, ALONG_X);
+}
+
+template <int BX, bool ALONG_X, int EACH> static void check_parts() {
+    check_part<BX, ALONG_X, 1, EACH>();
+    if constexpr (BX % 64 == 0) check_part<BX, ALONG_X, 2, EACH>(), check_part<BX, ALONG_X, 4, EACH>();
 }
 
 template <int BX> static void check_operand() {
-    check_descriptor<BX, false>(), check_descriptor<BX, true>();
-    check_part<BX, false, 1>(), check_part<BX, true, 1>();
-    if constexpr (BX % 64 == 0) {
-        check_part<BX, false, 2>(), check_part<BX, true, 2>();
-        check_part<BX, false, 4>(), check_part<BX, true, 4>();
+    check_descriptor<BX, false, 64>(), check_descriptor<BX, true, 64>();
+    check_parts<BX, false, 64>(), check_parts<BX, true, 64>();
+}
+
+// tf32: wgmma reads it along k alone; along x the lanes' loads must meet every element of a warpgroup's 128 x 8 once, where
+// the ISA wants A's, and take a row's four from 16 bytes in a row.
+template <int BX> static void check_operand_tf32() {
+    typedef wgmma_tile<BX, true, 32> Tile;
+    check_descriptor<BX, false, 32>(), check_parts<BX, false, 32>();
+    if constexpr (BX % 128 == 0) {
+        static int hits[BX * 32];
+        memset(hits, 0, sizeof hits);
+        bool good = true;
+        for (int thread = 0; thread < BX; ++thread) { // of BX / 128 warpgroups
+            const int warp = thread / 32, lane = thread % 32, first = warp * 32 + 4 * tf32_chunk(lane);
+            for (int k8 = 0; k8 < 32; k8 += 8) {
+                for (int e = 0; e < 2; ++e) { // frag_a32: the lane's k of a row
+                    const int k = k8 + frag_a32(lane, 2 * e).col;
+                    const int at = Tile::offset(warp * 32) + tf32_offset(lane, k);
+                    for (int i = 0; i < 4; ++i)
+                        good = good && at + 4 * i == Tile::offset_of(first + i, k) && ++hits[(first + i) * 32 + k] == 1;
+                }
+            }
+        }
+        for (int i = 0; i < BX * 32; ++i) good = good && hits[i] == 1;
+        check(good, "tf32 from registers, %d rows: not every element once", BX);
+        check_parts<BX, true, 32>();
     }
 }
 
@@ -699,6 +729,7 @@ int main(int argc, char **argv) {
     check_fragment_loads();
     check_operand<64>(), check_operand<128>(), check_operand<192>(), check_operand<256>();
     check_operand<8>(), check_operand<16>(), check_operand<32>(), check_operand<96>(), check_operand<224>();
+    check_operand_tf32<64>(), check_operand_tf32<128>(), check_operand_tf32<192>(), check_operand_tf32<256>();
     for (int n = 8; n <= 256; n += 8) check_wgmma_d(n);
     check_schedules();
     printf("%ld passed, %ld failed\n", num_passed, num_failed);

@@ -31,7 +31,7 @@ static void check_divisors() {
     }
 }
 
-static uint16_t memory[1 << 20];
+alignas(16) static uint16_t memory[1 << 20];
 
 /* The chunk as a thread of the kernel makes it. */
 static void chunk_of(const RealignMatrix &x, uint32_t i, uint16_t *to) {
@@ -78,6 +78,44 @@ static void check_matrix() {
     free(copy);
 }
 
+/* Elements of 32 bits: as pairs of 16 where rows are dense, else for the tiles of the other kernel, which are read here as
+ * it reads them: an element at a time, from its batch entry on. */
+static void check_matrix_32() {
+    const uint32_t *words = (const uint32_t *)memory;
+    const int64_t inner = 1 + below(below(2) ? 40 : 150), outer = 1 + below(9);
+    const int64_t step = below(2) ? 1 : below(40) - 20, outer_stride = below(4) ? inner * 3 + below(20) : 1;
+    const int ndim = (int)below(4);
+    int64_t shape[4], stride[4], origin = 200000 + below(8), entries = 1, copied[4];
+    for (int d = 0; d < ndim; ++d) {
+        shape[d] = 1 + below(4), stride[d] = below(3) ? below(9000) - 4500 : 0;
+        copied[d] = stride[d], entries *= stride[d] ? shape[d] : 1;
+    }
+    RealignMatrix x;
+    const bool good = realign_plan_32(words + origin, inner, outer, step, outer_stride, ndim, shape, copied, &x);
+    const int64_t ld = gk_round_up(inner, 4);
+    check(good && realign_bytes(x) == entries * outer * ld * 4, "bytes", realign_bytes(x), entries * outer * ld * 4);
+    check(x.turned == (step != 1) && x.chunks.by == ld / 4 && x.inner == 2 * inner, "turned", step, x.turned);
+    uint32_t *copy = (uint32_t *)malloc((size_t)realign_bytes(x));
+    for (uint32_t i = 0; !x.turned && i < x.total; ++i) chunk_of(x, i, (uint16_t *)copy + i * 8);
+    for (uint32_t e = 0; x.turned && e < x.total / x.chunks.by / x.outer.by; ++e)
+        for (int64_t r = 0; r < outer; ++r)
+            for (int64_t c = 0; c < ld; ++c) {
+                const uint32_t *from = (const uint32_t *)x.from + realign_entry(x, e);
+                copy[(e * outer + r) * ld + c] = c < inner ? from[c * x.inner_stride + r * x.outer_stride] : 0;
+            }
+    int64_t at[4] = {};
+    for (bool more = true; more;) {
+        const uint32_t *from = words + origin, *to = copy;
+        for (int d = 0; d < ndim; ++d) from += at[d] * stride[d], to += at[d] * copied[d];
+        for (int64_t r = 0; r < outer; ++r)
+            for (int64_t c = 0; c < ld; ++c)
+                check(to[r * ld + c] == (c < inner ? from[r * outer_stride + c * step] : 0), "word", r, c);
+        more = false;
+        for (int d = 0; d < ndim && !more; ++d) more = ++at[d] < shape[d], at[d] = more ? at[d] : 0;
+    }
+    free(copy);
+}
+
 static void check_refusals() {
     RealignMatrix x;
     int64_t shape = 1 << 20, stride = 7;
@@ -89,7 +127,7 @@ static void check_refusals() {
 int main() {
     for (size_t i = 0; i < sizeof memory / 2; ++i) memory[i] = (uint16_t)(1 + i * 40503u % 65535);
     check_divisors();
-    for (int i = 0; i < 3000; ++i) check_matrix();
+    for (int i = 0; i < 3000; ++i) check_matrix(), check_matrix_32();
     check_refusals();
     printf("%ld passed, %ld failed\n", num_passed, num_failed);
     return num_failed != 0 || num_passed == 0;

@@ -1,34 +1,36 @@
-/* gemm_sm90a: out = activation(alpha a b + beta c + bias) on Hopper's tensor cores by wgmma, fed by tma: bfloat16, float16.
+/* gemm_sm90a: out = activation(alpha a b + beta c + bias) on Hopper's tensor cores by wgmma, fed by tma: bfloat16, float16,
+ * tf32.
  *
  * a [batch, M, K]  b [batch, K, N]   each dense along k or along its other dimension, other strides multiples of 16 bytes;
- *                                    one that is not is copied first (gemm_realign), into the call's workspace
+ *                                    one that is not is copied first (gemm_realign), into the call's workspace;
+ *                                    tf32: a along k, b along k, or along n, which turns the product (tf32.cuh)
  * bias [N], c broadcasts, out [batch, M, N], preact like out; float32 sums, one rounding
  * Grid: as many clusters of CM x CN x CK blocks as fit the GPU; each takes CM x CN tiles BM x BN side by side, in the order
  * of order.cuh, until none is left. The blocks of a row read the same of a, those of a column the same of b: each copies its
  * share to all of them, since L2 gives the SMs some 8 TB/s and single 128 x 256 tiles would ask for 12. CK = 2: two
  * blocks sum half of k each, trade halves of their sums and store half of the columns.
- * Turned, for few rows: a and b change places (out^T = b^T a^T), so that the weights fill wgmma's 64 rows.
+ * Turned, for few rows and tf32: a and b change places (out^T = b^T a^T), so that the weights fill wgmma's 64 rows.
  * Block: WGS warpgroups that multiply, BM / WGS rows each, and one of which a single thread copies.
  *
  * Shared memory (struct Smem): a ring of slots, each K64 times
- *   a [BM][64 k] or [BM / 64][64 k][64 m], b [BN][64 k] or [BN / 64][64 k][64 n]      swizzled by 128 bytes (wgmma.cuh)
+ *   a [BM][64 k] or [BM / 64][64 k][64 m], b [BN][64 k] or [BN / 64][64 k][64 n]      swizzled by 128 bytes (wgmma.cuh);
+ *   tf32: 32 for 64
  * then the warps' panels of results, the traded halves, the barriers.
  *
  * Pipeline (slots full and empty: tma_ring.cuh); one step of products stays under way while the next is issued:
  *   copies      k0 k1 k2 k3 | k4      k5         ..  runs on into the next tile while this one's sums are stored
  *   products                | 0 .. 1 .. 2 ..         slot j - 1 is let go when step j is issued and step j - 1 is done
- * 16-bit results go through the panels and leave by tma behind the warp's back; float32 ones and sums with c are stored by the
- * lanes, 8 columns each, or 8 rows where rows of the result do not begin at multiples of 16 bytes. The next kernel on the
- * stream may start its own prologue meanwhile.
+ * Results of a's dtype go through the panels and leave by tma behind the warp's back; float32 of 16-bit operands and sums
+ * with c are stored by the lanes, 8 columns each, or 8 rows where rows of the result do not begin at multiples of 16 bytes.
+ * The next kernel on the stream may start its own prologue meanwhile.
  *
- * Workspace: the copies, (rows or columns) x (k rounded up to 8) x 2 bytes each, or with both changed.
- * Not here: other dtypes, K = 0 (gemm_sm80, gemm_plain), 64 columns or fewer, few rows of weights that need a copy. */
+ * Workspace: the copies, (rows or columns) x (k rounded up to 16 bytes) each, or with both changed.
+ * Not here: other dtypes, ieee float32, K = 0 (gemm_sm80, gemm_plain), 64 columns or fewer, few rows of weights that need a
+ * copy, few rows of tf32. */
 #include "../host/launch.cuh"
 #include "../host/tensormap.cuh"
-#include "../ptx/bar.cuh"
 #include "../ptx/cluster.cuh"
 #include "../ptx/griddepcontrol.cuh"
-#include "../ptx/stmatrix.cuh"
 #include "../ptx/tma.cuh"
 #include "../ptx/wgmma.cuh"
 #include "../tile/tma_ring.cuh"
@@ -36,8 +38,10 @@
 #include "epilogue.cuh"
 #include "operands.cuh"
 #include "order.cuh"
+#include "results.cuh"
 #include "tf32.cuh"
 #include "tiles.h"
+#include "trade.cuh"
 
 namespace {
 
@@ -69,13 +73,12 @@ template <class T, class Tile, int MODE> struct Smem {
      * order to that of rows; turned: all columns as rows of 64 floats, 4 more to spread them over the banks. */
     static constexpr int COLS = Tile::BN / Tile::CK, PANEL_COLS = COLS % 64 == 0 && sizeof(T) == 2 ? 64 : 32;
     typedef smem_tile<16, PANEL_COLS *(int)sizeof(T)> Panel;
-    static constexpr int SUMS = COLS / 2, SOME = Tile::PANELS * 2048 / Panel::bytes * PANEL_COLS / 2,
-                         MOST = SOME < SUMS ? SOME : SUMS; /* sums of a lane: all, and of a warp's panels */
     static constexpr bool BY_PANELS = !Tile::TURNED || TURNED_TF32<T, Tile>;
     static constexpr int TURNED_LD = 64 + 4, WARP_PANELS = BY_PANELS ? Tile::PANELS * 2048 : COLS * TURNED_LD;
 
     static constexpr int PANELS = RING, TRADE = PANELS + Tile::WGS * 4 * WARP_PANELS;
-    static constexpr int WARPGROUP_TRADE = Tile::CK > 1 ? COLS * 256 : 0; /* what the other part of k sends */
+    static constexpr int MT = Tile::BM / Tile::WGS / 64; /* wgmma a step of 64 rows of a warpgroup */
+    static constexpr int WARPGROUP_TRADE = Tile::CK > 1 ? MT * COLS * 256 : 0; /* what the other part of k sends */
     static constexpr int BARRIERS = TRADE + Tile::WGS * WARPGROUP_TRADE, TRADED = BARRIERS + tma_ring<STAGES>::bytes;
     static constexpr int BYTES = TRADED + 16 + WGMMA_BLOCK_BYTES; /* to align the ring */
     /* the next kernel's blocks get ready beside this one's */
@@ -111,218 +114,7 @@ __device__ __forceinline__ void copy_part(smem_addr to_s, const CUtensorMap *map
     }
 }
 
-/* ---- 3 results ----------------------------------------------------------------------------------------------- */
-/* 16 rows of 32 floats, the first of v, in the accumulators' order. */
-template <class Panel> __device__ __forceinline__ void put_floats(smem_addr panel_s, const float *v, int lane) {
-#pragma unroll
-    for (int i = 0; i < 16; i += 2) {
-        const int row = lane / 4 + i / 2 % 2 * 8, byte = i / 4 * 32 + lane % 4 * 8;
-        st_shared_64(panel_s + Panel::offset(row, byte / 16) + byte % 16, make_float2(v[i], v[i + 1]));
-    }
-}
-
-/* A warp's 16 rows of N / 8 octets of columns go to its panels and leave by tma while the warp goes on. at: their first
- * column and row. One fence for all panels: each waits until the warp's stores have come. */
-template <class T, class Panel, int N>
-__device__ __forceinline__ void store_panels(const CUtensorMap *map, const float *v, smem_addr panels_s,
-                                             const tma_at &at, int lane) {
-    constexpr int EACH = Panel::row_bytes / (2 * (int)sizeof(T)), NUM = N / EACH;
-    if (lane == 0) tma_store_wait_group_read<0>();
-    __syncwarp(); /* the panels' last contents have been read */
-#pragma unroll
-    for (int i = 0; i < NUM; ++i) {
-        const float *const w = v + i * EACH;
-        if constexpr (sizeof(T) == 4) {
-            put_floats<Panel>(panels_s + i * Panel::bytes, w, lane);
-        } else {
-            const unsigned put = Panel::offset(lane % 16, 0);
-#pragma unroll
-            for (int j = 0; j < Panel::chunks;
-                 j += 2) { /* rows 0-7 and 8-15 of one octet of columns, then of the next */
-                const uint32_t two[4] = {pack2<T>(w[4 * j], w[4 * j + 1]), pack2<T>(w[4 * j + 2], w[4 * j + 3]),
-                                         pack2<T>(w[4 * j + 4], w[4 * j + 5]), pack2<T>(w[4 * j + 6], w[4 * j + 7])};
-                stmatrix_x4(panels_s + i * Panel::bytes + (put ^ (j + lane / 16) * 16), two);
-            }
-        }
-    }
-    fence_proxy_async();
-    __syncwarp(); /* all of the panels is written */
-    if (lane == 0) {
-        tma_at to = at;
-#pragma unroll
-        for (int i = 0; i < NUM; ++i, to.c[0] += 2 * EACH) tma_store_5d(map, to, panels_s + i * Panel::bytes);
-        tma_store_commit_group();
-    }
-}
-
-/* The bias of a lane's columns from col0 on, two of every eight, all read before one is used. n is even; what lies past the
- * last column is not stored. */
-template <class T, int N>
-__device__ __forceinline__ void read_bias(const GemmProblem &p, int64_t col0, int lane, float (&bias)[N]) {
-    const GemmEpilogue &e = p.epilogue;
-    const int64_t col = col0 + lane % 4 * 2, last = p.n - 2;
-    if (!e.bias_vectors) {
-#pragma unroll
-        for (int i = 0; i < N; i += 2)
-            read_any<T, 2>(e.bias, e.bias_dtype, min(col + i * 4, last) * e.bias_col, e.bias_col, false, 2, bias + i);
-    } else if (e.bias_dtype == GK_F32) {
-#pragma unroll
-        for (int i = 0; i < N; i += 2) {
-            const float2 two = *(const float2 *)((const float *)e.bias + min(col + i * 4, last));
-            bias[i] = two.x, bias[i + 1] = two.y;
-        }
-    } else if constexpr (sizeof(T) == 2) {
-        uint32_t two[N / 2];
-#pragma unroll
-        for (int i = 0; i < N / 2; ++i) two[i] = *(const uint32_t *)((const T *)e.bias + min(col + i * 8, last));
-#pragma unroll
-        for (int i = 0; i < N; ++i) bias[i] = to_acc(((const T *)&two[i / 2])[i % 2]);
-    }
-}
-
-/* Brings the bias of BN columns from col0 on into L1, where the stores will look for it. */
-template <int BN> __device__ __forceinline__ void touch_bias(const GemmProblem &p, int64_t col0, int lane) {
-    const GemmEpilogue &e = p.epilogue;
-    const int bytes = e.bias_dtype == GK_F32 ? 4 : 2;
-    static_assert(BN * 4 <= 32 * 32, "a sector a lane");
-    if (e.bias_vectors && lane < BN * bytes / 32)
-        touch_global((const char *)e.bias + min(col0 * bytes + lane * 32, p.n * bytes - bytes));
-}
-
-/* 2 N columns of a warp's 16 rows of results of T without c; at moves past them. */
-template <class T, class Panel, int N, bool CURVED>
-__device__ __forceinline__ void store_some(const Params &x, float *v, smem_addr panels_s, tma_at &at, int lane) {
-    const GemmEpilogue &e = x.p.epilogue;
-    const float alpha = (float)e.alpha;
-    if (e.bias) { /* not + 0: -0 stays */
-        float bias[N / 2];
-        read_bias<T>(x.p, at.c[0], lane, bias);
-#pragma unroll
-        for (int i = 0; i < N; ++i) v[i] = fmaf(v[i], alpha, bias[i / 4 * 2 + i % 2]);
-    } else {
-#pragma unroll
-        for (int i = 0; i < N; ++i) v[i] *= alpha;
-    }
-    if (e.preact) store_panels<T, Panel, N>(&x.preact, v, panels_s, at, lane);
-    if (CURVED) {
-        activate_16<N>(e.activation, v);
-    } else if (e.activation == GK_ACT_RELU) {
-#pragma unroll
-        for (int i = 0; i < N; ++i) v[i] = v[i] <= 0 ? 0.f : v[i]; /* a NaN stays one */
-    }
-    store_panels<T, Panel, N>(&x.out, v, panels_s, at, lane);
-    at.c[0] += 2 * N;
-}
-
-/* A lane's N sums, MOST at a time, as many as the panels hold. CURVED: with an activation that costs many instructions: one
- * body, past which the sums move instead of the code. */
-template <class T, class Panel, int MOST, bool CURVED, int N>
-__device__ __forceinline__ void store_plain(const Params &x, float (&sum)[N], smem_addr panels_s, tma_at at, int lane) {
-    constexpr bool MOVE = CURVED && N > MOST;
-    constexpr int UNROLLED = MOVE ? 1 : N / MOST, REST = N % MOST;
-#pragma unroll UNROLLED
-    for (int i = 0; i + MOST <= N; i += MOST) {
-        store_some<T, Panel, MOST, CURVED>(x, sum + (MOVE ? 0 : i), panels_s, at, lane);
-        if (MOVE) {
-#pragma unroll
-            for (int j = 0; j + MOST < N; ++j) sum[j] = sum[j + MOST];
-        }
-    }
-    if constexpr (REST > 0) store_some<T, Panel, REST, CURVED>(x, sum + (MOVE ? 0 : N - REST), panels_s, at, lane);
-}
-
-/* Everything else, 32 columns of floats at a time: one body, past which the sums move instead of the code. A lane has 8
- * columns of a row; across, 8 rows of a column: without wide stores, the lanes of one should fall beside each other. */
-template <class T, int BN>
-__device__ __forceinline__ void store_any(const GemmProblem &p, const GemmPlace &at, float (&sum)[BN / 2],
-                                          smem_addr panel_s, int64_t row0, int64_t col0, bool across, int lane) {
-    typedef smem_tile<16, 128> Panel;
-#pragma unroll 1
-    for (int c = 0; c < BN; c += 32) {
-        put_floats<Panel>(panel_s, sum, lane);
-        __syncwarp(); /* the warp's lanes read what the others stored */
-#pragma unroll 1
-        for (int r = 0; r < 16; r += 8) {
-            /* what the epilogue takes for the row, and for the first of 8 columns */
-            const int64_t row = across ? col0 + c + lane : row0 + r + lane / 4;
-            const int64_t col = across ? row0 + r : col0 + c + lane % 4 * 8;
-            const int valid = (int)min((int64_t)8, (across ? p.m : p.n) - col);
-            uint32_t bits[8];
-            if (across) {
-#pragma unroll
-                for (int i = 0; i < 8; ++i)
-                    bits[i] = ld_shared_32(panel_s + Panel::offset(r + i, lane / 4) + lane % 4 * 4);
-            } else {
-                const uint4 x = ld_shared_128(panel_s + Panel::offset(r + lane / 4, lane % 4 * 2)),
-                            y = ld_shared_128(panel_s + Panel::offset(r + lane / 4, lane % 4 * 2 + 1));
-                bits[0] = x.x, bits[1] = x.y, bits[2] = x.z, bits[3] = x.w;
-                bits[4] = y.x, bits[5] = y.y, bits[6] = y.z, bits[7] = y.w;
-            }
-            float v[8];
-#pragma unroll
-            for (int i = 0; i < 8; ++i) v[i] = __uint_as_float(bits[i]);
-            if (row < (across ? p.n : p.m) && valid > 0) epilogue_cols<T, 8>(p.epilogue, at, row, col, valid, v);
-        }
-        __syncwarp(); /* the panel has been read */
-#pragma unroll
-        for (int i = 0; i + 16 < BN / 2; ++i) sum[i] = sum[i + 16];
-    }
-}
-
-/* A turned product: a warpgroup's 64 rows are columns of the result, its COLS columns rows. */
-constexpr GK_HD int turned_ways(int ld) {
-    int bytes[32] = {};
-    for (int lane = 0; lane < 32; ++lane) bytes[lane] = (wgmma_d(0, lane, 0).col * ld + wgmma_d(0, lane, 0).row) * 4;
-    return ways(bytes, 4);
-}
-
-template <class T, int COLS, int LD>
-__device__ __forceinline__ void store_turned(const GemmProblem &p, const GemmPlace &at, const float (&sum)[COLS / 2],
-                                             float *turned, int row0, int col0) {
-    static_assert(turned_ways(LD) == 1, "the lanes' sums fall into 32 banks");
-    const int thread = threadIdx.x % WARPGROUP, warp = thread / 32, lane = thread % 32;
-#pragma unroll
-    for (int i = 0; i < COLS / 2; ++i) {
-        const coord d = wgmma_d(warp, lane, i);
-        turned[d.col * LD + d.row] = sum[i];
-    }
-    bar_sync(1, WARPGROUP); /* all sums are there */
-#pragma unroll 1
-    for (int i = thread; i < COLS * 8; i += WARPGROUP) {
-        const int row = col0 + i / 8, col = row0 + i % 8 * 8, valid = (int)min((int64_t)8, p.m - col);
-        const float4 x = *(const float4 *)(turned + i / 8 * LD + i % 8 * 8),
-                     y = *(const float4 *)(turned + i / 8 * LD + i % 8 * 8 + 4);
-        float v[8] = {x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w};
-        if (row < p.n && valid > 0) epilogue_cols<T, 8>(p.epilogue, at, row, col, valid, v);
-    }
-    bar_sync(1, WARPGROUP); /* they have been read */
-}
-
-/* Two blocks have each half of the sum over k. Each keeps its half of the columns and sends the other half over; the sum of
- * two does not depend on who adds. to, from: 16 bytes a thread and step of four. */
-template <int BN>
-__device__ __forceinline__ void trade_halves(const float (&sum)[BN / 2], float (&mine)[BN / 4], int part, uint32_t to,
-                                             uint32_t full_there, smem_addr from_s, smem_addr full_s, unsigned parity) {
-#pragma unroll
-    for (int i = 0; i < BN / 4; i += 4) {
-        float x[4];
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            x[e] = part ? sum[i + e] : sum[BN / 4 + i + e];
-            mine[i + e] = part ? sum[BN / 4 + i + e] : sum[i + e];
-        }
-        st_async_128(to + i / 4 * WARPGROUP * 16, x[0], x[1], x[2], x[3], full_there);
-    }
-    mbarrier_wait(full_s, parity);
-#pragma unroll
-    for (int i = 0; i < BN / 4; i += 4) {
-        const uint4 x = ld_shared_128(from_s + i / 4 * WARPGROUP * 16);
-        mine[i] += __uint_as_float(x.x), mine[i + 1] += __uint_as_float(x.y);
-        mine[i + 2] += __uint_as_float(x.z), mine[i + 3] += __uint_as_float(x.w);
-    }
-}
-
-/* ---- 4 the kernel -------------------------------------------------------------------------------------------- */
+/* ---- 3 the kernel -------------------------------------------------------------------------------------------- */
 template <class T, class Tile, int MODE>
 __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1)
     __launch_bounds__(Tile::THREADS, Smem<T, Tile, MODE>::PER_SM) gemm_sm90a_kernel(const __grid_constant__ Params x) {
@@ -332,9 +124,9 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1)
     constexpr int BM = Tile::BM, BN = Tile::BN, STAGES = S::STAGES, WGS = Tile::WGS;
     constexpr int CM = Tile::CM, CN = Tile::CN, CK = Tile::CK, CLUSTER = CM * CN * CK,
                   NEIGHBOURS = CM + CN - 1; /* itself among them */
-    constexpr int MT = BM / WGS / 64, BK = Tile::K64 * K_BLOCK<T>;
+    constexpr int MT = S::MT, BK = Tile::K64 * K_BLOCK<T>;
     static_assert(!TURNED_TF32<T, Tile> || (MT == 2 && Tile::K64 == 1), "what load_tf32 brings");
-    static_assert(BM % (64 * WGS) == 0 && BN % 16 == 0 && BN <= 256 && (CK == 1 || MT == 1), "whole wgmma");
+    static_assert(BM % (64 * WGS) == 0 && BN % 16 == 0 && BN <= 256, "whole wgmma");
     extern __shared__ __align__(1024) unsigned char smem[];
     const GemmProblem &p = x.p;
     const int warpgroup = threadIdx.x / WARPGROUP, lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
@@ -363,7 +155,7 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1)
     const int step0 = part * part_steps, steps = max(0, min(part_steps, all_steps - step0));
 
     if (warpgroup == WGS) {
-        /* ---- 4.1 copies ---- */
+        /* ---- 3.1 copies ---- */
         if (WGS > 1) setmaxnreg_dec<Tile::COPY_REGS>();
         if (threadIdx.x == WGS * WARPGROUP) {
             uint16_t row_blocks = 0;
@@ -394,11 +186,11 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1)
             for (int s = 0; s < STAGES; ++s) ring.wait_empty(), ring.advance();
         }
     } else {
-        /* ---- 4.2 products ---- */
+        /* ---- 3.2 products ---- */
         if (WGS > 1) setmaxnreg_inc<Tile::SUM_REGS>();
         float sum[MT][BN / 2];
         unsigned trade_parity = 0;
-        int panel = 0;
+        int panel = 0; /* that store_plain_turned wrote longest ago */
         /* a lane for each block that copies into this one: the CM of its column, then the other CN - 1 of its row */
         const int other = lane - CM,
                   neighbour =
@@ -418,35 +210,9 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1)
             place_batch(p, p.out_batch, t / tiles, at);
             if (t == first) griddepcontrol_wait(); /* for the bias and c */
             if (!Tile::TURNED && x.plain) touch_bias<S::COLS>(p, tile_col + part * S::COLS, lane);
-            if constexpr (TURNED_TF32<T, Tile>) {
-                /* the lane's place in the first slot's panel of its warp */
-                const smem_addr lane_s = ring_s + A::offset((warpgroup * 4 + warp) * 32) + tf32_offset(lane, lane % 4);
-                uint32_t a[2][MT][4];
-                ring.wait_full();
-                load_tf32(a[0], lane_s + ring.slot * S::SLOT, 0);
-                for (int k = 0; k < steps; ++k) {
-                    const smem_addr a_s = lane_s + ring.slot * S::SLOT, b_s = ring_s + ring.slot * S::SLOT + A::bytes;
-                    const smem_addr before = ring.empty() + (ring.slot == 0 ? 8 * (STAGES - 1) : -8);
-#pragma unroll
-                    for (int kk = 0; kk < K_STEPS; ++kk) {
-                        wgmma_pin(sum);
-                        wgmma_fence(); /* a has been loaded, sums may have been touched by other code */
-#pragma unroll
-                        for (int m = 0; m < MT; ++m)
-                            wgmma_tf32_rs<BN>(sum[m], a[kk % 2][m], B::descriptor(b_s + kk * B::step_bytes),
-                                              k + kk > 0);
-                        wgmma_commit_group();
-                        wgmma_wait_group<1>(); /* the products before are done: their a may be loaded anew */
-                        if (kk == 0 && k > 0) let_go(before); /* all of the step before is done */
-                        if (kk + 1 < K_STEPS) {
-                            load_tf32(a[(kk + 1) % 2], a_s, kk + 1);
-                        } else {
-                            ring.advance();
-                            if (k + 1 < steps) ring.wait_full(), load_tf32(a[0], lane_s + ring.slot * S::SLOT, 0);
-                        }
-                    }
-                }
-            }
+            if constexpr (TURNED_TF32<T, Tile>)
+                multiply_turned<B, S::SLOT>(sum, ring, ring_s + A::offset((warpgroup * 4 + warp) * 32),
+                                            ring_s + A::bytes, steps, lane, let_go);
             for (int k = 0; !TURNED_TF32<T, Tile> && k < steps; ++k) {
                 const smem_addr a_s = ring_s + ring.slot * S::SLOT, b_s = a_s + A::bytes;
                 const smem_addr before = ring.empty() + (ring.slot == 0 ? 8 * (STAGES - 1) : -8);
@@ -478,10 +244,10 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1)
             if (steps > 0) let_go(last);
             if (CK > 1 && steps == 0) {
 #pragma unroll
-                for (int i = 0; i < BN / 2; ++i) sum[0][i] = 0;
+                for (int i = 0; i < MT * BN / 2; ++i) sum[i / (BN / 2)][i % (BN / 2)] = 0;
             }
 
-            /* ---- 4.3 results ---- */
+            /* ---- 3.3 results ---- */
             const smem_addr panels_s = ring_s + S::PANELS + (warpgroup * 4 + warp) * S::WARP_PANELS;
             const auto store = [&](auto &sums, int m) {
                 const int row = tile_row + (warpgroup * MT + m) * 64, col = tile_col + part * S::COLS;
@@ -492,35 +258,41 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1)
                 } else if (x.plain) {
                     at.c[0] = col, at.c[1] = row + warp * 16;
                     if (sizeof(T) == 4 || p.epilogue.activation == GK_ACT_NONE || p.epilogue.activation == GK_ACT_RELU)
-                        store_plain<T, typename S::Panel, S::MOST, false>(x, sums, panels_s, at, lane);
+                        store_plain<T, typename S::Panel, Tile::PANELS, false>(x, sums, panels_s, at, lane);
                     else if constexpr (sizeof(T) == 2)
-                        store_plain<T, typename S::Panel, S::MOST, true>(x, sums, panels_s, at, lane);
+                        store_plain<T, typename S::Panel, Tile::PANELS, true>(x, sums, panels_s, at, lane);
                 } else {
                     store_any<T, S::COLS>(p, gemm_place(p, t / tiles), sums, panels_s, row + warp * 16, col, x.across,
                                           lane);
                 }
             };
-            if constexpr (TURNED_TF32<T, Tile>) {
-                const int row = tile_col, col = tile_row + (warpgroup * 4 + warp) * 32;
+            /* a warp's 32 columns of the result, S::COLS rows */
+            const auto store_pair = [&](auto &sums) {
+                const int row = tile_col + part * S::COLS, col = tile_row + (warpgroup * 4 + warp) * 32;
                 if (x.plain) {
                     at.c[0] = col, at.c[1] = row;
-                    store_plain_turned<typename S::Panel, BN, Tile::PANELS>(x, sum, panels_s, panel, at, lane);
+                    store_plain_turned<typename S::Panel, Tile::PANELS>(x, sums, panels_s, panel, at, lane);
                 } else {
-                    store_any_turned<BN>(p, gemm_place(p, t / tiles), sum, row, col, lane);
+                    store_any_turned(p, gemm_place(p, t / tiles), sums, row, col, lane);
                 }
-            } else if constexpr (CK > 1) {
+            };
+            if constexpr (CK > 1) {
                 const int there = rank ^ (CM * CN), slot = S::TRADE + warpgroup * S::WARPGROUP_TRADE;
                 const smem_addr full_s = ring_s + S::TRADED, empty_s = full_s + 8;
                 const smem_addr from_s = ring_s + slot + threadIdx.x % WARPGROUP * 16;
                 if (threadIdx.x == 0) mbarrier_arrive_expect_tx(full_s, WGS * S::WARPGROUP_TRADE);
                 mbarrier_wait(empty_s, trade_parity ^ 1); /* the other has read what came of the last tile */
-                float mine[BN / 4];
-                trade_halves<BN>(sum[0], mine, part, mapa(from_s, there), mapa(full_s, there), from_s, full_s,
-                                 trade_parity);
+                float mine[MT][BN / 4];
+                trade_halves(sum, mine, part, mapa(from_s, there), mapa(full_s, there), from_s, full_s, trade_parity);
                 __syncwarp(); /* the warp has read what came */
                 if (lane == 0) mbarrier_arrive_cluster(empty_s, there);
                 trade_parity ^= 1;
-                store(mine, 0);
+                if constexpr (TURNED_TF32<T, Tile>)
+                    store_pair(mine);
+                else
+                    for (int m = 0; m < MT; ++m) store(mine[m], m);
+            } else if constexpr (TURNED_TF32<T, Tile>) {
+                store_pair(sum);
             } else {
 #pragma unroll
                 for (int m = 0; m < MT; ++m) store(sum[m], m);
@@ -532,7 +304,7 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1)
     if (CLUSTER > 1) barrier_cluster(); /* no block leaves while the other still copies to it */
 }
 
-/* ---- 5 the plan ---------------------------------------------------------------------------------------------- */
+/* ---- 4 the plan ---------------------------------------------------------------------------------------------- */
 enum Key {  /* of a row */
     KEY_CM, /* rows and columns of a cluster */
     KEY_CN,
@@ -645,7 +417,7 @@ const gk_cuda_row *choose(const gk_context *ctx, const void *arguments) {
     return best;
 }
 
-/* ---- 6 the launch -------------------------------------------------------------------------------------------- */
+/* ---- 5 the launch -------------------------------------------------------------------------------------------- */
 template <class Tile> void plan(const gk_context *ctx, GemmProblem *p, unsigned *clusters) {
     p->tiles_m = (int)gk_ceil_div(p->m, Tile::BM * Tile::CM), p->tiles_n = (int)gk_ceil_div(p->n, Tile::BN * Tile::CN);
     p->group = GROUP_ROWS_SM90, p->splits = 1;
@@ -736,8 +508,16 @@ void explain(const gk_cuda_row *, const gk_context *ctx, const void *args, gk_ex
 const gk_cuda_row rows[] = {
     ROWS("bf16", __nv_bfloat16),
     ROWS("f16", __half),
-    ROW("gemm_sm90a_tf32_128x256x32", float, Tile90_128x256),
+    ROW("gemm_sm90a_tf32_128x256x32", float, Tile90_tf32_128x256),
+    ROW("gemm_sm90a_tf32_128x192x32", float, Tile90_tf32_128x192),
+    ROW("gemm_sm90a_tf32_128x128x32", float, Tile90_tf32_128x128),
+    ROW("gemm_sm90a_tf32_64x128x32", float, Tile90_tf32_64x128),
+    ROW("gemm_sm90a_tf32_128x128x32_k2", float, Tile90_tf32_128x128_k2),
+    ROW("gemm_sm90a_tf32_64x64x32_k2", float, Tile90_tf32_64x64_k2),
     ROW("gemm_sm90a_tf32_turned_256x128x32", float, Tile90_tf32_turned_256x128),
+    ROW("gemm_sm90a_tf32_turned_128x128x32", float, Tile90_tf32_turned_128x128),
+    ROW("gemm_sm90a_tf32_turned_128x128x32_k2", float, Tile90_tf32_turned_128x128_k2),
+    ROW("gemm_sm90a_tf32_turned_128x64x32_k2", float, Tile90_tf32_turned_128x64_k2),
 };
 const gk_cuda_row *const sm90_rows = rows;
 const int num_sm90_rows = sizeof rows / sizeof rows[0];

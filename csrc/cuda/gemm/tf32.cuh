@@ -3,14 +3,17 @@
  * wgmma reads tf32 from shared memory along k only. So an operand b [K, N] dense along n becomes wgmma's A, in registers,
  * and the product is turned (out^T = b^T a^T); any other operand that is not dense along k is copied first (realign.cuh).
  *
- * Pipeline of a turned step, 8 of k after the other; two sets of fragments, one read by the products under way:
- *   loads       f0 f1 |    f0'   f1'
- *   products         0    1    0'    ..       fragments are loaded once the products before the last have ended */
+ * Pipeline of a turned product, 8 of k after the other: four sets of fragments, three of them loaded ahead
+ *   loads      f0 f1 f2 |   f3 |    f0'  |  f1'        of the next step from product 1 on
+ *   products            0      1    2       3    0'    one is under way while the next is issued
+ * With two sets a load's latency stood between products: 128 x 128 tiles of one warpgroup took 1.6 times as long. */
 #ifndef GPUKERN_CUDA_GEMM_TF32_CUH
 #define GPUKERN_CUDA_GEMM_TF32_CUH
 
 #include "../ptx/smem.cuh"
 #include "../ptx/tma.cuh"
+#include "../ptx/wgmma.cuh"
+#include "../tile/tma_ring.cuh"
 #include "../tile/wgmma.cuh"
 #include "epilogue.cuh"
 
@@ -34,6 +37,39 @@ static_assert(tf32_offset(0, 4) == (tf32_offset(0, 0) ^ 64) + 512 &&
                   tf32_offset(31, 7) == (tf32_offset(31, 3) ^ 64) + 512 &&
                   tf32_offset(13, 25) == tf32_offset(13, 1) + 3 * WGMMA_BLOCK_BYTES,
               "the steps of load_tf32");
+
+/* A tile's sums over `steps` slots. panel_s: the warp's panel in the first slot, b_s: B there. let_go: of a slot's barrier. */
+template <class B, int SLOT, int N, int STAGES, class LetGo>
+__device__ __forceinline__ void multiply_turned(float (&sum)[2][N], tma_ring<STAGES> &ring, smem_addr panel_s,
+                                                smem_addr b_s, int steps, int lane, const LetGo &let_go) {
+    constexpr int SETS = 4; /* as many as products in a step, so that each has its own */
+    const smem_addr lane_s = panel_s + tf32_offset(lane, lane % 4);
+    uint32_t a[SETS][2][4];
+    if (steps == 0) return; /* of a part of k */
+    ring.wait_full();
+    load_tf32(a[0], lane_s + ring.slot * SLOT, 0), load_tf32(a[1], lane_s + ring.slot * SLOT, 1);
+    for (int k = 0; k < steps; ++k) {
+        const smem_addr slot_b_s = b_s + ring.slot * SLOT;
+        const smem_addr before = ring.empty() + (ring.slot == 0 ? 8 * (STAGES - 1) : -8);
+#pragma unroll
+        for (int kk = 0; kk < SETS; ++kk) {
+            wgmma_pin(sum);
+            wgmma_fence(); /* a has been loaded, sums may have been touched by other code */
+#pragma unroll
+            for (int m = 0; m < 2; ++m)
+                wgmma_tf32_rs<2 * N>(sum[m], a[kk][m], B::descriptor(slot_b_s + kk * B::step_bytes), k + kk > 0);
+            wgmma_commit_group();
+            wgmma_wait_group<2>(); /* all but these products and those before are done: of those a is loaded anew */
+            if (kk == 1 && k > 0) let_go(before); /* all of the step before is done */
+            if (kk == 2) {
+                ring.advance();
+                /* after the last step what is loaded is not used: a branch would put the loads' latency between products */
+                if (k + 1 < steps) ring.wait_full();
+            }
+            load_tf32(a[(kk + 2) % SETS], lane_s + ring.slot * SLOT, (kk + 2) % SETS);
+        }
+    }
+}
 
 /* ---- results ------------------------------------------------------------------------------------------------- */
 /* Four columns of row 8 j + 2 (lane % 4) + e of the result, from column 4 tf32_chunk(lane) of the warp's 32 on. */
@@ -66,9 +102,9 @@ __device__ __forceinline__ void store_panel_turned(const CUtensorMap *map, const
     }
 }
 
-/* A warp's 32 columns of BN rows without c, activation none or relu. panel: the one written longest ago. */
-template <class Panel, int BN, int PANELS, class Params>
-__device__ __forceinline__ void store_plain_turned(const Params &x, const float (&sum)[2][BN / 2], smem_addr panels_s,
+/* A warp's 32 columns of 2 N rows without c, activation none or relu. panel: the one written longest ago. */
+template <class Panel, int PANELS, class Params, int N>
+__device__ __forceinline__ void store_plain_turned(const Params &x, const float (&sum)[2][N], smem_addr panels_s,
                                                    int &panel, tma_at at, int lane) {
     const GemmEpilogue &e = x.p.epilogue;
     const float alpha = (float)e.alpha;
@@ -77,7 +113,7 @@ __device__ __forceinline__ void store_plain_turned(const Params &x, const float 
     float bias[4] = {};
     if (e.bias) read_any<float, 4>(e.bias, GK_F32, col * e.bias_col, e.bias_col, e.bias_vectors, valid, bias);
 #pragma unroll
-    for (int j = 0; j < BN / 8; j += 2) {
+    for (int j = 0; j < N / 4; j += 2) {
         float v[4][4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -103,13 +139,13 @@ __device__ __forceinline__ void store_plain_turned(const Params &x, const float 
 }
 
 /* Everything else, from the registers: eight lanes store 128 bytes of a row. One body, past which the sums move. */
-template <int BN>
-__device__ __forceinline__ void store_any_turned(const GemmProblem &p, const GemmPlace &at, float (&sum)[2][BN / 2],
+template <int N>
+__device__ __forceinline__ void store_any_turned(const GemmProblem &p, const GemmPlace &at, float (&sum)[2][N],
                                                  int64_t row0, int64_t col0, int lane) {
     const int64_t col = col0 + 4 * tf32_chunk(lane);
     const int valid = (int)min((int64_t)4, p.m - col);
 #pragma unroll 1
-    for (int j = 0; j < BN / 8; ++j) {
+    for (int j = 0; j < N / 4; ++j) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             const int64_t row = row0 + 8 * j + lane % 4 * 2 + e;
@@ -118,7 +154,7 @@ __device__ __forceinline__ void store_any_turned(const GemmProblem &p, const Gem
             if (row < p.n && valid > 0) epilogue_cols<float, 4>(p.epilogue, at, row, col, valid, v);
         }
 #pragma unroll
-        for (int i = 0; i + 4 < BN / 2; ++i) sum[0][i] = sum[0][i + 4], sum[1][i] = sum[1][i + 4];
+        for (int i = 0; i + 4 < N; ++i) sum[0][i] = sum[0][i + 4], sum[1][i] = sum[1][i + 4];
     }
 }
 

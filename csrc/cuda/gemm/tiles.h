@@ -84,8 +84,27 @@ typedef Sm90Tile<64, 16, 4, 1, 1, 1, 1, 31, 2, true, 4> Tile90_turned_16;
 /* 128 of k a slot: 64 rows 11.9 us with 64, 11.65 with 128 and 256; three large slots lose at 28672 weights */
 typedef Sm90Tile<64, 32, 7, 1, 1, 1, 1, 31, 2, true, 2> Tile90_turned_32;
 typedef Sm90Tile<64, 64, 6, 1, 1, 1, 1, 31, 2, true, 2> Tile90_turned_64;
-/* tf32 from registers: two products of 64 x 128 a warpgroup share what a load of 16 bytes brings */
-typedef Sm90Tile<256, 128, 4, 2, 2, 1, 2, 60, 1, true> Tile90_tf32_turned_256x128;
+/* tf32: a slot's rows hold 32 of k; half of bf16's FLOP a clock, so that copies and results hide better. 4096: 1.01 of cuBLAS */
+typedef Sm90Tile<128, 256, 4, 2, 2, 2, 1, 74> Tile90_tf32_128x256;
+/* 4096 x 768 x 4096 in one wave, 1.32; 8192 cubed 1.01 */
+typedef Sm90Tile<128, 192, 4, 3, 2, 2, 1, 74> Tile90_tf32_128x192;
+/* 512 x 4096 x 4096: one tile an SM, 1.02 */
+typedef Sm90Tile<128, 128, 6, 2, 2, 2, 1, 71> Tile90_tf32_128x128;
+/* 1024 cubed: one tile an SM, 1.15 */
+typedef Sm90Tile<64, 128, 8, 2, 1, 2, 1, 54> Tile90_tf32_64x128;
+/* 512 cubed 1.11, 0.88 by 64 x 128 */
+typedef Sm90Tile<64, 64, 8, 1, 1, 1, 1, 31, 2> Tile90_tf32_64x64_k2;
+/* 512 x 2048 x 4096 1.21, 1.04 by 64 x 128; 64 x 128 in two parts of k, and 64 x 256, were never the fastest */
+typedef Sm90Tile<128, 128, 5, 1, 2, 1, 1, 65, 2> Tile90_tf32_128x128_k2;
+/* turned: 128 columns of the result a warpgroup, since a load of 16 bytes brings two products' fragments; pairs share b.
+ * 4096: 0.97 to 0.99 of cuBLAS; pairs that share a 0.96, three slots and more panels 0.82 */
+typedef Sm90Tile<256, 128, 4, 2, 2, 1, 2, 72, 1, true> Tile90_tf32_turned_256x128;
+/* 512 x 4096 x 4096 0.92 to 0.94, 0.81 with two parts of k; one warpgroup alone, 256 x 64 with two 0.83 */
+typedef Sm90Tile<128, 128, 6, 2, 1, 1, 2, 56, 1, true> Tile90_tf32_turned_128x128;
+/* 1024 cubed 1.07, 0.96 by 128 x 64 without parts of k */
+typedef Sm90Tile<128, 128, 5, 1, 1, 1, 1, 57, 2, true> Tile90_tf32_turned_128x128_k2;
+/* 512 cubed 1.12, 128 x 4096 x 4096 1.02 */
+typedef Sm90Tile<128, 64, 7, 1, 1, 1, 1, 36, 2, true> Tile90_tf32_turned_128x64_k2;
 /* rows of clusters' tiles walked together: 8 x 256 rows of a and 8 x 256 columns of b are under way */
 constexpr int GROUP_ROWS_SM90 = 8;
 /* up to as many rows the weights stream past the tokens, turned; as few columns are gemm_sm80's, and so is k that gives
