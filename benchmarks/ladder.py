@@ -1,6 +1,7 @@
 """The gemm ladder from Python: libgpukern_ladder.so, which the build makes beside the tests.
 
-GPUKERN_BUILD_DIR names another build folder. `python benchmarks/ladder.py [SIZE]` calls every rung once, for a profiler.
+GPUKERN_BUILD_DIR names another build folder. `python benchmarks/ladder.py [SIZE [RUNG ..]]` calls every rung, or those
+named, and torch.matmul once at SIZE cubed, for a profiler or a sanitizer.
 """
 
 from __future__ import annotations
@@ -86,11 +87,11 @@ def gemm(rung: int, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def main(argv: list[str]) -> int:
-    size = int(argv[0]) if argv else 4096
+    size, *numbers = map(int, argv or ["4096"])
     torch.manual_seed(0)
     a, b = (torch.randn(size, size, device="cuda").bfloat16() for _ in range(2))
-    for rung in rungs():
-        gemm(rung.number, a, b)
+    for number in numbers or [rung.number for rung in rungs()]:
+        gemm(number, a, b)
     torch.matmul(a, b)
     torch.cuda.synchronize()
     return 0
