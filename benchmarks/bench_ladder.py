@@ -121,9 +121,7 @@ def draw(bench: dict, device: str, path: Path) -> None:
 
     rows = [row for row in bench["rows"] if row["group"] == f"{SIZE} cubed"]
     rungs, places = bench["rungs"], range(len(rows))
-    figure, (all_of_them, near) = plt.subplots(
-        1, 2, figsize=(13, 4.8), width_ratios=(13, 8), layout="constrained"
-    )
+    figure, (all_of_them, near) = plt.subplots(1, 2, figsize=(13, 4.8), width_ratios=(13, 8), layout="constrained")
     rates = [row["rate"] / 1e3 for row in rows]
     cublas = [row["peers"]["torch.matmul"]["rate"] / 1e3 for row in rows]
     all_of_them.bar(places, rates, color=[color(rung["number"]) for rung in rungs], width=0.7)

@@ -187,7 +187,7 @@ def _ladder_counters(result: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
-LADDER_TABLES = {"ladder": _ladder, "ladder_large": _ladder_large, "ladder_counters": _ladder_counters}
+LADDER_TABLES = {"ladder": _ladder, "ladder_counters": _ladder_counters, "ladder_large": _ladder_large}
 
 
 def table(name: str, results: list[dict]) -> str:
