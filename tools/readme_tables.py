@@ -152,9 +152,9 @@ def _ladder(result: dict) -> str:
     members = _members(bench, "4096")
     cublas = [row["peers"]["torch.matmul"]["rate"] / 1e3 for row in members]
     said = (
-        f"{result['device']}; torch {bench['torch']}; {bench['date']}; `{bench['command']}`. Beside the rungs cuBLAS reached "
-        f"{min(cublas):.0f} to {max(cublas):.0f} TFLOP/s, the less the warmer the board was. Largest error of any rung "
-        f"{max(row['error'] for row in members):.1e} of the largest value, cuBLAS's "
+        f"{result['device']}; torch {bench['torch']}; {bench['date']}; `{bench['command']}`.\n"
+        f"Beside the rungs cuBLAS reached {min(cublas):.0f} to {max(cublas):.0f} TFLOP/s, the less the warmer the board was.\n"
+        f"Largest error of any rung {max(row['error'] for row in members):.1e} of the largest value, cuBLAS's "
         f"{max(row['peers']['torch.matmul']['error'] for row in members):.1e}: the rounding to bfloat16.\n"
     )
     return "\n".join([said, *_ladder_lines(bench, members, bench["rungs"])]) + "\n"
