@@ -502,10 +502,11 @@ bool worth_copies(const gk_gpu *gpu, gk_dtype dtype, const GemmProblem &p, const
 extern const gk_cuda_row *const sm90_rows;
 extern const int num_sm90_rows;
 
-bool takes(const gk_cuda_row *row, const gk_context *, const void *args) {
+bool takes(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
     Operands o;
     o.p = problem_of(args, row->key[KEY_TURNED]);
-    return operands_of(row->dtype, NULL, &o) && (!row->key[KEY_TURNED] || o.p.n <= row->key[KEY_CN]);
+    return operands_of(row->dtype, NULL, &o) && (!row->key[KEY_TURNED] || o.p.n <= row->key[KEY_CN]) &&
+           smem_fits(ctx, row->key[KEY_SMEM]);
 }
 
 size_t workspace_bytes(const gk_cuda_row *row, const gk_context *, const void *args) {
