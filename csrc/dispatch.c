@@ -169,18 +169,18 @@ static size_t cuda_bytes(const char *name, const gk_context *ctx, gk_op op, gk_d
 static gk_status cuda_run(const char *name, const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args,
                           const void *workspace, size_t workspace_bytes) {
     const gk_cuda_row *row = preferred_row(ctx, op, args);
-    /* a row that is preferred since the workspace was sized: the call is still the default row's */
-    if (row && !workspace_fits(workspace, workspace_bytes, row_bytes(row, ctx, args))) row = NULL;
-    if (!row) TRY(find_default_row(name, ctx, op, dtype, args, &row));
+    size_t needed = row ? row_bytes(row, ctx, args) : 0;
+    /* preferred since the workspace was sized: the call still is the default row's */
+    if (!row || !workspace_fits(workspace, workspace_bytes, needed)) {
+        TRY(find_default_row(name, ctx, op, dtype, args, &row));
+        needed = row_bytes(row, ctx, args);
+    }
+    if (!workspace_fits(workspace, workspace_bytes, needed))
+        return gk_fail(GK_ERR_WORKSPACE, "%s: workspace of %zu bytes at %p, expected %zu bytes, 64-byte aligned", name,
+                       workspace_bytes, workspace, needed);
     const int32_t before = gk_gpu_enter(name, ctx->index);
     if (before < 0) return GK_ERR_DEVICE;
-    const size_t needed = row_bytes(row, ctx, args);
-    gk_status status;
-    if (workspace_fits(workspace, workspace_bytes, needed))
-        status = row->run(row, ctx, args);
-    else
-        status = gk_fail(GK_ERR_WORKSPACE, "%s: workspace of %zu bytes at %p, expected %zu bytes, 64-byte aligned",
-                         name, workspace_bytes, workspace, needed);
+    const gk_status status = row->run(row, ctx, args);
     gk_gpu_leave(before);
     return status;
 }
@@ -427,9 +427,8 @@ gk_status gk_gemm_prefer(const gk_context *ctx, const gk_gemm_args *args, const 
     const gk_cuda_row *found = row ? named_gemm_row(row) : NULL;
     if (row && !(found && gemm_row_takes(found, ctx, gpu, args))) {
         TRY(gk_gemm_rows(ctx, args, &others));
-        return gk_fail(GK_ERR_ARGUMENT, "%s: row '%.80s' %s on cuda:%d (%s); these do: %s", op, row,
-                       found ? "does not take this call" : "does not exist, so it takes no call", (int)ctx->index,
-                       gpu->name, others);
+        return gk_fail(GK_ERR_ARGUMENT, "%s: row '%.80s' %s; on cuda:%d (%s) these take the call: %s", op, row,
+                       found ? "does not take this call" : "does not exist", (int)ctx->index, gpu->name, others);
     }
     gk_gemm_key key;
     gk_gemm_key_of(gpu->name_hash, args, &key);

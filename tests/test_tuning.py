@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 import threading
 import warnings
 from pathlib import Path
@@ -171,6 +172,7 @@ def test_a_file_that_was_named_and_is_not_there(path, monkeypatch):
     monkeypatch.setenv("GPUKERN_TUNED", str(path))
     taken, texts = used(None)
     assert taken == 0 and len(texts) == 1 and f"{path} are not used: GPUKERN_TUNED names it" in texts[0]
+    assert texts[0].endswith("to make it, or unset GPUKERN_TUNED")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -180,7 +182,9 @@ def test_a_file_that_was_named_and_is_not_there(path, monkeypatch):
 def imported(code="", **env):
     """Standard error of a process that imports the package."""
     env = {"XDG_CACHE_HOME": "/nowhere", "GPUKERN_TUNED": "", **env}
-    return run_python(f"import torch, torch_gpukern\nassert not torch.cuda.is_initialized()\n{code}", env=env).stderr
+    return run_python(
+        f"import torch, torch_gpukern\nassert not torch.cuda.is_initialized()\n{textwrap.dedent(code)}", env=env
+    ).stderr
 
 
 @with_kernels

@@ -27,7 +27,7 @@ __all__ = ["default_path", "entries_of", "read", "save", "use"]
 
 FORMAT = 1
 VERSION: str = ops.version.default()
-AGAIN = "run `python -m torch_gpukern tune gemm` again, or delete the file"
+TUNE = "run `python -m torch_gpukern tune gemm`"
 
 _warned: set[str] = set()
 
@@ -46,12 +46,12 @@ def default_path() -> Path | None:
     return Path(folder) / "gpukern" / "tuned.json" if os.path.isabs(folder) else None
 
 
-def _warn(path: Path, problem: str) -> None:
+def _warn(path: Path, problem: str, advice: str = f"{TUNE} again, or delete the file") -> None:
     """Once for each file."""
     if str(path) not in _warned:
         _warned.add(str(path))
         problem = " ".join(problem.split())  # one line, whatever the file holds
-        warnings.warn(f"torch_gpukern: tuned rows in {path} are not used: {problem}: {AGAIN}", stacklevel=2)
+        warnings.warn(f"torch_gpukern: tuned rows in {path} are not used: {problem}: {advice}", stacklevel=2)
 
 
 # ---- reading -------------------------------------------------------------------------------------
@@ -89,13 +89,14 @@ def entries_of(device: object) -> tuple[dict[str, dict], str]:
 
 def use(path: Path | None = None) -> int:
     """Hands the file's entries to the library: how many it took. Never raises for what the file holds."""
+    named = path is None and os.environ.get("GPUKERN_TUNED")
     path = path or default_path()
     if path is None or not ops.cuda_kernels.default():
         return 0
     devices, problem = read(path)
+    if named and not devices and not problem and not path.exists():
+        _warn(path, "GPUKERN_TUNED names it and it does not exist", f"{TUNE} to make it, or unset GPUKERN_TUNED")
     problems = [problem] if problem else []
-    if not problem and not devices and "GPUKERN_TUNED" in os.environ and not path.exists():
-        problems.append("GPUKERN_TUNED names it and it does not exist")
     taken = 0
     for name, device in devices.items():
         entries, problem = entries_of(device)
