@@ -143,7 +143,7 @@ def _explain(args: argparse.Namespace) -> int:
         with torch.inference_mode():
             us = timing.median_us(lambda: op(*call, **rules), torch.device(args.device))
         beside = f", {us / x['bound_us']:.2f} of that bound" if x["bound_us"] else ""
-        rows += [("measured", f"{us:.1f} us{beside}, {x['flops'] / us / 1e3:.1f} GFLOP/s")]
+        rows += [("measured", f"{us:.1f} us{beside}, {x['flops'] / us / 1e3:,.1f} GFLOP/s")]
     print(_fields(rows))
     return 0
 

@@ -51,7 +51,8 @@ def _warn(path: Path, problem: str, advice: str = f"{TUNE} again, or delete the 
     if str(path) not in _warned:
         _warned.add(str(path))
         problem = " ".join(problem.split())  # one line, whatever the file holds
-        warnings.warn(f"torch_gpukern: tuned rows in {path} are not used: {problem}: {advice}", stacklevel=2)
+        # at import, the line that imports: above this function, use() and the package
+        warnings.warn(f"torch_gpukern: tuned rows in {path} are not used: {problem}: {advice}", stacklevel=4)
 
 
 # ---- reading -------------------------------------------------------------------------------------
