@@ -355,8 +355,15 @@ def test_the_judge(dtype):
         and not judge.accepts(torch.zeros_like(out))
         and not judge.accepts(out.mT.reshape(64, 48))
     )
+    assert not judge.takes_as_default(one_wrong)
     one_wrong[3, 5] = torch.nan
-    assert not judge.accepts(one_wrong)
+    assert not judge.accepts(one_wrong) and not judge.takes_as_default(one_wrong)
+    # another order of sums may err more than twice as much: then the other rows may, too, and no more
+    exact, between, worse = (judge.exact.to(out.dtype, copy=True) for _ in range(3))
+    between[3, 5] += 5 * judge.own[0] + judge.rounding
+    worse[3, 5] += 10 * judge.own[0] + 3 * judge.rounding
+    assert judge.accepts(exact) and not judge.accepts(between)
+    assert judge.takes_as_default(between) and judge.accepts(between) and not judge.accepts(worse)
 
 
 def run_cli(*args):

@@ -188,6 +188,15 @@ def _tuned_row(result: gemm_tuner.Result) -> list[str]:
     ]
 
 
+def _tuned(problem: gemm_tuner.Problem, device: torch.device) -> gemm_tuner.Result | None:
+    """None where this shape cannot be measured, out of memory for one, and the reason is printed."""
+    try:
+        return gemm_tuner.tune(problem, device)
+    except RuntimeError as error:
+        print(f"tune: {problem}: {str(error).splitlines()[0]}", file=sys.stderr)
+        return None
+
+
 def _report_wrong(results: Sequence[gemm_tuner.Result]) -> int:
     for result in results:
         for row in result.wrong:
@@ -215,11 +224,15 @@ def _tune(args: argparse.Namespace) -> int:
     problems = [gemm_tuner.Problem(**gemm_tuner.parse_shape(shape), **options) for shape in args.shapes]
     results = []
     for problem in _with_progress(problems, "tuning"):
-        result = gemm_tuner.tune(problem, device)
+        result = _tuned(problem, device)
+        if result is None:
+            continue
         cache.save(
             path, result.device, {result.gemm_class: result.entry()}
         )  # one by one: an end in between loses little
         results.append(result)
+    if not results:
+        return 1
     heads = ("shape", "default row", "us", "fastest row", "us", "gain", "cuBLAS us", "cuBLAS/ours")
     print(
         f"{results[0].device}, gpukern {__version__}, medians; a gain below {100 * (gemm_tuner.NOISE - 1):.0f} % counts as none"
@@ -229,7 +242,7 @@ def _tune(args: argparse.Namespace) -> int:
     print(f"{kept} of {len(results)} have a row faster than the default one: {path}")
     if path != cache.default_path():
         print(f"to use it: GPUKERN_TUNED={path}")
-    return _report_wrong(results)
+    return _report_wrong(results) or int(len(results) < len(problems))
 
 
 def _check_tuned(args: argparse.Namespace, path: Path, device: torch.device) -> int:
@@ -249,7 +262,10 @@ def _check_tuned(args: argparse.Namespace, path: Path, device: torch.device) -> 
         if call is None:
             rows.append((gemm_class, row, "", "", "", "not measured: its strides or alignment are not a shape's"))
             continue
-        result = gemm_tuner.tune(call, device)
+        result = _tuned(call, device)
+        if result is None:
+            rows.append((gemm_class, row, "", "", "", "not measured"))
+            continue
         results.append(result)
         us = result.us.get(row)
         good = us is not None and us <= gemm_tuner.NOISE * result.us[result.best]
