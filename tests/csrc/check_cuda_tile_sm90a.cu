@@ -424,13 +424,13 @@ static __global__ void stmatrix_kernel(const __grid_constant__ BoxParams x) {
 }
 
 static void check_stmatrix(const buffer &lies, const buffer &back) {
-    const TensorShape to = {back.device, GK_F16, {61, 13, 1, 1, 1}, {1, 64, 0, 0, 0}};
+    const TensorShape to = {back.device, GK_F16, {56, 13, 1, 1, 1}, {1, 64, 0, 0, 0}};
     memset(back.host, 0x77, MOST_BYTES);
     to_device(back);
     stmatrix_kernel<<<1, 32, 4096>>>({{}, map_of(to, 64, 16), {}, {}, (uint32_t *)lies.device});
     to_host(lies), to_host(back);
     for (int i = 0; i < 16 * 64; ++i) {
-        const int row = i / 64, col = i % 64, sent = row < 13 && col < 61 ? i + 1 : 0x7777;
+        const int row = i / 64, col = i % 64, sent = row < 13 && col < 56 ? i + 1 : 0x7777;
         uint16_t got;
         memcpy(&got, lies.host + smem_tile<16, 128>::offset_of(row, col, 2), 2);
         check(got == i + 1, "in shared memory, element", i, got, i + 1);
@@ -479,8 +479,8 @@ static __global__ void __launch_bounds__(128) wgmma_kernel(WgmmaParams p) {
     wgmma_fence();
 #pragma unroll
     for (int k16 = 0; k16 < WGMMA_K / 16; ++k16) {
-        const uint64_t a = A::descriptor(a_s + k16 / 4 * A::bytes + A::offset(64) + k16 % 4 * A::k16_bytes),
-                       b = B::descriptor(b_s + k16 / 4 * B::bytes + k16 % 4 * B::k16_bytes);
+        const uint64_t a = A::descriptor(a_s + k16 / 4 * A::bytes + A::offset(64) + k16 % 4 * A::step_bytes),
+                       b = B::descriptor(b_s + k16 / 4 * B::bytes + k16 % 4 * B::step_bytes);
         wgmma_ss<T, N, A_T, B_T>(d[0], a, b, p.add || k16 > 0);
         if (k16 % 4 == 3) wgmma_commit_group();
     }
@@ -599,8 +599,8 @@ static __global__ void __cluster_dims__(BLOCKS) __launch_bounds__(384, 1)
 #pragma unroll
                 for (int k16 = 0; k16 < 4; ++k16)
                     wgmma_ss<bf16, RING_COLS, false, false>(
-                        sum[0], A::descriptor(a_s + A::offset(warpgroup * 64) + k16 * A::k16_bytes),
-                        B::descriptor(b_s + k16 * B::k16_bytes), k + k16 > 0);
+                        sum[0], A::descriptor(a_s + A::offset(warpgroup * 64) + k16 * A::step_bytes),
+                        B::descriptor(b_s + k16 * B::step_bytes), k + k16 > 0);
                 wgmma_commit_group();
                 wgmma_wait_group<1>();
                 if (k > 0) let_go(before);

@@ -610,7 +610,7 @@ template <int BX, bool ALONG_X> static void check_descriptor() {
     for (uint32_t base = 0; base < 3 * 65536; base += 13 * 1024) {
         for (int first = 0; first < BX; first += 64) {
             for (int k = 0; k < 64; k += 16) {
-                const uint64_t d = Tile::descriptor(base + Tile::offset(first) + k / 16 * Tile::k16_bytes);
+                const uint64_t d = Tile::descriptor(base + Tile::offset(first) + k / 16 * Tile::step_bytes);
                 fields = fields && d >> 62 == 1 && (d >> 46 & 0xffff) == 0 && (d & 0xc000c000c000) == 0;
                 for (int x = 0; first + x < BX; ++x)
                     for (int e = 0; e < 16; ++e)

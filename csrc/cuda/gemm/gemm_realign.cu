@@ -1,4 +1,4 @@
-/* gemm_realign: copies matrices of 16-bit elements to where tma can read them; realign.cuh says what from and to.
+/* gemm_realign: copies matrices to where tma and wgmma can read them; realign.cuh says what from and to.
  *
  * Grid: a block per THREADS x REALIGN_CHUNKS chunks of 16 bytes of the copies, one matrix after the other. A thread owns
  * chunks THREADS apart, so that a warp writes 512 bytes in a row and reads as many, and has the loads of all its chunks
@@ -6,7 +6,10 @@
  * A chunk of a dense row: the one or two aligned 16 bytes around it, shifted. The second is what the next lane loads as
  * its first and comes from L1. Both must lie in the row: nothing outside of the matrix is read, not even to be dropped. The
  * ends of rows, and rows that are not dense, are read element by element.
- * Bytes: (2 read + 2 written) an element; the second half stays in L2 for the product as far as it fits. */
+ * Bytes: (2 read + 2 written) an element; the second half stays in L2 for the product as far as it fits.
+ *
+ * Turned: a block per tile of TURN x TURN elements of 32 bits, which a warp reads along `outer` and writes, through
+ * shared memory [inner][outer + 1], in chunks of 16 bytes along `inner`. */
 #include "../host/launch.cuh"
 #include "realign.cuh"
 #include "tiles.h"
@@ -63,14 +66,62 @@ __global__ void __launch_bounds__(THREADS, REALIGN_PER_SM) realign_kernel(const 
     }
 }
 
+constexpr int TURN = REALIGN_TURN, TURN_LD = TURN + 1, TURN_EACH = 4;
+static_assert(TURN % 32 == 0 && TURN * TURN % (THREADS * TURN_EACH) == 0, "whole passes");
+
+struct TurnParams {
+    RealignMatrix matrix;
+    uint32_t tiles_inner, tiles_outer;
+};
+
+__global__ void __launch_bounds__(THREADS) realign_turn_kernel(const __grid_constant__ TurnParams p) {
+    __shared__ uint32_t tile[TURN * TURN_LD];
+    const RealignMatrix &x = p.matrix;
+    /* neighbours along `outer` run together: they read the same rows of `from` */
+    const uint32_t tile_outer = blockIdx.x % p.tiles_outer, rest = blockIdx.x / p.tiles_outer;
+    const uint32_t tile_inner = rest % p.tiles_inner, entry = rest / p.tiles_inner;
+    const int inner = x.inner / 2 - (int)tile_inner * TURN, outer = (int)x.outer.by - (int)tile_outer * TURN;
+    const uint32_t *from_g = (const uint32_t *)x.from + realign_entry(x, entry) +
+                             (int64_t)tile_inner * TURN * x.inner_stride + (int64_t)tile_outer * TURN * x.outer_stride;
+#pragma unroll
+    for (int c = 0; c < TURN * TURN / THREADS; ++c) {
+        const int at = c * THREADS + (int)threadIdx.x, i = at / TURN, o = at % TURN;
+        tile[i * TURN_LD + o] = i < inner && o < outer ? __ldg(from_g + i * x.inner_stride + o * x.outer_stride) : 0;
+    }
+    __syncthreads(); /* the tile is there */
+    const uint32_t row0 = entry * x.outer.by + tile_outer * TURN;
+#pragma unroll
+    for (int c = 0; c < TURN * TURN / TURN_EACH / THREADS; ++c) {
+        const int at = c * THREADS + (int)threadIdx.x, o = at / (TURN / TURN_EACH),
+                  i = at % (TURN / TURN_EACH) * TURN_EACH;
+        if (i >= inner || o >= outer) continue;
+        const uint32_t *from_s = tile + i * TURN_LD + o;
+        ((uint4 *)x.to)[(int64_t)(row0 + o) * x.chunks.by + (tile_inner * TURN + i) / TURN_EACH] =
+            make_uint4(from_s[0], from_s[TURN_LD], from_s[2 * TURN_LD], from_s[3 * TURN_LD]);
+    }
+}
+
+gk_status turn(const char *op, const gk_context *ctx, const RealignMatrix &x) {
+    const TurnParams p = {x, (uint32_t)gk_ceil_div(x.inner / 2, TURN), (uint32_t)gk_ceil_div(x.outer.by, TURN)};
+    const uint32_t entries =
+        x.total / x.chunks.by / x.outer.by; /* a tile has more than one chunk: so many blocks fit */
+    return launch<realign_turn_kernel>(op, ctx, dim3(entries * p.tiles_inner * p.tiles_outer), THREADS, 0, p);
+}
+
 } // namespace
 
 gk_status realign(const char *op, const gk_context *ctx, const RealignMatrix *matrices, int count) {
     Params p = {};
     uint32_t blocks[2] = {0, 0};
+    int together = 0;
     for (int i = 0; i < count; ++i) {
-        p.matrix[i] = matrices[i];
-        blocks[i] = (uint32_t)gk_ceil_div(matrices[i].total, THREADS * CHUNKS);
+        if (matrices[i].turned) {
+            const gk_status status = turn(op, ctx, matrices[i]);
+            if (status != GK_OK) return status;
+            continue;
+        }
+        p.matrix[together] = matrices[i];
+        blocks[together++] = (uint32_t)gk_ceil_div(matrices[i].total, THREADS * CHUNKS);
     }
     p.blocks = blocks[0];
     return launch<realign_kernel>(op, ctx, dim3(blocks[0] + blocks[1]), THREADS, 0, p);

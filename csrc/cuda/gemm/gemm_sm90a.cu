@@ -36,11 +36,15 @@
 #include "epilogue.cuh"
 #include "operands.cuh"
 #include "order.cuh"
+#include "tf32.cuh"
 #include "tiles.h"
 
 namespace {
 
-constexpr int K_BLOCK = 64, WARPGROUP = 128;
+constexpr int WARPGROUP = 128, K_STEPS = WGMMA_ROW_BYTES / 32; /* of wgmma in a K_BLOCK */
+template <class T> constexpr int K_BLOCK = WGMMA_ROW_BYTES / (int)sizeof(T);
+/* A comes through registers, and the product is turned */
+template <class T, class Tile> constexpr bool TURNED_TF32 = sizeof(T) == 4 && Tile::TURNED;
 
 /* ---- 1 the call ---------------------------------------------------------------------------------------------- */
 struct Params {
@@ -51,29 +55,34 @@ struct Params {
     GemmProblem p; /* tiles_m counts the tiles of clusters */
 };
 
-template <class Tile, int MODE> struct Smem {
+template <class T, class Tile, int MODE> struct Smem {
     static constexpr bool ALONG_M = MODE & A_ALONG_M, ALONG_N = MODE & B_ALONG_N;
-    typedef wgmma_tile<Tile::BM, ALONG_M> A;
-    typedef wgmma_tile<Tile::BN, ALONG_N> B;
-    typedef wgmma_part<Tile::BM, ALONG_M, Tile::CN> APart;
-    typedef wgmma_part<Tile::BN, ALONG_N, Tile::CM> BPart;
-    static constexpr int BLOCK = A::bytes + B::bytes, SLOT = Tile::K64 * BLOCK; /* 64 of k; a step */
+    typedef wgmma_tile<Tile::BM, ALONG_M, K_BLOCK<T>> A;
+    typedef wgmma_tile<Tile::BN, ALONG_N, K_BLOCK<T>> B;
+    typedef wgmma_part<Tile::BM, ALONG_M, Tile::CN, K_BLOCK<T>> APart;
+    typedef wgmma_part<Tile::BN, ALONG_N, Tile::CM, K_BLOCK<T>> BPart;
+    static constexpr int BLOCK = A::bytes + B::bytes, SLOT = Tile::K64 * BLOCK; /* K_BLOCK of k; a step */
     static constexpr int STAGES = Tile::STAGES * SLOT <= MOST_RING ? Tile::STAGES : MOST_RING / SLOT,
                          RING = STAGES * SLOT;
 
     /* The columns of a tile that a block finishes, and a warp's 16 rows of up to 128 bytes on their way from the accumulators'
      * order to that of rows; turned: all columns as rows of 64 floats, 4 more to spread them over the banks. */
-    static constexpr int COLS = Tile::BN / Tile::CK, PANEL_COLS = COLS % 64 == 0 ? 64 : 32;
-    typedef smem_tile<16, PANEL_COLS * 2> Panel;
-    static constexpr int TURNED_LD = 64 + 4, WARP_PANELS = Tile::TURNED ? COLS * TURNED_LD : Tile::PANELS * 2048;
+    static constexpr int COLS = Tile::BN / Tile::CK, PANEL_COLS = COLS % 64 == 0 && sizeof(T) == 2 ? 64 : 32;
+    typedef smem_tile<16, PANEL_COLS *(int)sizeof(T)> Panel;
+    static constexpr int SUMS = COLS / 2, SOME = Tile::PANELS * 2048 / Panel::bytes * PANEL_COLS / 2,
+                         MOST = SOME < SUMS ? SOME : SUMS; /* sums of a lane: all, and of a warp's panels */
+    static constexpr bool BY_PANELS = !Tile::TURNED || TURNED_TF32<T, Tile>;
+    static constexpr int TURNED_LD = 64 + 4, WARP_PANELS = BY_PANELS ? Tile::PANELS * 2048 : COLS * TURNED_LD;
 
     static constexpr int PANELS = RING, TRADE = PANELS + Tile::WGS * 4 * WARP_PANELS;
     static constexpr int WARPGROUP_TRADE = Tile::CK > 1 ? COLS * 256 : 0; /* what the other part of k sends */
     static constexpr int BARRIERS = TRADE + Tile::WGS * WARPGROUP_TRADE, TRADED = BARRIERS + tma_ring<STAGES>::bytes;
     static constexpr int BYTES = TRADED + 16 + WGMMA_BLOCK_BYTES; /* to align the ring */
+    /* the next kernel's blocks get ready beside this one's */
+    static constexpr int PER_SM = Tile::THREADS <= 256 && BYTES <= 113 * 1024 ? 2 : 1;
     static_assert(BYTES <= 232448 && PANELS % 1024 == 0, "shared memory of a block");
     static_assert(Tile::TURNED || COLS % PANEL_COLS == 0, "whole panels");
-    static_assert(Tile::CK <= 2 && (!Tile::TURNED || Tile::WGS == 1), "two blocks trade; one turns");
+    static_assert(Tile::CK <= 2 && (BY_PANELS || Tile::WGS == 1), "two blocks trade; one turns");
 };
 
 /* Where a batch entry's boxes begin; dimensions without a stride are not in the map. */
@@ -103,70 +112,123 @@ __device__ __forceinline__ void copy_part(smem_addr to_s, const CUtensorMap *map
 }
 
 /* ---- 3 results ----------------------------------------------------------------------------------------------- */
-/* A warp's 16 rows of 16-bit results go to a panel and leave by tma while the warp goes on. at: their first column and row. */
-template <class T, class Panel, int PANELS>
-__device__ __forceinline__ void store_panel(const CUtensorMap *map, const float (&v)[Panel::row_bytes / 4],
-                                            smem_addr panel_s, const tma_at &at, int lane) {
-    if (lane == 0) tma_store_wait_group_read<PANELS - 1>();
-    __syncwarp(); /* the panel's last contents have been read */
-    const unsigned put = Panel::offset(lane % 16, 0);
+/* 16 rows of 32 floats, the first of v, in the accumulators' order. */
+template <class Panel> __device__ __forceinline__ void put_floats(smem_addr panel_s, const float *v, int lane) {
 #pragma unroll
-    for (int j = 0; j < Panel::chunks; j += 2) { /* rows 0-7 and 8-15 of one octet of columns, then of the next */
-        const uint32_t two[4] = {pack2<T>(v[4 * j], v[4 * j + 1]), pack2<T>(v[4 * j + 2], v[4 * j + 3]),
-                                 pack2<T>(v[4 * j + 4], v[4 * j + 5]), pack2<T>(v[4 * j + 6], v[4 * j + 7])};
-        stmatrix_x4(panel_s + (put ^ (j + lane / 16) * 16), two);
+    for (int i = 0; i < 16; i += 2) {
+        const int row = lane / 4 + i / 2 % 2 * 8, byte = i / 4 * 32 + lane % 4 * 8;
+        st_shared_64(panel_s + Panel::offset(row, byte / 16) + byte % 16, make_float2(v[i], v[i + 1]));
+    }
+}
+
+/* A warp's 16 rows of N / 8 octets of columns go to its panels and leave by tma while the warp goes on. at: their first
+ * column and row. One fence for all panels: each waits until the warp's stores have come. */
+template <class T, class Panel, int N>
+__device__ __forceinline__ void store_panels(const CUtensorMap *map, const float *v, smem_addr panels_s,
+                                             const tma_at &at, int lane) {
+    constexpr int EACH = Panel::row_bytes / (2 * (int)sizeof(T)), NUM = N / EACH;
+    if (lane == 0) tma_store_wait_group_read<0>();
+    __syncwarp(); /* the panels' last contents have been read */
+#pragma unroll
+    for (int i = 0; i < NUM; ++i) {
+        const float *const w = v + i * EACH;
+        if constexpr (sizeof(T) == 4) {
+            put_floats<Panel>(panels_s + i * Panel::bytes, w, lane);
+        } else {
+            const unsigned put = Panel::offset(lane % 16, 0);
+#pragma unroll
+            for (int j = 0; j < Panel::chunks;
+                 j += 2) { /* rows 0-7 and 8-15 of one octet of columns, then of the next */
+                const uint32_t two[4] = {pack2<T>(w[4 * j], w[4 * j + 1]), pack2<T>(w[4 * j + 2], w[4 * j + 3]),
+                                         pack2<T>(w[4 * j + 4], w[4 * j + 5]), pack2<T>(w[4 * j + 6], w[4 * j + 7])};
+                stmatrix_x4(panels_s + i * Panel::bytes + (put ^ (j + lane / 16) * 16), two);
+            }
+        }
     }
     fence_proxy_async();
-    __syncwarp(); /* all of the panel is written */
+    __syncwarp(); /* all of the panels is written */
     if (lane == 0) {
-        tma_store_5d(map, at, panel_s);
+        tma_at to = at;
+#pragma unroll
+        for (int i = 0; i < NUM; ++i, to.c[0] += 2 * EACH) tma_store_5d(map, to, panels_s + i * Panel::bytes);
         tma_store_commit_group();
     }
 }
 
-/* 16 rows of BN columns of 16-bit results without c. panel: the one written longest ago. CURVED: with an
- * activation that costs many instructions: one body for all panels, past which the sums move instead of the code. */
-template <class T, class Panel, int BN, int PANELS, bool CURVED>
-__device__ __forceinline__ void store_plain(const Params &x, float (&sum)[BN / 2], smem_addr panels_s, int &panel,
-                                            tma_at at, int lane) {
-    constexpr int WIDE = Panel::row_bytes / 2, EACH = WIDE / 2, UNROLLED = CURVED ? 1 : BN / WIDE;
+/* The bias of a lane's columns from col0 on, two of every eight, all read before one is used. n is even; what lies past the
+ * last column is not stored. */
+template <class T, int N>
+__device__ __forceinline__ void read_bias(const GemmProblem &p, int64_t col0, int lane, float (&bias)[N]) {
+    const GemmEpilogue &e = p.epilogue;
+    const int64_t col = col0 + lane % 4 * 2, last = p.n - 2;
+    if (!e.bias_vectors) {
+#pragma unroll
+        for (int i = 0; i < N; i += 2)
+            read_any<T, 2>(e.bias, e.bias_dtype, min(col + i * 4, last) * e.bias_col, e.bias_col, false, 2, bias + i);
+    } else if (e.bias_dtype == GK_F32) {
+#pragma unroll
+        for (int i = 0; i < N; i += 2) {
+            const float2 two = *(const float2 *)((const float *)e.bias + min(col + i * 4, last));
+            bias[i] = two.x, bias[i + 1] = two.y;
+        }
+    } else if constexpr (sizeof(T) == 2) {
+        uint32_t two[N / 2];
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i) two[i] = *(const uint32_t *)((const T *)e.bias + min(col + i * 8, last));
+#pragma unroll
+        for (int i = 0; i < N; ++i) bias[i] = to_acc(((const T *)&two[i / 2])[i % 2]);
+    }
+}
+
+/* Brings the bias of BN columns from col0 on into L1, where the stores will look for it. */
+template <int BN> __device__ __forceinline__ void touch_bias(const GemmProblem &p, int64_t col0, int lane) {
+    const GemmEpilogue &e = p.epilogue;
+    const int bytes = e.bias_dtype == GK_F32 ? 4 : 2;
+    static_assert(BN * 4 <= 32 * 32, "a sector a lane");
+    if (e.bias_vectors && lane < BN * bytes / 32)
+        touch_global((const char *)e.bias + min(col0 * bytes + lane * 32, p.n * bytes - bytes));
+}
+
+/* 2 N columns of a warp's 16 rows of results of T without c; at moves past them. */
+template <class T, class Panel, int N, bool CURVED>
+__device__ __forceinline__ void store_some(const Params &x, float *v, smem_addr panels_s, tma_at &at, int lane) {
     const GemmEpilogue &e = x.p.epilogue;
     const float alpha = (float)e.alpha;
-    const bool relu = e.activation == GK_ACT_RELU;
+    if (e.bias) { /* not + 0: -0 stays */
+        float bias[N / 2];
+        read_bias<T>(x.p, at.c[0], lane, bias);
+#pragma unroll
+        for (int i = 0; i < N; ++i) v[i] = fmaf(v[i], alpha, bias[i / 4 * 2 + i % 2]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; ++i) v[i] *= alpha;
+    }
+    if (e.preact) store_panels<T, Panel, N>(&x.preact, v, panels_s, at, lane);
+    if (CURVED) {
+        activate_16<N>(e.activation, v);
+    } else if (e.activation == GK_ACT_RELU) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) v[i] = v[i] <= 0 ? 0.f : v[i]; /* a NaN stays one */
+    }
+    store_panels<T, Panel, N>(&x.out, v, panels_s, at, lane);
+    at.c[0] += 2 * N;
+}
+
+/* A lane's N sums, MOST at a time, as many as the panels hold. CURVED: with an activation that costs many instructions: one
+ * body, past which the sums move instead of the code. */
+template <class T, class Panel, int MOST, bool CURVED, int N>
+__device__ __forceinline__ void store_plain(const Params &x, float (&sum)[N], smem_addr panels_s, tma_at at, int lane) {
+    constexpr bool MOVE = CURVED && N > MOST;
+    constexpr int UNROLLED = MOVE ? 1 : N / MOST, REST = N % MOST;
 #pragma unroll UNROLLED
-    for (int c = 0; c < BN; c += WIDE) {
-        const int first = CURVED ? 0 : c / 2;
-        float v[EACH];
+    for (int i = 0; i + MOST <= N; i += MOST) {
+        store_some<T, Panel, MOST, CURVED>(x, sum + (MOVE ? 0 : i), panels_s, at, lane);
+        if (MOVE) {
 #pragma unroll
-        for (int i = 0; i < EACH; ++i) v[i] = sum[first + i] * alpha;
-        if (e.bias) { /* not + 0: -0 stays */
-#pragma unroll
-            for (int j = 0; j < EACH; j += 4) {
-                const int64_t col = at.c[0] + j * 2 + lane % 4 * 2;
-                float bias[2];
-                read_any<T, 2>(e.bias, e.bias_dtype, col * e.bias_col, e.bias_col, false,
-                               (int)max((int64_t)0, min((int64_t)2, x.p.n - col)), bias);
-                v[j] += bias[0], v[j + 1] += bias[1], v[j + 2] += bias[0], v[j + 3] += bias[1];
-            }
-        }
-        if (e.preact) {
-            store_panel<T, Panel, PANELS>(&x.preact, v, panels_s + panel * Panel::bytes, at, lane);
-            panel = panel + 1 == PANELS ? 0 : panel + 1;
-        }
-        if (CURVED) {
-            activate_16(e.activation, v);
-        } else if (relu) {
-#pragma unroll
-            for (int i = 0; i < EACH; ++i) v[i] = v[i] <= 0 ? 0.f : v[i]; /* a NaN stays one */
-        }
-        store_panel<T, Panel, PANELS>(&x.out, v, panels_s + panel * Panel::bytes, at, lane);
-        panel = panel + 1 == PANELS ? 0 : panel + 1;
-        at.c[0] += WIDE;
-        if (CURVED) {
-#pragma unroll
-            for (int i = 0; i + EACH < BN / 2; ++i) sum[i] = sum[i + EACH];
+            for (int j = 0; j + MOST < N; ++j) sum[j] = sum[j + MOST];
         }
     }
+    if constexpr (REST > 0) store_some<T, Panel, REST, CURVED>(x, sum + (MOVE ? 0 : N - REST), panels_s, at, lane);
 }
 
 /* Everything else, 32 columns of floats at a time: one body, past which the sums move instead of the code. A lane has 8
@@ -177,14 +239,7 @@ __device__ __forceinline__ void store_any(const GemmProblem &p, const GemmPlace 
     typedef smem_tile<16, 128> Panel;
 #pragma unroll 1
     for (int c = 0; c < BN; c += 32) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const int row = lane / 4 + h * 8, byte = j * 32 + lane % 4 * 8;
-                st_shared_64(panel_s + Panel::offset(row, byte / 16) + byte % 16,
-                             make_float2(sum[j * 4 + h * 2], sum[j * 4 + h * 2 + 1]));
-            }
+        put_floats<Panel>(panel_s, sum, lane);
         __syncwarp(); /* the warp's lanes read what the others stored */
 #pragma unroll 1
         for (int r = 0; r < 16; r += 8) {
@@ -269,15 +324,16 @@ __device__ __forceinline__ void trade_halves(const float (&sum)[BN / 2], float (
 
 /* ---- 4 the kernel -------------------------------------------------------------------------------------------- */
 template <class T, class Tile, int MODE>
-__global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1) __launch_bounds__(Tile::THREADS, 1)
-    gemm_sm90a_kernel(const __grid_constant__ Params x) {
-    typedef Smem<Tile, MODE> S;
+__global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1)
+    __launch_bounds__(Tile::THREADS, Smem<T, Tile, MODE>::PER_SM) gemm_sm90a_kernel(const __grid_constant__ Params x) {
+    typedef Smem<T, Tile, MODE> S;
     typedef typename S::A A;
     typedef typename S::B B;
     constexpr int BM = Tile::BM, BN = Tile::BN, STAGES = S::STAGES, WGS = Tile::WGS;
     constexpr int CM = Tile::CM, CN = Tile::CN, CK = Tile::CK, CLUSTER = CM * CN * CK,
                   NEIGHBOURS = CM + CN - 1; /* itself among them */
-    constexpr int MT = BM / WGS / 64, BK = Tile::K64 * K_BLOCK;
+    constexpr int MT = BM / WGS / 64, BK = Tile::K64 * K_BLOCK<T>;
+    static_assert(!TURNED_TF32<T, Tile> || (MT == 2 && Tile::K64 == 1), "what load_tf32 brings");
     static_assert(BM % (64 * WGS) == 0 && BN % 16 == 0 && BN <= 256 && (CK == 1 || MT == 1), "whole wgmma");
     extern __shared__ __align__(1024) unsigned char smem[];
     const GemmProblem &p = x.p;
@@ -299,9 +355,7 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1) __launch_bo
     else
         __syncthreads();
 
-    griddepcontrol_wait(); /* what the kernel before wrote is there, and what it reads may be overwritten */
-    /* after the wait: who begins now may rely on all but this kernel having ended */
-    griddepcontrol_launch_dependents();
+    griddepcontrol_launch_dependents(); /* the next kernel's start may overlap this one's end */
 
     const unsigned tiles = (unsigned)p.tiles_m * p.tiles_n, all = tiles * (unsigned)p.batch;
     const unsigned first = blockIdx.x / CLUSTER, step = gridDim.x / CLUSTER;
@@ -320,13 +374,14 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1) __launch_bo
                 const int row = (tile.row * CM + tile_m) * BM, col = (tile.col * CN + tile_n) * BN;
                 tma_at a_at = {}, b_at = {};
                 place_batch(p, p.a_batch, t / tiles, a_at), place_batch(p, p.b_batch, t / tiles, b_at);
+                griddepcontrol_wait(); /* what the kernel before wrote is there, and what it read may be overwritten */
                 for (int k = step0; k < step0 + steps; ++k) {
                     const smem_addr a_s = ring_s + ring.slot * S::SLOT, b_s = a_s + A::bytes;
                     ring.wait_empty(); /* all readers of what this step overwrites, here and in the others, have let go */
                     mbarrier_arrive_expect_tx(ring.full(), S::SLOT);
 #pragma unroll
                     for (int kb = 0; kb < Tile::K64; ++kb) {
-                        const int at_k = k * BK + kb * K_BLOCK;
+                        const int at_k = k * BK + kb * K_BLOCK<T>;
                         copy_part<typename S::APart, S::ALONG_M, CN>(a_s + kb * S::BLOCK, &x.a, a_at, row, at_k, tile_n,
                                                                      ring.full(), row_blocks);
                         copy_part<typename S::BPart, S::ALONG_N, CM>(b_s + kb * S::BLOCK, &x.b, b_at, col, at_k, tile_m,
@@ -357,21 +412,59 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1) __launch_bo
                 mbarrier_arrive(barrier_s);
         };
         for (unsigned t = first; t < all; t += step) {
-            for (int k = 0; k < steps; ++k) {
+            const TilePlace tile = tile_place(t % tiles, p.tiles_m, p.tiles_n, p.group);
+            const int tile_row = (tile.row * CM + tile_m) * BM, tile_col = (tile.col * CN + tile_n) * BN;
+            tma_at at = {};
+            place_batch(p, p.out_batch, t / tiles, at);
+            if (t == first) griddepcontrol_wait(); /* for the bias and c */
+            if (!Tile::TURNED && x.plain) touch_bias<S::COLS>(p, tile_col + part * S::COLS, lane);
+            if constexpr (TURNED_TF32<T, Tile>) {
+                /* the lane's place in the first slot's panel of its warp */
+                const smem_addr lane_s = ring_s + A::offset((warpgroup * 4 + warp) * 32) + tf32_offset(lane, lane % 4);
+                uint32_t a[2][MT][4];
+                ring.wait_full();
+                load_tf32(a[0], lane_s + ring.slot * S::SLOT, 0);
+                for (int k = 0; k < steps; ++k) {
+                    const smem_addr a_s = lane_s + ring.slot * S::SLOT, b_s = ring_s + ring.slot * S::SLOT + A::bytes;
+                    const smem_addr before = ring.empty() + (ring.slot == 0 ? 8 * (STAGES - 1) : -8);
+#pragma unroll
+                    for (int kk = 0; kk < K_STEPS; ++kk) {
+                        wgmma_pin(sum);
+                        wgmma_fence(); /* a has been loaded, sums may have been touched by other code */
+#pragma unroll
+                        for (int m = 0; m < MT; ++m)
+                            wgmma_tf32_rs<BN>(sum[m], a[kk % 2][m], B::descriptor(b_s + kk * B::step_bytes),
+                                              k + kk > 0);
+                        wgmma_commit_group();
+                        wgmma_wait_group<1>(); /* the products before are done: their a may be loaded anew */
+                        if (kk == 0 && k > 0) let_go(before); /* all of the step before is done */
+                        if (kk + 1 < K_STEPS) {
+                            load_tf32(a[(kk + 1) % 2], a_s, kk + 1);
+                        } else {
+                            ring.advance();
+                            if (k + 1 < steps) ring.wait_full(), load_tf32(a[0], lane_s + ring.slot * S::SLOT, 0);
+                        }
+                    }
+                }
+            }
+            for (int k = 0; !TURNED_TF32<T, Tile> && k < steps; ++k) {
                 const smem_addr a_s = ring_s + ring.slot * S::SLOT, b_s = a_s + A::bytes;
                 const smem_addr before = ring.empty() + (ring.slot == 0 ? 8 * (STAGES - 1) : -8);
                 ring.wait_full();
                 wgmma_pin(sum);
                 wgmma_fence(); /* sums may have been touched by other code */
 #pragma unroll
-                for (int kk = 0; kk < BK / 16; ++kk) {
-                    const int block = kk / (K_BLOCK / 16) * S::BLOCK, k16 = kk % (K_BLOCK / 16);
-                    const uint64_t b = B::descriptor(b_s + block + k16 * B::k16_bytes);
+                for (int kk = 0; kk < Tile::K64 * K_STEPS; ++kk) {
+                    const int block = kk / K_STEPS * S::BLOCK, at = kk % K_STEPS;
+                    const uint64_t b = B::descriptor(b_s + block + at * B::step_bytes);
 #pragma unroll
                     for (int m = 0; m < MT; ++m) {
                         const uint64_t a =
-                            A::descriptor(a_s + block + A::offset((warpgroup * MT + m) * 64) + k16 * A::k16_bytes);
-                        wgmma_ss<T, BN, S::ALONG_M, S::ALONG_N>(sum[m], a, b, k + kk > 0);
+                            A::descriptor(a_s + block + A::offset((warpgroup * MT + m) * 64) + at * A::step_bytes);
+                        if constexpr (sizeof(T) == 4)
+                            wgmma_tf32_ss<BN>(sum[m], a, b, k + kk > 0);
+                        else
+                            wgmma_ss<T, BN, S::ALONG_M, S::ALONG_N>(sum[m], a, b, k + kk > 0);
                     }
                 }
                 wgmma_commit_group();
@@ -389,30 +482,33 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1) __launch_bo
             }
 
             /* ---- 4.3 results ---- */
-            const TilePlace tile = tile_place(t % tiles, p.tiles_m, p.tiles_n, p.group);
             const smem_addr panels_s = ring_s + S::PANELS + (warpgroup * 4 + warp) * S::WARP_PANELS;
             const auto store = [&](auto &sums, int m) {
-                const int row = (tile.row * CM + tile_m) * BM + (warpgroup * MT + m) * 64,
-                          col = (tile.col * CN + tile_n) * BN + part * S::COLS;
+                const int row = tile_row + (warpgroup * MT + m) * 64, col = tile_col + part * S::COLS;
                 if constexpr (Tile::TURNED) {
                     float *const turned = (float *)(smem + (panels_s - cvta_to_shared(smem)) -
                                                     warp * S::WARP_PANELS); /* the warpgroup's */
                     store_turned<T, S::COLS, S::TURNED_LD>(p, gemm_place(p, t / tiles), sums, turned, row, col);
                 } else if (x.plain) {
-                    tma_at at = {{col, row + warp * 16}};
-                    place_batch(p, p.out_batch, t / tiles, at);
-                    if (p.epilogue.activation == GK_ACT_NONE || p.epilogue.activation == GK_ACT_RELU)
-                        store_plain<T, typename S::Panel, S::COLS, Tile::PANELS, false>(x, sums, panels_s, panel, at,
-                                                                                        lane);
-                    else
-                        store_plain<T, typename S::Panel, S::COLS, Tile::PANELS, true>(x, sums, panels_s, panel, at,
-                                                                                       lane);
+                    at.c[0] = col, at.c[1] = row + warp * 16;
+                    if (sizeof(T) == 4 || p.epilogue.activation == GK_ACT_NONE || p.epilogue.activation == GK_ACT_RELU)
+                        store_plain<T, typename S::Panel, S::MOST, false>(x, sums, panels_s, at, lane);
+                    else if constexpr (sizeof(T) == 2)
+                        store_plain<T, typename S::Panel, S::MOST, true>(x, sums, panels_s, at, lane);
                 } else {
                     store_any<T, S::COLS>(p, gemm_place(p, t / tiles), sums, panels_s, row + warp * 16, col, x.across,
                                           lane);
                 }
             };
-            if constexpr (CK > 1) {
+            if constexpr (TURNED_TF32<T, Tile>) {
+                const int row = tile_col, col = tile_row + (warpgroup * 4 + warp) * 32;
+                if (x.plain) {
+                    at.c[0] = col, at.c[1] = row;
+                    store_plain_turned<typename S::Panel, BN, Tile::PANELS>(x, sum, panels_s, panel, at, lane);
+                } else {
+                    store_any_turned<BN>(p, gemm_place(p, t / tiles), sum, row, col, lane);
+                }
+            } else if constexpr (CK > 1) {
                 const int there = rank ^ (CM * CN), slot = S::TRADE + warpgroup * S::WARPGROUP_TRADE;
                 const smem_addr full_s = ring_s + S::TRADED, empty_s = full_s + 8;
                 const smem_addr from_s = ring_s + slot + threadIdx.x % WARPGROUP * 16;
@@ -461,8 +557,9 @@ double us_of(const gk_cuda_row *row, const gk_gpu *gpu, const GemmProblem &p) {
     const int64_t rows = row->key[KEY_CM], cols = row->key[KEY_CN], blocks = row->key[KEY_CLUSTER];
     const int64_t tiles = gk_ceil_div(p.m, rows) * gk_ceil_div(p.n, cols) * p.batch;
     const double busiest = (double)gk_ceil_div(tiles, gpu->num_sms / blocks);
-    const double peak = 4096 * gpu->clock_khz * 1e-3 * row->key[KEY_PERCENT] * 0.01;
-    const double tile_us = 2.0 * (double)(rows * cols / blocks * gk_round_up(p.k, K_BLOCK)) / peak;
+    const int64_t bytes = (int64_t)gk_dtype_bytes(row->dtype);
+    const double peak = 8192.0 / (double)bytes * gpu->clock_khz * 1e-3 * row->key[KEY_PERCENT] * 0.01;
+    const double tile_us = 2.0 * (double)(rows * cols / blocks * gk_round_up(p.k, WGMMA_ROW_BYTES / bytes)) / peak;
     const double trade_us = row->key[KEY_PARTS] > 1 ? TRADE_US * (double)(rows * cols) / (128 * 128) : 0;
     return busiest * (tile_us + TILE_US + trade_us);
 }
@@ -473,13 +570,15 @@ double turned_us(const GemmProblem &p) {
 }
 
 /* The least that gemm_sm80's rows take: k split so that every SM has work. */
-double other_us(const gk_gpu *gpu, const GemmProblem &p, bool chunks) {
+double other_us(const gk_gpu *gpu, gk_dtype dtype, const GemmProblem &p, bool chunks) {
     typedef Tile16_any Any;
+    const bool tf32 = dtype == GK_F32;
     const int64_t tiles = gk_ceil_div(p.m, Any::BM) * gk_ceil_div(p.n, Any::BN) * p.batch;
     const int64_t steps = gk_ceil_div(p.k, Any::BK);
     const int64_t parts = gk_clamp_i64(gpu->num_sms / tiles, 1, gk_clamp_i64(steps / 4, 1, MAX_SPLITS));
     const int64_t busiest = gk_ceil_div(tiles * parts, gpu->num_sms);
-    const double peak = 4096 * gpu->clock_khz * 1e-3 * (chunks ? PERCENT_128x128 : PERCENT_ANY) * 0.01;
+    const int percent = chunks ? (tf32 ? PERCENT_TF32 : PERCENT_128x128) : tf32 ? PERCENT_PLAIN : PERCENT_ANY;
+    const double peak = (tf32 ? 2048 : 4096) * gpu->clock_khz * 1e-3 * percent * 0.01;
     const double step_us = 2.0 * Any::BM * Any::BN * Any::BK / peak;
     return (double)(busiest * gk_ceil_div(steps, parts)) * step_us + BLOCK_US + (parts > 1 ? REDUCE_US : 0);
 }
@@ -491,41 +590,47 @@ bool in_chunks(const void *data, gk_dtype dtype, int64_t x_stride, int64_t k_str
 }
 
 /* Whether the copies and a product of `us` are worth while. p: the problem before them. */
-bool worth_copies(const gk_gpu *gpu, gk_dtype dtype, const GemmProblem &p, const Operands &o, bool turned, double us) {
+bool worth_copies(const gk_gpu *gpu, gk_dtype dtype, const GemmProblem &p, const Operands &o, bool few, double us) {
     const bool chunks = in_chunks(p.a, dtype, p.a_m, p.a_k, p.a_batch, p.ndim) &&
                         in_chunks(p.b, dtype, p.b_n, p.b_k, p.b_batch, p.ndim);
     /* few rows: the copy of the weights would take longer than the product; as chunks gemm_skinny reads them */
-    if (turned && (chunks || o.copied[0])) return false;
-    return us + REALIGN_US + 2.0 * (double)o.bytes / REALIGN_BYTES_PER_US < other_us(gpu, p, chunks);
+    if (few && (chunks || o.copied[0])) return false;
+    return us + REALIGN_US + 2.0 * (double)o.bytes / REALIGN_BYTES_PER_US < other_us(gpu, dtype, p, chunks);
 }
 
 extern const gk_cuda_row *const sm90_rows;
 extern const int num_sm90_rows;
 
 bool takes(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
+    const bool tf32 = row->dtype == GK_F32, turned = row->key[KEY_TURNED];
+    if ((tf32 && ((const gk_gemm_args *)args)->fp32_precision != GK_TF32) || !smem_fits(ctx, row->key[KEY_SMEM]))
+        return false;
     Operands o;
-    o.p = problem_of(args, row->key[KEY_TURNED]);
-    return operands_of(row->dtype, NULL, &o) && (!row->key[KEY_TURNED] || o.p.n <= row->key[KEY_CN]) &&
-           smem_fits(ctx, row->key[KEY_SMEM]);
+    o.p = problem_of(args, turned);
+    return operands_of(row->dtype, turned, NULL, &o) && (tf32 || !turned || o.p.n <= row->key[KEY_CN]);
 }
 
 size_t workspace_bytes(const gk_cuda_row *row, const gk_context *, const void *args) {
     Operands o;
     o.p = problem_of(args, row->key[KEY_TURNED]);
-    return operands_of(row->dtype, NULL, &o) ? (size_t)o.bytes : 0;
+    return operands_of(row->dtype, row->key[KEY_TURNED], NULL, &o) ? (size_t)o.bytes : 0;
 }
 
-/* The row of least time among those that fit the GPU; few rows: the smallest turned one that holds them. */
+/* The row of least time among those that fit the GPU; few rows: the smallest turned one that holds them; tf32: a turned
+ * one where b is dense along n. */
 const gk_cuda_row *choose(const gk_context *ctx, const void *arguments) {
     const gk_gemm_args *args = (const gk_gemm_args *)arguments;
-    if (args->a.dtype != GK_BF16 && args->a.dtype != GK_F16) return NULL;
+    const bool tf32 = args->a.dtype == GK_F32;
+    if (tf32 ? args->fp32_precision != GK_TF32 : args->a.dtype != GK_BF16 && args->a.dtype != GK_F16) return NULL;
     const GemmProblem p = gemm_problem_of(args);
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
-    const bool turned = p.m <= SM90_TURNED_ROWS;
-    if (turned ? p.n < 2 * SM90_TURNED_ROWS || p.k < SM90_TURNED_K : p.n <= SM90_TURNED_ROWS) return NULL;
+    const bool few = p.m <= SM90_TURNED_ROWS;
+    const bool turned = tf32 ? copy_along(p.n, p.k, p.b_n, p.b_k) : few;
+    if (tf32 && (few || p.n <= SM90_TURNED_ROWS)) return NULL;
+    if (few ? p.n < 2 * SM90_TURNED_ROWS || p.k < SM90_TURNED_K : p.n <= SM90_TURNED_ROWS) return NULL;
     Operands o;
     o.p = turned ? gemm_swapped(p) : p;
-    if (!operands_of(args->a.dtype, NULL, &o)) return NULL;
+    if (!operands_of(args->a.dtype, turned, NULL, &o)) return NULL;
     const bool copies = o.bytes > 0, many_tiles = p.n * p.batch > (int64_t)SM90_TURNED_ROWS * gpu->num_sms;
     if (!copies && p.m <= SM90_SKINNY_ROWS && many_tiles && p.a_k == 1) return NULL;
     const gk_cuda_row *best = NULL;
@@ -533,11 +638,11 @@ const gk_cuda_row *choose(const gk_context *ctx, const void *arguments) {
     for (int i = 0; i < num_sm90_rows; ++i) {
         const gk_cuda_row *r = &sm90_rows[i];
         if (r->dtype != args->a.dtype || r->key[KEY_SMEM] > gpu->smem_per_block) continue;
-        if (r->key[KEY_TURNED] != turned || (turned && p.m > r->key[KEY_CN])) continue;
-        const double us = turned ? r->key[KEY_CN] : us_of(r, gpu, p);
+        if (r->key[KEY_TURNED] != turned || (few && p.m > r->key[KEY_CN])) continue;
+        const double us = few ? r->key[KEY_CN] : us_of(r, gpu, tf32 && turned ? gemm_swapped(p) : p);
         if (us < best_us) best = r, best_us = us;
     }
-    if (best && copies && !worth_copies(gpu, args->a.dtype, p, o, turned, turned ? turned_us(p) : best_us)) return NULL;
+    if (best && copies && !worth_copies(gpu, args->a.dtype, p, o, few, few ? turned_us(p) : best_us)) return NULL;
     return best;
 }
 
@@ -551,18 +656,22 @@ template <class Tile> void plan(const gk_context *ctx, GemmProblem *p, unsigned 
 
 template <class T, class Tile, int MODE>
 gk_status start(const gk_context *ctx, Params *x, const TensorShape *operands) {
-    typedef Smem<Tile, MODE> S;
+    typedef Smem<T, Tile, MODE> S;
+    constexpr gk_dtype DTYPE = element<T>::dtype;
     unsigned clusters;
     plan<Tile>(ctx, &x->p, &clusters);
-    gk_status status = make_tensor_map("gk_gemm", operands[0], 64, S::APart::box_rows, &x->a);
-    if (status == GK_OK) status = make_tensor_map("gk_gemm", operands[1], 64, S::BPart::box_rows, &x->b);
+    TensorShape a = operands[0], b = operands[1];
+    a.tf32 = b.tf32 = DTYPE == GK_F32;
+    gk_status status = make_tensor_map("gk_gemm", a, K_BLOCK<T>, S::APart::box_rows, &x->a);
+    if (status == GK_OK) status = make_tensor_map("gk_gemm", b, K_BLOCK<T>, S::BPart::box_rows, &x->b);
     const GemmEpilogue &e = x->p.epilogue;
+    const int64_t rows = Tile::TURNED ? x->p.n : x->p.m, cols = Tile::TURNED ? x->p.m : x->p.n;
     /* tma stores whole chunks of 16 bytes: it would write past a last column that ends within one */
-    x->plain = !Tile::TURNED && !e.c && e.out_vectors && e.out_dtype == element<T>::dtype && x->p.n % 8 == 0;
-    const TensorShape out =
-        operand_of(e.out, element<T>::dtype, x->p.m, x->p.n, e.out_row, 1, x->p, x->p.out_batch, false);
-    const TensorShape preact =
-        operand_of(e.preact, element<T>::dtype, x->p.m, x->p.n, e.preact_row, 1, x->p, x->p.preact_batch, false);
+    x->plain = S::BY_PANELS && !e.c && e.out_vectors && e.out_dtype == DTYPE && cols % (16 / (int)sizeof(T)) == 0;
+    /* activations of float32 results are exact: too many instructions for every panel's own */
+    x->plain = x->plain && (DTYPE != GK_F32 || e.activation == GK_ACT_NONE || e.activation == GK_ACT_RELU);
+    const TensorShape out = operand_of(e.out, DTYPE, rows, cols, e.out_row, 1, x->p, x->p.out_batch, false);
+    const TensorShape preact = operand_of(e.preact, DTYPE, rows, cols, e.preact_row, 1, x->p, x->p.preact_batch, false);
     x->plain = x->plain && tensor_map_fits(out) && (!e.preact || tensor_map_fits(preact));
     x->across = !Tile::TURNED && !e.out_vectors;
     if (status != GK_OK) return status;
@@ -576,7 +685,7 @@ gk_status start(const gk_context *ctx, Params *x, const TensorShape *operands) {
 template <class T, class Tile> gk_status run(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
     Operands o;
     o.p = problem_of(args, Tile::TURNED);
-    if (!operands_of(row->dtype, ((const gk_gemm_args *)args)->workspace, &o))
+    if (!operands_of(row->dtype, Tile::TURNED, ((const gk_gemm_args *)args)->workspace, &o))
         return gk_fail(GK_ERR_UNSUPPORTED, "gk_gemm: %s does not take this call", row->name);
     if (o.bytes > 0) {
         const gk_status status = realign("gk_gemm", ctx, &o.copies[!o.copied[0]], o.copied[0] + o.copied[1]);
@@ -584,43 +693,53 @@ template <class T, class Tile> gk_status run(const gk_cuda_row *row, const gk_co
     }
     Params x;
     x.p = o.p;
-    switch (o.mode) {
-    case 0: return start<T, Tile, 0>(ctx, &x, o.x);
-    case 1: return start<T, Tile, 1>(ctx, &x, o.x);
-    case 2: return start<T, Tile, 2>(ctx, &x, o.x);
-    default: return start<T, Tile, 3>(ctx, &x, o.x);
+    if constexpr (sizeof(T) == 4) {
+        return start<T, Tile, Tile::TURNED ? A_ALONG_M : 0>(ctx, &x, o.x);
+    } else {
+        switch (o.mode) {
+        case 0: return start<T, Tile, 0>(ctx, &x, o.x);
+        case 1: return start<T, Tile, 1>(ctx, &x, o.x);
+        case 2: return start<T, Tile, 2>(ctx, &x, o.x);
+        default: return start<T, Tile, 3>(ctx, &x, o.x);
+        }
     }
 }
 
-template <class Tile> void explain(const gk_cuda_row *, const gk_context *ctx, const void *args, gk_explanation *out) {
+template <class T, class Tile>
+void explain(const gk_cuda_row *, const gk_context *ctx, const void *args, gk_explanation *out) {
     GemmProblem p = problem_of(args, Tile::TURNED);
     unsigned clusters;
     plan<Tile>(ctx, &p, &clusters);
-    out->tile[0] = Tile::BM, out->tile[1] = Tile::BN, out->tile[2] = Tile::K64 * K_BLOCK;
+    out->tile[0] = Tile::BM, out->tile[1] = Tile::BN, out->tile[2] = Tile::K64 * K_BLOCK<T>;
     out->tasks = (int64_t)p.tiles_m * p.tiles_n * p.batch * Tile::CLUSTER;
     out->waves = (double)out->tasks / (gk_gpu_of(ctx->index)->num_sms / Tile::CLUSTER * Tile::CLUSTER);
 }
 
-#define ROW(name, T, Tile)                                                                                        \
-    {                                                                                                             \
-        name, element<T>::dtype, takes, workspace_bytes, run<T, Tile>, explain<Tile>, {                           \
-            Tile::BM *Tile::CM, Tile::BN *Tile::CN, Tile::CLUSTER, Tile::PERCENT, Smem<Tile, 3>::BYTES, Tile::CK, \
-                Tile::TURNED                                                                                      \
-        }                                                                                                         \
+#define ROW(name, T, Tile)                                                                                           \
+    {                                                                                                                \
+        name, element<T>::dtype, takes, workspace_bytes, run<T, Tile>, explain<T, Tile>, {                           \
+            Tile::BM *Tile::CM, Tile::BN *Tile::CN, Tile::CLUSTER, Tile::PERCENT, Smem<T, Tile, 3>::BYTES, Tile::CK, \
+                Tile::TURNED                                                                                         \
+        }                                                                                                            \
     }
-#define ROWS(name, T)                                                        \
-    ROW("gemm_sm90a_" name "_128x256x64", T, Tile90_128x256),                \
-        ROW("gemm_sm90a_" name "_128x224x64", T, Tile90_128x224),            \
-        ROW("gemm_sm90a_" name "_128x192x64", T, Tile90_128x192),            \
-        ROW("gemm_sm90a_" name "_128x128x64", T, Tile90_128x128),            \
-        ROW("gemm_sm90a_" name "_64x128x64", T, Tile90_64x128),              \
-        ROW("gemm_sm90a_" name "_128x128x64_k2", T, Tile90_128x128_k2),      \
-        ROW("gemm_sm90a_" name "_64x64x64_k2", T, Tile90_64x64_k2),          \
-        ROW("gemm_sm90a_" name "_turned_64x16x256_k2", T, Tile90_turned_16), \
-        ROW("gemm_sm90a_" name "_turned_64x32x128_k2", T, Tile90_turned_32), \
+#define ROWS(name, T)                                                                                                 \
+    ROW("gemm_sm90a_" name "_128x256x64", T, Tile90_128x256),                                                         \
+        ROW("gemm_sm90a_" name "_128x224x64", T, Tile90_128x224),                                                     \
+        ROW("gemm_sm90a_" name "_128x192x64", T, Tile90_128x192),                                                     \
+        ROW("gemm_sm90a_" name "_128x128x64", T, Tile90_128x128),                                                     \
+        ROW("gemm_sm90a_" name "_64x128x64", T, Tile90_64x128), ROW("gemm_sm90a_" name "_64x32x64", T, Tile90_64x32), \
+        ROW("gemm_sm90a_" name "_128x128x64_k2", T, Tile90_128x128_k2),                                               \
+        ROW("gemm_sm90a_" name "_64x64x64_k2", T, Tile90_64x64_k2),                                                   \
+        ROW("gemm_sm90a_" name "_turned_64x16x256_k2", T, Tile90_turned_16),                                          \
+        ROW("gemm_sm90a_" name "_turned_64x32x128_k2", T, Tile90_turned_32),                                          \
         ROW("gemm_sm90a_" name "_turned_64x64x128_k2", T, Tile90_turned_64)
 
-const gk_cuda_row rows[] = {ROWS("bf16", __nv_bfloat16), ROWS("f16", __half)};
+const gk_cuda_row rows[] = {
+    ROWS("bf16", __nv_bfloat16),
+    ROWS("f16", __half),
+    ROW("gemm_sm90a_tf32_128x256x32", float, Tile90_128x256),
+    ROW("gemm_sm90a_tf32_turned_256x128x32", float, Tile90_tf32_turned_256x128),
+};
 const gk_cuda_row *const sm90_rows = rows;
 const int num_sm90_rows = sizeof rows / sizeof rows[0];
 

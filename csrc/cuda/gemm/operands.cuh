@@ -31,11 +31,12 @@ struct Operands {
     int64_t bytes; /* of the copies */
 };
 
-/* 0 where tma reads an operand, dense along k, as it lies; 1 where along x; else -1. */
+/* 0 where tma reads an operand, dense along k, as it lies; 1 where along x; else -1. needed: the only answer that
+ * suits, or -1. */
 inline int as_it_lies(const void *data, gk_dtype dtype, int64_t x, int64_t k, int64_t x_stride, int64_t k_stride,
-                      const GemmProblem &p, const int64_t *batch, TensorShape *s) {
+                      const GemmProblem &p, const int64_t *batch, int needed, TensorShape *s) {
     for (int along = 0; along < 2; ++along) {
-        if ((along ? x_stride : k_stride) != 1) continue;
+        if ((along ? x_stride : k_stride) != 1 || (needed >= 0 && along != needed)) continue;
         *s = operand_of(data, dtype, x, k, x_stride, k_stride, p, batch, along);
         if (tensor_map_fits(*s)) return along;
     }
@@ -49,9 +50,13 @@ inline int copy_along(int64_t x, int64_t k, int64_t x_stride, int64_t k_stride) 
     return llabs(x_stride) < llabs(k_stride);
 }
 
+/* float32: wgmma reads k dense alone, but its A of a turned product comes through registers, dense along m (tf32.cuh). */
+inline int needed_along(gk_dtype dtype, bool turned, bool b) { return dtype != GK_F32 ? -1 : turned && !b; }
+
 /* From o->p, the problem. false: neither the operands nor copies of them suit. workspace NULL: to plan only. */
-inline bool operands_of(gk_dtype dtype, void *workspace, Operands *o) {
+inline bool operands_of(gk_dtype dtype, bool turned, void *workspace, Operands *o) {
     GemmProblem &p = o->p;
+    const int64_t each = 16 / (int64_t)gk_dtype_bytes(dtype); /* of a chunk of 16 bytes */
     if (p.m < 1 || p.n < 1 || p.k < 1 || p.batch < 1) return false;
     if ((double)gk_ceil_div(p.m, 64) * (double)gk_ceil_div(p.n, 64) * (double)p.batch > INT32_MAX) return false;
     if (p.ndim > TENSOR_DIMS - 2) gemm_join_batch(p);
@@ -61,19 +66,21 @@ inline bool operands_of(gk_dtype dtype, void *workspace, Operands *o) {
         const void *&data = i ? p.b : p.a;
         int64_t &x_stride = i ? p.b_n : p.a_m, &k_stride = i ? p.b_k : p.a_k, *batch = i ? p.b_batch : p.a_batch;
         const int64_t x = i ? p.n : p.m;
-        int along = both ? -1 : as_it_lies(data, dtype, x, p.k, x_stride, k_stride, p, batch, &o->x[i]);
+        const int needed = needed_along(dtype, turned, i);
+        int along = both ? -1 : as_it_lies(data, dtype, x, p.k, x_stride, k_stride, p, batch, needed, &o->x[i]);
         o->copied[i] = along < 0;
         if (o->copied[i]) {
             RealignMatrix &copy = o->copies[i];
-            along = copy_along(x, p.k, x_stride, k_stride);
-            if (!realign_plan(data, along ? x : p.k, along ? p.k : x, along ? x_stride : k_stride,
-                              along ? k_stride : x_stride, p.ndim, p.shape, batch, &copy))
+            along = needed < 0 ? copy_along(x, p.k, x_stride, k_stride) : needed;
+            const auto plan = dtype == GK_F32 ? realign_plan_32 : realign_plan;
+            if (!plan(data, along ? x : p.k, along ? p.k : x, along ? x_stride : k_stride, along ? k_stride : x_stride,
+                      p.ndim, p.shape, batch, &copy))
                 return false;
             o->bytes = gk_round_up(o->bytes, 128);
             data = copy.to = workspace ? (char *)workspace + o->bytes : NULL;
             o->bytes += realign_bytes(copy);
             (along ? x_stride : k_stride) = 1;
-            (along ? k_stride : x_stride) = gk_round_up(along ? x : p.k, REALIGN_EACH);
+            (along ? k_stride : x_stride) = gk_round_up(along ? x : p.k, each);
         }
         o->mode |= along << i;
     }

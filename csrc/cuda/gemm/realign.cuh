@@ -1,5 +1,5 @@
 /* realign.cuh: an aligned copy, in a call's workspace, of a matrix of 16-bit elements that cannot be read 16 bytes at a time
- * where it lies.
+ * where it lies. Dense rows of float32 are rows of twice as many; where inner is not dense, float32 is `turned`, in tiles.
  *   from [entries][outer][inner], any strides   ->   to [entries][outer][ld], ld = inner rounded up to 8, zeros from inner on
  * inner is the dimension that is dense, or whose stride is smaller. An entry that the batch repeats is copied once.
  * Plain C++ but for the kernel (gemm_realign.cu), so that the tests walk the same functions. */
@@ -28,7 +28,8 @@ struct RealignMatrix {
     void *to;
     int64_t inner_stride, outer_stride; /* of `from` */
     int32_t inner, ndim;
-    uint32_t total;                                    /* chunks of the copy */
+    bool turned;    /* elements of 32 bits: strides count those, inner their halves */
+    uint32_t total; /* chunks of the copy */
     RealignDivisor chunks, outer, batch[REALIGN_DIMS]; /* sizes; of batch dimensions those that `from` walks */
     int64_t stride[REALIGN_DIMS];
 };
@@ -39,16 +40,20 @@ struct RealignPlace {
     int col;             /* the chunk's */
 };
 
-GK_HD inline RealignPlace realign_place(const RealignMatrix &x, uint32_t chunk) {
-    const uint32_t row = x.chunks.into(chunk);
-    uint32_t entry = x.outer.into(row);
-    int64_t at = (int64_t)(row - entry * x.outer.by) * x.outer_stride;
+/* Where a batch entry begins. */
+GK_HD inline int64_t realign_entry(const RealignMatrix &x, uint32_t entry) {
+    int64_t at = 0;
     for (int d = x.ndim - 1; d > 0; --d) {
         const uint32_t rest = x.batch[d].into(entry);
         at += (int64_t)(entry - rest * x.batch[d].by) * x.stride[d];
         entry = rest;
     }
-    if (x.ndim > 0) at += (int64_t)entry * x.stride[0];
+    return x.ndim > 0 ? at + (int64_t)entry * x.stride[0] : at;
+}
+
+GK_HD inline RealignPlace realign_place(const RealignMatrix &x, uint32_t chunk) {
+    const uint32_t row = x.chunks.into(chunk), entry = x.outer.into(row);
+    const int64_t at = realign_entry(x, entry) + (int64_t)(row - entry * x.outer.by) * x.outer_stride;
     return {x.from + at, (int)(chunk - row * x.chunks.by) * REALIGN_EACH};
 }
 
@@ -75,7 +80,7 @@ inline bool realign_plan(const void *from, int64_t inner, int64_t outer, int64_t
     for (int d = 0; d < ndim; ++d) total *= stride[d] ? (double)shape[d] : 1;
     if (inner < 1 || outer < 1 || inner > INT32_MAX - 2 * REALIGN_EACH || total < 1 || total > INT32_MAX) return false;
     x->from = (const uint16_t *)from, x->to = NULL, x->inner_stride = inner_stride, x->outer_stride = outer_stride;
-    x->inner = (int32_t)inner, x->ndim = 0, x->total = (uint32_t)total;
+    x->inner = (int32_t)inner, x->ndim = 0, x->turned = false, x->total = (uint32_t)total;
     x->chunks = realign_divisor((uint32_t)chunks), x->outer = realign_divisor((uint32_t)outer);
     for (int d = 0; d < ndim; ++d)
         if (stride[d]) x->batch[x->ndim] = realign_divisor((uint32_t)shape[d]), x->stride[x->ndim++] = stride[d];
@@ -85,9 +90,23 @@ inline bool realign_plan(const void *from, int64_t inner, int64_t outer, int64_t
     return true;
 }
 
+/* The same for elements of 32 bits, which strides count. */
+inline bool realign_plan_32(const void *from, int64_t inner, int64_t outer, int64_t inner_stride, int64_t outer_stride,
+                            int ndim, const int64_t *shape, int64_t *stride, RealignMatrix *x) {
+    const bool turned = inner_stride != 1;
+    const int64_t from_unit = turned ? 1 : 2;
+    int64_t copied[REALIGN_DIMS];
+    for (int d = 0; d < ndim; ++d) copied[d] = from_unit * stride[d];
+    if (!realign_plan(from, 2 * inner, outer, inner_stride, from_unit * outer_stride, ndim, shape, copied, x))
+        return false;
+    for (int d = 0; d < ndim; ++d) stride[d] = copied[d] / 2;
+    x->turned = turned;
+    return true;
+}
+
 inline int64_t realign_bytes(const RealignMatrix &x) { return (int64_t)x.total * 16; }
 
-/* Copies one or two matrices on the context's stream, in one launch. */
+/* Copies one or two matrices on the context's stream: in one launch, but a turned one in its own. */
 gk_status realign(const char *op, const gk_context *ctx, const RealignMatrix *matrices, int count);
 
 #endif

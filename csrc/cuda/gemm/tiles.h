@@ -33,6 +33,7 @@ enum {
     PERCENT_ANY = 10,        /* 104 */
     PERCENT_TF32 = 33,       /* 175 of half the peak */
     PERCENT_TF32_64x64 = 20, /* 107 */
+    PERCENT_PLAIN = 8,       /* 42 of half the peak: tf32 that no tensor core row but Hopper's takes */
     PERCENT_ALONE = 115      /* time of blocks that do not fill their SM: nothing hides their waits; 1024 cubed */
 };
 
@@ -70,7 +71,10 @@ typedef Sm90Tile<128, 192, 4, 3, 2, 2, 1, 65> Tile90_128x192;
 typedef Sm90Tile<128, 128, 6, 2, 2, 2, 1, 63> Tile90_128x128;
 /* 1024 cubed: one tile an SM; one block alone, pairs along n and 128 x 64 took up to 8 % more */
 typedef Sm90Tile<64, 128, 8, 2, 1, 2, 1, 52> Tile90_64x128;
-/* 64 tiles of 64 x 64 on 128 SMs: 512 cubed 0.96, 0.91 and 0.82 without parts of k, in pairs and alone */
+/* 512 cubed: 128 tiles, and two blocks fit an SM, so that the next product is ready when this one ends: 3.3 us, 3.45 by the
+ * row below; for longer k it takes in half as much again */
+typedef Sm90Tile<64, 32, 8, 1, 1, 1, 1, 25> Tile90_64x32;
+/* 64 tiles of 64 x 64 on 128 SMs, for longer k */
 typedef Sm90Tile<64, 64, 8, 1, 1, 1, 1, 31, 2> Tile90_64x64_k2;
 /* the same for long k: 512 x 2048 x 4096 in 14.6 us, 16.0 by 64 x 128 */
 typedef Sm90Tile<128, 128, 5, 1, 2, 1, 1, 63, 2> Tile90_128x128_k2;
@@ -80,6 +84,8 @@ typedef Sm90Tile<64, 16, 4, 1, 1, 1, 1, 31, 2, true, 4> Tile90_turned_16;
 /* 128 of k a slot: 64 rows 11.9 us with 64, 11.65 with 128 and 256; three large slots lose at 28672 weights */
 typedef Sm90Tile<64, 32, 7, 1, 1, 1, 1, 31, 2, true, 2> Tile90_turned_32;
 typedef Sm90Tile<64, 64, 6, 1, 1, 1, 1, 31, 2, true, 2> Tile90_turned_64;
+/* tf32 from registers: two products of 64 x 128 a warpgroup share what a load of 16 bytes brings */
+typedef Sm90Tile<256, 128, 4, 2, 2, 1, 2, 60, 1, true> Tile90_tf32_turned_256x128;
 /* rows of clusters' tiles walked together: 8 x 256 rows of a and 8 x 256 columns of b are under way */
 constexpr int GROUP_ROWS_SM90 = 8;
 /* up to as many rows the weights stream past the tokens, turned; as few columns are gemm_sm80's, and so is k that gives
@@ -99,6 +105,8 @@ constexpr double TILE_US = 1.0;
 /* ---- gemm_realign --------------------------------------------------------------------------------------------- */
 /* 64 registers: 4 chunks of a thread and 4 blocks keep 64 KB of an SM's loads under way, 24 hide memory's latency */
 constexpr int REALIGN_THREADS = 256, REALIGN_CHUNKS = 4, REALIGN_PER_SM = 4;
+/* turned tiles: 64 rows of 256 bytes are read and 64 written; 16 KiB of shared memory, 16 loads a thread under way */
+constexpr int REALIGN_TURN = 64;
 /* expected, the chooser's weights: a launch, and bytes a us that are read and written: 4.2e6 when only read */
 constexpr double REALIGN_US = 2.0, REALIGN_BYTES_PER_US = 3.5e6;
 

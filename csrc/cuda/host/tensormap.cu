@@ -25,11 +25,11 @@ static Encode encoder() {
     return found;
 }
 
-static CUtensorMapDataType type_of(gk_dtype dtype) {
+static CUtensorMapDataType type_of(gk_dtype dtype, bool tf32) {
     switch (dtype) {
     case GK_BF16: return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
     case GK_F16: return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-    default: return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+    default: return tf32 ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
     }
 }
 
@@ -46,8 +46,8 @@ gk_status make_tensor_map(const char *op, const TensorShape &shape, int box0, in
         if (d > 0)
             stride[d - 1] = shape.size[d] > 1 ? (cuuint64_t)(shape.stride[d] * bytes) : d > 1 ? stride[d - 2] : 16;
     }
-    const CUresult result = encode(map, type_of(shape.dtype), TENSOR_DIMS, (void *)shape.data, size, stride, box, step,
-                                   CU_TENSOR_MAP_INTERLEAVE_NONE,
+    const CUresult result = encode(map, type_of(shape.dtype, shape.tf32), TENSOR_DIMS, (void *)shape.data, size, stride,
+                                   box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
                                    box0 * bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
                                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result == CUDA_SUCCESS) return GK_OK;

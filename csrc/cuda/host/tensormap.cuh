@@ -15,6 +15,7 @@ struct TensorShape {
     const void *data;
     gk_dtype dtype;
     int64_t size[TENSOR_DIMS], stride[TENSOR_DIMS];
+    bool tf32; /* float32 is rounded to tf32 on its way to shared memory */
 };
 
 /* Boxes of box0 x box1 elements, rows of 128 or 64 bytes that lie swizzled by as many; zeros outside the tensor. */

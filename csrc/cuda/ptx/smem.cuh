@@ -60,6 +60,11 @@ static __device__ __forceinline__ void st_shared_64(smem_addr at_s, float2 v) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at_s), "f"(v.x), "f"(v.y) : "memory");
 }
 
+static __device__ __forceinline__ void st_shared_128(smem_addr at_s, float4 v) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at_s), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+                 : "memory");
+}
+
 static __device__ __forceinline__ void st_shared_128(smem_addr at_s, uint4 v) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at_s), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                  : "memory");

@@ -101,4 +101,40 @@ static __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, u
     wgmma_16<T>::template ss<N, A_T, B_T>(d, a, b, add);
 }
 
+// tf32: k of 8, either operand [x][k] alone; of float32 the low 13 bits are not read. SS: a, b descriptors. RS: a in
+// registers, one k8 as frag_a32 (layout.cuh) maps it; they stay as they are until wgmma_wait_group has ended the group.
+#define GK_WGMMA_TF32(N, LIST, A, i1, i2, A_OPERANDS, ...)                                                            \
+    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %" #i2 ", 0;\n\t"                                              \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k8.f32.tf32.tf32 {" LIST "}, " A ", %" #i1 ", p, 1, 1;\n\t}" \
+                 : __VA_ARGS__                                                                                        \
+                 : A_OPERANDS, "l"(b), "r"(add))
+#define GK_A1 "l"(a)
+#define GK_A4 "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
+
+// wgmma.mma_async.m64nNk8.f32.tf32.tf32, both operands in shared memory.
+template <int N>
+static __device__ __forceinline__ void wgmma_tf32_ss(float (&d)[N / 2], uint64_t a, uint64_t b, int add) {
+    if constexpr (N == 64)
+        GK_WGMMA_TF32(64, GK_R32, "%32", 33, 34, GK_A1, GK_D32(0));
+    else if constexpr (N == 128)
+        GK_WGMMA_TF32(128, GK_R64, "%64", 65, 66, GK_A1, GK_D32(0), GK_D32(32));
+    else if constexpr (N == 192)
+        GK_WGMMA_TF32(192, GK_R96, "%96", 97, 98, GK_A1, GK_D32(0), GK_D32(32), GK_D32(64));
+    else if constexpr (N == 256)
+        GK_WGMMA_TF32(256, GK_R128, "%128", 129, 130, GK_A1, GK_D32(0), GK_D32(32), GK_D32(64), GK_D32(96));
+    else
+        static_assert(N < 0, "no wgmma of this width");
+}
+
+// The same with a in registers.
+template <int N>
+static __device__ __forceinline__ void wgmma_tf32_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, int add) {
+    if constexpr (N == 64)
+        GK_WGMMA_TF32(64, GK_R32, "{%32, %33, %34, %35}", 36, 37, GK_A4, GK_D32(0));
+    else if constexpr (N == 128)
+        GK_WGMMA_TF32(128, GK_R64, "{%64, %65, %66, %67}", 68, 69, GK_A4, GK_D32(0), GK_D32(32));
+    else
+        static_assert(N < 0, "no wgmma of this width");
+}
+
 #endif

@@ -1,9 +1,10 @@
 // wgmma: how operand tiles lie in shared memory for tma and wgmma, and the descriptors that say so.
 //
 // A tile is panels of 128-byte rows, 8 rows making a block of 1024 bytes in which 16-byte chunk c of row r lies at chunk
-// c ^ r % 8 (swizzle<3, 4, 3>); panels start on multiples of 1024. 16-bit elements, 64 a row:
-//   along k    rows are m or n, a panel has 64 of k        [x][64 k]
-//   along x    rows are k, a panel has 64 of m or n        [64 k][64 x], one panel behind the other
+// c ^ r % 8 (swizzle<3, 4, 3>); panels start on multiples of 1024. EACH elements a row, 64 of 16 bits or 32 of tf32:
+//   along k    rows are m or n, a panel has EACH of k        [x][EACH k]
+//   along x    rows are k, a panel has EACH of m or n        [EACH k][EACH x], one panel behind the other
+// wgmma reads tf32 along k alone; along x the lanes load it and wgmma takes it from their registers (tf32_load).
 #ifndef GPUKERN_TILE_WGMMA_CUH
 #define GPUKERN_TILE_WGMMA_CUH
 
@@ -23,38 +24,40 @@ constexpr GK_HD uint64_t wgmma_descriptor(uint32_t address, int leading_bytes, i
            (uint64_t)(stride_bytes >> 4) << 32 | (uint64_t)1 << 62;
 }
 
-// An operand of BX rows of a or columns of b and 64 of k.
-template <int BX, bool ALONG_X> struct wgmma_tile {
-    static constexpr int panels = ALONG_X ? (BX + 63) / 64 : 1, rows = ALONG_X ? 64 : BX;
+// An operand of BX rows of a or columns of b and EACH of k.
+template <int BX, bool ALONG_X, int EACH = 64> struct wgmma_tile {
+    static constexpr int panels = ALONG_X ? (BX + EACH - 1) / EACH : 1, rows = ALONG_X ? EACH : BX;
     static constexpr int panel_bytes = rows * WGMMA_ROW_BYTES, bytes = panels * panel_bytes;
-    static constexpr int k16_bytes = ALONG_X ? 16 * WGMMA_ROW_BYTES : 32; // from 16 of k to the next 16
+    // from what one instruction reads of k to the next: 16 of 16 bits, 8 of tf32
+    static constexpr int step_bytes = ALONG_X ? EACH / 4 * WGMMA_ROW_BYTES : 32;
     static_assert(panel_bytes % WGMMA_BLOCK_BYTES == 0, "panels are whole blocks");
 
-    // Where x begins, a multiple of 64 along x, of 8 along k.
-    static constexpr GK_HD int offset(int x) { return ALONG_X ? x / 64 * panel_bytes : x * WGMMA_ROW_BYTES; }
+    // Where x begins, a multiple of EACH along x, of 8 along k.
+    static constexpr GK_HD int offset(int x) { return ALONG_X ? x / EACH * panel_bytes : x * WGMMA_ROW_BYTES; }
     static constexpr GK_HD uint64_t descriptor(uint32_t address) {
         return wgmma_descriptor(address, ALONG_X ? panel_bytes : 16, WGMMA_BLOCK_BYTES);
     }
     // The byte of element (x, k).
     static constexpr GK_HD int offset_of(int x, int k) {
-        const int row = ALONG_X ? k : x, col = ALONG_X ? x % 64 : k;
-        return (ALONG_X ? x / 64 * panel_bytes : 0) + swizzle<3, 4, 3>::apply(row * WGMMA_ROW_BYTES + col * 2);
+        const int row = ALONG_X ? k : x, col = ALONG_X ? x % EACH : k;
+        return (ALONG_X ? x / EACH * panel_bytes : 0) +
+               swizzle<3, 4, 3>::apply(row * WGMMA_ROW_BYTES + col * (WGMMA_ROW_BYTES / EACH));
     }
 };
 
-// What one of PARTS blocks that share such an operand copies of it: `boxes` boxes of 64 elements x `box_rows`; whole panels
-// or rows of x, or where there are too few panels some k of each.
-template <int BX, bool ALONG_X, int PARTS> struct wgmma_part {
-    typedef wgmma_tile<BX, ALONG_X> tile;
+// What one of PARTS blocks that share such an operand copies of it: `boxes` boxes of EACH elements x `box_rows`; whole
+// panels or rows of x, or where there are too few panels some k of each.
+template <int BX, bool ALONG_X, int PARTS, int EACH = 64> struct wgmma_part {
+    typedef wgmma_tile<BX, ALONG_X, EACH> tile;
     static constexpr bool of_k = ALONG_X && tile::panels % PARTS != 0;
     static constexpr int boxes = of_k ? tile::panels : ALONG_X ? tile::panels / PARTS : 1;
-    static constexpr int box_rows = of_k ? 64 / PARTS : ALONG_X ? 64 : BX / PARTS;
+    static constexpr int box_rows = of_k ? EACH / PARTS : ALONG_X ? EACH : BX / PARTS;
     static constexpr int bytes = boxes * box_rows * WGMMA_ROW_BYTES;
     static_assert(BX % PARTS == 0 && box_rows % 8 == 0 && bytes * PARTS == tile::bytes, "parts are whole blocks");
 
     // Where box i of a part begins: in x, in k, and as a byte of the tile.
     static constexpr GK_HD int x(int part, int i) {
-        return of_k ? i * 64 : ALONG_X ? (part * boxes + i) * 64 : part * box_rows;
+        return of_k ? i * EACH : ALONG_X ? (part * boxes + i) * EACH : part * box_rows;
     }
     static constexpr GK_HD int k(int part) { return of_k ? part * box_rows : 0; }
     static constexpr GK_HD int offset(int part, int i) { return tile::offset(x(part, i)) + k(part) * WGMMA_ROW_BYTES; }
@@ -63,6 +66,16 @@ template <int BX, bool ALONG_X, int PARTS> struct wgmma_part {
 // Element (row, column) of d[e] of wgmma in a lane of warp 0 to 3.
 constexpr GK_HD coord wgmma_d(int warp, int lane, int e) {
     return {16 * warp + (lane >> 2) + 8 * (e >> 1 & 1), 8 * (e >> 2) + 2 * (lane & 3) + (e & 1)};
+}
+
+// A of tf32 along x, from registers: which x a row of A stands for is free, as long as rows of d mean the same. Row
+// 16 warp + lane / 4 + 8 h of product m = 0, 1 is x = 32 warp + 4 tf32_chunk(lane) + 2 m + h, so that a lane finds its four
+// side by side in the warp's panel, for any k; and the order of chunks keeps both its loads and a row of d off each other.
+constexpr GK_HD int tf32_chunk(int lane) { return (lane >> 3) ^ (lane >> 2 & 1) * 5; }
+
+// The byte of those four in the warp's panel.
+constexpr GK_HD int tf32_offset(int lane, int k) {
+    return swizzle<3, 4, 3>::apply(k * WGMMA_ROW_BYTES + tf32_chunk(lane) * 16);
 }
 
 #endif
