@@ -36,6 +36,9 @@ from devices import DTYPES, ROTATE_BYTES, Cpu, Cuda, open_device
 from torch import Tensor
 
 __all__ = ["DTYPES", "Bar", "Case", "Run", "arguments", "isa_shares", "open_device", "overhead_facts"]
+# Figures are of the default rows, whatever was tuned on this machine; GPUKERN_TUNED=path measures tuned ones.
+os.environ.setdefault("GPUKERN_TUNED", "off")
+
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 PLOTS = HERE / "plots"

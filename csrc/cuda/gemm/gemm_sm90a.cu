@@ -270,7 +270,8 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1)
             const auto store_pair = [&](auto &sums) {
                 const int row = tile_col + part * S::COLS, col = tile_row + (warpgroup * 4 + warp) * 32;
                 if (x.plain) {
-                    at.c[0] = col, at.c[1] = row;
+                    tma_at at = {{col, row}}; /* not kept over the products: there is no register for it */
+                    place_batch(p, p.out_batch, t / tiles, at);
                     store_plain_turned<typename S::Panel, Tile::PANELS>(x, sums, panels_s, panel, at, lane);
                 } else {
                     store_any_turned(p, gemm_place(p, t / tiles), sums, row, col, lane);
@@ -373,9 +374,10 @@ bool worth_copies(const gk_gpu *gpu, gk_dtype dtype, const GemmProblem &p, const
 extern const gk_cuda_row *const sm90_rows;
 extern const int num_sm90_rows;
 
-bool takes(const gk_cuda_row *row, const gk_context *, const void *args) {
+bool takes(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
     const bool tf32 = row->dtype == GK_F32, turned = row->key[KEY_TURNED];
-    if (tf32 && ((const gk_gemm_args *)args)->fp32_precision != GK_TF32) return false;
+    if ((tf32 && ((const gk_gemm_args *)args)->fp32_precision != GK_TF32) || !smem_fits(ctx, row->key[KEY_SMEM]))
+        return false;
     Operands o;
     o.p = problem_of(args, turned);
     return operands_of(row->dtype, turned, NULL, &o) && (tf32 || !turned || o.p.n <= row->key[KEY_CN]);

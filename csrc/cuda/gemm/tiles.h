@@ -66,7 +66,7 @@ typedef Sm90Tile<128, 256, 4, 2, 2, 2, 1, 67> Tile90_128x256;
 /* 512 x 28672 in 3.9 waves instead of 3.4 */
 typedef Sm90Tile<128, 224, 4, 2, 2, 2, 1, 66> Tile90_128x224;
 /* other waves than the two above */
-typedef Sm90Tile<128, 192, 4, 3, 2, 2, 1, 65> Tile90_128x192;
+typedef Sm90Tile<128, 192, 4, 2, 2, 2, 1, 65> Tile90_128x192;
 /* 512 rows of 4096: one tile an SM, 0.98 */
 typedef Sm90Tile<128, 128, 6, 2, 2, 2, 1, 63> Tile90_128x128;
 /* 1024 cubed: one tile an SM; one block alone, pairs along n and 128 x 64 took up to 8 % more */
