@@ -81,12 +81,13 @@ template <class T, class Tile, int MODE> struct Smem {
     static constexpr int WARPGROUP_TRADE = Tile::CK > 1 ? MT * COLS * 256 : 0; /* what the other part of k sends */
     static constexpr int BARRIERS = TRADE + Tile::WGS * WARPGROUP_TRADE, TRADED = BARRIERS + tma_ring<STAGES>::bytes;
     static constexpr int BYTES = TRADED + 16 + WGMMA_BLOCK_BYTES; /* to align the ring */
-    /* the next kernel's blocks get ready beside this one's */
-    static constexpr int PER_SM = Tile::THREADS <= 256 && BYTES <= 113 * 1024 ? 2 : 1;
     static_assert(BYTES <= 232448 && PANELS % 1024 == 0, "shared memory of a block");
     static_assert(Tile::TURNED || COLS % PANEL_COLS == 0, "whole panels");
     static_assert(Tile::CK <= 2 && (BY_PANELS || Tile::WGS == 1), "two blocks trade; one turns");
 };
+
+/* Blocks of an SM. Two: the next kernel's get ready beside this one's. */
+constexpr int blocks_of(int threads, int bytes) { return threads <= 256 && bytes <= 113 * 1024 ? 2 : 1; }
 
 /* Where a batch entry's boxes begin; dimensions without a stride are not in the map. */
 __device__ __forceinline__ void place_batch(const GemmProblem &p, const int64_t *strides, unsigned batch, tma_at &at) {
@@ -117,7 +118,8 @@ __device__ __forceinline__ void copy_part(smem_addr to_s, const CUtensorMap *map
 /* ---- 3 the kernel -------------------------------------------------------------------------------------------- */
 template <class T, class Tile, int MODE>
 __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1)
-    __launch_bounds__(Tile::THREADS, Smem<T, Tile, MODE>::PER_SM) gemm_sm90a_kernel(const __grid_constant__ Params x) {
+    __launch_bounds__(Tile::THREADS, blocks_of(Tile::THREADS, Smem<T, Tile, MODE>::BYTES))
+        gemm_sm90a_kernel(const __grid_constant__ Params x) {
     typedef Smem<T, Tile, MODE> S;
     typedef typename S::A A;
     typedef typename S::B B;
