@@ -36,6 +36,9 @@ from devices import DTYPES, ROTATE_BYTES, Cpu, Cuda, open_device
 from torch import Tensor
 
 __all__ = ["DTYPES", "Bar", "Case", "Run", "arguments", "isa_shares", "open_device", "overhead_facts"]
+# Figures are of the default rows, whatever was tuned on this machine; GPUKERN_TUNED=path measures tuned ones.
+os.environ.setdefault("GPUKERN_TUNED", "off")
+
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 PLOTS = HERE / "plots"
@@ -440,13 +443,9 @@ class Run:
         (total, busy, own), (total0, busy0, own0) = _cpu_seconds(), self.began
         return 100 * max(0.0, busy - busy0 - (own - own0)) / max(total - total0, 1e-9)
 
-    def _store(self, groups: list[Group]) -> None:
-        slug = "".join(c if c.isalnum() else "-" for c in self.device.name().lower())
-        slug = "-".join(filter(None, slug.split("-")))
-        path = RESULTS / f"{slug}.json"
-        stored = json.loads(path.read_text()) if path.exists() else {"benches": {}}
-        stored["device"] = self.device.name()
-        stored["benches"][self.op] = {
+    def stamp(self) -> dict:
+        """When, with what and on what a run was made."""
+        return {
             "date": datetime.date.today().isoformat(),
             "torch": torch.__version__,
             "driver": self.device.driver(),
@@ -454,12 +453,22 @@ class Run:
             "threads": torch.get_num_threads(),
             "peaks": self.peaks,
             "others_percent": self.others_percent(),
+        }
+
+    def _store(self, groups: list[Group]) -> None:
+        slug = "".join(c if c.isalnum() else "-" for c in self.device.name().lower())
+        slug = "-".join(filter(None, slug.split("-")))
+        path = RESULTS / f"{slug}.json"
+        stored = json.loads(path.read_text()) if path.exists() else {"benches": {}}
+        stored["device"] = self.device.name()
+        stored["benches"][self.op] = {
+            **self.stamp(),
             "rows": [asdict(row) for row in self.rows],
             "groups": [asdict(group) for group in groups],
             "facts": self.facts,
         }
         RESULTS.mkdir(exist_ok=True)
-        path.write_text(json.dumps(_rounded(stored), indent=1) + "\n")
+        path.write_text(json.dumps(rounded(stored), indent=1) + "\n")
         print(f"results: {path.relative_to(HERE.parent)}")
         plot = PLOTS / f"{slug}-{self.op}.png"
         if draw(self.rows, f"{self.op} on {self.device.name()}", plot):
@@ -559,12 +568,12 @@ def _cpu_seconds() -> tuple[float, float, float]:
     return sum(ticks) / hertz, (sum(ticks) - idle) / hertz, own
 
 
-def _rounded(value):
+def rounded(value):
     """Four significant digits: what a timing is worth, and a diff that can be read."""
     if isinstance(value, dict):
-        return {key: _rounded(entry) for key, entry in value.items()}
+        return {key: rounded(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_rounded(entry) for entry in value]
+        return [rounded(entry) for entry in value]
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 

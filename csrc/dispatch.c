@@ -3,8 +3,10 @@
 #include "cpu/kernels.h"
 #ifdef GPUKERN_HAS_CUDA
 #include "cuda/kernels.h"
+#include "prefer.h"
 #endif
 
+#include <stddef.h>
 #include <stdio.h>
 
 /* ---- checks shared by the ops -------------------------------------------------------------------- */
@@ -93,14 +95,24 @@ static bool workspace_fits(const void *workspace, size_t workspace_bytes, size_t
 
 #ifdef GPUKERN_HAS_CUDA
 /* A table of sm_90a code serves that arch alone; compute_80 code every arch from 80 on. */
-static gk_status find_cuda_row(const char *name, const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args,
-                               const gk_cuda_row **row) {
+static bool runs_on(const gk_cuda_table *table, const gk_gpu *gpu) {
+    return table->arch == 90 ? gpu->arch == 90 : gpu->arch >= table->arch;
+}
+
+static const gk_gpu *find_gpu(const char *name, const gk_context *ctx) {
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
-    if (!gpu) return gk_fail(GK_ERR_DEVICE, "%s: there is no CUDA device %d", name, (int)ctx->index);
+    if (!gpu) gk_fail(GK_ERR_DEVICE, "%s: there is no CUDA device %d", name, (int)ctx->index);
+    return gpu;
+}
+
+static gk_status find_default_row(const char *name, const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args,
+                                  const gk_cuda_row **row) {
+    const gk_gpu *gpu = find_gpu(name, ctx);
+    if (!gpu) return GK_ERR_DEVICE;
     int num_tables;
     const gk_cuda_table *const *tables = gk_cuda_tables(op, &num_tables);
     for (int t = 0; t < num_tables; ++t) {
-        if (tables[t]->arch == 90 ? gpu->arch != 90 : gpu->arch < tables[t]->arch) continue;
+        if (!runs_on(tables[t], gpu)) continue;
         if (tables[t]->choose) {
             *row = tables[t]->choose(ctx, args);
             if (*row) return GK_OK;
@@ -119,31 +131,65 @@ static gk_status find_cuda_row(const char *name, const gk_context *ctx, gk_op op
                    name, gk_dtype_name(dtype), (int)ctx->index, gpu->name, gpu->arch / 10, gpu->arch % 10);
 }
 
-static size_t cuda_bytes(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
+/* Whether a row of gemm's tables serves this call on its device. */
+static bool gemm_row_takes(const gk_cuda_row *row, const gk_context *ctx, const gk_gpu *gpu, const gk_gemm_args *args) {
+    int num_tables;
+    const gk_cuda_table *const *tables = gk_cuda_tables(GK_OP_GEMM, &num_tables);
+    for (int t = 0; t < num_tables; ++t)
+        if (row >= tables[t]->rows && row < tables[t]->rows + tables[t]->num_rows)
+            return runs_on(tables[t], gpu) && row->dtype == args->a.dtype &&
+                   (!row->takes || row->takes(row, ctx, args));
+    return false;
+}
+
+/* The row that was asked for, where it takes this very call; else NULL. */
+static const gk_cuda_row *preferred_row(const gk_context *ctx, gk_op op, const void *args) {
+    if (op != GK_OP_GEMM || !gk_any_preferred()) return NULL;
+    const gk_gpu *gpu = gk_gpu_of(ctx->index);
+    if (!gpu) return NULL;
+    gk_gemm_key key;
+    gk_gemm_key_of(gpu->name_hash, args, &key);
+    const gk_cuda_row *row = gk_preferred(&key);
+    return row && gemm_row_takes(row, ctx, gpu, args) ? row : NULL;
+}
+
+static size_t row_bytes(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
     return row->workspace_bytes ? row->workspace_bytes(row, ctx, args) : 0;
+}
+
+/* Enough for the preferred row and for the default one: whichever of the two the call then meets has room. */
+static size_t cuda_bytes(const char *name, const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args) {
+    const gk_cuda_row *preferred = preferred_row(ctx, op, args), *row;
+    const size_t bytes = preferred ? row_bytes(preferred, ctx, args) : 0;
+    if (find_default_row(name, ctx, op, dtype, args, &row) != GK_OK) return bytes;
+    const size_t default_bytes = row_bytes(row, ctx, args);
+    return bytes > default_bytes ? bytes : default_bytes;
 }
 
 static gk_status cuda_run(const char *name, const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args,
                           const void *workspace, size_t workspace_bytes) {
-    const gk_cuda_row *row;
-    TRY(find_cuda_row(name, ctx, op, dtype, args, &row));
+    const gk_cuda_row *row = preferred_row(ctx, op, args);
+    size_t needed = row ? row_bytes(row, ctx, args) : 0;
+    /* preferred since the workspace was sized: the call still is the default row's */
+    if (!row || !workspace_fits(workspace, workspace_bytes, needed)) {
+        TRY(find_default_row(name, ctx, op, dtype, args, &row));
+        needed = row_bytes(row, ctx, args);
+    }
+    if (!workspace_fits(workspace, workspace_bytes, needed))
+        return gk_fail(GK_ERR_WORKSPACE, "%s: workspace of %zu bytes at %p, expected %zu bytes, 64-byte aligned", name,
+                       workspace_bytes, workspace, needed);
     const int32_t before = gk_gpu_enter(name, ctx->index);
     if (before < 0) return GK_ERR_DEVICE;
-    const size_t needed = cuda_bytes(row, ctx, args);
-    gk_status status;
-    if (workspace_fits(workspace, workspace_bytes, needed))
-        status = row->run(row, ctx, args);
-    else
-        status = gk_fail(GK_ERR_WORKSPACE, "%s: workspace of %zu bytes at %p, expected %zu bytes, 64-byte aligned",
-                         name, workspace_bytes, workspace, needed);
+    const gk_status status = row->run(row, ctx, args);
     gk_gpu_leave(before);
     return status;
 }
 
 static gk_status cuda_explain(const char *name, const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args,
                               gk_explanation *out) {
-    const gk_cuda_row *row;
-    TRY(find_cuda_row(name, ctx, op, dtype, args, &row));
+    const gk_cuda_row *row = preferred_row(ctx, op, args);
+    out->preferred = row != NULL;
+    if (!row) TRY(find_default_row(name, ctx, op, dtype, args, &row));
     const int32_t before = gk_gpu_enter(name, ctx->index);
     if (before < 0) return GK_ERR_DEVICE;
     snprintf(out->row, sizeof out->row, "%s", row->name);
@@ -152,7 +198,7 @@ static gk_status cuda_explain(const char *name, const gk_context *ctx, gk_op op,
     if (row->explain) row->explain(row, ctx, args, out);
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
     if (out->waves == 0) out->waves = (double)out->tasks / gpu->num_sms;
-    out->workspace_bytes = (int64_t)cuda_bytes(row, ctx, args);
+    out->workspace_bytes = (int64_t)cuda_bytes(name, ctx, op, dtype, args);
     gk_gpu_leave(before);
     return GK_OK;
 }
@@ -200,11 +246,7 @@ static void bound(const gk_context *ctx, gk_dtype dtype, gk_explanation *out) {
 
 static size_t workspace_of(const char *name, const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args) {
 #ifdef GPUKERN_HAS_CUDA
-    if (ctx->device == GK_CUDA) {
-        const gk_cuda_row *cuda_row;
-        if (find_cuda_row(name, ctx, op, dtype, args, &cuda_row) != GK_OK) return 0;
-        return cuda_bytes(cuda_row, ctx, args);
-    }
+    if (ctx->device == GK_CUDA) return cuda_bytes(name, ctx, op, dtype, args);
 #endif
     const gk_cpu_row *row;
     if (find_row(name, ctx, op, dtype, args, &row) != GK_OK) return 0;
@@ -226,16 +268,9 @@ static gk_status run(const char *name, const gk_context *ctx, gk_op op, gk_dtype
     return GK_OK;
 }
 
-static gk_status explain(const char *name, const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args,
-                         gk_explanation *out) {
+static gk_status cpu_explain(const char *name, const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args,
+                             gk_explanation *out) {
     const gk_cpu_row *row;
-    REQUIRE(out && out->size >= sizeof *out, "%s: explanation.size is not sizeof(gk_explanation)", name);
-    const size_t size = out->size;
-    memset(out, 0, sizeof *out);
-    out->size = size;
-#ifdef GPUKERN_HAS_CUDA
-    if (ctx->device == GK_CUDA) return cuda_explain(name, ctx, op, dtype, args, out);
-#endif
     TRY(find_row(name, ctx, op, dtype, args, &row));
     static const char *const short_names[] = {"f32", "bf16", "f16", "f64"};
     if (dtype == GK_F64)
@@ -245,6 +280,22 @@ static gk_status explain(const char *name, const gk_context *ctx, gk_op op, gk_d
     snprintf(out->isa, sizeof out->isa, "%s", dtype == GK_F64 ? "ref" : gk_isa_names[row->isa]);
     row->kernel->explain(ctx, args, out);
     out->workspace_bytes = (int64_t)row->kernel->workspace_bytes(ctx, args);
+    return GK_OK;
+}
+
+static gk_status explain(const char *name, const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args,
+                         gk_explanation *out) {
+    /* a caller built before `preferred` was there has a struct that ends before it */
+    REQUIRE(out && out->size >= offsetof(gk_explanation, preferred),
+            "%s: explanation.size is not sizeof(gk_explanation)", name);
+    gk_explanation found = {.size = out->size};
+#ifdef GPUKERN_HAS_CUDA
+    if (ctx->device == GK_CUDA)
+        TRY(cuda_explain(name, ctx, op, dtype, args, &found));
+    else
+#endif
+        TRY(cpu_explain(name, ctx, op, dtype, args, &found));
+    memcpy(out, &found, out->size < sizeof found ? out->size : sizeof found);
     return GK_OK;
 }
 
@@ -317,6 +368,121 @@ gk_status gk_explain_gemm(const gk_context *ctx, const gk_gemm_args *args, gk_ex
     bound(ctx, args->a.dtype, out);
     return GK_OK;
 }
+
+/* ---- gemm: which row serves a class of calls ------------------------------------------------------------ */
+#ifdef GPUKERN_HAS_CUDA
+static gk_status check_cuda_gemm(const char *op, const gk_context *ctx, const gk_gemm_args *args, const void *result) {
+    REQUIRE(result, "%s: the place for the result is NULL", op);
+    TRY(check_gemm(ctx, args));
+    if (ctx->device != GK_CUDA)
+        return gk_fail(GK_ERR_UNSUPPORTED,
+                       "%s: the context is a CPU's, whose row follows from dtype and instruction set", op);
+    return find_gpu(op, ctx) ? GK_OK : GK_ERR_DEVICE;
+}
+
+static const gk_cuda_row *named_gemm_row(const char *name) {
+    int num_tables;
+    const gk_cuda_table *const *tables = gk_cuda_tables(GK_OP_GEMM, &num_tables);
+    for (int t = 0; t < num_tables; ++t)
+        for (int i = 0; i < tables[t]->num_rows; ++i)
+            if (strcmp(tables[t]->rows[i].name, name) == 0) return &tables[t]->rows[i];
+    return NULL;
+}
+
+gk_status gk_gemm_rows(const gk_context *ctx, const gk_gemm_args *args, const char **rows) {
+    const char *op = "gk_gemm_rows";
+    static _Thread_local char text[4096];
+    const gk_cuda_row *first;
+    TRY(check_cuda_gemm(op, ctx, args, rows));
+    TRY(find_default_row(op, ctx, GK_OP_GEMM, args->a.dtype, args, &first));
+    size_t length = (size_t)snprintf(text, sizeof text, "%s", first->name);
+    int num_tables;
+    const gk_cuda_table *const *tables = gk_cuda_tables(GK_OP_GEMM, &num_tables);
+    for (int t = 0; t < num_tables; ++t)
+        for (int i = 0; i < tables[t]->num_rows; ++i) {
+            const gk_cuda_row *r = &tables[t]->rows[i];
+            if (r == first || !gemm_row_takes(r, ctx, gk_gpu_of(ctx->index), args)) continue;
+            if (length + strlen(r->name) + 2 > sizeof text)
+                return gk_fail(GK_ERR_UNSUPPORTED, "%s: the rows' names take more than %zu bytes", op, sizeof text);
+            length += (size_t)snprintf(text + length, sizeof text - length, ",%s", r->name);
+        }
+    *rows = text;
+    return GK_OK;
+}
+
+gk_status gk_gemm_class(const gk_context *ctx, const gk_gemm_args *args, const char **gemm_class) {
+    static _Thread_local char text[GK_KEY_TEXT_BYTES];
+    gk_gemm_key key;
+    TRY(check_cuda_gemm("gk_gemm_class", ctx, args, gemm_class));
+    gk_gemm_key_of(0, args, &key);
+    gk_gemm_key_write(&key, text);
+    *gemm_class = text;
+    return GK_OK;
+}
+
+gk_status gk_gemm_prefer(const gk_context *ctx, const gk_gemm_args *args, const char *row) {
+    const char *op = "gk_gemm_prefer", *others;
+    TRY(check_cuda_gemm(op, ctx, args, op));
+    const gk_gpu *gpu = gk_gpu_of(ctx->index);
+    const gk_cuda_row *found = row ? named_gemm_row(row) : NULL;
+    if (row && !(found && gemm_row_takes(found, ctx, gpu, args))) {
+        TRY(gk_gemm_rows(ctx, args, &others));
+        return gk_fail(GK_ERR_ARGUMENT, "%s: row '%.80s' %s; on cuda:%d (%s) these take the call: %s", op, row,
+                       found ? "does not take this call" : "does not exist", (int)ctx->index, gpu->name, others);
+    }
+    gk_gemm_key key;
+    gk_gemm_key_of(gpu->name_hash, args, &key);
+    return gk_prefer(op, &key, found);
+}
+
+gk_status gk_gemm_prefer_class(const char *device, const char *gemm_class, const char *row) {
+    const char *op = "gk_gemm_prefer_class";
+    gk_gemm_key key;
+    REQUIRE(device && *device && gemm_class, "%s: device or gemm_class is missing", op);
+    TRY(gk_gemm_key_read(op, gemm_class, gk_name_hash(device), &key));
+    const gk_cuda_row *found = row ? named_gemm_row(row) : NULL;
+    REQUIRE(!row || found, "%s: row '%.80s' does not exist in this library; gk_cuda_kernels() names those that do", op,
+            row);
+    REQUIRE(!row || (int)found->dtype == key.dtype, "%s: row '%s' is for %s, the class for %s", op, row,
+            gk_dtype_name(found->dtype), gk_dtype_name((gk_dtype)key.dtype));
+    return gk_prefer(op, &key, found);
+}
+
+void gk_gemm_prefer_none(void) { gk_prefer_none(); }
+
+gk_status gk_cuda_device_name(int32_t index, const char **name) {
+    REQUIRE(name, "%s: the place for the result is NULL", "gk_cuda_device_name");
+    const gk_gpu *gpu = gk_gpu_of(index);
+    if (!gpu) return GK_ERR_DEVICE;
+    *name = gpu->name;
+    return GK_OK;
+}
+#else
+static gk_status no_cuda(const char *op) {
+    return gk_fail(GK_ERR_UNSUPPORTED, "%s: this library was built without CUDA kernels", op);
+}
+gk_status gk_gemm_rows(const gk_context *ctx, const gk_gemm_args *args, const char **rows) {
+    (void)ctx, (void)args, (void)rows;
+    return no_cuda("gk_gemm_rows");
+}
+gk_status gk_gemm_class(const gk_context *ctx, const gk_gemm_args *args, const char **gemm_class) {
+    (void)ctx, (void)args, (void)gemm_class;
+    return no_cuda("gk_gemm_class");
+}
+gk_status gk_gemm_prefer(const gk_context *ctx, const gk_gemm_args *args, const char *row) {
+    (void)ctx, (void)args, (void)row;
+    return no_cuda("gk_gemm_prefer");
+}
+gk_status gk_gemm_prefer_class(const char *device, const char *gemm_class, const char *row) {
+    (void)device, (void)gemm_class, (void)row;
+    return no_cuda("gk_gemm_prefer_class");
+}
+void gk_gemm_prefer_none(void) {}
+gk_status gk_cuda_device_name(int32_t index, const char **name) {
+    (void)index, (void)name;
+    return no_cuda("gk_cuda_device_name");
+}
+#endif
 
 gk_status gk_gemm_act_bwd(const gk_context *ctx, const gk_gemm_act_bwd_args *args) {
     const char *op = "gk_gemm_act_bwd";

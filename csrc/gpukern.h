@@ -5,7 +5,8 @@
  *   Anything in bytes ends in _bytes. lse is the natural logarithm. "T" is a number of tokens.
  *   Every struct starts with `size`, its sizeof at the caller: structs grow at the end only.
  *   Every entry point returns a gk_status; gk_last_error() has the detail text of this thread's last failure.
- *   Nothing here exits, prints, allocates device memory, keeps hidden state or synchronises a device.
+ *   Nothing here exits, prints, allocates device memory, keeps hidden state or synchronises a device. What a process keeps
+ *   besides constants of its devices are the preferred rows that it was told of (gk_gemm_prefer).
  *   Workspace comes from the caller: ask gk_<op>_workspace_bytes, 64-byte aligned, need not be zeroed.
  */
 #ifndef GPUKERN_H
@@ -123,6 +124,7 @@ typedef struct gk_explanation {
     double waves; /* CUDA: tasks over those that run at once; 0 on the CPU */
     double
         bound_us; /* CUDA: the larger of bytes over bandwidth and flops over the peak of the units used; 0 on the CPU */
+    int32_t preferred; /* 1: a row that gk_gemm_prefer asked for; a size that ends before it is served, too */
 } gk_explanation;
 
 /* ---- gemm ---------------------------------------------------------------------------------- */
@@ -158,6 +160,25 @@ typedef struct gk_gemm_args {
 GK_API size_t gk_gemm_workspace_bytes(const gk_context *, const gk_gemm_args *);
 GK_API gk_status gk_gemm(const gk_context *, const gk_gemm_args *);
 GK_API gk_status gk_explain_gemm(const gk_context *, const gk_gemm_args *, gk_explanation *);
+
+/* On CUDA several rows of the tables take a call. The one of least expected time serves it by default; another one can be
+ * preferred for a class of calls: same model of GPU, dtypes, sizes, layouts, alignment, activation, with c and preact or
+ * without; bias is of no class. Such a call runs the preferred row where that takes it, else the default. Rows may round
+ * differently. Any thread may prefer at any time: gk_gemm_workspace_bytes covers the preferred row and the default one, so
+ * that a preference which changes before the call does no harm, and captured graphs keep their row. With a CPU's context
+ * and in a build without CUDA: GK_ERR_UNSUPPORTED. Texts are valid until this thread's next call of the function. */
+
+/* Every row that takes this call, comma-separated, the default one first. */
+GK_API gk_status gk_gemm_rows(const gk_context *, const gk_gemm_args *, const char **rows);
+/* The call's class as one line of text. */
+GK_API gk_status gk_gemm_class(const gk_context *, const gk_gemm_args *, const char **gemm_class);
+/* Prefers a row, which must take the call, for the call's class; row NULL forgets the class's. */
+GK_API gk_status gk_gemm_prefer(const gk_context *, const gk_gemm_args *, const char *row);
+/* The same from what was kept in a file: needs no GPU, device is what gk_cuda_device_name said, gemm_class what gk_gemm_class
+ * did. The row must exist for that dtype; whether it takes a call is asked at each call. */
+GK_API gk_status gk_gemm_prefer_class(const char *device, const char *gemm_class, const char *row);
+GK_API void gk_gemm_prefer_none(void); /* forgets all */
+GK_API gk_status gk_cuda_device_name(int32_t index, const char **name);
 
 /* grad_in = grad_out * activation'(saved); saved is the preact, for relu the output. Any strides. */
 typedef struct gk_gemm_act_bwd_args {

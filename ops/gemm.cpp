@@ -175,6 +175,20 @@ std::tuple<Tensor, OptTensor> gemm_fwd(GemmArgs &x) {
     return {std::move(out), std::move(preact)};
 }
 
+// On CUDA other rows than the explained one may take the call; gemm_prefer asks for one of them.
+std::string other_rows(const Call &call, const gk_gemm_args &args) {
+    if (call.context()->device != GK_CUDA) return "";
+    const char *device, *gemm_class, *rows;
+    call.done(gk_cuda_device_name(call.context()->index, &device));
+    call.done(gk_gemm_class(call.context(), &args, &gemm_class));
+    call.done(gk_gemm_rows(call.context(), &args, &rows));
+    std::string list = rows;
+    for (size_t at = list.find(','); at != std::string::npos; at = list.find(',', at + 4))
+        list.replace(at, 1, "\", \"");
+    return std::string(", \"device\": \"") + device + "\", \"class\": \"" + gemm_class + "\", \"rows\": [\"" + list +
+           "\"]";
+}
+
 std::string explain_gemm(GemmArgs &x) {
     const Dtype *dtype;
     Shape shape;
@@ -185,7 +199,7 @@ std::string explain_gemm(GemmArgs &x) {
     explanation.size = sizeof explanation;
     Call call(kOp, x.a);
     call.done(gk_explain_gemm(call.context(), &args, &explanation));
-    return to_json(explanation);
+    return to_json(explanation, other_rows(call, args));
 }
 
 // ---- gemm_act_bwd -------------------------------------------------------------------------------

@@ -75,6 +75,9 @@ void define(gk::Library &m) {
     m.def("cpu_isas() -> str");
     m.def("cuda_kernels() -> str");
     m.def("check_errors() -> ()");
+
+    m.def("gemm_prefer(str device, str gemm_class, str row) -> ()");
+    m.def("gemm_prefer_none() -> ()");
 }
 
 std::string version() { return gk_version(); }
@@ -92,6 +95,19 @@ std::string cuda_kernels() { return gk_cuda_kernels(); }
 // On the CPU every error is raised by the call that made it: there is none to collect.
 void check_errors() { gk::raise_device_errors("check_errors", gk_cuda_error_word()); }
 
+// Both texts are what explain_gemm said of a call on CUDA; an empty row forgets the class's.
+struct PreferArgs {
+    gk::String device, gemm_class, row;
+};
+
+void gemm_prefer(PreferArgs &x) {
+    const std::string device(x.device), gemm_class(x.gemm_class), row(x.row);
+    gk::status_ok("gemm_prefer",
+                  gk_gemm_prefer_class(device.c_str(), gemm_class.c_str(), row.empty() ? nullptr : row.c_str()));
+}
+
+void gemm_prefer_none() { gk_gemm_prefer_none(); }
+
 } // namespace
 
 // The macro pastes its argument, so the namespace has to be expanded one level above it.
@@ -104,4 +120,6 @@ STABLE_TORCH_LIBRARY_IMPL(GPUKERN_NAMESPACE, CompositeExplicitAutograd, m) {
     m.impl("cpu_isas", gk::boxed<cpu_isas>);
     m.impl("cuda_kernels", gk::boxed<cuda_kernels>);
     m.impl("check_errors", gk::boxed<check_errors>);
+    m.impl("gemm_prefer", gk::boxed<gemm_prefer>);
+    m.impl("gemm_prefer_none", gk::boxed<gemm_prefer_none>);
 }

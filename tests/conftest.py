@@ -18,6 +18,8 @@ import zlib
 # Tests run in as many processes as there are cores: a thread that spins while it waits would hold a core that another
 # process needs. libgomp reads this when torch loads it.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Tests speak of the default rows, whatever was tuned on this machine.
+os.environ["GPUKERN_TUNED"] = "off"
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The README's benchmark tables say what the committed results say."""
+"""The benchmark tables of README.md and docs/ladder.md say what the committed results say."""
 
 import copy
 import importlib.util
@@ -12,6 +12,7 @@ readme_tables = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(readme_tables)
 
 BENCHES = ("gemm", "flash_attn", "paged_attn", "model")
+LADDER = readme_tables.PAGES[1]
 
 
 @pytest.fixture
@@ -40,6 +41,25 @@ def test_a_changed_result_is_noticed(results, name):
         for row in result["benches"].get(name, {"rows": []})["rows"]:
             row["rate"] *= 2
     assert readme_tables.out_of_date(text, changed) == [name]
+
+
+def test_the_ladders_page_is_up_to_date(results):
+    text = LADDER.read_text()
+    assert [m["name"] for m in readme_tables.MARKED.finditer(text)] == list(readme_tables.LADDER_TABLES)
+    assert readme_tables.out_of_date(text, results) == []
+
+
+@pytest.mark.parametrize("name", readme_tables.LADDER_TABLES)
+def test_a_changed_ladder_is_noticed(results, name):
+    changed = copy.deepcopy(results)
+    for result in changed:
+        if bench := result["benches"].get("ladder"):
+            for row in bench["rows"] if name != "ladder_counters" else ():
+                if row["group"] == ("4096 cubed" if name == "ladder" else "16384 cubed"):
+                    row["rate"] *= 2
+            if name == "ladder_counters":
+                bench["counters"]["13"]["smsp__inst_executed.sum"] *= 2
+    assert readme_tables.out_of_date(LADDER.read_text(), changed) == [name]
 
 
 def test_every_row_states_error_and_roofline(results):

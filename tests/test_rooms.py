@@ -27,6 +27,7 @@ BREACHES = {
     "C++ in csrc": ("csrc/a.c", "#include <vector>\n", "law 1"),
     "ATen in ops": ("ops/checks.h", "#include <ATen/ATen.h>\n", "law 1"),
     "csrc's inside in ops": ("ops/checks.h", '#include "internal.h"\n', "law 1"),
+    "the ladder in a kernel": ("csrc/cuda/gemm/a.cu", '#include "../ladder/rungs.cuh"\n', "law 1"),
     "ctypes in Python": ("torch_gpukern/a.py", "import ctypes\n", "law 1"),
     "asm in a kernel": ("csrc/cuda/gemm/a_sm80.cu", 'asm volatile("nop;");\n', "law 2"),
     "arch macro": ("csrc/cuda/gemm/a.cu", "#if __CUDA_ARCH__ >= 900\n#endif\n", "law 3"),

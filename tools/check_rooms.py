@@ -83,6 +83,9 @@ def check_includes(room: str, text: str):
 
 def check_c(path: Path, room: str, text: str):
     yield from check_includes(room, text)
+    for number, line in enumerate(text.splitlines(), 1):
+        if re.match(r'\s*#\s*include\s+".*ladder/', line):
+            yield number, "law 1: the ladder stands on the library, and nothing on the ladder"
     code = without_comments(text)
     in_cuda = "cuda" in path.parts
     for number, (line, raw) in enumerate(zip(code.splitlines(), text.splitlines(), strict=True), 1):

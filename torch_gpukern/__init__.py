@@ -10,6 +10,7 @@ import json as _json
 from ._library import ops as _ops
 from .kv_cache import OutOfPages, PagedKVCache
 from .ops import attn_merge, flash_attn, flash_attn_varlen, gemm, kv_cache_write, paged_attn
+from .tuning import cache as _cache
 
 __all__ = [
     "OutOfPages",
@@ -61,6 +62,9 @@ def explain(op: str, *args, **kwargs) -> dict:
         waves: on CUDA, tasks over those that the device runs at once; 0 on the CPU.
         bound_us: on CUDA, the larger of bytes over the device's bandwidth and flops over its peak, in
             microseconds; 0 on the CPU.
+        preferred: whether the row was preferred since it was tuned (``python -m torch_gpukern tune gemm``).
+        device, class, rows: of a gemm on CUDA, the device's name, the class of calls that a preferred row
+            serves, and every row that takes the call, the default one first.
 
     On CUDA index tensors are not read: packed sequences count as equal ones, kv_start and kv_end as 0
     and Sk, and a paged sequence as one that fills its row of the block table.
@@ -71,3 +75,6 @@ def explain(op: str, *args, **kwargs) -> dict:
     if op not in EXPLAINED:
         raise ValueError(f"explain: op is '{op}'; expected one of {', '.join(EXPLAINED)}")
     return _json.loads(getattr(_ops, f"explain_{op}").default(*args, **kwargs))
+
+
+_cache.use()

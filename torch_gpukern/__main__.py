@@ -1,4 +1,4 @@
-"""python -m torch_gpukern info | explain | bench"""
+"""python -m torch_gpukern info | explain | bench | tune"""
 
 import sys
 

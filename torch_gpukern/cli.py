@@ -3,12 +3,13 @@
 python -m torch_gpukern info
 python -m torch_gpukern explain gemm 512 512 512 --dtype bfloat16
 python -m torch_gpukern bench flash_attn
+python -m torch_gpukern tune gemm --shapes 4096x4096x4096 512x28672x4096:NT
 """
 
 import argparse
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -17,13 +18,10 @@ from torch import Tensor
 
 from . import EXPLAINED, __version__, explain, flash_attn, gemm, paged_attn
 from ._library import FILE, NAMESPACE, ops
+from .tuning import cache, timing
+from .tuning import gemm as gemm_tuner
 
-_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
+_DTYPES = gemm_tuner.DTYPES
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
@@ -46,7 +44,9 @@ def _info(args: argparse.Namespace) -> int:
     except RuntimeError as error:  # GPUKERN_CPU names what this machine lacks
         isa = str(error)
     kernels = [name for name in ops.cuda_kernels.default().split(",") if name]
-    cuda = f"{len(kernels)} kernel instances, compute capability 8.0 and later" if kernels else "no kernels in this build"
+    cuda = (
+        f"{len(kernels)} kernel instances, compute capability 8.0 and later" if kernels else "no kernels in this build"
+    )
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             major, minor = torch.cuda.get_device_capability(i)
@@ -75,15 +75,18 @@ def _info(args: argparse.Namespace) -> int:
 
 def _explained_call(args: argparse.Namespace) -> tuple[list, dict]:
     """The arguments of the op that the options describe. Explaining reads shapes and lengths, no
-    other contents.
+    other contents; a call that is measured has normal values.
     """
     options = {"dtype": _DTYPES[args.dtype], "device": args.device}
+
+    def make(*shape: int) -> Tensor:
+        return torch.randn(*shape, **options) if args.measure else torch.empty(*shape, **options)
+
     if args.op == "gemm":
-        a = torch.empty(*args.batch, args.m, args.k, **options)
-        b = torch.empty(args.k, args.n, **options)
+        a, b = make(*args.batch, args.m, args.k), make(args.k, args.n)
         a = a.mT.contiguous().mT if args.layout[0] == "T" else a
         b = b.mT.contiguous().mT if args.layout[1] == "T" else b
-        bias = torch.empty(args.n, **options) if args.bias else None
+        bias = make(args.n) if args.bias else None
         return [a, b, bias], {"activation": args.activation}
 
     heads_kv = args.heads_kv or args.heads
@@ -91,30 +94,30 @@ def _explained_call(args: argparse.Namespace) -> tuple[list, dict]:
     scores = {"window_left": args.window_left, "softcap": args.softcap, "is_causal": args.causal}
     if args.op == "paged_attn":
         pages = -(-args.seq_k // args.block_size)
-        q = torch.empty(args.batch * args.seq_q, args.heads, args.head_dim, **options)
-        caches = [
-            torch.empty(args.batch * pages, args.block_size, heads_kv, args.head_dim, **options) for _ in range(2)
-        ]
+        q = make(args.batch * args.seq_q, args.heads, args.head_dim)
+        caches = [make(args.batch * pages, args.block_size, heads_kv, args.head_dim) for _ in range(2)]
         table = torch.arange(args.batch * pages, **ints).view(args.batch, pages)
         return [q, *caches, table, torch.full((args.batch,), args.seq_k, **ints)], scores
 
     seq_k = args.seq_k or args.seq_q
     if args.op == "flash_attn_varlen":
         q, k, v = (
-            torch.empty(args.batch * seq, heads, args.head_dim, **options)
+            make(args.batch * seq, heads, args.head_dim)
             for seq, heads in ((args.seq_q, args.heads), (seq_k, heads_kv), (seq_k, heads_kv))
         )
         starts = [torch.arange(args.batch + 1, **ints) * seq for seq in (args.seq_q, seq_k)]
         return [q, k, v, *starts, args.seq_q, seq_k], scores
     q, k, v = (
-        torch.empty(args.batch, heads, seq, args.head_dim, **options)
+        make(args.batch, heads, seq, args.head_dim)
         for seq, heads in ((args.seq_q, args.heads), (seq_k, heads_kv), (seq_k, heads_kv))
     )
     if args.op == "flash_attn":
         return [q, k, v], scores
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    lse = torch.empty(q.shape[:3], dtype=lse_dtype, device=args.device)
-    return [torch.empty_like(q), q, k, v, torch.empty_like(q), lse], scores
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=lse_dtype, device=args.device)
+    if args.measure:
+        out, lse = ops.flash_attn_fwd.default(q, k, v, **scores)
+    return [make(*q.shape), q, k, v, out, lse], scores
 
 
 def _explain(args: argparse.Namespace) -> int:
@@ -123,7 +126,7 @@ def _explain(args: argparse.Namespace) -> int:
     names = ("MB", "NB", "KB", "MR*NR") if args.op == "gemm" else ("BQ", "BKV", "chunk", "")
     tiles = "  ".join(f"{name} {size}" for name, size in zip(names, x["tile"], strict=True) if size)
     rows = [
-        ("row", x["row"]),
+        ("row", x["row"] + (", preferred since it was tuned" if x["preferred"] else "")),
         ("instruction set", x["isa"]),
         ("tile", tiles or "none"),
         ("tasks", x["tasks"]),
@@ -135,8 +138,145 @@ def _explain(args: argparse.Namespace) -> int:
     ]
     if x["bound_us"]:
         rows += [("waves", f"{x['waves']:.2f}"), ("no faster than", f"{x['bound_us']:.1f} us")]
+    if args.measure:
+        op = getattr(ops, args.op).default
+        with torch.inference_mode():
+            us = timing.median_us(lambda: op(*call, **rules), torch.device(args.device))
+        beside = f", {us / x['bound_us']:.2f} of that bound" if x["bound_us"] else ""
+        rows += [("measured", f"{us:.1f} us{beside}, {x['flops'] / us / 1e3:,.1f} GFLOP/s")]
     print(_fields(rows))
     return 0
+
+
+# ---- tune ----------------------------------------------------------------------------------------
+
+
+def _with_progress(items: Sequence, what: str) -> Iterator:
+    """A bar where tqdm is installed, else a line for each item."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        for i, item in enumerate(items):
+            print(f"{what} {i + 1} of {len(items)}: {item}", file=sys.stderr, flush=True)
+            yield item
+        return
+    bar = tqdm(items, desc=what, unit="shape")
+    for item in bar:
+        bar.set_postfix_str(str(item))
+        yield item
+
+
+def _cache_file(args: argparse.Namespace) -> Path:
+    path = args.cache or cache.default_path()
+    if path is None:
+        raise ValueError("GPUKERN_TUNED is off and there is no cache directory: name a file with --cache")
+    return path
+
+
+def _tuned_row(result: gemm_tuner.Result) -> list[str]:
+    us, best = result.us, result.us[result.best]
+    gain = f"{100 * (result.gain - 1):.1f} %" if result.best != result.default else "-"
+    return [
+        str(result.problem),
+        result.default,
+        f"{us[result.default]:.1f}",
+        result.best if result.best != result.default else "the same",
+        f"{best:.1f}",
+        gain,
+        f"{result.cublas_us:.1f}",
+        f"{result.cublas_us / best:.2f}",
+    ]
+
+
+def _tuned(problem: gemm_tuner.Problem, device: torch.device) -> gemm_tuner.Result | None:
+    """None where this shape cannot be measured, out of memory for one, and the reason is printed."""
+    try:
+        return gemm_tuner.tune(problem, device)
+    except RuntimeError as error:
+        print(f"tune: {problem}: {str(error).splitlines()[0]}", file=sys.stderr)
+        return None
+
+
+def _report_wrong(results: Sequence[gemm_tuner.Result]) -> int:
+    for result in results:
+        for row in result.wrong:
+            print(f"tune: {result.problem}: the result of {row} is wrong, it was left out", file=sys.stderr)
+    return int(any(result.wrong for result in results))
+
+
+def _tune(args: argparse.Namespace) -> int:
+    device = torch.device(args.device)
+    if device.type != "cuda":
+        raise ValueError(f"device is {device}; rows are tuned on CUDA, a CPU's follows from its instruction set")
+    if not ops.cuda_kernels.default():
+        raise ValueError("this build of gpukern has no CUDA kernels")
+    if not torch.cuda.is_available():
+        raise ValueError(f"device is {device}, and torch {torch.__version__} finds no CUDA device")
+    path = _cache_file(args)
+    if args.check:
+        return _check_tuned(args, path, device)
+    options = {
+        name: getattr(args, name)
+        for name in ("dtype", "out_dtype", "fp32_precision", "activation", "bias", "c", "preact")
+    }
+    if not args.shapes:
+        raise ValueError("--shapes is missing: MxNxK, with :NT for a transposed b, or BxMxNxK")
+    problems = [gemm_tuner.Problem(**gemm_tuner.parse_shape(shape), **options) for shape in args.shapes]
+    results = []
+    for problem in _with_progress(problems, "tuning"):
+        result = _tuned(problem, device)
+        if result is None:
+            continue
+        cache.save(
+            path, result.device, {result.gemm_class: result.entry()}
+        )  # one by one: an end in between loses little
+        results.append(result)
+    if not results:
+        return 1
+    heads = ("shape", "default row", "us", "fastest row", "us", "gain", "cuBLAS us", "cuBLAS/ours")
+    print(
+        f"{results[0].device}, gpukern {__version__}, medians; a gain below {100 * (gemm_tuner.NOISE - 1):.0f} % counts as none"
+    )
+    print(_table([heads, *map(_tuned_row, results)]))
+    kept = sum(result.best != result.default for result in results)
+    print(f"{kept} of {len(results)} have a row faster than the default one: {path}")
+    if path != cache.default_path():
+        print(f"to use it: GPUKERN_TUNED={path}")
+    return _report_wrong(results) or int(len(results) < len(problems))
+
+
+def _check_tuned(args: argparse.Namespace, path: Path, device: torch.device) -> int:
+    """Measures the classes of the file again, and leaves it as it is; 1 where a row is no longer the fastest."""
+    devices, problem = cache.read(path)
+    if problem:
+        raise ValueError(f"{path}: {problem}")
+    name = torch.cuda.get_device_name(device)[:63]  # as the library cuts it
+    if name not in devices:
+        raise ValueError(f"{path} has no entries for {name}")
+    entries, problem = cache.entries_of(devices[name])
+    if problem:
+        print(f"tune: {path}: {name} {problem}", file=sys.stderr)
+    rows, results, stale = [("class", "row of the file", "us", "fastest row", "us", "")], [], 0
+    for gemm_class in _with_progress(list(entries), "checking"):
+        call, row = gemm_tuner.parse_class(gemm_class), entries[gemm_class]["row"]
+        if call is None:
+            rows.append((gemm_class, row, "", "", "", "not measured: its strides or alignment are not a shape's"))
+            continue
+        result = _tuned(call, device)
+        if result is None:
+            rows.append((gemm_class, row, "", "", "", "not measured"))
+            continue
+        results.append(result)
+        us = result.us.get(row)
+        good = us is not None and us <= gemm_tuner.NOISE * result.us[result.best]
+        stale += not good
+        verdict = "still the fastest" if good else "tune it again"
+        rows.append(
+            (gemm_class, row, "-" if us is None else f"{us:.1f}", result.best, f"{result.us[result.best]:.1f}", verdict)
+        )
+    print(_table(rows))
+    print(f"{stale} of {len(results)} rows are no longer the fastest")
+    return int(_report_wrong(results) or stale > 0)
 
 
 # ---- bench ---------------------------------------------------------------------------------------
@@ -178,12 +318,6 @@ def _bench_cases(op: str, dtype: torch.dtype, device: str) -> list[tuple[str, fl
     ]
 
 
-def _median_us(call: Callable) -> float:
-    from torch.utils.benchmark import Timer
-
-    return Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads()).blocked_autorange().median * 1e6
-
-
 def _bench(args: argparse.Namespace) -> int:
     script = Path(__file__).resolve().parent.parent / "benchmarks" / f"bench_{args.op}.py"
     if script.exists() and not args.small:
@@ -197,7 +331,7 @@ def _bench(args: argparse.Namespace) -> int:
     rows = [("case", "ours us", "torch us", "ratio", "GFLOP/s")]
     with torch.inference_mode():
         for name, flops, ours, theirs in _bench_cases(args.op, _DTYPES[args.dtype], args.device):
-            a, b = _median_us(ours), _median_us(theirs)
+            a, b = (timing.median_us(call, torch.device(args.device)) for call in (ours, theirs))
             rows.append((name, f"{a:.1f}", f"{b:.1f}", f"{b / a:.2f}", f"{flops / a / 1e3:.1f}"))
     print(f"{args.dtype} on {args.device}, {torch.get_num_threads()} threads, medians; ratio is torch's time over ours")
     print(_table(rows))
@@ -221,6 +355,7 @@ def _parser() -> argparse.ArgumentParser:
         p.set_defaults(run=_explain)
         p.add_argument("--dtype", choices=_DTYPES, default="float32")
         p.add_argument("--device", default="cpu")
+        p.add_argument("--measure", action="store_true", help="run the call, too, and say how long it takes")
         if op == "gemm":
             for name in ("m", "n", "k"):
                 p.add_argument(name, type=int, metavar=name.upper())
@@ -247,6 +382,27 @@ def _parser() -> argparse.ArgumentParser:
         if paged:
             p.add_argument("--block-size", type=int, default=16)
 
+    tune = commands.add_parser(
+        "tune", help="measure every row that takes a call, and keep what is faster than the default"
+    )
+    p = tune.add_subparsers(dest="op", required=True).add_parser("gemm")
+    p.set_defaults(run=_tune)
+    p.add_argument(
+        "--shapes", nargs="+", metavar="MxNxK[:NT]", help="BxMxNxK: a batch of products; T: stored transposed"
+    )
+    p.add_argument("--dtype", choices=_DTYPES, default="bfloat16")
+    p.add_argument("--out-dtype", choices=_DTYPES, help="default: as --dtype")
+    p.add_argument("--fp32-precision", choices=("ieee", "tf32"), default="ieee")
+    p.add_argument("--activation", choices=gemm_tuner.ACTIVATIONS, default="none")
+    p.add_argument("--bias", action="store_true", help="for the figures; calls with and without are of one class")
+    p.add_argument("--c", action="store_true", help="with an addend [M, N]")
+    p.add_argument("--preact", action="store_true", help="store what the activation reads, as training does")
+    p.add_argument("--device", default="cuda:0")
+    p.add_argument(
+        "--cache", type=Path, metavar="FILE", help="default: GPUKERN_TUNED, else in the user's cache directory"
+    )
+    p.add_argument("--check", action="store_true", help="measure the file's classes again; it stays as it is")
+
     bench = commands.add_parser(
         "bench",
         help="our time beside PyTorch's; in a checkout runs its benchmarks and passes options on",
@@ -267,6 +423,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.rest = rest
     try:
         return args.run(args)
-    except (ValueError, IndexError, RuntimeError) as error:
+    except (ValueError, IndexError, RuntimeError, OSError) as error:
         print(f"{args.command}: {error}", file=sys.stderr)
         return 1

@@ -17,6 +17,7 @@ typedef struct gk_gpu {
     int64_t l2_bytes;
     double clock_khz, memory_gbs; /* SM clock; peak bandwidth of device memory in GB/s */
     char name[64];
+    uint64_t name_hash; /* gk_name_hash: whose preferred rows are ours */
 } gk_gpu;
 
 /* NULL where the index is none of a GPU; gk_last_error() then says why. */
@@ -34,7 +35,8 @@ typedef struct gk_cuda_row gk_cuda_row;
 struct gk_cuda_row {
     const char *name; /* the whole name: "gemm_sm80_bf16_128x256x32" */
     gk_dtype dtype;
-    bool (*takes)(const gk_cuda_row *row, const gk_context *ctx, const void *args);             /* NULL = every call */
+    /* Whether the row can serve the call, not whether it is the best that can; NULL = every call. */
+    bool (*takes)(const gk_cuda_row *row, const gk_context *ctx, const void *args);
     size_t (*workspace_bytes)(const gk_cuda_row *row, const gk_context *ctx, const void *args); /* NULL = none */
     gk_status (*run)(const gk_cuda_row *row, const gk_context *ctx, const void *args);
     void (*explain)(const gk_cuda_row *row, const gk_context *ctx, const void *args, gk_explanation *out);
@@ -46,7 +48,7 @@ typedef struct gk_cuda_table {
     const gk_cuda_row *rows;
     int num_rows;
     int arch; /* 80: this arch and every later one; 90: this one alone (sm_90a code) */
-    /* The first row of the args' dtype that takes the call, found without asking row by row; NULL = dispatch.c asks. */
+    /* The best row of the args' dtype that takes the call, without asking row by row; NULL = the first that takes it. */
     const gk_cuda_row *(*choose)(const gk_context *ctx, const void *args);
 } gk_cuda_table;
 

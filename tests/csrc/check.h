@@ -123,7 +123,7 @@ static void *check_alloc(size_t bytes) { return check_own(malloc(bytes ? bytes :
 
 /* Frees all that was allocated since check_num_owned was `mark`; 0 frees all of a case and ends it.
  * */
-static void check_free(int mark) {
+CHECK_UNUSED static void check_free(int mark) {
     while (check_num_owned > mark) free(check_owned[--check_num_owned]);
     if (mark == 0) check_isa = check_pass = "";
 }
@@ -162,7 +162,7 @@ static check_tensor check_tensor_make(gk_dtype dtype, int ndim, const int64_t *s
     return x;
 }
 
-static check_tensor check_dense(gk_dtype dtype, int ndim, const int64_t *shape) {
+CHECK_UNUSED static check_tensor check_dense(gk_dtype dtype, int ndim, const int64_t *shape) {
     return check_tensor_make(dtype, ndim, shape, NULL, 1, 0);
 }
 

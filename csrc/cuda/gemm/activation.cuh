@@ -15,11 +15,6 @@ template <class W> __device__ __forceinline__ W act_sigmoid(W x) { return 1 / (1
 __device__ __forceinline__ float act_silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
 __device__ __forceinline__ double act_silu(double x) { return x / (1 + exp(-x)); }
 
-/* x / (1 + e^-u) by the special units; far below 0 e^-u is inf and its inverse 0 */
-__device__ __forceinline__ float act_silu_of(float x, float u) {
-    return x * rcp_approx_ftz(1.f + ex2_approx_ftz(u * -1.44269504088896340736f));
-}
-
 template <class W> __device__ __forceinline__ W activate(gk_activation activation, W x) {
     const W sqrt_half = W(0.70710678118654752440), sqrt_2_over_pi = W(0.79788456080286535588), cubic = W(0.044715);
     switch (activation) {
@@ -32,32 +27,54 @@ template <class W> __device__ __forceinline__ W activate(gk_activation activatio
     return x;
 }
 
-/* For results of 16 bits: two instructions of the special units an element, absolute error below 4e-7.
- * gelu: 1 - Phi(z) by Abramowitz and Stegun 7.1.26, z = |x| / sqrt 2 */
-__device__ __forceinline__ float act_gelu_16(float x) {
-    const float z = fabsf(x) * 0.70710678118654752440f, t = rcp_approx_ftz(fmaf(0.3275911f, z, 1.f));
+/* ---- for results of 16 bits, two at a time: the special units give one exponential each and one inverse for both -------- */
+/* x / (1 + 2^u) and y / (1 + 2^w), u and w up to 63, where the product of both denominators still is finite. fminf: a NaN stays
+ * in its own result. */
+__device__ __forceinline__ void act_logistic_2(float &x, float &y, float u, float w) {
+    const float a = 1.f + ex2_approx_ftz(fminf(u, 63.f)), b = 1.f + ex2_approx_ftz(fminf(w, 63.f));
+    const float inverse = rcp_approx_ftz(a * b);
+    x *= inverse * b, y *= inverse * a;
+}
+
+/* Below -40 as at -40: -2e-16. */
+__device__ __forceinline__ void act_silu_2(float &x, float &y) {
+    x = max_nan(x, -40.f), y = max_nan(y, -40.f);
+    act_logistic_2(x, y, x * -1.44269504088896340736f, y * -1.44269504088896340736f);
+}
+
+/* 1/2 (1 + tanh u) = 1 / (1 + e^-2u); below -7.25 as there: -7e-17. */
+__device__ __forceinline__ void act_gelu_tanh_2(float &x, float &y) {
+    constexpr float once = -1.44269504088896340736f * 2 * 0.79788456080286535588f, cubed = once * 0.044715f;
+    x = max_nan(x, -7.25f), y = max_nan(y, -7.25f);
+    act_logistic_2(x, y, x * fmaf(x * x, cubed, once), y * fmaf(y * y, cubed, once));
+}
+
+/* max(x, 0) - |x| (1 - Phi(|x|)), 1 - Phi by Abramowitz and Stegun 7.1.26 with t = 1 / d: absolute error below 4e-7. From 14
+ * on it is 0. */
+__device__ __forceinline__ float act_gelu_tail(float x, float t) {
     float q = fmaf(t, 0.5f * 1.061405429f, 0.5f * -1.453152027f);
     q = fmaf(t, q, 0.5f * 1.421413741f), q = fmaf(t, q, 0.5f * -0.284496736f), q = fmaf(t, q, 0.5f * 0.254829592f);
-    const float tail = x * (q * t * ex2_approx_ftz(z * z * -1.44269504088896340736f)); /* beyond |x| */
-    return x < 0 ? tail : z < 20 ? x - tail : x; /* inf - inf * 0 would be a NaN */
+    return q * (t * x) * ex2_approx_ftz(x * (x * (-0.5f * 1.44269504088896340736f)));
 }
 
-/* 1/2 (1 + tanh u) = 1 / (1 + e^-2u) */
-__device__ __forceinline__ float act_gelu_tanh_16(float x) {
-    return act_silu_of(x, x * fmaf(x * x, 2 * 0.79788456080286535588f * 0.044715f, 2 * 0.79788456080286535588f));
+__device__ __forceinline__ void act_gelu_2(float &x, float &y) {
+    constexpr float p = 0.3275911f * 0.70710678118654752440f;
+    const float u = fminf(fabsf(x), 14.f), w = fminf(fabsf(y), 14.f);
+    const float a = fmaf(u, p, 1.f), b = fmaf(w, p, 1.f), inverse = rcp_approx_ftz(a * b);
+    x = max_nan(x, 0.f) - act_gelu_tail(u, inverse * b), y = max_nan(y, 0.f) - act_gelu_tail(w, inverse * a);
 }
 
-/* One choice for all: between two of them the elements' latencies would add up. */
-template <int N> __device__ __forceinline__ void activate_16(gk_activation activation, float (&v)[N]) {
+/* One choice for all: between two of them the elements' latencies would add up. N: even. */
+template <int N> __device__ __forceinline__ void activate_16(gk_activation activation, float *v) {
     if (activation == GK_ACT_GELU) {
 #pragma unroll
-        for (int i = 0; i < N; ++i) v[i] = act_gelu_16(v[i]);
+        for (int i = 0; i < N; i += 2) act_gelu_2(v[i], v[i + 1]);
     } else if (activation == GK_ACT_GELU_TANH) {
 #pragma unroll
-        for (int i = 0; i < N; ++i) v[i] = act_gelu_tanh_16(v[i]);
+        for (int i = 0; i < N; i += 2) act_gelu_tanh_2(v[i], v[i + 1]);
     } else if (activation == GK_ACT_SILU) {
 #pragma unroll
-        for (int i = 0; i < N; ++i) v[i] = act_silu_of(v[i], v[i]);
+        for (int i = 0; i < N; i += 2) act_silu_2(v[i], v[i + 1]);
     }
 }
 

@@ -430,7 +430,12 @@ const gk_cuda_row *choose(const gk_context *ctx, const void *arguments) {
     return best;
 }
 
-bool takes(const gk_cuda_row *row, const gk_context *ctx, const void *args) { return choose(ctx, args) == row; }
+bool takes(const gk_cuda_row *row, const gk_context *ctx, const void *arguments) {
+    const gk_gemm_args *args = (const gk_gemm_args *)arguments;
+    if (row->dtype == GK_F32 && args->fp32_precision != GK_TF32) return false;
+    const GemmProblem p = gemm_problem_of(args);
+    return serves(args, p) && row->key[KEY_ANY] == (mode_of(p, row->dtype) & ANY) && smem_fits(ctx, row->key[KEY_SMEM]);
+}
 
 GemmProblem planned(const gk_cuda_row *row, const gk_context *ctx, const void *arguments) {
     const gk_gemm_args *args = (const gk_gemm_args *)arguments;

@@ -29,10 +29,8 @@
  * copy, few rows of tf32. */
 #include "../host/launch.cuh"
 #include "../host/tensormap.cuh"
-#include "../ptx/bar.cuh"
 #include "../ptx/cluster.cuh"
 #include "../ptx/griddepcontrol.cuh"
-#include "../ptx/stmatrix.cuh"
 #include "../ptx/tma.cuh"
 #include "../ptx/wgmma.cuh"
 #include "../tile/tma_ring.cuh"
@@ -40,6 +38,7 @@
 #include "epilogue.cuh"
 #include "operands.cuh"
 #include "order.cuh"
+#include "results.cuh"
 #include "tf32.cuh"
 #include "tiles.h"
 #include "trade.cuh"
@@ -82,6 +81,8 @@ template <class T, class Tile, int MODE> struct Smem {
     static constexpr int WARPGROUP_TRADE = Tile::CK > 1 ? MT * COLS * 256 : 0; /* what the other part of k sends */
     static constexpr int BARRIERS = TRADE + Tile::WGS * WARPGROUP_TRADE, TRADED = BARRIERS + tma_ring<STAGES>::bytes;
     static constexpr int BYTES = TRADED + 16 + WGMMA_BLOCK_BYTES; /* to align the ring */
+    /* the next kernel's blocks get ready beside this one's */
+    static constexpr int PER_SM = Tile::THREADS <= 256 && BYTES <= 113 * 1024 ? 2 : 1;
     static_assert(BYTES <= 232448 && PANELS % 1024 == 0, "shared memory of a block");
     static_assert(Tile::TURNED || COLS % PANEL_COLS == 0, "whole panels");
     static_assert(Tile::CK <= 2 && (BY_PANELS || Tile::WGS == 1), "two blocks trade; one turns");
@@ -113,159 +114,10 @@ __device__ __forceinline__ void copy_part(smem_addr to_s, const CUtensorMap *map
     }
 }
 
-/* ---- 3 results ----------------------------------------------------------------------------------------------- */
-/* 16 rows of 32 floats, the first of v, in the accumulators' order. */
-template <class Panel, int N>
-__device__ __forceinline__ void put_floats(smem_addr panel_s, const float (&v)[N], int lane) {
-#pragma unroll
-    for (int i = 0; i < 16; i += 2) {
-        const int row = lane / 4 + i / 2 % 2 * 8, byte = i / 4 * 32 + lane % 4 * 8;
-        st_shared_64(panel_s + Panel::offset(row, byte / 16) + byte % 16, make_float2(v[i], v[i + 1]));
-    }
-}
-
-/* A warp's 16 rows of results go to a panel and leave by tma while the warp goes on. at: their first column and row. */
-template <class T, class Panel, int PANELS>
-__device__ __forceinline__ void store_panel(const CUtensorMap *map,
-                                            const float (&v)[Panel::row_bytes / (2 * (int)sizeof(T))],
-                                            smem_addr panel_s, const tma_at &at, int lane) {
-    if (lane == 0) tma_store_wait_group_read<PANELS - 1>();
-    __syncwarp(); /* the panel's last contents have been read */
-    if constexpr (sizeof(T) == 4) {
-        put_floats<Panel>(panel_s, v, lane);
-    } else {
-        const unsigned put = Panel::offset(lane % 16, 0);
-#pragma unroll
-        for (int j = 0; j < Panel::chunks; j += 2) { /* rows 0-7 and 8-15 of one octet of columns, then of the next */
-            const uint32_t two[4] = {pack2<T>(v[4 * j], v[4 * j + 1]), pack2<T>(v[4 * j + 2], v[4 * j + 3]),
-                                     pack2<T>(v[4 * j + 4], v[4 * j + 5]), pack2<T>(v[4 * j + 6], v[4 * j + 7])};
-            stmatrix_x4(panel_s + (put ^ (j + lane / 16) * 16), two);
-        }
-    }
-    fence_proxy_async();
-    __syncwarp(); /* all of the panel is written */
-    if (lane == 0) {
-        tma_store_5d(map, at, panel_s);
-        tma_store_commit_group();
-    }
-}
-
-/* 16 rows of BN columns of results of T without c. panel: the one written longest ago. CURVED: with an
- * activation that costs many instructions: one body for all panels, past which the sums move instead of the code. */
-template <class T, class Panel, int BN, int PANELS, bool CURVED>
-__device__ __forceinline__ void store_plain(const Params &x, float (&sum)[BN / 2], smem_addr panels_s, int &panel,
-                                            tma_at at, int lane) {
-    constexpr int WIDE = Panel::row_bytes / (int)sizeof(T), EACH = WIDE / 2, UNROLLED = CURVED ? 1 : BN / WIDE;
-    const GemmEpilogue &e = x.p.epilogue;
-    const float alpha = (float)e.alpha;
-    const bool relu = e.activation == GK_ACT_RELU;
-#pragma unroll UNROLLED
-    for (int c = 0; c < BN; c += WIDE) {
-        const int first = CURVED ? 0 : c / 2;
-        float v[EACH];
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) v[i] = sum[first + i] * alpha;
-        if (e.bias) { /* not + 0: -0 stays */
-#pragma unroll
-            for (int j = 0; j < EACH; j += 4) {
-                const int64_t col = at.c[0] + j * 2 + lane % 4 * 2;
-                float bias[2];
-                read_any<T, 2>(e.bias, e.bias_dtype, col * e.bias_col, e.bias_col, false,
-                               (int)max((int64_t)0, min((int64_t)2, x.p.n - col)), bias);
-                v[j] += bias[0], v[j + 1] += bias[1], v[j + 2] += bias[0], v[j + 3] += bias[1];
-            }
-        }
-        if (e.preact) {
-            store_panel<T, Panel, PANELS>(&x.preact, v, panels_s + panel * Panel::bytes, at, lane);
-            panel = panel + 1 == PANELS ? 0 : panel + 1;
-        }
-        if (CURVED) {
-            activate_16(e.activation, v);
-        } else if (relu) {
-#pragma unroll
-            for (int i = 0; i < EACH; ++i) v[i] = v[i] <= 0 ? 0.f : v[i]; /* a NaN stays one */
-        }
-        store_panel<T, Panel, PANELS>(&x.out, v, panels_s + panel * Panel::bytes, at, lane);
-        panel = panel + 1 == PANELS ? 0 : panel + 1;
-        at.c[0] += WIDE;
-        if (CURVED) {
-#pragma unroll
-            for (int i = 0; i + EACH < BN / 2; ++i) sum[i] = sum[i + EACH];
-        }
-    }
-}
-
-/* Everything else, 32 columns of floats at a time: one body, past which the sums move instead of the code. A lane has 8
- * columns of a row; across, 8 rows of a column: without wide stores, the lanes of one should fall beside each other. */
-template <class T, int BN>
-__device__ __forceinline__ void store_any(const GemmProblem &p, const GemmPlace &at, float (&sum)[BN / 2],
-                                          smem_addr panel_s, int64_t row0, int64_t col0, bool across, int lane) {
-    typedef smem_tile<16, 128> Panel;
-#pragma unroll 1
-    for (int c = 0; c < BN; c += 32) {
-        put_floats<Panel>(panel_s, sum, lane);
-        __syncwarp(); /* the warp's lanes read what the others stored */
-#pragma unroll 1
-        for (int r = 0; r < 16; r += 8) {
-            /* what the epilogue takes for the row, and for the first of 8 columns */
-            const int64_t row = across ? col0 + c + lane : row0 + r + lane / 4;
-            const int64_t col = across ? row0 + r : col0 + c + lane % 4 * 8;
-            const int valid = (int)min((int64_t)8, (across ? p.m : p.n) - col);
-            uint32_t bits[8];
-            if (across) {
-#pragma unroll
-                for (int i = 0; i < 8; ++i)
-                    bits[i] = ld_shared_32(panel_s + Panel::offset(r + i, lane / 4) + lane % 4 * 4);
-            } else {
-                const uint4 x = ld_shared_128(panel_s + Panel::offset(r + lane / 4, lane % 4 * 2)),
-                            y = ld_shared_128(panel_s + Panel::offset(r + lane / 4, lane % 4 * 2 + 1));
-                bits[0] = x.x, bits[1] = x.y, bits[2] = x.z, bits[3] = x.w;
-                bits[4] = y.x, bits[5] = y.y, bits[6] = y.z, bits[7] = y.w;
-            }
-            float v[8];
-#pragma unroll
-            for (int i = 0; i < 8; ++i) v[i] = __uint_as_float(bits[i]);
-            if (row < (across ? p.n : p.m) && valid > 0) epilogue_cols<T, 8>(p.epilogue, at, row, col, valid, v);
-        }
-        __syncwarp(); /* the panel has been read */
-#pragma unroll
-        for (int i = 0; i + 16 < BN / 2; ++i) sum[i] = sum[i + 16];
-    }
-}
-
-/* A turned product: a warpgroup's 64 rows are columns of the result, its COLS columns rows. */
-constexpr GK_HD int turned_ways(int ld) {
-    int bytes[32] = {};
-    for (int lane = 0; lane < 32; ++lane) bytes[lane] = (wgmma_d(0, lane, 0).col * ld + wgmma_d(0, lane, 0).row) * 4;
-    return ways(bytes, 4);
-}
-
-template <class T, int COLS, int LD>
-__device__ __forceinline__ void store_turned(const GemmProblem &p, const GemmPlace &at, const float (&sum)[COLS / 2],
-                                             float *turned, int row0, int col0) {
-    static_assert(turned_ways(LD) == 1, "the lanes' sums fall into 32 banks");
-    const int thread = threadIdx.x % WARPGROUP, warp = thread / 32, lane = thread % 32;
-#pragma unroll
-    for (int i = 0; i < COLS / 2; ++i) {
-        const coord d = wgmma_d(warp, lane, i);
-        turned[d.col * LD + d.row] = sum[i];
-    }
-    bar_sync(1, WARPGROUP); /* all sums are there */
-#pragma unroll 1
-    for (int i = thread; i < COLS * 8; i += WARPGROUP) {
-        const int row = col0 + i / 8, col = row0 + i % 8 * 8, valid = (int)min((int64_t)8, p.m - col);
-        const float4 x = *(const float4 *)(turned + i / 8 * LD + i % 8 * 8),
-                     y = *(const float4 *)(turned + i / 8 * LD + i % 8 * 8 + 4);
-        float v[8] = {x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w};
-        if (row < p.n && valid > 0) epilogue_cols<T, 8>(p.epilogue, at, row, col, valid, v);
-    }
-    bar_sync(1, WARPGROUP); /* they have been read */
-}
-
-/* ---- 4 the kernel -------------------------------------------------------------------------------------------- */
+/* ---- 3 the kernel -------------------------------------------------------------------------------------------- */
 template <class T, class Tile, int MODE>
-__global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1) __launch_bounds__(Tile::THREADS, 1)
-    gemm_sm90a_kernel(const __grid_constant__ Params x) {
+__global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1)
+    __launch_bounds__(Tile::THREADS, Smem<T, Tile, MODE>::PER_SM) gemm_sm90a_kernel(const __grid_constant__ Params x) {
     typedef Smem<T, Tile, MODE> S;
     typedef typename S::A A;
     typedef typename S::B B;
@@ -295,9 +147,7 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1) __launch_bo
     else
         __syncthreads();
 
-    griddepcontrol_wait(); /* what the kernel before wrote is there, and what it reads may be overwritten */
-    /* after the wait: who begins now may rely on all but this kernel having ended */
-    griddepcontrol_launch_dependents();
+    griddepcontrol_launch_dependents(); /* the next kernel's start may overlap this one's end */
 
     const unsigned tiles = (unsigned)p.tiles_m * p.tiles_n, all = tiles * (unsigned)p.batch;
     const unsigned first = blockIdx.x / CLUSTER, step = gridDim.x / CLUSTER;
@@ -305,7 +155,7 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1) __launch_bo
     const int step0 = part * part_steps, steps = max(0, min(part_steps, all_steps - step0));
 
     if (warpgroup == WGS) {
-        /* ---- 4.1 copies ---- */
+        /* ---- 3.1 copies ---- */
         if (WGS > 1) setmaxnreg_dec<Tile::COPY_REGS>();
         if (threadIdx.x == WGS * WARPGROUP) {
             uint16_t row_blocks = 0;
@@ -316,6 +166,7 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1) __launch_bo
                 const int row = (tile.row * CM + tile_m) * BM, col = (tile.col * CN + tile_n) * BN;
                 tma_at a_at = {}, b_at = {};
                 place_batch(p, p.a_batch, t / tiles, a_at), place_batch(p, p.b_batch, t / tiles, b_at);
+                griddepcontrol_wait(); /* what the kernel before wrote is there, and what it read may be overwritten */
                 for (int k = step0; k < step0 + steps; ++k) {
                     const smem_addr a_s = ring_s + ring.slot * S::SLOT, b_s = a_s + A::bytes;
                     ring.wait_empty(); /* all readers of what this step overwrites, here and in the others, have let go */
@@ -335,11 +186,11 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1) __launch_bo
             for (int s = 0; s < STAGES; ++s) ring.wait_empty(), ring.advance();
         }
     } else {
-        /* ---- 4.2 products ---- */
+        /* ---- 3.2 products ---- */
         if (WGS > 1) setmaxnreg_inc<Tile::SUM_REGS>();
         float sum[MT][BN / 2];
         unsigned trade_parity = 0;
-        int panel = 0;
+        int panel = 0; /* that store_plain_turned wrote longest ago */
         /* a lane for each block that copies into this one: the CM of its column, then the other CN - 1 of its row */
         const int other = lane - CM,
                   neighbour =
@@ -353,6 +204,12 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1) __launch_bo
                 mbarrier_arrive(barrier_s);
         };
         for (unsigned t = first; t < all; t += step) {
+            const TilePlace tile = tile_place(t % tiles, p.tiles_m, p.tiles_n, p.group);
+            const int tile_row = (tile.row * CM + tile_m) * BM, tile_col = (tile.col * CN + tile_n) * BN;
+            tma_at at = {};
+            place_batch(p, p.out_batch, t / tiles, at);
+            if (t == first) griddepcontrol_wait(); /* for the bias and c */
+            if (!Tile::TURNED && x.plain) touch_bias<S::COLS>(p, tile_col + part * S::COLS, lane);
             if constexpr (TURNED_TF32<T, Tile>)
                 multiply_turned<B, S::SLOT>(sum, ring, ring_s + A::offset((warpgroup * 4 + warp) * 32),
                                             ring_s + A::bytes, steps, lane, let_go);
@@ -390,25 +247,20 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1) __launch_bo
                 for (int i = 0; i < MT * BN / 2; ++i) sum[i / (BN / 2)][i % (BN / 2)] = 0;
             }
 
-            /* ---- 4.3 results ---- */
-            const TilePlace tile = tile_place(t % tiles, p.tiles_m, p.tiles_n, p.group);
+            /* ---- 3.3 results ---- */
             const smem_addr panels_s = ring_s + S::PANELS + (warpgroup * 4 + warp) * S::WARP_PANELS;
             const auto store = [&](auto &sums, int m) {
-                const int row = (tile.row * CM + tile_m) * BM + (warpgroup * MT + m) * 64,
-                          col = (tile.col * CN + tile_n) * BN + part * S::COLS;
+                const int row = tile_row + (warpgroup * MT + m) * 64, col = tile_col + part * S::COLS;
                 if constexpr (Tile::TURNED) {
                     float *const turned = (float *)(smem + (panels_s - cvta_to_shared(smem)) -
                                                     warp * S::WARP_PANELS); /* the warpgroup's */
                     store_turned<T, S::COLS, S::TURNED_LD>(p, gemm_place(p, t / tiles), sums, turned, row, col);
                 } else if (x.plain) {
-                    tma_at at = {{col, row + warp * 16}};
-                    place_batch(p, p.out_batch, t / tiles, at);
+                    at.c[0] = col, at.c[1] = row + warp * 16;
                     if (sizeof(T) == 4 || p.epilogue.activation == GK_ACT_NONE || p.epilogue.activation == GK_ACT_RELU)
-                        store_plain<T, typename S::Panel, S::COLS, Tile::PANELS, false>(x, sums, panels_s, panel, at,
-                                                                                        lane);
+                        store_plain<T, typename S::Panel, Tile::PANELS, false>(x, sums, panels_s, at, lane);
                     else if constexpr (sizeof(T) == 2)
-                        store_plain<T, typename S::Panel, S::COLS, Tile::PANELS, true>(x, sums, panels_s, panel, at,
-                                                                                       lane);
+                        store_plain<T, typename S::Panel, Tile::PANELS, true>(x, sums, panels_s, at, lane);
                 } else {
                     store_any<T, S::COLS>(p, gemm_place(p, t / tiles), sums, panels_s, row + warp * 16, col, x.across,
                                           lane);
@@ -416,10 +268,9 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1) __launch_bo
             };
             /* a warp's 32 columns of the result, S::COLS rows */
             const auto store_pair = [&](auto &sums) {
-                const int row = (tile.col * CN + tile_n) * BN + part * S::COLS,
-                          col = (tile.row * CM + tile_m) * BM + (warpgroup * 4 + warp) * 32;
+                const int row = tile_col + part * S::COLS, col = tile_row + (warpgroup * 4 + warp) * 32;
                 if (x.plain) {
-                    tma_at at = {{col, row}};
+                    tma_at at = {{col, row}}; /* not kept over the products: there is no register for it */
                     place_batch(p, p.out_batch, t / tiles, at);
                     store_plain_turned<typename S::Panel, Tile::PANELS>(x, sums, panels_s, panel, at, lane);
                 } else {
@@ -454,7 +305,7 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1) __launch_bo
     if (CLUSTER > 1) barrier_cluster(); /* no block leaves while the other still copies to it */
 }
 
-/* ---- 5 the plan ---------------------------------------------------------------------------------------------- */
+/* ---- 4 the plan ---------------------------------------------------------------------------------------------- */
 enum Key {  /* of a row */
     KEY_CM, /* rows and columns of a cluster */
     KEY_CN,
@@ -523,9 +374,10 @@ bool worth_copies(const gk_gpu *gpu, gk_dtype dtype, const GemmProblem &p, const
 extern const gk_cuda_row *const sm90_rows;
 extern const int num_sm90_rows;
 
-bool takes(const gk_cuda_row *row, const gk_context *, const void *args) {
+bool takes(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
     const bool tf32 = row->dtype == GK_F32, turned = row->key[KEY_TURNED];
-    if (tf32 && ((const gk_gemm_args *)args)->fp32_precision != GK_TF32) return false;
+    if ((tf32 && ((const gk_gemm_args *)args)->fp32_precision != GK_TF32) || !smem_fits(ctx, row->key[KEY_SMEM]))
+        return false;
     Operands o;
     o.p = problem_of(args, turned);
     return operands_of(row->dtype, turned, NULL, &o) && (tf32 || !turned || o.p.n <= row->key[KEY_CN]);
@@ -567,7 +419,7 @@ const gk_cuda_row *choose(const gk_context *ctx, const void *arguments) {
     return best;
 }
 
-/* ---- 6 the launch -------------------------------------------------------------------------------------------- */
+/* ---- 5 the launch -------------------------------------------------------------------------------------------- */
 template <class Tile> void plan(const gk_context *ctx, GemmProblem *p, unsigned *clusters) {
     p->tiles_m = (int)gk_ceil_div(p->m, Tile::BM * Tile::CM), p->tiles_n = (int)gk_ceil_div(p->n, Tile::BN * Tile::CN);
     p->group = GROUP_ROWS_SM90, p->splits = 1;
@@ -643,16 +495,16 @@ void explain(const gk_cuda_row *, const gk_context *ctx, const void *args, gk_ex
                 Tile::TURNED                                                                                         \
         }                                                                                                            \
     }
-#define ROWS(name, T)                                                        \
-    ROW("gemm_sm90a_" name "_128x256x64", T, Tile90_128x256),                \
-        ROW("gemm_sm90a_" name "_128x224x64", T, Tile90_128x224),            \
-        ROW("gemm_sm90a_" name "_128x192x64", T, Tile90_128x192),            \
-        ROW("gemm_sm90a_" name "_128x128x64", T, Tile90_128x128),            \
-        ROW("gemm_sm90a_" name "_64x128x64", T, Tile90_64x128),              \
-        ROW("gemm_sm90a_" name "_128x128x64_k2", T, Tile90_128x128_k2),      \
-        ROW("gemm_sm90a_" name "_64x64x64_k2", T, Tile90_64x64_k2),          \
-        ROW("gemm_sm90a_" name "_turned_64x16x256_k2", T, Tile90_turned_16), \
-        ROW("gemm_sm90a_" name "_turned_64x32x128_k2", T, Tile90_turned_32), \
+#define ROWS(name, T)                                                                                                 \
+    ROW("gemm_sm90a_" name "_128x256x64", T, Tile90_128x256),                                                         \
+        ROW("gemm_sm90a_" name "_128x224x64", T, Tile90_128x224),                                                     \
+        ROW("gemm_sm90a_" name "_128x192x64", T, Tile90_128x192),                                                     \
+        ROW("gemm_sm90a_" name "_128x128x64", T, Tile90_128x128),                                                     \
+        ROW("gemm_sm90a_" name "_64x128x64", T, Tile90_64x128), ROW("gemm_sm90a_" name "_64x32x64", T, Tile90_64x32), \
+        ROW("gemm_sm90a_" name "_128x128x64_k2", T, Tile90_128x128_k2),                                               \
+        ROW("gemm_sm90a_" name "_64x64x64_k2", T, Tile90_64x64_k2),                                                   \
+        ROW("gemm_sm90a_" name "_turned_64x16x256_k2", T, Tile90_turned_16),                                          \
+        ROW("gemm_sm90a_" name "_turned_64x32x128_k2", T, Tile90_turned_32),                                          \
         ROW("gemm_sm90a_" name "_turned_64x64x128_k2", T, Tile90_turned_64)
 
 const gk_cuda_row rows[] = {

@@ -1,4 +1,5 @@
 /* device.cu: what the runtime says of the GPUs, the current device, and the pinned word that kernels report to. */
+#include "../../prefer.h"
 #include "../kernels.h"
 
 #include <cuda_runtime.h>
@@ -43,6 +44,7 @@ const gk_gpu *gk_gpu_of(int32_t index) {
     cudaDeviceProp properties;
     if (cudaGetDeviceProperties(&properties, index) == cudaSuccess)
         snprintf(found.name, sizeof found.name, "%.63s", properties.name);
+    found.name_hash = gk_name_hash(found.name);
     *gpu = found;
     __atomic_store_n(&ready[index], 1, __ATOMIC_RELEASE);
     return gpu;

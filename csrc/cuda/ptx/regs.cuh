@@ -26,6 +26,13 @@ static __device__ __forceinline__ float rcp_approx_ftz(float x) {
     return y;
 }
 
+// max.NaN.f32, sm_80: a NaN where one of the two is.
+static __device__ __forceinline__ float max_nan(float a, float b) {
+    float y;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+}
+
 // tanh.approx.f32, sm_75: relative error 2^-11, enough for a result that is rounded to 16 bits and no more.
 static __device__ __forceinline__ float tanh_approx(float x) {
     float y;
@@ -69,6 +76,11 @@ static __device__ __forceinline__ uint32_t mov_tid_x() {
 }
 
 // ---- global memory, 16 bytes; the address is a multiple of 16 -------------------------------------------------------
+
+// ld.global.u8 of which nothing is used: its sector comes into L1, and nothing waits for it.
+static __device__ __forceinline__ void touch_global(const void *p_g) {
+    asm volatile("{\n\t.reg .u8 x;\n\tld.global.u8 x, [%0];\n\t}" ::"l"(__cvta_generic_to_global(p_g)) : "memory");
+}
 
 // ld.global.nc.L1::no_allocate.v4.u32, sm_70 (the hint): data that nobody writes while the kernel runs and that is read
 // once. Ordered after nothing.

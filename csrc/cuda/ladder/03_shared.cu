@@ -1,0 +1,34 @@
+/* Rung 3, shared: the block first copies a square of a and one of b to shared memory, as floats, then every thread takes 32
+ * products from there.
+ *
+ * An element of a is read from global memory once for 32 columns instead of once for each, and converted once. Shared
+ * memory hands out 128 bytes a clock: a row of b is one, and 16 bytes of a, which all lanes share, are one for 4 of k. */
+#include "rungs.cuh"
+#include "tiles.h"
+
+namespace {
+
+constexpr int SQUARE = LADDER_SQUARE;
+
+__global__ void __launch_bounds__(SQUARE *SQUARE) ladder_shared_kernel(Product p) {
+    __shared__ __align__(16) float a_s[SQUARE][SQUARE], b_s[SQUARE][SQUARE];
+    const int x = threadIdx.x % SQUARE, y = threadIdx.x / SQUARE;
+    const int row = blockIdx.y * SQUARE + y, col = blockIdx.x * SQUARE + x;
+    float sum = 0;
+    for (int k = 0; k < p.k; k += SQUARE) {
+        a_s[y][x] = row < p.m && k + x < p.k ? to_f32(p.a[(int64_t)row * p.k + k + x]) : 0;
+        b_s[y][x] = k + y < p.k && col < p.n ? to_f32(p.b[(int64_t)(k + y) * p.n + col]) : 0;
+        __syncthreads(); /* the squares are there */
+#pragma unroll
+        for (int kk = 0; kk < SQUARE; ++kk) sum += a_s[y][kk] * b_s[kk][x];
+        __syncthreads(); /* all have read them */
+    }
+    if (row < p.m && col < p.n) p.out[(int64_t)row * p.n + col] = from_f32<bf16>(sum);
+}
+
+} // namespace
+
+gk_status ladder_shared(const gk_context *ctx, const Product &p) {
+    const dim3 grid((unsigned)gk_ceil_div(p.n, SQUARE), (unsigned)gk_ceil_div(p.m, SQUARE));
+    return launch<ladder_shared_kernel>("gk_ladder_gemm", ctx, grid, SQUARE * SQUARE, 0, p);
+}

@@ -1,0 +1,80 @@
+/* Rung 8, wgmma: Hopper's tensor cores read both operands from shared memory themselves, and tma fills it.
+ *
+ * A wgmma multiplies 64 x 16 by 16 x 256 for a warpgroup of 128 threads and runs in the background; no thread spends an
+ * instruction on fragments or addresses. tma copies a box of a matrix for one instruction of one thread, swizzled as wgmma
+ * wants it, and puts zeros where the matrix ends.
+ *
+ * Block: one tile 128 x 256 of out. Warpgroups 0 and 1 multiply, 64 x 256 each; of warpgroup 2 one thread copies.
+ * Ring of 4 slots (tma_ring.cuh), a step of products always under way:
+ *   copies     k0 k1 k2 k3 | k4 ..         waits for an empty slot
+ *   products   | 0 .. 1 .. 2 ..            waits for a full one; lets go of slot j - 1 when step j is issued and j - 1 done
+ */
+#include "hopper.cuh"
+
+namespace {
+
+typedef HopperSmem S;
+typedef LadderWgmma Tile;
+
+__global__ void __launch_bounds__(Tile::THREADS, 1) ladder_wgmma_kernel(const __grid_constant__ HopperParams x) {
+    extern __shared__ __align__(1024) unsigned char smem[];
+    const smem_addr ring_s = (cvta_to_shared(smem) + WGMMA_BLOCK_BYTES - 1) / WGMMA_BLOCK_BYTES * WGMMA_BLOCK_BYTES;
+    tma_ring<Tile::STAGES> ring(ring_s + S::RING);
+    const int warpgroup = threadIdx.x / Tile::WARPGROUP, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    const int row = blockIdx.x / x.tiles_n * Tile::BM, col = blockIdx.x % x.tiles_n * Tile::BN;
+    const int steps = (x.p.k + Tile::BK - 1) / Tile::BK;
+    if (threadIdx.x == 0) {
+        ring.init(Tile::WGS);
+        fence_mbarrier_init();
+    }
+    __syncthreads(); /* the barriers are there */
+
+    if (warpgroup == Tile::WGS) {
+        /* ---- copies ---- */
+        if (threadIdx.x % Tile::WARPGROUP != 0) return;
+        for (int k = 0; k < steps; ++k) {
+            const smem_addr a_s = ring_s + ring.slot * S::SLOT, b_s = a_s + S::A::bytes;
+            ring.wait_empty();
+            mbarrier_arrive_expect_tx(ring.full(), S::SLOT);
+            tma_load_5d(a_s, &x.a, {{k * Tile::BK, row}}, ring.full());
+#pragma unroll
+            for (int n = 0; n < Tile::BN; n += 64)
+                tma_load_5d(b_s + S::B::offset(n), &x.b, {{col + n, k * Tile::BK}}, ring.full());
+            ring.advance();
+        }
+        return;
+    }
+
+    /* ---- products ---- */
+    float sum[1][Tile::BN / 2];
+    for (int k = 0; k < steps; ++k) {
+        const smem_addr a_s = ring_s + ring.slot * S::SLOT, b_s = a_s + S::A::bytes;
+        const smem_addr before = ring.empty() + (ring.slot == 0 ? 8 * (Tile::STAGES - 1) : -8);
+        ring.wait_full();
+        wgmma_pin(sum);
+        wgmma_fence(); /* the first step's sums are registers that other code may have used */
+#pragma unroll
+        for (int kk = 0; kk < Tile::BK / 16; ++kk) {
+            const uint64_t a = S::A::descriptor(a_s + S::A::offset(warpgroup * 64) + kk * S::A::k16_bytes),
+                           b = S::B::descriptor(b_s + kk * S::B::k16_bytes);
+            wgmma_ss<bf16, Tile::BN, 0, 1>(sum[0], a, b, k + kk > 0);
+        }
+        wgmma_commit_group();
+        wgmma_wait_group<1>(); /* the step before is done: its slot may be overwritten */
+        if (k > 0 && threadIdx.x % Tile::WARPGROUP == 0) mbarrier_arrive(before);
+        ring.advance();
+    }
+    wgmma_wait_group<0>();
+    wgmma_pin(sum);
+    store_pairs(x.p, sum[0], row + warpgroup * 64 + warp * 16, col, lane);
+}
+
+} // namespace
+
+gk_status ladder_wgmma(const gk_context *ctx, const Product &p) {
+    HopperParams x;
+    const gk_status status = hopper_params(p, Tile::BM, 1, &x);
+    if (status != GK_OK) return status;
+    return launch<ladder_wgmma_kernel>("gk_ladder_gemm", ctx, dim3(x.tiles_m * x.tiles_n), Tile::THREADS, S::bytes(0),
+                                       x);
+}

@@ -1,0 +1,142 @@
+/* ladder.cu: the table of the rungs, what they refuse, and the two that are rows of the library. */
+#include "ladder.h"
+
+#include <string.h>
+
+#include "rungs.cuh"
+
+extern "C" const gk_cuda_table gk_gemm_sm80_table, gk_gemm_sm90a_table;
+
+namespace {
+
+gk_context context(void *stream) {
+    gk_context ctx = {};
+    ctx.size = sizeof ctx, ctx.device = GK_CUDA, ctx.num_threads = 1, ctx.stream = stream;
+    if (cudaGetDevice(&ctx.index) != cudaSuccess) ctx.index = 0;
+    return ctx;
+}
+
+/* ---- the library's own rows ------------------------------------------------------------------------------------ */
+gk_tensor matrix(const bf16 *data, int64_t rows, int64_t cols) {
+    gk_tensor t = {};
+    t.data = (void *)data, t.dtype = GK_BF16, t.ndim = 2;
+    t.shape[0] = rows, t.shape[1] = cols, t.stride[0] = cols, t.stride[1] = 1;
+    return t;
+}
+
+gk_gemm_args gemm_args(const Product &p) {
+    gk_gemm_args args = {};
+    args.size = sizeof args, args.alpha = 1;
+    args.a = matrix(p.a, p.m, p.k), args.b = matrix(p.b, p.k, p.n), args.out = matrix(p.out, p.m, p.n);
+    return args;
+}
+
+/* Rung 7 is one row, whatever the size; rung 13 what the library takes. */
+const gk_cuda_row *row_of(int32_t rung, const gk_context *ctx, const gk_gemm_args *args) {
+    if (rung == 7) {
+        for (int i = 0; i < gk_gemm_sm80_table.num_rows; ++i)
+            if (!strcmp(gk_gemm_sm80_table.rows[i].name, "gemm_sm80_bf16_256x128x64"))
+                return &gk_gemm_sm80_table.rows[i];
+        return NULL;
+    }
+    const gk_cuda_row *row = gk_gemm_sm90a_table.choose(ctx, args);
+    return row ? row : gk_gemm_sm80_table.choose(ctx, args);
+}
+
+/* ---- the table --------------------------------------------------------------------------------------------------- */
+const gk_ladder_rung rungs[] = {
+    {"naive", "a thread per element of out, neighbours down the rows", "ladder/01_naive.cu", 0.492, 80},
+    {"coalesced", "neighbours along the columns", "ladder/02_coalesced.cu", 4.18, 80},
+    {"shared", "squares of a and b in shared memory", "ladder/03_shared.cu", 11.6, 80},
+    {"registers", "8 x 8 sums a thread", "ladder/04_registers.cu", 40.4, 80},
+    {"vectorised", "16 bytes an access, no bank conflict", "ladder/05_vectorised.cu", 61.2, 80},
+    {"mma", "tensor cores by mma.sync, fed by cp.async and ldmatrix", "ladder/06_mma_sm80.cu", 408, 80},
+    {"pipelined", "a ring of three slots, copies ahead of the products", "gemm/gemm_sm80.cu", 473, 80},
+    {"wgmma", "tma and wgmma, a tile a block", "ladder/08_wgmma_sm90a.cu", 611, 90},
+    {"cluster", "pairs of blocks share b by multicast", "ladder/09_cluster_sm90a.cu", 691, 90},
+    {"persistent", "clusters that stay and take tile after tile", "ladder/10_persistent_sm90a.cu", 702, 90},
+    {"overlap", "results leave by stmatrix and tma under the next tile", "ladder/10_persistent_sm90a.cu", 739, 90},
+    {"raster", "tiles in groups of 8 rows, for L2", "ladder/10_persistent_sm90a.cu", 739, 90},
+    {"tuned", "the library's choice: tiles by size, registers moved, launches that overlap", "gemm/gemm_sm90a.cu", 743,
+     90},
+};
+const int32_t num_rungs = sizeof rungs / sizeof rungs[0];
+LadderRun *const runs[] = {ladder_naive,
+                           ladder_coalesced,
+                           ladder_shared,
+                           ladder_registers,
+                           ladder_vectorised,
+                           ladder_mma,
+                           NULL,
+                           ladder_wgmma,
+                           ladder_cluster,
+                           ladder_persistent,
+                           ladder_overlap,
+                           ladder_raster,
+                           NULL}; /* NULL: a row of the library */
+static_assert(sizeof runs / sizeof runs[0] == num_rungs, "a launcher for each rung");
+
+gk_status refusal(int32_t rung, int64_t m, int64_t n, int64_t k, const gk_context *ctx) {
+    if (rung < 1 || rung > num_rungs)
+        return gk_fail(GK_ERR_ARGUMENT, "gk_ladder_gemm: rung is %d; there are rungs 1 to %d", rung, num_rungs);
+    const int64_t sizes[] = {m, n, k};
+    for (int i = 0; i < 3; ++i)
+        if (sizes[i] < 8 || sizes[i] > LADDER_MOST_SIZE || sizes[i] % 8 != 0)
+            return gk_fail(GK_ERR_UNSUPPORTED,
+                           "gk_ladder_gemm: %c is %lld; the ladder takes multiples of 8 from 8 to %d", "mnk"[i],
+                           (long long)sizes[i], LADDER_MOST_SIZE);
+    const gk_gpu *gpu = gk_gpu_of(ctx->index);
+    if (!gpu) return GK_ERR_DEVICE;
+    const int32_t arch = rungs[rung - 1].arch;
+    if (arch == 90 ? gpu->arch != 90 : gpu->arch < arch)
+        return gk_fail(GK_ERR_UNSUPPORTED,
+                       "gk_ladder_gemm: rung %d (%s) needs compute capability %d.%d%s; %s has %d.%d", rung,
+                       rungs[rung - 1].name, arch / 10, arch % 10, arch == 90 ? "" : " or later", gpu->name,
+                       gpu->arch / 10, gpu->arch % 10);
+    return GK_OK;
+}
+
+} // namespace
+
+extern "C" {
+
+const gk_ladder_rung *gk_ladder_rungs(int32_t *count) {
+    *count = num_rungs;
+    return rungs;
+}
+
+size_t gk_ladder_workspace_bytes(int32_t rung, int64_t m, int64_t n, int64_t k) {
+    const gk_context ctx = context(NULL);
+    if (refusal(rung, m, n, k, &ctx) != GK_OK || runs[rung - 1]) return 0;
+    const gk_gemm_args args = gemm_args({NULL, NULL, NULL, (int)m, (int)n, (int)k});
+    const gk_cuda_row *row = row_of(rung, &ctx, &args);
+    return row && row->workspace_bytes ? row->workspace_bytes(row, &ctx, &args) : 0;
+}
+
+gk_status gk_ladder_gemm(int32_t rung, const void *a, const void *b, void *out, int64_t m, int64_t n, int64_t k,
+                         void *workspace, void *stream) {
+    const gk_context ctx = context(stream);
+    const gk_status status = refusal(rung, m, n, k, &ctx);
+    if (status != GK_OK) return status;
+    const void *const data[] = {a, b, out};
+    for (int i = 0; i < 3; ++i)
+        if (!data[i] || (uintptr_t)data[i] % 16 != 0)
+            return gk_fail(GK_ERR_ARGUMENT, "gk_ladder_gemm: %s is at %p; the ladder takes 16-byte aligned matrices",
+                           i == 0   ? "a"
+                           : i == 1 ? "b"
+                                    : "out",
+                           data[i]);
+    const Product p = {(const bf16 *)a, (const bf16 *)b, (bf16 *)out, (int)m, (int)n, (int)k};
+    if (runs[rung - 1]) return runs[rung - 1](&ctx, p);
+
+    gk_gemm_args args = gemm_args(p);
+    const gk_cuda_row *row = row_of(rung, &ctx, &args);
+    if (!row) return gk_fail(GK_ERR_UNSUPPORTED, "gk_ladder_gemm: no row of the library serves rung %d", rung);
+    args.workspace_bytes = row->workspace_bytes ? row->workspace_bytes(row, &ctx, &args) : 0;
+    args.workspace = workspace;
+    if (args.workspace_bytes > 0 && !workspace)
+        return gk_fail(GK_ERR_WORKSPACE, "gk_ladder_gemm: rung %d wants a workspace of %zu bytes", rung,
+                       args.workspace_bytes);
+    return row->run(row, &ctx, &args);
+}
+}

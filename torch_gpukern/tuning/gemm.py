@@ -1,0 +1,308 @@
+"""The fastest row of a gemm: every row that takes the call, measured beside the default one and PyTorch's own product."""
+
+import contextlib
+import functools
+import json
+import math
+import re
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._library import ops
+from . import timing
+
+__all__ = ["NOISE", "Problem", "Result", "parse_class", "parse_shape", "tune"]
+
+# A row must be faster by this factor than the default one, in two sets of rounds, before it is kept.
+NOISE = 1.02
+# Rows that a first look finds slower than the best by this factor and by this time are not looked at again.
+FAR, FAR_US = 1.3, 1.0
+ROUNDS = 15
+# What sums in another order may err more than PyTorch's: float32 with k 4096, where cuBLAS cuts k, 5 times; a wrong tile 1e5.
+ORDER = 16
+# Below as many FLOPs a byte of operands memory is the bound: the inputs are then rotated, in at most as many sets.
+ROTATE_BELOW, MOST_SETS = 128, 64
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda x: x,
+    "relu": torch.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+}
+
+
+# ---- what is tuned -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A call with aligned operands; layout as in `explain`: NT has a stored as it is and b transposed."""
+
+    m: int
+    n: int
+    k: int
+    layout: str = "NN"
+    batch: int = 1
+    dtype: str = "bfloat16"
+    out_dtype: str | None = None
+    fp32_precision: str = "ieee"
+    activation: str = "none"
+    bias: bool = False
+    c: bool = False
+    preact: bool = False
+
+    def __str__(self) -> str:
+        batch = f"{self.batch}x" if self.batch > 1 else ""
+        extras = [name for name in ("bias", "c", "preact") if getattr(self, name)]
+        extras += [x for x in (self.activation, self.fp32_precision) if x not in ("none", "ieee")]
+        if self.out_dtype not in (None, self.dtype):
+            extras.append(f"to {self.out_dtype}")
+        return " ".join([f"{batch}{self.m}x{self.n}x{self.k}:{self.layout}", self.dtype, *extras])
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.batch * self.m * self.n * self.k
+
+    @property
+    def bytes(self) -> float:
+        """Of the operands."""
+        return float(self.batch * (self.m + self.n) * self.k * DTYPES[self.dtype].itemsize)
+
+    def inputs(self, device: torch.device) -> dict[str, Tensor | None]:
+        """Normal values: what they are changes a GPU's power, and so its clock."""
+        options = {"dtype": DTYPES[self.dtype], "device": device}
+
+        def matrix(rows: int, cols: int, stored: str) -> Tensor:
+            shape = (rows, cols) if stored == "N" else (cols, rows)
+            x = torch.randn(*((self.batch,) if self.batch > 1 else ()), *shape, **options)
+            return x if stored == "N" else x.mT
+
+        return {
+            "a": matrix(self.m, self.k, self.layout[0]),
+            "b": matrix(self.k, self.n, self.layout[1]),
+            "bias": torch.randn(self.n, **options) if self.bias else None,
+            "c": matrix(self.m, self.n, "N") if self.c else None,
+        }
+
+    @property
+    def how(self) -> dict[str, object]:
+        out_dtype = DTYPES[self.out_dtype] if self.out_dtype else None
+        return {"activation": self.activation, "out_dtype": out_dtype, "fp32_precision": self.fp32_precision}
+
+    def ours(self, inputs: dict) -> Tensor:
+        if self.preact:
+            return ops.gemm_fwd.default(**inputs, **self.how)[0]
+        return ops.gemm.default(**inputs, **self.how)
+
+    def torch(self, inputs: dict, dtype: torch.dtype | None = None) -> Tensor:
+        """PyTorch's own ops, cuBLAS among them; `dtype`: on operands of that dtype, for a reference."""
+        a, b, bias, c = (x if x is None or dtype is None else x.to(dtype) for x in inputs.values())
+        out_dtype = dtype or DTYPES[self.out_dtype or self.dtype]
+        if out_dtype != a.dtype:
+            x = (torch.mm if a.dim() == 2 else torch.bmm)(a, b, out_dtype=out_dtype)
+        elif bias is not None and a.dim() == 2:
+            x, bias = torch.addmm(bias, a, b), None
+        else:
+            x = torch.matmul(a, b)
+        x = x if bias is None else x + bias
+        return ACTIVATIONS[self.activation](x if c is None else x + c)
+
+    def explain(self, inputs: dict) -> dict:
+        """What the library would do, and of which class the call is."""
+        found = json.loads(ops.explain_gemm.default(**inputs, **self.how))
+        if self.preact:  # explain speaks of a call without one; the same rows take both
+            found["class"] = found["class"].replace(" preact=0 ", " preact=1 ")
+        return found
+
+
+def parse_shape(text: str) -> dict[str, object]:
+    """m, n, k, layout and batch of "512x28672x4096:NT" or, with a batch of products in front, "8x512x512x64"."""
+    match = re.fullmatch(r"(?:(\d+)x)?(\d+)x(\d+)x(\d+)(?::([NT]{2}))?", text)
+    if not match or "0" in match.groups():
+        raise ValueError(f"shape '{text}' is not MxNxK, MxNxK:NT or BxMxNxK, each 1 or more")
+    batch, m, n, k = (int(x or 1) for x in match.groups()[:4])
+    return {"m": m, "n": n, "k": k, "layout": match[5] or "NN", "batch": batch}
+
+
+def parse_class(text: str) -> Problem | None:
+    """The problem whose calls are of a class; None where strides or alignment are none that a problem has."""
+    sizes, *pairs = text.split(" ")
+    try:
+        of = dict(pair.split("=") for pair in pairs)
+        return Problem(
+            **parse_shape(f"{of['batch']}x{sizes}"),
+            dtype=of["dtype"],
+            out_dtype=of["out"] if of["out"] != of["dtype"] else None,
+            fp32_precision=of["precision"],
+            activation=of["activation"],
+            c=of["c"] == "1",
+            preact=of["preact"] == "1",
+        )
+    except (KeyError, ValueError):
+        return None
+
+
+# ---- whether a row is right ----------------------------------------------------------------------
+
+
+def errors_of(x: Tensor, exact: Tensor) -> tuple[float, float]:
+    """Largest and root-mean-square."""
+    error = (x.to(exact.dtype) - exact).abs_()
+    return error.max().item(), error.square_().mean().sqrt().item()
+
+
+class Judge:
+    """A row may err twice as much as PyTorch's own product and by one rounding of its result (docs/numerics.md), or as
+    the default row does, so that tuning makes no call worse. That one is wrong where it errs so much more than PyTorch
+    that no order of sums explains it.
+    """
+
+    def __init__(self, problem: Problem, inputs: dict) -> None:
+        narrow = DTYPES[problem.out_dtype or problem.dtype].itemsize == 2
+        self.exact = problem.torch(inputs, torch.float32 if narrow else torch.float64)
+        own = problem.torch(inputs)
+        largest = self.exact.abs().max().item()
+        self.rounding = torch.finfo(own.dtype).eps * 2.0 ** math.floor(math.log2(largest)) if largest else 0.0
+        self.own = errors_of(own, self.exact)
+        self.bounds = tuple(2 * x + self.rounding for x in self.own)
+
+    def accepts(self, out: Tensor) -> bool:
+        return all(got <= bound for got, bound in zip(errors_of(out, self.exact), self.bounds, strict=True))
+
+    def takes_as_default(self, out: Tensor) -> bool:
+        """Whether the default row's result can be right; its errors then are within the bounds."""
+        errors = errors_of(out, self.exact)
+        if not all(got <= ORDER * x + self.rounding for got, x in zip(errors, self.own, strict=True)):
+            return False
+        self.bounds = tuple(map(max, self.bounds, errors))
+        return True
+
+
+# ---- the fastest row -----------------------------------------------------------------------------
+
+
+@dataclass
+class Result:
+    """us: medians of the rows that were worth more than a first look."""
+
+    problem: Problem
+    device: str
+    gemm_class: str
+    default: str
+    best: str
+    us: dict[str, float]
+    cublas_us: float
+    gain: float
+    wrong: list[str] = field(default_factory=list)
+
+    def entry(self) -> dict[str, object] | None:
+        """For the file; None where the default row is as good."""
+        if self.best == self.default:
+            return None
+        times = {"us": self.us[self.best], "default_us": self.us[self.default], "cublas_us": self.cublas_us}
+        return {"row": self.best, "default": self.default} | {name: round(us, 2) for name, us in times.items()}
+
+
+@contextlib.contextmanager
+def _torch_precision(problem: Problem) -> Iterator[None]:
+    """cuBLAS with the float32 precision of the problem, as long as this lasts."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = problem.fp32_precision == "tf32"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def _first_look(call: Callable[[], object], pool) -> float:
+    us = timing.Replay([call], 1, pool).us()
+    return us if us > 100 else timing.Replay([call], 20, pool).us()
+
+
+def _gain(times: dict[str, list[float]], row: str, default: str) -> float:
+    return statistics.median(x / y for x, y in zip(times[default], times[row], strict=True))
+
+
+def tune(problem: Problem, device: torch.device) -> Result:
+    """Measures every row that takes the problem, and prefers the best one from now on.
+
+    Raises RuntimeError where the default row's result is wrong.
+    """
+    with torch.cuda.device(device), torch.no_grad(), _torch_precision(problem):
+        inputs = problem.inputs(device)
+        plan = problem.explain(inputs)
+        name, gemm_class, rows = plan["device"], plan["class"], plan["rows"]
+        before = plan["row"] if plan["preferred"] else ""
+
+        def prefer(row: str) -> None:
+            ops.gemm_prefer.default(name, gemm_class, row)
+
+        try:
+            result = _measured(problem, inputs, rows, prefer)
+        except BaseException:
+            prefer(before)
+            raise
+        result.device, result.gemm_class = name, gemm_class
+        prefer(result.best if result.best != result.default else "")
+        return result
+
+
+def _measured(problem: Problem, inputs: dict, rows: list[str], prefer: Callable[[str], None]) -> Result:
+    default, wrong, look = rows[0], [], {}
+    pool = torch.cuda.graph_pool_handle()
+    judge = Judge(problem, inputs)
+    for row in rows:
+        prefer(row)
+        ran = problem.explain(inputs)["row"]
+        if ran != row:
+            raise RuntimeError(f"{row} was asked for and {ran} would run")
+        out = problem.ours(inputs)
+        if judge.takes_as_default(out) if row == default else judge.accepts(out):
+            look[row] = _first_look(lambda: problem.ours(inputs), pool)
+        else:
+            wrong.append(row)
+    if default in wrong:
+        raise RuntimeError(f"the result of {default} is wrong: please report this")
+    del judge, out
+    least = min(look.values())
+    near = [row for row, us in look.items() if us <= FAR * least + FAR_US or row == default]
+
+    sets = [inputs]
+    if problem.flops < ROTATE_BELOW * problem.bytes:
+        count = min(math.ceil(timing.ROTATE_BYTES / problem.bytes), MOST_SETS)
+        sets += [problem.inputs(inputs["a"].device) for _ in range(count - 1)]
+
+    def replay(call: Callable[[dict], object], us: float) -> timing.Replay:
+        functions = [functools.partial(call, x) for x in sets]
+        return timing.Replay(functions, timing.calls_for(us), pool)
+
+    replays = {}
+    for row in near:
+        prefer(row)
+        replays[row] = replay(problem.ours, look[row])
+    replays["cublas"] = replay(problem.torch, least)
+    times = timing.rounds_us(replays, ROUNDS)
+    us = {name: statistics.median(x) for name, x in times.items()}
+    best = min(near, key=us.__getitem__)
+    gain = _gain(times, best, default)
+    if best != default and gain > NOISE:
+        # the best of many is so by luck in part: once more, beside the default alone
+        again = timing.rounds_us({name: replays[name] for name in (default, best, "cublas")}, ROUNDS)
+        us |= {name: statistics.median(x) for name, x in again.items()}
+        gain = min(gain, _gain(again, best, default))
+    if gain <= NOISE:
+        best, gain = default, 1.0
+    cublas_us = us.pop("cublas")
+    return Result(problem, "", "", default, best, us, cublas_us, gain, wrong)
