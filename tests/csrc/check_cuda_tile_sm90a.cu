@@ -584,8 +584,8 @@ template <int N, bool FROM_REGISTERS> static __global__ void __launch_bounds__(1
 template <int N, bool FROM_REGISTERS>
 static void check_wgmma_tf32(const buffer &a, const buffer &b, const buffer &out, const char *name) {
     static int x[128 * 64], y[256 * 64];
-    for (int i = 0; i < 128 * 64; ++i) ((float *)a.host)[i] = (float)(x[i] = random_below(33) - 16);
-    for (int i = 0; i < N * 64; ++i) ((float *)b.host)[i] = (float)(y[i] = random_below(33) - 16);
+    for (int i = 0; i < 128 * 64; ++i) put((float *)a.host, i, x[i] = random_below(33) - 16);
+    for (int i = 0; i < N * 64; ++i) put((float *)b.host, i, y[i] = random_below(33) - 16);
     to_device(a), to_device(b);
     const int bytes = (128 + N) * 64 * 4 + 1024;
     allow<wgmma_tf32_kernel<N, FROM_REGISTERS>>(bytes);

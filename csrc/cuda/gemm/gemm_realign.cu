@@ -67,7 +67,9 @@ __global__ void __launch_bounds__(THREADS, REALIGN_PER_SM) realign_kernel(const 
 }
 
 constexpr int TURN = REALIGN_TURN, TURN_LD = TURN + 1, TURN_EACH = 4;
-static_assert(TURN % 32 == 0 && TURN * TURN % (THREADS * TURN_EACH) == 0, "whole passes");
+constexpr int PASS_ROWS = THREADS / TURN, PASSES = TURN / PASS_ROWS;
+static_assert(TURN % 32 == 0 && THREADS % TURN == 0 && TURN % PASS_ROWS == 0, "a warp reads along `outer`");
+static_assert(TURN * TURN % (THREADS * TURN_EACH) == 0, "whole passes");
 
 struct TurnParams {
     RealignMatrix matrix;
@@ -81,13 +83,18 @@ __global__ void __launch_bounds__(THREADS) realign_turn_kernel(const __grid_cons
     const uint32_t tile_outer = blockIdx.x % p.tiles_outer, rest = blockIdx.x / p.tiles_outer;
     const uint32_t tile_inner = rest % p.tiles_inner, entry = rest / p.tiles_inner;
     const int inner = x.inner / 2 - (int)tile_inner * TURN, outer = (int)x.outer.by - (int)tile_outer * TURN;
+    const int o_read = (int)threadIdx.x % TURN, i_read = (int)threadIdx.x / TURN;
     const uint32_t *from_g = (const uint32_t *)x.from + realign_entry(x, entry) +
-                             (int64_t)tile_inner * TURN * x.inner_stride + (int64_t)tile_outer * TURN * x.outer_stride;
+                             ((int64_t)tile_inner * TURN + i_read) * x.inner_stride +
+                             ((int64_t)tile_outer * TURN + o_read) * x.outer_stride;
+    uint32_t v[PASSES]; /* all loads are under way before the first is stored */
 #pragma unroll
-    for (int c = 0; c < TURN * TURN / THREADS; ++c) {
-        const int at = c * THREADS + (int)threadIdx.x, i = at / TURN, o = at % TURN;
-        tile[i * TURN_LD + o] = i < inner && o < outer ? __ldg(from_g + i * x.inner_stride + o * x.outer_stride) : 0;
+    for (int c = 0; c < PASSES; ++c) {
+        v[c] = o_read < outer && i_read + c * PASS_ROWS < inner ? __ldg(from_g) : 0;
+        from_g += PASS_ROWS * x.inner_stride;
     }
+#pragma unroll
+    for (int c = 0; c < PASSES; ++c) tile[(i_read + c * PASS_ROWS) * TURN_LD + o_read] = v[c];
     __syncthreads(); /* the tile is there */
     const uint32_t row0 = entry * x.outer.by + tile_outer * TURN;
 #pragma unroll
@@ -103,8 +110,7 @@ __global__ void __launch_bounds__(THREADS) realign_turn_kernel(const __grid_cons
 
 gk_status turn(const char *op, const gk_context *ctx, const RealignMatrix &x) {
     const TurnParams p = {x, (uint32_t)gk_ceil_div(x.inner / 2, TURN), (uint32_t)gk_ceil_div(x.outer.by, TURN)};
-    const uint32_t entries =
-        x.total / x.chunks.by / x.outer.by; /* a tile has more than one chunk: so many blocks fit */
+    const uint32_t entries = x.total / x.chunks.by / x.outer.by; /* each tile has a chunk: so many blocks fit */
     return launch<realign_turn_kernel>(op, ctx, dim3(entries * p.tiles_inner * p.tiles_outer), THREADS, 0, p);
 }
 
