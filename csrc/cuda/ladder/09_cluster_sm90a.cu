@@ -59,8 +59,8 @@ __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(Tile::THREADS, 1)
             wgmma_fence(); /* the first step's sums are registers that other code may have used */
 #pragma unroll
             for (int kk = 0; kk < Tile::BK / 16; ++kk) {
-                const uint64_t a = S::A::descriptor(a_s + S::A::offset(warpgroup * 64) + kk * S::A::k16_bytes),
-                               b = S::B::descriptor(b_s + kk * S::B::k16_bytes);
+                const uint64_t a = S::A::descriptor(a_s + S::A::offset(warpgroup * 64) + kk * S::A::step_bytes),
+                               b = S::B::descriptor(b_s + kk * S::B::step_bytes);
                 wgmma_ss<bf16, Tile::BN, 0, 1>(sum[0], a, b, k + kk > 0);
             }
             wgmma_commit_group();
