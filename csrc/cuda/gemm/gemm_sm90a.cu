@@ -206,12 +206,16 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1)
                 mbarrier_arrive(barrier_s);
         };
         for (unsigned t = first; t < all; t += step) {
-            const TilePlace tile = tile_place(t % tiles, p.tiles_m, p.tiles_n, p.group);
-            const int tile_row = (tile.row * CM + tile_m) * BM, tile_col = (tile.col * CN + tile_n) * BN;
+            const auto place = [&]() -> coord {
+                const TilePlace tile = tile_place(t % tiles, p.tiles_m, p.tiles_n, p.group);
+                return {(tile.row * CM + tile_m) * BM, (tile.col * CN + tile_n) * BN};
+            };
+            coord tile = {};
+            if (!TURNED_TF32<T, Tile>) tile = place(); /* two divisions under the first copies */
             tma_at at = {};
             place_batch(p, p.out_batch, t / tiles, at);
             if (t == first) griddepcontrol_wait(); /* for the bias and c */
-            if (!Tile::TURNED && x.plain) touch_bias<S::COLS>(p, tile_col + part * S::COLS, lane);
+            if (!Tile::TURNED && x.plain) touch_bias<S::COLS>(p, tile.col + part * S::COLS, lane);
             if constexpr (TURNED_TF32<T, Tile>)
                 multiply_turned<B, S::SLOT>(sum, ring, ring_s + A::offset((warpgroup * 4 + warp) * 32),
                                             ring_s + A::bytes, steps, lane, let_go);
@@ -250,9 +254,10 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1)
             }
 
             /* ---- 3.3 results ---- */
+            if (TURNED_TF32<T, Tile>) tile = place(); /* no register is left to keep it over the products */
             const smem_addr panels_s = ring_s + S::PANELS + (warpgroup * 4 + warp) * S::WARP_PANELS;
             const auto store = [&](auto &sums, int m) {
-                const int row = tile_row + (warpgroup * MT + m) * 64, col = tile_col + part * S::COLS;
+                const int row = tile.row + (warpgroup * MT + m) * 64, col = tile.col + part * S::COLS;
                 if constexpr (Tile::TURNED) {
                     float *const turned = (float *)(smem + (panels_s - cvta_to_shared(smem)) -
                                                     warp * S::WARP_PANELS); /* the warpgroup's */
@@ -270,9 +275,9 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1)
             };
             /* a warp's 32 columns of the result, S::COLS rows */
             const auto store_pair = [&](auto &sums) {
-                const int row = tile_col + part * S::COLS, col = tile_row + (warpgroup * 4 + warp) * 32;
+                const int row = tile.col + part * S::COLS, col = tile.row + (warpgroup * 4 + warp) * 32;
                 if (x.plain) {
-                    tma_at at = {{col, row}}; /* not kept over the products: there is no register for it */
+                    tma_at at = {{col, row}};
                     place_batch(p, p.out_batch, t / tiles, at);
                     store_plain_turned<typename S::Panel, Tile::PANELS>(x, sums, panels_s, panel, at, lane);
                 } else {
