@@ -270,9 +270,12 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1)
             };
             /* a warp's 32 columns of the result, S::COLS rows */
             const auto store_pair = [&](auto &sums) {
-                const int row = tile_col + part * S::COLS, col = tile_row + (warpgroup * 4 + warp) * 32;
+                /* places anew: two products' sums leave no register to keep them in */
+                const TilePlace at_tile = tile_place(t % tiles, p.tiles_m, p.tiles_n, p.group);
+                const int row = (at_tile.col * CN + tile_n) * BN + part * S::COLS,
+                          col = (at_tile.row * CM + tile_m) * BM + (warpgroup * 4 + warp) * 32;
                 if (x.plain) {
-                    tma_at at = {{col, row}}; /* not kept over the products: there is no register for it */
+                    tma_at at = {{col, row}};
                     place_batch(p, p.out_batch, t / tiles, at);
                     store_plain_turned<typename S::Panel, Tile::PANELS>(x, sums, panels_s, panel, at, lane);
                 } else {
