@@ -129,4 +129,15 @@ constexpr int SKINNY_MAX_TOKENS = 16;
 /* 100 KB under way on every SM hide memory's latency at 4.2 TB/s; past 8 stages nothing is left to hide */
 constexpr int skinny_stages(int stage_bytes) { return 200 * 1024 / stage_bytes < 8 ? 200 * 1024 / stage_bytes : 8; }
 
+/* ---- gemm_skinny_odd: as gemm_skinny, for rows that begin anywhere -------------------------------------------- */
+constexpr int SKINNY_ODD_ROWS = 32, SKINNY_ODD_MAX_TOKENS = 64, SKINNY_ODD_MIN_K = 256;
+/* k of a warp's step: a piece of a row is one chunk of 16 bytes more than it holds, 9 for 64 of k and 5 for 32 */
+constexpr int skinny_odd_step(int tokens, int rows, bool along_n) {
+    return along_n || rows > 32 || tokens > 16 ? 32 : 64;
+}
+/* all of a Hopper block's 227 KiB */
+constexpr int skinny_odd_stages(int stage_bytes, int other_bytes) {
+    return (232448 - other_bytes) / stage_bytes < 8 ? (232448 - other_bytes) / stage_bytes : 8;
+}
+
 #endif
