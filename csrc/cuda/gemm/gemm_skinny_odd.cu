@@ -23,7 +23,6 @@
  * Not here: tokens dense along m, weights with two strides (gemm_sm80), float32 and float64 (gemm_plain). */
 #include "../ptx/cp_async.cuh"
 #include "../tile/fragment.cuh"
-#include "../tile/pipeline.cuh"
 #include "skew.cuh"
 #include "split.cuh"
 #include "tiles.h"
@@ -31,151 +30,195 @@
 
 namespace {
 
-constexpr int WARPS_OF_K = SKINNY_WARPS, THREADS = WARPS_OF_K * 32;
+constexpr int SPLIT_WARPS = SKINNY_WARPS, THREADS = SPLIT_WARPS * 32;
+constexpr int STEP = 32, K16 = STEP / 16, BLOCK_STEP = SPLIT_WARPS * STEP; /* k of a warp's and the block's step */
+static_assert(BLOCK_STEP == SKEW_STEP * SKEW_EACH, "a step of all warps is a step of the streams");
 
 /* ---- 1 shared memory ----------------------------------------------------------------------------------------- */
+template <int ROWS, int SLOTS, bool ALONG_N> struct WeightTile { /* a slot's rows of k, as pieces */
+    typedef skew_tile<BLOCK_STEP, ROWS> type;
+    static constexpr int bytes = SLOTS * type::bytes;
+};
+template <int ROWS, int SLOTS> struct WeightTile<ROWS, SLOTS, false> {
+    typedef skew_stream<ROWS, SLOTS> type;
+    static constexpr int bytes = type::bytes;
+};
+
 template <int TOKENS, int ROWS, bool ALONG_N> struct Smem {
-    static constexpr int STEP = skinny_odd_step(TOKENS, ROWS, ALONG_N), BLOCK_STEP = WARPS_OF_K * STEP;
-    typedef skew_tile<ALONG_N ? STEP : ROWS, ALONG_N ? ROWS : STEP> Weights;
-    typedef skew_tile<TOKENS, STEP> Tokens;
     static constexpr int SUM_LD = ROWS + 4, WARP_SUMS = 8 * SUM_LD; /* floats */
-    static constexpr int STAGE = Weights::bytes + Tokens::bytes, SUMS = WARPS_OF_K * WARP_SUMS * 4;
-    static constexpr int STAGES = skinny_odd_stages(STAGE * WARPS_OF_K, SUMS), RING = WARPS_OF_K * STAGES * STAGE;
-    static constexpr int BYTES = RING + SUMS;
-    static_assert(STAGES >= 2, "a step is copied while another is computed");
-    static_assert(ALONG_N || skew_share_ways(Weights::chunks) == 1, "lanes read their chunks without bank conflicts");
-    static_assert(!ALONG_N || skew_element_ways(Weights::chunks, 0, 7, 1) == 1, "and their elements");
+    static constexpr int SUMS = SPLIT_WARPS * WARP_SUMS * 4;
+    static constexpr int SLOT = (TOKENS + ROWS) * BLOCK_STEP * 2 + (ALONG_N ? BLOCK_STEP * 16 : 0);
+    static constexpr int SLOTS = skinny_odd_slots(SLOT, SUMS + (TOKENS + ROWS) * 16);
+    static constexpr int AHEAD = SLOTS - 2; /* one is read, the next holds the end of its rows */
+    typedef typename WeightTile<ROWS, SLOTS, ALONG_N>::type Weights;
+    typedef skew_stream<TOKENS, SLOTS> Tokens;
+    static constexpr int TOKENS_AT = WeightTile<ROWS, SLOTS, ALONG_N>::bytes, SUMS_AT = TOKENS_AT + Tokens::bytes;
+    static constexpr int BYTES = SUMS_AT + SUMS;
+    static_assert(AHEAD >= 1, "a step is copied while another is computed");
+    static_assert(skew_row_ways(Tokens::row_bytes) == 1, "lanes read chunks of streams without bank conflicts");
+    static_assert(!ALONG_N || skew_element_ways(ROWS / 8 + 1, 0, 7, 1) == 1, "and elements of pieces");
 };
 
 struct Params {
-    GemmProblem p;               /* group: R, weights of a tile; split_k: k rounded up to BLOCK_STEP */
+    GemmProblem p;              /* group: R, weights of a tile */
     uintptr_t first_w, first_x; /* the lowest address of weights and tokens */
 };
 
-/* ---- 2 copies of one warp ------------------------------------------------------------------------------------ */
-/* A lane's part of a tile: one chunk of the pieces of rows RP apart, and the last chunk of the pieces of rows 32 apart. Rows 8
- * apart have one skew, so that a lane has to do with two of the former and one of the latter at most. */
-template <class T, class Tile> struct Feed {
-    static constexpr int CHUNKS = Tile::chunks - 1, RP = 32 / CHUNKS, SKEWS = 8 / RP;
-    static constexpr int PASSES = Tile::rows / RP, LASTS = (Tile::rows + 31) / 32;
-    static_assert(32 % CHUNKS == 0 && 8 % RP == 0 && Tile::rows % 8 == 0 && PASSES * RP == Tile::rows, "whole passes");
-
-    const char *at_g[SKEWS], *last_g; /* aligned */
-    int skew[SKEWS], last_skew;
-
-    __device__ __forceinline__ void enter(const T *piece_g, int64_t row_stride, int lane) {
-#pragma unroll
-        for (int s = 0; s < SKEWS; ++s) {
-            const T *row_g = piece_g + (lane / CHUNKS + s * RP) * row_stride;
-            skew[s] = skew_of((uintptr_t)row_g), at_g[s] = (const char *)(row_g - skew[s]) + lane % CHUNKS * 16;
-        }
-        const T *row_g = piece_g + lane * row_stride;
-        last_skew = skew_of((uintptr_t)row_g), last_g = (const char *)(row_g - last_skew) + CHUNKS * 16;
-    }
-    __device__ __forceinline__ void advance(int64_t elements) {
-#pragma unroll
-        for (int s = 0; s < SKEWS; ++s) at_g[s] += elements * 2;
-        last_g += elements * 2;
-    }
-    static __device__ __forceinline__ void chunk(smem_addr to_s, const char *at_g, int bytes, uintptr_t first) {
-        if ((uintptr_t)at_g < first && bytes > 0) { /* the tensor's first chunk */
+/* ---- 2 copies ------------------------------------------------------------------------------------------------ */
+/* The first `bytes` of a chunk, or those of them that lie in the tensor; zeros behind. */
+__device__ __forceinline__ void copy_chunk(smem_addr to_s, const char *at_g, int bytes, uintptr_t first) {
+    if ((uintptr_t)at_g < first && bytes > 0) { /* the tensor's first chunk */
 #pragma unroll 1
-            for (int b = 0; b < 16; b += 2)
-                st_shared_16(to_s + b, (uintptr_t)at_g + b >= first && b < bytes ? *(const uint16_t *)(at_g + b)
-                                                                                 : (uint16_t)0);
-        } else {
-            cp_async_cg_16_l2_128b(to_s, at_g, bytes);
+        for (int b = 0; b < 16; b += 2)
+            st_shared_16(to_s + b,
+                         (uintptr_t)at_g + b >= first && b < bytes ? *(const uint16_t *)(at_g + b) : (uint16_t)0);
+    } else {
+        cp_async_cg_16_l2_128b(to_s, at_g, bytes);
+    }
+}
+
+/* A thread's part of rows that become streams: a chunk of every GROUPth line of one row, or of rows 32 apart. */
+template <class T, class Tile> struct StreamFeed {
+    static constexpr int AT_ONCE = Tile::rows < 32 ? Tile::rows : 32, PASSES = Tile::rows / AT_ONCE;
+    static constexpr int EACH = THREADS / AT_ONCE, COUNT = SKEW_STEP / EACH, SLOTS = Tile::chunks / SKEW_STEP;
+    static_assert(THREADS % AT_ONCE == 0 && EACH % SKEW_LINE == 0 && SKEW_STEP % EACH == 0, "whole lines");
+
+    const char *at_g[PASSES]; /* the thread's first chunk of the next step */
+    int chunk[PASSES], skew[PASSES];
+
+    __device__ __forceinline__ void enter(const T *row0_g, int64_t row_stride) {
+#pragma unroll
+        for (int i = 0; i < PASSES; ++i) {
+            const uintptr_t row_g = (uintptr_t)(row0_g + ((int)threadIdx.x / EACH + i * AT_ONCE) * row_stride);
+            skew[i] = skew_of(row_g), chunk[i] = (int)threadIdx.x % EACH - skew_early(row_g);
+            at_g[i] = (const char *)(row_g - skew[i] * 2) + chunk[i] * 16;
         }
     }
-    /* INSIDE: every chunk of the first rows_valid rows is whole, and the tile keeps what it had of the others. Else they
-     * become zeros, and so does what lies past cols_left, of every row from its piece on. */
+    /* Step `step` of a row of cols elements into a slot. INSIDE: all of the step's chunks are whole. */
     template <bool INSIDE>
-    __device__ __forceinline__ void copy(smem_addr tile_s, int64_t row_stride, int rows_valid, int cols_left,
-                                         uintptr_t first, int lane) const {
-        const smem_addr to_s = tile_s + lane / CHUNKS * Tile::row_bytes + lane % CHUNKS * 16;
-        const char *from_g[SKEWS];
+    __device__ __forceinline__ void copy(smem_addr tile_s, int slot, int64_t step, int rows_valid, int64_t cols,
+                                         uintptr_t first) {
 #pragma unroll
-        for (int p = 0; p < PASSES; ++p) {
-            const char *&from = from_g[p % SKEWS];
-            from = p < SKEWS ? at_g[p] : from + 16 * row_stride;
-            const bool valid = lane / CHUNKS + p * RP < rows_valid;
-            if (!INSIDE)
-                chunk(to_s + p * RP * Tile::row_bytes, from,
-                      valid ? skew_bytes(lane % CHUNKS, Tile::chunks, skew[p % SKEWS], cols_left) : 0, first);
-            else if (valid)
-                cp_async_cg_16_l2_128b(to_s + p * RP * Tile::row_bytes, from);
-        }
+        for (int i = 0; i < PASSES; ++i) {
+            const int row = (int)threadIdx.x / EACH + i * AT_ONCE;
+            if (row < rows_valid) {
+                const smem_addr row_s = tile_s + row * Tile::row_bytes;
+                const smem_addr to_s = row_s + skew_position(SLOTS, slot, chunk[i]) * 16;
+                const smem_addr rest_s = row_s + (slot * SKEW_STEP + chunk[i]) * 16; /* of the chunks that never wrap */
 #pragma unroll
-        for (int p = 0; p < LASTS; ++p) {
-            const char *from = last_g + p * 64 * row_stride;
-            const smem_addr last_s = tile_s + (lane + p * 32) * Tile::row_bytes + CHUNKS * 16;
-            const bool valid = lane + p * 32 < rows_valid && last_skew > 0;
-            if (p * 32 + 32 > Tile::rows && lane + p * 32 >= Tile::rows) break;
-            if (!INSIDE)
-                chunk(last_s, from, valid ? skew_bytes(CHUNKS, Tile::chunks, last_skew, cols_left) : 0, first);
-            else if (valid)
-                cp_async_cg_16_l2_128b(last_s, from);
+                for (int c = 0; c < COUNT; ++c) {
+                    const smem_addr at_s = c == 0 ? to_s : rest_s + c * EACH * 16;
+                    const int64_t index = step * SKEW_STEP + chunk[i] + c * EACH;
+                    const bool again = c == 0 && slot == 0 && chunk[i] == 0; /* the ring's first chunk */
+                    if (INSIDE) {
+                        cp_async_cg_16_l2_128b(at_s, at_g[i] + c * EACH * 16);
+                        if (again) cp_async_cg_16_l2_128b(row_s + Tile::chunks * 16, at_g[i]);
+                    } else if (index >= 0) {
+                        const int bytes = skew_bytes(index, skew[i], cols);
+                        copy_chunk(at_s, at_g[i] + c * EACH * 16, bytes, first);
+                        if (again) copy_chunk(row_s + Tile::chunks * 16, at_g[i], bytes, first);
+                    }
+                }
+            }
+            at_g[i] += SKEW_STEP * 16;
         }
     }
 };
 
-/* Where a warp copies from next: it walks the steps of a tile, then those of the block's next tile. */
-template <class T, class S, bool ALONG_N> struct Cursor {
-    Feed<T, typename S::Weights> w;
-    Feed<T, typename S::Tokens> x;
-    int64_t tile, k;                /* k: of the warp's next step */
-    int steps_left;                 /* of the tile */
-    int n_valid, n_left;            /* weights of the tile; of the matrix from its first on, no more than matters */
-    static constexpr int MOST = 256; /* columns past a piece and its skew that do not matter */
+/* A lane's part of its warp's rows of k, as pieces: chunks one behind the other, 32 apart. */
+template <class T, class Tile> struct PieceFeed {
+    static constexpr int PASSES = Tile::chunks;
+    const char *at_g[PASSES];
+    int bytes[PASSES];
 
-    /* Along k, blocks start at different steps and wrap around: all at the same tokens would wait for one part of L2.
-     * Along n, neighbours read the same pages of memory, and so do better side by side. */
-    __device__ __forceinline__ void enter(const GemmProblem &p, int64_t tile_, int warp, int lane) {
-        const unsigned steps = (unsigned)(p.split_k / S::BLOCK_STEP), first = ALONG_N ? 0 : blockIdx.x % steps;
-        tile = tile_, k = warp * S::STEP + (int64_t)first * S::BLOCK_STEP, steps_left = (int)steps;
-        n_valid = n_left = 0; /* past the last tile nothing is read */
-        if (tile >= (int64_t)p.tiles_n * p.batch) return;
+    static __device__ __forceinline__ int row(int i) {
+        return (int)(threadIdx.x / 32) * STEP + (threadIdx.x % 32 + i * 32) / Tile::chunks;
+    }
+    __device__ __forceinline__ void enter(const T *row0_g, int64_t row_stride, int cols) {
+#pragma unroll
+        for (int i = 0; i < PASSES; ++i) {
+            const uintptr_t row_g = (uintptr_t)(row0_g + row(i) * row_stride);
+            const int chunk = (threadIdx.x % 32 + i * 32) % Tile::chunks, skew = skew_of(row_g);
+            at_g[i] = (const char *)(row_g - skew * 2) + chunk * 16;
+            /* without skew the last chunk holds nothing of the piece */
+            bytes[i] = skew == 0 && chunk == Tile::chunks - 1 ? 0 : skew_bytes(chunk, skew, cols);
+        }
+    }
+    /* INSIDE: all rows are there, and none holds the tensor's first chunk. */
+    template <bool INSIDE>
+    __device__ __forceinline__ void copy(smem_addr slot_s, int64_t row_stride, int rows_valid, uintptr_t first) {
+        const smem_addr to_s = slot_s + (threadIdx.x / 32) * STEP * Tile::row_bytes + threadIdx.x % 32 * 16;
+#pragma unroll
+        for (int i = 0; i < PASSES; ++i) {
+            if (INSIDE)
+                cp_async_cg_16_l2_128b(to_s + i * 512, at_g[i], bytes[i]);
+            else
+                copy_chunk(to_s + i * 512, at_g[i], row(i) < rows_valid ? bytes[i] : 0, first);
+            at_g[i] += BLOCK_STEP * 2 * row_stride;
+        }
+    }
+};
+
+/* Where the block copies from next: it walks the steps of a tile, of which the last holds the ends of the rows' last pieces,
+ * then those of its next tile. */
+template <class T, class S, bool ALONG_N> struct Cursor;
+template <class T, class S> struct Cursor<T, S, false> {
+    StreamFeed<T, typename S::Weights> w;
+    __device__ __forceinline__ void enter(const GemmProblem &p, const T *w_g, int) { w.enter(w_g, p.b_n); }
+    template <bool INSIDE>
+    __device__ __forceinline__ void copy(const Params &x, smem_addr smem_s, int slot, int64_t step, int n_valid) {
+        w.template copy<INSIDE>(smem_s, slot, step, n_valid, x.p.k, x.first_w);
+    }
+};
+template <class T, class S> struct Cursor<T, S, true> {
+    PieceFeed<T, typename S::Weights> w;
+    __device__ __forceinline__ void enter(const GemmProblem &p, const T *w_g, int n_left) { w.enter(w_g, p.b_k, n_left); }
+    template <bool INSIDE>
+    __device__ __forceinline__ void copy(const Params &x, smem_addr smem_s, int slot, int64_t step, int) {
+        const int rows = (int)max((int64_t)0, min((int64_t)BLOCK_STEP, x.p.k - step * BLOCK_STEP));
+        w.template copy<INSIDE>(smem_s + slot * S::Weights::bytes, x.p.b_k, rows, x.first_w);
+    }
+};
+
+template <class T, class S, bool ALONG_N> struct Copies {
+    Cursor<T, S, ALONG_N> w;
+    StreamFeed<T, typename S::Tokens> x;
+    int64_t tile, step; /* step: of the tile */
+    int n_valid, slot;
+
+    __device__ __forceinline__ void enter(const GemmProblem &p, int64_t tile_) {
+        tile = tile_, step = 0, n_valid = 0;
+        if (tile >= (int64_t)p.tiles_n * p.batch) return; /* nothing more is read */
         const int64_t n0 = tile % p.tiles_n * p.group;
         const GemmPlace at = gemm_place(p, tile / p.tiles_n);
-        n_left = (int)min((int64_t)MOST, p.n - n0), n_valid = min(p.group, n_left);
-        w.enter((const T *)p.b + at.b + n0 * p.b_n + k * p.b_k, ALONG_N ? p.b_k : p.b_n, lane);
-        x.enter((const T *)p.a + at.a + k, p.a_m, lane);
+        n_valid = (int)min((int64_t)p.group, p.n - n0);
+        w.enter(p, (const T *)p.b + at.b + n0 * p.b_n, (int)min((int64_t)2 * S::SUM_LD, p.n - n0));
+        x.enter((const T *)p.a + at.a, p.a_m);
     }
-    template <class Params>
-    __device__ __forceinline__ void copy(const Params &params, smem_addr stage_s, int warp, int lane) {
+    __device__ __forceinline__ void copy(const Params &params, smem_addr smem_s, int64_t steps) {
         const GemmProblem &p = params.p;
-        const smem_addr x_s = stage_s + S::Weights::bytes;
-        const int64_t w_rows = ALONG_N ? p.b_k : p.b_n;
-        const int k_left = n_valid > 0 ? (int)max((int64_t)0, min((int64_t)MOST, p.k - k)) : 0;
-        /* the first row's first chunk may begin before the tensor */
-        const bool inside = k > 0 && k_left >= S::STEP + SKEW_EACH && (!ALONG_N || n_left >= S::Weights::cols + SKEW_EACH);
-        if (inside) {
-            w.template copy<true>(stage_s, w_rows, ALONG_N ? S::STEP : n_valid, 0, 0, lane);
-            x.template copy<true>(x_s, p.a_m, (int)p.m, 0, 0, lane);
-        } else {
-            w.template copy<false>(stage_s, w_rows, ALONG_N ? k_left : k_left > 0 ? n_valid : 0, ALONG_N ? n_left : k_left,
-                          params.first_w, lane);
-            x.template copy<false>(x_s, p.a_m, k_left > 0 ? (int)p.m : 0, k_left, params.first_x, lane);
+        if (n_valid > 0) {
+            if (step > 0 && (step + 1) * BLOCK_STEP <= p.k) {
+                w.template copy<true>(params, smem_s, slot, step, n_valid);
+                x.template copy<true>(smem_s + S::TOKENS_AT, slot, step, (int)p.m, p.k, 0);
+            } else {
+                w.template copy<false>(params, smem_s, slot, step, n_valid);
+                x.template copy<false>(smem_s + S::TOKENS_AT, slot, step, (int)p.m, p.k, params.first_x);
+            }
         }
-        w.advance(S::BLOCK_STEP * p.b_k), x.advance(S::BLOCK_STEP), k += S::BLOCK_STEP;
-        if (k >= p.split_k) w.advance(-p.split_k * p.b_k), x.advance(-p.split_k), k -= p.split_k;
-        if (--steps_left == 0) enter(p, tile + gridDim.x, warp, lane);
+        slot = slot + 1 == S::SLOTS ? 0 : slot + 1;
+        if (++step == steps) enter(p, tile + gridDim.x);
     }
 };
 
 /* ---- 3 fragments --------------------------------------------------------------------------------------------- */
-/* A lane's share of a row, from the chunk at at_s on. */
-template <int WORDS>
-__device__ __forceinline__ void load_share(uint32_t (&words)[WORDS], smem_addr at_s, int skew) {
-    uint32_t raw[WORDS + 4];
-#pragma unroll
-    for (int i = 0; i < WORDS + 4; i += 4) {
-        const uint4 x = ld_shared_128(at_s + i * 4);
-        raw[i] = x.x, raw[i + 1] = x.y, raw[i + 2] = x.z, raw[i + 3] = x.w;
-    }
+/* A lane's 8 neighbouring k of a row, from the chunk at at_s and the next one. */
+__device__ __forceinline__ void load_share(uint32_t (&words)[4], smem_addr at_s, int skew) {
+    const uint4 x = ld_shared_128(at_s), y = ld_shared_128(at_s + 16);
+    uint32_t raw[8] = {x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w};
     skew_shift(raw, skew);
 #pragma unroll
-    for (int i = 0; i < WORDS; ++i) words[i] = raw[i];
+    for (int i = 0; i < 4; ++i) words[i] = raw[i];
 }
 
 __device__ __forceinline__ uint32_t load_pair(smem_addr low_s, smem_addr high_s) {
@@ -188,40 +231,48 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_skinny_odd_kernel(const __gri
     typedef Smem<TOKENS, ROWS, ALONG_N> S;
     typedef typename S::Weights W;
     typedef typename S::Tokens X;
-    constexpr int MT = ROWS / 16, NT = TOKENS / 8, K16 = S::STEP / 16;
+    constexpr int MT = ROWS / 16, NT = TOKENS / 8;
     extern __shared__ __align__(128) unsigned char smem[];
     const GemmProblem &p = x.p;
-    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, slot = lane / 4, q = lane % 4;
-    const int64_t tiles = (int64_t)p.tiles_n * p.batch;
-    const smem_addr ring_s = cvta_to_shared(smem) + warp * (S::STAGES * S::STAGE);
-    float *sums = (float *)(smem + S::RING);
-    /* of 8 weights and 8 tokens, the ones whose products a lane loads for */
-    const int row = ALONG_N ? slot : skew_row(W::chunks, slot), token = ALONG_N ? slot : skew_row(X::chunks, slot);
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, q = lane % 4;
+    const int64_t tiles = (int64_t)p.tiles_n * p.batch, steps = (p.k + BLOCK_STEP - 1) / BLOCK_STEP + 1;
+    const smem_addr smem_s = cvta_to_shared(smem);
+    float *sums = (float *)(smem + S::SUMS_AT);
+    /* of 8 weights and 8 tokens, the one that a lane loads */
+    const int row = ALONG_N ? lane / 4 : skew_row(lane / 4), token = row;
+    const smem_addr w_base = smem_s + (ALONG_N ? warp * STEP * W::row_bytes : row * W::row_bytes + warp * STEP * 2 + q * 16);
+    const smem_addr x_base =
+        smem_s + S::TOKENS_AT + token * X::row_bytes + warp * STEP * 2 + (ALONG_N ? q * 4 : q * 16);
 
-    cp_ring<S::STAGES> ring;
-    Cursor<T, S, ALONG_N> next;
-    next.enter(p, blockIdx.x, warp, lane);
-    for (int j = 0; j < S::STAGES - 1; ++j) {
-        next.copy(x, ring_s + j * S::STAGE, warp, lane);
-        ring.commit();
+    Copies<T, S, ALONG_N> next;
+    next.slot = 0;
+    next.enter(p, blockIdx.x);
+    for (int j = 0; j < S::AHEAD; ++j) {
+        next.copy(x, smem_s, steps);
+        cp_async_commit_group();
     }
+    int slot = S::SLOTS - 1; /* of the step before */
     for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         const int64_t n0 = tile % p.tiles_n * p.group;
         const GemmPlace at = gemm_place(p, tile / p.tiles_n);
-        const T *w_g = (const T *)p.b + at.b + n0 * p.b_n, *x_g = (const T *)p.a + at.a;
-        const int x_skew = skew_of((uintptr_t)(x_g + token * p.a_m));
+        const T *w_g = (const T *)p.b + at.b + n0 * p.b_n;
+        const int x_skew = skew_of((uintptr_t)((const T *)p.a + at.a + token * p.a_m));
         const int w_skew = skew_of((uintptr_t)(w_g + (ALONG_N ? 2 * q * p.b_k : row * p.b_n)));
         const int odd_skew = skew_of((uintptr_t)(w_g + (2 * q + 1) * p.b_k));
         float sum[MT][NT][4] = {};
-        for (int64_t k = 0; k < p.split_k; k += S::BLOCK_STEP) {
-            ring.wait_warp(); /* the step is in; the slot that is filled next has been read by all lanes */
-            next.copy(x, ring_s + ring.write * S::STAGE, warp, lane);
-            ring.commit();
-            const smem_addr stage_s = ring_s + ring.read * S::STAGE, x_s = stage_s + W::bytes + token * X::row_bytes;
+        for (int64_t step = 0; step < steps; ++step) {
+            cp_async_wait_group<S::AHEAD - 1>();
+            __syncthreads(); /* the step is in, for all threads, and the slot that is filled next has been read by all */
+            next.copy(x, smem_s, steps);
+            cp_async_commit_group();
+            if (step == 0) {
+                slot = slot + 1 == S::SLOTS ? 0 : slot + 1;
+                continue; /* its rows' ends come with the next one */
+            }
+            const smem_addr x_s = x_base + slot * (SKEW_STEP * 16);
             if constexpr (ALONG_N) {
-                const smem_addr even_s = stage_s + skew_element(W::chunks, lane, 0, w_skew),
-                                odd_s = stage_s + skew_element(W::chunks, lane, 1, odd_skew),
-                                x_at = x_s + (2 * q + x_skew) * 2;
+                const smem_addr even_s = w_base + slot * W::bytes + skew_element(W::chunks, lane, 0, w_skew),
+                                odd_s = w_base + slot * W::bytes + skew_element(W::chunks, lane, 1, odd_skew);
 #pragma unroll
                 for (int kk = 0; kk < K16; ++kk) {
                     uint32_t b[NT][2];
@@ -229,7 +280,7 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_skinny_odd_kernel(const __gri
                     for (int t = 0; t < NT; ++t)
 #pragma unroll
                         for (int h = 0; h < 2; ++h) {
-                            const smem_addr pair_s = x_at + t * 8 * X::row_bytes + (kk * 16 + h * 8) * 2;
+                            const smem_addr pair_s = x_s + x_skew * 2 + t * 8 * X::row_bytes + (kk * 16 + h * 8) * 2;
                             b[t][h] = load_pair(pair_s, pair_s + 2);
                         }
 #pragma unroll
@@ -245,16 +296,15 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_skinny_odd_kernel(const __gri
                     }
                 }
             } else {
-                const smem_addr w_at = stage_s + row * W::row_bytes + skew_share(W::chunks, q) * 16,
-                                x_at = x_s + skew_share(X::chunks, q) * 16;
+                const smem_addr w_s = w_base + slot * (SKEW_STEP * 16);
                 uint32_t b[NT][2 * K16];
 #pragma unroll
-                for (int t = 0; t < NT; ++t) load_share(b[t], x_at + t * 8 * X::row_bytes, x_skew);
+                for (int t = 0; t < NT; ++t) load_share(b[t], x_s + t * 8 * X::row_bytes, x_skew);
 #pragma unroll
                 for (int i = 0; i < MT; ++i) {
                     uint32_t low[2 * K16], high[2 * K16]; /* rows 0 to 7 and 8 to 15 of the sixteen */
-                    load_share(low, w_at + i * 16 * W::row_bytes, w_skew);
-                    load_share(high, w_at + (i * 16 + 8) * W::row_bytes, w_skew);
+                    load_share(low, w_s + i * 16 * W::row_bytes, w_skew);
+                    load_share(high, w_s + (i * 16 + 8) * W::row_bytes, w_skew);
 #pragma unroll
                     for (int kk = 0; kk < K16; ++kk) {
                         const uint32_t a[4] = {low[2 * kk], high[2 * kk], low[2 * kk + 1], high[2 * kk + 1]};
@@ -263,7 +313,7 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_skinny_odd_kernel(const __gri
                     }
                 }
             }
-            ring.advance();
+            slot = slot + 1 == S::SLOTS ? 0 : slot + 1;
         }
 
         /* ---- 5 the sums of the warps, in their order, 8 tokens at a time ---- */
@@ -276,7 +326,7 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_skinny_odd_kernel(const __gri
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     const int column = frag_col(lane, e);
-                    sums[warp * S::WARP_SUMS + (ALONG_N ? column : skew_row(X::chunks, column)) * S::SUM_LD + i * 16 +
+                    sums[warp * S::WARP_SUMS + (ALONG_N ? column : skew_row(column)) * S::SUM_LD + i * 16 +
                          e / 2 * 8 + row] = sum[i][t][e];
                 }
             __syncthreads(); /* all sums are in */
@@ -286,7 +336,7 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_skinny_odd_kernel(const __gri
                 const int of_token = i / ROWS, of_row = i % ROWS;
                 float total = 0;
 #pragma unroll
-                for (int w = 0; w < WARPS_OF_K; ++w) total += sums[w * S::WARP_SUMS + of_token * S::SUM_LD + of_row];
+                for (int w = 0; w < SPLIT_WARPS; ++w) total += sums[w * S::WARP_SUMS + of_token * S::SUM_LD + of_row];
                 if (of_row < p.group && n0 + of_row < p.n)
                     epilogue_cols<T, 1>(p.epilogue, at, t * 8 + of_token, n0 + of_row, 1, &total);
             }
@@ -299,8 +349,8 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_skinny_odd_kernel(const __gri
 /* p or its transposed product, where the kernel serves it. */
 bool fits(const GemmProblem &p) {
     if (p.m > SKINNY_ODD_MAX_TOKENS || p.m == 0 || p.k < SKINNY_ODD_MIN_K) return false;
-    /* one row for every k: any step may hold the tensor's first chunk */
-    return p.a_k == 1 && (p.b_k == 1 || (p.b_n == 1 && p.b_k != 0));
+    /* rows of k that do not come one after the other: any step might hold the tensor's first chunk */
+    return p.a_k == 1 && (p.b_k == 1 || (p.b_n == 1 && p.b_k > 0));
 }
 
 /* R: as many weights a tile as give every SM equally many tiles. */
@@ -365,7 +415,6 @@ template <class T, int TOKENS, int ROWS, bool ALONG_N>
 gk_status start(const gk_context *ctx, Params *x) {
     typedef Smem<TOKENS, ROWS, ALONG_N> S;
     GemmProblem &p = x->p;
-    p.split_k = gk_round_up(p.k, S::BLOCK_STEP);
     x->first_w = lowest(p.b, p.n, p.k, p.b_n, p.b_k, p, p.b_batch);
     x->first_x = lowest(p.a, p.m, p.k, p.a_m, p.a_k, p, p.a_batch);
     return launch<gemm_skinny_odd_kernel<T, TOKENS, ROWS, ALONG_N>>("gk_gemm", ctx, dim3((unsigned)blocks_of(ctx, p)),
@@ -381,8 +430,7 @@ template <class T, int TOKENS, int ROWS> gk_status run(const gk_cuda_row *, cons
 void explain(const gk_cuda_row *row, const gk_context *ctx, const void *args, gk_explanation *out) {
     GemmProblem p;
     if (!plan(ctx, args, &p)) return;
-    out->tile[0] = row->key[KEY_TOKENS], out->tile[1] = p.group;
-    out->tile[2] = WARPS_OF_K * skinny_odd_step(row->key[KEY_TOKENS], row->key[KEY_ROWS], p.b_k != 1);
+    out->tile[0] = row->key[KEY_TOKENS], out->tile[1] = p.group, out->tile[2] = BLOCK_STEP;
     out->tasks = (int64_t)p.tiles_n * p.batch;
     out->waves = (double)gk_ceil_div(out->tasks, blocks_of(ctx, p)); /* tiles that a block takes in turn */
 }

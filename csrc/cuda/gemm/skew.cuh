@@ -1,10 +1,14 @@
 /* skew.cuh: rows of 16-bit elements that begin anywhere, in shared memory as the aligned chunks of 16 bytes they lie in.
  *
- * A tile is some columns (a multiple of 8) of each row: its piece. A piece begins `skew` elements past a multiple of 16 bytes
- * and so lies in one chunk more than it would aligned; its element i is element skew + i of the copy. Steps of 8 columns,
- * and of 8 rows, change no skew. What lies before a piece in its first chunk may be anything and is never used; what
- * lies behind the row's end is zero.
- * Plain C++ but for the copy, so that the tests walk the same functions. */
+ * A row begins `skew` elements past a multiple of 16 bytes; its element i is element (skew + i) % 8 of its chunk
+ * (skew + i) / 8. Rows 8 apart have one skew, whatever their stride. What lies before a row in its first chunk may be
+ * anything and is never used; what lies behind its end is zero.
+ * Two ways to keep rows, in a ring of steps:
+ *   skew_stream  a row is a ring of its own: chunk after chunk, of which a step takes SKEW_STEP; read as pieces of neighbours.
+ *                Copied in whole lines of 128 bytes as they lie in memory, so that a step's last line ends up to 7 chunks
+ *                early: a piece is there when the step after its own is.
+ *   skew_tile    short pieces of many rows: one chunk more than an aligned piece would take
+ * Plain C++ but for the copies, so that the tests walk the same functions. */
 #ifndef GPUKERN_CUDA_GEMM_SKEW_CUH
 #define GPUKERN_CUDA_GEMM_SKEW_CUH
 
@@ -14,20 +18,7 @@
 
 constexpr int SKEW_EACH = 8; /* elements of a chunk */
 
-template <int ROWS, int COLS> struct skew_tile {
-    static_assert(COLS % SKEW_EACH == 0, "whole chunks");
-    static constexpr int rows = ROWS, cols = COLS, chunks = COLS / SKEW_EACH + 1, row_bytes = chunks * 16,
-                         bytes = ROWS * row_bytes;
-};
-
 GK_HD inline int skew_of(uintptr_t address) { return (int)(address / 2 % SKEW_EACH); }
-
-/* Bytes of a piece's chunk that are copied; the rest of its 16 become zeros. cols_left: of the row, from the piece on. The
- * last chunk holds nothing of a piece without skew. */
-GK_HD inline int skew_bytes(int chunk, int chunks, int skew, int cols_left) {
-    const int bytes = (skew + cols_left - chunk * SKEW_EACH) * 2;
-    return bytes <= 0 || (skew == 0 && chunk == chunks - 1) ? 0 : bytes < 16 ? bytes : 16;
-}
 
 /* Words that begin `skew` elements late, moved to their front; the last four are used up. */
 template <int WORDS> GK_HD inline void skew_shift(uint32_t (&words)[WORDS], int skew) {
@@ -37,28 +28,48 @@ template <int WORDS> GK_HD inline void skew_shift(uint32_t (&words)[WORDS], int 
         words[i] = (uint32_t)((((uint64_t)words[i + 1] << 32) | words[i]) >> (skew & 1) * 16);
 }
 
-/* ---- dense along k: a lane reads whole chunks of the row of its fragments -------------------------------------- */
-/* Which row of 8 the lanes 4 slot .. 4 slot + 3 take. Eight lanes read two rows at once: with 5 chunks a row, rows 4 apart
- * fall into different banks, with 9 neighbours do. */
-constexpr GK_HD int skew_row(int chunks, int slot) { return chunks % 8 == 5 ? (slot >> 1) + (slot & 1) * 4 : slot; }
+/* ---- rows dense along k: streams --------------------------------------------------------------------------------- */
+constexpr int SKEW_STEP = 32, SKEW_LINE = 8; /* chunks of a row in a step; in 128 bytes */
 
-/* The first chunk that lane q of a row's four reads, of its share of the piece and one more. The share's k are the lane's in
- * all products of the step, in whatever order weights and tokens agree on. */
-constexpr GK_HD int skew_share(int chunks, int q) { return (chunks - 1) / 4 * q; }
+template <int ROWS, int SLOTS> struct skew_stream {
+    /* the ring's first chunk once more behind its last one: a piece and the chunk after it are always neighbours; and rows
+     * one chunk more than a multiple of 128 bytes apart fall into different banks */
+    static constexpr int rows = ROWS, chunks = SLOTS * SKEW_STEP, row_bytes = (chunks + 1) * 16, bytes = ROWS * row_bytes;
+};
 
-constexpr GK_HD int skew_share_ways(int chunks) {
-    int most = 0;
-    for (int c = 0; c <= (chunks - 1) / 4; ++c) {
-        int bytes[32] = {};
-        for (int lane = 0; lane < 32; ++lane)
-            bytes[lane] = (skew_row(chunks, lane / 4) * chunks + skew_share(chunks, lane % 4) + c) * 16;
-        const int degree = ways(bytes, 16);
-        if (degree > most) most = degree;
-    }
-    return most;
+/* How many chunks of its first line lie before a row. */
+GK_HD inline int skew_early(uintptr_t address) { return (int)(address / 16 % SKEW_LINE); }
+
+/* Where the chunk lies that is the (SKEW_STEP slot + chunk)th of the ring; chunk >= -7. */
+GK_HD inline int skew_position(int slots, int slot, int chunk) {
+    const int at = slot * SKEW_STEP + chunk;
+    return at < 0 ? at + slots * SKEW_STEP : at;
 }
 
-/* ---- dense along n: a lane reads the elements of its fragments one by one -------------------------------------- */
+/* Bytes of chunk `chunk` of a row of cols elements that are copied; the rest of its 16 become zeros. */
+GK_HD inline int skew_bytes(int64_t chunk, int skew, int64_t cols) {
+    const int64_t bytes = (skew + cols - chunk * SKEW_EACH) * 2;
+    return bytes <= 0 ? 0 : bytes < 16 ? (int)bytes : 16;
+}
+
+/* Which row of 8 the lanes 4 slot .. 4 slot + 3 take, a chunk and the next each: eight lanes read two rows at once, and rows
+ * four apart fall into different banks. */
+constexpr GK_HD int skew_row(int slot) { return (slot >> 1) + (slot & 1) * 4; }
+
+constexpr GK_HD int skew_row_ways(int row_bytes) {
+    int bytes[32] = {};
+    for (int lane = 0; lane < 32; ++lane) bytes[lane] = skew_row(lane >> 2) * row_bytes + (lane & 3) * 16;
+    return ways(bytes, 16);
+}
+
+/* ---- rows dense along n: pieces -------------------------------------------------------------------------------- */
+template <int ROWS, int COLS> struct skew_tile {
+    static_assert(COLS % SKEW_EACH == 0, "whole chunks");
+    static constexpr int rows = ROWS, cols = COLS, chunks = COLS / SKEW_EACH + 1, row_bytes = chunks * 16,
+                         bytes = ROWS * row_bytes;
+};
+
+/* A lane reads the elements of its fragments one by one. */
 /* Where lane's element lies that has row (of k) 2 q + odd and column slot; skew: of that row. Further rows are 8 apart,
  * further columns multiples of 8. */
 constexpr GK_HD int skew_element(int chunks, int lane, int odd, int skew) {

@@ -131,13 +131,9 @@ constexpr int skinny_stages(int stage_bytes) { return 200 * 1024 / stage_bytes <
 
 /* ---- gemm_skinny_odd: as gemm_skinny, for rows that begin anywhere -------------------------------------------- */
 constexpr int SKINNY_ODD_ROWS = 32, SKINNY_ODD_MAX_TOKENS = 64, SKINNY_ODD_MIN_K = 256;
-/* k of a warp's step: a piece of a row is one chunk of 16 bytes more than it holds, 9 for 64 of k and 5 for 32 */
-constexpr int skinny_odd_step(int tokens, int rows, bool along_n) {
-    return along_n || rows > 32 || tokens > 16 ? 32 : 64;
-}
 /* all of a Hopper block's 227 KiB */
-constexpr int skinny_odd_stages(int stage_bytes, int other_bytes) {
-    return (232448 - other_bytes) / stage_bytes < 8 ? (232448 - other_bytes) / stage_bytes : 8;
+constexpr int skinny_odd_slots(int slot_bytes, int other_bytes) {
+    return (232448 - other_bytes) / slot_bytes < 9 ? (232448 - other_bytes) / slot_bytes : 9;
 }
 
 #endif
