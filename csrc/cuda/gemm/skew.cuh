@@ -4,7 +4,7 @@
  * (skew + i) / 8. Rows 8 apart have one skew, whatever their stride. What lies before a row in its first chunk may be
  * anything and is never used; what lies behind its end is zero.
  * Two ways to keep rows, in a ring of steps:
- *   skew_stream  a row is a ring of its own: chunk after chunk, of which a step takes SKEW_STEP; read as pieces of neighbours.
+ *   skew_stream  a row is a ring of its own: chunk after chunk, a number of them a step; read as pieces of neighbours.
  *                Copied in whole lines of 128 bytes as they lie in memory, so that a step's last line ends up to 7 chunks
  *                early: a piece is there when the step after its own is.
  *   skew_tile    short pieces of many rows: one chunk more than an aligned piece would take
@@ -29,21 +29,22 @@ template <int WORDS> GK_HD inline void skew_shift(uint32_t (&words)[WORDS], int 
 }
 
 /* ---- rows dense along k: streams --------------------------------------------------------------------------------- */
-constexpr int SKEW_STEP = 32, SKEW_LINE = 8; /* chunks of a row in a step; in 128 bytes */
+constexpr int SKEW_LINE = 8; /* chunks of 128 bytes */
 
-template <int ROWS, int SLOTS> struct skew_stream {
+/* STEP: chunks of a row in a step */
+template <int ROWS, int SLOTS, int STEP> struct skew_stream {
     /* the ring's first chunk once more behind its last one: a piece and the chunk after it are always neighbours; and rows
      * one chunk more than a multiple of 128 bytes apart fall into different banks */
-    static constexpr int rows = ROWS, chunks = SLOTS * SKEW_STEP, row_bytes = (chunks + 1) * 16, bytes = ROWS * row_bytes;
+    static constexpr int rows = ROWS, step = STEP, slots = SLOTS, chunks = SLOTS * STEP, row_bytes = (chunks + 1) * 16,
+                         bytes = ROWS * row_bytes;
 };
 
 /* How many chunks of its first line lie before a row. */
 GK_HD inline int skew_early(uintptr_t address) { return (int)(address / 16 % SKEW_LINE); }
 
-/* Where the chunk lies that is the (SKEW_STEP slot + chunk)th of the ring; chunk >= -7. */
-GK_HD inline int skew_position(int slots, int slot, int chunk) {
-    const int at = slot * SKEW_STEP + chunk;
-    return at < 0 ? at + slots * SKEW_STEP : at;
+/* Where a step's chunk lies in the ring of `chunks`, by the first of its slot; chunk >= -7. */
+GK_HD inline int skew_position(int chunks, int first, int chunk) {
+    return first + chunk < 0 ? first + chunk + chunks : first + chunk;
 }
 
 /* Bytes of chunk `chunk` of a row of cols elements that are copied; the rest of its 16 become zeros. */

@@ -131,6 +131,7 @@ constexpr int skinny_stages(int stage_bytes) { return 200 * 1024 / stage_bytes <
 
 /* ---- gemm_skinny_odd: as gemm_skinny, for rows that begin anywhere -------------------------------------------- */
 constexpr int SKINNY_ODD_ROWS = 32, SKINNY_ODD_MAX_TOKENS = 64, SKINNY_ODD_MIN_K = 256;
+constexpr int SKINNY_ODD_WARPS = 16;
 /* all of a Hopper block's 227 KiB */
 constexpr int skinny_odd_slots(int slot_bytes, int other_bytes) {
     return (232448 - other_bytes) / slot_bytes < 9 ? (232448 - other_bytes) / slot_bytes : 9;

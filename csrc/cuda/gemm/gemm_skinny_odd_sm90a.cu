@@ -22,6 +22,7 @@
  *
  * Not here: tokens dense along m, weights with two strides (gemm_sm80), float32 and float64 (gemm_plain). */
 #include "../ptx/cp_async.cuh"
+#include "../ptx/griddepcontrol.cuh"
 #include "../tile/fragment.cuh"
 #include "skew.cuh"
 #include "split.cuh"
@@ -30,9 +31,7 @@
 
 namespace {
 
-constexpr int SPLIT_WARPS = SKINNY_WARPS, THREADS = SPLIT_WARPS * 32;
-constexpr int STEP = 32, K16 = STEP / 16, BLOCK_STEP = SPLIT_WARPS * STEP; /* k of a warp's and the block's step */
-static_assert(BLOCK_STEP == SKEW_STEP * SKEW_EACH, "a step of all warps is a step of the streams");
+constexpr int WARPS = SKINNY_ODD_WARPS, THREADS = WARPS * 32, BLOCK_STEP = SKEW_LINE * SKEW_EACH * 4; /* k */
 
 /* ---- 1 shared memory ----------------------------------------------------------------------------------------- */
 template <int ROWS, int SLOTS, bool ALONG_N> struct WeightTile { /* a slot's rows of k, as pieces */
@@ -40,20 +39,23 @@ template <int ROWS, int SLOTS, bool ALONG_N> struct WeightTile { /* a slot's row
     static constexpr int bytes = SLOTS * type::bytes;
 };
 template <int ROWS, int SLOTS> struct WeightTile<ROWS, SLOTS, false> {
-    typedef skew_stream<ROWS, SLOTS> type;
+    typedef skew_stream<ROWS, SLOTS, BLOCK_STEP / SKEW_EACH> type;
     static constexpr int bytes = type::bytes;
 };
 
 template <int TOKENS, int ROWS, bool ALONG_N> struct Smem {
-    static constexpr int SUM_LD = ROWS + 4, WARP_SUMS = 8 * SUM_LD; /* floats */
-    static constexpr int SUMS = SPLIT_WARPS * WARP_SUMS * 4;
+    /* parts of k that have a warp each, of WEIGHTS weights */
+    static constexpr int PARTS = ALONG_N && TOKENS <= 16 ? WARPS : WARPS / 2, WEIGHTS = ROWS * PARTS / WARPS;
+    static constexpr int STEP = BLOCK_STEP / PARTS, K16 = STEP / 16;
+    static_assert(ALONG_N ? STEP % 16 == 0 : STEP == 32, "along k a lane takes a chunk of each of its rows");
+    static constexpr int SUM_LD = ROWS + 4, PART_SUMS = 8 * SUM_LD, SUMS = PARTS * PART_SUMS * 4; /* floats; bytes */
     static constexpr int SLOT = (TOKENS + ROWS) * BLOCK_STEP * 2 + (ALONG_N ? BLOCK_STEP * 16 : 0);
     static constexpr int SLOTS = skinny_odd_slots(SLOT, SUMS + (TOKENS + ROWS) * 16);
     static constexpr int AHEAD = SLOTS - 2; /* one is read, the next holds the end of its rows */
-    typedef typename WeightTile<ROWS, SLOTS, ALONG_N>::type Weights;
-    typedef skew_stream<TOKENS, SLOTS> Tokens;
-    static constexpr int TOKENS_AT = WeightTile<ROWS, SLOTS, ALONG_N>::bytes, SUMS_AT = TOKENS_AT + Tokens::bytes;
-    static constexpr int BYTES = SUMS_AT + SUMS;
+    typedef WeightTile<ROWS, SLOTS, ALONG_N> Tile;
+    typedef typename Tile::type Weights;
+    typedef skew_stream<TOKENS, SLOTS, BLOCK_STEP / SKEW_EACH> Tokens;
+    static constexpr int TOKENS_AT = Tile::bytes, SUMS_AT = TOKENS_AT + Tokens::bytes, BYTES = SUMS_AT + SUMS;
     static_assert(AHEAD >= 1, "a step is copied while another is computed");
     static_assert(skew_row_ways(Tokens::row_bytes) == 1, "lanes read chunks of streams without bank conflicts");
     static_assert(!ALONG_N || skew_element_ways(ROWS / 8 + 1, 0, 7, 1) == 1, "and elements of pieces");
@@ -80,8 +82,9 @@ __device__ __forceinline__ void copy_chunk(smem_addr to_s, const char *at_g, int
 /* A thread's part of rows that become streams: a chunk of every GROUPth line of one row, or of rows 32 apart. */
 template <class T, class Tile> struct StreamFeed {
     static constexpr int AT_ONCE = Tile::rows < 32 ? Tile::rows : 32, PASSES = Tile::rows / AT_ONCE;
-    static constexpr int EACH = THREADS / AT_ONCE, COUNT = SKEW_STEP / EACH, SLOTS = Tile::chunks / SKEW_STEP;
-    static_assert(THREADS % AT_ONCE == 0 && EACH % SKEW_LINE == 0 && SKEW_STEP % EACH == 0, "whole lines");
+    static constexpr int MOST = THREADS / AT_ONCE;
+    static constexpr int EACH = MOST < Tile::step ? MOST : Tile::step, COUNT = Tile::step / EACH;
+    static_assert(THREADS % AT_ONCE == 0 && EACH % SKEW_LINE == 0 && Tile::step % EACH == 0, "whole lines");
 
     const char *at_g[PASSES]; /* the thread's first chunk of the next step */
     int chunk[PASSES], skew[PASSES];
@@ -96,19 +99,19 @@ template <class T, class Tile> struct StreamFeed {
     }
     /* Step `step` of a row of cols elements into a slot. INSIDE: all of the step's chunks are whole. */
     template <bool INSIDE>
-    __device__ __forceinline__ void copy(smem_addr tile_s, int slot, int64_t step, int rows_valid, int64_t cols,
+    __device__ __forceinline__ void copy(smem_addr tile_s, int slot, unsigned step, int rows_valid, int64_t cols,
                                          uintptr_t first) {
 #pragma unroll
         for (int i = 0; i < PASSES; ++i) {
             const int row = (int)threadIdx.x / EACH + i * AT_ONCE;
             if (row < rows_valid) {
                 const smem_addr row_s = tile_s + row * Tile::row_bytes;
-                const smem_addr to_s = row_s + skew_position(SLOTS, slot, chunk[i]) * 16;
-                const smem_addr rest_s = row_s + (slot * SKEW_STEP + chunk[i]) * 16; /* of the chunks that never wrap */
+                const smem_addr to_s = row_s + skew_position(Tile::chunks, slot * Tile::step, chunk[i]) * 16;
+                const smem_addr rest_s = row_s + (slot * Tile::step + chunk[i]) * 16; /* of the chunks that never wrap */
 #pragma unroll
                 for (int c = 0; c < COUNT; ++c) {
                     const smem_addr at_s = c == 0 ? to_s : rest_s + c * EACH * 16;
-                    const int64_t index = step * SKEW_STEP + chunk[i] + c * EACH;
+                    const int64_t index = (int64_t)step * Tile::step + chunk[i] + c * EACH;
                     const bool again = c == 0 && slot == 0 && chunk[i] == 0; /* the ring's first chunk */
                     if (INSIDE) {
                         cp_async_cg_16_l2_128b(at_s, at_g[i] + c * EACH * 16);
@@ -120,25 +123,23 @@ template <class T, class Tile> struct StreamFeed {
                     }
                 }
             }
-            at_g[i] += SKEW_STEP * 16;
+            at_g[i] += Tile::step * 16;
         }
     }
 };
 
-/* A lane's part of its warp's rows of k, as pieces: chunks one behind the other, 32 apart. */
+/* A thread's part of a step's rows of k, as pieces: chunks of them all one behind the other, THREADS apart. */
 template <class T, class Tile> struct PieceFeed {
-    static constexpr int PASSES = Tile::chunks;
+    static constexpr int ALL = Tile::rows * Tile::chunks, PASSES = (ALL + THREADS - 1) / THREADS;
     const char *at_g[PASSES];
     int bytes[PASSES];
 
-    static __device__ __forceinline__ int row(int i) {
-        return (int)(threadIdx.x / 32) * STEP + (threadIdx.x % 32 + i * 32) / Tile::chunks;
-    }
+    static __device__ __forceinline__ int row(int i) { return (threadIdx.x + i * THREADS) / Tile::chunks; }
     __device__ __forceinline__ void enter(const T *row0_g, int64_t row_stride, int cols) {
 #pragma unroll
         for (int i = 0; i < PASSES; ++i) {
             const uintptr_t row_g = (uintptr_t)(row0_g + row(i) * row_stride);
-            const int chunk = (threadIdx.x % 32 + i * 32) % Tile::chunks, skew = skew_of(row_g);
+            const int chunk = (threadIdx.x + i * THREADS) % Tile::chunks, skew = skew_of(row_g);
             at_g[i] = (const char *)(row_g - skew * 2) + chunk * 16;
             /* without skew the last chunk holds nothing of the piece */
             bytes[i] = skew == 0 && chunk == Tile::chunks - 1 ? 0 : skew_bytes(chunk, skew, cols);
@@ -147,14 +148,15 @@ template <class T, class Tile> struct PieceFeed {
     /* INSIDE: all rows are there, and none holds the tensor's first chunk. */
     template <bool INSIDE>
     __device__ __forceinline__ void copy(smem_addr slot_s, int64_t row_stride, int rows_valid, uintptr_t first) {
-        const smem_addr to_s = slot_s + (threadIdx.x / 32) * STEP * Tile::row_bytes + threadIdx.x % 32 * 16;
+        const smem_addr to_s = slot_s + threadIdx.x * 16;
 #pragma unroll
         for (int i = 0; i < PASSES; ++i) {
+            if ((i + 1) * THREADS > ALL && row(i) >= Tile::rows) break;
             if (INSIDE)
-                cp_async_cg_16_l2_128b(to_s + i * 512, at_g[i], bytes[i]);
+                cp_async_cg_16_l2_128b(to_s + i * THREADS * 16, at_g[i], bytes[i]);
             else
-                copy_chunk(to_s + i * 512, at_g[i], row(i) < rows_valid ? bytes[i] : 0, first);
-            at_g[i] += BLOCK_STEP * 2 * row_stride;
+                copy_chunk(to_s + i * THREADS * 16, at_g[i], row(i) < rows_valid ? bytes[i] : 0, first);
+            at_g[i] += Tile::rows * 2 * row_stride;
         }
     }
 };
@@ -166,7 +168,7 @@ template <class T, class S> struct Cursor<T, S, false> {
     StreamFeed<T, typename S::Weights> w;
     __device__ __forceinline__ void enter(const GemmProblem &p, const T *w_g, int) { w.enter(w_g, p.b_n); }
     template <bool INSIDE>
-    __device__ __forceinline__ void copy(const Params &x, smem_addr smem_s, int slot, int64_t step, int n_valid) {
+    __device__ __forceinline__ void copy(const Params &x, smem_addr smem_s, int slot, unsigned step, int n_valid) {
         w.template copy<INSIDE>(smem_s, slot, step, n_valid, x.p.k, x.first_w);
     }
 };
@@ -174,8 +176,8 @@ template <class T, class S> struct Cursor<T, S, true> {
     PieceFeed<T, typename S::Weights> w;
     __device__ __forceinline__ void enter(const GemmProblem &p, const T *w_g, int n_left) { w.enter(w_g, p.b_k, n_left); }
     template <bool INSIDE>
-    __device__ __forceinline__ void copy(const Params &x, smem_addr smem_s, int slot, int64_t step, int) {
-        const int rows = (int)max((int64_t)0, min((int64_t)BLOCK_STEP, x.p.k - step * BLOCK_STEP));
+    __device__ __forceinline__ void copy(const Params &x, smem_addr smem_s, int slot, unsigned step, int) {
+        const int rows = (int)max((int64_t)0, min((int64_t)BLOCK_STEP, x.p.k - (int64_t)step * BLOCK_STEP));
         w.template copy<INSIDE>(smem_s + slot * S::Weights::bytes, x.p.b_k, rows, x.first_w);
     }
 };
@@ -183,22 +185,22 @@ template <class T, class S> struct Cursor<T, S, true> {
 template <class T, class S, bool ALONG_N> struct Copies {
     Cursor<T, S, ALONG_N> w;
     StreamFeed<T, typename S::Tokens> x;
-    int64_t tile, step; /* step: of the tile */
+    unsigned tile, step; /* step: of the tile */
     int n_valid, slot;
 
-    __device__ __forceinline__ void enter(const GemmProblem &p, int64_t tile_) {
+    __device__ __forceinline__ void enter(const GemmProblem &p, unsigned tile_) {
         tile = tile_, step = 0, n_valid = 0;
-        if (tile >= (int64_t)p.tiles_n * p.batch) return; /* nothing more is read */
-        const int64_t n0 = tile % p.tiles_n * p.group;
-        const GemmPlace at = gemm_place(p, tile / p.tiles_n);
+        if (tile >= (unsigned)p.tiles_n * (unsigned)p.batch) return; /* nothing more is read */
+        const int64_t n0 = (int64_t)(tile % (unsigned)p.tiles_n) * p.group;
+        const GemmPlace at = gemm_place(p, tile / (unsigned)p.tiles_n);
         n_valid = (int)min((int64_t)p.group, p.n - n0);
         w.enter(p, (const T *)p.b + at.b + n0 * p.b_n, (int)min((int64_t)2 * S::SUM_LD, p.n - n0));
         x.enter((const T *)p.a + at.a, p.a_m);
     }
-    __device__ __forceinline__ void copy(const Params &params, smem_addr smem_s, int64_t steps) {
+    __device__ __forceinline__ void copy(const Params &params, smem_addr smem_s, unsigned steps) {
         const GemmProblem &p = params.p;
         if (n_valid > 0) {
-            if (step > 0 && (step + 1) * BLOCK_STEP <= p.k) {
+            if (step > 0 && (int64_t)(step + 1) * BLOCK_STEP <= p.k) {
                 w.template copy<true>(params, smem_s, slot, step, n_valid);
                 x.template copy<true>(smem_s + S::TOKENS_AT, slot, step, (int)p.m, p.k, 0);
             } else {
@@ -227,40 +229,45 @@ __device__ __forceinline__ uint32_t load_pair(smem_addr low_s, smem_addr high_s)
 
 /* ---- 4 the kernel -------------------------------------------------------------------------------------------- */
 template <class T, int TOKENS, int ROWS, bool ALONG_N>
-__global__ void __launch_bounds__(THREADS, 1) gemm_skinny_odd_kernel(const __grid_constant__ Params x) {
+__global__ void __launch_bounds__(THREADS, 1) gemm_skinny_odd_sm90a_kernel(const __grid_constant__ Params x) {
     typedef Smem<TOKENS, ROWS, ALONG_N> S;
     typedef typename S::Weights W;
     typedef typename S::Tokens X;
-    constexpr int MT = ROWS / 16, NT = TOKENS / 8;
+    constexpr int MT = S::WEIGHTS / 16, NT = TOKENS / 8, STEP = S::STEP, K16 = S::K16;
     extern __shared__ __align__(128) unsigned char smem[];
     const GemmProblem &p = x.p;
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, q = lane % 4;
-    const int64_t tiles = (int64_t)p.tiles_n * p.batch, steps = (p.k + BLOCK_STEP - 1) / BLOCK_STEP + 1;
+    const int part = warp % S::PARTS, weight0 = warp / S::PARTS * S::WEIGHTS; /* of the step; of the tile */
+    const unsigned tiles = (unsigned)p.tiles_n * (unsigned)p.batch;
+    const unsigned steps = (unsigned)((p.k + BLOCK_STEP - 1) / BLOCK_STEP) + 1;
     const smem_addr smem_s = cvta_to_shared(smem);
     float *sums = (float *)(smem + S::SUMS_AT);
     /* of 8 weights and 8 tokens, the one that a lane loads */
     const int row = ALONG_N ? lane / 4 : skew_row(lane / 4), token = row;
-    const smem_addr w_base = smem_s + (ALONG_N ? warp * STEP * W::row_bytes : row * W::row_bytes + warp * STEP * 2 + q * 16);
+    const smem_addr w_base = smem_s + (ALONG_N ? part * STEP * W::row_bytes + weight0 * 2
+                                               : (weight0 + row) * W::row_bytes + part * STEP * 2 + q * 16);
     const smem_addr x_base =
-        smem_s + S::TOKENS_AT + token * X::row_bytes + warp * STEP * 2 + (ALONG_N ? q * 4 : q * 16);
+        smem_s + S::TOKENS_AT + token * X::row_bytes + part * STEP * 2 + (ALONG_N ? q * 4 : q * 16);
 
     Copies<T, S, ALONG_N> next;
     next.slot = 0;
     next.enter(p, blockIdx.x);
+    griddepcontrol_wait(); /* what the kernel before wrote is there, and what it reads may be overwritten */
+    griddepcontrol_launch_dependents();
     for (int j = 0; j < S::AHEAD; ++j) {
         next.copy(x, smem_s, steps);
         cp_async_commit_group();
     }
     int slot = S::SLOTS - 1; /* of the step before */
-    for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        const int64_t n0 = tile % p.tiles_n * p.group;
-        const GemmPlace at = gemm_place(p, tile / p.tiles_n);
+    for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+        const int64_t n0 = (int64_t)(tile % (unsigned)p.tiles_n) * p.group;
+        const GemmPlace at = gemm_place(p, tile / (unsigned)p.tiles_n);
         const T *w_g = (const T *)p.b + at.b + n0 * p.b_n;
         const int x_skew = skew_of((uintptr_t)((const T *)p.a + at.a + token * p.a_m));
         const int w_skew = skew_of((uintptr_t)(w_g + (ALONG_N ? 2 * q * p.b_k : row * p.b_n)));
         const int odd_skew = skew_of((uintptr_t)(w_g + (2 * q + 1) * p.b_k));
         float sum[MT][NT][4] = {};
-        for (int64_t step = 0; step < steps; ++step) {
+        for (unsigned step = 0; step < steps; ++step) {
             cp_async_wait_group<S::AHEAD - 1>();
             __syncthreads(); /* the step is in, for all threads, and the slot that is filled next has been read by all */
             next.copy(x, smem_s, steps);
@@ -269,7 +276,7 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_skinny_odd_kernel(const __gri
                 slot = slot + 1 == S::SLOTS ? 0 : slot + 1;
                 continue; /* its rows' ends come with the next one */
             }
-            const smem_addr x_s = x_base + slot * (SKEW_STEP * 16);
+            const smem_addr x_s = x_base + slot * (X::step * 16);
             if constexpr (ALONG_N) {
                 const smem_addr even_s = w_base + slot * W::bytes + skew_element(W::chunks, lane, 0, w_skew),
                                 odd_s = w_base + slot * W::bytes + skew_element(W::chunks, lane, 1, odd_skew);
@@ -296,7 +303,7 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_skinny_odd_kernel(const __gri
                     }
                 }
             } else {
-                const smem_addr w_s = w_base + slot * (SKEW_STEP * 16);
+                const smem_addr w_s = w_base + slot * (W::step * 16);
                 uint32_t b[NT][2 * K16];
 #pragma unroll
                 for (int t = 0; t < NT; ++t) load_share(b[t], x_s + t * 8 * X::row_bytes, x_skew);
@@ -326,8 +333,8 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_skinny_odd_kernel(const __gri
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     const int column = frag_col(lane, e);
-                    sums[warp * S::WARP_SUMS + (ALONG_N ? column : skew_row(column)) * S::SUM_LD + i * 16 +
-                         e / 2 * 8 + row] = sum[i][t][e];
+                    sums[part * S::PART_SUMS + (ALONG_N ? column : skew_row(column)) * S::SUM_LD + weight0 +
+                         i * 16 + e / 2 * 8 + row] = sum[i][t][e];
                 }
             __syncthreads(); /* all sums are in */
             const int tokens = min(8, (int)p.m - t * 8);
@@ -336,7 +343,7 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_skinny_odd_kernel(const __gri
                 const int of_token = i / ROWS, of_row = i % ROWS;
                 float total = 0;
 #pragma unroll
-                for (int w = 0; w < SPLIT_WARPS; ++w) total += sums[w * S::WARP_SUMS + of_token * S::SUM_LD + of_row];
+                for (int w = 0; w < S::PARTS; ++w) total += sums[w * S::PART_SUMS + of_token * S::SUM_LD + of_row];
                 if (of_row < p.group && n0 + of_row < p.n)
                     epilogue_cols<T, 1>(p.epilogue, at, t * 8 + of_token, n0 + of_row, 1, &total);
             }
@@ -367,7 +374,7 @@ bool plan(const gk_context *ctx, const void *arguments, GemmProblem *p) {
     const int64_t rounds = gk_ceil_div(rows, most * sms);
     p->group = (int)gk_round_up(gk_ceil_div(rows, rounds * sms), 8);
     p->tiles_m = 1, p->tiles_n = (int)gk_ceil_div(p->n, p->group), p->splits = 1;
-    return true;
+    return (double)p->tiles_n * (double)p->batch < INT32_MAX && p->k < INT32_MAX;
 }
 
 /* Blocks: equally many tiles each, at most one block an SM. */
@@ -417,8 +424,8 @@ gk_status start(const gk_context *ctx, Params *x) {
     GemmProblem &p = x->p;
     x->first_w = lowest(p.b, p.n, p.k, p.b_n, p.b_k, p, p.b_batch);
     x->first_x = lowest(p.a, p.m, p.k, p.a_m, p.a_k, p, p.a_batch);
-    return launch<gemm_skinny_odd_kernel<T, TOKENS, ROWS, ALONG_N>>("gk_gemm", ctx, dim3((unsigned)blocks_of(ctx, p)),
-                                                                    THREADS, S::BYTES, *x);
+    return launch<gemm_skinny_odd_sm90a_kernel<T, TOKENS, ROWS, ALONG_N>>("gk_gemm", ctx, dim3((unsigned)blocks_of(ctx, p)),
+                                                                    THREADS, S::BYTES, *x, true);
 }
 
 template <class T, int TOKENS, int ROWS> gk_status run(const gk_cuda_row *, const gk_context *ctx, const void *args) {
@@ -454,4 +461,4 @@ const int num_odd_rows = sizeof rows / sizeof rows[0];
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_gemm_skinny_odd_table = {rows, sizeof rows / sizeof rows[0], 80, choose};
+extern "C" const gk_cuda_table gk_gemm_skinny_odd_table = {rows, sizeof rows / sizeof rows[0], 90, choose};
