@@ -1,25 +1,29 @@
-/* gemm_skinny_odd: out = activation(alpha a b + beta c + bias) for few rows of a and weights b, or rows of a, that do not
- * begin at multiples of 16 bytes: bfloat16, float16. The weights are read once, as fast as memory gives them.
+/* gemm_skinny_odd_sm90a: out = activation(alpha a b + beta c + bias) for few rows of a and weights b, or rows of a, that do
+ * not begin at multiples of 16 bytes: bfloat16, float16. The weights are read once.
  *
- * a [batch, M, K] tokens, dense along k    b [batch, K, N] weights, dense along k or along n   out [batch, M, N]
+ * a [batch, M <= 64, K] tokens, dense along k    b [batch, K, N] weights, dense along k or along n   out [batch, M, N]
  * any alignment, any other strides. With few columns of b the transposed product, out^T = b^T a^T.
- * Grid and split of the work: gemm_skinny's. A block an SM at most, all with equally many tiles of R <= ROWS weights and
- * all of k; the warps split k, STEP at a time in turn; their sums meet in shared memory and are added in the order of
- * the warps. In mma.m16n8k16 weights take the 16 rows, tokens the 8 columns.
+ * Grid: at most one block an SM, all with equally many tiles of R <= ROWS weights and all of k (R: `plan`). A step is 256 of
+ * k, 32 a warp; the warps' sums meet in shared memory and are added in their order. In mma.m16n8k16 weights take the 16
+ * rows, tokens the 8 columns.
  *
- * Shared memory:
- *   ring  [warp][STAGES] of weights [ROWS][STEP], or [STEP][ROWS] where they are dense along n, and tokens [TOKENS][STEP],
- *         each as the aligned chunks around its pieces of rows (skew.cuh)
- *   sums  [WARPS][8 tokens][ROWS + 4] float
+ * Shared memory, a ring of SLOTS steps (skew.cuh):
+ *   weights  along k: [ROWS] streams; along n: [SLOTS][256 k] pieces of ROWS
+ *   tokens   [TOKENS] streams
+ *   sums     [WARPS][8 tokens][ROWS + 4] float
  *
- * The copies are aligned, 16 bytes each; the skew is taken out on the way to the fragments:
- *   along k  a lane reads whole chunks of its row, one more than it needs, and shifts them: two selects and a funnel shift a
- *            word. The order of k inside a step is the lanes': each has neighbouring k, of weights and of tokens.
- *   along n  a lane reads 16-bit elements: the two of a register lie in rows with skews of their own. Memory gives an SM 512
- *            bytes in 27 clocks; the eight loads of a fragment of 512 bytes take 8.
- * Pipeline: gemm_skinny's: every warp has a ring of its own, waits for no other and runs on into the block's next tile.
+ * Copies are aligned, 16 bytes each; the skew is taken out on the way to the fragments:
+ *   along k  a lane reads the chunk of its row that holds its first k and the next one, and shifts them: two selects and a
+ *            funnel shift a word. Its 8 neighbouring k serve as any 8 of a step's, the same of weights and tokens.
+ *   along n  a lane reads 16-bit elements: the two of a register lie in rows with skews of their own.
+ * Pipeline: a step is copied AHEAD steps early and computed one step after it has come, since the next one holds the ends
+ * of its streams; a tile takes one step more than its k, and the copies run on into the block's next tile:
+ *   copy      k0 k1 .. | k2      k3   end   k0' k1' ..
+ *   compute            | (wait)  k0   k1    k2  ..  [sums]  (wait)  k0'
  * Nothing outside of the tensors is read: a chunk that begins before the first element is copied by elements.
  *
+ * What bounds it: the block's barrier keeps the warps in step, so that a step's copies, loads, shifts and products, each some
+ * hundred clocks, come one after the other; 0.5 us of the 0.9 that memory needs for it are not hidden.
  * Not here: tokens dense along m, weights with two strides (gemm_sm80), float32 and float64 (gemm_plain). */
 #include "../ptx/cp_async.cuh"
 #include "../ptx/griddepcontrol.cuh"
@@ -27,11 +31,12 @@
 #include "skew.cuh"
 #include "split.cuh"
 #include "tiles.h"
-#include <stdlib.h>
 
 namespace {
 
-constexpr int WARPS = SKINNY_ODD_WARPS, THREADS = WARPS * 32, BLOCK_STEP = SKEW_LINE * SKEW_EACH * 4; /* k */
+constexpr int WARPS = SKINNY_WARPS, THREADS = WARPS * 32;
+constexpr int STEP = 32, K16 = STEP / 16, BLOCK_STEP = WARPS * STEP; /* k of a warp's and of the block's step */
+static_assert(BLOCK_STEP == SKEW_STEP * SKEW_EACH, "a step of all warps is a step of the streams");
 
 /* ---- 1 shared memory ----------------------------------------------------------------------------------------- */
 template <int ROWS, int SLOTS, bool ALONG_N> struct WeightTile { /* a slot's rows of k, as pieces */
@@ -39,22 +44,18 @@ template <int ROWS, int SLOTS, bool ALONG_N> struct WeightTile { /* a slot's row
     static constexpr int bytes = SLOTS * type::bytes;
 };
 template <int ROWS, int SLOTS> struct WeightTile<ROWS, SLOTS, false> {
-    typedef skew_stream<ROWS, SLOTS, BLOCK_STEP / SKEW_EACH> type;
+    typedef skew_stream<ROWS, SLOTS> type;
     static constexpr int bytes = type::bytes;
 };
 
 template <int TOKENS, int ROWS, bool ALONG_N> struct Smem {
-    /* parts of k that have a warp each, of WEIGHTS weights */
-    static constexpr int PARTS = ALONG_N && TOKENS <= 16 ? WARPS : WARPS / 2, WEIGHTS = ROWS * PARTS / WARPS;
-    static constexpr int STEP = BLOCK_STEP / PARTS, K16 = STEP / 16;
-    static_assert(ALONG_N ? STEP % 16 == 0 : STEP == 32, "along k a lane takes a chunk of each of its rows");
-    static constexpr int SUM_LD = ROWS + 4, PART_SUMS = 8 * SUM_LD, SUMS = PARTS * PART_SUMS * 4; /* floats; bytes */
+    static constexpr int SUM_LD = ROWS + 4, WARP_SUMS = 8 * SUM_LD, SUMS = WARPS * WARP_SUMS * 4; /* floats; bytes */
     static constexpr int SLOT = (TOKENS + ROWS) * BLOCK_STEP * 2 + (ALONG_N ? BLOCK_STEP * 16 : 0);
     static constexpr int SLOTS = skinny_odd_slots(SLOT, SUMS + (TOKENS + ROWS) * 16);
     static constexpr int AHEAD = SLOTS - 2; /* one is read, the next holds the end of its rows */
     typedef WeightTile<ROWS, SLOTS, ALONG_N> Tile;
     typedef typename Tile::type Weights;
-    typedef skew_stream<TOKENS, SLOTS, BLOCK_STEP / SKEW_EACH> Tokens;
+    typedef skew_stream<TOKENS, SLOTS> Tokens;
     static constexpr int TOKENS_AT = Tile::bytes, SUMS_AT = TOKENS_AT + Tokens::bytes, BYTES = SUMS_AT + SUMS;
     static_assert(AHEAD >= 1, "a step is copied while another is computed");
     static_assert(skew_row_ways(Tokens::row_bytes) == 1, "lanes read chunks of streams without bank conflicts");
@@ -82,9 +83,8 @@ __device__ __forceinline__ void copy_chunk(smem_addr to_s, const char *at_g, int
 /* A thread's part of rows that become streams: a chunk of every GROUPth line of one row, or of rows 32 apart. */
 template <class T, class Tile> struct StreamFeed {
     static constexpr int AT_ONCE = Tile::rows < 32 ? Tile::rows : 32, PASSES = Tile::rows / AT_ONCE;
-    static constexpr int MOST = THREADS / AT_ONCE;
-    static constexpr int EACH = MOST < Tile::step ? MOST : Tile::step, COUNT = Tile::step / EACH;
-    static_assert(THREADS % AT_ONCE == 0 && EACH % SKEW_LINE == 0 && Tile::step % EACH == 0, "whole lines");
+    static constexpr int EACH = THREADS / AT_ONCE, COUNT = SKEW_STEP / EACH;
+    static_assert(THREADS % AT_ONCE == 0 && EACH % SKEW_LINE == 0 && SKEW_STEP % EACH == 0, "whole lines");
 
     const char *at_g[PASSES]; /* the thread's first chunk of the next step */
     int chunk[PASSES], skew[PASSES];
@@ -106,12 +106,12 @@ template <class T, class Tile> struct StreamFeed {
             const int row = (int)threadIdx.x / EACH + i * AT_ONCE;
             if (row < rows_valid) {
                 const smem_addr row_s = tile_s + row * Tile::row_bytes;
-                const smem_addr to_s = row_s + skew_position(Tile::chunks, slot * Tile::step, chunk[i]) * 16;
-                const smem_addr rest_s = row_s + (slot * Tile::step + chunk[i]) * 16; /* of the chunks that never wrap */
+                const smem_addr to_s = row_s + skew_position(Tile::chunks, slot * SKEW_STEP, chunk[i]) * 16;
+                const smem_addr rest_s = row_s + (slot * SKEW_STEP + chunk[i]) * 16; /* of the chunks that never wrap */
 #pragma unroll
                 for (int c = 0; c < COUNT; ++c) {
                     const smem_addr at_s = c == 0 ? to_s : rest_s + c * EACH * 16;
-                    const int64_t index = (int64_t)step * Tile::step + chunk[i] + c * EACH;
+                    const int64_t index = (int64_t)step * SKEW_STEP + chunk[i] + c * EACH;
                     const bool again = c == 0 && slot == 0 && chunk[i] == 0; /* the ring's first chunk */
                     if (INSIDE) {
                         cp_async_cg_16_l2_128b(at_s, at_g[i] + c * EACH * 16);
@@ -123,7 +123,7 @@ template <class T, class Tile> struct StreamFeed {
                     }
                 }
             }
-            at_g[i] += Tile::step * 16;
+            at_g[i] += SKEW_STEP * 16;
         }
     }
 };
@@ -233,21 +233,19 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_skinny_odd_sm90a_kernel(const
     typedef Smem<TOKENS, ROWS, ALONG_N> S;
     typedef typename S::Weights W;
     typedef typename S::Tokens X;
-    constexpr int MT = S::WEIGHTS / 16, NT = TOKENS / 8, STEP = S::STEP, K16 = S::K16;
+    constexpr int MT = ROWS / 16, NT = TOKENS / 8;
     extern __shared__ __align__(128) unsigned char smem[];
     const GemmProblem &p = x.p;
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, q = lane % 4;
-    const int part = warp % S::PARTS, weight0 = warp / S::PARTS * S::WEIGHTS; /* of the step; of the tile */
     const unsigned tiles = (unsigned)p.tiles_n * (unsigned)p.batch;
     const unsigned steps = (unsigned)((p.k + BLOCK_STEP - 1) / BLOCK_STEP) + 1;
     const smem_addr smem_s = cvta_to_shared(smem);
     float *sums = (float *)(smem + S::SUMS_AT);
     /* of 8 weights and 8 tokens, the one that a lane loads */
     const int row = ALONG_N ? lane / 4 : skew_row(lane / 4), token = row;
-    const smem_addr w_base = smem_s + (ALONG_N ? part * STEP * W::row_bytes + weight0 * 2
-                                               : (weight0 + row) * W::row_bytes + part * STEP * 2 + q * 16);
+    const smem_addr w_base = smem_s + (ALONG_N ? warp * STEP * W::row_bytes : row * W::row_bytes + warp * STEP * 2 + q * 16);
     const smem_addr x_base =
-        smem_s + S::TOKENS_AT + token * X::row_bytes + part * STEP * 2 + (ALONG_N ? q * 4 : q * 16);
+        smem_s + S::TOKENS_AT + token * X::row_bytes + warp * STEP * 2 + (ALONG_N ? q * 4 : q * 16);
 
     Copies<T, S, ALONG_N> next;
     next.slot = 0;
@@ -276,7 +274,7 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_skinny_odd_sm90a_kernel(const
                 slot = slot + 1 == S::SLOTS ? 0 : slot + 1;
                 continue; /* its rows' ends come with the next one */
             }
-            const smem_addr x_s = x_base + slot * (X::step * 16);
+            const smem_addr x_s = x_base + slot * (SKEW_STEP * 16);
             if constexpr (ALONG_N) {
                 const smem_addr even_s = w_base + slot * W::bytes + skew_element(W::chunks, lane, 0, w_skew),
                                 odd_s = w_base + slot * W::bytes + skew_element(W::chunks, lane, 1, odd_skew);
@@ -303,7 +301,7 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_skinny_odd_sm90a_kernel(const
                     }
                 }
             } else {
-                const smem_addr w_s = w_base + slot * (W::step * 16);
+                const smem_addr w_s = w_base + slot * (SKEW_STEP * 16);
                 uint32_t b[NT][2 * K16];
 #pragma unroll
                 for (int t = 0; t < NT; ++t) load_share(b[t], x_s + t * 8 * X::row_bytes, x_skew);
@@ -333,8 +331,7 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_skinny_odd_sm90a_kernel(const
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     const int column = frag_col(lane, e);
-                    sums[part * S::PART_SUMS + (ALONG_N ? column : skew_row(column)) * S::SUM_LD + weight0 +
-                         i * 16 + e / 2 * 8 + row] = sum[i][t][e];
+                    sums[warp * S::WARP_SUMS + (ALONG_N ? column : skew_row(column)) * S::SUM_LD + i * 16 + e / 2 * 8 + row] = sum[i][t][e];
                 }
             __syncthreads(); /* all sums are in */
             const int tokens = min(8, (int)p.m - t * 8);
@@ -343,7 +340,7 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_skinny_odd_sm90a_kernel(const
                 const int of_token = i / ROWS, of_row = i % ROWS;
                 float total = 0;
 #pragma unroll
-                for (int w = 0; w < S::PARTS; ++w) total += sums[w * S::PART_SUMS + of_token * S::SUM_LD + of_row];
+                for (int w = 0; w < WARPS; ++w) total += sums[w * S::WARP_SUMS + of_token * S::SUM_LD + of_row];
                 if (of_row < p.group && n0 + of_row < p.n)
                     epilogue_cols<T, 1>(p.epilogue, at, t * 8 + of_token, n0 + of_row, 1, &total);
             }
@@ -370,7 +367,7 @@ bool plan(const gk_context *ctx, const void *arguments, GemmProblem *p) {
     }
     if (!good) return false;
     const int64_t sms = gk_gpu_of(ctx->index)->num_sms, rows = gk_max_i64(1, p->n * p->batch);
-    const int64_t most = getenv("ODD_ROWS") ? atoi(getenv("ODD_ROWS")) : SKINNY_ODD_ROWS;
+    const int64_t most = p->m > SKINNY_MAX_TOKENS || rows <= SKINNY_ODD_ROWS * sms ? SKINNY_ODD_ROWS : SKINNY_ROWS;
     const int64_t rounds = gk_ceil_div(rows, most * sms);
     p->group = (int)gk_round_up(gk_ceil_div(rows, rounds * sms), 8);
     p->tiles_m = 1, p->tiles_n = (int)gk_ceil_div(p->n, p->group), p->splits = 1;
@@ -400,6 +397,7 @@ const gk_cuda_row *choose(const gk_context *ctx, const void *args) {
     const gk_dtype dtype = ((const gk_gemm_args *)args)->a.dtype;
     GemmProblem p;
     if ((dtype != GK_BF16 && dtype != GK_F16) || !plan(ctx, args, &p)) return NULL;
+    if (p.n * p.batch < (p.m > SKINNY_MAX_TOKENS ? SKINNY_ODD_LEAST_64 : SKINNY_ODD_LEAST_16)) return NULL;
     for (const gk_cuda_row *row = odd_rows; row < odd_rows + num_odd_rows; ++row)
         if (row->dtype == dtype && serves(row, ctx, p)) return row;
     return NULL;
@@ -447,18 +445,21 @@ template <int TOKENS, int ROWS> constexpr int smem_of() {
                                                                              : Smem<TOKENS, ROWS, true>::BYTES;
 }
 
-#define ROW(name, T, tokens, rows)                                                                                      \
-    {                                                                                                                   \
-        "gemm_skinny_odd_" name "_" #tokens "x" #rows, element<T>::dtype, takes, NULL, run<T, tokens, rows>, explain, { \
-            tokens, rows, smem_of<tokens, rows>()                                                                       \
-        }                                                                                                               \
+#define ROW(name, T, tokens, rows)                                                                                   \
+    {                                                                                                                \
+        "gemm_skinny_odd_sm90a_" name "_" #tokens "x" #rows, element<T>::dtype, takes, NULL, run<T, tokens, rows>,   \
+            explain, {                                                                                               \
+            tokens, rows, smem_of<tokens, rows>()                                                                    \
+        }                                                                                                            \
     }
-#define ROWS_16(name, T) ROW(name, T, 8, 32), ROW(name, T, 8, 64), ROW(name, T, 16, 32), ROW(name, T, 16, 64), ROW(name, T, 32, 32), ROW(name, T, 64, 32)
+#define ROWS_16(name, T)                                                                                         \
+    ROW(name, T, 8, 32), ROW(name, T, 8, 64), ROW(name, T, 16, 32), ROW(name, T, 16, 64), ROW(name, T, 32, 32), \
+        ROW(name, T, 64, 32)
 
-const gk_cuda_row rows[] = {ROWS_16("bf16", __nv_bfloat16)};
+const gk_cuda_row rows[] = {ROWS_16("bf16", __nv_bfloat16), ROWS_16("f16", __half)};
 const gk_cuda_row *const odd_rows = rows;
 const int num_odd_rows = sizeof rows / sizeof rows[0];
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_gemm_skinny_odd_table = {rows, sizeof rows / sizeof rows[0], 90, choose};
+extern "C" const gk_cuda_table gk_gemm_skinny_odd_sm90a_table = {rows, sizeof rows / sizeof rows[0], 90, choose};
