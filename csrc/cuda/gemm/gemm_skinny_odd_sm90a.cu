@@ -1,11 +1,11 @@
-/* gemm_skinny_odd_sm90a: out = activation(alpha a b + beta c + bias) for few rows of a and weights b, or rows of a, that do
- * not begin at multiples of 16 bytes: bfloat16, float16. The weights are read once.
+/* gemm_skinny_odd_sm90a: out = activation(alpha a b + beta c + bias) for few rows of a and weights b, or rows of a,
+ * that do not begin at multiples of 16 bytes: bfloat16, float16. The weights are read once.
  *
  * a [batch, M <= 64, K] tokens, dense along k    b [batch, K, N] weights, dense along k or along n   out [batch, M, N]
  * any alignment, any other strides. With few columns of b the transposed product, out^T = b^T a^T.
- * Grid: at most one block an SM, all with equally many tiles of R <= ROWS weights and all of k (R: `plan`). A step is 256 of
- * k, 32 a warp; the warps' sums meet in shared memory and are added in their order. In mma.m16n8k16 weights take the 16
- * rows, tokens the 8 columns.
+ * Grid: at most one block an SM, all with equally many tiles of R <= ROWS weights and all of k (R: `plan`). A step is
+ * 256 of k, 32 a warp; the warps' sums meet in shared memory and are added in their order. In mma.m16n8k16 weights take
+ * the 16 rows, tokens the 8 columns.
  *
  * Shared memory, a ring of SLOTS steps (skew.cuh):
  *   weights  along k: [ROWS] streams; along n: [SLOTS][256 k] pieces of ROWS
@@ -13,17 +13,18 @@
  *   sums     [WARPS][8 tokens][ROWS + 4] float
  *
  * Copies are aligned, 16 bytes each; the skew is taken out on the way to the fragments:
- *   along k  a lane reads the chunk of its row that holds its first k and the next one, and shifts them: two selects and a
- *            funnel shift a word. Its 8 neighbouring k serve as any 8 of a step's, the same of weights and tokens.
+ *   along k  a lane reads the chunk of its row that holds its first k and the next one, and shifts them: two selects
+ *            and a funnel shift a word. Its 8 neighbouring k serve as any 8 of a step's, of weights and tokens alike.
  *   along n  a lane reads 16-bit elements: the two of a register lie in rows with skews of their own.
- * Pipeline: a step is copied AHEAD steps early and computed one step after it has come, since the next one holds the ends
- * of its streams; a tile takes one step more than its k, and the copies run on into the block's next tile:
+ * Pipeline: a step is copied AHEAD steps early and computed one step after it has come, since the next one holds the
+ * ends of its streams; a tile takes one step more than its k, and the copies run on into the block's next tile:
  *   copy      k0 k1 .. | k2      k3   end   k0' k1' ..
  *   compute            | (wait)  k0   k1    k2  ..  [sums]  (wait)  k0'
  * Nothing outside of the tensors is read: a chunk that begins before the first element is copied by elements.
  *
- * What bounds it: the block's barrier keeps the warps in step, so that a step's copies, loads, shifts and products, each some
- * hundred clocks, come one after the other; 0.5 us of the 0.9 that memory needs for it are not hidden.
+ * What bounds it: all warps wait at one barrier a step, so that its copies, loads, shifts and products come one after
+ * the other. A step of 32 weights along k takes 0.66 us with one token and 0.84 with 16, one of 64 weights 1.0 and
+ * 1.24, where memory needs 0.5 and 1.0.
  * Not here: tokens dense along m, weights with two strides (gemm_sm80), float32 and float64 (gemm_plain). */
 #include "../ptx/cp_async.cuh"
 #include "../ptx/griddepcontrol.cuh"
@@ -80,7 +81,7 @@ __device__ __forceinline__ void copy_chunk(smem_addr to_s, const char *at_g, int
     }
 }
 
-/* A thread's part of rows that become streams: a chunk of every GROUPth line of one row, or of rows 32 apart. */
+/* A thread's part of rows that become streams: every EACHth chunk of one row, or of rows 32 apart. */
 template <class T, class Tile> struct StreamFeed {
     static constexpr int AT_ONCE = Tile::rows < 32 ? Tile::rows : 32, PASSES = Tile::rows / AT_ONCE;
     static constexpr int EACH = THREADS / AT_ONCE, COUNT = SKEW_STEP / EACH;
@@ -161,10 +162,8 @@ template <class T, class Tile> struct PieceFeed {
     }
 };
 
-/* Where the block copies from next: it walks the steps of a tile, of which the last holds the ends of the rows' last pieces,
- * then those of its next tile. */
-template <class T, class S, bool ALONG_N> struct Cursor;
-template <class T, class S> struct Cursor<T, S, false> {
+template <class T, class S, bool ALONG_N> struct WeightFeed;
+template <class T, class S> struct WeightFeed<T, S, false> {
     StreamFeed<T, typename S::Weights> w;
     __device__ __forceinline__ void enter(const GemmProblem &p, const T *w_g, int) { w.enter(w_g, p.b_n); }
     template <bool INSIDE>
@@ -172,9 +171,11 @@ template <class T, class S> struct Cursor<T, S, false> {
         w.template copy<INSIDE>(smem_s, slot, step, n_valid, x.p.k, x.first_w);
     }
 };
-template <class T, class S> struct Cursor<T, S, true> {
+template <class T, class S> struct WeightFeed<T, S, true> {
     PieceFeed<T, typename S::Weights> w;
-    __device__ __forceinline__ void enter(const GemmProblem &p, const T *w_g, int n_left) { w.enter(w_g, p.b_k, n_left); }
+    __device__ __forceinline__ void enter(const GemmProblem &p, const T *w_g, int n_left) {
+        w.enter(w_g, p.b_k, n_left);
+    }
     template <bool INSIDE>
     __device__ __forceinline__ void copy(const Params &x, smem_addr smem_s, int slot, unsigned step, int) {
         const int rows = (int)max((int64_t)0, min((int64_t)BLOCK_STEP, x.p.k - (int64_t)step * BLOCK_STEP));
@@ -182,8 +183,10 @@ template <class T, class S> struct Cursor<T, S, true> {
     }
 };
 
+/* Where the block copies from next: it walks the steps of a tile, of which the last holds the ends of its streams, then
+ * those of its next tile. */
 template <class T, class S, bool ALONG_N> struct Copies {
-    Cursor<T, S, ALONG_N> w;
+    WeightFeed<T, S, ALONG_N> w;
     StreamFeed<T, typename S::Tokens> x;
     unsigned tile, step; /* step: of the tile */
     int n_valid, slot;
@@ -194,6 +197,7 @@ template <class T, class S, bool ALONG_N> struct Copies {
         const int64_t n0 = (int64_t)(tile % (unsigned)p.tiles_n) * p.group;
         const GemmPlace at = gemm_place(p, tile / (unsigned)p.tiles_n);
         n_valid = (int)min((int64_t)p.group, p.n - n0);
+        /* columns past a piece and its skew do not matter */
         w.enter(p, (const T *)p.b + at.b + n0 * p.b_n, (int)min((int64_t)2 * S::SUM_LD, p.n - n0));
         x.enter((const T *)p.a + at.a, p.a_m);
     }
@@ -243,7 +247,8 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_skinny_odd_sm90a_kernel(const
     float *sums = (float *)(smem + S::SUMS_AT);
     /* of 8 weights and 8 tokens, the one that a lane loads */
     const int row = ALONG_N ? lane / 4 : skew_row(lane / 4), token = row;
-    const smem_addr w_base = smem_s + (ALONG_N ? warp * STEP * W::row_bytes : row * W::row_bytes + warp * STEP * 2 + q * 16);
+    const smem_addr w_base =
+        smem_s + (ALONG_N ? warp * STEP * W::row_bytes : row * W::row_bytes + warp * STEP * 2 + q * 16);
     const smem_addr x_base =
         smem_s + S::TOKENS_AT + token * X::row_bytes + warp * STEP * 2 + (ALONG_N ? q * 4 : q * 16);
 
@@ -267,7 +272,7 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_skinny_odd_sm90a_kernel(const
         float sum[MT][NT][4] = {};
         for (unsigned step = 0; step < steps; ++step) {
             cp_async_wait_group<S::AHEAD - 1>();
-            __syncthreads(); /* the step is in, for all threads, and the slot that is filled next has been read by all */
+            __syncthreads(); /* the step is in, for all threads; all have read the slot that is filled next */
             next.copy(x, smem_s, steps);
             cp_async_commit_group();
             if (step == 0) {
@@ -331,7 +336,8 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_skinny_odd_sm90a_kernel(const
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     const int column = frag_col(lane, e);
-                    sums[warp * S::WARP_SUMS + (ALONG_N ? column : skew_row(column)) * S::SUM_LD + i * 16 + e / 2 * 8 + row] = sum[i][t][e];
+                    sums[warp * S::WARP_SUMS + (ALONG_N ? column : skew_row(column)) * S::SUM_LD + i * 16 + e / 2 * 8 +
+                         row] = sum[i][t][e];
                 }
             __syncthreads(); /* all sums are in */
             const int tokens = min(8, (int)p.m - t * 8);
@@ -416,14 +422,13 @@ uintptr_t lowest(const void *data, int64_t x, int64_t k, int64_t x_stride, int64
     return (uintptr_t)data + (uintptr_t)(at * 2);
 }
 
-template <class T, int TOKENS, int ROWS, bool ALONG_N>
-gk_status start(const gk_context *ctx, Params *x) {
+template <class T, int TOKENS, int ROWS, bool ALONG_N> gk_status start(const gk_context *ctx, Params *x) {
     typedef Smem<TOKENS, ROWS, ALONG_N> S;
     GemmProblem &p = x->p;
     x->first_w = lowest(p.b, p.n, p.k, p.b_n, p.b_k, p, p.b_batch);
     x->first_x = lowest(p.a, p.m, p.k, p.a_m, p.a_k, p, p.a_batch);
-    return launch<gemm_skinny_odd_sm90a_kernel<T, TOKENS, ROWS, ALONG_N>>("gk_gemm", ctx, dim3((unsigned)blocks_of(ctx, p)),
-                                                                    THREADS, S::BYTES, *x, true);
+    return launch<gemm_skinny_odd_sm90a_kernel<T, TOKENS, ROWS, ALONG_N>>(
+        "gk_gemm", ctx, dim3((unsigned)blocks_of(ctx, p)), THREADS, S::BYTES, *x, true);
 }
 
 template <class T, int TOKENS, int ROWS> gk_status run(const gk_cuda_row *, const gk_context *ctx, const void *args) {
@@ -442,17 +447,17 @@ void explain(const gk_cuda_row *row, const gk_context *ctx, const void *args, gk
 
 template <int TOKENS, int ROWS> constexpr int smem_of() {
     return Smem<TOKENS, ROWS, false>::BYTES > Smem<TOKENS, ROWS, true>::BYTES ? Smem<TOKENS, ROWS, false>::BYTES
-                                                                             : Smem<TOKENS, ROWS, true>::BYTES;
+                                                                              : Smem<TOKENS, ROWS, true>::BYTES;
 }
 
-#define ROW(name, T, tokens, rows)                                                                                   \
-    {                                                                                                                \
-        "gemm_skinny_odd_sm90a_" name "_" #tokens "x" #rows, element<T>::dtype, takes, NULL, run<T, tokens, rows>,   \
-            explain, {                                                                                               \
-            tokens, rows, smem_of<tokens, rows>()                                                                    \
-        }                                                                                                            \
+#define ROW(name, T, tokens, rows)                                                                                 \
+    {                                                                                                              \
+        "gemm_skinny_odd_sm90a_" name "_" #tokens "x" #rows, element<T>::dtype, takes, NULL, run<T, tokens, rows>, \
+            explain, {                                                                                             \
+            tokens, rows, smem_of<tokens, rows>()                                                                  \
+        }                                                                                                          \
     }
-#define ROWS_16(name, T)                                                                                         \
+#define ROWS_16(name, T)                                                                                        \
     ROW(name, T, 8, 32), ROW(name, T, 8, 64), ROW(name, T, 16, 32), ROW(name, T, 16, 64), ROW(name, T, 32, 32), \
         ROW(name, T, 64, 32)
 

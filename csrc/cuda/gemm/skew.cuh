@@ -1,14 +1,15 @@
-/* skew.cuh: rows of 16-bit elements that begin anywhere, in shared memory as the aligned chunks of 16 bytes they lie in.
+/* skew.cuh: rows of 16-bit elements that begin anywhere, in shared memory as the aligned chunks of 16 bytes that they
+ * lie in.
  *
  * A row begins `skew` elements past a multiple of 16 bytes; its element i is element (skew + i) % 8 of its chunk
  * (skew + i) / 8. Rows 8 apart have one skew, whatever their stride. What lies before a row in its first chunk may be
  * anything and is never used; what lies behind its end is zero.
  * Two ways to keep rows, in a ring of steps:
  *   skew_stream  a row is a ring of its own: chunk after chunk, SKEW_STEP a step; read as pieces of neighbours. Copied
- *                in whole lines of 128 bytes as they lie in memory, so that a step's last one ends up to 7 chunks early: a
- *                piece is there when the step after its own is.
+ *                in whole lines of 128 bytes as they lie in memory, so that a step's last one ends up to 7 chunks
+ *                early: a piece is there when the step after its own is.
  *   skew_tile    short pieces of many rows: one chunk more than an aligned piece would take
- * Plain C++ but for the copies, so that the tests walk the same functions. */
+ * Plain C++, so that the tests walk the same functions. */
 #ifndef GPUKERN_CUDA_GEMM_SKEW_CUH
 #define GPUKERN_CUDA_GEMM_SKEW_CUH
 
@@ -32,9 +33,10 @@ template <int WORDS> GK_HD inline void skew_shift(uint32_t (&words)[WORDS], int 
 constexpr int SKEW_STEP = 32, SKEW_LINE = 8; /* chunks of a row in a step; in 128 bytes */
 
 template <int ROWS, int SLOTS> struct skew_stream {
-    /* the ring's first chunk once more behind its last one: a piece and the chunk after it are always neighbours; and rows
-     * one chunk more than a multiple of 128 bytes apart fall into different banks */
-    static constexpr int rows = ROWS, chunks = SLOTS * SKEW_STEP, row_bytes = (chunks + 1) * 16, bytes = ROWS * row_bytes;
+    /* the ring's first chunk once more behind its last one: a piece and the chunk after it are always neighbours; and
+     * rows one chunk more than a multiple of 128 bytes apart fall into different banks */
+    static constexpr int rows = ROWS, chunks = SLOTS * SKEW_STEP, row_bytes = (chunks + 1) * 16,
+                         bytes = ROWS * row_bytes;
 };
 
 /* How many chunks of its first line lie before a row. */
@@ -51,8 +53,8 @@ GK_HD inline int skew_bytes(int64_t chunk, int skew, int64_t cols) {
     return bytes <= 0 ? 0 : bytes < 16 ? (int)bytes : 16;
 }
 
-/* Which row of 8 the lanes 4 slot .. 4 slot + 3 take, a chunk and the next each: eight lanes read two rows at once, and rows
- * four apart fall into different banks. */
+/* Which row of 8 the lanes 4 slot .. 4 slot + 3 take, a chunk and the next each: eight lanes read two rows at once, and
+ * rows four apart fall into different banks. */
 constexpr GK_HD int skew_row(int slot) { return (slot >> 1) + (slot & 1) * 4; }
 
 constexpr GK_HD int skew_row_ways(int row_bytes) {
@@ -68,8 +70,8 @@ template <int ROWS, int COLS> struct skew_tile {
                          bytes = ROWS * row_bytes;
 };
 
-/* A lane reads the elements of its fragments one by one. Where lane's element lies that has row (of k) 2 q + odd and column slot; skew: of that row. Further rows are 8 apart,
- * further columns multiples of 8. */
+/* A lane reads the elements of its fragments one by one. Where the one lies that has row (of k) 2 q + odd and the
+ * lane's column; skew: of that row. Further rows are 8 apart, further columns multiples of 8. */
 constexpr GK_HD int skew_element(int chunks, int lane, int odd, int skew) {
     return ((lane & 3) * 2 + odd) * chunks * 16 + ((lane >> 2) + skew) * 2;
 }
