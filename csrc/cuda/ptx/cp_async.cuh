@@ -28,8 +28,7 @@ static __device__ __forceinline__ void cp_async_cg_16_l2_128b(smem_addr dst_s, c
 }
 
 static __device__ __forceinline__ void cp_async_cg_16_l2_128b(smem_addr dst_s, const void *src_g) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(dst_s),
-                 "l"(__cvta_generic_to_global(src_g))
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(dst_s), "l"(__cvta_generic_to_global(src_g))
                  : "memory");
 }
 
