@@ -362,6 +362,32 @@ def test_unaligned_operands_are_copied(which):
     assert few["row"].startswith("gemm_sm90a_") == (which == "a")
 
 
+@pytest.mark.skipif(
+    "torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0)", reason="Hopper's rows"
+)
+@pytest.mark.parametrize("dtype", (BF16, torch.float16), ids=str)
+@pytest.mark.parametrize("m", (1, 9, 16, 33, 64))
+def test_few_rows_of_unaligned_weights(m, dtype):
+    """They stream without a copy, along k and along n, at every offset and at odd strides; NaN lies beside them."""
+    n, k = 3080, 1037
+    a = on_gpu(m, k, dtype=dtype)
+    for shape, turned in (((k, n), False), ((n, k), True)):
+        dense = on_gpu(*shape, seed=1, dtype=dtype)
+        want = None
+        for offset in range(8):
+            rows = torch.full((shape[0], shape[1] + 4), torch.nan, dtype=dtype, device="cuda")
+            memory = torch.cat((rows.new_full((offset,), torch.nan), rows.flatten()))
+            b = memory[offset:].view_as(rows)[:, : shape[1]].copy_(dense)
+            b = b.mT if turned else b
+            plan = torch_gpukern.explain("gemm", a, b)
+            assert plan["row"].startswith("gemm_skinny_odd_sm90a_") and plan["workspace_bytes"] == 0
+            out = ops.gemm(a, b)
+            if want is None:
+                want = out
+                assert_close_as(torch_gemm(a, b), out, a.double() @ b.double())
+            assert same_bits(out, want), offset
+
+
 def test_more_than_2_31_elements():
     """Offsets are 64 bits wide: the same rows, far apart in one allocation."""
     big = torch.empty((1 << 31) + (1 << 20), dtype=BF16, device="cuda")

@@ -1,5 +1,5 @@
-"""The copies of unaligned matrices (csrc/cuda/gemm/realign.cuh), compiled for the host: what they hold, and that nothing is
-read outside of a row.
+"""Unaligned matrices, compiled for the host: their copies (csrc/cuda/gemm/realign.cuh) and their rows in shared memory
+(skew.cuh): what they hold, and that nothing is read outside.
 """
 
 import os
@@ -13,12 +13,13 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def test_copies_on_the_host(tmp_path):
+@pytest.mark.parametrize("name", ("check_realign", "check_skew"))
+def test_unaligned_on_the_host(name, tmp_path):
     compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("g++") or shutil.which("clang++")]
     if compiler[0] is None:
         pytest.skip("no C++ compiler: install g++ or clang++, or set CXX")
-    program = tmp_path / "check_realign"
-    source = ROOT / "tests" / "csrc" / "check_realign.cpp"
+    program = tmp_path / name
+    source = ROOT / "tests" / "csrc" / f"{name}.cpp"
     flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-I", ROOT / "csrc"]
     result = subprocess.run([*compiler, *flags, source, "-o", program], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

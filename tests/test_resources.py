@@ -69,7 +69,8 @@ def test_wgmma_kernels_multiply_by_their_tile(report):
     found = {n: r for n, r in report.items() if r["arch"] == "sm_90a"}
     assert found or not logs(), "kernels of sm_90a were built, and none is listed"
     for name, row in found.items():
-        assert int(row["HGMMA"]), name
+        few_rows = "gemm_skinny_odd_sm90a_kernel" in name  # by mma.sync: wgmma would take 64
+        assert bool(int(row["HGMMA"])) != few_rows, name
         assert not int(row["LDL"]) and not int(row["STL"]), name
         if not (tile := re.search(r"gemm_sm90a_kernel<.*Sm90Tile<(.*)>, \d>", name)):
             continue

@@ -159,7 +159,8 @@ UNALIGNED = {
 
 
 @pytest.mark.parametrize("case", grid(48, dtype=(*HALF, torch.float32), how=tuple(UNALIGNED), which=("a", "b", "both"),
-                                      size=((130, 200, 264), (131, 203, 137), (65, 1025, 65), (257, 129, 8), (16, 256, 515)),
+                                      size=((130, 200, 264), (131, 203, 137), (65, 1025, 65), (257, 129, 8), (16, 256, 515),
+                                            (16, 1601, 523), (40, 3073, 259)),
                                       batch=("none", "both", "a", "b", "four")))  # fmt: skip
 def test_unaligned(case, device):
     """Rows that begin anywhere, NaN around them: kernels that read 16 bytes at a time need copies of such operands."""

@@ -16,7 +16,7 @@
  *   copy     s0 s1 s2 | s0' s1' s2'        s0'' ..
  *   mma               | s0  s1  s2  [sums] s0'  ..
  *
- * Not here: more rows, odd alignment (gemm_sm80), float32 and float64 (gemm_plain). */
+ * Not here: more rows (gemm_sm80), odd alignment (gemm_skinny_odd_sm90a), float32 and float64 (gemm_plain). */
 #include "../tile/copy.cuh"
 #include "../tile/fragment.cuh"
 #include "../tile/pipeline.cuh"

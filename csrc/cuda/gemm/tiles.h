@@ -156,4 +156,19 @@ constexpr int SKINNY_MAX_TOKENS = 16;
 /* 100 KB under way on every SM hide memory's latency at 4.2 TB/s; past 8 stages nothing is left to hide */
 constexpr int skinny_stages(int stage_bytes) { return 200 * 1024 / stage_bytes < 8 ? 200 * 1024 / stage_bytes : 8; }
 
+/* ---- gemm_skinny_odd_sm90a: as gemm_skinny, for rows that begin anywhere ---------------------------------------- */
+/* weights a tile: 64 where every SM has more than one of 32 (28672 weights, 16 rows along k: 84 us against 100), else
+ * 32, so that 4096 weights keep 128 SMs busy */
+constexpr int SKINNY_ODD_ROWS = 32;
+/* 4096 squared takes 19 to 22, 23 to 27 and 32 to 36 us for 16, 32 and 64 rows, gemm_sm80's plain loads 43 to 51 */
+constexpr int SKINNY_ODD_MAX_TOKENS = 64;
+/* fewer weights than this for up to 16 and 64 rows: gemm_sm80 splits k over all SMs, 14 us for 1024 weights of 4096 by
+ * its chooser's model, where this takes as long for any number of weights up to a tile an SM */
+constexpr int SKINNY_ODD_LEAST_16 = 1536, SKINNY_ODD_LEAST_64 = 3072;
+constexpr int SKINNY_ODD_MIN_K = 256; /* a step of the block */
+/* all of a Hopper block's 227 KiB; past 9 slots nothing is left to hide */
+constexpr int skinny_odd_slots(int slot_bytes, int other_bytes) {
+    return (232448 - other_bytes) / slot_bytes < 9 ? (232448 - other_bytes) / slot_bytes : 9;
+}
+
 #endif

@@ -27,6 +27,11 @@ static __device__ __forceinline__ void cp_async_cg_16_l2_128b(smem_addr dst_s, c
                  : "memory");
 }
 
+static __device__ __forceinline__ void cp_async_cg_16_l2_128b(smem_addr dst_s, const void *src_g) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(dst_s), "l"(__cvta_generic_to_global(src_g))
+                 : "memory");
+}
+
 // cp.async.ca, BYTES = 4, 8 or 16, cached in L1 too. Zeros after src_bytes, as above.
 template <int BYTES>
 static __device__ __forceinline__ void cp_async_ca(smem_addr dst_s, const void *src_g, int src_bytes = BYTES) {
