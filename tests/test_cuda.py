@@ -173,6 +173,26 @@ def test_one_graph_serves_every_packing():
         assert out[ends[-1] :].eq(0).all() and lse[ends[-1] :].eq(-torch.inf).all()
 
 
+@pytest.mark.parametrize("small", [(512, 512, 512), (128, 512, 64)], ids=str)
+def test_a_result_is_read_past_a_short_neighbour(small):
+    """Launches overlap: the third product reads what the first wrote while the second, which has nothing to do with them,
+    is short enough to wait for its turn beside both."""
+    a, b, c = (on_gpu(4096, 1024, seed=1), on_gpu(1024, 1024, seed=2), on_gpu(1024, 512, seed=3))
+    m, n, k = small
+    d, e = on_gpu(m, k, seed=4), on_gpu(k, n, seed=5)
+    want = ops.gemm(ops.gemm(a, b), c)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x = ops.gemm(a, b)
+        y = ops.gemm(d, e)
+        z = ops.gemm(x, c)
+    for _ in range(50):
+        x.fill_(torch.nan), z.fill_(torch.nan)
+        graph.replay()
+        assert same_bits(z, want) and y.isfinite().all()
+
+
 def test_two_graphs_replay_at_once():
     """No state is shared between calls: graphs on two streams, replayed together, give what each gives alone."""
     graphs, outs, wants, streams = [], [], [], [torch.cuda.Stream() for _ in range(2)]

@@ -301,8 +301,26 @@ def test_activation_over_its_whole_range(activation, dtype, device):
     got = ops.gemm(ends, one, activation=activation).flatten().tolist()
     assert got[0] == math.inf and math.isnan(got[2])
     assert got[1] == {"none": -math.inf}.get(activation, 0.0) or (
-        activation not in ("none", "relu") and math.isnan(got[1])
+        activation not in ("none", "relu") and (math.isnan(got[1]) or -1e-15 < got[1] < 0)
     )
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_activation_of_a_neighbour(activation, dtype, device):
+    """NaN, inf and huge values stay in their own element, in a size that the fastest kernels take."""
+    wild = torch.tensor([math.nan, math.inf, -math.inf, 6e4, -6e4, 1.0, -1.0, 0.5], device=device)
+    bias = torch.full((256,), 0.5, dtype=dtype, device=device)
+    alone = ops.gemm(*(torch.zeros(128, 128, dtype=dtype, device=device),) * 2, bias[:128], activation=activation)
+    for shift in range(8):
+        bias[:8] = wild.roll(shift).to(dtype)
+        a, b = (torch.zeros(n, dtype=dtype, device=device) for n in ((128, 128), (128, 256)))
+        out = ops.gemm(a, b, bias, activation=activation)
+        assert torch.equal(out[:, 8:], alone[:, :1].expand(128, 248))
+        got = out[5, :8].roll(-shift).double()
+        assert got[0].isnan() and got[1] == math.inf and (got[2].isnan() or -1e-15 < got[2] <= 0)
+        want = TORCH_ACTIVATION[activation](wild[3:].double())
+        torch.testing.assert_close(got[3:], want, rtol=2**-7, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)

@@ -58,7 +58,9 @@ inline bool operands_of(gk_dtype dtype, bool turned, void *workspace, Operands *
     GemmProblem &p = o->p;
     const int64_t each = 16 / (int64_t)gk_dtype_bytes(dtype); /* of a chunk of 16 bytes */
     if (p.m < 1 || p.n < 1 || p.k < 1 || p.batch < 1) return false;
-    if ((double)gk_ceil_div(p.m, 64) * (double)gk_ceil_div(p.n, 64) * (double)p.batch > INT32_MAX) return false;
+    /* counts of tiles and, past the last, their coordinates are 32 bits wide */
+    if (p.m > INT32_MAX - 512 || p.n > INT32_MAX - 512) return false;
+    if ((double)gk_ceil_div(p.m, 32) * (double)gk_ceil_div(p.n, 32) * (double)p.batch > INT32_MAX) return false;
     if (p.ndim > TENSOR_DIMS - 2) gemm_join_batch(p);
     const bool both = p.ndim > TENSOR_DIMS - 2; /* dense copies may have fewer batch dimensions */
     o->mode = 0, o->bytes = 0;

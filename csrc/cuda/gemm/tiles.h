@@ -71,8 +71,8 @@ typedef Sm90Tile<128, 192, 4, 2, 2, 2, 1, 65> Tile90_128x192;
 typedef Sm90Tile<128, 128, 6, 2, 2, 2, 1, 63> Tile90_128x128;
 /* 1024 cubed: one tile an SM; one block alone, pairs along n and 128 x 64 took up to 8 % more */
 typedef Sm90Tile<64, 128, 8, 2, 1, 2, 1, 52> Tile90_64x128;
-/* 512 cubed: 128 tiles, and two blocks fit an SM, so that the next product is ready when this one ends: 3.3 us, 3.45 by the
- * row below; for longer k it takes in half as much again */
+/* 512 cubed: 128 tiles and no parts of k to trade, 3.3 us where the row below takes 3.5; with b along k two blocks fit an SM, so
+ * that the next product is ready when this one ends. For longer k it takes in half as much again */
 typedef Sm90Tile<64, 32, 8, 1, 1, 1, 1, 25> Tile90_64x32;
 /* 64 tiles of 64 x 64 on 128 SMs, for longer k */
 typedef Sm90Tile<64, 64, 8, 1, 1, 1, 1, 31, 2> Tile90_64x64_k2;

@@ -4,7 +4,7 @@
 // c ^ r % 8 (swizzle<3, 4, 3>); panels start on multiples of 1024. EACH elements a row, 64 of 16 bits or 32 of tf32:
 //   along k    rows are m or n, a panel has EACH of k        [x][EACH k]
 //   along x    rows are k, a panel has EACH of m or n        [EACH k][EACH x], one panel behind the other
-// wgmma reads tf32 along k alone; along x the lanes load it and wgmma takes it from their registers (tf32_load).
+// wgmma reads tf32 along k alone; along x the lanes load it and wgmma takes it from their registers (load_tf32).
 #ifndef GPUKERN_TILE_WGMMA_CUH
 #define GPUKERN_TILE_WGMMA_CUH
 
