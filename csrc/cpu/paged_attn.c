@@ -10,7 +10,8 @@
  *   a unit   `unit` keys of one head: s = q K^T (lanes along d, sums across) | p = exp(s - m) | O += p V (lanes along dv)
  *   order    unit of keys outside, heads inside: the heads of a key share its memory page
  *   time     the units of some keys compute while they prefetch the rows of the keys to come, K in QK, V in PV, and
- *            touch those of a later unit: pages lie anywhere, and a miss of the TLB takes a walk through memory
+ *            touch those of a later unit: pages lie anywhere, and a miss of the TLB takes a walk through memory;
+ *            the first unit is read ahead of its products
  *
  * The partials are merged chunk by chunk in order, so results depend on the chunk size of blocks.h alone.
  *
@@ -185,6 +186,17 @@ INLINE void fetch_bytes(fetch *f, int64_t bytes) {
     f->at = at + bytes;
 }
 
+/* The rows that a chunk begins with, which nobody fetched: plain loads in the order of addresses have the machine's
+ * prefetcher bring them at the speed of a loop that only reads; the products would ask for them head by head. */
+INLINE void read_rows(const char *const *rows, int64_t num_keys, int64_t num_heads, int64_t head_bytes,
+                      int64_t row_bytes) {
+    if (head_bytes == row_bytes) row_bytes *= num_heads, num_heads = 1;
+    for (int64_t h = 0; h < num_heads; ++h)
+        for (int64_t i = 0; i < num_keys; ++i)
+            for (int64_t at = 0; at < row_bytes; at += 64)
+                (void)*(const volatile char *)(rows[i] + h * head_bytes + at);
+}
+
 /* s[lane][j] = q[lane] . k[j] for `lanes` lanes and n keys, W / lanes keys at once: W sums fill one vector.
  * k[j] + at is the row. */
 INLINE void dots(const int lanes, gk_dtype dtype, int64_t head_dim, const cell *q, int64_t q_step, const char *const *k,
@@ -345,6 +357,8 @@ INLINE void chunk_units(const paged_job *job, int64_t b, const attn_seq *x, int6
 
     for (int64_t j = first; j < gk_min_i64(end, first + (UNITS - 1) * unit); j += unit)
         attn_keys_at(&keys, j, gk_min_i64(unit, end - j), k[(j - first) / unit], v[(j - first) / unit]);
+    read_rows(k[0], gk_min_i64(unit, end - first), head1 - head0, k_head, element_bytes * head_dim);
+    read_rows(v[0], gk_min_i64(unit, end - first), head1 - head0, v_head, element_bytes * head_dim_v);
     for (int64_t j = first; j < end; j += unit) {
         const int64_t now = (j - first) / unit % UNITS, next_unit = (now + 1) % UNITS, last = (now + UNITS - 1) % UNITS;
         const int64_t j_last = gk_min_i64(end, j + (UNITS - 1) * unit);
