@@ -391,7 +391,7 @@ CHECK_UNUSED static check_workspace check_workspace_make(size_t bytes) {
 
 CHECK_UNUSED static void check_workspace_end(const check_workspace *w) {
     bool good = true;
-    for (size_t i = 0; i < CHECK_GUARD; ++i) good = good && w->data[w->bytes + i] == 0xff;
+    for (size_t i = 0; i != CHECK_GUARD; ++i) good = good && w->data[w->bytes + i] == 0xff;
     check_result(good, "memory behind the workspace of %zu bytes was written", w->bytes);
 }
 
