@@ -21,7 +21,7 @@ from torch import Tensor
 
 __all__ = ["attn_merge", "flash_attn", "flash_attn_varlen", "gemm", "kv_cache_write", "paged_attn"]
 
-_ACTIVATIONS = {
+ACTIVATIONS = {
     "none": lambda x: x,
     "relu": F.relu,
     "gelu": F.gelu,
@@ -54,7 +54,7 @@ def gemm(
         x = x + beta * c.to(acc)
     if bias is not None:
         x = x + bias.to(acc)
-    return _ACTIVATIONS[activation](x).to(out_dtype or a.dtype)
+    return ACTIVATIONS[activation](x).to(out_dtype or a.dtype)
 
 
 def _attend(

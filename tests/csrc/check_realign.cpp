@@ -1,23 +1,10 @@
 /* check_realign: csrc/cuda/gemm/realign.cuh on the host: random matrices through the functions that the kernel is made of, a
  * chunk after the other. Every element of the copy must be the right one, and every aligned read of 16 bytes must lie in the
  * row it is for. Exits with 1 on a failure. */
+#include "check_model.h"
 #include "cuda/gemm/realign.cuh"
 
-#include <stdio.h>
 #include <stdlib.h>
-
-static long num_passed, num_failed;
-
-static void check(bool good, const char *what, long a, long b) {
-    ++(good ? num_passed : num_failed);
-    if (!good && num_failed < 40) printf("FAILED %s %ld %ld\n", what, a, b);
-}
-
-static uint64_t state = 1;
-static int64_t below(int64_t n) {
-    state = state * 6364136223846793005u + 1442695040888963407u;
-    return (int64_t)((state >> 33) % (uint64_t)n);
-}
 
 static void check_divisors() {
     for (int i = 0; i < 200000; ++i) {

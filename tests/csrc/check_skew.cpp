@@ -2,23 +2,10 @@
  * of: rows go into streams and pieces chunk by chunk, and the lanes' fragments come out of them. Every element of a
  * fragment must be the right one, what lies behind the end of a row zero, and every byte that is read one of the
  * matrix. Exits with 1 on a failure. */
+#include "check_model.h"
 #include "cuda/gemm/skew.cuh"
 
-#include <stdio.h>
 #include <string.h>
-
-static long num_passed, num_failed;
-
-static void check(bool good, const char *what, long a, long b) {
-    ++(good ? num_passed : num_failed);
-    if (!good && num_failed < 40) printf("FAILED %s %ld %ld\n", what, a, b);
-}
-
-static uint64_t state = 1;
-static int64_t below(int64_t n) {
-    state = state * 6364136223846793005u + 1442695040888963407u;
-    return (int64_t)((state >> 33) % (uint64_t)n);
-}
 
 alignas(128) static uint16_t memory[1 << 17];
 static const uint16_t STALE = 0xffff; /* what a tile holds before */

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .._library import ops
+from ..reference import ACTIVATIONS
 from . import timing
 
 __all__ = ["NOISE", "Problem", "Result", "parse_class", "parse_shape", "tune"]
@@ -33,13 +33,6 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "float64": torch.float64,
-}
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda x: x,
-    "relu": torch.relu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "silu": F.silu,
 }
 
 

@@ -20,6 +20,7 @@
 #include "../tile/copy.cuh"
 #include "../tile/fragment.cuh"
 #include "../tile/pipeline.cuh"
+#include "skinny.cuh"
 #include "split.cuh"
 #include "tiles.h"
 
@@ -174,7 +175,6 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_skinny_kernel(GemmProblem p) 
 }
 
 /* ---- 5 the launch -------------------------------------------------------------------------------------------- */
-/* p or its transposed product, where the kernel serves it. */
 bool fits(const GemmProblem &p, gk_dtype dtype) {
     if (p.m > SKINNY_MAX_TOKENS || p.k % 8 != 0 || p.m == 0) return false;
     if (p.k < BLOCK_STEP) return false; /* warps without work: small tiles side by side are faster */
@@ -187,13 +187,8 @@ bool fits(const GemmProblem &p, gk_dtype dtype) {
 bool plan(const gk_context *ctx, const void *arguments, GemmProblem *p) {
     const gk_gemm_args *args = (const gk_gemm_args *)arguments;
     const gk_dtype dtype = args->a.dtype;
-    *p = gemm_problem_of(args);
-    bool good = fits(*p, dtype);
-    if (p->n <= SKINNY_MAX_TOKENS && (!good || p->n < p->m)) {
-        const GemmProblem swapped = gemm_swapped(*p);
-        if (fits(swapped, dtype)) *p = swapped, good = true;
-    }
-    if (!good) return false;
+    const auto serves = [dtype](const GemmProblem &x) { return fits(x, dtype); };
+    if (!skinny_problem(args, SKINNY_MAX_TOKENS, serves, p)) return false;
     const int64_t sms = gk_gpu_of(ctx->index)->num_sms, rows = gk_max_i64(1, p->n * p->batch);
     if (p->b_k == 1) {
         const int64_t rounds = gk_ceil_div(rows, SKINNY_ROWS * sms);
@@ -208,43 +203,25 @@ bool plan(const gk_context *ctx, const void *arguments, GemmProblem *p) {
     return true;
 }
 
-/* Blocks: equally many tiles each, at most one block an SM. */
-int64_t blocks_of(const gk_context *ctx, const GemmProblem &p) {
-    const int64_t tiles = (int64_t)p.tiles_n * p.batch;
-    return gk_max_i64(1, gk_ceil_div(tiles, gk_max_i64(1, gk_ceil_div(tiles, gk_gpu_of(ctx->index)->num_sms))));
-}
-
-enum Key { /* of a row: the most tokens, the most weights a tile, bytes of shared memory */
-    KEY_TOKENS,
-    KEY_ROWS,
-    KEY_SMEM
-};
-
 extern const gk_cuda_row *const skinny_rows;
 extern const int num_skinny_rows;
-
-bool serves(const gk_cuda_row *row, const gk_context *ctx, const GemmProblem &p) {
-    return p.m <= row->key[KEY_TOKENS] && p.group <= row->key[KEY_ROWS] && smem_fits(ctx, row->key[KEY_SMEM]);
-}
 
 const gk_cuda_row *choose(const gk_context *ctx, const void *args) {
     const gk_dtype dtype = ((const gk_gemm_args *)args)->a.dtype;
     GemmProblem p;
     if ((dtype != GK_BF16 && dtype != GK_F16) || !plan(ctx, args, &p)) return NULL;
-    for (const gk_cuda_row *row = skinny_rows; row < skinny_rows + num_skinny_rows; ++row)
-        if (row->dtype == dtype && serves(row, ctx, p)) return row;
-    return NULL;
+    return skinny_row(skinny_rows, num_skinny_rows, ctx, dtype, p);
 }
 
 bool takes(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
     GemmProblem p;
-    return plan(ctx, args, &p) && serves(row, ctx, p);
+    return plan(ctx, args, &p) && skinny_serves(row, ctx, p);
 }
 
 template <class T, int TOKENS, int ROWS> gk_status run(const gk_cuda_row *, const gk_context *ctx, const void *args) {
     GemmProblem p;
     if (!plan(ctx, args, &p) || p.n == 0 || p.batch == 0) return GK_OK;
-    const dim3 grid((unsigned)blocks_of(ctx, p));
+    const dim3 grid((unsigned)skinny_blocks(ctx, p));
     if (p.b_k == 1)
         return launch<gemm_skinny_kernel<T, TOKENS, ROWS, false>>("gk_gemm", ctx, grid, THREADS,
                                                                   Smem<TOKENS, ROWS, false>::BYTES, p);
@@ -254,10 +231,7 @@ template <class T, int TOKENS, int ROWS> gk_status run(const gk_cuda_row *, cons
 
 void explain(const gk_cuda_row *row, const gk_context *ctx, const void *args, gk_explanation *out) {
     GemmProblem p;
-    if (!plan(ctx, args, &p)) return;
-    out->tile[0] = row->key[KEY_TOKENS], out->tile[1] = p.group, out->tile[2] = BLOCK_STEP;
-    out->tasks = (int64_t)p.tiles_n * p.batch;
-    out->waves = (double)gk_ceil_div(out->tasks, blocks_of(ctx, p)); /* tiles that a block takes in turn */
+    if (plan(ctx, args, &p)) skinny_explain(row, ctx, p, BLOCK_STEP, out);
 }
 
 #define ROW(name, T, tokens, rows)                                                                                  \

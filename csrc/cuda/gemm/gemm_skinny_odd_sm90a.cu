@@ -30,6 +30,7 @@
 #include "../ptx/griddepcontrol.cuh"
 #include "../tile/fragment.cuh"
 #include "skew.cuh"
+#include "skinny.cuh"
 #include "split.cuh"
 #include "tiles.h"
 
@@ -356,7 +357,6 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_skinny_odd_sm90a_kernel(const
 }
 
 /* ---- 6 the launch -------------------------------------------------------------------------------------------- */
-/* p or its transposed product, where the kernel serves it. */
 bool fits(const GemmProblem &p) {
     if (p.m > SKINNY_ODD_MAX_TOKENS || p.m == 0 || p.k < SKINNY_ODD_MIN_K) return false;
     /* rows of k that do not come one after the other: any step might hold the tensor's first chunk */
@@ -365,13 +365,7 @@ bool fits(const GemmProblem &p) {
 
 /* R: as many weights a tile as give every SM equally many tiles. */
 bool plan(const gk_context *ctx, const void *arguments, GemmProblem *p) {
-    *p = gemm_problem_of((const gk_gemm_args *)arguments);
-    bool good = fits(*p);
-    if (p->n <= SKINNY_ODD_MAX_TOKENS && (!good || p->n < p->m)) {
-        const GemmProblem swapped = gemm_swapped(*p);
-        if (fits(swapped)) *p = swapped, good = true;
-    }
-    if (!good) return false;
+    if (!skinny_problem((const gk_gemm_args *)arguments, SKINNY_ODD_MAX_TOKENS, fits, p)) return false;
     const int64_t sms = gk_gpu_of(ctx->index)->num_sms, rows = gk_max_i64(1, p->n * p->batch);
     const int64_t most = p->m > SKINNY_MAX_TOKENS || rows <= SKINNY_ODD_ROWS * sms ? SKINNY_ODD_ROWS : SKINNY_ROWS;
     const int64_t rounds = gk_ceil_div(rows, most * sms);
@@ -380,38 +374,20 @@ bool plan(const gk_context *ctx, const void *arguments, GemmProblem *p) {
     return (double)p->tiles_n * (double)p->batch < INT32_MAX && p->k < INT32_MAX;
 }
 
-/* Blocks: equally many tiles each, at most one block an SM. */
-int64_t blocks_of(const gk_context *ctx, const GemmProblem &p) {
-    const int64_t tiles = (int64_t)p.tiles_n * p.batch;
-    return gk_max_i64(1, gk_ceil_div(tiles, gk_max_i64(1, gk_ceil_div(tiles, gk_gpu_of(ctx->index)->num_sms))));
-}
-
-enum Key { /* of a row: the most tokens, the most weights a tile, bytes of shared memory */
-    KEY_TOKENS,
-    KEY_ROWS,
-    KEY_SMEM
-};
-
 extern const gk_cuda_row *const odd_rows;
 extern const int num_odd_rows;
-
-bool serves(const gk_cuda_row *row, const gk_context *ctx, const GemmProblem &p) {
-    return p.m <= row->key[KEY_TOKENS] && p.group <= row->key[KEY_ROWS] && smem_fits(ctx, row->key[KEY_SMEM]);
-}
 
 const gk_cuda_row *choose(const gk_context *ctx, const void *args) {
     const gk_dtype dtype = ((const gk_gemm_args *)args)->a.dtype;
     GemmProblem p;
     if ((dtype != GK_BF16 && dtype != GK_F16) || !plan(ctx, args, &p)) return NULL;
     if (p.n * p.batch < (p.m > SKINNY_MAX_TOKENS ? SKINNY_ODD_LEAST_64 : SKINNY_ODD_LEAST_16)) return NULL;
-    for (const gk_cuda_row *row = odd_rows; row < odd_rows + num_odd_rows; ++row)
-        if (row->dtype == dtype && serves(row, ctx, p)) return row;
-    return NULL;
+    return skinny_row(odd_rows, num_odd_rows, ctx, dtype, p);
 }
 
 bool takes(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
     GemmProblem p;
-    return plan(ctx, args, &p) && serves(row, ctx, p);
+    return plan(ctx, args, &p) && skinny_serves(row, ctx, p);
 }
 
 /* The lowest address of a [batch][x][k] operand. */
@@ -428,7 +404,7 @@ template <class T, int TOKENS, int ROWS, bool ALONG_N> gk_status start(const gk_
     x->first_w = lowest(p.b, p.n, p.k, p.b_n, p.b_k, p, p.b_batch);
     x->first_x = lowest(p.a, p.m, p.k, p.a_m, p.a_k, p, p.a_batch);
     return launch<gemm_skinny_odd_sm90a_kernel<T, TOKENS, ROWS, ALONG_N>>(
-        "gk_gemm", ctx, dim3((unsigned)blocks_of(ctx, p)), THREADS, S::BYTES, *x, true);
+        "gk_gemm", ctx, dim3((unsigned)skinny_blocks(ctx, p)), THREADS, S::BYTES, *x, true);
 }
 
 template <class T, int TOKENS, int ROWS> gk_status run(const gk_cuda_row *, const gk_context *ctx, const void *args) {
@@ -439,10 +415,7 @@ template <class T, int TOKENS, int ROWS> gk_status run(const gk_cuda_row *, cons
 
 void explain(const gk_cuda_row *row, const gk_context *ctx, const void *args, gk_explanation *out) {
     GemmProblem p;
-    if (!plan(ctx, args, &p)) return;
-    out->tile[0] = row->key[KEY_TOKENS], out->tile[1] = p.group, out->tile[2] = BLOCK_STEP;
-    out->tasks = (int64_t)p.tiles_n * p.batch;
-    out->waves = (double)gk_ceil_div(out->tasks, blocks_of(ctx, p)); /* tiles that a block takes in turn */
+    if (plan(ctx, args, &p)) skinny_explain(row, ctx, p, BLOCK_STEP, out);
 }
 
 template <int TOKENS, int ROWS> constexpr int smem_of() {

@@ -1,0 +1,21 @@
+/* check_model.h: what the models of CUDA copies on the host share: counted checks and numbers that repeat. */
+#ifndef GPUKERN_CHECK_MODEL_H
+#define GPUKERN_CHECK_MODEL_H
+
+#include <stdint.h>
+#include <stdio.h>
+
+static long num_passed, num_failed;
+
+static void check(bool good, const char *what, long a, long b) {
+    ++(good ? num_passed : num_failed);
+    if (!good && num_failed < 40) printf("FAILED %s %ld %ld\n", what, a, b);
+}
+
+static uint64_t state = 1;
+static int64_t below(int64_t n) {
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    return (int64_t)((state >> 33) % (uint64_t)n);
+}
+
+#endif
