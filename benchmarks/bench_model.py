@@ -4,7 +4,7 @@ python benchmarks/bench_model.py [--quick] [--rows eager compiled] [--device cpu
 Forward, loss and backward under bf16 autocast, eager and compiled; the optimizer, which is the
 same on both sides, is left out. FLOPs: 6 per weight and token, and attention's.
 On CUDA either is called, launches and all, and run as CUDA graphs: the whole eager step captured by hand, the compiled
-one through mode="reduce-overhead".
+one through mode="reduce-overhead"; and once more with our gemm between PyTorch's attention.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import shapes
 import torch
 from harness import Case, Run, arguments, open_device
 from torch import Tensor
+
+import torch_gpukern
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "demo"))
 from model import GPT, GpukernOps, TorchOps  # noqa: E402
@@ -31,6 +33,17 @@ MODES = {
         "compiled, reduce-overhead": ({"mode": "reduce-overhead"}, False),
     },
 }
+
+
+class OurGemm(TorchOps):
+    """PyTorch's attention between our products, for what these alone do to a step."""
+
+    def linear(self, x: Tensor, w: Tensor) -> Tensor:
+        return torch_gpukern.gemm(x, w)
+
+
+# group -> whose operations are ours
+GROUPS = {"gradient step": GpukernOps, "gradient step, gemm alone": OurGemm}
 
 
 def gradient_step(model: GPT, ops, device: torch.device, options: dict | None):
@@ -52,7 +65,7 @@ def gradient_step(model: GPT, ops, device: torch.device, options: dict | None):
     return run
 
 
-def model_case(label: str, device: torch.device) -> Case:
+def model_case(group: str, label: str, device: torch.device) -> Case:
     options, replayed = MODES[device.type][label]
     if options is not None:
         torch.compiler.reset()  # or each step would first ask whether an earlier row's graph fits
@@ -80,11 +93,11 @@ def model_case(label: str, device: torch.device) -> Case:
     weights = sum(p.numel() for p in model.parameters()) - model.embed.numel()
     attention = 4.0 * config.layers * config.heads_q * seq * config.head_dim / 2 * 3.5
     return Case(
-        group="gradient step",
+        group=group,
         label=label,
         dtype="bf16",
         make=make,
-        ours=gradient_step(model, GpukernOps(), device, options),
+        ours=gradient_step(model, GROUPS[group](), device, options),
         peers={"torch built-ins": gradient_step(model, TorchOps(), device, options)},
         reference=exact,
         flops=batch * seq * (6.0 * weights + attention),
@@ -97,9 +110,10 @@ def main() -> None:
     args = arguments("model")
     device = open_device(args.device)
     run = Run("model", args, device)
-    for label in MODES[device.kind]:
-        if run.wants("gradient step"):
-            run.add(model_case(label, device.device))
+    for group in GROUPS if device.kind == "cuda" else ("gradient step",):
+        for label in MODES[device.kind]:
+            if run.wants(group):
+                run.add(model_case(group, label, device.device))
     run.finish(shapes.MODEL_BARS if device.kind == "cpu" else {})
 
 

@@ -18,6 +18,12 @@ static gk_dtype stats_dtype(gk_dtype d) { return d == GK_F64 ? GK_F64 : GK_F32; 
         if (!(condition)) return gk_fail(GK_ERR_ARGUMENT, __VA_ARGS__); \
     } while (0)
 
+#define TRY(call)                             \
+    do {                                      \
+        gk_status status_ = (call);           \
+        if (status_ != GK_OK) return status_; \
+    } while (0)
+
 static gk_status check_context(const char *op, const gk_context *ctx, size_t args_size, size_t expected) {
     REQUIRE(ctx && ctx->size >= sizeof(gk_context),
             "%s: context is missing or its size field is not sizeof(gk_context)", op);
@@ -32,13 +38,19 @@ static gk_status check_context(const char *op, const gk_context *ctx, size_t arg
     return GK_OK;
 }
 
-static gk_status check_tensor(const char *op, const char *name, const gk_tensor *t, gk_dtype dtype, int min_ndim,
+static gk_status check_layout(const char *op, const char *name, const gk_tensor *t, gk_dtype dtype, int min_ndim,
                               int max_ndim) {
     REQUIRE(t->ndim >= min_ndim && t->ndim <= max_ndim, "%s: %s has %d dimensions, expected %d to %d", op, name,
             (int)t->ndim, min_ndim, max_ndim);
     REQUIRE(t->dtype == dtype, "%s: %s is %s, expected %s", op, name, gk_dtype_name(t->dtype), gk_dtype_name(dtype));
     for (int d = 0; d < t->ndim; ++d)
         REQUIRE(t->shape[d] >= 0, "%s: %s has size %lld in dimension %d", op, name, (long long)t->shape[d], d);
+    return GK_OK;
+}
+
+static gk_status check_tensor(const char *op, const char *name, const gk_tensor *t, gk_dtype dtype, int min_ndim,
+                              int max_ndim) {
+    TRY(check_layout(op, name, t, dtype, min_ndim, max_ndim));
     REQUIRE(t->data || gk_numel(t) == 0, "%s: %s has no data", op, name);
     return GK_OK;
 }
@@ -55,12 +67,6 @@ static gk_status check_dense_last(const char *op, const char *name, const gk_ten
             "%s: %s has stride %lld in its last dimension, expected 1", op, name, (long long)t->stride[d]);
     return GK_OK;
 }
-
-#define TRY(call)                             \
-    do {                                      \
-        gk_status status_ = (call);           \
-        if (status_ != GK_OK) return status_; \
-    } while (0)
 
 /* ---- the row ---------------------------------------------------------------------------------------- */
 static gk_status find_isa(const char *op, const gk_context *ctx, gk_isa *isa) {
@@ -558,7 +564,9 @@ static bool is_contiguous(const gk_tensor *t) {
     return true;
 }
 
-static gk_status check_flash(const char *op, const gk_context *ctx, const gk_flash_attn_args *f, bool contents) {
+/* lse_wanted: lse must have data. */
+static gk_status check_flash(const char *op, const gk_context *ctx, const gk_flash_attn_args *f, bool lse_wanted,
+                             bool contents) {
     REQUIRE(f, "%s: args is NULL", op);
     TRY(check_context(op, ctx, f->size, sizeof *f));
     const bool packed = f->cu_seqlens_q != NULL;
@@ -569,7 +577,8 @@ static gk_status check_flash(const char *op, const gk_context *ctx, const gk_fla
     TRY(check_tensor(op, "k", &f->k, dtype, nd, nd));
     TRY(check_tensor(op, "v", &f->v, dtype, nd, nd));
     TRY(check_tensor(op, "out", &f->out, dtype, nd, nd));
-    TRY(check_tensor(op, "lse", &f->lse, stats_dtype(dtype), nd - 1, nd - 1));
+    TRY(check_layout(op, "lse", &f->lse, stats_dtype(dtype), nd - 1, nd - 1));
+    REQUIRE(f->lse.data || !lse_wanted || gk_numel(&f->lse) == 0, "%s: lse has no data", op);
     TRY(check_size(op, "k", &f->k, last, f->q.shape[last]));
     TRY(check_head_dim(op, "q", ctx, f->q.shape[last]));
     TRY(check_head_dim(op, "v", ctx, f->v.shape[last]));
@@ -646,25 +655,25 @@ static double visible_pairs(const gk_context *ctx, const gk_flash_attn_args *f) 
 
 static void attn_cost(const gk_context *ctx, const gk_flash_attn_args *f, double products, gk_explanation *out) {
     const int last = f->q.ndim - 1;
-    out->bytes =
-        tensor_bytes(&f->q) + tensor_bytes(&f->k) + tensor_bytes(&f->v) + tensor_bytes(&f->out) + tensor_bytes(&f->lse);
+    out->bytes = tensor_bytes(&f->q) + tensor_bytes(&f->k) + tensor_bytes(&f->v) + tensor_bytes(&f->out) +
+                 (f->lse.data ? tensor_bytes(&f->lse) : 0);
     out->flops =
         products * visible_pairs(ctx, f) * (double)f->q.shape[1] * (double)(f->q.shape[last] + f->v.shape[last]);
 }
 
 size_t gk_flash_attn_fwd_workspace_bytes(const gk_context *ctx, const gk_flash_attn_args *args) {
-    if (check_flash("gk_flash_attn_fwd", ctx, args, false) != GK_OK) return 0;
+    if (check_flash("gk_flash_attn_fwd", ctx, args, false, false) != GK_OK) return 0;
     return workspace_of("gk_flash_attn_fwd", ctx, GK_OP_FLASH_ATTN_FWD, args->q.dtype, args);
 }
 
 gk_status gk_flash_attn_fwd(const gk_context *ctx, const gk_flash_attn_args *args) {
-    TRY(check_flash("gk_flash_attn_fwd", ctx, args, true));
+    TRY(check_flash("gk_flash_attn_fwd", ctx, args, false, true));
     return run("gk_flash_attn_fwd", ctx, GK_OP_FLASH_ATTN_FWD, args->q.dtype, args, args->workspace,
                args->workspace_bytes);
 }
 
 gk_status gk_explain_flash_attn_fwd(const gk_context *ctx, const gk_flash_attn_args *args, gk_explanation *out) {
-    TRY(check_flash("gk_explain_flash_attn_fwd", ctx, args, true));
+    TRY(check_flash("gk_explain_flash_attn_fwd", ctx, args, false, true));
     TRY(explain("gk_explain_flash_attn_fwd", ctx, GK_OP_FLASH_ATTN_FWD, args->q.dtype, args, out));
     attn_cost(ctx, args, 2, out);
     bound(ctx, args->q.dtype, out);
@@ -676,7 +685,7 @@ static gk_status check_flash_bwd(const char *op, const gk_context *ctx, const gk
     REQUIRE(g, "%s: args is NULL", op);
     TRY(check_context(op, ctx, g->size, sizeof *g));
     const gk_flash_attn_args *f = &g->fwd;
-    TRY(check_flash(op, ctx, f, contents));
+    TRY(check_flash(op, ctx, f, true, contents));
     const int nd = f->q.ndim;
     const gk_tensor *grads[4] = {&g->grad_out, &g->dq, &g->dk, &g->dv}, *like[4] = {&f->out, &f->q, &f->k, &f->v};
     const char *const names[4] = {"grad_out", "dq", "dk", "dv"};

@@ -77,8 +77,6 @@ struct Scratch {
 
 inline thread_local Scratch scratch;
 
-inline size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
-
 // ---- what kernels reported ------------------------------------------------------------------------
 // Raises for the first kind of bad index contents that a kernel met since the last time; forgets all.
 inline void raise_device_errors(const char *op, uint8_t *word) {
@@ -131,10 +129,8 @@ class Call {
 
     const gk_context *context() const { return &context_; }
 
-    // Memory that holds until the next call of this thread: `first` bytes of workspace, then
-    // `second` bytes.
-    void *workspace(const Tensor &like, size_t first, size_t second = 0, void **rest = nullptr) {
-        size_t bytes = round_up(first, kAlign) + round_up(second, kAlign);
+    // Memory that holds until the next call of this thread.
+    void *workspace(const Tensor &like, size_t bytes) {
         char *data = nullptr;
         if (bytes && context_.device == GK_CPU && bytes <= kKeptBytes) {
             data = kept(bytes);
@@ -144,7 +140,6 @@ class Call {
             large_ = empty(op_, shape, &byte, like.device);
             data = static_cast<char *>(large_.view.data);
         }
-        if (rest) *rest = data + round_up(first, kAlign);
         return data;
     }
 

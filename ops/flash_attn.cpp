@@ -208,19 +208,17 @@ void fill_inputs(const char *op, Tensor &q, Tensor &k, Tensor &v, gk_flash_attn_
     args->v = v.view;
 }
 
-// lse NULL: the caller does not want it, so it lies behind the workspace.
+// lse NULL: the caller does not want it.
 void run(Problem &p, const Tensor &out, const Tensor *lse) {
     // Without rows there is no work; packed calls still have lengths whose contents count.
     if (out.numel() == 0 && !p.args.cu_seqlens_q) return;
     fill_inputs(p.op, *p.q, *p.k, *p.v, &p.args);
     p.args.out = out.view;
     Call call(p.op, *p.q);
-    size_t lse_bytes = 0;
     if (lse) {
         p.args.lse = lse->view;
     } else {
         gk_tensor &view = p.args.lse;
-        view.data = out.view.data; // until its place is known: the size below does not depend on it
         view.dtype = wide_dtype(*p.q);
         view.ndim = p.q->view.ndim - 1;
         int64_t rows = 1;
@@ -229,12 +227,9 @@ void run(Problem &p, const Tensor &out, const Tensor *lse) {
             view.stride[d] = rows;
             rows *= p.q->size(d);
         }
-        lse_bytes = static_cast<size_t>(rows) * gk_dtype_bytes(view.dtype);
     }
     p.args.workspace_bytes = gk_flash_attn_fwd_workspace_bytes(call.context(), &p.args);
-    void *behind;
-    p.args.workspace = call.workspace(*p.q, p.args.workspace_bytes, lse_bytes, &behind);
-    if (lse_bytes) p.args.lse.data = behind;
+    p.args.workspace = call.workspace(*p.q, p.args.workspace_bytes);
     call.done(gk_flash_attn_fwd(call.context(), &p.args));
 }
 

@@ -114,7 +114,7 @@ static void fwd_task(void *arg, int64_t task, int64_t worker) {
         int64_t b = ref_owner(&job->q, token);
         if (b == job->q.batch) { /* past the last sequence */
             zero_row(&x->out, at(job, &x->out, 0, 0, h, token), job->head_dim_v);
-            gk_store(x->lse.data, x->lse.dtype, at(job, &x->lse, 0, 0, h, token), -INFINITY);
+            if (x->lse.data) gk_store(x->lse.data, x->lse.dtype, at(job, &x->lse, 0, 0, h, token), -INFINITY);
             ++token;
             continue;
         }

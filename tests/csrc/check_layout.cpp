@@ -596,6 +596,31 @@ template <int BX, bool ALONG_X, int PARTS, int EACH> static void check_part() {
     check(once && x_hits == BX * EACH, "%d parts of %d x %d, %d: not every byte once", PARTS, BX, EACH, ALONG_X);
 }
 
+// Tiles that end outside the matrix: the boxes that are copied have all that lies inside, lower ones nothing else, and bring
+// as many bytes as their readers wait for.
+template <int BX, bool ALONG_X, int PARTS, int EACH> static void check_part_ends() {
+    typedef wgmma_part<BX, ALONG_X, PARTS, EACH> Part;
+    bool bytes = true, all = true, lower = true;
+    for (int left = -BX; left <= 2 * BX; ++left) {
+        int brought = 0, x_hits = 0;
+        for (int part = 0; part < PARTS; ++part) {
+            for (int i = 0; i < Part::boxes_of(part, left); ++i) {
+                /* as the host makes the map of ends: the rest of the matrix' rows over whole boxes, which `left` shares */
+                const int rows = Part::ends(part, left) ? left % Part::box_rows : Part::box_rows;
+                const int first = Part::x(part, i), count = ALONG_X ? EACH : rows;
+                brought += rows * WGMMA_ROW_BYTES;
+                lower = lower && rows > 0 && (ALONG_X ? first < left : first + count <= (left < BX ? left : BX));
+                if (Part::k(part) > 0) continue; /* the same x as a part before */
+                for (int x = first; x < first + count && x < BX; ++x) x_hits += x < left;
+            }
+        }
+        bytes = bytes && brought == Part::bytes_of(left);
+        all = all && x_hits == (left < 0 ? 0 : left < BX ? left : BX);
+    }
+    check(bytes, "%d parts of %d x %d, %d: readers of an ending tile wait for other bytes", PARTS, BX, EACH, ALONG_X);
+    check(all && lower, "%d parts of %d x %d, %d: an ending tile is copied wrongly", PARTS, BX, EACH, ALONG_X);
+}
+
 // Which byte wgmma reads for element (x, k16) of the operand that a descriptor describes, elements of `bytes`; x from the
 // descriptor's start.
 static uint32_t wgmma_reads(uint64_t descriptor, bool along_x, int x, int k, int bytes) {
@@ -626,8 +651,11 @@ template <int BX, bool ALONG_X, int EACH> static void check_descriptor() {
 }
 
 template <int BX, bool ALONG_X, int EACH> static void check_parts() {
-    check_part<BX, ALONG_X, 1, EACH>();
-    if constexpr (BX % 64 == 0) check_part<BX, ALONG_X, 2, EACH>(), check_part<BX, ALONG_X, 4, EACH>();
+    check_part<BX, ALONG_X, 1, EACH>(), check_part_ends<BX, ALONG_X, 1, EACH>();
+    if constexpr (BX % 64 == 0) {
+        check_part<BX, ALONG_X, 2, EACH>(), check_part<BX, ALONG_X, 4, EACH>();
+        check_part_ends<BX, ALONG_X, 2, EACH>(), check_part_ends<BX, ALONG_X, 4, EACH>();
+    }
 }
 
 template <int BX> static void check_operand() {

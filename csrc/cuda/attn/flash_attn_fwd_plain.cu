@@ -76,7 +76,7 @@ template <class T> __global__ void __launch_bounds__(THREADS, 4) flash_attn_fwd_
 #pragma unroll
     for (int c = 0; c < COLS; ++c)
         if (c * 32 + lane < p.head_dim_v) out_g[c * 32 + lane] = from_acc<T>(total == 0 ? 0 : o[c] * factor);
-    if (lane == 0)
+    if (lane == 0 && p.lse.data)
         ((W *)p.lse.data)[b * p.lse.batch + head * p.lse.head + (int64_t)(seq.q0 + i) * p.lse.row] =
             total == 0 ? (W)-INFINITY : peak + log(total);
 }

@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, Smem<Tile>::CTAS > 2 ? 2 
         const int64_t row = work.i0 + ty + TY * i;
         if (row >= seq.seq_q) continue;
         const int64_t at = lse0 + row * p.lse.row;
-        if (tx == 0) lse_g[at] = y.lse;
+        if (tx == 0 && lse_g) lse_g[at] = y.lse;
         float *to =
             whole ? out_g + row * p.out.row : params.out_parts + (work.split * params.part_rows + at) * p.head_dim_v;
 #pragma unroll

@@ -338,7 +338,7 @@ __global__ void __launch_bounds__(Tile::WARPS * 32, Tile::CTAS) flash_attn_fwd_s
             const RowResult y = row_result(softmax.peak[m][r] * unit, quad_sum(softmax.total[m][r]), sink);
             const int i = row0 + 16 * m + 8 * r;
             const int64_t row = lse0 + (int64_t)i * p.lse.row;
-            if (col0 == 0 && i < seq_q) lse_g[row] = y.lse;
+            if (col0 == 0 && i < seq_q && lse_g) lse_g[row] = y.lse;
             if (whole) {
 #pragma unroll
                 for (int n = 0; n < ND; ++n)

@@ -23,7 +23,7 @@ template <class T> __global__ void __launch_bounds__(128) clear_unowned_kernel(P
         const int64_t row = first + x / p.heads_q, head = x % p.heads_q;
         T *out = (T *)p.out.data + row * p.out.row + head * p.out.head;
         for (int d = threadIdx.x % 32; d < p.head_dim_v; d += 32) out[d] = from_acc<T>(0);
-        if (threadIdx.x % 32 == 0) ((W *)p.lse.data)[row * p.lse.row + head * p.lse.head] = -INFINITY;
+        if (threadIdx.x % 32 == 0 && p.lse.data) ((W *)p.lse.data)[row * p.lse.row + head * p.lse.head] = -INFINITY;
     }
 }
 

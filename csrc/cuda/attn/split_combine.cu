@@ -53,7 +53,7 @@ template <class T> __global__ void __launch_bounds__(THREADS) split_combine_kern
         if (col >= p.head_dim_v) break;
         out[col] = from_acc<T>(sum[c].x * factor), out[col + 1] = from_acc<T>(sum[c].y * factor);
     }
-    if (lane == 0) p.lse[row] = total == 0 ? -INFINITY : top + logf(total);
+    if (lane == 0 && p.lse) p.lse[row] = total == 0 ? -INFINITY : top + logf(total);
 }
 
 } // namespace

@@ -11,8 +11,8 @@ struct SplitCombine {
     int splits;
     int64_t rows;
     int head_dim_v;
-    void *out; /* float32, bfloat16 or float16; columns dense */
-    float *lse;
+    void *out;  /* float32, bfloat16 or float16; columns dense */
+    float *lse; /* NULL = not wanted */
     int size_y, size_z;
     int64_t out_x, out_y, out_z; /* strides of out, elements */
     const float *sinks;          /* of heads, NULL = none */

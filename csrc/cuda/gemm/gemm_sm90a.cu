@@ -52,9 +52,10 @@ template <class T, class Tile> constexpr bool TURNED_TF32 = sizeof(T) == 4 && Ti
 
 /* ---- 1 the call ---------------------------------------------------------------------------------------------- */
 struct Params {
-    CUtensorMap a, b;        /* [batch dimensions, up to 3][m or n][k], or with k and the other changed */
-    CUtensorMap out, preact; /* where `plain` */
-    bool plain;              /* store_plain serves the call */
+    CUtensorMap a, b;         /* [batch dimensions, up to 3][m or n][k], or with k and the other changed */
+    CUtensorMap a_end, b_end; /* along k: boxes of the last rows of m or n, where they do not fill one of a's or b's */
+    CUtensorMap out, preact;  /* where `plain` */
+    bool plain;               /* store_plain serves the call */
     bool across;   /* store_any: the lanes' values lie down the rows; in the epilogue rows and columns change places */
     GemmProblem p; /* tiles_m counts the tiles of clusters */
 };
@@ -100,18 +101,30 @@ __device__ __forceinline__ void place_batch(const GemmProblem &p, const int64_t 
 }
 
 /* ---- 2 copies ------------------------------------------------------------------------------------------------ */
-/* Part `part` of the rows or columns from x on and 64 of k, into the blocks of the cluster whose bits are set. */
+/* Where a tile's part comes from. Rows outside a matrix take tma three times as long as rows inside, so none are copied: what
+ * their places in shared memory hold goes into sums that are not stored. k is filled up with zeros. */
+template <class Part> struct Source {
+    const CUtensorMap *map;
+    int boxes, bytes; /* of the part; of all parts of the tile, for K_BLOCK of k */
+
+    /* left: rows from the tile's first on. end: describes the box that the last of them do not fill */
+    __device__ __forceinline__ Source(const CUtensorMap *inside, const CUtensorMap *end, int left, int part)
+        : map(Part::ends(part, left) ? end : inside), boxes(Part::boxes_of(part, left)), bytes(Part::bytes_of(left)) {}
+};
+
+/* Part `part` of the rows or columns from x on and K_BLOCK of k, into the blocks of the cluster whose bits are set. */
 template <class Part, bool ALONG_X, int SHARERS>
-__device__ __forceinline__ void copy_part(smem_addr to_s, const CUtensorMap *map, tma_at at, int x, int k, int part,
+__device__ __forceinline__ void copy_part(smem_addr to_s, const Source<Part> &from, tma_at at, int x, int k, int part,
                                           smem_addr full, uint16_t blocks) {
 #pragma unroll
     for (int i = 0; i < Part::boxes; ++i) {
+        if (i >= from.boxes) break;
         const int x_at = x + Part::x(part, i), k_at = k + Part::k(part);
         at.c[0] = ALONG_X ? x_at : k_at, at.c[1] = ALONG_X ? k_at : x_at;
         if (SHARERS > 1)
-            tma_load_5d_multicast(to_s + Part::offset(part, i), map, at, full, blocks);
+            tma_load_5d_multicast(to_s + Part::offset(part, i), from.map, at, full, blocks);
         else
-            tma_load_5d(to_s + Part::offset(part, i), map, at, full);
+            tma_load_5d(to_s + Part::offset(part, i), from.map, at, full);
     }
 }
 
@@ -155,6 +168,10 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1)
     const unsigned first = blockIdx.x / CLUSTER, step = gridDim.x / CLUSTER;
     const int all_steps = (int)((p.k + BK - 1) / BK), part_steps = (all_steps + CK - 1) / CK;
     const int step0 = part * part_steps, steps = max(0, min(part_steps, all_steps - step0));
+    const auto place = [&](unsigned t) -> coord {
+        const TilePlace tile = tile_place(t % tiles, p.tiles_m, p.tiles_n, p.group);
+        return {(tile.row * CM + tile_m) * BM, (tile.col * CN + tile_n) * BN};
+    };
 
     if (warpgroup == WGS) {
         /* ---- 3.1 copies ---- */
@@ -164,22 +181,23 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1)
             for (int j = 0; j < CN; ++j) row_blocks |= 1 << (first_of_part + tile_m + CM * j);
             const uint16_t col_blocks = ((1 << CM) - 1) << (first_of_part + CM * tile_n);
             for (unsigned t = first; t < all; t += step) {
-                const TilePlace tile = tile_place(t % tiles, p.tiles_m, p.tiles_n, p.group);
-                const int row = (tile.row * CM + tile_m) * BM, col = (tile.col * CN + tile_n) * BN;
+                const coord tile = place(t);
+                const Source<typename S::APart> a_from(&x.a, &x.a_end, (int)p.m - tile.row, tile_n);
+                const Source<typename S::BPart> b_from(&x.b, &x.b_end, (int)p.n - tile.col, tile_m);
                 tma_at a_at = {}, b_at = {};
                 place_batch(p, p.a_batch, t / tiles, a_at), place_batch(p, p.b_batch, t / tiles, b_at);
                 griddepcontrol_wait(); /* what the kernel before wrote is there, and what it read may be overwritten */
                 for (int k = step0; k < step0 + steps; ++k) {
                     const smem_addr a_s = ring_s + ring.slot * S::SLOT, b_s = a_s + A::bytes;
                     ring.wait_empty(); /* all readers of what this step overwrites, here and in the others, have let go */
-                    mbarrier_arrive_expect_tx(ring.full(), S::SLOT);
+                    mbarrier_arrive_expect_tx(ring.full(), Tile::K64 * (a_from.bytes + b_from.bytes));
 #pragma unroll
                     for (int kb = 0; kb < Tile::K64; ++kb) {
                         const int at_k = k * BK + kb * K_BLOCK<T>;
-                        copy_part<typename S::APart, S::ALONG_M, CN>(a_s + kb * S::BLOCK, &x.a, a_at, row, at_k, tile_n,
-                                                                     ring.full(), row_blocks);
-                        copy_part<typename S::BPart, S::ALONG_N, CM>(b_s + kb * S::BLOCK, &x.b, b_at, col, at_k, tile_m,
-                                                                     ring.full(), col_blocks);
+                        copy_part<typename S::APart, S::ALONG_M, CN>(a_s + kb * S::BLOCK, a_from, a_at, tile.row, at_k,
+                                                                     tile_n, ring.full(), row_blocks);
+                        copy_part<typename S::BPart, S::ALONG_N, CM>(b_s + kb * S::BLOCK, b_from, b_at, tile.col, at_k,
+                                                                     tile_m, ring.full(), col_blocks);
                     }
                     ring.advance();
                 }
@@ -206,12 +224,8 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1)
                 mbarrier_arrive(barrier_s);
         };
         for (unsigned t = first; t < all; t += step) {
-            const auto place = [&]() -> coord {
-                const TilePlace tile = tile_place(t % tiles, p.tiles_m, p.tiles_n, p.group);
-                return {(tile.row * CM + tile_m) * BM, (tile.col * CN + tile_n) * BN};
-            };
             coord tile = {};
-            if (!TURNED_TF32<T, Tile>) tile = place(); /* two divisions under the first copies */
+            if (!TURNED_TF32<T, Tile>) tile = place(t); /* two divisions under the first copies */
             tma_at at = {};
             place_batch(p, p.out_batch, t / tiles, at);
             if (t == first) griddepcontrol_wait(); /* for the bias and c */
@@ -254,7 +268,7 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1)
             }
 
             /* ---- 3.3 results ---- */
-            if (TURNED_TF32<T, Tile>) tile = place(); /* no register is left to keep it over the products */
+            if (TURNED_TF32<T, Tile>) tile = place(t); /* no register is left to keep it over the products */
             const smem_addr panels_s = ring_s + S::PANELS + (warpgroup * 4 + warp) * S::WARP_PANELS;
             const auto store = [&](auto &sums, int m) {
                 const int row = tile.row + (warpgroup * MT + m) * 64, col = tile.col + part * S::COLS;
@@ -411,8 +425,7 @@ const gk_cuda_row *choose(const gk_context *ctx, const void *arguments) {
     Operands o;
     o.p = turned ? gemm_swapped(p) : p;
     if (!operands_of(args->a.dtype, turned, NULL, &o)) return NULL;
-    const bool copies = o.bytes > 0, many_tiles = p.n * p.batch > (int64_t)SM90_TURNED_ROWS * gpu->num_sms;
-    if (!copies && p.m <= SM90_SKINNY_ROWS && many_tiles && p.a_k == 1) return NULL;
+    const bool copies = o.bytes > 0;
     const gk_cuda_row *best = NULL;
     double best_us = 1e31;
     for (int i = 0; i < num_sm90_rows; ++i) {
@@ -442,8 +455,12 @@ gk_status start(const gk_context *ctx, Params *x, const TensorShape *operands) {
     plan<Tile>(ctx, &x->p, &clusters);
     TensorShape a = operands[0], b = operands[1];
     a.tf32 = b.tf32 = DTYPE == GK_F32;
-    gk_status status = make_tensor_map("gk_gemm", a, K_BLOCK<T>, S::APart::box_rows, &x->a);
-    if (status == GK_OK) status = make_tensor_map("gk_gemm", b, K_BLOCK<T>, S::BPart::box_rows, &x->b);
+    constexpr int A_BOX = S::APart::box_rows, B_BOX = S::BPart::box_rows;
+    const int a_end = S::ALONG_M ? 0 : (int)(x->p.m % A_BOX), b_end = S::ALONG_N ? 0 : (int)(x->p.n % B_BOX);
+    gk_status status = make_tensor_map("gk_gemm", a, K_BLOCK<T>, A_BOX, &x->a);
+    if (status == GK_OK) status = make_tensor_map("gk_gemm", b, K_BLOCK<T>, B_BOX, &x->b);
+    if (status == GK_OK && a_end) status = make_tensor_map("gk_gemm", a, K_BLOCK<T>, a_end, &x->a_end);
+    if (status == GK_OK && b_end) status = make_tensor_map("gk_gemm", b, K_BLOCK<T>, b_end, &x->b_end);
     const GemmEpilogue &e = x->p.epilogue;
     const int64_t rows = Tile::TURNED ? x->p.n : x->p.m, cols = Tile::TURNED ? x->p.m : x->p.n;
     /* tma stores whole chunks of 16 bytes: it would write past a last column that ends within one */
@@ -507,7 +524,7 @@ void explain(const gk_cuda_row *, const gk_context *ctx, const void *args, gk_ex
         ROW("gemm_sm90a_" name "_128x224x64", T, Tile90_128x224),                                                     \
         ROW("gemm_sm90a_" name "_128x192x64", T, Tile90_128x192),                                                     \
         ROW("gemm_sm90a_" name "_128x128x64", T, Tile90_128x128),                                                     \
-        ROW("gemm_sm90a_" name "_64x128x64", T, Tile90_64x128), ROW("gemm_sm90a_" name "_64x32x64", T, Tile90_64x32), \
+        ROW("gemm_sm90a_" name "_64x128x64", T, Tile90_64x128), ROW("gemm_sm90a_" name "_64x64x64", T, Tile90_64x64), \
         ROW("gemm_sm90a_" name "_128x128x64_k2", T, Tile90_128x128_k2),                                               \
         ROW("gemm_sm90a_" name "_64x64x64_k2", T, Tile90_64x64_k2),                                                   \
         ROW("gemm_sm90a_" name "_turned_64x16x256_k2", T, Tile90_turned_16),                                          \

@@ -71,10 +71,9 @@ typedef Sm90Tile<128, 192, 4, 2, 2, 2, 1, 65> Tile90_128x192;
 typedef Sm90Tile<128, 128, 6, 2, 2, 2, 1, 63> Tile90_128x128;
 /* 1024 cubed: one tile an SM; one block alone, pairs along n and 128 x 64 took up to 8 % more */
 typedef Sm90Tile<64, 128, 8, 2, 1, 2, 1, 52> Tile90_64x128;
-/* 512 cubed: 128 tiles and no parts of k to trade, 3.3 us where the row below takes 3.5; with b along k two blocks fit an SM, so
- * that the next product is ready when this one ends. For longer k it takes in half as much again */
-typedef Sm90Tile<64, 32, 8, 1, 1, 1, 1, 25> Tile90_64x32;
-/* 64 tiles of 64 x 64 on 128 SMs, for longer k */
+/* 512 cubed in 32 pairs that leave half of the SMs to the next product: 3.0 us, 3.4 by 128 tiles of 64 x 32 */
+typedef Sm90Tile<64, 64, 12, 1, 1, 2, 1, 40> Tile90_64x64;
+/* the same tiles on twice the SMs, for longer k: 512 x 512 x 1024 4.1 us, 4.5 by the row above */
 typedef Sm90Tile<64, 64, 8, 1, 1, 1, 1, 31, 2> Tile90_64x64_k2;
 /* the same for long k: 512 x 2048 x 4096 in 14.6 us, 16.0 by 64 x 128 */
 typedef Sm90Tile<128, 128, 5, 1, 2, 1, 1, 63, 2> Tile90_128x128_k2;
@@ -112,8 +111,6 @@ constexpr int GROUP_ROWS_SM90 = 8;
 constexpr int SM90_TURNED_ROWS = 64, SM90_TURNED_K = 512;
 /* bytes of the ring at most: 227 KiB less the panels and what parts of k trade */
 constexpr int MOST_RING = 4 * 48 * 1024;
-/* up to as many rows gemm_skinny's rings are faster where every SM has several tiles: 28672 weights 0.99 against 0.94 */
-constexpr int SM90_SKINNY_ROWS = 8;
 /* what a turned product takes beside its bytes: 10.9 us for 16 x 4096 x 4096 */
 constexpr double TURNED_US = 1.5;
 /* what the sum of two parts of k costs, by 128 x 128 tiles */

@@ -61,6 +61,20 @@ template <int BX, bool ALONG_X, int PARTS, int EACH = 64> struct wgmma_part {
     }
     static constexpr GK_HD int k(int part) { return of_k ? part * box_rows : 0; }
     static constexpr GK_HD int offset(int part, int i) { return tile::offset(x(part, i)) + k(part) * WGMMA_ROW_BYTES; }
+
+    // Of a tile with `left` of x inside the matrix, which may be none or more than BX: the boxes of a part that have any of
+    // it; whether one of these ends outside and must be so much lower; and what all parts' boxes bring.
+    static constexpr GK_HD int left_of(int part, int left) { return left > x(part, 0) ? left - x(part, 0) : 0; }
+    static constexpr GK_HD int boxes_of(int part, int left) {
+        const int mine = left_of(part, left), have = ALONG_X ? (mine + EACH - 1) / EACH : mine > 0;
+        return have < boxes ? have : boxes;
+    }
+    static constexpr GK_HD bool ends(int part, int left) { return !ALONG_X && left_of(part, left) < box_rows; }
+    static constexpr GK_HD int bytes_of(int left) {
+        const int rows = left_of(0, left), have = ALONG_X ? (rows + EACH - 1) / EACH : rows;
+        return ALONG_X ? (have < tile::panels ? have : tile::panels) * tile::panel_bytes
+                       : (have < BX ? have : BX) * WGMMA_ROW_BYTES;
+    }
 };
 
 // Element (row, column) of d[e] of wgmma in a lane of warp 0 to 3.
