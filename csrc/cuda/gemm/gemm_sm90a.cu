@@ -20,8 +20,9 @@
  * Pipeline (slots full and empty: tma_ring.cuh); one step of products stays under way while the next is issued:
  *   copies      k0 k1 k2 k3 | k4      k5         ..  runs on into the next tile while this one's sums are stored
  *   products                | 0 .. 1 .. 2 ..         slot j - 1 is let go when step j is issued and step j - 1 is done
- * Results of a's dtype go through the panels and leave by tma behind the warp's back; float32 of 16-bit operands and sums
- * with c are stored by the lanes, 8 columns each, or 8 rows where rows of the result do not begin at multiples of 16 bytes.
+ * Results of a's dtype go through the panels and leave by tma behind the warp's back, or, where tma cannot write their rows, by
+ * the lanes in chunks of 16 bytes; float32 of 16-bit operands and sums with c are stored by the lanes, 8 columns each, or 8
+ * rows where rows of the result do not begin at multiples of 16 bytes.
  * The next kernel on the stream may start its own prologue meanwhile.
  *
  * Workspace: the copies, (rows or columns) x (k rounded up to 16 bytes) each, or with both changed.
@@ -55,7 +56,7 @@ struct Params {
     CUtensorMap a, b;         /* [batch dimensions, up to 3][m or n][k], or with k and the other changed */
     CUtensorMap a_end, b_end; /* along k: boxes of the last rows of m or n, where they do not fill one of a's or b's */
     CUtensorMap out, preact;  /* where `plain` */
-    bool plain;               /* store_plain serves the call */
+    bool plain, ragged;       /* store_plain serves the call: by tma; by the lanes */
     bool across;   /* store_any: the lanes' values lie down the rows; in the epilogue rows and columns change places */
     GemmProblem p; /* tiles_m counts the tiles of clusters */
 };
@@ -279,9 +280,16 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1)
                 } else if (x.plain) {
                     at.c[0] = col, at.c[1] = row + warp * 16;
                     if (sizeof(T) == 4 || p.epilogue.activation == GK_ACT_NONE || p.epilogue.activation == GK_ACT_RELU)
-                        store_plain<T, typename S::Panel, Tile::PANELS, false>(x, sums, panels_s, at, lane);
+                        store_plain<T, typename S::Panel, Tile::PANELS, STORE_STRAIGHT>(x, sums, panels_s, at,
+                                                                                        t / tiles, lane);
                     else if constexpr (sizeof(T) == 2)
-                        store_plain<T, typename S::Panel, Tile::PANELS, true>(x, sums, panels_s, at, lane);
+                        store_plain<T, typename S::Panel, Tile::PANELS, STORE_CURVED>(x, sums, panels_s, at, t / tiles,
+                                                                                      lane);
+                } else if (sizeof(T) == 2 && x.ragged) {
+                    at.c[0] = col, at.c[1] = row + warp * 16;
+                    if constexpr (sizeof(T) == 2)
+                        store_plain<T, typename S::Panel, Tile::PANELS, STORE_RAGGED>(x, sums, panels_s, at, t / tiles,
+                                                                                      lane);
                 } else {
                     store_any<T, S::COLS>(p, gemm_place(p, t / tiles), sums, panels_s, row + warp * 16, col, x.across,
                                           lane);
@@ -463,17 +471,21 @@ gk_status start(const gk_context *ctx, Params *x, const TensorShape *operands) {
     if (status == GK_OK && b_end) status = make_tensor_map("gk_gemm", b, K_BLOCK<T>, b_end, &x->b_end);
     const GemmEpilogue &e = x->p.epilogue;
     const int64_t rows = Tile::TURNED ? x->p.n : x->p.m, cols = Tile::TURNED ? x->p.m : x->p.n;
-    /* tma stores whole chunks of 16 bytes: it would write past a last column that ends within one */
-    x->plain = S::BY_PANELS && !e.c && e.out_vectors && e.out_dtype == DTYPE && cols % (16 / (int)sizeof(T)) == 0;
+    if (status != GK_OK) return status;
     /* activations of float32 results are exact: too many instructions for every panel's own */
-    x->plain = x->plain && (DTYPE != GK_F32 || e.activation == GK_ACT_NONE || e.activation == GK_ACT_RELU);
+    x->plain = S::BY_PANELS && !e.c && e.out_dtype == DTYPE &&
+               (DTYPE != GK_F32 || e.activation == GK_ACT_NONE || e.activation == GK_ACT_RELU);
     const TensorShape out = operand_of(e.out, DTYPE, rows, cols, e.out_row, 1, x->p, x->p.out_batch, false);
     const TensorShape preact = operand_of(e.preact, DTYPE, rows, cols, e.preact_row, 1, x->p, x->p.preact_batch, false);
-    x->plain = x->plain && tensor_map_fits(out) && (!e.preact || tensor_map_fits(preact));
-    x->across = !Tile::TURNED && !e.out_vectors;
-    if (status != GK_OK) return status;
-    x->plain = x->plain && make_tensor_map("gk_gemm", out, S::PANEL_COLS, 16, &x->out) == GK_OK;
-    x->plain = x->plain && (!e.preact || make_tensor_map("gk_gemm", preact, S::PANEL_COLS, 16, &x->preact) == GK_OK);
+    /* tma stores whole chunks of 16 bytes: it would write past a last column that ends within one */
+    bool by_tma = x->plain && e.out_vectors && cols % (16 / (int)sizeof(T)) == 0 && tensor_map_fits(out) &&
+                  (!e.preact || tensor_map_fits(preact));
+    by_tma = by_tma && make_tensor_map("gk_gemm", out, S::PANEL_COLS, 16, &x->out) == GK_OK;
+    by_tma = by_tma && (!e.preact || make_tensor_map("gk_gemm", preact, S::PANEL_COLS, 16, &x->preact) == GK_OK);
+    x->ragged = x->plain && !by_tma && DTYPE != GK_F32;
+    x->plain = by_tma;
+    if (x->ragged && cols % 2 != 0) x->p.epilogue.bias_vectors = false; /* two columns are read at a time */
+    x->across = !Tile::TURNED && !x->ragged && !e.out_vectors;
     if (x->across) x->p.epilogue = gemm_swapped(x->p).epilogue;
     return launch<gemm_sm90a_kernel<T, Tile, MODE>>("gk_gemm", ctx, dim3(clusters * Tile::CLUSTER), Tile::THREADS,
                                                     S::BYTES, *x, true);

@@ -8,6 +8,14 @@
 #include "../ptx/tma.cuh"
 #include "../tile/wgmma.cuh"
 #include "epilogue.cuh"
+#include "realign.cuh"
+
+/* How results of a's dtype without c leave. */
+enum Store {
+    STORE_STRAIGHT, /* by tma; no activation, or one that costs nothing */
+    STORE_CURVED,   /* by tma, after an activation of many instructions */
+    STORE_RAGGED    /* rows that tma cannot write */
+};
 
 /* 16 rows of 32 floats, the first of v, in the accumulators' order. */
 template <class Panel> __device__ __forceinline__ void put_floats(smem_addr panel_s, const float *v, int lane) {
@@ -18,11 +26,9 @@ template <class Panel> __device__ __forceinline__ void put_floats(smem_addr pane
     }
 }
 
-/* A warp's 16 rows of N / 8 octets of columns go to its panels and leave by tma while the warp goes on. at: their first
- * column and row. One fence for all panels: each waits until the warp's stores have come. */
+/* A warp's 16 rows of N / 8 octets of columns go to its panels, once their last contents have been read. */
 template <class T, class Panel, int N>
-__device__ __forceinline__ void store_panels(const CUtensorMap *map, const float *v, smem_addr panels_s,
-                                             const tma_at &at, int lane) {
+__device__ __forceinline__ void put_panels(const float *v, smem_addr panels_s, int lane) {
     constexpr int EACH = Panel::row_bytes / (2 * (int)sizeof(T)), NUM = N / EACH;
     if (lane == 0) tma_store_wait_group_read<0>();
     __syncwarp(); /* the panels' last contents have been read */
@@ -41,26 +47,91 @@ __device__ __forceinline__ void store_panels(const CUtensorMap *map, const float
             }
         }
     }
+}
+
+/* They leave by tma while the warp goes on. at: their first column and row. One fence for all panels: each waits until the
+ * warp's stores have come. */
+template <class T, class Panel, int N>
+__device__ __forceinline__ void send_panels(const CUtensorMap *map, smem_addr panels_s, const tma_at &at, int lane) {
+    constexpr int COLS = Panel::row_bytes / (int)sizeof(T);
     fence_proxy_async();
     __syncwarp(); /* all of the panels is written */
     if (lane == 0) {
         tma_at to = at;
 #pragma unroll
-        for (int i = 0; i < NUM; ++i, to.c[0] += 2 * EACH) tma_store_5d(map, to, panels_s + i * Panel::bytes);
+        for (int i = 0; i < 2 * N / COLS; ++i, to.c[0] += COLS) tma_store_5d(map, to, panels_s + i * Panel::bytes);
         tma_store_commit_group();
     }
 }
 
-/* The bias of a lane's columns from col0 on, two of every eight, all read before one is used. n is even; what lies past the
- * last column is not stored. */
+/* Rows of COLS 16-bit results, in panels side by side, as chunks of 16 bytes: a pass has whole rows. */
+template <class Panel, int COLS> struct panel_rows {
+    static constexpr int CHUNKS = COLS / 8, IN_PASS = 32 / CHUNKS;
+    static_assert(16 % IN_PASS == 0, "whole passes");
+    static constexpr GK_HD int offset(int row, int chunk) {
+        return chunk / Panel::chunks * Panel::bytes + Panel::offset(row, chunk % Panel::chunks);
+    }
+    static constexpr GK_HD int read_ways(int further) { /* of the lanes' chunks, or of those `further` on */
+        int bytes[32] = {};
+        for (int lane = 0; lane < 32; ++lane) {
+            const int chunk = lane % CHUNKS + further;
+            bytes[lane] = offset(lane / CHUNKS % IN_PASS, chunk < CHUNKS ? chunk : CHUNKS - 1);
+        }
+        return ways(bytes, 16);
+    }
+};
+
+/* Or by the lanes, where rows of the result begin anywhere or end within 16 bytes: each row's chunks that lie at multiples of
+ * 16 bytes are put together from two of the panels', what is left at its ends goes by elements. to_g: element (0, 0), inside
+ * the matrix with `rows` and `cols` from there on. */
+template <class Panel, int COLS>
+__device__ __forceinline__ void send_rows(uint16_t *to_g, int64_t row_stride, int rows, int cols, smem_addr panels_s,
+                                          int lane) {
+    typedef panel_rows<Panel, COLS> Rows;
+    constexpr int WAYS = Panel::chunks < 8 ? 2 : 1; /* rows of two narrow panels lie at the same banks */
+    static_assert(Rows::read_ways(0) <= WAYS && Rows::read_ways(1) <= WAYS, "chunks of whole rows");
+    const auto before = [](const uint16_t *row_g) { return (int)(-((uintptr_t)row_g / 2) % 8); }; /* its first chunk */
+    const int chunk = lane % Rows::CHUNKS, row0 = lane / Rows::CHUNKS;
+    __syncwarp(); /* all of the panels is written */
+#pragma unroll 2
+    for (int r = row0; r < 16 && row0 < Rows::IN_PASS; r += Rows::IN_PASS) {
+        uint16_t *const row_g = to_g + r * row_stride;
+        const int head = before(row_g), col = head + 8 * chunk;
+        const uint4 low = ld_shared_128(panels_s + Rows::offset(r, chunk)),
+                    high = ld_shared_128(panels_s + Rows::offset(r, min(chunk + 1, Rows::CHUNKS - 1)));
+        uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+        realign_shift(words, head);
+        if (r >= rows || col + 8 > COLS) continue;
+        if (col + 8 <= cols) {
+            *(uint4 *)(row_g + col) = make_uint4(words[0], words[1], words[2], words[3]);
+        } else {
+#pragma unroll
+            for (int e = 0; e < 8; ++e)
+                if (col + e < cols) row_g[col + e] = (uint16_t)(words[e / 2] >> e % 2 * 16);
+        }
+    }
+#pragma unroll 2
+    for (int r = lane / 8; r < 16; r += 4) {
+        uint16_t *const row_g = to_g + r * row_stride;
+        const int head = before(row_g), col = lane % 8 < head ? lane % 8 : COLS - 8 + lane % 8;
+        const uint32_t word = ld_shared_32(panels_s + Rows::offset(r, col / 8) + col % 8 / 2 * 4);
+        if (head > 0 && r < rows && col < cols) row_g[col] = (uint16_t)(word >> col % 2 * 16);
+    }
+}
+
+/* The bias of a lane's columns from col0 on, two of every eight, all read before one is used; what lies past the last column
+ * is not stored. bias_vectors: n is even. */
 template <class T, int N>
 __device__ __forceinline__ void read_bias(const GemmProblem &p, int64_t col0, int lane, float (&bias)[N]) {
     const GemmEpilogue &e = p.epilogue;
     const int64_t col = col0 + lane % 4 * 2, last = p.n - 2;
     if (!e.bias_vectors) {
 #pragma unroll
-        for (int i = 0; i < N; i += 2)
-            read_any<T, 2>(e.bias, e.bias_dtype, min(col + i * 4, last) * e.bias_col, e.bias_col, false, 2, bias + i);
+        for (int i = 0; i < N; i += 2) {
+            const int64_t first = min(col + i * 4, p.n - 1);
+            read_any<T, 2>(e.bias, e.bias_dtype, first * e.bias_col, e.bias_col, false, first < p.n - 1 ? 2 : 1,
+                           bias + i);
+        }
     } else if (e.bias_dtype == GK_F32) {
 #pragma unroll
         for (int i = 0; i < N; i += 2) {
@@ -85,9 +156,26 @@ template <int BN> __device__ __forceinline__ void touch_bias(const GemmProblem &
         touch_global((const char *)e.bias + min(col0 * bytes + lane * 32, p.n * bytes - bytes));
 }
 
+/* What is in the panels goes to the result, or to preact, from at on. */
+template <class T, class Panel, int N, bool RAGGED, bool PREACT, class Params>
+__device__ __forceinline__ void send(const Params &x, smem_addr panels_s, const tma_at &at, unsigned batch, int lane) {
+    if constexpr (RAGGED) {
+        const GemmEpilogue &e = x.p.epilogue;
+        const GemmPlace place = gemm_place(x.p, batch);
+        const int64_t row = at.c[1], col = at.c[0], stride = PREACT ? e.preact_row : e.out_row;
+        uint16_t *const to_g = (uint16_t *)(PREACT ? e.preact : e.out) + (PREACT ? place.preact : place.out);
+        send_rows<Panel, 2 * N>(to_g + row * stride + col, stride, (int)(x.p.m - row), (int)(x.p.n - col), panels_s,
+                                lane);
+    } else {
+        send_panels<T, Panel, N>(PREACT ? &x.preact : &x.out, panels_s, at, lane);
+    }
+}
+
 /* 2 N columns of a warp's 16 rows of results of T without c; at moves past them. */
-template <class T, class Panel, int N, bool CURVED, class Params>
-__device__ __forceinline__ void store_some(const Params &x, float *v, smem_addr panels_s, tma_at &at, int lane) {
+template <class T, class Panel, int N, Store STORE, class Params>
+__device__ __forceinline__ void store_some(const Params &x, float *v, smem_addr panels_s, tma_at &at, unsigned batch,
+                                           int lane) {
+    constexpr bool RAGGED = STORE == STORE_RAGGED;
     const GemmEpilogue &e = x.p.epilogue;
     const float alpha = (float)e.alpha;
     if (e.bias) { /* not + 0: -0 stays */
@@ -99,34 +187,40 @@ __device__ __forceinline__ void store_some(const Params &x, float *v, smem_addr 
 #pragma unroll
         for (int i = 0; i < N; ++i) v[i] *= alpha;
     }
-    if (e.preact) store_panels<T, Panel, N>(&x.preact, v, panels_s, at, lane);
-    if (CURVED) {
+    if (e.preact) {
+        put_panels<T, Panel, N>(v, panels_s, lane);
+        send<T, Panel, N, RAGGED, true>(x, panels_s, at, batch, lane);
+    }
+    if (STORE == STORE_CURVED || (RAGGED && e.activation > GK_ACT_RELU)) {
         activate_16<N>(e.activation, v);
     } else if (e.activation == GK_ACT_RELU) {
 #pragma unroll
         for (int i = 0; i < N; ++i) v[i] = v[i] <= 0 ? 0.f : v[i]; /* a NaN stays one */
     }
-    store_panels<T, Panel, N>(&x.out, v, panels_s, at, lane);
+    put_panels<T, Panel, N>(v, panels_s, lane);
+    send<T, Panel, N, RAGGED, false>(x, panels_s, at, batch, lane);
     at.c[0] += 2 * N;
 }
 
-/* A lane's N sums, as many at a time as PANELS times 2 KiB hold. CURVED: with an activation that costs many instructions: one
- * body, past which the sums move instead of the code. */
-template <class T, class Panel, int PANELS, bool CURVED, class Params, int N>
-__device__ __forceinline__ void store_plain(const Params &x, float (&sum)[N], smem_addr panels_s, tma_at at, int lane) {
+/* A lane's N sums, as many at a time as PANELS times 2 KiB hold. All but STORE_STRAIGHT are one body, past which the sums move
+ * instead of the code. */
+template <class T, class Panel, int PANELS, Store STORE, class Params, int N>
+__device__ __forceinline__ void store_plain(const Params &x, float (&sum)[N], smem_addr panels_s, tma_at at,
+                                            unsigned batch, int lane) {
     constexpr int SOME = PANELS * 2048 / Panel::bytes * Panel::row_bytes / (2 * (int)sizeof(T)),
                   MOST = SOME < N ? SOME : N;
-    constexpr bool MOVE = CURVED && N > MOST;
+    constexpr bool MOVE = STORE != STORE_STRAIGHT && N > MOST;
     constexpr int UNROLLED = MOVE ? 1 : N / MOST, REST = N % MOST;
 #pragma unroll UNROLLED
     for (int i = 0; i + MOST <= N; i += MOST) {
-        store_some<T, Panel, MOST, CURVED>(x, sum + (MOVE ? 0 : i), panels_s, at, lane);
+        store_some<T, Panel, MOST, STORE>(x, sum + (MOVE ? 0 : i), panels_s, at, batch, lane);
         if (MOVE) {
 #pragma unroll
             for (int j = 0; j + MOST < N; ++j) sum[j] = sum[j + MOST];
         }
     }
-    if constexpr (REST > 0) store_some<T, Panel, REST, CURVED>(x, sum + (MOVE ? 0 : N - REST), panels_s, at, lane);
+    if constexpr (REST > 0)
+        store_some<T, Panel, REST, STORE>(x, sum + (MOVE ? 0 : N - REST), panels_s, at, batch, lane);
 }
 
 /* Everything else, 32 columns of floats at a time: one body, past which the sums move instead of the code. A lane has 8
