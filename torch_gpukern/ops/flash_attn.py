@@ -149,6 +149,9 @@ def flash_attn(
     arXiv:2307.08691.
     """
     op = _call_fwd if return_lse else _call
+    plain = window_left == -1 and window_right == -1 and softcap == 0 and alibi_slopes is None and sinks is None
+    if plain and kv_start is None and kv_end is None:
+        return op(q, k, v, is_causal, scale, diagonal)  # the schema fills in the rest sooner than it reads it
     return op(
         q,
         k,
@@ -267,6 +270,9 @@ def flash_attn_varlen(
     arXiv:2307.08691.
     """
     op = _call_varlen_fwd if return_lse else _call_varlen
+    plain = window_left == -1 and window_right == -1 and softcap == 0 and alibi_slopes is None and sinks is None
+    if plain:
+        return op(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, scale)
     return op(
         q,
         k,
