@@ -359,6 +359,19 @@ def test_results_and_workspace_are_written_before_they_are_read():
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.parametrize("activation", ("none", "gelu", "gelu_tanh", "silu"))
+@pytest.mark.parametrize("n", (1022, 1023), ids=str)
+@pytest.mark.parametrize("dtype", (BF16, torch.float16), ids=str)
+def test_the_last_columns_have_the_same_bits_each_time(dtype, n, activation):
+    """What lies in shared memory past a matrix, here what calls before have left, takes no part in a result."""
+    a, w = on_gpu(512, 1024, dtype=dtype), on_gpu(n, 1024, dtype=dtype, std=0.03)
+    want = ops.gemm(a, w.mT, activation=activation)
+    for i, std in enumerate((1e-3, 0.03, 30.0)):
+        other = on_gpu(1024, 1024, seed=i, dtype=dtype, std=std)
+        ops.gemm(a, other.mT)
+        assert same_bits(ops.gemm(a, w.mT, activation=activation), want)
+
+
 @pytest.mark.skipif(
     "torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0)", reason="Hopper's rows"
 )

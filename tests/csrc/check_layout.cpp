@@ -652,10 +652,9 @@ template <int BX, bool ALONG_X, int EACH> static void check_descriptor() {
 
 template <int BX, bool ALONG_X, int EACH> static void check_parts() {
     check_part<BX, ALONG_X, 1, EACH>(), check_part_ends<BX, ALONG_X, 1, EACH>();
-    if constexpr (BX % 64 == 0) {
-        check_part<BX, ALONG_X, 2, EACH>(), check_part<BX, ALONG_X, 4, EACH>();
-        check_part_ends<BX, ALONG_X, 2, EACH>(), check_part_ends<BX, ALONG_X, 4, EACH>();
-    }
+    if constexpr (BX % 64 == 0 || BX == 224)
+        check_part<BX, ALONG_X, 2, EACH>(), check_part_ends<BX, ALONG_X, 2, EACH>();
+    if constexpr (BX % 64 == 0) check_part<BX, ALONG_X, 4, EACH>(), check_part_ends<BX, ALONG_X, 4, EACH>();
 }
 
 template <int BX> static void check_operand() {

@@ -482,7 +482,8 @@ gk_status start(const gk_context *ctx, Params *x, const TensorShape *operands) {
                   (!e.preact || tensor_map_fits(preact));
     by_tma = by_tma && make_tensor_map("gk_gemm", out, S::PANEL_COLS, 16, &x->out) == GK_OK;
     by_tma = by_tma && (!e.preact || make_tensor_map("gk_gemm", preact, S::PANEL_COLS, 16, &x->preact) == GK_OK);
-    x->ragged = x->plain && !by_tma && DTYPE != GK_F32;
+    /* two columns share an activation's inverse, and what stands past an odd last column is not the same in every run */
+    x->ragged = x->plain && !by_tma && DTYPE != GK_F32 && (cols % 2 == 0 || e.activation <= GK_ACT_RELU);
     x->plain = by_tma;
     if (x->ragged && cols % 2 != 0) x->p.epilogue.bias_vectors = false; /* two columns are read at a time */
     x->across = !Tile::TURNED && !x->ragged && !e.out_vectors;
