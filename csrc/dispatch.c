@@ -305,7 +305,10 @@ static gk_status explain(const char *name, const gk_context *ctx, gk_op op, gk_d
     return GK_OK;
 }
 
-static double tensor_bytes(const gk_tensor *t) { return (double)gk_numel(t) * (double)gk_dtype_bytes(t->dtype); }
+/* 0 for a result that is not wanted. */
+static double tensor_bytes(const gk_tensor *t) {
+    return t->data ? (double)gk_numel(t) * (double)gk_dtype_bytes(t->dtype) : 0;
+}
 
 /* ---- gemm ------------------------------------------------------------------------------------------- */
 static gk_status check_gemm(const gk_context *ctx, const gk_gemm_args *g) {
@@ -564,9 +567,8 @@ static bool is_contiguous(const gk_tensor *t) {
     return true;
 }
 
-/* lse_wanted: lse must have data. */
-static gk_status check_flash(const char *op, const gk_context *ctx, const gk_flash_attn_args *f, bool lse_wanted,
-                             bool contents) {
+/* lse may have no data, which only forward allows. */
+static gk_status check_flash(const char *op, const gk_context *ctx, const gk_flash_attn_args *f, bool contents) {
     REQUIRE(f, "%s: args is NULL", op);
     TRY(check_context(op, ctx, f->size, sizeof *f));
     const bool packed = f->cu_seqlens_q != NULL;
@@ -578,7 +580,6 @@ static gk_status check_flash(const char *op, const gk_context *ctx, const gk_fla
     TRY(check_tensor(op, "v", &f->v, dtype, nd, nd));
     TRY(check_tensor(op, "out", &f->out, dtype, nd, nd));
     TRY(check_layout(op, "lse", &f->lse, stats_dtype(dtype), nd - 1, nd - 1));
-    REQUIRE(f->lse.data || !lse_wanted || gk_numel(&f->lse) == 0, "%s: lse has no data", op);
     TRY(check_size(op, "k", &f->k, last, f->q.shape[last]));
     TRY(check_head_dim(op, "q", ctx, f->q.shape[last]));
     TRY(check_head_dim(op, "v", ctx, f->v.shape[last]));
@@ -655,25 +656,25 @@ static double visible_pairs(const gk_context *ctx, const gk_flash_attn_args *f) 
 
 static void attn_cost(const gk_context *ctx, const gk_flash_attn_args *f, double products, gk_explanation *out) {
     const int last = f->q.ndim - 1;
-    out->bytes = tensor_bytes(&f->q) + tensor_bytes(&f->k) + tensor_bytes(&f->v) + tensor_bytes(&f->out) +
-                 (f->lse.data ? tensor_bytes(&f->lse) : 0);
+    out->bytes =
+        tensor_bytes(&f->q) + tensor_bytes(&f->k) + tensor_bytes(&f->v) + tensor_bytes(&f->out) + tensor_bytes(&f->lse);
     out->flops =
         products * visible_pairs(ctx, f) * (double)f->q.shape[1] * (double)(f->q.shape[last] + f->v.shape[last]);
 }
 
 size_t gk_flash_attn_fwd_workspace_bytes(const gk_context *ctx, const gk_flash_attn_args *args) {
-    if (check_flash("gk_flash_attn_fwd", ctx, args, false, false) != GK_OK) return 0;
+    if (check_flash("gk_flash_attn_fwd", ctx, args, false) != GK_OK) return 0;
     return workspace_of("gk_flash_attn_fwd", ctx, GK_OP_FLASH_ATTN_FWD, args->q.dtype, args);
 }
 
 gk_status gk_flash_attn_fwd(const gk_context *ctx, const gk_flash_attn_args *args) {
-    TRY(check_flash("gk_flash_attn_fwd", ctx, args, false, true));
+    TRY(check_flash("gk_flash_attn_fwd", ctx, args, true));
     return run("gk_flash_attn_fwd", ctx, GK_OP_FLASH_ATTN_FWD, args->q.dtype, args, args->workspace,
                args->workspace_bytes);
 }
 
 gk_status gk_explain_flash_attn_fwd(const gk_context *ctx, const gk_flash_attn_args *args, gk_explanation *out) {
-    TRY(check_flash("gk_explain_flash_attn_fwd", ctx, args, false, true));
+    TRY(check_flash("gk_explain_flash_attn_fwd", ctx, args, true));
     TRY(explain("gk_explain_flash_attn_fwd", ctx, GK_OP_FLASH_ATTN_FWD, args->q.dtype, args, out));
     attn_cost(ctx, args, 2, out);
     bound(ctx, args->q.dtype, out);
@@ -685,8 +686,9 @@ static gk_status check_flash_bwd(const char *op, const gk_context *ctx, const gk
     REQUIRE(g, "%s: args is NULL", op);
     TRY(check_context(op, ctx, g->size, sizeof *g));
     const gk_flash_attn_args *f = &g->fwd;
-    TRY(check_flash(op, ctx, f, true, contents));
+    TRY(check_flash(op, ctx, f, contents));
     const int nd = f->q.ndim;
+    TRY(check_tensor(op, "lse", &f->lse, f->lse.dtype, nd - 1, nd - 1));
     const gk_tensor *grads[4] = {&g->grad_out, &g->dq, &g->dk, &g->dv}, *like[4] = {&f->out, &f->q, &f->k, &f->v};
     const char *const names[4] = {"grad_out", "dq", "dk", "dv"};
     for (int i = 0; i < 4; ++i) {
@@ -822,7 +824,7 @@ gk_status gk_explain_paged_attn(const gk_context *ctx, const gk_paged_attn_args 
         for (int64_t i = 0; i < n; ++i) pairs += (double)gk_max_i64(0, gk_span_hi(&span, i) - gk_span_lo(&span, i));
     }
     out->bytes = keys * (double)heads_kv * dims * (double)gk_dtype_bytes(args->q.dtype) + tensor_bytes(&args->q) +
-                 tensor_bytes(&args->out) + (args->lse.data ? tensor_bytes(&args->lse) : 0);
+                 tensor_bytes(&args->out) + tensor_bytes(&args->lse);
     out->flops = 2 * pairs * (double)args->q.shape[1] * dims;
     bound(ctx, args->q.dtype, out);
     return GK_OK;

@@ -469,21 +469,21 @@ gk_status start(const gk_context *ctx, Params *x, const TensorShape *operands) {
     if (status == GK_OK) status = make_tensor_map("gk_gemm", b, K_BLOCK<T>, B_BOX, &x->b);
     if (status == GK_OK && a_end) status = make_tensor_map("gk_gemm", a, K_BLOCK<T>, a_end, &x->a_end);
     if (status == GK_OK && b_end) status = make_tensor_map("gk_gemm", b, K_BLOCK<T>, b_end, &x->b_end);
+    if (status != GK_OK) return status;
     const GemmEpilogue &e = x->p.epilogue;
     const int64_t rows = Tile::TURNED ? x->p.n : x->p.m, cols = Tile::TURNED ? x->p.m : x->p.n;
-    if (status != GK_OK) return status;
     /* activations of float32 results are exact: too many instructions for every panel's own */
-    x->plain = S::BY_PANELS && !e.c && e.out_dtype == DTYPE &&
-               (DTYPE != GK_F32 || e.activation == GK_ACT_NONE || e.activation == GK_ACT_RELU);
+    const bool by_panels = S::BY_PANELS && !e.c && e.out_dtype == DTYPE &&
+                           (DTYPE != GK_F32 || e.activation == GK_ACT_NONE || e.activation == GK_ACT_RELU);
     const TensorShape out = operand_of(e.out, DTYPE, rows, cols, e.out_row, 1, x->p, x->p.out_batch, false);
     const TensorShape preact = operand_of(e.preact, DTYPE, rows, cols, e.preact_row, 1, x->p, x->p.preact_batch, false);
     /* tma stores whole chunks of 16 bytes: it would write past a last column that ends within one */
-    bool by_tma = x->plain && e.out_vectors && cols % (16 / (int)sizeof(T)) == 0 && tensor_map_fits(out) &&
+    bool by_tma = by_panels && e.out_vectors && cols % (16 / (int)sizeof(T)) == 0 && tensor_map_fits(out) &&
                   (!e.preact || tensor_map_fits(preact));
     by_tma = by_tma && make_tensor_map("gk_gemm", out, S::PANEL_COLS, 16, &x->out) == GK_OK;
     by_tma = by_tma && (!e.preact || make_tensor_map("gk_gemm", preact, S::PANEL_COLS, 16, &x->preact) == GK_OK);
     /* two columns share an activation's inverse, and what stands past an odd last column is not the same in every run */
-    x->ragged = x->plain && !by_tma && DTYPE != GK_F32 && (cols % 2 == 0 || e.activation <= GK_ACT_RELU);
+    x->ragged = by_panels && !by_tma && DTYPE != GK_F32 && (cols % 2 == 0 || e.activation <= GK_ACT_RELU);
     x->plain = by_tma;
     if (x->ragged && cols % 2 != 0) x->p.epilogue.bias_vectors = false; /* two columns are read at a time */
     x->across = !Tile::TURNED && !x->ragged && !e.out_vectors;
