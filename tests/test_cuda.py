@@ -421,6 +421,26 @@ def test_few_rows_of_unaligned_weights(m, dtype):
             assert same_bits(out, want), offset
 
 
+@pytest.mark.parametrize("dtype", (BF16, torch.float16), ids=str)
+@pytest.mark.parametrize(
+    "size",
+    ((64, 66056, 512), (64, 2056, 1024), (7, 4096, 640), (512, 512, 512), (1000, 1016, 264), (1024, 1024, 1024)),
+    ids=str,
+)
+def test_sums_alone_are_stored_as_with_all_that_may_follow(size, dtype):
+    """Sums times alpha have a store of their own, large results of few rows another; batches change where all of it lies."""
+    m, n, k = size
+    for batch in ((), (3,)) if n < 60000 else ((),):
+        a, b = on_gpu(*batch, m, k, dtype=dtype), on_gpu(*batch, k, n, dtype=dtype, std=0.1)
+        zeros = torch.zeros(n, dtype=dtype, device="cuda")
+        for alpha in (1.0, -0.375):
+            got = ops.gemm(a, b, alpha=alpha)
+            assert_close_as(torch_gemm(a, b, alpha=alpha), got, alpha * (a.double() @ b.double()))
+            assert torch.equal(got, ops.gemm(a, b, zeros, alpha=alpha)), "bias"
+            assert torch.equal(got, ops.gemm(a, b, c=zeros, alpha=alpha, beta=1.0)), "c"
+            assert torch.equal(got, ops.gemm_fwd(a, b, activation="gelu", alpha=alpha)[1]), "preact"
+
+
 def test_more_than_2_31_elements():
     """Offsets are 64 bits wide: the same rows, far apart in one allocation."""
     big = torch.empty((1 << 31) + (1 << 20), dtype=BF16, device="cuda")

@@ -9,6 +9,7 @@
 #include "cuda/host/tensormap.cuh"
 #include "cuda/ptx/cluster.cuh"
 #include "cuda/ptx/griddepcontrol.cuh"
+#include "cuda/ptx/laneid.cuh"
 #include "cuda/ptx/stmatrix.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "cuda/ptx/wgmma.cuh"
@@ -669,16 +670,17 @@ static __global__ void __cluster_dims__(BLOCKS) __launch_bounds__(384, 1)
         ring.init(2 * BLOCKS);
         fence_mbarrier_init();
     }
-    barrier_cluster();
+    barrier_cluster_arrive();
+    barrier_cluster_wait();
     if (warpgroup == 2) {
-        if (t == 2 * WARPGROUP) {
+        if (warp == 0 && elect_one()) {
             for (int step = 0; step < RING_TILES * steps; ++step) {
                 const int k = step % steps * 64, col = step / steps * RING_COLS;
                 const smem_addr a_s = ring_s + ring.slot * slot_bytes, b_s = a_s + A::bytes;
                 wait(ring.empty(), ring.parity ^ 1);
                 ring.wait_empty();
                 mbarrier_arrive_expect_tx(ring.full(), slot_bytes);
-                tma_load_5d(a_s, &x.a, {{k, rank * RING_ROWS, 0, 0, 0}}, ring.full());
+                tma_load_5d_by(a_s, &x.a, {{k, rank * RING_ROWS, 0, 0, 0}}, ring.full(), l2_first_out());
                 tma_load_5d_multicast(b_s + BPart::offset(rank, 0), &x.b, {{k, col + BPart::x(rank, 0), 0, 0, 0}},
                                       ring.full(), (1 << BLOCKS) - 1);
                 ring.advance();
@@ -711,10 +713,15 @@ static __global__ void __cluster_dims__(BLOCKS) __launch_bounds__(384, 1)
             wgmma_pin(sum);
             let_go(ring.empty() + (ring.slot == 0 ? 8 * (RING_STAGES - 1) : -8));
 #pragma unroll
-            for (int e = 0; e < RING_COLS / 2; ++e) {
+            for (int e = 0; e < RING_COLS / 2; e += 2) { /* four columns of two lanes */
                 const coord d = wgmma_d(warp, lane, e);
-                const int row = (rank * 2 + warpgroup) * 64 + d.row, col = tile * RING_COLS + d.col;
-                x.out_g[row * (RING_TILES * RING_COLS) + col] = sum[0][e];
+                const int row = (rank * 2 + warpgroup) * 64 + d.row, col = tile * RING_COLS + d.col / 4 * 4;
+                const uint32_t low = __float_as_uint(sum[0][e]), high = __float_as_uint(sum[0][e + 1]);
+                const uint32_t third = __shfl_down_sync(0xffffffff, low, 1),
+                               fourth = __shfl_down_sync(0xffffffff, high, 1);
+                if (lane % 2 == 0)
+                    st_global_128_by(x.out_g + row * (RING_TILES * RING_COLS) + col,
+                                     make_uint4(low, high, third, fourth), l2_last_out());
             }
         }
     }

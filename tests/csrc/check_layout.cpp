@@ -712,11 +712,15 @@ static void check_schedule(int tiles_m, int tiles_n, int group, int batch, int c
     memset(hits, 0, sizeof hits);
     const unsigned tiles = (unsigned)tiles_m * tiles_n, all = tiles * batch;
     bool good = all <= 4096;
+    const TileOrder order = tile_order(tiles_m, tiles_n, group);
     int most = 0;
     for (int c = 0; c < clusters; ++c) {
         int load = 0;
         for (unsigned t = c; t < all; t += clusters, ++load) {
             const TilePlace at = tile_place(t % tiles, tiles_m, tiles_n, group);
+            const unsigned entry = order.tiles.into(t);
+            const TilePlace same = tile_place(t - entry * tiles, order);
+            good = good && entry == t / tiles && same.row == at.row && same.col == at.col;
             const bool inside = at.row >= 0 && at.row < tiles_m && at.col >= 0 && at.col < tiles_n;
             good = good && inside;
             if (inside) ++hits[(t / tiles * tiles_m + at.row) * tiles_n + at.col];

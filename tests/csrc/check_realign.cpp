@@ -10,7 +10,7 @@ static void check_divisors() {
     for (int i = 0; i < 200000; ++i) {
         const uint32_t by = i < 3000 ? i + 1 : (uint32_t)(1 + below((int64_t)1 << (1 + below(31))));
         const uint32_t last = INT32_MAX - INT32_MAX % by, numbers[] = {0, by - 1, by, last, last - 1, INT32_MAX};
-        const RealignDivisor d = realign_divisor(by);
+        const Divisor d = divisor_of(by);
         for (uint32_t n : numbers)
             if (n <= INT32_MAX) check(d.into(n) == n / by, "division", n, by);
         const uint32_t n = (uint32_t)below(INT32_MAX);

@@ -20,10 +20,11 @@
  * Pipeline (slots full and empty: tma_ring.cuh); one step of products stays under way while the next is issued:
  *   copies      k0 k1 k2 k3 | k4      k5         ..  runs on into the next tile while this one's sums are stored
  *   products                | 0 .. 1 .. 2 ..         slot j - 1 is let go when step j is issued and step j - 1 is done
- * Results of a's dtype go through the panels and leave by tma behind the warp's back, or, where tma cannot write their rows, by
- * the lanes in chunks of 16 bytes; float32 of 16-bit operands and sums with c are stored by the lanes, 8 columns each, or 8
- * rows where rows of the result do not begin at multiples of 16 bytes.
- * The next kernel on the stream may start its own prologue meanwhile.
+ * Results of a's dtype go through the panels and leave by tma behind the warp's back, or, where a block has one tile or tma
+ * cannot write its rows, by the lanes in chunks of 16 bytes; float32 of 16-bit operands and sums with c are stored by the lanes,
+ * 8 columns each, or 8 rows where rows of the result do not begin at multiples of 16 bytes.
+ * The next kernel on the stream may start its own prologue meanwhile. A launch finds neither code nor parameters in its SM's
+ * caches, and every line costs 200 to 300 clocks: what the first copy waits for, and the plainest store, are each in one place.
  *
  * Workspace: the copies, (rows or columns) x (k rounded up to 16 bytes) each, or with both changed.
  * Not here: other dtypes, ieee float32, K = 0 (gemm_sm80, gemm_plain), 64 columns or fewer, few rows of weights that need a
@@ -32,6 +33,7 @@
 #include "../host/tensormap.cuh"
 #include "../ptx/cluster.cuh"
 #include "../ptx/griddepcontrol.cuh"
+#include "../ptx/laneid.cuh"
 #include "../ptx/tma.cuh"
 #include "../ptx/wgmma.cuh"
 #include "../tile/tma_ring.cuh"
@@ -50,15 +52,24 @@ constexpr int WARPGROUP = 128, K_STEPS = WGMMA_ROW_BYTES / 32; /* of wgmma in a 
 template <class T> constexpr int K_BLOCK = WGMMA_ROW_BYTES / (int)sizeof(T);
 /* A comes through registers, and the product is turned */
 template <class T, class Tile> constexpr bool TURNED_TF32 = sizeof(T) == 4 && Tile::TURNED;
+/* a, the weights of few rows, is read once: L2 may keep the rest */
+template <class T, class Tile> constexpr bool ONCE = sizeof(T) == 2 && Tile::TURNED;
+/* results leave the panels by tma, under the next tile's products; one warpgroup's block has but one tile */
+template <class T, class Tile> constexpr bool BY_TMA = sizeof(T) == 4 || Tile::WGS > 1;
 
 /* ---- 1 the call ---------------------------------------------------------------------------------------------- */
 struct Params {
     CUtensorMap a, b;         /* [batch dimensions, up to 3][m or n][k], or with k and the other changed */
     CUtensorMap a_end, b_end; /* along k: boxes of the last rows of m or n, where they do not fill one of a's or b's */
     CUtensorMap out, preact;  /* where `plain` */
-    bool plain, ragged;       /* store_plain serves the call: by tma; by the lanes */
-    bool across;   /* store_any: the lanes' values lie down the rows; in the epilogue rows and columns change places */
-    GemmProblem p; /* tiles_m counts the tiles of clusters */
+    /* what a block begins with stands together: what is not in the constant cache takes 200 clocks a line */
+    TileOrder order;    /* of clusters' tiles */
+    bool batched;       /* more than one product */
+    bool plain, ragged; /* store_plain serves the call: rows of whole chunks of 16 bytes; others */
+    bool bare;          /* plain, without bias, preact, activation */
+    bool keep;          /* turned: the next kernel should find the results in L2 */
+    bool across; /* store_any: the lanes' values lie down the rows; in the epilogue rows and columns change places */
+    GemmProblem p;
 };
 
 template <class T, class Tile, int MODE> struct Smem {
@@ -106,24 +117,30 @@ __device__ __forceinline__ void place_batch(const GemmProblem &p, const int64_t 
  * their places in shared memory hold goes into sums that are not stored. k is filled up with zeros. */
 template <class Part> struct Source {
     const CUtensorMap *map;
-    int boxes, bytes; /* of the part; of all parts of the tile, for K_BLOCK of k */
+    int x, boxes, bytes; /* of the part; of all parts of the tile, for K_BLOCK of k */
+    tma_at at;           /* the batch entry */
 
-    /* left: rows from the tile's first on. end: describes the box that the last of them do not fill */
-    __device__ __forceinline__ Source(const CUtensorMap *inside, const CUtensorMap *end, int left, int part)
-        : map(Part::ends(part, left) ? end : inside), boxes(Part::boxes_of(part, left)), bytes(Part::bytes_of(left)) {}
+    /* x: the tile's first row. end: describes the box that the last rows do not fill */
+    Source() = default;
+    __device__ __forceinline__ Source(const CUtensorMap *inside, const CUtensorMap *end, int x, int64_t rows, int part)
+        : map(Part::ends(part, (int)rows - x) ? end : inside), x(x), boxes(Part::boxes_of(part, (int)rows - x)),
+          bytes(Part::bytes_of((int)rows - x)), at{} {}
 };
 
-/* Part `part` of the rows or columns from x on and K_BLOCK of k, into the blocks of the cluster whose bits are set. */
-template <class Part, bool ALONG_X, int SHARERS>
-__device__ __forceinline__ void copy_part(smem_addr to_s, const Source<Part> &from, tma_at at, int x, int k, int part,
-                                          smem_addr full, uint16_t blocks) {
+/* Part `part` of K_BLOCK of k from k on, into the blocks of the cluster whose bits are set. FIRST_OUT: of L2. */
+template <class Part, bool ALONG_X, int SHARERS, bool FIRST_OUT>
+__device__ __forceinline__ void copy_part(smem_addr to_s, const Source<Part> &from, int k, int part, smem_addr full,
+                                          uint16_t blocks) {
+    tma_at at = from.at;
 #pragma unroll
     for (int i = 0; i < Part::boxes; ++i) {
         if (i >= from.boxes) break;
-        const int x_at = x + Part::x(part, i), k_at = k + Part::k(part);
+        const int x_at = from.x + Part::x(part, i), k_at = k + Part::k(part);
         at.c[0] = ALONG_X ? x_at : k_at, at.c[1] = ALONG_X ? k_at : x_at;
         if (SHARERS > 1)
             tma_load_5d_multicast(to_s + Part::offset(part, i), from.map, at, full, blocks);
+        else if (FIRST_OUT)
+            tma_load_5d_by(to_s + Part::offset(part, i), from.map, at, full, l2_first_out());
         else
             tma_load_5d(to_s + Part::offset(part, i), from.map, at, full);
     }
@@ -145,7 +162,8 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1)
     static_assert(BM % (64 * WGS) == 0 && BN % 16 == 0 && BN <= 256, "whole wgmma");
     extern __shared__ __align__(1024) unsigned char smem[];
     const GemmProblem &p = x.p;
-    const int warpgroup = threadIdx.x / WARPGROUP, lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    const int lane = threadIdx.x % 32, block_warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0); /* the warp's own */
+    const int warpgroup = block_warp / 4, warp = block_warp % 4;
     /* (row, column, part of k) in the cluster, row fastest */
     const int rank = CLUSTER > 1 ? (int)cluster_ctarank() : 0;
     const int tile_m = rank % CM, tile_n = rank / CM % CN, part = rank / (CM * CN), first_of_part = part * CM * CN;
@@ -158,36 +176,47 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1)
         if (CK > 1) mbarrier_init(ring_s + S::TRADED, 1), mbarrier_init(ring_s + S::TRADED + 8, WGS * 4);
         fence_mbarrier_init();
     }
-    if (CLUSTER > 1)
-        barrier_cluster(); /* the barriers are there before any block's copies or arrivals reach them */
-    else
-        __syncthreads();
+    if (CLUSTER > 1) barrier_cluster_arrive();
 
-    griddepcontrol_launch_dependents(); /* the next kernel's start may overlap this one's end */
-
-    const unsigned tiles = (unsigned)p.tiles_m * p.tiles_n, all = tiles * (unsigned)p.batch;
+    /* what the first copies take, under the wait for all blocks' barriers */
+    const unsigned tiles = x.order.tiles.by, all = tiles * (unsigned)p.batch;
     const unsigned first = blockIdx.x / CLUSTER, step = gridDim.x / CLUSTER;
     const int all_steps = (int)((p.k + BK - 1) / BK), part_steps = (all_steps + CK - 1) / CK;
     const int step0 = part * part_steps, steps = max(0, min(part_steps, all_steps - step0));
-    const auto place = [&](unsigned t) -> coord {
-        const TilePlace tile = tile_place(t % tiles, p.tiles_m, p.tiles_n, p.group);
+    const auto place = [&](unsigned t, unsigned batch) -> coord {
+        const TilePlace tile = tile_place(t - batch * tiles, x.order);
         return {(tile.row * CM + tile_m) * BM, (tile.col * CN + tile_n) * BN};
     };
+    Source<typename S::APart> a_from;
+    Source<typename S::BPart> b_from;
+    const auto find_copies = [&](unsigned t) {
+        const unsigned batch = x.order.tiles.into(t);
+        const coord tile = place(t, batch);
+        a_from = {&x.a, &x.a_end, tile.row, p.m, tile_n}, b_from = {&x.b, &x.b_end, tile.col, p.n, tile_m};
+        if (x.batched) place_batch(p, p.a_batch, batch, a_from.at), place_batch(p, p.b_batch, batch, b_from.at);
+    };
+    if (block_warp == WGS * 4) {
+        find_copies(first);
+        have(a_from.x), have(b_from.x), have(a_from.bytes + b_from.bytes);
+    }
+
+    /* the barriers are there before any block's copies or arrivals reach them */
+    if (CLUSTER > 1)
+        barrier_cluster_wait();
+    else
+        __syncthreads();
+    griddepcontrol_launch_dependents(); /* the next kernel's start may overlap this one's end */
 
     if (warpgroup == WGS) {
         /* ---- 3.1 copies ---- */
         if (WGS > 1) setmaxnreg_dec<Tile::COPY_REGS>();
-        if (threadIdx.x == WGS * WARPGROUP) {
+        if (warp == 0 && elect_one()) {
             uint16_t row_blocks = 0;
             for (int j = 0; j < CN; ++j) row_blocks |= 1 << (first_of_part + tile_m + CM * j);
             const uint16_t col_blocks = ((1 << CM) - 1) << (first_of_part + CM * tile_n);
+            griddepcontrol_wait(); /* what the kernel before wrote is there, and what it read may be overwritten */
             for (unsigned t = first; t < all; t += step) {
-                const coord tile = place(t);
-                const Source<typename S::APart> a_from(&x.a, &x.a_end, (int)p.m - tile.row, tile_n);
-                const Source<typename S::BPart> b_from(&x.b, &x.b_end, (int)p.n - tile.col, tile_m);
-                tma_at a_at = {}, b_at = {};
-                place_batch(p, p.a_batch, t / tiles, a_at), place_batch(p, p.b_batch, t / tiles, b_at);
-                griddepcontrol_wait(); /* what the kernel before wrote is there, and what it read may be overwritten */
+                if (t != first) find_copies(t);
                 for (int k = step0; k < step0 + steps; ++k) {
                     const smem_addr a_s = ring_s + ring.slot * S::SLOT, b_s = a_s + A::bytes;
                     ring.wait_empty(); /* all readers of what this step overwrites, here and in the others, have let go */
@@ -195,10 +224,10 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1)
 #pragma unroll
                     for (int kb = 0; kb < Tile::K64; ++kb) {
                         const int at_k = k * BK + kb * K_BLOCK<T>;
-                        copy_part<typename S::APart, S::ALONG_M, CN>(a_s + kb * S::BLOCK, a_from, a_at, tile.row, at_k,
-                                                                     tile_n, ring.full(), row_blocks);
-                        copy_part<typename S::BPart, S::ALONG_N, CM>(b_s + kb * S::BLOCK, b_from, b_at, tile.col, at_k,
-                                                                     tile_m, ring.full(), col_blocks);
+                        copy_part<typename S::APart, S::ALONG_M, CN, ONCE<T, Tile>>(a_s + kb * S::BLOCK, a_from, at_k,
+                                                                                    tile_n, ring.full(), row_blocks);
+                        copy_part<typename S::BPart, S::ALONG_N, CM, false>(b_s + kb * S::BLOCK, b_from, at_k, tile_m,
+                                                                            ring.full(), col_blocks);
                     }
                     ring.advance();
                 }
@@ -226,10 +255,12 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1)
         };
         for (unsigned t = first; t < all; t += step) {
             coord tile = {};
-            if (!TURNED_TF32<T, Tile>) tile = place(t); /* two divisions under the first copies */
+            unsigned batch = 0;
+            if (!TURNED_TF32<T, Tile>) batch = x.order.tiles.into(t), tile = place(t, batch);
             tma_at at = {};
-            place_batch(p, p.out_batch, t / tiles, at);
+            if (!TURNED_TF32<T, Tile> && x.batched) place_batch(p, p.out_batch, batch, at);
             if (t == first) griddepcontrol_wait(); /* for the bias and c */
+            touch_epilogue(p.epilogue);
             if (!Tile::TURNED && x.plain) touch_bias<S::COLS>(p, tile.col + part * S::COLS, lane);
             if constexpr (TURNED_TF32<T, Tile>)
                 multiply_turned<B, S::SLOT>(sum, ring, ring_s + A::offset((warpgroup * 4 + warp) * 32),
@@ -269,47 +300,55 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1)
             }
 
             /* ---- 3.3 results ---- */
-            if (TURNED_TF32<T, Tile>) tile = place(t); /* no register is left to keep it over the products */
             const smem_addr panels_s = ring_s + S::PANELS + (warpgroup * 4 + warp) * S::WARP_PANELS;
             const auto store = [&](auto &sums, int m) {
                 const int row = tile.row + (warpgroup * MT + m) * 64, col = tile.col + part * S::COLS;
                 if constexpr (Tile::TURNED) {
                     float *const turned = (float *)(smem + (panels_s - cvta_to_shared(smem)) -
                                                     warp * S::WARP_PANELS); /* the warpgroup's */
-                    store_turned<T, S::COLS, S::TURNED_LD>(p, gemm_place(p, t / tiles), sums, turned, row, col);
+                    store_turned<T, S::COLS, S::TURNED_LD>(p, gemm_place(p, batch), sums, turned, row, col, x.bare,
+                                                           x.keep);
+                } else if (x.bare) {
+                    at.c[0] = col, at.c[1] = row + warp * 16;
+                    store_plain<T, typename S::Panel, Tile::PANELS, STORE_BARE, BY_TMA<T, Tile>>(x, sums, panels_s, at,
+                                                                                                 batch, lane);
                 } else if (x.plain) {
                     at.c[0] = col, at.c[1] = row + warp * 16;
                     if (sizeof(T) == 4 || p.epilogue.activation == GK_ACT_NONE || p.epilogue.activation == GK_ACT_RELU)
-                        store_plain<T, typename S::Panel, Tile::PANELS, STORE_STRAIGHT>(x, sums, panels_s, at,
-                                                                                        t / tiles, lane);
+                        store_plain<T, typename S::Panel, Tile::PANELS, STORE_STRAIGHT, BY_TMA<T, Tile>>(
+                            x, sums, panels_s, at, batch, lane);
                     else if constexpr (sizeof(T) == 2)
-                        store_plain<T, typename S::Panel, Tile::PANELS, STORE_CURVED>(x, sums, panels_s, at, t / tiles,
-                                                                                      lane);
+                        store_plain<T, typename S::Panel, Tile::PANELS, STORE_CURVED, BY_TMA<T, Tile>>(
+                            x, sums, panels_s, at, batch, lane);
                 } else if (sizeof(T) == 2 && x.ragged) {
                     at.c[0] = col, at.c[1] = row + warp * 16;
                     if constexpr (sizeof(T) == 2)
-                        store_plain<T, typename S::Panel, Tile::PANELS, STORE_RAGGED>(x, sums, panels_s, at, t / tiles,
-                                                                                      lane);
+                        store_plain<T, typename S::Panel, Tile::PANELS, STORE_RAGGED, false>(x, sums, panels_s, at,
+                                                                                             batch, lane);
                 } else {
-                    store_any<T, S::COLS>(p, gemm_place(p, t / tiles), sums, panels_s, row + warp * 16, col, x.across,
+                    store_any<T, S::COLS>(p, gemm_place(p, batch), sums, panels_s, row + warp * 16, col, x.across,
                                           lane);
                 }
             };
             /* a warp's 32 columns of the result, S::COLS rows */
             const auto store_pair = [&](auto &sums) {
+                /* no register is left to keep these over the products */
+                const int lane = laneid();
+                const unsigned batch = x.order.tiles.into(t);
+                const coord tile = place(t, batch);
                 const int row = tile.col + part * S::COLS, col = tile.row + (warpgroup * 4 + warp) * 32;
                 if (x.plain) {
                     tma_at at = {{col, row}};
-                    place_batch(p, p.out_batch, t / tiles, at);
+                    if (x.batched) place_batch(p, p.out_batch, batch, at);
                     store_plain_turned<typename S::Panel, Tile::PANELS>(x, sums, panels_s, panel, at, lane);
                 } else {
-                    store_any_turned(p, gemm_place(p, t / tiles), sums, row, col, lane);
+                    store_any_turned(p, gemm_place(p, batch), sums, row, col, lane);
                 }
             };
             if constexpr (CK > 1) {
                 const int there = rank ^ (CM * CN), slot = S::TRADE + warpgroup * S::WARPGROUP_TRADE;
                 const smem_addr full_s = ring_s + S::TRADED, empty_s = full_s + 8;
-                const smem_addr from_s = ring_s + slot + threadIdx.x % WARPGROUP * 16;
+                const smem_addr from_s = ring_s + slot + mov_tid_x() % WARPGROUP * 16; /* nor here */
                 if (threadIdx.x == 0) mbarrier_arrive_expect_tx(full_s, WGS * S::WARPGROUP_TRADE);
                 mbarrier_wait(empty_s, trade_parity ^ 1); /* the other has read what came of the last tile */
                 float mine[MT][BN / 4];
@@ -328,7 +367,8 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1)
                 for (int m = 0; m < MT; ++m) store(sum[m], m);
             }
         }
-        if (lane == 0) tma_store_wait_group_read<0>(); /* shared memory stays until the last panel has been read */
+        if (BY_TMA<T, Tile> && lane == 0)
+            tma_store_wait_group_read<0>(); /* shared memory stays until the last panel has been read */
         if (CK > 1 && threadIdx.x == 0) mbarrier_wait(ring_s + S::TRADED + 8, trade_parity ^ 1); /* the other's, too */
     }
     if (CLUSTER > 1) barrier_cluster(); /* no block leaves while the other still copies to it */
@@ -451,8 +491,9 @@ const gk_cuda_row *choose(const gk_context *ctx, const void *arguments) {
 template <class Tile> void plan(const gk_context *ctx, GemmProblem *p, unsigned *clusters) {
     p->tiles_m = (int)gk_ceil_div(p->m, Tile::BM * Tile::CM), p->tiles_n = (int)gk_ceil_div(p->n, Tile::BN * Tile::CN);
     p->group = GROUP_ROWS_SM90, p->splits = 1;
-    const int64_t tiles = (int64_t)p->tiles_m * p->tiles_n * p->batch;
-    *clusters = (unsigned)gk_min_i64(tiles, gk_gpu_of(ctx->index)->num_sms / Tile::CLUSTER);
+    const int64_t tiles = (int64_t)p->tiles_m * p->tiles_n * p->batch,
+                  most = gk_gpu_of(ctx->index)->num_sms / Tile::CLUSTER;
+    *clusters = (unsigned)(tiles * LEAST_IDLE < most ? tiles : most);
 }
 
 template <class T, class Tile, int MODE>
@@ -473,18 +514,24 @@ gk_status start(const gk_context *ctx, Params *x, const TensorShape *operands) {
     const GemmEpilogue &e = x->p.epilogue;
     const int64_t rows = Tile::TURNED ? x->p.n : x->p.m, cols = Tile::TURNED ? x->p.m : x->p.n;
     /* activations of float32 results are exact: too many instructions for every panel's own */
-    const bool by_panels = S::BY_PANELS && !e.c && e.out_dtype == DTYPE &&
-                           (DTYPE != GK_F32 || e.activation == GK_ACT_NONE || e.activation == GK_ACT_RELU);
+    const bool alike = !e.c && e.out_dtype == DTYPE;
+    const bool by_panels =
+        S::BY_PANELS && alike && (DTYPE != GK_F32 || e.activation == GK_ACT_NONE || e.activation == GK_ACT_RELU);
     const TensorShape out = operand_of(e.out, DTYPE, rows, cols, e.out_row, 1, x->p, x->p.out_batch, false);
     const TensorShape preact = operand_of(e.preact, DTYPE, rows, cols, e.preact_row, 1, x->p, x->p.preact_batch, false);
     /* tma stores whole chunks of 16 bytes: it would write past a last column that ends within one */
-    bool by_tma = by_panels && e.out_vectors && cols % (16 / (int)sizeof(T)) == 0 && tensor_map_fits(out) &&
-                  (!e.preact || tensor_map_fits(preact));
-    by_tma = by_tma && make_tensor_map("gk_gemm", out, S::PANEL_COLS, 16, &x->out) == GK_OK;
-    by_tma = by_tma && (!e.preact || make_tensor_map("gk_gemm", preact, S::PANEL_COLS, 16, &x->preact) == GK_OK);
+    const bool chunks = alike && e.out_vectors && cols % (16 / (int)sizeof(T)) == 0;
+    const auto maps = [&](const TensorShape &t, CUtensorMap *map) {
+        return tensor_map_fits(t) && make_tensor_map("gk_gemm", t, S::PANEL_COLS, 16, map) == GK_OK;
+    };
+    x->plain =
+        by_panels && chunks && (!BY_TMA<T, Tile> || (maps(out, &x->out) && (!e.preact || maps(preact, &x->preact))));
     /* two columns share an activation's inverse, and what stands past an odd last column is not the same in every run */
-    x->ragged = by_panels && !by_tma && DTYPE != GK_F32 && (cols % 2 == 0 || e.activation <= GK_ACT_RELU);
-    x->plain = by_tma;
+    x->ragged = by_panels && !x->plain && DTYPE != GK_F32 && (cols % 2 == 0 || e.activation <= GK_ACT_RELU);
+    x->bare = (x->plain || (!S::BY_PANELS && chunks)) && !e.bias && !e.preact && e.activation == GK_ACT_NONE;
+    x->batched = x->p.ndim > 0;
+    x->keep = x->p.m * x->p.n * x->p.batch * (int64_t)sizeof(T) <= KEEP_BYTES;
+    x->order = tile_order(x->p.tiles_m, x->p.tiles_n, x->p.group);
     if (x->ragged && cols % 2 != 0) x->p.epilogue.bias_vectors = false; /* two columns are read at a time */
     x->across = !Tile::TURNED && !x->ragged && !e.out_vectors;
     if (x->across) x->p.epilogue = gemm_swapped(x->p).epilogue;

@@ -8,29 +8,18 @@
 
 #include "../kernels.h"
 #include "../tile/layout.cuh"
+#include "divisor.cuh"
 
 constexpr int REALIGN_DIMS = GK_MAX_DIMS - 2, REALIGN_EACH = 8; /* batch dimensions; elements of a 16-byte chunk */
-
-/* n / by for n < 2^31 by one multiplication. */
-struct RealignDivisor {
-    uint32_t by, factor, shift; /* factor = 2^shift / by, rounded up */
-    GK_HD uint32_t into(uint32_t n) const { return (uint32_t)((uint64_t)n * factor >> shift); }
-};
-
-inline RealignDivisor realign_divisor(uint32_t by) {
-    uint32_t shift = 31;
-    while (((uint64_t)1 << (shift - 31)) < by) ++shift;
-    return {by, (uint32_t)((((uint64_t)1 << shift) + by - 1) / by), shift};
-}
 
 struct RealignMatrix {
     const uint16_t *from;
     void *to;
     int64_t inner_stride, outer_stride; /* of `from` */
     int32_t inner, ndim;
-    bool turned;    /* elements of 32 bits: strides count those, inner their halves */
-    uint32_t total; /* chunks of the copy */
-    RealignDivisor chunks, outer, batch[REALIGN_DIMS]; /* sizes; of batch dimensions those that `from` walks */
+    bool turned;                                /* elements of 32 bits: strides count those, inner their halves */
+    uint32_t total;                             /* chunks of the copy */
+    Divisor chunks, outer, batch[REALIGN_DIMS]; /* sizes; of batch dimensions those that `from` walks */
     int64_t stride[REALIGN_DIMS];
 };
 
@@ -81,9 +70,9 @@ inline bool realign_plan(const void *from, int64_t inner, int64_t outer, int64_t
     if (inner < 1 || outer < 1 || inner > INT32_MAX - 2 * REALIGN_EACH || total < 1 || total > INT32_MAX) return false;
     x->from = (const uint16_t *)from, x->to = NULL, x->inner_stride = inner_stride, x->outer_stride = outer_stride;
     x->inner = (int32_t)inner, x->ndim = 0, x->turned = false, x->total = (uint32_t)total;
-    x->chunks = realign_divisor((uint32_t)chunks), x->outer = realign_divisor((uint32_t)outer);
+    x->chunks = divisor_of((uint32_t)chunks), x->outer = divisor_of((uint32_t)outer);
     for (int d = 0; d < ndim; ++d)
-        if (stride[d]) x->batch[x->ndim] = realign_divisor((uint32_t)shape[d]), x->stride[x->ndim++] = stride[d];
+        if (stride[d]) x->batch[x->ndim] = divisor_of((uint32_t)shape[d]), x->stride[x->ndim++] = stride[d];
     int64_t step = outer * chunks * REALIGN_EACH;
     for (int d = ndim - 1; d >= 0; --d)
         if (stride[d]) stride[d] = step, step *= shape[d];

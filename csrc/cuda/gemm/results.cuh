@@ -1,5 +1,6 @@
-/* results.cuh: how gemm_sm90a's sums leave: 16-bit results and float32 ones of tf32 through a warp's panels by tma, all else
- * from the lanes. x: the kernel's Params, with tensor maps `out` and `preact`. */
+/* results.cuh: how gemm_sm90a's sums leave: 16-bit results and float32 ones of tf32 through a warp's panels, by tma under the
+ * next tile's products or, where a block has but one tile, by the lanes; all else from the lanes. x: the kernel's Params, with
+ * tensor maps `out` and `preact`. */
 #ifndef GPUKERN_CUDA_GEMM_RESULTS_CUH
 #define GPUKERN_CUDA_GEMM_RESULTS_CUH
 
@@ -12,9 +13,10 @@
 
 /* How results of a's dtype without c leave. */
 enum Store {
-    STORE_STRAIGHT, /* by tma; no activation, or one that costs nothing */
-    STORE_CURVED,   /* by tma, after an activation of many instructions */
-    STORE_RAGGED    /* rows that tma cannot write */
+    STORE_BARE, /* in whole chunks of 16 bytes, nothing but the sums times alpha: in a launch's only tile all code is new */
+    STORE_STRAIGHT, /* no activation, or one that costs nothing */
+    STORE_CURVED,   /* after an activation of many instructions */
+    STORE_RAGGED    /* rows that do not consist of whole chunks */
 };
 
 /* 16 rows of 32 floats, the first of v, in the accumulators' order. */
@@ -27,10 +29,10 @@ template <class Panel> __device__ __forceinline__ void put_floats(smem_addr pane
 }
 
 /* A warp's 16 rows of N / 8 octets of columns go to its panels, once their last contents have been read. */
-template <class T, class Panel, int N>
+template <class T, class Panel, int N, bool TMA>
 __device__ __forceinline__ void put_panels(const float *v, smem_addr panels_s, int lane) {
     constexpr int EACH = Panel::row_bytes / (2 * (int)sizeof(T)), NUM = N / EACH;
-    if (lane == 0) tma_store_wait_group_read<0>();
+    if (TMA && lane == 0) tma_store_wait_group_read<0>();
     __syncwarp(); /* the panels' last contents have been read */
 #pragma unroll
     for (int i = 0; i < NUM; ++i) {
@@ -67,6 +69,7 @@ __device__ __forceinline__ void send_panels(const CUtensorMap *map, smem_addr pa
 /* Rows of COLS 16-bit results, in panels side by side, as chunks of 16 bytes: a pass has whole rows. */
 template <class Panel, int COLS> struct panel_rows {
     static constexpr int CHUNKS = COLS / 8, IN_PASS = 32 / CHUNKS;
+    static constexpr int WAYS = Panel::chunks < 8 ? 2 : 1; /* rows of two narrow panels lie at the same banks */
     static_assert(16 % IN_PASS == 0, "whole passes");
     static constexpr GK_HD int offset(int row, int chunk) {
         return chunk / Panel::chunks * Panel::bytes + Panel::offset(row, chunk % Panel::chunks);
@@ -81,15 +84,33 @@ template <class Panel, int COLS> struct panel_rows {
     }
 };
 
+/* Or by the lanes, which end sooner than tma begins to read what they wrote. to_g: element (0, 0), inside the matrix with
+ * `rows` and `cols` from there on. */
+template <class Panel, int COLS>
+__device__ __forceinline__ void send_chunks(uint16_t *to_g, int64_t row_stride, int rows, int cols, smem_addr panels_s,
+                                            int lane) {
+    typedef panel_rows<Panel, COLS> Rows;
+    constexpr int PASSES = 16 / Rows::IN_PASS;
+    static_assert(Rows::IN_PASS * Rows::CHUNKS == 32 && Rows::read_ways(0) <= Rows::WAYS, "chunks of whole rows");
+    const int chunk = lane % Rows::CHUNKS, row = lane / Rows::CHUNKS;
+    __syncwarp(); /* all of the panels is written */
+    uint4 x[PASSES];
+#pragma unroll
+    for (int i = 0; i < PASSES; ++i) x[i] = ld_shared_128(panels_s + Rows::offset(row + i * Rows::IN_PASS, chunk));
+    uint16_t *const at_g = to_g + row * row_stride + 8 * chunk;
+#pragma unroll
+    for (int i = 0; i < PASSES; ++i)
+        if (row + i * Rows::IN_PASS < rows && 8 * chunk < cols)
+            *(uint4 *)(at_g + i * Rows::IN_PASS * row_stride) = x[i];
+}
+
 /* Or by the lanes, where rows of the result begin anywhere or end within 16 bytes: each row's chunks that lie at multiples of
- * 16 bytes are put together from two of the panels', what is left at its ends goes by elements. to_g: element (0, 0), inside
- * the matrix with `rows` and `cols` from there on. */
+ * 16 bytes are put together from two of the panels', what is left at its ends goes by elements. */
 template <class Panel, int COLS>
 __device__ __forceinline__ void send_rows(uint16_t *to_g, int64_t row_stride, int rows, int cols, smem_addr panels_s,
                                           int lane) {
     typedef panel_rows<Panel, COLS> Rows;
-    constexpr int WAYS = Panel::chunks < 8 ? 2 : 1; /* rows of two narrow panels lie at the same banks */
-    static_assert(Rows::read_ways(0) <= WAYS && Rows::read_ways(1) <= WAYS, "chunks of whole rows");
+    static_assert(Rows::read_ways(0) <= Rows::WAYS && Rows::read_ways(1) <= Rows::WAYS, "chunks of whole rows");
     const auto before = [](const uint16_t *row_g) { return (int)(-((uintptr_t)row_g / 2) % 8); }; /* its first chunk */
     const int chunk = lane % Rows::CHUNKS, row0 = lane / Rows::CHUNKS;
     __syncwarp(); /* all of the panels is written */
@@ -156,29 +177,37 @@ template <int BN> __device__ __forceinline__ void touch_bias(const GemmProblem &
         touch_global((const char *)e.bias + min(col0 * bytes + lane * 32, p.n * bytes - bytes));
 }
 
+/* Brings what the stores ask of the call into the constant cache. */
+__device__ __forceinline__ void touch_epilogue(const GemmEpilogue &e) {
+    have(e.alpha), have(e.out), have(e.out_row), have((int)e.activation);
+}
+
 /* What is in the panels goes to the result, or to preact, from at on. */
-template <class T, class Panel, int N, bool RAGGED, bool PREACT, class Params>
+template <class T, class Panel, int N, bool RAGGED, bool TMA, bool PREACT, class Params>
 __device__ __forceinline__ void send(const Params &x, smem_addr panels_s, const tma_at &at, unsigned batch, int lane) {
-    if constexpr (RAGGED) {
+    if constexpr (RAGGED || !TMA) {
         const GemmEpilogue &e = x.p.epilogue;
         const GemmPlace place = gemm_place(x.p, batch);
         const int64_t row = at.c[1], col = at.c[0], stride = PREACT ? e.preact_row : e.out_row;
         uint16_t *const to_g = (uint16_t *)(PREACT ? e.preact : e.out) + (PREACT ? place.preact : place.out);
-        send_rows<Panel, 2 * N>(to_g + row * stride + col, stride, (int)(x.p.m - row), (int)(x.p.n - col), panels_s,
-                                lane);
+        const int rows = (int)(x.p.m - row), cols = (int)(x.p.n - col);
+        if constexpr (RAGGED)
+            send_rows<Panel, 2 * N>(to_g + row * stride + col, stride, rows, cols, panels_s, lane);
+        else
+            send_chunks<Panel, 2 * N>(to_g + row * stride + col, stride, rows, cols, panels_s, lane);
     } else {
         send_panels<T, Panel, N>(PREACT ? &x.preact : &x.out, panels_s, at, lane);
     }
 }
 
 /* 2 N columns of a warp's 16 rows of results of T without c; at moves past them. */
-template <class T, class Panel, int N, Store STORE, class Params>
+template <class T, class Panel, int N, Store STORE, bool TMA, class Params>
 __device__ __forceinline__ void store_some(const Params &x, float *v, smem_addr panels_s, tma_at &at, unsigned batch,
                                            int lane) {
     constexpr bool RAGGED = STORE == STORE_RAGGED;
     const GemmEpilogue &e = x.p.epilogue;
     const float alpha = (float)e.alpha;
-    if (e.bias) { /* not + 0: -0 stays */
+    if (STORE != STORE_BARE && e.bias) { /* not + 0: -0 stays */
         float bias[N / 2];
         read_bias<T>(x.p, at.c[0], lane, bias);
 #pragma unroll
@@ -187,40 +216,40 @@ __device__ __forceinline__ void store_some(const Params &x, float *v, smem_addr 
 #pragma unroll
         for (int i = 0; i < N; ++i) v[i] *= alpha;
     }
-    if (e.preact) {
-        put_panels<T, Panel, N>(v, panels_s, lane);
-        send<T, Panel, N, RAGGED, true>(x, panels_s, at, batch, lane);
+    if (STORE != STORE_BARE && e.preact) {
+        put_panels<T, Panel, N, TMA>(v, panels_s, lane);
+        send<T, Panel, N, RAGGED, TMA, true>(x, panels_s, at, batch, lane);
     }
     if (STORE == STORE_CURVED || (RAGGED && e.activation > GK_ACT_RELU)) {
         activate_16<N>(e.activation, v);
-    } else if (e.activation == GK_ACT_RELU) {
+    } else if (STORE != STORE_BARE && e.activation == GK_ACT_RELU) {
 #pragma unroll
         for (int i = 0; i < N; ++i) v[i] = v[i] <= 0 ? 0.f : v[i]; /* a NaN stays one */
     }
-    put_panels<T, Panel, N>(v, panels_s, lane);
-    send<T, Panel, N, RAGGED, false>(x, panels_s, at, batch, lane);
+    put_panels<T, Panel, N, TMA>(v, panels_s, lane);
+    send<T, Panel, N, RAGGED, TMA, false>(x, panels_s, at, batch, lane);
     at.c[0] += 2 * N;
 }
 
-/* A lane's N sums, as many at a time as PANELS times 2 KiB hold. All but STORE_STRAIGHT are one body, past which the sums move
+/* A lane's N sums, as many at a time as PANELS times 2 KiB hold. Curved and ragged ones are one body, past which the sums move
  * instead of the code. */
-template <class T, class Panel, int PANELS, Store STORE, class Params, int N>
+template <class T, class Panel, int PANELS, Store STORE, bool TMA, class Params, int N>
 __device__ __forceinline__ void store_plain(const Params &x, float (&sum)[N], smem_addr panels_s, tma_at at,
                                             unsigned batch, int lane) {
     constexpr int SOME = PANELS * 2048 / Panel::bytes * Panel::row_bytes / (2 * (int)sizeof(T)),
                   MOST = SOME < N ? SOME : N;
-    constexpr bool MOVE = STORE != STORE_STRAIGHT && N > MOST;
+    constexpr bool MOVE = STORE > STORE_STRAIGHT && N > MOST;
     constexpr int UNROLLED = MOVE ? 1 : N / MOST, REST = N % MOST;
 #pragma unroll UNROLLED
     for (int i = 0; i + MOST <= N; i += MOST) {
-        store_some<T, Panel, MOST, STORE>(x, sum + (MOVE ? 0 : i), panels_s, at, batch, lane);
+        store_some<T, Panel, MOST, STORE, TMA>(x, sum + (MOVE ? 0 : i), panels_s, at, batch, lane);
         if (MOVE) {
 #pragma unroll
             for (int j = 0; j + MOST < N; ++j) sum[j] = sum[j + MOST];
         }
     }
     if constexpr (REST > 0)
-        store_some<T, Panel, REST, STORE>(x, sum + (MOVE ? 0 : N - REST), panels_s, at, batch, lane);
+        store_some<T, Panel, REST, STORE, TMA>(x, sum + (MOVE ? 0 : N - REST), panels_s, at, batch, lane);
 }
 
 /* Everything else, 32 columns of floats at a time: one body, past which the sums move instead of the code. A lane has 8
@@ -268,24 +297,46 @@ constexpr GK_HD int turned_ways(int ld) {
     return ways(bytes, 4);
 }
 
+/* bare: the sums times alpha, in whole chunks of 16 bytes; keep: which the next kernel should find in L2. */
 template <class T, int COLS, int LD>
 __device__ __forceinline__ void store_turned(const GemmProblem &p, const GemmPlace &at, const float (&sum)[COLS / 2],
-                                             float *turned, int row0, int col0) {
+                                             float *turned, int row0, int col0, bool bare, bool keep) {
     static_assert(turned_ways(LD) == 1, "the lanes' sums fall into 32 banks");
     const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+    const GemmEpilogue &e = p.epilogue;
 #pragma unroll
     for (int i = 0; i < COLS / 2; ++i) {
         const coord d = wgmma_d(warp, lane, i);
         turned[d.col * LD + d.row] = sum[i];
     }
     bar_sync(1, 128); /* all sums are there */
-#pragma unroll 1
-    for (int i = thread; i < COLS * 8; i += 128) {
+    const auto store = [&](int i, const auto &leave) {
         const int row = col0 + i / 8, col = row0 + i % 8 * 8, valid = (int)min((int64_t)8, p.m - col);
         const float4 x = *(const float4 *)(turned + i / 8 * LD + i % 8 * 8),
                      y = *(const float4 *)(turned + i / 8 * LD + i % 8 * 8 + 4);
         float v[8] = {x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w};
-        if (row < p.n && valid > 0) epilogue_cols<T, 8>(p.epilogue, at, row, col, valid, v);
+        if (row < p.n && valid > 0) leave(row, col, valid, v);
+    };
+    if (bare) {
+        const float alpha = (float)e.alpha;
+#pragma unroll
+        for (int i = 0; i < COLS * 8; i += 128)
+            if (i + thread < COLS * 8)
+                store(i + thread, [&](int row, int col, int, float *v) {
+                    uint32_t two[4];
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) two[j] = pack2<T>(v[2 * j] * alpha, v[2 * j + 1] * alpha);
+                    T *const to_g = (T *)e.out + at.out + row * e.out_row + col;
+                    const uint4 chunk = make_uint4(two[0], two[1], two[2], two[3]);
+                    if (keep)
+                        st_global_128_by(to_g, chunk, l2_last_out());
+                    else
+                        st_global_128(to_g, chunk);
+                });
+    } else {
+#pragma unroll 1
+        for (int i = thread; i < COLS * 8; i += 128)
+            store(i, [&](int row, int col, int valid, float *v) { epilogue_cols<T, 8>(e, at, row, col, valid, v); });
     }
     bar_sync(1, 128); /* they have been read */
 }

@@ -56,8 +56,8 @@ struct Sm90Tile {
     static constexpr int CLUSTER = CM * CN * CK; /* blocks */
     static constexpr int PANELS = L;             /* of 16 rows x 64 columns a warp, through which results leave */
     static constexpr int PERCENT = P;            /* of the dense peak, on full SMs; the chooser's weight */
-    /* two warpgroups that multiply start with 168 registers a thread; the third gives up what 240 of them need */
-    static constexpr int COPY_REGS = 40, SUM_REGS = 232;
+    /* two warpgroups that multiply start with 168 registers a thread; the third gives up what 224 of them need */
+    static constexpr int COPY_REGS = 56, SUM_REGS = 224;
     static_assert(G == 1 || COPY_REGS + G * SUM_REGS <= (G + 1) * 168, "setmaxnreg.inc would wait for ever");
 };
 /* 80 bytes of shared memory a clock, a quarter of L2's bytes of single tiles; 4096: 0.99 of cuBLAS. Three slots and panels
@@ -111,6 +111,12 @@ constexpr int GROUP_ROWS_SM90 = 8;
 constexpr int SM90_TURNED_ROWS = 64, SM90_TURNED_K = 512;
 /* bytes of the ring at most: 227 KiB less the panels and what parts of k trade */
 constexpr int MOST_RING = 4 * 48 * 1024;
+/* results of few rows up to so many bytes, a sixth of L2, should stay there until they are read: written back amid the weights
+ * they cost 5 of 62 us at 64 x 28672 x 4096 */
+constexpr int64_t KEEP_BYTES = 8 << 20;
+/* from a quarter of the GPU's SMs on all get a block: those that begin last have no tile, and the next kernel waits for none of
+ * them: 512 cubed 3.27 to 3.14 us, 1024 6.0 to 5.9 */
+constexpr int LEAST_IDLE = 4;
 /* what a turned product takes beside its bytes: 10.9 us for 16 x 4096 x 4096 */
 constexpr double TURNED_US = 1.5;
 /* what the sum of two parts of k costs, by 128 x 128 tiles */

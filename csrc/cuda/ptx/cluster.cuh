@@ -14,10 +14,17 @@ static __device__ __forceinline__ unsigned cluster_ctarank() {
 
 // barrier.cluster.arrive.relaxed and .wait: all threads of all blocks of the cluster have come. Releases nothing:
 // what others must see before it needs a fence of its own.
+static __device__ __forceinline__ void barrier_cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
+static __device__ __forceinline__ void barrier_cluster_wait() {
+    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+}
+
 static __device__ __forceinline__ void barrier_cluster() {
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;\n\t"
-                 "barrier.cluster.wait.aligned;" ::
-                     : "memory");
+    barrier_cluster_arrive();
+    barrier_cluster_wait();
 }
 
 // mapa: the address in block `rank` of the cluster of what lies at at_s here.

@@ -75,6 +75,12 @@ static __device__ __forceinline__ uint32_t mov_tid_x() {
     return x;
 }
 
+// No instruction: what computes or loads x stands before this, not where x is first used.
+static __device__ __forceinline__ void have(int x) { asm volatile("" ::"r"(x) : "memory"); }
+static __device__ __forceinline__ void have(int64_t x) { asm volatile("" ::"l"(x) : "memory"); }
+static __device__ __forceinline__ void have(double x) { asm volatile("" ::"d"(x) : "memory"); }
+static __device__ __forceinline__ void have(const void *x) { asm volatile("" ::"l"(x) : "memory"); }
+
 // ---- global memory, 16 bytes; the address is a multiple of 16 -------------------------------------------------------
 
 // ld.global.u8 of which nothing is used: its sector comes into L1, and nothing waits for it.
@@ -126,6 +132,13 @@ static __device__ __forceinline__ uint4 ld_global_l2_256b_128(const void *p_g) {
 static __device__ __forceinline__ void st_global_128(void *p_g, uint4 v) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p_g)), "r"(v.x), "r"(v.y),
                  "r"(v.z), "r"(v.w)
+                 : "memory");
+}
+
+// The same with a policy of L2 (tma.cuh), sm_80.
+static __device__ __forceinline__ void st_global_128_by(void *p_g, uint4 v, uint64_t policy) {
+    asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(__cvta_generic_to_global(p_g)),
+                 "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "l"(policy)
                  : "memory");
 }
 

@@ -19,7 +19,31 @@ static __device__ __forceinline__ void tma_load_5d(smem_addr dst_s, const void *
                  : "memory");
 }
 
-// The same into every block of the cluster whose bit is set in `blocks`, at the same address of each, counted at the
+// What L2 does with the lines of an access that takes a policy: createpolicy.fractional.L2. First out: what is read once.
+// Last out: what is read soon.
+static __device__ __forceinline__ uint64_t l2_first_out() {
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+static __device__ __forceinline__ uint64_t l2_last_out() {
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+// tma_load_5d by such a policy.
+static __device__ __forceinline__ void tma_load_5d_by(smem_addr dst_s, const void *map, const tma_at &at,
+                                                      smem_addr barrier_s, uint64_t policy) {
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+                 "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(dst_s),
+                 "l"(map), "r"(barrier_s), "r"(at.c[0]), "r"(at.c[1]), "r"(at.c[2]), "r"(at.c[3]), "r"(at.c[4]),
+                 "l"(policy)
+                 : "memory");
+}
+
+// tma_load_5d into every block of the cluster whose bit is set in `blocks`, at the same address of each, counted at the
 // barrier at the same address of each.
 static __device__ __forceinline__ void tma_load_5d_multicast(smem_addr dst_s, const void *map, const tma_at &at,
                                                              smem_addr barrier_s, uint16_t blocks) {
