@@ -335,7 +335,8 @@ def cuda(run: Run, device) -> None:
                     run.add(build(seq, head_dim, causal, run.args.compiled, device))
     if run.wants("call host time"):
         qkv = make_qkv(1, 1, 8, 8, torch.bfloat16, device)
-        overhead_facts(run, "flash_attn", lambda: torch_gpukern.flash_attn(*qkv), shapes.CUDA_CALL)
+        own = ("SDPA", lambda: F.scaled_dot_product_attention(*qkv))
+        overhead_facts(run, "flash_attn", lambda: torch_gpukern.flash_attn(*qkv), shapes.CUDA_CALL, own)
     run.finish(shapes.CUDA_ATTN_BARS)
 
 

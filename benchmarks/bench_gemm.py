@@ -210,7 +210,8 @@ def cuda(run: Run, device: torch.device) -> None:
         run.add(beside_aligned(f"16 of {one}, {label}", (16, one, one), (16, one, one), device, place))
     if run.wants("call host time"):
         a, b = (torch.randn(8, 8, device=device) for _ in range(2))
-        overhead_facts(run, "gemm", lambda: torch_gpukern.gemm(a, b), shapes.CUDA_CALL)
+        own = ("torch.mm", lambda: torch.mm(a, b))
+        overhead_facts(run, "gemm", lambda: torch_gpukern.gemm(a, b), shapes.CUDA_CALL, own)
     run.finish(shapes.CUDA_GEMM_BARS)
 
 

@@ -126,9 +126,9 @@ def cuda(run: Run) -> None:
     if run.wants("call host time"):
         q, caches = torch.randn(1, 1, 8, device=device), torch.randn(1, 8, 1, 8, device=device)
         table, lens = torch.zeros(1, 1, dtype=torch.int32, device=device), torch.full((1,), 8, device=device).int()
-        overhead_facts(
-            run, "paged_attn", lambda: torch_gpukern.paged_attn(q, caches, caches, table, lens), shapes.CUDA_CALL
-        )
+        args = (q, caches, caches, table, lens)
+        own = ("gather + SDPA", lambda: gather_and_sdpa(*args))
+        overhead_facts(run, "paged_attn", lambda: torch_gpukern.paged_attn(*args), shapes.CUDA_CALL, own)
     run.finish({})
 
 

@@ -478,10 +478,13 @@ class Run:
 # ---- cost of use and instruction sets ------------------------------------------------------------
 
 
-def overhead_facts(run: Run, name: str, call: Callable[[], object], bar: Bar) -> None:
-    """Host time of a small eager call without grad, on the CPU above torch.mul's."""
+def overhead_facts(
+    run: Run, name: str, call: Callable[[], object], bar: Bar, own: tuple[str, Callable[[], object]] | None = None
+) -> None:
+    """Host time of a small eager call without grad, on the CPU above torch.mul's. own: PyTorch's way to the same result, and
+    a bar of its own, since hosts differ by more than calls do."""
     x = torch.randn(8, 8, device=run.device.device)
-    calls = {name: call, "torch.mul": lambda: torch.mul(x, x)}
+    calls = {name: call, "torch.mul": lambda: torch.mul(x, x)} | ({own[0]: own[1]} if own else {})
     with torch.no_grad():
         times = {key: [] for key in calls}
         for fn in calls.values():
@@ -490,10 +493,12 @@ def overhead_facts(run: Run, name: str, call: Callable[[], object], bar: Bar) ->
         for _ in range(31):
             for key, fn in calls.items():
                 times[key].append(_host_us(fn, run.device, 200))
-    ours, mul = (statistics.median(times[key]) for key in calls)
+    ours, mul, *theirs = (statistics.median(times[key]) for key in calls)
     # on CUDA a launch is most of it, in ours and in torch.mul's: the bar is for the whole call there
     cost = ours if run.device.kind == "cuda" else ours - mul
     run.fact("call host time", name, cost, "us", bar, f"{ours:.1f} us, torch.mul {mul:.1f} us")
+    if own:
+        run.fact("call host time", f"{name} / {own[0]}", ours / theirs[0], "", Bar(at_most=1.0), f"{theirs[0]:.1f} us")
 
 
 def _host_us(call: Callable[[], object], device: Cpu | Cuda, calls: int) -> float:

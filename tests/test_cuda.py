@@ -421,6 +421,18 @@ def test_few_rows_of_unaligned_weights(m, dtype):
             assert same_bits(out, want), offset
 
 
+@pytest.mark.parametrize("size", ((2048, 1152, 4096), (1000, 2100, 3000)), ids=str)
+def test_float32_of_few_large_tiles_errs_as_pytorch_does(size):
+    """144 tiles of 128 x 128 are more than an H200 has SMs; the small ones spread better, and add k up in steps."""
+    m, n, k = size
+    gen = generator("f32 few tiles", size)
+    a, b = (randn(gen, *shape, device="cuda") for shape in ((m, k), (k, n)))
+    if torch.cuda.get_device_properties(0).multi_processor_count == 132:
+        assert torch_gpukern.explain("gemm", a, b)["row"] == "gemm_plain_f32_64x64x16"
+    yards = [torch_gemm(a, b, order=order) for order in orders(gen, k)]
+    assert_close_as(yards, ops.gemm(a, b), a.double() @ b.double())
+
+
 @pytest.mark.parametrize("dtype", (BF16, torch.float16), ids=str)
 @pytest.mark.parametrize(
     "size",

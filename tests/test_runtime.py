@@ -116,6 +116,22 @@ def test_threads_calling_at_once():
     assert not failures, failures
 
 
+def test_a_call_without_grad_leaves_autograd_as_it_was():
+    """It goes below autograd for as long as it lasts, also where it raises and its frame lives on in the traceback."""
+    key, excluded = torch._C.DispatchKey.AutogradFunctionality, torch._C._dispatch_tls_is_dispatch_key_excluded
+    a = torch.ones(2, 3)
+    with torch.no_grad():
+        torch_gpukern.gemm(a, a.mT)
+        assert not excluded(key)
+        with pytest.raises(ValueError) as raised:
+            torch_gpukern.gemm(a, a)
+        assert raised.value.__traceback__ is not None and not excluded(key)
+    guard = torch._C._AutoDispatchBelowAutograd()
+    assert excluded(key), "what the public functions rely on"
+    del guard
+    assert not excluded(key)
+
+
 def test_errors_belong_to_their_thread():
     """The detail text of one thread's failure does not reach another's."""
     x = torch.ones(3, 2, 8)

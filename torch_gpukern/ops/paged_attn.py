@@ -144,6 +144,8 @@ def paged_attn(
     plain = window_left == -1 and softcap == 0 and alibi_slopes is None and sinks is None
     if plain and k_scale is None and v_scale is None and is_causal is True:
         # the schema fills in the rest sooner than it reads it
+        if cu_seqlens_q is None and scale is None:
+            return op(q, k_cache, v_cache, block_table, seq_lens)
         return op(q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, scale)
     return op(
         q,

@@ -54,19 +54,19 @@ template <class T> constexpr int K_BLOCK = WGMMA_ROW_BYTES / (int)sizeof(T);
 template <class T, class Tile> constexpr bool TURNED_TF32 = sizeof(T) == 4 && Tile::TURNED;
 /* a, the weights of few rows, is read once: L2 may keep the rest */
 template <class T, class Tile> constexpr bool ONCE = sizeof(T) == 2 && Tile::TURNED;
-/* results leave the panels by tma, under the next tile's products; one warpgroup's block has but one tile */
+/* results leave the panels by tma, under the next tile's products; one warpgroup's block seldom has a next */
 template <class T, class Tile> constexpr bool BY_TMA = sizeof(T) == 4 || Tile::WGS > 1;
 
 /* ---- 1 the call ---------------------------------------------------------------------------------------------- */
 struct Params {
     CUtensorMap a, b;         /* [batch dimensions, up to 3][m or n][k], or with k and the other changed */
     CUtensorMap a_end, b_end; /* along k: boxes of the last rows of m or n, where they do not fill one of a's or b's */
-    CUtensorMap out, preact;  /* where `plain` */
+    CUtensorMap out, preact;  /* where `plain`, by tma */
     /* what a block begins with stands together: what is not in the constant cache takes 200 clocks a line */
     TileOrder order;    /* of clusters' tiles */
     bool batched;       /* more than one product */
     bool plain, ragged; /* store_plain serves the call: rows of whole chunks of 16 bytes; others */
-    bool bare;          /* plain, without bias, preact, activation */
+    bool bare;          /* such rows, of nothing but the sums times alpha; turned ones, too */
     bool keep;          /* turned: the next kernel should find the results in L2 */
     bool across; /* store_any: the lanes' values lie down the rows; in the epilogue rows and columns change places */
     GemmProblem p;

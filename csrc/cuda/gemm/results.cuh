@@ -1,5 +1,5 @@
 /* results.cuh: how gemm_sm90a's sums leave: 16-bit results and float32 ones of tf32 through a warp's panels, by tma under the
- * next tile's products or, where a block has but one tile, by the lanes; all else from the lanes. x: the kernel's Params, with
+ * next tile's products or, where a block seldom has another, by the lanes; all else from the lanes. x: the kernel's Params, with
  * tensor maps `out` and `preact`. */
 #ifndef GPUKERN_CUDA_GEMM_RESULTS_CUH
 #define GPUKERN_CUDA_GEMM_RESULTS_CUH

@@ -5,7 +5,8 @@
 
 #include "smem.cuh"
 
-// Where a box begins, dimension 0 the densest; elements outside the tensor are read as zeros and not written.
+// Where a box begins, dimension 0 the densest and there at a multiple of 16 bytes, else the kernel ends as an illegal
+// instruction; elements outside the tensor are read as zeros and not written.
 struct tma_at {
     int c[5];
 };
