@@ -120,8 +120,8 @@ template <class Part> struct Source {
     int x, boxes, bytes; /* of the part; of all parts of the tile, for K_BLOCK of k */
     tma_at at;           /* the batch entry */
 
-    /* x: the tile's first row. end: describes the box that the last rows do not fill */
     Source() = default;
+    /* x: the tile's first row. end: describes the box that the last rows do not fill */
     __device__ __forceinline__ Source(const CUtensorMap *inside, const CUtensorMap *end, int x, int64_t rows, int part)
         : map(Part::ends(part, (int)rows - x) ? end : inside), x(x), boxes(Part::boxes_of(part, (int)rows - x)),
           bytes(Part::bytes_of((int)rows - x)), at{} {}
@@ -214,7 +214,9 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1)
             uint16_t row_blocks = 0;
             for (int j = 0; j < CN; ++j) row_blocks |= 1 << (first_of_part + tile_m + CM * j);
             const uint16_t col_blocks = ((1 << CM) - 1) << (first_of_part + CM * tile_n);
-            griddepcontrol_wait(); /* what the kernel before wrote is there, and what it read may be overwritten */
+            /* what the kernel before wrote is there, and what it read may be overwritten; without a tile, too: no block ends
+             * before that kernel has */
+            griddepcontrol_wait();
             for (unsigned t = first; t < all; t += step) {
                 if (t != first) find_copies(t);
                 for (int k = step0; k < step0 + steps; ++k) {
