@@ -670,8 +670,7 @@ static __global__ void __cluster_dims__(BLOCKS) __launch_bounds__(384, 1)
         ring.init(2 * BLOCKS);
         fence_mbarrier_init();
     }
-    barrier_cluster_arrive();
-    barrier_cluster_wait();
+    barrier_cluster();
     if (warpgroup == 2) {
         if (warp == 0 && elect_one()) {
             for (int step = 0; step < RING_TILES * steps; ++step) {

@@ -238,18 +238,21 @@ template <class T, class Tile> Params plan_of(const gk_context *ctx, const gk_ge
     return x;
 }
 
+template <class Tile> int64_t tiles_of(const GemmProblem &p) {
+    return gk_ceil_div(p.m, Tile::BM) * gk_ceil_div(p.n, Tile::BN) * p.batch;
+}
+
 /* What the busiest SM computes, in elements of the result. */
-template <class Tile> int64_t busiest(const gk_context *ctx, const GemmProblem &p) {
-    const int64_t tiles = gk_ceil_div(p.m, Tile::BM) * gk_ceil_div(p.n, Tile::BN) * p.batch;
-    return gk_ceil_div(tiles, gk_gpu_of(ctx->index)->num_sms) * Tile::BM * Tile::BN;
+template <class Tile> int64_t busiest(const GemmProblem &p, int64_t sms) {
+    return gk_ceil_div(tiles_of<Tile>(p), sms) * Tile::BM * Tile::BN;
 }
 
 /* The large tile, where there is one for every SM and the small ones do not spread enough better. */
 bool takes_large(const gk_cuda_row *, const gk_context *ctx, const void *args) {
     const GemmProblem p = params_of<float>((const gk_gemm_args *)args).p;
-    const int64_t tiles = gk_ceil_div(p.m, PlainF32::BM) * gk_ceil_div(p.n, PlainF32::BN) * p.batch;
-    return tiles >= gk_gpu_of(ctx->index)->num_sms &&
-           busiest<PlainF32>(ctx, p) * 100 <= busiest<PlainF32Small>(ctx, p) * PLAIN_SMALL_PERCENT;
+    const int64_t sms = gk_gpu_of(ctx->index)->num_sms;
+    return tiles_of<PlainF32>(p) >= sms &&
+           busiest<PlainF32>(p, sms) * 100 <= busiest<PlainF32Small>(p, sms) * PLAIN_SMALL_PERCENT;
 }
 
 template <class T, class Tile> size_t workspace_bytes(const gk_cuda_row *, const gk_context *ctx, const void *args) {

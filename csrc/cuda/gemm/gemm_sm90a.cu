@@ -515,8 +515,8 @@ gk_status start(const gk_context *ctx, Params *x, const TensorShape *operands) {
     if (status != GK_OK) return status;
     const GemmEpilogue &e = x->p.epilogue;
     const int64_t rows = Tile::TURNED ? x->p.n : x->p.m, cols = Tile::TURNED ? x->p.m : x->p.n;
-    /* activations of float32 results are exact: too many instructions for every panel's own */
     const bool alike = !e.c && e.out_dtype == DTYPE;
+    /* activations of float32 results are exact: too many instructions for every panel's own */
     const bool by_panels =
         S::BY_PANELS && alike && (DTYPE != GK_F32 || e.activation == GK_ACT_NONE || e.activation == GK_ACT_RELU);
     const TensorShape out = operand_of(e.out, DTYPE, rows, cols, e.out_row, 1, x->p, x->p.out_batch, false);
