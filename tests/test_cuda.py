@@ -4,12 +4,14 @@ All of it is skipped, with the reason shown, where torch finds no CUDA device. W
 tests/ops/ on both devices.
 """
 
+import json
 import os
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import (
+    TORCH_ACTIVATION,
     Paged,
     assert_close_as,
     generator,
@@ -398,27 +400,89 @@ def test_unaligned_operands_are_copied(which):
 @pytest.mark.skipif(
     "torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0)", reason="Hopper's rows"
 )
+def in_nan(dense, beside, offset):
+    """The same matrix, `offset` elements past an aligned place, with `beside` more in each row; NaN in all of them."""
+    rows = torch.full((dense.shape[0], dense.shape[1] + beside), torch.nan, dtype=dense.dtype, device="cuda")
+    memory = torch.cat((rows.new_full((offset,), torch.nan), rows.flatten()))
+    return memory[offset:].view_as(rows)[:, : dense.shape[1]].copy_(dense)
+
+
+@pytest.mark.parametrize("beside", (4, 1, 0), ids="beside={}".format)
 @pytest.mark.parametrize("dtype", (BF16, torch.float16), ids=str)
 @pytest.mark.parametrize("m", (1, 9, 16, 33, 64))
-def test_few_rows_of_unaligned_weights(m, dtype):
+def test_few_rows_of_unaligned_weights(m, dtype, beside):
     """They stream without a copy, along k and along n, at every offset and at odd strides; NaN lies beside them."""
     n, k = 3080, 1037
     a = on_gpu(m, k, dtype=dtype)
+    name = "gemm_skewed_sm90a_" if m <= 16 else "gemm_skinny_odd_sm90a_"
     for shape, turned in (((k, n), False), ((n, k), True)):
         dense = on_gpu(*shape, seed=1, dtype=dtype)
-        want = None
+        want = exact = None
         for offset in range(8):
-            rows = torch.full((shape[0], shape[1] + 4), torch.nan, dtype=dtype, device="cuda")
-            memory = torch.cat((rows.new_full((offset,), torch.nan), rows.flatten()))
-            b = memory[offset:].view_as(rows)[:, : shape[1]].copy_(dense)
+            if (shape[1] + beside) % 8 == 0 and offset == 0:
+                continue  # aligned
+            b = in_nan(dense, beside, offset)
             b = b.mT if turned else b
-            plan = torch_gpukern.explain("gemm", a, b)
-            assert plan["row"].startswith("gemm_skinny_odd_sm90a_") and plan["workspace_bytes"] == 0
-            out = ops.gemm(a, b)
+            x = in_nan(a, offset % 3, 7 - offset)
+            plan = torch_gpukern.explain("gemm", x, b)
+            assert plan["row"].startswith(name) and plan["workspace_bytes"] == 0
+            out = ops.gemm(x, b)
             if want is None:
-                want = out
-                assert_close_as(torch_gemm(a, b), out, a.double() @ b.double())
-            assert same_bits(out, want), offset
+                want, exact = torch_gemm(a, b), a.double() @ b.double()
+            assert_close_as(want, out, exact)
+            assert same_bits(out, ops.gemm(x, b)), offset
+
+
+@pytest.mark.parametrize("layout", ("NN", "NT"))
+@pytest.mark.parametrize("m", (1, 5, 16))
+def test_few_rows_of_unaligned_weights_with_all_that_may_follow(m, layout):
+    """bias, c, an activation and the value before it, results at odd places; few tiles and more than there are SMs."""
+    for n, k, beside, offset in ((2055, 300, 1, 1), (4099, 1024, 0, 3), (36865, 256, 2, 0), (1000, 4096, 8, 5)):
+        a = on_gpu(m, k)
+        b = in_nan(on_gpu(*((k, n) if layout == "NN" else (n, k)), seed=1), beside, offset)
+        b = b if layout == "NN" else b.mT
+        bias, c = on_gpu(n, seed=2), on_gpu(m, n, seed=3)
+        assert torch_gpukern.explain("gemm", a, b)["row"].startswith("gemm_skewed_sm90a_")
+        more = {"bias": bias, "c": c, "alpha": 0.5, "beta": -1.5}
+        exact = 0.5 * (a.double() @ b.double()) + bias.double() - 1.5 * c.double()
+        assert_close_as(torch_gemm(a, b, **more), ops.gemm(a, b, **more), exact)
+        out, preact = ops.gemm_fwd(a, b, bias, c, activation="silu", alpha=0.5, beta=-1.5)
+        assert same_bits(preact, ops.gemm(a, b, **more))
+        assert same_bits(out, ops.gemm(a, b, **more, activation="silu"))
+        assert_close_as(torch_gemm(a, b, **more, activation="silu"), out, torch.nn.functional.silu(exact))
+
+
+@pytest.mark.parametrize("layout", ("NN", "NT", "TN", "TT"))
+@pytest.mark.parametrize("dtype", (BF16, torch.float16), ids=str)
+def test_warpgroups_that_take_turns(dtype, layout):
+    """No tile for the second warpgroup, one each, several, an odd one; all that may follow the sums; batches."""
+    row = f"gemm_sm90a_{'bf16' if dtype == BF16 else 'f16'}_128x176x64_in_turns"
+    for m, n, k in ((128, 176, 64), (300, 1000, 200), (2048, 2816, 136), (4000, 4096, 64), (6000, 4224, 512)):
+        for batch in ((), (3,)) if m < 2048 else ((),):
+            a = on_gpu(*batch, *((m, k) if layout[0] == "N" else (k, m)), dtype=dtype)
+            b = on_gpu(*batch, *((k, n) if layout[1] == "N" else (n, k)), seed=1, dtype=dtype, std=0.1)
+            a, b = a if layout[0] == "N" else a.mT, b if layout[1] == "N" else b.mT
+            bias, exact = on_gpu(n, seed=2, dtype=dtype), a.double() @ b.double()
+            for more in (
+                {},
+                {"bias": bias},
+                {"bias": bias, "activation": "gelu"},
+                {"activation": "relu", "alpha": -0.5},
+            ):
+                plan = json.loads(ops.explain_gemm(a, b, **more))
+                if row not in plan["rows"]:
+                    assert k % 8 or m % 8  # tma reads neither
+                    continue
+                try:
+                    ops.gemm_prefer(plan["device"], plan["class"], row)
+                    assert json.loads(ops.explain_gemm(a, b, **more))["row"] == row
+                    out = ops.gemm(a, b, **more)
+                    assert same_bits(out, ops.gemm(a, b, **more))
+                finally:
+                    ops.gemm_prefer(plan["device"], plan["class"], "")
+                want = more.get("alpha", 1.0) * exact + (bias.double() if "bias" in more else 0)
+                want = TORCH_ACTIVATION[more.get("activation", "none")](want)
+                assert_close_as(torch_gemm(a, b, **more), out, want)
 
 
 @pytest.mark.parametrize("size", ((2048, 1152, 4096), (1000, 2100, 3000)), ids=str)

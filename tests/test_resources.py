@@ -63,20 +63,23 @@ def test_matrix_kernels_multiply_on_tensor_cores(report):
 
 
 def test_wgmma_kernels_multiply_by_their_tile(report):
-    """gemm_sm90a_kernel<T, Sm90Tile<M, N, S, L, G, ROWS, COLS, P, SPLIT, TURN, KB>, MODE>: a step of the hot loop is KB
-    times 64 of k, M / G / 64 products each 16 of them, between one fence and one wait, and none stands elsewhere. tf32 has
-    half as much of k; turned, with fragments from registers, a fence and a wait for each of its four products."""
+    """gemm_sm90a_kernel<T, Sm90Tile<M, N, S, L, G, ROWS, COLS, P, SPLIT, TURN, KB, TURNS>, MODE>: a step of the hot loop is
+    KB times 64 of k, M / G / 64 products each 16 of them (in turns M / 64), between one fence and one wait, and none stands
+    elsewhere. tf32 has half as much of k; turned, with fragments from registers, a fence and a wait for each of its four
+    products. gemm_skewed_sm90a_kernel: a step is 128 of k."""
     found = {n: r for n, r in report.items() if r["arch"] == "sm_90a"}
     assert found or not logs(), "kernels of sm_90a were built, and none is listed"
     for name, row in found.items():
         few_rows = "gemm_skinny_odd_sm90a_kernel" in name  # by mma.sync: wgmma would take 64
         assert bool(int(row["HGMMA"])) != few_rows, name
         assert not int(row["LDL"]) and not int(row["STL"]), name
+        if "gemm_skewed_sm90a_kernel" in name:
+            assert int(row["HGMMA"]) == 8 and int(row["WARPGROUP"]) == 2, name
         if not (tile := re.search(r"gemm_sm90a_kernel<.*Sm90Tile<(.*)>, \d>", name)):
             continue
-        m, _, _, _, groups, *_, turned, k64 = (int(x) if x.isdigit() else x for x in tile[1].split(", "))
+        m, _, _, _, groups, *_, turned, k64, turns = (int(x) if x.isdigit() else x for x in tile[1].split(", "))
         fragments = "kernel<float" in name and turned == "true"
-        assert int(row["HGMMA"]) == 4 * k64 * (m // groups // 64), name
+        assert int(row["HGMMA"]) == 4 * k64 * (m // (1 if turns == "true" else groups) // 64), name
         assert int(row["WARPGROUP"]) == (8 if fragments else 2), name
         assert (int(row["LDS"]) > 0) == fragments, name
         assert int(row["USETMAXREG"]) == (2 if groups > 1 else 0), name

@@ -40,7 +40,7 @@ struct gk_cuda_row {
     size_t (*workspace_bytes)(const gk_cuda_row *row, const gk_context *ctx, const void *args); /* NULL = none */
     gk_status (*run)(const gk_cuda_row *row, const gk_context *ctx, const void *args);
     void (*explain)(const gk_cuda_row *row, const gk_context *ctx, const void *args, gk_explanation *out);
-    int32_t key[7]; /* what the file's own functions read: head_dim, tile sizes, .. */
+    int32_t key[8]; /* what the file's own functions read: head_dim, tile sizes, .. */
 };
 
 /* The instances of one kernel file, best first. */

@@ -8,6 +8,7 @@
 #include "cuda/host/launch.cuh"
 #include "cuda/host/tensormap.cuh"
 #include "cuda/ptx/cluster.cuh"
+#include "cuda/ptx/cp_async.cuh"
 #include "cuda/ptx/griddepcontrol.cuh"
 #include "cuda/ptx/laneid.cuh"
 #include "cuda/ptx/stmatrix.cuh"
@@ -181,6 +182,109 @@ static void check_trade(const buffer &out) {
         check(got == expected, "float", i, got, expected);
     }
     verb("st_async_128 and mapa between two blocks");
+}
+
+// ---- copies that count at a barrier ---------------------------------------------------------------------------------
+
+enum {
+    BULKS = 5,
+    BULK_ROOM = 2048 // bytes of shared memory for each
+};
+
+static constexpr int bulk_bytes(int i) { return i == 0 ? 16 : i == 1 ? 48 : i == 2 ? 288 : i == 3 ? 1040 : 2048; }
+
+// A lane for each bulk copy, from a place of its own; then 16 bytes of every thread by cp.async.
+static __global__ void counted_kernel(uint32_t *out_g, const unsigned char *in_g) {
+    __shared__ __align__(128) unsigned char bulk[BULKS * BULK_ROOM], own[WARPGROUP * 16];
+    __shared__ __align__(8) uint64_t barriers[2];
+    const int t = threadIdx.x;
+    const smem_addr bulk_s = cvta_to_shared(bulk), own_s = cvta_to_shared(own), barrier_s = cvta_to_shared(barriers);
+    for (int i = t; i < BULKS * BULK_ROOM / 4; i += WARPGROUP) ((uint32_t *)bulk)[i] = 0x77777777;
+    if (t == 0) {
+        mbarrier_init(barrier_s, BULKS), mbarrier_init(barrier_s + 8, WARPGROUP);
+        fence_mbarrier_init();
+    }
+    fence_proxy_async();
+    __syncthreads();
+    if (t < BULKS) {
+        mbarrier_arrive_expect_tx(barrier_s, bulk_bytes(t));
+        bulk_load(bulk_s + t * BULK_ROOM, in_g + t * 4000 + t * 16, bulk_bytes(t), barrier_s);
+    }
+    cp_async_cg_16_l2_128b(own_s + t * 16, in_g + 32768 + (t ^ 5) * 16, 16);
+    cp_async_mbarrier_arrive(barrier_s + 8);
+    wait(barrier_s, 0), wait(barrier_s + 8, 0);
+    for (int i = t; i < BULKS * BULK_ROOM / 4; i += WARPGROUP) out_g[i] = ((uint32_t *)bulk)[i];
+    for (int i = t; i < WARPGROUP * 4; i += WARPGROUP) out_g[BULKS * BULK_ROOM / 4 + i] = ((uint32_t *)own)[i ^ 28];
+}
+
+static void check_counted(const buffer &in, const buffer &out) {
+    for (int i = 0; i < 40000; ++i) in.host[i] = (unsigned char)value_of(i);
+    to_device(in);
+    counted_kernel<<<1, WARPGROUP>>>((uint32_t *)out.device, in.device);
+    to_host(out);
+    for (int i = 0; i < BULKS * BULK_ROOM; ++i) {
+        const int copy = i / BULK_ROOM, at = i % BULK_ROOM;
+        const int expected = at < bulk_bytes(copy) ? in.host[copy * 4016 + at] : 0x77;
+        check(out.host[i] == expected, "byte", i, out.host[i], expected);
+    }
+    verb("bulk_load");
+    for (int i = 0; i < WARPGROUP * 16; ++i) {
+        const int from = i ^ 28 * 4, expected = in.host[32768 + (from / 16 ^ 5) * 16 + from % 16];
+        check(out.host[BULKS * BULK_ROOM + i] == expected, "byte", i, out.host[BULKS * BULK_ROOM + i], expected);
+    }
+    verb("cp_async_mbarrier_arrive");
+}
+
+// ---- sums across a cluster --------------------------------------------------------------------------------------------
+
+enum {
+    MOST_BLOCKS = 4
+};
+
+struct AcrossParams {
+    float *out_g; // [rounds][block][128][4]
+};
+
+// Every block reads what all of them stored, round after round; clusters as the launch says.
+static __global__ void across_kernel(AcrossParams p) {
+    __shared__ __align__(16) float mine[WARPGROUP * 4];
+    const int t = threadIdx.x, blocks = gridDim.x, rank = blocks > 1 ? (int)cluster_ctarank() : 0;
+    const smem_addr mine_s = cvta_to_shared(mine) + t * 16;
+    for (int round = 0; round < PHASES; ++round) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) st_shared_f32(mine_s + e * 4, (float)((round + 1) * (rank + 1) * 1000 + t * 4 + e));
+        barrier_cluster_arrive_release();
+        barrier_cluster_wait_acquire();
+        float4 sum = {};
+        for (int j = 0; j < blocks; ++j) {
+            const float4 x = ld_cluster_128(mapa(cvta_to_shared(mine) + (t ^ 9) * 16, j));
+            sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
+        }
+        const float4 own = ld_shared_f128(mine_s);
+        float *const to_g = p.out_g + ((round * blocks + rank) * WARPGROUP + t) * 4;
+        to_g[0] = sum.x - own.x, to_g[1] = sum.y - own.y, to_g[2] = sum.z - own.z;
+        to_g[3] = sum.w - ld_shared_f32(mine_s + 12);
+        barrier_cluster(); // all have read
+    }
+}
+
+static void check_across(const buffer &out, int blocks) {
+    gk_context ctx = {};
+    ctx.size = sizeof ctx, ctx.device = GK_CUDA;
+    const AcrossParams p = {(float *)out.device};
+    memset(out.host, 0xff, MOST_BYTES), to_device(out);
+    check(launch<across_kernel>("check", &ctx, dim3((unsigned)blocks), WARPGROUP, 0, p, false, blocks) == GK_OK,
+          gk_last_error(), blocks, 0, 0);
+    to_host(out);
+    for (int i = 0; i < PHASES * blocks * 512; ++i) {
+        const int round = i / (blocks * 512) + 1, rank = i / 512 % blocks + 1, t = i % 512 / 4, e = i % 4;
+        const int all = round * 1000 * (blocks * (blocks + 1) / 2) + blocks * ((t ^ 9) * 4 + e);
+        const float expected = (float)(all - (round * rank * 1000 + t * 4 + e)), got = ((float *)out.host)[i];
+        check(got == expected, "float", i, got, expected);
+    }
+    char name[64];
+    snprintf(name, sizeof name, "launch by %d, release and acquire, ld_cluster_128", blocks);
+    verb(name);
 }
 
 // ---- setmaxnreg -----------------------------------------------------------------------------------------------------
@@ -532,7 +636,8 @@ template <class T, int N> static void check_modes(const buffer &a, const buffer 
 template <class T> static void check_widths(const buffer &a, const buffer &b, const buffer &c, const buffer &d) {
     check_modes<T, 8>(a, b, c, d), check_modes<T, 16>(a, b, c, d), check_modes<T, 32>(a, b, c, d);
     check_modes<T, 64>(a, b, c, d), check_modes<T, 96>(a, b, c, d), check_modes<T, 128>(a, b, c, d);
-    check_modes<T, 192>(a, b, c, d), check_modes<T, 224>(a, b, c, d), check_modes<T, 256>(a, b, c, d);
+    check_modes<T, 176>(a, b, c, d), check_modes<T, 192>(a, b, c, d), check_modes<T, 224>(a, b, c, d),
+        check_modes<T, 256>(a, b, c, d);
 }
 
 // tf32: d [128][N] = a b, K of 64, a as descriptors say or from registers: rows of a tile [64 k][128 x].
@@ -649,6 +754,26 @@ struct RingParams {
     CUtensorMap a, b;
     float *out_g; // [block][128][RING_TILES * 64]
 };
+
+// Steps skipped at once and one by one end at the same slot and parity.
+template <int STAGES> static __global__ void skip_kernel(int *out_g) {
+    tma_ring<STAGES> at_once(0), one_by_one(0);
+    for (int i = 0; i < 64; ++i) {
+        const int count = i * 7 % 23;
+        at_once.skip(count);
+        for (int j = 0; j < count; ++j) one_by_one.advance();
+        out_g[2 * i] = at_once.slot * 2 + (int)at_once.parity;
+        out_g[2 * i + 1] = one_by_one.slot * 2 + (int)one_by_one.parity;
+    }
+}
+
+template <int STAGES> static void check_skip(const buffer &out) {
+    skip_kernel<STAGES><<<1, 1>>>((int *)out.device);
+    to_host(out);
+    const int *const got = (const int *)out.host;
+    for (int i = 0; i < 128; i += 2) check(got[i] == got[i + 1], "skip", i / 2, got[i], got[i + 1]);
+    verb("tma_ring, skip");
+}
 
 // c = a b^T: one thread copies, two warpgroups multiply, a step of products under way while the next is issued. BLOCKS
 // blocks have their own rows of a and share b, of which each copies its part to all.
@@ -819,6 +944,8 @@ int main() {
     buffer a = make_buffer(), b = make_buffer(), c = make_buffer(), d = make_buffer();
     check_mbarrier(b);
     check_trade(b);
+    check_counted(a, b);
+    check_across(b, 1), check_across(b, 2), check_across(b, 3), check_across(b, MOST_BLOCKS);
     check_setmaxnreg(a, b);
     check_boxes(a, b, c);
     check_parts_of<1>(a, b, "wgmma_tile by tma_load_5d");
@@ -832,6 +959,7 @@ int main() {
         check_wgmma_tf32<128, false>(a, b, c, "wgmma_tf32_ss n128");
     check_wgmma_tf32<64, true>(a, b, c, "wgmma_tf32_rs n64"),
         check_wgmma_tf32<128, true>(a, b, c, "wgmma_tf32_rs n128");
+    check_skip<5>(b), check_skip<4>(b);
     check_ring<1>(a, b, c, "tma_ring, 2 warpgroups");
     check_ring<2>(a, b, c, "tma_ring, 2 warpgroups of 2 blocks");
     check_ring<4>(a, b, c, "tma_ring, 2 warpgroups of 4 blocks");

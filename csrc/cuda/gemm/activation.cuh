@@ -75,6 +75,9 @@ template <int N> __device__ __forceinline__ void activate_16(gk_activation activ
     } else if (activation == GK_ACT_SILU) {
 #pragma unroll
         for (int i = 0; i < N; i += 2) act_silu_2(v[i], v[i + 1]);
+    } else if (activation == GK_ACT_RELU) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) v[i] = v[i] <= 0 ? 0.f : v[i]; /* a NaN stays one */
     }
 }
 

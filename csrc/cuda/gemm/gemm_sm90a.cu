@@ -84,19 +84,22 @@ template <class T, class Tile, int MODE> struct Smem {
 
     /* The columns of a tile that a block finishes, and a warp's 16 rows of up to 128 bytes on their way from the accumulators'
      * order to that of rows; turned: all columns as rows of 64 floats, 4 more to spread them over the banks. */
-    static constexpr int COLS = Tile::BN / Tile::CK, PANEL_COLS = COLS % 64 == 0 && sizeof(T) == 2 ? 64 : 32;
+    static constexpr int COLS = Tile::BN / Tile::CK, PANEL_COLS = COLS >= 64 && sizeof(T) == 2 ? 64 : 32;
     typedef smem_tile<16, PANEL_COLS *(int)sizeof(T)> Panel;
     static constexpr bool BY_PANELS = !Tile::TURNED || TURNED_TF32<T, Tile>;
     static constexpr int TURNED_LD = 64 + 4, WARP_PANELS = BY_PANELS ? Tile::PANELS * 2048 : COLS * TURNED_LD;
 
     static constexpr int PANELS = RING, TRADE = PANELS + Tile::WGS * 4 * WARP_PANELS;
-    static constexpr int MT = Tile::BM / Tile::WGS / 64; /* wgmma a step of 64 rows of a warpgroup */
+    static constexpr int MT =
+        Tile::BM / (Tile::IN_TURNS ? 1 : Tile::WGS) / 64; /* wgmma a step of 64 rows of a warpgroup */
     static constexpr int WARPGROUP_TRADE = Tile::CK > 1 ? MT * COLS * 256 : 0; /* what the other part of k sends */
     static constexpr int BARRIERS = TRADE + Tile::WGS * WARPGROUP_TRADE, TRADED = BARRIERS + tma_ring<STAGES>::bytes;
-    static constexpr int BYTES = TRADED + 16 + WGMMA_BLOCK_BYTES; /* to align the ring */
+    /* two barriers more, of traded halves or of turns; and to align the ring */
+    static constexpr int BYTES = TRADED + 16 + WGMMA_BLOCK_BYTES;
     static_assert(BYTES <= 232448 && PANELS % 1024 == 0, "shared memory of a block");
-    static_assert(Tile::TURNED || COLS % PANEL_COLS == 0, "whole panels");
+    static_assert(Tile::TURNED || COLS % 8 == 0, "panels begin at multiples of 16 bytes");
     static_assert(Tile::CK <= 2 && (BY_PANELS || Tile::WGS == 1), "two blocks trade; one turns");
+    static_assert(!Tile::IN_TURNS || (Tile::WGS == 2 && Tile::CK == 1 && !Tile::TURNED), "two warpgroups take turns");
 };
 
 /* Blocks of an SM. Two: the next kernel's get ready beside this one's. */
@@ -158,6 +161,9 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1)
     constexpr int CM = Tile::CM, CN = Tile::CN, CK = Tile::CK, CLUSTER = CM * CN * CK,
                   NEIGHBOURS = CM + CN - 1; /* itself among them */
     constexpr int MT = S::MT, BK = Tile::K64 * K_BLOCK<T>;
+    constexpr bool IN_TURNS = Tile::IN_TURNS,
+                   LATE = IN_TURNS ||
+                          TURNED_TF32<T, Tile>; /* no register is left to keep a tile's place over its products */
     static_assert(!TURNED_TF32<T, Tile> || (MT == 2 && Tile::K64 == 1), "what load_tf32 brings");
     static_assert(BM % (64 * WGS) == 0 && BN % 16 == 0 && BN <= 256, "whole wgmma");
     extern __shared__ __align__(1024) unsigned char smem[];
@@ -172,7 +178,8 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1)
 
     if (threadIdx.x == 0) {
         prefetch_tensormap(&x.a), prefetch_tensormap(&x.b);
-        ring.init(WGS * NEIGHBOURS);
+        ring.init((IN_TURNS ? 1 : WGS) * NEIGHBOURS);
+        if (IN_TURNS) mbarrier_init(ring_s + S::TRADED, 4), mbarrier_init(ring_s + S::TRADED + 8, 4);
         if (CK > 1) mbarrier_init(ring_s + S::TRADED, 1), mbarrier_init(ring_s + S::TRADED + 8, WGS * 4);
         fence_mbarrier_init();
     }
@@ -255,18 +262,27 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1)
             else
                 mbarrier_arrive(barrier_s);
         };
-        for (unsigned t = first; t < all; t += step) {
-            coord tile = {};
-            unsigned batch = 0;
-            if (!TURNED_TF32<T, Tile>) batch = x.order.tiles.into(t), tile = place(t, batch);
-            tma_at at = {};
-            if (!TURNED_TF32<T, Tile> && x.batched) place_batch(p, p.out_batch, batch, at);
-            if (t == first) griddepcontrol_wait(); /* for the bias and c */
-            touch_epilogue(p.epilogue);
-            if (!Tile::TURNED && x.plain) touch_bias<S::COLS>(p, tile.col + part * S::COLS, lane);
+        /* in turns every second tile is this warpgroup's, from the one of its own number on */
+        const unsigned mine = IN_TURNS ? first + warpgroup * step : first, next = IN_TURNS ? 2 * step : step;
+        const int row0 = IN_TURNS ? 0 : warpgroup * MT * 64;
+        unsigned turn_parity = warpgroup ^ 1; /* nobody ends the first one's first turn */
+        if (IN_TURNS && warpgroup > 0) ring.skip(steps);
+        coord tile = {};
+        unsigned batch = 0;
+        tma_at at = {};
+        const auto find_results = [&](unsigned t) {
+            batch = x.order.tiles.into(t), tile = place(t, batch);
+            if (x.batched) place_batch(p, p.out_batch, batch, at);
+        };
+        for (unsigned t = mine; t < all; t += next) {
+            if (!LATE) find_results(t);
+            if (t == mine) griddepcontrol_wait(); /* for the bias and c */
+            if (!IN_TURNS) touch_epilogue(p.epilogue);
+            if (!Tile::TURNED && !LATE && x.plain) touch_bias<S::COLS>(p, tile.col + part * S::COLS, lane);
             if constexpr (TURNED_TF32<T, Tile>)
                 multiply_turned<B, S::SLOT>(sum, ring, ring_s + A::offset((warpgroup * 4 + warp) * 32),
                                             ring_s + A::bytes, steps, lane, let_go);
+            if (IN_TURNS) mbarrier_wait(ring_s + S::TRADED + 8 * warpgroup, turn_parity), turn_parity ^= 1;
             for (int k = 0; !TURNED_TF32<T, Tile> && k < steps; ++k) {
                 const smem_addr a_s = ring_s + ring.slot * S::SLOT, b_s = a_s + A::bytes;
                 const smem_addr before = ring.empty() + (ring.slot == 0 ? 8 * (STAGES - 1) : -8);
@@ -279,8 +295,7 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1)
                     const uint64_t b = B::descriptor(b_s + block + at * B::step_bytes);
 #pragma unroll
                     for (int m = 0; m < MT; ++m) {
-                        const uint64_t a =
-                            A::descriptor(a_s + block + A::offset((warpgroup * MT + m) * 64) + at * A::step_bytes);
+                        const uint64_t a = A::descriptor(a_s + block + A::offset(row0 + m * 64) + at * A::step_bytes);
                         if constexpr (sizeof(T) == 4)
                             wgmma_tf32_ss<BN>(sum[m], a, b, k + kk > 0);
                         else
@@ -293,6 +308,11 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1)
                 ring.advance();
             }
             const smem_addr last = ring.empty() + (ring.slot == 0 ? 8 * (STAGES - 1) : -8);
+            if (IN_TURNS) {
+                if (lane == 0)
+                    mbarrier_arrive(ring_s + S::TRADED + 8 * (warpgroup ^ 1)); /* all products are on their way */
+                ring.skip(steps);
+            }
             wgmma_wait_group<0>();
             wgmma_pin(sum);
             if (steps > 0) let_go(last);
@@ -302,9 +322,11 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1)
             }
 
             /* ---- 3.3 results ---- */
+            if (LATE) find_results(t);
+            const int lane = LATE ? laneid() : threadIdx.x % 32;
             const smem_addr panels_s = ring_s + S::PANELS + (warpgroup * 4 + warp) * S::WARP_PANELS;
             const auto store = [&](auto &sums, int m) {
-                const int row = tile.row + (warpgroup * MT + m) * 64, col = tile.col + part * S::COLS;
+                const int row = tile.row + row0 + m * 64, col = tile.col + part * S::COLS;
                 if constexpr (Tile::TURNED) {
                     float *const turned = (float *)(smem + (panels_s - cvta_to_shared(smem)) -
                                                     warp * S::WARP_PANELS); /* the warpgroup's */
@@ -316,32 +338,29 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1)
                                                                                                  batch, lane);
                 } else if (x.plain) {
                     at.c[0] = col, at.c[1] = row + warp * 16;
-                    if (sizeof(T) == 4 || p.epilogue.activation == GK_ACT_NONE || p.epilogue.activation == GK_ACT_RELU)
+                    const bool straight = sizeof(T) == 4 || p.epilogue.activation <= GK_ACT_RELU;
+                    if (!IN_TURNS &&
+                        straight) /* in turns: one body for all, its time is hidden and its registers fewer */
                         store_plain<T, typename S::Panel, Tile::PANELS, STORE_STRAIGHT, BY_TMA<T, Tile>>(
                             x, sums, panels_s, at, batch, lane);
                     else if constexpr (sizeof(T) == 2)
                         store_plain<T, typename S::Panel, Tile::PANELS, STORE_CURVED, BY_TMA<T, Tile>>(
                             x, sums, panels_s, at, batch, lane);
-                } else if (sizeof(T) == 2 && x.ragged) {
+                } else if (!IN_TURNS && sizeof(T) == 2 && x.ragged) {
                     at.c[0] = col, at.c[1] = row + warp * 16;
-                    if constexpr (sizeof(T) == 2)
+                    if constexpr (sizeof(T) == 2 && !IN_TURNS)
                         store_plain<T, typename S::Panel, Tile::PANELS, STORE_RAGGED, false>(x, sums, panels_s, at,
                                                                                              batch, lane);
-                } else {
+                } else if constexpr (!IN_TURNS) {
                     store_any<T, S::COLS>(p, gemm_place(p, batch), sums, panels_s, row + warp * 16, col, x.across,
                                           lane);
                 }
             };
             /* a warp's 32 columns of the result, S::COLS rows */
             const auto store_pair = [&](auto &sums) {
-                /* no register is left to keep these over the products */
-                const int lane = laneid();
-                const unsigned batch = x.order.tiles.into(t);
-                const coord tile = place(t, batch);
                 const int row = tile.col + part * S::COLS, col = tile.row + (warpgroup * 4 + warp) * 32;
                 if (x.plain) {
-                    tma_at at = {{col, row}};
-                    if (x.batched) place_batch(p, p.out_batch, batch, at);
+                    at.c[0] = col, at.c[1] = row;
                     store_plain_turned<typename S::Panel, Tile::PANELS>(x, sums, panels_s, panel, at, lane);
                 } else {
                     store_any_turned(p, gemm_place(p, batch), sums, row, col, lane);
@@ -365,8 +384,13 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1)
             } else if constexpr (TURNED_TF32<T, Tile>) {
                 store_pair(sum);
             } else {
+                /* one body, past which the sums move */
+#pragma unroll 1
+                for (int m = 0; m < MT; ++m) {
+                    store(sum[0], m);
 #pragma unroll
-                for (int m = 0; m < MT; ++m) store(sum[m], m);
+                    for (int i = 0; MT > 1 && i < BN / 2; ++i) sum[0][i] = sum[MT - 1][i];
+                }
             }
         }
         if (BY_TMA<T, Tile> && lane == 0)
@@ -384,7 +408,8 @@ enum Key {  /* of a row */
     KEY_PERCENT, /* of the dense peak */
     KEY_SMEM,
     KEY_PARTS, /* of k */
-    KEY_TURNED
+    KEY_TURNED,
+    KEY_IN_TURNS
 };
 
 /* The call as a row computes it: turned, the results stay where they are. */
@@ -405,7 +430,10 @@ double us_of(const gk_cuda_row *row, const gk_gpu *gpu, const GemmProblem &p) {
     const double peak = 8192.0 / (double)bytes * gpu->clock_khz * 1e-3 * row->key[KEY_PERCENT] * 0.01;
     const double tile_us = 2.0 * (double)(rows * cols / blocks * gk_round_up(p.k, WGMMA_ROW_BYTES / bytes)) / peak;
     const double trade_us = row->key[KEY_PARTS] > 1 ? TRADE_US * (double)(rows * cols) / (128 * 128) : 0;
-    return busiest * (tile_us + TILE_US + trade_us);
+    if (row->key[KEY_IN_TURNS]) return busiest * tile_us + TILE_US; /* results leave under the next tile's products */
+    const double all = (double)p.m * (double)p.n * (double)p.batch;
+    const double curve_us = p.epilogue.activation > GK_ACT_RELU ? CURVE_US * all / (128 * 256 * gpu->num_sms) : 0;
+    return busiest * (tile_us + TILE_US + trade_us) + curve_us;
 }
 
 /* Time of a product of few rows: its operands' bytes. */
@@ -442,6 +470,27 @@ bool worth_copies(const gk_gpu *gpu, gk_dtype dtype, const GemmProblem &p, const
     return us + REALIGN_US + 2.0 * (double)o.bytes / REALIGN_BYTES_PER_US < other_us(gpu, dtype, p, chunks);
 }
 
+/* The result, or preact, as tma would write it. */
+TensorShape result_of(const GemmProblem &p, bool turned, bool preact) {
+    const GemmEpilogue &e = p.epilogue;
+    return operand_of(preact ? e.preact : e.out, e.out_dtype, turned ? p.n : p.m, turned ? p.m : p.n,
+                      preact ? e.preact_row : e.out_row, 1, p, preact ? p.preact_batch : p.out_batch, false);
+}
+
+/* Results of the operands' dtype without c, in rows of whole chunks of 16 bytes: tma would write past a last column that ends
+ * within one. */
+bool whole_chunks(const GemmProblem &p, gk_dtype dtype, bool turned) {
+    const GemmEpilogue &e = p.epilogue;
+    return !e.c && e.out_dtype == dtype && e.out_vectors &&
+           (turned ? p.m : p.n) % (16 / (int64_t)gk_dtype_bytes(dtype)) == 0;
+}
+
+/* Whether a row whose warpgroups take turns can store the results: by tma alone. */
+bool turns_fit(const GemmProblem &p, gk_dtype dtype) {
+    return whole_chunks(p, dtype, false) && tensor_map_fits(result_of(p, false, false)) &&
+           (!p.epilogue.preact || tensor_map_fits(result_of(p, false, true)));
+}
+
 extern const gk_cuda_row *const sm90_rows;
 extern const int num_sm90_rows;
 
@@ -451,6 +500,7 @@ bool takes(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
         return false;
     Operands o;
     o.p = problem_of(args, turned);
+    if (row->key[KEY_IN_TURNS] && !turns_fit(o.p, row->dtype)) return false;
     return operands_of(row->dtype, turned, NULL, &o) && (tf32 || !turned || o.p.n <= row->key[KEY_CN]);
 }
 
@@ -482,6 +532,7 @@ const gk_cuda_row *choose(const gk_context *ctx, const void *arguments) {
         const gk_cuda_row *r = &sm90_rows[i];
         if (r->dtype != args->a.dtype || r->key[KEY_SMEM] > gpu->smem_per_block) continue;
         if (r->key[KEY_TURNED] != turned || (few && p.m > r->key[KEY_CN])) continue;
+        if (r->key[KEY_IN_TURNS] && !turns_fit(p, r->dtype)) continue;
         const double us = few ? r->key[KEY_CN] : us_of(r, gpu, tf32 && turned ? gemm_swapped(p) : p);
         if (us < best_us) best = r, best_us = us;
     }
@@ -514,15 +565,13 @@ gk_status start(const gk_context *ctx, Params *x, const TensorShape *operands) {
     if (status == GK_OK && b_end) status = make_tensor_map("gk_gemm", b, K_BLOCK<T>, b_end, &x->b_end);
     if (status != GK_OK) return status;
     const GemmEpilogue &e = x->p.epilogue;
-    const int64_t rows = Tile::TURNED ? x->p.n : x->p.m, cols = Tile::TURNED ? x->p.m : x->p.n;
+    const int64_t cols = Tile::TURNED ? x->p.m : x->p.n;
     const bool alike = !e.c && e.out_dtype == DTYPE;
     /* activations of float32 results are exact: too many instructions for every panel's own */
     const bool by_panels =
         S::BY_PANELS && alike && (DTYPE != GK_F32 || e.activation == GK_ACT_NONE || e.activation == GK_ACT_RELU);
-    const TensorShape out = operand_of(e.out, DTYPE, rows, cols, e.out_row, 1, x->p, x->p.out_batch, false);
-    const TensorShape preact = operand_of(e.preact, DTYPE, rows, cols, e.preact_row, 1, x->p, x->p.preact_batch, false);
-    /* tma stores whole chunks of 16 bytes: it would write past a last column that ends within one */
-    const bool chunks = alike && e.out_vectors && cols % (16 / (int)sizeof(T)) == 0;
+    const TensorShape out = result_of(x->p, Tile::TURNED, false), preact = result_of(x->p, Tile::TURNED, true);
+    const bool chunks = whole_chunks(x->p, DTYPE, Tile::TURNED);
     const auto maps = [&](const TensorShape &t, CUtensorMap *map) {
         return tensor_map_fits(t) && make_tensor_map("gk_gemm", t, S::PANEL_COLS, 16, map) == GK_OK;
     };
@@ -531,6 +580,8 @@ gk_status start(const gk_context *ctx, Params *x, const TensorShape *operands) {
     /* two columns share an activation's inverse, and what stands past an odd last column is not the same in every run */
     x->ragged = by_panels && !x->plain && DTYPE != GK_F32 && (cols % 2 == 0 || e.activation <= GK_ACT_RELU);
     x->bare = (x->plain || (!S::BY_PANELS && chunks)) && !e.bias && !e.preact && e.activation == GK_ACT_NONE;
+    if (Tile::IN_TURNS && !x->plain)
+        return gk_fail(GK_ERR_UNSUPPORTED, "gk_gemm: in turns tma stores, which it cannot here");
     x->batched = x->p.ndim > 0;
     x->keep = x->p.m * x->p.n * x->p.batch * (int64_t)sizeof(T) <= KEEP_BYTES;
     x->order = tile_order(x->p.tiles_m, x->p.tiles_n, x->p.group);
@@ -578,11 +629,12 @@ void explain(const gk_cuda_row *, const gk_context *ctx, const void *args, gk_ex
     {                                                                                                                \
         name, element<T>::dtype, takes, workspace_bytes, run<T, Tile>, explain<T, Tile>, {                           \
             Tile::BM *Tile::CM, Tile::BN *Tile::CN, Tile::CLUSTER, Tile::PERCENT, Smem<T, Tile, 3>::BYTES, Tile::CK, \
-                Tile::TURNED                                                                                         \
+                Tile::TURNED, Tile::IN_TURNS                                                                         \
         }                                                                                                            \
     }
 #define ROWS(name, T)                                                                                                 \
     ROW("gemm_sm90a_" name "_128x256x64", T, Tile90_128x256),                                                         \
+        ROW("gemm_sm90a_" name "_128x176x64_in_turns", T, Tile90_128x176),                                            \
         ROW("gemm_sm90a_" name "_128x224x64", T, Tile90_128x224),                                                     \
         ROW("gemm_sm90a_" name "_128x192x64", T, Tile90_128x192),                                                     \
         ROW("gemm_sm90a_" name "_128x128x64", T, Tile90_128x128),                                                     \

@@ -15,7 +15,7 @@
 enum Store {
     STORE_BARE, /* in whole chunks of 16 bytes, nothing but the sums times alpha: in a launch's only tile all code is new */
     STORE_STRAIGHT, /* no activation, or one that costs nothing */
-    STORE_CURVED,   /* after an activation of many instructions */
+    STORE_CURVED,   /* after any activation */
     STORE_RAGGED    /* rows that do not consist of whole chunks */
 };
 
@@ -28,15 +28,19 @@ template <class Panel> __device__ __forceinline__ void put_floats(smem_addr pane
     }
 }
 
+/* Where the i-th of several panels begins: the last one ends where they all do, and holds what the one before it holds, too,
+ * where they are not whole. */
+constexpr GK_HD int panel_first(int i, int each, int all) { return i * each < all - each ? i * each : all - each; }
+
 /* A warp's 16 rows of N / 8 octets of columns go to its panels, once their last contents have been read. */
 template <class T, class Panel, int N, bool TMA>
 __device__ __forceinline__ void put_panels(const float *v, smem_addr panels_s, int lane) {
-    constexpr int EACH = Panel::row_bytes / (2 * (int)sizeof(T)), NUM = N / EACH;
+    constexpr int EACH = Panel::row_bytes / (2 * (int)sizeof(T)), NUM = (N + EACH - 1) / EACH;
     if (TMA && lane == 0) tma_store_wait_group_read<0>();
     __syncwarp(); /* the panels' last contents have been read */
 #pragma unroll
     for (int i = 0; i < NUM; ++i) {
-        const float *const w = v + i * EACH;
+        const float *const w = v + panel_first(i, EACH, N);
         if constexpr (sizeof(T) == 4) {
             put_floats<Panel>(panels_s + i * Panel::bytes, w, lane);
         } else {
@@ -55,13 +59,16 @@ __device__ __forceinline__ void put_panels(const float *v, smem_addr panels_s, i
  * warp's stores have come. */
 template <class T, class Panel, int N>
 __device__ __forceinline__ void send_panels(const CUtensorMap *map, smem_addr panels_s, const tma_at &at, int lane) {
-    constexpr int COLS = Panel::row_bytes / (int)sizeof(T);
+    constexpr int COLS = Panel::row_bytes / (int)sizeof(T), NUM = (2 * N + COLS - 1) / COLS;
     fence_proxy_async();
     __syncwarp(); /* all of the panels is written */
     if (lane == 0) {
         tma_at to = at;
 #pragma unroll
-        for (int i = 0; i < 2 * N / COLS; ++i, to.c[0] += COLS) tma_store_5d(map, to, panels_s + i * Panel::bytes);
+        for (int i = 0; i < NUM; ++i) {
+            to.c[0] = at.c[0] + panel_first(i, COLS, 2 * N);
+            tma_store_5d(map, to, panels_s + i * Panel::bytes);
+        }
         tma_store_commit_group();
     }
 }
@@ -69,10 +76,12 @@ __device__ __forceinline__ void send_panels(const CUtensorMap *map, smem_addr pa
 /* Rows of COLS 16-bit results, in panels side by side, as chunks of 16 bytes: a pass has whole rows. */
 template <class Panel, int COLS> struct panel_rows {
     static constexpr int CHUNKS = COLS / 8, IN_PASS = 32 / CHUNKS;
-    static constexpr int WAYS = Panel::chunks < 8 ? 2 : 1; /* rows of two narrow panels lie at the same banks */
+    /* rows of two narrow panels, and of two that overlap, lie at the same banks */
+    static constexpr int WAYS = Panel::chunks < 8 || CHUNKS % Panel::chunks != 0 ? 2 : 1;
     static_assert(16 % IN_PASS == 0, "whole passes");
     static constexpr GK_HD int offset(int row, int chunk) {
-        return chunk / Panel::chunks * Panel::bytes + Panel::offset(row, chunk % Panel::chunks);
+        const int panel = chunk / Panel::chunks;
+        return panel * Panel::bytes + Panel::offset(row, chunk - panel_first(panel, Panel::chunks, CHUNKS));
     }
     static constexpr GK_HD int read_ways(int further) { /* of the lanes' chunks, or of those `further` on */
         int bytes[32] = {};
@@ -220,12 +229,10 @@ __device__ __forceinline__ void store_some(const Params &x, float *v, smem_addr 
         put_panels<T, Panel, N, TMA>(v, panels_s, lane);
         send<T, Panel, N, RAGGED, TMA, true>(x, panels_s, at, batch, lane);
     }
-    if (STORE == STORE_CURVED || (RAGGED && e.activation > GK_ACT_RELU)) {
+    if (STORE == STORE_CURVED || RAGGED)
         activate_16<N>(e.activation, v);
-    } else if (STORE != STORE_BARE && e.activation == GK_ACT_RELU) {
-#pragma unroll
-        for (int i = 0; i < N; ++i) v[i] = v[i] <= 0 ? 0.f : v[i]; /* a NaN stays one */
-    }
+    else if (STORE == STORE_STRAIGHT && e.activation == GK_ACT_RELU)
+        activate_16<N>(GK_ACT_RELU, v);
     put_panels<T, Panel, N, TMA>(v, panels_s, lane);
     send<T, Panel, N, RAGGED, TMA, false>(x, panels_s, at, batch, lane);
     at.c[0] += 2 * N;
@@ -236,8 +243,9 @@ __device__ __forceinline__ void store_some(const Params &x, float *v, smem_addr 
 template <class T, class Panel, int PANELS, Store STORE, bool TMA, class Params, int N>
 __device__ __forceinline__ void store_plain(const Params &x, float (&sum)[N], smem_addr panels_s, tma_at at,
                                             unsigned batch, int lane) {
-    constexpr int SOME = PANELS * 2048 / Panel::bytes * Panel::row_bytes / (2 * (int)sizeof(T)),
-                  MOST = SOME < N ? SOME : N;
+    constexpr int EACH = Panel::row_bytes / (2 * (int)sizeof(T)), SOME = PANELS * 2048 / Panel::bytes * EACH;
+    /* whole panels, or as many columns each time */
+    constexpr int MOST = SOME >= N ? N : N % EACH == 0 ? SOME : N / ((N + SOME - 1) / SOME);
     constexpr bool MOVE = STORE > STORE_STRAIGHT && N > MOST;
     constexpr int UNROLLED = MOVE ? 1 : N / MOST, REST = N % MOST;
 #pragma unroll UNROLLED

@@ -47,8 +47,11 @@ constexpr double REDUCE_US = 2.5, REDUCE_BYTES_PER_US = 3e6;
 constexpr double BLOCK_US = 1.5;
 
 /* ---- gemm_sm90a: BM x BN x 64 through a ring of S slots, G warpgroups of BM / G rows, clusters of CM x CN x CK ---- */
-template <int M, int N, int S, int L, int G, int ROWS, int COLS, int P, int SPLIT = 1, bool TURN = false, int KB = 1>
+template <int M, int N, int S, int L, int G, int ROWS, int COLS, int P, int SPLIT = 1, bool TURN = false, int KB = 1,
+          bool TURNS = false>
 struct Sm90Tile {
+    static constexpr bool IN_TURNS =
+        TURNS;                           /* each warpgroup has whole tiles, and stores one while the other multiplies */
     static constexpr int K64 = KB;       /* 64s of k in a slot */
     static constexpr int CK = SPLIT;     /* parts of k, added across the cluster: 1 or 2 */
     static constexpr bool TURNED = TURN; /* for few rows: the product is computed as out^T = b^T a^T */
@@ -57,12 +60,14 @@ struct Sm90Tile {
     static constexpr int PANELS = L;             /* of 16 rows x 64 columns a warp, through which results leave */
     static constexpr int PERCENT = P;            /* of the dense peak, on full SMs; the chooser's weight */
     /* two warpgroups that multiply start with 168 registers a thread; the third gives up what 224 of them need */
-    static constexpr int COPY_REGS = 56, SUM_REGS = 224;
+    static constexpr int COPY_REGS = TURNS ? 40 : 56, SUM_REGS = TURNS ? 232 : 224;
     static_assert(G == 1 || COPY_REGS + G * SUM_REGS <= (G + 1) * 168, "setmaxnreg.inc would wait for ever");
 };
 /* 80 bytes of shared memory a clock, a quarter of L2's bytes of single tiles; 4096: 0.99 of cuBLAS. Three slots and panels
  * for the whole tile gave the same, clusters of 2 x 2 twice the time: only 30 of them find four SMs side by side */
 typedef Sm90Tile<128, 256, 4, 2, 2, 2, 1, 67> Tile90_128x256;
+/* a warpgroup's tile alone, whose results leave under the other's products */
+typedef Sm90Tile<128, 176, 5, 2, 2, 2, 1, 65, 1, false, 1, true> Tile90_128x176;
 /* 512 x 28672 in 3.9 waves instead of 3.4 */
 typedef Sm90Tile<128, 224, 4, 2, 2, 2, 1, 66> Tile90_128x224;
 /* other waves than the two above */
@@ -123,6 +128,8 @@ constexpr double TURNED_US = 1.5;
 constexpr double TRADE_US = 2.0;
 /* a tile's start and end that nothing hides */
 constexpr double TILE_US = 1.0;
+/* an activation of many instructions, on 128 x 256 results: 25 us of four waves at 4096 cubed */
+constexpr double CURVE_US = 6.0;
 
 /* ---- gemm_realign --------------------------------------------------------------------------------------------- */
 /* 64 registers: 4 chunks of a thread and 4 blocks keep 64 KB of an SM's loads under way, 24 hide memory's latency */
@@ -162,6 +169,16 @@ constexpr int SKINNY_MAX_TOKENS = 16;
 /* 100 KB under way on every SM hide memory's latency at 4.2 TB/s; past 8 stages nothing is left to hide */
 constexpr int skinny_stages(int stage_bytes) { return 200 * 1024 / stage_bytes < 8 ? 200 * 1024 / stage_bytes : 8; }
 
+/* ---- gemm_skewed_sm90a: few rows of weights that begin anywhere ------------------------------------------------- */
+/* k of a step: 16 for each of eight classes */
+constexpr int SKEWED_STEP_LOG2 = 7, SKEWED_STEP = 1 << SKEWED_STEP_LOG2;
+constexpr int skewed_slots(int slot_bytes, int other_bytes) { return (232448 - 256 - other_bytes) / slot_bytes; }
+/* of weights, 16 rows: 1024 squared 4.3 to 5 us, 5.1 to 8.4 by gemm_skinny_odd; 512 squared 3.3 to 4.3, 3.2 to 6 */
+constexpr int64_t SKEWED_LEAST = 1 << 19;
+constexpr int SKEWED_MAX_TOKENS = 16, SKEWED_MIN_N = 256, SKEWED_MIN_K = 256;
+/* of k, in a cluster */
+constexpr int SKEWED_PARTS = 4;
+
 /* ---- gemm_skinny_odd_sm90a: as gemm_skinny, for rows that begin anywhere ---------------------------------------- */
 /* weights a tile: 64 where every SM has more than one of 32 (28672 weights, 16 rows along k: 84 us against 100), else
  * 32, so that 4096 weights keep 128 SMs busy */
@@ -173,8 +190,10 @@ constexpr int SKINNY_ODD_MAX_TOKENS = 64;
 constexpr int SKINNY_ODD_LEAST_16 = 1536, SKINNY_ODD_LEAST_64 = 3072;
 constexpr int SKINNY_ODD_MIN_K = 256; /* a step of the block */
 /* all of a Hopper block's 227 KiB; past 9 slots nothing is left to hide */
+constexpr int SKINNY_ODD_MOST_SLOTS = 9;
 constexpr int skinny_odd_slots(int slot_bytes, int other_bytes) {
-    return (232448 - other_bytes) / slot_bytes < 9 ? (232448 - other_bytes) / slot_bytes : 9;
+    return (232448 - other_bytes) / slot_bytes < SKINNY_ODD_MOST_SLOTS ? (232448 - other_bytes) / slot_bytes
+                                                                       : SKINNY_ODD_MOST_SLOTS;
 }
 
 #endif

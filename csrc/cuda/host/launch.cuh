@@ -28,23 +28,31 @@ template <auto KERNEL> inline cudaError_t allow_smem(int32_t device, size_t smem
 }
 
 /* after_previous: the kernel starts while the one before it on the stream drains; it must call
- * griddepcontrol_wait() (ptx/) before it touches memory. */
+ * griddepcontrol_wait() (ptx/) before it touches memory. cluster: blocks of a cluster along x. */
 template <auto KERNEL, class Params>
 inline gk_status launch(const char *op, const gk_context *ctx, dim3 grid, unsigned threads, size_t smem_bytes,
-                        const Params &params, bool after_previous = false) {
+                        const Params &params, bool after_previous = false, int cluster = 1) {
     if (grid.x == 0 || grid.y == 0 || grid.z == 0) return GK_OK;
     cudaError_t error = allow_smem<KERNEL>(ctx->index, smem_bytes);
     if (error == cudaSuccess) {
-        cudaLaunchAttribute overlap = {};
-        overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-        overlap.val.programmaticStreamSerializationAllowed = 1;
+        cudaLaunchAttribute attributes[2] = {};
+        unsigned count = 0;
+        if (after_previous) {
+            attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+            attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+        }
+        if (cluster > 1) {
+            attributes[count].id = cudaLaunchAttributeClusterDimension;
+            attributes[count].val.clusterDim.x = (unsigned)cluster;
+            attributes[count].val.clusterDim.y = attributes[count].val.clusterDim.z = 1, ++count;
+        }
         cudaLaunchConfig_t config = {};
         config.gridDim = grid;
         config.blockDim = dim3(threads);
         config.dynamicSmemBytes = smem_bytes;
         config.stream = (cudaStream_t)ctx->stream;
-        config.attrs = &overlap;
-        config.numAttrs = after_previous ? 1 : 0;
+        config.attrs = attributes;
+        config.numAttrs = count;
         error = cudaLaunchKernelEx(&config, KERNEL, params);
     }
     if (error == cudaSuccess) return GK_OK;

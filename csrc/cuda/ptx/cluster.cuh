@@ -27,6 +27,15 @@ static __device__ __forceinline__ void barrier_cluster() {
     barrier_cluster_wait();
 }
 
+// barrier.cluster.arrive.release and .wait.acquire: the same, and all see what any of them stored before.
+static __device__ __forceinline__ void barrier_cluster_arrive_release() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+static __device__ __forceinline__ void barrier_cluster_wait_acquire() {
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
 // mapa: the address in block `rank` of the cluster of what lies at at_s here.
 static __device__ __forceinline__ uint32_t mapa(uint32_t at_s, unsigned rank) {
     uint32_t there;

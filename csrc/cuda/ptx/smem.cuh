@@ -41,6 +41,33 @@ static __device__ __forceinline__ uint4 ld_shared_128(smem_addr at_s) {
     return v;
 }
 
+// The same as floats: taken as bits, accumulators of wgmma would be moved while it still runs.
+static __device__ __forceinline__ float ld_shared_f32(smem_addr at_s) {
+    float x;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(at_s) : "memory");
+    return x;
+}
+
+static __device__ __forceinline__ float4 ld_shared_f128(smem_addr at_s) {
+    float4 v;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "r"(at_s)
+                 : "memory");
+    return v;
+}
+
+// ld.shared::cluster.v4.f32, sm_90. An address of mapa (cluster.cuh); sees what that block stored before a barrier of the
+// cluster that released it.
+static __device__ __forceinline__ float4 ld_cluster_128(uint32_t at) {
+    float4 v;
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "r"(at)
+                 : "memory");
+    return v;
+}
+
 // st.shared.{u16, u32, v2.u32, v4.u32}, sm_20. Any thread; the address is a multiple of the width. Other threads see it
 // after the next barrier.
 static __device__ __forceinline__ void st_shared_16(smem_addr at_s, uint16_t x) {
@@ -55,7 +82,11 @@ static __device__ __forceinline__ void st_shared_64(smem_addr at_s, uint2 v) {
     asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at_s), "r"(v.x), "r"(v.y) : "memory");
 }
 
-// Floats stay floats: taken as bits, accumulators of wgmma would be moved while it still runs.
+// Floats stay floats, as above.
+static __device__ __forceinline__ void st_shared_f32(smem_addr at_s, float x) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(at_s), "f"(x) : "memory");
+}
+
 static __device__ __forceinline__ void st_shared_64(smem_addr at_s, float2 v) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at_s), "f"(v.x), "f"(v.y) : "memory");
 }

@@ -20,6 +20,14 @@ static __device__ __forceinline__ void tma_load_5d(smem_addr dst_s, const void *
                  : "memory");
 }
 
+// cp.async.bulk, global to shared: `bytes`, a multiple of 16 as both addresses are, and they count at the barrier. Any thread.
+static __device__ __forceinline__ void bulk_load(smem_addr dst_s, const void *src_g, unsigned bytes,
+                                                 smem_addr barrier_s) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst_s),
+                 "l"(src_g), "r"(bytes), "r"(barrier_s)
+                 : "memory");
+}
+
 // What L2 does with the lines of an access that takes a policy: createpolicy.fractional.L2. First out: what is read once.
 // Last out: what is read soon.
 static __device__ __forceinline__ uint64_t l2_first_out() {

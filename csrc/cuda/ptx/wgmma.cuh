@@ -44,10 +44,11 @@ template <int M, int N> static __device__ __forceinline__ void wgmma_pin(float (
 #define GK_R32 GK_R16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define GK_R48 GK_R32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define GK_R64 GK_R48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define GK_R96                                                                         \
+#define GK_R88                                                                         \
     GK_R64                                                                             \
     ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
-    ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+    ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define GK_R96 GK_R88 ", %88, %89, %90, %91, %92, %93, %94, %95"
 #define GK_R112 GK_R96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
 #define GK_R128 \
     GK_R112 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
@@ -63,33 +64,36 @@ template <int M, int N> static __device__ __forceinline__ void wgmma_pin(float (
 
 template <class T> struct wgmma_16;
 
-#define GK_WGMMA_16(T, TYPE)                                                                                 \
-    template <> struct wgmma_16<T> {                                                                         \
-        template <int N, int A_T, int B_T>                                                                   \
-        static __device__ __forceinline__ void ss(float *d, uint64_t a, uint64_t b, int add) {               \
-            if constexpr (N == 8)                                                                            \
-                GK_WGMMA(8, 16, TYPE, GK_R4, 4, 5, 6, 7, 8, "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])); \
-            else if constexpr (N == 16)                                                                      \
-                GK_WGMMA(16, 16, TYPE, GK_R8, 8, 9, 10, 11, 12, GK_D8(0));                                   \
-            else if constexpr (N == 32)                                                                      \
-                GK_WGMMA(32, 16, TYPE, GK_R16, 16, 17, 18, 19, 20, GK_D8(0), GK_D8(8));                      \
-            else if constexpr (N == 64)                                                                      \
-                GK_WGMMA(64, 16, TYPE, GK_R32, 32, 33, 34, 35, 36, GK_D32(0));                               \
-            else if constexpr (N == 96)                                                                      \
-                GK_WGMMA(96, 16, TYPE, GK_R48, 48, 49, 50, 51, 52, GK_D32(0), GK_D8(32), GK_D8(40));         \
-            else if constexpr (N == 128)                                                                     \
-                GK_WGMMA(128, 16, TYPE, GK_R64, 64, 65, 66, 67, 68, GK_D32(0), GK_D32(32));                  \
-            else if constexpr (N == 192)                                                                     \
-                GK_WGMMA(192, 16, TYPE, GK_R96, 96, 97, 98, 99, 100, GK_D32(0), GK_D32(32), GK_D32(64));     \
-            else if constexpr (N == 224)                                                                     \
-                GK_WGMMA(224, 16, TYPE, GK_R112, 112, 113, 114, 115, 116, GK_D32(0), GK_D32(32), GK_D32(64), \
-                         GK_D8(96), GK_D8(104));                                                             \
-            else if constexpr (N == 256)                                                                     \
-                GK_WGMMA(256, 16, TYPE, GK_R128, 128, 129, 130, 131, 132, GK_D32(0), GK_D32(32), GK_D32(64), \
-                         GK_D32(96));                                                                        \
-            else                                                                                             \
-                static_assert(N < 0, "no wgmma of this width");                                              \
-        }                                                                                                    \
+#define GK_WGMMA_16(T, TYPE)                                                                                     \
+    template <> struct wgmma_16<T> {                                                                             \
+        template <int N, int A_T, int B_T>                                                                       \
+        static __device__ __forceinline__ void ss(float *d, uint64_t a, uint64_t b, int add) {                   \
+            if constexpr (N == 8)                                                                                \
+                GK_WGMMA(8, 16, TYPE, GK_R4, 4, 5, 6, 7, 8, "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]));     \
+            else if constexpr (N == 16)                                                                          \
+                GK_WGMMA(16, 16, TYPE, GK_R8, 8, 9, 10, 11, 12, GK_D8(0));                                       \
+            else if constexpr (N == 32)                                                                          \
+                GK_WGMMA(32, 16, TYPE, GK_R16, 16, 17, 18, 19, 20, GK_D8(0), GK_D8(8));                          \
+            else if constexpr (N == 64)                                                                          \
+                GK_WGMMA(64, 16, TYPE, GK_R32, 32, 33, 34, 35, 36, GK_D32(0));                                   \
+            else if constexpr (N == 96)                                                                          \
+                GK_WGMMA(96, 16, TYPE, GK_R48, 48, 49, 50, 51, 52, GK_D32(0), GK_D8(32), GK_D8(40));             \
+            else if constexpr (N == 128)                                                                         \
+                GK_WGMMA(128, 16, TYPE, GK_R64, 64, 65, 66, 67, 68, GK_D32(0), GK_D32(32));                      \
+            else if constexpr (N == 176)                                                                         \
+                GK_WGMMA(176, 16, TYPE, GK_R88, 88, 89, 90, 91, 92, GK_D32(0), GK_D32(32), GK_D8(64), GK_D8(72), \
+                         GK_D8(80));                                                                             \
+            else if constexpr (N == 192)                                                                         \
+                GK_WGMMA(192, 16, TYPE, GK_R96, 96, 97, 98, 99, 100, GK_D32(0), GK_D32(32), GK_D32(64));         \
+            else if constexpr (N == 224)                                                                         \
+                GK_WGMMA(224, 16, TYPE, GK_R112, 112, 113, 114, 115, 116, GK_D32(0), GK_D32(32), GK_D32(64),     \
+                         GK_D8(96), GK_D8(104));                                                                 \
+            else if constexpr (N == 256)                                                                         \
+                GK_WGMMA(256, 16, TYPE, GK_R128, 128, 129, 130, 131, 132, GK_D32(0), GK_D32(32), GK_D32(64),     \
+                         GK_D32(96));                                                                            \
+            else                                                                                                 \
+                static_assert(N < 0, "no wgmma of this width");                                                  \
+        }                                                                                                        \
     };
 
 GK_WGMMA_16(__nv_bfloat16, "bf16")

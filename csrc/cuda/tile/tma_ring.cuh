@@ -31,8 +31,8 @@ template <int STAGES> struct tma_ring {
     __device__ __forceinline__ explicit tma_ring(smem_addr at_s) : barriers_s(at_s) {}
 
     // One thread, once; then fence_mbarrier_init and a barrier of all that use it.
-    __device__ __forceinline__ void init(unsigned readers) const {
-        for (int s = 0; s < STAGES; ++s) mbarrier_init(barriers_s + 8 * s, 1);
+    __device__ __forceinline__ void init(unsigned readers, unsigned fillers = 1) const {
+        for (int s = 0; s < STAGES; ++s) mbarrier_init(barriers_s + 8 * s, fillers);
         for (int s = 0; s < STAGES; ++s) mbarrier_init(barriers_s + 8 * (STAGES + s), readers);
     }
     __device__ __forceinline__ smem_addr full() const { return barriers_s + 8 * slot; }
@@ -41,6 +41,11 @@ template <int STAGES> struct tma_ring {
     __device__ __forceinline__ void wait_empty() const { mbarrier_wait(empty(), parity ^ 1); }
     __device__ __forceinline__ void advance() {
         if (++slot == STAGES) slot = 0, parity ^= 1;
+    }
+    // Past steps that other readers take.
+    __device__ __forceinline__ void skip(int count) {
+        const int at = slot + count;
+        slot = at % STAGES, parity ^= at / STAGES & 1;
     }
 };
 
