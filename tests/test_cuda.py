@@ -27,6 +27,9 @@ from conftest import (
 pytestmark = pytest.mark.gpu
 
 BF16 = torch.bfloat16
+HOPPER = pytest.mark.skipif(
+    "torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0)", reason="Hopper's rows"
+)
 
 
 def on_gpu(*shape, seed=0, dtype=BF16, std=1.0):
@@ -374,9 +377,7 @@ def test_the_last_columns_have_the_same_bits_each_time(dtype, n, activation):
         assert same_bits(ops.gemm(a, w.mT, activation=activation), want)
 
 
-@pytest.mark.skipif(
-    "torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0)", reason="Hopper's rows"
-)
+@HOPPER
 @pytest.mark.parametrize("which", ("a", "b", "both"))
 def test_unaligned_operands_are_copied(which):
     """The copies are the workspace, and the product runs on the row of its aligned neighbour; few rows alone do not pay
@@ -397,9 +398,6 @@ def test_unaligned_operands_are_copied(which):
     assert few["row"].startswith("gemm_sm90a_") == (which == "a")
 
 
-@pytest.mark.skipif(
-    "torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0)", reason="Hopper's rows"
-)
 def in_nan(dense, beside, offset):
     """The same matrix, `offset` elements past an aligned place, with `beside` more in each row; NaN in all of them."""
     rows = torch.full((dense.shape[0], dense.shape[1] + beside), torch.nan, dtype=dense.dtype, device="cuda")
@@ -407,6 +405,7 @@ def in_nan(dense, beside, offset):
     return memory[offset:].view_as(rows)[:, : dense.shape[1]].copy_(dense)
 
 
+@HOPPER
 @pytest.mark.parametrize("beside", (4, 1, 0), ids="beside={}".format)
 @pytest.mark.parametrize("dtype", (BF16, torch.float16), ids=str)
 @pytest.mark.parametrize("m", (1, 9, 16, 33, 64))
@@ -433,6 +432,7 @@ def test_few_rows_of_unaligned_weights(m, dtype, beside):
             assert same_bits(out, ops.gemm(x, b)), offset
 
 
+@HOPPER
 @pytest.mark.parametrize("layout", ("NN", "NT"))
 @pytest.mark.parametrize("m", (1, 5, 16))
 def test_few_rows_of_unaligned_weights_with_all_that_may_follow(m, layout):
@@ -452,11 +452,52 @@ def test_few_rows_of_unaligned_weights_with_all_that_may_follow(m, layout):
         assert_close_as(torch_gemm(a, b, **more, activation="silu"), out, torch.nn.functional.silu(exact))
 
 
+@HOPPER
+def test_few_columns_and_strange_rows_of_unaligned_weights():
+    """The product turned; one row for all tokens; rows that overlap; the first call of a shape in a graph."""
+    n, k = 3081, 1100
+    weights = in_nan(on_gpu(n, k, seed=1), 1, 3)
+    tokens = on_gpu(9, k)
+    for x in (tokens.mT, in_nan(tokens, 3, 1).mT):
+        assert torch_gpukern.explain("gemm", weights, x)["row"].startswith("gemm_skewed_sm90a_")
+        bias, c = on_gpu(9, seed=2), on_gpu(n, 9, seed=3)
+        more = {"bias": bias, "c": c, "beta": 0.5, "activation": "gelu"}
+        exact = F.gelu(weights.double() @ x.double() + bias.double() + 0.5 * c.double())
+        assert_close_as(torch_gemm(weights, x, **more), ops.gemm(weights, x, **more), exact)
+    overlapping = on_gpu(1, k + 40, seed=4)
+    for x in (on_gpu(1, k, seed=5).expand(12, k), overlapping.as_strided((7, k), (3, 1), 5)):
+        assert torch_gpukern.explain("gemm", x, weights.mT)["row"].startswith("gemm_skewed_sm90a_")
+        assert_close_as(torch_gemm(x, weights.mT), ops.gemm(x, weights.mT), x.double() @ weights.double().mT)
+    graph = torch.cuda.CUDAGraph()
+    odd = on_gpu(11, k + 1, seed=6)[:, 1:]
+    with torch.cuda.graph(graph):
+        out = ops.gemm(odd, weights.mT)
+    for again in range(2):
+        odd.mul_(-1 - again), graph.replay()
+        assert same_bits(out, ops.gemm(odd, weights.mT))
+
+
+@HOPPER
 @pytest.mark.parametrize("layout", ("NN", "NT", "TN", "TT"))
 @pytest.mark.parametrize("dtype", (BF16, torch.float16), ids=str)
 def test_warpgroups_that_take_turns(dtype, layout):
     """No tile for the second warpgroup, one each, several, an odd one; all that may follow the sums; batches."""
-    row = f"gemm_sm90a_{'bf16' if dtype == BF16 else 'f16'}_128x176x64_in_turns"
+    name = f"gemm_sm90a_{'bf16' if dtype == BF16 else 'f16'}_128x176x64_in_turns"
+
+    def by_turns(call, *args, preact=0, **more):
+        plan = json.loads(ops.explain_gemm(*args, **more))
+        assert name in plan["rows"]
+        asked = plan["device"], plan["class"].replace(" preact=0 ", f" preact={preact} ")
+        try:
+            ops.gemm_prefer(*asked, name)
+            assert preact or json.loads(ops.explain_gemm(*args, **more))["row"] == name
+            out, again = call(*args, **more), call(*args, **more)
+        finally:
+            ops.gemm_prefer(*asked, "")
+        for x, y in zip(out, again, strict=True) if preact else ((out, again),):
+            assert same_bits(x, y)
+        return out
+
     for m, n, k in ((128, 176, 64), (300, 1000, 200), (2048, 2816, 136), (4000, 4096, 64), (6000, 4224, 512)):
         for batch in ((), (3,)) if m < 2048 else ((),):
             a = on_gpu(*batch, *((m, k) if layout[0] == "N" else (k, m)), dtype=dtype)
@@ -466,23 +507,19 @@ def test_warpgroups_that_take_turns(dtype, layout):
             for more in (
                 {},
                 {"bias": bias},
-                {"bias": bias, "activation": "gelu"},
+                {"bias": bias.float(), "activation": "gelu"},
                 {"activation": "relu", "alpha": -0.5},
             ):
-                plan = json.loads(ops.explain_gemm(a, b, **more))
-                if row not in plan["rows"]:
-                    assert k % 8 or m % 8  # tma reads neither
-                    continue
-                try:
-                    ops.gemm_prefer(plan["device"], plan["class"], row)
-                    assert json.loads(ops.explain_gemm(a, b, **more))["row"] == row
-                    out = ops.gemm(a, b, **more)
-                    assert same_bits(out, ops.gemm(a, b, **more))
-                finally:
-                    ops.gemm_prefer(plan["device"], plan["class"], "")
+                out = by_turns(ops.gemm, a, b, **more)
                 want = more.get("alpha", 1.0) * exact + (bias.double() if "bias" in more else 0)
                 want = TORCH_ACTIVATION[more.get("activation", "none")](want)
                 assert_close_as(torch_gemm(a, b, **more), out, want)
+            if not batch:
+                sums, gated = by_turns(ops.gemm, a, b), by_turns(ops.gemm, a, b, activation="silu")
+                out, preact = by_turns(ops.gemm_fwd, a, b, activation="silu", preact=1)
+                assert same_bits(preact, sums) and same_bits(out, gated)
+                for more in ({"c": on_gpu(m, n, seed=3, dtype=dtype), "beta": 1.0}, {"out_dtype": torch.float32}):
+                    assert name not in json.loads(ops.explain_gemm(a, b, **more))["rows"]  # tma does not store it
 
 
 @pytest.mark.parametrize("size", ((2048, 1152, 4096), (1000, 2100, 3000)), ids=str)
@@ -689,9 +726,7 @@ def test_tf32_with_all_that_follows(layout, n, activation):
         assert_close_as([act(y) for y in yards], out, act(exact))
 
 
-@pytest.mark.skipif(
-    "torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0)", reason="Hopper's rows"
-)
+@HOPPER
 def test_tf32_rows_of_hopper():
     """A product is turned where b is dense along n; a along m, and rows that begin anywhere, are copied first."""
     gen = generator("tf32 rows")

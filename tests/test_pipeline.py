@@ -62,6 +62,7 @@ class Kernel:
     tiles: int = 2
     steps: int = 4  # of k, before it is cut into parts
     turned: bool = False  # tf32.cuh: fragments of a are loaded two products ahead, four products a step
+    in_turns: bool = False  # each warpgroup has whole tiles, and multiplies while the other stores
     broken: str = ""  # the rule that is not kept
 
     @property
@@ -77,12 +78,15 @@ class Cluster:
         self.rng = rng
         self.events = []  # copies on their way and products that run
         self.neighbours = k.cm + k.cn - 1
-        readers = k.warpgroups * self.neighbours + {"empty count + 1": 1, "empty count - 1": -1}.get(k.broken, 0)
+        readers = 1 if k.in_turns and k.broken != "in turns: both count as readers" else k.warpgroups
+        readers = readers * self.neighbours + {"empty count + 1": 1, "empty count - 1": -1}.get(k.broken, 0)
         blocks, slots = range(k.blocks), range(k.stages)
         self.full = [[Barrier(1) for _ in slots] for _ in blocks]
         self.empty = [[Barrier(readers) for _ in slots] for _ in blocks]
         self.traded = [Barrier(1) for _ in blocks]
         self.untraded = [Barrier(k.warpgroups * WARPS) for _ in blocks]
+        turn_count = 1 if k.broken == "in turns: a warp tells for all" else WARPS
+        self.turns = [[Barrier(turn_count) for _ in range(k.warpgroups)] for _ in blocks]
         self.slots = [[{} for _ in slots] for _ in blocks]  # piece -> the step whose bytes it holds
         self.reading = [[0 for _ in slots] for _ in blocks]
         self.halves = [[None] * k.warpgroups for _ in blocks]
@@ -103,6 +107,13 @@ class Cluster:
 
     def next_of(self, slot, parity):
         return (slot + 1, parity) if slot + 1 < self.k.stages else (0, parity ^ 1)
+
+    def skip(self, slot, parity, count):
+        if self.k.broken == "in turns: no skip":
+            return slot, parity
+        at = slot + count
+        flips = 0 if self.k.broken == "in turns: skips without parity" else at // self.k.stages & 1
+        return at % self.k.stages, parity ^ flips
 
     # ---- copies ----
     def land(self, block, slot, piece, step, count):
@@ -136,6 +147,10 @@ class Cluster:
                 for there in column:
                     self.events.append((self.land, there, slot, ("b", b_part), (tile, k), B_BYTES // cm))
                 slot, parity = self.next_of(slot, parity)
+        for _ in range(self.k.stages if broken != "no barrier at the end" else 0):  # all have let go
+            empty, before = self.empty[block][slot], parity ^ 1
+            yield lambda empty=empty, before=before: empty.ended(before)
+            slot, parity = self.next_of(slot, parity)
         yield from self.leave(block)
 
     # ---- products ----
@@ -196,13 +211,29 @@ class Cluster:
             yield from self.let_go(block, (slot - 1) % self.k.stages)
         return slot, parity
 
+    def tell(self, block, warpgroup):
+        """Each warp tells the other warpgroup that it is its turn; what a block's last tile tells, nobody awaits."""
+        for _ in range(WARPS):
+            self.reach(block)
+            self.turns[block][warpgroup ^ 1].arrive()
+            yield None
+
     def products(self, block, warpgroup):
-        broken, queue, trades = self.k.broken, [], 0
+        broken, queue, trades, in_turns = self.k.broken, [], 0, self.k.in_turns
         slot = parity = 0
-        for tile in range(self.k.tiles):
+        turn = {"in turns: nobody is first": 0, "in turns: both are first": 1}.get(broken, warpgroup ^ 1)
+        if in_turns and warpgroup > 0:
+            slot, parity = self.skip(slot, parity, self.k.steps)
+        for tile in range(warpgroup, self.k.tiles, 2) if in_turns else range(self.k.tiles):
             steps = () if self.k.turned else self.steps_of(block)
             if self.k.turned:
                 slot, parity = yield from self.products_turned(block, tile, slot, parity)
+            if in_turns and broken != "in turns: no wait":
+                mine = self.turns[block][warpgroup]
+                yield lambda mine=mine, turn=turn: mine.ended(turn)
+                turn ^= broken != "in turns: one parity"
+            if broken == "in turns: tells before its products":
+                yield from self.tell(block, warpgroup)
             for k in steps:
                 full = self.full[block][slot]
                 if broken != "full not awaited":
@@ -221,9 +252,14 @@ class Cluster:
                 slot, parity = self.next_of(slot, parity)
                 if broken == "reader's parity":
                     parity = 0
+            last = (slot - 1) % self.k.stages
+            if in_turns:
+                if broken not in ("in turns: tells before its products", "in turns: tells nobody"):
+                    yield from self.tell(block, warpgroup)
+                slot, parity = self.skip(slot, parity, self.k.steps)
             yield lambda: not queue
             if steps and broken not in ("let go a step early", "last step kept"):
-                yield from self.let_go(block, (slot - 1) % self.k.stages)
+                yield from self.let_go(block, last)
             if self.k.ck > 1:
                 yield from self.trade(block, warpgroup, tile, trades)
                 trades ^= broken != "trade's parity"
@@ -305,14 +341,17 @@ CLUSTERS = {  # the shapes of tiles.h, and the pair along n and the four that it
     "two parts of two rows": Kernel(cm=2, ck=2, warpgroups=1),
     "turned tf32, two columns": Kernel(cn=2, turned=True),
     "turned tf32, two parts of k": Kernel(ck=2, warpgroups=1, turned=True),
+    "in turns": Kernel(in_turns=True),
+    "in turns, two rows": Kernel(cm=2, in_turns=True),
+    "in turns, two by two": Kernel(cm=2, cn=2, in_turns=True),
 }
 
 
 def schedules(kernel, count, seed):
     rng = random.Random(seed)
     for _ in range(count):
-        steps, stages = rng.randint(1, 5), rng.randint(2, 4)
-        tiles = rng.randint(1, 3)
+        steps, stages = rng.randint(1, 5 + kernel.in_turns), rng.randint(2, 4 + kernel.in_turns)
+        tiles = rng.randint(1, 3 + 2 * kernel.in_turns)
         Cluster(replace(kernel, steps=steps, stages=stages, tiles=tiles), rng).run()
 
 
@@ -341,6 +380,16 @@ BROKEN = {  # rule -> a cluster that shows it, and what may then go wrong first
     "no barrier at the end": ("two by two", "has left"),
     "trade without empty": ("two parts of k", "hal"),
     "trade's parity": ("two parts of k", f"{STUCK}|hal"),
+    "in turns: no wait": ("in turns", OTHER),
+    "in turns: tells before its products": ("in turns", OTHER),
+    "in turns: tells nobody": ("in turns", STUCK),
+    "in turns: a warp tells for all": ("in turns", f"{OTHER}|{STUCK}"),
+    "in turns: nobody is first": ("in turns", STUCK),
+    "in turns: both are first": ("in turns", OTHER),
+    "in turns: one parity": ("in turns", f"{STUCK}|{OTHER}"),
+    "in turns: no skip": ("in turns", f"{STUCK}|{OTHER}"),
+    "in turns: skips without parity": ("in turns", f"{STUCK}|{OTHER}"),
+    "in turns: both count as readers": ("in turns, two rows", STUCK),
 }
 
 
@@ -348,4 +397,4 @@ BROKEN = {  # rule -> a cluster that shows it, and what may then go wrong first
 def test_a_broken_rule_is_seen(rule):
     cluster, what = BROKEN[rule]
     with pytest.raises(Wrong, match=what):
-        schedules(replace(CLUSTERS[cluster], broken=rule), 400, rule)
+        schedules(replace(CLUSTERS[cluster], broken=rule), 4000, rule)  # some show in 1 of 300

@@ -328,12 +328,13 @@ __global__ void __launch_bounds__(Smem<ROWS, ALONG_N>::THREADS, 1)
             }
         }
     }
+    __syncwarp();
     if (plan.parts > 1) { /* each cluster has one tile */
         griddepcontrol_wait();
         barrier_cluster_arrive_release();
         barrier_cluster_wait_acquire(); /* all parts' sums are in */
         if (block_warp < ADDERS / 32) store(first_tile);
-        barrier_cluster(); /* no block leaves while another reads its sums */
+        barrier_cluster(); /* no block leaves while another reads its sums: they have been added before */
     }
 }
 
@@ -414,7 +415,8 @@ void explain(const gk_cuda_row *row, const gk_context *ctx, const void *args, gk
     if (!plan_of(row, ctx, args, &p, &plan)) return;
     out->tile[0] = row->key[SKINNY_KEY_TOKENS], out->tile[1] = plan.rows, out->tile[2] = SKEWED_STEP;
     out->tasks = plan.tiles * plan.parts;
-    out->waves = (double)out->tasks / gk_gpu_of(ctx->index)->num_sms;
+    out->waves =
+        plan.parts > 1 ? 1.0 : (double)gk_ceil_div(plan.tiles, gk_gpu_of(ctx->index)->num_sms); /* tiles in turn */
 }
 
 template <int ROWS> constexpr int smem_of() {

@@ -265,7 +265,6 @@ __global__ void __launch_bounds__(ADDERS + COPIERS, 1) gemm_skinny_odd_sm90a_ker
                 ring.advance();
             }
         }
-        cp_async_wait_group<0>();
         return;
     }
 

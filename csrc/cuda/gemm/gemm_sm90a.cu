@@ -10,7 +10,8 @@
  * share to all of them, since L2 gives the SMs some 8 TB/s and single 128 x 256 tiles would ask for 12. CK = 2: two
  * blocks sum half of k each, trade halves of their sums and store half of the columns.
  * Turned, for few rows and tf32: a and b change places (out^T = b^T a^T), so that the weights fill wgmma's 64 rows.
- * Block: WGS warpgroups that multiply, BM / WGS rows each, and one of which a single thread copies.
+ * Block: WGS warpgroups that multiply, BM / WGS rows each, and one of which a single thread copies. In turns: two, each with
+ * tiles of its own, every second one of the block's; one stores while the other multiplies.
  *
  * Shared memory (struct Smem): a ring of slots, each K64 times
  *   a [BM][64 k] or [BM / 64][64 k][64 m], b [BN][64 k] or [BN / 64][64 k][64 n]      swizzled by 128 bytes (wgmma.cuh);
@@ -20,6 +21,8 @@
  * Pipeline (slots full and empty: tma_ring.cuh); one step of products stays under way while the next is issued:
  *   copies      k0 k1 k2 k3 | k4      k5         ..  runs on into the next tile while this one's sums are stored
  *   products                | 0 .. 1 .. 2 ..         slot j - 1 is let go when step j is issued and step j - 1 is done
+ *   in turns, warpgroup 0   | tile 0 | results     | tile 2 ..      a barrier for each says when it may issue
+ *             warpgroup 1              | tile 1      | results ..
  * Results of a's dtype go through the panels and leave by tma behind the warp's back, or, where a block has one tile or tma
  * cannot write its rows, by the lanes in chunks of 16 bytes; float32 of 16-bit operands and sums with c are stored by the lanes,
  * 8 columns each, or 8 rows where rows of the result do not begin at multiples of 16 bytes.
@@ -100,6 +103,7 @@ template <class T, class Tile, int MODE> struct Smem {
     static_assert(Tile::TURNED || COLS % 8 == 0, "panels begin at multiples of 16 bytes");
     static_assert(Tile::CK <= 2 && (BY_PANELS || Tile::WGS == 1), "two blocks trade; one turns");
     static_assert(!Tile::IN_TURNS || (Tile::WGS == 2 && Tile::CK == 1 && !Tile::TURNED), "two warpgroups take turns");
+    static_assert(MT <= 2, "sums of a warpgroup are stored by one body, past which they move once");
 };
 
 /* Blocks of an SM. Two: the next kernel's get ready beside this one's. */
@@ -500,8 +504,9 @@ bool takes(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
         return false;
     Operands o;
     o.p = problem_of(args, turned);
-    if (row->key[KEY_IN_TURNS] && !turns_fit(o.p, row->dtype)) return false;
-    return operands_of(row->dtype, turned, NULL, &o) && (tf32 || !turned || o.p.n <= row->key[KEY_CN]);
+    if (!operands_of(row->dtype, turned, NULL, &o) || (row->key[KEY_IN_TURNS] && !turns_fit(o.p, row->dtype)))
+        return false;
+    return tf32 || !turned || o.p.n <= row->key[KEY_CN];
 }
 
 size_t workspace_bytes(const gk_cuda_row *row, const gk_context *, const void *args) {
@@ -532,7 +537,7 @@ const gk_cuda_row *choose(const gk_context *ctx, const void *arguments) {
         const gk_cuda_row *r = &sm90_rows[i];
         if (r->dtype != args->a.dtype || r->key[KEY_SMEM] > gpu->smem_per_block) continue;
         if (r->key[KEY_TURNED] != turned || (few && p.m > r->key[KEY_CN])) continue;
-        if (r->key[KEY_IN_TURNS] && !turns_fit(p, r->dtype)) continue;
+        if (r->key[KEY_IN_TURNS] && !turns_fit(o.p, r->dtype)) continue;
         const double us = few ? r->key[KEY_CN] : us_of(r, gpu, tf32 && turned ? gemm_swapped(p) : p);
         if (us < best_us) best = r, best_us = us;
     }
@@ -625,12 +630,21 @@ void explain(const gk_cuda_row *, const gk_context *ctx, const void *args, gk_ex
     out->waves = (double)out->tasks / (gk_gpu_of(ctx->index)->num_sms / Tile::CLUSTER * Tile::CLUSTER);
 }
 
-#define ROW(name, T, Tile)                                                                                           \
-    {                                                                                                                \
-        name, element<T>::dtype, takes, workspace_bytes, run<T, Tile>, explain<T, Tile>, {                           \
-            Tile::BM *Tile::CM, Tile::BN *Tile::CN, Tile::CLUSTER, Tile::PERCENT, Smem<T, Tile, 3>::BYTES, Tile::CK, \
-                Tile::TURNED, Tile::IN_TURNS                                                                         \
-        }                                                                                                            \
+/* Of all modes: narrow panels may leave room for more slots. */
+template <class T, class Tile> constexpr int smem_of() {
+    constexpr int some[] = {Smem<T, Tile, 0>::BYTES, Smem<T, Tile, 1>::BYTES, Smem<T, Tile, 2>::BYTES,
+                            Smem<T, Tile, 3>::BYTES};
+    int most = 0;
+    for (int bytes : some) most = bytes > most ? bytes : most;
+    return most;
+}
+
+#define ROW(name, T, Tile)                                                                                      \
+    {                                                                                                           \
+        name, element<T>::dtype, takes, workspace_bytes, run<T, Tile>, explain<T, Tile>, {                      \
+            Tile::BM *Tile::CM, Tile::BN *Tile::CN, Tile::CLUSTER, Tile::PERCENT, smem_of<T, Tile>(), Tile::CK, \
+                Tile::TURNED, Tile::IN_TURNS                                                                    \
+        }                                                                                                       \
     }
 #define ROWS(name, T)                                                                                                 \
     ROW("gemm_sm90a_" name "_128x256x64", T, Tile90_128x256),                                                         \

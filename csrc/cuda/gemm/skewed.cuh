@@ -115,6 +115,7 @@ template <class Problem> inline SkewedPlan skewed_plan(const Problem &p, int mos
     int64_t best = INT64_MAX;
     for (int parts = 1; parts <= SKEWED_PARTS && (parts == 1 || x.steps >= 2 * parts); ++parts) {
         const int64_t clusters = parts > 2 ? sms * 8 / 9 / parts : sms / parts; /* that find their SMs side by side */
+        if (clusters < 1) break;
         const int64_t turns = gk_ceil_div(least * classes, clusters);
         if (parts > 1 && turns > 1) break;
         const int64_t tiles = x.along_n ? least : gk_max_i64(least, turns * clusters / classes);

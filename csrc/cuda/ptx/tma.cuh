@@ -24,7 +24,7 @@ static __device__ __forceinline__ void tma_load_5d(smem_addr dst_s, const void *
 static __device__ __forceinline__ void bulk_load(smem_addr dst_s, const void *src_g, unsigned bytes,
                                                  smem_addr barrier_s) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst_s),
-                 "l"(src_g), "r"(bytes), "r"(barrier_s)
+                 "l"(__cvta_generic_to_global(src_g)), "r"(bytes), "r"(barrier_s)
                  : "memory");
 }
 
