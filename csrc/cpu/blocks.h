@@ -120,8 +120,9 @@ typedef struct gk_paged_blocks {
 
 /* GB/s of keys and values, geomean of f32 and bf16, B x context 1 x 4096, 4 x 4096, 1 x 16384, pages of 16 and 64, where
  * the read loop had 30: 24.1; unit 16 24.1, 64 23.0; chunk 256 22.9; heads split up to 16 tasks a thread: 1 x 4096
- * 22.7 against 24.6 with 4. 8 lanes read 15 to 18 GB/s a core in float32, about half of what 4 do. Since a chunk's first unit
- * is read ahead, chunk 512, 1024, 2048: 0.75, 0.785 and 0.79 of the read loop in bf16; 1024 leaves more to share out. */
-TABLE gk_paged_blocks gk_paged_attn_blocks = {8, 32, 1024, 4096, 4};
+ * 22.7 against 24.6 with 4, and on a Zen 3 0.58 of the read loop with 4 against 0.615 with 2. 8 lanes read 15 to 18 GB/s
+ * a core in float32, about half of what 4 do. Since a chunk's first unit is read ahead, chunk 512, 1024, 2048: 0.75, 0.785
+ * and 0.79 of the read loop in bf16; 1024 leaves more to share out. */
+TABLE gk_paged_blocks gk_paged_attn_blocks = {8, 32, 1024, 4096, 2};
 
 #endif

@@ -7,7 +7,8 @@
  * with few is bound by the reading of its keys, so each key is read once for all lanes of its head:
  *
  *   a task   one chunk of the context of one sequence, some kv heads; partial O, m, l per chunk and lane
- *   a unit   `unit` keys of one head: s = q K^T (lanes along d, sums across) | p = exp(s - m) | O += p V (lanes along dv)
+ *   a unit   `unit` keys of one head: s = q K^T (lanes along d, sums across) | p = exp(s - m) | O += p V (lanes along dv);
+ *            4, 2 or 1 lanes at once, W / lanes keys of all of them in one vector of s and p
  *   order    unit of keys outside, heads inside: the heads of a key share its memory page
  *   time     the units of some keys compute while they prefetch the rows of the keys to come, K in QK, V in PV, and
  *            touch those of a later unit: pages lie anywhere, and a miss of the TLB takes a walk through memory;
@@ -21,8 +22,9 @@
 
 enum {
     MAX_LANES = 8,
-    MAX_UNIT = 64,
-    UNITS = 4 /* whose rows are known at once: the one computed, the one fetched, .., the one touched */
+    MAX_UNIT = 64,  /* whole vectors */
+    FETCH_KEYS = 8, /* of PV between two fetches: what a fetch decides costs more than the lines that it asks for */
+    UNITS = 4       /* whose rows are known at once: the one computed, the one fetched, .., the one touched */
 };
 enum {
     VECTORS = W == 16 ? 4 : 2
@@ -173,17 +175,39 @@ INLINE fetch fetch_make(const char *const *rows, int64_t num_keys, const char *c
     return (fetch){rows, touched, num_keys, num_touched, num_heads, head_bytes, row_bytes, 0, 0, NULL, NULL};
 }
 
-INLINE void fetch_bytes(fetch *f, int64_t bytes) {
-    if (f->at >= f->end) {
-        if (f->head == f->num_heads) return;
+INLINE void fetch_lines(const char *at, int64_t bytes) {
+    int64_t i = 0;
+    for (; i + 256 <= bytes; i += 256)
+#pragma GCC unroll 4
+        for (int64_t line = 0; line < 256; line += 64) __builtin_prefetch(at + i + line, 0, 2);
+    for (; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
+}
+
+/* A share that goes past the end of the row under way. */
+static __attribute__((noinline)) void fetch_rows(fetch *f, int64_t bytes) {
+    for (;;) {
+        const int64_t here = gk_min_i64(bytes, f->end - f->at);
+        fetch_lines(f->at, here);
+        f->at += here;
+        bytes -= here;
+        if (bytes == 0) return;
+        if (f->head == f->num_heads) {
+            f->at = f->end = NULL;
+            return;
+        }
         f->at = f->rows[f->key] + f->head * f->head_bytes;
         f->end = f->at + f->row_bytes;
         if (f->key < f->num_touched) __builtin_prefetch(f->touched[f->key] + f->head * f->head_bytes, 0, 2);
         if (++f->key == f->num_keys) f->key = 0, ++f->head;
     }
-    const char *at = f->at;
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
-    f->at = at + bytes;
+}
+
+INLINE void fetch_bytes(fetch *f, int64_t bytes) {
+    if (f->end - f->at >= bytes) {
+        fetch_lines(f->at, bytes);
+        f->at += bytes;
+    } else
+        fetch_rows(f, bytes);
 }
 
 /* The rows that a chunk begins with, which nobody fetched: plain loads in the order of addresses have the machine's
@@ -197,40 +221,63 @@ INLINE void read_rows(const char *const *rows, int64_t num_keys, int64_t num_hea
                 (void)*(const volatile char *)(rows[i] + h * head_bytes + at);
 }
 
-/* s[lane][j] = q[lane] . k[j] for `lanes` lanes and n keys, W / lanes keys at once: W sums fill one vector.
- * k[j] + at is the row. */
-INLINE void dots(const int lanes, gk_dtype dtype, int64_t head_dim, const cell *q, int64_t q_step, const char *const *k,
-                 int64_t at, int64_t n, fetch *next, int64_t next_bytes, float *s) {
+/* s[j / keys][lane][j % keys] = q[lane] . k[j] for `lanes` lanes and n keys, keys = W / lanes at once: their sums fill one
+ * vector. q is [head_dim / (W PAIR)][lanes][W], k[j] + at the row; k repeats its last row up to whole vectors of keys. */
+INLINE void dots(const int lanes, gk_dtype dtype, int64_t head_dim, const cell *q, const char *const *k, int64_t at,
+                 int64_t n, fetch *next, int64_t next_bytes, float *s) {
     const int keys = W / lanes;
-    const int64_t whole = head_dim / (W * PAIR) * (W * PAIR);
+    const int64_t whole = head_dim / (2 * W * PAIR) * (2 * W * PAIR);
     for (int64_t j = 0; j < n; j += keys) {
         const char *row[W];
         vf acc[W];
 #pragma GCC unroll 16
-        for (int i = 0; i < keys; ++i) row[i] = k[gk_min_i64(j + i, n - 1)] + at;
-        if (next)
-            for (int i = 0; i < keys; ++i) fetch_bytes(next, next_bytes);
+        for (int i = 0; i < keys; ++i) row[i] = k[j + i] + at;
+        if (next) fetch_bytes(next, keys * next_bytes);
 #pragma GCC unroll 16
         for (int i = 0; i < W; ++i) acc[i] = vf_set1(0);
-        for (int64_t d = 0; d < whole; d += W * PAIR)
+        for (int64_t d = 0; d < whole; d += 2 * W * PAIR)
 #pragma GCC unroll 16
             for (int i = 0; i < keys; ++i) {
-                const vc key = vc_load_along_k(row[i], dtype, d, W * PAIR);
+                vc key[2];
+                vc_load2_split_along_k(row[i], dtype, d, key);
+#pragma GCC unroll 2
+                for (int w = 0; w < 2; ++w)
 #pragma GCC unroll 4
-                for (int l = 0; l < lanes; ++l)
-                    acc[l * keys + i] = vc_dot(acc[l * keys + i], vc_load(q + l * q_step + d / PAIR), key);
+                    for (int l = 0; l < lanes; ++l)
+                        acc[l * keys + i] =
+                            vc_dot(acc[l * keys + i], vc_load(q + (d / PAIR + w * W) * lanes + l * W), key[w]);
             }
-        if (whole < head_dim)
+        for (int64_t d = whole; d < head_dim; d += W * PAIR)
 #pragma GCC unroll 16
             for (int i = 0; i < keys; ++i) {
-                const vc key = vc_load_along_k(row[i], dtype, whole, head_dim - whole);
+                const vc key = vc_load_along_k(row[i], dtype, d, head_dim - d);
 #pragma GCC unroll 4
                 for (int l = 0; l < lanes; ++l)
-                    acc[l * keys + i] = vc_dot(acc[l * keys + i], vc_load(q + l * q_step + whole / PAIR), key);
+                    acc[l * keys + i] = vc_dot(acc[l * keys + i], vc_load(q + d / PAIR * lanes + l * W), key);
             }
-        float t[W];
-        vf_store(t, vf_sums(acc));
-        for (int l = 0; l < lanes; ++l) memcpy(s + l * MAX_UNIT + j, t + l * keys, 4 * (size_t)keys);
+        vf_store(s + j * lanes, vf_sums(acc));
+    }
+}
+
+/* Where p of key j and lane 0 of a run lies, as a cell: [j / keys][lane][j % keys]. */
+INLINE int64_t p_at(const int lanes, int64_t j) {
+    const int keys = W / lanes;
+    return j / keys * (W / PAIR) + j % keys / PAIR;
+}
+
+INLINE void weigh(const int lanes, const int vectors, gk_dtype dtype, int64_t d, int64_t left, const cell *p,
+                  const char *row0, const char *row1, vf acc[4][4]) {
+    vc x[4];
+    if (vectors == 1)
+        x[0] = vc_load_across_k(row0, row1, dtype, d, left);
+    else
+#pragma GCC unroll 4
+        for (int w = 0; w < vectors; w += 2) vc_load2_split_across_k(row0, row1, dtype, d + w * W, x + w);
+#pragma GCC unroll 4
+    for (int l = 0; l < lanes; ++l) {
+        const vc weight = vc_set1(p[l * (W / lanes / PAIR)]);
+#pragma GCC unroll 4
+        for (int w = 0; w < vectors; ++w) acc[l][w] = vc_dot(acc[l][w], weight, x[w]);
     }
 }
 
@@ -243,21 +290,18 @@ INLINE void weighted_columns(const int lanes, const int vectors, gk_dtype dtype,
     for (int l = 0; l < lanes; ++l)
 #pragma GCC unroll 4
         for (int w = 0; w < vectors; ++w) acc[l][w] = vf_load(o + l * o_step + d + w * W);
-    for (int64_t j = 0; j < n; j += PAIR) {
-        const char *row0 = v[j] + at, *row1 = PAIR == 2 && j + 1 < n ? v[j + 1] + at : NULL;
+    int64_t j = 0;
+    for (; j + FETCH_KEYS <= n; j += FETCH_KEYS) {
         if (next) fetch_bytes(next, next_bytes);
-        vc x[4];
-        if (vectors == 1)
-            x[0] = vc_load_across_k(row0, row1, dtype, d, left);
-        else
-#pragma GCC unroll 4
-            for (int w = 0; w < vectors; w += 2) vc_load2_across_k(row0, row1, dtype, d + w * W, x + w);
-#pragma GCC unroll 4
-        for (int l = 0; l < lanes; ++l) {
-            const vc weight = vc_set1(p[l * MAX_UNIT + j / PAIR]);
-#pragma GCC unroll 4
-            for (int w = 0; w < vectors; ++w) acc[l][w] = vc_dot(acc[l][w], weight, x[w]);
-        }
+#pragma GCC unroll 1
+        for (int i = 0; i < FETCH_KEYS; i += PAIR)
+            weigh(lanes, vectors, dtype, d, left, p + p_at(lanes, j + i), v[j + i] + at,
+                  PAIR == 2 ? v[j + i + 1] + at : NULL, acc);
+    }
+    for (; j < n; j += PAIR) {
+        if (next) fetch_bytes(next, next_bytes);
+        weigh(lanes, vectors, dtype, d, left, p + p_at(lanes, j), v[j] + at,
+              PAIR == 2 && j + 1 < n ? v[j + 1] + at : NULL, acc);
     }
 #pragma GCC unroll 4
     for (int l = 0; l < lanes; ++l)
@@ -275,70 +319,142 @@ INLINE void weighted_rows(const int lanes, gk_dtype dtype, int64_t head_dim_v, c
         weighted_columns(lanes, 1, dtype, d, head_dim_v - d, p, v, at, n, next, next_bytes, o, o_step);
 }
 
-/* A run of 4, 2 or 1 lanes: together they cover any number. */
+/* Columns that lie in O in the order of vf_load2_split. */
+INLINE int64_t split_columns(int64_t head_dim_v) { return head_dim_v / (VECTORS * W) * (VECTORS * W); }
+
 INLINE int lane_run(int64_t left) { return left >= 4 ? 4 : left >= 2 ? 2 : 1; }
 
 /* ---- few lanes: softmax of a unit --------------------------------------------------------------- */
 typedef struct paged_lane {
     int64_t lo, hi, position; /* keys seen, i + diagonal */
     int64_t i, g;             /* query token, head of the group */
+    float slope;              /* ATTN_UNIT */
 } paged_lane;
 
 /* What sums made with maximum m weigh beside a larger one. */
 INLINE float paged_weight(float m, float larger) { return exp2f((m - larger) * ATTN_UNIT_LOG2); }
 
-/* s [n] of one lane becomes p, as cells; m and l follow O in the partial. Keys are j0 .. j0 + n. */
-INLINE void softmax_lane(const paged_job *job, const paged_lane *lane, float scale, float slope, int64_t j0, int64_t n,
-                         float *s, cell *p, float *o) {
-    float *m = o + job->o_step, *l = m + 1;
+/* s of a run of lanes becomes p, as cells; m and l follow O in the partials. Keys are j0 .. j0 + n. */
+INLINE void softmax(const int lanes, const paged_job *job, const paged_lane *lane, float scale, int64_t j0, int64_t n,
+                    float *s, cell *p, float *o) {
+    const int keys = W / lanes;
     const float softcap = (float)job->args->rules.softcap;
-    const int32_t lo = (int32_t)gk_clamp_i64(lane->lo - j0, 0, n), hi = (int32_t)gk_clamp_i64(lane->hi - j0, 0, n);
-    const float position = (float)(lane->position - j0);
-    static const int32_t counting[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    vf top = vf_set1(-INFINITY), sum = vf_set1(0);
-    for (int64_t j = 0; j < n; j += W) {
-        const vi key = vi_load(counting) + (int32_t)j;
-        vf x = vf_load(s + j);
-        x = softcap > 0 ? vf_tanh(x * (scale / softcap)) * (softcap * ATTN_UNIT) : x * (scale * ATTN_UNIT);
-        if (slope != 0) {
-            const vf distance = position - __builtin_convertvector(key, vf);
-            x = x - slope * vf_max(-distance, distance);
+    float slopes[W], positions[W], t[W];
+    int32_t first[W], end[W], offset[W];
+    bool edge = n % keys != 0, sloped = false;
+    for (int l = 0; l < lanes; ++l) {
+        edge |= lane[l].lo > j0 || lane[l].hi < j0 + n;
+        sloped |= lane[l].slope != 0;
+    }
+    if (edge || sloped)
+        for (int i = 0; i < W; ++i) {
+            const paged_lane *x = lane + i / keys;
+            slopes[i] = x->slope, positions[i] = (float)(x->position - j0), offset[i] = i % keys;
+            first[i] = (int32_t)gk_clamp_i64(x->lo - j0, 0, n), end[i] = (int32_t)gk_clamp_i64(x->hi - j0, 0, n);
         }
-        x = vf_select(vi_lt(key, vi_set1(lo)), vf_set1(-INFINITY), x);
-        x = vf_select(vi_lt(key, vi_set1(hi)), x, vf_set1(-INFINITY));
-        vf_store(s + j, x);
+    vf top = vf_set1(-INFINITY), sum = vf_set1(0);
+    for (int64_t j = 0; j < n; j += keys) {
+        vf x = vf_load(s + j * lanes);
+        x = softcap > 0 ? vf_tanh(x * (scale / softcap)) * (softcap * ATTN_UNIT) : x * (scale * ATTN_UNIT);
+        if (edge || sloped) {
+            const vi key = vi_load(offset) + (int32_t)j;
+            const vf distance = vf_load(positions) - __builtin_convertvector(key, vf);
+            if (sloped) x = x - vf_load(slopes) * vf_max(-distance, distance);
+            x = vf_select(vi_lt(key, vi_load(first)), vf_set1(-INFINITY), x);
+            x = vf_select(vi_lt(key, vi_load(end)), x, vf_set1(-INFINITY));
+        }
+        vf_store(s + j * lanes, x);
         top = vf_max(top, x);
     }
-    const float peak = vf_hmax(top);
-    if (peak > *m + attn_lag) {
-        const float shrink = paged_weight(*m, peak);
-        *m = peak;
-        if (*l != 0)
-            for (int64_t d = 0; d < job->o_step; d += W) vf_store(o + d, vf_load(o + d) * shrink);
-        *l *= shrink;
+    vf_store(t, top);
+    float m[W];
+#pragma GCC unroll 4
+    for (int l = 0; l < lanes; ++l) {
+        float *o_l = o + l * job->partial, *m_l = o_l + job->o_step, peak = t[l * keys];
+        for (int i = 1; i < keys; ++i) peak = peak > t[l * keys + i] ? peak : t[l * keys + i];
+        if (peak > *m_l + attn_lag) {
+            const float shrink = paged_weight(*m_l, peak);
+            *m_l = peak;
+            if (m_l[1] != 0)
+                for (int64_t d = 0; d < job->o_step; d += W) vf_store(o_l + d, vf_load(o_l + d) * shrink);
+            m_l[1] *= shrink;
+        }
+        for (int i = 0; i < keys; ++i) m[l * keys + i] = *m_l;
     }
-    for (int64_t j = 0; j < n; j += W * PAIR) {
+    const vf peaks = vf_load(m);
+    for (int64_t j = 0; j < n; j += keys * PAIR) {
         vf x[PAIR];
+#pragma GCC unroll 2
         for (int i = 0; i < PAIR; ++i) {
-            const bool here = j + i * W < n;
-            x[i] = here ? attn_p(vf_load(s + j + i * W), 1, vf_set1(*m)) : vf_set1(0);
+            x[i] = j + i * keys < n ? attn_p(vf_load(s + (j + i * keys) * lanes), 1, peaks) : vf_set1(0);
             sum += x[i];
         }
-        vc_store(p + j / PAIR, vc_from_run(x));
+        vc_store(p + j / PAIR * lanes, vc_from_run(x));
     }
-    *l += vf_sum(sum);
+    vf_store(t, sum);
+#pragma GCC unroll 4
+    for (int l = 0; l < lanes; ++l)
+        for (int i = 0; i < keys; ++i) o[l * job->partial + job->o_step + 1] += t[l * keys + i];
 }
+
+/* One copy of the loops per dtype that the ISA serves and run of 4, 2 or 1 lanes: together the runs cover any number. */
+typedef struct products {
+    void (*dots)(int64_t head_dim, const cell *q, const char *const *k, int64_t at, int64_t n, fetch *next,
+                 int64_t next_bytes, float *s);
+    void (*weighted_rows)(int64_t head_dim_v, const cell *p, const char *const *v, int64_t at, int64_t n, fetch *next,
+                          int64_t next_bytes, float *o, int64_t o_step);
+    void (*softmax)(const paged_job *job, const paged_lane *lane, float scale, int64_t j0, int64_t n, float *s, cell *p,
+                    float *o);
+} products;
+
+#define PRODUCTS(type, dtype, lanes)                                                                                   \
+    static void __attribute__((noinline)) dots_##type##_##lanes(int64_t head_dim, const cell *q, const char *const *k, \
+                                                                int64_t at, int64_t n, fetch *next,                    \
+                                                                int64_t next_bytes, float *s) {                        \
+        dots(lanes, dtype, head_dim, q, k, at, n, next, next_bytes, s);                                                \
+    }                                                                                                                  \
+    static void __attribute__((noinline)) weighted_rows_##type##_##lanes(                                              \
+        int64_t head_dim_v, const cell *p, const char *const *v, int64_t at, int64_t n, fetch *next,                   \
+        int64_t next_bytes, float *o, int64_t o_step) {                                                                \
+        weighted_rows(lanes, dtype, head_dim_v, p, v, at, n, next, next_bytes, o, o_step);                             \
+    }
+#define SOFTMAX(lanes)                                                                                               \
+    static __attribute__((noinline)) void softmax_##lanes(const paged_job *job, const paged_lane *lane, float scale, \
+                                                          int64_t j0, int64_t n, float *s, cell *p, float *o) {      \
+        softmax(lanes, job, lane, scale, j0, n, s, p, o);                                                            \
+    }
+SOFTMAX(1)
+SOFTMAX(2)
+SOFTMAX(4)
+#define PRODUCTS_OF(type, dtype) PRODUCTS(type, dtype, 1) PRODUCTS(type, dtype, 2) PRODUCTS(type, dtype, 4)
+#define PRODUCTS_ROW(type)                                            \
+    {                                                                 \
+        {dots_##type##_1, weighted_rows_##type##_1, softmax_1},       \
+            {dots_##type##_2, weighted_rows_##type##_2, softmax_2}, { \
+            dots_##type##_4, weighted_rows_##type##_4, softmax_4      \
+        }                                                             \
+    }
+PRODUCTS_OF(bf16, GK_BF16)
+#if PAIR == 1
+PRODUCTS_OF(f32, GK_F32)
+PRODUCTS_OF(f16, GK_F16)
+static const products products_of[][3] = {
+    [GK_F32] = PRODUCTS_ROW(f32), [GK_BF16] = PRODUCTS_ROW(bf16), [GK_F16] = PRODUCTS_ROW(f16)};
+#else
+static const products products_of[][3] = {[GK_BF16] = PRODUCTS_ROW(bf16)};
+#endif
 
 /* ---- few lanes: a chunk ------------------------------------------------------------------------- */
 INLINE float *partial_at(const paged_job *job, int64_t chunk, int64_t h_kv, int64_t lane) {
     return job->partials + ((chunk * job->heads_kv + h_kv) * job->lanes + lane) * job->partial;
 }
 
-INLINE void chunk_units(const paged_job *job, int64_t b, const attn_seq *x, int64_t slot, int64_t first, int64_t end,
+static void chunk_units(const paged_job *job, int64_t b, const attn_seq *x, int64_t slot, int64_t first, int64_t end,
                         int64_t head0, int64_t head1, const cell *q, gk_dtype dtype) {
     const gk_paged_attn_args *a = job->args;
     const int64_t group = job->tile.group, num_lanes = x->seq_q * group, unit = job->blocks->unit;
     const int64_t head_dim = job->tile.head_dim, head_dim_v = job->tile.head_dim_v;
+    const products *of = products_of[dtype];
     const int64_t element_bytes = dtype == GK_F32 ? 4 : 2;
     const int64_t k_head = element_bytes * a->k_cache.stride[2], v_head = element_bytes * a->v_cache.stride[2];
     const attn_keys keys = keys_of(job, b, head0);
@@ -348,12 +464,13 @@ INLINE void chunk_units(const paged_job *job, int64_t b, const attn_seq *x, int6
     paged_lane lanes[MAX_LANES];
     for (int64_t n = 0; n < num_lanes; ++n) {
         const int64_t i = n / group;
-        lanes[n] = (paged_lane){gk_span_lo(&x->span, i), gk_span_hi(&x->span, i), i + x->span.diagonal, i, n % group};
+        lanes[n] =
+            (paged_lane){gk_span_lo(&x->span, i), gk_span_hi(&x->span, i), i + x->span.diagonal, i, n % group, 0};
     }
 
     /* of the bytes of a unit's values each step of the loops over its keys fetches a share, whole lines */
     const int64_t v_steps = gk_ceil_div(head_dim_v, VECTORS * W);
-    const int64_t v_share = gk_round_up(gk_ceil_div(PAIR * element_bytes * head_dim_v, v_steps), 64);
+    const int64_t v_share = gk_round_up(gk_ceil_div(FETCH_KEYS * element_bytes * head_dim_v, v_steps), 64);
 
     for (int64_t j = first; j < gk_min_i64(end, first + (UNITS - 1) * unit); j += unit)
         attn_keys_at(&keys, j, gk_min_i64(unit, end - j), k[(j - first) / unit], v[(j - first) / unit]);
@@ -365,6 +482,8 @@ INLINE void chunk_units(const paged_job *job, int64_t b, const attn_seq *x, int6
         const int64_t n = gk_min_i64(unit, end - j), n_next = gk_clamp_i64(end - j - unit, 0, unit);
         const int64_t n_last = gk_min_i64(unit, end - j_last);
         attn_keys_at(&keys, j_last, n_last, k[last], v[last]);
+        for (int64_t i = n; i < gk_round_up(n, W); ++i)
+            k[now][i] = k[now][n - 1]; /* dots takes whole vectors of keys */
         const int64_t heads = head1 - head0, k_bytes = element_bytes * head_dim, v_bytes = element_bytes * head_dim_v;
         fetch k_next = fetch_make(k[next_unit], n_next, k[last], n_last, heads, k_head, k_bytes);
         fetch v_next = fetch_make(v[next_unit], n_next, v[last], n_last, heads, v_head, v_bytes);
@@ -372,39 +491,33 @@ INLINE void chunk_units(const paged_job *job, int64_t b, const attn_seq *x, int6
             const cell *q_h = q + (h - head0) * job->lanes * job->q_step;
             const int64_t k_at = (h - head0) * k_head, v_at = (h - head0) * v_head;
             float *o = partial_at(job, slot, h, 0);
-            for (int64_t l = 0; l < num_lanes; l += lane_run(num_lanes - l)) {
-                const cell *q_l = q_h + l * job->q_step;
-                fetch *next = l ? NULL : &k_next; /* the first run of lanes fetches */
-                switch (lane_run(num_lanes - l)) {
-                case 4:
-                    dots(4, dtype, head_dim, q_l, job->q_step, k[now], k_at, n, next, k_bytes, s + l * MAX_UNIT);
-                    break;
-                case 2:
-                    dots(2, dtype, head_dim, q_l, job->q_step, k[now], k_at, n, next, k_bytes, s + l * MAX_UNIT);
-                    break;
-                default: dots(1, dtype, head_dim, q_l, job->q_step, k[now], k_at, n, next, k_bytes, s + l * MAX_UNIT);
-                }
-            }
-            for (int64_t l = 0; l < num_lanes; ++l)
-                softmax_lane(job, &lanes[l], scale_of(job, h),
-                             attn_slope(&a->rules, b, h * group + lanes[l].g) * ATTN_UNIT, j, n, s + l * MAX_UNIT,
-                             p + l * MAX_UNIT, o + l * job->partial);
-            for (int64_t l = 0; l < num_lanes; l += lane_run(num_lanes - l)) {
-                const cell *p_l = p + l * MAX_UNIT;
-                float *o_l = o + l * job->partial;
-                fetch *next = l ? NULL : &v_next;
-                switch (lane_run(num_lanes - l)) {
-                case 4:
-                    weighted_rows(4, dtype, head_dim_v, p_l, v[now], v_at, n, next, v_share, o_l, job->partial);
-                    break;
-                case 2:
-                    weighted_rows(2, dtype, head_dim_v, p_l, v[now], v_at, n, next, v_share, o_l, job->partial);
-                    break;
-                default: weighted_rows(1, dtype, head_dim_v, p_l, v[now], v_at, n, next, v_share, o_l, job->partial);
-                }
-            }
+            for (int64_t l = 0; l < num_lanes; l += lane_run(num_lanes - l)) /* the first run of lanes fetches */
+                of[lane_run(num_lanes - l) / 2].dots(head_dim, q_h + l * job->q_step, k[now], k_at, n,
+                                                     l ? NULL : &k_next, k_bytes, s + l * MAX_UNIT);
+            if (a->rules.alibi_slopes)
+                for (int64_t l = 0; l < num_lanes; ++l)
+                    lanes[l].slope = attn_slope(&a->rules, b, h * group + lanes[l].g) * ATTN_UNIT;
+            for (int64_t l = 0; l < num_lanes; l += lane_run(num_lanes - l))
+                of[lane_run(num_lanes - l) / 2].softmax(job, lanes + l, scale_of(job, h), j, n, s + l * MAX_UNIT,
+                                                        p + l * MAX_UNIT, o + l * job->partial);
+            for (int64_t l = 0; l < num_lanes; l += lane_run(num_lanes - l))
+                of[lane_run(num_lanes - l) / 2].weighted_rows(head_dim_v, p + l * MAX_UNIT, v[now], v_at, n,
+                                                              l ? NULL : &v_next, v_share, o + l * job->partial,
+                                                              job->partial);
         }
     }
+}
+
+/* Row `lane` of a run of q as dots reads it, [head_dim / (W PAIR)][lanes][W]. */
+static void pack_q(cell *to, int lanes, const char *row, gk_dtype dtype, int64_t head_dim) {
+    int64_t d = 0;
+    for (; d + 2 * W * PAIR <= head_dim; d += 2 * W * PAIR) {
+        vc x[2];
+        vc_load2_split_along_k(row, dtype, d, x);
+        vc_store(to + d / PAIR * lanes, x[0]);
+        vc_store(to + (d / PAIR + W) * lanes, x[1]);
+    }
+    for (; d < head_dim; d += W * PAIR) vc_store(to + d / PAIR * lanes, vc_load_along_k(row, dtype, d, head_dim - d));
 }
 
 static void chunk_task(const paged_job *job, int64_t task, int64_t worker) {
@@ -420,28 +533,36 @@ static void chunk_task(const paged_job *job, int64_t task, int64_t worker) {
 
     cell *q = (cell *)(job->scratch + worker * job->scratch_bytes);
     for (int64_t h = head0; h < head1; ++h)
-        for (int64_t n = 0; n < x.seq_q * group; ++n) {
+        for (int64_t n = 0, run = 0, lanes = 0; n < x.seq_q * group; ++n) {
+            if (n == run + lanes) run = n, lanes = lane_run(x.seq_q * group - n);
             const char *row = x.q + element_bytes * (n / group * x.q_row + (h * group + n % group) * x.q_head);
-            pack_rows(q + ((h - head0) * job->lanes + n) * job->q_step, job->q_step, row, a->q.dtype, 0, 1, head_dim);
+            pack_q(q + ((h - head0) * job->lanes + run) * job->q_step + (n - run) * W, (int)lanes, row, a->q.dtype,
+                   head_dim);
             float *o = partial_at(job, slot, h, n);
             memset(o, 0, 4 * (size_t)job->partial);
             o[job->o_step] = -FLT_MAX;
         }
-    switch (a->q.dtype) { /* one copy of the loops per dtype that the ISA serves */
-#if PAIR == 1
-    case GK_F32: chunk_units(job, b, &x, slot, first, end, head0, head1, q, GK_F32); break;
-    case GK_F16: chunk_units(job, b, &x, slot, first, end, head0, head1, q, GK_F16); break;
-#endif
-    default: chunk_units(job, b, &x, slot, first, end, head0, head1, q, GK_BF16);
-    }
+    chunk_units(job, b, &x, slot, first, end, head0, head1, q, a->q.dtype);
 }
 
 /* ---- few lanes: the chunks of a sequence and kv head become out and lse --------------------------- */
+/* The sums of all chunks, each weighted; what no key was seen for is 0. */
+INLINE vf merged(const paged_job *job, int64_t b, int64_t h_kv, int64_t n, int64_t d, float m, float l, float factor) {
+    vf o = vf_set1(0);
+    if (l == 0) return o;
+    for (int64_t c = job->first_chunk[b]; c < job->first_chunk[b + 1]; ++c) {
+        const float *from = partial_at(job, c, h_kv, n);
+        o = vf_fma(vf_load(from + d), vf_set1(paged_weight(from[job->o_step], m) * factor), o);
+    }
+    return o;
+}
+
 static void merge_task(void *arg, int64_t task, int64_t worker) {
     (void)worker;
     const paged_job *job = arg;
     const int64_t b = task / job->heads_kv, h_kv = task % job->heads_kv, group = job->tile.group;
-    const int64_t head_dim_v = job->tile.head_dim_v;
+    const int64_t head_dim_v = job->tile.head_dim_v, split = split_columns(head_dim_v);
+    const gk_tensor *out = &job->args->out;
     const attn_seq x = seq_of(job, b);
     if (!few_lanes(job, &x)) return;
     const float v_scale = head_scale(job->args->v_scale, h_kv);
@@ -458,16 +579,16 @@ static void merge_task(void *arg, int64_t task, int64_t worker) {
             l += paged_weight(from[0], m) * from[1];
         }
         const float factor = v_scale / l;
-        for (int64_t d = 0; d < head_dim_v; d += W) {
-            vf o = vf_set1(0);
-            for (int64_t c = job->first_chunk[b]; c < job->first_chunk[b + 1]; ++c) {
-                const float *from = partial_at(job, c, h_kv, n);
-                o = vf_fma(vf_load(from + d), vf_set1(paged_weight(from[job->o_step], m) * factor), o);
-            }
-            if (l == 0) o = vf_set1(0);
-            vf_store_dtype(job->args->out.data, job->args->out.dtype, x.out_first + i * x.out_row + h * x.out_head + d,
-                           o, head_dim_v - d);
+        const int64_t at = x.out_first + i * x.out_row + h * x.out_head;
+        int64_t d = 0;
+        for (; d < split; d += 2 * W) {
+            vf o[2];
+            for (int w = 0; w < 2; ++w) o[w] = merged(job, b, h_kv, n, d + w * W, m, l, factor);
+            if (VC_SPLITS) vf_unsplit(o, job->tile.dtype);
+            for (int w = 0; w < 2; ++w) vf_store_dtype(out->data, out->dtype, at + d + w * W, o[w], W);
         }
+        for (; d < head_dim_v; d += W)
+            vf_store_dtype(out->data, out->dtype, at + d, merged(job, b, h_kv, n, d, m, l, factor), head_dim_v - d);
         if (job->tile.lse) job->tile.lse[x.lse_first + i * x.lse_row + h] = attn_lse(m, l, sink);
     }
 }

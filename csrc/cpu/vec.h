@@ -311,6 +311,28 @@ INLINE void vf_store_dtype(void *p, gk_dtype dtype, int64_t i, vf v, int64_t n) 
     }
 }
 
+/* 2 W whole values at p[i] in the order that costs least: "split", of bfloat16 first the ones of even index, then the odd
+ * ones, a shift and a mask of what is loaded; of other dtypes as they stand. Cells of pairs are never split. */
+typedef uint32_t vu_pairs __attribute__((vector_size(4 * W), aligned(2), may_alias));
+INLINE void vf_load2_split(const void *p, gk_dtype dtype, int64_t i, vf to[2]) {
+    if (dtype == GK_BF16) {
+        const vu_pairs u = *(const vu_pairs *)((const uint16_t *)p + i);
+        to[0] = (vf)(u << 16);
+        to[1] = (vf)(u & 0xffff0000);
+    } else {
+        to[0] = vf_load_dtype(p, dtype, i, W);
+        to[1] = vf_load_dtype(p, dtype, i + W, W);
+    }
+}
+/* the way back */
+INLINE void vf_unsplit(vf x[2], gk_dtype dtype) {
+    if (dtype != GK_BF16) return;
+    float t[2][W], u[2 * W];
+    vf_store(t[0], x[0]), vf_store(t[1], x[1]);
+    for (int i = 0; i < 2 * W; ++i) u[i] = t[i % 2][i / 2];
+    x[0] = vf_load(u), x[1] = vf_load(u + W);
+}
+
 /* ---- cells ------------------------------------------------------------------------------------ */
 #if defined(__AVX512BF16__)
 #define PAIR 2
@@ -358,6 +380,15 @@ INLINE void vc_load2_across_k(const void *row0, const void *row1, gk_dtype dtype
     to[0] = _mm512_permutex2var_epi16(r0, low, r1);
     to[1] = _mm512_permutex2var_epi16(r0, high, r1);
 }
+/* as vf_load2_split, 2 W cells along k and 2 W lanes across; pairs stay in order */
+INLINE void vc_load2_split_along_k(const void *p, gk_dtype dtype, int64_t i, vc to[2]) {
+    to[0] = vc_load_along_k(p, dtype, i, 2 * W);
+    to[1] = vc_load_along_k(p, dtype, i + 2 * W, 2 * W);
+}
+INLINE void vc_load2_split_across_k(const void *row0, const void *row1, gk_dtype dtype, int64_t i, vc to[2]) {
+    vc_load2_across_k(row0, row1, dtype, i, to);
+}
+#define VC_SPLITS false /* whether they change the order of bfloat16 */
 /* float32 rows k and k + 1 as cells */
 INLINE vc vc_from_rows(vf row0, vf row1) {
     const __m512i zip = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
@@ -391,6 +422,14 @@ INLINE void vc_load2_across_k(const void *row0, const void *row1, gk_dtype dtype
     to[0] = vf_load_dtype(row0, dtype, i, W);
     to[1] = vf_load_dtype(row0, dtype, i + W, W);
 }
+INLINE void vc_load2_split_along_k(const void *p, gk_dtype dtype, int64_t i, vc to[2]) {
+    vf_load2_split(p, dtype, i, to);
+}
+INLINE void vc_load2_split_across_k(const void *row0, const void *row1, gk_dtype dtype, int64_t i, vc to[2]) {
+    (void)row1;
+    vf_load2_split(row0, dtype, i, to);
+}
+#define VC_SPLITS true
 INLINE vc vc_from_rows(vf row0, vf row1) {
     (void)row1;
     return row0;
