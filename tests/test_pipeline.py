@@ -52,6 +52,34 @@ class Barrier:
         return self.phase & 1 != parity
 
 
+def interleave(agents, events, rng):
+    """Runs agents, which yield None or what they wait for, and the events that they leave, in any order."""
+    agents = [[agent, None] for agent in agents]
+    slow = rng.randrange(2 * len(agents))  # one may hardly ever come to run, or the copies and products
+    misses = 0
+    while agents or events:
+        i = int(rng.random() * (len(agents) + len(events)))
+        if i == slow and rng.random() < 0.95:
+            continue
+        if i >= len(agents):
+            i -= len(agents)
+            events[i], events[-1] = events[-1], events[i]
+            call, *args = events.pop()
+            call(*args)
+            continue
+        agent = agents[i]
+        if agent[1] and not agent[1]():
+            misses += 1
+            if misses % 64 == 0 and not events and not any(a[1] is None or a[1]() for a in agents):
+                raise Wrong("nothing can go on")
+            continue
+        try:
+            agent[1] = next(agent[0])
+        except StopIteration:
+            agents[i] = agents[-1]
+            agents.pop()
+
+
 @dataclass(frozen=True)
 class Kernel:
     cm: int = 1  # blocks that share b
@@ -298,34 +326,11 @@ class Cluster:
         self.running[block] -= 1
 
     def run(self):
-        rng, events = self.rng, self.events
         agents = []
         for block in range(self.k.blocks):
-            agents.append([self.copies(block), None])
-            agents += [[self.products(block, w), None] for w in range(self.k.warpgroups)]
-        slow = rng.randrange(2 * len(agents))  # one may hardly ever come to run, or the copies and products
-        misses = 0
-        while agents or events:
-            i = int(rng.random() * (len(agents) + len(events)))
-            if i == slow and rng.random() < 0.95:
-                continue
-            if i >= len(agents):
-                i -= len(agents)
-                events[i], events[-1] = events[-1], events[i]
-                call, *args = events.pop()
-                call(*args)
-                continue
-            agent = agents[i]
-            if agent[1] and not agent[1]():
-                misses += 1
-                if misses % 64 == 0 and not events and not any(a[1] is None or a[1]() for a in agents):
-                    raise Wrong("nothing can go on")
-                continue
-            try:
-                agent[1] = next(agent[0])
-            except StopIteration:
-                agents[i] = agents[-1]
-                agents.pop()
+            agents.append(self.copies(block))
+            agents += [self.products(block, w) for w in range(self.k.warpgroups)]
+        interleave(agents, self.events, self.rng)
 
 
 CLUSTERS = {  # the shapes of tiles.h, and the pair along n and the four that it tried

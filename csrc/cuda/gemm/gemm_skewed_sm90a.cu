@@ -80,13 +80,14 @@ static_assert(window_ways(2) <= 2 && window_ways(3) <= 2, "every fourth and eigh
 template <int ROWS, bool ALONG_N> struct Smem {
     typedef wgmma_tile<ROWS, ALONG_N> W;
     typedef wgmma_tile<TOKENS, false> X;
-    /* low tiles have short steps: two groups put tokens in place in turns */
+    /* tiles of 64 rows have short steps, for which two groups put tokens in place in turns. Each comes to slots of its own,
+     * or it could take an older phase of a barrier for its step's: tests/test_pipeline_few_rows.py */
     static constexpr int ADDERS = ROWS * 2, GROUPS = ROWS < 128 ? 2 : 1, MAKERS = GROUPS * EACH_MAKES;
     static constexpr int THREADS = ADDERS + MAKERS + 32 + WINDOW_WARPS * 32;
     static constexpr int BLOCK = W::bytes + X::bytes, SLOT = STEP_BLOCKS * BLOCK;
     static constexpr int RAW_ROW = SKEWED_WINDOW * 2, RAW = TOKENS * RAW_ROW;
     static constexpr int LD = ROWS + 4, SUMS_BYTES = TOKENS * LD * 4;
-    static constexpr int SLOTS = skewed_slots(SLOT + RAW, SUMS_BYTES + WGMMA_BLOCK_BYTES);
+    static constexpr int SLOTS = skewed_slots(SLOT + RAW, SUMS_BYTES + WGMMA_BLOCK_BYTES) / GROUPS * GROUPS;
     static constexpr int RAWS = SLOTS * SLOT, SUMS = RAWS + SLOTS * RAW, BARRIERS = SUMS + SUMS_BYTES;
     static constexpr int COPIED = BARRIERS + tma_ring<SLOTS>::bytes;     /* barriers of the tokens' copies */
     static constexpr int BYTES = COPIED + SLOTS * 8 + WGMMA_BLOCK_BYTES; /* to align the ring */
@@ -430,8 +431,7 @@ template <int ROWS> constexpr int smem_of() {
         }                                                                                                           \
     }
 
-const gk_cuda_row rows[] = {ROW("bf16", __nv_bfloat16, 64), ROW("bf16", __nv_bfloat16, 128), ROW("f16", __half, 64),
-                            ROW("f16", __half, 128)};
+const gk_cuda_row rows[] = {ROW("bf16", __nv_bfloat16, 128), ROW("f16", __half, 128)};
 const gk_cuda_row *const skewed_rows = rows;
 const int num_skewed_rows = sizeof rows / sizeof rows[0];
 

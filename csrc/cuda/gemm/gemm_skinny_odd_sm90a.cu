@@ -4,30 +4,31 @@
  * a [batch, M <= 64, K] tokens, dense along k    b [batch, K, N] weights, dense along k or along n   out [batch, M, N]
  * any alignment, any other strides. With few columns of b the transposed product, out^T = b^T a^T.
  * Grid: at most one block an SM, all with equally many tiles of R <= ROWS weights and all of k (R: `plan`). A step is
- * 256 of k. Block: WARPS warps that multiply, 32 of a step's k each, whose sums meet in shared memory and are added in
- * their order, and COPIERS threads that copy. In mma.m16n8k16 weights take the 16 rows, tokens the 8 columns.
+ * 256 of k, 32 a warp; the warps' sums meet in shared memory and are added in their order. In mma.m16n8k16 weights take
+ * the 16 rows, tokens the 8 columns.
  *
  * Shared memory, a ring of SLOTS steps (skew.cuh):
  *   weights  along k: [ROWS] streams; along n: [SLOTS][256 k] pieces of ROWS
  *   tokens   [TOKENS] streams
- *   sums     [WARPS][8 tokens][ROWS + 4] float, the ring's barriers
+ *   sums     [WARPS][8 tokens][ROWS + 4] float
  *
  * Copies are aligned, 16 bytes each; the skew is taken out on the way to the fragments:
  *   along k  a lane reads the chunk of its row that holds its first k and the next one, and shifts them: two selects
  *            and a funnel shift a word. Its 8 neighbouring k serve as any 8 of a step's, of weights and tokens alike.
  *   along n  a lane reads 16-bit elements: the two of a register lie in rows with skews of their own.
- * Pipeline (slots full and empty: tma_ring.cuh): a step is computed when the next one has come, which holds the ends of
- * its streams; a tile takes one step more than its k, and the copies run on into the block's next tile:
- *   copies    k0 k1 k2 | k3   end  k0'  k1' ..
- *   products           | (k0) k0   k1   k2  ..  [sums]  (k0') k0'
+ * Pipeline: a step is copied AHEAD steps early and computed one step after it has come, since the next one holds the
+ * ends of its streams; a tile takes one step more than its k, and the copies run on into the block's next tile:
+ *   copy      k0 k1 .. | k2      k3   end   k0' k1' ..
+ *   compute            | (wait)  k0   k1    k2  ..  [sums]  (wait)  k0'
  * Nothing outside of the tensors is read: a chunk that begins before the first element is copied by elements.
  *
+ * What bounds it: all warps wait at one barrier a step, so that its copies, loads, shifts and products come one after
+ * the other. A step of 32 weights along k takes 0.66 us with one token and 0.84 with 16, one of 64 weights 1.0 and
+ * 1.24, where memory needs 0.5 and 1.0.
  * Not here: tokens dense along m, weights with two strides (gemm_sm80), float32 and float64 (gemm_plain). */
 #include "../ptx/cp_async.cuh"
 #include "../ptx/griddepcontrol.cuh"
-#include "../ptx/bar.cuh"
 #include "../tile/fragment.cuh"
-#include "../tile/tma_ring.cuh"
 #include "skew.cuh"
 #include "skinny.cuh"
 #include "split.cuh"
@@ -35,8 +36,7 @@
 
 namespace {
 
-constexpr int WARPS = SKINNY_WARPS, ADDERS = WARPS * 32, COPIERS = 128;
-constexpr int SUMS_BARRIER = 1;                                      /* of the warps that multiply */
+constexpr int WARPS = SKINNY_WARPS, THREADS = WARPS * 32;
 constexpr int STEP = 32, K16 = STEP / 16, BLOCK_STEP = WARPS * STEP; /* k of a warp's and of the block's step */
 static_assert(BLOCK_STEP == SKEW_STEP * SKEW_EACH, "a step of all warps is a step of the streams");
 
@@ -53,13 +53,13 @@ template <int ROWS, int SLOTS> struct WeightTile<ROWS, SLOTS, false> {
 template <int TOKENS, int ROWS, bool ALONG_N> struct Smem {
     static constexpr int SUM_LD = ROWS + 4, WARP_SUMS = 8 * SUM_LD, SUMS = WARPS * WARP_SUMS * 4; /* floats; bytes */
     static constexpr int SLOT = (TOKENS + ROWS) * BLOCK_STEP * 2 + (ALONG_N ? BLOCK_STEP * 16 : 0);
-    static constexpr int SLOTS = skinny_odd_slots(SLOT, SUMS + (TOKENS + ROWS) * 16 + SKINNY_ODD_MOST_SLOTS * 16);
+    static constexpr int SLOTS = skinny_odd_slots(SLOT, SUMS + (TOKENS + ROWS) * 16);
+    static constexpr int AHEAD = SLOTS - 2; /* one is read, the next holds the end of its rows */
     typedef WeightTile<ROWS, SLOTS, ALONG_N> Tile;
     typedef typename Tile::type Weights;
     typedef skew_stream<TOKENS, SLOTS> Tokens;
-    static constexpr int TOKENS_AT = Tile::bytes, SUMS_AT = TOKENS_AT + Tokens::bytes, BARRIERS_AT = SUMS_AT + SUMS,
-                         BYTES = BARRIERS_AT + tma_ring<SLOTS>::bytes;
-    static_assert(SLOTS >= 3, "a step is read, the next holds the ends of its rows, and another is copied");
+    static constexpr int TOKENS_AT = Tile::bytes, SUMS_AT = TOKENS_AT + Tokens::bytes, BYTES = SUMS_AT + SUMS;
+    static_assert(AHEAD >= 1, "a step is copied while another is computed");
     static_assert(skew_row_ways(Tokens::row_bytes) == 1, "lanes read chunks of streams without bank conflicts");
     static_assert(!ALONG_N || skew_element_ways(ROWS / 8 + 1, 0, 7, 1) == 1, "and elements of pieces");
 };
@@ -82,15 +82,11 @@ __device__ __forceinline__ void copy_chunk(smem_addr to_s, const char *at_g, int
     }
 }
 
-/* Which of the threads that copy. */
-__device__ __forceinline__ int copier() { return (int)threadIdx.x - ADDERS; }
-
-/* A thread's part of rows that become streams: every EACHth chunk of one row, or of rows AT_ONCE apart. */
+/* A thread's part of rows that become streams: every EACHth chunk of one row, or of rows 32 apart. */
 template <class T, class Tile> struct StreamFeed {
-    static constexpr int MOST = COPIERS / SKEW_LINE, AT_ONCE = Tile::rows < MOST ? Tile::rows : MOST;
-    static constexpr int PASSES = Tile::rows / AT_ONCE, EACH = COPIERS / AT_ONCE, COUNT = SKEW_STEP / EACH;
-    static_assert(COPIERS % AT_ONCE == 0 && Tile::rows % AT_ONCE == 0 && EACH % SKEW_LINE == 0 && SKEW_STEP % EACH == 0,
-                  "whole lines");
+    static constexpr int AT_ONCE = Tile::rows < 32 ? Tile::rows : 32, PASSES = Tile::rows / AT_ONCE;
+    static constexpr int EACH = THREADS / AT_ONCE, COUNT = SKEW_STEP / EACH;
+    static_assert(THREADS % AT_ONCE == 0 && EACH % SKEW_LINE == 0 && SKEW_STEP % EACH == 0, "whole lines");
 
     const char *at_g[PASSES]; /* the thread's first chunk of the next step */
     int chunk[PASSES], skew[PASSES];
@@ -98,8 +94,8 @@ template <class T, class Tile> struct StreamFeed {
     __device__ __forceinline__ void enter(const T *row0_g, int64_t row_stride) {
 #pragma unroll
         for (int i = 0; i < PASSES; ++i) {
-            const uintptr_t row_g = (uintptr_t)(row0_g + (copier() / EACH + i * AT_ONCE) * row_stride);
-            skew[i] = skew_of(row_g), chunk[i] = copier() % EACH - skew_early(row_g);
+            const uintptr_t row_g = (uintptr_t)(row0_g + ((int)threadIdx.x / EACH + i * AT_ONCE) * row_stride);
+            skew[i] = skew_of(row_g), chunk[i] = (int)threadIdx.x % EACH - skew_early(row_g);
             at_g[i] = (const char *)(row_g - skew[i] * 2) + chunk[i] * 16;
         }
     }
@@ -109,7 +105,7 @@ template <class T, class Tile> struct StreamFeed {
                                          uintptr_t first) {
 #pragma unroll
         for (int i = 0; i < PASSES; ++i) {
-            const int row = copier() / EACH + i * AT_ONCE;
+            const int row = (int)threadIdx.x / EACH + i * AT_ONCE;
             if (row < rows_valid) {
                 const smem_addr row_s = tile_s + row * Tile::row_bytes;
                 const smem_addr to_s = row_s + skew_position(Tile::chunks, slot * SKEW_STEP, chunk[i]) * 16;
@@ -134,18 +130,18 @@ template <class T, class Tile> struct StreamFeed {
     }
 };
 
-/* A thread's part of a step's rows of k, as pieces: chunks of them all one behind the other, COPIERS apart. */
+/* A thread's part of a step's rows of k, as pieces: chunks of them all one behind the other, THREADS apart. */
 template <class T, class Tile> struct PieceFeed {
-    static constexpr int ALL = Tile::rows * Tile::chunks, PASSES = (ALL + COPIERS - 1) / COPIERS;
+    static constexpr int ALL = Tile::rows * Tile::chunks, PASSES = (ALL + THREADS - 1) / THREADS;
     const char *at_g[PASSES];
     int bytes[PASSES];
 
-    static __device__ __forceinline__ int row(int i) { return (copier() + i * COPIERS) / Tile::chunks; }
+    static __device__ __forceinline__ int row(int i) { return (threadIdx.x + i * THREADS) / Tile::chunks; }
     __device__ __forceinline__ void enter(const T *row0_g, int64_t row_stride, int cols) {
 #pragma unroll
         for (int i = 0; i < PASSES; ++i) {
             const uintptr_t row_g = (uintptr_t)(row0_g + row(i) * row_stride);
-            const int chunk = (copier() + i * COPIERS) % Tile::chunks, skew = skew_of(row_g);
+            const int chunk = (threadIdx.x + i * THREADS) % Tile::chunks, skew = skew_of(row_g);
             at_g[i] = (const char *)(row_g - skew * 2) + chunk * 16;
             /* without skew the last chunk holds nothing of the piece */
             bytes[i] = skew == 0 && chunk == Tile::chunks - 1 ? 0 : skew_bytes(chunk, skew, cols);
@@ -154,14 +150,14 @@ template <class T, class Tile> struct PieceFeed {
     /* INSIDE: all rows are there, and none holds the tensor's first chunk. */
     template <bool INSIDE>
     __device__ __forceinline__ void copy(smem_addr slot_s, int64_t row_stride, int rows_valid, uintptr_t first) {
-        const smem_addr to_s = slot_s + copier() * 16;
+        const smem_addr to_s = slot_s + threadIdx.x * 16;
 #pragma unroll
         for (int i = 0; i < PASSES; ++i) {
-            if ((i + 1) * COPIERS > ALL && row(i) >= Tile::rows) break;
+            if ((i + 1) * THREADS > ALL && row(i) >= Tile::rows) break;
             if (INSIDE)
-                cp_async_cg_16_l2_128b(to_s + i * COPIERS * 16, at_g[i], bytes[i]);
+                cp_async_cg_16_l2_128b(to_s + i * THREADS * 16, at_g[i], bytes[i]);
             else
-                copy_chunk(to_s + i * COPIERS * 16, at_g[i], row(i) < rows_valid ? bytes[i] : 0, first);
+                copy_chunk(to_s + i * THREADS * 16, at_g[i], row(i) < rows_valid ? bytes[i] : 0, first);
             at_g[i] += Tile::rows * 2 * row_stride;
         }
     }
@@ -188,13 +184,17 @@ template <class T, class S> struct WeightFeed<T, S, true> {
     }
 };
 
-/* What a thread copies of a tile, step after step; the last one holds the ends of the tile's streams. */
+/* Where the block copies from next: it walks the steps of a tile, of which the last holds the ends of its streams, then
+ * those of its next tile. */
 template <class T, class S, bool ALONG_N> struct Copies {
     WeightFeed<T, S, ALONG_N> w;
     StreamFeed<T, typename S::Tokens> x;
-    int n_valid;
+    unsigned tile, step; /* step: of the tile */
+    int n_valid, slot;
 
-    __device__ __forceinline__ void enter(const GemmProblem &p, unsigned tile) {
+    __device__ __forceinline__ void enter(const GemmProblem &p, unsigned tile_) {
+        tile = tile_, step = 0, n_valid = 0;
+        if (tile >= (unsigned)p.tiles_n * (unsigned)p.batch) return; /* nothing more is read */
         const int64_t n0 = (int64_t)(tile % (unsigned)p.tiles_n) * p.group;
         const GemmPlace at = gemm_place(p, tile / (unsigned)p.tiles_n);
         n_valid = (int)min((int64_t)p.group, p.n - n0);
@@ -202,15 +202,19 @@ template <class T, class S, bool ALONG_N> struct Copies {
         w.enter(p, (const T *)p.b + at.b + n0 * p.b_n, (int)min((int64_t)2 * S::SUM_LD, p.n - n0));
         x.enter((const T *)p.a + at.a, p.a_m);
     }
-    __device__ __forceinline__ void copy(const Params &params, smem_addr smem_s, int slot, unsigned step) {
+    __device__ __forceinline__ void copy(const Params &params, smem_addr smem_s, unsigned steps) {
         const GemmProblem &p = params.p;
-        if (step > 0 && (int64_t)(step + 1) * BLOCK_STEP <= p.k) {
-            w.template copy<true>(params, smem_s, slot, step, n_valid);
-            x.template copy<true>(smem_s + S::TOKENS_AT, slot, step, (int)p.m, p.k, 0);
-        } else {
-            w.template copy<false>(params, smem_s, slot, step, n_valid);
-            x.template copy<false>(smem_s + S::TOKENS_AT, slot, step, (int)p.m, p.k, params.first_x);
+        if (n_valid > 0) {
+            if (step > 0 && (int64_t)(step + 1) * BLOCK_STEP <= p.k) {
+                w.template copy<true>(params, smem_s, slot, step, n_valid);
+                x.template copy<true>(smem_s + S::TOKENS_AT, slot, step, (int)p.m, p.k, 0);
+            } else {
+                w.template copy<false>(params, smem_s, slot, step, n_valid);
+                x.template copy<false>(smem_s + S::TOKENS_AT, slot, step, (int)p.m, p.k, params.first_x);
+            }
         }
+        slot = slot + 1 == S::SLOTS ? 0 : slot + 1;
+        if (++step == steps) enter(p, tile + gridDim.x);
     }
 };
 
@@ -230,7 +234,7 @@ __device__ __forceinline__ uint32_t load_pair(smem_addr low_s, smem_addr high_s)
 
 /* ---- 4 the kernel -------------------------------------------------------------------------------------------- */
 template <class T, int TOKENS, int ROWS, bool ALONG_N>
-__global__ void __launch_bounds__(ADDERS + COPIERS, 1) gemm_skinny_odd_sm90a_kernel(const __grid_constant__ Params x) {
+__global__ void __launch_bounds__(THREADS, 1) gemm_skinny_odd_sm90a_kernel(const __grid_constant__ Params x) {
     typedef Smem<TOKENS, ROWS, ALONG_N> S;
     typedef typename S::Weights W;
     typedef typename S::Tokens X;
@@ -241,34 +245,6 @@ __global__ void __launch_bounds__(ADDERS + COPIERS, 1) gemm_skinny_odd_sm90a_ker
     const unsigned tiles = (unsigned)p.tiles_n * (unsigned)p.batch;
     const unsigned steps = (unsigned)((p.k + BLOCK_STEP - 1) / BLOCK_STEP) + 1;
     const smem_addr smem_s = cvta_to_shared(smem);
-    tma_ring<S::SLOTS> ring(smem_s + S::BARRIERS_AT);
-    if (thread == 0) {
-        ring.init(WARPS, COPIERS + COPIERS / 32);
-        fence_mbarrier_init();
-    }
-    __syncthreads();
-    griddepcontrol_launch_dependents();
-
-    if (warp >= WARPS) {
-        /* ---- 4.1 copies ---- */
-        Copies<T, S, ALONG_N> from;
-        from.enter(p, blockIdx.x);
-        griddepcontrol_wait(); /* what the kernel before wrote is there */
-        for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-            if (tile != blockIdx.x) from.enter(p, tile);
-            for (unsigned step = 0; step < steps; ++step) {
-                ring.wait_empty();
-                from.copy(x, smem_s, ring.slot, step);
-                cp_async_mbarrier_arrive(ring.full());
-                __syncwarp(); /* elements that were stored */
-                if (lane == 0) mbarrier_arrive(ring.full());
-                ring.advance();
-            }
-        }
-        return;
-    }
-
-    /* ---- 4.2 products ---- */
     float *sums = (float *)(smem + S::SUMS_AT);
     /* of 8 weights and 8 tokens, the one that a lane loads */
     const int row = ALONG_N ? lane / 4 : skew_row(lane / 4), token = row;
@@ -276,7 +252,17 @@ __global__ void __launch_bounds__(ADDERS + COPIERS, 1) gemm_skinny_odd_sm90a_ker
         smem_s + (ALONG_N ? warp * STEP * W::row_bytes : row * W::row_bytes + warp * STEP * 2 + q * 16);
     const smem_addr x_base =
         smem_s + S::TOKENS_AT + token * X::row_bytes + warp * STEP * 2 + (ALONG_N ? q * 4 : q * 16);
+
+    Copies<T, S, ALONG_N> next;
+    next.slot = 0;
+    next.enter(p, blockIdx.x);
     griddepcontrol_wait(); /* what the kernel before wrote is there, and what it reads may be overwritten */
+    griddepcontrol_launch_dependents();
+    for (int j = 0; j < S::AHEAD; ++j) {
+        next.copy(x, smem_s, steps);
+        cp_async_commit_group();
+    }
+    int slot = S::SLOTS - 1; /* of the step before */
     for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         const int64_t n0 = (int64_t)(tile % (unsigned)p.tiles_n) * p.group;
         const GemmPlace at = gemm_place(p, tile / (unsigned)p.tiles_n);
@@ -285,12 +271,15 @@ __global__ void __launch_bounds__(ADDERS + COPIERS, 1) gemm_skinny_odd_sm90a_ker
         const int w_skew = skew_of((uintptr_t)(w_g + (ALONG_N ? 2 * q * p.b_k : row * p.b_n)));
         const int odd_skew = skew_of((uintptr_t)(w_g + (2 * q + 1) * p.b_k));
         float sum[MT][NT][4] = {};
-        ring.wait_full();
-        for (unsigned step = 1; step < steps; ++step) {
-            const int slot = ring.slot;
-            const smem_addr empty = ring.empty();
-            ring.advance();
-            ring.wait_full(); /* the ends of this step's rows */
+        for (unsigned step = 0; step < steps; ++step) {
+            cp_async_wait_group<S::AHEAD - 1>();
+            __syncthreads(); /* the step is in, for all threads; all have read the slot that is filled next */
+            next.copy(x, smem_s, steps);
+            cp_async_commit_group();
+            if (step == 0) {
+                slot = slot + 1 == S::SLOTS ? 0 : slot + 1;
+                continue; /* its rows' ends come with the next one */
+            }
             const smem_addr x_s = x_base + slot * (SKEW_STEP * 16);
             if constexpr (ALONG_N) {
                 const smem_addr even_s = w_base + slot * W::bytes + skew_element(W::chunks, lane, 0, w_skew),
@@ -335,17 +324,14 @@ __global__ void __launch_bounds__(ADDERS + COPIERS, 1) gemm_skinny_odd_sm90a_ker
                     }
                 }
             }
-            __syncwarp(); /* all lanes have read the slot */
-            if (lane == 0) mbarrier_arrive(empty);
+            slot = slot + 1 == S::SLOTS ? 0 : slot + 1;
         }
-        if (lane == 0) mbarrier_arrive(ring.empty());
-        ring.advance();
 
         /* ---- 5 the sums of the warps, in their order, 8 tokens at a time ---- */
 #pragma unroll
         for (int t = 0; t < NT; ++t) {
             if (t * 8 >= p.m) break;
-            bar_sync(SUMS_BARRIER, ADDERS); /* the sums before these have been read */
+            __syncthreads(); /* the sums before these have been read */
 #pragma unroll
             for (int i = 0; i < MT; ++i)
 #pragma unroll
@@ -354,10 +340,10 @@ __global__ void __launch_bounds__(ADDERS + COPIERS, 1) gemm_skinny_odd_sm90a_ker
                     sums[warp * S::WARP_SUMS + (ALONG_N ? column : skew_row(column)) * S::SUM_LD + i * 16 + e / 2 * 8 +
                          row] = sum[i][t][e];
                 }
-            bar_sync(SUMS_BARRIER, ADDERS); /* all sums are in */
+            __syncthreads(); /* all sums are in */
             const int tokens = min(8, (int)p.m - t * 8);
 #pragma unroll 1
-            for (int i = thread; i < tokens * ROWS; i += ADDERS) {
+            for (int i = thread; i < tokens * ROWS; i += THREADS) {
                 const int of_token = i / ROWS, of_row = i % ROWS;
                 float total = 0;
 #pragma unroll
@@ -367,6 +353,7 @@ __global__ void __launch_bounds__(ADDERS + COPIERS, 1) gemm_skinny_odd_sm90a_ker
             }
         }
     }
+    cp_async_wait_group<0>();
 }
 
 /* ---- 6 the launch -------------------------------------------------------------------------------------------- */
@@ -417,7 +404,7 @@ template <class T, int TOKENS, int ROWS, bool ALONG_N> gk_status start(const gk_
     x->first_w = lowest(p.b, p.n, p.k, p.b_n, p.b_k, p, p.b_batch);
     x->first_x = lowest(p.a, p.m, p.k, p.a_m, p.a_k, p, p.a_batch);
     return launch<gemm_skinny_odd_sm90a_kernel<T, TOKENS, ROWS, ALONG_N>>(
-        "gk_gemm", ctx, dim3((unsigned)skinny_blocks(ctx, p)), ADDERS + COPIERS, S::BYTES, *x, true);
+        "gk_gemm", ctx, dim3((unsigned)skinny_blocks(ctx, p)), THREADS, S::BYTES, *x, true);
 }
 
 template <class T, int TOKENS, int ROWS> gk_status run(const gk_cuda_row *, const gk_context *ctx, const void *args) {

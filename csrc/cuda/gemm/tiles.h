@@ -50,11 +50,10 @@ constexpr double BLOCK_US = 1.5;
 template <int M, int N, int S, int L, int G, int ROWS, int COLS, int P, int SPLIT = 1, bool TURN = false, int KB = 1,
           bool TURNS = false>
 struct Sm90Tile {
-    static constexpr bool IN_TURNS =
-        TURNS;                           /* each warpgroup has whole tiles, and stores one while the other multiplies */
-    static constexpr int K64 = KB;       /* 64s of k in a slot */
-    static constexpr int CK = SPLIT;     /* parts of k, added across the cluster: 1 or 2 */
-    static constexpr bool TURNED = TURN; /* for few rows: the product is computed as out^T = b^T a^T */
+    static constexpr bool IN_TURNS = TURNS; /* each warpgroup has whole tiles, stores one while the other multiplies */
+    static constexpr int K64 = KB;          /* 64s of k in a slot */
+    static constexpr int CK = SPLIT;        /* parts of k, added across the cluster: 1 or 2 */
+    static constexpr bool TURNED = TURN;    /* for few rows: the product is computed as out^T = b^T a^T */
     static constexpr int BM = M, BN = N, STAGES = S, WGS = G, CM = ROWS, CN = COLS, THREADS = (G + 1) * 128;
     static constexpr int CLUSTER = CM * CN * CK; /* blocks */
     static constexpr int PANELS = L;             /* of 16 rows x 64 columns a warp, through which results leave */
@@ -66,7 +65,7 @@ struct Sm90Tile {
 /* 80 bytes of shared memory a clock, a quarter of L2's bytes of single tiles; 4096: 0.99 of cuBLAS. Three slots and panels
  * for the whole tile gave the same, clusters of 2 x 2 twice the time: only 30 of them find four SMs side by side */
 typedef Sm90Tile<128, 256, 4, 2, 2, 2, 1, 67> Tile90_128x256;
-/* a warpgroup's tile alone, whose results leave under the other's products */
+/* in turns: 512 x 4096 x 28672 in 4.9 waves 0.99 of cuBLAS, 0.96 by 128 x 224; others 128 x 256 serves better */
 typedef Sm90Tile<128, 176, 5, 2, 2, 2, 1, 65, 1, false, 1, true> Tile90_128x176;
 /* 512 x 28672 in 3.9 waves instead of 3.4 */
 typedef Sm90Tile<128, 224, 4, 2, 2, 2, 1, 66> Tile90_128x224;
@@ -173,7 +172,7 @@ constexpr int skinny_stages(int stage_bytes) { return 200 * 1024 / stage_bytes <
 /* k of a step: 16 for each of eight classes */
 constexpr int SKEWED_STEP_LOG2 = 7, SKEWED_STEP = 1 << SKEWED_STEP_LOG2;
 constexpr int skewed_slots(int slot_bytes, int other_bytes) { return (232448 - 256 - other_bytes) / slot_bytes; }
-/* of weights, 16 rows: 1024 squared 4.3 to 5 us, 5.1 to 8.4 by gemm_skinny_odd; 512 squared 3.3 to 4.3, 3.2 to 6 */
+/* of weights: 1 and 16 rows, 1024 squared 4.2 to 5.1 us, 4.0 to 8.4 by gemm_skinny_odd; 512 squared 3.7 to 4.9, 3.2 to 6 */
 constexpr int64_t SKEWED_LEAST = 1 << 19;
 constexpr int SKEWED_MAX_TOKENS = 16, SKEWED_MIN_N = 256, SKEWED_MIN_K = 256;
 /* of k, in a cluster */
@@ -190,10 +189,8 @@ constexpr int SKINNY_ODD_MAX_TOKENS = 64;
 constexpr int SKINNY_ODD_LEAST_16 = 1536, SKINNY_ODD_LEAST_64 = 3072;
 constexpr int SKINNY_ODD_MIN_K = 256; /* a step of the block */
 /* all of a Hopper block's 227 KiB; past 9 slots nothing is left to hide */
-constexpr int SKINNY_ODD_MOST_SLOTS = 9;
 constexpr int skinny_odd_slots(int slot_bytes, int other_bytes) {
-    return (232448 - other_bytes) / slot_bytes < SKINNY_ODD_MOST_SLOTS ? (232448 - other_bytes) / slot_bytes
-                                                                       : SKINNY_ODD_MOST_SLOTS;
+    return (232448 - other_bytes) / slot_bytes < 9 ? (232448 - other_bytes) / slot_bytes : 9;
 }
 
 #endif

@@ -49,10 +49,4 @@ template <int PENDING> static __device__ __forceinline__ void cp_async_wait_grou
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// cp.async.mbarrier.arrive.noinc, sm_80: one arrival at a barrier in shared memory, once all of this thread's copies before
-// it have come. Says nothing of what the thread itself stored.
-static __device__ __forceinline__ void cp_async_mbarrier_arrive(smem_addr barrier_s) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier_s) : "memory");
-}
-
 #endif
