@@ -42,7 +42,7 @@
 namespace {
 
 constexpr int TOKENS = SKEWED_MAX_TOKENS, K64 = 64, STEP_BLOCKS = SKEWED_STEP / K64, STEP_K16 = SKEWED_STEP / 16;
-constexpr int EACH_MAKES = SKEWED_STEP; /* threads that put tokens in place, one for each k of a step */
+constexpr int EACH_MAKES = SKEWED_STEP; /* threads of a group that puts tokens in place, one for each k of a step */
 constexpr int WINDOW_WARPS = 2;         /* that copy them; a copy takes a lane's instruction some 50 clocks */
 enum {
     ALL_BARRIER = 1, /* of the warps that multiply; one warpgroup's: + 1 + warpgroup */

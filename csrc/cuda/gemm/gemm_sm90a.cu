@@ -93,8 +93,8 @@ template <class T, class Tile, int MODE> struct Smem {
     static constexpr int TURNED_LD = 64 + 4, WARP_PANELS = BY_PANELS ? Tile::PANELS * 2048 : COLS * TURNED_LD;
 
     static constexpr int PANELS = RING, TRADE = PANELS + Tile::WGS * 4 * WARP_PANELS;
-    static constexpr int MT =
-        Tile::BM / (Tile::IN_TURNS ? 1 : Tile::WGS) / 64; /* wgmma a step of 64 rows of a warpgroup */
+    /* wgmma a step of 64 rows of a warpgroup */
+    static constexpr int MT = Tile::BM / (Tile::IN_TURNS ? 1 : Tile::WGS) / 64;
     static constexpr int WARPGROUP_TRADE = Tile::CK > 1 ? MT * COLS * 256 : 0; /* what the other part of k sends */
     static constexpr int BARRIERS = TRADE + Tile::WGS * WARPGROUP_TRADE, TRADED = BARRIERS + tma_ring<STAGES>::bytes;
     /* two barriers more, of traded halves or of turns; and to align the ring */
@@ -165,9 +165,8 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1)
     constexpr int CM = Tile::CM, CN = Tile::CN, CK = Tile::CK, CLUSTER = CM * CN * CK,
                   NEIGHBOURS = CM + CN - 1; /* itself among them */
     constexpr int MT = S::MT, BK = Tile::K64 * K_BLOCK<T>;
-    constexpr bool IN_TURNS = Tile::IN_TURNS,
-                   LATE = IN_TURNS ||
-                          TURNED_TF32<T, Tile>; /* no register is left to keep a tile's place over its products */
+    constexpr bool IN_TURNS = Tile::IN_TURNS;
+    constexpr bool LATE = IN_TURNS || TURNED_TF32<T, Tile>; /* no register keeps a tile's place over its products */
     static_assert(!TURNED_TF32<T, Tile> || (MT == 2 && Tile::K64 == 1), "what load_tf32 brings");
     static_assert(BM % (64 * WGS) == 0 && BN % 16 == 0 && BN <= 256, "whole wgmma");
     extern __shared__ __align__(1024) unsigned char smem[];
@@ -343,8 +342,8 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1)
                 } else if (x.plain) {
                     at.c[0] = col, at.c[1] = row + warp * 16;
                     const bool straight = sizeof(T) == 4 || p.epilogue.activation <= GK_ACT_RELU;
-                    if (!IN_TURNS &&
-                        straight) /* in turns: one body for all, its time is hidden and its registers fewer */
+                    /* in turns one body serves all: its time is hidden, and it takes fewer registers */
+                    if (!IN_TURNS && straight)
                         store_plain<T, typename S::Panel, Tile::PANELS, STORE_STRAIGHT, BY_TMA<T, Tile>>(
                             x, sums, panels_s, at, batch, lane);
                     else if constexpr (sizeof(T) == 2)
