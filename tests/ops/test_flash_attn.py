@@ -368,8 +368,12 @@ def check_backward(q, k, v, gen, grad_out, grad_lse=None, what="", **kwargs):
     cast, narrow = {n: t.cpu().to(dtype) for n, t in zip("qkv", (q, k, v))}, for_dtype(on_cpu(kwargs), dtype)
     yards = []
     if not lse_too and sinks is None and torch_attn(*cast.values(), **narrow) is not None:
-        for order in orders(gen, k.shape[2]):
-            yards.append(backward(partial(torch_attn, order=order, **narrow), cast, grad_out.cpu()))
+        # each order of the keys with one of the features: of rows with few keys only that changes a sum
+        for order, by in zip(orders(gen, k.shape[2]), orders(gen, q.shape[3])):
+            by = torch.arange(q.shape[3]) if by is None else by
+            turned = {"q": cast["q"][..., by], "k": cast["k"][..., by], "v": cast["v"]}
+            yard = backward(partial(torch_attn, order=order, **narrow), turned, grad_out.cpu())
+            yards.append({n: y[..., by.argsort()] if n in "qk" else y for n, y in yard.items()})
 
         def on_gpu(*qkv, order, **rules):
             return backward(partial(torch_attn, order=order, **rules), dict(zip("qkv", qkv)), grad_out)
