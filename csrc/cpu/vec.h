@@ -61,8 +61,6 @@ INLINE vf vf_select(vm m, vf yes, vf no) { return _mm512_mask_blend_ps(m, no, ye
 INLINE vf vf_load_first(const float *p, int64_t n) { return _mm512_maskz_loadu_ps(vm_first(n), p); }
 INLINE void vf_store_first(float *p, vf v, int64_t n) { _mm512_mask_storeu_ps(p, vm_first(n), v); }
 INLINE vf vf_round(vf x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-INLINE float vf_sum(vf v) { return _mm512_reduce_add_ps(v); }
-INLINE float vf_hmax(vf v) { return _mm512_reduce_max_ps(v); }
 #else
 typedef vi vm;
 INLINE vm vm_first(int64_t n) {
@@ -107,18 +105,6 @@ INLINE void vf_store_first(float *p, vf v, int64_t n) {
     float t[W];
     vf_store(t, v);
     if (n > 0) memcpy(p, t, 4 * (size_t)n);
-}
-INLINE float vf_sum(vf v) {
-    float s = 0;
-    for (int step = W / 2; step; step /= 2)
-        for (int i = 0; i < step; ++i) v[i] += v[i + step];
-    s += v[0];
-    return s;
-}
-INLINE float vf_hmax(vf v) {
-    float s = v[0];
-    for (int i = 1; i < W; ++i) s = s > v[i] ? s : v[i];
-    return s;
 }
 #endif
 

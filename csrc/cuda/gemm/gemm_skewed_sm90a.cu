@@ -56,12 +56,7 @@ struct Params {
     GemmProblem p;
 };
 
-/* Bank conflicts: of the lanes' sums; of 32 of a step's k where they are put, and where their class has them in a window. */
-constexpr GK_HD int sum_ways(int ld) {
-    int bytes[32] = {};
-    for (int lane = 0; lane < 32; ++lane) bytes[lane] = (wgmma_d(0, lane, 0).col * ld + wgmma_d(0, lane, 0).row) * 4;
-    return ways(bytes, 4);
-}
+/* Bank conflicts: of 32 of a step's k where they are put, and where their class has them in a window. */
 constexpr GK_HD int put_ways() {
     int bytes[32] = {};
     for (int lane = 0; lane < 32; ++lane) bytes[lane] = wgmma_tile<TOKENS, false>::offset_of(0, lane);
@@ -92,7 +87,7 @@ template <int ROWS, bool ALONG_N> struct Smem {
     static constexpr int COPIED = BARRIERS + tma_ring<SLOTS>::bytes;     /* barriers of the tokens' copies */
     static constexpr int BYTES = COPIED + SLOTS * 8 + WGMMA_BLOCK_BYTES; /* to align the ring */
     static_assert(BYTES <= 232448 && BLOCK % WGMMA_BLOCK_BYTES == 0 && SLOTS >= 3, "shared memory of a block");
-    static_assert(sum_ways(LD) == 1, "lanes store their sums to 32 banks");
+    static_assert(wgmma_turned_ways(LD) == 1, "lanes store their sums to 32 banks");
 };
 
 /* ---- 2 sums along n ------------------------------------------------------------------------------------------ */

@@ -298,18 +298,12 @@ __device__ __forceinline__ void store_any(const GemmProblem &p, const GemmPlace 
     }
 }
 
-/* A turned product: a warpgroup's 64 rows are columns of the result, its COLS columns rows. */
-constexpr GK_HD int turned_ways(int ld) {
-    int bytes[32] = {};
-    for (int lane = 0; lane < 32; ++lane) bytes[lane] = (wgmma_d(0, lane, 0).col * ld + wgmma_d(0, lane, 0).row) * 4;
-    return ways(bytes, 4);
-}
-
-/* bare: the sums times alpha, in whole chunks of 16 bytes; keep: which the next kernel should find in L2. */
+/* A turned product: a warpgroup's 64 rows are columns of the result, its COLS columns rows. bare: the sums times alpha, in
+ * whole chunks of 16 bytes; keep: which the next kernel should find in L2. */
 template <class T, int COLS, int LD>
 __device__ __forceinline__ void store_turned(const GemmProblem &p, const GemmPlace &at, const float (&sum)[COLS / 2],
                                              float *turned, int row0, int col0, bool bare, bool keep) {
-    static_assert(turned_ways(LD) == 1, "the lanes' sums fall into 32 banks");
+    static_assert(wgmma_turned_ways(LD) == 1, "the lanes' sums fall into 32 banks");
     const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
     const GemmEpilogue &e = p.epilogue;
 #pragma unroll

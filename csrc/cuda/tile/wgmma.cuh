@@ -82,6 +82,13 @@ constexpr GK_HD coord wgmma_d(int warp, int lane, int e) {
     return {16 * warp + (lane >> 2) + 8 * (e >> 1 & 1), 8 * (e >> 2) + 2 * (lane & 3) + (e & 1)};
 }
 
+// Bank conflicts of the lanes that store d turned, its columns as rows of `ld` floats.
+constexpr GK_HD int wgmma_turned_ways(int ld) {
+    int bytes[32] = {};
+    for (int lane = 0; lane < 32; ++lane) bytes[lane] = (wgmma_d(0, lane, 0).col * ld + wgmma_d(0, lane, 0).row) * 4;
+    return ways(bytes, 4);
+}
+
 // A of tf32 along x, from registers: which x a row of A stands for is free, as long as rows of d mean the same. Row
 // 16 warp + lane / 4 + 8 h of product m = 0, 1 is x = 32 warp + 4 tf32_chunk(lane) + 2 m + h, so that a lane finds its four
 // side by side in the warp's panel, for any k; and the order of chunks keeps both its loads and a row of d off each other.
