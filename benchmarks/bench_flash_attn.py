@@ -2,7 +2,7 @@
 
 python benchmarks/bench_flash_attn.py [--quick] [--only forward backward call isa memory] [--rows d128 ...]
     [--device cpu|cuda] [--compiled some|all|none]
-On CUDA the peers are SDPA's flash and cuDNN backends, FlashAttention-3 and FlashInfer where they are installed, and
+On CUDA the peers are SDPA's flash, cuDNN and efficient backends, FlashAttention-3 and FlashInfer where they are installed, and
 compiled FlexAttention in the rows of --compiled. A peer's compilation does not count.
 FLOPs: 4 * batch * heads * seq_q * seq_k * head_dim, half when causal; backward 2.5 times forward.
 """
@@ -158,7 +158,11 @@ def sdpa_on(backend: SDPBackend, causal: bool):
     return run
 
 
-CUDA_PEERS = {"SDPA flash": SDPBackend.FLASH_ATTENTION, "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION}
+CUDA_PEERS = {
+    "SDPA flash": SDPBackend.FLASH_ATTENTION,
+    "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "SDPA efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
 
 
 def flex_attention(causal: bool):
@@ -307,7 +311,7 @@ def cuda_backward(seq: int, head_dim: int, causal: bool, compiled: str, device) 
         out = reference.flash_attn(q, k, v, is_causal=causal)
         return torch.autograd.grad(out, (q, k, v), grad[:1, :1].double())
 
-    forwards = {"SDPA cuDNN": sdpa_on(SDPBackend.CUDNN_ATTENTION, causal)}
+    forwards = {name: sdpa_on(backend, causal) for name, backend in CUDA_PEERS.items() if name != "SDPA flash"}
     forwards |= other_peers(seq, head_dim, causal, compiled)
     forwards.pop("FlashInfer", None)  # it has no backward
     return Case(

@@ -1,24 +1,33 @@
-"""A gradient step of the demo's model on our ops beside the same step on PyTorch's built-ins.
+"""The demo's model on our ops beside the same on PyTorch's built-ins: a gradient step, and a step of decoding.
 
-python benchmarks/bench_model.py [--quick] [--rows eager compiled] [--device cpu|cuda]
-Forward, loss and backward under bf16 autocast, eager and compiled; the optimizer, which is the
+python benchmarks/bench_model.py [--quick] [--only gradient decode] [--rows eager compiled] [--device cpu|cuda]
+Gradient step: forward, loss and backward under bf16 autocast, eager and compiled; the optimizer, which is the
 same on both sides, is left out. FLOPs: 6 per weight and token, and attention's.
+Decode: a token each of sequences of half to all of the context, bf16 weights; ours keeps keys and values in pages,
+the built-ins in a padded row per sequence and a mask. GB/s of weights, and of the keys and values that are seen.
 On CUDA either is called, launches and all, and run as CUDA graphs: the whole eager step captured by hand, the compiled
-one through mode="reduce-overhead"; and once more with our gemm between PyTorch's attention.
+one through mode="reduce-overhead"; and the gradient step once more with our gemm between PyTorch's attention.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import shapes
 import torch
+import torch.nn.functional as F
 from harness import Case, Run, arguments, open_device
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import torch_gpukern
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "demo"))
-from model import GPT, GpukernOps, TorchOps  # noqa: E402
+from generate import for_inference  # noqa: E402
+from model import GPT, Config, GpukernOps, TorchOps  # noqa: E402
 from train import CONFIG  # noqa: E402
 
 # label -> torch.compile's options (None: eager), whether the harness replays the step from a graph of its own
@@ -62,17 +71,35 @@ def gradient_step(model: GPT, ops, device: torch.device, options: dict | None):
     return run
 
 
-def model_case(group: str, label: str, device: torch.device) -> Case:
-    options, replayed = MODES[device.type][label]
-    if options is not None:
-        torch.compiler.reset()  # or each step would first ask whether an earlier row's graph fits
+def random_model(config: Config, device: torch.device) -> GPT:
+    """The model, without the zeros that it begins to learn from: they would leave gradients zero."""
     torch.manual_seed(0)
-    config = CONFIG[device.type]
     model = GPT(config).to(device)
-    for block in model.blocks:  # their start is zero, which would leave gradients zero
+    for block in model.blocks:
         torch.nn.init.normal_(block.attn_out, std=0.02)
         torch.nn.init.normal_(block.mlp_out, std=0.02)
     torch.nn.init.normal_(model.head, std=0.02)
+    return model
+
+
+def double_of(model: GPT, device: torch.device) -> GPT:
+    """The same weights in float64."""
+    twin = GPT(model.config).to(device).double()
+    twin.load_state_dict(model.state_dict())
+    return twin
+
+
+def streamed(model: GPT) -> int:
+    """Weights that a token meets: all but the table of embeddings."""
+    return sum(p.numel() for p in model.parameters()) - model.embed.numel()
+
+
+def gradient_case(group: str, label: str, device: torch.device) -> Case:
+    options, replayed = MODES[device.type][label]
+    if options is not None:
+        torch.compiler.reset()  # or each step would first ask whether an earlier row's graph fits
+    config = CONFIG[device.type]
+    model = random_model(config, device)
     batch, seq = shapes.MODEL_BATCH[device.type], config.context
 
     def make():
@@ -81,13 +108,12 @@ def model_case(group: str, label: str, device: torch.device) -> Case:
 
     def exact(tokens: Tensor, targets: Tensor):
         """The same step in float64 on PyTorch's own products."""
-        twin = GPT(config).to(device).double()
-        twin.load_state_dict(model.state_dict())
+        twin = double_of(model, device)
         value = twin.loss(tokens, targets, TorchOps())
         grads = torch.autograd.grad(value, list(twin.parameters()))
         return value.detach(), *(g.double() for g in grads)
 
-    weights = sum(p.numel() for p in model.parameters()) - model.embed.numel()
+    weights = streamed(model)
     attention = 4.0 * config.layers * config.heads_q * seq * config.head_dim / 2 * 3.5
     return Case(
         group=group,
@@ -103,6 +129,115 @@ def model_case(group: str, label: str, device: torch.device) -> Case:
     )
 
 
+PAGE = 16
+# peer -> the backend that it asks scaled_dot_product_attention for, None: PyTorch's choice
+DECODE_PEERS = {
+    "cpu": {"torch built-ins": None},
+    "cuda": {"torch built-ins": None, "torch built-ins, cuDNN": SDPBackend.CUDNN_ATTENTION},
+}
+
+
+def paged_step(model: GPT, options: dict | None) -> Callable:
+    """(grams, lens, pages, rows) -> logits [batch, vocab]; pages: keys and values of each layer, table, slots"""
+    ops = GpukernOps()
+
+    def step(grams: Tensor, lens: Tensor, pages: tuple, rows: tuple) -> Tensor:
+        keys, values, table, slots = pages
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            torch_gpukern.kv_cache_write(k, v, keys[layer], values[layer], slots)
+            return torch_gpukern.paged_attn(q, keys[layer], values[layer], table, lens)
+
+        return model(grams, lens.long() - 1, ops, attend)
+
+    return decoding(step, options)
+
+
+def padded_step(model: GPT, options: dict | None, backend: SDPBackend | None) -> Callable:
+    """The same from rows: keys and values of each layer [batch, heads_kv, context, head_dim]"""
+    ops = TorchOps()
+
+    def step(grams: Tensor, lens: Tensor, pages: tuple, rows: tuple) -> Tensor:
+        keys, values = rows
+        last = lens.long() - 1
+        each = torch.arange(len(lens), device=lens.device)
+        seen = torch.arange(keys[0].shape[2], device=lens.device) < lens[:, None]
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys[layer][each, :, last] = k
+            values[layer][each, :, last] = v
+            with nullcontext() if backend is None else sdpa_kernel(backend):
+                mask = seen[:, None, None]
+                y = F.scaled_dot_product_attention(q[:, :, None], keys[layer], values[layer], mask, enable_gqa=True)
+            return y[:, :, 0]
+
+        return model(grams, last, ops, attend)
+
+    return decoding(step, options)
+
+
+def decoding(step: Callable, options: dict | None) -> Callable:
+    forward = step if options is None else torch.compile(step, fullgraph=True, **options)
+
+    def run(*inputs) -> Tensor:
+        if options:  # the last step's results may be overwritten
+            torch.compiler.cudagraph_mark_step_begin()
+        with torch.no_grad():
+            return forward(*inputs)
+
+    return run
+
+
+def decode_case(label: str, device: torch.device) -> Case:
+    options, replayed = MODES[device.type][label]
+    if options is not None:
+        torch.compiler.reset()
+    c = CONFIG[device.type]
+    model = for_inference(random_model(c, device), torch.bfloat16)
+    batch, blocks = shapes.MODEL_DECODE_BATCH[device.type], c.context // PAGE
+    lens = torch.linspace(c.context / 2, c.context, batch).int()
+
+    def make():
+        grams = torch.randint(c.vocab, (batch, c.grams), device=device)
+        table = torch.randperm(batch * blocks, device=device).view(batch, blocks)
+        shape = batch * blocks, PAGE, c.heads_kv, c.head_dim
+        # a layer's alone: compiled, a write into one of many would copy all of them
+        pages = [[torch.randn(shape, device=device).bfloat16() for _ in range(c.layers)] for _ in range(2)]
+        rows = [[x[table].flatten(1, 2).transpose(1, 2).contiguous() for x in side] for side in pages]
+        for x in (*pages[0], *pages[1], *rows[0], *rows[1]):
+            torch._dynamo.mark_static_address(
+                x
+            )  # a step writes into them, which a CUDA graph of its own inputs may not
+        seen = lens.to(device)
+        last = seen.long() - 1
+        slots = table[torch.arange(batch, device=device), last // PAGE] * PAGE + last % PAGE
+        return grams, seen, (*pages, table.int(), slots), rows
+
+    def exact(grams: Tensor, lens: Tensor, pages: tuple, rows: tuple) -> Tensor:
+        """In float64 on PyTorch's own products, from keys and values of its own."""
+        twin = double_of(model, device)
+        doubles = [[x.double() for x in side] for side in rows]
+        return padded_step(twin, None, None)(grams, lens, pages, doubles).double()
+
+    seen = int(lens.sum())
+    weights, cached = streamed(model), 2 * c.layers * c.heads_kv * c.head_dim * seen
+    peers = {name: padded_step(model, options, backend) for name, backend in DECODE_PEERS[device.type].items()}
+    return Case(
+        group="decode",
+        label=label,
+        dtype="bf16",
+        make=make,
+        ours=paged_step(model, options),
+        peers=peers,
+        reference=exact,
+        flops=2.0 * batch * weights + 2.0 * cached * c.heads_q / c.heads_kv,
+        bytes=2.0 * (weights + cached),
+        unit="GB/s",
+        live=() if replayed else ("gpukern", *peers),
+        optional=[name for name in peers if name != "torch built-ins"],
+    )
+
+
 def main() -> None:
     args = arguments("model")
     device = open_device(args.device)
@@ -110,7 +245,10 @@ def main() -> None:
     for group in GROUPS if device.kind == "cuda" else ("gradient step",):
         for label in MODES[device.kind]:
             if run.wants(group):
-                run.add(model_case(group, label, device.device))
+                run.add(gradient_case(group, label, device.device))
+    for label in MODES[device.kind]:
+        if run.wants("decode"):
+            run.add(decode_case(label, device.device))
     run.finish(shapes.MODEL_BARS if device.kind == "cpu" else {})
 
 

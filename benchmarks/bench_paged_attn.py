@@ -1,12 +1,15 @@
 """paged_attn decode, one token per sequence, beside gathering the pages and calling SDPA.
 
 python benchmarks/bench_paged_attn.py [--quick] [--only decode|call] [--device cpu|cuda]
-Rates are GB/s of keys and values read; the bar is a share of the measured read bandwidth.
+Rates are GB/s of keys and values read; the bar is a share of the measured read bandwidth. On CUDA the peers are cuDNN on a
+dense cache, the gathered pages, and FlashAttention-3 and FlashInfer where they are installed.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from importlib.util import find_spec
 
 import shapes
 import torch
@@ -82,6 +85,43 @@ def contiguous_sdpa(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, 
         return F.scaled_dot_product_attention(q[:, :, None], k, v, enable_gqa=True)[:, :, 0]
 
 
+def flash_attn_3(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor) -> Tensor:
+    from flash_attn_interface import flash_attn_with_kvcache
+
+    out = flash_attn_with_kvcache(q[:, None], k_cache, v_cache, cache_seqlens=lens, page_table=table, causal=True)
+    return out[:, 0]
+
+
+def flash_infer() -> Callable:
+    """FlashInfer's decode, with a plan for each table, made when that first comes."""
+    plans = {}
+
+    def run(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor) -> Tensor:
+        plan = plans.get(table.data_ptr())
+        if plan is None:
+            import flashinfer
+
+            (batch, blocks), (_, page, heads_kv, head_dim) = table.shape, k_cache.shape
+            workspace = torch.empty(256 << 20, dtype=torch.uint8, device=q.device)
+            plan = plans[table.data_ptr()] = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD")
+            ends = blocks * torch.arange(batch + 1, device=q.device, dtype=torch.int32)
+            last = (lens - 1) % page + 1
+            plan.plan(ends, table.flatten(), last, q.shape[1], heads_kv, head_dim, page, q_data_type=q.dtype)
+        return plan.run(q, (k_cache, v_cache))
+
+    return run
+
+
+def other_peers() -> dict[str, Callable]:
+    """Decoding by other projects that are here."""
+    peers = {}
+    if find_spec("flash_attn_interface"):
+        peers["FA3"] = flash_attn_3
+    if find_spec("flashinfer"):
+        peers["FlashInfer"] = flash_infer()
+    return peers
+
+
 def write_case(tokens: int, device) -> Case:
     """kv_cache_write beside a copy of as many bytes."""
     heads, head_dim, page = shapes.PAGED_HEADS_KV, shapes.PAGED_HEAD_DIM, 16
@@ -118,7 +158,9 @@ def cuda(run: Run) -> None:
         for batch, context in shapes.CUDA_PAGED_BATCH_CONTEXT:
             case = decode_case(batch, context, page, "bf16", run)
             case.bar = shapes.CUDA_PAGED_BARS.get((batch, context), Bar())
-            case.peers = {"cuDNN, dense cache": contiguous_sdpa}
+            others = other_peers()
+            case.peers = {"cuDNN, dense cache": contiguous_sdpa, "gather + SDPA": gather_and_sdpa} | others
+            case.live = case.optional = list(others)
             if batch > 1 or context > 65536:
                 case.reference = None  # the dense peer reads other pages for a sequence; one of them is judged
             run.add(case)

@@ -103,6 +103,7 @@ CUDA_CALL = Bar(at_most=12.0)  # us of host time, small eager call without grad
 # ---- the demo's model ----------------------------------------------------------------------------
 
 MODEL_BATCH = {"cpu": 8, "cuda": 32}
+MODEL_DECODE_BATCH = {"cpu": 8, "cuda": 64}
 MODEL_BARS = {"gradient step": Bar(each=1.10)}
 
 # ---- cost of use ---------------------------------------------------------------------------------

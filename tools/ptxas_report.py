@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 WHOLE = ("UTMALDG", "UTMASTG", "STSM", "USETMAXREG", "LDL", "STL")  # counted in the whole kernel
@@ -49,11 +50,14 @@ def program(name: str) -> str:
     return str(found[-1])
 
 
-def dump(library: str, *options: str) -> str:
+def dump(library: str, *options: str) -> Iterator[str]:
+    """Its lines, as they come: disassembling a library takes a minute."""
     cuobjdump = program("cuobjdump")
     path = f"{Path(program('nvdisasm')).parent}:{Path(cuobjdump).parent}:/usr/bin:/bin"
-    done = subprocess.run([cuobjdump, *options, library], capture_output=True, text=True, env={"PATH": path})
-    return done.stdout
+    command = [cuobjdump, *options, library]
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=quiet, text=True, env={"PATH": path}) as running:
+        yield from running.stdout
 
 
 def short(mangled: str) -> str:
@@ -72,7 +76,7 @@ def short(mangled: str) -> str:
 
 def resources(library: str, archs: list[str]) -> dict[str, dict]:
     found, here = {}, False
-    for line in dump(library, "--dump-resource-usage").splitlines():
+    for line in dump(library, "--dump-resource-usage"):
         if match := re.match(r"arch = (\w+)", line):
             arch = match[1]
             here = arch in archs
@@ -91,48 +95,50 @@ def resources(library: str, archs: list[str]) -> dict[str, dict]:
     return found
 
 
-def hot_loop(code: list[tuple[int, str]]) -> list[str]:
-    """Opcodes of the hot loop of one kernel; code is (address, text)."""
-    loops = []
-    for address, text in code:
-        match = re.search(r"\bBRA(?:\.\w+)* .*?(0x[0-9a-f]+)", text)
-        if match and int(match[1], 16) < address:
-            loops.append((int(match[1], 16), address))
+def hot_loop(code: list[tuple[int, str, int]]) -> list[str]:
+    """Opcodes of the hot loop of one kernel; code is (address, opcode, where a branch goes or -1)."""
+    index = {address: i for i, (address, _, _) in enumerate(code)}
+    loops = [(index[to], i) for i, (address, _, to) in enumerate(code) if 0 <= to < address]
     if not loops:
         return []
-    bodies = [[opcode(text) for address, text in code if first <= address <= last] for first, last in loops]
-    if most := max(body.count("HGMMA") for body in bodies):
-        return min((body for body in bodies if body.count("HGMMA") == most), key=len)
+    opcodes = [opcode for _, opcode, _ in code]
+    if "HGMMA" in opcodes:
+        bodies = [opcodes[first : last + 1] for first, last in loops]
+        if most := max(body.count("HGMMA") for body in bodies):
+            return min((body for body in bodies if body.count("HGMMA") == most), key=len)
     bodies = []
     for first, last in loops:
         if any(first <= a and b <= last and (a, b) != (first, last) for a, b in loops):
             continue  # not innermost
-        bodies.append([opcode(text) for address, text in code if first <= address <= last])
+        bodies.append(opcodes[first : last + 1])
     return max(
         bodies, key=lambda b: (sum(x in ("HMMA", "DMMA") for x in b), sum(x in ("FFMA", "DFMA") for x in b), len(b))
     )
 
 
-def opcode(text: str) -> str:
-    return re.sub(r"^@!?U?P\w+\s+", "", text).split()[0].split(".")[0].rstrip(";")
+FUNCTION = re.compile(r"\s+Function : (\S+)")
+# address, opcode behind a predicate, its operands; the rest of a line is the code as bits
+INSTRUCTION = re.compile(r"\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([\w]+)(.*?)\s*;?\s*/\*")
+TARGET = re.compile(r"0x[0-9a-f]+")
 
 
 def loops(library: str) -> dict[str, tuple[list[str], list[str]]]:
     """Per kernel the opcodes of its hot loop and those of all of it."""
-
-    def both() -> tuple[list[str], list[str]]:
-        return hot_loop(code), [opcode(text) for _, text in code]
-
     found, code, name = {}, [], None
-    for line in dump(library, "-sass", "-arch", "sm_90").splitlines():  # and that of sm_90a
-        if match := re.match(r"\s+Function : (\S+)", line):
-            if name:
-                found[name] = both()
+
+    def end_kernel() -> None:
+        if name:
+            found[name] = hot_loop(code), [opcode for _, opcode, _ in code]
+
+    for line in dump(library, "-sass", "-arch", "sm_90"):  # and that of sm_90a
+        if match := INSTRUCTION.match(line):
+            address, opcode, operands = match.groups()
+            target = TARGET.search(operands) if opcode == "BRA" else None
+            code.append((int(address, 16), opcode, int(target[0], 16) if target else -1))
+        elif match := FUNCTION.match(line):
+            end_kernel()
             name, code = match[1], []
-        elif match := re.match(r"\s+/\*([0-9a-f]{4,})\*/\s+(\S.*?)\s*;?\s*/\*", line):
-            code.append((int(match[1], 16), match[2]))
-    if name:
-        found[name] = both()
+    end_kernel()
     return found
 
 

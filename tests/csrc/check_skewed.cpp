@@ -111,7 +111,16 @@ template <int ROWS, bool ALONG_N> struct Model {
               step);
     }
 
+    /* One box of all tokens, zeros outside the map. */
+    bool boxed() const { return p.m > 1 && p.a_m >= p.k && (uintptr_t)p.a % 16 == 0 && p.a_m % SKEWED_EACH == 0; }
+    void load_box_of_tokens(int window) {
+        for (int m = 0; m < p.m; ++m)
+            for (int e = 0; e < SKEWED_WINDOW; ++e)
+                windows[m][e] = window + e >= 0 && window + e < p.k ? p.a[m * p.a_m + window + e] : 0;
+    }
+
     void load_windows(int tile, int step) {
+        if (boxed()) return load_box_of_tokens(skewed_window(plan, tile, step));
         for (int m = 0; m < WINDOW_LANES; ++m) {
             const int before = skewed_token(plan, m), end = m < p.m ? ((int)p.k + before + 7) / 8 * 8 : 0;
             const int window = skewed_window(plan, tile, step), from = window > 0 ? window : 0;
@@ -234,6 +243,7 @@ static int seen[2][4][SKEWED_PARTS + 1]; /* along n, classes, parts */
 static void check_case(int64_t m, int64_t n, int64_t k, bool along_n, int64_t stride, int sms) {
     Problem p = {m, n, k, a_memory + (1 << 16) + below(8), b_memory + 64 + below(8), 0, 0, 0};
     p.a_m = below(3) == 0 ? below(4000) - 2000 : k + below(30);
+    if (below(3) == 0) p.a = a_memory + (1 << 16), p.a_m = gk_round_up(k + below(30), SKEWED_EACH);
     p.b_k = along_n ? stride : 1, p.b_n = along_n ? 1 : stride;
     for (uint16_t &x : a_memory) x = POISON;
     for (uint16_t &x : b_memory) x = POISON;

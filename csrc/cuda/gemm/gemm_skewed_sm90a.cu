@@ -11,7 +11,8 @@
  *   along n  a tile has ROWS neighbouring n of all lines; a step's lie class after class, with sums of their own. Position q
  *            of a line is n = q - skew: the sums of a class go to the tile's `skew` rows further up, and but the last 8 rows
  *            are whole.
- * Tokens are copied in chunks of 16 bytes, those around the step's k, and put where each k stands by the lanes.
+ * Tokens are copied with what is around the step's k, all by one box where tma can read them, else in chunks of 16 bytes, and
+ * put where each k stands by the lanes.
  *
  * Grid: clusters of up to 4 blocks, each a part of a tile's steps of 128 of k, if there are fewer tiles than SMs; else blocks
  * that take tiles in turn. Block: warpgroups that multiply, 64 weights each as wgmma's rows, tokens its columns; 4 warps that
@@ -52,7 +53,9 @@ enum {
 struct Params {
     CUtensorMap w[SKEWED_CLASSES]; /* [lines of a class][positions] */
     SkewedPlan plan;
-    bool bare; /* nothing but the sums times alpha, in the operands' dtype */
+    CUtensorMap tokens; /* if `boxed`: [m][k] */
+    bool boxed;         /* tma reads the tokens as they lie: one copy for all windows of a step */
+    bool bare;          /* nothing but the sums times alpha, in the operands' dtype */
     GemmProblem p;
 };
 
@@ -190,14 +193,18 @@ __global__ void __launch_bounds__(Smem<ROWS, ALONG_N>::THREADS, 1)
         for (int tile = first_tile; tile < plan.tiles; tile += tile_step) {
             for (int step = step0; step < step1; ++step, ring.advance()) {
                 const int window = skewed_window(plan, tile, step), from = max(window, 0);
-                const unsigned bytes = max(min(window + SKEWED_WINDOW, end) - from, 0) * 2;
+                const unsigned bytes = x.boxed ? (m == 0 ? (int)p.m * S::RAW_ROW : 0)
+                                               : max(min(window + SKEWED_WINDOW, end) - from, 0) * 2;
                 const unsigned all = __reduce_add_sync(0xffffffff, bytes);
                 const smem_addr to_s = ring_s + S::RAWS + ring.slot * S::RAW + m * S::RAW_ROW;
                 const smem_addr copied_s = ring_s + S::COPIED + 8 * ring.slot;
                 ring.wait_empty();
                 if (lane == 0) mbarrier_arrive_expect_tx(copied_s, all);
                 __syncwarp();
-                if (bytes > 0) bulk_load(to_s + (from - window) * 2, token_g + from * 2, bytes, copied_s);
+                if (x.boxed && m == 0)
+                    tma_load_5d(to_s, &x.tokens, {{window}}, copied_s);
+                else if (bytes > 0)
+                    bulk_load(to_s + (from - window) * 2, token_g + from * 2, bytes, copied_s);
             }
         }
     } else if (block_warp >= ADDERS / 32) {
@@ -361,7 +368,7 @@ size_t workspace_bytes(const gk_cuda_row *, const gk_context *, const void *) { 
 extern const gk_cuda_row *const skewed_rows;
 extern const int num_skewed_rows;
 
-/* The row whose blocks read the least. */
+/* The row whose blocks read the least; large tiles only where that is worth while. */
 const gk_cuda_row *choose(const gk_context *ctx, const void *args) {
     const gk_cuda_row *best = NULL;
     int64_t least = INT64_MAX;
@@ -370,7 +377,7 @@ const gk_cuda_row *choose(const gk_context *ctx, const void *args) {
         SkewedPlan plan;
         if (row->dtype != ((const gk_gemm_args *)args)->a.dtype || !plan_of(row, ctx, args, &p, &plan)) continue;
         if (p.n * p.k < SKEWED_LEAST) continue;
-        if (plan.cost < least) best = row, least = plan.cost;
+        if (plan.cost < least - (best ? least / SKEWED_LARGE_GAIN : 0)) best = row, least = plan.cost;
     }
     return best;
 }
@@ -390,6 +397,9 @@ template <class T, int ROWS, bool ALONG_N> gk_status start(const gk_context *ctx
         const gk_status status = make_tensor_map("gk_gemm", w, K64, ALONG_N ? skewed_box(plan) : plan.rows, &x->w[j]);
         if (status != GK_OK) return status;
     }
+    const TensorShape tokens = {p.a, element<T>::dtype, {p.k, p.m, 1, 1, 1}, {1, p.a_m, 0, 0, 0}, false};
+    x->boxed = p.m > 1 && p.a_m >= p.k && tensor_map_fits(tokens) &&
+               make_tensor_map("gk_gemm", tokens, SKEWED_WINDOW, (int)p.m, &x->tokens) == GK_OK;
     const int64_t most = gk_gpu_of(ctx->index)->num_sms;
     const unsigned grid = (unsigned)(plan.parts > 1 ? plan.tiles * plan.parts : gk_min_i64(plan.tiles, most));
     return launch<gemm_skewed_sm90a_kernel<T, ROWS, ALONG_N>>("gk_gemm", ctx, dim3(grid), S::THREADS, S::BYTES, *x,
@@ -426,7 +436,12 @@ template <int ROWS> constexpr int smem_of() {
         }                                                                                                           \
     }
 
-const gk_cuda_row rows[] = {ROW("bf16", __nv_bfloat16, 128), ROW("f16", __half, 128)};
+const gk_cuda_row rows[] = {
+    ROW("bf16", __nv_bfloat16, 64),
+    ROW("bf16", __nv_bfloat16, 128),
+    ROW("f16", __half, 64),
+    ROW("f16", __half, 128),
+};
 const gk_cuda_row *const skewed_rows = rows;
 const int num_skewed_rows = sizeof rows / sizeof rows[0];
 

@@ -69,6 +69,7 @@ struct Params {
     TileOrder order;    /* of clusters' tiles */
     bool batched;       /* more than one product */
     bool plain, ragged; /* store_plain serves the call: rows of whole chunks of 16 bytes; others */
+    bool straight;      /* such rows, without what takes many instructions */
     bool bare;          /* such rows, of nothing but the sums times alpha; turned ones, too */
     bool keep;          /* turned: the next kernel should find the results in L2 */
     bool across; /* store_any: the lanes' values lie down the rows; in the epilogue rows and columns change places */
@@ -339,21 +340,15 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1)
                     at.c[0] = col, at.c[1] = row + warp * 16;
                     store_plain<T, typename S::Panel, Tile::PANELS, STORE_BARE, BY_TMA<T, Tile>>(x, sums, panels_s, at,
                                                                                                  batch, lane);
-                } else if (x.plain) {
+                } else if (x.plain || (!IN_TURNS && x.ragged)) {
                     at.c[0] = col, at.c[1] = row + warp * 16;
-                    const bool straight = sizeof(T) == 4 || p.epilogue.activation <= GK_ACT_RELU;
                     /* in turns one body serves all: its time is hidden, and it takes fewer registers */
-                    if (!IN_TURNS && straight)
+                    if (!IN_TURNS && x.straight)
                         store_plain<T, typename S::Panel, Tile::PANELS, STORE_STRAIGHT, BY_TMA<T, Tile>>(
                             x, sums, panels_s, at, batch, lane);
                     else if constexpr (sizeof(T) == 2)
-                        store_plain<T, typename S::Panel, Tile::PANELS, STORE_CURVED, BY_TMA<T, Tile>>(
-                            x, sums, panels_s, at, batch, lane);
-                } else if (!IN_TURNS && sizeof(T) == 2 && x.ragged) {
-                    at.c[0] = col, at.c[1] = row + warp * 16;
-                    if constexpr (sizeof(T) == 2 && !IN_TURNS)
-                        store_plain<T, typename S::Panel, Tile::PANELS, STORE_RAGGED, false>(x, sums, panels_s, at,
-                                                                                             batch, lane);
+                        store_plain<T, typename S::Panel, Tile::PANELS, IN_TURNS ? STORE_CURVED : STORE_RAGGED,
+                                    BY_TMA<T, Tile>>(x, sums, panels_s, at, batch, lane);
                 } else if constexpr (!IN_TURNS) {
                     store_any<T, S::COLS>(p, gemm_place(p, batch), sums, panels_s, row + warp * 16, col, x.across,
                                           lane);
@@ -583,6 +578,8 @@ gk_status start(const gk_context *ctx, Params *x, const TensorShape *operands) {
         by_panels && chunks && (!BY_TMA<T, Tile> || (maps(out, &x->out) && (!e.preact || maps(preact, &x->preact))));
     /* two columns share an activation's inverse, and what stands past an odd last column is not the same in every run */
     x->ragged = by_panels && !x->plain && DTYPE != GK_F32 && (cols % 2 == 0 || e.activation <= GK_ACT_RELU);
+    x->straight =
+        x->plain && (DTYPE == GK_F32 || (e.activation <= GK_ACT_RELU && !e.preact && (!e.bias || e.bias_vectors)));
     x->bare = (x->plain || (!S::BY_PANELS && chunks)) && !e.bias && !e.preact && e.activation == GK_ACT_NONE;
     if (Tile::IN_TURNS && !x->plain)
         return gk_fail(GK_ERR_UNSUPPORTED, "gk_gemm: in turns tma stores, which it cannot here");

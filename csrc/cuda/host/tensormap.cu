@@ -50,7 +50,9 @@ gk_status make_tensor_map(const char *op, const TensorShape &shape, int box0, in
      * too early, 59.4 us where 128 takes 56.9 (16 x 28672 x 4096, b along n); products that L2 holds take the same */
     const CUresult result = encode(map, type_of(shape.dtype, shape.tf32), TENSOR_DIMS, (void *)shape.data, size, stride,
                                    box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                   box0 * bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
+                                   box0 * bytes == 64    ? CU_TENSOR_MAP_SWIZZLE_64B
+                                   : box0 * bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B
+                                                         : CU_TENSOR_MAP_SWIZZLE_NONE,
                                    CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result == CUDA_SUCCESS) return GK_OK;
     return gk_fail(GK_ERR_DEVICE, "%s: the driver refused a tensor map (error %d)", op, (int)result);
