@@ -204,10 +204,8 @@ def decode_case(label: str, device: torch.device) -> Case:
         # a layer's alone: compiled, a write into one of many would copy all of them
         pages = [[torch.randn(shape, device=device).bfloat16() for _ in range(c.layers)] for _ in range(2)]
         rows = [[x[table].flatten(1, 2).transpose(1, 2).contiguous() for x in side] for side in pages]
-        for x in (*pages[0], *pages[1], *rows[0], *rows[1]):
-            torch._dynamo.mark_static_address(
-                x
-            )  # a step writes into them, which a CUDA graph of its own inputs may not
+        for x in (*pages[0], *pages[1], *rows[0], *rows[1]):  # or no CUDA graph: a step writes into them
+            torch._dynamo.mark_static_address(x)
         seen = lens.to(device)
         last = seen.long() - 1
         slots = table[torch.arange(batch, device=device), last // PAGE] * PAGE + last % PAGE
