@@ -52,18 +52,38 @@ class OurGemm(GpukernOps):
 GROUPS = {"gradient step": GpukernOps, "gradient step, gemm alone": OurGemm}
 
 
+def mode_of(label: str, device: torch.device) -> tuple[dict | None, bool]:
+    """A row's entry of MODES, and nothing compiled before it."""
+    options, replayed = MODES[device.type][label]
+    if options is not None:
+        torch.compiler.reset()  # or each step would first ask whether an earlier row's graph fits
+    return options, replayed
+
+
+def compiled(step: Callable, options: dict | None) -> Callable:
+    """The step as it is, or compiled."""
+    if options is None:
+        return step
+    forward = torch.compile(step, fullgraph=True, **options)
+
+    def run(*inputs):
+        if options:  # the last step's results may be overwritten
+            torch.compiler.cudagraph_mark_step_begin()
+        return forward(*inputs)
+
+    return run
+
+
 def gradient_step(model: GPT, ops, device: torch.device, options: dict | None):
     """(tokens, targets) -> (loss, gradient of every parameter)"""
 
     def loss(tokens: Tensor, targets: Tensor) -> Tensor:
         return model.loss(tokens, targets, ops)
 
-    forward = loss if options is None else torch.compile(loss, fullgraph=True, **options)
+    forward = compiled(loss, options)
     parameters = list(model.parameters())
 
     def run(tokens: Tensor, targets: Tensor):
-        if options:  # the last step's results may be overwritten
-            torch.compiler.cudagraph_mark_step_begin()
         with torch.autocast(device.type, torch.bfloat16):
             value = forward(tokens, targets)
         return value, *torch.autograd.grad(value, parameters)
@@ -95,9 +115,7 @@ def streamed(model: GPT) -> int:
 
 
 def gradient_case(group: str, label: str, device: torch.device) -> Case:
-    options, replayed = MODES[device.type][label]
-    if options is not None:
-        torch.compiler.reset()  # or each step would first ask whether an earlier row's graph fits
+    options, replayed = mode_of(label, device)
     config = CONFIG[device.type]
     model = random_model(config, device)
     batch, seq = shapes.MODEL_BATCH[device.type], config.context
@@ -150,7 +168,7 @@ def paged_step(model: GPT, options: dict | None) -> Callable:
 
         return model(grams, lens.long() - 1, ops, attend)
 
-    return decoding(step, options)
+    return torch.no_grad()(compiled(step, options))
 
 
 def padded_step(model: GPT, options: dict | None, backend: SDPBackend | None) -> Callable:
@@ -173,25 +191,11 @@ def padded_step(model: GPT, options: dict | None, backend: SDPBackend | None) ->
 
         return model(grams, last, ops, attend)
 
-    return decoding(step, options)
-
-
-def decoding(step: Callable, options: dict | None) -> Callable:
-    forward = step if options is None else torch.compile(step, fullgraph=True, **options)
-
-    def run(*inputs) -> Tensor:
-        if options:  # the last step's results may be overwritten
-            torch.compiler.cudagraph_mark_step_begin()
-        with torch.no_grad():
-            return forward(*inputs)
-
-    return run
+    return torch.no_grad()(compiled(step, options))
 
 
 def decode_case(label: str, device: torch.device) -> Case:
-    options, replayed = MODES[device.type][label]
-    if options is not None:
-        torch.compiler.reset()
+    options, replayed = mode_of(label, device)
     c = CONFIG[device.type]
     model = for_inference(random_model(c, device), torch.bfloat16)
     batch, blocks = shapes.MODEL_DECODE_BATCH[device.type], c.context // PAGE

@@ -102,17 +102,16 @@ def hot_loop(code: list[tuple[int, str, int]]) -> list[str]:
     if not loops:
         return []
     opcodes = [opcode for _, opcode, _ in code]
-    if "HGMMA" in opcodes:
-        bodies = [opcodes[first : last + 1] for first, last in loops]
-        if most := max(body.count("HGMMA") for body in bodies):
-            return min((body for body in bodies if body.count("HGMMA") == most), key=len)
-    bodies = []
-    for first, last in loops:
-        if any(first <= a and b <= last and (a, b) != (first, last) for a, b in loops):
-            continue  # not innermost
-        bodies.append(opcodes[first : last + 1])
+    bodies = [opcodes[first : last + 1] for first, last in loops]
+    if most := max(body.count("HGMMA") for body in bodies):
+        return min((body for body in bodies if body.count("HGMMA") == most), key=len)
+    innermost = [
+        body
+        for (first, last), body in zip(loops, bodies)
+        if not any(first <= a and b <= last and (a, b) != (first, last) for a, b in loops)
+    ]
     return max(
-        bodies, key=lambda b: (sum(x in ("HMMA", "DMMA") for x in b), sum(x in ("FFMA", "DFMA") for x in b), len(b))
+        innermost, key=lambda b: (sum(x in ("HMMA", "DMMA") for x in b), sum(x in ("FFMA", "DFMA") for x in b), len(b))
     )
 
 
