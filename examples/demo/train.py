@@ -15,6 +15,7 @@ two cores.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import math
 import statistics
@@ -28,6 +29,7 @@ from data import Corpus, batches, load_corpus, windows
 from generate import PaddedRunner, PagedRunner, Request, for_inference, generate
 from model import GPT, OPS, Config
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 ROOT = Path(__file__).resolve().parents[2]
 BATCH = {"cpu": 8, "cuda": 32}
@@ -71,11 +73,29 @@ def batch_of(model: GPT) -> int:
     return BATCH[device_of(model).type]
 
 
+class ProductsOnGemm(TorchFunctionMode):
+    """Inside, PyTorch's matrix products are those of an `Ops`: Muon's are bfloat16, for which PyTorch has a plain loop
+    where a CPU lacks AVX-512. On a GPU they take what their launches take, and stay where they are."""
+
+    def __init__(self, gemm: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.gemm = gemm
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in (Tensor.matmul, Tensor.__matmul__):
+            return self.gemm(*args, **kwargs)
+        if func is torch.addmm:
+            c, a, b = args
+            return self.gemm(a, b, c=c, **kwargs)
+        return func(*args, **kwargs)
+
+
 class Optimizer:
     """Muon for the matrices of the blocks, AdamW for embedding and head; the rates follow the
     share of the run that is over: a short warmup, then a straight line to 0."""
 
-    def __init__(self, model: GPT) -> None:
+    def __init__(self, model: GPT, ops) -> None:
         matrices = list(model.blocks.parameters())
         self.parts = (
             torch.optim.Muon(
@@ -94,13 +114,16 @@ class Optimizer:
             ),
         )
         self.peaks = [part.param_groups[0]["lr"] for part in self.parts]
+        on_gemm = ops.name == "gpukern" and device_of(model).type == "cpu"
+        self.products = ProductsOnGemm(ops.gemm) if on_gemm else contextlib.nullcontext()
 
     def step(self, share: float) -> None:
         """share in [0, 1): how much of the run is over."""
         factor = min((share + 0.01) / WARMUP, (1 - share) / (1 - WARMUP), 1.0)
         for part, peak in zip(self.parts, self.peaks):
             part.param_groups[0]["lr"] = peak * factor
-            part.step()
+            with self.products:
+                part.step()
             part.zero_grad()
 
 
@@ -154,9 +177,9 @@ def compile_now(model: GPT, loss_fn, corpus: Corpus) -> float:
     return time.perf_counter() - start
 
 
-def train(model: GPT, loss_fn, corpus: Corpus, seconds: float) -> list[tuple[float, float]]:
+def train(model: GPT, ops, loss_fn, corpus: Corpus, seconds: float) -> list[tuple[float, float]]:
     """Trains until the clock says stop; returns (seconds, bits per byte) of every step."""
-    optimizer, progress, curve = Optimizer(model), Progress(seconds), []
+    optimizer, progress, curve = Optimizer(model, ops), Progress(seconds), []
     batch, context, device = batch_of(model), model.config.context, device_of(model)
     feed = batches(corpus.train, batch, context, seed=1)
     start, smooth = time.perf_counter(), None
@@ -244,27 +267,31 @@ def compare_generation(model: GPT) -> None:
     )
 
 
-def compare_training(model: GPT, loss_fns: dict, corpus: Corpus, steps: int) -> None:
-    """The same steps from the same weights on both sides, in turn; `loss_fns` maps a name to
-    (twin of the model, its compiled loss)."""
+def compare_training(model: GPT, sides: dict, corpus: Corpus, steps: int, seconds: float) -> None:
+    """The same steps from the same weights on both sides, in turn: at most `steps`, and after four of them no more than
+    the seconds allow. `sides` maps a name to (twin of the model, its `Ops`, its compiled loss)."""
     feed = batches(corpus.train, batch_of(model), model.config.context, seed=2)
-    optimizers = {name: Optimizer(twin) for name, (twin, _) in loss_fns.items()}
-    gradient_ms: dict[str, list[float]] = {name: [] for name in loss_fns}
-    step_ms: dict[str, list[float]] = {name: [] for name in loss_fns}
-    losses: dict[str, list[float]] = {name: [] for name in loss_fns}
+    optimizers = {name: Optimizer(twin, ops) for name, (twin, ops, _) in sides.items()}
+    gradient_ms: dict[str, list[float]] = {name: [] for name in sides}
+    step_ms: dict[str, list[float]] = {name: [] for name in sides}
+    losses: dict[str, list[float]] = {name: [] for name in sides}
+    began = time.perf_counter()
     for i in range(steps):
+        if i >= 4 and time.perf_counter() - began > seconds:
+            steps = i
+            break
         tokens, targets = next(feed)
-        order = list(loss_fns) if i % 2 else list(reversed(loss_fns))
+        order = list(sides) if i % 2 else list(reversed(sides))
         for name in order:
             start = time.perf_counter()
-            twin, loss_fn = loss_fns[name]
+            twin, _, loss_fn = sides[name]
             loss = gradient_step(loss_fn, tokens, targets, device_of(twin))
             losses[name].append(loss.item() / math.log(2))
             gradient_ms[name].append(1e3 * (time.perf_counter() - start))
             optimizers[name].step(share=0.5)
             synchronize(model)
             step_ms[name].append(1e3 * (time.perf_counter() - start))
-    ours, theirs = loss_fns
+    ours, theirs = sides
     bytes_per_step = batch_of(model) * model.config.context
     print(f"\ntraining: {steps} steps from the same weights on the same batches, medians")
     print(f"{'':<28}{'gpukern':>12}{'built-ins':>12}{'ratio':>8}")
@@ -286,7 +313,7 @@ def main() -> None:
     parser.add_argument("--backend", choices=tuple(OPS), default="gpukern", help="what trains")
     found = found_device()
     parser.add_argument("--device", choices=tuple(CONFIG), default=found, help=f"default here: {found}")
-    parser.add_argument("--compare-steps", type=int, default=16, help="steps of the comparison")
+    parser.add_argument("--compare-steps", type=int, default=16, help="steps of the comparison, fewer where slow")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "demo")
     args = parser.parse_args()
@@ -307,7 +334,7 @@ def main() -> None:
     )
     loss_fn = compiled_loss(model, ops)
     print(f"compiled on {ops.name} in {compile_now(model, loss_fn, corpus):.0f} s, training")
-    curve = train(model, loss_fn, corpus, args.seconds)
+    curve = train(model, ops, loss_fn, corpus, args.seconds)
 
     bits, gzip_bits = held_out_bits(model, ops, corpus), corpus.gzip_bits_per_byte
     verdict = "held" if bits <= GZIP_SHARE * gzip_bits else "missed"
@@ -322,15 +349,15 @@ def main() -> None:
 
     compare_generation(model)
 
-    twins = {}
+    sides = {}
     for name, build in OPS.items():
         if name == ops.name:
-            twins[name] = model, loss_fn  # its graph is compiled already
+            sides[name] = model, ops, loss_fn  # its graph is compiled already
         else:
-            twin = copy.deepcopy(model)
-            twins[name] = twin, compiled_loss(twin, build())
-            compile_now(twin, twins[name][1], corpus)
-    compare_training(model, twins, corpus, args.compare_steps)
+            twin, twin_ops = copy.deepcopy(model), build()
+            sides[name] = twin, twin_ops, compiled_loss(twin, twin_ops)
+            compile_now(twin, sides[name][2], corpus)
+    compare_training(model, sides, corpus, args.compare_steps, args.seconds / 4)
     print(f"\n{time.perf_counter() - began:.0f} s in all")
 
 
