@@ -645,25 +645,35 @@ def reordered(q, k, v, kwargs, grad_out=None, grad_lse=None):
 
 
 def reordered_packed(q, k, v, cu_q, cu_k, kwargs, grad_out):
-    """reordered, sequence by sequence, for flash_attn_varlen: a list of [out, lse, dq, dk, dv, dsinks]."""
-    parts = []
+    """reordered, sequence by sequence, for flash_attn_varlen: a list of [out, lse, dq, dk, dv, dsinks].
+
+    Sequences of the same lengths are one batch: small ones come in hundreds.
+    """
+    alike = {}
     for b, ((q0, q1), (k0, k1)) in enumerate(zip(itertools.pairwise(cu_q.tolist()), itertools.pairwise(cu_k.tolist()))):
-        one = [t[None].transpose(1, 2) for t in (q[q0:q1], k[k0:k1], v[k0:k1])]
-        args = {**kwargs, "diagonal": (k1 - k0) - (q1 - q0)}
+        alike.setdefault((q1 - q0, k1 - k0), []).append((b, q0, k0))
+    parts = []
+    for (sq, sk), members in alike.items():
+        which, *starts = torch.tensor(members).T
+        rows_q, rows_k = (x[:, None] + torch.arange(n) for x, n in zip(starts, (sq, sk)))
+        args = {**kwargs, "diagonal": sk - sq}
         slopes = kwargs.get("alibi_slopes")
         if slopes is not None and slopes.dim() == 2:
-            args["alibi_slopes"] = slopes[b]
-        parts.append(reordered(*one, args, grad_out[q0:q1][None].transpose(1, 2)))
+            args["alibi_slopes"] = slopes[which]
+        pairs = ((q, rows_q), (k, rows_k), (v, rows_k), (grad_out, rows_q))
+        *leaves, grad = (t[rows.to(t.device)].transpose(1, 2) for t, rows in pairs)
+        parts.append((rows_q, rows_k, reordered(*leaves, args, grad)))
     results = []
-    for run in zip(*parts):
-        names = ("out", "lse", "dq", "dk", "dv")
-        rest = dict.fromkeys(("out", "lse", "dq"), q.shape[0] - int(cu_q[-1]))
+    for i in range(len(parts[0][2])):
         whole = []
-        for name, pieces in zip(names, zip(*run)):
-            x = torch.cat([p[0].transpose(0, 1) for p in pieces])
-            n = rest.get(name, k.shape[0] - int(cu_k[-1]))
-            whole.append(torch.cat([x, x.new_full((n, *x.shape[1:]), -math.inf if name == "lse" else 0.0)]))
-        whole.append(None if run[0][5] is None else torch.stack([r[5] for r in run]).sum(0))
+        for j, name in enumerate(("out", "lse", "dq", "dk", "dv")):
+            n = k.shape[0] if name in ("dk", "dv") else q.shape[0]
+            like = parts[0][2][i][j].transpose(1, 2)
+            whole.append(like.new_full((n, *like.shape[2:]), -math.inf if name == "lse" else 0.0))
+            for rows_q, rows_k, runs in parts:
+                whole[-1][rows_k if name in ("dk", "dv") else rows_q] = runs[i][j].transpose(1, 2)
+        dsinks = [runs[i][5] for _, _, runs in parts]
+        whole.append(None if dsinks[0] is None else torch.stack(dsinks).sum(0))
         results.append(whole)
     return results
 
