@@ -49,14 +49,6 @@ enum {
     GK_SKINNY_ROWS_ALONG = 24
 };
 
-/* Columns of b up to so long are fetched by hand. NT, bf16, K 1024, rows 1 / 4 / 16 / 24 of torch: 1.18x 1.13x 0.98x 0.92x without,
- * 1.51x 1.50x 1.21x 1.12x with; K 4096: 1.49x 1.32x 1.19x 1.08x without, 1.34x 1.27x 1.16x 1.09x with; f32 K 1024: the same */
-#define GK_SKINNY_SHORT_BYTES 2048
-
-/* Rows of 16-bit b from so many values on are read in place for very few rows of a. NN, bf16, 1 and 4 rows, of torch: 4096 values
- * 1.71x 1.68x packed, 3.02x 2.08x in place with kb 8, 2.51x 1.98x with 16; 1024 values 1.40x 1.48x packed, 1.35x 1.25x in place */
-#define GK_SKINNY_LONG_ROW 4096
-
 /* Few rows: columns of a task; across where b is packed, rows of b per step (more of them where more than few_rows rows of
  * a share the loads and stores of C) and values of b in flight per thread; where it is read in place, rows per step likewise
  * and columns of a task at most; along, chunk of k (x TN columns it stays in L1). Measured at K x N 4096 x 4096,
@@ -64,18 +56,26 @@ enum {
 typedef struct gk_skinny_blocks {
     int64_t nb_min, in_flight, kb_few, kb_many, few_rows, place_few, place_many, place_nb, kb_along;
     int64_t tasks_per_thread;
+    int64_t place_rows;  /* rows of a up to which 16-bit b is read in place, */
+    int64_t long_row;    /* where its rows have so many values or more */
+    int64_t short_bytes; /* chunks of columns up to so long are fetched by hand */
 } gk_skinny_blocks;
 
-/* avx512's sizes, not measured here */
-TABLE gk_skinny_blocks gk_skinny_blocks_base = {64, 8192, 16, 32, 4, 12, 16, 4096, 1024, 4};
-/* avx512's sizes, not measured here */
-TABLE gk_skinny_blocks gk_skinny_blocks_avx2 = {64, 8192, 16, 32, 4, 12, 16, 4096, 1024, 4};
+/* in place, bf16, us at 1024 and 4097 values for 632 and 2665 packed: 1 row 358, 1467; NT not fetched 183, 489 for 214, 805; f16 of
+ * 8 rows in place 1319 for 1126. The other sizes are avx512's */
+TABLE gk_skinny_blocks gk_skinny_blocks_base = {64, 8192, 16, 32, 4, 12, 16, 4096, 1024, 4, 4, 0, 0};
+/* Zen 1. In place, bf16, us at 4096 x 4096, 1024 x 1024, 4097 x 1025 for packed: 1 row 2216, 231, 905 for 5561, 357, 1573; 8 rows
+ * 6948, 573, 2128 for 10805, 711, 2907; 16 rows at 11008 values 42907 for 38131; place_few 8 or 16 the same, 32 1.5x at 4096 values.
+ * NT, 1 row, not fetched 2214, 223, 599 for 3496, 258, 924, at 4 rows 4771 for 6251; f32 the same */
+TABLE gk_skinny_blocks gk_skinny_blocks_avx2 = {64, 8192, 16, 32, 4, 12, 16, 4096, 1024, 4, 8, 0, 0};
 /* geomean of torch, f32 in place, 1 and 4 rows: kb 6 1.86x, 8 1.97x, 12 1.96x, 16 1.86x; 8 and 16 rows: kb 12 1.83x, 16 1.86x,
  * 24 1.67x; with tasks of a fourth of the columns and rows fetched ahead 1.63x, 1.77x */
-TABLE gk_skinny_blocks gk_skinny_blocks_avx512 = {64, 8192, 16, 32, 4, 12, 16, 4096, 1024, 4};
+TABLE gk_skinny_blocks gk_skinny_blocks_avx512 = {64, 8192, 16, 32, 4, 12, 16, 4096, 1024, 4, 4, 4096, 2048};
 /* in place as above; packed, geomean of torch, 1 and 4 rows: kb_few 16 1.40x, 32 1.51x, 64 1.53x; tasks of half the columns 1.45x,
- * not fetched 1.17x */
-TABLE gk_skinny_blocks gk_skinny_blocks_avx512bf16 = {64, 16384, 32, 64, 4, 12, 16, 4096, 2048, 4};
+ * not fetched 1.17x; 16-bit b in place, 1 and 4 rows, 4096 values: 1.71x 1.68x packed, 3.02x 2.08x in place with kb 8, 2.51x 1.98x
+ * with 16; 1024 values 1.40x 1.48x packed, 1.35x 1.25x in place; short columns fetched, NT, K 1024, 1, 4, 16, 24 rows: 1.51x 1.50x
+ * 1.21x 1.12x for 1.18x 1.13x 0.98x 0.92x, at K 4096 1.34x 1.27x 1.16x 1.09x for 1.49x 1.32x 1.19x 1.08x; f32 the same */
+TABLE gk_skinny_blocks gk_skinny_blocks_avx512bf16 = {64, 16384, 32, 64, 4, 12, 16, 4096, 2048, 4, 4, 4096, 2048};
 
 /* ---- attention -------------------------------------------------------------------------------
  * A block of bq query lanes reads tiles of bkv keys; a row serves head dims (the larger one) up to max_head_dim. Fewer

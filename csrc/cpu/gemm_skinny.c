@@ -16,7 +16,7 @@
 typedef struct plan {
     gk_gemm_problem p;
     bool along, in_place;
-    int64_t nb, n_blocks, kb;
+    int64_t nb, n_blocks, kb, short_bytes;
     int64_t acc_cells, b_cells, a_cells; /* of a worker's workspace, in 4-byte cells */
 } plan;
 
@@ -34,7 +34,7 @@ static plan plan_of(const gk_context *ctx, const gk_gemm_args *args) {
     plan x;
     x.p = gk_gemm_problem_of(args);
     x.along = x.p.b_n != 1;
-    x.in_place = !x.along && (args->a.dtype == GK_F32 || (x.p.m <= FEW_ROWS && x.p.n >= GK_SKINNY_LONG_ROW));
+    x.in_place = !x.along && (args->a.dtype == GK_F32 || (x.p.m <= bl->place_rows && x.p.n >= bl->long_row));
     const int64_t unit = x.along ? TN : NR, tasks_per_thread = x.in_place ? 1 : bl->tasks_per_thread;
     const int64_t per_thread = gk_ceil_div(x.p.n, tasks_per_thread * gk_max_i64(1, ctx->num_threads));
     const bool few = x.p.m <= bl->few_rows;
@@ -42,6 +42,7 @@ static plan plan_of(const gk_context *ctx, const gk_gemm_args *args) {
            : x.in_place ? (few ? bl->place_few : bl->place_many)
                         : (few ? bl->kb_few : bl->kb_many);
     const int64_t nb_max = x.in_place ? bl->place_nb : bl->in_flight / (x.along ? TN : x.kb);
+    x.short_bytes = bl->short_bytes;
     x.nb = gk_round_up(gk_clamp_i64(per_thread, bl->nb_min, nb_max), unit);
     x.n_blocks = gk_ceil_div(x.p.n, x.nb);
     if (x.along) {
@@ -130,8 +131,10 @@ static void across(const plan *x, gk_dtype dtype, const char *a, const char *b, 
                     __builtin_prefetch(bk + es * (x->kb + i) * p->b_k + c, 0, 2);
         int64_t j = 0;
         for (; j < whole && dtype != GK_F32; j += step)
-            few[p->m - 1](kn, a_pack, a_rows ? a_ld : 1, a_rows ? 1 : p->m, bk + es * j, es * p->b_k, acc + j, x->nb,
-                          k0 > 0);
+            for (int64_t i = 0; i < p->m; i += FEW_ROWS)
+                few[gk_min_i64(FEW_ROWS, p->m - i) - 1](kn, a_pack + (a_rows ? i * a_ld : i), a_rows ? a_ld : 1,
+                                                        a_rows ? 1 : p->m, bk + es * j, es * p->b_k,
+                                                        acc + i * x->nb + j, x->nb, k0 > 0);
         for (; j < cols; j += NR) {
             const bool in_place = j < whole;
             const cell *bp = in_place ? (const cell *)(bk + es * j) : b_pack + j * cells;
@@ -152,6 +155,19 @@ INLINE void dots(const int tm, const int tn, gk_dtype dtype, int64_t k, const ch
 #pragma GCC unroll 8
         for (int j = 0; j < tn; ++j) s[i][j] = sums[i * TN + j];
     int64_t c = 0;
+    const bool split = VC_SPLITS && dtype != GK_F32 && tm <= 2; /* of 3 rows they are more than the registers */
+    for (; split && c + 2 * W <= k; c += 2 * W) {
+        vc av[TM][2];
+#pragma GCC unroll 8
+        for (int i = 0; i < tm; ++i) vc_load2_split_along_k(a + es * i * a_m, dtype, c, av[i]);
+#pragma GCC unroll 8
+        for (int j = 0; j < tn; ++j) {
+            vc bv[2];
+            vc_load2_split_along_k(b + es * j * b_n, dtype, c, bv);
+#pragma GCC unroll 8
+            for (int i = 0; i < tm; ++i) s[i][j] = vc_dot(vc_dot(s[i][j], av[i][0], bv[0]), av[i][1], bv[1]);
+        }
+    }
     for (; c + W * PAIR <= k; c += W * PAIR) {
         vc av[TM];
 #pragma GCC unroll 8
@@ -224,7 +240,7 @@ static void along(const plan *x, gk_dtype dtype, const char *a, const char *b, i
             const char *bk = b + es * (j * p->b_n + k0);
             /* short columns end before the machine's prefetcher has found them: a share of the next with every strip */
             const int64_t lines = gk_ceil_div(kn * es, 64);
-            const int64_t next = kn * es <= GK_SKINNY_SHORT_BYTES ? gk_clamp_i64(cols - j - TN, 0, TN) : 0;
+            const int64_t next = kn * es <= x->short_bytes ? gk_clamp_i64(cols - j - TN, 0, TN) : 0;
             const int64_t share = gk_ceil_div(next * lines, strips);
             for (int64_t s = 0; s < strips; ++s) {
                 for (int64_t n = s * share; n < gk_min_i64((s + 1) * share, next * lines); ++n)
