@@ -662,18 +662,17 @@ def reordered_packed(q, k, v, cu_q, cu_k, kwargs, grad_out):
             args["alibi_slopes"] = slopes[which]
         pairs = ((q, rows_q), (k, rows_k), (v, rows_k), (grad_out, rows_q))
         *leaves, grad = (t[rows.to(t.device)].transpose(1, 2) for t, rows in pairs)
-        parts.append((rows_q, rows_k, reordered(*leaves, args, grad)))
+        parts.append(((rows_q, rows_k), reordered(*leaves, args, grad)))
     results = []
-    for i in range(len(parts[0][2])):
+    for i, first in enumerate(parts[0][1]):
         whole = []
         for j, name in enumerate(("out", "lse", "dq", "dk", "dv")):
-            n = k.shape[0] if name in ("dk", "dv") else q.shape[0]
-            like = parts[0][2][i][j].transpose(1, 2)
-            whole.append(like.new_full((n, *like.shape[2:]), -math.inf if name == "lse" else 0.0))
-            for rows_q, rows_k, runs in parts:
-                whole[-1][rows_k if name in ("dk", "dv") else rows_q] = runs[i][j].transpose(1, 2)
-        dsinks = [runs[i][5] for _, _, runs in parts]
-        whole.append(None if dsinks[0] is None else torch.stack(dsinks).sum(0))
+            of_k = name in ("dk", "dv")
+            shape = (k if of_k else q).shape[0], *first[j].transpose(1, 2).shape[2:]
+            whole.append(first[j].new_full(shape, -math.inf if name == "lse" else 0.0))
+            for rows, runs in parts:
+                whole[-1][rows[of_k]] = runs[i][j].transpose(1, 2)
+        whole.append(None if first[5] is None else torch.stack([runs[i][5] for _, runs in parts]).sum(0))
         results.append(whole)
     return results
 

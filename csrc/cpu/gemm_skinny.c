@@ -16,7 +16,7 @@
 typedef struct plan {
     gk_gemm_problem p;
     bool along, in_place;
-    int64_t nb, n_blocks, kb, short_bytes;
+    int64_t nb, n_blocks, kb;
     int64_t acc_cells, b_cells, a_cells; /* of a worker's workspace, in 4-byte cells */
 } plan;
 
@@ -42,7 +42,6 @@ static plan plan_of(const gk_context *ctx, const gk_gemm_args *args) {
            : x.in_place ? (few ? bl->place_few : bl->place_many)
                         : (few ? bl->kb_few : bl->kb_many);
     const int64_t nb_max = x.in_place ? bl->place_nb : bl->in_flight / (x.along ? TN : x.kb);
-    x.short_bytes = bl->short_bytes;
     x.nb = gk_round_up(gk_clamp_i64(per_thread, bl->nb_min, nb_max), unit);
     x.n_blocks = gk_ceil_div(x.p.n, x.nb);
     if (x.along) {
@@ -229,6 +228,7 @@ static void along(const plan *x, gk_dtype dtype, const char *a, const char *b, i
                   const gk_gemm_isa *isa, float *ws) {
     const gk_gemm_problem *p = &x->p;
     const int64_t es = dtype == GK_F32 ? 4 : 2, strips = gk_ceil_div(p->m, TM);
+    const int64_t short_bytes = SYM(gk_skinny_blocks).short_bytes;
     const dots_fn *fn = dots_of(dtype);
     vf *sums = (vf *)ws;
     float *c = ws + strips * TM * TN * W; /* [M][W]: the TN columns of C, with room for whole vectors */
@@ -240,7 +240,7 @@ static void along(const plan *x, gk_dtype dtype, const char *a, const char *b, i
             const char *bk = b + es * (j * p->b_n + k0);
             /* short columns end before the machine's prefetcher has found them: a share of the next with every strip */
             const int64_t lines = gk_ceil_div(kn * es, 64);
-            const int64_t next = kn * es <= x->short_bytes ? gk_clamp_i64(cols - j - TN, 0, TN) : 0;
+            const int64_t next = kn * es <= short_bytes ? gk_clamp_i64(cols - j - TN, 0, TN) : 0;
             const int64_t share = gk_ceil_div(next * lines, strips);
             for (int64_t s = 0; s < strips; ++s) {
                 for (int64_t n = s * share; n < gk_min_i64((s + 1) * share, next * lines); ++n)
