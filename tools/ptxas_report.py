@@ -110,9 +110,13 @@ def hot_loop(code: list[tuple[int, str, int]]) -> list[str]:
         for (first, last), body in zip(loops, bodies)
         if not any(first <= a and b <= last and (a, b) != (first, last) for a, b in loops)
     ]
-    return max(
-        innermost, key=lambda b: (sum(x in ("HMMA", "DMMA") for x in b), sum(x in ("FFMA", "DFMA") for x in b), len(b))
-    )
+
+    def heat(body: list[str]) -> tuple[int, ...]:
+        """Products on tensor cores, then others; a curve on the way to a store is no product."""
+        matrix, scalar = (sum(x in kind for x in body) for kind in (("HMMA", "DMMA"), ("FFMA", "DFMA")))
+        return matrix, 0 if "STG" in body else scalar, scalar, len(body)
+
+    return max(innermost, key=heat)
 
 
 FUNCTION = re.compile(r"\s+Function : (\S+)")

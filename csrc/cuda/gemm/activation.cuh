@@ -27,6 +27,22 @@ template <class W> __device__ __forceinline__ W activate(gk_activation activatio
     return x;
 }
 
+/* Two at a time by one body, past which the values move: the exact curves of eight are longer than the rest of an epilogue, and
+ * most of what the compiler takes for it. */
+template <int N, class W> __device__ __forceinline__ void activate_in_place(gk_activation activation, W *v) {
+    constexpr int EACH = N % 2 == 0 ? 2 : 1;
+#pragma unroll 1
+    for (int n = 0; n < N; n += EACH) {
+        W some[EACH];
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) some[i] = activate(activation, v[i]);
+#pragma unroll
+        for (int i = 0; i + EACH < N; ++i) v[i] = v[i + EACH];
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) v[N - EACH + i] = some[i];
+    }
+}
+
 /* ---- for results of 16 bits, two at a time: the special units give one exponential each and one inverse for both -------- */
 /* x / (1 + 2^u) and y / (1 + 2^w), u and w up to 63, where the product of both denominators still is finite. fminf: a NaN stays
  * in its own result. */

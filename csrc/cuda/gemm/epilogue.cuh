@@ -111,10 +111,7 @@ __device__ __forceinline__ void epilogue_cols(const GemmEpilogue &e, const GemmP
     if (e.preact)
         write_any<T, COLS>(e.preact, e.out_dtype, at.preact + row * e.preact_row + col * e.preact_col, e.preact_col,
                            e.out_vectors, valid, v);
-    if (e.activation != GK_ACT_NONE) {
-#pragma unroll
-        for (int i = 0; i < COLS; ++i) v[i] = activate(e.activation, v[i]);
-    }
+    if (e.activation != GK_ACT_NONE) activate_in_place<COLS>(e.activation, v);
     write_any<T, COLS>(e.out, e.out_dtype, at.out + row * e.out_row + col * e.out_col, e.out_col, e.out_vectors, valid,
                        v);
 }

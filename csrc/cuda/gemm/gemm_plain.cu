@@ -192,20 +192,23 @@ __global__ void __launch_bounds__(threads_of<Tile>(), Tile::PER_SM) gemm_plain_k
             for (int n = 0; n < 2 * V; ++n) sum[i][n] = total[i][n];
     }
 
-    /* ---- 3 the results: V columns at a time ---- */
-#pragma unroll
+    /* ---- 3 the results: V columns at a time, by one body, past which the rows of sums move ---- */
+#pragma unroll 1
     for (int i = 0; i < 2 * V; ++i) {
         const int64_t r = row0 + M::row(warp, lane, i / V) + i % V;
-        if (r >= p.m) continue;
 #pragma unroll
         for (int g = 0; g < 2; ++g) {
             const int64_t c = col0 + M::col(warp, lane, g);
-            if (c >= p.n) continue;
+            if (r >= p.m || c >= p.n) continue;
             if (p.splits > 1)
-                write_partials<V>(p, split, batch, r, c, &sum[i][g * V]);
+                write_partials<V>(p, split, batch, r, c, &sum[0][g * V]);
             else
-                epilogue_cols<T, V>(p.epilogue, at, r, c, (int)min((int64_t)V, p.n - c), &sum[i][g * V]);
+                epilogue_cols<T, V>(p.epilogue, at, r, c, (int)min((int64_t)V, p.n - c), &sum[0][g * V]);
         }
+#pragma unroll
+        for (int n = 0; n + 1 < 2 * V; ++n)
+#pragma unroll
+            for (int g = 0; g < 2 * V; ++g) sum[n][g] = sum[n + 1][g];
     }
 }
 

@@ -540,63 +540,84 @@ const gk_cuda_row *choose(const gk_context *ctx, const void *arguments) {
 }
 
 /* ---- 5 the launch -------------------------------------------------------------------------------------------- */
-template <class Tile> void plan(const gk_context *ctx, GemmProblem *p, unsigned *clusters) {
-    p->tiles_m = (int)gk_ceil_div(p->m, Tile::BM * Tile::CM), p->tiles_n = (int)gk_ceil_div(p->n, Tile::BN * Tile::CN);
+/* What the host asks of an instance of the kernel. */
+struct Instance {
+    bool along_m, along_n;            /* as a and b lie in shared memory */
+    int k_block, a_box, b_box;        /* of their copies */
+    bool by_panels, by_tma, in_turns; /* how results leave */
+    int panel_cols;
+    unsigned threads;
+    int smem_bytes;
+    gk_status (*launch)(const gk_context *ctx, unsigned blocks, unsigned threads, int smem_bytes, const Params &x);
+};
+
+template <class T, class Tile, int MODE>
+gk_status launch_instance(const gk_context *ctx, unsigned blocks, unsigned threads, int smem_bytes, const Params &x) {
+    return launch<gemm_sm90a_kernel<T, Tile, MODE>>("gk_gemm", ctx, dim3(blocks), threads, (size_t)smem_bytes, x, true);
+}
+
+template <class T, class Tile, int MODE> constexpr Instance instance() {
+    typedef Smem<T, Tile, MODE> S;
+    return {S::ALONG_M,         S::ALONG_N,    K_BLOCK<T>,      S::APart::box_rows,
+            S::BPart::box_rows, S::BY_PANELS,  BY_TMA<T, Tile>, Tile::IN_TURNS,
+            S::PANEL_COLS,      Tile::THREADS, S::BYTES,        launch_instance<T, Tile, MODE>};
+}
+
+void plan(const gk_cuda_row *row, const gk_context *ctx, GemmProblem *p, unsigned *clusters) {
+    p->tiles_m = (int)gk_ceil_div(p->m, row->key[KEY_CM]), p->tiles_n = (int)gk_ceil_div(p->n, row->key[KEY_CN]);
     p->group = GROUP_ROWS_SM90, p->splits = 1;
     const int64_t tiles = (int64_t)p->tiles_m * p->tiles_n * p->batch,
-                  most = gk_gpu_of(ctx->index)->num_sms / Tile::CLUSTER;
+                  most = gk_gpu_of(ctx->index)->num_sms / row->key[KEY_CLUSTER];
     *clusters = (unsigned)(tiles * LEAST_IDLE < most ? tiles : most);
 }
 
-template <class T, class Tile, int MODE>
-gk_status start(const gk_context *ctx, Params *x, const TensorShape *operands) {
-    typedef Smem<T, Tile, MODE> S;
-    constexpr gk_dtype DTYPE = element<T>::dtype;
+gk_status start(const gk_cuda_row *row, const Instance &in, const gk_context *ctx, Params *x,
+                const TensorShape *operands) {
+    const gk_dtype dtype = row->dtype;
+    const bool turned = row->key[KEY_TURNED];
     unsigned clusters;
-    plan<Tile>(ctx, &x->p, &clusters);
+    plan(row, ctx, &x->p, &clusters);
     TensorShape a = operands[0], b = operands[1];
-    a.tf32 = b.tf32 = DTYPE == GK_F32;
-    constexpr int A_BOX = S::APart::box_rows, B_BOX = S::BPart::box_rows;
-    const int a_end = S::ALONG_M ? 0 : (int)(x->p.m % A_BOX), b_end = S::ALONG_N ? 0 : (int)(x->p.n % B_BOX);
-    gk_status status = make_tensor_map("gk_gemm", a, K_BLOCK<T>, A_BOX, &x->a);
-    if (status == GK_OK) status = make_tensor_map("gk_gemm", b, K_BLOCK<T>, B_BOX, &x->b);
-    if (status == GK_OK && a_end) status = make_tensor_map("gk_gemm", a, K_BLOCK<T>, a_end, &x->a_end);
-    if (status == GK_OK && b_end) status = make_tensor_map("gk_gemm", b, K_BLOCK<T>, b_end, &x->b_end);
+    a.tf32 = b.tf32 = dtype == GK_F32;
+    const int a_end = in.along_m ? 0 : (int)(x->p.m % in.a_box), b_end = in.along_n ? 0 : (int)(x->p.n % in.b_box);
+    gk_status status = make_tensor_map("gk_gemm", a, in.k_block, in.a_box, &x->a);
+    if (status == GK_OK) status = make_tensor_map("gk_gemm", b, in.k_block, in.b_box, &x->b);
+    if (status == GK_OK && a_end) status = make_tensor_map("gk_gemm", a, in.k_block, a_end, &x->a_end);
+    if (status == GK_OK && b_end) status = make_tensor_map("gk_gemm", b, in.k_block, b_end, &x->b_end);
     if (status != GK_OK) return status;
     const GemmEpilogue &e = x->p.epilogue;
-    const int64_t cols = Tile::TURNED ? x->p.m : x->p.n;
-    const bool alike = !e.c && e.out_dtype == DTYPE;
+    const int64_t cols = turned ? x->p.m : x->p.n;
+    const bool alike = !e.c && e.out_dtype == dtype;
     /* activations of float32 results are exact: too many instructions for every panel's own */
     const bool by_panels =
-        S::BY_PANELS && alike && (DTYPE != GK_F32 || e.activation == GK_ACT_NONE || e.activation == GK_ACT_RELU);
-    const TensorShape out = result_of(x->p, Tile::TURNED, false), preact = result_of(x->p, Tile::TURNED, true);
-    const bool chunks = whole_chunks(x->p, DTYPE, Tile::TURNED);
+        in.by_panels && alike && (dtype != GK_F32 || e.activation == GK_ACT_NONE || e.activation == GK_ACT_RELU);
+    const TensorShape out = result_of(x->p, turned, false), preact = result_of(x->p, turned, true);
+    const bool chunks = whole_chunks(x->p, dtype, turned);
     const auto maps = [&](const TensorShape &t, CUtensorMap *map) {
-        return tensor_map_fits(t) && make_tensor_map("gk_gemm", t, S::PANEL_COLS, 16, map) == GK_OK;
+        return tensor_map_fits(t) && make_tensor_map("gk_gemm", t, in.panel_cols, 16, map) == GK_OK;
     };
-    x->plain =
-        by_panels && chunks && (!BY_TMA<T, Tile> || (maps(out, &x->out) && (!e.preact || maps(preact, &x->preact))));
+    x->plain = by_panels && chunks && (!in.by_tma || (maps(out, &x->out) && (!e.preact || maps(preact, &x->preact))));
     /* two columns share an activation's inverse, and what stands past an odd last column is not the same in every run */
-    x->ragged = by_panels && !x->plain && DTYPE != GK_F32 && (cols % 2 == 0 || e.activation <= GK_ACT_RELU);
+    x->ragged = by_panels && !x->plain && dtype != GK_F32 && (cols % 2 == 0 || e.activation <= GK_ACT_RELU);
     x->straight =
-        x->plain && (DTYPE == GK_F32 || (e.activation <= GK_ACT_RELU && !e.preact && (!e.bias || e.bias_vectors)));
-    x->bare = (x->plain || (!S::BY_PANELS && chunks)) && !e.bias && !e.preact && e.activation == GK_ACT_NONE;
-    if (Tile::IN_TURNS && !x->plain)
+        x->plain && (dtype == GK_F32 || (e.activation <= GK_ACT_RELU && !e.preact && (!e.bias || e.bias_vectors)));
+    x->bare = (x->plain || (!in.by_panels && chunks)) && !e.bias && !e.preact && e.activation == GK_ACT_NONE;
+    if (in.in_turns && !x->plain)
         return gk_fail(GK_ERR_UNSUPPORTED, "gk_gemm: in turns tma stores, which it cannot here");
     x->batched = x->p.ndim > 0;
-    x->keep = x->p.m * x->p.n * x->p.batch * (int64_t)sizeof(T) <= KEEP_BYTES;
+    x->keep = x->p.m * x->p.n * x->p.batch * (int64_t)gk_dtype_bytes(dtype) <= KEEP_BYTES;
     x->order = tile_order(x->p.tiles_m, x->p.tiles_n, x->p.group);
     if (x->ragged && cols % 2 != 0) x->p.epilogue.bias_vectors = false; /* two columns are read at a time */
-    x->across = !Tile::TURNED && !x->ragged && !e.out_vectors;
+    x->across = !turned && !x->ragged && !e.out_vectors;
     if (x->across) x->p.epilogue = gemm_swapped(x->p).epilogue;
-    return launch<gemm_sm90a_kernel<T, Tile, MODE>>("gk_gemm", ctx, dim3(clusters * Tile::CLUSTER), Tile::THREADS,
-                                                    S::BYTES, *x, true);
+    return in.launch(ctx, clusters * (unsigned)row->key[KEY_CLUSTER], in.threads, in.smem_bytes, *x);
 }
 
-template <class T, class Tile> gk_status run(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
+gk_status run_row(const gk_cuda_row *row, const Instance *of_mode, const gk_context *ctx, const void *args) {
     Operands o;
-    o.p = problem_of(args, Tile::TURNED);
-    if (!operands_of(row->dtype, Tile::TURNED, ((const gk_gemm_args *)args)->workspace, &o))
+    const bool turned = row->key[KEY_TURNED];
+    o.p = problem_of(args, turned);
+    if (!operands_of(row->dtype, turned, ((const gk_gemm_args *)args)->workspace, &o))
         return gk_fail(GK_ERR_UNSUPPORTED, "gk_gemm: %s does not take this call", row->name);
     if (o.bytes > 0) {
         const gk_status status = realign("gk_gemm", ctx, &o.copies[!o.copied[0]], o.copied[0] + o.copied[1]);
@@ -604,23 +625,25 @@ template <class T, class Tile> gk_status run(const gk_cuda_row *row, const gk_co
     }
     Params x;
     x.p = o.p;
+    return start(row, of_mode[row->dtype == GK_F32 ? 0 : o.mode], ctx, &x, o.x);
+}
+
+template <class T, class Tile> gk_status run(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
     if constexpr (sizeof(T) == 4) {
-        return start<T, Tile, Tile::TURNED ? A_ALONG_M : 0>(ctx, &x, o.x);
+        static constexpr Instance only[] = {instance<T, Tile, Tile::TURNED ? A_ALONG_M : 0>()};
+        return run_row(row, only, ctx, args);
     } else {
-        switch (o.mode) {
-        case 0: return start<T, Tile, 0>(ctx, &x, o.x);
-        case 1: return start<T, Tile, 1>(ctx, &x, o.x);
-        case 2: return start<T, Tile, 2>(ctx, &x, o.x);
-        default: return start<T, Tile, 3>(ctx, &x, o.x);
-        }
+        static constexpr Instance of_mode[] = {instance<T, Tile, 0>(), instance<T, Tile, 1>(), instance<T, Tile, 2>(),
+                                               instance<T, Tile, 3>()};
+        return run_row(row, of_mode, ctx, args);
     }
 }
 
 template <class T, class Tile>
-void explain(const gk_cuda_row *, const gk_context *ctx, const void *args, gk_explanation *out) {
+void explain(const gk_cuda_row *row, const gk_context *ctx, const void *args, gk_explanation *out) {
     GemmProblem p = problem_of(args, Tile::TURNED);
     unsigned clusters;
-    plan<Tile>(ctx, &p, &clusters);
+    plan(row, ctx, &p, &clusters);
     out->tile[0] = Tile::BM, out->tile[1] = Tile::BN, out->tile[2] = Tile::K64 * K_BLOCK<T>;
     out->tasks = (int64_t)p.tiles_m * p.tiles_n * p.batch * Tile::CLUSTER;
     out->waves = (double)out->tasks / (gk_gpu_of(ctx->index)->num_sms / Tile::CLUSTER * Tile::CLUSTER);

@@ -5,6 +5,7 @@
 #define GPUKERN_CUDA_GEMM_RESULTS_CUH
 
 #include "../ptx/bar.cuh"
+#include "../ptx/laneid.cuh"
 #include "../ptx/stmatrix.cuh"
 #include "../ptx/tma.cuh"
 #include "../tile/wgmma.cuh"
@@ -192,18 +193,24 @@ __device__ __forceinline__ void touch_epilogue(const GemmEpilogue &e) {
 }
 
 /* What is in the panels goes to the result, or to preact, from at on. */
-template <class T, class Panel, int N, bool RAGGED, bool TMA, bool PREACT, class Params>
-__device__ __forceinline__ void send(const Params &x, smem_addr panels_s, const tma_at &at, unsigned batch, int lane) {
+template <class T, class Panel, int N, bool RAGGED, bool TMA, class Params>
+__device__ __forceinline__ void send(const Params &x, bool to_preact, smem_addr panels_s, const tma_at &at,
+                                     unsigned batch, int lane) {
     if (TMA && !(RAGGED && x.ragged)) {
-        send_panels<T, Panel, N>(PREACT ? &x.preact : &x.out, panels_s, at, lane);
+        if (to_preact) /* a map chosen in a register would be read back lane by lane */
+            send_panels<T, Panel, N>(&x.preact, panels_s, at, lane);
+        else
+            send_panels<T, Panel, N>(&x.out, panels_s, at, lane);
     } else if constexpr (RAGGED || !TMA) {
         const GemmEpilogue &e = x.p.epilogue;
         const GemmPlace place = gemm_place(x.p, batch);
-        const int64_t row = at.c[1], col = at.c[0], stride = PREACT ? e.preact_row : e.out_row;
-        uint16_t *const to_g = (uint16_t *)(PREACT ? e.preact : e.out) + (PREACT ? place.preact : place.out);
+        const int64_t row = at.c[1], col = at.c[0], stride = to_preact ? e.preact_row : e.out_row;
+        uint16_t *const to_g = (uint16_t *)(to_preact ? e.preact : e.out) + (to_preact ? place.preact : place.out);
         const int rows = (int)(x.p.m - row), cols = (int)(x.p.n - col);
+        const int late =
+            TMA ? laneid() : lane; /* of wide tiles no register keeps what derives of it over the products */
         if (RAGGED && x.ragged)
-            send_rows<Panel, 2 * N>(to_g + row * stride + col, stride, rows, cols, panels_s, lane);
+            send_rows<Panel, 2 * N>(to_g + row * stride + col, stride, rows, cols, panels_s, late);
         else if constexpr (!TMA)
             send_chunks<Panel, 2 * N>(to_g + row * stride + col, stride, rows, cols, panels_s, lane);
     }
@@ -213,51 +220,66 @@ __device__ __forceinline__ void send(const Params &x, smem_addr panels_s, const 
 template <class T, class Panel, int N, Store STORE, bool TMA, class Params>
 __device__ __forceinline__ void store_some(const Params &x, float *v, smem_addr panels_s, tma_at &at, unsigned batch,
                                            int lane) {
-    constexpr bool RAGGED = STORE == STORE_RAGGED, CURVED = STORE >= STORE_CURVED, ALL = CURVED || sizeof(T) == 4;
+    constexpr bool RAGGED = STORE == STORE_RAGGED, CURVED = STORE >= STORE_CURVED;
+    constexpr bool ALL = CURVED || (STORE == STORE_STRAIGHT && sizeof(T) == 4); /* preact, any bias */
+    constexpr int PART = N % 32 == 0 ? 32 : N; /* whose bias is read at once: more takes registers */
     const GemmEpilogue &e = x.p.epilogue;
     const float alpha = (float)e.alpha;
     if (STORE != STORE_BARE && e.bias) { /* not + 0: -0 stays */
-        float bias[N / 2];
-        read_bias<T, ALL>(x.p, at.c[0], lane, bias);
 #pragma unroll
-        for (int i = 0; i < N; ++i) v[i] = fmaf(v[i], alpha, bias[i / 4 * 2 + i % 2]);
+        for (int j = 0; j < N; j += PART) {
+            float bias[PART / 2];
+            read_bias<T, ALL>(x.p, at.c[0] + 2 * j, lane, bias);
+#pragma unroll
+            for (int i = 0; i < PART; ++i) v[j + i] = fmaf(v[j + i], alpha, bias[i / 4 * 2 + i % 2]);
+        }
     } else {
 #pragma unroll
         for (int i = 0; i < N; ++i) v[i] *= alpha;
     }
-    if (STORE != STORE_BARE && ALL && e.preact) {
+    const auto leave = [&](bool to_preact) {
+        if (CURVED && !to_preact)
+            activate_16<N>(e.activation, v);
+        else if (STORE == STORE_STRAIGHT && !to_preact && e.activation == GK_ACT_RELU)
+            activate_16<N>(GK_ACT_RELU, v);
         put_panels<T, Panel, N, TMA>(v, panels_s, lane);
-        send<T, Panel, N, RAGGED, TMA, true>(x, panels_s, at, batch, lane);
+        send<T, Panel, N, RAGGED, TMA>(x, to_preact, panels_s, at, batch, lane);
+    };
+    if (ALL && TMA) {
+#pragma unroll 1
+        for (int left = e.preact ? 2 : 1; left > 0; --left) leave(left == 2);
+    } else { /* twice: after that loop the small tiles' slots are in no uniform register, 5 instructions more a step */
+        if (ALL && e.preact) leave(true);
+        leave(false);
     }
-    if (CURVED)
-        activate_16<N>(e.activation, v);
-    else if (STORE == STORE_STRAIGHT && e.activation == GK_ACT_RELU)
-        activate_16<N>(GK_ACT_RELU, v);
-    put_panels<T, Panel, N, TMA>(v, panels_s, lane);
-    send<T, Panel, N, RAGGED, TMA, false>(x, panels_s, at, batch, lane);
     at.c[0] += 2 * N;
 }
 
-/* A lane's N sums, as many at a time as PANELS times 2 KiB hold. Curved and ragged ones are one body, past which the sums move
- * instead of the code. */
+/* How many of N sums a body of store_plain takes, of which ROOM fit a warp's panels and PANEL one: what is bare goes by whole
+ * panels, else all bodies are alike. */
+constexpr int sums_at_once(int n, Store store, int room, int panel) {
+    if (store == STORE_BARE && n % panel == 0) return room < n ? room : n;
+    return n / ((n + room - 1) / room);
+}
+
+/* A lane's N sums. All but bare ones are stored by one body, past which the sums move instead of the code. */
 template <class T, class Panel, int PANELS, Store STORE, bool TMA, class Params, int N>
 __device__ __forceinline__ void store_plain(const Params &x, float (&sum)[N], smem_addr panels_s, tma_at at,
                                             unsigned batch, int lane) {
-    constexpr int EACH = Panel::row_bytes / (2 * (int)sizeof(T)), SOME = PANELS * 2048 / Panel::bytes * EACH;
-    /* whole panels, or as many columns each time */
-    constexpr int MOST = SOME >= N ? N : N % EACH == 0 ? SOME : N / ((N + SOME - 1) / SOME);
-    constexpr bool MOVE = STORE > STORE_STRAIGHT && N > MOST;
-    constexpr int UNROLLED = MOVE ? 1 : N / MOST, REST = N % MOST;
+    constexpr int EACH = Panel::row_bytes / (2 * (int)sizeof(T));
+    constexpr int SOME = sums_at_once(N, STORE, PANELS * 2048 / Panel::bytes * EACH, EACH), REST = N % SOME;
+    constexpr bool MOVE = STORE != STORE_BARE && N > SOME;
+    static_assert(STORE == STORE_BARE || REST == 0, "bodies that are alike");
+    constexpr int UNROLLED = MOVE ? 1 : N / SOME;
 #pragma unroll UNROLLED
-    for (int i = 0; i + MOST <= N; i += MOST) {
-        store_some<T, Panel, MOST, STORE, TMA>(x, sum + (MOVE ? 0 : i), panels_s, at, batch, lane);
+    for (int i = 0; i + SOME <= N; i += SOME) {
+        store_some<T, Panel, SOME, STORE, TMA>(x, sum + (MOVE ? 0 : i), panels_s, at, batch, lane);
         if (MOVE) {
 #pragma unroll
-            for (int j = 0; j + MOST < N; ++j) sum[j] = sum[j + MOST];
+            for (int j = 0; j + SOME < N; ++j) sum[j] = sum[j + SOME];
         }
     }
-    if constexpr (REST > 0)
-        store_some<T, Panel, REST, STORE, TMA>(x, sum + (MOVE ? 0 : N - REST), panels_s, at, batch, lane);
+    if constexpr (REST > 0) store_some<T, Panel, REST, STORE, TMA>(x, sum + N - REST, panels_s, at, batch, lane);
 }
 
 /* Everything else, 32 columns of floats at a time: one body, past which the sums move instead of the code. A lane has 8

@@ -8,32 +8,29 @@
 #include <cuda_runtime.h>
 
 /* Past 48 KiB a block's shared memory must be asked for, once per kernel and device; `asked` has a bit per device. */
-template <auto KERNEL> inline cudaError_t allow_smem(int32_t device, size_t smem_bytes) {
-    static uint64_t asked;
+inline cudaError_t allow_smem(const void *kernel, uint64_t *asked, int32_t device, size_t smem_bytes) {
     const uint64_t bit = uint64_t(1) << (device & 63);
-    if (smem_bytes <= 48 * 1024 || (__atomic_load_n(&asked, __ATOMIC_ACQUIRE) & bit)) return cudaSuccess;
+    if (smem_bytes <= 48 * 1024 || (__atomic_load_n(asked, __ATOMIC_ACQUIRE) & bit)) return cudaSuccess;
     /* the call loads the kernel's module, which a capture on this thread would forbid */
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     (void)cudaThreadExchangeStreamCaptureMode(&mode);
     int most = 0;
     cudaError_t error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
     cudaFuncAttributes attributes;
-    if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, KERNEL);
+    if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, kernel);
     if (error == cudaSuccess)
-        error = cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize,
+        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                      most - (int)attributes.sharedSizeBytes);
     (void)cudaThreadExchangeStreamCaptureMode(&mode);
-    if (error == cudaSuccess) __atomic_fetch_or(&asked, bit, __ATOMIC_RELEASE);
+    if (error == cudaSuccess) __atomic_fetch_or(asked, bit, __ATOMIC_RELEASE);
     return error;
 }
 
-/* after_previous: the kernel starts while the one before it on the stream drains; it must call
- * griddepcontrol_wait() (ptx/) before it touches memory. cluster: blocks of a cluster along x. */
-template <auto KERNEL, class Params>
-inline gk_status launch(const char *op, const gk_context *ctx, dim3 grid, unsigned threads, size_t smem_bytes,
-                        const Params &params, bool after_previous = false, int cluster = 1) {
+/* launch's body, once for all kernels of a file: of hundreds of instances the compiler's time counts. */
+inline gk_status launch_any(const char *op, const gk_context *ctx, const void *kernel, uint64_t *asked, dim3 grid,
+                            unsigned threads, size_t smem_bytes, const void *params, bool after_previous, int cluster) {
     if (grid.x == 0 || grid.y == 0 || grid.z == 0) return GK_OK;
-    cudaError_t error = allow_smem<KERNEL>(ctx->index, smem_bytes);
+    cudaError_t error = allow_smem(kernel, asked, ctx->index, smem_bytes);
     if (error == cudaSuccess) {
         cudaLaunchAttribute attributes[2] = {};
         unsigned count = 0;
@@ -53,12 +50,24 @@ inline gk_status launch(const char *op, const gk_context *ctx, dim3 grid, unsign
         config.stream = (cudaStream_t)ctx->stream;
         config.attrs = attributes;
         config.numAttrs = count;
-        error = cudaLaunchKernelEx(&config, KERNEL, params);
+        void *args[] = {(void *)params};
+        error = cudaLaunchKernelExC(&config, kernel, args);
     }
     if (error == cudaSuccess) return GK_OK;
     (void)cudaGetLastError(); /* or the next launch would report it again */
     return gk_fail(GK_ERR_DEVICE, "%s: a kernel of %u x %u x %u blocks of %u threads could not be launched: %s", op,
                    grid.x, grid.y, grid.z, threads, cudaGetErrorString(error));
+}
+
+/* after_previous: the kernel starts while the one before it on the stream drains; it must call
+ * griddepcontrol_wait() (ptx/) before it touches memory. cluster: blocks of a cluster along x. */
+template <auto KERNEL, class Params>
+inline gk_status launch(const char *op, const gk_context *ctx, dim3 grid, unsigned threads, size_t smem_bytes,
+                        const Params &params, bool after_previous = false, int cluster = 1) {
+    static uint64_t asked;
+    constexpr void (*kernel)(Params) = KERNEL; /* takes these very params */
+    return launch_any(op, ctx, (const void *)kernel, &asked, grid, threads, smem_bytes, &params, after_previous,
+                      cluster);
 }
 
 /* What a row that copies 16 bytes at a time asks of a tensor: every row, along the last dimension, begins at a multiple of
