@@ -111,18 +111,23 @@ TABLE gk_attn_bwd_blocks gk_attn_bwd_blocks_base = {64, 128, 64};
 #define GK_ATTN_BWD_CHUNK_KEYS 512                 /* ... into chunks of at least so many keys ... */
 #define GK_ATTN_BWD_CHUNK_BYTES (INT64_C(1) << 28) /* ... whose copies of dQ together take at most this */
 
-/* paged: sequences of at most max_lanes (query tokens x heads of the group) are read key by key, `unit` keys of one head
- * at a time; the context is split into chunks of `chunk` keys, more where the batch would have over max_chunks of them;
- * fewer than tasks_per_thread chunks a thread split the heads too. */
+/* paged: sequences of at most max_lanes (query tokens x heads of the group) are read key by key, `unit` keys of all heads
+ * at a time, whose sums O of a head stay in registers for v_keys keys; the context is split into chunks of `chunk` keys,
+ * more where the batch would have over max_chunks of them; fewer than tasks_per_thread chunks a thread split the heads too. */
 typedef struct gk_paged_blocks {
-    int64_t max_lanes, unit, chunk, max_chunks, tasks_per_thread;
+    int64_t max_lanes, unit, v_keys, chunk, max_chunks, tasks_per_thread;
 } gk_paged_blocks;
 
-/* GB/s of keys and values, geomean of f32 and bf16, B x context 1 x 4096, 4 x 4096, 1 x 16384, pages of 16 and 64, where
- * the read loop had 30: 24.1; unit 16 24.1, 64 23.0; chunk 256 22.9; heads split up to 16 tasks a thread: 1 x 4096
- * 22.7 against 24.6 with 4, and on a Zen 3 0.58 of the read loop with 4 against 0.615 with 2. 8 lanes read 15 to 18 GB/s
- * a core in float32, about half of what 4 do. Since a chunk's first unit is read ahead, chunk 512, 1024, 2048: 0.75, 0.785
- * and 0.79 of the read loop in bf16; 1024 leaves more to share out. */
-TABLE gk_paged_blocks gk_paged_attn_blocks = {8, 32, 1024, 4096, 2};
+/* Shares of the read loop beside it, geomean of B x context 1 x 4096, 4 x 4096, pages of 16 and 64. Zen 5, f32 | bf16: v_keys 4
+ * 0.81 | 0.83, 8 0.79 | 0.77, 16 0.78 | 0.78, 2 under 0.5; unit 16 0.78 | 0.70, 64 0.80 | 0.82; chunk 2048 0.77 | 0.78. Zen 4, before
+ * heads went inside keys: unit 16 the same, 64 less; chunk 512 0.75 for 0.785 in bf16, 2048 0.79. 8 lanes read about half of
+ * what 4 do, GB/s a core. */
+TABLE gk_paged_blocks gk_paged_attn_blocks_avx512bf16 = {8, 32, 4, 1024, 4096, 2};
+/* f32 | bf16: v_keys 4 0.78 | 0.87, 8 0.77 | 0.81 */
+TABLE gk_paged_blocks gk_paged_attn_blocks_avx512 = {8, 32, 4, 1024, 4096, 2};
+/* On a Zen 5 f32 | bf16: v_keys 4 0.91 | 0.75, 8 0.85 | 0.80. Zen 3, 1 x 4096: tasks_per_thread 2 0.615, 4 0.58 */
+TABLE gk_paged_blocks gk_paged_attn_blocks_avx2 = {8, 32, 8, 1024, 4096, 2};
+/* v_keys 4 or 8 0.63 | 0.34 */
+TABLE gk_paged_blocks gk_paged_attn_blocks_base = {8, 32, 8, 1024, 4096, 2};
 
 #endif

@@ -7,24 +7,26 @@
  * with few is bound by the reading of its keys, so each key is read once for all lanes of its head:
  *
  *   a task   one chunk of the context of one sequence, some kv heads; partial O, m, l per chunk and lane
- *   a unit   `unit` keys of one head: s = q K^T (lanes along d, sums across) | p = exp(s - m) | O += p V (lanes along dv);
- *            4, 2 or 1 lanes at once, W / lanes keys of all of them in one vector of s and p
- *   order    unit of keys outside, heads inside: the heads of a key share its memory page
- *   time     the units of some keys compute while they prefetch the rows of the keys to come, K in QK, V in PV, and
- *            touch those of a later unit: pages lie anywhere, and a miss of the TLB takes a walk through memory;
+ *   a unit   `unit` keys of all those heads: s = q K^T (lanes along d, sums across) | p = exp(s - m) | O += p V (lanes
+ *            along dv); 4, 2 or 1 lanes at once, W / lanes keys of all of them in one vector of s and p
+ *   order    few keys outside, heads inside: lines are asked for nearly in the order of their addresses, which is what
+ *            the machine's own prefetcher follows; head by head it runs after rows that come much later
+ *   time     a unit computes while it prefetches, line by line, the rows of the next one, K in QK, V in PV, and
+ *            touches those of a later unit: pages lie anywhere, and a miss of the TLB takes a walk through memory;
  *            the first unit is read ahead of its products
  *
  * The partials are merged chunk by chunk in order, so results depend on the chunk size of blocks.h alone.
  *
  *   workspace   plan [2][B + 1] int64 | partials [chunks][Hkv][lanes][Dv up to W, m, l] float | scratch of each worker
+ *   scratch     q [heads][lanes] as cells | O, m, l [heads][lanes] | s, p [heads][lanes][unit]
  * Not here: float64 (ref/), caches in another dtype than q. */
 #include "attn_tile.h"
 
 enum {
     MAX_LANES = 8,
-    MAX_UNIT = 64,  /* whole vectors */
-    FETCH_KEYS = 8, /* of PV between two fetches: what a fetch decides costs more than the lines that it asks for */
-    UNITS = 4       /* whose rows are known at once: the one computed, the one fetched, .., the one touched */
+    MAX_UNIT = 64, /* whole vectors */
+    STEP = 16,     /* keys that all heads and lanes go through before the next: whole vectors */
+    UNITS = 4      /* whose rows are known at once: the one computed, the one fetched, .., the one touched */
 };
 enum {
     VECTORS = W == 16 ? 4 : 2
@@ -38,7 +40,7 @@ typedef struct paged_job {
     attn_job tile;                      /* sequences with many lanes */
     int64_t chunk, max_chunks;          /* keys of a chunk; chunks of the batch at most */
     int64_t lanes, heads;               /* few lanes: of a partial, and kv heads of a task */
-    int64_t o_step, partial, q_step;    /* elements: O of a lane, partial of a lane, q of a lane as cells */
+    int64_t o_step, partial, q_step;    /* elements: O of a lane, O, m and l of a lane, q of a lane as cells */
     int64_t *first_block, *first_chunk; /* [B + 1] tasks of the sequences before b */
     float *partials;
     char *scratch;
@@ -51,7 +53,7 @@ static float head_scale(const gk_tensor *t, int64_t h_kv) {
 }
 
 static paged_job job_make(const gk_context *ctx, const gk_paged_attn_args *a) {
-    paged_job job = {.args = a, .blocks = &gk_paged_attn_blocks};
+    paged_job job = {.args = a, .blocks = &SYM(gk_paged_attn_blocks)};
     job.batch = a->seq_lens.shape[0], job.tokens = a->q.shape[0];
     job.heads_q = a->q.shape[1], job.heads_kv = a->k_cache.shape[2];
     const int64_t head_dim = a->q.shape[2], head_dim_v = a->v_cache.shape[3];
@@ -76,12 +78,13 @@ static paged_job job_make(const gk_context *ctx, const gk_paged_attn_args *a) {
     while (job.heads > 1 && job.max_chunks * gk_ceil_div(job.heads_kv, job.heads) < wanted)
         job.heads = gk_ceil_div(job.heads, 2);
     job.o_step = gk_round_up(head_dim_v, W);
-    job.partial = job.o_step + W; /* m and l follow O */
+    job.partial = job.o_step + 2 * W; /* m and l of a run of lanes follow O of its first */
     job.q_step = gk_round_up(cells_of(head_dim), W);
 
     job.plan_bytes = gk_round_up(16 * (job.batch + 1), 64);
     job.partials_bytes = 4 * job.max_chunks * job.heads_kv * job.lanes * job.partial;
-    job.scratch_bytes = gk_max_i64(attn_scratch_at(NULL, &job.tile).bytes, 4 * job.heads * job.lanes * job.q_step);
+    const int64_t few_lanes_bytes = 4 * job.heads * job.lanes * (job.q_step + job.partial + 2 * job.blocks->unit);
+    job.scratch_bytes = gk_round_up(gk_max_i64(attn_scratch_at(NULL, &job.tile).bytes, few_lanes_bytes), 64);
     job.first_block = a->workspace;
     job.first_chunk = job.first_block + job.batch + 1;
     job.partials = (float *)((char *)a->workspace + job.plan_bytes);
@@ -157,106 +160,104 @@ INLINE int64_t owner(const int64_t *first, int64_t batch, int64_t i) {
     return lo;
 }
 
-/* ---- few lanes: products of a unit -------------------------------------------------------------- */
+/* ---- few lanes: what is read next --------------------------------------------------------------- */
+/* Rows of some keys, K or V: of the first head, the others' lie head_bytes behind each other. */
+typedef struct key_rows {
+    const char *const *first;
+    int64_t num_keys, num_heads, head_bytes;
+} key_rows;
+
 /* The rows of the keys to come, fetched line by line in the order of their addresses: then the prefetcher of the L2 sees
  * streams and runs ahead, which the few misses that a core can wait for at once would not allow. */
 typedef struct fetch {
-    const char *const *rows;    /* of the first head */
-    const char *const *touched; /* rows of a later unit, as many or fewer */
-    int64_t num_keys, num_touched, num_heads, head_bytes, row_bytes;
-    int64_t key, head;    /* the row that comes next */
+    key_rows rows;
+    int64_t row_bytes, key, head; /* the row that comes next */
+    const char *const *touched;   /* rows of a later unit, as many or fewer */
+    int64_t num_touched;
     const char *at, *end; /* what is left of the row under way */
+    int64_t moves;        /* all ones; 0: always the same lines */
 } fetch;
 
-INLINE fetch fetch_make(const char *const *rows, int64_t num_keys, const char *const *touched, int64_t num_touched,
-                        int64_t num_heads, int64_t head_bytes, int64_t row_bytes) {
-    if (head_bytes == row_bytes) row_bytes *= num_heads, num_heads = 1; /* the heads of a key are one long row */
-    if (num_keys == 0) num_heads = 0;
-    return (fetch){rows, touched, num_keys, num_touched, num_heads, head_bytes, row_bytes, 0, 0, NULL, NULL};
+INLINE fetch fetch_make(key_rows rows, int64_t row_bytes, const char *const *touched, int64_t num_touched) {
+    if (rows.head_bytes == row_bytes)
+        row_bytes *= rows.num_heads, rows.num_heads = 1; /* the heads of a key are one long row */
+    return (fetch){rows, row_bytes, 0, 0, touched, num_touched, NULL, NULL, -1};
 }
 
-INLINE void fetch_lines(const char *at, int64_t bytes) {
-    int64_t i = 0;
-    for (; i + 256 <= bytes; i += 256)
+/* Asks for a line that is there: the loops that fetch need not ask whether they shall. */
+INLINE fetch fetch_none(const char *line) { return (fetch){.at = line, .end = (const char *)UINTPTR_MAX}; }
+
+/* The beginning of the row that comes next; after the last one, its end. */
+static __attribute__((noinline)) const char *fetch_row(fetch *f) {
+    if (f->head == f->rows.num_heads) return f->end;
+    const char *at = f->rows.first[f->key] + f->head * f->rows.head_bytes;
+    f->end = at + f->row_bytes;
+    if (f->key < f->num_touched) __builtin_prefetch(f->touched[f->key] + f->head * f->rows.head_bytes, 0, 2);
+    if (++f->key == f->rows.num_keys) f->key = 0, ++f->head;
+    return at;
+}
+
+/* at is f->at in a register. */
+INLINE const char *fetch_bytes(fetch *f, const char *at, int64_t bytes) {
+    if (at >= f->end) at = fetch_row(f);
 #pragma GCC unroll 4
-        for (int64_t line = 0; line < 256; line += 64) __builtin_prefetch(at + i + line, 0, 2);
-    for (; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
-}
-
-/* A share that goes past the end of the row under way. */
-static __attribute__((noinline)) void fetch_rows(fetch *f, int64_t bytes) {
-    for (;;) {
-        const int64_t here = gk_min_i64(bytes, f->end - f->at);
-        fetch_lines(f->at, here);
-        f->at += here;
-        bytes -= here;
-        if (bytes == 0) return;
-        if (f->head == f->num_heads) {
-            f->at = f->end = NULL;
-            return;
-        }
-        f->at = f->rows[f->key] + f->head * f->head_bytes;
-        f->end = f->at + f->row_bytes;
-        if (f->key < f->num_touched) __builtin_prefetch(f->touched[f->key] + f->head * f->head_bytes, 0, 2);
-        if (++f->key == f->num_keys) f->key = 0, ++f->head;
-    }
-}
-
-INLINE void fetch_bytes(fetch *f, int64_t bytes) {
-    if (f->end - f->at >= bytes) {
-        fetch_lines(f->at, bytes);
-        f->at += bytes;
-    } else
-        fetch_rows(f, bytes);
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
+    return at + (bytes & f->moves);
 }
 
 /* The rows that a chunk begins with, which nobody fetched: plain loads in the order of addresses have the machine's
  * prefetcher bring them at the speed of a loop that only reads; the products would ask for them head by head. */
-INLINE void read_rows(const char *const *rows, int64_t num_keys, int64_t num_heads, int64_t head_bytes,
-                      int64_t row_bytes) {
-    if (head_bytes == row_bytes) row_bytes *= num_heads, num_heads = 1;
-    for (int64_t h = 0; h < num_heads; ++h)
-        for (int64_t i = 0; i < num_keys; ++i)
-            for (int64_t at = 0; at < row_bytes; at += 64)
-                (void)*(const volatile char *)(rows[i] + h * head_bytes + at);
+INLINE void read_rows(key_rows rows, int64_t row_bytes) {
+    const fetch f = fetch_make(rows, row_bytes, NULL, 0);
+    for (int64_t h = 0; h < f.rows.num_heads; ++h)
+        for (int64_t i = 0; i < rows.num_keys; ++i)
+            for (int64_t at = 0; at < f.row_bytes; at += 64)
+                (void)*(const volatile char *)(rows.first[i] + h * rows.head_bytes + at);
 }
 
-/* s[j / keys][lane][j % keys] = q[lane] . k[j] for `lanes` lanes and n keys, keys = W / lanes at once: their sums fill one
- * vector. q is [head_dim / (W PAIR)][lanes][W], k[j] + at the row; k repeats its last row up to whole vectors of keys. */
-INLINE void dots(const int lanes, gk_dtype dtype, int64_t head_dim, const cell *q, const char *const *k, int64_t at,
-                 int64_t n, fetch *next, int64_t next_bytes, float *s) {
-    const int keys = W / lanes;
+/* ---- few lanes: products of a unit -------------------------------------------------------------- */
+/* s[head][j / keys][lane][j % keys] = q[head][lane] . k[j][head] for `lanes` lanes, keys = W / lanes at once: their sums
+ * fill one vector. q[head] is [head_dim / (W PAIR)][lanes][W]; k repeats its last key up to whole vectors of keys. */
+INLINE void dots(const int lanes, gk_dtype dtype, int64_t head_dim, const cell *q, int64_t q_head, const key_rows *k,
+                 fetch *next, float *s, int64_t s_head) {
+    const int keys = W / lanes, element = dtype == GK_F32 ? 4 : 2, piece = 2 * W * PAIR * element;
     const int64_t whole = head_dim / (2 * W * PAIR) * (2 * W * PAIR);
-    for (int64_t j = 0; j < n; j += keys) {
-        const char *row[W];
-        vf acc[W];
+    const char *ahead = next->at;
+    for (int64_t j = 0; j < k->num_keys; j += keys)
+        for (int64_t h = 0; h < k->num_heads; ++h) {
+            const cell *q_d = q + h * q_head;
+            const char *row[W];
+            vf acc[W];
+            if (piece < 64)
+                for (int i = 0; i < keys; ++i) ahead = fetch_bytes(next, ahead, element * head_dim);
 #pragma GCC unroll 16
-        for (int i = 0; i < keys; ++i) row[i] = k[j + i] + at;
-        if (next) fetch_bytes(next, keys * next_bytes);
+            for (int i = 0; i < keys; ++i) row[i] = k->first[j + i] + h * k->head_bytes;
 #pragma GCC unroll 16
-        for (int i = 0; i < W; ++i) acc[i] = vf_set1(0);
-        for (int64_t d = 0; d < whole; d += 2 * W * PAIR)
+            for (int i = 0; i < W; ++i) acc[i] = vf_set1(0);
+            for (int64_t d = 0; d < whole; d += 2 * W * PAIR, q_d += 2 * W * lanes)
 #pragma GCC unroll 16
-            for (int i = 0; i < keys; ++i) {
-                vc key[2];
-                vc_load2_split_along_k(row[i], dtype, d, key);
+                for (int i = 0; i < keys; ++i) {
+                    vc key[2];
+                    vc_load2_split_along_k(row[i], dtype, d, key);
+                    if (piece >= 64) ahead = fetch_bytes(next, ahead, piece);
 #pragma GCC unroll 2
-                for (int w = 0; w < 2; ++w)
+                    for (int w = 0; w < 2; ++w)
+#pragma GCC unroll 4
+                        for (int l = 0; l < lanes; ++l)
+                            acc[l * keys + i] = vc_dot(acc[l * keys + i], vc_load(q_d + (w * lanes + l) * W), key[w]);
+                }
+            for (int64_t d = whole; d < head_dim; d += W * PAIR, q_d += W * lanes)
+#pragma GCC unroll 16
+                for (int i = 0; i < keys; ++i) {
+                    const vc key = vc_load_along_k(row[i], dtype, d, head_dim - d);
+                    if (piece >= 64) ahead = fetch_bytes(next, ahead, piece / 2);
 #pragma GCC unroll 4
                     for (int l = 0; l < lanes; ++l)
-                        acc[l * keys + i] =
-                            vc_dot(acc[l * keys + i], vc_load(q + (d / PAIR + w * W) * lanes + l * W), key[w]);
-            }
-        for (int64_t d = whole; d < head_dim; d += W * PAIR)
-#pragma GCC unroll 16
-            for (int i = 0; i < keys; ++i) {
-                const vc key = vc_load_along_k(row[i], dtype, d, head_dim - d);
-#pragma GCC unroll 4
-                for (int l = 0; l < lanes; ++l)
-                    acc[l * keys + i] = vc_dot(acc[l * keys + i], vc_load(q + d / PAIR * lanes + l * W), key);
-            }
-        vf_store(s + j * lanes, vf_sums(acc));
-    }
+                        acc[l * keys + i] = vc_dot(acc[l * keys + i], vc_load(q_d + l * W), key);
+                }
+            vf_store(s + h * s_head + j * lanes, vf_sums(acc));
+        }
+    next->at = ahead;
 }
 
 /* Where p of key j and lane 0 of a run lies, as a cell: [j / keys][lane][j % keys]. */
@@ -281,42 +282,54 @@ INLINE void weigh(const int lanes, const int vectors, gk_dtype dtype, int64_t d,
     }
 }
 
-/* o[lane][d .. d + vectors W] += sum_j p[lane][j] v[j] */
+/* o[lane][d .. d + vectors W] += sum_j p[lane][j] v[j], v[j] + at the row */
 INLINE void weighted_columns(const int lanes, const int vectors, gk_dtype dtype, int64_t d, int64_t left, const cell *p,
-                             const char *const *v, int64_t at, int64_t n, fetch *next, int64_t next_bytes, float *o,
-                             int64_t o_step) {
+                             const char *const *v, int64_t at, int64_t n, fetch *next, float *o, int64_t o_step) {
+    const int run = W / lanes < 4 ? W / lanes : 4; /* keys whose p lie side by side */
+    const int piece = vectors * W * PAIR * (dtype == GK_F32 ? 4 : 2);
+    const char *ahead = next->at;
     vf acc[4][4];
 #pragma GCC unroll 4
     for (int l = 0; l < lanes; ++l)
 #pragma GCC unroll 4
         for (int w = 0; w < vectors; ++w) acc[l][w] = vf_load(o + l * o_step + d + w * W);
+    if (piece < 64) ahead = fetch_bytes(next, ahead, n * piece);
     int64_t j = 0;
-    for (; j + FETCH_KEYS <= n; j += FETCH_KEYS) {
-        if (next) fetch_bytes(next, next_bytes);
-#pragma GCC unroll 1
-        for (int i = 0; i < FETCH_KEYS; i += PAIR)
-            weigh(lanes, vectors, dtype, d, left, p + p_at(lanes, j + i), v[j + i] + at,
-                  PAIR == 2 ? v[j + i + 1] + at : NULL, acc);
+    for (; j + run <= n; j += run) {
+        const cell *p_j = p + p_at(lanes, j);
+#pragma GCC unroll 4
+        for (int i = 0; i < run; i += PAIR) {
+            if (piece >= 64) ahead = fetch_bytes(next, ahead, piece);
+            weigh(lanes, vectors, dtype, d, left, p_j + i / PAIR, v[j + i] + at, PAIR == 2 ? v[j + i + 1] + at : NULL,
+                  acc);
+        }
     }
-    for (; j < n; j += PAIR) {
-        if (next) fetch_bytes(next, next_bytes);
+    for (; j < n; j += PAIR)
         weigh(lanes, vectors, dtype, d, left, p + p_at(lanes, j), v[j] + at,
               PAIR == 2 && j + 1 < n ? v[j + 1] + at : NULL, acc);
-    }
 #pragma GCC unroll 4
     for (int l = 0; l < lanes; ++l)
 #pragma GCC unroll 4
         for (int w = 0; w < vectors; ++w) vf_store(o + l * o_step + d + w * W, acc[l][w]);
+    next->at = ahead;
 }
 
-/* The rows to come are fetched in equal shares of next_bytes, a share per step of every loop over the keys. */
-INLINE void weighted_rows(const int lanes, gk_dtype dtype, int64_t head_dim_v, const cell *p, const char *const *v,
-                          int64_t at, int64_t n, fetch *next, int64_t next_bytes, float *o, int64_t o_step) {
-    int64_t d = 0;
-    for (; d + VECTORS * W <= head_dim_v; d += VECTORS * W)
-        weighted_columns(lanes, VECTORS, dtype, d, W, p, v, at, n, next, next_bytes, o, o_step);
-    for (; d < head_dim_v; d += W)
-        weighted_columns(lanes, 1, dtype, d, head_dim_v - d, p, v, at, n, next, next_bytes, o, o_step);
+/* o[head][lane] += sum_j p[head][lane][j] v[j][head], O in registers for some keys. */
+INLINE void weighted_rows(const int lanes, gk_dtype dtype, int64_t head_dim_v, const cell *p, int64_t p_head,
+                          const key_rows *v, fetch *next, float *o, int64_t o_head, int64_t o_step) {
+    const int64_t keys = SYM(gk_paged_attn_blocks).v_keys;
+    for (int64_t j = 0; j < v->num_keys; j += keys)
+        for (int64_t h = 0; h < v->num_heads; ++h) {
+            const int64_t n = gk_min_i64(keys, v->num_keys - j), at = h * v->head_bytes;
+            const cell *p_h = p + h * p_head + p_at(lanes, j);
+            const char *const *row = v->first + j;
+            float *o_h = o + h * o_head;
+            int64_t d = 0;
+            for (; d + VECTORS * W <= head_dim_v; d += VECTORS * W)
+                weighted_columns(lanes, VECTORS, dtype, d, W, p_h, row, at, n, next, o_h, o_step);
+            for (; d < head_dim_v; d += W)
+                weighted_columns(lanes, 1, dtype, d, head_dim_v - d, p_h, row, at, n, next, o_h, o_step);
+        }
 }
 
 /* Columns that lie in O in the order of vf_load2_split. */
@@ -334,7 +347,22 @@ typedef struct paged_lane {
 /* What sums made with maximum m weigh beside a larger one. */
 INLINE float paged_weight(float m, float larger) { return exp2f((m - larger) * ATTN_UNIT_LOG2); }
 
-/* s of a run of lanes becomes p, as cells; m and l follow O in the partials. Keys are j0 .. j0 + n. */
+/* A maximum of a run has grown by more than what p may lag behind: O and l of its lane shrink. top is [lane][keys]. */
+static __attribute__((noinline)) void raise_maximum(int lanes, const paged_job *job, const float *top, float *o) {
+    const int keys = W / lanes;
+    float *m = o + job->o_step, *l = m + W;
+    for (int n = 0; n < lanes; ++n, o += job->partial) {
+        float peak = top[n * keys];
+        for (int i = 1; i < keys; ++i) peak = peak > top[n * keys + i] ? peak : top[n * keys + i];
+        if (!(peak > m[n * keys] + attn_lag)) continue;
+        const float shrink = paged_weight(m[n * keys], peak);
+        for (int64_t d = 0; d < job->o_step; d += W) vf_store(o + d, vf_load(o + d) * shrink);
+        for (int i = n * keys; i < (n + 1) * keys; ++i) m[i] = peak, l[i] *= shrink;
+    }
+}
+
+/* s of a run of lanes becomes p, as cells. Behind O of the run's first lane: m, the same for all keys of a lane, and l, a
+ * sum for each of W / lanes keys. Keys are j0 .. j0 + n. */
 INLINE void softmax(const int lanes, const paged_job *job, const paged_lane *lane, float scale, int64_t j0, int64_t n,
                     float *s, cell *p, float *o) {
     const int keys = W / lanes;
@@ -342,6 +370,7 @@ INLINE void softmax(const int lanes, const paged_job *job, const paged_lane *lan
     float slopes[W], positions[W], t[W];
     int32_t first[W], end[W], offset[W];
     bool edge = n % keys != 0, sloped = false;
+#pragma GCC unroll 4
     for (int l = 0; l < lanes; ++l) {
         edge |= lane[l].lo > j0 || lane[l].hi < j0 + n;
         sloped |= lane[l].slope != 0;
@@ -352,7 +381,7 @@ INLINE void softmax(const int lanes, const paged_job *job, const paged_lane *lan
             slopes[i] = x->slope, positions[i] = (float)(x->position - j0), offset[i] = i % keys;
             first[i] = (int32_t)gk_clamp_i64(x->lo - j0, 0, n), end[i] = (int32_t)gk_clamp_i64(x->hi - j0, 0, n);
         }
-    vf top = vf_set1(-INFINITY), sum = vf_set1(0);
+    vf top = vf_set1(-INFINITY);
     for (int64_t j = 0; j < n; j += keys) {
         vf x = vf_load(s + j * lanes);
         x = softcap > 0 ? vf_tanh(x * (scale / softcap)) * (softcap * ATTN_UNIT) : x * (scale * ATTN_UNIT);
@@ -366,22 +395,13 @@ INLINE void softmax(const int lanes, const paged_job *job, const paged_lane *lan
         vf_store(s + j * lanes, x);
         top = vf_max(top, x);
     }
-    vf_store(t, top);
-    float m[W];
-#pragma GCC unroll 4
-    for (int l = 0; l < lanes; ++l) {
-        float *o_l = o + l * job->partial, *m_l = o_l + job->o_step, peak = t[l * keys];
-        for (int i = 1; i < keys; ++i) peak = peak > t[l * keys + i] ? peak : t[l * keys + i];
-        if (peak > *m_l + attn_lag) {
-            const float shrink = paged_weight(*m_l, peak);
-            *m_l = peak;
-            if (m_l[1] != 0)
-                for (int64_t d = 0; d < job->o_step; d += W) vf_store(o_l + d, vf_load(o_l + d) * shrink);
-            m_l[1] *= shrink;
-        }
-        for (int i = 0; i < keys; ++i) m[l * keys + i] = *m_l;
+    float *m = o + job->o_step, *l = m + W;
+    if (vm_any(vf_lt(vf_load(m) + attn_lag, top))) {
+        vf_store(t, top);
+        raise_maximum(lanes, job, t, o);
     }
     const vf peaks = vf_load(m);
+    vf sum = vf_load(l);
     for (int64_t j = 0; j < n; j += keys * PAIR) {
         vf x[PAIR];
 #pragma GCC unroll 2
@@ -391,32 +411,39 @@ INLINE void softmax(const int lanes, const paged_job *job, const paged_lane *lan
         }
         vc_store(p + j / PAIR * lanes, vc_from_run(x));
     }
-    vf_store(t, sum);
-#pragma GCC unroll 4
-    for (int l = 0; l < lanes; ++l)
-        for (int i = 0; i < keys; ++i) o[l * job->partial + job->o_step + 1] += t[l * keys + i];
+    vf_store(l, sum);
+}
+
+/* After the last unit: O of a run of lanes, and behind each the lane's own m and l, become partials. */
+static void close_run(const paged_job *job, int lanes, const float *o, float *to) {
+    const float *m = o + job->o_step, *l = m + W;
+    for (int n = 0, keys = W / lanes; n < lanes; ++n, to += job->partial) {
+        memcpy(to, o + n * job->partial, 4 * (size_t)job->o_step);
+        float sum = 0;
+        for (int i = n * keys; i < (n + 1) * keys; ++i) sum += l[i];
+        to[job->o_step] = m[n * keys], to[job->o_step + 1] = sum;
+    }
 }
 
 /* One copy of the loops per dtype that the ISA serves and run of 4, 2 or 1 lanes: together the runs cover any number. */
 typedef struct products {
-    void (*dots)(int64_t head_dim, const cell *q, const char *const *k, int64_t at, int64_t n, fetch *next,
-                 int64_t next_bytes, float *s);
-    void (*weighted_rows)(int64_t head_dim_v, const cell *p, const char *const *v, int64_t at, int64_t n, fetch *next,
-                          int64_t next_bytes, float *o, int64_t o_step);
+    void (*dots)(int64_t head_dim, const cell *q, int64_t q_head, const key_rows *k, fetch *next, float *s,
+                 int64_t s_head);
+    void (*weighted_rows)(int64_t head_dim_v, const cell *p, int64_t p_head, const key_rows *v, fetch *next, float *o,
+                          int64_t o_head, int64_t o_step);
     void (*softmax)(const paged_job *job, const paged_lane *lane, float scale, int64_t j0, int64_t n, float *s, cell *p,
                     float *o);
 } products;
 
-#define PRODUCTS(type, dtype, lanes)                                                                                   \
-    static void __attribute__((noinline)) dots_##type##_##lanes(int64_t head_dim, const cell *q, const char *const *k, \
-                                                                int64_t at, int64_t n, fetch *next,                    \
-                                                                int64_t next_bytes, float *s) {                        \
-        dots(lanes, dtype, head_dim, q, k, at, n, next, next_bytes, s);                                                \
-    }                                                                                                                  \
-    static void __attribute__((noinline)) weighted_rows_##type##_##lanes(                                              \
-        int64_t head_dim_v, const cell *p, const char *const *v, int64_t at, int64_t n, fetch *next,                   \
-        int64_t next_bytes, float *o, int64_t o_step) {                                                                \
-        weighted_rows(lanes, dtype, head_dim_v, p, v, at, n, next, next_bytes, o, o_step);                             \
+#define PRODUCTS(type, dtype, lanes)                                                                                 \
+    static void __attribute__((noinline)) dots_##type##_##lanes(                                                     \
+        int64_t head_dim, const cell *q, int64_t q_head, const key_rows *k, fetch *next, float *s, int64_t s_head) { \
+        dots(lanes, dtype, head_dim, q, q_head, k, next, s, s_head);                                                 \
+    }                                                                                                                \
+    static void __attribute__((noinline)) weighted_rows_##type##_##lanes(                                            \
+        int64_t head_dim_v, const cell *p, int64_t p_head, const key_rows *v, fetch *next, float *o, int64_t o_head, \
+        int64_t o_step) {                                                                                            \
+        weighted_rows(lanes, dtype, head_dim_v, p, p_head, v, next, o, o_head, o_step);                              \
     }
 #define SOFTMAX(lanes)                                                                                               \
     static __attribute__((noinline)) void softmax_##lanes(const paged_job *job, const paged_lane *lane, float scale, \
@@ -449,18 +476,20 @@ INLINE float *partial_at(const paged_job *job, int64_t chunk, int64_t h_kv, int6
     return job->partials + ((chunk * job->heads_kv + h_kv) * job->lanes + lane) * job->partial;
 }
 
-static void chunk_units(const paged_job *job, int64_t b, const attn_seq *x, int64_t slot, int64_t first, int64_t end,
-                        int64_t head0, int64_t head1, const cell *q, gk_dtype dtype) {
+static void chunk_units(const paged_job *job, int64_t b, const attn_seq *x, int64_t first, int64_t end, int64_t head0,
+                        int64_t head1, char *scratch, gk_dtype dtype) {
     const gk_paged_attn_args *a = job->args;
     const int64_t group = job->tile.group, num_lanes = x->seq_q * group, unit = job->blocks->unit;
-    const int64_t head_dim = job->tile.head_dim, head_dim_v = job->tile.head_dim_v;
+    const int64_t head_dim = job->tile.head_dim, head_dim_v = job->tile.head_dim_v, num_heads = head1 - head0;
     const products *of = products_of[dtype];
-    const int64_t element_bytes = dtype == GK_F32 ? 4 : 2;
-    const int64_t k_head = element_bytes * a->k_cache.stride[2], v_head = element_bytes * a->v_cache.stride[2];
+    const int64_t element = dtype == GK_F32 ? 4 : 2, k_bytes = element * head_dim, v_bytes = element * head_dim_v;
+    const int64_t k_head = element * a->k_cache.stride[2], v_head = element * a->v_cache.stride[2];
+    const int64_t q_head = job->lanes * job->q_step, o_head = job->lanes * job->partial, s_head = job->lanes * unit;
+    const cell *q = (const cell *)scratch;
+    float *o = (float *)scratch + job->heads * q_head, *s = o + job->heads * o_head;
+    cell *p = (cell *)(s + job->heads * s_head);
     const attn_keys keys = keys_of(job, b, head0);
     const char *k[UNITS][MAX_UNIT], *v[UNITS][MAX_UNIT];
-    float s[MAX_LANES * MAX_UNIT];
-    cell p[MAX_LANES * MAX_UNIT];
     paged_lane lanes[MAX_LANES];
     for (int64_t n = 0; n < num_lanes; ++n) {
         const int64_t i = n / group;
@@ -468,14 +497,10 @@ static void chunk_units(const paged_job *job, int64_t b, const attn_seq *x, int6
             (paged_lane){gk_span_lo(&x->span, i), gk_span_hi(&x->span, i), i + x->span.diagonal, i, n % group, 0};
     }
 
-    /* of the bytes of a unit's values each step of the loops over its keys fetches a share, whole lines */
-    const int64_t v_steps = gk_ceil_div(head_dim_v, VECTORS * W);
-    const int64_t v_share = gk_round_up(gk_ceil_div(FETCH_KEYS * element_bytes * head_dim_v, v_steps), 64);
-
     for (int64_t j = first; j < gk_min_i64(end, first + (UNITS - 1) * unit); j += unit)
         attn_keys_at(&keys, j, gk_min_i64(unit, end - j), k[(j - first) / unit], v[(j - first) / unit]);
-    read_rows(k[0], gk_min_i64(unit, end - first), head1 - head0, k_head, element_bytes * head_dim);
-    read_rows(v[0], gk_min_i64(unit, end - first), head1 - head0, v_head, element_bytes * head_dim_v);
+    read_rows((key_rows){k[0], gk_min_i64(unit, end - first), num_heads, k_head}, k_bytes);
+    read_rows((key_rows){v[0], gk_min_i64(unit, end - first), num_heads, v_head}, v_bytes);
     for (int64_t j = first; j < end; j += unit) {
         const int64_t now = (j - first) / unit % UNITS, next_unit = (now + 1) % UNITS, last = (now + UNITS - 1) % UNITS;
         const int64_t j_last = gk_min_i64(end, j + (UNITS - 1) * unit);
@@ -484,27 +509,32 @@ static void chunk_units(const paged_job *job, int64_t b, const attn_seq *x, int6
         attn_keys_at(&keys, j_last, n_last, k[last], v[last]);
         for (int64_t i = n; i < gk_round_up(n, W); ++i)
             k[now][i] = k[now][n - 1]; /* dots takes whole vectors of keys */
-        const int64_t heads = head1 - head0, k_bytes = element_bytes * head_dim, v_bytes = element_bytes * head_dim_v;
-        fetch k_next = fetch_make(k[next_unit], n_next, k[last], n_last, heads, k_head, k_bytes);
-        fetch v_next = fetch_make(v[next_unit], n_next, v[last], n_last, heads, v_head, v_bytes);
-        for (int64_t h = head0; h < head1; ++h) {
-            const cell *q_h = q + (h - head0) * job->lanes * job->q_step;
-            const int64_t k_at = (h - head0) * k_head, v_at = (h - head0) * v_head;
-            float *o = partial_at(job, slot, h, 0);
-            for (int64_t l = 0; l < num_lanes; l += lane_run(num_lanes - l)) /* the first run of lanes fetches */
-                of[lane_run(num_lanes - l) / 2].dots(head_dim, q_h + l * job->q_step, k[now], k_at, n,
-                                                     l ? NULL : &k_next, k_bytes, s + l * MAX_UNIT);
+        fetch none = fetch_none(k[now][0]), k_next = none, v_next = none;
+        if (n_next) {
+            k_next = fetch_make((key_rows){k[next_unit], n_next, num_heads, k_head}, k_bytes, k[last], n_last);
+            v_next = fetch_make((key_rows){v[next_unit], n_next, num_heads, v_head}, v_bytes, v[last], n_last);
+        }
+        /* runs of lanes; the first one fetches */
+        for (int64_t i = 0; i < n; i += STEP)
+            for (int64_t l = 0, run = lane_run(num_lanes); l < num_lanes; l += run, run = lane_run(num_lanes - l)) {
+                const key_rows rows = {k[now] + i, gk_min_i64(STEP, n - i), num_heads, k_head};
+                of[run / 2].dots(head_dim, q + l * job->q_step, q_head, &rows, l ? &none : &k_next,
+                                 s + l * unit + i * run, s_head);
+            }
+        for (int64_t h = 0; h < num_heads; ++h) {
             if (a->rules.alibi_slopes)
                 for (int64_t l = 0; l < num_lanes; ++l)
-                    lanes[l].slope = attn_slope(&a->rules, b, h * group + lanes[l].g) * ATTN_UNIT;
-            for (int64_t l = 0; l < num_lanes; l += lane_run(num_lanes - l))
-                of[lane_run(num_lanes - l) / 2].softmax(job, lanes + l, scale_of(job, h), j, n, s + l * MAX_UNIT,
-                                                        p + l * MAX_UNIT, o + l * job->partial);
-            for (int64_t l = 0; l < num_lanes; l += lane_run(num_lanes - l))
-                of[lane_run(num_lanes - l) / 2].weighted_rows(head_dim_v, p + l * MAX_UNIT, v[now], v_at, n,
-                                                              l ? NULL : &v_next, v_share, o + l * job->partial,
-                                                              job->partial);
+                    lanes[l].slope = attn_slope(&a->rules, b, (head0 + h) * group + lanes[l].g) * ATTN_UNIT;
+            for (int64_t l = 0, run = lane_run(num_lanes); l < num_lanes; l += run, run = lane_run(num_lanes - l))
+                of[run / 2].softmax(job, lanes + l, scale_of(job, head0 + h), j, n, s + h * s_head + l * unit,
+                                    p + h * s_head + l * unit, o + h * o_head + l * job->partial);
         }
+        for (int64_t i = 0; i < n; i += STEP)
+            for (int64_t l = 0, run = lane_run(num_lanes); l < num_lanes; l += run, run = lane_run(num_lanes - l)) {
+                const key_rows rows = {v[now] + i, gk_min_i64(STEP, n - i), num_heads, v_head};
+                of[run / 2].weighted_rows(head_dim_v, p + l * unit + i * run / PAIR, s_head, &rows, l ? &none : &v_next,
+                                          o + l * job->partial, o_head, job->partial);
+            }
     }
 }
 
@@ -529,20 +559,25 @@ static void chunk_task(const paged_job *job, int64_t task, int64_t worker) {
     const attn_seq x = seq_of(job, b);
     const int64_t first = gk_span_lo(&x.span, 0) + (slot - job->first_chunk[b]) * job->chunk;
     const int64_t end = gk_min_i64(first + job->chunk, gk_span_hi(&x.span, x.seq_q - 1));
-    const int64_t element_bytes = (int64_t)gk_dtype_bytes(a->q.dtype);
+    const int64_t element_bytes = (int64_t)gk_dtype_bytes(a->q.dtype), num_lanes = x.seq_q * group;
 
-    cell *q = (cell *)(job->scratch + worker * job->scratch_bytes);
+    char *scratch = job->scratch + worker * job->scratch_bytes;
+    cell *q = (cell *)scratch;
+    float *o = (float *)q + job->heads * job->lanes * job->q_step;
     for (int64_t h = head0; h < head1; ++h)
-        for (int64_t n = 0, run = 0, lanes = 0; n < x.seq_q * group; ++n) {
-            if (n == run + lanes) run = n, lanes = lane_run(x.seq_q * group - n);
+        for (int64_t n = 0, run = 0, lanes = 0; n < num_lanes; ++n) {
+            if (n == run + lanes) run = n, lanes = lane_run(num_lanes - n);
             const char *row = x.q + element_bytes * (n / group * x.q_row + (h * group + n % group) * x.q_head);
             pack_q(q + ((h - head0) * job->lanes + run) * job->q_step + (n - run) * W, (int)lanes, row, a->q.dtype,
                    head_dim);
-            float *o = partial_at(job, slot, h, n);
-            memset(o, 0, 4 * (size_t)job->partial);
-            o[job->o_step] = -FLT_MAX;
+            float *o_n = o + ((h - head0) * job->lanes + n) * job->partial;
+            memset(o_n, 0, 4 * (size_t)job->partial);
+            vf_store(o_n + job->o_step, vf_set1(-FLT_MAX));
         }
-    chunk_units(job, b, &x, slot, first, end, head0, head1, q, a->q.dtype);
+    chunk_units(job, b, &x, first, end, head0, head1, scratch, a->q.dtype);
+    for (int64_t h = head0; h < head1; ++h)
+        for (int64_t n = 0, run = lane_run(num_lanes); n < num_lanes; n += run, run = lane_run(num_lanes - n))
+            close_run(job, (int)run, o + ((h - head0) * job->lanes + n) * job->partial, partial_at(job, slot, h, n));
 }
 
 /* ---- few lanes: the chunks of a sequence and kv head become out and lse --------------------------- */
