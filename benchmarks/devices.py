@@ -1,7 +1,7 @@
 """What a benchmark runs on: a machine's cores or its GPU.
 
-A device is a class with eight verbs: `name` and `driver` say what it is, `peaks` and `readers` what it can do,
-`estimate` and `time_block` time calls, `sync` waits for them, and `state` says how warm they left it.
+A device is a class with nine verbs: `name` and `driver` say what it is, `peaks`, `readers` and `page_readers` what it can
+do, `estimate` and `time_block` time calls, `sync` waits for them, and `state` says how warm they left it.
 """
 
 from __future__ import annotations
@@ -46,13 +46,18 @@ class Cpu:
             return None
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "peak.so"
-            command = [compiler, "-O3", "-ffp-contract=fast", "-shared", "-fPIC"]
-            subprocess.run([*command, str(HERE / "peak.c"), "-o", str(path)], check=True)
+            command = [compiler, "-O3", "-ffp-contract=fast", "-shared", "-fPIC", str(HERE / "peak.c"), "-o", str(path)]
+            has_openmp = subprocess.run([*command, "-fopenmp"], capture_output=True).returncode == 0
+            if not has_openmp:
+                subprocess.run(command, check=True)
             library = ctypes.CDLL(str(path))
         library.peak_madd.restype = ctypes.c_double
         library.peak_madd.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64]
         library.peak_read.restype = ctypes.c_float
         library.peak_read.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+        library.peak_read_pages.restype = ctypes.c_float
+        library.peak_read_pages.argtypes = [*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 2, *[ctypes.c_int] * 2]
+        library.has_openmp = has_openmp
         return library
 
     def name(self) -> str:
@@ -103,6 +108,22 @@ class Cpu:
 
             readers["our read"] = own_read
         return readers
+
+    def page_readers(self) -> dict[str, Callable[[Tensor, Tensor, Tensor], object]]:
+        """Ways to read the pages of two caches [num_blocks, ...] in the order of a table, with all threads: loads, and
+        loads with the page that comes next prefetched. None without a compiler that has OpenMP."""
+        if self._library is None or not self._library.has_openmp:
+            return {}
+        threads = torch.get_num_threads()
+
+        def reader(fetch: int) -> Callable[[Tensor, Tensor, Tensor], object]:
+            def read(k: Tensor, v: Tensor, table: Tensor) -> None:
+                caches = (k.data_ptr(), v.data_ptr(), table.data_ptr())
+                self._library.peak_read_pages(*caches, table.numel(), k[0].nbytes, fetch, threads)
+
+            return read
+
+        return {"reading the pages": reader(0), "reading the pages, fetched ahead": reader(1)}
 
     def _read_bandwidth(self) -> float:
         data = torch.ones(ROTATE_BYTES // 4)
@@ -229,6 +250,10 @@ class Cuda:
     def readers(self) -> dict[str, Callable[[Tensor], object]]:
         """Ways to read a contiguous tensor once."""
         return {"torch's read": lambda x: x.view(-1).view(torch.float32).sum()}
+
+    def page_readers(self) -> dict[str, Callable[[Tensor, Tensor, Tensor], object]]:
+        """None: pages in any order are read as fast as a contiguous tensor here."""
+        return {}
 
     def sync(self) -> None:
         torch.cuda.synchronize()

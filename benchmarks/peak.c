@@ -3,9 +3,10 @@
  *
  * peak_madd(isa, bf16, n)  n rounds of independent multiply-adds on one thread; returns the FLOPs
  * peak_read(data, n)       reads n floats once; returns their sum, which keeps the loop alive
+ * peak_read_pages(..)      reads pages of two caches in the order of a table, on threads of its own
  * peak_has(isa)            whether this machine can run an instruction set
- * isa: 0 base, 1 avx2, 2 avx512, 3 avx512bf16. Threads are the caller's business: every function
- * is reentrant, and harness.py runs one call per thread.
+ * isa: 0 base, 1 avx2, 2 avx512, 3 avx512bf16. But for peak_read_pages, threads are the caller's
+ * business: every function is reentrant, and devices.py runs one call per thread.
  */
 #include <stdint.h>
 
@@ -121,4 +122,33 @@ float peak_read(const float *data, int64_t n) {
     if (peak_has(2)) return read_avx512(data, n);
 #endif
     return read_base(data, n);
+}
+
+static float read_page(const char *page, const char *next, const char *later, int64_t bytes) {
+    float total = 0;
+    for (int64_t frame = 0; frame < bytes; frame += 4096) {
+        const int64_t here = bytes - frame < 4096 ? bytes - frame : 4096;
+        if (later) __builtin_prefetch(later + frame);
+        for (int64_t line = frame; next && line < frame + here; line += 64) __builtin_prefetch(next + line);
+        total += peak_read((const float *)(page + frame), here / 4);
+    }
+    return total;
+}
+
+/* k, v [num_pages][page_bytes], 16-byte aligned; table [n] page numbers; page_bytes a multiple of 16. With fetch, the page
+ * that comes next is prefetched and the memory frames of the one after it are touched. Needs OpenMP. */
+float peak_read_pages(const char *k, const char *v, const int32_t *table, int64_t n, int64_t page_bytes, int fetch,
+                      int threads) {
+    float total = 0;
+#pragma omp parallel for num_threads(threads) reduction(+ : total)
+    for (int worker = 0; worker < threads; worker++) {
+        const int64_t first = 2 * (n * worker / threads), end = 2 * (n * (worker + 1) / threads);
+        for (int64_t i = first; i < end; i++) {
+            const char *page[3] = {0};
+            for (int64_t j = 0; j < (fetch ? 3 : 1) && i + j < end; j++)
+                page[j] = ((i + j) % 2 ? v : k) + page_bytes * table[(i + j) / 2];
+            total += read_page(page[0], page[1], page[2], page_bytes);
+        }
+    }
+    return total;
 }

@@ -49,7 +49,7 @@ FLASH_ATTN_BARS = {
 PAGED_HEADS_Q, PAGED_HEADS_KV, PAGED_HEAD_DIM = 32, 8, 128
 PAGED_BATCH_CONTEXT = ((1, 4096), (1, 16384), (4, 4096), (8, 8192))
 PAGED_PAGE_SIZES = (16, 64)
-PAGED_BAR = Bar(share=0.8)  # of reading the keys and values once
+PAGED_BAR = Bar(share=0.8)  # of reading the pages once, in the order of the table
 
 # ---- the same on a GPU ---------------------------------------------------------------------------
 

@@ -2,6 +2,11 @@
  * GK_X86_ISAS is defined where the build compiled the x86 sets; elsewhere base is all there is. */
 #include "kernels.h"
 
+#if defined(GK_X86_ISAS)
+#include <cpuid.h>
+#include <stdatomic.h>
+#endif
+
 const char *const gk_isa_names[GK_NUM_ISAS] = {"base", "avx2", "avx512", "avx512bf16"};
 
 bool gk_cpu_has(gk_isa isa) {
@@ -18,6 +23,23 @@ bool gk_cpu_has(gk_isa isa) {
         return avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
     default: return false;
     }
+#else
+    return false;
+#endif
+}
+
+bool gk_cpu_fetches_near(void) {
+#if defined(GK_X86_ISAS)
+    static atomic_int family; /* of AMD, 1 of others; 0 until asked for, since cpuid is slow under a hypervisor */
+    int known = atomic_load_explicit(&family, memory_order_relaxed);
+    if (known == 0) {
+        unsigned leaf, vendor, model = 0, unused;
+        __cpuid(0, leaf, vendor, unused, unused);
+        if (vendor == signature_AMD_ebx) __cpuid(1, model, unused, unused, unused);
+        known = vendor == signature_AMD_ebx ? (int)((model >> 8 & 15) + (model >> 20 & 255)) : 1;
+        atomic_store_explicit(&family, known, memory_order_relaxed);
+    }
+    return known >= 26;
 #else
     return false;
 #endif

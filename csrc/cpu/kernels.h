@@ -16,6 +16,9 @@ typedef enum gk_isa {
 } gk_isa;
 extern const char *const gk_isa_names[GK_NUM_ISAS];
 bool gk_cpu_has(gk_isa isa);
+/* Whether a stream is better prefetched into the L1 than into the L2, whatever fits there: Zen 5, which loses some of the
+ * latter. Zen 3 and 4 are slower by it. */
+bool gk_cpu_fetches_near(void);
 
 /* A kernel: `args` is the op's argument struct of gpukern.h, already validated; workspace is of the size asked for.
  * explain fills tile, tasks and chunks; dispatch.c fills the rest. */

@@ -40,6 +40,7 @@ typedef struct paged_job {
     attn_job tile;                      /* sequences with many lanes */
     int64_t chunk, max_chunks;          /* keys of a chunk; chunks of the batch at most */
     int64_t lanes, heads;               /* few lanes: of a partial, and kv heads of a task */
+    bool near;                          /* few lanes: prefetched into the L1 */
     int64_t o_step, partial, q_step;    /* elements: O of a lane, O, m and l of a lane, q of a lane as cells */
     int64_t *first_block, *first_chunk; /* [B + 1] tasks of the sequences before b */
     float *partials;
@@ -77,6 +78,7 @@ static paged_job job_make(const gk_context *ctx, const gk_paged_attn_args *a) {
     const int64_t wanted = job.blocks->tasks_per_thread * gk_max_i64(1, ctx->num_threads);
     while (job.heads > 1 && job.max_chunks * gk_ceil_div(job.heads_kv, job.heads) < wanted)
         job.heads = gk_ceil_div(job.heads, 2);
+    job.near = gk_cpu_fetches_near();
     job.o_step = gk_round_up(head_dim_v, W);
     job.partial = job.o_step + 2 * W; /* m and l of a run of lanes follow O of its first */
     job.q_step = gk_round_up(cells_of(head_dim), W);
@@ -176,12 +178,13 @@ typedef struct fetch {
     int64_t num_touched;
     const char *at, *end; /* what is left of the row under way */
     int64_t moves;        /* all ones; 0: always the same lines */
+    bool near;            /* into the L1 */
 } fetch;
 
-INLINE fetch fetch_make(key_rows rows, int64_t row_bytes, const char *const *touched, int64_t num_touched) {
+INLINE fetch fetch_make(key_rows rows, int64_t row_bytes, const char *const *touched, int64_t num_touched, bool near) {
     if (rows.head_bytes == row_bytes)
         row_bytes *= rows.num_heads, rows.num_heads = 1; /* the heads of a key are one long row */
-    return (fetch){rows, row_bytes, 0, 0, touched, num_touched, NULL, NULL, -1};
+    return (fetch){rows, row_bytes, 0, 0, touched, num_touched, NULL, NULL, -1, near};
 }
 
 /* Asks for a line that is there: the loops that fetch need not ask whether they shall. */
@@ -201,14 +204,18 @@ static __attribute__((noinline)) const char *fetch_row(fetch *f) {
 INLINE const char *fetch_bytes(fetch *f, const char *at, int64_t bytes) {
     if (at >= f->end) at = fetch_row(f);
 #pragma GCC unroll 4
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
+    for (int64_t i = 0; i < bytes; i += 64)
+        if (f->near)
+            __builtin_prefetch(at + i, 0, 3);
+        else
+            __builtin_prefetch(at + i, 0, 2);
     return at + (bytes & f->moves);
 }
 
 /* The rows that a chunk begins with, which nobody fetched: plain loads in the order of addresses have the machine's
  * prefetcher bring them at the speed of a loop that only reads; the products would ask for them head by head. */
 INLINE void read_rows(key_rows rows, int64_t row_bytes) {
-    const fetch f = fetch_make(rows, row_bytes, NULL, 0);
+    const fetch f = fetch_make(rows, row_bytes, NULL, 0, false);
     for (int64_t h = 0; h < f.rows.num_heads; ++h)
         for (int64_t i = 0; i < rows.num_keys; ++i)
             for (int64_t at = 0; at < f.row_bytes; at += 64)
@@ -511,8 +518,10 @@ static void chunk_units(const paged_job *job, int64_t b, const attn_seq *x, int6
             k[now][i] = k[now][n - 1]; /* dots takes whole vectors of keys */
         fetch none = fetch_none(k[now][0]), k_next = none, v_next = none;
         if (n_next) {
-            k_next = fetch_make((key_rows){k[next_unit], n_next, num_heads, k_head}, k_bytes, k[last], n_last);
-            v_next = fetch_make((key_rows){v[next_unit], n_next, num_heads, v_head}, v_bytes, v[last], n_last);
+            k_next =
+                fetch_make((key_rows){k[next_unit], n_next, num_heads, k_head}, k_bytes, k[last], n_last, job->near);
+            v_next =
+                fetch_make((key_rows){v[next_unit], n_next, num_heads, v_head}, v_bytes, v[last], n_last, job->near);
         }
         /* runs of lanes; the first one fetches */
         for (int64_t i = 0; i < n; i += STEP)
