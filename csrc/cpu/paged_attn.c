@@ -200,7 +200,8 @@ static __attribute__((noinline)) const char *fetch_row(fetch *f) {
     return at;
 }
 
-/* at is f->at in a register. */
+/* The lines of some bytes more; at is f->at in a register. The products ask with each step that takes a line or more, or
+ * for some keys at once where a step takes less. */
 INLINE const char *fetch_bytes(fetch *f, const char *at, int64_t bytes) {
     if (at >= f->end) at = fetch_row(f);
 #pragma GCC unroll 4
