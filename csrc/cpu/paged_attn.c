@@ -409,7 +409,7 @@ INLINE void softmax(const int lanes, const paged_job *job, const paged_lane *lan
         raise_maximum(lanes, job, t, o);
     }
     const vf peaks = vf_load(m);
-    vf sum = vf_load(l);
+    vf sum = vf_set1(0); /* of the unit, then added: few roundings where a chunk is long */
     for (int64_t j = 0; j < n; j += keys * PAIR) {
         vf x[PAIR];
 #pragma GCC unroll 2
@@ -419,7 +419,7 @@ INLINE void softmax(const int lanes, const paged_job *job, const paged_lane *lan
         }
         vc_store(p + j / PAIR * lanes, vc_from_run(x));
     }
-    vf_store(l, sum);
+    vf_store(l, vf_load(l) + sum);
 }
 
 /* After the last unit: O of a run of lanes, and behind each the lane's own m and l, become partials. */
