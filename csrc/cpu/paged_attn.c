@@ -427,9 +427,9 @@ static void close_run(const paged_job *job, int lanes, const float *o, float *to
     const float *m = o + job->o_step, *l = m + W;
     for (int n = 0, keys = W / lanes; n < lanes; ++n, to += job->partial) {
         memcpy(to, o + n * job->partial, 4 * (size_t)job->o_step);
-        float sum = 0;
+        double sum = 0;
         for (int i = n * keys; i < (n + 1) * keys; ++i) sum += l[i];
-        to[job->o_step] = m[n * keys], to[job->o_step + 1] = sum;
+        to[job->o_step] = m[n * keys], to[job->o_step + 1] = (float)sum;
     }
 }
 
