@@ -1,8 +1,8 @@
 """paged_attn decode, one token per sequence, beside gathering the pages and calling SDPA.
 
 python benchmarks/bench_paged_attn.py [--quick] [--only decode|call] [--device cpu|cuda]
-Rates are GB/s of keys and values read; the bar is a share of what a loop reads that only reads those pages. On CUDA the peers are cuDNN on a
-dense cache, the gathered pages, and FlashAttention-3 and FlashInfer where they are installed.
+Rates are GB/s of keys and values read; the bar is a share of what a loop reads that only reads those pages. On CUDA the
+peers are cuDNN on a dense cache, the gathered pages, and FlashAttention-3 and FlashInfer where they are installed.
 """
 
 from __future__ import annotations

@@ -18,19 +18,16 @@
  * The partials are merged chunk by chunk in order, so results depend on the chunk size of blocks.h alone.
  *
  *   workspace   plan [2][B + 1] int64 | partials [chunks][Hkv][lanes][Dv up to W, m, l] float | scratch of each worker
- *   scratch     q [heads][lanes] as cells | O, m, l [heads][lanes] | s, p [heads][lanes][unit]
  * Not here: float64 (ref/), caches in another dtype than q. */
 #include "attn_tile.h"
 
 enum {
     MAX_LANES = 8,
-    MAX_UNIT = 64, /* whole vectors */
-    STEP = 16,     /* keys that all heads and lanes go through before the next: whole vectors */
-    UNITS = 4      /* whose rows are known at once: the one computed, the one fetched, .., the one touched */
+    MAX_UNIT = 64,            /* whole vectors */
+    STEP = 16,                /* keys that all heads and lanes go through before the next: whole vectors */
+    UNITS = 4,                /* whose rows are known at once: the one computed, the one fetched, .., the one touched */
+    VECTORS = W == 16 ? 4 : 2 /* of values at once: with 4 lanes they leave registers for the values */
 };
-enum {
-    VECTORS = W == 16 ? 4 : 2
-}; /* of values at once: with 4 lanes they leave registers for the values */
 
 typedef struct paged_job {
     const gk_paged_attn_args *args;
@@ -51,6 +48,21 @@ typedef struct paged_job {
 static float head_scale(const gk_tensor *t, int64_t h_kv) {
     if (!t) return 1;
     return ((const float *)t->data)[t->ndim ? h_kv * t->stride[0] : 0];
+}
+
+/* What a worker keeps of a task with few lanes, each [heads][lanes]; the steps are those of a head. */
+typedef struct lanes_scratch {
+    cell *q, *p;
+    float *o, *s;
+    int64_t q_head, o_head, s_head, bytes; /* s_head: of p too */
+} lanes_scratch;
+
+static lanes_scratch lanes_scratch_at(void *at, const paged_job *job) {
+    const int64_t q_head = job->lanes * job->q_step, o_head = job->lanes * job->partial;
+    const int64_t s_head = job->lanes * job->blocks->unit;
+    float *o = (float *)at + job->heads * q_head, *s = o + job->heads * o_head, *p = s + job->heads * s_head;
+    return (lanes_scratch){at,     (cell *)p, o,      s,
+                           q_head, o_head,    s_head, gk_round_up(4 * job->heads * (q_head + o_head + 2 * s_head), 64)};
 }
 
 static paged_job job_make(const gk_context *ctx, const gk_paged_attn_args *a) {
@@ -85,8 +97,7 @@ static paged_job job_make(const gk_context *ctx, const gk_paged_attn_args *a) {
 
     job.plan_bytes = gk_round_up(16 * (job.batch + 1), 64);
     job.partials_bytes = 4 * job.max_chunks * job.heads_kv * job.lanes * job.partial;
-    const int64_t few_lanes_bytes = 4 * job.heads * job.lanes * (job.q_step + job.partial + 2 * job.blocks->unit);
-    job.scratch_bytes = gk_round_up(gk_max_i64(attn_scratch_at(NULL, &job.tile).bytes, few_lanes_bytes), 64);
+    job.scratch_bytes = gk_max_i64(attn_scratch_at(NULL, &job.tile).bytes, lanes_scratch_at(NULL, &job).bytes);
     job.first_block = a->workspace;
     job.first_chunk = job.first_block + job.batch + 1;
     job.partials = (float *)((char *)a->workspace + job.plan_bytes);
@@ -182,8 +193,8 @@ typedef struct fetch {
 } fetch;
 
 INLINE fetch fetch_make(key_rows rows, int64_t row_bytes, const char *const *touched, int64_t num_touched, bool near) {
-    if (rows.head_bytes == row_bytes)
-        row_bytes *= rows.num_heads, rows.num_heads = 1; /* the heads of a key are one long row */
+    /* the heads of a key are one long row */
+    if (rows.head_bytes == row_bytes) row_bytes *= rows.num_heads, rows.num_heads = 1;
     return (fetch){rows, row_bytes, 0, 0, touched, num_touched, NULL, NULL, -1, near};
 }
 
@@ -485,17 +496,13 @@ INLINE float *partial_at(const paged_job *job, int64_t chunk, int64_t h_kv, int6
 }
 
 static void chunk_units(const paged_job *job, int64_t b, const attn_seq *x, int64_t first, int64_t end, int64_t head0,
-                        int64_t head1, char *scratch, gk_dtype dtype) {
+                        int64_t head1, const lanes_scratch *own, gk_dtype dtype) {
     const gk_paged_attn_args *a = job->args;
     const int64_t group = job->tile.group, num_lanes = x->seq_q * group, unit = job->blocks->unit;
     const int64_t head_dim = job->tile.head_dim, head_dim_v = job->tile.head_dim_v, num_heads = head1 - head0;
     const products *of = products_of[dtype];
     const int64_t element = dtype == GK_F32 ? 4 : 2, k_bytes = element * head_dim, v_bytes = element * head_dim_v;
     const int64_t k_head = element * a->k_cache.stride[2], v_head = element * a->v_cache.stride[2];
-    const int64_t q_head = job->lanes * job->q_step, o_head = job->lanes * job->partial, s_head = job->lanes * unit;
-    const cell *q = (const cell *)scratch;
-    float *o = (float *)scratch + job->heads * q_head, *s = o + job->heads * o_head;
-    cell *p = (cell *)(s + job->heads * s_head);
     const attn_keys keys = keys_of(job, b, head0);
     const char *k[UNITS][MAX_UNIT], *v[UNITS][MAX_UNIT];
     paged_lane lanes[MAX_LANES];
@@ -519,31 +526,31 @@ static void chunk_units(const paged_job *job, int64_t b, const attn_seq *x, int6
             k[now][i] = k[now][n - 1]; /* dots takes whole vectors of keys */
         fetch none = fetch_none(k[now][0]), k_next = none, v_next = none;
         if (n_next) {
-            k_next =
-                fetch_make((key_rows){k[next_unit], n_next, num_heads, k_head}, k_bytes, k[last], n_last, job->near);
-            v_next =
-                fetch_make((key_rows){v[next_unit], n_next, num_heads, v_head}, v_bytes, v[last], n_last, job->near);
+            const key_rows k_rows = {k[next_unit], n_next, num_heads, k_head};
+            const key_rows v_rows = {v[next_unit], n_next, num_heads, v_head};
+            k_next = fetch_make(k_rows, k_bytes, k[last], n_last, job->near);
+            v_next = fetch_make(v_rows, v_bytes, v[last], n_last, job->near);
         }
         /* runs of lanes; the first one fetches */
         for (int64_t i = 0; i < n; i += STEP)
             for (int64_t l = 0, run = lane_run(num_lanes); l < num_lanes; l += run, run = lane_run(num_lanes - l)) {
                 const key_rows rows = {k[now] + i, gk_min_i64(STEP, n - i), num_heads, k_head};
-                of[run / 2].dots(head_dim, q + l * job->q_step, q_head, &rows, l ? &none : &k_next,
-                                 s + l * unit + i * run, s_head);
+                of[run / 2].dots(head_dim, own->q + l * job->q_step, own->q_head, &rows, l ? &none : &k_next,
+                                 own->s + l * unit + i * run, own->s_head);
             }
         for (int64_t h = 0; h < num_heads; ++h) {
             if (a->rules.alibi_slopes)
                 for (int64_t l = 0; l < num_lanes; ++l)
                     lanes[l].slope = attn_slope(&a->rules, b, (head0 + h) * group + lanes[l].g) * ATTN_UNIT;
             for (int64_t l = 0, run = lane_run(num_lanes); l < num_lanes; l += run, run = lane_run(num_lanes - l))
-                of[run / 2].softmax(job, lanes + l, scale_of(job, head0 + h), j, n, s + h * s_head + l * unit,
-                                    p + h * s_head + l * unit, o + h * o_head + l * job->partial);
+                of[run / 2].softmax(job, lanes + l, scale_of(job, head0 + h), j, n, own->s + h * own->s_head + l * unit,
+                                    own->p + h * own->s_head + l * unit, own->o + h * own->o_head + l * job->partial);
         }
         for (int64_t i = 0; i < n; i += STEP)
             for (int64_t l = 0, run = lane_run(num_lanes); l < num_lanes; l += run, run = lane_run(num_lanes - l)) {
                 const key_rows rows = {v[now] + i, gk_min_i64(STEP, n - i), num_heads, v_head};
-                of[run / 2].weighted_rows(head_dim_v, p + l * unit + i * run / PAIR, s_head, &rows, l ? &none : &v_next,
-                                          o + l * job->partial, o_head, job->partial);
+                of[run / 2].weighted_rows(head_dim_v, own->p + l * unit + i * run / PAIR, own->s_head, &rows,
+                                          l ? &none : &v_next, own->o + l * job->partial, own->o_head, job->partial);
             }
     }
 }
@@ -571,23 +578,21 @@ static void chunk_task(const paged_job *job, int64_t task, int64_t worker) {
     const int64_t end = gk_min_i64(first + job->chunk, gk_span_hi(&x.span, x.seq_q - 1));
     const int64_t element_bytes = (int64_t)gk_dtype_bytes(a->q.dtype), num_lanes = x.seq_q * group;
 
-    char *scratch = job->scratch + worker * job->scratch_bytes;
-    cell *q = (cell *)scratch;
-    float *o = (float *)q + job->heads * job->lanes * job->q_step;
+    const lanes_scratch own = lanes_scratch_at(job->scratch + worker * job->scratch_bytes, job);
     for (int64_t h = head0; h < head1; ++h)
         for (int64_t n = 0, run = 0, lanes = 0; n < num_lanes; ++n) {
             if (n == run + lanes) run = n, lanes = lane_run(num_lanes - n);
             const char *row = x.q + element_bytes * (n / group * x.q_row + (h * group + n % group) * x.q_head);
-            pack_q(q + ((h - head0) * job->lanes + run) * job->q_step + (n - run) * W, (int)lanes, row, a->q.dtype,
+            pack_q(own.q + (h - head0) * own.q_head + run * job->q_step + (n - run) * W, (int)lanes, row, a->q.dtype,
                    head_dim);
-            float *o_n = o + ((h - head0) * job->lanes + n) * job->partial;
+            float *o_n = own.o + (h - head0) * own.o_head + n * job->partial;
             memset(o_n, 0, 4 * (size_t)job->partial);
             vf_store(o_n + job->o_step, vf_set1(-FLT_MAX));
         }
-    chunk_units(job, b, &x, first, end, head0, head1, scratch, a->q.dtype);
+    chunk_units(job, b, &x, first, end, head0, head1, &own, a->q.dtype);
     for (int64_t h = head0; h < head1; ++h)
         for (int64_t n = 0, run = lane_run(num_lanes); n < num_lanes; n += run, run = lane_run(num_lanes - n))
-            close_run(job, (int)run, o + ((h - head0) * job->lanes + n) * job->partial, partial_at(job, slot, h, n));
+            close_run(job, (int)run, own.o + (h - head0) * own.o_head + n * job->partial, partial_at(job, slot, h, n));
 }
 
 /* ---- few lanes: the chunks of a sequence and kv head become out and lse --------------------------- */
