@@ -542,25 +542,23 @@ const gk_cuda_row *choose(const gk_context *ctx, const void *arguments) {
 /* ---- 5 the launch -------------------------------------------------------------------------------------------- */
 /* What the host asks of an instance of the kernel. */
 struct Instance {
-    bool along_m, along_n;            /* as a and b lie in shared memory */
-    int k_block, a_box, b_box;        /* of their copies */
-    bool by_panels, by_tma, in_turns; /* how results leave */
+    bool along_m, along_n;  /* as a and b lie in shared memory */
+    int a_box, b_box;       /* rows of their copies */
+    bool by_panels, by_tma; /* how results leave */
     int panel_cols;
-    unsigned threads;
-    int smem_bytes;
-    gk_status (*launch)(const gk_context *ctx, unsigned blocks, unsigned threads, int smem_bytes, const Params &x);
+    gk_status (*launch)(const gk_context *ctx, unsigned blocks, const Params &x);
 };
 
 template <class T, class Tile, int MODE>
-gk_status launch_instance(const gk_context *ctx, unsigned blocks, unsigned threads, int smem_bytes, const Params &x) {
-    return launch<gemm_sm90a_kernel<T, Tile, MODE>>("gk_gemm", ctx, dim3(blocks), threads, (size_t)smem_bytes, x, true);
+gk_status launch_instance(const gk_context *ctx, unsigned blocks, const Params &x) {
+    return launch<gemm_sm90a_kernel<T, Tile, MODE>>("gk_gemm", ctx, dim3(blocks), Tile::THREADS,
+                                                    (size_t)Smem<T, Tile, MODE>::BYTES, x, true);
 }
 
 template <class T, class Tile, int MODE> constexpr Instance instance() {
     typedef Smem<T, Tile, MODE> S;
-    return {S::ALONG_M,         S::ALONG_N,    K_BLOCK<T>,      S::APart::box_rows,
-            S::BPart::box_rows, S::BY_PANELS,  BY_TMA<T, Tile>, Tile::IN_TURNS,
-            S::PANEL_COLS,      Tile::THREADS, S::BYTES,        launch_instance<T, Tile, MODE>};
+    return {S::ALONG_M,   S::ALONG_N,      S::APart::box_rows, S::BPart::box_rows,
+            S::BY_PANELS, BY_TMA<T, Tile>, S::PANEL_COLS,      launch_instance<T, Tile, MODE>};
 }
 
 void plan(const gk_cuda_row *row, const gk_context *ctx, GemmProblem *p, unsigned *clusters) {
@@ -579,11 +577,12 @@ gk_status start(const gk_cuda_row *row, const Instance &in, const gk_context *ct
     plan(row, ctx, &x->p, &clusters);
     TensorShape a = operands[0], b = operands[1];
     a.tf32 = b.tf32 = dtype == GK_F32;
+    const int k_block = WGMMA_ROW_BYTES / (int)gk_dtype_bytes(dtype);
     const int a_end = in.along_m ? 0 : (int)(x->p.m % in.a_box), b_end = in.along_n ? 0 : (int)(x->p.n % in.b_box);
-    gk_status status = make_tensor_map("gk_gemm", a, in.k_block, in.a_box, &x->a);
-    if (status == GK_OK) status = make_tensor_map("gk_gemm", b, in.k_block, in.b_box, &x->b);
-    if (status == GK_OK && a_end) status = make_tensor_map("gk_gemm", a, in.k_block, a_end, &x->a_end);
-    if (status == GK_OK && b_end) status = make_tensor_map("gk_gemm", b, in.k_block, b_end, &x->b_end);
+    gk_status status = make_tensor_map("gk_gemm", a, k_block, in.a_box, &x->a);
+    if (status == GK_OK) status = make_tensor_map("gk_gemm", b, k_block, in.b_box, &x->b);
+    if (status == GK_OK && a_end) status = make_tensor_map("gk_gemm", a, k_block, a_end, &x->a_end);
+    if (status == GK_OK && b_end) status = make_tensor_map("gk_gemm", b, k_block, b_end, &x->b_end);
     if (status != GK_OK) return status;
     const GemmEpilogue &e = x->p.epilogue;
     const int64_t cols = turned ? x->p.m : x->p.n;
@@ -602,7 +601,7 @@ gk_status start(const gk_cuda_row *row, const Instance &in, const gk_context *ct
     x->straight =
         x->plain && (dtype == GK_F32 || (e.activation <= GK_ACT_RELU && !e.preact && (!e.bias || e.bias_vectors)));
     x->bare = (x->plain || (!in.by_panels && chunks)) && !e.bias && !e.preact && e.activation == GK_ACT_NONE;
-    if (in.in_turns && !x->plain)
+    if (row->key[KEY_IN_TURNS] && !x->plain)
         return gk_fail(GK_ERR_UNSUPPORTED, "gk_gemm: in turns tma stores, which it cannot here");
     x->batched = x->p.ndim > 0;
     x->keep = x->p.m * x->p.n * x->p.batch * (int64_t)gk_dtype_bytes(dtype) <= KEEP_BYTES;
@@ -610,7 +609,7 @@ gk_status start(const gk_cuda_row *row, const Instance &in, const gk_context *ct
     if (x->ragged && cols % 2 != 0) x->p.epilogue.bias_vectors = false; /* two columns are read at a time */
     x->across = !turned && !x->ragged && !e.out_vectors;
     if (x->across) x->p.epilogue = gemm_swapped(x->p).epilogue;
-    return in.launch(ctx, clusters * (unsigned)row->key[KEY_CLUSTER], in.threads, in.smem_bytes, *x);
+    return in.launch(ctx, clusters * (unsigned)row->key[KEY_CLUSTER], *x);
 }
 
 gk_status run_row(const gk_cuda_row *row, const Instance *of_mode, const gk_context *ctx, const void *args) {

@@ -207,11 +207,11 @@ __device__ __forceinline__ void send(const Params &x, bool to_preact, smem_addr 
         const int64_t row = at.c[1], col = at.c[0], stride = to_preact ? e.preact_row : e.out_row;
         uint16_t *const to_g = (uint16_t *)(to_preact ? e.preact : e.out) + (to_preact ? place.preact : place.out);
         const int rows = (int)(x.p.m - row), cols = (int)(x.p.n - col);
-        const int late =
-            TMA ? laneid() : lane; /* of wide tiles no register keeps what derives of it over the products */
-        if (RAGGED && x.ragged)
+        if (RAGGED && x.ragged) {
+            /* asked anew for wide tiles: no register keeps what derives of it over the products */
+            const int late = TMA ? laneid() : lane;
             send_rows<Panel, 2 * N>(to_g + row * stride + col, stride, rows, cols, panels_s, late);
-        else if constexpr (!TMA)
+        } else if constexpr (!TMA)
             send_chunks<Panel, 2 * N>(to_g + row * stride + col, stride, rows, cols, panels_s, lane);
     }
 }
