@@ -63,7 +63,7 @@ def test_matrix_kernels_multiply_on_tensor_cores(report):
 
 
 def test_wgmma_kernels_multiply_by_their_tile(report):
-    """gemm_sm90a_kernel<T, Sm90Tile<M, N, S, L, G, ROWS, COLS, P, SPLIT, TURN, KB, TURNS>, MODE>: a step of the hot loop is
+    """gemm_sm90a_kernel<T, Sm90Tile<M, N, S, L, G, TILES, P, SPLIT, TURN, KB, TURNS>, MODE>: a step of the hot loop is
     KB times 64 of k, M / G / 64 products each 16 of them (in turns M / 64), between one fence and one wait, and none stands
     elsewhere. tf32 has half as much of k; turned, with fragments from registers, a fence and a wait for each of its four
     products. gemm_skewed_sm90a_kernel: a step is 128 of k."""

@@ -5,10 +5,10 @@
  *                                    one that is not is copied first (gemm_realign), into the call's workspace;
  *                                    tf32: a along k, b along k, or along n, which turns the product (tf32.cuh)
  * bias [N], c broadcasts, out [batch, M, N], preact like out; float32 sums, one rounding
- * Grid: as many clusters of CM x CN x CK blocks as fit the GPU; each takes CM x CN tiles BM x BN side by side, in the order
- * of order.cuh, until none is left. The blocks of a row read the same of a, those of a column the same of b: each copies its
- * share to all of them, since L2 gives the SMs some 8 TB/s and single 128 x 256 tiles would ask for 12. CK = 2: two
- * blocks sum half of k each, trade halves of their sums and store half of the columns.
+ * Grid: as many clusters, of one or two blocks, as fit the GPU; each takes tiles BM x BN, in the order of order.cuh, until none is
+ * left. TILES = 2: two tiles side by side, above each other, where both read the same of b, or in a row, where the same of a,
+ * whichever fits the result better. Each block copies half of that to both, since L2 gives the SMs some 8 TB/s and single
+ * 128 x 256 tiles would ask for 12. CK = 2: two blocks sum half of k each, trade halves of their sums and store half of the columns.
  * Turned, for few rows and tf32: a and b change places (out^T = b^T a^T), so that the weights fill wgmma's 64 rows.
  * Block: WGS warpgroups that multiply, BM / WGS rows each, and one of which a single thread copies. In turns: two, each with
  * tiles of its own, every second one of the block's; one stores while the other multiplies.
@@ -41,6 +41,7 @@
 #include "../ptx/wgmma.cuh"
 #include "../tile/tma_ring.cuh"
 #include "../tile/wgmma.cuh"
+#include "copies.cuh"
 #include "epilogue.cuh"
 #include "operands.cuh"
 #include "order.cuh"
@@ -68,6 +69,7 @@ struct Params {
     /* what a block begins with stands together: what is not in the constant cache takes 200 clocks a line */
     TileOrder order;    /* of clusters' tiles */
     bool batched;       /* more than one product */
+    bool in_row;        /* a cluster's two tiles, not one above the other */
     bool plain, ragged; /* store_plain serves the call: rows of whole chunks of 16 bytes; others */
     bool straight;      /* such rows, without what takes many instructions */
     bool bare;          /* such rows, of nothing but the sums times alpha; turned ones, too */
@@ -80,8 +82,8 @@ template <class T, class Tile, int MODE> struct Smem {
     static constexpr bool ALONG_M = MODE & A_ALONG_M, ALONG_N = MODE & B_ALONG_N;
     typedef wgmma_tile<Tile::BM, ALONG_M, K_BLOCK<T>> A;
     typedef wgmma_tile<Tile::BN, ALONG_N, K_BLOCK<T>> B;
-    typedef wgmma_part<Tile::BM, ALONG_M, Tile::CN, K_BLOCK<T>> APart;
-    typedef wgmma_part<Tile::BN, ALONG_N, Tile::CM, K_BLOCK<T>> BPart;
+    template <int SHARERS> using APart = wgmma_part<Tile::BM, ALONG_M, SHARERS, K_BLOCK<T>>;
+    template <int SHARERS> using BPart = wgmma_part<Tile::BN, ALONG_N, SHARERS, K_BLOCK<T>>;
     static constexpr int BLOCK = A::bytes + B::bytes, SLOT = Tile::K64 * BLOCK; /* K_BLOCK of k; a step */
     static constexpr int STAGES = Tile::STAGES * SLOT <= MOST_RING ? Tile::STAGES : MOST_RING / SLOT,
                          RING = STAGES * SLOT;
@@ -102,7 +104,7 @@ template <class T, class Tile, int MODE> struct Smem {
     static constexpr int BYTES = TRADED + 16 + WGMMA_BLOCK_BYTES;
     static_assert(BYTES <= 232448 && PANELS % 1024 == 0, "shared memory of a block");
     static_assert(Tile::TURNED || COLS % 8 == 0, "panels begin at multiples of 16 bytes");
-    static_assert(Tile::CK <= 2 && (BY_PANELS || Tile::WGS == 1), "two blocks trade; one turns");
+    static_assert(Tile::TILES * Tile::CK <= 2 && (BY_PANELS || Tile::WGS == 1), "two blocks share or trade; one turns");
     static_assert(!Tile::IN_TURNS || (Tile::WGS == 2 && Tile::CK == 1 && !Tile::TURNED), "two warpgroups take turns");
     static_assert(MT <= 2, "sums of a warpgroup are stored by one body, past which they move once");
 };
@@ -120,51 +122,18 @@ __device__ __forceinline__ void place_batch(const GemmProblem &p, const int64_t 
     }
 }
 
-/* ---- 2 copies ------------------------------------------------------------------------------------------------ */
-/* Where a tile's part comes from. Rows outside a matrix take tma three times as long as rows inside, so none are copied: what
- * their places in shared memory hold goes into sums that are not stored. k is filled up with zeros. */
-template <class Part> struct Source {
-    const CUtensorMap *map;
-    int x, boxes, bytes; /* of the part; of all parts of the tile, for K_BLOCK of k */
-    tma_at at;           /* the batch entry */
-
-    Source() = default;
-    /* x: the tile's first row. end: describes the box that the last rows do not fill */
-    __device__ __forceinline__ Source(const CUtensorMap *inside, const CUtensorMap *end, int x, int64_t rows, int part)
-        : map(Part::ends(part, (int)rows - x) ? end : inside), x(x), boxes(Part::boxes_of(part, (int)rows - x)),
-          bytes(Part::bytes_of((int)rows - x)), at{} {}
-};
-
-/* Part `part` of K_BLOCK of k from k on, into the blocks of the cluster whose bits are set. FIRST_OUT: of L2. */
-template <class Part, bool ALONG_X, int SHARERS, bool FIRST_OUT>
-__device__ __forceinline__ void copy_part(smem_addr to_s, const Source<Part> &from, int k, int part, smem_addr full,
-                                          uint16_t blocks) {
-    tma_at at = from.at;
-#pragma unroll
-    for (int i = 0; i < Part::boxes; ++i) {
-        if (i >= from.boxes) break;
-        const int x_at = from.x + Part::x(part, i), k_at = k + Part::k(part);
-        at.c[0] = ALONG_X ? x_at : k_at, at.c[1] = ALONG_X ? k_at : x_at;
-        if (SHARERS > 1)
-            tma_load_5d_multicast(to_s + Part::offset(part, i), from.map, at, full, blocks);
-        else if (FIRST_OUT)
-            tma_load_5d_by(to_s + Part::offset(part, i), from.map, at, full, l2_first_out());
-        else
-            tma_load_5d(to_s + Part::offset(part, i), from.map, at, full);
-    }
-}
-
-/* ---- 3 the kernel -------------------------------------------------------------------------------------------- */
+/* ---- 2 the kernel -------------------------------------------------------------------------------------------- */
 template <class T, class Tile, int MODE>
-__global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1)
+__global__ void __cluster_dims__(Tile::CLUSTER, 1, 1)
     __launch_bounds__(Tile::THREADS, blocks_of(Tile::THREADS, Smem<T, Tile, MODE>::BYTES))
         gemm_sm90a_kernel(const __grid_constant__ Params x) {
     typedef Smem<T, Tile, MODE> S;
     typedef typename S::A A;
     typedef typename S::B B;
+    typedef Copies<S, Tile::TILES, 1, ONCE<T, Tile>> InRow; /* the cluster's tiles */
+    typedef Copies<S, 1, Tile::TILES, ONCE<T, Tile>> InColumn;
     constexpr int BM = Tile::BM, BN = Tile::BN, STAGES = S::STAGES, WGS = Tile::WGS;
-    constexpr int CM = Tile::CM, CN = Tile::CN, CK = Tile::CK, CLUSTER = CM * CN * CK,
-                  NEIGHBOURS = CM + CN - 1; /* itself among them */
+    constexpr int TILES = Tile::TILES, CK = Tile::CK, CLUSTER = Tile::CLUSTER;
     constexpr int MT = S::MT, BK = Tile::K64 * K_BLOCK<T>;
     constexpr bool IN_TURNS = Tile::IN_TURNS;
     constexpr bool LATE = IN_TURNS || TURNED_TF32<T, Tile>; /* no register keeps a tile's place over its products */
@@ -174,15 +143,15 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1)
     const GemmProblem &p = x.p;
     const int lane = threadIdx.x % 32, block_warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0); /* the warp's own */
     const int warpgroup = block_warp / 4, warp = block_warp % 4;
-    /* (row, column, part of k) in the cluster, row fastest */
     const int rank = CLUSTER > 1 ? (int)cluster_ctarank() : 0;
-    const int tile_m = rank % CM, tile_n = rank / CM % CN, part = rank / (CM * CN), first_of_part = part * CM * CN;
+    const int part = CK > 1 ? rank : 0; /* of k */
+    const bool in_row = TILES > 1 && x.in_row;
     const smem_addr ring_s = (cvta_to_shared(smem) + WGMMA_BLOCK_BYTES - 1) / WGMMA_BLOCK_BYTES * WGMMA_BLOCK_BYTES;
     tma_ring<STAGES> ring(ring_s + S::BARRIERS);
 
     if (threadIdx.x == 0) {
         prefetch_tensormap(&x.a), prefetch_tensormap(&x.b);
-        ring.init((IN_TURNS ? 1 : WGS) * NEIGHBOURS);
+        ring.init((IN_TURNS ? 1 : WGS) * TILES);
         if (IN_TURNS) mbarrier_init(ring_s + S::TRADED, 4), mbarrier_init(ring_s + S::TRADED + 8, 4);
         if (CK > 1) mbarrier_init(ring_s + S::TRADED, 1), mbarrier_init(ring_s + S::TRADED + 8, WGS * 4);
         fence_mbarrier_init();
@@ -196,14 +165,19 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1)
     const int step0 = part * part_steps, steps = max(0, min(part_steps, all_steps - step0));
     const auto place = [&](unsigned t, unsigned batch) -> coord {
         const TilePlace tile = tile_place(t - batch * tiles, x.order);
-        return {(tile.row * CM + tile_m) * BM, (tile.col * CN + tile_n) * BN};
+        if (TILES == 1) return {tile.row * BM, tile.col * BN};
+        const int down = !in_row, rank = (int)cluster_ctarank(); /* asked anew: no register keeps it */
+        return {((tile.row << down) + (rank & down)) * BM, ((tile.col << in_row) + (rank & in_row)) * BN};
     };
-    Source<typename S::APart> a_from;
-    Source<typename S::BPart> b_from;
+    Source a_from, b_from;
     const auto find_copies = [&](unsigned t) {
         const unsigned batch = x.order.tiles.into(t);
         const coord tile = place(t, batch);
-        a_from = {&x.a, &x.a_end, tile.row, p.m, tile_n}, b_from = {&x.b, &x.b_end, tile.col, p.n, tile_m};
+        const int rank = (int)cluster_ctarank(); /* here, too */
+        if (in_row)
+            InRow::find(x, tile, rank, a_from, b_from);
+        else
+            InColumn::find(x, tile, rank, a_from, b_from);
         if (x.batched) place_batch(p, p.a_batch, batch, a_from.at), place_batch(p, p.b_batch, batch, b_from.at);
     };
     if (block_warp == WGS * 4) {
@@ -219,28 +193,25 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1)
     griddepcontrol_launch_dependents(); /* the next kernel's start may overlap this one's end */
 
     if (warpgroup == WGS) {
-        /* ---- 3.1 copies ---- */
+        /* ---- 2.1 copies ---- */
         if (WGS > 1) setmaxnreg_dec<Tile::COPY_REGS>();
         if (warp == 0 && elect_one()) {
-            uint16_t row_blocks = 0;
-            for (int j = 0; j < CN; ++j) row_blocks |= 1 << (first_of_part + tile_m + CM * j);
-            const uint16_t col_blocks = ((1 << CM) - 1) << (first_of_part + CM * tile_n);
             /* what the kernel before wrote is there, and what it read may be overwritten; without a tile, too: no block ends
              * before that kernel has */
             griddepcontrol_wait();
             for (unsigned t = first; t < all; t += step) {
                 if (t != first) find_copies(t);
                 for (int k = step0; k < step0 + steps; ++k) {
-                    const smem_addr a_s = ring_s + ring.slot * S::SLOT, b_s = a_s + A::bytes;
                     ring.wait_empty(); /* all readers of what this step overwrites, here and in the others, have let go */
                     mbarrier_arrive_expect_tx(ring.full(), Tile::K64 * (a_from.bytes + b_from.bytes));
 #pragma unroll
                     for (int kb = 0; kb < Tile::K64; ++kb) {
                         const int at_k = k * BK + kb * K_BLOCK<T>;
-                        copy_part<typename S::APart, S::ALONG_M, CN, ONCE<T, Tile>>(a_s + kb * S::BLOCK, a_from, at_k,
-                                                                                    tile_n, ring.full(), row_blocks);
-                        copy_part<typename S::BPart, S::ALONG_N, CM, false>(b_s + kb * S::BLOCK, b_from, at_k, tile_m,
-                                                                            ring.full(), col_blocks);
+                        const smem_addr to_s = ring_s + ring.slot * S::SLOT + kb * S::BLOCK;
+                        if (in_row)
+                            InRow::copy(a_from, b_from, to_s, at_k, rank, ring.full());
+                        else
+                            InColumn::copy(a_from, b_from, to_s, at_k, rank, ring.full());
                     }
                     ring.advance();
                 }
@@ -249,20 +220,16 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1)
             for (int s = 0; s < STAGES; ++s) ring.wait_empty(), ring.advance();
         }
     } else {
-        /* ---- 3.2 products ---- */
+        /* ---- 2.2 products ---- */
         if (WGS > 1) setmaxnreg_inc<Tile::SUM_REGS>();
         float sum[MT][BN / 2];
         unsigned trade_parity = 0;
-        int panel = 0; /* that store_plain_turned wrote longest ago */
-        /* a lane for each block that copies into this one: the CM of its column, then the other CN - 1 of its row */
-        const int other = lane - CM,
-                  neighbour =
-                      first_of_part + (lane < CM ? lane + CM * tile_n : tile_m + CM * (other + (other >= tile_n)));
-        const bool tells = warp == 0 && lane < NEIGHBOURS;
+        int panel = 0;                                /* that store_plain_turned wrote longest ago */
+        const bool tells = warp == 0 && lane < TILES; /* a lane for each block that copies into this one */
         const auto let_go = [&](smem_addr barrier_s) {
             if (!tells) return;
             if (CLUSTER > 1)
-                mbarrier_arrive_cluster(barrier_s, neighbour);
+                mbarrier_arrive_cluster(barrier_s, TILES > 1 ? lane : rank);
             else
                 mbarrier_arrive(barrier_s);
         };
@@ -325,7 +292,7 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1)
                 for (int i = 0; i < MT * BN / 2; ++i) sum[i / (BN / 2)][i % (BN / 2)] = 0;
             }
 
-            /* ---- 3.3 results ---- */
+            /* ---- 2.3 results ---- */
             if (LATE) find_results(t);
             const int lane = LATE ? laneid() : threadIdx.x % 32;
             const smem_addr panels_s = ring_s + S::PANELS + (warpgroup * 4 + warp) * S::WARP_PANELS;
@@ -365,7 +332,7 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1)
                 }
             };
             if constexpr (CK > 1) {
-                const int there = rank ^ (CM * CN), slot = S::TRADE + warpgroup * S::WARPGROUP_TRADE;
+                const int there = rank ^ 1, slot = S::TRADE + warpgroup * S::WARPGROUP_TRADE;
                 const smem_addr full_s = ring_s + S::TRADED, empty_s = full_s + 8;
                 const smem_addr from_s = ring_s + slot + mov_tid_x() % WARPGROUP * 16; /* nor here */
                 if (threadIdx.x == 0) mbarrier_arrive_expect_tx(full_s, WGS * S::WARPGROUP_TRADE);
@@ -398,11 +365,11 @@ __global__ void __cluster_dims__(Tile::CM *Tile::CN *Tile::CK, 1, 1)
     if (CLUSTER > 1) barrier_cluster(); /* no block leaves while the other still copies to it */
 }
 
-/* ---- 4 the plan ---------------------------------------------------------------------------------------------- */
+/* ---- 3 the plan ---------------------------------------------------------------------------------------------- */
 enum Key {  /* of a row */
-    KEY_CM, /* rows and columns of a cluster */
-    KEY_CN,
-    KEY_CLUSTER, /* its blocks */
+    KEY_BM, /* rows and columns of a tile */
+    KEY_BN,
+    KEY_TILES,   /* of a cluster */
     KEY_PERCENT, /* of the dense peak */
     KEY_SMEM,
     KEY_PARTS, /* of k */
@@ -419,19 +386,44 @@ GemmProblem problem_of(const void *args, bool turned) {
     return t;
 }
 
+/* Blocks of a row's clusters. */
+int cluster_of(const gk_cuda_row *row) { return row->key[KEY_TILES] * row->key[KEY_PARTS]; }
+
+/* How they lie over the result. */
+struct Clusters {
+    bool in_row;
+    int tiles_m, tiles_n; /* of clusters */
+};
+
+/* Pairs lie as they make fewer waves, else so that both read the same weights. */
+Clusters clusters_of(const gk_cuda_row *row, const gk_gpu *gpu, const GemmProblem &p) {
+    const int64_t tiles_m = gk_ceil_div(p.m, row->key[KEY_BM]), tiles_n = gk_ceil_div(p.n, row->key[KEY_BN]);
+    if (row->key[KEY_TILES] == 1) return {false, (int)tiles_m, (int)tiles_n};
+    const int64_t pairs_m = gk_ceil_div(tiles_m, 2), pairs_n = gk_ceil_div(tiles_n, 2), most = gpu->num_sms / 2;
+    const int64_t row_waves = gk_ceil_div(tiles_m * pairs_n * p.batch, most),
+                  column_waves = gk_ceil_div(pairs_m * tiles_n * p.batch, most);
+    if (row_waves < column_waves || (row_waves == column_waves && row->key[KEY_TURNED]))
+        return {true, (int)tiles_m, (int)pairs_n};
+    return {false, (int)pairs_m, (int)tiles_n};
+}
+
 /* Time of a row: the busiest cluster's tiles one after the other. */
 double us_of(const gk_cuda_row *row, const gk_gpu *gpu, const GemmProblem &p) {
-    const int64_t rows = row->key[KEY_CM], cols = row->key[KEY_CN], blocks = row->key[KEY_CLUSTER];
-    const int64_t tiles = gk_ceil_div(p.m, rows) * gk_ceil_div(p.n, cols) * p.batch;
-    const double busiest = (double)gk_ceil_div(tiles, gpu->num_sms / blocks);
+    const int64_t area = (int64_t)row->key[KEY_BM] * row->key[KEY_BN], parts = row->key[KEY_PARTS];
+    const Clusters clusters = clusters_of(row, gpu, p);
+    const int64_t all_clusters = (int64_t)clusters.tiles_m * clusters.tiles_n * p.batch;
+    const double busiest = (double)gk_ceil_div(all_clusters, gpu->num_sms / cluster_of(row));
     const int64_t bytes = (int64_t)gk_dtype_bytes(row->dtype);
     const double peak = 8192.0 / (double)bytes * gpu->clock_khz * 1e-3 * row->key[KEY_PERCENT] * 0.01;
-    const double tile_us = 2.0 * (double)(rows * cols / blocks * gk_round_up(p.k, WGMMA_ROW_BYTES / bytes)) / peak;
-    const double trade_us = row->key[KEY_PARTS] > 1 ? TRADE_US * (double)(rows * cols) / (128 * 128) : 0;
-    if (row->key[KEY_IN_TURNS]) return busiest * tile_us + TILE_US; /* results leave under the next tile's products */
+    const double tile_us = 2.0 * (double)(area * gk_round_up(p.k, WGMMA_ROW_BYTES / bytes) / parts) / peak;
+    const double size = (double)area / (128 * 256), launch_us = LAUNCH_US + LAST_US * size;
+    /* results leave under the next tile's products, if these take as long */
+    if (row->key[KEY_IN_TURNS])
+        return (busiest - 1) * ((tile_us > TURN_US ? tile_us : TURN_US) + TILE_US) + tile_us + ALONE_US + launch_us;
+    const double store_us = TILE_US + size * (parts > 1 ? STORE_US + TRADE_US : STORE_US);
     const double all = (double)p.m * (double)p.n * (double)p.batch;
     const double curve_us = p.epilogue.activation > GK_ACT_RELU ? CURVE_US * all / (128 * 256 * gpu->num_sms) : 0;
-    return busiest * (tile_us + TILE_US + trade_us) + curve_us;
+    return busiest * (tile_us + store_us) + launch_us + curve_us;
 }
 
 /* Time of a product of few rows: its operands' bytes. */
@@ -500,7 +492,7 @@ bool takes(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
     o.p = problem_of(args, turned);
     if (!operands_of(row->dtype, turned, NULL, &o) || (row->key[KEY_IN_TURNS] && !turns_fit(o.p, row->dtype)))
         return false;
-    return tf32 || !turned || o.p.n <= row->key[KEY_CN];
+    return tf32 || !turned || o.p.n <= row->key[KEY_BN];
 }
 
 size_t workspace_bytes(const gk_cuda_row *row, const gk_context *, const void *args) {
@@ -530,20 +522,20 @@ const gk_cuda_row *choose(const gk_context *ctx, const void *arguments) {
     for (int i = 0; i < num_sm90_rows; ++i) {
         const gk_cuda_row *r = &sm90_rows[i];
         if (r->dtype != args->a.dtype || r->key[KEY_SMEM] > gpu->smem_per_block) continue;
-        if (r->key[KEY_TURNED] != turned || (few && p.m > r->key[KEY_CN])) continue;
+        if (r->key[KEY_TURNED] != turned || (few && p.m > r->key[KEY_BN])) continue;
         if (r->key[KEY_IN_TURNS] && !turns_fit(o.p, r->dtype)) continue;
-        const double us = few ? r->key[KEY_CN] : us_of(r, gpu, tf32 && turned ? gemm_swapped(p) : p);
+        const double us = few ? r->key[KEY_BN] : us_of(r, gpu, tf32 && turned ? gemm_swapped(p) : p);
         if (us < best_us) best = r, best_us = us;
     }
     if (best && copies && !worth_copies(gpu, args->a.dtype, p, o, few, few ? turned_us(p) : best_us)) return NULL;
     return best;
 }
 
-/* ---- 5 the launch -------------------------------------------------------------------------------------------- */
+/* ---- 4 the launch -------------------------------------------------------------------------------------------- */
 /* What the host asks of an instance of the kernel. */
 struct Instance {
     bool along_m, along_n;  /* as a and b lie in shared memory */
-    int a_box, b_box;       /* rows of their copies */
+    int a_box[2], b_box[2]; /* rows of their copies, unshared and shared */
     bool by_panels, by_tma; /* how results leave */
     int panel_cols;
     gk_status (*launch)(const gk_context *ctx, unsigned blocks, const Params &x);
@@ -557,30 +549,38 @@ gk_status launch_instance(const gk_context *ctx, unsigned blocks, const Params &
 
 template <class T, class Tile, int MODE> constexpr Instance instance() {
     typedef Smem<T, Tile, MODE> S;
-    return {S::ALONG_M,   S::ALONG_N,      S::APart::box_rows, S::BPart::box_rows,
-            S::BY_PANELS, BY_TMA<T, Tile>, S::PANEL_COLS,      launch_instance<T, Tile, MODE>};
+    return {S::ALONG_M,
+            S::ALONG_N,
+            {S::template APart<1>::box_rows, S::template APart<Tile::TILES>::box_rows},
+            {S::template BPart<1>::box_rows, S::template BPart<Tile::TILES>::box_rows},
+            S::BY_PANELS,
+            BY_TMA<T, Tile>,
+            S::PANEL_COLS,
+            launch_instance<T, Tile, MODE>};
 }
 
-void plan(const gk_cuda_row *row, const gk_context *ctx, GemmProblem *p, unsigned *clusters) {
-    p->tiles_m = (int)gk_ceil_div(p->m, row->key[KEY_CM]), p->tiles_n = (int)gk_ceil_div(p->n, row->key[KEY_CN]);
-    p->group = GROUP_ROWS_SM90, p->splits = 1;
-    const int64_t tiles = (int64_t)p->tiles_m * p->tiles_n * p->batch,
-                  most = gk_gpu_of(ctx->index)->num_sms / row->key[KEY_CLUSTER];
-    *clusters = (unsigned)(tiles * LEAST_IDLE < most ? tiles : most);
+/* Returns how many clusters to launch. */
+unsigned plan(const gk_cuda_row *row, const gk_context *ctx, GemmProblem *p, bool *in_row) {
+    const gk_gpu *gpu = gk_gpu_of(ctx->index);
+    const Clusters clusters = clusters_of(row, gpu, *p);
+    p->tiles_m = clusters.tiles_m, p->tiles_n = clusters.tiles_n, *in_row = clusters.in_row;
+    p->group = GROUP_HEIGHT_SM90 / (row->key[KEY_BM] * (*in_row ? 1 : row->key[KEY_TILES])), p->splits = 1;
+    const int64_t tiles = (int64_t)p->tiles_m * p->tiles_n * p->batch, most = gpu->num_sms / cluster_of(row);
+    return (unsigned)(tiles * LEAST_IDLE < most ? tiles : most);
 }
 
 gk_status start(const gk_cuda_row *row, const Instance &in, const gk_context *ctx, Params *x,
                 const TensorShape *operands) {
     const gk_dtype dtype = row->dtype;
     const bool turned = row->key[KEY_TURNED];
-    unsigned clusters;
-    plan(row, ctx, &x->p, &clusters);
+    const unsigned clusters = plan(row, ctx, &x->p, &x->in_row);
     TensorShape a = operands[0], b = operands[1];
     a.tf32 = b.tf32 = dtype == GK_F32;
     const int k_block = WGMMA_ROW_BYTES / (int)gk_dtype_bytes(dtype);
-    const int a_end = in.along_m ? 0 : (int)(x->p.m % in.a_box), b_end = in.along_n ? 0 : (int)(x->p.n % in.b_box);
-    gk_status status = make_tensor_map("gk_gemm", a, k_block, in.a_box, &x->a);
-    if (status == GK_OK) status = make_tensor_map("gk_gemm", b, k_block, in.b_box, &x->b);
+    const int a_box = in.a_box[x->in_row], b_box = in.b_box[!x->in_row];
+    const int a_end = in.along_m ? 0 : (int)(x->p.m % a_box), b_end = in.along_n ? 0 : (int)(x->p.n % b_box);
+    gk_status status = make_tensor_map("gk_gemm", a, k_block, a_box, &x->a);
+    if (status == GK_OK) status = make_tensor_map("gk_gemm", b, k_block, b_box, &x->b);
     if (status == GK_OK && a_end) status = make_tensor_map("gk_gemm", a, k_block, a_end, &x->a_end);
     if (status == GK_OK && b_end) status = make_tensor_map("gk_gemm", b, k_block, b_end, &x->b_end);
     if (status != GK_OK) return status;
@@ -609,7 +609,7 @@ gk_status start(const gk_cuda_row *row, const Instance &in, const gk_context *ct
     if (x->ragged && cols % 2 != 0) x->p.epilogue.bias_vectors = false; /* two columns are read at a time */
     x->across = !turned && !x->ragged && !e.out_vectors;
     if (x->across) x->p.epilogue = gemm_swapped(x->p).epilogue;
-    return in.launch(ctx, clusters * (unsigned)row->key[KEY_CLUSTER], *x);
+    return in.launch(ctx, clusters * (unsigned)cluster_of(row), *x);
 }
 
 gk_status run_row(const gk_cuda_row *row, const Instance *of_mode, const gk_context *ctx, const void *args) {
@@ -641,8 +641,8 @@ template <class T, class Tile> gk_status run(const gk_cuda_row *row, const gk_co
 template <class T, class Tile>
 void explain(const gk_cuda_row *row, const gk_context *ctx, const void *args, gk_explanation *out) {
     GemmProblem p = problem_of(args, Tile::TURNED);
-    unsigned clusters;
-    plan(row, ctx, &p, &clusters);
+    bool in_row;
+    plan(row, ctx, &p, &in_row);
     out->tile[0] = Tile::BM, out->tile[1] = Tile::BN, out->tile[2] = Tile::K64 * K_BLOCK<T>;
     out->tasks = (int64_t)p.tiles_m * p.tiles_n * p.batch * Tile::CLUSTER;
     out->waves = (double)out->tasks / (gk_gpu_of(ctx->index)->num_sms / Tile::CLUSTER * Tile::CLUSTER);
@@ -657,12 +657,11 @@ template <class T, class Tile> constexpr int smem_of() {
     return most;
 }
 
-#define ROW(name, T, Tile)                                                                                      \
-    {                                                                                                           \
-        name, element<T>::dtype, takes, workspace_bytes, run<T, Tile>, explain<T, Tile>, {                      \
-            Tile::BM *Tile::CM, Tile::BN *Tile::CN, Tile::CLUSTER, Tile::PERCENT, smem_of<T, Tile>(), Tile::CK, \
-                Tile::TURNED, Tile::IN_TURNS                                                                    \
-        }                                                                                                       \
+#define ROW(name, T, Tile)                                                                                             \
+    {                                                                                                                  \
+        name, element<T>::dtype, takes, workspace_bytes, run<T, Tile>, explain<T, Tile>, {                             \
+            Tile::BM, Tile::BN, Tile::TILES, Tile::PERCENT, smem_of<T, Tile>(), Tile::CK, Tile::TURNED, Tile::IN_TURNS \
+        }                                                                                                              \
     }
 #define ROWS(name, T)                                                                                                 \
     ROW("gemm_sm90a_" name "_128x256x64", T, Tile90_128x256),                                                         \
@@ -670,6 +669,7 @@ template <class T, class Tile> constexpr int smem_of() {
         ROW("gemm_sm90a_" name "_128x224x64", T, Tile90_128x224),                                                     \
         ROW("gemm_sm90a_" name "_128x192x64", T, Tile90_128x192),                                                     \
         ROW("gemm_sm90a_" name "_128x128x64", T, Tile90_128x128),                                                     \
+        ROW("gemm_sm90a_" name "_128x96x64", T, Tile90_128x96),                                                       \
         ROW("gemm_sm90a_" name "_64x128x64", T, Tile90_64x128), ROW("gemm_sm90a_" name "_64x64x64", T, Tile90_64x64), \
         ROW("gemm_sm90a_" name "_128x128x64_k2", T, Tile90_128x128_k2),                                               \
         ROW("gemm_sm90a_" name "_64x64x64_k2", T, Tile90_64x64_k2),                                                   \
