@@ -5,6 +5,7 @@ tests/ops/ on both devices.
 """
 
 import json
+import math
 import os
 
 import pytest
@@ -15,6 +16,7 @@ from conftest import (
     Paged,
     assert_close_as,
     generator,
+    integers,
     ops,
     orders,
     randn,
@@ -520,6 +522,33 @@ def test_warpgroups_that_take_turns(dtype, layout):
                 assert same_bits(preact, sums) and same_bits(out, gated)
                 for more in ({"c": on_gpu(m, n, seed=3, dtype=dtype), "beta": 1.0}, {"out_dtype": torch.float32}):
                     assert name not in json.loads(ops.explain_gemm(a, b, **more))["rows"]  # tma does not store it
+
+
+@HOPPER
+@pytest.mark.parametrize("layout", ("NN", "NT", "TN", "TT"))
+@pytest.mark.parametrize("tile", ("128x256", "128x224", "128x192", "128x176", "128x128", "128x96", "64x128", "64x64"))
+@pytest.mark.parametrize("dtype", (BF16, torch.float16), ids=str)
+def test_pairs_of_tiles_in_a_row(dtype, tile, layout):
+    """Three tiles high: pairs above each other would make four, and another wave. Neither side ends with a tile."""
+    name = f"gemm_sm90a_{'bf16' if dtype == BF16 else 'f16'}_{tile}x64" + ("_in_turns" if tile == "128x176" else "")
+    high, wide = map(int, tile.split("x"))
+    across = torch.cuda.get_device_properties(0).multi_processor_count // 4 + 2
+    m, n, k = 2 * high + 8, (across - 1) * wide + 24, 200
+    gen = generator("pairs in a row", tile)
+    for batch in ((), (3,)):
+        a = integers(gen, *batch, *((m, k) if layout[0] == "N" else (k, m)), dtype=dtype).cuda()
+        b = integers(gen, *batch, *((k, n) if layout[1] == "N" else (n, k)), dtype=dtype).cuda()
+        a, b = a if layout[0] == "N" else a.mT, b if layout[1] == "N" else b.mT
+        plan = json.loads(ops.explain_gemm(a, b))
+        assert name in plan["rows"]
+        try:
+            ops.gemm_prefer(plan["device"], plan["class"], name)
+            plan = json.loads(ops.explain_gemm(a, b))
+            out = ops.gemm(a, b)
+        finally:
+            ops.gemm_prefer(plan["device"], plan["class"], "")
+        assert plan["row"] == name and plan["tasks"] == math.prod(batch) * 3 * -(-across // 2) * 2
+        assert same_bits(out, (a.double() @ b.double()).to(dtype))
 
 
 @pytest.mark.parametrize("size", ((2048, 1152, 4096), (1000, 2100, 3000)), ids=str)
