@@ -192,22 +192,26 @@ static void pre_task(void *arg, int64_t task, int64_t worker) {
         /* out of a row with one key is that value: with the value itself, and summed in the order
          * in which tile_product sums dP, its dS is exactly 0 */
         const char *o_row[W], *d_row[W];
+        bool alone[W];
         for (int64_t i = 0; i < W; ++i) {
             const int64_t row = i0 + gk_min_i64(i, rows - 1), key = gk_span_lo(&x.span, row);
-            const bool alone = sink == -INFINITY && gk_span_hi(&x.span, row) == key + 1;
-            o_row[i] = alone ? x.v + es * (h / g->shape.group * x.v_head + key * x.v_row) : out + es * row * x.out_row;
+            alone[i] = sink == -INFINITY && gk_span_hi(&x.span, row) == key + 1;
+            o_row[i] =
+                alone[i] ? x.v + es * (h / g->shape.group * x.v_head + key * x.v_row) : out + es * row * x.out_row;
             d_row[i] = grad + es * row * grad_row;
         }
-        vf sum = vf_set1(0), parts = vf_set1(0);
+        vf sum = vf_set1(0), parts = vf_set1(0), near = vf_set1(0); /* near: for all other rows, of shorter sums */
         for (int64_t c = 0; c < dim; c += PAIR * W) {
             if (c > 0 && c % (PAIR * SUM_CELLS) == 0) parts += sum, sum = vf_set1(0);
+            vf part = vf_set1(0);
             vc o[W], d[W];
             for (int64_t i = 0; i < W; ++i) {
                 o[i] = vc_load_along_k(o_row[i], g->dtype, c, dim - c);
                 d[i] = vc_load_along_k(d_row[i], g->dtype, c, dim - c);
             }
             vc_transpose(o), vc_transpose(d);
-            for (int i = 0; i < W; ++i) sum = vc_dot(sum, o[i], d[i]);
+            for (int i = 0; i < W; ++i) sum = vc_dot(sum, o[i], d[i]), part = vc_dot(part, o[i], d[i]);
+            near += part;
         }
         sum += parts;
         for (int64_t r_i = 0, i = i0; r_i < rows; ++r_i, ++i) {
@@ -216,7 +220,7 @@ static void pre_task(void *arg, int64_t task, int64_t worker) {
                 row_lse[i] = INFINITY, delta[i] = 0;
                 continue;
             }
-            delta[i] = sum[r_i];
+            delta[i] = alone[r_i] ? sum[r_i] : near[r_i];
             if (grad_lse) delta[i] -= ((const float *)grad_lse->data)[dlse + i * grad_lse->stride[r]];
             row_lse[i] = l * ATTN_UNIT;
         }
@@ -277,7 +281,7 @@ INLINE void score_strip(const pair *t, const strip *r, const bool masked, const 
                     } else {
                         x = PAIR == 2 ? vf_fma(x, vf_set1(t->factor), -t->lse[lane]) : x - t->lse[lane];
                     }
-                    vf y = vf_exp2_poly(x * ATTN_UNIT_LOG2, PAIR == 2);
+                    vf y = PAIR == 2 ? vf_exp2_poly(x, true) : vf_exp_near(x);
                     if (masked) {
                         const vi j = vi_set1((int32_t)(key + k + u));
                         const vm sees = vm_and(vi_lt(t->lo[lane] - 1, j), vi_lt(j, t->hi[lane]));

@@ -112,8 +112,9 @@ INLINE void vf_store_first(float *p, vf v, int64_t n) {
  * Minimax polynomials found by a weighted Remez exchange; the stated bound is theirs plus float32 rounding. */
 
 /* 2^x, relative error below 1.3e-7 (float) or 4e-6 (POLY4: results that are rounded to bfloat16).
- * 2^-inf = 0, NaN stays NaN, results under 2^-125 may flush to 0, x <= 127. */
-INLINE vf vf_exp2_poly(vf x, bool poly4) {
+ * 2^-inf = 0, NaN stays NaN, results under 2^-125 may flush to 0, x <= 127.
+ * low, if any: what x lost when it was rounded; then 2^(x + low). */
+INLINE vf vf_exp2_sum(vf x, const vf *low, bool poly4) {
 #if defined(__AVX512F__)
     vf f = _mm512_reduce_ps(x, (_MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)), p;
 #else
@@ -121,6 +122,7 @@ INLINE vf vf_exp2_poly(vf x, bool poly4) {
     n = n - vf_select(vf_lt(clamped, n), vf_set1(1.0f), vf_set1(0.0f)); /* floor */
     f = clamped - n;
 #endif
+    if (low) f += *low;
     if (poly4) {
         p = vf_fma(vf_set1(0.01353416784837063f), f, vf_set1(0.05201146077575801f));
         p = vf_fma(p, f, vf_set1(0.24144275679619323f));
@@ -148,11 +150,19 @@ INLINE vf vf_exp2_poly(vf x, bool poly4) {
     return vf_select(x == x, p, x);
 #endif
 }
+INLINE vf vf_exp2_poly(vf x, bool poly4) { return vf_exp2_sum(x, NULL, poly4); }
 INLINE vf vf_exp2(vf x) { return vf_exp2_poly(x, false); }
 
 #define GK_LOG2E 1.4426950408889634f
+#define GK_LOG2E_LOW 1.92596299e-8f /* log2(e) less that */
 /* e^x for x <= 88: relative error below 2e-7 + 1.2e-7 |x| */
 INLINE vf vf_exp(vf x) { return vf_exp2(x * GK_LOG2E); }
+/* e^x for x <= 88: relative error below 1.4e-7 */
+INLINE vf vf_exp_near(vf x) {
+    const vf within = vf_max(vf_set1(-200.0f), x), log2 = within * GK_LOG2E; /* 0 there; NaN stays */
+    const vf low = vf_fma(within, vf_set1(GK_LOG2E_LOW), vf_fma(within, vf_set1(GK_LOG2E), -log2));
+    return vf_exp2_sum(log2, &low, false);
+}
 
 /* tanh, relative error below 2e-7 */
 INLINE vf vf_tanh(vf x) {

@@ -109,6 +109,10 @@ static inline int64_t ref_key_offset(const ref_keys *x, const gk_tensor *t, int6
     return at + ((const int32_t *)table->data)[entry] * t->stride[0] + j % x->block_size * step;
 }
 
+enum {
+    REF_KEYS = 32 /* summed before they join the sum of all: thousands in a row err more than float32 by vectors */
+};
+
 /* Online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) of rows [0, rows). Row r is row
  * i0 + r of its sequence: its q lies at q_at[r], it sees keys [lo[r], hi[r]) and writes out_at[r]
  * and lse_at[r]. A key that no row sees is not read. */
@@ -122,8 +126,9 @@ typedef struct ref_block {
 } ref_block;
 
 static inline void ref_attend(const ref_block *x) {
-    double q_buf[REF_ROWS][REF_MAX_HEAD_DIM], sum[REF_ROWS][REF_MAX_HEAD_DIM], key[REF_MAX_HEAD_DIM];
-    double peak[REF_ROWS], total[REF_ROWS], p[REF_ROWS];
+    double q_buf[REF_ROWS][REF_MAX_HEAD_DIM], key[REF_MAX_HEAD_DIM];
+    double sum[REF_ROWS][REF_MAX_HEAD_DIM], part[REF_ROWS][REF_MAX_HEAD_DIM]; /* of the keys before, of the last ones */
+    double peak[REF_ROWS], total[REF_ROWS], total_part[REF_ROWS] = {0}, p[REF_ROWS];
     const double *q[REF_ROWS];
     int64_t head_dim = x->q->shape[x->q->ndim - 1], head_dim_v = x->out->shape[x->out->ndim - 1];
 
@@ -134,6 +139,7 @@ static inline void ref_attend(const ref_block *x) {
         peak[r] = x->sinks ? gk_load(x->sinks->data, x->sinks->dtype, x->head * x->sinks->stride[0]) : -INFINITY;
         total[r] = peak[r] == -INFINITY ? 0 : 1;
         memset(sum[r], 0, (size_t)head_dim_v * sizeof(double));
+        memset(part[r], 0, (size_t)head_dim_v * sizeof(double));
         if (x->lo[r] < x->hi[r]) {
             first = gk_min_i64(first, x->lo[r]);
             end = gk_max_i64(end, x->hi[r]);
@@ -152,19 +158,23 @@ static inline void ref_attend(const ref_block *x) {
             double slope_of_cap, s = ref_logit(x->score, ref_dot(q[r], k, head_dim), x->i0 + r, j, &slope_of_cap);
             if (s > peak[r]) {
                 double shrink = exp(peak[r] - s);
-                total[r] *= shrink;
-                for (int64_t d = 0; d < head_dim_v; ++d) sum[r][d] *= shrink;
+                total[r] *= shrink, total_part[r] *= shrink;
+                for (int64_t d = 0; d < head_dim_v; ++d) sum[r][d] *= shrink, part[r][d] *= shrink;
                 peak[r] = s;
             }
             p[r] = s == -INFINITY ? 0 : exp(s - peak[r]);
-            total[r] += p[r];
+            total_part[r] += p[r];
         }
         for (int64_t r = 0; r < x->rows; ++r) {
             if (j < x->lo[r] || j >= x->hi[r]) continue;
             if (!v)
                 v = ref_row(x->keys->v, ref_key_offset(x->keys, x->keys->v, x->keys->v_at, x->keys->v_step, j),
                             head_dim_v, key);
-            ref_add_scaled(sum[r], p[r], v, head_dim_v);
+            ref_add_scaled(part[r], p[r], v, head_dim_v);
+        }
+        for (int64_t r = 0; ((j - first) % REF_KEYS == REF_KEYS - 1 || j == end - 1) && r < x->rows; ++r) {
+            for (int64_t d = 0; d < head_dim_v; ++d) sum[r][d] += part[r][d], part[r][d] = 0;
+            total[r] += total_part[r], total_part[r] = 0;
         }
     }
 

@@ -32,6 +32,7 @@ from conftest import (
     reordered_packed,
     same_bits,
     served,
+    shuffled,
     snapshot,
     strided,
     swap_middle,
@@ -92,8 +93,17 @@ def check_forward(q, k, v, gen, **kwargs):
     out, lse = ops.flash_attn_fwd(q, k, v, **kwargs)
     assert out.dtype == q.dtype and lse.dtype == logit_dtype(q.dtype) and lse.is_contiguous()
     ref, ref_lse = reference.flash_attn(*f64((q, k, v)), **f64(kwargs), return_lse=True)
-    assert_close_as(yardsticks(q, k, v, kwargs, gen), out, ref)
-    assert_close_as(lse_yardsticks(q, k, v, ref_lse, **kwargs), lse, ref_lse, "lse")
+
+    def yards(draw, of_lse):
+        x, want = (q, k, v), (ref, ref_lse)
+        if draw:
+            x = shuffled(gen, *x)
+            want = reference.flash_attn(*f64(x), **f64(kwargs), return_lse=True)
+        found = lse_yardsticks(*x, want[1], **kwargs) if of_lse else yardsticks(*x, kwargs, gen)
+        return [(y, want[of_lse]) for y in found]
+
+    assert_close_as(partial(yards, of_lse=False), out, ref)
+    assert_close_as(partial(yards, of_lse=True), lse, ref_lse, "lse")
     return out, lse
 
 
@@ -348,26 +358,12 @@ def backward(run, tensors, grad_out, grad_lse=None, want_lse=True):
     return {name: torch.zeros_like(t) if t.grad is None else t.grad for name, t in leaves.items()}
 
 
-def check_backward(q, k, v, gen, grad_out, grad_lse=None, what="", **kwargs):
-    """All gradients of flash_attn against autograd through the float64 reference."""
-    tensors = dict(q=q, k=k, v=v)
-    sinks = kwargs.pop("sinks", None)
-    if sinks is not None:
-        tensors["sinks"] = sinks
-    lse_too = grad_lse is not None
-
-    def ours(**t):
-        return torch_gpukern.flash_attn(**t, **kwargs, return_lse=lse_too)
-
-    got = backward(ours, tensors, grad_out, grad_lse)
-    wide = f64(kwargs)
-    ref = backward(
-        lambda **t: reference.flash_attn(**t, **wide, return_lse=True), f64(tensors), f64(grad_out), f64(grad_lse)
-    )
+def gradient_yardsticks(q, k, v, gen, grad_out, grad_lse, sinks, kwargs):
+    """PyTorch's gradients in q's dtype (float32 for float64), by name: as yardsticks has its results."""
     dtype = yard_dtype(q.dtype)
     cast, narrow = {n: t.cpu().to(dtype) for n, t in zip("qkv", (q, k, v))}, for_dtype(on_cpu(kwargs), dtype)
     yards = []
-    if not lse_too and sinks is None and torch_attn(*cast.values(), **narrow) is not None:
+    if grad_lse is None and sinks is None and torch_attn(*cast.values(), **narrow) is not None:
         # each order of the keys with one of the features: of rows with few keys only that changes a sum
         for order, by in zip(orders(gen, k.shape[2]), orders(gen, q.shape[3])):
             by = torch.arange(q.shape[3]) if by is None else by
@@ -382,9 +378,41 @@ def check_backward(q, k, v, gen, grad_out, grad_lse=None, what="", **kwargs):
     if not yards or (dtype != torch.float32 and q.shape[3] != v.shape[3]):
         for run in reordered(q, k, v, {**kwargs, "sinks": sinks}, grad_out, grad_lse):
             yards.append(dict(zip(("q", "k", "v", "sinks"), run[2:])))
+    return yards
+
+
+def check_backward(q, k, v, gen, grad_out, grad_lse=None, what="", **kwargs):
+    """All gradients of flash_attn against autograd through the float64 reference."""
+    tensors = dict(q=q, k=k, v=v)
+    sinks = kwargs.pop("sinks", None)
+    if sinks is not None:
+        tensors["sinks"] = sinks
+    lse_too = grad_lse is not None
+
+    def ours(**t):
+        return torch_gpukern.flash_attn(**t, **kwargs, return_lse=lse_too)
+
+    def exact(**t):
+        return reference.flash_attn(**t, **f64(kwargs), return_lse=True)
+
+    def draw_of(draw):
+        x = shuffled(gen, q, k, v) if draw else (q, k, v)
+        want = backward(exact, f64({**tensors, **dict(zip("qkv", x))}), f64(grad_out), f64(grad_lse))
+        return want, gradient_yardsticks(*x, gen, grad_out, grad_lse, sinks, kwargs)
+
+    got = backward(ours, tensors, grad_out, grad_lse)
+    draws = [draw_of(0)]
+
+    def yards(draw, name):
+        if draw == len(draws):
+            draws.append(draw_of(draw))
+        want, found = draws[draw]
+        return [(y[name], want[name]) for y in found]
+
+    ref = draws[0][0]
     for name, t in tensors.items():
         assert got[name].dtype == t.dtype and got[name].shape == t.shape
-        assert_close_as([y[name] for y in yards], got[name], ref[name], f"{what}d{name}")
+        assert_close_as(partial(yards, name=name), got[name], ref[name], f"{what}d{name}")
     return got
 
 

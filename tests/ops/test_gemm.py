@@ -23,6 +23,7 @@ from conftest import (
     randn,
     reference,
     same_bits,
+    shuffled,
     snapshot,
     strided,
     swap_last,
@@ -48,14 +49,18 @@ def check(a, b, got=None, what="out", gen=None, **kwargs):
     dtype = yard_dtype(out_dtype)
     cast = {n: t.to(dtype) if isinstance(t, torch.Tensor) else t for n, t in kwargs.items()}
     cast["out_dtype"] = dtype
-    # PyTorch keeps 16-bit operands on CUDA: their products are exact, their sums those of a tensor core
-    operands = (a, b) if a.is_cuda and a.dtype in HALF else (a.to(dtype), b.to(dtype))
-    # on a CPU with AMX, PyTorch's bfloat16 product reads the NaN between rows
-    operands = [x.contiguous() for x in operands]
-    yards = [
-        torch_gemm(*operands, order=o, **{n: t for n, t in cast.items() if n != "fp32_precision"})
-        for o in orders(gen or generator("orders", a.shape[-1]), a.shape[-1])
-    ]
+    gen = gen or generator("orders", a.shape[-1])
+
+    def yards(draw):
+        x = shuffled(gen, a, b) if draw else (a, b)
+        want = reference.gemm(*f64(x), **ref_kwargs) if draw else ref
+        # PyTorch keeps 16-bit operands on CUDA: their products are exact, their sums those of a tensor core
+        operands = x if a.is_cuda and a.dtype in HALF else (t.to(dtype) for t in x)
+        # on a CPU with AMX, PyTorch's bfloat16 product reads the NaN between rows
+        operands = [t.contiguous() for t in operands]
+        plain = {n: t for n, t in cast.items() if n != "fp32_precision"}
+        return [(torch_gemm(*operands, order=o, **plain), want) for o in orders(gen, a.shape[-1])]
+
     assert_close_as(yards, got, ref, what)
     return got
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -94,11 +95,17 @@ def check(case, out, lse, kwargs, what=""):
         ours = reference.flash_attn(q, k, v, **kw, return_lse=True)
         return (ours[0] if plain is None else plain), ours[1]
 
-    ref, ref_lse = case.dense(torch.float64, with_lse, **f64(kwargs))
-    dtype = yard_dtype(case.q.dtype)
-    yards = [case.dense(dtype, run, **for_dtype(kwargs, dtype)) for run in (sdpa, with_lse)]
-    assert_close_as([y[0] for y in yards], out, ref, what + "out")
-    assert_close_as([y[1] for y in yards], lse, ref_lse, what + "lse")
+    dtype, gen = yard_dtype(case.q.dtype), generator("yardsticks")
+    refs = case.dense(torch.float64, with_lse, **f64(kwargs))
+
+    def yards(draw, which):
+        like = case.like(gen) if draw else case
+        want = like.dense(torch.float64, with_lse, **f64(kwargs)) if draw else refs
+        found = [like.dense(dtype, run, **for_dtype(kwargs, dtype)) for run in (sdpa, with_lse)]
+        return [(y[which], want[which]) for y in found]
+
+    for which, (got, name) in enumerate(((out, "out"), (lse, "lse"))):
+        assert_close_as(partial(yards, which=which), got, refs[which], what + name)
 
 
 def call(case, ragged=True, fn=None, **kwargs):
