@@ -66,7 +66,7 @@ struct Sm90Tile {
  * for the whole tile gave the same, clusters of 2 x 2 twice the time: only 30 of them find four SMs side by side */
 typedef Sm90Tile<128, 256, 4, 2, 2, 2, 81> Tile90_128x256;
 /* in turns: 512 x 4096 x 28672 in 4.9 waves 0.99 of cuBLAS, 0.96 by 128 x 224; 8192 cubed 1.06, 1.03 by 128 x 256 */
-typedef Sm90Tile<128, 176, 5, 2, 2, 2, 82, 1, false, 1, true> Tile90_128x176;
+typedef Sm90Tile<128, 176, 5, 2, 2, 2, 80, 1, false, 1, true> Tile90_128x176;
 /* 512 x 28672 in 3.9 waves instead of 3.4 */
 typedef Sm90Tile<128, 224, 4, 2, 2, 2, 78> Tile90_128x224;
 /* other waves than the two above */
