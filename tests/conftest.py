@@ -313,8 +313,13 @@ DRAWS = 64
 
 
 def shuffled(gen, *tensors):
-    """The values of each tensor in another order: inputs like these."""
-    return tuple(x.flatten()[torch.randperm(x.numel(), generator=gen).to(x.device)].view(x.shape) for x in tensors)
+    """The values of each tensor in another order, times a number from 1/2 to 1: inputs like these."""
+
+    def one(x):
+        order = torch.randperm(x.numel(), generator=gen).to(x.device)
+        return x.flatten()[order].view(x.shape) * (0.5 + 0.5 * torch.rand((), generator=gen).item())
+
+    return tuple(map(one, tensors))
 
 
 def assert_close_as(yardstick, got, ref, what="out"):
@@ -332,6 +337,7 @@ def assert_close_as(yardstick, got, ref, what="out"):
     assert got.shape == ref.shape, f"{what}: shape {tuple(got.shape)}, expected {tuple(ref.shape)}"
     assert ref.dtype == torch.float64, "the reference is float64"
     eps = torch.finfo(got.dtype).eps
+    least = torch.finfo(got.dtype).smallest_normal * eps  # above 0; what is smaller by far rounds to 0
     got, ref = got.detach().double().cpu(), ref.detach().cpu()
     finite = ref.isfinite()
     assert torch.equal(got[~finite].nan_to_num(nan=0.5), ref[~finite].nan_to_num(nan=0.5)), (
@@ -354,7 +360,7 @@ def assert_close_as(yardstick, got, ref, what="out"):
             unit = eps / torch.finfo(y.dtype).eps if times == 3 else 1.0
             y, exact = y.detach().double().cpu()[finite], exact.detach().cpu()[finite]
             assert y.isfinite().all(), f"{what}: the yardstick itself is not finite"
-            assert largest == 0 or y.abs().max() > 0, f"{what}: the yardstick itself is zero"
+            assert largest < least or y.abs().max() > 0, f"{what}: the yardstick itself is zero"
             worst_max = max(worst_max, (y - exact).abs().max().item() * unit)
             worst_rms = max(worst_rms, _rms(y - exact) * unit)
         wrong = [

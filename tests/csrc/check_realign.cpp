@@ -1,6 +1,6 @@
 /* check_realign: csrc/cuda/gemm/realign.cuh on the host: random matrices through the functions that the kernel is made of, a
- * chunk after the other. Every element of the copy must be the right one, and every aligned read of 16 bytes must lie in the
- * row it is for. Exits with 1 on a failure. */
+ * chunk after the other. Every element of the copy must be the right one, and every aligned read of 16 bytes must lie between
+ * the first and the last element of its batch entry. Exits with 1 on a failure. */
 #include "check_model.h"
 #include "cuda/gemm/realign.cuh"
 
@@ -21,19 +21,22 @@ static void check_divisors() {
 alignas(16) static uint16_t memory[1 << 20];
 
 /* The chunk as a thread of the kernel makes it. */
-static void chunk_of(const RealignMatrix &x, uint32_t i, uint16_t *to) {
+static void copy_chunk(const RealignMatrix &x, uint32_t i, uint16_t *to) {
     const RealignPlace at = realign_place(x, i);
     const int skew = (int)((uintptr_t)at.row / 2 % REALIGN_EACH);
-    if (x.inner_stride != 1 || !realign_whole(at.col, x.inner, skew)) {
+    if (!realign_whole(x, at, skew)) {
         for (int e = 0; e < REALIGN_EACH; ++e) to[e] = at.col + e < x.inner ? at.row[(at.col + e) * x.inner_stride] : 0;
         return;
     }
     const uint16_t *from = at.row + at.col - skew, *end = from + (skew ? 16 : 8);
-    check((uintptr_t)from % 16 == 0, "an aligned read", at.col, skew);
-    check(from >= at.row && end <= at.row + x.inner, "a read within the row", at.col, skew);
+    const uint16_t *one = x.from + realign_entry(x, i / x.chunks.by / x.outer.by); /* the ends of its entry */
+    const uint16_t *other = one + ((int64_t)x.outer.by - 1) * x.outer_stride;
+    check(x.inner_stride == 1 && (uintptr_t)from % 16 == 0, "an aligned read of dense rows", at.col, skew);
+    check(from >= (one < other ? one : other) && end <= (one < other ? other : one) + x.inner,
+          "a read within the entry", at.col, skew);
     uint32_t words[8] = {};
     memcpy(words, from, (size_t)(end - from) * 2);
-    realign_shift(words, skew);
+    realign_shift(words, skew), realign_cut(words, x.inner - at.col);
     memcpy(to, words, 16);
 }
 
@@ -51,7 +54,7 @@ static void check_matrix() {
     const int64_t ld = gk_round_up(inner, 8);
     check(good && realign_bytes(x) == entries * outer * ld * 2, "bytes", realign_bytes(x), entries * outer * ld * 2);
     uint16_t *copy = (uint16_t *)malloc((size_t)realign_bytes(x));
-    for (uint32_t i = 0; i < x.total; ++i) chunk_of(x, i, copy + i * 8);
+    for (uint32_t i = 0; i < x.total; ++i) copy_chunk(x, i, copy + i * 8);
     int64_t at[4] = {};
     for (bool more = true; more;) { /* every entry of the batch, repeated ones too */
         const uint16_t *from = memory + origin, *to = copy;
@@ -83,7 +86,7 @@ static void check_matrix_32() {
     check(good && realign_bytes(x) == entries * outer * ld * 4, "bytes", realign_bytes(x), entries * outer * ld * 4);
     check(x.turned == (step != 1) && x.chunks.by == ld / 4 && x.inner == 2 * inner, "turned", step, x.turned);
     uint32_t *copy = (uint32_t *)malloc((size_t)realign_bytes(x));
-    for (uint32_t i = 0; !x.turned && i < x.total; ++i) chunk_of(x, i, (uint16_t *)copy + i * 8);
+    for (uint32_t i = 0; !x.turned && i < x.total; ++i) copy_chunk(x, i, (uint16_t *)copy + i * 8);
     for (uint32_t e = 0; x.turned && e < x.total / x.chunks.by / x.outer.by; ++e)
         for (int64_t r = 0; r < outer; ++r)
             for (int64_t c = 0; c < ld; ++c) {

@@ -709,30 +709,46 @@ def check_varlen(args, kwargs, gen, what=""):
     out, lse = ops.flash_attn_varlen_fwd(*args, **kwargs)
     assert out.dtype == q.dtype and out.is_contiguous() and lse.is_contiguous() and lse.dtype == logit_dtype(q.dtype)
     clean = [t.nan_to_num(nan=0.0) for t in (q, k, v)]
-    ref, ref_lse = reference.flash_attn_varlen(*f64(clean), *args[3:], **f64(kwargs), return_lse=True)
     grad = randn(gen, *out.shape, dtype=q.dtype, device=q.device)
     sinks = kwargs.get("sinks")
     rest = {n: t for n, t in kwargs.items() if n != "sinks"}
     tensors = dict(q=q, k=k, v=v) | ({} if sinks is None else dict(sinks=sinks))
     tail = args[3:]
+    dtype = yard_dtype(q.dtype)
 
     def split(run, rest):
         return lambda q, k, v, sinks=None: run(q, k, v, *tail, **rest, sinks=sinks)
 
     got = backward(split(ops.flash_attn_varlen, rest), tensors, grad)
-    refs = {**tensors, **dict(zip("qkv", clean))}
-    want = backward(split(reference.flash_attn_varlen, f64(rest)), f64(refs), f64(grad))
-    dtype = yard_dtype(q.dtype)
-    if len(cu_q) > 1:
-        runs = reordered_packed(*clean, cu_q, cu_k, kwargs, grad)
-        clean, cu_q, cu_k, kwargs = on_cpu((clean, cu_q, cu_k, kwargs))
-        sdpa = per_sequence(sdpa_or_reference, *(t.to(dtype) for t in clean), cu_q, cu_k, **for_dtype(kwargs, dtype))
-    else:
-        runs, sdpa = [[out, lse, *got.values()]], out
-    assert_close_as([sdpa, *(run[0] for run in runs)], out, ref, what + "out")
-    assert_close_as([run[1] for run in runs], lse, ref_lse, what + "lse")
-    for i, n in enumerate(tensors):
-        assert_close_as([run[2 + i] for run in runs], got[n], want[n], f"{what}d{n}")
+    mine = dict(out=out, lse=lse) | got
+
+    def draw_of(draw):
+        """Results of the reference by name, and lists of PyTorch's, of these inputs or of others like them."""
+        x = shuffled(gen, *clean) if draw else clean
+        run = reference.flash_attn_varlen(*f64(x), *tail, **f64(kwargs), return_lse=True)
+        wide = f64({**tensors, **dict(zip("qkv", x))})
+        want = dict(
+            zip(mine, (*run, *backward(split(reference.flash_attn_varlen, f64(rest)), wide, f64(grad)).values()))
+        )
+        if len(cu_q) == 1:  # no sequence
+            return want, {name: [t] for name, t in mine.items()}
+        found = dict(zip(mine, map(list, zip(*reordered_packed(*x, cu_q, cu_k, kwargs, grad)))))
+        x, *cu, narrow = on_cpu((list(x), cu_q, cu_k, for_dtype(kwargs, dtype)))
+        found["out"].append(per_sequence(sdpa_or_reference, *(t.to(dtype) for t in x), *cu, **narrow))
+        return want, found
+
+    draws = [draw_of(0)]
+
+    def yards(draw, name):
+        if draw == len(draws):
+            draws.append(draw_of(draw))
+        want, found = draws[draw]
+        return [(y, want[name]) for y in found[name]]
+
+    for name, t in mine.items():
+        assert_close_as(
+            partial(yards, name=name), t, draws[0][0][name], what + (name if name in ("out", "lse") else f"d{name}")
+        )
     return out, lse, got
 
 

@@ -2,7 +2,7 @@
  * tf32.
  *
  * a [batch, M, K]  b [batch, K, N]   each dense along k or along its other dimension, other strides multiples of 16 bytes;
- *                                    one that is not is copied first (gemm_realign), into the call's workspace;
+ *                                    one that is not is copied first (gemm_realign_sm90a), into the call's workspace;
  *                                    tf32: a along k, b along k, or along n, which turns the product (tf32.cuh)
  * bias [N], c broadcasts, out [batch, M, N], preact like out; float32 sums, one rounding
  * Grid: as many clusters, of one or two blocks, as fit the GPU; each takes tiles BM x BN, in the order of order.cuh, until none is
@@ -102,15 +102,16 @@ template <class T, class Tile, int MODE> struct Smem {
     static constexpr int BARRIERS = TRADE + Tile::WGS * WARPGROUP_TRADE, TRADED = BARRIERS + tma_ring<STAGES>::bytes;
     /* two barriers more, of traded halves or of turns; and to align the ring */
     static constexpr int BYTES = TRADED + 16 + WGMMA_BLOCK_BYTES;
+    /* whose registers an SM can hold. Two: the next kernel's get ready beside this one's, or at least a copy's */
+    static constexpr int BLOCKS =
+        Tile::THREADS <= 256 && (sizeof(T) == 2 ? MT * Tile::BN <= 128 : BYTES <= 113 * 1024) ? 2 : 1;
     static_assert(BYTES <= 232448 && PANELS % 1024 == 0, "shared memory of a block");
+    static_assert(BLOCKS == 1 || Tile::THREADS <= 256, "a thread keeps 128 registers");
     static_assert(Tile::TURNED || COLS % 8 == 0, "panels begin at multiples of 16 bytes");
     static_assert(Tile::TILES * Tile::CK <= 2 && (BY_PANELS || Tile::WGS == 1), "two blocks share or trade; one turns");
     static_assert(!Tile::IN_TURNS || (Tile::WGS == 2 && Tile::CK == 1 && !Tile::TURNED), "two warpgroups take turns");
     static_assert(MT <= 2, "sums of a warpgroup are stored by one body, past which they move once");
 };
-
-/* Blocks of an SM. Two: the next kernel's get ready beside this one's. */
-constexpr int blocks_of(int threads, int bytes) { return threads <= 256 && bytes <= 113 * 1024 ? 2 : 1; }
 
 /* Where a batch entry's boxes begin; dimensions without a stride are not in the map. */
 __device__ __forceinline__ void place_batch(const GemmProblem &p, const int64_t *strides, unsigned batch, tma_at &at) {
@@ -124,9 +125,8 @@ __device__ __forceinline__ void place_batch(const GemmProblem &p, const int64_t 
 
 /* ---- 2 the kernel -------------------------------------------------------------------------------------------- */
 template <class T, class Tile, int MODE>
-__global__ void __cluster_dims__(Tile::CLUSTER, 1, 1)
-    __launch_bounds__(Tile::THREADS, blocks_of(Tile::THREADS, Smem<T, Tile, MODE>::BYTES))
-        gemm_sm90a_kernel(const __grid_constant__ Params x) {
+__global__ void __cluster_dims__(Tile::CLUSTER, 1, 1) __launch_bounds__(Tile::THREADS, (Smem<T, Tile, MODE>::BLOCKS))
+    gemm_sm90a_kernel(const __grid_constant__ Params x) {
     typedef Smem<T, Tile, MODE> S;
     typedef typename S::A A;
     typedef typename S::B B;

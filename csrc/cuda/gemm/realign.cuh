@@ -2,13 +2,14 @@
  * where it lies. Dense rows of float32 are rows of twice as many; where inner is not dense, float32 is `turned`, in tiles.
  *   from [entries][outer][inner], any strides   ->   to [entries][outer][ld], ld = inner rounded up to 8, zeros from inner on
  * inner is the dimension that is dense, or whose stride is smaller. An entry that the batch repeats is copied once.
- * Plain C++ but for the kernel (gemm_realign.cu), so that the tests walk the same functions. */
+ * Plain C++ but for the kernel (gemm_realign_sm90a.cu), so that the tests walk the same functions. */
 #ifndef GPUKERN_CUDA_GEMM_REALIGN_CUH
 #define GPUKERN_CUDA_GEMM_REALIGN_CUH
 
 #include "../kernels.h"
 #include "../tile/layout.cuh"
 #include "divisor.cuh"
+#include "tiles.h"
 
 constexpr int REALIGN_DIMS = GK_MAX_DIMS - 2, REALIGN_EACH = 8; /* batch dimensions; elements of a 16-byte chunk */
 
@@ -16,9 +17,10 @@ struct RealignMatrix {
     const uint16_t *from;
     void *to;
     int64_t inner_stride, outer_stride; /* of `from` */
+    int64_t begin, end;                 /* of an entry, from its first row's first element on; 0, 0: not dense */
     int32_t inner, ndim;
-    bool turned;                                /* elements of 32 bits: strides count those, inner their halves */
     uint32_t total;                             /* chunks of the copy */
+    bool turned;                                /* elements of 32 bits: strides count those, inner their halves */
     Divisor chunks, outer, batch[REALIGN_DIMS]; /* sizes; of batch dimensions those that `from` walks */
     int64_t stride[REALIGN_DIMS];
 };
@@ -26,7 +28,8 @@ struct RealignMatrix {
 /* ---- where a chunk comes from ------------------------------------------------------------------------------ */
 struct RealignPlace {
     const uint16_t *row; /* its first element */
-    int col;             /* the chunk's */
+    int64_t at;          /* the chunk's first element, in the entry */
+    int col;             /* and in the row */
 };
 
 /* Where a batch entry begins. */
@@ -40,16 +43,20 @@ GK_HD inline int64_t realign_entry(const RealignMatrix &x, uint32_t entry) {
     return x.ndim > 0 ? at + (int64_t)entry * x.stride[0] : at;
 }
 
-GK_HD inline RealignPlace realign_place(const RealignMatrix &x, uint32_t chunk) {
-    const uint32_t row = x.chunks.into(chunk), entry = x.outer.into(row);
-    const int64_t at = realign_entry(x, entry) + (int64_t)(row - entry * x.outer.by) * x.outer_stride;
-    return {x.from + at, (int)(chunk - row * x.chunks.by) * REALIGN_EACH};
+/* BATCHED: there may be more than one entry. */
+template <bool BATCHED = true> GK_HD inline RealignPlace realign_place(const RealignMatrix &x, uint32_t chunk) {
+    const uint32_t row = x.chunks.into(chunk), entry = BATCHED ? x.outer.into(row) : 0;
+    const int64_t at = (int64_t)(row - entry * x.outer.by) * x.outer_stride;
+    const int col = (int)(chunk - row * x.chunks.by) * REALIGN_EACH;
+    return {x.from + (BATCHED ? realign_entry(x, entry) : 0) + at, at + col, col};
 }
 
-/* A row begins `skew` elements past a multiple of 16 bytes. Its chunk at col lies in the 16 aligned bytes that begin skew
- * elements before and, where there is skew, in the next 16; they are read where all of them belong to the row. */
-GK_HD inline bool realign_whole(int col, int inner, int skew) {
-    return col >= skew && col - skew + (skew ? 2 : 1) * REALIGN_EACH <= inner;
+/* A chunk `skew` elements past a multiple of 16 bytes lies in the 16 aligned bytes that begin skew elements before and, where
+ * there is skew, in the next 16; they are read where all of them lie in the entry, of this row or not: an end of a row that
+ * waited for loads of its own would be what the whole copy waits for. */
+GK_HD inline bool realign_whole(const RealignMatrix &x, const RealignPlace &place, int skew) {
+    const int64_t from = place.at - skew;
+    return (from >= x.begin) & (from + (skew ? 2 : 1) * REALIGN_EACH <= x.end);
 }
 
 /* The 8 elements from `skew` on of 32 bytes, moved to their front. */
@@ -57,6 +64,11 @@ GK_HD inline void realign_shift(uint32_t (&words)[8], int skew) {
     for (int i = 0; i < 6; ++i) words[i] = skew & 4 ? words[i + 2] : words[i];
     for (int i = 0; i < 5; ++i) words[i] = skew & 2 ? words[i + 1] : words[i];
     for (int i = 0; i < 4; ++i) words[i] = (uint32_t)((((uint64_t)words[i + 1] << 32) | words[i]) >> (skew & 1) * 16);
+}
+
+/* Of 8 elements in 4 words the first `valid`, zeros for the others. */
+GK_HD inline void realign_cut(uint32_t *words, int valid) {
+    for (int i = 0; i < 4; ++i) words[i] &= valid >= 2 * i + 2 ? ~0u : valid > 2 * i ? 0xffffu : 0;
 }
 
 /* ---- host -------------------------------------------------------------------------------------------------- */
@@ -69,6 +81,9 @@ inline bool realign_plan(const void *from, int64_t inner, int64_t outer, int64_t
     for (int d = 0; d < ndim; ++d) total *= stride[d] ? (double)shape[d] : 1;
     if (inner < 1 || outer < 1 || inner > INT32_MAX - 2 * REALIGN_EACH || total < 1 || total > INT32_MAX) return false;
     x->from = (const uint16_t *)from, x->to = NULL, x->inner_stride = inner_stride, x->outer_stride = outer_stride;
+    const int64_t last = (outer - 1) * outer_stride;
+    x->begin = inner_stride == 1 ? gk_min_i64(0, last) : 0;
+    x->end = inner_stride == 1 ? gk_max_i64(0, last) + inner : 0;
     x->inner = (int32_t)inner, x->ndim = 0, x->turned = false, x->total = (uint32_t)total;
     x->chunks = divisor_of((uint32_t)chunks), x->outer = divisor_of((uint32_t)outer);
     for (int d = 0; d < ndim; ++d)

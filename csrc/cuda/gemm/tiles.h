@@ -135,13 +135,13 @@ constexpr double TURN_US = 2.8, ALONE_US = 3.0;
 /* an activation of many instructions, on 128 x 256 results: 25 us of four waves at 4096 cubed */
 constexpr double CURVE_US = 6.0;
 
-/* ---- gemm_realign --------------------------------------------------------------------------------------------- */
-/* 64 registers: 4 chunks of a thread and 4 blocks keep 64 KB of an SM's loads under way, 24 hide memory's latency */
-constexpr int REALIGN_THREADS = 256, REALIGN_CHUNKS = 4, REALIGN_PER_SM = 4;
+/* ---- gemm_realign_sm90a --------------------------------------------------------------------------------------- */
+/* 32 registers: 2048 threads of an SM keep 32 KB of its loads under way */
+constexpr int REALIGN_THREADS = 256, REALIGN_PER_SM = 8;
 /* turned tiles: 64 rows of 256 bytes are read and 64 written; 16 KiB of shared memory, 16 loads a thread under way */
 constexpr int REALIGN_TURN = 64;
-/* expected, the chooser's weights: a launch, and bytes a us that are read and written: 4.2e6 when only read */
-constexpr double REALIGN_US = 2.0, REALIGN_BYTES_PER_US = 3.5e6;
+/* expected, the chooser's weights: a launch that overlaps its neighbours, and bytes a us that are read and written */
+constexpr double REALIGN_US = 0.5, REALIGN_BYTES_PER_US = 4.0e6;
 
 /* ---- gemm_plain: BM x BN x BK through a ring of STAGES, WARPS_M x WARPS_N warps, PER_SM blocks an SM --------- */
 struct PlainF32 {

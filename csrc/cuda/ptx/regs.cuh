@@ -88,6 +88,24 @@ static __device__ __forceinline__ void touch_global(const void *p_g) {
     asm volatile("{\n\t.reg .u8 x;\n\tld.global.u8 x, [%0];\n\t}" ::"l"(__cvta_generic_to_global(p_g)) : "memory");
 }
 
+// ld.global.v4.u32 where `really`, else zeros. Volatile: loads that follow each other are all under way before the first is used.
+static __device__ __forceinline__ uint4 ld_global_if_128(const void *p_g, bool really) {
+    uint4 v;
+    asm volatile("{\n\t"
+                 ".reg .pred p;\n\t"
+                 "setp.ne.u32 p, %5, 0;\n\t"
+                 "mov.b32 %0, 0;\n\t"
+                 "mov.b32 %1, 0;\n\t"
+                 "mov.b32 %2, 0;\n\t"
+                 "mov.b32 %3, 0;\n\t"
+                 "@p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n\t"
+                 "}"
+                 : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+                 : "l"(__cvta_generic_to_global(p_g)), "r"((uint32_t)really)
+                 : "memory");
+    return v;
+}
+
 // ld.global.nc.L1::no_allocate.v4.u32, sm_70 (the hint): data that nobody writes while the kernel runs and that is read
 // once. Ordered after nothing.
 static __device__ __forceinline__ uint4 ld_global_nc_no_allocate_128(const void *p_g) {

@@ -1,69 +1,58 @@
-/* gemm_realign: copies matrices to where tma and wgmma can read them; realign.cuh says what from and to.
+/* gemm_realign_sm90a: copies matrices to where tma and wgmma can read them; realign.cuh says what from and to.
  *
- * Grid: a block per THREADS x REALIGN_CHUNKS chunks of 16 bytes of the copies, one matrix after the other. A thread owns
- * chunks THREADS apart, so that a warp writes 512 bytes in a row and reads as many, and has the loads of all its chunks
- * under way at once.
+ * Grid: a block per THREADS chunks of 16 bytes of the copies, one matrix after the other. A thread owns one chunk, so that a
+ * warp writes 512 bytes in a row and reads as many; several chunks a thread, or rounds of them, took longer: more of the
+ * code's lines, which are new to the SM in every launch.
  * A chunk of a dense row: the one or two aligned 16 bytes around it, shifted. The second is what the next lane loads as
- * its first and comes from L1. Both must lie in the row: nothing outside of the matrix is read, not even to be dropped. The
- * ends of rows, and rows that are not dense, are read element by element.
+ * its first and comes from L1. Both lie in the batch entry, or between its rows: nothing outside is read, not even to be
+ * dropped. What lies across its ends, and rows that are not dense, are read element by element.
  * Bytes: (2 read + 2 written) an element; the second half stays in L2 for the product as far as it fits.
+ * For small matrices the launches are the time. This kernel starts, and finds its places, while the one before it drains, and
+ * the product's blocks get ready beside it. (So no __ldg: the compiler may move such loads before the wait.)
  *
  * Turned: a block per tile of TURN x TURN elements of 32 bits, which a warp reads along `outer` and writes, through
  * shared memory [inner][outer + 1], in chunks of 16 bytes along `inner`. */
 #include "../host/launch.cuh"
+#include "../ptx/griddepcontrol.cuh"
+#include "../ptx/regs.cuh"
 #include "realign.cuh"
 #include "tiles.h"
 
 namespace {
 
-constexpr int THREADS = REALIGN_THREADS, CHUNKS = REALIGN_CHUNKS;
+constexpr int THREADS = REALIGN_THREADS;
 
 struct Params {
     RealignMatrix matrix[2];
     uint32_t blocks; /* of the first */
 };
 
-__device__ __forceinline__ uint4 by_elements(const RealignMatrix &x, const RealignPlace &at) {
+template <bool BATCHED> __device__ __forceinline__ uint4 by_elements(const RealignMatrix &x, uint32_t chunk) {
+    const RealignPlace at = realign_place<BATCHED>(x, chunk);
     uint32_t e[REALIGN_EACH];
-    const uint16_t *from_g = x.inner_stride == 1 ? at.row + at.col : at.row + at.col * x.inner_stride;
 #pragma unroll
-    for (int i = 0; i < REALIGN_EACH; ++i) {
-        e[i] = at.col + i < x.inner ? __ldg(from_g) : 0;
-        from_g += x.inner_stride;
-    }
+    for (int i = 0; i < REALIGN_EACH; ++i) e[i] = at.col + i < x.inner ? at.row[(at.col + i) * x.inner_stride] : 0;
     return make_uint4(e[0] | e[1] << 16, e[2] | e[3] << 16, e[4] | e[5] << 16, e[6] | e[7] << 16);
 }
 
-__device__ __forceinline__ uint4 shifted(uint4 low, uint4 high, int skew) {
-    uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-    realign_shift(words, skew);
-    return make_uint4(words[0], words[1], words[2], words[3]);
-}
-
+template <bool BATCHED>
 __global__ void __launch_bounds__(THREADS, REALIGN_PER_SM) realign_kernel(const __grid_constant__ Params p) {
     const bool second = blockIdx.x >= p.blocks;
     const RealignMatrix &x = p.matrix[second];
-    const uint32_t first = (blockIdx.x - (second ? p.blocks : 0)) * (THREADS * CHUNKS) + threadIdx.x;
-    uint4 low[CHUNKS], high[CHUNKS];
-    int skew[CHUNKS]; /* -1: not loaded */
-#pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
-        low[c] = high[c] = make_uint4(0, 0, 0, 0), skew[c] = -1;
-        if (first + c * THREADS >= x.total) continue;
-        const RealignPlace at = realign_place(x, first + c * THREADS);
-        const int row_skew = (int)((uintptr_t)at.row / 2 % REALIGN_EACH);
-        if (x.inner_stride != 1 || !realign_whole(at.col, x.inner, row_skew)) continue;
-        const uint4 *from_g = (const uint4 *)(at.row + at.col - row_skew);
-        low[c] = __ldg(from_g), skew[c] = row_skew;
-        if (row_skew) high[c] = __ldg(from_g + 1);
-    }
-#pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
-        const uint32_t chunk = first + c * THREADS;
-        if (chunk >= x.total) break;
-        if (skew[c] < 0) low[c] = by_elements(x, realign_place(x, chunk)), skew[c] = 0;
-        ((uint4 *)x.to)[chunk] = shifted(low[c], high[c], skew[c]);
-    }
+    const uint32_t chunk = (blockIdx.x - (second ? p.blocks : 0)) * THREADS + threadIdx.x;
+    const RealignPlace at = realign_place<BATCHED>(x, chunk);
+    const int skew = (int)((uintptr_t)at.row / 2 % REALIGN_EACH), valid = x.inner - at.col;
+    const bool whole = chunk < x.total && realign_whole(x, at, skew);
+    const uint16_t *from_g = at.row + at.col - skew;
+    griddepcontrol_launch_dependents(); /* the product's blocks may get ready */
+    griddepcontrol_wait();              /* `from` is written, and what was in `to` is read */
+    const uint4 low = ld_global_if_128(from_g, whole), high = ld_global_if_128(from_g + REALIGN_EACH, whole && skew);
+    if (chunk >= x.total) return;
+    uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    realign_shift(words, skew);
+    if (valid < REALIGN_EACH) realign_cut(words, valid);
+    ((uint4 *)x.to)[chunk] =
+        whole ? make_uint4(words[0], words[1], words[2], words[3]) : by_elements<BATCHED>(x, chunk);
 }
 
 constexpr int TURN = REALIGN_TURN, TURN_LD = TURN + 1, TURN_EACH = 4;
@@ -87,10 +76,12 @@ __global__ void __launch_bounds__(THREADS) realign_turn_kernel(const __grid_cons
     const uint32_t *from_g = (const uint32_t *)x.from + realign_entry(x, entry) +
                              ((int64_t)tile_inner * TURN + i_read) * x.inner_stride +
                              ((int64_t)tile_outer * TURN + o_read) * x.outer_stride;
-    uint32_t v[PASSES]; /* all loads are under way before the first is stored */
+    griddepcontrol_launch_dependents();
+    griddepcontrol_wait(); /* as above */
+    uint32_t v[PASSES];    /* all loads are under way before the first is stored */
 #pragma unroll
     for (int c = 0; c < PASSES; ++c) {
-        v[c] = o_read < outer && i_read + c * PASS_ROWS < inner ? __ldg(from_g) : 0;
+        v[c] = o_read < outer && i_read + c * PASS_ROWS < inner ? *from_g : 0;
         from_g += PASS_ROWS * x.inner_stride;
     }
 #pragma unroll
@@ -111,7 +102,7 @@ __global__ void __launch_bounds__(THREADS) realign_turn_kernel(const __grid_cons
 gk_status turn(const char *op, const gk_context *ctx, const RealignMatrix &x) {
     const TurnParams p = {x, (uint32_t)gk_ceil_div(x.inner / 2, TURN), (uint32_t)gk_ceil_div(x.outer.by, TURN)};
     const uint32_t entries = x.total / x.chunks.by / x.outer.by; /* each tile has a chunk: so many blocks fit */
-    return launch<realign_turn_kernel>(op, ctx, dim3(entries * p.tiles_inner * p.tiles_outer), THREADS, 0, p);
+    return launch<realign_turn_kernel>(op, ctx, dim3(entries * p.tiles_inner * p.tiles_outer), THREADS, 0, p, true);
 }
 
 } // namespace
@@ -120,15 +111,18 @@ gk_status realign(const char *op, const gk_context *ctx, const RealignMatrix *ma
     Params p = {};
     uint32_t blocks[2] = {0, 0};
     int together = 0;
+    bool batched = false;
     for (int i = 0; i < count; ++i) {
         if (matrices[i].turned) {
             const gk_status status = turn(op, ctx, matrices[i]);
             if (status != GK_OK) return status;
             continue;
         }
-        p.matrix[together] = matrices[i];
-        blocks[together++] = (uint32_t)gk_ceil_div(matrices[i].total, THREADS * CHUNKS);
+        p.matrix[together] = matrices[i], batched |= matrices[i].ndim > 0;
+        blocks[together++] = (uint32_t)gk_ceil_div(matrices[i].total, THREADS);
     }
     p.blocks = blocks[0];
-    return launch<realign_kernel>(op, ctx, dim3(blocks[0] + blocks[1]), THREADS, 0, p);
+    const dim3 grid(blocks[0] + blocks[1]);
+    return batched ? launch<realign_kernel<true>>(op, ctx, grid, THREADS, 0, p, true)
+                   : launch<realign_kernel<false>>(op, ctx, grid, THREADS, 0, p, true);
 }
