@@ -1,25 +1,16 @@
 /* check_skewed: csrc/cuda/gemm/skewed.cuh on the host: random products through the functions that gemm_skewed_sm90a is made
- * of, its grid walked block by block: boxes of weights as tma brings them, windows of the tokens, the lanes that put them in
- * place, sums that move up, results. Whatever is not an element of a matrix, and whatever a slot was not given, is NaN. Every
- * result must be written once and be exact, and every byte that is read one of the 16 around a row's. Exits with 1 on a
+ * of, its grid walked block by block: boxes of weights as tma brings them, windows of the tokens, the lanes' fragments of
+ * them, sums that move up, totals, results. Whatever is not an element of a matrix, and whatever a slot was not given, is NaN.
+ * Every result must be written once and be exact, and every byte that is read one of the 16 around a row's. Exits with 1 on a
  * failure. */
 #include "check_model.h"
 
-struct uint4 {
-    uint32_t x, y, z, w;
-};
-static uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
-
 #include "cuda/gemm/skewed.cuh"
-#include "cuda/tile/wgmma.cuh"
 
 enum {
     TOKENS = SKEWED_MAX_TOKENS,
-    K64 = 64,
-    STEP_BLOCKS = SKEWED_STEP / K64,
-    STEP_K16 = SKEWED_STEP / 16,
-    WINDOW_LANES = 64, /* a token's each */
-    LONG = 1400        /* n or k, at most */
+    COPIERS = 16, /* threads that copy */
+    LONG = 1400   /* n or k, at most */
 };
 static const uint16_t POISON = 0xffff; /* a NaN */
 
@@ -47,12 +38,11 @@ static uint16_t random_element() {
 
 /* ---- the kernel's parts ---------------------------------------------------------------------------------------- */
 template <int ROWS, bool ALONG_N> struct Model {
-    typedef wgmma_tile<ROWS, ALONG_N> W;
-    typedef wgmma_tile<TOKENS, false> X;
+    typedef smem_tile<ALONG_N ? SKEWED_STEP : ROWS, SKEWED_PANEL * 2> W;
     enum {
-        ADDERS = ROWS * 2,
-        BLOCK = W::bytes + X::bytes,
-        SUMS = ALONG_N ? STEP_K16 : 1 /* along n of each 16 of a step's k */
+        TILES = ALONG_N ? ROWS / SKEWED_PANEL : SKEWED_STEP / SKEWED_PANEL,
+        WARPS = SKEWED_STEP / 16,
+        ADDERS = WARPS * 32
     };
     struct Map {
         const uint16_t *base;
@@ -63,14 +53,16 @@ template <int ROWS, bool ALONG_N> struct Model {
     const SkewedPlan &plan;
     int box_lines;
     Map w[SKEWED_CLASSES];
-    uint16_t slot[STEP_BLOCKS * BLOCK / 2], windows[TOKENS][SKEWED_WINDOW];
-    float sum[SUMS][ROWS][TOKENS], sums[SKEWED_PARTS][TOKENS][ROWS]; /* of a part */
+    uint16_t slot[TILES * W::bytes / 2], windows[TOKENS][SKEWED_WINDOW];
+    float sum[WARPS][ROWS][TOKENS];               /* of a block */
+    float totals[SKEWED_PARTS][TOKENS + 2][ROWS]; /* in a block of a cluster */
     float out[TOKENS][LONG];
     int written[TOKENS][LONG];
 
     Model(const Problem &p, const SkewedPlan &plan) : p(p), plan(plan), out(), written() {
         const int64_t lines = ALONG_N ? p.k : p.n, line = ALONG_N ? p.b_k : p.b_n, inner = ALONG_N ? p.n : p.k;
-        box_lines = ALONG_N ? skewed_box(plan) : plan.rows;
+        box_lines = skewed_box_lines(plan);
+        check(skewed_boxes(plan, TILES) <= COPIERS, "a box a thread", skewed_boxes(plan, TILES), COPIERS);
         for (int j = 0; j < skewed_classes(plan); ++j) {
             w[j] = {p.b + j * line - plan.skew[j], inner + plan.skew[j],
                     (lines - j + skewed_classes(plan) - 1) >> plan.classes_log2, line << plan.classes_log2};
@@ -81,51 +73,29 @@ template <int ROWS, bool ALONG_N> struct Model {
     }
 
     uint16_t &at(int byte) { return slot[byte / 2]; }
+    uint16_t &weight(int row, int k) {
+        return ALONG_N ? at(row / SKEWED_PANEL * W::bytes + W::offset_of(k, row % SKEWED_PANEL, 2))
+                       : at(k / SKEWED_PANEL * W::bytes + W::offset_of(row, k % SKEWED_PANEL, 2));
+    }
 
     /* tma: a box of 64 elements x box_lines, swizzled as its address says; zeros outside the map. */
     void load_box(int to, const Map &map, int x, int y) {
         check(x % SKEWED_EACH == 0 && x >= 0 && y >= 0, "where a box begins", x, y);
-        check(to % WGMMA_ROW_BYTES == 0 && to + box_lines * WGMMA_ROW_BYTES <= (int)sizeof slot, "where it goes", to,
-              y);
+        check(to % 128 == 0 && to + box_lines * 128 <= (int)sizeof slot, "where it goes", to, y);
         for (int line = 0; line < box_lines; ++line)
-            for (int e = 0; e < 64; ++e) {
+            for (int e = 0; e < SKEWED_PANEL; ++e) {
                 const bool inside = x + e < map.inner && y + line < map.outer;
-                at(swizzle<3, 4, 3>::apply(to + line * WGMMA_ROW_BYTES + e * 2)) =
+                at(swizzle<3, 4, 3>::apply(to + line * 128 + e * 2)) =
                     inside ? map.base[x + e + (y + line) * map.stride] : 0;
             }
     }
 
-    void load_weights(int tile, int step) {
-        const int first = skewed_first(plan, tile);
-        int bytes = 0;
-        if (ALONG_N) {
-            for (int line = 0; line < SKEWED_STEP; line += box_lines)
-                for (int j = 0; j < W::panels; ++j, bytes += box_lines * WGMMA_ROW_BYTES)
-                    load_box(line / K64 * BLOCK + line % K64 * WGMMA_ROW_BYTES + j * W::panel_bytes,
-                             w[skewed_class(plan, line)], first + j * 64, skewed_line(plan, step, line));
-        } else {
-            for (int i = 0; i < STEP_BLOCKS; ++i, bytes += box_lines * WGMMA_ROW_BYTES)
-                load_box(i * BLOCK, w[skewed_class_of(plan, tile)], step * SKEWED_STEP + i * K64, first);
-        }
-        check(bytes == STEP_BLOCKS * (ALONG_N ? ROWS : plan.rows) * WGMMA_ROW_BYTES, "the bytes announced", bytes,
-              step);
-    }
-
-    /* One box of all tokens, zeros outside the map. */
-    bool boxed() const { return p.m > 1 && p.a_m >= p.k && (uintptr_t)p.a % 16 == 0 && p.a_m % SKEWED_EACH == 0; }
-    void load_box_of_tokens(int window) {
-        for (int m = 0; m < p.m; ++m)
-            for (int e = 0; e < SKEWED_WINDOW; ++e)
-                windows[m][e] = window + e >= 0 && window + e < p.k ? p.a[m * p.a_m + window + e] : 0;
-    }
-
-    void load_windows(int tile, int step) {
-        if (boxed()) return load_box_of_tokens(skewed_window(plan, tile, step));
-        for (int m = 0; m < WINDOW_LANES; ++m) {
-            const int before = skewed_token(plan, m), end = m < p.m ? ((int)p.k + before + 7) / 8 * 8 : 0;
-            const int window = skewed_window(plan, tile, step), from = window > 0 ? window : 0;
-            const int until = window + SKEWED_WINDOW < end ? window + SKEWED_WINDOW : end;
-            if (until <= from) continue;
+    /* The window of a token and a box of weights that a thread copies; the box's bytes. */
+    int copy(int m, int tile, int step) {
+        const int before = skewed_token(plan, m), end = m < p.m ? ((int)p.k + before + 7) / 8 * 8 : 0;
+        const int window = skewed_window(plan, tile, 0) + step * SKEWED_STEP, from = window > 0 ? window : 0;
+        const int until = window + SKEWED_WINDOW < end ? window + SKEWED_WINDOW : end;
+        if (until > from) {
             const uint16_t *const row = p.a + m * p.a_m, *const token = row - before, *const x = token + from;
             check((uintptr_t)x % 16 == 0 && (until - from) % SKEWED_EACH == 0, "a copy's address and size", m, from);
             check((uintptr_t)x >= (uintptr_t)row / 16 * 16, "a copy before its token", m, from);
@@ -135,88 +105,97 @@ template <int ROWS, bool ALONG_N> struct Model {
             check(fits, "where a copy goes", m, from - window);
             if (fits) memcpy(windows[m] + from - window, x, (size_t)(until - from) * 2);
         }
+        if (m >= skewed_boxes(plan, TILES)) return 0;
+        const int panel = m % TILES, line = ALONG_N ? m / TILES * box_lines : 0, first = skewed_first(plan, tile);
+        load_box(panel * W::bytes + line * W::row_bytes,
+                 w[ALONG_N ? skewed_class(plan, line) : skewed_class_of(plan, tile)],
+                 panel * SKEWED_PANEL + (ALONG_N ? first : step * SKEWED_STEP),
+                 ALONG_N ? skewed_line(plan, 0, line) + step * box_lines : first);
+        return box_lines * SKEWED_PANEL * 2;
     }
 
-    void place_tokens(int tile, int step) {
-        for (int i = 0; i < SKEWED_STEP; ++i) {
-            const int k = skewed_k(plan, tile, step, i);
-            const bool inside = k >= 0 && k < p.k;
-            for (int m = 0; m < (p.m + 3) / 4 * 4; ++m) {
-                const int from = k - skewed_window(plan, tile, step) + skewed_token(plan, m);
+    /* A warp's 16 k: what its lanes read of the tokens, and of a line's first 8 elements what they keep. */
+    void fragments(int tile, int step, int warp, float (&x)[16][TOKENS], bool (&keeps)[16]) {
+        const uint32_t none = 0xffffffffu;
+        for (int lane = 0; lane < 32; ++lane) {
+            const int first = skewed_k(plan, tile, 0, warp * 16 + frag_b16(lane, 0).row);
+            for (int e = 0; e < 8; ++e) {
+                const int i = frag_b16(lane, e % 4).row, m = frag_b16(lane, e % 4).col + e / 4 * 8;
+                const int in_step = first + frag_b16(0, e % 4).row * skewed_k_step(plan),
+                          k = in_step + step * SKEWED_STEP;
+                const int from = in_step - skewed_window(plan, tile, 0) + skewed_token(plan, m);
+                check(k == skewed_k(plan, tile, step, warp * 16 + i), "the k of a fragment", k, i);
                 check(from >= 0 && from < SKEWED_WINDOW, "a read of a window", k, from);
-                at(i / K64 * BLOCK + W::bytes + X::offset_of(m, i % K64)) = inside ? windows[m][from] : 0;
+                x[i][m] = k >= 0 && k < p.k ? number(windows[m][from]) : 0;
             }
-        }
-    }
-
-    /* What lies before the lines. */
-    void clear_heads(int skew) {
-        for (int row = 0; row < ROWS; ++row) {
-            uint4 head;
-            uint16_t *const head_s = &at(W::offset_of(row, 0));
-            memcpy(&head, head_s, sizeof head);
-            head = skewed_head(head, skew);
-            memcpy(head_s, &head, sizeof head);
+            const uint32_t keep =
+                !ALONG_N && step == 0 && warp == 0 ? skewed_keep(lane, plan.skew[skewed_class_of(plan, tile)]) : none;
+            for (int e = 0; e < 8; ++e) keeps[frag_a16(lane, e).col] = e >= 4 || keep >> e % 2 * 16 & 1;
         }
     }
 
     /* Rows and tokens that no result could come from are left out. */
-    void multiply(bool first) {
-        const int rows = ALONG_N ? (int)ROWS : (plan.rows + 3) / 4 * 4, tokens = (int)(p.m + 3) / 4 * 4;
-        for (int k = 0; k < SKEWED_STEP; ++k) {
-            const int block = k / K64 * BLOCK, s = ALONG_N ? k / 16 : 0;
-            const bool fresh = first && k % (ALONG_N ? 16 : SKEWED_STEP) == 0;
-            float x[TOKENS];
-            for (int m = 0; m < tokens; ++m) x[m] = number(at(block + W::bytes + X::offset_of(m, k % K64)));
-            for (int row = 0; row < rows; ++row) {
-                const float weight = number(at(block + W::offset_of(row, k % K64)));
-                for (int m = 0; m < tokens; ++m) sum[s][row][m] = (fresh ? 0 : sum[s][row][m]) + weight * x[m];
-            }
+    void multiply(int tile, int step) {
+        const int rows = ALONG_N ? (int)ROWS : (plan.rows + 3) / 4 * 4;
+        for (int warp = 0; warp < WARPS; ++warp) {
+            float x[16][TOKENS];
+            bool keeps[16];
+            fragments(tile, step, warp, x, keeps);
+            for (int i = 0; i < 16; ++i)
+                for (int row = 0; row < rows; ++row) {
+                    const float y = keeps[i] ? number(weight(row, warp * 16 + i)) : 0;
+                    for (int m = 0; m < p.m; ++m) sum[warp][row][m] += y * x[i][m];
+                }
         }
     }
 
     /* Along n each class's sums go as many rows up as its lines begin late. */
-    void gather(int part) {
-        for (int m = 0; m < p.m; ++m) {
-            for (int row = 0; row < ROWS; ++row) sums[part][m][row] = ALONG_N ? 0 : sum[0][row][m];
-            for (int kk = 0; ALONG_N && kk < STEP_K16; ++kk) {
-                const int shift = skewed_shift(plan, skewed_class(plan, kk * 16));
-                check(skewed_class(plan, kk * 16) == skewed_class(plan, kk * 16 + 15), "sums of one class", kk, shift);
-                for (int row = shift; row < ROWS; ++row) sums[part][m][row - shift] += sum[kk][row][m];
+    void add(int part) {
+        for (int token = 0; token < p.m; ++token)
+            for (int row = 0; row < plan.rows; ++row) {
+                float total = 0;
+                for (int warp = 0; warp < WARPS; ++warp) {
+                    const int cls = skewed_class(plan, warp * 16), up = ALONG_N ? skewed_shift(plan, cls) : 0;
+                    check(cls == skewed_class(plan, warp * 16 + 15), "sums of one class", warp, cls);
+                    check(row + up < ROWS, "a tile's rows are whole", row, up);
+                    total += sum[warp][row + up][token];
+                }
+                const int owner = skewed_owner(plan, token), mine = token - plan.first_token[owner];
+                check(owner < plan.parts && mine >= 0 && mine < plan.most_tokens && token < plan.first_token[owner + 1],
+                      "who stores a token's results", token, owner);
+                check((part + 1) * plan.most_tokens <= TOKENS + 2, "room for the totals", part, plan.most_tokens);
+                totals[owner][part * plan.most_tokens + mine][row] = total;
             }
-        }
     }
 
     void store(int tile, int part, int thread) {
-        const int quads = (plan.rows + 3) / 4, all = (int)p.m * quads;
-        for (int i = part * ADDERS + thread; i < all; i += plan.parts * ADDERS) {
-            const int token = i / quads, row = (i - token * quads) * 4;
-            for (int e = 0; e < 4; ++e) {
-                const int n = skewed_n(plan, tile, row + e);
-                if (!(row + e < plan.rows && n >= 0 && n < p.n)) continue;
-                float total = 0;
-                for (int j = 0; j < plan.parts; ++j) total += sums[j][token][row + e];
-                out[token][n] = total, ++written[token][n];
-            }
+        const int row = thread % ROWS, n = skewed_n(plan, tile, row);
+        if (row >= plan.rows || n < 0 || n >= p.n) return;
+        for (int i = thread / ROWS; plan.first_token[part] + i < plan.first_token[part + 1]; i += ADDERS / ROWS) {
+            const int token = plan.first_token[part] + i;
+            float total = 0;
+            for (int j = 0; j < plan.parts; ++j) total += totals[part][j * plan.most_tokens + i][row];
+            out[token][n] = total, ++written[token][n];
         }
     }
 
     /* A cluster's blocks one after the other, or a block's tiles. */
     void run(int cluster, int num_clusters) {
         for (int tile = cluster; tile < plan.tiles; tile += num_clusters) {
+            memset(totals, 0xff, sizeof totals);
             for (int part = 0; part < plan.parts; ++part) {
-                const int step0 = plan.steps * part / plan.parts, step1 = plan.steps * (part + 1) / plan.parts;
-                const int skew = ALONG_N ? 0 : plan.skew[skewed_class_of(plan, tile)];
-                check(step0 < step1, "a part without a step", part, plan.steps);
-                memset(sum, 0xff, sizeof sum);
-                for (int step = step0; step < step1; ++step) {
+                check(plan.first_step[part] < plan.first_step[part + 1], "a part without a step", part, plan.steps);
+                memset(sum, 0, sizeof sum);
+                for (int step = plan.first_step[part]; step < plan.first_step[part + 1]; ++step) {
+                    int bytes = 0;
                     memset(slot, 0xff, sizeof slot), memset(windows, 0xff, sizeof windows);
-                    load_weights(tile, step), load_windows(tile, step), place_tokens(tile, step);
-                    if (!ALONG_N && step == 0 && skew > 0) clear_heads(skew);
-                    multiply(step == step0);
+                    for (int m = 0; m < COPIERS; ++m) bytes += copy(m, tile, step);
+                    check(bytes == SKEWED_STEP * 2 * (ALONG_N ? (int)ROWS : plan.rows), "a step's bytes", bytes, step);
+                    multiply(tile, step);
                 }
-                gather(part);
+                add(part);
             }
+            check(plan.first_step[0] == 0 && plan.first_step[plan.parts] == plan.steps, "all steps", tile, plan.steps);
             for (int part = 0; part < plan.parts; ++part)
                 for (int thread = 0; thread < ADDERS; ++thread) store(tile, part, thread);
         }
@@ -261,22 +240,8 @@ static void check_case(int64_t m, int64_t n, int64_t k, bool along_n, int64_t st
     }
 }
 
-/* Each 16 bytes with each number of elements before the line. */
-static void check_heads() {
-    for (int skew = 0; skew < SKEWED_EACH; ++skew) {
-        uint16_t in[SKEWED_EACH], got[SKEWED_EACH];
-        for (uint16_t &x : in) x = (uint16_t)(1 + below(65535));
-        uint4 x;
-        memcpy(&x, in, sizeof x);
-        x = skewed_head(x, skew);
-        memcpy(got, &x, sizeof got);
-        for (int e = 0; e < SKEWED_EACH; ++e) check(got[e] == (e < skew ? 0 : in[e]), "a head", skew, e);
-    }
-}
-
 int main() {
     const int gpus[] = {132, 114, 4, 1};
-    check_heads();
     for (int i = 0; i < 320; ++i) {
         /* small ones, few n of long lines, few k, and those that are cut into parts */
         const int64_t m = 1 + below(TOKENS), most_n[] = {200, 60, LONG, 300}, most_k[] = {300, LONG, 60, LONG};

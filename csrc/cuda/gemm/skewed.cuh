@@ -11,17 +11,20 @@
 enum {
     SKEWED_EACH = 8,    /* elements of 16 bytes */
     SKEWED_CLASSES = 8, /* at most: eight lines are a multiple of 16 bytes, whatever the stride */
-    SKEWED_BOX = 64,    /* of k, at most */
-    SKEWED_WINDOW = SKEWED_STEP + 2 * SKEWED_EACH /* of a token's elements, in which a step's k lie */
+    SKEWED_PANEL = 64,  /* elements of 128 bytes */
+    /* of a token's elements, in which a step's k lie, and 16 bytes that keep the lanes' tokens off each other's banks */
+    SKEWED_WINDOW = SKEWED_STEP + 3 * SKEWED_EACH
 };
 
 /* The lines of weights [k][n] dense along k or along n, in classes: line j, j + classes, j + 2 classes .. begin `skew[j]`
  * elements past a multiple of 16 bytes, where position 0 of each is. */
 struct SkewedPlan {
-    bool along_n;             /* lines are rows of n, one for each k */
-    int classes_log2;         /* 1, 2, 4 or 8 */
-    int tiles, rows;          /* rows: lines of a tile, or n that a tile finishes */
-    int steps, parts;         /* of a tile, SKEWED_STEP of k each; that share them */
+    bool along_n;     /* lines are rows of n, one for each k */
+    int classes_log2; /* 1, 2, 4 or 8 */
+    int tiles, rows;  /* rows: lines of a tile, or n that a tile finishes */
+    int steps, parts; /* of a tile, SKEWED_STEP of k each; that share them */
+    /* of the parts: the first step of each, the first token whose results it stores, and the most tokens that one has */
+    int first_step[SKEWED_PARTS + 1], first_token[SKEWED_PARTS + 1], most_tokens;
     int64_t cost;             /* 256 bytes that a block reads */
     int back;                 /* along n with one class: n of position 0, below 0 */
     int skew[SKEWED_CLASSES]; /* elements before the lines */
@@ -31,10 +34,13 @@ struct SkewedPlan {
 
 constexpr GK_HD int skewed_classes(const SkewedPlan &plan) { return 1 << plan.classes_log2; }
 
-/* Along n: the boxes of a step, of so many lines of one class each. */
-constexpr GK_HD int skewed_box(const SkewedPlan &plan) {
-    const int of_class = SKEWED_STEP >> plan.classes_log2;
-    return of_class < SKEWED_BOX ? of_class : SKEWED_BOX;
+/* A step's weights are boxes of 64 elements of so many lines: along k of the tile's for each 64 of k, along n of each class for
+ * each 64 of n. */
+constexpr GK_HD int skewed_box_lines(const SkewedPlan &plan) {
+    return plan.along_n ? SKEWED_STEP >> plan.classes_log2 : plan.rows;
+}
+constexpr GK_HD int skewed_boxes(const SkewedPlan &plan, int panels) {
+    return plan.along_n ? skewed_classes(plan) * panels : SKEWED_STEP / SKEWED_PANEL;
 }
 
 /* Along n: the class of a step's line, and which of the class's it is. */
@@ -54,6 +60,9 @@ constexpr GK_HD int skewed_k(const SkewedPlan &plan, int tile, int step, int i) 
     return plan.along_n ? (skewed_line(plan, step, i) << plan.classes_log2) + skewed_class(plan, i)
                         : step * SKEWED_STEP + i - plan.skew[skewed_class_of(plan, tile)];
 }
+
+/* From one k of a warp's 16 to the next. */
+constexpr GK_HD int skewed_k_step(const SkewedPlan &plan) { return plan.along_n ? skewed_classes(plan) : 1; }
 
 /* Elements of 16 bytes before a token. */
 constexpr GK_HD int skewed_token(const SkewedPlan &plan, int m) {
@@ -79,15 +88,14 @@ constexpr GK_HD int skewed_n(const SkewedPlan &plan, int tile, int row) {
 /* Along n: the rows that sums of a class move up. One class moves none: its tiles begin elsewhere. */
 constexpr GK_HD int skewed_shift(const SkewedPlan &plan, int cls) { return plan.classes_log2 > 0 ? plan.skew[cls] : 0; }
 
-/* A line's first chunk, without the elements that lie before the line. */
-GK_HD inline uint4 skewed_head(uint4 x, int skew) {
-    uint32_t words[4] = {x.x, x.y, x.z, x.w};
-    for (int i = 0; i < 4; ++i) {
-        if (skew >= 2 * i + 2) words[i] = 0;
-        if (skew == 2 * i + 1) words[i] &= 0xffff0000u;
-    }
-    return make_uint4(words[0], words[1], words[2], words[3]);
+/* Of a lane's pair of a line's first 8 elements (frag_a16), the bits that do not lie before the line. */
+constexpr GK_HD uint32_t skewed_keep(int lane, int skew) {
+    const int first = (lane & 3) * 2;
+    return skew >= first + 2 ? 0 : skew == first + 1 ? 0xffff0000u : 0xffffffffu;
 }
+
+/* The block of a cluster that stores a token's results. */
+constexpr GK_HD int skewed_owner(const SkewedPlan &plan, int token) { return token * plan.parts / SKEWED_MAX_TOKENS; }
 
 /* ---- host -------------------------------------------------------------------------------------------------- */
 /* b dense along k (b_k 1) or along n (b_n 1), its other stride positive; a dense along k. */
@@ -126,6 +134,11 @@ template <class Problem> inline SkewedPlan skewed_plan(const Problem &p, int mos
         best = x.cost = bytes, x.parts = parts, x.rows = (int)rows;
         x.tiles = (int)(classes * gk_ceil_div(of_class, rows));
     }
+    for (int j = 0; j <= x.parts; ++j) {
+        x.first_step[j] = x.steps * j / x.parts;
+        x.first_token[j] = (int)gk_min_i64(gk_ceil_div(j * SKEWED_MAX_TOKENS, x.parts), p.m);
+    }
+    x.most_tokens = (int)gk_ceil_div(SKEWED_MAX_TOKENS, x.parts);
     return x;
 }
 

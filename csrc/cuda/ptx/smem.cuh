@@ -48,24 +48,10 @@ static __device__ __forceinline__ float ld_shared_f32(smem_addr at_s) {
     return x;
 }
 
-static __device__ __forceinline__ float4 ld_shared_f128(smem_addr at_s) {
-    float4 v;
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                 : "r"(at_s)
-                 : "memory");
-    return v;
-}
-
-// ld.shared::cluster.v4.f32, sm_90. An address of mapa (cluster.cuh); sees what that block stored before a barrier of the
-// cluster that released it.
-static __device__ __forceinline__ float4 ld_cluster_128(uint32_t at) {
-    float4 v;
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                 : "r"(at)
-                 : "memory");
-    return v;
+// st.shared::cluster.f32, sm_90. To an address of mapa (cluster.cuh), in a block that runs and does not leave: it sees the
+// float after a barrier of the cluster that released it.
+static __device__ __forceinline__ void st_cluster_f32(uint32_t at, float x) {
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(at), "f"(x) : "memory");
 }
 
 // st.shared.{u16, u32, v2.u32, v4.u32}, sm_20. Any thread; the address is a multiple of the width. Other threads see it
