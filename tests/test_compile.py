@@ -19,6 +19,7 @@ from conftest import (
 )
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.utils import run_and_get_code
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -354,15 +355,66 @@ def test_inference_mode(device):
     assert same_bits(got, decode(*decode_inputs(3, device)))
 
 
-def test_functorch_grad_or_a_clear_refusal(device):
+@pytest.mark.parametrize("gemm", (ops.gemm, torch_gpukern.gemm), ids=("op", "function"))
+def test_functorch_grad_or_a_clear_refusal(gemm, device):
     """torch.func.grad either works or says that it does not; it never returns zeros."""
     x = torch.full((2, 3), 0.5, device=device)
     w = torch.ones(3, 4, device=device)
     try:
-        got = torch.func.grad(lambda x: ops.gemm(x, w).sum())(x)
+        got = torch.func.grad(lambda x: gemm(x, w).sum())(x)
     except (RuntimeError, NotImplementedError):
         return
     assert torch.equal(got, torch.full((2, 3), 4.0, device=device))
+
+
+@pytest.mark.parametrize("grad", (True, False), ids=("grad", "no_grad"))
+@pytest.mark.parametrize("via", (ops, torch_gpukern), ids=("op", "function"))
+@pytest.mark.parametrize("name", ("gemm", "flash_attn", "attn_merge"))
+def test_forward_mode_is_refused(name, via, grad, device):
+    """By name, where an input has a tangent; the op has none for its result, which would read as zero."""
+    x, op = torch.rand(1, 2, 8, 8, device=device), getattr(via, name)
+    lse = torch.rand(1, 2, 8, device=device)
+    call = {
+        "gemm": lambda x: op(x, x),
+        "flash_attn": lambda x: op(x, x, x),
+        "attn_merge": lambda x: op(x, lse, x, lse)[0],
+    }[name]
+    refused = pytest.raises(NotImplementedError, match=f"gpukern::{name}: it has no forward-mode derivative")
+    with torch.set_grad_enabled(grad):
+        want = call(x)
+        with refused:
+            torch.func.jvp(call, (x,), (torch.ones_like(x),))
+        with forward_ad.dual_level():
+            with refused:
+                call(forward_ad.make_dual(x, torch.ones_like(x)))
+            assert same_bits(call(x), want)  # without a tangent
+
+
+def test_tf32_is_asked_of_torch():
+    """As its documented attribute says, and as the setting above it does where that is not set."""
+    from torch_gpukern.ops.gemm import _torch_allows_tf32
+
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    try:
+        for precision in ("tf32", "ieee", "none", "tf32"):
+            matmul.fp32_precision = precision
+            assert _torch_allows_tf32() == (matmul.fp32_precision == "tf32")
+    finally:
+        matmul.fp32_precision = before
+
+
+def test_without_a_wanted_gradient_there_is_no_graph(device):
+    """In grad mode, too, and the bits are those of a call that has one."""
+    a, b = torch.rand(5, 7, device=device), torch.rand(7, 3, device=device)
+    out = torch_gpukern.gemm(a, b)
+    assert not out.requires_grad and out.grad_fn is None
+    for x in (a, b):
+        x.requires_grad_()
+        assert torch_gpukern.gemm(a, b).grad_fn is not None and same_bits(torch_gpukern.gemm(a, b).detach(), out)
+        with torch.no_grad():
+            assert torch_gpukern.gemm(a, b).grad_fn is None
+        x.requires_grad_(False)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

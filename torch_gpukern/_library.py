@@ -6,8 +6,8 @@ key of that purpose:
 - a fake function: dtype, shape and strides of the results, for torch.compile, torch.export and meta
   tensors;
 - an Autograd kernel: a torch.autograd.Function where a gradient is wanted, else straight on to the
-  kernel below. It is paid by every call outside inference_mode, so it does nothing but look and
-  pass on (about 3 us);
+  kernel below. The dispatcher's way into Python and back takes 2 to 3 us, so the public functions
+  look first and spare it where no gradient is wanted (without_grad);
 - an Autocast kernel: casts what autocast may cast, then goes on below autocast.
 """
 
@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 # The GPUKERN_NAMESPACE of the C++ build; the two must agree.
 NAMESPACE = "gpukern"
@@ -82,6 +83,7 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 any_requires_grad = torch._C._any_requires_grad
 is_grad_enabled = torch.is_grad_enabled
 is_compiling = torch.compiler.is_compiling
+transforms_active = torch._C._are_functorch_transforms_active
 _KeySet, _Key = torch._C.DispatchKeySet, torch._C.DispatchKey
 _AUTOCAST_KEYS = _KeySet(_Key.AutocastCPU) | _KeySet(_Key.AutocastCUDA)
 
@@ -119,10 +121,24 @@ def autograd(name: str) -> Callable:
     """Decorator: the Autograd kernel of an op. Torch leaves out trailing defaults."""
 
     def register(function: Callable) -> Callable:
-        _library.impl(name, function, "Autograd")
+        def kernel(*args):
+            if forward_ad._current_level >= 0:
+                _refuse_tangents(name, args)
+            return function(*args)
+
+        _library.impl(name, kernel, "Autograd")
         return function
 
     return register
+
+
+def _refuse_tangents(name: str, args: Sequence) -> None:
+    """In forward mode: a result without a tangent would say that its derivative is zero."""
+    if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in args):
+        raise NotImplementedError(
+            f"{NAMESPACE}::{name}: it has no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad); "
+            "use reverse mode (torch.autograd.grad)"
+        )
 
 
 def autocast(name: str, cast: Callable[[torch.dtype, Sequence, Callable], tuple]) -> None:
@@ -151,12 +167,12 @@ def autocast(name: str, cast: Callable[[torch.dtype, Sequence, Callable], tuple]
 
 
 def without_grad(op: torch._ops.OpOverload) -> Callable:
-    """op for public functions: with grad mode off it goes past its Autograd kernel, which spares the dispatcher a way
-    into Python and back. A compiler that traces sees the op alone."""
+    """op for public functions: where no derivative is wanted it goes past its Autograd kernel, which spares the
+    dispatcher a way into Python and back. A compiler that traces, and torch.func, see the op alone."""
     plain = bare(op)
 
     def call(*args):
-        if is_grad_enabled() or is_compiling():
+        if is_compiling() or wants_autograd(*args):
             return op(*args)
         guard = below_autograd()  # from here on; `with` would call into C++ twice more, 0.4 us
         try:
@@ -167,6 +183,13 @@ def without_grad(op: torch._ops.OpOverload) -> Callable:
     return call
 
 
+def wants_autograd(*args) -> bool:
+    """Whether the Autograd kernel has anything to do but pass these on."""
+    if forward_ad._current_level >= 0 or transforms_active():
+        return True
+    return is_grad_enabled() and any_requires_grad(*args)
+
+
 def bare(op: torch._ops.OpOverload) -> Callable:
     """What op(...) calls, 0.4 us sooner; for kernels, since torch.compile traces op itself only."""
     return op._op
@@ -175,7 +198,6 @@ def bare(op: torch._ops.OpOverload) -> Callable:
 def apply_of(function: type[torch.autograd.Function]) -> Callable:
     """function.apply without 5 us of preparation for functorch, whose transforms it cannot serve."""
     apply = super(torch.autograd.Function, function).apply
-    transforms_active = torch._C._are_functorch_transforms_active
 
     def call(*args):
         if transforms_active():

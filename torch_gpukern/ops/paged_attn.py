@@ -21,6 +21,7 @@ from .._library import (
     is_grad_enabled,
     ops,
     refuse_backward,
+    wants_autograd,
     without_grad,
 )
 from . import laws
@@ -202,10 +203,11 @@ def kv_cache_write(
     Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention"
     (2023), arXiv:2309.06180.
     """
-    if is_grad_enabled() or is_compiling():
-        _kv_cache_write(k, v, k_cache, v_cache, slots, k_scale, v_scale)
+    args = k, v, k_cache, v_cache, slots, k_scale, v_scale
+    if is_compiling() or wants_autograd(*args):
+        _kv_cache_write(*args)
     else:  # what the Autograd kernel would do, without the dispatcher's way there and back
-        _write(k, v, k_cache, v_cache, slots, k_scale, v_scale)
+        _write(*args)
 
 
 # ---- fake functions ------------------------------------------------------------------------------
