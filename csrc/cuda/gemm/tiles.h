@@ -176,7 +176,7 @@ constexpr int skinny_stages(int stage_bytes) { return 200 * 1024 / stage_bytes <
 /* ---- gemm_skewed_sm90a: few rows of weights that begin anywhere ------------------------------------------------- */
 /* k of a step: 16 for each of eight classes */
 constexpr int SKEWED_STEP_LOG2 = 7, SKEWED_STEP = 1 << SKEWED_STEP_LOG2;
-/* with 5, 6 and 9 slots of 64 weights, 4096 squared takes 0.2, 0.3 and 0.6 us more: those that come first wait for the rest */
+/* with 5, 6 and 9 slots of 64 weights, 4096 squared takes 0.2, 0.3 and 0.5 to 1.2 us more */
 constexpr int SKEWED_SLOTS = 4;
 constexpr int skewed_slots(int slot_bytes, int other_bytes) {
     return (232448 - 256 - other_bytes) / slot_bytes < SKEWED_SLOTS ? (232448 - 256 - other_bytes) / slot_bytes
