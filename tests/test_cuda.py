@@ -408,11 +408,12 @@ def in_nan(dense, beside, offset):
 
 
 @HOPPER
-@pytest.mark.parametrize("beside", (4, 1, 0), ids="beside={}".format)
+@pytest.mark.parametrize("beside", (4, 2, 7, 1, 0), ids="beside={}".format)
 @pytest.mark.parametrize("dtype", (BF16, torch.float16), ids=str)
 @pytest.mark.parametrize("m", (1, 9, 16, 33, 64))
 def test_few_rows_of_unaligned_weights(m, dtype, beside):
-    """They stream without a copy, along k and along n, at every offset and at odd strides; NaN lies beside them."""
+    """They stream without a copy, along k and along n, at every offset and at odd strides; NaN lies beside them. Lines of 8,
+    8, 2, 4 and 8 classes of skew along k, of 2, 4, 8, 8 and 1 along n."""
     n, k = 3080, 1037
     a = on_gpu(m, k, dtype=dtype)
     name = "gemm_skewed_sm90a_" if m <= 16 else "gemm_skinny_odd_sm90a_"

@@ -178,8 +178,8 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_skewed_sm90a_kernel(const __g
                     ring.wait_empty();
                     mbarrier_arrive_expect_tx(ring.full(), bytes + box_bytes);
                     if (bytes > 0)
-                        bulk_load(window_s + ring.slot * S::RAW + (from - window) * 2, token_g + from * 2, bytes,
-                                  ring.full());
+                        bulk_load(window_s + ring.slot * S::RAW + (from - window) * 2, token_g + (int64_t)from * 2,
+                                  bytes, ring.full());
                     if (has_box)
                         tma_load_5d_by(
                             box_s + ring.slot * S::SLOT, map,
