@@ -90,9 +90,9 @@ class Block:
             raise Wrong("a block that does not run is reached")
 
     def agents(self):
-        start = self.c.rng.random() < 0.5
+        late = self.c.rng.random() < 0.5
         for role, count in ((self.copier, COPIERS), (self.adder, ADDERS)):
-            yield from (self.agent(role(i), late=start) for i in range(count))
+            yield from (self.agent(role(i), late) for i in range(count))
 
     def agent(self, steps, late):
         for _ in range(self.c.rng.randint(0, 40) if late else 0):
@@ -113,15 +113,13 @@ class Block:
         broken, rng = self.k.broken, self.c.rng
         start = self.c.all.arrive() if self.k.parts > 1 else None
         for at, slot, parity in self.walk("copiers'"):
-            pieces = [("window", thread)] * rng.randint(0, 1) + [
-                ("weights", thread)
-            ]  # some tokens are there, or at their end
+            window, weights = ("window", thread), ("weights", thread)
+            pieces = [window, weights] if rng.randint(0, 1) else [weights]  # there is no such token, or it has ended
             if broken != "copies without empty":
                 yield ended(self.empty[slot], parity ^ 1)
             wrong = {"too much announced": 1, "too little announced": -BOX}.get(broken, 0)
-            for piece in (("window", thread), ("weights", thread)):
-                if piece not in pieces:
-                    self.slots[slot][piece] = at  # nothing to copy, nothing to read
+            if window not in pieces:
+                self.slots[slot][window] = at  # nothing to copy, nothing to read
             self.full[slot].arrive(len(pieces) * BOX + wrong)
             for piece in pieces:
                 yield None
@@ -151,12 +149,11 @@ class Block:
             yield None
             self.see(slot, at)
             self.reading[slot] -= 1
-            if broken not in ("let go before it is read", "last step kept") or (
-                broken == "last step kept" and step < self.k.steps - 1
-            ):
+            last = step == self.k.steps - 1
+            if broken != "let go before it is read" and not (broken == "last step kept" and last):
                 self.empty[slot].arrive()
             yield None
-            if step == self.k.steps - 1:
+            if last:
                 yield from self.end_of(tile, warp, start)
         if parts > 1:
             everybody = self.c.all.arrive()

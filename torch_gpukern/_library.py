@@ -172,7 +172,7 @@ def without_grad(op: torch._ops.OpOverload) -> Callable:
     plain = bare(op)
 
     def call(*args):
-        if is_compiling() or wants_autograd(*args):
+        if needs_op(*args):
             return op(*args)
         guard = below_autograd()  # from here on; `with` would call into C++ twice more, 0.4 us
         try:
@@ -183,9 +183,9 @@ def without_grad(op: torch._ops.OpOverload) -> Callable:
     return call
 
 
-def wants_autograd(*args) -> bool:
-    """Whether the Autograd kernel has anything to do but pass these on."""
-    if forward_ad._current_level >= 0 or transforms_active():
+def needs_op(*args) -> bool:
+    """Whether a compiler traces, or the Autograd kernel has anything to do but pass these on."""
+    if is_compiling() or forward_ad._current_level >= 0 or transforms_active():
         return True
     return is_grad_enabled() and any_requires_grad(*args)
 

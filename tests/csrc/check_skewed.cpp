@@ -9,8 +9,8 @@
 
 enum {
     TOKENS = SKEWED_MAX_TOKENS,
-    COPIERS = 16, /* threads that copy */
-    LONG = 1400   /* n or k, at most */
+    COPIERS = SKEWED_COPIERS,
+    LONG = 1400 /* n or k, at most */
 };
 static const uint16_t POISON = 0xffff; /* a NaN */
 

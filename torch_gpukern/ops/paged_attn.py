@@ -17,11 +17,10 @@ from .._library import (
     bare,
     below_autograd,
     fake,
-    is_compiling,
     is_grad_enabled,
+    needs_op,
     ops,
     refuse_backward,
-    wants_autograd,
     without_grad,
 )
 from . import laws
@@ -204,7 +203,7 @@ def kv_cache_write(
     (2023), arXiv:2309.06180.
     """
     args = k, v, k_cache, v_cache, slots, k_scale, v_scale
-    if is_compiling() or wants_autograd(*args):
+    if needs_op(*args):
         _kv_cache_write(*args)
     else:  # what the Autograd kernel would do, without the dispatcher's way there and back
         _write(*args)

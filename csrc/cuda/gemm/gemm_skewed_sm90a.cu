@@ -46,7 +46,7 @@ constexpr int TOKENS = SKEWED_MAX_TOKENS;
 constexpr int SLOT_ALIGN = 1024;                             /* where tma's swizzle repeats */
 constexpr int WARPS = SKEWED_STEP / 16, ADDERS = WARPS * 32; /* that multiply */
 /* threads that copy, a token's window and a box of weights each; a warp's copies take it some 90 clocks each, one by one */
-constexpr int COPY_WARPS = 4, COPIERS = 16;
+constexpr int COPY_WARPS = 4, COPIERS = SKEWED_COPIERS;
 static_assert(COPIERS >= TOKENS && COPIERS >= SKEWED_CLASSES * 2, "all windows and all boxes");
 constexpr int THREADS = ADDERS + COPY_WARPS * 32;
 enum {
@@ -68,7 +68,8 @@ template <int ROWS, bool ALONG_N> struct Smem {
     static constexpr int RAW_ROW = SKEWED_WINDOW * 2, RAW = TOKENS * RAW_ROW;
     static constexpr int LD = ROWS + 4, WARP_SUMS = TOKENS * LD * 4;
     static constexpr int TOTALS_BYTES = (TOKENS + 2) * LD * 4; /* of three parts 6 tokens each */
-    static constexpr int SLOTS = skewed_slots(SLOT + RAW, WARPS *WARP_SUMS + TOTALS_BYTES + SLOT_ALIGN);
+    static constexpr int OTHER = TOTALS_BYTES + WARPS * WARP_SUMS + tma_ring<SKEWED_SLOTS>::bytes + SLOT_ALIGN;
+    static constexpr int SLOTS = hopper_slots(SLOT + RAW, OTHER, SKEWED_SLOTS);
     static constexpr int RAWS = SLOTS * SLOT, SUMS = RAWS + SLOTS * RAW, TOTALS = SUMS + WARPS * WARP_SUMS;
     static constexpr int BARRIERS = TOTALS + TOTALS_BYTES, BYTES = BARRIERS + tma_ring<SLOTS>::bytes + SLOT_ALIGN;
     static_assert(BYTES <= 232448 && SLOT % SLOT_ALIGN == 0 && SLOTS >= 3, "shared memory of a block");

@@ -53,7 +53,7 @@ template <int ROWS, int SLOTS> struct WeightTile<ROWS, SLOTS, false> {
 template <int TOKENS, int ROWS, bool ALONG_N> struct Smem {
     static constexpr int SUM_LD = ROWS + 4, WARP_SUMS = 8 * SUM_LD, SUMS = WARPS * WARP_SUMS * 4; /* floats; bytes */
     static constexpr int SLOT = (TOKENS + ROWS) * BLOCK_STEP * 2 + (ALONG_N ? BLOCK_STEP * 16 : 0);
-    static constexpr int SLOTS = skinny_odd_slots(SLOT, SUMS + (TOKENS + ROWS) * 16);
+    static constexpr int SLOTS = hopper_slots(SLOT, SUMS + (TOKENS + ROWS) * 16, SKINNY_ODD_SLOTS);
     static constexpr int AHEAD = SLOTS - 2; /* one is read, the next holds the end of its rows */
     typedef WeightTile<ROWS, SLOTS, ALONG_N> Tile;
     typedef typename Tile::type Weights;

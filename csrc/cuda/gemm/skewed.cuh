@@ -9,9 +9,10 @@
 #include "tiles.h"
 
 enum {
-    SKEWED_EACH = 8,    /* elements of 16 bytes */
-    SKEWED_CLASSES = 8, /* at most: eight lines are a multiple of 16 bytes, whatever the stride */
-    SKEWED_PANEL = 64,  /* elements of 128 bytes */
+    SKEWED_EACH = 8,     /* elements of 16 bytes */
+    SKEWED_CLASSES = 8,  /* at most: eight lines are a multiple of 16 bytes, whatever the stride */
+    SKEWED_PANEL = 64,   /* elements of 128 bytes */
+    SKEWED_COPIERS = 16, /* threads that copy a token's window and a box of weights each */
     /* of a token's elements, in which a step's k lie, and 16 bytes that keep the lanes' tokens off each other's banks */
     SKEWED_WINDOW = SKEWED_STEP + 3 * SKEWED_EACH
 };

@@ -171,18 +171,21 @@ constexpr int SKINNY_ROWS = 64, SKINNY_WARPS = 8;
 /* at 64 tokens the tiles of gemm_sm80, which share tokens between warps, take 15.3 us where this took 20.8 */
 constexpr int SKINNY_MAX_TOKENS = 16;
 /* 100 KB under way on every SM hide memory's latency at 4.2 TB/s; past 8 stages nothing is left to hide */
-constexpr int skinny_stages(int stage_bytes) { return 200 * 1024 / stage_bytes < 8 ? 200 * 1024 / stage_bytes : 8; }
+constexpr int slots_in(int bytes, int slot_bytes, int most) {
+    return bytes / slot_bytes < most ? bytes / slot_bytes : most;
+}
+constexpr int skinny_stages(int stage_bytes) { return slots_in(200 * 1024, stage_bytes, 8); }
+/* of a Hopper block's 227 KiB, what `other_bytes` leave */
+constexpr int hopper_slots(int slot_bytes, int other_bytes, int most) {
+    return slots_in(232448 - other_bytes, slot_bytes, most);
+}
 
 /* ---- gemm_skewed_sm90a: few rows of weights that begin anywhere ------------------------------------------------- */
 /* k of a step: 16 for each of eight classes */
 constexpr int SKEWED_STEP_LOG2 = 7, SKEWED_STEP = 1 << SKEWED_STEP_LOG2;
 /* with 5, 6 and 9 slots of 64 weights, 4096 squared takes 0.2, 0.3 and 0.5 to 1.2 us more */
 constexpr int SKEWED_SLOTS = 4;
-constexpr int skewed_slots(int slot_bytes, int other_bytes) {
-    return (232448 - 256 - other_bytes) / slot_bytes < SKEWED_SLOTS ? (232448 - 256 - other_bytes) / slot_bytes
-                                                                    : SKEWED_SLOTS;
-}
-/* of weights: 1 and 16 rows, 1024 squared 4.2 to 5.1 us, 4.0 to 8.4 by gemm_skinny_odd; 512 squared 3.7 to 4.9, 3.2 to 6 */
+/* of weights: 1 and 16 rows, 1024 squared 3.0 to 4.0 us (4.2 to 5.1 when this was chosen), 4.0 to 8.4 by gemm_skinny_odd; 512 squared 3.7 to 4.9, 3.2 to 6 */
 constexpr int64_t SKEWED_LEAST = 1 << 19;
 constexpr int SKEWED_MAX_TOKENS = 16, SKEWED_MIN_N = 256, SKEWED_MIN_K = 256;
 /* of k, in a cluster */
@@ -201,9 +204,7 @@ constexpr int SKINNY_ODD_MAX_TOKENS = 64;
  * its chooser's model, where this takes as long for any number of weights up to a tile an SM */
 constexpr int SKINNY_ODD_LEAST_16 = 1536, SKINNY_ODD_LEAST_64 = 3072;
 constexpr int SKINNY_ODD_MIN_K = 256; /* a step of the block */
-/* all of a Hopper block's 227 KiB; past 9 slots nothing is left to hide */
-constexpr int skinny_odd_slots(int slot_bytes, int other_bytes) {
-    return (232448 - other_bytes) / slot_bytes < 9 ? (232448 - other_bytes) / slot_bytes : 9;
-}
+/* past so many nothing is left to hide */
+constexpr int SKINNY_ODD_SLOTS = 9;
 
 #endif
