@@ -74,6 +74,9 @@ class Block:
         self.reading = [0 for _ in slots]
         self.sums = [None] * ADDERS  # of a warp -> the tile that they are of
         self.totals = {}  # (part, warp that added them) -> tile
+        self.all_totals = Barrier(1)  # counts them, where there are parts; announced before any other block runs
+        wrong = {"totals: too much announced": 1, "totals: too little announced": -BOX}.get(self.k.broken, 0)
+        self.all_totals.arrive(self.k.parts * ADDERS * BOX + wrong)
 
     def barriers(self, name, count):
         count += {f"{name} count + 1": 1, f"{name} count - 1": -1}.get(self.k.broken, 0)
@@ -126,7 +129,6 @@ class Block:
                 self.c.events.append((self.lands, slot, piece, at))
         if start:
             yield start
-            yield self.c.all.arrive()
 
     # ---- products ----
     def see(self, slot, at):
@@ -155,14 +157,9 @@ class Block:
             yield None
             if last:
                 yield from self.end_of(tile, warp, start)
-        if parts > 1:
-            everybody = self.c.all.arrive()
-            if broken != "results before all totals":
-                yield everybody
-            yield from self.store(0)
 
     def end_of(self, tile, warp, start):
-        broken = self.k.broken
+        broken, parts = self.k.broken, self.k.parts
         self.sums[warp] = tile
         yield None
         if broken != "totals before all sums":
@@ -172,13 +169,21 @@ class Block:
         for block in self.c.blocks:  # each has some tokens
             if any(of != tile for of in self.sums):
                 raise Wrong("other sums are added than the tile's")
-            block.reach()
-            block.totals[self.part, warp] = tile
+            if parts > 1:
+                self.c.events.append((block.total_lands, self.part, warp, tile))
+            else:
+                block.totals[self.part, warp] = tile
             yield None
-        if self.k.parts == 1:
-            if broken != "results before their totals":
-                yield self.adders.arrive()
-            yield from self.store(tile)
+        if parts == 1 and broken != "results before their totals":
+            yield self.adders.arrive()
+        if parts > 1 and broken != "results before all totals":
+            yield ended(self.all_totals, 0)
+        yield from self.store(tile)
+
+    def total_lands(self, part, warp, tile):
+        self.reach()
+        self.totals[part, warp] = tile
+        self.all_totals.land(BOX)
 
     def store(self, tile):
         for part in range(self.k.parts):
@@ -223,6 +228,8 @@ BROKEN = {  # kernel and rule -> what may then go wrong first
     (PARTS, "totals before all sums"): SUMS,
     (PARTS, "totals to blocks that may not run"): f"{REACHED}|{TOTALS}",
     (PARTS, "results before all totals"): f"{TOTALS}|{REACHED}",
+    (PARTS, "totals: too much announced"): STUCK,
+    (PARTS, "totals: too little announced"): f"{TOTALS}|{STUCK}",
     (PARTS, "products without full"): OTHER,
     (PARTS, "copies without empty"): f"{OVERWRITTEN}|{OTHER}|{MANY}",
 }

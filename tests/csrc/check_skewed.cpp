@@ -54,8 +54,10 @@ template <int ROWS, bool ALONG_N> struct Model {
     int box_lines;
     Map w[SKEWED_CLASSES];
     uint16_t slot[TILES * W::bytes / 2], windows[TOKENS][SKEWED_WINDOW];
-    float sum[WARPS][ROWS][TOKENS];               /* of a block */
-    float totals[SKEWED_PARTS][TOKENS + 2][ROWS]; /* in a block of a cluster */
+    float sum[WARPS][ROWS][TOKENS];                           /* of a warp, in its registers */
+    float sums[WARPS * skewed_sums_bytes(ROWS, ALONG_N) / 4]; /* of a block, in shared memory */
+    float totals[SKEWED_PARTS][TOKENS + 2][ROWS];             /* in a block of a cluster */
+    int received[SKEWED_PARTS];                               /* totals, of all parts */
     float out[TOKENS][LONG];
     int written[TOKENS][LONG];
 
@@ -149,23 +151,44 @@ template <int ROWS, bool ALONG_N> struct Model {
         }
     }
 
-    /* Along n each class's sums go as many rows up as its lines begin late. */
-    void add(int part) {
-        for (int token = 0; token < p.m; ++token)
-            for (int row = 0; row < plan.rows; ++row) {
-                float total = 0;
-                for (int warp = 0; warp < WARPS; ++warp) {
-                    const int cls = skewed_class(plan, warp * 16), up = ALONG_N ? skewed_shift(plan, cls) : 0;
-                    check(cls == skewed_class(plan, warp * 16 + 15), "sums of one class", warp, cls);
-                    check(row + up < ROWS, "a tile's rows are whole", row, up);
-                    total += sum[warp][row + up][token];
+    /* Where a row's sum with a token is among those of all warps. */
+    static int sum_at(int warp, int row, int token) {
+        return (warp * skewed_sums_bytes(ROWS, ALONG_N) + skewed_sum_at(ROWS, ALONG_N, row, token)) / 4;
+    }
+
+    /* Along n each class's sums go as many rows up as its lines begin late; no two to one place. */
+    void put() {
+        static bool taken[sizeof sums / sizeof *sums];
+        memset(sums, 0xff, sizeof sums), memset(taken, 0, sizeof taken);
+        for (int warp = 0; warp < WARPS; ++warp) {
+            const int cls = skewed_class(plan, warp * 16), up = ALONG_N ? skewed_shift(plan, cls) : 0;
+            check(cls == skewed_class(plan, warp * 16 + 15), "sums of one class", warp, cls);
+            check(plan.rows + up <= ROWS, "a tile's rows are whole", plan.rows, up);
+            for (int token = 0; token < (p.m > 8 ? 16 : 8); ++token)
+                for (int row = 0; row < ROWS; ++row) {
+                    const int at = sum_at(warp, row - up, token);
+                    const bool free = at >= 0 && at < (int)(sizeof sums / sizeof *sums) && !taken[at];
+                    check(free, "a place for a sum", row, token);
+                    if (free) taken[at] = true, sums[at] = sum[warp][row][token];
                 }
-                const int owner = skewed_owner(plan, token), mine = token - plan.first_token[owner];
-                check(owner < plan.parts && mine >= 0 && mine < plan.most_tokens && token < plan.first_token[owner + 1],
-                      "who stores a token's results", token, owner);
-                check((part + 1) * plan.most_tokens <= TOKENS + 2, "room for the totals", part, plan.most_tokens);
+        }
+    }
+
+    /* The totals of four rows at a time. */
+    void add(int part) {
+        for (int token = 0; token < p.m; ++token) {
+            const int owner = skewed_owner(plan, token), mine = token - plan.first_token[owner];
+            check(owner < plan.parts && mine >= 0 && mine < plan.most_tokens && token < plan.first_token[owner + 1],
+                  "who stores a token's results", token, owner);
+            check((part + 1) * plan.most_tokens <= TOKENS + 2, "room for the totals", part, plan.most_tokens);
+            for (int row = 0; row < ROWS; ++row) {
+                float total = 0;
+                for (int warp = 0; warp < WARPS; ++warp) total += sums[sum_at(warp, row, token)];
                 totals[owner][part * plan.most_tokens + mine][row] = total;
+                check(sum_at(0, row, token) % 4 == row % 4, "16 bytes at a time", row, token);
+                ++received[owner];
             }
+        }
     }
 
     void store(int tile, int part, int thread) {
@@ -182,7 +205,7 @@ template <int ROWS, bool ALONG_N> struct Model {
     /* A cluster's blocks one after the other, or a block's tiles. */
     void run(int cluster, int num_clusters) {
         for (int tile = cluster; tile < plan.tiles; tile += num_clusters) {
-            memset(totals, 0xff, sizeof totals);
+            memset(totals, 0xff, sizeof totals), memset(received, 0, sizeof received);
             for (int part = 0; part < plan.parts; ++part) {
                 check(plan.first_step[part] < plan.first_step[part + 1], "a part without a step", part, plan.steps);
                 memset(sum, 0, sizeof sum);
@@ -193,8 +216,11 @@ template <int ROWS, bool ALONG_N> struct Model {
                     check(bytes == SKEWED_STEP * 2 * (ALONG_N ? (int)ROWS : plan.rows), "a step's bytes", bytes, step);
                     multiply(tile, step);
                 }
-                add(part);
+                put(), add(part);
             }
+            for (int part = 0; part < plan.parts; ++part) /* what the block's barrier waits for */
+                check(received[part] == (plan.first_token[part + 1] - plan.first_token[part]) * plan.parts * ROWS,
+                      "totals that come", received[part], part);
             check(plan.first_step[0] == 0 && plan.first_step[plan.parts] == plan.steps, "all steps", tile, plan.steps);
             for (int part = 0; part < plan.parts; ++part)
                 for (int thread = 0; thread < ADDERS; ++thread) store(tile, part, thread);

@@ -20,8 +20,8 @@
  *
  * Shared memory: a ring of slots, each
  *   weights [2][ROWS][64 k] or [ROWS / 64][128 k][64 n]      swizzled by 128 bytes (layout.cuh)
- * as many windows of the tokens [16][SKEWED_WINDOW], as they lie; sums [8 warps][16][ROWS + 4] float; totals of all parts for
- * the tokens whose results the block stores; the barriers.
+ * as many windows of the tokens [16][SKEWED_WINDOW], as they lie; sums [8 warps][16][ROWS + 4] float, each class's where its
+ * rows belong; totals [slot][ROWS] of all parts for the tokens whose results the block stores; the barriers.
  * Pipeline (slots full and empty: tma_ring.cuh):
  *   copies     x0 w0 x1 w1 x2 w2 | x3 w3 ..
  *   products            0     1     2 ..            a tile's last: [sums] [totals] [results]
@@ -66,22 +66,27 @@ template <int ROWS, bool ALONG_N> struct Smem {
     typedef smem_tile<ALONG_N ? SKEWED_STEP : ROWS, SKEWED_PANEL * 2> W;
     static constexpr int TILES = ALONG_N ? ROWS / SKEWED_PANEL : SKEWED_STEP / SKEWED_PANEL, SLOT = TILES * W::bytes;
     static constexpr int RAW_ROW = SKEWED_WINDOW * 2, RAW = TOKENS * RAW_ROW;
-    static constexpr int LD = ROWS + 4, WARP_SUMS = TOKENS * LD * 4;
-    static constexpr int TOTALS_BYTES = (TOKENS + 2) * LD * 4; /* of three parts 6 tokens each */
-    static constexpr int OTHER = TOTALS_BYTES + WARPS * WARP_SUMS + tma_ring<SKEWED_SLOTS>::bytes + SLOT_ALIGN;
+    static constexpr int WARP_SUMS = skewed_sums_bytes(ROWS, ALONG_N);
+    static constexpr int TOTALS_BYTES = (TOKENS + 2) * ROWS * 4; /* of three parts 6 tokens each */
+    static constexpr int ALL_TOTALS = 8;                         /* the barrier that counts them */
+    static constexpr int OTHER =
+        TOTALS_BYTES + WARPS * WARP_SUMS + tma_ring<SKEWED_SLOTS>::bytes + ALL_TOTALS + SLOT_ALIGN;
     static constexpr int SLOTS = hopper_slots(SLOT + RAW, OTHER, SKEWED_SLOTS);
     static constexpr int RAWS = SLOTS * SLOT, SUMS = RAWS + SLOTS * RAW, TOTALS = SUMS + WARPS * WARP_SUMS;
-    static constexpr int BARRIERS = TOTALS + TOTALS_BYTES, BYTES = BARRIERS + tma_ring<SLOTS>::bytes + SLOT_ALIGN;
+    static constexpr int BARRIERS = TOTALS + TOTALS_BYTES, TOTALS_BARRIER = BARRIERS + tma_ring<SLOTS>::bytes;
+    static constexpr int BYTES = TOTALS_BARRIER + ALL_TOTALS + SLOT_ALIGN;
     static_assert(BYTES <= 232448 && SLOT % SLOT_ALIGN == 0 && SLOTS >= 3, "shared memory of a block");
 
     /* byte of element (row, token) of a warp's sums */
-    static constexpr GK_HD int sum_at(coord c) { return (c.col * LD + c.row) * 4; }
-    static constexpr GK_HD int sum_ways() {
+    static constexpr GK_HD int sum_at(coord c) { return skewed_sum_at(ROWS, ALONG_N, c.row, c.col); }
+    static constexpr GK_HD int sum_ways(bool added) { /* stored by a lane one by one, added up by four */
         int bytes[32] = {};
-        for (int lane = 0; lane < 32; ++lane) bytes[lane] = sum_at(frag_c(lane, 0));
-        return ways(bytes, 4);
+        for (int lane = 0; lane < 32; ++lane)
+            bytes[lane] = sum_at(added ? coord{lane * 4 % ROWS, lane * 4 / ROWS} : frag_c(lane, 0));
+        return ways(bytes, added ? 16 : 4);
     }
-    static_assert(sum_ways() == 1, "lanes store their sums to 32 banks");
+    static_assert(sum_ways(false) == 1 && sum_ways(true) == 1, "no bank conflicts");
+    static_assert(sum_at({0, 0}) % 16 == 0 && sum_at({0, 1}) % 16 == 0 && WARP_SUMS % 16 == 0, "four rows at a time");
 };
 
 /* ---- 2 tokens ------------------------------------------------------------------------------------------------ */
@@ -141,6 +146,7 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_skewed_sm90a_kernel(const __g
     const int thread = threadIdx.x, lane = thread % 32, warp = __shfl_sync(0xffffffff, thread / 32, 0);
     const smem_addr ring_s = (cvta_to_shared(smem) + SLOT_ALIGN - 1) / SLOT_ALIGN * SLOT_ALIGN;
     const smem_addr sums_s = ring_s + S::SUMS, totals_s = ring_s + S::TOTALS;
+    const smem_addr all_totals_s = ring_s + S::TOTALS_BARRIER; /* a phase: all parts' totals of the block's tokens */
     tma_ring<S::SLOTS> ring(ring_s + S::BARRIERS);
     const bool in_parts = plan.parts > 1;
     const int part = blockIdx.x, first_tile = blockIdx.y, tile_step = gridDim.y;
@@ -148,7 +154,10 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_skewed_sm90a_kernel(const __g
 
     if (thread == 0) {
         ring.init(WARPS, COPIERS);
+        mbarrier_init(all_totals_s, 1);
         fence_mbarrier_init();
+        const int tokens = plan.first_token[part + 1] - plan.first_token[part];
+        mbarrier_arrive_expect_tx(all_totals_s, tokens * plan.parts * ROWS * 4);
     }
     if (in_parts) barrier_cluster_arrive(); /* this block runs: others may write to it */
     __syncthreads();
@@ -191,13 +200,15 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_skewed_sm90a_kernel(const __g
             }
         }
         __syncwarp();
+        if (in_parts) barrier_cluster_wait(); /* no thread leaves before all blocks run */
+        return;
     }
 
     /* ---- 3.2 results: each block has its tokens', the totals of all parts in their order ---- */
     const GemmEpilogue &epilogue = p.epilogue;
     const int row = thread % ROWS;
     const int token0 = plan.first_token[part] + thread / ROWS, token1 = plan.first_token[part + 1];
-    const smem_addr own_s = totals_s + S::sum_at({row, thread / ROWS});
+    const smem_addr own_s = totals_s + thread * 4;
     int n = 0;
     T *out_g = NULL; /* of the thread's first token */
     const auto place = [&](int tile) {
@@ -213,97 +224,92 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_skewed_sm90a_kernel(const __g
             float total[1] = {};
 #pragma unroll
             for (int j = 0; j < SKEWED_PARTS; ++j)
-                if (j < plan.parts) total[0] += ld_shared_f32(at_s + S::sum_at({0, j * plan.most_tokens}));
+                if (j < plan.parts) total[0] += ld_shared_f32(at_s + j * plan.most_tokens * ROWS * 4);
             if (x.bare)
                 *to_g = from_acc<T>(total[0] * (float)epilogue.alpha);
             else
                 epilogue_cols<T, 1>(epilogue, GemmPlace{}, token, n, 1, total);
-            at_s += S::sum_at({0, ADDERS / ROWS}), to_g += ADDERS / ROWS * epilogue.out_row;
+            at_s += ADDERS * 4, to_g += ADDERS / ROWS * epilogue.out_row;
         }
     };
 
-    if (warp < WARPS) {
-        /* ---- 3.3 products ---- */
-        have(epilogue.alpha), have(epilogue.out), have(epilogue.out_row), have(epilogue.out_col);
-        /* the warp's k of the first 16 rows, in slot 0 */
-        const smem_addr w_s = ALONG_N ? frag_a_trans_base<W>(ring_s, lane, warp * 16, 0)
-                                      : frag_a_base<W>(ring_s + warp / 4 * W::bytes, lane, 0, warp % 4 * 2);
-        int up[WARPS]; /* rows from a total to each warp's sums */
+    /* ---- 3.3 products ---- */
+    have(epilogue.alpha), have(epilogue.out), have(epilogue.out_row), have(epilogue.out_col);
+    /* the warp's k of the first 16 rows, in slot 0 */
+    const smem_addr w_s = ALONG_N ? frag_a_trans_base<W>(ring_s, lane, warp * 16, 0)
+                                  : frag_a_base<W>(ring_s + warp / 4 * W::bytes, lane, 0, warp % 4 * 2);
+    /* its sums, each class's as many rows up as its lines begin late */
+    const int up = ALONG_N ? skewed_shift(plan, skewed_class(plan, warp * 16)) : 0;
+    const coord first_sum = frag_c(lane, 0);
+    const smem_addr mine_s = sums_s + warp * S::WARP_SUMS + S::sum_at({first_sum.row - up, first_sum.col});
+    for (int tile = first_tile; tile < plan.tiles; tile += tile_step) {
+        place(tile);
+        const TokenLane tokens(plan, tile, warp, lane, S::RAW_ROW);
+        const uint32_t head = ALONG_N || warp > 0 ? ~0u : skewed_keep(lane, plan.skew[skewed_class_of(plan, tile)]);
+        float sum[BLOCKS][2][4] = {};
+        for (int step = step0; step < step1; ++step, ring.advance()) {
+            const smem_addr at_s = w_s + ring.slot * S::SLOT;
+            uint32_t a[BLOCKS][4], b[4];
+            ring.wait_full();
+            tokens.load(b, ring_s + S::RAWS + ring.slot * S::RAW, step * SKEWED_STEP, (int)p.k);
 #pragma unroll
-        for (int j = 0; j < WARPS; ++j) up[j] = ALONG_N ? skewed_shift(plan, skewed_class(plan, j * 16)) : 0;
-        for (int tile = first_tile; tile < plan.tiles; tile += tile_step) {
-            place(tile);
-            const TokenLane tokens(plan, tile, warp, lane, S::RAW_ROW);
-            const uint32_t head = ALONG_N || warp > 0 ? ~0u : skewed_keep(lane, plan.skew[skewed_class_of(plan, tile)]);
-            float sum[BLOCKS][2][4] = {};
-            for (int step = step0; step < step1; ++step, ring.advance()) {
-                const smem_addr at_s = w_s + ring.slot * S::SLOT;
-                uint32_t a[BLOCKS][4], b[4];
-                ring.wait_full();
-                tokens.load(b, ring_s + S::RAWS + ring.slot * S::RAW, step * SKEWED_STEP, (int)p.k);
-#pragma unroll
-                for (int i = 0; i < BLOCKS; ++i) {
-                    if constexpr (ALONG_N)
-                        load_frag_a_trans(a[i], W::along(at_s, i % 4 * 2) + i / 4 * W::bytes);
-                    else
-                        load_frag_a(a[i], W::down(at_s, i * 16));
-                }
-                __syncwarp();
-                if (lane == 0) mbarrier_arrive(ring.empty());
-                const uint32_t keep = step == 0 ? head : ~0u;
-#pragma unroll
-                for (int i = 0; i < BLOCKS; ++i) {
-                    if (!ALONG_N) a[i][0] &= keep, a[i][1] &= keep; /* what lies before the lines */
-                    mma_add<T>(sum[i][0], a[i], b), mma_add<T>(sum[i][1], a[i], b + 2);
-                }
+            for (int i = 0; i < BLOCKS; ++i) {
+                if constexpr (ALONG_N)
+                    load_frag_a_trans(a[i], W::along(at_s, i % 4 * 2) + i / 4 * W::bytes);
+                else
+                    load_frag_a(a[i], W::down(at_s, i * 16));
             }
-            /* the warps' sums, each class's `shift` rows further up, and their total to the block that stores it */
-            const smem_addr mine_s = sums_s + warp * S::WARP_SUMS + S::sum_at(frag_c(lane, 0));
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(ring.empty());
+            const uint32_t keep = step == 0 ? head : ~0u;
 #pragma unroll
-            for (int j = 0; j < 2; ++j)
-                if (p.m > j * 8) {
-#pragma unroll
-                    for (int i = 0; i < BLOCKS; ++i)
-#pragma unroll
-                        for (int e = 0; e < 4; ++e) {
-                            const coord c = frag_c(0, e);
-                            st_shared_f32(mine_s + S::sum_at({c.row + i * 16, c.col + j * 8}), sum[i][j][e]);
-                        }
-                }
-            bar_sync(ADDERS_BARRIER, ADDERS);     /* the sums are there, and the totals of the tile before are read */
-            if (in_parts) barrier_cluster_wait(); /* all blocks run */
-            constexpr int EACH = ADDERS / ROWS;   /* tokens that a thread is apart; it adds two at a time */
-#pragma unroll 1
-            for (int token = thread / ROWS; token < p.m && row < plan.rows; token += 2 * EACH) {
-                float total[2] = {};
-#pragma unroll
-                for (int j = 0; j < WARPS; ++j)
-#pragma unroll
-                    for (int i = 0; i < 2; ++i)
-                        total[i] +=
-                            ld_shared_f32(sums_s + S::sum_at({row + up[j], token + i * EACH}) + j * S::WARP_SUMS);
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const int owner = skewed_owner(plan, token + i * EACH);
-                    const int at = part * plan.most_tokens + token + i * EACH - plan.first_token[owner];
-                    const smem_addr to_s = totals_s + S::sum_at({row, at});
-                    if (token + i * EACH < p.m) st_cluster_f32(mapa(to_s, owner), total[i]);
-                }
-            }
-            if (!in_parts) {
-                bar_sync(ADDERS_BARRIER, ADDERS); /* the totals are there, and the sums are read */
-                griddepcontrol_wait();            /* for the bias and c, and to write what the kernel before may read */
-                store();
+            for (int i = 0; i < BLOCKS; ++i) {
+                if (!ALONG_N) a[i][0] &= keep, a[i][1] &= keep; /* what lies before the lines */
+                mma_add<T>(sum[i][0], a[i], b), mma_add<T>(sum[i][1], a[i], b + 2);
             }
         }
-    }
-    if (in_parts) { /* each cluster has one tile */
-        __syncwarp();
-        if (warp >= WARPS) barrier_cluster_wait();
-        griddepcontrol_wait();
-        barrier_cluster_arrive_release();
-        barrier_cluster_wait_acquire(); /* all parts' totals are there */
-        if (warp < WARPS) store();
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+            if (p.m > j * 8) {
+#pragma unroll
+                for (int i = 0; i < BLOCKS; ++i)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) {
+                        const coord c = frag_c(0, e);
+                        const int away = S::sum_at({c.row + i * 16, c.col + j * 8}) - S::sum_at({0, 0});
+                        st_shared_f32(mine_s + away, sum[i][j][e]);
+                    }
+            }
+        bar_sync(ADDERS_BARRIER, ADDERS);     /* the sums are there, and the totals of the tile before are read */
+        if (in_parts) barrier_cluster_wait(); /* all blocks run, and their barriers are made */
+        /* their totals, four rows of a token a thread, to the block that stores them */
+        constexpr int QUADS = ROWS / 4, EACH = ADDERS / QUADS;
+        const int quad = thread % QUADS;
+#pragma unroll
+        for (int i = 0; i < TOKENS; i += EACH) {
+            const int token = thread / QUADS + i;
+            if (token >= p.m) break;
+            float4 total = {};
+#pragma unroll
+            for (int j = 0; j < WARPS; ++j) {
+                const uint4 x = ld_shared_128(sums_s + S::sum_at({quad * 4, token}) + j * S::WARP_SUMS);
+                total.x += __uint_as_float(x.x), total.y += __uint_as_float(x.y);
+                total.z += __uint_as_float(x.z), total.w += __uint_as_float(x.w);
+            }
+            const int owner = skewed_owner(plan, token);
+            const int slot = part * plan.most_tokens + token - plan.first_token[owner];
+            const smem_addr to_s = totals_s + (slot * ROWS + quad * 4) * 4;
+            if (in_parts)
+                st_async_128(mapa(to_s, owner), total.x, total.y, total.z, total.w, mapa(all_totals_s, owner));
+            else
+                st_shared_128(to_s, total);
+        }
+        if (in_parts) /* each cluster has one tile; once they have come nobody writes here any more */
+            mbarrier_wait(all_totals_s, 0);
+        else
+            bar_sync(ADDERS_BARRIER, ADDERS); /* the totals are there, and the sums are read */
+        griddepcontrol_wait();                /* for the bias and c, and to write what the kernel before may read */
+        store();
     }
 }
 

@@ -89,6 +89,15 @@ constexpr GK_HD int skewed_n(const SkewedPlan &plan, int tile, int row) {
 /* Along n: the rows that sums of a class move up. One class moves none: its tiles begin elsewhere. */
 constexpr GK_HD int skewed_shift(const SkewedPlan &plan, int cls) { return plan.classes_log2 > 0 ? plan.skew[cls] : 0; }
 
+/* Byte of a row's sum with a token among a warp's, [token][rows + 4]; along n rows up to 7 before the tile's first have a place,
+ * whose neighbours at the other end of a token's rows are those that no result comes from. And bytes of all. */
+constexpr GK_HD int skewed_sum_at(int rows, bool along_n, int row, int token) {
+    return (token * (rows + 4) + row + (along_n ? SKEWED_EACH : 0)) * 4;
+}
+constexpr GK_HD int skewed_sums_bytes(int rows, bool along_n) {
+    return skewed_sum_at(rows, along_n, 0, SKEWED_MAX_TOKENS);
+}
+
 /* Of a lane's pair of a line's first 8 elements (frag_a16), the bits that do not lie before the line. */
 constexpr GK_HD uint32_t skewed_keep(int lane, int skew) {
     const int first = (lane & 3) * 2;

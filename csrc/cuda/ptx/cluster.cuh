@@ -27,15 +27,6 @@ static __device__ __forceinline__ void barrier_cluster() {
     barrier_cluster_wait();
 }
 
-// barrier.cluster.arrive.release and .wait.acquire: the same, and all see what any of them stored before.
-static __device__ __forceinline__ void barrier_cluster_arrive_release() {
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-
-static __device__ __forceinline__ void barrier_cluster_wait_acquire() {
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
 // mapa: the address in block `rank` of the cluster of what lies at at_s here.
 static __device__ __forceinline__ uint32_t mapa(uint32_t at_s, unsigned rank) {
     uint32_t there;
@@ -43,7 +34,8 @@ static __device__ __forceinline__ uint32_t mapa(uint32_t at_s, unsigned rank) {
     return there;
 }
 
-// st.async.v4.f32: 16 bytes to an address of mapa, counted at the barrier, which lies in the same block. Who waits for the
+// st.async.v4.f32: 16 bytes to an address of mapa, counted at the barrier, which lies in the same block of a cluster of two
+// or more (in one alone it is an illegal instruction). Who waits for the
 // barrier's phase sees them.
 static __device__ __forceinline__ void st_async_128(uint32_t at, float a, float b, float c, float d, uint32_t barrier) {
     asm volatile(

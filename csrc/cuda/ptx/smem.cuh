@@ -48,12 +48,6 @@ static __device__ __forceinline__ float ld_shared_f32(smem_addr at_s) {
     return x;
 }
 
-// st.shared::cluster.f32, sm_90. To an address of mapa (cluster.cuh), in a block that runs and does not leave: it sees the
-// float after a barrier of the cluster that released it.
-static __device__ __forceinline__ void st_cluster_f32(uint32_t at, float x) {
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(at), "f"(x) : "memory");
-}
-
 // st.shared.{u16, u32, v2.u32, v4.u32}, sm_20. Any thread; the address is a multiple of the width. Other threads see it
 // after the next barrier.
 static __device__ __forceinline__ void st_shared_16(smem_addr at_s, uint16_t x) {
