@@ -400,6 +400,18 @@ def test_unaligned_operands_are_copied(which):
     assert few["row"].startswith("gemm_sm90a_") == (which == "a")
 
 
+@HOPPER
+@pytest.mark.parametrize("m", (1, 16, 64))
+def test_few_rows_of_weights_that_are_nowhere_dense(m):
+    """No kernel streams every second element: a copy and the product of few rows are faster than plain loads."""
+    n, k = 4096, 2048
+    a, b = on_gpu(m, k), on_gpu(k, 2 * n, seed=1)[:, ::2]
+    for weights in (b, on_gpu(n, 2 * k, seed=2)[:, ::2].mT):
+        plan = torch_gpukern.explain("gemm", a, weights)
+        assert plan["row"].startswith("gemm_sm90a_") and plan["workspace_bytes"] == n * k * 2
+        assert_close_as(torch_gemm(a, weights), ops.gemm(a, weights), a.double() @ weights.double())
+
+
 def in_nan(dense, beside, offset):
     """The same matrix, `offset` elements past an aligned place, with `beside` more in each row; NaN in all of them."""
     rows = torch.full((dense.shape[0], dense.shape[1] + beside), torch.nan, dtype=dense.dtype, device="cuda")

@@ -33,18 +33,19 @@ template <class Tile> constexpr int threads_of() { return Tile::WARPS_M * Tile::
 /* ---- 1 the tile ---------------------------------------------------------------------------------------------- */
 template <class T, class Tile> struct Map {
     static constexpr int V = 16 / (int)sizeof(T);
-    static constexpr int WM = Tile::BM / Tile::WARPS_M,
-                         WN = Tile::BN / Tile::WARPS_N; /* a warp's tile: two groups a thread */
+    static constexpr int WM = Tile::BM / Tile::WARPS_M, WN = Tile::BN / Tile::WARPS_N; /* a warp's tile */
+    static constexpr int GM = WM / (V * LANES_M), GN = WN / (V * LANES_N);             /* groups a thread */
+    static constexpr int TM = GM * V, TN = GN * V;                                     /* its sums */
     static constexpr int A_LD = Tile::BM + V, B_LD = Tile::BN + V;
     static constexpr int A_BYTES = Tile::BK * A_LD * (int)sizeof(T), B_BYTES = Tile::BK * B_LD * (int)sizeof(T);
     static constexpr int SMEM_BYTES = Tile::STAGES * (A_BYTES + B_BYTES);
     /* lanes l and l ^ 1 share their columns, l and l ^ 2 their rows: a 16-byte load then needs no pass per 8 lanes */
-    static_assert(WM == 2 * V * LANES_M && WN == 2 * V * LANES_N, "two groups of V rows and of V columns a thread");
+    static_assert(WM == TM * LANES_M && WN == TN * LANES_N, "whole groups of V rows and of V columns a thread");
     static constexpr GK_HD int row(int warp, int lane, int group) {
-        return warp % Tile::WARPS_M * WM + group * (WM / 2) + (lane / 16 * 2 + lane % 2) * V;
+        return warp % Tile::WARPS_M * WM + group * (WM / GM) + (lane / 16 * 2 + lane % 2) * V;
     }
     static constexpr GK_HD int col(int warp, int lane, int group) {
-        return warp / Tile::WARPS_M * WN + group * (WN / 2) + lane / 2 % LANES_N * V;
+        return warp / Tile::WARPS_M * WN + group * (WN / GN) + lane / 2 % LANES_N * V;
     }
 };
 
@@ -120,7 +121,7 @@ template <class T, int V> __device__ __forceinline__ void load_group(T *v, const
 template <class T, class Tile, bool A_ALONG_K, bool B_ALONG_K>
 __global__ void __launch_bounds__(threads_of<Tile>(), Tile::PER_SM) gemm_plain_kernel(Params params) {
     typedef Map<T, Tile> M;
-    constexpr int BM = Tile::BM, BN = Tile::BN, BK = Tile::BK, STAGES = Tile::STAGES, V = M::V;
+    constexpr int BM = Tile::BM, BN = Tile::BN, BK = Tile::BK, STAGES = Tile::STAGES, V = M::V, TM = M::TM, TN = M::TN;
     extern __shared__ __align__(16) unsigned char smem[];
     const GemmProblem &p = params.p;
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
@@ -151,7 +152,7 @@ __global__ void __launch_bounds__(threads_of<Tile>(), Tile::PER_SM) gemm_plain_k
         ring.commit();
     }
 
-    T sum[2 * V][2 * V] = {}, total[Tile::TWO_SUMS ? 2 * V : 1][2 * V] = {};
+    T sum[TM][TN] = {}, total[Tile::TWO_SUMS ? TM : 1][TN] = {};
     const int row = M::row(warp, lane, 0), col = M::col(warp, lane, 0);
     for (int j = 0; j < steps; ++j) {
         ring.wait(); /* step j is in; slot ring.write has been read by all */
@@ -166,38 +167,37 @@ __global__ void __launch_bounds__(threads_of<Tile>(), Tile::PER_SM) gemm_plain_k
         const T *b_at = (const T *)(smem + STAGES * M::A_BYTES + ring.read * M::B_BYTES) + col;
 #pragma unroll
         for (int k = 0; k < BK; ++k) {
-            T a[2 * V], b[2 * V];
+            T a[TM], b[TN];
 #pragma unroll
-            for (int g = 0; g < 2; ++g) {
-                load_group<T, V>(a + g * V, a_at + k * M::A_LD + g * (M::WM / 2));
-                load_group<T, V>(b + g * V, b_at + k * M::B_LD + g * (M::WN / 2));
-            }
+            for (int g = 0; g < M::GM; ++g) load_group<T, V>(a + g * V, a_at + k * M::A_LD + g * (M::WM / M::GM));
 #pragma unroll
-            for (int i = 0; i < 2 * V; ++i)
+            for (int g = 0; g < M::GN; ++g) load_group<T, V>(b + g * V, b_at + k * M::B_LD + g * (M::WN / M::GN));
 #pragma unroll
-                for (int n = 0; n < 2 * V; ++n) sum[i][n] = fma(a[i], b[n], sum[i][n]);
+            for (int i = 0; i < TM; ++i)
+#pragma unroll
+                for (int n = 0; n < TN; ++n) sum[i][n] = fma(a[i], b[n], sum[i][n]);
         }
         if constexpr (Tile::TWO_SUMS) {
 #pragma unroll
-            for (int i = 0; i < 2 * V; ++i)
+            for (int i = 0; i < TM; ++i)
 #pragma unroll
-                for (int n = 0; n < 2 * V; ++n) total[i][n] += sum[i][n], sum[i][n] = 0;
+                for (int n = 0; n < TN; ++n) total[i][n] += sum[i][n], sum[i][n] = 0;
         }
         ring.advance();
     }
     if constexpr (Tile::TWO_SUMS) {
 #pragma unroll
-        for (int i = 0; i < 2 * V; ++i)
+        for (int i = 0; i < TM; ++i)
 #pragma unroll
-            for (int n = 0; n < 2 * V; ++n) sum[i][n] = total[i][n];
+            for (int n = 0; n < TN; ++n) sum[i][n] = total[i][n];
     }
 
     /* ---- 3 the results: V columns at a time, by one body, past which the rows of sums move ---- */
 #pragma unroll 1
-    for (int i = 0; i < 2 * V; ++i) {
+    for (int i = 0; i < TM; ++i) {
         const int64_t r = row0 + M::row(warp, lane, i / V) + i % V;
 #pragma unroll
-        for (int g = 0; g < 2; ++g) {
+        for (int g = 0; g < M::GN; ++g) {
             const int64_t c = col0 + M::col(warp, lane, g);
             if (r >= p.m || c >= p.n) continue;
             if (p.splits > 1)
@@ -206,9 +206,9 @@ __global__ void __launch_bounds__(threads_of<Tile>(), Tile::PER_SM) gemm_plain_k
                 epilogue_cols<T, V>(p.epilogue, at, r, c, (int)min((int64_t)V, p.n - c), &sum[0][g * V]);
         }
 #pragma unroll
-        for (int n = 0; n + 1 < 2 * V; ++n)
+        for (int n = 0; n + 1 < TM; ++n)
 #pragma unroll
-            for (int g = 0; g < 2 * V; ++g) sum[n][g] = sum[n + 1][g];
+            for (int g = 0; g < TN; ++g) sum[n][g] = sum[n + 1][g];
     }
 }
 
@@ -227,35 +227,65 @@ template <class T> Params params_of(const gk_gemm_args *args) {
     return x;
 }
 
+template <class Tile> int64_t tiles_of(const GemmProblem &p) {
+    return gk_max_i64(1, gk_ceil_div(p.m, Tile::BM) * gk_ceil_div(p.n, Tile::BN) * p.batch);
+}
+
 /* As many parts of k as fill the SMs once. */
+template <class Tile> int64_t splits_of(const GemmProblem &p, int64_t sms) {
+    const int64_t most = gk_clamp_i64(p.k / (PLAIN_SPLIT_STEPS * Tile::BK), 1, MAX_SPLITS);
+    return gk_clamp_i64(sms * Tile::PER_SM / tiles_of<Tile>(p), 1, most);
+}
+
 template <class T, class Tile> Params plan_of(const gk_context *ctx, const gk_gemm_args *args) {
     Params x = params_of<T>(args);
     GemmProblem &p = x.p;
     p.tiles_m = (int)gk_ceil_div(p.m, Tile::BM), p.tiles_n = (int)gk_ceil_div(p.n, Tile::BN), p.group = GROUP_ROWS;
-    const int64_t tiles = gk_max_i64(1, (int64_t)p.tiles_m * p.tiles_n * p.batch);
-    const int64_t slots = (int64_t)gk_gpu_of(ctx->index)->num_sms * Tile::PER_SM;
-    const int64_t most = gk_clamp_i64(p.k / (PLAIN_SPLIT_STEPS * Tile::BK), 1, MAX_SPLITS);
-    p.splits = (int)gk_clamp_i64(slots / tiles, 1, most);
+    p.splits = (int)splits_of<Tile>(p, gk_gpu_of(ctx->index)->num_sms);
     p.split_k = gk_round_up(gk_ceil_div(gk_max_i64(p.k, 1), p.splits), Tile::BK);
     p.splits = (int)gk_max_i64(1, gk_ceil_div(p.k, p.split_k));
     return x;
 }
 
-template <class Tile> int64_t tiles_of(const GemmProblem &p) {
-    return gk_ceil_div(p.m, Tile::BM) * gk_ceil_div(p.n, Tile::BN) * p.batch;
+/* Expected time: that of the busiest SM's tiles, of which it runs PER_SM at once, and the pass that adds split sums. */
+template <class Tile> double us_of(const GemmProblem &p, const gk_gpu *gpu, int percent) {
+    const int64_t splits = splits_of<Tile>(p, gpu->num_sms);
+    const int64_t busiest = gk_ceil_div(tiles_of<Tile>(p) * splits, gpu->num_sms), last = busiest % Tile::PER_SM;
+    const double least = PLAIN_ALONE_PERCENT * 0.01 * Tile::PER_SM; /* of a few: nothing hides their waits */
+    const double tiles = (double)(busiest - last) + (last == 0 ? 0 : (double)last > least ? (double)last : least);
+    const double flops = 2.0 * tiles * Tile::BM * Tile::BN * (double)p.k / (double)splits;
+    const double sums = splits > 1 ? 8.0 * (double)(splits * p.m * p.n * p.batch) / REDUCE_BYTES_PER_US + REDUCE_US : 0;
+    return flops / (256 * gpu->clock_khz * 1e-3 * percent * 0.01) +
+           PLAIN_ROUND_US * (double)gk_ceil_div(busiest, Tile::PER_SM) + sums;
 }
 
-/* What the busiest SM computes, in elements of the result. */
-template <class Tile> int64_t busiest(const GemmProblem &p, int64_t sms) {
-    return gk_ceil_div(tiles_of<Tile>(p), sms) * Tile::BM * Tile::BN;
-}
+enum {
+    F32_LARGE,
+    F32_MIDDLE,
+    F32_SMALL,
+    F64
+};
+extern const gk_cuda_row *const plain_rows;
 
-/* The large tile, where there is one for every SM and the small ones do not spread enough better. */
-bool takes_large(const gk_cuda_row *, const gk_context *ctx, const void *args) {
-    const GemmProblem p = params_of<float>((const gk_gemm_args *)args).p;
-    const int64_t sms = gk_gpu_of(ctx->index)->num_sms;
-    return tiles_of<PlainF32>(p) >= sms &&
-           busiest<PlainF32>(p, sms) * 100 <= busiest<PlainF32Small>(p, sms) * PLAIN_SMALL_PERCENT;
+/* The row of least expected time. */
+const gk_cuda_row *choose(const gk_context *ctx, const void *arguments) {
+    const gk_gemm_args *args = (const gk_gemm_args *)arguments;
+    if (args->a.dtype == GK_F64) return &plain_rows[F64];
+    if (args->a.dtype != GK_F32) return NULL;
+    const Params x = params_of<float>(args);
+    const GemmProblem &p = x.p;
+    const gk_gpu *gpu = gk_gpu_of(ctx->index);
+    if (tiles_of<PlainF32Small>(p) <= gpu->num_sms)
+        return &plain_rows[F32_SMALL]; /* most calls whose host time counts */
+    const bool aligned = gemm_aligned(p.a, GK_F32, x.a_along_k ? p.a_m : p.a_k, p.a_batch, p.ndim) &&
+                         gemm_aligned(p.b, GK_F32, x.b_along_k ? p.b_n : p.b_k, p.b_batch, p.ndim);
+    const double us[] = {us_of<PlainF32>(p, gpu, aligned ? PlainF32::PERCENT : PLAIN_UNALIGNED_PERCENT),
+                         us_of<PlainF32Middle>(p, gpu, PlainF32Middle::PERCENT),
+                         us_of<PlainF32Small>(p, gpu, PlainF32Small::PERCENT)};
+    int best = F32_LARGE;
+    for (int row = F32_MIDDLE; row <= F32_SMALL; ++row)
+        if (us[row] < us[best]) best = row;
+    return &plain_rows[best];
 }
 
 template <class T, class Tile> size_t workspace_bytes(const gk_cuda_row *, const gk_context *ctx, const void *args) {
@@ -292,17 +322,19 @@ void explain(const gk_cuda_row *, const gk_context *ctx, const void *args, gk_ex
     out->waves = (double)out->tasks / ((double)blocks * gk_gpu_of(ctx->index)->num_sms);
 }
 
-#define ROW(name, T, Tile, takes)                                                                    \
-    {                                                                                                \
-        name, element<T>::dtype, takes, workspace_bytes<T, Tile>, run<T, Tile>, explain<T, Tile>, {} \
+#define ROW(name, T, Tile)                                                                          \
+    {                                                                                               \
+        name, element<T>::dtype, NULL, workspace_bytes<T, Tile>, run<T, Tile>, explain<T, Tile>, {} \
     }
 
 const gk_cuda_row rows[] = {
-    ROW("gemm_plain_f32_128x128x16", float, PlainF32, takes_large),
-    ROW("gemm_plain_f32_64x64x16", float, PlainF32Small, NULL),
-    ROW("gemm_plain_f64_64x64x16", double, PlainF64, NULL),
+    ROW("gemm_plain_f32_128x256x16", float, PlainF32), /* in the order of the enum */
+    ROW("gemm_plain_f32_128x128x8", float, PlainF32Middle),
+    ROW("gemm_plain_f32_64x64x16", float, PlainF32Small),
+    ROW("gemm_plain_f64_64x64x16", double, PlainF64),
 };
+const gk_cuda_row *const plain_rows = rows;
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_gemm_plain_table = {rows, 3, 80};
+extern "C" const gk_cuda_table gk_gemm_plain_table = {rows, sizeof rows / sizeof rows[0], 80, choose};

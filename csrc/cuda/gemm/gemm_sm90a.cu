@@ -30,8 +30,8 @@
  * caches, and every line costs 200 to 300 clocks: what the first copy waits for, and the plainest store, are each in one place.
  *
  * Workspace: the copies, (rows or columns) x (k rounded up to 16 bytes) each, or with both changed.
- * Not here: other dtypes, ieee float32, K = 0 (gemm_sm80, gemm_plain), 64 columns or fewer, few rows of weights that need a
- * copy, few rows of tf32. */
+ * Not here: other dtypes, ieee float32, K = 0 (gemm_sm80, gemm_plain), 64 columns or fewer, few rows of dense weights
+ * that need a copy, few rows of tf32. */
 #include "../host/launch.cuh"
 #include "../host/tensormap.cuh"
 #include "../ptx/cluster.cuh"
@@ -455,8 +455,9 @@ bool in_chunks(const void *data, gk_dtype dtype, int64_t x_stride, int64_t k_str
 bool worth_copies(const gk_gpu *gpu, gk_dtype dtype, const GemmProblem &p, const Operands &o, bool few, double us) {
     const bool chunks = in_chunks(p.a, dtype, p.a_m, p.a_k, p.a_batch, p.ndim) &&
                         in_chunks(p.b, dtype, p.b_n, p.b_k, p.b_batch, p.ndim);
-    /* few rows: the copy of the weights would take longer than the product; as chunks gemm_skinny reads them */
-    if (few && (chunks || o.copied[0])) return false;
+    /* few rows: the copy of the weights would take longer than the product, but of those that no kernel streams; as chunks
+     * gemm_skinny reads them */
+    if (few && (chunks || (o.copied[0] && (p.b_k == 1 || p.b_n == 1)))) return false;
     return us + REALIGN_US + 2.0 * (double)o.bytes / REALIGN_BYTES_PER_US < other_us(gpu, dtype, p, chunks);
 }
 
