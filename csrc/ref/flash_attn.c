@@ -201,25 +201,30 @@ static void dq_task(void *arg, int64_t task, int64_t worker) {
 /* ---- backward by keys: dk, dv ---------------------------------------------------------------- */
 static void dkv_keys(const flash_job *job, const sequence *s, int64_t h_kv, int64_t j0, int64_t keys) {
     const gk_flash_attn_args *x = job->x;
-    double dk[REF_ROWS][REF_MAX_HEAD_DIM], dv[REF_ROWS][REF_MAX_HEAD_DIM];
+    double dk[REF_ROWS][REF_MAX_HEAD_DIM], dv[REF_ROWS][REF_MAX_HEAD_DIM];           /* of the rows before */
+    double dk_part[REF_ROWS][REF_MAX_HEAD_DIM], dv_part[REF_ROWS][REF_MAX_HEAD_DIM]; /* of the last REF_KEYS */
     double k_buf[REF_ROWS][REF_MAX_HEAD_DIM], v_buf[REF_ROWS][REF_MAX_HEAD_DIM];
     const double *k[REF_ROWS], *v[REF_ROWS];
     for (int64_t c = 0; c < keys; ++c) {
         k[c] = ref_row(&x->k, at(job, &x->k, s->b, s->start_k, h_kv, j0 + c), job->head_dim, k_buf[c]);
         v[c] = ref_row(&x->v, at(job, &x->v, s->b, s->start_k, h_kv, j0 + c), job->head_dim_v, v_buf[c]);
-        memset(dk[c], 0, (size_t)job->head_dim * sizeof(double));
-        memset(dv[c], 0, (size_t)job->head_dim_v * sizeof(double));
+        for (int64_t d = 0; d < job->head_dim; ++d) dk[c][d] = dk_part[c][d] = 0;
+        for (int64_t d = 0; d < job->head_dim_v; ++d) dv[c][d] = dv_part[c][d] = 0;
     }
     for (int64_t h = h_kv * job->group; h < (h_kv + 1) * job->group; ++h) {
         ref_score score = ref_score_make(&x->rules, s->b, h, s->diagonal, 1);
         for (int64_t i = 0; i < s->seq_q; ++i) {
             int64_t lo = gk_max_i64(gk_span_lo(&s->span, i), j0), hi = gk_min_i64(gk_span_hi(&s->span, i), j0 + keys);
             row r;
-            if (lo >= hi || !row_load(&r, job, s, h, i)) continue;
-            for (int64_t j = lo; j < hi; ++j) {
+            bool seen = lo < hi && row_load(&r, job, s, h, i);
+            for (int64_t j = lo; seen && j < hi; ++j) {
                 double p, ds = pair_gradient(job, &score, &r, k[j - j0], v[j - j0], i, j, &p);
-                ref_add_scaled(dk[j - j0], ds, r.q, job->head_dim);
-                ref_add_scaled(dv[j - j0], p, r.dout, job->head_dim_v);
+                ref_add_scaled(dk_part[j - j0], ds, r.q, job->head_dim);
+                ref_add_scaled(dv_part[j - j0], p, r.dout, job->head_dim_v);
+            }
+            for (int64_t c = 0; (i % REF_KEYS == REF_KEYS - 1 || i == s->seq_q - 1) && c < keys; ++c) {
+                for (int64_t d = 0; d < job->head_dim; ++d) dk[c][d] += dk_part[c][d], dk_part[c][d] = 0;
+                for (int64_t d = 0; d < job->head_dim_v; ++d) dv[c][d] += dv_part[c][d], dv_part[c][d] = 0;
             }
         }
     }
