@@ -55,6 +55,7 @@ class Cluster:
         self.k, self.rng = kernel, rng
         self.events = []  # copies on their way
         self.all = Sync(kernel.parts * (COPIERS + ADDERS))
+        self.owners = rng.randint(1, kernel.parts)  # blocks with tokens: few tokens leave some without
         self.blocks = [Block(self, part) for part in range(kernel.parts)]
 
     def run(self):
@@ -76,7 +77,8 @@ class Block:
         self.totals = {}  # (part, warp that added them) -> tile
         self.all_totals = Barrier(1)  # counts them, where there are parts; announced before any other block runs
         wrong = {"totals: too much announced": 1, "totals: too little announced": -BOX}.get(self.k.broken, 0)
-        self.all_totals.arrive(self.k.parts * ADDERS * BOX + wrong)
+        self.owns = part < cluster.owners
+        self.all_totals.arrive(self.k.parts * ADDERS * BOX + wrong if self.owns else 0)
 
     def barriers(self, name, count):
         count += {f"{name} count + 1": 1, f"{name} count - 1": -1}.get(self.k.broken, 0)
@@ -166,7 +168,7 @@ class Block:
             yield self.adders.arrive()
         if start and broken != "totals to blocks that may not run":
             yield start
-        for block in self.c.blocks:  # each has some tokens
+        for block in self.c.blocks[: self.c.owners]:
             if any(of != tile for of in self.sums):
                 raise Wrong("other sums are added than the tile's")
             if parts > 1:
@@ -186,6 +188,8 @@ class Block:
         self.all_totals.land(BOX)
 
     def store(self, tile):
+        if not self.owns:
+            return
         for part in range(self.k.parts):
             for warp in range(ADDERS):
                 if self.totals.get((part, warp)) != tile:
@@ -216,7 +220,7 @@ BROKEN = {  # kernel and rule -> what may then go wrong first
     (TURN, "too little announced"): f"{OTHER}|{STUCK}",
     (TURN, "full count - 1"): f"{OTHER}|{MANY}|{STUCK}",
     (TURN, "full count + 1"): STUCK,
-    (TURN, "empty count - 1"): f"{OVERWRITTEN}|{OTHER}|{MANY}",
+    (TURN, "empty count - 1"): f"{OVERWRITTEN}|{OTHER}|{MANY}|{STUCK}",
     (TURN, "empty count + 1"): STUCK,
     (TURN, "products without full"): OTHER,
     (TURN, "let go before it is read"): f"{OVERWRITTEN}|{OTHER}",

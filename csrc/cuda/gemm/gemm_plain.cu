@@ -4,8 +4,8 @@
  *
  * a [batch, M, K]  b [batch, K, N]  any strides and alignment, zero and negative too     out [batch, M, N]
  * Grid: one block per tile BM x BN of one part of k of one batch entry. Warps stand WARPS_M x WARPS_N, lanes 4 x 8;
- * a thread owns 2 x 2 groups of V x V sums (V elements are 16 bytes), the groups half a warp tile apart, so that the
- * lanes of one load read neighbours.
+ * a thread owns GM x GN groups of V x V sums (V elements are 16 bytes), a group of all lanes apart, so that the lanes of
+ * one load read neighbours.
  *
  * Shared memory, STAGES slots of
  *   a [BK][BM + V]   BK (BM + V) sizeof(T) bytes     k outside, so that a thread's V rows are one 16-byte load
@@ -219,7 +219,7 @@ int64_t magnitude(int64_t stride) { return stride < 0 ? -stride : stride; }
 template <class T> Params params_of(const gk_gemm_args *args) {
     Params x = {};
     GemmProblem &p = x.p = gemm_problem_of(args);
-    if (p.m == 1 && p.n > 1) p = gemm_swapped(p); /* tiles are no wider than high: one road for both */
+    if (p.m == 1 && p.n > 1) p = gemm_swapped(p); /* one road for a row and for a column */
     x.a_along_k = magnitude(p.a_k) < magnitude(p.a_m) || p.m == 1;
     x.b_along_k = magnitude(p.b_k) < magnitude(p.b_n) || p.n == 1;
     x.a_vectors = p.a_m == 1 && gemm_aligned(p.a, element<T>::dtype, p.a_k, p.a_batch, p.ndim);

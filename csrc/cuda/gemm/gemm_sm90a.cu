@@ -455,9 +455,9 @@ bool in_chunks(const void *data, gk_dtype dtype, int64_t x_stride, int64_t k_str
 bool worth_copies(const gk_gpu *gpu, gk_dtype dtype, const GemmProblem &p, const Operands &o, bool few, double us) {
     const bool chunks = in_chunks(p.a, dtype, p.a_m, p.a_k, p.a_batch, p.ndim) &&
                         in_chunks(p.b, dtype, p.b_n, p.b_k, p.b_batch, p.ndim);
-    /* few rows: the copy of the weights would take longer than the product, but of those that no kernel streams; as chunks
-     * gemm_skinny reads them */
-    if (few && (chunks || (o.copied[0] && (p.b_k == 1 || p.b_n == 1)))) return false;
+    /* few rows: other kernels stream the weights sooner than they are copied, but those dense nowhere; repeated ones would grow */
+    const bool streamed = p.b_k == 1 || p.b_n == 1 || p.b_k == 0 || p.b_n == 0;
+    if (few && (chunks || (o.copied[0] && (streamed || o.bytes > REALIGN_FEW_BYTES)))) return false;
     return us + REALIGN_US + 2.0 * (double)o.bytes / REALIGN_BYTES_PER_US < other_us(gpu, dtype, p, chunks);
 }
 

@@ -142,6 +142,8 @@ constexpr int REALIGN_THREADS = 256, REALIGN_PER_SM = 8;
 constexpr int REALIGN_TURN = 64;
 /* expected, the chooser's weights: a launch that overlaps its neighbours, and bytes a us that are read and written */
 constexpr double REALIGN_US = 0.5, REALIGN_BYTES_PER_US = 4.0e6;
+/* the largest copy that few rows ask memory for: of weights that are dense nowhere, 128 MB of whose elements take 0.1 ms */
+constexpr int64_t REALIGN_FEW_BYTES = 128 << 20;
 
 /* ---- gemm_plain: BM x BN x BK through a ring of STAGES, WARPS_M x WARPS_N warps, PER_SM blocks an SM --------- */
 struct PlainF32 {
@@ -157,7 +159,7 @@ struct PlainF32Middle {
     static constexpr bool TWO_SUMS = false;
 };
 struct PlainF32Small {
-    /* for fewer of the tiles above than SMs; each step's sums are added to the total, for a quarter of the error */
+    /* for fewer of the middle tiles than SMs; each step's sums are added to the total, for a quarter of the error */
     static constexpr int BM = 64, BN = 64, BK = 16, STAGES = 3, WARPS_M = 2, WARPS_N = 1, PER_SM = 4, PERCENT = 59;
     static constexpr bool TWO_SUMS = true;
 };
