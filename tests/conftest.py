@@ -15,6 +15,7 @@ import subprocess
 import sys
 import textwrap
 import zlib
+from functools import partial
 
 # Tests run in as many processes as there are cores: a thread that spins while it waits would hold a core that another
 # process needs. libgomp reads this when torch loads it.
@@ -800,6 +801,32 @@ class Paged:
             outs.append(out[0].transpose(0, 1))
             lses.append(lse[0].transpose(0, 1))
         return torch.cat(outs), torch.cat(lses)
+
+
+def check_paged(case, out, lse, kwargs, what=""):
+    """(out, lse) of paged_attn against the reference on each sequence's dense keys."""
+    assert out.dtype == case.q.dtype and out.is_contiguous()
+    assert lse.dtype == logit_dtype(case.q.dtype) and lse.is_contiguous()
+
+    def with_lse(q, k, v, **kw):
+        return reference.flash_attn(q, k, v, **kw, return_lse=True)
+
+    def sdpa(q, k, v, **kw):
+        plain = torch_attn(q, k, v, **kw)
+        ours = reference.flash_attn(q, k, v, **kw, return_lse=True)
+        return (ours[0] if plain is None else plain), ours[1]
+
+    dtype, gen = yard_dtype(case.q.dtype), generator("yardsticks")
+    refs = case.dense(torch.float64, with_lse, **f64(kwargs))
+
+    def yards(draw, which):
+        like = case.like(gen) if draw else case
+        want = like.dense(torch.float64, with_lse, **f64(kwargs)) if draw else refs
+        found = [like.dense(dtype, run, **for_dtype(kwargs, dtype)) for run in (sdpa, with_lse)]
+        return [(y[which], want[which]) for y in found]
+
+    for which, (got, name) in enumerate(((out, "out"), (lse, "lse"))):
+        assert_close_as(partial(yards, which=which), got, refs[which], what + name)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

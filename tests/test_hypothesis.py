@@ -1,6 +1,7 @@
 """Random configurations of every op, with modifiers combined in ways that no grid lists."""
 
 import math
+from functools import partial
 
 import torch
 from conftest import (
@@ -9,6 +10,7 @@ from conftest import (
     LAYOUTS,
     Paged,
     assert_close_as,
+    check_paged,
     f64,
     for_dtype,
     generator,
@@ -20,6 +22,7 @@ from conftest import (
     reordered,
     reordered_packed,
     same_bits,
+    shuffled,
     strided,
     torch_attn,
     torch_gemm,
@@ -92,15 +95,29 @@ def test_flash_attn_backward(case):
     sinks = kwargs.pop("sinks", None)
     grad = randn(gen, *q.shape[:3], v.shape[3], dtype=q.dtype)
     grad_lse = randn(gen, *q.shape[:3], dtype=logit_dtype(q.dtype)).masked_fill(lse == -math.inf, 0)
-    results = []
-    for run, wide, extra in ((torch_gpukern.flash_attn, lambda t: t, kwargs), (reference.flash_attn, f64, f64(kwargs))):
-        leaves = [wide(t).detach().requires_grad_() for t in ((q, k, v) if sinks is None else (q, k, v, sinks))]
+
+    def gradients(run, tensors, extra):
+        leaves = [t.detach().requires_grad_() for t in tensors]
         out, lse = run(*leaves[:3], **extra, sinks=leaves[3] if sinks is not None else None, return_lse=True)
         torch.autograd.backward((out, lse), (grad.to(out.dtype), grad_lse.to(lse.dtype)))
-        results.append([torch.zeros_like(t) if t.grad is None else t.grad for t in leaves])
-    yards = [run[2:] for run in reordered(q, k, v, {**kwargs, "sinks": sinks}, grad, grad_lse)]
-    for i, (got, ref) in enumerate(zip(*results)):
-        assert_close_as([y[i] for y in yards], got, ref, ("dq", "dk", "dv", "dsinks")[i])
+        return [torch.zeros_like(t) if t.grad is None else t.grad for t in leaves]
+
+    def draw_of(draw):
+        x = shuffled(gen, q, k, v) if draw else (q, k, v)
+        want = gradients(reference.flash_attn, f64([*x, *given_sinks]), f64(kwargs))
+        return want, [run[2:] for run in reordered(*x, {**kwargs, "sinks": sinks}, grad, grad_lse)]
+
+    given_sinks = () if sinks is None else (sinks,)
+    draws = [draw_of(0)]
+
+    def yards(i, draw):
+        if draw == len(draws):
+            draws.append(draw_of(draw))
+        want, found = draws[draw]
+        return [(y[i], want[i]) for y in found]
+
+    for i, got in enumerate(gradients(torch_gpukern.flash_attn, (q, k, v, *given_sinks), kwargs)):
+        assert_close_as(partial(yards, i), got, draws[0][0][i], ("dq", "dk", "dv", "dsinks")[i])
 
 
 @st.composite
@@ -178,19 +195,7 @@ def test_paged_attn(drawn):
     out, lse = ops.paged_attn_fwd(
         *case.args(), cu_seqlens_q=case.cu_seqlens_q, max_seqlen_q=max(case.queries), **kwargs
     )
-
-    def run(q, k, v, **kw):
-        return reference.flash_attn(q, k, v, **kw, return_lse=True)
-
-    def sdpa(q, k, v, **kw):
-        plain = torch_attn(q, k, v, **kw)
-        return (run(q, k, v, **kw)[0] if plain is None else plain), run(q, k, v, **kw)[1]
-
-    ref, ref_lse = case.dense(torch.float64, run, **f64(kwargs))
-    dtype = yard_dtype(case.q.dtype)
-    yards = [case.dense(dtype, f, **for_dtype(kwargs, dtype)) for f in (run, sdpa)]
-    assert_close_as([y[0] for y in yards], out, ref)
-    assert_close_as([y[1] for y in yards], lse, ref_lse, "lse")
+    check_paged(case, out, lse, kwargs)
 
 
 @few

@@ -83,10 +83,8 @@ INLINE vf activate(vf x, gk_activation activation) {
     switch (activation) {
     case GK_ACT_RELU: return vf_select(vf_lt(x, vf_set1(0)), vf_set1(0), x); /* NaN stays */
     case GK_ACT_GELU: return 0.5f * x * (1.0f + vf_erf(x * 0.70710678f));
-    case GK_ACT_GELU_TANH: {
-        vf u = 0.79788456f * vf_fma(0.044715f * x * x, x, x);
-        return 0.5f * x * (1.0f + vf_tanh(u));
-    }
+    case GK_ACT_GELU_TANH: /* (1 + tanh(u)) / 2 as sigmoid(2 u), which does not cancel below 0 */
+        return x * vf_sigmoid(1.5957691f * vf_fma(0.044715f * x * x, x, x));
     case GK_ACT_SILU: return x * vf_sigmoid(x);
     default: return x;
     }

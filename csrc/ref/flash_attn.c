@@ -263,16 +263,18 @@ static void dsink_task(void *arg, int64_t task, int64_t worker) {
     const flash_job *job = arg;
     const gk_tensor *sinks = job->x->rules.sinks, *dsinks = job->bwd->dsinks;
     double sink = gk_load(sinks->data, sinks->dtype, task * sinks->stride[0]);
-    double sum = 0, part = 0; /* of the rows before, of the last REF_KEYS */
+    double sum = 0, lost = 0; /* Neumaier 1974: what the sum's roundings left out */
     for (int64_t b = 0; b < job->q.batch && sink != -INFINITY; ++b) {
         sequence s = sequence_make(job, b);
         for (int64_t i = 0; i < s.seq_q; ++i) {
             row r;
-            if (row_load(&r, job, &s, task, i)) part -= exp(sink - r.lse) * r.delta;
-            if (i % REF_KEYS == REF_KEYS - 1 || i == s.seq_q - 1) sum += part, part = 0;
+            if (!row_load(&r, job, &s, task, i)) continue;
+            double x = -exp(sink - r.lse) * r.delta, next = sum + x;
+            lost += fabs(sum) >= fabs(x) ? sum - next + x : x - next + sum;
+            sum = next;
         }
     }
-    gk_store(dsinks->data, dsinks->dtype, task * dsinks->stride[0], sum);
+    gk_store(dsinks->data, dsinks->dtype, task * dsinks->stride[0], isfinite(sum) ? sum + lost : sum);
 }
 
 void gk_ref_flash_attn_bwd(const gk_context *ctx, const gk_flash_attn_bwd_args *args) {

@@ -2,7 +2,6 @@
 
 import json
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -11,9 +10,9 @@ from conftest import (
     HEAD_DIMS,
     Paged,
     assert_close_as,
+    check_paged,
     f64,
     far_apart,
-    for_dtype,
     generator,
     grid,
     guarded,
@@ -82,32 +81,6 @@ def make(gen, batch, heads, dims, block_size, dtype, device, order="NHD", **kwar
     return Paged(gen, *BATCHES[batch], *heads, *dims, block_size, dtype, device, order, **kwargs)
 
 
-def check(case, out, lse, kwargs, what=""):
-    """(out, lse) of paged_attn against the reference on each sequence's dense keys."""
-    assert out.dtype == case.q.dtype and out.is_contiguous()
-    assert lse.dtype == logit_dtype(case.q.dtype) and lse.is_contiguous()
-
-    def with_lse(q, k, v, **kw):
-        return reference.flash_attn(q, k, v, **kw, return_lse=True)
-
-    def sdpa(q, k, v, **kw):
-        plain = torch_attn(q, k, v, **kw)
-        ours = reference.flash_attn(q, k, v, **kw, return_lse=True)
-        return (ours[0] if plain is None else plain), ours[1]
-
-    dtype, gen = yard_dtype(case.q.dtype), generator("yardsticks")
-    refs = case.dense(torch.float64, with_lse, **f64(kwargs))
-
-    def yards(draw, which):
-        like = case.like(gen) if draw else case
-        want = like.dense(torch.float64, with_lse, **f64(kwargs)) if draw else refs
-        found = [like.dense(dtype, run, **for_dtype(kwargs, dtype)) for run in (sdpa, with_lse)]
-        return [(y[which], want[which]) for y in found]
-
-    for which, (got, name) in enumerate(((out, "out"), (lse, "lse"))):
-        assert_close_as(partial(yards, which=which), got, refs[which], what + name)
-
-
 def call(case, ragged=True, fn=None, **kwargs):
     """paged_attn_fwd of a case; ragged passes cu_seqlens_q, else each sequence has the same number of tokens."""
     fn = ops.paged_attn_fwd if fn is None else fn
@@ -133,7 +106,7 @@ def test_forward(case, device):
     unchanged = snapshot(*paged.args(), **kwargs)
     out, lse = call(paged, **kwargs)
     unchanged()
-    check(paged, out, lse, kwargs)
+    check_paged(paged, out, lse, kwargs)
     assert same_bits(call(paged, fn=ops.paged_attn, **kwargs), out)  # where lse is not wanted
     if even(case.batch):
         for x, y in zip(call(paged, ragged=False, **kwargs), (out, lse)):
@@ -149,7 +122,7 @@ def test_head_dims(case, device):
     gen = generator("paged dims", case.id)
     paged = make(gen, case.batch, case.heads, case.dims, case.block_size, case.dtype, device)
     kwargs = modifiers(case.mods, len(paged.lengths), case.heads, gen, case.dtype, device)
-    check(paged, *call(paged, **kwargs), kwargs)
+    check_paged(paged, *call(paged, **kwargs), kwargs)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
@@ -166,7 +139,7 @@ def test_every_context_length(dtype, block_size, device):
     sizes = {n for n in row["tile"] if 1 < n <= 1024} | {block_size, 64, 128, 512}
     lengths = sorted({max(n + e, 1) for n in sizes for e in (-1, 0, 1)})
     paged = Paged(gen, lengths, [1] * len(lengths), 4, 2, 32, 32, block_size, dtype, device)
-    check(paged, *call(paged, ragged=False), {})
+    check_paged(paged, *call(paged, ragged=False), {})
 
 
 def test_pages_left_of_the_window_may_hold_anything(device):
@@ -206,7 +179,7 @@ def test_shared_pages(device):
     paged.values[1][16:32] = paged.v_cache[paged.block_table[1, 1]].cpu()
     paged.keys[1][32:48] = paged.keys[0][32:48]
     paged.values[1][32:48] = paged.values[0][32:48]
-    check(paged, *call(paged, ragged=False), {})
+    check_paged(paged, *call(paged, ragged=False), {})
 
 
 def test_page_order_does_not_matter(device):
