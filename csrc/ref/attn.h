@@ -110,8 +110,8 @@ static inline int64_t ref_key_offset(const ref_keys *x, const gk_tensor *t, int6
 }
 
 enum {
-    REF_KEYS =
-        32 /* or rows, summed before they join the sum of all: hundreds in a row err more than float32 by vectors */
+    /* summed before they join the sum of all, as are rows: hundreds in a row err more than float32 by vectors */
+    REF_KEYS = 32
 };
 
 /* Online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) of rows [0, rows). Row r is row
