@@ -275,8 +275,8 @@ const gk_cuda_row *choose(const gk_context *ctx, const void *arguments) {
     const Params x = params_of<float>(args);
     const GemmProblem &p = x.p;
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
-    if (tiles_of<PlainF32Small>(p) <= gpu->num_sms)
-        return &plain_rows[F32_SMALL]; /* most calls whose host time counts */
+    /* where cuBLAS would cut k, sums of one chain err more than twice as much; and calls whose host time counts end here */
+    if (tiles_of<PlainF32Middle>(p) < gpu->num_sms) return &plain_rows[F32_SMALL];
     const bool aligned = gemm_aligned(p.a, GK_F32, x.a_along_k ? p.a_m : p.a_k, p.a_batch, p.ndim) &&
                          gemm_aligned(p.b, GK_F32, x.b_along_k ? p.b_n : p.b_k, p.b_batch, p.ndim);
     const double us[] = {us_of<PlainF32>(p, gpu, aligned ? PlainF32::PERCENT : PLAIN_UNALIGNED_PERCENT),
