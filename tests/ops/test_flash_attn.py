@@ -3,7 +3,7 @@
 import itertools
 import json
 import math
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -397,6 +397,7 @@ def check_backward(q, k, v, gen, grad_out, grad_lse=None, what="", **kwargs):
     def ours(**t):
         return torch_gpukern.flash_attn(**t, **kwargs, return_lse=lse_too)
 
+    @cache
     def draw_of(draw):
         x = shuffled(gen, q, k, v) if draw else (q, k, v)
         rules = rules_of_draw(kwargs, draw)
@@ -405,15 +406,12 @@ def check_backward(q, k, v, gen, grad_out, grad_lse=None, what="", **kwargs):
         return want, gradient_yardsticks(*x, gen, grad_out, grad_lse, sinks, rules)
 
     got = backward(ours, tensors, grad_out, grad_lse)
-    draws = [draw_of(0)]
+    ref = draw_of(0)[0]
 
     def yards(draw, name):
-        if draw == len(draws):
-            draws.append(draw_of(draw))
-        want, found = draws[draw]
+        want, found = draw_of(draw)
         return [(y[name], want[name]) for y in found]
 
-    ref = draws[0][0]
     for name, t in tensors.items():
         assert got[name].dtype == t.dtype and got[name].shape == t.shape
         assert_close_as(partial(yards, name=name), got[name], ref[name], f"{what}d{name}")
@@ -726,6 +724,7 @@ def check_varlen(args, kwargs, gen, what=""):
     got = backward(split(ops.flash_attn_varlen, rest), tensors, grad)
     mine = dict(out=out, lse=lse) | got
 
+    @cache
     def draw_of(draw):
         """Results of the reference by name, and lists of PyTorch's, of these inputs or of others like them."""
         x = shuffled(gen, *clean) if draw else clean
@@ -742,17 +741,13 @@ def check_varlen(args, kwargs, gen, what=""):
         found["out"].append(per_sequence(sdpa_or_reference, *(t.to(dtype) for t in x), *cu, **narrow))
         return want, found
 
-    draws = [draw_of(0)]
-
     def yards(draw, name):
-        if draw == len(draws):
-            draws.append(draw_of(draw))
-        want, found = draws[draw]
+        want, found = draw_of(draw)
         return [(y, want[name]) for y in found[name]]
 
     for name, t in mine.items():
         assert_close_as(
-            partial(yards, name=name), t, draws[0][0][name], what + (name if name in ("out", "lse") else f"d{name}")
+            partial(yards, name=name), t, draw_of(0)[0][name], what + (name if name in ("out", "lse") else f"d{name}")
         )
     return out, lse, got
 

@@ -254,9 +254,8 @@ template <class Tile> double us_of(const GemmProblem &p, const gk_gpu *gpu, int 
     const double least = PLAIN_ALONE_PERCENT * 0.01 * Tile::PER_SM; /* of a few: nothing hides their waits */
     const double tiles = (double)(busiest - last) + (last == 0 ? 0 : (double)last > least ? (double)last : least);
     const double flops = 2.0 * tiles * Tile::BM * Tile::BN * (double)p.k / (double)splits;
-    const double sums = splits > 1 ? 8.0 * (double)(splits * p.m * p.n * p.batch) / REDUCE_BYTES_PER_US + REDUCE_US : 0;
     return flops / (256 * gpu->clock_khz * 1e-3 * percent * 0.01) +
-           PLAIN_ROUND_US * (double)gk_ceil_div(busiest, Tile::PER_SM) + sums;
+           PLAIN_ROUND_US * (double)gk_ceil_div(busiest, Tile::PER_SM) + reduce_us(p, splits);
 }
 
 enum {

@@ -387,11 +387,8 @@ Plan plan_of(const gk_cuda_row *row, const gk_gpu *gpu, const GemmProblem &p, do
         each = gk_ceil_div(steps, s);
         if (each == before) continue; /* the same parts */
         const int64_t parts = gk_ceil_div(steps, each);
-        double reduce = 0;
-        if (parts > 1) {
-            reduce = REDUCE_US + (double)parts * 8.0 * (double)(p.batch * p.m * p.n) / REDUCE_BYTES_PER_US;
-            if (BLOCK_US + reduce >= best.us) break; /* it only grows with s */
-        }
+        const double reduce = reduce_us(p, parts);
+        if (parts > 1 && BLOCK_US + reduce >= best.us) break; /* it only grows with s */
         const int64_t busiest = gk_ceil_div(tiles * parts, gpu->num_sms);
         const double alone = busiest < per_sm ? PERCENT_ALONE * 0.01 : 1; /* nothing hides a lone block's waits */
         const double us =
