@@ -413,10 +413,10 @@ def test_few_rows_of_weights_that_are_nowhere_dense(m):
 
 
 def in_nan(dense, beside, offset):
-    """The same matrix, `offset` elements past an aligned place, with `beside` more in each row; NaN in all of them."""
-    rows = torch.full((dense.shape[0], dense.shape[1] + beside), torch.nan, dtype=dense.dtype, device="cuda")
+    """The same matrix or batch of them, `offset` elements past an aligned place, with `beside` more in each row; NaN in all of them."""
+    rows = torch.full((*dense.shape[:-1], dense.shape[-1] + beside), torch.nan, dtype=dense.dtype, device="cuda")
     memory = torch.cat((rows.new_full((offset,), torch.nan), rows.flatten()))
-    return memory[offset:].view_as(rows)[:, : dense.shape[1]].copy_(dense)
+    return memory[offset:].view_as(rows)[..., : dense.shape[-1]].copy_(dense)
 
 
 @HOPPER
@@ -490,6 +490,86 @@ def test_few_columns_and_strange_rows_of_unaligned_weights():
     for again in range(2):
         odd.mul_(-1 - again), graph.replay()
         assert same_bits(out, ops.gemm(odd, weights.mT))
+
+
+@HOPPER
+@pytest.mark.parametrize("beside, offset", ((0, 1), (4, 0), (2, 3), (1, 0), (3, 7)), ids=str)
+@pytest.mark.parametrize("tile", ("128x256", "128x224", "128x192", "128x128", "128x96", "64x128", "64x64"))
+@pytest.mark.parametrize("dtype", (BF16, torch.float16), ids=str)
+def test_rows_of_a_are_read_in_lines(dtype, tile, beside, offset):
+    """Beside a b dense along n, rows of a that begin anywhere are not copied. Classes of equally many rows, whose results leave by
+    tma, and of some more and some less; in pairs above each other and in a row; positions that end with a step, just past one,
+    within the first chunk; all that may follow the sums; results and c in rows that begin anywhere; batches. NaN around it."""
+    name = f"gemm_sm90a_{'bf16' if dtype == BF16 else 'f16'}_{tile}x64"
+    high, wide = map(int, tile.split("x"))
+
+    def tasks(a, b):
+        """Of pairs above each other or in a row; the workspace is no sign, since it covers the row of the estimate, too."""
+        classes = 8 // math.gcd(8, a.stride(-2))
+        rows, columns = math.ceil(math.ceil(a.shape[-2] / classes) / high), math.ceil(b.shape[-1] / wide)
+        entries = classes * math.prod(a.shape[:-2])
+        return entries * math.ceil(rows / 2) * 2 * columns, entries * rows * math.ceil(columns / 2) * 2
+
+    def in_lines(call, a, b, *args, preact=0, **more):
+        plan = json.loads(ops.explain_gemm(a, b, *args, **more))
+        assert name in plan["rows"]
+        asked = plan["device"], plan["class"].replace(" preact=0 ", f" preact={preact} ")
+        try:
+            ops.gemm_prefer(*asked, name)
+            plan = json.loads(ops.explain_gemm(a, b, *args, **more))
+            assert preact or plan["row"] == name and plan["tasks"] in tasks(a, b)
+            out, again = call(a, b, *args, **more), call(a, b, *args, **more)
+        finally:
+            ops.gemm_prefer(*asked, "")
+        for x, y in zip(out, again, strict=True) if preact else ((out, again),):
+            assert same_bits(x, y)
+        return out
+
+    sizes = (
+        (8 * high, 2 * wide, 185),
+        (8 * high + 3, wide + 8, 137),
+        (16 * high - 8, 3 * wide - 8, 1020),
+        (301, 3 * wide, 7),
+    )
+    for i, (m, n, k) in enumerate(sizes):
+        for batch in ((), (3,)) if i == 0 else ((),):
+            dense, b = on_gpu(*batch, m, k, dtype=dtype), on_gpu(*batch, k, n, seed=1, dtype=dtype, std=0.1)
+            a, dense = in_nan(dense, (beside - k) % 8, offset), in_nan(dense, -k % 8, 0)
+            bias, exact = on_gpu(n, seed=2, dtype=dtype), a.double() @ b.double()
+            c = in_nan(on_gpu(m, n, seed=3, dtype=dtype), 1, 3)
+            for more in (
+                {},
+                {"bias": bias, "activation": "relu"},
+                {"activation": "gelu", "alpha": -0.5},
+                {"c": c, "beta": 0.5, "activation": "silu"},
+                # PyTorch's batches multiply in float32, and of long sums of few tiles it adds up parts
+                *([{"bias": bias, "out_dtype": torch.float32}] if not batch and k < 200 else []),
+            ):
+                out = in_lines(ops.gemm, a, b, **more)
+                want = more.get("alpha", 1.0) * exact + (bias.double() if "bias" in more else 0)
+                want = want + (0.5 * c.double() if "c" in more else 0)
+                want = TORCH_ACTIVATION[more.get("activation", "none")](want)
+                assert_close_as(torch_gemm(dense, b, **more), out, want)
+            out, preact = in_lines(ops.gemm_fwd, a, b, activation="silu", preact=1)
+            assert same_bits(preact, in_lines(ops.gemm, a, b)) and same_bits(
+                out, in_lines(ops.gemm, a, b, activation="silu")
+            )
+
+
+@HOPPER
+def test_rows_in_lines_beside_a_copy():
+    """Both operands begin anywhere: b is copied, a is not; small products copy both, which is faster. One graph, any contents."""
+    for size, copied in ((2048, 1), (4096, 1), (1024, 2)):
+        a, b = in_nan(on_gpu(size, size), 1, 1), in_nan(on_gpu(size, size, seed=1), 1, 1)
+        assert torch_gpukern.explain("gemm", a, b)["workspace_bytes"] == copied * 2 * size * size
+        assert_close_as(torch_gemm(a, b), ops.gemm(a, b), a.double() @ b.double())
+    a, b = in_nan(on_gpu(2048, 2048), 1, 0), in_nan(on_gpu(2048, 1024), 1, 0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = ops.gemm(a, b)
+    for again in range(2):
+        a.mul_(-1 - again), graph.replay()
+        assert same_bits(out, ops.gemm(a, b))
 
 
 @HOPPER

@@ -1,5 +1,5 @@
 """Unaligned matrices, compiled for the host: their copies (csrc/cuda/gemm/realign.cuh), their rows in shared memory
-(skew.cuh) and as what tma reads (skewed.cuh): what they hold, and that nothing is read outside.
+(skew.cuh) and as what tma reads (skewed.cuh, lines.cuh): what they hold, and that nothing is read outside.
 """
 
 import os
@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.mark.parametrize("name", ("check_realign", "check_skew", "check_skewed"))
+@pytest.mark.parametrize("name", ("check_realign", "check_skew", "check_skewed", "check_lines"))
 def test_unaligned_on_the_host(name, tmp_path):
     compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("g++") or shutil.which("clang++")]
     if compiler[0] is None:

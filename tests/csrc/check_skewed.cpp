@@ -52,7 +52,7 @@ template <int ROWS, bool ALONG_N> struct Model {
     const Problem &p;
     const SkewedPlan &plan;
     int box_lines;
-    Map w[SKEWED_CLASSES];
+    Map w[LINE_CLASSES];
     uint16_t slot[TILES * W::bytes / 2], windows[TOKENS][SKEWED_WINDOW];
     float sum[WARPS][ROWS][TOKENS];                           /* of a warp, in its registers */
     float sums[WARPS * skewed_sums_bytes(ROWS, ALONG_N) / 4]; /* of a block, in shared memory */
@@ -69,8 +69,8 @@ template <int ROWS, bool ALONG_N> struct Model {
             w[j] = {p.b + j * line - plan.skew[j], inner + plan.skew[j],
                     (lines - j + skewed_classes(plan) - 1) >> plan.classes_log2, line << plan.classes_log2};
             check((uintptr_t)w[j].base % 16 == 0, "a map's address", j, plan.skew[j]);
-            check(w[j].stride % SKEWED_EACH == 0, "a map's stride", j, line);
-            check(plan.skew[j] >= 0 && plan.skew[j] < SKEWED_EACH, "what lies before a line", j, plan.skew[j]);
+            check(w[j].stride % LINE_EACH == 0, "a map's stride", j, line);
+            check(plan.skew[j] >= 0 && plan.skew[j] < LINE_EACH, "what lies before a line", j, plan.skew[j]);
         }
     }
 
@@ -82,7 +82,7 @@ template <int ROWS, bool ALONG_N> struct Model {
 
     /* tma: a box of 64 elements x box_lines, swizzled as its address says; zeros outside the map. */
     void load_box(int to, const Map &map, int x, int y) {
-        check(x % SKEWED_EACH == 0 && x >= 0 && y >= 0, "where a box begins", x, y);
+        check(x % LINE_EACH == 0 && x >= 0 && y >= 0, "where a box begins", x, y);
         check(to % 128 == 0 && to + box_lines * 128 <= (int)sizeof slot, "where it goes", to, y);
         for (int line = 0; line < box_lines; ++line)
             for (int e = 0; e < SKEWED_PANEL; ++e) {
@@ -99,11 +99,11 @@ template <int ROWS, bool ALONG_N> struct Model {
         const int until = window + SKEWED_WINDOW < end ? window + SKEWED_WINDOW : end;
         if (until > from) {
             const uint16_t *const row = p.a + m * p.a_m, *const token = row - before, *const x = token + from;
-            check((uintptr_t)x % 16 == 0 && (until - from) % SKEWED_EACH == 0, "a copy's address and size", m, from);
+            check((uintptr_t)x % 16 == 0 && (until - from) % LINE_EACH == 0, "a copy's address and size", m, from);
             check((uintptr_t)x >= (uintptr_t)row / 16 * 16, "a copy before its token", m, from);
             check((uintptr_t)(token + until) <= ((uintptr_t)(row + p.k) + 15) / 16 * 16, "a copy past its token", m,
                   until);
-            const bool fits = m < TOKENS && (from - window) % SKEWED_EACH == 0 && until - window <= SKEWED_WINDOW;
+            const bool fits = m < TOKENS && (from - window) % LINE_EACH == 0 && until - window <= SKEWED_WINDOW;
             check(fits, "where a copy goes", m, from - window);
             if (fits) memcpy(windows[m] + from - window, x, (size_t)(until - from) * 2);
         }
@@ -248,7 +248,7 @@ static int seen[2][4][SKEWED_PARTS + 1]; /* along n, classes, parts */
 static void check_case(int64_t m, int64_t n, int64_t k, bool along_n, int64_t stride, int sms) {
     Problem p = {m, n, k, a_memory + (1 << 16) + below(8), b_memory + 64 + below(8), 0, 0, 0};
     p.a_m = below(3) == 0 ? below(4000) - 2000 : k + below(30);
-    if (below(3) == 0) p.a = a_memory + (1 << 16), p.a_m = gk_round_up(k + below(30), SKEWED_EACH);
+    if (below(3) == 0) p.a = a_memory + (1 << 16), p.a_m = gk_round_up(k + below(30), LINE_EACH);
     p.b_k = along_n ? stride : 1, p.b_n = along_n ? 1 : stride;
     for (uint16_t &x : a_memory) x = POISON;
     for (uint16_t &x : b_memory) x = POISON;

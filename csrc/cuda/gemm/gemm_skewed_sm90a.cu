@@ -47,7 +47,7 @@ constexpr int SLOT_ALIGN = 1024;                             /* where tma's swiz
 constexpr int WARPS = SKEWED_STEP / 16, ADDERS = WARPS * 32; /* that multiply */
 /* threads that copy, a token's window and a box of weights each; a warp's copies take it some 90 clocks each, one by one */
 constexpr int COPY_WARPS = 4, COPIERS = SKEWED_COPIERS;
-static_assert(COPIERS >= TOKENS && COPIERS >= SKEWED_CLASSES * 2, "all windows and all boxes");
+static_assert(COPIERS >= TOKENS && COPIERS >= LINE_CLASSES * 2, "all windows and all boxes");
 constexpr int THREADS = ADDERS + COPY_WARPS * 32;
 enum {
     ADDERS_BARRIER = 1
@@ -55,7 +55,7 @@ enum {
 
 /* ---- 1 the call ---------------------------------------------------------------------------------------------- */
 struct Params {
-    CUtensorMap w[SKEWED_CLASSES]; /* [lines of a class][positions] */
+    CUtensorMap w[LINE_CLASSES]; /* [lines of a class][positions] */
     SkewedPlan plan;
     bool bare; /* nothing but the sums times alpha, in the operands' dtype */
     GemmProblem p;
@@ -361,12 +361,11 @@ template <class T, int ROWS, bool ALONG_N> gk_status start(const gk_context *ctx
     const SkewedPlan &plan = x->plan;
     const int64_t lines = ALONG_N ? p.k : p.n, line = ALONG_N ? p.b_k : p.b_n, inner = ALONG_N ? p.n : p.k;
     for (int j = 0; j < skewed_classes(plan); ++j) {
-        const TensorShape w = {
-            (const uint16_t *)p.b + j * line - plan.skew[j],
-            element<T>::dtype,
-            {inner + plan.skew[j], (lines - j + skewed_classes(plan) - 1) >> plan.classes_log2, 1, 1, 1},
-            {1, line << plan.classes_log2, 0, 0, 0},
-            false};
+        const TensorShape w = {(const uint16_t *)p.b + j * line - plan.skew[j],
+                               element<T>::dtype,
+                               {inner + plan.skew[j], lines_of_class(lines, plan.classes_log2, j), 1, 1, 1},
+                               {1, line << plan.classes_log2, 0, 0, 0},
+                               false};
         const gk_status status = make_tensor_map("gk_gemm", w, SKEWED_PANEL, skewed_box_lines(plan), &x->w[j]);
         if (status != GK_OK) return status;
     }

@@ -203,10 +203,10 @@ __device__ __forceinline__ void send(const Params &x, bool to_preact, smem_addr 
             send_panels<T, Panel, N>(&x.out, panels_s, at, lane);
     } else if constexpr (RAGGED || !TMA) {
         const GemmEpilogue &e = x.p.epilogue;
-        const GemmPlace place = gemm_place(x.p, batch);
+        const GemmPlace place = x.place(batch);
         const int64_t row = at.c[1], col = at.c[0], stride = to_preact ? e.preact_row : e.out_row;
         uint16_t *const to_g = (uint16_t *)(to_preact ? e.preact : e.out) + (to_preact ? place.preact : place.out);
-        const int rows = (int)(x.p.m - row), cols = (int)(x.p.n - col);
+        const int rows = (int)(x.rows(batch) - row), cols = (int)(x.p.n - col);
         if (RAGGED && x.ragged) {
             /* asked anew for wide tiles: no register keeps what derives of it over the products */
             const int late = TMA ? laneid() : lane;
@@ -286,7 +286,8 @@ __device__ __forceinline__ void store_plain(const Params &x, float (&sum)[N], sm
  * columns of a row; across, 8 rows of a column: without wide stores, the lanes of one should fall beside each other. */
 template <class T, int BN>
 __device__ __forceinline__ void store_any(const GemmProblem &p, const GemmPlace &at, float (&sum)[BN / 2],
-                                          smem_addr panel_s, int64_t row0, int64_t col0, bool across, int lane) {
+                                          smem_addr panel_s, int64_t row0, int64_t rows, int64_t col0, bool across,
+                                          int lane) {
     typedef smem_tile<16, 128> Panel;
 #pragma unroll 1
     for (int c = 0; c < BN; c += 32) {
@@ -297,7 +298,7 @@ __device__ __forceinline__ void store_any(const GemmProblem &p, const GemmPlace 
             /* what the epilogue takes for the row, and for the first of 8 columns */
             const int64_t row = across ? col0 + c + lane : row0 + r + lane / 4;
             const int64_t col = across ? row0 + r : col0 + c + lane % 4 * 8;
-            const int valid = (int)min((int64_t)8, (across ? p.m : p.n) - col);
+            const int valid = (int)min((int64_t)8, (across ? rows : p.n) - col);
             uint32_t bits[8];
             if (across) {
 #pragma unroll
@@ -312,7 +313,7 @@ __device__ __forceinline__ void store_any(const GemmProblem &p, const GemmPlace 
             float v[8];
 #pragma unroll
             for (int i = 0; i < 8; ++i) v[i] = __uint_as_float(bits[i]);
-            if (row < (across ? p.n : p.m) && valid > 0) epilogue_cols<T, 8>(p.epilogue, at, row, col, valid, v);
+            if (row < (across ? p.n : rows) && valid > 0) epilogue_cols<T, 8>(p.epilogue, at, row, col, valid, v);
         }
         __syncwarp(); /* the panel has been read */
 #pragma unroll

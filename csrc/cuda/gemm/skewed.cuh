@@ -1,20 +1,18 @@
-/* skewed.cuh: lines of 16-bit elements that begin anywhere, as matrices that tma reads: those `classes` apart begin at one
- * skew. gemm_skewed_sm90a says what it does with them; here is where everything lies. Plain C++, so that the tests walk the
- * same functions. */
+/* skewed.cuh: where everything lies that gemm_skewed_sm90a reads and writes: weights as lines of classes (lines.cuh), windows of
+ * the tokens, sums. Plain C++, so that the tests walk the same functions. */
 #ifndef GPUKERN_CUDA_GEMM_SKEWED_CUH
 #define GPUKERN_CUDA_GEMM_SKEWED_CUH
 
 #include "../../internal.h"
 #include "../tile/layout.cuh"
+#include "lines.cuh"
 #include "tiles.h"
 
 enum {
-    SKEWED_EACH = 8,     /* elements of 16 bytes */
-    SKEWED_CLASSES = 8,  /* at most: eight lines are a multiple of 16 bytes, whatever the stride */
     SKEWED_PANEL = 64,   /* elements of 128 bytes */
     SKEWED_COPIERS = 16, /* threads that copy a token's window and a box of weights each */
     /* of a token's elements, in which a step's k lie, and 16 bytes that keep the lanes' tokens off each other's banks */
-    SKEWED_WINDOW = SKEWED_STEP + 3 * SKEWED_EACH
+    SKEWED_WINDOW = SKEWED_STEP + 3 * LINE_EACH
 };
 
 /* The lines of weights [k][n] dense along k or along n, in classes: line j, j + classes, j + 2 classes .. begin `skew[j]`
@@ -26,9 +24,9 @@ struct SkewedPlan {
     int steps, parts; /* of a tile, SKEWED_STEP of k each; that share them */
     /* of the parts: the first step of each, the first token whose results it stores, and the most tokens that one has */
     int first_step[SKEWED_PARTS + 1], first_token[SKEWED_PARTS + 1], most_tokens;
-    int64_t cost;             /* 256 bytes that a block reads */
-    int back;                 /* along n with one class: n of position 0, below 0 */
-    int skew[SKEWED_CLASSES]; /* elements before the lines */
+    int64_t cost;           /* 256 bytes that a block reads */
+    int back;               /* along n with one class: n of position 0, below 0 */
+    int skew[LINE_CLASSES]; /* elements before the lines */
     int token,
         token_stride; /* elements before the first token, and more before each next one, but for multiples of 8 */
 };
@@ -67,12 +65,12 @@ constexpr GK_HD int skewed_k_step(const SkewedPlan &plan) { return plan.along_n 
 
 /* Elements of 16 bytes before a token. */
 constexpr GK_HD int skewed_token(const SkewedPlan &plan, int m) {
-    return (plan.token + m * plan.token_stride) & (SKEWED_EACH - 1);
+    return (plan.token + m * plan.token_stride) & (LINE_EACH - 1);
 }
 
 /* The k at which a step's window of the tokens begins, for a token without elements before it. */
 constexpr GK_HD int skewed_window(const SkewedPlan &plan, int tile, int step) {
-    return step * SKEWED_STEP - (!plan.along_n && plan.skew[skewed_class_of(plan, tile)] > 0 ? SKEWED_EACH : 0);
+    return step * SKEWED_STEP - (!plan.along_n && plan.skew[skewed_class_of(plan, tile)] > 0 ? LINE_EACH : 0);
 }
 
 /* A tile's first line of its class, or its first position. */
@@ -92,17 +90,14 @@ constexpr GK_HD int skewed_shift(const SkewedPlan &plan, int cls) { return plan.
 /* Byte of a row's sum with a token among a warp's, [token][rows + 4]; along n rows up to 7 before the tile's first have a place,
  * whose neighbours at the other end of a token's rows are those that no result comes from. And bytes of all. */
 constexpr GK_HD int skewed_sum_at(int rows, bool along_n, int row, int token) {
-    return (token * (rows + 4) + row + (along_n ? SKEWED_EACH : 0)) * 4;
+    return (token * (rows + 4) + row + (along_n ? LINE_EACH : 0)) * 4;
 }
 constexpr GK_HD int skewed_sums_bytes(int rows, bool along_n) {
     return skewed_sum_at(rows, along_n, 0, SKEWED_MAX_TOKENS);
 }
 
 /* Of a lane's pair of a line's first 8 elements (frag_a16), the bits that do not lie before the line. */
-constexpr GK_HD uint32_t skewed_keep(int lane, int skew) {
-    const int first = (lane & 3) * 2;
-    return skew >= first + 2 ? 0 : skew == first + 1 ? 0xffff0000u : 0xffffffffu;
-}
+constexpr GK_HD uint32_t skewed_keep(int lane, int skew) { return line_keep((lane & 3) * 2, skew); }
 
 /* The block of a cluster that stores a token's results. */
 constexpr GK_HD int skewed_owner(const SkewedPlan &plan, int token) { return token * plan.parts / SKEWED_MAX_TOKENS; }
@@ -114,20 +109,20 @@ template <class Problem> inline SkewedPlan skewed_plan(const Problem &p, int mos
     const int64_t n = p.n, k = p.k;
     x.along_n = p.b_k != 1;
     const int64_t line = x.along_n ? p.b_k : p.b_n, lines = x.along_n ? k : n;
-    x.classes_log2 = line % 8 == 0 ? 0 : line % 4 == 0 ? 1 : line % 2 == 0 ? 2 : 3;
+    x.classes_log2 = line_classes_log2(line);
     const int all = skewed_classes(x);
     int most = 0;
     for (int j = 0; j < all; ++j) {
-        x.skew[j] = (int)(((uintptr_t)p.b / 2 + (uint64_t)(j * line)) % SKEWED_EACH);
+        x.skew[j] = line_skew(p.b, line, j);
         most = x.skew[j] > most ? x.skew[j] : most;
     }
-    x.token = (int)((uintptr_t)p.a / 2 % SKEWED_EACH), x.token_stride = (int)((uint64_t)p.a_m % SKEWED_EACH);
+    x.token = (int)((uintptr_t)p.a / 2 % LINE_EACH), x.token_stride = (int)((uint64_t)p.a_m % LINE_EACH);
     x.steps = (int)gk_ceil_div(k + (x.along_n ? 0 : most), SKEWED_STEP);
     x.back = x.along_n && all == 1 ? -x.skew[0] : 0;
 
     /* along k tiles may be lower than most_rows, as many in each class as the SMs take in equally many turns; along n they are
      * read whole, and the last positions of many are those of the next */
-    const int64_t whole = x.along_n && all > 1 ? most_rows - SKEWED_EACH : most_rows;
+    const int64_t whole = x.along_n && all > 1 ? most_rows - LINE_EACH : most_rows;
     const int64_t of_class = gk_ceil_div(x.along_n ? n - x.back : lines, x.along_n ? 1 : all);
     const int64_t classes = x.along_n ? 1 : all, least = gk_ceil_div(of_class, whole);
     int64_t best = INT64_MAX;

@@ -51,9 +51,11 @@ template <int M, int N, int S, int L, int G, int SIDE_BY_SIDE, int P, int SPLIT 
           bool TURNS = false>
 struct Sm90Tile {
     static constexpr bool IN_TURNS = TURNS; /* each warpgroup has whole tiles, stores one while the other multiplies */
-    static constexpr int K64 = KB;          /* 64s of k in a slot */
-    static constexpr int CK = SPLIT;        /* parts of k, added across the cluster: 1 or 2 */
-    static constexpr bool TURNED = TURN;    /* for few rows: the product is computed as out^T = b^T a^T */
+    /* rows of a that begin anywhere may be read where they lie; in turns it was not tried */
+    static constexpr bool IN_LINES = !TURN && !TURNS && SPLIT == 1 && N % 32 == 0;
+    static constexpr int K64 = KB;       /* 64s of k in a slot */
+    static constexpr int CK = SPLIT;     /* parts of k, added across the cluster: 1 or 2 */
+    static constexpr bool TURNED = TURN; /* for few rows: the product is computed as out^T = b^T a^T */
     static constexpr int BM = M, BN = N, STAGES = S, WGS = G, TILES = SIDE_BY_SIDE, THREADS = (G + 1) * 128;
     static constexpr int CLUSTER = TILES * CK; /* blocks */
     static constexpr int PANELS = L;           /* of 16 rows x 64 columns a warp, through which results leave */
@@ -123,8 +125,11 @@ constexpr int64_t KEEP_BYTES = 8 << 20;
 /* from a quarter of the GPU's SMs on all get a block: those that begin last have no tile, and the next kernel waits for none of
  * them: 512 cubed 3.27 to 3.14 us, 1024 6.0 to 5.9 */
 constexpr int LEAST_IDLE = 4;
+/* what rows of a in lines cost more: a first slot to clear, maps new to the SM; boxes across lines of 128 bytes, in part of all
+ * time. 2048 cubed, both operands unaligned: 29.4 us, 31.7 with two copies; 1024 8.1 and 7.2, so these are copied */
+constexpr double LINES_US = 0.5, LINES_PART = 0.025;
 /* what a turned product takes beside its bytes: 10.9 us for 16 x 4096 x 4096 */
-constexpr double TURNED_US = 1.5;
+constexpr double TURNED_US = 1.5, TURNED_BYTES_PER_US = 4.0e6;
 /* what nothing hides: of a launch and its last results, of a tile and its results; results by 128 x 256 of them. These and the
  * percents above are fitted to the times of all rows of 150 shapes: the row they choose takes 1 % more than the best one */
 constexpr double LAUNCH_US = 0.7, LAST_US = 0.7, TILE_US = 0.6, STORE_US = 0.9;
@@ -140,8 +145,9 @@ constexpr double CURVE_US = 6.0;
 constexpr int REALIGN_THREADS = 256, REALIGN_PER_SM = 8;
 /* turned tiles: 64 rows of 256 bytes are read and 64 written; 16 KiB of shared memory, 16 loads a thread under way */
 constexpr int REALIGN_TURN = 64;
-/* expected, the chooser's weights: a launch that overlaps its neighbours, and bytes a us that are read and written */
-constexpr double REALIGN_US = 0.5, REALIGN_BYTES_PER_US = 4.0e6;
+/* expected, the chooser's weights: a launch that overlaps its neighbours, and bytes a us that are read and written; what those
+ * past the first 16 MB take more. Fitted to one and two operands of 512, 1024, 1536, 2048 and 4096 squared on one H200 */
+constexpr double REALIGN_US = 0.9, REALIGN_BYTES_PER_US = 9.0e6, REALIGN_FAST_BYTES = 16e6, REALIGN_MANY_PER_US = 8.0e6;
 /* the largest copy that few rows ask memory for: of weights that are dense nowhere, 128 MB of whose elements take 0.1 ms */
 constexpr int64_t REALIGN_FEW_BYTES = 128 << 20;
 

@@ -1,0 +1,201 @@
+/* sm90_plan.cuh: which row of gemm_sm90a serves a call, how its clusters lie over the result, and how it reads the operands: by
+ * estimates of time, whose figures are in tiles.h. Host only. */
+#ifndef GPUKERN_CUDA_GEMM_SM90_PLAN_CUH
+#define GPUKERN_CUDA_GEMM_SM90_PLAN_CUH
+
+#include "../tile/wgmma.cuh"
+#include "operands.cuh"
+#include "tiles.h"
+
+enum Key {  /* of a row */
+    KEY_BM, /* rows and columns of a tile */
+    KEY_BN,
+    KEY_TILES,   /* of a cluster */
+    KEY_PERCENT, /* of the dense peak */
+    KEY_SMEM,
+    KEY_PARTS, /* of k */
+    KEY_TRAITS
+};
+enum Trait {
+    TURNED = 1,
+    IN_TURNS = 2,
+    LINES = 4 /* a may be read in lines */
+};
+inline bool is(const gk_cuda_row *row, Trait trait) { return row->key[KEY_TRAITS] & trait; }
+
+/* ---- tiles ----------------------------------------------------------------------------------------------------- */
+/* The call as a row computes it: turned, the results stay where they are. */
+inline GemmProblem problem_of(const void *args, bool turned) {
+    const GemmProblem p = gemm_problem_of((const gk_gemm_args *)args);
+    if (!turned) return p;
+    GemmProblem t = gemm_swapped(p);
+    t.epilogue = p.epilogue;
+    return t;
+}
+
+/* Blocks of a row's clusters. */
+inline int cluster_of(const gk_cuda_row *row) { return row->key[KEY_TILES] * row->key[KEY_PARTS]; }
+
+/* How they lie over the result. */
+struct Clusters {
+    bool in_row;
+    int tiles_m, tiles_n; /* of clusters */
+};
+
+/* Pairs lie as they make fewer waves, else so that both read the same weights. */
+inline Clusters clusters_of(const gk_cuda_row *row, const gk_gpu *gpu, const GemmProblem &p) {
+    const int64_t tiles_m = gk_ceil_div(p.m, row->key[KEY_BM]), tiles_n = gk_ceil_div(p.n, row->key[KEY_BN]);
+    if (row->key[KEY_TILES] == 1) return {false, (int)tiles_m, (int)tiles_n};
+    const int64_t pairs_m = gk_ceil_div(tiles_m, 2), pairs_n = gk_ceil_div(tiles_n, 2), most = gpu->num_sms / 2;
+    const int64_t row_waves = gk_ceil_div(tiles_m * pairs_n * p.batch, most),
+                  column_waves = gk_ceil_div(pairs_m * tiles_n * p.batch, most);
+    if (row_waves < column_waves || (row_waves == column_waves && is(row, TURNED)))
+        return {true, (int)tiles_m, (int)pairs_n};
+    return {false, (int)pairs_m, (int)tiles_n};
+}
+
+/* Time of a row over k positions of k: the busiest cluster's tiles one after the other. */
+inline double us_of(const gk_cuda_row *row, const gk_gpu *gpu, const GemmProblem &p, int64_t k) {
+    const int64_t area = (int64_t)row->key[KEY_BM] * row->key[KEY_BN], parts = row->key[KEY_PARTS];
+    const Clusters clusters = clusters_of(row, gpu, p);
+    const int64_t all_clusters = (int64_t)clusters.tiles_m * clusters.tiles_n * p.batch;
+    const double busiest = (double)gk_ceil_div(all_clusters, gpu->num_sms / cluster_of(row));
+    const int64_t bytes = (int64_t)gk_dtype_bytes(row->dtype);
+    const double peak = 8192.0 / (double)bytes * gpu->clock_khz * 1e-3 * row->key[KEY_PERCENT] * 0.01;
+    const double tile_us = 2.0 * (double)(area * gk_round_up(k, WGMMA_ROW_BYTES / bytes) / parts) / peak;
+    const double size = (double)area / (128 * 256), launch_us = LAUNCH_US + LAST_US * size;
+    /* results leave under the next tile's products, if these take as long */
+    if (is(row, IN_TURNS))
+        return (busiest - 1) * ((tile_us > TURN_US ? tile_us : TURN_US) + TILE_US) + tile_us + ALONE_US + launch_us;
+    const double store_us = TILE_US + size * (parts > 1 ? STORE_US + TRADE_US : STORE_US);
+    const double all = (double)p.m * (double)p.n * (double)p.batch;
+    const double curve_us = p.epilogue.activation > GK_ACT_RELU ? CURVE_US * all / (128 * 256 * gpu->num_sms) : 0;
+    return busiest * (tile_us + store_us) + launch_us + curve_us;
+}
+
+/* ---- operands -------------------------------------------------------------------------------------------------- */
+/* Time of a product of few rows: its operands' bytes. */
+inline double turned_us(const GemmProblem &p) {
+    return TURNED_US + 2.0 * (double)(p.m + p.n) * (double)p.k * (double)p.batch / TURNED_BYTES_PER_US;
+}
+
+/* The least that gemm_sm80's rows take: k split so that every SM has work. */
+inline double other_us(const gk_gpu *gpu, gk_dtype dtype, const GemmProblem &p, bool chunks) {
+    typedef Tile16_any Any;
+    const bool tf32 = dtype == GK_F32;
+    const int64_t tiles = gk_ceil_div(p.m, Any::BM) * gk_ceil_div(p.n, Any::BN) * p.batch;
+    const int64_t steps = gk_ceil_div(p.k, Any::BK);
+    const int64_t parts = gk_clamp_i64(gpu->num_sms / tiles, 1, gk_clamp_i64(steps / 4, 1, MAX_SPLITS));
+    const int64_t busiest = gk_ceil_div(tiles * parts, gpu->num_sms);
+    const int percent = chunks ? (tf32 ? PERCENT_TF32 : PERCENT_128x128) : tf32 ? PERCENT_PLAIN : PERCENT_ANY;
+    const double peak = (tf32 ? 2048 : 4096) * gpu->clock_khz * 1e-3 * percent * 0.01;
+    const double step_us = 2.0 * Any::BM * Any::BN * Any::BK / peak;
+    return (double)(busiest * gk_ceil_div(steps, parts)) * step_us + BLOCK_US + (parts > 1 ? REDUCE_US : 0);
+}
+
+/* Rows and k in chunks of 16 bytes, as the kernels that copy by cp.async want them. */
+inline bool in_chunks(const void *data, gk_dtype dtype, int64_t x_stride, int64_t k_stride, const int64_t *batch, int ndim) {
+    return (k_stride == 1 && gemm_aligned(data, dtype, x_stride, batch, ndim)) ||
+           (x_stride == 1 && gemm_aligned(data, dtype, k_stride, batch, ndim));
+}
+
+inline double copies_us(const Operands &o) {
+    const double bytes = 2.0 * (double)o.bytes, many = bytes - REALIGN_FAST_BYTES;
+    return o.bytes > 0 ? REALIGN_US + bytes / REALIGN_BYTES_PER_US + (many > 0 ? many / REALIGN_MANY_PER_US : 0) : 0;
+}
+
+/* Whether copies and a product are worth their `us`. p: the problem before them; o: if all is copied that can be. */
+inline bool worth_while(const gk_gpu *gpu, gk_dtype dtype, const GemmProblem &p, const Operands &o, bool few, double us) {
+    const bool chunks = in_chunks(p.a, dtype, p.a_m, p.a_k, p.a_batch, p.ndim) &&
+                        in_chunks(p.b, dtype, p.b_n, p.b_k, p.b_batch, p.ndim);
+    /* few rows: other kernels stream the weights sooner than they are copied, but those dense nowhere; repeated ones would grow */
+    const bool streamed = p.b_k == 1 || p.b_n == 1 || p.b_k == 0 || p.b_n == 0;
+    if (few && (chunks || (o.copied[0] && (streamed || o.bytes > REALIGN_FEW_BYTES)))) return false;
+    return us < other_us(gpu, dtype, p, chunks);
+}
+
+/* The result, or preact, as tma would write it. */
+inline TensorShape result_of(const GemmProblem &p, bool turned, bool preact) {
+    const GemmEpilogue &e = p.epilogue;
+    return operand_of(preact ? e.preact : e.out, e.out_dtype, turned ? p.n : p.m, turned ? p.m : p.n,
+                      preact ? e.preact_row : e.out_row, 1, p, preact ? p.preact_batch : p.out_batch, false);
+}
+
+/* Results of the operands' dtype without c, in rows of whole chunks of 16 bytes: tma would write past a last column that ends
+ * within one. */
+inline bool whole_chunks(const GemmProblem &p, gk_dtype dtype, bool turned) {
+    const GemmEpilogue &e = p.epilogue;
+    return !e.c && e.out_dtype == dtype && e.out_vectors &&
+           (turned ? p.m : p.n) % (16 / (int64_t)gk_dtype_bytes(dtype)) == 0;
+}
+
+/* Whether a row whose warpgroups take turns can store the results: by tma alone. */
+inline bool turns_fit(const GemmProblem &p, gk_dtype dtype) {
+    return whole_chunks(p, dtype, false) && tensor_map_fits(result_of(p, false, false)) &&
+           (!p.epilogue.preact || tensor_map_fits(result_of(p, false, true)));
+}
+
+/* The ways to read a call's operands: as they lie and copied, and where that would copy a, in lines. */
+struct Ways {
+    Operands plain, lines;
+    bool has_plain, has_lines;
+};
+
+inline Ways ways_of(gk_dtype dtype, bool turned, const void *args, void *workspace) {
+    Ways w;
+    w.plain.p = problem_of(args, turned);
+    w.has_plain = operands_of(dtype, turned, workspace, &w.plain), w.has_lines = false;
+    if (w.has_plain && w.plain.copied[0] && !turned) {
+        w.lines.p = problem_of(args, false);
+        w.has_lines = operands_in_lines_of(dtype, workspace, &w.lines);
+    }
+    return w;
+}
+
+/* Time of a row and of what it copies. */
+inline double way_us(const gk_cuda_row *row, const gk_gpu *gpu, const Operands &o) {
+    const double us = us_of(row, gpu, o.p, o.k), part = o.classes_log2 > 0 ? LINES_PART : 0;
+    return copies_us(o) + (o.mode & A_IN_LINES ? us + LINES_US + us * part : us);
+}
+
+/* What a row makes of them: the way of less time, or NULL. */
+inline const Operands *way_of(const gk_cuda_row *row, const gk_gpu *gpu, const Ways &w) {
+    if (!w.has_plain || (is(row, IN_TURNS) && !turns_fit(w.plain.p, row->dtype))) return NULL;
+    if (!w.has_lines || !is(row, LINES)) return &w.plain;
+    return way_us(row, gpu, w.lines) < way_us(row, gpu, w.plain) ? &w.lines : &w.plain;
+}
+
+/* ---- rows ------------------------------------------------------------------------------------------------------ */
+/* The row of least time among those that fit the GPU; few rows: the smallest turned one that holds them; tf32: a turned
+ * one where b is dense along n. */
+inline const gk_cuda_row *choose_row(const gk_cuda_row *rows, int num_rows, const gk_context *ctx, const void *arguments) {
+    const gk_gemm_args *args = (const gk_gemm_args *)arguments;
+    const bool tf32 = args->a.dtype == GK_F32;
+    if (tf32 ? args->fp32_precision != GK_TF32 : args->a.dtype != GK_BF16 && args->a.dtype != GK_F16) return NULL;
+    const GemmProblem p = gemm_problem_of(args);
+    const gk_gpu *gpu = gk_gpu_of(ctx->index);
+    const bool few = p.m <= SM90_TURNED_ROWS;
+    const bool turned = tf32 ? copy_along(p.n, p.k, p.b_n, p.b_k) : few;
+    if (tf32 && (few || p.n <= SM90_TURNED_ROWS)) return NULL;
+    if (few ? p.n < 2 * SM90_TURNED_ROWS || p.k < SM90_TURNED_K : p.n <= SM90_TURNED_ROWS) return NULL;
+    const Ways w = ways_of(args->a.dtype, turned, args, NULL);
+    if (!w.has_plain) return NULL;
+    const gk_cuda_row *best = NULL;
+    double best_us = 1e31;
+    for (int i = 0; i < num_rows; ++i) {
+        const gk_cuda_row *r = &rows[i];
+        if (r->dtype != args->a.dtype || r->key[KEY_SMEM] > gpu->smem_per_block) continue;
+        if (is(r, TURNED) != turned || (few && p.m > r->key[KEY_BN])) continue;
+        const Operands *way = way_of(r, gpu, w);
+        if (!way) continue;
+        const double us = few ? r->key[KEY_BN] : way_us(r, gpu, *way);
+        if (us < best_us) best = r, best_us = us;
+    }
+    const bool unaligned = w.plain.bytes > 0;
+    if (best && unaligned &&
+        !worth_while(gpu, args->a.dtype, p, w.plain, few, few ? turned_us(p) + copies_us(w.plain) : best_us))
+        return NULL;
+    return best;
+}
+
+#endif
