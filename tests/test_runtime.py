@@ -19,6 +19,7 @@ from conftest import (
     same_bits,
     torch_gpukern,
 )
+from torch.overrides import TorchFunctionMode
 
 ISAS = ("base", "avx2", "avx512", "avx512bf16")
 MACHINE = tuple(torch.ops.gpukern.cpu_isas().split(","))
@@ -116,7 +117,7 @@ def test_threads_calling_at_once():
     assert not failures, failures
 
 
-def test_a_call_without_grad_leaves_autograd_as_it_was():
+def test_a_call_leaves_autograd_as_it_was():
     """It goes below autograd for as long as it lasts, also where it raises and its frame lives on in the traceback."""
     key, excluded = torch._C.DispatchKey.AutogradFunctionality, torch._C._dispatch_tls_is_dispatch_key_excluded
     a = torch.ones(2, 3)
@@ -126,10 +127,54 @@ def test_a_call_without_grad_leaves_autograd_as_it_was():
         with pytest.raises(ValueError) as raised:
             torch_gpukern.gemm(a, a)
         assert raised.value.__traceback__ is not None and not excluded(key)
+    x = torch.ones(1, 2, 3, 4, requires_grad=True)
+    with pytest.raises(ValueError) as raised:
+        torch_gpukern.flash_attn(x, x[..., :2], x)
+    assert raised.value.__traceback__ is not None and not excluded(key)
     guard = torch_gpukern._library.below_autograd()
     assert excluded(key), "what the public functions rely on"
     del guard
     assert not excluded(key)
+
+
+class Seen(TorchFunctionMode):
+    """The names of what a mode is handed."""
+
+    def __init__(self):
+        self.names = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+PUBLIC = {
+    "gemm": lambda x: torch_gpukern.gemm(x[0, 0], x[0, 1].mT),
+    "flash_attn": lambda x: torch_gpukern.flash_attn(x, x, x, is_causal=True),
+    "flash_attn_fwd": lambda x: torch_gpukern.flash_attn(x, x, x, scale=0.5, return_lse=True)[0],
+}
+
+
+@pytest.mark.parametrize("name", tuple(PUBLIC))
+def test_a_public_function_hands_on_what_wants_a_gradient(name, device):
+    """Its shorter way to the Autograd kernel changes nothing: same bits and gradients as through the op, which a mode, autocast
+    and torch.func still see."""
+    x = randn(generator("public", name), 1, 2, 6, 8, device=device).requires_grad_()
+    call = PUBLIC[name]
+    out = call(x)
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    with Seen() as seen:
+        other = call(x)
+    assert f"gpukern.{name}.default" in seen.names
+    assert other.grad_fn is not None and same_bits(out, other)
+    assert same_bits(grad, torch.autograd.grad(other.sum(), x)[0])
+    with torch.autocast(device, torch.bfloat16):
+        cast = call(x)
+    assert cast.dtype == torch.bfloat16 and torch.autograd.grad(cast.float().sum(), x)[0].dtype == torch.float32
+    with pytest.raises(RuntimeError, match="functorch"):
+        torch.func.grad(lambda y: call(y).sum())(x.detach())
+    with torch.no_grad():
+        assert call(x).grad_fn is None
 
 
 def test_errors_belong_to_their_thread():

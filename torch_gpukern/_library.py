@@ -7,7 +7,7 @@ key of that purpose:
   tensors;
 - an Autograd kernel: a torch.autograd.Function where a gradient is wanted, else straight on to the
   kernel below. The dispatcher's way into Python and back takes 2 to 3 us, so the public functions
-  look first and spare it where no gradient is wanted (without_grad);
+  look first and spare it where nothing but this kernel would see the call (public);
 - an Autocast kernel: casts what autocast may cast, then goes on below autocast.
 """
 
@@ -83,7 +83,10 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 any_requires_grad = torch._C._any_requires_grad
 is_grad_enabled = torch.is_grad_enabled
 is_compiling = torch.compiler.is_compiling
+are_deterministic = torch._C._get_deterministic_algorithms
 transforms_active = torch._C._are_functorch_transforms_active
+has_torch_function = torch._C._has_torch_function  # of an argument, or a mode's
+any_autocast = torch._C._is_any_autocast_enabled
 _KeySet, _Key = torch._C.DispatchKeySet, torch._C.DispatchKey
 _AUTOCAST_KEYS = _KeySet(_Key.AutocastCPU) | _KeySet(_Key.AutocastCUDA)
 
@@ -117,6 +120,9 @@ def fake(name: str) -> Callable:
     return register
 
 
+_autograd_kernels: dict[str, Callable] = {}
+
+
 def autograd(name: str) -> Callable:
     """Decorator: the Autograd kernel of an op. Torch leaves out trailing defaults."""
 
@@ -127,6 +133,7 @@ def autograd(name: str) -> Callable:
             return function(*args)
 
         _library.impl(name, kernel, "Autograd")
+        _autograd_kernels[name] = function
         return function
 
     return register
@@ -166,14 +173,21 @@ def autocast(name: str, cast: Callable[[torch.dtype, Sequence, Callable], tuple]
     register("cuda", "AutocastCUDA")
 
 
-def without_grad(op: torch._ops.OpOverload) -> Callable:
-    """op for public functions: where no derivative is wanted it goes past its Autograd kernel, which spares the
-    dispatcher a way into Python and back. A compiler that traces, and torch.func, see the op alone."""
+def public(name: str) -> Callable:
+    """The op for public functions. Where nothing but its Autograd kernel would see a call that wants a gradient, that kernel
+    is called here, and one that wants none goes past it: either spares the dispatcher a way into Python and back. A compiler
+    that traces, torch.func, autocast, modes and subclasses see the op.
+    """
+    op = getattr(ops, name).default
     plain = bare(op)
 
     def call(*args):
-        if needs_op(*args):
+        if is_compiling() or forward_ad._current_level >= 0 or transforms_active():
             return op(*args)
+        if is_grad_enabled() and any_requires_grad(*args):
+            if any_autocast() or has_torch_function(args):
+                return op(*args)
+            return _autograd_kernels[name](*args)
         guard = below_autograd()  # from here on; `with` would call into C++ twice more, 0.4 us
         try:
             return plain(*args)

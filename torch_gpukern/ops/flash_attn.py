@@ -13,6 +13,7 @@ from .._library import (
     NAMESPACE,
     any_requires_grad,
     apply_of,
+    are_deterministic,
     autocast,
     autograd,
     bare,
@@ -20,8 +21,8 @@ from .._library import (
     fake,
     is_grad_enabled,
     ops,
+    public,
     refuse_backward,
-    without_grad,
 )
 from . import laws
 
@@ -33,8 +34,8 @@ _flash_attn_varlen = ops.flash_attn_varlen.default
 _flash_attn_varlen_fwd = ops.flash_attn_varlen_fwd.default
 _attn_merge = ops.attn_merge.default
 
-_call, _call_fwd = without_grad(_flash_attn), without_grad(_flash_attn_fwd)
-_call_varlen, _call_varlen_fwd = without_grad(_flash_attn_varlen), without_grad(_flash_attn_varlen_fwd)
+_call, _call_fwd = public("flash_attn"), public("flash_attn_fwd")
+_call_varlen, _call_varlen_fwd = public("flash_attn_varlen"), public("flash_attn_varlen_fwd")
 _bare_fwd = bare(_flash_attn_fwd)
 _bare_bwd = bare(ops.flash_attn_bwd.default)
 _bare_varlen_fwd = bare(_flash_attn_varlen_fwd)
@@ -150,8 +151,10 @@ def flash_attn(
     """
     op = _call_fwd if return_lse else _call
     plain = window_left == -1 and window_right == -1 and softcap == 0 and alibi_slopes is None and sinks is None
-    if plain and kv_start is None and kv_end is None:
-        return op(q, k, v, is_causal, scale, diagonal)  # the schema fills in the rest sooner than it reads it
+    if plain and kv_start is None and kv_end is None:  # the schema fills in the rest sooner than it reads it
+        if scale is None and diagonal == 0:
+            return op(q, k, v, is_causal)
+        return op(q, k, v, is_causal, scale, diagonal)
     return op(
         q,
         k,
@@ -466,8 +469,11 @@ class _FlashAttn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, want_lse, q, k, v, *rest):
-        with below_autograd():
+        guard = below_autograd()
+        try:
             out, lse = _bare_fwd(q, k, v, *rest)
+        finally:
+            del guard
         ctx.save_for_backward(q, k, v, out, lse, *rest[6:])
         ctx.rules = rest[:6]
         if not want_lse:
@@ -482,6 +488,8 @@ class _FlashAttn(torch.autograd.Function):
             grad_out = torch.zeros_like(out)
         args = grad_out, q, k, v, out, lse, grad_lse, *ctx.rules, *tensors
         dq, dk, dv, dsinks = _call_bwd(_bare_bwd, args)
+        if not tensors:
+            return None, dq, dk, dv, *(None,) * len(ctx.rules)
         return None, dq, dk, dv, *(None,) * 7, dsinks, None, None
 
 
@@ -516,14 +524,17 @@ class _FlashAttnVarlen(torch.autograd.Function):
 
 
 def _call_bwd(op, args):
-    if torch.are_deterministic_algorithms_enabled():
+    if are_deterministic():
         op = partial(op, deterministic=True)
     # Under create_graph the op's own Autograd kernel sees the call, and refuses the second backward
     # by name.
     if is_grad_enabled():
         return op(*args)
-    with below_autograd():
+    guard = below_autograd()
+    try:
         return op(*args)
+    finally:
+        del guard
 
 
 def _register_autograd(name: str, op, function, want_lse: bool, slopes_at: int) -> None:

@@ -16,8 +16,8 @@ from .._library import (
     fake,
     is_grad_enabled,
     ops,
+    public,
     refuse_backward,
-    without_grad,
 )
 from . import laws
 
@@ -25,7 +25,7 @@ __all__ = ["gemm"]
 
 _gemm = ops.gemm.default
 
-_call = without_grad(_gemm)
+_call = public("gemm")
 _bare = bare(_gemm)
 _bare_fwd = bare(ops.gemm_fwd.default)
 _bare_act_bwd = bare(ops.gemm_act_bwd.default)

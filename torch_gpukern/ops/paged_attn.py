@@ -20,8 +20,8 @@ from .._library import (
     is_grad_enabled,
     needs_op,
     ops,
+    public,
     refuse_backward,
-    without_grad,
 )
 from . import laws
 
@@ -30,7 +30,7 @@ __all__ = ["kv_cache_write", "paged_attn"]
 _paged_attn = ops.paged_attn.default
 _paged_attn_fwd = ops.paged_attn_fwd.default
 _kv_cache_write = ops.kv_cache_write.default
-_call, _call_fwd = without_grad(_paged_attn), without_grad(_paged_attn_fwd)
+_call, _call_fwd = public("paged_attn"), public("paged_attn_fwd")
 _bare_write = bare(_kv_cache_write)
 
 

@@ -94,7 +94,8 @@ inline double other_us(const gk_gpu *gpu, gk_dtype dtype, const GemmProblem &p, 
 }
 
 /* Rows and k in chunks of 16 bytes, as the kernels that copy by cp.async want them. */
-inline bool in_chunks(const void *data, gk_dtype dtype, int64_t x_stride, int64_t k_stride, const int64_t *batch, int ndim) {
+inline bool in_chunks(const void *data, gk_dtype dtype, int64_t x_stride, int64_t k_stride, const int64_t *batch,
+                      int ndim) {
     return (k_stride == 1 && gemm_aligned(data, dtype, x_stride, batch, ndim)) ||
            (x_stride == 1 && gemm_aligned(data, dtype, k_stride, batch, ndim));
 }
@@ -105,7 +106,8 @@ inline double copies_us(const Operands &o) {
 }
 
 /* Whether copies and a product are worth their `us`. p: the problem before them; o: if all is copied that can be. */
-inline bool worth_while(const gk_gpu *gpu, gk_dtype dtype, const GemmProblem &p, const Operands &o, bool few, double us) {
+inline bool worth_while(const gk_gpu *gpu, gk_dtype dtype, const GemmProblem &p, const Operands &o, bool few,
+                        double us) {
     const bool chunks = in_chunks(p.a, dtype, p.a_m, p.a_k, p.a_batch, p.ndim) &&
                         in_chunks(p.b, dtype, p.b_n, p.b_k, p.b_batch, p.ndim);
     /* few rows: other kernels stream the weights sooner than they are copied, but those dense nowhere; repeated ones would grow */
@@ -168,7 +170,8 @@ inline const Operands *way_of(const gk_cuda_row *row, const gk_gpu *gpu, const W
 /* ---- rows ------------------------------------------------------------------------------------------------------ */
 /* The row of least time among those that fit the GPU; few rows: the smallest turned one that holds them; tf32: a turned
  * one where b is dense along n. */
-inline const gk_cuda_row *choose_row(const gk_cuda_row *rows, int num_rows, const gk_context *ctx, const void *arguments) {
+inline const gk_cuda_row *choose_row(const gk_cuda_row *rows, int num_rows, const gk_context *ctx,
+                                     const void *arguments) {
     const gk_gemm_args *args = (const gk_gemm_args *)arguments;
     const bool tf32 = args->a.dtype == GK_F32;
     if (tf32 ? args->fp32_precision != GK_TF32 : args->a.dtype != GK_BF16 && args->a.dtype != GK_F16) return NULL;
