@@ -112,14 +112,16 @@ GK_API const char *gk_cuda_kernels(void);
 
 /* ---- what a call would do ------------------------------------------------------------------ */
 typedef struct gk_explanation {
-    size_t size;     /* sizeof(gk_explanation), set by the caller */
-    char row[64];    /* the table row, e.g. "gemm_packed_f32_avx512" */
-    char isa[16];    /* its instruction set or architecture */
-    int64_t tile[4]; /* gemm: MB NB KB (block), MR*NR; attention: BQ BKV and the span of a context chunk; 0 = unused */
-    int64_t tasks;   /* independent units of work */
-    int64_t chunks;  /* parts that keys are split into, 1 = not split */
-    double bytes;    /* bytes the op must move at least: inputs read once, outputs written once */
-    double flops;    /* multiply-adds count two; keys outside the span do not count */
+    size_t size;  /* sizeof(gk_explanation), set by the caller */
+    char row[64]; /* the table row, e.g. "gemm_packed_f32_avx512" */
+    char isa[16]; /* its instruction set or architecture */
+    /* gemm: MB NB KB (block), MR*NR or, on CUDA, the classes in which unaligned rows of a are read where they lie; attention: BQ BKV
+     * and the span of a context chunk; 0 = unused */
+    int64_t tile[4];
+    int64_t tasks;  /* independent units of work */
+    int64_t chunks; /* parts that keys are split into, 1 = not split */
+    double bytes;   /* bytes the op must move at least: inputs read once, outputs written once */
+    double flops;   /* multiply-adds count two; keys outside the span do not count */
     int64_t workspace_bytes;
     double waves; /* CUDA: tasks over those that run at once; 0 on the CPU */
     double

@@ -498,17 +498,13 @@ def test_few_columns_and_strange_rows_of_unaligned_weights():
 @pytest.mark.parametrize("dtype", (BF16, torch.float16), ids=str)
 def test_rows_of_a_are_read_in_lines(dtype, tile, beside, offset):
     """Beside a b dense along n, rows of a that begin anywhere are not copied. Classes of equally many rows, whose results leave by
-    tma, and of some more and some less; in pairs above each other and in a row; positions that end with a step, just past one,
-    within the first chunk; all that may follow the sums; results and c in rows that begin anywhere; batches. NaN around it."""
+    tma, and of some more and some less; pairs above each other, and in a row with several tiles; positions that end with a step,
+    just past one, within the first chunk; all that may follow the sums; results and c in rows that begin anywhere; batches. NaN
+    around it."""
     name = f"gemm_sm90a_{'bf16' if dtype == BF16 else 'f16'}_{tile}x64"
     high, wide = map(int, tile.split("x"))
-
-    def tasks(a, b):
-        """Of pairs above each other or in a row; the workspace is no sign, since it covers the row of the estimate, too."""
-        classes = 8 // math.gcd(8, a.stride(-2))
-        rows, columns = math.ceil(math.ceil(a.shape[-2] / classes) / high), math.ceil(b.shape[-1] / wide)
-        entries = classes * math.prod(a.shape[:-2])
-        return entries * math.ceil(rows / 2) * 2 * columns, entries * rows * math.ceil(columns / 2) * 2
+    classes = 8 // math.gcd(8, beside)
+    pairs = torch.cuda.get_device_properties(0).multi_processor_count // 2
 
     def in_lines(call, a, b, *args, preact=0, **more):
         plan = json.loads(ops.explain_gemm(a, b, *args, **more))
@@ -517,7 +513,7 @@ def test_rows_of_a_are_read_in_lines(dtype, tile, beside, offset):
         try:
             ops.gemm_prefer(*asked, name)
             plan = json.loads(ops.explain_gemm(a, b, *args, **more))
-            assert preact or plan["row"] == name and plan["tasks"] in tasks(a, b)
+            assert preact or (plan["row"] == name and plan["tile"][3] == classes)
             out, again = call(a, b, *args, **more), call(a, b, *args, **more)
         finally:
             ops.gemm_prefer(*asked, "")
@@ -525,15 +521,21 @@ def test_rows_of_a_are_read_in_lines(dtype, tile, beside, offset):
             assert same_bits(x, y)
         return out
 
+    # three tiles of each class: so many columns of tiles that pairs in a row make fewer waves
+    columns = next(
+        c for c in range(2, 99) if -(-classes * 3 * math.ceil(c / 2) // pairs) < -(-classes * 2 * c // pairs)
+    )
     sizes = (
         (8 * high, 2 * wide, 185),
-        (8 * high + 3, wide + 8, 137),
+        (8 * high + 3, wide + 9, 137),
         (16 * high - 8, 3 * wide - 8, 1020),
-        (301, 3 * wide, 7),
+        (301, 3 * wide - 3, 7),
+        (classes * (2 * high + 8), columns * wide - 5, 57),
     )
     for i, (m, n, k) in enumerate(sizes):
         for batch in ((), (3,)) if i == 0 else ((),):
             dense, b = on_gpu(*batch, m, k, dtype=dtype), on_gpu(*batch, k, n, seed=1, dtype=dtype, std=0.1)
+            b = in_nan(b, -n % 8, 0)
             a, dense = in_nan(dense, (beside - k) % 8, offset), in_nan(dense, -k % 8, 0)
             bias, exact = on_gpu(n, seed=2, dtype=dtype), a.double() @ b.double()
             c = in_nan(on_gpu(m, n, seed=3, dtype=dtype), 1, 3)
@@ -642,6 +644,42 @@ def test_pairs_of_tiles_in_a_row(dtype, tile, layout):
             ops.gemm_prefer(plan["device"], plan["class"], "")
         assert plan["row"] == name and plan["tasks"] == math.prod(batch) * 3 * -(-across // 2) * 2
         assert same_bits(out, (a.double() @ b.double()).to(dtype))
+
+
+@pytest.mark.parametrize("layout", ("NN", "NT", "TN", "TT"))
+@pytest.mark.parametrize("tile", ("128x256x16", "128x128x8", "64x64x16"))
+def test_float32_tiles(tile, layout):
+    """Every tile of plain float32, whichever the call's estimate: whole tiles, ends of them, rows that begin anywhere, batches, few
+    steps, all that may follow the sums. Small whole numbers, whose sums are exact."""
+    name = f"gemm_plain_f32_{tile}"
+    gen = generator("float32 tiles", tile, layout)
+
+    def matrix(rows, columns, turned, batch, pad):
+        x = integers(gen, *batch, *((columns, rows) if turned else (rows, columns)), dtype=torch.float32).cuda()
+        x = in_nan(x, pad, pad)
+        return x.mT if turned else x
+
+    for (m, n, k), batch, pad in (
+        ((256, 512, 64), (), 0),
+        ((300, 520, 136), (3,), 0),
+        ((131, 257, 1), (), 3),
+        ((515, 263, 77), (2, 2), 1),
+    ):
+        a, b = matrix(m, k, layout[0] == "T", batch, pad), matrix(k, n, layout[1] == "T", batch[:1], pad)
+        bias, c = (integers(gen, *shape, dtype=torch.float32).cuda() for shape in ((n,), (m, n)))
+        exact = a.double() @ b.double()
+        for more in ({}, {"bias": bias, "activation": "relu"}, {"c": c, "beta": 0.5, "alpha": 2.0}):
+            plan = json.loads(ops.explain_gemm(a, b, **more))
+            assert name in plan["rows"]
+            try:
+                ops.gemm_prefer(plan["device"], plan["class"], name)
+                assert json.loads(ops.explain_gemm(a, b, **more))["row"] == name
+                out = ops.gemm(a, b, **more)
+            finally:
+                ops.gemm_prefer(plan["device"], plan["class"], "")
+            want = more.get("alpha", 1.0) * exact + (bias.double() if "bias" in more else 0)
+            want = want + (0.5 * c.double() if "c" in more else 0)
+            assert same_bits(out, TORCH_ACTIVATION[more.get("activation", "none")](want).float())
 
 
 @pytest.mark.parametrize("size", ((2048, 1152, 4096), (1000, 2100, 3000)), ids=str)

@@ -278,7 +278,7 @@ static void gemm_draw(gk_dtype dtype, bool large) {
     int64_t c = check_below(8), column[2] = {m, 1};
     gk_dtype out = dtype != GK_F64 && check_below(3) == 0 ? GK_F32 : dtype, added = check_below(2) ? out : dtype;
     if (check_below(6) ==
-        0) /* rows of a that begin anywhere beside those of an aligned b: gemm_sm90a reads a in lines */
+        0) /* rows of a that begin anywhere beside rows of b, aligned if b begins so: gemm_sm90a reads a in lines */
         g.a = row_major(dtype, batch[0], m, k, check_below(12)),
         g.b = row_major(dtype, batch[1], k, n, (8 - n % 8) % 8);
     else

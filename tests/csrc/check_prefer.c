@@ -92,6 +92,21 @@ static void check_classes(void) {
     check_class(
         "b with entries of its own, at odd places", &g,
         "16x48x64:NN batch=2 dtype=bfloat16 out=bfloat16 precision=ieee activation=none c=0 preact=0 aligned=a-o");
+
+    static const struct {
+        int64_t stride;
+        const char *text;
+    } lines[] = {{65, "8bo"}, {66, "4bo"}, {68, "2bo"}, {72, "abo"}};
+    for (int i = 0; i < 4; ++i) {
+        char want[GK_KEY_TEXT_BYTES];
+        snprintf(want, sizeof want, "32x48x64:NN" PLAIN "%s", lines[i].text);
+        g = product(32, 48, 64), g.a.stride[0] = lines[i].stride;
+        check_class("rows of a that begin anywhere", &g, want);
+    }
+    g = product(32, 48, 64), g.a.data = (char *)g.a.data + 2;
+    check_class("all alike", &g, "32x48x64:NN" PLAIN "1bo");
+    g.b.stride[0] = 1, g.b.stride[1] = 64;
+    check_class("beside columns of b", &g, "32x48x64:NT" PLAIN "-bo");
 }
 
 /* ---- texts ------------------------------------------------------------------------------------- */
@@ -109,6 +124,7 @@ static gk_gemm_key random_key(void) {
                      .b = (uint8_t)"NTS"[check_below(3)],
                      .aligned = (uint8_t)check_below(8),
                      .extras = (uint8_t)check_below(4)};
+    if (!(k.aligned & GK_ALIGNED_A)) k.aligned |= (uint8_t)(check_below(5) << GK_LINES_SHIFT);
     return k;
 }
 
@@ -121,6 +137,8 @@ static void check_texts(void) {
         " 32x48x64:NN" PLAIN "abo",
         "32x48x64:NX" PLAIN "abo",
         "32x48x64:NN" PLAIN "oba",
+        "32x48x64:NN" PLAIN "3bo",
+        "32x48x64:NN" PLAIN "b8o",
         "32x48x64:NN" PLAIN "abo-",
         "-2x48x64:NN" PLAIN "abo",
         "032x48x64:NN" PLAIN "abo",

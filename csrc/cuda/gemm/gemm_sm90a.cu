@@ -258,7 +258,7 @@ __global__ void __cluster_dims__(Tile::CLUSTER, 1, 1) __launch_bounds__(Tile::TH
     if (block_warp == WGS * 4) {
         find_copies(first);
         have(a_from.x), have(b_from.x), have(a_from.bytes + b_from.bytes);
-        if (LINES && lane == 0) prefetch_tensormap(a_from.map);
+        if (LINES && lane == 0 && a_from.boxes > 0) prefetch_tensormap(a_from.map);
     }
 
     /* the barriers are there before any block's copies or arrivals reach them */
@@ -459,13 +459,13 @@ bool takes(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
     if ((tf32 && ((const gk_gemm_args *)args)->fp32_precision != GK_TF32) || !smem_fits(ctx, row->key[KEY_SMEM]))
         return false;
     Operands o;
-    o.p = problem_of(args, turned);
+    o.p = problem_of(gemm_problem_of((const gk_gemm_args *)args), turned);
     if (!operands_of(row->dtype, turned, NULL, &o) || (is(row, IN_TURNS) && !turns_fit(o.p, row->dtype))) return false;
     return tf32 || !turned || o.p.n <= row->key[KEY_BN];
 }
 
 size_t workspace_bytes(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
-    const Ways w = ways_of(row->dtype, is(row, TURNED), args, NULL);
+    Ways w = ways_of(row->dtype, is(row, TURNED), args);
     const Operands *o = way_of(row, gk_gpu_of(ctx->index), w);
     return o ? (size_t)o->bytes : 0;
 }
@@ -583,9 +583,10 @@ gk_status start(const gk_cuda_row *row, const Instance &in, const gk_context *ct
 }
 
 gk_status run_row(const gk_cuda_row *row, const Instance *of_mode, const gk_context *ctx, const void *args) {
-    const Ways w = ways_of(row->dtype, is(row, TURNED), args, ((const gk_gemm_args *)args)->workspace);
-    const Operands *o = way_of(row, gk_gpu_of(ctx->index), w);
-    if (!o) return gk_fail(GK_ERR_UNSUPPORTED, "gk_gemm: %s does not take this call", row->name);
+    Ways w = ways_of(row->dtype, is(row, TURNED), args);
+    Operands *o = way_of(row, gk_gpu_of(ctx->index), w);
+    if (!o || !place_copies(row->dtype, is(row, TURNED), args, o))
+        return gk_fail(GK_ERR_UNSUPPORTED, "gk_gemm: %s does not take this call", row->name);
     if (o->bytes > 0) {
         const gk_status status = realign("gk_gemm", ctx, &o->copies[!o->copied[0]], o->copied[0] + o->copied[1]);
         if (status != GK_OK) return status;
@@ -612,12 +613,13 @@ template <class T, class Tile> gk_status run(const gk_cuda_row *row, const gk_co
 
 template <class T, class Tile>
 void explain(const gk_cuda_row *row, const gk_context *ctx, const void *args, gk_explanation *out) {
-    const Ways w = ways_of(row->dtype, Tile::TURNED, args, NULL);
+    Ways w = ways_of(row->dtype, Tile::TURNED, args);
     const Operands *o = way_of(row, gk_gpu_of(ctx->index), w);
-    GemmProblem p = o ? o->p : problem_of(args, Tile::TURNED);
+    GemmProblem p = o ? o->p : problem_of(gemm_problem_of((const gk_gemm_args *)args), Tile::TURNED);
     bool in_row;
     plan(row, ctx, &p, &in_row);
     out->tile[0] = Tile::BM, out->tile[1] = Tile::BN, out->tile[2] = Tile::K64 * K_BLOCK<T>;
+    out->tile[3] = o && o->mode & A_IN_LINES ? 1 << o->classes_log2 : 0;
     out->tasks = (int64_t)p.tiles_m * p.tiles_n * p.batch * Tile::CLUSTER;
     out->waves = (double)out->tasks / (gk_gpu_of(ctx->index)->num_sms / Tile::CLUSTER * Tile::CLUSTER);
 }

@@ -25,8 +25,7 @@ inline bool is(const gk_cuda_row *row, Trait trait) { return row->key[KEY_TRAITS
 
 /* ---- tiles ----------------------------------------------------------------------------------------------------- */
 /* The call as a row computes it: turned, the results stay where they are. */
-inline GemmProblem problem_of(const void *args, bool turned) {
-    const GemmProblem p = gemm_problem_of((const gk_gemm_args *)args);
+inline GemmProblem problem_of(const GemmProblem &p, bool turned) {
     if (!turned) return p;
     GemmProblem t = gemm_swapped(p);
     t.epilogue = p.epilogue;
@@ -143,25 +142,39 @@ struct Ways {
     bool has_plain, has_lines;
 };
 
-inline Ways ways_of(gk_dtype dtype, bool turned, const void *args, void *workspace) {
+/* p: the call as gemm_problem_of has it. */
+inline Ways ways_of(gk_dtype dtype, bool turned, const GemmProblem &p) {
     Ways w;
-    w.plain.p = problem_of(args, turned);
-    w.has_plain = operands_of(dtype, turned, workspace, &w.plain), w.has_lines = false;
-    if (w.has_plain && w.plain.copied[0] && !turned) {
-        w.lines.p = problem_of(args, false);
-        w.has_lines = operands_in_lines_of(dtype, workspace, &w.lines);
-    }
+    w.plain.p = problem_of(p, turned);
+    w.has_plain = operands_of(dtype, turned, NULL, &w.plain), w.has_lines = false;
+    if (w.has_plain && w.plain.copied[0] && !turned)
+        w.lines.p = p, w.has_lines = operands_in_lines_of(dtype, NULL, &w.lines);
     return w;
 }
+inline Ways ways_of(gk_dtype dtype, bool turned, const void *args) {
+    return ways_of(dtype, turned, gemm_problem_of((const gk_gemm_args *)args));
+}
 
-/* Time of a row and of what it copies. */
+/* Gives the copies of a way their places in the call's workspace, which nothing else looks at. */
+inline bool place_copies(gk_dtype dtype, bool turned, const void *args, Operands *o) {
+    if (o->bytes == 0) return true;
+    void *const workspace = ((const gk_gemm_args *)args)->workspace;
+    o->p = problem_of(gemm_problem_of((const gk_gemm_args *)args), turned);
+    return o->mode & A_IN_LINES ? operands_in_lines_of(dtype, workspace, o) : operands_of(dtype, turned, workspace, o);
+}
+
+/* Time of a row and of what it copies. In lines, results of classes of which some have a row less do not leave by tma. */
 inline double way_us(const gk_cuda_row *row, const gk_gpu *gpu, const Operands &o) {
-    const double us = us_of(row, gpu, o.p, o.k), part = o.classes_log2 > 0 ? LINES_PART : 0;
-    return copies_us(o) + (o.mode & A_IN_LINES ? us + LINES_US + us * part : us);
+    const double us = us_of(row, gpu, o.p, o.k), copied_us = us + copies_us(o);
+    if (!(o.mode & A_IN_LINES)) return copied_us;
+    const bool by_lanes = o.lines % (1 << o.classes_log2) != 0 && whole_chunks(o.p, row->dtype, false);
+    const double all = (double)o.p.m * (double)o.p.n * (double)o.p.batch;
+    return copied_us + LINES_US + us * (o.classes_log2 > 0 ? LINES_PART : 0) +
+           (by_lanes ? BY_LANES_US * all / (128 * 256 * gpu->num_sms) : 0);
 }
 
 /* What a row makes of them: the way of less time, or NULL. */
-inline const Operands *way_of(const gk_cuda_row *row, const gk_gpu *gpu, const Ways &w) {
+inline Operands *way_of(const gk_cuda_row *row, const gk_gpu *gpu, Ways &w) {
     if (!w.has_plain || (is(row, IN_TURNS) && !turns_fit(w.plain.p, row->dtype))) return NULL;
     if (!w.has_lines || !is(row, LINES)) return &w.plain;
     return way_us(row, gpu, w.lines) < way_us(row, gpu, w.plain) ? &w.lines : &w.plain;
@@ -181,7 +194,7 @@ inline const gk_cuda_row *choose_row(const gk_cuda_row *rows, int num_rows, cons
     const bool turned = tf32 ? copy_along(p.n, p.k, p.b_n, p.b_k) : few;
     if (tf32 && (few || p.n <= SM90_TURNED_ROWS)) return NULL;
     if (few ? p.n < 2 * SM90_TURNED_ROWS || p.k < SM90_TURNED_K : p.n <= SM90_TURNED_ROWS) return NULL;
-    const Ways w = ways_of(args->a.dtype, turned, args, NULL);
+    Ways w = ways_of(args->a.dtype, turned, p);
     if (!w.has_plain) return NULL;
     const gk_cuda_row *best = NULL;
     double best_us = 1e31;

@@ -128,6 +128,8 @@ constexpr int LEAST_IDLE = 4;
 /* what rows of a in lines cost more: a first slot to clear, maps new to the SM; boxes across lines of 128 bytes, in part of all
  * time. 2048 cubed, both operands unaligned: 29.4 us, 31.7 with two copies; 1024 8.1 and 7.2, so these are copied */
 constexpr double LINES_US = 0.5, LINES_PART = 0.025;
+/* what 128 x 256 results cost more that the lanes store: 4095 cubed with aligned strides 9 us over 4096, in four waves */
+constexpr double BY_LANES_US = 2.0;
 /* what a turned product takes beside its bytes: 10.9 us for 16 x 4096 x 4096 */
 constexpr double TURNED_US = 1.5, TURNED_BYTES_PER_US = 4.0e6;
 /* what nothing hides: of a launch and its last results, of a tile and its results; results by 128 x 256 of them. These and the
