@@ -20,20 +20,6 @@ alignas(128) static uint16_t memory[MOST * (MOST + 40) + 128];
 static float b[MOST][MOST], out[MOST][MOST];
 static int written[MOST][MOST];
 
-/* bfloat16, as which small whole numbers and their sums are exact */
-static float number(uint16_t bits) {
-    const uint32_t all = (uint32_t)bits << 16;
-    float x;
-    memcpy(&x, &all, sizeof x);
-    return x;
-}
-static uint16_t random_element() {
-    const float x = (float)(below(7) - 3);
-    uint32_t all;
-    memcpy(&all, &x, sizeof all);
-    return (uint16_t)(all >> 16);
-}
-
 /* tma: zeros outside [rows][positions]. */
 struct Map {
     const uint16_t *base;

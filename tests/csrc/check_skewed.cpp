@@ -22,20 +22,6 @@ struct Problem {
     int64_t a_m, b_k, b_n;
 };
 
-/* bfloat16, as which small whole numbers and their sums are exact */
-static float number(uint16_t bits) {
-    const uint32_t all = (uint32_t)bits << 16;
-    float x;
-    memcpy(&x, &all, sizeof x);
-    return x;
-}
-static uint16_t random_element() {
-    const float x = (float)(below(7) - 3);
-    uint32_t all;
-    memcpy(&all, &x, sizeof all);
-    return (uint16_t)(all >> 16);
-}
-
 /* ---- the kernel's parts ---------------------------------------------------------------------------------------- */
 template <int ROWS, bool ALONG_N> struct Model {
     typedef smem_tile<ALONG_N ? SKEWED_STEP : ROWS, SKEWED_PANEL * 2> W;
