@@ -182,26 +182,34 @@ def public(name: str) -> Callable:
     plain = bare(op)
 
     def call(*args):
-        if is_compiling() or forward_ad._current_level >= 0 or transforms_active():
+        if traced():
             return op(*args)
         if is_grad_enabled() and any_requires_grad(*args):
             if any_autocast() or has_torch_function(args):
                 return op(*args)
             return _autograd_kernels[name](*args)
-        guard = below_autograd()  # from here on; `with` would call into C++ twice more, 0.4 us
-        try:
-            return plain(*args)
-        finally:
-            del guard
+        return call_below(plain, args)
 
     return call
 
 
+def call_below(op: Callable, args: Sequence):
+    """op(*args) below autograd."""
+    guard = below_autograd()  # from here on; `with` would call into C++ twice more, 0.4 us
+    try:
+        return op(*args)
+    finally:
+        del guard
+
+
 def needs_op(*args) -> bool:
     """Whether a compiler traces, or the Autograd kernel has anything to do but pass these on."""
-    if is_compiling() or forward_ad._current_level >= 0 or transforms_active():
-        return True
-    return is_grad_enabled() and any_requires_grad(*args)
+    return traced() or (is_grad_enabled() and any_requires_grad(*args))
+
+
+def traced() -> bool:
+    """Whether a compiler, forward mode or torch.func may look at the call."""
+    return is_compiling() or forward_ad._current_level >= 0 or transforms_active()
 
 
 def bare(op: torch._ops.OpOverload) -> Callable:
@@ -227,8 +235,7 @@ class _NoBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, op, message, *args):
         ctx.message = message
-        with below_autograd():
-            return op(*args)
+        return call_below(op, args)
 
     @staticmethod
     def backward(ctx, *grads):
@@ -245,5 +252,4 @@ def refuse_backward(name: str, reason: str) -> None:
     def kernel(*args):
         if is_grad_enabled() and any_requires_grad(*args):
             return apply(op, message, *args)
-        with below_autograd():
-            return op(*args)
+        return call_below(op, args)

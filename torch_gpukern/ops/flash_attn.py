@@ -17,7 +17,7 @@ from .._library import (
     autocast,
     autograd,
     bare,
-    below_autograd,
+    call_below,
     fake,
     is_grad_enabled,
     ops,
@@ -469,11 +469,7 @@ class _FlashAttn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, want_lse, q, k, v, *rest):
-        guard = below_autograd()
-        try:
-            out, lse = _bare_fwd(q, k, v, *rest)
-        finally:
-            del guard
+        out, lse = call_below(_bare_fwd, (q, k, v, *rest))
         ctx.save_for_backward(q, k, v, out, lse, *rest[6:])
         ctx.rules = rest[:6]
         if not want_lse:
@@ -488,9 +484,7 @@ class _FlashAttn(torch.autograd.Function):
             grad_out = torch.zeros_like(out)
         args = grad_out, q, k, v, out, lse, grad_lse, *ctx.rules, *tensors
         dq, dk, dv, dsinks = _call_bwd(_bare_bwd, args)
-        if not tensors:
-            return None, dq, dk, dv, *(None,) * len(ctx.rules)
-        return None, dq, dk, dv, *(None,) * 7, dsinks, None, None
+        return None, dq, dk, dv, *(None,) * len(ctx.rules), *(None, dsinks, None, None)[: len(tensors)]
 
 
 class _FlashAttnVarlen(torch.autograd.Function):
@@ -502,8 +496,7 @@ class _FlashAttnVarlen(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, want_lse, q, k, v, *rest):
-        with below_autograd():
-            out, lse = _bare_varlen_fwd(q, k, v, *rest)
+        out, lse = call_below(_bare_varlen_fwd, (q, k, v, *rest))
         ctx.save_for_backward(q, k, v, out, lse, *rest[:2], *rest[9:])
         ctx.bounds = rest[2:4]
         ctx.rules = rest[4:9]
@@ -530,11 +523,7 @@ def _call_bwd(op, args):
     # by name.
     if is_grad_enabled():
         return op(*args)
-    guard = below_autograd()
-    try:
-        return op(*args)
-    finally:
-        del guard
+    return call_below(op, args)
 
 
 def _register_autograd(name: str, op, function, want_lse: bool, slopes_at: int) -> None:
@@ -556,8 +545,7 @@ def _register_autograd(name: str, op, function, want_lse: bool, slopes_at: int) 
                 wanted = wanted or (sinks is not None and sinks.requires_grad)
             if wanted:
                 return apply(want_lse, q, k, v, *rest)
-        with below_autograd():
-            return op(q, k, v, *rest)
+        return call_below(op, (q, k, v, *rest))
 
 
 _register_autograd("flash_attn", _flash_attn, _FlashAttn, False, 6)
@@ -571,8 +559,7 @@ refuse_backward("flash_attn_varlen_bwd", "flash_attn_varlen: it is not twice dif
 class _AttnMerge(torch.autograd.Function):
     @staticmethod
     def forward(ctx, out_a, lse_a, out_b, lse_b):
-        with below_autograd():
-            out, lse = _bare_merge(out_a, lse_a, out_b, lse_b)
+        out, lse = call_below(_bare_merge, (out_a, lse_a, out_b, lse_b))
         ctx.save_for_backward(out_a, lse_a, out_b, lse_b, lse)
         ctx.set_materialize_grads(False)
         return out, lse
@@ -606,8 +593,7 @@ _apply_merge = apply_of(_AttnMerge)
 def _attn_merge_autograd(*args):
     if is_grad_enabled() and any_requires_grad(*args):
         return _apply_merge(*args)
-    with below_autograd():
-        return _bare_merge(*args)
+    return call_below(_bare_merge, args)
 
 
 # ---- autocast ------------------------------------------------------------------------------------

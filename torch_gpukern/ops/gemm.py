@@ -13,6 +13,7 @@ from .._library import (
     bare,
     below_autocast,
     below_autograd,
+    call_below,
     fake,
     is_grad_enabled,
     ops,
@@ -263,8 +264,7 @@ def _gemm_autograd(a, b, bias=None, c=None, *rest):
         or (c is not None and c.requires_grad)
     ):
         return _apply(a, b, bias, c, *rest)
-    with below_autograd():
-        return _bare(a, b, bias, c, *rest)
+    return call_below(_bare, (a, b, bias, c, *rest))
 
 
 refuse_backward("gemm_fwd", "gemm_fwd has no backward; gpukern::gemm has")

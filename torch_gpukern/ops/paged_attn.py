@@ -15,7 +15,7 @@ from .._library import (
     autocast,
     autograd,
     bare,
-    below_autograd,
+    call_below,
     fake,
     is_grad_enabled,
     needs_op,
@@ -278,8 +278,7 @@ def _kv_cache_write_autograd(k, v, k_cache, v_cache, *rest):
 
 
 def _write(k, v, k_cache, v_cache, *rest):
-    with below_autograd():
-        _bare_write(k, v, k_cache, v_cache, *rest)
+    call_below(_bare_write, (k, v, k_cache, v_cache, *rest))
     # A tensor that autograd has saved must not change unseen.
     increment_version((k_cache, v_cache))
 
