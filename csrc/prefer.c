@@ -37,8 +37,7 @@ static bool is_aligned(const gk_tensor *t, uint8_t layout) {
 /* gemm_sm90a reads such rows where they lie, and which of its rows is fastest depends on their stride. */
 static uint8_t lines_of(const gk_gemm_args *g, const gk_gemm_key *key) {
     if (key->a != 'N' || key->b != 'N' || gk_dtype_bytes(g->a.dtype) != 2 || (key->aligned & GK_ALIGNED_A)) return 0;
-    const int64_t stride = g->a.stride[g->a.ndim - 2];
-    return (uint8_t)((stride % 8 == 0 ? 1 : stride % 4 == 0 ? 2 : stride % 2 == 0 ? 3 : 4) << GK_LINES_SHIFT);
+    return (uint8_t)((1 + gk_line_classes_log2(g->a.stride[g->a.ndim - 2])) << GK_LINES_SHIFT);
 }
 
 /* Whether all batch dimensions are rows of one matrix: b does not change along them, a walks them in one stride. */

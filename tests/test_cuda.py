@@ -7,6 +7,7 @@ tests/ops/ on both devices.
 import json
 import math
 import os
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -492,6 +493,21 @@ def test_few_columns_and_strange_rows_of_unaligned_weights():
         assert same_bits(out, ops.gemm(odd, weights.mT))
 
 
+@contextmanager
+def preferred(name, *args, preact=0, **more):
+    """The row `name` serves such calls of gemm; with its plan. explain speaks of a call without a preact."""
+    plan = json.loads(ops.explain_gemm(*args, **more))
+    assert name in plan["rows"]
+    asked = plan["device"], plan["class"].replace(" preact=0 ", f" preact={preact} ")
+    ops.gemm_prefer(*asked, name)
+    try:
+        plan = json.loads(ops.explain_gemm(*args, **more))
+        assert preact or plan["row"] == name
+        yield plan
+    finally:
+        ops.gemm_prefer(*asked, "")
+
+
 @HOPPER
 @pytest.mark.parametrize("beside, offset", ((0, 1), (4, 0), (2, 3), (1, 0), (3, 7)), ids=str)
 @pytest.mark.parametrize("tile", ("128x256", "128x224", "128x192", "128x128", "128x96", "64x128", "64x64"))
@@ -507,16 +523,9 @@ def test_rows_of_a_are_read_in_lines(dtype, tile, beside, offset):
     pairs = torch.cuda.get_device_properties(0).multi_processor_count // 2
 
     def in_lines(call, a, b, *args, preact=0, **more):
-        plan = json.loads(ops.explain_gemm(a, b, *args, **more))
-        assert name in plan["rows"]
-        asked = plan["device"], plan["class"].replace(" preact=0 ", f" preact={preact} ")
-        try:
-            ops.gemm_prefer(*asked, name)
-            plan = json.loads(ops.explain_gemm(a, b, *args, **more))
-            assert preact or (plan["row"] == name and plan["tile"][3] == classes)
+        with preferred(name, a, b, *args, preact=preact, **more) as plan:
+            assert preact or plan["tile"][3] == classes
             out, again = call(a, b, *args, **more), call(a, b, *args, **more)
-        finally:
-            ops.gemm_prefer(*asked, "")
         for x, y in zip(out, again, strict=True) if preact else ((out, again),):
             assert same_bits(x, y)
         return out
@@ -582,15 +591,8 @@ def test_warpgroups_that_take_turns(dtype, layout):
     name = f"gemm_sm90a_{'bf16' if dtype == BF16 else 'f16'}_128x176x64_in_turns"
 
     def by_turns(call, *args, preact=0, **more):
-        plan = json.loads(ops.explain_gemm(*args, **more))
-        assert name in plan["rows"]
-        asked = plan["device"], plan["class"].replace(" preact=0 ", f" preact={preact} ")
-        try:
-            ops.gemm_prefer(*asked, name)
-            assert preact or json.loads(ops.explain_gemm(*args, **more))["row"] == name
+        with preferred(name, *args, preact=preact, **more):
             out, again = call(*args, **more), call(*args, **more)
-        finally:
-            ops.gemm_prefer(*asked, "")
         for x, y in zip(out, again, strict=True) if preact else ((out, again),):
             assert same_bits(x, y)
         return out
@@ -634,15 +636,9 @@ def test_pairs_of_tiles_in_a_row(dtype, tile, layout):
         a = integers(gen, *batch, *((m, k) if layout[0] == "N" else (k, m)), dtype=dtype).cuda()
         b = integers(gen, *batch, *((k, n) if layout[1] == "N" else (n, k)), dtype=dtype).cuda()
         a, b = a if layout[0] == "N" else a.mT, b if layout[1] == "N" else b.mT
-        plan = json.loads(ops.explain_gemm(a, b))
-        assert name in plan["rows"]
-        try:
-            ops.gemm_prefer(plan["device"], plan["class"], name)
-            plan = json.loads(ops.explain_gemm(a, b))
+        with preferred(name, a, b) as plan:
             out = ops.gemm(a, b)
-        finally:
-            ops.gemm_prefer(plan["device"], plan["class"], "")
-        assert plan["row"] == name and plan["tasks"] == math.prod(batch) * 3 * -(-across // 2) * 2
+        assert plan["tasks"] == math.prod(batch) * 3 * -(-across // 2) * 2
         assert same_bits(out, (a.double() @ b.double()).to(dtype))
 
 
@@ -669,14 +665,8 @@ def test_float32_tiles(tile, layout):
         bias, c = (integers(gen, *shape, dtype=torch.float32).cuda() for shape in ((n,), (m, n)))
         exact = a.double() @ b.double()
         for more in ({}, {"bias": bias, "activation": "relu"}, {"c": c, "beta": 0.5, "alpha": 2.0}):
-            plan = json.loads(ops.explain_gemm(a, b, **more))
-            assert name in plan["rows"]
-            try:
-                ops.gemm_prefer(plan["device"], plan["class"], name)
-                assert json.loads(ops.explain_gemm(a, b, **more))["row"] == name
+            with preferred(name, a, b, **more):
                 out = ops.gemm(a, b, **more)
-            finally:
-                ops.gemm_prefer(plan["device"], plan["class"], "")
             want = more.get("alpha", 1.0) * exact + (bias.double() if "bias" in more else 0)
             want = want + (0.5 * c.double() if "c" in more else 0)
             assert same_bits(out, TORCH_ACTIVATION[more.get("activation", "none")](want).float())

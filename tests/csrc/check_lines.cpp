@@ -31,7 +31,7 @@ struct Map {
 static void check_product(int64_t m, int64_t n, int64_t k, int64_t stride, int64_t offset) {
     typedef wgmma_tile<BM, false> A;
     const uint16_t *const a = memory + 64 + offset;
-    const int log2 = line_classes_log2(stride), classes = 1 << log2, last = classes - 1;
+    const int log2 = gk_line_classes_log2(stride), classes = 1 << log2, last = classes - 1;
     int64_t seen = 0, most = 0;
     for (uint16_t &x : memory) x = POISON;
     for (int64_t i = 0; i < m * k; ++i) memory[a - memory + i / k * stride + i % k] = random_element();
@@ -85,7 +85,7 @@ int main() {
     for (int i = 0; i < 240; ++i) {
         const int64_t each = (int64_t)1 << below(4), k = 1 + below(MOST);
         const int64_t stride = (k + below(30) + each - 1) / each * each;
-        ++seen[line_classes_log2(stride)];
+        ++seen[gk_line_classes_log2(stride)];
         check_product(8 + below(MOST - 8), 1 + below(20), k, stride, below(8));
     }
     for (int log2 = 0; log2 < 4; ++log2) check(seen[log2] > 10, "products of each number of classes", log2, seen[log2]);

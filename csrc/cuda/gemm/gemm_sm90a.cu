@@ -564,8 +564,8 @@ gk_status start(const gk_cuda_row *row, const Instance &in, const gk_context *ct
     };
     /* tma would write the row past a class that has one less */
     const bool even = !lines || o.lines % (1 << o.classes_log2) == 0;
-    x->plain = by_panels && chunks && (!in.by_tma || even) &&
-               (!in.by_tma || (maps(out, &x->out) && (!e.preact || maps(preact, &x->preact))));
+    x->plain = by_panels && chunks &&
+               (!in.by_tma || (even && maps(out, &x->out) && (!e.preact || maps(preact, &x->preact))));
     /* two columns share an activation's inverse, and what stands past an odd last column is not the same in every run */
     x->ragged = by_panels && !x->plain && dtype != GK_F32 && (cols % 2 == 0 || e.activation <= GK_ACT_RELU);
     x->straight =

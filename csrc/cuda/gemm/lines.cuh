@@ -1,12 +1,13 @@
 /* lines.cuh: lines of 16-bit elements that begin anywhere, as matrices that tma reads.
  *
- * Lines 8 / gcd(8, stride) apart begin equally many elements, their skew, past a multiple of 16 bytes, whatever the stride: they
- * are a class, a matrix whose position 0 is the 16 bytes around its first line's first element. Position q of a line is element
+ * Lines 8 / gcd(8, stride) apart (gk_line_classes_log2) begin equally many elements, their skew, past a multiple of 16 bytes,
+ * whatever the stride: they are a class, a matrix whose position 0 is the 16 bytes around its first line's first element. Position q of a line is element
  * q - skew; what lies before a line may be anything.
  * Plain C++, so that the tests walk the same functions. */
 #ifndef GPUKERN_CUDA_GEMM_LINES_CUH
 #define GPUKERN_CUDA_GEMM_LINES_CUH
 
+#include "../../internal.h"
 #include "../tile/layout.cuh"
 
 #include <stdint.h>
@@ -15,10 +16,6 @@ enum {
     LINE_EACH = 8,    /* elements of 16 bytes */
     LINE_CLASSES = 8, /* at most */
 };
-
-constexpr GK_HD int line_classes_log2(int64_t stride) {
-    return stride % 8 == 0 ? 0 : stride % 4 == 0 ? 1 : stride % 2 == 0 ? 2 : 3;
-}
 
 /* Of line j. */
 inline int line_skew(const void *first, int64_t stride, int64_t j) {

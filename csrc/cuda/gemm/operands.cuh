@@ -125,7 +125,7 @@ inline bool operands_in_lines_of(gk_dtype dtype, void *workspace, Operands *o) {
     GemmEpilogue &e = p.epilogue;
     if (dtype == GK_F32 || p.a_k != 1 || p.b_n != 1 || p.a_m < 1 || p.ndim > TENSOR_DIMS - 3) return false;
     if (p.k > INT32_MAX - 256) return false; /* positions are 32 bits wide */
-    const int log2 = line_classes_log2(p.a_m), classes = 1 << log2;
+    const int log2 = gk_line_classes_log2(p.a_m), classes = 1 << log2;
     if (p.m < classes) return false;
     for (int d = 0; d < p.ndim; ++d)
         if (p.a_batch[d] % LINE_EACH != 0) return false;

@@ -109,7 +109,7 @@ template <class Problem> inline SkewedPlan skewed_plan(const Problem &p, int mos
     const int64_t n = p.n, k = p.k;
     x.along_n = p.b_k != 1;
     const int64_t line = x.along_n ? p.b_k : p.b_n, lines = x.along_n ? k : n;
-    x.classes_log2 = line_classes_log2(line);
+    x.classes_log2 = gk_line_classes_log2(line);
     const int all = skewed_classes(x);
     int most = 0;
     for (int j = 0; j < all; ++j) {
