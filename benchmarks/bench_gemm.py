@@ -135,9 +135,11 @@ def fused_case(n: int, against: str, device: torch.device) -> Case:
     return made
 
 
-def beside_aligned(label: str, odd: tuple, aligned: tuple, device: torch.device, place=lambda x: x) -> Case:
+def beside_aligned(
+    label: str, odd: tuple, aligned: tuple, device: torch.device, place=lambda x: x, layout="NN"
+) -> Case:
     """Ours on a size or a place that suits no vector load, beside ours on the neighbour (both M, N, K) that does.
-    place(x) -> the same values elsewhere. Whatever one of the two has more of along K is 0, so that both results agree
+    place(x) -> the same values elsewhere, of x as it is stored. Whatever one of the two has more of along K is 0, so that both results agree
     where they overlap."""
     (m, n, k), (m_al, n_al, k_al) = odd, aligned
     made = cuda_case("unaligned bf16", m, k, n, "bf16", device)
@@ -148,9 +150,12 @@ def beside_aligned(label: str, odd: tuple, aligned: tuple, device: torch.device,
     def make():
         a, b = make_inputs(max(m, m_al), max(k, k_al), max(n, n_al), torch.bfloat16, device, "NN")
         a[:, min(k, k_al) :], b[min(k, k_al) :] = 0, 0
-        ours = (place(x.contiguous()) for x in (a[:m, :k], b[:k, :n]))
-        theirs = (x.contiguous() for x in (a[:m_al, :k_al], b[:k_al, :n_al]))
-        return *ours, *theirs
+        ours, theirs = (a[:m, :k], b[:k, :n]), (a[:m_al, :k_al], b[:k_al, :n_al])
+
+        def stored(x: Tensor, side: str, place) -> Tensor:
+            return place(x.contiguous()) if side == "N" else place(x.mT.contiguous()).mT
+
+        return *map(stored, ours, layout, (place, place)), *map(stored, theirs, layout, (lambda x: x,) * 2)
 
     made.make = make
     made.ours = lambda a, b, *_: torch_gpukern.gemm(a, b)
@@ -208,6 +213,9 @@ def cuda(run: Run, device: torch.device) -> None:
     for label, place in (("row stride +1", padded), ("offset +1", shifted), ("step 2", spread)):
         run.add(beside_aligned(f"{one}, {label}", (one,) * 3, (one,) * 3, device, place))
         run.add(beside_aligned(f"16 of {one}, {label}", (16, one, one), (16, one, one), device, place))
+    for n in shapes.CUDA_GEMM_PADDED:
+        for layout in ("NN", "NT"):
+            run.add(beside_aligned(f"{layout} {n}, row stride +1", (n,) * 3, (n,) * 3, device, padded, layout))
     if run.wants("call host time"):
         a, b = (torch.randn(8, 8, device=device) for _ in range(2))
         own = ("torch.mm", lambda: torch.mm(a, b))

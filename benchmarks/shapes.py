@@ -81,6 +81,7 @@ CUDA_GEMM_UNALIGNED = (
     ((4096, 4096, 4100), (4096, 4096, 4096)),
     ((16, 4097, 4097), (16, 4096, 4096)),
 )
+CUDA_GEMM_PADDED = (512, 1024, 2048)  # cubes whose operands both begin anywhere, NN and NT
 CUDA_GEMM_FUSED_BARS = {"gelu(addmm)": Bar(each=1.12), "_addmm_activation": Bar(each=1.03)}
 
 CUDA_ATTN_TOKENS, CUDA_ATTN_HIDDEN = 16384, 2048

@@ -34,9 +34,11 @@ static bool is_aligned(const gk_tensor *t, uint8_t layout) {
     return good;
 }
 
-/* gemm_sm90a reads such rows where they lie, and which of its rows is fastest depends on their stride. */
+/* gemm_sm90a reads such rows where they lie, beside a b, or its copy, along n; and which of its rows is fastest depends on their
+ * stride. */
 static uint8_t lines_of(const gk_gemm_args *g, const gk_gemm_key *key) {
-    if (key->a != 'N' || key->b != 'N' || gk_dtype_bytes(g->a.dtype) != 2 || (key->aligned & GK_ALIGNED_A)) return 0;
+    if (key->a != 'N' || gk_dtype_bytes(g->a.dtype) != 2 || (key->aligned & GK_ALIGNED_A)) return 0;
+    if (key->b != 'N' && (key->b != 'T' || (key->aligned & GK_ALIGNED_B))) return 0;
     return (uint8_t)((1 + gk_line_classes_log2(g->a.stride[g->a.ndim - 2])) << GK_LINES_SHIFT);
 }
 

@@ -568,18 +568,47 @@ def test_rows_of_a_are_read_in_lines(dtype, tile, beside, offset):
 
 
 @HOPPER
-def test_rows_in_lines_beside_a_copy():
-    """Both operands begin anywhere: b is copied, a is not; small products copy both, which is faster. One graph, any contents."""
+@pytest.mark.parametrize("layout", ("NN", "NT"))
+@pytest.mark.parametrize("dtype", (BF16, torch.float16), ids=str)
+def test_rows_in_lines_beside_a_copy(dtype, layout):
+    """Both operands begin anywhere: b is copied, and turned if it is dense along k, a is not; small products copy both, which is
+    faster. Classes of equally many rows and of some more, batches of either or both. One graph, any contents."""
+
+    def left(*shape, beside=1, offset=1):
+        return in_nan(on_gpu(*shape, dtype=dtype), beside, offset)
+
+    def right(*shape, beside=1, offset=1):
+        *batch, k, n = shape
+        x = on_gpu(*batch, *((k, n) if layout == "NN" else (n, k)), seed=1, dtype=dtype)
+        return in_nan(x, beside, offset) if layout == "NN" else in_nan(x, beside, offset).mT
+
     for size, copied in ((2048, 1), (4096, 1), (1024, 2)):
-        a, b = in_nan(on_gpu(size, size), 1, 1), in_nan(on_gpu(size, size, seed=1), 1, 1)
+        a, b = left(size, size), right(size, size)
         assert torch_gpukern.explain("gemm", a, b)["workspace_bytes"] == copied * 2 * size * size
         assert_close_as(torch_gemm(a, b), ops.gemm(a, b), a.double() @ b.double())
-    a, b = in_nan(on_gpu(2048, 2048), 1, 0), in_nan(on_gpu(2048, 1024), 1, 0)
+    for of_a, of_b, (m, n, k), beside in (
+        ((), (), (2051, 1003, 3001), 2),
+        ((2,), (2,), (1020, 1530, 3100), 4),
+        ((3,), (), (680, 1500, 2900), 3),
+        ((), (2,), (2200, 1290, 2040), 0),
+    ):
+        a, b = (
+            left(*of_a, m, k, beside=(beside - k) % 8),
+            right(*of_b, k, n, beside=(3 - n if layout == "NN" else 5 - k) % 8),
+        )
+        plan = json.loads(ops.explain_gemm(a, b))
+        assert plan["tile"][3] == 8 // math.gcd(8, beside)
+        assert plan["workspace_bytes"] == math.prod(of_b) * k * -(-n // 8) * 8 * 2
+        bias = on_gpu(n, seed=2, dtype=dtype)
+        out, exact = ops.gemm(a, b, bias, activation="relu"), a.double() @ b.double() + bias.double()
+        assert same_bits(out, ops.gemm(a, b, bias, activation="relu"))
+        assert_close_as(torch_gemm(a, b, bias, activation="relu"), out, exact.relu())
+    a, b = left(2048, 2048, offset=0), right(2048, 1024, offset=0)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = ops.gemm(a, b)
     for again in range(2):
-        a.mul_(-1 - again), graph.replay()
+        a.mul_(-1 - again), b.add_(1), graph.replay()
         assert same_bits(out, ops.gemm(a, b))
 
 

@@ -243,6 +243,15 @@ static check_tensor row_major(gk_dtype dtype, const int64_t *batch, int64_t rows
     return check_tensor_make(dtype, (int)ndim, shape, NULL, 1, pad);
 }
 
+/* The same matrix stored column by column: another's transpose. */
+static check_tensor column_major(gk_dtype dtype, const int64_t *batch, int64_t rows, int64_t cols, int64_t pad) {
+    check_tensor x = row_major(dtype, batch, cols, rows, pad);
+    const int d = x.t.ndim - 2;
+    const int64_t stride = x.t.stride[d];
+    x.t.shape[d] = rows, x.t.shape[d + 1] = cols, x.t.stride[d] = x.t.stride[d + 1], x.t.stride[d + 1] = stride;
+    return x;
+}
+
 static void gemm_draw(gk_dtype dtype, bool large) {
     static const int64_t sizes[] = {1, 7, 8, 16, 33, 64, 100, 128, 130, 257, 512, 1000};
     static const int64_t wide[] = {512, 1000, 1024, 2048}, narrow[] = {1, 2, 4, 8, 16, 64}, deep[] = {2048, 4096, 8192};
@@ -277,11 +286,12 @@ static void gemm_draw(gk_dtype dtype, bool large) {
     shape[ndim] = m, shape[ndim + 1] = n;
     int64_t c = check_below(8), column[2] = {m, 1};
     gk_dtype out = dtype != GK_F64 && check_below(3) == 0 ? GK_F32 : dtype, added = check_below(2) ? out : dtype;
-    if (check_below(6) ==
-        0) /* rows of a that begin anywhere beside rows of b, aligned if b begins so: gemm_sm90a reads a in lines */
-        g.a = row_major(dtype, batch[0], m, k, check_below(12)),
-        g.b = row_major(dtype, batch[1], k, n, (8 - n % 8) % 8);
-    else
+    /* rows of a that begin anywhere beside rows of b, aligned if b begins so, or columns: gemm_sm90a reads a in lines */
+    if (check_below(6) == 0) {
+        g.a = row_major(dtype, batch[0], m, k, check_below(12));
+        g.b = check_below(3) ? row_major(dtype, batch[1], k, n, (8 - n % 8) % 8)
+                             : column_major(dtype, batch[1], k, n, check_below(12));
+    } else
         g.a = operand(dtype, batch[0], m, k), g.b = operand(dtype, batch[1], k, n);
     g.bias = check_tensor_make(check_below(2) ? out : dtype, 1, &n, NULL, 1 + (check_below(4) == 0), 0);
     g.c = c == 0   ? check_dense(added, 1, &n)

@@ -107,6 +107,10 @@ static void check_classes(void) {
     check_class("all alike", &g, "32x48x64:NN" PLAIN "1bo");
     g.b.stride[0] = 1, g.b.stride[1] = 64;
     check_class("beside columns of b", &g, "32x48x64:NT" PLAIN "-bo");
+    g.b.stride[1] = 65;
+    check_class("that begin anywhere, too", &g, "32x48x64:NT" PLAIN "1-o");
+    g.b.stride[0] = 2;
+    check_class("beside a b dense nowhere", &g, "32x48x64:NS" PLAIN "--o");
 }
 
 /* ---- texts ------------------------------------------------------------------------------------- */

@@ -53,6 +53,7 @@ static void check_matrix() {
     const bool good = realign_plan(memory + origin, inner, outer, dense, outer_stride, ndim, shape, copied, &x);
     const int64_t ld = gk_round_up(inner, 8);
     check(good && realign_bytes(x) == entries * outer * ld * 2, "bytes", realign_bytes(x), entries * outer * ld * 2);
+    check(x.turned == (dense != 1 && outer_stride == 1 ? 2 : 0) && x.inner == inner, "turned", dense, x.turned);
     uint16_t *copy = (uint16_t *)malloc((size_t)realign_bytes(x));
     for (uint32_t i = 0; i < x.total; ++i) copy_chunk(x, i, copy + i * 8);
     int64_t at[4] = {};
@@ -84,7 +85,7 @@ static void check_matrix_32() {
     const bool good = realign_plan_32(words + origin, inner, outer, step, outer_stride, ndim, shape, copied, &x);
     const int64_t ld = gk_round_up(inner, 4);
     check(good && realign_bytes(x) == entries * outer * ld * 4, "bytes", realign_bytes(x), entries * outer * ld * 4);
-    check(x.turned == (step != 1) && x.chunks.by == ld / 4 && x.inner == 2 * inner, "turned", step, x.turned);
+    check(x.turned == (step != 1 ? 4 : 0) && x.chunks.by == ld / 4 && x.inner == 2 * inner, "turned", step, x.turned);
     uint32_t *copy = (uint32_t *)malloc((size_t)realign_bytes(x));
     for (uint32_t i = 0; !x.turned && i < x.total; ++i) copy_chunk(x, i, (uint16_t *)copy + i * 8);
     for (uint32_t e = 0; x.turned && e < x.total / x.chunks.by / x.outer.by; ++e)

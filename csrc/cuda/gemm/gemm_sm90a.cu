@@ -3,7 +3,7 @@
  *
  * a [batch, M, K]  b [batch, K, N]   each dense along k or along its other dimension, other strides multiples of 16 bytes;
  *                                    one that is not is copied first (gemm_realign_sm90a), into the call's workspace, but an
- *                                    a along k beside a b along n, which may be read in lines;
+ *                                    a along k beside a b along n, as it lies or its copy: may be read in lines;
  *                                    tf32: a along k, b along k, or along n, which turns the product (tf32.cuh)
  * bias [N], c broadcasts, out [batch, M, N], preact like out; float32 sums, one rounding
  * Grid: as many clusters, of one or two blocks, as fit the GPU; each takes tiles BM x BN, in the order of order.cuh, until none is
@@ -564,8 +564,8 @@ gk_status start(const gk_cuda_row *row, const Instance &in, const gk_context *ct
     };
     /* tma would write the row past a class that has one less */
     const bool even = !lines || o.lines % (1 << o.classes_log2) == 0;
-    x->plain = by_panels && chunks &&
-               (!in.by_tma || (even && maps(out, &x->out) && (!e.preact || maps(preact, &x->preact))));
+    x->plain =
+        by_panels && chunks && (!in.by_tma || (even && maps(out, &x->out) && (!e.preact || maps(preact, &x->preact))));
     /* two columns share an activation's inverse, and what stands past an odd last column is not the same in every run */
     x->ragged = by_panels && !x->plain && dtype != GK_F32 && (cols % 2 == 0 || e.activation <= GK_ACT_RELU);
     x->straight =

@@ -118,12 +118,13 @@ inline TensorShape class_of(const Operands &o, gk_dtype dtype, int j) {
                       p.k + o.skew[j], p.a_m, 1, p, p.a_batch, false);
 }
 
-/* The same without a copy of a: dense along k, its rows may begin anywhere, but alike in all batch entries. b is dense along n:
- * its boxes begin at any k, and so where position 0 of a class is. */
+/* The same without a copy of a: dense along k, its rows may begin anywhere, but alike in all batch entries. b, or its copy, is
+ * dense along n: its boxes begin at any k, and so where position 0 of a class is. */
 inline bool operands_in_lines_of(gk_dtype dtype, void *workspace, Operands *o) {
     GemmProblem &p = o->p;
     GemmEpilogue &e = p.epilogue;
-    if (dtype == GK_F32 || p.a_k != 1 || p.b_n != 1 || p.a_m < 1 || p.ndim > TENSOR_DIMS - 3) return false;
+    if (dtype == GK_F32 || p.a_k != 1 || (p.b_n != 1 && p.b_k != 1) || p.a_m < 1 || p.ndim > TENSOR_DIMS - 3)
+        return false;
     if (p.k > INT32_MAX - 256) return false; /* positions are 32 bits wide */
     const int log2 = gk_line_classes_log2(p.a_m), classes = 1 << log2;
     if (p.m < classes) return false;

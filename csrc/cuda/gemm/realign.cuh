@@ -1,5 +1,6 @@
 /* realign.cuh: an aligned copy, in a call's workspace, of a matrix of 16-bit elements that cannot be read 16 bytes at a time
- * where it lies. Dense rows of float32 are rows of twice as many; where inner is not dense, float32 is `turned`, in tiles.
+ * where it lies. Dense rows of float32 are rows of twice as many; where inner is not dense but outer may be, it is `turned`, in
+ * tiles: float32 always, 16 bits if outer is.
  *   from [entries][outer][inner], any strides   ->   to [entries][outer][ld], ld = inner rounded up to 8, zeros from inner on
  * inner is the dimension that is dense, or whose stride is smaller. An entry that the batch repeats is copied once.
  * Plain C++ but for the kernel (gemm_realign_sm90a.cu), so that the tests walk the same functions. */
@@ -20,7 +21,7 @@ struct RealignMatrix {
     int64_t begin, end;                 /* of an entry, from its first row's first element on; 0, 0: not dense */
     int32_t inner, ndim;
     uint32_t total;                             /* chunks of the copy */
-    bool turned;                                /* elements of 32 bits: strides count those, inner their halves */
+    int32_t turned;                             /* 0, or bytes of the elements that strides count; inner: 16 bits */
     Divisor chunks, outer, batch[REALIGN_DIMS]; /* sizes; of batch dimensions those that `from` walks */
     int64_t stride[REALIGN_DIMS];
 };
@@ -84,7 +85,8 @@ inline bool realign_plan(const void *from, int64_t inner, int64_t outer, int64_t
     const int64_t last = (outer - 1) * outer_stride;
     x->begin = inner_stride == 1 ? gk_min_i64(0, last) : 0;
     x->end = inner_stride == 1 ? gk_max_i64(0, last) + inner : 0;
-    x->inner = (int32_t)inner, x->ndim = 0, x->turned = false, x->total = (uint32_t)total;
+    x->inner = (int32_t)inner, x->ndim = 0, x->total = (uint32_t)total;
+    x->turned = inner_stride != 1 && outer_stride == 1 ? 2 : 0;
     x->chunks = divisor_of((uint32_t)chunks), x->outer = divisor_of((uint32_t)outer);
     for (int d = 0; d < ndim; ++d)
         if (stride[d]) x->batch[x->ndim] = divisor_of((uint32_t)shape[d]), x->stride[x->ndim++] = stride[d];
@@ -104,7 +106,7 @@ inline bool realign_plan_32(const void *from, int64_t inner, int64_t outer, int6
     if (!realign_plan(from, 2 * inner, outer, inner_stride, from_unit * outer_stride, ndim, shape, copied, x))
         return false;
     for (int d = 0; d < ndim; ++d) stride[d] = copied[d] / 2;
-    x->turned = turned;
+    x->turned = turned ? 4 : 0;
     return true;
 }
 

@@ -101,7 +101,10 @@ inline bool in_chunks(const void *data, gk_dtype dtype, int64_t x_stride, int64_
 
 inline double copies_us(const Operands &o) {
     const double bytes = 2.0 * (double)o.bytes, many = bytes - REALIGN_FAST_BYTES;
-    return o.bytes > 0 ? REALIGN_US + bytes / REALIGN_BYTES_PER_US + (many > 0 ? many / REALIGN_MANY_PER_US : 0) : 0;
+    const double turned = o.copied[1] && o.copies[1].turned == 2 ? bytes / REALIGN_TURNED_PER_US : 0;
+    return o.bytes > 0
+               ? REALIGN_US + bytes / REALIGN_BYTES_PER_US + (many > 0 ? many / REALIGN_MANY_PER_US : 0) + turned
+               : 0;
 }
 
 /* Whether copies and a product are worth their `us`. p: the problem before them; o: if all is copied that can be. */
@@ -147,7 +150,8 @@ inline Ways ways_of(gk_dtype dtype, bool turned, const GemmProblem &p) {
     Ways w;
     w.plain.p = problem_of(p, turned);
     w.has_plain = operands_of(dtype, turned, NULL, &w.plain), w.has_lines = false;
-    if (w.has_plain && w.plain.copied[0] && !turned)
+    /* a b along k that needs no copy would need a turned one */
+    if (w.has_plain && w.plain.copied[0] && !turned && (p.b_n == 1 || w.plain.copied[1]))
         w.lines.p = p, w.has_lines = operands_in_lines_of(dtype, NULL, &w.lines);
     return w;
 }
