@@ -1,6 +1,6 @@
 /* realign.cuh: an aligned copy, in a call's workspace, of a matrix of 16-bit elements that cannot be read 16 bytes at a time
- * where it lies. Dense rows of float32 are rows of twice as many; where inner is not dense but outer may be, it is `turned`, in
- * tiles: float32 always, 16 bits if outer is.
+ * where it lies. Dense rows of float32 are rows of twice as many. Where inner is not dense it is `turned`, in tiles: float32 in any
+ * case, 16 bits where outer is dense.
  *   from [entries][outer][inner], any strides   ->   to [entries][outer][ld], ld = inner rounded up to 8, zeros from inner on
  * inner is the dimension that is dense, or whose stride is smaller. An entry that the batch repeats is copied once.
  * Plain C++ but for the kernel (gemm_realign_sm90a.cu), so that the tests walk the same functions. */
