@@ -286,7 +286,8 @@ static void gemm_draw(gk_dtype dtype, bool large) {
     shape[ndim] = m, shape[ndim + 1] = n;
     int64_t c = check_below(8), column[2] = {m, 1};
     gk_dtype out = dtype != GK_F64 && check_below(3) == 0 ? GK_F32 : dtype, added = check_below(2) ? out : dtype;
-    /* rows of a that begin anywhere beside rows of b, aligned if b begins so, or columns: gemm_sm90a reads a in lines */
+    /* rows of a that begin anywhere beside rows of b, aligned if b begins so: gemm_sm90a reads a in lines; or beside columns,
+     * where it does so from sizes on that are drawn seldom (tests/test_cuda.py has them) */
     if (check_below(6) == 0) {
         g.a = row_major(dtype, batch[0], m, k, check_below(12));
         g.b = check_below(3) ? row_major(dtype, batch[1], k, n, (8 - n % 8) % 8)
