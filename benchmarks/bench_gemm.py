@@ -139,8 +139,8 @@ def beside_aligned(
     label: str, odd: tuple, aligned: tuple, device: torch.device, place=lambda x: x, layout="NN"
 ) -> Case:
     """Ours on a size or a place that suits no vector load, beside ours on the neighbour (both M, N, K) that does.
-    place(x) -> the same values elsewhere, of x as it is stored. Whatever one of the two has more of along K is 0, so that both results agree
-    where they overlap."""
+    place(x) -> the same values elsewhere, of x as it is stored. Whatever one of the two has more of along K is 0, so that
+    both results agree where they overlap."""
     (m, n, k), (m_al, n_al, k_al) = odd, aligned
     made = cuda_case("unaligned bf16", m, k, n, "bf16", device)
     made.label, made.rotate = label, m <= 64
@@ -150,12 +150,14 @@ def beside_aligned(
     def make():
         a, b = make_inputs(max(m, m_al), max(k, k_al), max(n, n_al), torch.bfloat16, device, "NN")
         a[:, min(k, k_al) :], b[min(k, k_al) :] = 0, 0
-        ours, theirs = (a[:m, :k], b[:k, :n]), (a[:m_al, :k_al], b[:k_al, :n_al])
 
-        def stored(x: Tensor, side: str, place) -> Tensor:
-            return place(x.contiguous()) if side == "N" else place(x.mT.contiguous()).mT
+        def stored(pair: tuple[Tensor, Tensor], place) -> list[Tensor]:
+            return [
+                place(x.contiguous()) if side == "N" else place(x.mT.contiguous()).mT
+                for x, side in zip(pair, layout, strict=True)
+            ]
 
-        return *map(stored, ours, layout, (place, place)), *map(stored, theirs, layout, (lambda x: x,) * 2)
+        return *stored((a[:m, :k], b[:k, :n]), place), *stored((a[:m_al, :k_al], b[:k_al, :n_al]), lambda x: x)
 
     made.make = make
     made.ours = lambda a, b, *_: torch_gpukern.gemm(a, b)

@@ -214,41 +214,33 @@ static struct {
     check_tensor a, b, bias, c, out, preact;
 } g;
 
+/* Matrices by rows or by columns, their elements `step` apart and `pad` left out after each of those; swapped: the first two
+ * batch dimensions in exchanged places. */
+static check_tensor stored(gk_dtype dtype, const int64_t *batch, int64_t rows, int64_t cols, bool columns, bool swapped,
+                           int64_t step, int64_t pad) {
+    int64_t shape[GK_MAX_DIMS] = {0};
+    int order[GK_MAX_DIMS] = {0}, ndim = (int)batch[0] + 2;
+    for (int d = 0; d < ndim; ++d) {
+        order[d] = columns && d >= ndim - 2 ? 2 * ndim - 3 - d : d;
+        shape[d] = d < ndim - 2 ? batch[d + 1] : d == ndim - 2 ? rows : cols;
+    }
+    if (swapped) order[0] = 1, order[1] = 0;
+    return check_tensor_make(dtype, ndim, shape, order, step, pad);
+}
+
 /* A matrix [batch..., rows, cols]: row-major, column-major, every second element, mirrored, or one row repeated; the two
  * outermost dimensions of a batch now and then in the other order. */
 static check_tensor operand(gk_dtype dtype, const int64_t *batch, int64_t rows, int64_t cols) {
-    int64_t shape[GK_MAX_DIMS] = {0};
-    int order[GK_MAX_DIMS] = {0}, ndim = (int)batch[0] + 2;
+    const int ndim = (int)batch[0] + 2;
     int64_t layout = check_below(8) ? check_below(2) : 2 + check_below(3);
-    for (int d = 0; d < ndim; ++d) {
-        order[d] = layout == 1 && d >= ndim - 2 ? 2 * ndim - 3 - d : d;
-        shape[d] = d < ndim - 2 ? batch[d + 1] : d == ndim - 2 ? rows : cols;
-    }
-    if (ndim > 3 && check_below(3) == 0) order[0] = 1, order[1] = 0; /* of the batch */
+    const bool swapped = ndim > 3 && check_below(3) == 0;
     check_tensor x =
-        check_tensor_make(dtype, ndim, shape, order, 1 + (layout == 2), pad_for(layout == 1 ? rows : cols));
+        stored(dtype, batch, rows, cols, layout == 1, swapped, 1 + (layout == 2), pad_for(layout == 1 ? rows : cols));
     for (int d = ndim - 2; layout == 3 && gk_numel(&x.t) && d < ndim; ++d) {
-        x.t.data = (char *)x.t.data + (shape[d] - 1) * x.t.stride[d] * (int64_t)gk_dtype_bytes(dtype);
+        x.t.data = (char *)x.t.data + (x.t.shape[d] - 1) * x.t.stride[d] * (int64_t)gk_dtype_bytes(dtype);
         x.t.stride[d] = -x.t.stride[d];
     }
     if (layout == 4) x.t.stride[ndim - 2] = 0;
-    return x;
-}
-
-/* Row-major, `pad` elements between rows. */
-static check_tensor row_major(gk_dtype dtype, const int64_t *batch, int64_t rows, int64_t cols, int64_t pad) {
-    int64_t shape[GK_MAX_DIMS] = {0}, ndim = batch[0] + 2;
-    for (int64_t d = 0; d < batch[0]; ++d) shape[d] = batch[d + 1];
-    shape[ndim - 2] = rows, shape[ndim - 1] = cols;
-    return check_tensor_make(dtype, (int)ndim, shape, NULL, 1, pad);
-}
-
-/* The same matrix stored column by column: another's transpose. */
-static check_tensor column_major(gk_dtype dtype, const int64_t *batch, int64_t rows, int64_t cols, int64_t pad) {
-    check_tensor x = row_major(dtype, batch, cols, rows, pad);
-    const int d = x.t.ndim - 2;
-    const int64_t stride = x.t.stride[d];
-    x.t.shape[d] = rows, x.t.shape[d + 1] = cols, x.t.stride[d] = x.t.stride[d + 1], x.t.stride[d + 1] = stride;
     return x;
 }
 
@@ -289,9 +281,9 @@ static void gemm_draw(gk_dtype dtype, bool large) {
     /* rows of a that begin anywhere beside rows of b, aligned if b begins so: gemm_sm90a reads a in lines; or beside columns,
      * where it does so from sizes on that are drawn seldom (tests/test_cuda.py has them) */
     if (check_below(6) == 0) {
-        g.a = row_major(dtype, batch[0], m, k, check_below(12));
-        g.b = check_below(3) ? row_major(dtype, batch[1], k, n, (8 - n % 8) % 8)
-                             : column_major(dtype, batch[1], k, n, check_below(12));
+        g.a = stored(dtype, batch[0], m, k, false, false, 1, check_below(12));
+        const bool columns = check_below(3) == 0;
+        g.b = stored(dtype, batch[1], k, n, columns, false, 1, columns ? check_below(12) : (8 - n % 8) % 8);
     } else
         g.a = operand(dtype, batch[0], m, k), g.b = operand(dtype, batch[1], k, n);
     g.bias = check_tensor_make(check_below(2) ? out : dtype, 1, &n, NULL, 1 + (check_below(4) == 0), 0);

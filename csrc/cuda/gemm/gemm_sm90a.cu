@@ -3,7 +3,7 @@
  *
  * a [batch, M, K]  b [batch, K, N]   each dense along k or along its other dimension, other strides multiples of 16 bytes;
  *                                    one that is not is copied first (gemm_realign_sm90a), into the call's workspace, but an
- *                                    a along k beside a b along n, as it lies or its copy: may be read in lines;
+ *                                    a along k beside a b, or a copy of it, along n, which may be read in lines;
  *                                    tf32: a along k, b along k, or along n, which turns the product (tf32.cuh)
  * bias [N], c broadcasts, out [batch, M, N], preact like out; float32 sums, one rounding
  * Grid: as many clusters, of one or two blocks, as fit the GPU; each takes tiles BM x BN, in the order of order.cuh, until none is

@@ -1,8 +1,8 @@
 /* lines.cuh: lines of 16-bit elements that begin anywhere, as matrices that tma reads.
  *
  * Lines 8 / gcd(8, stride) apart (gk_line_classes_log2) begin equally many elements, their skew, past a multiple of 16 bytes,
- * whatever the stride: they are a class, a matrix whose position 0 is the 16 bytes around its first line's first element. Position q of a line is element
- * q - skew; what lies before a line may be anything.
+ * whatever the stride: they are a class, a matrix whose position 0 is the 16 bytes around its first line's first element.
+ * Position q of a line is element q - skew; what lies before a line may be anything.
  * Plain C++, so that the tests walk the same functions. */
 #ifndef GPUKERN_CUDA_GEMM_LINES_CUH
 #define GPUKERN_CUDA_GEMM_LINES_CUH
