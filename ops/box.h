@@ -18,8 +18,9 @@
 namespace gk {
 
 // ---- arguments that are not tensors -------------------------------------------------------------
-class String { // owns torch's string
+class String { // owns torch's string, or stands for a literal
   public:
+    explicit String(std::string_view literal) : handle_(nullptr), text_(literal) {}
     explicit String(StringHandle handle) : handle_(handle) {
         size_t length = 0;
         const char *data = "";
@@ -28,7 +29,9 @@ class String { // owns torch's string
         text_ = std::string_view(data, length);
     }
     String(const String &) = delete;
-    ~String() { torch_delete_string(handle_); }
+    ~String() {
+        if (handle_) torch_delete_string(handle_);
+    }
     operator std::string_view() const { return text_; }
 
   private:
@@ -151,5 +154,12 @@ template <class R> void call(R (*kernel)(), StableIValue *stack, uint64_t) {
 template <auto kernel> void boxed(StableIValue *stack, uint64_t num_args, uint64_t) { call(kernel, stack, num_args); }
 
 using Library = torch::stable::detail::StableLibrary;
+
+// An op's kernel, and the same for its twin `_name`: what Python calls where nothing but this kernel would see the call. Autograd
+// passes the twin by; whoever else looks at calls is handed the op (torch_gpukern/_library.py).
+template <auto kernel> void impl_with_twin(Library &m, const char *name) {
+    m.impl(name, boxed<kernel>);
+    m.impl((std::string("_") + name).c_str(), boxed<kernel>);
+}
 
 } // namespace gk

@@ -386,16 +386,16 @@ std::tuple<Tensor, Tensor> attn_merge(MergeArgs &x) {
 }
 
 void implement(Library &m) {
-    m.impl("flash_attn", boxed<forward<DenseArgs>>);
-    m.impl("flash_attn_fwd", boxed<forward_lse<DenseArgs>>);
+    impl_with_twin<forward<DenseArgs>>(m, "flash_attn");
+    impl_with_twin<forward_lse<DenseArgs>>(m, "flash_attn_fwd");
     m.impl("flash_attn_bwd", boxed<flash_attn_bwd>);
     m.impl("explain_flash_attn", boxed<explain<DenseArgs>>);
     m.impl("explain_flash_attn_bwd", boxed<explain_bwd>);
-    m.impl("flash_attn_varlen", boxed<forward<PackedArgs>>);
-    m.impl("flash_attn_varlen_fwd", boxed<forward_lse<PackedArgs>>);
+    impl_with_twin<forward<PackedArgs>>(m, "flash_attn_varlen");
+    impl_with_twin<forward_lse<PackedArgs>>(m, "flash_attn_varlen_fwd");
     m.impl("flash_attn_varlen_bwd", boxed<flash_attn_varlen_bwd>);
     m.impl("explain_flash_attn_varlen", boxed<explain<PackedArgs>>);
-    m.impl("attn_merge", boxed<attn_merge>);
+    impl_with_twin<attn_merge>(m, "attn_merge");
 }
 
 } // namespace

@@ -268,8 +268,8 @@ void kv_cache_write(WriteArgs &x) {
 }
 
 void implement(Library &m) {
-    m.impl("paged_attn", boxed<paged_attn>);
-    m.impl("paged_attn_fwd", boxed<paged_attn_fwd>);
+    impl_with_twin<paged_attn>(m, "paged_attn");
+    impl_with_twin<paged_attn_fwd>(m, "paged_attn_fwd");
     m.impl("explain_paged_attn", boxed<explain_paged_attn>);
     m.impl("kv_cache_write", boxed<kv_cache_write>);
 }

@@ -45,27 +45,34 @@
 
 namespace {
 
+// An op and its twin `_name`, which has no gradient; see impl_with_twin.
+void def_with_twin(gk::Library &m, const char *schema) {
+    m.def(schema);
+    m.def((std::string("_") + schema).c_str());
+}
+
 void define(gk::Library &m) {
-    m.def("gemm" GEMM_ARGS " -> Tensor");
-    m.def("gemm_fwd" GEMM_ARGS " -> (Tensor out, Tensor? preact)");
+    def_with_twin(m, "gemm" GEMM_ARGS " -> Tensor");
+    def_with_twin(m, "gemm_fwd" GEMM_ARGS " -> (Tensor out, Tensor? preact)");
+    m.def("_mm(Tensor a, Tensor b) -> Tensor");
     m.def("gemm_act_bwd(Tensor grad_out, Tensor saved, str activation) -> Tensor");
     m.def("explain_gemm" GEMM_ARGS " -> str");
 
-    m.def("flash_attn" FLASH_ATTN_ARGS " -> Tensor");
-    m.def("flash_attn_fwd" FLASH_ATTN_ARGS OUT_LSE);
+    def_with_twin(m, "flash_attn" FLASH_ATTN_ARGS " -> Tensor");
+    def_with_twin(m, "flash_attn_fwd" FLASH_ATTN_ARGS OUT_LSE);
     m.def("flash_attn_bwd" FLASH_ATTN_BWD_ARGS GRADIENTS);
     m.def("explain_flash_attn" FLASH_ATTN_ARGS " -> str");
     m.def("explain_flash_attn_bwd" FLASH_ATTN_BWD_ARGS " -> str");
 
-    m.def("flash_attn_varlen" FLASH_ATTN_VARLEN_ARGS " -> Tensor");
-    m.def("flash_attn_varlen_fwd" FLASH_ATTN_VARLEN_ARGS OUT_LSE);
+    def_with_twin(m, "flash_attn_varlen" FLASH_ATTN_VARLEN_ARGS " -> Tensor");
+    def_with_twin(m, "flash_attn_varlen_fwd" FLASH_ATTN_VARLEN_ARGS OUT_LSE);
     m.def("flash_attn_varlen_bwd" FLASH_ATTN_VARLEN_BWD_ARGS GRADIENTS);
     m.def("explain_flash_attn_varlen" FLASH_ATTN_VARLEN_ARGS " -> str");
 
-    m.def("attn_merge(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b)" OUT_LSE);
+    def_with_twin(m, "attn_merge(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b)" OUT_LSE);
 
-    m.def("paged_attn" PAGED_ATTN_ARGS " -> Tensor");
-    m.def("paged_attn_fwd" PAGED_ATTN_ARGS OUT_LSE);
+    def_with_twin(m, "paged_attn" PAGED_ATTN_ARGS " -> Tensor");
+    def_with_twin(m, "paged_attn_fwd" PAGED_ATTN_ARGS OUT_LSE);
     m.def("explain_paged_attn" PAGED_ATTN_ARGS " -> str");
     m.def("kv_cache_write(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
           "Tensor slots, Tensor? k_scale=None, Tensor? v_scale=None) -> ()");

@@ -2,6 +2,7 @@
 FLOP formulas.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Literal, overload
 
@@ -23,24 +24,21 @@ from .._library import (
     ops,
     public,
     refuse_backward,
+    twin,
 )
 from . import laws
 
 __all__ = ["attn_merge", "flash_attn", "flash_attn_varlen"]
 
-_flash_attn = ops.flash_attn.default
-_flash_attn_fwd = ops.flash_attn_fwd.default
-_flash_attn_varlen = ops.flash_attn_varlen.default
-_flash_attn_varlen_fwd = ops.flash_attn_varlen_fwd.default
+_below, _below_fwd = twin("flash_attn"), twin("flash_attn_fwd")
+_below_varlen, _below_varlen_fwd = twin("flash_attn_varlen"), twin("flash_attn_varlen_fwd")
+_below_merge = twin("attn_merge")
+_call, _call_fwd = public("flash_attn", _below), public("flash_attn_fwd", _below_fwd)
+_call_varlen = public("flash_attn_varlen", _below_varlen)
+_call_varlen_fwd = public("flash_attn_varlen_fwd", _below_varlen_fwd)
 _attn_merge = ops.attn_merge.default
-
-_call, _call_fwd = public("flash_attn"), public("flash_attn_fwd")
-_call_varlen, _call_varlen_fwd = public("flash_attn_varlen"), public("flash_attn_varlen_fwd")
-_bare_fwd = bare(_flash_attn_fwd)
 _bare_bwd = bare(ops.flash_attn_bwd.default)
-_bare_varlen_fwd = bare(_flash_attn_varlen_fwd)
 _bare_varlen_bwd = bare(ops.flash_attn_varlen_bwd.default)
-_bare_merge = bare(_attn_merge)
 
 
 @overload
@@ -469,7 +467,7 @@ class _FlashAttn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, want_lse, q, k, v, *rest):
-        out, lse = call_below(_bare_fwd, (q, k, v, *rest))
+        out, lse = _below_fwd(q, k, v, *rest)
         ctx.save_for_backward(q, k, v, out, lse, *rest[6:])
         ctx.rules = rest[:6]
         if not want_lse:
@@ -496,7 +494,7 @@ class _FlashAttnVarlen(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, want_lse, q, k, v, *rest):
-        out, lse = call_below(_bare_varlen_fwd, (q, k, v, *rest))
+        out, lse = _below_varlen_fwd(q, k, v, *rest)
         ctx.save_for_backward(q, k, v, out, lse, *rest[:2], *rest[9:])
         ctx.bounds = rest[2:4]
         ctx.rules = rest[4:9]
@@ -526,10 +524,9 @@ def _call_bwd(op, args):
     return call_below(op, args)
 
 
-def _register_autograd(name: str, op, function, want_lse: bool, slopes_at: int) -> None:
+def _register_autograd(name: str, below: Callable, function, want_lse: bool, slopes_at: int) -> None:
     """An Autograd kernel; alibi_slopes is argument `slopes_at` after v, sinks the next."""
     apply = apply_of(function)
-    op = bare(op)
 
     @autograd(name)
     def kernel(q, k, v, *rest):
@@ -545,13 +542,13 @@ def _register_autograd(name: str, op, function, want_lse: bool, slopes_at: int) 
                 wanted = wanted or (sinks is not None and sinks.requires_grad)
             if wanted:
                 return apply(want_lse, q, k, v, *rest)
-        return call_below(op, (q, k, v, *rest))
+        return below(q, k, v, *rest)
 
 
-_register_autograd("flash_attn", _flash_attn, _FlashAttn, False, 6)
-_register_autograd("flash_attn_fwd", _flash_attn_fwd, _FlashAttn, True, 6)
-_register_autograd("flash_attn_varlen", _flash_attn_varlen, _FlashAttnVarlen, False, 9)
-_register_autograd("flash_attn_varlen_fwd", _flash_attn_varlen_fwd, _FlashAttnVarlen, True, 9)
+_register_autograd("flash_attn", _below, _FlashAttn, False, 6)
+_register_autograd("flash_attn_fwd", _below_fwd, _FlashAttn, True, 6)
+_register_autograd("flash_attn_varlen", _below_varlen, _FlashAttnVarlen, False, 9)
+_register_autograd("flash_attn_varlen_fwd", _below_varlen_fwd, _FlashAttnVarlen, True, 9)
 refuse_backward("flash_attn_bwd", "flash_attn: it is not twice differentiable")
 refuse_backward("flash_attn_varlen_bwd", "flash_attn_varlen: it is not twice differentiable")
 
@@ -559,7 +556,7 @@ refuse_backward("flash_attn_varlen_bwd", "flash_attn_varlen: it is not twice dif
 class _AttnMerge(torch.autograd.Function):
     @staticmethod
     def forward(ctx, out_a, lse_a, out_b, lse_b):
-        out, lse = call_below(_bare_merge, (out_a, lse_a, out_b, lse_b))
+        out, lse = _below_merge(out_a, lse_a, out_b, lse_b)
         ctx.save_for_backward(out_a, lse_a, out_b, lse_b, lse)
         ctx.set_materialize_grads(False)
         return out, lse
@@ -593,7 +590,7 @@ _apply_merge = apply_of(_AttnMerge)
 def _attn_merge_autograd(*args):
     if is_grad_enabled() and any_requires_grad(*args):
         return _apply_merge(*args)
-    return call_below(_bare_merge, args)
+    return _below_merge(*args)
 
 
 # ---- autocast ------------------------------------------------------------------------------------

@@ -13,12 +13,12 @@ from .._library import (
     bare,
     below_autocast,
     below_autograd,
-    call_below,
     fake,
     is_grad_enabled,
     ops,
     public,
     refuse_backward,
+    twin,
 )
 from . import laws
 
@@ -26,9 +26,9 @@ __all__ = ["gemm"]
 
 _gemm = ops.gemm.default
 
-_call = public("gemm")
+_below, _below_fwd = twin("gemm"), twin("gemm_fwd")
+_call, _call_mm = public("gemm", _below), public("gemm", twin("gemm", "_mm"))
 _bare = bare(_gemm)
-_bare_fwd = bare(ops.gemm_fwd.default)
 _bare_act_bwd = bare(ops.gemm_act_bwd.default)
 
 
@@ -90,7 +90,7 @@ def gemm(
         fp32_precision = "tf32" if tf32 else "ieee"
     plain = alpha == 1 and beta == 1 and activation == "none" and fp32_precision == "ieee"
     if plain and bias is None and c is None and out_dtype is None:
-        return _call(a, b)  # the schema fills in the rest sooner than it reads it
+        return _call_mm(a, b)
     return _call(a, b, bias, c, alpha, beta, activation, out_dtype, fp32_precision)
 
 
@@ -191,12 +191,11 @@ class _Gemm(torch.autograd.Function):
         out_dtype=None,
         fp32_precision="ieee",
     ):
-        with below_autograd():
-            if activation == "none" or activation == "relu":
-                out = _bare(a, b, bias, c, alpha, beta, activation, out_dtype, fp32_precision)
-                saved = out if activation == "relu" else None
-            else:
-                out, saved = _bare_fwd(a, b, bias, c, alpha, beta, activation, out_dtype, fp32_precision)
+        if activation == "none" or activation == "relu":
+            out = _below(a, b, bias, c, alpha, beta, activation, out_dtype, fp32_precision)
+            saved = out if activation == "relu" else None
+        else:
+            out, saved = _below_fwd(a, b, bias, c, alpha, beta, activation, out_dtype, fp32_precision)
         # An operand is kept only where the other's gradient reads it; of bias and c the shape and
         # dtype are enough.
         needs_a, needs_b = ctx.needs_input_grad[:2]
@@ -264,7 +263,7 @@ def _gemm_autograd(a, b, bias=None, c=None, *rest):
         or (c is not None and c.requires_grad)
     ):
         return _apply(a, b, bias, c, *rest)
-    return call_below(_bare, (a, b, bias, c, *rest))
+    return _below(a, b, bias, c, *rest)
 
 
 refuse_backward("gemm_fwd", "gemm_fwd has no backward; gpukern::gemm has")

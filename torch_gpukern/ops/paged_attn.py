@@ -22,6 +22,7 @@ from .._library import (
     ops,
     public,
     refuse_backward,
+    twin,
 )
 from . import laws
 
@@ -30,7 +31,8 @@ __all__ = ["kv_cache_write", "paged_attn"]
 _paged_attn = ops.paged_attn.default
 _paged_attn_fwd = ops.paged_attn_fwd.default
 _kv_cache_write = ops.kv_cache_write.default
-_call, _call_fwd = public("paged_attn"), public("paged_attn_fwd")
+_call = public("paged_attn", twin("paged_attn"))
+_call_fwd = public("paged_attn_fwd", twin("paged_attn_fwd"))
 _bare_write = bare(_kv_cache_write)
 
 
