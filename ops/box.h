@@ -40,13 +40,13 @@ class String { // owns torch's string, or stands for a literal
 };
 
 struct OptDouble {
-    bool given;
-    double value;
+    bool given = false;
+    double value = 0;
 };
 
 struct OptDtype {
-    bool given;
-    int32_t code; // torch's number
+    bool given = false;
+    int32_t code = 0; // torch's number
 };
 
 // ---- from the stack -----------------------------------------------------------------------------
@@ -134,8 +134,8 @@ template <class... T> void box(StableIValue *stack, std::tuple<T...> &&results) 
 }
 
 // ---- what torch calls ---------------------------------------------------------------------------
-template <class Args, class R> void call(R (*kernel)(Args &), StableIValue *stack, uint64_t n) {
-    constexpr size_t members = count_members<Args>();
+template <size_t first, class Args, class R> void call(R (*kernel)(Args &), StableIValue *stack, uint64_t n) {
+    constexpr size_t members = first ? first : count_members<Args>();
     if (n != members) throw std::logic_error("gpukern: a schema and its kernel differ");
     Args args = unbox<Args>(stack, std::make_index_sequence<members>());
     if constexpr (std::is_void_v<R>)
@@ -144,22 +144,27 @@ template <class Args, class R> void call(R (*kernel)(Args &), StableIValue *stac
         box(stack, kernel(args));
 }
 
-template <class R> void call(R (*kernel)(), StableIValue *stack, uint64_t) {
+template <size_t, class R> void call(R (*kernel)(), StableIValue *stack, uint64_t) {
     if constexpr (std::is_void_v<R>)
         kernel();
     else
         box(stack, kernel());
 }
 
-template <auto kernel> void boxed(StableIValue *stack, uint64_t num_args, uint64_t) { call(kernel, stack, num_args); }
+// With `first` the schema ends after as many arguments, and the others have the values that Args gives them.
+template <auto kernel, size_t first = 0> void boxed(StableIValue *stack, uint64_t num_args, uint64_t) {
+    call<first>(kernel, stack, num_args);
+}
 
 using Library = torch::stable::detail::StableLibrary;
 
 // An op's kernel, and the same for its twin `_name`: what Python calls where nothing but this kernel would see the call. Autograd
-// passes the twin by; whoever else looks at calls is handed the op (torch_gpukern/_library.py).
-template <auto kernel> void impl_with_twin(Library &m, const char *name) {
-    m.impl(name, boxed<kernel>);
-    m.impl((std::string("_") + name).c_str(), boxed<kernel>);
+// passes the twin by; whoever else looks at calls is handed the op (torch_gpukern/_library.py). Of the op that most calls are, a
+// second twin, `_name_short`, ends after the `first` arguments: to fill in the others is a fifth of a small call's time.
+template <auto kernel, size_t first = 0> void impl_with_twins(Library &m, const std::string &name) {
+    m.impl(name.c_str(), boxed<kernel>);
+    m.impl(("_" + name).c_str(), boxed<kernel>);
+    if constexpr (first > 0) m.impl(("_" + name + "_short").c_str(), boxed<kernel, first>);
 }
 
 } // namespace gk

@@ -10,9 +10,9 @@ namespace {
 struct DenseArgs {
     Tensor q, k, v; // [B, Hq, Sq, D], [B, Hkv, Sk, D], [B, Hkv, Sk, Dv]
     bool is_causal;
-    OptDouble scale;
-    int64_t diagonal, window_left, window_right;
-    double softcap;
+    OptDouble scale; // this and all that follow: the defaults that flash_attn_short leaves out
+    int64_t diagonal = 0, window_left = -1, window_right = -1;
+    double softcap = 0;
     OptTensor alibi_slopes, sinks; // [Hq] or [B, Hq], [Hq]
     OptTensor kv_start, kv_end;    // [B] int32
 };
@@ -386,16 +386,16 @@ std::tuple<Tensor, Tensor> attn_merge(MergeArgs &x) {
 }
 
 void implement(Library &m) {
-    impl_with_twin<forward<DenseArgs>>(m, "flash_attn");
-    impl_with_twin<forward_lse<DenseArgs>>(m, "flash_attn_fwd");
+    impl_with_twins<forward<DenseArgs>, 4>(m, "flash_attn");
+    impl_with_twins<forward_lse<DenseArgs>>(m, "flash_attn_fwd");
     m.impl("flash_attn_bwd", boxed<flash_attn_bwd>);
     m.impl("explain_flash_attn", boxed<explain<DenseArgs>>);
     m.impl("explain_flash_attn_bwd", boxed<explain_bwd>);
-    impl_with_twin<forward<PackedArgs>>(m, "flash_attn_varlen");
-    impl_with_twin<forward_lse<PackedArgs>>(m, "flash_attn_varlen_fwd");
+    impl_with_twins<forward<PackedArgs>>(m, "flash_attn_varlen");
+    impl_with_twins<forward_lse<PackedArgs>>(m, "flash_attn_varlen_fwd");
     m.impl("flash_attn_varlen_bwd", boxed<flash_attn_varlen_bwd>);
     m.impl("explain_flash_attn_varlen", boxed<explain<PackedArgs>>);
-    impl_with_twin<attn_merge>(m, "attn_merge");
+    impl_with_twins<attn_merge>(m, "attn_merge");
 }
 
 } // namespace

@@ -5,14 +5,14 @@
 namespace gk {
 namespace {
 
-struct GemmArgs {   // the schema, member by member
+struct GemmArgs {   // the schema, member by member, and the defaults that gemm_short leaves out
     Tensor a, b;    // [batch..., M, K], [batch..., K, N] or [K, N]
     OptTensor bias; // [N]
     OptTensor c;    // broadcasts to [batch..., M, N]
-    double alpha, beta;
-    String activation;
+    double alpha = 1, beta = 1;
+    String activation{"none"};
     OptDtype out_dtype;
-    String fp32_precision;
+    String fp32_precision{"ieee"};
 };
 
 // gemm_fwd and explain_gemm too speak of the op that the user called.
@@ -160,16 +160,6 @@ Tensor gemm(GemmArgs &x) {
     return out;
 }
 
-// gemm(a, b) with all else at its default, which is most calls: a sixth of a small call's time goes into what the others are.
-struct MmArgs {
-    Tensor a, b;
-};
-
-Tensor mm(MmArgs &x) {
-    GemmArgs all{std::move(x.a), std::move(x.b), OptTensor(), OptTensor(), 1, 1, String("none"), {}, String("ieee")};
-    return gemm(all);
-}
-
 // preact is what gemm_act_bwd needs beyond the output: relu's derivative shows in its output.
 std::tuple<Tensor, OptTensor> gemm_fwd(GemmArgs &x) {
     const Dtype *dtype;
@@ -243,9 +233,8 @@ Tensor gemm_act_bwd(GemmActBwdArgs &x) {
 }
 
 void implement(Library &m) {
-    impl_with_twin<gemm>(m, "gemm");
-    impl_with_twin<gemm_fwd>(m, "gemm_fwd");
-    m.impl("_mm", boxed<mm>);
+    impl_with_twins<gemm, 2>(m, "gemm");
+    impl_with_twins<gemm_fwd>(m, "gemm_fwd");
     m.impl("gemm_act_bwd", boxed<gemm_act_bwd>);
     m.impl("explain_gemm", boxed<explain_gemm>);
 }

@@ -13,13 +13,13 @@ struct PagedArgs {           // the schema, member by member
     Tensor k_cache, v_cache; // [num_blocks, block_size, Hkv, D], [..., Dv]
     Tensor block_table;      // [B, max_blocks] int32
     Tensor seq_lens;         // [B] int32
-    OptTensor cu_seqlens_q;  // [B+1] int32
-    int64_t max_seqlen_q;
+    OptTensor cu_seqlens_q;  // [B+1] int32; from here on the defaults that paged_attn_short leaves out
+    int64_t max_seqlen_q = 1;
     OptDouble scale;
-    int64_t window_left;
-    double softcap;
+    int64_t window_left = -1;
+    double softcap = 0;
     OptTensor alibi_slopes, sinks, k_scale, v_scale; // [Hq] or [B, Hq], [Hq], [] or [Hkv]
-    bool is_causal;
+    bool is_causal = true;
 };
 
 constexpr const char *kOp = "paged_attn";
@@ -268,8 +268,8 @@ void kv_cache_write(WriteArgs &x) {
 }
 
 void implement(Library &m) {
-    impl_with_twin<paged_attn>(m, "paged_attn");
-    impl_with_twin<paged_attn_fwd>(m, "paged_attn_fwd");
+    impl_with_twins<paged_attn, 5>(m, "paged_attn");
+    impl_with_twins<paged_attn_fwd>(m, "paged_attn_fwd");
     m.impl("explain_paged_attn", boxed<explain_paged_attn>);
     m.impl("kv_cache_write", boxed<kv_cache_write>);
 }

@@ -45,7 +45,7 @@
 
 namespace {
 
-// An op and its twin `_name`, which has no gradient; see impl_with_twin.
+// An op and its twin `_name`, which has no gradient; see impl_with_twins.
 void def_with_twin(gk::Library &m, const char *schema) {
     m.def(schema);
     m.def((std::string("_") + schema).c_str());
@@ -54,11 +54,12 @@ void def_with_twin(gk::Library &m, const char *schema) {
 void define(gk::Library &m) {
     def_with_twin(m, "gemm" GEMM_ARGS " -> Tensor");
     def_with_twin(m, "gemm_fwd" GEMM_ARGS " -> (Tensor out, Tensor? preact)");
-    m.def("_mm(Tensor a, Tensor b) -> Tensor");
+    m.def("_gemm_short(Tensor a, Tensor b) -> Tensor");
     m.def("gemm_act_bwd(Tensor grad_out, Tensor saved, str activation) -> Tensor");
     m.def("explain_gemm" GEMM_ARGS " -> str");
 
     def_with_twin(m, "flash_attn" FLASH_ATTN_ARGS " -> Tensor");
+    m.def("_flash_attn_short(Tensor q, Tensor k, Tensor v, bool is_causal) -> Tensor");
     def_with_twin(m, "flash_attn_fwd" FLASH_ATTN_ARGS OUT_LSE);
     m.def("flash_attn_bwd" FLASH_ATTN_BWD_ARGS GRADIENTS);
     m.def("explain_flash_attn" FLASH_ATTN_ARGS " -> str");
@@ -72,6 +73,7 @@ void define(gk::Library &m) {
     def_with_twin(m, "attn_merge(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b)" OUT_LSE);
 
     def_with_twin(m, "paged_attn" PAGED_ATTN_ARGS " -> Tensor");
+    m.def("_paged_attn_short(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens) -> Tensor");
     def_with_twin(m, "paged_attn_fwd" PAGED_ATTN_ARGS OUT_LSE);
     m.def("explain_paged_attn" PAGED_ATTN_ARGS " -> str");
     m.def("kv_cache_write(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "

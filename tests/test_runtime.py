@@ -19,7 +19,11 @@ from conftest import (
     same_bits,
     torch_gpukern,
 )
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 ISAS = ("base", "avx2", "avx512", "avx512bf16")
 MACHINE = tuple(torch.ops.gpukern.cpu_isas().split(","))
@@ -175,6 +179,50 @@ def test_a_public_function_hands_on_what_wants_a_gradient(name, device):
         torch.func.grad(lambda y: call(y).sum())(x.detach())
     with torch.no_grad():
         assert call(x).grad_fn is None
+
+
+class Dispatched(TorchDispatchMode):
+    """The names of the ops that a mode is handed."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.names.append(str(op))
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("grad", (False, True), ids=("no_grad", "grad"))
+@pytest.mark.parametrize("name", (*PUBLIC, "gemm with all arguments"))
+def test_who_looks_at_calls_sees_the_op(name, grad, device):
+    """A call that wants no gradient goes to the op's twin below autograd, and nobody is to notice: modes, subclasses,
+    autocast, fake and meta tensors, tracers and torch.func meet the op."""
+    op = f"gpukern.{name.split()[0]}.default"
+    how = {"alpha": 2.0, "activation": "relu", "fp32_precision": "ieee"}
+    call = PUBLIC.get(name, lambda x: torch_gpukern.gemm(x[0, 0], x[0, 1].mT, x[0, 0, 0, :6], **how))
+    x = randn(generator("seen", name), 1, 2, 6, 8, device=device)
+    with torch.set_grad_enabled(grad):
+        want = call(x)
+        with Dispatched() as dispatched:
+            assert same_bits(call(x), want)
+        with Seen() as seen:
+            assert same_bits(call(x), want)
+        ours = [[n for n in names if "gpukern" in n] for names in (dispatched.names, seen.names)]
+        assert ours == [[op], [op]]
+        pair = call(TwoTensor(x, x.clone()))
+        assert type(pair) is TwoTensor and same_bits(pair.a, want)
+        with torch.autocast(device, torch.bfloat16):
+            assert call(x).dtype == torch.bfloat16
+        assert call(x.to("meta")).shape == want.shape
+        with FakeTensorMode() as fake:
+            assert call(fake.from_tensor(x)).shape == want.shape
+        assert op in make_fx(call)(x).code
+        with pytest.raises(NotImplementedError, match="gpukern::gemm'"):
+            torch_gpukern.gemm(x[0, 0].to_sparse(), x[0, 1].mT)
+        for level in (0, 1):  # vmap sees the op, too: its fallback calls it for each entry
+            batch = torch.vmap(call, in_dims=level)(torch.stack((x, 2 * x), level))
+            assert batch.shape == (2, *want.shape) and same_bits(batch[0], want)
 
 
 def test_errors_belong_to_their_thread():

@@ -175,11 +175,12 @@ def autocast(name: str, cast: Callable[[torch.dtype, Sequence, Callable], tuple]
     register("cuda", "AutocastCUDA")
 
 
-def twin(name: str, twin_name: str | None = None) -> Callable:
+def twin(name: str, short: bool = False) -> Callable:
     """The op `name` below autograd, for calls that want no gradient: its twin, `_name`, has the same kernels but none of
-    autograd. Modes, tensor subclasses, autocast, and devices that have no kernel are handed the op itself.
+    autograd. Modes, tensor subclasses, autocast, and devices that have no kernel are handed the op itself. short: the twin
+    that takes the op's first arguments alone (ops/box.h).
     """
-    twin_name = twin_name or f"_{name}"
+    twin_name = f"_{name}_short" if short else f"_{name}"
     op = bare(getattr(ops, name).default)
     _library.impl(twin_name, torch.library.fallthrough_kernel, "Autograd")
     for key in ("Python", "AutocastCPU", "AutocastCUDA", "CompositeExplicitAutograd"):

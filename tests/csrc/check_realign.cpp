@@ -40,9 +40,49 @@ static void copy_chunk(const RealignMatrix &x, uint32_t i, uint16_t *to) {
     memcpy(to, words, 16);
 }
 
+/* A turned copy as the other kernel makes it, block by block: what is read lies in the matrix, what is written was read. */
+template <class E> static void copy_turned(const RealignMatrix &x, void *to) {
+    uint32_t blocks;
+    const RealignTurn p = turn_of(x, &blocks);
+    check(x.turned_bytes == sizeof(E) && blocks > 0 && blocks <= x.total, "blocks", blocks, x.total);
+    const int inner = x.inner / ((int)sizeof(E) / 2), outer = (int)x.outer.by;
+    for (uint32_t block = 0; block < blocks; ++block) {
+        static E tile[REALIGN_TURN * TURN_LD];
+        static bool there[REALIGN_TURN * TURN_LD];
+        memset(there, 0, sizeof there);
+        const TurnTile t = turn_tile(p, block);
+        check(t.inner > 0 && t.outer > 0 && t.inner0 + t.inner == inner && t.outer0 + t.outer == outer, "tile",
+              t.inner0, t.outer0);
+        for (int thread = 0; thread < REALIGN_THREADS; ++thread)
+            for (int c = 0; c < TURN_PASSES; ++c) {
+                const coord at = turn_read(thread, c), first = turn_read(thread, 0);
+                const int64_t from = turn_from(x, t, at.row, at.col);
+                check(from == turn_from(x, t, first.row, first.col) + c * TURN_PASS_ROWS * x.inner_stride, "a pass on",
+                      from, c);
+                check(at.row < REALIGN_TURN && at.col < REALIGN_TURN && !there[turn_at(at.row, at.col)], "read once",
+                      at.row, at.col);
+                tile[turn_at(at.row, at.col)] = at.col < t.outer && at.row < t.inner ? ((const E *)x.from)[from] : 0;
+                there[turn_at(at.row, at.col)] = true;
+            }
+        for (int thread = 0; thread < REALIGN_THREADS; ++thread)
+            for (int c = 0; c < turn_chunks<E>(); ++c) {
+                const coord chunk = turn_chunk<E>(thread, c);
+                if (chunk.col >= t.inner || chunk.row >= t.outer) continue;
+                const int64_t i = turn_to<E>(x, t, chunk);
+                check(i >= 0 && i < x.total, "a chunk of the copy", i, x.total);
+                for (int e = 0; e < 16 / (int)sizeof(E); ++e) {
+                    check(there[turn_at(chunk.col + e, chunk.row)], "what was read", chunk.row, chunk.col);
+                    ((E *)to)[i * (16 / (int)sizeof(E)) + e] = tile[turn_at(chunk.col + e, chunk.row)];
+                }
+            }
+    }
+}
+
 static void check_matrix() {
-    const int64_t inner = 1 + below(below(2) ? 40 : 150), outer = 1 + below(9);
-    const int64_t dense = below(3) ? 1 : below(4) - 1, outer_stride = (below(4) ? inner * 3 : 0) + below(20);
+    const int64_t inner = 1 + below(below(2) ? 40 : 150), outer = 1 + below(below(8) ? 9 : 150);
+    const bool columns = below(4) == 0; /* dense along outer: turned */
+    const int64_t dense = columns ? outer + below(20) : below(3) ? 1 : below(4) - 1;
+    const int64_t outer_stride = columns ? 1 : (below(4) ? inner * 3 : 0) + below(20);
     const int ndim = (int)below(4);
     int64_t shape[4], stride[4], origin = 400000 + below(16), entries = 1, copied[4];
     for (int d = 0; d < ndim; ++d) {
@@ -53,9 +93,12 @@ static void check_matrix() {
     const bool good = realign_plan(memory + origin, inner, outer, dense, outer_stride, ndim, shape, copied, &x);
     const int64_t ld = gk_round_up(inner, 8);
     check(good && realign_bytes(x) == entries * outer * ld * 2, "bytes", realign_bytes(x), entries * outer * ld * 2);
-    check(x.turned == (dense != 1 && outer_stride == 1 ? 2 : 0) && x.inner == inner, "turned", dense, x.turned);
+    const bool turned = dense != 1 && outer_stride == 1 && outer > 1;
+    check(x.turned_bytes == (turned ? 2 : 0) && x.inner == inner, "turned", dense, x.turned_bytes);
     uint16_t *copy = (uint16_t *)malloc((size_t)realign_bytes(x));
-    for (uint32_t i = 0; i < x.total; ++i) copy_chunk(x, i, copy + i * 8);
+    memset(copy, 0xa5, (size_t)realign_bytes(x));
+    for (uint32_t i = 0; !turned && i < x.total; ++i) copy_chunk(x, i, copy + i * 8);
+    if (turned) copy_turned<uint16_t>(x, copy);
     int64_t at[4] = {};
     for (bool more = true; more;) { /* every entry of the batch, repeated ones too */
         const uint16_t *from = memory + origin, *to = copy;
@@ -69,11 +112,10 @@ static void check_matrix() {
     free(copy);
 }
 
-/* Elements of 32 bits: as pairs of 16 where rows are dense, else for the tiles of the other kernel, which are read here as
- * it reads them: an element at a time, from its batch entry on. */
+/* Elements of 32 bits: as pairs of 16 where rows are dense, else turned. */
 static void check_matrix_32() {
     const uint32_t *words = (const uint32_t *)memory;
-    const int64_t inner = 1 + below(below(2) ? 40 : 150), outer = 1 + below(9);
+    const int64_t inner = 1 + below(below(2) ? 40 : 150), outer = 1 + below(below(8) ? 9 : 150);
     const int64_t step = below(2) ? 1 : below(40) - 20, outer_stride = below(4) ? inner * 3 + below(20) : 1;
     const int ndim = (int)below(4);
     int64_t shape[4], stride[4], origin = 200000 + below(8), entries = 1, copied[4];
@@ -85,15 +127,12 @@ static void check_matrix_32() {
     const bool good = realign_plan_32(words + origin, inner, outer, step, outer_stride, ndim, shape, copied, &x);
     const int64_t ld = gk_round_up(inner, 4);
     check(good && realign_bytes(x) == entries * outer * ld * 4, "bytes", realign_bytes(x), entries * outer * ld * 4);
-    check(x.turned == (step != 1 ? 4 : 0) && x.chunks.by == ld / 4 && x.inner == 2 * inner, "turned", step, x.turned);
+    check(x.turned_bytes == (step != 1 ? 4 : 0) && x.chunks.by == ld / 4 && x.inner == 2 * inner, "turned", step,
+          x.turned_bytes);
     uint32_t *copy = (uint32_t *)malloc((size_t)realign_bytes(x));
-    for (uint32_t i = 0; !x.turned && i < x.total; ++i) copy_chunk(x, i, (uint16_t *)copy + i * 8);
-    for (uint32_t e = 0; x.turned && e < x.total / x.chunks.by / x.outer.by; ++e)
-        for (int64_t r = 0; r < outer; ++r)
-            for (int64_t c = 0; c < ld; ++c) {
-                const uint32_t *from = (const uint32_t *)x.from + realign_entry(x, e);
-                copy[(e * outer + r) * ld + c] = c < inner ? from[c * x.inner_stride + r * x.outer_stride] : 0;
-            }
+    memset(copy, 0xa5, (size_t)realign_bytes(x));
+    for (uint32_t i = 0; step == 1 && i < x.total; ++i) copy_chunk(x, i, (uint16_t *)copy + i * 8);
+    if (step != 1) copy_turned<uint32_t>(x, copy);
     int64_t at[4] = {};
     for (bool more = true; more;) {
         const uint32_t *from = words + origin, *to = copy;

@@ -33,6 +33,7 @@ __all__ = ["attn_merge", "flash_attn", "flash_attn_varlen"]
 _below, _below_fwd = twin("flash_attn"), twin("flash_attn_fwd")
 _below_varlen, _below_varlen_fwd = twin("flash_attn_varlen"), twin("flash_attn_varlen_fwd")
 _below_merge = twin("attn_merge")
+_call_short = public("flash_attn", twin("flash_attn", short=True))
 _call, _call_fwd = public("flash_attn", _below), public("flash_attn_fwd", _below_fwd)
 _call_varlen = public("flash_attn_varlen", _below_varlen)
 _call_varlen_fwd = public("flash_attn_varlen_fwd", _below_varlen_fwd)
@@ -151,7 +152,7 @@ def flash_attn(
     plain = window_left == -1 and window_right == -1 and softcap == 0 and alibi_slopes is None and sinks is None
     if plain and kv_start is None and kv_end is None:  # the schema fills in the rest sooner than it reads it
         if scale is None and diagonal == 0:
-            return op(q, k, v, is_causal)
+            return (_call_fwd if return_lse else _call_short)(q, k, v, is_causal)
         return op(q, k, v, is_causal, scale, diagonal)
     return op(
         q,

@@ -27,7 +27,8 @@ __all__ = ["gemm"]
 _gemm = ops.gemm.default
 
 _below, _below_fwd = twin("gemm"), twin("gemm_fwd")
-_call, _call_mm = public("gemm", _below), public("gemm", twin("gemm", "_mm"))
+_call, _call_short = public("gemm", _below), public("gemm", twin("gemm", short=True))
+_float32, _fp32_precision_of = torch.float32, torch._C._get_fp32_precision_getter
 _bare = bare(_gemm)
 _bare_act_bwd = bare(ops.gemm_act_bwd.default)
 
@@ -86,16 +87,16 @@ def gemm(
     Multiplication" (2008).
     """
     if fp32_precision is None:
-        tf32 = a.is_cuda and a.dtype is torch.float32 and _torch_allows_tf32()
+        tf32 = a.dtype is _float32 and a.is_cuda and _torch_allows_tf32()
         fp32_precision = "tf32" if tf32 else "ieee"
     plain = alpha == 1 and beta == 1 and activation == "none" and fp32_precision == "ieee"
     if plain and bias is None and c is None and out_dtype is None:
-        return _call_mm(a, b)
+        return _call_short(a, b)
     return _call(a, b, bias, c, alpha, beta, activation, out_dtype, fp32_precision)
 
 
 def _torch_allows_tf32() -> bool:  # torch.backends.cuda.matmul.fp32_precision, without 0.6 us of attributes
-    return torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32"
+    return _fp32_precision_of("cuda", "matmul") == "tf32"
 
 
 # What torch.compiler.assume_constant_result sets, which would import all of torch._dynamo to set

@@ -32,6 +32,7 @@ _paged_attn = ops.paged_attn.default
 _paged_attn_fwd = ops.paged_attn_fwd.default
 _kv_cache_write = ops.kv_cache_write.default
 _call = public("paged_attn", twin("paged_attn"))
+_call_short = public("paged_attn", twin("paged_attn", short=True))
 _call_fwd = public("paged_attn_fwd", twin("paged_attn_fwd"))
 _bare_write = bare(_kv_cache_write)
 
@@ -147,7 +148,7 @@ def paged_attn(
     if plain and k_scale is None and v_scale is None and is_causal is True:
         # the schema fills in the rest sooner than it reads it
         if cu_seqlens_q is None and scale is None:
-            return op(q, k_cache, v_cache, block_table, seq_lens)
+            return (_call_fwd if return_lse else _call_short)(q, k_cache, v_cache, block_table, seq_lens)
         return op(q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, scale)
     return op(
         q,

@@ -10,8 +10,8 @@
  * For small matrices the launches are the time. This kernel starts, and finds its places, while the one before it drains, and
  * the product's blocks get ready beside it. (So no __ldg: the compiler may move such loads before the wait.)
  *
- * Turned: a block per tile of TURN x TURN elements of 16 or 32 bits, which a warp reads along `outer` one by one, since lines
- * begin anywhere, and writes, through shared memory [inner][outer + 1], in chunks of 16 bytes along `inner`. */
+ * Turned: a block per tile of elements of 16 or 32 bits, which a warp reads along `outer` one by one, since lines begin
+ * anywhere, and writes, through shared memory, in chunks of 16 bytes along `inner`. */
 #include "../host/launch.cuh"
 #include "../ptx/griddepcontrol.cuh"
 #include "../ptx/regs.cuh"
@@ -55,22 +55,12 @@ __global__ void __launch_bounds__(THREADS, REALIGN_PER_SM) realign_kernel(const 
         whole ? make_uint4(words[0], words[1], words[2], words[3]) : by_elements<BATCHED>(x, chunk);
 }
 
-constexpr int TURN = REALIGN_TURN, TURN_LD = TURN + 1;
-constexpr int PASS_ROWS = THREADS / TURN, PASSES = TURN / PASS_ROWS;
-static_assert(TURN % 32 == 0 && THREADS % TURN == 0 && TURN % PASS_ROWS == 0, "a warp reads along `outer`");
-
-/* Thread t's chunk c of a tile, which lies along `inner`: where in `outer`, in `inner`. */
-template <class E> constexpr GK_HD coord turn_chunk(int t, int c) {
-    constexpr int EACH = 16 / (int)sizeof(E);
-    const int at = c * THREADS + t;
-    return {at / (TURN / EACH), at % (TURN / EACH) * EACH};
-}
 /* Bank conflicts of the lanes that gather their chunks; of 32 bits these begin in every fourth bank alone. */
 template <class E> constexpr GK_HD int turn_ways() {
     int bytes[32] = {};
     for (int lane = 0; lane < 32; ++lane) {
         const coord at = turn_chunk<E>(lane, 0);
-        bytes[lane] = (at.col * TURN_LD + at.row) * (int)sizeof(E);
+        bytes[lane] = turn_at(at.col, at.row) * (int)sizeof(E);
     }
     return ways(bytes, (int)sizeof(E));
 }
@@ -86,52 +76,40 @@ __device__ __forceinline__ uint4 turned_chunk(const uint16_t *from_s) {
     return make_uint4(two[0], two[1], two[2], two[3]);
 }
 
-struct TurnParams {
-    RealignMatrix matrix;
-    uint32_t tiles_inner, tiles_outer;
-};
-
 template <class E>
-__global__ void __launch_bounds__(THREADS) realign_turn_kernel(const __grid_constant__ TurnParams p) {
-    constexpr int EACH = 16 / (int)sizeof(E), CHUNKS = TURN * TURN / EACH / THREADS;
-    static_assert(TURN * TURN % (THREADS * EACH) == 0 && CHUNKS > 0, "whole passes");
-    __shared__ E tile[TURN * TURN_LD];
+__global__ void __launch_bounds__(THREADS) realign_turn_kernel(const __grid_constant__ RealignTurn p) {
+    __shared__ E tile[REALIGN_TURN * TURN_LD];
     const RealignMatrix &x = p.matrix;
-    /* neighbours along `outer` run together: they read the same rows of `from` */
-    const uint32_t tile_outer = blockIdx.x % p.tiles_outer, rest = blockIdx.x / p.tiles_outer;
-    const uint32_t tile_inner = rest % p.tiles_inner, entry = rest / p.tiles_inner;
-    const int inner = x.inner / ((int)sizeof(E) / 2) - (int)tile_inner * TURN,
-              outer = (int)x.outer.by - (int)tile_outer * TURN;
-    const int o_read = (int)threadIdx.x % TURN, i_read = (int)threadIdx.x / TURN;
-    const E *from_g = (const E *)x.from + realign_entry(x, entry) +
-                      ((int64_t)tile_inner * TURN + i_read) * x.inner_stride +
-                      ((int64_t)tile_outer * TURN + o_read) * x.outer_stride;
+    const TurnTile at = turn_tile(p, blockIdx.x);
+    const coord first = turn_read((int)threadIdx.x, 0);
+    const E *from_g = (const E *)x.from + turn_from(x, at, first.row, first.col);
     griddepcontrol_launch_dependents();
     griddepcontrol_wait(); /* as above */
-    E v[PASSES];           /* all loads are under way before the first is stored */
+    E v[TURN_PASSES];      /* all loads are under way before the first is stored */
 #pragma unroll
-    for (int c = 0; c < PASSES; ++c) {
-        v[c] = o_read < outer && i_read + c * PASS_ROWS < inner ? *from_g : 0;
-        from_g += PASS_ROWS * x.inner_stride;
+    for (int c = 0; c < TURN_PASSES; ++c) {
+        const coord read = turn_read((int)threadIdx.x, c);
+        v[c] = read.col < at.outer && read.row < at.inner ? *from_g : 0;
+        from_g += TURN_PASS_ROWS * x.inner_stride;
     }
 #pragma unroll
-    for (int c = 0; c < PASSES; ++c) tile[(i_read + c * PASS_ROWS) * TURN_LD + o_read] = v[c];
+    for (int c = 0; c < TURN_PASSES; ++c) {
+        const coord read = turn_read((int)threadIdx.x, c);
+        tile[turn_at(read.row, read.col)] = v[c];
+    }
     __syncthreads(); /* the tile is there */
-    const uint32_t row0 = entry * x.outer.by + tile_outer * TURN;
 #pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
-        const coord at = turn_chunk<E>((int)threadIdx.x, c);
-        if (at.col >= inner || at.row >= outer) continue;
-        ((uint4 *)x.to)[(int64_t)(row0 + at.row) * x.chunks.by + (tile_inner * TURN + at.col) / EACH] =
-            turned_chunk(tile + at.col * TURN_LD + at.row);
+    for (int c = 0; c < turn_chunks<E>(); ++c) {
+        const coord chunk = turn_chunk<E>((int)threadIdx.x, c);
+        if (chunk.col < at.inner && chunk.row < at.outer)
+            ((uint4 *)x.to)[turn_to<E>(x, at, chunk)] = turned_chunk(tile + turn_at(chunk.col, chunk.row));
     }
 }
 
 template <class E> gk_status turn(const char *op, const gk_context *ctx, const RealignMatrix &x) {
-    const int64_t inner = x.inner / ((int64_t)sizeof(E) / 2);
-    const TurnParams p = {x, (uint32_t)gk_ceil_div(inner, TURN), (uint32_t)gk_ceil_div(x.outer.by, TURN)};
-    const uint32_t entries = x.total / x.chunks.by / x.outer.by; /* each tile has a chunk: so many blocks fit */
-    return launch<realign_turn_kernel<E>>(op, ctx, dim3(entries * p.tiles_inner * p.tiles_outer), THREADS, 0, p, true);
+    uint32_t blocks;
+    const RealignTurn p = turn_of(x, &blocks);
+    return launch<realign_turn_kernel<E>>(op, ctx, dim3(blocks), THREADS, 0, p, true);
 }
 
 } // namespace
@@ -142,8 +120,8 @@ gk_status realign(const char *op, const gk_context *ctx, const RealignMatrix *ma
     int together = 0;
     bool batched = false;
     for (int i = 0; i < count; ++i) {
-        if (matrices[i].turned) {
-            const auto turn_it = matrices[i].turned == 2 ? turn<uint16_t> : turn<uint32_t>;
+        if (matrices[i].turned_bytes) {
+            const auto turn_it = matrices[i].turned_bytes == 2 ? turn<uint16_t> : turn<uint32_t>;
             const gk_status status = turn_it(op, ctx, matrices[i]);
             if (status != GK_OK) return status;
             continue;

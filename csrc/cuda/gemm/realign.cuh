@@ -20,8 +20,8 @@ struct RealignMatrix {
     int64_t inner_stride, outer_stride; /* of `from` */
     int64_t begin, end;                 /* of an entry, from its first row's first element on; 0, 0: not dense */
     int32_t inner, ndim;
-    uint32_t total;                             /* chunks of the copy */
-    int32_t turned;                             /* 0, or bytes of the elements that strides count; inner: 16 bits */
+    uint32_t total;       /* chunks of the copy */
+    int32_t turned_bytes; /* turned: of an element, as strides count them (inner: 16 bits); else 0 */
     Divisor chunks, outer, batch[REALIGN_DIMS]; /* sizes; of batch dimensions those that `from` walks */
     int64_t stride[REALIGN_DIMS];
 };
@@ -72,6 +72,59 @@ GK_HD inline void realign_cut(uint32_t *words, int valid) {
     for (int i = 0; i < 4; ++i) words[i] &= valid >= 2 * i + 2 ? ~0u : valid > 2 * i ? 0xffffu : 0;
 }
 
+/* ---- turned: tiles of REALIGN_TURN x REALIGN_TURN elements, a block each ----------------------------------------- */
+struct RealignTurn {
+    RealignMatrix matrix;
+    uint32_t tiles_inner, tiles_outer;
+};
+
+/* A block's tile: of which entry, where it begins, how much of the matrix is left there. */
+struct TurnTile {
+    uint32_t entry;
+    int inner0, outer0, inner, outer;
+};
+
+/* Neighbours along `outer` run together: they read the same rows of `from`. */
+GK_HD inline TurnTile turn_tile(const RealignTurn &p, uint32_t block) {
+    const uint32_t outer = block % p.tiles_outer, rest = block / p.tiles_outer, inner = rest % p.tiles_inner;
+    const int inner0 = (int)inner * REALIGN_TURN, outer0 = (int)outer * REALIGN_TURN;
+    return {rest / p.tiles_inner, inner0, outer0, p.matrix.inner / (p.matrix.turned_bytes / 2) - inner0,
+            (int)p.matrix.outer.by - outer0};
+}
+
+/* Element (inner, outer) of a tile, in elements from `from` on. */
+GK_HD inline int64_t turn_from(const RealignMatrix &x, const TurnTile &t, int inner, int outer) {
+    return realign_entry(x, t.entry) + (int64_t)(t.inner0 + inner) * x.inner_stride +
+           (int64_t)(t.outer0 + outer) * x.outer_stride;
+}
+
+/* What thread t reads in pass c: {inner, outer}; a warp reads along `outer`. */
+constexpr int TURN_PASS_ROWS = REALIGN_THREADS / REALIGN_TURN, TURN_PASSES = REALIGN_TURN / TURN_PASS_ROWS;
+static_assert(REALIGN_TURN % 32 == 0 && REALIGN_THREADS % REALIGN_TURN == 0 && REALIGN_TURN % TURN_PASS_ROWS == 0,
+              "a warp reads along `outer`");
+constexpr GK_HD coord turn_read(int t, int c) { return {t / REALIGN_TURN + c * TURN_PASS_ROWS, t % REALIGN_TURN}; }
+
+/* In shared memory, [inner][outer + 1]. */
+constexpr int TURN_LD = REALIGN_TURN + 1;
+constexpr GK_HD int turn_at(int inner, int outer) { return inner * TURN_LD + outer; }
+
+/* Thread t's chunk c of a tile of E, which lies along `inner`: {outer, inner}. */
+template <class E> constexpr GK_HD coord turn_chunk(int t, int c) {
+    constexpr int EACH = 16 / (int)sizeof(E);
+    const int at = c * REALIGN_THREADS + t;
+    return {at / (REALIGN_TURN / EACH), at % (REALIGN_TURN / EACH) * EACH};
+}
+template <class E> constexpr int turn_chunks() {
+    static_assert(REALIGN_TURN * REALIGN_TURN * sizeof(E) % (REALIGN_THREADS * 16) == 0, "whole passes");
+    return REALIGN_TURN * REALIGN_TURN * (int)sizeof(E) / (REALIGN_THREADS * 16);
+}
+
+/* Which chunk of the copy it is. */
+template <class E> GK_HD inline int64_t turn_to(const RealignMatrix &x, const TurnTile &t, coord chunk) {
+    const uint32_t row = t.entry * x.outer.by + (uint32_t)(t.outer0 + chunk.row);
+    return (int64_t)row * x.chunks.by + (t.inner0 + chunk.col) / (16 / (int)sizeof(E));
+}
+
 /* ---- host -------------------------------------------------------------------------------------------------- */
 /* The copy of a matrix of batch dimensions shape[ndim], of which stride 0 repeats an entry; `stride` becomes the copy's.
  * false: it has too many chunks. */
@@ -86,7 +139,7 @@ inline bool realign_plan(const void *from, int64_t inner, int64_t outer, int64_t
     x->begin = inner_stride == 1 ? gk_min_i64(0, last) : 0;
     x->end = inner_stride == 1 ? gk_max_i64(0, last) + inner : 0;
     x->inner = (int32_t)inner, x->ndim = 0, x->total = (uint32_t)total;
-    x->turned = inner_stride != 1 && outer_stride == 1 ? 2 : 0;
+    x->turned_bytes = inner_stride != 1 && outer_stride == 1 && outer > 1 ? 2 : 0;
     x->chunks = divisor_of((uint32_t)chunks), x->outer = divisor_of((uint32_t)outer);
     for (int d = 0; d < ndim; ++d)
         if (stride[d]) x->batch[x->ndim] = divisor_of((uint32_t)shape[d]), x->stride[x->ndim++] = stride[d];
@@ -106,8 +159,17 @@ inline bool realign_plan_32(const void *from, int64_t inner, int64_t outer, int6
     if (!realign_plan(from, 2 * inner, outer, inner_stride, from_unit * outer_stride, ndim, shape, copied, x))
         return false;
     for (int d = 0; d < ndim; ++d) stride[d] = copied[d] / 2;
-    x->turned = turned ? 4 : 0;
+    x->turned_bytes = turned ? 4 : 0;
     return true;
+}
+
+/* Of a turned copy, and how many blocks it takes: each has a chunk, so that so many fit. */
+inline RealignTurn turn_of(const RealignMatrix &x, uint32_t *blocks) {
+    const int64_t inner = x.inner / (x.turned_bytes / 2);
+    const RealignTurn p = {x, (uint32_t)gk_ceil_div(inner, REALIGN_TURN),
+                           (uint32_t)gk_ceil_div(x.outer.by, REALIGN_TURN)};
+    *blocks = x.total / x.chunks.by / x.outer.by * p.tiles_inner * p.tiles_outer;
+    return p;
 }
 
 inline int64_t realign_bytes(const RealignMatrix &x) { return (int64_t)x.total * 16; }

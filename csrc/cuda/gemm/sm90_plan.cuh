@@ -101,7 +101,7 @@ inline bool in_chunks(const void *data, gk_dtype dtype, int64_t x_stride, int64_
 
 inline double copies_us(const Operands &o) {
     const double bytes = 2.0 * (double)o.bytes, many = bytes - REALIGN_FAST_BYTES;
-    const double turned = o.copied[1] && o.copies[1].turned == 2 ? bytes / REALIGN_TURNED_PER_US : 0;
+    const double turned = o.copied[1] && o.copies[1].turned_bytes == 2 ? bytes / REALIGN_TURNED_PER_US : 0;
     return o.bytes > 0
                ? REALIGN_US + bytes / REALIGN_BYTES_PER_US + (many > 0 ? many / REALIGN_MANY_PER_US : 0) + turned
                : 0;
