@@ -218,8 +218,10 @@ def test_who_looks_at_calls_sees_the_op(name, grad, device):
         with FakeTensorMode() as fake:
             assert call(fake.from_tensor(x)).shape == want.shape
         assert op in make_fx(call)(x).code
-        with pytest.raises(NotImplementedError, match="gpukern::gemm'"):
-            torch_gpukern.gemm(x[0, 0].to_sparse(), x[0, 1].mT)
+        for kind in (torch.Tensor.to_sparse, lambda y: torch.nested.nested_tensor([y])):
+            with pytest.raises(NotImplementedError, match="gpukern::gemm'"):
+                torch_gpukern.gemm(kind(x[0, 0]), x[0, 1].mT)
+        assert op.removesuffix(".default").replace(".", "::") + "(" in str(torch.jit.trace(call, x).graph)
         for level in (0, 1):  # vmap sees the op, too: its fallback calls it for each entry
             batch = torch.vmap(call, in_dims=level)(torch.stack((x, 2 * x), level))
             assert batch.shape == (2, *want.shape) and same_bits(batch[0], want)

@@ -175,6 +175,13 @@ def autocast(name: str, cast: Callable[[torch.dtype, Sequence, Callable], tuple]
     register("cuda", "AutocastCUDA")
 
 
+# Keys of whoever looks at calls, or has no kernel of ours.
+_OTHERS = (
+    *("Python", "AutocastCPU", "AutocastCUDA", "Tracer"),
+    *("NestedTensorCPU", "NestedTensorCUDA", "CompositeExplicitAutograd"),
+)
+
+
 def twin(name: str, short: bool = False) -> Callable:
     """The op `name` below autograd, for calls that want no gradient: its twin, `_name`, has the same kernels but none of
     autograd. Modes, tensor subclasses, autocast, and devices that have no kernel are handed the op itself. short: the twin
@@ -183,7 +190,7 @@ def twin(name: str, short: bool = False) -> Callable:
     twin_name = f"_{name}_short" if short else f"_{name}"
     op = bare(getattr(ops, name).default)
     _library.impl(twin_name, torch.library.fallthrough_kernel, "Autograd")
-    for key in ("Python", "AutocastCPU", "AutocastCUDA", "CompositeExplicitAutograd"):
+    for key in _OTHERS:
         _library.impl(twin_name, lambda *args: call_below(op, args), key)
     return bare(getattr(ops, twin_name).default)
 
