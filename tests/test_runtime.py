@@ -193,38 +193,132 @@ class Dispatched(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("grad", (False, True), ids=("no_grad", "grad"))
-@pytest.mark.parametrize("name", (*PUBLIC, "gemm with all arguments"))
-def test_who_looks_at_calls_sees_the_op(name, grad, device):
-    """A call that wants no gradient goes to the op's twin below autograd, and nobody is to notice: modes, subclasses,
-    autocast, fake and meta tensors, tracers and torch.func meet the op."""
-    op = f"gpukern.{name.split()[0]}.default"
-    how = {"alpha": 2.0, "activation": "relu", "fp32_precision": "ieee"}
-    call = PUBLIC.get(name, lambda x: torch_gpukern.gemm(x[0, 0], x[0, 1].mT, x[0, 0, 0, :6], **how))
-    x = randn(generator("seen", name), 1, 2, 6, 8, device=device)
-    with torch.set_grad_enabled(grad):
+def _cu(x, *ends):
+    return torch.tensor(ends, dtype=torch.int32, device=x.device)
+
+
+def _paged(x):
+    cache = x[0, 1, :4].reshape(2, 2, 1, 8)
+    return torch_gpukern.paged_attn(x[0, :, :1], cache, cache, _cu(x, 1, 0).repeat(2, 1), _cu(x, 3, 4))
+
+
+# what a call is named after -> the op that it is, of x [1, 2, 6, 8]
+CALLS = PUBLIC | {
+    "gemm, all arguments": lambda x: torch_gpukern.gemm(
+        x[0, 0], x[0, 1].mT, x[0, 0, 0, :6], alpha=2.0, activation="gelu", fp32_precision="ieee"
+    ),
+    "flash_attn, scale": lambda x: torch_gpukern.flash_attn(x, x, x, scale=0.5),
+    "flash_attn_varlen": lambda x: torch_gpukern.flash_attn_varlen(
+        *(x[0].mT.reshape(6, 2, 8),) * 3, *(_cu(x, 0, 6),) * 2, 6, 6
+    ),
+    "attn_merge": lambda x: torch_gpukern.attn_merge(x, x[..., 0], 2 * x, x[..., 1])[0],
+    "paged_attn": _paged,
+}
+NO_GRADIENT = ("paged_attn",)
+
+
+def named(call: str) -> str:
+    return call.split(",")[0]
+
+
+@pytest.mark.parametrize("wants", ("nothing", "no gradient", "a gradient"))
+@pytest.mark.parametrize("name", tuple(CALLS))
+def test_who_looks_at_calls_sees_the_op(name, wants, device):
+    """A call that wants no gradient goes to a twin of the op below autograd, which nobody is to notice: modes, subclasses,
+    autocast, fake and meta tensors and tracers meet the op, and so do the products within an Autograd kernel."""
+    if wants == "a gradient" and name in NO_GRADIENT:
+        pytest.skip("has no gradient")
+    call, op = CALLS[name], f"gpukern.{named(name)}"
+    x = randn(generator("seen", name), 1, 2, 6, 8, device=device).requires_grad_(wants == "a gradient")
+    with torch.set_grad_enabled(wants != "nothing"):
         want = call(x)
+        assert want.requires_grad == (wants == "a gradient")
         with Dispatched() as dispatched:
             assert same_bits(call(x), want)
         with Seen() as seen:
             assert same_bits(call(x), want)
-        ours = [[n for n in names if "gpukern" in n] for names in (dispatched.names, seen.names)]
-        assert ours == [[op], [op]]
-        pair = call(TwoTensor(x, x.clone()))
-        assert type(pair) is TwoTensor and same_bits(pair.a, want)
-        with torch.autocast(device, torch.bfloat16):
-            assert call(x).dtype == torch.bfloat16
-        assert call(x.to("meta")).shape == want.shape
-        with FakeTensorMode() as fake:
-            assert call(fake.from_tensor(x)).shape == want.shape
-        assert op in make_fx(call)(x).code
-        for kind in (torch.Tensor.to_sparse, lambda y: torch.nested.nested_tensor([y])):
-            with pytest.raises(NotImplementedError, match="gpukern::gemm'"):
-                torch_gpukern.gemm(kind(x[0, 0]), x[0, 1].mT)
-        assert op.removesuffix(".default").replace(".", "::") + "(" in str(torch.jit.trace(call, x).graph)
-        for level in (0, 1):  # vmap sees the op, too: its fallback calls it for each entry
-            batch = torch.vmap(call, in_dims=level)(torch.stack((x, 2 * x), level))
-            assert batch.shape == (2, *want.shape) and same_bits(batch[0], want)
+        ours = [n for n in dispatched.names if "gpukern" in n]
+        assert len(ours) == 1 and ours[0].removesuffix(".default") in (op, f"{op}_fwd")
+        assert [n for n in seen.names if "gpukern" in n] == [f"{op}.default"]
+        if wants == "nothing":
+            pair = call(TwoTensor(x, x.clone()))
+            assert type(pair) is TwoTensor and same_bits(pair.a, want)
+            assert f"{op.replace('.', '::')}(" in str(torch.jit.trace(call, x).graph)
+        if named(name) not in ("attn_merge", "paged_attn"):
+            with torch.autocast(device, torch.bfloat16):
+                assert call(x).dtype == torch.bfloat16
+        if name != "paged_attn":
+            assert call(x.detach().to("meta")).shape == want.shape
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+            assert call(fake.from_tensor(x.detach())).shape == want.shape
+        assert "gpukern._" not in make_fx(call)(x.detach()).code
+
+
+@pytest.mark.parametrize("name", tuple(CALLS))
+def test_transforms_see_the_op(name, device):
+    """Also those from outside another: what an inner one wants no gradient of, an outer one may differentiate."""
+    call = CALLS[name]
+    x = randn(generator("transformed", name), 1, 2, 6, 8, device=device)
+    batch = torch.vmap(call)(torch.stack((x, 2 * x)))
+    assert same_bits(batch[0], call(x)) and same_bits(batch[1], call(2 * x))
+
+    def inner(w, y):  # its gradient by y is call(w) summed, itself a function of w
+        return (call(w).sum() * y).sum()
+
+    y = torch.ones((), device=device)
+    if name not in NO_GRADIENT:
+        w = x.clone().requires_grad_()
+        (want,) = torch.autograd.grad(call(w).sum(), w)
+        (got,) = torch.autograd.grad(torch.func.grad(inner, argnums=1)(w, y), w)
+        assert same_bits(got, want)
+    with pytest.raises(RuntimeError, match="functorch"):
+        torch.func.grad(lambda w: torch.func.grad(inner, argnums=1)(w, y))(x)
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(lambda w: torch.func.grad(inner, argnums=1)(w, y), (x,), (x,))
+
+
+@pytest.mark.parametrize("grad", (False, True))
+def test_types_that_a_schema_does_not_take(grad, device):
+    """Errors name the op, not its twin."""
+    x = randn(generator("types"), 1, 2, 6, 8, device=device).requires_grad_(grad)
+    a, nested = x[0, 0], torch.nested.nested_tensor([x[0, 0].detach()])
+    calls = {
+        "gemm": (
+            lambda: torch_gpukern.gemm(a, 3),
+            lambda: torch_gpukern.gemm(a, a.mT, alpha="x"),
+            lambda: torch_gpukern.gemm(a, a.mT, activation=None),
+            lambda: torch_gpukern.gemm(a.detach().to_sparse(), a.mT),
+            lambda: torch_gpukern.gemm(nested, a.mT),
+        ),
+        "flash_attn": (
+            lambda: torch_gpukern.flash_attn(x, x, x, "x"),
+            lambda: torch_gpukern.flash_attn(x, x, x, diagonal=1.5),
+            lambda: torch_gpukern.flash_attn(x, x, x, scale="x"),
+        ),
+        "flash_attn_fwd": (lambda: torch_gpukern.flash_attn(x, x, x, "x", return_lse=True),),
+        "paged_attn": (lambda: torch_gpukern.paged_attn(x[0], x, x, 1, 2),),
+    }
+    for name, wrong in calls.items():
+        for call in wrong:
+            with pytest.raises(RuntimeError, match=rf"gpukern::{name}\b") as raised:
+                call()
+            assert "gpukern::_" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ("gemm", "flash_attn", "paged_attn"))
+def test_a_short_twin_is_the_op_at_its_defaults(name, device):
+    """The defaults stand in the schema and in the kernel's struct."""
+    gen = generator("short", name)
+    if name == "gemm":
+        args = randn(gen, 33, 40, device=device), randn(gen, 40, 24, device=device)
+    elif name == "flash_attn":
+        q = randn(gen, 2, 4, 50, 64, device=device)
+        args = q, q[:, ::2], q[:, 1::2], True
+    else:
+        args = Paged(gen, [300, 7, 50], [1, 1, 1], 8, 2, 64, 64, 16, torch.float32, device).args()[:5]
+    short = getattr(ops, f"_{name}_short")
+    assert len(short.default._schema.arguments) == len(args)
+    assert same_bits(short(*args), getattr(ops, name)(*args))
 
 
 def test_errors_belong_to_their_thread():

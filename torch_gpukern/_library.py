@@ -175,9 +175,9 @@ def autocast(name: str, cast: Callable[[torch.dtype, Sequence, Callable], tuple]
     register("cuda", "AutocastCUDA")
 
 
-# Keys of whoever looks at calls, or has no kernel of ours.
+# Keys of whoever looks at calls, also from outside a transform of torch.func, or has no kernel of ours.
 _OTHERS = (
-    *("Python", "AutocastCPU", "AutocastCUDA", "Tracer"),
+    *("Python", "AutocastCPU", "AutocastCUDA", "Tracer", "FuncTorchDynamicLayerBackMode"),
     *("NestedTensorCPU", "NestedTensorCUDA", "CompositeExplicitAutograd"),
 )
 
@@ -197,17 +197,23 @@ def twin(name: str, short: bool = False) -> Callable:
 
 def public(name: str, below: Callable) -> Callable:
     """The op for public functions. Where nothing but its Autograd kernel would see a call that wants a gradient, that kernel
-    is called here, and one that wants none goes past it to `below`, its twin: either spares the dispatcher a way into Python and back. A compiler
-    that traces, torch.func, autocast, modes and subclasses see the op.
+    is called here, and one that wants none goes past it to `below`, its twin: either spares the dispatcher a way into
+    Python and back. A compiler that traces, torch.func, autocast, modes and subclasses see the op, at once or from the twin.
     """
     op = getattr(ops, name).default
+    twin_of_ours = f"{NAMESPACE}::_"
 
     def call(*args):
         if traced() or has_torch_function(args):
             return op(*args)
-        if is_grad_enabled() and any_requires_grad(*args):
-            return op(*args) if any_autocast() else _autograd_kernels[name](*args)
-        return below(*args)
+        try:
+            if is_grad_enabled() and any_requires_grad(*args):
+                return op(*args) if any_autocast() else _autograd_kernels[name](*args)
+            return below(*args)
+        except RuntimeError as error:  # an argument of a type that the schema does not take
+            if not str(error).startswith(twin_of_ours):
+                raise
+        return op(*args)  # says so by the op's name
 
     return call
 

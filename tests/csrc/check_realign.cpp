@@ -50,7 +50,8 @@ template <class E> static void copy_turned(const RealignMatrix &x, void *to) {
         static E tile[REALIGN_TURN * TURN_LD];
         static bool there[REALIGN_TURN * TURN_LD];
         memset(there, 0, sizeof there);
-        const TurnTile t = turn_tile(p, block);
+        int cells = 0;
+        const TurnTile t = turn_tile<E>(p, block);
         check(t.inner > 0 && t.outer > 0 && t.inner0 + t.inner == inner && t.outer0 + t.outer == outer, "tile",
               t.inner0, t.outer0);
         for (int thread = 0; thread < REALIGN_THREADS; ++thread)
@@ -61,19 +62,21 @@ template <class E> static void copy_turned(const RealignMatrix &x, void *to) {
                       from, c);
                 check(at.row < REALIGN_TURN && at.col < REALIGN_TURN && !there[turn_at(at.row, at.col)], "read once",
                       at.row, at.col);
-                tile[turn_at(at.row, at.col)] = at.col < t.outer && at.row < t.inner ? ((const E *)x.from)[from] : 0;
-                there[turn_at(at.row, at.col)] = true;
+                const bool has = turn_has(t, at.row, at.col);
+                check(has == (t.inner0 + at.row < inner && t.outer0 + at.col < outer), "the matrix has it", at.row,
+                      at.col);
+                tile[turn_at(at.row, at.col)] = has ? ((const E *)x.from)[from] : 0;
+                there[turn_at(at.row, at.col)] = true, ++cells;
             }
+        check(cells == REALIGN_TURN * REALIGN_TURN, "all of the tile", cells, block);
         for (int thread = 0; thread < REALIGN_THREADS; ++thread)
             for (int c = 0; c < turn_chunks<E>(); ++c) {
                 const coord chunk = turn_chunk<E>(thread, c);
-                if (chunk.col >= t.inner || chunk.row >= t.outer) continue;
+                if (!turn_has(t, chunk.col, chunk.row)) continue;
                 const int64_t i = turn_to<E>(x, t, chunk);
                 check(i >= 0 && i < x.total, "a chunk of the copy", i, x.total);
-                for (int e = 0; e < 16 / (int)sizeof(E); ++e) {
-                    check(there[turn_at(chunk.col + e, chunk.row)], "what was read", chunk.row, chunk.col);
+                for (int e = 0; e < 16 / (int)sizeof(E); ++e)
                     ((E *)to)[i * (16 / (int)sizeof(E)) + e] = tile[turn_at(chunk.col + e, chunk.row)];
-                }
             }
     }
 }

@@ -37,7 +37,7 @@ _call_short = public("flash_attn", twin("flash_attn", short=True))
 _call, _call_fwd = public("flash_attn", _below), public("flash_attn_fwd", _below_fwd)
 _call_varlen = public("flash_attn_varlen", _below_varlen)
 _call_varlen_fwd = public("flash_attn_varlen_fwd", _below_varlen_fwd)
-_attn_merge = ops.attn_merge.default
+_call_merge = public("attn_merge", _below_merge)
 _bare_bwd = bare(ops.flash_attn_bwd.default)
 _bare_varlen_bwd = bare(ops.flash_attn_varlen_bwd.default)
 
@@ -152,7 +152,8 @@ def flash_attn(
     plain = window_left == -1 and window_right == -1 and softcap == 0 and alibi_slopes is None and sinks is None
     if plain and kv_start is None and kv_end is None:  # the schema fills in the rest sooner than it reads it
         if scale is None and diagonal == 0:
-            return (_call_fwd if return_lse else _call_short)(q, k, v, is_causal)
+            short = op if return_lse else _call_short
+            return short(q, k, v, is_causal)
         return op(q, k, v, is_causal, scale, diagonal)
     return op(
         q,
@@ -318,7 +319,7 @@ def attn_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tu
 
     Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), arXiv:1805.02867.
     """
-    return _attn_merge(out_a, lse_a, out_b, lse_b)
+    return _call_merge(out_a, lse_a, out_b, lse_b)
 
 
 # ---- fake functions ------------------------------------------------------------------------------

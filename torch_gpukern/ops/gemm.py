@@ -87,7 +87,7 @@ def gemm(
     Multiplication" (2008).
     """
     if fp32_precision is None:
-        tf32 = a.dtype is _float32 and a.is_cuda and _torch_allows_tf32()
+        tf32 = a.dtype == _float32 and a.is_cuda and _torch_allows_tf32()
         fp32_precision = "tf32" if tf32 else "ieee"
     plain = alpha == 1 and beta == 1 and activation == "none" and fp32_precision == "ieee"
     if plain and bias is None and c is None and out_dtype is None:

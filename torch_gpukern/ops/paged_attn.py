@@ -148,7 +148,8 @@ def paged_attn(
     if plain and k_scale is None and v_scale is None and is_causal is True:
         # the schema fills in the rest sooner than it reads it
         if cu_seqlens_q is None and scale is None:
-            return (_call_fwd if return_lse else _call_short)(q, k_cache, v_cache, block_table, seq_lens)
+            short = op if return_lse else _call_short
+            return short(q, k_cache, v_cache, block_table, seq_lens)
         return op(q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, scale)
     return op(
         q,

@@ -80,7 +80,7 @@ template <class E>
 __global__ void __launch_bounds__(THREADS) realign_turn_kernel(const __grid_constant__ RealignTurn p) {
     __shared__ E tile[REALIGN_TURN * TURN_LD];
     const RealignMatrix &x = p.matrix;
-    const TurnTile at = turn_tile(p, blockIdx.x);
+    const TurnTile at = turn_tile<E>(p, blockIdx.x);
     const coord first = turn_read((int)threadIdx.x, 0);
     const E *from_g = (const E *)x.from + turn_from(x, at, first.row, first.col);
     griddepcontrol_launch_dependents();
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(THREADS) realign_turn_kernel(const __grid_cons
 #pragma unroll
     for (int c = 0; c < TURN_PASSES; ++c) {
         const coord read = turn_read((int)threadIdx.x, c);
-        v[c] = read.col < at.outer && read.row < at.inner ? *from_g : 0;
+        v[c] = turn_has(at, read.row, read.col) ? *from_g : 0;
         from_g += TURN_PASS_ROWS * x.inner_stride;
     }
 #pragma unroll
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(THREADS) realign_turn_kernel(const __grid_cons
 #pragma unroll
     for (int c = 0; c < turn_chunks<E>(); ++c) {
         const coord chunk = turn_chunk<E>((int)threadIdx.x, c);
-        if (chunk.col < at.inner && chunk.row < at.outer)
+        if (turn_has(at, chunk.col, chunk.row))
             ((uint4 *)x.to)[turn_to<E>(x, at, chunk)] = turned_chunk(tile + turn_at(chunk.col, chunk.row));
     }
 }

@@ -85,10 +85,10 @@ struct TurnTile {
 };
 
 /* Neighbours along `outer` run together: they read the same rows of `from`. */
-GK_HD inline TurnTile turn_tile(const RealignTurn &p, uint32_t block) {
+template <class E> GK_HD inline TurnTile turn_tile(const RealignTurn &p, uint32_t block) {
     const uint32_t outer = block % p.tiles_outer, rest = block / p.tiles_outer, inner = rest % p.tiles_inner;
     const int inner0 = (int)inner * REALIGN_TURN, outer0 = (int)outer * REALIGN_TURN;
-    return {rest / p.tiles_inner, inner0, outer0, p.matrix.inner / (p.matrix.turned_bytes / 2) - inner0,
+    return {rest / p.tiles_inner, inner0, outer0, p.matrix.inner / ((int)sizeof(E) / 2) - inner0,
             (int)p.matrix.outer.by - outer0};
 }
 
@@ -104,6 +104,9 @@ static_assert(REALIGN_TURN % 32 == 0 && REALIGN_THREADS % REALIGN_TURN == 0 && R
               "a warp reads along `outer`");
 constexpr GK_HD coord turn_read(int t, int c) { return {t / REALIGN_TURN + c * TURN_PASS_ROWS, t % REALIGN_TURN}; }
 
+/* Whether the matrix has it; else it is 0. */
+GK_HD inline bool turn_has(const TurnTile &t, int inner, int outer) { return inner < t.inner && outer < t.outer; }
+
 /* In shared memory, [inner][outer + 1]. */
 constexpr int TURN_LD = REALIGN_TURN + 1;
 constexpr GK_HD int turn_at(int inner, int outer) { return inner * TURN_LD + outer; }
@@ -114,7 +117,7 @@ template <class E> constexpr GK_HD coord turn_chunk(int t, int c) {
     const int at = c * REALIGN_THREADS + t;
     return {at / (REALIGN_TURN / EACH), at % (REALIGN_TURN / EACH) * EACH};
 }
-template <class E> constexpr int turn_chunks() {
+template <class E> constexpr GK_HD int turn_chunks() {
     static_assert(REALIGN_TURN * REALIGN_TURN * sizeof(E) % (REALIGN_THREADS * 16) == 0, "whole passes");
     return REALIGN_TURN * REALIGN_TURN * (int)sizeof(E) / (REALIGN_THREADS * 16);
 }
