@@ -136,7 +136,7 @@ def test_a_call_leaves_autograd_as_it_was():
         torch_gpukern.flash_attn(x, x[..., :2], x)
     assert raised.value.__traceback__ is not None and not excluded(key)
     guard = torch_gpukern._library.below_autograd()
-    assert excluded(key), "what the public functions rely on"
+    assert excluded(key), "what call_below relies on"
     del guard
     assert not excluded(key)
 
