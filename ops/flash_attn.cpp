@@ -10,11 +10,11 @@ namespace {
 struct DenseArgs {
     Tensor q, k, v; // [B, Hq, Sq, D], [B, Hkv, Sk, D], [B, Hkv, Sk, Dv]
     bool is_causal;
-    OptDouble scale; // this and all that follow: the defaults that flash_attn_short leaves out
+    OptDouble scale{}; // this and all that follow: the defaults that flash_attn_short leaves out
     int64_t diagonal = 0, window_left = -1, window_right = -1;
     double softcap = 0;
-    OptTensor alibi_slopes, sinks; // [Hq] or [B, Hq], [Hq]
-    OptTensor kv_start, kv_end;    // [B] int32
+    OptTensor alibi_slopes{}, sinks{}; // [Hq] or [B, Hq], [Hq]
+    OptTensor kv_start{}, kv_end{};    // [B] int32
 };
 
 struct DenseBwdArgs {

@@ -5,13 +5,13 @@
 namespace gk {
 namespace {
 
-struct GemmArgs {   // the schema, member by member, and the defaults that gemm_short leaves out
-    Tensor a, b;    // [batch..., M, K], [batch..., K, N] or [K, N]
-    OptTensor bias; // [N]
-    OptTensor c;    // broadcasts to [batch..., M, N]
+struct GemmArgs {     // the schema, member by member, and the defaults that gemm_short leaves out
+    Tensor a, b;      // [batch..., M, K], [batch..., K, N] or [K, N]
+    OptTensor bias{}; // [N]
+    OptTensor c{};    // broadcasts to [batch..., M, N]
     double alpha = 1, beta = 1;
     String activation{"none"};
-    OptDtype out_dtype;
+    OptDtype out_dtype{};
     String fp32_precision{"ieee"};
 };
 

@@ -8,17 +8,17 @@ namespace gk {
 namespace {
 
 // ---- paged_attn ---------------------------------------------------------------------------------
-struct PagedArgs {           // the schema, member by member
-    Tensor q;                // [T, Hq, D]
-    Tensor k_cache, v_cache; // [num_blocks, block_size, Hkv, D], [..., Dv]
-    Tensor block_table;      // [B, max_blocks] int32
-    Tensor seq_lens;         // [B] int32
-    OptTensor cu_seqlens_q;  // [B+1] int32; from here on the defaults that paged_attn_short leaves out
+struct PagedArgs {            // the schema, member by member
+    Tensor q;                 // [T, Hq, D]
+    Tensor k_cache, v_cache;  // [num_blocks, block_size, Hkv, D], [..., Dv]
+    Tensor block_table;       // [B, max_blocks] int32
+    Tensor seq_lens;          // [B] int32
+    OptTensor cu_seqlens_q{}; // [B+1] int32; from here on the defaults that paged_attn_short leaves out
     int64_t max_seqlen_q = 1;
-    OptDouble scale;
+    OptDouble scale{};
     int64_t window_left = -1;
     double softcap = 0;
-    OptTensor alibi_slopes, sinks, k_scale, v_scale; // [Hq] or [B, Hq], [Hq], [] or [Hkv]
+    OptTensor alibi_slopes{}, sinks{}, k_scale{}, v_scale{}; // [Hq] or [B, Hq], [Hq], [] or [Hkv]
     bool is_causal = true;
 };
 
