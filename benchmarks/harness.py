@@ -498,9 +498,8 @@ def overhead_facts(
             medians = _medians(calls, run.device, 31)
     ours, mul, *theirs = (medians[key] for key in calls)
     # on CUDA a launch is most of it, in ours and in torch.mul's: the bar is for the whole call there
-    run.fact(
-        "call host time", name, ours if on_cuda else ours - mul, "us", bar, f"{ours:.1f} us, torch.mul {mul:.1f} us"
-    )
+    cost = ours if on_cuda else ours - mul
+    run.fact("call host time", name, cost, "us", bar, f"{ours:.1f} us, torch.mul {mul:.1f} us")
     if own:
         run.fact("call host time", f"{name} / {own[0]}", ours / theirs[0], "", Bar(at_most=1.0), f"{theirs[0]:.1f} us")
 

@@ -25,8 +25,8 @@ enum {
     GK_ALIGNED_A = 1,
     GK_ALIGNED_B = 2,
     GK_ALIGNED_OUT = 4,
-    /* unaligned rows of 16-bit a beside rows of b, or unaligned columns: how many, 1, 2, 4 or 8, follow each other until one begins as the first does past
-     * 16 bytes; log2 and 1 more in these bits */
+    /* unaligned rows of 16-bit a beside rows of b, or unaligned columns: how many, 1, 2, 4 or 8, follow each other until
+     * one begins as the first does past 16 bytes; log2 and 1 more in these bits */
     GK_LINES_SHIFT = 4,
     GK_READS_C = 1,
     GK_WRITES_PREACT = 2,

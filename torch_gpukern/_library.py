@@ -175,10 +175,16 @@ def autocast(name: str, cast: Callable[[torch.dtype, Sequence, Callable], tuple]
     register("cuda", "AutocastCUDA")
 
 
-# Keys of whoever looks at calls, also from outside a transform of torch.func, or has no kernel of ours.
-_OTHERS = (
-    *("Python", "AutocastCPU", "AutocastCUDA", "Tracer", "FuncTorchDynamicLayerBackMode"),
-    *("NestedTensorCPU", "NestedTensorCUDA", "CompositeExplicitAutograd"),
+# Who looks at calls, or has no kernel of ours: the keys at which a twin hands over to its op.
+_HANDED_OVER = (
+    "Python",  # modes, tensor subclasses, fake tensors
+    "AutocastCPU",
+    "AutocastCUDA",
+    "Tracer",
+    "FuncTorchDynamicLayerBackMode",  # transforms outside another of torch.func
+    "NestedTensorCPU",
+    "NestedTensorCUDA",
+    "CompositeExplicitAutograd",  # meta, sparse and all other devices
 )
 
 
@@ -189,9 +195,13 @@ def twin(name: str, short: bool = False) -> Callable:
     """
     twin_name = f"_{name}_short" if short else f"_{name}"
     op = bare(getattr(ops, name).default)
+
+    def hand_over(*args):
+        return call_below(op, args)
+
     _library.impl(twin_name, torch.library.fallthrough_kernel, "Autograd")
-    for key in _OTHERS:
-        _library.impl(twin_name, lambda *args: call_below(op, args), key)
+    for key in _HANDED_OVER:
+        _library.impl(twin_name, hand_over, key)
     return bare(getattr(ops, twin_name).default)
 
 

@@ -24,12 +24,10 @@ from . import laws
 
 __all__ = ["gemm"]
 
-_gemm = ops.gemm.default
-
 _below, _below_fwd = twin("gemm"), twin("gemm_fwd")
 _call, _call_short = public("gemm", _below), public("gemm", twin("gemm", short=True))
 _float32, _fp32_precision_of = torch.float32, torch._C._get_fp32_precision_getter
-_bare = bare(_gemm)
+_bare = bare(ops.gemm.default)
 _bare_act_bwd = bare(ops.gemm_act_bwd.default)
 
 

@@ -28,8 +28,6 @@ from . import laws
 
 __all__ = ["kv_cache_write", "paged_attn"]
 
-_paged_attn = ops.paged_attn.default
-_paged_attn_fwd = ops.paged_attn_fwd.default
 _kv_cache_write = ops.kv_cache_write.default
 _call = public("paged_attn", twin("paged_attn"))
 _call_short = public("paged_attn", twin("paged_attn", short=True))
