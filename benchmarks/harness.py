@@ -482,9 +482,9 @@ def overhead_facts(
     run: Run, name: str, call: Callable[[], object], bar: Bar, own: tuple[str, Callable[[], object]] | None = None
 ) -> None:
     """Host time of a small eager call without grad, on the CPU above torch.mul's. own: PyTorch's way to the same result, and
-    a bar of its own, since hosts differ by more than calls do. On CUDA all is measured on each core, over and over for 20 s,
-    and where torch.mul takes the least counts: of a virtual machine's cores some share theirs with a neighbour, now these,
-    now those, at times all, and take 1.6 times as long."""
+    a bar of its own, since hosts differ by more than calls do. On CUDA all is measured on each core, over and over for 20 s
+    (1 s in a quick run), and where torch.mul takes the least counts: of a virtual machine's cores some share theirs with a
+    neighbour, now these, now those, at times all, and take 1.6 times as long."""
     on_cuda = run.device.kind == "cuda"
     x = torch.randn(8, 8, device=run.device.device)
     calls = {name: call, "torch.mul": lambda: torch.mul(x, x)} | ({own[0]: own[1]} if own else {})
@@ -493,7 +493,7 @@ def overhead_facts(
             for _ in range(1000):
                 fn()
         if on_cuda and hasattr(os, "sched_setaffinity"):
-            medians = _on_quietest_core(calls, "torch.mul", run.device, 20.0)
+            medians = _on_quietest_core(calls, "torch.mul", run.device, 1.0 if run.args.quick else 20.0)
         else:
             medians = _medians(calls, run.device, 31)
     ours, mul, *theirs = (medians[key] for key in calls)
@@ -505,7 +505,8 @@ def overhead_facts(
 
 
 def _on_quietest_core(calls: dict[str, Callable], judge: str, device: Cpu | Cuda, seconds: float) -> dict[str, float]:
-    """us of host time of each call on the core, and at the moment, where judge takes the least."""
+    """us of host time of each call on the core, and at the moment, where judge takes the least; begins no pass over the
+    cores after so many seconds."""
     cores, best = os.sched_getaffinity(0), {judge: math.inf}
     end = time.monotonic() + seconds
     try:
