@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, Smem<Tile>::CTAS > 2 ? 2 
     const Sequence seq = sequence_of(p, work.b);
     if (work.i0 >= seq.seq_q) return;
     const int rows = min(Tile::BQ, seq.seq_q - work.i0);
-    const FwdKeys keys = fwd_keys<Tile::BKV>(seq.span, work.i0, rows, work.split, params.splits);
+    const FwdKeys keys = fwd_keys<Tile::BKV>(params, seq.span, work.i0, rows, work.split);
     const int head_kv = work.head / p.group;
     const float *q_g =
         (const float *)p.q.data + work.b * p.q.batch + work.head * p.q.head + (int64_t)(seq.q0 + work.i0) * p.q.row;

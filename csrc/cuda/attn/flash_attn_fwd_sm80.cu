@@ -17,6 +17,7 @@
 #include "../tile/fragment.cuh"
 #include "../tile/pipeline.cuh"
 #include "fwd_work.cuh"
+#include "mask.cuh"
 #include "softmax.cuh"
 
 namespace {
@@ -169,62 +170,6 @@ template <int M> __device__ __forceinline__ int own_row(const Kept &kept) {
 }
 __device__ __forceinline__ int own_col() { return frag_col(mov_tid_x() % 32, 0); }
 
-/* Keys that a row does not see become -inf. row0, key0: of s[0][0][0]. Rows past the sequence see what its last row sees. */
-template <int M, int N>
-__device__ __forceinline__ void mask(float (&s)[M][N][4], const Sequence &seq, int row0, int key0) {
-    const Span span = seq.span;
-    const int seq_q = seq.seq_q;
-#pragma unroll
-    for (int m = 0; m < M; ++m) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const int i = min(row0 + 16 * m + 8 * r, seq_q - 1), lo = span.lo(i);
-            const int from = lo - key0;
-            const unsigned keys = max(span.hi(i) - lo, 0);
-#pragma unroll
-            for (int n = 0; n < N; ++n)
-#pragma unroll
-                for (int e = 0; e < 2; ++e)
-                    if ((unsigned)(8 * n + e - from) >= keys) s[m][n][2 * r + e] = -INFINITY;
-        }
-    }
-}
-
-/* Softcap, ALiBi, or a scale that is not positive: S becomes scores in natural units. Distances from the tile's first key
- * are exact where they are small; past 2^24 they round as any float of their size does. */
-template <int M, int N>
-__device__ __forceinline__ void modify(float (&s)[M][N][4], const Score &kept, int row0, int key0) {
-    const Score x = kept;
-    if (x.softcap > 0) {
-        const float factor = x.scale / x.softcap;
-#pragma unroll
-        for (int m = 0; m < M; ++m)
-#pragma unroll
-            for (int n = 0; n < N; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) s[m][n][e] = x.softcap * tanh_fine(s[m][n][e] * factor);
-    } else {
-#pragma unroll
-        for (int m = 0; m < M; ++m)
-#pragma unroll
-            for (int n = 0; n < N; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) s[m][n][e] *= x.scale;
-    }
-    if (x.slope == 0) return;
-#pragma unroll
-    for (int m = 0; m < M; ++m)
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const float ahead = (float)(row0 + 16 * m + 8 * r + x.position0 - key0);
-#pragma unroll
-            for (int n = 0; n < N; ++n)
-#pragma unroll
-                for (int e = 0; e < 2; ++e)
-                    s[m][n][2 * r + e] = fmaf(-x.slope, fabsf(ahead - (float)(8 * n + e)), s[m][n][2 * r + e]);
-        }
-}
-
 /* ---- 5. the kernel -------------------------------------------------------------------------------------- */
 template <class T, class Tile, bool MODIFIED>
 __global__ void __launch_bounds__(Tile::WARPS * 32, Tile::CTAS) flash_attn_fwd_sm80_kernel(FwdParams params) {
@@ -244,7 +189,7 @@ __global__ void __launch_bounds__(Tile::WARPS * 32, Tile::CTAS) flash_attn_fwd_s
     const Sequence seq = sequence_of(p, work.b);
     if (work.i0 >= seq.seq_q) return;
     const int rows = min(Tile::BQ, seq.seq_q - work.i0);
-    const FwdKeys keys = fwd_keys<BKV>(seq.span, work.i0, rows, work.split, params.splits);
+    const FwdKeys keys = fwd_keys<BKV>(params, seq.span, work.i0, rows, work.split);
     const int head_kv = work.head / p.group;
     const T *q_g =
         (const T *)p.q.data + work.b * p.q.batch + work.head * p.q.head + (int64_t)(seq.q0 + work.i0) * p.q.row;

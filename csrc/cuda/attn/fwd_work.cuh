@@ -3,6 +3,7 @@
 #ifndef GPUKERN_CUDA_FWD_WORK_CUH
 #define GPUKERN_CUDA_FWD_WORK_CUH
 
+#include "../gemm/divisor.cuh"
 #include "fwd_rows.cuh"
 #include "split_combine.cuh"
 #include "tiles.h"
@@ -12,6 +13,7 @@
 struct FwdParams {
     Problem problem;
     int tiles_q, splits;
+    Divisor by_splits;
     int together;      /* query heads of a group, a multiple of problem.group */
     float *out_parts;  /* splits > 1: [splits][rows][head_dim_v] */
     float *lse_parts;  /* splits > 1: [splits][rows] */
@@ -40,13 +42,13 @@ struct FwdKeys {
 };
 
 template <int BKV>
-__device__ __forceinline__ FwdKeys fwd_keys(const Span &span, int i0, int rows, int split, int splits) {
+__device__ __forceinline__ FwdKeys fwd_keys(const FwdParams &p, const Span &span, int i0, int rows, int split) {
     FwdKeys k;
     const int lo = span.lo(i0);
     k.hi = span.hi(i0 + rows - 1);
-    const int64_t all = k.hi > lo ? (k.hi - lo + BKV - 1) / BKV : 0;
-    const int first = (int)(all * split / splits);
-    k.tiles = (int)(all * (split + 1) / splits) - first, k.lo = lo + first * BKV;
+    const unsigned all = k.hi > lo ? (k.hi - lo + BKV - 1) / BKV : 0; /* times SPLIT_MOST it stays below 2^31 */
+    const int first = p.by_splits.into(all * split);
+    k.tiles = (int)p.by_splits.into(all * (split + 1)) - first, k.lo = lo + first * BKV;
     k.plain_first = (span.lo(i0 + rows - 1) - lo + BKV - 1) / BKV - first;
     k.plain_end = max(span.hi(i0) - lo, 0) / BKV - first;
     return k;
@@ -87,6 +89,7 @@ inline FwdParams fwd_params(const gk_context *ctx, const gk_flash_attn_args *a, 
     const int64_t tiles = x.cu_q ? (x.total_q / bq + x.batch) * (int64_t)x.heads_q : fwd_blocks(p);
     const int64_t keys = x.cu_q ? x.total_k / gk_max_i64(x.batch, 1) : x.seq_k;
     p.splits = fwd_splits(tiles, gk_ceil_div(keys, bkv), (int64_t)gpu->num_sms * ctas);
+    p.by_splits = divisor_of(p.splits);
     const double head_bytes = (double)x.seq_k * (x.head_dim + x.head_dim_v) * (double)gk_dtype_bytes(a->k.dtype);
     const double fit = FWD_L2_SHARE * (double)gpu->l2_bytes / (head_bytes > 0 ? head_bytes : 1);
     const int64_t heads_kv = (int64_t)x.batch * x.heads_kv;

@@ -8,7 +8,7 @@
 #include "../tile/convert.cuh"
 #include "problem.cuh"
 
-constexpr float LOG2_E = 1.4426950408889634f;
+constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
 template <class W> struct WideScore { /* W: float, double for float64 */
     W scale;                          /* of qk, natural units */

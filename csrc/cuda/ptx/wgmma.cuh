@@ -62,38 +62,62 @@ template <int M, int N> static __device__ __forceinline__ void wgmma_pin(float (
                  : __VA_ARGS__                                                                                      \
                  : "l"(a), "l"(b), "r"(add), "n"(A_T), "n"(B_T))
 
+// The same with a, 16 bits, in registers: i0 .. i3 their numbers, i4 b, i5 add, i6 B_T.
+#define GK_WGMMA_RS(N, TYPE, LIST, i0, i1, i2, i3, i4, i5, i6, ...)                                              \
+    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %" #i5 ", 0;\n\t"                                         \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" LIST "}, {%" #i0 ", %" #i1 \
+                 ", %" #i2 ", %" #i3 "}, %" #i4 ", p, 1, 1, %" #i6 ";\n\t}"                                      \
+                 : __VA_ARGS__                                                                                   \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(B_T))
+
 template <class T> struct wgmma_16;
 
-#define GK_WGMMA_16(T, TYPE)                                                                                     \
-    template <> struct wgmma_16<T> {                                                                             \
-        template <int N, int A_T, int B_T>                                                                       \
-        static __device__ __forceinline__ void ss(float *d, uint64_t a, uint64_t b, int add) {                   \
-            if constexpr (N == 8)                                                                                \
-                GK_WGMMA(8, 16, TYPE, GK_R4, 4, 5, 6, 7, 8, "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]));     \
-            else if constexpr (N == 16)                                                                          \
-                GK_WGMMA(16, 16, TYPE, GK_R8, 8, 9, 10, 11, 12, GK_D8(0));                                       \
-            else if constexpr (N == 32)                                                                          \
-                GK_WGMMA(32, 16, TYPE, GK_R16, 16, 17, 18, 19, 20, GK_D8(0), GK_D8(8));                          \
-            else if constexpr (N == 64)                                                                          \
-                GK_WGMMA(64, 16, TYPE, GK_R32, 32, 33, 34, 35, 36, GK_D32(0));                                   \
-            else if constexpr (N == 96)                                                                          \
-                GK_WGMMA(96, 16, TYPE, GK_R48, 48, 49, 50, 51, 52, GK_D32(0), GK_D8(32), GK_D8(40));             \
-            else if constexpr (N == 128)                                                                         \
-                GK_WGMMA(128, 16, TYPE, GK_R64, 64, 65, 66, 67, 68, GK_D32(0), GK_D32(32));                      \
-            else if constexpr (N == 176)                                                                         \
-                GK_WGMMA(176, 16, TYPE, GK_R88, 88, 89, 90, 91, 92, GK_D32(0), GK_D32(32), GK_D8(64), GK_D8(72), \
-                         GK_D8(80));                                                                             \
-            else if constexpr (N == 192)                                                                         \
-                GK_WGMMA(192, 16, TYPE, GK_R96, 96, 97, 98, 99, 100, GK_D32(0), GK_D32(32), GK_D32(64));         \
-            else if constexpr (N == 224)                                                                         \
-                GK_WGMMA(224, 16, TYPE, GK_R112, 112, 113, 114, 115, 116, GK_D32(0), GK_D32(32), GK_D32(64),     \
-                         GK_D8(96), GK_D8(104));                                                                 \
-            else if constexpr (N == 256)                                                                         \
-                GK_WGMMA(256, 16, TYPE, GK_R128, 128, 129, 130, 131, 132, GK_D32(0), GK_D32(32), GK_D32(64),     \
-                         GK_D32(96));                                                                            \
-            else                                                                                                 \
-                static_assert(N < 0, "no wgmma of this width");                                                  \
-        }                                                                                                        \
+#define GK_WGMMA_16(T, TYPE)                                                                                          \
+    template <> struct wgmma_16<T> {                                                                                  \
+        template <int N, int A_T, int B_T>                                                                            \
+        static __device__ __forceinline__ void ss(float *d, uint64_t a, uint64_t b, int add) {                        \
+            if constexpr (N == 8)                                                                                     \
+                GK_WGMMA(8, 16, TYPE, GK_R4, 4, 5, 6, 7, 8, "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]));          \
+            else if constexpr (N == 16)                                                                               \
+                GK_WGMMA(16, 16, TYPE, GK_R8, 8, 9, 10, 11, 12, GK_D8(0));                                            \
+            else if constexpr (N == 32)                                                                               \
+                GK_WGMMA(32, 16, TYPE, GK_R16, 16, 17, 18, 19, 20, GK_D8(0), GK_D8(8));                               \
+            else if constexpr (N == 64)                                                                               \
+                GK_WGMMA(64, 16, TYPE, GK_R32, 32, 33, 34, 35, 36, GK_D32(0));                                        \
+            else if constexpr (N == 96)                                                                               \
+                GK_WGMMA(96, 16, TYPE, GK_R48, 48, 49, 50, 51, 52, GK_D32(0), GK_D8(32), GK_D8(40));                  \
+            else if constexpr (N == 128)                                                                              \
+                GK_WGMMA(128, 16, TYPE, GK_R64, 64, 65, 66, 67, 68, GK_D32(0), GK_D32(32));                           \
+            else if constexpr (N == 176)                                                                              \
+                GK_WGMMA(176, 16, TYPE, GK_R88, 88, 89, 90, 91, 92, GK_D32(0), GK_D32(32), GK_D8(64), GK_D8(72),      \
+                         GK_D8(80));                                                                                  \
+            else if constexpr (N == 192)                                                                              \
+                GK_WGMMA(192, 16, TYPE, GK_R96, 96, 97, 98, 99, 100, GK_D32(0), GK_D32(32), GK_D32(64));              \
+            else if constexpr (N == 224)                                                                              \
+                GK_WGMMA(224, 16, TYPE, GK_R112, 112, 113, 114, 115, 116, GK_D32(0), GK_D32(32), GK_D32(64),          \
+                         GK_D8(96), GK_D8(104));                                                                      \
+            else if constexpr (N == 256)                                                                              \
+                GK_WGMMA(256, 16, TYPE, GK_R128, 128, 129, 130, 131, 132, GK_D32(0), GK_D32(32), GK_D32(64),          \
+                         GK_D32(96));                                                                                 \
+            else                                                                                                      \
+                static_assert(N < 0, "no wgmma of this width");                                                       \
+        }                                                                                                             \
+        template <int N, int B_T>                                                                                     \
+        static __device__ __forceinline__ void rs(float *d, const uint32_t *a, uint64_t b, int add) {                 \
+            if constexpr (N == 64)                                                                                    \
+                GK_WGMMA_RS(64, TYPE, GK_R32, 32, 33, 34, 35, 36, 37, 38, GK_D32(0));                                 \
+            else if constexpr (N == 96)                                                                               \
+                GK_WGMMA_RS(96, TYPE, GK_R48, 48, 49, 50, 51, 52, 53, 54, GK_D32(0), GK_D8(32), GK_D8(40));           \
+            else if constexpr (N == 128)                                                                              \
+                GK_WGMMA_RS(128, TYPE, GK_R64, 64, 65, 66, 67, 68, 69, 70, GK_D32(0), GK_D32(32));                    \
+            else if constexpr (N == 192)                                                                              \
+                GK_WGMMA_RS(192, TYPE, GK_R96, 96, 97, 98, 99, 100, 101, 102, GK_D32(0), GK_D32(32), GK_D32(64));     \
+            else if constexpr (N == 256)                                                                              \
+                GK_WGMMA_RS(256, TYPE, GK_R128, 128, 129, 130, 131, 132, 133, 134, GK_D32(0), GK_D32(32), GK_D32(64), \
+                            GK_D32(96));                                                                              \
+            else                                                                                                      \
+                static_assert(N < 0, "no wgmma of this width");                                                       \
+        }                                                                                                             \
     };
 
 GK_WGMMA_16(__nv_bfloat16, "bf16")
@@ -103,6 +127,13 @@ GK_WGMMA_16(__half, "f16")
 template <class T, int N, int A_T, int B_T>
 static __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool add) {
     wgmma_16<T>::template ss<N, A_T, B_T>(d, a, b, add);
+}
+
+// wgmma.mma_async.m64nNk16 with a in registers, as an m16k16 fragment of mma a warp; they stay as they are until
+// wgmma_wait_group has ended the group.
+template <class T, int N, int B_T>
+static __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const uint32_t *a, uint64_t b, bool add) {
+    wgmma_16<T>::template rs<N, B_T>(d, a, b, add);
 }
 
 // tf32: k of 8, either operand [x][k] alone; of float32 the low 13 bits are not read. SS: a, b descriptors. RS: a in

@@ -49,4 +49,16 @@ template <int STAGES> struct tma_ring {
     }
 };
 
+// The same ring where registers are scarce: its threads count steps, and rings in step share a count. STAGES is a power of
+// two.
+template <int STAGES> struct tma_steps {
+    static_assert((STAGES & (STAGES - 1)) == 0, "a stage is some bits of the count");
+    smem_addr barriers_s;
+    static __device__ __forceinline__ int stage(int step) { return step & (STAGES - 1); }
+    __device__ __forceinline__ smem_addr full(int step) const { return barriers_s + 8 * stage(step); }
+    __device__ __forceinline__ smem_addr empty(int step) const { return full(step) + 8 * STAGES; }
+    __device__ __forceinline__ void wait_full(int step) const { mbarrier_wait(full(step), step / STAGES & 1); }
+    __device__ __forceinline__ void wait_empty(int step) const { mbarrier_wait(empty(step), step / STAGES & 1 ^ 1); }
+};
+
 #endif

@@ -24,6 +24,12 @@ constexpr GK_HD uint64_t wgmma_descriptor(uint32_t address, int leading_bytes, i
            (uint64_t)(stride_bytes >> 4) << 32 | (uint64_t)1 << 62;
 }
 
+// The descriptor of the same tile so many bytes on, a multiple of 16: one addition for each product of a loop. Addresses of
+// shared memory end below the field's end, so nothing carries.
+constexpr GK_HD uint64_t wgmma_descriptor_add(uint64_t descriptor, int bytes) {
+    return descriptor >> 32 << 32 | (uint64_t)((uint32_t)descriptor + (uint32_t)(bytes >> 4));
+}
+
 // An operand of BX rows of a or columns of b and EACH of k.
 template <int BX, bool ALONG_X, int EACH = 64> struct wgmma_tile {
     static constexpr int panels = ALONG_X ? (BX + EACH - 1) / EACH : 1, rows = ALONG_X ? EACH : BX;
@@ -42,6 +48,31 @@ template <int BX, bool ALONG_X, int EACH = 64> struct wgmma_tile {
         const int row = ALONG_X ? k : x, col = ALONG_X ? x % EACH : k;
         return (ALONG_X ? x / EACH * panel_bytes : 0) +
                swizzle<3, 4, 3>::apply(row * WGMMA_ROW_BYTES + col * (WGMMA_ROW_BYTES / EACH));
+    }
+};
+
+// A tile of ROWS rows of COLS 16-bit elements as tma copies it: panels of 64 columns, one behind the other, each [ROWS][64].
+// Its columns are k in one product (K-major) and m or n in another (MN-major, rows are k).
+template <int ROWS, int COLS> struct wgmma_panels {
+    static constexpr int rows = ROWS, cols = COLS, panels = (COLS + 63) / 64;
+    static constexpr int panel_bytes = ROWS * WGMMA_ROW_BYTES, bytes = panels * panel_bytes;
+    static_assert(ROWS % 8 == 0, "panels are whole blocks");
+
+    // The bytes from the tile's first to row `row`, a multiple of 8, and column `col`, a multiple of 16.
+    static constexpr GK_HD int offset(int row, int col) {
+        return col / 64 * panel_bytes + row * WGMMA_ROW_BYTES + col % 64 * 2;
+    }
+    // The byte of element (row, col).
+    static constexpr GK_HD int offset_of(int row, int col) {
+        return col / 64 * panel_bytes + swizzle<3, 4, 3>::apply(row * WGMMA_ROW_BYTES + col % 64 * 2);
+    }
+    // 16 of k from column `col` on, of the rows from `row` on.
+    static constexpr GK_HD uint64_t k_major(uint32_t tile_s, int row, int col) {
+        return wgmma_descriptor_add(wgmma_descriptor(tile_s, 16, WGMMA_BLOCK_BYTES), offset(row, col));
+    }
+    // 16 of k from row `row` on, a multiple of 16, and all columns.
+    static constexpr GK_HD uint64_t mn_major(uint32_t tile_s, int row) {
+        return wgmma_descriptor_add(wgmma_descriptor(tile_s, panel_bytes, WGMMA_BLOCK_BYTES), offset(row, 0));
     }
 };
 

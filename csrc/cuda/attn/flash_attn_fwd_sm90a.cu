@@ -1,0 +1,435 @@
+/* flash_attn_fwd_sm90a: attention on Hopper's tensor cores, 16-bit, dense and packed, every modifier.
+ * FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608) with a reference for the softmax that may be stale (stale_softmax.cuh):
+ *   S = Q K^T   s = score(S) or -inf where the row does not see the key   P = 2^(s - m)   O = O + P V
+ *   out = O / (sum P + 2^(sink - m))   lse = m + log(sum P + 2^(sink - m))
+ * q [.., Sq, D]  k [.., Sk, D]  v [.., Sk, Dv]  out [.., Sq, Dv], as TMA can describe them;  lse [.., Sq] float32.
+ * D, Dv: multiples of 8 up to HEAD_DIM, HEAD_DIM_V; TMA fills the columns after them with zeros.
+ *
+ * Work split: a block stays on its SM and takes units of tiles (fwd_schedule.cuh). One thread of the producer warpgroup
+ * finds the tiles and loads Q, K and V by TMA; each consumer warpgroup owns 64 rows of S and O. Where tiles would not fill
+ * the GPU the keys of a tile are split; parts go through the workspace.
+ *
+ * A step of a consumer: block j of the keys                        (tensor cores work in the background)
+ *   issue S_j = Q K_j^T
+ *   issue O  += P_(j-1) V_(j-1)
+ *   wait for S_j alone, release K_j
+ *   P_j = 2^(S_j - m)                                              runs under O += P_(j-1) V_(j-1)
+ *   wait for O, release V_(j-1); rows that are out of range take the block again
+ *
+ * Not handled, served by flash_attn_fwd_sm80: strides, offsets and scales that TMA or a stale reference cannot take. */
+#include "../ptx/bar.cuh"
+#include "../ptx/cluster.cuh"
+#include "../ptx/griddepcontrol.cuh"
+#include "../ptx/stmatrix.cuh"
+#include "../ptx/wgmma.cuh"
+#include "../tile/fragment.cuh"
+#include "fwd_producer.cuh"
+#include "mask.cuh"
+#include "softmax.cuh"
+#include "stale_softmax.cuh"
+
+namespace {
+
+/* ---- 1. the consumers' products ------------------------------------------------------------------------- */
+/* The warpgroup's turn to issue products. */
+template <class Tile> __device__ __forceinline__ void turn_begin(int warpgroup) {
+    if (Tile::ORDERED) bar_sync(1 + warpgroup, 256);
+}
+template <class Tile> __device__ __forceinline__ void turn_end(int warpgroup) {
+    if (Tile::ORDERED) bar_arrive(1 + (warpgroup + 1) % Tile::WARPGROUPS, 256);
+}
+
+/* S [64][BKV] = Q K^T of this warpgroup's rows. */
+template <class T, class Tile>
+__device__ __forceinline__ void issue_scores(float (&s)[Tile::BKV / 2], smem_addr q_s, smem_addr k_s, int row) {
+    typedef Smem<Tile> S;
+    wgmma_fence();
+#pragma unroll
+    for (int kk = 0; kk < Tile::HEAD_DIM; kk += 16)
+        wgmma_ss<T, Tile::BKV, 0, 0>(s, S::Q::k_major(q_s, row, kk), S::K::k_major(k_s, 0, kk), kk > 0);
+    wgmma_commit_group();
+}
+
+/* O [64][HEAD_DIM_V] += P V, P from registers. */
+template <class T, class Tile>
+__device__ __forceinline__ void issue_values(float (&o)[Tile::HEAD_DIM_V / 2], const uint32_t (&p)[Tile::BKV / 4],
+                                             smem_addr v_s) {
+    typedef Smem<Tile> S;
+    wgmma_fence();
+#pragma unroll
+    for (int kk = 0; kk < Tile::BKV; kk += 16)
+        wgmma_rs<T, Tile::HEAD_DIM_V, 1>(o, p + kk / 4, S::V::mn_major(v_s, kk), true);
+    wgmma_commit_group();
+}
+
+template <int N> __device__ __forceinline__ void pin(float (&d)[N]) { wgmma_pin(*(float (*)[1][N]) & d); }
+
+/* Rows of V from `from` on become zero: a weight of 0 times NaN would be NaN. */
+template <class Tile> __device__ __forceinline__ void clear_rows(smem_addr v_s, int from, int warpgroup) {
+    typedef typename Smem<Tile>::V V;
+    for (int i = from * 8 + threadIdx.x % 128; i < Tile::BKV * 8; i += 128)
+#pragma unroll
+        for (int c = 0; c < V::panels; ++c) st_shared_128(v_s + c * V::panel_bytes + i * 16, make_uint4(0, 0, 0, 0));
+    fence_proxy_async(); /* this thread's zeros come before wgmma's reads */
+    bar_sync(4 + warpgroup, 128);
+}
+
+/* This lane's first row of the sequence, worked out where it is asked for: the loop has no register for it. */
+__device__ __forceinline__ int own_row(const FwdTile &t) {
+    const int thread = mov_tid_x();
+    return t.work.i0 + thread / 32 * 16 + frag_row(thread % 32, 0);
+}
+
+/* ---- 2. a tile of a consumer warpgroup ------------------------------------------------------------------ */
+template <class T, class Tile, bool MODIFIED> struct Consumer {
+    typedef Smem<Tile> S;
+    typedef tma_steps<Tile::STAGES> Steps;
+    static constexpr int BKV = Tile::BKV, N = BKV / 8, ND = Tile::HEAD_DIM_V / 8;
+    StaleSoftmax<T, BKV> softmax;
+    float o[ND * 4];
+
+    /* Scores of block j, before the softmax: what the products cannot do. */
+    static __device__ __forceinline__ void finish_scores(float (&s)[N * 4], const FwdTile &t, int j, bool edge) {
+        if (!MODIFIED && !edge) return;
+        float (&scores)[1][N][4] = *(float (*)[1][N][4]) & s;
+        const int row0 = own_row(t), key0 = t.keys.lo + j * BKV + frag_col(mov_tid_x() % 32, 0);
+        if (MODIFIED) modify(scores, t.score, row0, key0);
+        if (edge) mask(scores, t.seq, row0, key0);
+    }
+
+    static __device__ __forceinline__ smem_addr k_at(smem_addr smem_s, int step) {
+        return smem_s + S::K_AT + Steps::stage(step) * S::K::bytes;
+    }
+    static __device__ __forceinline__ smem_addr v_at(smem_addr smem_s, int step) {
+        return smem_s + S::V_AT + Steps::stage(step) * S::V::bytes;
+    }
+
+    /* This warp's rows of a Q that its store has read may be loaded anew; barrier 0: there is none. */
+    static __device__ __forceinline__ void release_q(smem_addr barrier_s) {
+        if (barrier_s && laneid() == 0) tma_store_wait_group_read<0>(), mbarrier_arrive(barrier_s);
+    }
+
+    /* own: blocks of keys that this warpgroup's rows see, at least one. step: blocks of earlier tiles. */
+    __device__ __forceinline__ void run(const FwdTile &t, smem_addr smem_s, smem_addr q_s, int step, int warpgroup,
+                                        float unit_log2, int own, smem_addr last_q) {
+        const Steps k = {smem_s + S::K_RING}, v = {smem_s + S::V_RING};
+        const bool signals = threadIdx.x % 128 == 0;
+        const int plain_first = t.keys.plain_first, plain_end = t.keys.plain_end;
+        float s[N * 4];
+        float w[N * 4]; /* weights in float32 until P's registers are free */
+        uint32_t p[N * 2];
+
+        k.wait_full(step);
+        turn_begin<Tile>(warpgroup);
+        issue_scores<T, Tile>(s, q_s, k_at(smem_s, step), 64 * warpgroup);
+        turn_end<Tile>(warpgroup);
+        wgmma_wait_group<0>();
+        pin(s);
+        if (signals) mbarrier_arrive(k.empty(step));
+        finish_scores(s, t, 0, 0 < plain_first || 0 >= plain_end);
+        softmax.first(s, unit_log2, w);
+        softmax.pack(w, p);
+        release_q(last_q); /* the store of the tile before has had the time of a block */
+
+#pragma unroll 1
+        for (int j = 1; j < own; ++j) {
+            float sum[2];
+            k.wait_full(step + j);
+            turn_begin<Tile>(warpgroup);
+            issue_scores<T, Tile>(s, q_s, k_at(smem_s, step + j), 64 * warpgroup);
+            v.wait_full(step + j - 1);
+            issue_values<T, Tile>(o, p, v_at(smem_s, step + j - 1));
+            turn_end<Tile>(warpgroup);
+            wgmma_wait_group<Tile::OVERLAP>();
+            pin(s);
+            if (signals) mbarrier_arrive(k.empty(step + j));
+            if (!Tile::OVERLAP) {
+                pin(o);
+                if (signals) mbarrier_arrive(v.empty(step + j - 1));
+            }
+            finish_scores(s, t, j, j < plain_first || j >= plain_end);
+            softmax.weights(s, unit_log2, w, sum);
+            if (!Tile::OVERLAP) softmax.pack(w, p);
+            const bool again = __any_sync(0xffffffffu, softmax.out_of_range(sum));
+            if (Tile::OVERLAP) {
+                v.wait_full(step + j -
+                            1); /* over already: ends a basic block, or ptxas moves the powers past the wait */
+                wgmma_wait_group<0>();
+                pin(o);
+                if (signals) mbarrier_arrive(v.empty(step + j - 1));
+            }
+            if (again) {
+                float factor[2];
+                softmax.redo(s, unit_log2, w, sum, factor);
+                if (!Tile::OVERLAP) softmax.pack(w, p);
+#pragma unroll
+                for (int i = 0; i < ND * 4; ++i) o[i] *= factor[i / 2 & 1];
+            }
+            if (Tile::OVERLAP) softmax.pack(w, p);
+            softmax.total[0] += sum[0], softmax.total[1] += sum[1];
+        }
+
+        step += own - 1;
+        v.wait_full(step);
+        if (t.ragged > 0 && own == t.keys.tiles) clear_rows<Tile>(v_at(smem_s, step), t.ragged, warpgroup);
+        turn_begin<Tile>(warpgroup);
+        issue_values<T, Tile>(o, p, v_at(smem_s, step));
+        turn_end<Tile>(warpgroup);
+        wgmma_wait_group<0>();
+        pin(o);
+        if (signals) mbarrier_arrive(v.empty(step));
+    }
+
+    /* Blocks from step on that only other warpgroups read; turns are taken all the same. */
+    static __device__ __forceinline__ void pass(smem_addr smem_s, int step, int blocks, int warpgroup) {
+        const Steps k = {smem_s + S::K_RING}, v = {smem_s + S::V_RING};
+#pragma unroll 1
+        for (int j = step; j < step + blocks; ++j) {
+            turn_begin<Tile>(warpgroup), turn_end<Tile>(warpgroup);
+            k.wait_full(j), v.wait_full(j);
+            if (threadIdx.x % 128 == 0) mbarrier_arrive(k.empty(j)), mbarrier_arrive(v.empty(j));
+        }
+    }
+};
+
+/* ---- 3. results ----------------------------------------------------------------------------------------- */
+/* A warp's 16 rows of O to its own rows of Q, then to the tensor or a part of the workspace. */
+template <class T, class Tile, bool MODIFIED>
+__device__ __forceinline__ void store_tile(const FwdHopperParams &x, const FwdTile &t,
+                                           const Consumer<T, Tile, MODIFIED> &c, smem_addr q_s) {
+    typedef typename Smem<Tile>::Q Q;
+    constexpr int ND = Tile::HEAD_DIM_V / 8;
+    const FwdParams &f = x.fwd;
+    const Problem &p = f.problem;
+    const int warp = mov_tid_x() / 32, lane = laneid(), row0 = own_row(t);
+    const bool whole = f.splits == 1;
+    const float sink = whole ? sink_of(p, t.work.head) : -INFINITY;
+    float *lse_g = whole ? (float *)p.lse.data : f.lse_parts + t.work.split * f.part_rows;
+    const int64_t lse0 = t.work.b * p.lse.batch + t.work.head * p.lse.head + (int64_t)t.seq.q0 * p.lse.row;
+    float factor[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const RowResult y = c.softmax.result(r, sink);
+        const int i = row0 + 8 * r;
+        const int64_t row = lse0 + (int64_t)i * p.lse.row;
+        factor[r] = y.factor;
+        if (i < t.seq.seq_q && lane % 4 == 0 && lse_g) lse_g[row] = y.lse;
+        if (!whole && i < t.seq.seq_q) {
+            float *part = f.out_parts + (t.work.split * f.part_rows + row) * p.head_dim_v;
+#pragma unroll
+            for (int n = 0; n < ND; ++n) {
+                const int col = 8 * n + frag_col(lane, 0);
+                if (col < p.head_dim_v)
+                    *(float2 *)(part + col) =
+                        make_float2(c.o[4 * n + 2 * r] * y.factor, c.o[4 * n + 2 * r + 1] * y.factor);
+            }
+        }
+    }
+    if (!whole) return;
+
+    /* stmatrix: 8 x 8 blocks, rows 0-7 and 8-15 of one octet of columns, then of the next */
+#pragma unroll
+    for (int n = 0; n < ND; n += 2) {
+        uint32_t four[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+            four[e] = pack2<T>(c.o[4 * n + 2 * e] * factor[e & 1], c.o[4 * n + 2 * e + 1] * factor[e & 1]);
+        stmatrix_x4(q_s + Q::offset_of(16 * warp + lane % 16, 8 * n + lane / 16 * 8), four);
+    }
+    const int first = t.work.i0 + 16 * warp;
+    if (x.store_by_tma) {
+        fence_proxy_async(); /* this lane's part comes before TMA's read */
+        __syncwarp();        /* and so do all lanes' */
+        if (lane == 0 && first < t.seq.seq_q) {
+#pragma unroll
+            for (int d = 0; d < Tile::HEAD_DIM_V; d += 64)
+                if (d < p.head_dim_v)
+                    tma_store_5d(&x.out, {{d, first, t.work.head, t.work.b, 0}}, q_s + Q::offset(16 * warp, d));
+        }
+        if (lane == 0) tma_store_commit_group();
+        return;
+    }
+    __syncwarp();
+    T *out_g =
+        (T *)p.out.data + t.work.b * p.out.batch + t.work.head * p.out.head + (int64_t)(t.seq.q0 + first) * p.out.row;
+#pragma unroll 1
+    for (int i = lane; i < 16 * (Tile::HEAD_DIM_V / 8); i += 32) {
+        const int row = i / (Tile::HEAD_DIM_V / 8), col = i % (Tile::HEAD_DIM_V / 8) * 8;
+        if (first + row < t.seq.seq_q && col < p.head_dim_v)
+            st_global_128(out_g + (int64_t)row * p.out.row + col,
+                          ld_shared_128(q_s + Q::offset_of(16 * warp + row, col)));
+    }
+    fence_proxy_async(); /* these accesses come before TMA's next load of Q */
+    __syncwarp();
+}
+
+/* One consumer warpgroup: tile after tile. */
+template <class T, class Tile, bool MODIFIED>
+__device__ __forceinline__ void consume(const FwdHopperParams &x, smem_addr smem_s, const FwdTile *tiles,
+                                        int warpgroup) {
+    typedef Smem<Tile> S;
+    const tma_steps<Tile::Q_BUFFERS> q = {smem_s + S::Q_RING};
+    const tma_steps<2> described = {smem_s + S::TILE_RING};
+    const float unit_log2 = MODIFIED ? LOG2_E : (float)x.fwd.problem.rules.scale * LOG2_E;
+    if (Tile::ORDERED && warpgroup == Tile::WARPGROUPS - 1) bar_arrive(1, 256); /* warpgroup 0 has the first turn */
+#pragma unroll 1
+    for (int n = 0, step = 0;; ++n) {
+        q.wait_full(n);
+        const FwdTile &t = tiles[n & 1];
+        if (t.rows == 0) break;
+        const smem_addr q_s = smem_s + q.stage(n) * S::Q::bytes;
+        const int blocks = t.keys.tiles;
+        int own = 0;
+        if (const int first = t.work.i0 + 64 * warpgroup; blocks > 0 && first < t.seq.seq_q) {
+            const int seen = t.seq.span.hi(min(first + 63, t.seq.seq_q - 1)) - t.keys.lo;
+            own = min(blocks, max(seen + Tile::BKV - 1, 0) / Tile::BKV);
+        }
+        Consumer<T, Tile, MODIFIED> c;
+        c.softmax.clear();
+#pragma unroll
+        for (int i = 0; i < Tile::HEAD_DIM_V / 2; ++i) c.o[i] = 0;
+        const smem_addr last_q = Tile::Q_BUFFERS == 2 && n > 0 ? q.empty(n - 1) : 0;
+        if (own > 0)
+            c.run(t, smem_s, q_s, step, warpgroup, unit_log2, own, last_q);
+        else
+            c.release_q(last_q);
+        c.pass(smem_s, step + own, blocks - own, warpgroup);
+        if (own == 0 && blocks > 0)
+            turn_begin<Tile>(warpgroup), turn_end<Tile>(warpgroup); /* that of the last product */
+        step += blocks;
+        store_tile(x, t, c, q_s);
+        if (laneid() == 0) mbarrier_arrive(described.empty(n));
+        if (Tile::Q_BUFFERS == 1) c.release_q(q.empty(n));
+    }
+    if (laneid() == 0) tma_store_wait_group_read<0>(); /* shared memory stays until TMA has read it */
+}
+
+/* ---- 4. the kernel -------------------------------------------------------------------------------------- */
+template <class T, class Tile, bool MODIFIED>
+__global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
+    flash_attn_fwd_sm90a_kernel(const __grid_constant__ FwdHopperParams x) {
+    typedef Smem<Tile> S;
+    extern __shared__ __align__(1024) unsigned char smem[];
+    const smem_addr smem_s = cvta_to_shared(smem);
+    FwdTile *tiles = (FwdTile *)(smem + S::TILES);
+    const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0); /* the compiler sees that lanes agree */
+    if (threadIdx.x == 0) {
+        /* a warp's rows of Q are its own until its store has read them */
+        typename S::QRing(smem_s + S::Q_RING).init(Tile::WARPGROUPS * 4);
+        typename S::TileRing(smem_s + S::TILE_RING).init(Tile::WARPGROUPS * 4 + 1);
+        typename S::KvRing(smem_s + S::K_RING).init(Tile::WARPGROUPS);
+        typename S::KvRing(smem_s + S::V_RING).init(Tile::WARPGROUPS);
+        fence_mbarrier_init();
+    }
+    griddepcontrol_launch_dependents();
+    __syncthreads();
+    if (warpgroup == Tile::WARPGROUPS) {
+        setmaxnreg_dec<Tile::PRODUCER_REGISTERS>();
+        const int warp = threadIdx.x / 32 % 4;
+        griddepcontrol_wait(); /* what the kernel before wrote is there, and nobody reads out any more */
+        if (warp == 1)
+            find_tiles<Tile, MODIFIED>(x, smem, smem_s);
+        else if (warp == 0 && elect_one())
+            load_tiles<Tile>(x, tiles, smem_s);
+    } else {
+        setmaxnreg_inc<Tile::CONSUMER_REGISTERS>();
+        consume<T, Tile, MODIFIED>(x, smem_s, tiles, warpgroup);
+    }
+}
+
+/* ---- 5. launcher and table ------------------------------------------------------------------------------ */
+/* [batch, heads, rows, columns] as TMA sees it: columns, rows, heads, batch. */
+TensorShape shape_of(const gk_tensor &t) {
+    TensorShape x = {};
+    const bool packed = t.ndim == 3;
+    const int rows = packed ? 0 : 2, heads = 1, last = t.ndim - 1;
+    x.data = t.data, x.dtype = t.dtype;
+    x.size[0] = t.shape[last], x.size[1] = t.shape[rows], x.size[2] = t.shape[heads],
+    x.size[3] = packed ? 1 : t.shape[0];
+    x.size[4] = 1;
+    x.stride[1] = t.stride[rows], x.stride[2] = t.stride[heads], x.stride[3] = packed ? 1 : t.stride[0];
+    return x;
+}
+
+template <class Tile> FwdHopperParams params_of(const gk_context *ctx, const gk_flash_attn_args *a) {
+    FwdHopperParams x = {};
+    x.fwd = fwd_params(ctx, a, Smem<Tile>::BQ, Tile::BKV, 1);
+    const Problem &p = x.fwd.problem;
+    x.schedule.tiles = x.fwd.tiles_q, x.schedule.splits = x.fwd.splits;
+    x.schedule.paired = p.rules.right >= 0 && p.rules.left < 0 && x.fwd.splits == 1;
+    const int64_t heads = (int64_t)p.batch * p.heads_q;
+    /* packed: each sequence ends in a tile, or a pair, of its own */
+    const int64_t units = p.cu_q ? (p.total_q / Smem<Tile>::BQ + (int64_t)p.batch) * p.heads_q
+                                 : heads * fwd_units_of(x.schedule.tiles, x.schedule.paired);
+    x.schedule.units = (int)gk_min_i64(units * x.schedule.splits, INT32_MAX);
+    x.store_by_tma = !p.cu_q && x.fwd.splits == 1;
+    return x;
+}
+
+bool takes(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
+    const gk_flash_attn_args *a = (const gk_flash_attn_args *)args;
+    const int last = a->q.ndim - 1;
+    const bool modified = a->rules.softcap > 0 || a->rules.alibi_slopes || !(a->rules.scale > 1e-30);
+    return a->q.shape[last] <= row->key[0] && a->v.shape[last] <= row->key[1] && modified == (row->key[2] != 0) &&
+           tensor_map_fits(shape_of(a->q)) && tensor_map_fits(shape_of(a->k)) && tensor_map_fits(shape_of(a->v)) &&
+           tensor_map_fits(shape_of(a->out)) && smem_fits(ctx, row->key[3]);
+}
+
+template <class Tile> size_t workspace_bytes(const gk_cuda_row *, const gk_context *ctx, const void *args) {
+    return fwd_workspace_bytes(fwd_params(ctx, (const gk_flash_attn_args *)args, Smem<Tile>::BQ, Tile::BKV, 1));
+}
+
+template <class T, class Tile, bool MODIFIED>
+gk_status run(const gk_cuda_row *, const gk_context *ctx, const void *args) {
+    static const char op[] = "gk_flash_attn_fwd";
+    const gk_flash_attn_args *a = (const gk_flash_attn_args *)args;
+    FwdHopperParams x = params_of<Tile>(ctx, a);
+    gk_status status = make_tensor_map(op, shape_of(a->q), 64, Smem<Tile>::BQ, &x.q);
+    if (status == GK_OK) status = make_tensor_map(op, shape_of(a->k), 64, Tile::BKV, &x.k);
+    if (status == GK_OK) status = make_tensor_map(op, shape_of(a->v), 64, Tile::BKV, &x.v);
+    if (status == GK_OK) status = make_tensor_map(op, shape_of(a->out), 64, 16, &x.out);
+    if (status != GK_OK) return status;
+    const int sms = gk_gpu_of(ctx->index)->num_sms;
+    const int blocks = x.schedule.units < sms ? x.schedule.units : sms;
+    status = launch<flash_attn_fwd_sm90a_kernel<T, Tile, MODIFIED>>(op, ctx, dim3((unsigned)blocks),
+                                                                    Smem<Tile>::THREADS, Smem<Tile>::BYTES, x, true);
+    return status == GK_OK ? fwd_finish<T>(op, ctx, x.fwd) : status;
+}
+
+template <class T, class Tile, bool MODIFIED>
+void explain(const gk_cuda_row *, const gk_context *ctx, const void *args, gk_explanation *out) {
+    const FwdHopperParams x = params_of<Tile>(ctx, (const gk_flash_attn_args *)args);
+    out->tile[0] = Smem<Tile>::BQ, out->tile[1] = Tile::BKV;
+    out->tasks = x.schedule.units, out->chunks = x.fwd.splits;
+    out->waves = (double)out->tasks / (double)gk_gpu_of(ctx->index)->num_sms;
+}
+
+#define ROW(name, T, dtype, TILE, MODIFIED)                                                              \
+    {                                                                                                    \
+        name, dtype, takes, workspace_bytes<TILE>, run<T, TILE, MODIFIED>, explain<T, TILE, MODIFIED>, { \
+            TILE::HEAD_DIM, TILE::HEAD_DIM_V, MODIFIED, Smem<TILE>::BYTES, Smem<TILE>::BQ                \
+        }                                                                                                \
+    }
+#define ROWS(label, TILE)                                                                     \
+    ROW("flash_attn_fwd_sm90a_bf16_" label, __nv_bfloat16, GK_BF16, TILE, false),             \
+        ROW("flash_attn_fwd_sm90a_f16_" label, __half, GK_F16, TILE, false),                  \
+        ROW("flash_attn_fwd_sm90a_bf16_" label "_score", __nv_bfloat16, GK_BF16, TILE, true), \
+        ROW("flash_attn_fwd_sm90a_f16_" label "_score", __half, GK_F16, TILE, true)
+
+const gk_cuda_row rows[] = {ROWS("d64", FwdHopper64),   ROWS("d64_short", FwdHopper64Short), ROWS("d96", FwdHopper96),
+                            ROWS("d128", FwdHopper128), ROWS("d192_128", FwdHopper192v128),  ROWS("d192", FwdHopper192),
+                            ROWS("d256", FwdHopper256)};
+
+/* The first row that takes the call, but for short sequences one whose tiles waste less. */
+const gk_cuda_row *choose(const gk_context *ctx, const void *args) {
+    const gk_flash_attn_args *a = (const gk_flash_attn_args *)args;
+    const int64_t seq_q = a->cu_seqlens_q ? a->max_seqlen_q : a->q.shape[2];
+    const bool wasteful = seq_q <= (a->rules.is_causal ? FWD_SHORT_CAUSAL : FWD_SHORT);
+    for (const gk_cuda_row &row : rows)
+        if (row.dtype == a->q.dtype && !(row.key[4] > 128 && wasteful) && takes(&row, ctx, args)) return &row;
+    return NULL;
+}
+
+} // namespace
+
+extern "C" const gk_cuda_table gk_flash_attn_fwd_sm90a_table = {rows, sizeof rows / sizeof rows[0], 90, choose};

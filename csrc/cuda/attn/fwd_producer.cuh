@@ -1,0 +1,207 @@
+/* fwd_producer.cuh: the half of flash_attn_fwd_sm90a that finds tiles and loads them: what a block keeps in shared memory,
+ * which tile comes next and which keys it sees, and the loads of Q, K and V by TMA. */
+#ifndef GPUKERN_CUDA_FWD_PRODUCER_CUH
+#define GPUKERN_CUDA_FWD_PRODUCER_CUH
+
+#include "../host/tensormap.cuh"
+#include "../ptx/laneid.cuh"
+#include "../ptx/tma.cuh"
+#include "../tile/tma_ring.cuh"
+#include "../tile/wgmma.cuh"
+#include "fwd_schedule.cuh"
+#include "fwd_work.cuh"
+#include "score.cuh"
+
+/* ---- 1. parameters and shared memory -------------------------------------------------------------------- */
+struct FwdHopperParams {
+    CUtensorMap q, k, v, out; /* boxes of 64 columns by BQ, BKV, BKV, 16 rows */
+    FwdParams fwd;
+    FwdSchedule schedule;
+    bool store_by_tma; /* out is whole: dense and not split */
+};
+
+/* A tile of queries, written by the producer beside Q. rows 0: there are no more tiles. */
+struct FwdTile {
+    FwdWork work;
+    Sequence seq;
+    FwdKeys keys;
+    Score score;
+    int rows;
+    int ragged; /* > 0: so many keys of the last block are the sequence's; V's other rows may hold NaN */
+};
+
+template <class Tile> struct Smem {
+    static constexpr int BQ = Tile::WARPGROUPS * 64, THREADS = (Tile::WARPGROUPS + 1) * 128;
+    typedef wgmma_panels<BQ, Tile::HEAD_DIM> Q;
+    typedef wgmma_panels<Tile::BKV, Tile::HEAD_DIM> K;
+    typedef wgmma_panels<Tile::BKV, Tile::HEAD_DIM_V> V;
+    typedef tma_ring<Tile::Q_BUFFERS> QRing;
+    typedef tma_ring<2> TileRing;
+    typedef tma_ring<Tile::STAGES> KvRing;
+    static constexpr int K_AT = Tile::Q_BUFFERS * Q::bytes, V_AT = K_AT + Tile::STAGES * K::bytes;
+    static constexpr int Q_RING = V_AT + Tile::STAGES * V::bytes, K_RING = Q_RING + QRing::bytes;
+    static constexpr int V_RING = K_RING + KvRing::bytes, TILE_RING = V_RING + KvRing::bytes;
+    static constexpr int TILES = TILE_RING + TileRing::bytes;
+    static constexpr int BYTES = TILES + 2 * (int)sizeof(FwdTile);
+    static_assert(BYTES <= 227 * 1024, "a block has an SM's shared memory");
+    static_assert(V::panels <= Q::panels, "out takes Q's place");
+    static_assert(Tile::WARPGROUPS * Tile::CONSUMER_REGISTERS + Tile::PRODUCER_REGISTERS <=
+                      65536 / THREADS / 8 * 8 * (Tile::WARPGROUPS + 1),
+                  "registers are moved, not made: setmaxnreg would wait for ever");
+};
+
+/* ---- 2. the producer ------------------------------------------------------------------------------------ */
+/* Tiles of sequence b of a packed call. */
+template <int BQ> __device__ __forceinline__ int packed_tiles(const Problem &p, int b) {
+    const int q0 = min(max(p.cu_q[b * p.cu_q_step], 0), p.total_q);
+    const int end = min(max(p.cu_q[(b + 1) * p.cu_q_step], q0), p.total_q);
+    return (min(end - q0, p.seq_q) + BQ - 1) / BQ;
+}
+
+/* The sequence that a unit of a packed call belongs to, -1: there is no such unit. unit: becomes its number within the
+ * sequence. All lanes; 32 sequences at a time, a lane each. */
+template <int BQ> __device__ __forceinline__ int packed_owner(const Problem &p, const FwdSchedule &s, int &unit) {
+#pragma unroll 1
+    for (int first = 0; first < p.batch; first += 32) {
+        const int b = first + laneid();
+        const int units = b < p.batch ? fwd_units_of(packed_tiles<BQ>(p, b), s.paired) * s.splits * p.heads_q : 0;
+        int end = units;
+#pragma unroll 1
+        for (int step = 1; step < 32; step *= 2) {
+            const int left = __shfl_up_sync(0xffffffffu, end, step);
+            if (laneid() >= step) end += left;
+        }
+        const unsigned later = __ballot_sync(0xffffffffu, unit < end);
+        if (later) {
+            const int owner = __ffs(later) - 1;
+            unit -= __shfl_sync(0xffffffffu, end - units, owner);
+            return first + owner;
+        }
+        unit -= __shfl_sync(0xffffffffu, end, 31);
+    }
+    return -1;
+}
+
+/* Where a unit's tile lies. i0 < 0: the unit has no such tile; false: there is no such unit. */
+template <int BQ>
+__device__ __forceinline__ bool place_tile(const FwdHopperParams &x, int unit, int second, FwdWork *work) {
+    const Problem &p = x.fwd.problem;
+    int tiles = x.schedule.tiles, b = -1;
+    if (p.cu_q) {
+        b = packed_owner<BQ>(p, x.schedule, unit);
+        if (b < 0) return false;
+        tiles = packed_tiles<BQ>(p, b);
+    }
+    const FwdUnit u = fwd_unit({tiles, x.schedule.splits, x.schedule.paired, 0}, unit);
+    const int tile = second ? u.tile[1] : u.tile[0], head = p.cu_q ? u.head : u.head % p.heads_q;
+    if (laneid() == 0) *work = {p.cu_q ? b : u.head / p.heads_q, head, tile * BQ, u.split};
+    __syncwarp();
+    return true;
+}
+
+/* Which keys the tile's rows see. One thread. */
+template <class Tile> __device__ __forceinline__ void describe_keys(FwdTile &t, const FwdHopperParams &x) {
+    const int rows = min(t.seq.seq_q - t.work.i0, Smem<Tile>::BQ);
+    const FwdKeys keys = fwd_keys<Tile::BKV>(x.fwd, t.seq.span, t.work.i0, rows, t.work.split);
+    /* TMA makes rows past a dense tensor zero; keys that no row of the sequence sees may hold anything */
+    const int seen = t.seq.span.hi(t.seq.seq_q - 1), left = seen - keys.lo - (keys.tiles - 1) * Tile::BKV;
+    t.keys = keys, t.rows = rows;
+    t.ragged = (x.fwd.problem.cu_q || seen < x.fwd.problem.seq_k) && left < Tile::BKV ? left : 0;
+}
+
+/* One warp describes tile after tile in shared memory, while the tile before is still loaded. Registers are few here: what
+ * can be read or worked out again is. */
+template <class Tile, bool MODIFIED>
+__device__ __forceinline__ void find_tiles(const FwdHopperParams &x, unsigned char *smem, smem_addr smem_s) {
+    typedef Smem<Tile> S;
+    const Problem &p = x.fwd.problem;
+    const tma_steps<2> described = {smem_s + S::TILE_RING};
+    int n = 0;
+#pragma unroll 1
+    for (unsigned i = 0;; ++i) { /* two places a unit */
+        const int unit = blockIdx.x + i / 2 * gridDim.x;
+        described.wait_empty(n);
+        FwdTile &t = ((FwdTile *)(smem + S::TILES))[n & 1];
+        if (unit >= x.schedule.units || !place_tile<S::BQ>(x, unit, i & 1, &t.work)) break;
+        if (t.work.i0 >= 0 && laneid() == 0) t.seq = sequence_of(p, t.work.b);
+        __syncwarp();
+        if (t.work.i0 >= 0 && t.seq.seq_q > t.work.i0) {
+            if (laneid() == 0) describe_keys<Tile>(t, x);
+            if (MODIFIED && laneid() == 0) t.score = score_of(p, t.seq, t.work.b, t.work.head);
+            if (laneid() == 0) mbarrier_arrive(described.full(n));
+            ++n;
+        }
+        __syncwarp();
+    }
+    if (laneid() == 0) ((FwdTile *)(smem + S::TILES))[n & 1].rows = 0, mbarrier_arrive(described.full(n));
+}
+
+template <class Panels>
+__device__ __forceinline__ void load_panels(smem_addr tile_s, const CUtensorMap *map, int row, int head, int b,
+                                            smem_addr barrier_s) {
+#pragma unroll
+    for (int c = 0; c < Panels::panels; ++c)
+        tma_load_5d(tile_s + c * Panels::panel_bytes, map, {{c * 64, row, head, b, 0}}, barrier_s);
+}
+
+/* One thread loads. Q of tile n; no load where the tile sees no key or there is no tile. */
+template <class Tile>
+__device__ __forceinline__ void load_q(const FwdHopperParams &x, const FwdTile &t, smem_addr smem_s, int n) {
+    typedef typename Smem<Tile>::Q Q;
+    const tma_steps<Tile::Q_BUFFERS> q = {smem_s + Smem<Tile>::Q_RING};
+    q.wait_empty(n);
+    if (t.rows > 0 && t.keys.tiles > 0) {
+        mbarrier_arrive_expect_tx(q.full(n), Q::bytes);
+        load_panels<Q>(smem_s + q.stage(n) * Q::bytes, &x.q, t.seq.q0 + t.work.i0, t.work.head,
+                       x.fwd.problem.cu_q ? 0 : t.work.b, q.full(n));
+    } else {
+        mbarrier_arrive(q.full(n));
+    }
+}
+
+/* K and V in the order in which the consumers ask: K_0, K_1, V_0, K_2, V_1, ..; where there are two buffers the next
+ * tile's Q as soon as both stages are full. */
+template <class Tile>
+__device__ __forceinline__ void load_tiles(const FwdHopperParams &x, const FwdTile *tiles, smem_addr smem_s) {
+    typedef Smem<Tile> S;
+    constexpr bool AHEAD = Tile::Q_BUFFERS == 2;
+    const tma_steps<2> described = {smem_s + S::TILE_RING};
+    const tma_steps<Tile::STAGES> k = {smem_s + S::K_RING}, v = {smem_s + S::V_RING};
+    described.wait_full(0);
+    if (AHEAD) load_q<Tile>(x, tiles[0], smem_s, 0);
+    int n = 0, step = 0; /* step: blocks of keys of earlier tiles */
+#pragma unroll 1
+    for (; tiles[n & 1].rows > 0; ++n) {
+        const FwdTile &t = tiles[n & 1];
+        const int blocks = t.keys.tiles, row = t.seq.k0 + t.keys.lo;
+        const int head = t.work.head / x.fwd.problem.group, b = x.fwd.problem.cu_q ? 0 : t.work.b;
+#pragma unroll 1
+        for (int j = 0; j <= blocks; ++j) {
+            if (j < blocks) {
+                const int at = step + j;
+                k.wait_empty(at);
+                mbarrier_arrive_expect_tx(k.full(at), S::K::bytes);
+                load_panels<typename S::K>(smem_s + S::K_AT + k.stage(at) * S::K::bytes, &x.k, row + j * Tile::BKV,
+                                           head, b, k.full(at));
+            }
+            if (!AHEAD && j == 0) load_q<Tile>(x, t, smem_s, n);
+            if (j > 0) {
+                const int at = step + j - 1;
+                v.wait_empty(at);
+                mbarrier_arrive_expect_tx(v.full(at), S::V::bytes);
+                load_panels<typename S::V>(smem_s + S::V_AT + v.stage(at) * S::V::bytes, &x.v,
+                                           row + (j - 1) * Tile::BKV, head, b, v.full(at));
+            }
+            if (AHEAD && j == min(1, blocks)) {
+                described.wait_full(n + 1);
+                load_q<Tile>(x, tiles[n + 1 & 1], smem_s, n + 1);
+            }
+        }
+        step += blocks;
+        mbarrier_arrive(described.empty(n));
+        if (!AHEAD) described.wait_full(n + 1);
+    }
+    if (!AHEAD) load_q<Tile>(x, tiles[n & 1], smem_s, n); /* tells the consumers that there is no more */
+}
+
+#endif

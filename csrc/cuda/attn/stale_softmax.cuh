@@ -1,0 +1,98 @@
+/* stale_softmax.cuh: the online softmax of 16 rows of a warp with a reference that stays (docs/numerics.md, "A maximum that
+ * may be stale").
+ *   softmax(s) v = (sum 2^(c s - m) v) / (sum 2^(c s - m))   for any m that keeps the powers inside the float range
+ * The first block of keys sets m a little above its largest score. Later blocks reuse it: no maximum, no exchange between
+ * lanes, no rescaling of O. A row whose partial sum leaves the range takes its block again with a new m (redo); what a row
+ * does depends on its own scores alone. s[4 n + 2 r + e]: row r of the lane's two, column 8 n + e. */
+#ifndef GPUKERN_CUDA_STALE_SOFTMAX_CUH
+#define GPUKERN_CUDA_STALE_SOFTMAX_CUH
+
+#include "../tile/convert.cuh"
+#include "../tile/reduce.cuh"
+#include "score.cuh"
+
+/* The largest weight of a row's reference block is 2^-ABOVE; a lane's sum of weights must stay below LIMIT. */
+template <class T> struct StaleRange;
+template <> struct StaleRange<__nv_bfloat16> { /* the exponents of float: scores may grow by 2^110 before a redo */
+    static constexpr float ABOVE = 60, LIMIT = 0x1p50f;
+};
+template <> struct StaleRange<__half> { /* weights end at 65504, and below 2^-14 they lose bits */
+    static constexpr float ABOVE = 4, LIMIT = 0x1p15f;
+};
+
+constexpr float STALE_NOTHING = -3e38f; /* m of a row that has seen no key: any score asks for a redo */
+
+template <class T, int BKV> struct StaleSoftmax {
+    static constexpr int N = BKV / 8;
+    typedef StaleRange<T> Range;
+    float m[2], total[2]; /* m in log2 units; total: this lane's share */
+
+    __device__ __forceinline__ void clear() { m[0] = m[1] = STALE_NOTHING, total[0] = total[1] = 0; }
+
+    /* Weights by the present m; sum: of this lane, by row. */
+    __device__ __forceinline__ void weights(const float (&s)[N * 4], float unit_log2, float (&w)[N * 4],
+                                            float (&sum)[2]) const {
+        float part[4] = {0, 0, 0, 0}; /* two chains a row: an addition waits for the one before it */
+#pragma unroll
+        for (int i = 0; i < N * 2; ++i) {
+            const int r = i & 1;
+            w[2 * i] = ex2_approx_ftz(fmaf(s[2 * i], unit_log2, -m[r]));
+            w[2 * i + 1] = ex2_approx_ftz(fmaf(s[2 * i + 1], unit_log2, -m[r]));
+            part[r] += w[2 * i], part[2 + r] += w[2 * i + 1];
+        }
+        sum[0] = part[0] + part[2], sum[1] = part[1] + part[3];
+    }
+
+    /* Weights as operands of the next product. */
+    static __device__ __forceinline__ void pack(const float (&w)[N * 4], uint32_t (&p)[N * 2]) {
+#pragma unroll
+        for (int i = 0; i < N * 2; ++i) p[i] = pack2<T>(w[2 * i], w[2 * i + 1]);
+    }
+
+    /* Whether a row of this lane must take its block again; NaN does. */
+    static __device__ __forceinline__ bool out_of_range(const float (&sum)[2]) {
+        return !(sum[0] < Range::LIMIT) || !(sum[1] < Range::LIMIT);
+    }
+
+    /* The rows that are out of range get a new m from this block; all weights are computed again, those of other rows to
+     * the same bits. factor: what a row's older sums must be multiplied by. */
+    __device__ __forceinline__ void redo(const float (&s)[N * 4], float unit_log2, float (&w)[N * 4], float (&sum)[2],
+                                         float (&factor)[2]) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const unsigned lanes = __ballot_sync(0xffffffffu, !(sum[r] < Range::LIMIT));
+            const bool again = lanes >> (threadIdx.x & 28) & 15;
+            float top = s[2 * r];
+#pragma unroll
+            for (int n = 0; n < N; ++n) top = fmaxf(top, fmaxf(s[4 * n + 2 * r], s[4 * n + 2 * r + 1]));
+            const float to = fmaf(quad_max(top), unit_log2, Range::ABOVE);
+            factor[r] = again ? ex2_approx_ftz(m[r] - to) : 1.f;
+            m[r] = again ? to : m[r];
+            total[r] *= factor[r];
+        }
+        weights(s, unit_log2, w, sum);
+    }
+
+    /* The first block of a tile: no sums yet. */
+    __device__ __forceinline__ void first(const float (&s)[N * 4], float unit_log2, float (&w)[N * 4]) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float top = s[2 * r];
+#pragma unroll
+            for (int n = 0; n < N; ++n) top = fmaxf(top, fmaxf(s[4 * n + 2 * r], s[4 * n + 2 * r + 1]));
+            top = quad_max(top);
+            m[r] = top == -INFINITY ? STALE_NOTHING : fmaf(top, unit_log2, Range::ABOVE);
+        }
+        weights(s, unit_log2, w, total);
+    }
+
+    /* What the row's sums come to: O times factor is the result, lse in natural units. */
+    __device__ __forceinline__ RowResult result(int r, float sink) const {
+        const float scale = exp2f(Range::ABOVE);
+        RowResult y = row_result((m[r] - Range::ABOVE) * LN_2, quad_sum(total[r]) * scale, sink);
+        y.factor *= scale;
+        return y;
+    }
+};
+
+#endif
