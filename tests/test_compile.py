@@ -194,6 +194,54 @@ def test_ten_lengths_with_a_diagonal_of_lengths_make_two_graphs(device):
     assert 1 <= counting.forward <= 2 and 1 <= counting.backward <= 2, vars(counting)
 
 
+def attention_of_lengths(name, q, k, window):
+    """The public functions, each number a length or a difference of lengths, which passes through its default."""
+    if name == "flash_attn":
+        return torch_gpukern.flash_attn(q, k, k, is_causal=True, diagonal=k.shape[2] - q.shape[2])
+    if name == "windows":
+        return torch_gpukern.flash_attn(q, k, k, window_left=window - 4, window_right=window - 4)
+    rows, keys = q[0].transpose(0, 1), k[0].transpose(0, 1)
+    if name == "flash_attn_varlen":
+        lengths = (torch.arange(2, dtype=torch.int32) * x.shape[0] for x in (rows, keys))
+        return torch_gpukern.flash_attn_varlen(
+            rows, keys, keys, *lengths, rows.shape[0], keys.shape[0], window_left=window - 4, window_right=window - 4
+        )
+    pages = keys[:, None], keys[:, None], torch.arange(keys.shape[0], dtype=torch.int32)[None]
+    return torch_gpukern.paged_attn(rows[:1], *pages, torch.ones(1, dtype=torch.int32), window_left=window - 4)
+
+
+LENGTH_PAIRS = ((10, 14), (12, 12), (12, 15), (13, 13), (30, 20))  # of queries and keys; the window goes 7, 3, 5, 4, 6
+
+
+@pytest.mark.parametrize("name", ("flash_attn", "windows", "flash_attn_varlen", "paged_attn"))
+def test_public_functions_compare_no_symbol(name):
+    """One dynamic graph serves a diagonal and windows on both sides of their defaults, and so does one export."""
+
+    def fn(q, k, window):
+        return attention_of_lengths(name, q, k, window.shape[0])
+
+    def inputs(queries, keys, window):
+        gen = generator("symbols", queries, keys)
+        return randn(gen, 1, 2, queries, 8), randn(gen, 1, 2, keys, 8), torch.empty(window)
+
+    class Module(torch.nn.Module):
+        forward = staticmethod(fn)
+
+    shapes = [{d: torch.export.Dim(x, min=2, max=50)} for d, x in ((2, "queries"), (2, "keys"), (0, "window"))]
+    programs = [
+        torch.export.export(Module(), inputs(10, 14, 7), dynamic_shapes=tuple(shapes), strict=strict).module()
+        for strict in (False, True)
+    ]
+    counting = Counting()
+    compiled = torch.compile(fn, fullgraph=True, dynamic=True, backend=counting)
+    for (queries, keys), window in zip(LENGTH_PAIRS, (7, 3, 5, 4, 6), strict=True):
+        given = inputs(queries, keys, window)
+        want = fn(*given)
+        for program in (compiled, *programs):
+            assert same_bits(program(*given), want)
+    assert counting.forward == 1
+
+
 def test_ten_lengths_of_varlen_make_two_graphs(device):
     counting = Counting()
     compiled = torch.compile(varlen_step, fullgraph=True, backend=counting)

@@ -20,6 +20,7 @@ from .._library import (
     bare,
     call_below,
     fake,
+    is_compiling,
     is_grad_enabled,
     ops,
     public,
@@ -149,7 +150,10 @@ def flash_attn(
     arXiv:2307.08691.
     """
     op = _call_fwd if return_lse else _call
-    plain = window_left == -1 and window_right == -1 and softcap == 0 and alibi_slopes is None and sinks is None
+    # A number that a compiler holds as a symbol is not compared: that would be a guard, so a second graph.
+    ints = not is_compiling() and type(window_left) is type(window_right) is type(diagonal) is int
+    plain = ints and window_left == -1 and window_right == -1 and softcap == 0
+    plain = plain and alibi_slopes is None and sinks is None
     if plain and kv_start is None and kv_end is None:  # the schema fills in the rest sooner than it reads it
         if scale is None and diagonal == 0:
             short = op if return_lse else _call_short
@@ -273,8 +277,10 @@ def flash_attn_varlen(
     arXiv:2307.08691.
     """
     op = _call_varlen_fwd if return_lse else _call_varlen
-    plain = window_left == -1 and window_right == -1 and softcap == 0 and alibi_slopes is None and sinks is None
-    if plain:
+    # As in flash_attn, no symbol is compared.
+    ints = not is_compiling() and type(window_left) is type(window_right) is int
+    plain = ints and window_left == -1 and window_right == -1 and softcap == 0
+    if plain and alibi_slopes is None and sinks is None:
         return op(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, scale)
     return op(
         q,

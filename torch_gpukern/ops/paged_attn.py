@@ -17,6 +17,7 @@ from .._library import (
     bare,
     call_below,
     fake,
+    is_compiling,
     is_grad_enabled,
     needs_op,
     ops,
@@ -142,7 +143,9 @@ def paged_attn(
     2023).
     """
     op = _call_fwd if return_lse else _call
-    plain = window_left == -1 and softcap == 0 and alibi_slopes is None and sinks is None
+    # A number that a compiler holds as a symbol is not compared: that would be a guard, so a second graph.
+    plain = not is_compiling() and type(window_left) is int and window_left == -1 and softcap == 0
+    plain = plain and alibi_slopes is None and sinks is None
     if plain and k_scale is None and v_scale is None and is_causal is True:
         # the schema fills in the rest sooner than it reads it
         if cu_seqlens_q is None and scale is None:
