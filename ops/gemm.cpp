@@ -160,17 +160,15 @@ Tensor gemm(GemmArgs &x) {
     return out;
 }
 
-// preact is what gemm_act_bwd needs beyond the output: relu's derivative shows in its output.
-std::tuple<Tensor, OptTensor> gemm_fwd(GemmArgs &x) {
+// preact is what gemm_act_bwd needs beyond the output; empty for none and relu, whose derivative shows in its output.
+std::tuple<Tensor, Tensor> gemm_fwd(GemmArgs &x) {
     const Dtype *dtype;
     Shape shape;
     gk_gemm_args args = check(x, &dtype, &shape);
     Tensor out = empty(kOp, shape, dtype, x.a.device);
-    OptTensor preact;
-    if (args.activation != GK_ACT_NONE && args.activation != GK_ACT_RELU) {
-        preact = empty(kOp, shape, dtype, x.a.device);
-        args.preact = &preact.view;
-    }
+    bool wanted = args.activation != GK_ACT_NONE && args.activation != GK_ACT_RELU;
+    Tensor preact = empty(kOp, wanted ? shape : Shape{1, {0}}, dtype, x.a.device);
+    if (wanted) args.preact = &preact.view;
     run(x, &args, out);
     return {std::move(out), std::move(preact)};
 }

@@ -84,6 +84,42 @@ def test_train_block(dynamic, device):
         assert_same(run_block(compiled, s, device), run_block(block, s, device))
 
 
+def every_gradient(x, w_qkv, w_out, bias, sinks):
+    """block, and what it leaves out: attention without sinks, dense and packed, an lse that is read, attn_merge."""
+    rows = block(x, w_qkv, w_out, bias, sinks).view(-1, 2, 16)
+    heads = rows.view(2, -1, 2, 16).transpose(1, 2)
+    dense, lse = torch_gpukern.flash_attn(heads, heads, heads, return_lse=True)
+    merged, _ = torch_gpukern.attn_merge(dense, lse, dense, lse)
+    cu = torch.tensor([0, rows.shape[0]], dtype=torch.int32, device=x.device)
+    packed = torch_gpukern.flash_attn_varlen(rows, rows, rows, cu, cu, rows.shape[0], rows.shape[0])
+    out = torch_gpukern.gemm(merged.flatten(0, 2), packed.flatten(0, 1).mT, alpha=0.01, activation="relu")
+    return out + 0.01 * lse.mean()
+
+
+def test_train_through_the_cpp_wrapper(device):
+    """Inductor's C++ wrapper calls the raw ops, forward and backward, whatever results they are not asked for."""
+    with torch._inductor.config.patch(cpp_wrapper=True):
+        got = run_block(torch.compile(every_gradient, fullgraph=True), 12, device)
+    assert_same(got, run_block(every_gradient, 12, device))
+
+
+@pytest.mark.parametrize("grad", (True, False), ids=("grad", "no_grad"))
+def test_jit_trace(grad, device):
+    """A trace records the public ops, whether a gradient is wanted or not, and has their gradients."""
+    with torch.set_grad_enabled(grad):
+        traced = torch.jit.trace(every_gradient, tuple(block_inputs(12, device)))
+    nodes = {node.kind() for node in traced.graph.nodes() if node.kind().startswith("gpukern")}
+    assert nodes == {f"gpukern::{op}" for op in ("gemm", "flash_attn", "flash_attn_fwd", "flash_attn_varlen", "attn_merge")}
+    for x, y in zip(run_block(traced, 12, device), run_block(every_gradient, 12, device), strict=True):
+        assert same_bits(x, y)
+
+
+@pytest.mark.parametrize("name", ("gemm_fwd", "flash_attn_fwd", "flash_attn_bwd", "flash_attn_varlen_bwd"))
+def test_raw_ops_return_tensors(name):
+    """Never None: neither the C++ wrapper nor a trace can hold an optional result."""
+    assert all(str(result.type) == "Tensor" for result in getattr(ops, name).default._schema.returns)
+
+
 def varlen_step(q, k, v, cu, max_seqlen, slopes, sinks):
     out = ops.flash_attn_varlen(
         q * 2, k, v, cu, cu, max_seqlen, max_seqlen, is_causal=True, alibi_slopes=slopes, sinks=sinks

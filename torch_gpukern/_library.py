@@ -88,6 +88,7 @@ is_compiling = torch.compiler.is_compiling
 are_deterministic = torch._C._get_deterministic_algorithms
 transforms_active = torch._C._are_functorch_transforms_active
 has_torch_function = torch._C._has_torch_function  # of an argument, or a mode's
+jit_trace = torch._C._get_tracing_state  # None outside torch.jit.trace
 any_autocast = torch._C._is_any_autocast_enabled
 _KeySet, _Key = torch._C.DispatchKeySet, torch._C.DispatchKey
 _AUTOCAST_KEYS = _KeySet(_Key.AutocastCPU) | _KeySet(_Key.AutocastCUDA)
@@ -208,7 +209,7 @@ def twin(name: str, short: bool = False) -> Callable:
 def public(name: str, below: Callable) -> Callable:
     """The op for public functions. Where nothing but its Autograd kernel would see a call that wants a gradient, that kernel
     is called here, and one that wants none goes past it to `below`, its twin: either spares the dispatcher a way into
-    Python and back. A compiler that traces, torch.func, autocast, modes and subclasses see the op, at once or from the twin.
+    Python and back. A compiler that traces, torch.jit.trace, torch.func, autocast, modes and subclasses see the op, at once or from the twin.
     """
     op = getattr(ops, name).default
     twin_of_ours = f"{NAMESPACE}::_"
@@ -243,8 +244,8 @@ def needs_op(*args) -> bool:
 
 
 def traced() -> bool:
-    """Whether a compiler, forward mode or torch.func may look at the call."""
-    return is_compiling() or forward_ad._current_level >= 0 or transforms_active()
+    """Whether a compiler, torch.jit.trace, forward mode or torch.func may look at the call."""
+    return is_compiling() or forward_ad._current_level >= 0 or transforms_active() or jit_trace() is not None
 
 
 def bare(op: torch._ops.OpOverload) -> Callable:

@@ -366,6 +366,10 @@ def _empty_stored_like(x: Tensor, head_dim: int) -> Tensor:
     return x.new_empty((batch, heads, seq, head_dim))
 
 
+def _empty_dsinks(q: Tensor, sinks: Tensor | None) -> Tensor:
+    return q.new_empty(0, dtype=laws.wide_dtype(q)) if sinks is None else sinks.new_empty(sinks.shape)
+
+
 @fake("flash_attn_fwd")
 def _flash_attn_fwd_fake(q, k, v, *rest):
     _laws_of_qkv("flash_attn", q, k, v)
@@ -398,8 +402,7 @@ def _flash_attn_bwd_fake(
     *rest,
 ):
     _laws_of_qkv("flash_attn", q, k, v)
-    dsinks = None if sinks is None else sinks.new_empty(sinks.shape)
-    return (*(_empty_stored_like(x, x.shape[3]) for x in (q, k, v)), dsinks)
+    return (*(_empty_stored_like(x, x.shape[3]) for x in (q, k, v)), _empty_dsinks(q, sinks))
 
 
 @fake("flash_attn_varlen_fwd")
@@ -442,8 +445,7 @@ def _flash_attn_varlen_bwd_fake(
     *rest,
 ):
     _laws_of_qkv("flash_attn_varlen", q, k, v)
-    dsinks = None if sinks is None else sinks.new_empty(sinks.shape)
-    return (*(x.new_empty(x.shape) for x in (q, k, v)), dsinks)
+    return (*(x.new_empty(x.shape) for x in (q, k, v)), _empty_dsinks(q, sinks))
 
 
 @fake("attn_merge")
@@ -489,7 +491,7 @@ class _FlashAttn(torch.autograd.Function):
         if grad_out is None:  # the loss reads lse alone
             grad_out = torch.zeros_like(out)
         args = grad_out, q, k, v, out, lse, grad_lse, *ctx.rules, *tensors
-        dq, dk, dv, dsinks = _call_bwd(_bare_bwd, args)
+        dq, dk, dv, dsinks = _call_bwd(_bare_bwd, args, tensors)
         return None, dq, dk, dv, *(None,) * len(ctx.rules), *(None, dsinks, None, None)[: len(tensors)]
 
 
@@ -518,18 +520,18 @@ class _FlashAttnVarlen(torch.autograd.Function):
             grad_out = torch.zeros_like(out)
         lengths = cu_seqlens_q, cu_seqlens_k, *ctx.bounds
         args = grad_out, q, k, v, out, lse, *lengths, grad_lse, *ctx.rules, *tensors
-        dq, dk, dv, dsinks = _call_bwd(_bare_varlen_bwd, args)
+        dq, dk, dv, dsinks = _call_bwd(_bare_varlen_bwd, args, tensors)
         return None, dq, dk, dv, *(None,) * 10, dsinks
 
 
-def _call_bwd(op, args):
+def _call_bwd(op, args, tensors):
+    """dq, dk, dv, dsinks; tensors: alibi_slopes, sinks and what follows, as far as given. dsinks is None without sinks."""
     if are_deterministic():
         op = partial(op, deterministic=True)
     # Under create_graph the op's own Autograd kernel sees the call, and refuses the second backward
     # by name.
-    if is_grad_enabled():
-        return op(*args)
-    return call_below(op, args)
+    grads = op(*args) if is_grad_enabled() else call_below(op, args)
+    return grads if len(tensors) > 1 and tensors[1] is not None else (*grads[:3], None)
 
 
 def _register_autograd(name: str, below: Callable, function, want_lse: bool, slopes_at: int) -> None:

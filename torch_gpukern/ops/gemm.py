@@ -144,7 +144,7 @@ def _gemm_fake(
 @fake("gemm_fwd")
 def _gemm_fwd_fake(a, b, bias=None, c=None, alpha=1.0, beta=1.0, activation="none", *rest):
     out = _gemm_fake(a, b, bias, c, alpha, beta, activation, *rest)
-    return out, (None if activation in ("none", "relu") else torch.empty_like(out))
+    return out, (out.new_empty(0) if activation in ("none", "relu") else torch.empty_like(out))
 
 
 @fake("gemm_act_bwd")
