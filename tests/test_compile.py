@@ -451,6 +451,53 @@ def test_functorch_grad_or_a_clear_refusal(gemm, device):
     assert torch.equal(got, torch.full((2, 3), 4.0, device=device))
 
 
+def batched_cases(device):
+    """name: function and its inputs; together every op with a backward and every branch of the backwards."""
+    gen = generator("batched gradients")
+
+    def new(*shape, dtype=torch.float64):
+        return randn(gen, *shape, dtype=dtype, device=device).requires_grad_()
+
+    q, k, sinks = new(1, 4, 5, 8), new(1, 2, 6, 8), new(4)
+    cu = torch.tensor([0, 2, 5], dtype=torch.int32, device=device)
+    half = [new(*shape, dtype=torch.bfloat16) for shape in ((2, 3, 8), (1, 8, 8))]
+    fn = torch_gpukern
+    return {
+        "gemm": (fn.gemm, (new(3, 4), new(4, 5))),
+        "gemm batch": (fn.gemm, (new(2, 3, 4), new(4, 5), new(5), new(2, 1, 5))),
+        "gemm two batches": (fn.gemm, (new(2, 1, 3, 4), new(2, 4, 5))),
+        "gemm float32 of bfloat16": (lambda a, b: fn.gemm(a, b, out_dtype=torch.float32), half),
+        "gemm relu": (lambda a, b: fn.gemm(a, b, activation="relu"), (new(2, 3, 4), new(4, 5))),
+        "gemm silu": (lambda a, b, c: fn.gemm(a, b, c=c, beta=0.5, activation="silu"), (new(3, 4), new(4, 5), new(5))),
+        "flash_attn": (lambda q, k: fn.flash_attn(q, k, k), (q, k)),
+        "flash_attn sinks": (lambda q, k, s: fn.flash_attn(q, k, k, is_causal=True, sinks=s), (q, k, sinks)),
+        "flash_attn lse": (lambda q, k: fn.flash_attn(q, k, k, return_lse=True)[1], (q, k)),
+        "flash_attn_varlen": (
+            lambda q, k, s: fn.flash_attn_varlen(q, k, k, cu, cu, 3, 3, sinks=s),
+            (new(5, 4, 8), new(5, 2, 8), sinks),
+        ),
+        "attn_merge": (lambda out, lse: fn.attn_merge(out, lse, 2 * out, 2 * lse)[0], (new(3, 2, 4), new(3, 2))),
+    }
+
+
+@pytest.mark.parametrize("name", batched_cases("cpu"))
+def test_batches_of_gradients(name, device):
+    """is_grads_batched and jacobian(vectorize=True), which run a backward under vmap, give what one by one gives."""
+    fn, leaves = batched_cases(device)[name]
+    out = fn(*leaves)
+    grads = torch.stack([randn(generator("cotangent", i), *out.shape, device=device) for i in range(3)]).to(out.dtype)
+    one_by_one = [torch.autograd.grad(out, leaves, grad, retain_graph=True) for grad in grads]
+    want = [torch.stack(x) for x in zip(*one_by_one, strict=True)]
+    for create_graph in (False, True):
+        options = {"retain_graph": True, "create_graph": create_graph}
+        got = torch.autograd.grad(out, leaves, grads, is_grads_batched=True, **options)
+        for x, y in zip(got, want, strict=True):
+            assert same_bits(x.detach(), y)
+    vectorized = torch.autograd.functional.jacobian(fn, tuple(leaves), vectorize=True)
+    for x, y in zip(vectorized, torch.autograd.functional.jacobian(fn, tuple(leaves)), strict=True):
+        assert same_bits(x, y)
+
+
 @pytest.mark.parametrize("grad", (True, False), ids=("grad", "no_grad"))
 @pytest.mark.parametrize("via", (ops, torch_gpukern), ids=("op", "function"))
 @pytest.mark.parametrize("name", ("gemm", "flash_attn", "attn_merge"))

@@ -234,7 +234,9 @@ class _Gemm(torch.autograd.Function):
                 grad_a = _bare(g, b.mT, *how)
             if needs_b:
                 if len(shape_a) > 2:
-                    a, g = a.flatten(0, -2), g.flatten(0, -2)
+                    # Not flatten: below autograd it has no rule for a batch of gradients (vmap over a backward).
+                    rows = math.prod(shape_a[:-1])
+                    a, g = a.reshape(rows, a.shape[-1]), g.reshape(rows, g.shape[-1])
                 grad_b = _bare(a.mT, g, *how)
         else:
             if needs_a:
