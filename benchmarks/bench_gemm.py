@@ -1,4 +1,4 @@
-"""gemm beside torch.matmul (MKL and oneDNN on the CPU, cuBLAS on CUDA).
+"""gemm beside torch.matmul (MKL and oneDNN on the CPU, cuBLAS on CUDA) and, on CUDA in 16 bits, quack where it imports.
 
 python benchmarks/bench_gemm.py [--quick] [--only square skinny odd call isa] [--device cpu|cuda]
 python benchmarks/bench_gemm.py --device cuda [--quick] [--only square tall skinny layouts f16 f32 unaligned gelu call]
@@ -10,6 +10,7 @@ A quick run on CUDA starts no row after a minute (--budget). --rows picks rows o
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 
 import shapes
 import torch
@@ -96,7 +97,17 @@ def cuda_case(group: str, m: int, k: int, n: int, dtype: str, device: torch.devi
     made.reference = lambda a, b: exact(a[rows], b[:, columns])
     made.compare = lambda out: out[rows][:, columns]
     made.ours = lambda a, b: torch_gpukern.gemm(a, b, **options)
+    if dtype in ("bf16", "f16") and find_spec("quack"):
+        made.peers["quack"] = quack_gemm
+        made.optional = ["quack"]
     return made
+
+
+def quack_gemm(a: Tensor, b: Tensor) -> Tensor:
+    """CuTe DSL's gemm, which is compiled and tuned when a shape first comes."""
+    from quack.gemm_interface import gemm
+
+    return gemm(a, b)
 
 
 def tf32_case(n: int, layout: str, device: torch.device) -> Case:
@@ -113,24 +124,21 @@ def tf32_case(n: int, layout: str, device: torch.device) -> Case:
     return made
 
 
-def fused_case(n: int, against: str, device: torch.device) -> Case:
+def fused_case(n: int, device: torch.device) -> Case:
     """gelu(x @ w + b) of a linear layer, beside PyTorch's two and three kernels and its own fusion; cuBLAS's product
     alone is the limit."""
     made = cuda_case("bias + gelu", n, n, n, "bf16", device)
     rows, columns = sample(n, device), sample(n, device)
     bias = torch.randn(n, device=device).bfloat16()
-    made.label = f"{n} {against}"
     made.ours = lambda a, b: torch_gpukern.gemm(a, b, bias, activation="gelu_tanh")
     made.peers = {
         "gelu(addmm)": lambda a, b: F.gelu(torch.addmm(bias, a, b), approximate="tanh"),
         "_addmm_activation": lambda a, b: torch._addmm_activation(bias, a, b, use_gelu=True),
         "mm + add + gelu": lambda a, b: F.gelu(torch.mm(a, b) + bias, approximate="tanh"),
     }
-    if against == "_addmm_activation":  # the other two were measured in the row before
-        made.peers = {against: made.peers[against]}
-    made.against = against
+    made.optional = []
     made.limits = {"mm alone": torch.mm}
-    made.bar = shapes.CUDA_GEMM_FUSED_BARS[against]
+    made.bar = shapes.CUDA_GEMM_FUSED_BAR
     made.reference = lambda a, b: F.gelu(exact(a[rows], b[:, columns]) + bias[columns].double(), approximate="tanh")
     return made
 
@@ -138,7 +146,7 @@ def fused_case(n: int, against: str, device: torch.device) -> Case:
 def beside_aligned(
     label: str, odd: tuple, aligned: tuple, device: torch.device, place=lambda x: x, layout="NN"
 ) -> Case:
-    """Ours on a size or a place that suits no vector load, beside ours on the neighbour (both M, N, K) that does.
+    """A size or a place that suits no vector load; the limit is ours on the neighbour (both M, N, K) that does.
     place(x) -> the same values elsewhere, of x as it is stored. Whatever one of the two has more of along K is 0, so that
     both results agree where they overlap."""
     (m, n, k), (m_al, n_al, k_al) = odd, aligned
@@ -161,11 +169,10 @@ def beside_aligned(
 
     made.make = make
     made.ours = lambda a, b, *_: torch_gpukern.gemm(a, b)
-    made.peers = {
-        "ours, aligned": lambda _a, _b, a, b: torch_gpukern.gemm(a, b),
-        "torch.matmul": lambda a, b, *_: torch.matmul(a, b),
-    }
-    made.against = "ours, aligned"
+    made.peers = {"torch.matmul": lambda a, b, *_: torch.matmul(a, b)}
+    made.optional = []
+    made.limits = {"ours, aligned": lambda _a, _b, a, b: torch_gpukern.gemm(a, b)}
+    made.bar = shapes.CUDA_GEMM_UNALIGNED_BAR
     made.reference = lambda a, b, *_: exact(a[rows], b[:, columns])
     made.compare = lambda out: out[rows][:, columns]
     return made
@@ -208,8 +215,7 @@ def cuda(run: Run, device: torch.device) -> None:
         run.add(cuda_case("f32 ieee", one, one, one, "f32", device, layout))
     for layout in ("NN", "NT"):
         run.add(tf32_case(one, layout, device))
-    for against in shapes.CUDA_GEMM_FUSED_BARS:
-        run.add(fused_case(one, against, device))
+    run.add(fused_case(one, device))
     for odd, aligned in shapes.CUDA_GEMM_UNALIGNED:
         run.add(beside_aligned("x".join(map(str, odd)) + " MNK", odd, aligned, device))
     for label, place in (("row stride +1", padded), ("offset +1", shifted), ("step 2", spread)):

@@ -42,6 +42,24 @@ MODES = {
 }
 
 
+# peer -> the backend that it asks scaled_dot_product_attention for, None: PyTorch's choice
+BUILT_INS = {
+    "cpu": {"torch built-ins": None},
+    "cuda": {"torch built-ins": None, "torch built-ins, cuDNN": SDPBackend.CUDNN_ATTENTION},
+}
+
+
+class TorchOpsOn(TorchOps):
+    """PyTorch's built-ins, attention on the named backend."""
+
+    def __init__(self, backend: SDPBackend | None) -> None:
+        self.backend = backend
+
+    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with nullcontext() if self.backend is None else sdpa_kernel(self.backend):
+            return super().causal_attention(q, k, v)
+
+
 class OurGemm(GpukernOps):
     """PyTorch's attention between our products, for what these alone do to a step."""
 
@@ -131,6 +149,10 @@ def gradient_case(group: str, label: str, device: torch.device) -> Case:
         grads = torch.autograd.grad(value, list(twin.parameters()))
         return value.detach(), *(g.double() for g in grads)
 
+    peers = {
+        name: gradient_step(model, TorchOpsOn(backend), device, options)
+        for name, backend in BUILT_INS[device.type].items()
+    }
     weights = streamed(model)
     attention = 4.0 * config.layers * config.heads_q * seq * config.head_dim / 2 * 3.5
     return Case(
@@ -139,20 +161,16 @@ def gradient_case(group: str, label: str, device: torch.device) -> Case:
         dtype="bf16",
         make=make,
         ours=gradient_step(model, GROUPS[group](), device, options),
-        peers={"torch built-ins": gradient_step(model, TorchOps(), device, options)},
+        peers=peers,
         reference=exact,
         flops=batch * seq * (6.0 * weights + attention),
         bytes=3.0 * 4 * weights,
-        live=() if replayed else ("gpukern", "torch built-ins"),
+        live=() if replayed else ("gpukern", *peers),
+        optional=[name for name in peers if name != "torch built-ins"],
     )
 
 
 PAGE = 16
-# peer -> the backend that it asks scaled_dot_product_attention for, None: PyTorch's choice
-DECODE_PEERS = {
-    "cpu": {"torch built-ins": None},
-    "cuda": {"torch built-ins": None, "torch built-ins, cuDNN": SDPBackend.CUDNN_ATTENTION},
-}
 
 
 def paged_step(model: GPT, options: dict | None) -> Callable:
@@ -223,7 +241,7 @@ def decode_case(label: str, device: torch.device) -> Case:
 
     seen = int(lens.sum())
     weights, cached = streamed(model), 2 * c.layers * c.heads_kv * c.head_dim * seen
-    peers = {name: padded_step(model, options, backend) for name, backend in DECODE_PEERS[device.type].items()}
+    peers = {name: padded_step(model, options, backend) for name, backend in BUILT_INS[device.type].items()}
     return Case(
         group="decode",
         label=label,

@@ -109,7 +109,9 @@ def test_jit_trace(grad, device):
     with torch.set_grad_enabled(grad):
         traced = torch.jit.trace(every_gradient, tuple(block_inputs(12, device)))
     nodes = {node.kind() for node in traced.graph.nodes() if node.kind().startswith("gpukern")}
-    assert nodes == {f"gpukern::{op}" for op in ("gemm", "flash_attn", "flash_attn_fwd", "flash_attn_varlen", "attn_merge")}
+    assert nodes == {
+        f"gpukern::{op}" for op in ("gemm", "flash_attn", "flash_attn_fwd", "flash_attn_varlen", "attn_merge")
+    }
     for x, y in zip(run_block(traced, 12, device), run_block(every_gradient, 12, device), strict=True):
         assert same_bits(x, y)
 
