@@ -10,6 +10,9 @@
 #   make bench         every benchmark, into benchmarks/results/
 #   make build fmt lint clean
 #
+# `make demo` and `make test` build the CUDA half only where there is a GPU; GPUKERN_CUDA=1 builds it wherever nvcc is. What
+# build/ was first configured with it keeps.
+#
 # VENV=path uses another environment, also an existing one. MAX_JOBS, GPUKERN_CUDA, GPUKERN_CUDA_ARCHS and CMAKE_ARGS
 # reach CMake.
 
@@ -30,6 +33,23 @@ export PATH := $(VENV)/bin:$(PATH)
 STAMPS := $(VENV)/.gpukern
 INSTALLED := $(STAMPS)/requirements
 EDITABLE := $(STAMPS)/editable-$(shell echo "$(CURDIR)" | cksum | cut -d ' ' -f 1)
+
+# Without a GPU the CUDA half would take minutes to compile and not run.
+ifneq ($(filter demo test test-all,$(MAKECMDGOALS)),)
+ifeq ($(GPUKERN_CUDA)$(wildcard $(BUILD)/CMakeCache.txt),)
+ifeq ($(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU'),0)
+GPUKERN_CUDA := 0
+SAYS_NO_CUDA := yes
+endif
+endif
+endif
+ifneq ($(filter demo,$(MAKECMDGOALS)),)
+$(info gpukern: the demo takes about 3 minutes on two cores$(if $(wildcard $(INSTALLED)),,; before it about 3 \
+to install torch and build$(if $(SAYS_NO_CUDA),, (up to 8 more for the CUDA half where nvcc is))))
+endif
+ifdef SAYS_NO_CUDA
+$(info gpukern: no NVIDIA GPU here: the CUDA half is left out; GPUKERN_CUDA=1 builds it)
+endif
 
 # Whether the cmake on the path is 3.20 or later.
 CMAKE_IS_NEW := [ "$$(printf '%s\n' 3.20 "$$(cmake --version 2>/dev/null | sed -n '1s/[^0-9]*//p')" \

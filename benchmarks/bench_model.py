@@ -49,17 +49,6 @@ BUILT_INS = {
 }
 
 
-class TorchOpsOn(TorchOps):
-    """PyTorch's built-ins, attention on the named backend."""
-
-    def __init__(self, backend: SDPBackend | None) -> None:
-        self.backend = backend
-
-    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with nullcontext() if self.backend is None else sdpa_kernel(self.backend):
-            return super().causal_attention(q, k, v)
-
-
 class OurGemm(GpukernOps):
     """PyTorch's attention between our products, for what these alone do to a step."""
 
@@ -150,7 +139,7 @@ def gradient_case(group: str, label: str, device: torch.device) -> Case:
         return value.detach(), *(g.double() for g in grads)
 
     peers = {
-        name: gradient_step(model, TorchOpsOn(backend), device, options)
+        name: gradient_step(model, TorchOps(backend), device, options)
         for name, backend in BUILT_INS[device.type].items()
     }
     weights = streamed(model)
