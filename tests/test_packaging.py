@@ -168,13 +168,32 @@ def test_metadata_needs_neither_torch_nor_a_compiler(tmp_path):
         assert field in fields
 
 
+def names_of_sdist(tree, folder):
+    must(sys.executable, "setup.py", "-q", "sdist", "--formats=zip", "-d", folder, cwd=tree)
+    with zipfile.ZipFile(folder / f"gpukern-{header_version()}.zip") as archive:
+        names = {name.split("/", 1)[1] for name in archive.namelist() if not name.endswith("/")}
+    return {name for name in names if ".egg-info/" not in name} - {"PKG-INFO", "setup.cfg"}  # setuptools' own
+
+
 def test_source_archive_can_be_built_from(tmp_path):
     tree = copy_of_tree(tmp_path / "tree")
-    must(sys.executable, "setup.py", "-q", "sdist", "--formats=zip", "-d", tmp_path, cwd=tree)
-    with zipfile.ZipFile(tmp_path / f"gpukern-{header_version()}.zip") as archive:
-        names = {name.split("/", 1)[1] for name in archive.namelist()}
     files = {p.relative_to(tree).as_posix() for p in tree.rglob("*") if p.is_file() and ".egg-info" not in str(p)}
-    assert files - names <= {"MANIFEST.in"}
+    assert names_of_sdist(tree, tmp_path) == files
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="asks git what belongs to the project")
+def test_source_archive_is_complete(tmp_path):
+    """Tests with their conftest, docs, examples, benchmarks: every file that git has, and no leftover of a build."""
+    tracked = must("git", "ls-files", "-z").rstrip("\0").split("\0")
+    tracked = {name for name in tracked if (ROOT / name).exists()}
+    tree = tmp_path / "tree"
+    for name in tracked:
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tree / name)
+    for leftover in ("tests/__pycache__/conftest.cpython-312.pyc", "torch_gpukern/libgpukern_torch.so", "build/x.o"):
+        (tree / leftover).parent.mkdir(parents=True, exist_ok=True)
+        (tree / leftover).touch()
+    assert names_of_sdist(tree, tmp_path) == tracked
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -367,6 +386,23 @@ def test_error_old_torch(tmp_path):
         f"gpukern: torch 2.9.1+cpu of {sys.executable} is older than 2.10, which gpukern needs; "
         "pip install 'torch>=2.10' into it, or pass the path of another Python"
     )
+
+
+def test_error_in_an_isolated_build(tmp_path):
+    """pip's own environment for builds has no torch, whatever is installed: the line names the way round it."""
+    must(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv")
+    python = tmp_path / "venv" / "bin" / "python"
+    [site] = (tmp_path / "venv").glob("lib/python*/site-packages")
+    for package in ("setuptools", "pkg_resources", "_distutils_hack"):
+        if (found := Path(setuptools.__file__).parent.parent / package).exists():
+            (site / package).symlink_to(found)
+    result = run(
+        python, "setup.py", "-q", "build_ext", GPUKERN_BUILD_DIR=tmp_path / "build", GPUKERN_CUDA="0", CMAKE_ARGS=None
+    )
+    assert result.returncode != 0
+    line = result.stderr.strip().splitlines()[-1]
+    assert line.startswith(f"gpukern: {python} has no torch; pip install 'torch>=2.10' into it")
+    assert "pip hides it from builds: pip install --no-build-isolation ." in line
 
 
 def test_without_torch(tmp_path):

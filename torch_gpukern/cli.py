@@ -37,6 +37,34 @@ def _fields(rows: Sequence[tuple[str, object]]) -> str:
     return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
 
 
+def _device(text: str) -> torch.device:
+    """A device that calls can run on, or ValueError."""
+    try:
+        device = torch.device(text)
+    except RuntimeError:  # its text lists every device that some torch may have
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {text}; it must be cpu, cuda or cuda:<index>")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {text}, and torch {torch.__version__} finds no CUDA device")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device is {text}; there are {torch.cuda.device_count()} CUDA devices, counted from 0")
+    return device
+
+
+def _size(least: int) -> Callable[[str], int]:
+    """The type of an argument: an int that is at least this."""
+
+    def parse(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"must be {least} or more, got {value}")
+        return value
+
+    parse.__name__ = "int"  # which argparse names where int() fails
+    return parse
+
+
 # ---- info ----------------------------------------------------------------------------------------
 
 
@@ -79,7 +107,7 @@ def _explained_call(args: argparse.Namespace) -> tuple[list, dict]:
     """The arguments of the op that the options describe. Explaining reads shapes and lengths, no
     other contents; a call that is measured has normal values.
     """
-    options = {"dtype": _DTYPES[args.dtype], "device": args.device}
+    options = {"dtype": _DTYPES[args.dtype], "device": _device(args.device)}
 
     def make(*shape: int) -> Tensor:
         return torch.randn(*shape, **options) if args.measure else torch.empty(*shape, **options)
@@ -101,7 +129,7 @@ def _explained_call(args: argparse.Namespace) -> tuple[list, dict]:
         table = torch.arange(args.batch * pages, **ints).view(args.batch, pages)
         return [q, *caches, table, torch.full((args.batch,), args.seq_k, **ints)], scores
 
-    seq_k = args.seq_k or args.seq_q
+    seq_k = args.seq_q if args.seq_k is None else args.seq_k
     if args.op == "flash_attn_varlen":
         q, k, v = (
             make(args.batch * seq, heads, args.head_dim)
@@ -207,13 +235,11 @@ def _report_wrong(results: Sequence[gemm_tuner.Result]) -> int:
 
 
 def _tune(args: argparse.Namespace) -> int:
-    device = torch.device(args.device)
-    if device.type != "cuda":
-        raise ValueError(f"device is {device}; rows are tuned on CUDA, a CPU's follows from its instruction set")
+    if args.device == "cpu":
+        raise ValueError(f"device is {args.device}; rows are tuned on CUDA, a CPU's follows from its instruction set")
     if not ops.cuda_kernels.default():
         raise ValueError("this build of gpukern has no CUDA kernels")
-    if not torch.cuda.is_available():
-        raise ValueError(f"device is {device}, and torch {torch.__version__} finds no CUDA device")
+    device = _device(args.device)
     path = _cache_file(args)
     if args.check:
         return _check_tuned(args, path, device)
@@ -358,7 +384,7 @@ def _bench(args: argparse.Namespace) -> int:
         )
         return 2
     rows = [("case", "ours us", "PyTorch's fastest", "us", "ratio", "GFLOP/s")]
-    device = torch.device(args.device)
+    device = _device(args.device)
     with torch.inference_mode():
         for name, flops, ours, theirs in _bench_cases(args.op, _DTYPES[args.dtype], args.device):
             a = timing.median_us(ours, device)
@@ -391,8 +417,8 @@ def _parser() -> argparse.ArgumentParser:
         p.add_argument("--measure", action="store_true", help="run the call, too, and say how long it takes")
         if op == "gemm":
             for name in ("m", "n", "k"):
-                p.add_argument(name, type=int, metavar=name.upper())
-            p.add_argument("--batch", type=int, nargs="*", default=[], help="batch dimensions of a")
+                p.add_argument(name, type=_size(0), metavar=name.upper())
+            p.add_argument("--batch", type=_size(0), nargs="*", default=[], help="batch dimensions of a")
             p.add_argument(
                 "--layout",
                 choices=("NN", "NT", "TN", "TT"),
@@ -400,20 +426,20 @@ def _parser() -> argparse.ArgumentParser:
                 help="T: stored transposed",
             )
             p.add_argument("--bias", action="store_true")
-            p.add_argument("--activation", default="none")
+            p.add_argument("--activation", choices=gemm_tuner.ACTIVATIONS, default="none")
             continue
         paged = op == "paged_attn"
-        p.add_argument("--batch", type=int, default=1)
-        p.add_argument("--heads", type=int, default=8)
-        p.add_argument("--heads-kv", type=int, help="default: as --heads")
-        p.add_argument("--seq-q", type=int, default=1 if paged else 1024, help="query tokens of each sequence")
-        p.add_argument("--seq-k", type=int, default=1024 if paged else None, help="keys of each sequence")
-        p.add_argument("--head-dim", type=int, default=64)
+        p.add_argument("--batch", type=_size(0), default=1)
+        p.add_argument("--heads", type=_size(0), default=8)
+        p.add_argument("--heads-kv", type=_size(1), help="default: as --heads")
+        p.add_argument("--seq-q", type=_size(0), default=1 if paged else 1024, help="query tokens of each sequence")
+        p.add_argument("--seq-k", type=_size(0), default=1024 if paged else None, help="keys of each sequence")
+        p.add_argument("--head-dim", type=_size(1), default=64)
         p.add_argument("--causal", action=argparse.BooleanOptionalAction, default=paged)
         p.add_argument("--window-left", type=int, default=-1)
         p.add_argument("--softcap", type=float, default=0.0)
         if paged:
-            p.add_argument("--block-size", type=int, default=16)
+            p.add_argument("--block-size", type=_size(1), default=16)
 
     tune = commands.add_parser(
         "tune", help="measure every row that takes a call, and keep what is faster than the default"
