@@ -704,6 +704,42 @@ def test_a_second_copy_is_refused():
     assert done.stdout.strip() == "refused"
 
 
+def test_a_second_import_takes_over():
+    """After sys.modules was purged, as by a tool that reloads: functions of either import work, and so do the ops."""
+    run_python(
+        """
+        import gc, sys, torch
+        import torch_gpukern as first
+        from torch.utils.flop_counter import FlopCounterMode
+
+        x = torch.rand(4, 4, requires_grad=True)
+        q = torch.rand(1, 2, 5, 8, requires_grad=True)
+
+        def results(module):
+            out = module.gemm(x, x, activation="silu").sum() + module.flash_attn(q, q, q).sum()
+            with FlopCounterMode(display=False) as counter:
+                module.gemm(x, x)
+            with torch.autocast("cpu", torch.bfloat16):
+                low = torch.ops.gpukern.gemm(x, x)
+            meta = torch.ops.gpukern.gemm(torch.ones(2, 3, device="meta"), torch.ones(3, 4, device="meta"))
+            compiled = torch.compile(lambda x: module.gemm(x, x), backend="aot_eager", fullgraph=True)(x)
+            assert counter.get_total_flops() == 128 and low.dtype == torch.bfloat16 and meta.shape == (2, 4)
+            return [*torch.autograd.grad(out + compiled.sum(), (x, q))]
+
+        want = results(first)
+        for _ in range(2):
+            for name in [name for name in sys.modules if name.split(".")[0] == "torch_gpukern"]:
+                del sys.modules[name]
+            import torch_gpukern as again
+            assert again is not first
+            gc.collect()
+            for module in (first, again):
+                torch._dynamo.reset()
+                assert all(map(torch.equal, results(module), want))
+        """
+    )
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_compiled_gradients_keep_the_dtype(dtype, device):
     def fn(a, b):

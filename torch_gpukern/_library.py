@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils import flop_counter
 
 # The GPUKERN_NAMESPACE of the C++ build; the two must agree.
 NAMESPACE = "gpukern"
@@ -79,6 +80,20 @@ _load()
 
 ops = getattr(torch.ops, NAMESPACE)
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+
+def _replace_earlier_import() -> None:
+    """Whoever imports the package again after taking it out of sys.modules has the compiled library still, and with it what
+    the first import registered from Python: that goes, and functions of the first import run on what this one registers.
+    """
+    kept = "_registered_from_python"  # where sys.modules is not asked
+    earlier = vars(ops).get(kept)
+    if earlier is not None:
+        earlier._destroy()
+    setattr(ops, kept, _library)
+
+
+_replace_earlier_import()
 
 # Bound once: every call pays for what a kernel looks up.
 below_autograd = torch._C._AutoDispatchBelowAutograd
@@ -227,6 +242,14 @@ def public(name: str, below: Callable) -> Callable:
         return op(*args)  # says so by the op's name
 
     return call
+
+
+def flop_formula(*names: str) -> Callable:
+    """Decorator: the FLOP formula of ops, for torch.utils.flop_counter, in place of an earlier import's."""
+    packets = [getattr(ops, name) for name in names]
+    for packet in packets:
+        flop_counter.flop_registry.pop(packet, None)
+    return flop_counter.register_flop_formula(packets)
 
 
 def call_below(op: Callable, args: Sequence):

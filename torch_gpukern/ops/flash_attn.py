@@ -8,7 +8,6 @@ from typing import Literal, overload
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from .._library import (
     NAMESPACE,
@@ -20,6 +19,7 @@ from .._library import (
     bare,
     call_below,
     fake,
+    flop_formula,
     is_compiling,
     is_grad_enabled,
     ops,
@@ -636,7 +636,7 @@ def _pairs(queries: int, keys: int, is_causal: bool, diagonal: int, window_left:
     return torch.sym_max(pairs, 0)
 
 
-@register_flop_formula([ops.flash_attn, ops.flash_attn_fwd])
+@flop_formula("flash_attn", "flash_attn_fwd")
 def _flash_attn_flops(
     q,
     k,
@@ -656,7 +656,7 @@ def _flash_attn_flops(
     return 2 * batch * heads * pairs * (d + dv)
 
 
-@register_flop_formula(ops.flash_attn_bwd)
+@flop_formula("flash_attn_bwd")
 def _flash_attn_bwd_flops(
     grad_out,
     q,
@@ -689,7 +689,7 @@ def _packed_pairs(queries, cu_seqlens, max_q, max_k, is_causal, window_left, win
     return torch.sym_min(sequences * each, queries * max_k)
 
 
-@register_flop_formula([ops.flash_attn_varlen, ops.flash_attn_varlen_fwd])
+@flop_formula("flash_attn_varlen", "flash_attn_varlen_fwd")
 def _flash_attn_varlen_flops(
     q,
     k,
@@ -713,7 +713,7 @@ def _flash_attn_varlen_flops(
     return 2 * q[1] * _packed_pairs(q[0], cu_seqlens_q, *bounds) * (q[2] + v[2])
 
 
-@register_flop_formula(ops.flash_attn_varlen_bwd)
+@flop_formula("flash_attn_varlen_bwd")
 def _flash_attn_varlen_bwd_flops(
     grad_out,
     q,

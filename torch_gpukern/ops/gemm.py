@@ -4,7 +4,6 @@ import math
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from .._library import (
     apply_of,
@@ -14,6 +13,7 @@ from .._library import (
     below_autocast,
     below_autograd,
     fake,
+    flop_formula,
     is_grad_enabled,
     ops,
     public,
@@ -285,7 +285,7 @@ autocast("gemm_fwd", _cast)
 # ---- FLOPs ---------------------------------------------------------------------------------------
 
 
-@register_flop_formula([ops.gemm, ops.gemm_fwd])
+@flop_formula("gemm", "gemm_fwd")
 def _gemm_flops(a_shape, b_shape, *args, out_shape=None, **kwargs) -> int:
     """2 M N K of each product of the batch."""
     batch = torch.broadcast_shapes(a_shape[:-2], b_shape[:-2])

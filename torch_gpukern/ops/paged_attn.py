@@ -7,7 +7,6 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.utils.flop_counter import register_flop_formula
 
 from .._library import (
     NAMESPACE,
@@ -17,6 +16,7 @@ from .._library import (
     bare,
     call_below,
     fake,
+    flop_formula,
     is_compiling,
     is_grad_enabled,
     needs_op,
@@ -305,7 +305,7 @@ autocast("paged_attn_fwd", _cast)
 # ---- FLOPs ---------------------------------------------------------------------------------------
 
 
-@register_flop_formula([ops.paged_attn, ops.paged_attn_fwd])
+@flop_formula("paged_attn", "paged_attn_fwd")
 def _paged_attn_flops(
     q,
     k_cache,
