@@ -78,6 +78,23 @@ def flash_attn(
     *,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def flash_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    diagonal: int = ...,
+    window_left: int = ...,
+    window_right: int = ...,
+    softcap: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    kv_start: Tensor | None = ...,
+    kv_end: Tensor | None = ...,
+    return_lse: bool = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def flash_attn(
     q: Tensor,
     k: Tensor,
@@ -213,6 +230,24 @@ def flash_attn_varlen(
     *,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def flash_attn_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    window_left: int = ...,
+    window_right: int = ...,
+    softcap: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    return_lse: bool = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def flash_attn_varlen(
     q: Tensor,
     k: Tensor,

@@ -1,6 +1,7 @@
 """gemm: the public function, its fake functions, gradients, autocast rule and FLOP formulas."""
 
 import math
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -22,7 +23,10 @@ from .._library import (
 )
 from . import laws
 
-__all__ = ["gemm"]
+__all__ = ["Activation", "Precision", "gemm"]
+
+Activation = Literal["none", "relu", "gelu", "gelu_tanh", "silu"]
+Precision = Literal["ieee", "tf32"]
 
 _below, _below_fwd = twin("gemm"), twin("gemm_fwd")
 _call, _call_short = public("gemm", _below), public("gemm", twin("gemm", short=True))
@@ -38,9 +42,9 @@ def gemm(
     c: Tensor | None = None,
     alpha: float = 1.0,
     beta: float = 1.0,
-    activation: str = "none",
+    activation: Activation = "none",
     out_dtype: torch.dtype | None = None,
-    fp32_precision: str | None = None,
+    fp32_precision: Precision | None = None,
 ) -> Tensor:
     """Matrix product with what usually follows it, in one pass over the result.
 
@@ -135,7 +139,7 @@ def _gemm_fake(
         laws.law(fits, "gemm", *text)
         for got, want in zip(reversed(c.shape), reversed(shape), strict=False):
             laws.law(got == 1 or got == want, "gemm", *text)
-    known = activation in ("none", "relu", "gelu", "gelu_tanh", "silu")
+    known = activation in get_args(Activation)
     text = ("activation must be none, relu, gelu, gelu_tanh or silu, got '", activation, "'")
     laws.law(known, "gemm", *text)
     return a.new_empty(shape, dtype=a.dtype if out_dtype is None else out_dtype)
