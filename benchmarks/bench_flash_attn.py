@@ -33,6 +33,19 @@ def make_qkv(batch: int, heads: int, seq: int, head_dim: int, dtype: torch.dtype
     return tuple(torch.randn(shape, device=device).to(dtype) for _ in range(3))
 
 
+def sdpa(causal: bool):
+    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+def sdpa_in_float32(causal: bool):
+    """Of 16-bit tensors, casts included: on a CPU without 16-bit products it is the faster way."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=causal).to(q.dtype)
+
+    return run
+
+
 def forward_case(seq: int, head_dim: int, causal: bool, dtype: str, device) -> Case:
     batch, heads = shapes.ATTN_TOKENS // seq, shapes.ATTN_HEADS
     torch_dtype = DTYPES[dtype]
@@ -50,7 +63,7 @@ def forward_case(seq: int, head_dim: int, causal: bool, dtype: str, device) -> C
         dtype=dtype,
         make=lambda: make_qkv(batch, heads, seq, head_dim, torch_dtype, device),
         ours=lambda q, k, v: torch_gpukern.flash_attn(q, k, v, is_causal=causal),
-        peers={"SDPA": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal)},
+        peers={"SDPA": sdpa(causal)} | ({"SDPA in float32": sdpa_in_float32(causal)} if dtype != "f32" else {}),
         reference=exact,
         compare=lambda out: out[:1],
         flops=4.0 * batch * heads * seq * seq * head_dim / (2 if causal else 1),
@@ -63,12 +76,12 @@ def backward_case(seq: int, head_dim: int, causal: bool, dtype: str, device) -> 
     torch_dtype = DTYPES[dtype]
 
     def make():
-        """q, k, v, the gradient of out, and out of either side with its autograd graph."""
+        """q, k, v, the gradient of out, and out of every side with its autograd graph."""
         q, k, v = make_qkv(batch, heads, seq, head_dim, torch_dtype, device)
         q, k, v = (x.requires_grad_() for x in (q, k, v))
         ours = torch_gpukern.flash_attn(q, k, v, is_causal=causal)
-        theirs = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-        return q, k, v, torch.randn_like(ours), ours, theirs
+        theirs = [peer(q, k, v) for peer in (sdpa(causal), sdpa_in_float32(causal))]
+        return q, k, v, torch.randn_like(ours), ours, *theirs
 
     def exact(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, *_):
         q, k, v = (x[:1].detach().double().requires_grad_() for x in (q, k, v))
@@ -88,7 +101,7 @@ def backward_case(seq: int, head_dim: int, causal: bool, dtype: str, device) -> 
         dtype=dtype,
         make=make,
         ours=backward(0),
-        peers={"SDPA": backward(1)},
+        peers={"SDPA": backward(1)} | ({"SDPA in float32": backward(2)} if dtype != "f32" else {}),
         reference=exact,
         compare=lambda grads: tuple(g[:1] for g in grads),
         flops=flops,
