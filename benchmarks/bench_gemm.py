@@ -2,6 +2,7 @@
 
 python benchmarks/bench_gemm.py [--quick] [--only square skinny odd call isa] [--device cpu|cuda]
 python benchmarks/bench_gemm.py --device cuda [--quick] [--only square tall skinny layouts f16 f32 unaligned gelu call]
+    [--quack default|tuned|none]
 
 A quick run on CUDA starts no row after a minute (--budget). --rows picks rows of a group by their label: --only skinny
 --rows NT. Few-row products on CUDA rotate over cold weights; all others find theirs as the last call left them.
@@ -9,6 +10,7 @@ A quick run on CUDA starts no row after a minute (--budget). --rows picks rows o
 
 from __future__ import annotations
 
+import argparse
 import sys
 from importlib.util import find_spec
 
@@ -97,17 +99,23 @@ def cuda_case(group: str, m: int, k: int, n: int, dtype: str, device: torch.devi
     made.reference = lambda a, b: exact(a[rows], b[:, columns])
     made.compare = lambda out: out[rows][:, columns]
     made.ours = lambda a, b: torch_gpukern.gemm(a, b, **options)
-    if dtype in ("bf16", "f16") and find_spec("quack"):
-        made.peers["quack"] = quack_gemm
-        made.optional = ["quack"]
     return made
 
 
-def quack_gemm(a: Tensor, b: Tensor) -> Tensor:
-    """CuTe DSL's gemm, which is compiled and tuned when a shape first comes."""
-    from quack.gemm_interface import gemm
+def beside_quack(made: Case, how: str) -> Case:
+    """With quack's gemm (CuTe DSL), where it imports, as a peer; its kernels are compiled, and tuned if asked, when a shape
+    first comes."""
 
-    return gemm(a, b)
+    def quack(a: Tensor, b: Tensor) -> Tensor:
+        from quack.gemm_interface import gemm
+
+        return gemm(a, b, tuned=how == "tuned")
+
+    if how != "none" and find_spec("quack"):
+        name = "quack, tuned" if how == "tuned" else "quack"
+        made.peers[name] = quack
+        made.optional = [name]
+    return made
 
 
 def tf32_case(n: int, layout: str, device: torch.device) -> Case:
@@ -136,7 +144,6 @@ def fused_case(n: int, device: torch.device) -> Case:
         "_addmm_activation": lambda a, b: torch._addmm_activation(bias, a, b, use_gelu=True),
         "mm + add + gelu": lambda a, b: F.gelu(torch.mm(a, b) + bias, approximate="tanh"),
     }
-    made.optional = []
     made.limits = {"mm alone": torch.mm}
     made.bar = shapes.CUDA_GEMM_FUSED_BAR
     made.reference = lambda a, b: F.gelu(exact(a[rows], b[:, columns]) + bias[columns].double(), approximate="tanh")
@@ -170,7 +177,6 @@ def beside_aligned(
     made.make = make
     made.ours = lambda a, b, *_: torch_gpukern.gemm(a, b)
     made.peers = {"torch.matmul": lambda a, b, *_: torch.matmul(a, b)}
-    made.optional = []
     made.limits = {"ours, aligned": lambda _a, _b, a, b: torch_gpukern.gemm(a, b)}
     made.bar = shapes.CUDA_GEMM_UNALIGNED_BAR
     made.reference = lambda a, b, *_: exact(a[rows], b[:, columns])
@@ -196,21 +202,21 @@ def spread(x: Tensor) -> Tensor:
 
 
 def cuda(run: Run, device: torch.device) -> None:
-    one = shapes.CUDA_GEMM_ONE
+    one, quack = shapes.CUDA_GEMM_ONE, run.args.quack
     for n in shapes.CUDA_GEMM_SQUARE:
-        run.add(cuda_case("square bf16", n, n, n, "bf16", device))
+        run.add(beside_quack(cuda_case("square bf16", n, n, n, "bf16", device), quack))
     for n, k in shapes.CUDA_GEMM_WEIGHTS:
         for m in shapes.CUDA_GEMM_TALL_M:
             for layout in ("NT", "NN"):
-                run.add(cuda_case("tall bf16", m, k, n, "bf16", device, layout))
+                run.add(beside_quack(cuda_case("tall bf16", m, k, n, "bf16", device, layout), quack))
     for n, k in shapes.CUDA_GEMM_WEIGHTS:
         for m in shapes.CUDA_GEMM_SKINNY_M:
             for layout in ("NT", "NN"):
-                run.add(cuda_case(f"skinny {n}x{k}", m, k, n, "bf16", device, layout))
+                run.add(beside_quack(cuda_case(f"skinny {n}x{k}", m, k, n, "bf16", device, layout), quack))
     for layout in ("NT", "TN", "TT"):
-        run.add(cuda_case("layouts bf16", one, one, one, "bf16", device, layout))
+        run.add(beside_quack(cuda_case("layouts bf16", one, one, one, "bf16", device, layout), quack))
     for n in shapes.CUDA_GEMM_F16:
-        run.add(cuda_case("f16", n, n, n, "f16", device))
+        run.add(beside_quack(cuda_case("f16", n, n, n, "f16", device), quack))
     for layout in ("NN", "NT"):
         run.add(cuda_case("f32 ieee", one, one, one, "f32", device, layout))
     for layout in ("NN", "NT"):
@@ -231,8 +237,17 @@ def cuda(run: Run, device: torch.device) -> None:
     run.finish(shapes.CUDA_GEMM_BARS)
 
 
+def own_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--quack",
+        choices=("default", "tuned", "none"),
+        default="default",
+        help="its configuration; tuning takes minutes",
+    )
+
+
 def main() -> None:
-    args = arguments("gemm")
+    args = arguments("gemm", more=own_options)
     if args.device == "cuda" and args.quick and args.budget is None:
         args.budget = shapes.CUDA_GEMM_QUICK_SECONDS
     device = open_device(args.device)

@@ -29,6 +29,9 @@ COLORS = {
     "FA3": "#ff7f0e",
     "FA4": "#8c564b",
     "quack": "#8c564b",
+    "quack, tuned": "#8c564b",
+    "SDPA in float32": "#7f7f7f",
+    "torch built-ins, float32": "#7f7f7f",
     "FlashInfer": "#e377c2",
     "FlexAttention": "#7f7f7f",
 }

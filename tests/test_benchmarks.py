@@ -1,6 +1,6 @@
 """What the benchmarks say: against whom a ratio is, and where a row stands in a plot."""
 
-import importlib
+import importlib.machinery
 import os
 import sys
 
@@ -93,6 +93,31 @@ def test_other_projects_get_their_own_layout(bench, version, causal, monkeypatch
     q, k, v = (torch.randn(2, 4, 9, 8) for _ in range(3))
     out = getattr(bench("bench_flash_attn"), version)(causal)(q, k, v)
     assert torch.equal(out, torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal))
+
+
+def test_quack_is_a_peer_where_it_imports(bench, monkeypatch):
+    """In its own configuration, or tuned, or not at all."""
+    import types
+
+    asked = []
+
+    def gemm(a, b, tuned=True):
+        asked.append(tuned)
+        return a @ b
+
+    module = bench("bench_gemm")
+    harness = sys.modules["harness"]
+    assert list(module.beside_quack(fake_case(harness, peers={}), "default").peers) == []
+    package, interface = types.ModuleType("quack"), types.ModuleType("quack.gemm_interface")
+    package.__spec__, interface.gemm = importlib.machinery.ModuleSpec("quack", None), gemm
+    monkeypatch.setitem(sys.modules, "quack", package)
+    monkeypatch.setitem(sys.modules, "quack.gemm_interface", interface)
+    for how, name in (("default", ["quack"]), ("tuned", ["quack, tuned"]), ("none", [])):
+        case = module.beside_quack(fake_case(harness, peers={}), how)
+        assert list(case.peers) == name == list(case.optional)
+        for peer in case.peers.values():
+            assert torch.equal(peer(torch.ones(2, 3), torch.ones(3, 2)), torch.full((2, 2), 3.0))
+    assert asked == [False, True]
 
 
 def test_rows_stand_over_their_sizes(bench):
