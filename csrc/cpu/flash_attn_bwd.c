@@ -73,7 +73,7 @@ static size_t scratch_make(scratch *w, const sizes *z, const attn_shape *s, char
     const int64_t bq = z->tile.bq, bkv = z->tile.bkv;
     size_t at = 0;
 #define PLACE(field, rows, ld) \
-    (w->field = (void *)(base + at), at += 4 * (size_t)((rows) * (ld) + LINE)) /* a line to spare: pack_panel */
+    (w->field = gk_at(base, (int64_t)at), at += 4 * (size_t)((rows) * (ld) + LINE)) /* a line to spare: pack_panel */
     PLACE(k_rows, bkv, z->ld_kd);
     PLACE(v_rows, bkv, z->ld_kdv);
     PLACE(q_t, cells_of(s->head_dim), z->ld_q);

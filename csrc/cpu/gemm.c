@@ -164,7 +164,8 @@ static plan plan_of(const gk_context *ctx, const gk_gemm_args *args, const gk_ge
     if (!x.shared && p->m <= GK_GEMM_FEW_ROWS)
         x.k_blocks = gk_max_i64(x.k_blocks, gk_min_i64(GK_GEMM_FEW_BLOCKS, p->k / GK_GEMM_FEW_KB));
     /* a few tasks per thread while a task is worth its packing */
-    const int64_t wanted = ctx->num_threads <= 1 ? 1 : bl->tasks_per_thread * ctx->num_threads;
+    const int64_t threads = gk_num_threads(ctx);
+    const int64_t wanted = ctx->num_threads <= 1 ? 1 : bl->tasks_per_thread * threads;
     for (;;) {
         int64_t tasks = batch * x.m_blocks * x.n_blocks;
         int64_t mb = gk_ceil_div(p->m, x.m_blocks), nb = gk_ceil_div(n, x.n_blocks);
@@ -177,8 +178,8 @@ static plan plan_of(const gk_context *ctx, const gk_gemm_args *args, const gk_ge
             ++x.m_blocks;
     }
     /* a phase lasts as long as its last task: as many for each thread */
-    for (int64_t i = 0; x.shared && i < ctx->num_threads && x.m_blocks * x.n_blocks % ctx->num_threads &&
-                        x.m_blocks * x.n_blocks < 8 * ctx->num_threads && p->m / x.m_blocks >= 8 * isa->mr;
+    for (int64_t i = 0; x.shared && i < threads && x.m_blocks * x.n_blocks % threads &&
+                        x.m_blocks * x.n_blocks < 8 * threads && p->m / x.m_blocks >= 8 * isa->mr;
          ++i)
         ++x.m_blocks;
     x.mb = gk_ceil_div(p->m, x.m_blocks);

@@ -36,7 +36,7 @@ static plan plan_of(const gk_context *ctx, const gk_gemm_args *args) {
     x.along = x.p.b_n != 1;
     x.in_place = !x.along && (args->a.dtype == GK_F32 || (x.p.m <= bl->place_rows && x.p.n >= bl->long_row));
     const int64_t unit = x.along ? TN : NR, tasks_per_thread = x.in_place ? 1 : bl->tasks_per_thread;
-    const int64_t per_thread = gk_ceil_div(x.p.n, tasks_per_thread * gk_max_i64(1, ctx->num_threads));
+    const int64_t per_thread = gk_ceil_div(x.p.n, tasks_per_thread * gk_num_threads(ctx));
     const bool few = x.p.m <= bl->few_rows;
     x.kb = x.along      ? bl->kb_along
            : x.in_place ? (few ? bl->place_few : bl->place_many)
