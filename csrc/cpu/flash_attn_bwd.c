@@ -150,7 +150,7 @@ static int64_t first_q(const job *g, int64_t b) { return g->shape.packed ? i32_a
 static int64_t first_k(const job *g, int64_t b) { return g->shape.packed ? i32_at(g->args->fwd.cu_seqlens_k, b) : 0; }
 
 static void *at(const gk_tensor *t, int64_t element) {
-    return (char *)t->data + (int64_t)gk_dtype_bytes(t->dtype) * element;
+    return gk_at(t->data, (int64_t)gk_dtype_bytes(t->dtype) * element);
 }
 
 static void zero_rows(void *dst, gk_dtype dtype, int64_t row_stride, int64_t rows, int64_t dim) {

@@ -100,8 +100,8 @@ void gk_gemm_at(const gk_gemm_args *args, const gk_gemm_problem *p, int64_t i, c
         ao += x * p->a_batch[d], bo += x * p->b_batch[d], co += x * p->c_batch[d];
         oo += x * p->out_batch[d], po += x * p->preact_batch[d];
     }
-    *a = (const char *)(p->swapped ? args->b.data : args->a.data) + es * ao;
-    *b = (const char *)(p->swapped ? args->a.data : args->b.data) + es * bo;
+    *a = gk_at(p->swapped ? args->b.data : args->a.data, es * ao);
+    *b = gk_at(p->swapped ? args->a.data : args->b.data, es * bo);
     *e = p->epilogue;
     e->bias = args->bias ? args->bias->data : NULL;
     e->c = args->c && args->beta != 0 ? (const char *)args->c->data + (int64_t)gk_dtype_bytes(e->c_dtype) * co : NULL;
@@ -269,7 +269,7 @@ static void pack_a(const job *jb, uint32_t *to, const char *a, int64_t rows, int
     }
     for (int64_t s = 0; s < strips; ++s) {
         int64_t r0 = strip_start(rows, strips, s), rn = strip_start(rows, strips, s + 1) - r0;
-        jb->isa->pack_panel(to + r0 * cells, rn, a + (int64_t)gk_dtype_bytes(dtype) * r0 * p->a_m, dtype, p->a_m,
+        jb->isa->pack_panel(to + r0 * cells, rn, gk_at(a, (int64_t)gk_dtype_bytes(dtype) * r0 * p->a_m), dtype, p->a_m,
                             p->a_k, rn, kn);
     }
 }
@@ -324,23 +324,23 @@ static void task(void *arg, int64_t t, int64_t worker) {
     gk_gemm_epilogue whole, e;
     gk_gemm_at(jb->args, p, bi, &a, &b, &whole);
     e = gk_epilogue_at(&whole, i0, j0);
-    a += es * i0 * p->a_m;
-    b += es * j0 * p->b_n;
+    a = gk_at(a, es * i0 * p->a_m);
+    b = gk_at(b, es * j0 * p->b_n);
 
     for (int64_t k0 = 0, kbi = 0; kbi < x->k_blocks; ++kbi, k0 += x->kb) {
         const int64_t kn = gk_min_i64(x->kb, p->k - k0), cells = gk_ceil_div(kn, pair);
         const bool first = kbi == 0, last = kbi == x->k_blocks - 1;
         if (x->a_once) a_pack = (uint32_t *)((char *)a_have + 64 + (size_t)kbi * x->a_bytes);
         if (!x->a_once || *a_have == kbi) {
-            pack_a(jb, a_pack, a + es * k0 * p->a_k, rows, kn);
+            pack_a(jb, a_pack, gk_at(a, es * k0 * p->a_k), rows, kn);
             if (x->a_once) ++*a_have;
         }
         if (x->shared)
             b_pack = shared_at(jb, k0, j0 - jb->column);
         else
-            isa->pack_panels(b_pack, b + es * k0 * p->b_k, dtype, p->b_n, p->b_k, cols, kn);
+            isa->pack_panels(b_pack, gk_at(b, es * k0 * p->b_k), dtype, p->b_n, p->b_k, cols, kn);
         const int64_t kn_next = !x->shared ? gk_clamp_i64(p->k - k0 - kn, 0, x->kb) : 0;
-        fetch next = fetch_make(p, b + es * (k0 + kn) * p->b_k, es, cols, kn_next);
+        fetch next = fetch_make(p, gk_at(b, es * (k0 + kn) * p->b_k), es, cols, kn_next);
         const int64_t share = gk_ceil_div(next.rows * next.lines, panels * strips);
         for (int64_t jr = 0; jr < panels; ++jr) {
             const int64_t c0 = jr * nr, cn = gk_min_i64(nr, cols - c0);

@@ -278,7 +278,7 @@ static void task(void *arg, int64_t t, int64_t worker) {
     gk_gemm_epilogue whole, e;
     gk_gemm_at(jb->args, &x->p, t / x->n_blocks, &a, &b, &whole);
     e = gk_epilogue_at(&whole, 0, j0);
-    b += (int64_t)gk_dtype_bytes(dtype) * j0 * x->p.b_n;
+    b = gk_at(b, (int64_t)gk_dtype_bytes(dtype) * j0 * x->p.b_n); /* NULL where K is 0 */
     if (x->along) {
         along(x, dtype, a, b, cols, &e, &SYM(gk_gemm_isa), ws);
         return;

@@ -114,7 +114,7 @@ static attn_seq seq_of(const paged_job *job, int64_t b) {
     attn_seq x = {.q_row = a->q.stride[0], .q_head = a->q.stride[1]};
     x.seq_q = a->cu_seqlens_q ? i32_at(a->cu_seqlens_q, b + 1) - q0 : each;
     x.seq_k = i32_at(&a->seq_lens, b);
-    x.q = (const char *)a->q.data + (int64_t)gk_dtype_bytes(a->q.dtype) * q0 * x.q_row;
+    x.q = gk_at(a->q.data, (int64_t)gk_dtype_bytes(a->q.dtype) * q0 * x.q_row);
     x.out_row = a->out.stride[0], x.out_head = a->out.stride[1], x.out_first = q0 * x.out_row;
     x.lse_row = job->heads_q, x.lse_head = 1, x.lse_first = q0 * job->heads_q;
     gk_attn_rules rules = a->rules;

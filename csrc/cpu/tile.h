@@ -129,7 +129,7 @@ INLINE void pack_panels(cell *dst, const void *src, gk_dtype dtype, int64_t s_la
         }
     }
     for (int64_t p = whole; p * NR < lanes; ++p)
-        pack_panel(dst + p * panel, NR, (const char *)src + es * (p * NR * s_lane), dtype, s_lane, s_k,
+        pack_panel(dst + p * panel, NR, gk_at(src, es * (p * NR * s_lane)), dtype, s_lane, s_k,
                    gk_min_i64(NR, lanes - p * NR), k);
 }
 
@@ -139,7 +139,7 @@ INLINE void pack_rows(cell *dst, int64_t ld, const void *src, gk_dtype dtype, in
     const int64_t es = dtype == GK_F32 ? 4 : 2; /* signed: strides may be negative */
     const int64_t kc = cells_of(k);
     for (int64_t i = 0; i < rows; ++i) {
-        const char *row = (const char *)src + es * (i * row_stride);
+        const char *row = gk_at(src, es * (i * row_stride));
         for (int64_t c = 0; c < kc; c += W)
             vc_store(dst + i * ld + c, vc_load_along_k(row, dtype, c * PAIR, k - c * PAIR));
     }
