@@ -48,7 +48,8 @@ static gk_status check_extent(const char *op, const char *name, const gk_tensor 
     for (int d = 0; d < t->ndim; ++d) {
         const int64_t size = t->shape[d], stride = t->stride[d], most = MAX_ELEMENTS / gk_max_i64(1, size - 1);
         REQUIRE(size >= 0, "%s: %s has size %lld in dimension %d", op, name, (long long)size, d);
-        REQUIRE(size <= MAX_ELEMENTS / elements, "%s: %s has more than 2^48 elements, sizes of 0 counted as 1", op, name);
+        REQUIRE(size <= MAX_ELEMENTS / elements, "%s: %s has more than 2^48 elements, sizes of 0 counted as 1", op,
+                name);
         REQUIRE(stride >= -most && stride <= most,
                 "%s: %s has stride %lld in dimension %d of size %lld, which spans more than 2^48 elements", op, name,
                 (long long)stride, d, (long long)size);

@@ -60,7 +60,7 @@ typedef enum gk_dtype {
 #define GK_MAX_DIMS 8
 
 typedef struct gk_tensor {
-    union { /* the first element; may be NULL where a dimension is 0 */
+    union {                     /* the first element; may be NULL where a dimension is 0 */
         void *data;             /* of a result, or of an input */
         const void *const_data; /* of an input, which no call writes: a pointer to const is set without a cast */
     };

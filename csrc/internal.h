@@ -152,7 +152,9 @@ int64_t gk_num_workers(const gk_context *ctx, int64_t num_tasks);
 
 /* num_threads as the kernels count it: at least 1, and so few that a product with a workspace does not overflow. */
 #define GK_MAX_THREADS 4096
-static inline int64_t gk_num_threads(const gk_context *ctx) { return gk_clamp_i64(ctx->num_threads, 1, GK_MAX_THREADS); }
+static inline int64_t gk_num_threads(const gk_context *ctx) {
+    return gk_clamp_i64(ctx->num_threads, 1, GK_MAX_THREADS);
+}
 void gk_parallel(const gk_context *ctx, int64_t num_tasks, gk_work_fn fn, void *arg);
 
 /* ---- ops ---------------------------------------------------------------------------------------- */

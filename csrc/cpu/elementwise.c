@@ -70,8 +70,8 @@ static void write_task(void *arg, int64_t task, int64_t worker) {
         const int64_t from = t * x->stride[0] + h * x->stride[1];
         const int64_t to =
             slot / block_size * cache->stride[0] + slot % block_size * cache->stride[1] + h * cache->stride[2];
-        write_row(gk_at(x->data, bytes * from), x->stride[2], gk_at(cache->data, bytes * to),
-                  cache->stride[3], x->dtype, x->shape[2], scale);
+        write_row(gk_at(x->data, bytes * from), x->stride[2], gk_at(cache->data, bytes * to), cache->stride[3],
+                  x->dtype, x->shape[2], scale);
     }
 }
 

@@ -32,8 +32,7 @@ bool gk_cpu_has(gk_isa isa) {
     switch (isa) {
     case GK_ISA_AVX2: return avx2;
     case GK_ISA_AVX512: return avx512;
-    case GK_ISA_AVX512BF16:
-        return avx512 && has_bf16_and_vnni();
+    case GK_ISA_AVX512BF16: return avx512 && has_bf16_and_vnni();
     default: return false;
     }
 #else

@@ -181,7 +181,7 @@ static void pre_task(void *arg, int64_t task, int64_t worker) {
     const char *out = at(&f->out, x.out_first + h * x.out_head);
     const char *grad = at(&a->grad_out, row0_of(g, &a->grad_out, b, h, first_q(g, b)));
     const int64_t es = (int64_t)gk_dtype_bytes(g->dtype), grad_row = a->grad_out.stride[r];
-    const float *lse = (const float *)f->lse.data + x.lse_first + h * x.lse_head;
+    const float *lse = gk_at(f->lse.data, 4 * (x.lse_first + h * x.lse_head));
     float *row_lse = row_values(g, g->z.lse_at, b, h), *delta = row_values(g, g->z.delta_at, b, h);
     const gk_tensor *sinks = f->rules.sinks, *grad_lse = a->grad_lse;
     const int64_t dlse = grad_lse ? row0_of(g, grad_lse, b, h, first_q(g, b)) : 0;
@@ -561,7 +561,7 @@ static void dsink_task(void *arg, int64_t task, int64_t worker) {
     const attn_seq x = attn_seq_of(&a->fwd, &g->shape, b);
     const gk_tensor *sinks = a->fwd.rules.sinks, *grad_lse = a->grad_lse;
     const float sink = ((const float *)sinks->data)[h * sinks->stride[0]];
-    const float *lse = (const float *)a->fwd.lse.data + x.lse_first + h * x.lse_head;
+    const float *lse = gk_at(a->fwd.lse.data, 4 * (x.lse_first + h * x.lse_head));
     const float *dlse = grad_lse ? at(grad_lse, row0_of(g, grad_lse, b, h, first_q(g, b))) : NULL;
     const float *delta = row_values(g, g->z.delta_at, b, h);
     double sum = 0;

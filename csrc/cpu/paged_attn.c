@@ -60,10 +60,9 @@ typedef struct lanes_scratch {
 static lanes_scratch lanes_scratch_at(void *at, const paged_job *job) {
     const int64_t q_head = job->lanes * job->q_step, o_head = job->lanes * job->partial;
     const int64_t s_head = job->lanes * job->blocks->unit;
-    float *o = gk_at(at, 4 * job->heads * q_head), *s = gk_at(o, 4 * job->heads * o_head);
-    float *p = gk_at(s, 4 * job->heads * s_head);
-    return (lanes_scratch){at,     (cell *)p, o,      s,
-                           q_head, o_head,    s_head, gk_round_up(4 * job->heads * (q_head + o_head + 2 * s_head), 64)};
+    void *o = gk_at(at, 4 * job->heads * q_head), *s = gk_at(o, 4 * job->heads * o_head);
+    const int64_t bytes = gk_round_up(4 * job->heads * (q_head + o_head + 2 * s_head), 64);
+    return (lanes_scratch){at, gk_at(s, 4 * job->heads * s_head), o, s, q_head, o_head, s_head, bytes};
 }
 
 static paged_job job_make(const gk_context *ctx, const gk_paged_attn_args *a) {

@@ -38,7 +38,8 @@ static gk_tensor matrix(float *data, int64_t rows, int64_t columns) { /* a resul
 }
 
 static gk_tensor const_matrix(const float *data, int64_t rows, int64_t columns) { /* an input */
-    return (gk_tensor){.const_data = data, .dtype = GK_F32, .ndim = 2, .shape = {rows, columns}, .stride = {columns, 1}};
+    return (gk_tensor){
+        .const_data = data, .dtype = GK_F32, .ndim = 2, .shape = {rows, columns}, .stride = {columns, 1}};
 }
 
 /* Heads of a [SEQ, columns] matrix as [1, HEADS, SEQ, HEAD_DIM]: strides do the transposition. */
@@ -130,8 +131,8 @@ int main(void) {
     attn.rules.scale = scale;
     attn.rules.is_causal = 1;
     attn.out = heads_of(out, MODEL);
-    attn.lse = (gk_tensor){
-        .data = lse, .dtype = GK_F32, .ndim = 3, .shape = {1, HEADS, SEQ}, .stride = {HEADS * SEQ, SEQ, 1}};
+    attn.lse =
+        (gk_tensor){.data = lse, .dtype = GK_F32, .ndim = 3, .shape = {1, HEADS, SEQ}, .stride = {HEADS * SEQ, SEQ, 1}};
     attn.workspace_bytes = gk_flash_attn_fwd_workspace_bytes(&ctx, &attn);
     attn.workspace = workspace(attn.workspace_bytes);
     must(gk_explain_flash_attn_fwd(&ctx, &attn, &row), "gk_explain_flash_attn_fwd");

@@ -23,13 +23,13 @@
 #include <stdlib.h>
 
 #define FZ_UNUSED __attribute__((unused))
-#define FZ_REQUIRE(condition, ...)     \
-    do {                               \
-        if (!(condition)) {            \
+#define FZ_REQUIRE(condition, ...)        \
+    do {                                  \
+        if (!(condition)) {               \
             fprintf(stderr, __VA_ARGS__); \
-            fprintf(stderr, "\n");     \
-            abort();                   \
-        }                              \
+            fprintf(stderr, "\n");        \
+            abort();                      \
+        }                                 \
     } while (0)
 
 /* ---- bytes -------------------------------------------------------------------------------------- */

@@ -1,9 +1,13 @@
 /* fuzz_flash_attn: gk_flash_attn_fwd, and gk_flash_attn_bwd of its results, against their float64 twins. */
 #include "rules.h"
 
-static size_t fwd_bytes(const gk_context *ctx, const void *args) { return gk_flash_attn_fwd_workspace_bytes(ctx, args); }
+static size_t fwd_bytes(const gk_context *ctx, const void *args) {
+    return gk_flash_attn_fwd_workspace_bytes(ctx, args);
+}
 static gk_status fwd(const gk_context *ctx, const void *args) { return gk_flash_attn_fwd(ctx, args); }
-static size_t bwd_bytes(const gk_context *ctx, const void *args) { return gk_flash_attn_bwd_workspace_bytes(ctx, args); }
+static size_t bwd_bytes(const gk_context *ctx, const void *args) {
+    return gk_flash_attn_bwd_workspace_bytes(ctx, args);
+}
 static gk_status bwd(const gk_context *ctx, const void *args) { return gk_flash_attn_bwd(ctx, args); }
 
 /* Ends of `batch` sequences, now and then not in order, or past the tokens. */
@@ -51,11 +55,16 @@ static void backward(const gk_context *ctx, const gk_flash_attn_args *f, const g
     twin.grad_out = fz_twin(&args.grad_out), twin.grad_lse = fz_twin_of(args.grad_lse, &twin_grad_lse);
     twin.dq = fz_twin(&args.dq), twin.dk = fz_twin(&args.dk), twin.dv = fz_twin(&args.dv);
     twin.dsinks = fz_twin_of(args.dsinks, &twin_dsinks);
-    gk_tensor *const all[] = {&args.grad_out, &args.dq, &args.dk, &args.dv, &args.fwd.lse,
-                              args.grad_lse ? &grad_lse : NULL, args.dsinks ? &dsinks : NULL};
+    gk_tensor *const all[] = {&args.grad_out,
+                              &args.dq,
+                              &args.dk,
+                              &args.dv,
+                              &args.fwd.lse,
+                              args.grad_lse ? &grad_lse : NULL,
+                              args.dsinks ? &dsinks : NULL};
     const bool wrong = fz_corrupt(all, 7, 7);
-    const gk_status status = fz_call("gk_flash_attn_bwd", ctx, &args, bwd_bytes, bwd, &args.workspace,
-                                     &args.workspace_bytes, wrong);
+    const gk_status status =
+        fz_call("gk_flash_attn_bwd", ctx, &args, bwd_bytes, bwd, &args.workspace, &args.workspace_bytes, wrong);
     if (wrong || !fz_agree("gk_flash_attn_bwd", status, gk_flash_attn_bwd(&plain, &twin), gk_last_error())) return;
     /* |dP - delta| <= 2 Dv + 1; a row's P sum to 1; a key meets every row of its group */
     const double ds = 2 * (double)f->v.shape[nd - 1] + 1, scale = fabs(f->rules.scale);
@@ -112,9 +121,17 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     twin.rules.alibi_slopes = fz_twin_of(args.rules.alibi_slopes, &twin_slopes);
     twin.rules.sinks = fz_twin_of(args.rules.sinks, &twin_sinks);
     gk_flash_attn_args good = args;
-    gk_tensor *const all[] = {&args.q, &args.k, &args.v, &args.out, packed ? &cu_q : NULL, packed ? &cu_k : NULL,
-                              args.rules.sinks ? &own.sinks : NULL, args.rules.alibi_slopes ? &own.slopes : NULL,
-                              args.rules.kv_start ? &kv_start : NULL, args.rules.kv_end ? &kv_end : NULL, &args.lse};
+    gk_tensor *const all[] = {&args.q,
+                              &args.k,
+                              &args.v,
+                              &args.out,
+                              packed ? &cu_q : NULL,
+                              packed ? &cu_k : NULL,
+                              args.rules.sinks ? &own.sinks : NULL,
+                              args.rules.alibi_slopes ? &own.slopes : NULL,
+                              args.rules.kv_start ? &kv_start : NULL,
+                              args.rules.kv_end ? &kv_end : NULL,
+                              &args.lse};
     const bool wrong = fz_corrupt(all, 11, 10);
     const gk_status status =
         fz_call("gk_flash_attn_fwd", &ctx, &args, fwd_bytes, fwd, &args.workspace, &args.workspace_bytes, wrong);

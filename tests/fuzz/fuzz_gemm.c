@@ -19,7 +19,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         if (fz_one_in(4)) c_shape[d] = 1;
     }
     const int nd = batch_ndim + 2, drop = (int)fz_int(0, batch_ndim); /* b may have fewer dimensions */
-    out_shape[nd - 2] = a_shape[nd - 2] = c_shape[nd - 2] = m, out_shape[nd - 1] = b_shape[nd - 1] = c_shape[nd - 1] = n;
+    out_shape[nd - 2] = a_shape[nd - 2] = c_shape[nd - 2] = m,
+                   out_shape[nd - 1] = b_shape[nd - 1] = c_shape[nd - 1] = n;
     a_shape[nd - 1] = b_shape[nd - 2] = k;
     if (fz_one_in(4)) c_shape[nd - 2] = 1;
     if (fz_one_in(4)) c_shape[nd - 1] = 1;
@@ -47,8 +48,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     twin.bias = fz_twin_of(args.bias, &twin_bias), twin.c = fz_twin_of(args.c, &twin_c);
     twin.preact = fz_twin_of(args.preact, &twin_preact);
 
-    gk_tensor *const all[] = {&args.a, &args.b, &args.out, args.bias ? &bias : NULL, args.preact ? &preact : NULL,
-                              args.c ? &c : NULL};
+    gk_tensor *const all[] = {
+        &args.a, &args.b, &args.out, args.bias ? &bias : NULL, args.preact ? &preact : NULL, args.c ? &c : NULL};
     const bool wrong = fz_corrupt(all, 6, args.beta != 0 ? 6 : 5);
     const gk_status status =
         fz_call("gk_gemm", &ctx, &args, bytes_of, call, &args.workspace, &args.workspace_bytes, wrong);

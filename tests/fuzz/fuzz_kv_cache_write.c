@@ -38,8 +38,13 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     twin.k = fz_twin(&args.k), twin.v = fz_twin(&args.v);
     twin.k_cache = fz_twin(&args.k_cache), twin.v_cache = fz_twin(&args.v_cache);
     twin.k_scale = fz_twin_of(args.k_scale, &twin_k), twin.v_scale = fz_twin_of(args.v_scale, &twin_v);
-    gk_tensor *const all[] = {&args.k, &args.v, &args.k_cache, &args.v_cache, &args.slots,
-                              args.k_scale ? &k_scale : NULL, args.v_scale ? &v_scale : NULL};
+    gk_tensor *const all[] = {&args.k,
+                              &args.v,
+                              &args.k_cache,
+                              &args.v_cache,
+                              &args.slots,
+                              args.k_scale ? &k_scale : NULL,
+                              args.v_scale ? &v_scale : NULL};
     const bool wrong = fz_corrupt(all, 7, 7);
     const gk_status status = fz_call("gk_kv_cache_write", &ctx, &args, NULL, call, NULL, NULL, wrong);
     if (!wrong && fz_agree("gk_kv_cache_write", status, gk_kv_cache_write(&plain, &twin), gk_last_error())) {

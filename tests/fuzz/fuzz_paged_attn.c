@@ -8,7 +8,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     fz_begin(data, size);
     const gk_context ctx = fz_context();
     const gk_dtype dtype = fz_dtype(), stats = fz_stats(dtype);
-    const int64_t batch = fz_int(0, 9) == 9 ? 0 : fz_int(1, 4), heads_kv = fz_int(1, 3), heads = heads_kv * fz_int(1, 4);
+    const int64_t batch = fz_int(0, 9) == 9 ? 0 : fz_int(1, 4), heads_kv = fz_int(1, 3),
+                  heads = heads_kv * fz_int(1, 4);
     const int64_t dim = gk_max_i64(1, fz_size(100)), dim_v = gk_max_i64(1, fz_size(100));
     const int64_t pages = fz_int(0, 9), page = fz_size(33), columns = fz_int(0, 6);
     const bool uneven = fz_one_in(2);
@@ -66,9 +67,17 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     twin.k_scale = fz_twin_of(args.k_scale, &twin_k), twin.v_scale = fz_twin_of(args.v_scale, &twin_v);
     twin.rules.alibi_slopes = fz_twin_of(args.rules.alibi_slopes, &twin_slopes);
     twin.rules.sinks = fz_twin_of(args.rules.sinks, &twin_sinks);
-    gk_tensor *const all[] = {&args.q, &args.k_cache, &args.v_cache, &args.block_table, &args.seq_lens, &args.out,
-                              uneven ? &cu : NULL, args.k_scale ? &k_scale : NULL, args.v_scale ? &v_scale : NULL,
-                              args.rules.sinks ? &own.sinks : NULL, args.rules.alibi_slopes ? &own.slopes : NULL};
+    gk_tensor *const all[] = {&args.q,
+                              &args.k_cache,
+                              &args.v_cache,
+                              &args.block_table,
+                              &args.seq_lens,
+                              &args.out,
+                              uneven ? &cu : NULL,
+                              args.k_scale ? &k_scale : NULL,
+                              args.v_scale ? &v_scale : NULL,
+                              args.rules.sinks ? &own.sinks : NULL,
+                              args.rules.alibi_slopes ? &own.slopes : NULL};
     const bool wrong = fz_corrupt(all, 11, 11);
     const gk_status status =
         fz_call("gk_paged_attn", &ctx, &args, bytes_of, call, &args.workspace, &args.workspace_bytes, wrong);
