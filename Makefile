@@ -4,7 +4,8 @@
 #   make demo          train a small language model on the ops, generate from it, compare with PyTorch's built-ins
 #   make test          the C tests and a fixed-seed sample of the Python tests
 #   make test-all      the whole grid
-#   make sanitize-cpu  the C tests under the address and undefined-behaviour sanitizers
+#   make sanitize-cpu  the C tests and the kept inputs of the fuzzers under clang's address and undefined-behaviour sanitizers
+#   make fuzz          a minute of new inputs for each entry point of the C API; FUZZ_SECONDS=600 FUZZ_ONLY=gemm
 #   make sanitize      the CUDA instances under compute-sanitizer; needs a GPU. SANITIZE_TOOLS=racecheck SANITIZE_PART=2/5
 #                      runs one tool over the second fifth, SANITIZE_ONLY=flash_attn_bwd over the rows of that name
 #   make bench         every benchmark, into benchmarks/results/
@@ -58,7 +59,7 @@ CONFIGURE := cmake -S . -DPython_EXECUTABLE=$(PY) -DGPUKERN_BUILD_TESTS=ON \
 	$(if $(GPUKERN_CUDA),-DGPUKERN_CUDA=$(GPUKERN_CUDA)) \
 	$(if $(GPUKERN_CUDA_ARCHS),"-DGPUKERN_CUDA_ARCHS=$(GPUKERN_CUDA_ARCHS)") $(CMAKE_ARGS)
 
-.PHONY: build demo test test-all test-csrc sanitize-cpu sanitize bench fmt lint clean
+.PHONY: build demo test test-all test-csrc sanitize-cpu fuzz sanitize bench fmt lint clean
 .DEFAULT_GOAL := build
 MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
@@ -96,13 +97,26 @@ test: test-csrc
 test-all: test-csrc
 	GPUKERN_TEST_ALL=1 $(PY) -m pytest -n $(MAX_JOBS) --dist worksteal $(PYTEST_ARGS)
 
-# Under the sanitizers -O1 compiles three times as fast as -O3; -g1 has the lines that their traces name.
+# Under the sanitizers -O1 compiles three times as fast as -O3; -g1 has the lines that their traces name. By clang, so that
+# both compilers build the library in every check; with its UBSan, which knows offsets to NULL and casts out of range.
+CLANG ?= clang
+SANITIZE_CPU := $(CONFIGURE) -G Ninja -DCMAKE_C_COMPILER=$(CLANG) -DGPUKERN_BUILD_TORCH=OFF -DGPUKERN_CUDA=0 -DGPUKERN_FUZZ=ON \
+	-DCMAKE_BUILD_TYPE=Debug "-DCMAKE_C_FLAGS_DEBUG=-O1 -g1" --log-level=NOTICE
 sanitize-cpu: $(INSTALLED)
-	@$(CONFIGURE) -B $(BUILD)/sanitize -G Ninja -DGPUKERN_BUILD_TORCH=OFF -DGPUKERN_CUDA=0 \
-		-DGPUKERN_SANITIZE=address,undefined -DCMAKE_BUILD_TYPE=Debug "-DCMAKE_C_FLAGS_DEBUG=-O1 -g1" \
-		--log-level=NOTICE
-	@cmake --build $(BUILD)/sanitize -j $(MAX_JOBS)
-	ctest --test-dir $(BUILD)/sanitize --output-on-failure -j $(MAX_JOBS)
+	@$(SANITIZE_CPU) -B $(BUILD)/sanitize-clang -DGPUKERN_SANITIZE=address,undefined,float-cast-overflow
+	@cmake --build $(BUILD)/sanitize-clang -j $(MAX_JOBS)
+	ctest --test-dir $(BUILD)/sanitize-clang --output-on-failure -j $(MAX_JOBS)
+
+# Inputs that reach new code lie in $(BUILD)/fuzz/found; one that fails stays in $(BUILD)/fuzz. tests/fuzz/README.md says more.
+FUZZ_SECONDS ?= 60
+FUZZ_ONLY ?= gemm gemm_act_bwd flash_attn paged_attn kv_cache_write attn_merge
+fuzz: $(INSTALLED)
+	@$(SANITIZE_CPU) -B $(BUILD)/fuzz -DGPUKERN_BUILD_TESTS=OFF -DGPUKERN_SANITIZE=fuzzer-no-link,address,undefined,float-cast-overflow
+	@cmake --build $(BUILD)/fuzz -j $(MAX_JOBS)
+	@for op in $(FUZZ_ONLY); do \
+		mkdir -p $(BUILD)/fuzz/found/$$op && $(BUILD)/fuzz/fuzz_$$op -max_total_time=$(FUZZ_SECONDS) -max_len=128 -len_control=0 \
+		-artifact_prefix=$(BUILD)/fuzz/$$op- $(BUILD)/fuzz/found/$$op tests/fuzz/corpus/$$op || exit 1; \
+	done
 
 # Out-of-bounds and misaligned accesses, shared-memory races, memory read before it was written, barriers that not all
 # threads reach. check_cuda walks every compiled instance.

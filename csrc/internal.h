@@ -29,6 +29,9 @@ static inline int gk_line_classes_log2(int64_t stride) {
     return stride % 8 == 0 ? 0 : stride % 4 == 0 ? 1 : stride % 2 == 0 ? 2 : 3;
 }
 
+/* base + bytes; NULL where there is no base: workspace that is only sized, the data of an empty tensor. */
+static inline void *gk_at(const void *base, int64_t bytes) { return base ? (char *)base + bytes : NULL; }
+
 static inline int64_t gk_numel(const gk_tensor *t) {
     int64_t n = 1;
     for (int d = 0; d < t->ndim; ++d) n *= t->shape[d];
@@ -146,6 +149,12 @@ typedef void (*gk_work_fn)(void *arg, int64_t task, int64_t worker);
 
 /* parallel.c: runs fn for each task in [0, num_tasks), handed out one by one to at most gk_num_workers workers. */
 int64_t gk_num_workers(const gk_context *ctx, int64_t num_tasks);
+
+/* num_threads as the kernels count it: at least 1, and so few that a product with a workspace does not overflow. */
+#define GK_MAX_THREADS 4096
+static inline int64_t gk_num_threads(const gk_context *ctx) {
+    return gk_clamp_i64(ctx->num_threads, 1, GK_MAX_THREADS);
+}
 void gk_parallel(const gk_context *ctx, int64_t num_tasks, gk_work_fn fn, void *arg);
 
 /* ---- ops ---------------------------------------------------------------------------------------- */

@@ -21,7 +21,7 @@ static void worker_main(void *arg, int64_t worker) {
 
 int64_t gk_num_workers(const gk_context *ctx, int64_t num_tasks) {
     if (!ctx->parallel_for || ctx->num_threads <= 1) return 1;
-    return gk_max_i64(1, gk_min_i64(ctx->num_threads, num_tasks));
+    return gk_max_i64(1, gk_min_i64(gk_num_threads(ctx), num_tasks));
 }
 
 void gk_parallel(const gk_context *ctx, int64_t num_tasks, gk_work_fn fn, void *arg) {

@@ -281,6 +281,94 @@ def test_c_example_builds_and_runs(prefix, tmp_path):
     assert not [name for name in needed(tmp_path / "attention") if "torch" in name or "stdc++" in name]
 
 
+def run_example(binary):
+    out = must(binary, cwd=binary.parent)
+    assert "flash_attn row " in out and "GK_ERR_ARGUMENT" in out
+
+
+def by_pkg_config(prefix, folder):
+    (pc,) = prefix.rglob("gpukern.pc")
+    assert str(ROOT) not in pc.read_text() and str(prefix) not in pc.read_text()
+    words = must("pkg-config", "--cflags", "--libs", "gpukern", PKG_CONFIG_PATH=pc.parent).split()
+    source, binary = ROOT / "examples" / "c" / "attention.c", folder / "by_pkg_config"
+    (library,) = {p.parent for p in prefix.rglob("libgpukern.*")}
+    must("cc", source, *words, "-lm", f"-Wl,-rpath,{library}", "-o", binary)
+    run_example(binary)
+
+
+@pytest.mark.skipif(not shutil.which("pkg-config"), reason="pkg-config is not installed")
+def test_pkg_config(prefix, tmp_path):
+    by_pkg_config(prefix, tmp_path)
+
+
+def test_add_subdirectory_and_static_library(tmp_path):
+    """A project that takes this one in links gpukern::gpukern and gets the C library alone. BUILD_SHARED_LIBS=OFF makes
+    libgpukern.a, which an example then finds by its CMake package and by pkg-config."""
+    build, prefix = tmp_path / "build", tmp_path / "prefix"
+    (tmp_path / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.20)\n"
+        "project(user LANGUAGES C)\n"
+        f"add_subdirectory({ROOT} gpukern)\n"
+        f"add_executable(attention {ROOT}/examples/c/attention.c)\n"
+        "target_link_libraries(attention PRIVATE gpukern::gpukern m)\n"
+        "if(TARGET gpukern_torch)\n"
+        '  message(FATAL_ERROR "the plugin came along")\n'
+        "endif()\n"
+    )
+    flags = ["-DGPUKERN_CUDA=0", "-DBUILD_SHARED_LIBS=OFF", "-DCMAKE_C_FLAGS=-O1"]
+    must("cmake", "-S", tmp_path, "-B", build, f"-DPython_EXECUTABLE={sys.executable}", *flags)
+    assert "CMAKE_BUILD_TYPE:STRING=\n" in (build / "CMakeCache.txt").read_text()
+    must("cmake", "--build", build, "-j", "2")
+    run_example(build / "attention")
+    must("cmake", "--install", build, "--prefix", prefix)
+    assert list(prefix.rglob("libgpukern.a")) and not list(prefix.rglob("*.so*"))
+    must("cmake", "-S", ROOT / "examples" / "c", "-B", tmp_path / "example", f"-DCMAKE_PREFIX_PATH={prefix}")
+    must("cmake", "--build", tmp_path / "example")
+    run_example(tmp_path / "example" / "attention")
+    if shutil.which("pkg-config"):
+        by_pkg_config(prefix, tmp_path)
+
+
+def test_install_without_a_component_is_the_c_library(built, tmp_path):
+    must("cmake", "--install", built, "--prefix", tmp_path)
+    files = [p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*")]
+    assert "include/gpukern.h" in files and not [f for f in files if "torch" in f]
+
+
+INITS = """#include <gpukern.h>
+int main(void) {
+    gk_context c = GK_CONTEXT_INIT;
+    gk_explanation e = GK_EXPLANATION_INIT;
+    gk_gemm_args g = GK_GEMM_ARGS_INIT;
+    gk_gemm_act_bwd_args ab = GK_GEMM_ACT_BWD_ARGS_INIT;
+    gk_attn_rules r = GK_ATTN_RULES_INIT;
+    gk_flash_attn_args f = GK_FLASH_ATTN_ARGS_INIT;
+    gk_flash_attn_bwd_args b = GK_FLASH_ATTN_BWD_ARGS_INIT;
+    gk_paged_attn_args p = GK_PAGED_ATTN_ARGS_INIT;
+    gk_kv_cache_write_args w = GK_KV_CACHE_WRITE_ARGS_INIT;
+    gk_attn_merge_args m = GK_ATTN_MERGE_ARGS_INIT;
+    static const float x[1] = {1};
+    g.a.const_data = x; /* an input needs no cast */
+    return !(c.size == sizeof c && c.device == GK_CPU && c.num_threads == 1 && e.size == sizeof e && g.size == sizeof g &&
+             g.alpha == 1 && g.beta == 0 && ab.size == sizeof ab && r.window_left == -1 && r.window_right == -1 &&
+             r.scale != r.scale && f.size == sizeof f && f.rules.window_left == -1 && b.size == sizeof b &&
+             b.fwd.size == sizeof f && b.fwd.rules.window_right == -1 && p.size == sizeof p &&
+             p.rules.window_left == -1 && w.size == sizeof w && m.size == sizeof m);
+}
+"""
+
+
+@pytest.mark.parametrize("compiler, language", [("cc", "c11"), ("c++", "c++20")])
+def test_initialisers(prefix, tmp_path, compiler, language):
+    source = tmp_path / ("inits.c" if compiler == "cc" else "inits.cpp")
+    source.write_text(INITS)
+    flags = [f"-std={language}", "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-I", prefix / "include"]
+    if compiler == "c++":
+        flags.append("-Wno-missing-field-initializers")  # g++ -Wextra warns of what designators leave out
+    must(compiler, *flags, source, "-o", tmp_path / "inits")
+    must(tmp_path / "inits")
+
+
 def test_installed_tree(prefix):
     files = {p.relative_to(prefix).as_posix() for p in prefix.rglob("*") if p.is_file()}
     assert "include/gpukern.h" in files
