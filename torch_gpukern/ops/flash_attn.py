@@ -149,9 +149,12 @@ def flash_attn(
     arXiv:2307.08691.
     """
     op = _call_fwd if return_lse else _call
-    plain = window_left == -1 and window_right == -1 and softcap == 0 and alibi_slopes is None and sinks is None
+    # A tensor that equals a default is no default: the op refuses it where it wants a gradient.
+    plain = type(window_left) is int and type(window_right) is int and type(softcap) in (float, int)
+    plain = plain and window_left == -1 and window_right == -1 and softcap == 0
+    plain = plain and alibi_slopes is None and sinks is None
     if plain and kv_start is None and kv_end is None:  # the schema fills in the rest sooner than it reads it
-        if scale is None and diagonal == 0:
+        if scale is None and type(diagonal) is int and diagonal == 0:
             short = op if return_lse else _call_short
             return short(q, k, v, is_causal)
         return op(q, k, v, is_causal, scale, diagonal)
@@ -273,7 +276,10 @@ def flash_attn_varlen(
     arXiv:2307.08691.
     """
     op = _call_varlen_fwd if return_lse else _call_varlen
-    plain = window_left == -1 and window_right == -1 and softcap == 0 and alibi_slopes is None and sinks is None
+    # A tensor that equals a default is no default: the op refuses it where it wants a gradient.
+    plain = type(window_left) is int and type(window_right) is int and type(softcap) in (float, int)
+    plain = plain and window_left == -1 and window_right == -1 and softcap == 0
+    plain = plain and alibi_slopes is None and sinks is None
     if plain:
         return op(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, scale)
     return op(

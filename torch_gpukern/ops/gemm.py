@@ -87,7 +87,9 @@ def gemm(
     if fp32_precision is None:
         tf32 = a.dtype == _float32 and a.is_cuda and _torch_allows_tf32()
         fp32_precision = "tf32" if tf32 else "ieee"
-    plain = alpha == 1 and beta == 1 and activation == "none" and fp32_precision == "ieee"
+    # A tensor that equals a default is no default: the op refuses it where it wants a gradient.
+    plain = type(alpha) in (float, int) and type(beta) in (float, int) and alpha == 1 and beta == 1
+    plain = plain and activation == "none" and fp32_precision == "ieee"
     if plain and bias is None and c is None and out_dtype is None:
         return _call_short(a, b)
     return _call(a, b, bias, c, alpha, beta, activation, out_dtype, fp32_precision)

@@ -142,10 +142,12 @@ def paged_attn(
     2023).
     """
     op = _call_fwd if return_lse else _call
-    plain = window_left == -1 and softcap == 0 and alibi_slopes is None and sinks is None
+    # A tensor that equals a default is no default: the op refuses it where it wants a gradient.
+    plain = type(window_left) is int and type(softcap) in (float, int) and window_left == -1 and softcap == 0
+    plain = plain and alibi_slopes is None and sinks is None
     if plain and k_scale is None and v_scale is None and is_causal is True:
         # the schema fills in the rest sooner than it reads it
-        if cu_seqlens_q is None and scale is None:
+        if cu_seqlens_q is None and scale is None and type(max_seqlen_q) is int:
             short = op if return_lse else _call_short
             return short(q, k_cache, v_cache, block_table, seq_lens)
         return op(q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, scale)
