@@ -271,7 +271,8 @@ GK_API size_t gk_paged_attn_workspace_bytes(const gk_context *, const gk_paged_a
 GK_API gk_status gk_paged_attn(const gk_context *, const gk_paged_attn_args *);
 GK_API gk_status gk_explain_paged_attn(const gk_context *, const gk_paged_attn_args *, gk_explanation *);
 
-/* Writes new keys and values into the caches: row s % block_size of page s / block_size, s = slots[t]. */
+/* Writes new keys and values into the caches: row s % block_size of page s / block_size, s = slots[t]. A k or v that shares
+ * memory with a row that is written must be copied first: which token is read or written when is not defined. */
 typedef struct gk_kv_cache_write_args {
     size_t size;
     gk_tensor k, v;                     /* [T, Hkv, D], [T, Hkv, Dv], any strides */

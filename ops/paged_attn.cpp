@@ -216,6 +216,37 @@ bool overlap(const gk_tensor &x, const gk_tensor &y) {
     return lattice.reaches(static_cast<char *>(y.data) - static_cast<char *>(x.data));
 }
 
+// The bytes from the first element to behind the last.
+struct Range {
+    const char *begin, *end;
+};
+
+Range range_of(const gk_tensor &t) {
+    int64_t below = 0, above = 1;
+    for (int d = 0; d < t.ndim; ++d) (t.stride[d] < 0 ? below : above) += t.stride[d] * (t.shape[d] - 1);
+    int64_t bytes = static_cast<int64_t>(gk_dtype_bytes(t.dtype));
+    const char *data = static_cast<const char *>(t.data);
+    return {data + below * bytes, data + above * bytes};
+}
+
+// overlap, after what tells nearly all tensors apart.
+bool shares_memory(const Tensor &x, const Tensor &y) {
+    if (x.numel() == 0 || y.numel() == 0) return false;
+    Range a = range_of(x.view), b = range_of(y.view);
+    return a.begin < b.end && b.begin < a.end && overlap(x.view, y.view);
+}
+
+// k and v may be views of the caches; a token must not meet what another has written, so they are read in full first. Which
+// rows are written is known on the device alone.
+void read_first(const char *op, Tensor &t, const Tensor &k_cache, const Tensor &v_cache) {
+    if (shares_memory(t, k_cache) || shares_memory(t, v_cache)) copy_dense(op, t);
+}
+
+void check_apart(const char *op, const Tensor &t, const Tensor &cache) {
+    if (!t || !shares_memory(t, cache)) return;
+    bad_argument(op, t.name, " shares memory with ", cache.name, "; it must not, since ", cache.name, " is written");
+}
+
 void check_written_once(const char *op, const Tensor &cache) {
     for (int d = 0; d < cache.view.ndim; ++d) {
         if (cache.size(d) > 1 && cache.stride(d) == 0) {
@@ -244,7 +275,7 @@ void kv_cache_write(WriteArgs &x) {
     check_same(op, x.v_cache, "head_dim", x.v_cache.size(3), x.v, x.v.size(2));
     check_written_once(op, x.k_cache);
     check_written_once(op, x.v_cache);
-    if (x.k_cache.numel() > 0 && x.v_cache.numel() > 0 && overlap(x.k_cache.view, x.v_cache.view)) {
+    if (shares_memory(x.k_cache, x.v_cache)) {
         bad_argument(op, "v_cache overlaps k_cache; they may be views of one tensor but must not "
                          "share memory");
     }
@@ -256,8 +287,15 @@ void kv_cache_write(WriteArgs &x) {
     check_shape(op, x.slots, Shape{1, {tokens}});
     args.k_scale = check_scale(op, x.k_scale, "k_scale", x.k, heads_kv);
     args.v_scale = check_scale(op, x.v_scale, "v_scale", x.k, heads_kv);
+    for (const Tensor *cache : {&x.k_cache, &x.v_cache}) {
+        check_apart(op, x.slots, *cache);
+        check_apart(op, x.k_scale, *cache);
+        check_apart(op, x.v_scale, *cache);
+    }
     if (tokens == 0) return;
 
+    read_first(op, x.k, x.k_cache, x.v_cache);
+    read_first(op, x.v, x.k_cache, x.v_cache);
     args.k = x.k.view;
     args.v = x.v.view;
     args.k_cache = x.k_cache.view;

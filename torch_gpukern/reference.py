@@ -284,8 +284,8 @@ def kv_cache_write(
     """
     taken = slots >= 0  # a negative slot is skipped
     page, row = slots[taken].long() // k_cache.shape[1], slots[taken].long() % k_cache.shape[1]
+    k, v = k[taken], v[taken]  # copies of both before anything is written: they may be views of the caches
     for x, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
-        x = x[taken]
         if scale is not None:
             limit = torch.finfo(cache.dtype).max
             x = (x.to(_accumulator(x.dtype)) / scale[..., None]).clamp(-limit, limit)

@@ -506,6 +506,63 @@ def test_write_nothing(device):
     unchanged()
 
 
+def shifts(rows):
+    """Writes of views of a pool [rows, 2, heads, d] into itself: name -> (k, v, slots) of the pool."""
+    order = torch.randperm(rows, generator=generator("shifts", rows))
+    return {
+        "reversed": lambda k, v: (k, v, torch.arange(rows).flip(0)),
+        "rotated": lambda k, v: (k, v, torch.arange(rows).roll(1)),
+        "permuted": lambda k, v: (k, v, order),
+        "one down": lambda k, v: (k[:-1], v[:-1], torch.arange(1, rows)),
+        "one up": lambda k, v: (k[1:], v[1:], torch.arange(rows - 1)),
+        "k and v exchanged": lambda k, v: (v, k, torch.arange(rows)),
+        "one head for both": lambda k, v: (k[:, :1].expand(-1, 2, -1), v[:, 1:].expand(-1, 2, -1), order),
+        "disjoint rows": lambda k, v: (k[:3], v[:3], torch.arange(rows - 3, rows)),
+        "only v": lambda k, v: (k + 1, v, order),
+        "lanes as tokens": lambda k, v: (k[:16].transpose(0, 2), v[:16], torch.arange(16)),
+    }
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("name", shifts(24))
+def test_write_from_views_of_the_caches(name, dtype, device):
+    """All of k and v is read before anything is written."""
+    pool = randn(generator("aliases"), 6, 4, 2, 2, 16, dtype=dtype, device=device)
+    k_cache, v_cache = pool[:, :, 0], pool[:, :, 1]
+    k, v, slots = shifts(24)[name](*pool.view(24, 2, 2, 16).unbind(1))
+    assert name == "only v" or k.untyped_storage().data_ptr() == pool.untyped_storage().data_ptr()
+    want = pool.clone()
+    reference.kv_cache_write(k.clone(), v.clone(), want[:, :, 0], want[:, :, 1], slots.to(device))
+    ops.kv_cache_write(k, v, k_cache, v_cache, slots.to(device))
+    assert same_bits(pool, want)
+
+
+def test_write_between_distant_parts_of_one_tensor_copies_nothing():
+    pool = randn(generator("no copy"), 40, 2, 2, 512, dtype=torch.float32)
+    k, v, caches = pool[:8, 0], pool[:8, 1], (pool[8:, 0].view(8, 4, 2, 512), pool[8:, 1].view(8, 4, 2, 512))
+    slots = torch.arange(8)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        ops.kv_cache_write(k, v, *caches, slots)
+    assert not [e.key for e in seen.key_averages() if e.key.startswith("aten::")]
+    assert torch.equal(caches[0].flatten(0, 1)[:8], k) and torch.equal(caches[1].flatten(0, 1)[:8], v)
+
+
+def test_slots_and_scales_must_not_lie_in_the_caches(device):
+    k_cache, v_cache = (torch.zeros(2, 4, 1, 8, device=device) for _ in range(2))
+    k, slots = torch.ones(2, 1, 8, device=device), torch.zeros(2, dtype=torch.int64, device=device)
+    inside = v_cache.view(-1)
+    text = "gpukern::kv_cache_write: {} shares memory with v_cache; it must not, since v_cache is written"
+    for name, change in (
+        ("slots", dict(slots=inside.view(torch.int64)[:2])),
+        ("k_scale", dict(k_scale=inside[3])),
+        ("v_scale", dict(v_scale=inside[5:6])),
+    ):
+        with pytest.raises(ValueError) as caught:
+            ops.kv_cache_write(**dict(k=k, v=k, k_cache=k_cache, v_cache=v_cache, slots=slots) | change)
+        assert str(caught.value) == text.format(name)
+    assert not v_cache.any()
+
+
 def test_write_opcheck(device):
     gen = generator("write opcheck")
     for dtype in (torch.float32, torch.bfloat16):

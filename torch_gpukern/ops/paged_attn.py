@@ -186,14 +186,15 @@ def kv_cache_write(
     rounded to nearest even.
 
     Args:
-        k: [T, Hkv, D], the cache's dtype, any strides.
+        k: [T, Hkv, D], the cache's dtype, any strides. k and v may share memory with the caches: all
+            of both is read, into a copy, before anything is written.
         v: [T, Hkv, Dv], the cache's dtype, any strides.
         k_cache: [num_blocks, block_size, Hkv, D], written in place, any strides.
         v_cache: [num_blocks, block_size, Hkv, Dv], written in place. It may be a view of the same
             tensor as k_cache, and must not overlap it.
         slots: [T] int64 or int32. Tokens with a negative slot are skipped.
         k_scale: [] or [Hkv] float32.
-        v_scale: [] or [Hkv] float32.
+        v_scale: [] or [Hkv] float32. slots and scales must not share memory with the caches.
 
     There is no gradient: the call raises NotImplementedError where an input requires one in grad
     mode. Autocast casts nothing.
