@@ -152,7 +152,7 @@ typedef struct gk_gemm_args {
     const gk_tensor *c;      /* broadcasts to out, a's or out's dtype; not read when beta == 0; NULL = none */
     gk_tensor out;           /* [batch..., M, N], a's dtype or GK_F32; must not overlap an input */
     const gk_tensor *preact; /* like out: the value before the activation; NULL = not wanted */
-    double alpha, beta;
+    double alpha, beta;      /* numbers that float32 holds, unless a is GK_F64 */
     gk_activation activation;
     gk_precision fp32_precision; /* CUDA only; the CPU computes ieee float32 */
     void *workspace;
@@ -196,7 +196,7 @@ GK_API gk_status gk_gemm_act_bwd(const gk_context *, const gk_gemm_act_bwd_args 
 /* ---- flash_attn ---------------------------------------------------------------------------- */
 /* What every attention op adds to softmax(scale q k^T) v. Row i sees key j iff j lies in one interval. */
 typedef struct gk_attn_rules {
-    double scale;                      /* finite; usually 1/sqrt(head_dim) */
+    double scale;                      /* finite, within +-1e38 unless q is GK_F64; usually 1/sqrt(head_dim) */
     double softcap;                    /* s -> softcap * tanh(s / softcap); 0 = off */
     int32_t is_causal;                 /* j <= i + diagonal */
     int64_t diagonal;                  /* dense only; varlen and paged use each sequence's bottom-right diagonal */

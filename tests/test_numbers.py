@@ -2,9 +2,11 @@
 their limit or are refused.
 """
 
+import math
+
 import pytest
 import torch
-from conftest import ops, torch_gpukern
+from conftest import FLOATS, ops, torch_gpukern
 
 
 def calls(device):
@@ -103,3 +105,94 @@ def test_compiled_code_refuses_it_by_name(fullgraph):
         with pytest.raises(Exception, match="softcap"):
             compiled(x, s)
     torch._dynamo.reset()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what float32 does not hold
+
+
+def attend(op, q, k, v, **numbers):
+    """Rows of q [n, d] over keys [m, d] by one of the three attentions: [n, d]; paged has no gradient."""
+    if op == "flash_attn":
+        return ops.flash_attn(q[None, None], k[None, None], v[None, None], **numbers)[0, 0]
+    if op == "flash_attn_varlen":
+        cu = [torch.tensor([0, len(x)], dtype=torch.int32, device=q.device) for x in (q, k)]
+        return ops.flash_attn_varlen(q[:, None], k[:, None], v[:, None], *cu, len(q), len(k), **numbers)[:, 0]
+    table = torch.zeros(1, 1, dtype=torch.int32, device=q.device)
+    lens = torch.tensor([len(k)], dtype=torch.int32, device=q.device)
+    return ops.paged_attn(q[:, None], k[None, :, None], v[None, :, None], table, lens, is_causal=False, **numbers)[:, 0]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("op", ("flash_attn", "flash_attn_varlen", "paged_attn"))
+def test_softcap_at_both_ends(op, dtype, device):
+    """A cap far below every score makes them equal; one far above them is none."""
+    rows = torch.zeros(1, 8, dtype=dtype, device=device)
+    rows[0, 0] = 1
+    keys = torch.zeros(2, 8, dtype=dtype, device=device)
+    keys[1, 0] = 1
+    scores = 1 / (1 + math.exp(-1))  # the weight of the second key where the cap is none
+    for softcap, want in [(c, 0.5) for c in (5e-324, 1e-310, 1e-46, 1e-39, 1e-38, 1e-30, 1e-12)] + [
+        (c, scores) for c in (1e6, 1e20, 1e30, 1e37, 3e38, 1e39, 1e200, 1e308)
+    ]:
+        leaves = [x.clone().requires_grad_(op != "paged_attn") for x in (rows, keys, keys)]
+        for scale in (1.0, 1e-3):
+            weight = want if want == 0.5 else 1 / (1 + math.exp(-scale))
+            out = attend(op, *leaves, scale=scale, softcap=softcap)
+            assert abs(out[0, 0].item() - weight) < 4e-3, (softcap, scale)
+        if op == "paged_attn":
+            continue
+        dq, dk, dv = torch.autograd.grad(attend(op, *leaves, scale=1.0, softcap=softcap).sum(), leaves)
+        change = want * (
+            1 - want
+        )  # of the weight by either score, where tanh is not flat: at 0, and everywhere without a cap
+        for got, exact in (
+            (dq[0, 0], 0 if want == 0.5 else change), (dk[0, 0], -change), (dk[1, 0], 0 if want == 0.5 else change),
+            (dv[0, 0], 1 - want), (dv[1, 0], want),
+        ):  # fmt: skip
+            assert abs(got.item() - exact) < 4e-3, (softcap, got, exact)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_scales_at_both_ends(dtype, device):
+    x = torch.zeros(2, 8, dtype=dtype, device=device)
+    x[1, 0] = 1
+    for op in ("flash_attn", "flash_attn_varlen", "paged_attn"):
+        for scale in (5e-324, 1e-46, 1e-39, -1e-300, 0.0):  # all scores are equal
+            assert (attend(op, x, x, x, scale=scale)[:, 0].double() - 0.5).abs().max() < 1e-6
+            assert (attend(op, x, x, x, scale=scale, softcap=3.0)[:, 0].double() - 0.5).abs().max() < 1e-6
+        assert attend(op, x, x, x, scale=1e38)[:, 0].tolist() == [0.5, 1]
+        if dtype is torch.float64:
+            assert attend(op, x, x, x, scale=1e300)[:, 0].tolist() == [0.5, 1]
+            continue
+        name = str(dtype).removeprefix("torch.")
+        for scale in (1e39, -1e39, 3.4e38, 1e308):
+            with pytest.raises(ValueError) as error:
+                attend(op, x, x, x, scale=scale)
+            assert str(error.value) == (
+                f"gpukern::{op}: scale must be at most 1e38 in size where q is {name}, got {scale:g}"
+            )
+        with pytest.raises(ValueError, match="scale must be at most 1e37 times softcap in size"):
+            attend(op, x, x, x, scale=1e30, softcap=1e-9)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_alpha_and_beta_at_both_ends(dtype, device):
+    one, c = torch.ones(8, 8, dtype=dtype, device=device), torch.ones(8, 8, dtype=dtype, device=device)
+    for name in ("alpha", "beta"):
+        for number in (1e39, -1e39, 1e-39, 1e-46, 1e308, 5e-324):
+            if dtype is torch.float64:
+                want = number * 8 + 1 if name == "alpha" else 8 + number
+                got = ops.gemm(one, one, c=c, **{name: number})
+                assert torch.equal(got, torch.full_like(got, want))
+                continue
+            with pytest.raises(ValueError) as error:
+                ops.gemm(one, one, c=c, **{name: number})
+            assert str(error.value) == (
+                f"gpukern::gemm: {name} must be 0 or a number that float32 holds (1.2e-38 to 3.4e38) where a is "
+                f"{str(dtype).removeprefix('torch.')}, got {number:g}"
+            )
+        for number in (0.0, -0.0, 1.2e-38, -3.4e38, math.inf):
+            got = ops.gemm(one, one, c=c, out_dtype=None if dtype is torch.float64 else torch.float32, **{name: number})
+            want = number * 8 + 1 if name == "alpha" else 8 + number
+            assert abs(got[0, 0].item() - want) <= 1e-6 * abs(want) or got[0, 0].item() == want or abs(want) > 3.4e38

@@ -467,6 +467,20 @@ def test_backward_strides(case, device):
     check_backward(q, k, v, gen, grad, **modifiers(case.mods, 2, 4, 33, 41, gen, case.dtype, device))
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("softcap", (1e4, 1e6, 1e8))
+def test_large_softcaps(softcap, dtype, device):
+    """Far above the scores, where only tanh's relative precision near 0 keeps them: forward and backward."""
+    gen = generator("large softcap", softcap, dtype)
+    q, k, v = qkv(gen, 2, (4, 2), (70, 130), (64, 64), dtype, device)
+    grad_out = randn(gen, 2, 4, 70, 64, dtype=dtype, device=device)
+    check_backward(q, k, v, gen, grad_out, softcap=softcap, scale=0.5, is_causal=True, diagonal=60)
+    out, _ = check_forward(q, k, v, gen, softcap=softcap, scale=0.5)
+    plain = ops.flash_attn(q, k, v, scale=0.5)
+    if softcap > 1e5 and dtype != torch.float64:  # (s / softcap)^2 / 3 is nothing there
+        assert_close_as([plain], out, reference.flash_attn(*f64((q, k, v)), scale=0.5))
+
+
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_sum_backward(dtype, device):
     """out.sum() hands the op a gradient of stride 0."""

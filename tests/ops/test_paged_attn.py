@@ -125,6 +125,15 @@ def test_head_dims(case, device):
     check_paged(paged, *call(paged, **kwargs), kwargs)
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("softcap", (1e4, 1e6, 1e8))
+def test_large_softcaps(softcap, dtype, device):
+    """Far above the scores, where only tanh's relative precision near 0 keeps them."""
+    paged = make(generator("large softcap", dtype), "mixed", (4, 2), (64, 64), 16, dtype, device)
+    kwargs = dict(softcap=softcap, scale=0.5)
+    check_paged(paged, *call(paged, **kwargs), kwargs)
+
+
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("block_size", (1, 16, 48))
 def test_every_context_length(dtype, block_size, device):

@@ -110,14 +110,16 @@ def flash_attn(
         v: [B, Hkv, Sk, Dv], q's dtype. Any strides; a tensor whose last dimension is not contiguous
             is copied first. D and Dv: 1 to 512 on the CPU, multiples of 8 up to 256 on CUDA.
         is_causal: query i sees keys ``j <= i + diagonal`` only.
-        scale: factor of the scores, any finite value; None is 1 / sqrt(D).
+        scale: factor of the scores, a finite number, at most 1e38 in size unless q is float64; None is
+            1 / sqrt(D).
         diagonal: the key index at which query 0 stands. 0 is the convention of
             ``F.scaled_dot_product_attention`` and ``torch.tril``; pass ``Sk - Sq`` for the
             bottom-right one.
         window_left: query i sees keys ``j >= i + diagonal - window_left`` only; -1 is no bound.
         window_right: query i sees keys ``j <= i + diagonal + window_right`` only; -1 is no bound.
             Windows and is_causal intersect.
-        softcap: bound of the scores; 0 switches it off.
+        softcap: bound of the scores, a finite number; 0 switches it off, and so does one that no score
+            comes near.
         alibi_slopes: [Hq] or [B, Hq] float32 (float64 with float64 inputs). It has no gradient.
         sinks: [Hq] float32 (float64 with float64 inputs), differentiable: one more logit per head,
             neither scaled nor capped, that takes probability and adds no value; -inf switches it
@@ -248,7 +250,8 @@ def flash_attn_varlen(
             else.
         max_seqlen_k: upper bound of the sequences' key lengths.
         is_causal: query i of a sequence sees keys ``j <= i + Sk_b - Sq_b`` only (bottom-right).
-        scale: factor of the scores, any finite value; None is 1 / sqrt(D).
+        scale: factor of the scores, a finite number, at most 1e38 in size unless q is float64; None is
+            1 / sqrt(D).
         window_left: keys before the diagonal that a query sees; -1 is no bound. Counted, like
             ALiBi's distance, from the same bottom-right diagonal.
         window_right: keys after the diagonal that a query sees; -1 is no bound.

@@ -57,8 +57,8 @@ def gemm(
         bias: [N] in a's dtype or out_dtype.
         c: a's dtype or out_dtype; broadcasts to the result [..., M, N] and never enlarges it.
             With ``beta=0`` it is not read and may hold anything.
-        alpha: factor of the product.
-        beta: factor of c.
+        alpha: factor of the product; unless a is float64 a number that float32 holds.
+        beta: factor of c, likewise.
         activation: ``"none"``, ``"relu"``, ``"gelu"`` (x/2 (1 + erf(x / sqrt 2))), ``"gelu_tanh"``
             (x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))) or ``"silu"`` (x / (1 + exp(-x))).
         out_dtype: dtype of the result: a's dtype (the default) or float32.
