@@ -101,7 +101,9 @@ def _attend(
     total = total.masked_fill(empty, 1)
     lse = (peak + torch.log(total)).masked_fill(empty, -torch.inf)
     p = (p / total[..., None]).to(q.dtype)
-    return (p.to(acc) @ v).to(q.dtype), lse
+    # out of a row without keys is a constant: whatever gradient arrives for it, 0 * inf included, ends here
+    out = (p.to(acc) @ v).masked_fill(~sees.any(dim=2)[:, None, :, None], 0)
+    return out.to(q.dtype), lse
 
 
 def _window(position: Tensor, left: int, right: int, is_causal: bool, keys: int) -> tuple[Tensor, Tensor]:

@@ -720,6 +720,21 @@ def test_merge_gradients_of_an_empty_side(device):
     assert not d_lse_a[0].any() and not d_lse_b[1].any()
 
 
+@pytest.mark.parametrize("bad", (math.inf, math.nan), ids=str)
+def test_merge_gives_an_empty_side_nothing_whatever_arrives(bad, device):
+    gen = generator("merge wild")
+    out_a, lse_a, out_b, lse_b = (t.requires_grad_() for t in sides(gen, (2, 2, 8), torch.float32, device))
+    with torch.no_grad():
+        lse_a[0], lse_a[1], lse_b[1] = -math.inf, -math.inf, -math.inf
+    leaves = out_a, lse_a, out_b, lse_b
+    out, lse = ops.attn_merge(*leaves)
+    d_out_a, d_lse_a, d_out_b, d_lse_b = torch.autograd.grad(
+        (out, lse), leaves, (torch.full_like(out, bad), torch.full_like(lse, bad))
+    )
+    assert not d_out_a.any() and not d_lse_a.any() and not d_out_b[1].any() and not d_lse_b[1].any()
+    assert not d_out_b[0].isfinite().any()
+
+
 def test_merge_far_strides():
     gen = generator("merge far")
     args = sides(gen, (3, 2, 4), torch.bfloat16, "cpu")

@@ -579,11 +579,12 @@ class _AttnMerge(torch.autograd.Function):
         lse = lse.masked_fill(lse == -torch.inf, 0)
         weights = torch.exp(lse_a - lse), torch.exp(lse_b - lse)
         grads = [None, None, None, None]
+        # A side without weight has no gradient, not even of an infinite one.
         if grad_lse is not None:
-            grads[1::2] = (weight * grad_lse for weight in weights)
+            grads[1::2] = ((w * grad_lse).masked_fill(w == 0, 0) for w in weights)
         if grad_out is not None:
             acc = grad_out.to(lse.dtype)
-            grads[0::2] = ((w[..., None] * acc).to(out_a.dtype) for w in weights)
+            grads[0::2] = ((w[..., None] * acc).masked_fill(w[..., None] == 0, 0).to(out_a.dtype) for w in weights)
             # d out / d lse_a = w_a w_b (out_a - out_b) = -d out / d lse_b, without out's rounding;
             # the out of a side without keys may be NaN.
             change = (acc * (out_a.to(lse.dtype) - out_b.to(lse.dtype))).sum(-1)
