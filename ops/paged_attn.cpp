@@ -208,11 +208,12 @@ struct Lattice {
 };
 
 bool overlap(const gk_tensor &x, const gk_tensor &y) {
-    int64_t bytes = static_cast<int64_t>(gk_dtype_bytes(x.dtype));
+    int64_t bytes_x = static_cast<int64_t>(gk_dtype_bytes(x.dtype));
+    int64_t bytes_y = static_cast<int64_t>(gk_dtype_bytes(y.dtype));
     Lattice lattice;
-    for (int d = 0; d < x.ndim; ++d) lattice.add(x.stride[d] * bytes, 0, x.shape[d] - 1);
-    for (int d = 0; d < y.ndim; ++d) lattice.add(y.stride[d] * bytes, 1 - y.shape[d], 0);
-    lattice.add(1, 1 - bytes, bytes - 1);
+    for (int d = 0; d < x.ndim; ++d) lattice.add(x.stride[d] * bytes_x, 0, x.shape[d] - 1);
+    for (int d = 0; d < y.ndim; ++d) lattice.add(y.stride[d] * bytes_y, 1 - y.shape[d], 0);
+    lattice.add(1, 1 - bytes_y, bytes_x - 1);
     return lattice.reaches(static_cast<char *>(y.data) - static_cast<char *>(x.data));
 }
 

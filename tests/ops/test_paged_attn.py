@@ -570,6 +570,14 @@ def test_slots_and_scales_must_not_lie_in_the_caches(device):
             ops.kv_cache_write(**dict(k=k, v=k, k_cache=k_cache, v_cache=v_cache, slots=slots) | change)
         assert str(caught.value) == text.format(name)
     assert not v_cache.any()
+    # between the elements of a cache they may lie, whatever their widths
+    pool = torch.zeros(2, 4, 1, 32, device=device)
+    apart = pool.view(-1).view(torch.int64)[12:109:96]
+    apart.copy_(torch.tensor([0, -1]))
+    ops.kv_cache_write(k, k, k_cache, pool[..., :8], apart, v_scale=pool[0, 0, 0, 31].fill_(0.5))
+    assert (pool[0, 0, 0, :8] == 2).all() and k_cache[0, 0].eq(1).all()
+    with pytest.raises(ValueError, match="slots shares memory with v_cache"):
+        ops.kv_cache_write(k, k, k_cache, pool[..., :8], pool.view(-1).view(torch.int64)[15:33:17])
 
 
 def test_write_opcheck(device):
