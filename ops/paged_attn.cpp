@@ -230,21 +230,48 @@ Range range_of(const gk_tensor &t) {
     return {data + below * bytes, data + above * bytes};
 }
 
-// overlap, after what tells nearly all tensors apart.
-bool shares_memory(const Tensor &x, const Tensor &y) {
-    if (x.numel() == 0 || y.numel() == 0) return false;
-    Range a = range_of(x.view), b = range_of(y.view);
-    return a.begin < b.end && b.begin < a.end && overlap(x.view, y.view);
+bool is_empty(const gk_tensor &t) {
+    for (int d = 0; d < t.ndim; ++d) {
+        if (t.shape[d] == 0) return true;
+    }
+    return false;
 }
 
-// k and v may be views of the caches; a token must not meet what another has written, so they are read in full first. Which
-// rows are written is known on the device alone.
-void read_first(const char *op, Tensor &t, const Tensor &k_cache, const Tensor &v_cache) {
-    if (shares_memory(t, k_cache) || shares_memory(t, v_cache)) copy_dense(op, t);
+// overlap, after what tells nearly all tensors apart.
+bool shares_memory(const gk_tensor &x, const gk_tensor &y) {
+    if (is_empty(x) || is_empty(y)) return false;
+    Range a = range_of(x), b = range_of(y);
+    return a.begin < b.end && b.begin < a.end && overlap(x, y);
+}
+
+// Whether t shares memory with a row of the cache that is written. On a GPU only the device knows which rows are.
+bool meets_a_write(const gk_tensor &t, const Tensor &cache, const Tensor &slots) {
+    if (!shares_memory(t, cache.view)) return false;
+    if (!cache.device.is_cpu()) return true;
+    gk_tensor row = cache.view; // [Hkv, D]
+    row.ndim = 2;
+    for (int d = 0; d < 2; ++d) row.shape[d] = cache.size(d + 2), row.stride[d] = cache.stride(d + 2);
+    int64_t bytes = static_cast<int64_t>(gk_dtype_bytes(row.dtype));
+    for (int64_t n = 0; n < slots.size(0); ++n) {
+        int64_t at = n * slots.stride(0);
+        int64_t slot = slots.view.dtype == GK_I64 ? static_cast<const int64_t *>(slots.view.data)[at]
+                                                  : static_cast<const int32_t *>(slots.view.data)[at];
+        int64_t page = slot / cache.size(1);
+        if (slot < 0 || page >= cache.size(0)) continue; // skipped, refused
+        int64_t offset = page * cache.stride(0) + slot % cache.size(1) * cache.stride(1);
+        row.data = static_cast<char *>(cache.view.data) + offset * bytes;
+        if (shares_memory(row, t)) return true;
+    }
+    return false;
+}
+
+// k and v may be views of the caches; a token must not meet what another has written, so they are read in full first.
+void read_first(const char *op, Tensor &t, const WriteArgs &x) {
+    if (meets_a_write(t.view, x.k_cache, x.slots) || meets_a_write(t.view, x.v_cache, x.slots)) copy_dense(op, t);
 }
 
 void check_apart(const char *op, const Tensor &t, const Tensor &cache) {
-    if (!t || !shares_memory(t, cache)) return;
+    if (!t || !shares_memory(t.view, cache.view)) return;
     bad_argument(op, t.name, " shares memory with ", cache.name, "; it must not, since ", cache.name, " is written");
 }
 
@@ -276,7 +303,7 @@ void kv_cache_write(WriteArgs &x) {
     check_same(op, x.v_cache, "head_dim", x.v_cache.size(3), x.v, x.v.size(2));
     check_written_once(op, x.k_cache);
     check_written_once(op, x.v_cache);
-    if (shares_memory(x.k_cache, x.v_cache)) {
+    if (shares_memory(x.k_cache.view, x.v_cache.view)) {
         bad_argument(op, "v_cache overlaps k_cache; they may be views of one tensor but must not "
                          "share memory");
     }
@@ -295,8 +322,8 @@ void kv_cache_write(WriteArgs &x) {
     }
     if (tokens == 0) return;
 
-    read_first(op, x.k, x.k_cache, x.v_cache);
-    read_first(op, x.v, x.k_cache, x.v_cache);
+    read_first(op, x.k, x);
+    read_first(op, x.v, x);
     args.k = x.k.view;
     args.v = x.v.view;
     args.k_cache = x.k_cache.view;

@@ -546,14 +546,22 @@ def test_write_from_views_of_the_caches(name, dtype, device):
     assert same_bits(pool, want)
 
 
-def test_write_between_distant_parts_of_one_tensor_copies_nothing():
-    pool = randn(generator("no copy"), 40, 2, 2, 512, dtype=torch.float32)
-    k, v, caches = pool[:8, 0], pool[:8, 1], (pool[8:, 0].view(8, 4, 2, 512), pool[8:, 1].view(8, 4, 2, 512))
-    slots = torch.arange(8)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
-        ops.kv_cache_write(k, v, *caches, slots)
-    assert not [e.key for e in seen.key_averages() if e.key.startswith("aten::")]
-    assert torch.equal(caches[0].flatten(0, 1)[:8], k) and torch.equal(caches[1].flatten(0, 1)[:8], v)
+def test_a_write_between_disjoint_rows_copies_nothing():
+    """On the CPU, where slots can be read: rows of the caches themselves, and other parts of their tensor."""
+    pool = randn(generator("no copy"), 40, 2, 2, 512)
+    caches = pool[8:, 0].view(8, 4, 2, 512), pool[8:, 1].view(8, 4, 2, 512)
+    rows = [c.flatten(0, 1) for c in caches]
+    for k, v, slots in (
+        (pool[:8, 0], pool[:8, 1], torch.arange(8)),
+        (rows[0][:8], rows[1][:8], torch.arange(8, 16)),
+        (rows[0][:8], rows[1][:8], torch.tensor([9, -1, 30, 8, -1, 10, 29, 31], dtype=torch.int32)),
+    ):
+        taken = slots >= 0
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+            ops.kv_cache_write(k, v, *caches, slots)
+        assert not [e.key for e in seen.key_averages() if e.key.startswith("aten::")]
+        assert torch.equal(rows[0][slots[taken].long()], k[taken])
+        assert torch.equal(rows[1][slots[taken].long()], v[taken])
 
 
 def test_slots_and_scales_must_not_lie_in_the_caches(device):

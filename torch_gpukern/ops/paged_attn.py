@@ -187,8 +187,8 @@ def kv_cache_write(
     rounded to nearest even.
 
     Args:
-        k: [T, Hkv, D], the cache's dtype, any strides. k and v may share memory with the caches: all
-            of both is read, into a copy, before anything is written.
+        k: [T, Hkv, D], the cache's dtype, any strides. k and v may share memory with the caches: the
+            result is that of reading all of both before anything is written.
         v: [T, Hkv, Dv], the cache's dtype, any strides.
         k_cache: [num_blocks, block_size, Hkv, D], written in place, any strides.
         v_cache: [num_blocks, block_size, Hkv, Dv], written in place. It may be a view of the same
