@@ -264,6 +264,29 @@ const char *gk_cuda_kernels(void) {
 uint8_t *gk_cuda_error_word(void) { return NULL; }
 #endif
 
+typedef union held_args {
+    gk_flash_attn_args fwd;
+    gk_flash_attn_bwd_args bwd;
+    gk_paged_attn_args paged;
+} held_args;
+
+/* args, or where the softcap is none that the kernels can take, a copy with one that they can. */
+static const void *hold(gk_op op, gk_dtype dtype, const void *args, held_args *copy) {
+    if (op != GK_OP_FLASH_ATTN_FWD && op != GK_OP_FLASH_ATTN_BWD && op != GK_OP_PAGED_ATTN) return args;
+    const gk_attn_rules *given = op == GK_OP_PAGED_ATTN       ? &((const gk_paged_attn_args *)args)->rules
+                                 : op == GK_OP_FLASH_ATTN_FWD ? &((const gk_flash_attn_args *)args)->rules
+                                                              : &((const gk_flash_attn_bwd_args *)args)->fwd.rules;
+    const double softcap = gk_held_softcap(given, dtype);
+    if (softcap == given->softcap) return args;
+    if (op == GK_OP_PAGED_ATTN)
+        copy->paged = *(const gk_paged_attn_args *)args, copy->paged.rules.softcap = softcap;
+    else if (op == GK_OP_FLASH_ATTN_FWD)
+        copy->fwd = *(const gk_flash_attn_args *)args, copy->fwd.rules.softcap = softcap;
+    else
+        copy->bwd = *(const gk_flash_attn_bwd_args *)args, copy->bwd.fwd.rules.softcap = softcap;
+    return copy;
+}
+
 /* The time no kernel can beat on this device; explain's last field, once bytes and flops are known. */
 static void bound(const gk_context *ctx, gk_dtype dtype, gk_explanation *out) {
 #ifdef GPUKERN_HAS_CUDA
@@ -277,6 +300,8 @@ static void bound(const gk_context *ctx, gk_dtype dtype, gk_explanation *out) {
 }
 
 static size_t workspace_of(const char *name, const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args) {
+    held_args held;
+    args = hold(op, dtype, args, &held);
 #ifdef GPUKERN_HAS_CUDA
     if (ctx->device == GK_CUDA) return cuda_bytes(name, ctx, op, dtype, args);
 #endif
@@ -287,6 +312,8 @@ static size_t workspace_of(const char *name, const gk_context *ctx, gk_op op, gk
 
 static gk_status run(const char *name, const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args,
                      const void *workspace, size_t workspace_bytes) {
+    held_args held;
+    args = hold(op, dtype, args, &held);
 #ifdef GPUKERN_HAS_CUDA
     if (ctx->device == GK_CUDA) return cuda_run(name, ctx, op, dtype, args, workspace, workspace_bytes);
 #endif
@@ -321,6 +348,8 @@ static gk_status explain(const char *name, const gk_context *ctx, gk_op op, gk_d
     REQUIRE(out && out->size >= offsetof(gk_explanation, preferred),
             "%s: explanation.size is not sizeof(gk_explanation)", name);
     gk_explanation found = {.size = out->size};
+    held_args held;
+    args = hold(op, dtype, args, &held);
 #ifdef GPUKERN_HAS_CUDA
     if (ctx->device == GK_CUDA)
         TRY(cuda_explain(name, ctx, op, dtype, args, &found));
@@ -384,6 +413,8 @@ static gk_status check_gemm(const gk_context *ctx, const gk_gemm_args *g) {
     }
     REQUIRE((unsigned)g->activation <= GK_ACT_SILU, "%s: activation is %d", op, (int)g->activation);
     REQUIRE((unsigned)g->fp32_precision <= GK_TF32, "%s: fp32_precision is %d", op, (int)g->fp32_precision);
+    REQUIRE(gk_holds(g->a.dtype, g->alpha), "%s: alpha is %g, expected a number that float32 holds", op, g->alpha);
+    REQUIRE(gk_holds(g->a.dtype, g->beta), "%s: beta is %g, expected a number that float32 holds", op, g->beta);
     return GK_OK;
 }
 
@@ -547,7 +578,11 @@ gk_status gk_gemm_act_bwd(const gk_context *ctx, const gk_gemm_act_bwd_args *arg
 /* ---- flash_attn ---------------------------------------------------------------------------------------- */
 static gk_status check_rules(const char *op, const gk_attn_rules *r, gk_dtype dtype, int64_t batch, int64_t heads_q) {
     REQUIRE(isfinite(r->scale), "%s: scale is %g, expected a finite value", op, r->scale);
+    REQUIRE(fabs(r->scale) <= gk_scale_limit(dtype), "%s: scale is %g, expected at most 1e38 in size with %s", op,
+            r->scale, gk_dtype_name(dtype));
     REQUIRE(isfinite(r->softcap) && r->softcap >= 0, "%s: softcap is %g, expected 0 or more", op, r->softcap);
+    REQUIRE(gk_holds_softcap(r, dtype), "%s: scale is %g and softcap %g, expected a quotient of at most 1e37 with %s",
+            op, r->scale, r->softcap, gk_dtype_name(dtype));
     REQUIRE(r->window_left >= -1, "%s: window_left is %lld, expected -1 or more", op, (long long)r->window_left);
     REQUIRE(r->window_right >= -1, "%s: window_right is %lld, expected -1 or more", op, (long long)r->window_right);
     if (r->alibi_slopes) {

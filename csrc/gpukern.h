@@ -164,7 +164,7 @@ typedef struct gk_gemm_args {
     const gk_tensor *c;      /* broadcasts to out, a's or out's dtype; not read when beta == 0; NULL = none */
     gk_tensor out;           /* [batch..., M, N], a's dtype or GK_F32; must not overlap an input */
     const gk_tensor *preact; /* like out: the value before the activation; NULL = not wanted */
-    double alpha, beta;
+    double alpha, beta;      /* numbers that float32 holds, unless a is GK_F64 */
     gk_activation activation;
     gk_precision fp32_precision; /* CUDA only; the CPU computes ieee float32 */
     void *workspace;
@@ -212,7 +212,7 @@ GK_API gk_status gk_gemm_act_bwd(const gk_context *, const gk_gemm_act_bwd_args 
 /* ---- flash_attn ---------------------------------------------------------------------------- */
 /* What every attention op adds to softmax(scale q k^T) v. Row i sees key j iff j lies in one interval. */
 typedef struct gk_attn_rules {
-    double scale;                      /* finite; usually 1/sqrt(head_dim) */
+    double scale;                      /* finite, within +-1e38 unless q is GK_F64; usually 1/sqrt(head_dim) */
     double softcap;                    /* s -> softcap * tanh(s / softcap); 0 = off */
     int32_t is_causal;                 /* j <= i + diagonal */
     int64_t diagonal;                  /* dense only; varlen and paged use each sequence's bottom-right diagonal */
@@ -296,7 +296,8 @@ GK_API size_t gk_paged_attn_workspace_bytes(const gk_context *, const gk_paged_a
 GK_API gk_status gk_paged_attn(const gk_context *, const gk_paged_attn_args *);
 GK_API gk_status gk_explain_paged_attn(const gk_context *, const gk_paged_attn_args *, gk_explanation *);
 
-/* Writes new keys and values into the caches: row s % block_size of page s / block_size, s = slots[t]. */
+/* Writes new keys and values into the caches: row s % block_size of page s / block_size, s = slots[t]. A k or v that shares
+ * memory with a row that is written must be copied first: which token is read or written when is not defined. */
 typedef struct gk_kv_cache_write_args {
     size_t size;
     gk_tensor k, v;                     /* [T, Hkv, D], [T, Hkv, Dv], any strides */

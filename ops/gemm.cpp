@@ -125,8 +125,8 @@ gk_gemm_args check(GemmArgs &x, const Dtype **out_dtype, Shape *shape) {
         check_broadcasts(x.c, *shape);
         args.c = &x.c.view;
     }
-    check_not_nan(kOp, "alpha", x.alpha);
-    check_not_nan(kOp, "beta", x.beta);
+    check_held(kOp, "alpha", x.alpha, x.a);
+    check_held(kOp, "beta", x.beta, x.a);
     args.alpha = x.alpha;
     args.beta = x.c ? x.beta : 0; // its default is 1 with and without c
     if (args.beta == 0) args.c = nullptr;

@@ -209,6 +209,19 @@ def test_cache_write_compiles_without_cloning_the_caches(device):
 LENGTHS = (16, 17, 31, 40, 64, 65, 90, 111, 128, 200)
 
 
+@pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
+def test_a_write_from_views_of_its_cache(backend, device):
+    """All of k is read before a row is written, also where the compiler writes in place."""
+
+    def turn(k_cache, v_cache, slots):
+        ops.kv_cache_write(k_cache.view(4, 1, 8), v_cache.view(4, 1, 8), k_cache, v_cache, slots)
+
+    caches = [torch.arange(32.0, device=device).view(2, 2, 1, 8) for _ in range(2)]
+    want = caches[0].view(4, 8).flip(0)
+    torch.compile(turn, backend=backend, fullgraph=True)(*caches, torch.arange(4, device=device).flip(0))
+    assert all(torch.equal(c.view(4, 8), want) for c in caches)
+
+
 def test_ten_lengths_with_a_diagonal_of_lengths_make_two_graphs(device):
     """diagonal = k.shape[2] - q.shape[2] and a length in gemm stay symbols, forward and backward."""
 

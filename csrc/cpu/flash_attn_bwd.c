@@ -3,7 +3,7 @@
  *
  *   S^T = K Q^T   P^T = exp(scale S^T - lse)   dP^T = V dO^T   dS^T = P^T (dP^T - delta)
  *   dV += P^T dO  dK += scale dS^T Q           dQ^T += scale K^T dS^T
- *   delta = dO . O - dlse                      dsink = -sum exp(sink - lse) delta
+ *   delta = dO . O - dlse                      dsink = -sum exp(sink - lse) delta; of rows without keys sum dlse
  *
  * delta carries the rounding of out. In dS that is noise of P's size; summed over rows into dsink it
  * is not, so there it is put right by what a row's dS leave: sum P dP = sum dS + delta (1 - P_sink).
@@ -216,7 +216,8 @@ static void pre_task(void *arg, int64_t task, int64_t worker) {
         sum += parts;
         for (int64_t r_i = 0, i = i0; r_i < rows; ++r_i, ++i) {
             const float l = lse[i * x.lse_row];
-            if (l == -INFINITY) { /* no key and no sink: P = 0 whatever s is */
+            /* no key: P = 0 whatever s is, and whatever dO holds */
+            if (l == -INFINITY || gk_span_lo(&x.span, i) >= gk_span_hi(&x.span, i)) {
                 row_lse[i] = INFINITY, delta[i] = 0;
                 continue;
             }
@@ -566,6 +567,10 @@ static void dsink_task(void *arg, int64_t task, int64_t worker) {
     const float *delta = row_values(g, g->z.delta_at, b, h);
     double sum = 0;
     for (int64_t i = 0; sink != -INFINITY && i < x.seq_q; ++i) {
+        if (gk_span_lo(&x.span, i) >= gk_span_hi(&x.span, i)) { /* lse is the sink */
+            if (dlse) sum += dlse[i * grad_lse->stride[attn_row_dim(&g->shape)]];
+            continue;
+        }
         const double p_sink = exp((double)sink - lse[i * x.lse_row]);
         double exact = delta[i] * (1 - p_sink);
         for (int64_t chunk = 0; chunk < g->z.chunks; ++chunk) exact += left_of(g, b, h, chunk)[i];

@@ -568,7 +568,11 @@ static void check_refusals(void) {
     set_i32(&d.cu_k, 2, end);
     args.rules.scale = NAN;
     check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_ARGUMENT, "scale");
-    args.rules.scale = 1;
+    args.rules.scale = 1e39;
+    check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_ARGUMENT, "scale is 1e+39, expected at most 1e38 in size");
+    args.rules.scale = 1e30, args.rules.softcap = 1e-9;
+    check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_ARGUMENT, "scale is 1e+30 and softcap 1e-09");
+    args.rules.scale = 1, args.rules.softcap = 0;
     args.rules.window_left = -2;
     check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_ARGUMENT, "window_left");
     args.rules.window_left = -1;

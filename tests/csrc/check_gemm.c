@@ -360,6 +360,12 @@ static void check_refusals(void) {
     wrong = args;
     wrong.fp32_precision = (gk_precision)2;
     check_refused(gk_gemm(&ctx, &wrong), GK_ERR_ARGUMENT, "gk_gemm: fp32_precision");
+    wrong = args;
+    wrong.alpha = 1e39;
+    check_refused(gk_gemm(&ctx, &wrong), GK_ERR_ARGUMENT, "alpha is 1e+39, expected a number that float32 holds");
+    wrong = args;
+    wrong.beta = -1e-46;
+    check_refused(gk_gemm(&ctx, &wrong), GK_ERR_ARGUMENT, "beta is -1e-46, expected a number that float32 holds");
     check_unchanged(&out, "out of a refused call");
     check_free(0);
 }

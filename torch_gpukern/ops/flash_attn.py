@@ -128,14 +128,16 @@ def flash_attn(
         v: [B, Hkv, Sk, Dv], q's dtype. Any strides; a tensor whose last dimension is not contiguous
             is copied first. D and Dv: 1 to 512 on the CPU, multiples of 8 up to 256 on CUDA.
         is_causal: query i sees keys ``j <= i + diagonal`` only.
-        scale: factor of the scores, any finite value; None is 1 / sqrt(D).
+        scale: factor of the scores, a finite number, at most 1e38 in size unless q is float64; None is
+            1 / sqrt(D).
         diagonal: the key index at which query 0 stands. 0 is the convention of
             ``F.scaled_dot_product_attention`` and ``torch.tril``; pass ``Sk - Sq`` for the
             bottom-right one.
         window_left: query i sees keys ``j >= i + diagonal - window_left`` only; -1 is no bound.
         window_right: query i sees keys ``j <= i + diagonal + window_right`` only; -1 is no bound.
             Windows and is_causal intersect.
-        softcap: bound of the scores; 0 switches it off.
+        softcap: bound of the scores, a finite number; 0 switches it off, and so does one that no score
+            comes near.
         alibi_slopes: [Hq] or [B, Hq] float32 (float64 with float64 inputs). It has no gradient.
         sinks: [Hq] float32 (float64 with float64 inputs), differentiable: one more logit per head,
             neither scaled nor capped, that takes probability and adds no value; -inf switches it
@@ -167,9 +169,10 @@ def flash_attn(
     arXiv:2307.08691.
     """
     op = _call_fwd if return_lse else _call
-    # A number that a compiler holds as a symbol is not compared: that would be a guard, so a second graph.
+    # A number that a compiler holds as a symbol is not compared: that would be a guard, so a second graph. A tensor that
+    # equals a default is no default: the op refuses it where it wants a gradient.
     ints = not is_compiling() and type(window_left) is type(window_right) is type(diagonal) is int
-    plain = ints and window_left == -1 and window_right == -1 and softcap == 0
+    plain = ints and window_left == -1 and window_right == -1 and type(softcap) in (float, int) and softcap == 0
     plain = plain and alibi_slopes is None and sinks is None
     if plain and kv_start is None and kv_end is None:  # the schema fills in the rest sooner than it reads it
         if scale is None and diagonal == 0:
@@ -284,7 +287,8 @@ def flash_attn_varlen(
             else.
         max_seqlen_k: upper bound of the sequences' key lengths.
         is_causal: query i of a sequence sees keys ``j <= i + Sk_b - Sq_b`` only (bottom-right).
-        scale: factor of the scores, any finite value; None is 1 / sqrt(D).
+        scale: factor of the scores, a finite number, at most 1e38 in size unless q is float64; None is
+            1 / sqrt(D).
         window_left: keys before the diagonal that a query sees; -1 is no bound. Counted, like
             ALiBi's distance, from the same bottom-right diagonal.
         window_right: keys after the diagonal that a query sees; -1 is no bound.
@@ -312,9 +316,9 @@ def flash_attn_varlen(
     arXiv:2307.08691.
     """
     op = _call_varlen_fwd if return_lse else _call_varlen
-    # As in flash_attn, no symbol is compared.
+    # As in flash_attn, no symbol and no tensor is compared.
     ints = not is_compiling() and type(window_left) is type(window_right) is int
-    plain = ints and window_left == -1 and window_right == -1 and softcap == 0
+    plain = ints and window_left == -1 and window_right == -1 and type(softcap) in (float, int) and softcap == 0
     if plain and alibi_slopes is None and sinks is None:
         return op(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, scale)
     return op(
@@ -613,11 +617,12 @@ class _AttnMerge(torch.autograd.Function):
         lse = lse.masked_fill(lse == -torch.inf, 0)
         weights = torch.exp(lse_a - lse), torch.exp(lse_b - lse)
         grads = [None, None, None, None]
+        # A side without weight has no gradient, not even of an infinite one.
         if grad_lse is not None:
-            grads[1::2] = (weight * grad_lse for weight in weights)
+            grads[1::2] = ((w * grad_lse).masked_fill(w == 0, 0) for w in weights)
         if grad_out is not None:
             acc = grad_out.to(lse.dtype)
-            grads[0::2] = ((w[..., None] * acc).to(out_a.dtype) for w in weights)
+            grads[0::2] = ((w[..., None] * acc).masked_fill(w[..., None] == 0, 0).to(out_a.dtype) for w in weights)
             # d out / d lse_a = w_a w_b (out_a - out_b) = -d out / d lse_b, without out's rounding;
             # the out of a side without keys may be NaN.
             change = (acc * (out_a.to(lse.dtype) - out_b.to(lse.dtype))).sum(-1)

@@ -61,8 +61,8 @@ def gemm(
         bias: [N] in a's dtype or out_dtype.
         c: a's dtype or out_dtype; broadcasts to the result [..., M, N] and never enlarges it.
             With ``beta=0`` it is not read and may hold anything.
-        alpha: factor of the product.
-        beta: factor of c.
+        alpha: factor of the product; unless a is float64 a number that float32 holds.
+        beta: factor of c, likewise.
         activation: ``"none"``, ``"relu"``, ``"gelu"`` (x/2 (1 + erf(x / sqrt 2))), ``"gelu_tanh"``
             (x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))) or ``"silu"`` (x / (1 + exp(-x))).
         out_dtype: dtype of the result: a's dtype (the default) or float32.
@@ -91,7 +91,9 @@ def gemm(
     if fp32_precision is None:
         tf32 = a.dtype == _float32 and a.is_cuda and _torch_allows_tf32()
         fp32_precision = "tf32" if tf32 else "ieee"
-    plain = alpha == 1 and beta == 1 and activation == "none" and fp32_precision == "ieee"
+    # A tensor that equals a default is no default: the op refuses it where it wants a gradient.
+    plain = type(alpha) in (float, int) and type(beta) in (float, int) and alpha == 1 and beta == 1
+    plain = plain and activation == "none" and fp32_precision == "ieee"
     if plain and bias is None and c is None and out_dtype is None:
         return _call_short(a, b)
     return _call(a, b, bias, c, alpha, beta, activation, out_dtype, fp32_precision)
