@@ -4,11 +4,15 @@
 #   make demo          train a small language model on the ops, generate from it, compare with PyTorch's built-ins
 #   make test          the C tests and a fixed-seed sample of the Python tests
 #   make test-all      the whole grid
-#   make sanitize-cpu  the C tests under the address and undefined-behaviour sanitizers
+#   make sanitize-cpu  the C tests and the kept inputs of the fuzzers under clang's address and undefined-behaviour sanitizers
+#   make fuzz          a minute of new inputs for each entry point of the C API; FUZZ_SECONDS=600 FUZZ_ONLY=gemm
 #   make sanitize      the CUDA instances under compute-sanitizer; needs a GPU. SANITIZE_TOOLS=racecheck SANITIZE_PART=2/5
 #                      runs one tool over the second fifth, SANITIZE_ONLY=flash_attn_bwd over the rows of that name
 #   make bench         every benchmark, into benchmarks/results/
 #   make build fmt lint clean
+#
+# `make demo` and `make test` build the CUDA half only where there is a GPU; GPUKERN_CUDA=1 builds it wherever nvcc is. What
+# build/ was first configured with it keeps.
 #
 # VENV=path uses another environment, also an existing one. MAX_JOBS, GPUKERN_CUDA, GPUKERN_CUDA_ARCHS and CMAKE_ARGS
 # reach CMake.
@@ -31,6 +35,23 @@ STAMPS := $(VENV)/.gpukern
 INSTALLED := $(STAMPS)/requirements
 EDITABLE := $(STAMPS)/editable-$(shell echo "$(CURDIR)" | cksum | cut -d ' ' -f 1)
 
+# Without a GPU the CUDA half would take minutes to compile and not run.
+ifneq ($(filter demo test test-all,$(MAKECMDGOALS)),)
+ifeq ($(GPUKERN_CUDA)$(wildcard $(BUILD)/CMakeCache.txt),)
+ifeq ($(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU'),0)
+GPUKERN_CUDA := 0
+SAYS_NO_CUDA := yes
+endif
+endif
+endif
+ifneq ($(filter demo,$(MAKECMDGOALS)),)
+$(info gpukern: the demo takes about 3 minutes on two cores$(if $(wildcard $(INSTALLED)),,; before it about 3 \
+to install torch and build$(if $(SAYS_NO_CUDA),, (up to 8 more for the CUDA half where nvcc is))))
+endif
+ifdef SAYS_NO_CUDA
+$(info gpukern: no NVIDIA GPU here: the CUDA half is left out; GPUKERN_CUDA=1 builds it)
+endif
+
 # Whether the cmake on the path is 3.20 or later.
 CMAKE_IS_NEW := [ "$$(printf '%s\n' 3.20 "$$(cmake --version 2>/dev/null | sed -n '1s/[^0-9]*//p')" \
 	| sort -V | head -n 1)" = 3.20 ]
@@ -38,7 +59,7 @@ CONFIGURE := cmake -S . -DPython_EXECUTABLE=$(PY) -DGPUKERN_BUILD_TESTS=ON \
 	$(if $(GPUKERN_CUDA),-DGPUKERN_CUDA=$(GPUKERN_CUDA)) \
 	$(if $(GPUKERN_CUDA_ARCHS),"-DGPUKERN_CUDA_ARCHS=$(GPUKERN_CUDA_ARCHS)") $(CMAKE_ARGS)
 
-.PHONY: build demo test test-all test-csrc sanitize-cpu sanitize bench fmt lint clean
+.PHONY: build demo test test-all test-csrc sanitize-cpu fuzz sanitize bench fmt lint clean
 .DEFAULT_GOAL := build
 MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
@@ -76,13 +97,26 @@ test: test-csrc
 test-all: test-csrc
 	GPUKERN_TEST_ALL=1 $(PY) -m pytest -n $(MAX_JOBS) --dist worksteal $(PYTEST_ARGS)
 
-# Under the sanitizers -O1 compiles three times as fast as -O3; -g1 has the lines that their traces name.
+# Under the sanitizers -O1 compiles three times as fast as -O3; -g1 has the lines that their traces name. By clang, so that
+# both compilers build the library in every check; with its UBSan, which knows offsets to NULL and casts out of range.
+CLANG ?= clang
+SANITIZE_CPU := $(CONFIGURE) -G Ninja -DCMAKE_C_COMPILER=$(CLANG) -DGPUKERN_BUILD_TORCH=OFF -DGPUKERN_CUDA=0 -DGPUKERN_FUZZ=ON \
+	-DCMAKE_BUILD_TYPE=Debug "-DCMAKE_C_FLAGS_DEBUG=-O1 -g1" --log-level=NOTICE
 sanitize-cpu: $(INSTALLED)
-	@$(CONFIGURE) -B $(BUILD)/sanitize -G Ninja -DGPUKERN_BUILD_TORCH=OFF -DGPUKERN_CUDA=0 \
-		-DGPUKERN_SANITIZE=address,undefined -DCMAKE_BUILD_TYPE=Debug "-DCMAKE_C_FLAGS_DEBUG=-O1 -g1" \
-		--log-level=NOTICE
-	@cmake --build $(BUILD)/sanitize -j $(MAX_JOBS)
-	ctest --test-dir $(BUILD)/sanitize --output-on-failure -j $(MAX_JOBS)
+	@$(SANITIZE_CPU) -B $(BUILD)/sanitize-clang -DGPUKERN_SANITIZE=address,undefined,float-cast-overflow
+	@cmake --build $(BUILD)/sanitize-clang -j $(MAX_JOBS)
+	ctest --test-dir $(BUILD)/sanitize-clang --output-on-failure -j $(MAX_JOBS)
+
+# Inputs that reach new code lie in $(BUILD)/fuzz/found; one that fails stays in $(BUILD)/fuzz. tests/fuzz/README.md says more.
+FUZZ_SECONDS ?= 60
+FUZZ_ONLY ?= gemm gemm_act_bwd flash_attn paged_attn kv_cache_write attn_merge
+fuzz: $(INSTALLED)
+	@$(SANITIZE_CPU) -B $(BUILD)/fuzz -DGPUKERN_BUILD_TESTS=OFF -DGPUKERN_SANITIZE=fuzzer-no-link,address,undefined,float-cast-overflow
+	@cmake --build $(BUILD)/fuzz -j $(MAX_JOBS)
+	@for op in $(FUZZ_ONLY); do \
+		mkdir -p $(BUILD)/fuzz/found/$$op && $(BUILD)/fuzz/fuzz_$$op -max_total_time=$(FUZZ_SECONDS) -max_len=128 -len_control=0 \
+		-artifact_prefix=$(BUILD)/fuzz/$$op- $(BUILD)/fuzz/found/$$op tests/fuzz/corpus/$$op || exit 1; \
+	done
 
 # Out-of-bounds and misaligned accesses, shared-memory races, memory read before it was written, barriers that not all
 # threads reach. check_cuda walks every compiled instance.

@@ -59,7 +59,13 @@ class CMakeBuild(build_ext):
         print(result.stdout, end="", flush=True)
         if result.returncode:
             reason = re.search(r"^ +(gpukern: .*)$", result.stdout, re.MULTILINE)
-            sys.exit(reason.group(1) if reason else f"gpukern: {name} failed, see above: {shlex.join(command)}")
+            text = reason.group(1) if reason else f"gpukern: {name} failed, see above: {shlex.join(command)}"
+            if " has no torch; " in text:
+                text += (
+                    ". If it has one, pip hides it from builds: pip install --no-build-isolation . (which wants "
+                    "setuptools, cmake and ninja installed, too)"
+                )
+            sys.exit(text)
 
     def get_outputs(self):
         return [] if self.editable_mode else [os.path.join(self.build_lib, "torch_gpukern", "libgpukern_torch.so")]

@@ -2,8 +2,8 @@
 
 python benchmarks/bench_flash_attn.py [--quick] [--only forward backward call isa memory] [--rows d128 ...]
     [--device cpu|cuda] [--compiled some|all|none]
-On CUDA the peers are SDPA's flash, cuDNN and efficient backends, FlashAttention-3 and FlashInfer where they are installed, and
-compiled FlexAttention in the rows of --compiled. A peer's compilation does not count.
+On CUDA the peers are SDPA's flash, cuDNN and efficient backends, FlashAttention-3 (FA3), FlashAttention-4 (FA4) and FlashInfer
+where they import, and compiled FlexAttention in the rows of --compiled. A peer's compilation does not count.
 FLOPs: 4 * batch * heads * seq_q * seq_k * head_dim, half when causal; backward 2.5 times forward.
 """
 
@@ -33,6 +33,19 @@ def make_qkv(batch: int, heads: int, seq: int, head_dim: int, dtype: torch.dtype
     return tuple(torch.randn(shape, device=device).to(dtype) for _ in range(3))
 
 
+def sdpa(causal: bool):
+    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+def sdpa_in_float32(causal: bool):
+    """Of 16-bit tensors, casts included: on a CPU without 16-bit products it is the faster way."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=causal).to(q.dtype)
+
+    return run
+
+
 def forward_case(seq: int, head_dim: int, causal: bool, dtype: str, device) -> Case:
     batch, heads = shapes.ATTN_TOKENS // seq, shapes.ATTN_HEADS
     torch_dtype = DTYPES[dtype]
@@ -50,7 +63,7 @@ def forward_case(seq: int, head_dim: int, causal: bool, dtype: str, device) -> C
         dtype=dtype,
         make=lambda: make_qkv(batch, heads, seq, head_dim, torch_dtype, device),
         ours=lambda q, k, v: torch_gpukern.flash_attn(q, k, v, is_causal=causal),
-        peers={"SDPA": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal)},
+        peers={"SDPA": sdpa(causal)} | ({"SDPA in float32": sdpa_in_float32(causal)} if dtype != "f32" else {}),
         reference=exact,
         compare=lambda out: out[:1],
         flops=4.0 * batch * heads * seq * seq * head_dim / (2 if causal else 1),
@@ -63,12 +76,12 @@ def backward_case(seq: int, head_dim: int, causal: bool, dtype: str, device) -> 
     torch_dtype = DTYPES[dtype]
 
     def make():
-        """q, k, v, the gradient of out, and out of either side with its autograd graph."""
+        """q, k, v, the gradient of out, and out of every side with its autograd graph."""
         q, k, v = make_qkv(batch, heads, seq, head_dim, torch_dtype, device)
         q, k, v = (x.requires_grad_() for x in (q, k, v))
         ours = torch_gpukern.flash_attn(q, k, v, is_causal=causal)
-        theirs = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-        return q, k, v, torch.randn_like(ours), ours, theirs
+        theirs = [peer(q, k, v) for peer in (sdpa(causal), sdpa_in_float32(causal))]
+        return q, k, v, torch.randn_like(ours), ours, *theirs
 
     def exact(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, *_):
         q, k, v = (x[:1].detach().double().requires_grad_() for x in (q, k, v))
@@ -88,7 +101,7 @@ def backward_case(seq: int, head_dim: int, causal: bool, dtype: str, device) -> 
         dtype=dtype,
         make=make,
         ours=backward(0),
-        peers={"SDPA": backward(1)},
+        peers={"SDPA": backward(1)} | ({"SDPA in float32": backward(2)} if dtype != "f32" else {}),
         reference=exact,
         compare=lambda grads: tuple(g[:1] for g in grads),
         flops=flops,
@@ -189,16 +202,34 @@ def flex_attention(causal: bool):
     return run
 
 
-def flash_attn_3(causal: bool):
-    """FlashAttention-3, whose tensors are [B, S, H, D]."""
+def flash_attn_project(find: Callable[[], Callable], causal: bool):
+    """flash_attn_func of a version of FlashAttention, whose tensors are [B, S, H, D]."""
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        from flash_attn_interface import flash_attn_func
-
-        out = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal)
+        out = find()(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal)
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
     return run
+
+
+def flash_attn_3(causal: bool):
+    def find() -> Callable:
+        from flash_attn_interface import flash_attn_func
+
+        return flash_attn_func
+
+    return flash_attn_project(find, causal)
+
+
+def flash_attn_4(causal: bool):
+    """It compiles each kernel when that is first called."""
+
+    def find() -> Callable:
+        from flash_attn.cute import flash_attn_func
+
+        return flash_attn_func
+
+    return flash_attn_project(find, causal)
 
 
 def flash_infer(causal: bool):
@@ -225,6 +256,8 @@ def other_peers(seq: int, head_dim: int, causal: bool, compiled: str) -> dict[st
     peers = {}
     if find_spec("flash_attn_interface"):
         peers["FA3"] = flash_attn_3(causal)
+    if find_spec("flash_attn") and find_spec("flash_attn.cute"):
+        peers["FA4"] = flash_attn_4(causal)
     if find_spec("flashinfer"):
         peers["FlashInfer"] = flash_infer(causal)
     if compiled == "all" or (compiled == "some" and (head_dim, seq) in shapes.CUDA_ATTN_COMPILED):
@@ -265,8 +298,7 @@ def cuda_forward(seq: int, head_dim: int, causal: bool, compiled: str, device) -
         compare=lambda out: out[:1, :1, :512],
         flops=4.0 * batch * heads * seq * seq * head_dim / (2 if causal else 1),
         bytes=8.0 * batch * heads * seq * head_dim,
-        against="SDPA flash",
-        live=list(others),
+        live=[name for name in others if name == "FlexAttention"],
         optional=list(others),
     )
 
@@ -325,7 +357,6 @@ def cuda_backward(seq: int, head_dim: int, causal: bool, compiled: str, device) 
         compare=lambda grads: tuple(g[:1, :1] for g in grads),
         flops=2.5 * 4.0 * batch * heads * seq * seq * head_dim / (2 if causal else 1),
         bytes=16.0 * batch * heads * seq * head_dim,
-        against="SDPA flash",
         live=list(forwards),
         optional=list(forwards),
     )

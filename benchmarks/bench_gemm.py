@@ -1,7 +1,8 @@
-"""gemm beside torch.matmul (MKL and oneDNN on the CPU, cuBLAS on CUDA).
+"""gemm beside torch.matmul (MKL and oneDNN on the CPU, cuBLAS on CUDA) and, on CUDA in 16 bits, quack where it imports.
 
 python benchmarks/bench_gemm.py [--quick] [--only square skinny odd call isa] [--device cpu|cuda]
 python benchmarks/bench_gemm.py --device cuda [--quick] [--only square tall skinny layouts f16 f32 unaligned gelu call]
+    [--quack default|tuned|none]
 
 A quick run on CUDA starts no row after a minute (--budget). --rows picks rows of a group by their label: --only skinny
 --rows NT. Few-row products on CUDA rotate over cold weights; all others find theirs as the last call left them.
@@ -9,7 +10,9 @@ A quick run on CUDA starts no row after a minute (--budget). --rows picks rows o
 
 from __future__ import annotations
 
+import argparse
 import sys
+from importlib.util import find_spec
 
 import shapes
 import torch
@@ -99,6 +102,22 @@ def cuda_case(group: str, m: int, k: int, n: int, dtype: str, device: torch.devi
     return made
 
 
+def beside_quack(made: Case, how: str) -> Case:
+    """With quack's gemm (CuTe DSL), where it imports, as a peer; its kernels are compiled, and tuned if asked, when a shape
+    first comes."""
+
+    def quack(a: Tensor, b: Tensor) -> Tensor:
+        from quack.gemm_interface import gemm
+
+        return gemm(a, b, tuned=how == "tuned")
+
+    if how != "none" and find_spec("quack"):
+        name = "quack, tuned" if how == "tuned" else "quack"
+        made.peers[name] = quack
+        made.optional = [name]
+    return made
+
+
 def tf32_case(n: int, layout: str, device: torch.device) -> Case:
     made = cuda_case("f32 tf32", n, n, n, "f32", device, layout, fp32_precision="tf32")
     made.dtype = "tf32"  # whose peak it is held against
@@ -113,24 +132,20 @@ def tf32_case(n: int, layout: str, device: torch.device) -> Case:
     return made
 
 
-def fused_case(n: int, against: str, device: torch.device) -> Case:
+def fused_case(n: int, device: torch.device) -> Case:
     """gelu(x @ w + b) of a linear layer, beside PyTorch's two and three kernels and its own fusion; cuBLAS's product
     alone is the limit."""
     made = cuda_case("bias + gelu", n, n, n, "bf16", device)
     rows, columns = sample(n, device), sample(n, device)
     bias = torch.randn(n, device=device).bfloat16()
-    made.label = f"{n} {against}"
     made.ours = lambda a, b: torch_gpukern.gemm(a, b, bias, activation="gelu_tanh")
     made.peers = {
         "gelu(addmm)": lambda a, b: F.gelu(torch.addmm(bias, a, b), approximate="tanh"),
         "_addmm_activation": lambda a, b: torch._addmm_activation(bias, a, b, use_gelu=True),
         "mm + add + gelu": lambda a, b: F.gelu(torch.mm(a, b) + bias, approximate="tanh"),
     }
-    if against == "_addmm_activation":  # the other two were measured in the row before
-        made.peers = {against: made.peers[against]}
-    made.against = against
     made.limits = {"mm alone": torch.mm}
-    made.bar = shapes.CUDA_GEMM_FUSED_BARS[against]
+    made.bar = shapes.CUDA_GEMM_FUSED_BAR
     made.reference = lambda a, b: F.gelu(exact(a[rows], b[:, columns]) + bias[columns].double(), approximate="tanh")
     return made
 
@@ -138,7 +153,7 @@ def fused_case(n: int, against: str, device: torch.device) -> Case:
 def beside_aligned(
     label: str, odd: tuple, aligned: tuple, device: torch.device, place=lambda x: x, layout="NN"
 ) -> Case:
-    """Ours on a size or a place that suits no vector load, beside ours on the neighbour (both M, N, K) that does.
+    """A size or a place that suits no vector load; the limit is ours on the neighbour (both M, N, K) that does.
     place(x) -> the same values elsewhere, of x as it is stored. Whatever one of the two has more of along K is 0, so that
     both results agree where they overlap."""
     (m, n, k), (m_al, n_al, k_al) = odd, aligned
@@ -161,11 +176,9 @@ def beside_aligned(
 
     made.make = make
     made.ours = lambda a, b, *_: torch_gpukern.gemm(a, b)
-    made.peers = {
-        "ours, aligned": lambda _a, _b, a, b: torch_gpukern.gemm(a, b),
-        "torch.matmul": lambda a, b, *_: torch.matmul(a, b),
-    }
-    made.against = "ours, aligned"
+    made.peers = {"torch.matmul": lambda a, b, *_: torch.matmul(a, b)}
+    made.limits = {"ours, aligned": lambda _a, _b, a, b: torch_gpukern.gemm(a, b)}
+    made.bar = shapes.CUDA_GEMM_UNALIGNED_BAR
     made.reference = lambda a, b, *_: exact(a[rows], b[:, columns])
     made.compare = lambda out: out[rows][:, columns]
     return made
@@ -189,27 +202,26 @@ def spread(x: Tensor) -> Tensor:
 
 
 def cuda(run: Run, device: torch.device) -> None:
-    one = shapes.CUDA_GEMM_ONE
+    one, quack = shapes.CUDA_GEMM_ONE, run.args.quack
     for n in shapes.CUDA_GEMM_SQUARE:
-        run.add(cuda_case("square bf16", n, n, n, "bf16", device))
+        run.add(beside_quack(cuda_case("square bf16", n, n, n, "bf16", device), quack))
     for n, k in shapes.CUDA_GEMM_WEIGHTS:
         for m in shapes.CUDA_GEMM_TALL_M:
             for layout in ("NT", "NN"):
-                run.add(cuda_case("tall bf16", m, k, n, "bf16", device, layout))
+                run.add(beside_quack(cuda_case("tall bf16", m, k, n, "bf16", device, layout), quack))
     for n, k in shapes.CUDA_GEMM_WEIGHTS:
         for m in shapes.CUDA_GEMM_SKINNY_M:
             for layout in ("NT", "NN"):
-                run.add(cuda_case(f"skinny {n}x{k}", m, k, n, "bf16", device, layout))
+                run.add(beside_quack(cuda_case(f"skinny {n}x{k}", m, k, n, "bf16", device, layout), quack))
     for layout in ("NT", "TN", "TT"):
-        run.add(cuda_case("layouts bf16", one, one, one, "bf16", device, layout))
+        run.add(beside_quack(cuda_case("layouts bf16", one, one, one, "bf16", device, layout), quack))
     for n in shapes.CUDA_GEMM_F16:
-        run.add(cuda_case("f16", n, n, n, "f16", device))
+        run.add(beside_quack(cuda_case("f16", n, n, n, "f16", device), quack))
     for layout in ("NN", "NT"):
         run.add(cuda_case("f32 ieee", one, one, one, "f32", device, layout))
     for layout in ("NN", "NT"):
         run.add(tf32_case(one, layout, device))
-    for against in shapes.CUDA_GEMM_FUSED_BARS:
-        run.add(fused_case(one, against, device))
+    run.add(fused_case(one, device))
     for odd, aligned in shapes.CUDA_GEMM_UNALIGNED:
         run.add(beside_aligned("x".join(map(str, odd)) + " MNK", odd, aligned, device))
     for label, place in (("row stride +1", padded), ("offset +1", shifted), ("step 2", spread)):
@@ -225,8 +237,17 @@ def cuda(run: Run, device: torch.device) -> None:
     run.finish(shapes.CUDA_GEMM_BARS)
 
 
+def own_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--quack",
+        choices=("default", "tuned", "none"),
+        default="default",
+        help="its configuration; tuning takes minutes",
+    )
+
+
 def main() -> None:
-    args = arguments("gemm")
+    args = arguments("gemm", more=own_options)
     if args.device == "cuda" and args.quick and args.budget is None:
         args.budget = shapes.CUDA_GEMM_QUICK_SECONDS
     device = open_device(args.device)

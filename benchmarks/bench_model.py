@@ -5,6 +5,7 @@ Gradient step: forward, loss and backward under bf16 autocast, eager and compile
 same on both sides, is left out. FLOPs: 6 per weight and token, and attention's.
 Decode: a token each of sequences of half to all of the context, bf16 weights; ours keeps keys and values in pages,
 the built-ins in a padded row per sequence and a mask. GB/s of weights, and of the keys and values that are seen.
+On the CPU the built-ins are measured in float32, too.
 On CUDA either is called, launches and all, and run as CUDA graphs: the whole eager step captured by hand, the compiled
 one through mode="reduce-overhead"; and the gradient step once more with our gemm between PyTorch's attention.
 """
@@ -42,6 +43,16 @@ MODES = {
 }
 
 
+# peer -> its dtype, and the backend that it asks scaled_dot_product_attention for, None: PyTorch's choice
+BUILT_INS = {
+    "cpu": {"torch built-ins": (torch.bfloat16, None), "torch built-ins, float32": (torch.float32, None)},
+    "cuda": {
+        "torch built-ins": (torch.bfloat16, None),
+        "torch built-ins, cuDNN": (torch.bfloat16, SDPBackend.CUDNN_ATTENTION),
+    },
+}
+
+
 class OurGemm(GpukernOps):
     """PyTorch's attention between our products, for what these alone do to a step."""
 
@@ -74,7 +85,7 @@ def compiled(step: Callable, options: dict | None) -> Callable:
     return run
 
 
-def gradient_step(model: GPT, ops, device: torch.device, options: dict | None):
+def gradient_step(model: GPT, ops, device: torch.device, options: dict | None, dtype: torch.dtype = torch.bfloat16):
     """(tokens, targets) -> (loss, gradient of every parameter)"""
 
     def loss(tokens: Tensor, targets: Tensor) -> Tensor:
@@ -84,7 +95,7 @@ def gradient_step(model: GPT, ops, device: torch.device, options: dict | None):
     parameters = list(model.parameters())
 
     def run(tokens: Tensor, targets: Tensor):
-        with torch.autocast(device.type, torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
             value = forward(tokens, targets)
         return value, *torch.autograd.grad(value, parameters)
 
@@ -131,6 +142,10 @@ def gradient_case(group: str, label: str, device: torch.device) -> Case:
         grads = torch.autograd.grad(value, list(twin.parameters()))
         return value.detach(), *(g.double() for g in grads)
 
+    peers = {
+        name: gradient_step(model, TorchOps(backend), device, options, dtype)
+        for name, (dtype, backend) in BUILT_INS[device.type].items()
+    }
     weights = streamed(model)
     attention = 4.0 * config.layers * config.heads_q * seq * config.head_dim / 2 * 3.5
     return Case(
@@ -139,27 +154,23 @@ def gradient_case(group: str, label: str, device: torch.device) -> Case:
         dtype="bf16",
         make=make,
         ours=gradient_step(model, GROUPS[group](), device, options),
-        peers={"torch built-ins": gradient_step(model, TorchOps(), device, options)},
+        peers=peers,
         reference=exact,
         flops=batch * seq * (6.0 * weights + attention),
         bytes=3.0 * 4 * weights,
-        live=() if replayed else ("gpukern", "torch built-ins"),
+        live=() if replayed else ("gpukern", *peers),
+        optional=[name for name in peers if name != "torch built-ins"],
     )
 
 
 PAGE = 16
-# peer -> the backend that it asks scaled_dot_product_attention for, None: PyTorch's choice
-DECODE_PEERS = {
-    "cpu": {"torch built-ins": None},
-    "cuda": {"torch built-ins": None, "torch built-ins, cuDNN": SDPBackend.CUDNN_ATTENTION},
-}
 
 
 def paged_step(model: GPT, options: dict | None) -> Callable:
     """(grams, lens, pages, rows) -> logits [batch, vocab]; pages: keys and values of each layer, table, slots"""
     ops = GpukernOps()
 
-    def step(grams: Tensor, lens: Tensor, pages: tuple, rows: tuple) -> Tensor:
+    def step(grams: Tensor, lens: Tensor, pages: tuple, rows: dict) -> Tensor:
         keys, values, table, slots = pages
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -172,11 +183,13 @@ def paged_step(model: GPT, options: dict | None) -> Callable:
 
 
 def padded_step(model: GPT, options: dict | None, backend: SDPBackend | None) -> Callable:
-    """The same from rows: keys and values of each layer [batch, heads_kv, context, head_dim]"""
+    """The same from rows, by dtype: keys and values of each layer [batch, heads_kv, context, head_dim]"""
     ops = TorchOps()
 
-    def step(grams: Tensor, lens: Tensor, pages: tuple, rows: tuple) -> Tensor:
-        keys, values = rows
+    dtype = model.embed.dtype
+
+    def step(grams: Tensor, lens: Tensor, pages: tuple, rows: dict) -> Tensor:
+        keys, values = rows[dtype]
         last = lens.long() - 1
         each = torch.arange(len(lens), device=lens.device)
         seen = torch.arange(keys[0].shape[2], device=lens.device) < lens[:, None]
@@ -199,6 +212,7 @@ def decode_case(label: str, device: torch.device) -> Case:
     c = CONFIG[device.type]
     model = for_inference(random_model(c, device), torch.bfloat16)
     batch, blocks = shapes.MODEL_DECODE_BATCH[device.type], c.context // PAGE
+    dtypes = {dtype for dtype, _ in BUILT_INS[device.type].values()}
     lens = torch.linspace(c.context / 2, c.context, batch).int()
 
     def make():
@@ -208,22 +222,30 @@ def decode_case(label: str, device: torch.device) -> Case:
         # a layer's alone: compiled, a write into one of many would copy all of them
         pages = [[torch.randn(shape, device=device).bfloat16() for _ in range(c.layers)] for _ in range(2)]
         rows = [[x[table].flatten(1, 2).transpose(1, 2).contiguous() for x in side] for side in pages]
-        for x in (*pages[0], *pages[1], *rows[0], *rows[1]):  # or no CUDA graph: a step writes into them
+        rows = {dtype: [[x.to(dtype) for x in side] for side in rows] for dtype in dtypes}
+        for x in (
+            *pages[0],
+            *pages[1],
+            *(x for two in rows.values() for side in two for x in side),
+        ):  # or no CUDA graph: a step writes into them
             torch._dynamo.mark_static_address(x)
         seen = lens.to(device)
         last = seen.long() - 1
         slots = table[torch.arange(batch, device=device), last // PAGE] * PAGE + last % PAGE
         return grams, seen, (*pages, table.int(), slots), rows
 
-    def exact(grams: Tensor, lens: Tensor, pages: tuple, rows: tuple) -> Tensor:
+    def exact(grams: Tensor, lens: Tensor, pages: tuple, rows: dict) -> Tensor:
         """In float64 on PyTorch's own products, from keys and values of its own."""
         twin = double_of(model, device)
-        doubles = [[x.double() for x in side] for side in rows]
+        doubles = {torch.float64: [[x.double() for x in side] for side in rows[torch.bfloat16]]}
         return padded_step(twin, None, None)(grams, lens, pages, doubles).double()
 
     seen = int(lens.sum())
     weights, cached = streamed(model), 2 * c.layers * c.heads_kv * c.head_dim * seen
-    peers = {name: padded_step(model, options, backend) for name, backend in DECODE_PEERS[device.type].items()}
+    peers = {
+        name: padded_step(for_inference(model, dtype), options, backend)
+        for name, (dtype, backend) in BUILT_INS[device.type].items()
+    }
     return Case(
         group="decode",
         label=label,

@@ -157,6 +157,10 @@ class Cpu:
     def driver(self) -> str:
         return ""
 
+    def can_replay(self, call: Callable[[], object]) -> bool:
+        """Every call is timed as it is."""
+        return True
+
     def estimate(self, call: Callable[[], object]) -> float:
         """us of one call, roughly."""
         return self.time_block(call, 1)
@@ -306,6 +310,21 @@ class Cuda:
         end.record()
         end.synchronize()
         return start.elapsed_time(end) / calls * 1e3
+
+    def can_replay(self, call: Callable[[], object]) -> bool:
+        """Whether a call can be captured; torch's own context ends a capture that fails."""
+        try:
+            with torch.cuda.stream(self._side):
+                call()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._side):
+                call()
+            return True
+        except Exception as error:  # whatever another project raises
+            words = (str(error).strip() or type(error).__name__).splitlines()[0]
+            print(f"called, not replayed from a graph: {words}", flush=True)
+            torch.cuda.synchronize()
+            return False
 
     def _graph(self, call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
         """`calls` calls as one graph. torch.cuda.graph() would do, but collects garbage and empties torch's cache

@@ -3,6 +3,7 @@
 Rules
 - Peers run in the same process, on the same inputs, in interleaved blocks. A ratio is the median,
   over rounds, of (peer's time / our time) within a round, so that a drift of the clock cancels.
+- The peer of a ratio is the fastest of the row, whoever that is.
 - A correctness figure stands beside every time: the largest error over max|ref|, ours and the
   peer's, against a float64 reference.
 - A percent of the roofline stands beside every time: max(FLOPs / peak, bytes / bandwidth) over the
@@ -33,6 +34,7 @@ from pathlib import Path
 
 import torch
 from devices import DTYPES, ROTATE_BYTES, Cpu, Cuda, open_device
+from plots import PLOTS, draw
 from torch import Tensor
 
 __all__ = ["DTYPES", "Bar", "Case", "Run", "arguments", "isa_shares", "open_device", "overhead_facts"]
@@ -41,7 +43,6 @@ os.environ.setdefault("GPUKERN_TUNED", "off")
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
-PLOTS = HERE / "plots"
 
 
 # ---- bars ---------------------------------------------------------------------------------------
@@ -103,9 +104,9 @@ class Case:
     -> float64 (tensors to compare with); compare(output) picks from an output what the reference
     stated, for cases whose whole result is too large to judge in float64. `limits` are calls that
     do the least that the case must do, such as reading its bytes once, in the same rounds. The ratio is
-    against the fastest peer, or against the one that `against` names. Contestants in `live` are called on CUDA too,
-    not replayed from a graph: for those that cannot be captured, and take long beside their launch. A peer in
-    `optional` that cannot run the case is left out, and says why."""
+    against the fastest peer. Contestants in `live` are called on CUDA too, not replayed from a graph: for those
+    that cannot be captured, and take long beside their launch. A peer in `optional` that cannot run the case is
+    left out, and says why; one that cannot be captured is called."""
 
     group: str
     label: str
@@ -121,7 +122,6 @@ class Case:
     bar: Bar = Bar()
     unit: str = "GFLOP/s"
     limits: dict[str, Callable] = field(default_factory=dict)
-    against: str = ""
     live: Sequence[str] = ()
     optional: Sequence[str] = ()
 
@@ -250,7 +250,10 @@ def measure(case: Case, device: Cpu | Cuda, peaks: dict, effort: Effort) -> Row:
         reference = case.reference(*inputs[0])
         errors = {name: relative_error(case.compare(fn(*inputs[0])), reference) for name, fn in fns.items()}
     contestants = fns | case.limits
-    times = interleave(device, {n: Rotation(f, inputs) for n, f in contestants.items()}, effort, case.live)
+    calls = {name: Rotation(fn, inputs) for name, fn in contestants.items()}
+    guests = [name for name in case.optional if name in case.peers and name not in case.live]
+    live = [*case.live, *(name for name in guests if not device.can_replay(calls[name]))]
+    times = interleave(device, calls, effort, live)
     clock_mhz, watts = device.state()
 
     amount = case.bytes if case.unit == "GB/s" else case.flops
@@ -265,7 +268,7 @@ def measure(case: Case, device: Cpu | Cuda, peaks: dict, effort: Effort) -> Row:
         }
         for name in case.peers
     }
-    best_peer = case.against or (min(case.peers, key=median.get) if case.peers else "")
+    best_peer = min(case.peers, key=median.get) if case.peers else ""
     ratios = [p / o for p, o in zip(times[best_peer], times["gpukern"])] if case.peers else []
     ratio = statistics.median(ratios) if ratios else None
     share = None
@@ -471,7 +474,7 @@ class Run:
         path.write_text(json.dumps(rounded(stored), indent=1) + "\n")
         print(f"results: {path.relative_to(HERE.parent)}")
         plot = PLOTS / f"{slug}-{self.op}.png"
-        if draw(self.rows, f"{self.op} on {self.device.name()}", plot):
+        if draw([asdict(row) for row in self.rows], f"{self.op} on {self.device.name()}", plot):
             print(f"plot: {plot.relative_to(HERE.parent)}")
 
 
@@ -629,40 +632,3 @@ def format_row(row: Row) -> str:
     if row.clock_mhz:
         line += f"  {row.clock_mhz:.0f} MHz {row.watts:.0f} W"
     return f"{line:<130} {row.verdict and row.bar + ': ' + row.verdict}".rstrip()
-
-
-def draw(rows: list[Row], title: str, path: Path) -> bool:
-    """Our ratio to the fastest peer, one bar per case, one panel per group; False without
-    matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("plot: skipped, matplotlib is not installed (pip install matplotlib)")
-        return False
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    groups = list(dict.fromkeys(row.group for row in rows if row.ratio is not None))
-    if not groups:
-        return False
-    columns = 2 if len(groups) > 1 else 1
-    lines = math.ceil(len(groups) / columns)
-    figure, panels = plt.subplots(
-        lines, columns, figsize=(7.5 * columns, 3.2 * lines), squeeze=False, layout="constrained"
-    )
-    for panel, group in zip(panels.flat, groups):
-        members = [row for row in rows if row.group == group and row.ratio is not None]
-        colors = ["#4269d0" if row.dtype == "f32" else "#efb118" for row in members]
-        labels = [f"{row.label} {row.dtype}" for row in members]
-        panel.bar(range(len(members)), [row.ratio for row in members], color=colors)
-        panel.axhline(1.0, color="black", linewidth=0.8)
-        panel.set_xticks(range(len(members)), labels, rotation=90, fontsize=6)
-        panel.set_title(group, fontsize=9)
-        panel.set_ylabel("times faster than the best peer", fontsize=7)
-    for panel in panels.flat[len(groups) :]:
-        panel.axis("off")
-    figure.suptitle(title, fontsize=10)
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-    return True

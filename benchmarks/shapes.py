@@ -69,8 +69,8 @@ CUDA_GEMM_BARS = {
     "f16": Bar(geomean=1.05, each=0.97),
     "f32 ieee": Bar(each=0.95),
     "f32 tf32": Bar(each=0.95),
-    "unaligned bf16": Bar(each=1 / 1.3),  # of ours on the aligned neighbour
 }
+CUDA_GEMM_UNALIGNED_BAR = Bar(share=1 / 1.3)  # of ours on the aligned neighbour
 # (M, N, K) and the aligned neighbour's
 CUDA_GEMM_UNALIGNED = (
     ((1023, 1023, 1023), (1024, 1024, 1024)),
@@ -82,13 +82,13 @@ CUDA_GEMM_UNALIGNED = (
     ((16, 4097, 4097), (16, 4096, 4096)),
 )
 CUDA_GEMM_PADDED = (512, 1024, 2048)  # cubes whose operands both begin anywhere, NN and NT
-CUDA_GEMM_FUSED_BARS = {"gelu(addmm)": Bar(each=1.12), "_addmm_activation": Bar(each=1.03)}
+CUDA_GEMM_FUSED_BAR = Bar(each=1.03)
 
 CUDA_ATTN_TOKENS, CUDA_ATTN_HIDDEN = 16384, 2048
 CUDA_ATTN_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 CUDA_ATTN_HEAD_DIMS = (64, 128, 256)
 CUDA_ATTN_COMPILED = ((128, 2048), (128, 8192))  # (head_dim, seq) of rows with peers that compile
-CUDA_ATTN_BARS = {  # against SDPA's flash backend
+CUDA_ATTN_BARS = {
     "forward full": Bar(geomean=1.05, each=0.85),
     "forward causal": Bar(geomean=1.05, each=0.85),
     "backward full": Bar(geomean=1.05, each=0.85),

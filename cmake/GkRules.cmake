@@ -38,7 +38,7 @@ function(gk_link_options target)
     target_link_options(${target} PRIVATE -fsanitize=${GPUKERN_SANITIZE})
   endif()
   get_target_property(type ${target} TYPE)
-  if(NOT APPLE AND NOT type STREQUAL "EXECUTABLE")
+  if(NOT APPLE AND NOT type MATCHES "EXECUTABLE|STATIC_LIBRARY")
     # The library and the plugin may sit in one process: each calls its own gk_ functions.
     target_link_options(${target} PRIVATE LINKER:-Bsymbolic-functions)
   endif()

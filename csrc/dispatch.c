@@ -38,14 +38,40 @@ static gk_status check_context(const char *op, const gk_context *ctx, size_t arg
     return GK_OK;
 }
 
+/* More elements than any address space holds: below it no product of sizes, strides and workers overflows 64 bits. A size
+ * of 0 counts as 1, because workspaces are also sized by what an empty tensor has most of. */
+#define MAX_ELEMENTS (INT64_C(1) << 48)
+
+/* ndim must have been checked. A stride must reach no further than MAX_ELEMENTS, in a dimension of size 0 or 1, too. */
+static gk_status check_extent(const char *op, const char *name, const gk_tensor *t) {
+    int64_t elements = 1;
+    for (int d = 0; d < t->ndim; ++d) {
+        const int64_t size = t->shape[d], stride = t->stride[d], most = MAX_ELEMENTS / gk_max_i64(1, size - 1);
+        REQUIRE(size >= 0, "%s: %s has size %lld in dimension %d", op, name, (long long)size, d);
+        REQUIRE(size <= MAX_ELEMENTS / elements, "%s: %s has more than 2^48 elements, sizes of 0 counted as 1", op,
+                name);
+        REQUIRE(stride >= -most && stride <= most,
+                "%s: %s has stride %lld in dimension %d of size %lld, which spans more than 2^48 elements", op, name,
+                (long long)stride, d, (long long)size);
+        elements *= gk_max_i64(1, size);
+    }
+    return GK_OK;
+}
+
+/* Sizes of several tensors that kernels multiply, then by the bytes of a row. */
+static gk_status check_product(const char *op, const char *what, int64_t a, int64_t b, int64_t c) {
+    const int64_t most = MAX_ELEMENTS / 16;
+    REQUIRE(a <= most / gk_max_i64(1, b) / gk_max_i64(1, c) && b <= most / gk_max_i64(1, c) && c <= most,
+            "%s: %s are %lld x %lld x %lld, expected at most 2^44", op, what, (long long)a, (long long)b, (long long)c);
+    return GK_OK;
+}
+
 static gk_status check_layout(const char *op, const char *name, const gk_tensor *t, gk_dtype dtype, int min_ndim,
                               int max_ndim) {
     REQUIRE(t->ndim >= min_ndim && t->ndim <= max_ndim, "%s: %s has %d dimensions, expected %d to %d", op, name,
             (int)t->ndim, min_ndim, max_ndim);
     REQUIRE(t->dtype == dtype, "%s: %s is %s, expected %s", op, name, gk_dtype_name(t->dtype), gk_dtype_name(dtype));
-    for (int d = 0; d < t->ndim; ++d)
-        REQUIRE(t->shape[d] >= 0, "%s: %s has size %lld in dimension %d", op, name, (long long)t->shape[d], d);
-    return GK_OK;
+    return check_extent(op, name, t);
 }
 
 static gk_status check_tensor(const char *op, const char *name, const gk_tensor *t, gk_dtype dtype, int min_ndim,
@@ -238,6 +264,29 @@ const char *gk_cuda_kernels(void) {
 uint8_t *gk_cuda_error_word(void) { return NULL; }
 #endif
 
+typedef union held_args {
+    gk_flash_attn_args fwd;
+    gk_flash_attn_bwd_args bwd;
+    gk_paged_attn_args paged;
+} held_args;
+
+/* args, or where the softcap is none that the kernels can take, a copy with one that they can. */
+static const void *hold(gk_op op, gk_dtype dtype, const void *args, held_args *copy) {
+    if (op != GK_OP_FLASH_ATTN_FWD && op != GK_OP_FLASH_ATTN_BWD && op != GK_OP_PAGED_ATTN) return args;
+    const gk_attn_rules *given = op == GK_OP_PAGED_ATTN       ? &((const gk_paged_attn_args *)args)->rules
+                                 : op == GK_OP_FLASH_ATTN_FWD ? &((const gk_flash_attn_args *)args)->rules
+                                                              : &((const gk_flash_attn_bwd_args *)args)->fwd.rules;
+    const double softcap = gk_held_softcap(given, dtype);
+    if (softcap == given->softcap) return args;
+    if (op == GK_OP_PAGED_ATTN)
+        copy->paged = *(const gk_paged_attn_args *)args, copy->paged.rules.softcap = softcap;
+    else if (op == GK_OP_FLASH_ATTN_FWD)
+        copy->fwd = *(const gk_flash_attn_args *)args, copy->fwd.rules.softcap = softcap;
+    else
+        copy->bwd = *(const gk_flash_attn_bwd_args *)args, copy->bwd.fwd.rules.softcap = softcap;
+    return copy;
+}
+
 /* The time no kernel can beat on this device; explain's last field, once bytes and flops are known. */
 static void bound(const gk_context *ctx, gk_dtype dtype, gk_explanation *out) {
 #ifdef GPUKERN_HAS_CUDA
@@ -251,6 +300,8 @@ static void bound(const gk_context *ctx, gk_dtype dtype, gk_explanation *out) {
 }
 
 static size_t workspace_of(const char *name, const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args) {
+    held_args held;
+    args = hold(op, dtype, args, &held);
 #ifdef GPUKERN_HAS_CUDA
     if (ctx->device == GK_CUDA) return cuda_bytes(name, ctx, op, dtype, args);
 #endif
@@ -261,6 +312,8 @@ static size_t workspace_of(const char *name, const gk_context *ctx, gk_op op, gk
 
 static gk_status run(const char *name, const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args,
                      const void *workspace, size_t workspace_bytes) {
+    held_args held;
+    args = hold(op, dtype, args, &held);
 #ifdef GPUKERN_HAS_CUDA
     if (ctx->device == GK_CUDA) return cuda_run(name, ctx, op, dtype, args, workspace, workspace_bytes);
 #endif
@@ -295,6 +348,8 @@ static gk_status explain(const char *name, const gk_context *ctx, gk_op op, gk_d
     REQUIRE(out && out->size >= offsetof(gk_explanation, preferred),
             "%s: explanation.size is not sizeof(gk_explanation)", name);
     gk_explanation found = {.size = out->size};
+    held_args held;
+    args = hold(op, dtype, args, &held);
 #ifdef GPUKERN_HAS_CUDA
     if (ctx->device == GK_CUDA)
         TRY(cuda_explain(name, ctx, op, dtype, args, &found));
@@ -344,15 +399,22 @@ static gk_status check_gemm(const gk_context *ctx, const gk_gemm_args *g) {
         TRY(check_tensor(op, "bias", g->bias, g->bias->dtype, 1, 1));
         TRY(check_size(op, "bias", g->bias, 0, g->out.shape[nd - 1]));
     }
-    if (g->c)
+    if (g->c) {
         REQUIRE(g->c->dtype == g->a.dtype || g->c->dtype == g->out.dtype, "%s: c is %s, expected %s or %s", op,
                 gk_dtype_name(g->c->dtype), gk_dtype_name(g->a.dtype), gk_dtype_name(g->out.dtype));
+        /* with beta 0 its data is not read and may be missing */
+        TRY(g->beta != 0 ? check_tensor(op, "c", g->c, g->c->dtype, 0, nd)
+                         : check_layout(op, "c", g->c, g->c->dtype, 0, nd));
+    }
     if (g->preact) {
         TRY(check_tensor(op, "preact", g->preact, g->out.dtype, nd, nd));
         for (int d = 0; d < nd; ++d) TRY(check_size(op, "preact", g->preact, d, g->out.shape[d]));
         TRY(check_dense_last(op, "preact", g->preact));
     }
     REQUIRE((unsigned)g->activation <= GK_ACT_SILU, "%s: activation is %d", op, (int)g->activation);
+    REQUIRE((unsigned)g->fp32_precision <= GK_TF32, "%s: fp32_precision is %d", op, (int)g->fp32_precision);
+    REQUIRE(gk_holds(g->a.dtype, g->alpha), "%s: alpha is %g, expected a number that float32 holds", op, g->alpha);
+    REQUIRE(gk_holds(g->a.dtype, g->beta), "%s: beta is %g, expected a number that float32 holds", op, g->beta);
     return GK_OK;
 }
 
@@ -516,7 +578,11 @@ gk_status gk_gemm_act_bwd(const gk_context *ctx, const gk_gemm_act_bwd_args *arg
 /* ---- flash_attn ---------------------------------------------------------------------------------------- */
 static gk_status check_rules(const char *op, const gk_attn_rules *r, gk_dtype dtype, int64_t batch, int64_t heads_q) {
     REQUIRE(isfinite(r->scale), "%s: scale is %g, expected a finite value", op, r->scale);
+    REQUIRE(fabs(r->scale) <= gk_scale_limit(dtype), "%s: scale is %g, expected at most 1e38 in size with %s", op,
+            r->scale, gk_dtype_name(dtype));
     REQUIRE(isfinite(r->softcap) && r->softcap >= 0, "%s: softcap is %g, expected 0 or more", op, r->softcap);
+    REQUIRE(gk_holds_softcap(r, dtype), "%s: scale is %g and softcap %g, expected a quotient of at most 1e37 with %s",
+            op, r->scale, r->softcap, gk_dtype_name(dtype));
     REQUIRE(r->window_left >= -1, "%s: window_left is %lld, expected -1 or more", op, (long long)r->window_left);
     REQUIRE(r->window_right >= -1, "%s: window_right is %lld, expected -1 or more", op, (long long)r->window_right);
     if (r->alibi_slopes) {
@@ -603,6 +669,10 @@ static gk_status check_flash(const char *op, const gk_context *ctx, const gk_fla
         batch = f->cu_seqlens_q->shape[0] - 1;
         REQUIRE(batch >= 0, "%s: cu_seqlens_q is empty, expected batch + 1 entries", op);
         TRY(check_size(op, "cu_seqlens_k", f->cu_seqlens_k, 0, batch + 1));
+        REQUIRE(f->max_seqlen_q >= 0, "%s: max_seqlen_q is %lld, expected 0 or more", op, (long long)f->max_seqlen_q);
+        REQUIRE(f->max_seqlen_k >= 0, "%s: max_seqlen_k is %lld, expected 0 or more", op, (long long)f->max_seqlen_k);
+        TRY(check_product(op, "sequences, heads and the longest sequence of q", batch, f->q.shape[1],
+                          gk_min_i64(f->max_seqlen_q, f->q.shape[0])));
         REQUIRE(!f->rules.kv_start && !f->rules.kv_end, "%s: kv_start and kv_end are for dense calls", op);
     } else {
         TRY(check_size(op, "k", &f->k, 0, batch));
@@ -775,6 +845,7 @@ static gk_status check_paged(const char *op, const gk_context *ctx, const gk_pag
     if (p->cu_seqlens_q) {
         TRY(check_tensor(op, "cu_seqlens_q", p->cu_seqlens_q, GK_I32, 1, 1));
         TRY(check_size(op, "cu_seqlens_q", p->cu_seqlens_q, 0, batch + 1));
+        REQUIRE(p->max_seqlen_q >= 0, "%s: max_seqlen_q is %lld, expected 0 or more", op, (long long)p->max_seqlen_q);
     } else {
         REQUIRE(batch ? tokens % batch == 0 : tokens == 0,
                 "%s: q has %lld tokens, expected a multiple of the %lld sequences", op, (long long)tokens,
@@ -784,6 +855,10 @@ static gk_status check_paged(const char *op, const gk_context *ctx, const gk_pag
     TRY(check_scales(op, "k_scale", p->k_scale, dtype, heads_kv));
     TRY(check_scales(op, "v_scale", p->v_scale, dtype, heads_kv));
     TRY(check_length(op, "q", ctx, tokens));
+    TRY(check_product(op, "sequences, heads and tokens", batch, heads_q,
+                      p->cu_seqlens_q ? gk_min_i64(p->max_seqlen_q, tokens) : 1));
+    TRY(check_product(op, "sequences, columns of block_table and block_size", batch, p->block_table.shape[1],
+                      p->k_cache.shape[1]));
     TRY(check_length(op, "block_table", ctx, p->block_table.shape[1] * p->k_cache.shape[1]));
     if (contents && ctx->device == GK_CPU) TRY(gk_check_paged_contents(p));
     return GK_OK;

@@ -7,11 +7,15 @@
  *   Every entry point returns a gk_status; gk_last_error() has the detail text of this thread's last failure.
  *   Nothing here exits, prints, allocates device memory, keeps hidden state or synchronises a device. What a process keeps
  *   besides constants of its devices are the preferred rows that it was told of (gk_gemm_prefer).
+ *   A struct begins as its initialiser, gk_gemm_args args = GK_GEMM_ARGS_INIT; (in C++ from 20 on): zeros alone would mean
+ *   alpha 0 and windows of one key. What has no default, as scale, is refused by name until it is set.
+ *   At most 2^48 elements a tensor, and no stride that reaches further.
  *   Workspace comes from the caller: ask gk_<op>_workspace_bytes, 64-byte aligned, need not be zeroed.
  */
 #ifndef GPUKERN_H
 #define GPUKERN_H
 
+#include <math.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -56,7 +60,10 @@ typedef enum gk_dtype {
 #define GK_MAX_DIMS 8
 
 typedef struct gk_tensor {
-    void *data; /* first element; may be NULL where a dimension is 0 */
+    union {                     /* the first element; may be NULL where a dimension is 0 */
+        void *data;             /* of a result, or of an input */
+        const void *const_data; /* of an input, which no call writes: a pointer to const is set without a cast */
+    };
     gk_dtype dtype;
     int32_t ndim;
     int64_t shape[GK_MAX_DIMS];
@@ -87,6 +94,9 @@ typedef struct gk_context {
     const char *cpu_isa;             /* CPU: "base" | "avx2" | "avx512" | "avx512bf16"; NULL = best of the machine */
     uint8_t *error_word;             /* CUDA: GK_NUM_DEVICE_ERRORS bytes of pinned memory; may be NULL */
 } gk_context;
+
+/* The CPU's best instruction set on the calling thread. */
+#define GK_CONTEXT_INIT {.size = sizeof(gk_context), .device = GK_CPU, .num_threads = 1}
 
 /* Bad contents of index tensors that a CUDA kernel met: it sets byte error_word[kind] and goes on with clamped values.
  * The sequence or token concerned has no meaningful result, all others have theirs. */
@@ -129,6 +139,8 @@ typedef struct gk_explanation {
     int32_t preferred; /* 1: a row that gk_gemm_prefer asked for; a size that ends before it is served, too */
 } gk_explanation;
 
+#define GK_EXPLANATION_INIT {.size = sizeof(gk_explanation)}
+
 /* ---- gemm ---------------------------------------------------------------------------------- */
 typedef enum gk_activation {
     GK_ACT_NONE = 0,
@@ -152,12 +164,14 @@ typedef struct gk_gemm_args {
     const gk_tensor *c;      /* broadcasts to out, a's or out's dtype; not read when beta == 0; NULL = none */
     gk_tensor out;           /* [batch..., M, N], a's dtype or GK_F32; must not overlap an input */
     const gk_tensor *preact; /* like out: the value before the activation; NULL = not wanted */
-    double alpha, beta;
+    double alpha, beta;      /* numbers that float32 holds, unless a is GK_F64 */
     gk_activation activation;
     gk_precision fp32_precision; /* CUDA only; the CPU computes ieee float32 */
     void *workspace;
     size_t workspace_bytes;
 } gk_gemm_args;
+
+#define GK_GEMM_ARGS_INIT {.size = sizeof(gk_gemm_args), .alpha = 1.0}
 
 GK_API size_t gk_gemm_workspace_bytes(const gk_context *, const gk_gemm_args *);
 GK_API gk_status gk_gemm(const gk_context *, const gk_gemm_args *);
@@ -191,12 +205,14 @@ typedef struct gk_gemm_act_bwd_args {
     gk_activation activation;
 } gk_gemm_act_bwd_args;
 
+#define GK_GEMM_ACT_BWD_ARGS_INIT {.size = sizeof(gk_gemm_act_bwd_args)}
+
 GK_API gk_status gk_gemm_act_bwd(const gk_context *, const gk_gemm_act_bwd_args *);
 
 /* ---- flash_attn ---------------------------------------------------------------------------- */
 /* What every attention op adds to softmax(scale q k^T) v. Row i sees key j iff j lies in one interval. */
 typedef struct gk_attn_rules {
-    double scale;                      /* finite; usually 1/sqrt(head_dim) */
+    double scale;                      /* finite, within +-1e38 unless q is GK_F64; usually 1/sqrt(head_dim) */
     double softcap;                    /* s -> softcap * tanh(s / softcap); 0 = off */
     int32_t is_causal;                 /* j <= i + diagonal */
     int64_t diagonal;                  /* dense only; varlen and paged use each sequence's bottom-right diagonal */
@@ -206,6 +222,9 @@ typedef struct gk_attn_rules {
     const gk_tensor *kv_start;         /* [B] int32, dense only: first key that is seen; clamped to [0, Sk] */
     const gk_tensor *kv_end;           /* [B] int32, dense only: end of the keys that are seen */
 } gk_attn_rules;
+
+/* Every key is seen, nothing changes a score; scale is to be set. */
+#define GK_ATTN_RULES_INIT {.scale = NAN, .window_left = -1, .window_right = -1}
 
 /* Dense when cu_seqlens_q is NULL, packed ("varlen") otherwise.
  *   dense   q [B, Hq, Sq, D]  k [B, Hkv, Sk, D]  v [B, Hkv, Sk, Dv]  out [B, Hq, Sq, Dv]  lse [B, Hq, Sq]
@@ -225,6 +244,8 @@ typedef struct gk_flash_attn_args {
     size_t workspace_bytes;
 } gk_flash_attn_args;
 
+#define GK_FLASH_ATTN_ARGS_INIT {.size = sizeof(gk_flash_attn_args), .rules = GK_ATTN_RULES_INIT}
+
 GK_API size_t gk_flash_attn_fwd_workspace_bytes(const gk_context *, const gk_flash_attn_args *);
 GK_API gk_status gk_flash_attn_fwd(const gk_context *, const gk_flash_attn_args *);
 GK_API gk_status gk_explain_flash_attn_fwd(const gk_context *, const gk_flash_attn_args *, gk_explanation *);
@@ -240,6 +261,8 @@ typedef struct gk_flash_attn_bwd_args {
     void *workspace;
     size_t workspace_bytes;
 } gk_flash_attn_bwd_args;
+
+#define GK_FLASH_ATTN_BWD_ARGS_INIT {.size = sizeof(gk_flash_attn_bwd_args), .fwd = GK_FLASH_ATTN_ARGS_INIT}
 
 GK_API size_t gk_flash_attn_bwd_workspace_bytes(const gk_context *, const gk_flash_attn_bwd_args *);
 GK_API gk_status gk_flash_attn_bwd(const gk_context *, const gk_flash_attn_bwd_args *);
@@ -267,11 +290,14 @@ typedef struct gk_paged_attn_args {
     size_t workspace_bytes;
 } gk_paged_attn_args;
 
+#define GK_PAGED_ATTN_ARGS_INIT {.size = sizeof(gk_paged_attn_args), .rules = GK_ATTN_RULES_INIT}
+
 GK_API size_t gk_paged_attn_workspace_bytes(const gk_context *, const gk_paged_attn_args *);
 GK_API gk_status gk_paged_attn(const gk_context *, const gk_paged_attn_args *);
 GK_API gk_status gk_explain_paged_attn(const gk_context *, const gk_paged_attn_args *, gk_explanation *);
 
-/* Writes new keys and values into the caches: row s % block_size of page s / block_size, s = slots[t]. */
+/* Writes new keys and values into the caches: row s % block_size of page s / block_size, s = slots[t]. A k or v that shares
+ * memory with a row that is written must be copied first: which token is read or written when is not defined. */
 typedef struct gk_kv_cache_write_args {
     size_t size;
     gk_tensor k, v;                     /* [T, Hkv, D], [T, Hkv, Dv], any strides */
@@ -279,6 +305,8 @@ typedef struct gk_kv_cache_write_args {
     gk_tensor slots;                    /* [T] int64 or int32; negative = skip */
     const gk_tensor *k_scale, *v_scale; /* as above: the stored value is k / k_scale; NULL = 1 */
 } gk_kv_cache_write_args;
+
+#define GK_KV_CACHE_WRITE_ARGS_INIT {.size = sizeof(gk_kv_cache_write_args)}
 
 GK_API gk_status gk_kv_cache_write(const gk_context *, const gk_kv_cache_write_args *);
 
@@ -291,6 +319,8 @@ typedef struct gk_attn_merge_args {
     gk_tensor out;          /* [..., Dv] contiguous */
     gk_tensor lse;          /* [...] contiguous */
 } gk_attn_merge_args;
+
+#define GK_ATTN_MERGE_ARGS_INIT {.size = sizeof(gk_attn_merge_args)}
 
 GK_API gk_status gk_attn_merge(const gk_context *, const gk_attn_merge_args *);
 

@@ -29,6 +29,9 @@ static inline int gk_line_classes_log2(int64_t stride) {
     return stride % 8 == 0 ? 0 : stride % 4 == 0 ? 1 : stride % 2 == 0 ? 2 : 3;
 }
 
+/* base + bytes; NULL where there is no base: workspace that is only sized, the data of an empty tensor. */
+static inline void *gk_at(const void *base, int64_t bytes) { return base ? (char *)base + bytes : NULL; }
+
 static inline int64_t gk_numel(const gk_tensor *t) {
     int64_t n = 1;
     for (int d = 0; d < t->ndim; ++d) n *= t->shape[d];
@@ -107,6 +110,31 @@ static inline void gk_store(void *p, gk_dtype dtype, int64_t i, double x) {
     }
 }
 
+/* ---- numbers of a call, in the precision that its dtype is computed in ------------------------- */
+/* Whether alpha or beta keeps its value: float32 has none between 0 and FLT_MIN of full precision, nor past FLT_MAX. */
+static inline bool gk_holds(gk_dtype dtype, double x) {
+    const double size = fabs(x);
+    return dtype == GK_F64 || !isfinite(x) || size == 0 || (size >= 1.17549436e-38 && size <= 3.40282346e38);
+}
+
+/* The largest scale: times log2(e) it is finite. */
+static inline double gk_scale_limit(gk_dtype dtype) { return dtype == GK_F64 ? INFINITY : 1e38; }
+
+/* The softcap that a kernel is given: one for which scale / softcap and softcap log2(e) are numbers of full precision. A cap
+ * that no score comes near is none (0), and scores under one this small are 0 to any precision that they meet. */
+static inline double gk_held_softcap(const gk_attn_rules *r, gk_dtype dtype) {
+    const bool wide = dtype == GK_F64;
+    const double far = wide ? 1e290 : 1e30, scale = fabs(r->scale);
+    if (r->softcap == 0 || r->softcap > (wide ? 1e307 : 1e37) || r->softcap > far * scale) return 0;
+    return fmax(r->softcap, fmax(1 / far, scale * (wide ? 1e-307 : 1e-37)));
+}
+
+/* Past a scale of 1e27 the least softcap is one that scores feel. */
+static inline bool gk_holds_softcap(const gk_attn_rules *r, gk_dtype dtype) {
+    return r->softcap == 0 || fabs(r->scale) <= (dtype == GK_F64 ? 1e290 : 1e27) ||
+           gk_held_softcap(r, dtype) <= r->softcap;
+}
+
 /* ---- which keys a row sees (the C twin of cuda/attn/span.cuh) ------------------------------- */
 /* One sequence of one call, in its own coordinates: rows i in [0, seq_q), keys j in [0, seq_k). */
 typedef struct gk_span {
@@ -146,6 +174,12 @@ typedef void (*gk_work_fn)(void *arg, int64_t task, int64_t worker);
 
 /* parallel.c: runs fn for each task in [0, num_tasks), handed out one by one to at most gk_num_workers workers. */
 int64_t gk_num_workers(const gk_context *ctx, int64_t num_tasks);
+
+/* num_threads as the kernels count it: at least 1, and so few that a product with a workspace does not overflow. */
+#define GK_MAX_THREADS 4096
+static inline int64_t gk_num_threads(const gk_context *ctx) {
+    return gk_clamp_i64(ctx->num_threads, 1, GK_MAX_THREADS);
+}
 void gk_parallel(const gk_context *ctx, int64_t num_tasks, gk_work_fn fn, void *arg);
 
 /* ---- ops ---------------------------------------------------------------------------------------- */

@@ -119,7 +119,6 @@ template <class T> StableIValue bits_of(T x) {
 }
 
 inline StableIValue give(Tensor &t) { return bits_of(t.release()); }
-inline StableIValue give(OptTensor &t) { return t ? bits_of(new StableIValue(bits_of(t.release()))) : 0; }
 inline StableIValue give(const std::string &text) {
     StringHandle handle = nullptr;
     if (torch_new_string_handle(text.data(), text.size(), &handle) != TORCH_SUCCESS) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cmath>
+#include <limits>
 
 #include "box.h"
 
@@ -94,6 +95,16 @@ inline void check_not_nan(const char *op, const char *name, double x) {
     if (std::isnan(x)) bad_argument(op, name, " must be a number, got nan");
 }
 
+// alpha and beta of 16- and 32-bit calls, which are computed in float32.
+inline void check_held(const char *op, const char *name, double x, const Tensor &first) {
+    check_not_nan(op, name, x);
+    double size = std::fabs(x);
+    if (wide_dtype(first) == GK_F64 || std::isinf(x) || size == 0) return;
+    if (size >= std::numeric_limits<float>::min() && size <= std::numeric_limits<float>::max()) return;
+    bad_argument(op, name, " must be 0 or a number that float32 holds (1.2e-38 to 3.4e38) where ", first.name, " is ",
+                 first.dtype->name, ", got ", x);
+}
+
 inline void check_finite(const char *op, const char *name, double x) {
     if (!std::isfinite(x)) bad_argument(op, name, " must be finite, got ", x);
 }
@@ -128,7 +139,11 @@ inline gk_attn_rules check_rules(const char *op, const Tensor &q, int64_t batch,
                                  OptDouble scale, int64_t window_left, int64_t window_right, double softcap,
                                  Tensor &alibi_slopes, Tensor &sinks) {
     gk_attn_rules rules{};
+    const bool wide = wide_dtype(q) == GK_F64;
     if (scale.given) check_finite(op, "scale", scale.value);
+    if (scale.given && !wide && std::fabs(scale.value) > 1e38) {
+        bad_argument(op, "scale must be at most 1e38 in size where q is ", q.dtype->name, ", got ", scale.value);
+    }
     rules.scale = scale.given ? scale.value : 1 / std::sqrt(static_cast<double>(q.size(q.last())));
     rules.is_causal = is_causal;
     check_window(op, "window_left", window_left);
@@ -137,6 +152,10 @@ inline gk_attn_rules check_rules(const char *op, const Tensor &q, int64_t batch,
     rules.window_right = window_right;
     if (!(softcap >= 0) || std::isinf(softcap)) {
         bad_argument(op, "softcap must be 0 (off) or a positive finite number, got ", softcap);
+    }
+    if (softcap > 0 && !wide && std::fabs(rules.scale) > 1e27 && std::fabs(rules.scale) > 1e37 * softcap) {
+        bad_argument(op, "scale must be at most 1e37 times softcap in size where q is ", q.dtype->name, ", got ",
+                     rules.scale, " and ", softcap);
     }
     rules.softcap = softcap;
     if (alibi_slopes) {

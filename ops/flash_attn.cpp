@@ -261,7 +261,8 @@ template <class Args> std::string explain(Args &x) {
 }
 
 // ---- backward -----------------------------------------------------------------------------------
-using Gradients = std::tuple<Tensor, Tensor, Tensor, OptTensor>;
+// dq, dk, dv, dsinks; the last is empty where there are no sinks.
+using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 gk_flash_attn_bwd_args check(const char *op, DenseBwdArgs &x) {
     gk_flash_attn_bwd_args args{};
@@ -293,8 +294,8 @@ gk_flash_attn_bwd_args check(const char *op, PackedBwdArgs &x) {
 
 template <class Args> Gradients make_gradients(const char *op, Args &x, gk_flash_attn_bwd_args *args) {
     Tensor dq = like(op, x.q), dk = like(op, x.k), dv = like(op, x.v);
-    OptTensor dsinks;
-    if (x.sinks) dsinks = empty(op, shape_of(x.sinks), x.sinks.dtype, x.sinks.device);
+    Tensor dsinks = x.sinks ? empty(op, shape_of(x.sinks), x.sinks.dtype, x.q.device)
+                            : empty(op, Shape{1, {0}}, dtype_of(wide_dtype(x.q)), x.q.device);
     args->dq = dq.view;
     args->dk = dk.view;
     args->dv = dv.view;
@@ -313,7 +314,7 @@ void fill_backward(const char *op, Args &x, const Gradients &gradients, gk_flash
     args->fwd.out = x.out.view;
     args->fwd.lse = x.lse.view;
     args->grad_lse = x.grad_lse.view_or_null();
-    args->dsinks = std::get<3>(gradients).view_or_null();
+    if (x.sinks) args->dsinks = &std::get<3>(gradients).view;
     args->deterministic = x.deterministic;
 }
 
@@ -324,7 +325,7 @@ template <class Args> Gradients backward(const char *op, Args &x) {
     if (x.grad_out.numel() == 0 && !args.fwd.cu_seqlens_q) {
         zero(op, std::get<1>(gradients));
         zero(op, std::get<2>(gradients));
-        if (std::get<3>(gradients)) zero(op, std::get<3>(gradients));
+        zero(op, std::get<3>(gradients));
         return gradients;
     }
     fill_backward(op, x, gradients, &args);

@@ -125,8 +125,8 @@ gk_gemm_args check(GemmArgs &x, const Dtype **out_dtype, Shape *shape) {
         check_broadcasts(x.c, *shape);
         args.c = &x.c.view;
     }
-    check_not_nan(kOp, "alpha", x.alpha);
-    check_not_nan(kOp, "beta", x.beta);
+    check_held(kOp, "alpha", x.alpha, x.a);
+    check_held(kOp, "beta", x.beta, x.a);
     args.alpha = x.alpha;
     args.beta = x.c ? x.beta : 0; // its default is 1 with and without c
     if (args.beta == 0) args.c = nullptr;
@@ -160,17 +160,15 @@ Tensor gemm(GemmArgs &x) {
     return out;
 }
 
-// preact is what gemm_act_bwd needs beyond the output: relu's derivative shows in its output.
-std::tuple<Tensor, OptTensor> gemm_fwd(GemmArgs &x) {
+// preact is what gemm_act_bwd needs beyond the output; empty for none and relu, whose derivative shows in its output.
+std::tuple<Tensor, Tensor> gemm_fwd(GemmArgs &x) {
     const Dtype *dtype;
     Shape shape;
     gk_gemm_args args = check(x, &dtype, &shape);
     Tensor out = empty(kOp, shape, dtype, x.a.device);
-    OptTensor preact;
-    if (args.activation != GK_ACT_NONE && args.activation != GK_ACT_RELU) {
-        preact = empty(kOp, shape, dtype, x.a.device);
-        args.preact = &preact.view;
-    }
+    bool wanted = args.activation != GK_ACT_NONE && args.activation != GK_ACT_RELU;
+    Tensor preact = empty(kOp, wanted ? shape : Shape{1, {0}}, dtype, x.a.device);
+    if (wanted) args.preact = &preact.view;
     run(x, &args, out);
     return {std::move(out), std::move(preact)};
 }

@@ -208,12 +208,71 @@ struct Lattice {
 };
 
 bool overlap(const gk_tensor &x, const gk_tensor &y) {
-    int64_t bytes = static_cast<int64_t>(gk_dtype_bytes(x.dtype));
+    int64_t bytes_x = static_cast<int64_t>(gk_dtype_bytes(x.dtype));
+    int64_t bytes_y = static_cast<int64_t>(gk_dtype_bytes(y.dtype));
     Lattice lattice;
-    for (int d = 0; d < x.ndim; ++d) lattice.add(x.stride[d] * bytes, 0, x.shape[d] - 1);
-    for (int d = 0; d < y.ndim; ++d) lattice.add(y.stride[d] * bytes, 1 - y.shape[d], 0);
-    lattice.add(1, 1 - bytes, bytes - 1);
+    for (int d = 0; d < x.ndim; ++d) lattice.add(x.stride[d] * bytes_x, 0, x.shape[d] - 1);
+    for (int d = 0; d < y.ndim; ++d) lattice.add(y.stride[d] * bytes_y, 1 - y.shape[d], 0);
+    lattice.add(1, 1 - bytes_y, bytes_x - 1);
     return lattice.reaches(static_cast<char *>(y.data) - static_cast<char *>(x.data));
+}
+
+// The bytes from the first element to behind the last.
+struct Range {
+    const char *begin, *end;
+};
+
+Range range_of(const gk_tensor &t) {
+    int64_t below = 0, above = 1;
+    for (int d = 0; d < t.ndim; ++d) (t.stride[d] < 0 ? below : above) += t.stride[d] * (t.shape[d] - 1);
+    int64_t bytes = static_cast<int64_t>(gk_dtype_bytes(t.dtype));
+    const char *data = static_cast<const char *>(t.data);
+    return {data + below * bytes, data + above * bytes};
+}
+
+bool is_empty(const gk_tensor &t) {
+    for (int d = 0; d < t.ndim; ++d) {
+        if (t.shape[d] == 0) return true;
+    }
+    return false;
+}
+
+// overlap, after what tells nearly all tensors apart.
+bool shares_memory(const gk_tensor &x, const gk_tensor &y) {
+    if (is_empty(x) || is_empty(y)) return false;
+    Range a = range_of(x), b = range_of(y);
+    return a.begin < b.end && b.begin < a.end && overlap(x, y);
+}
+
+// Whether t shares memory with a row of the cache that is written. On a GPU only the device knows which rows are.
+bool meets_a_write(const gk_tensor &t, const Tensor &cache, const Tensor &slots) {
+    if (!shares_memory(t, cache.view)) return false;
+    if (!cache.device.is_cpu()) return true;
+    gk_tensor row = cache.view; // [Hkv, D]
+    row.ndim = 2;
+    for (int d = 0; d < 2; ++d) row.shape[d] = cache.size(d + 2), row.stride[d] = cache.stride(d + 2);
+    int64_t bytes = static_cast<int64_t>(gk_dtype_bytes(row.dtype));
+    for (int64_t n = 0; n < slots.size(0); ++n) {
+        int64_t at = n * slots.stride(0);
+        int64_t slot = slots.view.dtype == GK_I64 ? static_cast<const int64_t *>(slots.view.data)[at]
+                                                  : static_cast<const int32_t *>(slots.view.data)[at];
+        int64_t page = slot / cache.size(1);
+        if (slot < 0 || page >= cache.size(0)) continue; // skipped, refused
+        int64_t offset = page * cache.stride(0) + slot % cache.size(1) * cache.stride(1);
+        row.data = static_cast<char *>(cache.view.data) + offset * bytes;
+        if (shares_memory(row, t)) return true;
+    }
+    return false;
+}
+
+// k and v may be views of the caches; a token must not meet what another has written, so they are read in full first.
+void read_first(const char *op, Tensor &t, const WriteArgs &x) {
+    if (meets_a_write(t.view, x.k_cache, x.slots) || meets_a_write(t.view, x.v_cache, x.slots)) copy_dense(op, t);
+}
+
+void check_apart(const char *op, const Tensor &t, const Tensor &cache) {
+    if (!t || !shares_memory(t.view, cache.view)) return;
+    bad_argument(op, t.name, " shares memory with ", cache.name, "; it must not, since ", cache.name, " is written");
 }
 
 void check_written_once(const char *op, const Tensor &cache) {
@@ -244,7 +303,7 @@ void kv_cache_write(WriteArgs &x) {
     check_same(op, x.v_cache, "head_dim", x.v_cache.size(3), x.v, x.v.size(2));
     check_written_once(op, x.k_cache);
     check_written_once(op, x.v_cache);
-    if (x.k_cache.numel() > 0 && x.v_cache.numel() > 0 && overlap(x.k_cache.view, x.v_cache.view)) {
+    if (shares_memory(x.k_cache.view, x.v_cache.view)) {
         bad_argument(op, "v_cache overlaps k_cache; they may be views of one tensor but must not "
                          "share memory");
     }
@@ -256,8 +315,15 @@ void kv_cache_write(WriteArgs &x) {
     check_shape(op, x.slots, Shape{1, {tokens}});
     args.k_scale = check_scale(op, x.k_scale, "k_scale", x.k, heads_kv);
     args.v_scale = check_scale(op, x.v_scale, "v_scale", x.k, heads_kv);
+    for (const Tensor *cache : {&x.k_cache, &x.v_cache}) {
+        check_apart(op, x.slots, *cache);
+        check_apart(op, x.k_scale, *cache);
+        check_apart(op, x.v_scale, *cache);
+    }
     if (tokens == 0) return;
 
+    read_first(op, x.k, x);
+    read_first(op, x.v, x);
     args.k = x.k.view;
     args.v = x.v.view;
     args.k_cache = x.k_cache.view;

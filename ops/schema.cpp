@@ -1,5 +1,6 @@
 // schema.cpp: every schema of the plugin, and the ops that take no tensor.
 //
+// A result that is not wanted is an empty tensor: tracers and Inductor's C++ wrapper take no optional one.
 // SymInt reaches a kernel as int64. The *_fwd and *_bwd ops are what autograd is built of
 // (torch_gpukern/ops); each explain_* takes its op's arguments and returns as JSON what the call
 // would do.
@@ -41,7 +42,7 @@
     "Tensor? v_scale=None, bool is_causal=True)"
 
 #define OUT_LSE " -> (Tensor out, Tensor lse)"
-#define GRADIENTS " -> (Tensor dq, Tensor dk, Tensor dv, Tensor? dsinks)"
+#define GRADIENTS " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
 
 namespace {
 
@@ -53,7 +54,7 @@ void def_with_twin(gk::Library &m, const char *schema) {
 
 void define(gk::Library &m) {
     def_with_twin(m, "gemm" GEMM_ARGS " -> Tensor");
-    def_with_twin(m, "gemm_fwd" GEMM_ARGS " -> (Tensor out, Tensor? preact)");
+    def_with_twin(m, "gemm_fwd" GEMM_ARGS " -> (Tensor out, Tensor preact)");
     m.def("_gemm_short(Tensor a, Tensor b) -> Tensor");
     m.def("gemm_act_bwd(Tensor grad_out, Tensor saved, str activation) -> Tensor");
     m.def("explain_gemm" GEMM_ARGS " -> str");

@@ -84,6 +84,43 @@ def test_train_block(dynamic, device):
         assert_same(run_block(compiled, s, device), run_block(block, s, device))
 
 
+def every_gradient(x, w_qkv, w_out, bias, sinks):
+    """block, and what it leaves out: attention without sinks, dense and packed, an lse that is read, attn_merge."""
+    rows = block(x, w_qkv, w_out, bias, sinks).view(-1, 2, 16)
+    heads = rows.view(2, -1, 2, 16).transpose(1, 2)
+    dense, lse = torch_gpukern.flash_attn(heads, heads, heads, return_lse=True)
+    merged, _ = torch_gpukern.attn_merge(dense, lse, dense, lse)
+    cu = torch.tensor([0, rows.shape[0]], dtype=torch.int32, device=x.device)
+    packed = torch_gpukern.flash_attn_varlen(rows, rows, rows, cu, cu, rows.shape[0], rows.shape[0])
+    out = torch_gpukern.gemm(merged.flatten(0, 2), packed.flatten(0, 1).mT, alpha=0.01, activation="relu")
+    return out + 0.01 * lse.mean()
+
+
+def test_train_through_the_cpp_wrapper(device):
+    """Inductor's C++ wrapper calls the raw ops, forward and backward, whatever results they are not asked for."""
+    with torch._inductor.config.patch(cpp_wrapper=True):
+        got = run_block(torch.compile(every_gradient, fullgraph=True), 12, device)
+    assert_same(got, run_block(every_gradient, 12, device))
+
+
+@pytest.mark.parametrize("grad", (True, False), ids=("grad", "no_grad"))
+def test_jit_trace(grad, device):
+    """A trace records the public ops, whether a gradient is wanted or not, and has their gradients."""
+    with torch.set_grad_enabled(grad):
+        traced = torch.jit.trace(every_gradient, tuple(block_inputs(12, device)))
+    nodes = {node.kind() for node in traced.graph.nodes() if node.kind().startswith("gpukern")}
+    assert nodes == {
+        f"gpukern::{op}" for op in ("gemm", "flash_attn", "flash_attn_fwd", "flash_attn_varlen", "attn_merge")
+    }
+    assert_same(run_block(traced, 12, device), run_block(every_gradient, 12, device))
+
+
+@pytest.mark.parametrize("name", ("gemm_fwd", "flash_attn_fwd", "flash_attn_bwd", "flash_attn_varlen_bwd"))
+def test_raw_ops_return_tensors(name):
+    """Never None: neither the C++ wrapper nor a trace can hold an optional result."""
+    assert all(str(result.type) == "Tensor" for result in getattr(ops, name).default._schema.returns)
+
+
 def varlen_step(q, k, v, cu, max_seqlen, slopes, sinks):
     out = ops.flash_attn_varlen(
         q * 2, k, v, cu, cu, max_seqlen, max_seqlen, is_causal=True, alibi_slopes=slopes, sinks=sinks
@@ -172,6 +209,19 @@ def test_cache_write_compiles_without_cloning_the_caches(device):
 LENGTHS = (16, 17, 31, 40, 64, 65, 90, 111, 128, 200)
 
 
+@pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
+def test_a_write_from_views_of_its_cache(backend, device):
+    """All of k is read before a row is written, also where the compiler writes in place."""
+
+    def turn(k_cache, v_cache, slots):
+        ops.kv_cache_write(k_cache.view(4, 1, 8), v_cache.view(4, 1, 8), k_cache, v_cache, slots)
+
+    caches = [torch.arange(32.0, device=device).view(2, 2, 1, 8) for _ in range(2)]
+    want = caches[0].view(4, 8).flip(0)
+    torch.compile(turn, backend=backend, fullgraph=True)(*caches, torch.arange(4, device=device).flip(0))
+    assert all(torch.equal(c.view(4, 8), want) for c in caches)
+
+
 def test_ten_lengths_with_a_diagonal_of_lengths_make_two_graphs(device):
     """diagonal = k.shape[2] - q.shape[2] and a length in gemm stay symbols, forward and backward."""
 
@@ -192,6 +242,54 @@ def test_ten_lengths_with_a_diagonal_of_lengths_make_two_graphs(device):
             results.append([out.detach(), q.grad, k.grad, v.grad, w.grad])
         assert_same(*results)
     assert 1 <= counting.forward <= 2 and 1 <= counting.backward <= 2, vars(counting)
+
+
+def attention_of_lengths(name, q, k, window):
+    """The public functions, each number a length or a difference of lengths, which passes through its default."""
+    if name == "flash_attn":
+        return torch_gpukern.flash_attn(q, k, k, is_causal=True, diagonal=k.shape[2] - q.shape[2])
+    if name == "windows":
+        return torch_gpukern.flash_attn(q, k, k, window_left=window - 4, window_right=window - 4)
+    rows, keys = q[0].transpose(0, 1), k[0].transpose(0, 1)
+    if name == "flash_attn_varlen":
+        lengths = (torch.arange(2, dtype=torch.int32) * x.shape[0] for x in (rows, keys))
+        return torch_gpukern.flash_attn_varlen(
+            rows, keys, keys, *lengths, rows.shape[0], keys.shape[0], window_left=window - 4, window_right=window - 4
+        )
+    pages = keys[:, None], keys[:, None], torch.arange(keys.shape[0], dtype=torch.int32)[None]
+    return torch_gpukern.paged_attn(rows[:1], *pages, torch.ones(1, dtype=torch.int32), window_left=window - 4)
+
+
+LENGTH_PAIRS = ((10, 14), (12, 12), (12, 15), (13, 13), (30, 20))  # of queries and keys; the window goes 7, 3, 5, 4, 6
+
+
+@pytest.mark.parametrize("name", ("flash_attn", "windows", "flash_attn_varlen", "paged_attn"))
+def test_public_functions_compare_no_symbol(name):
+    """One dynamic graph serves a diagonal and windows on both sides of their defaults, and so does one export."""
+
+    def fn(q, k, window):
+        return attention_of_lengths(name, q, k, window.shape[0])
+
+    def inputs(queries, keys, window):
+        gen = generator("symbols", queries, keys)
+        return randn(gen, 1, 2, queries, 8), randn(gen, 1, 2, keys, 8), torch.empty(window)
+
+    class Module(torch.nn.Module):
+        forward = staticmethod(fn)
+
+    shapes = [{d: torch.export.Dim(x, min=2, max=50)} for d, x in ((2, "queries"), (2, "keys"), (0, "window"))]
+    programs = [
+        torch.export.export(Module(), inputs(10, 14, 7), dynamic_shapes=tuple(shapes), strict=strict).module()
+        for strict in (False, True)
+    ]
+    counting = Counting()
+    compiled = torch.compile(fn, fullgraph=True, dynamic=True, backend=counting)
+    for (queries, keys), window in zip(LENGTH_PAIRS, (7, 3, 5, 4, 6), strict=True):
+        given = inputs(queries, keys, window)
+        want = fn(*given)
+        for program in (compiled, *programs):
+            assert same_bits(program(*given), want)
+    assert counting.forward == 1
 
 
 def test_ten_lengths_of_varlen_make_two_graphs(device):
@@ -365,6 +463,53 @@ def test_functorch_grad_or_a_clear_refusal(gemm, device):
     except (RuntimeError, NotImplementedError):
         return
     assert torch.equal(got, torch.full((2, 3), 4.0, device=device))
+
+
+def batched_cases(device):
+    """name: function and its inputs; together every op with a backward and every branch of the backwards."""
+    gen = generator("batched gradients")
+
+    def new(*shape, dtype=torch.float64):
+        return randn(gen, *shape, dtype=dtype, device=device).requires_grad_()
+
+    q, k, sinks = new(1, 4, 5, 8), new(1, 2, 6, 8), new(4)
+    cu = torch.tensor([0, 2, 5], dtype=torch.int32, device=device)
+    half = [new(*shape, dtype=torch.bfloat16) for shape in ((2, 3, 8), (1, 8, 8))]
+    fn = torch_gpukern
+    return {
+        "gemm": (fn.gemm, (new(3, 4), new(4, 5))),
+        "gemm batch": (fn.gemm, (new(2, 3, 4), new(4, 5), new(5), new(2, 1, 5))),
+        "gemm two batches": (fn.gemm, (new(2, 1, 3, 4), new(2, 4, 5))),
+        "gemm float32 of bfloat16": (lambda a, b: fn.gemm(a, b, out_dtype=torch.float32), half),
+        "gemm relu": (lambda a, b: fn.gemm(a, b, activation="relu"), (new(2, 3, 4), new(4, 5))),
+        "gemm silu": (lambda a, b, c: fn.gemm(a, b, c=c, beta=0.5, activation="silu"), (new(3, 4), new(4, 5), new(5))),
+        "flash_attn": (lambda q, k: fn.flash_attn(q, k, k), (q, k)),
+        "flash_attn sinks": (lambda q, k, s: fn.flash_attn(q, k, k, is_causal=True, sinks=s), (q, k, sinks)),
+        "flash_attn lse": (lambda q, k: fn.flash_attn(q, k, k, return_lse=True)[1], (q, k)),
+        "flash_attn_varlen": (
+            lambda q, k, s: fn.flash_attn_varlen(q, k, k, cu, cu, 3, 3, sinks=s),
+            (new(5, 4, 8), new(5, 2, 8), sinks),
+        ),
+        "attn_merge": (lambda out, lse: fn.attn_merge(out, lse, 2 * out, 2 * lse)[0], (new(3, 2, 4), new(3, 2))),
+    }
+
+
+@pytest.mark.parametrize("name", batched_cases("cpu"))
+def test_batches_of_gradients(name, device):
+    """is_grads_batched and jacobian(vectorize=True), which run a backward under vmap, give what one by one gives."""
+    fn, leaves = batched_cases(device)[name]
+    out = fn(*leaves)
+    grads = torch.stack([randn(generator("cotangent", i), *out.shape, device=device) for i in range(3)]).to(out.dtype)
+    one_by_one = [torch.autograd.grad(out, leaves, grad, retain_graph=True) for grad in grads]
+    want = [torch.stack(x) for x in zip(*one_by_one, strict=True)]
+    for create_graph in (False, True):
+        options = {"retain_graph": True, "create_graph": create_graph}
+        got = torch.autograd.grad(out, leaves, grads, is_grads_batched=True, **options)
+        for x, y in zip(got, want, strict=True):
+            assert same_bits(x.detach(), y)
+    vectorized = torch.autograd.functional.jacobian(fn, tuple(leaves), vectorize=True)
+    for x, y in zip(vectorized, torch.autograd.functional.jacobian(fn, tuple(leaves)), strict=True):
+        assert same_bits(x, y)
 
 
 @pytest.mark.parametrize("grad", (True, False), ids=("grad", "no_grad"))
@@ -569,6 +714,42 @@ def test_a_second_copy_is_refused():
         """
     )
     assert done.stdout.strip() == "refused"
+
+
+def test_a_second_import_takes_over():
+    """After sys.modules was purged, as by a tool that reloads: functions of either import work, and so do the ops."""
+    run_python(
+        """
+        import gc, sys, torch
+        import torch_gpukern as first
+        from torch.utils.flop_counter import FlopCounterMode
+
+        x = torch.rand(4, 4, requires_grad=True)
+        q = torch.rand(1, 2, 5, 8, requires_grad=True)
+
+        def results(module):
+            out = module.gemm(x, x, activation="silu").sum() + module.flash_attn(q, q, q).sum()
+            with FlopCounterMode(display=False) as counter:
+                module.gemm(x, x)
+            with torch.autocast("cpu", torch.bfloat16):
+                low = torch.ops.gpukern.gemm(x, x)
+            meta = torch.ops.gpukern.gemm(torch.ones(2, 3, device="meta"), torch.ones(3, 4, device="meta"))
+            compiled = torch.compile(lambda x: module.gemm(x, x), backend="aot_eager", fullgraph=True)(x)
+            assert counter.get_total_flops() == 128 and low.dtype == torch.bfloat16 and meta.shape == (2, 4)
+            return [*torch.autograd.grad(out + compiled.sum(), (x, q))]
+
+        want = results(first)
+        for _ in range(2):
+            for name in [name for name in sys.modules if name.split(".")[0] == "torch_gpukern"]:
+                del sys.modules[name]
+            import torch_gpukern as again
+            assert again is not first
+            gc.collect()
+            for module in (first, again):
+                torch._dynamo.reset()
+                assert all(map(torch.equal, results(module), want))
+        """
+    )
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

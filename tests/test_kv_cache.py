@@ -313,3 +313,128 @@ def test_any_history(steps):
 def test_exported(device):
     assert torch_gpukern.PagedKVCache is PagedKVCache and torch_gpukern.OutOfPages is OutOfPages
     assert repr(make(device)).startswith("PagedKVCache(0 sequences, 0 of 8 pages")
+
+
+def test_a_write_that_raises_counts_nothing(device):
+    """Whatever a call raises, and wherever: lengths, pages, free pages and rows in use are as they were."""
+    gen = generator("raises")
+    cache = make(device, layers=2)
+    a = cache.allocate()
+    cache.append([a], *(x.expand(2, -1, -1, -1) for x in tokens(gen, cache, 6)), 6)
+    b = cache.fork(a)
+    before = state(cache, [a, b])
+    k, v = (x.expand(2, -1, -1, -1) for x in tokens(gen, cache, 3))
+    learned = k.clone().requires_grad_()
+    with pytest.raises(NotImplementedError):
+        cache.append([a, b], learned, v, [1, 2])
+    with pytest.raises(NotImplementedError):
+        cache.append([a, b], k, v.clone().requires_grad_(), [1, 2])
+    assert same_state(state(cache, [a, b]), before)
+
+    written = []
+
+    def failing(k, v, slots, layer):
+        written.append(layer)
+        if layer == 1:
+            raise MemoryError("of the device")
+        PagedKVCache.write(cache, k, v, slots, layer)
+
+    cache.write = failing
+    with pytest.raises(MemoryError):
+        cache.append([a, b], k, v, [1, 2])
+    del cache.write
+    assert written == [0, 1]
+    after = state(cache, [a, b])
+    assert after[:2] == before[:2] and torch.equal(after[4], before[4])
+    for s in (a, b):
+        assert all(same_bits(x, y) for x, y in zip(held(cache, s), held(cache, a)))
+    cache.k = cache.k.requires_grad_()  # the copy of a shared page fails
+    with pytest.raises(RuntimeError):
+        cache.extend([a])
+    cache.k = cache.k.detach()
+    assert state(cache, [a, b])[:2] == before[:2]
+    cache.append([a, b], k, v, [1, 2])
+    check_pool(cache, [a, b])
+    assert cache.length(a) == 7 and cache.length(b) == 8
+
+
+def test_the_first_append_that_raises():
+    cache = PagedKVCache(1, 2, 1, 1)
+    a = cache.allocate()
+    with pytest.raises(NotImplementedError):
+        cache.append([a], torch.ones(1, 1, 1, requires_grad=True), torch.ones(1, 1, 1))
+    assert cache.length(a) == 0 and cache.pages(a) == [] and cache.free_blocks == 1
+
+
+def test_counts_are_copied_or_refused(device):
+    numpy = pytest.importorskip("numpy")
+    cache = make(device)
+    a = cache.allocate()
+    counts = torch.tensor([1])
+    cache.extend([a], counts)
+    b = cache.fork(a)
+    cache.extend([b])
+    counts += 5
+    assert cache.length(a) == 1 and cache.length(b) == 2
+    for good in (1, torch.tensor(1), [torch.tensor(1), 1], numpy.array([1, 1]), numpy.int64(1), (1, numpy.int32(1)), True,
+                 torch.tensor([1, 1], dtype=torch.int32), iter([1, 1])):  # fmt: skip
+        cache = make(device)
+        pair = [cache.allocate(), cache.allocate()]
+        assert cache.extend(iter(pair), good).tolist() == [0, 4]
+        assert [type(cache.length(s)) for s in pair] == [int, int] and [cache.length(s) for s in pair] == [1, 1]
+    before = state(cache, pair)
+    for bad in (1.0, [1, 1.5], None, "11", torch.tensor([1.0, 1.0]), torch.tensor(2.0), [[1], [1]], [None, 1]):
+        for call in (cache.extend, lambda s, n: cache.append(s, *tokens(generator("bad"), cache, 2), n)):
+            with pytest.raises(ValueError, match=r"^PagedKVCache\.(extend|append): counts must be an integer or a seq"):
+                call(pair, bad)
+    for bad in (torch.tensor([1]), torch.tensor([1, 1, 1]), []):
+        with pytest.raises(ValueError, match="counts has . elements, sequences has 2"):
+            cache.extend(pair, bad)
+    assert same_state(state(cache, pair), before)
+
+
+MODES = {
+    "inference_mode": torch.inference_mode,
+    "no_grad": torch.no_grad,
+    "forward AD": torch.autograd.forward_ad.dual_level,
+    "meta device": lambda: torch.device("meta"),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("made", ("inside", "outside"))
+def test_modes_around_the_cache_change_nothing(mode, made, device):
+    gen = generator("modes")
+    cache = make(device)
+    parts = [tokens(gen, cache, n) for n in (6, 1, 2)]
+
+    def session(cache):
+        """Every call that hands out tensors or writes."""
+        a = cache.allocate()
+        results = [cache.append([a], *parts[0], 6)]
+        b = cache.fork(a)
+        results.append(cache.append([b], *parts[1]))
+        results += [cache.extend([a, b], [0, 0]), cache.block_table([a, b]), cache.block_table([])]
+        return a, b, [*results, cache.seq_lens([b])]
+
+    want = session(make(device))[2]
+    with MODES[mode]():
+        cache = make(device) if made == "inside" else cache
+        a, b, got = session(cache)
+    for x, y in zip(got, want, strict=True):
+        assert x.device == y.device and x.dtype == y.dtype and torch.equal(x, y)
+    cache.append([b], *parts[2], 2)  # what was made inside serves outside
+    assert cache.length(b) == 9
+    check_pool(cache, [a, b])
+    assert same_bits(held(cache, b)[0], torch.cat([p[0] for p in parts]))
+
+
+def test_a_default_device_changes_no_table():
+    torch.set_default_device("meta")
+    try:
+        cache = PagedKVCache(4, 2, 1, 1, device="cpu")
+        a = cache.allocate()
+        assert cache.extend([a], 3).tolist() == [0, 1, 2] and cache.block_table([a]).tolist() == [[0, 1]]
+        assert PagedKVCache(4, 2, 1, 1).k.is_meta
+    finally:
+        torch.set_default_device(None)

@@ -168,13 +168,34 @@ def test_metadata_needs_neither_torch_nor_a_compiler(tmp_path):
         assert field in fields
 
 
+def names_of_sdist(tree, folder):
+    must(sys.executable, "setup.py", "-q", "sdist", "--formats=zip", "-d", folder, cwd=tree)
+    with zipfile.ZipFile(folder / f"gpukern-{header_version()}.zip") as archive:
+        names = {name.split("/", 1)[1] for name in archive.namelist() if not name.endswith("/")}
+    return {name for name in names if ".egg-info/" not in name} - {"PKG-INFO", "setup.cfg"}  # setuptools' own
+
+
 def test_source_archive_can_be_built_from(tmp_path):
     tree = copy_of_tree(tmp_path / "tree")
-    must(sys.executable, "setup.py", "-q", "sdist", "--formats=zip", "-d", tmp_path, cwd=tree)
-    with zipfile.ZipFile(tmp_path / f"gpukern-{header_version()}.zip") as archive:
-        names = {name.split("/", 1)[1] for name in archive.namelist()}
     files = {p.relative_to(tree).as_posix() for p in tree.rglob("*") if p.is_file() and ".egg-info" not in str(p)}
-    assert files - names <= {"MANIFEST.in"}
+    assert names_of_sdist(tree, tmp_path) == files
+
+
+@pytest.mark.skipif(
+    not ((ROOT / ".git").exists() and shutil.which("git")), reason="asks git what belongs to the project"
+)
+def test_source_archive_is_complete(tmp_path):
+    """Tests with their conftest, docs, examples, benchmarks: every file that git has, and no leftover of a build."""
+    tracked = must("git", "-c", "safe.directory=*", "ls-files", "-z").rstrip("\0").split("\0")
+    tracked = {name for name in tracked if (ROOT / name).exists()}
+    tree = tmp_path / "tree"
+    for name in tracked:
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tree / name)
+    for leftover in ("tests/__pycache__/conftest.cpython-312.pyc", "torch_gpukern/libgpukern_torch.so", "build/x.o"):
+        (tree / leftover).parent.mkdir(parents=True, exist_ok=True)
+        (tree / leftover).touch()
+    assert names_of_sdist(tree, tmp_path) == tracked
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -258,6 +279,94 @@ def test_c_example_builds_and_runs(prefix, tmp_path):
     assert f"gpukern {header_version()} on " in out
     assert "gemm " in out and "flash_attn " in out and "GK_ERR_ARGUMENT" in out
     assert not [name for name in needed(tmp_path / "attention") if "torch" in name or "stdc++" in name]
+
+
+def run_example(binary):
+    out = must(binary, cwd=binary.parent)
+    assert "flash_attn row " in out and "GK_ERR_ARGUMENT" in out
+
+
+def by_pkg_config(prefix, folder):
+    (pc,) = prefix.rglob("gpukern.pc")
+    assert str(ROOT) not in pc.read_text() and str(prefix) not in pc.read_text()
+    words = must("pkg-config", "--cflags", "--libs", "gpukern", PKG_CONFIG_PATH=pc.parent).split()
+    source, binary = ROOT / "examples" / "c" / "attention.c", folder / "by_pkg_config"
+    (library,) = {p.parent for p in prefix.rglob("libgpukern.*")}
+    must("cc", source, *words, "-lm", f"-Wl,-rpath,{library}", "-o", binary)
+    run_example(binary)
+
+
+@pytest.mark.skipif(not shutil.which("pkg-config"), reason="pkg-config is not installed")
+def test_pkg_config(prefix, tmp_path):
+    by_pkg_config(prefix, tmp_path)
+
+
+def test_add_subdirectory_and_static_library(tmp_path):
+    """A project that takes this one in links gpukern::gpukern and gets the C library alone. BUILD_SHARED_LIBS=OFF makes
+    libgpukern.a, which an example then finds by its CMake package and by pkg-config."""
+    build, prefix = tmp_path / "build", tmp_path / "prefix"
+    (tmp_path / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.20)\n"
+        "project(user LANGUAGES C)\n"
+        f"add_subdirectory({ROOT} gpukern)\n"
+        f"add_executable(attention {ROOT}/examples/c/attention.c)\n"
+        "target_link_libraries(attention PRIVATE gpukern::gpukern m)\n"
+        "if(TARGET gpukern_torch)\n"
+        '  message(FATAL_ERROR "the plugin came along")\n'
+        "endif()\n"
+    )
+    flags = ["-DGPUKERN_CUDA=0", "-DBUILD_SHARED_LIBS=OFF", "-DCMAKE_C_FLAGS=-O1"]
+    must("cmake", "-S", tmp_path, "-B", build, f"-DPython_EXECUTABLE={sys.executable}", *flags)
+    assert "CMAKE_BUILD_TYPE:STRING=\n" in (build / "CMakeCache.txt").read_text()
+    must("cmake", "--build", build, "-j", "2")
+    run_example(build / "attention")
+    must("cmake", "--install", build, "--prefix", prefix)
+    assert list(prefix.rglob("libgpukern.a")) and not list(prefix.rglob("*.so*"))
+    must("cmake", "-S", ROOT / "examples" / "c", "-B", tmp_path / "example", f"-DCMAKE_PREFIX_PATH={prefix}")
+    must("cmake", "--build", tmp_path / "example")
+    run_example(tmp_path / "example" / "attention")
+    if shutil.which("pkg-config"):
+        by_pkg_config(prefix, tmp_path)
+
+
+def test_install_without_a_component_is_the_c_library(built, tmp_path):
+    must("cmake", "--install", built, "--prefix", tmp_path)
+    files = [p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*")]
+    assert "include/gpukern.h" in files and not [f for f in files if "torch" in f]
+
+
+INITS = """#include <gpukern.h>
+int main(void) {
+    gk_context c = GK_CONTEXT_INIT;
+    gk_explanation e = GK_EXPLANATION_INIT;
+    gk_gemm_args g = GK_GEMM_ARGS_INIT;
+    gk_gemm_act_bwd_args ab = GK_GEMM_ACT_BWD_ARGS_INIT;
+    gk_attn_rules r = GK_ATTN_RULES_INIT;
+    gk_flash_attn_args f = GK_FLASH_ATTN_ARGS_INIT;
+    gk_flash_attn_bwd_args b = GK_FLASH_ATTN_BWD_ARGS_INIT;
+    gk_paged_attn_args p = GK_PAGED_ATTN_ARGS_INIT;
+    gk_kv_cache_write_args w = GK_KV_CACHE_WRITE_ARGS_INIT;
+    gk_attn_merge_args m = GK_ATTN_MERGE_ARGS_INIT;
+    static const float x[1] = {1};
+    g.a.const_data = x; /* an input needs no cast */
+    return !(c.size == sizeof c && c.device == GK_CPU && c.num_threads == 1 && e.size == sizeof e && g.size == sizeof g &&
+             g.alpha == 1 && g.beta == 0 && ab.size == sizeof ab && r.window_left == -1 && r.window_right == -1 &&
+             r.scale != r.scale && f.size == sizeof f && f.rules.window_left == -1 && b.size == sizeof b &&
+             b.fwd.size == sizeof f && b.fwd.rules.window_right == -1 && p.size == sizeof p &&
+             p.rules.window_left == -1 && w.size == sizeof w && m.size == sizeof m);
+}
+"""
+
+
+@pytest.mark.parametrize("compiler, language", [("cc", "c11"), ("c++", "c++20")])
+def test_initialisers(prefix, tmp_path, compiler, language):
+    source = tmp_path / ("inits.c" if compiler == "cc" else "inits.cpp")
+    source.write_text(INITS)
+    flags = [f"-std={language}", "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-I", prefix / "include"]
+    if compiler == "c++":
+        flags.append("-Wno-missing-field-initializers")  # g++ -Wextra warns of what designators leave out
+    must(compiler, *flags, source, "-o", tmp_path / "inits")
+    must(tmp_path / "inits")
 
 
 def test_installed_tree(prefix):
@@ -367,6 +476,23 @@ def test_error_old_torch(tmp_path):
         f"gpukern: torch 2.9.1+cpu of {sys.executable} is older than 2.10, which gpukern needs; "
         "pip install 'torch>=2.10' into it, or pass the path of another Python"
     )
+
+
+def test_error_in_an_isolated_build(tmp_path):
+    """pip's own environment for builds has no torch, whatever is installed: the line names the way round it."""
+    must(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv")
+    python = tmp_path / "venv" / "bin" / "python"
+    [site] = (tmp_path / "venv").glob("lib/python*/site-packages")
+    for package in ("setuptools", "pkg_resources", "_distutils_hack"):
+        if (found := Path(setuptools.__file__).parent.parent / package).exists():
+            (site / package).symlink_to(found)
+    result = run(
+        python, "setup.py", "-q", "build_ext", GPUKERN_BUILD_DIR=tmp_path / "build", GPUKERN_CUDA="0", CMAKE_ARGS=None
+    )
+    assert result.returncode != 0
+    line = result.stderr.strip().splitlines()[-1]
+    assert line.startswith(f"gpukern: {python} has no torch; pip install 'torch>=2.10' into it")
+    assert "pip hides it from builds: pip install --no-build-isolation ." in line
 
 
 def test_without_torch(tmp_path):

@@ -62,6 +62,30 @@ def test_a_changed_ladder_is_noticed(results, name):
     assert readme_tables.out_of_date(LADDER.read_text(), changed) == [name]
 
 
+def test_every_ratio_is_against_the_fastest_peer(results):
+    """Of its row, whoever that is; what a case is held against beside its peers is a limit."""
+    for result in results:
+        for bench in result["benches"].values():
+            for row in bench["rows"]:
+                if not row["peers"]:
+                    continue
+                best = row["peers"][row["best_peer"]]["us"]
+                assert best == min(peer["us"] for peer in row["peers"].values()), row
+                assert "ours, aligned" not in row["peers"]
+                drift = row["ratio_spread"] + row["spread"] + row["peers"][row["best_peer"]]["spread"]
+                assert abs(row["ratio"] / (best / row["us"]) - 1) < 0.02 + 2 * drift, row
+            for group in bench["groups"]:
+                ratios = [row["ratio"] for row in bench["rows"] if row["group"] == group["group"] and row["ratio"]]
+                if ratios:  # else rows of one dtype
+                    assert abs(group["worst"] / min(ratios) - 1) < 1e-3
+
+
+def test_a_table_names_every_best_peer():
+    rows = [{"best_peer": name} for name in ("a", "b", "b", "")]
+    assert readme_tables._best_peers(rows) == "b in 2, a in 1"
+    assert readme_tables._best_peers(rows[1:]) == "b"
+
+
 def test_every_row_states_error_and_roofline(results):
     for result in results:
         for bench in result["benches"].values():

@@ -776,3 +776,75 @@ def test_float64_is_the_reference_row():
 def test_version():
     assert torch_gpukern.__version__ == ops.version()
     assert len(ops.version().split(".")) == 3 and ops.cpu_isa() in MACHINE
+
+
+def tiny_calls():
+    """Every kernel of the CPU that several threads share, on values whose products are subnormal."""
+    gen = generator("subnormal")
+
+    def r(*shape, dtype=torch.float32, std=1e-20):
+        return randn(gen, *shape, dtype=dtype, std=std)
+
+    a, b = r(400, 64), r(64, 400)
+    wide_a, wide_b = r(100, 16, dtype=torch.float64, std=1e-155), r(16, 100, dtype=torch.float64, std=1e-155)
+    half = r(64, 400, dtype=torch.bfloat16), r(3, 64, dtype=torch.bfloat16)
+    q, k, v = (r(2, 4, 150, 32, std=s) for s in (1.0, 1.0, 1e-38))
+    out, lse = ops.flash_attn_fwd(q, k, v)
+    grad = r(2, 4, 150, 32)
+    cache = r(40, 16, 2, 32), r(40, 16, 2, 32, std=1e-38)
+    table = torch.arange(40, dtype=torch.int32).view(4, 10)
+    lens = torch.tensor([160, 90, 3, 130], dtype=torch.int32)
+    return {
+        "gemm": lambda: ops.gemm(a, b),
+        "gemm of few rows": lambda: ops.gemm(half[1], half[0], out_dtype=torch.float32),
+        "gemm of float64": lambda: ops.gemm(wide_a, wide_b),
+        "gemm_act_bwd": lambda: ops.gemm_act_bwd(a, torch.full_like(a, 1e-20) - 90, "silu"),
+        "flash_attn": lambda: ops.flash_attn_fwd(q, k, v),
+        "flash_attn_bwd": lambda: ops.flash_attn_bwd(grad, q, k, v, out, lse),
+        "paged_attn": lambda: ops.paged_attn_fwd(torch.ones(4, 4, 32), *cache, table, lens),
+        "attn_merge": lambda: ops.attn_merge(out, lse, out * 0.5, lse - 3),
+    }
+
+
+@pytest.mark.parametrize("flush", (True, False))
+def test_bits_do_not_depend_on_the_thread_whatever_the_mode(flush):
+    """Workers take over the caller's flush-to-zero: a pool that was made in the other mode computes the same bits."""
+    code = f"""
+import torch
+from test_runtime import tiny_calls
+torch.set_num_threads(4)
+if not torch.set_flush_denormal(not {flush}):
+    raise SystemExit
+calls = tiny_calls()
+for call in calls.values():
+    call()
+torch.randn(1 << 20).exp().sum()  # the pool is there, and its threads have this mode
+torch.set_flush_denormal({flush})
+def tensors(x):
+    return [x] if isinstance(x, torch.Tensor) else [t for t in x if t is not None]
+for name, call in calls.items():
+    torch.set_num_threads(1)
+    want = tensors(call())
+    torch.set_num_threads(4)
+    for _ in range(12):
+        for got, expected in zip(tensors(call()), want):
+            assert torch.equal(got, expected), name
+"""
+    run_python(code)
+
+
+def test_a_worker_keeps_its_own_mode():
+    """What a pool's threads flush is theirs: after our call they do what they did before."""
+    code = """
+import torch, torch_gpukern
+torch.set_num_threads(4)
+x = torch.full((1 << 22,), 1e-20)
+y = x * x  # threads without flush-to-zero
+assert (y != 0).all()
+if torch.set_flush_denormal(True):
+    a = torch.full((400, 64), 1e-20)
+    assert not torch.ops.gpukern.gemm(a, a.mT).any()
+    torch.set_flush_denormal(False)
+    assert (x * x != 0).all()
+"""
+    run_python(code)

@@ -173,6 +173,9 @@ def test_a_file_that_was_named_and_is_not_there(path, monkeypatch):
     taken, texts = used(None)
     assert taken == 0 and len(texts) == 1 and f"{path} are not used: GPUKERN_TUNED names it" in texts[0]
     assert texts[0].endswith("to make it, or unset GPUKERN_TUNED")
+    cache._warned.clear()
+    monkeypatch.setattr(sys, "argv", ["-m", "tune", "gemm", "--shapes", "8x8x8"])  # as it stands at import
+    assert used(None) == (0, [])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -386,6 +389,47 @@ def test_the_command_says_what_it_needs():
     if BF16_ROW in KERNELS and not torch.cuda.is_available():
         status, out, err = run_cli("tune", "gemm", "--shapes", "8x8x8")
         assert (status, out) == (1, "") and err.endswith("finds no CUDA device\n") and err.count("\n") == 1
+
+
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a CUDA device that is not there")
+
+
+@pytest.mark.parametrize("device", ("banana", "meta", "mps", "cpu:x", pytest.param("cuda", marks=NO_GPU), "cuda:99"))
+@pytest.mark.parametrize(
+    "command",
+    (("explain", "gemm", "4", "4", "4"), ("explain", "paged_attn"), ("bench", "gemm", "--small")),
+    ids="-".join,
+)
+def test_a_device_that_is_not_there(command, device):
+    """One line, no traceback, and nothing is measured elsewhere."""
+    status, out, err = run_cli(*command, "--device", device)
+    assert (status, out) == (1, "") and err.startswith(f"{command[0]}: device is {device}") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "option, value, least",
+    (
+        ("--block-size", "0", 1),
+        ("--block-size", "-1", 1),
+        ("--heads-kv", "0", 1),
+        ("--head-dim", "0", 1),
+        ("--heads", "-1", 0),
+        ("--batch", "-1", 0),
+        ("--seq-q", "-1", 0),
+        ("--seq-k", "-1", 0),
+    ),
+)
+def test_a_size_that_no_call_has(option, value, least, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["explain", "paged_attn", option, value])
+    assert f"argument {option}: must be {least} or more, got {value}" in capsys.readouterr().err
+
+
+def test_explain_takes_empty_sizes():
+    for args in (("gemm", "0", "4", "4"), ("flash_attn", "--seq-k", "0"), ("paged_attn", "--batch", "0")):
+        status, out, err = run_cli("explain", *args)
+        assert (status, err) == (0, "") and "tasks" in out
+    assert "FLOPs               0" in run_cli("explain", "flash_attn", "--seq-k", "0")[1]
 
 
 def test_explain_measures():

@@ -13,6 +13,8 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,6 +46,25 @@ def _span(values: list[float]) -> str:
     return low if low == high else f"{low} - {high}"
 
 
+def _rates(rows: list[dict], rate: Callable[[dict], float], with_unit: bool) -> str:
+    """The range of the rates in each unit of the rows; T where ours are ten thousand G."""
+    spans = []
+    for unit in dict.fromkeys(row["unit"] for row in rows):
+        members = [row for row in rows if row["unit"] == unit]
+        large = max(row["rate"] for row in members) >= 1e4
+        span = _span([(1e-3 if large else 1.0) * rate(row) for row in members])
+        spans.append(f"{span} {unit.replace('G', 'T', 1) if large else unit}" if with_unit else span)
+    return "; ".join(spans)
+
+
+def _best_peers(rows: list[dict]) -> str:
+    """The fastest peer, or, where rows differ, each with the number of its rows."""
+    counts = Counter(row["best_peer"] for row in rows if row["best_peer"])
+    if len(counts) == 1:
+        return next(iter(counts))
+    return ", ".join(f"{name} in {count}" for name, count in counts.most_common())
+
+
 def _group_lines(bench: dict) -> list[str]:
     """A line per group and dtype: our rates, the best peer's, the geomean and worst ratio."""
     lines = []
@@ -51,12 +72,10 @@ def _group_lines(bench: dict) -> list[str]:
     for name in dict.fromkeys(row["group"] for row in bench["rows"]):
         members = [row for row in bench["rows"] if row["group"] == name]
         group = bars.get(name)
-        unit, one = members[0]["unit"], 1.0
-        if max(row["rate"] for row in members) >= 1e4:
-            unit, one = unit.replace("G", "T", 1), 1e-3
-        ours = _span([one * row["rate"] for row in members])
-        rates = [one * row["peers"][row["best_peer"]]["rate"] for row in members if row["best_peer"]]
-        theirs = f"{_span(rates)} ({members[0]['best_peer']})" if rates else ""
+        ours = _rates(members, lambda row: row["rate"], with_unit=True)
+        rated = [row for row in members if row["best_peer"]]
+        theirs = _rates(rated, lambda row: row["peers"][row["best_peer"]]["rate"], with_unit=False)
+        theirs += f" ({_best_peers(rated)})" if rated else ""
         shares = [row["share"] for row in members if row.get("share") is not None]
         ratio = f"{group['geomean']:.2f}x, worst {group['worst']:.2f}x" if group else ""
         bar, verdict = (group["bar"], group["verdict"]) if group else ("", "")
@@ -71,7 +90,7 @@ def _group_lines(bench: dict) -> list[str]:
             bar = "; ".join(f"{row['label']}: {row['bar']}" for row in own)
             missed = [row["label"] for row in own if row["verdict"] != "held"]
             verdict = f"missed: {', '.join(missed)}" if missed else "held"
-        lines.append(_line([name, str(len(members)), f"{ours} {unit}", theirs, ratio, bar, verdict]))
+        lines.append(_line([name, str(len(members)), ours, theirs, ratio, bar, verdict]))
     return lines
 
 
@@ -200,6 +219,7 @@ def table(name: str, results: list[dict]) -> str:
         bench = result["benches"].get(name)
         if bench is None:
             continue
+        note = bench.get("note", "")  # of what was changed since the run
         peaks = ", ".join(
             f"{key} {value:.0f} {'GB/s' if key == 'read' else 'GFLOP/s'}"
             for key, value in bench["peaks"].items()
@@ -207,7 +227,7 @@ def table(name: str, results: list[dict]) -> str:
         )
         parts.append(
             f"{result['device']}; torch {bench['torch']}; {bench['date']}; "
-            f"measured peaks: {peaks}; `{bench['command']}`\n"
+            f"measured peaks: {peaks}; `{bench['command']}`{'; ' * bool(note) + note}\n"
         )
         if bench["rows"]:
             head = ["rows", "cases", "gpukern", "best peer", "ratio, geomean", "bar", ""]

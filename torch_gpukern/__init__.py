@@ -6,6 +6,10 @@ functions add type hints, documentation and ``return_lse``. `reference` states e
 """
 
 import json as _json
+from typing import Any as _Any
+from typing import Literal as _Literal
+from typing import TypedDict as _TypedDict
+from typing import get_args as _get_args
 
 from ._library import ops as _ops
 from .kv_cache import OutOfPages, PagedKVCache
@@ -13,6 +17,7 @@ from .ops import attn_merge, flash_attn, flash_attn_varlen, gemm, kv_cache_write
 from .tuning import cache as _cache
 
 __all__ = [
+    "Explanation",
     "OutOfPages",
     "PagedKVCache",
     "attn_merge",
@@ -27,7 +32,27 @@ __all__ = [
 
 __version__: str = _ops.version.default()
 
-EXPLAINED = ("gemm", "flash_attn", "flash_attn_varlen", "flash_attn_bwd", "paged_attn")
+_OfCudaGemm = _TypedDict("_OfCudaGemm", {"device": str, "class": str, "rows": list[str]}, total=False)
+
+
+class Explanation(_OfCudaGemm):
+    """What `explain` returns: each entry is described there. The last three, device, class and rows, are a CUDA gemm's."""
+
+    row: str
+    isa: str
+    tile: list[int]
+    tasks: int
+    chunks: int
+    bytes: float
+    flops: float
+    workspace_bytes: int
+    waves: float
+    bound_us: float
+    preferred: bool
+
+
+Explained = _Literal["gemm", "flash_attn", "flash_attn_varlen", "flash_attn_bwd", "paged_attn"]
+EXPLAINED: tuple[str, ...] = _get_args(Explained)
 
 
 def check_errors() -> None:
@@ -41,7 +66,7 @@ def check_errors() -> None:
     _ops.check_errors.default()
 
 
-def explain(op: str, *args, **kwargs) -> dict:
+def explain(op: Explained, *args: _Any, **kwargs: _Any) -> Explanation:
     """The table row that a call would run, and what it costs, without running it.
 
     Args:

@@ -13,6 +13,7 @@ key of that purpose:
 - an Autocast kernel: casts what autocast may cast, then goes on below autocast.
 """
 
+import functools
 import inspect
 import os
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils import flop_counter
 
 # The GPUKERN_NAMESPACE of the C++ build; the two must agree.
 NAMESPACE = "gpukern"
@@ -80,14 +82,30 @@ _load()
 ops = getattr(torch.ops, NAMESPACE)
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
+
+def _replace_earlier_import() -> None:
+    """Whoever imports the package again after taking it out of sys.modules has the compiled library still, and with it what
+    the first import registered from Python: that goes, and functions of the first import run on what this one registers.
+    """
+    kept = "_registered_from_python"  # where sys.modules is not asked
+    earlier = vars(ops).get(kept)
+    if earlier is not None:
+        earlier._destroy()
+    setattr(ops, kept, _library)
+
+
+_replace_earlier_import()
+
 # Bound once: every call pays for what a kernel looks up.
 below_autograd = torch._C._AutoDispatchBelowAutograd
 any_requires_grad = torch._C._any_requires_grad
 is_grad_enabled = torch.is_grad_enabled
 is_compiling = torch.compiler.is_compiling
+is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 are_deterministic = torch._C._get_deterministic_algorithms
 transforms_active = torch._C._are_functorch_transforms_active
 has_torch_function = torch._C._has_torch_function  # of an argument, or a mode's
+jit_trace = torch._C._get_tracing_state  # None outside torch.jit.trace
 any_autocast = torch._C._is_any_autocast_enabled
 _KeySet, _Key = torch._C.DispatchKeySet, torch._C.DispatchKey
 _AUTOCAST_KEYS = _KeySet(_Key.AutocastCPU) | _KeySet(_Key.AutocastCUDA)
@@ -136,14 +154,75 @@ def autograd(name: str) -> Callable:
 
         _library.impl(name, kernel, "Autograd")
         _autograd_kernels[name] = function
+        _guard_numbers(name)
         return function
 
     return register
 
 
+# Per op the places and names of its arguments that are numbers or bools.
+_numbers: dict[str, tuple[tuple[int, str], ...]] = {}
+_NUMBER_TYPES = ("float", "int", "SymInt", "bool", "Optional[float]")
+
+
+def _guard_numbers(name: str) -> None:
+    """Has calls of torch.ops.gpukern.<name> refuse a number that is a tensor with a gradient.
+
+    Torch reads such a tensor's value before the first kernel sees the call, and its gradient would be lost in silence. So
+    the check stands where Python enters the op, in _op of the overload and of its packet.
+    """
+    packet = getattr(ops, name)
+    arguments = [a.name for a in packet.default._schema.arguments]
+    _numbers[name] = tuple(
+        (i, a.name) for i, a in enumerate(packet.default._schema.arguments) if str(a.type) in _NUMBER_TYPES
+    )
+    if not _numbers[name]:
+        return
+    for holder in (packet.default, packet):
+        holder._op = _guarded(name, arguments, holder._op, packet.default)
+        # torch.jit.script asks for an op by what the packet calls
+        torch.jit._builtins._register_builtin(holder._op, f"{NAMESPACE}::{name}")
+
+
+def _guarded(name: str, arguments: list[str], op: Callable, overload: Callable) -> Callable:
+    @functools.wraps(op)
+    def call(*args, **kwargs):
+        if is_dynamo_compiling():  # the frame on its own, after a graph break: dynamo knows the overload
+            return overload(*args, **kwargs)
+        refuse_number_gradients(name, args)
+        for argument, x in kwargs.items():
+            if isinstance(x, Tensor) and argument in arguments:
+                refuse_number_gradients(name, (*(None,) * arguments.index(argument), x))
+        return op(*args, **kwargs)
+
+    return call
+
+
+def refuse_number_gradients(name: str, args: Sequence) -> None:
+    """ValueError where an argument of an op that is a number is given as a tensor that wants a gradient."""
+    for i, argument in _numbers[name]:
+        if i >= len(args):
+            return
+        x = args[i]
+        if x.__class__ in _NUMBER_CLASSES or not isinstance(x, Tensor):
+            continue
+        if (x.requires_grad and is_grad_enabled()) or _has_tangent(x):
+            raise ValueError(
+                f"{NAMESPACE}::{name}: {argument} is a number without a gradient, got a tensor that requires one; "
+                f"pass {argument}.detach()"
+            )
+
+
+_NUMBER_CLASSES = frozenset({float, int, bool, type(None)})
+
+
+def _has_tangent(x: Tensor) -> bool:
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+
+
 def _refuse_tangents(name: str, args: Sequence) -> None:
     """In forward mode: a result without a tangent would say that its derivative is zero."""
-    if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in args):
+    if any(isinstance(x, Tensor) and _has_tangent(x) for x in args):
         raise NotImplementedError(
             f"{NAMESPACE}::{name}: it has no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad); "
             "use reverse mode (torch.autograd.grad)"
@@ -208,16 +287,18 @@ def twin(name: str, short: bool = False) -> Callable:
 def public(name: str, below: Callable) -> Callable:
     """The op for public functions. Where nothing but its Autograd kernel would see a call that wants a gradient, that kernel
     is called here, and one that wants none goes past it to `below`, its twin: either spares the dispatcher a way into
-    Python and back. A compiler that traces, torch.func, autocast, modes and subclasses see the op, at once or from the twin.
+    Python and back. A compiler that traces, torch.jit.trace, torch.func, autocast, modes and subclasses see the op, at once or from the twin.
     """
     op = getattr(ops, name).default
     twin_of_ours = f"{NAMESPACE}::_"
 
     def call(*args):
         if traced() or has_torch_function(args):
+            refuse_number_gradients(name, args)
             return op(*args)
         try:
             if is_grad_enabled() and any_requires_grad(*args):
+                refuse_number_gradients(name, args)
                 return op(*args) if any_autocast() else _autograd_kernels[name](*args)
             return below(*args)
         except RuntimeError as error:  # an argument of a type that the schema does not take
@@ -226,6 +307,14 @@ def public(name: str, below: Callable) -> Callable:
         return op(*args)  # says so by the op's name
 
     return call
+
+
+def flop_formula(*names: str) -> Callable:
+    """Decorator: the FLOP formula of ops, for torch.utils.flop_counter, in place of an earlier import's."""
+    packets = [getattr(ops, name) for name in names]
+    for packet in packets:
+        flop_counter.flop_registry.pop(packet, None)
+    return flop_counter.register_flop_formula(packets)
 
 
 def call_below(op: Callable, args: Sequence):
@@ -243,13 +332,13 @@ def needs_op(*args) -> bool:
 
 
 def traced() -> bool:
-    """Whether a compiler, forward mode or torch.func may look at the call."""
-    return is_compiling() or forward_ad._current_level >= 0 or transforms_active()
+    """Whether a compiler, torch.jit.trace, forward mode or torch.func may look at the call."""
+    return is_compiling() or forward_ad._current_level >= 0 or transforms_active() or jit_trace() is not None
 
 
 def bare(op: torch._ops.OpOverload) -> Callable:
     """What op(...) calls, 0.4 us sooner; for kernels, since torch.compile traces op itself only."""
-    return op._op
+    return getattr(op._op, "__wrapped__", op._op)  # without the check of numbers
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable:

@@ -10,11 +10,13 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from . import EXPLAINED, __version__, explain, flash_attn, gemm, paged_attn
 from ._library import FILE, NAMESPACE, ops
@@ -33,6 +35,34 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 def _fields(rows: Sequence[tuple[str, object]]) -> str:
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
+
+
+def _device(text: str) -> torch.device:
+    """A device that calls can run on, or ValueError."""
+    try:
+        device = torch.device(text)
+    except RuntimeError:  # its text lists every device that some torch may have
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {text}; it must be cpu, cuda or cuda:<index>")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {text}, and torch {torch.__version__} finds no CUDA device")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device is {text}; there are {torch.cuda.device_count()} CUDA devices, counted from 0")
+    return device
+
+
+def _size(least: int) -> Callable[[str], int]:
+    """The type of an argument: an int that is at least this."""
+
+    def parse(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"must be {least} or more, got {value}")
+        return value
+
+    parse.__name__ = "int"  # which argparse names where int() fails
+    return parse
 
 
 # ---- info ----------------------------------------------------------------------------------------
@@ -77,7 +107,7 @@ def _explained_call(args: argparse.Namespace) -> tuple[list, dict]:
     """The arguments of the op that the options describe. Explaining reads shapes and lengths, no
     other contents; a call that is measured has normal values.
     """
-    options = {"dtype": _DTYPES[args.dtype], "device": args.device}
+    options = {"dtype": _DTYPES[args.dtype], "device": _device(args.device)}
 
     def make(*shape: int) -> Tensor:
         return torch.randn(*shape, **options) if args.measure else torch.empty(*shape, **options)
@@ -99,7 +129,7 @@ def _explained_call(args: argparse.Namespace) -> tuple[list, dict]:
         table = torch.arange(args.batch * pages, **ints).view(args.batch, pages)
         return [q, *caches, table, torch.full((args.batch,), args.seq_k, **ints)], scores
 
-    seq_k = args.seq_k or args.seq_q
+    seq_k = args.seq_q if args.seq_k is None else args.seq_k
     if args.op == "flash_attn_varlen":
         q, k, v = (
             make(args.batch * seq, heads, args.head_dim)
@@ -205,13 +235,11 @@ def _report_wrong(results: Sequence[gemm_tuner.Result]) -> int:
 
 
 def _tune(args: argparse.Namespace) -> int:
-    device = torch.device(args.device)
-    if device.type != "cuda":
-        raise ValueError(f"device is {device}; rows are tuned on CUDA, a CPU's follows from its instruction set")
+    if args.device == "cpu":
+        raise ValueError(f"device is {args.device}; rows are tuned on CUDA, a CPU's follows from its instruction set")
     if not ops.cuda_kernels.default():
         raise ValueError("this build of gpukern has no CUDA kernels")
-    if not torch.cuda.is_available():
-        raise ValueError(f"device is {device}, and torch {torch.__version__} finds no CUDA device")
+    device = _device(args.device)
     path = _cache_file(args)
     if args.check:
         return _check_tuned(args, path, device)
@@ -282,11 +310,29 @@ def _check_tuned(args: argparse.Namespace, path: Path, device: torch.device) -> 
 # ---- bench ---------------------------------------------------------------------------------------
 
 
-def _bench_cases(op: str, dtype: torch.dtype, device: str) -> list[tuple[str, float, Callable, Callable]]:
-    """(case, FLOPs, ours, PyTorch's own) at one size each."""
+def _sdpa_on(backend: SDPBackend, *args: Tensor, **options: bool) -> Tensor:
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(*args, **options)
+
+
+def _sdpas(device: str) -> dict[str, Callable]:
+    """scaled_dot_product_attention by backend: which one PyTorch takes by itself need not be its fastest."""
+    if torch.device(device).type != "cuda":
+        return {"SDPA": F.scaled_dot_product_attention}
+    backends = {
+        "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION,
+        "SDPA flash": SDPBackend.FLASH_ATTENTION,
+        "SDPA efficient": SDPBackend.EFFICIENT_ATTENTION,
+        "SDPA math": SDPBackend.MATH,
+    }
+    return {name: partial(_sdpa_on, backend) for name, backend in backends.items()}
+
+
+def _bench_cases(op: str, dtype: torch.dtype, device: str) -> list[tuple[str, float, Callable, dict[str, Callable]]]:
+    """(case, FLOPs, ours, PyTorch's own ways) at one size each."""
     if op == "gemm":
         a, b = (torch.randn(1024, 1024, device=device).to(dtype) for _ in range(2))
-        return [("gemm 1024 cubed", 2.0 * 1024**3, lambda: gemm(a, b), lambda: a @ b)]
+        return [("gemm 1024 cubed", 2.0 * 1024**3, lambda: gemm(a, b), {"matmul": lambda: a @ b})]
     if op == "flash_attn":
         q, k, v = (torch.randn(1, 8, 1024, 64, device=device).to(dtype) for _ in range(3))
         return [
@@ -294,7 +340,7 @@ def _bench_cases(op: str, dtype: torch.dtype, device: str) -> list[tuple[str, fl
                 f"flash_attn 8 heads, 1024 tokens, d64{', causal' if causal else ''}",
                 4.0 * 8 * 1024**2 * 64 / (2 if causal else 1),
                 lambda causal=causal: flash_attn(q, k, v, is_causal=causal),
-                lambda causal=causal: F.scaled_dot_product_attention(q, k, v, is_causal=causal),
+                {name: partial(sdpa, q, k, v, is_causal=causal) for name, sdpa in _sdpas(device).items()},
             )
             for causal in (False, True)
         ]
@@ -303,9 +349,9 @@ def _bench_cases(op: str, dtype: torch.dtype, device: str) -> list[tuple[str, fl
     table = torch.randperm(4 * 128, device=device).int().view(4, 128)
     lens = torch.full((4,), 2048, dtype=torch.int32, device=device)
 
-    def gather() -> Tensor:
+    def gather(sdpa: Callable) -> Tensor:
         keys, values = (x[table.long()].flatten(1, 2).transpose(1, 2) for x in (k, v))
-        return F.scaled_dot_product_attention(q[:, :, None], keys, values, enable_gqa=True)[:, :, 0]
+        return sdpa(q[:, :, None], keys, values, enable_gqa=True)[:, :, 0]
 
     flops = 4.0 * 4 * 32 * 2048 * 128
     return [
@@ -313,9 +359,18 @@ def _bench_cases(op: str, dtype: torch.dtype, device: str) -> list[tuple[str, fl
             "paged_attn 4 x 2048 keys, 32/8 heads, d128",
             flops,
             lambda: paged_attn(q, k, v, table, lens),
-            gather,
+            {f"gather, {name}": partial(gather, sdpa) for name, sdpa in _sdpas(device).items()},
         )
     ]
+
+
+def _us_or_none(call: Callable, device: torch.device) -> float | None:
+    """None where a backend of PyTorch does not serve the call."""
+    try:
+        call()  # before any capture
+        return timing.median_us(call, device)
+    except RuntimeError:
+        return None
 
 
 def _bench(args: argparse.Namespace) -> int:
@@ -328,12 +383,16 @@ def _bench(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 2
-    rows = [("case", "ours us", "torch us", "ratio", "GFLOP/s")]
+    rows = [("case", "ours us", "PyTorch's fastest", "us", "ratio", "GFLOP/s")]
+    device = _device(args.device)
     with torch.inference_mode():
         for name, flops, ours, theirs in _bench_cases(args.op, _DTYPES[args.dtype], args.device):
-            a, b = (timing.median_us(call, torch.device(args.device)) for call in (ours, theirs))
-            rows.append((name, f"{a:.1f}", f"{b:.1f}", f"{b / a:.2f}", f"{flops / a / 1e3:.1f}"))
-    print(f"{args.dtype} on {args.device}, {torch.get_num_threads()} threads, medians; ratio is torch's time over ours")
+            a = timing.median_us(ours, device)
+            b, peer = min((us, way) for way, call in theirs.items() if (us := _us_or_none(call, device)) is not None)
+            rows.append((name, f"{a:.1f}", peer, f"{b:.1f}", f"{b / a:.2f}", f"{flops / a / 1e3:.1f}"))
+    print(
+        f"{args.dtype} on {args.device}, {torch.get_num_threads()} threads, medians; ratio is PyTorch's time over ours"
+    )
     print(_table(rows))
     return 0
 
@@ -358,8 +417,8 @@ def _parser() -> argparse.ArgumentParser:
         p.add_argument("--measure", action="store_true", help="run the call, too, and say how long it takes")
         if op == "gemm":
             for name in ("m", "n", "k"):
-                p.add_argument(name, type=int, metavar=name.upper())
-            p.add_argument("--batch", type=int, nargs="*", default=[], help="batch dimensions of a")
+                p.add_argument(name, type=_size(0), metavar=name.upper())
+            p.add_argument("--batch", type=_size(0), nargs="*", default=[], help="batch dimensions of a")
             p.add_argument(
                 "--layout",
                 choices=("NN", "NT", "TN", "TT"),
@@ -367,20 +426,20 @@ def _parser() -> argparse.ArgumentParser:
                 help="T: stored transposed",
             )
             p.add_argument("--bias", action="store_true")
-            p.add_argument("--activation", default="none")
+            p.add_argument("--activation", choices=gemm_tuner.ACTIVATIONS, default="none")
             continue
         paged = op == "paged_attn"
-        p.add_argument("--batch", type=int, default=1)
-        p.add_argument("--heads", type=int, default=8)
-        p.add_argument("--heads-kv", type=int, help="default: as --heads")
-        p.add_argument("--seq-q", type=int, default=1 if paged else 1024, help="query tokens of each sequence")
-        p.add_argument("--seq-k", type=int, default=1024 if paged else None, help="keys of each sequence")
-        p.add_argument("--head-dim", type=int, default=64)
+        p.add_argument("--batch", type=_size(0), default=1)
+        p.add_argument("--heads", type=_size(0), default=8)
+        p.add_argument("--heads-kv", type=_size(1), help="default: as --heads")
+        p.add_argument("--seq-q", type=_size(0), default=1 if paged else 1024, help="query tokens of each sequence")
+        p.add_argument("--seq-k", type=_size(0), default=1024 if paged else None, help="keys of each sequence")
+        p.add_argument("--head-dim", type=_size(1), default=64)
         p.add_argument("--causal", action=argparse.BooleanOptionalAction, default=paged)
         p.add_argument("--window-left", type=int, default=-1)
         p.add_argument("--softcap", type=float, default=0.0)
         if paged:
-            p.add_argument("--block-size", type=int, default=16)
+            p.add_argument("--block-size", type=_size(1), default=16)
 
     tune = commands.add_parser(
         "tune", help="measure every row that takes a call, and keep what is faster than the default"

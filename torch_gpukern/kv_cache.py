@@ -1,8 +1,9 @@
 """PagedKVCache: keys and values of many growing sequences, in pages shared and copied on write.
 
 The pages of all layers live in two tensors, [layers, num_blocks, block_size, heads_kv, head_dim].
-Which page belongs to whom is kept on the host, so that nothing here waits for a device. One step of
-generation::
+Which page belongs to whom is kept on the host, so that nothing here waits for a device, and not in tensors, so that no mode
+of torch around a call (a default device, inference_mode, forward AD) reaches it. A call that raises has changed nothing. One
+step of generation::
 
     cache = PagedKVCache(num_blocks=512, block_size=16, heads_kv=4, head_dim=64, layers=len(model))
     sequences = [cache.allocate() for _ in prompts]
@@ -18,8 +19,10 @@ after Kwon et al., "Efficient Memory Management for Large Language Model Serving
 PagedAttention" (2023), arXiv:2309.06180.
 """
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import index
 
 import torch
 from torch import Tensor
@@ -35,9 +38,21 @@ class OutOfPages(RuntimeError):
 
 @dataclass
 class _Sequence:
-    row: int  # of the table kept on the host
-    pages: list[int]
+    pages: array  # int32
     length: int  # tokens
+
+
+@dataclass
+class _Growth:
+    """What `extend` will change, settled before anything does."""
+
+    lengths: list[tuple[_Sequence, int]]  # the new ones
+    pages: list[tuple[_Sequence, list[int]]]  # further pages of a sequence
+    copies: list[tuple[_Sequence, int, int, int]]  # its shared last page, the page in its place, rows that are filled
+    slots: Tensor  # [tokens] int64
+
+
+_NO_PAGE = array("i", [-1])
 
 
 class PagedKVCache:
@@ -78,19 +93,18 @@ class PagedKVCache:
         ):
             if size < 1:
                 raise ValueError(f"PagedKVCache: {name} is {size}; expected at least 1")
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        shape = layers, num_blocks, block_size, heads_kv
-        # Rows that no token was written to are never read, so they need no zeros.
-        self.k = torch.empty(*shape, head_dim, dtype=dtype, device=device)
-        self.v = torch.empty(*shape, head_dim if head_dim_v is None else head_dim_v, dtype=dtype, device=device)
-        self._free = list(reversed(range(num_blocks)))  # pages without an owner, the next one last
-        self._owners = [0] * num_blocks  # sequences that own each page
+        self.num_blocks = index(num_blocks)
+        self.block_size = index(block_size)
+        shape = index(layers), self.num_blocks, self.block_size, heads_kv
+        # Rows that no token was written to are never read, so they need no zeros. A cache made in inference_mode serves
+        # outside of it too.
+        with torch.inference_mode(False):
+            self.k = torch.empty(*shape, head_dim, dtype=dtype, device=device)
+            self.v = torch.empty(*shape, head_dim if head_dim_v is None else head_dim_v, dtype=dtype, device=device)
+        self._free = list(reversed(range(self.num_blocks)))  # pages without an owner, the next one last
+        self._owners = [0] * self.num_blocks  # sequences that own each page
         self._sequences: dict[int, _Sequence] = {}
         self._next_handle = 0
-        # block_table() gathers rows of this table instead of building lists of lists in every step.
-        self._table = torch.full((8, 8), -1, dtype=torch.int32)
-        self._free_rows = list(range(7, -1, -1))
 
     def __repr__(self) -> str:
         layers, blocks, size, heads, dim = self.k.shape
@@ -115,7 +129,7 @@ class PagedKVCache:
 
     def allocate(self) -> int:
         """A new sequence without tokens; returns its handle. Its pages come with `extend`."""
-        return self._add([], 0)
+        return self._add(array("i"), 0)
 
     def fork(self, sequence: int) -> int:
         """A new sequence with the same tokens, on the same pages; returns its handle.
@@ -126,7 +140,7 @@ class PagedKVCache:
         parent = self._get(sequence)
         for page in parent.pages:
             self._owners[page] += 1
-        return self._add(list(parent.pages), parent.length)
+        return self._add(parent.pages[:], parent.length)
 
     def free(self, sequence: int) -> None:
         """Ends a sequence. Its pages return to the pool, except those that another sequence still
@@ -138,8 +152,6 @@ class PagedKVCache:
             self._owners[page] -= 1
             if self._owners[page] == 0:
                 self._free.append(page)
-        self._table[ended.row] = -1
-        self._free_rows.append(ended.row)
 
     def extend(self, sequences: Sequence[int], counts: int | Sequence[int] = 1) -> Tensor:
         """Makes room for new tokens and counts them to their sequences at once, before they are
@@ -147,7 +159,7 @@ class PagedKVCache:
 
         Args:
             sequences: B handles, none twice.
-            counts: new tokens of each sequence, or one number for all.
+            counts: new tokens of each sequence, or one number for all; integers, whose values are copied.
 
         Returns:
             slots [sum of counts] int64 for `write` and `kv_cache_write`: the tokens of the first
@@ -155,52 +167,12 @@ class PagedKVCache:
 
         Raises:
             OutOfPages: the pool has not enough free pages for all of them. No sequence has changed.
+            ValueError: counts that are not integers, are negative, or are not one for each sequence.
         """
-        grown = [self._get(s) for s in sequences]
-        counts = [counts] * len(grown) if isinstance(counts, int) else list(counts)
-        if len(counts) != len(grown):
-            raise ValueError(f"PagedKVCache.extend: counts has {len(counts)} elements, sequences has {len(grown)}")
-        if len(set(sequences)) != len(grown):
-            raise ValueError("PagedKVCache.extend: a sequence is named twice")
-        if any(n < 0 for n in counts):
-            raise ValueError(f"PagedKVCache.extend: counts has {min(counts)}; expected no negative number")
-
-        # What is needed is settled before anything changes: new pages, and copies of shared last
-        # pages. Of the owners of such a page the last one to be served keeps it.
-        owners = dict[int, int]()
-        copies, new = [], 0
-        for x, n in zip(grown, counts, strict=True):
-            new += max(0, -(-(x.length + n) // self.block_size) - len(x.pages))
-            if n and x.length % self.block_size:
-                last = x.pages[-1]
-                left = owners.get(last, self._owners[last])
-                if left > 1:
-                    copies.append(x)
-                    owners[last] = left - 1
-        if new + len(copies) > len(self._free):
-            raise OutOfPages(
-                f"PagedKVCache.extend: {new + len(copies)} pages are needed for {sum(counts)} "
-                f"tokens, {len(self._free)} of {self.num_blocks} are free"
-            )
-
-        for x in copies:
-            shared, own = x.pages[-1], self._take()
-            self.k[:, own] = self.k[:, shared]
-            self.v[:, own] = self.v[:, shared]
-            self._owners[shared] -= 1
-            x.pages[-1] = own
-            self._table[x.row, len(x.pages) - 1] = own
-        slots = []
-        for x, n in zip(grown, counts, strict=True):
-            for position in range(x.length, x.length + n):
-                index, offset = divmod(position, self.block_size)
-                if index == len(x.pages):
-                    x.pages.append(self._take())
-                    self._widen(index + 1)
-                    self._table[x.row, index] = x.pages[-1]
-                slots.append(x.pages[index] * self.block_size + offset)
-            x.length += n
-        return torch.tensor(slots, dtype=torch.int64).to(self.k.device)
+        sequences = list(sequences)
+        growth = self._plan(sequences, _as_counts("extend", counts, len(sequences)))
+        self._commit(growth)
+        return growth.slots
 
     def write(self, k: Tensor, v: Tensor, slots: Tensor, layer: int = 0) -> None:
         """Writes new keys k [T, heads_kv, head_dim] and values v [T, heads_kv, head_dim_v] of one
@@ -222,18 +194,20 @@ class PagedKVCache:
             slots [T] int64, where the tokens were written.
         """
         k, v = (x if x.dim() == 4 else x[None] for x in (k, v))
-        tokens = counts * len(sequences) if isinstance(counts, int) else sum(counts)
+        sequences = list(sequences)
+        counts = _as_counts("append", counts, len(sequences))
         for name, x, cache in (("k", k, self.k), ("v", v, self.v)):
-            expected = cache.shape[0], tokens, *cache.shape[3:]
+            expected = cache.shape[0], sum(counts), *cache.shape[3:]
             if tuple(x.shape) != expected or x.dtype != cache.dtype or x.device != cache.device:
                 raise ValueError(
                     f"PagedKVCache.append: {name} is {list(x.shape)} {x.dtype} on {x.device}; "
                     f"expected {list(expected)} {cache.dtype} on {cache.device}"
                 )
-        slots = self.extend(sequences, counts)
-        for layer in range(self.k.shape[0]):
-            self.write(k[layer], v[layer], slots, layer)
-        return slots
+        growth = self._plan(sequences, counts)
+        for layer in range(self.k.shape[0]):  # into rows that no sequence has yet
+            self.write(k[layer], v[layer], growth.slots, layer)
+        self._commit(growth)
+        return growth.slots
 
     def block_table(self, sequences: Sequence[int], width: int | None = None) -> Tensor:
         """The pages of each sequence: [B, width] int32, -1 where a sequence has no further page.
@@ -245,16 +219,25 @@ class PagedKVCache:
         """
         found = [self._get(s) for s in sequences]
         longest = max((len(x.pages) for x in found), default=0)
-        if width is None:
-            width = max(longest, 1)
-        elif width < longest:
+        width = max(longest, 1) if width is None else index(width)
+        if width < longest:
             raise ValueError(f"PagedKVCache.block_table: width is {width}, a sequence has {longest} pages")
-        self._widen(width)
-        return self._table[[x.row for x in found], :width].to(self.k.device)
+        table = array("i")
+        for x in found:
+            table += x.pages
+            table += _NO_PAGE * (width - len(x.pages))
+        return self._tensor(table).view(len(found), width)
 
     def seq_lens(self, sequences: Sequence[int]) -> Tensor:
         """The length of each sequence: [B] int32."""
-        return torch.tensor([self._get(s).length for s in sequences], dtype=torch.int32).to(self.k.device)
+        return self._tensor(array("i", [self._get(s).length for s in sequences]))
+
+    def _tensor(self, numbers: array) -> Tensor:
+        """A new tensor on the device, [n] int32 or int64. The device is named, so a default one does not count."""
+        dtype = torch.int32 if numbers.typecode == "i" else torch.int64
+        if not numbers:  # torch.asarray takes no empty buffer
+            return torch.empty(0, dtype=dtype, device=self.k.device)
+        return torch.asarray(numbers, dtype=dtype, device=self.k.device)
 
     def _get(self, sequence: int) -> _Sequence:
         try:
@@ -262,27 +245,85 @@ class PagedKVCache:
         except KeyError:
             raise KeyError(f"PagedKVCache: {sequence} is not a sequence of this cache, or was freed") from None
 
-    def _add(self, pages: list[int], length: int) -> int:
-        if not self._free_rows:
-            rows = self._table.shape[0]
-            self._table = torch.cat([self._table, torch.full_like(self._table, -1)])
-            self._free_rows.extend(range(2 * rows - 1, rows - 1, -1))
-        row = self._free_rows.pop()
-        self._widen(len(pages))
-        self._table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+    def _add(self, pages: array, length: int) -> int:
         handle = self._next_handle
         self._next_handle += 1
-        self._sequences[handle] = _Sequence(row, pages, length)
+        self._sequences[handle] = _Sequence(pages, length)
         return handle
 
-    def _take(self) -> int:
-        page = self._free.pop()
-        self._owners[page] = 1
-        return page
+    def _plan(self, sequences: list[int], counts: list[int]) -> _Growth:
+        """How the sequences grow; changes nothing."""
+        grown = [self._get(s) for s in sequences]
+        if len(set(sequences)) != len(grown):
+            raise ValueError("PagedKVCache.extend: a sequence is named twice")
 
-    def _widen(self, width: int) -> None:
-        """Columns for rows of `width` pages, at least doubled where there are too few."""
-        missing = width - self._table.shape[1]
-        if missing > 0:
-            more = max(missing, self._table.shape[1])
-            self._table = torch.nn.functional.pad(self._table, (0, more), value=-1)
+        # New pages, and copies of shared last pages. Of the owners of such a page the last one to be served keeps it.
+        owners = dict[int, int]()
+        shared, new = list[_Sequence](), 0
+        for x, n in zip(grown, counts, strict=True):
+            new += max(0, -(-(x.length + n) // self.block_size) - len(x.pages))
+            if n and x.length % self.block_size:
+                last = x.pages[-1]
+                left = owners.get(last, self._owners[last])
+                if left > 1:
+                    shared.append(x)
+                    owners[last] = left - 1
+        if new + len(shared) > len(self._free):
+            raise OutOfPages(
+                f"PagedKVCache.extend: {new + len(shared)} pages are needed for {sum(counts)} "
+                f"tokens, {len(self._free)} of {self.num_blocks} are free"
+            )
+
+        free = reversed(self._free)
+        copies = [(x, x.pages[-1], next(free), x.length % self.block_size) for x in shared]
+        lasts = {id(x): own for x, _, own, _ in copies}
+        pages, lengths, slots = [], [], array("q")
+        for x, n in zip(grown, counts, strict=True):
+            more = list[int]()
+            position, end = x.length, x.length + n
+            while position < end:
+                place, offset = divmod(position, self.block_size)
+                if place >= len(x.pages):
+                    more.append(page := next(free))
+                else:
+                    page = lasts.get(id(x), x.pages[place])
+                rows = min(self.block_size - offset, end - position)
+                slots.extend(range(page * self.block_size + offset, page * self.block_size + offset + rows))
+                position += rows
+            pages.append((x, more))
+            lengths.append((x, end))
+        return _Growth(lengths, pages, copies, self._tensor(slots))
+
+    def _commit(self, growth: _Growth) -> None:
+        """The pages are copied first, which may fail; what follows cannot."""
+        for _, shared, own, rows in growth.copies:  # the rows behind them may be written already
+            self.k[:, own, :rows] = self.k[:, shared, :rows]
+            self.v[:, own, :rows] = self.v[:, shared, :rows]
+        taken = [own for _, _, own, _ in growth.copies]
+        for x, shared, own, _ in growth.copies:
+            self._owners[shared] -= 1
+            x.pages[-1] = own
+        for x, more in growth.pages:
+            x.pages.extend(more)
+            taken += more
+        for page in taken:
+            self._owners[page] = 1
+        del self._free[len(self._free) - len(taken) :]
+        for x, length in growth.lengths:
+            x.length = length
+
+
+def _as_counts(what: str, counts: int | Iterable[int], n: int) -> list[int]:
+    """counts of n sequences as ints of our own: a tensor that its owner changes later must not change a length."""
+    given = counts.tolist() if hasattr(counts, "tolist") else counts
+    try:
+        copied = [index(x) for x in given] if isinstance(given, Iterable) else [index(given)] * n
+    except TypeError:
+        raise ValueError(
+            f"PagedKVCache.{what}: counts must be an integer or a sequence of integers, got {counts!r}"
+        ) from None
+    if len(copied) != n:
+        raise ValueError(f"PagedKVCache.{what}: counts has {len(copied)} elements, sequences has {n}")
+    if any(x < 0 for x in copied):
+        raise ValueError(f"PagedKVCache.{what}: counts has {min(copied)}; expected no negative number")
+    return copied

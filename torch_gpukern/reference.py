@@ -101,7 +101,9 @@ def _attend(
     total = total.masked_fill(empty, 1)
     lse = (peak + torch.log(total)).masked_fill(empty, -torch.inf)
     p = (p / total[..., None]).to(q.dtype)
-    return (p.to(acc) @ v).to(q.dtype), lse
+    # out of a row without keys is a constant: whatever gradient arrives for it, 0 * inf included, ends here
+    out = (p.to(acc) @ v).masked_fill(~sees.any(dim=2)[:, None, :, None], 0)
+    return out.to(q.dtype), lse
 
 
 def _window(position: Tensor, left: int, right: int, is_causal: bool, keys: int) -> tuple[Tensor, Tensor]:
@@ -284,8 +286,8 @@ def kv_cache_write(
     """
     taken = slots >= 0  # a negative slot is skipped
     page, row = slots[taken].long() // k_cache.shape[1], slots[taken].long() % k_cache.shape[1]
+    k, v = k[taken], v[taken]  # copies of both before anything is written: they may be views of the caches
     for x, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
-        x = x[taken]
         if scale is not None:
             limit = torch.finfo(cache.dtype).max
             x = (x.to(_accumulator(x.dtype)) / scale[..., None]).clamp(-limit, limit)

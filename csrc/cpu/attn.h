@@ -54,17 +54,17 @@ INLINE attn_seq attn_seq_of(const gk_flash_attn_args *a, const attn_shape *s, in
         q0 = i32_at(a->cu_seqlens_q, b), k0 = i32_at(a->cu_seqlens_k, b);
         x.seq_q = i32_at(a->cu_seqlens_q, b + 1) - q0;
         x.seq_k = i32_at(a->cu_seqlens_k, b + 1) - k0;
-        x.q = (const char *)a->q.data + es * q0 * x.q_row;
-        x.k = (const char *)a->k.data + es * k0 * x.k_row;
-        x.v = (const char *)a->v.data + es * k0 * x.v_row;
+        x.q = gk_at(a->q.data, es * q0 * x.q_row);
+        x.k = gk_at(a->k.data, es * k0 * x.k_row);
+        x.v = gk_at(a->v.data, es * k0 * x.v_row);
         x.out_first = q0 * x.out_row;
         x.lse_row = s->heads_q, x.lse_head = 1, x.lse_first = q0 * s->heads_q;
         diagonal = x.seq_k - x.seq_q;
     } else {
         x.seq_q = a->q.shape[2], x.seq_k = a->k.shape[2];
-        x.q = (const char *)a->q.data + es * b * a->q.stride[0];
-        x.k = (const char *)a->k.data + es * b * a->k.stride[0];
-        x.v = (const char *)a->v.data + es * b * a->v.stride[0];
+        x.q = gk_at(a->q.data, es * b * a->q.stride[0]);
+        x.k = gk_at(a->k.data, es * b * a->k.stride[0]);
+        x.v = gk_at(a->v.data, es * b * a->v.stride[0]);
         x.out_first = b * a->out.stride[0];
         x.lse_row = 1, x.lse_head = x.seq_q, x.lse_first = b * s->heads_q * x.seq_q;
     }

@@ -121,11 +121,11 @@ INLINE attn_scratch attn_scratch_at(char *base, const attn_job *job) {
     x.v_step = gk_round_up(job->head_dim_v, W);
     const int64_t strips = job->bq / NR;
     int64_t at = 0;
-    x.q = (cell *)(base + at), at += gk_round_up(4 * strips * x.q_strip, 64);
-    x.k = (cell *)(base + at), at += gk_round_up(4 * job->bkv * x.k_step, 64);
-    x.v = (cell *)(base + at), at += gk_round_up(4 * cells_of(job->bkv) * x.v_step, 64);
-    x.s = (float *)(base + at), at += gk_round_up(4 * gk_round_up(job->bkv, PAIR) * NR, 64);
-    x.o = (float *)(base + at), at += gk_round_up(4 * strips * x.o_strip, 64);
+    x.q = gk_at(base, at), at += gk_round_up(4 * strips * x.q_strip, 64);
+    x.k = gk_at(base, at), at += gk_round_up(4 * job->bkv * x.k_step, 64);
+    x.v = gk_at(base, at), at += gk_round_up(4 * cells_of(job->bkv) * x.v_step, 64);
+    x.s = gk_at(base, at), at += gk_round_up(4 * gk_round_up(job->bkv, PAIR) * NR, 64);
+    x.o = gk_at(base, at), at += gk_round_up(4 * strips * x.o_strip, 64);
     x.bytes = at;
     return x;
 }

@@ -35,7 +35,7 @@ static void write_row(const char *from, int64_t from_stride, char *to, int64_t t
     const float limit = largest(dtype);
     if (from_stride == 1 && to_stride == 1) {
         if (!scale) {
-            memcpy(to, from, (size_t)n * gk_dtype_bytes(dtype));
+            if (n > 0) memcpy(to, from, (size_t)n * gk_dtype_bytes(dtype)); /* of no elements to is NULL */
             return;
         }
         for (int64_t d = 0; d < n; d += W) {
@@ -70,8 +70,8 @@ static void write_task(void *arg, int64_t task, int64_t worker) {
         const int64_t from = t * x->stride[0] + h * x->stride[1];
         const int64_t to =
             slot / block_size * cache->stride[0] + slot % block_size * cache->stride[1] + h * cache->stride[2];
-        write_row((const char *)x->data + bytes * from, x->stride[2], (char *)cache->data + bytes * to,
-                  cache->stride[3], x->dtype, x->shape[2], scale);
+        write_row(gk_at(x->data, bytes * from), x->stride[2], gk_at(cache->data, bytes * to), cache->stride[3],
+                  x->dtype, x->shape[2], scale);
     }
 }
 
@@ -121,10 +121,10 @@ static void merge_row(const gk_attn_merge_args *x, int64_t row) {
     const float lse_a = ((const float *)x->lse_a.data)[row_offset(&x->lse_a, ndim, row)];
     const float lse_b = ((const float *)x->lse_b.data)[row_offset(&x->lse_b, ndim, row)];
     const int64_t a_at = row_offset(&x->out_a, ndim, row), b_at = row_offset(&x->out_b, ndim, row);
-    char *out = (char *)x->out.data + (int64_t)gk_dtype_bytes(x->out.dtype) * row * n;
+    char *out = gk_at(x->out.data, (int64_t)gk_dtype_bytes(x->out.dtype) * row * n); /* NULL where n is 0 */
     float *lse = (float *)x->lse.data + row;
     if (lse_a == -INFINITY && lse_b == -INFINITY) {
-        memset(out, 0, (size_t)n * gk_dtype_bytes(x->out.dtype));
+        if (n > 0) memset(out, 0, (size_t)n * gk_dtype_bytes(x->out.dtype));
         *lse = -INFINITY;
     } else if (lse_b == -INFINITY) {
         copy_row(&x->out_a, a_at, &x->out, row * n, n);

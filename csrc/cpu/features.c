@@ -9,18 +9,30 @@
 
 const char *const gk_isa_names[GK_NUM_ISAS] = {"base", "avx2", "avx512", "avx512bf16"};
 
+#if defined(GK_X86_ISAS)
+/* By cpuid: __builtin_cpu_supports of clang 14 does not know these names. The system's leave is that of avx2, avx512f. */
+static bool has_f16c(void) {
+    unsigned eax, ebx, ecx, edx;
+    return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx >> 29 & 1);
+}
+static bool has_bf16_and_vnni(void) {
+    unsigned eax, ebx, ecx, edx;
+    return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (ecx >> 11 & 1) &&
+           __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 5 & 1);
+}
+#endif
+
 bool gk_cpu_has(gk_isa isa) {
     if (isa == GK_ISA_BASE) return true;
 #if defined(GK_X86_ISAS)
     __builtin_cpu_init();
-    bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
     bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     switch (isa) {
     case GK_ISA_AVX2: return avx2;
     case GK_ISA_AVX512: return avx512;
-    case GK_ISA_AVX512BF16:
-        return avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+    case GK_ISA_AVX512BF16: return avx512 && has_bf16_and_vnni();
     default: return false;
     }
 #else

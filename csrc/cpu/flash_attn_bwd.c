@@ -3,7 +3,7 @@
  *
  *   S^T = K Q^T   P^T = exp(scale S^T - lse)   dP^T = V dO^T   dS^T = P^T (dP^T - delta)
  *   dV += P^T dO  dK += scale dS^T Q           dQ^T += scale K^T dS^T
- *   delta = dO . O - dlse                      dsink = -sum exp(sink - lse) delta
+ *   delta = dO . O - dlse                      dsink = -sum exp(sink - lse) delta; of rows without keys sum dlse
  *
  * delta carries the rounding of out. In dS that is noise of P's size; summed over rows into dsink it
  * is not, so there it is put right by what a row's dS leave: sum P dP = sum dS + delta (1 - P_sink).
@@ -73,7 +73,7 @@ static size_t scratch_make(scratch *w, const sizes *z, const attn_shape *s, char
     const int64_t bq = z->tile.bq, bkv = z->tile.bkv;
     size_t at = 0;
 #define PLACE(field, rows, ld) \
-    (w->field = (void *)(base + at), at += 4 * (size_t)((rows) * (ld) + LINE)) /* a line to spare: pack_panel */
+    (w->field = gk_at(base, (int64_t)at), at += 4 * (size_t)((rows) * (ld) + LINE)) /* a line to spare: pack_panel */
     PLACE(k_rows, bkv, z->ld_kd);
     PLACE(v_rows, bkv, z->ld_kdv);
     PLACE(q_t, cells_of(s->head_dim), z->ld_q);
@@ -150,7 +150,7 @@ static int64_t first_q(const job *g, int64_t b) { return g->shape.packed ? i32_a
 static int64_t first_k(const job *g, int64_t b) { return g->shape.packed ? i32_at(g->args->fwd.cu_seqlens_k, b) : 0; }
 
 static void *at(const gk_tensor *t, int64_t element) {
-    return (char *)t->data + (int64_t)gk_dtype_bytes(t->dtype) * element;
+    return gk_at(t->data, (int64_t)gk_dtype_bytes(t->dtype) * element);
 }
 
 static void zero_rows(void *dst, gk_dtype dtype, int64_t row_stride, int64_t rows, int64_t dim) {
@@ -181,7 +181,7 @@ static void pre_task(void *arg, int64_t task, int64_t worker) {
     const char *out = at(&f->out, x.out_first + h * x.out_head);
     const char *grad = at(&a->grad_out, row0_of(g, &a->grad_out, b, h, first_q(g, b)));
     const int64_t es = (int64_t)gk_dtype_bytes(g->dtype), grad_row = a->grad_out.stride[r];
-    const float *lse = (const float *)f->lse.data + x.lse_first + h * x.lse_head;
+    const float *lse = gk_at(f->lse.data, 4 * (x.lse_first + h * x.lse_head));
     float *row_lse = row_values(g, g->z.lse_at, b, h), *delta = row_values(g, g->z.delta_at, b, h);
     const gk_tensor *sinks = f->rules.sinks, *grad_lse = a->grad_lse;
     const int64_t dlse = grad_lse ? row0_of(g, grad_lse, b, h, first_q(g, b)) : 0;
@@ -216,7 +216,8 @@ static void pre_task(void *arg, int64_t task, int64_t worker) {
         sum += parts;
         for (int64_t r_i = 0, i = i0; r_i < rows; ++r_i, ++i) {
             const float l = lse[i * x.lse_row];
-            if (l == -INFINITY) { /* no key and no sink: P = 0 whatever s is */
+            /* no key: P = 0 whatever s is, and whatever dO holds */
+            if (l == -INFINITY || gk_span_lo(&x.span, i) >= gk_span_hi(&x.span, i)) {
                 row_lse[i] = INFINITY, delta[i] = 0;
                 continue;
             }
@@ -561,11 +562,15 @@ static void dsink_task(void *arg, int64_t task, int64_t worker) {
     const attn_seq x = attn_seq_of(&a->fwd, &g->shape, b);
     const gk_tensor *sinks = a->fwd.rules.sinks, *grad_lse = a->grad_lse;
     const float sink = ((const float *)sinks->data)[h * sinks->stride[0]];
-    const float *lse = (const float *)a->fwd.lse.data + x.lse_first + h * x.lse_head;
+    const float *lse = gk_at(a->fwd.lse.data, 4 * (x.lse_first + h * x.lse_head));
     const float *dlse = grad_lse ? at(grad_lse, row0_of(g, grad_lse, b, h, first_q(g, b))) : NULL;
     const float *delta = row_values(g, g->z.delta_at, b, h);
     double sum = 0;
     for (int64_t i = 0; sink != -INFINITY && i < x.seq_q; ++i) {
+        if (gk_span_lo(&x.span, i) >= gk_span_hi(&x.span, i)) { /* lse is the sink */
+            if (dlse) sum += dlse[i * grad_lse->stride[attn_row_dim(&g->shape)]];
+            continue;
+        }
         const double p_sink = exp((double)sink - lse[i * x.lse_row]);
         double exact = delta[i] * (1 - p_sink);
         for (int64_t chunk = 0; chunk < g->z.chunks; ++chunk) exact += left_of(g, b, h, chunk)[i];

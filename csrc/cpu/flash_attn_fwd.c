@@ -47,8 +47,8 @@ static void block_task(void *arg, int64_t task, int64_t worker) {
     if (first >= lanes_in_all) return; /* a sequence shorter than the longest */
     attn_lanes lanes;
     attn_lanes_fill(&lanes, &job->attn, &x, b, h_kv, first, gk_min_i64(job->attn.bq, lanes_in_all - first));
-    const attn_keys keys = {.k = x.k + element_bytes * h_kv * x.k_head,
-                            .v = x.v + element_bytes * h_kv * x.v_head,
+    const attn_keys keys = {.k = gk_at(x.k, element_bytes * h_kv * x.k_head),
+                            .v = gk_at(x.v, element_bytes * h_kv * x.v_head),
                             .k_row_bytes = element_bytes * x.k_row,
                             .v_row_bytes = element_bytes * x.v_row};
     attn_block(&job->attn, &lanes, &keys, (float)a->rules.scale, 1, (char *)a->workspace + worker * job->scratch_bytes);

@@ -100,8 +100,8 @@ void gk_gemm_at(const gk_gemm_args *args, const gk_gemm_problem *p, int64_t i, c
         ao += x * p->a_batch[d], bo += x * p->b_batch[d], co += x * p->c_batch[d];
         oo += x * p->out_batch[d], po += x * p->preact_batch[d];
     }
-    *a = (const char *)(p->swapped ? args->b.data : args->a.data) + es * ao;
-    *b = (const char *)(p->swapped ? args->a.data : args->b.data) + es * bo;
+    *a = gk_at(p->swapped ? args->b.data : args->a.data, es * ao);
+    *b = gk_at(p->swapped ? args->a.data : args->b.data, es * bo);
     *e = p->epilogue;
     e->bias = args->bias ? args->bias->data : NULL;
     e->c = args->c && args->beta != 0 ? (const char *)args->c->data + (int64_t)gk_dtype_bytes(e->c_dtype) * co : NULL;
@@ -164,7 +164,8 @@ static plan plan_of(const gk_context *ctx, const gk_gemm_args *args, const gk_ge
     if (!x.shared && p->m <= GK_GEMM_FEW_ROWS)
         x.k_blocks = gk_max_i64(x.k_blocks, gk_min_i64(GK_GEMM_FEW_BLOCKS, p->k / GK_GEMM_FEW_KB));
     /* a few tasks per thread while a task is worth its packing */
-    const int64_t wanted = ctx->num_threads <= 1 ? 1 : bl->tasks_per_thread * ctx->num_threads;
+    const int64_t threads = gk_num_threads(ctx);
+    const int64_t wanted = ctx->num_threads <= 1 ? 1 : bl->tasks_per_thread * threads;
     for (;;) {
         int64_t tasks = batch * x.m_blocks * x.n_blocks;
         int64_t mb = gk_ceil_div(p->m, x.m_blocks), nb = gk_ceil_div(n, x.n_blocks);
@@ -177,8 +178,8 @@ static plan plan_of(const gk_context *ctx, const gk_gemm_args *args, const gk_ge
             ++x.m_blocks;
     }
     /* a phase lasts as long as its last task: as many for each thread */
-    for (int64_t i = 0; x.shared && i < ctx->num_threads && x.m_blocks * x.n_blocks % ctx->num_threads &&
-                        x.m_blocks * x.n_blocks < 8 * ctx->num_threads && p->m / x.m_blocks >= 8 * isa->mr;
+    for (int64_t i = 0; x.shared && i < threads && x.m_blocks * x.n_blocks % threads &&
+                        x.m_blocks * x.n_blocks < 8 * threads && p->m / x.m_blocks >= 8 * isa->mr;
          ++i)
         ++x.m_blocks;
     x.mb = gk_ceil_div(p->m, x.m_blocks);
@@ -268,7 +269,7 @@ static void pack_a(const job *jb, uint32_t *to, const char *a, int64_t rows, int
     }
     for (int64_t s = 0; s < strips; ++s) {
         int64_t r0 = strip_start(rows, strips, s), rn = strip_start(rows, strips, s + 1) - r0;
-        jb->isa->pack_panel(to + r0 * cells, rn, a + (int64_t)gk_dtype_bytes(dtype) * r0 * p->a_m, dtype, p->a_m,
+        jb->isa->pack_panel(to + r0 * cells, rn, gk_at(a, (int64_t)gk_dtype_bytes(dtype) * r0 * p->a_m), dtype, p->a_m,
                             p->a_k, rn, kn);
     }
 }
@@ -323,23 +324,23 @@ static void task(void *arg, int64_t t, int64_t worker) {
     gk_gemm_epilogue whole, e;
     gk_gemm_at(jb->args, p, bi, &a, &b, &whole);
     e = gk_epilogue_at(&whole, i0, j0);
-    a += es * i0 * p->a_m;
-    b += es * j0 * p->b_n;
+    a = gk_at(a, es * i0 * p->a_m);
+    b = gk_at(b, es * j0 * p->b_n);
 
     for (int64_t k0 = 0, kbi = 0; kbi < x->k_blocks; ++kbi, k0 += x->kb) {
         const int64_t kn = gk_min_i64(x->kb, p->k - k0), cells = gk_ceil_div(kn, pair);
         const bool first = kbi == 0, last = kbi == x->k_blocks - 1;
         if (x->a_once) a_pack = (uint32_t *)((char *)a_have + 64 + (size_t)kbi * x->a_bytes);
         if (!x->a_once || *a_have == kbi) {
-            pack_a(jb, a_pack, a + es * k0 * p->a_k, rows, kn);
+            pack_a(jb, a_pack, gk_at(a, es * k0 * p->a_k), rows, kn);
             if (x->a_once) ++*a_have;
         }
         if (x->shared)
             b_pack = shared_at(jb, k0, j0 - jb->column);
         else
-            isa->pack_panels(b_pack, b + es * k0 * p->b_k, dtype, p->b_n, p->b_k, cols, kn);
+            isa->pack_panels(b_pack, gk_at(b, es * k0 * p->b_k), dtype, p->b_n, p->b_k, cols, kn);
         const int64_t kn_next = !x->shared ? gk_clamp_i64(p->k - k0 - kn, 0, x->kb) : 0;
-        fetch next = fetch_make(p, b + es * (k0 + kn) * p->b_k, es, cols, kn_next);
+        fetch next = fetch_make(p, gk_at(b, es * (k0 + kn) * p->b_k), es, cols, kn_next);
         const int64_t share = gk_ceil_div(next.rows * next.lines, panels * strips);
         for (int64_t jr = 0; jr < panels; ++jr) {
             const int64_t c0 = jr * nr, cn = gk_min_i64(nr, cols - c0);

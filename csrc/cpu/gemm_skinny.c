@@ -36,7 +36,7 @@ static plan plan_of(const gk_context *ctx, const gk_gemm_args *args) {
     x.along = x.p.b_n != 1;
     x.in_place = !x.along && (args->a.dtype == GK_F32 || (x.p.m <= bl->place_rows && x.p.n >= bl->long_row));
     const int64_t unit = x.along ? TN : NR, tasks_per_thread = x.in_place ? 1 : bl->tasks_per_thread;
-    const int64_t per_thread = gk_ceil_div(x.p.n, tasks_per_thread * gk_max_i64(1, ctx->num_threads));
+    const int64_t per_thread = gk_ceil_div(x.p.n, tasks_per_thread * gk_num_threads(ctx));
     const bool few = x.p.m <= bl->few_rows;
     x.kb = x.along      ? bl->kb_along
            : x.in_place ? (few ? bl->place_few : bl->place_many)
@@ -278,7 +278,7 @@ static void task(void *arg, int64_t t, int64_t worker) {
     gk_gemm_epilogue whole, e;
     gk_gemm_at(jb->args, &x->p, t / x->n_blocks, &a, &b, &whole);
     e = gk_epilogue_at(&whole, 0, j0);
-    b += (int64_t)gk_dtype_bytes(dtype) * j0 * x->p.b_n;
+    b = gk_at(b, (int64_t)gk_dtype_bytes(dtype) * j0 * x->p.b_n); /* NULL where K is 0 */
     if (x->along) {
         along(x, dtype, a, b, cols, &e, &SYM(gk_gemm_isa), ws);
         return;

@@ -162,9 +162,10 @@ const gk_cpu_kernel SYM(gk_gemm_packed) = {packed_workspace, packed_run, packed_
 
 /* grad_in = grad_out * activation'(saved), element by element; a task is a run of rows of the last dimension. */
 INLINE vf activation_slope(vf x, gk_activation activation) {
-    const vf one = vf_set1(1), zero = vf_set1(0);
+    const vf one = vf_set1(1);
+    /* a preact that overflowed has the slope of the curve's end, 0 or 1, as all have from 1000 on; NaN stays */
+    x = vf_max(vf_set1(-1000), vf_min(vf_set1(1000), x));
     switch (activation) {
-    case GK_ACT_RELU: return vf_select(vf_lt(zero, x), one, zero);
     case GK_ACT_GELU: {
         vf density = 0.39894228f * vf_exp2(x * x * (-0.5f * GK_LOG2E));
         return vf_fma(x, density, 0.5f * (1.0f + vf_erf(x * 0.70710678f)));
@@ -180,6 +181,13 @@ INLINE vf activation_slope(vf x, gk_activation activation) {
     }
     default: return one;
     }
+}
+
+/* relu selects: where its output is 0 an infinite or NaN gradient stops, and where that is NaN it passes. */
+INLINE vf activation_gradient(vf grad, vf saved, gk_activation activation) {
+    if (activation != GK_ACT_RELU) return grad * activation_slope(saved, activation);
+    const vf zero = vf_set1(0), off = vf_select(vf_lt(saved, vf_set1(1)), zero, grad);
+    return vf_select(vf_lt(zero, saved), grad, off);
 }
 
 enum {
@@ -206,7 +214,7 @@ static void act_bwd_task(void *arg, int64_t t, int64_t worker) {
         }
         for (int64_t j = 0; j < n; j += W) {
             vf g = load_strided(p[0], ts[0]->dtype, col[0], j, n - j);
-            vf y = g * activation_slope(load_strided(p[1], ts[1]->dtype, col[1], j, n - j), a->activation);
+            vf y = activation_gradient(g, load_strided(p[1], ts[1]->dtype, col[1], j, n - j), a->activation);
             if (col[2] == 1)
                 vf_store_dtype(p[2], ts[2]->dtype, j, y, n - j);
             else

@@ -60,9 +60,9 @@ typedef struct lanes_scratch {
 static lanes_scratch lanes_scratch_at(void *at, const paged_job *job) {
     const int64_t q_head = job->lanes * job->q_step, o_head = job->lanes * job->partial;
     const int64_t s_head = job->lanes * job->blocks->unit;
-    float *o = (float *)at + job->heads * q_head, *s = o + job->heads * o_head, *p = s + job->heads * s_head;
-    return (lanes_scratch){at,     (cell *)p, o,      s,
-                           q_head, o_head,    s_head, gk_round_up(4 * job->heads * (q_head + o_head + 2 * s_head), 64)};
+    void *o = gk_at(at, 4 * job->heads * q_head), *s = gk_at(o, 4 * job->heads * o_head);
+    const int64_t bytes = gk_round_up(4 * job->heads * (q_head + o_head + 2 * s_head), 64);
+    return (lanes_scratch){at, gk_at(s, 4 * job->heads * s_head), o, s, q_head, o_head, s_head, bytes};
 }
 
 static paged_job job_make(const gk_context *ctx, const gk_paged_attn_args *a) {
@@ -87,7 +87,7 @@ static paged_job job_make(const gk_context *ctx, const gk_paged_attn_args *a) {
     job.max_chunks = group > job.lanes ? 0 : job.batch * gk_ceil_div(capacity, job.chunk);
     job.heads = gk_max_i64(1, job.heads_kv);
     /* a head's sums do not know which others share its task, so the thread count may decide here */
-    const int64_t wanted = job.blocks->tasks_per_thread * gk_max_i64(1, ctx->num_threads);
+    const int64_t wanted = job.blocks->tasks_per_thread * gk_num_threads(ctx);
     while (job.heads > 1 && job.max_chunks * gk_ceil_div(job.heads_kv, job.heads) < wanted)
         job.heads = gk_ceil_div(job.heads, 2);
     job.near = gk_cpu_fetches_near();
@@ -99,9 +99,9 @@ static paged_job job_make(const gk_context *ctx, const gk_paged_attn_args *a) {
     job.partials_bytes = 4 * job.max_chunks * job.heads_kv * job.lanes * job.partial;
     job.scratch_bytes = gk_max_i64(attn_scratch_at(NULL, &job.tile).bytes, lanes_scratch_at(NULL, &job).bytes);
     job.first_block = a->workspace;
-    job.first_chunk = job.first_block + job.batch + 1;
-    job.partials = (float *)((char *)a->workspace + job.plan_bytes);
-    job.scratch = (char *)job.partials + job.partials_bytes;
+    job.first_chunk = gk_at(a->workspace, 8 * (job.batch + 1));
+    job.partials = gk_at(a->workspace, job.plan_bytes);
+    job.scratch = gk_at(job.partials, job.partials_bytes);
     return job;
 }
 
@@ -113,7 +113,7 @@ static attn_seq seq_of(const paged_job *job, int64_t b) {
     attn_seq x = {.q_row = a->q.stride[0], .q_head = a->q.stride[1]};
     x.seq_q = a->cu_seqlens_q ? i32_at(a->cu_seqlens_q, b + 1) - q0 : each;
     x.seq_k = i32_at(&a->seq_lens, b);
-    x.q = (const char *)a->q.data + (int64_t)gk_dtype_bytes(a->q.dtype) * q0 * x.q_row;
+    x.q = gk_at(a->q.data, (int64_t)gk_dtype_bytes(a->q.dtype) * q0 * x.q_row);
     x.out_row = a->out.stride[0], x.out_head = a->out.stride[1], x.out_first = q0 * x.out_row;
     x.lse_row = job->heads_q, x.lse_head = 1, x.lse_first = q0 * job->heads_q;
     gk_attn_rules rules = a->rules;
@@ -125,11 +125,11 @@ static attn_seq seq_of(const paged_job *job, int64_t b) {
 static attn_keys keys_of(const paged_job *job, int64_t b, int64_t h_kv) {
     const gk_paged_attn_args *a = job->args;
     const int64_t es = (int64_t)gk_dtype_bytes(a->q.dtype);
-    return (attn_keys){.k = (const char *)a->k_cache.data + es * h_kv * a->k_cache.stride[2],
-                       .v = (const char *)a->v_cache.data + es * h_kv * a->v_cache.stride[2],
+    return (attn_keys){.k = gk_at(a->k_cache.data, es * h_kv * a->k_cache.stride[2]),
+                       .v = gk_at(a->v_cache.data, es * h_kv * a->v_cache.stride[2]),
                        .k_row_bytes = es * a->k_cache.stride[1],
                        .v_row_bytes = es * a->v_cache.stride[1],
-                       .pages = (const int32_t *)a->block_table.data + b * a->block_table.stride[0],
+                       .pages = gk_at(a->block_table.data, 4 * b * a->block_table.stride[0]),
                        .pages_step = a->block_table.stride[1],
                        .page_size = a->k_cache.shape[1],
                        .k_page_bytes = es * a->k_cache.stride[0],

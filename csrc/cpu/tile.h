@@ -48,13 +48,13 @@ INLINE void tile_product(bool a_is_rows, int64_t m, int64_t n, int64_t cells, co
  * dst has W cells to spare behind its end; src is addressed in elements: src[lane * s_lane + i * s_k]. */
 INLINE void pack_panel(cell *dst, int64_t width, const void *src, gk_dtype dtype, int64_t s_lane, int64_t s_k,
                        int64_t lanes, int64_t k) {
-    const size_t es = dtype == GK_F32 ? 4 : 2;
+    const int64_t es = dtype == GK_F32 ? 4 : 2; /* signed: strides may be negative */
     const char *p = src;
     const int64_t kc = cells_of(k);
     if (s_lane == 1 || lanes == 1) { /* lanes lie side by side: copy (and zip) rows of k */
         for (int64_t c = 0; c < kc; ++c) {
-            const char *row0 = p + es * (size_t)(c * PAIR * s_k), *row1 = NULL;
-            if (PAIR == 2 && c * PAIR + 1 < k) row1 = row0 + es * (size_t)s_k;
+            const char *row0 = p + es * (c * PAIR * s_k), *row1 = NULL;
+            if (PAIR == 2 && c * PAIR + 1 < k) row1 = row0 + es * s_k;
 #if PAIR == 2
             if (width == NR && lanes >= NR && row1) {
                 vc two[2];
@@ -79,7 +79,7 @@ INLINE void pack_panel(cell *dst, int64_t width, const void *src, gk_dtype dtype
                 vc r[W];
                 for (int i = 0; i < W; ++i) {
                     if (i < here)
-                        r[i] = vc_load_along_k(p + es * (size_t)((l + i) * s_lane), dtype, c * PAIR, k - c * PAIR);
+                        r[i] = vc_load_along_k(p + es * ((l + i) * s_lane), dtype, c * PAIR, k - c * PAIR);
                     else
                         r[i] = vc_set1(0);
                 }
@@ -129,17 +129,17 @@ INLINE void pack_panels(cell *dst, const void *src, gk_dtype dtype, int64_t s_la
         }
     }
     for (int64_t p = whole; p * NR < lanes; ++p)
-        pack_panel(dst + p * panel, NR, (const char *)src + es * (p * NR * s_lane), dtype, s_lane, s_k,
+        pack_panel(dst + p * panel, NR, gk_at(src, es * (p * NR * s_lane)), dtype, s_lane, s_k,
                    gk_min_i64(NR, lanes - p * NR), k);
 }
 
 /* dst[rows][ld] = src[row][k], k fast, zero up to the next whole vector; ld is a multiple of W with room for it. */
 INLINE void pack_rows(cell *dst, int64_t ld, const void *src, gk_dtype dtype, int64_t row_stride, int64_t rows,
                       int64_t k) {
-    const size_t es = dtype == GK_F32 ? 4 : 2;
+    const int64_t es = dtype == GK_F32 ? 4 : 2; /* signed: strides may be negative */
     const int64_t kc = cells_of(k);
     for (int64_t i = 0; i < rows; ++i) {
-        const char *row = (const char *)src + es * (size_t)(i * row_stride);
+        const char *row = gk_at(src, es * (i * row_stride));
         for (int64_t c = 0; c < kc; c += W)
             vc_store(dst + i * ld + c, vc_load_along_k(row, dtype, c * PAIR, k - c * PAIR));
     }

@@ -481,13 +481,18 @@ INLINE void vc_transpose(vc r[W]) {
     }
 }
 #else
+#if defined(__clang__)
+#define SHUFFLE(x, y, i, j, k, l) __builtin_shufflevector(x, y, i, j, k, l)
+#else
+#define SHUFFLE(x, y, i, j, k, l) __builtin_shuffle(x, y, (vi){i, j, k, l}) /* gcc has the other from 12 on */
+#endif
 INLINE void vc_transpose(vc r[W]) {
-    vf a = __builtin_shuffle(r[0], r[1], (vi){0, 4, 1, 5}), b = __builtin_shuffle(r[0], r[1], (vi){2, 6, 3, 7});
-    vf c = __builtin_shuffle(r[2], r[3], (vi){0, 4, 1, 5}), d = __builtin_shuffle(r[2], r[3], (vi){2, 6, 3, 7});
-    r[0] = __builtin_shuffle(a, c, (vi){0, 1, 4, 5});
-    r[1] = __builtin_shuffle(a, c, (vi){2, 3, 6, 7});
-    r[2] = __builtin_shuffle(b, d, (vi){0, 1, 4, 5});
-    r[3] = __builtin_shuffle(b, d, (vi){2, 3, 6, 7});
+    vf a = SHUFFLE(r[0], r[1], 0, 4, 1, 5), b = SHUFFLE(r[0], r[1], 2, 6, 3, 7);
+    vf c = SHUFFLE(r[2], r[3], 0, 4, 1, 5), d = SHUFFLE(r[2], r[3], 2, 6, 3, 7);
+    r[0] = SHUFFLE(a, c, 0, 1, 4, 5);
+    r[1] = SHUFFLE(a, c, 2, 3, 6, 7);
+    r[2] = SHUFFLE(b, d, 0, 1, 4, 5);
+    r[3] = SHUFFLE(b, d, 2, 3, 6, 7);
 }
 #endif
 

@@ -15,7 +15,7 @@ enum {
 /* n contiguous elements as doubles: in place where they are float64, else converted into buf. */
 static inline const double *ref_row(const gk_tensor *t, int64_t offset, int64_t n, double *buf) {
     switch (t->dtype) {
-    case GK_F64: return (const double *)t->data + offset;
+    case GK_F64: return gk_at(t->data, 8 * offset);
     case GK_F32:
         for (int64_t d = 0; d < n; ++d) buf[d] = ((const float *)t->data)[offset + d];
         break;

@@ -257,19 +257,25 @@ static void dkv_task(void *arg, int64_t task, int64_t worker) {
 }
 
 /* ---- backward of the sinks ------------------------------------------------------------------- */
-/* Rows that see no key but the sink count too: their out is 0, their lse the sink. */
+/* Rows that see no key but the sink count too, whatever their dO holds: their lse is the sink. */
 static void dsink_task(void *arg, int64_t task, int64_t worker) {
     (void)worker;
     const flash_job *job = arg;
-    const gk_tensor *sinks = job->x->rules.sinks, *dsinks = job->bwd->dsinks;
+    const gk_tensor *sinks = job->x->rules.sinks, *dsinks = job->bwd->dsinks, *dlse = job->bwd->grad_lse;
     double sink = gk_load(sinks->data, sinks->dtype, task * sinks->stride[0]);
     double sum = 0, lost = 0; /* Neumaier 1974: what the sum's roundings left out */
     for (int64_t b = 0; b < job->q.batch && sink != -INFINITY; ++b) {
         sequence s = sequence_make(job, b);
         for (int64_t i = 0; i < s.seq_q; ++i) {
             row r;
-            if (!row_load(&r, job, &s, task, i)) continue;
-            double x = -exp(sink - r.lse) * r.delta, next = sum + x;
+            double x = 0;
+            if (gk_span_lo(&s.span, i) < gk_span_hi(&s.span, i)) {
+                if (!row_load(&r, job, &s, task, i)) continue;
+                x = -exp(sink - r.lse) * r.delta;
+            } else if (dlse) {
+                x = gk_load(dlse->data, dlse->dtype, at(job, dlse, s.b, s.start_q, task, i));
+            }
+            double next = sum + x;
             lost += fabs(sum) >= fabs(x) ? sum - next + x : x - next + sum;
             sum = next;
         }

@@ -30,8 +30,10 @@ static double act(gk_activation activation, double x) {
     return x;
 }
 
-/* x is the value before the activation; for relu its result, which has the same sign. */
+/* x is the value before the activation; for relu its result, which has the same sign. One that overflowed has the slope of
+ * the curve's end, 0 or 1, as all have from 1000 on. */
 static double act_derivative(gk_activation activation, double x) {
+    x = x > 1000 ? 1000 : x < -1000 ? -1000 : x;
     switch (activation) {
     case GK_ACT_NONE: break;
     case GK_ACT_RELU: return x <= 0 ? 0 : 1;

@@ -33,8 +33,13 @@ static void *workspace(size_t bytes) {
     return p;
 }
 
-static gk_tensor matrix(float *data, int64_t rows, int64_t columns) {
+static gk_tensor matrix(float *data, int64_t rows, int64_t columns) { /* a result */
     return (gk_tensor){.data = data, .dtype = GK_F32, .ndim = 2, .shape = {rows, columns}, .stride = {columns, 1}};
+}
+
+static gk_tensor const_matrix(const float *data, int64_t rows, int64_t columns) { /* an input */
+    return (gk_tensor){
+        .const_data = data, .dtype = GK_F32, .ndim = 2, .shape = {rows, columns}, .stride = {columns, 1}};
 }
 
 /* Heads of a [SEQ, columns] matrix as [1, HEADS, SEQ, HEAD_DIM]: strides do the transposition. */
@@ -99,19 +104,18 @@ static void expect_attention(double scale) {
 
 int main(void) {
     /* One thread: parallel_for is NULL. A program with a pool of threads hands it in here. */
-    gk_context ctx = {.size = sizeof ctx, .device = GK_CPU, .num_threads = 1};
-    gk_explanation row = {.size = sizeof row};
+    gk_context ctx = GK_CONTEXT_INIT;
+    gk_explanation row = GK_EXPLANATION_INIT;
     double scale = 1 / sqrt(HEAD_DIM);
 
     printf("gpukern %s on %s (this machine has %s)\n", gk_version(), gk_cpu_isa(), gk_cpu_isas());
     fill(x, SEQ * MODEL, 1, 1.0f);
     fill(w, MODEL * 3 * MODEL, 2, 0.3f);
 
-    gk_gemm_args gemm = {.size = sizeof gemm,
-                         .a = matrix(x, SEQ, MODEL),
-                         .b = matrix(w, MODEL, 3 * MODEL),
-                         .out = matrix(qkv, SEQ, 3 * MODEL),
-                         .alpha = 1};
+    gk_gemm_args gemm = GK_GEMM_ARGS_INIT;
+    gemm.a = const_matrix(x, SEQ, MODEL);
+    gemm.b = const_matrix(w, MODEL, 3 * MODEL);
+    gemm.out = matrix(qkv, SEQ, 3 * MODEL);
     gemm.workspace_bytes = gk_gemm_workspace_bytes(&ctx, &gemm);
     gemm.workspace = workspace(gemm.workspace_bytes);
     must(gk_explain_gemm(&ctx, &gemm, &row), "gk_explain_gemm");
@@ -120,14 +124,15 @@ int main(void) {
     double gemm_error = error_ulp(qkv, qkv_expected, SEQ * 3 * MODEL);
     printf("gemm       row %-32s error %5.2f ulp of the largest value\n", row.row, gemm_error);
 
-    gk_flash_attn_args attn = {
-        .size = sizeof attn,
-        .q = heads_of(qkv, 3 * MODEL),
-        .k = heads_of(qkv + MODEL, 3 * MODEL),
-        .v = heads_of(qkv + 2 * MODEL, 3 * MODEL),
-        .rules = {.scale = scale, .is_causal = 1, .window_left = -1, .window_right = -1},
-        .out = heads_of(out, MODEL),
-        .lse = {.data = lse, .dtype = GK_F32, .ndim = 3, .shape = {1, HEADS, SEQ}, .stride = {HEADS * SEQ, SEQ, 1}}};
+    gk_flash_attn_args attn = GK_FLASH_ATTN_ARGS_INIT;
+    attn.q = heads_of(qkv, 3 * MODEL);
+    attn.k = heads_of(qkv + MODEL, 3 * MODEL);
+    attn.v = heads_of(qkv + 2 * MODEL, 3 * MODEL);
+    attn.rules.scale = scale;
+    attn.rules.is_causal = 1;
+    attn.out = heads_of(out, MODEL);
+    attn.lse =
+        (gk_tensor){.data = lse, .dtype = GK_F32, .ndim = 3, .shape = {1, HEADS, SEQ}, .stride = {HEADS * SEQ, SEQ, 1}};
     attn.workspace_bytes = gk_flash_attn_fwd_workspace_bytes(&ctx, &attn);
     attn.workspace = workspace(attn.workspace_bytes);
     must(gk_explain_flash_attn_fwd(&ctx, &attn, &row), "gk_explain_flash_attn_fwd");

@@ -12,12 +12,14 @@ from __future__ import annotations
 import copy
 import time
 from collections import deque
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from model import GPT, Config, GpukernOps, TorchOps
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 @dataclass
@@ -86,7 +88,15 @@ class PaddedRunner:
     """What PyTorch alone offers: a padded row per place, causal SDPA for each prompt and one masked
     SDPA for all running sequences."""
 
-    def __init__(self, config: Config, places: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: Config,
+        places: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        backend: SDPBackend | None = None,
+    ) -> None:
+        self.backend = backend
         shape = config.layers, places, config.heads_kv, config.context, config.head_dim
         self.ops = TorchOps()
         self.k, self.v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
@@ -121,6 +131,10 @@ class PaddedRunner:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [T, heads_q, head_dim], k and v [T, heads_kv, head_dim] -> like q"""
+        with nullcontext() if self.backend is None else sdpa_kernel(self.backend):
+            return self._attend(layer, q, k, v)
+
+    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.k[layer][self.rows, :, self.positions] = k
         self.v[layer][self.rows, :, self.positions] = v
         out = torch.empty_like(q)
@@ -197,7 +211,7 @@ def generate(
 
 
 def for_inference(model: GPT, dtype: torch.dtype) -> GPT:
-    """A copy with 16-bit weights; the tables of the rotary positions stay in float32."""
+    """A copy with weights of the dtype; the tables of the rotary positions stay in float32."""
     twin = copy.deepcopy(model)
     for parameter in twin.parameters():
         parameter.data = parameter.data.to(dtype)

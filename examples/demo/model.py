@@ -16,11 +16,13 @@ earlier; without it two layers must first learn to cooperate, which costs most o
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
@@ -61,9 +63,12 @@ class GpukernOps:
 
 
 class TorchOps:
-    """The same products on PyTorch's built-ins: the peer of the comparison."""
+    """The same products on PyTorch's built-ins: the peer of the comparison. backend: who attends, None is PyTorch's choice."""
 
     name = "torch"
+
+    def __init__(self, backend: SDPBackend | None = None) -> None:
+        self.backend = backend
 
     def linear(self, x: Tensor, w: Tensor) -> Tensor:
         """x [..., in], w [in, out] -> [..., out]"""
@@ -71,7 +76,8 @@ class TorchOps:
 
     def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [batch, heads_q, seq, head_dim], k and v [batch, heads_kv, seq, head_dim] -> like q"""
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        with nullcontext() if self.backend is None else sdpa_kernel(self.backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
 OPS = {"gpukern": GpukernOps, "torch": TorchOps}

@@ -27,8 +27,9 @@ from pathlib import Path
 import torch
 from data import Corpus, batches, load_corpus, windows
 from generate import PaddedRunner, PagedRunner, Request, for_inference, generate
-from model import GPT, OPS, Config
+from model import GPT, OPS, Config, TorchOps
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +37,15 @@ BATCH = {"cpu": 8, "cuda": 32}
 CONFIG = {
     "cpu": Config(),
     "cuda": Config(context=1024, layers=8, dim=768, heads_q=12, heads_kv=4, head_dim=64, hidden=2304),
+}
+# The built-ins by device: a dtype, and who attends (None: PyTorch's choice). The comparison is with the fastest of them: on a
+# CPU without AVX-512 bfloat16 is a plain loop, and on a GPU PyTorch's choice need not be the fastest.
+BUILT_INS = {
+    "cpu": {"bfloat16": (torch.bfloat16, None), "float32": (torch.float32, None)},
+    "cuda": {
+        "bfloat16": (torch.bfloat16, None),
+        "bfloat16, cuDNN": (torch.bfloat16, SDPBackend.CUDNN_ATTENTION),
+    },
 }
 GZIP_SHARE = 0.9  # the aim: bits per byte below this share of gzip's
 
@@ -91,11 +101,17 @@ class ProductsOnGemm(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def float32_product(a: Tensor, b: Tensor, c: Tensor | None = None, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
+    """alpha a @ b + beta c on PyTorch's float32 product, in a's dtype: for built-ins that compute in float32."""
+    out = alpha * torch.mm(a.float(), b.float())
+    return (out if c is None else out + beta * c.float()).to(a.dtype)
+
+
 class Optimizer:
     """Muon for the matrices of the blocks, AdamW for embedding and head; the rates follow the
     share of the run that is over: a short warmup, then a straight line to 0."""
 
-    def __init__(self, model: GPT, ops) -> None:
+    def __init__(self, model: GPT, ops, dtype: torch.dtype = torch.bfloat16) -> None:
         matrices = list(model.blocks.parameters())
         self.parts = (
             torch.optim.Muon(
@@ -114,8 +130,11 @@ class Optimizer:
             ),
         )
         self.peaks = [part.param_groups[0]["lr"] for part in self.parts]
-        on_gemm = ops.name == "gpukern" and device_of(model).type == "cpu"
-        self.products = ProductsOnGemm(ops.gemm) if on_gemm else contextlib.nullcontext()
+        self.products = contextlib.nullcontext()
+        if ops.name == "gpukern" and device_of(model).type == "cpu":
+            self.products = ProductsOnGemm(ops.gemm)
+        elif dtype == torch.float32:
+            self.products = ProductsOnGemm(float32_product)
 
     def step(self, share: float) -> None:
         """share in [0, 1): how much of the run is over."""
@@ -159,19 +178,21 @@ def compiled_loss(model: GPT, ops) -> Callable[[Tensor, Tensor], Tensor]:
     return torch.compile(loss, fullgraph=True)
 
 
-def gradient_step(loss_fn, tokens: Tensor, targets: Tensor, device: torch.device) -> Tensor:
-    """Forward under bf16 autocast and backward; returns the loss in nats, which a GPU may still be working on."""
-    with torch.autocast(device.type, torch.bfloat16):
+def gradient_step(
+    loss_fn, tokens: Tensor, targets: Tensor, device: torch.device, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    """Forward under autocast and backward; returns the loss in nats, which a GPU may still be working on."""
+    with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
         loss = loss_fn(tokens.to(device), targets.to(device))
     loss.backward()
     return loss.detach()
 
 
-def compile_now(model: GPT, loss_fn, corpus: Corpus) -> float:
+def compile_now(model: GPT, loss_fn, corpus: Corpus, dtype: torch.dtype = torch.bfloat16) -> float:
     """Compiles forward and backward with a step that changes nothing; returns the seconds."""
     start = time.perf_counter()
     feed = batches(corpus.train, batch_of(model), model.config.context, seed=0)
-    gradient_step(loss_fn, *next(feed), device_of(model))
+    gradient_step(loss_fn, *next(feed), device_of(model), dtype)
     model.zero_grad()
     synchronize(model)
     return time.perf_counter() - start
@@ -239,25 +260,49 @@ def show_text(requests: list[Request], count: int) -> None:
         print("  +" + "-" * 40)
 
 
+def fastest(ways: dict[str, Callable[[], object]], model: GPT) -> tuple[str, str]:
+    """The name of the fastest, and a text of all; the second call of each counts. One that fails is left out."""
+    seconds = {}
+    for name, way in ways.items():
+        try:
+            for _ in range(2):
+                start = time.perf_counter()
+                way()
+                synchronize(model)
+                seconds[name] = time.perf_counter() - start
+        except RuntimeError as error:  # a backend that does not serve these shapes
+            print(f"built-ins in {name} are left out: {str(error).splitlines()[0]}")
+    best = min(seconds, key=seconds.__getitem__)
+    return best, ", ".join(f"{name} {1e3 * x:.0f} ms" for name, x in seconds.items())
+
+
 def compare_generation(model: GPT) -> None:
-    """The same continuous batch on both sides; the built-ins follow our bytes."""
-    twin, places, new_bytes = for_inference(model, torch.bfloat16), 6, 160
+    """The same continuous batch on both sides; the built-ins follow our bytes, in the dtype that serves them best."""
+    places, new_bytes, device = 6, 160, device_of(model)
 
-    def requests() -> list[Request]:
-        return [Request(p.encode(), new_bytes - 12 * i) for i, p in enumerate(PROMPTS)]
+    def requests(count: int | None = None, most: int = new_bytes) -> list[Request]:
+        return [Request(p.encode(), min(new_bytes - 12 * i, most)) for i, p in enumerate(PROMPTS[:count])]
 
-    options = {"dtype": torch.bfloat16, "device": device_of(model)}
-    paged, padded = (runner(model.config, places, **options) for runner in (PagedRunner, PaddedRunner))
-    for runner in (paged, padded):  # first calls pay for thread pools and code that loads late
-        generate(twin, runner, requests()[:2], places, temperature=0.7)
+    twin, built_ins = for_inference(model, torch.bfloat16), {}
+    paged = PagedRunner(model.config, places, torch.bfloat16, device)
+    for name, (dtype, backend) in BUILT_INS[device.type].items():
+        same = twin if dtype == torch.bfloat16 else for_inference(model, dtype)
+        built_ins[name] = same, PaddedRunner(model.config, places, dtype, device, backend)
+
+    def probe(model: GPT, runner: PaddedRunner) -> Callable[[], object]:
+        return lambda: generate(model, runner, requests(4, 12), places, temperature=0.7)
+
+    generate(twin, paged, requests(2), places, temperature=0.7)  # pays for thread pools and code that loads late
+    best, times = fastest({name: probe(*side) for name, side in built_ins.items()}, model)
     ours, theirs = requests(), requests()
     a = generate(twin, paged, ours, places, temperature=0.7)
     follow = [bytes(request.text) for request in ours]
-    b = generate(twin, padded, theirs, places, temperature=0.7, follow=follow)
+    b = generate(*built_ins[best], theirs, places, temperature=0.7, follow=follow)
     print(f"\ngeneration: {len(ours)} prompts through a continuous batch of {places}, {a.steps} steps")
     show_text(ours, 4)
     same = (a.logits.argmax(-1) == b.logits.argmax(-1)).float().mean().item()
     difference = (a.logits - b.logits).abs().max().item()
+    print(f"ours in bfloat16, the built-ins in {best}, their fastest here (a short run: {times})")
     print(f"{'':<28}{'gpukern':>12}{'built-ins':>12}{'ratio':>8}")
     ratio = b.seconds / a.seconds
     print(f"{'generated bytes/s':<28}{a.new_bytes / a.seconds:>12,.0f}{b.new_bytes / b.seconds:>12,.0f}{ratio:>7.2f}x")
@@ -269,9 +314,9 @@ def compare_generation(model: GPT) -> None:
 
 def compare_training(model: GPT, sides: dict, corpus: Corpus, steps: int, seconds: float) -> None:
     """The same steps from the same weights on both sides, in turn: at most `steps`, and after four of them no more than
-    the seconds allow. `sides` maps a name to (twin of the model, its `Ops`, its compiled loss)."""
+    the seconds allow. `sides` maps a name to (twin of the model, its `Ops`, its compiled loss, its dtype)."""
     feed = batches(corpus.train, batch_of(model), model.config.context, seed=2)
-    optimizers = {name: Optimizer(twin, ops) for name, (twin, ops, _) in sides.items()}
+    optimizers = {name: Optimizer(twin, ops, dtype) for name, (twin, ops, _, dtype) in sides.items()}
     gradient_ms: dict[str, list[float]] = {name: [] for name in sides}
     step_ms: dict[str, list[float]] = {name: [] for name in sides}
     losses: dict[str, list[float]] = {name: [] for name in sides}
@@ -284,8 +329,8 @@ def compare_training(model: GPT, sides: dict, corpus: Corpus, steps: int, second
         order = list(sides) if i % 2 else list(reversed(sides))
         for name in order:
             start = time.perf_counter()
-            twin, _, loss_fn = sides[name]
-            loss = gradient_step(loss_fn, tokens, targets, device_of(twin))
+            twin, _, loss_fn, dtype = sides[name]
+            loss = gradient_step(loss_fn, tokens, targets, device_of(twin), dtype)
             losses[name].append(loss.item() / math.log(2))
             gradient_ms[name].append(1e3 * (time.perf_counter() - start))
             optimizers[name].step(share=0.5)
@@ -307,6 +352,21 @@ def compare_training(model: GPT, sides: dict, corpus: Corpus, steps: int, second
     )
 
 
+def fastest_built_ins(model: GPT, corpus: Corpus) -> tuple[str, str]:
+    """Of BUILT_INS by an eager gradient step of two sequences: its name, and a text of all."""
+    tokens, targets = next(batches(corpus.train, 2, model.config.context, seed=3))
+
+    def step(dtype: torch.dtype, backend: SDPBackend | None) -> Callable[[], object]:
+        ops = TorchOps(backend)
+        return lambda: gradient_step(
+            lambda tokens, targets: model.loss(tokens, targets, ops), tokens, targets, device_of(model), dtype
+        )
+
+    found = fastest({name: step(*way) for name, way in BUILT_INS[device_of(model).type].items()}, model)
+    model.zero_grad()
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=100.0, help="how long to train")
@@ -321,6 +381,12 @@ def main() -> None:
     torch.manual_seed(args.seed)
     args.out.mkdir(parents=True, exist_ok=True)
 
+    minutes = math.ceil((1.3 * args.seconds + 45) / 60)
+    print(
+        f"takes about {minutes} min on two cores: {args.seconds:.0f} s of training, the rest compiles, generates and "
+        "compares with PyTorch's built-ins",
+        flush=True,
+    )
     corpus = load_corpus()
     print(
         f"text: Python {sys.version.split()[0]}'s standard library, {len(corpus.train):,} bytes to "
@@ -350,13 +416,16 @@ def main() -> None:
     compare_generation(model)
 
     sides = {}
-    for name, build in OPS.items():
-        if name == ops.name:
-            sides[name] = model, ops, loss_fn  # its graph is compiled already
-        else:
-            twin, twin_ops = copy.deepcopy(model), build()
-            sides[name] = twin, twin_ops, compiled_loss(twin, twin_ops)
-            compile_now(twin, sides[name][2], corpus)
+    best, times = fastest_built_ins(model, corpus)
+    dtype, backend = BUILT_INS[args.device][best]
+    print(f"\nbuilt-ins in {best}, their fastest here (a gradient step of two sequences, not compiled: {times})")
+    for name in OPS:
+        if name == ops.name == "gpukern":
+            sides[name] = model, ops, loss_fn, torch.bfloat16  # its graph is compiled already
+            continue
+        twin, twin_ops = copy.deepcopy(model), TorchOps(backend) if name == "torch" else OPS[name]()
+        sides[name] = twin, twin_ops, compiled_loss(twin, twin_ops), dtype if name == "torch" else torch.bfloat16
+        compile_now(twin, sides[name][2], corpus, sides[name][3])
     compare_training(model, sides, corpus, args.compare_steps, args.seconds / 4)
     print(f"\n{time.perf_counter() - began:.0f} s in all")
 

@@ -568,15 +568,69 @@ static void check_refusals(void) {
     set_i32(&d.cu_k, 2, end);
     args.rules.scale = NAN;
     check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_ARGUMENT, "scale");
-    args.rules.scale = 1;
+    args.rules.scale = 1e39;
+    check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_ARGUMENT, "scale is 1e+39, expected at most 1e38 in size");
+    args.rules.scale = 1e30, args.rules.softcap = 1e-9;
+    check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_ARGUMENT, "scale is 1e+30 and softcap 1e-09");
+    args.rules.scale = 1, args.rules.softcap = 0;
     args.rules.window_left = -2;
     check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_ARGUMENT, "window_left");
     args.rules.window_left = -1;
+    args.max_seqlen_q = -100000;
+    check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_ARGUMENT, "max_seqlen_q is -100000");
+    check_result(gk_flash_attn_fwd_workspace_bytes(&ctx, &args) == 0, "workspace of a refused call");
+    args.max_seqlen_q = INT64_MAX;
+    check_result(gk_flash_attn_fwd_workspace_bytes(&ctx, &args) <= w.bytes * 64, "max_seqlen 2^63 - 1 of few tokens");
+    args.max_seqlen_q = 6, args.max_seqlen_k = -1;
+    check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_ARGUMENT, "max_seqlen_k is -1");
+    args.max_seqlen_k = 6;
     args.v.shape[1] = 3;
     check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_ARGUMENT, "v");
     check_unchanged(&out, "out of a refused call");
     check_unchanged(&lse, "lse of a refused call");
     check_free(0);
+}
+
+/* Backward of 2^61 empty sequences, whose products wrapped to 128,640 bytes; empty packed calls of as many heads. */
+static void check_extremes(void) {
+    snprintf(check_case, sizeof check_case, "flash_attn extremes");
+    static const gk_dtype all[] = {GK_F32, GK_BF16, GK_F16, GK_F64};
+    gk_context ctx = check_context(NULL, 1);
+    for (int d = 0; d < CHECK_COUNT(all); ++d) {
+        const int64_t many = INT64_C(1) << 61;
+        const gk_dtype stats = all[d] == GK_F64 ? GK_F64 : GK_F32;
+        const gk_tensor x = {.dtype = all[d], .ndim = 4, .shape = {many, 1, 0, 8}, .stride = {8, 8, 8, 1}};
+        const gk_tensor lse = {.dtype = stats, .ndim = 3, .shape = {many, 1, 0}, .stride = {1, 1, 1}};
+        gk_flash_attn_bwd_args args = {.size = sizeof args,
+                                       .fwd = {.size = sizeof args.fwd,
+                                               .q = x,
+                                               .k = x,
+                                               .v = x,
+                                               .out = x,
+                                               .lse = lse,
+                                               .rules = {.scale = 1, .window_left = -1, .window_right = -1}},
+                                       .grad_out = x,
+                                       .dq = x,
+                                       .dk = x,
+                                       .dv = x};
+        check_refused(gk_flash_attn_bwd(&ctx, &args), GK_ERR_ARGUMENT, "q has more than 2^48 elements");
+        check_refused(gk_flash_attn_fwd(&ctx, &args.fwd), GK_ERR_ARGUMENT, "q has more than 2^48 elements");
+        check_result(gk_flash_attn_bwd_workspace_bytes(&ctx, &args) == 0, "workspace of a refused call");
+    }
+    int32_t ends[1] = {0};
+    const gk_tensor q = {.dtype = GK_F32, .ndim = 3, .shape = {0, INT64_C(1) << 40, 8}, .stride = {8, 8, 1}};
+    const gk_tensor lse = {.dtype = GK_F32, .ndim = 2, .shape = {0, INT64_C(1) << 40}, .stride = {INT64_C(1) << 40, 1}};
+    const gk_tensor cu = {.data = ends, .dtype = GK_I32, .ndim = 1, .shape = {(INT64_C(1) << 40) + 1}, .stride = {0}};
+    gk_flash_attn_args args = {.size = sizeof args,
+                               .q = q,
+                               .k = q,
+                               .v = q,
+                               .cu_seqlens_q = &cu,
+                               .cu_seqlens_k = &cu,
+                               .out = q,
+                               .lse = lse,
+                               .rules = {.scale = 1, .window_left = -1, .window_right = -1}};
+    check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_ARGUMENT, "expected at most 2^44");
 }
 
 int main(void) {
@@ -588,6 +642,7 @@ int main(void) {
         check_shapes_without_elements(dtypes[d]);
     }
     check_refusals();
+    check_extremes();
     check_every_row_seen(GK_OP_FLASH_ATTN_FWD);
     check_every_row_seen(GK_OP_FLASH_ATTN_BWD);
     return check_end();

@@ -357,7 +357,68 @@ static void check_refusals(void) {
     wrong = args;
     wrong.b.dtype = GK_BF16;
     check_refused(gk_gemm(&ctx, &wrong), GK_ERR_ARGUMENT, "gk_gemm: b");
+    wrong = args;
+    wrong.fp32_precision = (gk_precision)2;
+    check_refused(gk_gemm(&ctx, &wrong), GK_ERR_ARGUMENT, "gk_gemm: fp32_precision");
+    wrong = args;
+    wrong.alpha = 1e39;
+    check_refused(gk_gemm(&ctx, &wrong), GK_ERR_ARGUMENT, "alpha is 1e+39, expected a number that float32 holds");
+    wrong = args;
+    wrong.beta = -1e-46;
+    check_refused(gk_gemm(&ctx, &wrong), GK_ERR_ARGUMENT, "beta is -1e-46, expected a number that float32 holds");
     check_unchanged(&out, "out of a refused call");
+    check_free(0);
+}
+
+/* c is checked like every other input; with beta 0 it is not read, and its data may be missing. */
+static void check_c_refusals(gk_dtype dtype) {
+    snprintf(check_case, sizeof check_case, "gemm refusals of c %s", gk_dtype_name(dtype));
+    int64_t shape[2] = {4, 4};
+    check_tensor a = check_dense(dtype, 2, shape), out = check_dense(dtype, 2, shape);
+    check_fill_normal(&a, 1);
+    check_remember(&out);
+    gk_context ctx = check_context(NULL, 1);
+    gk_tensor c = a.t;
+    gk_gemm_args args = {.size = sizeof args, .a = a.t, .b = a.t, .c = &c, .out = out.t, .alpha = 1, .beta = 1};
+    args.workspace_bytes = gk_gemm_workspace_bytes(&ctx, &args);
+    args.workspace = check_workspace_make(args.workspace_bytes).data;
+    c.data = NULL;
+    check_refused(gk_gemm(&ctx, &args), GK_ERR_ARGUMENT, "gk_gemm: c has no data");
+    c = a.t, c.ndim = -3;
+    check_refused(gk_gemm(&ctx, &args), GK_ERR_ARGUMENT, "gk_gemm: c has -3 dimensions");
+    c = a.t, c.ndim = 3;
+    check_refused(gk_gemm(&ctx, &args), GK_ERR_ARGUMENT, "gk_gemm: c has 3 dimensions");
+    c = a.t, c.shape[0] = -1;
+    check_refused(gk_gemm(&ctx, &args), GK_ERR_ARGUMENT, "gk_gemm: c has size -1");
+    c = a.t, c.dtype = GK_I32;
+    check_refused(gk_gemm(&ctx, &args), GK_ERR_ARGUMENT, "gk_gemm: c is int32");
+    check_unchanged(&out, "out of a refused call");
+    c = a.t, c.data = NULL, args.beta = 0;
+    check_result(gk_gemm(&ctx, &args) == GK_OK, "c without data and beta 0: %s", gk_last_error());
+    check_free(0);
+}
+
+/* Sizes and strides whose products do not fit in 64 bits are refused; as many threads as an int holds are not. */
+static void check_extremes(void) {
+    snprintf(check_case, sizeof check_case, "gemm extremes");
+    int64_t shape[2] = {64, 64};
+    check_tensor a = check_dense(GK_F32, 2, shape), out = check_dense(GK_F32, 2, shape);
+    check_fill_normal(&a, 1);
+    gk_context ctx = check_context(NULL, INT32_MAX);
+    gk_gemm_args args = {.size = sizeof args, .a = a.t, .b = a.t, .out = out.t, .alpha = 1}, wrong;
+    args.workspace_bytes = gk_gemm_workspace_bytes(&ctx, &args);
+    args.workspace = check_workspace_make(args.workspace_bytes).data;
+    ctx.parallel_for = NULL; /* 64 x 64 has fewer tasks than threads, but more than the test can start */
+    check_result(gk_gemm(&ctx, &args) == GK_OK, "2^31 - 1 threads: %s", gk_last_error());
+    wrong = args;
+    wrong.a.shape[0] = wrong.out.shape[0] = INT64_C(1) << 61, wrong.a.shape[1] = wrong.b.shape[0] = 0;
+    check_refused(gk_gemm(&ctx, &wrong), GK_ERR_ARGUMENT, "more than 2^48 elements");
+    wrong = args;
+    wrong.a.stride[0] = INT64_MIN;
+    check_refused(gk_gemm(&ctx, &wrong), GK_ERR_ARGUMENT, "gk_gemm: a has stride");
+    wrong = args;
+    wrong.a.shape[0] = wrong.out.shape[0] = 1, wrong.a.stride[0] = INT64_MAX;
+    check_refused(gk_gemm(&ctx, &wrong), GK_ERR_ARGUMENT, "gk_gemm: a has stride");
     check_free(0);
 }
 
@@ -370,6 +431,8 @@ int main(void) {
         check_act_bwds(dtypes[d]);
     }
     check_refusals();
+    for (int d = 0; d < CHECK_COUNT(dtypes); ++d) check_c_refusals(dtypes[d]);
+    check_extremes();
     check_every_row_seen(GK_OP_GEMM);
     return check_end();
 }

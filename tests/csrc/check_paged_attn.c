@@ -577,6 +577,11 @@ static void check_refusals(void) {
         check_refused(gk_paged_attn(&ctx, &args), GK_ERR_INDEX, cases[i].words);
         check_set(&cases[i].t->t, cases[i].i, good);
     }
+    args.max_seqlen_q = -1;
+    check_refused(gk_paged_attn(&ctx, &args), GK_ERR_ARGUMENT, "max_seqlen_q is -1");
+    args.max_seqlen_q = 2, args.block_table.shape[1] = INT64_C(1) << 45;
+    check_refused(gk_paged_attn(&ctx, &args), GK_ERR_ARGUMENT, "expected at most 2^44");
+    args.block_table.shape[1] = 3;
     args.max_seqlen_q = 5;
     check_set(&cu.t, 2, 5);
     check_refused(gk_paged_attn(&ctx, &args), GK_ERR_INDEX, "the 4 tokens there are, got cu_seqlens_q[2] = 5");

@@ -213,7 +213,7 @@ def test_result_layout(device):
         raw = ops.flash_attn_bwd(torch.ones_like(out), *(t.detach() for t in leaves), out, lse)
         for x, i in zip(raw, inside):
             assert (x.transpose(1, 2) if i else x).is_contiguous()
-        assert raw[3] is None
+        assert raw[3].shape == (0,) and raw[3].dtype == torch.float32 and raw[3].device == q.device
         with torch.device("meta"):
             fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in leaves]
         fake_out, fake_lse = ops.flash_attn_fwd(*fakes)
@@ -467,6 +467,20 @@ def test_backward_strides(case, device):
     check_backward(q, k, v, gen, grad, **modifiers(case.mods, 2, 4, 33, 41, gen, case.dtype, device))
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("softcap", (1e4, 1e6, 1e8))
+def test_large_softcaps(softcap, dtype, device):
+    """Far above the scores, where only tanh's relative precision near 0 keeps them: forward and backward."""
+    gen = generator("large softcap", softcap, dtype)
+    q, k, v = qkv(gen, 2, (4, 2), (70, 130), (64, 64), dtype, device)
+    grad_out = randn(gen, 2, 4, 70, 64, dtype=dtype, device=device)
+    check_backward(q, k, v, gen, grad_out, softcap=softcap, scale=0.5, is_causal=True, diagonal=60)
+    out, _ = check_forward(q, k, v, gen, softcap=softcap, scale=0.5)
+    plain = ops.flash_attn(q, k, v, scale=0.5)
+    if softcap > 1e5 and dtype != torch.float64:  # (s / softcap)^2 / 3 is nothing there
+        assert_close_as([plain], out, reference.flash_attn(*f64((q, k, v)), scale=0.5))
+
+
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_sum_backward(dtype, device):
     """out.sum() hands the op a gradient of stride 0."""
@@ -507,6 +521,59 @@ def test_gradient_of_lse_where_no_key_is_seen_is_dropped(device):
     dq, dk, dv = torch.autograd.grad((out, lse), (q, k, v), (torch.ones_like(out), torch.ones_like(lse)))
     assert torch.equal(dq[:, :, :5], torch.zeros_like(dq[:, :, :5]))
     assert all(g.isfinite().all() for g in (dq, dk, dv))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("bad", (math.inf, math.nan), ids=str)
+def test_rows_without_keys_give_no_gradient_whatever_arrives(bad, dtype, device):
+    """Not to q, k, v or sinks; grad_lse alone reaches the sink, which is their lse."""
+    gen = generator("no keys", dtype)
+    q, k, v = qkv(gen, 2, (4, 2), (70, 90), (64, 64), dtype, device)
+    sinks = randn(gen, 4, dtype=logit_dtype(dtype), device=device)
+    start = torch.tensor([0, 40], dtype=torch.int32, device=device)
+    rules = dict(is_causal=True, diagonal=-20, window_right=0, kv_start=start)
+    none = torch.arange(70, device=device) < torch.tensor([[20], [60]], device=device)  # [B, Sq]
+    grad_out = randn(gen, 2, 4, 70, 64, dtype=dtype, device=device)
+    clean = grad_out.masked_fill(none[:, None, :, None], 0)
+    wild = grad_out.masked_fill(none[:, None, :, None], bad)
+    grad_lse = randn(gen, 2, 4, 70, dtype=logit_dtype(dtype), device=device)
+
+    def gradients(grad, grad_lse=None, sinks=sinks):
+        leaves = [t.detach().clone().requires_grad_() for t in (q, k, v) + (() if sinks is None else (sinks,))]
+        tail = {} if sinks is None else dict(sinks=leaves[3])
+        out, lse = torch_gpukern.flash_attn(*leaves[:3], **rules, **tail, return_lse=True)
+        heads = (out,) if grad_lse is None else (out, lse)
+        return torch.autograd.grad(heads, leaves, (grad,) if grad_lse is None else (grad, grad_lse))
+
+    for lse_too in (None, grad_lse):
+        for x, y in zip(gradients(wild, lse_too), gradients(clean, lse_too)):
+            assert y.isfinite().all() and same_bits(x, y)
+    for x, y in zip(gradients(wild, sinks=None), gradients(clean, sinks=None)):
+        assert same_bits(x, y)
+    # of lse: an infinite gradient that the sink alone gets
+    *others, dsinks = gradients(wild, grad_lse.masked_fill(none[:, None], bad))
+    assert all(same_bits(x, y) for x, y in zip(others, gradients(clean, grad_lse)[:3]))
+    assert not dsinks.isfinite().any()
+    *_, more = gradients(clean, grad_lse + none[:, None].to(grad_lse.dtype))
+    want = none.sum().to(more.dtype).expand(4)  # d lse / d sink = 1
+    assert_close_as([want], more - gradients(clean, grad_lse)[3], want.double().cpu(), "dsinks")
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_sink_alone(dtype, device):
+    """One row, one key that it does not see, an infinite gradient: the sink's is 0, dense and packed."""
+    zero = torch.zeros(1, 1, 1, 8, dtype=dtype, device=device)
+    end = torch.zeros(1, dtype=torch.int32, device=device)
+    for packed in (False, True):
+        sinks = torch.zeros(1, dtype=logit_dtype(dtype), device=device, requires_grad=True)
+        if packed:
+            cu = torch.tensor([0, 1], dtype=torch.int32, device=device)
+            empty = torch.zeros(0, 1, 8, dtype=dtype, device=device)
+            out = ops.flash_attn_varlen(zero[0], empty, empty, cu, cu * 0, 1, 0, sinks=sinks)
+        else:
+            out = ops.flash_attn(zero, zero, zero, sinks=sinks, kv_end=end)
+        out.backward(torch.full_like(out, math.inf))
+        assert sinks.grad.item() == 0
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)

@@ -391,7 +391,7 @@ def test_raw_forward(activation, dtype, device):
     out, preact = ops.gemm_fwd(a, b, bias, activation=activation)
     assert same_bits(out, ops.gemm(a, b, bias, activation=activation))
     if activation in ("none", "relu"):
-        assert preact is None
+        assert preact.shape == (0,) and preact.dtype == out.dtype and preact.device == out.device
     else:
         assert preact.dtype == out.dtype and preact.is_contiguous()
         assert same_bits(preact, ops.gemm(a, b, bias))
@@ -412,6 +412,53 @@ def test_raw_activation_gradient(activation, dtype, device):
         return leaf.grad
 
     assert_close_as(bwd(yard_dtype(dtype)), ops.gemm_act_bwd(grad, saved, activation), bwd(torch.float64), "grad_in")
+
+
+@pytest.mark.parametrize("activation", ("gelu", "gelu_tanh", "silu"))
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_activation_gradient_at_the_ends(activation, dtype, device):
+    """The slope is 0 and 1 there, also where the saved value has overflowed, or powers of it would; NaN stays one."""
+    top = torch.finfo(dtype).max
+    ends = [-math.inf, -top, -top / 8, -1e30, -1e14, -6e4, -1001.0, -1000.0]
+    saved = torch.tensor([x for x in ends if abs(x) <= top or math.isinf(x)], dtype=dtype, device=device)
+    got = ops.gemm_act_bwd(torch.ones_like(saved), saved, activation)
+    assert torch.equal(got, torch.zeros_like(got))
+    got = ops.gemm_act_bwd(torch.full_like(saved, 3), -saved, activation)
+    assert torch.equal(got, torch.full_like(got, 3))
+    nan = torch.full((3,), math.nan, dtype=dtype, device=device)
+    assert ops.gemm_act_bwd(torch.ones_like(nan), nan, activation).isnan().all()
+
+
+@pytest.mark.parametrize("activation", ("gelu", "gelu_tanh", "silu"))
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_gradient_of_a_product_that_its_dtype_does_not_hold(activation, dtype, device):
+    """The saved value is infinite in float16: right is 0 below and the gradient itself above."""
+    size = 300.0 if dtype == torch.float16 else 1e4
+    a = torch.full((8, 8), size, dtype=dtype, device=device, requires_grad=True)
+    for sign, want in ((-1, 0.0), (1, 8.0)):
+        b = torch.full((8, 8), sign * size, dtype=dtype, device=device)
+        bias = torch.zeros(8, dtype=dtype, device=device, requires_grad=True)
+        out = ops.gemm(a, b, bias, activation=activation)
+        assert torch.equal(out, torch.zeros_like(out)) or sign > 0
+        da, dbias = torch.autograd.grad(out, (a, bias), torch.ones_like(out))
+        assert torch.equal(dbias, torch.full_like(dbias, want)) and torch.equal(da, torch.full_like(da, want * size))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_relu_gradient_is_torchs_everywhere(dtype, device):
+    """At NaN the gradient passes; where relu is off an infinite one stops."""
+    saved = torch.tensor([math.nan, -0.0, 0.0, 1.0, math.inf, 1e-7, -1.0], dtype=dtype, device=device)
+    for grad in (1.0, -2.0, math.inf, math.nan):
+        grads = torch.full_like(saved, grad)
+        want = torch.ops.aten.threshold_backward(grads, saved, 0)
+        got = ops.gemm_act_bwd(grads, saved, "relu")
+        assert torch.equal(got.nan_to_num(77.0), want.nan_to_num(77.0))
+    one = torch.ones(1, 1, dtype=dtype, device=device)
+    x = torch.tensor([[math.nan], [2.0], [-2.0]], dtype=dtype, device=device, requires_grad=True)
+    y = x.detach().requires_grad_()
+    ops.gemm(x, one, activation="relu").sum().backward()
+    torch.relu(y @ one).sum().backward()
+    assert torch.equal(x.grad, y.grad)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -125,6 +125,15 @@ def test_head_dims(case, device):
     check_paged(paged, *call(paged, **kwargs), kwargs)
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("softcap", (1e4, 1e6, 1e8))
+def test_large_softcaps(softcap, dtype, device):
+    """Far above the scores, where only tanh's relative precision near 0 keeps them."""
+    paged = make(generator("large softcap", dtype), "mixed", (4, 2), (64, 64), 16, dtype, device)
+    kwargs = dict(softcap=softcap, scale=0.5)
+    check_paged(paged, *call(paged, **kwargs), kwargs)
+
+
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("block_size", (1, 16, 48))
 def test_every_context_length(dtype, block_size, device):
@@ -506,6 +515,79 @@ def test_write_nothing(device):
     unchanged()
 
 
+def shifts(rows):
+    """Writes of views of a pool [rows, 2, heads, d] into itself: name -> (k, v, slots) of the pool."""
+    order = torch.randperm(rows, generator=generator("shifts", rows))
+    return {
+        "reversed": lambda k, v: (k, v, torch.arange(rows).flip(0)),
+        "rotated": lambda k, v: (k, v, torch.arange(rows).roll(1)),
+        "permuted": lambda k, v: (k, v, order),
+        "one down": lambda k, v: (k[:-1], v[:-1], torch.arange(1, rows)),
+        "one up": lambda k, v: (k[1:], v[1:], torch.arange(rows - 1)),
+        "k and v exchanged": lambda k, v: (v, k, torch.arange(rows)),
+        "one head for both": lambda k, v: (k[:, :1].expand(-1, 2, -1), v[:, 1:].expand(-1, 2, -1), order),
+        "disjoint rows": lambda k, v: (k[:3], v[:3], torch.arange(rows - 3, rows)),
+        "only v": lambda k, v: (k + 1, v, order),
+        "lanes as tokens": lambda k, v: (k[:16].transpose(0, 2), v[:16], torch.arange(16)),
+    }
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("name", shifts(24))
+def test_write_from_views_of_the_caches(name, dtype, device):
+    """All of k and v is read before anything is written."""
+    pool = randn(generator("aliases"), 6, 4, 2, 2, 16, dtype=dtype, device=device)
+    k_cache, v_cache = pool[:, :, 0], pool[:, :, 1]
+    k, v, slots = shifts(24)[name](*pool.view(24, 2, 2, 16).unbind(1))
+    assert name == "only v" or k.untyped_storage().data_ptr() == pool.untyped_storage().data_ptr()
+    want = pool.clone()
+    reference.kv_cache_write(k.clone(), v.clone(), want[:, :, 0], want[:, :, 1], slots.to(device))
+    ops.kv_cache_write(k, v, k_cache, v_cache, slots.to(device))
+    assert same_bits(pool, want)
+
+
+def test_a_write_between_disjoint_rows_copies_nothing():
+    """On the CPU, where slots can be read: rows of the caches themselves, and other parts of their tensor."""
+    pool = randn(generator("no copy"), 40, 2, 2, 512)
+    caches = pool[8:, 0].view(8, 4, 2, 512), pool[8:, 1].view(8, 4, 2, 512)
+    rows = [c.flatten(0, 1) for c in caches]
+    for k, v, slots in (
+        (pool[:8, 0], pool[:8, 1], torch.arange(8)),
+        (rows[0][:8], rows[1][:8], torch.arange(8, 16)),
+        (rows[0][:8], rows[1][:8], torch.tensor([9, -1, 30, 8, -1, 10, 29, 31], dtype=torch.int32)),
+    ):
+        taken = slots >= 0
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+            ops.kv_cache_write(k, v, *caches, slots)
+        assert not [e.key for e in seen.key_averages() if e.key.startswith("aten::")]
+        assert torch.equal(rows[0][slots[taken].long()], k[taken])
+        assert torch.equal(rows[1][slots[taken].long()], v[taken])
+
+
+def test_slots_and_scales_must_not_lie_in_the_caches(device):
+    k_cache, v_cache = (torch.zeros(2, 4, 1, 8, device=device) for _ in range(2))
+    k, slots = torch.ones(2, 1, 8, device=device), torch.zeros(2, dtype=torch.int64, device=device)
+    inside = v_cache.view(-1)
+    text = "gpukern::kv_cache_write: {} shares memory with v_cache; it must not, since v_cache is written"
+    for name, change in (
+        ("slots", dict(slots=inside.view(torch.int64)[:2])),
+        ("k_scale", dict(k_scale=inside[3])),
+        ("v_scale", dict(v_scale=inside[5:6])),
+    ):
+        with pytest.raises(ValueError) as caught:
+            ops.kv_cache_write(**dict(k=k, v=k, k_cache=k_cache, v_cache=v_cache, slots=slots) | change)
+        assert str(caught.value) == text.format(name)
+    assert not v_cache.any()
+    # between the elements of a cache they may lie, whatever their widths
+    pool = torch.zeros(2, 4, 1, 32, device=device)
+    apart = pool.view(-1).view(torch.int64)[12:109:96]
+    apart.copy_(torch.tensor([0, -1]))
+    ops.kv_cache_write(k, k, k_cache, pool[..., :8], apart, v_scale=pool[0, 0, 0, 31].fill_(0.5))
+    assert (pool[0, 0, 0, :8] == 2).all() and k_cache[0, 0].eq(1).all()
+    with pytest.raises(ValueError, match="slots shares memory with v_cache"):
+        ops.kv_cache_write(k, k, k_cache, pool[..., :8], pool.view(-1).view(torch.int64)[15:33:17])
+
+
 def test_write_opcheck(device):
     gen = generator("write opcheck")
     for dtype in (torch.float32, torch.bfloat16):
@@ -652,6 +734,21 @@ def test_merge_gradients_of_an_empty_side(device):
     assert torch.equal(d_out_a[1], grad[1]) and torch.equal(d_lse_a[1], grad_lse[1]) and not d_out_b[1].any()
     assert not d_out_a[2].any() and not d_out_b[2].any()
     assert not d_lse_a[0].any() and not d_lse_b[1].any()
+
+
+@pytest.mark.parametrize("bad", (math.inf, math.nan), ids=str)
+def test_merge_gives_an_empty_side_nothing_whatever_arrives(bad, device):
+    gen = generator("merge wild")
+    out_a, lse_a, out_b, lse_b = (t.requires_grad_() for t in sides(gen, (2, 2, 8), torch.float32, device))
+    with torch.no_grad():
+        lse_a[0], lse_a[1], lse_b[1] = -math.inf, -math.inf, -math.inf
+    leaves = out_a, lse_a, out_b, lse_b
+    out, lse = ops.attn_merge(*leaves)
+    d_out_a, d_lse_a, d_out_b, d_lse_b = torch.autograd.grad(
+        (out, lse), leaves, (torch.full_like(out, bad), torch.full_like(lse, bad))
+    )
+    assert not d_out_a.any() and not d_lse_a.any() and not d_out_b[1].any() and not d_lse_b[1].any()
+    assert not d_out_b[0].isfinite().any()
 
 
 def test_merge_far_strides():

@@ -8,7 +8,6 @@ from typing import Literal, overload
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from .._library import (
     NAMESPACE,
@@ -20,6 +19,8 @@ from .._library import (
     bare,
     call_below,
     fake,
+    flop_formula,
+    is_compiling,
     is_grad_enabled,
     ops,
     public,
@@ -77,6 +78,23 @@ def flash_attn(
     *,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def flash_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    diagonal: int = ...,
+    window_left: int = ...,
+    window_right: int = ...,
+    softcap: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    kv_start: Tensor | None = ...,
+    kv_end: Tensor | None = ...,
+    return_lse: bool = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def flash_attn(
     q: Tensor,
     k: Tensor,
@@ -110,14 +128,16 @@ def flash_attn(
         v: [B, Hkv, Sk, Dv], q's dtype. Any strides; a tensor whose last dimension is not contiguous
             is copied first. D and Dv: 1 to 512 on the CPU, multiples of 8 up to 256 on CUDA.
         is_causal: query i sees keys ``j <= i + diagonal`` only.
-        scale: factor of the scores, any finite value; None is 1 / sqrt(D).
+        scale: factor of the scores, a finite number, at most 1e38 in size unless q is float64; None is
+            1 / sqrt(D).
         diagonal: the key index at which query 0 stands. 0 is the convention of
             ``F.scaled_dot_product_attention`` and ``torch.tril``; pass ``Sk - Sq`` for the
             bottom-right one.
         window_left: query i sees keys ``j >= i + diagonal - window_left`` only; -1 is no bound.
         window_right: query i sees keys ``j <= i + diagonal + window_right`` only; -1 is no bound.
             Windows and is_causal intersect.
-        softcap: bound of the scores; 0 switches it off.
+        softcap: bound of the scores, a finite number; 0 switches it off, and so does one that no score
+            comes near.
         alibi_slopes: [Hq] or [B, Hq] float32 (float64 with float64 inputs). It has no gradient.
         sinks: [Hq] float32 (float64 with float64 inputs), differentiable: one more logit per head,
             neither scaled nor capped, that takes probability and adds no value; -inf switches it
@@ -149,7 +169,11 @@ def flash_attn(
     arXiv:2307.08691.
     """
     op = _call_fwd if return_lse else _call
-    plain = window_left == -1 and window_right == -1 and softcap == 0 and alibi_slopes is None and sinks is None
+    # A number that a compiler holds as a symbol is not compared: that would be a guard, so a second graph. A tensor that
+    # equals a default is no default: the op refuses it where it wants a gradient.
+    ints = not is_compiling() and type(window_left) is type(window_right) is type(diagonal) is int
+    plain = ints and window_left == -1 and window_right == -1 and type(softcap) in (float, int) and softcap == 0
+    plain = plain and alibi_slopes is None and sinks is None
     if plain and kv_start is None and kv_end is None:  # the schema fills in the rest sooner than it reads it
         if scale is None and diagonal == 0:
             short = op if return_lse else _call_short
@@ -209,6 +233,24 @@ def flash_attn_varlen(
     *,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def flash_attn_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    window_left: int = ...,
+    window_right: int = ...,
+    softcap: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    return_lse: bool = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def flash_attn_varlen(
     q: Tensor,
     k: Tensor,
@@ -245,7 +287,8 @@ def flash_attn_varlen(
             else.
         max_seqlen_k: upper bound of the sequences' key lengths.
         is_causal: query i of a sequence sees keys ``j <= i + Sk_b - Sq_b`` only (bottom-right).
-        scale: factor of the scores, any finite value; None is 1 / sqrt(D).
+        scale: factor of the scores, a finite number, at most 1e38 in size unless q is float64; None is
+            1 / sqrt(D).
         window_left: keys before the diagonal that a query sees; -1 is no bound. Counted, like
             ALiBi's distance, from the same bottom-right diagonal.
         window_right: keys after the diagonal that a query sees; -1 is no bound.
@@ -273,8 +316,10 @@ def flash_attn_varlen(
     arXiv:2307.08691.
     """
     op = _call_varlen_fwd if return_lse else _call_varlen
-    plain = window_left == -1 and window_right == -1 and softcap == 0 and alibi_slopes is None and sinks is None
-    if plain:
+    # As in flash_attn, no symbol and no tensor is compared.
+    ints = not is_compiling() and type(window_left) is type(window_right) is int
+    plain = ints and window_left == -1 and window_right == -1 and type(softcap) in (float, int) and softcap == 0
+    if plain and alibi_slopes is None and sinks is None:
         return op(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, scale)
     return op(
         q,
@@ -360,6 +405,10 @@ def _empty_stored_like(x: Tensor, head_dim: int) -> Tensor:
     return x.new_empty((batch, heads, seq, head_dim))
 
 
+def _empty_dsinks(q: Tensor, sinks: Tensor | None) -> Tensor:
+    return q.new_empty(0, dtype=laws.wide_dtype(q)) if sinks is None else sinks.new_empty(sinks.shape)
+
+
 @fake("flash_attn_fwd")
 def _flash_attn_fwd_fake(q, k, v, *rest):
     _laws_of_qkv("flash_attn", q, k, v)
@@ -392,8 +441,7 @@ def _flash_attn_bwd_fake(
     *rest,
 ):
     _laws_of_qkv("flash_attn", q, k, v)
-    dsinks = None if sinks is None else sinks.new_empty(sinks.shape)
-    return (*(_empty_stored_like(x, x.shape[3]) for x in (q, k, v)), dsinks)
+    return (*(_empty_stored_like(x, x.shape[3]) for x in (q, k, v)), _empty_dsinks(q, sinks))
 
 
 @fake("flash_attn_varlen_fwd")
@@ -436,8 +484,7 @@ def _flash_attn_varlen_bwd_fake(
     *rest,
 ):
     _laws_of_qkv("flash_attn_varlen", q, k, v)
-    dsinks = None if sinks is None else sinks.new_empty(sinks.shape)
-    return (*(x.new_empty(x.shape) for x in (q, k, v)), dsinks)
+    return (*(x.new_empty(x.shape) for x in (q, k, v)), _empty_dsinks(q, sinks))
 
 
 @fake("attn_merge")
@@ -483,7 +530,7 @@ class _FlashAttn(torch.autograd.Function):
         if grad_out is None:  # the loss reads lse alone
             grad_out = torch.zeros_like(out)
         args = grad_out, q, k, v, out, lse, grad_lse, *ctx.rules, *tensors
-        dq, dk, dv, dsinks = _call_bwd(_bare_bwd, args)
+        dq, dk, dv, dsinks = _call_bwd(_bare_bwd, args, tensors)
         return None, dq, dk, dv, *(None,) * len(ctx.rules), *(None, dsinks, None, None)[: len(tensors)]
 
 
@@ -512,18 +559,18 @@ class _FlashAttnVarlen(torch.autograd.Function):
             grad_out = torch.zeros_like(out)
         lengths = cu_seqlens_q, cu_seqlens_k, *ctx.bounds
         args = grad_out, q, k, v, out, lse, *lengths, grad_lse, *ctx.rules, *tensors
-        dq, dk, dv, dsinks = _call_bwd(_bare_varlen_bwd, args)
+        dq, dk, dv, dsinks = _call_bwd(_bare_varlen_bwd, args, tensors)
         return None, dq, dk, dv, *(None,) * 10, dsinks
 
 
-def _call_bwd(op, args):
+def _call_bwd(op, args, tensors):
+    """dq, dk, dv, dsinks; tensors: alibi_slopes, sinks and what follows, as far as given. dsinks is None without sinks."""
     if are_deterministic():
         op = partial(op, deterministic=True)
     # Under create_graph the op's own Autograd kernel sees the call, and refuses the second backward
     # by name.
-    if is_grad_enabled():
-        return op(*args)
-    return call_below(op, args)
+    grads = op(*args) if is_grad_enabled() else call_below(op, args)
+    return grads if len(tensors) > 1 and tensors[1] is not None else (*grads[:3], None)
 
 
 def _register_autograd(name: str, below: Callable, function, want_lse: bool, slopes_at: int) -> None:
@@ -570,11 +617,12 @@ class _AttnMerge(torch.autograd.Function):
         lse = lse.masked_fill(lse == -torch.inf, 0)
         weights = torch.exp(lse_a - lse), torch.exp(lse_b - lse)
         grads = [None, None, None, None]
+        # A side without weight has no gradient, not even of an infinite one.
         if grad_lse is not None:
-            grads[1::2] = (weight * grad_lse for weight in weights)
+            grads[1::2] = ((w * grad_lse).masked_fill(w == 0, 0) for w in weights)
         if grad_out is not None:
             acc = grad_out.to(lse.dtype)
-            grads[0::2] = ((w[..., None] * acc).to(out_a.dtype) for w in weights)
+            grads[0::2] = ((w[..., None] * acc).masked_fill(w[..., None] == 0, 0).to(out_a.dtype) for w in weights)
             # d out / d lse_a = w_a w_b (out_a - out_b) = -d out / d lse_b, without out's rounding;
             # the out of a side without keys may be NaN.
             change = (acc * (out_a.to(lse.dtype) - out_b.to(lse.dtype))).sum(-1)
@@ -628,7 +676,7 @@ def _pairs(queries: int, keys: int, is_causal: bool, diagonal: int, window_left:
     return torch.sym_max(pairs, 0)
 
 
-@register_flop_formula([ops.flash_attn, ops.flash_attn_fwd])
+@flop_formula("flash_attn", "flash_attn_fwd")
 def _flash_attn_flops(
     q,
     k,
@@ -648,7 +696,7 @@ def _flash_attn_flops(
     return 2 * batch * heads * pairs * (d + dv)
 
 
-@register_flop_formula(ops.flash_attn_bwd)
+@flop_formula("flash_attn_bwd")
 def _flash_attn_bwd_flops(
     grad_out,
     q,
@@ -681,7 +729,7 @@ def _packed_pairs(queries, cu_seqlens, max_q, max_k, is_causal, window_left, win
     return torch.sym_min(sequences * each, queries * max_k)
 
 
-@register_flop_formula([ops.flash_attn_varlen, ops.flash_attn_varlen_fwd])
+@flop_formula("flash_attn_varlen", "flash_attn_varlen_fwd")
 def _flash_attn_varlen_flops(
     q,
     k,
@@ -705,7 +753,7 @@ def _flash_attn_varlen_flops(
     return 2 * q[1] * _packed_pairs(q[0], cu_seqlens_q, *bounds) * (q[2] + v[2])
 
 
-@register_flop_formula(ops.flash_attn_varlen_bwd)
+@flop_formula("flash_attn_varlen_bwd")
 def _flash_attn_varlen_bwd_flops(
     grad_out,
     q,

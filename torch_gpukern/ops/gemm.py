@@ -1,10 +1,10 @@
 """gemm: the public function, its fake functions, gradients, autocast rule and FLOP formulas."""
 
 import math
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from .._library import (
     apply_of,
@@ -14,6 +14,7 @@ from .._library import (
     below_autocast,
     below_autograd,
     fake,
+    flop_formula,
     is_grad_enabled,
     ops,
     public,
@@ -22,7 +23,10 @@ from .._library import (
 )
 from . import laws
 
-__all__ = ["gemm"]
+__all__ = ["Activation", "Precision", "gemm"]
+
+Activation = Literal["none", "relu", "gelu", "gelu_tanh", "silu"]
+Precision = Literal["ieee", "tf32"]
 
 _below, _below_fwd = twin("gemm"), twin("gemm_fwd")
 _call, _call_short = public("gemm", _below), public("gemm", twin("gemm", short=True))
@@ -38,9 +42,9 @@ def gemm(
     c: Tensor | None = None,
     alpha: float = 1.0,
     beta: float = 1.0,
-    activation: str = "none",
+    activation: Activation = "none",
     out_dtype: torch.dtype | None = None,
-    fp32_precision: str | None = None,
+    fp32_precision: Precision | None = None,
 ) -> Tensor:
     """Matrix product with what usually follows it, in one pass over the result.
 
@@ -57,8 +61,8 @@ def gemm(
         bias: [N] in a's dtype or out_dtype.
         c: a's dtype or out_dtype; broadcasts to the result [..., M, N] and never enlarges it.
             With ``beta=0`` it is not read and may hold anything.
-        alpha: factor of the product.
-        beta: factor of c.
+        alpha: factor of the product; unless a is float64 a number that float32 holds.
+        beta: factor of c, likewise.
         activation: ``"none"``, ``"relu"``, ``"gelu"`` (x/2 (1 + erf(x / sqrt 2))), ``"gelu_tanh"``
             (x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))) or ``"silu"`` (x / (1 + exp(-x))).
         out_dtype: dtype of the result: a's dtype (the default) or float32.
@@ -87,7 +91,9 @@ def gemm(
     if fp32_precision is None:
         tf32 = a.dtype == _float32 and a.is_cuda and _torch_allows_tf32()
         fp32_precision = "tf32" if tf32 else "ieee"
-    plain = alpha == 1 and beta == 1 and activation == "none" and fp32_precision == "ieee"
+    # A tensor that equals a default is no default: the op refuses it where it wants a gradient.
+    plain = type(alpha) in (float, int) and type(beta) in (float, int) and alpha == 1 and beta == 1
+    plain = plain and activation == "none" and fp32_precision == "ieee"
     if plain and bias is None and c is None and out_dtype is None:
         return _call_short(a, b)
     return _call(a, b, bias, c, alpha, beta, activation, out_dtype, fp32_precision)
@@ -135,7 +141,7 @@ def _gemm_fake(
         laws.law(fits, "gemm", *text)
         for got, want in zip(reversed(c.shape), reversed(shape), strict=False):
             laws.law(got == 1 or got == want, "gemm", *text)
-    known = activation in ("none", "relu", "gelu", "gelu_tanh", "silu")
+    known = activation in get_args(Activation)
     text = ("activation must be none, relu, gelu, gelu_tanh or silu, got '", activation, "'")
     laws.law(known, "gemm", *text)
     return a.new_empty(shape, dtype=a.dtype if out_dtype is None else out_dtype)
@@ -144,7 +150,7 @@ def _gemm_fake(
 @fake("gemm_fwd")
 def _gemm_fwd_fake(a, b, bias=None, c=None, alpha=1.0, beta=1.0, activation="none", *rest):
     out = _gemm_fake(a, b, bias, c, alpha, beta, activation, *rest)
-    return out, (None if activation in ("none", "relu") else torch.empty_like(out))
+    return out, (out.new_empty(0) if activation in ("none", "relu") else torch.empty_like(out))
 
 
 @fake("gemm_act_bwd")
@@ -234,7 +240,9 @@ class _Gemm(torch.autograd.Function):
                 grad_a = _bare(g, b.mT, *how)
             if needs_b:
                 if len(shape_a) > 2:
-                    a, g = a.flatten(0, -2), g.flatten(0, -2)
+                    # Not flatten: below autograd it has no rule for a batch of gradients (vmap over a backward).
+                    rows = math.prod(shape_a[:-1])
+                    a, g = a.reshape(rows, a.shape[-1]), g.reshape(rows, g.shape[-1])
                 grad_b = _bare(a.mT, g, *how)
         else:
             if needs_a:
@@ -283,7 +291,7 @@ autocast("gemm_fwd", _cast)
 # ---- FLOPs ---------------------------------------------------------------------------------------
 
 
-@register_flop_formula([ops.gemm, ops.gemm_fwd])
+@flop_formula("gemm", "gemm_fwd")
 def _gemm_flops(a_shape, b_shape, *args, out_shape=None, **kwargs) -> int:
     """2 M N K of each product of the batch."""
     batch = torch.broadcast_shapes(a_shape[:-2], b_shape[:-2])

@@ -7,7 +7,6 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.utils.flop_counter import register_flop_formula
 
 from .._library import (
     NAMESPACE,
@@ -17,6 +16,8 @@ from .._library import (
     bare,
     call_below,
     fake,
+    flop_formula,
+    is_compiling,
     is_grad_enabled,
     needs_op,
     ops,
@@ -74,6 +75,25 @@ def paged_attn(
     *,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def paged_attn(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor | None = ...,
+    max_seqlen_q: int = ...,
+    scale: float | None = ...,
+    window_left: int = ...,
+    softcap: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ...,
+    is_causal: bool = ...,
+    return_lse: bool = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def paged_attn(
     q: Tensor,
     k_cache: Tensor,
@@ -112,7 +132,8 @@ def paged_attn(
         cu_seqlens_q: [B + 1] int32: sequence b owns query tokens ``cu_seqlens_q[b]`` to
             ``cu_seqlens_q[b + 1]``. None gives each sequence T / B tokens.
         max_seqlen_q: upper bound of the query tokens of a sequence; read with cu_seqlens_q only.
-        scale: factor of the scores, any finite value; None is 1 / sqrt(D).
+        scale: factor of the scores, a finite number, at most 1e38 in size unless q is float64; None is
+            1 / sqrt(D).
         window_left: keys before its own position that a query sees; -1 is no bound.
         softcap: ``softcap * tanh(s / softcap)``; 0 switches it off.
         alibi_slopes: [Hq] or [B, Hq] float32 (float64 with float64): ``s - slope * |p - j|``.
@@ -142,10 +163,14 @@ def paged_attn(
     2023).
     """
     op = _call_fwd if return_lse else _call
-    plain = window_left == -1 and softcap == 0 and alibi_slopes is None and sinks is None
+    # A number that a compiler holds as a symbol is not compared: that would be a guard, so a second graph. A tensor that
+    # equals a default is no default: the op refuses it where it wants a gradient.
+    plain = not is_compiling() and type(window_left) is int and window_left == -1
+    plain = plain and type(softcap) in (float, int) and softcap == 0
+    plain = plain and alibi_slopes is None and sinks is None
     if plain and k_scale is None and v_scale is None and is_causal is True:
         # the schema fills in the rest sooner than it reads it
-        if cu_seqlens_q is None and scale is None:
+        if cu_seqlens_q is None and scale is None and type(max_seqlen_q) is int:
             short = op if return_lse else _call_short
             return short(q, k_cache, v_cache, block_table, seq_lens)
         return op(q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, scale)
@@ -184,14 +209,15 @@ def kv_cache_write(
     rounded to nearest even.
 
     Args:
-        k: [T, Hkv, D], the cache's dtype, any strides.
+        k: [T, Hkv, D], the cache's dtype, any strides. k and v may share memory with the caches: the
+            result is that of reading all of both before anything is written.
         v: [T, Hkv, Dv], the cache's dtype, any strides.
         k_cache: [num_blocks, block_size, Hkv, D], written in place, any strides.
         v_cache: [num_blocks, block_size, Hkv, Dv], written in place. It may be a view of the same
             tensor as k_cache, and must not overlap it.
         slots: [T] int64 or int32. Tokens with a negative slot are skipped.
         k_scale: [] or [Hkv] float32.
-        v_scale: [] or [Hkv] float32.
+        v_scale: [] or [Hkv] float32. slots and scales must not share memory with the caches.
 
     There is no gradient: the call raises NotImplementedError where an input requires one in grad
     mode. Autocast casts nothing.
@@ -302,7 +328,7 @@ autocast("paged_attn_fwd", _cast)
 # ---- FLOPs ---------------------------------------------------------------------------------------
 
 
-@register_flop_formula([ops.paged_attn, ops.paged_attn_fwd])
+@flop_formula("paged_attn", "paged_attn_fwd")
 def _paged_attn_flops(
     q,
     k_cache,

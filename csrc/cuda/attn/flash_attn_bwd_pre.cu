@@ -1,5 +1,6 @@
 /* flash_attn_bwd_pre: what the backward passes need of each row, and the gradients that need no product.
  *   delta_i = sum_d dO_id O_id - dlse_i       dsink_h = -sum_i exp(sink_h - lse_i) delta_i
+ * where row i sees a key; of the others, whatever their dO holds, dlse_i alone reaches the sink, which is their lse.
  * (Dao 2023, arXiv:2307.08691, Algorithm 2, line 4.)
  * Reads out, grad_out [B, Hq, Sq, Dv] or [Tq, Hq, Dv], lse and grad_lse [B, Hq, Sq] or [Tq, Hq], any leading strides.
  * Writes stats {lse in the kernels' unit, delta} and zeros into dq_sum (bwd.cuh), dsinks [Hq], and zeros into the
@@ -84,7 +85,7 @@ template <class T> __global__ void __launch_bounds__(THREADS) bwd_rows_kernel(co
             const W l = lse[row * g.p.lse.row];
             const W sum = lane_dot<T>(out + row * g.p.out.row, grad_out + row * g.grad_out.row, g.p.head_dim_v, lane,
                                       g.vector_out, g.dp_part);
-            if (l != -INFINITY) x = {l * (W)g.lse_factor, sum};
+            if (l != -INFINITY && s.span.lo(i0 + r) < s.span.hi(i0 + r)) x = {l * (W)g.lse_factor, sum};
         }
         /* a row without keys contributes nothing, whatever its grad_out holds */
         const bool alive = x.lse != INFINITY;
@@ -95,7 +96,6 @@ template <class T> __global__ void __launch_bounds__(THREADS) bwd_rows_kernel(co
 }
 
 /* ---- 2. dsinks --------------------------------------------------------------------------------------------------- */
-/* Rows that see no key but the sink count too: their out is 0, their lse the sink. */
 template <class T> __global__ void __launch_bounds__(SINK_WARPS * 32) bwd_sinks_kernel(const __grid_constant__ Bwd g) {
     typedef typename element<T>::acc W;
     __shared__ double sums_s[SINK_WARPS];
@@ -110,7 +110,12 @@ template <class T> __global__ void __launch_bounds__(SINK_WARPS * 32) bwd_sinks_
         if (i >= s.seq_q) continue;
         const int64_t tile = (int64_t)head * g.row_tiles + row_tile_of(g, s, b);
         const Stat<T> x = ((const Stat<T> *)g.stats)[tile * g.tile_rows + i];
-        if (x.lse != INFINITY) sum -= exp((double)sink - x.lse * to_natural) * x.delta;
+        if (s.span.lo(i) >= s.span.hi(i)) {
+            const W *grad_lse = (const W *)g.grad_lse.data + b * g.grad_lse.batch + head * g.grad_lse.head;
+            if (g.grad_lse.data) sum += grad_lse[(int64_t)(s.q0 + i) * g.grad_lse.row];
+        } else if (x.lse != INFINITY) {
+            sum -= exp((double)sink - x.lse * to_natural) * x.delta;
+        }
     }
     sum = warp_sum(sum);
     if (lane == 0) sums_s[warp] = sum;

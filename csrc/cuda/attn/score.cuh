@@ -23,10 +23,17 @@ __device__ __forceinline__ WideScore<W> score_of(const Problem &p, const Sequenc
     return {(W)p.rules.scale, (W)p.rules.softcap, slope_of<W>(p.rules, b, head), span_clamp(s.diagonal)};
 }
 
-/* tanh through one exponential: exact to 1e-7 of 1, which is what a score of size softcap needs in 16 bits. 2^x may be
- * infinite: 1 / x is 0 then. */
+/* tanh through one exponential: exact to 1e-7 of 1, so nothing near 0. 2^x may be infinite: 1 / x is 0 then. */
 __device__ __forceinline__ float tanh_fast(float x) {
     return fmaf(-2.f, rcp_approx_ftz(ex2_approx_ftz(2 * LOG2_E * x) + 1), 1.f);
+}
+
+/* tanh to a relative error of 1e-6, which 16 bits need of every score, however large the cap: below 1/8 its series, of which
+ * the next term is 2e-7. Both sides, no branch. */
+__device__ __forceinline__ float tanh_near(float x) {
+    const float square = x * x;
+    const float near = fmaf(x * square, fmaf(2.f / 15, square, -1.f / 3), x), far = tanh_fast(x);
+    return fabsf(x) < 0.125f ? near : far;
 }
 
 /* tanh within a few units of the last place, near 0 too, where tanh_fast has lost them: there a polynomial in x^2, fitted
@@ -44,7 +51,7 @@ __device__ __forceinline__ float score_fast(const Score &x, float qk, float dist
     float s = qk * x.scale;
     *derivative = 1;
     if (x.softcap > 0) {
-        const float t = tanh_fast(__fdividef(s, x.softcap));
+        const float t = tanh_near(qk * __fdividef(x.scale, x.softcap));
         s = x.softcap * t, *derivative = 1 - t * t;
     }
     return s - x.slope * fabsf(distance);

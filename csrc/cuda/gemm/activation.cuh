@@ -97,10 +97,12 @@ template <int N> __device__ __forceinline__ void activate_16(gk_activation activ
     }
 }
 
-/* saved is the value before the activation; for relu the output. */
+/* saved is the value before the activation; for relu the output. One that overflowed has the slope of the curve's end, 0 or
+ * 1, as all have from 1000 on; NaN stays. */
 template <class W> __device__ __forceinline__ W act_derivative(gk_activation activation, W x) {
     const W sqrt_half = W(0.70710678118654752440), sqrt_2_over_pi = W(0.79788456080286535588), cubic = W(0.044715);
     const W inv_sqrt_2pi = W(0.39894228040143267794);
+    x = x > W(1000) ? W(1000) : x < W(-1000) ? W(-1000) : x;
     switch (activation) {
     case GK_ACT_NONE: break;
     case GK_ACT_RELU: return x <= 0 ? W(0) : W(1);

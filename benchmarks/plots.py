@@ -1,0 +1,167 @@
+"""Plots of a bench: TFLOP/s, GFLOP/s or GB/s over the size, a line a provider, a panel for each group, mask and head_dim.
+
+python benchmarks/plots.py      draws every plot again from benchmarks/results/
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+PLOTS = HERE / "plots"
+OURS = "gpukern"
+# a provider has one color in every panel and plot
+COLORS = {
+    OURS: "#d62728",
+    "torch.matmul": "#1f77b4",
+    "SDPA": "#1f77b4",
+    "SDPA cuDNN": "#2ca02c",
+    "cuDNN, dense cache": "#2ca02c",
+    "torch built-ins, cuDNN": "#2ca02c",
+    "SDPA flash": "#1f77b4",
+    "torch built-ins": "#1f77b4",
+    "SDPA efficient": "#9467bd",
+    "gather + SDPA": "#9467bd",
+    "FA3": "#ff7f0e",
+    "FA4": "#8c564b",
+    "quack": "#8c564b",
+    "quack, tuned": "#8c564b",
+    "SDPA in float32": "#7f7f7f",
+    "torch built-ins, float32": "#7f7f7f",
+    "FlashInfer": "#e377c2",
+    "FlexAttention": "#7f7f7f",
+}
+SPARE = ("#17becf", "#bcbd22", "#393b79", "#637939")
+
+# How the benches write a label: what the panel says beyond its group, and the size, whose name stands beside.
+FORMS = (
+    (re.compile(r"(?P<part>d\d+) B\d+ S(?P<size>\d+)"), "sequence length"),
+    (re.compile(r"B\d+ H\d+ S(?P<size>\d+) (?P<part>d\d+)"), "sequence length"),
+    (re.compile(r"(?P<layout>[NT]{2}) (?P<size>\d+)x(?P<k>\d+)x(?P<n>\d+)"), "M"),
+    (re.compile(r"(?P<size>\d+)"), "M = N = K"),
+    (re.compile(r"(?P<size>B\d+ context \d+) (?P<part>page \d+)"), "sequences x keys"),
+)
+
+
+def place(group: str, label: str) -> tuple[str, tuple[int, ...], str]:
+    """(panel, size, name of the size) of a row; a label that is no size of a series has () and its group's panel."""
+    for form, name in FORMS:
+        found = form.fullmatch(label)
+        if not found:
+            continue
+        of = found.groupdict()
+        part = of.get("part", "")
+        if "layout" in of:  # a group of one weight names it
+            part = of["layout"] if f"{of['n']}x{of['k']}" in group else f"{of['layout']}, K {of['k']}, N {of['n']}"
+        size = tuple(map(int, re.findall(r"\d+", of["size"])))
+        return (f"{group}, {part}" if part and part not in group else group), size, name
+    return group, (), ""
+
+
+def panels_of(rows: list[dict]) -> dict[str, list[dict]]:
+    """Rows by panel; one dtype and one unit a panel."""
+    panels: dict[str, list[dict]] = {}
+    for row in rows:
+        name = place(row["group"], row["label"])[0]
+        name += "" if row["dtype"] in name else f", {row['dtype']}"
+        name += f", {row['unit']}" if any(r["unit"] != row["unit"] for r in rows if r["group"] == row["group"]) else ""
+        panels.setdefault(name, []).append(row)
+    return panels
+
+
+def rates(row: dict) -> dict[str, float]:
+    """The rate of every provider, ours first."""
+    return {OURS: row["rate"]} | {name: peer["rate"] for name, peer in row["peers"].items()}
+
+
+def color_of(provider: str, spare: dict[str, str]) -> str:
+    if provider in COLORS:
+        return COLORS[provider]
+    return spare.setdefault(provider, SPARE[len(spare) % len(SPARE)])
+
+
+def draw_panel(axes, name: str, rows: list[dict], spare: dict[str, str]) -> None:
+    """One panel: lines over the size, or, where labels are no sizes, a mark for each."""
+    sizes = [place(row["group"], row["label"])[1] for row in rows]
+    over_sizes = all(sizes) and len(set(sizes)) == len(sizes) > 1
+    if over_sizes:  # two numbers, as of sequences and keys, are in the order of their product
+        order = sorted(range(len(rows)), key=lambda i: (math.prod(sizes[i]), sizes[i]))
+        rows, sizes = [rows[i] for i in order], [sizes[i] for i in order]
+        labels = [" x ".join(map(str, size)) for size in sizes]
+        axes.set_xlabel(place(rows[0]["group"], rows[0]["label"])[2], fontsize=7)
+    else:
+        labels = [row["label"] for row in rows]
+    at = range(len(rows))
+    unit, one = rows[0]["unit"], 1.0
+    if max(max(rates(row).values()) for row in rows) >= 1e4:
+        unit, one = unit.replace("G", "T", 1), 1e-3
+    for provider in dict.fromkeys(p for row in rows for p in rates(row)):
+        points = [(x, one * rates(row)[provider]) for x, row in zip(at, rows, strict=True) if provider in rates(row)]
+        ours = provider == OURS
+        axes.plot(
+            *zip(*points, strict=True),
+            color=color_of(provider, spare),
+            label=provider.lstrip("_"),  # a legend leaves out what begins so
+            marker="o" if ours else ".",
+            markersize=4,
+            linewidth=(2.0 if ours else 1.0) if over_sizes else 0,
+            zorder=3 if ours else 2,
+        )
+    axes.set_xticks(at, labels, fontsize=6, rotation=0 if over_sizes and len(at) < 7 else 90)
+    axes.set_ylim(0, 1.08 * one * max(max(rates(row).values()) for row in rows))
+    axes.tick_params(axis="y", labelsize=6)
+    axes.grid(alpha=0.3, linewidth=0.5)
+    axes.set_title(name, fontsize=8)
+    axes.set_ylabel(unit, fontsize=7)
+
+
+def draw(rows: list[dict], title: str, path: Path) -> bool:
+    """A bench's plot; False without matplotlib or without rows that have a peer."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("plot: skipped, matplotlib is not installed (pip install matplotlib)")
+        return False
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    panels = panels_of([row for row in rows if row["peers"]])
+    if not panels:
+        return False
+    columns = min(3, len(panels))
+    lines = math.ceil(len(panels) / columns)
+    figure, grid = plt.subplots(
+        lines, columns, figsize=(4.2 * columns, 2.7 * lines + 0.6), squeeze=False, layout="constrained"
+    )
+    spare: dict[str, str] = {}
+    for axes, (name, members) in zip(grid.flat, panels.items()):
+        draw_panel(axes, name, members, spare)
+    for axes in grid.flat[len(panels) :]:
+        axes.axis("off")
+    handles = {}
+    for axes in grid.flat:
+        handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True)) | handles
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=min(6, len(handles)), fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    plt.close(figure)
+    return True
+
+
+def main() -> int:
+    for stored in sorted((HERE / "results").glob("*.json")):
+        result = json.loads(stored.read_text())
+        for bench, content in result["benches"].items():
+            path = PLOTS / f"{stored.stem}-{bench}.png"
+            if bench != "ladder" and draw(content["rows"], f"{bench} on {result['device']}", path):
+                print(path.relative_to(HERE.parent))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

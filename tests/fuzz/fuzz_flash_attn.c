@@ -1,0 +1,146 @@
+/* fuzz_flash_attn: gk_flash_attn_fwd, and gk_flash_attn_bwd of its results, against their float64 twins. */
+#include "rules.h"
+
+static size_t fwd_bytes(const gk_context *ctx, const void *args) {
+    return gk_flash_attn_fwd_workspace_bytes(ctx, args);
+}
+static gk_status fwd(const gk_context *ctx, const void *args) { return gk_flash_attn_fwd(ctx, args); }
+static size_t bwd_bytes(const gk_context *ctx, const void *args) {
+    return gk_flash_attn_bwd_workspace_bytes(ctx, args);
+}
+static gk_status bwd(const gk_context *ctx, const void *args) { return gk_flash_attn_bwd(ctx, args); }
+
+/* Ends of `batch` sequences, now and then not in order, or past the tokens. */
+static gk_tensor ends_make(int64_t batch, int64_t tokens, int64_t *longest) {
+    const int64_t n = batch + 1;
+    gk_tensor t = fz_make(GK_I32, 1, &n, FZ_RESULT);
+    const int64_t bad = fz_int(0, 15);
+    int64_t end = 0;
+    *longest = 0;
+    for (int64_t b = 0; b <= batch; ++b) {
+        const int64_t more = b ? gk_min_i64(fz_int(0, 40), tokens - end) : 0;
+        end += more, *longest = gk_max_i64(*longest, more);
+        fz_set(&t, b, (double)(bad == 15 && b == batch ? tokens + 1 : bad == 14 && b == 1 ? -3 : end));
+    }
+    fz_all[fz_count - 1].result = false;
+    return t;
+}
+
+static gk_tensor bounds_make(int64_t batch) {
+    gk_tensor t = fz_make(GK_I32, 1, &batch, FZ_RESULT);
+    for (int64_t b = 0; b < batch; ++b) {
+        const int64_t x = fz_int(0, 50);
+        fz_set(&t, b, x == 50 ? INT32_MIN : x == 49 ? INT32_MAX : (double)(x - 4));
+    }
+    fz_all[fz_count - 1].result = false;
+    return t;
+}
+
+static void backward(const gk_context *ctx, const gk_flash_attn_args *f, const gk_flash_attn_args *twin_fwd, int nd,
+                     double loss) {
+    const gk_dtype dtype = f->q.dtype, stats = fz_stats(dtype);
+    const int64_t heads = f->q.shape[1];
+    gk_flash_attn_bwd_args args = GK_FLASH_ATTN_BWD_ARGS_INIT;
+    gk_tensor grad_lse, dsinks, twin_grad_lse, twin_dsinks;
+    args.fwd = *f;
+    args.grad_out = fz_make(dtype, nd, f->out.shape, FZ_INPUT | FZ_LAST_DENSE);
+    if (fz_one_in(2)) grad_lse = fz_make(stats, nd - 1, f->lse.shape, FZ_INPUT), args.grad_lse = &grad_lse;
+    args.dq = fz_make(dtype, nd, f->q.shape, FZ_RESULT | FZ_LAST_DENSE);
+    args.dk = fz_make(dtype, nd, f->k.shape, FZ_RESULT | FZ_LAST_DENSE);
+    args.dv = fz_make(dtype, nd, f->v.shape, FZ_RESULT | FZ_LAST_DENSE);
+    if (f->rules.sinks && fz_one_in(2)) dsinks = fz_make(stats, 1, &heads, FZ_RESULT), args.dsinks = &dsinks;
+    gk_context plain = GK_CONTEXT_INIT;
+    gk_flash_attn_bwd_args twin = args;
+    twin.fwd = *twin_fwd;
+    twin.grad_out = fz_twin(&args.grad_out), twin.grad_lse = fz_twin_of(args.grad_lse, &twin_grad_lse);
+    twin.dq = fz_twin(&args.dq), twin.dk = fz_twin(&args.dk), twin.dv = fz_twin(&args.dv);
+    twin.dsinks = fz_twin_of(args.dsinks, &twin_dsinks);
+    gk_tensor *const all[] = {&args.grad_out,
+                              &args.dq,
+                              &args.dk,
+                              &args.dv,
+                              &args.fwd.lse,
+                              args.grad_lse ? &grad_lse : NULL,
+                              args.dsinks ? &dsinks : NULL};
+    const bool wrong = fz_corrupt(all, 7, 7);
+    const gk_status status =
+        fz_call("gk_flash_attn_bwd", ctx, &args, bwd_bytes, bwd, &args.workspace, &args.workspace_bytes, wrong);
+    if (wrong || !fz_agree("gk_flash_attn_bwd", status, gk_flash_attn_bwd(&plain, &twin), gk_last_error())) return;
+    /* |dP - delta| <= 2 Dv + 1; a row's P sum to 1; a key meets every row of its group */
+    const double ds = 2 * (double)f->v.shape[nd - 1] + 1, scale = fabs(f->rules.scale);
+    const double rows = (double)(f->q.shape[nd == 4 ? 2 : 0] * gk_max_i64(1, heads / gk_max_i64(1, f->k.shape[1])));
+    fz_close("dq", &args.dq, &twin.dq, 4 * loss * scale * ds);
+    fz_close("dk", &args.dk, &twin.dk, 4 * loss * scale * ds * rows);
+    fz_close("dv", &args.dv, &twin.dv, 4 * loss * rows);
+    if (args.dsinks) fz_close("dsinks", &dsinks, &twin_dsinks, 4 * loss * ds * (double)gk_numel(&f->lse));
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+    fz_begin(data, size);
+    const gk_context ctx = fz_context();
+    const gk_dtype dtype = fz_dtype(), stats = fz_stats(dtype);
+    const bool packed = fz_one_in(2);
+    const int nd = packed ? 3 : 4;
+    const int64_t batch = fz_int(0, 9) == 9 ? 0 : fz_int(1, 3), heads_kv = fz_int(0, 9) == 9 ? 0 : fz_int(1, 3);
+    const int64_t heads = heads_kv * fz_int(1, 3), seq_q = fz_size(100), seq_k = fz_size(129);
+    const int64_t dim = gk_max_i64(1, fz_size(100)), dim_v = gk_max_i64(1, fz_size(100));
+    /* what takes longer than some milliseconds under the sanitizers finds less */
+    if (gk_max_i64(1, batch) * heads * seq_q * seq_k * (dim + dim_v) > 1500000) return 0;
+    const int64_t q4[4] = {batch, heads, seq_q, dim}, k4[4] = {batch, heads_kv, seq_k, dim};
+    const int64_t v4[4] = {batch, heads_kv, seq_k, dim_v}, o4[4] = {batch, heads, seq_q, dim_v};
+    const int64_t q3[3] = {seq_q, heads, dim}, k3[3] = {seq_k, heads_kv, dim}, v3[3] = {seq_k, heads_kv, dim_v};
+    const int64_t o3[3] = {seq_q, heads, dim_v};
+
+    gk_flash_attn_args args = GK_FLASH_ATTN_ARGS_INIT;
+    gk_tensor cu_q, cu_k, kv_start, kv_end;
+    fz_rules own;
+    args.q = fz_make(dtype, nd, packed ? q3 : q4, FZ_LAST_DENSE);
+    args.k = fz_make(dtype, nd, packed ? k3 : k4, FZ_LAST_DENSE);
+    args.v = fz_make(dtype, nd, packed ? v3 : v4, FZ_LAST_DENSE);
+    args.out = fz_make(dtype, nd, packed ? o3 : o4, FZ_RESULT | FZ_LAST_DENSE);
+    args.lse = fz_make(stats, nd - 1, packed ? o3 : o4, FZ_RESULT | FZ_CONTIGUOUS);
+    args.rules = fz_rules_make(&own, dtype, batch, heads, dim);
+    if (packed) {
+        cu_q = ends_make(batch, seq_q, &args.max_seqlen_q), cu_k = ends_make(batch, seq_k, &args.max_seqlen_k);
+        args.cu_seqlens_q = &cu_q, args.cu_seqlens_k = &cu_k;
+        const int64_t looser = fz_int(0, 9);
+        if (looser == 9) args.max_seqlen_q = INT64_MAX, args.max_seqlen_k = INT64_MAX;
+        if (looser == 8) args.max_seqlen_q = -100000;
+        if (looser == 7) args.max_seqlen_k -= 1;
+    } else {
+        const int64_t kind = fz_int(0, 7);
+        args.rules.diagonal = fz_span() - 4 * (kind & 1) * 5;
+        if (kind & 2) kv_start = bounds_make(batch), args.rules.kv_start = &kv_start;
+        if (kind & 4) kv_end = bounds_make(batch), args.rules.kv_end = &kv_end;
+    }
+    gk_context plain = GK_CONTEXT_INIT;
+    gk_flash_attn_args twin = args;
+    gk_tensor twin_slopes, twin_sinks;
+    twin.q = fz_twin(&args.q), twin.k = fz_twin(&args.k), twin.v = fz_twin(&args.v);
+    twin.out = fz_twin(&args.out), twin.lse = fz_twin(&args.lse);
+    twin.rules.alibi_slopes = fz_twin_of(args.rules.alibi_slopes, &twin_slopes);
+    twin.rules.sinks = fz_twin_of(args.rules.sinks, &twin_sinks);
+    gk_flash_attn_args good = args;
+    gk_tensor *const all[] = {&args.q,
+                              &args.k,
+                              &args.v,
+                              &args.out,
+                              packed ? &cu_q : NULL,
+                              packed ? &cu_k : NULL,
+                              args.rules.sinks ? &own.sinks : NULL,
+                              args.rules.alibi_slopes ? &own.slopes : NULL,
+                              args.rules.kv_start ? &kv_start : NULL,
+                              args.rules.kv_end ? &kv_end : NULL,
+                              &args.lse};
+    const bool wrong = fz_corrupt(all, 11, 10);
+    const gk_status status =
+        fz_call("gk_flash_attn_fwd", &ctx, &args, fwd_bytes, fwd, &args.workspace, &args.workspace_bytes, wrong);
+    if (!wrong && fz_agree("gk_flash_attn_fwd", status, gk_flash_attn_fwd(&plain, &twin), gk_last_error())) {
+        const double loss = fz_loss(dtype, 64 * (1 + own.scores));
+        fz_close("out", &args.out, &twin.out, loss);
+        fz_close("lse", &args.lse, &twin.lse, fz_loss(stats, 64 * (1 + own.scores)));
+        if (fz_one_in(2)) backward(&ctx, &good, &twin, nd, loss);
+    }
+    fz_free();
+    return 0;
+}
