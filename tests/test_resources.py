@@ -14,9 +14,23 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+import ptxas_report  # noqa: E402
 BUILD = Path(os.environ.get("GPUKERN_BUILD_DIR", ROOT / "build"))
 LIBRARY = BUILD / "libgpukern.so"
 LISTED = ROOT / "docs" / "resources.csv"
+
+
+# flash_attn_fwd_sm90a's tiles: head_dim, head_dim of values, keys
+ATTENTION = {
+    "64": (64, 64, 128),
+    "64Short": (64, 64, 128),
+    "96": (96, 96, 128),
+    "128": (128, 128, 128),
+    "192": (192, 192, 96),
+    "192v128": (192, 128, 96),
+    "256": (256, 256, 64),
+}
 
 
 def rows(text):
@@ -74,6 +88,10 @@ def test_wgmma_kernels_multiply_by_their_tile(report):
         few_rows = re.search("gemm_(skinny_odd|skewed)_sm90a_kernel", name)  # by mma.sync: wgmma would take 64
         assert bool(int(row["HGMMA"])) != bool(few_rows), name
         assert not int(row["LDL"]) and not int(row["STL"]), name
+        if attention := re.search(r"flash_attn_fwd_sm90a_kernel<\w+, FwdHopper(\w+), ", name):
+            head_dim, head_dim_v, keys = ATTENTION[attention[1]]  # the first block's scores, a step, the last block's values
+            assert int(row["HGMMA"]) == 2 * (head_dim + keys) // 16, name
+            assert int(row["USETMAXREG"]) == 2, name
         if skewed := re.search(r"gemm_skewed_sm90a_kernel<\w+, (\d+)", name):
             blocks = int(skewed[1]) // 16
             assert (int(row["LDSM"]), int(row["HMMA"]), int(row["LDS"])) == (blocks, 2 * blocks, 8), name
@@ -86,6 +104,34 @@ def test_wgmma_kernels_multiply_by_their_tile(report):
         assert (int(row["LDS"]) > 0) == fragments, name
         assert int(row["USETMAXREG"]) == (2 if groups > 1 else 0), name
         assert int(row["UTMALDG"]) >= 2 * k64, name
+
+
+def test_powers_of_attention_run_under_the_products(report):
+    """flash_attn_fwd_sm90a: the exponentials of a block stand between the wait for its scores and the wait for the product
+    of the block before. ptxas moves them past the second wait where nothing holds them, without a note (the overlap is then
+    gone); without OVERLAP one wait is for both."""
+    if not any("flash_attn_fwd_sm90a" in name for name in report):
+        pytest.skip("this build has no kernels for sm_90a")
+    seen, name, code = set(), "", []
+
+    def check():
+        scores = next(int(m[1]) for op in code if (m := re.match(r"HGMMA\.64x(\d+)x16", op)))
+        first = [i for i, op in enumerate(code) if op.startswith("WARPGROUP.DEPBAR.LE gsb0, 0x1")]
+        overlaps = "FwdHopper64," not in ptxas_report.short(name)
+        assert len(first) == overlaps, name
+        for i in first:
+            last = next(k for k in range(i + 1, len(code)) if code[k].startswith("WARPGROUP.DEPBAR.LE gsb0, 0x0"))
+            assert sum(op.startswith("MUFU.EX2") for op in code[i:last]) >= scores // 2, name
+
+    for line in [*ptxas_report.dump(str(LIBRARY), "-sass", "-arch", "sm_90"), "\tFunction : end"]:
+        if match := ptxas_report.FUNCTION.match(line):
+            if "flash_attn_fwd_sm90a_kernel" in name:
+                check()
+                seen.add(name)
+            name, code = match[1], []
+        elif match := ptxas_report.INSTRUCTION.match(line):
+            code.append(match[2] + match[3])
+    assert seen
 
 
 # Notes of ptxas on wgmma and setmaxnreg: serialised, waits or fences put in, registers that could not be had.

@@ -32,11 +32,9 @@ namespace {
 
 /* ---- 1. the consumers' products ------------------------------------------------------------------------- */
 /* The warpgroup's turn to issue products. */
-template <class Tile> __device__ __forceinline__ void turn_begin(int warpgroup) {
-    if (Tile::ORDERED) bar_sync(1 + warpgroup, 256);
-}
+template <class Tile> __device__ __forceinline__ void turn_begin(int warpgroup) { bar_sync(1 + warpgroup, 256); }
 template <class Tile> __device__ __forceinline__ void turn_end(int warpgroup) {
-    if (Tile::ORDERED) bar_arrive(1 + (warpgroup + 1) % Tile::WARPGROUPS, 256);
+    bar_arrive(1 + (warpgroup + 1) % Tile::WARPGROUPS, 256);
 }
 
 /* S [64][BKV] = Q K^T of this warpgroup's rows. */
@@ -152,8 +150,8 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
             if (!Tile::OVERLAP) softmax.pack(w, p);
             const bool again = __any_sync(0xffffffffu, softmax.out_of_range(sum));
             if (Tile::OVERLAP) {
-                v.wait_full(step + j -
-                            1); /* over already: ends a basic block, or ptxas moves the powers past the wait */
+                /* over for ever: ends a basic block, or ptxas moves the powers past the wait below */
+                mbarrier_wait(smem_s + S::OVER, 0);
                 wgmma_wait_group<0>();
                 pin(o);
                 if (signals) mbarrier_arrive(v.empty(step + j - 1));
@@ -185,8 +183,9 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         const Steps k = {smem_s + S::K_RING}, v = {smem_s + S::V_RING};
 #pragma unroll 1
         for (int j = step; j < step + blocks; ++j) {
-            turn_begin<Tile>(warpgroup), turn_end<Tile>(warpgroup);
             k.wait_full(j), v.wait_full(j);
+            turn_begin<Tile>(warpgroup); /* brings the four warps together: all have seen the stages full */
+            turn_end<Tile>(warpgroup);
             if (threadIdx.x % 128 == 0) mbarrier_arrive(k.empty(j)), mbarrier_arrive(v.empty(j));
         }
     }
@@ -271,7 +270,7 @@ __device__ __forceinline__ void consume(const FwdHopperParams &x, smem_addr smem
     const tma_steps<Tile::Q_BUFFERS> q = {smem_s + S::Q_RING};
     const tma_steps<2> described = {smem_s + S::TILE_RING};
     const float unit_log2 = MODIFIED ? LOG2_E : (float)x.fwd.problem.rules.scale * LOG2_E;
-    if (Tile::ORDERED && warpgroup == Tile::WARPGROUPS - 1) bar_arrive(1, 256); /* warpgroup 0 has the first turn */
+    if (warpgroup == Tile::WARPGROUPS - 1) bar_arrive(1, 256); /* warpgroup 0 has the first turn */
 #pragma unroll 1
     for (int n = 0, step = 0;; ++n) {
         q.wait_full(n);
@@ -298,6 +297,7 @@ __device__ __forceinline__ void consume(const FwdHopperParams &x, smem_addr smem
             turn_begin<Tile>(warpgroup), turn_end<Tile>(warpgroup); /* that of the last product */
         step += blocks;
         store_tile(x, t, c, q_s);
+        __syncwarp(); /* all lanes have read t */
         if (laneid() == 0) mbarrier_arrive(described.empty(n));
         if (Tile::Q_BUFFERS == 1) c.release_q(q.empty(n));
     }
@@ -319,7 +319,9 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
         typename S::TileRing(smem_s + S::TILE_RING).init(Tile::WARPGROUPS * 4 + 1);
         typename S::KvRing(smem_s + S::K_RING).init(Tile::WARPGROUPS);
         typename S::KvRing(smem_s + S::V_RING).init(Tile::WARPGROUPS);
+        mbarrier_init(smem_s + S::OVER, 1);
         fence_mbarrier_init();
+        mbarrier_arrive(smem_s + S::OVER); /* its first phase is over, and there is no second */
     }
     griddepcontrol_launch_dependents();
     __syncthreads();
@@ -327,7 +329,9 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
         setmaxnreg_dec<Tile::PRODUCER_REGISTERS>();
         const int warp = threadIdx.x / 32 % 4;
         griddepcontrol_wait(); /* what the kernel before wrote is there, and nobody reads out any more */
-        if (warp == 1)
+        if (warp == 2 && blockIdx.x == 0 && x.fwd.problem.cu_q)
+            check_sequences(x.fwd.problem);
+        else if (warp == 1)
             find_tiles<Tile, MODIFIED>(x, smem, smem_s);
         else if (warp == 0 && elect_one())
             load_tiles<Tile>(x, tiles, smem_s);
@@ -356,6 +360,7 @@ template <class Tile> FwdHopperParams params_of(const gk_context *ctx, const gk_
     x.fwd = fwd_params(ctx, a, Smem<Tile>::BQ, Tile::BKV, 1);
     const Problem &p = x.fwd.problem;
     x.schedule.tiles = x.fwd.tiles_q, x.schedule.splits = x.fwd.splits;
+    x.schedule.heads = p.cu_q ? p.heads_q : p.batch * p.heads_q;
     x.schedule.paired = p.rules.right >= 0 && p.rules.left < 0 && x.fwd.splits == 1;
     const int64_t heads = (int64_t)p.batch * p.heads_q;
     /* packed: each sequence ends in a tile, or a pair, of its own */

@@ -41,7 +41,7 @@ template <class Tile> struct Smem {
     static constexpr int K_AT = Tile::Q_BUFFERS * Q::bytes, V_AT = K_AT + Tile::STAGES * K::bytes;
     static constexpr int Q_RING = V_AT + Tile::STAGES * V::bytes, K_RING = Q_RING + QRing::bytes;
     static constexpr int V_RING = K_RING + KvRing::bytes, TILE_RING = V_RING + KvRing::bytes;
-    static constexpr int TILES = TILE_RING + TileRing::bytes;
+    static constexpr int OVER = TILE_RING + TileRing::bytes, TILES = OVER + 16;
     static constexpr int BYTES = TILES + 2 * (int)sizeof(FwdTile);
     static_assert(BYTES <= 227 * 1024, "a block has an SM's shared memory");
     static_assert(V::panels <= Q::panels, "out takes Q's place");
@@ -51,6 +51,12 @@ template <class Tile> struct Smem {
 };
 
 /* ---- 2. the producer ------------------------------------------------------------------------------------ */
+/* Reports lengths of a packed call that cannot be, also of sequences that have no tile. One warp. */
+__device__ __forceinline__ void check_sequences(const Problem &p) {
+#pragma unroll 1
+    for (int b = laneid(); b < p.batch; b += 32) sequence_of(p, b);
+}
+
 /* Tiles of sequence b of a packed call. */
 template <int BQ> __device__ __forceinline__ int packed_tiles(const Problem &p, int b) {
     const int q0 = min(max(p.cu_q[b * p.cu_q_step], 0), p.total_q);
@@ -92,7 +98,7 @@ __device__ __forceinline__ bool place_tile(const FwdHopperParams &x, int unit, i
         if (b < 0) return false;
         tiles = packed_tiles<BQ>(p, b);
     }
-    const FwdUnit u = fwd_unit({tiles, x.schedule.splits, x.schedule.paired, 0}, unit);
+    const FwdUnit u = fwd_unit({tiles, x.schedule.splits, x.schedule.paired, x.schedule.heads, 0}, unit);
     const int tile = second ? u.tile[1] : u.tile[0], head = p.cu_q ? u.head : u.head % p.heads_q;
     if (laneid() == 0) *work = {p.cu_q ? b : u.head / p.heads_q, head, tile * BQ, u.split};
     __syncwarp();

@@ -2,7 +2,7 @@
  * A unit is what a block takes at once: one tile of one head, or under a causal rule the two tiles i and n - 1 - i, whose
  * keys add up to the same number for every i. Block c takes units c, c + blocks, c + 2 blocks, ..: no counter in memory,
  * and the order follows from shapes alone. Units of one head are neighbours, so that blocks that run together read the
- * same keys from L2. Plain functions, which a CPU test walks too (tests/csrc/check_fwd_schedule.cpp). */
+ * same keys from L2. Plain functions, which a CPU test walks too (tests/csrc/check_attn_sm90a.cpp). */
 #ifndef GPUKERN_CUDA_FWD_SCHEDULE_CUH
 #define GPUKERN_CUDA_FWD_SCHEDULE_CUH
 
@@ -12,6 +12,7 @@ struct FwdSchedule {
     int tiles;  /* of a head; of a packed call: of its longest sequence */
     int splits; /* parts of the keys of a tile, each a unit */
     int paired; /* 1: a unit is tiles i and n - 1 - i */
+    int heads;  /* over batch and heads; of a packed call those of one sequence */
     int units;  /* of all heads; of a packed call an upper bound */
 };
 
@@ -23,11 +24,14 @@ struct FwdUnit {
 
 constexpr GK_HD int fwd_units_of(int tiles, int paired) { return paired ? (tiles + 1) / 2 : tiles; }
 
-/* Tiles come longest first where a causal rule makes the last one longest. */
+/* Tiles come longest first where a causal rule makes the last one longest. Where pairs leave a tile in the middle over,
+ * those of all heads come last: half a unit each, they would fall to the same blocks time and again. */
 constexpr GK_HD FwdUnit fwd_unit(const FwdSchedule &s, int unit) {
-    const int split = unit % s.splits, rest = unit / s.splits, each = fwd_units_of(s.tiles, s.paired);
-    const int head = rest / each, i = rest % each, last = s.tiles - 1 - i;
-    return {head, split, {last, s.paired && i != last ? i : -1}};
+    const int split = unit % s.splits, rest = unit / s.splits;
+    if (!s.paired) return {rest / s.tiles, split, {s.tiles - 1 - rest % s.tiles, -1}};
+    const int pairs = s.tiles / 2, alone = rest - s.heads * pairs;
+    if (alone >= 0) return {alone, split, {pairs, -1}};
+    return {rest / pairs, split, {s.tiles - 1 - rest % pairs, rest % pairs}};
 }
 
 #endif

@@ -1,7 +1,7 @@
 /* stale_softmax.cuh: the online softmax of 16 rows of a warp with a reference that stays (docs/numerics.md, "A maximum that
  * may be stale").
  *   softmax(s) v = (sum 2^(c s - m) v) / (sum 2^(c s - m))   for any m that keeps the powers inside the float range
- * The first block of keys sets m a little above its largest score. Later blocks reuse it: no maximum, no exchange between
+ * The first block of keys sets m to its largest score. Later blocks reuse it: no maximum, no exchange between
  * lanes, no rescaling of O. A row whose partial sum leaves the range takes its block again with a new m (redo); what a row
  * does depends on its own scores alone. s[4 n + 2 r + e]: row r of the lane's two, column 8 n + e. */
 #ifndef GPUKERN_CUDA_STALE_SOFTMAX_CUH
@@ -11,13 +11,14 @@
 #include "../tile/reduce.cuh"
 #include "score.cuh"
 
-/* The largest weight of a row's reference block is 2^-ABOVE; a lane's sum of weights must stay below LIMIT. */
+/* The largest weight of a row's reference block is 1; a lane's sum of weights must stay below LIMIT. */
 template <class T> struct StaleRange;
-template <> struct StaleRange<__nv_bfloat16> { /* the exponents of float: scores may grow by 2^110 before a redo */
-    static constexpr float ABOVE = 60, LIMIT = 0x1p50f;
+template <>
+struct StaleRange<__nv_bfloat16> { /* the exponents of float; O is weights times v, so some are left for v */
+    static constexpr float LIMIT = 0x1p80f;
 };
-template <> struct StaleRange<__half> { /* weights end at 65504, and below 2^-14 they lose bits */
-    static constexpr float ABOVE = 4, LIMIT = 0x1p15f;
+template <> struct StaleRange<__half> { /* weights end at 65504 */
+    static constexpr float LIMIT = 0x1p15f;
 };
 
 constexpr float STALE_NOTHING = -3e38f; /* m of a row that has seen no key: any score asks for a redo */
@@ -65,7 +66,7 @@ template <class T, int BKV> struct StaleSoftmax {
             float top = s[2 * r];
 #pragma unroll
             for (int n = 0; n < N; ++n) top = fmaxf(top, fmaxf(s[4 * n + 2 * r], s[4 * n + 2 * r + 1]));
-            const float to = fmaf(quad_max(top), unit_log2, Range::ABOVE);
+            const float to = quad_max(top) * unit_log2;
             factor[r] = again ? ex2_approx_ftz(m[r] - to) : 1.f;
             m[r] = again ? to : m[r];
             total[r] *= factor[r];
@@ -81,17 +82,14 @@ template <class T, int BKV> struct StaleSoftmax {
 #pragma unroll
             for (int n = 0; n < N; ++n) top = fmaxf(top, fmaxf(s[4 * n + 2 * r], s[4 * n + 2 * r + 1]));
             top = quad_max(top);
-            m[r] = top == -INFINITY ? STALE_NOTHING : fmaf(top, unit_log2, Range::ABOVE);
+            m[r] = top == -INFINITY ? STALE_NOTHING : top * unit_log2;
         }
         weights(s, unit_log2, w, total);
     }
 
     /* What the row's sums come to: O times factor is the result, lse in natural units. */
     __device__ __forceinline__ RowResult result(int r, float sink) const {
-        const float scale = exp2f(Range::ABOVE);
-        RowResult y = row_result((m[r] - Range::ABOVE) * LN_2, quad_sum(total[r]) * scale, sink);
-        y.factor *= scale;
-        return y;
+        return row_result(m[r] * LN_2, quad_sum(total[r]), sink);
     }
 };
 

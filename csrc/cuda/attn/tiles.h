@@ -71,19 +71,18 @@ template <int HEAD_DIM_> struct FlashFwdSimtTile {
 };
 
 /* flash_attn_fwd_sm90a: a consumer warpgroup owns 64 rows of queries. Registers of its threads: S and the weights in
- * float32 BKV / 2 each, P BKV / 4, O HEAD_DIM_V / 2. STAGES of K and of V, Q_BUFFERS of Q. ORDERED: warpgroups issue
- * their products in turn. OVERLAP: the softmax of a block runs under the product of the block before with V; without it
+ * float32 BKV / 2 each, P BKV / 4, O HEAD_DIM_V / 2. STAGES of K and of V, Q_BUFFERS of Q. OVERLAP: the softmax of a block runs under the product of the block before with V; without it
  * the weights need no registers of their own. Figures: TFLOP/s, bfloat16, 16k tokens, one H100 where cuDNN has 583 (d128). */
 struct FwdHopper64 { /* three warpgroups fill each other's gaps: 590 at 8k; two with OVERLAP 470; three with OVERLAP and
-                        96 keys 540, not ORDERED 487; 4 stages 594 */
+                        96 keys 540, not in turn 487; 4 stages 594 */
     static constexpr int HEAD_DIM = 64, HEAD_DIM_V = 64, WARPGROUPS = 3, BKV = 128, STAGES = 2, Q_BUFFERS = 2;
     static constexpr int PRODUCER_REGISTERS = 32, CONSUMER_REGISTERS = 160;
-    static constexpr bool ORDERED = true, OVERLAP = false;
+    static constexpr bool OVERLAP = false;
 };
-struct FwdHopper128 { /* 192 KiB; 716 at 8k, the same without ORDERED but for scores of wide range (697, 628) */
+struct FwdHopper128 { /* 192 KiB; 716 at 8k, not in turn the same but for scores of wide range (628 for 697) */
     static constexpr int HEAD_DIM = 128, HEAD_DIM_V = 128, WARPGROUPS = 2, BKV = 128, STAGES = 2, Q_BUFFERS = 2;
     static constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
-    static constexpr bool ORDERED = true, OVERLAP = true;
+    static constexpr bool OVERLAP = true;
 };
 struct FwdHopper64Short : FwdHopper128 { /* 128 rows: causal 215 at 512, where 192 rows have 178; 295 and 285 at 1k */
     static constexpr int HEAD_DIM = 64, HEAD_DIM_V = 64;
@@ -94,7 +93,7 @@ struct FwdHopper96 : FwdHopper128 { /* K and V as wide as at 128 in shared memor
 struct FwdHopper192 { /* 192 KiB, one Q; 732 at 8k, cuDNN 681 */
     static constexpr int HEAD_DIM = 192, HEAD_DIM_V = 192, WARPGROUPS = 2, BKV = 96, STAGES = 2, Q_BUFFERS = 1;
     static constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
-    static constexpr bool ORDERED = true, OVERLAP = true;
+    static constexpr bool OVERLAP = true;
 };
 struct FwdHopper192v128 : FwdHopper192 { /* 128 keys spilled 36 bytes; 726 at 8k, cuDNN 654 */
     static constexpr int HEAD_DIM_V = 128;
@@ -102,7 +101,7 @@ struct FwdHopper192v128 : FwdHopper192 { /* 128 keys spilled 36 bytes; 726 at 8k
 struct FwdHopper256 { /* 192 KiB, one Q; 741 at 8k */
     static constexpr int HEAD_DIM = 256, HEAD_DIM_V = 256, WARPGROUPS = 2, BKV = 64, STAGES = 2, Q_BUFFERS = 1;
     static constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
-    static constexpr bool ORDERED = true, OVERLAP = true;
+    static constexpr bool OVERLAP = true;
 };
 /* Up to so many rows of queries tiles of 192 rows waste more than they gain: measured at 512, 1024 and 2048 under a causal
  * rule; without one only a sequence that fits 128 rows. */
