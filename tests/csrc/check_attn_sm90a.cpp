@@ -1,0 +1,231 @@
+/* check_attn_sm90a: what flash_attn_fwd_sm90a is made of, on the host: which block takes which tile (attn/fwd_schedule.cuh),
+ * how its operands lie in shared memory (wgmma_panels of tile/wgmma.cuh) as TMA writes and WGMMA reads them, and which
+ * registers of a product are which operand of the next. Exits with 1 on a failure. */
+#include "check_model.h"
+#include "cuda/attn/fwd_schedule.cuh"
+#include "cuda/tile/wgmma.cuh"
+
+#include <stdlib.h>
+
+/* ---- tiles and blocks ----------------------------------------------------------------------------------- */
+/* Blocks of keys that the rows of a tile see under a causal rule whose last row sees the last key. */
+static int keys_of(int tile, int bq, int bkv) { return ((tile + 1) * bq + bkv - 1) / bkv; }
+
+/* find_tiles' walk: block c takes units c, c + blocks, ..: every tile of every head and split once. */
+static void check_schedule(int tiles, int heads, int splits, int paired, int blocks, int bq, int bkv) {
+    const int units = heads * fwd_units_of(tiles, paired) * splits;
+    const FwdSchedule s = {tiles, splits, paired, heads, units};
+    char *hits = (char *)calloc((size_t)heads * splits * tiles, 1);
+    long worst = 0, total = 0, longest = 0, most_units = 0;
+    bool inside = true;
+    for (int block = 0; block < blocks; ++block) {
+        long load = 0, taken = 0;
+        for (int unit = block; unit < units; unit += blocks, ++taken) {
+            const FwdUnit u = fwd_unit(s, unit);
+            long cost = 0;
+            inside = inside && u.head >= 0 && u.head < heads && u.split >= 0 && u.split < splits && u.tile[0] >= 0;
+            for (int t : u.tile) {
+                if (t < 0) continue;
+                inside = inside && t < tiles;
+                if (inside) ++hits[(u.head * splits + u.split) * tiles + t];
+                cost += keys_of(t, bq, bkv);
+            }
+            load += cost, longest = cost > longest ? cost : longest;
+        }
+        total += load, worst = load > worst ? load : worst, most_units = taken > most_units ? taken : most_units;
+    }
+    bool once = inside;
+    for (int i = 0; i < heads * splits * tiles; ++i) once = once && hits[i] == 1;
+    free(hits);
+    check(once, "every tile once: tiles, blocks", tiles, blocks);
+    if (!paired) return;
+    /* The worst block has at most a unit more than the mean; where a tile's rows are no whole blocks of keys each pair's keys
+     * round up by a block beside that. */
+    const double mean = (double)total / blocks;
+    check((double)worst <= mean + (double)longest + (bq % bkv ? (double)most_units : 0) + 1e-6,
+          "the worst block's keys: tiles, blocks", tiles, blocks);
+}
+
+static void check_schedules() {
+    const int tile[4][2] = {{128, 128}, {192, 128}, {128, 96}, {128, 64}};
+    const int some_blocks[] = {1, 2, 3, 7, 16, 66, 114, 132, 1000}, some_heads[] = {1, 2, 5, 16, 33, 128};
+    const int many_tiles[] = {768, 1023, 1024};
+    for (int tiles = 1; tiles <= 40; ++tiles)
+        for (int paired = 0; paired <= 1; ++paired)
+            for (int splits = 1; splits <= 5; splits += 2)
+                for (int blocks : some_blocks)
+                    for (int heads : some_heads) {
+                        const int *t = tile[(tiles + heads) % 4];
+                        check_schedule(tiles, heads, paired ? 1 : splits, paired, blocks, t[0], t[1]);
+                    }
+    for (int tiles : many_tiles) check_schedule(tiles, 16, 1, 1, 132, 128, 128);
+    /* longest first, and a pair sees as many keys as any other */
+    const FwdSchedule s = {6, 1, 1, 2, 6};
+    for (int unit = 0; unit < 6; ++unit) {
+        const FwdUnit u = fwd_unit(s, unit);
+        check(u.head == unit / 3 && u.tile[0] == 5 - unit % 3 && u.tile[1] == unit % 3, "pairs of six", unit,
+              u.tile[1]);
+    }
+    const FwdSchedule odd = {5, 1, 1, 2, 6}; /* two pairs of either head, then either middle */
+    check(fwd_unit(odd, 3).head == 1 && fwd_unit(odd, 3).tile[0] == 3 && fwd_unit(odd, 3).tile[1] == 1,
+          "a pair of five", 3, 1);
+    check(fwd_unit(odd, 5).head == 1 && fwd_unit(odd, 5).tile[0] == 2 && fwd_unit(odd, 5).tile[1] == -1,
+          "the middle of five", 5, -1);
+}
+
+/* ---- operands in shared memory -------------------------------------------------------------------------- */
+enum {
+    MEMORY = 227 * 1024, /* of a block */
+    NOTHING = -1
+};
+static int memory[MEMORY / 2]; /* of each 16-bit place: row * 1024 + column of the element there */
+
+/* The 128-byte swizzle of TMA and WGMMA: bits 4 .. 6 of an address xored with bits 7 .. 9. */
+static uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
+
+/* load_panels: boxes of 64 columns and ROWS rows, one row of 128 bytes behind the other. */
+template <int ROWS, int COLS> static void tma_writes(uint32_t tile) {
+    typedef wgmma_panels<ROWS, COLS> Panels;
+    for (int i = 0; i < MEMORY / 2; ++i) memory[i] = NOTHING;
+    for (int c = 0; c < Panels::panels; ++c)
+        for (int row = 0; row < ROWS; ++row)
+            for (int col = 0; col < 64; ++col) {
+                int &at = memory[swizzled(tile + c * Panels::panel_bytes + row * 128 + col * 2) / 2];
+                check(at == NOTHING, "boxes do not overlap", row, col);
+                at = row * 1024 + c * 64 + col;
+            }
+}
+
+/* The place that WGMMA reads for element (x, k) of a k16 step; x is m or n. In a descriptor bits 0 to 13 are the address,
+ * 16 to 29 the leading, 32 to 45 the stride offset, all over 16. K-major: 8 rows of x are a block of 1024 bytes, the stride
+ * leads to the next. MN-major: a row is a k with 64 of x, the stride leads to the next 8 of k, leading to the next 64 of x. */
+static int wgmma_reads(uint64_t descriptor, bool mn_major, int x, int k) {
+    const uint32_t start = (uint32_t)(descriptor & 0x3fff) << 4, leading = (uint32_t)(descriptor >> 16 & 0x3fff) << 4,
+                   stride = (uint32_t)(descriptor >> 32 & 0x3fff) << 4;
+    const uint32_t at = mn_major ? start + x / 64 * leading + k / 8 * stride + k % 8 * 128 + x % 64 * 2
+                                 : start + x / 8 * stride + x % 8 * 128 + k * 2;
+    return swizzled(at) < MEMORY ? memory[swizzled(at) / 2] : NOTHING;
+}
+
+/* Mode 1, the 128-byte swizzle; base offset 0; no bit where none belongs. */
+static bool good_fields(uint64_t d) { return d >> 62 == 1 && (d >> 46 & 0xffff) == 0 && (d & 0xc000c000) == 0; }
+
+template <int ROWS, int COLS> static void check_panels_at(uint32_t tile) {
+    typedef wgmma_panels<ROWS, COLS> Panels;
+    tma_writes<ROWS, COLS>(tile);
+    bool k_fields = true, q = true, k = true, mn_fields = true, v = true, places = true;
+    for (int col = 0; col < COLS; col += 16) {
+        for (int row = 0; row + 64 <= ROWS; row += 8) { /* Q: the 64 rows of a warpgroup */
+            const uint64_t d = Panels::k_major(tile, row, col);
+            k_fields = k_fields && good_fields(d);
+            for (int x = 0; x < 64; ++x)
+                for (int e = 0; e < 16; ++e) q = q && wgmma_reads(d, false, x, e) == (row + x) * 1024 + col + e;
+        }
+        const uint64_t d = Panels::k_major(tile, 0, col); /* K: all rows */
+        for (int x = 0; x < ROWS; ++x)
+            for (int e = 0; e < 16; ++e) k = k && wgmma_reads(d, false, x, e) == x * 1024 + col + e;
+    }
+    for (int row = 0; row < ROWS; row += 16) { /* V */
+        const uint64_t d = Panels::mn_major(tile, row);
+        mn_fields = mn_fields && good_fields(d);
+        for (int x = 0; x < COLS; ++x)
+            for (int e = 0; e < 16; ++e) v = v && wgmma_reads(d, true, x, e) == (row + e) * 1024 + x;
+    }
+    for (int row = 0; row < ROWS; ++row)
+        for (int col = 0; col < Panels::panels * 64; ++col) {
+            const int at = Panels::offset_of(row, col), in_panel = at - col / 64 * Panels::panel_bytes;
+            places = places && memory[(tile + at) / 2] == row * 1024 + col;
+            places = places && in_panel / 128 == row; /* clear_rows: a row's bytes are its own */
+        }
+    check(k_fields && mn_fields, "fields of a descriptor", ROWS, COLS);
+    check(q, "Q by k_major", ROWS, COLS), check(k, "K by k_major", ROWS, COLS);
+    check(v, "V by mn_major", ROWS, COLS), check(places, "offset_of", ROWS, COLS);
+}
+
+/* store_tile: a warp's 16 rows by stmatrix, then as boxes of 64 columns and 16 rows. */
+template <int ROWS, int COLS> static void check_store() {
+    typedef wgmma_panels<ROWS, COLS> Panels;
+    bool registers = true, boxes = true, banks = true;
+    for (int warp = 0; warp < ROWS / 16; ++warp) {
+        for (int n = 0; n < COLS / 8; n += 2)
+            for (int e = 0; e < 4; ++e) {
+                unsigned chunks = 0;
+                for (int row = 0; row < 8; ++row) { /* lane 8 e + row points to row `row` of matrix e */
+                    const int lane = 8 * e + row;
+                    const int at = Panels::offset_of(16 * warp + lane % 16, 8 * n + lane / 16 * 8);
+                    chunks |= 1u << (at / 16 % 8);
+                    for (int col = 0; col < 8; ++col)
+                        registers = registers && at + 2 * col == Panels::offset_of(16 * warp + e % 2 * 8 + row,
+                                                                                   8 * (n + e / 2) + col);
+                }
+                banks = banks && chunks == 0xff;
+                for (int lane = 0; lane < 32; ++lane)
+                    for (int half = 0; half < 2; ++half) { /* four[e] packs o[4 n + 2 e], o[4 n + 2 e + 1] */
+                        const coord at = ldmatrix_element(lane, half, false),
+                                    d = wgmma_d(warp, lane, 4 * n + 2 * e + half);
+                        registers =
+                            registers && d.row == 16 * warp + e % 2 * 8 + at.row && d.col == 8 * (n + e / 2) + at.col;
+                    }
+            }
+        for (int col = 0; col < COLS; ++col)
+            for (int row = 0; row < 16; ++row)
+                boxes = boxes && (int)swizzled(Panels::offset(16 * warp, col / 64 * 64) + row * 128 + col % 64 * 2) ==
+                                     Panels::offset_of(16 * warp + row, col);
+    }
+    check(registers, "stmatrix", ROWS, COLS), check(banks, "stmatrix without conflicts", ROWS, COLS);
+    check(boxes, "boxes of the store", ROWS, COLS);
+}
+
+template <int ROWS, int COLS> static void check_panels() {
+    typedef wgmma_panels<ROWS, COLS> Panels;
+    for (uint32_t tile = 0; tile + Panels::bytes <= MEMORY; tile += 61 * 1024) check_panels_at<ROWS, COLS>(tile);
+    check_panels_at<ROWS, COLS>((MEMORY - Panels::bytes) / 1024 * 1024);
+    check_store<ROWS, COLS>();
+}
+
+template <int ROWS> static void check_rows() {
+    check_panels<ROWS, 64>(), check_panels<ROWS, 96>(), check_panels<ROWS, 128>();
+    check_panels<ROWS, 192>(), check_panels<ROWS, 256>();
+}
+
+static void check_descriptor_add() {
+    for (int i = 0; i < 20000; ++i) {
+        const uint32_t from = 16 * (uint32_t)below(MEMORY / 16), to = 16 * (uint32_t)below(MEMORY / 16);
+        const int leading = 16 * (int)below(2048), stride = 1024 * (1 + (int)below(2));
+        check(wgmma_descriptor_add(wgmma_descriptor(from, leading, stride), (int)to - (int)from) ==
+                  wgmma_descriptor(to, leading, stride),
+              "wgmma_descriptor_add", from, to);
+    }
+}
+
+/* ---- registers ------------------------------------------------------------------------------------------ */
+/* Pair i of S, packed, is register i % 4 of operand A of k16 step i / 4: weights need no exchange between lanes. */
+static void check_identity(int bkv) {
+    bool weights = true, scores = true;
+    for (int thread = 0; thread < 128; ++thread) {
+        const int warp = thread / 32, lane = thread % 32;
+        for (int i = 0; i < bkv / 4; ++i)
+            for (int half = 0; half < 2; ++half) {
+                const coord d = wgmma_d(warp, lane, 2 * i + half), a = frag_a16(lane, 2 * (i % 4) + half);
+                weights = weights && d.row == 16 * warp + a.row && d.col == i / 4 * 16 + a.col;
+            }
+        /* mask and modify: s[n][2 r + e] is 8 r rows and 8 n + e columns from the lane's first */
+        const coord first = frag_c(lane, 0);
+        for (int e = 0; e < bkv / 2; ++e) {
+            const coord d = wgmma_d(warp, lane, e);
+            scores =
+                scores && d.row == 16 * warp + first.row + 8 * (e / 2 % 2) && d.col == first.col + 8 * (e / 4) + e % 2;
+        }
+    }
+    check(weights, "accumulators as operand A", bkv, 0), check(scores, "scores from the lane's first", bkv, 0);
+}
+
+int main() {
+    check_schedules();
+    check_rows<64>(), check_rows<80>(), check_rows<96>(), check_rows<112>(), check_rows<128>();
+    check_rows<144>(), check_rows<160>(), check_rows<176>(), check_rows<192>();
+    check_descriptor_add();
+    for (int bkv = 16; bkv <= 256; bkv += 16) check_identity(bkv);
+    printf("%ld passed, %ld failed\n", num_passed, num_failed);
+    return num_failed != 0 || num_passed == 0;
+}
