@@ -204,16 +204,13 @@ def refuse_number_gradients(name: str, args: Sequence) -> None:
         if i >= len(args):
             return
         x = args[i]
-        if x.__class__ in _NUMBER_CLASSES or not isinstance(x, Tensor):
+        if not isinstance(x, Tensor):  # a symbol too: dynamo has no hash of its class
             continue
         if (x.requires_grad and is_grad_enabled()) or _has_tangent(x):
             raise ValueError(
                 f"{NAMESPACE}::{name}: {argument} is a number without a gradient, got a tensor that requires one; "
                 f"pass {argument}.detach()"
             )
-
-
-_NUMBER_CLASSES = frozenset({float, int, bool, type(None)})
 
 
 def _has_tangent(x: Tensor) -> bool:
