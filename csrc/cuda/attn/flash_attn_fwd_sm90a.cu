@@ -5,9 +5,9 @@
  * q [.., Sq, D]  k [.., Sk, D]  v [.., Sk, Dv]  out [.., Sq, Dv], as TMA can describe them;  lse [.., Sq] float32.
  * D, Dv: multiples of 8 up to HEAD_DIM, HEAD_DIM_V; TMA fills the columns after them with zeros.
  *
- * Work split: a block stays on its SM and takes units of tiles (fwd_schedule.cuh). One thread of the producer warpgroup
- * finds the tiles and loads Q, K and V by TMA; each consumer warpgroup owns 64 rows of S and O. Where tiles would not fill
- * the GPU the keys of a tile are split; parts go through the workspace.
+ * Work split: a block stays on its SM and takes units of tiles (fwd_schedule.cuh). Of the producer warpgroup one warp
+ * finds the tiles and one thread loads Q, K and V by TMA; each consumer warpgroup owns 64 rows of S and O. Where tiles
+ * would not fill the GPU the keys of a tile are split; parts go through the workspace.
  *
  * A step of a consumer: block j of the keys                        (tensor cores work in the background)
  *   issue S_j = Q K_j^T
