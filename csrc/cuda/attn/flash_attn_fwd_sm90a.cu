@@ -342,19 +342,6 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
 }
 
 /* ---- 5. launcher and table ------------------------------------------------------------------------------ */
-/* [batch, heads, rows, columns] as TMA sees it: columns, rows, heads, batch. */
-TensorShape shape_of(const gk_tensor &t) {
-    TensorShape x = {};
-    const bool packed = t.ndim == 3;
-    const int rows = packed ? 0 : 2, heads = 1, last = t.ndim - 1;
-    x.data = t.data, x.dtype = t.dtype;
-    x.size[0] = t.shape[last], x.size[1] = t.shape[rows], x.size[2] = t.shape[heads],
-    x.size[3] = packed ? 1 : t.shape[0];
-    x.size[4] = 1;
-    x.stride[1] = t.stride[rows], x.stride[2] = t.stride[heads], x.stride[3] = packed ? 1 : t.stride[0];
-    return x;
-}
-
 template <class Tile> FwdHopperParams params_of(const gk_context *ctx, const gk_flash_attn_args *a) {
     FwdHopperParams x = {};
     x.fwd = fwd_params(ctx, a, Smem<Tile>::BQ, Tile::BKV, 1);
@@ -376,8 +363,8 @@ bool takes(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
     const int last = a->q.ndim - 1;
     const bool modified = a->rules.softcap > 0 || a->rules.alibi_slopes || !(a->rules.scale > 1e-30);
     return a->q.shape[last] <= row->key[0] && a->v.shape[last] <= row->key[1] && modified == (row->key[2] != 0) &&
-           tensor_map_fits(shape_of(a->q)) && tensor_map_fits(shape_of(a->k)) && tensor_map_fits(shape_of(a->v)) &&
-           tensor_map_fits(shape_of(a->out)) && smem_fits(ctx, row->key[3]);
+           tensor_map_fits(attn_shape(a->q)) && tensor_map_fits(attn_shape(a->k)) && tensor_map_fits(attn_shape(a->v)) &&
+           tensor_map_fits(attn_shape(a->out)) && smem_fits(ctx, row->key[3]);
 }
 
 template <class Tile> size_t workspace_bytes(const gk_cuda_row *, const gk_context *ctx, const void *args) {
@@ -389,10 +376,10 @@ gk_status run(const gk_cuda_row *, const gk_context *ctx, const void *args) {
     static const char op[] = "gk_flash_attn_fwd";
     const gk_flash_attn_args *a = (const gk_flash_attn_args *)args;
     FwdHopperParams x = params_of<Tile>(ctx, a);
-    gk_status status = make_tensor_map(op, shape_of(a->q), 64, Smem<Tile>::BQ, &x.q);
-    if (status == GK_OK) status = make_tensor_map(op, shape_of(a->k), 64, Tile::BKV, &x.k);
-    if (status == GK_OK) status = make_tensor_map(op, shape_of(a->v), 64, Tile::BKV, &x.v);
-    if (status == GK_OK) status = make_tensor_map(op, shape_of(a->out), 64, 16, &x.out);
+    gk_status status = make_tensor_map(op, attn_shape(a->q), 64, Smem<Tile>::BQ, &x.q);
+    if (status == GK_OK) status = make_tensor_map(op, attn_shape(a->k), 64, Tile::BKV, &x.k);
+    if (status == GK_OK) status = make_tensor_map(op, attn_shape(a->v), 64, Tile::BKV, &x.v);
+    if (status == GK_OK) status = make_tensor_map(op, attn_shape(a->out), 64, 16, &x.out);
     if (status != GK_OK) return status;
     const int sms = gk_gpu_of(ctx->index)->num_sms;
     const int blocks = x.schedule.units < sms ? x.schedule.units : sms;

@@ -3,7 +3,6 @@
 #ifndef GPUKERN_CUDA_FWD_PRODUCER_CUH
 #define GPUKERN_CUDA_FWD_PRODUCER_CUH
 
-#include "../host/tensormap.cuh"
 #include "../ptx/laneid.cuh"
 #include "../ptx/tma.cuh"
 #include "../tile/tma_ring.cuh"
@@ -11,6 +10,7 @@
 #include "fwd_schedule.cuh"
 #include "fwd_work.cuh"
 #include "score.cuh"
+#include "tma_shape.cuh"
 
 /* ---- 1. parameters and shared memory -------------------------------------------------------------------- */
 struct FwdHopperParams {

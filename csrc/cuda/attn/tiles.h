@@ -165,6 +165,30 @@ typedef BwdDqTile<256, 128, 32, 8, 1> BwdDq256;
 /* 128 KiB, beside Bwd256Small; BwdDq128's 96 KiB fit beside Bwd128Small */
 typedef BwdDqTile<256, 64, 32, 4, 1> BwdDq256Small;
 
+/* flash_attn_bwd_sm90a: two warpgroups of 64 keys each, BQ rows a step. Registers of a consumer: dK, dV, S, dP of HEAD_DIM,
+ * HEAD_DIM_V, BQ, BQ over 2 each. STAGES of Q and of dO. */
+struct BwdHopper128 {
+    static constexpr int HEAD_DIM = 128, HEAD_DIM_V = 128, BQ = 80, BKV = 128, STAGES = 2;
+    static constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
+};
+struct BwdHopper96 : BwdHopper128 {
+    static constexpr int HEAD_DIM = 96, HEAD_DIM_V = 96;
+};
+struct BwdHopper64 : BwdHopper128 {
+    static constexpr int HEAD_DIM = 64, HEAD_DIM_V = 64, BQ = 128;
+};
+
+/* Softcap and ALiBi take registers: fewer rows a step, or the plain tile's rows spilled 28 to 172 bytes. */
+struct BwdHopper128Score : BwdHopper128 {
+    static constexpr int BQ = 64;
+};
+struct BwdHopper96Score : BwdHopper96 {
+    static constexpr int BQ = 64;
+};
+struct BwdHopper64Score : BwdHopper64 {
+    static constexpr int BQ = 64;
+};
+
 /* float32: 16 PER_STAY rows stay, 16 PER_PASS pass, 8 warps: a thread multiplies PER_STAY x PER_PASS for each sum of
  * both that it loads. */
 template <int HEAD_DIM, int PER_STAY, int PER_PASS, int BLOCKS_> struct BwdSimtTile {

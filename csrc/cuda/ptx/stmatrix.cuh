@@ -13,4 +13,12 @@ static __device__ __forceinline__ void stmatrix_x4(smem_addr row_s, const uint32
                  : "memory");
 }
 
+// stmatrix.x4.trans: the same, each matrix transposed on its way: register i of a lane goes to column lane / 4, rows
+// 2 (lane % 4) and the next.
+static __device__ __forceinline__ void stmatrix_x4_trans(smem_addr row_s, const uint32_t (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_s), "r"(r[0]),
+                 "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+}
+
 #endif

@@ -44,6 +44,7 @@ template <int M, int N> static __device__ __forceinline__ void wgmma_pin(float (
 #define GK_R32 GK_R16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define GK_R48 GK_R32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define GK_R64 GK_R48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define GK_R40 GK_R32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define GK_R88                                                                         \
     GK_R64                                                                             \
     ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
@@ -84,6 +85,8 @@ template <class T> struct wgmma_16;
                 GK_WGMMA(32, 16, TYPE, GK_R16, 16, 17, 18, 19, 20, GK_D8(0), GK_D8(8));                               \
             else if constexpr (N == 64)                                                                               \
                 GK_WGMMA(64, 16, TYPE, GK_R32, 32, 33, 34, 35, 36, GK_D32(0));                                        \
+            else if constexpr (N == 80)                                                                               \
+                GK_WGMMA(80, 16, TYPE, GK_R40, 40, 41, 42, 43, 44, GK_D32(0), GK_D8(32));                             \
             else if constexpr (N == 96)                                                                               \
                 GK_WGMMA(96, 16, TYPE, GK_R48, 48, 49, 50, 51, 52, GK_D32(0), GK_D8(32), GK_D8(40));                  \
             else if constexpr (N == 128)                                                                              \

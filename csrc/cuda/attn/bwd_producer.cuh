@@ -1,0 +1,132 @@
+/* bwd_producer.cuh: the half of flash_attn_bwd_sm90a that decides what a block does and loads it: what a block keeps in shared
+ * memory, which rows see its keys, and the loads of K, V, Q and dO by TMA. */
+#ifndef GPUKERN_CUDA_BWD_PRODUCER_CUH
+#define GPUKERN_CUDA_BWD_PRODUCER_CUH
+
+#include "../ptx/tma.cuh"
+#include "../tile/tma_ring.cuh"
+#include "../tile/wgmma.cuh"
+#include "bwd.cuh"
+#include "tma_shape.cuh"
+
+/* ---- 1. parameters and shared memory -------------------------------------------------------------------- */
+struct BwdHopperParams {
+    CUtensorMap q, k, v, grad_out; /* boxes of 64 columns by BQ, BKV, BKV, BQ rows */
+    Bwd g;
+};
+
+/* What a block does: the keys [j0, j0 + BKV) of one kv head, and the tiles of rows that see some of them, of every query
+ * head of the group. Rows and keys count from the sequence's first. */
+struct BwdWork {
+    Sequence seq;
+    int b, kv_head, j0;
+    int tile_lo, tiles; /* tiles of rows; 0: nobody sees these keys */
+    int start;          /* the tile that comes first; after the last comes tile_lo */
+    int row_tile;       /* the sequence's first tile in the workspace */
+    Interval keys;      /* that some row sees: the others may hold anything */
+    Interval rows;      /* that see some key: likewise */
+    Interval full;      /* tiles in which every row sees every key of the block */
+};
+
+template <class Tile> struct BwdSmem {
+    static constexpr int BQ = Tile::BQ, BKV = Tile::BKV, THREADS = 3 * 128;
+    typedef wgmma_panels<BKV, Tile::HEAD_DIM> K;
+    typedef wgmma_panels<BKV, Tile::HEAD_DIM_V> V;
+    typedef wgmma_panels<BQ, Tile::HEAD_DIM> Q;
+    typedef wgmma_panels<BQ, Tile::HEAD_DIM_V> O; /* dO */
+    typedef wgmma_panels<BQ, BKV> Scores;         /* dS: a panel of 64 keys belongs to one warpgroup */
+    typedef tma_ring<Tile::STAGES> Ring;
+    static constexpr int STATS = BQ * 8; /* {lse, delta} of a tile's rows */
+    static constexpr int K_AT = 0, V_AT = K_AT + K::bytes, Q_AT = V_AT + V::bytes, O_AT = Q_AT + Tile::STAGES * Q::bytes;
+    static constexpr int DS_AT = O_AT + Tile::STAGES * O::bytes, STATS_AT = DS_AT + 2 * Scores::bytes;
+    static constexpr int Q_RING = STATS_AT + Tile::STAGES * STATS, O_RING = Q_RING + Ring::bytes;
+    static constexpr int KV_FULL = O_RING + Ring::bytes, WORK = KV_FULL + 16;
+    static constexpr int BYTES = WORK + (int)sizeof(BwdWork);
+    static_assert(BYTES <= 227 * 1024, "a block has an SM's shared memory");
+    static_assert(Q::bytes % 1024 == 0 && O::bytes % 1024 == 0 && Scores::bytes % 1024 == 0, "tiles are whole blocks");
+    static_assert(STATS % 16 == 0, "stats are copied in units of 16 bytes");
+};
+
+/* ---- 2. which rows -------------------------------------------------------------------------------------- */
+/* Tiles of rows in which every row sees all of keys [j0, j0 + bkv): only others compare. */
+__device__ __forceinline__ Interval full_tiles(const Sequence &s, int j0, int bkv, int bq) {
+    const Span &x = s.span;
+    if (j0 < x.key_lo || j0 + bkv > x.key_hi) return {0, 0};
+    const int first_row = max(j0 + bkv - x.hi_off, 0), last_row = j0 - x.lo_off;
+    const int end = last_row >= s.seq_q - 1 ? SPAN_FAR : max(last_row + 1, 0) / bq;
+    return {(first_row + bq - 1) / bq, end};
+}
+
+/* Blocks of one head are neighbours: they read the same rows. Under a causal rule the first keys are seen by most rows and
+ * come first. */
+template <class Tile> __device__ __forceinline__ void place_block(BwdWork &w, const Bwd &g) {
+    constexpr int BQ = Tile::BQ, BKV = Tile::BKV;
+    const int kv_tiles = (g.p.seq_k + BKV - 1) / BKV;
+    const int tile_kv = blockIdx.x % kv_tiles;
+    w.j0 = tile_kv * BKV;
+    w.kv_head = blockIdx.x / kv_tiles % g.p.heads_kv, w.b = blockIdx.x / kv_tiles / g.p.heads_kv;
+    w.seq = sequence_of(g.p, w.b);
+    w.keys = seen_keys(w.seq);
+    w.rows = {0, 0};
+    w.row_tile = row_tile_of(g, w.seq, w.b);
+    w.full = full_tiles(w.seq, w.j0, BKV, BQ);
+    const int lo = max(w.j0, w.keys.lo), hi = min(w.j0 + BKV, w.keys.hi);
+    Interval see = {0, 0};
+    if (lo < hi) see = seeing_rows(w.seq, lo, hi), w.rows = seeing_rows(w.seq, w.keys.lo, w.keys.hi);
+    w.tile_lo = see.lo / BQ;
+    w.tiles = see.hi > see.lo ? (see.hi + BQ - 1) / BQ - w.tile_lo : 0;
+    /* blocks of a head add to different rows of dQ at a time */
+    w.start = w.tiles > 0 ? (int)((int64_t)w.tiles * tile_kv / kv_tiles) : 0;
+}
+
+/* A block's steps in order: head after head of the group, of each the tiles from `start` on and around. */
+struct BwdStep {
+    int head, tile; /* tile: of the sequence */
+
+    __device__ __forceinline__ explicit BwdStep(const BwdWork &w, int group)
+        : head(w.kv_head * group), tile(w.tile_lo + w.start) {}
+    __device__ __forceinline__ void next(const BwdWork &w) {
+        if (++tile == w.tile_lo + w.tiles) tile = w.tile_lo;
+        if (tile == w.tile_lo + w.start) ++head;
+    }
+};
+
+/* ---- 3. the producer ------------------------------------------------------------------------------------ */
+template <class Panels>
+__device__ __forceinline__ void load_panels(smem_addr tile_s, const CUtensorMap *map, int row, int head, int b,
+                                            smem_addr barrier_s) {
+#pragma unroll
+    for (int c = 0; c < Panels::panels; ++c)
+        tma_load_5d(tile_s + c * Panels::panel_bytes, map, {{c * 64, row, head, b, 0}}, barrier_s);
+}
+
+/* One thread loads: K and V once, then Q with its stats, and dO, tile after tile. */
+template <class Tile>
+__device__ __forceinline__ void load_tiles(const BwdHopperParams &x, const BwdWork &w, smem_addr smem_s) {
+    typedef BwdSmem<Tile> S;
+    const Bwd &g = x.g;
+    const int b = g.p.cu_q ? 0 : w.b, steps = w.tiles * g.p.group;
+    const smem_addr kv_s = smem_s + S::KV_FULL;
+    mbarrier_arrive_expect_tx(kv_s, S::K::bytes + S::V::bytes);
+    load_panels<typename S::K>(smem_s + S::K_AT, &x.k, w.seq.k0 + w.j0, w.kv_head, b, kv_s);
+    load_panels<typename S::V>(smem_s + S::V_AT, &x.v, w.seq.k0 + w.j0, w.kv_head, b, kv_s);
+    typename S::Ring q(smem_s + S::Q_RING), o(smem_s + S::O_RING);
+    BwdStep at(w, g.p.group);
+#pragma unroll 1
+    for (int n = 0; n < steps; ++n) {
+        const int row = w.seq.q0 + at.tile * Tile::BQ;
+        const int64_t stats_tile = (int64_t)at.head * g.row_tiles + w.row_tile + at.tile;
+        q.wait_empty();
+        mbarrier_arrive_expect_tx(q.full(), S::Q::bytes + S::STATS);
+        load_panels<typename S::Q>(smem_s + S::Q_AT + q.slot * S::Q::bytes, &x.q, row, at.head, b, q.full());
+        bulk_load(smem_s + S::STATS_AT + q.slot * S::STATS, (const char *)g.stats + stats_tile * S::STATS, S::STATS,
+                  q.full());
+        o.wait_empty();
+        mbarrier_arrive_expect_tx(o.full(), S::O::bytes);
+        load_panels<typename S::O>(smem_s + S::O_AT + o.slot * S::O::bytes, &x.grad_out, row, at.head, b, o.full());
+        q.advance(), o.advance();
+        at.next(w);
+    }
+}
+
+#endif

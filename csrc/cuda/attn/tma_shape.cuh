@@ -1,0 +1,20 @@
+/* tma_shape.cuh: attention's tensors as TMA sees them. */
+#ifndef GPUKERN_CUDA_TMA_SHAPE_CUH
+#define GPUKERN_CUDA_TMA_SHAPE_CUH
+
+#include "../host/tensormap.cuh"
+
+/* [batch, heads, rows, columns] as TMA sees it: columns, rows, heads, batch. */
+inline TensorShape attn_shape(const gk_tensor &t) {
+    TensorShape x = {};
+    const bool packed = t.ndim == 3;
+    const int rows = packed ? 0 : 2, heads = 1, last = t.ndim - 1;
+    x.data = t.data, x.dtype = t.dtype;
+    x.size[0] = t.shape[last], x.size[1] = t.shape[rows], x.size[2] = t.shape[heads],
+    x.size[3] = packed ? 1 : t.shape[0];
+    x.size[4] = 1;
+    x.stride[1] = t.stride[rows], x.stride[2] = t.stride[heads], x.stride[3] = packed ? 1 : t.stride[0];
+    return x;
+}
+
+#endif
