@@ -19,6 +19,7 @@ struct Bwd {
     void *dsinks;   /* [Hq] or NULL */
     int64_t dsink_head;
     void *stats; /* workspace [Hq][row_tiles][tile_rows] of {lse, delta}; rows without keys or past the end: {inf, 0} */
+    bool stats_apart; /* of a tile first tile_rows of lse, then as many of delta */
     float *dq_sum;        /* workspace [Hq][row_tiles][tile_rows * columns], zeroed by the pre-pass; NULL = none */
     double lse_factor;    /* the kernels' unit of lse: 1, or log2(e) */
     float scale, softcap; /* the rules' as floats: operands from here take no registers */

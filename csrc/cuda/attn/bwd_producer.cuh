@@ -3,6 +3,7 @@
 #ifndef GPUKERN_CUDA_BWD_PRODUCER_CUH
 #define GPUKERN_CUDA_BWD_PRODUCER_CUH
 
+#include "../ptx/laneid.cuh"
 #include "../ptx/tma.cuh"
 #include "../tile/tma_ring.cuh"
 #include "../tile/wgmma.cuh"
@@ -28,6 +29,14 @@ struct BwdWork {
     Interval full;      /* tiles in which every row sees every key of the block */
 };
 
+/* What the consumers ask of a step, written by the producer beside Q. */
+struct BwdTileOf {
+    int i0;      /* the tile's first row */
+    int tile;    /* in the workspace, over all heads */
+    int edge;    /* 1: some row does not see some key */
+    float slope; /* of ALiBi, 0 = none */
+};
+
 template <class Tile> struct BwdSmem {
     static constexpr int BQ = Tile::BQ, BKV = Tile::BKV, THREADS = 3 * 128;
     typedef wgmma_panels<BKV, Tile::HEAD_DIM> K;
@@ -36,11 +45,12 @@ template <class Tile> struct BwdSmem {
     typedef wgmma_panels<BQ, Tile::HEAD_DIM_V> O; /* dO */
     typedef wgmma_panels<BQ, BKV> Scores;         /* dS: a panel of 64 keys belongs to one warpgroup */
     typedef tma_ring<Tile::STAGES> Ring;
-    static constexpr int STATS = BQ * 8; /* {lse, delta} of a tile's rows */
+    static constexpr int STATS = BQ * 8; /* of a tile's rows lse, then delta */
     static constexpr int K_AT = 0, V_AT = K_AT + K::bytes, Q_AT = V_AT + V::bytes, O_AT = Q_AT + Tile::STAGES * Q::bytes;
     static constexpr int DS_AT = O_AT + Tile::STAGES * O::bytes, STATS_AT = DS_AT + 2 * Scores::bytes;
     static constexpr int Q_RING = STATS_AT + Tile::STAGES * STATS, O_RING = Q_RING + Ring::bytes;
-    static constexpr int KV_FULL = O_RING + Ring::bytes, WORK = KV_FULL + 16;
+    static constexpr int KV_FULL = O_RING + Ring::bytes, RAW = KV_FULL + 8; /* barriers */
+    static constexpr int TILES = RAW + 8, WORK = TILES + Tile::STAGES * (int)sizeof(BwdTileOf);
     static constexpr int BYTES = WORK + (int)sizeof(BwdWork);
     static_assert(BYTES <= 227 * 1024, "a block has an SM's shared memory");
     static_assert(Q::bytes % 1024 == 0 && O::bytes % 1024 == 0 && Scores::bytes % 1024 == 0, "tiles are whole blocks");
@@ -100,31 +110,75 @@ __device__ __forceinline__ void load_panels(smem_addr tile_s, const CUtensorMap 
         tma_load_5d(tile_s + c * Panels::panel_bytes, map, {{c * 64, row, head, b, 0}}, barrier_s);
 }
 
-/* One thread loads: K and V once, then Q with its stats, and dO, tile after tile. */
+/* Rows of a tile outside [first, end) become zeros: what lies there may be NaN, which times 0 would be NaN. One warp. */
+template <class Panels> __device__ __forceinline__ void clear_outside(smem_addr tile_s, int first, int end) {
+#pragma unroll 1
+    for (int i = laneid(); i < Panels::rows * 8; i += 32) {
+        if (i / 8 >= first && i / 8 < end) continue;
+#pragma unroll 1
+        for (int c = 0; c < Panels::panels; ++c)
+            st_shared_128(tile_s + c * Panels::panel_bytes + i * 16, make_uint4(0, 0, 0, 0));
+    }
+}
+
+/* One warp loads: K and V once, then Q with its stats, and dO, tile after tile. A tile with rows that must not be read goes
+ * through a barrier of its own, and is whole once those rows are zero. */
 template <class Tile>
-__device__ __forceinline__ void load_tiles(const BwdHopperParams &x, const BwdWork &w, smem_addr smem_s) {
+__device__ __forceinline__ void load_tiles(const BwdHopperParams &x, const BwdWork &w, unsigned char *smem,
+                                           smem_addr smem_s) {
     typedef BwdSmem<Tile> S;
     const Bwd &g = x.g;
     const int b = g.p.cu_q ? 0 : w.b, steps = w.tiles * g.p.group;
-    const smem_addr kv_s = smem_s + S::KV_FULL;
-    mbarrier_arrive_expect_tx(kv_s, S::K::bytes + S::V::bytes);
-    load_panels<typename S::K>(smem_s + S::K_AT, &x.k, w.seq.k0 + w.j0, w.kv_head, b, kv_s);
-    load_panels<typename S::V>(smem_s + S::V_AT, &x.v, w.seq.k0 + w.j0, w.kv_head, b, kv_s);
-    typename S::Ring q(smem_s + S::Q_RING), o(smem_s + S::O_RING);
+    const smem_addr raw_s = smem_s + S::RAW, kv_s = smem_s + S::KV_FULL;
+    const bool kv_ragged = w.keys.lo > w.j0 || w.keys.hi < w.j0 + Tile::BKV;
+    unsigned raw_parity = 0;
+    if (laneid() == 0) {
+        const smem_addr to_s = kv_ragged ? raw_s : kv_s;
+        mbarrier_arrive_expect_tx(to_s, S::K::bytes + S::V::bytes);
+        load_panels<typename S::K>(smem_s + S::K_AT, &x.k, w.seq.k0 + w.j0, w.kv_head, b, to_s);
+        load_panels<typename S::V>(smem_s + S::V_AT, &x.v, w.seq.k0 + w.j0, w.kv_head, b, to_s);
+    }
+    if (kv_ragged) {
+        mbarrier_wait(raw_s, raw_parity), raw_parity ^= 1;
+        clear_outside<typename S::K>(smem_s + S::K_AT, w.keys.lo - w.j0, w.keys.hi - w.j0);
+        clear_outside<typename S::V>(smem_s + S::V_AT, w.keys.lo - w.j0, w.keys.hi - w.j0);
+        fence_proxy_async(); /* this lane's zeros come before wgmma's reads */
+        __syncwarp();
+        if (laneid() == 0) mbarrier_arrive(kv_s);
+    }
+    const tma_steps<Tile::STAGES> q = {smem_s + S::Q_RING}, o = {smem_s + S::O_RING};
     BwdStep at(w, g.p.group);
 #pragma unroll 1
     for (int n = 0; n < steps; ++n) {
-        const int row = w.seq.q0 + at.tile * Tile::BQ;
-        const int64_t stats_tile = (int64_t)at.head * g.row_tiles + w.row_tile + at.tile;
-        q.wait_empty();
-        mbarrier_arrive_expect_tx(q.full(), S::Q::bytes + S::STATS);
-        load_panels<typename S::Q>(smem_s + S::Q_AT + q.slot * S::Q::bytes, &x.q, row, at.head, b, q.full());
-        bulk_load(smem_s + S::STATS_AT + q.slot * S::STATS, (const char *)g.stats + stats_tile * S::STATS, S::STATS,
-                  q.full());
-        o.wait_empty();
-        mbarrier_arrive_expect_tx(o.full(), S::O::bytes);
-        load_panels<typename S::O>(smem_s + S::O_AT + o.slot * S::O::bytes, &x.grad_out, row, at.head, b, o.full());
-        q.advance(), o.advance();
+        const int i0 = at.tile * Tile::BQ, stats_tile = at.head * g.row_tiles + w.row_tile + at.tile;
+        const smem_addr q_s = smem_s + S::Q_AT + q.stage(n) * S::Q::bytes;
+        const smem_addr o_s = smem_s + S::O_AT + o.stage(n) * S::O::bytes;
+        const bool ragged = w.rows.lo > i0 || w.rows.hi < i0 + Tile::BQ;
+        q.wait_empty(n);
+        if (laneid() == 0) {
+            const smem_addr to_s = ragged ? raw_s : q.full(n);
+            ((BwdTileOf *)(smem + S::TILES))[q.stage(n)] = {i0, stats_tile, at.tile < w.full.lo || at.tile >= w.full.hi,
+                                                           slope_of<float>(g.p.rules, w.b, at.head)};
+            mbarrier_arrive_expect_tx(to_s, S::Q::bytes + S::STATS + (ragged ? S::O::bytes : 0));
+            load_panels<typename S::Q>(q_s, &x.q, w.seq.q0 + i0, at.head, b, to_s);
+            bulk_load(smem_s + S::STATS_AT + q.stage(n) * S::STATS,
+                      (const char *)g.stats + (int64_t)stats_tile * S::STATS, S::STATS, to_s);
+        }
+        __syncwarp();
+        o.wait_empty(n);
+        if (laneid() == 0) {
+            if (!ragged) mbarrier_arrive_expect_tx(o.full(n), S::O::bytes);
+            load_panels<typename S::O>(o_s, &x.grad_out, w.seq.q0 + i0, at.head, b, ragged ? raw_s : o.full(n));
+        }
+        __syncwarp();
+        if (ragged) {
+            mbarrier_wait(raw_s, raw_parity), raw_parity ^= 1;
+            clear_outside<typename S::Q>(q_s, w.rows.lo - i0, w.rows.hi - i0);
+            clear_outside<typename S::O>(o_s, w.rows.lo - i0, w.rows.hi - i0);
+            fence_proxy_async();
+            __syncwarp();
+            if (laneid() == 0) mbarrier_arrive(q.full(n)), mbarrier_arrive(o.full(n));
+        }
         at.next(w);
     }
 }

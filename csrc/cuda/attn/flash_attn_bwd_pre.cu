@@ -19,9 +19,17 @@ constexpr int THREADS = BWD_PRE_THREADS, LANES = 8; /* of a row: one pass of 16 
 static_assert(LANES * SIMT_PART == 256, "a lane's columns are a part of dP at any head_dim");
 constexpr int SINK_WARPS = BWD_SINK_THREADS / 32, CLEAR_WARPS = THREADS / 32;
 
-template <class T> struct Stat { /* {lse, delta} */
-    typename element<T>::acc lse, delta;
+template <class W> struct Stat {
+    W lse, delta;
 };
+
+/* Row r of a tile of stats that begins at tile_g. */
+template <class W> __device__ __forceinline__ void store_stat(const Bwd &g, W *tile_g, int r, const Stat<W> &x) {
+    tile_g[g.stats_apart ? r : 2 * r] = x.lse, tile_g[g.stats_apart ? g.tile_rows + r : 2 * r + 1] = x.delta;
+}
+template <class W> __device__ __forceinline__ Stat<W> load_stat(const Bwd &g, const W *tile_g, int r) {
+    return {tile_g[g.stats_apart ? r : 2 * r], tile_g[g.stats_apart ? g.tile_rows + r : 2 * r + 1]};
+}
 
 /* The part of a row's product dO . O that this lane sums. In float32 and float64 the order is that of the products dP, so
  * that a row that sees one key has dP = delta bit for bit, and dS = 0: dp_part columns a lane, or every eighth. */
@@ -68,7 +76,7 @@ template <class T> __global__ void __launch_bounds__(THREADS) bwd_rows_kernel(co
     const int i0 = tile * g.tile_rows;
     if (i0 >= s.seq_q) return;
     const int64_t at = (int64_t)head * g.row_tiles + row_tile_of(g, s, b) + tile;
-    Stat<T> *stats = (Stat<T> *)g.stats + at * g.tile_rows;
+    W *stats = (W *)g.stats + at * g.tile_rows * 2;
     const T *out = (const T *)g.p.out.data + b * g.p.out.batch + head * g.p.out.head;
     const T *grad_out = (const T *)g.grad_out.data + b * g.grad_out.batch + head * g.grad_out.head;
     const W *lse = (const W *)g.p.lse.data + b * g.p.lse.batch + head * g.p.lse.head;
@@ -80,7 +88,7 @@ template <class T> __global__ void __launch_bounds__(THREADS) bwd_rows_kernel(co
     }
     for (int r = threadIdx.x / LANES; r < g.tile_rows; r += THREADS / LANES) {
         const int64_t row = s.q0 + i0 + r;
-        Stat<T> x = {INFINITY, 0};
+        Stat<W> x = {INFINITY, 0};
         if (i0 + r < s.seq_q) {
             const W l = lse[row * g.p.lse.row];
             const W sum = lane_dot<T>(out + row * g.p.out.row, grad_out + row * g.grad_out.row, g.p.head_dim_v, lane,
@@ -91,7 +99,7 @@ template <class T> __global__ void __launch_bounds__(THREADS) bwd_rows_kernel(co
         const bool alive = x.lse != INFINITY;
         x.delta = row_dot(x.delta, g.dp_part);
         if (alive && g.grad_lse.data) x.delta -= grad_lse[row * g.grad_lse.row];
-        if (lane == 0) stats[r] = x;
+        if (lane == 0) store_stat(g, stats, r, x);
     }
 }
 
@@ -109,7 +117,8 @@ template <class T> __global__ void __launch_bounds__(SINK_WARPS * 32) bwd_sinks_
         const Sequence s = sequence_of(g.p, b);
         if (i >= s.seq_q) continue;
         const int64_t tile = (int64_t)head * g.row_tiles + row_tile_of(g, s, b);
-        const Stat<T> x = ((const Stat<T> *)g.stats)[tile * g.tile_rows + i];
+        const int64_t row = tile * g.tile_rows + i;
+        const Stat<W> x = load_stat(g, (const W *)g.stats + row / g.tile_rows * g.tile_rows * 2, (int)(row % g.tile_rows));
         if (s.span.lo(i) >= s.span.hi(i)) {
             const W *grad_lse = (const W *)g.grad_lse.data + b * g.grad_lse.batch + head * g.grad_lse.head;
             if (g.grad_lse.data) sum += grad_lse[(int64_t)(s.q0 + i) * g.grad_lse.row];

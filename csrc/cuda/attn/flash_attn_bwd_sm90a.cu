@@ -49,17 +49,6 @@ template <class Tile> struct DqShape {
 /* ---- 2. verbs ------------------------------------------------------------------------------------------- */
 template <int N> __device__ __forceinline__ void pin(float (&d)[N]) { wgmma_pin(*(float (*)[1][N]) & d); }
 
-/* Rows of a tile outside [first, end) become zeros: what lies there may be NaN, which times 0 would be NaN. */
-template <class Panels> __device__ __forceinline__ void clear_outside(smem_addr tile_s, int first, int end) {
-    for (int i = threadIdx.x; i < Panels::rows * 8; i += 256) {
-        const int row = i / 8;
-        if (row >= first && row < end) continue;
-#pragma unroll
-        for (int c = 0; c < Panels::panels; ++c)
-            st_shared_128(tile_s + c * Panels::panel_bytes + i * 16, make_uint4(0, 0, 0, 0));
-    }
-}
-
 /* Both warpgroups see what both have stored, wgmma too. */
 __device__ __forceinline__ void consumers_sync() {
     fence_proxy_async();
@@ -105,14 +94,14 @@ template <class T, class Tile, bool MODIFIED> struct BwdConsumer {
         return w.j0 + thread / 32 * 16 + thread % 32 / 4;
     }
 
-    /* P^T in place of S^T. stats_s: {lse, delta} of the lane's first row. */
+    /* P^T in place of S^T. stats_s: lse of the lane's first row, delta BQ floats on. */
     static __device__ __forceinline__ void weights(float (&s)[N * 4], smem_addr stats_s, float scale_log2) {
 #pragma unroll
         for (int n = 0; n < N; ++n) {
-            const uint4 x = ld_shared_128(stats_s + n * 64);
+            const uint2 lse = ld_shared_64(stats_s + n * 32);
 #pragma unroll
             for (int e = 0; e < 4; ++e)
-                s[4 * n + e] = ex2_approx_ftz(fmaf(s[4 * n + e], scale_log2, -__uint_as_float(e & 1 ? x.z : x.x)));
+                s[4 * n + e] = ex2_approx_ftz(fmaf(s[4 * n + e], scale_log2, -__uint_as_float(e & 1 ? lse.y : lse.x)));
         }
     }
 
@@ -121,8 +110,8 @@ template <class T, class Tile, bool MODIFIED> struct BwdConsumer {
                                                      uint32_t (&p)[N * 2], uint32_t (&ds)[N * 2], smem_addr stats_s) {
 #pragma unroll
         for (int n = 0; n < N; ++n) {
-            const uint4 x = ld_shared_128(stats_s + n * 64);
-            const float d0 = __uint_as_float(x.y), d1 = __uint_as_float(x.w);
+            const uint2 delta = ld_shared_64(stats_s + BQ * 4 + n * 32);
+            const float d0 = __uint_as_float(delta.x), d1 = __uint_as_float(delta.y);
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const float w0 = s[4 * n + 2 * r], w1 = s[4 * n + 2 * r + 1];
@@ -141,15 +130,14 @@ template <class T, class Tile, bool MODIFIED> struct BwdConsumer {
         const float distance0 = (float)(row + score.position0 - key);
 #pragma unroll
         for (int n = 0; n < N; ++n) {
-            const uint4 x = ld_shared_128(stats_s + n * 64);
+            const uint2 lse = ld_shared_64(stats_s + n * 32), delta = ld_shared_64(stats_s + BQ * 4 + n * 32);
             float w[4], grad[4];
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                const float lse = __uint_as_float(e & 1 ? x.z : x.x), delta = __uint_as_float(e & 1 ? x.w : x.y);
                 float derivative;
                 const float logit = score_fast(score, s[4 * n + e], distance0 + (8 * n + e % 2 - e / 2 * 8), &derivative);
-                w[e] = mask.sees(n, e) ? ex2_approx_ftz(logit * LOG2_E - lse) : 0;
-                grad[e] = w[e] * (dp[4 * n + e] - delta) * derivative;
+                w[e] = mask.sees(n, e) ? ex2_approx_ftz(logit * LOG2_E - __uint_as_float(e & 1 ? lse.y : lse.x)) : 0;
+                grad[e] = w[e] * (dp[4 * n + e] - __uint_as_float(e & 1 ? delta.y : delta.x)) * derivative;
             }
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
@@ -171,40 +159,29 @@ template <class T, class Tile, bool MODIFIED> struct BwdConsumer {
         }
     }
 
-    __device__ __forceinline__ void run(const BwdHopperParams &x, const BwdWork &w, smem_addr smem_s, int warpgroup) {
+    __device__ __forceinline__ void run(const BwdHopperParams &x, const BwdWork &w, const unsigned char *smem,
+                                        smem_addr smem_s, int warpgroup) {
         const Bwd &g = x.g;
         const bool signals = threadIdx.x % 128 == 0;
         const int steps = w.tiles * g.p.group;
         const float scale_log2 = (float)g.p.rules.scale * LOG2_E;
         const tma_steps<Tile::STAGES> q = {smem_s + S::Q_RING}, o = {smem_s + S::O_RING};
-        BwdStep at(w, g.p.group);
+        const BwdTileOf *tiles = (const BwdTileOf *)(smem + S::TILES);
 #pragma unroll
         for (int i = 0; i < D / 2; ++i) dk[i] = 0;
 #pragma unroll
         for (int i = 0; i < DV / 2; ++i) dv[i] = 0;
 
         mbarrier_wait(smem_s + S::KV_FULL, 0);
-        if (w.keys.lo > w.j0 || w.keys.hi < w.j0 + BKV) {
-            clear_outside<typename S::K>(smem_s + S::K_AT, w.keys.lo - w.j0, w.keys.hi - w.j0);
-            clear_outside<typename S::V>(smem_s + S::V_AT, w.keys.lo - w.j0, w.keys.hi - w.j0);
-            consumers_sync();
-        }
 #pragma unroll 1
         for (int n = 0; n < steps; ++n) {
             const smem_addr q_s = smem_s + S::Q_AT + q.stage(n) * S::Q::bytes;
             const smem_addr o_s = smem_s + S::O_AT + o.stage(n) * S::O::bytes;
             const smem_addr ds_s = smem_s + S::DS_AT + (n & 1) * S::Scores::bytes;
-            const smem_addr stats_s = smem_s + S::STATS_AT + q.stage(n) * S::STATS + threadIdx.x % 4 * 16;
-            const int i0 = at.tile * BQ;
+            const smem_addr stats_s = smem_s + S::STATS_AT + q.stage(n) * S::STATS + threadIdx.x % 4 * 8;
             float s[N * 4], dp[N * 4];
             uint32_t p[N * 2], ds[N * 2];
             q.wait_full(n);
-            if (w.rows.lo > i0 || w.rows.hi < i0 + BQ) {
-                o.wait_full(n);
-                clear_outside<typename S::Q>(q_s, w.rows.lo - i0, w.rows.hi - i0);
-                clear_outside<typename S::O>(o_s, w.rows.lo - i0, w.rows.hi - i0);
-                consumers_sync();
-            }
             wgmma_fence();
 #pragma unroll
             for (int kk = 0; kk < D; kk += 16)
@@ -218,32 +195,35 @@ template <class T, class Tile, bool MODIFIED> struct BwdConsumer {
                 wgmma_ss<T, BQ, 0, 0>(dp, S::V::k_major(smem_s + S::V_AT, 64 * warpgroup, kk),
                                       S::O::k_major(o_s, 0, kk), kk > 0);
             wgmma_commit_group();
+            const BwdTileOf &t = tiles[q.stage(n)];
             wgmma_wait_group<1>();
             pin(s);
             if (!MODIFIED) {
-                if (at.tile < w.full.lo || at.tile >= w.full.hi) {
-                    const BwdMask mask(w.seq, own_key(w), i0 + laneid() % 4 * 2);
+                if (t.edge) {
+                    const BwdMask mask(w.seq, own_key(w), t.i0 + laneid() % 4 * 2);
 #pragma unroll
                     for (int i = 0; i < N * 4; ++i)
                         if (!mask.sees(i / 4, i % 4)) s[i] = -INFINITY;
                 }
                 weights(s, stats_s, scale_log2);
+
             }
             mbarrier_wait(smem_s + S::KV_FULL, 0); /* over for ever: ends a basic block, ptxas moves nothing past the wait */
             wgmma_wait_group<0>();
             pin(dp);
             if (MODIFIED) {
-                const Score score = {g.scale, g.softcap, slope_of<float>(g.p.rules, w.b, at.head),
-                                     span_clamp(w.seq.diagonal)};
-                modified_gradients(s, dp, p, ds, stats_s, score, w.seq, own_key(w), i0 + laneid() % 4 * 2);
+                const Score score = {g.scale, g.softcap, t.slope, span_clamp(w.seq.diagonal)};
+                modified_gradients(s, dp, p, ds, stats_s, score, w.seq, own_key(w), t.i0 + laneid() % 4 * 2);
             } else {
                 gradients(s, dp, p, ds, stats_s);
             }
             store_ds(ds_s, ds, warpgroup);
 
+            /* a part of dV keeps the tensor cores busy over the barrier; the rest and dK, while dQ goes to memory */
             wgmma_fence();
 #pragma unroll
-            for (int kk = 0; kk < BQ; kk += 16) wgmma_rs<T, DV, 1>(dv, p + kk / 4, S::O::mn_major(o_s, kk), true);
+            for (int kk = 0; kk < Tile::DV_FIRST; kk += 16)
+                wgmma_rs<T, DV, 1>(dv, p + kk / 4, S::O::mn_major(o_s, kk), true);
             wgmma_commit_group();
             consumers_sync(); /* dS is whole; and nobody reads dS of the step before any more */
             float dq[Dq::N / 2];
@@ -254,28 +234,29 @@ template <class T, class Tile, bool MODIFIED> struct BwdConsumer {
                     dq, S::K::mn_major(smem_s + S::K_AT + (Dq::BY_D ? warpgroup * S::K::panel_bytes : 0), kk),
                     S::Scores::k_major(ds_s, Dq::BY_D ? 0 : warpgroup * Dq::N, kk), kk > 0);
             wgmma_commit_group();
+            wgmma_fence();
+#pragma unroll
+            for (int kk = Tile::DV_FIRST; kk < BQ; kk += 16)
+                wgmma_rs<T, DV, 1>(dv, p + kk / 4, S::O::mn_major(o_s, kk), true);
+            wgmma_commit_group();
             wgmma_wait_group<1>();
-            pin(dv);
-            if (signals) mbarrier_arrive(o.empty(n));
+            pin(dq);
             wgmma_fence();
 #pragma unroll
             for (int kk = 0; kk < BQ; kk += 16) wgmma_rs<T, D, 1>(dk, ds + kk / 4, S::Q::mn_major(q_s, kk), true);
             wgmma_commit_group();
-            wgmma_wait_group<1>();
-            pin(dq);
+            const int tile = t.tile;
             const int block = mov_tid_x() / 32; /* 4 warpgroup + warp */
-            if (block < Dq::BLOCKS) {
-                const int64_t tile = (int64_t)at.head * g.row_tiles + w.row_tile + at.tile;
-                float *to = g.dq_sum + tile * Dq::FLOATS + block * (Dq::N * 16) + laneid() * 4;
+            if (Dq::BLOCKS == 8 || block < Dq::BLOCKS) {
+                float *to = g.dq_sum + (int64_t)tile * Dq::FLOATS + block * (Dq::N * 16) + laneid() * 4;
 #pragma unroll
                 for (int j = 0; j < Dq::N / 8; ++j)
                     red_add_128(to + j * 128, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
             }
             mbarrier_wait(smem_s + S::KV_FULL, 0); /* as above */
             wgmma_wait_group<0>();
-            pin(dk);
-            if (signals) mbarrier_arrive(q.empty(n));
-            at.next(w);
+            pin(dv), pin(dk);
+            if (signals) mbarrier_arrive(o.empty(n)), mbarrier_arrive(q.empty(n));
         }
     }
 };
@@ -315,7 +296,7 @@ __global__ void __launch_bounds__(BwdSmem<Tile>::THREADS, 1)
     if (threadIdx.x == 0) {
         typename S::Ring(smem_s + S::Q_RING).init(2);
         typename S::Ring(smem_s + S::O_RING).init(2);
-        mbarrier_init(smem_s + S::KV_FULL, 1);
+        mbarrier_init(smem_s + S::KV_FULL, 1), mbarrier_init(smem_s + S::RAW, 1);
         fence_mbarrier_init();
         place_block<Tile>(w, x.g);
     }
@@ -323,12 +304,12 @@ __global__ void __launch_bounds__(BwdSmem<Tile>::THREADS, 1)
     if (w.j0 >= w.seq.seq_k) return;
     if (warpgroup == 2) {
         setmaxnreg_dec<Tile::PRODUCER_REGISTERS>();
-        if (threadIdx.x == 256) load_tiles<Tile>(x, w, smem_s);
+        if (threadIdx.x / 32 == 8) load_tiles<Tile>(x, w, smem, smem_s);
         return;
     }
     setmaxnreg_inc<Tile::CONSUMER_REGISTERS>();
     BwdConsumer<T, Tile, MODIFIED> c;
-    c.run(x, w, smem_s, warpgroup);
+    c.run(x, w, smem, smem_s, warpgroup);
     consumers_sync(); /* nobody reads K or V any more */
     store_rows<T, typename S::K>(x.g.dk, w, smem_s + S::K_AT, c.dk, (float)x.g.p.rules.scale, x.g.p.head_dim, warpgroup);
     store_rows<T, typename S::V>(x.g.dv, w, smem_s + S::V_AT, c.dv, 1.f, x.g.p.head_dim_v, warpgroup);
@@ -383,7 +364,7 @@ bool takes(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
 
 template <class Tile> Bwd params_of(const gk_context *ctx, const gk_flash_attn_bwd_args *a) {
     Bwd g = bwd_of(ctx, a, Tile::BQ, Tile::HEAD_DIM);
-    g.stats = a->workspace, g.lse_factor = LOG2_E;
+    g.stats = a->workspace, g.stats_apart = true, g.lse_factor = LOG2_E;
     if (a->workspace) g.dq_sum = (float *)((char *)a->workspace + stats_bytes(g, sizeof(float)));
     return g;
 }

@@ -166,21 +166,21 @@ typedef BwdDqTile<256, 128, 32, 8, 1> BwdDq256;
 typedef BwdDqTile<256, 64, 32, 4, 1> BwdDq256Small;
 
 /* flash_attn_bwd_sm90a: two warpgroups of 64 keys each, BQ rows a step. Registers of a consumer: dK, dV, S, dP of HEAD_DIM,
- * HEAD_DIM_V, BQ, BQ over 2 each. STAGES of Q and of dO. */
+ * HEAD_DIM_V, BQ, BQ over 2 each. STAGES of Q and of dO. DV_FIRST: rows of dV that are multiplied before dQ. */
 struct BwdHopper128 {
-    static constexpr int HEAD_DIM = 128, HEAD_DIM_V = 128, BQ = 80, BKV = 128, STAGES = 2;
+    static constexpr int HEAD_DIM = 128, HEAD_DIM_V = 128, BQ = 80, BKV = 128, STAGES = 2, DV_FIRST = 64;
     static constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 };
 struct BwdHopper96 : BwdHopper128 {
-    static constexpr int HEAD_DIM = 96, HEAD_DIM_V = 96;
+    static constexpr int HEAD_DIM = 96, HEAD_DIM_V = 96, DV_FIRST = 32;
 };
 struct BwdHopper64 : BwdHopper128 {
-    static constexpr int HEAD_DIM = 64, HEAD_DIM_V = 64, BQ = 128;
+    static constexpr int HEAD_DIM = 64, HEAD_DIM_V = 64, BQ = 128, DV_FIRST = 32;
 };
 
 /* Softcap and ALiBi take registers: fewer rows a step, or the plain tile's rows spilled 28 to 172 bytes. */
 struct BwdHopper128Score : BwdHopper128 {
-    static constexpr int BQ = 64;
+    static constexpr int BQ = 64, DV_FIRST = 32;
 };
 struct BwdHopper96Score : BwdHopper96 {
     static constexpr int BQ = 64;
