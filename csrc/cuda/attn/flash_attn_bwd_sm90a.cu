@@ -159,6 +159,13 @@ template <class T, class Tile, bool MODIFIED> struct BwdConsumer {
         }
     }
 
+    /* The warp's 16 keys of K or V as operands of the products S^T or dP^T. */
+    template <class Panels, int M> static __device__ __forceinline__ void load_rows(uint32_t (&a)[M], smem_addr tile_s) {
+        const int lane = laneid(), row = mov_tid_x() / 32 * 16 + lane % 16;
+#pragma unroll
+        for (int kk = 0; kk < M * 4; kk += 16) ldmatrix_x4(a + kk / 4, tile_s + Panels::offset_of(row, kk + lane / 16 * 8));
+    }
+
     __device__ __forceinline__ void run(const BwdHopperParams &x, const BwdWork &w, const unsigned char *smem,
                                         smem_addr smem_s, int warpgroup) {
         const Bwd &g = x.g;
@@ -173,40 +180,46 @@ template <class T, class Tile, bool MODIFIED> struct BwdConsumer {
         for (int i = 0; i < DV / 2; ++i) dv[i] = 0;
 
         mbarrier_wait(smem_s + S::KV_FULL, 0);
+        uint32_t k_frag[Tile::K_REGISTERS ? D / 4 : 1];
+        if (Tile::K_REGISTERS) load_rows<typename S::K>(k_frag, smem_s + S::K_AT);
+        if (steps > 0) q.wait_full(0), o.wait_full(0);
+        int edge = tiles[0].edge, tile = tiles[0].tile;
 #pragma unroll 1
         for (int n = 0; n < steps; ++n) {
             const smem_addr q_s = smem_s + S::Q_AT + q.stage(n) * S::Q::bytes;
             const smem_addr o_s = smem_s + S::O_AT + o.stage(n) * S::O::bytes;
             const smem_addr ds_s = smem_s + S::DS_AT + (n & 1) * S::Scores::bytes;
             const smem_addr stats_s = smem_s + S::STATS_AT + q.stage(n) * S::STATS + threadIdx.x % 4 * 8;
+            const BwdTileOf &t = tiles[q.stage(n)];
             float s[N * 4], dp[N * 4];
             uint32_t p[N * 2], ds[N * 2];
-            q.wait_full(n);
             wgmma_fence();
 #pragma unroll
-            for (int kk = 0; kk < D; kk += 16)
-                wgmma_ss<T, BQ, 0, 0>(s, S::K::k_major(smem_s + S::K_AT, 64 * warpgroup, kk),
-                                      S::Q::k_major(q_s, 0, kk), kk > 0);
+            for (int kk = 0; kk < D; kk += 16) {
+                if (Tile::K_REGISTERS)
+                    wgmma_rs<T, BQ, 0>(s, k_frag + kk / 4, S::Q::k_major(q_s, 0, kk), kk > 0);
+                else
+                    wgmma_ss<T, BQ, 0, 0>(s, S::K::k_major(smem_s + S::K_AT, 64 * warpgroup, kk),
+                                          S::Q::k_major(q_s, 0, kk), kk > 0);
+            }
             wgmma_commit_group();
-            o.wait_full(n);
             wgmma_fence();
 #pragma unroll
             for (int kk = 0; kk < DV; kk += 16)
                 wgmma_ss<T, BQ, 0, 0>(dp, S::V::k_major(smem_s + S::V_AT, 64 * warpgroup, kk),
                                       S::O::k_major(o_s, 0, kk), kk > 0);
             wgmma_commit_group();
-            const BwdTileOf &t = tiles[q.stage(n)];
+            if (n > 0 && signals) mbarrier_arrive(o.empty(n - 1)), mbarrier_arrive(q.empty(n - 1));
             wgmma_wait_group<1>();
             pin(s);
             if (!MODIFIED) {
-                if (t.edge) {
+                if (edge) {
                     const BwdMask mask(w.seq, own_key(w), t.i0 + laneid() % 4 * 2);
 #pragma unroll
                     for (int i = 0; i < N * 4; ++i)
                         if (!mask.sees(i / 4, i % 4)) s[i] = -INFINITY;
                 }
                 weights(s, stats_s, scale_log2);
-
             }
             mbarrier_wait(smem_s + S::KV_FULL, 0); /* over for ever: ends a basic block, ptxas moves nothing past the wait */
             wgmma_wait_group<0>();
@@ -245,7 +258,10 @@ template <class T, class Tile, bool MODIFIED> struct BwdConsumer {
 #pragma unroll
             for (int kk = 0; kk < BQ; kk += 16) wgmma_rs<T, D, 1>(dk, ds + kk / 4, S::Q::mn_major(q_s, kk), true);
             wgmma_commit_group();
-            const int tile = t.tile;
+            /* the next step's tiles are asked for before the additions below fill the queue that the answer comes through */
+            const int next = min(n + 1, steps - 1);
+            q.wait_full(next), o.wait_full(next);
+            const int next_edge = tiles[q.stage(next)].edge, next_tile = tiles[q.stage(next)].tile;
             const int block = mov_tid_x() / 32; /* 4 warpgroup + warp */
             if (Dq::BLOCKS == 8 || block < Dq::BLOCKS) {
                 float *to = g.dq_sum + (int64_t)tile * Dq::FLOATS + block * (Dq::N * 16) + laneid() * 4;
@@ -253,10 +269,9 @@ template <class T, class Tile, bool MODIFIED> struct BwdConsumer {
                 for (int j = 0; j < Dq::N / 8; ++j)
                     red_add_128(to + j * 128, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
             }
-            mbarrier_wait(smem_s + S::KV_FULL, 0); /* as above */
             wgmma_wait_group<0>();
             pin(dv), pin(dk);
-            if (signals) mbarrier_arrive(o.empty(n)), mbarrier_arrive(q.empty(n));
+            edge = next_edge, tile = next_tile;
         }
     }
 };

@@ -169,6 +169,7 @@ typedef BwdDqTile<256, 64, 32, 4, 1> BwdDq256Small;
  * HEAD_DIM_V, BQ, BQ over 2 each. STAGES of Q and of dO. DV_FIRST: rows of dV that are multiplied before dQ. */
 struct BwdHopper128 {
     static constexpr int HEAD_DIM = 128, HEAD_DIM_V = 128, BQ = 80, BKV = 128, STAGES = 2, DV_FIRST = 64;
+    static constexpr bool K_REGISTERS = false; /* operands of S from registers: less of shared memory's port */
     static constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 };
 struct BwdHopper96 : BwdHopper128 {

@@ -109,6 +109,8 @@ template <class T> struct wgmma_16;
         static __device__ __forceinline__ void rs(float *d, const uint32_t *a, uint64_t b, int add) {                 \
             if constexpr (N == 64)                                                                                    \
                 GK_WGMMA_RS(64, TYPE, GK_R32, 32, 33, 34, 35, 36, 37, 38, GK_D32(0));                                 \
+            else if constexpr (N == 80)                                                                               \
+                GK_WGMMA_RS(80, TYPE, GK_R40, 40, 41, 42, 43, 44, 45, 46, GK_D32(0), GK_D8(32));                      \
             else if constexpr (N == 96)                                                                               \
                 GK_WGMMA_RS(96, TYPE, GK_R48, 48, 49, 50, 51, 52, 53, 54, GK_D32(0), GK_D8(32), GK_D8(40));           \
             else if constexpr (N == 128)                                                                              \
