@@ -31,9 +31,9 @@ struct BwdWork {
 
 /* What the consumers ask of a step, written by the producer beside Q. */
 struct BwdTileOf {
-    int i0;      /* the tile's first row */
     int tile;    /* in the workspace, over all heads */
     int edge;    /* 1: some row does not see some key */
+    int i0;      /* the tile's first row */
     float slope; /* of ALiBi, 0 = none */
 };
 
@@ -157,7 +157,7 @@ __device__ __forceinline__ void load_tiles(const BwdHopperParams &x, const BwdWo
         q.wait_empty(n);
         if (laneid() == 0) {
             const smem_addr to_s = ragged ? raw_s : q.full(n);
-            ((BwdTileOf *)(smem + S::TILES))[q.stage(n)] = {i0, stats_tile, at.tile < w.full.lo || at.tile >= w.full.hi,
+            ((BwdTileOf *)(smem + S::TILES))[q.stage(n)] = {stats_tile, at.tile < w.full.lo || at.tile >= w.full.hi, i0,
                                                            slope_of<float>(g.p.rules, w.b, at.head)};
             mbarrier_arrive_expect_tx(to_s, S::Q::bytes + S::STATS + (ragged ? S::O::bytes : 0));
             load_panels<typename S::Q>(q_s, &x.q, w.seq.q0 + i0, at.head, b, to_s);

@@ -31,6 +31,8 @@
 #include "bwd_producer.cuh"
 #include "tiles.h"
 
+#include <utility>
+
 namespace {
 
 constexpr const char *OP = "gk_flash_attn_bwd";
@@ -75,12 +77,6 @@ struct BwdMask {
     }
 };
 
-__device__ __forceinline__ void red_add_128(float *to, float a, float b, float c, float d) {
-    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "f"(a),
-                 "f"(b), "f"(c), "f"(d)
-                 : "memory");
-}
-
 /* ---- 3. a consumer warpgroup ---------------------------------------------------------------------------- */
 template <class T, class Tile, bool MODIFIED> struct BwdConsumer {
     typedef BwdSmem<Tile> S;
@@ -92,6 +88,10 @@ template <class T, class Tile, bool MODIFIED> struct BwdConsumer {
     static __device__ __forceinline__ int own_key(const BwdWork &w) {
         const int thread = mov_tid_x();
         return w.j0 + thread / 32 * 16 + thread % 32 / 4;
+    }
+
+    static __device__ __forceinline__ smem_addr own_stats(smem_addr smem_s, int n) {
+        return smem_s + S::STATS_AT + tma_steps<Tile::STAGES>::stage(n) * S::STATS + (mov_tid_x() & 3) * 8;
     }
 
     /* P^T in place of S^T. stats_s: lse of the lane's first row, delta BQ floats on. */
@@ -159,6 +159,13 @@ template <class T, class Tile, bool MODIFIED> struct BwdConsumer {
         }
     }
 
+    /* A warp adds 512 contiguous bytes at a time. */
+    template <int... J>
+    static __device__ __forceinline__ void add_dq(uint64_t to, const float (&dq)[Dq::N / 2],
+                                                  std::integer_sequence<int, J...>) {
+        (red_add_128<J * 512>(to, dq[4 * J], dq[4 * J + 1], dq[4 * J + 2], dq[4 * J + 3]), ...);
+    }
+
     /* The warp's 16 keys of K or V as operands of the products S^T or dP^T. */
     template <class Panels, int M> static __device__ __forceinline__ void load_rows(uint32_t (&a)[M], smem_addr tile_s) {
         const int lane = laneid(), row = mov_tid_x() / 32 * 16 + lane % 16;
@@ -183,13 +190,13 @@ template <class T, class Tile, bool MODIFIED> struct BwdConsumer {
         uint32_t k_frag[Tile::K_REGISTERS ? D / 4 : 1];
         if (Tile::K_REGISTERS) load_rows<typename S::K>(k_frag, smem_s + S::K_AT);
         if (steps > 0) q.wait_full(0), o.wait_full(0);
-        int edge = tiles[0].edge, tile = tiles[0].tile;
+        const smem_addr tiles_s = smem_s + S::TILES;
+        uint2 now = steps > 0 ? ld_shared_64(tiles_s) : make_uint2(0, 0); /* tile, edge */
 #pragma unroll 1
         for (int n = 0; n < steps; ++n) {
             const smem_addr q_s = smem_s + S::Q_AT + q.stage(n) * S::Q::bytes;
             const smem_addr o_s = smem_s + S::O_AT + o.stage(n) * S::O::bytes;
             const smem_addr ds_s = smem_s + S::DS_AT + (n & 1) * S::Scores::bytes;
-            const smem_addr stats_s = smem_s + S::STATS_AT + q.stage(n) * S::STATS + threadIdx.x % 4 * 8;
             const BwdTileOf &t = tiles[q.stage(n)];
             float s[N * 4], dp[N * 4];
             uint32_t p[N * 2], ds[N * 2];
@@ -209,26 +216,27 @@ template <class T, class Tile, bool MODIFIED> struct BwdConsumer {
                 wgmma_ss<T, BQ, 0, 0>(dp, S::V::k_major(smem_s + S::V_AT, 64 * warpgroup, kk),
                                       S::O::k_major(o_s, 0, kk), kk > 0);
             wgmma_commit_group();
-            if (n > 0 && signals) mbarrier_arrive(o.empty(n - 1)), mbarrier_arrive(q.empty(n - 1));
             wgmma_wait_group<1>();
             pin(s);
             if (!MODIFIED) {
-                if (edge) {
+                if (now.y) {
                     const BwdMask mask(w.seq, own_key(w), t.i0 + laneid() % 4 * 2);
 #pragma unroll
                     for (int i = 0; i < N * 4; ++i)
                         if (!mask.sees(i / 4, i % 4)) s[i] = -INFINITY;
                 }
-                weights(s, stats_s, scale_log2);
+                weights(s, own_stats(smem_s, n), scale_log2);
             }
             mbarrier_wait(smem_s + S::KV_FULL, 0); /* over for ever: ends a basic block, ptxas moves nothing past the wait */
+            /* here and not sooner: its registers would be those of the additions, and the products would wait for them */
+            if (n > 0 && signals) mbarrier_arrive(o.empty(n - 1)), mbarrier_arrive(q.empty(n - 1));
             wgmma_wait_group<0>();
             pin(dp);
             if (MODIFIED) {
                 const Score score = {g.scale, g.softcap, t.slope, span_clamp(w.seq.diagonal)};
-                modified_gradients(s, dp, p, ds, stats_s, score, w.seq, own_key(w), t.i0 + laneid() % 4 * 2);
+                modified_gradients(s, dp, p, ds, own_stats(smem_s, n), score, w.seq, own_key(w), t.i0 + laneid() % 4 * 2);
             } else {
-                gradients(s, dp, p, ds, stats_s);
+                gradients(s, dp, p, ds, own_stats(smem_s, n));
             }
             store_ds(ds_s, ds, warpgroup);
 
@@ -261,17 +269,14 @@ template <class T, class Tile, bool MODIFIED> struct BwdConsumer {
             /* the next step's tiles are asked for before the additions below fill the queue that the answer comes through */
             const int next = min(n + 1, steps - 1);
             q.wait_full(next), o.wait_full(next);
-            const int next_edge = tiles[q.stage(next)].edge, next_tile = tiles[q.stage(next)].tile;
+            const uint2 then = ld_shared_64(tiles_s + q.stage(next) * (int)sizeof(BwdTileOf));
             const int block = mov_tid_x() / 32; /* 4 warpgroup + warp */
-            if (Dq::BLOCKS == 8 || block < Dq::BLOCKS) {
-                float *to = g.dq_sum + (int64_t)tile * Dq::FLOATS + block * (Dq::N * 16) + laneid() * 4;
-#pragma unroll
-                for (int j = 0; j < Dq::N / 8; ++j)
-                    red_add_128(to + j * 128, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
-            }
+            const uint64_t to =
+                __cvta_generic_to_global(g.dq_sum + (int64_t)now.x * Dq::FLOATS + block * (Dq::N * 16) + laneid() * 4);
+            if (Dq::BLOCKS == 8 || block < Dq::BLOCKS) add_dq(to, dq, std::make_integer_sequence<int, Dq::N / 8>());
             wgmma_wait_group<0>();
             pin(dv), pin(dk);
-            edge = next_edge, tile = next_tile;
+            now = then;
         }
     }
 };

@@ -176,7 +176,8 @@ struct BwdHopper96 : BwdHopper128 {
     static constexpr int HEAD_DIM = 96, HEAD_DIM_V = 96, DV_FIRST = 32;
 };
 struct BwdHopper64 : BwdHopper128 {
-    static constexpr int HEAD_DIM = 64, HEAD_DIM_V = 64, BQ = 128, DV_FIRST = 32;
+    static constexpr int HEAD_DIM = 64, HEAD_DIM_V = 64, BQ = 128, DV_FIRST = 64;
+    static constexpr bool K_REGISTERS = true;
 };
 
 /* Softcap and ALiBi take registers: fewer rows a step, or the plain tile's rows spilled 28 to 172 bytes. */
@@ -187,7 +188,7 @@ struct BwdHopper96Score : BwdHopper96 {
     static constexpr int BQ = 64;
 };
 struct BwdHopper64Score : BwdHopper64 {
-    static constexpr int BQ = 64;
+    static constexpr int BQ = 64, DV_FIRST = 32;
 };
 
 /* float32: 16 PER_STAY rows stay, 16 PER_PASS pass, 8 warps: a thread multiplies PER_STAY x PER_PASS for each sum of

@@ -81,6 +81,14 @@ static __device__ __forceinline__ void have(int64_t x) { asm volatile("" ::"l"(x
 static __device__ __forceinline__ void have(double x) { asm volatile("" ::"d"(x) : "memory"); }
 static __device__ __forceinline__ void have(const void *x) { asm volatile("" ::"l"(x) : "memory"); }
 
+// red.relaxed.gpu.global.add.v4.f32, sm_90: four additions to memory, in no order. The address is a multiple of 16.
+// at: a global address; BYTES on from it.
+template <int BYTES> static __device__ __forceinline__ void red_add_128(uint64_t at, float a, float b, float c, float d) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0 + %5], {%1, %2, %3, %4};"
+                 ::"l"(at), "f"(a), "f"(b), "f"(c), "f"(d), "n"(BYTES)
+                 : "memory");
+}
+
 // ---- global memory, 16 bytes; the address is a multiple of 16 -------------------------------------------------------
 
 // ld.global.u8 of which nothing is used: its sector comes into L1, and nothing waits for it.
