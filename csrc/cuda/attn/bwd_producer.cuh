@@ -43,11 +43,12 @@ template <class Tile> struct BwdSmem {
     typedef wgmma_panels<BKV, Tile::HEAD_DIM_V> V;
     typedef wgmma_panels<BQ, Tile::HEAD_DIM> Q;
     typedef wgmma_panels<BQ, Tile::HEAD_DIM_V> O; /* dO */
-    typedef wgmma_panels<BQ, BKV> Scores;         /* dS: a panel of 64 keys belongs to one warpgroup */
+    /* dS [rows][keys], a panel of 64 keys a warpgroup; in the wide kernel P^T and dS^T [keys][rows] */
+    typedef wgmma_panels<Tile::WIDE ? BKV : BQ, Tile::WIDE ? BQ : BKV> Scores;
     typedef tma_ring<Tile::STAGES> Ring;
     static constexpr int STATS = BQ * 8; /* of a tile's rows lse, then delta */
     static constexpr int K_AT = 0, V_AT = K_AT + K::bytes, Q_AT = V_AT + V::bytes, O_AT = Q_AT + Tile::STAGES * Q::bytes;
-    static constexpr int DS_AT = O_AT + Tile::STAGES * O::bytes, STATS_AT = DS_AT + 2 * Scores::bytes;
+    static constexpr int DS_AT = O_AT + Tile::STAGES * O::bytes, STATS_AT = DS_AT + (Tile::WIDE ? 4 : 2) * Scores::bytes;
     static constexpr int Q_RING = STATS_AT + Tile::STAGES * STATS, O_RING = Q_RING + Ring::bytes;
     static constexpr int KV_FULL = O_RING + Ring::bytes, RAW = KV_FULL + 8; /* barriers */
     static constexpr int TILES = RAW + 8, WORK = TILES + Tile::STAGES * (int)sizeof(BwdTileOf);

@@ -169,7 +169,7 @@ typedef BwdDqTile<256, 64, 32, 4, 1> BwdDq256Small;
  * HEAD_DIM_V, BQ, BQ over 2 each. STAGES of Q and of dO. DV_FIRST: rows of dV that are multiplied before dQ. */
 struct BwdHopper128 {
     static constexpr int HEAD_DIM = 128, HEAD_DIM_V = 128, BQ = 80, BKV = 128, STAGES = 2, DV_FIRST = 64;
-    static constexpr bool K_REGISTERS = false; /* operands of S from registers: less of shared memory's port */
+    static constexpr bool WIDE = false, K_REGISTERS = false; /* operands of S from registers: less of shared memory's port */
     static constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 };
 struct BwdHopper96 : BwdHopper128 {
@@ -182,13 +182,24 @@ struct BwdHopper64 : BwdHopper128 {
 
 /* Softcap and ALiBi take registers: fewer rows a step, or the plain tile's rows spilled 28 to 172 bytes. */
 struct BwdHopper128Score : BwdHopper128 {
-    static constexpr int BQ = 64, DV_FIRST = 32;
+    static constexpr int BQ = 64, DV_FIRST = 48;
 };
 struct BwdHopper96Score : BwdHopper96 {
     static constexpr int BQ = 64;
 };
 struct BwdHopper64Score : BwdHopper64 {
     static constexpr int BQ = 64, DV_FIRST = 32;
+};
+
+/* flash_attn_bwd_wide_sm90a: dK and dV of 64 keys, one a warpgroup: HEAD_DIM / 2 registers; dQ BQ, S and dP BQ / 4 each.
+ * 225 KiB; dK and dV of 128 keys would take 256 registers. */
+struct BwdHopper256 {
+    static constexpr int HEAD_DIM = 256, HEAD_DIM_V = 256, BQ = 64, BKV = 64, STAGES = 2;
+    static constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
+    static constexpr bool WIDE = true;
+};
+struct BwdHopper192 : BwdHopper256 {
+    static constexpr int HEAD_DIM = 192, HEAD_DIM_V = 192;
 };
 
 /* float32: 16 PER_STAY rows stay, 16 PER_PASS pass, 8 warps: a thread multiplies PER_STAY x PER_PASS for each sum of

@@ -1,0 +1,301 @@
+/* bwd_consumer.cuh: what the kernels of the Hopper backward share beside the producer: P and dS from the products, dQ on its
+ * way to memory, dK and dV out of registers, the kernel around a consumer, the last pass, and the launcher.
+ * A Consumer has a Tile, run(): the steps of one warpgroup, and store(): its dK and dV. */
+#ifndef GPUKERN_CUDA_BWD_CONSUMER_CUH
+#define GPUKERN_CUDA_BWD_CONSUMER_CUH
+
+#include "../ptx/bar.cuh"
+#include "../ptx/cluster.cuh"
+#include "../ptx/stmatrix.cuh"
+#include "../ptx/wgmma.cuh"
+#include "../tile/copy.cuh"
+#include "../tile/fragment.cuh"
+#include "bwd_producer.cuh"
+#include "tiles.h"
+
+#include <utility>
+
+namespace {
+
+constexpr const char *OP = "gk_flash_attn_bwd";
+
+/* ---- 1. shapes ------------------------------------------------------------------------------------------ */
+/* dQ^T of a warpgroup is [64][DQ_N]: 64 columns of d of all rows, or where d has no more than 64 all of d of half the
+ * rows. In dq_sum a tile is blocks of 16 of d (a warp) by 8 rows, each as the accumulators lie in the warp. */
+template <class Tile> struct DqShape {
+    static constexpr bool BY_D = Tile::HEAD_DIM > 64;
+    static constexpr int N = BY_D ? Tile::BQ : Tile::BQ / 2;
+    static constexpr int BLOCKS = BY_D ? Tile::HEAD_DIM / 16 : 8; /* of a warp each */
+    static constexpr int FLOATS = Tile::BQ * Tile::HEAD_DIM;
+    static_assert(BLOCKS * N * 16 == FLOATS && N % 16 == 0, "blocks make up the tile");
+};
+
+/* ---- 2. verbs ------------------------------------------------------------------------------------------- */
+template <int N> __device__ __forceinline__ void pin(float (&d)[N]) { wgmma_pin(*(float (*)[1][N]) & d); }
+
+/* Both warpgroups see what both have stored, wgmma too. */
+__device__ __forceinline__ void consumers_sync() {
+    fence_proxy_async();
+    bar_sync(1, 256);
+}
+
+/* Which pairs of a lane see each other. Element 4 n + e: key e / 2, row 8 n + e % 2. */
+struct BwdMask {
+    int ahead[2];     /* key minus the first row's first key */
+    unsigned keys[2]; /* how many a row sees; 0 where nobody sees the key */
+
+    __device__ __forceinline__ BwdMask(const Sequence &s, int key, int row) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int j = key + 8 * r;
+            ahead[r] = j - row - s.span.lo_off;
+            keys[r] = j >= s.span.key_lo && j < s.span.key_hi && s.span.hi_off > s.span.lo_off
+                          ? (unsigned)s.span.hi_off - (unsigned)s.span.lo_off
+                          : 0;
+        }
+    }
+    __device__ __forceinline__ bool sees(int n, int e) const {
+        return (unsigned)(ahead[e / 2] - (8 * n + e % 2)) < keys[e / 2];
+    }
+};
+
+/* This lane's first key of the sequence, worked out where it is asked for: the loop has no register for it. first: the
+ * warpgroup's first key of the block. */
+__device__ __forceinline__ int own_key(const BwdWork &w, int first) {
+    const int thread = mov_tid_x();
+    return w.j0 + first + thread / 32 % 4 * 16 + thread % 32 / 4;
+}
+
+/* lse of this lane's first row of a step's tile; delta BQ floats on. */
+template <class Tile> __device__ __forceinline__ smem_addr own_stats(smem_addr smem_s, int n) {
+    typedef BwdSmem<Tile> S;
+    return smem_s + S::STATS_AT + tma_steps<Tile::STAGES>::stage(n) * S::STATS + (mov_tid_x() & 3) * 8;
+}
+
+/* S^T of keys that a row does not see becomes -inf. */
+template <int M> __device__ __forceinline__ void hide(float (&s)[M], const Sequence &seq, int key, int row) {
+    const BwdMask mask(seq, key, row);
+#pragma unroll
+    for (int i = 0; i < M; ++i)
+        if (!mask.sees(i / 4, i % 4)) s[i] = -INFINITY;
+}
+
+/* P^T in place of S^T. lse_s: of the lane's first row, as delta_s below. */
+template <int M> __device__ __forceinline__ void weights(float (&s)[M], smem_addr lse_s, float scale_log2) {
+#pragma unroll
+    for (int n = 0; n < M / 4; ++n) {
+        const uint2 lse = ld_shared_64(lse_s + n * 32);
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+            s[4 * n + e] = ex2_approx_ftz(fmaf(s[4 * n + e], scale_log2, -__uint_as_float(e & 1 ? lse.y : lse.x)));
+    }
+}
+
+/* P and dS as operands of the next products: p [kk / 4] is the fragment of rows kk .. kk + 15. */
+template <class T, int M>
+__device__ __forceinline__ void gradients(const float (&s)[M], const float (&dp)[M],
+                                                 uint32_t (&p)[M / 2], uint32_t (&ds)[M / 2], smem_addr delta_s) {
+#pragma unroll
+    for (int n = 0; n < M / 4; ++n) {
+        const uint2 delta = ld_shared_64(delta_s + n * 32);
+        const float d0 = __uint_as_float(delta.x), d1 = __uint_as_float(delta.y);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float w0 = s[4 * n + 2 * r], w1 = s[4 * n + 2 * r + 1];
+            p[2 * n + r] = pack2<T>(w0, w1);
+            ds[2 * n + r] = pack2<T>(w0 * (dp[4 * n + 2 * r] - d0), w1 * (dp[4 * n + 2 * r + 1] - d1));
+        }
+    }
+}
+
+/* The same with softcap and ALiBi, from S^T itself. key, row: of element 0. */
+template <class T, int M>
+__device__ __forceinline__ void modified_gradients(const float (&s)[M], const float (&dp)[M],
+                                                          uint32_t (&p)[M / 2], uint32_t (&ds)[M / 2],
+                                                          smem_addr lse_s, smem_addr delta_s, const Score &score,
+                                                          const Sequence &seq, int key, int row) {
+    const BwdMask mask(seq, key, row);
+    const float distance0 = (float)(row + score.position0 - key);
+#pragma unroll
+    for (int n = 0; n < M / 4; ++n) {
+        const uint2 lse = ld_shared_64(lse_s + n * 32), delta = ld_shared_64(delta_s + n * 32);
+        float w[4], grad[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            float derivative;
+            const float logit = score_fast(score, s[4 * n + e], distance0 + (8 * n + e % 2 - e / 2 * 8), &derivative);
+            w[e] = mask.sees(n, e) ? ex2_approx_ftz(logit * LOG2_E - __uint_as_float(e & 1 ? lse.y : lse.x)) : 0;
+            grad[e] = w[e] * (dp[4 * n + e] - __uint_as_float(e & 1 ? delta.y : delta.x)) * derivative;
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            p[2 * n + r] = pack2<T>(w[2 * r], w[2 * r + 1]);
+            ds[2 * n + r] = pack2<T>(grad[2 * r], grad[2 * r + 1]);
+        }
+    }
+}
+
+/* A warp adds 512 contiguous bytes at a time, BYTES on from `to`. */
+template <int BYTES, int M, int... J>
+__device__ __forceinline__ void add_dq(uint64_t to, const float (&dq)[M], std::integer_sequence<int, J...>) {
+    (red_add_128<BYTES + J * 512>(to, dq[4 * J], dq[4 * J + 1], dq[4 * J + 2], dq[4 * J + 3]), ...);
+}
+
+/* Where the n-th block of a tile of dQ takes this lane's additions. */
+template <class Tile> __device__ __forceinline__ uint64_t own_dq(const Bwd &g, int tile, int block) {
+    typedef DqShape<Tile> Dq;
+    return __cvta_generic_to_global(g.dq_sum + (int64_t)tile * Dq::FLOATS + block * (Dq::N * 16) + laneid() * 4);
+}
+
+/* 64 rows of dK or dV, from `first` of the block's keys on, through the same rows of a tile of shared memory. */
+template <class T, class Panels, int N>
+__device__ __forceinline__ void store_rows(const Rows &to, const BwdWork &w, smem_addr tile_s, const float (&d)[N],
+                                           float factor, int columns, int first) {
+    const int lane = laneid(), row0 = first + mov_tid_x() / 32 % 4 * 16;
+#pragma unroll
+    for (int n = 0; n < N / 4; n += 2) {
+        uint32_t four[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) four[e] = pack2<T>(d[4 * n + 2 * e] * factor, d[4 * n + 2 * e + 1] * factor);
+        stmatrix_x4(tile_s + Panels::offset_of(row0 + lane % 16, 8 * n + lane / 16 * 8), four);
+    }
+    __syncwarp(); /* the warp's 16 rows are whole */
+    const int key = w.j0 + row0;
+    T *to_g = (T *)to.data + w.b * to.batch + w.kv_head * to.head + ((int64_t)w.seq.k0 + key) * to.row;
+#pragma unroll 1
+    for (int i = lane; i < 16 * (N / 4); i += 32) {
+        const int row = i / (N / 4), col = i % (N / 4) * 8;
+        if (key + row < w.seq.seq_k && col < columns)
+            st_global_128(to_g + row * to.row + col, ld_shared_128(tile_s + Panels::offset_of(row0 + row, col)));
+    }
+}
+
+/* ---- 3. the kernel -------------------------------------------------------------------------------------- */
+template <class Consumer>
+__global__ void __launch_bounds__(BwdSmem<typename Consumer::Tile>::THREADS, 1)
+    flash_attn_bwd_sm90a_kernel(const __grid_constant__ BwdHopperParams x) {
+    typedef typename Consumer::Tile Tile;
+    typedef BwdSmem<Tile> S;
+    extern __shared__ __align__(1024) unsigned char smem[];
+    const smem_addr smem_s = cvta_to_shared(smem);
+    BwdWork &w = *(BwdWork *)(smem + S::WORK);
+    const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0); /* the compiler sees that lanes agree */
+    if (threadIdx.x == 0) {
+        typename S::Ring(smem_s + S::Q_RING).init(2);
+        typename S::Ring(smem_s + S::O_RING).init(2);
+        mbarrier_init(smem_s + S::KV_FULL, 1), mbarrier_init(smem_s + S::RAW, 1);
+        fence_mbarrier_init();
+        place_block<Tile>(w, x.g);
+    }
+    __syncthreads();
+    if (w.j0 >= w.seq.seq_k) return;
+    if (warpgroup == 2) {
+        setmaxnreg_dec<Tile::PRODUCER_REGISTERS>();
+        if (threadIdx.x / 32 == 8) load_tiles<Tile>(x, w, smem, smem_s);
+        return;
+    }
+    setmaxnreg_inc<Tile::CONSUMER_REGISTERS>();
+    Consumer c;
+    c.run(x, w, smem, smem_s, warpgroup);
+    consumers_sync(); /* nobody reads K or V any more */
+    c.store(x, w, smem_s, warpgroup);
+}
+
+/* ---- 4. dq = scale * dq_sum ------------------------------------------------------------------------------ */
+template <class T, class Tile>
+__global__ void __launch_bounds__(BWD_PRE_THREADS) flash_attn_bwd_round_kernel(const __grid_constant__ Bwd g) {
+    typedef DqShape<Tile> Dq;
+    typedef smem_tile<Tile::BQ, Tile::HEAD_DIM * 2> Queries;
+    constexpr int PAIRS = Dq::N / 16; /* of 8 rows, a block */
+    extern __shared__ __align__(1024) unsigned char smem[];
+    const smem_addr smem_s = cvta_to_shared(smem);
+    const int lane = threadIdx.x % 32;
+    const int tile = blockIdx.x % g.tiles, head = blockIdx.x / g.tiles % g.p.heads_q,
+              b = blockIdx.x / g.tiles / g.p.heads_q;
+    const Sequence s = sequence_of(g.p, b);
+    const int i0 = tile * Tile::BQ;
+    if (i0 >= s.seq_q) return;
+    const float *from = g.dq_sum + ((int64_t)head * g.row_tiles + row_tile_of(g, s, b) + tile) * Dq::FLOATS + lane * 4;
+    const float scale = (float)g.p.rules.scale;
+#pragma unroll
+    for (int i = threadIdx.x / 32; i < Dq::BLOCKS * PAIRS; i += BWD_PRE_THREADS / 32) {
+        const int block = i / PAIRS, pair = i % PAIRS;
+        uint32_t four[4];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const float4 d = *(const float4 *)(from + block * (Dq::N * 16) + (2 * pair + j) * 128);
+            four[2 * j] = pack2<T>(d.x * scale, d.y * scale), four[2 * j + 1] = pack2<T>(d.z * scale, d.w * scale);
+        }
+        const int row = (Dq::BY_D ? 0 : block / 4 * Dq::N) + 16 * pair + lane / 16 * 8 + lane % 8;
+        const int chunk = 2 * (Dq::BY_D ? block : block % 4) + (lane / 8 & 1);
+        stmatrix_x4_trans(smem_s + Queries::offset(row, chunk), four);
+    }
+    __syncthreads(); /* the rows are whole */
+    copy_tile_out<Queries, BWD_PRE_THREADS>(
+        (T *)g.dq.data + b * g.dq.batch + head * g.dq.head + ((int64_t)s.q0 + i0) * g.dq.row, g.dq.row, smem_s,
+        s.seq_q - i0, g.p.head_dim, threadIdx.x);
+}
+
+/* ---- 5. launcher ------------------------------------------------------------------------------ */
+bool takes(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
+    const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
+    const gk_flash_attn_args &f = a->fwd;
+    const int last = f.q.ndim - 1;
+    const bool modified = f.rules.softcap > 0 || f.rules.alibi_slopes || !(f.rules.scale > 0);
+    return f.q.shape[last] <= row->key[0] && f.v.shape[last] <= row->key[1] && modified == (row->key[2] != 0) &&
+           !a->deterministic && tensor_map_fits(attn_shape(f.q)) && tensor_map_fits(attn_shape(f.k)) &&
+           tensor_map_fits(attn_shape(f.v)) && tensor_map_fits(attn_shape(a->grad_out)) && rows_aligned(a->dq) &&
+           rows_aligned(a->dk) && rows_aligned(a->dv) && smem_fits(ctx, row->key[3]);
+}
+
+template <class Tile> Bwd params_of(const gk_context *ctx, const gk_flash_attn_bwd_args *a) {
+    Bwd g = bwd_of(ctx, a, Tile::BQ, Tile::HEAD_DIM);
+    g.stats = a->workspace, g.stats_apart = true, g.lse_factor = LOG2_E;
+    if (a->workspace) g.dq_sum = (float *)((char *)a->workspace + stats_bytes(g, sizeof(float)));
+    return g;
+}
+
+template <class Tile> size_t workspace_bytes(const gk_cuda_row *, const gk_context *ctx, const void *args) {
+    const Bwd g = params_of<Tile>(ctx, (const gk_flash_attn_bwd_args *)args);
+    return stats_bytes(g, sizeof(float)) + dq_sum_bytes(g);
+}
+
+template <class Tile> int64_t blocks_of(const Problem &p) {
+    return gk_ceil_div(p.seq_k, Tile::BKV) * p.heads_kv * p.batch;
+}
+
+template <class T, class Consumer>
+gk_status run(const gk_cuda_row *, const gk_context *ctx, const void *args) {
+    const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
+    typedef typename Consumer::Tile Tile;
+    BwdHopperParams x = {};
+    x.g = params_of<Tile>(ctx, a);
+    gk_status status = make_tensor_map(OP, attn_shape(a->fwd.q), 64, Tile::BQ, &x.q);
+    if (status == GK_OK) status = make_tensor_map(OP, attn_shape(a->fwd.k), 64, Tile::BKV, &x.k);
+    if (status == GK_OK) status = make_tensor_map(OP, attn_shape(a->fwd.v), 64, Tile::BKV, &x.v);
+    if (status == GK_OK) status = make_tensor_map(OP, attn_shape(a->grad_out), 64, Tile::BQ, &x.grad_out);
+    if (status == GK_OK) status = bwd_pre(ctx, element<T>::dtype, x.g);
+    if (status == GK_OK)
+        status = launch<flash_attn_bwd_sm90a_kernel<Consumer>>(
+            OP, ctx, dim3((unsigned)blocks_of<Tile>(x.g.p)), BwdSmem<Tile>::THREADS, BwdSmem<Tile>::BYTES, x);
+    if (status != GK_OK) return status;
+    const dim3 grid((unsigned)((int64_t)x.g.tiles * x.g.p.heads_q * x.g.p.batch));
+    return launch<flash_attn_bwd_round_kernel<T, Tile>>(OP, ctx, grid, BWD_PRE_THREADS, Tile::BQ * Tile::HEAD_DIM * 2,
+                                                        x.g);
+}
+
+template <class Tile> void explain(const gk_cuda_row *, const gk_context *ctx, const void *args, gk_explanation *out) {
+    out->tile[0] = Tile::BQ, out->tile[1] = Tile::BKV;
+    out->tasks = blocks_of<Tile>(problem_of(ctx, &((const gk_flash_attn_bwd_args *)args)->fwd));
+    out->waves = (double)out->tasks / (double)gk_gpu_of(ctx->index)->num_sms;
+}
+
+#define BWD_ROW(name, T, dtype, CONSUMER, TILE, MODIFIED)                                                          \
+    {                                                                                                              \
+        name, dtype, takes, workspace_bytes<TILE>, run<T, CONSUMER<T, TILE, MODIFIED>>, explain<TILE>, {           \
+            TILE::HEAD_DIM, TILE::HEAD_DIM_V, MODIFIED, BwdSmem<TILE>::BYTES, TILE::BQ                             \
+        }                                                                                                          \
+    }
+} // namespace
+
+#endif
