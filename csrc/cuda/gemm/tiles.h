@@ -51,11 +51,9 @@ template <int M, int N, int S, int L, int G, int SIDE_BY_SIDE, int P, int SPLIT 
           bool TURNS = false>
 struct Sm90Tile {
     static constexpr bool IN_TURNS = TURNS; /* each warpgroup has whole tiles, stores one while the other multiplies */
-    /* rows of a that begin anywhere may be read where they lie; in turns it was not tried */
-    static constexpr bool IN_LINES = !TURN && !TURNS && SPLIT == 1 && N % 32 == 0;
-    static constexpr int K64 = KB;       /* 64s of k in a slot */
-    static constexpr int CK = SPLIT;     /* parts of k, added across the cluster: 1 or 2 */
-    static constexpr bool TURNED = TURN; /* for few rows: the product is computed as out^T = b^T a^T */
+    static constexpr int K64 = KB;          /* 64s of k in a slot */
+    static constexpr int CK = SPLIT;        /* parts of k, added across the cluster: 1 or 2 */
+    static constexpr bool TURNED = TURN;    /* for few rows: the product is computed as out^T = b^T a^T */
     static constexpr int BM = M, BN = N, STAGES = S, WGS = G, TILES = SIDE_BY_SIDE, THREADS = (G + 1) * 128;
     static constexpr int CLUSTER = TILES * CK; /* blocks */
     static constexpr int PANELS = L;           /* of 16 rows x 64 columns a warp, through which results leave */
@@ -125,11 +123,6 @@ constexpr int64_t KEEP_BYTES = 8 << 20;
 /* from a quarter of the GPU's SMs on all get a block: those that begin last have no tile, and the next kernel waits for none of
  * them: 512 cubed 3.27 to 3.14 us, 1024 6.0 to 5.9 */
 constexpr int LEAST_IDLE = 4;
-/* what rows of a in lines cost more: a first slot to clear, maps new to the SM; boxes across lines of 128 bytes, in part of all
- * time. 2048 cubed, both operands unaligned: 29.4 us, 31.7 with two copies; 1024 8.1 and 7.2, so these are copied */
-constexpr double LINES_US = 0.5, LINES_PART = 0.025;
-/* what 128 x 256 results cost more that the lanes store: 4095 cubed with aligned strides 9 us over 4096, in four waves */
-constexpr double BY_LANES_US = 2.0;
 /* what a turned product takes beside its bytes: 10.9 us for 16 x 4096 x 4096 */
 constexpr double TURNED_US = 1.5, TURNED_BYTES_PER_US = 4.0e6;
 /* what nothing hides: of a launch and its last results, of a tile and its results; results by 128 x 256 of them. These and the
@@ -145,14 +138,12 @@ constexpr double CURVE_US = 6.0;
 /* ---- gemm_realign_sm90a --------------------------------------------------------------------------------------- */
 /* 32 registers: 2048 threads of an SM keep 32 KB of its loads under way */
 constexpr int REALIGN_THREADS = 256, REALIGN_PER_SM = 8;
-/* turned tiles: 64 rows of 128 or 256 bytes are read and 64 written; 8 or 16 KiB of shared memory, 16 loads a thread under way. Of
- * 16 bits 256 bytes of a row as well: 2048 cubed NT 28.8 us, 28.2 by these, 4096 215 and 219 */
-constexpr int REALIGN_TURN = 64;
+/* transposed tiles of 32 bits: 64 rows of 256 bytes are read and 64 written; 16 KiB of shared memory, 16 loads a thread under way */
+constexpr int REALIGN_TRANSPOSE = 64;
 /* expected, the chooser's weights: a launch that overlaps its neighbours, and bytes a us that are read and written; what those
- * past the first 16 MB take more, and those of 16 bits that are turned. Fitted to one and two operands of 512, 1024, 1536, 2048 and
+ * past the first 16 MB take more. Fitted to one and two operands of 512, 1024, 1536, 2048 and
  * 4096 squared on one H200 */
-constexpr double REALIGN_US = 0.9, REALIGN_BYTES_PER_US = 9.0e6, REALIGN_FAST_BYTES = 16e6, REALIGN_MANY_PER_US = 8.0e6,
-                 REALIGN_TURNED_PER_US = 2.1e7;
+constexpr double REALIGN_US = 0.9, REALIGN_BYTES_PER_US = 9.0e6, REALIGN_FAST_BYTES = 16e6, REALIGN_MANY_PER_US = 8.0e6;
 /* the largest copy that few rows ask memory for: of weights that are dense nowhere, 128 MB of whose elements take 0.1 ms */
 constexpr int64_t REALIGN_FEW_BYTES = 128 << 20;
 
@@ -196,37 +187,11 @@ constexpr int SKINNY_MAX_TOKENS = 16;
 constexpr int slots_in(int bytes, int slot_bytes, int most) {
     return bytes / slot_bytes < most ? bytes / slot_bytes : most;
 }
-constexpr int skinny_stages(int stage_bytes) { return slots_in(200 * 1024, stage_bytes, 8); }
-/* of a Hopper block's 227 KiB, what `other_bytes` leave */
-constexpr int hopper_slots(int slot_bytes, int other_bytes, int most) {
-    return slots_in(232448 - other_bytes, slot_bytes, most);
+constexpr int skinny_stages(int stage_bytes, int other_bytes) {
+    return slots_in(200 * 1024 - other_bytes, stage_bytes, 8);
 }
-
-/* ---- gemm_skewed_sm90a: few rows of weights that begin anywhere ------------------------------------------------- */
-/* k of a step: 16 for each of eight classes */
-constexpr int SKEWED_STEP_LOG2 = 7, SKEWED_STEP = 1 << SKEWED_STEP_LOG2;
-/* with 5, 6 and 9 slots of 64 weights, 4096 squared takes 0.2, 0.3 and 0.5 to 1.2 us more */
-constexpr int SKEWED_SLOTS = 4;
-/* of weights: 1 and 16 rows, 1024 squared 3.0 to 4.0 us (4.2 to 5.1 when this was chosen), 4.0 to 8.4 by gemm_skinny_odd; 512 squared 3.7 to 4.9, 3.2 to 6 */
-constexpr int64_t SKEWED_LEAST = 1 << 19;
-constexpr int SKEWED_MAX_TOKENS = 16, SKEWED_MIN_N = 256, SKEWED_MIN_K = 256;
-/* of k, in a cluster */
-constexpr int SKEWED_PARTS = 4;
-/* tiles of 128 weights are taken where their blocks read a 16th less than with 64, whose shorter steps end sooner: 28672 x 4096
- * along k 58 to 63 us. Along n of many classes where they read no more: 1 row of 28672 60 us, 64 by 64 */
-constexpr int SKEWED_LARGE_GAIN = 16;
-
-/* ---- gemm_skinny_odd_sm90a: as gemm_skinny, for rows that begin anywhere ---------------------------------------- */
-/* weights a tile: 64 where every SM has more than one of 32 (28672 weights, 16 rows along k: 84 us against 100), else
- * 32, so that 4096 weights keep 128 SMs busy */
-constexpr int SKINNY_ODD_ROWS = 32;
-/* 4096 squared takes 19 to 22, 23 to 27 and 32 to 36 us for 16, 32 and 64 rows, gemm_sm80's plain loads 43 to 51 */
-constexpr int SKINNY_ODD_MAX_TOKENS = 64;
-/* fewer weights than this for up to 16 and 64 rows: gemm_sm80 splits k over all SMs, 14 us for 1024 weights of 4096 by
- * its chooser's model, where this takes as long for any number of weights up to a tile an SM */
-constexpr int SKINNY_ODD_LEAST_16 = 1536, SKINNY_ODD_LEAST_64 = 3072;
-constexpr int SKINNY_ODD_MIN_K = 256; /* a step of the block */
-/* past so many nothing is left to hide */
-constexpr int SKINNY_ODD_SLOTS = 9;
+/* misaligned weights fewer than this are left to gemm_sm80, which splits k over all SMs: 32 SMs with a tile of 32 take as long for
+ * 1024 weights of 4096 */
+constexpr int SKINNY_MISALIGNED_LEAST = 1024;
 
 #endif
