@@ -53,12 +53,14 @@
 
 namespace {
 
-constexpr int WARPGROUP = 128, K_STEPS = WGMMA_ROW_BYTES / 32; /* of wgmma in a K_BLOCK */
+template <class Tile> constexpr int THREADS = (Tile::WGS + 1) * 128;         /* a warpgroup of producers */
+template <class Tile> constexpr int CLUSTER_OF = Tile::TILES * Tile::SPLITS; /* blocks */
+constexpr int K_STEPS = WGMMA_ROW_BYTES / 32;                                /* of wgmma in a K_BLOCK */
 template <class T> constexpr int K_BLOCK = WGMMA_ROW_BYTES / (int)sizeof(T);
 /* A comes through registers, and the product is turned */
-template <class T, class Tile> constexpr bool TURNED_TF32 = sizeof(T) == 4 && Tile::TURNED;
+template <class T, class Tile> constexpr bool TURNED_TF32 = sizeof(T) == 4 && Tile::SWAP_AB;
 /* a, the weights of few rows, is read once: L2 may keep the rest */
-template <class T, class Tile> constexpr bool ONCE = sizeof(T) == 2 && Tile::TURNED;
+template <class T, class Tile> constexpr bool ONCE = sizeof(T) == 2 && Tile::SWAP_AB;
 /* results leave the panels by tma, under the next tile's products; one warpgroup's block seldom has a next */
 template <class T, class Tile> constexpr bool BY_TMA = sizeof(T) == 4 || Tile::WGS > 1;
 
@@ -91,26 +93,28 @@ template <class T, class Tile, int MODE> struct Smem {
 
     /* The columns of a tile that a block finishes, and a warp's 16 rows of up to 128 bytes on their way from the accumulators'
      * order to that of rows; turned: all columns as rows of 64 floats, 4 more to spread them over the banks. */
-    static constexpr int COLS = Tile::BN / Tile::CK, PANEL_COLS = COLS >= 64 && sizeof(T) == 2 ? 64 : 32;
+    static constexpr int COLS = Tile::BN / Tile::SPLITS, PANEL_COLS = COLS >= 64 && sizeof(T) == 2 ? 64 : 32;
     typedef smem_tile<16, PANEL_COLS *(int)sizeof(T)> Panel;
-    static constexpr bool BY_PANELS = !Tile::TURNED || TURNED_TF32<T, Tile>;
+    static constexpr bool BY_PANELS = !Tile::SWAP_AB || TURNED_TF32<T, Tile>;
     static constexpr int TURNED_LD = 64 + 4, WARP_PANELS = BY_PANELS ? Tile::PANELS * 2048 : COLS * TURNED_LD;
 
     static constexpr int PANELS = RING, TRADE = PANELS + Tile::WGS * 4 * WARP_PANELS;
     /* wgmma a step of 64 rows of a warpgroup */
-    static constexpr int MT = Tile::BM / (Tile::IN_TURNS ? 1 : Tile::WGS) / 64;
-    static constexpr int WARPGROUP_TRADE = Tile::CK > 1 ? MT * COLS * 256 : 0; /* what the other part of k sends */
+    static constexpr int MT = Tile::BM / (Tile::PING_PONG ? 1 : Tile::WGS) / 64;
+    static constexpr int WARPGROUP_TRADE = Tile::SPLITS > 1 ? MT * COLS * 256 : 0; /* what the other part of k sends */
     static constexpr int BARRIERS = TRADE + Tile::WGS * WARPGROUP_TRADE, TRADED = BARRIERS + tma_ring<STAGES>::bytes;
     /* two barriers more, of traded halves or of turns; and to align the ring */
     static constexpr int BYTES = TRADED + 16 + WGMMA_BLOCK_BYTES;
     /* whose registers an SM can hold. Two: the next kernel's get ready beside this one's, or at least a copy's */
     static constexpr int BLOCKS =
-        Tile::THREADS <= 256 && (sizeof(T) == 2 ? MT * Tile::BN <= 128 : BYTES <= 113 * 1024) ? 2 : 1;
+        THREADS<Tile> <= 256 && (sizeof(T) == 2 ? MT * Tile::BN <= 128 : BYTES <= 113 * 1024) ? 2 : 1;
     static_assert(BYTES <= 232448 && PANELS % 1024 == 0, "shared memory of a block");
-    static_assert(BLOCKS == 1 || Tile::THREADS <= 256, "a thread keeps 128 registers");
-    static_assert(Tile::TURNED || COLS % 8 == 0, "panels begin at multiples of 16 bytes");
-    static_assert(Tile::TILES * Tile::CK <= 2 && (BY_PANELS || Tile::WGS == 1), "two blocks share or trade; one turns");
-    static_assert(!Tile::IN_TURNS || (Tile::WGS == 2 && Tile::CK == 1 && !Tile::TURNED), "two warpgroups take turns");
+    static_assert(BLOCKS == 1 || THREADS<Tile> <= 256, "a thread keeps 128 registers");
+    static_assert(Tile::SWAP_AB || COLS % 8 == 0, "panels begin at multiples of 16 bytes");
+    static_assert(Tile::TILES * Tile::SPLITS <= 2 && (BY_PANELS || Tile::WGS == 1),
+                  "two blocks share or trade; one turns");
+    static_assert(!Tile::PING_PONG || (Tile::WGS == 2 && Tile::SPLITS == 1 && !Tile::SWAP_AB),
+                  "two warpgroups take turns");
     static_assert(MT <= 2, "sums of a warpgroup are stored by one body, past which they move once");
 };
 
@@ -126,7 +130,7 @@ __device__ __forceinline__ void place_batch(const GemmProblem &p, const int64_t 
 
 /* ---- 2 the kernel -------------------------------------------------------------------------------------------- */
 template <class T, class Tile, int MODE>
-__global__ void __cluster_dims__(Tile::CLUSTER, 1, 1) __launch_bounds__(Tile::THREADS, (Smem<T, Tile, MODE>::BLOCKS))
+__global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1) __launch_bounds__(THREADS<Tile>, (Smem<T, Tile, MODE>::BLOCKS))
     gemm_sm90a_kernel(const __grid_constant__ Params x) {
     typedef Smem<T, Tile, MODE> S;
     typedef typename S::A A;
@@ -134,9 +138,9 @@ __global__ void __cluster_dims__(Tile::CLUSTER, 1, 1) __launch_bounds__(Tile::TH
     typedef Copies<S, Tile::TILES, 1, ONCE<T, Tile>> InRow; /* the cluster's tiles */
     typedef Copies<S, 1, Tile::TILES, ONCE<T, Tile>> InColumn;
     constexpr int BM = Tile::BM, BN = Tile::BN, STAGES = S::STAGES, WGS = Tile::WGS;
-    constexpr int TILES = Tile::TILES, CK = Tile::CK, CLUSTER = Tile::CLUSTER;
+    constexpr int TILES = Tile::TILES, CK = Tile::SPLITS, CLUSTER = CLUSTER_OF<Tile>;
     constexpr int MT = S::MT, BK = Tile::K64 * K_BLOCK<T>;
-    constexpr bool IN_TURNS = Tile::IN_TURNS;
+    constexpr bool IN_TURNS = Tile::PING_PONG;
     constexpr bool LATE = IN_TURNS || TURNED_TF32<T, Tile>; /* no register keeps a tile's place over its products */
     static_assert(!TURNED_TF32<T, Tile> || (MT == 2 && Tile::K64 == 1), "what load_tf32 brings");
     static_assert(BM % (64 * WGS) == 0 && BN % 16 == 0 && BN <= 256, "whole wgmma");
@@ -196,7 +200,7 @@ __global__ void __cluster_dims__(Tile::CLUSTER, 1, 1) __launch_bounds__(Tile::TH
 
     if (warpgroup == WGS) {
         /* ---- 2.1 copies ---- */
-        if (WGS > 1) setmaxnreg_dec<Tile::COPY_REGS>();
+        if (WGS > 1) setmaxnreg_dec<producer_regs(Tile::PING_PONG)>();
         if (warp == 0 && elect_one()) {
             /* what the kernel before wrote is there, and what it read may be overwritten; without a tile, too: no block ends
              * before that kernel has */
@@ -223,7 +227,7 @@ __global__ void __cluster_dims__(Tile::CLUSTER, 1, 1) __launch_bounds__(Tile::TH
         }
     } else {
         /* ---- 2.2 products ---- */
-        if (WGS > 1) setmaxnreg_inc<Tile::SUM_REGS>();
+        if (WGS > 1) setmaxnreg_inc<consumer_regs(Tile::PING_PONG)>();
         float sum[MT][BN / 2];
         unsigned trade_parity = 0;
         int panel = 0;                                /* that store_plain_turned wrote longest ago */
@@ -251,7 +255,7 @@ __global__ void __cluster_dims__(Tile::CLUSTER, 1, 1) __launch_bounds__(Tile::TH
             if (!LATE) find_results(t);
             if (t == mine) griddepcontrol_wait(); /* for the bias and c */
             if (!IN_TURNS) touch_epilogue(p.epilogue);
-            if (!Tile::TURNED && !LATE && x.plain) touch_bias<S::COLS>(p, tile.col + part * S::COLS, lane);
+            if (!Tile::SWAP_AB && !LATE && x.plain) touch_bias<S::COLS>(p, tile.col + part * S::COLS, lane);
             if constexpr (TURNED_TF32<T, Tile>)
                 multiply_turned<B, S::SLOT>(sum, ring, ring_s + A::offset((warpgroup * 4 + warp) * 32),
                                             ring_s + A::bytes, steps, lane, let_go);
@@ -300,7 +304,7 @@ __global__ void __cluster_dims__(Tile::CLUSTER, 1, 1) __launch_bounds__(Tile::TH
             const smem_addr panels_s = ring_s + S::PANELS + (warpgroup * 4 + warp) * S::WARP_PANELS;
             const auto store = [&](auto &sums, int m) {
                 const int row = tile.row + row0 + m * 64, col = tile.col + part * S::COLS;
-                if constexpr (Tile::TURNED) {
+                if constexpr (Tile::SWAP_AB) {
                     float *const turned = (float *)(smem + (panels_s - cvta_to_shared(smem)) -
                                                     warp * S::WARP_PANELS); /* the warpgroup's */
                     store_turned<T, S::COLS, S::TURNED_LD>(p, gemm_place(p, batch), sums, turned, row, col, x.bare,
@@ -336,7 +340,7 @@ __global__ void __cluster_dims__(Tile::CLUSTER, 1, 1) __launch_bounds__(Tile::TH
             if constexpr (CK > 1) {
                 const int there = rank ^ 1, slot = S::TRADE + warpgroup * S::WARPGROUP_TRADE;
                 const smem_addr full_s = ring_s + S::TRADED, empty_s = full_s + 8;
-                const smem_addr from_s = ring_s + slot + mov_tid_x() % WARPGROUP * 16; /* nor here */
+                const smem_addr from_s = ring_s + slot + mov_tid_x() % 128 * 16; /* nor here */
                 if (threadIdx.x == 0) mbarrier_arrive_expect_tx(full_s, WGS * S::WARPGROUP_TRADE);
                 mbarrier_wait(empty_s, trade_parity ^ 1); /* the other has read what came of the last tile */
                 float mine[MT][BN / 4];
@@ -401,7 +405,7 @@ struct Instance {
 
 template <class T, class Tile, int MODE>
 gk_status launch_instance(const gk_context *ctx, unsigned blocks, const Params &x) {
-    return launch<gemm_sm90a_kernel<T, Tile, MODE>>("gk_gemm", ctx, dim3(blocks), Tile::THREADS,
+    return launch<gemm_sm90a_kernel<T, Tile, MODE>>("gk_gemm", ctx, dim3(blocks), THREADS<Tile>,
                                                     (size_t)Smem<T, Tile, MODE>::BYTES, x, true);
 }
 
@@ -488,7 +492,7 @@ gk_status run_row(const gk_cuda_row *row, const Instance *of_mode, const gk_cont
 
 template <class T, class Tile> gk_status run(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
     if constexpr (sizeof(T) == 4) {
-        static constexpr Instance only[] = {instance<T, Tile, Tile::TURNED ? A_ALONG_M : 0>()};
+        static constexpr Instance only[] = {instance<T, Tile, Tile::SWAP_AB ? A_ALONG_M : 0>()};
         return run_row(row, only, ctx, args);
     } else {
         static constexpr Instance of_mode[] = {instance<T, Tile, 0>(), instance<T, Tile, 1>(), instance<T, Tile, 2>(),
@@ -505,8 +509,8 @@ void explain(const gk_cuda_row *row, const gk_context *ctx, const void *args, gk
     plan(row, ctx, &o.p, &in_row);
     const GemmProblem &p = o.p;
     out->tile[0] = Tile::BM, out->tile[1] = Tile::BN, out->tile[2] = Tile::K64 * K_BLOCK<T>;
-    out->tasks = (int64_t)p.tiles_m * p.tiles_n * p.batch * Tile::CLUSTER;
-    out->waves = (double)out->tasks / (gk_gpu_of(ctx->index)->num_sms / Tile::CLUSTER * Tile::CLUSTER);
+    out->tasks = (int64_t)p.tiles_m * p.tiles_n * p.batch * CLUSTER_OF<Tile>;
+    out->waves = (double)out->tasks / (gk_gpu_of(ctx->index)->num_sms / CLUSTER_OF<Tile> * CLUSTER_OF<Tile>);
 }
 
 /* Of all modes: narrow panels may leave room for more slots. */
@@ -519,42 +523,40 @@ template <class T, class Tile> constexpr int smem_of() {
 }
 
 template <class T, class Tile> constexpr int traits_of() {
-    return (Tile::TURNED ? TURNED : 0) | (Tile::IN_TURNS ? IN_TURNS : 0);
+    return (Tile::SWAP_AB ? TURNED : 0) | (Tile::PING_PONG ? IN_TURNS : 0);
 }
 
-#define ROW(name, T, Tile)                                                                                     \
-    {                                                                                                          \
-        name, element<T>::dtype, takes, workspace_bytes, run<T, Tile>, explain<T, Tile>, {                     \
-            Tile::BM, Tile::BN, Tile::TILES, Tile::PERCENT, smem_of<T, Tile>(), Tile::CK, traits_of<T, Tile>() \
-        }                                                                                                      \
+#define ROW(name, T, Tile)                                                                                         \
+    {                                                                                                              \
+        name, element<T>::dtype, takes, workspace_bytes, run<T, Tile>, explain<T, Tile>, {                         \
+            Tile::BM, Tile::BN, Tile::TILES, PERCENT<Tile>, smem_of<T, Tile>(), Tile::SPLITS, traits_of<T, Tile>() \
+        }                                                                                                          \
     }
 #define ROWS(name, T)                                                                                                 \
-    ROW("gemm_sm90a_" name "_128x256x64", T, Tile90_128x256),                                                         \
-        ROW("gemm_sm90a_" name "_128x176x64_in_turns", T, Tile90_128x176),                                            \
-        ROW("gemm_sm90a_" name "_128x224x64", T, Tile90_128x224),                                                     \
-        ROW("gemm_sm90a_" name "_128x192x64", T, Tile90_128x192),                                                     \
-        ROW("gemm_sm90a_" name "_128x128x64", T, Tile90_128x128),                                                     \
-        ROW("gemm_sm90a_" name "_128x96x64", T, Tile90_128x96),                                                       \
-        ROW("gemm_sm90a_" name "_64x128x64", T, Tile90_64x128), ROW("gemm_sm90a_" name "_64x64x64", T, Tile90_64x64), \
-        ROW("gemm_sm90a_" name "_128x128x64_k2", T, Tile90_128x128_k2),                                               \
-        ROW("gemm_sm90a_" name "_64x64x64_k2", T, Tile90_64x64_k2),                                                   \
-        ROW("gemm_sm90a_" name "_turned_64x16x256_k2", T, Tile90_turned_16),                                          \
-        ROW("gemm_sm90a_" name "_turned_64x32x128_k2", T, Tile90_turned_32),                                          \
-        ROW("gemm_sm90a_" name "_turned_64x64x128_k2", T, Tile90_turned_64)
+    ROW("gemm_sm90a_" name "_128x256x64", T, Coop128x256),                                                            \
+        ROW("gemm_sm90a_" name "_128x176x64_in_turns", T, PingPong128x176),                                           \
+        ROW("gemm_sm90a_" name "_128x224x64", T, Coop128x224), ROW("gemm_sm90a_" name "_128x192x64", T, Coop128x192), \
+        ROW("gemm_sm90a_" name "_128x128x64", T, Coop128x128), ROW("gemm_sm90a_" name "_128x96x64", T, Coop128x96),   \
+        ROW("gemm_sm90a_" name "_64x128x64", T, Coop64x128), ROW("gemm_sm90a_" name "_64x64x64", T, Coop64x64),       \
+        ROW("gemm_sm90a_" name "_128x128x64_k2", T, Coop128x128Split),                                                \
+        ROW("gemm_sm90a_" name "_64x64x64_k2", T, Coop64x64Split),                                                    \
+        ROW("gemm_sm90a_" name "_turned_64x16x256_k2", T, SwapAB64x16),                                               \
+        ROW("gemm_sm90a_" name "_turned_64x32x128_k2", T, SwapAB64x32),                                               \
+        ROW("gemm_sm90a_" name "_turned_64x64x128_k2", T, SwapAB64x64)
 
 const gk_cuda_row rows[] = {
     ROWS("bf16", __nv_bfloat16),
     ROWS("f16", __half),
-    ROW("gemm_sm90a_tf32_128x256x32", float, Tile90_tf32_128x256),
-    ROW("gemm_sm90a_tf32_128x192x32", float, Tile90_tf32_128x192),
-    ROW("gemm_sm90a_tf32_128x128x32", float, Tile90_tf32_128x128),
-    ROW("gemm_sm90a_tf32_64x128x32", float, Tile90_tf32_64x128),
-    ROW("gemm_sm90a_tf32_128x128x32_k2", float, Tile90_tf32_128x128_k2),
-    ROW("gemm_sm90a_tf32_64x64x32_k2", float, Tile90_tf32_64x64_k2),
-    ROW("gemm_sm90a_tf32_turned_256x128x32", float, Tile90_tf32_turned_256x128),
-    ROW("gemm_sm90a_tf32_turned_128x128x32", float, Tile90_tf32_turned_128x128),
-    ROW("gemm_sm90a_tf32_turned_128x128x32_k2", float, Tile90_tf32_turned_128x128_k2),
-    ROW("gemm_sm90a_tf32_turned_128x64x32_k2", float, Tile90_tf32_turned_128x64_k2),
+    ROW("gemm_sm90a_tf32_128x256x32", float, Tf32_128x256),
+    ROW("gemm_sm90a_tf32_128x192x32", float, Tf32_128x192),
+    ROW("gemm_sm90a_tf32_128x128x32", float, Tf32_128x128),
+    ROW("gemm_sm90a_tf32_64x128x32", float, Tf32_64x128),
+    ROW("gemm_sm90a_tf32_128x128x32_k2", float, Tf32_128x128Split),
+    ROW("gemm_sm90a_tf32_64x64x32_k2", float, Tf32_64x64Split),
+    ROW("gemm_sm90a_tf32_turned_256x128x32", float, Tf32SwapAB256x128),
+    ROW("gemm_sm90a_tf32_turned_128x128x32", float, Tf32SwapAB128x128),
+    ROW("gemm_sm90a_tf32_turned_128x128x32_k2", float, Tf32SwapAB128x128Split),
+    ROW("gemm_sm90a_tf32_turned_128x64x32_k2", float, Tf32SwapAB128x64Split),
 };
 const gk_cuda_row *const sm90_rows = rows;
 const int num_sm90_rows = sizeof rows / sizeof rows[0];
