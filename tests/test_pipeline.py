@@ -91,7 +91,6 @@ class Kernel:
     steps: int = 4  # of k, before it is cut into parts
     turned: bool = False  # tf32.cuh: fragments of a are loaded two products ahead, four products a step
     in_turns: bool = False  # each warpgroup has whole tiles, and multiplies while the other stores
-    lines: bool = False  # a warpgroup's warps clear what lies before their rows of a in a tile's first slot
     broken: str = ""  # the rule that is not kept
 
     @property
@@ -118,7 +117,6 @@ class Cluster:
         self.turns = [[Barrier(turn_count) for _ in range(k.warpgroups)] for _ in blocks]
         self.slots = [[{} for _ in slots] for _ in blocks]  # piece -> the step whose bytes it holds
         self.reading = [[0 for _ in slots] for _ in blocks]
-        self.clearing = [[0 for _ in slots] for _ in blocks]  # warps that are about to write
         self.halves = [[None] * k.warpgroups for _ in blocks]
         self.at_end = 0
         self.running = [1 + k.warpgroups for _ in blocks]
@@ -148,7 +146,7 @@ class Cluster:
     # ---- copies ----
     def land(self, block, slot, piece, step, count):
         self.reach(block)
-        if self.reading[block][slot] or self.clearing[block][slot]:
+        if self.reading[block][slot]:
             raise Wrong("a slot is overwritten while it is read")
         self.slots[block][slot][piece] = step
         self.full[block][slot].land(count)
@@ -208,12 +206,6 @@ class Cluster:
             self.empty[there][slot].arrive()
             yield None
 
-    def clear(self, block, slot, step, done):
-        """clear_before, of one warp."""
-        self.clearing[block][slot] -= 1
-        self.see(block, slot, step)
-        done.append(slot)
-
     def products_turned(self, block, tile, slot, parity):
         """multiply_turned: fragments are read when they are loaded, b while a product runs. Returns slot and parity."""
         broken, queue, steps = self.k.broken, [], self.steps_of(block)
@@ -270,20 +262,7 @@ class Cluster:
                 turn ^= broken != "in turns: one parity"
             if broken == "in turns: tells before its products":
                 yield from self.tell(block, warpgroup)
-            cleared = []
-            if self.k.lines:
-                if broken != "lines: cleared before it is full":
-                    full = self.full[block][slot]
-                    yield lambda full=full, parity=parity: full.ended(parity)
-                for _ in range(WARPS):
-                    self.clearing[block][slot] += 1
-                    self.events.append((self.clear, block, slot, (tile, steps[0]), cleared))
-                    yield None
-                if broken != "lines: warps do not wait for each other":
-                    yield lambda cleared=cleared: len(cleared) == WARPS
             for k in steps:
-                if self.k.lines and k == steps[0] and len(cleared) < WARPS:
-                    raise Wrong("a product reads what lies before the rows")
                 full = self.full[block][slot]
                 if broken != "full not awaited":
                     yield lambda full=full, parity=parity: full.ended(parity)
@@ -367,9 +346,6 @@ CLUSTERS = {  # the shapes of tiles.h, and the pair along n and the four that it
     "two parts of two rows": Kernel(cm=2, ck=2, warpgroups=1),
     "turned tf32, two columns": Kernel(cn=2, turned=True),
     "turned tf32, two parts of k": Kernel(ck=2, warpgroups=1, turned=True),
-    "in lines": Kernel(lines=True),
-    "in lines, two rows": Kernel(cm=2, lines=True),
-    "in lines, two columns, one warpgroup": Kernel(cn=2, warpgroups=1, lines=True),
     "in turns": Kernel(in_turns=True),
     "in turns, two rows": Kernel(cm=2, in_turns=True),
     "in turns, two by two": Kernel(cm=2, cn=2, in_turns=True),
@@ -409,8 +385,6 @@ BROKEN = {  # rule -> a cluster that shows it, and what may then go wrong first
     "no barrier at the end": ("two by two", "has left"),
     "trade without empty": ("two parts of k", "hal"),
     "trade's parity": ("two parts of k", f"{STUCK}|hal"),
-    "lines: cleared before it is full": ("in lines", OTHER),
-    "lines: warps do not wait for each other": ("in lines", "before the rows"),
     "in turns: no wait": ("in turns", OTHER),
     "in turns: tells before its products": ("in turns", OTHER),
     "in turns: tells nobody": ("in turns", STUCK),

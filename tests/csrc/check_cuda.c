@@ -273,16 +273,15 @@ static void gemm_draw(gk_dtype dtype, bool large) {
         n = !large ? PICK(sizes) : flat || check_below(2) ? PICK(wide) : PICK(narrow);
         k = !large || flat ? PICK(sizes) : PICK(deep);
     } while (entries * m * n * (k + 8) > small_or(large ? 80000000 : 6000000, large ? 500000000 : 40000000));
-    /* rows of a that begin anywhere beside rows of b, aligned if b begins so: gemm_sm90a reads a in lines; or beside columns,
-     * where it does so if there is little of b */
-    const bool lines = check_below(6) == 0, columns = lines && check_below(2);
+    /* misaligned rows of a beside rows or columns of b, some of them aligned */
+    const bool rows = check_below(6) == 0, columns = rows && check_below(2);
     if (columns && entries == 1 && !check_small() && check_below(2)) m = 2048 + check_below(2), n = 130, k = 1000;
     if (check_below(30) == 0) k = 0;
     if (check_below(60) == 0) *(check_below(2) ? &m : &n) = 0;
     shape[ndim] = m, shape[ndim + 1] = n;
     int64_t c = check_below(8), column[2] = {m, 1};
     gk_dtype out = dtype != GK_F64 && check_below(3) == 0 ? GK_F32 : dtype, added = check_below(2) ? out : dtype;
-    if (lines) {
+    if (rows) {
         g.a = stored(dtype, batch[0], m, k, false, false, 1, check_below(12));
         g.b = stored(dtype, batch[1], k, n, columns, false, 1, columns ? check_below(12) : (8 - n % 8) % 8);
     } else

@@ -2,8 +2,7 @@
  * tf32.
  *
  * a [batch, M, K]  b [batch, K, N]   each dense along k or along its other dimension, other strides multiples of 16 bytes;
- *                                    one that is not is copied first (gemm_realign_sm90a), into the call's workspace, but an
- *                                    a along k beside a b, or a copy of it, along n, which may be read in lines;
+ *                                    one that is not is copied first (gemm_realign_sm90a), into the call's workspace;
  *                                    tf32: a along k, b along k, or along n, which turns the product (tf32.cuh)
  * bias [N], c broadcasts, out [batch, M, N], preact like out; float32 sums, one rounding
  * Grid: as many clusters, of one or two blocks, as fit the GPU; each takes tiles BM x BN, in the order of order.cuh, until none is
@@ -11,9 +10,6 @@
  * whichever fits the result better. Each block copies half of that to both, since L2 gives the SMs some 8 TB/s and single
  * 128 x 256 tiles would ask for 12. CK = 2: two blocks sum half of k each, trade halves of their sums and store half of the columns.
  * Turned, for few rows and tf32: a and b change places (out^T = b^T a^T), so that the weights fill wgmma's 64 rows.
- * In lines: rows of a that begin anywhere are up to 8 matrices for tma, of rows that are 8 apart (lines.cuh), each a batch entry
- * with as far apart rows of the result. Position q of a row is k = q - skew, so b's boxes begin at row q - skew; what lies before
- * a's rows, anything, is made zero in a tile's first slot.
  * Block: WGS warpgroups that multiply, BM / WGS rows each, and one of which a single thread copies. In turns: two, each with
  * tiles of its own, every second one of the block's; one stores while the other multiplies.
  *
@@ -34,8 +30,8 @@
  * caches, and every line costs 200 to 300 clocks: what the first copy waits for, and the plainest store, are each in one place.
  *
  * Workspace: the copies, (rows or columns) x (k rounded up to 16 bytes) each, or with both changed.
- * Not here: other dtypes, ieee float32, K = 0 (gemm_sm80, gemm_plain), 64 columns or fewer, few rows of dense weights
- * that need a copy, few rows of tf32. */
+ * Not here: other dtypes, ieee float32, K = 0 (gemm_sm80, gemm_plain), 64 columns or fewer, up to 16 rows of dense weights
+ * that need a copy (gemm_skinny), small M of tf32. */
 #include "../host/launch.cuh"
 #include "../host/tensormap.cuh"
 #include "../ptx/cluster.cuh"
@@ -57,14 +53,14 @@
 
 namespace {
 
-constexpr int WARPGROUP = 128, K_STEPS = WGMMA_ROW_BYTES / 32; /* of wgmma in a K_BLOCK */
+template <class Tile> constexpr int THREADS = (Tile::WGS + 1) * 128;         /* a warpgroup of producers */
+template <class Tile> constexpr int CLUSTER_OF = Tile::TILES * Tile::SPLITS; /* blocks */
+constexpr int K_STEPS = WGMMA_ROW_BYTES / 32;                                /* of wgmma in a K_BLOCK */
 template <class T> constexpr int K_BLOCK = WGMMA_ROW_BYTES / (int)sizeof(T);
 /* A comes through registers, and the product is turned */
-template <class T, class Tile> constexpr bool TURNED_TF32 = sizeof(T) == 4 && Tile::TURNED;
+template <class T, class Tile> constexpr bool TURNED_TF32 = sizeof(T) == 4 && Tile::SWAP_AB;
 /* a, the weights of few rows, is read once: L2 may keep the rest */
-template <class T, class Tile> constexpr bool ONCE = sizeof(T) == 2 && Tile::TURNED;
-/* a may be read in lines */
-template <class T, class Tile> constexpr bool IN_LINES = sizeof(T) == 2 && Tile::IN_LINES;
+template <class T, class Tile> constexpr bool ONCE = sizeof(T) == 2 && Tile::SWAP_AB;
 /* results leave the panels by tma, under the next tile's products; one warpgroup's block seldom has a next */
 template <class T, class Tile> constexpr bool BY_TMA = sizeof(T) == 4 || Tile::WGS > 1;
 
@@ -83,40 +79,6 @@ struct Params {
     bool keep;          /* turned: the next kernel should find the results in L2 */
     bool across; /* store_any: the lanes' values lie down the rows; in the epilogue rows and columns change places */
     GemmProblem p;
-
-    /* of a batch entry: rows, and where it begins */
-    __device__ __forceinline__ int64_t rows(unsigned) const { return p.m; }
-    __device__ __forceinline__ GemmPlace place(unsigned batch) const { return gemm_place(p, batch); }
-};
-
-/* a in lines: batch entries are those of the call times the classes. What a block begins with comes first, too. */
-struct LineParams : Params {
-    uint64_t skews;       /* of class j in byte j: what lies before its rows */
-    int k, classes_log2;  /* positions, of the class that begins last */
-    unsigned last, whole; /* the last class, and how many have p.m rows; the others have one less */
-    int64_t c_line, out_line, preact_line;
-    CUtensorMap a_class[LINE_CLASSES], a_class_end[LINE_CLASSES]; /* for a, a_end */
-
-    __device__ __forceinline__ unsigned class_of(unsigned batch) const { return batch & last; }
-    __device__ __forceinline__ int skew_of(unsigned batch) const { return (int)(skews >> class_of(batch) * 8 & 7); }
-    __device__ __forceinline__ int64_t rows(unsigned batch) const { return p.m - (class_of(batch) >= whole); }
-    __device__ __forceinline__ GemmPlace place(unsigned batch) const {
-        GemmPlace at = gemm_place(p, batch >> classes_log2);
-        const int64_t j = class_of(batch);
-        at.c += j * c_line, at.out += j * out_line, at.preact += j * preact_line;
-        return at;
-    }
-};
-template <int MODE> struct ParamsOf {
-    typedef Params type;
-};
-template <> struct ParamsOf<A_IN_LINES | B_ALONG_N> {
-    typedef LineParams type;
-};
-
-/* Of the results' maps, the classes' */
-enum {
-    LINE_DIM = TENSOR_DIMS - 1
 };
 
 template <class T, class Tile, int MODE> struct Smem {
@@ -131,36 +93,30 @@ template <class T, class Tile, int MODE> struct Smem {
 
     /* The columns of a tile that a block finishes, and a warp's 16 rows of up to 128 bytes on their way from the accumulators'
      * order to that of rows; turned: all columns as rows of 64 floats, 4 more to spread them over the banks. */
-    static constexpr int COLS = Tile::BN / Tile::CK, PANEL_COLS = COLS >= 64 && sizeof(T) == 2 ? 64 : 32;
+    static constexpr int COLS = Tile::BN / Tile::SPLITS, PANEL_COLS = COLS >= 64 && sizeof(T) == 2 ? 64 : 32;
     typedef smem_tile<16, PANEL_COLS *(int)sizeof(T)> Panel;
-    static constexpr bool BY_PANELS = !Tile::TURNED || TURNED_TF32<T, Tile>;
+    static constexpr bool BY_PANELS = !Tile::SWAP_AB || TURNED_TF32<T, Tile>;
     static constexpr int TURNED_LD = 64 + 4, WARP_PANELS = BY_PANELS ? Tile::PANELS * 2048 : COLS * TURNED_LD;
 
     static constexpr int PANELS = RING, TRADE = PANELS + Tile::WGS * 4 * WARP_PANELS;
     /* wgmma a step of 64 rows of a warpgroup */
-    static constexpr int MT = Tile::BM / (Tile::IN_TURNS ? 1 : Tile::WGS) / 64;
-    static constexpr int WARPGROUP_TRADE = Tile::CK > 1 ? MT * COLS * 256 : 0; /* what the other part of k sends */
+    static constexpr int MT = Tile::BM / (Tile::PING_PONG ? 1 : Tile::WGS) / 64;
+    static constexpr int WARPGROUP_TRADE = Tile::SPLITS > 1 ? MT * COLS * 256 : 0; /* what the other part of k sends */
     static constexpr int BARRIERS = TRADE + Tile::WGS * WARPGROUP_TRADE, TRADED = BARRIERS + tma_ring<STAGES>::bytes;
     /* two barriers more, of traded halves or of turns; and to align the ring */
     static constexpr int BYTES = TRADED + 16 + WGMMA_BLOCK_BYTES;
-    /* whose registers an SM can hold. Two: the next kernel's get ready beside this one's, or at least a copy's; 128 columns in
-     * lines would spill */
-    static constexpr int MOST_SUMS = MODE & A_IN_LINES ? 64 : 128;
+    /* whose registers an SM can hold. Two: the next kernel's get ready beside this one's, or at least a copy's */
     static constexpr int BLOCKS =
-        Tile::THREADS <= 256 && (sizeof(T) == 2 ? MT * Tile::BN <= MOST_SUMS : BYTES <= 113 * 1024) ? 2 : 1;
+        THREADS<Tile> <= 256 && (sizeof(T) == 2 ? MT * Tile::BN <= 128 : BYTES <= 113 * 1024) ? 2 : 1;
     static_assert(BYTES <= 232448 && PANELS % 1024 == 0, "shared memory of a block");
-    static_assert(BLOCKS == 1 || Tile::THREADS <= 256, "a thread keeps 128 registers");
-    static_assert(Tile::TURNED || COLS % 8 == 0, "panels begin at multiples of 16 bytes");
-    static_assert(Tile::TILES * Tile::CK <= 2 && (BY_PANELS || Tile::WGS == 1), "two blocks share or trade; one turns");
-    static_assert(!Tile::IN_TURNS || (Tile::WGS == 2 && Tile::CK == 1 && !Tile::TURNED), "two warpgroups take turns");
+    static_assert(BLOCKS == 1 || THREADS<Tile> <= 256, "a thread keeps 128 registers");
+    static_assert(Tile::SWAP_AB || COLS % 8 == 0, "panels begin at multiples of 16 bytes");
+    static_assert(Tile::TILES * Tile::SPLITS <= 2 && (BY_PANELS || Tile::WGS == 1),
+                  "two blocks share or trade; one turns");
+    static_assert(!Tile::PING_PONG || (Tile::WGS == 2 && Tile::SPLITS == 1 && !Tile::SWAP_AB),
+                  "two warpgroups take turns");
     static_assert(MT <= 2, "sums of a warpgroup are stored by one body, past which they move once");
 };
-
-template <class A> constexpr GK_HD int clear_ways() {
-    int bytes[32] = {};
-    for (int lane = 0; lane < 32; ++lane) bytes[lane] = A::offset_of(lane, 0);
-    return ways(bytes, 16);
-}
 
 /* Where a batch entry's boxes begin; dimensions without a stride are not in the map. */
 __device__ __forceinline__ void place_batch(const GemmProblem &p, const int64_t *strides, unsigned batch, tma_at &at) {
@@ -172,41 +128,22 @@ __device__ __forceinline__ void place_batch(const GemmProblem &p, const int64_t 
     }
 }
 
-/* k that a tile's steps cover; the call's batch entry. */
-__device__ __forceinline__ int64_t positions_of(const Params &x) { return x.p.k; }
-__device__ __forceinline__ int64_t positions_of(const LineParams &x) { return x.k; }
-__device__ __forceinline__ unsigned entry_of(const Params &, unsigned batch) { return batch; }
-__device__ __forceinline__ unsigned entry_of(const LineParams &x, unsigned batch) { return batch >> x.classes_log2; }
-
-/* In lines: what a slot's rows hold before the matrix's may be anything, and becomes zeros. A warpgroup's rows, one a thread. */
-template <class A> __device__ __forceinline__ void clear_before(smem_addr a_s, int row0, int rows, int skew) {
-    static_assert(clear_ways<A>() == 1, "accesses without conflict");
-    for (int row = (int)threadIdx.x % WARPGROUP; row < rows; row += WARPGROUP) {
-        const smem_addr at_s = a_s + A::offset_of(row0 + row, 0);
-        uint4 x = ld_shared_128(at_s);
-        x.x &= line_keep(0, skew), x.y &= line_keep(2, skew), x.z &= line_keep(4, skew), x.w &= line_keep(6, skew);
-        st_shared_128(at_s, x);
-    }
-}
-
 /* ---- 2 the kernel -------------------------------------------------------------------------------------------- */
 template <class T, class Tile, int MODE>
-__global__ void __cluster_dims__(Tile::CLUSTER, 1, 1) __launch_bounds__(Tile::THREADS, (Smem<T, Tile, MODE>::BLOCKS))
-    gemm_sm90a_kernel(const __grid_constant__ typename ParamsOf<MODE>::type x) {
+__global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1) __launch_bounds__(THREADS<Tile>, (Smem<T, Tile, MODE>::BLOCKS))
+    gemm_sm90a_kernel(const __grid_constant__ Params x) {
     typedef Smem<T, Tile, MODE> S;
     typedef typename S::A A;
     typedef typename S::B B;
     typedef Copies<S, Tile::TILES, 1, ONCE<T, Tile>> InRow; /* the cluster's tiles */
     typedef Copies<S, 1, Tile::TILES, ONCE<T, Tile>> InColumn;
     constexpr int BM = Tile::BM, BN = Tile::BN, STAGES = S::STAGES, WGS = Tile::WGS;
-    constexpr int TILES = Tile::TILES, CK = Tile::CK, CLUSTER = Tile::CLUSTER;
+    constexpr int TILES = Tile::TILES, CK = Tile::SPLITS, CLUSTER = CLUSTER_OF<Tile>;
     constexpr int MT = S::MT, BK = Tile::K64 * K_BLOCK<T>;
-    constexpr bool IN_TURNS = Tile::IN_TURNS, LINES = MODE & A_IN_LINES;
+    constexpr bool IN_TURNS = Tile::PING_PONG;
     constexpr bool LATE = IN_TURNS || TURNED_TF32<T, Tile>; /* no register keeps a tile's place over its products */
     static_assert(!TURNED_TF32<T, Tile> || (MT == 2 && Tile::K64 == 1), "what load_tf32 brings");
     static_assert(BM % (64 * WGS) == 0 && BN % 16 == 0 && BN <= 256, "whole wgmma");
-    static_assert(!LINES || (CK == 1 && !Tile::TURNED && !IN_TURNS),
-                  "a tile's first slot is each warpgroup's own first step");
     extern __shared__ __align__(1024) unsigned char smem[];
     const GemmProblem &p = x.p;
     const int lane = threadIdx.x % 32, block_warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0); /* the warp's own */
@@ -218,7 +155,7 @@ __global__ void __cluster_dims__(Tile::CLUSTER, 1, 1) __launch_bounds__(Tile::TH
     tma_ring<STAGES> ring(ring_s + S::BARRIERS);
 
     if (threadIdx.x == 0) {
-        if (!LINES) prefetch_tensormap(&x.a);
+        prefetch_tensormap(&x.a);
         prefetch_tensormap(&x.b);
         ring.init((IN_TURNS ? 1 : WGS) * TILES);
         if (IN_TURNS) mbarrier_init(ring_s + S::TRADED, 4), mbarrier_init(ring_s + S::TRADED + 8, 4);
@@ -230,7 +167,7 @@ __global__ void __cluster_dims__(Tile::CLUSTER, 1, 1) __launch_bounds__(Tile::TH
     /* what the first copies take, under the wait for all blocks' barriers */
     const unsigned tiles = x.order.tiles.by, all = tiles * (unsigned)p.batch;
     const unsigned first = blockIdx.x / CLUSTER, step = gridDim.x / CLUSTER;
-    const int all_steps = (int)((positions_of(x) + BK - 1) / BK), part_steps = (all_steps + CK - 1) / CK;
+    const int all_steps = (int)((p.k + BK - 1) / BK), part_steps = (all_steps + CK - 1) / CK;
     const int step0 = part * part_steps, steps = max(0, min(part_steps, all_steps - step0));
     const auto place = [&](unsigned t, unsigned batch) -> coord {
         const TilePlace tile = tile_place(t - batch * tiles, x.order);
@@ -239,7 +176,6 @@ __global__ void __cluster_dims__(Tile::CLUSTER, 1, 1) __launch_bounds__(Tile::TH
         return {((tile.row << down) + (rank & down)) * BM, ((tile.col << in_row) + (rank & in_row)) * BN};
     };
     Source a_from, b_from;
-    int before = 0; /* in lines: what lies before the rows of a */
     const auto find_copies = [&](unsigned t) {
         const unsigned batch = x.order.tiles.into(t);
         const coord tile = place(t, batch);
@@ -248,17 +184,11 @@ __global__ void __cluster_dims__(Tile::CLUSTER, 1, 1) __launch_bounds__(Tile::TH
             InRow::find(x, tile, rank, a_from, b_from);
         else
             InColumn::find(x, tile, rank, a_from, b_from);
-        if constexpr (LINES) {
-            a_from.map = (a_from.map == &x.a_end ? x.a_class_end : x.a_class) + x.class_of(batch);
-            before = x.skew_of(batch);
-        }
-        const unsigned entry = entry_of(x, batch);
-        if (x.batched) place_batch(p, p.a_batch, entry, a_from.at), place_batch(p, p.b_batch, entry, b_from.at);
+        if (x.batched) place_batch(p, p.a_batch, batch, a_from.at), place_batch(p, p.b_batch, batch, b_from.at);
     };
     if (block_warp == WGS * 4) {
         find_copies(first);
         have(a_from.x), have(b_from.x), have(a_from.bytes + b_from.bytes);
-        if (LINES && lane == 0 && a_from.boxes > 0) prefetch_tensormap(a_from.map);
     }
 
     /* the barriers are there before any block's copies or arrivals reach them */
@@ -270,7 +200,7 @@ __global__ void __cluster_dims__(Tile::CLUSTER, 1, 1) __launch_bounds__(Tile::TH
 
     if (warpgroup == WGS) {
         /* ---- 2.1 copies ---- */
-        if (WGS > 1) setmaxnreg_dec<Tile::COPY_REGS>();
+        if (WGS > 1) setmaxnreg_dec<producer_regs(Tile::PING_PONG)>();
         if (warp == 0 && elect_one()) {
             /* what the kernel before wrote is there, and what it read may be overwritten; without a tile, too: no block ends
              * before that kernel has */
@@ -285,9 +215,9 @@ __global__ void __cluster_dims__(Tile::CLUSTER, 1, 1) __launch_bounds__(Tile::TH
                         const int at_k = k * BK + kb * K_BLOCK<T>;
                         const smem_addr to_s = ring_s + ring.slot * S::SLOT + kb * S::BLOCK;
                         if (in_row)
-                            InRow::copy(a_from, b_from, to_s, at_k, at_k - before, rank, ring.full());
+                            InRow::copy(a_from, b_from, to_s, at_k, rank, ring.full());
                         else
-                            InColumn::copy(a_from, b_from, to_s, at_k, at_k - before, rank, ring.full());
+                            InColumn::copy(a_from, b_from, to_s, at_k, rank, ring.full());
                     }
                     ring.advance();
                 }
@@ -297,7 +227,7 @@ __global__ void __cluster_dims__(Tile::CLUSTER, 1, 1) __launch_bounds__(Tile::TH
         }
     } else {
         /* ---- 2.2 products ---- */
-        if (WGS > 1) setmaxnreg_inc<Tile::SUM_REGS>();
+        if (WGS > 1) setmaxnreg_inc<consumer_regs(Tile::PING_PONG)>();
         float sum[MT][BN / 2];
         unsigned trade_parity = 0;
         int panel = 0;                                /* that store_plain_turned wrote longest ago */
@@ -319,27 +249,17 @@ __global__ void __cluster_dims__(Tile::CLUSTER, 1, 1) __launch_bounds__(Tile::TH
         tma_at at = {};
         const auto find_results = [&](unsigned t) {
             batch = x.order.tiles.into(t), tile = place(t, batch);
-            if (x.batched) place_batch(p, p.out_batch, entry_of(x, batch), at);
-            if constexpr (LINES) at.c[LINE_DIM] = (int)x.class_of(batch);
+            if (x.batched) place_batch(p, p.out_batch, batch, at);
         };
         for (unsigned t = mine; t < all; t += next) {
             if (!LATE) find_results(t);
             if (t == mine) griddepcontrol_wait(); /* for the bias and c */
             if (!IN_TURNS) touch_epilogue(p.epilogue);
-            if (!Tile::TURNED && !LATE && x.plain) touch_bias<S::COLS>(p, tile.col + part * S::COLS, lane);
+            if (!Tile::SWAP_AB && !LATE && x.plain) touch_bias<S::COLS>(p, tile.col + part * S::COLS, lane);
             if constexpr (TURNED_TF32<T, Tile>)
                 multiply_turned<B, S::SLOT>(sum, ring, ring_s + A::offset((warpgroup * 4 + warp) * 32),
                                             ring_s + A::bytes, steps, lane, let_go);
             if (IN_TURNS) mbarrier_wait(ring_s + S::TRADED + 8 * warpgroup, turn_parity), turn_parity ^= 1;
-            if constexpr (LINES) {
-                const int skew = x.skew_of(x.order.tiles.into(t));
-                if (skew > 0) {
-                    ring.wait_full();
-                    clear_before<A>(ring_s + ring.slot * S::SLOT, row0, MT * 64, skew);
-                    fence_proxy_async();
-                    bar_sync(1 + warpgroup, WARPGROUP); /* the warpgroup's rows are as its products read them */
-                }
-            }
             for (int k = 0; !TURNED_TF32<T, Tile> && k < steps; ++k) {
                 const smem_addr a_s = ring_s + ring.slot * S::SLOT, b_s = a_s + A::bytes;
                 const smem_addr before = ring.empty() + (ring.slot == 0 ? 8 * (STAGES - 1) : -8);
@@ -384,10 +304,11 @@ __global__ void __cluster_dims__(Tile::CLUSTER, 1, 1) __launch_bounds__(Tile::TH
             const smem_addr panels_s = ring_s + S::PANELS + (warpgroup * 4 + warp) * S::WARP_PANELS;
             const auto store = [&](auto &sums, int m) {
                 const int row = tile.row + row0 + m * 64, col = tile.col + part * S::COLS;
-                if constexpr (Tile::TURNED) {
+                if constexpr (Tile::SWAP_AB) {
                     float *const turned = (float *)(smem + (panels_s - cvta_to_shared(smem)) -
                                                     warp * S::WARP_PANELS); /* the warpgroup's */
-                    store_turned<T, S::COLS, S::TURNED_LD>(p, x.place(batch), sums, turned, row, col, x.bare, x.keep);
+                    store_turned<T, S::COLS, S::TURNED_LD>(p, gemm_place(p, batch), sums, turned, row, col, x.bare,
+                                                           x.keep);
                 } else if (x.bare) {
                     at.c[0] = col, at.c[1] = row + warp * 16;
                     store_plain<T, typename S::Panel, Tile::PANELS, STORE_BARE, BY_TMA<T, Tile>>(x, sums, panels_s, at,
@@ -402,8 +323,8 @@ __global__ void __cluster_dims__(Tile::CLUSTER, 1, 1) __launch_bounds__(Tile::TH
                         store_plain<T, typename S::Panel, Tile::PANELS, IN_TURNS ? STORE_CURVED : STORE_RAGGED,
                                     BY_TMA<T, Tile>>(x, sums, panels_s, at, batch, lane);
                 } else if constexpr (!IN_TURNS) {
-                    store_any<T, S::COLS>(p, x.place(batch), sums, panels_s, row + warp * 16, x.rows(batch), col,
-                                          x.across, lane);
+                    store_any<T, S::COLS>(p, gemm_place(p, batch), sums, panels_s, row + warp * 16, p.m, col, x.across,
+                                          lane);
                 }
             };
             /* a warp's 32 columns of the result, S::COLS rows */
@@ -413,13 +334,13 @@ __global__ void __cluster_dims__(Tile::CLUSTER, 1, 1) __launch_bounds__(Tile::TH
                     at.c[0] = col, at.c[1] = row;
                     store_plain_turned<typename S::Panel, Tile::PANELS>(x, sums, panels_s, panel, at, lane);
                 } else {
-                    store_any_turned(p, x.place(batch), sums, row, col, lane);
+                    store_any_turned(p, gemm_place(p, batch), sums, row, col, lane);
                 }
             };
             if constexpr (CK > 1) {
                 const int there = rank ^ 1, slot = S::TRADE + warpgroup * S::WARPGROUP_TRADE;
                 const smem_addr full_s = ring_s + S::TRADED, empty_s = full_s + 8;
-                const smem_addr from_s = ring_s + slot + mov_tid_x() % WARPGROUP * 16; /* nor here */
+                const smem_addr from_s = ring_s + slot + mov_tid_x() % 128 * 16; /* nor here */
                 if (threadIdx.x == 0) mbarrier_arrive_expect_tx(full_s, WGS * S::WARPGROUP_TRADE);
                 mbarrier_wait(empty_s, trade_parity ^ 1); /* the other has read what came of the last tile */
                 float mine[MT][BN / 4];
@@ -459,15 +380,13 @@ bool takes(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
     if ((tf32 && ((const gk_gemm_args *)args)->fp32_precision != GK_TF32) || !smem_fits(ctx, row->key[KEY_SMEM]))
         return false;
     Operands o;
-    o.p = problem_of(gemm_problem_of((const gk_gemm_args *)args), turned);
-    if (!operands_of(row->dtype, turned, NULL, &o) || (is(row, IN_TURNS) && !turns_fit(o.p, row->dtype))) return false;
+    if (!operands_for(row, args, &o)) return false;
     return tf32 || !turned || o.p.n <= row->key[KEY_BN];
 }
 
-size_t workspace_bytes(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
-    Ways w = ways_of(row->dtype, is(row, TURNED), args);
-    const Operands *o = way_of(row, gk_gpu_of(ctx->index), w);
-    return o ? (size_t)o->bytes : 0;
+size_t workspace_bytes(const gk_cuda_row *row, const gk_context *, const void *args) {
+    Operands o;
+    return operands_for(row, args, &o) ? (size_t)o.bytes : 0;
 }
 
 const gk_cuda_row *choose(const gk_context *ctx, const void *args) {
@@ -481,14 +400,13 @@ struct Instance {
     int a_box[2], b_box[2]; /* rows of their copies, unshared and shared */
     bool by_panels, by_tma; /* how results leave */
     int panel_cols;
-    gk_status (*launch)(const gk_context *ctx, unsigned blocks, const LineParams &x);
+    gk_status (*launch)(const gk_context *ctx, unsigned blocks, const Params &x);
 };
 
 template <class T, class Tile, int MODE>
-gk_status launch_instance(const gk_context *ctx, unsigned blocks, const LineParams &x) {
-    const typename ParamsOf<MODE>::type &params = x;
-    return launch<gemm_sm90a_kernel<T, Tile, MODE>>("gk_gemm", ctx, dim3(blocks), Tile::THREADS,
-                                                    (size_t)Smem<T, Tile, MODE>::BYTES, params, true);
+gk_status launch_instance(const gk_context *ctx, unsigned blocks, const Params &x) {
+    return launch<gemm_sm90a_kernel<T, Tile, MODE>>("gk_gemm", ctx, dim3(blocks), THREADS<Tile>,
+                                                    (size_t)Smem<T, Tile, MODE>::BYTES, x, true);
 }
 
 template <class T, class Tile, int MODE> constexpr Instance instance() {
@@ -519,32 +437,16 @@ gk_status make_maps(const TensorShape &x, int k_block, int box, int end, CUtenso
     return status == GK_OK && end > 0 ? make_tensor_map("gk_gemm", x, k_block, end, last) : status;
 }
 
-/* The maps of a in lines, and what the kernel asks of them. */
-gk_status start_lines(const Operands &o, gk_dtype dtype, int a_box, int a_end, LineParams *x) {
-    const int classes = 1 << o.classes_log2;
-    x->k = (int)o.k, x->classes_log2 = o.classes_log2, x->skews = 0;
-    x->last = (unsigned)classes - 1, x->whole = (unsigned)((o.lines - 1) % classes) + 1;
-    x->c_line = o.c_line, x->out_line = o.out_line, x->preact_line = o.preact_line;
-    gk_status status = GK_OK;
-    for (int j = 0; status == GK_OK && j < classes; ++j) {
-        x->skews |= (uint64_t)o.skew[j] << 8 * j;
-        status =
-            make_maps(class_of(o, dtype, j), WGMMA_ROW_BYTES / 2, a_box, a_end, &x->a_class[j], &x->a_class_end[j]);
-    }
-    return status;
-}
-
-gk_status start(const gk_cuda_row *row, const Instance &in, const gk_context *ctx, LineParams *x, const Operands &o) {
+gk_status start(const gk_cuda_row *row, const Instance &in, const gk_context *ctx, Params *x, const Operands &o) {
     const gk_dtype dtype = row->dtype;
-    const bool turned = is(row, TURNED), lines = o.mode & A_IN_LINES;
+    const bool turned = is(row, TURNED);
     const unsigned clusters = plan(row, ctx, &x->p, &x->in_row);
     TensorShape a = o.x[0], b = o.x[1];
     a.tf32 = b.tf32 = dtype == GK_F32;
     const int k_block = WGMMA_ROW_BYTES / (int)gk_dtype_bytes(dtype);
     const int a_box = in.a_box[x->in_row], b_box = in.b_box[!x->in_row];
     const int a_end = in.along_m ? 0 : (int)(x->p.m % a_box), b_end = in.along_n ? 0 : (int)(x->p.n % b_box);
-    gk_status status =
-        lines ? start_lines(o, dtype, a_box, a_end, x) : make_maps(a, k_block, a_box, a_end, &x->a, &x->a_end);
+    gk_status status = make_maps(a, k_block, a_box, a_end, &x->a, &x->a_end);
     if (status == GK_OK) status = make_maps(b, k_block, b_box, b_end, &x->b, &x->b_end);
     if (status != GK_OK) return status;
     const GemmEpilogue &e = x->p.epilogue;
@@ -553,19 +455,12 @@ gk_status start(const gk_cuda_row *row, const Instance &in, const gk_context *ct
     /* activations of float32 results are exact: too many instructions for every panel's own */
     const bool by_panels =
         in.by_panels && alike && (dtype != GK_F32 || e.activation == GK_ACT_NONE || e.activation == GK_ACT_RELU);
-    TensorShape out = result_of(x->p, turned, false), preact = result_of(x->p, turned, true);
-    if (lines) {
-        out.size[LINE_DIM] = preact.size[LINE_DIM] = (int64_t)1 << o.classes_log2;
-        out.stride[LINE_DIM] = o.out_line, preact.stride[LINE_DIM] = o.preact_line;
-    }
+    const TensorShape out = result_of(x->p, turned, false), preact = result_of(x->p, turned, true);
     const bool chunks = whole_chunks(x->p, dtype, turned);
     const auto maps = [&](const TensorShape &t, CUtensorMap *map) {
         return tensor_map_fits(t) && make_tensor_map("gk_gemm", t, in.panel_cols, 16, map) == GK_OK;
     };
-    /* tma would write the row past a class that has one less */
-    const bool even = !lines || o.lines % (1 << o.classes_log2) == 0;
-    x->plain =
-        by_panels && chunks && (!in.by_tma || (even && maps(out, &x->out) && (!e.preact || maps(preact, &x->preact))));
+    x->plain = by_panels && chunks && (!in.by_tma || (maps(out, &x->out) && (!e.preact || maps(preact, &x->preact))));
     /* two columns share an activation's inverse, and what stands past an odd last column is not the same in every run */
     x->ragged = by_panels && !x->plain && dtype != GK_F32 && (cols % 2 == 0 || e.activation <= GK_ACT_RELU);
     x->straight =
@@ -583,27 +478,22 @@ gk_status start(const gk_cuda_row *row, const Instance &in, const gk_context *ct
 }
 
 gk_status run_row(const gk_cuda_row *row, const Instance *of_mode, const gk_context *ctx, const void *args) {
-    Ways w = ways_of(row->dtype, is(row, TURNED), args);
-    Operands *o = way_of(row, gk_gpu_of(ctx->index), w);
-    if (!o || !place_copies(row->dtype, is(row, TURNED), args, o))
+    Operands o;
+    if (!operands_for(row, args, &o) || !place_copies(row->dtype, is(row, TURNED), args, &o))
         return gk_fail(GK_ERR_UNSUPPORTED, "gk_gemm: %s does not take this call", row->name);
-    if (o->bytes > 0) {
-        const gk_status status = realign("gk_gemm", ctx, &o->copies[!o->copied[0]], o->copied[0] + o->copied[1]);
+    if (o.bytes > 0) {
+        const gk_status status = realign("gk_gemm", ctx, &o.copies[!o.copied[0]], o.copied[0] + o.copied[1]);
         if (status != GK_OK) return status;
     }
-    LineParams x;
-    x.p = o->p;
-    return start(row, of_mode[row->dtype == GK_F32 ? 0 : o->mode & A_IN_LINES ? 4 : o->mode], ctx, &x, *o);
+    Params x;
+    x.p = o.p;
+    return start(row, of_mode[row->dtype == GK_F32 ? 0 : o.mode], ctx, &x, o);
 }
 
 template <class T, class Tile> gk_status run(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
     if constexpr (sizeof(T) == 4) {
-        static constexpr Instance only[] = {instance<T, Tile, Tile::TURNED ? A_ALONG_M : 0>()};
+        static constexpr Instance only[] = {instance<T, Tile, Tile::SWAP_AB ? A_ALONG_M : 0>()};
         return run_row(row, only, ctx, args);
-    } else if constexpr (IN_LINES<T, Tile>) {
-        static constexpr Instance of_mode[] = {instance<T, Tile, 0>(), instance<T, Tile, 1>(), instance<T, Tile, 2>(),
-                                               instance<T, Tile, 3>(), instance<T, Tile, A_IN_LINES | B_ALONG_N>()};
-        return run_row(row, of_mode, ctx, args);
     } else {
         static constexpr Instance of_mode[] = {instance<T, Tile, 0>(), instance<T, Tile, 1>(), instance<T, Tile, 2>(),
                                                instance<T, Tile, 3>()};
@@ -613,15 +503,14 @@ template <class T, class Tile> gk_status run(const gk_cuda_row *row, const gk_co
 
 template <class T, class Tile>
 void explain(const gk_cuda_row *row, const gk_context *ctx, const void *args, gk_explanation *out) {
-    Ways w = ways_of(row->dtype, Tile::TURNED, args);
-    const Operands *o = way_of(row, gk_gpu_of(ctx->index), w);
-    GemmProblem p = o ? o->p : problem_of(gemm_problem_of((const gk_gemm_args *)args), Tile::TURNED);
+    Operands o;
+    if (!operands_for(row, args, &o)) return;
     bool in_row;
-    plan(row, ctx, &p, &in_row);
+    plan(row, ctx, &o.p, &in_row);
+    const GemmProblem &p = o.p;
     out->tile[0] = Tile::BM, out->tile[1] = Tile::BN, out->tile[2] = Tile::K64 * K_BLOCK<T>;
-    out->tile[3] = o && o->mode & A_IN_LINES ? 1 << o->classes_log2 : 0;
-    out->tasks = (int64_t)p.tiles_m * p.tiles_n * p.batch * Tile::CLUSTER;
-    out->waves = (double)out->tasks / (gk_gpu_of(ctx->index)->num_sms / Tile::CLUSTER * Tile::CLUSTER);
+    out->tasks = (int64_t)p.tiles_m * p.tiles_n * p.batch * CLUSTER_OF<Tile>;
+    out->waves = (double)out->tasks / (gk_gpu_of(ctx->index)->num_sms / CLUSTER_OF<Tile> * CLUSTER_OF<Tile>);
 }
 
 /* Of all modes: narrow panels may leave room for more slots. */
@@ -634,42 +523,40 @@ template <class T, class Tile> constexpr int smem_of() {
 }
 
 template <class T, class Tile> constexpr int traits_of() {
-    return (Tile::TURNED ? TURNED : 0) | (Tile::IN_TURNS ? IN_TURNS : 0) | (IN_LINES<T, Tile> ? LINES : 0);
+    return (Tile::SWAP_AB ? TURNED : 0) | (Tile::PING_PONG ? IN_TURNS : 0);
 }
 
-#define ROW(name, T, Tile)                                                                                     \
-    {                                                                                                          \
-        name, element<T>::dtype, takes, workspace_bytes, run<T, Tile>, explain<T, Tile>, {                     \
-            Tile::BM, Tile::BN, Tile::TILES, Tile::PERCENT, smem_of<T, Tile>(), Tile::CK, traits_of<T, Tile>() \
-        }                                                                                                      \
+#define ROW(name, T, Tile)                                                                                         \
+    {                                                                                                              \
+        name, element<T>::dtype, takes, workspace_bytes, run<T, Tile>, explain<T, Tile>, {                         \
+            Tile::BM, Tile::BN, Tile::TILES, PERCENT<Tile>, smem_of<T, Tile>(), Tile::SPLITS, traits_of<T, Tile>() \
+        }                                                                                                          \
     }
 #define ROWS(name, T)                                                                                                 \
-    ROW("gemm_sm90a_" name "_128x256x64", T, Tile90_128x256),                                                         \
-        ROW("gemm_sm90a_" name "_128x176x64_in_turns", T, Tile90_128x176),                                            \
-        ROW("gemm_sm90a_" name "_128x224x64", T, Tile90_128x224),                                                     \
-        ROW("gemm_sm90a_" name "_128x192x64", T, Tile90_128x192),                                                     \
-        ROW("gemm_sm90a_" name "_128x128x64", T, Tile90_128x128),                                                     \
-        ROW("gemm_sm90a_" name "_128x96x64", T, Tile90_128x96),                                                       \
-        ROW("gemm_sm90a_" name "_64x128x64", T, Tile90_64x128), ROW("gemm_sm90a_" name "_64x64x64", T, Tile90_64x64), \
-        ROW("gemm_sm90a_" name "_128x128x64_k2", T, Tile90_128x128_k2),                                               \
-        ROW("gemm_sm90a_" name "_64x64x64_k2", T, Tile90_64x64_k2),                                                   \
-        ROW("gemm_sm90a_" name "_turned_64x16x256_k2", T, Tile90_turned_16),                                          \
-        ROW("gemm_sm90a_" name "_turned_64x32x128_k2", T, Tile90_turned_32),                                          \
-        ROW("gemm_sm90a_" name "_turned_64x64x128_k2", T, Tile90_turned_64)
+    ROW("gemm_sm90a_" name "_128x256x64", T, Coop128x256),                                                            \
+        ROW("gemm_sm90a_" name "_128x176x64_in_turns", T, PingPong128x176),                                           \
+        ROW("gemm_sm90a_" name "_128x224x64", T, Coop128x224), ROW("gemm_sm90a_" name "_128x192x64", T, Coop128x192), \
+        ROW("gemm_sm90a_" name "_128x128x64", T, Coop128x128), ROW("gemm_sm90a_" name "_128x96x64", T, Coop128x96),   \
+        ROW("gemm_sm90a_" name "_64x128x64", T, Coop64x128), ROW("gemm_sm90a_" name "_64x64x64", T, Coop64x64),       \
+        ROW("gemm_sm90a_" name "_128x128x64_k2", T, Coop128x128Split),                                                \
+        ROW("gemm_sm90a_" name "_64x64x64_k2", T, Coop64x64Split),                                                    \
+        ROW("gemm_sm90a_" name "_turned_64x16x256_k2", T, SwapAB64x16),                                               \
+        ROW("gemm_sm90a_" name "_turned_64x32x128_k2", T, SwapAB64x32),                                               \
+        ROW("gemm_sm90a_" name "_turned_64x64x128_k2", T, SwapAB64x64)
 
 const gk_cuda_row rows[] = {
     ROWS("bf16", __nv_bfloat16),
     ROWS("f16", __half),
-    ROW("gemm_sm90a_tf32_128x256x32", float, Tile90_tf32_128x256),
-    ROW("gemm_sm90a_tf32_128x192x32", float, Tile90_tf32_128x192),
-    ROW("gemm_sm90a_tf32_128x128x32", float, Tile90_tf32_128x128),
-    ROW("gemm_sm90a_tf32_64x128x32", float, Tile90_tf32_64x128),
-    ROW("gemm_sm90a_tf32_128x128x32_k2", float, Tile90_tf32_128x128_k2),
-    ROW("gemm_sm90a_tf32_64x64x32_k2", float, Tile90_tf32_64x64_k2),
-    ROW("gemm_sm90a_tf32_turned_256x128x32", float, Tile90_tf32_turned_256x128),
-    ROW("gemm_sm90a_tf32_turned_128x128x32", float, Tile90_tf32_turned_128x128),
-    ROW("gemm_sm90a_tf32_turned_128x128x32_k2", float, Tile90_tf32_turned_128x128_k2),
-    ROW("gemm_sm90a_tf32_turned_128x64x32_k2", float, Tile90_tf32_turned_128x64_k2),
+    ROW("gemm_sm90a_tf32_128x256x32", float, Tf32_128x256),
+    ROW("gemm_sm90a_tf32_128x192x32", float, Tf32_128x192),
+    ROW("gemm_sm90a_tf32_128x128x32", float, Tf32_128x128),
+    ROW("gemm_sm90a_tf32_64x128x32", float, Tf32_64x128),
+    ROW("gemm_sm90a_tf32_128x128x32_k2", float, Tf32_128x128Split),
+    ROW("gemm_sm90a_tf32_64x64x32_k2", float, Tf32_64x64Split),
+    ROW("gemm_sm90a_tf32_turned_256x128x32", float, Tf32SwapAB256x128),
+    ROW("gemm_sm90a_tf32_turned_128x128x32", float, Tf32SwapAB128x128),
+    ROW("gemm_sm90a_tf32_turned_128x128x32_k2", float, Tf32SwapAB128x128Split),
+    ROW("gemm_sm90a_tf32_turned_128x64x32_k2", float, Tf32SwapAB128x64Split),
 };
 const gk_cuda_row *const sm90_rows = rows;
 const int num_sm90_rows = sizeof rows / sizeof rows[0];

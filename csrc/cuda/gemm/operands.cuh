@@ -1,17 +1,14 @@
-/* operands.cuh: what tma reads for a product: the operands where they lie, aligned copies of them (realign.cuh), or a where it
- * lies in classes of lines (lines.cuh). */
+/* operands.cuh: what TMA reads for a product: the operands where they lie, or aligned copies of them (realign.cuh). */
 #ifndef GPUKERN_CUDA_GEMM_OPERANDS_CUH
 #define GPUKERN_CUDA_GEMM_OPERANDS_CUH
 
 #include "../host/tensormap.cuh"
-#include "lines.cuh"
 #include "problem.cuh"
 #include "realign.cuh"
 
 enum Mode {
     A_ALONG_M = 1,
-    B_ALONG_N = 2,
-    A_IN_LINES = 4 /* with the one above alone */
+    B_ALONG_N = 2
 };
 
 /* An operand as tma sees it: rows of m or n and k. */
@@ -24,19 +21,14 @@ inline TensorShape operand_of(const void *data, gk_dtype dtype, int64_t x, int64
     return s;
 }
 
-/* What tma reads: the operands themselves, their copies, a's lines. */
+/* What TMA reads: the operands themselves, or their copies. */
 struct Operands {
-    GemmProblem p; /* with the copies' strides; in lines that of a class, and `batch` counts every entry's classes */
+    GemmProblem p; /* with the copies' strides */
     int mode;
     bool copied[2];   /* a, b */
-    TensorShape x[2]; /* a, b; of a in lines none */
+    TensorShape x[2]; /* a, b */
     RealignMatrix copies[2];
-    int64_t bytes;          /* of the copies */
-    int64_t k;              /* positions of k that a tile's steps cover */
-    int64_t lines, line;    /* a in lines: all rows of a batch entry, elements from one to the next, .. */
-    int classes_log2;       /* .. in so many classes, .. */
-    int skew[LINE_CLASSES]; /* .. and what lies before them */
-    int64_t c_line, out_line, preact_line; /* .. and to the next class's rows of these */
+    int64_t bytes; /* of the copies */
 };
 
 /* 0 where tma reads an operand, dense along k, as it lies; 1 where along x; else -1. needed: the only answer that
@@ -100,7 +92,7 @@ inline bool operands_of(gk_dtype dtype, bool turned, void *workspace, Operands *
     if (!counts_fit(p)) return false;
     if (p.ndim > TENSOR_DIMS - 2) gemm_join_batch(p);
     const bool both = p.ndim > TENSOR_DIMS - 2; /* dense copies may have fewer batch dimensions */
-    o->mode = 0, o->bytes = 0, o->k = p.k, o->classes_log2 = 0;
+    o->mode = 0, o->bytes = 0;
     for (int i = 0; i < 2; ++i)
         if (!find_operand(i, dtype, needed_along(dtype, turned, i), both, workspace, o)) return false;
     if (o->bytes == 0) return true;
@@ -109,42 +101,6 @@ inline bool operands_of(gk_dtype dtype, bool turned, void *workspace, Operands *
     o->x[0] = operand_of(p.a, dtype, p.m, p.k, p.a_m, p.a_k, p, p.a_batch, o->mode & A_ALONG_M);
     o->x[1] = operand_of(p.b, dtype, p.n, p.k, p.b_n, p.b_k, p, p.b_batch, o->mode & B_ALONG_N);
     return tensor_map_fits(o->x[0]) && tensor_map_fits(o->x[1]);
-}
-
-/* A class of a's lines, as tma sees it; lines.cuh says which elements of each are positions of k. */
-inline TensorShape class_of(const Operands &o, gk_dtype dtype, int j) {
-    const GemmProblem &p = o.p;
-    return operand_of((const uint16_t *)p.a + j * o.line - o.skew[j], dtype, lines_of_class(o.lines, o.classes_log2, j),
-                      p.k + o.skew[j], p.a_m, 1, p, p.a_batch, false);
-}
-
-/* The same without a copy of a: dense along k, its rows may begin anywhere, but alike in all batch entries. b, or its copy, is
- * dense along n: its boxes begin at any k, and so where position 0 of a class is. */
-inline bool operands_in_lines_of(gk_dtype dtype, void *workspace, Operands *o) {
-    GemmProblem &p = o->p;
-    GemmEpilogue &e = p.epilogue;
-    if (dtype == GK_F32 || p.a_k != 1 || (p.b_n != 1 && p.b_k != 1) || p.a_m < 1 || p.ndim > TENSOR_DIMS - 3)
-        return false;
-    if (p.k > INT32_MAX - 256) return false; /* positions are 32 bits wide */
-    const int log2 = gk_line_classes_log2(p.a_m), classes = 1 << log2;
-    if (p.m < classes) return false;
-    for (int d = 0; d < p.ndim; ++d)
-        if (p.a_batch[d] % LINE_EACH != 0) return false;
-    int most = 0;
-    for (int j = 0; j < classes; ++j) {
-        o->skew[j] = line_skew(p.a, p.a_m, j);
-        if (o->skew[j] > most) most = o->skew[j];
-    }
-    o->mode = A_IN_LINES, o->bytes = 0, o->k = p.k + most, o->copied[0] = false;
-    o->lines = p.m, o->line = p.a_m, o->classes_log2 = log2;
-    o->c_line = e.c_row, o->out_line = e.out_row, o->preact_line = e.preact_row;
-    p.batch *= classes, p.m = gk_ceil_div(p.m, classes);
-    p.a_m *= classes, e.c_row *= classes, e.out_row *= classes, e.preact_row *= classes;
-    if (!counts_fit(p) || !find_operand(1, dtype, 1, false, workspace, o)) return false;
-    if (o->copied[1]) o->x[1] = operand_of(p.b, dtype, p.n, p.k, p.b_n, p.b_k, p, p.b_batch, true);
-    bool good = tensor_map_fits(o->x[1]);
-    for (int j = 0; j < classes; ++j) good = good && tensor_map_fits(class_of(*o, dtype, j));
-    return good;
 }
 
 #endif
