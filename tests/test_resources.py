@@ -82,7 +82,7 @@ def test_wgmma_kernels_multiply_by_their_tile(report):
     for name, row in found.items():
         assert int(row["HGMMA"]), name
         assert not int(row["LDL"]) and not int(row["STL"]), name
-        if not (kernel := re.match(r"gemm_(?:\w+_)?sm90a_kernel<(?:\w+, )?(\w+)", name)):
+        if not (kernel := re.match(r"gemm_(?:\w+_)?sm90a_kernel<(?:b?f16, |float, )?(\w+)", name)):
             continue
         tile = tiles[kernel[1]]
         fragments = kernel[1].startswith("Tf32SwapAB")
