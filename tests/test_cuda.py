@@ -7,6 +7,7 @@ tests/ops/ on both devices.
 import json
 import math
 import os
+import re
 from contextlib import contextmanager
 
 import pytest
@@ -398,7 +399,7 @@ def test_unaligned_operands_are_copied(which):
     assert plan["workspace_bytes"] == {"a": bytes_a, "b": bytes_b, "both": -(-bytes_a // 128) * 128 + bytes_b}[which]
     assert same_bits(ops.gemm(**mixed), ops.gemm(**aligned))
     few = torch_gpukern.explain("gemm", mixed["a"][:16], mixed["b"])
-    assert few["row"].startswith("gemm_sm90a_") == (which == "a")
+    assert few["row"].startswith("gemm_swapab_sm90a_") == (which == "a")
 
 
 @HOPPER
@@ -409,7 +410,7 @@ def test_few_rows_of_weights_that_are_nowhere_dense(m):
     a, b = on_gpu(m, k), on_gpu(k, 2 * n, seed=1)[:, ::2]
     for weights in (b, on_gpu(n, 2 * k, seed=2)[:, ::2].mT):
         plan = torch_gpukern.explain("gemm", a, weights)
-        assert plan["row"].startswith("gemm_sm90a_") and plan["workspace_bytes"] == n * k * 2
+        assert plan["row"].startswith("gemm_swapab_sm90a_") and plan["workspace_bytes"] == n * k * 2
         assert_close_as(torch_gemm(a, weights), ops.gemm(a, weights), a.double() @ weights.double())
 
 
@@ -429,7 +430,7 @@ def test_few_rows_of_unaligned_weights(m, dtype, beside):
     beside them."""
     n, k = 3080, 1037
     a = on_gpu(m, k, dtype=dtype)
-    name = "gemm_skinny_misaligned_" if m <= 16 else "gemm_sm90a_"
+    name = "gemm_skinny_misaligned_" if m <= 16 else "gemm_swapab_sm90a_"
     for shape, turned in (((k, n), False), ((n, k), True)):
         dense = on_gpu(*shape, seed=1, dtype=dtype)
         want = exact = None
@@ -533,7 +534,7 @@ def test_misaligned_operands_of_every_layout(dtype, layout, beside, offset):
             a = stored(layout[0] == "T", dense_a, which != "b")
             b = stored(layout[1] == "T", dense_b, which != "a")
             plan = json.loads(ops.explain_gemm(a, b))
-            assert plan["row"].startswith("gemm_sm") and (i > 0 or plan["workspace_bytes"] > 0)
+            assert re.match("gemm_(pingpong_)?sm", plan["row"]) and (i > 0 or plan["workspace_bytes"] > 0)
             for more in (
                 {},
                 {"bias": bias, "activation": "relu"},
@@ -560,9 +561,9 @@ def test_misaligned_operands_of_every_layout(dtype, layout, beside, offset):
 @HOPPER
 @pytest.mark.parametrize("layout", ("NN", "NT", "TN", "TT"))
 @pytest.mark.parametrize("dtype", (BF16, torch.float16), ids=str)
-def test_warpgroups_that_take_turns(dtype, layout):
+def test_ping_pong(dtype, layout):
     """No tile for the second warpgroup, one each, several, an odd one; all that may follow the sums; batches."""
-    name = f"gemm_sm90a_{'bf16' if dtype == BF16 else 'f16'}_128x176x64_in_turns"
+    name = f"gemm_pingpong_sm90a_{'bf16' if dtype == BF16 else 'f16'}_128x176x64"
 
     def by_turns(call, *args, preact=0, **more):
         with preferred(name, *args, preact=preact, **more):
@@ -601,7 +602,8 @@ def test_warpgroups_that_take_turns(dtype, layout):
 @pytest.mark.parametrize("dtype", (BF16, torch.float16), ids=str)
 def test_pairs_of_tiles_in_a_row(dtype, tile, layout):
     """Three tiles high: pairs above each other would make four, and another wave. Neither side ends with a tile."""
-    name = f"gemm_sm90a_{'bf16' if dtype == BF16 else 'f16'}_{tile}x64" + ("_in_turns" if tile == "128x176" else "")
+    family = "gemm_pingpong_sm90a" if tile == "128x176" else "gemm_sm90a"
+    name = f"{family}_{'bf16' if dtype == BF16 else 'f16'}_{tile}x64"
     high, wide = map(int, tile.split("x"))
     across = torch.cuda.get_device_properties(0).multi_processor_count // 4 + 2
     m, n, k = 2 * high + 8, (across - 1) * wide + 24, 200
@@ -857,9 +859,9 @@ def test_tf32_rows_of_hopper():
     for layout, turned, copies in (("NN", True, 0), ("NT", False, 0), ("TN", True, 4), ("TT", False, 4)):
         a, b = tf32_operands(gen, 1536, 2048, 1024, layout)
         plan = torch_gpukern.explain("gemm", a, b, fp32_precision="tf32")
-        assert plan["row"].startswith("gemm_sm90a_tf32_") and ("turned" in plan["row"]) == turned
+        assert plan["row"].startswith("gemm_tf32_sm90a_") and ("swapab" in plan["row"]) == turned
         assert plan["workspace_bytes"] == copies * 1536 * 1024
-        assert not torch_gpukern.explain("gemm", a, b)["row"].startswith("gemm_sm90a_")
+        assert "sm90a" not in torch_gpukern.explain("gemm", a, b)["row"]
         want = ops.gemm(a, b, fp32_precision="tf32")
         for x in ("a", "b"):
             odd = torch.empty(3 + (a if x == "a" else b).numel(), device="cuda")[3:]

@@ -100,7 +100,7 @@ def test_wgmma_kernels_multiply_by_their_tile(report):
             head_dim, head_dim_v, keys = ATTENTION[attention[1]]  # the first block's scores, a step, the last block's values
             assert int(row["HGMMA"]) == 2 * (head_dim + keys) // 16, name
             assert int(row["USETMAXREG"]) == 2, name
-        if not (kernel := re.match(r"gemm_(?:\w+_)?sm90a_kernel<(?:\w+, )?(\w+)", name)):
+        if not (kernel := re.match(r"gemm_(?:\w+_)?sm90a_kernel<(?:b?f16, |float, )?(\w+)", name)):
             continue
         tile = tiles[kernel[1]]
         fragments = kernel[1].startswith("Tf32SwapAB")

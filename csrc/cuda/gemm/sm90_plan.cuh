@@ -152,8 +152,8 @@ inline bool operands_for(const gk_cuda_row *row, const void *args, Operands *o) 
 /* ---- rows ------------------------------------------------------------------------------------------------------ */
 /* The row of least time among those that fit the GPU; few rows: the smallest turned one that holds them; tf32: a turned
  * one where b is dense along n. */
-inline const gk_cuda_row *choose_row(const gk_cuda_row *rows, int num_rows, const gk_context *ctx,
-                                     const void *arguments) {
+inline const gk_cuda_row *plan_hopper(const gk_cuda_table *const *schedules, int num_schedules, const gk_context *ctx,
+                                      const void *arguments) {
     const gk_gemm_args *args = (const gk_gemm_args *)arguments;
     const bool tf32 = args->a.dtype == GK_F32;
     if (tf32 ? args->fp32_precision != GK_TF32 : args->a.dtype != GK_BF16 && args->a.dtype != GK_F16) return NULL;
@@ -169,17 +169,20 @@ inline const gk_cuda_row *choose_row(const gk_cuda_row *rows, int num_rows, cons
     const bool may_turn = turns_fit(o.p, args->a.dtype);
     const gk_cuda_row *best = NULL;
     double best_us = 1e31;
-    for (int i = 0; i < num_rows; ++i) {
-        const gk_cuda_row *r = &rows[i];
-        if (r->dtype != args->a.dtype || r->key[KEY_SMEM] > gpu->smem_per_block) continue;
-        if (is(r, TURNED) != turned || (few && p.m > r->key[KEY_BN])) continue;
-        if (is(r, IN_TURNS) && !may_turn) continue;
-        const double us = few ? r->key[KEY_BN] : us_of(r, gpu, o.p) + copies_us(o);
-        if (us < best_us) best = r, best_us = us;
-    }
+    for (int s = 0; s < num_schedules; ++s)
+        for (const gk_cuda_row *r = schedules[s]->rows; r < schedules[s]->rows + schedules[s]->num_rows; ++r) {
+            if (r->dtype != args->a.dtype || r->key[KEY_SMEM] > gpu->smem_per_block) continue;
+            if (is(r, TURNED) != turned || (few && p.m > r->key[KEY_BN])) continue;
+            if (is(r, IN_TURNS) && !may_turn) continue;
+            const double us = few ? r->key[KEY_BN] : us_of(r, gpu, o.p) + copies_us(o);
+            if (us < best_us) best = r, best_us = us;
+        }
     if (best && o.bytes > 0 && !worth_while(gpu, args->a.dtype, p, o, few, few ? turned_us(p) + copies_us(o) : best_us))
         return NULL;
     return best;
 }
+
+/* choose of the tables that gemm_sm90a's plan covers. */
+inline const gk_cuda_row *planned_elsewhere(const gk_context *, const void *) { return NULL; }
 
 #endif
