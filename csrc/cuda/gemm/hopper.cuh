@@ -232,13 +232,14 @@ template <class T, class Tile, int MODE> struct Block {
             ring.wait_full();
             wgmma_pin(sum);
             wgmma_fence(); /* sums may have been touched by other code */
+            const uint64_t a_first = A::descriptor(a_s + A::offset(row0)), b_first = B::descriptor(b_s);
 #pragma unroll
             for (int kk = 0; kk < Tile::K64 * K_STEPS; ++kk) {
                 const int block = kk / K_STEPS * S::BLOCK, at = kk % K_STEPS;
-                const uint64_t b = B::descriptor(b_s + block + at * B::step_bytes);
+                const uint64_t b = wgmma_descriptor_add(b_first, block + at * B::step_bytes);
 #pragma unroll
                 for (int m = 0; m < MT; ++m) {
-                    const uint64_t a = A::descriptor(a_s + block + A::offset(row0 + m * 64) + at * A::step_bytes);
+                    const uint64_t a = wgmma_descriptor_add(a_first, block + A::offset(m * 64) + at * A::step_bytes);
                     if constexpr (sizeof(T) == 4)
                         wgmma_tf32_ss<2 * N>(sum[m], a, b, k + kk > 0);
                     else
