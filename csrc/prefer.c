@@ -70,24 +70,40 @@ void gk_gemm_key_of(uint64_t device, const gk_gemm_args *g, gk_gemm_key *key) {
 }
 
 /* ---- its text ----------------------------------------------------------------------------------- */
-static const char *const activations[] = {"none", "relu", "gelu", "gelu_tanh", "silu"};
-static const char *const precisions[] = {"ieee", "tf32"};
-static const char *const dtypes[] = {"float32", "bfloat16", "float16", "float64"};
+typedef struct named {
+    int value;
+    const char *name;
+} named;
+static const named activations[] = {{GK_ACT_NONE, "none"},
+                                    {GK_ACT_RELU, "relu"},
+                                    {GK_ACT_GELU, "gelu"},
+                                    {GK_ACT_GELU_TANH, "gelu_tanh"},
+                                    {GK_ACT_SILU, "silu"}};
+static const named precisions[] = {{GK_IEEE, "ieee"}, {GK_TF32, "tf32"}};
+static const named dtypes[] = {{GK_F32, "float32"}, {GK_BF16, "bfloat16"}, {GK_F16, "float16"}, {GK_F64, "float64"}};
+
+static const char *name_of(int value, const named *names, int count) {
+    for (int i = 0; i < count; ++i)
+        if (names[i].value == value) return names[i].name;
+    return "unknown";
+}
+#define NAME_OF(value, names) name_of(value, names, (int)(sizeof(names) / sizeof(names)[0]))
 
 void gk_gemm_key_write(const gk_gemm_key *key, char text[GK_KEY_TEXT_BYTES]) {
     snprintf(text, GK_KEY_TEXT_BYTES,
              "%" PRId64 "x%" PRId64 "x%" PRId64 ":%c%c batch=%" PRId64
              " dtype=%s out=%s precision=%s activation=%s c=%d preact=%d aligned=%c%c%c",
-             key->m, key->n, key->k, key->a, key->b, key->batch, dtypes[key->dtype], dtypes[key->out_dtype],
-             precisions[key->precision], activations[key->activation], (key->extras & GK_READS_C) != 0,
+             key->m, key->n, key->k, key->a, key->b, key->batch, NAME_OF(key->dtype, dtypes),
+             NAME_OF(key->out_dtype, dtypes), NAME_OF(key->precision, precisions),
+             NAME_OF(key->activation, activations), (key->extras & GK_READS_C) != 0,
              (key->extras & GK_WRITES_PREACT) != 0, key->aligned & GK_ALIGNED_A ? 'a' : '-',
              key->aligned & GK_ALIGNED_B ? 'b' : '-', key->aligned & GK_ALIGNED_OUT ? 'o' : '-');
 }
 
-static bool find_name(const char *name, const char *const *names, int count, uint8_t *found) {
+static bool find_name(const char *name, const named *names, int count, uint8_t *found) {
     for (int i = 0; i < count; ++i)
-        if (strcmp(name, names[i]) == 0) {
-            *found = (uint8_t)i;
+        if (strcmp(name, names[i].name) == 0) {
+            *found = (uint8_t)names[i].value;
             return true;
         }
     return false;

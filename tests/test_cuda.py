@@ -525,7 +525,12 @@ def test_misaligned_operands_of_every_layout(dtype, layout, beside, offset):
         return x.mT if transposed else x
 
     for i, (of_a, of_b, (m, n, k)) in enumerate(
-        (((), (), (1027, 515, 700)), ((3,), (3,), (264, 250, 185)), ((), (2,), (300, 530, 1020)), ((2,), (), (301, 700, 65)))
+        (
+            ((), (), (1027, 515, 700)),
+            ((3,), (3,), (264, 250, 185)),
+            ((), (2,), (300, 530, 1020)),
+            ((2,), (), (301, 700, 65)),
+        )
     ):
         dense_a, dense_b = on_gpu(*of_a, m, k, dtype=dtype), on_gpu(*of_b, k, n, seed=1, dtype=dtype, std=0.1)
         bias, exact = on_gpu(n, seed=2, dtype=dtype), dense_a.double() @ dense_b.double()

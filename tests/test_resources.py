@@ -16,6 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 import ptxas_report  # noqa: E402
+
 BUILD = Path(os.environ.get("GPUKERN_BUILD_DIR", ROOT / "build"))
 LIBRARY = BUILD / "libgpukern.so"
 LISTED = ROOT / "docs" / "resources.csv"
@@ -82,7 +83,9 @@ def hopper_tiles():
     for name, base, body in re.findall(r"^struct (\w+)(?: : (\w+))? \{\n(.*?)^\};", text, re.DOTALL | re.MULTILINE):
         tiles[name] = dict(tiles.get(base, {}))
         for numbers in re.findall(r"static constexpr (?:int|bool) (.*?);", body):
-            tiles[name].update({k: v == "true" if v in ("true", "false") else int(v) for k, v in re.findall(r"(\w+) = (\w+)", numbers)})
+            tiles[name].update(
+                {k: v == "true" if v in ("true", "false") else int(v) for k, v in re.findall(r"(\w+) = (\w+)", numbers)}
+            )
     return tiles
 
 
@@ -97,7 +100,9 @@ def test_wgmma_kernels_multiply_by_their_tile(report):
         assert int(row["HGMMA"]), name
         assert not int(row["LDL"]) and not int(row["STL"]), name
         if attention := re.search(r"flash_attn_fwd_sm90a_kernel<\w+, FwdHopper(\w+), ", name):
-            head_dim, head_dim_v, keys = ATTENTION[attention[1]]  # the first block's scores, a step, the last block's values
+            head_dim, head_dim_v, keys = ATTENTION[
+                attention[1]
+            ]  # the first block's scores, a step, the last block's values
             assert int(row["HGMMA"]) == 2 * (head_dim + keys) // 16, name
             assert int(row["USETMAXREG"]) == 2, name
         if not (kernel := re.match(r"gemm_(?:\w+_)?sm90a_kernel<(?:b?f16, |float, )?(\w+)", name)):

@@ -240,7 +240,7 @@ bool find_problem(const gk_gemm_args *args, bool misaligned, GemmProblem *p) {
 }
 
 /* R, `group`: as many weights a tile as give every SM equally many tiles. */
-bool plan(const gk_context *ctx, const void *args, bool misaligned, GemmProblem *p) {
+bool plan_problem(const gk_context *ctx, const void *args, bool misaligned, GemmProblem *p) {
     if (!find_problem((const gk_gemm_args *)args, misaligned, p)) return false;
     const int64_t sms = gk_gpu_of(ctx->index)->num_sms, rows = gk_max_i64(1, p->n * p->batch);
     if (p->b_k == 1) {
@@ -266,29 +266,6 @@ bool serves(const gk_cuda_row *row, const gk_context *ctx, const GemmProblem &p)
     return p.m <= row->key[KEY_TOKENS] && p.group <= row->key[KEY_ROWS] && smem_fits(ctx, row->key[KEY_SMEM]);
 }
 
-bool takes(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
-    GemmProblem p;
-    return plan(ctx, args, row->key[KEY_MISALIGNED], &p) && serves(row, ctx, p);
-}
-
-extern const gk_cuda_row *const skinny_rows;
-extern const int num_skinny_rows;
-
-const gk_cuda_row *choose(const gk_context *ctx, const void *args) {
-    const gk_dtype dtype = ((const gk_gemm_args *)args)->a.dtype;
-    if (dtype != GK_BF16 && dtype != GK_F16) return NULL;
-    GemmProblem p;
-    bool misaligned = false;
-    if (!plan(ctx, args, false, &p)) {
-        misaligned = true;
-        if (!plan(ctx, args, true, &p) || p.n * p.batch < SKINNY_MISALIGNED_LEAST) return NULL;
-    }
-    for (const gk_cuda_row *row = skinny_rows; row < skinny_rows + num_skinny_rows; ++row)
-        if (row->dtype == dtype && row->key[KEY_MISALIGNED] == misaligned && serves(row, ctx, p)) return row;
-    return NULL;
-}
-
-/* ---- 6 the launch -------------------------------------------------------------------------------------------- */
 /* The lowest address of a [batch][x][k] operand. */
 uintptr_t lowest(const void *data, int64_t x, int64_t k, int64_t x_stride, int64_t k_stride, const GemmProblem &p,
                  const int64_t *batch) {
@@ -297,6 +274,46 @@ uintptr_t lowest(const void *data, int64_t x, int64_t k, int64_t x_stride, int64
     return (uintptr_t)data + (uintptr_t)(at * 2);
 }
 
+/* x.p is planned. */
+void plan_row(const gk_cuda_row *row, const gk_context *ctx, gk_plan *to) {
+    Params &x = gk_own<Params>(to);
+    const GemmProblem &p = x.p;
+    x.first_w = lowest(p.b, p.n, p.k, p.b_n, p.b_k, p, p.b_batch);
+    x.first_x = lowest(p.a, p.m, p.k, p.a_m, p.a_k, p, p.a_batch);
+    to->kernel = row;
+    to->tile[0] = row->key[KEY_TOKENS], to->tile[1] = p.group, to->tile[2] = BLOCK_STEP;
+    to->tasks = (int64_t)p.tiles_n * p.batch;
+    to->waves = (double)gk_ceil_div(to->tasks, blocks_of(ctx, p)); /* tiles that a block takes one after the other */
+}
+
+bool plan(const gk_cuda_row *row, const gk_context *ctx, const void *args, gk_plan *to) {
+    GemmProblem &p = gk_own<Params>(to).p;
+    if (!plan_problem(ctx, args, row->key[KEY_MISALIGNED], &p) || !serves(row, ctx, p)) return false;
+    plan_row(row, ctx, to);
+    return true;
+}
+
+extern const gk_cuda_row *const skinny_rows;
+extern const int num_skinny_rows;
+
+bool plan_best(const gk_context *ctx, const void *args, gk_plan *to) {
+    const gk_dtype dtype = ((const gk_gemm_args *)args)->a.dtype;
+    if (dtype != GK_BF16 && dtype != GK_F16) return false;
+    GemmProblem &p = gk_own<Params>(to).p;
+    bool misaligned = false;
+    if (!plan_problem(ctx, args, false, &p)) {
+        misaligned = true;
+        if (!plan_problem(ctx, args, true, &p) || p.n * p.batch < SKINNY_MISALIGNED_LEAST) return false;
+    }
+    for (const gk_cuda_row *row = skinny_rows; row < skinny_rows + num_skinny_rows; ++row)
+        if (row->dtype == dtype && row->key[KEY_MISALIGNED] == misaligned && serves(row, ctx, p)) {
+            plan_row(row, ctx, to);
+            return true;
+        }
+    return false;
+}
+
+/* ---- 6 the launch -------------------------------------------------------------------------------------------- */
 template <class T, int TOKENS, int ROWS, bool ALONG_N, bool MISALIGNED>
 gk_status start(const gk_context *ctx, const Params &x) {
     return launch<gemm_skinny_kernel<T, TOKENS, ROWS, ALONG_N, MISALIGNED>>(
@@ -305,22 +322,11 @@ gk_status start(const gk_context *ctx, const Params &x) {
 }
 
 template <class T, int TOKENS, int ROWS, bool MISALIGNED>
-gk_status run(const gk_cuda_row *, const gk_context *ctx, const void *args) {
-    Params x;
-    GemmProblem &p = x.p;
-    if (!plan(ctx, args, MISALIGNED, &p) || p.n == 0 || p.batch == 0) return GK_OK;
-    x.first_w = lowest(p.b, p.n, p.k, p.b_n, p.b_k, p, p.b_batch);
-    x.first_x = lowest(p.a, p.m, p.k, p.a_m, p.a_k, p, p.a_batch);
-    return p.b_k == 1 ? start<T, TOKENS, ROWS, false, MISALIGNED>(ctx, x)
-                      : start<T, TOKENS, ROWS, true, MISALIGNED>(ctx, x);
-}
-
-void explain(const gk_cuda_row *row, const gk_context *ctx, const void *args, gk_explanation *out) {
-    GemmProblem p;
-    if (!plan(ctx, args, row->key[KEY_MISALIGNED], &p)) return;
-    out->tile[0] = row->key[KEY_TOKENS], out->tile[1] = p.group, out->tile[2] = BLOCK_STEP;
-    out->tasks = (int64_t)p.tiles_n * p.batch;
-    out->waves = (double)gk_ceil_div(out->tasks, blocks_of(ctx, p)); /* tiles that a block takes one after the other */
+gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *) {
+    const Params &x = gk_own<Params>(plan);
+    if (x.p.n == 0 || x.p.batch == 0) return GK_OK;
+    return x.p.b_k == 1 ? start<T, TOKENS, ROWS, false, MISALIGNED>(ctx, x)
+                        : start<T, TOKENS, ROWS, true, MISALIGNED>(ctx, x);
 }
 
 template <int TOKENS, int ROWS, bool MISALIGNED> constexpr int smem_of() {
@@ -329,13 +335,13 @@ template <int TOKENS, int ROWS, bool MISALIGNED> constexpr int smem_of() {
     return along_k > along_n ? along_k : along_n;
 }
 
-#define ROW(name, T, tokens, rows, misaligned)                                                                       \
-    {                                                                                                                \
-        "gemm_skinny_" name "_" #tokens "x" #rows, element<T>::dtype, takes, NULL, run<T, tokens, rows, misaligned>, \
-            explain, {                                                                                               \
-            tokens, rows, smem_of<tokens, rows, misaligned>(), misaligned                                            \
-        }                                                                                                            \
-    }
+#define ROW(name, T, tokens, rows, misaligned)                        \
+    {"gemm_skinny_" name "_" #tokens "x" #rows,                       \
+     element<T>::dtype,                                               \
+     plan,                                                            \
+     run<T, tokens, rows, misaligned>,                                \
+     {tokens, rows, smem_of<tokens, rows, misaligned>(), misaligned}, \
+     NULL}
 #define ROWS_16(name, T)                                                                                              \
     ROW(name, T, 8, 32, false), ROW(name, T, 8, 64, false), ROW(name, T, 16, 32, false), ROW(name, T, 16, 64, false), \
         ROW("misaligned_" name, T, 16, 32, true), ROW("misaligned_" name, T, 16, 64, true)
@@ -346,4 +352,4 @@ const int num_skinny_rows = sizeof rows / sizeof rows[0];
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_gemm_skinny_table = {rows, sizeof rows / sizeof rows[0], 80, choose};
+extern "C" const gk_cuda_table gk_gemm_skinny_table = {rows, sizeof rows / sizeof rows[0], 80, plan_best};

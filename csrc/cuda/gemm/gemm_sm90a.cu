@@ -84,18 +84,19 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1) __launch_bounds__(THREA
 extern "C" const gk_cuda_table gk_gemm_sm90a_table, gk_gemm_pingpong_sm90a_table, gk_gemm_swapab_sm90a_table,
     gk_gemm_tf32_sm90a_table;
 
-const gk_cuda_row *choose(const gk_context *ctx, const void *args) {
+bool plan_best(const gk_context *ctx, const void *args, gk_plan *to) {
     static const gk_cuda_table *const schedules[] = {&gk_gemm_sm90a_table, &gk_gemm_pingpong_sm90a_table,
                                                      &gk_gemm_swapab_sm90a_table, &gk_gemm_tf32_sm90a_table};
-    return plan_hopper(schedules, sizeof schedules / sizeof schedules[0], ctx, args);
+    return plan_hopper(schedules, sizeof schedules / sizeof schedules[0], ctx, args, to);
 }
 
-template <class T, class Tile> gk_status run(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
+template <class T, class Tile>
+gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *workspace) {
     static constexpr Instance of_mode[] = {instance_of<T, Tile, 0, gemm_sm90a_kernel<T, Tile, 0>>(),
                                            instance_of<T, Tile, 1, gemm_sm90a_kernel<T, Tile, 1>>(),
                                            instance_of<T, Tile, 2, gemm_sm90a_kernel<T, Tile, 2>>(),
                                            instance_of<T, Tile, 3, gemm_sm90a_kernel<T, Tile, 3>>()};
-    return run_row(row, of_mode, ctx, args);
+    return run_row(of_mode, ctx, plan, workspace);
 }
 
 #define ROWS(name, T)                                                         \
@@ -113,4 +114,4 @@ const gk_cuda_row rows[] = {ROWS("bf16", __nv_bfloat16), ROWS("f16", __half)};
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_gemm_sm90a_table = {rows, sizeof rows / sizeof rows[0], 90, choose};
+extern "C" const gk_cuda_table gk_gemm_sm90a_table = {rows, sizeof rows / sizeof rows[0], 90, plan_best};

@@ -41,12 +41,13 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1) __launch_bounds__(THREA
     block.leave();
 }
 
-template <class T, class Tile> gk_status run(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
+template <class T, class Tile>
+gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *workspace) {
     static constexpr Instance of_mode[] = {instance_of<T, Tile, 0, gemm_swapab_sm90a_kernel<T, Tile, 0>>(),
                                            instance_of<T, Tile, 1, gemm_swapab_sm90a_kernel<T, Tile, 1>>(),
                                            instance_of<T, Tile, 2, gemm_swapab_sm90a_kernel<T, Tile, 2>>(),
                                            instance_of<T, Tile, 3, gemm_swapab_sm90a_kernel<T, Tile, 3>>()};
-    return run_row(row, of_mode, ctx, args);
+    return run_row(of_mode, ctx, plan, workspace);
 }
 
 #define ROWS(name, T)                                                          \

@@ -89,10 +89,11 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
     block.leave();
 }
 
-template <class T, class Tile> gk_status run(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
+template <class T, class Tile>
+gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *workspace) {
     constexpr int MODE = Tile::SWAP_AB ? A_ALONG_M : 0;
     static constexpr Instance only[] = {instance_of<T, Tile, MODE, gemm_tf32_sm90a_kernel<Tile, MODE>>()};
-    return run_row(row, only, ctx, args);
+    return run_row(only, ctx, plan, workspace);
 }
 
 const gk_cuda_row rows[] = {

@@ -9,20 +9,6 @@
 
 namespace {
 
-bool takes(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
-    const bool tf32 = row->dtype == GK_F32, turned = is(row, TURNED);
-    if ((tf32 && ((const gk_gemm_args *)args)->fp32_precision != GK_TF32) || !smem_fits(ctx, row->key[KEY_SMEM]))
-        return false;
-    Operands o;
-    if (!operands_for(row, args, &o)) return false;
-    return tf32 || !turned || o.p.n <= row->key[KEY_BN];
-}
-
-size_t workspace_bytes(const gk_cuda_row *row, const gk_context *, const void *args) {
-    Operands o;
-    return operands_for(row, args, &o) ? (size_t)o.bytes : 0;
-}
-
 /* What the host asks of an instance of the kernel. */
 struct Instance {
     bool along_m, along_n;  /* as a and b lie in shared memory */
@@ -49,27 +35,17 @@ template <class T, class Tile, int MODE, auto KERNEL> constexpr Instance instanc
             launch_instance<T, Tile, MODE, KERNEL>};
 }
 
-/* Returns how many clusters to launch. */
-unsigned plan(const gk_cuda_row *row, const gk_context *ctx, GemmProblem *p, bool *in_row) {
-    const gk_gpu *gpu = gk_gpu_of(ctx->index);
-    const Clusters clusters = clusters_of(row, gpu, *p);
-    p->tiles_m = clusters.tiles_m, p->tiles_n = clusters.tiles_n, *in_row = clusters.in_row;
-    p->group = GROUP_HEIGHT_SM90 / (row->key[KEY_BM] * (*in_row ? 1 : row->key[KEY_TILES])), p->splits = 1;
-    const int64_t tiles = (int64_t)p->tiles_m * p->tiles_n * p->batch, most = gpu->num_sms / cluster_of(row);
-    return (unsigned)(tiles * LEAST_IDLE < most ? tiles : most);
-}
-
 /* An operand's maps, the second where the last box of its rows is lower. */
 gk_status make_maps(const TensorShape &x, int k_block, int box, int end, CUtensorMap *inside, CUtensorMap *last) {
     const gk_status status = make_tensor_map("gk_gemm", x, k_block, box, inside);
     return status == GK_OK && end > 0 ? make_tensor_map("gk_gemm", x, k_block, end, last) : status;
 }
 
-gk_status start(const gk_cuda_row *row, const Instance &in, const gk_context *ctx, Params *x, const Operands &o) {
+gk_status start(const gk_cuda_row *row, const Instance &in, const gk_context *ctx, const HopperPlan &plan,
+                TensorShape a, TensorShape b, Params *x) {
     const gk_dtype dtype = row->dtype;
     const bool turned = is(row, TURNED);
-    const unsigned clusters = plan(row, ctx, &x->p, &x->in_row);
-    TensorShape a = o.x[0], b = o.x[1];
+    x->in_row = plan.in_row;
     a.tf32 = b.tf32 = dtype == GK_F32;
     const int k_block = WGMMA_ROW_BYTES / (int)gk_dtype_bytes(dtype);
     const int a_box = in.a_box[x->in_row], b_box = in.b_box[!x->in_row];
@@ -102,32 +78,24 @@ gk_status start(const gk_cuda_row *row, const Instance &in, const gk_context *ct
     if (x->ragged && cols % 2 != 0) x->p.epilogue.bias_vectors = false; /* two columns are read at a time */
     x->across = !turned && !x->ragged && !e.out_vectors;
     if (x->across) x->p.epilogue = gemm_swapped(x->p).epilogue;
-    return in.launch(ctx, clusters * (unsigned)cluster_of(row), *x);
+    return in.launch(ctx, plan.clusters * (unsigned)cluster_of(row), *x);
 }
 
-gk_status run_row(const gk_cuda_row *row, const Instance *of_mode, const gk_context *ctx, const void *args) {
-    Operands o;
-    if (!operands_for(row, args, &o) || !place_copies(row->dtype, is(row, TURNED), args, &o))
-        return gk_fail(GK_ERR_UNSUPPORTED, "gk_gemm: %s does not take this call", row->name);
-    if (o.bytes > 0) {
-        const gk_status status = realign("gk_gemm", ctx, &o.copies[!o.copied[0]], o.copied[0] + o.copied[1]);
-        if (status != GK_OK) return status;
-    }
+gk_status run_row(const Instance *of_mode, const gk_context *ctx, const gk_plan *plan, void *workspace) {
+    const gk_cuda_row *row = (const gk_cuda_row *)plan->kernel;
+    const HopperPlan &own = gk_own<HopperPlan>(plan);
+    const Instance &in = of_mode[row->dtype == GK_F32 ? 0 : own.operands.mode];
     Params x;
+    if (own.operands.bytes == 0) {
+        x.p = own.operands.p;
+        return start(row, in, ctx, own, own.operands.x[0], own.operands.x[1], &x);
+    }
+    Operands o = own.operands;
+    const int copies = place_copies(workspace, &o);
+    const gk_status status = realign("gk_gemm", ctx, o.copies, copies);
+    if (status != GK_OK) return status;
     x.p = o.p;
-    return start(row, of_mode[row->dtype == GK_F32 ? 0 : o.mode], ctx, &x, o);
-}
-
-template <class T, class Tile>
-void explain(const gk_cuda_row *row, const gk_context *ctx, const void *args, gk_explanation *out) {
-    Operands o;
-    if (!operands_for(row, args, &o)) return;
-    bool in_row;
-    plan(row, ctx, &o.p, &in_row);
-    const GemmProblem &p = o.p;
-    out->tile[0] = Tile::BM, out->tile[1] = Tile::BN, out->tile[2] = Tile::K64 * K_BLOCK<T>;
-    out->tasks = (int64_t)p.tiles_m * p.tiles_n * p.batch * CLUSTER_OF<Tile>;
-    out->waves = (double)out->tasks / (gk_gpu_of(ctx->index)->num_sms / CLUSTER_OF<Tile> * CLUSTER_OF<Tile>);
+    return start(row, in, ctx, own, o.x[0], o.x[1], &x);
 }
 
 /* Of all modes: narrow panels may leave room for more slots. */
@@ -143,12 +111,14 @@ template <class T, class Tile> constexpr int traits_of() {
     return (Tile::SWAP_AB ? TURNED : 0) | (Tile::PING_PONG ? IN_TURNS : 0);
 }
 
-#define HOPPER_ROW(name, T, Tile)                                                                                  \
-    {                                                                                                              \
-        name, element<T>::dtype, takes, workspace_bytes, run<T, Tile>, explain<T, Tile>, {                         \
-            Tile::BM, Tile::BN, Tile::TILES, PERCENT<Tile>, smem_of<T, Tile>(), Tile::SPLITS, traits_of<T, Tile>() \
-        }                                                                                                          \
-    }
+#define HOPPER_ROW(name, T, Tile)                                                                             \
+    {name,                                                                                                    \
+     element<T>::dtype,                                                                                       \
+     plan_hopper_row,                                                                                         \
+     run<T, Tile>,                                                                                            \
+     {Tile::BM, Tile::BN, Tile::TILES, PERCENT<Tile>, smem_of<T, Tile>(), Tile::SPLITS, traits_of<T, Tile>(), \
+      Tile::K64 * K_BLOCK<T>},                                                                                \
+     NULL}
 
 } // namespace
 

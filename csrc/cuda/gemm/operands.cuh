@@ -28,6 +28,7 @@ struct Operands {
     bool copied[2];   /* a, b */
     TensorShape x[2]; /* a, b */
     RealignMatrix copies[2];
+    int64_t at[2]; /* where in the workspace each copy goes */
     int64_t bytes; /* of the copies */
 };
 
@@ -61,7 +62,7 @@ inline bool counts_fit(const GemmProblem &p) {
 }
 
 /* Operand i, a or b: where it lies, or a copy. copy: in any case. false: there is none. */
-inline bool find_operand(int i, gk_dtype dtype, int needed, bool copy, void *workspace, Operands *o) {
+inline bool find_operand(int i, gk_dtype dtype, int needed, bool copy, Operands *o) {
     GemmProblem &p = o->p;
     const int64_t each = 16 / (int64_t)gk_dtype_bytes(dtype); /* of a chunk of 16 bytes */
     const void *&data = i ? p.b : p.a;
@@ -77,7 +78,7 @@ inline bool find_operand(int i, gk_dtype dtype, int needed, bool copy, void *wor
                   p.ndim, p.shape, batch, &matrix))
             return false;
         o->bytes = gk_round_up(o->bytes, 128);
-        data = matrix.to = workspace ? (char *)workspace + o->bytes : NULL;
+        data = NULL, o->at[i] = o->bytes; /* place_copies */
         o->bytes += realign_bytes(matrix);
         (along ? x_stride : k_stride) = 1;
         (along ? k_stride : x_stride) = gk_round_up(along ? x : p.k, each);
@@ -86,21 +87,33 @@ inline bool find_operand(int i, gk_dtype dtype, int needed, bool copy, void *wor
     return true;
 }
 
-/* From o->p, the problem. false: neither the operands nor copies of them suit. workspace NULL: to plan only. */
-inline bool operands_of(gk_dtype dtype, bool turned, void *workspace, Operands *o) {
+/* From o->p, the problem. false: neither the operands nor copies of them suit. The copies have no places yet. */
+inline bool operands_of(gk_dtype dtype, bool turned, Operands *o) {
     GemmProblem &p = o->p;
     if (!counts_fit(p)) return false;
     if (p.ndim > TENSOR_DIMS - 2) gemm_join_batch(p);
     const bool both = p.ndim > TENSOR_DIMS - 2; /* dense copies may have fewer batch dimensions */
     o->mode = 0, o->bytes = 0;
     for (int i = 0; i < 2; ++i)
-        if (!find_operand(i, dtype, needed_along(dtype, turned, i), both, workspace, o)) return false;
+        if (!find_operand(i, dtype, needed_along(dtype, turned, i), both, o)) return false;
     if (o->bytes == 0) return true;
     if (both) gemm_join_batch(p);
     if (p.ndim > TENSOR_DIMS - 2) return false;
     o->x[0] = operand_of(p.a, dtype, p.m, p.k, p.a_m, p.a_k, p, p.a_batch, o->mode & A_ALONG_M);
     o->x[1] = operand_of(p.b, dtype, p.n, p.k, p.b_n, p.b_k, p, p.b_batch, o->mode & B_ALONG_N);
     return tensor_map_fits(o->x[0]) && tensor_map_fits(o->x[1]);
+}
+
+/* Gives the copies their places in the call's workspace. Returns how many there are; they stand in `copies` from 0 on. */
+inline int place_copies(void *workspace, Operands *o) {
+    int count = 0;
+    for (int i = 0; i < 2; ++i) {
+        if (!o->copied[i]) continue;
+        void *const to = (char *)workspace + o->at[i];
+        o->copies[i].to = to, o->x[i].data = to, (i ? o->p.b : o->p.a) = to;
+        o->copies[count++] = o->copies[i];
+    }
+    return count;
 }
 
 #endif

@@ -14,7 +14,8 @@ enum Key {  /* of a row */
     KEY_PERCENT, /* of the dense peak */
     KEY_SMEM,
     KEY_PARTS, /* of k */
-    KEY_TRAITS
+    KEY_TRAITS,
+    KEY_BK
 };
 enum Trait {
     TURNED = 1,
@@ -136,36 +137,59 @@ inline bool turns_fit(const GemmProblem &p, gk_dtype dtype) {
            (!p.epilogue.preact || tensor_map_fits(result_of(p, false, true)));
 }
 
-/* Gives the copies their places in the call's workspace, which nothing else looks at. */
-inline bool place_copies(gk_dtype dtype, bool turned, const void *args, Operands *o) {
-    if (o->bytes == 0) return true;
-    o->p = problem_of(gemm_problem_of((const gk_gemm_args *)args), turned);
-    return operands_of(dtype, turned, ((const gk_gemm_args *)args)->workspace, o);
-}
-
-/* What a row reads for a call; false: it does not serve it. */
-inline bool operands_for(const gk_cuda_row *row, const void *args, Operands *o) {
-    o->p = problem_of(gemm_problem_of((const gk_gemm_args *)args), is(row, TURNED));
-    return operands_of(row->dtype, is(row, TURNED), NULL, o) && (!is(row, IN_TURNS) || turns_fit(o->p, row->dtype));
-}
-
 /* ---- rows ------------------------------------------------------------------------------------------------------ */
-/* The row of least time among those that fit the GPU; few rows: the smallest turned one that holds them; tf32: a turned
- * one where b is dense along n. */
-inline const gk_cuda_row *plan_hopper(const gk_cuda_table *const *schedules, int num_schedules, const gk_context *ctx,
-                                      const void *arguments) {
+/* A plan's own part. */
+struct HopperPlan {
+    Operands operands; /* p has its tiles */
+    unsigned clusters; /* to launch */
+    bool in_row;       /* how a pair's tiles lie */
+};
+
+/* By this row, whose operands are found. */
+inline bool plan_row(const gk_cuda_row *row, const gk_gpu *gpu, gk_plan *to) {
+    HopperPlan &own = gk_own<HopperPlan>(to);
+    GemmProblem &p = own.operands.p;
+    const Clusters clusters = clusters_of(row, gpu, p);
+    p.tiles_m = clusters.tiles_m, p.tiles_n = clusters.tiles_n, own.in_row = clusters.in_row;
+    p.group = GROUP_HEIGHT_SM90 / (row->key[KEY_BM] * (own.in_row ? 1 : row->key[KEY_TILES])), p.splits = 1;
+    const int64_t tiles = (int64_t)p.tiles_m * p.tiles_n * p.batch, most = gpu->num_sms / cluster_of(row);
+    own.clusters = (unsigned)(tiles * LEAST_IDLE < most ? tiles : most);
+    to->kernel = row;
+    to->tile[0] = row->key[KEY_BM], to->tile[1] = row->key[KEY_BN], to->tile[2] = row->key[KEY_BK];
+    to->tasks = tiles * cluster_of(row);
+    to->waves = (double)to->tasks / (double)(most * cluster_of(row));
+    to->workspace_bytes = (size_t)own.operands.bytes;
+    return true;
+}
+
+/* By this row, if it serves the call. */
+inline bool plan_hopper_row(const gk_cuda_row *row, const gk_context *ctx, const void *arguments, gk_plan *to) {
+    const gk_gemm_args *args = (const gk_gemm_args *)arguments;
+    const gk_gpu *gpu = gk_gpu_of(ctx->index);
+    const bool tf32 = row->dtype == GK_F32, turned = is(row, TURNED);
+    if ((tf32 && args->fp32_precision != GK_TF32) || gpu->smem_per_block < row->key[KEY_SMEM]) return false;
+    Operands &o = gk_own<HopperPlan>(to).operands;
+    o.p = problem_of(gemm_problem_of(args), turned);
+    if (!operands_of(row->dtype, turned, &o) || (is(row, IN_TURNS) && !turns_fit(o.p, row->dtype))) return false;
+    return (tf32 || !turned || o.p.n <= row->key[KEY_BN]) && plan_row(row, gpu, to);
+}
+
+/* By the row of least time among those that fit the GPU; small M: the smallest turned one that holds them; tf32: a turned one
+ * where b is dense along n. */
+inline bool plan_hopper(const gk_cuda_table *const *schedules, int num_schedules, const gk_context *ctx,
+                        const void *arguments, gk_plan *to) {
     const gk_gemm_args *args = (const gk_gemm_args *)arguments;
     const bool tf32 = args->a.dtype == GK_F32;
-    if (tf32 ? args->fp32_precision != GK_TF32 : args->a.dtype != GK_BF16 && args->a.dtype != GK_F16) return NULL;
+    if (tf32 ? args->fp32_precision != GK_TF32 : args->a.dtype != GK_BF16 && args->a.dtype != GK_F16) return false;
     const GemmProblem p = gemm_problem_of(args);
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
     const bool few = p.m <= SM90_TURNED_ROWS;
     const bool turned = tf32 ? copy_along(p.n, p.k, p.b_n, p.b_k) : few;
-    if (tf32 && (few || p.n <= SM90_TURNED_ROWS)) return NULL;
-    if (few ? p.n < 2 * SM90_TURNED_ROWS || p.k < SM90_TURNED_K : p.n <= SM90_TURNED_ROWS) return NULL;
-    Operands o;
+    if (tf32 && (few || p.n <= SM90_TURNED_ROWS)) return false;
+    if (few ? p.n < 2 * SM90_TURNED_ROWS || p.k < SM90_TURNED_K : p.n <= SM90_TURNED_ROWS) return false;
+    Operands &o = gk_own<HopperPlan>(to).operands;
     o.p = problem_of(p, turned);
-    if (!operands_of(args->a.dtype, turned, NULL, &o)) return NULL;
+    if (!operands_of(args->a.dtype, turned, &o)) return false;
     const bool may_turn = turns_fit(o.p, args->a.dtype);
     const gk_cuda_row *best = NULL;
     double best_us = 1e31;
@@ -177,12 +201,14 @@ inline const gk_cuda_row *plan_hopper(const gk_cuda_table *const *schedules, int
             const double us = few ? r->key[KEY_BN] : us_of(r, gpu, o.p) + copies_us(o);
             if (us < best_us) best = r, best_us = us;
         }
-    if (best && o.bytes > 0 && !worth_while(gpu, args->a.dtype, p, o, few, few ? turned_us(p) + copies_us(o) : best_us))
-        return NULL;
-    return best;
+    if (!best) return false;
+    const double us = few ? turned_us(p) + copies_us(o) : best_us;
+    if (o.bytes > 0 && !worth_while(gpu, args->a.dtype, p, o, few, us)) return false;
+    to->us = us;
+    return plan_row(best, gpu, to);
 }
 
-/* choose of the tables that gemm_sm90a's plan covers. */
-inline const gk_cuda_row *planned_elsewhere(const gk_context *, const void *) { return NULL; }
+/* plan of the tables that gemm_sm90a's covers. */
+inline bool planned_elsewhere(const gk_context *, const void *, gk_plan *) { return false; }
 
 #endif
