@@ -24,11 +24,6 @@ static inline int64_t gk_clamp_i64(int64_t x, int64_t lo, int64_t hi) { return g
 static inline int64_t gk_ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static inline int64_t gk_round_up(int64_t a, int64_t b) { return gk_ceil_div(a, b) * b; }
 
-/* Lines of 16-bit elements 1 << this apart begin equally far past a multiple of 16 bytes (cuda/gemm/lines.cuh). */
-static inline int gk_line_classes_log2(int64_t stride) {
-    return stride % 8 == 0 ? 0 : stride % 4 == 0 ? 1 : stride % 2 == 0 ? 2 : 3;
-}
-
 /* base + bytes; NULL where there is no base: workspace that is only sized, the data of an empty tensor. */
 static inline void *gk_at(const void *base, int64_t bytes) { return base ? (char *)base + bytes : NULL; }
 

@@ -34,14 +34,6 @@ static bool is_aligned(const gk_tensor *t, uint8_t layout) {
     return good;
 }
 
-/* gemm_sm90a reads such rows where they lie, beside a b, or its copy, along n; and which of its rows is fastest depends on their
- * stride. */
-static uint8_t lines_of(const gk_gemm_args *g, const gk_gemm_key *key) {
-    if (key->a != 'N' || gk_dtype_bytes(g->a.dtype) != 2 || (key->aligned & GK_ALIGNED_A)) return 0;
-    if (key->b != 'N' && (key->b != 'T' || (key->aligned & GK_ALIGNED_B))) return 0;
-    return (uint8_t)((1 + gk_line_classes_log2(g->a.stride[g->a.ndim - 2])) << GK_LINES_SHIFT);
-}
-
 /* Whether all batch dimensions are rows of one matrix: b does not change along them, a walks them in one stride. */
 static bool batch_is_rows(const gk_gemm_args *g, int64_t batch) {
     const gk_tensor *a = &g->a, *b = &g->b;
@@ -73,32 +65,45 @@ void gk_gemm_key_of(uint64_t device, const gk_gemm_args *g, gk_gemm_key *key) {
     if (is_aligned(&g->a, key->a)) key->aligned |= GK_ALIGNED_A;
     if (is_aligned(&g->b, key->b)) key->aligned |= GK_ALIGNED_B;
     if (is_aligned(&g->out, 'N')) key->aligned |= GK_ALIGNED_OUT;
-    key->aligned |= lines_of(g, key);
     if (g->c && g->beta != 0) key->extras |= GK_READS_C;
     if (g->preact) key->extras |= GK_WRITES_PREACT;
 }
 
 /* ---- its text ----------------------------------------------------------------------------------- */
-static const char *const activations[] = {"none", "relu", "gelu", "gelu_tanh", "silu"};
-static const char *const precisions[] = {"ieee", "tf32"};
-static const char *const dtypes[] = {"float32", "bfloat16", "float16", "float64"};
-static const char line_counts[] = "-1248"; /* of GK_LINES, 0: none */
+typedef struct named {
+    int value;
+    const char *name;
+} named;
+static const named activations[] = {{GK_ACT_NONE, "none"},
+                                    {GK_ACT_RELU, "relu"},
+                                    {GK_ACT_GELU, "gelu"},
+                                    {GK_ACT_GELU_TANH, "gelu_tanh"},
+                                    {GK_ACT_SILU, "silu"}};
+static const named precisions[] = {{GK_IEEE, "ieee"}, {GK_TF32, "tf32"}};
+static const named dtypes[] = {{GK_F32, "float32"}, {GK_BF16, "bfloat16"}, {GK_F16, "float16"}, {GK_F64, "float64"}};
+
+static const char *name_of(int value, const named *names, int count) {
+    for (int i = 0; i < count; ++i)
+        if (names[i].value == value) return names[i].name;
+    return "unknown";
+}
+#define NAME_OF(value, names) name_of(value, names, (int)(sizeof(names) / sizeof(names)[0]))
 
 void gk_gemm_key_write(const gk_gemm_key *key, char text[GK_KEY_TEXT_BYTES]) {
     snprintf(text, GK_KEY_TEXT_BYTES,
              "%" PRId64 "x%" PRId64 "x%" PRId64 ":%c%c batch=%" PRId64
              " dtype=%s out=%s precision=%s activation=%s c=%d preact=%d aligned=%c%c%c",
-             key->m, key->n, key->k, key->a, key->b, key->batch, dtypes[key->dtype], dtypes[key->out_dtype],
-             precisions[key->precision], activations[key->activation], (key->extras & GK_READS_C) != 0,
-             (key->extras & GK_WRITES_PREACT) != 0,
-             key->aligned & GK_ALIGNED_A ? 'a' : line_counts[key->aligned >> GK_LINES_SHIFT],
+             key->m, key->n, key->k, key->a, key->b, key->batch, NAME_OF(key->dtype, dtypes),
+             NAME_OF(key->out_dtype, dtypes), NAME_OF(key->precision, precisions),
+             NAME_OF(key->activation, activations), (key->extras & GK_READS_C) != 0,
+             (key->extras & GK_WRITES_PREACT) != 0, key->aligned & GK_ALIGNED_A ? 'a' : '-',
              key->aligned & GK_ALIGNED_B ? 'b' : '-', key->aligned & GK_ALIGNED_OUT ? 'o' : '-');
 }
 
-static bool find_name(const char *name, const char *const *names, int count, uint8_t *found) {
+static bool find_name(const char *name, const named *names, int count, uint8_t *found) {
     for (int i = 0; i < count; ++i)
-        if (strcmp(name, names[i]) == 0) {
-            *found = (uint8_t)i;
+        if (strcmp(name, names[i].name) == 0) {
+            *found = (uint8_t)names[i].value;
             return true;
         }
     return false;
@@ -120,11 +125,8 @@ gk_status gk_gemm_key_read(const char *op, const char *text, uint64_t device, gk
     if (good) {
         key->a = (uint8_t)a, key->b = (uint8_t)b;
         key->extras = (uint8_t)((c ? GK_READS_C : 0) | (preact ? GK_WRITES_PREACT : 0));
-        for (const char *x = aligned; *x; ++x) {
-            const char *lines = strchr(line_counts, *x);
+        for (const char *x = aligned; *x; ++x)
             key->aligned |= *x == 'a' ? GK_ALIGNED_A : *x == 'b' ? GK_ALIGNED_B : *x == 'o' ? GK_ALIGNED_OUT : 0;
-            if (lines && x == aligned) key->aligned |= (uint8_t)((lines - line_counts) << GK_LINES_SHIFT);
-        }
         good = strchr("NTS", a) && strchr("NTS", b) && key->m >= 0 && key->n >= 0 && key->k >= 0 && key->batch >= 0;
         gk_gemm_key_write(key, again);
         good = good && strcmp(text, again) == 0; /* nothing before, between or behind */

@@ -17,7 +17,7 @@ typedef struct gk_gemm_key {
     int64_t m, n, k, batch;
     uint8_t dtype, out_dtype, precision, activation;
     uint8_t a, b;    /* 'N': rows are dense, 'T': columns are, 'S': neither */
-    uint8_t aligned; /* GK_ALIGNED_*: begins at a multiple of 16 bytes, and so does every row or column; and GK_LINES */
+    uint8_t aligned; /* GK_ALIGNED_*: begins at a multiple of 16 bytes, and so does every row or column */
     uint8_t extras;  /* GK_READS_C, GK_WRITES_PREACT */
 } gk_gemm_key;
 
@@ -25,9 +25,6 @@ enum {
     GK_ALIGNED_A = 1,
     GK_ALIGNED_B = 2,
     GK_ALIGNED_OUT = 4,
-    /* unaligned rows of 16-bit a beside rows of b, or unaligned columns: how many, 1, 2, 4 or 8, follow each other until
-     * one begins as the first does past 16 bytes; log2 and 1 more in these bits */
-    GK_LINES_SHIFT = 4,
     GK_READS_C = 1,
     GK_WRITES_PREACT = 2,
     GK_KEY_TEXT_BYTES = 256

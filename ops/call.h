@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "plan.h"
 #include "tensor.h"
 
 #ifndef _WIN32
@@ -129,6 +130,23 @@ class Call {
 
     const gk_context *context() const { return &context_; }
 
+    // Plans a call, finds the memory that the plan asks for, runs it.
+    template <class Args>
+    void plan_and_run(const Tensor &like, const Args &args,
+                      gk_status (*plan)(const gk_context *, const Args *, gk_plan *),
+                      gk_status (*run)(const gk_context *, const Args *, const gk_plan *, void *, size_t)) {
+        gk_plan planned;
+        done(plan(&context_, &args, &planned));
+        void *memory = workspace(like, planned.workspace_bytes);
+        done(run(&context_, &args, &planned, memory, planned.workspace_bytes));
+    }
+
+    void done(gk_status status) const {
+        if (pool_failed_) failed(op_, "torch's thread pool failed");
+        status_ok(op_, status);
+    }
+
+  private:
     // Memory that holds until the next call of this thread.
     void *workspace(const Tensor &like, size_t bytes) {
         char *data = nullptr;
@@ -143,12 +161,6 @@ class Call {
         return data;
     }
 
-    void done(gk_status status) const {
-        if (pool_failed_) failed(op_, "torch's thread pool failed");
-        status_ok(op_, status);
-    }
-
-  private:
     char *kept(size_t bytes) {
         if (scratch.bytes < bytes) {
             size_t grown = size_t{1} << 16;

@@ -228,9 +228,7 @@ void run(Problem &p, const Tensor &out, const Tensor *lse) {
             rows *= p.q->size(d);
         }
     }
-    p.args.workspace_bytes = gk_flash_attn_fwd_workspace_bytes(call.context(), &p.args);
-    p.args.workspace = call.workspace(*p.q, p.args.workspace_bytes);
-    call.done(gk_flash_attn_fwd(call.context(), &p.args));
+    call.plan_and_run(*p.q, p.args, gk_plan_flash_attn_fwd, gk_run_flash_attn_fwd);
 }
 
 template <class Args> Tensor forward(Args &x) {
@@ -330,9 +328,7 @@ template <class Args> Gradients backward(const char *op, Args &x) {
     }
     fill_backward(op, x, gradients, &args);
     Call call(op, x.q);
-    args.workspace_bytes = gk_flash_attn_bwd_workspace_bytes(call.context(), &args);
-    args.workspace = call.workspace(x.q, args.workspace_bytes);
-    call.done(gk_flash_attn_bwd(call.context(), &args));
+    call.plan_and_run(x.q, args, gk_plan_flash_attn_bwd, gk_run_flash_attn_bwd);
     return gradients;
 }
 

@@ -146,9 +146,7 @@ void run(const GemmArgs &x, gk_gemm_args *args, const Tensor &out) {
     args->out = out.view;
     if (out.numel() == 0) return;
     Call call(kOp, x.a);
-    args->workspace_bytes = gk_gemm_workspace_bytes(call.context(), args);
-    args->workspace = call.workspace(x.a, args->workspace_bytes);
-    call.done(gk_gemm(call.context(), args));
+    call.plan_and_run(x.a, *args, gk_plan_gemm, gk_run_gemm);
 }
 
 Tensor gemm(GemmArgs &x) {

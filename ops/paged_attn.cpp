@@ -110,9 +110,7 @@ void run(PagedArgs &x, gk_paged_attn_args *args, const Tensor &out, const Tensor
     fill_inputs(x, out, args);
     if (lse) args->lse = lse->view;
     Call call(kOp, x.q);
-    args->workspace_bytes = gk_paged_attn_workspace_bytes(call.context(), args);
-    args->workspace = call.workspace(x.q, args->workspace_bytes);
-    call.done(gk_paged_attn(call.context(), args));
+    call.plan_and_run(x.q, *args, gk_plan_paged_attn, gk_run_paged_attn);
 }
 
 Tensor paged_attn(PagedArgs &x) {

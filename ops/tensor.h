@@ -51,11 +51,15 @@ inline const Dtype *find_dtype(int32_t code) {
 }
 
 inline const Dtype *dtype_of(gk_dtype dtype) {
-    static const Dtype *const table[] = {
-        find_dtype(aoti_torch_dtype_float32()), find_dtype(aoti_torch_dtype_bfloat16()),
-        find_dtype(aoti_torch_dtype_float16()), find_dtype(aoti_torch_dtype_float64()),
-        find_dtype(aoti_torch_dtype_int32()),   find_dtype(aoti_torch_dtype_int64())};
-    return table[dtype];
+    switch (dtype) {
+    case GK_F32: return find_dtype(aoti_torch_dtype_float32());
+    case GK_BF16: return find_dtype(aoti_torch_dtype_bfloat16());
+    case GK_F16: return find_dtype(aoti_torch_dtype_float16());
+    case GK_F64: return find_dtype(aoti_torch_dtype_float64());
+    case GK_I32: return find_dtype(aoti_torch_dtype_int32());
+    case GK_I64: return find_dtype(aoti_torch_dtype_int64());
+    }
+    return find_dtype(-1);
 }
 
 // ---- devices ------------------------------------------------------------------------------------

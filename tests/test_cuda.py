@@ -7,6 +7,7 @@ tests/ops/ on both devices.
 import json
 import math
 import os
+import re
 from contextlib import contextmanager
 
 import pytest
@@ -398,7 +399,7 @@ def test_unaligned_operands_are_copied(which):
     assert plan["workspace_bytes"] == {"a": bytes_a, "b": bytes_b, "both": -(-bytes_a // 128) * 128 + bytes_b}[which]
     assert same_bits(ops.gemm(**mixed), ops.gemm(**aligned))
     few = torch_gpukern.explain("gemm", mixed["a"][:16], mixed["b"])
-    assert few["row"].startswith("gemm_sm90a_") == (which == "a")
+    assert few["row"].startswith("gemm_swapab_sm90a_") == (which == "a")
 
 
 @HOPPER
@@ -409,7 +410,7 @@ def test_few_rows_of_weights_that_are_nowhere_dense(m):
     a, b = on_gpu(m, k), on_gpu(k, 2 * n, seed=1)[:, ::2]
     for weights in (b, on_gpu(n, 2 * k, seed=2)[:, ::2].mT):
         plan = torch_gpukern.explain("gemm", a, weights)
-        assert plan["row"].startswith("gemm_sm90a_") and plan["workspace_bytes"] == n * k * 2
+        assert plan["row"].startswith("gemm_swapab_sm90a_") and plan["workspace_bytes"] == n * k * 2
         assert_close_as(torch_gemm(a, weights), ops.gemm(a, weights), a.double() @ weights.double())
 
 
@@ -425,11 +426,11 @@ def in_nan(dense, beside, offset):
 @pytest.mark.parametrize("dtype", (BF16, torch.float16), ids=str)
 @pytest.mark.parametrize("m", (1, 9, 16, 33, 64))
 def test_few_rows_of_unaligned_weights(m, dtype, beside):
-    """They stream without a copy, along k and along n, at every offset and at odd strides; NaN lies beside them. Lines of 8,
-    8, 2, 4 and 8 classes of skew along k, of 2, 4, 8, 8 and 1 along n."""
+    """Up to 16 rows stream without a copy, more are copied first, along k and along n, at every offset and at odd strides; NaN lies
+    beside them."""
     n, k = 3080, 1037
     a = on_gpu(m, k, dtype=dtype)
-    name = "gemm_skewed_sm90a_" if m <= 16 else "gemm_skinny_odd_sm90a_"
+    name = "gemm_skinny_misaligned_" if m <= 16 else "gemm_swapab_sm90a_"
     for shape, turned in (((k, n), False), ((n, k), True)):
         dense = on_gpu(*shape, seed=1, dtype=dtype)
         want = exact = None
@@ -440,7 +441,7 @@ def test_few_rows_of_unaligned_weights(m, dtype, beside):
             b = b.mT if turned else b
             x = in_nan(a, offset % 3, 7 - offset)
             plan = torch_gpukern.explain("gemm", x, b)
-            assert plan["row"].startswith(name) and plan["workspace_bytes"] == 0
+            assert plan["row"].startswith(name) and (plan["workspace_bytes"] == 0) == (m <= 16)
             out = ops.gemm(x, b)
             if want is None:
                 want, exact = torch_gemm(a, b), a.double() @ b.double()
@@ -458,7 +459,8 @@ def test_few_rows_of_unaligned_weights_with_all_that_may_follow(m, layout):
         b = in_nan(on_gpu(*((k, n) if layout == "NN" else (n, k)), seed=1), beside, offset)
         b = b if layout == "NN" else b.mT
         bias, c = on_gpu(n, seed=2), on_gpu(m, n, seed=3)
-        assert torch_gpukern.explain("gemm", a, b)["row"].startswith("gemm_skewed_sm90a_")
+        name = "gemm_skinny_misaligned_" if n >= 1024 else "gemm_sm80_any_"
+        assert torch_gpukern.explain("gemm", a, b)["row"].startswith(name)
         more = {"bias": bias, "c": c, "alpha": 0.5, "beta": -1.5}
         exact = 0.5 * (a.double() @ b.double()) + bias.double() - 1.5 * c.double()
         assert_close_as(torch_gemm(a, b, **more), ops.gemm(a, b, **more), exact)
@@ -475,14 +477,14 @@ def test_few_columns_and_strange_rows_of_unaligned_weights():
     weights = in_nan(on_gpu(n, k, seed=1), 1, 3)
     tokens = on_gpu(9, k)
     for x in (tokens.mT, in_nan(tokens, 3, 1).mT):
-        assert torch_gpukern.explain("gemm", weights, x)["row"].startswith("gemm_skewed_sm90a_")
+        assert torch_gpukern.explain("gemm", weights, x)["row"].startswith("gemm_skinny_misaligned_")
         bias, c = on_gpu(9, seed=2), on_gpu(n, 9, seed=3)
         more = {"bias": bias, "c": c, "beta": 0.5, "activation": "gelu"}
         exact = F.gelu(weights.double() @ x.double() + bias.double() + 0.5 * c.double())
         assert_close_as(torch_gemm(weights, x, **more), ops.gemm(weights, x, **more), exact)
     overlapping = on_gpu(1, k + 40, seed=4)
     for x in (on_gpu(1, k, seed=5).expand(12, k), overlapping.as_strided((7, k), (3, 1), 5)):
-        assert torch_gpukern.explain("gemm", x, weights.mT)["row"].startswith("gemm_skewed_sm90a_")
+        assert torch_gpukern.explain("gemm", x, weights.mT)["row"].startswith("gemm_skinny_misaligned_")
         assert_close_as(torch_gemm(x, weights.mT), ops.gemm(x, weights.mT), x.double() @ weights.double().mT)
     graph = torch.cuda.CUDAGraph()
     odd = on_gpu(11, k + 1, seed=6)[:, 1:]
@@ -510,100 +512,49 @@ def preferred(name, *args, preact=0, **more):
 
 @HOPPER
 @pytest.mark.parametrize("beside, offset", ((0, 1), (4, 0), (2, 3), (1, 0), (3, 7)), ids=str)
-@pytest.mark.parametrize("tile", ("128x256", "128x224", "128x192", "128x128", "128x96", "64x128", "64x64"))
+@pytest.mark.parametrize("layout", ("NN", "NT", "TN", "TT"))
 @pytest.mark.parametrize("dtype", (BF16, torch.float16), ids=str)
-def test_rows_of_a_are_read_in_lines(dtype, tile, beside, offset):
-    """Beside a b dense along n, rows of a that begin anywhere are not copied. Classes of equally many rows, whose results leave by
-    tma, and of some more and some less; pairs above each other, and in a row with several tiles; positions that end with a step,
-    just past one, within the first chunk; all that may follow the sums; results and c in rows that begin anywhere; batches. NaN
-    around it."""
-    name = f"gemm_sm90a_{'bf16' if dtype == BF16 else 'f16'}_{tile}x64"
-    high, wide = map(int, tile.split("x"))
-    classes = 8 // math.gcd(8, beside)
-    pairs = torch.cuda.get_device_properties(0).multi_processor_count // 2
+def test_misaligned_operands_of_every_layout(dtype, layout, beside, offset):
+    """Either or both are copied first; all that may follow the sums; results and c in misaligned rows; batches of either or both;
+    one graph, any contents. NaN around the operands."""
 
-    def in_lines(call, a, b, *args, preact=0, **more):
-        with preferred(name, a, b, *args, preact=preact, **more) as plan:
-            assert preact or plan["tile"][3] == classes
-            out, again = call(a, b, *args, **more), call(a, b, *args, **more)
-        for x, y in zip(out, again, strict=True) if preact else ((out, again),):
-            assert same_bits(x, y)
-        return out
+    def stored(transposed, dense, misaligned):
+        dense = dense.mT if transposed else dense
+        past = -dense.shape[-1] % 8
+        x = in_nan(dense, (past + beside) % 8 if misaligned else past, offset if misaligned else 0)
+        return x.mT if transposed else x
 
-    # three tiles of each class: so many columns of tiles that pairs in a row make fewer waves
-    columns = next(
-        c for c in range(2, 99) if -(-classes * 3 * math.ceil(c / 2) // pairs) < -(-classes * 2 * c // pairs)
-    )
-    sizes = (
-        (8 * high, 2 * wide, 185),
-        (8 * high + 3, wide + 9, 137),
-        (16 * high - 8, 3 * wide - 8, 1020),
-        (301, 3 * wide - 3, 7),
-        (classes * (2 * high + 8), columns * wide - 5, 57),
-    )
-    for i, (m, n, k) in enumerate(sizes):
-        for batch in ((), (3,)) if i == 0 else ((),):
-            dense, b = on_gpu(*batch, m, k, dtype=dtype), on_gpu(*batch, k, n, seed=1, dtype=dtype, std=0.1)
-            b = in_nan(b, -n % 8, 0)
-            a, dense = in_nan(dense, (beside - k) % 8, offset), in_nan(dense, -k % 8, 0)
-            bias, exact = on_gpu(n, seed=2, dtype=dtype), a.double() @ b.double()
-            c = in_nan(on_gpu(m, n, seed=3, dtype=dtype), 1, 3)
+    for i, (of_a, of_b, (m, n, k)) in enumerate(
+        (
+            ((), (), (1027, 515, 700)),
+            ((3,), (3,), (264, 250, 185)),
+            ((), (2,), (300, 530, 1020)),
+            ((2,), (), (301, 700, 65)),
+        )
+    ):
+        dense_a, dense_b = on_gpu(*of_a, m, k, dtype=dtype), on_gpu(*of_b, k, n, seed=1, dtype=dtype, std=0.1)
+        bias, exact = on_gpu(n, seed=2, dtype=dtype), dense_a.double() @ dense_b.double()
+        c = in_nan(on_gpu(m, n, seed=3, dtype=dtype), 1, 3)
+        for which in ("a", "b", "both") if i == 0 else ("both",):
+            a = stored(layout[0] == "T", dense_a, which != "b")
+            b = stored(layout[1] == "T", dense_b, which != "a")
+            plan = json.loads(ops.explain_gemm(a, b))
+            assert re.match("gemm_(pingpong_)?sm", plan["row"]) and (i > 0 or plan["workspace_bytes"] > 0)
             for more in (
                 {},
                 {"bias": bias, "activation": "relu"},
                 {"activation": "gelu", "alpha": -0.5},
                 {"c": c, "beta": 0.5, "activation": "silu"},
-                # PyTorch's batches multiply in float32, and of long sums of few tiles it adds up parts
-                *([{"bias": bias, "out_dtype": torch.float32}] if not batch and k < 200 else []),
             ):
-                out = in_lines(ops.gemm, a, b, **more)
                 want = more.get("alpha", 1.0) * exact + (bias.double() if "bias" in more else 0)
                 want = want + (0.5 * c.double() if "c" in more else 0)
                 want = TORCH_ACTIVATION[more.get("activation", "none")](want)
-                assert_close_as(torch_gemm(dense, b, **more), out, want)
-            out, preact = in_lines(ops.gemm_fwd, a, b, activation="silu", preact=1)
-            assert same_bits(preact, in_lines(ops.gemm, a, b)) and same_bits(
-                out, in_lines(ops.gemm, a, b, activation="silu")
-            )
-
-
-@HOPPER
-@pytest.mark.parametrize("layout", ("NN", "NT"))
-@pytest.mark.parametrize("dtype", (BF16, torch.float16), ids=str)
-def test_rows_in_lines_beside_a_copy(dtype, layout):
-    """Both operands begin anywhere: b is copied, and turned if it is dense along k, a is not; small products copy both, which is
-    faster. Classes of equally many rows and of some more, batches of either or both. One graph, any contents."""
-
-    def left(*shape, beside=1, offset=1):
-        return in_nan(on_gpu(*shape, dtype=dtype), beside, offset)
-
-    def right(*shape, beside=1, offset=1):
-        *batch, k, n = shape
-        x = on_gpu(*batch, *((k, n) if layout == "NN" else (n, k)), seed=1, dtype=dtype)
-        return in_nan(x, beside, offset) if layout == "NN" else in_nan(x, beside, offset).mT
-
-    for size, copied in ((2048, 1), (4096, 1), (1024, 2)):
-        a, b = left(size, size), right(size, size)
-        assert torch_gpukern.explain("gemm", a, b)["workspace_bytes"] == copied * 2 * size * size
-        assert_close_as(torch_gemm(a, b), ops.gemm(a, b), a.double() @ b.double())
-    for of_a, of_b, (m, n, k), beside in (
-        ((), (), (2051, 1003, 3001), 2),
-        ((2,), (2,), (1020, 1530, 3100), 4),
-        ((3,), (), (680, 1500, 2900), 3),
-        ((), (2,), (2200, 1290, 2040), 0),
-    ):
-        a, b = (
-            left(*of_a, m, k, beside=(beside - k) % 8),
-            right(*of_b, k, n, beside=(3 - n if layout == "NN" else 5 - k) % 8),
-        )
-        plan = json.loads(ops.explain_gemm(a, b))
-        assert plan["tile"][3] == 8 // math.gcd(8, beside)
-        assert plan["workspace_bytes"] == math.prod(of_b) * k * -(-n // 8) * 8 * 2
-        bias = on_gpu(n, seed=2, dtype=dtype)
-        out, exact = ops.gemm(a, b, bias, activation="relu"), a.double() @ b.double() + bias.double()
-        assert same_bits(out, ops.gemm(a, b, bias, activation="relu"))
-        assert_close_as(torch_gemm(a, b, bias, activation="relu"), out, exact.relu())
-    a, b = left(2048, 2048, offset=0), right(2048, 1024, offset=0)
+                out = ops.gemm(a, b, **more)
+                assert same_bits(out, ops.gemm(a, b, **more))
+                assert_close_as(torch_gemm(dense_a, dense_b, **more), out, want)
+            out, preact = ops.gemm_fwd(a, b, activation="silu")
+            assert same_bits(preact, ops.gemm(a, b)) and same_bits(out, ops.gemm(a, b, activation="silu"))
+    a, b = stored(layout[0] == "T", on_gpu(512, 520), True), stored(layout[1] == "T", on_gpu(520, 512), True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = ops.gemm(a, b)
@@ -615,9 +566,9 @@ def test_rows_in_lines_beside_a_copy(dtype, layout):
 @HOPPER
 @pytest.mark.parametrize("layout", ("NN", "NT", "TN", "TT"))
 @pytest.mark.parametrize("dtype", (BF16, torch.float16), ids=str)
-def test_warpgroups_that_take_turns(dtype, layout):
+def test_ping_pong(dtype, layout):
     """No tile for the second warpgroup, one each, several, an odd one; all that may follow the sums; batches."""
-    name = f"gemm_sm90a_{'bf16' if dtype == BF16 else 'f16'}_128x176x64_in_turns"
+    name = f"gemm_pingpong_sm90a_{'bf16' if dtype == BF16 else 'f16'}_128x176x64"
 
     def by_turns(call, *args, preact=0, **more):
         with preferred(name, *args, preact=preact, **more):
@@ -656,7 +607,8 @@ def test_warpgroups_that_take_turns(dtype, layout):
 @pytest.mark.parametrize("dtype", (BF16, torch.float16), ids=str)
 def test_pairs_of_tiles_in_a_row(dtype, tile, layout):
     """Three tiles high: pairs above each other would make four, and another wave. Neither side ends with a tile."""
-    name = f"gemm_sm90a_{'bf16' if dtype == BF16 else 'f16'}_{tile}x64" + ("_in_turns" if tile == "128x176" else "")
+    family = "gemm_pingpong_sm90a" if tile == "128x176" else "gemm_sm90a"
+    name = f"{family}_{'bf16' if dtype == BF16 else 'f16'}_{tile}x64"
     high, wide = map(int, tile.split("x"))
     across = torch.cuda.get_device_properties(0).multi_processor_count // 4 + 2
     m, n, k = 2 * high + 8, (across - 1) * wide + 24, 200
@@ -912,9 +864,9 @@ def test_tf32_rows_of_hopper():
     for layout, turned, copies in (("NN", True, 0), ("NT", False, 0), ("TN", True, 4), ("TT", False, 4)):
         a, b = tf32_operands(gen, 1536, 2048, 1024, layout)
         plan = torch_gpukern.explain("gemm", a, b, fp32_precision="tf32")
-        assert plan["row"].startswith("gemm_sm90a_tf32_") and ("turned" in plan["row"]) == turned
+        assert plan["row"].startswith("gemm_tf32_sm90a_") and ("swapab" in plan["row"]) == turned
         assert plan["workspace_bytes"] == copies * 1536 * 1024
-        assert not torch_gpukern.explain("gemm", a, b)["row"].startswith("gemm_sm90a_")
+        assert "sm90a" not in torch_gpukern.explain("gemm", a, b)["row"]
         want = ops.gemm(a, b, fp32_precision="tf32")
         for x in ("a", "b"):
             odd = torch.empty(3 + (a if x == "a" else b).numel(), device="cuda")[3:]

@@ -1,4 +1,4 @@
-"""The barrier protocol of gemm_sm90a.cu as a model: mbarriers, one copying thread and WGS warpgroups in each block of a
+"""The barrier protocol of Hopper's gemm (csrc/cuda/gemm/hopper.cuh) as a model: mbarriers, one copying thread and WGS warpgroups in each block of a
 cluster, copies and products that end whenever they like, under random schedules.
 
 A run fails when nothing can go on, when a copy lands in a slot that a product still reads, when a product reads bytes
@@ -90,8 +90,7 @@ class Kernel:
     tiles: int = 2
     steps: int = 4  # of k, before it is cut into parts
     turned: bool = False  # tf32.cuh: fragments of a are loaded two products ahead, four products a step
-    in_turns: bool = False  # each warpgroup has whole tiles, and multiplies while the other stores
-    lines: bool = False  # a warpgroup's warps clear what lies before their rows of a in a tile's first slot
+    ping_pong: bool = False  # each warpgroup has whole tiles, and multiplies while the other stores
     broken: str = ""  # the rule that is not kept
 
     @property
@@ -100,25 +99,24 @@ class Kernel:
 
 
 class Cluster:
-    """gemm_sm90a_kernel; the names are the kernel's."""
+    """A cluster of gemm_sm90a_kernel and its siblings; the names are those of hopper.cuh."""
 
     def __init__(self, kernel, rng):
         k = self.k = kernel
         self.rng = rng
         self.events = []  # copies on their way and products that run
         self.neighbours = k.cm + k.cn - 1
-        readers = 1 if k.in_turns and k.broken != "in turns: both count as readers" else k.warpgroups
+        readers = 1 if k.ping_pong and k.broken != "ping-pong: both count as readers" else k.warpgroups
         readers = readers * self.neighbours + {"empty count + 1": 1, "empty count - 1": -1}.get(k.broken, 0)
         blocks, slots = range(k.blocks), range(k.stages)
         self.full = [[Barrier(1) for _ in slots] for _ in blocks]
         self.empty = [[Barrier(readers) for _ in slots] for _ in blocks]
         self.traded = [Barrier(1) for _ in blocks]
         self.untraded = [Barrier(k.warpgroups * WARPS) for _ in blocks]
-        turn_count = 1 if k.broken == "in turns: a warp tells for all" else WARPS
+        turn_count = 1 if k.broken == "ping-pong: a warp tells for all" else WARPS
         self.turns = [[Barrier(turn_count) for _ in range(k.warpgroups)] for _ in blocks]
         self.slots = [[{} for _ in slots] for _ in blocks]  # piece -> the step whose bytes it holds
         self.reading = [[0 for _ in slots] for _ in blocks]
-        self.clearing = [[0 for _ in slots] for _ in blocks]  # warps that are about to write
         self.halves = [[None] * k.warpgroups for _ in blocks]
         self.at_end = 0
         self.running = [1 + k.warpgroups for _ in blocks]
@@ -139,16 +137,16 @@ class Cluster:
         return (slot + 1, parity) if slot + 1 < self.k.stages else (0, parity ^ 1)
 
     def skip(self, slot, parity, count):
-        if self.k.broken == "in turns: no skip":
+        if self.k.broken == "ping-pong: no skip":
             return slot, parity
         at = slot + count
-        flips = 0 if self.k.broken == "in turns: skips without parity" else at // self.k.stages & 1
+        flips = 0 if self.k.broken == "ping-pong: skips without parity" else at // self.k.stages & 1
         return at % self.k.stages, parity ^ flips
 
     # ---- copies ----
     def land(self, block, slot, piece, step, count):
         self.reach(block)
-        if self.reading[block][slot] or self.clearing[block][slot]:
+        if self.reading[block][slot]:
             raise Wrong("a slot is overwritten while it is read")
         self.slots[block][slot][piece] = step
         self.full[block][slot].land(count)
@@ -208,12 +206,6 @@ class Cluster:
             self.empty[there][slot].arrive()
             yield None
 
-    def clear(self, block, slot, step, done):
-        """clear_before, of one warp."""
-        self.clearing[block][slot] -= 1
-        self.see(block, slot, step)
-        done.append(slot)
-
     def products_turned(self, block, tile, slot, parity):
         """multiply_turned: fragments are read when they are loaded, b while a product runs. Returns slot and parity."""
         broken, queue, steps = self.k.broken, [], self.steps_of(block)
@@ -255,35 +247,22 @@ class Cluster:
             yield None
 
     def products(self, block, warpgroup):
-        broken, queue, trades, in_turns = self.k.broken, [], 0, self.k.in_turns
+        broken, queue, trades, ping_pong = self.k.broken, [], 0, self.k.ping_pong
         slot = parity = 0
-        turn = {"in turns: nobody is first": 0, "in turns: both are first": 1}.get(broken, warpgroup ^ 1)
-        if in_turns and warpgroup > 0:
+        turn = {"ping-pong: nobody is first": 0, "ping-pong: both are first": 1}.get(broken, warpgroup ^ 1)
+        if ping_pong and warpgroup > 0:
             slot, parity = self.skip(slot, parity, self.k.steps)
-        for tile in range(warpgroup, self.k.tiles, 2) if in_turns else range(self.k.tiles):
+        for tile in range(warpgroup, self.k.tiles, 2) if ping_pong else range(self.k.tiles):
             steps = () if self.k.turned else self.steps_of(block)
             if self.k.turned:
                 slot, parity = yield from self.products_turned(block, tile, slot, parity)
-            if in_turns and broken != "in turns: no wait":
+            if ping_pong and broken != "ping-pong: no wait":
                 mine = self.turns[block][warpgroup]
                 yield lambda mine=mine, turn=turn: mine.ended(turn)
-                turn ^= broken != "in turns: one parity"
-            if broken == "in turns: tells before its products":
+                turn ^= broken != "ping-pong: one parity"
+            if broken == "ping-pong: tells before its products":
                 yield from self.tell(block, warpgroup)
-            cleared = []
-            if self.k.lines:
-                if broken != "lines: cleared before it is full":
-                    full = self.full[block][slot]
-                    yield lambda full=full, parity=parity: full.ended(parity)
-                for _ in range(WARPS):
-                    self.clearing[block][slot] += 1
-                    self.events.append((self.clear, block, slot, (tile, steps[0]), cleared))
-                    yield None
-                if broken != "lines: warps do not wait for each other":
-                    yield lambda cleared=cleared: len(cleared) == WARPS
             for k in steps:
-                if self.k.lines and k == steps[0] and len(cleared) < WARPS:
-                    raise Wrong("a product reads what lies before the rows")
                 full = self.full[block][slot]
                 if broken != "full not awaited":
                     yield lambda full=full, parity=parity: full.ended(parity)
@@ -302,8 +281,8 @@ class Cluster:
                 if broken == "reader's parity":
                     parity = 0
             last = (slot - 1) % self.k.stages
-            if in_turns:
-                if broken not in ("in turns: tells before its products", "in turns: tells nobody"):
+            if ping_pong:
+                if broken not in ("ping-pong: tells before its products", "ping-pong: tells nobody"):
                     yield from self.tell(block, warpgroup)
                 slot, parity = self.skip(slot, parity, self.k.steps)
             yield lambda: not queue
@@ -367,20 +346,17 @@ CLUSTERS = {  # the shapes of tiles.h, and the pair along n and the four that it
     "two parts of two rows": Kernel(cm=2, ck=2, warpgroups=1),
     "turned tf32, two columns": Kernel(cn=2, turned=True),
     "turned tf32, two parts of k": Kernel(ck=2, warpgroups=1, turned=True),
-    "in lines": Kernel(lines=True),
-    "in lines, two rows": Kernel(cm=2, lines=True),
-    "in lines, two columns, one warpgroup": Kernel(cn=2, warpgroups=1, lines=True),
-    "in turns": Kernel(in_turns=True),
-    "in turns, two rows": Kernel(cm=2, in_turns=True),
-    "in turns, two by two": Kernel(cm=2, cn=2, in_turns=True),
+    "ping-pong": Kernel(ping_pong=True),
+    "ping-pong, two rows": Kernel(cm=2, ping_pong=True),
+    "ping-pong, two by two": Kernel(cm=2, cn=2, ping_pong=True),
 }
 
 
 def schedules(kernel, count, seed):
     rng = random.Random(seed)
     for _ in range(count):
-        steps, stages = rng.randint(1, 5 + kernel.in_turns), rng.randint(2, 4 + kernel.in_turns)
-        tiles = rng.randint(1, 3 + 2 * kernel.in_turns)
+        steps, stages = rng.randint(1, 5 + kernel.ping_pong), rng.randint(2, 4 + kernel.ping_pong)
+        tiles = rng.randint(1, 3 + 2 * kernel.ping_pong)
         Cluster(replace(kernel, steps=steps, stages=stages, tiles=tiles), rng).run()
 
 
@@ -409,18 +385,16 @@ BROKEN = {  # rule -> a cluster that shows it, and what may then go wrong first
     "no barrier at the end": ("two by two", "has left"),
     "trade without empty": ("two parts of k", "hal"),
     "trade's parity": ("two parts of k", f"{STUCK}|hal"),
-    "lines: cleared before it is full": ("in lines", OTHER),
-    "lines: warps do not wait for each other": ("in lines", "before the rows"),
-    "in turns: no wait": ("in turns", OTHER),
-    "in turns: tells before its products": ("in turns", OTHER),
-    "in turns: tells nobody": ("in turns", STUCK),
-    "in turns: a warp tells for all": ("in turns", f"{OTHER}|{STUCK}"),
-    "in turns: nobody is first": ("in turns", STUCK),
-    "in turns: both are first": ("in turns", OTHER),
-    "in turns: one parity": ("in turns", f"{STUCK}|{OTHER}"),
-    "in turns: no skip": ("in turns", f"{STUCK}|{OTHER}"),
-    "in turns: skips without parity": ("in turns", f"{STUCK}|{OTHER}"),
-    "in turns: both count as readers": ("in turns, two rows", STUCK),
+    "ping-pong: no wait": ("ping-pong", OTHER),
+    "ping-pong: tells before its products": ("ping-pong", OTHER),
+    "ping-pong: tells nobody": ("ping-pong", STUCK),
+    "ping-pong: a warp tells for all": ("ping-pong", f"{OTHER}|{STUCK}"),
+    "ping-pong: nobody is first": ("ping-pong", STUCK),
+    "ping-pong: both are first": ("ping-pong", OTHER),
+    "ping-pong: one parity": ("ping-pong", f"{STUCK}|{OTHER}"),
+    "ping-pong: no skip": ("ping-pong", f"{STUCK}|{OTHER}"),
+    "ping-pong: skips without parity": ("ping-pong", f"{STUCK}|{OTHER}"),
+    "ping-pong: both count as readers": ("ping-pong, two rows", STUCK),
 }
 
 

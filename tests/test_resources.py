@@ -16,6 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 import ptxas_report  # noqa: E402
+
 BUILD = Path(os.environ.get("GPUKERN_BUILD_DIR", ROOT / "build"))
 LIBRARY = BUILD / "libgpukern.so"
 LISTED = ROOT / "docs" / "resources.csv"
@@ -76,34 +77,44 @@ def test_matrix_kernels_multiply_on_tensor_cores(report):
     assert not {n for n, r in tensor.items() if not int(r["HMMA"])}
 
 
+def hopper_tiles():
+    """The tiles of csrc/cuda/gemm/tiles.h by name, each with its numbers; what one does not say its base does."""
+    text, tiles = (ROOT / "csrc" / "cuda" / "gemm" / "tiles.h").read_text(), {}
+    for name, base, body in re.findall(r"^struct (\w+)(?: : (\w+))? \{\n(.*?)^\};", text, re.DOTALL | re.MULTILINE):
+        tiles[name] = dict(tiles.get(base, {}))
+        for numbers in re.findall(r"static constexpr (?:int|bool) (.*?);", body):
+            tiles[name].update(
+                {k: v == "true" if v in ("true", "false") else int(v) for k, v in re.findall(r"(\w+) = (\w+)", numbers)}
+            )
+    return tiles
+
+
 def test_wgmma_kernels_multiply_by_their_tile(report):
-    """gemm_sm90a_kernel<T, Sm90Tile<M, N, S, L, G, TILES, P, SPLIT, TURN, KB, TURNS>, MODE>: a step of the hot loop is
-    KB times 64 of k, M / G / 64 products each 16 of them (in turns M / 64), between one fence and one wait, and none stands
-    elsewhere. tf32 has half as much of k; turned, with fragments from registers, a fence and a wait for each of its four
-    products. gemm_skewed_sm90a_kernel<T, ROWS, ALONG_N>: a warp has 16 of a step's k, for every 16 rows one ldmatrix and two
-    products, for each of its four fragments of tokens two elements. Copies (realign) multiply nothing."""
-    found = {n: r for n, r in report.items() if r["arch"] == "sm_90a" and not n.startswith("realign_")}
+    """gemm_sm90a_kernel<T, TILE, MODE>: a step of the hot loop is K64 times 64 of k, BM / WGS / 64 products each 16 of them
+    (ping-pong BM / 64), between one fence and one wait, and none stands elsewhere. tf32 has half as much of k; with swap-AB, and
+    fragments from registers, a fence and a wait for each of its four products. Copies (realign, transpose) multiply nothing."""
+    found = {n: r for n, r in report.items() if r["arch"] == "sm_90a" and not n.startswith(("realign_", "transpose_"))}
     assert found or not logs(), "kernels of sm_90a were built, and none is listed"
+    tiles = hopper_tiles()
     for name, row in found.items():
-        few_rows = re.search("gemm_(skinny_odd|skewed)_sm90a_kernel", name)  # by mma.sync: wgmma would take 64
-        assert bool(int(row["HGMMA"])) != bool(few_rows), name
+        assert int(row["HGMMA"]), name
         assert not int(row["LDL"]) and not int(row["STL"]), name
         if attention := re.search(r"flash_attn_fwd_sm90a_kernel<\w+, FwdHopper(\w+), ", name):
-            head_dim, head_dim_v, keys = ATTENTION[attention[1]]  # the first block's scores, a step, the last block's values
+            head_dim, head_dim_v, keys = ATTENTION[
+                attention[1]
+            ]  # the first block's scores, a step, the last block's values
             assert int(row["HGMMA"]) == 2 * (head_dim + keys) // 16, name
             assert int(row["USETMAXREG"]) == 2, name
-        if skewed := re.search(r"gemm_skewed_sm90a_kernel<\w+, (\d+)", name):
-            blocks = int(skewed[1]) // 16
-            assert (int(row["LDSM"]), int(row["HMMA"]), int(row["LDS"])) == (blocks, 2 * blocks, 8), name
-        if not (tile := re.search(r"gemm_sm90a_kernel<.*Sm90Tile<(.*)>, \d>", name)):
+        if not (kernel := re.match(r"gemm_(?:\w+_)?sm90a_kernel<(?:b?f16, |float, )?(\w+)", name)):
             continue
-        m, _, _, _, groups, *_, turned, k64, turns = (int(x) if x.isdigit() else x for x in tile[1].split(", "))
-        fragments = "kernel<float" in name and turned == "true"
-        assert int(row["HGMMA"]) == 4 * k64 * (m // (1 if turns == "true" else groups) // 64), name
+        tile = tiles[kernel[1]]
+        fragments = kernel[1].startswith("Tf32SwapAB")
+        warpgroups = 1 if tile["PING_PONG"] else tile["WGS"]
+        assert int(row["HGMMA"]) == 4 * tile["K64"] * (tile["BM"] // warpgroups // 64), name
         assert int(row["WARPGROUP"]) == (8 if fragments else 2), name
         assert (int(row["LDS"]) > 0) == fragments, name
-        assert int(row["USETMAXREG"]) == (2 if groups > 1 else 0), name
-        assert int(row["UTMALDG"]) >= 2 * k64, name
+        assert int(row["USETMAXREG"]) == (2 if tile["WGS"] > 1 else 0), name
+        assert int(row["UTMALDG"]) >= 2 * tile["K64"], name
 
 
 def test_powers_of_attention_run_under_the_products(report):

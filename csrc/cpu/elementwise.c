@@ -14,11 +14,6 @@ enum {
     MERGE_ROWS = 64
 }; /* about 100 KB of traffic at Dv 128: far more than handing out a task costs */
 
-static size_t no_workspace(const gk_context *ctx, const void *args) {
-    (void)ctx, (void)args;
-    return 0;
-}
-
 /* ---- kv_cache_write ----------------------------------------------------------------------------- */
 typedef struct write_job {
     const gk_tensor *from, *cache, *slots; /* of k or of v */
@@ -75,19 +70,20 @@ static void write_task(void *arg, int64_t task, int64_t worker) {
     }
 }
 
-static void write_run(const gk_context *ctx, const void *args) {
+static bool write_plan(const gk_context *ctx, const void *args, gk_plan *plan) {
+    (void)ctx;
+    plan->tasks = 2 * ((const gk_kv_cache_write_args *)args)->k.shape[1];
+    return true;
+}
+
+static void write_run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
+    (void)workspace;
     const gk_kv_cache_write_args *a = args;
     write_job jobs[2] = {{&a->k, &a->k_cache, &a->slots, a->k_scale}, {&a->v, &a->v_cache, &a->slots, a->v_scale}};
-    gk_parallel(ctx, 2 * a->k.shape[1], write_task, jobs);
+    gk_parallel(ctx, plan->tasks, write_task, jobs);
 }
 
-static void write_explain(const gk_context *ctx, const void *args, gk_explanation *out) {
-    (void)ctx;
-    out->tasks = 2 * ((const gk_kv_cache_write_args *)args)->k.shape[1];
-    out->chunks = 1;
-}
-
-const gk_cpu_kernel SYM(gk_kv_cache_write) = {no_workspace, write_run, write_explain};
+const gk_cpu_kernel SYM(gk_kv_cache_write) = {write_plan, write_run};
 
 /* ---- attn_merge --------------------------------------------------------------------------------- */
 /* Offset of a row of t, whose first `ndim` dimensions count rows. */
@@ -153,15 +149,16 @@ static void merge_task(void *arg, int64_t task, int64_t worker) {
     for (int64_t row = task * MERGE_ROWS; row < end; ++row) merge_row(x, row);
 }
 
-static void merge_run(const gk_context *ctx, const void *args) {
-    gk_attn_merge_args x = *(const gk_attn_merge_args *)args;
-    gk_parallel(ctx, gk_ceil_div(gk_numel(&x.lse), MERGE_ROWS), merge_task, &x);
-}
-
-static void merge_explain(const gk_context *ctx, const void *args, gk_explanation *out) {
+static bool merge_plan(const gk_context *ctx, const void *args, gk_plan *plan) {
     (void)ctx;
-    out->tasks = gk_ceil_div(gk_numel(&((const gk_attn_merge_args *)args)->lse), MERGE_ROWS);
-    out->chunks = 1;
+    plan->tasks = gk_ceil_div(gk_numel(&((const gk_attn_merge_args *)args)->lse), MERGE_ROWS);
+    return true;
 }
 
-const gk_cpu_kernel SYM(gk_attn_merge) = {no_workspace, merge_run, merge_explain};
+static void merge_run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
+    (void)workspace;
+    gk_attn_merge_args x = *(const gk_attn_merge_args *)args;
+    gk_parallel(ctx, plan->tasks, merge_task, &x);
+}
+
+const gk_cpu_kernel SYM(gk_attn_merge) = {merge_plan, merge_run};

@@ -22,23 +22,36 @@ static bool has_bf16_and_vnni(void) {
 }
 #endif
 
-bool gk_cpu_has(gk_isa isa) {
-    if (isa == GK_ISA_BASE) return true;
+static gk_isa find_best(void) {
 #if defined(GK_X86_ISAS)
     __builtin_cpu_init();
-    bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
-    bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                  __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    switch (isa) {
-    case GK_ISA_AVX2: return avx2;
-    case GK_ISA_AVX512: return avx512;
-    case GK_ISA_AVX512BF16: return avx512 && has_bf16_and_vnni();
-    default: return false;
-    }
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !has_f16c()) return GK_ISA_BASE;
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+        !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
+        return GK_ISA_AVX2;
+    return has_bf16_and_vnni() ? GK_ISA_AVX512BF16 : GK_ISA_AVX512;
 #else
-    return false;
+    return GK_ISA_BASE;
 #endif
 }
+
+/* Found once: every call asks, and a cpuid takes 20 to 70 us under a hypervisor. */
+static gk_isa best(void) {
+#if defined(GK_X86_ISAS)
+    static atomic_int found; /* 1 + the set; 0 until asked for */
+    int known = atomic_load_explicit(&found, memory_order_relaxed);
+    if (known == 0) {
+        known = 1 + (int)find_best();
+        atomic_store_explicit(&found, known, memory_order_relaxed);
+    }
+    return (gk_isa)(known - 1);
+#else
+    return find_best();
+#endif
+}
+
+/* The sets nest. */
+bool gk_cpu_has(gk_isa isa) { return isa <= best(); }
 
 bool gk_cpu_fetches_near(void) {
 #if defined(GK_X86_ISAS)
@@ -57,18 +70,10 @@ bool gk_cpu_fetches_near(void) {
 #endif
 }
 
-const char *gk_cpu_isa(void) {
-    int best = GK_ISA_BASE;
-    for (int i = 0; i < GK_NUM_ISAS; ++i)
-        if (gk_cpu_has((gk_isa)i)) best = i;
-    return gk_isa_names[best];
-}
+const char *gk_cpu_isa(void) { return gk_isa_names[best()]; }
 
 const char *gk_cpu_isas(void) {
-    /* the sets nest, so the list is one of four */
     static const char *const lists[GK_NUM_ISAS] = {"base", "base,avx2", "base,avx2,avx512",
                                                    "base,avx2,avx512,avx512bf16"};
-    int n = 0;
-    while (n + 1 < GK_NUM_ISAS && gk_cpu_has((gk_isa)(n + 1))) ++n;
-    return lists[n];
+    return lists[best()];
 }

@@ -141,6 +141,7 @@ typedef struct job {
     char *workspace;
     const int64_t (*order)[2]; /* [batch] {pairs, sequence}, most pairs first */
 } job;
+GK_PLAN_HOLDS(job);
 
 /* Offset of row 0 of sequence b and head h in a tensor like q or k; `first` is its first token. */
 static int64_t row0_of(const job *g, const gk_tensor *t, int64_t b, int64_t h, int64_t first) {
@@ -603,16 +604,20 @@ static void order_sequences(const job *g, int64_t (*order)[2]) {
     qsort(order, (size_t)g->shape.batch, sizeof *order, by_pairs);
 }
 
-static size_t workspace_bytes(const gk_context *ctx, const void *args) {
+static bool plan(const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_flash_attn_bwd_args *a = args;
-    const attn_shape shape = attn_shape_of(&a->fwd);
-    return sizes_of(ctx, a, &shape).total_bytes;
+    job *g = GK_OWN(job, to);
+    *g = (job){.args = a, .shape = attn_shape_of(&a->fwd), .dtype = a->fwd.q.dtype};
+    g->z = sizes_of(ctx, a, &g->shape);
+    to->tile[0] = g->z.tile.bq, to->tile[1] = g->z.tile.bkv, to->tile[2] = g->z.chunk_keys;
+    to->tasks = g->z.tasks, to->chunks = g->z.chunks, to->workspace_bytes = g->z.total_bytes;
+    return true;
 }
 
-static void run(const gk_context *ctx, const void *args) {
+static void run(const gk_context *ctx, const void *args, const gk_plan *planned, void *workspace) {
     const gk_flash_attn_bwd_args *a = args;
-    job g = {.args = a, .shape = attn_shape_of(&a->fwd), .dtype = a->fwd.q.dtype, .workspace = a->workspace};
-    g.z = sizes_of(ctx, a, &g.shape);
+    job g = *GK_OWN_CONST(job, planned);
+    g.args = a, g.workspace = workspace;
     int64_t (*order)[2] = (int64_t (*)[2])(g.workspace + g.z.order_at);
     order_sequences(&g, order);
     g.order = (const int64_t (*)[2])order;
@@ -635,12 +640,4 @@ static void run(const gk_context *ctx, const void *args) {
     }
 }
 
-static void explain(const gk_context *ctx, const void *args, gk_explanation *out) {
-    const gk_flash_attn_bwd_args *a = args;
-    const attn_shape shape = attn_shape_of(&a->fwd);
-    const sizes z = sizes_of(ctx, a, &shape);
-    out->tile[0] = z.tile.bq, out->tile[1] = z.tile.bkv, out->tile[2] = z.chunk_keys, out->tile[3] = 0;
-    out->tasks = z.tasks, out->chunks = z.chunks;
-}
-
-const gk_cpu_kernel SYM(gk_flash_attn_bwd) = {workspace_bytes, run, explain};
+const gk_cpu_kernel SYM(gk_flash_attn_bwd) = {plan, run};

@@ -14,7 +14,9 @@ typedef struct fwd_job {
     int64_t blocks; /* of one sequence and kv head, by the longest sequence */
     int64_t tasks;
     int64_t scratch_bytes;
+    char *workspace;
 } fwd_job;
+GK_PLAN_HOLDS(fwd_job);
 
 static fwd_job job_make(const gk_flash_attn_args *a) {
     fwd_job job = {.args = a, .shape = attn_shape_of(a)};
@@ -51,29 +53,24 @@ static void block_task(void *arg, int64_t task, int64_t worker) {
                             .v = gk_at(x.v, element_bytes * h_kv * x.v_head),
                             .k_row_bytes = element_bytes * x.k_row,
                             .v_row_bytes = element_bytes * x.v_row};
-    attn_block(&job->attn, &lanes, &keys, (float)a->rules.scale, 1, (char *)a->workspace + worker * job->scratch_bytes);
+    attn_block(&job->attn, &lanes, &keys, (float)a->rules.scale, 1, job->workspace + worker * job->scratch_bytes);
 }
 
 /* ---- the row of tables.c ------------------------------------------------------------------------ */
-static size_t workspace_bytes(const gk_context *ctx, const void *args) {
-    const fwd_job job = job_make(args);
-    return (size_t)(gk_num_workers(ctx, job.tasks) * job.scratch_bytes);
+static bool plan(const gk_context *ctx, const void *args, gk_plan *to) {
+    fwd_job *job = GK_OWN(fwd_job, to);
+    *job = job_make(args);
+    to->tile[0] = job->attn.bq, to->tile[1] = job->attn.bkv, to->tasks = job->tasks;
+    to->workspace_bytes = (size_t)(gk_num_workers(ctx, job->tasks) * job->scratch_bytes);
+    return true;
 }
 
-static void run(const gk_context *ctx, const void *args) {
-    fwd_job job = job_make(args);
+static void run(const gk_context *ctx, const void *args, const gk_plan *planned, void *workspace) {
+    fwd_job job = *GK_OWN_CONST(fwd_job, planned);
+    job.args = args, job.attn.rules = &job.args->rules, job.workspace = workspace;
     if (job.shape.packed)
         attn_clear_tokens(&job.args->out, job.attn.lse, i32_at(job.args->cu_seqlens_q, job.shape.batch));
     gk_parallel(ctx, job.tasks, block_task, &job);
 }
 
-static void explain(const gk_context *ctx, const void *args, gk_explanation *out) {
-    (void)ctx;
-    const fwd_job job = job_make(args);
-    out->tile[0] = job.attn.bq;
-    out->tile[1] = job.attn.bkv;
-    out->tasks = job.tasks;
-    out->chunks = 1;
-}
-
-const gk_cpu_kernel SYM(gk_flash_attn_fwd) = {workspace_bytes, run, explain};
+const gk_cpu_kernel SYM(gk_flash_attn_fwd) = {plan, run};

@@ -110,10 +110,9 @@ void gk_gemm_at(const gk_gemm_args *args, const gk_gemm_problem *p, int64_t i, c
 }
 
 /* Few rows read b in place; where both operands lie along k, dot products need no packing for some more. */
-bool gk_gemm_is_skinny(const void *args) {
-    const gk_gemm_problem p = gk_gemm_problem_of(args);
-    if (p.b_n == 1) return p.m <= GK_SKINNY_ROWS_ACROSS;
-    return p.b_k == 1 && p.a_k == 1 && p.m <= GK_SKINNY_ROWS_ALONG;
+bool gk_gemm_is_skinny(const gk_gemm_problem *p) {
+    if (p->b_n == 1) return p->m <= GK_SKINNY_ROWS_ACROSS;
+    return p->b_k == 1 && p->a_k == 1 && p->m <= GK_SKINNY_ROWS_ALONG;
 }
 
 /* ---- 2 the plan -------------------------------------------------------------------------------- */
@@ -131,6 +130,7 @@ typedef struct plan {
     int64_t sum_cells; /* that are added up before they join the sum */
     size_t a_bytes, b_bytes, c_bytes, worker_bytes, shared_bytes;
 } plan;
+GK_PLAN_HOLDS(plan);
 
 enum {
     /* panels of b that one task packs: a row of them is one run of addresses */
@@ -235,6 +235,7 @@ typedef struct job {
     const gk_gemm_args *args;
     const gk_gemm_isa *isa;
     plan x;
+    char *workspace;
     int64_t batch, column; /* of this phase where b is shared, its first column */
 } job;
 
@@ -247,14 +248,13 @@ static int64_t strip_start(int64_t rows, int64_t strips, int64_t s) {
 /* The shared b: for each k block its panels side by side. */
 static uint32_t *shared_at(const job *jb, int64_t k0, int64_t column) {
     const int64_t cells = gk_ceil_div(gk_min_i64(jb->x.kb, jb->x.p.k - k0), jb->isa->pair);
-    return (uint32_t *)jb->args->workspace + k0 / jb->isa->pair * jb->x.span + column * cells;
+    return (uint32_t *)jb->workspace + k0 / jb->isa->pair * jb->x.span + column * cells;
 }
 
 /* Where a worker packs a; with a_once first how many k blocks of it are packed, the blocks 64 bytes behind. */
 static int64_t *blocks_of_a(const job *jb, int64_t worker) {
     const plan *x = &jb->x;
-    return (int64_t *)((char *)jb->args->workspace + x->shared_bytes + (size_t)worker * x->worker_bytes + x->b_bytes +
-                       x->c_bytes);
+    return (int64_t *)(jb->workspace + x->shared_bytes + (size_t)worker * x->worker_bytes + x->b_bytes + x->c_bytes);
 }
 
 /* Rows of a, [rows][a_ld] or strips, each strip transposed. */
@@ -309,7 +309,7 @@ static void task(void *arg, int64_t t, int64_t worker) {
     const gk_gemm_problem *p = &x->p;
     const int64_t nr = 2 * isa->w, pair = isa->pair, es = (int64_t)gk_dtype_bytes(jb->args->a.dtype);
     const gk_dtype dtype = jb->args->a.dtype;
-    char *ws = (char *)jb->args->workspace + x->shared_bytes + (size_t)worker * x->worker_bytes;
+    char *ws = jb->workspace + x->shared_bytes + (size_t)worker * x->worker_bytes;
     int64_t *a_have = blocks_of_a(jb, worker);
     uint32_t *b_pack = (uint32_t *)ws, *a_pack = (uint32_t *)a_have;
     float *tile = (float *)(ws + x->b_bytes), *block = tile + isa->mr * nr;
@@ -374,13 +374,18 @@ static void task(void *arg, int64_t t, int64_t worker) {
 }
 
 /* ---- 4 entry points ---------------------------------------------------------------------------- */
-size_t gk_gemm_packed_workspace(const gk_context *ctx, const gk_gemm_args *args, const gk_gemm_isa *isa) {
-    plan x = plan_of(ctx, args, isa);
-    return x.shared_bytes + (size_t)gk_num_workers(ctx, num_tasks(&x)) * x.worker_bytes;
+bool gk_gemm_packed_plan(const gk_context *ctx, const gk_gemm_args *args, const gk_gemm_isa *isa, gk_plan *to) {
+    plan *x = GK_OWN(plan, to);
+    *x = plan_of(ctx, args, isa);
+    to->tile[0] = x->mb, to->tile[1] = x->nb, to->tile[2] = x->kb, to->tile[3] = isa->mr * 2 * isa->w;
+    to->tasks = num_tasks(x);
+    to->workspace_bytes = x->shared_bytes + (size_t)gk_num_workers(ctx, to->tasks) * x->worker_bytes;
+    return true;
 }
 
-void gk_gemm_packed_run(const gk_context *ctx, const gk_gemm_args *args, const gk_gemm_isa *isa) {
-    job jb = {args, isa, plan_of(ctx, args, isa), 0, 0};
+void gk_gemm_packed_run(const gk_context *ctx, const gk_gemm_args *args, const gk_gemm_isa *isa, const gk_plan *planned,
+                        void *workspace) {
+    job jb = {args, isa, *GK_OWN_CONST(plan, planned), workspace, 0, 0};
     for (int64_t w = 0; jb.x.a_once && w < gk_num_workers(ctx, num_tasks(&jb.x)); ++w) *blocks_of_a(&jb, w) = 0;
     if (!jb.x.shared) {
         gk_parallel(ctx, num_tasks(&jb.x), task, &jb);
@@ -391,12 +396,4 @@ void gk_gemm_packed_run(const gk_context *ctx, const gk_gemm_args *args, const g
             gk_parallel(ctx, pack_tasks(&jb), pack_task, &jb);
             gk_parallel(ctx, num_tasks(&jb.x), task, &jb);
         }
-}
-
-void gk_gemm_packed_explain(const gk_context *ctx, const gk_gemm_args *args, const gk_gemm_isa *isa,
-                            gk_explanation *out) {
-    plan x = plan_of(ctx, args, isa);
-    out->tile[0] = x.mb, out->tile[1] = x.nb, out->tile[2] = x.kb, out->tile[3] = isa->mr * 2 * isa->w;
-    out->tasks = num_tasks(&x);
-    out->chunks = 1;
 }

@@ -19,6 +19,7 @@ typedef struct plan {
     int64_t nb, n_blocks, kb;
     int64_t acc_cells, b_cells, a_cells; /* of a worker's workspace, in 4-byte cells */
 } plan;
+GK_PLAN_HOLDS(plan);
 
 enum {
     TM = W == 16 ? 4 : 3,
@@ -29,10 +30,10 @@ enum {
     FEW_VECTORS = W == 16 ? 4 : 2
 }; /* 16 or 8 accumulators */
 
-static plan plan_of(const gk_context *ctx, const gk_gemm_args *args) {
+static plan plan_of(const gk_context *ctx, const gk_gemm_args *args, const gk_gemm_problem *p) {
     const gk_skinny_blocks *bl = &SYM(gk_skinny_blocks);
     plan x;
-    x.p = gk_gemm_problem_of(args);
+    x.p = *p;
     x.along = x.p.b_n != 1;
     x.in_place = !x.along && (args->a.dtype == GK_F32 || (x.p.m <= bl->place_rows && x.p.n >= bl->long_row));
     const int64_t unit = x.along ? TN : NR, tasks_per_thread = x.in_place ? 1 : bl->tasks_per_thread;
@@ -265,15 +266,16 @@ static void along(const plan *x, gk_dtype dtype, const char *a, const char *b, i
 /* ---- the task and the row ----------------------------------------------------------------------------- */
 typedef struct job {
     const gk_gemm_args *args;
-    plan x;
+    const plan *x;
+    char *workspace;
 } job;
 
 static void task(void *arg, int64_t t, int64_t worker) {
     const job *jb = arg;
-    const plan *x = &jb->x;
+    const plan *x = jb->x;
     const gk_dtype dtype = jb->args->a.dtype;
     const int64_t j0 = t % x->n_blocks * x->nb, cols = gk_min_i64(x->nb, x->p.n - j0);
-    float *ws = (float *)((char *)jb->args->workspace + (size_t)worker * worker_bytes(x));
+    float *ws = (float *)(jb->workspace + (size_t)worker * worker_bytes(x));
     const char *a, *b;
     gk_gemm_epilogue whole, e;
     gk_gemm_at(jb->args, &x->p, t / x->n_blocks, &a, &b, &whole);
@@ -289,22 +291,21 @@ static void task(void *arg, int64_t t, int64_t worker) {
     SYM(gk_gemm_isa).store(&e, ws, x->nb, x->p.m, cols);
 }
 
-static size_t workspace_bytes(const gk_context *ctx, const void *args) {
-    plan x = plan_of(ctx, args);
-    return (size_t)gk_num_workers(ctx, num_tasks(&x)) * worker_bytes(&x);
+static bool make_plan(const gk_context *ctx, const void *args, gk_plan *to) {
+    const gk_gemm_problem p = gk_gemm_problem_of(args);
+    if (!gk_gemm_is_skinny(&p)) return false;
+    plan *x = GK_OWN(plan, to);
+    *x = plan_of(ctx, args, &p);
+    to->tile[0] = x->p.m, to->tile[1] = x->nb, to->tile[2] = x->kb;
+    to->tile[3] = x->along ? TM * TN : MR * NR;
+    to->tasks = num_tasks(x);
+    to->workspace_bytes = (size_t)gk_num_workers(ctx, to->tasks) * worker_bytes(x);
+    return true;
 }
 
-static void run(const gk_context *ctx, const void *args) {
-    job jb = {args, plan_of(ctx, args)};
-    gk_parallel(ctx, num_tasks(&jb.x), task, &jb);
+static void run(const gk_context *ctx, const void *args, const gk_plan *planned, void *workspace) {
+    job jb = {args, GK_OWN_CONST(plan, planned), workspace};
+    gk_parallel(ctx, planned->tasks, task, &jb);
 }
 
-static void explain(const gk_context *ctx, const void *args, gk_explanation *out) {
-    plan x = plan_of(ctx, args);
-    out->tile[0] = x.p.m, out->tile[1] = x.nb, out->tile[2] = x.kb;
-    out->tile[3] = x.along ? TM * TN : MR * NR;
-    out->tasks = num_tasks(&x);
-    out->chunks = 1;
-}
-
-const gk_cpu_kernel SYM(gk_gemm_skinny) = {workspace_bytes, run, explain};
+const gk_cpu_kernel SYM(gk_gemm_skinny) = {make_plan, run};

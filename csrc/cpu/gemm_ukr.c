@@ -151,14 +151,13 @@ const gk_gemm_isa SYM(gk_gemm_isa) = {W,      MR,   PAIR,  SYM(gk_ukr_panel)[0],
                                       panels, rows, store, &SYM(gk_gemm_blocks)};
 
 /* ---- the rows of tables.c --------------------------------------------------------------------- */
-static size_t packed_workspace(const gk_context *ctx, const void *args) {
-    return gk_gemm_packed_workspace(ctx, args, &SYM(gk_gemm_isa));
+static bool packed_plan(const gk_context *ctx, const void *args, gk_plan *plan) {
+    return gk_gemm_packed_plan(ctx, args, &SYM(gk_gemm_isa), plan);
 }
-static void packed_run(const gk_context *ctx, const void *args) { gk_gemm_packed_run(ctx, args, &SYM(gk_gemm_isa)); }
-static void packed_explain(const gk_context *ctx, const void *args, gk_explanation *out) {
-    gk_gemm_packed_explain(ctx, args, &SYM(gk_gemm_isa), out);
+static void packed_run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
+    gk_gemm_packed_run(ctx, args, &SYM(gk_gemm_isa), plan, workspace);
 }
-const gk_cpu_kernel SYM(gk_gemm_packed) = {packed_workspace, packed_run, packed_explain};
+const gk_cpu_kernel SYM(gk_gemm_packed) = {packed_plan, packed_run};
 
 /* grad_in = grad_out * activation'(saved), element by element; a task is a run of rows of the last dimension. */
 INLINE vf activation_slope(vf x, gk_activation activation) {
@@ -223,21 +222,18 @@ static void act_bwd_task(void *arg, int64_t t, int64_t worker) {
     }
 }
 
-static size_t no_workspace(const gk_context *ctx, const void *args) {
-    (void)ctx, (void)args;
-    return 0;
-}
 static int64_t act_bwd_tasks(const gk_gemm_act_bwd_args *a) {
     const int64_t n = a->grad_out.ndim ? a->grad_out.shape[a->grad_out.ndim - 1] : 1;
     return n ? gk_ceil_div(gk_numel(&a->grad_out) / n, ACT_ROWS_PER_TASK) : 0;
 }
-static void act_bwd_run(const gk_context *ctx, const void *args) {
-    gk_gemm_act_bwd_args a = *(const gk_gemm_act_bwd_args *)args;
-    gk_parallel(ctx, act_bwd_tasks(&a), act_bwd_task, &a);
-}
-static void act_bwd_explain(const gk_context *ctx, const void *args, gk_explanation *out) {
+static bool act_bwd_plan(const gk_context *ctx, const void *args, gk_plan *plan) {
     (void)ctx;
-    out->tasks = act_bwd_tasks(args);
-    out->chunks = 1;
+    plan->tasks = act_bwd_tasks(args);
+    return true;
 }
-const gk_cpu_kernel SYM(gk_gemm_act_bwd) = {no_workspace, act_bwd_run, act_bwd_explain};
+static void act_bwd_run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
+    (void)workspace;
+    gk_gemm_act_bwd_args a = *(const gk_gemm_act_bwd_args *)args;
+    gk_parallel(ctx, plan->tasks, act_bwd_task, &a);
+}
+const gk_cpu_kernel SYM(gk_gemm_act_bwd) = {act_bwd_plan, act_bwd_run};

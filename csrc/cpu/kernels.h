@@ -5,6 +5,7 @@
 #define GPUKERN_CPU_KERNELS_H
 
 #include "../internal.h"
+#include "../plan.h"
 
 /* features.c: instruction sets, worst first; a machine has a prefix of the list that its compiler also knew. */
 typedef enum gk_isa {
@@ -20,20 +21,19 @@ bool gk_cpu_has(gk_isa isa);
  * latter. Zen 3 and 4 are slower by it. */
 bool gk_cpu_fetches_near(void);
 
-/* A kernel: `args` is the op's argument struct of gpukern.h, already validated; workspace is of the size asked for.
- * explain fills tile, tasks and chunks; dispatch.c fills the rest. */
+/* A kernel: `args` is the op's argument struct of gpukern.h, already checked. plan fills workspace_bytes, tile, tasks, chunks and
+ * the kernel's own part; false: it does not serve the call. run is given the same args, whose address may be another, and
+ * workspace of the planned size. */
 typedef struct gk_cpu_kernel {
-    size_t (*workspace_bytes)(const gk_context *ctx, const void *args);
-    void (*run)(const gk_context *ctx, const void *args);
-    void (*explain)(const gk_context *ctx, const void *args, gk_explanation *out);
+    bool (*plan)(const gk_context *ctx, const void *args, gk_plan *plan);
+    void (*run)(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace);
 } gk_cpu_kernel;
 
 typedef struct gk_cpu_row {
     const char *name; /* stem: "gemm_packed"; the full name adds dtype and ISA */
     gk_dtype dtype;
     gk_isa isa;
-    const gk_cpu_kernel *kernel;
-    bool (*takes)(const void *args); /* shapes the row is for; NULL = all. The first row that takes a call serves it */
+    const gk_cpu_kernel *kernel; /* the first of a table that plans a call serves it */
 } gk_cpu_row;
 
 /* The register tile of an ISA: C[m][n] (+)= A B, m <= mr rows and nv <= 2 vectors of w columns. A cell is 32 bits:
@@ -71,10 +71,9 @@ typedef struct gk_gemm_isa {
 } gk_gemm_isa;
 
 /* gemm.c: the packed product for one ISA. */
-size_t gk_gemm_packed_workspace(const gk_context *ctx, const gk_gemm_args *args, const gk_gemm_isa *isa);
-void gk_gemm_packed_run(const gk_context *ctx, const gk_gemm_args *args, const gk_gemm_isa *isa);
-void gk_gemm_packed_explain(const gk_context *ctx, const gk_gemm_args *args, const gk_gemm_isa *isa,
-                            gk_explanation *out);
+bool gk_gemm_packed_plan(const gk_context *ctx, const gk_gemm_args *args, const gk_gemm_isa *isa, gk_plan *plan);
+void gk_gemm_packed_run(const gk_context *ctx, const gk_gemm_args *args, const gk_gemm_isa *isa, const gk_plan *plan,
+                        void *workspace);
 
 /* A gemm as the kernels see it: batch dimensions that can be merged into rows are, broadcasts have stride 0. */
 typedef struct gk_gemm_problem {
@@ -88,7 +87,7 @@ typedef struct gk_gemm_problem {
 } gk_gemm_problem;
 
 /* True where gemm_skinny serves the call: few rows, so that reading b once is what costs. */
-bool gk_gemm_is_skinny(const void *args);
+bool gk_gemm_is_skinny(const gk_gemm_problem *p);
 
 gk_gemm_problem gk_gemm_problem_of(const gk_gemm_args *args);
 /* The operands of batch i, and the epilogue placed at its first element. */

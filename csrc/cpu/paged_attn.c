@@ -44,6 +44,7 @@ typedef struct paged_job {
     char *scratch;
     int64_t plan_bytes, partials_bytes, scratch_bytes;
 } paged_job;
+GK_PLAN_HOLDS(paged_job);
 
 static float head_scale(const gk_tensor *t, int64_t h_kv) {
     if (!t) return 1;
@@ -98,10 +99,6 @@ static paged_job job_make(const gk_context *ctx, const gk_paged_attn_args *a) {
     job.plan_bytes = gk_round_up(16 * (job.batch + 1), 64);
     job.partials_bytes = 4 * job.max_chunks * job.heads_kv * job.lanes * job.partial;
     job.scratch_bytes = gk_max_i64(attn_scratch_at(NULL, &job.tile).bytes, lanes_scratch_at(NULL, &job).bytes);
-    job.first_block = a->workspace;
-    job.first_chunk = gk_at(a->workspace, 8 * (job.batch + 1));
-    job.partials = gk_at(a->workspace, job.plan_bytes);
-    job.scratch = gk_at(job.partials, job.partials_bytes);
     return job;
 }
 
@@ -147,7 +144,7 @@ INLINE int64_t num_chunks(const paged_job *job, const attn_seq *x) {
     return x->seq_q ? gk_ceil_div(gk_span_hi(&x->span, x->seq_q - 1) - gk_span_lo(&x->span, 0), job->chunk) : 0;
 }
 
-static void plan(paged_job *job) {
+static void count_tasks(paged_job *job) {
     int64_t blocks = 0, chunks = 0;
     for (int64_t b = 0; b < job->batch; ++b) {
         const attn_seq x = seq_of(job, b);
@@ -481,13 +478,14 @@ SOFTMAX(4)
         }                                                             \
     }
 PRODUCTS_OF(bf16, GK_BF16)
+static const products bf16_products[] = PRODUCTS_ROW(bf16);
 #if PAIR == 1
 PRODUCTS_OF(f32, GK_F32)
 PRODUCTS_OF(f16, GK_F16)
-static const products products_of[][3] = {
-    [GK_F32] = PRODUCTS_ROW(f32), [GK_BF16] = PRODUCTS_ROW(bf16), [GK_F16] = PRODUCTS_ROW(f16)};
+static const products f32_products[] = PRODUCTS_ROW(f32), f16_products[] = PRODUCTS_ROW(f16);
 #else
-static const products products_of[][3] = {[GK_BF16] = PRODUCTS_ROW(bf16)};
+#define f32_products bf16_products
+#define f16_products bf16_products
 #endif
 
 /* ---- few lanes: a chunk ------------------------------------------------------------------------- */
@@ -500,7 +498,7 @@ static void chunk_units(const paged_job *job, int64_t b, const attn_seq *x, int6
     const gk_paged_attn_args *a = job->args;
     const int64_t group = job->tile.group, num_lanes = x->seq_q * group, unit = job->blocks->unit;
     const int64_t head_dim = job->tile.head_dim, head_dim_v = job->tile.head_dim_v, num_heads = head1 - head0;
-    const products *of = products_of[dtype];
+    const products *of = dtype == GK_F32 ? f32_products : dtype == GK_F16 ? f16_products : bf16_products;
     const int64_t element = dtype == GK_F32 ? 4 : 2, k_bytes = element * head_dim, v_bytes = element * head_dim_v;
     const int64_t k_head = element * a->k_cache.stride[2], v_head = element * a->v_cache.stride[2];
     const attn_keys keys = keys_of(job, b, head0);
@@ -672,29 +670,30 @@ static int64_t max_tasks(const paged_job *job) {
            job->max_chunks * gk_ceil_div(job->heads_kv, job->heads);
 }
 
-static size_t workspace_bytes(const gk_context *ctx, const void *args) {
-    const paged_job job = job_make(ctx, args);
-    return (size_t)(job.plan_bytes + job.partials_bytes + gk_num_workers(ctx, max_tasks(&job)) * job.scratch_bytes);
+static bool plan(const gk_context *ctx, const void *args, gk_plan *to) {
+    paged_job *job = GK_OWN(paged_job, to);
+    *job = job_make(ctx, args);
+    to->tile[0] = job->tile.bq, to->tile[2] = job->max_chunks ? job->chunk : 0;
+    to->tile[1] = job->max_tokens * job->tile.group <= job->lanes ? job->blocks->unit : job->tile.bkv;
+    to->tasks = max_tasks(job);
+    to->chunks = job->batch && job->max_chunks ? job->max_chunks / job->batch : 1;
+    to->workspace_bytes =
+        (size_t)(job->plan_bytes + job->partials_bytes + gk_num_workers(ctx, to->tasks) * job->scratch_bytes);
+    return true;
 }
 
-static void run(const gk_context *ctx, const void *args) {
-    paged_job job = job_make(ctx, args);
-    const gk_paged_attn_args *a = job.args;
+static void run(const gk_context *ctx, const void *args, const gk_plan *planned, void *workspace) {
+    paged_job job = *GK_OWN_CONST(paged_job, planned);
+    const gk_paged_attn_args *a = args;
+    job.args = a, job.tile.rules = &a->rules;
+    job.first_block = workspace, job.first_chunk = gk_at(workspace, 8 * (job.batch + 1));
+    job.partials = gk_at(workspace, job.plan_bytes), job.scratch = gk_at(job.partials, job.partials_bytes);
     if (a->cu_seqlens_q) attn_clear_tokens(&a->out, a->lse.data, i32_at(a->cu_seqlens_q, job.batch));
     if (job.batch == 0 || job.heads_kv == 0) return;
-    plan(&job);
+    count_tasks(&job);
     const int64_t parts = gk_ceil_div(job.heads_kv, job.heads);
     gk_parallel(ctx, job.first_block[job.batch] + job.first_chunk[job.batch] * parts, task, &job);
     if (job.lanes >= job.tile.group) gk_parallel(ctx, job.batch * job.heads_kv, merge_task, &job);
 }
 
-static void explain(const gk_context *ctx, const void *args, gk_explanation *out) {
-    const paged_job job = job_make(ctx, args);
-    out->tile[0] = job.tile.bq;
-    out->tile[1] = job.max_tokens * job.tile.group <= job.lanes ? job.blocks->unit : job.tile.bkv;
-    out->tile[2] = job.max_chunks ? job.chunk : 0;
-    out->tasks = max_tasks(&job);
-    out->chunks = job.batch && job.max_chunks ? job.max_chunks / job.batch : 1;
-}
-
-const gk_cpu_kernel SYM(gk_paged_attn) = {workspace_bytes, run, explain};
+const gk_cpu_kernel SYM(gk_paged_attn) = {plan, run};

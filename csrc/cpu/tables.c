@@ -8,17 +8,17 @@
 #include "kernels.h"
 
 /* ---- float64 ------------------------------------------------------------------------------------ */
-static size_t no_workspace(const gk_context *ctx, const void *args) {
+static bool plan_ref(const gk_context *ctx, const void *args, gk_plan *plan) {
     (void)ctx, (void)args;
-    return 0;
+    plan->tasks = 1;
+    return true;
 }
-static void explain_rows(const gk_context *ctx, const void *args, gk_explanation *out) {
-    (void)ctx, (void)args;
-    out->tasks = 1, out->chunks = 1;
-}
-#define REF(stem, args_type)                                                                                         \
-    static void ref_##stem(const gk_context *ctx, const void *args) { gk_ref_##stem(ctx, (const args_type *)args); } \
-    static const gk_cpu_kernel stem##_ref = {no_workspace, ref_##stem, explain_rows};
+#define REF(stem, args_type)                                                                                \
+    static void ref_##stem(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) { \
+        (void)plan, (void)workspace;                                                                        \
+        gk_ref_##stem(ctx, (const args_type *)args);                                                        \
+    }                                                                                                       \
+    static const gk_cpu_kernel stem##_ref = {plan_ref, ref_##stem};
 REF(gemm, gk_gemm_args)
 REF(gemm_act_bwd, gk_gemm_act_bwd_args)
 REF(flash_attn_fwd, gk_flash_attn_args)
@@ -26,7 +26,7 @@ REF(flash_attn_bwd, gk_flash_attn_bwd_args)
 REF(paged_attn, gk_paged_attn_args)
 REF(kv_cache_write, gk_kv_cache_write_args)
 REF(attn_merge, gk_attn_merge_args)
-#define REF_ROW(stem) {#stem "_ref", GK_F64, GK_ISA_BASE, &stem##_ref, NULL}
+#define REF_ROW(stem) {#stem "_ref", GK_F64, GK_ISA_BASE, &stem##_ref}
 
 /* ---- the rows ------------------------------------------------------------------------------------- */
 #define DECLARE(stem) \
@@ -40,25 +40,23 @@ DECLARE(paged_attn)
 DECLARE(kv_cache_write)
 DECLARE(attn_merge)
 
-#define ROW(stem, dtype, ISA, isa, takes) {#stem, dtype, ISA, &gk_##stem##_##isa, takes}
-#define THREE(stem, ISA, isa, takes) \
-    ROW(stem, GK_F32, ISA, isa, takes), ROW(stem, GK_BF16, ISA, isa, takes), ROW(stem, GK_F16, ISA, isa, takes)
+#define ROW(stem, dtype, ISA, isa) {#stem, dtype, ISA, &gk_##stem##_##isa}
+#define THREE(stem, ISA, isa) ROW(stem, GK_F32, ISA, isa), ROW(stem, GK_BF16, ISA, isa), ROW(stem, GK_F16, ISA, isa)
 #if defined(GK_X86_ISAS)
-#define EVERY_ISA(stem)                                                                                \
-    ROW(stem, GK_BF16, GK_ISA_AVX512BF16, avx512bf16, NULL), THREE(stem, GK_ISA_AVX512, avx512, NULL), \
-        THREE(stem, GK_ISA_AVX2, avx2, NULL), THREE(stem, GK_ISA_BASE, base, NULL)
-#define PREFERRED(first, takes, second)                                                                        \
-    ROW(first, GK_BF16, GK_ISA_AVX512BF16, avx512bf16, takes),                                                 \
-        ROW(second, GK_BF16, GK_ISA_AVX512BF16, avx512bf16, NULL), THREE(first, GK_ISA_AVX512, avx512, takes), \
-        THREE(second, GK_ISA_AVX512, avx512, NULL), THREE(first, GK_ISA_AVX2, avx2, takes),                    \
-        THREE(second, GK_ISA_AVX2, avx2, NULL), THREE(first, GK_ISA_BASE, base, takes),                        \
-        THREE(second, GK_ISA_BASE, base, NULL)
+#define EVERY_ISA(stem)                                                                    \
+    ROW(stem, GK_BF16, GK_ISA_AVX512BF16, avx512bf16), THREE(stem, GK_ISA_AVX512, avx512), \
+        THREE(stem, GK_ISA_AVX2, avx2), THREE(stem, GK_ISA_BASE, base)
+/* `first` of an ISA before `second` of it: where it plans the call it serves it */
+#define EITHER(first, second)                                                                                       \
+    ROW(first, GK_BF16, GK_ISA_AVX512BF16, avx512bf16), ROW(second, GK_BF16, GK_ISA_AVX512BF16, avx512bf16),        \
+        THREE(first, GK_ISA_AVX512, avx512), THREE(second, GK_ISA_AVX512, avx512), THREE(first, GK_ISA_AVX2, avx2), \
+        THREE(second, GK_ISA_AVX2, avx2), THREE(first, GK_ISA_BASE, base), THREE(second, GK_ISA_BASE, base)
 #else
-#define EVERY_ISA(stem) THREE(stem, GK_ISA_BASE, base, NULL)
-#define PREFERRED(first, takes, second) THREE(first, GK_ISA_BASE, base, takes), THREE(second, GK_ISA_BASE, base, NULL)
+#define EVERY_ISA(stem) THREE(stem, GK_ISA_BASE, base)
+#define EITHER(first, second) THREE(first, GK_ISA_BASE, base), THREE(second, GK_ISA_BASE, base)
 #endif
 
-static const gk_cpu_row gemm_rows[] = {PREFERRED(gemm_skinny, gk_gemm_is_skinny, gemm_packed), REF_ROW(gemm)};
+static const gk_cpu_row gemm_rows[] = {EITHER(gemm_skinny, gemm_packed), REF_ROW(gemm)};
 static const gk_cpu_row gemm_act_bwd_rows[] = {EVERY_ISA(gemm_act_bwd), REF_ROW(gemm_act_bwd)};
 static const gk_cpu_row flash_attn_fwd_rows[] = {EVERY_ISA(flash_attn_fwd), REF_ROW(flash_attn_fwd)};
 static const gk_cpu_row flash_attn_bwd_rows[] = {EVERY_ISA(flash_attn_bwd), REF_ROW(flash_attn_bwd)};

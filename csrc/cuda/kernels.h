@@ -4,6 +4,7 @@
 #define GPUKERN_CUDA_KERNELS_H
 
 #include "../internal.h"
+#include "../plan.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -28,19 +29,20 @@ int32_t gk_gpu_count(void);
 int32_t gk_gpu_enter(const char *op, int32_t index);
 void gk_gpu_leave(int32_t before);
 
-/* A row: one instance of a kernel. `args` is the op's argument struct of gpukern.h, already validated, nothing empty
- * but what the op allows; workspace is of the size asked for. run() launches on ctx->stream, never waits, and returns
- * launch failures. explain fills tile, tasks, chunks and waves; dispatch.c fills the rest. */
+/* A row: one instance of a kernel. `args` is the op's argument struct of gpukern.h, already checked, nothing empty but what the op
+ * allows. */
 typedef struct gk_cuda_row gk_cuda_row;
 struct gk_cuda_row {
     const char *name; /* the whole name: "gemm_sm80_bf16_128x256x32" */
     gk_dtype dtype;
-    /* Whether the row can serve the call, not whether it is the best that can; NULL = every call. */
-    bool (*takes)(const gk_cuda_row *row, const gk_context *ctx, const void *args);
-    size_t (*workspace_bytes)(const gk_cuda_row *row, const gk_context *ctx, const void *args); /* NULL = none */
-    gk_status (*run)(const gk_cuda_row *row, const gk_context *ctx, const void *args);
-    void (*explain)(const gk_cuda_row *row, const gk_context *ctx, const void *args, gk_explanation *out);
-    int32_t key[8]; /* what the file's own functions read: head_dim, tile sizes, .. */
+    /* Plans the call by this instance, whether or not it is the best that can: fills workspace_bytes, tile, tasks, chunks, waves, and
+     * the file's own part. Reads no device memory. false: it cannot serve the call. */
+    bool (*plan)(const gk_cuda_row *row, const gk_context *ctx, const void *args, gk_plan *plan);
+    /* Launches on ctx->stream what was planned for these args, never waits, and returns launch failures; workspace is of the planned
+     * size. */
+    gk_status (*run)(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace);
+    int32_t key[8];             /* what the file's own functions read: head_dim, tile sizes, .. */
+    int (*blocks_per_sm)(void); /* that run at once, for `explain` where a plan has no waves; NULL = 1 */
 };
 
 /* The instances of one kernel file, best first. */
@@ -48,11 +50,11 @@ typedef struct gk_cuda_table {
     const gk_cuda_row *rows;
     int num_rows;
     int arch; /* 80: this arch and every later one; 90: this one alone (sm_90a code) */
-    /* The best row of the args' dtype that takes the call, without asking row by row; NULL = the first that takes it. */
-    const gk_cuda_row *(*choose)(const gk_context *ctx, const void *args);
+    /* Plans the call by the best instance for it, plan->kernel, without asking one by one; NULL = by the first that can. */
+    bool (*plan)(const gk_context *ctx, const void *args, gk_plan *plan);
 } gk_cuda_table;
 
-/* tables.c: the tables of an op, best first; the first row that takes a call on the device's arch serves it. */
+/* tables.c: the tables of an op, best first; the first that plans a call, on the device's arch, serves it. */
 const gk_cuda_table *const *gk_cuda_tables(gk_op op, int *num_tables);
 
 #ifdef __cplusplus

@@ -2,9 +2,8 @@
  * first row that serves a call on the device's architecture. */
 #include "kernels.h"
 
-extern const gk_cuda_table gk_gemm_sm90a_table, gk_gemm_skewed_sm90a_table;
-extern const gk_cuda_table gk_gemm_skinny_table, gk_gemm_skinny_odd_sm90a_table;
-extern const gk_cuda_table gk_gemm_sm80_table, gk_gemm_plain_table;
+extern const gk_cuda_table gk_gemm_sm90a_table, gk_gemm_pingpong_sm90a_table, gk_gemm_swapab_sm90a_table;
+extern const gk_cuda_table gk_gemm_tf32_sm90a_table, gk_gemm_skinny_table, gk_gemm_sm80_table, gk_gemm_plain_table;
 extern const gk_cuda_table gk_gemm_act_bwd_table;
 extern const gk_cuda_table gk_flash_attn_fwd_sm90a_table;
 extern const gk_cuda_table gk_flash_attn_fwd_sm80_table, gk_flash_attn_fwd_simt_table, gk_flash_attn_fwd_plain_table;
@@ -14,9 +13,10 @@ extern const gk_cuda_table gk_paged_attn_sm80_table, gk_paged_attn_f32_table, gk
 extern const gk_cuda_table gk_kv_cache_write_table;
 extern const gk_cuda_table gk_attn_merge_table;
 
-static const gk_cuda_table *const gemm[] = {&gk_gemm_sm90a_table,        &gk_gemm_skinny_table,
-                                            &gk_gemm_skewed_sm90a_table, &gk_gemm_skinny_odd_sm90a_table,
-                                            &gk_gemm_sm80_table,         &gk_gemm_plain_table};
+static const gk_cuda_table *const gemm[] = {&gk_gemm_sm90a_table, /* plans for the three behind it, too */
+                                            &gk_gemm_pingpong_sm90a_table, &gk_gemm_swapab_sm90a_table,
+                                            &gk_gemm_tf32_sm90a_table,     &gk_gemm_skinny_table,
+                                            &gk_gemm_sm80_table,           &gk_gemm_plain_table};
 static const gk_cuda_table *const gemm_act_bwd[] = {&gk_gemm_act_bwd_table};
 static const gk_cuda_table *const flash_attn_fwd[] = {&gk_flash_attn_fwd_sm90a_table, &gk_flash_attn_fwd_sm80_table,
                                                       &gk_flash_attn_fwd_simt_table, &gk_flash_attn_fwd_plain_table};

@@ -1,5 +1,5 @@
 /* check_cuda: every compiled instance of the CUDA tables (cuda/kernels.h) against csrc/ref, each through its own
- * `takes`, `workspace_bytes` and `run`, so that a row which dispatch would seldom reach is run too.
+ * `plan` and `run`, so that a row which dispatch would seldom reach is run too.
  *
  * Random problems of an op are drawn until each of its rows has taken several; the reference is computed once for all
  * rows that want the problem. A row runs twice, plainly and from a CUDA graph, on outputs and workspace full of NaN:
@@ -67,12 +67,11 @@ static int num_blocks, num_results;
 static size_t arena_used;
 static unsigned char *arena_d, *arena_up, *arena_down; /* on the device; what goes there; what came back */
 static gk_context ctx, judge;
-static void *device_args[256]; /* the arguments with device pointers, */
-static void **workspace;       /* where they take a workspace, NULL where the op has none, */
-static size_t *workspace_bytes;
-static bool repeatable;    /* whether two runs must give the same bits, */
-static int error_kind;     /* the byte of the error word that must be set, -1 = none, */
-static bool (*also)(void); /* and what else must hold of the results */
+static void *device_args[256];  /* the arguments with device pointers, */
+static bool may_have_workspace; /* of the op, */
+static bool repeatable;         /* whether two runs must give the same bits, */
+static int error_kind;          /* the byte of the error word that must be set, -1 = none, */
+static bool (*also)(void);      /* and what else must hold of the results */
 
 /* How much work a problem may be: a sanitizer makes a kernel hundreds of times slower. */
 static int64_t small_or(int64_t small, int64_t usual) { return check_small() ? small : usual; }
@@ -128,9 +127,6 @@ static void to_device(const void *args, size_t bytes) {
     }
 }
 #define TO_DEVICE(args) to_device(&(args), sizeof(args))
-#define WORKSPACE(type)                                     \
-    (workspace = &((type *)(void *)device_args)->workspace, \
-     workspace_bytes = &((type *)(void *)device_args)->workspace_bytes)
 
 /* ---- one run --------------------------------------------------------------------------------------------------- */
 static void try_cuda(cudaError_t error, const char *what) {
@@ -140,14 +136,14 @@ static void try_cuda(cudaError_t error, const char *what) {
     exit(1);
 }
 
-/* Launches the row, straight or from a graph that it was captured into. */
-static gk_status launch(const gk_cuda_row *row, bool graph) {
+/* Launches the plan, straight or from a graph that it was captured into. */
+static gk_status launch(const gk_cuda_row *row, const gk_plan *plan, void *memory, bool graph) {
     cudaStream_t stream = ctx.stream;
-    if (!graph) return row->run(row, &ctx, device_args);
+    if (!graph) return row->run(&ctx, device_args, plan, memory);
     cudaGraph_t captured = NULL;
     cudaGraphExec_t ready = NULL;
     try_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
-    gk_status status = row->run(row, &ctx, device_args);
+    gk_status status = row->run(&ctx, device_args, plan, memory);
     try_cuda(cudaStreamEndCapture(stream, &captured), "cudaStreamEndCapture");
     try_cuda(cudaGraphInstantiateWithFlags(&ready, captured, 0), "cudaGraphInstantiate");
     try_cuda(cudaGraphLaunch(ready, stream), "cudaGraphLaunch");
@@ -157,18 +153,23 @@ static gk_status launch(const gk_cuda_row *row, bool graph) {
     return status;
 }
 
+static bool plan_row(const gk_cuda_row *row, gk_plan *plan) {
+    return row->plan(row, &ctx, device_args, gk_plan_begin(plan, row));
+}
+
 /* One run: up, launch, down; everything but the results is judged here. */
 static void run_row(const gk_cuda_row *row, bool again) {
     cudaStream_t stream = ctx.stream;
     check_pass = again ? "(from a graph)" : "";
-    size_t bytes = row->workspace_bytes ? row->workspace_bytes(row, &ctx, device_args) : 0;
+    gk_plan plan;
+    check_result(plan_row(row, &plan), "the call is not planned again");
+    size_t bytes = plan.workspace_bytes;
     size_t at = (size_t)gk_round_up((int64_t)arena_used + GAP, 256),
            end = at + bytes + GAP; /* the workspace and its guard */
-    if ((bytes && !workspace) || end > DEVICE_BYTES) {
+    if ((bytes && !may_have_workspace) || end > DEVICE_BYTES) {
         check_result(false, "a workspace of %zu bytes", bytes);
         return;
     }
-    if (workspace) *workspace = arena_d + at, *workspace_bytes = bytes;
     memset(arena_up, 0xff, at + GAP);
     for (int i = 0; i < num_blocks; ++i) {
         check_tensor *x = blocks[i].x;
@@ -178,7 +179,7 @@ static void run_row(const gk_cuda_row *row, bool again) {
     memset(ctx.error_word, 0, GK_NUM_DEVICE_ERRORS);
     try_cuda(cudaMemcpyAsync(arena_d, arena_up, arena_used, cudaMemcpyHostToDevice, stream), "copy");
     try_cuda(cudaMemsetAsync(arena_d + arena_used, 0xff, end - arena_used, stream), "memset");
-    gk_status status = launch(row, again);
+    gk_status status = launch(row, &plan, bytes ? arena_d + at : NULL, again);
     check_result(status == GK_OK, "%s: %s", gk_status_name(status), status == GK_OK ? "" : gk_last_error());
     try_cuda(cudaMemcpyAsync(arena_down, arena_d, at, cudaMemcpyDeviceToHost, stream), "copy");
     try_cuda(cudaMemcpyAsync(arena_down + at, arena_d + at + bytes, GAP, cudaMemcpyDeviceToHost, stream), "copy");
@@ -273,16 +274,15 @@ static void gemm_draw(gk_dtype dtype, bool large) {
         n = !large ? PICK(sizes) : flat || check_below(2) ? PICK(wide) : PICK(narrow);
         k = !large || flat ? PICK(sizes) : PICK(deep);
     } while (entries * m * n * (k + 8) > small_or(large ? 80000000 : 6000000, large ? 500000000 : 40000000));
-    /* rows of a that begin anywhere beside rows of b, aligned if b begins so: gemm_sm90a reads a in lines; or beside columns,
-     * where it does so if there is little of b */
-    const bool lines = check_below(6) == 0, columns = lines && check_below(2);
+    /* misaligned rows of a beside rows or columns of b, some of them aligned */
+    const bool rows = check_below(6) == 0, columns = rows && check_below(2);
     if (columns && entries == 1 && !check_small() && check_below(2)) m = 2048 + check_below(2), n = 130, k = 1000;
     if (check_below(30) == 0) k = 0;
     if (check_below(60) == 0) *(check_below(2) ? &m : &n) = 0;
     shape[ndim] = m, shape[ndim + 1] = n;
     int64_t c = check_below(8), column[2] = {m, 1};
     gk_dtype out = dtype != GK_F64 && check_below(3) == 0 ? GK_F32 : dtype, added = check_below(2) ? out : dtype;
-    if (lines) {
+    if (rows) {
         g.a = stored(dtype, batch[0], m, k, false, false, 1, check_below(12));
         g.b = stored(dtype, batch[1], k, n, columns, false, 1, columns ? check_below(12) : (8 - n % 8) % 8);
     } else
@@ -302,7 +302,7 @@ static void gemm_draw(gk_dtype dtype, bool large) {
     g.args.alpha = PICK(alphas), g.args.beta = PICK(betas);
     g.args.activation = check_below(2) ? GK_ACT_NONE : (gk_activation)check_below(5);
     g.args.fp32_precision = dtype == GK_F32 && check_below(2) ? GK_TF32 : GK_IEEE;
-    WORKSPACE(gk_gemm_args);
+    may_have_workspace = true;
     say("alpha %g beta %g activation %d tf32 %d strides a %lld,%lld b %lld,%lld", g.args.alpha, g.args.beta,
         g.args.activation, g.args.fp32_precision, (long long)g.a.t.stride[g.a.t.ndim - 2],
         (long long)g.a.t.stride[g.a.t.ndim - 1], (long long)g.b.t.stride[g.b.t.ndim - 2],
@@ -514,11 +514,12 @@ static void flash_draw(gk_dtype dtype, bool large, bool backward) {
         f.args.dsinks = r->sinks && check_below(4) ? &f.dsinks.t : NULL;
         f.args.deterministic = repeatable = check_below(2);
     }
+    may_have_workspace = true;
     say_rules(r, f.packed ? "packed" : f.tokens_first ? "tokens first" : "heads first");
     if (backward)
-        WORKSPACE(gk_flash_attn_bwd_args), TO_DEVICE(f.args);
+        TO_DEVICE(f.args);
     else
-        WORKSPACE(gk_flash_attn_args), TO_DEVICE(f.args.fwd);
+        TO_DEVICE(f.args.fwd);
 }
 
 static void fwd_draw(gk_dtype dtype, bool large) { flash_draw(dtype, large, false); }
@@ -705,7 +706,7 @@ static void paged_draw(gk_dtype dtype, bool large) {
     r->is_causal = check_below(4) != 0, r->diagonal = 77, r->window_right = 0; /* the last two are not read */
     r->window_left = check_below(3) ? -1 : check_below(4) ? check_below(150) : check_below(2);
     r->alibi_slopes = check_below(4) ? NULL : &p.slopes.t, r->sinks = check_below(3) ? NULL : &p.sinks.t;
-    WORKSPACE(gk_paged_attn_args);
+    may_have_workspace = true;
     say_rules(&p.args.rules, heads_first ? "heads first" : p.shared ? "shared pages" : "");
     TO_DEVICE(p.args);
     for (int64_t b = 0; b < p.batch; ++b) say(" %lld/%lld", (long long)p.seq_q[b], (long long)p.seq_k[b]);
@@ -978,12 +979,12 @@ static void walk(int o, gk_dtype dtype, walked *rows, int num_rows, int64_t prob
         check_seed = ((uint64_t)attempt * GK_NUM_OPS + (uint64_t)o) * 64 + dtype;
         placing = check_below(3) ? ALIGNED : check_below(2) ? ODD : MIXED;
         num_blocks = num_results = 0, arena_used = 0, check_case[0] = 0;
-        workspace = NULL, repeatable = true, error_kind = -1, also = NULL;
+        may_have_workspace = false, repeatable = true, error_kind = -1, also = NULL;
         ops[o].draw(dtype, late || (!check_small() && check_below(10) == 0));
+        gk_plan plan;
         for (int r = 0; r < num_rows; ++r) {
             const gk_cuda_row *row = rows[r].row;
-            rows[r].wants = rows[r].problems < problems && arena_used + 3 * GAP <= HOST_BYTES &&
-                            (!row->takes || row->takes(row, &ctx, device_args));
+            rows[r].wants = rows[r].problems < problems && arena_used + 3 * GAP <= HOST_BYTES && plan_row(row, &plan);
             any = any || rows[r].wants;
         }
         if (any) ops[o].expect();

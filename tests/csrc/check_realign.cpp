@@ -1,8 +1,9 @@
-/* check_realign: csrc/cuda/gemm/realign.cuh on the host: random matrices through the functions that the kernel is made of, a
- * chunk after the other. Every element of the copy must be the right one, and every aligned read of 16 bytes must lie between
- * the first and the last element of its batch entry. Exits with 1 on a failure. */
+/* check_realign: csrc/cuda/gemm/realign.cuh and misaligned.cuh on the host: random matrices through the functions that the kernels
+ * are made of, a chunk after the other. Every element must be the right one. Every aligned read of 16 bytes of a copy must lie
+ * between the first and the last element of its batch entry; of a row on its way to a tile none lies behind the row's end. Exits
+ * with 1 on a failure. */
 #include "check_model.h"
-#include "cuda/gemm/realign.cuh"
+#include "cuda/gemm/misaligned.cuh"
 
 #include <stdlib.h>
 
@@ -40,50 +41,49 @@ static void copy_chunk(const RealignMatrix &x, uint32_t i, uint16_t *to) {
     memcpy(to, words, 16);
 }
 
-/* A turned copy as the other kernel makes it, block by block: what is read lies in the matrix, what is written was read. */
-template <class E> static void copy_turned(const RealignMatrix &x, void *to) {
+/* A transposed copy as the other kernel makes it, block by block: what is read lies in the matrix, what is written was read. */
+static void copy_transposed(const RealignMatrix &x, uint32_t *to) {
     uint32_t blocks;
-    const RealignTurn p = turn_of(x, &blocks);
-    check(x.turned_bytes == sizeof(E) && blocks > 0 && blocks <= x.total, "blocks", blocks, x.total);
-    const int inner = x.inner / ((int)sizeof(E) / 2), outer = (int)x.outer.by;
+    const Transpose p = transpose_of(x, &blocks);
+    check(x.transposed && blocks > 0 && blocks <= x.total, "blocks", blocks, x.total);
+    const int inner = x.inner / 2, outer = (int)x.outer.by;
     for (uint32_t block = 0; block < blocks; ++block) {
-        static E tile[REALIGN_TURN * TURN_LD];
-        static bool there[REALIGN_TURN * TURN_LD];
+        static uint32_t tile[REALIGN_TRANSPOSE * TRANSPOSE_LD];
+        static bool there[REALIGN_TRANSPOSE * TRANSPOSE_LD];
         memset(there, 0, sizeof there);
         int cells = 0;
-        const TurnTile t = turn_tile<E>(p, block);
+        const TransposeTile t = transpose_tile(p, block);
         check(t.inner > 0 && t.outer > 0 && t.inner0 + t.inner == inner && t.outer0 + t.outer == outer, "tile",
               t.inner0, t.outer0);
         for (int thread = 0; thread < REALIGN_THREADS; ++thread)
-            for (int c = 0; c < TURN_PASSES; ++c) {
-                const coord at = turn_read(thread, c), first = turn_read(thread, 0);
-                const int64_t from = turn_from(x, t, at.row, at.col);
-                check(from == turn_from(x, t, first.row, first.col) + c * TURN_PASS_ROWS * x.inner_stride, "a pass on",
-                      from, c);
-                check(at.row < REALIGN_TURN && at.col < REALIGN_TURN && !there[turn_at(at.row, at.col)], "read once",
-                      at.row, at.col);
-                const bool has = turn_has(t, at.row, at.col);
+            for (int c = 0; c < TRANSPOSE_PASSES; ++c) {
+                const coord at = transpose_read(thread, c), first = transpose_read(thread, 0);
+                const int64_t from = transpose_from(x, t, at.row, at.col);
+                check(from == transpose_from(x, t, first.row, first.col) + c * TRANSPOSE_PASS_ROWS * x.inner_stride,
+                      "a pass on", from, c);
+                check(at.row < REALIGN_TRANSPOSE && at.col < REALIGN_TRANSPOSE && !there[transpose_at(at.row, at.col)],
+                      "read once", at.row, at.col);
+                const bool has = transpose_has(t, at.row, at.col);
                 check(has == (t.inner0 + at.row < inner && t.outer0 + at.col < outer), "the matrix has it", at.row,
                       at.col);
-                tile[turn_at(at.row, at.col)] = has ? ((const E *)x.from)[from] : 0;
-                there[turn_at(at.row, at.col)] = true, ++cells;
+                tile[transpose_at(at.row, at.col)] = has ? ((const uint32_t *)x.from)[from] : 0;
+                there[transpose_at(at.row, at.col)] = true, ++cells;
             }
-        check(cells == REALIGN_TURN * REALIGN_TURN, "all of the tile", cells, block);
+        check(cells == REALIGN_TRANSPOSE * REALIGN_TRANSPOSE, "all of the tile", cells, block);
         for (int thread = 0; thread < REALIGN_THREADS; ++thread)
-            for (int c = 0; c < turn_chunks<E>(); ++c) {
-                const coord chunk = turn_chunk<E>(thread, c);
-                if (!turn_has(t, chunk.col, chunk.row)) continue;
-                const int64_t i = turn_to<E>(x, t, chunk);
+            for (int c = 0; c < TRANSPOSE_CHUNKS; ++c) {
+                const coord chunk = transpose_chunk(thread, c);
+                if (!transpose_has(t, chunk.col, chunk.row)) continue;
+                const int64_t i = transpose_to(x, t, chunk);
                 check(i >= 0 && i < x.total, "a chunk of the copy", i, x.total);
-                for (int e = 0; e < 16 / (int)sizeof(E); ++e)
-                    ((E *)to)[i * (16 / (int)sizeof(E)) + e] = tile[turn_at(chunk.col + e, chunk.row)];
+                for (int e = 0; e < 4; ++e) to[i * 4 + e] = tile[transpose_at(chunk.col + e, chunk.row)];
             }
     }
 }
 
 static void check_matrix() {
     const int64_t inner = 1 + below(below(2) ? 40 : 150), outer = 1 + below(below(8) ? 9 : 150);
-    const bool columns = below(4) == 0; /* dense along outer: turned */
+    const bool columns = below(4) == 0; /* dense along outer */
     const int64_t dense = columns ? outer + below(20) : below(3) ? 1 : below(4) - 1;
     const int64_t outer_stride = columns ? 1 : (below(4) ? inner * 3 : 0) + below(20);
     const int ndim = (int)below(4);
@@ -96,12 +96,10 @@ static void check_matrix() {
     const bool good = realign_plan(memory + origin, inner, outer, dense, outer_stride, ndim, shape, copied, &x);
     const int64_t ld = gk_round_up(inner, 8);
     check(good && realign_bytes(x) == entries * outer * ld * 2, "bytes", realign_bytes(x), entries * outer * ld * 2);
-    const bool turned = dense != 1 && outer_stride == 1 && outer > 1;
-    check(x.turned_bytes == (turned ? 2 : 0) && x.inner == inner, "turned", dense, x.turned_bytes);
+    check(!x.transposed && x.inner == inner, "16 bits are not transposed", dense, x.transposed);
     uint16_t *copy = (uint16_t *)malloc((size_t)realign_bytes(x));
     memset(copy, 0xa5, (size_t)realign_bytes(x));
-    for (uint32_t i = 0; !turned && i < x.total; ++i) copy_chunk(x, i, copy + i * 8);
-    if (turned) copy_turned<uint16_t>(x, copy);
+    for (uint32_t i = 0; i < x.total; ++i) copy_chunk(x, i, copy + i * 8);
     int64_t at[4] = {};
     for (bool more = true; more;) { /* every entry of the batch, repeated ones too */
         const uint16_t *from = memory + origin, *to = copy;
@@ -130,12 +128,12 @@ static void check_matrix_32() {
     const bool good = realign_plan_32(words + origin, inner, outer, step, outer_stride, ndim, shape, copied, &x);
     const int64_t ld = gk_round_up(inner, 4);
     check(good && realign_bytes(x) == entries * outer * ld * 4, "bytes", realign_bytes(x), entries * outer * ld * 4);
-    check(x.turned_bytes == (step != 1 ? 4 : 0) && x.chunks.by == ld / 4 && x.inner == 2 * inner, "turned", step,
-          x.turned_bytes);
+    check(x.transposed == (step != 1) && x.chunks.by == ld / 4 && x.inner == 2 * inner, "transposed", step,
+          x.transposed);
     uint32_t *copy = (uint32_t *)malloc((size_t)realign_bytes(x));
     memset(copy, 0xa5, (size_t)realign_bytes(x));
     for (uint32_t i = 0; step == 1 && i < x.total; ++i) copy_chunk(x, i, (uint16_t *)copy + i * 8);
-    if (step != 1) copy_turned<uint32_t>(x, copy);
+    if (step != 1) copy_transposed(x, copy);
     int64_t at[4] = {};
     for (bool more = true; more;) {
         const uint32_t *from = words + origin, *to = copy;
@@ -149,6 +147,36 @@ static void check_matrix_32() {
     free(copy);
 }
 
+/* A row as a warp of gemm_skinny brings it into a tile: at any place, of any length up to the tile's. */
+template <int CHUNKS> struct OneRow {
+    static constexpr int rows = 1, chunks = CHUNKS;
+};
+template <int CHUNKS> static void check_row() {
+    typedef raw_rows<OneRow<CHUNKS>> Raw;
+    const uint16_t *row = memory + 64 + below(4000);
+    const int valid = (int)below(CHUNKS * REALIGN_EACH + 1), before = elements_before((uintptr_t)row);
+    const char *first = (const char *)(row - before);
+    check((uintptr_t)first % 16 == 0 && before >= 0 && before < REALIGN_EACH, "what lies before", before, valid);
+    uint32_t raw[Raw::chunks * 4] = {};
+    for (int c = 0; c < Raw::chunks; ++c) {
+        const int bytes = raw_bytes(c, before, valid);
+        check(bytes >= 0 && bytes <= 16 && (bytes == 0 || first + c * 16 + bytes <= (const char *)(row + valid)),
+              "nothing behind the row", c, bytes);
+        memcpy(raw + c * 4, first + c * 16, (size_t)bytes);
+    }
+    for (int c = 0; c < CHUNKS; ++c) {
+        uint32_t words[8];
+        uint16_t elements[REALIGN_EACH];
+        memcpy(words, raw + c * 4, 32);
+        realign_shift(words, before);
+        memcpy(elements, words, 16);
+        for (int e = 0; e < REALIGN_EACH; ++e) {
+            const int i = c * REALIGN_EACH + e;
+            check(elements[e] == (i < valid ? row[i] : 0), "element of a row", i, valid);
+        }
+    }
+}
+
 static void check_refusals() {
     RealignMatrix x;
     int64_t shape = 1 << 20, stride = 7;
@@ -160,7 +188,7 @@ static void check_refusals() {
 int main() {
     for (size_t i = 0; i < sizeof memory / 2; ++i) memory[i] = (uint16_t)(1 + i * 40503u % 65535);
     check_divisors();
-    for (int i = 0; i < 3000; ++i) check_matrix(), check_matrix_32();
+    for (int i = 0; i < 3000; ++i) check_matrix(), check_matrix_32(), check_row<4>(), check_row<8>();
     check_refusals();
     printf("%ld passed, %ld failed\n", num_passed, num_failed);
     return num_failed != 0 || num_passed == 0;

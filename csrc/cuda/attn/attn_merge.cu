@@ -55,7 +55,7 @@ template <class T> __global__ void __launch_bounds__(THREADS) attn_merge_kernel(
     }
 }
 
-template <class T> gk_status run(const gk_cuda_row *, const gk_context *ctx, const void *args) {
+template <class T> gk_status run(const gk_context *ctx, const void *args, const gk_plan *, void *) {
     const gk_attn_merge_args *a = (const gk_attn_merge_args *)args;
     Params p = {a->out_a.data, a->out_b.data, a->lse_a.data, a->lse_b.data, a->out.data, a->lse.data};
     p.ndim = a->lse.ndim, p.num_rows = gk_numel(&a->lse), p.head_dim_v = a->out.shape[p.ndim];
@@ -69,12 +69,12 @@ template <class T> gk_status run(const gk_cuda_row *, const gk_context *ctx, con
 }
 
 const gk_cuda_row rows[] = {
-    {"attn_merge_f32", GK_F32, NULL, NULL, run<float>, NULL, {}},
-    {"attn_merge_bf16", GK_BF16, NULL, NULL, run<__nv_bfloat16>, NULL, {}},
-    {"attn_merge_f16", GK_F16, NULL, NULL, run<__half>, NULL, {}},
-    {"attn_merge_f64", GK_F64, NULL, NULL, run<double>, NULL, {}},
+    {"attn_merge_f32", GK_F32, plan_any, run<float>, {}, NULL},
+    {"attn_merge_bf16", GK_BF16, plan_any, run<__nv_bfloat16>, {}, NULL},
+    {"attn_merge_f16", GK_F16, plan_any, run<__half>, {}, NULL},
+    {"attn_merge_f64", GK_F64, plan_any, run<double>, {}, NULL},
 };
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_attn_merge_table = {rows, 4, 80};
+extern "C" const gk_cuda_table gk_attn_merge_table = {rows, 4, 80, NULL};

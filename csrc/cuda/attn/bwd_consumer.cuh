@@ -237,8 +237,7 @@ __global__ void __launch_bounds__(BWD_PRE_THREADS) flash_attn_bwd_round_kernel(c
 }
 
 /* ---- 5. launcher ------------------------------------------------------------------------------ */
-bool takes(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
-    const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
+bool serves(const gk_cuda_row *row, const gk_context *ctx, const gk_flash_attn_bwd_args *a) {
     const gk_flash_attn_args &f = a->fwd;
     const int last = f.q.ndim - 1;
     const bool modified = f.rules.softcap > 0 || f.rules.alibi_slopes || !(f.rules.scale > 0);
@@ -248,54 +247,46 @@ bool takes(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
            rows_aligned(a->dk) && rows_aligned(a->dv) && smem_fits(ctx, row->key[3]);
 }
 
-template <class Tile> Bwd params_of(const gk_context *ctx, const gk_flash_attn_bwd_args *a) {
-    Bwd g = bwd_of(ctx, a, Tile::BQ, Tile::HEAD_DIM);
-    g.stats = a->workspace, g.stats_apart = true, g.lse_factor = LOG2_E;
-    if (a->workspace) g.dq_sum = (float *)((char *)a->workspace + stats_bytes(g, sizeof(float)));
-    return g;
-}
-
-template <class Tile> size_t workspace_bytes(const gk_cuda_row *, const gk_context *ctx, const void *args) {
-    const Bwd g = params_of<Tile>(ctx, (const gk_flash_attn_bwd_args *)args);
-    return stats_bytes(g, sizeof(float)) + dq_sum_bytes(g);
-}
-
-template <class Tile> int64_t blocks_of(const Problem &p) {
-    return gk_ceil_div(p.seq_k, Tile::BKV) * p.heads_kv * p.batch;
+template <class Tile> bool plan(const gk_cuda_row *row, const gk_context *ctx, const void *args, gk_plan *to) {
+    const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
+    if (!serves(row, ctx, a)) return false;
+    Bwd &g = gk_own<Bwd>(to) = bwd_of(ctx, a, Tile::BQ, Tile::HEAD_DIM);
+    g.stats_apart = true, g.lse_factor = LOG2_E;
+    to->tile[0] = Tile::BQ, to->tile[1] = Tile::BKV;
+    to->tasks = gk_ceil_div(g.p.seq_k, Tile::BKV) * g.p.heads_kv * g.p.batch;
+    to->waves = (double)to->tasks / (double)gk_gpu_of(ctx->index)->num_sms;
+    to->workspace_bytes = stats_bytes(g, sizeof(float)) + dq_sum_bytes(g);
+    return true;
 }
 
 template <class T, class Consumer>
-gk_status run(const gk_cuda_row *, const gk_context *ctx, const void *args) {
-    const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
+gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
     typedef typename Consumer::Tile Tile;
+    const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
     BwdHopperParams x = {};
-    x.g = params_of<Tile>(ctx, a);
+    x.g = gk_own<Bwd>(plan);
+    x.g.stats = workspace;
+    x.g.dq_sum = (float *)((char *)workspace + stats_bytes(x.g, sizeof(float)));
     gk_status status = make_tensor_map(OP, attn_shape(a->fwd.q), 64, Tile::BQ, &x.q);
     if (status == GK_OK) status = make_tensor_map(OP, attn_shape(a->fwd.k), 64, Tile::BKV, &x.k);
     if (status == GK_OK) status = make_tensor_map(OP, attn_shape(a->fwd.v), 64, Tile::BKV, &x.v);
     if (status == GK_OK) status = make_tensor_map(OP, attn_shape(a->grad_out), 64, Tile::BQ, &x.grad_out);
     if (status == GK_OK) status = bwd_pre(ctx, element<T>::dtype, x.g);
     if (status == GK_OK)
-        status = launch<flash_attn_bwd_sm90a_kernel<Consumer>>(
-            OP, ctx, dim3((unsigned)blocks_of<Tile>(x.g.p)), BwdSmem<Tile>::THREADS, BwdSmem<Tile>::BYTES, x);
+        status = launch<flash_attn_bwd_sm90a_kernel<Consumer>>(OP, ctx, dim3((unsigned)plan->tasks),
+                                                               BwdSmem<Tile>::THREADS, BwdSmem<Tile>::BYTES, x);
     if (status != GK_OK) return status;
     const dim3 grid((unsigned)((int64_t)x.g.tiles * x.g.p.heads_q * x.g.p.batch));
     return launch<flash_attn_bwd_round_kernel<T, Tile>>(OP, ctx, grid, BWD_PRE_THREADS, Tile::BQ * Tile::HEAD_DIM * 2,
                                                         x.g);
 }
 
-template <class Tile> void explain(const gk_cuda_row *, const gk_context *ctx, const void *args, gk_explanation *out) {
-    out->tile[0] = Tile::BQ, out->tile[1] = Tile::BKV;
-    out->tasks = blocks_of<Tile>(problem_of(ctx, &((const gk_flash_attn_bwd_args *)args)->fwd));
-    out->waves = (double)out->tasks / (double)gk_gpu_of(ctx->index)->num_sms;
-}
-
-#define BWD_ROW(name, T, dtype, CONSUMER, TILE, MODIFIED)                                                          \
-    {                                                                                                              \
-        name, dtype, takes, workspace_bytes<TILE>, run<T, CONSUMER<T, TILE, MODIFIED>>, explain<TILE>, {           \
-            TILE::HEAD_DIM, TILE::HEAD_DIM_V, MODIFIED, BwdSmem<TILE>::BYTES, TILE::BQ                             \
-        }                                                                                                          \
+#define BWD_ROW(name, T, dtype, CONSUMER, TILE, MODIFIED)                                                       \
+    {                                                                                                           \
+        name, dtype, plan<TILE>, run<T, CONSUMER<T, TILE, MODIFIED>>,                                           \
+            {TILE::HEAD_DIM, TILE::HEAD_DIM_V, MODIFIED, BwdSmem<TILE>::BYTES, TILE::BQ}, NULL                  \
     }
+
 } // namespace
 
 #endif

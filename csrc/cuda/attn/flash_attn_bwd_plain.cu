@@ -162,17 +162,20 @@ __global__ void __launch_bounds__(WARPS_PLAIN * 32) bwd_plain_dkv_kernel(const _
 }
 
 /* ---- 3. launch --------------------------------------------------------------------------------------------------- */
-template <class T> size_t workspace_bytes(const gk_cuda_row *, const gk_context *ctx, const void *args) {
-    const Bwd g = bwd_of(ctx, (const gk_flash_attn_bwd_args *)args, BWD_PLAIN_ROWS, 0);
-    return stats_bytes(g, sizeof(typename element<T>::acc));
-}
-
 int64_t blocks_of(int64_t rows, int heads) { return gk_ceil_div(rows * heads, WARPS_PLAIN); }
 
-template <class T> gk_status run(const gk_cuda_row *, const gk_context *ctx, const void *args) {
-    const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
-    Bwd g = bwd_of(ctx, a, BWD_PLAIN_ROWS, 0);
-    g.stats = a->workspace, g.lse_factor = 1;
+template <class T> bool plan(const gk_cuda_row *, const gk_context *ctx, const void *args, gk_plan *to) {
+    Bwd &g = gk_own<Bwd>(to) = bwd_of(ctx, (const gk_flash_attn_bwd_args *)args, BWD_PLAIN_ROWS, 0);
+    g.lse_factor = 1;
+    to->tile[0] = to->tile[1] = 1;
+    to->tasks = blocks_of(g.p.cu_q ? g.p.total_k : (int64_t)g.p.batch * g.p.seq_k, g.p.heads_kv);
+    to->workspace_bytes = stats_bytes(g, sizeof(typename element<T>::acc));
+    return true;
+}
+
+template <class T> gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *workspace) {
+    Bwd g = gk_own<Bwd>(plan);
+    g.stats = workspace;
     gk_status status = bwd_pre(ctx, element<T>::dtype, g);
     const Problem &p = g.p;
     const int64_t rows_q = p.cu_q ? p.total_q : (int64_t)p.batch * p.seq_q;
@@ -186,20 +189,13 @@ template <class T> gk_status run(const gk_cuda_row *, const gk_context *ctx, con
     return status;
 }
 
-void explain(const gk_cuda_row *, const gk_context *ctx, const void *args, gk_explanation *out) {
-    const Problem p = problem_of(ctx, &((const gk_flash_attn_bwd_args *)args)->fwd);
-    const int64_t rows_k = p.cu_q ? p.total_k : (int64_t)p.batch * p.seq_k;
-    out->tile[0] = out->tile[1] = 1;
-    out->tasks = blocks_of(rows_k, p.heads_kv);
-}
-
 const gk_cuda_row rows[] = {
-    {"flash_attn_bwd_plain_f32", GK_F32, NULL, workspace_bytes<float>, run<float>, explain, {}},
-    {"flash_attn_bwd_plain_bf16", GK_BF16, NULL, workspace_bytes<__nv_bfloat16>, run<__nv_bfloat16>, explain, {}},
-    {"flash_attn_bwd_plain_f16", GK_F16, NULL, workspace_bytes<__half>, run<__half>, explain, {}},
-    {"flash_attn_bwd_plain_f64", GK_F64, NULL, workspace_bytes<double>, run<double>, explain, {}},
+    {"flash_attn_bwd_plain_f32", GK_F32, plan<float>, run<float>, {}, NULL},
+    {"flash_attn_bwd_plain_bf16", GK_BF16, plan<__nv_bfloat16>, run<__nv_bfloat16>, {}, NULL},
+    {"flash_attn_bwd_plain_f16", GK_F16, plan<__half>, run<__half>, {}, NULL},
+    {"flash_attn_bwd_plain_f64", GK_F64, plan<double>, run<double>, {}, NULL},
 };
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_flash_attn_bwd_plain_table = {rows, 4, 80};
+extern "C" const gk_cuda_table gk_flash_attn_bwd_plain_table = {rows, 4, 80, NULL};

@@ -257,23 +257,25 @@ __global__ void __launch_bounds__(SIMT_THREADS, Tile::blocks) bwd_simt_kernel(co
 }
 
 /* ---- 4. launch --------------------------------------------------------------------------------------------------- */
-template <class Tile> bool takes(const gk_cuda_row *, const gk_context *ctx, const void *args) {
-    return tile_takes(ctx, (const gk_flash_attn_bwd_args *)args, Tile::head_dim, SimtSmem<Tile>::bytes);
-}
-
-size_t workspace_bytes(const gk_cuda_row *, const gk_context *ctx, const void *args) {
-    return stats_bytes(bwd_of(ctx, (const gk_flash_attn_bwd_args *)args, BWD_PLAIN_ROWS, 0), sizeof(float));
-}
-
 template <class Tile> int64_t key_blocks(const Problem &p) {
     return gk_ceil_div(p.seq_k, Tile::stay) * p.heads_kv * p.batch;
 }
 
-template <class Tile> gk_status run(const gk_cuda_row *, const gk_context *ctx, const void *args) {
+template <class Tile> bool plan(const gk_cuda_row *, const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
+    if (!tile_takes(ctx, a, Tile::head_dim, SimtSmem<Tile>::bytes)) return false;
+    Bwd &g = gk_own<Bwd>(to) = bwd_of(ctx, a, BWD_PLAIN_ROWS, 0);
+    g.lse_factor = 1, g.dp_part = SIMT_PART;
+    to->tile[0] = Tile::pass, to->tile[1] = Tile::stay;
+    to->tasks = key_blocks<Tile>(g.p);
+    to->workspace_bytes = stats_bytes(g, sizeof(float));
+    return true;
+}
+
+template <class Tile> gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *workspace) {
     const char *op = "gk_flash_attn_bwd";
-    Bwd g = bwd_of(ctx, a, BWD_PLAIN_ROWS, 0);
-    g.stats = a->workspace, g.lse_factor = 1, g.dp_part = SIMT_PART;
+    Bwd g = gk_own<Bwd>(plan);
+    g.stats = workspace;
     gk_status status = bwd_pre(ctx, GK_F32, g);
     const int64_t row_blocks = gk_ceil_div(g.p.seq_q, Tile::stay) * g.p.heads_q * g.p.batch;
     if (status == GK_OK)
@@ -285,17 +287,7 @@ template <class Tile> gk_status run(const gk_cuda_row *, const gk_context *ctx, 
     return status;
 }
 
-template <class Tile> void explain(const gk_cuda_row *, const gk_context *ctx, const void *args, gk_explanation *out) {
-    out->tile[0] = Tile::pass, out->tile[1] = Tile::stay;
-    out->tasks = key_blocks<Tile>(problem_of(ctx, &((const gk_flash_attn_bwd_args *)args)->fwd));
-}
-
-#define ROW(NAME, TILE)                                                         \
-    {                                                                           \
-        NAME, GK_F32, takes<TILE>, workspace_bytes, run<TILE>, explain<TILE>, { \
-            TILE::head_dim, TILE::pass, TILE::stay                              \
-        }                                                                       \
-    }
+#define ROW(NAME, TILE) {NAME, GK_F32, plan<TILE>, run<TILE>, {TILE::head_dim, TILE::pass, TILE::stay}, NULL}
 
 const gk_cuda_row table[] = {
     ROW("flash_attn_bwd_simt_f32_d64", BwdSimt64),
@@ -305,4 +297,4 @@ const gk_cuda_row table[] = {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_flash_attn_bwd_simt_table = {table, sizeof table / sizeof table[0], 80};
+extern "C" const gk_cuda_table gk_flash_attn_bwd_simt_table = {table, sizeof table / sizeof table[0], 80, NULL};

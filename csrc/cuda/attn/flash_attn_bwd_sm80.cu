@@ -482,19 +482,21 @@ __global__ void __launch_bounds__(Tile::warps * 32) bwd_round_kernel(const __gri
 }
 
 /* ---- 5. launch --------------------------------------------------------------------------------------------------- */
-template <class Tile, class DqTile> bool takes(const gk_cuda_row *, const gk_context *ctx, const void *args) {
-    constexpr int bytes = Smem<Tile>::bytes > DqTile::smem_bytes ? Smem<Tile>::bytes : DqTile::smem_bytes;
-    return tile_takes(ctx, (const gk_flash_attn_bwd_args *)args, Tile::head_dim, bytes);
-}
-
-template <class Tile> size_t workspace_bytes(const gk_cuda_row *, const gk_context *ctx, const void *args) {
-    const Bwd g = bwd_of(ctx, (const gk_flash_attn_bwd_args *)args, Tile::bq, Tile::head_dim);
-    const bool adds = !((const gk_flash_attn_bwd_args *)args)->deterministic;
-    return stats_bytes(g, sizeof(float)) + (adds ? dq_sum_bytes(g) : 0);
-}
-
 template <class Tile> int64_t blocks_of(const Problem &p) {
     return gk_ceil_div(p.seq_k, Tile::bkv) * p.heads_kv * p.batch;
+}
+
+template <class Tile, class DqTile>
+bool plan(const gk_cuda_row *, const gk_context *ctx, const void *args, gk_plan *to) {
+    constexpr int bytes = Smem<Tile>::bytes > DqTile::smem_bytes ? Smem<Tile>::bytes : DqTile::smem_bytes;
+    const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
+    if (!tile_takes(ctx, a, Tile::head_dim, bytes)) return false;
+    Bwd &g = gk_own<Bwd>(to) = bwd_of(ctx, a, Tile::bq, Tile::head_dim);
+    g.lse_factor = LOG2_E;
+    to->tile[0] = Tile::bq, to->tile[1] = Tile::bkv;
+    to->tasks = blocks_of<Tile>(g.p);
+    to->workspace_bytes = stats_bytes(g, sizeof(float)) + (a->deterministic ? 0 : dq_sum_bytes(g));
+    return true;
 }
 
 /* modified: hide() counts on a positive scale. */
@@ -507,11 +509,11 @@ template <class T, class Tile, bool ADD> gk_status launch_dkv(const gk_context *
 }
 
 template <class T, class Tile, class DqTile>
-gk_status run(const gk_cuda_row *, const gk_context *ctx, const void *args) {
+gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
     const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
-    Bwd g = bwd_of(ctx, a, Tile::bq, Tile::head_dim);
-    g.stats = a->workspace, g.lse_factor = LOG2_E;
-    if (!a->deterministic) g.dq_sum = (float *)((char *)a->workspace + stats_bytes(g, sizeof(float)));
+    Bwd g = gk_own<Bwd>(plan);
+    g.stats = workspace;
+    if (!a->deterministic) g.dq_sum = (float *)((char *)workspace + stats_bytes(g, sizeof(float)));
     gk_status status = bwd_pre(ctx, element<T>::dtype, g);
     if (status != GK_OK) return status;
     if (a->deterministic) {
@@ -524,17 +526,8 @@ gk_status run(const gk_cuda_row *, const gk_context *ctx, const void *args) {
     return launch<bwd_round_kernel<T, Tile>>(OP, ctx, grid, Shape<Tile>::THREADS, Shape<Tile>::Queries::bytes, g);
 }
 
-template <class Tile> void explain(const gk_cuda_row *, const gk_context *ctx, const void *args, gk_explanation *out) {
-    out->tile[0] = Tile::bq, out->tile[1] = Tile::bkv;
-    out->tasks = blocks_of<Tile>(problem_of(ctx, &((const gk_flash_attn_bwd_args *)args)->fwd));
-}
-
-#define ROW(NAME, DTYPE, T, TILE, DQ_TILE)                                                                \
-    {                                                                                                     \
-        NAME, DTYPE, takes<TILE, DQ_TILE>, workspace_bytes<TILE>, run<T, TILE, DQ_TILE>, explain<TILE>, { \
-            TILE::head_dim, TILE::bq, TILE::bkv                                                           \
-        }                                                                                                 \
-    }
+#define ROW(NAME, DTYPE, T, TILE, DQ_TILE) \
+    {NAME, DTYPE, plan<TILE, DQ_TILE>, run<T, TILE, DQ_TILE>, {TILE::head_dim, TILE::bq, TILE::bkv}, NULL}
 
 const gk_cuda_row table[] = {
     ROW("flash_attn_bwd_sm80_bf16_d64", GK_BF16, __nv_bfloat16, Bwd64, BwdDq64),
@@ -551,4 +544,4 @@ const gk_cuda_row table[] = {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_flash_attn_bwd_sm80_table = {table, sizeof table / sizeof table[0], 80};
+extern "C" const gk_cuda_table gk_flash_attn_bwd_sm80_table = {table, sizeof table / sizeof table[0], 80, NULL};

@@ -82,36 +82,33 @@ template <class T> __global__ void __launch_bounds__(THREADS, 4) flash_attn_fwd_
 }
 
 /* ---- 2. launcher and table ------------------------------------------------------------------------------ */
-int64_t blocks_of(const Problem &p) { return gk_ceil_div(p.seq_q, WARPS) * p.heads_q * p.batch; }
+template <class T> int blocks_an_sm() { return blocks_per_sm<flash_attn_fwd_plain_kernel<T>>(THREADS, 0); }
 
-template <class T> gk_status run(const gk_cuda_row *, const gk_context *ctx, const void *args) {
-    const gk_flash_attn_args *a = (const gk_flash_attn_args *)args;
-    Params params = {problem_of(ctx, a)};
-    params.groups = (int)gk_ceil_div(params.problem.seq_q, WARPS);
-    const int64_t blocks = blocks_of(params.problem);
-    if (blocks > INT32_MAX)
-        return gk_fail(GK_ERR_UNSUPPORTED, "gk_flash_attn_fwd: %lld rows in all heads are more than this kernel counts",
-                       (long long)blocks * WARPS);
-    const gk_status status =
-        launch<flash_attn_fwd_plain_kernel<T>>("gk_flash_attn_fwd", ctx, dim3((unsigned)blocks), THREADS, 0, params);
-    return status == GK_OK ? clear_unowned<T>("gk_flash_attn_fwd", ctx, params.problem) : status;
+bool plan(const gk_cuda_row *, const gk_context *ctx, const void *args, gk_plan *to) {
+    Params &x = gk_own<Params>(to) = {problem_of(ctx, (const gk_flash_attn_args *)args)};
+    x.groups = (int)gk_ceil_div(x.problem.seq_q, WARPS);
+    to->tile[0] = WARPS, to->tile[1] = 32;
+    to->tasks = gk_ceil_div(x.problem.seq_q, WARPS) * x.problem.heads_q * x.problem.batch;
+    return true;
 }
 
-template <class T> void explain(const gk_cuda_row *, const gk_context *ctx, const void *args, gk_explanation *out) {
-    const Problem p = problem_of(ctx, (const gk_flash_attn_args *)args);
-    out->tile[0] = WARPS, out->tile[1] = 32;
-    out->tasks = blocks_of(p);
-    out->waves =
-        (double)out->tasks / gk_gpu_of(ctx->index)->num_sms / blocks_per_sm<flash_attn_fwd_plain_kernel<T>>(THREADS, 0);
+template <class T> gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *) {
+    const Params &x = gk_own<Params>(plan);
+    if (plan->tasks > INT32_MAX)
+        return gk_fail(GK_ERR_UNSUPPORTED, "gk_flash_attn_fwd: %lld rows in all heads are more than this kernel counts",
+                       (long long)plan->tasks * WARPS);
+    const gk_status status =
+        launch<flash_attn_fwd_plain_kernel<T>>("gk_flash_attn_fwd", ctx, dim3((unsigned)plan->tasks), THREADS, 0, x);
+    return status == GK_OK ? clear_unowned<T>("gk_flash_attn_fwd", ctx, x.problem) : status;
 }
 
 const gk_cuda_row rows[] = {
-    {"flash_attn_fwd_plain_f32", GK_F32, NULL, NULL, run<float>, explain<float>, {}},
-    {"flash_attn_fwd_plain_bf16", GK_BF16, NULL, NULL, run<__nv_bfloat16>, explain<__nv_bfloat16>, {}},
-    {"flash_attn_fwd_plain_f16", GK_F16, NULL, NULL, run<__half>, explain<__half>, {}},
-    {"flash_attn_fwd_plain_f64", GK_F64, NULL, NULL, run<double>, explain<double>, {}},
+    {"flash_attn_fwd_plain_f32", GK_F32, plan, run<float>, {}, blocks_an_sm<float>},
+    {"flash_attn_fwd_plain_bf16", GK_BF16, plan, run<__nv_bfloat16>, {}, blocks_an_sm<__nv_bfloat16>},
+    {"flash_attn_fwd_plain_f16", GK_F16, plan, run<__half>, {}, blocks_an_sm<__half>},
+    {"flash_attn_fwd_plain_f64", GK_F64, plan, run<double>, {}, blocks_an_sm<double>},
 };
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_flash_attn_fwd_plain_table = {rows, 4, 80};
+extern "C" const gk_cuda_table gk_flash_attn_fwd_plain_table = {rows, 4, 80, NULL};

@@ -224,51 +224,43 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, Smem<Tile>::CTAS > 2 ? 2 
 }
 
 /* ---- 3. launcher and table ------------------------------------------------------------------------------ */
-bool takes(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
-    const gk_flash_attn_args *a = (const gk_flash_attn_args *)args;
+bool serves(const gk_cuda_row *row, const gk_context *ctx, const gk_flash_attn_args *a) {
     const int64_t head_dim = gk_max_i64(a->q.shape[a->q.ndim - 1], a->v.shape[a->v.ndim - 1]);
     const bool modified = a->rules.softcap > 0 || a->rules.alibi_slopes;
     return head_dim <= row->key[0] && modified == (row->key[1] != 0) && all_aligned(a) && smem_fits(ctx, row->key[2]);
 }
 
-template <class Tile> FwdParams params_of(const gk_context *ctx, const void *args) {
-    return fwd_params(ctx, (const gk_flash_attn_args *)args, Tile::BQ, Tile::BKV, Smem<Tile>::CTAS);
-}
-
-template <class Tile> size_t workspace_bytes(const gk_cuda_row *, const gk_context *ctx, const void *args) {
-    return fwd_workspace_bytes(params_of<Tile>(ctx, args));
-}
-
-template <class Tile, bool MODIFIED> gk_status run(const gk_cuda_row *, const gk_context *ctx, const void *args) {
-    const FwdParams p = params_of<Tile>(ctx, args);
-    const int64_t blocks = fwd_blocks(p);
-    if (blocks > INT32_MAX)
-        return gk_fail(GK_ERR_UNSUPPORTED, "gk_flash_attn_fwd: %lld tiles of %d rows are more than this kernel counts",
-                       (long long)blocks, Tile::BQ);
-    const gk_status status = launch<flash_attn_fwd_simt_kernel<Tile, MODIFIED>>(
-        "gk_flash_attn_fwd", ctx, dim3((unsigned)blocks), Smem<Tile>::THREADS, Smem<Tile>::BYTES, p);
-    return status == GK_OK ? fwd_finish<float>("gk_flash_attn_fwd", ctx, p) : status;
+template <class Tile> bool plan(const gk_cuda_row *row, const gk_context *ctx, const void *args, gk_plan *to) {
+    const gk_flash_attn_args *a = (const gk_flash_attn_args *)args;
+    if (!serves(row, ctx, a)) return false;
+    const FwdParams &p = gk_own<FwdParams>(to) = fwd_params(ctx, a, Tile::BQ, Tile::BKV, Smem<Tile>::CTAS);
+    fwd_plan(ctx, p, Tile::BQ, Tile::BKV, Smem<Tile>::CTAS, fwd_blocks(p), to);
+    return true;
 }
 
 template <class Tile, bool MODIFIED>
-void explain(const gk_cuda_row *, const gk_context *ctx, const void *args, gk_explanation *out) {
-    const FwdParams p = params_of<Tile>(ctx, args);
-    out->tile[0] = Tile::BQ, out->tile[1] = Tile::BKV;
-    out->tasks = fwd_blocks(p), out->chunks = p.splits;
-    out->waves = (double)out->tasks / ((double)gk_gpu_of(ctx->index)->num_sms * Smem<Tile>::CTAS);
+gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *workspace) {
+    FwdParams p = gk_own<FwdParams>(plan);
+    if (plan->tasks > INT32_MAX)
+        return gk_fail(GK_ERR_UNSUPPORTED, "gk_flash_attn_fwd: %lld tiles of %d rows are more than this kernel counts",
+                       (long long)plan->tasks, Tile::BQ);
+    fwd_place(&p, workspace);
+    const gk_status status = launch<flash_attn_fwd_simt_kernel<Tile, MODIFIED>>(
+        "gk_flash_attn_fwd", ctx, dim3((unsigned)plan->tasks), Smem<Tile>::THREADS, Smem<Tile>::BYTES, p);
+    return status == GK_OK ? fwd_finish<float>("gk_flash_attn_fwd", ctx, p) : status;
 }
 
-#define ROW(D, name, MODIFIED)                                                                         \
-    {                                                                                                  \
-        name, GK_F32, takes, workspace_bytes<FlashFwdSimtTile<D>>, run<FlashFwdSimtTile<D>, MODIFIED>, \
-            explain<FlashFwdSimtTile<D>, MODIFIED>, {                                                  \
-            D, MODIFIED, Smem<FlashFwdSimtTile<D>>::BYTES                                              \
-        }                                                                                              \
-    }
+#define ROW(D, name, MODIFIED)                        \
+    {name,                                            \
+     GK_F32,                                          \
+     plan<FlashFwdSimtTile<D>>,                       \
+     run<FlashFwdSimtTile<D>, MODIFIED>,              \
+     {D, MODIFIED, Smem<FlashFwdSimtTile<D>>::BYTES}, \
+     NULL}
 #define ROWS_OF(D) ROW(D, "flash_attn_fwd_simt_f32_d" #D, false), ROW(D, "flash_attn_fwd_simt_f32_d" #D "_score", true)
 
 const gk_cuda_row rows[] = {ROWS_OF(64), ROWS_OF(128), ROWS_OF(256)};
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_flash_attn_fwd_simt_table = {rows, sizeof rows / sizeof rows[0], 80};
+extern "C" const gk_cuda_table gk_flash_attn_fwd_simt_table = {rows, sizeof rows / sizeof rows[0], 80, NULL};

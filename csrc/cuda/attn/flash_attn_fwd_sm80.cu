@@ -307,48 +307,35 @@ __global__ void __launch_bounds__(Tile::WARPS * 32, Tile::CTAS) flash_attn_fwd_s
 }
 
 /* ---- 6. launcher and table ------------------------------------------------------------------------------ */
-bool takes(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
-    const gk_flash_attn_args *a = (const gk_flash_attn_args *)args;
+bool serves(const gk_cuda_row *row, const gk_context *ctx, const gk_flash_attn_args *a) {
     const int64_t head_dim = gk_max_i64(a->q.shape[a->q.ndim - 1], a->v.shape[a->v.ndim - 1]);
     /* the unmodified body compares raw products and multiplies by the scale later: it must be positive and not vanish */
     const bool modified = a->rules.softcap > 0 || a->rules.alibi_slopes || !(a->rules.scale > 1e-30);
     return head_dim <= row->key[0] && modified == (row->key[1] != 0) && all_aligned(a) && smem_fits(ctx, row->key[2]);
 }
 
-template <class Tile> FwdParams params_of(const gk_context *ctx, const void *args) {
-    return fwd_params(ctx, (const gk_flash_attn_args *)args, Tile::BQ, Tile::BKV, Tile::CTAS);
-}
-
-template <class Tile> size_t workspace_bytes(const gk_cuda_row *, const gk_context *ctx, const void *args) {
-    return fwd_workspace_bytes(params_of<Tile>(ctx, args));
+template <class Tile> bool plan(const gk_cuda_row *row, const gk_context *ctx, const void *args, gk_plan *to) {
+    const gk_flash_attn_args *a = (const gk_flash_attn_args *)args;
+    if (!serves(row, ctx, a)) return false;
+    const FwdParams &p = gk_own<FwdParams>(to) = fwd_params(ctx, a, Tile::BQ, Tile::BKV, Tile::CTAS);
+    fwd_plan(ctx, p, Tile::BQ, Tile::BKV, Tile::CTAS, fwd_blocks(p), to);
+    return true;
 }
 
 template <class T, class Tile, bool MODIFIED>
-gk_status run(const gk_cuda_row *, const gk_context *ctx, const void *args) {
-    const FwdParams p = params_of<Tile>(ctx, args);
-    const int64_t blocks = fwd_blocks(p);
-    if (blocks > INT32_MAX)
+gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *workspace) {
+    FwdParams p = gk_own<FwdParams>(plan);
+    if (plan->tasks > INT32_MAX)
         return gk_fail(GK_ERR_UNSUPPORTED, "gk_flash_attn_fwd: %lld tiles of %d rows are more than this kernel counts",
-                       (long long)blocks, Tile::BQ);
+                       (long long)plan->tasks, Tile::BQ);
+    fwd_place(&p, workspace);
     const gk_status status = launch<flash_attn_fwd_sm80_kernel<T, Tile, MODIFIED>>(
-        "gk_flash_attn_fwd", ctx, dim3((unsigned)blocks), Smem<Tile>::THREADS, Smem<Tile>::BYTES, p);
+        "gk_flash_attn_fwd", ctx, dim3((unsigned)plan->tasks), Smem<Tile>::THREADS, Smem<Tile>::BYTES, p);
     return status == GK_OK ? fwd_finish<T>("gk_flash_attn_fwd", ctx, p) : status;
 }
 
-template <class T, class Tile, bool MODIFIED>
-void explain(const gk_cuda_row *, const gk_context *ctx, const void *args, gk_explanation *out) {
-    const FwdParams p = params_of<Tile>(ctx, args);
-    out->tile[0] = Tile::BQ, out->tile[1] = Tile::BKV;
-    out->tasks = fwd_blocks(p), out->chunks = p.splits;
-    out->waves = (double)out->tasks / ((double)gk_gpu_of(ctx->index)->num_sms * Tile::CTAS);
-}
-
-#define ROW(D, name, T, dtype, TILE, MODIFIED)                                                                    \
-    {                                                                                                             \
-        name, dtype, takes, workspace_bytes<TILE<D>>, run<T, TILE<D>, MODIFIED>, explain<T, TILE<D>, MODIFIED>, { \
-            D, MODIFIED, Smem<TILE<D>>::BYTES                                                                     \
-        }                                                                                                         \
-    }
+#define ROW(D, name, T, dtype, TILE, MODIFIED) \
+    {name, dtype, plan<TILE<D>>, run<T, TILE<D>, MODIFIED>, {D, MODIFIED, Smem<TILE<D>>::BYTES}, NULL}
 #define ROWS(D)                                                                                            \
     ROW(D, "flash_attn_fwd_sm80_bf16_d" #D, __nv_bfloat16, GK_BF16, FlashFwdTile, false),                  \
         ROW(D, "flash_attn_fwd_sm80_f16_d" #D, __half, GK_F16, FlashFwdTile, false),                       \
@@ -359,4 +346,4 @@ const gk_cuda_row rows[] = {ROWS(32), ROWS(64), ROWS(96), ROWS(128), ROWS(192), 
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_flash_attn_fwd_sm80_table = {rows, sizeof rows / sizeof rows[0], 80};
+extern "C" const gk_cuda_table gk_flash_attn_fwd_sm80_table = {rows, sizeof rows / sizeof rows[0], 80, NULL};

@@ -358,8 +358,7 @@ template <class Tile> FwdHopperParams params_of(const gk_context *ctx, const gk_
     return x;
 }
 
-bool takes(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
-    const gk_flash_attn_args *a = (const gk_flash_attn_args *)args;
+bool serves(const gk_cuda_row *row, const gk_context *ctx, const gk_flash_attn_args *a) {
     const int last = a->q.ndim - 1;
     const bool modified = a->rules.softcap > 0 || a->rules.alibi_slopes || !(a->rules.scale > 1e-30);
     return a->q.shape[last] <= row->key[0] && a->v.shape[last] <= row->key[1] && modified == (row->key[2] != 0) &&
@@ -367,15 +366,20 @@ bool takes(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
            tensor_map_fits(attn_shape(a->out)) && smem_fits(ctx, row->key[3]);
 }
 
-template <class Tile> size_t workspace_bytes(const gk_cuda_row *, const gk_context *ctx, const void *args) {
-    return fwd_workspace_bytes(fwd_params(ctx, (const gk_flash_attn_args *)args, Smem<Tile>::BQ, Tile::BKV, 1));
+template <class Tile> bool plan(const gk_cuda_row *row, const gk_context *ctx, const void *args, gk_plan *to) {
+    const gk_flash_attn_args *a = (const gk_flash_attn_args *)args;
+    if (!serves(row, ctx, a)) return false;
+    const FwdHopperParams &x = gk_own<FwdHopperParams>(to) = params_of<Tile>(ctx, a);
+    fwd_plan(ctx, x.fwd, Smem<Tile>::BQ, Tile::BKV, 1, x.schedule.units, to);
+    return true;
 }
 
 template <class T, class Tile, bool MODIFIED>
-gk_status run(const gk_cuda_row *, const gk_context *ctx, const void *args) {
+gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
     static const char op[] = "gk_flash_attn_fwd";
     const gk_flash_attn_args *a = (const gk_flash_attn_args *)args;
-    FwdHopperParams x = params_of<Tile>(ctx, a);
+    FwdHopperParams x = gk_own<FwdHopperParams>(plan);
+    fwd_place(&x.fwd, workspace);
     gk_status status = make_tensor_map(op, attn_shape(a->q), 64, Smem<Tile>::BQ, &x.q);
     if (status == GK_OK) status = make_tensor_map(op, attn_shape(a->k), 64, Tile::BKV, &x.k);
     if (status == GK_OK) status = make_tensor_map(op, attn_shape(a->v), 64, Tile::BKV, &x.v);
@@ -388,20 +392,13 @@ gk_status run(const gk_cuda_row *, const gk_context *ctx, const void *args) {
     return status == GK_OK ? fwd_finish<T>(op, ctx, x.fwd) : status;
 }
 
-template <class T, class Tile, bool MODIFIED>
-void explain(const gk_cuda_row *, const gk_context *ctx, const void *args, gk_explanation *out) {
-    const FwdHopperParams x = params_of<Tile>(ctx, (const gk_flash_attn_args *)args);
-    out->tile[0] = Smem<Tile>::BQ, out->tile[1] = Tile::BKV;
-    out->tasks = x.schedule.units, out->chunks = x.fwd.splits;
-    out->waves = (double)out->tasks / (double)gk_gpu_of(ctx->index)->num_sms;
-}
-
-#define ROW(name, T, dtype, TILE, MODIFIED)                                                              \
-    {                                                                                                    \
-        name, dtype, takes, workspace_bytes<TILE>, run<T, TILE, MODIFIED>, explain<T, TILE, MODIFIED>, { \
-            TILE::HEAD_DIM, TILE::HEAD_DIM_V, MODIFIED, Smem<TILE>::BYTES, Smem<TILE>::BQ                \
-        }                                                                                                \
-    }
+#define ROW(name, T, dtype, TILE, MODIFIED)                                           \
+    {name,                                                                            \
+     dtype,                                                                           \
+     plan<TILE>,                                                                      \
+     run<T, TILE, MODIFIED>,                                                          \
+     {TILE::HEAD_DIM, TILE::HEAD_DIM_V, MODIFIED, Smem<TILE>::BYTES, Smem<TILE>::BQ}, \
+     NULL}
 #define ROWS(label, TILE)                                                                     \
     ROW("flash_attn_fwd_sm90a_bf16_" label, __nv_bfloat16, GK_BF16, TILE, false),             \
         ROW("flash_attn_fwd_sm90a_f16_" label, __half, GK_F16, TILE, false),                  \
@@ -412,16 +409,19 @@ const gk_cuda_row rows[] = {ROWS("d64", FwdHopper64),   ROWS("d64_short", FwdHop
                             ROWS("d128", FwdHopper128), ROWS("d192_128", FwdHopper192v128),  ROWS("d192", FwdHopper192),
                             ROWS("d256", FwdHopper256)};
 
-/* The first row that takes the call, but for short sequences one whose tiles waste less. */
-const gk_cuda_row *choose(const gk_context *ctx, const void *args) {
+/* By the first row that serves the call, but for short sequences one whose tiles waste less. */
+bool plan_best(const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_flash_attn_args *a = (const gk_flash_attn_args *)args;
     const int64_t seq_q = a->cu_seqlens_q ? a->max_seqlen_q : a->q.shape[2];
     const bool wasteful = seq_q <= (a->rules.is_causal ? FWD_SHORT_CAUSAL : FWD_SHORT);
-    for (const gk_cuda_row &row : rows)
-        if (row.dtype == a->q.dtype && !(row.key[4] > 128 && wasteful) && takes(&row, ctx, args)) return &row;
-    return NULL;
+    for (const gk_cuda_row &row : rows) {
+        if (row.dtype != a->q.dtype || (row.key[4] > 128 && wasteful) || !row.plan(&row, ctx, args, to)) continue;
+        to->kernel = &row;
+        return true;
+    }
+    return false;
 }
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_flash_attn_fwd_sm90a_table = {rows, sizeof rows / sizeof rows[0], 90, choose};
+extern "C" const gk_cuda_table gk_flash_attn_fwd_sm90a_table = {rows, sizeof rows / sizeof rows[0], 90, plan_best};

@@ -95,13 +95,25 @@ inline FwdParams fwd_params(const gk_context *ctx, const gk_flash_attn_args *a, 
     const int64_t heads_kv = (int64_t)x.batch * x.heads_kv;
     const int64_t kv_together = fit<1 ? 1 : fit>(double) heads_kv ? gk_max_i64(heads_kv, 1) : (int64_t)fit;
     p.together = (int)gk_max_i64(kv_together * x.group, 1);
-    p.out_parts = (float *)a->workspace;
-    if (p.out_parts) p.lse_parts = p.out_parts + p.splits * p.part_rows * x.head_dim_v;
     return p;
+}
+
+/* Where the splits' results go. */
+inline void fwd_place(FwdParams *p, void *workspace) {
+    p->out_parts = (float *)workspace;
+    if (workspace) p->lse_parts = p->out_parts + p->splits * p->part_rows * p->problem.head_dim_v;
 }
 
 inline size_t fwd_workspace_bytes(const FwdParams &p) {
     return p.splits > 1 ? split_combine_bytes(p.splits, p.part_rows, p.problem.head_dim_v) : 0;
+}
+
+/* What every forward plan says. ctas: as in fwd_params; tasks: of its blocks. */
+inline void fwd_plan(const gk_context *ctx, const FwdParams &p, int bq, int bkv, int ctas, int64_t tasks, gk_plan *to) {
+    to->tile[0] = bq, to->tile[1] = bkv;
+    to->tasks = tasks, to->chunks = p.splits;
+    to->waves = (double)tasks / ((double)gk_gpu_of(ctx->index)->num_sms * ctas);
+    to->workspace_bytes = fwd_workspace_bytes(p);
 }
 
 /* What follows the kernel: the merge of the parts, then the rows that no sequence owns. */

@@ -142,13 +142,13 @@ bool in_pieces(const gk_tensor &t, int piece) {
     return t.shape[last] % piece == 0 && (t.stride[last] == 1 || t.shape[last] <= 1) && rows_aligned(t);
 }
 
-template <int PIECE> bool takes(const gk_cuda_row *, const gk_context *, const void *args) {
+template <int PIECE> bool plan(const gk_cuda_row *, const gk_context *, const void *args, gk_plan *) {
     const gk_kv_cache_write_args *a = (const gk_kv_cache_write_args *)args;
     return in_pieces(a->k, PIECE) && in_pieces(a->v, PIECE) && in_pieces(a->k_cache, PIECE) &&
            in_pieces(a->v_cache, PIECE);
 }
 
-template <class T, int PIECE> gk_status run(const gk_cuda_row *, const gk_context *ctx, const void *args) {
+template <class T, int PIECE> gk_status run(const gk_context *ctx, const void *args, const gk_plan *, void *) {
     const gk_kv_cache_write_args *a = (const gk_kv_cache_write_args *)args;
     Params p = {};
     p.side[0] = side_of(a->k, a->k_cache, a->k_scale, PIECE);
@@ -167,16 +167,16 @@ template <class T, int PIECE> gk_status run(const gk_cuda_row *, const gk_contex
 }
 
 const gk_cuda_row rows[] = {
-    {"kv_cache_write_bf16_x8", GK_BF16, takes<8>, NULL, run<__nv_bfloat16, 8>, NULL, {}},
-    {"kv_cache_write_f16_x8", GK_F16, takes<8>, NULL, run<__half, 8>, NULL, {}},
-    {"kv_cache_write_f32_x4", GK_F32, takes<4>, NULL, run<float, 4>, NULL, {}},
-    {"kv_cache_write_f64_x2", GK_F64, takes<2>, NULL, run<double, 2>, NULL, {}},
-    {"kv_cache_write_bf16", GK_BF16, NULL, NULL, run<__nv_bfloat16, 1>, NULL, {}},
-    {"kv_cache_write_f16", GK_F16, NULL, NULL, run<__half, 1>, NULL, {}},
-    {"kv_cache_write_f32", GK_F32, NULL, NULL, run<float, 1>, NULL, {}},
-    {"kv_cache_write_f64", GK_F64, NULL, NULL, run<double, 1>, NULL, {}},
+    {"kv_cache_write_bf16_x8", GK_BF16, plan<8>, run<__nv_bfloat16, 8>, {}, NULL},
+    {"kv_cache_write_f16_x8", GK_F16, plan<8>, run<__half, 8>, {}, NULL},
+    {"kv_cache_write_f32_x4", GK_F32, plan<4>, run<float, 4>, {}, NULL},
+    {"kv_cache_write_f64_x2", GK_F64, plan<2>, run<double, 2>, {}, NULL},
+    {"kv_cache_write_bf16", GK_BF16, plan_any, run<__nv_bfloat16, 1>, {}, NULL},
+    {"kv_cache_write_f16", GK_F16, plan_any, run<__half, 1>, {}, NULL},
+    {"kv_cache_write_f32", GK_F32, plan_any, run<float, 1>, {}, NULL},
+    {"kv_cache_write_f64", GK_F64, plan_any, run<double, 1>, {}, NULL},
 };
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_kv_cache_write_table = {rows, 8, 80};
+extern "C" const gk_cuda_table gk_kv_cache_write_table = {rows, 8, 80, NULL};

@@ -183,14 +183,13 @@ __global__ void __launch_bounds__(paged_f32_tile<HEAD_DIM>::warps * 32, 1) paged
 }
 
 /* ---- 3. instances ------------------------------------------------------------------------------------------------ */
-#define ROW(NAME, D, LANES, MOST)                      \
-    {"paged_attn_f32_" NAME,                           \
-     GK_F32,                                           \
-     takes,                                            \
-     workspace_bytes,                                  \
-     run_pair<float, paged_attn_f32_kernel<D, LANES>>, \
-     explain,                                          \
-     {D, LANES, paged_f32_tile<D>::warps, 1, Shared<D, LANES>::bytes, MOST}},
+#define ROW(NAME, D, LANES, MOST)                                            \
+    {"paged_attn_f32_" NAME,                                                 \
+     GK_F32,                                                                 \
+     plan,                                                                   \
+     run_pair<float, paged_attn_f32_kernel<D, LANES>>,                       \
+     {D, LANES, paged_f32_tile<D>::warps, 1, Shared<D, LANES>::bytes, MOST}, \
+     NULL},
 /* clang-format off */
 const gk_cuda_row rows[] = {
     ROW("64x4", 64, 4, 4)
@@ -203,4 +202,4 @@ const gk_cuda_row rows[] = {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_paged_attn_f32_table = {rows, 4, 80};
+extern "C" const gk_cuda_table gk_paged_attn_f32_table = {rows, 4, 80, NULL};

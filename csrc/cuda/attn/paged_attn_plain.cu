@@ -124,30 +124,29 @@ template <class T> __global__ void __launch_bounds__(THREADS, 3) paged_attn_plai
 }
 
 /* ---- launch -------------------------------------------------------------------------------------------- */
-template <class T> gk_status run(const gk_cuda_row *, const gk_context *ctx, const void *args) {
-    const Paged p = paged_of(ctx, (const gk_paged_attn_args *)args);
+bool plan(const gk_cuda_row *, const gk_context *ctx, const void *args, gk_plan *to) {
+    const gk_paged_attn_args *a = (const gk_paged_attn_args *)args;
+    if (a->q.shape[2] > MAX_DIM || a->v_cache.shape[3] > MAX_DIM || a->q.shape[0] * a->q.shape[1] > INT32_MAX)
+        return false;
+    gk_own<Paged>(to) = paged_of(ctx, a);
+    to->tile[0] = 1, to->tile[1] = THREADS;
+    to->tasks = a->q.shape[0] * a->q.shape[1];
+    return true;
+}
+
+template <class T> gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *) {
+    const Paged &p = gk_own<Paged>(plan);
     const dim3 grid((unsigned)((int64_t)p.tokens * p.heads_q));
     return launch<paged_attn_plain_kernel<T>>("gk_paged_attn", ctx, grid, THREADS, 0, p);
 }
 
-bool takes(const gk_cuda_row *, const gk_context *, const void *args) {
-    const gk_paged_attn_args *a = (const gk_paged_attn_args *)args;
-    return a->q.shape[2] <= MAX_DIM && a->v_cache.shape[3] <= MAX_DIM && a->q.shape[0] * a->q.shape[1] <= INT32_MAX;
-}
-
-void explain(const gk_cuda_row *, const gk_context *, const void *args, gk_explanation *out) {
-    const gk_paged_attn_args *a = (const gk_paged_attn_args *)args;
-    out->tile[0] = 1, out->tile[1] = THREADS;
-    out->tasks = a->q.shape[0] * a->q.shape[1];
-}
-
 const gk_cuda_row rows[] = {
-    {"paged_attn_plain_f32", GK_F32, takes, NULL, run<float>, explain, {}},
-    {"paged_attn_plain_bf16", GK_BF16, takes, NULL, run<__nv_bfloat16>, explain, {}},
-    {"paged_attn_plain_f16", GK_F16, takes, NULL, run<__half>, explain, {}},
-    {"paged_attn_plain_f64", GK_F64, takes, NULL, run<double>, explain, {}},
+    {"paged_attn_plain_f32", GK_F32, plan, run<float>, {}, NULL},
+    {"paged_attn_plain_bf16", GK_BF16, plan, run<__nv_bfloat16>, {}, NULL},
+    {"paged_attn_plain_f16", GK_F16, plan, run<__half>, {}, NULL},
+    {"paged_attn_plain_f64", GK_F64, plan, run<double>, {}, NULL},
 };
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_paged_attn_plain_table = {rows, 4, 80};
+extern "C" const gk_cuda_table gk_paged_attn_plain_table = {rows, 4, 80, NULL};

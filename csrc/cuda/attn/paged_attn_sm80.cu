@@ -203,14 +203,13 @@ __global__ void __launch_bounds__(paged_tile<HEAD_DIM, LANES>::warps * 32, paged
 }
 
 /* ---- 3. instances ------------------------------------------------------------------------------------------ */
-#define ROW(NAME, DTYPE, T, D, LANES, MOST)       \
-    {"paged_attn_sm80_" NAME,                     \
-     DTYPE,                                       \
-     takes,                                       \
-     workspace_bytes,                             \
-     run_pair<T, paged_attn_kernel<T, D, LANES>>, \
-     explain,                                     \
-     {D, LANES, paged_tile<D, LANES>::warps, paged_tile<D, LANES>::blocks, Shared<D, LANES>::bytes, MOST}},
+#define ROW(NAME, DTYPE, T, D, LANES, MOST)                                                                \
+    {"paged_attn_sm80_" NAME,                                                                              \
+     DTYPE,                                                                                                \
+     plan,                                                                                                 \
+     run_pair<T, paged_attn_kernel<T, D, LANES>>,                                                          \
+     {D, LANES, paged_tile<D, LANES>::warps, paged_tile<D, LANES>::blocks, Shared<D, LANES>::bytes, MOST}, \
+     NULL},
 /* clang-format off */
 const gk_cuda_row rows[] = {
     ROW("bf16_64x8", GK_BF16, __nv_bfloat16, 64, 8, 8)
@@ -229,4 +228,4 @@ const gk_cuda_row rows[] = {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_paged_attn_sm80_table = {rows, 10, 80};
+extern "C" const gk_cuda_table gk_paged_attn_sm80_table = {rows, 10, 80, NULL};

@@ -445,18 +445,12 @@ inline Sizes sizes_of(const gk_cuda_row *row, const gk_context *ctx, const gk_pa
     return z;
 }
 
-inline size_t workspace_bytes(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
-    const Sizes z = sizes_of(row, ctx, (const gk_paged_attn_args *)args);
-    return (size_t)(z.splits_bytes + z.stats_bytes + z.sums_bytes);
-}
-
 inline bool in_pieces(const gk_tensor &t) {
     const int64_t piece = 16 / (int64_t)gk_dtype_bytes(t.dtype);
     return gk_numel(&t) == 0 || (t.shape[t.ndim - 1] % piece == 0 && rows_aligned(t));
 }
 
-inline bool takes(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
-    const gk_paged_attn_args *a = (const gk_paged_attn_args *)args;
+inline bool serves(const gk_cuda_row *row, const gk_context *ctx, const gk_paged_attn_args *a) {
     const int64_t tokens = a->q.shape[0], heads_q = a->q.shape[1], heads_kv = a->k_cache.shape[2];
     if (tokens * heads_q > INT32_MAX || heads_kv == 0) return false;
     if (a->q.shape[2] > row->key[0] || a->v_cache.shape[3] > row->key[0]) return false;
@@ -465,24 +459,39 @@ inline bool takes(const gk_cuda_row *row, const gk_context *ctx, const void *arg
            smem_fits(ctx, row->key[4] + 1024);
 }
 
-inline Call call_of(const gk_cuda_row *row, const gk_context *ctx, const gk_paged_attn_args *a, const Sizes &z) {
-    Call c = {};
+/* A plan's own part: the launch, whose places in the workspace are still to be found. */
+struct Planned {
+    Sizes sizes;
+    Call call;
+};
+
+inline bool plan(const gk_cuda_row *row, const gk_context *ctx, const void *args, gk_plan *to) {
+    const gk_paged_attn_args *a = (const gk_paged_attn_args *)args;
+    if (!serves(row, ctx, a)) return false;
+    Planned &own = gk_own<Planned>(to);
+    const Sizes &z = own.sizes = sizes_of(row, ctx, a);
+    Call &c = own.call = {};
     c.p = paged_of(ctx, a);
     c.head_slots = z.head_slots, c.head_sets = c.p.heads_kv / z.head_slots;
     c.blocks = z.blocks;
     c.lanes = row->key[1], c.unit_keys = KEYS * (row->key[2] / z.head_slots);
-    if (!z.combines) return c;
-    char *at = (char *)a->workspace;
-    c.splits = (Split *)at, at += z.splits_bytes;
-    c.stats = (float2 *)at, at += z.stats_bytes;
-    c.sums = (float *)at;
-    return c;
+    to->tile[0] = row->key[1], to->tile[1] = KEYS, to->tile[2] = c.unit_keys;
+    to->tasks = z.blocks, to->waves = 1;
+    to->workspace_bytes = (size_t)(z.splits_bytes + z.stats_bytes + z.sums_bytes);
+    return true;
 }
 
-template <class T, auto KERNEL> gk_status run_pair(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
-    const gk_paged_attn_args *a = (const gk_paged_attn_args *)args;
-    const Sizes z = sizes_of(row, ctx, a);
-    const Call c = call_of(row, ctx, a, z);
+template <class T, auto KERNEL>
+gk_status run_pair(const gk_context *ctx, const void *, const gk_plan *plan, void *workspace) {
+    const gk_cuda_row *row = (const gk_cuda_row *)plan->kernel;
+    const Sizes &z = gk_own<Planned>(plan).sizes;
+    Call c = gk_own<Planned>(plan).call;
+    if (z.combines) {
+        char *at = (char *)workspace;
+        c.splits = (Split *)at, at += z.splits_bytes;
+        c.stats = (float2 *)at, at += z.stats_bytes;
+        c.sums = (float *)at;
+    }
     if (c.p.tokens == 0 || c.p.heads_q == 0) return GK_OK;
     const gk_status status =
         launch<KERNEL>("gk_paged_attn", ctx, dim3((unsigned)c.blocks), row->key[2] * 32, row->key[4], c);
@@ -490,14 +499,6 @@ template <class T, auto KERNEL> gk_status run_pair(const gk_cuda_row *row, const
     const int64_t askers = c.p.cu_q ? gk_ceil_div(c.p.tokens, COMBINE_WARPS) : 0;
     const dim3 grid((unsigned)(2 * c.blocks + askers));
     return launch<paged_combine_kernel<T>>("gk_paged_attn", ctx, grid, COMBINE_THREADS, 0, c);
-}
-
-inline void explain(const gk_cuda_row *row, const gk_context *ctx, const void *args, gk_explanation *out) {
-    const gk_paged_attn_args *a = (const gk_paged_attn_args *)args;
-    const Sizes z = sizes_of(row, ctx, a);
-    out->tile[0] = row->key[1], out->tile[1] = KEYS, out->tile[2] = KEYS * (row->key[2] / z.head_slots);
-    out->tasks = z.blocks;
-    out->waves = 1;
 }
 
 } // namespace

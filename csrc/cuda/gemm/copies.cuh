@@ -49,10 +49,10 @@ template <class S, int A_SHARERS, int B_SHARERS, bool A_ONCE> struct Copies {
         a = source_of<APart>(x.a, x.a_end, tile.row, x.p.m, rank % A_SHARERS);
         b = source_of<BPart>(x.b, x.b_end, tile.col, x.p.n, rank % B_SHARERS);
     }
-    static __device__ __forceinline__ void copy(const Source &a, const Source &b, smem_addr to_s, int a_k, int b_k,
-                                                int rank, smem_addr full) {
-        copy_part<APart, S::ALONG_M, (A_SHARERS > 1), A_ONCE>(to_s, a, a_k, rank % A_SHARERS, full);
-        copy_part<BPart, S::ALONG_N, (B_SHARERS > 1), false>(to_s + S::A::bytes, b, b_k, rank % B_SHARERS, full);
+    static __device__ __forceinline__ void copy(const Source &a, const Source &b, smem_addr to_s, int k, int rank,
+                                                smem_addr full) {
+        copy_part<APart, S::ALONG_M, (A_SHARERS > 1), A_ONCE>(to_s, a, k, rank % A_SHARERS, full);
+        copy_part<BPart, S::ALONG_N, (B_SHARERS > 1), false>(to_s + S::A::bytes, b, k, rank % B_SHARERS, full);
     }
 };
 

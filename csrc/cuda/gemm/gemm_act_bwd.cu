@@ -85,7 +85,7 @@ template <class T, class S> gk_status run_typed(const gk_context *ctx, const gk_
     return launch<act_bwd_strided_kernel<T, S>>("gk_gemm_act_bwd", ctx, grid, THREADS, 0, p);
 }
 
-template <class T> gk_status run(const gk_cuda_row *, const gk_context *ctx, const void *args) {
+template <class T> gk_status run(const gk_context *ctx, const void *args, const gk_plan *, void *) {
     const gk_gemm_act_bwd_args *a = (const gk_gemm_act_bwd_args *)args;
     if (gk_numel(&a->grad_in) == 0) return GK_OK;
     if constexpr (sizeof(T) == 8) {
@@ -100,12 +100,12 @@ template <class T> gk_status run(const gk_cuda_row *, const gk_context *ctx, con
 }
 
 const gk_cuda_row rows[] = {
-    {"gemm_act_bwd_f32", GK_F32, NULL, NULL, run<float>, NULL, {}},
-    {"gemm_act_bwd_bf16", GK_BF16, NULL, NULL, run<__nv_bfloat16>, NULL, {}},
-    {"gemm_act_bwd_f16", GK_F16, NULL, NULL, run<__half>, NULL, {}},
-    {"gemm_act_bwd_f64", GK_F64, NULL, NULL, run<double>, NULL, {}},
+    {"gemm_act_bwd_f32", GK_F32, plan_any, run<float>, {}, NULL},
+    {"gemm_act_bwd_bf16", GK_BF16, plan_any, run<__nv_bfloat16>, {}, NULL},
+    {"gemm_act_bwd_f16", GK_F16, plan_any, run<__half>, {}, NULL},
+    {"gemm_act_bwd_f64", GK_F64, plan_any, run<double>, {}, NULL},
 };
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_gemm_act_bwd_table = {rows, 4, 80};
+extern "C" const gk_cuda_table gk_gemm_act_bwd_table = {rows, 4, 80, NULL};

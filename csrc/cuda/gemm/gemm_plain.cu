@@ -237,14 +237,20 @@ template <class Tile> int64_t splits_of(const GemmProblem &p, int64_t sms) {
     return gk_clamp_i64(sms * Tile::PER_SM / tiles_of<Tile>(p), 1, most);
 }
 
-template <class T, class Tile> Params plan_of(const gk_context *ctx, const gk_gemm_args *args) {
-    Params x = params_of<T>(args);
+int64_t blocks_of(const GemmProblem &p) { return (int64_t)p.tiles_m * p.tiles_n * p.splits * p.batch; }
+
+template <class T, class Tile>
+void plan_tiles(const gk_cuda_row *row, const gk_context *ctx, const Params &given, gk_plan *to) {
+    Params &x = gk_own<Params>(to) = given;
     GemmProblem &p = x.p;
     p.tiles_m = (int)gk_ceil_div(p.m, Tile::BM), p.tiles_n = (int)gk_ceil_div(p.n, Tile::BN), p.group = GROUP_ROWS;
     p.splits = (int)splits_of<Tile>(p, gk_gpu_of(ctx->index)->num_sms);
     p.split_k = gk_round_up(gk_ceil_div(gk_max_i64(p.k, 1), p.splits), Tile::BK);
     p.splits = (int)gk_max_i64(1, gk_ceil_div(p.k, p.split_k));
-    return x;
+    to->kernel = row;
+    to->tile[0] = Tile::BM, to->tile[1] = Tile::BN, to->tile[2] = Tile::BK;
+    to->tasks = blocks_of(p), to->chunks = p.splits;
+    to->workspace_bytes = partials_bytes(p, p.splits, sizeof(T));
 }
 
 /* Expected time: that of the busiest SM's tiles, of which it runs PER_SM at once, and the pass that adds split sums. */
@@ -266,38 +272,49 @@ enum {
 };
 extern const gk_cuda_row *const plain_rows;
 
-/* The row of least expected time. */
-const gk_cuda_row *choose(const gk_context *ctx, const void *arguments) {
+template <class T, class Tile> bool plan(const gk_cuda_row *row, const gk_context *ctx, const void *args, gk_plan *to) {
+    plan_tiles<T, Tile>(row, ctx, params_of<T>((const gk_gemm_args *)args), to);
+    return true;
+}
+
+/* By the row of least expected time. */
+bool plan_best(const gk_context *ctx, const void *arguments, gk_plan *to) {
     const gk_gemm_args *args = (const gk_gemm_args *)arguments;
-    if (args->a.dtype == GK_F64) return &plain_rows[F64];
-    if (args->a.dtype != GK_F32) return NULL;
+    if (args->a.dtype == GK_F64) return plan<double, PlainF64>(&plain_rows[F64], ctx, args, to);
+    if (args->a.dtype != GK_F32) return false;
     const Params x = params_of<float>(args);
     const GemmProblem &p = x.p;
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
     /* where cuBLAS would cut k, sums of one chain err more than twice as much; and calls whose host time counts end here */
-    if (tiles_of<PlainF32Middle>(p) < gpu->num_sms) return &plain_rows[F32_SMALL];
+    if (tiles_of<PlainF32Middle>(p) < gpu->num_sms) {
+        plan_tiles<float, PlainF32Small>(&plain_rows[F32_SMALL], ctx, x, to);
+        return true;
+    }
     const bool aligned = gemm_aligned(p.a, GK_F32, x.a_along_k ? p.a_m : p.a_k, p.a_batch, p.ndim) &&
                          gemm_aligned(p.b, GK_F32, x.b_along_k ? p.b_n : p.b_k, p.b_batch, p.ndim);
-    const double us[] = {us_of<PlainF32>(p, gpu, aligned ? PlainF32::PERCENT : PLAIN_UNALIGNED_PERCENT),
-                         us_of<PlainF32Middle>(p, gpu, PlainF32Middle::PERCENT),
-                         us_of<PlainF32Small>(p, gpu, PlainF32Small::PERCENT)};
-    int best = F32_LARGE;
-    for (int row = F32_MIDDLE; row <= F32_SMALL; ++row)
-        if (us[row] < us[best]) best = row;
-    return &plain_rows[best];
+    const double large_us = us_of<PlainF32>(p, gpu, aligned ? PlainF32::PERCENT : PLAIN_UNALIGNED_PERCENT),
+                 middle_us = us_of<PlainF32Middle>(p, gpu, PlainF32Middle::PERCENT),
+                 small_us = us_of<PlainF32Small>(p, gpu, PlainF32Small::PERCENT);
+    if (large_us <= middle_us && large_us <= small_us)
+        plan_tiles<float, PlainF32>(&plain_rows[F32_LARGE], ctx, x, to), to->us = large_us;
+    else if (middle_us <= small_us)
+        plan_tiles<float, PlainF32Middle>(&plain_rows[F32_MIDDLE], ctx, x, to), to->us = middle_us;
+    else
+        plan_tiles<float, PlainF32Small>(&plain_rows[F32_SMALL], ctx, x, to), to->us = small_us;
+    return true;
 }
 
-template <class T, class Tile> size_t workspace_bytes(const gk_cuda_row *, const gk_context *ctx, const void *args) {
-    const Params x = plan_of<T, Tile>(ctx, (const gk_gemm_args *)args);
-    return partials_bytes(x.p, x.p.splits, sizeof(T));
+template <class T, class Tile> int blocks_an_sm() {
+    return blocks_per_sm<gemm_plain_kernel<T, Tile, true, false>>(threads_of<Tile>(), Map<T, Tile>::SMEM_BYTES);
 }
 
-template <class T, class Tile> gk_status run(const gk_cuda_row *, const gk_context *ctx, const void *args) {
-    Params x = plan_of<T, Tile>(ctx, (const gk_gemm_args *)args);
+template <class T, class Tile>
+gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *workspace) {
+    Params x = gk_own<Params>(plan);
     GemmProblem &p = x.p;
     if (p.m == 0 || p.n == 0 || p.batch == 0) return GK_OK;
-    p.partials = ((const gk_gemm_args *)args)->workspace;
-    const dim3 grid((unsigned)((int64_t)p.tiles_m * p.tiles_n * p.splits * p.batch));
+    p.partials = workspace;
+    const dim3 grid((unsigned)plan->tasks);
     constexpr int THREADS = threads_of<Tile>();
     const int bytes = Map<T, Tile>::SMEM_BYTES;
     gk_status status;
@@ -311,20 +328,7 @@ template <class T, class Tile> gk_status run(const gk_cuda_row *, const gk_conte
     return status == GK_OK && p.splits > 1 ? launch_reduce<T>(ctx, p) : status;
 }
 
-template <class T, class Tile>
-void explain(const gk_cuda_row *, const gk_context *ctx, const void *args, gk_explanation *out) {
-    const GemmProblem p = plan_of<T, Tile>(ctx, (const gk_gemm_args *)args).p;
-    out->tile[0] = Tile::BM, out->tile[1] = Tile::BN, out->tile[2] = Tile::BK;
-    out->tasks = (int64_t)p.tiles_m * p.tiles_n * p.splits * p.batch, out->chunks = p.splits;
-    const int blocks =
-        blocks_per_sm<gemm_plain_kernel<T, Tile, true, false>>(threads_of<Tile>(), Map<T, Tile>::SMEM_BYTES);
-    out->waves = (double)out->tasks / ((double)blocks * gk_gpu_of(ctx->index)->num_sms);
-}
-
-#define ROW(name, T, Tile)                                                                          \
-    {                                                                                               \
-        name, element<T>::dtype, NULL, workspace_bytes<T, Tile>, run<T, Tile>, explain<T, Tile>, {} \
-    }
+#define ROW(name, T, Tile) {name, element<T>::dtype, plan<T, Tile>, run<T, Tile>, {}, blocks_an_sm<T, Tile>}
 
 const gk_cuda_row rows[] = {
     ROW("gemm_plain_f32_128x256x16", float, PlainF32), /* in the order of the enum */
@@ -336,4 +340,4 @@ const gk_cuda_row *const plain_rows = rows;
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_gemm_plain_table = {rows, sizeof rows / sizeof rows[0], 80, choose};
+extern "C" const gk_cuda_table gk_gemm_plain_table = {rows, sizeof rows / sizeof rows[0], 80, plan_best};

@@ -10,8 +10,8 @@
  * For small matrices the launches are the time. This kernel starts, and finds its places, while the one before it drains, and
  * the product's blocks get ready beside it. (So no __ldg: the compiler may move such loads before the wait.)
  *
- * Turned: a block per tile of elements of 16 or 32 bits, which a warp reads along `outer` one by one, since lines begin
- * anywhere, and writes, through shared memory, in chunks of 16 bytes along `inner`. */
+ * Transposed: a block per tile of elements of 32 bits, which a warp reads along `outer` one by one and writes, through shared
+ * memory, in chunks of 16 bytes along `inner`. */
 #include "../host/launch.cuh"
 #include "../ptx/griddepcontrol.cuh"
 #include "../ptx/regs.cuh"
@@ -55,61 +55,52 @@ __global__ void __launch_bounds__(THREADS, REALIGN_PER_SM) realign_kernel(const 
         whole ? make_uint4(words[0], words[1], words[2], words[3]) : by_elements<BATCHED>(x, chunk);
 }
 
-/* Bank conflicts of the lanes that gather their chunks; of 32 bits these begin in every fourth bank alone. */
-template <class E> constexpr GK_HD int turn_ways() {
+/* Bank conflicts of the lanes that gather their chunks, which begin in every fourth bank alone. */
+constexpr GK_HD int transpose_ways() {
     int bytes[32] = {};
     for (int lane = 0; lane < 32; ++lane) {
-        const coord at = turn_chunk<E>(lane, 0);
-        bytes[lane] = turn_at(at.col, at.row) * (int)sizeof(E);
+        const coord at = transpose_chunk(lane, 0);
+        bytes[lane] = transpose_at(at.col, at.row) * 4;
     }
-    return ways(bytes, (int)sizeof(E));
+    return ways(bytes, 4);
 }
-static_assert(turn_ways<uint16_t>() == 1 && turn_ways<uint32_t>() == 2, "conflicts as foreseen");
+static_assert(transpose_ways() == 2, "conflicts as foreseen");
 
-__device__ __forceinline__ uint4 turned_chunk(const uint32_t *from_s) {
-    return make_uint4(from_s[0], from_s[TURN_LD], from_s[2 * TURN_LD], from_s[3 * TURN_LD]);
-}
-__device__ __forceinline__ uint4 turned_chunk(const uint16_t *from_s) {
-    uint32_t two[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) two[i] = from_s[2 * i * TURN_LD] | (uint32_t)from_s[(2 * i + 1) * TURN_LD] << 16;
-    return make_uint4(two[0], two[1], two[2], two[3]);
-}
-
-template <class E>
-__global__ void __launch_bounds__(THREADS) realign_turn_kernel(const __grid_constant__ RealignTurn p) {
-    __shared__ E tile[REALIGN_TURN * TURN_LD];
+__global__ void __launch_bounds__(THREADS) transpose_kernel(const __grid_constant__ Transpose p) {
+    __shared__ uint32_t tile[REALIGN_TRANSPOSE * TRANSPOSE_LD];
     const RealignMatrix &x = p.matrix;
-    const TurnTile at = turn_tile<E>(p, blockIdx.x);
-    const coord first = turn_read((int)threadIdx.x, 0);
-    const E *from_g = (const E *)x.from + turn_from(x, at, first.row, first.col);
+    const TransposeTile at = transpose_tile(p, blockIdx.x);
+    const coord first = transpose_read((int)threadIdx.x, 0);
+    const uint32_t *from_g = (const uint32_t *)x.from + transpose_from(x, at, first.row, first.col);
     griddepcontrol_launch_dependents();
-    griddepcontrol_wait(); /* as above */
-    E v[TURN_PASSES];      /* all loads are under way before the first is stored */
+    griddepcontrol_wait();        /* as above */
+    uint32_t v[TRANSPOSE_PASSES]; /* all loads are under way before the first is stored */
 #pragma unroll
-    for (int c = 0; c < TURN_PASSES; ++c) {
-        const coord read = turn_read((int)threadIdx.x, c);
-        v[c] = turn_has(at, read.row, read.col) ? *from_g : 0;
-        from_g += TURN_PASS_ROWS * x.inner_stride;
+    for (int c = 0; c < TRANSPOSE_PASSES; ++c) {
+        const coord read = transpose_read((int)threadIdx.x, c);
+        v[c] = transpose_has(at, read.row, read.col) ? *from_g : 0;
+        from_g += TRANSPOSE_PASS_ROWS * x.inner_stride;
     }
 #pragma unroll
-    for (int c = 0; c < TURN_PASSES; ++c) {
-        const coord read = turn_read((int)threadIdx.x, c);
-        tile[turn_at(read.row, read.col)] = v[c];
+    for (int c = 0; c < TRANSPOSE_PASSES; ++c) {
+        const coord read = transpose_read((int)threadIdx.x, c);
+        tile[transpose_at(read.row, read.col)] = v[c];
     }
     __syncthreads(); /* the tile is there */
 #pragma unroll
-    for (int c = 0; c < turn_chunks<E>(); ++c) {
-        const coord chunk = turn_chunk<E>((int)threadIdx.x, c);
-        if (turn_has(at, chunk.col, chunk.row))
-            ((uint4 *)x.to)[turn_to<E>(x, at, chunk)] = turned_chunk(tile + turn_at(chunk.col, chunk.row));
+    for (int c = 0; c < TRANSPOSE_CHUNKS; ++c) {
+        const coord chunk = transpose_chunk((int)threadIdx.x, c);
+        const uint32_t *from_s = tile + transpose_at(chunk.col, chunk.row);
+        if (transpose_has(at, chunk.col, chunk.row))
+            ((uint4 *)x.to)[transpose_to(x, at, chunk)] =
+                make_uint4(from_s[0], from_s[TRANSPOSE_LD], from_s[2 * TRANSPOSE_LD], from_s[3 * TRANSPOSE_LD]);
     }
 }
 
-template <class E> gk_status turn(const char *op, const gk_context *ctx, const RealignMatrix &x) {
+gk_status transpose(const char *op, const gk_context *ctx, const RealignMatrix &x) {
     uint32_t blocks;
-    const RealignTurn p = turn_of(x, &blocks);
-    return launch<realign_turn_kernel<E>>(op, ctx, dim3(blocks), THREADS, 0, p, true);
+    const Transpose p = transpose_of(x, &blocks);
+    return launch<transpose_kernel>(op, ctx, dim3(blocks), THREADS, 0, p, true);
 }
 
 } // namespace
@@ -120,9 +111,8 @@ gk_status realign(const char *op, const gk_context *ctx, const RealignMatrix *ma
     int together = 0;
     bool batched = false;
     for (int i = 0; i < count; ++i) {
-        if (matrices[i].turned_bytes) {
-            const auto turn_it = matrices[i].turned_bytes == 2 ? turn<uint16_t> : turn<uint32_t>;
-            const gk_status status = turn_it(op, ctx, matrices[i]);
+        if (matrices[i].transposed) {
+            const gk_status status = transpose(op, ctx, matrices[i]);
             if (status != GK_OK) return status;
             continue;
         }

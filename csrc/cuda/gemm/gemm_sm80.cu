@@ -401,51 +401,50 @@ Plan plan_of(const gk_cuda_row *row, const gk_gpu *gpu, const GemmProblem &p, do
 extern const gk_cuda_row *const sm80_rows;
 extern const int num_sm80_rows;
 
+/* Whether any row serves the call. */
 bool serves(const gk_gemm_args *args, const GemmProblem &p) {
+    if (args->a.dtype == GK_F64) return false;
     if (args->a.dtype != GK_F32) return true;
     /* a matrix times a vector is bound by memory: gemm_plain gives it whole float32 at the same speed */
-    return p.m > 1 && p.n > 1 && !(mode_of(p, GK_F32) & ANY);
+    return args->fp32_precision == GK_TF32 && p.m > 1 && p.n > 1 && !(mode_of(p, GK_F32) & ANY);
 }
 
-/* The row with the least time among those that fit the GPU and serve the mode. */
-const gk_cuda_row *choose(const gk_context *ctx, const void *arguments) {
+bool plan_row(const gk_cuda_row *row, const GemmProblem &problem, const Plan &best, gk_plan *to) {
+    GemmProblem &p = gk_own<GemmProblem>(to) = problem;
+    p.tiles_m = (int)gk_ceil_div(p.m, row->key[KEY_BM]), p.tiles_n = (int)gk_ceil_div(p.n, row->key[KEY_BN]);
+    p.group = GROUP_ROWS, p.splits = best.splits, p.split_k = best.split_k;
+    to->kernel = row, to->us = best.us;
+    to->tile[0] = row->key[KEY_BM], to->tile[1] = row->key[KEY_BN], to->tile[2] = row->key[KEY_BK];
+    to->tasks = (int64_t)p.tiles_m * p.tiles_n * p.splits * p.batch, to->chunks = p.splits;
+    to->workspace_bytes = partials_bytes(p, p.splits, sizeof(float));
+    return true;
+}
+
+bool plan(const gk_cuda_row *row, const gk_context *ctx, const void *arguments, gk_plan *to) {
+    const gk_gemm_args *args = (const gk_gemm_args *)arguments;
+    const GemmProblem p = gemm_problem_of(args);
+    if (!serves(args, p) || row->key[KEY_ANY] != (mode_of(p, row->dtype) & ANY) || !smem_fits(ctx, row->key[KEY_SMEM]))
+        return false;
+    return plan_row(row, p, plan_of(row, gk_gpu_of(ctx->index), p, FOREVER_US), to);
+}
+
+/* By the row of least time among those that fit the GPU and serve the mode. */
+bool plan_best(const gk_context *ctx, const void *arguments, gk_plan *to) {
     const gk_gemm_args *args = (const gk_gemm_args *)arguments;
     const gk_dtype dtype = args->a.dtype;
-    if (dtype == GK_F64 || (dtype == GK_F32 && args->fp32_precision != GK_TF32)) return NULL;
     const GemmProblem p = gemm_problem_of(args);
-    if (!serves(args, p)) return NULL;
+    if (!serves(args, p)) return false;
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
     const int any = mode_of(p, dtype) & ANY;
     const gk_cuda_row *best = NULL;
-    double best_us = FOREVER_US;
+    Plan best_plan = {1, 0, FOREVER_US};
     for (int i = 0; i < num_sm80_rows; ++i) {
         const gk_cuda_row *r = &sm80_rows[i];
         if (r->dtype != dtype || r->key[KEY_ANY] != any || r->key[KEY_SMEM] > gpu->smem_per_block) continue;
-        const Plan plan = plan_of(r, gpu, p, best_us);
-        if (!best || plan.us < best_us) best = r, best_us = plan.us;
+        const Plan plan = plan_of(r, gpu, p, best_plan.us);
+        if (!best || plan.us < best_plan.us) best = r, best_plan = plan;
     }
-    return best;
-}
-
-bool takes(const gk_cuda_row *row, const gk_context *ctx, const void *arguments) {
-    const gk_gemm_args *args = (const gk_gemm_args *)arguments;
-    if (row->dtype == GK_F32 && args->fp32_precision != GK_TF32) return false;
-    const GemmProblem p = gemm_problem_of(args);
-    return serves(args, p) && row->key[KEY_ANY] == (mode_of(p, row->dtype) & ANY) && smem_fits(ctx, row->key[KEY_SMEM]);
-}
-
-GemmProblem planned(const gk_cuda_row *row, const gk_context *ctx, const void *arguments) {
-    const gk_gemm_args *args = (const gk_gemm_args *)arguments;
-    GemmProblem p = gemm_problem_of(args);
-    const Plan plan = plan_of(row, gk_gpu_of(ctx->index), p, FOREVER_US);
-    p.tiles_m = (int)gk_ceil_div(p.m, row->key[KEY_BM]), p.tiles_n = (int)gk_ceil_div(p.n, row->key[KEY_BN]);
-    p.group = GROUP_ROWS, p.splits = plan.splits, p.split_k = plan.split_k, p.partials = args->workspace;
-    return p;
-}
-
-size_t workspace_bytes(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
-    const GemmProblem p = planned(row, ctx, args);
-    return partials_bytes(p, p.splits, sizeof(float));
+    return best && plan_row(best, p, best_plan, to);
 }
 
 /* ---- 7 the launch -------------------------------------------------------------------------------------------- */
@@ -456,11 +455,12 @@ template <class T, class Tile, int MODE> gk_status start(const gk_context *ctx, 
 
 /* FIRST: 0, or ANY for the rows that serve every alignment. */
 template <class T, class Tile, int FIRST>
-gk_status run(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
-    const GemmProblem p = planned(row, ctx, args);
+gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *workspace) {
+    GemmProblem p = gk_own<GemmProblem>(plan);
     if (p.m == 0 || p.n == 0 || p.batch == 0) return GK_OK;
+    p.partials = workspace;
     gk_status status;
-    switch (mode_of(p, row->dtype) & 3) {
+    switch (mode_of(p, element<T>::dtype) & 3) {
     case 0: status = start<T, Tile, FIRST>(ctx, p); break;
     case 1: status = start<T, Tile, FIRST + 1>(ctx, p); break;
     case 2: status = start<T, Tile, FIRST + 2>(ctx, p); break;
@@ -469,21 +469,17 @@ gk_status run(const gk_cuda_row *row, const gk_context *ctx, const void *args) {
     return status == GK_OK && p.splits > 1 ? launch_reduce<T>(ctx, p) : status;
 }
 
-template <class T, class Tile, int FIRST>
-void explain(const gk_cuda_row *row, const gk_context *ctx, const void *args, gk_explanation *out) {
-    const GemmProblem p = planned(row, ctx, args);
-    out->tile[0] = Tile::BM, out->tile[1] = Tile::BN, out->tile[2] = Tile::BK;
-    out->tasks = (int64_t)p.tiles_m * p.tiles_n * p.splits * p.batch, out->chunks = p.splits;
-    const int blocks = blocks_per_sm<gemm_sm80_kernel<T, Tile, FIRST>>(Tile::THREADS, Smem<T, Tile, FIRST>::BYTES);
-    out->waves = (double)out->tasks / ((double)blocks * gk_gpu_of(ctx->index)->num_sms);
+template <class T, class Tile, int FIRST> int blocks_an_sm() {
+    return blocks_per_sm<gemm_sm80_kernel<T, Tile, FIRST>>(Tile::THREADS, Smem<T, Tile, FIRST>::BYTES);
 }
 
-#define ROW(name, T, Tile, first, percent)                                                               \
-    {                                                                                                    \
-        name, element<T>::dtype, takes, workspace_bytes, run<T, Tile, first>, explain<T, Tile, first>, { \
-            Tile::BM, Tile::BN, Tile::BK, Tile::PER_SM, percent, Smem<T, Tile, first + 3>::BYTES, first  \
-        }                                                                                                \
-    }
+#define ROW(name, T, Tile, first, percent)                                                          \
+    {name,                                                                                          \
+     element<T>::dtype,                                                                             \
+     plan,                                                                                          \
+     run<T, Tile, first>,                                                                           \
+     {Tile::BM, Tile::BN, Tile::BK, Tile::PER_SM, percent, Smem<T, Tile, first + 3>::BYTES, first}, \
+     blocks_an_sm<T, Tile, first>}
 #define ROWS_16(name, T)                                                             \
     ROW("gemm_sm80_" name "_256x128x64", T, Tile16_256x128, 0, PERCENT_256x128),     \
         ROW("gemm_sm80_" name "_128x128x64", T, Tile16_128x128, 0, PERCENT_128x128), \
@@ -502,4 +498,4 @@ const int num_sm80_rows = sizeof rows / sizeof rows[0];
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_gemm_sm80_table = {rows, sizeof rows / sizeof rows[0], 80, choose};
+extern "C" const gk_cuda_table gk_gemm_sm80_table = {rows, sizeof rows / sizeof rows[0], 80, plan_best};

@@ -1,6 +1,5 @@
 /* realign.cuh: an aligned copy, in a call's workspace, of a matrix of 16-bit elements that cannot be read 16 bytes at a time
- * where it lies. Dense rows of float32 are rows of twice as many. Where inner is not dense it is `turned`, in tiles: float32 in any
- * case, 16 bits where outer is dense.
+ * where it lies. Dense rows of float32 are rows of twice as many. Float32 whose inner is not dense is transposed, in tiles.
  *   from [entries][outer][inner], any strides   ->   to [entries][outer][ld], ld = inner rounded up to 8, zeros from inner on
  * inner is the dimension that is dense, or whose stride is smaller. An entry that the batch repeats is copied once.
  * Plain C++ but for the kernel (gemm_realign_sm90a.cu), so that the tests walk the same functions. */
@@ -20,8 +19,8 @@ struct RealignMatrix {
     int64_t inner_stride, outer_stride; /* of `from` */
     int64_t begin, end;                 /* of an entry, from its first row's first element on; 0, 0: not dense */
     int32_t inner, ndim;
-    uint32_t total;       /* chunks of the copy */
-    int32_t turned_bytes; /* turned: of an element, as strides count them (inner: 16 bits); else 0 */
+    uint32_t total;                             /* chunks of the copy */
+    bool transposed;                            /* elements of 32 bits, as strides count them (inner: 16 bits) */
     Divisor chunks, outer, batch[REALIGN_DIMS]; /* sizes; of batch dimensions those that `from` walks */
     int64_t stride[REALIGN_DIMS];
 };
@@ -72,60 +71,62 @@ GK_HD inline void realign_cut(uint32_t *words, int valid) {
     for (int i = 0; i < 4; ++i) words[i] &= valid >= 2 * i + 2 ? ~0u : valid > 2 * i ? 0xffffu : 0;
 }
 
-/* ---- turned: tiles of REALIGN_TURN x REALIGN_TURN elements, a block each ----------------------------------------- */
-struct RealignTurn {
+/* ---- transposed: tiles of REALIGN_TRANSPOSE x REALIGN_TRANSPOSE elements of 32 bits, a block each -------------------------------- */
+struct Transpose {
     RealignMatrix matrix;
     uint32_t tiles_inner, tiles_outer;
 };
 
 /* A block's tile: of which entry, where it begins, how much of the matrix is left there. */
-struct TurnTile {
+struct TransposeTile {
     uint32_t entry;
     int inner0, outer0, inner, outer;
 };
 
 /* Neighbours along `outer` run together: they read the same rows of `from`. */
-template <class E> GK_HD inline TurnTile turn_tile(const RealignTurn &p, uint32_t block) {
+GK_HD inline TransposeTile transpose_tile(const Transpose &p, uint32_t block) {
     const uint32_t outer = block % p.tiles_outer, rest = block / p.tiles_outer, inner = rest % p.tiles_inner;
-    const int inner0 = (int)inner * REALIGN_TURN, outer0 = (int)outer * REALIGN_TURN;
-    return {rest / p.tiles_inner, inner0, outer0, p.matrix.inner / ((int)sizeof(E) / 2) - inner0,
-            (int)p.matrix.outer.by - outer0};
+    const int inner0 = (int)inner * REALIGN_TRANSPOSE, outer0 = (int)outer * REALIGN_TRANSPOSE;
+    return {rest / p.tiles_inner, inner0, outer0, p.matrix.inner / 2 - inner0, (int)p.matrix.outer.by - outer0};
 }
 
 /* Element (inner, outer) of a tile, in elements from `from` on. */
-GK_HD inline int64_t turn_from(const RealignMatrix &x, const TurnTile &t, int inner, int outer) {
+GK_HD inline int64_t transpose_from(const RealignMatrix &x, const TransposeTile &t, int inner, int outer) {
     return realign_entry(x, t.entry) + (int64_t)(t.inner0 + inner) * x.inner_stride +
            (int64_t)(t.outer0 + outer) * x.outer_stride;
 }
 
 /* What thread t reads in pass c: {inner, outer}; a warp reads along `outer`. */
-constexpr int TURN_PASS_ROWS = REALIGN_THREADS / REALIGN_TURN, TURN_PASSES = REALIGN_TURN / TURN_PASS_ROWS;
-static_assert(REALIGN_TURN % 32 == 0 && REALIGN_THREADS % REALIGN_TURN == 0 && REALIGN_TURN % TURN_PASS_ROWS == 0,
+constexpr int TRANSPOSE_PASS_ROWS = REALIGN_THREADS / REALIGN_TRANSPOSE,
+              TRANSPOSE_PASSES = REALIGN_TRANSPOSE / TRANSPOSE_PASS_ROWS;
+static_assert(REALIGN_TRANSPOSE % 32 == 0 && REALIGN_THREADS % REALIGN_TRANSPOSE == 0 &&
+                  REALIGN_TRANSPOSE % TRANSPOSE_PASS_ROWS == 0,
               "a warp reads along `outer`");
-constexpr GK_HD coord turn_read(int t, int c) { return {t / REALIGN_TURN + c * TURN_PASS_ROWS, t % REALIGN_TURN}; }
+constexpr GK_HD coord transpose_read(int t, int c) {
+    return {t / REALIGN_TRANSPOSE + c * TRANSPOSE_PASS_ROWS, t % REALIGN_TRANSPOSE};
+}
 
 /* Whether the matrix has it; else it is 0. */
-GK_HD inline bool turn_has(const TurnTile &t, int inner, int outer) { return inner < t.inner && outer < t.outer; }
+GK_HD inline bool transpose_has(const TransposeTile &t, int inner, int outer) {
+    return inner < t.inner && outer < t.outer;
+}
 
 /* In shared memory, [inner][outer + 1]. */
-constexpr int TURN_LD = REALIGN_TURN + 1;
-constexpr GK_HD int turn_at(int inner, int outer) { return inner * TURN_LD + outer; }
+constexpr int TRANSPOSE_LD = REALIGN_TRANSPOSE + 1;
+constexpr GK_HD int transpose_at(int inner, int outer) { return inner * TRANSPOSE_LD + outer; }
 
-/* Thread t's chunk c of a tile of E, which lies along `inner`: {outer, inner}. */
-template <class E> constexpr GK_HD coord turn_chunk(int t, int c) {
-    constexpr int EACH = 16 / (int)sizeof(E);
+/* Thread t's chunk c of a tile, four elements along `inner`: {outer, inner}. */
+constexpr int TRANSPOSE_CHUNKS = REALIGN_TRANSPOSE * REALIGN_TRANSPOSE / (REALIGN_THREADS * 4);
+static_assert(REALIGN_TRANSPOSE * REALIGN_TRANSPOSE % (REALIGN_THREADS * 4) == 0, "whole passes");
+constexpr GK_HD coord transpose_chunk(int t, int c) {
     const int at = c * REALIGN_THREADS + t;
-    return {at / (REALIGN_TURN / EACH), at % (REALIGN_TURN / EACH) * EACH};
-}
-template <class E> constexpr GK_HD int turn_chunks() {
-    static_assert(REALIGN_TURN * REALIGN_TURN * sizeof(E) % (REALIGN_THREADS * 16) == 0, "whole passes");
-    return REALIGN_TURN * REALIGN_TURN * (int)sizeof(E) / (REALIGN_THREADS * 16);
+    return {at / (REALIGN_TRANSPOSE / 4), at % (REALIGN_TRANSPOSE / 4) * 4};
 }
 
 /* Which chunk of the copy it is. */
-template <class E> GK_HD inline int64_t turn_to(const RealignMatrix &x, const TurnTile &t, coord chunk) {
+GK_HD inline int64_t transpose_to(const RealignMatrix &x, const TransposeTile &t, coord chunk) {
     const uint32_t row = t.entry * x.outer.by + (uint32_t)(t.outer0 + chunk.row);
-    return (int64_t)row * x.chunks.by + (t.inner0 + chunk.col) / (16 / (int)sizeof(E));
+    return (int64_t)row * x.chunks.by + (t.inner0 + chunk.col) / 4;
 }
 
 /* ---- host -------------------------------------------------------------------------------------------------- */
@@ -142,7 +143,7 @@ inline bool realign_plan(const void *from, int64_t inner, int64_t outer, int64_t
     x->begin = inner_stride == 1 ? gk_min_i64(0, last) : 0;
     x->end = inner_stride == 1 ? gk_max_i64(0, last) + inner : 0;
     x->inner = (int32_t)inner, x->ndim = 0, x->total = (uint32_t)total;
-    x->turned_bytes = inner_stride != 1 && outer_stride == 1 && outer > 1 ? 2 : 0;
+    x->transposed = false;
     x->chunks = divisor_of((uint32_t)chunks), x->outer = divisor_of((uint32_t)outer);
     for (int d = 0; d < ndim; ++d)
         if (stride[d]) x->batch[x->ndim] = divisor_of((uint32_t)shape[d]), x->stride[x->ndim++] = stride[d];
@@ -155,29 +156,29 @@ inline bool realign_plan(const void *from, int64_t inner, int64_t outer, int64_t
 /* The same for elements of 32 bits, which strides count. */
 inline bool realign_plan_32(const void *from, int64_t inner, int64_t outer, int64_t inner_stride, int64_t outer_stride,
                             int ndim, const int64_t *shape, int64_t *stride, RealignMatrix *x) {
-    const bool turned = inner_stride != 1;
-    const int64_t from_unit = turned ? 1 : 2;
+    const bool transposed = inner_stride != 1;
+    const int64_t from_unit = transposed ? 1 : 2;
     int64_t copied[REALIGN_DIMS];
     for (int d = 0; d < ndim; ++d) copied[d] = from_unit * stride[d];
     if (!realign_plan(from, 2 * inner, outer, inner_stride, from_unit * outer_stride, ndim, shape, copied, x))
         return false;
     for (int d = 0; d < ndim; ++d) stride[d] = copied[d] / 2;
-    x->turned_bytes = turned ? 4 : 0;
+    x->transposed = transposed;
     return true;
 }
 
-/* Of a turned copy, and how many blocks it takes: each has a chunk, so that so many fit. */
-inline RealignTurn turn_of(const RealignMatrix &x, uint32_t *blocks) {
-    const int64_t inner = x.inner / (x.turned_bytes / 2);
-    const RealignTurn p = {x, (uint32_t)gk_ceil_div(inner, REALIGN_TURN),
-                           (uint32_t)gk_ceil_div(x.outer.by, REALIGN_TURN)};
+/* Of a transposed copy, and how many blocks it takes: each has a chunk, so that so many fit. */
+inline Transpose transpose_of(const RealignMatrix &x, uint32_t *blocks) {
+    const int64_t inner = x.inner / 2;
+    const Transpose p = {x, (uint32_t)gk_ceil_div(inner, REALIGN_TRANSPOSE),
+                         (uint32_t)gk_ceil_div(x.outer.by, REALIGN_TRANSPOSE)};
     *blocks = x.total / x.chunks.by / x.outer.by * p.tiles_inner * p.tiles_outer;
     return p;
 }
 
 inline int64_t realign_bytes(const RealignMatrix &x) { return (int64_t)x.total * 16; }
 
-/* Copies one or two matrices on the context's stream: in one launch, but a turned one in its own. */
+/* Copies one or two matrices on the context's stream: in one launch, but a transposed one in its own. */
 gk_status realign(const char *op, const gk_context *ctx, const RealignMatrix *matrices, int count);
 
 #endif

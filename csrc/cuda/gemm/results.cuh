@@ -203,10 +203,10 @@ __device__ __forceinline__ void send(const Params &x, bool to_preact, smem_addr 
             send_panels<T, Panel, N>(&x.out, panels_s, at, lane);
     } else if constexpr (RAGGED || !TMA) {
         const GemmEpilogue &e = x.p.epilogue;
-        const GemmPlace place = x.place(batch);
+        const GemmPlace place = gemm_place(x.p, batch);
         const int64_t row = at.c[1], col = at.c[0], stride = to_preact ? e.preact_row : e.out_row;
         uint16_t *const to_g = (uint16_t *)(to_preact ? e.preact : e.out) + (to_preact ? place.preact : place.out);
-        const int rows = (int)(x.rows(batch) - row), cols = (int)(x.p.n - col);
+        const int rows = (int)(x.p.m - row), cols = (int)(x.p.n - col);
         if (RAGGED && x.ragged) {
             /* asked anew for wide tiles: no register keeps what derives of it over the products */
             const int late = TMA ? laneid() : lane;

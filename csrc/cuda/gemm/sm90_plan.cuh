@@ -14,12 +14,12 @@ enum Key {  /* of a row */
     KEY_PERCENT, /* of the dense peak */
     KEY_SMEM,
     KEY_PARTS, /* of k */
-    KEY_TRAITS
+    KEY_TRAITS,
+    KEY_BK
 };
 enum Trait {
     TURNED = 1,
-    IN_TURNS = 2,
-    LINES = 4 /* a may be read in lines */
+    IN_TURNS = 2
 };
 inline bool is(const gk_cuda_row *row, Trait trait) { return row->key[KEY_TRAITS] & trait; }
 
@@ -53,15 +53,15 @@ inline Clusters clusters_of(const gk_cuda_row *row, const gk_gpu *gpu, const Gem
     return {false, (int)pairs_m, (int)tiles_n};
 }
 
-/* Time of a row over k positions of k: the busiest cluster's tiles one after the other. */
-inline double us_of(const gk_cuda_row *row, const gk_gpu *gpu, const GemmProblem &p, int64_t k) {
+/* Time of a row: the busiest cluster's tiles one after the other. */
+inline double us_of(const gk_cuda_row *row, const gk_gpu *gpu, const GemmProblem &p) {
     const int64_t area = (int64_t)row->key[KEY_BM] * row->key[KEY_BN], parts = row->key[KEY_PARTS];
     const Clusters clusters = clusters_of(row, gpu, p);
     const int64_t all_clusters = (int64_t)clusters.tiles_m * clusters.tiles_n * p.batch;
     const double busiest = (double)gk_ceil_div(all_clusters, gpu->num_sms / cluster_of(row));
     const int64_t bytes = (int64_t)gk_dtype_bytes(row->dtype);
     const double peak = 8192.0 / (double)bytes * gpu->clock_khz * 1e-3 * row->key[KEY_PERCENT] * 0.01;
-    const double tile_us = 2.0 * (double)(area * gk_round_up(k, WGMMA_ROW_BYTES / bytes) / parts) / peak;
+    const double tile_us = 2.0 * (double)(area * gk_round_up(p.k, WGMMA_ROW_BYTES / bytes) / parts) / peak;
     const double size = (double)area / (128 * 256), launch_us = LAUNCH_US + LAST_US * size;
     /* results leave under the next tile's products, if these take as long */
     if (is(row, IN_TURNS))
@@ -101,10 +101,7 @@ inline bool in_chunks(const void *data, gk_dtype dtype, int64_t x_stride, int64_
 
 inline double copies_us(const Operands &o) {
     const double bytes = 2.0 * (double)o.bytes, many = bytes - REALIGN_FAST_BYTES;
-    const double turned = o.copied[1] && o.copies[1].turned_bytes == 2 ? bytes / REALIGN_TURNED_PER_US : 0;
-    return o.bytes > 0
-               ? REALIGN_US + bytes / REALIGN_BYTES_PER_US + (many > 0 ? many / REALIGN_MANY_PER_US : 0) + turned
-               : 0;
+    return o.bytes > 0 ? REALIGN_US + bytes / REALIGN_BYTES_PER_US + (many > 0 ? many / REALIGN_MANY_PER_US : 0) : 0;
 }
 
 /* Whether copies and a product are worth their `us`. p: the problem before them; o: if all is copied that can be. */
@@ -112,8 +109,9 @@ inline bool worth_while(const gk_gpu *gpu, gk_dtype dtype, const GemmProblem &p,
                         double us) {
     const bool chunks = in_chunks(p.a, dtype, p.a_m, p.a_k, p.a_batch, p.ndim) &&
                         in_chunks(p.b, dtype, p.b_n, p.b_k, p.b_batch, p.ndim);
-    /* few rows: other kernels stream the weights sooner than they are copied, but those dense nowhere; repeated ones would grow */
-    const bool streamed = p.b_k == 1 || p.b_n == 1 || p.b_k == 0 || p.b_n == 0;
+    /* small M: gemm_skinny streams the weights of up to 16 rows sooner than they are copied, but those dense nowhere; repeated ones
+     * would grow */
+    const bool streamed = p.b_k == 0 || p.b_n == 0 || (p.m <= SKINNY_MAX_TOKENS && (p.b_k == 1 || p.b_n == 1));
     if (few && (chunks || (o.copied[0] && (streamed || o.bytes > REALIGN_FEW_BYTES)))) return false;
     return us < other_us(gpu, dtype, p, chunks);
 }
@@ -139,83 +137,78 @@ inline bool turns_fit(const GemmProblem &p, gk_dtype dtype) {
            (!p.epilogue.preact || tensor_map_fits(result_of(p, false, true)));
 }
 
-/* The ways to read a call's operands: as they lie and copied, and where that would copy a, in lines. */
-struct Ways {
-    Operands plain, lines;
-    bool has_plain, has_lines;
+/* ---- rows ------------------------------------------------------------------------------------------------------ */
+/* A plan's own part. */
+struct HopperPlan {
+    Operands operands; /* p has its tiles */
+    unsigned clusters; /* to launch */
+    bool in_row;       /* how a pair's tiles lie */
 };
 
-/* p: the call as gemm_problem_of has it. */
-inline Ways ways_of(gk_dtype dtype, bool turned, const GemmProblem &p) {
-    Ways w;
-    w.plain.p = problem_of(p, turned);
-    w.has_plain = operands_of(dtype, turned, NULL, &w.plain), w.has_lines = false;
-    /* a b along k that needs no copy would need a turned one */
-    if (w.has_plain && w.plain.copied[0] && !turned && (p.b_n == 1 || w.plain.copied[1]))
-        w.lines.p = p, w.has_lines = operands_in_lines_of(dtype, NULL, &w.lines);
-    return w;
-}
-inline Ways ways_of(gk_dtype dtype, bool turned, const void *args) {
-    return ways_of(dtype, turned, gemm_problem_of((const gk_gemm_args *)args));
-}
-
-/* Gives the copies of a way their places in the call's workspace, which nothing else looks at. */
-inline bool place_copies(gk_dtype dtype, bool turned, const void *args, Operands *o) {
-    if (o->bytes == 0) return true;
-    void *const workspace = ((const gk_gemm_args *)args)->workspace;
-    o->p = problem_of(gemm_problem_of((const gk_gemm_args *)args), turned);
-    return o->mode & A_IN_LINES ? operands_in_lines_of(dtype, workspace, o) : operands_of(dtype, turned, workspace, o);
+/* By this row, whose operands are found. */
+inline bool plan_row(const gk_cuda_row *row, const gk_gpu *gpu, gk_plan *to) {
+    HopperPlan &own = gk_own<HopperPlan>(to);
+    GemmProblem &p = own.operands.p;
+    const Clusters clusters = clusters_of(row, gpu, p);
+    p.tiles_m = clusters.tiles_m, p.tiles_n = clusters.tiles_n, own.in_row = clusters.in_row;
+    p.group = GROUP_HEIGHT_SM90 / (row->key[KEY_BM] * (own.in_row ? 1 : row->key[KEY_TILES])), p.splits = 1;
+    const int64_t tiles = (int64_t)p.tiles_m * p.tiles_n * p.batch, most = gpu->num_sms / cluster_of(row);
+    own.clusters = (unsigned)(tiles * LEAST_IDLE < most ? tiles : most);
+    to->kernel = row;
+    to->tile[0] = row->key[KEY_BM], to->tile[1] = row->key[KEY_BN], to->tile[2] = row->key[KEY_BK];
+    to->tasks = tiles * cluster_of(row);
+    to->waves = (double)to->tasks / (double)(most * cluster_of(row));
+    to->workspace_bytes = (size_t)own.operands.bytes;
+    return true;
 }
 
-/* Time of a row and of what it copies. In lines, results of classes of which some have a row less do not leave by tma. */
-inline double way_us(const gk_cuda_row *row, const gk_gpu *gpu, const Operands &o) {
-    const double us = us_of(row, gpu, o.p, o.k), copied_us = us + copies_us(o);
-    if (!(o.mode & A_IN_LINES)) return copied_us;
-    const bool by_lanes = o.lines % (1 << o.classes_log2) != 0 && whole_chunks(o.p, row->dtype, false);
-    const double all = (double)o.p.m * (double)o.p.n * (double)o.p.batch;
-    return copied_us + LINES_US + us * (o.classes_log2 > 0 ? LINES_PART : 0) +
-           (by_lanes ? BY_LANES_US * all / (128 * 256 * gpu->num_sms) : 0);
+/* By this row, if it serves the call. */
+inline bool plan_hopper_row(const gk_cuda_row *row, const gk_context *ctx, const void *arguments, gk_plan *to) {
+    const gk_gemm_args *args = (const gk_gemm_args *)arguments;
+    const gk_gpu *gpu = gk_gpu_of(ctx->index);
+    const bool tf32 = row->dtype == GK_F32, turned = is(row, TURNED);
+    if ((tf32 && args->fp32_precision != GK_TF32) || gpu->smem_per_block < row->key[KEY_SMEM]) return false;
+    Operands &o = gk_own<HopperPlan>(to).operands;
+    o.p = problem_of(gemm_problem_of(args), turned);
+    if (!operands_of(row->dtype, turned, &o) || (is(row, IN_TURNS) && !turns_fit(o.p, row->dtype))) return false;
+    return (tf32 || !turned || o.p.n <= row->key[KEY_BN]) && plan_row(row, gpu, to);
 }
 
-/* What a row makes of them: the way of less time, or NULL. */
-inline Operands *way_of(const gk_cuda_row *row, const gk_gpu *gpu, Ways &w) {
-    if (!w.has_plain || (is(row, IN_TURNS) && !turns_fit(w.plain.p, row->dtype))) return NULL;
-    if (!w.has_lines || !is(row, LINES)) return &w.plain;
-    return way_us(row, gpu, w.lines) < way_us(row, gpu, w.plain) ? &w.lines : &w.plain;
-}
-
-/* ---- rows ------------------------------------------------------------------------------------------------------ */
-/* The row of least time among those that fit the GPU; few rows: the smallest turned one that holds them; tf32: a turned
- * one where b is dense along n. */
-inline const gk_cuda_row *choose_row(const gk_cuda_row *rows, int num_rows, const gk_context *ctx,
-                                     const void *arguments) {
+/* By the row of least time among those that fit the GPU; small M: the smallest turned one that holds them; tf32: a turned one
+ * where b is dense along n. */
+inline bool plan_hopper(const gk_cuda_table *const *schedules, int num_schedules, const gk_context *ctx,
+                        const void *arguments, gk_plan *to) {
     const gk_gemm_args *args = (const gk_gemm_args *)arguments;
     const bool tf32 = args->a.dtype == GK_F32;
-    if (tf32 ? args->fp32_precision != GK_TF32 : args->a.dtype != GK_BF16 && args->a.dtype != GK_F16) return NULL;
+    if (tf32 ? args->fp32_precision != GK_TF32 : args->a.dtype != GK_BF16 && args->a.dtype != GK_F16) return false;
     const GemmProblem p = gemm_problem_of(args);
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
     const bool few = p.m <= SM90_TURNED_ROWS;
     const bool turned = tf32 ? copy_along(p.n, p.k, p.b_n, p.b_k) : few;
-    if (tf32 && (few || p.n <= SM90_TURNED_ROWS)) return NULL;
-    if (few ? p.n < 2 * SM90_TURNED_ROWS || p.k < SM90_TURNED_K : p.n <= SM90_TURNED_ROWS) return NULL;
-    Ways w = ways_of(args->a.dtype, turned, p);
-    if (!w.has_plain) return NULL;
+    if (tf32 && (few || p.n <= SM90_TURNED_ROWS)) return false;
+    if (few ? p.n < 2 * SM90_TURNED_ROWS || p.k < SM90_TURNED_K : p.n <= SM90_TURNED_ROWS) return false;
+    Operands &o = gk_own<HopperPlan>(to).operands;
+    o.p = problem_of(p, turned);
+    if (!operands_of(args->a.dtype, turned, &o)) return false;
+    const bool may_turn = turns_fit(o.p, args->a.dtype);
     const gk_cuda_row *best = NULL;
     double best_us = 1e31;
-    for (int i = 0; i < num_rows; ++i) {
-        const gk_cuda_row *r = &rows[i];
-        if (r->dtype != args->a.dtype || r->key[KEY_SMEM] > gpu->smem_per_block) continue;
-        if (is(r, TURNED) != turned || (few && p.m > r->key[KEY_BN])) continue;
-        const Operands *way = way_of(r, gpu, w);
-        if (!way) continue;
-        const double us = few ? r->key[KEY_BN] : way_us(r, gpu, *way);
-        if (us < best_us) best = r, best_us = us;
-    }
-    const bool unaligned = w.plain.bytes > 0;
-    if (best && unaligned &&
-        !worth_while(gpu, args->a.dtype, p, w.plain, few, few ? turned_us(p) + copies_us(w.plain) : best_us))
-        return NULL;
-    return best;
+    for (int s = 0; s < num_schedules; ++s)
+        for (const gk_cuda_row *r = schedules[s]->rows; r < schedules[s]->rows + schedules[s]->num_rows; ++r) {
+            if (r->dtype != args->a.dtype || r->key[KEY_SMEM] > gpu->smem_per_block) continue;
+            if (is(r, TURNED) != turned || (few && p.m > r->key[KEY_BN])) continue;
+            if (is(r, IN_TURNS) && !may_turn) continue;
+            const double us = few ? r->key[KEY_BN] : us_of(r, gpu, o.p) + copies_us(o);
+            if (us < best_us) best = r, best_us = us;
+        }
+    if (!best) return false;
+    const double us = few ? turned_us(p) + copies_us(o) : best_us;
+    if (o.bytes > 0 && !worth_while(gpu, args->a.dtype, p, o, few, us)) return false;
+    to->us = us;
+    return plan_row(best, gpu, to);
 }
+
+/* plan of the tables that gemm_sm90a's covers. */
+inline bool planned_elsewhere(const gk_context *, const void *, gk_plan *) { return false; }
 
 #endif

@@ -46,72 +46,157 @@ constexpr double REDUCE_US = 2.5, REDUCE_BYTES_PER_US = 3e6;
 /* a block's start and end, in us: prologue latency and stores */
 constexpr double BLOCK_US = 1.5;
 
-/* ---- gemm_sm90a: BM x BN x 64 through a ring of S slots, G warpgroups of BM / G rows, clusters of TILES or of CK parts -- */
-template <int M, int N, int S, int L, int G, int SIDE_BY_SIDE, int P, int SPLIT = 1, bool TURN = false, int KB = 1,
-          bool TURNS = false>
-struct Sm90Tile {
-    static constexpr bool IN_TURNS = TURNS; /* each warpgroup has whole tiles, stores one while the other multiplies */
-    /* rows of a that begin anywhere may be read where they lie; in turns it was not tried */
-    static constexpr bool IN_LINES = !TURN && !TURNS && SPLIT == 1 && N % 32 == 0;
-    static constexpr int K64 = KB;       /* 64s of k in a slot */
-    static constexpr int CK = SPLIT;     /* parts of k, added across the cluster: 1 or 2 */
-    static constexpr bool TURNED = TURN; /* for few rows: the product is computed as out^T = b^T a^T */
-    static constexpr int BM = M, BN = N, STAGES = S, WGS = G, TILES = SIDE_BY_SIDE, THREADS = (G + 1) * 128;
-    static constexpr int CLUSTER = TILES * CK; /* blocks */
-    static constexpr int PANELS = L;           /* of 16 rows x 64 columns a warp, through which results leave */
-    static constexpr int PERCENT = P;          /* of the dense peak, on full SMs; the chooser's weight */
-    /* two warpgroups that multiply start with 168 registers a thread; the third gives up what 224 of them need */
-    static constexpr int COPY_REGS = TURNS ? 40 : 56, SUM_REGS = TURNS ? 232 : 224;
-    static_assert(G == 1 || COPY_REGS + G * SUM_REGS <= (G + 1) * 168, "setmaxnreg.inc would wait for ever");
+/* ---- Hopper's gemm: BM x BN x 64 K64 elements of 16 bits (32 K64 of tf32) through a ring of STAGES ---------------- */
+/* WGS consumer warpgroups of BM / WGS rows, or with ping-pong of whole tiles; PANELS of 16 rows x 128 bytes a warp, through which
+ * results leave. What a tile does not say: */
+struct HopperTile {
+    static constexpr int TILES = 2;  /* of a cluster, one a block; they share what both read */
+    static constexpr int SPLITS = 1; /* of k, added across the cluster by DSMEM */
+    static constexpr int K64 = 1;
+    static constexpr bool SWAP_AB = false;   /* the product is computed as out^T = b^T a^T */
+    static constexpr bool PING_PONG = false; /* a warpgroup stores its tile while the other multiplies */
 };
-/* 80 bytes of shared memory a clock, a quarter of L2's bytes of single tiles; 4096: 0.99 of cuBLAS. Three slots and panels
- * for the whole tile gave the same, clusters of 2 x 2 twice the time: only 30 of them find four SMs side by side */
-typedef Sm90Tile<128, 256, 4, 2, 2, 2, 81> Tile90_128x256;
-/* in turns: 512 x 4096 x 28672 in 4.9 waves 0.99 of cuBLAS, 0.96 by 128 x 224; 8192 cubed 1.06, 1.03 by 128 x 256 */
-typedef Sm90Tile<128, 176, 5, 2, 2, 2, 80, 1, false, 1, true> Tile90_128x176;
-/* 512 x 28672 in 3.9 waves instead of 3.4 */
-typedef Sm90Tile<128, 224, 4, 2, 2, 2, 78> Tile90_128x224;
-/* other waves than the two above */
-typedef Sm90Tile<128, 192, 4, 2, 2, 2, 78> Tile90_128x192;
-/* 512 rows of 4096: one tile an SM, 0.98 */
-typedef Sm90Tile<128, 128, 6, 2, 2, 2, 79> Tile90_128x128;
-/* yet other waves: 856 x 4792 x 6704 in 95 us, 104 by 128 x 176; b along n is copied as 128 columns */
-typedef Sm90Tile<128, 96, 6, 2, 2, 2, 54> Tile90_128x96;
-/* 1024 cubed: one tile an SM; one block alone, pairs along n and 128 x 64 took up to 8 % more */
-typedef Sm90Tile<64, 128, 8, 2, 1, 2, 55> Tile90_64x128;
-/* 512 cubed in 32 pairs: 2.65 us; 128 tiles of 64 x 32 took 0.4 more */
-typedef Sm90Tile<64, 64, 12, 1, 1, 2, 40> Tile90_64x64;
-/* the same tiles on twice the SMs, for longer k: 512 x 512 x 1024 4.1 us, 4.5 by the row above */
-typedef Sm90Tile<64, 64, 8, 1, 1, 1, 28, 2> Tile90_64x64_k2;
-/* the same for long k: 512 x 2048 x 4096 in 14.6 us, 16.0 by 64 x 128 */
-typedef Sm90Tile<128, 128, 5, 1, 2, 1, 65, 2> Tile90_128x128_k2;
-/* few rows, by weights: slots of 256 of k, since every step of a warpgroup costs some 0.2 us: at 16 rows 11.5, 11.1 and 10.9 us
- * with 64, 128 and 256; two parts of k, so that 4096 weights keep 128 SMs busy: 14.0 us without */
-typedef Sm90Tile<64, 16, 4, 1, 1, 1, 31, 2, true, 4> Tile90_turned_16;
-/* 128 of k a slot: 64 rows 11.9 us with 64, 11.65 with 128 and 256; three large slots lose at 28672 weights */
-typedef Sm90Tile<64, 32, 7, 1, 1, 1, 31, 2, true, 2> Tile90_turned_32;
-typedef Sm90Tile<64, 64, 6, 1, 1, 1, 31, 2, true, 2> Tile90_turned_64;
-/* tf32: a slot's rows hold 32 of k; half of bf16's FLOP a clock, so that copies and results hide better. 4096: 1.01 of cuBLAS */
-typedef Sm90Tile<128, 256, 4, 2, 2, 2, 74> Tile90_tf32_128x256;
-/* 4096 x 768 x 4096 in one wave, 1.32; 8192 cubed 1.01 */
-typedef Sm90Tile<128, 192, 4, 3, 2, 2, 74> Tile90_tf32_128x192;
-/* 512 x 4096 x 4096: one tile an SM, 1.02 */
-typedef Sm90Tile<128, 128, 6, 2, 2, 2, 71> Tile90_tf32_128x128;
-/* 1024 cubed: one tile an SM, 1.15 */
-typedef Sm90Tile<64, 128, 8, 2, 1, 2, 54> Tile90_tf32_64x128;
-/* 512 cubed 1.11, 0.88 by 64 x 128 */
-typedef Sm90Tile<64, 64, 8, 1, 1, 1, 31, 2> Tile90_tf32_64x64_k2;
-/* 512 x 2048 x 4096 1.21, 1.04 by 64 x 128; 64 x 128 in two parts of k, and 64 x 256, were never the fastest */
-typedef Sm90Tile<128, 128, 5, 1, 2, 1, 65, 2> Tile90_tf32_128x128_k2;
-/* turned: 128 columns of the result a warpgroup, since a load of 16 bytes brings two products' fragments; pairs share b.
- * 4096: 0.97 to 0.99 of cuBLAS; pairs that share a 0.96, three slots and more panels 0.82 */
-typedef Sm90Tile<256, 128, 4, 2, 2, 2, 72, 1, true> Tile90_tf32_turned_256x128;
-/* 512 x 4096 x 4096 0.92 to 0.94, 0.81 with two parts of k; one warpgroup alone, 256 x 64 with two 0.83 */
-typedef Sm90Tile<128, 128, 6, 2, 1, 2, 56, 1, true> Tile90_tf32_turned_128x128;
-/* 1024 cubed 1.07, 0.96 by 128 x 64 without parts of k */
-typedef Sm90Tile<128, 128, 5, 1, 1, 1, 57, 2, true> Tile90_tf32_turned_128x128_k2;
-/* 512 cubed 1.12, 128 x 4096 x 4096 1.02 */
-typedef Sm90Tile<128, 64, 7, 1, 1, 1, 36, 2, true> Tile90_tf32_turned_128x64_k2;
+/* two blocks that split k */
+struct HopperSplitTile : HopperTile {
+    static constexpr int TILES = 1, SPLITS = 2; /* 2 x 2 blocks are no cluster that finds its SMs */
+};
+/* registers of a producer's thread and of a consumer's: three warpgroups start with 168 a thread */
+constexpr int producer_regs(bool ping_pong) { return ping_pong ? 40 : 56; }
+constexpr int consumer_regs(bool ping_pong) { return ping_pong ? 232 : 224; }
+static_assert(producer_regs(false) + 2 * consumer_regs(false) <= 3 * 168 &&
+                  producer_regs(true) + 2 * consumer_regs(true) <= 3 * 168,
+              "setmaxnreg.inc would wait for ever");
+
+struct Coop128x256 : HopperTile {
+    /* 80 bytes of shared memory a clock, a quarter of L2's bytes of single tiles; 4096: 0.99 of cuBLAS. Three slots and panels
+     * for the whole tile gave the same, clusters of 2 x 2 twice the time: only 30 of them find four SMs side by side */
+    static constexpr int BM = 128, BN = 256, STAGES = 4, WGS = 2, PANELS = 2;
+};
+struct PingPong128x176 : HopperTile {
+    /* ping-pong: 512 x 4096 x 28672 in 4.9 waves 0.99 of cuBLAS, 0.96 by 128 x 224; 8192 cubed 1.06, 1.03 by 128 x 256 */
+    static constexpr int BM = 128, BN = 176, STAGES = 5, WGS = 2, PANELS = 2;
+    static constexpr bool PING_PONG = true;
+};
+struct Coop128x224 : HopperTile {
+    /* 512 x 28672 in 3.9 waves instead of 3.4 */
+    static constexpr int BM = 128, BN = 224, STAGES = 4, WGS = 2, PANELS = 2;
+};
+struct Coop128x192 : HopperTile {
+    /* other waves than the two above */
+    static constexpr int BM = 128, BN = 192, STAGES = 4, WGS = 2, PANELS = 2;
+};
+struct Coop128x128 : HopperTile {
+    /* 512 rows of 4096: one tile an SM, 0.98 */
+    static constexpr int BM = 128, BN = 128, STAGES = 6, WGS = 2, PANELS = 2;
+};
+struct Coop128x96 : HopperTile {
+    /* yet other waves: 856 x 4792 x 6704 in 95 us, 104 by 128 x 176; b along n is copied as 128 columns */
+    static constexpr int BM = 128, BN = 96, STAGES = 6, WGS = 2, PANELS = 2;
+};
+struct Coop64x128 : HopperTile {
+    /* 1024 cubed: one tile an SM; one block alone, pairs along n and 128 x 64 took up to 8 % more */
+    static constexpr int BM = 64, BN = 128, STAGES = 8, WGS = 1, PANELS = 2;
+};
+struct Coop64x64 : HopperTile {
+    /* 512 cubed in 32 pairs: 2.65 us; 128 tiles of 64 x 32 took 0.4 more */
+    static constexpr int BM = 64, BN = 64, STAGES = 12, WGS = 1, PANELS = 1;
+};
+struct Coop64x64Split : HopperSplitTile {
+    /* the same tiles on twice the SMs, for longer k: 512 x 512 x 1024 4.1 us, 4.5 by the row above */
+    static constexpr int BM = 64, BN = 64, STAGES = 8, WGS = 1, PANELS = 1;
+};
+struct Coop128x128Split : HopperSplitTile {
+    /* the same for long k: 512 x 2048 x 4096 in 14.6 us, 16.0 by 64 x 128 */
+    static constexpr int BM = 128, BN = 128, STAGES = 5, WGS = 2, PANELS = 1;
+};
+struct SwapAB64x16 : HopperSplitTile {
+    /* few rows, by weights: slots of 256 of k, since every step of a warpgroup costs some 0.2 us: at 16 rows 11.5, 11.1 and 10.9 us
+     * with 64, 128 and 256; two parts of k, so that 4096 weights keep 128 SMs busy: 14.0 us without */
+    static constexpr int BM = 64, BN = 16, STAGES = 4, WGS = 1, PANELS = 1, K64 = 4;
+    static constexpr bool SWAP_AB = true;
+};
+struct SwapAB64x32 : HopperSplitTile {
+    /* 128 of k a slot: 64 rows 11.9 us with 64, 11.65 with 128 and 256; three large slots lose at 28672 weights */
+    static constexpr int BM = 64, BN = 32, STAGES = 7, WGS = 1, PANELS = 1, K64 = 2;
+    static constexpr bool SWAP_AB = true;
+};
+struct SwapAB64x64 : HopperSplitTile {
+    /* likewise */
+    static constexpr int BM = 64, BN = 64, STAGES = 6, WGS = 1, PANELS = 1, K64 = 2;
+    static constexpr bool SWAP_AB = true;
+};
+struct Tf32_128x256 : HopperTile {
+    /* tf32: a slot's rows hold 32 of k; half of bf16's FLOP a clock, so that copies and results hide better. 4096: 1.01 of cuBLAS */
+    static constexpr int BM = 128, BN = 256, STAGES = 4, WGS = 2, PANELS = 2;
+};
+struct Tf32_128x192 : HopperTile {
+    /* 4096 x 768 x 4096 in one wave, 1.32; 8192 cubed 1.01 */
+    static constexpr int BM = 128, BN = 192, STAGES = 4, WGS = 2, PANELS = 3;
+};
+struct Tf32_128x128 : HopperTile {
+    /* 512 x 4096 x 4096: one tile an SM, 1.02 */
+    static constexpr int BM = 128, BN = 128, STAGES = 6, WGS = 2, PANELS = 2;
+};
+struct Tf32_64x128 : HopperTile {
+    /* 1024 cubed: one tile an SM, 1.15 */
+    static constexpr int BM = 64, BN = 128, STAGES = 8, WGS = 1, PANELS = 2;
+};
+struct Tf32_64x64Split : HopperSplitTile {
+    /* 512 cubed 1.11, 0.88 by 64 x 128 */
+    static constexpr int BM = 64, BN = 64, STAGES = 8, WGS = 1, PANELS = 1;
+};
+struct Tf32_128x128Split : HopperSplitTile {
+    /* 512 x 2048 x 4096 1.21, 1.04 by 64 x 128; 64 x 128 in two parts of k, and 64 x 256, were never the fastest */
+    static constexpr int BM = 128, BN = 128, STAGES = 5, WGS = 2, PANELS = 1;
+};
+struct Tf32SwapAB256x128 : HopperTile {
+    /* turned: 128 columns of the result a warpgroup, since a load of 16 bytes brings two products' fragments; pairs share b.
+     * 4096: 0.97 to 0.99 of cuBLAS; pairs that share a 0.96, three slots and more panels 0.82 */
+    static constexpr int BM = 256, BN = 128, STAGES = 4, WGS = 2, PANELS = 2;
+    static constexpr bool SWAP_AB = true;
+};
+struct Tf32SwapAB128x128 : HopperTile {
+    /* 512 x 4096 x 4096 0.92 to 0.94, 0.81 with two parts of k; one warpgroup alone, 256 x 64 with two 0.83 */
+    static constexpr int BM = 128, BN = 128, STAGES = 6, WGS = 1, PANELS = 2;
+    static constexpr bool SWAP_AB = true;
+};
+struct Tf32SwapAB128x128Split : HopperSplitTile {
+    /* 1024 cubed 1.07, 0.96 by 128 x 64 without parts of k */
+    static constexpr int BM = 128, BN = 128, STAGES = 5, WGS = 1, PANELS = 1;
+    static constexpr bool SWAP_AB = true;
+};
+struct Tf32SwapAB128x64Split : HopperSplitTile {
+    /* 512 cubed 1.12, 128 x 4096 x 4096 1.02 */
+    static constexpr int BM = 128, BN = 64, STAGES = 7, WGS = 1, PANELS = 1;
+    static constexpr bool SWAP_AB = true;
+};
+/* what a kernel reaches of the dense peak on full SMs, in percent: the chooser's weights, fitted to the times of all kernels of 150
+ * shapes. Retuning one changes no kernel's name */
+template <class Tile> constexpr int PERCENT = 0;
+template <> constexpr int PERCENT<Coop128x256> = 81;
+template <> constexpr int PERCENT<PingPong128x176> = 80;
+template <> constexpr int PERCENT<Coop128x224> = 78;
+template <> constexpr int PERCENT<Coop128x192> = 78;
+template <> constexpr int PERCENT<Coop128x128> = 79;
+template <> constexpr int PERCENT<Coop128x96> = 54;
+template <> constexpr int PERCENT<Coop64x128> = 55;
+template <> constexpr int PERCENT<Coop64x64> = 40;
+template <> constexpr int PERCENT<Coop64x64Split> = 28;
+template <> constexpr int PERCENT<Coop128x128Split> = 65;
+template <> constexpr int PERCENT<SwapAB64x16> = 31;
+template <> constexpr int PERCENT<SwapAB64x32> = 31;
+template <> constexpr int PERCENT<SwapAB64x64> = 31;
+template <> constexpr int PERCENT<Tf32_128x256> = 74;
+template <> constexpr int PERCENT<Tf32_128x192> = 74;
+template <> constexpr int PERCENT<Tf32_128x128> = 71;
+template <> constexpr int PERCENT<Tf32_64x128> = 54;
+template <> constexpr int PERCENT<Tf32_64x64Split> = 31;
+template <> constexpr int PERCENT<Tf32_128x128Split> = 65;
+template <> constexpr int PERCENT<Tf32SwapAB256x128> = 72;
+template <> constexpr int PERCENT<Tf32SwapAB128x128> = 56;
+template <> constexpr int PERCENT<Tf32SwapAB128x128Split> = 57;
+template <> constexpr int PERCENT<Tf32SwapAB128x64Split> = 36;
+
 /* rows of a whose tiles are walked together: with 128 x 256 tiles as many columns of b are under way */
 constexpr int GROUP_HEIGHT_SM90 = 2048;
 /* up to as many rows the weights stream past the tokens, turned; as few columns are gemm_sm80's, and so is k that gives
@@ -125,11 +210,6 @@ constexpr int64_t KEEP_BYTES = 8 << 20;
 /* from a quarter of the GPU's SMs on all get a block: those that begin last have no tile, and the next kernel waits for none of
  * them: 512 cubed 3.27 to 3.14 us, 1024 6.0 to 5.9 */
 constexpr int LEAST_IDLE = 4;
-/* what rows of a in lines cost more: a first slot to clear, maps new to the SM; boxes across lines of 128 bytes, in part of all
- * time. 2048 cubed, both operands unaligned: 29.4 us, 31.7 with two copies; 1024 8.1 and 7.2, so these are copied */
-constexpr double LINES_US = 0.5, LINES_PART = 0.025;
-/* what 128 x 256 results cost more that the lanes store: 4095 cubed with aligned strides 9 us over 4096, in four waves */
-constexpr double BY_LANES_US = 2.0;
 /* what a turned product takes beside its bytes: 10.9 us for 16 x 4096 x 4096 */
 constexpr double TURNED_US = 1.5, TURNED_BYTES_PER_US = 4.0e6;
 /* what nothing hides: of a launch and its last results, of a tile and its results; results by 128 x 256 of them. These and the
@@ -145,14 +225,12 @@ constexpr double CURVE_US = 6.0;
 /* ---- gemm_realign_sm90a --------------------------------------------------------------------------------------- */
 /* 32 registers: 2048 threads of an SM keep 32 KB of its loads under way */
 constexpr int REALIGN_THREADS = 256, REALIGN_PER_SM = 8;
-/* turned tiles: 64 rows of 128 or 256 bytes are read and 64 written; 8 or 16 KiB of shared memory, 16 loads a thread under way. Of
- * 16 bits 256 bytes of a row as well: 2048 cubed NT 28.8 us, 28.2 by these, 4096 215 and 219 */
-constexpr int REALIGN_TURN = 64;
+/* transposed tiles of 32 bits: 64 rows of 256 bytes are read and 64 written; 16 KiB of shared memory, 16 loads a thread under way */
+constexpr int REALIGN_TRANSPOSE = 64;
 /* expected, the chooser's weights: a launch that overlaps its neighbours, and bytes a us that are read and written; what those
- * past the first 16 MB take more, and those of 16 bits that are turned. Fitted to one and two operands of 512, 1024, 1536, 2048 and
+ * past the first 16 MB take more. Fitted to one and two operands of 512, 1024, 1536, 2048 and
  * 4096 squared on one H200 */
-constexpr double REALIGN_US = 0.9, REALIGN_BYTES_PER_US = 9.0e6, REALIGN_FAST_BYTES = 16e6, REALIGN_MANY_PER_US = 8.0e6,
-                 REALIGN_TURNED_PER_US = 2.1e7;
+constexpr double REALIGN_US = 0.9, REALIGN_BYTES_PER_US = 9.0e6, REALIGN_FAST_BYTES = 16e6, REALIGN_MANY_PER_US = 8.0e6;
 /* the largest copy that few rows ask memory for: of weights that are dense nowhere, 128 MB of whose elements take 0.1 ms */
 constexpr int64_t REALIGN_FEW_BYTES = 128 << 20;
 
@@ -196,37 +274,11 @@ constexpr int SKINNY_MAX_TOKENS = 16;
 constexpr int slots_in(int bytes, int slot_bytes, int most) {
     return bytes / slot_bytes < most ? bytes / slot_bytes : most;
 }
-constexpr int skinny_stages(int stage_bytes) { return slots_in(200 * 1024, stage_bytes, 8); }
-/* of a Hopper block's 227 KiB, what `other_bytes` leave */
-constexpr int hopper_slots(int slot_bytes, int other_bytes, int most) {
-    return slots_in(232448 - other_bytes, slot_bytes, most);
+constexpr int skinny_stages(int stage_bytes, int other_bytes) {
+    return slots_in(200 * 1024 - other_bytes, stage_bytes, 8);
 }
-
-/* ---- gemm_skewed_sm90a: few rows of weights that begin anywhere ------------------------------------------------- */
-/* k of a step: 16 for each of eight classes */
-constexpr int SKEWED_STEP_LOG2 = 7, SKEWED_STEP = 1 << SKEWED_STEP_LOG2;
-/* with 5, 6 and 9 slots of 64 weights, 4096 squared takes 0.2, 0.3 and 0.5 to 1.2 us more */
-constexpr int SKEWED_SLOTS = 4;
-/* of weights: 1 and 16 rows, 1024 squared 3.0 to 4.0 us (4.2 to 5.1 when this was chosen), 4.0 to 8.4 by gemm_skinny_odd; 512 squared 3.7 to 4.9, 3.2 to 6 */
-constexpr int64_t SKEWED_LEAST = 1 << 19;
-constexpr int SKEWED_MAX_TOKENS = 16, SKEWED_MIN_N = 256, SKEWED_MIN_K = 256;
-/* of k, in a cluster */
-constexpr int SKEWED_PARTS = 4;
-/* tiles of 128 weights are taken where their blocks read a 16th less than with 64, whose shorter steps end sooner: 28672 x 4096
- * along k 58 to 63 us. Along n of many classes where they read no more: 1 row of 28672 60 us, 64 by 64 */
-constexpr int SKEWED_LARGE_GAIN = 16;
-
-/* ---- gemm_skinny_odd_sm90a: as gemm_skinny, for rows that begin anywhere ---------------------------------------- */
-/* weights a tile: 64 where every SM has more than one of 32 (28672 weights, 16 rows along k: 84 us against 100), else
- * 32, so that 4096 weights keep 128 SMs busy */
-constexpr int SKINNY_ODD_ROWS = 32;
-/* 4096 squared takes 19 to 22, 23 to 27 and 32 to 36 us for 16, 32 and 64 rows, gemm_sm80's plain loads 43 to 51 */
-constexpr int SKINNY_ODD_MAX_TOKENS = 64;
-/* fewer weights than this for up to 16 and 64 rows: gemm_sm80 splits k over all SMs, 14 us for 1024 weights of 4096 by
- * its chooser's model, where this takes as long for any number of weights up to a tile an SM */
-constexpr int SKINNY_ODD_LEAST_16 = 1536, SKINNY_ODD_LEAST_64 = 3072;
-constexpr int SKINNY_ODD_MIN_K = 256; /* a step of the block */
-/* past so many nothing is left to hide */
-constexpr int SKINNY_ODD_SLOTS = 9;
+/* misaligned weights fewer than this are left to gemm_sm80, which splits k over all SMs: 32 SMs with a tile of 32 take as long for
+ * 1024 weights of 4096 */
+constexpr int SKINNY_MISALIGNED_LEAST = 1024;
 
 #endif

@@ -31,16 +31,18 @@ gk_gemm_args gemm_args(const Product &p) {
     return args;
 }
 
-/* Rung 7 is one row, whatever the size; rung 13 what the library takes. */
-const gk_cuda_row *row_of(int32_t rung, const gk_context *ctx, const gk_gemm_args *args) {
+/* Rung 7 is one row, whatever the size; rung 13 what the library takes. false: neither serves the call. */
+bool plan_of(int32_t rung, const gk_context *ctx, const gk_gemm_args *args, gk_plan *plan) {
     if (rung == 7) {
-        for (int i = 0; i < gk_gemm_sm80_table.num_rows; ++i)
-            if (!strcmp(gk_gemm_sm80_table.rows[i].name, "gemm_sm80_bf16_256x128x64"))
-                return &gk_gemm_sm80_table.rows[i];
-        return NULL;
+        for (int i = 0; i < gk_gemm_sm80_table.num_rows; ++i) {
+            const gk_cuda_row *row = &gk_gemm_sm80_table.rows[i];
+            if (!strcmp(row->name, "gemm_sm80_bf16_256x128x64"))
+                return row->plan(row, ctx, args, gk_plan_begin(plan, row));
+        }
+        return false;
     }
-    const gk_cuda_row *row = gk_gemm_sm90a_table.choose(ctx, args);
-    return row ? row : gk_gemm_sm80_table.choose(ctx, args);
+    return gk_gemm_sm90a_table.plan(ctx, args, gk_plan_begin(plan, NULL)) ||
+           gk_gemm_sm80_table.plan(ctx, args, gk_plan_begin(plan, NULL));
 }
 
 /* ---- the table --------------------------------------------------------------------------------------------------- */
@@ -109,8 +111,8 @@ size_t gk_ladder_workspace_bytes(int32_t rung, int64_t m, int64_t n, int64_t k) 
     const gk_context ctx = context(NULL);
     if (refusal(rung, m, n, k, &ctx) != GK_OK || runs[rung - 1]) return 0;
     const gk_gemm_args args = gemm_args({NULL, NULL, NULL, (int)m, (int)n, (int)k});
-    const gk_cuda_row *row = row_of(rung, &ctx, &args);
-    return row && row->workspace_bytes ? row->workspace_bytes(row, &ctx, &args) : 0;
+    gk_plan plan;
+    return plan_of(rung, &ctx, &args, &plan) ? plan.workspace_bytes : 0;
 }
 
 gk_status gk_ladder_gemm(int32_t rung, const void *a, const void *b, void *out, int64_t m, int64_t n, int64_t k,
@@ -129,14 +131,13 @@ gk_status gk_ladder_gemm(int32_t rung, const void *a, const void *b, void *out, 
     const Product p = {(const bf16 *)a, (const bf16 *)b, (bf16 *)out, (int)m, (int)n, (int)k};
     if (runs[rung - 1]) return runs[rung - 1](&ctx, p);
 
-    gk_gemm_args args = gemm_args(p);
-    const gk_cuda_row *row = row_of(rung, &ctx, &args);
-    if (!row) return gk_fail(GK_ERR_UNSUPPORTED, "gk_ladder_gemm: no row of the library serves rung %d", rung);
-    args.workspace_bytes = row->workspace_bytes ? row->workspace_bytes(row, &ctx, &args) : 0;
-    args.workspace = workspace;
-    if (args.workspace_bytes > 0 && !workspace)
+    const gk_gemm_args args = gemm_args(p);
+    gk_plan plan;
+    if (!plan_of(rung, &ctx, &args, &plan))
+        return gk_fail(GK_ERR_UNSUPPORTED, "gk_ladder_gemm: no row of the library serves rung %d", rung);
+    if (plan.workspace_bytes > 0 && !workspace)
         return gk_fail(GK_ERR_WORKSPACE, "gk_ladder_gemm: rung %d wants a workspace of %zu bytes", rung,
-                       args.workspace_bytes);
-    return row->run(row, &ctx, &args);
+                       plan.workspace_bytes);
+    return ((const gk_cuda_row *)plan.kernel)->run(&ctx, &args, &plan, workspace);
 }
 }

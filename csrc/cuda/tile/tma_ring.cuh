@@ -37,6 +37,8 @@ template <int STAGES> struct tma_ring {
     }
     __device__ __forceinline__ smem_addr full() const { return barriers_s + 8 * slot; }
     __device__ __forceinline__ smem_addr empty() const { return barriers_s + 8 * (STAGES + slot); }
+    // empty() of the step before
+    __device__ __forceinline__ smem_addr before() const { return empty() + (slot == 0 ? 8 * (STAGES - 1) : -8); }
     __device__ __forceinline__ void wait_full() const { mbarrier_wait(full(), parity); }
     __device__ __forceinline__ void wait_empty() const { mbarrier_wait(empty(), parity ^ 1); }
     __device__ __forceinline__ void advance() {

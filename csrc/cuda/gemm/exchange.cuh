@@ -1,15 +1,16 @@
-/* trade.cuh: the sums of two blocks of a cluster that took a part of k each. */
-#ifndef GPUKERN_CUDA_GEMM_TRADE_CUH
-#define GPUKERN_CUDA_GEMM_TRADE_CUH
+/* exchange.cuh: the sums of two blocks of a cluster that took a part of k each. */
+#ifndef GPUKERN_CUDA_GEMM_EXCHANGE_CUH
+#define GPUKERN_CUDA_GEMM_EXCHANGE_CUH
 
 #include "../ptx/cluster.cuh"
 #include "../tile/tma_ring.cuh"
 
 /* Two blocks have each half of the sum over k. Each keeps its half of the columns and sends the other half over; the sum of
  * two does not depend on who adds. to, from: 16 bytes a thread and step of four. */
-template <int MT, int N>
-__device__ __forceinline__ void trade_halves(const float (&sum)[MT][2 * N], float (&mine)[MT][N], int part, uint32_t to,
-                                             uint32_t full_there, smem_addr from_s, smem_addr full_s, unsigned parity) {
+template <int MT, int N, int ALL>
+__device__ __forceinline__ void exchange_halves(const float (&sum)[MT][ALL], float (&mine)[MT][N], int part,
+                                                uint32_t to, uint32_t full_there, smem_addr from_s, smem_addr full_s,
+                                                unsigned parity) {
 #pragma unroll
     for (int m = 0; m < MT; ++m)
 #pragma unroll

@@ -1,0 +1,88 @@
+/* gemm_pingpong_sm90a: gemm_sm90a's product by the ping-pong schedule: each of two consumer warpgroups has whole tiles, every second
+ * one of the block's, and one stores while the other multiplies. For results that TMA can store. hopper.cuh says what all
+ * schedules share.
+ *
+ * Pipeline (stages full and empty: tma_ring.cuh):
+ *   producer        k0 k1 k2 k3 | k4      k5         ..  tile after tile
+ *   warpgroup 0     | tile 0 | results     | tile 2 ..      a barrier for each says when it may issue
+ *   warpgroup 1              | tile 1      | results .. */
+#include "hopper_launch.cuh"
+
+namespace {
+
+template <class T, class Tile, int MODE>
+__global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1) __launch_bounds__(THREADS<Tile>, (Smem<T, Tile, MODE>::BLOCKS))
+    gemm_pingpong_sm90a_kernel(const __grid_constant__ Params x) {
+    typedef Block<T, Tile, MODE> Block;
+    typedef typename Block::S S;
+    constexpr int MT = S::MT, N = Tile::BN / 2;
+    static_assert(Tile::PING_PONG, "a tile for each warpgroup");
+    extern __shared__ __align__(1024) unsigned char smem[];
+    Block block(x, smem);
+    const smem_addr turns_s = block.ring_s + S::TRADED; /* a barrier for each warpgroup: it may issue its products */
+    block.begin(1, [&] { mbarrier_init(turns_s, 4), mbarrier_init(turns_s + 8, 4); });
+    if (block.warpgroup == Tile::WGS) {
+        block.produce();
+    } else {
+        setmaxnreg_inc<consumer_regs(Tile::PING_PONG)>();
+        float sum[MT][N];
+        const int warpgroup = block.warpgroup;
+        const unsigned mine = block.first + warpgroup * block.step, next = 2 * block.step;
+        unsigned turn_parity = warpgroup ^ 1; /* nobody ends the first one's first turn */
+        if (warpgroup > 0) block.ring.skip(block.steps);
+        tma_at at = {};
+        for (unsigned t = mine; t < block.all; t += next) {
+            if (t == mine) griddepcontrol_wait(); /* for the bias */
+            mbarrier_wait(turns_s + 8 * warpgroup, turn_parity), turn_parity ^= 1;
+            block.multiply(sum, 0);
+            const smem_addr last = block.ring.before();
+            if (block.lane == 0) mbarrier_arrive(turns_s + 8 * (warpgroup ^ 1)); /* all products are on their way */
+            block.ring.skip(block.steps);
+            block.end_products(sum, last);
+
+            /* found now: no register keeps a tile's place over its products */
+            unsigned batch;
+            coord tile;
+            block.find_results(t, batch, tile, at);
+            const int lane = laneid();
+            const smem_addr staging_s = block.staging_s();
+            const auto store = [&](auto &sums, int m) {
+                at.c[0] = tile.col, at.c[1] = tile.row + m * 64 + block.warp * 16;
+                if (x.bare)
+                    store_plain<T, typename S::Panel, Tile::PANELS, STORE_BARE, true>(x, sums, staging_s, at, batch,
+                                                                                      lane);
+                else if (x.plain) /* one body serves all: its time is hidden, and it takes fewer registers */
+                    store_plain<T, typename S::Panel, Tile::PANELS, STORE_CURVED, true>(x, sums, staging_s, at, batch,
+                                                                                        lane);
+            };
+            /* one body, past which the sums move */
+#pragma unroll 1
+            for (int m = 0; m < MT; ++m) {
+                store(sum[0], m);
+#pragma unroll
+                for (int i = 0; i < N; ++i) sum[0][i] = sum[MT - 1][i];
+            }
+        }
+        if (block.lane == 0) tma_store_wait_group_read<0>(); /* shared memory stays until it has been read */
+    }
+    block.leave();
+}
+
+template <class T, class Tile>
+gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *workspace) {
+    static constexpr Instance of_mode[] = {instance_of<T, Tile, 0, gemm_pingpong_sm90a_kernel<T, Tile, 0>>(),
+                                           instance_of<T, Tile, 1, gemm_pingpong_sm90a_kernel<T, Tile, 1>>(),
+                                           instance_of<T, Tile, 2, gemm_pingpong_sm90a_kernel<T, Tile, 2>>(),
+                                           instance_of<T, Tile, 3, gemm_pingpong_sm90a_kernel<T, Tile, 3>>()};
+    return run_row(of_mode, ctx, plan, workspace);
+}
+
+const gk_cuda_row rows[] = {
+    HOPPER_ROW("gemm_pingpong_sm90a_bf16_128x176x64", __nv_bfloat16, PingPong128x176),
+    HOPPER_ROW("gemm_pingpong_sm90a_f16_128x176x64", __half, PingPong128x176),
+};
+
+} // namespace
+
+extern "C" const gk_cuda_table gk_gemm_pingpong_sm90a_table = {rows, sizeof rows / sizeof rows[0], 90,
+                                                               planned_elsewhere};

@@ -1,0 +1,62 @@
+/* gemm_swapab_sm90a: gemm_sm90a's product for small M: a and b change places (out^T = b^T a^T), so that the weights fill WGMMA's 64
+ * rows, and the M rows of a its columns. Up to 64 rows; two blocks split k. hopper.cuh says what all schedules share.
+ *
+ * Pipeline (stages full and empty: tma_ring.cuh): as gemm_sm90a's, with one consumer warpgroup. The sums' transpose goes through
+ * shared memory on its way to rows of the result. */
+#include "hopper_launch.cuh"
+
+namespace {
+
+template <class T, class Tile, int MODE>
+__global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1) __launch_bounds__(THREADS<Tile>, (Smem<T, Tile, MODE>::BLOCKS))
+    gemm_swapab_sm90a_kernel(const __grid_constant__ Params x) {
+    typedef Block<T, Tile, MODE> Block;
+    typedef typename Block::S S;
+    static_assert(Tile::SWAP_AB && Tile::WGS == 1 && Tile::SPLITS == 2 && S::MT == 1, "64 weights, half of k");
+    extern __shared__ __align__(1024) unsigned char smem[];
+    Block block(x, smem);
+    block.begin(1, [] {});
+    if (block.warpgroup == Tile::WGS) {
+        block.produce();
+    } else {
+        const GemmProblem &p = x.p;
+        float sum[1][Tile::BN / 2];
+        unsigned exchange_parity = 0, batch = 0;
+        coord tile = {};
+        tma_at at = {};
+        for (unsigned t = block.first; t < block.all; t += block.step) {
+            block.find_results(t, batch, tile, at);
+            if (t == block.first) griddepcontrol_wait(); /* for the bias and c */
+            touch_epilogue(p.epilogue);
+            block.multiply(sum, 0);
+            block.end_products(sum, block.ring.before());
+            float mine[1][Tile::BN / 4];
+            block.exchange(sum, mine, exchange_parity);
+            float *const staging = (float *)(smem + (block.ring_s + S::PANELS - cvta_to_shared(smem)));
+            store_turned<T, S::COLS, S::TURNED_LD>(p, gemm_place(p, batch), mine[0], staging, tile.row,
+                                                   tile.col + block.part * S::COLS, x.bare, x.keep);
+        }
+        block.end_exchange(exchange_parity);
+    }
+    block.leave();
+}
+
+template <class T, class Tile>
+gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *workspace) {
+    static constexpr Instance of_mode[] = {instance_of<T, Tile, 0, gemm_swapab_sm90a_kernel<T, Tile, 0>>(),
+                                           instance_of<T, Tile, 1, gemm_swapab_sm90a_kernel<T, Tile, 1>>(),
+                                           instance_of<T, Tile, 2, gemm_swapab_sm90a_kernel<T, Tile, 2>>(),
+                                           instance_of<T, Tile, 3, gemm_swapab_sm90a_kernel<T, Tile, 3>>()};
+    return run_row(of_mode, ctx, plan, workspace);
+}
+
+#define ROWS(name, T)                                                          \
+    HOPPER_ROW("gemm_swapab_sm90a_" name "_64x16x256_k2", T, SwapAB64x16),     \
+        HOPPER_ROW("gemm_swapab_sm90a_" name "_64x32x128_k2", T, SwapAB64x32), \
+        HOPPER_ROW("gemm_swapab_sm90a_" name "_64x64x128_k2", T, SwapAB64x64)
+
+const gk_cuda_row rows[] = {ROWS("bf16", __nv_bfloat16), ROWS("f16", __half)};
+
+} // namespace
+
+extern "C" const gk_cuda_table gk_gemm_swapab_sm90a_table = {rows, sizeof rows / sizeof rows[0], 90, planned_elsewhere};

@@ -1,0 +1,114 @@
+/* gemm_tf32_sm90a: gemm_sm90a's product of float32 operands, rounded to tf32 by TMA while it copies. The cooperative schedule.
+ *
+ * WGMMA reads tf32 from shared memory along k alone. So an operand b dense along n becomes its A, from registers, with swap-AB
+ * (out^T = b^T a^T; tf32.cuh has that product); any other operand that is not dense along k is transposed first
+ * (gemm_realign_sm90a), into the call's workspace. hopper.cuh says what all schedules share.
+ * Not here: float32 in full precision (gemm_plain), small M. */
+#include "hopper_launch.cuh"
+#include "tf32.cuh"
+
+namespace {
+
+template <class Tile, int MODE>
+__global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
+    __launch_bounds__(THREADS<Tile>, (Smem<float, Tile, MODE>::BLOCKS))
+        gemm_tf32_sm90a_kernel(const __grid_constant__ Params x) {
+    typedef Block<float, Tile, MODE> Block;
+    typedef typename Block::S S;
+    typedef typename S::A A;
+    typedef typename S::B B;
+    constexpr int MT = S::MT, N = Tile::BN / 2;
+    constexpr bool SWAP_AB = Tile::SWAP_AB;
+    static_assert(Tile::K64 == 1 && MT == (SWAP_AB ? 2 : 1), "what load_tf32 brings");
+    extern __shared__ __align__(1024) unsigned char smem[];
+    Block block(x, smem);
+    block.begin(Tile::WGS, [] {});
+    if (block.warpgroup == Tile::WGS) {
+        block.produce();
+    } else {
+        if (Tile::WGS > 1) setmaxnreg_inc<consumer_regs(Tile::PING_PONG)>();
+        const GemmProblem &p = x.p;
+        float sum[MT][N];
+        unsigned exchange_parity = 0, batch = 0;
+        int panel = 0; /* the staging tile that was written longest ago */
+        const int row0 = block.warpgroup * MT * 64;
+        coord tile = {};
+        tma_at at = {};
+        for (unsigned t = block.first; t < block.all; t += block.step) {
+            if (!SWAP_AB) block.find_results(t, batch, tile, at);
+            if (t == block.first) griddepcontrol_wait(); /* for the bias and c */
+            touch_epilogue(p.epilogue);
+            if (!SWAP_AB && x.plain) touch_bias<S::COLS>(p, tile.col + block.part * S::COLS, block.lane);
+            if constexpr (SWAP_AB)
+                multiply_turned<B, S::SLOT>(sum, block.ring,
+                                            block.ring_s + A::offset((block.warpgroup * 4 + block.warp) * 32),
+                                            block.ring_s + A::bytes, block.steps, block.lane,
+                                            [&](smem_addr barrier_s) { block.release(barrier_s); });
+            else
+                block.multiply(sum, row0);
+            block.end_products(sum, block.ring.before());
+
+            if (SWAP_AB) block.find_results(t, batch, tile, at); /* no register keeps it over the products */
+            const int lane = SWAP_AB ? laneid() : threadIdx.x % 32;
+            const smem_addr staging_s = block.staging_s();
+            const auto store = [&](auto &sums) {
+                if constexpr (SWAP_AB) { /* a warp's 32 columns of the result, COLS rows */
+                    const int row = tile.col + block.part * S::COLS,
+                              col = tile.row + (block.warpgroup * 4 + block.warp) * 32;
+                    if (x.plain) {
+                        at.c[0] = col, at.c[1] = row;
+                        store_plain_turned<typename S::Panel, Tile::PANELS>(x, sums, staging_s, panel, at, lane);
+                    } else {
+                        store_any_turned(p, gemm_place(p, batch), sums, row, col, lane);
+                    }
+                } else {
+                    const int row = tile.row + row0, col = tile.col + block.part * S::COLS;
+                    at.c[0] = col, at.c[1] = row + block.warp * 16;
+                    if (x.bare)
+                        store_plain<float, typename S::Panel, Tile::PANELS, STORE_BARE, true>(x, sums[0], staging_s, at,
+                                                                                              batch, lane);
+                    else if (x.plain)
+                        store_plain<float, typename S::Panel, Tile::PANELS, STORE_STRAIGHT, true>(x, sums[0], staging_s,
+                                                                                                  at, batch, lane);
+                    else
+                        store_any<float, S::COLS>(p, gemm_place(p, batch), sums[0], staging_s, row + block.warp * 16,
+                                                  p.m, col, x.across, lane);
+                }
+            };
+            if constexpr (Tile::SPLITS > 1) {
+                float mine[MT][N / 2];
+                block.exchange(sum, mine, exchange_parity);
+                store(mine);
+            } else {
+                store(sum);
+            }
+        }
+        if (block.lane == 0) tma_store_wait_group_read<0>(); /* shared memory stays until it has been read */
+        block.end_exchange(exchange_parity);
+    }
+    block.leave();
+}
+
+template <class T, class Tile>
+gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *workspace) {
+    constexpr int MODE = Tile::SWAP_AB ? A_ALONG_M : 0;
+    static constexpr Instance only[] = {instance_of<T, Tile, MODE, gemm_tf32_sm90a_kernel<Tile, MODE>>()};
+    return run_row(only, ctx, plan, workspace);
+}
+
+const gk_cuda_row rows[] = {
+    HOPPER_ROW("gemm_tf32_sm90a_128x256x32", float, Tf32_128x256),
+    HOPPER_ROW("gemm_tf32_sm90a_128x192x32", float, Tf32_128x192),
+    HOPPER_ROW("gemm_tf32_sm90a_128x128x32", float, Tf32_128x128),
+    HOPPER_ROW("gemm_tf32_sm90a_64x128x32", float, Tf32_64x128),
+    HOPPER_ROW("gemm_tf32_sm90a_128x128x32_k2", float, Tf32_128x128Split),
+    HOPPER_ROW("gemm_tf32_sm90a_64x64x32_k2", float, Tf32_64x64Split),
+    HOPPER_ROW("gemm_tf32_sm90a_swapab_256x128x32", float, Tf32SwapAB256x128),
+    HOPPER_ROW("gemm_tf32_sm90a_swapab_128x128x32", float, Tf32SwapAB128x128),
+    HOPPER_ROW("gemm_tf32_sm90a_swapab_128x128x32_k2", float, Tf32SwapAB128x128Split),
+    HOPPER_ROW("gemm_tf32_sm90a_swapab_128x64x32_k2", float, Tf32SwapAB128x64Split),
+};
+
+} // namespace
+
+extern "C" const gk_cuda_table gk_gemm_tf32_sm90a_table = {rows, sizeof rows / sizeof rows[0], 90, planned_elsewhere};

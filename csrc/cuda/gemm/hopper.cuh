@@ -1,0 +1,301 @@
+/* hopper.cuh: what the kernels of Hopper's gemm share: the call, shared memory, the tiles that a block takes, its producer, and
+ * the products from shared memory. Each schedule is a file of its own: gemm_sm90a (cooperative), gemm_pingpong_sm90a,
+ * gemm_swapab_sm90a, gemm_tf32_sm90a.
+ *
+ * Grid: as many clusters, of one or two blocks, as fit the GPU; each takes tiles BM x BN, in the order of order.cuh, until none is
+ * left. Two tiles of a cluster lie above each other, where both read the same of b, or side by side, where the same of a,
+ * whichever fits the result better. Each block copies half of that to both, since L2 gives the SMs some 8 TB/s and single
+ * 128 x 256 tiles would ask for 12. Split-K: two blocks sum half of k each, exchange halves of their sums and store half of the
+ * columns.
+ * Block: WGS consumer warpgroups, and a producer warpgroup, of which a single thread copies.
+ *
+ * Shared memory (struct Smem): a ring of stages, each K64 times
+ *   a [BM][64 k] or [BM / 64][64 k][64 m], b [BN][64 k] or [BN / 64][64 k][64 n]      swizzled by 128 bytes (wgmma.cuh);
+ *   tf32: 32 for 64
+ * then the warps' epilogue staging tiles, the exchanged halves, the barriers.
+ *
+ * The next kernel on the stream may start its own prologue meanwhile. A launch finds neither code nor parameters in its SM's
+ * caches, and every line costs 200 to 300 clocks: what the first copy waits for, and the plainest store, are each in one place. */
+#ifndef GPUKERN_CUDA_GEMM_HOPPER_CUH
+#define GPUKERN_CUDA_GEMM_HOPPER_CUH
+
+#include "../host/tensormap.cuh"
+#include "../ptx/cluster.cuh"
+#include "../ptx/griddepcontrol.cuh"
+#include "../ptx/laneid.cuh"
+#include "../ptx/tma.cuh"
+#include "../ptx/wgmma.cuh"
+#include "../tile/tma_ring.cuh"
+#include "../tile/wgmma.cuh"
+#include "copies.cuh"
+#include "epilogue.cuh"
+#include "exchange.cuh"
+#include "operands.cuh"
+#include "order.cuh"
+#include "results.cuh"
+#include "tiles.h"
+
+namespace {
+
+template <class Tile> constexpr int THREADS = (Tile::WGS + 1) * 128;         /* a warpgroup of producers */
+template <class Tile> constexpr int CLUSTER_OF = Tile::TILES * Tile::SPLITS; /* blocks */
+constexpr int K_STEPS = WGMMA_ROW_BYTES / 32;                                /* of wgmma in a K_BLOCK */
+template <class T> constexpr int K_BLOCK = WGMMA_ROW_BYTES / (int)sizeof(T);
+/* A comes through registers, and the product is turned */
+template <class T, class Tile> constexpr bool TURNED_TF32 = sizeof(T) == 4 && Tile::SWAP_AB;
+/* a, the weights of few rows, is read once: L2 may keep the rest */
+template <class T, class Tile> constexpr bool ONCE = sizeof(T) == 2 && Tile::SWAP_AB;
+/* results leave the panels by tma, under the next tile's products; one warpgroup's block seldom has a next */
+template <class T, class Tile> constexpr bool BY_TMA = sizeof(T) == 4 || Tile::WGS > 1;
+
+/* ---- the call and shared memory --------------------------------------------------------------------------------- */
+struct Params {
+    CUtensorMap a, b;         /* [batch dimensions, up to 3][m or n][k], or with k and the other changed */
+    CUtensorMap a_end, b_end; /* along k: boxes of the last rows of m or n, where they do not fill one of a's or b's */
+    CUtensorMap out, preact;  /* where `plain`, by tma */
+    /* what a block begins with stands together: what is not in the constant cache takes 200 clocks a line */
+    TileOrder order;    /* of clusters' tiles */
+    bool batched;       /* more than one product */
+    bool in_row;        /* a cluster's two tiles, not one above the other */
+    bool plain, ragged; /* store_plain serves the call: rows of whole chunks of 16 bytes; others */
+    bool straight;      /* such rows, without what takes many instructions */
+    bool bare;          /* such rows, of nothing but the sums times alpha; turned ones, too */
+    bool keep;          /* turned: the next kernel should find the results in L2 */
+    bool across; /* store_any: the lanes' values lie down the rows; in the epilogue rows and columns change places */
+    GemmProblem p;
+};
+
+template <class T, class Tile, int MODE> struct Smem {
+    static constexpr bool ALONG_M = MODE & A_ALONG_M, ALONG_N = MODE & B_ALONG_N;
+    typedef wgmma_tile<Tile::BM, ALONG_M, K_BLOCK<T>> A;
+    typedef wgmma_tile<Tile::BN, ALONG_N, K_BLOCK<T>> B;
+    template <int SHARERS> using APart = wgmma_part<Tile::BM, ALONG_M, SHARERS, K_BLOCK<T>>;
+    template <int SHARERS> using BPart = wgmma_part<Tile::BN, ALONG_N, SHARERS, K_BLOCK<T>>;
+    static constexpr int BLOCK = A::bytes + B::bytes, SLOT = Tile::K64 * BLOCK; /* K_BLOCK of k; a step */
+    static constexpr int STAGES = Tile::STAGES * SLOT <= MOST_RING ? Tile::STAGES : MOST_RING / SLOT,
+                         RING = STAGES * SLOT;
+
+    /* The columns of a tile that a block finishes, and a warp's 16 rows of up to 128 bytes on their way from the accumulators'
+     * order to that of rows; turned: all columns as rows of 64 floats, 4 more to spread them over the banks. */
+    static constexpr int COLS = Tile::BN / Tile::SPLITS, PANEL_COLS = COLS >= 64 && sizeof(T) == 2 ? 64 : 32;
+    typedef smem_tile<16, PANEL_COLS *(int)sizeof(T)> Panel;
+    static constexpr bool BY_PANELS = !Tile::SWAP_AB || TURNED_TF32<T, Tile>;
+    static constexpr int TURNED_LD = 64 + 4, WARP_PANELS = BY_PANELS ? Tile::PANELS * 2048 : COLS * TURNED_LD;
+
+    static constexpr int PANELS = RING, TRADE = PANELS + Tile::WGS * 4 * WARP_PANELS;
+    /* wgmma a step of 64 rows of a warpgroup */
+    static constexpr int MT = Tile::BM / (Tile::PING_PONG ? 1 : Tile::WGS) / 64;
+    static constexpr int WARPGROUP_TRADE = Tile::SPLITS > 1 ? MT * COLS * 256 : 0; /* what the other part of k sends */
+    static constexpr int BARRIERS = TRADE + Tile::WGS * WARPGROUP_TRADE, TRADED = BARRIERS + tma_ring<STAGES>::bytes;
+    /* two barriers more, of traded halves or of turns; and to align the ring */
+    static constexpr int BYTES = TRADED + 16 + WGMMA_BLOCK_BYTES;
+    /* whose registers an SM can hold. Two: the next kernel's get ready beside this one's, or at least a copy's */
+    static constexpr int BLOCKS =
+        THREADS<Tile> <= 256 && (sizeof(T) == 2 ? MT * Tile::BN <= 128 : BYTES <= 113 * 1024) ? 2 : 1;
+    static_assert(BYTES <= 232448 && PANELS % 1024 == 0, "shared memory of a block");
+    static_assert(BLOCKS == 1 || THREADS<Tile> <= 256, "a thread keeps 128 registers");
+    static_assert(Tile::SWAP_AB || COLS % 8 == 0, "panels begin at multiples of 16 bytes");
+    static_assert(Tile::TILES * Tile::SPLITS <= 2 && (BY_PANELS || Tile::WGS == 1),
+                  "two blocks share or trade; one turns");
+    static_assert(!Tile::PING_PONG || (Tile::WGS == 2 && Tile::SPLITS == 1 && !Tile::SWAP_AB),
+                  "two warpgroups take turns");
+    static_assert(MT <= 2, "sums of a warpgroup are stored by one body, past which they move once");
+};
+
+/* ---- a block and its tiles --------------------------------------------------------------------------------------- */
+/* Where a batch entry's boxes begin; dimensions without a stride are not in the map. */
+__device__ __forceinline__ void place_batch(const GemmProblem &p, const int64_t *strides, unsigned batch, tma_at &at) {
+#pragma unroll
+    for (int d = TENSOR_DIMS - 3; d >= 0; --d) {
+        if (d >= p.ndim) continue;
+        at.c[2 + d] = strides[d] ? (int)(batch % (unsigned)p.shape[d]) : 0;
+        batch /= (unsigned)p.shape[d];
+    }
+}
+
+/* A thread's view of its block: who it is, the tiles and the part of k that its cluster takes, the ring. */
+template <class T, class Tile, int MODE> struct Block {
+    typedef Smem<T, Tile, MODE> S;
+    typedef Copies<S, Tile::TILES, 1, ONCE<T, Tile>> SideBySide; /* the cluster's tiles */
+    typedef Copies<S, 1, Tile::TILES, ONCE<T, Tile>> Above;
+    static constexpr int TILES = Tile::TILES, SPLITS = Tile::SPLITS, CLUSTER = CLUSTER_OF<Tile>, WGS = Tile::WGS;
+    static constexpr int BK = Tile::K64 * K_BLOCK<T>;
+    static_assert(Tile::BM % (64 * WGS) == 0 && Tile::BN % 16 == 0 && Tile::BN <= 256, "whole wgmma");
+
+    const Params &x;
+    const int lane, block_warp, warpgroup, warp, rank, part; /* part: of k */
+    const bool side_by_side, tells; /* tells: a lane for each block that copies into this one */
+    const smem_addr ring_s;
+    tma_ring<S::STAGES> ring;
+    unsigned all, first, step; /* tiles: of the call, this cluster's first, and from one to its next */
+    int step0, steps;          /* of k, of the ring's stages */
+    Source a_from, b_from;
+
+    __device__ __forceinline__ Block(const Params &call, unsigned char *smem)
+        : x(call), lane(threadIdx.x % 32), block_warp(__shfl_sync(0xffffffff, threadIdx.x / 32, 0)),
+          warpgroup(block_warp / 4), warp(block_warp % 4), rank(CLUSTER > 1 ? (int)cluster_ctarank() : 0),
+          part(SPLITS > 1 ? rank : 0), side_by_side(TILES > 1 && call.in_row), tells(warp == 0 && lane < TILES),
+          ring_s((cvta_to_shared(smem) + WGMMA_BLOCK_BYTES - 1) / WGMMA_BLOCK_BYTES * WGMMA_BLOCK_BYTES),
+          ring(ring_s + S::BARRIERS) {}
+
+    /* Makes the barriers, those of `more` too, and finds the first copies under the wait for all blocks' barriers. */
+    template <class More> __device__ __forceinline__ void begin(int consumers, const More &more) {
+        if (threadIdx.x == 0) {
+            prefetch_tensormap(&x.a);
+            prefetch_tensormap(&x.b);
+            ring.init(consumers * TILES);
+            more();
+            if (SPLITS > 1) mbarrier_init(ring_s + S::TRADED, 1), mbarrier_init(ring_s + S::TRADED + 8, WGS * 4);
+            fence_mbarrier_init();
+        }
+        if (CLUSTER > 1) barrier_cluster_arrive();
+        all = x.order.tiles.by * (unsigned)x.p.batch;
+        first = blockIdx.x / CLUSTER, step = gridDim.x / CLUSTER;
+        const int all_steps = (int)((x.p.k + BK - 1) / BK), part_steps = (all_steps + SPLITS - 1) / SPLITS;
+        step0 = part * part_steps, steps = max(0, min(part_steps, all_steps - step0));
+        if (block_warp == WGS * 4) {
+            find_copies(first);
+            have(a_from.x), have(b_from.x), have(a_from.bytes + b_from.bytes);
+        }
+        /* the barriers are there before any block's copies or arrivals reach them */
+        if (CLUSTER > 1)
+            barrier_cluster_wait();
+        else
+            __syncthreads();
+        griddepcontrol_launch_dependents(); /* the next kernel's start may overlap this one's end */
+    }
+
+    /* Where a tile lies in the result. */
+    __device__ __forceinline__ coord place(unsigned t, unsigned batch) const {
+        const TilePlace tile = tile_place(t - batch * x.order.tiles.by, x.order);
+        if (TILES == 1) return {tile.row * Tile::BM, tile.col * Tile::BN};
+        const int down = !side_by_side, rank = (int)cluster_ctarank(); /* asked anew: no register keeps it */
+        return {((tile.row << down) + (rank & down)) * Tile::BM,
+                ((tile.col << side_by_side) + (rank & side_by_side)) * Tile::BN};
+    }
+    __device__ __forceinline__ void find_copies(unsigned t) {
+        const unsigned batch = x.order.tiles.into(t);
+        const coord tile = place(t, batch);
+        const int rank = (int)cluster_ctarank(); /* here, too */
+        if (side_by_side)
+            SideBySide::find(x, tile, rank, a_from, b_from);
+        else
+            Above::find(x, tile, rank, a_from, b_from);
+        if (x.batched) place_batch(x.p, x.p.a_batch, batch, a_from.at), place_batch(x.p, x.p.b_batch, batch, b_from.at);
+    }
+
+    /* The producer: one thread fills the ring, and runs on into the next tile while this one's sums are stored. */
+    __device__ __forceinline__ void produce() {
+        if (WGS > 1) setmaxnreg_dec<producer_regs(Tile::PING_PONG)>();
+        if (warp != 0 || !elect_one()) return;
+        /* what the kernel before wrote is there, and what it read may be overwritten; without a tile, too: no block ends
+         * before that kernel has */
+        griddepcontrol_wait();
+        for (unsigned t = first; t < all; t += step) {
+            if (t != first) find_copies(t);
+            for (int k = step0; k < step0 + steps; ++k) {
+                ring.wait_empty(); /* all consumers of what this step overwrites, here and in the others, have released it */
+                mbarrier_arrive_expect_tx(ring.full(), Tile::K64 * (a_from.bytes + b_from.bytes));
+#pragma unroll
+                for (int kb = 0; kb < Tile::K64; ++kb) {
+                    const int at_k = k * BK + kb * K_BLOCK<T>;
+                    const smem_addr to_s = ring_s + ring.slot * S::SLOT + kb * S::BLOCK;
+                    if (side_by_side)
+                        SideBySide::copy(a_from, b_from, to_s, at_k, rank, ring.full());
+                    else
+                        Above::copy(a_from, b_from, to_s, at_k, rank, ring.full());
+                }
+                ring.advance();
+            }
+        }
+        /* all consumers' last arrivals have come: none is on its way to a block that has left */
+        for (int s = 0; s < S::STAGES; ++s) ring.wait_empty(), ring.advance();
+    }
+
+    /* A warpgroup's release of a stage, to each block that copies into this one. */
+    __device__ __forceinline__ void release(smem_addr barrier_s) const {
+        if (tells) release_by_lane(barrier_s);
+    }
+    __device__ __forceinline__ void release_by_lane(smem_addr barrier_s) const {
+        if (CLUSTER > 1)
+            mbarrier_arrive_cluster(barrier_s, TILES > 1 ? lane : rank);
+        else
+            mbarrier_arrive(barrier_s);
+    }
+
+    /* A tile's sums from shared memory, rows row0 .. of it; one step of products stays under way while the next is issued. */
+    template <int MT, int N> __device__ __forceinline__ void multiply(float (&sum)[MT][N], int row0) {
+        typedef typename S::A A;
+        typedef typename S::B B;
+        for (int k = 0; k < steps; ++k) {
+            const smem_addr a_s = ring_s + ring.slot * S::SLOT, b_s = a_s + A::bytes, before = ring.before();
+            ring.wait_full();
+            wgmma_pin(sum);
+            wgmma_fence(); /* sums may have been touched by other code */
+            const uint64_t a_first = A::descriptor(a_s + A::offset(row0)), b_first = B::descriptor(b_s);
+#pragma unroll
+            for (int kk = 0; kk < Tile::K64 * K_STEPS; ++kk) {
+                const int block = kk / K_STEPS * S::BLOCK, at = kk % K_STEPS;
+                const uint64_t b = wgmma_descriptor_add(b_first, block + at * B::step_bytes);
+#pragma unroll
+                for (int m = 0; m < MT; ++m) {
+                    const uint64_t a = wgmma_descriptor_add(a_first, block + A::offset(m * 64) + at * A::step_bytes);
+                    if constexpr (sizeof(T) == 4)
+                        wgmma_tf32_ss<2 * N>(sum[m], a, b, k + kk > 0);
+                    else
+                        wgmma_ss<T, 2 * N, S::ALONG_M, S::ALONG_N>(sum[m], a, b, k + kk > 0);
+                }
+            }
+            wgmma_commit_group();
+            wgmma_wait_group<1>(); /* the step before is done: its stage may be overwritten */
+            if (k > 0 && tells) release_by_lane(before);
+            ring.advance();
+        }
+    }
+
+    /* Waits for a tile's last products. last: ring.before() behind its last step. */
+    template <int MT, int N> __device__ __forceinline__ void end_products(float (&sum)[MT][N], smem_addr last) {
+        wgmma_wait_group<0>();
+        wgmma_pin(sum);
+        if (steps > 0) release(last);
+        if (SPLITS > 1 && steps == 0) {
+#pragma unroll
+            for (int i = 0; i < MT * N; ++i) sum[i / N][i % N] = 0;
+        }
+    }
+
+    /* Split-K: this block's half of the columns, of both blocks' sums. */
+    template <int MT, int N>
+    __device__ __forceinline__ void exchange(const float (&sum)[MT][N], float (&mine)[MT][N / 2], unsigned &parity) {
+        const int there = rank ^ 1, slot = S::TRADE + warpgroup * S::WARPGROUP_TRADE;
+        const smem_addr full_s = ring_s + S::TRADED, empty_s = full_s + 8;
+        const smem_addr from_s = ring_s + slot + mov_tid_x() % 128 * 16; /* no register keeps it */
+        if (threadIdx.x == 0) mbarrier_arrive_expect_tx(full_s, WGS * S::WARPGROUP_TRADE);
+        mbarrier_wait(empty_s, parity ^ 1); /* the other has read what came of the last tile */
+        exchange_halves(sum, mine, part, mapa(from_s, there), mapa(full_s, there), from_s, full_s, parity);
+        __syncwarp(); /* the warp has read what came */
+        if (lane == 0) mbarrier_arrive_cluster(empty_s, there);
+        parity ^= 1;
+    }
+    /* No block leaves while the other still reads or copies. */
+    __device__ __forceinline__ void end_exchange(unsigned parity) const {
+        if (SPLITS > 1 && threadIdx.x == 0) mbarrier_wait(ring_s + S::TRADED + 8, parity ^ 1);
+    }
+    __device__ __forceinline__ void leave() const {
+        if (CLUSTER > 1) barrier_cluster();
+    }
+
+    /* A tile's place in the result, and in the batch. */
+    __device__ __forceinline__ void find_results(unsigned t, unsigned &batch, coord &tile, tma_at &at) const {
+        batch = x.order.tiles.into(t), tile = place(t, batch);
+        if (x.batched) place_batch(x.p, x.p.out_batch, batch, at);
+    }
+    /* A warp's epilogue staging tiles. */
+    __device__ __forceinline__ smem_addr staging_s() const {
+        return ring_s + S::PANELS + (warpgroup * 4 + warp) * S::WARP_PANELS;
+    }
+};
+
+} // namespace
+
+#endif

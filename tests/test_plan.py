@@ -1,0 +1,73 @@
+"""A call is planned once: what gk_count_calls (csrc/plan.h) counts around one call of each op."""
+
+import ctypes
+
+import pytest
+import torch
+from conftest import Paged, generator, ops, randn
+
+from torch_gpukern import _library
+
+
+class Counts(ctypes.Structure):
+    """gk_call_counts"""
+
+    _fields_ = [("checks", ctypes.c_int64), ("plans", ctypes.c_int64), ("kernel_plans", ctypes.c_int64)]
+
+    def values(self):
+        return {name: getattr(self, name) for name, _ in self._fields_}
+
+
+def counted(call):
+    """How often `call` checked arguments, planned, and took a kernel's plan, on this thread."""
+    count = ctypes.CDLL(_library.FILE).gk_count_calls
+    before, after = Counts(), Counts()
+    count(ctypes.byref(before))
+    call()
+    count(ctypes.byref(after))
+    return {name: after.values()[name] - value for name, value in before.values().items()}
+
+
+def calls(device, dtype):
+    """A call of every op that csrc runs, by name; several of gemm, for its families."""
+    gen = generator("plan", dtype, 0)
+
+    def new(*shape):
+        return randn(gen, *shape, dtype=dtype, device=device)
+
+    for m, n, k in ((1, 512, 512), (16, 513, 511), (200, 130, 70), (256, 256, 256), (0, 8, 8)):
+        a, b = new(m, k), new(k, n)
+        yield f"gemm {m}x{n}x{k}", lambda a=a, b=b: ops.gemm(a, b, activation="gelu"), int(m > 0)
+    x = new(40, 50)
+    yield "gemm_act_bwd", lambda: ops.gemm_act_bwd(x, x, "gelu"), 1
+    q, k, v = (new(2, 4, 70, 64) for _ in range(3))
+    out, lse = ops.flash_attn_fwd(q, k, v, is_causal=True)
+    yield "flash_attn", lambda: ops.flash_attn(q, k, v, is_causal=True), 1
+    yield "flash_attn softcap", lambda: ops.flash_attn(q, k, v, softcap=1e38), 1
+    yield "flash_attn_bwd", lambda: ops.flash_attn_bwd(out, q, k, v, out, lse, is_causal=True), 1
+    packed, cu = new(90, 4, 64), torch.tensor([0, 11, 90], dtype=torch.int32, device=device)
+    yield "flash_attn_varlen", lambda: ops.flash_attn_varlen(packed, packed, packed, cu, cu, 80, 80), 1
+    paged = Paged(gen, [300, 7, 50], [1, 1, 1], 8, 2, 64, 64, 16, dtype, device)
+    yield "paged_attn", lambda: ops.paged_attn(*paged.args()), 1
+    parts = (*ops.paged_attn_fwd(*paged.args()), *ops.paged_attn_fwd(*paged.args(), window_left=9))
+    yield "attn_merge", lambda: ops.attn_merge(*parts), 1
+    tokens, caches = new(40, 2, 64), [new(10, 4, 2, 64) for _ in range(2)]
+    slots = torch.arange(40, device=device)
+    yield "kv_cache_write", lambda: ops.kv_cache_write(tokens, tokens, *caches, slots), 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_call_is_checked_and_planned_once(device, dtype):
+    for name, call, times in calls(torch.device(device), dtype):
+        assert counted(call) == {"checks": times, "plans": times, "kernel_plans": times}, name
+
+
+def test_a_refused_call_is_checked_once_and_not_planned():
+    q = torch.randn(1, 2, 5, 8)
+    cu = torch.tensor([0, 7], dtype=torch.int32)
+
+    def call():
+        with pytest.raises(IndexError, match="cu_seqlens"):
+            ops.flash_attn_varlen(q[0], q[0], q[0], cu, cu, 5, 5)
+
+    assert counted(call) == {"checks": 1, "plans": 0, "kernel_plans": 0}
