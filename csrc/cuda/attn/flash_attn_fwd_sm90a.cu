@@ -86,12 +86,19 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     StaleSoftmax<T, BKV> softmax;
     float o[ND * 4];
 
-    /* Scores of block j, before the softmax: what the products cannot do. */
-    static __device__ __forceinline__ void finish_scores(float (&s)[N * 4], const FwdTile &t, int j, bool edge) {
-        if (!MODIFIED && !edge) return;
+    /* Scores of block `block`, before the softmax: what the products cannot do. */
+    static __device__ __forceinline__ void finish_scores(float (&s)[N * 4], const ScoreUnits &units, const FwdTile &t,
+                                                         int block, bool edge) {
         float (&scores)[1][N][4] = *(float (*)[1][N][4]) & s;
-        const int row0 = own_row(t), key0 = t.keys.lo + j * BKV + frag_col(mov_tid_x() % 32, 0);
-        if (MODIFIED) modify(scores, t.score, row0, key0);
+        if (MODIFIED && units.capped && units.plain) cap_scores(s, units);
+        if (!edge && !(MODIFIED && (units.sloped || !units.plain))) return;
+        const int row0 = own_row(t), key0 = t.keys.lo + block * BKV + frag_col(mov_tid_x() % 32, 0);
+        if (MODIFIED && !units.plain) {
+            modify(scores, t.score, row0, key0);
+        } else if (MODIFIED && units.sloped) {
+            const float slope = t.score.slope * units.per_slope, ahead = (float)(row0 + t.score.position0 - key0);
+            lean_scores(s, {slope, slope}, {ahead, ahead + 8});
+        }
         if (edge) mask(scores, t.seq, row0, key0);
     }
 
@@ -107,32 +114,40 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         if (barrier_s && laneid() == 0) tma_store_wait_group_read<0>(), mbarrier_arrive(barrier_s);
     }
 
-    /* own: blocks of keys that this warpgroup's rows see, at least one. step: blocks of earlier tiles. */
-    __device__ __forceinline__ void run(const FwdTile &t, smem_addr smem_s, smem_addr q_s, int step, int warpgroup,
-                                        float unit_log2, int own, smem_addr last_q) {
+    /* Steps [from, end) of the tile: this warpgroup's rows see keys of their blocks; at least one. step: of earlier tiles. */
+    __device__ __forceinline__ void run(const FwdTile &t, const ScoreUnits &units, smem_addr smem_s, smem_addr q_s,
+                                        int step, int warpgroup, int from, int end, smem_addr last_q) {
         const Steps k = {smem_s + S::K_RING}, v = {smem_s + S::V_RING};
         const bool signals = threadIdx.x % 128 == 0;
         const int plain_first = t.keys.plain_first, plain_end = t.keys.plain_end;
+        const float unit_log2 = units.unit_log2;
         float s[N * 4];
         float w[N * 4]; /* weights in float32 until P's registers are free */
         uint32_t p[N * 2];
 
-        k.wait_full(step);
+        k.wait_full(step + from);
         turn_begin<Tile>(warpgroup);
-        issue_scores<T, Tile>(s, q_s, k_at(smem_s, step), 64 * warpgroup);
+        issue_scores<T, Tile>(s, q_s, k_at(smem_s, step + from), 64 * warpgroup);
         turn_end<Tile>(warpgroup);
         wgmma_wait_group<0>();
         pin(s);
-        if (signals) mbarrier_arrive(k.empty(step));
-        finish_scores(s, t, 0, 0 < plain_first || 0 >= plain_end);
+        if (signals) mbarrier_arrive(k.empty(step + from));
+        const int first = block_at<MODIFIED>(t, from);
+        finish_scores(s, units, t, first, first < plain_first || first >= plain_end);
         softmax.first(s, unit_log2, w);
         softmax.pack(w, p);
         release_q(last_q); /* the store of the tile before has had the time of a block */
+        if (MODIFIED && t.ragged > 0 && first == t.keys.tiles - 1) {
+            v.wait_full(step + from);
+            clear_rows<Tile>(v_at(smem_s, step + from), t.ragged, warpgroup);
+        }
 
 #pragma unroll 1
-        for (int j = 1; j < own; ++j) {
+        for (int j = from + 1; j < end; ++j) {
             float sum[2];
+            const int block = block_at<MODIFIED>(t, j);
             k.wait_full(step + j);
+            if (MODIFIED) asm volatile("" : "+r"(q_s)); /* or its descriptors stay in registers, where there are none left */
             turn_begin<Tile>(warpgroup);
             issue_scores<T, Tile>(s, q_s, k_at(smem_s, step + j), 64 * warpgroup);
             v.wait_full(step + j - 1);
@@ -145,7 +160,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
                 pin(o);
                 if (signals) mbarrier_arrive(v.empty(step + j - 1));
             }
-            finish_scores(s, t, j, j < plain_first || j >= plain_end);
+            finish_scores(s, units, t, block, block < plain_first || block >= plain_end);
             softmax.weights(s, unit_log2, w, sum);
             if (!Tile::OVERLAP) softmax.pack(w, p);
             const bool again = __any_sync(0xffffffffu, softmax.out_of_range(sum));
@@ -167,9 +182,10 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
             softmax.total[0] += sum[0], softmax.total[1] += sum[1];
         }
 
-        step += own - 1;
+        step += end - 1;
         v.wait_full(step);
-        if (t.ragged > 0 && own == t.keys.tiles) clear_rows<Tile>(v_at(smem_s, step), t.ragged, warpgroup);
+        if (t.ragged > 0 && block_at<MODIFIED>(t, end - 1) == t.keys.tiles - 1)
+            clear_rows<Tile>(v_at(smem_s, step), t.ragged, warpgroup);
         turn_begin<Tile>(warpgroup);
         issue_values<T, Tile>(o, p, v_at(smem_s, step));
         turn_end<Tile>(warpgroup);
@@ -269,7 +285,6 @@ __device__ __forceinline__ void consume(const FwdHopperParams &x, smem_addr smem
     typedef Smem<Tile> S;
     const tma_steps<Tile::Q_BUFFERS> q = {smem_s + S::Q_RING};
     const tma_steps<2> described = {smem_s + S::TILE_RING};
-    const float unit_log2 = MODIFIED ? LOG2_E : (float)x.fwd.problem.rules.scale * LOG2_E;
     if (warpgroup == Tile::WARPGROUPS - 1) bar_arrive(1, 256); /* warpgroup 0 has the first turn */
 #pragma unroll 1
     for (int n = 0, step = 0;; ++n) {
@@ -285,14 +300,19 @@ __device__ __forceinline__ void consume(const FwdHopperParams &x, smem_addr smem
         }
         Consumer<T, Tile, MODIFIED> c;
         c.softmax.clear();
+        const int lead = MODIFIED && own > 0 ? max(t.nearest - own + 1, 0) : 0;
 #pragma unroll
         for (int i = 0; i < Tile::HEAD_DIM_V / 2; ++i) c.o[i] = 0;
-        const smem_addr last_q = Tile::Q_BUFFERS == 2 && n > 0 ? q.empty(n - 1) : 0;
+        smem_addr last_q = Tile::Q_BUFFERS == 2 && n > 0 ? q.empty(n - 1) : 0;
+        if (MODIFIED && lead > 0) { /* V of these blocks comes after the next Q */
+            c.release_q(last_q), last_q = 0;
+            c.pass(smem_s, step, lead, warpgroup);
+        }
         if (own > 0)
-            c.run(t, smem_s, q_s, step, warpgroup, unit_log2, own, last_q);
+            c.run(t, x.units, smem_s, q_s, step, warpgroup, lead, lead + own, last_q);
         else
             c.release_q(last_q);
-        c.pass(smem_s, step + own, blocks - own, warpgroup);
+        c.pass(smem_s, step + lead + own, blocks - lead - own, warpgroup);
         if (own == 0 && blocks > 0)
             turn_begin<Tile>(warpgroup), turn_end<Tile>(warpgroup); /* that of the last product */
         step += blocks;
@@ -334,7 +354,7 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
         else if (warp == 1)
             find_tiles<Tile, MODIFIED>(x, smem, smem_s);
         else if (warp == 0 && elect_one())
-            load_tiles<Tile>(x, tiles, smem_s);
+            load_tiles<Tile, MODIFIED>(x, tiles, smem_s);
     } else {
         setmaxnreg_inc<Tile::CONSUMER_REGISTERS>();
         consume<T, Tile, MODIFIED>(x, smem_s, tiles, warpgroup);
@@ -367,6 +387,7 @@ template <class Tile> FwdHopperParams params_of(const gk_context *ctx, const gk_
     const int64_t units = p.cu_q ? (p.total_q / Smem<Tile>::BQ + (int64_t)p.batch) * p.heads_q
                                  : heads * fwd_units_of(x.schedule.tiles, x.schedule.paired);
     x.schedule.units = (int)gk_min_i64(units * x.schedule.splits, INT32_MAX);
+    x.units = score_units(a->rules.scale, a->rules.softcap, a->rules.alibi_slopes != NULL);
     x.store_by_tma = !p.cu_q && x.fwd.splits == 1;
     return x;
 }

@@ -9,6 +9,7 @@
 #include "../tile/tma_ring.cuh"
 #include "../tile/wgmma.cuh"
 #include "fwd_schedule.cuh"
+#include "fwd_score.cuh"
 #include "fwd_work.cuh"
 #include "score.cuh"
 
@@ -17,6 +18,7 @@ struct FwdHopperParams {
     CUtensorMap q, k, v, out; /* boxes of 64 columns by BQ, BKV, BKV, 16 rows */
     FwdParams fwd;
     FwdSchedule schedule;
+    ScoreUnits units;
     bool store_by_tma; /* out is whole: dense and not split */
 };
 
@@ -27,8 +29,14 @@ struct FwdTile {
     FwdKeys keys;
     Score score;
     int rows;
-    int ragged; /* > 0: so many keys of the last block are the sequence's; V's other rows may hold NaN */
+    int nearest; /* the block that comes first: fwd_block */
+    int ragged;  /* > 0: so many keys of the last block are the sequence's; V's other rows may hold NaN */
 };
+
+/* The block of keys that a tile takes at its step `at`. */
+template <bool MODIFIED> __device__ __forceinline__ int block_at(const FwdTile &t, int at) {
+    return MODIFIED ? fwd_block(at, t.nearest) : at;
+}
 
 template <class Tile> struct Smem {
     static constexpr int BQ = Tile::WARPGROUPS * 64, THREADS = (Tile::WARPGROUPS + 1) * 128;
@@ -106,12 +114,17 @@ __device__ __forceinline__ bool place_tile(const FwdHopperParams &x, int unit, i
 }
 
 /* Which keys the tile's rows see. One thread. */
-template <class Tile> __device__ __forceinline__ void describe_keys(FwdTile &t, const FwdHopperParams &x) {
+template <class Tile, bool MODIFIED>
+__device__ __forceinline__ void describe_keys(FwdTile &t, const FwdHopperParams &x) {
     const int rows = min(t.seq.seq_q - t.work.i0, Smem<Tile>::BQ);
     const FwdKeys keys = fwd_keys<Tile::BKV>(x.fwd, t.seq.span, t.work.i0, rows, t.work.split);
     /* TMA makes rows past a dense tensor zero; keys that no row of the sequence sees may hold anything */
     const int seen = t.seq.span.hi(t.seq.seq_q - 1), left = seen - keys.lo - (keys.tiles - 1) * Tile::BKV;
     t.keys = keys, t.rows = rows;
+    if (MODIFIED) {
+        const int stands = t.work.i0 + rows - 1 + span_clamp(t.seq.diagonal) - keys.lo; /* the last row, among the keys */
+        t.nearest = x.units.sloped ? min(max(stands, 0) / Tile::BKV, max(keys.tiles - 1, 0)) : 0;
+    }
     t.ragged = (x.fwd.problem.cu_q || seen < x.fwd.problem.seq_k) && left < Tile::BKV ? left : 0;
 }
 
@@ -132,7 +145,7 @@ __device__ __forceinline__ void find_tiles(const FwdHopperParams &x, unsigned ch
         if (t.work.i0 >= 0 && laneid() == 0) t.seq = sequence_of(p, t.work.b);
         __syncwarp();
         if (t.work.i0 >= 0 && t.seq.seq_q > t.work.i0) {
-            if (laneid() == 0) describe_keys<Tile>(t, x);
+            if (laneid() == 0) describe_keys<Tile, MODIFIED>(t, x);
             if (MODIFIED && laneid() == 0) t.score = score_of(p, t.seq, t.work.b, t.work.head);
             if (laneid() == 0) mbarrier_arrive(described.full(n));
             ++n;
@@ -167,7 +180,7 @@ __device__ __forceinline__ void load_q(const FwdHopperParams &x, const FwdTile &
 
 /* K and V in the order in which the consumers ask: K_0, K_1, V_0, K_2, V_1, ..; where there are two buffers the next
  * tile's Q as soon as both stages are full. */
-template <class Tile>
+template <class Tile, bool MODIFIED>
 __device__ __forceinline__ void load_tiles(const FwdHopperParams &x, const FwdTile *tiles, smem_addr smem_s) {
     typedef Smem<Tile> S;
     constexpr bool AHEAD = Tile::Q_BUFFERS == 2;
@@ -187,8 +200,8 @@ __device__ __forceinline__ void load_tiles(const FwdHopperParams &x, const FwdTi
                 const int at = step + j;
                 k.wait_empty(at);
                 mbarrier_arrive_expect_tx(k.full(at), S::K::bytes);
-                load_panels<typename S::K>(smem_s + S::K_AT + k.stage(at) * S::K::bytes, &x.k, row + j * Tile::BKV,
-                                           head, b, k.full(at));
+                load_panels<typename S::K>(smem_s + S::K_AT + k.stage(at) * S::K::bytes, &x.k,
+                                           row + block_at<MODIFIED>(t, j) * Tile::BKV, head, b, k.full(at));
             }
             if (!AHEAD && j == 0) load_q<Tile>(x, t, smem_s, n);
             if (j > 0) {
@@ -196,7 +209,7 @@ __device__ __forceinline__ void load_tiles(const FwdHopperParams &x, const FwdTi
                 v.wait_empty(at);
                 mbarrier_arrive_expect_tx(v.full(at), S::V::bytes);
                 load_panels<typename S::V>(smem_s + S::V_AT + v.stage(at) * S::V::bytes, &x.v,
-                                           row + (j - 1) * Tile::BKV, head, b, v.full(at));
+                                           row + block_at<MODIFIED>(t, j - 1) * Tile::BKV, head, b, v.full(at));
             }
             if (AHEAD && j == min(1, blocks)) {
                 described.wait_full(n + 1);
