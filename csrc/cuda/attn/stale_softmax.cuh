@@ -87,9 +87,9 @@ template <class T, int BKV> struct StaleSoftmax {
         weights(s, unit_log2, w, total);
     }
 
-    /* What the row's sums come to: O times factor is the result, lse in natural units. */
-    __device__ __forceinline__ RowResult result(int r, float sink) const {
-        return row_result(m[r] * LN_2, quad_sum(total[r]), sink);
+    /* What the row's sums come to, in natural units. */
+    __device__ __forceinline__ RowSum result(int r, float sink) const {
+        return row_sum(m[r] * LN_2, quad_sum(total[r]), sink);
     }
 };
 
