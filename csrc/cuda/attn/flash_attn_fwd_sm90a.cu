@@ -119,6 +119,16 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         for (int r = 0; r < 2; ++r) mask_row(scores, 0, r, t.seq.span, min(row[r].i, t.seq.seq_q - 1), key0);
     }
 
+    /* Weights and a lane's sums of them. A warp alone waits twice as long for its powers where ptxas puts the additions
+     * between them; past the wait below it would move both. Hence a wait that is over for ever, which ends a basic block. */
+    __device__ __forceinline__ void weigh(const float (&s)[N * 4], float unit_log2, float (&w)[N * 4], float (&sum)[2],
+                                          smem_addr smem_s) const {
+        if (!Tile::OVERLAP) return softmax.weights(s, unit_log2, w, sum);
+        softmax.powers(s, unit_log2, w);
+        mbarrier_wait(smem_s + S::OVER, 0);
+        softmax.sums(w, sum);
+    }
+
     static __device__ __forceinline__ smem_addr k_at(smem_addr smem_s, int step) {
         return smem_s + S::K_AT + Steps::stage(step) * S::K::bytes;
     }
@@ -152,7 +162,8 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         if (signals) mbarrier_arrive(k.empty(step + from));
         const int first = block_at<MODIFIED>(t, from);
         finish_scores(s, x, t, first, first < plain_first || first >= plain_end);
-        softmax.first(s, unit_log2, w);
+        softmax.refer(s, unit_log2);
+        weigh(s, unit_log2, w, softmax.total, smem_s);
         softmax.pack(w, p);
         release_q(last_q); /* the store of the tile before has had the time of a block */
         if (MODIFIED && t.ragged > 0 && first == t.keys.tiles - 1) {
@@ -179,12 +190,10 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
                 if (signals) mbarrier_arrive(v.empty(step + j - 1));
             }
             finish_scores(s, x, t, block, block < plain_first || block >= plain_end);
-            softmax.weights(s, unit_log2, w, sum);
+            weigh(s, unit_log2, w, sum, smem_s);
             if (!Tile::OVERLAP) softmax.pack(w, p);
             const bool again = __any_sync(0xffffffffu, softmax.out_of_range(sum));
             if (Tile::OVERLAP) {
-                /* over for ever: ends a basic block, or ptxas moves the powers past the wait below */
-                mbarrier_wait(smem_s + S::OVER, 0);
                 wgmma_wait_group<0>();
                 pin(o);
                 if (signals) mbarrier_arrive(v.empty(step + j - 1));
