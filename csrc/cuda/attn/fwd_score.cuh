@@ -30,8 +30,9 @@ inline ScoreUnits score_units(double scale, double softcap, bool sloped) {
     ScoreUnits u = {};
     u.capped = softcap > 0, u.sloped = sloped;
     const double factor = u.capped ? scale / softcap : 1;
-    /* numbers whose powers below have full precision */
-    u.plain = (!u.capped && !sloped) || (scale >= 1e-6 && scale <= 1e6 && factor >= 1e-15 && factor <= 1e3);
+    /* the largest product is the largest score, and powers below have full precision */
+    u.plain = scale > 1e-30 && ((!u.capped && !sloped) ||
+                                (scale >= 1e-6 && scale <= 1e6 && factor >= 1e-15 && factor <= 1e3));
     u.unit_log2 = (float)(u.plain ? (float)scale : 1) * (float)log2_e;
     u.per_slope = (float)(u.plain ? 1 / scale : 1);
     if (!u.plain || !u.capped) return u;
@@ -44,7 +45,7 @@ inline ScoreUnits score_units(double scale, double softcap, bool sloped) {
 }
 
 /* |s| below limit. */
-constexpr GK_HD float capped_near(float s, const ScoreUnits &u) {
+inline GK_HD float capped_near(float s, const ScoreUnits &u) {
     const float q = s * s;
     return s * fmaf(fmaf(fmaf(fmaf(fmaf(u.c[4], q, u.c[3]), q, u.c[2]), q, u.c[1]), q, u.c[0]), q, 1.f);
 }
