@@ -119,16 +119,6 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         for (int r = 0; r < 2; ++r) mask_row(scores, 0, r, t.seq.span, min(row[r].i, t.seq.seq_q - 1), key0);
     }
 
-    /* Weights and a lane's sums of them. A warp alone waits twice as long for its powers where ptxas puts the additions
-     * between them; past the wait below it would move both. Hence a wait that is over for ever, which ends a basic block. */
-    __device__ __forceinline__ void weigh(const float (&s)[N * 4], float unit_log2, float (&w)[N * 4], float (&sum)[2],
-                                          smem_addr smem_s) const {
-        if (!Tile::OVERLAP) return softmax.weights(s, unit_log2, w, sum);
-        softmax.powers(s, unit_log2, w);
-        mbarrier_wait(smem_s + S::OVER, 0);
-        softmax.sums(w, sum);
-    }
-
     static __device__ __forceinline__ smem_addr k_at(smem_addr smem_s, int step) {
         return smem_s + S::K_AT + Steps::stage(step) * S::K::bytes;
     }
@@ -163,7 +153,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         const int first = block_at<MODIFIED>(t, from);
         finish_scores(s, x, t, first, first < plain_first || first >= plain_end);
         softmax.refer(s, unit_log2);
-        weigh(s, unit_log2, w, softmax.total, smem_s);
+        softmax.weights(s, unit_log2, w, softmax.total);
         softmax.pack(w, p);
         release_q(last_q); /* the store of the tile before has had the time of a block */
         if (MODIFIED && t.ragged > 0 && first == t.keys.tiles - 1) {
@@ -190,10 +180,12 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
                 if (signals) mbarrier_arrive(v.empty(step + j - 1));
             }
             finish_scores(s, x, t, block, block < plain_first || block >= plain_end);
-            weigh(s, unit_log2, w, sum, smem_s);
+            softmax.weights(s, unit_log2, w, sum);
             if (!Tile::OVERLAP) softmax.pack(w, p);
             const bool again = __any_sync(0xffffffffu, softmax.out_of_range(sum));
             if (Tile::OVERLAP) {
+                /* over for ever: ends a basic block, or ptxas moves the powers past the wait below */
+                mbarrier_wait(smem_s + S::OVER, 0);
                 wgmma_wait_group<0>();
                 pin(o);
                 if (signals) mbarrier_arrive(v.empty(step + j - 1));
@@ -342,15 +334,10 @@ __device__ __forceinline__ void consume(const FwdHopperParams &x, smem_addr smem
     for (int n = 0, step = 0;; ++n) {
         q.wait_full(n);
         const FwdTile &t = tiles[n % S::TILE_SLOTS];
-        if (t.rows == 0) break;
+        const int4 steps = *(const int4 *)&t.steps;
+        const int blocks = steps.w, own = warpgroup == 0 ? steps.x : warpgroup == 1 ? steps.y : steps.z;
+        if (blocks < 0) break;
         const smem_addr q_s = smem_s + q.stage(n) * S::Q::bytes;
-        const int blocks = t.keys.tiles;
-        int own = 0;
-        if (blocks > 0 && 64 * warpgroup < t.rows) {
-            const int last = x.stacked > 1 ? t.seq.seq_q - 1 : min(t.work.i0 + 64 * warpgroup + 63, t.seq.seq_q - 1);
-            const int seen = t.seq.span.hi(last) - t.keys.lo;
-            own = min(blocks, max(seen + Tile::BKV - 1, 0) / Tile::BKV);
-        }
         Consumer<T, Tile, MODIFIED> c;
         c.softmax.clear();
         const int lead = MODIFIED && own > 0 ? max(t.nearest - own + 1, 0) : 0;

@@ -24,8 +24,13 @@ struct FwdHopperParams {
     int q_bytes;     /* of a tile, as TMA counts */
 };
 
-/* A tile of queries, written by the producer beside Q. rows 0: there are no more tiles. */
-struct FwdTile {
+/* A tile of queries, written by the producer beside Q. */
+struct __align__(16) FwdTile {
+    /* What a consumer needs before anything else, one load. own: blocks of keys that the rows of each warpgroup see;
+     * blocks: of the tile, -1: there are no more tiles */
+    struct __align__(16) {
+        int own[3], blocks;
+    } steps;
     FwdWork work;
     Sequence seq;
     FwdKeys keys;
@@ -129,11 +134,18 @@ __device__ __forceinline__ bool place_tile(const FwdHopperParams &x, int unit, i
 /* Which keys the tile's rows see; stacked heads are all alike. One thread. */
 template <class Tile, bool MODIFIED>
 __device__ __forceinline__ void describe_keys(FwdTile &t, const FwdHopperParams &x) {
-    const int rows = min(t.seq.seq_q - t.work.i0, Smem<Tile>::BQ);
+    const int rows = min(t.seq.seq_q - t.work.i0, Smem<Tile>::BQ); /* queries */
+    const int filled = x.stacked > 1 ? x.stacked * x.fwd.problem.seq_q : rows;
     const FwdKeys keys = fwd_keys<Tile::BKV>(x.fwd, t.seq.span, t.work.i0, rows, t.work.split);
     /* TMA makes rows past a dense tensor zero; keys that no row of the sequence sees may hold anything */
     const int seen = t.seq.span.hi(t.seq.seq_q - 1), left = seen - keys.lo - (keys.tiles - 1) * Tile::BKV;
-    t.keys = keys, t.rows = x.stacked > 1 ? x.stacked * x.fwd.problem.seq_q : rows;
+    t.keys = keys, t.rows = filled, t.steps.blocks = keys.tiles;
+#pragma unroll 1
+    for (int g = 0; g < Tile::WARPGROUPS; ++g) {
+        const int last = x.stacked > 1 ? rows - 1 : min(64 * g + 63, rows - 1);
+        const int sees = max(t.seq.span.hi(t.work.i0 + last) - t.keys.lo, 0);
+        t.steps.own[g] = 64 * g < filled ? min(t.keys.tiles, (sees + Tile::BKV - 1) / Tile::BKV) : 0;
+    }
     if (MODIFIED) {
         const int stands = t.work.i0 + rows - 1 + span_clamp(t.seq.diagonal) - keys.lo; /* the last row, among the keys */
         t.nearest = x.units.sloped ? min(max(stands, 0) / Tile::BKV, max(keys.tiles - 1, 0)) : 0;
@@ -165,7 +177,8 @@ __device__ __forceinline__ void find_tiles(const FwdHopperParams &x, unsigned ch
         }
         __syncwarp();
     }
-    if (laneid() == 0) ((FwdTile *)(smem + S::TILES))[n % S::TILE_SLOTS].rows = 0, mbarrier_arrive(described.full(n));
+    if (laneid() == 0)
+        ((FwdTile *)(smem + S::TILES))[n % S::TILE_SLOTS].steps.blocks = -1, mbarrier_arrive(described.full(n));
 }
 
 template <class Panels>
@@ -182,7 +195,7 @@ __device__ __forceinline__ void load_q(const FwdHopperParams &x, const FwdTile &
     typedef typename Smem<Tile>::Q Q;
     const tma_steps<Tile::Q_BUFFERS> q = {smem_s + Smem<Tile>::Q_RING};
     q.wait_empty(n);
-    if (t.rows > 0 && t.keys.tiles > 0) {
+    if (t.steps.blocks > 0) {
         mbarrier_arrive_expect_tx(q.full(n), x.q_bytes);
         load_panels<Q>(smem_s + q.stage(n) * Q::bytes, &x.q, t.seq.q0 + t.work.i0, t.work.head,
                        x.fwd.problem.cu_q ? 0 : t.work.b, q.full(n));
@@ -203,9 +216,9 @@ __device__ __forceinline__ void load_tiles(const FwdHopperParams &x, const FwdTi
     if (AHEAD) load_q<Tile>(x, tiles[0], smem_s, 0);
     int n = 0, step = 0; /* step: blocks of keys of earlier tiles */
 #pragma unroll 1
-    for (; tiles[n % S::TILE_SLOTS].rows > 0; ++n) {
+    for (; tiles[n % S::TILE_SLOTS].steps.blocks >= 0; ++n) {
         const FwdTile &t = tiles[n % S::TILE_SLOTS];
-        const int blocks = t.keys.tiles, row = t.seq.k0 + t.keys.lo;
+        const int blocks = t.steps.blocks, row = t.seq.k0 + t.keys.lo;
         const int head = t.work.head / x.fwd.problem.group, b = x.fwd.problem.cu_q ? 0 : t.work.b;
 #pragma unroll 1
         for (int j = 0; j <= blocks; ++j) {

@@ -30,24 +30,10 @@ template <class T, int BKV> struct StaleSoftmax {
 
     __device__ __forceinline__ void clear() { m[0] = m[1] = STALE_NOTHING, total[0] = total[1] = 0; }
 
-    /* Weights by the present m. */
-    __device__ __forceinline__ void powers(const float (&s)[N * 4], float unit_log2, float (&w)[N * 4]) const {
-#pragma unroll
-        for (int i = 0; i < N * 4; ++i) w[i] = ex2_approx_ftz(fmaf(s[i], unit_log2, -m[i / 2 & 1]));
-    }
-
-    /* Their sums, of this lane, by row. */
-    static __device__ __forceinline__ void sums(const float (&w)[N * 4], float (&sum)[2]) {
-        float part[4] = {0, 0, 0, 0}; /* two chains a row: an addition waits for the one before it */
-#pragma unroll
-        for (int i = 0; i < N * 4; ++i) part[i & 3] += w[i];
-        sum[0] = part[0] + part[1], sum[1] = part[2] + part[3];
-    }
-
-    /* Both at once, where other warps fill the gaps: an addition soon after its power waits for it. */
+    /* Weights by the present m; sum: of this lane, by row. */
     __device__ __forceinline__ void weights(const float (&s)[N * 4], float unit_log2, float (&w)[N * 4],
                                             float (&sum)[2]) const {
-        float part[4] = {0, 0, 0, 0};
+        float part[4] = {0, 0, 0, 0}; /* two chains a row: an addition waits for the one before it */
 #pragma unroll
         for (int i = 0; i < N * 2; ++i) {
             const int r = i & 1;
