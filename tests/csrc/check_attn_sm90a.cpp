@@ -122,6 +122,17 @@ static void check_softcap() {
         }
     const double odd[][2] = {{0, 3}, {-0.5, 3}, {1e-30, 3}, {1e30, 3}, {1, 1e16}, {1, 1e-4}};
     for (const double (&x)[2] : odd) check(!score_units(x[0], x[1], false).plain, "not in the product's unit", 0, 0);
+    for (int from = -70; from <= 140; ++from) /* rows_of_block: the columns that a row sees, from the lane's first */
+        for (int to = -70; to <= 140; ++to) {
+            uint32_t want[3] = {};
+            for (int n = 0; n < 16; ++n)
+                for (int e = 0; e < 2; ++e)
+                    for (int size = 0; size < 3; ++size)
+                        if (8 * n + e >= from && 8 * n + e < to && n < 8 + 4 * size) want[size] |= 1u << (2 * n + e);
+            check(columns_in<16>(from, to) == want[0] && columns_in<24>(from, to) == want[1] &&
+                      columns_in<32>(from, to) == want[2],
+                  "columns that a row sees: from, to", from, to);
+        }
     for (double scale : {-1.0, 0.0, 1e-31})
         check(!score_units(scale, 0, false).plain && score_units(scale, 0, false).unit_log2 > 1, "a scale that is not above 0", 0, 0);
     check(score_units(1e30, 0, false).plain, "scale alone", 0, 0);

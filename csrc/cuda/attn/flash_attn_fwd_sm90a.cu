@@ -93,30 +93,43 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     StaleSoftmax<T, BKV> softmax;
     float o[ND * 4];
 
-    /* Scores of block `block`, before the softmax: what the products cannot do. */
-    static __device__ __forceinline__ void finish_scores(float (&s)[N * 4], const FwdHopperParams &x, const FwdTile &t,
-                                                         int block, bool edge) {
-        const ScoreUnits &units = x.units;
-        float (&scores)[1][N][4] = *(float (*)[1][N][4]) & s;
-        if (MODIFIED && units.capped && units.plain) cap_scores(s, units);
-        if (!edge && !(MODIFIED && (units.sloped || !units.plain))) return;
-        const int key0 = t.keys.lo + block * BKV + frag_col(mov_tid_x() % 32, 0);
-        const FwdRow row[2] = {row_of(x, t, own_row()), row_of(x, t, own_row() + 8)};
-        if (MODIFIED && !units.plain) {
-            modify(scores, t.score, row[0].i, key0);
-        } else if (MODIFIED && units.sloped) {
-            float slope[2], ahead[2];
+    /* What a lane's two rows make of a block of keys, found while the products run. */
+    struct Rows {
+        uint32_t kept[2];
+        float slope[2], ahead[2];
+        int row0, key0;
+    };
+    static __device__ __forceinline__ bool asks_rows(const FwdHopperParams &x, bool edge) {
+        return edge || (MODIFIED && (x.units.sloped || !x.units.plain));
+    }
+    static __device__ __forceinline__ Rows rows_of_block(const FwdHopperParams &x, const FwdTile &t, int block, bool edge) {
+        Rows y = {};
+        if (!asks_rows(x, edge)) return y;
+        const Span span = t.seq.span;
+        const int key0 = t.keys.lo + block * BKV + frag_col(mov_tid_x() % 32, 0), last = t.seq.seq_q - 1;
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                /* of stacked heads each has its own */
-                slope[r] = x.stacked == 1 ? t.score.slope : slope_of<float>(x.fwd.problem.rules, t.work.b, row[r].head);
-                slope[r] *= units.per_slope, ahead[r] = (float)(row[r].i + t.score.position0 - key0);
-            }
-            lean_scores(s, slope, ahead);
+        for (int r = 0; r < 2; ++r) {
+            const FwdRow row = row_of(x, t, own_row() + 8 * r);
+            const int i = min(row.i, last); /* rows past the sequence see what its last row sees */
+            y.kept[r] = columns_in<BKV / 4>(span.lo(i) - key0, span.hi(i) - key0);
+            if (r == 0) y.row0 = row.i, y.key0 = key0;
+            if (!MODIFIED || !x.units.sloped) continue;
+            /* of stacked heads each has its own */
+            y.slope[r] = x.stacked == 1 ? t.score.slope : slope_of<float>(x.fwd.problem.rules, t.work.b, row.head);
+            y.slope[r] *= x.units.per_slope, y.ahead[r] = (float)(row.i + t.score.position0 - key0);
         }
-        if (!edge) return;
-#pragma unroll
-        for (int r = 0; r < 2; ++r) mask_row(scores, 0, r, t.seq.span, min(row[r].i, t.seq.seq_q - 1), key0);
+        return y;
+    }
+
+    /* Scores of a block, before the softmax: what the products cannot do. */
+    static __device__ __forceinline__ void finish_scores(float (&s)[N * 4], const FwdHopperParams &x, const FwdTile &t,
+                                                         const Rows &rows, bool edge) {
+        if (MODIFIED && x.units.capped && x.units.plain) cap_scores(s, x.units);
+        if (MODIFIED && !x.units.plain)
+            modify(*(float (*)[1][N][4]) & s, t.score, rows.row0, rows.key0);
+        else if (MODIFIED && x.units.sloped)
+            lean_scores(s, rows.slope, rows.ahead);
+        if (edge) keep_columns(s, rows.kept);
     }
 
     static __device__ __forceinline__ smem_addr k_at(smem_addr smem_s, int step) {
@@ -146,12 +159,14 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         turn_begin<Tile>(warpgroup);
         issue_scores<T, Tile>(s, q_s, k_at(smem_s, step + from), 64 * warpgroup);
         turn_end<Tile>(warpgroup);
+        const int first = block_at<MODIFIED>(t, from);
+        const bool first_edge = first < plain_first || first >= plain_end;
+        const Rows first_rows = rows_of_block(x, t, first, first_edge);
         clear(o); /* while the products run */
         wgmma_wait_group<0>();
         pin(s);
         if (signals) mbarrier_arrive(k.empty(step + from));
-        const int first = block_at<MODIFIED>(t, from);
-        finish_scores(s, x, t, first, first < plain_first || first >= plain_end);
+        finish_scores(s, x, t, first_rows, first_edge);
         softmax.refer(s, unit_log2);
         softmax.weights(s, unit_log2, w, softmax.total);
         softmax.pack(w, p);
@@ -172,6 +187,8 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
             v.wait_full(step + j - 1);
             issue_values<T, Tile>(o, p, v_at(smem_s, step + j - 1));
             turn_end<Tile>(warpgroup);
+            const bool edge = block < plain_first || block >= plain_end;
+            const Rows rows = rows_of_block(x, t, block, edge);
             wgmma_wait_group<Tile::OVERLAP>();
             pin(s);
             if (signals) mbarrier_arrive(k.empty(step + j));
@@ -179,7 +196,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
                 pin(o);
                 if (signals) mbarrier_arrive(v.empty(step + j - 1));
             }
-            finish_scores(s, x, t, block, block < plain_first || block >= plain_end);
+            finish_scores(s, x, t, rows, edge);
             softmax.weights(s, unit_log2, w, sum);
             if (!Tile::OVERLAP) softmax.pack(w, p);
             const bool again = __any_sync(0xffffffffu, softmax.out_of_range(sum));

@@ -1,8 +1,8 @@
 /* fwd_score.cuh: softcap and ALiBi in flash_attn_fwd_sm90a, on a block of products while the next ones run. Issue slots decide: a
- * block's weights take 3.5 a score, and twice as many are no longer hidden behind the products. So a finished score stays
+ * block's weights take 3.5 a score, and beside products in flight each costs some 3 clocks. So a finished score stays
  * in the unit of the product, scale goes into the exponent's multiply-add, and every number that a call fixes is a kernel
  * parameter, which an instruction reads as an operand:
- *   s' = s P((scale s / cap)^2) = cap / scale tanh(scale s / cap)      7 slots and 1 for the test where all are near 0
+ *   s' = s P((scale s / cap)^2) = cap / scale tanh(scale s / cap)      5 slots and 1 for the test where all are near 0
  *   s'' = s' - slope / scale |i + diagonal - j|                        2 slots */
 #ifndef GPUKERN_CUDA_FWD_SCORE_CUH
 #define GPUKERN_CUDA_FWD_SCORE_CUH
@@ -10,23 +10,24 @@
 #include "../tile/layout.cuh" /* GK_HD */
 
 #include <math.h>
+#include <stdint.h>
 
-/* Made on the host. c: tanh(x) / x = 1 + c1 x^2 + .. + c5 x^10 for x below 0.8, error 7e-8, with (scale / cap)^(2 n)
+/* Made on the host. c: tanh(x) / x = 1 + c1 x^2 + c2 x^4 + c3 x^6 for x below 0.4, error 1.2e-7, with (scale / cap)^(2 n)
  * in c_n. */
 struct ScoreUnits {
     float unit_log2; /* of a finished score */
     float per_slope; /* a slope times this is one of finished scores */
-    float factor;    /* scale / cap */
+    float power;     /* e^(-2 scale s / cap) is 2^(s power) */
     float over;      /* cap / scale */
     float limit;     /* |s| below this takes the polynomial */
-    float c[5];
+    float c[3];
     bool capped, sloped;
     bool plain; /* false: scores in natural units, by modify() of mask.cuh */
 };
 
 inline ScoreUnits score_units(double scale, double softcap, bool sloped) {
     constexpr double log2_e = 1.4426950408889634;
-    constexpr double tail[5] = {-0.3333286643, 0.1332276613, -0.05317631364, 0.01919076033, -0.004410883412};
+    constexpr double tail[3] = {-0.3333188295, 0.1327762902, -0.04779421538};
     ScoreUnits u = {};
     u.capped = softcap > 0, u.sloped = sloped;
     const double factor = u.capped ? scale / softcap : 1;
@@ -36,22 +37,40 @@ inline ScoreUnits score_units(double scale, double softcap, bool sloped) {
     u.unit_log2 = (float)(u.plain ? (float)scale : 1) * (float)log2_e;
     u.per_slope = (float)(u.plain ? 1 / scale : 1);
     if (!u.plain || !u.capped) return u;
-    u.factor = (float)factor, u.over = (float)(1 / factor);
-    /* where c5, c4, .. have no floats of full precision any more scores end earlier, before these terms count */
-    u.limit = (float)((factor > 3e-4 ? 0.8 : factor > 1e-6 ? 0.1 : 1e-3) / factor);
+    u.power = (float)(-2 * log2_e * factor), u.over = (float)(1 / factor);
+    /* where c3 and c2 have no floats of full precision any more scores end earlier, before these terms count */
+    u.limit = (float)((factor > 1e-6 ? 0.4 : 1e-3) / factor);
     double power = 1;
-    for (int n = 0; n < 5; ++n) power *= factor * factor, u.c[n] = (float)(tail[n] * power);
+    for (int n = 0; n < 3; ++n) power *= factor * factor, u.c[n] = (float)(tail[n] * power);
     return u;
 }
 
 /* |s| below limit. */
 inline GK_HD float capped_near(float s, const ScoreUnits &u) {
     const float q = s * s;
-    return s * fmaf(fmaf(fmaf(fmaf(fmaf(u.c[4], q, u.c[3]), q, u.c[2]), q, u.c[1]), q, u.c[0]), q, 1.f);
+    return s * fmaf(fmaf(fmaf(u.c[2], q, u.c[1]), q, u.c[0]), q, 1.f);
+}
+
+/* Of a lane's columns 0, 1, 8, 9, 16, .. of a block those in [from, to), a bit each. */
+template <int COLUMNS> GK_HD inline uint32_t columns_in(int from, int to) {
+    uint32_t bits[2];
+    for (int i = 0; i < 2; ++i) {
+        const int end = i ? to : from, whole = end < 0 ? 0 : end / 8, rest = end < 0 ? 0 : end % 8;
+        const int before = 2 * whole + (rest < 2 ? rest : 2);
+        bits[i] = (uint32_t)(((uint64_t)1 << (before < COLUMNS ? before : COLUMNS)) - 1);
+    }
+    return bits[1] & ~bits[0];
 }
 
 #ifdef __CUDACC__
 #include "score.cuh"
+
+/* Scores of columns that are not `kept` become -inf. s[4 n + 2 r + e]: row r, bit 2 n + e. */
+template <int N> __device__ __forceinline__ void keep_columns(float (&s)[N], const uint32_t (&kept)[2]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+        if (!(kept[i / 2 & 1] >> (i / 4 * 2 + i % 2) & 1)) s[i] = -INFINITY;
+}
 
 /* Softcap. The polynomial for scores below the limit, whatever stands beside them. Where a warp has no others that is all;
  * else 16 of a lane's scores at a time, each behind a branch: side by side they take 64 registers more. */
@@ -78,7 +97,8 @@ template <int N> __device__ __forceinline__ void cap_scores(float (&s)[N], const
         if (__all_sync(0xffffffffu, some < u.limit)) continue;
 #pragma unroll
         for (int i = first; i < first + 16; ++i) {
-            float far = u.over * copysignf(tanh_fast(fabsf(s[i] * u.factor)), s[i]);
+            const float y = ex2_approx_ftz(fabsf(s[i]) * u.power);
+            float far = copysignf((1 - y) * rcp_approx_ftz(1 + y) * u.over, s[i]);
             asm volatile("" : "+f"(far));
             s[i] = fabsf(s[i]) >= u.limit ? far : s[i];
         }

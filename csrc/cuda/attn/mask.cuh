@@ -5,27 +5,25 @@
 
 #include "score.cuh"
 
-/* Keys that row i does not see become -inf in its scores s[m][n][2 r + e]. */
-template <int M, int N>
-__device__ __forceinline__ void mask_row(float (&s)[M][N][4], int m, int r, const Span &span, int i, int key0) {
-    const int lo = span.lo(i), from = lo - key0;
-    const unsigned keys = max(span.hi(i) - lo, 0);
-#pragma unroll
-    for (int n = 0; n < N; ++n)
-#pragma unroll
-        for (int e = 0; e < 2; ++e)
-            if ((unsigned)(8 * n + e - from) >= keys) s[m][n][2 * r + e] = -INFINITY;
-}
-
 /* Keys that a row does not see become -inf. row0, key0: of s[0][0][0]. Rows past the sequence see what its last row sees. */
 template <int M, int N>
 __device__ __forceinline__ void mask(float (&s)[M][N][4], const Sequence &seq, int row0, int key0) {
     const Span span = seq.span;
     const int seq_q = seq.seq_q;
 #pragma unroll
-    for (int m = 0; m < M; ++m)
+    for (int m = 0; m < M; ++m) {
 #pragma unroll
-        for (int r = 0; r < 2; ++r) mask_row(s, m, r, span, min(row0 + 16 * m + 8 * r, seq_q - 1), key0);
+        for (int r = 0; r < 2; ++r) {
+            const int i = min(row0 + 16 * m + 8 * r, seq_q - 1), lo = span.lo(i);
+            const int from = lo - key0;
+            const unsigned keys = max(span.hi(i) - lo, 0);
+#pragma unroll
+            for (int n = 0; n < N; ++n)
+#pragma unroll
+                for (int e = 0; e < 2; ++e)
+                    if ((unsigned)(8 * n + e - from) >= keys) s[m][n][2 * r + e] = -INFINITY;
+        }
+    }
 }
 
 /* Softcap, ALiBi, or a scale that is not positive: S becomes scores in natural units. Distances from the tile's first key
