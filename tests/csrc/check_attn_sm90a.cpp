@@ -115,10 +115,11 @@ static void check_softcap() {
                 worst = fmax(worst, fabs(capped_near(s, u) / exact - 1));
                 if (capped_near(-s, u) != -capped_near(s, u)) worst = 1;
             }
-            check(u.plain && u.capped && worst < 2.5e-7, "softcap: relative error in 1e-9, 1 / factor", (long)(worst * 1e9),
-                  (long)(1 / factor));
+            check(u.plain && u.capped && worst < 2.5e-7, "softcap: relative error in 1e-9, 1 / factor",
+                  (long)(worst * 1e9), (long)(1 / factor));
             const float ends = (float)(tanh(u.limit * factor) * u.over);
-            check(isfinite(ends) && fabs(capped_near(u.limit, u) / ends - 1) < 5e-7, "softcap: where the two ways meet", 0, 0);
+            check(isfinite(ends) && fabs(capped_near(u.limit, u) / ends - 1) < 5e-7, "softcap: where the two ways meet",
+                  0, 0);
         }
     const double odd[][2] = {{0, 3}, {-0.5, 3}, {1e-30, 3}, {1e30, 3}, {1, 1e16}, {1, 1e-4}};
     for (const double (&x)[2] : odd) check(!score_units(x[0], x[1], false).plain, "not in the product's unit", 0, 0);
@@ -134,7 +135,8 @@ static void check_softcap() {
                   "columns that a row sees: from, to", from, to);
         }
     for (double scale : {-1.0, 0.0, 1e-31})
-        check(!score_units(scale, 0, false).plain && score_units(scale, 0, false).unit_log2 > 1, "a scale that is not above 0", 0, 0);
+        check(!score_units(scale, 0, false).plain && score_units(scale, 0, false).unit_log2 > 1,
+              "a scale that is not above 0", 0, 0);
     check(score_units(1e30, 0, false).plain, "scale alone", 0, 0);
 }
 
@@ -216,9 +218,10 @@ template <int ROWS, int COLS> static void check_store() {
             for (int e = 0; e < 4; ++e) {
                 unsigned chunks = 0;
                 for (int lane = 0; lane < 32; ++lane) /* stage_rows: the others from the first octet's address */
-                    registers = registers && Panels::offset_of(16 * warp + lane % 16, 8 * n + lane / 16 * 8) ==
-                                                 (Panels::offset_of(16 * warp + lane % 16, lane / 16 * 8) ^ n % 8 * 16) +
-                                                     n / 8 * Panels::panel_bytes;
+                    registers =
+                        registers && Panels::offset_of(16 * warp + lane % 16, 8 * n + lane / 16 * 8) ==
+                                         (Panels::offset_of(16 * warp + lane % 16, lane / 16 * 8) ^ n % 8 * 16) +
+                                             n / 8 * Panels::panel_bytes;
                 for (int row = 0; row < 8; ++row) { /* lane 8 e + row points to row `row` of matrix e */
                     const int lane = 8 * e + row;
                     const int at = Panels::offset_of(16 * warp + lane % 16, 8 * n + lane / 16 * 8);

@@ -24,60 +24,14 @@
 #include "../ptx/wgmma.cuh"
 #include "../tile/fragment.cuh"
 #include "fwd_producer.cuh"
+#include "fwd_products.cuh"
 #include "mask.cuh"
 #include "softmax.cuh"
 #include "stale_softmax.cuh"
 
 namespace {
 
-/* ---- 1. the consumers' products ------------------------------------------------------------------------- */
-/* The warpgroup's turn to issue products. */
-template <class Tile> __device__ __forceinline__ void turn_begin(int warpgroup) { bar_sync(1 + warpgroup, 256); }
-template <class Tile> __device__ __forceinline__ void turn_end(int warpgroup) {
-    bar_arrive(1 + (warpgroup + 1) % Tile::WARPGROUPS, 256);
-}
-
-/* S [64][BKV] = Q K^T of this warpgroup's rows. */
-template <class T, class Tile>
-__device__ __forceinline__ void issue_scores(float (&s)[Tile::BKV / 2], smem_addr q_s, smem_addr k_s, int row) {
-    typedef Smem<Tile> S;
-    wgmma_fence();
-#pragma unroll
-    for (int kk = 0; kk < Tile::HEAD_DIM; kk += 16)
-        wgmma_ss<T, Tile::BKV, 0, 0>(s, S::Q::k_major(q_s, row, kk), S::K::k_major(k_s, 0, kk), kk > 0);
-    wgmma_commit_group();
-}
-
-/* O [64][HEAD_DIM_V] += P V, P from registers. */
-template <class T, class Tile>
-__device__ __forceinline__ void issue_values(float (&o)[Tile::HEAD_DIM_V / 2], const uint32_t (&p)[Tile::BKV / 4],
-                                             smem_addr v_s) {
-    typedef Smem<Tile> S;
-    wgmma_fence();
-#pragma unroll
-    for (int kk = 0; kk < Tile::BKV; kk += 16)
-        wgmma_rs<T, Tile::HEAD_DIM_V, 1>(o, p + kk / 4, S::V::mn_major(v_s, kk), true);
-    wgmma_commit_group();
-}
-
-/* Where it stands, not where d is first used. */
-template <int N> __device__ __forceinline__ void clear(float (&d)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) asm volatile("mov.b32 %0, 0;" : "=f"(d[i]));
-}
-
-template <int N> __device__ __forceinline__ void pin(float (&d)[N]) { wgmma_pin(*(float (*)[1][N]) & d); }
-
-/* Rows of V from `from` on become zero: a weight of 0 times NaN would be NaN. */
-template <class Tile> __device__ __forceinline__ void clear_rows(smem_addr v_s, int from, int warpgroup) {
-    typedef typename Smem<Tile>::V V;
-    for (int i = from * 8 + threadIdx.x % 128; i < Tile::BKV * 8; i += 128)
-#pragma unroll
-        for (int c = 0; c < V::panels; ++c) st_shared_128(v_s + c * V::panel_bytes + i * 16, make_uint4(0, 0, 0, 0));
-    fence_proxy_async(); /* this thread's zeros come before wgmma's reads */
-    bar_sync(4 + warpgroup, 128);
-}
-
+/* ---- 1. a tile of a consumer warpgroup ------------------------------------------------------------------ */
 /* This lane's first row of the tile (the other one is 8 on), worked out where it is asked for: the loop has no register
  * for it. */
 __device__ __forceinline__ int own_row() {
@@ -85,7 +39,6 @@ __device__ __forceinline__ int own_row() {
     return thread / 32 * 16 + frag_row(thread % 32, 0);
 }
 
-/* ---- 2. a tile of a consumer warpgroup ------------------------------------------------------------------ */
 template <class T, class Tile, bool MODIFIED> struct Consumer {
     typedef Smem<Tile> S;
     typedef tma_steps<Tile::STAGES> Steps;
@@ -102,7 +55,8 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     static __device__ __forceinline__ bool asks_rows(const FwdHopperParams &x, bool edge) {
         return edge || (MODIFIED && (x.units.sloped || !x.units.plain));
     }
-    static __device__ __forceinline__ Rows rows_of_block(const FwdHopperParams &x, const FwdTile &t, int block, bool edge) {
+    static __device__ __forceinline__ Rows rows_of_block(const FwdHopperParams &x, const FwdTile &t, int block,
+                                                         bool edge) {
         Rows y = {};
         if (!asks_rows(x, edge)) return y;
         const Span span = t.seq.span;
@@ -181,7 +135,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
             float sum[2];
             const int block = block_at<MODIFIED>(t, j);
             k.wait_full(step + j);
-            if (MODIFIED) asm volatile("" : "+r"(q_s)); /* or its descriptors stay in registers, where there are none left */
+            if (MODIFIED) opaque(q_s); /* or its descriptors stay in registers, where there are none left */
             turn_begin<Tile>(warpgroup);
             issue_scores<T, Tile>(s, q_s, k_at(smem_s, step + j), 64 * warpgroup);
             v.wait_full(step + j - 1);
@@ -243,10 +197,11 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     }
 };
 
-/* ---- 3. results ----------------------------------------------------------------------------------------- */
+/* ---- 2. results ----------------------------------------------------------------------------------------- */
 /* A warp's 16 rows of O, times factor, to its own rows of Q. */
 template <class T, class Tile>
-__device__ __forceinline__ void stage_rows(const float (&o)[Tile::HEAD_DIM_V / 2], const float (&factor)[2], smem_addr q_s) {
+__device__ __forceinline__ void stage_rows(const float (&o)[Tile::HEAD_DIM_V / 2], const float (&factor)[2],
+                                           smem_addr q_s) {
     typedef typename Smem<Tile>::Q Q;
     const int warp = mov_tid_x() / 32, lane = laneid();
     /* stmatrix: 8 x 8 blocks, rows 0-7 and 8-15 of one octet of columns, then of the next. Octets swap places within 64 columns
@@ -285,7 +240,8 @@ __device__ __forceinline__ void store_rows(const FwdHopperParams &x, const FwdTi
         T *out_g = (T *)p.out.data + t.work.b * p.out.batch + (int64_t)t.seq.q0 * p.out.row;
 #pragma unroll 1
         for (int i = 0; i < 16 * (Tile::HEAD_DIM_V / 8); i += 32) {
-            const int row = 16 * warp + (i + lane) / (Tile::HEAD_DIM_V / 8), col = (i + lane) % (Tile::HEAD_DIM_V / 8) * 8;
+            const int row = 16 * warp + (i + lane) / (Tile::HEAD_DIM_V / 8),
+                      col = (i + lane) % (Tile::HEAD_DIM_V / 8) * 8;
             const FwdRow at = row_of(x, t, row);
             if (row < t.rows && at.i < t.seq.seq_q && col < p.head_dim_v)
                 st_global_128(out_g + at.head * p.out.head + (int64_t)at.i * p.out.row + col,
@@ -379,7 +335,7 @@ __device__ __forceinline__ void consume(const FwdHopperParams &x, smem_addr smem
     if (laneid() == 0) tma_store_wait_group_read<0>(); /* shared memory stays until TMA has read it */
 }
 
-/* ---- 4. the kernel -------------------------------------------------------------------------------------- */
+/* ---- 3. the kernel -------------------------------------------------------------------------------------- */
 template <class T, class Tile, bool MODIFIED>
 __global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
     flash_attn_fwd_sm90a_kernel(const __grid_constant__ FwdHopperParams x) {
@@ -399,7 +355,8 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
         mbarrier_arrive(smem_s + S::OVER); /* its first phase is over, and there is no second */
     }
     if (x.stacked > 1) { /* rows that no head fills are finite */
-        for (int i = threadIdx.x; i < S::K_AT / 16; i += S::THREADS) st_shared_128(smem_s + i * 16, make_uint4(0, 0, 0, 0));
+        for (int i = threadIdx.x; i < S::K_AT / 16; i += S::THREADS)
+            st_shared_128(smem_s + i * 16, make_uint4(0, 0, 0, 0));
         fence_proxy_async();
     }
     griddepcontrol_launch_dependents();
@@ -420,7 +377,7 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
     }
 }
 
-/* ---- 5. launcher and table ------------------------------------------------------------------------------ */
+/* ---- 4. launcher and table ------------------------------------------------------------------------------ */
 /* [batch, heads, rows, columns] as TMA sees it: columns, rows, heads, batch. */
 TensorShape shape_of(const gk_tensor &t) {
     TensorShape x = {};
@@ -471,8 +428,8 @@ gk_status run(const gk_cuda_row *, const gk_context *ctx, const void *args) {
     static const char op[] = "gk_flash_attn_fwd";
     const gk_flash_attn_args *a = (const gk_flash_attn_args *)args;
     FwdHopperParams x = params_of<Tile>(ctx, a);
-    gk_status status = make_tensor_map(op, shape_of(a->q), 64, x.stacked > 1 ? x.fwd.problem.seq_q : Smem<Tile>::BQ,
-                                       &x.q, x.stacked);
+    gk_status status =
+        make_tensor_map(op, shape_of(a->q), 64, x.stacked > 1 ? x.fwd.problem.seq_q : Smem<Tile>::BQ, &x.q, x.stacked);
     if (status == GK_OK) status = make_tensor_map(op, shape_of(a->k), 64, Tile::BKV, &x.k);
     if (status == GK_OK) status = make_tensor_map(op, shape_of(a->v), 64, Tile::BKV, &x.v);
     if (status == GK_OK) status = make_tensor_map(op, shape_of(a->out), 64, 16, &x.out);

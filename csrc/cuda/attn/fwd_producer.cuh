@@ -35,7 +35,7 @@ struct __align__(16) FwdTile {
     Sequence seq;
     FwdKeys keys;
     Score score;
-    int rows; /* of all its heads */
+    int rows;    /* of all its heads */
     int nearest; /* the block that comes first: fwd_block */
     int ragged;  /* > 0: so many keys of the last block are the sequence's; V's other rows may hold NaN */
 };
@@ -147,7 +147,8 @@ __device__ __forceinline__ void describe_keys(FwdTile &t, const FwdHopperParams 
         t.steps.own[g] = 64 * g < filled ? min(t.keys.tiles, (sees + Tile::BKV - 1) / Tile::BKV) : 0;
     }
     if (MODIFIED) {
-        const int stands = t.work.i0 + rows - 1 + span_clamp(t.seq.diagonal) - keys.lo; /* the last row, among the keys */
+        const int stands =
+            t.work.i0 + rows - 1 + span_clamp(t.seq.diagonal) - keys.lo; /* the last row, among the keys */
         t.nearest = x.units.sloped ? min(max(stands, 0) / Tile::BKV, max(keys.tiles - 1, 0)) : 0;
     }
     t.ragged = (x.fwd.problem.cu_q || seen < x.fwd.problem.seq_k) && left < Tile::BKV ? left : 0;

@@ -32,8 +32,8 @@ inline ScoreUnits score_units(double scale, double softcap, bool sloped) {
     u.capped = softcap > 0, u.sloped = sloped;
     const double factor = u.capped ? scale / softcap : 1;
     /* the largest product is the largest score, and powers below have full precision */
-    u.plain = scale > 1e-30 && ((!u.capped && !sloped) ||
-                                (scale >= 1e-6 && scale <= 1e6 && factor >= 1e-15 && factor <= 1e3));
+    u.plain = scale > 1e-30 &&
+              ((!u.capped && !sloped) || (scale >= 1e-6 && scale <= 1e6 && factor >= 1e-15 && factor <= 1e3));
     u.unit_log2 = (float)(u.plain ? (float)scale : 1) * (float)log2_e;
     u.per_slope = (float)(u.plain ? 1 / scale : 1);
     if (!u.plain || !u.capped) return u;
@@ -63,6 +63,7 @@ template <int COLUMNS> GK_HD inline uint32_t columns_in(int from, int to) {
 }
 
 #ifdef __CUDACC__
+#include "../ptx/opaque.cuh"
 #include "score.cuh"
 
 /* Scores of columns that are not `kept` become -inf. s[4 n + 2 r + e]: row r, bit 2 n + e. */
@@ -88,9 +89,9 @@ template <int N> __device__ __forceinline__ void cap_scores(float (&s)[N], const
         float some = 0;
 #pragma unroll
         for (int i = first; i < first + 16; ++i) {
-            asm volatile("" : "+f"(s[i])); /* or both branches' polynomials move ahead of the test, all at once */
+            opaque(s[i]); /* or both branches' polynomials move ahead of the test, all at once */
             float near = capped_near(s[i], u);
-            asm volatile("" : "+f"(near)); /* or it becomes a branch a score */
+            opaque(near); /* or it becomes a branch a score */
             some = fmaxf(some, fabsf(s[i]));
             s[i] = fabsf(s[i]) >= u.limit ? s[i] : near;
         }
@@ -99,7 +100,7 @@ template <int N> __device__ __forceinline__ void cap_scores(float (&s)[N], const
         for (int i = first; i < first + 16; ++i) {
             const float y = ex2_approx_ftz(fabsf(s[i]) * u.power);
             float far = copysignf((1 - y) * rcp_approx_ftz(1 + y) * u.over, s[i]);
-            asm volatile("" : "+f"(far));
+            opaque(far);
             s[i] = fabsf(s[i]) >= u.limit ? far : s[i];
         }
     }
