@@ -1,6 +1,6 @@
 """The demo's model on our ops beside the same on PyTorch's built-ins: a gradient step, and a step of decoding.
 
-python benchmarks/bench_model.py [--quick] [--only gradient decode] [--rows eager compiled] [--device cpu|cuda]
+python benchmarks/bench_model.py [--quick] [--only gradient decode large] [--rows eager compiled] [--device cpu|cuda]
 Gradient step: forward, loss and backward under bf16 autocast, eager and compiled; the optimizer, which is the
 same on both sides, is left out. FLOPs: 6 per weight and token, and attention's.
 Decode: a token each of sequences of half to all of the context, bf16 weights; ours keeps keys and values in pages,
@@ -8,6 +8,7 @@ the built-ins in a padded row per sequence and a mask. GB/s of weights, and of t
 On the CPU the built-ins are measured in float32, too.
 On CUDA either is called, launches and all, and run as CUDA graphs: the whole eager step captured by hand, the compiled
 one through mode="reduce-overhead"; and the gradient step once more with our gemm between PyTorch's attention.
+Large, on CUDA alone: a model of 1.0e9 weights, heads of 128: prefill of 8192 and of 32768 tokens, and a gradient step of 4 x 2048.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import torch_gpukern
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "demo"))
 from generate import for_inference  # noqa: E402
-from model import GPT, Config, GpukernOps, TorchOps  # noqa: E402
+from model import GPT, Config, GpukernOps, TorchOps, grams_of  # noqa: E402
 from train import CONFIG  # noqa: E402
 
 # label -> torch.compile's options (None: eager), whether the harness replays the step from a graph of its own
@@ -163,6 +164,66 @@ def gradient_case(group: str, label: str, device: torch.device) -> Case:
     )
 
 
+# 22 x 45e6 weights in products; a byte's table is small beside them
+LARGE = Config(context=32768, layers=22, dim=2048, heads_q=16, heads_kv=4, head_dim=128, hidden=5632)
+LARGE_PREFILL, LARGE_BATCH, LARGE_SEQ = (8192, 32768), 4, 2048
+CHECKED = 256  # tokens of a prefill whose logits are compared: those after them change nothing
+
+
+def large_case(label: str, prefill: int, device: torch.device) -> Case:
+    """prefill: so many tokens of one sequence, 0: a gradient step."""
+    options, replayed = mode_of(label, device)
+    model = random_model(LARGE, device)
+    batch, seq = (1, prefill) if prefill else (LARGE_BATCH, LARGE_SEQ)
+
+    def make():
+        tokens = torch.randint(LARGE.vocab, (batch, seq + 1), device=device)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    @torch.no_grad()
+    def exact(tokens: Tensor, targets: Tensor):
+        """The first logits of a prefill, the loss of a step, in float64."""
+        twin = double_of(model, device)
+        if prefill:
+            return logits_of(twin, TorchOps(), None)(tokens[:, :CHECKED], targets).double()
+        return twin.loss(tokens, targets, TorchOps())
+
+    def step(ops, backend_model: GPT) -> Callable:
+        return logits_of(backend_model, ops, options) if prefill else gradient_step(model, ops, device, options)
+
+    narrow = for_inference(model, torch.bfloat16) if prefill else model
+    peers = {name: step(TorchOps(backend), narrow) for name, (_, backend) in BUILT_INS["cuda"].items()}
+    weights = streamed(model)
+    attention = 4.0 * LARGE.layers * LARGE.heads_q * seq * LARGE.head_dim / 2
+    return Case(
+        group="large, prefill" if prefill else "large, gradient step",
+        label=f"{prefill} tokens, {label}" if prefill else label,
+        dtype="bf16",
+        make=make,
+        ours=step(GpukernOps(), narrow),
+        peers=peers,
+        reference=exact,
+        compare=(lambda logits: logits[:, :CHECKED]) if prefill else (lambda y: y[0]),
+        flops=batch * seq * (2.0 * weights + attention if prefill else 6.0 * weights + 3.5 * attention),
+        bytes=(2.0 if prefill else 3.0 * 4) * weights,
+        live=() if replayed else ("gpukern", *peers),
+        optional=[name for name in peers if name != "torch built-ins"],
+    )
+
+
+def logits_of(model: GPT, ops, options: dict | None) -> Callable:
+    """(tokens, targets) -> logits [batch, seq, vocab]; targets are not looked at"""
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ops.causal_attention(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
+
+    def run(tokens: Tensor, targets: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return model(grams_of(tokens, LARGE.grams), positions, ops, attend)
+
+    return torch.no_grad()(compiled(run, options))
+
+
 PAGE = 16
 
 
@@ -273,6 +334,9 @@ def main() -> None:
     for label in MODES[device.kind]:
         if run.wants("decode"):
             run.add(decode_case(label, device.device))
+    for label in ("eager", "compiled") if device.kind == "cuda" and run.wants("large") else ():
+        for prefill in (*LARGE_PREFILL, 0):
+            run.add(large_case(label, prefill, device.device))
     run.finish(shapes.MODEL_BARS if device.kind == "cpu" else {})
 
 

@@ -9,6 +9,7 @@ import math
 import os
 import re
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -221,6 +222,74 @@ def test_two_graphs_replay_at_once():
     torch.cuda.synchronize()
     for got, want in zip(outs, wants, strict=True):
         assert all(same_bits(g, w) for g, w in zip(got, want, strict=True))
+
+
+def attentions():
+    """Calls of flash_attn that differ in what they share: rows of a tile, blocks' parts of the keys, heads in a tile."""
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], device="cuda")
+    cu = torch.tensor([0, 1, 3, 6, 7], dtype=torch.int32, device="cuda")
+    cu_k = torch.tensor([0, 300, 900, 1000, 1500], dtype=torch.int32, device="cuda")
+    return {
+        "full": (qkv(seq=300, head_dim=128), ops.flash_attn),
+        "causal": (qkv(seq=700), partial(ops.flash_attn, is_causal=True)),
+        "window": (qkv(seq=700, head_dim=256), partial(ops.flash_attn, is_causal=True, window_left=200)),
+        "softcap": (qkv(seq=300, head_dim=128), partial(ops.flash_attn, softcap=20.0)),
+        "alibi": (qkv(seq=700, head_dim=128), partial(ops.flash_attn, is_causal=True, alibi_slopes=slopes)),
+        "split": ((on_gpu(1, 4, 200, 128), *(on_gpu(1, 2, 4000, 128, seed=s) for s in (1, 2))), ops.flash_attn),
+        "few queries": ((on_gpu(2, 4, 5, 128), *(on_gpu(2, 2, 4000, 128, seed=s) for s in (1, 2))),
+                        partial(ops.flash_attn, is_causal=True, diagonal=3995)),
+        "few queries, packed": ((on_gpu(7, 4, 64), *(on_gpu(1500, 2, 64, seed=s) for s in (1, 2))),
+                                lambda q, k, v: ops.flash_attn_varlen(q, k, v, cu, cu_k, 3, 600, is_causal=True)),
+    }  # fmt: skip
+
+
+ATTENTIONS = ("full", "causal", "window", "softcap", "alibi", "split", "few queries", "few queries, packed")
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9,
+    reason="flash_attn_fwd_sm90a promises this, others do not",
+)
+@pytest.mark.parametrize("dtype", (BF16, torch.float16), ids=str)
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_a_row_does_not_depend_on_its_neighbours(name, dtype):
+    """Every third row stays, the others' scores become huge, or NaN: it keeps its bits, though a warp votes for all its rows
+    on whether a block of keys is taken again."""
+    (q, k, v), call = attentions()[name]
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    want = call(q, k, v)
+    rows = -3 if q.dim() == 3 else -2
+    stays = torch.arange(q.shape[rows], device="cuda") % 3 == 1
+    shown = stays[:, None, None] if q.dim() == 3 else stays[:, None]
+    for other in (q * 300, q.new_full((1,), float("nan"))):
+        got = call(torch.where(shown, q, other), k, v)
+        assert same_bits(torch.where(shown, got, 0), torch.where(shown, want, 0))
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_attention_on_two_streams_and_in_two_graphs(name):
+    """No state is shared: calls side by side, and graphs replayed side by side, give what each gives alone."""
+    (q, k, v), call = attentions()[name]
+    inputs = [(q, k, v), (q.flip(0), k * 2, v + 1)]
+    wants, streams = [call(*x) for x in inputs], [torch.cuda.Stream() for _ in range(2)]
+    graphs, captured, outs = [], [], [[], []]
+    for x in inputs:
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            captured.append(call(*x))
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for stream, x, out in zip(streams, inputs, outs, strict=True):
+            with torch.cuda.stream(stream):
+                out.append(call(*x))
+    torch.cuda.synchronize()
+    assert all(same_bits(y, want) for out, want in zip(outs, wants, strict=True) for y in out)
+    for _ in range(20):
+        for stream, graph in zip(streams, graphs, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    assert all(same_bits(y, want) for y, want in zip(captured, wants, strict=True))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

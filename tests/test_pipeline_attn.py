@@ -29,6 +29,7 @@ class Kernel:
     stages: int = 2
     ordered: bool = True
     overlap: bool = True
+    slots: int = 2  # of descriptions; the kernel has four
     broken: str = ""  # the rule that is not kept
 
     def block(self, rng):
@@ -40,12 +41,19 @@ class Tile:
     blocks: int  # of keys
     own: tuple  # of these, how many a warpgroup's rows see
     ragged: bool  # the last block of V has rows that may hold NaN
+    turned: bool  # the last block comes first (fwd_block): a warpgroup passes the blocks that it does not see before its own
+
+    def lead(self, group):
+        return self.blocks - self.own[group] if self.turned and self.own[group] else 0
+
+    def ragged_step(self):
+        return 0 if self.turned else self.blocks - 1
 
     @staticmethod
     def any(warpgroups, rng):
         blocks = rng.choice((0, 1, 1, 2, 3, 4, 5))
         own = [blocks - rng.choice((0, 0, 1, 2, 5)) for _ in range(warpgroups)]
-        return Tile(blocks, tuple(max(n, 0) for n in own), rng.random() < 0.3)
+        return Tile(blocks, tuple(max(n, 0) for n in own), rng.random() < 0.3, rng.random() < 0.4)
 
 
 class Ring:
@@ -83,13 +91,13 @@ class Block:
         self.events = []  # copies, products and stores on their way
         warps = k.warpgroups * WARPS
         q_readers = k.warpgroups if k.broken == "q counts warpgroups" else warps
-        self.described = Ring(2, warps + (k.broken != "description: loader does not count"))
+        self.described = Ring(k.slots, warps + (k.broken != "description: loader does not count"))
         self.rings = {
             "q": Ring(k.q_buffers, q_readers),
             "k": Ring(k.stages, k.warpgroups),
             "v": Ring(k.stages, k.warpgroups),
         }
-        self.told = [None, None]  # the tile that a description is of; None while it is written
+        self.told = [None] * k.slots  # the tile that a description is of; None while it is written
         self.held = {name: [{} for _ in range(ring.stages)] for name, ring in self.rings.items()}
         self.reading = {name: [0] * ring.stages for name, ring in self.rings.items()}
         self.cleared = [set() for _ in range(k.stages)]  # warps that have cleared their rows of V's tail
@@ -116,16 +124,16 @@ class Block:
         for n in range(len(self.tiles)):
             if self.k.broken != "description written without empty":
                 yield self.described.is_empty(n)
-            self.told[n % 2] = None
+            self.told[n % self.k.slots] = None
             yield None
-            self.told[n % 2] = n
+            self.told[n % self.k.slots] = n
             self.described.fill(n)
             yield None
         self.alive -= 1
 
     def tell(self, n):
         """Reads the description of tile n."""
-        if self.told[n % 2] != n:
+        if self.told[n % self.k.slots] != n:
             raise Wrong("a description is overwritten while it is read")
         return self.tiles[n]
 
@@ -183,7 +191,7 @@ class Block:
                 if j > 0:
                     self.tell(n)
                     yield from self.load("v", step + j - 1)
-                if ahead and j == min(1, blocks) and broken != "next q before the tile's k":
+                if ahead and j == min(2, blocks) and broken != "next q before the tile's k":
                     if broken != "description not awaited":
                         yield self.described.is_full(n + 1)
                     yield from self.load_q(n + 1)
@@ -210,7 +218,7 @@ class Block:
         v, t = product.step % self.k.stages, self.tiles[product.n]
         if any(self.held["v"][v].get((box, 0)) != ("v", product.step) for box in range(BOXES)):
             raise Wrong("a product reads other bytes")
-        if t.ragged and product.j == t.blocks - 1 and not self.cleared[v].issuperset(rows):
+        if t.ragged and product.j == t.ragged_step() and not self.cleared[v].issuperset(rows):
             raise Wrong("a product reads rows past the sequence")
 
     def mark(self, product, count):
@@ -276,14 +284,15 @@ class Block:
     def tile(self, group, w, n, step, last_q):
         """Consumer::run."""
         broken, overlap, t = self.k.broken, self.k.overlap, self.tell(n)
-        me, own = group * WARPS + w, t.own[group]
+        me, first = group * WARPS + w, t.lead(group)
+        end = first + t.own[group]
         k, v = self.rings["k"], self.rings["v"]
 
         def scores(j):
             if broken == "k released before the wait" and w == 0:
                 k.release(step + j)
             if broken != "scores not awaited":
-                yield self.wait_group(group, w, int(overlap and j > 0))
+                yield self.wait_group(group, w, int(overlap and j > first))
             if broken not in ("k released before the wait", "k kept") and w == 0:
                 k.release(step + j)
 
@@ -291,18 +300,26 @@ class Block:
             if broken not in ("v released before the wait", "v kept") and w == 0:
                 v.release(step + j)
 
+        def clear(j):
+            self.cleared[(step + j) % self.k.stages].add(me)
+            if broken != "cleared without a barrier":
+                yield self.meetings[group].arrive()
+
         if broken != "k not awaited":
-            yield k.is_full(step)
+            yield k.is_full(step + first)
         yield from self.turn_begin(group)
-        self.issue(group, w, "scores", n, 0, step)
+        self.issue(group, w, "scores", n, first, step + first)
         self.turn_end(group)
-        yield from scores(0)
+        yield from scores(first)
         yield None
-        self.weights(me, n, 0)
-        self.p[me] = n, 0
+        self.weights(me, n, first)
+        self.p[me] = n, first
         if broken != "q kept":
             yield from self.release_q(me, last_q)
-        for j in range(1, own):
+        if t.ragged and t.turned and first == 0:
+            yield v.is_full(step)
+            yield from clear(0)
+        for j in range(first + 1, end):
             if broken != "k not awaited":
                 yield k.is_full(step + j)
             yield from self.turn_begin(group)
@@ -327,18 +344,16 @@ class Block:
                 self.weights(me, n, j)  # a row may take the block again
             self.p[me] = n, j
         if broken != "v not awaited":
-            yield v.is_full(step + own - 1)
-        if t.ragged and own == t.blocks:
-            self.cleared[(step + own - 1) % self.k.stages].add(me)
-            if broken != "cleared without a barrier":
-                yield self.meetings[group].arrive()
+            yield v.is_full(step + end - 1)
+        if t.ragged and not t.turned and end == t.blocks:
+            yield from clear(end - 1)
         yield from self.turn_begin(group)
-        self.issue(group, w, "values", n, own - 1, step + own - 1)
+        self.issue(group, w, "values", n, end - 1, step + end - 1)
         self.turn_end(group)
         if broken == "v released before the wait" and w == 0:
-            v.release(step + own - 1)
+            v.release(step + end - 1)
         yield self.wait_group(group, w, 0)
-        release_v(own - 1)
+        release_v(end - 1)
 
     def passes(self, group, w, step, blocks):
         """Consumer::pass. One warp releases for all: each must have seen the stage full before, or it would wait for a
@@ -406,13 +421,18 @@ class Block:
             t = self.tell(n)
             if t is None:
                 break
-            own = t.own[group]
+            own, lead = t.own[group], t.lead(group)
             last_q = n - 1 if q_buffers == 2 and n > 0 else None
+            if lead:
+                if broken != "q kept until the first block":
+                    yield from self.release_q(me, last_q)
+                    last_q = None
+                yield from self.passes(group, w, step, lead)
             if own:
                 yield from self.tile(group, w, n, step, last_q)
             elif broken != "q kept where no key is seen":
                 yield from self.release_q(me, last_q)
-            yield from self.passes(group, w, step + own, t.blocks - own)
+            yield from self.passes(group, w, step + lead + own, t.blocks - lead - own)
             if not own and t.blocks and broken != "no turn where no key is seen":
                 yield from self.turn_begin(group)
                 self.turn_end(group)
@@ -440,6 +460,7 @@ KERNELS = {
     "two warpgroups, not ordered": Kernel(ordered=False),
     "two warpgroups, one q, not ordered": Kernel(q_buffers=1, ordered=False, overlap=False),
     "three warpgroups, four stages": Kernel(warpgroups=3, stages=4, overlap=False),
+    "two warpgroups, four descriptions": Kernel(slots=4),
 }
 
 
@@ -492,6 +513,7 @@ BROKEN = {  # kernel and rule -> what may then go wrong first
     (AHEAD, "v kept"): STUCK,
     (AHEAD, "q kept"): STUCK,
     (AHEAD, "q kept where no key is seen"): STUCK,
+    (AHEAD, "q kept until the first block"): STUCK,
     (ONE_Q, "q kept"): STUCK,
     (AHEAD, "q counts warpgroups"): f"{MANY}|q {OVERWRITTEN}|{RESULTS}|{OTHER}|{STUCK}",
     (AHEAD, "q released before the store has read it"): f"q {OVERWRITTEN}|{RESULTS}",

@@ -1,10 +1,13 @@
 /* check_attn_sm90a: what flash_attn_fwd_sm90a is made of, on the host: which block takes which tile (attn/fwd_schedule.cuh),
- * how its operands lie in shared memory (wgmma_panels of tile/wgmma.cuh) as TMA writes and WGMMA reads them, and which
+ * which block of keys comes when, softcap's polynomial, how its operands lie in shared memory (wgmma_panels of tile/wgmma.cuh) as TMA writes and WGMMA reads them, and which
  * registers of a product are which operand of the next. Exits with 1 on a failure. */
 #include "check_model.h"
 #include "cuda/attn/fwd_schedule.cuh"
+#include "cuda/attn/fwd_score.cuh"
+#include "cuda/gemm/divisor.cuh"
 #include "cuda/tile/wgmma.cuh"
 
+#include <initializer_list>
 #include <stdlib.h>
 
 /* ---- tiles and blocks ----------------------------------------------------------------------------------- */
@@ -71,6 +74,70 @@ static void check_schedules() {
           "a pair of five", 3, 1);
     check(fwd_unit(odd, 5).head == 1 && fwd_unit(odd, 5).tile[0] == 2 && fwd_unit(odd, 5).tile[1] == -1,
           "the middle of five", 5, -1);
+}
+
+/* Every block of a tile once, the nearest first, and then no nearer one after a farther one of the same side. */
+static void check_blocks() {
+    for (int blocks = 1; blocks <= 40; ++blocks)
+        for (int nearest = 0; nearest < blocks; ++nearest) {
+            int hits[40] = {};
+            bool order = fwd_block(0, nearest) == nearest;
+            for (int at = 0; at < blocks; ++at) {
+                const int block = fwd_block(at, nearest);
+                order = order && block >= 0 && block < blocks && ++hits[block] == 1;
+                order = order && (block <= nearest ? block == nearest - at : block == at);
+            }
+            check(order, "blocks from the nearest on: blocks, nearest", blocks, nearest);
+        }
+}
+
+/* row_of: a tile of one head has more rows to a head than there are; of stacked heads seq_q. */
+static void check_stacked() {
+    const Divisor alone = divisor_of(INT32_MAX);
+    for (uint32_t row : {0u, 1u, 191u, 1u << 20, 1u << 30, (1u << 30) + 191, 2147483646u})
+        check(alone.into(row) == 0, "a head alone", (long)row, 0);
+    for (uint32_t rows = 1; rows <= 192; ++rows)
+        for (uint32_t row = 0; row < 192; ++row)
+            check(divisor_of(rows).into(row) == row / rows, "stacked heads", (long)rows, (long)row);
+}
+
+/* ---- scores --------------------------------------------------------------------------------------------- */
+/* Softcap below the limit: as near to cap tanh(scale s / cap) as float32 is, for caps of every size. */
+static void check_softcap() {
+    for (double scale : {1.1e-6, 0.0625, 0.088388, 0.125, 1.0, 37.5, 9e5})
+        for (double factor : {1.1e-15, 1e-9, 1e-6, 1.1e-6, 1e-4, 2.9e-4, 3.1e-4, 1.25e-3, 0.02, 0.5, 8.0, 900.0}) {
+            const ScoreUnits u = score_units(scale, scale / factor, true);
+            double worst = 0;
+            for (int i = 1; i <= 20000; ++i) {
+                const float s = (float)(u.limit * (i % 2 ? i / 20000.0 : exp(-0.002 * i)));
+                if (s >= u.limit) continue;
+                const double exact = tanh(s * factor) / factor;
+                worst = fmax(worst, fabs(capped_near(s, u) / exact - 1));
+                if (capped_near(-s, u) != -capped_near(s, u)) worst = 1;
+            }
+            check(u.plain && u.capped && worst < 2.5e-7, "softcap: relative error in 1e-9, 1 / factor",
+                  (long)(worst * 1e9), (long)(1 / factor));
+            const float ends = (float)(tanh(u.limit * factor) * u.over);
+            check(isfinite(ends) && fabs(capped_near(u.limit, u) / ends - 1) < 5e-7, "softcap: where the two ways meet",
+                  0, 0);
+        }
+    const double odd[][2] = {{0, 3}, {-0.5, 3}, {1e-30, 3}, {1e30, 3}, {1, 1e16}, {1, 1e-4}};
+    for (const double (&x)[2] : odd) check(!score_units(x[0], x[1], false).plain, "not in the product's unit", 0, 0);
+    for (int from = -70; from <= 140; ++from) /* rows_of_block: the columns that a row sees, from the lane's first */
+        for (int to = -70; to <= 140; ++to) {
+            uint32_t want[3] = {};
+            for (int n = 0; n < 16; ++n)
+                for (int e = 0; e < 2; ++e)
+                    for (int size = 0; size < 3; ++size)
+                        if (8 * n + e >= from && 8 * n + e < to && n < 8 + 4 * size) want[size] |= 1u << (2 * n + e);
+            check(columns_in<16>(from, to) == want[0] && columns_in<24>(from, to) == want[1] &&
+                      columns_in<32>(from, to) == want[2],
+                  "columns that a row sees: from, to", from, to);
+        }
+    for (double scale : {-1.0, 0.0, 1e-31})
+        check(!score_units(scale, 0, false).plain && score_units(scale, 0, false).unit_log2 > 1,
+              "a scale that is not above 0", 0, 0);
+    check(score_units(1e30, 0, false).plain, "scale alone", 0, 0);
 }
 
 /* ---- operands in shared memory -------------------------------------------------------------------------- */
@@ -150,6 +217,11 @@ template <int ROWS, int COLS> static void check_store() {
         for (int n = 0; n < COLS / 8; n += 2)
             for (int e = 0; e < 4; ++e) {
                 unsigned chunks = 0;
+                for (int lane = 0; lane < 32; ++lane) /* stage_rows: the others from the first octet's address */
+                    registers =
+                        registers && Panels::offset_of(16 * warp + lane % 16, 8 * n + lane / 16 * 8) ==
+                                         (Panels::offset_of(16 * warp + lane % 16, lane / 16 * 8) ^ n % 8 * 16) +
+                                             n / 8 * Panels::panel_bytes;
                 for (int row = 0; row < 8; ++row) { /* lane 8 e + row points to row `row` of matrix e */
                     const int lane = 8 * e + row;
                     const int at = Panels::offset_of(16 * warp + lane % 16, 8 * n + lane / 16 * 8);
@@ -222,6 +294,9 @@ static void check_identity(int bkv) {
 
 int main() {
     check_schedules();
+    check_blocks();
+    check_stacked();
+    check_softcap();
     check_rows<64>(), check_rows<80>(), check_rows<96>(), check_rows<112>(), check_rows<128>();
     check_rows<144>(), check_rows<160>(), check_rows<176>(), check_rows<192>();
     check_descriptor_add();

@@ -307,6 +307,27 @@ def test_extreme_logits(device):
     check_forward(q, k, v, gen, alibi_slopes=torch.tensor([50.0, 0.0], device=device), is_causal=True, diagonal=37)
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
+@pytest.mark.parametrize("kind", ("growing", "fading", "spikes", "late", "wide", "minus_infinity"))
+def test_scores_whose_maximum_moves(kind, causal, dtype, device):
+    """Scores that grow or fall by e^100 along the keys, rise at single keys, at one of the last alone, are 1e4, or -inf: what
+    a kernel that keeps a row's reference from block to block must notice."""
+    gen = generator("maximum moves", kind, causal, dtype)
+    q, k, v = qkv(gen, 1, (4, 2), (70, 600), (64, 64), dtype, device)
+    q[..., 0] = 4
+    if kind in ("growing", "fading"):
+        ramp = torch.linspace(0, 200, 600, device=device)
+        k[..., 0] = (ramp if kind == "growing" else ramp.flip(0)).to(dtype)
+    elif kind == "spikes":
+        k[:, :, [5, 130, 131, 300, 555], 0] = torch.tensor([40, 90, 150, 300, 200], dtype=dtype, device=device)
+    elif kind == "late":
+        k[:, :, -3, 0] = 1e3
+    elif kind == "minus_infinity":
+        k[:, :, 3:400, 0] = -math.inf
+    check_forward(q, k, v, gen, is_causal=causal, diagonal=530, scale=1e4 if kind == "wide" else None)
+
+
 def test_large_diagonals_and_windows(device):
     """Bounds near the ends of int64 do not wrap."""
     gen = generator("large")

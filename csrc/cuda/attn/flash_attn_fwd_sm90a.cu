@@ -24,61 +24,21 @@
 #include "../ptx/wgmma.cuh"
 #include "../tile/fragment.cuh"
 #include "fwd_producer.cuh"
+#include "fwd_products.cuh"
 #include "mask.cuh"
 #include "softmax.cuh"
 #include "stale_softmax.cuh"
 
 namespace {
 
-/* ---- 1. the consumers' products ------------------------------------------------------------------------- */
-/* The warpgroup's turn to issue products. */
-template <class Tile> __device__ __forceinline__ void turn_begin(int warpgroup) { bar_sync(1 + warpgroup, 256); }
-template <class Tile> __device__ __forceinline__ void turn_end(int warpgroup) {
-    bar_arrive(1 + (warpgroup + 1) % Tile::WARPGROUPS, 256);
-}
-
-/* S [64][BKV] = Q K^T of this warpgroup's rows. */
-template <class T, class Tile>
-__device__ __forceinline__ void issue_scores(float (&s)[Tile::BKV / 2], smem_addr q_s, smem_addr k_s, int row) {
-    typedef Smem<Tile> S;
-    wgmma_fence();
-#pragma unroll
-    for (int kk = 0; kk < Tile::HEAD_DIM; kk += 16)
-        wgmma_ss<T, Tile::BKV, 0, 0>(s, S::Q::k_major(q_s, row, kk), S::K::k_major(k_s, 0, kk), kk > 0);
-    wgmma_commit_group();
-}
-
-/* O [64][HEAD_DIM_V] += P V, P from registers. */
-template <class T, class Tile>
-__device__ __forceinline__ void issue_values(float (&o)[Tile::HEAD_DIM_V / 2], const uint32_t (&p)[Tile::BKV / 4],
-                                             smem_addr v_s) {
-    typedef Smem<Tile> S;
-    wgmma_fence();
-#pragma unroll
-    for (int kk = 0; kk < Tile::BKV; kk += 16)
-        wgmma_rs<T, Tile::HEAD_DIM_V, 1>(o, p + kk / 4, S::V::mn_major(v_s, kk), true);
-    wgmma_commit_group();
-}
-
-template <int N> __device__ __forceinline__ void pin(float (&d)[N]) { wgmma_pin(*(float (*)[1][N]) & d); }
-
-/* Rows of V from `from` on become zero: a weight of 0 times NaN would be NaN. */
-template <class Tile> __device__ __forceinline__ void clear_rows(smem_addr v_s, int from, int warpgroup) {
-    typedef typename Smem<Tile>::V V;
-    for (int i = from * 8 + threadIdx.x % 128; i < Tile::BKV * 8; i += 128)
-#pragma unroll
-        for (int c = 0; c < V::panels; ++c) st_shared_128(v_s + c * V::panel_bytes + i * 16, make_uint4(0, 0, 0, 0));
-    fence_proxy_async(); /* this thread's zeros come before wgmma's reads */
-    bar_sync(4 + warpgroup, 128);
-}
-
-/* This lane's first row of the sequence, worked out where it is asked for: the loop has no register for it. */
-__device__ __forceinline__ int own_row(const FwdTile &t) {
+/* ---- 1. a tile of a consumer warpgroup ------------------------------------------------------------------ */
+/* This lane's first row of the tile (the other one is 8 on), worked out where it is asked for: the loop has no register
+ * for it. */
+__device__ __forceinline__ int own_row() {
     const int thread = mov_tid_x();
-    return t.work.i0 + thread / 32 * 16 + frag_row(thread % 32, 0);
+    return thread / 32 * 16 + frag_row(thread % 32, 0);
 }
 
-/* ---- 2. a tile of a consumer warpgroup ------------------------------------------------------------------ */
 template <class T, class Tile, bool MODIFIED> struct Consumer {
     typedef Smem<Tile> S;
     typedef tma_steps<Tile::STAGES> Steps;
@@ -86,13 +46,44 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     StaleSoftmax<T, BKV> softmax;
     float o[ND * 4];
 
-    /* Scores of block j, before the softmax: what the products cannot do. */
-    static __device__ __forceinline__ void finish_scores(float (&s)[N * 4], const FwdTile &t, int j, bool edge) {
-        if (!MODIFIED && !edge) return;
-        float (&scores)[1][N][4] = *(float (*)[1][N][4]) & s;
-        const int row0 = own_row(t), key0 = t.keys.lo + j * BKV + frag_col(mov_tid_x() % 32, 0);
-        if (MODIFIED) modify(scores, t.score, row0, key0);
-        if (edge) mask(scores, t.seq, row0, key0);
+    /* What a lane's two rows make of a block of keys, found while the products run. */
+    struct Rows {
+        uint32_t kept[2];
+        float slope[2], ahead[2];
+        int row0, key0;
+    };
+    static __device__ __forceinline__ bool asks_rows(const FwdHopperParams &x, bool edge) {
+        return edge || (MODIFIED && (x.units.sloped || !x.units.plain));
+    }
+    static __device__ __forceinline__ Rows rows_of_block(const FwdHopperParams &x, const FwdTile &t, int block,
+                                                         bool edge) {
+        Rows y = {};
+        if (!asks_rows(x, edge)) return y;
+        const Span span = t.seq.span;
+        const int key0 = t.keys.lo + block * BKV + frag_col(mov_tid_x() % 32, 0), last = t.seq.seq_q - 1;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const FwdRow row = row_of(x, t, own_row() + 8 * r);
+            const int i = min(row.i, last); /* rows past the sequence see what its last row sees */
+            y.kept[r] = columns_in<BKV / 4>(span.lo(i) - key0, span.hi(i) - key0);
+            if (r == 0) y.row0 = row.i, y.key0 = key0;
+            if (!MODIFIED || !x.units.sloped) continue;
+            /* of stacked heads each has its own */
+            y.slope[r] = x.stacked == 1 ? t.score.slope : slope_of<float>(x.fwd.problem.rules, t.work.b, row.head);
+            y.slope[r] *= x.units.per_slope, y.ahead[r] = (float)(row.i + t.score.position0 - key0);
+        }
+        return y;
+    }
+
+    /* Scores of a block, before the softmax: what the products cannot do. */
+    static __device__ __forceinline__ void finish_scores(float (&s)[N * 4], const FwdHopperParams &x, const FwdTile &t,
+                                                         const Rows &rows, bool edge) {
+        if (MODIFIED && x.units.capped && x.units.plain) cap_scores(s, x.units);
+        if (MODIFIED && !x.units.plain)
+            modify(*(float (*)[1][N][4]) & s, t.score, rows.row0, rows.key0);
+        else if (MODIFIED && x.units.sloped)
+            lean_scores(s, rows.slope, rows.ahead);
+        if (edge) keep_columns(s, rows.kept);
     }
 
     static __device__ __forceinline__ smem_addr k_at(smem_addr smem_s, int step) {
@@ -107,37 +98,51 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         if (barrier_s && laneid() == 0) tma_store_wait_group_read<0>(), mbarrier_arrive(barrier_s);
     }
 
-    /* own: blocks of keys that this warpgroup's rows see, at least one. step: blocks of earlier tiles. */
-    __device__ __forceinline__ void run(const FwdTile &t, smem_addr smem_s, smem_addr q_s, int step, int warpgroup,
-                                        float unit_log2, int own, smem_addr last_q) {
+    /* Steps [from, end) of the tile: this warpgroup's rows see keys of their blocks; at least one. step: of earlier tiles. */
+    __device__ __forceinline__ void run(const FwdHopperParams &x, const FwdTile &t, smem_addr smem_s, smem_addr q_s,
+                                        int step, int warpgroup, int from, int end, smem_addr last_q) {
         const Steps k = {smem_s + S::K_RING}, v = {smem_s + S::V_RING};
         const bool signals = threadIdx.x % 128 == 0;
         const int plain_first = t.keys.plain_first, plain_end = t.keys.plain_end;
+        const float unit_log2 = x.units.unit_log2;
         float s[N * 4];
         float w[N * 4]; /* weights in float32 until P's registers are free */
         uint32_t p[N * 2];
 
-        k.wait_full(step);
+        k.wait_full(step + from);
         turn_begin<Tile>(warpgroup);
-        issue_scores<T, Tile>(s, q_s, k_at(smem_s, step), 64 * warpgroup);
+        issue_scores<T, Tile>(s, q_s, k_at(smem_s, step + from), 64 * warpgroup);
         turn_end<Tile>(warpgroup);
+        const int first = block_at<MODIFIED>(t, from);
+        const bool first_edge = first < plain_first || first >= plain_end;
+        const Rows first_rows = rows_of_block(x, t, first, first_edge);
+        clear(o); /* while the products run */
         wgmma_wait_group<0>();
         pin(s);
-        if (signals) mbarrier_arrive(k.empty(step));
-        finish_scores(s, t, 0, 0 < plain_first || 0 >= plain_end);
-        softmax.first(s, unit_log2, w);
+        if (signals) mbarrier_arrive(k.empty(step + from));
+        finish_scores(s, x, t, first_rows, first_edge);
+        softmax.refer(s, unit_log2);
+        softmax.weights(s, unit_log2, w, softmax.total);
         softmax.pack(w, p);
         release_q(last_q); /* the store of the tile before has had the time of a block */
+        if (MODIFIED && t.ragged > 0 && first == t.keys.tiles - 1) {
+            v.wait_full(step + from);
+            clear_rows<Tile>(v_at(smem_s, step + from), t.ragged, warpgroup);
+        }
 
 #pragma unroll 1
-        for (int j = 1; j < own; ++j) {
+        for (int j = from + 1; j < end; ++j) {
             float sum[2];
+            const int block = block_at<MODIFIED>(t, j);
             k.wait_full(step + j);
+            if (MODIFIED) opaque(q_s); /* or its descriptors stay in registers, where there are none left */
             turn_begin<Tile>(warpgroup);
             issue_scores<T, Tile>(s, q_s, k_at(smem_s, step + j), 64 * warpgroup);
             v.wait_full(step + j - 1);
             issue_values<T, Tile>(o, p, v_at(smem_s, step + j - 1));
             turn_end<Tile>(warpgroup);
+            const bool edge = block < plain_first || block >= plain_end;
+            const Rows rows = rows_of_block(x, t, block, edge);
             wgmma_wait_group<Tile::OVERLAP>();
             pin(s);
             if (signals) mbarrier_arrive(k.empty(step + j));
@@ -145,7 +150,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
                 pin(o);
                 if (signals) mbarrier_arrive(v.empty(step + j - 1));
             }
-            finish_scores(s, t, j, j < plain_first || j >= plain_end);
+            finish_scores(s, x, t, rows, edge);
             softmax.weights(s, unit_log2, w, sum);
             if (!Tile::OVERLAP) softmax.pack(w, p);
             const bool again = __any_sync(0xffffffffu, softmax.out_of_range(sum));
@@ -167,9 +172,10 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
             softmax.total[0] += sum[0], softmax.total[1] += sum[1];
         }
 
-        step += own - 1;
+        step += end - 1;
         v.wait_full(step);
-        if (t.ragged > 0 && own == t.keys.tiles) clear_rows<Tile>(v_at(smem_s, step), t.ragged, warpgroup);
+        if (t.ragged > 0 && block_at<MODIFIED>(t, end - 1) == t.keys.tiles - 1)
+            clear_rows<Tile>(v_at(smem_s, step), t.ragged, warpgroup);
         turn_begin<Tile>(warpgroup);
         issue_values<T, Tile>(o, p, v_at(smem_s, step));
         turn_end<Tile>(warpgroup);
@@ -191,75 +197,102 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     }
 };
 
-/* ---- 3. results ----------------------------------------------------------------------------------------- */
-/* A warp's 16 rows of O to its own rows of Q, then to the tensor or a part of the workspace. */
-template <class T, class Tile, bool MODIFIED>
-__device__ __forceinline__ void store_tile(const FwdHopperParams &x, const FwdTile &t,
-                                           const Consumer<T, Tile, MODIFIED> &c, smem_addr q_s) {
+/* ---- 2. results ----------------------------------------------------------------------------------------- */
+/* A warp's 16 rows of O, times factor, to its own rows of Q. */
+template <class T, class Tile>
+__device__ __forceinline__ void stage_rows(const float (&o)[Tile::HEAD_DIM_V / 2], const float (&factor)[2],
+                                           smem_addr q_s) {
     typedef typename Smem<Tile>::Q Q;
-    constexpr int ND = Tile::HEAD_DIM_V / 8;
-    const FwdParams &f = x.fwd;
-    const Problem &p = f.problem;
-    const int warp = mov_tid_x() / 32, lane = laneid(), row0 = own_row(t);
-    const bool whole = f.splits == 1;
-    const float sink = whole ? sink_of(p, t.work.head) : -INFINITY;
-    float *lse_g = whole ? (float *)p.lse.data : f.lse_parts + t.work.split * f.part_rows;
-    const int64_t lse0 = t.work.b * p.lse.batch + t.work.head * p.lse.head + (int64_t)t.seq.q0 * p.lse.row;
-    float factor[2];
+    const int warp = mov_tid_x() / 32, lane = laneid();
+    /* stmatrix: 8 x 8 blocks, rows 0-7 and 8-15 of one octet of columns, then of the next. Octets swap places within 64 columns
+     * by an xor, so the first one's address gives all */
+    const smem_addr first_s = q_s + Q::offset_of(16 * warp + lane % 16, lane / 16 * 8);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const RowResult y = c.softmax.result(r, sink);
-        const int i = row0 + 8 * r;
-        const int64_t row = lse0 + (int64_t)i * p.lse.row;
-        factor[r] = y.factor;
-        if (i < t.seq.seq_q && lane % 4 == 0 && lse_g) lse_g[row] = y.lse;
-        if (!whole && i < t.seq.seq_q) {
-            float *part = f.out_parts + (t.work.split * f.part_rows + row) * p.head_dim_v;
-#pragma unroll
-            for (int n = 0; n < ND; ++n) {
-                const int col = 8 * n + frag_col(lane, 0);
-                if (col < p.head_dim_v)
-                    *(float2 *)(part + col) =
-                        make_float2(c.o[4 * n + 2 * r] * y.factor, c.o[4 * n + 2 * r + 1] * y.factor);
-            }
-        }
-    }
-    if (!whole) return;
-
-    /* stmatrix: 8 x 8 blocks, rows 0-7 and 8-15 of one octet of columns, then of the next */
-#pragma unroll
-    for (int n = 0; n < ND; n += 2) {
+    for (int n = 0; n < Tile::HEAD_DIM_V / 8; n += 2) {
         uint32_t four[4];
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-            four[e] = pack2<T>(c.o[4 * n + 2 * e] * factor[e & 1], c.o[4 * n + 2 * e + 1] * factor[e & 1]);
-        stmatrix_x4(q_s + Q::offset_of(16 * warp + lane % 16, 8 * n + lane / 16 * 8), four);
+            four[e] = pack2<T>(o[4 * n + 2 * e] * factor[e & 1], o[4 * n + 2 * e + 1] * factor[e & 1]);
+        stmatrix_x4((first_s ^ n % 8 * 16) + n / 8 * Q::panel_bytes, four);
     }
-    const int first = t.work.i0 + 16 * warp;
-    if (x.store_by_tma) {
+}
+
+/* The rows that a warp has staged to the tensor. */
+template <class T, class Tile>
+__device__ __forceinline__ void store_rows(const FwdHopperParams &x, const FwdTile &t, smem_addr q_s) {
+    typedef typename Smem<Tile>::Q Q;
+    const Problem &p = x.fwd.problem;
+    const int warp = mov_tid_x() / 32, lane = laneid(), first = t.work.i0 + 16 * warp;
+    /* TMA leaves out rows past a dense tensor, but not those of the next sequence. A vote: the compiler sees that lanes agree */
+    if (__all_sync(0xffffffffu, x.stacked == 1 && (!p.cu_q || first + 16 <= t.seq.seq_q))) {
         fence_proxy_async(); /* this lane's part comes before TMA's read */
         __syncwarp();        /* and so do all lanes' */
         if (lane == 0 && first < t.seq.seq_q) {
 #pragma unroll
             for (int d = 0; d < Tile::HEAD_DIM_V; d += 64)
                 if (d < p.head_dim_v)
-                    tma_store_5d(&x.out, {{d, first, t.work.head, t.work.b, 0}}, q_s + Q::offset(16 * warp, d));
+                    tma_store_5d(&x.out, {{d, t.seq.q0 + first, t.work.head, p.cu_q ? 0 : t.work.b, 0}},
+                                 q_s + Q::offset(16 * warp, d));
         }
         if (lane == 0) tma_store_commit_group();
-        return;
-    }
-    __syncwarp();
-    T *out_g =
-        (T *)p.out.data + t.work.b * p.out.batch + t.work.head * p.out.head + (int64_t)(t.seq.q0 + first) * p.out.row;
+    } else {
+        __syncwarp();
+        T *out_g = (T *)p.out.data + t.work.b * p.out.batch + (int64_t)t.seq.q0 * p.out.row;
 #pragma unroll 1
-    for (int i = lane; i < 16 * (Tile::HEAD_DIM_V / 8); i += 32) {
-        const int row = i / (Tile::HEAD_DIM_V / 8), col = i % (Tile::HEAD_DIM_V / 8) * 8;
-        if (first + row < t.seq.seq_q && col < p.head_dim_v)
-            st_global_128(out_g + (int64_t)row * p.out.row + col,
-                          ld_shared_128(q_s + Q::offset_of(16 * warp + row, col)));
+        for (int i = 0; i < 16 * (Tile::HEAD_DIM_V / 8); i += 32) {
+            const int row = 16 * warp + (i + lane) / (Tile::HEAD_DIM_V / 8),
+                      col = (i + lane) % (Tile::HEAD_DIM_V / 8) * 8;
+            const FwdRow at = row_of(x, t, row);
+            if (row < t.rows && at.i < t.seq.seq_q && col < p.head_dim_v)
+                st_global_128(out_g + at.head * p.out.head + (int64_t)at.i * p.out.row + col,
+                              ld_shared_128(q_s + Q::offset_of(row, col)));
+        }
+        fence_proxy_async(); /* these accesses come before TMA's next load of Q */
+        __syncwarp();
     }
-    fence_proxy_async(); /* these accesses come before TMA's next load of Q */
-    __syncwarp();
+}
+
+/* O and lse of a warp's rows to the tensors, or to a part of the workspace. */
+template <class T, class Tile, bool MODIFIED>
+__device__ __forceinline__ void store_tile(const FwdHopperParams &x, const FwdTile &t,
+                                           const Consumer<T, Tile, MODIFIED> &c, smem_addr q_s) {
+    const FwdParams &f = x.fwd;
+    const Problem &p = f.problem;
+    const bool whole = f.splits == 1;
+    RowSum sum[2];
+    float factor[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const FwdRow at = row_of(x, t, own_row() + 8 * r);
+        const bool real = own_row() + 8 * r < t.rows && at.i < t.seq.seq_q;
+        sum[r] = c.softmax.result(r, whole && real ? sink_of(p, at.head) : -INFINITY);
+        /* rows that stacked heads leave free stay finite in Q */
+        factor[r] = real && sum[r].sum != 0 ? __fdividef(sum[r].share, sum[r].sum) : 0.f;
+    }
+    if (whole) {
+        stage_rows<T, Tile>(c.o, factor, q_s);
+        store_rows<T, Tile>(x, t, q_s);
+    }
+    /* lse comes last: the fence before TMA would wait until it has arrived */
+    float *lse_g = whole ? (float *)p.lse.data : f.lse_parts + t.work.split * f.part_rows;
+    const int64_t lse0 = t.work.b * p.lse.batch + (int64_t)t.seq.q0 * p.lse.row;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const FwdRow at = row_of(x, t, own_row() + 8 * r);
+        const bool real = own_row() + 8 * r < t.rows && at.i < t.seq.seq_q;
+        const int64_t row = lse0 + at.head * p.lse.head + (int64_t)at.i * p.lse.row;
+        if (real && laneid() % 4 == 0 && lse_g) lse_g[row] = sum[r].lse();
+        if (!whole && real) {
+            float *part = f.out_parts + (t.work.split * f.part_rows + row) * p.head_dim_v;
+#pragma unroll
+            for (int n = 0; n < Tile::HEAD_DIM_V / 8; ++n) {
+                const int col = 8 * n + frag_col(laneid(), 0);
+                if (col < p.head_dim_v)
+                    *(float2 *)(part + col) =
+                        make_float2(c.o[4 * n + 2 * r] * factor[r], c.o[4 * n + 2 * r + 1] * factor[r]);
+            }
+        }
+    }
 }
 
 /* One consumer warpgroup: tile after tile. */
@@ -268,31 +301,29 @@ __device__ __forceinline__ void consume(const FwdHopperParams &x, smem_addr smem
                                         int warpgroup) {
     typedef Smem<Tile> S;
     const tma_steps<Tile::Q_BUFFERS> q = {smem_s + S::Q_RING};
-    const tma_steps<2> described = {smem_s + S::TILE_RING};
-    const float unit_log2 = MODIFIED ? LOG2_E : (float)x.fwd.problem.rules.scale * LOG2_E;
+    const tma_steps<S::TILE_SLOTS> described = {smem_s + S::TILE_RING};
     if (warpgroup == Tile::WARPGROUPS - 1) bar_arrive(1, 256); /* warpgroup 0 has the first turn */
 #pragma unroll 1
     for (int n = 0, step = 0;; ++n) {
         q.wait_full(n);
-        const FwdTile &t = tiles[n & 1];
-        if (t.rows == 0) break;
+        const FwdTile &t = tiles[n % S::TILE_SLOTS];
+        const int4 steps = *(const int4 *)&t.steps;
+        const int blocks = steps.w, own = warpgroup == 0 ? steps.x : warpgroup == 1 ? steps.y : steps.z;
+        if (blocks < 0) break;
         const smem_addr q_s = smem_s + q.stage(n) * S::Q::bytes;
-        const int blocks = t.keys.tiles;
-        int own = 0;
-        if (const int first = t.work.i0 + 64 * warpgroup; blocks > 0 && first < t.seq.seq_q) {
-            const int seen = t.seq.span.hi(min(first + 63, t.seq.seq_q - 1)) - t.keys.lo;
-            own = min(blocks, max(seen + Tile::BKV - 1, 0) / Tile::BKV);
-        }
         Consumer<T, Tile, MODIFIED> c;
         c.softmax.clear();
-#pragma unroll
-        for (int i = 0; i < Tile::HEAD_DIM_V / 2; ++i) c.o[i] = 0;
-        const smem_addr last_q = Tile::Q_BUFFERS == 2 && n > 0 ? q.empty(n - 1) : 0;
+        const int lead = MODIFIED && own > 0 ? max(t.nearest - own + 1, 0) : 0;
+        smem_addr last_q = Tile::Q_BUFFERS == 2 && n > 0 ? q.empty(n - 1) : 0;
+        if (MODIFIED && lead > 0) { /* V of these blocks comes after the next Q */
+            c.release_q(last_q), last_q = 0;
+            c.pass(smem_s, step, lead, warpgroup);
+        }
         if (own > 0)
-            c.run(t, smem_s, q_s, step, warpgroup, unit_log2, own, last_q);
+            c.run(x, t, smem_s, q_s, step, warpgroup, lead, lead + own, last_q);
         else
-            c.release_q(last_q);
-        c.pass(smem_s, step + own, blocks - own, warpgroup);
+            clear(c.o), c.release_q(last_q);
+        c.pass(smem_s, step + lead + own, blocks - lead - own, warpgroup);
         if (own == 0 && blocks > 0)
             turn_begin<Tile>(warpgroup), turn_end<Tile>(warpgroup); /* that of the last product */
         step += blocks;
@@ -304,7 +335,7 @@ __device__ __forceinline__ void consume(const FwdHopperParams &x, smem_addr smem
     if (laneid() == 0) tma_store_wait_group_read<0>(); /* shared memory stays until TMA has read it */
 }
 
-/* ---- 4. the kernel -------------------------------------------------------------------------------------- */
+/* ---- 3. the kernel -------------------------------------------------------------------------------------- */
 template <class T, class Tile, bool MODIFIED>
 __global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
     flash_attn_fwd_sm90a_kernel(const __grid_constant__ FwdHopperParams x) {
@@ -323,6 +354,11 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
         fence_mbarrier_init();
         mbarrier_arrive(smem_s + S::OVER); /* its first phase is over, and there is no second */
     }
+    if (x.stacked > 1) { /* rows that no head fills are finite */
+        for (int i = threadIdx.x; i < S::K_AT / 16; i += S::THREADS)
+            st_shared_128(smem_s + i * 16, make_uint4(0, 0, 0, 0));
+        fence_proxy_async();
+    }
     griddepcontrol_launch_dependents();
     __syncthreads();
     if (warpgroup == Tile::WARPGROUPS) {
@@ -334,27 +370,30 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
         else if (warp == 1)
             find_tiles<Tile, MODIFIED>(x, smem, smem_s);
         else if (warp == 0 && elect_one())
-            load_tiles<Tile>(x, tiles, smem_s);
+            load_tiles<Tile, MODIFIED>(x, tiles, smem_s);
     } else {
         setmaxnreg_inc<Tile::CONSUMER_REGISTERS>();
         consume<T, Tile, MODIFIED>(x, smem_s, tiles, warpgroup);
     }
 }
 
-/* ---- 5. launcher and table ------------------------------------------------------------------------------ */
+/* ---- 4. launcher and table ------------------------------------------------------------------------------ */
 template <class Tile> FwdHopperParams params_of(const gk_context *ctx, const gk_flash_attn_args *a) {
+    constexpr int BQ = Smem<Tile>::BQ;
     FwdHopperParams x = {};
-    x.fwd = fwd_params(ctx, a, Smem<Tile>::BQ, Tile::BKV, 1);
+    x.units = score_units(a->rules.scale, a->rules.softcap, a->rules.alibi_slopes != NULL);
+    x.stacked = x.units.plain || !x.units.sloped ? fwd_stacked(problem_of(ctx, a), BQ) : 1;
+    x.fwd = fwd_params(ctx, a, BQ, Tile::BKV, 1, x.stacked);
     const Problem &p = x.fwd.problem;
+    x.by_head = divisor_of(x.stacked > 1 ? (uint32_t)p.seq_q : INT32_MAX);
+    x.q_bytes = Smem<Tile>::Q::panels * WGMMA_ROW_BYTES * (x.stacked > 1 ? p.seq_q * x.stacked : BQ);
     x.schedule.tiles = x.fwd.tiles_q, x.schedule.splits = x.fwd.splits;
-    x.schedule.heads = p.cu_q ? p.heads_q : p.batch * p.heads_q;
+    x.schedule.heads = (p.cu_q ? p.heads_q : p.batch * p.heads_q) / x.stacked;
     x.schedule.paired = p.rules.right >= 0 && p.rules.left < 0 && x.fwd.splits == 1;
-    const int64_t heads = (int64_t)p.batch * p.heads_q;
     /* packed: each sequence ends in a tile, or a pair, of its own */
-    const int64_t units = p.cu_q ? (p.total_q / Smem<Tile>::BQ + (int64_t)p.batch) * p.heads_q
-                                 : heads * fwd_units_of(x.schedule.tiles, x.schedule.paired);
+    const int64_t units = x.schedule.heads * (p.cu_q ? p.total_q / BQ + (int64_t)p.batch
+                                                     : fwd_units_of(x.schedule.tiles, x.schedule.paired));
     x.schedule.units = (int)gk_min_i64(units * x.schedule.splits, INT32_MAX);
-    x.store_by_tma = !p.cu_q && x.fwd.splits == 1;
     return x;
 }
 
@@ -380,7 +419,8 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     const gk_flash_attn_args *a = (const gk_flash_attn_args *)args;
     FwdHopperParams x = gk_own<FwdHopperParams>(plan);
     fwd_place(&x.fwd, workspace);
-    gk_status status = make_tensor_map(op, attn_shape(a->q), 64, Smem<Tile>::BQ, &x.q);
+    gk_status status = make_tensor_map(
+        op, attn_shape(a->q), 64, x.stacked > 1 ? x.fwd.problem.seq_q : Smem<Tile>::BQ, &x.q, x.stacked);
     if (status == GK_OK) status = make_tensor_map(op, attn_shape(a->k), 64, Tile::BKV, &x.k);
     if (status == GK_OK) status = make_tensor_map(op, attn_shape(a->v), 64, Tile::BKV, &x.v);
     if (status == GK_OK) status = make_tensor_map(op, attn_shape(a->out), 64, 16, &x.out);

@@ -8,27 +8,51 @@
 #include "../tile/tma_ring.cuh"
 #include "../tile/wgmma.cuh"
 #include "fwd_schedule.cuh"
+#include "fwd_score.cuh"
 #include "fwd_work.cuh"
 #include "score.cuh"
 #include "tma_shape.cuh"
 
 /* ---- 1. parameters and shared memory -------------------------------------------------------------------- */
 struct FwdHopperParams {
-    CUtensorMap q, k, v, out; /* boxes of 64 columns by BQ, BKV, BKV, 16 rows */
+    CUtensorMap q, k, v, out; /* boxes of 64 columns by BQ (a head's, by stacked heads), BKV, BKV, 16 rows */
     FwdParams fwd;
     FwdSchedule schedule;
-    bool store_by_tma; /* out is whole: dense and not split */
+    ScoreUnits units;
+    int stacked;     /* query heads of a tile: row r of it is query r % seq_q of head r / seq_q. 1: r is the query */
+    Divisor by_head; /* rows of a head in a tile; of one head more than there are */
+    int q_bytes;     /* of a tile, as TMA counts */
 };
 
-/* A tile of queries, written by the producer beside Q. rows 0: there are no more tiles. */
-struct FwdTile {
+/* A tile of queries, written by the producer beside Q. */
+struct __align__(16) FwdTile {
+    /* What a consumer needs before anything else, one load. own: blocks of keys that the rows of each warpgroup see;
+     * blocks: of the tile, -1: there are no more tiles */
+    struct __align__(16) {
+        int own[3], blocks;
+    } steps;
     FwdWork work;
     Sequence seq;
     FwdKeys keys;
     Score score;
-    int rows;
-    int ragged; /* > 0: so many keys of the last block are the sequence's; V's other rows may hold NaN */
+    int rows;    /* of all its heads */
+    int nearest; /* the block that comes first: fwd_block */
+    int ragged;  /* > 0: so many keys of the last block are the sequence's; V's other rows may hold NaN */
 };
+
+/* The block of keys that a tile takes at its step `at`. */
+template <bool MODIFIED> __device__ __forceinline__ int block_at(const FwdTile &t, int at) {
+    return MODIFIED ? fwd_block(at, t.nearest) : at;
+}
+
+/* Row `row` of a tile, that of a query past the sequence too. */
+struct FwdRow {
+    int head, i;
+};
+__device__ __forceinline__ FwdRow row_of(const FwdHopperParams &x, const FwdTile &t, int row) {
+    const int at = t.work.i0 + row, head = (int)x.by_head.into((unsigned)at);
+    return {t.work.head + head, at - head * (int)x.by_head.by};
+}
 
 template <class Tile> struct Smem {
     static constexpr int BQ = Tile::WARPGROUPS * 64, THREADS = (Tile::WARPGROUPS + 1) * 128;
@@ -36,13 +60,14 @@ template <class Tile> struct Smem {
     typedef wgmma_panels<Tile::BKV, Tile::HEAD_DIM> K;
     typedef wgmma_panels<Tile::BKV, Tile::HEAD_DIM_V> V;
     typedef tma_ring<Tile::Q_BUFFERS> QRing;
-    typedef tma_ring<2> TileRing;
+    static constexpr int TILE_SLOTS = 4; /* the finder is slower than a tile of few keys */
+    typedef tma_ring<TILE_SLOTS> TileRing;
     typedef tma_ring<Tile::STAGES> KvRing;
     static constexpr int K_AT = Tile::Q_BUFFERS * Q::bytes, V_AT = K_AT + Tile::STAGES * K::bytes;
     static constexpr int Q_RING = V_AT + Tile::STAGES * V::bytes, K_RING = Q_RING + QRing::bytes;
     static constexpr int V_RING = K_RING + KvRing::bytes, TILE_RING = V_RING + KvRing::bytes;
     static constexpr int OVER = TILE_RING + TileRing::bytes, TILES = OVER + 16;
-    static constexpr int BYTES = TILES + 2 * (int)sizeof(FwdTile);
+    static constexpr int BYTES = TILES + TILE_SLOTS * (int)sizeof(FwdTile);
     static_assert(BYTES <= 227 * 1024, "a block has an SM's shared memory");
     static_assert(V::panels <= Q::panels, "out takes Q's place");
     static_assert(Tile::WARPGROUPS * Tile::CONSUMER_REGISTERS + Tile::PRODUCER_REGISTERS <=
@@ -70,7 +95,7 @@ template <int BQ> __device__ __forceinline__ int packed_owner(const Problem &p, 
 #pragma unroll 1
     for (int first = 0; first < p.batch; first += 32) {
         const int b = first + laneid();
-        const int units = b < p.batch ? fwd_units_of(packed_tiles<BQ>(p, b), s.paired) * s.splits * p.heads_q : 0;
+        const int units = b < p.batch ? fwd_units_of(packed_tiles<BQ>(p, b), s.paired) * s.splits * s.heads : 0;
         int end = units;
 #pragma unroll 1
         for (int step = 1; step < 32; step *= 2) {
@@ -99,19 +124,33 @@ __device__ __forceinline__ bool place_tile(const FwdHopperParams &x, int unit, i
         tiles = packed_tiles<BQ>(p, b);
     }
     const FwdUnit u = fwd_unit({tiles, x.schedule.splits, x.schedule.paired, x.schedule.heads, 0}, unit);
-    const int tile = second ? u.tile[1] : u.tile[0], head = p.cu_q ? u.head : u.head % p.heads_q;
-    if (laneid() == 0) *work = {p.cu_q ? b : u.head / p.heads_q, head, tile * BQ, u.split};
+    const int heads = p.heads_q / x.stacked, head = (p.cu_q ? u.head : u.head % heads) * x.stacked;
+    const int tile = second ? u.tile[1] : u.tile[0];
+    if (laneid() == 0) *work = {p.cu_q ? b : u.head / heads, head, tile * BQ, u.split};
     __syncwarp();
     return true;
 }
 
-/* Which keys the tile's rows see. One thread. */
-template <class Tile> __device__ __forceinline__ void describe_keys(FwdTile &t, const FwdHopperParams &x) {
-    const int rows = min(t.seq.seq_q - t.work.i0, Smem<Tile>::BQ);
+/* Which keys the tile's rows see; stacked heads are all alike. One thread. */
+template <class Tile, bool MODIFIED>
+__device__ __forceinline__ void describe_keys(FwdTile &t, const FwdHopperParams &x) {
+    const int rows = min(t.seq.seq_q - t.work.i0, Smem<Tile>::BQ); /* queries */
+    const int filled = x.stacked > 1 ? x.stacked * x.fwd.problem.seq_q : rows;
     const FwdKeys keys = fwd_keys<Tile::BKV>(x.fwd, t.seq.span, t.work.i0, rows, t.work.split);
     /* TMA makes rows past a dense tensor zero; keys that no row of the sequence sees may hold anything */
     const int seen = t.seq.span.hi(t.seq.seq_q - 1), left = seen - keys.lo - (keys.tiles - 1) * Tile::BKV;
-    t.keys = keys, t.rows = rows;
+    t.keys = keys, t.rows = filled, t.steps.blocks = keys.tiles;
+#pragma unroll 1
+    for (int g = 0; g < Tile::WARPGROUPS; ++g) {
+        const int last = x.stacked > 1 ? rows - 1 : min(64 * g + 63, rows - 1);
+        const int sees = max(t.seq.span.hi(t.work.i0 + last) - t.keys.lo, 0);
+        t.steps.own[g] = 64 * g < filled ? min(t.keys.tiles, (sees + Tile::BKV - 1) / Tile::BKV) : 0;
+    }
+    if (MODIFIED) {
+        const int stands =
+            t.work.i0 + rows - 1 + span_clamp(t.seq.diagonal) - keys.lo; /* the last row, among the keys */
+        t.nearest = x.units.sloped ? min(max(stands, 0) / Tile::BKV, max(keys.tiles - 1, 0)) : 0;
+    }
     t.ragged = (x.fwd.problem.cu_q || seen < x.fwd.problem.seq_k) && left < Tile::BKV ? left : 0;
 }
 
@@ -121,25 +160,26 @@ template <class Tile, bool MODIFIED>
 __device__ __forceinline__ void find_tiles(const FwdHopperParams &x, unsigned char *smem, smem_addr smem_s) {
     typedef Smem<Tile> S;
     const Problem &p = x.fwd.problem;
-    const tma_steps<2> described = {smem_s + S::TILE_RING};
+    const tma_steps<S::TILE_SLOTS> described = {smem_s + S::TILE_RING};
     int n = 0;
 #pragma unroll 1
     for (unsigned i = 0;; ++i) { /* two places a unit */
         const int unit = blockIdx.x + i / 2 * gridDim.x;
         described.wait_empty(n);
-        FwdTile &t = ((FwdTile *)(smem + S::TILES))[n & 1];
+        FwdTile &t = ((FwdTile *)(smem + S::TILES))[n % S::TILE_SLOTS];
         if (unit >= x.schedule.units || !place_tile<S::BQ>(x, unit, i & 1, &t.work)) break;
         if (t.work.i0 >= 0 && laneid() == 0) t.seq = sequence_of(p, t.work.b);
         __syncwarp();
         if (t.work.i0 >= 0 && t.seq.seq_q > t.work.i0) {
-            if (laneid() == 0) describe_keys<Tile>(t, x);
+            if (laneid() == 0) describe_keys<Tile, MODIFIED>(t, x);
             if (MODIFIED && laneid() == 0) t.score = score_of(p, t.seq, t.work.b, t.work.head);
             if (laneid() == 0) mbarrier_arrive(described.full(n));
             ++n;
         }
         __syncwarp();
     }
-    if (laneid() == 0) ((FwdTile *)(smem + S::TILES))[n & 1].rows = 0, mbarrier_arrive(described.full(n));
+    if (laneid() == 0)
+        ((FwdTile *)(smem + S::TILES))[n % S::TILE_SLOTS].steps.blocks = -1, mbarrier_arrive(described.full(n));
 }
 
 template <class Panels>
@@ -156,8 +196,8 @@ __device__ __forceinline__ void load_q(const FwdHopperParams &x, const FwdTile &
     typedef typename Smem<Tile>::Q Q;
     const tma_steps<Tile::Q_BUFFERS> q = {smem_s + Smem<Tile>::Q_RING};
     q.wait_empty(n);
-    if (t.rows > 0 && t.keys.tiles > 0) {
-        mbarrier_arrive_expect_tx(q.full(n), Q::bytes);
+    if (t.steps.blocks > 0) {
+        mbarrier_arrive_expect_tx(q.full(n), x.q_bytes);
         load_panels<Q>(smem_s + q.stage(n) * Q::bytes, &x.q, t.seq.q0 + t.work.i0, t.work.head,
                        x.fwd.problem.cu_q ? 0 : t.work.b, q.full(n));
     } else {
@@ -166,20 +206,20 @@ __device__ __forceinline__ void load_q(const FwdHopperParams &x, const FwdTile &
 }
 
 /* K and V in the order in which the consumers ask: K_0, K_1, V_0, K_2, V_1, ..; where there are two buffers the next
- * tile's Q as soon as both stages are full. */
-template <class Tile>
+ * tile's Q after K_2 and V_1. */
+template <class Tile, bool MODIFIED>
 __device__ __forceinline__ void load_tiles(const FwdHopperParams &x, const FwdTile *tiles, smem_addr smem_s) {
     typedef Smem<Tile> S;
     constexpr bool AHEAD = Tile::Q_BUFFERS == 2;
-    const tma_steps<2> described = {smem_s + S::TILE_RING};
+    const tma_steps<S::TILE_SLOTS> described = {smem_s + S::TILE_RING};
     const tma_steps<Tile::STAGES> k = {smem_s + S::K_RING}, v = {smem_s + S::V_RING};
     described.wait_full(0);
     if (AHEAD) load_q<Tile>(x, tiles[0], smem_s, 0);
     int n = 0, step = 0; /* step: blocks of keys of earlier tiles */
 #pragma unroll 1
-    for (; tiles[n & 1].rows > 0; ++n) {
-        const FwdTile &t = tiles[n & 1];
-        const int blocks = t.keys.tiles, row = t.seq.k0 + t.keys.lo;
+    for (; tiles[n % S::TILE_SLOTS].steps.blocks >= 0; ++n) {
+        const FwdTile &t = tiles[n % S::TILE_SLOTS];
+        const int blocks = t.steps.blocks, row = t.seq.k0 + t.keys.lo;
         const int head = t.work.head / x.fwd.problem.group, b = x.fwd.problem.cu_q ? 0 : t.work.b;
 #pragma unroll 1
         for (int j = 0; j <= blocks; ++j) {
@@ -187,8 +227,8 @@ __device__ __forceinline__ void load_tiles(const FwdHopperParams &x, const FwdTi
                 const int at = step + j;
                 k.wait_empty(at);
                 mbarrier_arrive_expect_tx(k.full(at), S::K::bytes);
-                load_panels<typename S::K>(smem_s + S::K_AT + k.stage(at) * S::K::bytes, &x.k, row + j * Tile::BKV,
-                                           head, b, k.full(at));
+                load_panels<typename S::K>(smem_s + S::K_AT + k.stage(at) * S::K::bytes, &x.k,
+                                           row + block_at<MODIFIED>(t, j) * Tile::BKV, head, b, k.full(at));
             }
             if (!AHEAD && j == 0) load_q<Tile>(x, t, smem_s, n);
             if (j > 0) {
@@ -196,18 +236,19 @@ __device__ __forceinline__ void load_tiles(const FwdHopperParams &x, const FwdTi
                 v.wait_empty(at);
                 mbarrier_arrive_expect_tx(v.full(at), S::V::bytes);
                 load_panels<typename S::V>(smem_s + S::V_AT + v.stage(at) * S::V::bytes, &x.v,
-                                           row + (j - 1) * Tile::BKV, head, b, v.full(at));
+                                           row + block_at<MODIFIED>(t, j - 1) * Tile::BKV, head, b, v.full(at));
             }
-            if (AHEAD && j == min(1, blocks)) {
+            /* its buffer is free once all have taken their first block; what they need sooner goes first */
+            if (AHEAD && j == min(2, blocks)) {
                 described.wait_full(n + 1);
-                load_q<Tile>(x, tiles[n + 1 & 1], smem_s, n + 1);
+                load_q<Tile>(x, tiles[(n + 1) % S::TILE_SLOTS], smem_s, n + 1);
             }
         }
         step += blocks;
         mbarrier_arrive(described.empty(n));
         if (!AHEAD) described.wait_full(n + 1);
     }
-    if (!AHEAD) load_q<Tile>(x, tiles[n & 1], smem_s, n); /* tells the consumers that there is no more */
+    if (!AHEAD) load_q<Tile>(x, tiles[n % S::TILE_SLOTS], smem_s, n); /* tells the consumers that there is no more */
 }
 
 #endif

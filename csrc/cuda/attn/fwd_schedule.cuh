@@ -34,4 +34,8 @@ constexpr GK_HD FwdUnit fwd_unit(const FwdSchedule &s, int unit) {
     return {rest / pairs, split, {s.tiles - 1 - rest % pairs, rest % pairs}};
 }
 
+/* Which block of a tile's keys comes at step `at`. With ALiBi the nearest one first, since weights fall from there: towards
+ * it they would grow by more than a stale reference takes. 0: from the first to the last. */
+constexpr GK_HD int fwd_block(int at, int nearest) { return at <= nearest ? nearest - at : at; }
+
 #endif

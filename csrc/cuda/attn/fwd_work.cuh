@@ -78,15 +78,23 @@ inline int64_t fwd_blocks(const FwdParams &p) {
     return (int64_t)p.tiles_q * p.problem.heads_q * p.problem.batch * p.splits;
 }
 
-/* ctas: blocks that an SM runs at once. The splits of a packed call come from its tensors, not from max_seqlen: a looser
+/* Query heads of one kv head that share a tile of bq rows: as many as fit. */
+inline int fwd_stacked(const Problem &p, int bq) {
+    for (int heads = (int)gk_min_i64(p.group, bq / gk_max_i64(p.seq_q, 1)); heads > 1; --heads)
+        if (p.group % heads == 0) return heads;
+    return 1;
+}
+
+/* ctas: blocks that an SM runs at once; stacked: heads of a tile. The splits of a packed call come from its tensors, not from max_seqlen: a looser
  * bound gives the same bits. */
-inline FwdParams fwd_params(const gk_context *ctx, const gk_flash_attn_args *a, int bq, int bkv, int ctas) {
+inline FwdParams fwd_params(const gk_context *ctx, const gk_flash_attn_args *a, int bq, int bkv, int ctas,
+                            int stacked = 1) {
     FwdParams p = {};
     p.problem = problem_of(ctx, a);
     const Problem &x = p.problem;
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
     p.tiles_q = (int)gk_ceil_div(x.seq_q, bq), p.splits = 1, p.part_rows = gk_numel(&a->lse);
-    const int64_t tiles = x.cu_q ? (x.total_q / bq + x.batch) * (int64_t)x.heads_q : fwd_blocks(p);
+    const int64_t tiles = (x.cu_q ? (x.total_q / bq + x.batch) * (int64_t)x.heads_q : fwd_blocks(p)) / stacked;
     const int64_t keys = x.cu_q ? x.total_k / gk_max_i64(x.batch, 1) : x.seq_k;
     p.splits = fwd_splits(tiles, gk_ceil_div(keys, bkv), (int64_t)gpu->num_sms * ctas);
     p.by_splits = divisor_of(p.splits);

@@ -73,18 +73,27 @@ template <int M> struct OnlineSoftmax {
     }
 };
 
-/* What a row's sums come to: O times factor is the row's result. A sink of -inf takes no part. */
+/* What a row's sums come to: O times factor is the row's result. sum 0: it saw no key and has no sink. */
+struct RowSum {
+    float top, share, sum;
+    __device__ __forceinline__ float factor() const { return sum == 0 ? 0.f : share / sum; }
+    __device__ __forceinline__ float lse() const { return sum == 0 ? -INFINITY : top + logf(sum); }
+};
+
+/* peak: natural units; total: the sum of e^(s - peak), 0 where the row saw no key. A sink of -inf takes no part. */
+__device__ __forceinline__ RowSum row_sum(float peak, float total, float sink) {
+    if (sink == -INFINITY) return {peak, 1.f, total};
+    const float top = total == 0 ? sink : fmaxf(peak, sink);
+    const float share = total == 0 ? 0.f : exp2f((peak - top) * LOG2_E);
+    return {top, share, total * share + exp2f((sink - top) * LOG2_E)};
+}
+
 struct RowResult {
     float factor, lse;
 };
-
-/* peak: natural units; total: the sum of e^(s - peak), 0 where the row saw no key. */
 __device__ __forceinline__ RowResult row_result(float peak, float total, float sink) {
-    if (total == 0 && sink == -INFINITY) return {0.f, -INFINITY};
-    const float top = total == 0 ? sink : fmaxf(peak, sink);
-    const float share = total == 0 ? 0.f : exp2f((peak - top) * LOG2_E);
-    const float sum = total * share + (sink == -INFINITY ? 0.f : exp2f((sink - top) * LOG2_E));
-    return {share / sum, top + logf(sum)};
+    const RowSum x = row_sum(peak, total, sink);
+    return {x.factor(), x.lse()};
 }
 
 __device__ __forceinline__ float sink_of(const Problem &p, int head) {

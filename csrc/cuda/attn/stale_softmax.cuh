@@ -50,6 +50,14 @@ template <class T, int BKV> struct StaleSoftmax {
         for (int i = 0; i < N * 2; ++i) p[i] = pack2<T>(w[2 * i], w[2 * i + 1]);
     }
 
+    /* The largest score of row r, the same in its four lanes. */
+    static __device__ __forceinline__ float row_top(const float (&s)[N * 4], int r) {
+        float top = s[2 * r];
+#pragma unroll
+        for (int n = 0; n < N; ++n) top = fmaxf(top, fmaxf(s[4 * n + 2 * r], s[4 * n + 2 * r + 1]));
+        return quad_max(top);
+    }
+
     /* Whether a row of this lane must take its block again; NaN does. */
     static __device__ __forceinline__ bool out_of_range(const float (&sum)[2]) {
         return !(sum[0] < Range::LIMIT) || !(sum[1] < Range::LIMIT);
@@ -63,10 +71,7 @@ template <class T, int BKV> struct StaleSoftmax {
         for (int r = 0; r < 2; ++r) {
             const unsigned lanes = __ballot_sync(0xffffffffu, !(sum[r] < Range::LIMIT));
             const bool again = lanes >> (threadIdx.x & 28) & 15;
-            float top = s[2 * r];
-#pragma unroll
-            for (int n = 0; n < N; ++n) top = fmaxf(top, fmaxf(s[4 * n + 2 * r], s[4 * n + 2 * r + 1]));
-            const float to = quad_max(top) * unit_log2;
+            const float to = row_top(s, r) * unit_log2;
             factor[r] = again ? ex2_approx_ftz(m[r] - to) : 1.f;
             m[r] = again ? to : m[r];
             total[r] *= factor[r];
@@ -74,22 +79,18 @@ template <class T, int BKV> struct StaleSoftmax {
         weights(s, unit_log2, w, sum);
     }
 
-    /* The first block of a tile: no sums yet. */
-    __device__ __forceinline__ void first(const float (&s)[N * 4], float unit_log2, float (&w)[N * 4]) {
+    /* The first block of a tile sets m. */
+    __device__ __forceinline__ void refer(const float (&s)[N * 4], float unit_log2) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            float top = s[2 * r];
-#pragma unroll
-            for (int n = 0; n < N; ++n) top = fmaxf(top, fmaxf(s[4 * n + 2 * r], s[4 * n + 2 * r + 1]));
-            top = quad_max(top);
+            const float top = row_top(s, r);
             m[r] = top == -INFINITY ? STALE_NOTHING : top * unit_log2;
         }
-        weights(s, unit_log2, w, total);
     }
 
-    /* What the row's sums come to: O times factor is the result, lse in natural units. */
-    __device__ __forceinline__ RowResult result(int r, float sink) const {
-        return row_result(m[r] * LN_2, quad_sum(total[r]), sink);
+    /* What the row's sums come to, in natural units. */
+    __device__ __forceinline__ RowSum result(int r, float sink) const {
+        return row_sum(m[r] * LN_2, quad_sum(total[r]), sink);
     }
 };
 

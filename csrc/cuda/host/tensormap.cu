@@ -33,12 +33,12 @@ static CUtensorMapDataType type_of(gk_dtype dtype, bool tf32) {
     }
 }
 
-gk_status make_tensor_map(const char *op, const TensorShape &shape, int box0, int box1, CUtensorMap *map) {
+gk_status make_tensor_map(const char *op, const TensorShape &shape, int box0, int box1, CUtensorMap *map, int box2) {
     const Encode encode = encoder();
     if (!encode) return gk_fail(GK_ERR_DEVICE, "%s: this driver has no cuTensorMapEncodeTiled (CUDA 12.0)", op);
     const int64_t bytes = (int64_t)gk_dtype_bytes(shape.dtype);
     cuuint64_t size[TENSOR_DIMS], stride[TENSOR_DIMS - 1];
-    const cuuint32_t box[TENSOR_DIMS] = {(cuuint32_t)box0, (cuuint32_t)box1, 1, 1, 1},
+    const cuuint32_t box[TENSOR_DIMS] = {(cuuint32_t)box0, (cuuint32_t)box1, (cuuint32_t)box2, 1, 1},
                      step[TENSOR_DIMS] = {1, 1, 1, 1, 1};
     for (int d = 0; d < TENSOR_DIMS; ++d) {
         size[d] = (cuuint64_t)shape.size[d];

@@ -18,8 +18,8 @@ struct TensorShape {
     bool tf32; /* float32 is rounded to tf32 on its way to shared memory */
 };
 
-/* Boxes of box0 x box1 elements; zeros outside the tensor. Rows of 128 or 64 bytes lie swizzled by as many, others not. */
-gk_status make_tensor_map(const char *op, const TensorShape &shape, int box0, int box1, CUtensorMap *map);
+/* Boxes of box0 x box1 x box2 elements; zeros outside the tensor. Rows of 128 or 64 bytes lie swizzled by as many, others not. */
+gk_status make_tensor_map(const char *op, const TensorShape &shape, int box0, int box1, CUtensorMap *map, int box2 = 1);
 
 /* Whether the hardware can describe it: 16-byte multiples, and sizes and strides within its fields. */
 inline bool tensor_map_fits(const TensorShape &x) {
