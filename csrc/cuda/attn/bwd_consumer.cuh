@@ -181,8 +181,7 @@ __global__ void __launch_bounds__(BwdSmem<typename Consumer::Tile>::THREADS, 1)
     BwdWork &w = *(BwdWork *)(smem + S::WORK);
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0); /* the compiler sees that lanes agree */
     if (threadIdx.x == 0) {
-        typename S::Ring(smem_s + S::Q_RING).init(2);
-        typename S::Ring(smem_s + S::O_RING).init(2);
+        typename S::Ring(smem_s + S::RING).init(2);
         mbarrier_init(smem_s + S::KV_FULL, 1), mbarrier_init(smem_s + S::RAW, 1);
         fence_mbarrier_init();
         place_block<Tile>(w, x.g);

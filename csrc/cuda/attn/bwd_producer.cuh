@@ -49,8 +49,8 @@ template <class Tile> struct BwdSmem {
     static constexpr int STATS = BQ * 8; /* of a tile's rows lse, then delta */
     static constexpr int K_AT = 0, V_AT = K_AT + K::bytes, Q_AT = V_AT + V::bytes, O_AT = Q_AT + Tile::STAGES * Q::bytes;
     static constexpr int DS_AT = O_AT + Tile::STAGES * O::bytes, STATS_AT = DS_AT + (Tile::WIDE ? 4 : 2) * Scores::bytes;
-    static constexpr int Q_RING = STATS_AT + Tile::STAGES * STATS, O_RING = Q_RING + Ring::bytes;
-    static constexpr int KV_FULL = O_RING + Ring::bytes, RAW = KV_FULL + 8; /* barriers */
+    static constexpr int RING = STATS_AT + Tile::STAGES * STATS; /* of Q, dO and stats */
+    static constexpr int KV_FULL = RING + Ring::bytes, RAW = KV_FULL + 8; /* barriers */
     static constexpr int TILES = RAW + 8, WORK = TILES + Tile::STAGES * (int)sizeof(BwdTileOf);
     static constexpr int BYTES = WORK + (int)sizeof(BwdWork);
     static_assert(BYTES <= 227 * 1024, "a block has an SM's shared memory");
@@ -147,38 +147,33 @@ __device__ __forceinline__ void load_tiles(const BwdHopperParams &x, const BwdWo
         __syncwarp();
         if (laneid() == 0) mbarrier_arrive(kv_s);
     }
-    const tma_steps<Tile::STAGES> q = {smem_s + S::Q_RING}, o = {smem_s + S::O_RING};
+    const tma_steps<Tile::STAGES> ring = {smem_s + S::RING};
     BwdStep at(w, g.p.group);
 #pragma unroll 1
     for (int n = 0; n < steps; ++n) {
         const int i0 = at.tile * Tile::BQ, stats_tile = at.head * g.row_tiles + w.row_tile + at.tile;
-        const smem_addr q_s = smem_s + S::Q_AT + q.stage(n) * S::Q::bytes;
-        const smem_addr o_s = smem_s + S::O_AT + o.stage(n) * S::O::bytes;
+        const int stage = ring.stage(n), row = w.seq.q0 + i0;
+        const smem_addr q_s = smem_s + S::Q_AT + stage * S::Q::bytes, o_s = smem_s + S::O_AT + stage * S::O::bytes;
         const bool ragged = w.rows.lo > i0 || w.rows.hi < i0 + Tile::BQ;
-        q.wait_empty(n);
+        ring.wait_empty(n);
         if (laneid() == 0) {
-            const smem_addr to_s = ragged ? raw_s : q.full(n);
-            ((BwdTileOf *)(smem + S::TILES))[q.stage(n)] = {stats_tile, at.tile < w.full.lo || at.tile >= w.full.hi, i0,
-                                                           slope_of<float>(g.p.rules, w.b, at.head)};
-            mbarrier_arrive_expect_tx(to_s, S::Q::bytes + S::STATS + (ragged ? S::O::bytes : 0));
-            load_panels<typename S::Q>(q_s, &x.q, w.seq.q0 + i0, at.head, b, to_s);
-            bulk_load(smem_s + S::STATS_AT + q.stage(n) * S::STATS,
-                      (const char *)g.stats + (int64_t)stats_tile * S::STATS, S::STATS, to_s);
-        }
-        __syncwarp();
-        o.wait_empty(n);
-        if (laneid() == 0) {
-            if (!ragged) mbarrier_arrive_expect_tx(o.full(n), S::O::bytes);
-            load_panels<typename S::O>(o_s, &x.grad_out, w.seq.q0 + i0, at.head, b, ragged ? raw_s : o.full(n));
+            const smem_addr to_s = ragged ? raw_s : ring.full(n);
+            ((BwdTileOf *)(smem + S::TILES))[stage] = {stats_tile, at.tile < w.full.lo || at.tile >= w.full.hi, i0,
+                                                       slope_of<float>(g.p.rules, w.b, at.head)};
+            mbarrier_arrive_expect_tx(to_s, S::Q::bytes + S::O::bytes + S::STATS);
+            load_panels<typename S::Q>(q_s, &x.q, row, at.head, b, to_s);
+            bulk_load(smem_s + S::STATS_AT + stage * S::STATS, (const char *)g.stats + (int64_t)stats_tile * S::STATS,
+                      S::STATS, to_s);
+            load_panels<typename S::O>(o_s, &x.grad_out, row, at.head, b, to_s);
         }
         __syncwarp();
         if (ragged) {
             mbarrier_wait(raw_s, raw_parity), raw_parity ^= 1;
             clear_outside<typename S::Q>(q_s, w.rows.lo - i0, w.rows.hi - i0);
             clear_outside<typename S::O>(o_s, w.rows.lo - i0, w.rows.hi - i0);
-            fence_proxy_async();
+            fence_proxy_async(); /* as above */
             __syncwarp();
-            if (laneid() == 0) mbarrier_arrive(q.full(n)), mbarrier_arrive(o.full(n));
+            if (laneid() == 0) mbarrier_arrive(ring.full(n));
         }
         at.next(w);
     }

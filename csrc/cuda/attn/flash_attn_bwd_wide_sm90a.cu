@@ -44,21 +44,21 @@ template <class T, class Tile_, bool MODIFIED> struct BwdWideConsumer {
         const bool signals = threadIdx.x % 128 == 0;
         const int steps = w.tiles * g.p.group;
         const float scale_log2 = (float)g.p.rules.scale * LOG2_E;
-        const tma_steps<Tile::STAGES> q = {smem_s + S::Q_RING}, o = {smem_s + S::O_RING};
+        const tma_steps<Tile::STAGES> ring = {smem_s + S::RING};
         const BwdTileOf *tiles = (const BwdTileOf *)(smem + S::TILES);
         const smem_addr tiles_s = smem_s + S::TILES;
 #pragma unroll
         for (int i = 0; i < D / 2; ++i) sum[i] = 0;
 
         mbarrier_wait(smem_s + S::KV_FULL, 0);
-        if (steps > 0) q.wait_full(0), o.wait_full(0);
+        if (steps > 0) ring.wait_full(0);
         uint2 now = steps > 0 ? ld_shared_64(tiles_s) : make_uint2(0, 0); /* tile, edge */
 #pragma unroll 1
         for (int n = 0; n < steps; ++n) {
-            const smem_addr q_s = smem_s + S::Q_AT + q.stage(n) * S::Q::bytes;
-            const smem_addr o_s = smem_s + S::O_AT + o.stage(n) * S::O::bytes;
+            const smem_addr q_s = smem_s + S::Q_AT + ring.stage(n) * S::Q::bytes;
+            const smem_addr o_s = smem_s + S::O_AT + ring.stage(n) * S::O::bytes;
             const smem_addr p_s = smem_s + S::DS_AT + (n & 1) * 2 * S::Scores::bytes, ds_s = p_s + S::Scores::bytes;
-            const BwdTileOf &t = tiles[q.stage(n)];
+            const BwdTileOf &t = tiles[ring.stage(n)];
             float s[N * 4], dp[N * 4];
             uint32_t p[N * 2], ds[N * 2];
             wgmma_fence();
@@ -81,7 +81,7 @@ template <class T, class Tile_, bool MODIFIED> struct BwdWideConsumer {
             }
             mbarrier_wait(smem_s + S::KV_FULL, 0); /* over for ever: ends a basic block, ptxas moves nothing past the wait */
             /* here and not sooner: its registers would be those of the additions, and the products would wait for them */
-            if (n > 0 && signals) mbarrier_arrive(o.empty(n - 1)), mbarrier_arrive(q.empty(n - 1));
+            if (n > 0 && signals) mbarrier_arrive(ring.empty(n - 1));
             wgmma_wait_group<0>();
             pin(dp);
             const smem_addr stats_s = own_stats<Tile>(smem_s, n) + BQ / 2 * 4 * warpgroup;
@@ -114,8 +114,8 @@ template <class T, class Tile_, bool MODIFIED> struct BwdWideConsumer {
             wgmma_commit_group();
             /* the next step's tiles are asked for before the additions below fill the queue that the answer comes through */
             const int next = min(n + 1, steps - 1);
-            q.wait_full(next), o.wait_full(next);
-            const uint2 then = ld_shared_64(tiles_s + q.stage(next) * (int)sizeof(BwdTileOf));
+            ring.wait_full(next);
+            const uint2 then = ld_shared_64(tiles_s + ring.stage(next) * (int)sizeof(BwdTileOf));
             wgmma_wait_group<1>();
             pin(dq[0]), pin(dq[1]);
             const uint64_t to = own_dq<Tile>(g, now.x, 8 * warpgroup + mov_tid_x() / 32 % 4);

@@ -1,0 +1,196 @@
+"""The barrier protocol of flash_attn_bwd_sm90a.cu and flash_attn_bwd_wide_sm90a.cu as a model, run as test_pipeline_attn.py runs
+the forward's: the warp that loads, and the warps of two consumer warpgroups, whose copies and products end whenever they like.
+
+A product of a warpgroup begins to read when its first warp issues it, and is over for all its warps at once, after the
+products before it. A run fails when nothing can go on, when a stage of Q or dO or a buffer of dS is overwritten while it is
+read, or when anything reads bytes that are not its own. Then each rule is broken in turn.
+"""
+
+import os
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+from test_pipeline import Barrier, Wrong, interleave
+from test_pipeline_attn import Ring, Sync, ended
+
+SCHEDULES = 10_000 if os.environ.get("GPUKERN_TEST_ALL") == "1" else 800
+GROUPS, WARPS = 2, 2  # warpgroups, and warps of one; the kernel has four
+BOXES, BOX = 2, 3  # a copy's panels, and the bytes of one; units of no meaning
+
+
+@dataclass(frozen=True)
+class Kernel:
+    stages: int = 2
+    buffers: int = 2  # of dS
+    broken: str = ""  # the rule that is not kept
+
+    def block(self, rng):
+        return Block(self, [rng.random() < 0.3 for _ in range(rng.randint(0, 6))], rng)
+
+
+class Block:
+    """A block of the kernel; the names are the kernel's. ragged[n]: the tile of step n has rows that must not be read."""
+
+    def __init__(self, kernel, ragged, rng):
+        self.k, self.ragged, self.rng = kernel, ragged, rng
+        self.events = []  # copies and products on their way
+        self.ring = Ring(kernel.stages, GROUPS)
+        self.raw = Barrier(1)
+        self.held = {name: [{} for _ in range(kernel.stages)] for name in "qo"}
+        self.reading = {name: [0] * kernel.stages for name in "qo"}
+        self.ds = [[None] * (GROUPS * WARPS) for _ in range(kernel.buffers)]
+        self.reading_ds = [0] * kernel.buffers
+        self.meeting = Sync(GROUPS * WARPS)
+        self.products = [[] for _ in range(GROUPS)]  # of a warpgroup, in order: [kind, step, warps that issued it]
+        self.done = [0] * GROUPS
+        self.issued = [0] * (GROUPS * WARPS)
+
+    def run(self):
+        interleave(
+            [self.load_tiles(), *(self.consume(g, w) for g in range(GROUPS) for w in range(WARPS))],
+            self.events,
+            self.rng,
+        )
+
+    # ---- the loader ----
+    def lands(self, name, n, box, barrier):
+        stage = n % self.k.stages
+        if self.reading[name][stage]:
+            raise Wrong(f"{name} is overwritten while it is read")
+        self.held[name][stage][box] = n, self.ragged[n]
+        barrier.land(BOX)
+
+    def load(self, n, barrier):
+        if self.k.broken != "loaded without empty":
+            yield self.ring.is_empty(n)
+        barrier.arrive(2 * BOXES * BOX)
+        for name in "qo":
+            for box in range(BOXES):
+                self.events.append((self.lands, name, n, box, barrier))
+                yield None
+
+    def load_tiles(self):
+        parity = 0
+        for n, ragged in enumerate(self.ragged):
+            full = self.ring.full[n % self.k.stages]
+            yield from self.load(n, self.raw if ragged else full)
+            if not ragged:
+                continue
+            if self.k.broken != "cleared before the copies have come":
+                yield ended(self.raw, parity)
+            parity ^= 1
+            for name in "qo":
+                if self.k.broken != "not cleared":
+                    stage = self.held[name][n % self.k.stages]
+                    stage.update({box: (n, False) for box in stage if stage[box][0] == n})
+            full.arrive()
+
+    # ---- products of a warpgroup ----
+    def see(self, kind, n):
+        stage = n % self.k.stages
+        for name in {"scores": "qo", "dv": "o", "dk": "q", "dq": ""}[kind]:
+            for box in range(BOXES):
+                step, ragged = self.held[name][stage].get(box, (None, None))
+                if step != n:
+                    raise Wrong("a product reads other bytes")
+                if ragged:
+                    raise Wrong("a product reads rows that must not be read")
+        if kind == "dq" and self.ds[n % self.k.buffers] != [n] * (GROUPS * WARPS):
+            raise Wrong("a product reads other dS")
+
+    def mark(self, kind, n, count):
+        for name in {"scores": "qo", "dv": "o", "dk": "q", "dq": ""}[kind]:
+            self.reading[name][n % self.k.stages] += count
+        if kind == "dq":
+            self.reading_ds[n % self.k.buffers] += count
+
+    def issue(self, group, w, kind, n):
+        me, products = group * WARPS + w, self.products[group]
+        if self.issued[me] == len(products):
+            products.append([kind, n, 0])
+            self.see(kind, n)
+            self.mark(kind, n, 1)
+        products[self.issued[me]][2] += 1
+        if products[self.issued[me]][2] == WARPS:
+            self.events.append((self.finish, group))
+        self.issued[me] += 1
+
+    def finish(self, group):
+        kind, n, _ = self.products[group][self.done[group]]
+        self.done[group] += 1
+        self.mark(kind, n, -1)
+        self.see(kind, n)
+
+    def wait_group(self, group, w, pending):
+        me = group * WARPS + w
+        return lambda: self.done[group] >= self.issued[me] - pending
+
+    # ---- a warp ----
+    def consume(self, group, w):
+        broken, me, steps = self.k.broken, group * WARPS + w, len(self.ragged)
+
+        def await_tiles(n):
+            if broken != "not awaited":
+                yield self.ring.is_full(n)
+
+        def release(n):
+            if n >= 0 and w == 0 and broken != "kept":
+                self.ring.release(n)
+
+        if steps:
+            yield from await_tiles(0)
+        for n in range(steps):
+            self.issue(group, w, "scores", n)  # S and dP
+            yield self.wait_group(group, w, 0)
+            if broken != "released before dK":
+                release(n - 1)
+            buffer = n % self.k.buffers
+            if self.reading_ds[buffer]:
+                raise Wrong("dS is overwritten while it is read")
+            self.ds[buffer][me] = n
+            self.issue(group, w, "dv", n)
+            if broken != "no meeting":
+                yield self.meeting.arrive()
+            self.issue(group, w, "dq", n)
+            if broken == "released before dK":
+                release(n)
+            self.issue(group, w, "dk", n)
+            yield from await_tiles(min(n + (broken != "the next tile not awaited"), steps - 1))
+            yield self.wait_group(group, w, 0)
+
+
+def schedules(kernel, count, seed):
+    rng = random.Random(seed)
+    for _ in range(count):
+        kernel.block(rng).run()
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_the_protocol_holds(stages):
+    schedules(Kernel(stages=stages), SCHEDULES, f"{stages} stages")
+
+
+OVERWRITTEN, STUCK, OTHER, MANY = "overwritten while", "nothing can go on", "reads other bytes", "an arrival too many"
+BROKEN = {  # rule -> what may then go wrong first
+    "loaded without empty": f"{OVERWRITTEN}|{OTHER}|{MANY}",
+    "cleared before the copies have come": f"must not be read|{OTHER}|{MANY}",
+    "not cleared": "must not be read",
+    "not awaited": f"{OTHER}|must not be read",
+    "the next tile not awaited": f"{OTHER}|must not be read",
+    "kept": STUCK,
+    "no meeting": "other dS|dS is",
+    "released before dK": f"{OVERWRITTEN}|{OTHER}",
+}
+
+
+@pytest.mark.parametrize("rule", BROKEN)
+def test_a_broken_rule_is_seen(rule):
+    with pytest.raises(Wrong, match=BROKEN[rule]):
+        schedules(Kernel(broken=rule), 4000, rule)
+
+
+def test_one_buffer_of_ds_is_too_few():
+    """With one, a warpgroup would store dS while the other's dQ of the step before still reads it."""
+    with pytest.raises(Wrong, match="dS is overwritten|other dS"):
+        schedules(replace(Kernel(), buffers=1), 4000, "one buffer")
