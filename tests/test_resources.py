@@ -105,6 +105,15 @@ def test_wgmma_kernels_multiply_by_their_tile(report):
             ]  # the first block's scores, a step, the last block's values
             assert int(row["HGMMA"]) == 2 * (head_dim + keys) // 16, name
             assert int(row["USETMAXREG"]) == 2, name
+        if backward := re.search(r"BwdConsumer<\w+, BwdHopper(\w+?)(Score)?, ", name):
+            # S and dP of head_dim, dQ of 128 keys, dV and dK of the tile's rows
+            head_dim = int(backward[1])
+            rows = 64 if backward[2] else {64: 128, 96: 80, 128: 80}[head_dim]
+            assert int(row["HGMMA"]) == 2 * head_dim // 16 + 128 // 16 + 2 * rows // 16, name
+            assert int(row["USETMAXREG"]) == 2, name
+        if backward := re.search(r"BwdWideConsumer<\w+, BwdHopper(\w+), ", name):
+            # S and dP of head_dim, two blocks of dQ of 64 keys, dV or dK of 64 rows
+            assert int(row["HGMMA"]) == 2 * int(backward[1]) // 16 + 2 * 64 // 16 + 64 // 16, name
         if not (kernel := re.match(r"gemm_(?:\w+_)?sm90a_kernel<(?:b?f16, |float, )?(\w+)", name)):
             continue
         tile = tiles[kernel[1]]

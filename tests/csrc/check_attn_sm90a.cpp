@@ -1,7 +1,8 @@
-/* check_attn_sm90a: what flash_attn_fwd_sm90a is made of, on the host: which block takes which tile (attn/fwd_schedule.cuh),
+/* check_attn_sm90a: what the attention kernels of Hopper are made of, on the host: which block takes which tile (attn/fwd_schedule.cuh),
  * which block of keys comes when, softcap's polynomial, how its operands lie in shared memory (wgmma_panels of tile/wgmma.cuh) as TMA writes and WGMMA reads them, and which
  * registers of a product are which operand of the next. Exits with 1 on a failure. */
 #include "check_model.h"
+#include "cuda/attn/bwd_order.cuh"
 #include "cuda/attn/fwd_schedule.cuh"
 #include "cuda/attn/fwd_score.cuh"
 #include "cuda/gemm/divisor.cuh"
@@ -292,7 +293,131 @@ static void check_identity(int bkv) {
     check(weights, "accumulators as operand A", bkv, 0), check(scores, "scores from the lane's first", bkv, 0);
 }
 
+/* ---- backward ------------------------------------------------------------------------------------------- */
+/* Every tile of every head of a group once, heads in order. */
+static void check_steps() {
+    for (int group = 1; group <= 4; ++group)
+        for (int tiles = 1; tiles <= 9; ++tiles)
+            for (int start = 0; start < tiles; ++start) {
+                const int lo = 3, first = 5;
+                int hits[4][9] = {}, head = first;
+                bool good = true;
+                BwdStep at = {first, lo + start};
+                for (int n = 0; n < group * tiles; ++n) {
+                    good = good && at.head >= head && at.head < first + group && at.tile >= lo && at.tile < lo + tiles;
+                    if (good) ++hits[at.head - first][at.tile - lo];
+                    head = at.head;
+                    at.next(lo, tiles, start);
+                }
+                for (int h = 0; h < group; ++h)
+                    for (int t = 0; t < tiles; ++t) good = good && hits[h][t] == 1;
+                check(good, "every tile of a group once: tiles, start", tiles, start);
+            }
+}
+
+/* stmatrix.x4 of a warp: element (row, half) of matrix i, which lane 4 row + half / 2 holds in register i, goes to the address of
+ * lane 8 i + row; transposed: (column, row) instead. put(address's lane, element of the eight, register's lane, i, half). */
+template <class Put> static void stmatrix(bool trans, const Put &put) {
+    for (int i = 0; i < 4; ++i)
+        for (int lane = 0; lane < 32; ++lane)
+            for (int half = 0; half < 2; ++half) {
+                const int row = lane / 4, col = 2 * (lane % 4) + half;
+                put(8 * i + (trans ? col : row), trans ? row : col, lane, i, half);
+            }
+}
+
+/* Registers 2 n + r of packed accumulators: row 8 r + lane / 4 of the warp's 16, columns 8 n + 2 (lane % 4) and the next. Each
+ * element of S^T [128 keys][ROWS] must lie where WGMMA looks for (row, key) of dS, K-major. */
+template <int ROWS> static void check_ds() {
+    typedef wgmma_panels<ROWS, 128> Scores;
+    static int at[128][ROWS];
+    memset(at, -1, sizeof at);
+    bool banks = true;
+    for (int warp = 0; warp < 8; ++warp)
+        for (int n = 0; n < ROWS / 8; n += 2) {
+            stmatrix(true, [&](int to, int element, int lane, int i, int half) {
+                const coord c = ds_place(32 * warp + to, n);
+                const int key = 16 * warp + 8 * (i & 1) + lane / 4, row = 8 * (n + i / 2) + 2 * (lane % 4) + half;
+                at[key][row] = Scores::offset_of(c.row, c.col) + 2 * element;
+            });
+            for (int i = 0; i < 4; ++i) {
+                int bytes[8];
+                for (int r = 0; r < 8; ++r) {
+                    const coord c = ds_place(32 * warp + 8 * i + r, n);
+                    bytes[r] = Scores::offset_of(c.row, c.col);
+                }
+                banks = banks && ways(bytes, 16) == 1;
+            }
+        }
+    bool good = true;
+    for (int key = 0; key < 128; ++key)
+        for (int row = 0; row < ROWS; ++row) good = good && at[key][row] == Scores::offset_of(row, key);
+    check(good, "dS lies as the operand of dQ: rows", ROWS, 128);
+    check(banks, "dS is stored without bank conflicts: rows", ROWS, 128);
+    /* steps of eight columns are steps of whole rows */
+    const coord first = ds_place(5, 0), later = ds_place(5, 4);
+    check(Scores::offset_of(later.row, later.col) == Scores::offset_of(first.row, first.col) + 32 * WGMMA_ROW_BYTES,
+          "dS from step to step: rows", ROWS, 4);
+}
+
+/* The same of the wide kernel's P^T and dS^T [64 keys][64 rows]. */
+static void check_scores() {
+    typedef wgmma_panels<64, 64> Scores;
+    static int at[64][64];
+    memset(at, -1, sizeof at);
+    for (int warp = 0; warp < 8; ++warp)
+        for (int n = 0; n < 4; n += 2)
+            stmatrix(false, [&](int to, int element, int lane, int i, int half) {
+                const coord c = scores_place(32 * warp + to, n, 32);
+                const int key = 16 * (warp % 4) + 8 * (i & 1) + lane / 4;
+                const int row = 32 * (warp / 4) + 8 * (n + i / 2) + 2 * (lane % 4) + half;
+                at[key][row] = Scores::offset_of(c.row, c.col) + 2 * element;
+            });
+    bool good = true;
+    for (int key = 0; key < 64; ++key)
+        for (int row = 0; row < 64; ++row) good = good && at[key][row] == Scores::offset_of(key, row);
+    check(good, "P^T and dS^T lie as operands", 64, 64);
+}
+
+/* dq_sum is written as the accumulators of dQ^T lie, and read by pairs of eight rows: every element of dQ [ROWS][D] once, and
+ * where it belongs. */
+template <int ROWS, int D> static void check_dq() {
+    constexpr bool by_d = D > 64;
+    constexpr int N = by_d ? ROWS : ROWS / 2, BLOCKS = by_d ? D / 16 : 8;
+    static int owner[ROWS][D]; /* the float of dq_sum that the last pass takes the element from */
+    memset(owner, -1, sizeof owner);
+    for (int block = 0; block < BLOCKS; ++block)
+        for (int pair = 0; pair < N / 16; ++pair)
+            stmatrix(true, [&](int to, int element, int lane, int i, int half) {
+                const coord c = dq_place(to, block, pair, N, by_d);
+                owner[c.row][c.col + element] =
+                    block * (N * 16) + (2 * pair + i / 2) * 128 + lane * 4 + 2 * (i & 1) + half;
+            });
+    bool good = true;
+    for (int thread = 0; thread < 256; ++thread)
+        for (int e = 0; e < N / 2; ++e) {
+            const int block = thread / 32, warpgroup = thread / 128;
+            for (int second = 0; second < (D > 128 ? 2 : 1); ++second) { /* the wide kernel: two blocks of 64 of d */
+                const int b = D > 128 ? 8 * warpgroup + 4 * second + block % 4 : block;
+                if (b >= BLOCKS) continue;
+                const coord d = wgmma_d(block % 4, thread % 32, e); /* row of d, column of rows */
+                const int col = by_d ? b / 4 * 64 + d.row : d.row, row = (by_d ? 0 : warpgroup * N) + d.col;
+                good = good && owner[row][col] == b * (N * 16) + e / 4 * 128 + thread % 32 * 4 + e % 4;
+            }
+        }
+    check(good, "dQ comes out as it went in: rows, head_dim", ROWS, D);
+}
+
+static void check_backward() {
+    check_steps();
+    check_ds<64>(), check_ds<80>(), check_ds<128>();
+    check_scores();
+    check_dq<128, 64>(), check_dq<64, 64>(), check_dq<80, 96>(), check_dq<80, 128>(), check_dq<64, 128>();
+    check_dq<64, 192>(), check_dq<64, 256>();
+}
+
 int main() {
+    check_backward();
     check_schedules();
     check_blocks();
     check_stacked();

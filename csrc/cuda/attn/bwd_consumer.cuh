@@ -225,9 +225,8 @@ __global__ void __launch_bounds__(BWD_PRE_THREADS) flash_attn_bwd_round_kernel(c
             const float4 d = *(const float4 *)(from + block * (Dq::N * 16) + (2 * pair + j) * 128);
             four[2 * j] = pack2<T>(d.x * scale, d.y * scale), four[2 * j + 1] = pack2<T>(d.z * scale, d.w * scale);
         }
-        const int row = (Dq::BY_D ? 0 : block / 4 * Dq::N) + 16 * pair + lane / 16 * 8 + lane % 8;
-        const int chunk = 2 * (Dq::BY_D ? block : block % 4) + (lane / 8 & 1);
-        stmatrix_x4_trans(smem_s + Queries::offset(row, chunk), four);
+        const coord c = dq_place(lane, block, pair, Dq::N, Dq::BY_D);
+        stmatrix_x4_trans(smem_s + Queries::offset(c.row, c.col / 8), four);
     }
     __syncthreads(); /* the rows are whole */
     copy_tile_out<Queries, BWD_PRE_THREADS>(

@@ -8,6 +8,7 @@
 #include "../tile/tma_ring.cuh"
 #include "../tile/wgmma.cuh"
 #include "bwd.cuh"
+#include "bwd_order.cuh"
 #include "tma_shape.cuh"
 
 /* ---- 1. parameters and shared memory -------------------------------------------------------------------- */
@@ -90,18 +91,6 @@ template <class Tile> __device__ __forceinline__ void place_block(BwdWork &w, co
     w.start = w.tiles > 0 ? (int)((int64_t)w.tiles * tile_kv / kv_tiles) : 0;
 }
 
-/* A block's steps in order: head after head of the group, of each the tiles from `start` on and around. */
-struct BwdStep {
-    int head, tile; /* tile: of the sequence */
-
-    __device__ __forceinline__ explicit BwdStep(const BwdWork &w, int group)
-        : head(w.kv_head * group), tile(w.tile_lo + w.start) {}
-    __device__ __forceinline__ void next(const BwdWork &w) {
-        if (++tile == w.tile_lo + w.tiles) tile = w.tile_lo;
-        if (tile == w.tile_lo + w.start) ++head;
-    }
-};
-
 /* ---- 3. the producer ------------------------------------------------------------------------------------ */
 template <class Panels>
 __device__ __forceinline__ void load_panels(smem_addr tile_s, const CUtensorMap *map, int row, int head, int b,
@@ -148,7 +137,7 @@ __device__ __forceinline__ void load_tiles(const BwdHopperParams &x, const BwdWo
         if (laneid() == 0) mbarrier_arrive(kv_s);
     }
     const tma_steps<Tile::STAGES> ring = {smem_s + S::RING};
-    BwdStep at(w, g.p.group);
+    BwdStep at = {w.kv_head * g.p.group, w.tile_lo + w.start};
 #pragma unroll 1
     for (int n = 0; n < steps; ++n) {
         const int i0 = at.tile * Tile::BQ, stats_tile = at.head * g.row_tiles + w.row_tile + at.tile;
@@ -175,7 +164,7 @@ __device__ __forceinline__ void load_tiles(const BwdHopperParams &x, const BwdWo
             __syncwarp();
             if (laneid() == 0) mbarrier_arrive(ring.full(n));
         }
-        at.next(w);
+        at.next(w.tile_lo, w.tiles, w.start);
     }
 }
 

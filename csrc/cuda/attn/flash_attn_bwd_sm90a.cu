@@ -34,10 +34,9 @@ template <class T, class Tile_, bool MODIFIED> struct BwdConsumer {
     float dk[D / 2], dv[DV / 2];
 
     /* dS [BQ][64 keys of this warpgroup], transposed on its way. */
-    static __device__ __forceinline__ void store_ds(smem_addr ds_s, const uint32_t (&ds)[N * 2], int warpgroup) {
-        const int lane = laneid(), warp = mov_tid_x() / 32 % 4;
-        const int row = lane / 16 * 8 + lane % 8, col = 64 * warpgroup + 16 * warp + (lane / 8 & 1) * 8;
-        const smem_addr at = ds_s + S::Scores::offset_of(row, col);
+    static __device__ __forceinline__ void store_ds(smem_addr ds_s, const uint32_t (&ds)[N * 2]) {
+        const coord c = ds_place(mov_tid_x(), 0);
+        const smem_addr at = ds_s + S::Scores::offset_of(c.row, c.col);
 #pragma unroll
         for (int n = 0; n < N; n += 2) {
             const uint32_t four[4] = {ds[2 * n], ds[2 * n + 1], ds[2 * n + 2], ds[2 * n + 3]};
@@ -114,7 +113,7 @@ template <class T, class Tile_, bool MODIFIED> struct BwdConsumer {
             } else {
                 gradients<T>(s, dp, p, ds, stats_s + BQ * 4);
             }
-            store_ds(ds_s, ds, warpgroup);
+            store_ds(ds_s, ds);
 
             /* a part of dV keeps the tensor cores busy over the barrier; the rest and dK, while dQ goes to memory */
             wgmma_fence();

@@ -29,12 +29,12 @@ template <class T, class Tile_, bool MODIFIED> struct BwdWideConsumer {
     float sum[D / 2]; /* dV in warpgroup 0, dK in warpgroup 1 */
 
     /* P^T or dS^T [64 keys][this warpgroup's rows]. */
-    static __device__ __forceinline__ void store_scores(smem_addr tile_s, const uint32_t (&x)[N * 2], int warpgroup) {
-        const int lane = laneid(), row = mov_tid_x() / 32 % 4 * 16 + lane % 16;
+    static __device__ __forceinline__ void store_scores(smem_addr tile_s, const uint32_t (&x)[N * 2]) {
 #pragma unroll
         for (int n = 0; n < N; n += 2) {
             const uint32_t four[4] = {x[2 * n], x[2 * n + 1], x[2 * n + 2], x[2 * n + 3]};
-            stmatrix_x4(tile_s + S::Scores::offset_of(row, BQ / 2 * warpgroup + 8 * n + lane / 16 * 8), four);
+            const coord c = scores_place(mov_tid_x(), n, BQ / 2);
+            stmatrix_x4(tile_s + S::Scores::offset_of(c.row, c.col), four);
         }
     }
 
@@ -92,8 +92,8 @@ template <class T, class Tile_, bool MODIFIED> struct BwdWideConsumer {
             } else {
                 gradients<T>(s, dp, p, ds, stats_s + BQ * 4);
             }
-            store_scores(p_s, p, warpgroup);
-            store_scores(ds_s, ds, warpgroup);
+            store_scores(p_s, p);
+            store_scores(ds_s, ds);
 
             consumers_sync(); /* P and dS are whole; and nobody reads those of the step before any more */
             float dq[2][BQ / 2];
