@@ -14,8 +14,7 @@ import random
 from dataclasses import dataclass, replace
 
 import pytest
-from test_pipeline import Barrier, Wrong, interleave
-from test_pipeline_few_rows import Sync, ended
+from test_pipeline import Barrier, Sync, Wrong, ended, interleave
 
 SCHEDULES = 30_000 if os.environ.get("GPUKERN_TEST_ALL") == "1" else 3_000
 WARPS = 2  # of a warpgroup; the kernel has four
