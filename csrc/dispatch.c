@@ -158,12 +158,11 @@ gk_status gk_dispatch_run(const char *name, const gk_context *ctx, const void *a
 size_t gk_dispatch_workspace_bytes(const char *name, const gk_context *ctx, gk_op op, gk_dtype dtype,
                                    const void *args) {
     gk_plan plan;
-    size_t bytes = gk_dispatch_plan(name, ctx, op, dtype, args, &plan) == GK_OK ? plan.workspace_bytes : 0;
+    if (gk_dispatch_plan(name, ctx, op, dtype, args, &plan) != GK_OK) return 0;
+    size_t bytes = plan.workspace_bytes;
 #ifdef GPUKERN_HAS_CUDA
-    if (bytes == 0 && ctx->device != GK_CUDA) return 0;
-    if (ctx->device == GK_CUDA && plan.preferred &&
-        gk_dispatch_plan_default(name, ctx, op, dtype, args, &plan) == GK_OK && plan.workspace_bytes > bytes)
-        bytes = plan.workspace_bytes;
+    if (plan.preferred && gk_dispatch_plan_default(name, ctx, op, dtype, args, &plan) == GK_OK)
+        bytes = plan.workspace_bytes > bytes ? plan.workspace_bytes : bytes;
 #endif
     return bytes;
 }

@@ -125,8 +125,8 @@ typedef struct gk_explanation {
     size_t size;  /* sizeof(gk_explanation), set by the caller */
     char row[64]; /* the table row, e.g. "gemm_packed_f32_avx512" */
     char isa[16]; /* its instruction set or architecture */
-    /* gemm: MB NB KB (block), MR*NR or, on CUDA, the classes in which unaligned rows of a are read where they lie; attention: BQ BKV
-     * and the span of a context chunk; 0 = unused */
+    /* gemm: MB NB KB (block), on the CPU MR*NR; attention: BQ BKV and the span of a context chunk;
+     * 0 = unused */
     int64_t tile[4];
     int64_t tasks;  /* independent units of work */
     int64_t chunks; /* parts that keys are split into, 1 = not split */

@@ -52,6 +52,23 @@ class Barrier:
         return self.phase & 1 != parity
 
 
+def ended(barrier, parity):
+    return lambda: barrier.ended(parity)
+
+
+class Sync:
+    """bar.sync and barrier.cluster: who comes goes on when `count` have come."""
+
+    def __init__(self, count):
+        self.count = count
+        self.come = 0
+
+    def arrive(self):
+        self.come += 1
+        until = (self.come - 1) // self.count * self.count + self.count
+        return lambda: self.come >= until
+
+
 def interleave(agents, events, rng):
     """Runs agents, which yield None or what they wait for, and the events that they leave, in any order."""
     agents = [[agent, None] for agent in agents]

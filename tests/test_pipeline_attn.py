@@ -14,28 +14,11 @@ import random
 from dataclasses import dataclass, replace
 
 import pytest
-from test_pipeline import Barrier, Wrong, interleave
+from test_pipeline import Barrier, Sync, Wrong, ended, interleave
 
 SCHEDULES = 30_000 if os.environ.get("GPUKERN_TEST_ALL") == "1" else 3_000
 WARPS = 2  # of a warpgroup; the kernel has four
 BOXES, BOX = 2, 3  # a copy's panels, and the bytes of one; units of no meaning
-
-
-def ended(barrier, parity):
-    return lambda: barrier.ended(parity)
-
-
-class Sync:
-    """bar.sync and barrier.cluster: who comes goes on when `count` have come."""
-
-    def __init__(self, count):
-        self.count = count
-        self.come = 0
-
-    def arrive(self):
-        self.come += 1
-        until = (self.come - 1) // self.count * self.count + self.count
-        return lambda: self.come >= until
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import random
 from dataclasses import dataclass, replace
 
 import pytest
-from test_pipeline import Barrier, Wrong, interleave
-from test_pipeline_attn import Ring, Sync, ended
+from test_pipeline import Barrier, Sync, Wrong, ended, interleave
+from test_pipeline_attn import Ring
 
 SCHEDULES = 10_000 if os.environ.get("GPUKERN_TEST_ALL") == "1" else 800
 GROUPS, WARPS = 2, 2  # warpgroups, and warps of one; the kernel has four
