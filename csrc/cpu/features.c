@@ -22,21 +22,32 @@ static bool has_bf16_and_vnni(void) {
 }
 #endif
 
-bool gk_cpu_has(gk_isa isa) {
-    if (isa == GK_ISA_BASE) return true;
 #if defined(GK_X86_ISAS)
+/* One bit for each set that this machine has. */
+static unsigned ask_cpu(void) {
     __builtin_cpu_init();
     bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
     bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    switch (isa) {
-    case GK_ISA_AVX2: return avx2;
-    case GK_ISA_AVX512: return avx512;
-    case GK_ISA_AVX512BF16: return avx512 && has_bf16_and_vnni();
-    default: return false;
+    unsigned sets = 1u << GK_ISA_BASE;
+    if (avx2) sets |= 1u << GK_ISA_AVX2;
+    if (avx512) sets |= 1u << GK_ISA_AVX512;
+    if (avx512 && has_bf16_and_vnni()) sets |= 1u << GK_ISA_AVX512BF16;
+    return sets;
+}
+#endif
+
+bool gk_cpu_has(gk_isa isa) {
+#if defined(GK_X86_ISAS)
+    static atomic_uint sets; /* 0 until asked for: a cpuid takes 20 us under a hypervisor, and every call asks */
+    unsigned known = atomic_load_explicit(&sets, memory_order_relaxed);
+    if (known == 0) {
+        known = ask_cpu();
+        atomic_store_explicit(&sets, known, memory_order_relaxed);
     }
+    return known >> isa & 1;
 #else
-    return false;
+    return isa == GK_ISA_BASE;
 #endif
 }
 
