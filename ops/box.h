@@ -18,9 +18,8 @@
 namespace gk {
 
 // ---- arguments that are not tensors -------------------------------------------------------------
-class String { // owns torch's string, or stands for a literal
+class String { // owns torch's string
   public:
-    explicit String(std::string_view literal) : handle_(nullptr), text_(literal) {}
     explicit String(StringHandle handle) : handle_(handle) {
         size_t length = 0;
         const char *data = "";
@@ -29,9 +28,7 @@ class String { // owns torch's string, or stands for a literal
         text_ = std::string_view(data, length);
     }
     String(const String &) = delete;
-    ~String() {
-        if (handle_) torch_delete_string(handle_);
-    }
+    ~String() { torch_delete_string(handle_); }
     operator std::string_view() const { return text_; }
 
   private:
@@ -133,37 +130,65 @@ template <class... T> void box(StableIValue *stack, std::tuple<T...> &&results) 
 }
 
 // ---- what torch calls ---------------------------------------------------------------------------
-template <size_t first, class Args, class R> void call(R (*kernel)(Args &), StableIValue *stack, uint64_t n) {
-    constexpr size_t members = first ? first : count_members<Args>();
+template <class Args> Args read_args(const StableIValue *stack, uint64_t n) {
+    constexpr size_t members = count_members<Args>();
     if (n != members) throw std::logic_error("gpukern: a schema and its kernel differ");
-    Args args = unbox<Args>(stack, std::make_index_sequence<members>());
+    return unbox<Args>(stack, std::make_index_sequence<members>());
+}
+
+template <class Args, class R> void call(R (*kernel)(Args &), StableIValue *stack, uint64_t n) {
+    Args args = read_args<Args>(stack, n);
     if constexpr (std::is_void_v<R>)
         kernel(args);
     else
         box(stack, kernel(args));
 }
 
-template <size_t, class R> void call(R (*kernel)(), StableIValue *stack, uint64_t) {
+template <class R> void call(R (*kernel)(), StableIValue *stack, uint64_t) {
     if constexpr (std::is_void_v<R>)
         kernel();
     else
         box(stack, kernel());
 }
 
-// With `first` the schema ends after as many arguments, and the others have the values that Args gives them.
-template <auto kernel, size_t first = 0> void boxed(StableIValue *stack, uint64_t num_args, uint64_t) {
-    call<first>(kernel, stack, num_args);
-}
+template <auto kernel> void boxed(StableIValue *stack, uint64_t num_args, uint64_t) { call(kernel, stack, num_args); }
 
 using Library = torch::stable::detail::StableLibrary;
 
-// An op's kernel, and the same for its twin `_name`: what Python calls where nothing but this kernel would see the call. Autograd
-// passes the twin by; whoever else looks at calls is handed the op (torch_gpukern/_library.py). Of the op that most calls are, a
-// second twin, `_name_short`, ends after the `first` arguments: to fill in the others is a fifth of a small call's time.
-template <auto kernel, size_t first = 0> void impl_with_twins(Library &m, const std::string &name) {
-    m.impl(name.c_str(), boxed<kernel>);
-    m.impl(("_" + name).c_str(), boxed<kernel>);
-    if constexpr (first > 0) m.impl(("_" + name + "_short").c_str(), boxed<kernel, first>);
+// ---- an op, its _fwd and its raw op -------------------------------------------------------------
+// One kernel serves the three: (out, second) = kernel(args, all), `second` without a tensor where not all is wanted.
+//   name       out
+//   name_fwd   both
+//   _name      the raw op, which autograd passes by and which Python calls where nothing but this kernel would see
+//              the call (torch_gpukern/ops/define.py). `all` stands before the arguments, so that a call may leave
+//              out trailing defaults. A result that is not wanted is empty: no tracer ever sees None.
+using Both = std::tuple<Tensor, Tensor>;
+
+template <class Args> Both call_for(Both (*kernel)(Args &, bool), const StableIValue *stack, uint64_t n, bool all) {
+    Args args = read_args<Args>(stack, n);
+    return kernel(args, all);
+}
+
+template <auto kernel> void boxed_first(StableIValue *stack, uint64_t num_args, uint64_t) {
+    Both results = call_for(kernel, stack, num_args, false);
+    stack[0] = give(std::get<0>(results));
+}
+
+template <auto kernel> void boxed_all(StableIValue *stack, uint64_t num_args, uint64_t) {
+    box(stack, call_for(kernel, stack, num_args, true));
+}
+
+template <auto kernel> void boxed_raw(StableIValue *stack, uint64_t num_args, uint64_t) {
+    Both results = call_for(kernel, stack + 1, num_args - 1, bits_as<bool>(stack[0]));
+    Tensor &out = std::get<0>(results), &second = std::get<1>(results);
+    if (!second) second = empty("raw op", Shape{1, {0}}, out.dtype, out.device);
+    box(stack, std::move(results));
+}
+
+template <auto kernel> void impl_op(Library &m, const std::string &name) {
+    m.impl(name.c_str(), boxed_first<kernel>);
+    m.impl((name + "_fwd").c_str(), boxed_all<kernel>);
+    m.impl(("_" + name).c_str(), boxed_raw<kernel>);
 }
 
 } // namespace gk

@@ -8,18 +8,18 @@ namespace gk {
 namespace {
 
 // ---- paged_attn ---------------------------------------------------------------------------------
-struct PagedArgs {            // the schema, member by member
-    Tensor q;                 // [T, Hq, D]
-    Tensor k_cache, v_cache;  // [num_blocks, block_size, Hkv, D], [..., Dv]
-    Tensor block_table;       // [B, max_blocks] int32
-    Tensor seq_lens;          // [B] int32
-    OptTensor cu_seqlens_q{}; // [B+1] int32; from here on the defaults that paged_attn_short leaves out
-    int64_t max_seqlen_q = 1;
-    OptDouble scale{};
-    int64_t window_left = -1;
-    double softcap = 0;
-    OptTensor alibi_slopes{}, sinks{}, k_scale{}, v_scale{}; // [Hq] or [B, Hq], [Hq], [] or [Hkv]
-    bool is_causal = true;
+struct PagedArgs {           // the schema, member by member
+    Tensor q;                // [T, Hq, D]
+    Tensor k_cache, v_cache; // [num_blocks, block_size, Hkv, D], [..., Dv]
+    Tensor block_table;      // [B, max_blocks] int32
+    Tensor seq_lens;         // [B] int32
+    OptTensor cu_seqlens_q;  // [B+1] int32
+    int64_t max_seqlen_q;
+    OptDouble scale;
+    int64_t window_left;
+    double softcap;
+    OptTensor alibi_slopes, sinks, k_scale, v_scale; // [Hq] or [B, Hq], [Hq], [] or [Hkv]
+    bool is_causal;
 };
 
 constexpr const char *kOp = "paged_attn";
@@ -115,18 +115,11 @@ void run(PagedArgs &x, gk_paged_attn_args *args, const Tensor &out, const Tensor
     call.done(gk_paged_attn(call.context(), args));
 }
 
-Tensor paged_attn(PagedArgs &x) {
+Both paged_attn(PagedArgs &x, bool all) {
     gk_paged_attn_args args = check(x);
-    Tensor out = empty(kOp, out_shape(x), x.q.dtype, x.q.device);
-    run(x, &args, out, nullptr);
-    return out;
-}
-
-std::tuple<Tensor, Tensor> paged_attn_fwd(PagedArgs &x) {
-    gk_paged_attn_args args = check(x);
-    Tensor out = empty(kOp, out_shape(x), x.q.dtype, x.q.device);
-    Tensor lse = empty(kOp, lse_shape(x), dtype_of(wide_dtype(x.q)), x.q.device);
-    run(x, &args, out, &lse);
+    Tensor out = empty(kOp, out_shape(x), x.q.dtype, x.q.device), lse;
+    if (all) lse = empty(kOp, lse_shape(x), dtype_of(wide_dtype(x.q)), x.q.device);
+    run(x, &args, out, all ? &lse : nullptr);
     return {std::move(out), std::move(lse)};
 }
 
@@ -334,8 +327,7 @@ void kv_cache_write(WriteArgs &x) {
 }
 
 void implement(Library &m) {
-    impl_with_twins<paged_attn, 5>(m, "paged_attn");
-    impl_with_twins<paged_attn_fwd>(m, "paged_attn_fwd");
+    impl_op<paged_attn>(m, "paged_attn");
     m.impl("explain_paged_attn", boxed<explain_paged_attn>);
     m.impl("kv_cache_write", boxed<kv_cache_write>);
 }
