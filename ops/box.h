@@ -155,40 +155,26 @@ template <auto kernel> void boxed(StableIValue *stack, uint64_t num_args, uint64
 
 using Library = torch::stable::detail::StableLibrary;
 
-// ---- an op, its _fwd and its raw op -------------------------------------------------------------
-// One kernel serves the three: (out, second) = kernel(args, all), `second` without a tensor where not all is wanted.
-//   name       out
-//   name_fwd   both
-//   _name      the raw op, which autograd passes by and which Python calls where nothing but this kernel would see
-//              the call (torch_gpukern/ops/define.py). `all` stands before the arguments, so that a call may leave
-//              out trailing defaults. A result that is not wanted is empty: no tracer ever sees None.
+// ---- an op and its _fwd -------------------------------------------------------------------------
+// One kernel serves both: (out, second) = kernel(args, all), `second` without a tensor where not all is wanted.
 using Both = std::tuple<Tensor, Tensor>;
 
-template <class Args> Both call_for(Both (*kernel)(Args &, bool), const StableIValue *stack, uint64_t n, bool all) {
-    Args args = read_args<Args>(stack, n);
-    return kernel(args, all);
-}
-
-template <auto kernel> void boxed_first(StableIValue *stack, uint64_t num_args, uint64_t) {
-    Both results = call_for(kernel, stack, num_args, false);
-    stack[0] = give(std::get<0>(results));
-}
-
-template <auto kernel> void boxed_all(StableIValue *stack, uint64_t num_args, uint64_t) {
-    box(stack, call_for(kernel, stack, num_args, true));
-}
-
-template <auto kernel> void boxed_raw(StableIValue *stack, uint64_t num_args, uint64_t) {
-    Both results = call_for(kernel, stack + 1, num_args - 1, bits_as<bool>(stack[0]));
-    Tensor &out = std::get<0>(results), &second = std::get<1>(results);
-    if (!second) second = empty("raw op", Shape{1, {0}}, out.dtype, out.device);
-    box(stack, std::move(results));
-}
+template <auto kernel> struct Door; // unpacks Args
+template <class Args, Both (*kernel)(Args &, bool)> struct Door<kernel> {
+    static void first(StableIValue *stack, uint64_t num_args, uint64_t) {
+        Args args = read_args<Args>(stack, num_args);
+        Both results = kernel(args, false);
+        stack[0] = give(std::get<0>(results));
+    }
+    static void all(StableIValue *stack, uint64_t num_args, uint64_t) {
+        Args args = read_args<Args>(stack, num_args);
+        box(stack, kernel(args, true));
+    }
+};
 
 template <auto kernel> void impl_op(Library &m, const std::string &name) {
-    m.impl(name.c_str(), boxed_first<kernel>);
-    m.impl((name + "_fwd").c_str(), boxed_all<kernel>);
-    m.impl(("_" + name).c_str(), boxed_raw<kernel>);
+    m.impl(name.c_str(), Door<kernel>::first);
+    m.impl((name + "_fwd").c_str(), Door<kernel>::all);
 }
 
 } // namespace gk

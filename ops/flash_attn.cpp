@@ -389,7 +389,6 @@ void implement(Library &m) {
     m.impl("flash_attn_varlen_bwd", boxed<flash_attn_varlen_bwd>);
     m.impl("explain_flash_attn_varlen", boxed<explain<PackedArgs>>);
     m.impl("attn_merge", boxed<attn_merge>);
-    m.impl("_attn_merge", boxed<attn_merge>);
 }
 
 } // namespace

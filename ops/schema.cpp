@@ -46,17 +46,10 @@
 
 namespace {
 
-// An op and its raw op of the same arguments and results; see impl_op in box.h.
-void def_with_raw(gk::Library &m, const std::string &name, const std::string &arguments, const std::string &results) {
-    m.def((name + arguments + results).c_str());
-    m.def(("_" + name + arguments + results).c_str());
-}
-
-// An op that returns the first of its results, its _fwd that returns all, and the raw op that is told which.
+// An op that returns the first of its results, its _fwd that returns all, and its explain; see impl_op in box.h.
 void def_op(gk::Library &m, const std::string &name, const std::string &arguments, const std::string &results) {
     m.def((name + arguments + " -> Tensor").c_str());
     m.def((name + "_fwd" + arguments + results).c_str());
-    m.def(("_" + name + "(bool all, " + arguments.substr(1) + results).c_str());
     m.def(("explain_" + name + arguments + " -> str").c_str());
 }
 
@@ -71,7 +64,7 @@ void define(gk::Library &m) {
     def_op(m, "flash_attn_varlen", FLASH_ATTN_VARLEN_ARGS, OUT_LSE);
     m.def("flash_attn_varlen_bwd" FLASH_ATTN_VARLEN_BWD_ARGS GRADIENTS);
 
-    def_with_raw(m, "attn_merge", "(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b)", OUT_LSE);
+    m.def("attn_merge(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b)" OUT_LSE);
 
     def_op(m, "paged_attn", PAGED_ATTN_ARGS, OUT_LSE);
     m.def("kv_cache_write(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "

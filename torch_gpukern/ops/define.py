@@ -10,9 +10,9 @@ gets, each on the dispatch key of that purpose:
 - a rule for torch.vmap, which folds the new dimension into those that the op has (batching.py);
 - a FLOP formula.
 
-**The raw op.** `_X` has the kernels of op X and returns all results. Autograd passes it by, which spares a call the
-dispatcher's way into Python and back, 2 to 3 us. Modes, subclasses, autocast, tracers, fake tensors and every device
-without a kernel are handed the op itself (`_HANDED_OVER`), so nobody sees the raw op but a profiler.
+**Below autograd.** A call that wants no gradient skips the Autograd kernel, which spares it the dispatcher's way into
+Python and back, 2 to 3 us: `Op.call` excludes autograd's keys, and so does the kernel for what it computes itself. Who
+looks at calls (modes, subclasses, autocast, tracers, fake tensors) sees the op as ever.
 
 **torch.func.** The fast Function takes 5 us; torch.func asks for the form with `setup_context`, which takes 50. It has
 the same rules and is called only where a transform that differentiates is active (gradients.py).
@@ -48,22 +48,10 @@ from . import batching, gradients
 
 __all__ = ["Op", "define_op"]
 
-# Who looks at calls, or has no kernel of ours: the keys at which a raw op hands over to its op.
-_HANDED_OVER = (
-    "Python",  # modes, tensor subclasses, fake tensors
-    "AutocastCPU",
-    "AutocastCUDA",
-    "Tracer",
-    "FuncTorchDynamicLayerBackMode",  # transforms outside another of torch.func
-    "NestedTensorCPU",
-    "NestedTensorCUDA",
-    "CompositeExplicitAutograd",  # meta, sparse and all other devices
-)
-
 _NUMBER_TYPES = ("float", "int", "SymInt", "bool", "Optional[float]")
-# The types that a call of the raw op may have; a number that is a tensor is not among them.
-_INT64 = 2**63
-_PLAIN = {Tensor, torch.nn.Parameter, type(None), bool, int, float, str, torch.dtype}
+_TENSORS = {Tensor, torch.nn.Parameter}
+# The types of arguments that a schema takes or refuses whatever their value, but for integers of more than 64 bits.
+_PLAIN = {*_TENSORS, type(None), bool, int, float, str, torch.dtype}
 
 
 class Op:
@@ -85,8 +73,6 @@ class Op:
         self.numbers = tuple(i for i, t in enumerate(types) if t in _NUMBER_TYPES)
         self.bare = _unwrapped(self.overload)
         self.all = self  # X_fwd, where the op is X and has one
-        self.below: Callable = self.below_autograd  # (*args) without a gradient
-        self.below_for_backward: Callable = self.below  # (*args) -> all results that backward reads
         self.differentiate: Callable | None = None  # (*args) where a gradient is wanted
         self.transformed: Callable | None = None  # likewise, where torch.func transforms
         self.casts: dict[str, Callable] = {}  # device -> (*args) cast as autocast does
@@ -123,8 +109,8 @@ class Op:
     def call(self, *args: Any) -> Any:
         """The op, the shortest way that gives its results.
 
-        Where nothing but its Autograd kernel would see the call, that is called here, and where no gradient is wanted the
-        raw op. A compiler that traces, torch.jit.trace, torch.func, autocast, modes and subclasses see the op.
+        Where nothing but its Autograd kernel would see the call, that is called here if a gradient is wanted and skipped if
+        none is. A compiler that traces, torch.jit.trace, torch.func, autocast, modes and subclasses see the op.
         """
         if (
             is_compiling()
@@ -140,31 +126,32 @@ class Op:
         while n > required and args[n - 1] is defaults[n - 1]:
             n -= 1
         args = args[:n]
-        types = tuple(map(type, args))
-        ints = self._served.get(types)
-        if ints is None:
-            return self._first(types, args)
-        for i in ints:
-            if not -_INT64 <= args[i] < _INT64:
-                return self.overload(*args)
         if is_grad_enabled() and any_requires_grad(*args):
-            return self.overload(*args) if any_autocast() else self.differentiate(*args)
-        return self.below(*args)
-
-    def _first(self, types: tuple[type, ...], args: tuple) -> Any:
-        """A call of types that the schema has not taken yet: if it refuses them, it does so in the name of the op."""
-        results = self.overload(*args)
-        numbers_are_numbers = not any(issubclass(types[i], Tensor) for i in self.numbers if i < len(types))
-        if numbers_are_numbers and _PLAIN.issuperset(types):
-            self._served[types] = tuple(i for i, t in enumerate(types) if t is int)
-        return results
-
-    def below_autograd(self, *args: Any) -> Any:
+            types = tuple(map(type, args))
+            ints = self._served.get(types)
+            if ints is not None and not any_autocast() and (not ints or _fit(args, ints)):
+                return self.differentiate(*args)
+            return self._by_the_op(types, args)
         guard = below_autograd()  # from here on; `with` would call into C++ twice more, 0.4 us
         try:
             return self.bare(*args)
         finally:
             del guard
+
+    def below(self, *args: Any) -> Any:
+        """The op below autograd."""
+        guard = below_autograd()
+        try:
+            return self.bare(*args)
+        finally:
+            del guard
+
+    def _by_the_op(self, types: tuple[type, ...], args: tuple) -> Any:
+        """A call of types that the schema has not taken yet: if it refuses them, it does so in the name of the op."""
+        results = self.overload(*args)
+        if _PLAIN.issuperset(types) and not any(types[i] in _TENSORS for i in self.numbers if i < len(types)):
+            self._served[types] = tuple(i for i, t in enumerate(types) if t is int)
+        return results
 
     def refuse_number_gradients(self, args: Sequence) -> None:
         """ValueError where an argument that is a number is given as a tensor that wants a gradient."""
@@ -190,6 +177,10 @@ def _interned(default: Any) -> Any:
     if type(default) is str:
         return sys.intern(default)
     return _known.setdefault(default, default) if type(default) is float else default
+
+
+def _fit(args: Sequence, ints: Sequence[int]) -> bool:
+    return all(-(2**63) <= args[i] < 2**63 for i in ints)
 
 
 def _unwrapped(op: torch._ops.OpOverload) -> Callable:
@@ -308,14 +299,9 @@ def define_op(
     """
     op = Op(name)
     doors = [op]
-    has_raw = hasattr(ops, f"_{name}")
     if hasattr(ops, f"{name}_fwd"):
         op.all = Op(f"{name}_fwd")
         doors.append(op.all)
-    if has_raw:
-        raw = _raw(op)
-        for door in doors:
-            door.below, door.below_for_backward = _of_raw(raw, op, door, reads_all)
     for door in doors:
         if public is not None:
             door.set_defaults_of(public)
@@ -323,7 +309,7 @@ def define_op(
         if no_backward:
             gradients.refuse(door, no_backward)
         else:
-            gradients.differentiate(door, op.all, backward, save, saved, without_gradient)
+            gradients.differentiate(door, op, backward, save, saved, reads_all, without_gradient)
         register_fake(door, fake, first=door is not op.all)
         register_autograd(door, _autograd_kernel(door))
         if autocast:
@@ -333,37 +319,6 @@ def define_op(
         if flops is not None:
             register_flops(door, flops)
     return op
-
-
-# ---- the raw op ----------------------------------------------------------------------------------
-
-
-def _raw(op: Op) -> Callable:
-    """`_X`: X below autograd. Where the op has an X_fwd, its first argument says whether all results are wanted."""
-    name = f"_{op.name}"
-
-    def hand_over(*args):
-        if op is op.all:
-            return op.below_autograd(*args)
-        every, *args = args
-        if every:
-            return op.all.below_autograd(*args)
-        out = op.below_autograd(*args)
-        return out, out  # the second is not read
-
-    library.impl(name, torch.library.fallthrough_kernel, "Autograd")
-    for key in _HANDED_OVER:
-        library.impl(name, hand_over, key)
-    return getattr(ops, name).default._op
-
-
-def _of_raw(raw: Callable, op: Op, door: Op, reads_all: Callable | None) -> tuple[Callable, Callable]:
-    """door.below and door.below_for_backward."""
-    if op is op.all:
-        return raw, raw
-    everything = functools.partial(raw, True)
-    for_backward = everything if reads_all is None else lambda *args: raw(reads_all(args), *args)
-    return everything if door is op.all else lambda *args: raw(False, *args)[0], for_backward
 
 
 # ---- what is registered --------------------------------------------------------------------------

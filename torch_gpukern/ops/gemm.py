@@ -72,7 +72,7 @@ def gemm(
     Multiplication" (2008).
     """
     if fp32_precision is None:
-        tf32 = a.dtype == _float32 and a.is_cuda and _torch_allows_tf32()
+        tf32 = a.is_cuda and a.dtype == _float32 and _torch_allows_tf32()
         fp32_precision = "tf32" if tf32 else "ieee"
     return _gemm.call(a, b, bias, c, alpha, beta, activation, out_dtype, fp32_precision)
 
@@ -143,7 +143,8 @@ def _summed_product(x: Tensor, y: Tensor, shape: torch.Size, complete: bool, how
 
 
 def _reads_preact(args) -> bool:
-    return _gemm.value(args, "activation") not in ("none", "relu")  # relu's derivative shows in its output
+    # relu's derivative shows in its output
+    return len(args) > 2 and _gemm.value(args, "activation") not in ("none", "relu")
 
 
 def _save(needs, args, out, preact):

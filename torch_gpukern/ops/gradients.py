@@ -24,27 +24,29 @@ def no_forward_mode(op: Op) -> str:
 
 
 def differentiate(
+    door: Op,
     op: Op,
-    every: Op,
     backward: Callable,
     save: Callable | None,
     saved: Sequence[str],
+    reads_all: Callable | None,
     without_gradient: Sequence[str],
 ) -> None:
-    """Sets op.differentiate and op.transformed. every: X_fwd where op is X, else op."""
-    rules = _Rules(every, backward, save, saved)
-    refused = [(every.names.index(n), n) for n in without_gradient]
-    first = op is not every
+    """Sets differentiate and transformed of `door`, which is op or op.all; the rest is what define_op was given."""
+    rules = _Rules(op.all, backward, save, saved)
+    refused = [(op.names.index(n), n) for n in without_gradient]
+    first = door is not op.all
 
     def refuse_gradients(args: Sequence) -> None:
         for i, name in refused:
             if i < len(args) and args[i] is not None and args[i].requires_grad:
-                raise ValueError(
-                    f"{op.qualified}: {name} requires a gradient and has none; pass {name}.detach()"
-                )
+                raise ValueError(f"{door.qualified}: {name} requires a gradient and has none; pass {name}.detach()")
 
-    fast = _fast(rules, first, op.below_for_backward)
-    slow = _with_setup_context(op, rules)
+    def what_backward_reads(*args):
+        return op.all.below(*args) if reads_all(args) else (op.below(*args), None)
+
+    fast = _fast(rules, first, op.all.below if reads_all is None else what_backward_reads)
+    slow = _with_setup_context(door, rules)
 
     def call(*args):
         refuse_gradients(args)
@@ -55,7 +57,7 @@ def differentiate(
         results = slow.apply(*args)
         return results[0] if first else results
 
-    op.differentiate, op.transformed = call if refused else fast, transformed
+    door.differentiate, door.transformed = call if refused else fast, transformed
 
 
 class _Rules:
@@ -93,9 +95,9 @@ class _Rules:
         if self.save is not None:
             values.update(ctx.more)
         wanted = ctx.needs_input_grad
-        if wanted not in self.needs:
-            self.needs[wanted] = frozenset(n for n, w in zip(self.op.names, wanted, strict=False) if w)
-        needs = self.needs[wanted]
+        needs = self.needs.get(wanted)
+        if needs is None:
+            needs = self.needs[wanted] = frozenset(n for n, w in zip(self.op.names, wanted, strict=False) if w)
         if any_autocast():
             with below_autocast():
                 made = self.backward(needs, **values)
@@ -117,17 +119,21 @@ def _fast(rules: _Rules, first: bool, below: Callable) -> Callable:
     """The form for a call: forward and its context in one, arguments without trailing defaults."""
     keep = rules.keep
 
-    def forward(ctx, *args):
+    def forward_of_first(ctx, *args):
         results = below(*args)
         keep(ctx, args, results)
-        if first:
-            return results[0]
+        return results[0]
+
+    def forward_of_all(ctx, *args):
+        results = below(*args)
+        keep(ctx, args, results)
         ctx.set_materialize_grads(False)
         return results
 
     def backward(ctx, *grads):
         return rules.gradients(ctx, grads)
 
+    forward = forward_of_first if first else forward_of_all
     return _apply_of(_function(rules.op.name, forward=forward, backward=backward))
 
 
