@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from conftest import ops, run_python, snapshot, torch_gpukern
-from registry import BF16, F64, INDEX_ERRORS, OPS, VALUE_ERRORS, dense, i32, merge, packed, paged, product, t, write
+from registry import BF16, F64, INDEX_ERRORS, OPS, VALUE_ERRORS, dense, i32, merge, paged, product, t, write
 
 ids = [f"{op}: {text}" for op, _, text in VALUE_ERRORS + INDEX_ERRORS]
 cases = [(*c, ValueError) for c in VALUE_ERRORS] + [(*c, IndexError) for c in INDEX_ERRORS]

@@ -31,7 +31,9 @@ def loss_of(name: str, call: dict, fn=None):
     def loss(*leaves):
         results = fn(**call | dict(zip(names, leaves, strict=True)))
         results = results if isinstance(results, tuple) else (results,)
-        return sum((r * (1 + torch.arange(r.numel(), dtype=r.dtype, device=r.device).view(r.shape))).sum() for r in results)
+        return sum(
+            (r * (1 + torch.arange(r.numel(), dtype=r.dtype, device=r.device).view(r.shape))).sum() for r in results
+        )
 
     return loss, [call[n] for n in names]
 
@@ -115,7 +117,7 @@ def test_gradients_of_each_sample(name, variant, device):
     for call, chosen in batches(name, variant, device):
         names = leaves_of(name, call)
 
-        def loss(values, call=call):
+        def loss(values, call=call, names=names):
             return loss_of(name, call | values)[0](*(values.get(n, call[n]) for n in names))
 
         batched = {n: call[n] for n in chosen if n in names}
@@ -123,7 +125,11 @@ def test_gradients_of_each_sample(name, variant, device):
         if not batched:
             continue
         got = torch.vmap(lambda x, y: torch.func.grad(lambda z: loss(z | y))(x))(batched, rest)
-        through = torch.func.grad(lambda x: torch.vmap(lambda z, y: loss(z | y))(x, rest).sum())(batched)
+
+        def total(x, rest=rest, loss=loss):
+            return torch.vmap(lambda z, y: loss(z | y))(x, rest).sum()
+
+        through = torch.func.grad(total)(batched)
         for i in range(COPIES):
             one = one_of(call, chosen, i)
             f, leaves = loss_of(name, one)

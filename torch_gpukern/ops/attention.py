@@ -57,9 +57,7 @@ def backward_of(bwd: Op) -> Callable:
     def backward(needs, out, grad_out, grad_lse, **kept):
         if grad_out is None:  # the loss reads lse alone
             grad_out = torch.zeros_like(out)
-        grads = bwd.call_named(
-            **kept, out=out, grad_out=grad_out, grad_lse=grad_lse, deterministic=are_deterministic()
-        )
+        grads = bwd.call_named(**kept, out=out, grad_out=grad_out, grad_lse=grad_lse, deterministic=are_deterministic())
         return dict(zip(("q", "k", "v", "sinks"), grads, strict=True))
 
     return backward

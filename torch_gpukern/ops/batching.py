@@ -44,9 +44,7 @@ def register(op: Op, fold: Callable | None) -> None:
 
 
 def _one_by_one(op: Op, size: int, batched: set[str], given: dict[str, Any]) -> tuple:
-    calls = [
-        op.bare(*(x[i] if name in batched else x for name, x in given.items())) for i in range(size)
-    ]
+    calls = [op.bare(*(x[i] if name in batched else x for name, x in given.items())) for i in range(size)]
     if isinstance(calls[0], Tensor):
         return torch.stack(calls), 0
     return tuple(torch.stack(results) for results in zip(*calls, strict=True)), (0,) * len(calls[0])

@@ -62,7 +62,6 @@ def paged_attn(
     is_causal: bool = ...,
     return_lse: bool = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
-
 def kv_cache_write(
     k: Tensor,
     v: Tensor,
