@@ -2,6 +2,7 @@
 // attn_merge.
 #include "call.h"
 #include "checks.h"
+#include "overlap.h"
 
 namespace gk {
 namespace {
@@ -233,9 +234,15 @@ void run(Problem &p, const Tensor &out, const Tensor *lse) {
     call.done(gk_flash_attn_fwd(call.context(), &p.args));
 }
 
-template <class Args> Both forward(Args &x, bool all) {
+template <class Args> Both forward(Args &x, bool all, Tensor *into) {
     Problem p = check(x);
-    Tensor out = make_out(p.op, x.q, x.v), lse;
+    Tensor out, lse;
+    if constexpr (std::is_same_v<Args, PackedArgs>) {
+        out = result(p.op, into, out_shape(x.q, x.v), x.q.dtype, x.q,
+                     {&x.q, &x.k, &x.v, &x.cu_seqlens_q, &x.cu_seqlens_k, &x.alibi_slopes, &x.sinks});
+    } else {
+        out = make_out(p.op, x.q, x.v);
+    }
     if (all) lse = make_lse(p.op, x.q);
     run(p, out, all ? &lse : nullptr);
     return {std::move(out), std::move(lse)};
@@ -386,6 +393,7 @@ void implement(Library &m) {
     m.impl("explain_flash_attn", boxed<explain<DenseArgs>>);
     m.impl("explain_flash_attn_bwd", boxed<explain_bwd>);
     impl_op<forward<PackedArgs>>(m, "flash_attn_varlen");
+    impl_out<forward<PackedArgs>>(m, "flash_attn_varlen");
     m.impl("flash_attn_varlen_bwd", boxed<flash_attn_varlen_bwd>);
     m.impl("explain_flash_attn_varlen", boxed<explain<PackedArgs>>);
     m.impl("attn_merge", boxed<attn_merge>);

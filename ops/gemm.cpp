@@ -1,6 +1,7 @@
 // gemm.cpp: checks, results and the call of gemm, gemm_fwd and gemm_act_bwd.
 #include "call.h"
 #include "checks.h"
+#include "overlap.h"
 
 namespace gk {
 namespace {
@@ -153,11 +154,11 @@ void run(const GemmArgs &x, gk_gemm_args *args, const Tensor &out) {
 
 // (out, preact). preact is what gemm_act_bwd needs beyond the output; empty for none and relu, whose derivative shows
 // in their output.
-Both gemm(GemmArgs &x, bool all) {
+Both gemm(GemmArgs &x, bool all, Tensor *into) {
     const Dtype *dtype;
     Shape shape;
     gk_gemm_args args = check(x, &dtype, &shape);
-    Tensor out = empty(kOp, shape, dtype, x.a.device), preact;
+    Tensor out = result(kOp, into, shape, dtype, x.a, {&x.a, &x.b, &x.bias, &x.c}), preact;
     if (all) {
         bool wanted = args.activation != GK_ACT_NONE && args.activation != GK_ACT_RELU;
         preact = empty(kOp, wanted ? shape : Shape{1, {0}}, dtype, x.a.device);
@@ -226,6 +227,7 @@ Tensor gemm_act_bwd(GemmActBwdArgs &x) {
 
 void implement(Library &m) {
     impl_op<gemm>(m, "gemm");
+    impl_out<gemm>(m, "gemm");
     m.impl("gemm_act_bwd", boxed<gemm_act_bwd>);
     m.impl("explain_gemm", boxed<explain_gemm>);
 }

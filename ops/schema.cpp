@@ -53,8 +53,14 @@ void def_op(gk::Library &m, const std::string &name, const std::string &argument
     m.def(("explain_" + name + arguments + " -> str").c_str());
 }
 
+// The op into memory of the caller's. It returns nothing: torch.compile takes no op that returns an argument.
+void def_out(gk::Library &m, const std::string &name, const std::string &arguments) {
+    m.def((name + ".out" + arguments.substr(0, arguments.size() - 1) + ", *, Tensor(a!) out) -> ()").c_str());
+}
+
 void define(gk::Library &m) {
     def_op(m, "gemm", GEMM_ARGS, " -> (Tensor out, Tensor preact)");
+    def_out(m, "gemm", GEMM_ARGS);
     m.def("gemm_act_bwd(Tensor grad_out, Tensor saved, str activation) -> Tensor");
 
     def_op(m, "flash_attn", FLASH_ATTN_ARGS, OUT_LSE);
@@ -62,11 +68,13 @@ void define(gk::Library &m) {
     m.def("explain_flash_attn_bwd" FLASH_ATTN_BWD_ARGS " -> str");
 
     def_op(m, "flash_attn_varlen", FLASH_ATTN_VARLEN_ARGS, OUT_LSE);
+    def_out(m, "flash_attn_varlen", FLASH_ATTN_VARLEN_ARGS);
     m.def("flash_attn_varlen_bwd" FLASH_ATTN_VARLEN_BWD_ARGS GRADIENTS);
 
     m.def("attn_merge(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b)" OUT_LSE);
 
     def_op(m, "paged_attn", PAGED_ATTN_ARGS, OUT_LSE);
+    def_out(m, "paged_attn", PAGED_ATTN_ARGS);
     m.def("kv_cache_write(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
           "Tensor slots, Tensor? k_scale=None, Tensor? v_scale=None) -> ()");
 

@@ -243,6 +243,7 @@ class Registered:
     gradients: tuple[str, ...] = ()  # those that have a gradient
     raw: str | None = None  # the op that returns all results
     explained: bool = False
+    has_out: bool = False
     variants: dict[str, dict] = field(default_factory=lambda: {"": {}})  # changes of the good call, each another path
 
     @property
@@ -259,6 +260,7 @@ OPS = {
         ("a", "b", "bias", "c"),
         "gemm_fwd",
         explained=True,
+        has_out=True,
         variants={
             "": {},
             "two batches": dict(a=t(2, 1, 3, 4), b=t(2, 4, 5)),
@@ -285,9 +287,12 @@ OPS = {
         ("q", "k", "v", "sinks"),
         "flash_attn_varlen_fwd",
         explained=True,
+        has_out=True,
         variants={"": {}, "sinks, slopes": dict(is_causal=True, sinks=t(4), alibi_slopes=t(2, 4))},
     ),
-    "paged_attn": Registered(paged, (), "paged_attn_fwd", explained=True, variants={"": {}, "sinks": dict(sinks=t(4))}),
+    "paged_attn": Registered(
+        paged, (), "paged_attn_fwd", explained=True, has_out=True, variants={"": {}, "sinks": dict(sinks=t(4))}
+    ),
     "kv_cache_write": Registered(write),
     "attn_merge": Registered(merge, ("out_a", "lse_a", "out_b", "lse_b")),
 }

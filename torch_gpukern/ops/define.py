@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
 from torch.utils import flop_counter
 
 from .._library import (
@@ -44,7 +45,7 @@ from .._library import (
     ops,
     transforms_active,
 )
-from . import batching, gradients
+from . import batching, gradients, laws
 
 __all__ = ["Op", "define_op"]
 
@@ -73,6 +74,7 @@ class Op:
         self.numbers = tuple(i for i, t in enumerate(types) if t in _NUMBER_TYPES)
         self.bare = _unwrapped(self.overload)
         self.all = self  # X_fwd, where the op is X and has one
+        self.out: Callable | None = None  # its .out overload
         self.differentiate: Callable | None = None  # (*args) where a gradient is wanted
         self.transformed: Callable | None = None  # likewise, where torch.func transforms
         self.casts: dict[str, Callable] = {}  # device -> (*args) cast as autocast does
@@ -211,6 +213,8 @@ def _guard(op: Op) -> None:
             for argument, x in kwargs.items():
                 if isinstance(x, Tensor) and argument in op.names:
                     op.refuse_number_gradients((*(None,) * op.names.index(argument), x))
+            if "out" in kwargs and op.out is not None:
+                return op.out(*args, **kwargs)
             if op.transformed is not None and transforms_active() and _differentiating():
                 return _transformed(op, _checked(op, args, kwargs))
             return bare(*args, **kwargs)
@@ -218,8 +222,8 @@ def _guard(op: Op) -> None:
         return call
 
     packet = getattr(ops, op.name)
-    for holder in (op.overload, packet):
-        holder._op = guarded(_unwrapped(holder))
+    for holder in (op.overload, packet):  # the packet by the overload too: with an .out its errors would name no op
+        holder._op = guarded(op.bare)
     # torch.jit.script asks for an op by what the packet calls
     torch.jit._builtins._register_builtin(packet._op, op.qualified)
 
@@ -318,7 +322,34 @@ def define_op(
         _guard(door)
         if flops is not None:
             register_flops(door, flops)
+    if hasattr(getattr(ops, name), "out"):
+        _define_out(op, fake)
     return op
+
+
+def _define_out(op: Op, fake: Callable) -> None:
+    """X.out, which writes the caller's tensor: no gradient, no autocast, else as X."""
+    op.out = getattr(ops, op.name).out
+    name, bare = f"{op.name}.out", op.out._op
+
+    def out_fake(*args, out, **kwargs):
+        made = fake(**op.named(args) | kwargs)
+        laws.has_shape(op.name, "out", out, made[0].shape)
+
+    def kernel(*args, out, **kwargs):
+        if is_grad_enabled() and any_requires_grad(*args, *kwargs.values(), out):
+            raise NotImplementedError(
+                f"{NAMESPACE}::{name}: it has no backward and an input requires a gradient; call it under torch.no_grad()"
+            )
+        guard = below_autograd()
+        try:
+            bare(*args, out=out, **kwargs)
+        finally:
+            del guard
+        increment_version(out)  # a tensor that autograd has saved must not change unseen
+
+    torch.library.register_fake(f"{NAMESPACE}::{name}", out_fake, lib=library)
+    library.impl(name, kernel, "Autograd")
 
 
 # ---- what is registered --------------------------------------------------------------------------
