@@ -18,9 +18,8 @@
 namespace gk {
 
 // ---- arguments that are not tensors -------------------------------------------------------------
-class String { // owns torch's string, or stands for a literal
+class String { // owns torch's string
   public:
-    explicit String(std::string_view literal) : handle_(nullptr), text_(literal) {}
     explicit String(StringHandle handle) : handle_(handle) {
         size_t length = 0;
         const char *data = "";
@@ -29,9 +28,7 @@ class String { // owns torch's string, or stands for a literal
         text_ = std::string_view(data, length);
     }
     String(const String &) = delete;
-    ~String() {
-        if (handle_) torch_delete_string(handle_);
-    }
+    ~String() { torch_delete_string(handle_); }
     operator std::string_view() const { return text_; }
 
   private:
@@ -133,37 +130,61 @@ template <class... T> void box(StableIValue *stack, std::tuple<T...> &&results) 
 }
 
 // ---- what torch calls ---------------------------------------------------------------------------
-template <size_t first, class Args, class R> void call(R (*kernel)(Args &), StableIValue *stack, uint64_t n) {
-    constexpr size_t members = first ? first : count_members<Args>();
+template <class Args> Args read_args(const StableIValue *stack, uint64_t n) {
+    constexpr size_t members = count_members<Args>();
     if (n != members) throw std::logic_error("gpukern: a schema and its kernel differ");
-    Args args = unbox<Args>(stack, std::make_index_sequence<members>());
+    return unbox<Args>(stack, std::make_index_sequence<members>());
+}
+
+template <class Args, class R> void call(R (*kernel)(Args &), StableIValue *stack, uint64_t n) {
+    Args args = read_args<Args>(stack, n);
     if constexpr (std::is_void_v<R>)
         kernel(args);
     else
         box(stack, kernel(args));
 }
 
-template <size_t, class R> void call(R (*kernel)(), StableIValue *stack, uint64_t) {
+template <class R> void call(R (*kernel)(), StableIValue *stack, uint64_t) {
     if constexpr (std::is_void_v<R>)
         kernel();
     else
         box(stack, kernel());
 }
 
-// With `first` the schema ends after as many arguments, and the others have the values that Args gives them.
-template <auto kernel, size_t first = 0> void boxed(StableIValue *stack, uint64_t num_args, uint64_t) {
-    call<first>(kernel, stack, num_args);
-}
+template <auto kernel> void boxed(StableIValue *stack, uint64_t num_args, uint64_t) { call(kernel, stack, num_args); }
 
 using Library = torch::stable::detail::StableLibrary;
 
-// An op's kernel, and the same for its twin `_name`: what Python calls where nothing but this kernel would see the call. Autograd
-// passes the twin by; whoever else looks at calls is handed the op (torch_gpukern/_library.py). Of the op that most calls are, a
-// second twin, `_name_short`, ends after the `first` arguments: to fill in the others is a fifth of a small call's time.
-template <auto kernel, size_t first = 0> void impl_with_twins(Library &m, const std::string &name) {
-    m.impl(name.c_str(), boxed<kernel>);
-    m.impl(("_" + name).c_str(), boxed<kernel>);
-    if constexpr (first > 0) m.impl(("_" + name + "_short").c_str(), boxed<kernel, first>);
+// ---- an op, its _fwd and its .out ---------------------------------------------------------------
+// One kernel serves all: (out, second) = kernel(args, all, into), `second` without a tensor where not all is wanted, out
+// in the caller's tensor where `into` is not null.
+using Both = std::tuple<Tensor, Tensor>;
+
+template <auto kernel> struct Door; // unpacks Args
+template <class Args, Both (*kernel)(Args &, bool, Tensor *)> struct Door<kernel> {
+    static void first(StableIValue *stack, uint64_t num_args, uint64_t) {
+        Args args = read_args<Args>(stack, num_args);
+        Both results = kernel(args, false, nullptr);
+        stack[0] = give(std::get<0>(results));
+    }
+    static void all(StableIValue *stack, uint64_t num_args, uint64_t) {
+        Args args = read_args<Args>(stack, num_args);
+        box(stack, kernel(args, true, nullptr));
+    }
+    static void out(StableIValue *stack, uint64_t num_args, uint64_t) {
+        Args args = read_args<Args>(stack, num_args - 1);
+        Tensor into = Slot{stack[num_args - 1]};
+        kernel(args, false, &into);
+    }
+};
+
+template <auto kernel> void impl_op(Library &m, const std::string &name) {
+    m.impl(name.c_str(), Door<kernel>::first);
+    m.impl((name + "_fwd").c_str(), Door<kernel>::all);
+}
+
+template <auto kernel> void impl_out(Library &m, const std::string &name) {
+    m.impl((name + ".out").c_str(), Door<kernel>::out);
 }
 
 } // namespace gk

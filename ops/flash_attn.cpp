@@ -2,6 +2,7 @@
 // attn_merge.
 #include "call.h"
 #include "checks.h"
+#include "overlap.h"
 
 namespace gk {
 namespace {
@@ -10,11 +11,11 @@ namespace {
 struct DenseArgs {
     Tensor q, k, v; // [B, Hq, Sq, D], [B, Hkv, Sk, D], [B, Hkv, Sk, Dv]
     bool is_causal;
-    OptDouble scale{}; // this and all that follow: the defaults that flash_attn_short leaves out
-    int64_t diagonal = 0, window_left = -1, window_right = -1;
-    double softcap = 0;
-    OptTensor alibi_slopes{}, sinks{}; // [Hq] or [B, Hq], [Hq]
-    OptTensor kv_start{}, kv_end{};    // [B] int32
+    OptDouble scale;
+    int64_t diagonal, window_left, window_right;
+    double softcap;
+    OptTensor alibi_slopes, sinks; // [Hq] or [B, Hq], [Hq]
+    OptTensor kv_start, kv_end;    // [B] int32
 };
 
 struct DenseBwdArgs {
@@ -231,17 +232,17 @@ void run(Problem &p, const Tensor &out, const Tensor *lse) {
     call.plan_and_run(*p.q, p.args, gk_plan_flash_attn_fwd, gk_run_flash_attn_fwd);
 }
 
-template <class Args> Tensor forward(Args &x) {
+template <class Args> Both forward(Args &x, bool all, Tensor *into) {
     Problem p = check(x);
-    Tensor out = make_out(p.op, x.q, x.v);
-    run(p, out, nullptr);
-    return out;
-}
-
-template <class Args> std::tuple<Tensor, Tensor> forward_lse(Args &x) {
-    Problem p = check(x);
-    Tensor out = make_out(p.op, x.q, x.v), lse = make_lse(p.op, x.q);
-    run(p, out, &lse);
+    Tensor out, lse;
+    if constexpr (std::is_same_v<Args, PackedArgs>) {
+        out = result(p.op, into, out_shape(x.q, x.v), x.q.dtype, x.q,
+                     {&x.q, &x.k, &x.v, &x.cu_seqlens_q, &x.cu_seqlens_k, &x.alibi_slopes, &x.sinks});
+    } else {
+        out = make_out(p.op, x.q, x.v);
+    }
+    if (all) lse = make_lse(p.op, x.q);
+    run(p, out, all ? &lse : nullptr);
     return {std::move(out), std::move(lse)};
 }
 
@@ -353,7 +354,7 @@ struct MergeArgs {
     Tensor out_b, lse_b;
 };
 
-std::tuple<Tensor, Tensor> attn_merge(MergeArgs &x) {
+Both attn_merge(MergeArgs &x) {
     const char *op = "attn_merge";
     gk_attn_merge_args args{};
     args.size = sizeof args;
@@ -383,16 +384,15 @@ std::tuple<Tensor, Tensor> attn_merge(MergeArgs &x) {
 }
 
 void implement(Library &m) {
-    impl_with_twins<forward<DenseArgs>, 4>(m, "flash_attn");
-    impl_with_twins<forward_lse<DenseArgs>>(m, "flash_attn_fwd");
+    impl_op<forward<DenseArgs>>(m, "flash_attn");
     m.impl("flash_attn_bwd", boxed<flash_attn_bwd>);
     m.impl("explain_flash_attn", boxed<explain<DenseArgs>>);
     m.impl("explain_flash_attn_bwd", boxed<explain_bwd>);
-    impl_with_twins<forward<PackedArgs>>(m, "flash_attn_varlen");
-    impl_with_twins<forward_lse<PackedArgs>>(m, "flash_attn_varlen_fwd");
+    impl_op<forward<PackedArgs>>(m, "flash_attn_varlen");
+    impl_out<forward<PackedArgs>>(m, "flash_attn_varlen");
     m.impl("flash_attn_varlen_bwd", boxed<flash_attn_varlen_bwd>);
     m.impl("explain_flash_attn_varlen", boxed<explain<PackedArgs>>);
-    impl_with_twins<attn_merge>(m, "attn_merge");
+    m.impl("attn_merge", boxed<attn_merge>);
 }
 
 } // namespace

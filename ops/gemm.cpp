@@ -1,18 +1,19 @@
 // gemm.cpp: checks, results and the call of gemm, gemm_fwd and gemm_act_bwd.
 #include "call.h"
 #include "checks.h"
+#include "overlap.h"
 
 namespace gk {
 namespace {
 
-struct GemmArgs {     // the schema, member by member, and the defaults that gemm_short leaves out
-    Tensor a, b;      // [batch..., M, K], [batch..., K, N] or [K, N]
-    OptTensor bias{}; // [N]
-    OptTensor c{};    // broadcasts to [batch..., M, N]
-    double alpha = 1, beta = 1;
-    String activation{"none"};
-    OptDtype out_dtype{};
-    String fp32_precision{"ieee"};
+struct GemmArgs {   // the schema, member by member
+    Tensor a, b;    // [batch..., M, K], [batch..., K, N] or [K, N]
+    OptTensor bias; // [N]
+    OptTensor c;    // broadcasts to [batch..., M, N]
+    double alpha, beta;
+    String activation;
+    OptDtype out_dtype;
+    String fp32_precision;
 };
 
 // gemm_fwd and explain_gemm too speak of the op that the user called.
@@ -149,24 +150,18 @@ void run(const GemmArgs &x, gk_gemm_args *args, const Tensor &out) {
     call.plan_and_run(x.a, *args, gk_plan_gemm, gk_run_gemm);
 }
 
-Tensor gemm(GemmArgs &x) {
+// (out, preact). preact is what gemm_act_bwd needs beyond the output; empty for none and relu, whose derivative shows
+// in their output.
+Both gemm(GemmArgs &x, bool all, Tensor *into) {
     const Dtype *dtype;
     Shape shape;
     gk_gemm_args args = check(x, &dtype, &shape);
-    Tensor out = empty(kOp, shape, dtype, x.a.device);
-    run(x, &args, out);
-    return out;
-}
-
-// preact is what gemm_act_bwd needs beyond the output; empty for none and relu, whose derivative shows in its output.
-std::tuple<Tensor, Tensor> gemm_fwd(GemmArgs &x) {
-    const Dtype *dtype;
-    Shape shape;
-    gk_gemm_args args = check(x, &dtype, &shape);
-    Tensor out = empty(kOp, shape, dtype, x.a.device);
-    bool wanted = args.activation != GK_ACT_NONE && args.activation != GK_ACT_RELU;
-    Tensor preact = empty(kOp, wanted ? shape : Shape{1, {0}}, dtype, x.a.device);
-    if (wanted) args.preact = &preact.view;
+    Tensor out = result(kOp, into, shape, dtype, x.a, {&x.a, &x.b, &x.bias, &x.c}), preact;
+    if (all) {
+        bool wanted = args.activation != GK_ACT_NONE && args.activation != GK_ACT_RELU;
+        preact = empty(kOp, wanted ? shape : Shape{1, {0}}, dtype, x.a.device);
+        if (wanted) args.preact = &preact.view;
+    }
     run(x, &args, out);
     return {std::move(out), std::move(preact)};
 }
@@ -229,8 +224,8 @@ Tensor gemm_act_bwd(GemmActBwdArgs &x) {
 }
 
 void implement(Library &m) {
-    impl_with_twins<gemm, 2>(m, "gemm");
-    impl_with_twins<gemm_fwd>(m, "gemm_fwd");
+    impl_op<gemm>(m, "gemm");
+    impl_out<gemm>(m, "gemm");
     m.impl("gemm_act_bwd", boxed<gemm_act_bwd>);
     m.impl("explain_gemm", boxed<explain_gemm>);
 }

@@ -1,25 +1,24 @@
 // paged_attn.cpp: checks, results and the call of paged_attn, paged_attn_fwd and kv_cache_write.
 #include "call.h"
 #include "checks.h"
-
-#include <algorithm>
+#include "overlap.h"
 
 namespace gk {
 namespace {
 
 // ---- paged_attn ---------------------------------------------------------------------------------
-struct PagedArgs {            // the schema, member by member
-    Tensor q;                 // [T, Hq, D]
-    Tensor k_cache, v_cache;  // [num_blocks, block_size, Hkv, D], [..., Dv]
-    Tensor block_table;       // [B, max_blocks] int32
-    Tensor seq_lens;          // [B] int32
-    OptTensor cu_seqlens_q{}; // [B+1] int32; from here on the defaults that paged_attn_short leaves out
-    int64_t max_seqlen_q = 1;
-    OptDouble scale{};
-    int64_t window_left = -1;
-    double softcap = 0;
-    OptTensor alibi_slopes{}, sinks{}, k_scale{}, v_scale{}; // [Hq] or [B, Hq], [Hq], [] or [Hkv]
-    bool is_causal = true;
+struct PagedArgs {           // the schema, member by member
+    Tensor q;                // [T, Hq, D]
+    Tensor k_cache, v_cache; // [num_blocks, block_size, Hkv, D], [..., Dv]
+    Tensor block_table;      // [B, max_blocks] int32
+    Tensor seq_lens;         // [B] int32
+    OptTensor cu_seqlens_q;  // [B+1] int32
+    int64_t max_seqlen_q;
+    OptDouble scale;
+    int64_t window_left;
+    double softcap;
+    OptTensor alibi_slopes, sinks, k_scale, v_scale; // [Hq] or [B, Hq], [Hq], [] or [Hkv]
+    bool is_causal;
 };
 
 constexpr const char *kOp = "paged_attn";
@@ -113,18 +112,14 @@ void run(PagedArgs &x, gk_paged_attn_args *args, const Tensor &out, const Tensor
     call.plan_and_run(x.q, *args, gk_plan_paged_attn, gk_run_paged_attn);
 }
 
-Tensor paged_attn(PagedArgs &x) {
+Both paged_attn(PagedArgs &x, bool all, Tensor *into) {
     gk_paged_attn_args args = check(x);
-    Tensor out = empty(kOp, out_shape(x), x.q.dtype, x.q.device);
-    run(x, &args, out, nullptr);
-    return out;
-}
-
-std::tuple<Tensor, Tensor> paged_attn_fwd(PagedArgs &x) {
-    gk_paged_attn_args args = check(x);
-    Tensor out = empty(kOp, out_shape(x), x.q.dtype, x.q.device);
-    Tensor lse = empty(kOp, lse_shape(x), dtype_of(wide_dtype(x.q)), x.q.device);
-    run(x, &args, out, &lse);
+    Tensor out = result(kOp, into, out_shape(x), x.q.dtype, x.q,
+                        {&x.q, &x.k_cache, &x.v_cache, &x.block_table, &x.seq_lens, &x.cu_seqlens_q, &x.alibi_slopes,
+                         &x.sinks, &x.k_scale, &x.v_scale});
+    Tensor lse;
+    if (all) lse = empty(kOp, lse_shape(x), dtype_of(wide_dtype(x.q)), x.q.device);
+    run(x, &args, out, all ? &lse : nullptr);
     return {std::move(out), std::move(lse)};
 }
 
@@ -148,99 +143,6 @@ struct WriteArgs {
     Tensor slots;            // [T] int64 or int32
     OptTensor k_scale, v_scale;
 };
-
-// Do elements of x and y share a byte? Both lie on lattices of byte offsets; the question is
-// whether
-//   sum_i step_i * d_i = y - x   has a solution with low_i <= d_i <= high_i.
-// One term per distinct stride (of one tensor's two views all are shared), largest first: what is
-// left after a term must be within reach of the rest, which leaves two or three candidates per
-// term.
-struct Lattice {
-    struct Term {
-        int64_t step, low, high;
-    };
-    Term term[2 * GK_MAX_DIMS + 1];
-    int64_t least[2 * GK_MAX_DIMS + 2], most[2 * GK_MAX_DIMS + 2]; // reach of the terms from i on
-    int terms = 0;
-    int64_t budget = 1 << 20; // candidates; strides that need more are taken for an overlap
-
-    void add(int64_t step, int64_t low, int64_t high) {
-        if (step < 0) {
-            step = -step;
-            std::swap(low, high);
-            low = -low;
-            high = -high;
-        }
-        if (step == 0 || low == high) return; // all low == high terms are 0 .. 0
-        for (int i = 0; i < terms; ++i) {
-            if (term[i].step != step) continue;
-            term[i].low += low;
-            term[i].high += high;
-            return;
-        }
-        term[terms++] = {step, low, high};
-    }
-
-    bool hits(int i, int64_t rest) {
-        if (rest < least[i] || rest > most[i]) return false;
-        if (i == terms || --budget < 0) return true;
-        const Term &t = term[i];
-        auto floor_div = [](int64_t a, int64_t b) { return a / b - (a % b < 0); };
-        int64_t first = std::max(t.low, -floor_div(most[i + 1] - rest, t.step));
-        int64_t last = std::min(t.high, floor_div(rest - least[i + 1], t.step));
-        for (int64_t d = first; d <= last; ++d) {
-            if (hits(i + 1, rest - d * t.step)) return true;
-        }
-        return false;
-    }
-
-    bool reaches(int64_t distance) {
-        std::sort(term, term + terms, [](const Term &a, const Term &b) { return a.step > b.step; });
-        least[terms] = most[terms] = 0;
-        for (int i = terms - 1; i >= 0; --i) {
-            least[i] = least[i + 1] + term[i].step * term[i].low;
-            most[i] = most[i + 1] + term[i].step * term[i].high;
-        }
-        return hits(0, distance);
-    }
-};
-
-bool overlap(const gk_tensor &x, const gk_tensor &y) {
-    int64_t bytes_x = static_cast<int64_t>(gk_dtype_bytes(x.dtype));
-    int64_t bytes_y = static_cast<int64_t>(gk_dtype_bytes(y.dtype));
-    Lattice lattice;
-    for (int d = 0; d < x.ndim; ++d) lattice.add(x.stride[d] * bytes_x, 0, x.shape[d] - 1);
-    for (int d = 0; d < y.ndim; ++d) lattice.add(y.stride[d] * bytes_y, 1 - y.shape[d], 0);
-    lattice.add(1, 1 - bytes_y, bytes_x - 1);
-    return lattice.reaches(static_cast<char *>(y.data) - static_cast<char *>(x.data));
-}
-
-// The bytes from the first element to behind the last.
-struct Range {
-    const char *begin, *end;
-};
-
-Range range_of(const gk_tensor &t) {
-    int64_t below = 0, above = 1;
-    for (int d = 0; d < t.ndim; ++d) (t.stride[d] < 0 ? below : above) += t.stride[d] * (t.shape[d] - 1);
-    int64_t bytes = static_cast<int64_t>(gk_dtype_bytes(t.dtype));
-    const char *data = static_cast<const char *>(t.data);
-    return {data + below * bytes, data + above * bytes};
-}
-
-bool is_empty(const gk_tensor &t) {
-    for (int d = 0; d < t.ndim; ++d) {
-        if (t.shape[d] == 0) return true;
-    }
-    return false;
-}
-
-// overlap, after what tells nearly all tensors apart.
-bool shares_memory(const gk_tensor &x, const gk_tensor &y) {
-    if (is_empty(x) || is_empty(y)) return false;
-    Range a = range_of(x), b = range_of(y);
-    return a.begin < b.end && b.begin < a.end && overlap(x, y);
-}
 
 // Whether t shares memory with a row of the cache that is written. On a GPU only the device knows which rows are.
 bool meets_a_write(const gk_tensor &t, const Tensor &cache, const Tensor &slots) {
@@ -332,8 +234,8 @@ void kv_cache_write(WriteArgs &x) {
 }
 
 void implement(Library &m) {
-    impl_with_twins<paged_attn, 5>(m, "paged_attn");
-    impl_with_twins<paged_attn_fwd>(m, "paged_attn_fwd");
+    impl_op<paged_attn>(m, "paged_attn");
+    impl_out<paged_attn>(m, "paged_attn");
     m.impl("explain_paged_attn", boxed<explain_paged_attn>);
     m.impl("kv_cache_write", boxed<kv_cache_write>);
 }

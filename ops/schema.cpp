@@ -46,37 +46,35 @@
 
 namespace {
 
-// An op and its twin `_name`, which has no gradient; see impl_with_twins.
-void def_with_twin(gk::Library &m, const char *schema) {
-    m.def(schema);
-    m.def((std::string("_") + schema).c_str());
+// An op that returns the first of its results, its _fwd that returns all, and its explain; see impl_op in box.h.
+void def_op(gk::Library &m, const std::string &name, const std::string &arguments, const std::string &results) {
+    m.def((name + arguments + " -> Tensor").c_str());
+    m.def((name + "_fwd" + arguments + results).c_str());
+    m.def(("explain_" + name + arguments + " -> str").c_str());
+}
+
+// The op into memory of the caller's. It returns nothing: torch.compile takes no op that returns an argument.
+void def_out(gk::Library &m, const std::string &name, const std::string &arguments) {
+    m.def((name + ".out" + arguments.substr(0, arguments.size() - 1) + ", *, Tensor(a!) out) -> ()").c_str());
 }
 
 void define(gk::Library &m) {
-    def_with_twin(m, "gemm" GEMM_ARGS " -> Tensor");
-    def_with_twin(m, "gemm_fwd" GEMM_ARGS " -> (Tensor out, Tensor preact)");
-    m.def("_gemm_short(Tensor a, Tensor b) -> Tensor");
+    def_op(m, "gemm", GEMM_ARGS, " -> (Tensor out, Tensor preact)");
+    def_out(m, "gemm", GEMM_ARGS);
     m.def("gemm_act_bwd(Tensor grad_out, Tensor saved, str activation) -> Tensor");
-    m.def("explain_gemm" GEMM_ARGS " -> str");
 
-    def_with_twin(m, "flash_attn" FLASH_ATTN_ARGS " -> Tensor");
-    m.def("_flash_attn_short(Tensor q, Tensor k, Tensor v, bool is_causal) -> Tensor");
-    def_with_twin(m, "flash_attn_fwd" FLASH_ATTN_ARGS OUT_LSE);
+    def_op(m, "flash_attn", FLASH_ATTN_ARGS, OUT_LSE);
     m.def("flash_attn_bwd" FLASH_ATTN_BWD_ARGS GRADIENTS);
-    m.def("explain_flash_attn" FLASH_ATTN_ARGS " -> str");
     m.def("explain_flash_attn_bwd" FLASH_ATTN_BWD_ARGS " -> str");
 
-    def_with_twin(m, "flash_attn_varlen" FLASH_ATTN_VARLEN_ARGS " -> Tensor");
-    def_with_twin(m, "flash_attn_varlen_fwd" FLASH_ATTN_VARLEN_ARGS OUT_LSE);
+    def_op(m, "flash_attn_varlen", FLASH_ATTN_VARLEN_ARGS, OUT_LSE);
+    def_out(m, "flash_attn_varlen", FLASH_ATTN_VARLEN_ARGS);
     m.def("flash_attn_varlen_bwd" FLASH_ATTN_VARLEN_BWD_ARGS GRADIENTS);
-    m.def("explain_flash_attn_varlen" FLASH_ATTN_VARLEN_ARGS " -> str");
 
-    def_with_twin(m, "attn_merge(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b)" OUT_LSE);
+    m.def("attn_merge(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b)" OUT_LSE);
 
-    def_with_twin(m, "paged_attn" PAGED_ATTN_ARGS " -> Tensor");
-    m.def("_paged_attn_short(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens) -> Tensor");
-    def_with_twin(m, "paged_attn_fwd" PAGED_ATTN_ARGS OUT_LSE);
-    m.def("explain_paged_attn" PAGED_ATTN_ARGS " -> str");
+    def_op(m, "paged_attn", PAGED_ATTN_ARGS, OUT_LSE);
+    def_out(m, "paged_attn", PAGED_ATTN_ARGS);
     m.def("kv_cache_write(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
           "Tensor slots, Tensor? k_scale=None, Tensor? v_scale=None) -> ()");
 

@@ -94,7 +94,7 @@ class Tensor {
     Device device{};
     gk_tensor view; // shape and stride are filled up to GK_MAX_DIMS; ndim may be larger
 
-    Tensor() = default;
+    Tensor() : view{} {}
     explicit Tensor(AtenTensorHandle handle) : handle_(handle) {}
     Tensor(Tensor &&other) noexcept
         : name(other.name), dtype(other.dtype), device(other.device), view(other.view),

@@ -136,7 +136,7 @@ def test_a_call_leaves_autograd_as_it_was():
         torch_gpukern.flash_attn(x, x[..., :2], x)
     assert raised.value.__traceback__ is not None and not excluded(key)
     guard = torch_gpukern._library.below_autograd()
-    assert excluded(key), "what call_below relies on"
+    assert excluded(key), "what Op.below_autograd relies on"
     del guard
     assert not excluded(key)
 
@@ -161,8 +161,8 @@ PUBLIC = {
 
 @pytest.mark.parametrize("name", tuple(PUBLIC))
 def test_a_public_function_hands_on_what_wants_a_gradient(name, device):
-    """Its shorter way to the Autograd kernel changes nothing: same bits and gradients as through the op, which a mode, autocast
-    and torch.func still see."""
+    """Its shorter way to the Autograd kernel changes nothing: same bits and gradients as through the op, which a mode and
+    autocast still see, and as of torch.func."""
     x = randn(generator("public", name), 1, 2, 6, 8, device=device).requires_grad_()
     call = PUBLIC[name]
     out = call(x)
@@ -175,8 +175,7 @@ def test_a_public_function_hands_on_what_wants_a_gradient(name, device):
     with torch.autocast(device, torch.bfloat16):
         cast = call(x)
     assert cast.dtype == torch.bfloat16 and torch.autograd.grad(cast.float().sum(), x)[0].dtype == torch.float32
-    with pytest.raises(RuntimeError, match="functorch"):
-        torch.func.grad(lambda y: call(y).sum())(x.detach())
+    assert same_bits(torch.func.grad(lambda y: call(y).sum())(x.detach()), grad)
     with torch.no_grad():
         assert call(x).grad_fn is None
 
@@ -224,7 +223,7 @@ def named(call: str) -> str:
 @pytest.mark.parametrize("wants", ("nothing", "no gradient", "a gradient"))
 @pytest.mark.parametrize("name", tuple(CALLS))
 def test_who_looks_at_calls_sees_the_op(name, wants, device):
-    """A call that wants no gradient goes to a twin of the op below autograd, which nobody is to notice: modes, subclasses,
+    """A call that wants no gradient goes to the raw op, which nobody is to notice: modes, subclasses,
     autocast, fake and meta tensors and tracers meet the op, and so do the products within an Autograd kernel."""
     if wants == "a gradient" and name in NO_GRADIENT:
         pytest.skip("has no gradient")
@@ -271,15 +270,17 @@ def test_transforms_see_the_op(name, device):
         (want,) = torch.autograd.grad(call(w).sum(), w)
         (got,) = torch.autograd.grad(torch.func.grad(inner, argnums=1)(w, y), w)
         assert same_bits(got, want)
-    with pytest.raises(RuntimeError, match="functorch"):
-        torch.func.grad(lambda w: torch.func.grad(inner, argnums=1)(w, y))(x)
+        assert same_bits(torch.func.grad(lambda w: torch.func.grad(inner, argnums=1)(w, y))(x), want)
+    else:
+        with pytest.raises(NotImplementedError, match="it has no backward"):
+            torch.func.grad(lambda w: torch.func.grad(inner, argnums=1)(w, y))(x)
     with pytest.raises(NotImplementedError, match="forward-mode"):
         torch.func.jvp(lambda w: torch.func.grad(inner, argnums=1)(w, y), (x,), (x,))
 
 
 @pytest.mark.parametrize("grad", (False, True))
 def test_types_that_a_schema_does_not_take(grad, device):
-    """Errors name the op, not its twin."""
+    """Errors name the op, not its raw op."""
     x = randn(generator("types"), 1, 2, 6, 8, device=device).requires_grad_(grad)
     a, nested = x[0, 0], torch.nested.nested_tensor([x[0, 0].detach()])
     calls = {
@@ -303,22 +304,6 @@ def test_types_that_a_schema_does_not_take(grad, device):
             with pytest.raises(RuntimeError, match=rf"gpukern::{name}\b") as raised:
                 call()
             assert "gpukern::_" not in str(raised.value)
-
-
-@pytest.mark.parametrize("name", ("gemm", "flash_attn", "paged_attn"))
-def test_a_short_twin_is_the_op_at_its_defaults(name, device):
-    """The defaults stand in the schema and in the kernel's struct."""
-    gen = generator("short", name)
-    if name == "gemm":
-        args = randn(gen, 33, 40, device=device), randn(gen, 40, 24, device=device)
-    elif name == "flash_attn":
-        q = randn(gen, 2, 4, 50, 64, device=device)
-        args = q, q[:, ::2], q[:, 1::2], True
-    else:
-        args = Paged(gen, [300, 7, 50], [1, 1, 1], 8, 2, 64, 64, 16, torch.float32, device).args()[:5]
-    short = getattr(ops, f"_{name}_short")
-    assert len(short.default._schema.arguments) == len(args)
-    assert same_bits(short(*args), getattr(ops, name)(*args))
 
 
 def test_errors_belong_to_their_thread():
@@ -771,6 +756,26 @@ def test_causal_counts_half_the_work():
 def test_float64_is_the_reference_row():
     a = torch.zeros(4, 4, dtype=torch.float64)
     assert "ref" in json.loads(ops.explain_gemm(a, a))["row"]
+
+
+def test_a_small_call_asks_nothing_of_the_machine():
+    """The host time of an 8 x 8 product: a call that asks the processor what it has takes 100 us under a hypervisor."""
+    code = """
+import time, torch, torch_gpukern
+torch.set_num_threads(1)
+x = torch.rand(8, 8)
+def least(call):
+    times = []
+    for _ in range(200):
+        begin = time.perf_counter()
+        for _ in range(20):
+            call()
+        times.append((time.perf_counter() - begin) / 20 * 1e6)
+    return min(times)
+print(least(lambda: torch_gpukern.gemm(x, x)), least(lambda: torch.mul(x, x)))
+"""
+    ours, theirs = map(float, run_python(code).stdout.split())
+    assert ours < theirs + 30, f"{ours:.1f} us, torch.mul {theirs:.1f} us"
 
 
 def test_version():

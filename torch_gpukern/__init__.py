@@ -13,7 +13,7 @@ from typing import get_args as _get_args
 
 from ._library import ops as _ops
 from .kv_cache import OutOfPages, PagedKVCache
-from .ops import attn_merge, flash_attn, flash_attn_varlen, gemm, kv_cache_write, paged_attn
+from .ops import attn_merge, flash_attn, flash_attn_varlen, gemm, kv_cache_write, linear, paged_attn
 from .tuning import cache as _cache
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "flash_attn_varlen",
     "gemm",
     "kv_cache_write",
+    "linear",
     "paged_attn",
 ]
 

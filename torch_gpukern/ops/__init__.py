@@ -1,7 +1,10 @@
 """The public functions; each module adds to its C++ ops what only Python can register."""
 
-from .flash_attn import attn_merge, flash_attn, flash_attn_varlen
+from .attn_merge import attn_merge
+from .flash_attn import flash_attn
+from .flash_attn_varlen import flash_attn_varlen
 from .gemm import gemm
+from .linear import linear
 from .paged_attn import kv_cache_write, paged_attn
 
-__all__ = ["attn_merge", "flash_attn", "flash_attn_varlen", "gemm", "kv_cache_write", "paged_attn"]
+__all__ = ["attn_merge", "flash_attn", "flash_attn_varlen", "gemm", "kv_cache_write", "linear", "paged_attn"]

@@ -1,4 +1,4 @@
-"""gemm: the public function, its fake functions, gradients, autocast rule and FLOP formulas."""
+"""gemm: the public function and its declaration: fake function, gradients, autocast rule, FLOPs, vmap."""
 
 import math
 from typing import Literal, get_args
@@ -6,33 +6,16 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from .._library import (
-    apply_of,
-    autocast,
-    autograd,
-    bare,
-    below_autocast,
-    below_autograd,
-    fake,
-    flop_formula,
-    is_grad_enabled,
-    ops,
-    public,
-    refuse_backward,
-    twin,
-)
-from . import laws
+from .._library import is_grad_enabled, transforms_active
+from . import batching, laws
+from .define import define_op
 
 __all__ = ["Activation", "Precision", "gemm"]
 
 Activation = Literal["none", "relu", "gelu", "gelu_tanh", "silu"]
 Precision = Literal["ieee", "tf32"]
 
-_below, _below_fwd = twin("gemm"), twin("gemm_fwd")
-_call, _call_short = public("gemm", _below), public("gemm", twin("gemm", short=True))
 _float32, _fp32_precision_of = torch.float32, torch._C._get_fp32_precision_getter
-_bare = bare(ops.gemm.default)
-_bare_act_bwd = bare(ops.gemm_act_bwd.default)
 
 
 def gemm(
@@ -89,14 +72,9 @@ def gemm(
     Multiplication" (2008).
     """
     if fp32_precision is None:
-        tf32 = a.dtype == _float32 and a.is_cuda and _torch_allows_tf32()
+        tf32 = a.is_cuda and a.dtype == _float32 and _torch_allows_tf32()
         fp32_precision = "tf32" if tf32 else "ieee"
-    # A tensor that equals a default is no default: the op refuses it where it wants a gradient.
-    plain = type(alpha) in (float, int) and type(beta) in (float, int) and alpha == 1 and beta == 1
-    plain = plain and activation == "none" and fp32_precision == "ieee"
-    if plain and bias is None and c is None and out_dtype is None:
-        return _call_short(a, b)
-    return _call(a, b, bias, c, alpha, beta, activation, out_dtype, fp32_precision)
+    return _gemm.call(a, b, bias, c, alpha, beta, activation, out_dtype, fp32_precision)
 
 
 def _torch_allows_tf32() -> bool:  # torch.backends.cuda.matmul.fp32_precision, without 0.6 us of attributes
@@ -112,18 +90,7 @@ setattr(_torch_allows_tf32, "_dynamo_marked_constant", True)  # noqa: B010 (type
 # ---- fake functions ------------------------------------------------------------------------------
 
 
-@fake("gemm")
-def _gemm_fake(
-    a,
-    b,
-    bias=None,
-    c=None,
-    alpha=1.0,
-    beta=1.0,
-    activation="none",
-    out_dtype=None,
-    fp32_precision="ieee",
-):
+def _fake(a, b, bias, c, activation, out_dtype, **_):
     laws.is_float("gemm", "a", a)
     laws.law(a.dim() >= 2, "gemm", "a must have at least 2 dimensions, got ", a.dim())
     laws.same_dtype("gemm", "b", b, "a", a)
@@ -144,17 +111,11 @@ def _gemm_fake(
     known = activation in get_args(Activation)
     text = ("activation must be none, relu, gelu, gelu_tanh or silu, got '", activation, "'")
     laws.law(known, "gemm", *text)
-    return a.new_empty(shape, dtype=a.dtype if out_dtype is None else out_dtype)
-
-
-@fake("gemm_fwd")
-def _gemm_fwd_fake(a, b, bias=None, c=None, alpha=1.0, beta=1.0, activation="none", *rest):
-    out = _gemm_fake(a, b, bias, c, alpha, beta, activation, *rest)
+    out = a.new_empty(shape, dtype=a.dtype if out_dtype is None else out_dtype)
     return out, (out.new_empty(0) if activation in ("none", "relu") else torch.empty_like(out))
 
 
-@fake("gemm_act_bwd")
-def _gemm_act_bwd_fake(grad_out, saved, activation):
+def _act_bwd_fake(grad_out, saved, **_):
     laws.has_shape("gemm_act_bwd", "saved", saved, grad_out.shape)
     return grad_out.new_empty(grad_out.shape)
 
@@ -173,126 +134,108 @@ def _sum_to(x: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return x.reshape(shape).to(dtype)
 
 
-def _summed_product(x: Tensor, y: Tensor, how: tuple, shape: torch.Size) -> Tensor:
-    """x @ y of one dtype, summed to `shape`: in float32 until the sum is complete."""
-    batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
-    if batch == shape[:-2]:
-        return _bare(x, y, *how)
+def _summed_product(x: Tensor, y: Tensor, shape: torch.Size, complete: bool, how: dict) -> Tensor:
+    """x @ y of one dtype, summed to `shape`: in float32 until the sum is complete. complete: it has no more dimensions."""
+    if complete or torch.broadcast_shapes(x.shape[:-2], y.shape[:-2]) == shape[:-2]:
+        return _gemm.call_named(a=x, b=y, **how)
     acc = x.dtype if x.dtype is torch.float64 else torch.float32
-    return _sum_to(_bare(x, y, *how[:5], acc, how[6]), shape, x.dtype)
+    return _sum_to(_gemm.call_named(a=x, b=y, **how, out_dtype=acc), shape, x.dtype)
 
 
-class _Gemm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx,
-        a,
-        b,
-        bias=None,
-        c=None,
-        alpha=1.0,
-        beta=1.0,
-        activation="none",
-        out_dtype=None,
-        fp32_precision="ieee",
-    ):
-        if activation == "none" or activation == "relu":
-            out = _below(a, b, bias, c, alpha, beta, activation, out_dtype, fp32_precision)
-            saved = out if activation == "relu" else None
-        else:
-            out, saved = _below_fwd(a, b, bias, c, alpha, beta, activation, out_dtype, fp32_precision)
-        # An operand is kept only where the other's gradient reads it; of bias and c the shape and
-        # dtype are enough.
-        needs_a, needs_b = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(a if needs_b else None, b if needs_a else None, saved)
-        ctx.bias = None if bias is None else (bias.shape, bias.dtype)
-        ctx.c = None if c is None else (c.shape, c.dtype)
-        ctx.call = a.shape, b.shape, a.dtype, alpha, beta, activation, fp32_precision
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        # Under create_graph the products below are differentiable ops themselves; otherwise they
-        # skip that road. Tensors come before the guards: under checkpoint, reading them recomputes.
-        tensors = ctx.saved_tensors
-        if is_grad_enabled():
-            with below_autocast():
-                return _Gemm._gradients(ctx, grad, *tensors)
-        with below_autocast(), below_autograd():
-            return _Gemm._gradients(ctx, grad, *tensors)
-
-    @staticmethod
-    def _gradients(ctx, grad, a, b, saved):  # grad [..., M, N] in the dtype of the result
-        shape_a, shape_b, dtype, alpha, beta, activation, fp32_precision = ctx.call
-        needs_a, needs_b, needs_bias, needs_c = ctx.needs_input_grad[:4]
-        grad_a = grad_b = grad_bias = grad_c = None
-        if saved is not None:
-            if is_grad_enabled() and not saved.requires_grad:
-                # The preact has no history, so that a second backward must be stopped at the op
-                # that reads it.
-                saved = saved.detach().requires_grad_()
-            grad = _bare_act_bwd(grad, saved, activation)
-
-        g = grad if grad.dtype is dtype else grad.to(dtype)
-        how = None, None, alpha, 1.0, "none", None, fp32_precision
-        if len(shape_b) == 2:  # the sum over the batch is part of the product of grad_b
-            if needs_a:
-                grad_a = _bare(g, b.mT, *how)
-            if needs_b:
-                if len(shape_a) > 2:
-                    # Not flatten: below autograd it has no rule for a batch of gradients (vmap over a backward).
-                    rows = math.prod(shape_a[:-1])
-                    a, g = a.reshape(rows, a.shape[-1]), g.reshape(rows, g.shape[-1])
-                grad_b = _bare(a.mT, g, *how)
-        else:
-            if needs_a:
-                grad_a = _summed_product(g, b.mT, how, shape_a)
-            if needs_b:
-                grad_b = _summed_product(a.mT, g, how, shape_b)
-        if needs_bias:
-            grad_bias = _sum_to(grad, *ctx.bias)
-        if needs_c and beta == 0:  # c was not read, so not even an infinite gradient reaches it
-            grad_c = grad.new_zeros(ctx.c[0], dtype=ctx.c[1])
-        elif needs_c:
-            grad_c = _sum_to(grad if beta == 1 else beta * grad, *ctx.c)
-        return grad_a, grad_b, grad_bias, grad_c, None, None, None, None, None
+def _reads_preact(args) -> bool:
+    # relu's derivative shows in its output
+    return len(args) > 2 and _gemm.value(args, "activation") not in ("none", "relu")
 
 
-_apply = apply_of(_Gemm)
+def _save(needs, args, out, preact):
+    """An operand is kept only where the other's gradient reads it; of all of them shape and dtype are enough."""
+    a, b, *more = args
+    forms, activated = [(a.shape, a.dtype), (b.shape, b.dtype)], None
+    if more:
+        forms += [x if x is None else (x.shape, x.dtype) for x in more[:2]]
+        activation = _gemm.value(args, "activation")
+        activated = None if activation == "none" else out if activation == "relu" else preact
+    return (a if needs[1] else None, b if needs[0] else None, activated), {"forms": forms}
 
 
-@autograd("gemm")
-def _gemm_autograd(a, b, bias=None, c=None, *rest):
-    if is_grad_enabled() and (
-        a.requires_grad
-        or b.requires_grad
-        or (bias is not None and bias.requires_grad)
-        or (c is not None and c.requires_grad)
-    ):
-        return _apply(a, b, bias, c, *rest)
-    return _below(a, b, bias, c, *rest)
+def _backward(needs, a, b, activated, forms, alpha, beta, activation, fp32_precision, grad_out, **_):
+    """grad_out [..., M, N] in the dtype of the result; grad_preact is never asked for."""
+    forms = dict(zip(("a", "b", "bias", "c"), forms, strict=False))
+    (shape_a, dtype), (shape_b, _) = forms["a"], forms["b"]
+    grad, made = grad_out, {}
+    if activated is not None:
+        if is_grad_enabled() and not activated.requires_grad and not transforms_active():
+            # The preact has no history here, so that a second backward must be stopped at the op that reads it.
+            activated = activated.detach().requires_grad_()
+        grad = _gemm_act_bwd.call_named(grad_out=grad, saved=activated, activation=activation)
+
+    how = {"alpha": alpha, "fp32_precision": fp32_precision}
+    g = grad if grad.dtype is dtype else grad.to(dtype)
+    if "a" in needs:
+        made["a"] = _summed_product(g, b.mT, shape_a, len(shape_b) == 2, how)
+    if "b" in needs:
+        one = len(shape_b) == 2
+        if one and len(shape_a) > 2:  # the sum over the batch is part of the product
+            rows = math.prod(shape_a[:-1])
+            a, g = a.reshape(rows, a.shape[-1]), g.reshape(rows, g.shape[-1])
+        made["b"] = _summed_product(a.mT, g, shape_b, one, how)
+    if "bias" in needs:
+        made["bias"] = _sum_to(grad, *forms["bias"])
+    if "c" in needs and beta == 0:  # c was not read, so not even an infinite gradient reaches it
+        shape, dtype = forms["c"]
+        made["c"] = grad.new_zeros(shape, dtype=dtype)
+    elif "c" in needs:
+        made["c"] = _sum_to(grad if beta == 1 else beta * grad, *forms["c"])
+    return made
 
 
-refuse_backward("gemm_fwd", "gemm_fwd has no backward; gpukern::gemm has")
-refuse_backward("gemm_act_bwd", "gemm: with an activation it is not twice differentiable")
+# ---- vmap ----------------------------------------------------------------------------------------
 
 
-# ---- autocast ------------------------------------------------------------------------------------
-
-
-def _cast(dtype, args, to):
-    return *(to(x, dtype) for x in args[:4]), *args[4:]
-
-
-autocast("gemm", _cast)
-autocast("gemm_fwd", _cast)
+def _fold(size, batched, a, b, bias, c, activation, **_):
+    """One more batch dimension. A batch of biases is a c whose rows are all the same."""
+    changed, addend = {}, c if "c" in batched else None
+    if "bias" in batched:
+        if c is not None:
+            return None
+        changed, addend = {"bias": None, "beta": 1.0}, bias[:, None]
+    operands = {"a": a, "b": b, "c": addend}
+    dims = max(x.dim() - (name in batched) for name, x in (("a", a), ("b", b)))
+    if dims + 1 > batching.MAX_DIMS:
+        return None
+    if addend is not None and not batched & {"a", "b"}:  # c never enlarges the result
+        operands["a"] = a.expand(size, *a.shape)
+    for name, x in operands.items():
+        if x is not None and (name in batched or x is addend or (name == "a" and x is not a)):
+            changed[name] = x.reshape(size, *(1,) * (dims + 1 - x.dim()), *x.shape[1:])
+    return changed, lambda name, x: None if name == "preact" and activation in ("none", "relu") else x
 
 
 # ---- FLOPs ---------------------------------------------------------------------------------------
 
 
-@flop_formula("gemm", "gemm_fwd")
-def _gemm_flops(a_shape, b_shape, *args, out_shape=None, **kwargs) -> int:
+def _flops(a, b, **_) -> int:
     """2 M N K of each product of the batch."""
-    batch = torch.broadcast_shapes(a_shape[:-2], b_shape[:-2])
-    return 2 * math.prod(batch) * a_shape[-2] * a_shape[-1] * b_shape[-1]
+    batch = torch.broadcast_shapes(a[:-2], b[:-2])
+    return 2 * math.prod(batch) * a[-2] * a[-1] * b[-1]
+
+
+_gemm = define_op(
+    "gemm",
+    fake=_fake,
+    public=gemm,
+    save=_save,
+    saved=("a", "b", "activated"),
+    reads_all=_reads_preact,
+    backward=_backward,
+    refuse_fwd="gemm_fwd has no backward; gpukern::gemm has",
+    autocast=("a", "b", "bias", "c"),
+    flops=_flops,
+    fold=_fold,
+)
+_gemm_act_bwd = define_op(
+    "gemm_act_bwd",
+    fake=_act_bwd_fake,
+    refuse="gemm: with an activation it is not twice differentiable",
+    fold=batching.everywhere,
+)

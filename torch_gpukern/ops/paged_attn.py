@@ -1,99 +1,19 @@
-"""paged_attn and kv_cache_write: public functions, fakes, autocast rule and FLOP formula. Neither
-has a gradient.
-"""
+"""paged_attn and kv_cache_write: public functions and declarations: fakes, autocast rule, FLOPs. Neither has a gradient.
 
-from typing import Literal, overload
+Types of paged_attn by the value of return_lse stand in paged_attn.pyi.
+"""
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from .._library import (
-    NAMESPACE,
-    any_requires_grad,
-    autocast,
-    autograd,
-    bare,
-    call_below,
-    fake,
-    flop_formula,
-    is_compiling,
-    is_grad_enabled,
-    needs_op,
-    ops,
-    public,
-    refuse_backward,
-    twin,
-)
+from .._library import any_requires_grad, is_grad_enabled, traced
 from . import laws
+from .define import Op, define_op, register_autograd, register_fake
 
 __all__ = ["kv_cache_write", "paged_attn"]
 
-_kv_cache_write = ops.kv_cache_write.default
-_call = public("paged_attn", twin("paged_attn"))
-_call_short = public("paged_attn", twin("paged_attn", short=True))
-_call_fwd = public("paged_attn_fwd", twin("paged_attn_fwd"))
-_bare_write = bare(_kv_cache_write)
 
-
-@overload
-def paged_attn(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor | None = ...,
-    max_seqlen_q: int = ...,
-    scale: float | None = ...,
-    window_left: int = ...,
-    softcap: float = ...,
-    alibi_slopes: Tensor | None = ...,
-    sinks: Tensor | None = ...,
-    k_scale: Tensor | None = ...,
-    v_scale: Tensor | None = ...,
-    is_causal: bool = ...,
-    return_lse: Literal[False] = ...,
-) -> Tensor: ...
-@overload
-def paged_attn(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor | None = ...,
-    max_seqlen_q: int = ...,
-    scale: float | None = ...,
-    window_left: int = ...,
-    softcap: float = ...,
-    alibi_slopes: Tensor | None = ...,
-    sinks: Tensor | None = ...,
-    k_scale: Tensor | None = ...,
-    v_scale: Tensor | None = ...,
-    is_causal: bool = ...,
-    *,
-    return_lse: Literal[True],
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def paged_attn(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor | None = ...,
-    max_seqlen_q: int = ...,
-    scale: float | None = ...,
-    window_left: int = ...,
-    softcap: float = ...,
-    alibi_slopes: Tensor | None = ...,
-    sinks: Tensor | None = ...,
-    k_scale: Tensor | None = ...,
-    v_scale: Tensor | None = ...,
-    is_causal: bool = ...,
-    return_lse: bool = ...,
-) -> Tensor | tuple[Tensor, Tensor]: ...
 def paged_attn(
     q: Tensor,
     k_cache: Tensor,
@@ -162,19 +82,8 @@ def paged_attn(
     (2023), arXiv:2309.06180; the split of long contexts is that of Flash-Decoding (Dao et al.
     2023).
     """
-    op = _call_fwd if return_lse else _call
-    # A number that a compiler holds as a symbol is not compared: that would be a guard, so a second graph. A tensor that
-    # equals a default is no default: the op refuses it where it wants a gradient.
-    plain = not is_compiling() and type(window_left) is int and window_left == -1
-    plain = plain and type(softcap) in (float, int) and softcap == 0
-    plain = plain and alibi_slopes is None and sinks is None
-    if plain and k_scale is None and v_scale is None and is_causal is True:
-        # the schema fills in the rest sooner than it reads it
-        if cu_seqlens_q is None and scale is None and type(max_seqlen_q) is int:
-            short = op if return_lse else _call_short
-            return short(q, k_cache, v_cache, block_table, seq_lens)
-        return op(q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, scale)
-    return op(
+    op = _paged_attn.all if return_lse else _paged_attn
+    return op.call(
         q,
         k_cache,
         v_cache,
@@ -231,8 +140,8 @@ def kv_cache_write(
     (2023), arXiv:2309.06180.
     """
     args = k, v, k_cache, v_cache, slots, k_scale, v_scale
-    if needs_op(*args):
-        _kv_cache_write(*args)
+    if traced() or (is_grad_enabled() and any_requires_grad(*args)):
+        _kv_cache_write.overload(*args)
     else:  # what the Autograd kernel would do, without the dispatcher's way there and back
         _write(*args)
 
@@ -251,8 +160,7 @@ def _laws_of_caches(op: str, name: str, first: Tensor, k_cache: Tensor, v_cache:
         laws.same_size(op, "v_cache", what, v_cache.shape[i], "k_cache", k_cache.shape[i])
 
 
-@fake("paged_attn_fwd")
-def _paged_attn_fwd_fake(q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q=None, *rest):
+def _fake(q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, **_):
     op = "paged_attn"
     laws.is_float(op, "q", q)
     laws.has_dims(op, "q", q, 3, "[T, Hq, D]")
@@ -270,13 +178,7 @@ def _paged_attn_fwd_fake(q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_
     return q.new_empty((*q.shape[:2], v_cache.shape[3])), lse
 
 
-@fake("paged_attn")
-def _paged_attn_fake(q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q=None, *rest):
-    return _paged_attn_fwd_fake(q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q)[0]
-
-
-@fake("kv_cache_write")
-def _kv_cache_write_fake(k, v, k_cache, v_cache, slots, k_scale=None, v_scale=None):
+def _write_fake(k, v, k_cache, v_cache, slots, **_):
     op = "kv_cache_write"
     laws.is_float(op, "k", k)
     laws.has_dims(op, "k", k, 3, "[T, Hkv, D]")
@@ -287,62 +189,14 @@ def _kv_cache_write_fake(k, v, k_cache, v_cache, slots, k_scale=None, v_scale=No
     laws.has_shape(op, "v", v, (slots.shape[0], *v_cache.shape[2:]))
 
 
-# ---- no gradients --------------------------------------------------------------------------------
-
-refuse_backward("paged_attn", "paged_attn: it has no backward; use flash_attn to train")
-refuse_backward("paged_attn_fwd", "paged_attn: it has no backward; use flash_attn to train")
+# ---- autocast and FLOPs --------------------------------------------------------------------------
 
 
-@autograd("kv_cache_write")
-def _kv_cache_write_autograd(k, v, k_cache, v_cache, *rest):
-    # It returns nothing that a backward could start from, so a lost gradient can only be refused
-    # here.
-    if is_grad_enabled() and any_requires_grad(k, v, k_cache, v_cache, *rest):
-        raise NotImplementedError(
-            f"{NAMESPACE}::kv_cache_write: it has no backward and an input requires a gradient; "
-            "call it under torch.no_grad()"
-        )
-    _write(k, v, k_cache, v_cache, *rest)
+def _cast(dtype, to, q, k_cache, **_):
+    return {"q": to(q, k_cache.dtype)} if k_cache.dtype in (torch.bfloat16, torch.float16) else {}
 
 
-def _write(k, v, k_cache, v_cache, *rest):
-    call_below(_bare_write, (k, v, k_cache, v_cache, *rest))
-    # A tensor that autograd has saved must not change unseen.
-    increment_version((k_cache, v_cache))
-
-
-# ---- autocast ------------------------------------------------------------------------------------
-
-
-def _cast(dtype, args, to):
-    q, k_cache, *rest = args
-    if k_cache.dtype in (torch.bfloat16, torch.float16):
-        q = to(q, k_cache.dtype)
-    return q, k_cache, *rest
-
-
-autocast("paged_attn", _cast)
-autocast("paged_attn_fwd", _cast)
-
-
-# ---- FLOPs ---------------------------------------------------------------------------------------
-
-
-@flop_formula("paged_attn", "paged_attn_fwd")
-def _paged_attn_flops(
-    q,
-    k_cache,
-    v_cache,
-    block_table,
-    seq_lens,
-    cu_seqlens_q=None,
-    max_seqlen_q=1,
-    scale=None,
-    window_left=-1,
-    *args,
-    out_shape=None,
-    **kwargs,
-) -> int:
+def _flops(q, k_cache, v_cache, block_table, window_left, **_) -> int:
     """At most 2 (D + Dv) for each query token, head and key: shapes tell the pages of a table, not
     the lengths.
     """
@@ -350,3 +204,37 @@ def _paged_attn_flops(
     if window_left >= 0:
         keys = torch.sym_min(keys, window_left + 1)
     return 2 * q[0] * q[1] * keys * (q[2] + v_cache[3])
+
+
+# ---- declarations --------------------------------------------------------------------------------
+
+_paged_attn = define_op(
+    "paged_attn",
+    public=paged_attn,
+    fake=_fake,
+    refuse="paged_attn: it has no backward; use flash_attn to train",
+    autocast=_cast,
+    flops=_flops,
+)
+_kv_cache_write = Op("kv_cache_write")
+register_fake(_kv_cache_write, _write_fake)
+
+
+def _write_kernel(*args):
+    # It returns nothing that a backward could start from, so a lost gradient can only be refused
+    # here.
+    if is_grad_enabled() and any_requires_grad(*args):
+        raise NotImplementedError(
+            f"{_kv_cache_write.qualified}: it has no backward and an input requires a gradient; "
+            "call it under torch.no_grad()"
+        )
+    _write(*args)
+
+
+def _write(*args):
+    _kv_cache_write.below(*args)
+    # A tensor that autograd has saved must not change unseen.
+    increment_version([_kv_cache_write.value(args, name) for name in ("k_cache", "v_cache")])
+
+
+register_autograd(_kv_cache_write, _write_kernel)

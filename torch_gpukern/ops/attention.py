@@ -1,0 +1,143 @@
+"""What flash_attn and flash_attn_varlen share: the laws of q, k and v, gradients, pairs of query and key, folds of vmap."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .._library import are_deterministic
+from . import laws
+from .define import Op
+
+AUTOCAST = ("q", "k", "v")
+
+
+def laws_of_qkv(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """q, k and v: dense for flash_attn, packed for flash_attn_varlen."""
+    dense = op == "flash_attn"
+    if dense:
+        letters = "[B, Hq, Sq, D]", "[B, Hkv, Sk, D]", "[B, Hkv, Sk, Dv]"
+    else:
+        letters = "[Tq, Hq, D]", "[Tk, Hkv, D]", "[Tk, Hkv, Dv]"
+    dims, keys = (4, 2) if dense else (3, 0)  # dimensions; which of them counts the keys
+    laws.is_float(op, "q", q)
+    laws.has_dims(op, "q", q, dims, letters[0])
+    laws.same_dtype(op, "k", k, "q", q)
+    laws.has_dims(op, "k", k, dims, letters[1])
+    if dense:
+        laws.same_size(op, "k", "batch size", k.shape[0], "q", q.shape[0])
+    laws.head_ratio(op, q.shape[1], "k", k.shape[1])
+    laws.same_size(op, "k", "head_dim", k.shape[-1], "q", q.shape[-1])
+    laws.same_dtype(op, "v", v, "q", q)
+    laws.has_dims(op, "v", v, dims, letters[2])
+    if dense:
+        laws.same_size(op, "v", "batch size", v.shape[0], "k", k.shape[0])
+    laws.same_size(op, "v", "heads", v.shape[1], "k", k.shape[1])
+    laws.same_size(op, "v", "length", v.shape[keys], "k", k.shape[keys])
+
+
+def empty_stored_like(x: Tensor, head_dim: int) -> Tensor:
+    """[B, H, S, head_dim] for x [B, H, S, D]; stored [B, S, H, head_dim] if x is."""
+    # Only fake functions get here, so that compiling pays for this import and not the package's.
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    batch, heads, seq, _ = x.shape
+    if guard_or_false(x.stride(1) < x.stride(2)):
+        return x.new_empty((batch, seq, heads, head_dim)).transpose(1, 2)
+    return x.new_empty((batch, heads, seq, head_dim))
+
+
+def empty_dsinks(q: Tensor, sinks: Tensor | None) -> Tensor:
+    return q.new_empty(0, dtype=laws.wide_dtype(q)) if sinks is None else sinks.new_empty(sinks.shape)
+
+
+def backward_of(bwd: Op) -> Callable:
+    """The backward of define_op by the op `bwd`, whose arguments are those of the forward, its results and their gradients."""
+
+    def backward(needs, out, grad_out, grad_lse, **kept):
+        if grad_out is None:  # the loss reads lse alone
+            grad_out = torch.zeros_like(out)
+        grads = bwd.call_named(**kept, out=out, grad_out=grad_out, grad_lse=grad_lse, deterministic=are_deterministic())
+        return dict(zip(("q", "k", "v", "sinks"), grads, strict=True))
+
+    return backward
+
+
+# ---- FLOPs ---------------------------------------------------------------------------------------
+
+
+def _at_most(queries: int, keys: int, last: int) -> int:
+    """Pairs (i < queries, j < keys) with j - i <= last: i + last + 1 in a row, 0 to keys."""
+    first = torch.sym_max(0, torch.sym_min(queries, -last))  # rows before it have none
+    full = torch.sym_max(first, torch.sym_min(queries, keys - last))  # rows from it on have all
+    rows = full - first
+    return rows * (last + 1) + (first + full - 1) * rows // 2 + (queries - full) * keys
+
+
+def pairs_of(queries: int, keys: int, is_causal: bool, diagonal: int, window_left: int, window_right: int) -> int:
+    """Pairs of query and key that meet; kv_start and kv_end are contents, so they do not count."""
+    pairs = queries * keys
+    if is_causal or window_right >= 0:
+        right = 0 if is_causal else window_right
+        pairs = _at_most(queries, keys, diagonal + right)
+    if window_left >= 0:
+        pairs = pairs - _at_most(queries, keys, diagonal - window_left - 1)
+    return torch.sym_max(pairs, 0)
+
+
+# ---- vmap ----------------------------------------------------------------------------------------
+
+# Tensors whose heads are dimension 1, of a call without vmap.
+_HEADS_SECOND = ("q", "k", "v", "out", "lse", "grad_out", "grad_lse")
+
+
+def fold_into_heads(size, batched, sinks, alibi_slopes, **given):
+    """[B, H, S, D] and [T, H, D], `size` of each, as `size` times the heads; query head h still reads its kv head."""
+    lengths = {"kv_start", "kv_end", "cu_seqlens_q", "cu_seqlens_k"}
+    if batched & lengths:
+        return None
+
+    def in_front(name: str, x: Tensor) -> Tensor:
+        return x if name in batched else x.expand(size, *x.shape)
+
+    changed = {
+        name: in_front(name, given[name]).movedim(0, 1).flatten(1, 2)
+        for name in _HEADS_SECOND
+        if given.get(name) is not None
+    }
+    if sinks is not None:
+        changed["sinks"] = in_front("sinks", sinks).flatten()
+    if alibi_slopes is not None:
+        slopes = in_front("alibi_slopes", alibi_slopes)
+        changed["alibi_slopes"] = slopes.flatten() if slopes.dim() == 2 else slopes.movedim(0, 1).flatten(1)
+
+    def unfold(name: str, x: Tensor) -> Tensor | None:
+        if name == "dsinks":
+            return None if sinks is None else x.unflatten(0, (size, -1))
+        return x.unflatten(1, (size, -1)).movedim(1, 0)
+
+    return changed, unfold
+
+
+def fold_into_batch(size, batched, q, sinks, alibi_slopes, kv_start, kv_end, **given):
+    """[B, H, S, D], `size` of each, as a batch of `size` times B. Sinks are no batch's, so those go into the heads."""
+    given |= {"q": q, "kv_start": kv_start, "kv_end": kv_end}
+    if sinks is not None:
+        return fold_into_heads(size, batched, sinks=sinks, alibi_slopes=alibi_slopes, **given)
+
+    def in_front(name: str, x: Tensor) -> Tensor:
+        return x if name in batched else x.expand(size, *x.shape)
+
+    names = (*_HEADS_SECOND, "kv_start", "kv_end")
+    changed = {name: in_front(name, given[name]).flatten(0, 1) for name in names if given.get(name) is not None}
+    if alibi_slopes is not None and (batched & {"alibi_slopes"} or alibi_slopes.dim() == 2):
+        slopes = in_front("alibi_slopes", alibi_slopes)
+        if slopes.dim() == 2:  # [size, Hq], which all sequences of one batch share
+            batch = q.shape[1] if "q" in batched else q.shape[0]
+            slopes = slopes[:, None].expand(size, batch, slopes.shape[1])
+        changed["alibi_slopes"] = slopes.flatten(0, 1)
+
+    def unfold(name: str, x: Tensor) -> Tensor | None:
+        return None if name == "dsinks" else x.unflatten(0, (size, -1))
+
+    return changed, unfold

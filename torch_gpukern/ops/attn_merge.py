@@ -1,0 +1,81 @@
+"""attn_merge: the public function and its declaration: fake function, gradients, vmap."""
+
+import torch
+from torch import Tensor
+
+from . import batching, laws
+from .define import define_op
+
+__all__ = ["attn_merge"]
+
+
+def attn_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Joins the attention of the same queries over two disjoint sets of keys.
+
+    In float32, rounded once (float64 for float64)::
+
+        lse = logaddexp(lse_a, lse_b)
+        out = exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b
+
+    Args:
+        out_a: [..., Dv], dense or packed, as `flash_attn` or `paged_attn` returns it, any strides.
+        lse_a: [...], out_a's shape without its last dimension, float32 (float64 with float64 outs).
+        out_b: [..., Dv], shape and dtype of out_a.
+        lse_b: [...], shape and dtype of lse_a.
+
+    Returns:
+        (out, lse), both contiguous, in the dtypes of out_a and lse_a. -inf on one side returns the
+        other bit for bit; on both it gives 0 and -inf. A sink belongs to one of the two sides only.
+
+    Gradients: all four arguments.
+
+    Raises:
+        ValueError: shapes or dtypes that do not match.
+
+    Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), arXiv:1805.02867.
+    """
+    return _attn_merge.call(out_a, lse_a, out_b, lse_b)
+
+
+def _fake(out_a, lse_a, out_b, lse_b):
+    op = "attn_merge"
+    laws.is_float(op, "out_a", out_a)
+    laws.has_dtype(op, "lse_a", lse_a, laws.wide_dtype(out_a))
+    laws.has_shape(op, "lse_a", lse_a, out_a.shape[:-1])
+    laws.same_dtype(op, "out_b", out_b, "out_a", out_a)
+    laws.has_shape(op, "out_b", out_b, out_a.shape)
+    laws.has_dtype(op, "lse_b", lse_b, laws.wide_dtype(out_a))
+    laws.has_shape(op, "lse_b", lse_b, lse_a.shape)
+    return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
+
+
+def _backward(needs, out_a, lse_a, out_b, lse_b, lse, grad_out, grad_lse, **_):
+    # 0 for -inf, where neither side saw a key: exp(-inf - lse) is then 0 and not NaN.
+    lse = lse.masked_fill(lse == -torch.inf, 0)
+    weights = torch.exp(lse_a - lse), torch.exp(lse_b - lse)
+    grads = dict.fromkeys(("out_a", "lse_a", "out_b", "lse_b"))
+    # A side without weight has no gradient, not even of an infinite one.
+    if grad_lse is not None:
+        for name, w in zip(("lse_a", "lse_b"), weights, strict=True):
+            grads[name] = (w * grad_lse).masked_fill(w == 0, 0)
+    if grad_out is not None:
+        acc = grad_out.to(lse.dtype)
+        for name, w in zip(("out_a", "out_b"), weights, strict=True):
+            grads[name] = (w[..., None] * acc).masked_fill(w[..., None] == 0, 0).to(out_a.dtype)
+        # d out / d lse_a = w_a w_b (out_a - out_b) = -d out / d lse_b, without out's rounding;
+        # the out of a side without keys may be NaN.
+        change = (acc * (out_a.to(lse.dtype) - out_b.to(lse.dtype))).sum(-1)
+        both = weights[0] * weights[1]
+        change = (both * change).masked_fill(both == 0, 0)
+        for name, move in (("lse_a", change), ("lse_b", -change)):
+            grads[name] = move if grads[name] is None else grads[name] + move
+    return grads
+
+
+_attn_merge = define_op(
+    "attn_merge",
+    public=attn_merge,
+    fake=_fake,
+    backward=_backward,
+    fold=batching.everywhere,
+)

@@ -1,0 +1,59 @@
+"""torch.vmap: its dimension becomes part of one that the op has, so that one call serves the whole batch.
+
+An op declares how: ``fold(size, batched, **arguments)`` gets the arguments by name, in which those named in `batched` have
+the new dimension, of `size`, in front. It returns ``(changed, unfold)``: the arguments that change, and
+``unfold(name, result)``, a result with the dimension in front again, or None for one that has none. It returns None for a
+call that does not fold: that one is served slice by slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .._library import library
+
+if TYPE_CHECKING:
+    from .define import Op
+
+MAX_DIMS = 8  # of a tensor of any op
+
+
+def register(op: Op, fold: Callable | None) -> None:
+    """The rule of the op where torch.vmap batches an argument."""
+
+    def rule(info, in_dims, *args):
+        given, dims = op.named(args), dict(zip(op.names, in_dims, strict=False))
+        batched = {name for name, d in dims.items() if d is not None}
+        given |= {name: given[name].movedim(dims[name], 0) for name in batched}
+        folded = fold(info.batch_size, batched, **given) if fold is not None else None
+        if folded is None:
+            return _one_by_one(op, info.batch_size, batched, given)
+        changed, unfold = folded
+        results = op.bare(*(given | changed).values())
+        if isinstance(results, Tensor):
+            return unfold(op.all.results[0], results), 0
+        unfolded = [unfold(name, x) for name, x in zip(op.results, results, strict=True)]
+        dims_out = tuple(None if x is None else 0 for x in unfolded)
+        return tuple(x if y is None else y for x, y in zip(results, unfolded, strict=True)), dims_out
+
+    torch.library.register_vmap(op.qualified, rule, lib=library)
+
+
+def _one_by_one(op: Op, size: int, batched: set[str], given: dict[str, Any]) -> tuple:
+    calls = [op.bare(*(x[i] if name in batched else x for name, x in given.items())) for i in range(size)]
+    if isinstance(calls[0], Tensor):
+        return torch.stack(calls), 0
+    return tuple(torch.stack(results) for results in zip(*calls, strict=True)), (0,) * len(calls[0])
+
+
+def everywhere(size: int, batched: set[str], **given: Any) -> tuple | None:
+    """The fold of an op of tensors alone that all have one leading shape."""
+    tensors = {n: x for n, x in given.items() if isinstance(x, Tensor)}
+    changed = {n: x if n in batched else x.expand(size, *x.shape) for n, x in tensors.items()}
+    if any(x.dim() > MAX_DIMS for x in changed.values()):
+        return None
+    return changed, lambda name, x: x

@@ -1,0 +1,58 @@
+"""Types of flash_attn by the value of return_lse, which one signature cannot say."""
+
+from typing import Literal, overload
+
+from torch import Tensor
+
+@overload
+def flash_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    diagonal: int = ...,
+    window_left: int = ...,
+    window_right: int = ...,
+    softcap: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    kv_start: Tensor | None = ...,
+    kv_end: Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def flash_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    diagonal: int = ...,
+    window_left: int = ...,
+    window_right: int = ...,
+    softcap: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    kv_start: Tensor | None = ...,
+    kv_end: Tensor | None = ...,
+    *,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def flash_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    diagonal: int = ...,
+    window_left: int = ...,
+    window_right: int = ...,
+    softcap: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    kv_start: Tensor | None = ...,
+    kv_end: Tensor | None = ...,
+    return_lse: bool = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...

@@ -1,0 +1,157 @@
+"""flash_attn_varlen: the public function and its declaration: fake function, gradients, autocast rule, FLOPs, vmap.
+
+Types of the public function by the value of return_lse stand in flash_attn_varlen.pyi.
+"""
+
+import torch
+from torch import Tensor
+
+from . import attention, laws
+from .define import define_op
+
+__all__ = ["flash_attn_varlen"]
+
+
+def flash_attn_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """flash_attn over sequences of different lengths, packed one after the other, no padding.
+
+    For each sequence b of Sq_b queries and Sk_b keys::
+
+        out[rows of b] = flash_attn(q[rows of b], k[keys of b], v[keys of b], diagonal=Sk_b - Sq_b)
+
+    Args:
+        q: [Tq, Hq, D] float32, bfloat16, float16 or float64; sequence b owns tokens
+            ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``.
+        k: [Tk, Hkv, D], q's dtype; sequence b owns tokens ``cu_seqlens_k[b]`` to
+            ``cu_seqlens_k[b + 1]``.
+        v: [Tk, Hkv, Dv], q's dtype. Any strides; a tensor whose last dimension is not contiguous is
+            copied first.
+        cu_seqlens_q: [B + 1] int32, starts at 0 and does not decrease.
+        cu_seqlens_k: [B + 1] int32, likewise.
+        max_seqlen_q: upper bound of the sequences' query lengths; it sizes the launch and nothing
+            else.
+        max_seqlen_k: upper bound of the sequences' key lengths.
+        is_causal: query i of a sequence sees keys ``j <= i + Sk_b - Sq_b`` only (bottom-right).
+        scale: factor of the scores, a finite number, at most 1e38 in size unless q is float64; None is
+            1 / sqrt(D).
+        window_left: keys before the diagonal that a query sees; -1 is no bound. Counted, like
+            ALiBi's distance, from the same bottom-right diagonal.
+        window_right: keys after the diagonal that a query sees; -1 is no bound.
+        softcap, sinks: as in `flash_attn`.
+        alibi_slopes: [Hq] or [B, Hq], as in `flash_attn`.
+        return_lse: return ``(out, lse)``.
+
+    Returns:
+        out [Tq, Hq, Dv] contiguous in q's dtype; with return_lse also lse [Tq, Hq], contiguous,
+        float32 (float64 with float64 inputs). Tokens at or after ``cu_seqlens_q[B]`` belong to no
+        sequence: out 0, lse -inf.
+
+    Gradients: q, k, v and sinks, from those of out and lse; tokens that belong to no sequence have
+    none. A second backward raises NotImplementedError.
+
+    Under autocast q, k and v are cast.
+
+    Raises:
+        ValueError: a shape, dtype, device or value that the op does not take, or alibi_slopes that
+            require a gradient.
+        IndexError: on the CPU, contents of cu_seqlens: decreasing, past the tokens, or longer than
+            max_seqlen. On CUDA such rows give 0 and the next call or `check_errors` reports them.
+
+    Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023),
+    arXiv:2307.08691.
+    """
+    op = _flash_attn_varlen.all if return_lse else _flash_attn_varlen
+    return op.call(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        is_causal,
+        scale,
+        window_left,
+        window_right,
+        softcap,
+        alibi_slopes,
+        sinks,
+    )
+
+
+# ---- fake functions ------------------------------------------------------------------------------
+
+
+def _fake(q, k, v, cu_seqlens_q, cu_seqlens_k, **_):
+    op = "flash_attn_varlen"
+    attention.laws_of_qkv(op, q, k, v)
+    laws.has_dtype(op, "cu_seqlens_q", cu_seqlens_q, torch.int32)
+    laws.has_dims(op, "cu_seqlens_q", cu_seqlens_q, 1, "[B+1]")
+    laws.has_dtype(op, "cu_seqlens_k", cu_seqlens_k, torch.int32)
+    laws.has_shape(op, "cu_seqlens_k", cu_seqlens_k, cu_seqlens_q.shape)
+    lse = q.new_empty(q.shape[:2], dtype=laws.wide_dtype(q))
+    return q.new_empty((*q.shape[:2], v.shape[2])), lse
+
+
+def _bwd_fake(q, k, v, sinks, **_):
+    attention.laws_of_qkv("flash_attn_varlen", q, k, v)
+    return *(x.new_empty(x.shape) for x in (q, k, v)), attention.empty_dsinks(q, sinks)
+
+
+# ---- FLOPs ---------------------------------------------------------------------------------------
+
+
+def _pairs(q, k, cu_seqlens_q, max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right, **_) -> int:
+    """Of query and key, over all heads: an upper bound, as if each sequence had max_seqlen_q queries and max_seqlen_k
+    keys. Shapes tell how many sequences and tokens there are, not how long each sequence is.
+    """
+    bounds = max_seqlen_q, max_seqlen_k, is_causal, max_seqlen_k - max_seqlen_q, window_left, window_right
+    sequences = torch.sym_max(cu_seqlens_q[0] - 1, 0)
+    return q[1] * torch.sym_min(sequences * attention.pairs_of(*bounds), q[0] * max_seqlen_k)
+
+
+def _flops(q, v, **rest) -> int:
+    """At most 2 (D + Dv) a pair."""
+    return 2 * _pairs(q, **rest) * (q[2] + v[2])
+
+
+def _bwd_flops(q, v, **rest) -> int:
+    """At most 2 (3 D + 2 Dv) a pair."""
+    return 2 * _pairs(q, **rest) * (3 * q[2] + 2 * v[2])
+
+
+# ---- declarations --------------------------------------------------------------------------------
+
+_flash_attn_varlen_bwd = define_op(
+    "flash_attn_varlen_bwd",
+    fake=_bwd_fake,
+    refuse="flash_attn_varlen: it is not twice differentiable",
+    flops=_bwd_flops,
+    fold=attention.fold_into_heads,
+)
+_flash_attn_varlen = define_op(
+    "flash_attn_varlen",
+    public=flash_attn_varlen,
+    fake=_fake,
+    backward=attention.backward_of(_flash_attn_varlen_bwd),
+    without_gradient=("alibi_slopes",),
+    autocast=attention.AUTOCAST,
+    flops=_flops,
+    fold=attention.fold_into_heads,
+)

@@ -1,0 +1,210 @@
+"""The autograd.Functions of an op, from what define_op declares: one for a call, one for torch.func's transforms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.autograd import Function
+
+from .._library import NAMESPACE, any_autocast, below_autocast
+
+if TYPE_CHECKING:
+    from .define import Op
+
+
+def no_forward_mode(op: Op) -> str:
+    return (
+        f"{op.qualified}: it has no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad); "
+        "use reverse mode (torch.autograd.grad)"
+    )
+
+
+def differentiate(
+    door: Op,
+    op: Op,
+    backward: Callable,
+    save: Callable | None,
+    saved: Sequence[str],
+    reads_all: Callable | None,
+    without_gradient: Sequence[str],
+) -> None:
+    """Sets differentiate and transformed of `door`, which is op or op.all; the rest is what define_op was given."""
+    rules = _Rules(op.all, backward, save, saved)
+    refused = [(op.names.index(n), n) for n in without_gradient]
+    first = door is not op.all
+
+    def refuse_gradients(args: Sequence) -> None:
+        for i, name in refused:
+            if i < len(args) and args[i] is not None and args[i].requires_grad:
+                raise ValueError(f"{door.qualified}: {name} requires a gradient and has none; pass {name}.detach()")
+
+    def what_backward_reads(*args):
+        return op.all.below(*args) if reads_all(args) else (op.below(*args), None)
+
+    fast = _fast(rules, first, op.all.below if reads_all is None else what_backward_reads)
+    slow = _with_setup_context(door, rules)
+
+    def call(*args):
+        refuse_gradients(args)
+        return fast(*args)
+
+    def transformed(*args):
+        refuse_gradients(args)
+        results = slow.apply(*args)
+        return results[0] if first else results
+
+    door.differentiate, door.transformed = call if refused else fast, transformed
+
+
+class _Rules:
+    """What forward keeps and what backward makes of it, both by name. The way forward counts nanoseconds, so that places
+    are looked up here, for each number of arguments that a call may have.
+    """
+
+    def __init__(self, op: Op, backward: Callable, save: Callable | None, saved: Sequence[str]):
+        self.op, self.backward, self.save = op, backward, save
+        counts = range(len(op.names) + 1)
+        self.tensors = [_getter(i for i in op.tensors if i < n) for n in counts]
+        self.others = [_getter(i for i in range(n) if i not in op.tensors) for n in counts]
+        tensor_names = tuple(op.names[i] for i in op.tensors)
+        self.other_names = tuple(n for n in op.names if n not in tensor_names)
+        self.saved = tuple(saved) or (*op.results, *tensor_names)
+        self.grad_names = tuple(f"grad_{r}" for r in op.results)
+        self.defaults = dict(zip(op.names, op.defaults, strict=True)) | dict.fromkeys(self.grad_names)
+        self.needs: dict[tuple[bool, ...], frozenset[str]] = {}
+
+    def keep(self, ctx: Any, args: Sequence, results: Sequence[Tensor]) -> None:
+        """args: without trailing defaults."""
+        n = len(args)
+        if self.save is None:
+            ctx.save_for_backward(*results, *self.tensors[n](args))
+        else:
+            tensors, ctx.more = self.save(ctx.needs_input_grad, args, *results)
+            ctx.save_for_backward(*tensors)
+        ctx.others = self.others[n](args)
+
+    def gradients(self, ctx: Any, grads: Sequence[Tensor | None]) -> tuple:
+        values = self.defaults.copy()
+        values.update(zip(self.saved, ctx.saved_tensors, strict=False))
+        values.update(zip(self.other_names, ctx.others, strict=False))
+        values.update(zip(self.grad_names, grads, strict=False))
+        if self.save is not None:
+            values.update(ctx.more)
+        wanted = ctx.needs_input_grad
+        needs = self.needs.get(wanted)
+        if needs is None:
+            needs = self.needs[wanted] = frozenset(n for n, w in zip(self.op.names, wanted, strict=False) if w)
+        if any_autocast():
+            with below_autocast():
+                made = self.backward(needs, **values)
+        else:
+            made = self.backward(needs, **values)
+        return tuple([made.get(name) if name in needs else None for name in self.op.names[: len(wanted)]])
+
+
+def _getter(places: Any) -> Callable[[Sequence], tuple]:
+    places = tuple(places)
+    if len(places) == 0:
+        return lambda args: ()
+    if len(places) == 1:
+        return lambda args, i=places[0]: (args[i],)
+    return itemgetter(*places)
+
+
+def _fast(rules: _Rules, first: bool, below: Callable) -> Callable:
+    """The form for a call: forward and its context in one, arguments without trailing defaults."""
+    keep = rules.keep
+
+    def forward_of_first(ctx, *args):
+        results = below(*args)
+        keep(ctx, args, results)
+        return results[0]
+
+    def forward_of_all(ctx, *args):
+        results = below(*args)
+        keep(ctx, args, results)
+        ctx.set_materialize_grads(False)
+        return results
+
+    def backward(ctx, *grads):
+        return rules.gradients(ctx, grads)
+
+    forward = forward_of_first if first else forward_of_all
+    return _apply_of(_function(rules.op.name, forward=forward, backward=backward))
+
+
+def _with_setup_context(op: Op, rules: _Rules) -> type[Function]:
+    """The form for torch.func, of all arguments; it returns all results."""
+    every = rules.op
+
+    def forward(*args):
+        return every.bare(*args)  # where vmap is at work this is its rule
+
+    def setup_context(ctx, inputs, output):
+        ctx.set_materialize_grads(False)
+        rules.keep(ctx, inputs, output if isinstance(output, tuple) else (output,))
+
+    def backward(ctx, *grads):
+        if all(grad is None for grad in grads):
+            return (None,) * len(every.names)
+        return rules.gradients(ctx, grads)
+
+    def jvp(ctx, *tangents):
+        raise NotImplementedError(no_forward_mode(op))
+
+    return _function(
+        every.name,
+        forward=forward,
+        setup_context=setup_context,
+        backward=backward,
+        jvp=jvp,
+        generate_vmap_rule=True,
+    )
+
+
+def _function(name: str, **members: Any) -> type[Function]:
+    name = "_" + "".join(part.capitalize() for part in name.removesuffix("_fwd").split("_"))
+    return type(name, (Function,), {n: staticmethod(f) if callable(f) else f for n, f in members.items()})
+
+
+def _apply_of(function: type[Function]) -> Callable:
+    """function.apply without 5 us of preparation for torch.func's transforms, which it cannot serve."""
+    return super(Function, function).apply
+
+
+# ---- no gradients --------------------------------------------------------------------------------
+
+
+def refuse(op: Op, reason: str) -> None:
+    """Sets op.differentiate and op.transformed for an op without a gradient; torch by itself would pass zeros, silently.
+    A backward raises NotImplementedError."""
+    message = f"{NAMESPACE}::{reason}"
+
+    def fast_forward(ctx, *args):
+        return op.below(*args)
+
+    def forward(*args):
+        return op.bare(*args)
+
+    def setup_context(ctx, inputs, output):
+        pass
+
+    def backward(ctx, *grads):
+        raise NotImplementedError(message)
+
+    def jvp(ctx, *tangents):
+        raise NotImplementedError(no_forward_mode(op))
+
+    op.differentiate = _apply_of(_function("no_backward", forward=fast_forward, backward=backward))
+    slow = _function(
+        "no_backward",
+        forward=forward,
+        setup_context=setup_context,
+        backward=backward,
+        jvp=jvp,
+        generate_vmap_rule=True,
+    )
+    op.transformed = slow.apply

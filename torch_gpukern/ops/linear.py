@@ -1,0 +1,57 @@
+"""linear: F.linear's signature over gemm."""
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Parameter
+
+from .. import reference
+from .._library import NAMESPACE
+from .gemm import Activation, gemm
+
+__all__ = ["linear"]
+
+_PLAIN = (Tensor, Parameter, type(None))
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Activation = "none") -> Tensor:
+    """``torch.nn.functional.linear`` with the activation in the same pass: ``activation(x @ weight.mT + bias)``.
+
+    Args:
+        x: [..., K] float32, bfloat16, float16 or float64, any strides.
+        weight: [N, K], x's dtype, any strides: it is read where it lies.
+        bias: [N], x's dtype.
+        activation: as in `gemm`.
+
+    Returns:
+        [..., N] contiguous in x's dtype. Float32 on CUDA follows ``torch.backends.cuda.matmul.fp32_precision``.
+
+    Gradients and autocast are those of `gemm`.
+
+    A tensor subclass with a ``__torch_function__`` of its own (quantised weights, for one) may know how to multiply by
+    itself what no kernel of ours can read: it is handed ``F.linear``, and the activation follows.
+
+    Raises:
+        ValueError: a shape, dtype, device or activation name that it does not take.
+    """
+    if any(type(t) not in _PLAIN and _has_a_linear_of_its_own(t) for t in (x, weight, bias)):
+        if activation not in reference.ACTIVATIONS:
+            raise ValueError(
+                f"{NAMESPACE}::linear: activation must be none, relu, gelu, gelu_tanh or silu, got '{activation}'"
+            )
+        return reference.ACTIVATIONS[activation](F.linear(x, weight, bias))
+    if x.dim() < 1 or weight.dim() != 2:
+        raise ValueError(
+            f"{NAMESPACE}::linear: x must have at least 1 dimension and weight 2, [N, K]; got {x.dim()} and {weight.dim()}"
+        )
+    if x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"{NAMESPACE}::linear: weight has {weight.shape[1]} columns, x has {x.shape[-1]}; they must match"
+        )
+    if x.dim() == 1:
+        return gemm(x[None], weight.mT, bias, activation=activation)[0]
+    return gemm(x, weight.mT, bias, activation=activation)
+
+
+def _has_a_linear_of_its_own(x: Tensor) -> bool:
+    own = getattr(type(x).__torch_function__, "__func__", None)
+    return own is not None and own is not Tensor.__torch_function__.__func__
