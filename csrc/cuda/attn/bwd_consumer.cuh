@@ -13,8 +13,6 @@
 #include "bwd_producer.cuh"
 #include "tiles.h"
 
-#include <utility>
-
 namespace {
 
 constexpr const char *OP = "gk_flash_attn_bwd";
@@ -135,10 +133,10 @@ __device__ __forceinline__ void modified_gradients(const float (&s)[M], const fl
     }
 }
 
-/* A warp adds 512 contiguous bytes at a time, BYTES on from `to`. */
-template <int BYTES, int M, int... J>
-__device__ __forceinline__ void add_dq(uint64_t to, const float (&dq)[M], std::integer_sequence<int, J...>) {
-    (red_add_128<BYTES + J * 512>(to, dq[4 * J], dq[4 * J + 1], dq[4 * J + 2], dq[4 * J + 3]), ...);
+/* A warp adds 512 contiguous bytes at a time, from BYTES on from `to`: offsets are the instruction's own. */
+template <int BYTES, int J = 0, int M> __device__ __forceinline__ void add_dq(uint64_t to, const float (&dq)[M]) {
+    red_add_128<BYTES + J * 128>(to, dq[J], dq[J + 1], dq[J + 2], dq[J + 3]);
+    if constexpr (J + 4 < M) add_dq<BYTES, J + 4>(to, dq);
 }
 
 /* Where the n-th block of a tile of dQ takes this lane's additions. */

@@ -147,7 +147,7 @@ template <class T, class Tile_, bool MODIFIED> struct BwdConsumer {
             const uint2 then = ld_shared_64(tiles_s + ring.stage(next) * (int)sizeof(BwdTileOf));
             const int block = mov_tid_x() / 32; /* 4 warpgroup + warp */
             const uint64_t to = own_dq<Tile>(g, now.x, block);
-            if (Dq::BLOCKS == 8 || block < Dq::BLOCKS) add_dq<0>(to, dq, std::make_integer_sequence<int, Dq::N / 8>());
+            if (Dq::BLOCKS == 8 || block < Dq::BLOCKS) add_dq<0>(to, dq);
             wgmma_wait_group<0>();
             pin(dv), pin(dk);
             now = then;

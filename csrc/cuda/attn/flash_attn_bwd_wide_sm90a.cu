@@ -120,8 +120,8 @@ template <class T, class Tile_, bool MODIFIED> struct BwdWideConsumer {
             pin(dq[0]), pin(dq[1]);
             const uint64_t to = own_dq<Tile>(g, now.x, 8 * warpgroup + mov_tid_x() / 32 % 4);
             constexpr int BLOCK_BYTES = 4 * Dq::N * 16 * 4;
-            add_dq<0>(to, dq[0], std::make_integer_sequence<int, BQ / 8>());
-            if (D == 256 || warpgroup == 0) add_dq<BLOCK_BYTES>(to, dq[1], std::make_integer_sequence<int, BQ / 8>());
+            add_dq<0>(to, dq[0]);
+            if (D == 256 || warpgroup == 0) add_dq<BLOCK_BYTES>(to, dq[1]);
             wgmma_wait_group<0>();
             pin(sum);
             now = then;
