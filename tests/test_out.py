@@ -75,6 +75,13 @@ def test_a_gradient_is_refused(name, device):
     assert same_bits(out, want)
 
 
+def test_a_number_with_a_gradient_is_refused(device):
+    a, alpha = torch.rand(4, 4, device=device), torch.tensor(2.0, requires_grad=True)
+    for op in (ops.gemm, ops.gemm.out):
+        with pytest.raises(ValueError, match="gpukern::gemm: alpha is a number without a gradient"):
+            op(a, a, alpha=alpha, out=torch.empty_like(a))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_out_in_a_graph(name, device):
     """Compiled: the caller sees what was written, and a wrong shape is refused when it is traced."""

@@ -223,7 +223,7 @@ def named(call: str) -> str:
 @pytest.mark.parametrize("wants", ("nothing", "no gradient", "a gradient"))
 @pytest.mark.parametrize("name", tuple(CALLS))
 def test_who_looks_at_calls_sees_the_op(name, wants, device):
-    """A call that wants no gradient goes to the raw op, which nobody is to notice: modes, subclasses,
+    """A call that wants no gradient goes past the Autograd kernel, which nobody is to notice: modes, subclasses,
     autocast, fake and meta tensors and tracers meet the op, and so do the products within an Autograd kernel."""
     if wants == "a gradient" and name in NO_GRADIENT:
         pytest.skip("has no gradient")
@@ -280,7 +280,7 @@ def test_transforms_see_the_op(name, device):
 
 @pytest.mark.parametrize("grad", (False, True))
 def test_types_that_a_schema_does_not_take(grad, device):
-    """Errors name the op, not its raw op."""
+    """Errors name the op."""
     x = randn(generator("types"), 1, 2, 6, 8, device=device).requires_grad_(grad)
     a, nested = x[0, 0], torch.nested.nested_tensor([x[0, 0].detach()])
     calls = {

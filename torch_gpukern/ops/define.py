@@ -5,7 +5,7 @@ schema; what is declared here is handed arguments, saved tensors and gradients b
 gets, each on the dispatch key of that purpose:
 
 - a fake function: dtype, shape and strides of the results, for torch.compile, torch.export and meta tensors;
-- an Autograd kernel: a torch.autograd.Function where a gradient is wanted, else straight on to the raw op;
+- an Autograd kernel: a torch.autograd.Function where a gradient is wanted, else straight on below autograd;
 - an Autocast kernel: casts what autocast may cast, then goes on below autocast;
 - a rule for torch.vmap, which folds the new dimension into those that the op has (batching.py);
 - a FLOP formula.
@@ -155,8 +155,11 @@ class Op:
             self._served[types] = tuple(i for i, t in enumerate(types) if t is int)
         return results
 
-    def refuse_number_gradients(self, args: Sequence) -> None:
+    def refuse_number_gradients(self, args: Sequence, kwargs: dict[str, Any] | None = None) -> None:
         """ValueError where an argument that is a number is given as a tensor that wants a gradient."""
+        for name, x in (kwargs or {}).items():
+            if isinstance(x, Tensor) and self.places.get(name) in self.numbers:
+                self.refuse_number_gradients((*(None,) * self.places[name], x))
         for i in self.numbers:
             if i >= len(args):
                 return
@@ -209,10 +212,7 @@ def _guard(op: Op) -> None:
         def call(*args, **kwargs):
             if is_dynamo_compiling():  # the frame on its own, after a graph break: dynamo knows the overload
                 return op.overload(*args, **kwargs)
-            op.refuse_number_gradients(args)
-            for argument, x in kwargs.items():
-                if isinstance(x, Tensor) and argument in op.names:
-                    op.refuse_number_gradients((*(None,) * op.names.index(argument), x))
+            op.refuse_number_gradients(args, kwargs)
             if "out" in kwargs and op.out is not None:
                 return op.out(*args, **kwargs)
             if op.transformed is not None and transforms_active() and _differentiating():
@@ -232,8 +232,7 @@ def _checked(op: Op, args: tuple, kwargs: dict[str, Any]) -> tuple:
     """All arguments in order; what the schema does not take is refused by a call of the op."""
     if len(args) > len(op.names) or not set(kwargs) <= set(op.names[len(args) :]):
         op.bare(*args, **kwargs)
-    missing = [n for n in op.names[len(args) : op.required] if n not in kwargs]
-    if missing:
+    if not set(op.names[len(args) : op.required]) <= set(kwargs):
         op.bare(*args, **kwargs)
     return op.bound(args, kwargs)
 
@@ -330,7 +329,15 @@ def define_op(
 def _define_out(op: Op, fake: Callable) -> None:
     """X.out, which writes the caller's tensor: no gradient, no autocast, else as X."""
     op.out = getattr(ops, op.name).out
-    name, bare = f"{op.name}.out", op.out._op
+    name, bare = f"{op.name}.out", _unwrapped(op.out)
+
+    @functools.wraps(bare)
+    def call(*args, **kwargs):
+        if not is_dynamo_compiling():
+            op.refuse_number_gradients(args, kwargs)
+        return bare(*args, **kwargs)
+
+    op.out._op = call
 
     def out_fake(*args, out, **kwargs):
         made = fake(**op.named(args) | kwargs)
