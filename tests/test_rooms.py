@@ -70,6 +70,7 @@ def test_what_is_allowed(tmp_path):
         "csrc/cpu/vec.h": "#if defined(__AVX2__)\n#include <immintrin.h>\n#endif\n#define MR 6 /* why */\n",
         "csrc/cpu/blocks.h": "#define KC 256 /* fits L2 */\nstatic const blocks x = {1, 2}; /* why */\n",
         "csrc/a.c": '#include "internal.h"\n\n#include <stdatomic.h>\n\n/* asm() in a comment */\n// why: f(x) may fail;\n',
+        "csrc/cuda/a.cuh": "struct a {  // no function\n    int f() {\n" + "        g();\n" * 120 + "    }\n};\n",
         "ops/schema.cpp": '#include <torch/csrc/stable/library.h>\n\n#include <string>\n\n#include "gpukern.h"\n',
         "torch_gpukern/a.py": "import torch\n",
     }

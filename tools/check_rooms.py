@@ -121,7 +121,7 @@ def c_functions(text: str):
     """(name, first line, lines) of each function of formatted C whose closing brace begins its line."""
     head: list[str] = []
     inside = None
-    for number, line in enumerate(without_comments(text).splitlines(), 1):
+    for number, line in enumerate(map(str.rstrip, without_comments(text).splitlines()), 1):
         if inside:
             if line.startswith("}"):
                 yield inside[0], inside[1], number - inside[1] + 1
@@ -130,6 +130,8 @@ def c_functions(text: str):
         if not line.strip() or line.startswith("#"):
             head = []
             continue
+        if not head and line[0] == " ":
+            continue  # inside a struct or a table
         head.append(line)
         joined = " ".join(head)
         names = [name for name in re.findall(r"(\w+)\s*\(", joined) if not name.startswith("__")]
