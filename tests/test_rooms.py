@@ -37,7 +37,14 @@ BREACHES = {
     "row without reason": ("csrc/cpu/blocks.h", "\nstatic const blocks x = {1, 2};\n", "law 4"),
     "missing twins": ("ops/a.cpp", "\n", "law 5"),
     "vague name": ("csrc/utils.c", "\n", "a file says what it holds"),
-    "long kernel": ("csrc/cpu/a.c", "\n" * 701, "701 lines"),
+    "long file": ("csrc/cpu/a.c", "\n" * 501, "501 lines; this file may have 500"),
+    "long Python": ("torch_gpukern/a.py", "\n" * 501, "501 lines; this file may have 500"),
+    "long function": (
+        "csrc/a.c",
+        "int f(int a,\n      int b) {\n" + "    a++;\n" * 118 + "}\n",
+        "121 lines; this function f",
+    ),
+    "long method": ("torch_gpukern/a.py", "def f():\n" + "    f()\n" * 120, "121 lines; this function f"),
     "dead code": ("csrc/a.c", "// x = f(y);\n", "commented-out"),
     "unfinished": ("docs/a.md", "TO" + "DO: all of it\n", "unfinished"),
     "blanks": ("docs/a.md", "a \n", "blanks"),
@@ -63,6 +70,7 @@ def test_what_is_allowed(tmp_path):
         "csrc/cpu/vec.h": "#if defined(__AVX2__)\n#include <immintrin.h>\n#endif\n#define MR 6 /* why */\n",
         "csrc/cpu/blocks.h": "#define KC 256 /* fits L2 */\nstatic const blocks x = {1, 2}; /* why */\n",
         "csrc/a.c": '#include "internal.h"\n\n#include <stdatomic.h>\n\n/* asm() in a comment */\n// why: f(x) may fail;\n',
+        "csrc/cuda/a.cuh": "struct a {  // no function\n    int f() {\n" + "        g();\n" * 120 + "    }\n};\n",
         "ops/schema.cpp": '#include <torch/csrc/stable/library.h>\n\n#include <string>\n\n#include "gpukern.h"\n',
         "torch_gpukern/a.py": "import torch\n",
     }
@@ -97,3 +105,15 @@ def test_five_twins(tmp_path):
             [f"ops/{stem}.cpp:1: law 5: {path} is missing", "1 breaches of the laws of the rooms"],
         )
         shutil.rmtree(one_less)
+
+
+def test_exceptions_of_length_only_shrink(tmp_path):
+    """A listed file may be as long as the list says, no longer; a list that says more than is needed is a breach."""
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools/long.txt").write_text("# why\ncsrc/a.c 510\n")
+    for lines, breach in ((510, None), (511, "511 lines; this file may have 510"), (500, "take it off this list")):
+        (tmp_path / "csrc/a.c").write_text("\n" * lines)
+        status, found = check_rooms(tmp_path)
+        assert status == (breach is not None)
+        assert breach is None or breach in found[0]

@@ -23,7 +23,10 @@ ROOMS = (
     "docs",
     "cmake",
 )
-MAX_KERNEL_LINES = 700  # a kernel file is read in one sitting
+PRODUCT = ("csrc", "ops", "torch_gpukern")
+MAX_FILE_LINES = 500  # a file is read in one sitting; tables (TABLES) apart
+MAX_FUNCTION_LINES = 120
+LONG = "tools/long.txt"  # what was longer when the limits came, with its length then: it may only shrink
 
 # Law 1. What an #include of each room may name; the C library's headers have no slash and end in .h.
 CSRC_INCLUDE = re.compile(r"<(sys/|linux/|asm/|arm_|mach/|cuda)?[a-z0-9_]+\.h>|\"[\w/.]+\.(h|cuh)\"")
@@ -106,15 +109,68 @@ def check_c(path: Path, room: str, text: str):
             yield number, "commented-out code"
     if path.suffix == ".cu" and ARCH_SUFFIX.search(path.stem) and path.stem.split("_")[-1] not in ("sm80", "sm90a"):
         yield 1, "law 3: the suffix is _sm80, _sm90a or none"
-    lines = len(text.splitlines())
-    if (in_cuda or "cpu" in path.parts) and lines > MAX_KERNEL_LINES:
-        yield 1, f"{lines} lines; a kernel file has at most {MAX_KERNEL_LINES}"
 
 
 def has_reason(text: str, number: int) -> bool:
     """Whether line `number` of a table, or the line above it, carries a comment."""
     lines = text.splitlines()
     return bool(re.search(r"/\*|\*/|//", "".join(lines[max(number - 2, 0) : number])))
+
+
+def c_functions(text: str):
+    """(name, first line, lines) of each function of formatted C whose closing brace begins its line."""
+    head: list[str] = []
+    inside = None
+    for number, line in enumerate(map(str.rstrip, without_comments(text).splitlines()), 1):
+        if inside:
+            if line.startswith("}"):
+                yield inside[0], inside[1], number - inside[1] + 1
+                inside = None
+            continue
+        if not line.strip() or line.startswith("#"):
+            head = []
+            continue
+        if not head and line[0] == " ":
+            continue  # inside a struct or a table
+        head.append(line)
+        joined = " ".join(head)
+        names = [name for name in re.findall(r"(\w+)\s*\(", joined) if not name.startswith("__")]
+        if line.endswith("{") and names and "=" not in joined.split("(")[0].split(">")[-1]:
+            inside = names[0], number - len(head) + 1
+        if line.endswith(("{", ";", "}")):
+            head = []
+
+
+def python_functions(text: str):
+    """(name, first line, lines) of each function of Python."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield node.name, node.lineno, node.end_lineno - node.lineno + 1
+
+
+def check_lengths(root: Path):
+    """Files and functions of the product that are too long, and exceptions of LONG that are none any more."""
+    known = {}
+    if (root / LONG).exists():
+        lines = (root / LONG).read_text().splitlines()
+        known = {name: int(most) for name, most in (line.split() for line in lines if line and line[0] != "#")}
+    seen = set()
+    for room in PRODUCT:
+        for path in sorted((root / room).rglob("*")):
+            if path.suffix not in C_SUFFIXES | {".py"}:
+                continue
+            relative, text = path.relative_to(root), path.read_text()
+            found = [] if path.name in TABLES else [(relative.as_posix(), 1, len(text.splitlines()), MAX_FILE_LINES)]
+            functions = python_functions(text) if path.suffix == ".py" else c_functions(text)
+            found += [(f"{relative.as_posix()}:{name}", at, n, MAX_FUNCTION_LINES) for name, at, n in functions]
+            for name, at, length, limit in found:
+                if length > limit:
+                    seen.add(name)
+                    if length > known.get(name, limit):
+                        what = f"function {name.split(':')[1]}" if ":" in name else "file"
+                        yield relative, at, f"{length} lines; this {what} may have {known.get(name, limit)}"
+    for name in sorted(known.keys() - seen):
+        yield Path(LONG), 1, f"{name} is within its limit: take it off this list"
 
 
 def check_python(path: Path, text: str):
@@ -172,6 +228,7 @@ def check(root: Path):
                 found += check_python(relative, text)
             yield from ((relative, number, breach) for number, breach in found)
     yield from ((path.relative_to(root), number, breach) for path, number, breach in check_stems(root))
+    yield from check_lengths(root)
     if len(list((root / "tools").glob("*.py"))) > 4:
         yield Path("tools"), 1, "tools/ holds four scripts at most"
 
