@@ -20,8 +20,9 @@ static const gk_cuda_table *const gemm[] = {&gk_gemm_sm90a_table, /* plans for t
 static const gk_cuda_table *const gemm_act_bwd[] = {&gk_gemm_act_bwd_table};
 static const gk_cuda_table *const flash_attn_fwd[] = {&gk_flash_attn_fwd_sm90a_table, &gk_flash_attn_fwd_sm80_table,
                                                       &gk_flash_attn_fwd_simt_table, &gk_flash_attn_fwd_plain_table};
-static const gk_cuda_table *const flash_attn_bwd[] = {&gk_flash_attn_bwd_sm90a_table, &gk_flash_attn_bwd_wide_sm90a_table, &gk_flash_attn_bwd_sm80_table, &gk_flash_attn_bwd_simt_table,
-                                                      &gk_flash_attn_bwd_plain_table};
+static const gk_cuda_table *const flash_attn_bwd[] = {
+    &gk_flash_attn_bwd_sm90a_table, &gk_flash_attn_bwd_wide_sm90a_table, &gk_flash_attn_bwd_sm80_table,
+    &gk_flash_attn_bwd_simt_table, &gk_flash_attn_bwd_plain_table};
 static const gk_cuda_table *const paged_attn[] = {&gk_paged_attn_sm80_table, &gk_paged_attn_f32_table,
                                                   &gk_paged_attn_plain_table};
 static const gk_cuda_table *const kv_cache_write[] = {&gk_kv_cache_write_table};

@@ -91,8 +91,8 @@ template <int M> __device__ __forceinline__ void weights(float (&s)[M], smem_add
 
 /* P and dS as operands of the next products: p [kk / 4] is the fragment of rows kk .. kk + 15. */
 template <class T, int M>
-__device__ __forceinline__ void gradients(const float (&s)[M], const float (&dp)[M],
-                                                 uint32_t (&p)[M / 2], uint32_t (&ds)[M / 2], smem_addr delta_s) {
+__device__ __forceinline__ void gradients(const float (&s)[M], const float (&dp)[M], uint32_t (&p)[M / 2],
+                                          uint32_t (&ds)[M / 2], smem_addr delta_s) {
 #pragma unroll
     for (int n = 0; n < M / 4; ++n) {
         const uint2 delta = ld_shared_64(delta_s + n * 32);
@@ -108,10 +108,9 @@ __device__ __forceinline__ void gradients(const float (&s)[M], const float (&dp)
 
 /* The same with softcap and ALiBi, from S^T itself. key, row: of element 0. */
 template <class T, int M>
-__device__ __forceinline__ void modified_gradients(const float (&s)[M], const float (&dp)[M],
-                                                          uint32_t (&p)[M / 2], uint32_t (&ds)[M / 2],
-                                                          smem_addr lse_s, smem_addr delta_s, const Score &score,
-                                                          const Sequence &seq, int key, int row) {
+__device__ __forceinline__ void modified_gradients(const float (&s)[M], const float (&dp)[M], uint32_t (&p)[M / 2],
+                                                   uint32_t (&ds)[M / 2], smem_addr lse_s, smem_addr delta_s,
+                                                   const Score &score, const Sequence &seq, int key, int row) {
     const BwdMask mask(seq, key, row);
     const float distance0 = (float)(row + score.position0 - key);
 #pragma unroll
@@ -227,9 +226,9 @@ __global__ void __launch_bounds__(BWD_PRE_THREADS) flash_attn_bwd_round_kernel(c
         stmatrix_x4_trans(smem_s + Queries::offset(c.row, c.col / 8), four);
     }
     __syncthreads(); /* the rows are whole */
-    copy_tile_out<Queries, BWD_PRE_THREADS>(
-        (T *)g.dq.data + b * g.dq.batch + head * g.dq.head + ((int64_t)s.q0 + i0) * g.dq.row, g.dq.row, smem_s,
-        s.seq_q - i0, g.p.head_dim, threadIdx.x);
+    copy_tile_out<Queries, BWD_PRE_THREADS>((T *)g.dq.data + b * g.dq.batch + head * g.dq.head +
+                                                ((int64_t)s.q0 + i0) * g.dq.row,
+                                            g.dq.row, smem_s, s.seq_q - i0, g.p.head_dim, threadIdx.x);
 }
 
 /* ---- 5. launcher ------------------------------------------------------------------------------ */
@@ -277,11 +276,13 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
                                                         x.g);
 }
 
-#define BWD_ROW(name, T, dtype, CONSUMER, TILE, MODIFIED)                                                       \
-    {                                                                                                           \
-        name, dtype, plan<TILE>, run<T, CONSUMER<T, TILE, MODIFIED>>,                                           \
-            {TILE::HEAD_DIM, TILE::HEAD_DIM_V, MODIFIED, BwdSmem<TILE>::BYTES, TILE::BQ}, NULL                  \
-    }
+#define BWD_ROW(name, T, dtype, CONSUMER, TILE, MODIFIED)                          \
+    {name,                                                                         \
+     dtype,                                                                        \
+     plan<TILE>,                                                                   \
+     run<T, CONSUMER<T, TILE, MODIFIED>>,                                          \
+     {TILE::HEAD_DIM, TILE::HEAD_DIM_V, MODIFIED, BwdSmem<TILE>::BYTES, TILE::BQ}, \
+     NULL}
 
 } // namespace
 

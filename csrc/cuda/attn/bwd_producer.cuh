@@ -48,9 +48,11 @@ template <class Tile> struct BwdSmem {
     typedef wgmma_panels<Tile::WIDE ? BKV : BQ, Tile::WIDE ? BQ : BKV> Scores;
     typedef tma_ring<Tile::STAGES> Ring;
     static constexpr int STATS = BQ * 8; /* of a tile's rows lse, then delta */
-    static constexpr int K_AT = 0, V_AT = K_AT + K::bytes, Q_AT = V_AT + V::bytes, O_AT = Q_AT + Tile::STAGES * Q::bytes;
-    static constexpr int DS_AT = O_AT + Tile::STAGES * O::bytes, STATS_AT = DS_AT + (Tile::WIDE ? 4 : 2) * Scores::bytes;
-    static constexpr int RING = STATS_AT + Tile::STAGES * STATS; /* of Q, dO and stats */
+    static constexpr int K_AT = 0, V_AT = K_AT + K::bytes, Q_AT = V_AT + V::bytes,
+                         O_AT = Q_AT + Tile::STAGES * Q::bytes;
+    static constexpr int DS_AT = O_AT + Tile::STAGES * O::bytes,
+                         STATS_AT = DS_AT + (Tile::WIDE ? 4 : 2) * Scores::bytes;
+    static constexpr int RING = STATS_AT + Tile::STAGES * STATS;          /* of Q, dO and stats */
     static constexpr int KV_FULL = RING + Ring::bytes, RAW = KV_FULL + 8; /* barriers */
     static constexpr int TILES = RAW + 8, WORK = TILES + Tile::STAGES * (int)sizeof(BwdTileOf);
     static constexpr int BYTES = WORK + (int)sizeof(BwdWork);

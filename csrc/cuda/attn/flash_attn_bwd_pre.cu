@@ -118,7 +118,8 @@ template <class T> __global__ void __launch_bounds__(SINK_WARPS * 32) bwd_sinks_
         if (i >= s.seq_q) continue;
         const int64_t tile = (int64_t)head * g.row_tiles + row_tile_of(g, s, b);
         const int64_t row = tile * g.tile_rows + i;
-        const Stat<W> x = load_stat(g, (const W *)g.stats + row / g.tile_rows * g.tile_rows * 2, (int)(row % g.tile_rows));
+        const Stat<W> x =
+            load_stat(g, (const W *)g.stats + row / g.tile_rows * g.tile_rows * 2, (int)(row % g.tile_rows));
         if (s.span.lo(i) >= s.span.hi(i)) {
             const W *grad_lse = (const W *)g.grad_lse.data + b * g.grad_lse.batch + head * g.grad_lse.head;
             if (g.grad_lse.data) sum += grad_lse[(int64_t)(s.q0 + i) * g.grad_lse.row];

@@ -45,10 +45,12 @@ template <class T, class Tile_, bool MODIFIED> struct BwdConsumer {
     }
 
     /* The warp's 16 keys of K or V as operands of the products S^T or dP^T. */
-    template <class Panels, int M> static __device__ __forceinline__ void load_rows(uint32_t (&a)[M], smem_addr tile_s) {
+    template <class Panels, int M>
+    static __device__ __forceinline__ void load_rows(uint32_t (&a)[M], smem_addr tile_s) {
         const int lane = laneid(), row = mov_tid_x() / 32 * 16 + lane % 16;
 #pragma unroll
-        for (int kk = 0; kk < M * 4; kk += 16) ldmatrix_x4(a + kk / 4, tile_s + Panels::offset_of(row, kk + lane / 16 * 8));
+        for (int kk = 0; kk < M * 4; kk += 16)
+            ldmatrix_x4(a + kk / 4, tile_s + Panels::offset_of(row, kk + lane / 16 * 8));
     }
 
     __device__ __forceinline__ void run(const BwdHopperParams &x, const BwdWork &w, const unsigned char *smem,
@@ -100,7 +102,8 @@ template <class T, class Tile_, bool MODIFIED> struct BwdConsumer {
                 if (now.y) hide(s, w.seq, own_key(w, 64 * warpgroup), t.i0 + laneid() % 4 * 2);
                 weights(s, own_stats<Tile>(smem_s, n), scale_log2);
             }
-            mbarrier_wait(smem_s + S::KV_FULL, 0); /* over for ever: ends a basic block, ptxas moves nothing past the wait */
+            mbarrier_wait(smem_s + S::KV_FULL,
+                          0); /* over for ever: ends a basic block, ptxas moves nothing past the wait */
             /* here and not sooner: its registers would be those of the additions, and the products would wait for them */
             if (n > 0 && signals) mbarrier_arrive(ring.empty(n - 1));
             wgmma_wait_group<0>();
@@ -108,8 +111,8 @@ template <class T, class Tile_, bool MODIFIED> struct BwdConsumer {
             const smem_addr stats_s = own_stats<Tile>(smem_s, n);
             if (MODIFIED) {
                 const Score score = {g.scale, g.softcap, t.slope, span_clamp(w.seq.diagonal)};
-                modified_gradients<T>(s, dp, p, ds, stats_s, stats_s + BQ * 4, score, w.seq,
-                                      own_key(w, 64 * warpgroup), t.i0 + laneid() % 4 * 2);
+                modified_gradients<T>(s, dp, p, ds, stats_s, stats_s + BQ * 4, score, w.seq, own_key(w, 64 * warpgroup),
+                                      t.i0 + laneid() % 4 * 2);
             } else {
                 gradients<T>(s, dp, p, ds, stats_s + BQ * 4);
             }
@@ -163,9 +166,9 @@ template <class T, class Tile_, bool MODIFIED> struct BwdConsumer {
 };
 
 /* ---- 2. table ------------------------------------------------------------------------------------------- */
-#define ROWS(label, TILE)                                                                                      \
-    BWD_ROW("flash_attn_bwd_sm90a_bf16_" label, __nv_bfloat16, GK_BF16, BwdConsumer, TILE, false),             \
-        BWD_ROW("flash_attn_bwd_sm90a_f16_" label, __half, GK_F16, BwdConsumer, TILE, false),                  \
+#define ROWS(label, TILE)                                                                                             \
+    BWD_ROW("flash_attn_bwd_sm90a_bf16_" label, __nv_bfloat16, GK_BF16, BwdConsumer, TILE, false),                    \
+        BWD_ROW("flash_attn_bwd_sm90a_f16_" label, __half, GK_F16, BwdConsumer, TILE, false),                         \
         BWD_ROW("flash_attn_bwd_sm90a_bf16_" label "_score", __nv_bfloat16, GK_BF16, BwdConsumer, TILE##Score, true), \
         BWD_ROW("flash_attn_bwd_sm90a_f16_" label "_score", __half, GK_F16, BwdConsumer, TILE##Score, true)
 

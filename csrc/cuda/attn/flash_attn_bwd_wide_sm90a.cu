@@ -25,7 +25,8 @@ template <class T, class Tile_, bool MODIFIED> struct BwdWideConsumer {
     typedef BwdSmem<Tile> S;
     typedef DqShape<Tile> Dq;
     static constexpr int BQ = Tile::BQ, BKV = Tile::BKV, D = Tile::HEAD_DIM, N = BQ / 2 / 8;
-    static_assert(D == Tile::HEAD_DIM_V && BKV == 64 && D > 128, "dV and dK are made alike; dQ is two blocks of 64 of d");
+    static_assert(D == Tile::HEAD_DIM_V && BKV == 64 && D > 128,
+                  "dV and dK are made alike; dQ is two blocks of 64 of d");
     float sum[D / 2]; /* dV in warpgroup 0, dK in warpgroup 1 */
 
     /* P^T or dS^T [64 keys][this warpgroup's rows]. */
@@ -79,7 +80,8 @@ template <class T, class Tile_, bool MODIFIED> struct BwdWideConsumer {
                 if (now.y) hide(s, w.seq, own_key(w, 0), t.i0 + BQ / 2 * warpgroup + laneid() % 4 * 2);
                 weights(s, own_stats<Tile>(smem_s, n) + BQ / 2 * 4 * warpgroup, scale_log2);
             }
-            mbarrier_wait(smem_s + S::KV_FULL, 0); /* over for ever: ends a basic block, ptxas moves nothing past the wait */
+            mbarrier_wait(smem_s + S::KV_FULL,
+                          0); /* over for ever: ends a basic block, ptxas moves nothing past the wait */
             /* here and not sooner: its registers would be those of the additions, and the products would wait for them */
             if (n > 0 && signals) mbarrier_arrive(ring.empty(n - 1));
             wgmma_wait_group<0>();
@@ -102,9 +104,9 @@ template <class T, class Tile_, bool MODIFIED> struct BwdWideConsumer {
             for (int b = 0; b < 2; ++b) /* of three blocks the fourth reads V for K, and is not added */
 #pragma unroll
                 for (int kk = 0; kk < BKV; kk += 16)
-                    wgmma_ss<T, BQ, 1, 1>(dq[b],
-                                          S::K::mn_major(smem_s + S::K_AT + (2 * warpgroup + b) * S::K::panel_bytes, kk),
-                                          S::Scores::mn_major(ds_s, kk), kk > 0);
+                    wgmma_ss<T, BQ, 1, 1>(
+                        dq[b], S::K::mn_major(smem_s + S::K_AT + (2 * warpgroup + b) * S::K::panel_bytes, kk),
+                        S::Scores::mn_major(ds_s, kk), kk > 0);
             wgmma_commit_group();
             const smem_addr left_s = warpgroup == 0 ? p_s : ds_s, right_s = warpgroup == 0 ? o_s : q_s;
             wgmma_fence();
@@ -142,7 +144,8 @@ template <class T, class Tile_, bool MODIFIED> struct BwdWideConsumer {
 #define ROWS(label, TILE)                                                                                        \
     BWD_ROW("flash_attn_bwd_wide_sm90a_bf16_" label, __nv_bfloat16, GK_BF16, BwdWideConsumer, TILE, false),      \
         BWD_ROW("flash_attn_bwd_wide_sm90a_f16_" label, __half, GK_F16, BwdWideConsumer, TILE, false),           \
-        BWD_ROW("flash_attn_bwd_wide_sm90a_bf16_" label "_score", __nv_bfloat16, GK_BF16, BwdWideConsumer, TILE, true), \
+        BWD_ROW("flash_attn_bwd_wide_sm90a_bf16_" label "_score", __nv_bfloat16, GK_BF16, BwdWideConsumer, TILE, \
+                true),                                                                                           \
         BWD_ROW("flash_attn_bwd_wide_sm90a_f16_" label "_score", __half, GK_F16, BwdWideConsumer, TILE, true)
 
 const gk_cuda_row rows[] = {ROWS("d192", BwdHopper192), ROWS("d256", BwdHopper256)};

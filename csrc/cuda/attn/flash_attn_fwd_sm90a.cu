@@ -401,8 +401,8 @@ bool serves(const gk_cuda_row *row, const gk_context *ctx, const gk_flash_attn_a
     const int last = a->q.ndim - 1;
     const bool modified = a->rules.softcap > 0 || a->rules.alibi_slopes || !(a->rules.scale > 1e-30);
     return a->q.shape[last] <= row->key[0] && a->v.shape[last] <= row->key[1] && modified == (row->key[2] != 0) &&
-           tensor_map_fits(attn_shape(a->q)) && tensor_map_fits(attn_shape(a->k)) && tensor_map_fits(attn_shape(a->v)) &&
-           tensor_map_fits(attn_shape(a->out)) && smem_fits(ctx, row->key[3]);
+           tensor_map_fits(attn_shape(a->q)) && tensor_map_fits(attn_shape(a->k)) &&
+           tensor_map_fits(attn_shape(a->v)) && tensor_map_fits(attn_shape(a->out)) && smem_fits(ctx, row->key[3]);
 }
 
 template <class Tile> bool plan(const gk_cuda_row *row, const gk_context *ctx, const void *args, gk_plan *to) {
@@ -419,8 +419,8 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     const gk_flash_attn_args *a = (const gk_flash_attn_args *)args;
     FwdHopperParams x = gk_own<FwdHopperParams>(plan);
     fwd_place(&x.fwd, workspace);
-    gk_status status = make_tensor_map(
-        op, attn_shape(a->q), 64, x.stacked > 1 ? x.fwd.problem.seq_q : Smem<Tile>::BQ, &x.q, x.stacked);
+    gk_status status = make_tensor_map(op, attn_shape(a->q), 64, x.stacked > 1 ? x.fwd.problem.seq_q : Smem<Tile>::BQ,
+                                       &x.q, x.stacked);
     if (status == GK_OK) status = make_tensor_map(op, attn_shape(a->k), 64, Tile::BKV, &x.k);
     if (status == GK_OK) status = make_tensor_map(op, attn_shape(a->v), 64, Tile::BKV, &x.v);
     if (status == GK_OK) status = make_tensor_map(op, attn_shape(a->out), 64, 16, &x.out);

@@ -83,9 +83,10 @@ static __device__ __forceinline__ void have(const void *x) { asm volatile("" ::"
 
 // red.relaxed.gpu.global.add.v4.f32, sm_90: four additions to memory, in no order. The address is a multiple of 16.
 // at: a global address; BYTES on from it.
-template <int BYTES> static __device__ __forceinline__ void red_add_128(uint64_t at, float a, float b, float c, float d) {
-    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0 + %5], {%1, %2, %3, %4};"
-                 ::"l"(at), "f"(a), "f"(b), "f"(c), "f"(d), "n"(BYTES)
+template <int BYTES>
+static __device__ __forceinline__ void red_add_128(uint64_t at, float a, float b, float c, float d) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0 + %5], {%1, %2, %3, %4};" ::"l"(at), "f"(a), "f"(b), "f"(c),
+                 "f"(d), "n"(BYTES)
                  : "memory");
 }
 
