@@ -16,21 +16,26 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 import ptxas_report  # noqa: E402
+
 BUILD = Path(os.environ.get("GPUKERN_BUILD_DIR", ROOT / "build"))
 LIBRARY = BUILD / "libgpukern.so"
 LISTED = ROOT / "docs" / "resources.csv"
 
 
-# flash_attn_fwd_sm90a's tiles: head_dim, head_dim of values, keys
-ATTENTION = {
-    "64": (64, 64, 128),
-    "64Short": (64, 64, 128),
-    "96": (96, 96, 128),
-    "128": (128, 128, 128),
-    "192": (192, 192, 96),
-    "192v128": (192, 128, 96),
-    "256": (256, 256, 64),
-}
+def attention_tiles():
+    """name -> (head_dim, head_dim of values, keys) of flash_attn_fwd_sm90a's tiles, from the header that states them."""
+    text, found = (ROOT / "csrc" / "cuda" / "attn" / "tiles.h").read_text(), {}
+    for name, base, body in re.findall(r"struct FwdHopper(\w+)(?: : FwdHopper(\w+))? \{(.*?)\n\};", text, re.DOTALL):
+        found[name] = found.get(base, {}) | dict(re.findall(r"\b(HEAD_DIM|HEAD_DIM_V|BKV) = (\d+)", body))
+    return {name: tuple(int(tile[key]) for key in ("HEAD_DIM", "HEAD_DIM_V", "BKV")) for name, tile in found.items()}
+
+
+ATTENTION = attention_tiles()
+
+
+def test_tiles_of_attention_are_those_listed():
+    listed = re.findall(r"flash_attn_fwd_sm90a_kernel<\w+, FwdHopper(\w+), ", LISTED.read_text())
+    assert set(ATTENTION) == set(listed)
 
 
 def rows(text):
@@ -89,7 +94,8 @@ def test_wgmma_kernels_multiply_by_their_tile(report):
         assert bool(int(row["HGMMA"])) != bool(few_rows), name
         assert not int(row["LDL"]) and not int(row["STL"]), name
         if attention := re.search(r"flash_attn_fwd_sm90a_kernel<\w+, FwdHopper(\w+), ", name):
-            head_dim, head_dim_v, keys = ATTENTION[attention[1]]  # the first block's scores, a step, the last block's values
+            # the first block's scores, a step, the last block's values
+            head_dim, _, keys = ATTENTION[attention[1]]
             assert int(row["HGMMA"]) == 2 * (head_dim + keys) // 16, name
             assert int(row["USETMAXREG"]) == 2, name
         if skewed := re.search(r"gemm_skewed_sm90a_kernel<\w+, (\d+)", name):
