@@ -309,8 +309,17 @@ def _rms(x):
     return x.square().mean().sqrt().item()
 
 
-# How many draws of like inputs a yardstick that is a function may be asked for.
-DRAWS = 64
+# A yardstick that is a function is asked until it has shown so many errors of single values, MOST_DRAWS times at the most.
+SAMPLE, MOST_DRAWS = 4096, 64
+
+
+def draws_of(values):
+    """How often a yardstick for a tensor of so many finite values is asked: known before a result is looked at.
+
+    The largest of a few errors may be far below what the arithmetic makes: all may round luckily at once. Of SAMPLE errors
+    it is not, so a tensor of that size needs no other inputs than its own, and one of a single value needs MOST_DRAWS.
+    """
+    return min(MOST_DRAWS, max(1, -(-SAMPLE // values)))
 
 
 def shuffled(gen, *tensors):
@@ -328,9 +337,10 @@ def assert_close_as(yardstick, got, ref, what="out"):
 
     yardstick is PyTorch's result in got's dtype, or a list of such results that differ by the order of a sum alone:
     on a tensor of few elements one of them is exact by luck, the worst of some is not. Or a function of 0, 1, ..: for 0
-    it returns such a list, and then, where all of a tensor hangs on a few roundings (the lse of its one query) and
-    these were lucky, pairs of PyTorch's result and the reference on other inputs like these, one draw a time, before
-    got is found wrong. The rounding is one unit in the last place of got's dtype at max|ref|.
+    it returns such a list, for others pairs of PyTorch's result and the reference on other inputs like these, one draw a
+    time. The bound is the worst of draws_of(finite values) draws, a number that got has no part in; a further draw only
+    raises the bound, so the rest is left out once got is within. The rounding is one unit in the last place of got's
+    dtype at max|ref|.
 
     Where got is float64, so is ref, and no dtype of PyTorch's is wider. The yardstick is then PyTorch's float32 result,
     its error times the ratio of the two epsilons; ref makes such an error itself, so it counts three times, not two.
@@ -354,7 +364,7 @@ def assert_close_as(yardstick, got, ref, what="out"):
     times = 3 if eps == torch.finfo(torch.float64).eps else 2
     worst_max = worst_rms = 0.0
     nonzero = False
-    for draw in range(DRAWS if callable(yardstick) else 1):
+    for draw in range(draws_of(wanted.numel()) if callable(yardstick) else 1):
         found = yardstick(draw) if callable(yardstick) else yardstick
         for y in found if isinstance(found, list) else [found]:
             y, exact = y if isinstance(y, tuple) else (y, ref)

@@ -22,16 +22,20 @@ LIBRARY = BUILD / "libgpukern.so"
 LISTED = ROOT / "docs" / "resources.csv"
 
 
-# flash_attn_fwd_sm90a's tiles: head_dim, head_dim of values, keys
-ATTENTION = {
-    "64": (64, 64, 128),
-    "64Short": (64, 64, 128),
-    "96": (96, 96, 128),
-    "128": (128, 128, 128),
-    "192": (192, 192, 96),
-    "192v128": (192, 128, 96),
-    "256": (256, 256, 64),
-}
+def attention_tiles():
+    """name -> (head_dim, head_dim of values, keys) of flash_attn_fwd_sm90a's tiles, from the header that states them."""
+    text, found = (ROOT / "csrc" / "cuda" / "attn" / "tiles.h").read_text(), {}
+    for name, base, body in re.findall(r"struct FwdHopper(\w+)(?: : FwdHopper(\w+))? \{(.*?)\n\};", text, re.DOTALL):
+        found[name] = found.get(base, {}) | dict(re.findall(r"\b(HEAD_DIM|HEAD_DIM_V|BKV) = (\d+)", body))
+    return {name: tuple(int(tile[key]) for key in ("HEAD_DIM", "HEAD_DIM_V", "BKV")) for name, tile in found.items()}
+
+
+ATTENTION = attention_tiles()
+
+
+def test_tiles_of_attention_are_those_listed():
+    listed = re.findall(r"flash_attn_fwd_sm90a_kernel<\w+, FwdHopper(\w+), ", LISTED.read_text())
+    assert set(ATTENTION) == set(listed)
 
 
 def rows(text):
@@ -93,16 +97,19 @@ def test_wgmma_kernels_multiply_by_their_tile(report):
     """gemm_sm90a_kernel<T, TILE, MODE>: a step of the hot loop is K64 times 64 of k, BM / WGS / 64 products each 16 of them
     (ping-pong BM / 64), between one fence and one wait, and none stands elsewhere. tf32 has half as much of k; with swap-AB, and
     fragments from registers, a fence and a wait for each of its four products. Copies (realign, transpose) multiply nothing."""
-    found = {n: r for n, r in report.items() if r["arch"] == "sm_90a" and not n.startswith(("realign_", "transpose_", "flash_attn_bwd_round_"))}
+    found = {
+        n: r
+        for n, r in report.items()
+        if r["arch"] == "sm_90a" and not n.startswith(("realign_", "transpose_", "flash_attn_bwd_round_"))
+    }
     assert found or not logs(), "kernels of sm_90a were built, and none is listed"
     tiles = hopper_tiles()
     for name, row in found.items():
         assert int(row["HGMMA"]), name
         assert not int(row["LDL"]) and not int(row["STL"]), name
         if attention := re.search(r"flash_attn_fwd_sm90a_kernel<\w+, FwdHopper(\w+), ", name):
-            head_dim, head_dim_v, keys = ATTENTION[
-                attention[1]
-            ]  # the first block's scores, a step, the last block's values
+            # the first block's scores, a step, the last block's values
+            head_dim, _, keys = ATTENTION[attention[1]]
             assert int(row["HGMMA"]) == 2 * (head_dim + keys) // 16, name
             assert int(row["USETMAXREG"]) == 2, name
         if backward := re.search(r"BwdConsumer<\w+, BwdHopper(\w+?)(Score)?, ", name):
