@@ -141,7 +141,7 @@ def test_gradients_of_each_sample(name, variant, device):
 
 def test_second_derivatives(device):
     """gemm has them; an attention and an activation refuse by name."""
-    a, b = torch.rand(3, 4, device=device).double(), torch.rand(4, 4, device=device).double()
+    a, b = torch.rand(3, 8, device=device).double(), torch.rand(8, 8, device=device).double()
 
     def twice(fn):
         return torch.func.grad(lambda x: torch.func.grad(lambda y: fn(y).square().sum())(x).square().sum())(a)
@@ -195,18 +195,18 @@ def test_gradients_of_each_sample_of_a_model(device):
     class Block(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.qkv = torch.nn.Parameter(torch.randn(8, 24).double() * 0.3)
-            self.out = torch.nn.Linear(8, 8).double()
+            self.qkv = torch.nn.Parameter(torch.randn(16, 48).double() * 0.3)
+            self.out = torch.nn.Linear(16, 16).double()
 
         def forward(self, x):
-            q, k, v = torch_gpukern.gemm(x, self.qkv).view(1, -1, 3, 2, 4).permute(2, 0, 3, 1, 4)
-            rows = torch_gpukern.flash_attn(q, k, v, is_causal=True).transpose(1, 2).reshape(-1, 8)
+            q, k, v = torch_gpukern.gemm(x, self.qkv).view(1, -1, 3, 2, 8).permute(2, 0, 3, 1, 4)
+            rows = torch_gpukern.flash_attn(q, k, v, is_causal=True).transpose(1, 2).reshape(-1, 16)
             return torch_gpukern.gemm(rows, self.out.weight.mT, self.out.bias, activation="gelu")
 
     torch.manual_seed(0)
     block = Block().to(device)
     parameters = {n: p.detach() for n, p in block.named_parameters()}
-    samples = torch.randn(5, 6, 8, device=device).double()
+    samples = torch.randn(5, 6, 16, device=device).double()
 
     def loss(parameters, x):
         return torch.func.functional_call(block, parameters, (x,)).square().sum()

@@ -80,13 +80,14 @@ inline int64_t fwd_blocks(const FwdParams &p) {
 
 /* Query heads of one kv head that share a tile of bq rows: as many as fit. */
 inline int fwd_stacked(const Problem &p, int bq) {
-    for (int heads = (int)gk_min_i64(p.group, bq / gk_max_i64(p.seq_q, 1)); heads > 1; --heads)
+    if (p.seq_q == 0) return 1; /* a packed call of nothing but empty sequences */
+    for (int heads = (int)gk_min_i64(p.group, bq / p.seq_q); heads > 1; --heads)
         if (p.group % heads == 0) return heads;
     return 1;
 }
 
-/* ctas: blocks that an SM runs at once; stacked: heads of a tile. The splits of a packed call come from its tensors, not from max_seqlen: a looser
- * bound gives the same bits. */
+/* ctas: blocks that an SM runs at once; stacked: heads of a tile. The splits of a packed call come from its tensors, not from
+ * max_seqlen: a looser bound gives the same bits. */
 inline FwdParams fwd_params(const gk_context *ctx, const gk_flash_attn_args *a, int bq, int bkv, int ctas,
                             int stacked = 1) {
     FwdParams p = {};
