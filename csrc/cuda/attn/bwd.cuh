@@ -19,7 +19,7 @@ struct Bwd {
     void *dsinks;   /* [Hq] or NULL */
     int64_t dsink_head;
     void *stats; /* workspace [Hq][row_tiles][tile_rows] of {lse, delta}; rows without keys or past the end: {inf, 0} */
-    bool stats_apart; /* of a tile first tile_rows of lse, then as many of delta */
+    bool stats_apart;     /* of a tile first tile_rows of lse, then as many of delta */
     float *dq_sum;        /* workspace [Hq][row_tiles][tile_rows * columns], zeroed by the pre-pass; NULL = none */
     double lse_factor;    /* the kernels' unit of lse: 1, or log2(e) */
     float scale, softcap; /* the rules' as floats: operands from here take no registers */
@@ -48,6 +48,15 @@ __device__ __forceinline__ Interval seen_keys(const Sequence &s) {
 /* Rows that see some key of [lo, hi), hi > lo. */
 __device__ __forceinline__ Interval seeing_rows(const Sequence &s, int lo, int hi) {
     return {s.span.row_lo(lo), s.span.row_hi(hi - 1, s.seq_q)};
+}
+
+/* Tiles of rows in which every row sees all of keys [j0, j0 + bkv): only others compare. */
+__device__ __forceinline__ Interval full_tiles(const Sequence &s, int j0, int bkv, int bq) {
+    const Span &x = s.span;
+    if (j0 < x.key_lo || j0 + bkv > x.key_hi) return {0, 0};
+    const int first_row = max(j0 + bkv - x.hi_off, 0), last_row = j0 - x.lo_off;
+    const int end = last_row >= s.seq_q - 1 ? SPAN_FAR : max(last_row + 1, 0) / bq;
+    return {(first_row + bq - 1) / bq, end};
 }
 
 /* P of a visible pair in float32 or float64, and dS without the factor scale. */

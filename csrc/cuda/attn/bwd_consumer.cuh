@@ -29,8 +29,6 @@ template <class Tile> struct DqShape {
 };
 
 /* ---- 2. verbs ------------------------------------------------------------------------------------------- */
-template <int N> __device__ __forceinline__ void pin(float (&d)[N]) { wgmma_pin(*(float (*)[1][N]) & d); }
-
 /* Both warpgroups see what both have stored, wgmma too. */
 __device__ __forceinline__ void consumers_sync() {
     fence_proxy_async();

@@ -62,15 +62,6 @@ template <class Tile> struct BwdSmem {
 };
 
 /* ---- 2. which rows -------------------------------------------------------------------------------------- */
-/* Tiles of rows in which every row sees all of keys [j0, j0 + bkv): only others compare. */
-__device__ __forceinline__ Interval full_tiles(const Sequence &s, int j0, int bkv, int bq) {
-    const Span &x = s.span;
-    if (j0 < x.key_lo || j0 + bkv > x.key_hi) return {0, 0};
-    const int first_row = max(j0 + bkv - x.hi_off, 0), last_row = j0 - x.lo_off;
-    const int end = last_row >= s.seq_q - 1 ? SPAN_FAR : max(last_row + 1, 0) / bq;
-    return {(first_row + bq - 1) / bq, end};
-}
-
 /* Blocks of one head are neighbours: they read the same rows. Under a causal rule the first keys are seen by most rows and
  * come first. */
 template <class Tile> __device__ __forceinline__ void place_block(BwdWork &w, const Bwd &g) {
@@ -94,14 +85,6 @@ template <class Tile> __device__ __forceinline__ void place_block(BwdWork &w, co
 }
 
 /* ---- 3. the producer ------------------------------------------------------------------------------------ */
-template <class Panels>
-__device__ __forceinline__ void load_panels(smem_addr tile_s, const CUtensorMap *map, int row, int head, int b,
-                                            smem_addr barrier_s) {
-#pragma unroll
-    for (int c = 0; c < Panels::panels; ++c)
-        tma_load_5d(tile_s + c * Panels::panel_bytes, map, {{c * 64, row, head, b, 0}}, barrier_s);
-}
-
 /* Rows of a tile outside [first, end) become zeros: what lies there may be NaN, which times 0 would be NaN. One warp. */
 template <class Panels> __device__ __forceinline__ void clear_outside(smem_addr tile_s, int first, int end) {
 #pragma unroll 1

@@ -122,15 +122,6 @@ __device__ __forceinline__ Mask load_mask(smem_addr span_s, int key, int row) {
     return {key, row, (int)x.x, (int)x.z, (int)x.w, x.y};
 }
 
-/* Tiles of rows in which every row sees all of keys [j0, j0 + bkv): only others compare. */
-__device__ __forceinline__ Interval full_tiles(const Sequence &s, int j0, int bkv, int bq) {
-    const Span &x = s.span;
-    if (j0 < x.key_lo || j0 + bkv > x.key_hi) return {0, 0};
-    const int first_row = max(j0 + bkv - x.hi_off, 0), last_row = j0 - x.lo_off;
-    const int end = last_row >= s.seq_q - 1 ? SPAN_FAR : max(last_row + 1, 0) / bq;
-    return {(first_row + bq - 1) / bq, end};
-}
-
 template <int M, int N> __device__ __forceinline__ void hide(float (&s)[M][N][4], const Mask &mask) {
 #pragma unroll
     for (int m = 0; m < M; ++m)

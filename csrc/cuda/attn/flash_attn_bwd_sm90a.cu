@@ -1,5 +1,5 @@
 /* flash_attn_bwd_sm90a: the gradients of attention on Hopper's tensor cores, 16-bit, dense and packed, every modifier.
- * FlashAttention-2's backward (Dao 2023, arXiv:2307.08691, Algorithm 2) and the equations of bwd.cuh, turned by 90 degrees
+ * FlashAttention-2's backward (Dao 2023, arXiv:2307.08691, Algorithm 2) and the equations of bwd.cuh, transposed
  * so that P and dS are left operands as they lie in registers:
  *   S^T = K Q^T   dP^T = V dO^T   P^T = 2^(c S^T - lse)   dS^T = P^T (dP^T - delta)
  *   dV += P^T dO   dK += dS^T Q   dQ^T = K^T dS^T
@@ -8,17 +8,17 @@
  * D, Dv: multiples of 8 up to HEAD_DIM, HEAD_DIM_V; TMA fills the columns after them with zeros.
  *
  * Work split: a block owns 128 keys of one kv head and goes over the rows that see them, BQ at a time, of every query head
- * of the group. One thread of the producer warpgroup loads by TMA. Each of two consumer warpgroups owns 64 keys: S^T,
+ * of the group. One warp of the producer warpgroup loads by TMA. Each of two consumer warpgroups owns 64 keys: S^T,
  * dP^T, dK and dV are its own. dQ sums over all keys: dS goes through shared memory, and each warpgroup makes one half of
  * dQ, which it adds to memory straight from its accumulators, 512 contiguous bytes a warp.
  *
  * A step of a consumer                                           (tensor cores work in the background)
  *   issue S^T, dP^T;  wait for S^T;  P^T                          runs under dP^T
  *   wait for dP^T;  dS^T, to registers and to shared memory
- *   issue dV;  barrier of both warpgroups;  issue dQ
- *   wait for dV, release dO;  issue dK
- *   wait for dQ, add it to memory                                 runs under dK
- *   wait for dK, release Q
+ *   issue most of dV;  barrier of both warpgroups;  issue dQ and the rest of dV
+ *   wait for dQ;  issue dK;  wait for the next step's Q and dO
+ *   add dQ to memory                                            runs under dK
+ *   wait for dK;  the step after releases Q and dO, once its S^T is there
  *
  * Not handled, served by flash_attn_bwd_sm80: strides and offsets that TMA cannot take; dQ in one order. */
 #include "bwd_consumer.cuh"
@@ -97,7 +97,7 @@ template <class T, class Tile_, bool MODIFIED> struct BwdConsumer {
                                       S::O::k_major(o_s, 0, kk), kk > 0);
             wgmma_commit_group();
             wgmma_wait_group<1>();
-            pin(s);
+            wgmma_pin(s);
             if (!MODIFIED) {
                 if (now.y) hide(s, w.seq, own_key(w, 64 * warpgroup), t.i0 + laneid() % 4 * 2);
                 weights(s, own_stats<Tile>(smem_s, n), scale_log2);
@@ -107,7 +107,7 @@ template <class T, class Tile_, bool MODIFIED> struct BwdConsumer {
             /* here and not sooner: its registers would be those of the additions, and the products would wait for them */
             if (n > 0 && signals) mbarrier_arrive(ring.empty(n - 1));
             wgmma_wait_group<0>();
-            pin(dp);
+            wgmma_pin(dp);
             const smem_addr stats_s = own_stats<Tile>(smem_s, n);
             if (MODIFIED) {
                 const Score score = {g.scale, g.softcap, t.slope, span_clamp(w.seq.diagonal)};
@@ -139,7 +139,7 @@ template <class T, class Tile_, bool MODIFIED> struct BwdConsumer {
                 wgmma_rs<T, DV, 1>(dv, p + kk / 4, S::O::mn_major(o_s, kk), true);
             wgmma_commit_group();
             wgmma_wait_group<1>();
-            pin(dq);
+            wgmma_pin(dq);
             wgmma_fence();
 #pragma unroll
             for (int kk = 0; kk < BQ; kk += 16) wgmma_rs<T, D, 1>(dk, ds + kk / 4, S::Q::mn_major(q_s, kk), true);
@@ -152,7 +152,7 @@ template <class T, class Tile_, bool MODIFIED> struct BwdConsumer {
             const uint64_t to = own_dq<Tile>(g, now.x, block);
             if (Dq::BLOCKS == 8 || block < Dq::BLOCKS) add_dq<0>(to, dq);
             wgmma_wait_group<0>();
-            pin(dv), pin(dk);
+            wgmma_pin(dv), wgmma_pin(dk);
             now = then;
         }
     }

@@ -75,7 +75,7 @@ template <class T, class Tile_, bool MODIFIED> struct BwdWideConsumer {
                                           S::O::k_major(o_s, BQ / 2 * warpgroup, kk), kk > 0);
             wgmma_commit_group();
             wgmma_wait_group<1>();
-            pin(s);
+            wgmma_pin(s);
             if (!MODIFIED) {
                 if (now.y) hide(s, w.seq, own_key(w, 0), t.i0 + BQ / 2 * warpgroup + laneid() % 4 * 2);
                 weights(s, own_stats<Tile>(smem_s, n) + BQ / 2 * 4 * warpgroup, scale_log2);
@@ -85,7 +85,7 @@ template <class T, class Tile_, bool MODIFIED> struct BwdWideConsumer {
             /* here and not sooner: its registers would be those of the additions, and the products would wait for them */
             if (n > 0 && signals) mbarrier_arrive(ring.empty(n - 1));
             wgmma_wait_group<0>();
-            pin(dp);
+            wgmma_pin(dp);
             const smem_addr stats_s = own_stats<Tile>(smem_s, n) + BQ / 2 * 4 * warpgroup;
             if (MODIFIED) {
                 const Score score = {g.scale, g.softcap, t.slope, span_clamp(w.seq.diagonal)};
@@ -119,13 +119,13 @@ template <class T, class Tile_, bool MODIFIED> struct BwdWideConsumer {
             ring.wait_full(next);
             const uint2 then = ld_shared_64(tiles_s + ring.stage(next) * (int)sizeof(BwdTileOf));
             wgmma_wait_group<1>();
-            pin(dq[0]), pin(dq[1]);
+            wgmma_pin(dq[0]), wgmma_pin(dq[1]);
             const uint64_t to = own_dq<Tile>(g, now.x, 8 * warpgroup + mov_tid_x() / 32 % 4);
             constexpr int BLOCK_BYTES = 4 * Dq::N * 16 * 4;
             add_dq<0>(to, dq[0]);
             if (D == 256 || warpgroup == 0) add_dq<BLOCK_BYTES>(to, dq[1]);
             wgmma_wait_group<0>();
-            pin(sum);
+            wgmma_pin(sum);
             now = then;
         }
     }

@@ -118,7 +118,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         const Rows first_rows = rows_of_block(x, t, first, first_edge);
         clear(o); /* while the products run */
         wgmma_wait_group<0>();
-        pin(s);
+        wgmma_pin(s);
         if (signals) mbarrier_arrive(k.empty(step + from));
         finish_scores(s, x, t, first_rows, first_edge);
         softmax.refer(s, unit_log2);
@@ -144,10 +144,10 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
             const bool edge = block < plain_first || block >= plain_end;
             const Rows rows = rows_of_block(x, t, block, edge);
             wgmma_wait_group<Tile::OVERLAP>();
-            pin(s);
+            wgmma_pin(s);
             if (signals) mbarrier_arrive(k.empty(step + j));
             if (!Tile::OVERLAP) {
-                pin(o);
+                wgmma_pin(o);
                 if (signals) mbarrier_arrive(v.empty(step + j - 1));
             }
             finish_scores(s, x, t, rows, edge);
@@ -158,7 +158,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
                 /* over for ever: ends a basic block, or ptxas moves the powers past the wait below */
                 mbarrier_wait(smem_s + S::OVER, 0);
                 wgmma_wait_group<0>();
-                pin(o);
+                wgmma_pin(o);
                 if (signals) mbarrier_arrive(v.empty(step + j - 1));
             }
             if (again) {
@@ -180,7 +180,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         issue_values<T, Tile>(o, p, v_at(smem_s, step));
         turn_end<Tile>(warpgroup);
         wgmma_wait_group<0>();
-        pin(o);
+        wgmma_pin(o);
         if (signals) mbarrier_arrive(v.empty(step));
     }
 

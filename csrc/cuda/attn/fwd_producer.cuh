@@ -182,14 +182,6 @@ __device__ __forceinline__ void find_tiles(const FwdHopperParams &x, unsigned ch
         ((FwdTile *)(smem + S::TILES))[n % S::TILE_SLOTS].steps.blocks = -1, mbarrier_arrive(described.full(n));
 }
 
-template <class Panels>
-__device__ __forceinline__ void load_panels(smem_addr tile_s, const CUtensorMap *map, int row, int head, int b,
-                                            smem_addr barrier_s) {
-#pragma unroll
-    for (int c = 0; c < Panels::panels; ++c)
-        tma_load_5d(tile_s + c * Panels::panel_bytes, map, {{c * 64, row, head, b, 0}}, barrier_s);
-}
-
 /* One thread loads. Q of tile n; no load where the tile sees no key or there is no tile. */
 template <class Tile>
 __device__ __forceinline__ void load_q(const FwdHopperParams &x, const FwdTile &t, smem_addr smem_s, int n) {

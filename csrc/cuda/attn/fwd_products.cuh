@@ -43,8 +43,6 @@ template <int N> __device__ __forceinline__ void clear(float (&d)[N]) {
     for (int i = 0; i < N; ++i) zero_here(d[i]);
 }
 
-template <int N> __device__ __forceinline__ void pin(float (&d)[N]) { wgmma_pin(*(float (*)[1][N]) & d); }
-
 /* Rows of V from `from` on become zero: a weight of 0 times NaN would be NaN. */
 template <class Tile> __device__ __forceinline__ void clear_rows(smem_addr v_s, int from, int warpgroup) {
     typedef typename Smem<Tile>::V V;

@@ -1,8 +1,9 @@
-/* tma_shape.cuh: attention's tensors as TMA sees them. */
+/* tma_shape.cuh: attention's tensors as TMA sees them, and the loads of their tiles. */
 #ifndef GPUKERN_CUDA_TMA_SHAPE_CUH
 #define GPUKERN_CUDA_TMA_SHAPE_CUH
 
 #include "../host/tensormap.cuh"
+#include "../ptx/tma.cuh"
 
 /* [batch, heads, rows, columns] as TMA sees it: columns, rows, heads, batch. */
 inline TensorShape attn_shape(const gk_tensor &t) {
@@ -15,6 +16,15 @@ inline TensorShape attn_shape(const gk_tensor &t) {
     x.size[4] = 1;
     x.stride[1] = t.stride[rows], x.stride[2] = t.stride[heads], x.stride[3] = packed ? 1 : t.stride[0];
     return x;
+}
+
+/* A tile of rows from `row` on: boxes of 64 columns, one panel behind the other (wgmma_panels). One thread. */
+template <class Panels>
+__device__ __forceinline__ void load_panels(smem_addr tile_s, const CUtensorMap *map, int row, int head, int b,
+                                            smem_addr barrier_s) {
+#pragma unroll
+    for (int c = 0; c < Panels::panels; ++c)
+        tma_load_5d(tile_s + c * Panels::panel_bytes, map, {{c * 64, row, head, b, 0}}, barrier_s);
 }
 
 #endif

@@ -32,6 +32,11 @@ template <int M, int N> static __device__ __forceinline__ void wgmma_pin(float (
         for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[m][i])::"memory");
 }
 
+template <int N> static __device__ __forceinline__ void wgmma_pin(float (&d)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
 // d[i] .. d[i + 7] as operands; and eight of them
 #define GK_D8(i)                                                                                                \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
