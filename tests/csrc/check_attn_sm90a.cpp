@@ -10,6 +10,7 @@
 
 #include <initializer_list>
 #include <stdlib.h>
+#include <vector>
 
 /* ---- tiles and blocks ----------------------------------------------------------------------------------- */
 /* Blocks of keys that the rows of a tile see under a causal rule whose last row sees the last key. */
@@ -408,7 +409,44 @@ template <int ROWS, int D> static void check_dq() {
     check(good, "dQ comes out as it went in: rows, head_dim", ROWS, D);
 }
 
+/* Every task of every unit once; the rows of a unit before its keys, all its keys before it is rounded: a block waits for
+ * lower numbers alone. */
+static bool tasks_in_order(const BwdGrid &grid) {
+    const int units = grid.sets() * grid.together, most[3] = {grid.rows, grid.keys, grid.rows};
+    std::vector<int> done[3], seen[3];
+    for (int kind = 0; kind < 3; ++kind) done[kind].assign(units, 0), seen[kind].assign(units * 32, 0);
+    for (int x = 0; x < grid.blocks(); ++x) {
+        const BwdTask t = grid.task(x);
+        if (t.unit < 0 || t.unit >= units || t.index < 0 || t.index >= most[t.kind]) return false;
+        if (seen[t.kind][t.unit * 32 + t.index]++ > 0) return false;
+        if (t.kind == BWD_KEYS && done[BWD_ROWS][t.unit] < grid.rows) return false;
+        if (t.kind == BWD_ROUND && done[BWD_KEYS][t.unit] < grid.keys) return false;
+        ++done[t.kind][t.unit];
+    }
+    for (int u = 0; u < grid.units; ++u)
+        for (int kind = 0; kind < 3; ++kind)
+            if (done[kind][u] != most[kind]) return false;
+    return true;
+}
+
+static void check_grid() {
+    for (int units : {1, 2, 3, 5, 8, 31})
+        for (int keys : {1, 2, 5, 31})
+            for (int rows : {0, 1, 3, 10})
+                for (int together : {1, 2, 3, 8})
+                    for (int lead : {0, 1, 2, 7})
+                        for (int lag : {0, 1, 2, 7}) {
+                            BwdGrid grid = {units, keys, rows, together, lead, lag};
+                            if (together > units || lead > grid.sets() || lag > grid.sets() || (rows > 0 && lead == 0))
+                                continue;
+                            if (rows == 0) grid.lead = grid.lag = 0;
+                            check(tasks_in_order(grid), "every task once and after what it waits for: units, keys", units,
+                                  keys);
+                        }
+}
+
 static void check_backward() {
+    check_grid();
     check_steps();
     check_ds<64>(), check_ds<80>(), check_ds<128>();
     check_scores();

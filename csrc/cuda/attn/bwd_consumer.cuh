@@ -10,25 +10,14 @@
 #include "../ptx/wgmma.cuh"
 #include "../tile/copy.cuh"
 #include "../tile/fragment.cuh"
-#include "bwd_producer.cuh"
+#include "bwd_tasks.cuh"
 #include "tiles.h"
 
 namespace {
 
 constexpr const char *OP = "gk_flash_attn_bwd";
 
-/* ---- 1. shapes ------------------------------------------------------------------------------------------ */
-/* dQ^T of a warpgroup is [64][DQ_N]: 64 columns of d of all rows, or where d has no more than 64 all of d of half the
- * rows. In dq_sum a tile is blocks of 16 of d (a warp) by 8 rows, each as the accumulators lie in the warp. */
-template <class Tile> struct DqShape {
-    static constexpr bool BY_D = Tile::HEAD_DIM > 64;
-    static constexpr int N = BY_D ? Tile::BQ : Tile::BQ / 2;
-    static constexpr int BLOCKS = BY_D ? Tile::HEAD_DIM / 16 : 8; /* of a warp each */
-    static constexpr int FLOATS = Tile::BQ * Tile::HEAD_DIM;
-    static_assert(BLOCKS * N * 16 == FLOATS && N % 16 == 0, "blocks make up the tile");
-};
-
-/* ---- 2. verbs ------------------------------------------------------------------------------------------- */
+/* ---- 1. verbs ------------------------------------------------------------------------------------------- */
 /* Both warpgroups see what both have stored, wgmma too. */
 __device__ __forceinline__ void consumers_sync() {
     fence_proxy_async();
@@ -165,7 +154,7 @@ __device__ __forceinline__ void store_rows(const Rows &to, const BwdWork &w, sme
     }
 }
 
-/* ---- 3. the kernel -------------------------------------------------------------------------------------- */
+/* ---- 2. the kernel -------------------------------------------------------------------------------------- */
 template <class Consumer>
 __global__ void __launch_bounds__(BwdSmem<typename Consumer::Tile>::THREADS, 1)
     flash_attn_bwd_sm90a_kernel(const __grid_constant__ BwdHopperParams x) {
@@ -179,10 +168,12 @@ __global__ void __launch_bounds__(BwdSmem<typename Consumer::Tile>::THREADS, 1)
         typename S::Ring(smem_s + S::RING).init(2);
         mbarrier_init(smem_s + S::KV_FULL, 1), mbarrier_init(smem_s + S::RAW, 1);
         fence_mbarrier_init();
-        place_block<Tile>(w, x.g);
+        place_block<Tile>(w, x);
     }
     __syncthreads();
-    if (w.j0 >= w.seq.seq_k) return;
+    if (w.task.unit >= x.grid.units) return;
+    if (w.task.kind != BWD_KEYS) return other_task<typename Consumer::Element, Tile>(x, w, smem_s);
+    if (w.j0 >= w.seq.seq_k) return; /* of packed calls alone */
     if (warpgroup == 2) {
         setmaxnreg_dec<Tile::PRODUCER_REGISTERS>();
         if (threadIdx.x / 32 == 8) load_tiles<Tile>(x, w, smem, smem_s);
@@ -191,45 +182,22 @@ __global__ void __launch_bounds__(BwdSmem<typename Consumer::Tile>::THREADS, 1)
     setmaxnreg_inc<Tile::CONSUMER_REGISTERS>();
     Consumer c;
     c.run(x, w, smem, smem_s, warpgroup);
-    consumers_sync(); /* nobody reads K or V any more */
+    if (x.grid.rows > 0) __threadfence(); /* this thread's additions to dQ come before the count */
+    consumers_sync();                     /* nobody reads K or V any more */
+    if (x.grid.rows > 0 && threadIdx.x == 0) red_add_release(x.keys_done + w.task.unit);
     c.store(x, w, smem_s, warpgroup);
 }
 
-/* ---- 4. dq = scale * dq_sum ------------------------------------------------------------------------------ */
+/* ---- 3. the last pass of packed calls ------------------------------------------------------------------- */
 template <class T, class Tile>
 __global__ void __launch_bounds__(BWD_PRE_THREADS) flash_attn_bwd_round_kernel(const __grid_constant__ Bwd g) {
-    typedef DqShape<Tile> Dq;
-    typedef smem_tile<Tile::BQ, Tile::HEAD_DIM * 2> Queries;
-    constexpr int PAIRS = Dq::N / 16; /* of 8 rows, a block */
     extern __shared__ __align__(1024) unsigned char smem[];
-    const smem_addr smem_s = cvta_to_shared(smem);
-    const int lane = threadIdx.x % 32;
     const int tile = blockIdx.x % g.tiles, head = blockIdx.x / g.tiles % g.p.heads_q,
               b = blockIdx.x / g.tiles / g.p.heads_q;
-    const Sequence s = sequence_of(g.p, b);
-    const int i0 = tile * Tile::BQ;
-    if (i0 >= s.seq_q) return;
-    const float *from = g.dq_sum + ((int64_t)head * g.row_tiles + row_tile_of(g, s, b) + tile) * Dq::FLOATS + lane * 4;
-    const float scale = (float)g.p.rules.scale;
-#pragma unroll
-    for (int i = threadIdx.x / 32; i < Dq::BLOCKS * PAIRS; i += BWD_PRE_THREADS / 32) {
-        const int block = i / PAIRS, pair = i % PAIRS;
-        uint32_t four[4];
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            const float4 d = *(const float4 *)(from + block * (Dq::N * 16) + (2 * pair + j) * 128);
-            four[2 * j] = pack2<T>(d.x * scale, d.y * scale), four[2 * j + 1] = pack2<T>(d.z * scale, d.w * scale);
-        }
-        const coord c = dq_place(lane, block, pair, Dq::N, Dq::BY_D);
-        stmatrix_x4_trans(smem_s + Queries::offset(c.row, c.col / 8), four);
-    }
-    __syncthreads(); /* the rows are whole */
-    copy_tile_out<Queries, BWD_PRE_THREADS>((T *)g.dq.data + b * g.dq.batch + head * g.dq.head +
-                                                ((int64_t)s.q0 + i0) * g.dq.row,
-                                            g.dq.row, smem_s, s.seq_q - i0, g.p.head_dim, threadIdx.x);
+    round_tiles<T, Tile, BWD_PRE_THREADS, 1>(g, b, head, tile, cvta_to_shared(smem));
 }
 
-/* ---- 5. launcher ------------------------------------------------------------------------------ */
+/* ---- 4. launcher ------------------------------------------------------------------------------ */
 bool serves(const gk_cuda_row *row, const gk_context *ctx, const gk_flash_attn_bwd_args *a) {
     const gk_flash_attn_args &f = a->fwd;
     const int last = f.q.ndim - 1;
@@ -240,15 +208,38 @@ bool serves(const gk_cuda_row *row, const gk_context *ctx, const gk_flash_attn_b
            rows_aligned(a->dk) && rows_aligned(a->dv) && smem_fits(ctx, row->key[3]);
 }
 
+/* Packed calls, whose grid holds many empty blocks, and rows of out that 16-byte loads cannot take have kernels for rows
+ * and rounding; in others this grid does them, while the tensor cores of other SMs multiply. */
+template <class Tile> BwdGrid grid_of(const gk_context *ctx, const gk_flash_attn_bwd_args *a, const Bwd &g) {
+    const int sms = gk_gpu_of(ctx->index)->num_sms;
+    BwdGrid grid = {};
+    grid.units = g.p.heads_kv * g.p.batch, grid.keys = (int)gk_ceil_div(g.p.seq_k, Tile::BKV), grid.together = 1;
+    if (grid.units == 0 || grid.keys == 0) return grid;
+    if (g.p.rules.left >= 0 || g.p.rules.right >= 0) { /* two waves of blocks, the long ones first; sets of one size */
+        const int64_t sets = gk_ceil_div(grid.units, gk_ceil_div(2 * sms, grid.keys));
+        grid.together = (int)gk_ceil_div(grid.units, sets);
+    }
+    if (g.p.cu_q || !rows_aligned(a->fwd.out)) return grid;
+    grid.rows = g.p.group * (int)gk_ceil_div(g.tiles, Tile::TASK_TILES);
+    const int64_t set_keys = (int64_t)grid.together * grid.keys;
+    const int64_t lead = gk_ceil_div(sms, set_keys + 2 * (int64_t)grid.together * grid.rows); /* rows are quick */
+    const int64_t lag = gk_ceil_div(2 * sms, set_keys); /* until a set's last block is done; with a mask twice the mean */
+    grid.lead = (int)gk_min_i64(lead, grid.sets()), grid.lag = (int)gk_min_i64(lag, grid.sets());
+    return grid;
+}
+
+inline size_t counters_bytes(const BwdGrid &grid) { return grid.rows > 0 ? (size_t)grid.units * 2 * sizeof(unsigned) : 0; }
+
 template <class Tile> bool plan(const gk_cuda_row *row, const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
     if (!serves(row, ctx, a)) return false;
     Bwd &g = gk_own<Bwd>(to) = bwd_of(ctx, a, Tile::BQ, Tile::HEAD_DIM);
     g.stats_apart = true, g.lse_factor = LOG2_E;
     to->tile[0] = Tile::BQ, to->tile[1] = Tile::BKV;
-    to->tasks = gk_ceil_div(g.p.seq_k, Tile::BKV) * g.p.heads_kv * g.p.batch;
-    to->waves = (double)to->tasks / (double)gk_gpu_of(ctx->index)->num_sms;
-    to->workspace_bytes = stats_bytes(g, sizeof(float)) + dq_sum_bytes(g);
+    const BwdGrid grid = grid_of<Tile>(ctx, a, g);
+    to->tasks = grid.blocks();
+    to->waves = (double)(grid.units * (int64_t)grid.keys) / (double)gk_gpu_of(ctx->index)->num_sms;
+    to->workspace_bytes = stats_bytes(g, sizeof(float)) + dq_sum_bytes(g) + counters_bytes(grid);
     return true;
 }
 
@@ -258,17 +249,22 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
     BwdHopperParams x = {};
     x.g = gk_own<Bwd>(plan);
+    x.grid = grid_of<Tile>(ctx, a, x.g);
     x.g.stats = workspace;
     x.g.dq_sum = (float *)((char *)workspace + stats_bytes(x.g, sizeof(float)));
+    x.rows_done = (unsigned *)((char *)x.g.dq_sum + dq_sum_bytes(x.g)), x.keys_done = x.rows_done + x.grid.units;
     gk_status status = make_tensor_map(OP, attn_shape(a->fwd.q), 64, Tile::BQ, &x.q);
     if (status == GK_OK) status = make_tensor_map(OP, attn_shape(a->fwd.k), 64, Tile::BKV, &x.k);
     if (status == GK_OK) status = make_tensor_map(OP, attn_shape(a->fwd.v), 64, Tile::BKV, &x.v);
     if (status == GK_OK) status = make_tensor_map(OP, attn_shape(a->grad_out), 64, Tile::BQ, &x.grad_out);
-    if (status == GK_OK) status = bwd_pre(ctx, element<T>::dtype, x.g);
+    const bool alone = x.grid.rows > 0; /* this grid does all but dsinks */
+    if (status == GK_OK)
+        status = alone ? clear_memory(OP, ctx, x.rows_done, counters_bytes(x.grid)) : bwd_pre(ctx, element<T>::dtype, x.g);
     if (status == GK_OK)
         status = launch<flash_attn_bwd_sm90a_kernel<Consumer>>(OP, ctx, dim3((unsigned)plan->tasks),
                                                                BwdSmem<Tile>::THREADS, BwdSmem<Tile>::BYTES, x);
     if (status != GK_OK) return status;
+    if (alone) return x.g.dsinks ? bwd_sinks(ctx, element<T>::dtype, x.g) : GK_OK;
     const dim3 grid((unsigned)((int64_t)x.g.tiles * x.g.p.heads_q * x.g.p.batch));
     return launch<flash_attn_bwd_round_kernel<T, Tile>>(OP, ctx, grid, BWD_PRE_THREADS, Tile::BQ * Tile::HEAD_DIM * 2,
                                                         x.g);

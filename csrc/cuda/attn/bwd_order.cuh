@@ -1,9 +1,59 @@
-/* bwd_order.cuh: in which order a block of the Hopper backward takes its steps, and where its warps put dS, P and dQ. Plain
- * functions, which a CPU test walks too (tests/csrc/check_attn_sm90a.cpp). A thread counts over both warpgroups. */
+/* bwd_order.cuh: what the blocks of the Hopper backward do, in which order a block takes its steps, and where its warps put dS, P
+ * and dQ. Plain functions, which a CPU test walks too (tests/csrc/check_attn_sm90a.cpp). A thread counts over both warpgroups. */
 #ifndef GPUKERN_CUDA_BWD_ORDER_CUH
 #define GPUKERN_CUDA_BWD_ORDER_CUH
 
 #include "../tile/layout.cuh"
+
+/* ---- the order of a grid's blocks ----------------------------------------------------------------------- */
+/* What a block does for a unit, a kv head of a batch entry with the query heads of its group: rows: lse, delta and zeros of
+ * dQ for some tiles; keys: the products of one tile of keys; round: dQ of some tiles, scaled and rounded. */
+enum BwdKind { BWD_ROWS, BWD_KEYS, BWD_ROUND };
+
+struct BwdTask {
+    BwdKind kind;
+    int unit, index;
+};
+
+/* keys, rows: tasks a unit; as many of round as of rows. rows 0: other kernels do both, and the grid is keys alone.
+ * `together` units are a set, whose first keys come first: where a mask makes blocks of one unit differ, the long ones of the
+ * last units must not be the last. The last set may lack units: its tasks are of units that are not there.
+ * Blocks start in the order of their numbers, and a block waits for blocks of lower numbers alone. The rows of a set come
+ * `lead` sets before its keys, its rounding `lag` sets after them, so that they seldom wait; both at most the sets. */
+struct BwdGrid {
+    int units, keys, rows, together, lead, lag;
+
+    constexpr GK_HD int sets() const { return (units + together - 1) / together; }
+    constexpr GK_HD int blocks() const { return sets() * together * (keys + 2 * rows); }
+
+    constexpr GK_HD BwdTask of_set(BwdKind kind, int set, int x) const {
+        return {kind, set * together + x % together, x / together};
+    }
+    constexpr GK_HD BwdTask task(int x) const {
+        const int k = keys * together, r = rows * together, last = sets() - lead; /* sets from `last` on bring no rows */
+        if (x < lead * r) return of_set(BWD_ROWS, x / r, x % r);
+        x -= lead * r;
+        const int a = last < lag ? last : lag, b = last < lag ? lag : last, middle = last < lag ? k : k + 2 * r;
+        int set = 0;
+        if (x < a * (k + r)) {
+            set = x / (k + r), x %= k + r;
+        } else if ((x -= a * (k + r)) < (b - a) * middle) {
+            set = a + x / middle, x %= middle;
+        } else if ((x -= (b - a) * middle) < (sets() - b) * (k + r)) {
+            set = b + x / (k + r), x %= k + r;
+        } else {
+            x -= (sets() - b) * (k + r);
+            return of_set(BWD_ROUND, sets() - lag + x / r, x % r);
+        }
+        if (set < last) {
+            if (x < r) return of_set(BWD_ROWS, set + lead, x);
+            x -= r;
+        }
+        return x < k ? of_set(BWD_KEYS, set, x) : of_set(BWD_ROUND, set - lag, x - k);
+    }
+};
+
+/* ---- the order of a block's steps ----------------------------------------------------------------------- */
 
 /* Head after head of a group, of each the tiles [lo, lo + tiles) from lo + start on and around. */
 struct BwdStep {
@@ -15,6 +65,7 @@ struct BwdStep {
     }
 };
 
+/* ---- places -------------------------------------------------------------------------------------------- */
 /* The row and the column that a lane gives to stmatrix.x4 for eight columns n and n + 1 of its accumulators.
  * dS^T [128 keys][rows] is stored transposed, as dS [rows][keys]. */
 constexpr GK_HD coord ds_place(int thread, int n) {

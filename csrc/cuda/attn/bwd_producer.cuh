@@ -3,6 +3,7 @@
 #ifndef GPUKERN_CUDA_BWD_PRODUCER_CUH
 #define GPUKERN_CUDA_BWD_PRODUCER_CUH
 
+#include "../ptx/flag.cuh"
 #include "../ptx/laneid.cuh"
 #include "../ptx/tma.cuh"
 #include "../tile/tma_ring.cuh"
@@ -15,11 +16,14 @@
 struct BwdHopperParams {
     CUtensorMap q, k, v, grad_out; /* boxes of 64 columns by BQ, BKV, BKV, BQ rows */
     Bwd g;
+    BwdGrid grid;
+    unsigned *rows_done, *keys_done; /* of each unit, how many of these tasks are done */
 };
 
-/* What a block does: the keys [j0, j0 + BKV) of one kv head, and the tiles of rows that see some of them, of every query
- * head of the group. Rows and keys count from the sequence's first. */
+/* What a block does. Of a task of keys: the keys [j0, j0 + BKV) of one kv head, and the tiles of rows that see some of them,
+ * of every query head of the group. Rows and keys count from the sequence's first. */
 struct BwdWork {
+    BwdTask task;
     Sequence seq;
     int b, kv_head, j0;
     int tile_lo, tiles; /* tiles of rows; 0: nobody sees these keys */
@@ -64,12 +68,14 @@ template <class Tile> struct BwdSmem {
 /* ---- 2. which rows -------------------------------------------------------------------------------------- */
 /* Blocks of one head are neighbours: they read the same rows. Under a causal rule the first keys are seen by most rows and
  * come first. */
-template <class Tile> __device__ __forceinline__ void place_block(BwdWork &w, const Bwd &g) {
+template <class Tile> __device__ __forceinline__ void place_block(BwdWork &w, const BwdHopperParams &x) {
     constexpr int BQ = Tile::BQ, BKV = Tile::BKV;
-    const int kv_tiles = (g.p.seq_k + BKV - 1) / BKV;
-    const int tile_kv = blockIdx.x % kv_tiles;
+    const Bwd &g = x.g;
+    w.task = x.grid.task(blockIdx.x);
+    w.kv_head = w.task.unit % g.p.heads_kv, w.b = w.task.unit / g.p.heads_kv;
+    if (w.task.unit >= x.grid.units || w.task.kind != BWD_KEYS) return;
+    const int kv_tiles = x.grid.keys, tile_kv = w.task.index;
     w.j0 = tile_kv * BKV;
-    w.kv_head = blockIdx.x / kv_tiles % g.p.heads_kv, w.b = blockIdx.x / kv_tiles / g.p.heads_kv;
     w.seq = sequence_of(g.p, w.b);
     w.keys = seen_keys(w.seq);
     w.rows = {0, 0};
@@ -120,6 +126,10 @@ __device__ __forceinline__ void load_tiles(const BwdHopperParams &x, const BwdWo
         fence_proxy_async(); /* this lane's zeros come before wgmma's reads */
         __syncwarp();
         if (laneid() == 0) mbarrier_arrive(kv_s);
+    }
+    if (x.grid.rows > 0) {
+        wait_count(x.rows_done + w.task.unit, x.grid.rows);
+        fence_proxy_async_global(); /* stats are there for TMA; zeros for whoever sees a full stage */
     }
     const tma_steps<Tile::STAGES> ring = {smem_s + S::RING};
     BwdStep at = {w.kv_head * g.p.group, w.tile_lo + w.start};

@@ -168,12 +168,15 @@ template <class T> __global__ void __launch_bounds__(THREADS) bwd_clear_kernel(c
 }
 
 /* ---- 4. launch --------------------------------------------------------------------------------------------------- */
+template <class T> gk_status sinks(const gk_context *ctx, const Bwd &g) {
+    return launch<bwd_sinks_kernel<T>>("gk_flash_attn_bwd", ctx, dim3(g.p.heads_q), SINK_WARPS * 32, 0, g);
+}
+
 template <class T> gk_status pre(const gk_context *ctx, const Bwd &g) {
     const char *op = "gk_flash_attn_bwd";
     const int64_t blocks = (int64_t)g.tiles * g.p.heads_q * g.p.batch;
     gk_status status = launch<bwd_rows_kernel<T>>(op, ctx, dim3((unsigned)blocks), THREADS, 0, g);
-    if (status == GK_OK && g.dsinks)
-        status = launch<bwd_sinks_kernel<T>>(op, ctx, dim3(g.p.heads_q), SINK_WARPS * 32, 0, g);
+    if (status == GK_OK && g.dsinks) status = sinks<T>(ctx, g);
     if (status == GK_OK && g.p.cu_q) {
         const int64_t tokens = gk_max_i64(g.p.total_q, g.p.total_k);
         status = launch<bwd_clear_kernel<T>>(op, ctx, dim3((unsigned)gk_ceil_div(tokens, CLEAR_WARPS)), THREADS, 0, g);
@@ -190,4 +193,8 @@ gk_status bwd_pre(const gk_context *ctx, gk_dtype dtype, const Bwd &g) {
     case GK_F64: return pre<double>(ctx, g);
     default: return pre<float>(ctx, g);
     }
+}
+
+gk_status bwd_sinks(const gk_context *ctx, gk_dtype dtype, const Bwd &g) {
+    return dtype == GK_BF16 ? sinks<__nv_bfloat16>(ctx, g) : sinks<__half>(ctx, g);
 }

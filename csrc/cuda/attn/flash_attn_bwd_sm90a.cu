@@ -28,6 +28,7 @@ namespace {
 /* ---- 1. a consumer warpgroup ---------------------------------------------------------------------------- */
 template <class T, class Tile_, bool MODIFIED> struct BwdConsumer {
     typedef Tile_ Tile;
+    typedef T Element;
     typedef BwdSmem<Tile> S;
     typedef DqShape<Tile> Dq;
     static constexpr int BQ = Tile::BQ, BKV = Tile::BKV, D = Tile::HEAD_DIM, DV = Tile::HEAD_DIM_V, N = BQ / 8;

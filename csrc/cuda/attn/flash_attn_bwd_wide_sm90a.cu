@@ -22,6 +22,7 @@ namespace {
 /* ---- 1. a consumer warpgroup ---------------------------------------------------------------------------- */
 template <class T, class Tile_, bool MODIFIED> struct BwdWideConsumer {
     typedef Tile_ Tile;
+    typedef T Element;
     typedef BwdSmem<Tile> S;
     typedef DqShape<Tile> Dq;
     static constexpr int BQ = Tile::BQ, BKV = Tile::BKV, D = Tile::HEAD_DIM, N = BQ / 2 / 8;

@@ -70,6 +70,15 @@ inline gk_status launch(const char *op, const gk_context *ctx, dim3 grid, unsign
                       cluster);
 }
 
+/* Zeros on the stream. */
+inline gk_status clear_memory(const char *op, const gk_context *ctx, void *memory, size_t bytes) {
+    const cudaError_t error = cudaMemsetAsync(memory, 0, bytes, (cudaStream_t)ctx->stream);
+    if (error == cudaSuccess) return GK_OK;
+    (void)cudaGetLastError();
+    return gk_fail(GK_ERR_DEVICE, "%s: %zu bytes of workspace could not be cleared: %s", op, bytes,
+                   cudaGetErrorString(error));
+}
+
 /* What a row that copies 16 bytes at a time asks of a tensor: every row, along the last dimension, begins at a multiple of
  * 16 bytes. */
 inline bool rows_aligned(const gk_tensor &t) {

@@ -1,0 +1,134 @@
+/* bwd_tasks.cuh: what blocks of the Hopper backward do beside the products: of rows lse, delta and zeros of dQ before, and dQ
+ * scaled and rounded after. They take the memory's time, which other blocks' products hide. */
+#ifndef GPUKERN_CUDA_BWD_TASKS_CUH
+#define GPUKERN_CUDA_BWD_TASKS_CUH
+
+#include "../ptx/stmatrix.cuh"
+#include "../tile/copy.cuh"
+#include "../tile/fragment.cuh"
+#include "../tile/reduce.cuh"
+#include "bwd_producer.cuh"
+
+/* ---- 1. shapes ------------------------------------------------------------------------------------------ */
+/* dQ^T of a warpgroup is [64][DQ_N]: 64 columns of d of all rows, or where d has no more than 64 all of d of half the
+ * rows. In dq_sum a tile is blocks of 16 of d (a warp) by 8 rows, each as the accumulators lie in the warp. */
+template <class Tile> struct DqShape {
+    static constexpr bool BY_D = Tile::HEAD_DIM > 64;
+    static constexpr int N = BY_D ? Tile::BQ : Tile::BQ / 2;
+    static constexpr int BLOCKS = BY_D ? Tile::HEAD_DIM / 16 : 8; /* of a warp each */
+    static constexpr int FLOATS = Tile::BQ * Tile::HEAD_DIM;
+    static_assert(BLOCKS * N * 16 == FLOATS && N % 16 == 0, "blocks make up the tile");
+};
+
+/* ---- 2. rows -------------------------------------------------------------------------------------------- */
+/* The bits of eight 16-bit elements of both, multiplied and summed in float32. */
+template <class T> __device__ __forceinline__ float dot8(const uint4 &a, const uint4 &b) {
+    union Eight {
+        uint4 bits;
+        T x[8];
+        __device__ Eight(const uint4 &from) : bits(from) {}
+    } left(a), right(b);
+    float sum = 0;
+#pragma unroll
+    for (int e = 0; e < 8; ++e) sum += to_acc(left.x[e]) * to_acc(right.x[e]);
+    return sum;
+}
+
+/* stats of TASK_TILES tiles of a head, as flash_attn_bwd_pre makes them, and zeros of their dq_sum. LANES threads a row. */
+template <class T, class Tile, int THREADS>
+__device__ __forceinline__ void rows_of_tiles(const Bwd &g, int b, int head, int tile0) {
+    constexpr int BQ = Tile::BQ, LANES = Tile::HEAD_DIM_V > 128 ? 32 : Tile::HEAD_DIM_V > 64 ? 16 : 8;
+    constexpr int STEP = THREADS / LANES, PASSES = (Tile::TASK_TILES * BQ + STEP - 1) / STEP;
+    const Sequence s = sequence_of(g.p, b);
+    const int lane = threadIdx.x % LANES, first = threadIdx.x / LANES, i0 = tile0 * BQ;
+    const int rows = min(Tile::TASK_TILES, g.tiles - tile0) * BQ; /* of the workspace; some are past the end */
+    const int64_t tile = (int64_t)head * g.row_tiles + row_tile_of(g, s, b) + tile0;
+    const T *out = (const T *)g.p.out.data + b * g.p.out.batch + head * g.p.out.head + lane * 8;
+    const T *grad_out = (const T *)g.grad_out.data + b * g.grad_out.batch + head * g.grad_out.head + lane * 8;
+    const float *lse = (const float *)g.p.lse.data + b * g.p.lse.batch + head * g.p.lse.head;
+    const float *grad_lse = (const float *)g.grad_lse.data + b * g.grad_lse.batch + head * g.grad_lse.head;
+
+    uint4 o[PASSES], grad[PASSES];
+    float l[PASSES];
+#pragma unroll
+    for (int p = 0; p < PASSES; ++p) { /* all loads are in flight at once */
+        const int i = i0 + first + p * STEP;
+        const bool inside = first + p * STEP < rows && i < s.seq_q;
+        o[p] = grad[p] = make_uint4(0, 0, 0, 0), l[p] = -INFINITY;
+        if (inside) l[p] = lse[i * g.p.lse.row];
+        if (inside && lane * 8 < g.p.head_dim_v)
+            o[p] = *(const uint4 *)(out + i * g.p.out.row), grad[p] = *(const uint4 *)(grad_out + i * g.grad_out.row);
+    }
+    float4 *sum = (float4 *)(g.dq_sum + tile * BQ * g.columns);
+    for (int n = threadIdx.x; n < rows * Tile::HEAD_DIM / 4; n += THREADS) sum[n] = make_float4(0, 0, 0, 0);
+    float *stats = (float *)g.stats + tile * BQ * 2;
+#pragma unroll
+    for (int p = 0; p < PASSES; ++p) {
+        const int r = first + p * STEP, i = i0 + r;
+        float delta = lanes_sum<1, LANES>(dot8<T>(o[p], grad[p]));
+        if (lane > 0 || r >= rows) continue;
+        /* a row without keys contributes nothing, whatever its grad_out holds */
+        const bool alive = l[p] != -INFINITY && s.span.lo(i) < s.span.hi(i);
+        if (alive && g.grad_lse.data) delta -= grad_lse[i * g.grad_lse.row];
+        float *to = stats + r / BQ * BQ * 2 + r % BQ;
+        to[0] = alive ? l[p] * (float)g.lse_factor : INFINITY, to[BQ] = alive ? delta : 0;
+    }
+}
+
+/* ---- 3. dq = scale * dq_sum ----------------------------------------------------------------------------- */
+/* COUNT tiles of a head from `tile` on, through as many tiles of shared memory. */
+template <class T, class Tile, int THREADS, int COUNT>
+__device__ __forceinline__ void round_tiles(const Bwd &g, int b, int head, int tile, smem_addr smem_s) {
+    typedef DqShape<Tile> Dq;
+    typedef smem_tile<Tile::BQ, Tile::HEAD_DIM * 2> Queries;
+    constexpr int PAIRS = Dq::N / 16; /* of 8 rows, a block */
+    const Sequence s = sequence_of(g.p, b);
+    const int lane = threadIdx.x % 32, i0 = tile * Tile::BQ;
+    if (i0 >= s.seq_q) return;
+    const float *from = g.dq_sum + ((int64_t)head * g.row_tiles + row_tile_of(g, s, b) + tile) * Dq::FLOATS + lane * 4;
+    const float scale = (float)g.p.rules.scale;
+#pragma unroll
+    for (int n = 0; n < COUNT; ++n) {
+        if (i0 + n * Tile::BQ >= s.seq_q) break;
+#pragma unroll
+        for (int i = threadIdx.x / 32; i < Dq::BLOCKS * PAIRS; i += THREADS / 32) {
+            const int block = i / PAIRS, pair = i % PAIRS;
+            uint32_t four[4];
+#pragma unroll
+            for (int j = 0; j < 2; ++j) { /* from L2, where the additions were made */
+                const float4 d =
+                    __ldcg((const float4 *)(from + n * Dq::FLOATS + block * (Dq::N * 16) + (2 * pair + j) * 128));
+                four[2 * j] = pack2<T>(d.x * scale, d.y * scale), four[2 * j + 1] = pack2<T>(d.z * scale, d.w * scale);
+            }
+            const coord c = dq_place(lane, block, pair, Dq::N, Dq::BY_D);
+            stmatrix_x4_trans(smem_s + n * Queries::bytes + Queries::offset(c.row, c.col / 8), four);
+        }
+    }
+    __syncthreads(); /* the rows are whole */
+#pragma unroll
+    for (int n = 0; n < COUNT; ++n) {
+        const int row = i0 + n * Tile::BQ;
+        copy_tile_out<Queries, THREADS>((T *)g.dq.data + b * g.dq.batch + head * g.dq.head + ((int64_t)s.q0 + row) * g.dq.row,
+                                        g.dq.row, smem_s + n * Queries::bytes, s.seq_q - row, g.p.head_dim, threadIdx.x);
+    }
+}
+
+/* ---- 4. a block that has no keys ------------------------------------------------------------------------ */
+template <class T, class Tile>
+__device__ __forceinline__ void other_task(const BwdHopperParams &x, const BwdWork &w, smem_addr smem_s) {
+    constexpr int THREADS = BwdSmem<Tile>::THREADS;
+    const int a_head = x.grid.rows / x.g.p.group;
+    const int head = w.kv_head * x.g.p.group + w.task.index / a_head, tile = w.task.index % a_head * Tile::TASK_TILES;
+    if (w.task.kind == BWD_ROWS) {
+        rows_of_tiles<T, Tile, THREADS>(x.g, w.b, head, tile);
+        __threadfence(); /* this thread's stats and zeros come before the count */
+        __syncthreads();
+        if (threadIdx.x == 0) red_add_release(x.rows_done + w.task.unit);
+    } else {
+        if (threadIdx.x == 0) wait_count(x.keys_done + w.task.unit, x.grid.keys);
+        __syncthreads(); /* every key's additions are made */
+        round_tiles<T, Tile, THREADS, Tile::TASK_TILES>(x.g, w.b, head, tile, smem_s);
+    }
+}
+
+#endif

@@ -1,0 +1,31 @@
+// Counters in global memory by which blocks of one grid tell each other what is done. Checked against PTX ISA 9.0; sm_70.
+#ifndef GPUKERN_PTX_FLAG_CUH
+#define GPUKERN_PTX_FLAG_CUH
+
+// red.release.gpu: adds 1; what this thread did or saw before is seen by who acquires the count. Other threads of the block
+// come to a barrier of the block before this.
+static __device__ __forceinline__ void red_add_release(unsigned *counter_g) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(__cvta_generic_to_global(counter_g)) : "memory");
+}
+
+// ld.acquire.gpu
+static __device__ __forceinline__ unsigned ld_acquire(const unsigned *counter_g) {
+    unsigned value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
+                 : "=r"(value)
+                 : "l"(__cvta_generic_to_global(counter_g))
+                 : "memory");
+    return value;
+}
+
+// fence.proxy.async.global: what this thread saw of global memory comes before its TMA copies.
+static __device__ __forceinline__ void fence_proxy_async_global() {
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
+// Until the counter has come to `count`.
+static __device__ __forceinline__ void wait_count(const unsigned *counter_g, unsigned count) {
+    while (ld_acquire(counter_g) < count) __nanosleep(64);
+}
+
+#endif
