@@ -437,11 +437,12 @@ static void check_grid() {
                     for (int lead : {0, 1, 2, 7})
                         for (int lag : {0, 1, 2, 7}) {
                             BwdGrid grid = {units, keys, rows, together, lead, lag};
-                            if (together > units || lead > grid.sets() || lag > grid.sets() || (rows > 0 && lead == 0))
+                            if (together > units || lead > grid.sets() || lag > grid.sets() ||
+                                (rows > 0 && (lead == 0 || lag == 0)))
                                 continue;
                             if (rows == 0) grid.lead = grid.lag = 0;
-                            check(tasks_in_order(grid), "every task once and after what it waits for: units, keys", units,
-                                  keys);
+                            check(tasks_in_order(grid), "every task once and after what it waits for: units, keys",
+                                  units, keys);
                         }
 }
 

@@ -182,10 +182,12 @@ __global__ void __launch_bounds__(BwdSmem<typename Consumer::Tile>::THREADS, 1)
     setmaxnreg_inc<Tile::CONSUMER_REGISTERS>();
     Consumer c;
     c.run(x, w, smem, smem_s, warpgroup);
-    if (x.grid.rows > 0) __threadfence(); /* this thread's additions to dQ come before the count */
-    consumers_sync();                     /* nobody reads K or V any more */
-    if (x.grid.rows > 0 && threadIdx.x == 0) red_add_release(x.keys_done + w.task.unit);
+    consumers_sync(); /* nobody reads K or V any more */
     c.store(x, w, smem_s, warpgroup);
+    if (x.grid.rows == 0) return;
+    __threadfence(); /* this thread's additions to dQ come before the count */
+    bar_sync(1, 256);
+    if (threadIdx.x == 0) red_add_release(x.keys_done + w.task.unit);
 }
 
 /* ---- 3. the last pass of packed calls ------------------------------------------------------------------- */
@@ -215,20 +217,25 @@ template <class Tile> BwdGrid grid_of(const gk_context *ctx, const gk_flash_attn
     BwdGrid grid = {};
     grid.units = g.p.heads_kv * g.p.batch, grid.keys = (int)gk_ceil_div(g.p.seq_k, Tile::BKV), grid.together = 1;
     if (grid.units == 0 || grid.keys == 0) return grid;
-    if (g.p.rules.left >= 0 || g.p.rules.right >= 0) { /* two waves of blocks, the long ones first; sets of one size */
-        const int64_t sets = gk_ceil_div(grid.units, gk_ceil_div(2 * sms, grid.keys));
+    const bool masked = g.p.rules.left >= 0 || g.p.rules.right >= 0;
+    if (masked &&
+        (int64_t)grid.units * grid.keys < 8 * sms) { /* few waves: the last unit's longest block would be late */
+        const int64_t sets = gk_ceil_div(grid.units, gk_ceil_div(sms, grid.keys)); /* of a wave each, all alike */
         grid.together = (int)gk_ceil_div(grid.units, sets);
     }
     if (g.p.cu_q || !rows_aligned(a->fwd.out)) return grid;
     grid.rows = g.p.group * (int)gk_ceil_div(g.tiles, Tile::TASK_TILES);
     const int64_t set_keys = (int64_t)grid.together * grid.keys;
     const int64_t lead = gk_ceil_div(sms, set_keys + 2 * (int64_t)grid.together * grid.rows); /* rows are quick */
-    const int64_t lag = gk_ceil_div(2 * sms, set_keys); /* until a set's last block is done; with a mask twice the mean */
+    const int64_t lag =
+        gk_ceil_div(2 * sms, set_keys) + 1; /* until a set's last block is done; with a mask twice the mean */
     grid.lead = (int)gk_min_i64(lead, grid.sets()), grid.lag = (int)gk_min_i64(lag, grid.sets());
     return grid;
 }
 
-inline size_t counters_bytes(const BwdGrid &grid) { return grid.rows > 0 ? (size_t)grid.units * 2 * sizeof(unsigned) : 0; }
+inline size_t counters_bytes(const BwdGrid &grid) {
+    return grid.rows > 0 ? (size_t)grid.units * 2 * sizeof(unsigned) : 0;
+}
 
 template <class Tile> bool plan(const gk_cuda_row *row, const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
@@ -259,7 +266,8 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     if (status == GK_OK) status = make_tensor_map(OP, attn_shape(a->grad_out), 64, Tile::BQ, &x.grad_out);
     const bool alone = x.grid.rows > 0; /* this grid does all but dsinks */
     if (status == GK_OK)
-        status = alone ? clear_memory(OP, ctx, x.rows_done, counters_bytes(x.grid)) : bwd_pre(ctx, element<T>::dtype, x.g);
+        status =
+            alone ? clear_memory(OP, ctx, x.rows_done, counters_bytes(x.grid)) : bwd_pre(ctx, element<T>::dtype, x.g);
     if (status == GK_OK)
         status = launch<flash_attn_bwd_sm90a_kernel<Consumer>>(OP, ctx, dim3((unsigned)plan->tasks),
                                                                BwdSmem<Tile>::THREADS, BwdSmem<Tile>::BYTES, x);

@@ -8,7 +8,11 @@
 /* ---- the order of a grid's blocks ----------------------------------------------------------------------- */
 /* What a block does for a unit, a kv head of a batch entry with the query heads of its group: rows: lse, delta and zeros of
  * dQ for some tiles; keys: the products of one tile of keys; round: dQ of some tiles, scaled and rounded. */
-enum BwdKind { BWD_ROWS, BWD_KEYS, BWD_ROUND };
+enum BwdKind {
+    BWD_ROWS,
+    BWD_KEYS,
+    BWD_ROUND
+};
 
 struct BwdTask {
     BwdKind kind;
@@ -18,8 +22,9 @@ struct BwdTask {
 /* keys, rows: tasks a unit; as many of round as of rows. rows 0: other kernels do both, and the grid is keys alone.
  * `together` units are a set, whose first keys come first: where a mask makes blocks of one unit differ, the long ones of the
  * last units must not be the last. The last set may lack units: its tasks are of units that are not there.
- * Blocks start in the order of their numbers, and a block waits for blocks of lower numbers alone. The rows of a set come
- * `lead` sets before its keys, its rounding `lag` sets after them, so that they seldom wait; both at most the sets. */
+ * Blocks start in the order of their numbers, and a block waits for blocks of lower numbers alone. A grid begins with the rows
+ * of `lead` sets. Then, set after set, come its keys; spread among them the rows of the set `lead` on, and the rounding of the
+ * set `lag` before. It ends with the rounding of `lag` sets. Both are 1 to sets(); with rows 0 both are 0. */
 struct BwdGrid {
     int units, keys, rows, together, lead, lag;
 
@@ -30,7 +35,8 @@ struct BwdGrid {
         return {kind, set * together + x % together, x / together};
     }
     constexpr GK_HD BwdTask task(int x) const {
-        const int k = keys * together, r = rows * together, last = sets() - lead; /* sets from `last` on bring no rows */
+        const int k = keys * together, r = rows * together,
+                  last = sets() - lead; /* sets from `last` on bring no rows */
         if (x < lead * r) return of_set(BWD_ROWS, x / r, x % r);
         x -= lead * r;
         const int a = last < lag ? last : lag, b = last < lag ? lag : last, middle = last < lag ? k : k + 2 * r;
@@ -45,11 +51,11 @@ struct BwdGrid {
             x -= (sets() - b) * (k + r);
             return of_set(BWD_ROUND, sets() - lag + x / r, x % r);
         }
-        if (set < last) {
-            if (x < r) return of_set(BWD_ROWS, set + lead, x);
-            x -= r;
-        }
-        return x < k ? of_set(BWD_KEYS, set, x) : of_set(BWD_ROUND, set - lag, x - k);
+        const int others = (set < last ? r : 0) + (set >= lag ? r : 0); /* of the set's blocks, evenly spread */
+        const int before = (int)((int64_t)x * others / (k + others));
+        if ((int64_t)(x + 1) * others / (k + others) == before) return of_set(BWD_KEYS, set, x - before);
+        if (set < last && before < r) return of_set(BWD_ROWS, set + lead, before);
+        return of_set(BWD_ROUND, set - lag, set < last ? before - r : before);
     }
 };
 

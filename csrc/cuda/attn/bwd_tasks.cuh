@@ -34,11 +34,18 @@ template <class T> __device__ __forceinline__ float dot8(const uint4 &a, const u
     return sum;
 }
 
-/* stats of TASK_TILES tiles of a head, as flash_attn_bwd_pre makes them, and zeros of their dq_sum. LANES threads a row. */
+/* What a thread has of PASSES rows, STEP rows apart, on its way from memory. */
+template <int PASSES> struct BwdRowLoads {
+    uint4 out[PASSES], grad[PASSES];
+    float lse[PASSES];
+};
+
+/* stats of TASK_TILES tiles of a head, as flash_attn_bwd_pre makes them, and zeros of their dq_sum. LANES threads a row; the
+ * loads of the next rows are in flight while these are summed. */
 template <class T, class Tile, int THREADS>
-__device__ __forceinline__ void rows_of_tiles(const Bwd &g, int b, int head, int tile0) {
+__device__ __forceinline__ void rows_of_tiles(const Bwd &g, int b, int head, int tile0, smem_addr smem_s) {
     constexpr int BQ = Tile::BQ, LANES = Tile::HEAD_DIM_V > 128 ? 32 : Tile::HEAD_DIM_V > 64 ? 16 : 8;
-    constexpr int STEP = THREADS / LANES, PASSES = (Tile::TASK_TILES * BQ + STEP - 1) / STEP;
+    constexpr int STEP = THREADS / LANES, PASSES = 6;
     const Sequence s = sequence_of(g.p, b);
     const int lane = threadIdx.x % LANES, first = threadIdx.x / LANES, i0 = tile0 * BQ;
     const int rows = min(Tile::TASK_TILES, g.tiles - tile0) * BQ; /* of the workspace; some are past the end */
@@ -47,32 +54,49 @@ __device__ __forceinline__ void rows_of_tiles(const Bwd &g, int b, int head, int
     const T *grad_out = (const T *)g.grad_out.data + b * g.grad_out.batch + head * g.grad_out.head + lane * 8;
     const float *lse = (const float *)g.p.lse.data + b * g.p.lse.batch + head * g.p.lse.head;
     const float *grad_lse = (const float *)g.grad_lse.data + b * g.grad_lse.batch + head * g.grad_lse.head;
+    const int end = min(i0 + rows, s.seq_q);
+    const bool has_columns = lane * 8 < g.p.head_dim_v;
 
-    uint4 o[PASSES], grad[PASSES];
-    float l[PASSES];
+    BwdRowLoads<PASSES> now, next;
+    const auto load = [&](BwdRowLoads<PASSES> &x, int i) {
 #pragma unroll
-    for (int p = 0; p < PASSES; ++p) { /* all loads are in flight at once */
-        const int i = i0 + first + p * STEP;
-        const bool inside = first + p * STEP < rows && i < s.seq_q;
-        o[p] = grad[p] = make_uint4(0, 0, 0, 0), l[p] = -INFINITY;
-        if (inside) l[p] = lse[i * g.p.lse.row];
-        if (inside && lane * 8 < g.p.head_dim_v)
-            o[p] = *(const uint4 *)(out + i * g.p.out.row), grad[p] = *(const uint4 *)(grad_out + i * g.grad_out.row);
+        for (int p = 0; p < PASSES; ++p, i += STEP) {
+            x.out[p] = x.grad[p] = make_uint4(0, 0, 0, 0), x.lse[p] = -INFINITY;
+            if (i < end) x.lse[p] = lse[i * g.p.lse.row];
+            if (i < end && has_columns)
+                x.out[p] = *(const uint4 *)(out + i * g.p.out.row),
+                x.grad[p] = *(const uint4 *)(grad_out + i * g.grad_out.row);
+        }
+    };
+    load(now, i0 + first);
+    /* a tile of zeros, which the copy engine multiplies: stores would delay the loads */
+    for (int n = threadIdx.x; n < BQ * Tile::HEAD_DIM / 4; n += THREADS)
+        st_shared_128(smem_s + n * 16, make_uint4(0, 0, 0, 0));
+    fence_proxy_async();
+    __syncthreads(); /* the zeros are there */
+    if (threadIdx.x == 0) {
+        for (int n = 0; n < rows / BQ; ++n)
+            bulk_store(g.dq_sum + (tile + n) * BQ * Tile::HEAD_DIM, smem_s, BQ * Tile::HEAD_DIM * 4);
+        tma_store_commit_group();
     }
-    float4 *sum = (float4 *)(g.dq_sum + tile * BQ * g.columns);
-    for (int n = threadIdx.x; n < rows * Tile::HEAD_DIM / 4; n += THREADS) sum[n] = make_float4(0, 0, 0, 0);
     float *stats = (float *)g.stats + tile * BQ * 2;
+#pragma unroll 1
+    for (int at = 0; at < rows; at += PASSES * STEP) {
+        load(next, i0 + first + at + PASSES * STEP);
 #pragma unroll
-    for (int p = 0; p < PASSES; ++p) {
-        const int r = first + p * STEP, i = i0 + r;
-        float delta = lanes_sum<1, LANES>(dot8<T>(o[p], grad[p]));
-        if (lane > 0 || r >= rows) continue;
-        /* a row without keys contributes nothing, whatever its grad_out holds */
-        const bool alive = l[p] != -INFINITY && s.span.lo(i) < s.span.hi(i);
-        if (alive && g.grad_lse.data) delta -= grad_lse[i * g.grad_lse.row];
-        float *to = stats + r / BQ * BQ * 2 + r % BQ;
-        to[0] = alive ? l[p] * (float)g.lse_factor : INFINITY, to[BQ] = alive ? delta : 0;
+        for (int p = 0; p < PASSES; ++p) {
+            const int r = at + first + p * STEP, i = i0 + r;
+            float delta = lanes_sum<1, LANES>(dot8<T>(now.out[p], now.grad[p]));
+            if (lane > 0 || r >= rows) continue;
+            /* a row without keys contributes nothing, whatever its grad_out holds */
+            const bool alive = now.lse[p] != -INFINITY && s.span.lo(i) < s.span.hi(i);
+            if (alive && g.grad_lse.data) delta -= grad_lse[i * g.grad_lse.row];
+            float *to = stats + r / BQ * BQ * 2 + r % BQ;
+            to[0] = alive ? now.lse[p] * (float)g.lse_factor : INFINITY, to[BQ] = alive ? delta : 0;
+        }
+        now = next;
     }
+    if (threadIdx.x == 0) tma_store_wait_group<0>();
 }
 
 /* ---- 3. dq = scale * dq_sum ----------------------------------------------------------------------------- */
@@ -81,35 +105,35 @@ template <class T, class Tile, int THREADS, int COUNT>
 __device__ __forceinline__ void round_tiles(const Bwd &g, int b, int head, int tile, smem_addr smem_s) {
     typedef DqShape<Tile> Dq;
     typedef smem_tile<Tile::BQ, Tile::HEAD_DIM * 2> Queries;
+    static_assert(COUNT * Queries::bytes <= BwdSmem<Tile>::RING, "the tiles lie where the products' would");
     constexpr int PAIRS = Dq::N / 16; /* of 8 rows, a block */
     const Sequence s = sequence_of(g.p, b);
     const int lane = threadIdx.x % 32, i0 = tile * Tile::BQ;
     if (i0 >= s.seq_q) return;
     const float *from = g.dq_sum + ((int64_t)head * g.row_tiles + row_tile_of(g, s, b) + tile) * Dq::FLOATS + lane * 4;
     const float scale = (float)g.p.rules.scale;
+    const int tiles = min(COUNT, (s.seq_q - i0 + Tile::BQ - 1) / Tile::BQ);
+    constexpr int PARTS = Dq::BLOCKS * PAIRS; /* of a tile, each a warp's */
+#pragma unroll 4
+    for (int i = threadIdx.x / 32; i < tiles * PARTS; i += THREADS / 32) {
+        const int n = i / PARTS, block = i % PARTS / PAIRS, pair = i % PAIRS;
+        const float *part = from + n * Dq::FLOATS + block * (Dq::N * 16) + 2 * pair * 128;
+        uint32_t four[4];
 #pragma unroll
-    for (int n = 0; n < COUNT; ++n) {
-        if (i0 + n * Tile::BQ >= s.seq_q) break;
-#pragma unroll
-        for (int i = threadIdx.x / 32; i < Dq::BLOCKS * PAIRS; i += THREADS / 32) {
-            const int block = i / PAIRS, pair = i % PAIRS;
-            uint32_t four[4];
-#pragma unroll
-            for (int j = 0; j < 2; ++j) { /* from L2, where the additions were made */
-                const float4 d =
-                    __ldcg((const float4 *)(from + n * Dq::FLOATS + block * (Dq::N * 16) + (2 * pair + j) * 128));
-                four[2 * j] = pack2<T>(d.x * scale, d.y * scale), four[2 * j + 1] = pack2<T>(d.z * scale, d.w * scale);
-            }
-            const coord c = dq_place(lane, block, pair, Dq::N, Dq::BY_D);
-            stmatrix_x4_trans(smem_s + n * Queries::bytes + Queries::offset(c.row, c.col / 8), four);
+        for (int j = 0; j < 2; ++j) { /* from L2, where the additions were made */
+            const float4 d = __ldcg((const float4 *)(part + j * 128));
+            four[2 * j] = pack2<T>(d.x * scale, d.y * scale), four[2 * j + 1] = pack2<T>(d.z * scale, d.w * scale);
         }
+        const coord c = dq_place(lane, block, pair, Dq::N, Dq::BY_D);
+        stmatrix_x4_trans(smem_s + n * Queries::bytes + Queries::offset(c.row, c.col / 8), four);
     }
     __syncthreads(); /* the rows are whole */
-#pragma unroll
-    for (int n = 0; n < COUNT; ++n) {
+#pragma unroll 1
+    for (int n = 0; n < tiles; ++n) {
         const int row = i0 + n * Tile::BQ;
-        copy_tile_out<Queries, THREADS>((T *)g.dq.data + b * g.dq.batch + head * g.dq.head + ((int64_t)s.q0 + row) * g.dq.row,
-                                        g.dq.row, smem_s + n * Queries::bytes, s.seq_q - row, g.p.head_dim, threadIdx.x);
+        copy_tile_out<Queries, THREADS>(
+            (T *)g.dq.data + b * g.dq.batch + head * g.dq.head + ((int64_t)s.q0 + row) * g.dq.row, g.dq.row,
+            smem_s + n * Queries::bytes, s.seq_q - row, g.p.head_dim, threadIdx.x);
     }
 }
 
@@ -120,7 +144,7 @@ __device__ __forceinline__ void other_task(const BwdHopperParams &x, const BwdWo
     const int a_head = x.grid.rows / x.g.p.group;
     const int head = w.kv_head * x.g.p.group + w.task.index / a_head, tile = w.task.index % a_head * Tile::TASK_TILES;
     if (w.task.kind == BWD_ROWS) {
-        rows_of_tiles<T, Tile, THREADS>(x.g, w.b, head, tile);
+        rows_of_tiles<T, Tile, THREADS>(x.g, w.b, head, tile, smem_s);
         __threadfence(); /* this thread's stats and zeros come before the count */
         __syncthreads();
         if (threadIdx.x == 0) red_add_release(x.rows_done + w.task.unit);

@@ -170,7 +170,7 @@ typedef BwdDqTile<256, 64, 32, 4, 1> BwdDq256Small;
  * an operand of S from registers, which spares shared memory's port. TASK_TILES: tiles of a block that makes stats
  * or rounds dQ. Figures: TFLOP/s at 8k full on one H100. */
 struct BwdHopper128 { /* 573; 560 with 64 rows; more rows left after dQ, or K from registers, does not fit */
-    static constexpr int HEAD_DIM = 128, HEAD_DIM_V = 128, BQ = 80, BKV = 128, STAGES = 2, DV_FIRST = 64, TASK_TILES = 2;
+    static constexpr int HEAD_DIM = 128, HEAD_DIM_V = 128, BQ = 80, BKV = 128, STAGES = 2, DV_FIRST = 64, TASK_TILES = 8;
     static constexpr bool WIDE = false, K_REGISTERS = false;
     static constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 };
@@ -196,7 +196,7 @@ struct BwdHopper64Score : BwdHopper64 { /* as d128 */
 /* flash_attn_bwd_wide_sm90a: dK and dV of 64 keys, one a warpgroup: HEAD_DIM / 2 registers; dQ BQ, S and dP BQ / 4 each.
  * 225 KiB; dK and dV of 128 keys would take 256 registers. */
 struct BwdHopper256 {
-    static constexpr int HEAD_DIM = 256, HEAD_DIM_V = 256, BQ = 64, BKV = 64, STAGES = 2, TASK_TILES = 1;
+    static constexpr int HEAD_DIM = 256, HEAD_DIM_V = 256, BQ = 64, BKV = 64, STAGES = 2, TASK_TILES = 4;
     static constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
     static constexpr bool WIDE = true;
 };

@@ -73,6 +73,13 @@ static __device__ __forceinline__ void tma_store_5d(const void *map, const tma_a
         : "memory");
 }
 
+// cp.async.bulk, shared to global: contiguous bytes, both addresses and `bytes` multiples of 16. As tma_store_5d.
+static __device__ __forceinline__ void bulk_store(void *dst_g, smem_addr src_s, unsigned bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(__cvta_generic_to_global(dst_g)),
+                 "r"(src_s), "r"(bytes)
+                 : "memory");
+}
+
 // cp.async.bulk.commit_group: this thread's stores since its last commit become a group.
 static __device__ __forceinline__ void tma_store_commit_group() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
@@ -81,6 +88,11 @@ static __device__ __forceinline__ void tma_store_commit_group() {
 // cp.async.bulk.wait_group.read: until shared memory has been read for all but PENDING of this thread's newest groups.
 template <int PENDING> static __device__ __forceinline__ void tma_store_wait_group_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
+
+// cp.async.bulk.wait_group: until all but PENDING of this thread's newest groups are written, where this thread sees them.
+template <int PENDING> static __device__ __forceinline__ void tma_store_wait_group() {
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
 // fence.proxy.async.shared::cta: this thread's stores to shared memory come before copies and wgmma that read it later.
