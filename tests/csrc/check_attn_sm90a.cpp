@@ -316,6 +316,21 @@ static void check_steps() {
             }
 }
 
+/* The same of ordered kernels: every head of a tile, tiles from the last on. */
+static void check_ordered_steps() {
+    for (int group = 1; group <= 4; ++group)
+        for (int tiles = 1; tiles <= 9; ++tiles) {
+            const int lo = 3, first = 5;
+            bool good = true;
+            BwdOrderedStep at = {first, lo + tiles - 1};
+            for (int n = 0; n < group * tiles; ++n) {
+                good = good && at.head == first + n % group && at.tile == lo + tiles - 1 - n / group;
+                at.next(first, group);
+            }
+            check(good, "every head of a tile, tiles down: group, tiles", group, tiles);
+        }
+}
+
 /* stmatrix.x4 of a warp: element (row, half) of matrix i, which lane 4 row + half / 2 holds in register i, goes to the address of
  * lane 8 i + row; transposed: (column, row) instead. put(address's lane, element of the eight, register's lane, i, half). */
 template <class Put> static void stmatrix(bool trans, const Put &put) {
@@ -448,10 +463,11 @@ static void check_grid() {
 
 static void check_backward() {
     check_grid();
-    check_steps();
-    check_ds<64>(), check_ds<80>(), check_ds<128>();
+    check_steps(), check_ordered_steps();
+    check_ds<48>(), check_ds<64>(), check_ds<80>(), check_ds<128>();
     check_scores();
-    check_dq<128, 64>(), check_dq<64, 64>(), check_dq<80, 96>(), check_dq<80, 128>(), check_dq<64, 128>();
+    check_dq<128, 64>(), check_dq<48, 128>(), check_dq<64, 64>(), check_dq<80, 96>(), check_dq<80, 128>(),
+        check_dq<64, 128>();
     check_dq<64, 192>(), check_dq<64, 256>();
 }
 

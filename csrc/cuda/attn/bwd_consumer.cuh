@@ -125,6 +125,17 @@ template <int BYTES, int J = 0, int M> __device__ __forceinline__ void add_dq(ui
     if constexpr (J + 4 < M) add_dq<BYTES, J + 4>(to, dq);
 }
 
+/* An ordered kernel's additions of a step: from this block's turn on. */
+template <class Tile> __device__ __forceinline__ void wait_turn(smem_addr smem_s, int n) {
+    mbarrier_wait(smem_s + BwdSmem<Tile>::TURN, n & 1);
+}
+
+/* And this thread's are made. take_turns's thread tells other blocks; what this one did comes before that, in the memory model
+ * (causality order is transitive) and on the machine: no fence here, where the warps would wait for it. */
+template <class Tile> __device__ __forceinline__ void pass_turn(smem_addr smem_s) {
+    mbarrier_arrive(smem_s + BwdSmem<Tile>::ADDED);
+}
+
 /* Where the n-th block of a tile of dQ takes this lane's additions. */
 template <class Tile> __device__ __forceinline__ uint64_t own_dq(const Bwd &g, int tile, int block) {
     typedef DqShape<Tile> Dq;
@@ -167,6 +178,7 @@ __global__ void __launch_bounds__(BwdSmem<typename Consumer::Tile>::THREADS, 1)
     if (threadIdx.x == 0) {
         typename S::Ring(smem_s + S::RING).init(2);
         mbarrier_init(smem_s + S::KV_FULL, 1), mbarrier_init(smem_s + S::RAW, 1);
+        if (Consumer::ORDERED) mbarrier_init(smem_s + S::TURN, 1), mbarrier_init(smem_s + S::ADDED, 256);
         fence_mbarrier_init();
         place_block<Tile>(w, x);
     }
@@ -176,7 +188,8 @@ __global__ void __launch_bounds__(BwdSmem<typename Consumer::Tile>::THREADS, 1)
     if (w.j0 >= w.seq.seq_k) return; /* of packed calls alone */
     if (warpgroup == 2) {
         setmaxnreg_dec<Tile::PRODUCER_REGISTERS>();
-        if (threadIdx.x / 32 == 8) load_tiles<Tile>(x, w, smem, smem_s);
+        if (threadIdx.x / 32 == 8) load_tiles<Tile, Consumer::ORDERED>(x, w, smem, smem_s);
+        if (Consumer::ORDERED && threadIdx.x == 9 * 32) take_turns<Tile>(x, w, smem_s);
         return;
     }
     setmaxnreg_inc<Tile::CONSUMER_REGISTERS>();
@@ -185,8 +198,7 @@ __global__ void __launch_bounds__(BwdSmem<typename Consumer::Tile>::THREADS, 1)
     consumers_sync(); /* nobody reads K or V any more */
     c.store(x, w, smem_s, warpgroup);
     if (x.grid.rows == 0) return;
-    __threadfence(); /* this thread's additions to dQ come before the count */
-    bar_sync(1, 256);
+    bar_sync(1, 256); /* all have added to dQ */
     if (threadIdx.x == 0) red_add_release(x.keys_done + w.task.unit);
 }
 
@@ -204,10 +216,11 @@ bool serves(const gk_cuda_row *row, const gk_context *ctx, const gk_flash_attn_b
     const gk_flash_attn_args &f = a->fwd;
     const int last = f.q.ndim - 1;
     const bool modified = f.rules.softcap > 0 || f.rules.alibi_slopes || !(f.rules.scale > 0);
-    return f.q.shape[last] <= row->key[0] && f.v.shape[last] <= row->key[1] && modified == (row->key[2] != 0) &&
-           !a->deterministic && tensor_map_fits(attn_shape(f.q)) && tensor_map_fits(attn_shape(f.k)) &&
-           tensor_map_fits(attn_shape(f.v)) && tensor_map_fits(attn_shape(a->grad_out)) && rows_aligned(a->dq) &&
-           rows_aligned(a->dk) && rows_aligned(a->dv) && smem_fits(ctx, row->key[3]);
+    return f.q.shape[last] <= row->key[0] && f.v.shape[last] <= row->key[1] &&
+           (modified ? 1 : 0) + (a->deterministic ? 2 : 0) == row->key[2] && tensor_map_fits(attn_shape(f.q)) &&
+           tensor_map_fits(attn_shape(f.k)) && tensor_map_fits(attn_shape(f.v)) &&
+           tensor_map_fits(attn_shape(a->grad_out)) && rows_aligned(a->dq) && rows_aligned(a->dk) &&
+           rows_aligned(a->dv) && smem_fits(ctx, row->key[3]);
 }
 
 /* Packed calls, whose grid holds many empty blocks, and rows of out that 16-byte loads cannot take have kernels for rows
@@ -233,8 +246,11 @@ template <class Tile> BwdGrid grid_of(const gk_context *ctx, const gk_flash_attn
     return grid;
 }
 
-inline size_t counters_bytes(const BwdGrid &grid) {
-    return grid.rows > 0 ? (size_t)grid.units * 2 * sizeof(unsigned) : 0;
+/* Of the tasks of each unit, and of the turns at each tile of dQ. */
+inline size_t counters_bytes(const BwdGrid &grid, const Bwd &g, bool ordered) {
+    const size_t counters =
+        (grid.rows > 0 ? (size_t)grid.units * 2 : 0) + (ordered ? (size_t)g.p.heads_q * (size_t)g.row_tiles : 0);
+    return counters * sizeof(unsigned);
 }
 
 template <class Tile> bool plan(const gk_cuda_row *row, const gk_context *ctx, const void *args, gk_plan *to) {
@@ -246,7 +262,7 @@ template <class Tile> bool plan(const gk_cuda_row *row, const gk_context *ctx, c
     const BwdGrid grid = grid_of<Tile>(ctx, a, g);
     to->tasks = grid.blocks();
     to->waves = (double)(grid.units * (int64_t)grid.keys) / (double)gk_gpu_of(ctx->index)->num_sms;
-    to->workspace_bytes = stats_bytes(g, sizeof(float)) + dq_sum_bytes(g) + counters_bytes(grid);
+    to->workspace_bytes = stats_bytes(g, sizeof(float)) + dq_sum_bytes(g) + counters_bytes(grid, g, a->deterministic);
     return true;
 }
 
@@ -259,15 +275,17 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     x.grid = grid_of<Tile>(ctx, a, x.g);
     x.g.stats = workspace;
     x.g.dq_sum = (float *)((char *)workspace + stats_bytes(x.g, sizeof(float)));
-    x.rows_done = (unsigned *)((char *)x.g.dq_sum + dq_sum_bytes(x.g)), x.keys_done = x.rows_done + x.grid.units;
+    unsigned *counters = (unsigned *)((char *)x.g.dq_sum + dq_sum_bytes(x.g));
+    const bool alone = x.grid.rows > 0; /* this grid does all but dsinks */
+    const size_t cleared = counters_bytes(x.grid, x.g, Consumer::ORDERED);
+    x.rows_done = counters, x.keys_done = counters + x.grid.units;
+    x.turns = counters + (alone ? 2 * x.grid.units : 0);
     gk_status status = make_tensor_map(OP, attn_shape(a->fwd.q), 64, Tile::BQ, &x.q);
     if (status == GK_OK) status = make_tensor_map(OP, attn_shape(a->fwd.k), 64, Tile::BKV, &x.k);
     if (status == GK_OK) status = make_tensor_map(OP, attn_shape(a->fwd.v), 64, Tile::BKV, &x.v);
     if (status == GK_OK) status = make_tensor_map(OP, attn_shape(a->grad_out), 64, Tile::BQ, &x.grad_out);
-    const bool alone = x.grid.rows > 0; /* this grid does all but dsinks */
-    if (status == GK_OK)
-        status =
-            alone ? clear_memory(OP, ctx, x.rows_done, counters_bytes(x.grid)) : bwd_pre(ctx, element<T>::dtype, x.g);
+    if (status == GK_OK && cleared > 0) status = clear_memory(OP, ctx, counters, cleared);
+    if (status == GK_OK && !alone) status = bwd_pre(ctx, element<T>::dtype, x.g);
     if (status == GK_OK)
         status = launch<flash_attn_bwd_sm90a_kernel<Consumer>>(OP, ctx, dim3((unsigned)plan->tasks),
                                                                BwdSmem<Tile>::THREADS, BwdSmem<Tile>::BYTES, x);
@@ -278,13 +296,25 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
                                                         x.g);
 }
 
-#define BWD_ROW(name, T, dtype, CONSUMER, TILE, MODIFIED)                          \
-    {name,                                                                         \
-     dtype,                                                                        \
-     plan<TILE>,                                                                   \
-     run<T, CONSUMER<T, TILE, MODIFIED>>,                                          \
-     {TILE::HEAD_DIM, TILE::HEAD_DIM_V, MODIFIED, BwdSmem<TILE>::BYTES, TILE::BQ}, \
+/* A kernel of either order of additions to dQ; modified: with softcap or ALiBi. */
+#define BWD_ROW(name, T, dtype, CONSUMER, TILE, MODIFIED, ORDERED)                               \
+    {name,                                                                                       \
+     dtype,                                                                                      \
+     plan<TILE>,                                                                                 \
+     run<T, CONSUMER<T, TILE, MODIFIED, ORDERED>>,                                               \
+     {TILE::HEAD_DIM, TILE::HEAD_DIM_V, MODIFIED + 2 * ORDERED, BwdSmem<TILE>::BYTES, TILE::BQ}, \
      NULL}
+/* All of a head_dim: both types, without and with modifiers, in any order and ordered. */
+#define BWD_ROWS(file, label, CONSUMER, TILE, SCORE_TILE, SCORE_ORDERED_TILE)                                     \
+    BWD_ROW(file "_bf16_" label, __nv_bfloat16, GK_BF16, CONSUMER, TILE, false, false),                           \
+        BWD_ROW(file "_f16_" label, __half, GK_F16, CONSUMER, TILE, false, false),                                \
+        BWD_ROW(file "_bf16_" label "_score", __nv_bfloat16, GK_BF16, CONSUMER, SCORE_TILE, true, false),         \
+        BWD_ROW(file "_f16_" label "_score", __half, GK_F16, CONSUMER, SCORE_TILE, true, false),                  \
+        BWD_ROW(file "_bf16_" label "_ordered", __nv_bfloat16, GK_BF16, CONSUMER, TILE, false, true),             \
+        BWD_ROW(file "_f16_" label "_ordered", __half, GK_F16, CONSUMER, TILE, false, true),                      \
+        BWD_ROW(file "_bf16_" label "_score_ordered", __nv_bfloat16, GK_BF16, CONSUMER, SCORE_ORDERED_TILE, true, \
+                true),                                                                                            \
+        BWD_ROW(file "_f16_" label "_score_ordered", __half, GK_F16, CONSUMER, SCORE_ORDERED_TILE, true, true)
 
 } // namespace
 

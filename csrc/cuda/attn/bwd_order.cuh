@@ -71,6 +71,17 @@ struct BwdStep {
     }
 };
 
+/* Where dQ must be added in one order: tile after tile from the last down to `lo`, of each every head of the group. Blocks of
+ * keys take turns at a tile, first keys first. A block begins at the last of its tiles, so that under any mask the block of the
+ * keys before is a step ahead, and a turn seldom has to be waited for. */
+struct BwdOrderedStep {
+    int head, tile;
+
+    constexpr GK_HD void next(int first_head, int group) {
+        if (++head == first_head + group) head = first_head, --tile;
+    }
+};
+
 /* ---- places -------------------------------------------------------------------------------------------- */
 /* The row and the column that a lane gives to stmatrix.x4 for eight columns n and n + 1 of its accumulators.
  * dS^T [128 keys][rows] is stored transposed, as dS [rows][keys]. */

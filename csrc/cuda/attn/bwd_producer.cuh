@@ -12,12 +12,15 @@
 #include "bwd_order.cuh"
 #include "tma_shape.cuh"
 
+#include <type_traits>
+
 /* ---- 1. parameters and shared memory -------------------------------------------------------------------- */
 struct BwdHopperParams {
     CUtensorMap q, k, v, grad_out; /* boxes of 64 columns by BQ, BKV, BKV, BQ rows */
     Bwd g;
     BwdGrid grid;
     unsigned *rows_done, *keys_done; /* of each unit, how many of these tasks are done */
+    unsigned *turns; /* of each tile of dq_sum, how many blocks have added to it; ordered kernels alone */
 };
 
 /* What a block does. Of a task of keys: the keys [j0, j0 + BKV) of one kv head, and the tiles of rows that see some of them,
@@ -26,6 +29,7 @@ struct BwdWork {
     BwdTask task;
     Sequence seq;
     int b, kv_head, j0;
+    int first_head;     /* query head of the group */
     int tile_lo, tiles; /* tiles of rows; 0: nobody sees these keys */
     int start;          /* the tile that comes first; after the last comes tile_lo */
     int row_tile;       /* the sequence's first tile in the workspace */
@@ -56,9 +60,10 @@ template <class Tile> struct BwdSmem {
                          O_AT = Q_AT + Tile::STAGES * Q::bytes;
     static constexpr int DS_AT = O_AT + Tile::STAGES * O::bytes,
                          STATS_AT = DS_AT + (Tile::WIDE ? 4 : 2) * Scores::bytes;
-    static constexpr int RING = STATS_AT + Tile::STAGES * STATS;          /* of Q, dO and stats */
-    static constexpr int KV_FULL = RING + Ring::bytes, RAW = KV_FULL + 8; /* barriers */
-    static constexpr int TILES = RAW + 8, WORK = TILES + Tile::STAGES * (int)sizeof(BwdTileOf);
+    static constexpr int RING = STATS_AT + Tile::STAGES * STATS; /* of Q, dO and stats */
+    static constexpr int KV_FULL = RING + Ring::bytes, RAW = KV_FULL + 8, TURN = RAW + 8,
+                         ADDED = TURN + 8; /* barriers */
+    static constexpr int TILES = ADDED + 8, WORK = TILES + Tile::STAGES * (int)sizeof(BwdTileOf);
     static constexpr int BYTES = WORK + (int)sizeof(BwdWork);
     static_assert(BYTES <= 227 * 1024, "a block has an SM's shared memory");
     static_assert(Q::bytes % 1024 == 0 && O::bytes % 1024 == 0 && Scores::bytes % 1024 == 0, "tiles are whole blocks");
@@ -73,6 +78,7 @@ template <class Tile> __device__ __forceinline__ void place_block(BwdWork &w, co
     const Bwd &g = x.g;
     w.task = x.grid.task(blockIdx.x);
     w.kv_head = w.task.unit % g.p.heads_kv, w.b = w.task.unit / g.p.heads_kv;
+    w.first_head = w.kv_head * g.p.group;
     if (w.task.unit >= x.grid.units || w.task.kind != BWD_KEYS) return;
     const int kv_tiles = x.grid.keys, tile_kv = w.task.index;
     w.j0 = tile_kv * BKV;
@@ -104,7 +110,7 @@ template <class Panels> __device__ __forceinline__ void clear_outside(smem_addr 
 
 /* One warp loads: K and V once, then Q with its stats, and dO, tile after tile. A tile with rows that must not be read goes
  * through a barrier of its own, and is whole once those rows are zero. */
-template <class Tile>
+template <class Tile, bool ORDERED>
 __device__ __forceinline__ void load_tiles(const BwdHopperParams &x, const BwdWork &w, unsigned char *smem,
                                            smem_addr smem_s) {
     typedef BwdSmem<Tile> S;
@@ -132,7 +138,8 @@ __device__ __forceinline__ void load_tiles(const BwdHopperParams &x, const BwdWo
         fence_proxy_async_global(); /* stats are there for TMA; zeros for whoever sees a full stage */
     }
     const tma_steps<Tile::STAGES> ring = {smem_s + S::RING};
-    BwdStep at = {w.kv_head * g.p.group, w.tile_lo + w.start};
+    std::conditional_t<ORDERED, BwdOrderedStep, BwdStep> at = {w.first_head,
+                                                               w.tile_lo + (ORDERED ? w.tiles - 1 : w.start)};
 #pragma unroll 1
     for (int n = 0; n < steps; ++n) {
         const int i0 = at.tile * Tile::BQ, stats_tile = at.head * g.row_tiles + w.row_tile + at.tile;
@@ -159,7 +166,31 @@ __device__ __forceinline__ void load_tiles(const BwdHopperParams &x, const BwdWo
             __syncwarp();
             if (laneid() == 0) mbarrier_arrive(ring.full(n));
         }
-        at.next(w.tile_lo, w.tiles, w.start);
+        if constexpr (ORDERED)
+            at.next(w.first_head, g.p.group);
+        else
+            at.next(w.tile_lo, w.tiles, w.start);
+    }
+}
+
+/* One thread of an ordered kernel: tells the consumers when it is this block's turn at a step's tile, and passes the turn on
+ * when they have added. It waits for blocks of lower numbers alone: those of earlier keys. */
+template <class Tile>
+__device__ __forceinline__ void take_turns(const BwdHopperParams &x, const BwdWork &w, smem_addr smem_s) {
+    typedef BwdSmem<Tile> S;
+    const Bwd &g = x.g;
+    const int steps = w.tiles * g.p.group;
+    BwdOrderedStep at = {w.first_head, w.tile_lo + w.tiles - 1};
+#pragma unroll 1
+    for (int n = 0; n < steps; ++n) {
+        /* the first block that has keys of the tile's rows; those after it have some, too, up to this one */
+        const int first = max(w.seq.span.key_lo, w.seq.span.lo(at.tile * Tile::BQ)) / Tile::BKV;
+        unsigned *turn = x.turns + (at.head * g.row_tiles + w.row_tile + at.tile);
+        wait_count(turn, (unsigned)(w.j0 / Tile::BKV - first));
+        mbarrier_arrive(smem_s + S::TURN);
+        mbarrier_wait(smem_s + S::ADDED, n & 1);
+        red_add_release(turn);
+        at.next(w.first_head, g.p.group);
     }
 }
 

@@ -45,7 +45,7 @@ template <int PASSES> struct BwdRowLoads {
 template <class T, class Tile, int THREADS>
 __device__ __forceinline__ void rows_of_tiles(const Bwd &g, int b, int head, int tile0, smem_addr smem_s) {
     constexpr int BQ = Tile::BQ, LANES = Tile::HEAD_DIM_V > 128 ? 32 : Tile::HEAD_DIM_V > 64 ? 16 : 8;
-    constexpr int STEP = THREADS / LANES, PASSES = 6;
+    constexpr int STEP = THREADS / LANES, PASSES = 4;
     const Sequence s = sequence_of(g.p, b);
     const int lane = threadIdx.x % LANES, first = threadIdx.x / LANES, i0 = tile0 * BQ;
     const int rows = min(Tile::TASK_TILES, g.tiles - tile0) * BQ; /* of the workspace; some are past the end */
@@ -114,7 +114,7 @@ __device__ __forceinline__ void round_tiles(const Bwd &g, int b, int head, int t
     const float scale = (float)g.p.rules.scale;
     const int tiles = min(COUNT, (s.seq_q - i0 + Tile::BQ - 1) / Tile::BQ);
     constexpr int PARTS = Dq::BLOCKS * PAIRS; /* of a tile, each a warp's */
-#pragma unroll 4
+#pragma unroll COUNT> 1 ? 4 : 1
     for (int i = threadIdx.x / 32; i < tiles * PARTS; i += THREADS / 32) {
         const int n = i / PARTS, block = i % PARTS / PAIRS, pair = i % PAIRS;
         const float *part = from + n * Dq::FLOATS + block * (Dq::N * 16) + 2 * pair * 128;
@@ -145,8 +145,7 @@ __device__ __forceinline__ void other_task(const BwdHopperParams &x, const BwdWo
     const int head = w.kv_head * x.g.p.group + w.task.index / a_head, tile = w.task.index % a_head * Tile::TASK_TILES;
     if (w.task.kind == BWD_ROWS) {
         rows_of_tiles<T, Tile, THREADS>(x.g, w.b, head, tile, smem_s);
-        __threadfence(); /* this thread's stats and zeros come before the count */
-        __syncthreads();
+        __syncthreads(); /* stats and zeros are there */
         if (threadIdx.x == 0) red_add_release(x.rows_done + w.task.unit);
     } else {
         if (threadIdx.x == 0) wait_count(x.keys_done + w.task.unit, x.grid.keys);

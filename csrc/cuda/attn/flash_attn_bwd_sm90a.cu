@@ -20,15 +20,16 @@
  *   add dQ to memory                                            runs under dK
  *   wait for dK;  the step after releases Q and dO, once its S^T is there
  *
- * Not handled, served by flash_attn_bwd_sm80: strides and offsets that TMA cannot take; dQ in one order. */
+ * Not handled, served by flash_attn_bwd_sm80: strides and offsets that TMA cannot take. */
 #include "bwd_consumer.cuh"
 
 namespace {
 
 /* ---- 1. a consumer warpgroup ---------------------------------------------------------------------------- */
-template <class T, class Tile_, bool MODIFIED> struct BwdConsumer {
+template <class T, class Tile_, bool MODIFIED, bool ORDERED_> struct BwdConsumer {
     typedef Tile_ Tile;
     typedef T Element;
+    static constexpr bool ORDERED = ORDERED_;
     typedef BwdSmem<Tile> S;
     typedef DqShape<Tile> Dq;
     static constexpr int BQ = Tile::BQ, BKV = Tile::BKV, D = Tile::HEAD_DIM, DV = Tile::HEAD_DIM_V, N = BQ / 8;
@@ -84,7 +85,7 @@ template <class T, class Tile_, bool MODIFIED> struct BwdConsumer {
             wgmma_fence();
 #pragma unroll
             for (int kk = 0; kk < D; kk += 16) {
-                if (Tile::K_REGISTERS)
+                if constexpr (Tile::K_REGISTERS)
                     wgmma_rs<T, BQ, 0>(s, k_frag + kk / 4, S::Q::k_major(q_s, 0, kk), kk > 0);
                 else
                     wgmma_ss<T, BQ, 0, 0>(s, S::K::k_major(smem_s + S::K_AT, 64 * warpgroup, kk),
@@ -145,6 +146,7 @@ template <class T, class Tile_, bool MODIFIED> struct BwdConsumer {
 #pragma unroll
             for (int kk = 0; kk < BQ; kk += 16) wgmma_rs<T, D, 1>(dk, ds + kk / 4, S::Q::mn_major(q_s, kk), true);
             wgmma_commit_group();
+            if (ORDERED) wait_turn<Tile>(smem_s, n);
             /* the next step's tiles are asked for before the additions below fill the queue that the answer comes through */
             const int next = min(n + 1, steps - 1);
             ring.wait_full(next);
@@ -152,6 +154,7 @@ template <class T, class Tile_, bool MODIFIED> struct BwdConsumer {
             const int block = mov_tid_x() / 32; /* 4 warpgroup + warp */
             const uint64_t to = own_dq<Tile>(g, now.x, block);
             if (Dq::BLOCKS == 8 || block < Dq::BLOCKS) add_dq<0>(to, dq);
+            if (ORDERED) pass_turn<Tile>(smem_s);
             wgmma_wait_group<0>();
             wgmma_pin(dv), wgmma_pin(dk);
             now = then;
@@ -167,11 +170,7 @@ template <class T, class Tile_, bool MODIFIED> struct BwdConsumer {
 };
 
 /* ---- 2. table ------------------------------------------------------------------------------------------- */
-#define ROWS(label, TILE)                                                                                             \
-    BWD_ROW("flash_attn_bwd_sm90a_bf16_" label, __nv_bfloat16, GK_BF16, BwdConsumer, TILE, false),                    \
-        BWD_ROW("flash_attn_bwd_sm90a_f16_" label, __half, GK_F16, BwdConsumer, TILE, false),                         \
-        BWD_ROW("flash_attn_bwd_sm90a_bf16_" label "_score", __nv_bfloat16, GK_BF16, BwdConsumer, TILE##Score, true), \
-        BWD_ROW("flash_attn_bwd_sm90a_f16_" label "_score", __half, GK_F16, BwdConsumer, TILE##Score, true)
+#define ROWS(label, TILE) BWD_ROWS("flash_attn_bwd_sm90a", label, BwdConsumer, TILE, TILE##Score, TILE##ScoreOrdered)
 
 const gk_cuda_row rows[] = {ROWS("d64", BwdHopper64), ROWS("d96", BwdHopper96), ROWS("d128", BwdHopper128)};
 

@@ -14,15 +14,16 @@
  *   wait for dQ, add it to memory                                               runs under dV, dK
  *   wait for dV or dK;  the step after releases Q and dO
  *
- * Not handled, served by flash_attn_bwd_sm80: strides and offsets that TMA cannot take; dQ in one order. */
+ * Not handled, served by flash_attn_bwd_sm80: strides and offsets that TMA cannot take. */
 #include "bwd_consumer.cuh"
 
 namespace {
 
 /* ---- 1. a consumer warpgroup ---------------------------------------------------------------------------- */
-template <class T, class Tile_, bool MODIFIED> struct BwdWideConsumer {
+template <class T, class Tile_, bool MODIFIED, bool ORDERED_> struct BwdWideConsumer {
     typedef Tile_ Tile;
     typedef T Element;
+    static constexpr bool ORDERED = ORDERED_;
     typedef BwdSmem<Tile> S;
     typedef DqShape<Tile> Dq;
     static constexpr int BQ = Tile::BQ, BKV = Tile::BKV, D = Tile::HEAD_DIM, N = BQ / 2 / 8;
@@ -115,6 +116,7 @@ template <class T, class Tile_, bool MODIFIED> struct BwdWideConsumer {
             for (int kk = 0; kk < BQ; kk += 16)
                 wgmma_ss<T, D, 0, 1>(sum, S::Scores::k_major(left_s, 0, kk), S::Q::mn_major(right_s, kk), true);
             wgmma_commit_group();
+            if (ORDERED) wait_turn<Tile>(smem_s, n);
             /* the next step's tiles are asked for before the additions below fill the queue that the answer comes through */
             const int next = min(n + 1, steps - 1);
             ring.wait_full(next);
@@ -125,6 +127,7 @@ template <class T, class Tile_, bool MODIFIED> struct BwdWideConsumer {
             constexpr int BLOCK_BYTES = 4 * Dq::N * 16 * 4;
             add_dq<0>(to, dq[0]);
             if (D == 256 || warpgroup == 0) add_dq<BLOCK_BYTES>(to, dq[1]);
+            if (ORDERED) pass_turn<Tile>(smem_s);
             wgmma_wait_group<0>();
             wgmma_pin(sum);
             now = then;
@@ -142,12 +145,7 @@ template <class T, class Tile_, bool MODIFIED> struct BwdWideConsumer {
 };
 
 /* ---- 2. table ------------------------------------------------------------------------------------------- */
-#define ROWS(label, TILE)                                                                                        \
-    BWD_ROW("flash_attn_bwd_wide_sm90a_bf16_" label, __nv_bfloat16, GK_BF16, BwdWideConsumer, TILE, false),      \
-        BWD_ROW("flash_attn_bwd_wide_sm90a_f16_" label, __half, GK_F16, BwdWideConsumer, TILE, false),           \
-        BWD_ROW("flash_attn_bwd_wide_sm90a_bf16_" label "_score", __nv_bfloat16, GK_BF16, BwdWideConsumer, TILE, \
-                true),                                                                                           \
-        BWD_ROW("flash_attn_bwd_wide_sm90a_f16_" label "_score", __half, GK_F16, BwdWideConsumer, TILE, true)
+#define ROWS(label, TILE) BWD_ROWS("flash_attn_bwd_wide_sm90a", label, BwdWideConsumer, TILE, TILE, TILE)
 
 const gk_cuda_row rows[] = {ROWS("d192", BwdHopper192), ROWS("d256", BwdHopper256)};
 

@@ -193,6 +193,13 @@ struct BwdHopper64Score : BwdHopper64 { /* as d128 */
     static constexpr int BQ = 64, DV_FIRST = 32;
 };
 
+/* Turns take a register more. */
+struct BwdHopper128ScoreOrdered : BwdHopper128Score { /* 64 rows spilled 12 bytes */
+    static constexpr int BQ = 48, DV_FIRST = 32;
+};
+typedef BwdHopper96Score BwdHopper96ScoreOrdered;
+typedef BwdHopper64Score BwdHopper64ScoreOrdered;
+
 /* flash_attn_bwd_wide_sm90a: dK and dV of 64 keys, one a warpgroup: HEAD_DIM / 2 registers; dQ BQ, S and dP BQ / 4 each.
  * 225 KiB; dK and dV of 128 keys would take 256 registers. */
 struct BwdHopper256 {

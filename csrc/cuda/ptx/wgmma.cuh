@@ -46,6 +46,7 @@ template <int N> static __device__ __forceinline__ void wgmma_pin(float (&d)[N])
 #define GK_R4 "%0, %1, %2, %3"
 #define GK_R8 GK_R4 ", %4, %5, %6, %7"
 #define GK_R16 GK_R8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define GK_R24 GK_R16 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define GK_R32 GK_R16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define GK_R48 GK_R32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define GK_R64 GK_R48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
@@ -88,6 +89,8 @@ template <class T> struct wgmma_16;
                 GK_WGMMA(16, 16, TYPE, GK_R8, 8, 9, 10, 11, 12, GK_D8(0));                                            \
             else if constexpr (N == 32)                                                                               \
                 GK_WGMMA(32, 16, TYPE, GK_R16, 16, 17, 18, 19, 20, GK_D8(0), GK_D8(8));                               \
+            else if constexpr (N == 48)                                                                               \
+                GK_WGMMA(48, 16, TYPE, GK_R24, 24, 25, 26, 27, 28, GK_D8(0), GK_D8(8), GK_D8(16));                    \
             else if constexpr (N == 64)                                                                               \
                 GK_WGMMA(64, 16, TYPE, GK_R32, 32, 33, 34, 35, 36, GK_D32(0));                                        \
             else if constexpr (N == 80)                                                                               \
