@@ -316,19 +316,21 @@ static void check_steps() {
             }
 }
 
-/* The same of ordered kernels: every head of a tile, tiles from the last on. */
+/* The same of ordered kernels: every head of a tile, then the next tile, up or down. */
 static void check_ordered_steps() {
-    for (int group = 1; group <= 4; ++group)
-        for (int tiles = 1; tiles <= 9; ++tiles) {
-            const int lo = 3, first = 5;
-            bool good = true;
-            BwdOrderedStep at = {first, lo + tiles - 1};
-            for (int n = 0; n < group * tiles; ++n) {
-                good = good && at.head == first + n % group && at.tile == lo + tiles - 1 - n / group;
-                at.next(first, group);
+    for (int up = 0; up < 2; ++up)
+        for (int group = 1; group <= 4; ++group)
+            for (int tiles = 1; tiles <= 9; ++tiles) {
+                const int lo = 3, first = 5;
+                bool good = true;
+                BwdOrderedStep at = {first, up ? lo : lo + tiles - 1};
+                for (int n = 0; n < group * tiles; ++n) {
+                    good = good && at.head == first + n % group;
+                    good = good && at.tile == (up ? lo + n / group : lo + tiles - 1 - n / group);
+                    at.next(first, group, up);
+                }
+                check(good, "every head of a tile, tile after tile: group, tiles", group, tiles);
             }
-            check(good, "every head of a tile, tiles down: group, tiles", group, tiles);
-        }
 }
 
 /* stmatrix.x4 of a warp: element (row, half) of matrix i, which lane 4 row + half / 2 holds in register i, goes to the address of

@@ -275,6 +275,7 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     x.grid = grid_of<Tile>(ctx, a, x.g);
     x.g.stats = workspace;
     x.g.dq_sum = (float *)((char *)workspace + stats_bytes(x.g, sizeof(float)));
+    x.up = Consumer::ORDERED && x.g.p.rules.right >= 0;
     unsigned *counters = (unsigned *)((char *)x.g.dq_sum + dq_sum_bytes(x.g));
     const bool alone = x.grid.rows > 0; /* this grid does all but dsinks */
     const size_t cleared = counters_bytes(x.grid, x.g, Consumer::ORDERED);

@@ -71,14 +71,15 @@ struct BwdStep {
     }
 };
 
-/* Where dQ must be added in one order: tile after tile from the last down to `lo`, of each every head of the group. Blocks of
- * keys take turns at a tile, first keys first. A block begins at the last of its tiles, so that under any mask the block of the
- * keys before is a step ahead, and a turn seldom has to be waited for. */
+/* Where dQ must be added in one order: tile after tile, of each every head of the group. Blocks of keys take turns at a tile,
+ * in the order in which they start. `up`, under a bound on the right: the last keys start first, and each block at the first
+ * tile that sees it, where no other has been; the block before is ahead of it from there on. Else down: the first keys start
+ * first, each at the last tile. So a turn seldom has to be waited for. */
 struct BwdOrderedStep {
     int head, tile;
 
-    constexpr GK_HD void next(int first_head, int group) {
-        if (++head == first_head + group) head = first_head, --tile;
+    constexpr GK_HD void next(int first_head, int group, bool up) {
+        if (++head == first_head + group) head = first_head, tile += up ? 1 : -1;
     }
 };
 

@@ -21,6 +21,7 @@ struct BwdHopperParams {
     BwdGrid grid;
     unsigned *rows_done, *keys_done; /* of each unit, how many of these tasks are done */
     unsigned *turns; /* of each tile of dq_sum, how many blocks have added to it; ordered kernels alone */
+    bool up;         /* of BwdOrderedStep */
 };
 
 /* What a block does. Of a task of keys: the keys [j0, j0 + BKV) of one kv head, and the tiles of rows that see some of them,
@@ -80,7 +81,7 @@ template <class Tile> __device__ __forceinline__ void place_block(BwdWork &w, co
     w.kv_head = w.task.unit % g.p.heads_kv, w.b = w.task.unit / g.p.heads_kv;
     w.first_head = w.kv_head * g.p.group;
     if (w.task.unit >= x.grid.units || w.task.kind != BWD_KEYS) return;
-    const int kv_tiles = x.grid.keys, tile_kv = w.task.index;
+    const int kv_tiles = x.grid.keys, tile_kv = x.up ? kv_tiles - 1 - w.task.index : w.task.index;
     w.j0 = tile_kv * BKV;
     w.seq = sequence_of(g.p, w.b);
     w.keys = seen_keys(w.seq);
@@ -138,8 +139,8 @@ __device__ __forceinline__ void load_tiles(const BwdHopperParams &x, const BwdWo
         fence_proxy_async_global(); /* stats are there for TMA; zeros for whoever sees a full stage */
     }
     const tma_steps<Tile::STAGES> ring = {smem_s + S::RING};
-    std::conditional_t<ORDERED, BwdOrderedStep, BwdStep> at = {w.first_head,
-                                                               w.tile_lo + (ORDERED ? w.tiles - 1 : w.start)};
+    const int first_tile = w.tile_lo + (!ORDERED ? w.start : x.up ? 0 : w.tiles - 1);
+    std::conditional_t<ORDERED, BwdOrderedStep, BwdStep> at = {w.first_head, first_tile};
 #pragma unroll 1
     for (int n = 0; n < steps; ++n) {
         const int i0 = at.tile * Tile::BQ, stats_tile = at.head * g.row_tiles + w.row_tile + at.tile;
@@ -167,30 +168,31 @@ __device__ __forceinline__ void load_tiles(const BwdHopperParams &x, const BwdWo
             if (laneid() == 0) mbarrier_arrive(ring.full(n));
         }
         if constexpr (ORDERED)
-            at.next(w.first_head, g.p.group);
+            at.next(w.first_head, g.p.group, x.up);
         else
             at.next(w.tile_lo, w.tiles, w.start);
     }
 }
 
 /* One thread of an ordered kernel: tells the consumers when it is this block's turn at a step's tile, and passes the turn on
- * when they have added. It waits for blocks of lower numbers alone: those of earlier keys. */
+ * when they have added. It waits for blocks of lower numbers alone. */
 template <class Tile>
 __device__ __forceinline__ void take_turns(const BwdHopperParams &x, const BwdWork &w, smem_addr smem_s) {
     typedef BwdSmem<Tile> S;
     const Bwd &g = x.g;
     const int steps = w.tiles * g.p.group;
-    BwdOrderedStep at = {w.first_head, w.tile_lo + w.tiles - 1};
+    BwdOrderedStep at = {w.first_head, w.tile_lo + (x.up ? 0 : w.tiles - 1)};
 #pragma unroll 1
     for (int n = 0; n < steps; ++n) {
-        /* the first block that has keys of the tile's rows; those after it have some, too, up to this one */
-        const int first = max(w.seq.span.key_lo, w.seq.span.lo(at.tile * Tile::BQ)) / Tile::BKV;
+        /* blocks that have keys which the tile's rows see are neighbours; this one adds after those on one side */
+        const int i0 = at.tile * Tile::BQ, last_row = min(i0 + Tile::BQ, w.seq.seq_q) - 1, own = w.j0 / Tile::BKV;
+        const int before = x.up ? (w.seq.span.hi(last_row) - 1) / Tile::BKV - own : own - w.seq.span.lo(i0) / Tile::BKV;
         unsigned *turn = x.turns + (at.head * g.row_tiles + w.row_tile + at.tile);
-        wait_count(turn, (unsigned)(w.j0 / Tile::BKV - first));
+        wait_count(turn, (unsigned)before);
         mbarrier_arrive(smem_s + S::TURN);
         mbarrier_wait(smem_s + S::ADDED, n & 1);
         red_add_release(turn);
-        at.next(w.first_head, g.p.group);
+        at.next(w.first_head, g.p.group, x.up);
     }
 }
 
