@@ -9,6 +9,7 @@
 #   make sanitize      the CUDA instances under compute-sanitizer; needs a GPU. SANITIZE_TOOLS=racecheck SANITIZE_PART=2/5
 #                      runs one tool over the second fifth, SANITIZE_ONLY=flash_attn_bwd over the rows of that name
 #   make bench         every benchmark, into benchmarks/results/
+#   make results       docs/results.md and the plots, from benchmarks/results/
 #   make build fmt lint clean
 #
 # `make demo` and `make test` build the CUDA half only where there is a GPU; GPUKERN_CUDA=1 builds it wherever nvcc is. What
@@ -59,7 +60,7 @@ CONFIGURE := cmake -S . -DPython_EXECUTABLE=$(PY) -DGPUKERN_BUILD_TESTS=ON \
 	$(if $(GPUKERN_CUDA),-DGPUKERN_CUDA=$(GPUKERN_CUDA)) \
 	$(if $(GPUKERN_CUDA_ARCHS),"-DGPUKERN_CUDA_ARCHS=$(GPUKERN_CUDA_ARCHS)") $(CMAKE_ARGS)
 
-.PHONY: build demo test test-all test-csrc sanitize-cpu fuzz sanitize bench fmt lint clean
+.PHONY: build demo test test-all test-csrc sanitize-cpu fuzz sanitize bench results fmt lint clean
 .DEFAULT_GOAL := build
 MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
@@ -131,6 +132,10 @@ sanitize: build
 
 bench: build
 	$(PY) benchmarks/run_all.py $(BENCH_ARGS)
+
+results: $(INSTALLED)
+	$(PY) benchmarks/plots.py
+	$(PY) tools/results.py
 
 $(STAMPS)/lint: .pre-commit-config.yaml | $(INSTALLED)
 	$(PY) -m pip install --quiet --disable-pip-version-check pre-commit==4.7.0
