@@ -56,7 +56,7 @@ BREACHES = {
 @pytest.mark.parametrize("name", BREACHES)
 def test_breach_is_seen(tmp_path, name):
     path, text, law = BREACHES[name]
-    (tmp_path / path).parent.mkdir(parents=True)
+    (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / path).write_text(text)
     status, lines = check_rooms(tmp_path)
     assert status == 1
