@@ -78,8 +78,8 @@ def explain(op: Explained, *args: _Any, **kwargs: _Any) -> Explanation:
     Returns:
         row: name of the table row.
         isa: its instruction set or architecture.
-        tile: block sizes; gemm MB NB KB and MR * NR (on CUDA the classes in which unaligned rows of a
-            are read where they lie), attention BQ BKV and the span of a context chunk; 0 is unused.
+        tile: block sizes; gemm MB NB KB and on the CPU MR * NR, attention BQ BKV and the span of a
+            context chunk; 0 is unused.
         tasks: independent units of work.
         chunks: parts that the keys are split into, 1 where they are not.
         bytes: what the op must move at least, inputs read once and outputs written once.
