@@ -13,7 +13,7 @@
 #   make docs          the pages and both APIs as a site, docs/_build/html/index.html
 #   make build fmt lint clean
 #
-# `make demo` and `make test` build the CUDA half only where there is a GPU; GPUKERN_CUDA=1 builds it wherever nvcc is. What
+# `make demo`, `make test` and `make docs` build the CUDA half only where there is a GPU; GPUKERN_CUDA=1 builds it wherever nvcc is. What
 # build/ was first configured with it keeps.
 #
 # VENV=path uses another environment, also an existing one. MAX_JOBS, GPUKERN_CUDA, GPUKERN_CUDA_ARCHS and CMAKE_ARGS
@@ -38,7 +38,7 @@ INSTALLED := $(STAMPS)/requirements
 EDITABLE := $(STAMPS)/editable-$(shell echo "$(CURDIR)" | cksum | cut -d ' ' -f 1)
 
 # Without a GPU the CUDA half would take minutes to compile and not run.
-ifneq ($(filter demo test test-all,$(MAKECMDGOALS)),)
+ifneq ($(filter demo test test-all docs,$(MAKECMDGOALS)),)
 ifeq ($(GPUKERN_CUDA)$(wildcard $(BUILD)/CMakeCache.txt),)
 ifeq ($(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU'),0)
 GPUKERN_CUDA := 0

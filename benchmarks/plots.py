@@ -134,7 +134,7 @@ def draw_panel(axes, name: str, rows: list[dict], spare: dict[str, str]) -> None
 
 
 def speed_panels(results: list[dict]) -> dict[str, list[dict]]:
-    """The panels of README.md's picture. A bench with a note was changed since its run: one without goes before it."""
+    """The panels of README.md's picture. A bench with a note, marked by a star, goes behind one without."""
     gpus = [result for result in results if "NVIDIA" in result["device"]] or results
     panels = {}
     for bench, begins in SPEED_PANELS:
@@ -145,8 +145,8 @@ def speed_panels(results: list[dict]) -> dict[str, list[dict]]:
                 if name.startswith(begins):
                     found.append((content["date"], "note" not in content, result["device"], name, rows))
         if found:
-            _, _, device, name, rows = max(found, key=lambda entry: entry[:3])
-            panels[f"{bench}, {name}\n{device}"] = rows
+            _, clean, device, name, rows = max(found, key=lambda entry: entry[:3])
+            panels[f"{bench}, {name}\n{device}{'' if clean else ' *'}"] = rows
     return panels
 
 

@@ -71,7 +71,9 @@ def test_files_that_are_named_exist(page):
         for name in re.findall(rf"(?<![\w/.~<>*-])[\w./-]*\w\.(?:{SUFFIXES})(?![\w.(])", code):
             if name in NEW or name.startswith(("build/", "~", "docs/_build", "libgpukern")):
                 continue
-            assert any(f == name or f.endswith(name if name[0] == "_" else "/" + name.lstrip("./")) for f in files), f"{ident(page)}: `{code}`"
+            assert any(f == name or f.endswith(name if name[0] == "_" else "/" + name.lstrip("./")) for f in files), (
+                f"{ident(page)}: `{code}`"
+            )
 
 
 @pytest.mark.parametrize("page", PRESENT, ids=ident)
