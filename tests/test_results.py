@@ -46,6 +46,7 @@ def test_what_is_new_appears_by_itself(results):
              "rows": rows, "groups": [], "facts": []}  # fmt: skip
     page = tool.page([{"stem": "b300", "device": "NVIDIA B300", "benches": {"layernorm": bench}}, *results])
     assert "### layernorm on NVIDIA B300\n\nNVIDIA B300; driver 999; torch 3; 2027-01-01; `python bench.py`. " in page
+    assert "| [layernorm](#layernorm-on-nvidia-b300) | NVIDIA B300 | 2027-01-01 | 2 | 0 | 0.61x | 0.50x |" in page
     assert "| a group | 3 | 10 - 20 TFLOP/s | 13.3 - 40 (fa4 in 1, fa3 in 1) | 0.61x, worst 0.50x |  |  |" in page
     assert "| small | bf16 | 1 | TFLOP/s | 20 | 10 | **40** | 0.50x | 50 |" in page
     assert "| large | bf16 | 2 | TFLOP/s | 10 | **13.3** |  | 0.75x | 50 |" in page

@@ -316,11 +316,29 @@ def _device_part(result: dict, name: str) -> list[str]:
     return parts
 
 
+def _overview(names: list[str], results: list[dict]) -> str:
+    """A line per bench and device, with a link to its section."""
+    head = ["op", "device", "date", "cases", "ours is fastest in", "ratio, geomean", "worst"]
+    lines = [_line(head), _rule(head)]
+    for name in names:
+        for result in results:
+            rated = [row for row in result["benches"].get(name, {"rows": []})["rows"] if row["peers"]]
+            if not rated:
+                continue
+            heading = re.sub(r"[^\w -]", "", f"{name} on {result['device']}".lower()).replace(" ", "-")
+            ratios = [ratio_of(row) for row in rated]
+            cells = [f"[{name}](#{heading})", result["device"], result["benches"][name]["date"], str(len(rated))]
+            cells += [str(sum(ratio >= 1 for ratio in ratios)), f"{geometric_mean(ratios):.2f}x", f"{min(ratios):.2f}x"]
+            lines.append(_line(cells))
+    return "\n".join(lines)
+
+
 def page(results: list[dict]) -> str:
     """docs/results.md."""
     found = dict.fromkeys(name for result in results for name in result["benches"] if name not in LADDER_TABLES)
-    parts = [INTRO.rstrip()]
-    for name in sorted(found, key=lambda name: list(TITLES).index(name) if name in TITLES else len(TITLES)):
+    names = sorted(found, key=lambda name: list(TITLES).index(name) if name in TITLES else len(TITLES))
+    parts = [INTRO.rstrip(), _overview(names, results)]
+    for name in names:
         parts.append(f"## {TITLES.get(name, name)}")
         for result in results:
             if name in result["benches"]:
