@@ -217,7 +217,7 @@ def check(root: Path):
     for room in ROOMS:
         for path in sorted((root / room).rglob("*")):
             relative = path.relative_to(root)
-            if path.suffix not in TEXT_SUFFIXES or "egg-info" in str(relative):
+            if path.suffix not in TEXT_SUFFIXES or "egg-info" in str(relative) or "_build" in relative.parts:
                 continue
             text = path.read_text()
             found = list(check_text(relative, text))
