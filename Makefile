@@ -9,9 +9,11 @@
 #   make sanitize      the CUDA instances under compute-sanitizer; needs a GPU. SANITIZE_TOOLS=racecheck SANITIZE_PART=2/5
 #                      runs one tool over the second fifth, SANITIZE_ONLY=flash_attn_bwd over the rows of that name
 #   make bench         every benchmark, into benchmarks/results/
+#   make results       docs/results.md and the plots, from benchmarks/results/
+#   make docs          the pages and both APIs as a site, docs/_build/html/index.html
 #   make build fmt lint clean
 #
-# `make demo` and `make test` build the CUDA half only where there is a GPU; GPUKERN_CUDA=1 builds it wherever nvcc is. What
+# `make demo`, `make test` and `make docs` build the CUDA half only where there is a GPU; GPUKERN_CUDA=1 builds it wherever nvcc is. What
 # build/ was first configured with it keeps.
 #
 # VENV=path uses another environment, also an existing one. MAX_JOBS, GPUKERN_CUDA, GPUKERN_CUDA_ARCHS and CMAKE_ARGS
@@ -36,7 +38,7 @@ INSTALLED := $(STAMPS)/requirements
 EDITABLE := $(STAMPS)/editable-$(shell echo "$(CURDIR)" | cksum | cut -d ' ' -f 1)
 
 # Without a GPU the CUDA half would take minutes to compile and not run.
-ifneq ($(filter demo test test-all,$(MAKECMDGOALS)),)
+ifneq ($(filter demo test test-all docs,$(MAKECMDGOALS)),)
 ifeq ($(GPUKERN_CUDA)$(wildcard $(BUILD)/CMakeCache.txt),)
 ifeq ($(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU'),0)
 GPUKERN_CUDA := 0
@@ -59,7 +61,7 @@ CONFIGURE := cmake -S . -DPython_EXECUTABLE=$(PY) -DGPUKERN_BUILD_TESTS=ON \
 	$(if $(GPUKERN_CUDA),-DGPUKERN_CUDA=$(GPUKERN_CUDA)) \
 	$(if $(GPUKERN_CUDA_ARCHS),"-DGPUKERN_CUDA_ARCHS=$(GPUKERN_CUDA_ARCHS)") $(CMAKE_ARGS)
 
-.PHONY: build demo test test-all test-csrc sanitize-cpu fuzz sanitize bench fmt lint clean
+.PHONY: build demo test test-all test-csrc sanitize-cpu fuzz sanitize bench results docs fmt lint clean
 .DEFAULT_GOAL := build
 MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
@@ -132,6 +134,19 @@ sanitize: build
 bench: build
 	$(PY) benchmarks/run_all.py $(BENCH_ARGS)
 
+results: $(INSTALLED)
+	$(PY) benchmarks/plots.py
+	$(PY) tools/results.py
+
+$(STAMPS)/docs: requirements-docs.txt | $(INSTALLED)
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-docs.txt
+	@touch $@
+
+# From nothing each time: what was made before says no warning twice.
+docs: build $(STAMPS)/docs
+	@rm -rf docs/_build
+	$(PY) -m sphinx --quiet --fail-on-warning --keep-going --builder html docs docs/_build/html
+
 $(STAMPS)/lint: .pre-commit-config.yaml | $(INSTALLED)
 	$(PY) -m pip install --quiet --disable-pip-version-check pre-commit==4.7.0
 	@touch $@
@@ -146,5 +161,5 @@ lint: $(STAMPS)/lint
 	pre-commit run --all-files
 
 clean:
-	rm -rf $(BUILD) dist *.egg-info torch_gpukern/*.so .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(BUILD) docs/_build dist *.egg-info torch_gpukern/*.so .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

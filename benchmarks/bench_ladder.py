@@ -7,7 +7,7 @@ python benchmarks/bench_ladder.py --metrics                                 prin
 FILE is what it counted in one call of every rung and of torch.matmul, LARGE the same of `ladder.py 16384 11 12 13`:
   ncu --clock-control none --csv --print-units base --kernel-name 'regex:ladder_|gemm|nvjet' \\
       --metrics $(python benchmarks/bench_ladder.py --metrics) --log-file FILE python benchmarks/ladder.py
-Results go to benchmarks/results/ladder-<device>.json and docs/ladder.png; tools/readme_tables.py writes the tables of
+Results go to benchmarks/results/ladder-<device>.json and docs/ladder.png; tools/results.py writes the tables of
 docs/ladder.md from them.
 """
 

@@ -34,7 +34,7 @@ from pathlib import Path
 
 import torch
 from devices import DTYPES, ROTATE_BYTES, Cpu, Cuda, open_device
-from plots import PLOTS, draw
+from plots import PLOTS, draw, panels_of
 from torch import Tensor
 
 __all__ = ["DTYPES", "Bar", "Case", "Run", "arguments", "isa_shares", "open_device", "overhead_facts"]
@@ -471,10 +471,12 @@ class Run:
             "facts": self.facts,
         }
         RESULTS.mkdir(exist_ok=True)
-        path.write_text(json.dumps(rounded(stored), indent=1) + "\n")
+        stored = rounded(stored)
+        path.write_text(json.dumps(stored, indent=1) + "\n")
         print(f"results: {path.relative_to(HERE.parent)}")
         plot = PLOTS / f"{slug}-{self.op}.png"
-        if draw([asdict(row) for row in self.rows], f"{self.op} on {self.device.name()}", plot):
+        rows = [row for row in stored["benches"][self.op]["rows"] if row["peers"]]
+        if draw(panels_of(rows), f"{self.op} on {stored['device']}", plot):
             print(f"plot: {plot.relative_to(HERE.parent)}")
 
 

@@ -1,10 +1,14 @@
 """Plots of a bench: TFLOP/s, GFLOP/s or GB/s over the size, a line a provider, a panel for each group, mask and head_dim.
 
-python benchmarks/plots.py      draws every plot again from benchmarks/results/
+python benchmarks/plots.py           draws every plot, and docs/speed.png of README.md, again from benchmarks/results/
+python benchmarks/plots.py --check   exits 1 and names the plots that other results were drawn for; needs no matplotlib
+
+A plot's file holds the digest of the figures in it, by which it is compared.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -13,6 +17,16 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 PLOTS = HERE / "plots"
+SPEED = HERE.parent / "docs" / "speed.png"  # the picture of README.md
+# Its panels: bench, and how the name of a panel begins. Each is of the GPU that was measured last.
+SPEED_PANELS = (
+    ("gemm", "square bf16"),
+    ("gemm", "skinny 4096x4096, NT"),
+    ("flash_attn", "forward full, d128"),
+    ("flash_attn", "forward causal, d128"),
+    ("flash_attn", "backward causal, d128"),
+    ("paged_attn", "decode, page 16"),
+)
 OURS = "gpukern"
 # a provider has one color in every panel and plot
 COLORS = {
@@ -119,8 +133,37 @@ def draw_panel(axes, name: str, rows: list[dict], spare: dict[str, str]) -> None
     axes.set_ylabel(unit, fontsize=7)
 
 
-def draw(rows: list[dict], title: str, path: Path) -> bool:
-    """A bench's plot; False without matplotlib or without rows that have a peer."""
+def speed_panels(results: list[dict]) -> dict[str, list[dict]]:
+    """The panels of README.md's picture. A bench with a note, marked by a star, goes behind one without."""
+    gpus = [result for result in results if "NVIDIA" in result["device"]] or results
+    panels = {}
+    for bench, begins in SPEED_PANELS:
+        found = []
+        for result in gpus:
+            content = result["benches"].get(bench, {"rows": []})
+            for name, rows in panels_of([row for row in content["rows"] if row["peers"]]).items():
+                if name.startswith(begins):
+                    found.append((content["date"], "note" not in content, result["device"], name, rows))
+        if found:
+            _, clean, device, name, rows = max(found, key=lambda entry: entry[:3])
+            panels[f"{bench}, {name}\n{device}{'' if clean else ' *'}"] = rows
+    return panels
+
+
+def digest(panels: dict[str, list[dict]]) -> str:
+    """Of all that a plot shows."""
+    shown = [(name, [(row["label"], row["unit"], rates(row)) for row in rows]) for name, rows in panels.items()]
+    return hashlib.sha256(json.dumps(shown).encode()).hexdigest()
+
+
+def digest_in(path: Path) -> str:
+    """The digest that a plot was drawn for; "" where it has none."""
+    found = re.search(rb"tEXtComment\0([0-9a-f]{64})", path.read_bytes()) if path.exists() else None
+    return found[1].decode() if found else ""
+
+
+def draw(panels: dict[str, list[dict]], title: str, path: Path) -> bool:
+    """A plot of panels_of() some rows; False without matplotlib or without rows that have a peer."""
     try:
         import matplotlib
     except ImportError:
@@ -129,7 +172,6 @@ def draw(rows: list[dict], title: str, path: Path) -> bool:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    panels = panels_of([row for row in rows if row["peers"]])
     if not panels:
         return False
     columns = min(3, len(panels))
@@ -146,22 +188,41 @@ def draw(rows: list[dict], title: str, path: Path) -> bool:
     for axes in grid.flat:
         handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True)) | handles
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=min(6, len(handles)), fontsize=8)
-    figure.suptitle(title, fontsize=10)
+    if title:
+        figure.suptitle(title, fontsize=10)
     path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, dpi=110, metadata={"Software": None})
+    figure.savefig(path, dpi=110, metadata={"Software": None, "Comment": digest(panels)})
     plt.close(figure)
     return True
 
 
-def main() -> int:
+def all_plots() -> dict[Path, tuple[str, dict[str, list[dict]]]]:
+    """Every plot's title and panels by its path."""
+    results, plots = [], {}
     for stored in sorted((HERE / "results").glob("*.json")):
         result = json.loads(stored.read_text())
+        results.append(result)
         for bench, content in result["benches"].items():
-            path = PLOTS / f"{stored.stem}-{bench}.png"
-            if bench != "ladder" and draw(content["rows"], f"{bench} on {result['device']}", path):
-                print(path.relative_to(HERE.parent))
+            panels = panels_of([row for row in content["rows"] if row["peers"]])
+            if bench != "ladder" and panels:
+                plots[PLOTS / f"{stored.stem}-{bench}.png"] = f"{bench} on {result['device']}", panels
+    plots[SPEED] = "", speed_panels(results)
+    return plots
+
+
+def main(argv: list[str]) -> int:
+    plots = all_plots()
+    old = [path for path, (_, panels) in plots.items() if digest_in(path) != digest(panels)]
+    if argv == ["--check"]:
+        for path in old:
+            print(f"{path.relative_to(HERE.parent)} is not what the results give; run `make results`")
+        return bool(old)
+    for path in old:
+        title, panels = plots[path]
+        if draw(panels, title, path):
+            print(path.relative_to(HERE.parent))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

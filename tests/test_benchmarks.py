@@ -160,4 +160,28 @@ def test_every_provider_is_a_line(bench, tmp_path):
         "SDPA flash": ([0, 1, 2], [10, 10, 10]),
         "FA3": ([1, 2], [30, 30]),
     }
-    assert plots.draw(rows, "title", tmp_path / "plot.png") and (tmp_path / "plot.png").stat().st_size > 0
+    panels = plots.panels_of(rows)
+    assert plots.draw(panels, "title", tmp_path / "plot.png")
+    assert plots.digest_in(tmp_path / "plot.png") == plots.digest(panels)
+    rows[0]["rate"] *= 2
+    assert plots.digest_in(tmp_path / "plot.png") != plots.digest(plots.panels_of(rows))
+
+
+def test_every_plot_shows_the_committed_results(bench):
+    assert bench("plots").main(["--check"]) == 0, "run `make results`"
+
+
+def test_the_picture_shows_the_gpu_that_was_measured_last(bench):
+    def result(device, date, rate, **said):
+        row = {"group": "square bf16", "label": "512", "dtype": "bf16", "unit": "GFLOP/s", "rate": rate}
+        rows = [row | {"peers": {"another": {"rate": 1.0}}}]
+        return {"device": device, "benches": {"gemm": {"date": date, "rows": rows, **said}}}
+
+    results = [
+        result("NVIDIA A", "2026-01-02", 1.0),
+        result("NVIDIA B", "2026-01-03", 2.0),
+        result("NVIDIA C", "2026-01-03", 3.0, note="changed since"),
+        result("a CPU", "2026-01-04", 4.0),
+    ]
+    ((name, rows),) = bench("plots").speed_panels(results).items()
+    assert "NVIDIA B" in name and rows[0]["rate"] == 2.0

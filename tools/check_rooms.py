@@ -26,6 +26,7 @@ ROOMS = (
 PRODUCT = ("csrc", "ops", "torch_gpukern")
 MAX_FILE_LINES = 500  # a file is read in one sitting; tables (TABLES) apart
 MAX_FUNCTION_LINES = 120
+PAGE_LINES = {"README.md": 150, "docs/architecture.md": 200}  # what a stranger reads first
 LONG = "tools/long.txt"  # what was longer when the limits came, with its length then: it may only shrink
 
 # Law 1. What an #include of each room may name; the C library's headers have no slash and end in .h.
@@ -216,7 +217,7 @@ def check(root: Path):
     for room in ROOMS:
         for path in sorted((root / room).rglob("*")):
             relative = path.relative_to(root)
-            if path.suffix not in TEXT_SUFFIXES or "egg-info" in str(relative):
+            if path.suffix not in TEXT_SUFFIXES or "egg-info" in str(relative) or "_build" in relative.parts:
                 continue
             text = path.read_text()
             found = list(check_text(relative, text))
@@ -229,6 +230,10 @@ def check(root: Path):
             yield from ((relative, number, breach) for number, breach in found)
     yield from ((path.relative_to(root), number, breach) for path, number, breach in check_stems(root))
     yield from check_lengths(root)
+    for name, most in PAGE_LINES.items():
+        lines = len((root / name).read_text().splitlines()) if (root / name).exists() else 0
+        if lines > most:
+            yield Path(name), lines, f"{lines} lines; this page may have {most}"
     if len(list((root / "tools").glob("*.py"))) > 4:
         yield Path("tools"), 1, "tools/ holds four scripts at most"
 

@@ -73,24 +73,27 @@ def explain(op: Explained, *args: _Any, **kwargs: _Any) -> Explanation:
     Args:
         op: ``"gemm"``, ``"flash_attn"``, ``"flash_attn_varlen"``, ``"flash_attn_bwd"`` or
             ``"paged_attn"``.
-        *args, **kwargs: the arguments of ``torch.ops.gpukern.<op>``.
+        *args: the arguments of ``torch.ops.gpukern.<op>``, by position
+        **kwargs: or by name.
 
     Returns:
-        row: name of the table row.
-        isa: its instruction set or architecture.
-        tile: block sizes; gemm MB NB KB and MR * NR (on CUDA the classes in which unaligned rows of a
-            are read where they lie), attention BQ BKV and the span of a context chunk; 0 is unused.
-        tasks: independent units of work.
-        chunks: parts that the keys are split into, 1 where they are not.
-        bytes: what the op must move at least, inputs read once and outputs written once.
-        flops: a multiply-add counts two, keys that no query sees count nothing.
-        workspace_bytes: memory beyond inputs and outputs.
-        waves: on CUDA, tasks over those that the device runs at once; 0 on the CPU.
-        bound_us: on CUDA, the larger of bytes over the device's bandwidth and flops over its peak, in
-            microseconds; 0 on the CPU.
-        preferred: whether the row was preferred since it was tuned (``python -m torch_gpukern tune gemm``).
-        device, class, rows: of a gemm on CUDA, the device's name, the class of calls that a preferred row
-            serves, and every row that takes the call, the default one first.
+        An `Explanation`:
+
+        - ``row``: name of the table row.
+        - ``isa``: its instruction set or architecture.
+        - ``tile``: block sizes; gemm MB NB KB and on the CPU MR * NR, attention BQ BKV and the span of a
+          context chunk; 0 is unused.
+        - ``tasks``: independent units of work.
+        - ``chunks``: parts that the keys are split into, 1 where they are not.
+        - ``bytes``: what the op must move at least, inputs read once and outputs written once.
+        - ``flops``: a multiply-add counts two, keys that no query sees count nothing.
+        - ``workspace_bytes``: memory beyond inputs and outputs.
+        - ``waves``: on CUDA, tasks over those that the device runs at once; 0 on the CPU.
+        - ``bound_us``: on CUDA, the larger of bytes over the device's bandwidth and flops over its peak, in
+          microseconds; 0 on the CPU.
+        - ``preferred``: whether the row was preferred since it was tuned (``python -m torch_gpukern tune gemm``).
+        - ``device``, ``class``, ``rows``: of a gemm on CUDA, the device's name, the class of calls that a preferred
+          row serves, and every row that takes the call, the default one first.
 
     On CUDA index tensors are not read: packed sequences count as equal ones, kv_start and kv_end as 0
     and Sk, and a paged sequence as one that fills its row of the block table.

@@ -1,0 +1,137 @@
+"""Sphinx: `make docs` makes the pages of docs/, the Python API from its docstrings and the C API from gpukern.h."""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+from hawkmoth.util import compiler
+from sphinx.util import logging
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+MADE = HERE / "_build"  # with what is made on the way
+sys.path.insert(0, str(ROOT))
+
+import torch_gpukern  # noqa: E402
+
+HEADER = ROOT / "csrc" / "gpukern.h"
+PARTS = re.findall(r"#define GK_VERSION_(?:MAJOR|MINOR|PATCH) (\d+)", HEADER.read_text())
+
+project, author, copyright = "gpukern", "the gpukern authors", "the gpukern authors"
+version = release = ".".join(PARTS)
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "hawkmoth"]
+exclude_patterns = ["_build"]
+html_theme, html_title = "furo", f"gpukern {release}"
+html_theme_options = {"footer_icons": []}
+default_role = "code"
+
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 3
+# `c`, `sh` and plain blocks; a shell block holds output, too
+suppress_warnings = ["misc.highlighting_failure"]
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_default_options = {"members": True, "show-inheritance": False}
+python_use_unqualified_type_names = True
+napoleon_numpy_docstring = False
+
+
+def setup(app):
+    """CONTRIBUTING.md stands at the top of the tree; contributing.md includes it."""
+
+    def link(_app, _page, text):
+        text[0] = text[0].replace("](../CONTRIBUTING.md)", "](contributing.md)")
+
+    def is_complete(_app, env):
+        known = {name for domain in ("c", "py") for name, *_ in env.get_domain(domain).get_objects()}
+        wanted = re.findall(r"^GK_API [^(]*?(\w+)\(|^} (gk_\w+);", HEADER.read_text(), re.MULTILINE)
+        names = {c or struct for c, struct in wanted} | {f"torch_gpukern.{name}" for name in torch_gpukern.__all__}
+        for name in sorted(names - known):
+            logging.getLogger(__name__).warning("%s stands on no page", name)
+
+    app.connect("source-read", link)
+    app.connect("env-check-consistency", is_complete)
+
+
+# ---- gpukern.h --------------------------------------------------------------------------------------------------
+def rest(lines: list[str]) -> list[str]:
+    """Lines of a comment as reStructuredText: indented ones keep their breaks."""
+    found: list[str] = []
+    for line in lines:
+        text = re.sub(r"([\\*|])", r"\\\1", line.strip())
+        indented = line.startswith("  ")
+        if found and indented != found[-1].startswith("| "):
+            found.append("")
+        found.append(f"| {text}" if indented else re.sub(r"_(?=\W|$)", r"\\_", text))
+    return found
+
+
+def comment(lines: list[str], indent: str = "") -> list[str]:
+    """A documentation comment as hawkmoth reads it."""
+    return [f"{indent}/**", *(f"{indent} * {line}".rstrip() for line in rest(lines)), f"{indent} */"]
+
+
+def documented(header: str) -> str:
+    """gpukern.h with its comments before what they describe, as documentation; what has none gets an empty one.
+
+    The header's own comments stand behind the members, so that a struct is read at one glance.
+    """
+    header = re.sub(r"(\bdouble|\bgk_tensor)\n\s+", r"\1 ", header)  # a declaration that the formatter broke
+    header = re.sub(r" +union \{ +/\* .*? \*/\n(.*?)\n +\};", r"\1", header, flags=re.DOTALL)  # hawkmoth passes it by
+    made: list[str] = []
+    whole: list[str] = []
+    pending: list[str] | None = None  # lines of the comment that stands before the next declaration
+    lines = iter(header.splitlines())
+    depth = 0
+    for line in lines:
+        section = re.fullmatch(r"/\* -+ (.*?) -+ \*/", line)
+        if section:
+            made += [*comment(whole), ""] if whole else []
+            whole = []
+            made += ["/**", f" * .. rubric:: {section[1]}", " */", ""]
+            continue
+        if line.lstrip().startswith("/*"):  # alone on its lines
+            text = line.strip()
+            while not text.endswith("*/"):
+                text += "\n" + next(lines)
+            if pending:
+                made += [*comment(pending), ""]  # of no declaration in particular
+            pending = [re.sub(r"^\s*\* ?", "", part) for part in text[2:-2].strip().splitlines()]
+            continue
+        if not line.strip():
+            if pending:
+                made += [*comment(pending), ""]
+                pending = None
+            made.append("")
+            continue
+        if line == "#ifndef GPUKERN_H" and pending:
+            whole = pending  # of the header: before the first section, or it would be the macro's
+        code, _, trailing = line.partition("/*")
+        code, indent = code.rstrip(), " " * (len(line) - len(line.lstrip()))
+        if line.startswith("#") or code.strip().startswith(("}", "extern")):
+            made.append(code if not line.startswith("#") else line)
+            depth += code.count("{") - code.count("}")
+            if line.startswith("#define GK_") and "_INIT" in line and pending:
+                made[-1:-1] = comment(pending)
+            pending = None
+            continue
+        if trailing:
+            pending = [trailing.removesuffix("*/").strip()]
+        member = re.fullmatch(r"(\s+(?:const )?\w+ )(\*?\w+(?:, \*?\w+)+);", code)
+        declared = [f"{member[1]}{name};" for name in member[2].split(", ")] if member else [code]
+        for one in declared:
+            if not made or not re.search(r"[(,]$", made[-1]) or depth:
+                made += comment(pending or [""], indent)
+            made.append(one)
+        depth += code.count("{") - code.count("}")
+        pending = None
+    return "\n".join(made) + "\n"
+
+
+MADE.mkdir(exist_ok=True)
+(MADE / "gpukern.h").write_text(documented(HEADER.read_text()))
+hawkmoth_root = str(MADE)
+# libclang comes without headers: those of the compiler that built the library
+hawkmoth_clang = [*compiler.get_include_args(os.environ.get("CC", "cc")), "-std=c11"]

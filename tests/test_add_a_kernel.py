@@ -1,0 +1,74 @@
+"""docs/add_a_kernel.md adds a kernel to a copy of the tree, by the commands that it shows."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "add_a_kernel.md"
+KERNEL = ROOT / "examples" / "add_a_kernel" / "gemm_dot.c"
+
+# which kernel serves a product of one row and N columns, by gk_explain_gemm
+WHICH = r"""
+#include "gpukern.h"
+#include <stdio.h>
+int main(void) {
+    for (int64_t n = 1; n < 3; ++n) {
+        float a[9] = {0}, b[18] = {0}, out[2];
+        gk_context ctx = GK_CONTEXT_INIT;
+        gk_gemm_args args = GK_GEMM_ARGS_INIT;
+        gk_explanation e = GK_EXPLANATION_INIT;
+        args.a = (gk_tensor){.data = a, .ndim = 2, .shape = {1, 9}, .stride = {9, 1}};
+        args.b = (gk_tensor){.data = b, .ndim = 2, .shape = {9, n}, .stride = {n, 1}};
+        args.out = (gk_tensor){.data = out, .ndim = 2, .shape = {1, n}, .stride = {n, 1}};
+        if (gk_explain_gemm(&ctx, &args, &e) != GK_OK) return puts(gk_last_error()), 1;
+        puts(e.row);
+    }
+}
+"""
+
+
+def commands():
+    """The page's shell block, line by line."""
+    (block,) = re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    return block.splitlines()
+
+
+def test_the_page_shows_the_kernel_as_it_is():
+    """Every line of C in the page, but for the two dots of what it leaves out, is one of the file, in its order."""
+    for block in re.findall(r"^```c\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE):
+        shown = block.split("    ..\n")[0]
+        assert shown in KERNEL.read_text(), shown
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="git is not installed")
+def test_a_copy_of_the_tree_gets_the_kernel(tmp_path):
+    """It builds, is right on every instruction set, serves calls, and obeys the laws of the rooms."""
+    for name in ("csrc", "cmake", "tests/csrc", "examples/add_a_kernel", "tools"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "CMakeLists.txt", tmp_path)
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "CMAKE_BUILD_TYPE": "Debug",  # compiles in a tenth of the time
+        "CFLAGS": "-O0",
+        "GK_CHECK_SMALL": "1",
+    }
+
+    def run(*command):
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    run("git", "init", "--quiet")  # or git apply takes the tree around it for the one that is meant
+    said = [run(*command.split()) for command in commands()]
+    assert ", 0 failed" in said[4]
+    (tmp_path / "which.c").write_text(WHICH)
+    library = tmp_path / "build" / "kernel"
+    run("cc", "which.c", "-Icsrc", f"-L{library}", f"-Wl,-rpath,{library}", "-lgpukern", "-o", "which")
+    dot, other = run("./which").splitlines()
+    assert dot.startswith("gemm_dot_f32_") and other.startswith("gemm_skinny_f32_")
