@@ -194,3 +194,56 @@ def test_one_buffer_of_ds_is_too_few():
     """With one, a warpgroup would store dS while the other's dQ of the step before still reads it."""
     with pytest.raises(Wrong, match="dS is overwritten|other dS"):
         schedules(replace(Kernel(), buffers=1), 4000, "one buffer")
+
+
+
+# ---- the turns of ordered kernels: a grid, not a block ----
+def run_turns(visits, sms, rng):
+    """visits[x]: the tiles that block number x adds to, in its order; at a tile, blocks of lower numbers go first. Blocks start in
+    the order of their numbers, `sms` at a time. The order of additions at each tile; Wrong where nothing can go on."""
+    before = [{t: sum(t in other for other in visits[:x]) for t in tiles} for x, tiles in enumerate(visits)]
+    return play(visits, before, sms, rng)
+
+
+def play(visits, before, sms, rng):
+    added = {t: [] for tiles in visits for t in tiles}
+    running, at, started = [], [0] * len(visits), 0
+    while started < len(visits) or running:
+        while started < len(visits) and len(running) < sms:
+            running, started = [*running, started], started + 1
+        running = [x for x in running if at[x] < len(visits[x])]
+        able = [x for x in running if len(added[visits[x][at[x]]]) == before[x][visits[x][at[x]]]]
+        if running and not able:
+            raise Wrong("every block waits for its turn")
+        for x in rng.sample(able, rng.randint(min(1, len(able)), len(able))):
+            added[visits[x][at[x]]].append(x)
+            at[x] += 1
+    return added
+
+
+def visits_of(rng, up):
+    """Under a bound on the right the tiles [lo, hi) of a block rise with its keys, and the last keys have the lowest number."""
+    blocks, tiles = rng.randint(1, 12), rng.randint(1, 15)
+    lo = sorted(rng.randint(0, tiles - 1) if up else 0 for _ in range(blocks))
+    hi = sorted(rng.choice((tiles, rng.randint(max(lo) + 1, tiles))) for _ in range(blocks))
+    rows = [list(range(a, b)) for a, b in zip(lo, hi, strict=True)]
+    return rows[::-1] if up else [row[::-1] for row in rows]
+
+
+def test_turns_never_stop_the_grid_and_keep_one_order():
+    rng = random.Random(5)
+    for n in range(400):
+        visits = visits_of(rng, n % 2 == 0)
+        for sms in (1, 2, 5, 100):
+            for order in run_turns(visits, sms, rng).values():
+                assert order == sorted(order)
+
+
+def test_turns_in_an_order_that_wraps_stop_a_grid_larger_than_the_machine():
+    """What BwdOrderedStep says no to: each block begins at another tile, and at a tile the one that begins there goes first."""
+    blocks = 8
+    visits = [[(x + n) % blocks for n in range(blocks)] for x in range(blocks)]
+    before = [{t: (t - x) % blocks for t in range(blocks)} for x in range(blocks)]
+    assert play(visits, before, blocks, random.Random(0))
+    with pytest.raises(Wrong, match="waits for its turn"):
+        play(visits, before, blocks - 1, random.Random(0))

@@ -112,10 +112,10 @@ def test_wgmma_kernels_multiply_by_their_tile(report):
             head_dim, _, keys = ATTENTION[attention[1]]
             assert int(row["HGMMA"]) == 2 * (head_dim + keys) // 16, name
             assert int(row["USETMAXREG"]) == 2, name
-        if backward := re.search(r"BwdConsumer<\w+, BwdHopper(\w+?)(Score)?, ", name):
+        if backward := re.search(r"BwdConsumer<\w+, BwdHopper(\d+)(Score)?(Ordered)?, ", name):
             # S and dP of head_dim, dQ of 128 keys, dV and dK of the tile's rows
             head_dim = int(backward[1])
-            rows = 64 if backward[2] else {64: 128, 96: 80, 128: 80}[head_dim]
+            rows = 48 if backward[3] else 64 if backward[2] else {64: 128, 96: 80, 128: 80}[head_dim]
             assert int(row["HGMMA"]) == 2 * head_dim // 16 + 128 // 16 + 2 * rows // 16, name
             assert int(row["USETMAXREG"]) == 2, name
         if backward := re.search(r"BwdWideConsumer<\w+, BwdHopper(\w+), ", name):

@@ -223,6 +223,11 @@ bool serves(const gk_cuda_row *row, const gk_context *ctx, const gk_flash_attn_b
            rows_aligned(a->dv) && smem_fits(ctx, row->key[3]);
 }
 
+/* Where blocks differ, the longest must not be the last: their time would be a large part of the whole. */
+inline bool few_waves(const gk_context *ctx, const BwdGrid &grid) {
+    return (int64_t)grid.units * grid.keys < 8 * gk_gpu_of(ctx->index)->num_sms;
+}
+
 /* Packed calls, whose grid holds many empty blocks, and rows of out that 16-byte loads cannot take have kernels for rows
  * and rounding; in others this grid does them, while the tensor cores of other SMs multiply. */
 template <class Tile> BwdGrid grid_of(const gk_context *ctx, const gk_flash_attn_bwd_args *a, const Bwd &g) {
@@ -231,8 +236,7 @@ template <class Tile> BwdGrid grid_of(const gk_context *ctx, const gk_flash_attn
     grid.units = g.p.heads_kv * g.p.batch, grid.keys = (int)gk_ceil_div(g.p.seq_k, Tile::BKV), grid.together = 1;
     if (grid.units == 0 || grid.keys == 0) return grid;
     const bool masked = g.p.rules.left >= 0 || g.p.rules.right >= 0;
-    if (masked &&
-        (int64_t)grid.units * grid.keys < 8 * sms) { /* few waves: the last unit's longest block would be late */
+    if (masked && few_waves(ctx, grid)) {
         const int64_t sets = gk_ceil_div(grid.units, gk_ceil_div(sms, grid.keys)); /* of a wave each, all alike */
         grid.together = (int)gk_ceil_div(grid.units, sets);
     }
@@ -240,8 +244,8 @@ template <class Tile> BwdGrid grid_of(const gk_context *ctx, const gk_flash_attn
     grid.rows = g.p.group * (int)gk_ceil_div(g.tiles, Tile::TASK_TILES);
     const int64_t set_keys = (int64_t)grid.together * grid.keys;
     const int64_t lead = gk_ceil_div(sms, set_keys + 2 * (int64_t)grid.together * grid.rows); /* rows are quick */
-    const int64_t lag =
-        gk_ceil_div(2 * sms, set_keys) + 1; /* until a set's last block is done; with a mask twice the mean */
+    /* until a set's last block is done; under a mask it takes twice the mean */
+    const int64_t lag = gk_ceil_div(2 * sms, set_keys) + 1;
     grid.lead = (int)gk_min_i64(lead, grid.sets()), grid.lag = (int)gk_min_i64(lag, grid.sets());
     return grid;
 }
@@ -275,7 +279,7 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     x.grid = grid_of<Tile>(ctx, a, x.g);
     x.g.stats = workspace;
     x.g.dq_sum = (float *)((char *)workspace + stats_bytes(x.g, sizeof(float)));
-    x.up = Consumer::ORDERED && x.g.p.rules.right >= 0;
+    x.up = Consumer::ORDERED && x.g.p.rules.right >= 0 && !few_waves(ctx, x.grid);
     unsigned *counters = (unsigned *)((char *)x.g.dq_sum + dq_sum_bytes(x.g));
     const bool alone = x.grid.rows > 0; /* this grid does all but dsinks */
     const size_t cleared = counters_bytes(x.grid, x.g, Consumer::ORDERED);

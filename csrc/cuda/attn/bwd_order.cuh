@@ -72,7 +72,7 @@ struct BwdStep {
 };
 
 /* Where dQ must be added in one order: tile after tile, of each every head of the group. Blocks of keys take turns at a tile,
- * in the order in which they start. `up`, under a bound on the right: the last keys start first, and each block at the first
+ * in the order in which they start. `up`, in large grids under a bound on the right: the last keys start first, and each block at the first
  * tile that sees it, where no other has been; the block before is ahead of it from there on. Else down: the first keys start
  * first, each at the last tile. So a turn seldom has to be waited for. */
 struct BwdOrderedStep {
@@ -81,6 +81,13 @@ struct BwdOrderedStep {
     constexpr GK_HD void next(int first_head, int group, bool up) {
         if (++head == first_head + group) head = first_head, tile += up ? 1 : -1;
     }
+};
+
+template <bool ORDERED> struct BwdSteps {
+    typedef BwdStep type;
+};
+template <> struct BwdSteps<true> {
+    typedef BwdOrderedStep type;
 };
 
 /* ---- places -------------------------------------------------------------------------------------------- */

@@ -12,8 +12,6 @@
 #include "bwd_order.cuh"
 #include "tma_shape.cuh"
 
-#include <type_traits>
-
 /* ---- 1. parameters and shared memory -------------------------------------------------------------------- */
 struct BwdHopperParams {
     CUtensorMap q, k, v, grad_out; /* boxes of 64 columns by BQ, BKV, BKV, BQ rows */
@@ -140,7 +138,7 @@ __device__ __forceinline__ void load_tiles(const BwdHopperParams &x, const BwdWo
     }
     const tma_steps<Tile::STAGES> ring = {smem_s + S::RING};
     const int first_tile = w.tile_lo + (!ORDERED ? w.start : x.up ? 0 : w.tiles - 1);
-    std::conditional_t<ORDERED, BwdOrderedStep, BwdStep> at = {w.first_head, first_tile};
+    typename BwdSteps<ORDERED>::type at = {w.first_head, first_tile};
 #pragma unroll 1
     for (int n = 0; n < steps; ++n) {
         const int i0 = at.tile * Tile::BQ, stats_tile = at.head * g.row_tiles + w.row_tile + at.tile;

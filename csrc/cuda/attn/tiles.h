@@ -183,8 +183,8 @@ struct BwdHopper64 : BwdHopper128 { /* 524; K from registers 4.5 % fewer clocks 
 };
 
 /* Softcap and ALiBi take registers: fewer rows a step, or the plain tile's rows spilled 28 to 172 bytes. */
-struct BwdHopper128Score : BwdHopper128 { /* 32 rows of dV before dQ spilled 4 bytes */
-    static constexpr int BQ = 64, DV_FIRST = 48;
+struct BwdHopper128Score : BwdHopper128 { /* 48 rows of dV before dQ spilled 8 bytes */
+    static constexpr int BQ = 64, DV_FIRST = 32;
 };
 struct BwdHopper96Score : BwdHopper96 { /* as d128 */
     static constexpr int BQ = 64;
