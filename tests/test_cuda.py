@@ -692,6 +692,34 @@ def test_pairs_of_tiles_in_a_row(dtype, tile, layout):
         assert same_bits(out, (a.double() @ b.double()).to(dtype))
 
 
+@HOPPER
+@pytest.mark.parametrize("layout", ("NN", "NT", "TN", "TT"))
+@pytest.mark.parametrize("dtype", (BF16, torch.float16), ids=str)
+def test_few_columns_of_many_rows(dtype, layout):
+    """Up to 64 columns take narrow tiles from 128 rows and 512 of k on; on the other side of each border other kernels serve."""
+    name = f"gemm_sm90a_{'bf16' if dtype == BF16 else 'f16'}_64x64x128_k2"
+    gen = generator("few columns", layout)
+    for m, n, k, narrow in (
+        (4096, 8, 1024, True),
+        (1000, 24, 1000, True),
+        (130, 64, 512, True),
+        (8200, 56, 520, True),
+        (130, 72, 512, False),
+        (130, 64, 504, False),
+        (120, 64, 512, False),
+    ):
+        for batch in ((), (3,)):
+            a = integers(gen, *batch, *((m, k) if layout[0] == "N" else (k, m)), dtype=dtype).cuda()
+            b = integers(gen, *batch, *((k, n) if layout[1] == "N" else (n, k)), dtype=dtype).cuda()
+            a, b = a if layout[0] == "N" else a.mT, b if layout[1] == "N" else b.mT
+            assert (torch_gpukern.explain("gemm", a, b)["row"] == name) == narrow, (m, n, k)
+            exact = a.double() @ b.double()
+            assert same_bits(ops.gemm(a, b), exact.to(dtype))
+            bias = integers(gen, n, dtype=dtype).cuda()
+            want = torch.nn.functional.relu(exact + bias.double()).to(dtype)
+            assert same_bits(ops.gemm(a, b, bias, activation="relu"), want)
+
+
 @pytest.mark.parametrize("layout", ("NN", "NT", "TN", "TT"))
 @pytest.mark.parametrize("tile", ("128x256x16", "128x128x8", "64x64x16"))
 def test_float32_tiles(tile, layout):

@@ -14,7 +14,7 @@
  * 8 columns each, or 8 rows where rows of the result do not begin at multiples of 16 bytes.
  *
  * Workspace: the copies, (rows or columns) x (k rounded up to 16 bytes) each, or with both changed.
- * Not here: float32 (gemm_tf32_sm90a, gemm_plain), K = 0 (gemm_sm80), 64 columns or fewer, small M (gemm_swapab_sm90a,
+ * Not here: float32 (gemm_tf32_sm90a, gemm_plain), K = 0 (gemm_sm80), few columns of few rows or short k, small M (gemm_swapab_sm90a,
  * gemm_skinny). */
 #include "hopper_launch.cuh"
 
@@ -108,7 +108,8 @@ gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *wo
         HOPPER_ROW("gemm_sm90a_" name "_64x128x64", T, Coop64x128),           \
         HOPPER_ROW("gemm_sm90a_" name "_64x64x64", T, Coop64x64),             \
         HOPPER_ROW("gemm_sm90a_" name "_128x128x64_k2", T, Coop128x128Split), \
-        HOPPER_ROW("gemm_sm90a_" name "_64x64x64_k2", T, Coop64x64Split)
+        HOPPER_ROW("gemm_sm90a_" name "_64x64x64_k2", T, Coop64x64Split),     \
+        HOPPER_ROW("gemm_sm90a_" name "_64x64x128_k2", T, Narrow64x64)
 
 const gk_cuda_row rows[] = {ROWS("bf16", __nv_bfloat16), ROWS("f16", __half)};
 

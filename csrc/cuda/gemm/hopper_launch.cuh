@@ -108,7 +108,7 @@ template <class T, class Tile> constexpr int smem_of() {
 }
 
 template <class T, class Tile> constexpr int traits_of() {
-    return (Tile::SWAP_AB ? TURNED : 0) | (Tile::PING_PONG ? IN_TURNS : 0);
+    return (Tile::SWAP_AB ? TURNED : 0) | (Tile::PING_PONG ? IN_TURNS : 0) | (Tile::NARROW ? NARROW : 0);
 }
 
 #define HOPPER_ROW(name, T, Tile)                                                                             \

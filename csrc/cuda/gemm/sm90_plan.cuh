@@ -19,7 +19,8 @@ enum Key {  /* of a row */
 };
 enum Trait {
     TURNED = 1,
-    IN_TURNS = 2
+    IN_TURNS = 2,
+    NARROW = 4 /* for few columns */
 };
 inline bool is(const gk_cuda_row *row, Trait trait) { return row->key[KEY_TRAITS] & trait; }
 
@@ -73,7 +74,7 @@ inline double us_of(const gk_cuda_row *row, const gk_gpu *gpu, const GemmProblem
 }
 
 /* ---- operands -------------------------------------------------------------------------------------------------- */
-/* Time of a product of few rows: its operands' bytes. */
+/* Time of a product of few rows or few columns: its operands' bytes. */
 inline double turned_us(const GemmProblem &p) {
     return TURNED_US + 2.0 * (double)(p.m + p.n) * (double)p.k * (double)p.batch / TURNED_BYTES_PER_US;
 }
@@ -174,7 +175,7 @@ inline bool plan_hopper_row(const gk_cuda_row *row, const gk_context *ctx, const
     return (tf32 || !turned || o.p.n <= row->key[KEY_BN]) && plan_row(row, gpu, to);
 }
 
-/* By the row of least time among those that fit the GPU; small M: the smallest turned one that holds them; tf32: a turned one
+/* By the row of least time among those that fit the GPU; small M, or few columns: the smallest of those rows that holds them; tf32: a turned one
  * where b is dense along n. */
 inline bool plan_hopper(const gk_cuda_table *const *schedules, int num_schedules, const gk_context *ctx,
                         const void *arguments, gk_plan *to) {
@@ -183,10 +184,11 @@ inline bool plan_hopper(const gk_cuda_table *const *schedules, int num_schedules
     if (tf32 ? args->fp32_precision != GK_TF32 : args->a.dtype != GK_BF16 && args->a.dtype != GK_F16) return false;
     const GemmProblem p = gemm_problem_of(args);
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
-    const bool few = p.m <= SM90_TURNED_ROWS;
+    const bool few = p.m <= SM90_TURNED_ROWS, narrow = !few && p.n <= SM90_TURNED_ROWS;
     const bool turned = tf32 ? copy_along(p.n, p.k, p.b_n, p.b_k) : few;
     if (tf32 && (few || p.n <= SM90_TURNED_ROWS)) return false;
-    if (few ? p.n < 2 * SM90_TURNED_ROWS || p.k < SM90_TURNED_K : p.n <= SM90_TURNED_ROWS) return false;
+    if ((few && p.n < 2 * SM90_TURNED_ROWS) || (narrow && p.m < 2 * SM90_TURNED_ROWS)) return false;
+    if ((few || narrow) && p.k < SM90_TURNED_K) return false;
     Operands &o = gk_own<HopperPlan>(to).operands;
     o.p = problem_of(p, turned);
     if (!operands_of(args->a.dtype, turned, &o)) return false;
@@ -197,12 +199,13 @@ inline bool plan_hopper(const gk_cuda_table *const *schedules, int num_schedules
         for (const gk_cuda_row *r = schedules[s]->rows; r < schedules[s]->rows + schedules[s]->num_rows; ++r) {
             if (r->dtype != args->a.dtype || r->key[KEY_SMEM] > gpu->smem_per_block) continue;
             if (is(r, TURNED) != turned || (few && p.m > r->key[KEY_BN])) continue;
+            if (is(r, NARROW) != narrow || (narrow && p.n > r->key[KEY_BN])) continue;
             if (is(r, IN_TURNS) && !may_turn) continue;
-            const double us = few ? r->key[KEY_BN] : us_of(r, gpu, o.p) + copies_us(o);
+            const double us = few || narrow ? r->key[KEY_BN] : us_of(r, gpu, o.p) + copies_us(o);
             if (us < best_us) best = r, best_us = us;
         }
     if (!best) return false;
-    const double us = few ? turned_us(p) + copies_us(o) : best_us;
+    const double us = few || narrow ? turned_us(p) + copies_us(o) : best_us;
     if (o.bytes > 0 && !worth_while(gpu, args->a.dtype, p, o, few, us)) return false;
     to->us = us;
     return plan_row(best, gpu, to);
