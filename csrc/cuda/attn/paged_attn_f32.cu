@@ -73,7 +73,8 @@ template <int HEAD_DIM, int ROWS> struct Stream {
         Ring<float, Tile, S::stages> ring;
         ring.begin(c, work, ring_s);
         int index[ROWS]; /* tokens */
-        float slope[ROWS], peak[ROWS], sum[ROWS];
+        float slope[ROWS];
+        RowSoftmax<ExpFull> softmax[ROWS]; /* sum: this lane's share */
         float4 o[ROWS];
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
@@ -86,7 +87,7 @@ template <int HEAD_DIM, int ROWS> struct Stream {
                 if (is && chunk * 4 < p.head_dim) q = *(const float4 *)(q_g + chunk * 4);
                 st_shared_f4(q_s + (r * CHUNKS + chunk) * 16, q.x, q.y, q.z, q.w);
             }
-            index[r] = token, peak[r] = -INFINITY, sum[r] = 0, o[r] = make_float4(0, 0, 0, 0), slope[r] = 0;
+            index[r] = token, softmax[r] = {-INFINITY, 0}, o[r] = make_float4(0, 0, 0, 0), slope[r] = 0;
             if (is) slope[r] = slope_of<float>(p.rules, work.b, head);
         }
         const float scale = (float)p.rules.scale * paged_scale<float>(p.k_scale, p.k_scale_step, work.head_kv);
@@ -119,12 +120,9 @@ template <int HEAD_DIM, int ROWS> struct Stream {
                 const float qk = lanes_sum<16, 32>(x[r]);
                 x[r] = p.rules.modified ? score_fine(score, qk, index[r], j) : scale * qk;
                 if (!here || (!inner && !(j >= s.lo(index[r]) && j < s.hi(index[r])))) x[r] = -INFINITY;
-                const float highest = fmaxf(peak[r], lanes_max<1, 16>(x[r]));
-                const float base = highest == -INFINITY ? 0.f : highest; /* -inf - -inf would be a NaN */
-                shrink[r] = expf(peak[r] - base);
-                peak[r] = highest;
-                x[r] = expf(x[r] - base);
-                sum[r] = sum[r] * shrink[r] + x[r];
+                shrink[r] = softmax[r].raise(lanes_max<1, 16>(x[r]));
+                x[r] = softmax[r].weight(x[r]);
+                softmax[r].sum = softmax[r].sum * shrink[r] + x[r];
             }
             if (half == 0) {
 #pragma unroll
@@ -163,11 +161,11 @@ template <int HEAD_DIM, int ROWS> struct Stream {
         float2 *stats_s = (float2 *)(smem + S::warps * S::o_bytes);
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
-            const float all = lanes_sum<1, 16>(sum[r]);
+            const float all = lanes_sum<1, 16>(softmax[r].sum);
             const float4 y = make_float4(lanes_sum<CHUNKS, 32>(o[r].x), lanes_sum<CHUNKS, 32>(o[r].y),
                                          lanes_sum<CHUNKS, 32>(o[r].z), lanes_sum<CHUNKS, 32>(o[r].w));
             if (group_of_lane == 0) *(float4 *)&o_s[(warp * ROWS + r) * S::pitch + chunk_of_lane * 4] = y;
-            if (lane == 0) stats_s[warp * ROWS + r] = make_float2(peak[r], all);
+            if (lane == 0) stats_s[warp * ROWS + r] = make_float2(softmax[r].peak, all);
         }
         __syncthreads(); /* the sums of all warps are written */
         merge_warps<float, S::warps, ROWS, S::pitch>(c, work, o_s, stats_s);

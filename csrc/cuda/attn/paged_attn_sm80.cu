@@ -40,9 +40,6 @@ template <int HEAD_DIM, int LANES> struct Shared {
     static_assert(ways_of_o() == 1, "the pitch spreads rows over banks");
 };
 
-/* e^x, to 2^-22: differences of scores are small where weights are not */
-__device__ __forceinline__ float weight_of(float x) { return ex2_approx_ftz(x * LOG2_E); }
-
 /* ---- 2. the stream of a warp ------------------------------------------------------------------------------------------ */
 template <class T, int HEAD_DIM, int LANES> struct Stream {
     typedef Shared<HEAD_DIM, LANES> S;
@@ -74,14 +71,15 @@ template <class T, int HEAD_DIM, int LANES> struct Stream {
             }
         }
         int index[N][2]; /* of this lane's columns of S^T: the token */
-        float peak[N][2], sum[N][2], slope[N][2];
+        float slope[N][2];
+        RowSoftmax<ExpApprox> softmax[N][2]; /* sum: this lane's share */
 #pragma unroll
         for (int n = 0; n < N; ++n)
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
                 const int row = row0 + n * 8 + lane % 4 * 2 + e, token = row / p.group;
                 index[n][e] = token;
-                peak[n][e] = -INFINITY, sum[n][e] = 0, slope[n][e] = 0;
+                softmax[n][e] = {-INFINITY, 0}, slope[n][e] = 0;
                 const int head = head_kv * p.group + row - token * p.group;
                 if (row <= last_row) slope[n][e] = slope_of<float>(p.rules, work.b, head);
             }
@@ -139,13 +137,12 @@ template <class T, int HEAD_DIM, int LANES> struct Stream {
                 float shrink[2];
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
-                    const float highest = fmaxf(peak[n][e], octet_max(fmaxf(x[n][e], x[n][e + 2])));
-                    const float base = highest == -INFINITY ? 0.f : highest;
-                    moved |= highest > peak[n][e];
-                    shrink[e] = weight_of(peak[n][e] - base);
-                    peak[n][e] = highest;
-                    x[n][e] = weight_of(x[n][e] - base), x[n][e + 2] = weight_of(x[n][e + 2] - base);
-                    sum[n][e] = sum[n][e] * shrink[e] + (x[n][e] + x[n][e + 2]);
+                    RowSoftmax<ExpApprox> &row = softmax[n][e];
+                    const float highest = octet_max(fmaxf(x[n][e], x[n][e + 2]));
+                    moved |= highest > row.peak;
+                    shrink[e] = row.raise(highest);
+                    x[n][e] = row.weight(x[n][e]), x[n][e + 2] = row.weight(x[n][e + 2]);
+                    row.sum = row.sum * shrink[e] + (x[n][e] + x[n][e + 2]);
                 }
                 acc_to_b<T>(weights[n], x[n]);
                 if (__any_sync(0xffffffffu, moved)) {
@@ -179,8 +176,8 @@ template <class T, int HEAD_DIM, int LANES> struct Stream {
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
                 const int row = warp * LANES + n * 8 + lane % 4 * 2 + e;
-                const float all = octet_sum(sum[n][e]);
-                if (lane < 4) stats_s[row] = make_float2(peak[n][e], all);
+                const float all = octet_sum(softmax[n][e].sum);
+                if (lane < 4) stats_s[row] = make_float2(softmax[n][e].peak, all);
 #pragma unroll
                 for (int i = 0; i < STEPS; ++i)
 #pragma unroll

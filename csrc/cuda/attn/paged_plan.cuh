@@ -103,13 +103,7 @@ struct Keys {
 __device__ __forceinline__ Keys keys_at(const Paged &p, int b, int first, int lo, int hi) {
     Keys k = {first, -1};
     const int j = first + threadIdx.x % KEYS;
-    if (j >= lo && j < hi) {
-        k.page = paged_page(p, b, j);
-        if (!paged_page_good(p, k.page)) {
-            report(p.error_word, GK_BAD_BLOCK_TABLE);
-            k.page = -1;
-        }
-    }
+    if (j >= lo && j < hi) k.page = page_of_key(p, b, j);
     return k;
 }
 
@@ -120,8 +114,7 @@ __device__ __forceinline__ unsigned issue(const Paged &p, const Keys &k, int hea
     const int lane = threadIdx.x % 32;
     const unsigned there = __ballot_sync(0xffffffffu, k.page >= 0) & ((1u << KEYS) - 1);
     const int in_page = (k.first + lane % KEYS) % p.block_size, page = max(k.page, 0);
-    const int64_t k_at = page * p.k.page + in_page * p.k.row + head_kv * p.k.head;
-    const int64_t v_at = page * p.v.page + in_page * p.v.row + head_kv * p.v.head;
+    const int64_t k_at = p.k.at(page, head_kv, in_page), v_at = p.v.at(page, head_kv, in_page);
 #pragma unroll
     for (int pass = 0; pass < Copy::passes; ++pass) {
         const int row = Copy::row(lane, pass), col = Copy::chunk(lane, pass) * (16 / (int)sizeof(T));
@@ -170,23 +163,11 @@ template <class T, class Tile, int STAGES> struct Ring {
 };
 
 /* ---- 3. out and parts ----------------------------------------------------------------------------------------- */
-/* Sums over keys and their max, with the sink: the factor of the sums, and the row's lse. */
-struct Final {
-    float factor, lse;
-};
-
-__device__ __forceinline__ Final finish(const Paged &p, int head, float peak, float sum) {
-    float highest = peak, sink = -INFINITY;
-    if (p.rules.sinks) {
-        sink = ((const float *)p.rules.sinks)[head * p.rules.sink_head];
-        highest = fmaxf(highest, sink);
-    }
-    const float base = highest == -INFINITY ? 0.f : highest; /* -inf - -inf would be a NaN */
-    const float shrink = expf(peak - base), total = sum * shrink + expf(sink - base);
-    Final f;
-    f.factor = total == 0 ? 0.f : shrink / total * paged_scale<float>(p.v_scale, p.v_scale_step, head / p.group);
-    f.lse = total == 0 ? -INFINITY : highest + logf(total);
-    return f;
+/* Sums over keys and their max, with the sink and the scale of v: the factor of the sums, and the row's lse. */
+__device__ __forceinline__ RowResult finish(const Paged &p, int head, float peak, float sum) {
+    const RowSum x = row_sum<ExpFull>(peak, sum, sink_of(p.rules, head));
+    const float v_scale = paged_scale<float>(p.v_scale, p.v_scale_step, head / p.group);
+    return {x.sum == 0 ? 0.f : x.share / x.sum * v_scale, x.lse()};
 }
 
 template <class T> __device__ __forceinline__ void store_4(T *out, float4 x, float factor) {
@@ -199,6 +180,26 @@ template <> __device__ __forceinline__ void store_4<float>(float *out, float4 x,
 
 __device__ __forceinline__ void add_4(float4 &sum, float4 x, float weight) {
     sum.x += weight * x.x, sum.y += weight * x.y, sum.z += weight * x.z, sum.w += weight * x.w;
+}
+
+/* Four columns of O and their row's softmax, as `count` warps summed them over keys of their own, become one. UNROLL: 1
+ * where the kernel's loop should keep the instruction cache. */
+struct Merged {
+    RowSoftmax<ExpFull> row;
+    float4 y;
+};
+
+template <int UNROLL>
+__device__ __forceinline__ Merged merge_4(const float2 *stats, int stats_step, const float *o, int o_step, int count) {
+    Merged all = {{-INFINITY, 0}, make_float4(0, 0, 0, 0)};
+#pragma unroll UNROLL
+    for (int v = 0; v < count; ++v) all.row.peak = fmaxf(all.row.peak, stats[v * stats_step].x);
+#pragma unroll UNROLL
+    for (int v = 0; v < count; ++v) {
+        const float2 its = stats[v * stats_step];
+        add_4(all.y, *(const float4 *)(o + v * o_step), all.row.join(its.x, its.y));
+    }
+    return all;
 }
 
 /* Rows of a sequence without keys. */
@@ -224,27 +225,20 @@ __device__ __forceinline__ void merge_warps(const Call &c, const Piece &x, const
     for (int i = threadIdx.x; i < c.head_slots * rows_here * pieces; i += WARPS_ * 32) {
         const int line = i / pieces, col = (i - line * pieces) * 4;
         const int head_slot = line / rows_here, r = line - head_slot * rows_here;
-        float highest = -INFINITY, all = 0;
-        for (int v = head_slot; v < WARPS_; v += c.head_slots) highest = fmaxf(highest, stats_s[v * LANES + r].x);
-        const float base = highest == -INFINITY ? 0.f : highest;
-        float4 y = make_float4(0, 0, 0, 0);
-        for (int v = head_slot; v < WARPS_; v += c.head_slots) {
-            const float2 stats = stats_s[v * LANES + r];
-            const float weight = expf(stats.x - base);
-            all += weight * stats.y;
-            add_4(y, *(const float4 *)&o_s[(v * LANES + r) * PITCH + col], weight);
-        }
+        const int first = head_slot * LANES + r, step = c.head_slots * LANES; /* head_slots divides the warps */
+        const Merged all =
+            merge_4<1>(stats_s + first, step, o_s + first * PITCH + col, step * PITCH, WARPS_ / c.head_slots);
         if (x.whole) {
             const int token = (x.row0 + r) / p.group;
             const int head = (x.head_set * c.head_slots + head_slot) * p.group + (x.row0 + r - token * p.group);
             const int64_t at = (int64_t)(x.s.q0 + token) * p.heads_q + head;
-            const Final f = finish(p, head, highest, all);
-            store_4<T>((T *)p.out + at * p.head_dim_v + col, y, f.factor);
+            const RowResult f = finish(p, head, all.row.peak, all.row.sum);
+            store_4<T>((T *)p.out + at * p.head_dim_v + col, all.y, f.factor);
             if (col == 0 && p.lse) ((float *)p.lse)[at] = f.lse;
         } else {
             const int64_t at = (part + head_slot) * LANES + r;
-            *(float4 *)(c.sums + at * p.head_dim_v + col) = y;
-            if (col == 0) c.stats[at] = make_float2(highest, all);
+            *(float4 *)(c.sums + at * p.head_dim_v + col) = all.y;
+            if (col == 0) c.stats[at] = make_float2(all.row.peak, all.row.sum);
         }
     }
 }
@@ -361,11 +355,11 @@ template <class T> __global__ void __launch_bounds__(COMBINE_THREADS) paged_comb
         const bool works = row0 + warp / warps_of_row < rows;
         for (int piece = lane; works && piece - lane < pieces; piece += 32) {
             float4 y = make_float4(0, 0, 0, 0);
-            float peak = -INFINITY, sum = 0;
+            RowSoftmax<ExpFull> all = {-INFINITY, 0};
             for (int i0 = item.first + warp % warps_of_row; i0 <= item.last; i0 += warps_of_row * PARTS) {
                 float2 stats[PARTS];
                 float4 o[PARTS];
-                float highest = peak;
+                float highest = -INFINITY;
 #pragma unroll
                 for (int u = 0; u < PARTS; ++u) {
                     const int i = i0 + u * warps_of_row;
@@ -377,17 +371,13 @@ template <class T> __global__ void __launch_bounds__(COMBINE_THREADS) paged_comb
                 }
 #pragma unroll
                 for (int u = 0; u < PARTS; ++u) highest = fmaxf(highest, stats[u].x);
-                const float base = highest == -INFINITY ? 0.f : highest, shrink = expf(peak - base);
-                y.x *= shrink, y.y *= shrink, y.z *= shrink, y.w *= shrink, sum *= shrink, peak = highest;
+                const float shrink = all.raise(highest);
+                y.x *= shrink, y.y *= shrink, y.z *= shrink, y.w *= shrink, all.sum *= shrink;
 #pragma unroll
-                for (int u = 0; u < PARTS; ++u) {
-                    const float weight = expf(stats[u].x - base);
-                    sum += weight * stats[u].y;
-                    add_4(y, o[u], weight);
-                }
+                for (int u = 0; u < PARTS; ++u) add_4(y, o[u], all.join(stats[u].x, stats[u].y));
             }
             if (piece < pieces) *(float4 *)&sums_s[warp][piece * 4] = y;
-            if (lane == 0) stats_s[warp] = make_float2(peak, sum);
+            if (lane == 0) stats_s[warp] = make_float2(all.peak, all.sum);
         }
         __syncthreads(); /* every warp's sums are written */
 
@@ -395,21 +385,13 @@ template <class T> __global__ void __launch_bounds__(COMBINE_THREADS) paged_comb
         const int rows_here = min(at_once, rows - row0);
         for (int x = threadIdx.x; x < rows_here * pieces; x += COMBINE_THREADS) {
             const int place = x / pieces, piece = x - place * pieces, warp0 = place * warps_of_row;
-            float4 y = make_float4(0, 0, 0, 0);
-            float peak = -INFINITY, sum = 0;
-            for (int v = warp0; v < warp0 + warps_of_row; ++v) peak = fmaxf(peak, stats_s[v].x);
-            const float base = peak == -INFINITY ? 0.f : peak;
-            for (int v = warp0; v < warp0 + warps_of_row; ++v) {
-                const float weight = expf(stats_s[v].x - base);
-                sum += weight * stats_s[v].y;
-                add_4(y, *(const float4 *)&sums_s[v][piece * 4], weight);
-            }
+            const Merged all = merge_4<4>(stats_s + warp0, 1, &sums_s[warp0][piece * 4], 256, warps_of_row);
             const int its_line = mine + (row0 + place) * parts, slot = its_line / item.rows;
             const int row = item.row0 + its_line - slot * item.rows, token = row / p.group;
             const int head = (item.head_set * c.head_slots + slot) * p.group + row - token * p.group;
             const int64_t at = (int64_t)(item.token0 + token) * p.heads_q + head;
-            const Final f = finish(p, head, peak, sum);
-            store_4<T>((T *)p.out + at * p.head_dim_v + piece * 4, y, f.factor);
+            const RowResult f = finish(p, head, all.row.peak, all.row.sum);
+            store_4<T>((T *)p.out + at * p.head_dim_v + piece * 4, all.y, f.factor);
             if (piece == 0 && p.lse) ((float *)p.lse)[at] = f.lse;
         }
         __syncthreads(); /* the sums have been read */
