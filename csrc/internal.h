@@ -3,6 +3,7 @@
 #define GPUKERN_INTERNAL_H
 
 #include "gpukern.h"
+#include "types.h"
 
 #include <math.h>
 #include <stdbool.h>

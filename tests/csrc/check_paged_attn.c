@@ -122,7 +122,7 @@ static void describe(const paged_case *x) {
 
 static void check_paged_case(paged_case *x) {
     /* 1. inputs */
-    gk_dtype stats = x->dtype == GK_F64 ? GK_F64 : GK_F32;
+    gk_dtype stats = gk_stats_dtype(x->dtype);
     int64_t tokens = x->ragged ? check_below(3) : 0, longest = 0, longest_q = 0, cu_shape = x->batch + 1;
     check_tensor cu = check_tensor_make(GK_I32, 1, &cu_shape, NULL, 2, 0);
     check_tensor seq_lens = check_tensor_make(GK_I32, 1, &x->batch, NULL, 2, 0);
@@ -389,7 +389,7 @@ static void check_write(gk_dtype dtype, gk_dtype slots_dtype, int64_t tokens, in
         check_set(&slots.t, t, check_below(5) == 0 ? -1 - (double)check_below(9) : (double)(2 * (tokens - 1 - t)));
     }
     if (tokens > 3) check_set(&slots.t, 3, check_get(&slots.t, 1));
-    const gk_dtype stats = dtype == GK_F64 ? GK_F64 : GK_F32;
+    const gk_dtype stats = gk_stats_dtype(dtype);
     check_tensor k_scale = make_scale(stats, scale, 3), v_scale = make_scale(stats, scale, 3);
     check_set(&k_scale.t, 0, 0.25);
     gk_kv_cache_write_args args = {.size = sizeof args,
@@ -446,7 +446,7 @@ static void check_writes(gk_dtype dtype) {
 /* size |a| w_a + |b| w_b; where one side is -inf the other must come back bit for bit. */
 static void check_merge(gk_dtype dtype, int64_t heads, int64_t rows, int64_t head_dim, bool turned) {
     static const int by_row[4] = {0, 2, 1, 3};
-    gk_dtype stats = dtype == GK_F64 ? GK_F64 : GK_F32;
+    gk_dtype stats = gk_stats_dtype(dtype);
     int64_t shape[4] = {2, heads, rows, head_dim};
     check_tensor a = check_tensor_make(dtype, 4, shape, turned ? by_row : NULL, 1, 3);
     check_tensor b = check_tensor_make(dtype, 4, shape, NULL, turned ? 2 : 1, 1);
