@@ -1,7 +1,8 @@
 """The ops, each once: a good call of it, the gradients it has, its arguments that are numbers, and the calls it refuses.
 
 Tests that ask the same of every op walk OPS: errors (test_errors.py), transforms (test_transforms.py), numbers
-(test_numbers.py).
+(test_numbers.py), .out (test_out.py), compilers, autocast and opcheck (test_compile.py), who looks at a call
+(test_runtime.py), graphs, streams and devices (test_cuda.py).
 """
 
 import math
@@ -242,6 +243,8 @@ class Registered:
     make: Callable[..., dict]  # the arguments of a good call, with some of them changed
     gradients: tuple[str, ...] = ()  # those that have a gradient
     raw: str | None = None  # the op that returns all results
+    cast: tuple[str, ...] = ()  # those that autocast casts
+    has_lse: bool = False  # the public function returns it when asked
     explained: bool = False
     has_out: bool = False
     variants: dict[str, dict] = field(default_factory=lambda: {"": {}})  # changes of the good call, each another path
@@ -259,6 +262,7 @@ OPS = {
         product,
         ("a", "b", "bias", "c"),
         "gemm_fwd",
+        cast=("a", "b", "bias", "c"),
         explained=True,
         has_out=True,
         variants={
@@ -267,15 +271,19 @@ OPS = {
             "bias, silu": dict(bias=t(5), activation="silu"),
             "c, relu": dict(c=t(3, 1), alpha=0.5, beta=-2.0, activation="relu"),
             "bias and c": dict(bias=t(5), c=t(2, 1, 5)),
+            "bias, gelu": dict(bias=t(5), alpha=2.0, activation="gelu", fp32_precision="ieee"),
         },
     ),
     "flash_attn": Registered(
         dense,
         ("q", "k", "v", "sinks"),
         "flash_attn_fwd",
+        cast=("q", "k", "v"),
+        has_lse=True,
         explained=True,
         variants={
             "": {},
+            "scale": dict(scale=0.5),
             "causal, slopes": dict(is_causal=True, diagonal=1, alibi_slopes=t(4)),
             "slopes of each, bounds": dict(alibi_slopes=t(2, 4), kv_start=i32(0, 2), kv_end=i32(6, 4)),
             "sinks": dict(sinks=t(4), softcap=5.0),
@@ -286,12 +294,20 @@ OPS = {
         packed,
         ("q", "k", "v", "sinks"),
         "flash_attn_varlen_fwd",
+        cast=("q", "k", "v"),
+        has_lse=True,
         explained=True,
         has_out=True,
         variants={"": {}, "sinks, slopes": dict(is_causal=True, sinks=t(4), alibi_slopes=t(2, 4))},
     ),
     "paged_attn": Registered(
-        paged, (), "paged_attn_fwd", explained=True, has_out=True, variants={"": {}, "sinks": dict(sinks=t(4))}
+        paged,
+        (),
+        "paged_attn_fwd",
+        has_lse=True,
+        explained=True,
+        has_out=True,
+        variants={"": {}, "sinks": dict(sinks=t(4))},
     ),
     "kv_cache_write": Registered(write),
     "attn_merge": Registered(merge, ("out_a", "lse_a", "out_b", "lse_b")),
@@ -312,6 +328,33 @@ def drawn(name: str, variant: str, device: str = "cpu", dtype: torch.dtype = tor
         return randn(gen, *(copies,) * (copies > 0), *x.shape, dtype=dtype, device=device)
 
     return {n: draw(x) for n, x in call.items()}
+
+
+class Bound:
+    """A drawn call as a function of its floating tensors, `leaves`, whose first result it returns. The arguments of the good
+    call go by position. Where the leaves are on meta, so is the rest."""
+
+    def __init__(
+        self, name: str, variant: str, device: str = "cpu", dtype: torch.dtype = torch.float32, fn=None, **more
+    ):
+        self.name, self.fn, self.call = name, fn or public(name), drawn(name, variant, device, dtype) | more
+        self.names = [n for n, x in self.call.items() if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        self.leaves = [self.call[n] for n in self.names]
+        self.positional = tuple(OPS[name].make())
+
+    def want_gradients(self) -> list:
+        """The leaves that have one, which from now on want it."""
+        return [self.call[n].requires_grad_() for n in self.names if n in OPS[self.name].gradients]
+
+    def results(self, *leaves) -> tuple:
+        call = self.call | dict(zip(self.names, leaves, strict=True))
+        if leaves and leaves[0].is_meta:
+            call = {n: x.to("meta") if isinstance(x, torch.Tensor) else x for n, x in call.items()}
+        result = self.fn(*(call[n] for n in self.positional), **{n: call[n] for n in call if n not in self.positional})
+        return result if isinstance(result, tuple) else (result,)
+
+    def __call__(self, *leaves):
+        return self.results(*leaves)[0]
 
 
 def public(name: str) -> Callable:
