@@ -288,6 +288,18 @@ OPS = {
             "slopes of each, bounds": dict(alibi_slopes=t(2, 4), kv_start=i32(0, 2), kv_end=i32(6, 4)),
             "sinks": dict(sinks=t(4), softcap=5.0),
             "sinks, slopes, bounds": dict(sinks=t(4), alibi_slopes=t(2, 4), kv_start=i32(0, 2)),
+            "all": dict(
+                is_causal=True,
+                diagonal=3,
+                window_left=40,
+                window_right=1,
+                softcap=3.0,
+                scale=0.2,
+                sinks=t(4),
+                alibi_slopes=t(2, 4),
+                kv_start=i32(0, 2),
+                kv_end=i32(6, 4),
+            ),
         },
     ),
     "flash_attn_varlen": Registered(
@@ -298,7 +310,11 @@ OPS = {
         has_lse=True,
         explained=True,
         has_out=True,
-        variants={"": {}, "sinks, slopes": dict(is_causal=True, sinks=t(4), alibi_slopes=t(2, 4))},
+        variants={
+            "": {},
+            "sinks, slopes": dict(is_causal=True, sinks=t(4), alibi_slopes=t(2, 4)),
+            "window, sinks": dict(is_causal=True, window_left=2, sinks=t(4)),
+        },
     ),
     "paged_attn": Registered(
         paged,
@@ -307,27 +323,48 @@ OPS = {
         has_lse=True,
         explained=True,
         has_out=True,
-        variants={"": {}, "sinks": dict(sinks=t(4))},
+        variants={
+            "": {},
+            "sinks": dict(sinks=t(4)),
+            "lengths": dict(cu_seqlens_q=i32(0, 2, 2), max_seqlen_q=2),
+            "all": dict(
+                q=t(3, 4, 8),
+                cu_seqlens_q=i32(0, 1, 3),
+                max_seqlen_q=2,
+                scale=0.2,
+                window_left=4,
+                softcap=3.0,
+                sinks=t(4),
+                alibi_slopes=t(2, 4),
+                k_scale=t(2),
+                v_scale=torch.tensor(1.0),
+            ),
+        },
     ),
-    "kv_cache_write": Registered(write),
+    "kv_cache_write": Registered(
+        write, variants={"": {}, "scales": dict(slots=i32(0, 19, -1), k_scale=t(2), v_scale=torch.tensor(1.0))}
+    ),
     "attn_merge": Registered(merge, ("out_a", "lse_a", "out_b", "lse_b")),
 }
+WIDE = ("alibi_slopes", "sinks", "lse_a", "lse_b", "k_scale", "v_scale")
 VARIANTS = tuple((name, variant) for name, op in OPS.items() for variant in op.variants)
 
 
 def drawn(name: str, variant: str, device: str = "cpu", dtype: torch.dtype = torch.float64, copies: int = 0) -> dict:
-    """A variant of a good call with normal values; with `copies`, floating tensors have that dimension in front."""
+    """A variant of a good call with normal values; with `copies`, floating tensors have that dimension in front. What is wider
+    than `dtype` by contract is float32 at least."""
     gen = generator("registry", name, variant)
     call = OPS[name].make(**OPS[name].variants[variant])
 
-    def draw(x):
+    def draw(name, x):
         if not isinstance(x, torch.Tensor):
             return x
         if not x.is_floating_point():
             return x.to(device)
-        return randn(gen, *(copies,) * (copies > 0), *x.shape, dtype=dtype, device=device)
+        wide = torch.float32 if name in WIDE and dtype.itemsize < 4 else dtype
+        return randn(gen, *(copies,) * (copies > 0), *x.shape, dtype=wide, device=device)
 
-    return {n: draw(x) for n, x in call.items()}
+    return {n: draw(n, x) for n, x in call.items()}
 
 
 class Bound:

@@ -598,14 +598,6 @@ def test_second_derivative_of_an_activation_is_refused(activation, device):
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("activation", ("none", "gelu", "relu"))
-def test_opcheck(dtype, activation, device):
-    gen = generator("opcheck")
-    a, b = make(gen, 4, 5, 6, dtype, device, (2,))
-    b, bias = b[0], randn(gen, 5, dtype=dtype, device=device)
-    c = swap_last(randn(gen, 2, 4, 5, dtype=dtype, device=device))
-    for grad in (False, True):
-        args = [t.detach().requires_grad_(grad) for t in (a, b, bias, c)]
-        torch.library.opcheck(ops.gemm.default, (*args, 0.5, 2.0, activation))
-    torch.library.opcheck(ops.gemm.default, (a, swap_last(b)), dict(out_dtype=torch.float32))
-    torch.library.opcheck(ops.gemm_fwd.default, (a, b, bias, c, 0.5, 2.0, activation))
+def test_opcheck_of_the_activation_backward(dtype, activation, device):
+    a = randn(generator("opcheck"), 2, 4, 6, dtype=dtype, device=device)
     torch.library.opcheck(ops.gemm_act_bwd.default, (strided(a, step=2), a, activation))
