@@ -28,6 +28,7 @@ from conftest import (
     torch_gemm,
     torch_gpukern,
 )
+from registry import OPS, VARIANTS, Bound, drawn
 
 pytestmark = pytest.mark.gpu
 
@@ -55,8 +56,13 @@ def paged(lengths, queries=None, seed=0, dtype=BF16, **shape):
     return Paged(generator("paged", seed), lengths, queries, dtype=dtype, device="cuda", **shape)
 
 
+def registered(name, variant):
+    call = drawn(name, variant, "cuda", BF16)
+    return partial(getattr(ops, OPS[name].raw or name), **call)
+
+
 def calls():
-    """Every op once, small: name -> (function of nothing, its tensors that replay may change)."""
+    """Every op, small: name -> function of nothing. Those of the registry, and shapes that other kernels serve."""
     a, b, bias = on_gpu(130, 72), on_gpu(72, 96), on_gpu(96)
     x = on_gpu(140, 128, dtype=torch.float32)
     q, k, v = qkv()
@@ -67,7 +73,8 @@ def calls():
     cache = paged([100, 3, 260])
     slots = torch.tensor([3, 17, 40], device="cuda")
     k_new, v_new = on_gpu(3, 2, 64), on_gpu(3, 2, 64, seed=1)
-    return {
+    every = {f"{name}: {variant}": registered(name, variant) for name, variant in VARIANTS}
+    return every | {
         "gemm": lambda: ops.gemm(a, b, bias, activation="gelu"),
         "gemm_tf32": lambda: ops.gemm(x, x[:128], fp32_precision="tf32"),
         "gemm_tf32_copied": lambda: ops.gemm(x.mT, x, fp32_precision="tf32"),
@@ -126,7 +133,7 @@ assert error < 0.02 * w().abs().max().item(), error
 
 
 CALLS = ("gemm", "gemm_skinny", "gemm_act_bwd", "flash_attn", "flash_attn_bwd", "flash_attn_varlen", "paged_attn",
-         "kv_cache_write", "attn_merge")  # fmt: skip
+         "kv_cache_write", "attn_merge", *(f"{name}: {variant}" for name, variant in VARIANTS))  # fmt: skip
 
 
 @pytest.mark.parametrize("op", CALLS)
@@ -296,27 +303,24 @@ def test_attention_on_two_streams_and_in_two_graphs(name):
 # streams, devices, memory
 
 
-@pytest.mark.parametrize("op", ("gemm", "flash_attn", "paged_attn"))
-def test_work_stays_on_the_current_stream(op):
+@pytest.mark.parametrize("name,variant", VARIANTS)
+def test_work_stays_on_the_current_stream(name, variant):
     """Inputs are written late on a side stream; an op that ran elsewhere would read what was there before."""
-    stream = torch.cuda.Stream()
-    if op == "gemm":
-        inputs, call = [on_gpu(256, 256), on_gpu(256, 256, seed=1)], ops.gemm
-    elif op == "flash_attn":
-        inputs, call = list(qkv()), ops.flash_attn
-    else:
-        case = paged([300, 20])
-        inputs, call = [case.q], lambda q: ops.paged_attn(q, *case.args()[1:])
-    want = call(*inputs)
-    blank = [torch.zeros_like(x) for x in inputs]
+    call, stream = Bound(name, variant, "cuda", BF16), torch.cuda.Stream()
+
+    def run(leaves):  # what is returned, and what kv_cache_write has written
+        return [*tensors(call.results(*leaves)), *leaves]
+
+    want = run([x.clone() for x in call.leaves])
+    blank = [torch.zeros_like(x) for x in call.leaves]
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(50_000_000)
-        for x, y in zip(blank, inputs, strict=True):
+        for x, y in zip(blank, call.leaves, strict=True):
             x.copy_(y)
-        got = call(*blank)
+        got = run(blank)
     stream.synchronize()
-    assert same_bits(got, want)
+    assert all(map(same_bits, got, want))
 
 
 two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
