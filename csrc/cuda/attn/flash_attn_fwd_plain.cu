@@ -112,4 +112,4 @@ const gk_cuda_row rows[] = {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_flash_attn_fwd_plain_table = {rows, 4, 80, NULL};
+extern "C" const gk_cuda_table gk_flash_attn_fwd_plain_table = {rows, sizeof rows / sizeof rows[0], 80, NULL};

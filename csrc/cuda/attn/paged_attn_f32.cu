@@ -7,12 +7,12 @@
  * Work split: paged_plan.cuh. Inside a block each warp works alone on 16 keys at a time:
  *   S    lane l owns key l % 16 and half of the dimensions, q comes as a broadcast
  *   O    lane l owns 4 dimensions (and with 64 of them every other key), weights come as a broadcast
- * No barrier but at the end of an item.
+ * No barrier but at the end of a tile.
  *
  *   shared memory, per warp:  ring      stages x (K 16 x HEAD_DIM, V 16 x HEAD_DIM)    stages x 128 HEAD_DIM bytes
  *                             q         [ROWS][HEAD_DIM]                              ROWS x 4 HEAD_DIM bytes
  *                             weights   [16][ROWS]                                    64 ROWS bytes
- *   at the end of an item the rings' bytes hold, per warp, O [ROWS][HEAD_DIM + 4] and (max, sum) [ROWS]
+ *   at the end of a tile the rings' bytes hold, per warp, O [ROWS][HEAD_DIM + 4] and (max, sum) [ROWS]
  *
  *   step j of a warp      wait(j)  S   softmax   O   issue(j + stages)
  *
@@ -25,13 +25,13 @@ namespace {
 template <int HEAD_DIM, int ROWS> struct Shared {
     static constexpr int warps = paged_f32_tile<HEAD_DIM>::warps, stages = paged_f32_tile<HEAD_DIM>::stages;
     typedef smem_tile<KEYS, HEAD_DIM * 4> Tile; /* 8 rows of a chunk, chunks along a row: no bank conflict */
-    static constexpr int slot_bytes = 2 * Tile::bytes, ring_bytes = stages * slot_bytes;
+    static constexpr int stage_bytes = 2 * Tile::bytes, ring_bytes = stages * stage_bytes;
     static constexpr int q_bytes = ROWS * HEAD_DIM * 4, weights_bytes = KEYS * ROWS * 4;
     static constexpr int pitch = HEAD_DIM + 4;
     static constexpr int o_bytes = ROWS * pitch * 4;
     static constexpr int q_at = warps * ring_bytes, weights_at = q_at + warps * q_bytes;
     static constexpr int bytes = weights_at + warps * weights_bytes;
-    static_assert(warps * (o_bytes + ROWS * 8) <= warps * ring_bytes, "what an item leaves fits the rings");
+    static_assert(warps * (o_bytes + ROWS * 8) <= warps * ring_bytes, "what a tile leaves fits the rings");
 
     /* weights: 16 lanes write 16 bytes side by side (ROWS 4), or 32 bytes apart in two stores (ROWS 8) */
     static constexpr int ways_of_weights() {
@@ -59,7 +59,7 @@ template <int HEAD_DIM, int ROWS> struct Stream {
     static_assert(CHUNKS * KEY_GROUPS == 32, "a lane has one chunk");
     unsigned char *smem;
 
-    __device__ __forceinline__ void attend(const Call &c, const Piece &work) {
+    __device__ __forceinline__ void attend(const Call &c, const TileShare &work) {
         const Paged &p = c.p;
         const PagedSequence &s = work.s;
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -97,7 +97,7 @@ template <int HEAD_DIM, int ROWS> struct Stream {
         for (int step = work.step0; step < work.steps; ++step) {
             cp_async_wait_group<S::stages - 1>();
             __syncwarp(); /* the copies of all lanes have landed, q is written */
-            const int j = work.first_key + step * c.unit_keys + key_of_lane;
+            const int j = work.first_key + step * c.chunk_keys + key_of_lane;
             const smem_addr k_s = ring_s + ring.at, v_s = k_s + Tile::bytes;
 
             float x[ROWS] = {};
@@ -150,13 +150,13 @@ template <int HEAD_DIM, int ROWS> struct Stream {
                 o[r] = y[r];
             }
 
-            __syncwarp(); /* all lanes have read the slot and the weights */
+            __syncwarp(); /* all lanes have read the stage and the weights */
             ring.next(c, work, ring_s, step);
         }
 
         /* 2.3 the warps' sums meet in the rings' bytes */
         cp_async_wait_group<0>();
-        __syncthreads(); /* every warp has read its last slot */
+        __syncthreads(); /* every warp has read its last stage */
         float *o_s = (float *)smem;
         float2 *stats_s = (float2 *)(smem + S::warps * S::o_bytes);
 #pragma unroll
@@ -200,4 +200,4 @@ const gk_cuda_row rows[] = {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_paged_attn_f32_table = {rows, 4, 80, NULL};
+extern "C" const gk_cuda_table gk_paged_attn_f32_table = {rows, sizeof rows / sizeof rows[0], 80, NULL};

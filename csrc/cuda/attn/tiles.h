@@ -239,12 +239,12 @@ template <> struct paged_f32_tile<128> {
 };
 
 struct paged_plan {
-    static constexpr int keys = 16;         /* of a step of a warp: the m of mma m16n8k16 */
-    static constexpr int parts = 16;        /* of an item, about, before its kv heads go to blocks of their own */
-    static constexpr int item_units = 2;    /* what beginning a sequence costs, in steps of the block */
-    static constexpr int combine_warps = 8; /* of a block; each of an item's parts brings one */
-    static constexpr int combine_parts = 6; /* whose loads a warp has in flight: 8 warps x 6 are more than 1 x 8k has */
-    static constexpr int plain_warps = 4;   /* they share a row's keys; 16 blocks of 4 fill an SM at any head_dim */
+    static constexpr int keys = 16;          /* of a step of a warp: the m of mma m16n8k16 */
+    static constexpr int splits = 16;        /* of a tile, about, before its kv heads go to blocks of their own */
+    static constexpr int tile_cost = 2;      /* what beginning a sequence costs, in steps of the block */
+    static constexpr int combine_warps = 8;  /* of a block; each of a tile's splits brings one */
+    static constexpr int combine_splits = 6; /* whose loads a warp has in flight: 8 warps x 6, more than 1 x 8k has */
+    static constexpr int plain_warps = 4;    /* they share a row's keys; 16 blocks of 4 fill an SM at any head_dim */
 };
 
 struct kv_write_tile {
