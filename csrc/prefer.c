@@ -1,9 +1,9 @@
-/* prefer.c: the class of a gemm call, its text, and the table from classes to preferred rows.
+/* prefer.c: the tuning key of a gemm call, its text, and the table from keys to preferred instances.
  *
  * The table is open addressing in an array of 64-byte slots, half of them empty. A slot is filled once, key first, and
- * `filled` published behind it; after that only its row changes, by one atomic store, NULL for a class that was forgotten.
+ * `filled` published behind it; after that only its instance changes, by one atomic store, NULL for a forgotten key.
  * An array that gets too full is copied to one of twice the size. Readers may still walk the old one, so it is kept: all
- * outgrown arrays together are no larger than the one in use. Writers take turns. */
+ * outgrown arrays together are no larger than the one in use. Writers exclude each other. */
 #include "prefer.h"
 
 #include <inttypes.h>
@@ -11,7 +11,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-/* ---- the class of a call ------------------------------------------------------------------------ */
+/* ---- the key of a call -------------------------------------------------------------------------- */
 uint64_t gk_name_hash(const char *name) {
     uint64_t h = UINT64_C(0xcbf29ce484222325);
     for (; *name; ++name) h = (h ^ (uint8_t)*name) * UINT64_C(0x100000001b3);

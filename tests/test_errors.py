@@ -13,7 +13,7 @@ cases = [(*c, ValueError) for c in VALUE_ERRORS] + [(*c, IndexError) for c in IN
 
 
 def test_the_good_calls_are_good():
-    """Each table row changes one thing in a call that is right otherwise."""
+    """Each line of the table changes one thing in a call that is right otherwise."""
     for name, op in OPS.items():
         getattr(ops, name)(**op.make())
 

@@ -453,7 +453,7 @@ print(measure(lambda: ops.flash_attn_bwd(out, q, k, v, out, lse, **kwargs)))
 @pytest.mark.parametrize("layout", ("NN", "NT"))
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16", "float16"))
 def test_gemm_converts_and_copies_no_operand(dtype, layout):
-    """Few rows, some, and so many that all tasks share what is packed, beside a matrix of 128 MiB or more."""
+    """Small M, some, and so many that all tasks share what is packed, beside a matrix of 128 MiB or more."""
     used = memory(f"""
 dtype = torch.{dtype}
 warm(dtype)
@@ -787,7 +787,7 @@ def tiny_calls():
     lens = torch.tensor([160, 90, 3, 130], dtype=torch.int32)
     return {
         "gemm": lambda: ops.gemm(a, b),
-        "gemm of few rows": lambda: ops.gemm(half[1], half[0], out_dtype=torch.float32),
+        "gemm of small M": lambda: ops.gemm(half[1], half[0], out_dtype=torch.float32),
         "gemm of float64": lambda: ops.gemm(wide_a, wide_b),
         "gemm_act_bwd": lambda: ops.gemm_act_bwd(a, torch.full_like(a, 1e-20) - 90, "silu"),
         "flash_attn": lambda: ops.flash_attn_fwd(q, k, v),

@@ -108,7 +108,7 @@ def check_forward(q, k, v, gen, **kwargs):
 
 
 def tiles(device, dtype=torch.float32, head_dim=64):
-    """The lengths around the tile sizes that the chosen table row names."""
+    """The lengths around the tile sizes that the chosen kernel names."""
     q = torch.zeros(1, 2, 512, head_dim, dtype=dtype, device=device)
     row = json.loads(ops.explain_flash_attn(q, q, q))
     sizes = {n for n in row["tile"][:2] if 1 < n <= 512}
@@ -388,8 +388,8 @@ def gradient_yardsticks(q, k, v, gen, grad_out, grad_lse, sinks, kwargs):
         # each order of the keys with one of the features: of rows with few keys only that changes a sum
         for order, by in zip(orders(gen, k.shape[2]), orders(gen, q.shape[3])):
             by = torch.arange(q.shape[3]) if by is None else by
-            turned = {"q": cast["q"][..., by], "k": cast["k"][..., by], "v": cast["v"]}
-            yard = backward(partial(torch_attn, order=order, **narrow), turned, grad_out.cpu())
+            permuted = {"q": cast["q"][..., by], "k": cast["k"][..., by], "v": cast["v"]}
+            yard = backward(partial(torch_attn, order=order, **narrow), permuted, grad_out.cpu())
             yards.append({n: y[..., by.argsort()] if n in "qk" else y for n, y in yard.items()})
 
         def on_gpu(*qkv, order, **rules):

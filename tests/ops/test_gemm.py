@@ -171,7 +171,7 @@ UNALIGNED = {
                                             (16, 1601, 523), (40, 3073, 259)),
                                       batch=("none", "both", "a", "b", "four")))  # fmt: skip
 def test_unaligned(case, device):
-    """Rows that begin anywhere, NaN around them: kernels that read 16 bytes at a time need copies of such operands."""
+    """Misaligned rows, NaN around them: kernels that read 16 bytes at a time need copies of such operands."""
     gen = generator("unaligned", case.id)
     m, n, k = case.size
     batch = {"none": ((), ()), "both": ((3,), (3,)), "a": ((2, 3), (3,)), "b": ((3, 1), (2,)),
@@ -219,7 +219,7 @@ def test_far_strides(which):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("m", (1, 2, 4, 5, 8, 16, 64))
 def test_skinny(m, dtype, device):
-    """Few rows over a wide matrix have table rows of their own."""
+    """Small M over a wide matrix has kernels of its own."""
     gen = generator("skinny", m, dtype)
     a, b = make(gen, m, 515, 1030, dtype, device)
     check(a, b, gen=gen)

@@ -136,7 +136,7 @@ template <int HEAD_DIM, int BQ_, int BKV_, int WARPS_, int WARPS_KV_, int DQ_WAR
     static constexpr int head_dim = HEAD_DIM, bq = BQ_, bkv = BKV_, warps = WARPS_, warps_kv = WARPS_KV_,
                          dq_warps = DQ_WARPS_, blocks = BLOCKS_, stages = 2;
 };
-/* 32 keys a warp: every operand of dO and Q loaded serves two products. Few rows, so that S and dP (64 registers) fit
+/* 32 keys a warp: every operand of dO and Q loaded serves two products. A small tile, so that S and dP (64 registers) fit
  * beside dK and dV (128), and two blocks an SM, so that one multiplies while the other waits: 326 TFLOP/s at 8k,
  * against 252 with 64 rows, 16 keys a warp and one block, 280 with 32 rows and 256 keys, 262 with 64 rows and pairs of
  * warps */
@@ -154,7 +154,7 @@ typedef BwdTile<256, 32, 64, 8, 4, 2, 1> Bwd256Small;
 /* dQ alone, for calls that must repeat bit for bit: WARPS_ warps share the rows of a block. */
 template <int HEAD_DIM, int BQ_, int BKV_, int WARPS_, int BLOCKS_> struct BwdDqTile {
     static constexpr int head_dim = HEAD_DIM, bq = BQ_, bkv = BKV_, warps = WARPS_, blocks = BLOCKS_;
-    static constexpr int smem_bytes = (2 * BQ_ + 2 * 2 * BKV_) * HEAD_DIM * 2; /* Q, dO; two slots of K, V */
+    static constexpr int smem_bytes = (2 * BQ_ + 2 * 2 * BKV_) * HEAD_DIM * 2; /* Q, dO; two stages of K, V */
 };
 /* 32 rows a warp, as keys above; two blocks an SM. With dK and dV 247 TFLOP/s at 8k */
 typedef BwdDqTile<64, 128, 32, 4, 2> BwdDq64;
@@ -215,7 +215,7 @@ typedef BwdSimtTile<256, 4, 2, 1> BwdSimt256; /* 217 KiB; 16.9, 2 x 2 13.7, 4 x 
 
 /* paged */
 
-/* A slot of a warp's ring holds 16 keys of K and V: 64 x head_dim bytes. */
+/* A stage of a warp's ring holds 16 keys of K and V: 64 x head_dim bytes. */
 template <int HEAD_DIM, int LANES> struct paged_tile;
 template <> struct paged_tile<64, 8> {
     static constexpr int warps = 8, stages = 3, blocks = 2; /* 2 x 8 x 3 x 4 KiB = 192 KiB in flight an SM */
