@@ -26,12 +26,16 @@ typedef struct gk_type {
     const char *name, *short_name; /* as Python spells it; as kernels' names do */
 } gk_type;
 
-/* Types that kernels compute in, then the integers of index tensors. */
+/* Types that kernels compute in, the integers of index tensors, and at the end the one of GK_KIND_NONE, 0 bits and the name
+ * "unknown dtype", which is what an unknown dtype has. */
 extern const gk_type gk_types[];
-extern const int gk_num_types;
 
-/* Never NULL: an unknown dtype is of GK_KIND_NONE, 0 bits and the name "unknown dtype". */
-const gk_type *gk_type_of(gk_dtype dtype);
+static inline const gk_type *gk_type_of(gk_dtype dtype) {
+    const gk_type *type = gk_types;
+    while (type->dtype != dtype && type->kind != GK_KIND_NONE) ++type;
+    return type;
+}
+
 const gk_type *gk_type_named(const char *name); /* the same, by `name` */
 
 static inline bool gk_is_float(gk_dtype dtype) { return gk_type_of(dtype)->kind == GK_KIND_FLOAT; }

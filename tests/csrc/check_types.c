@@ -7,9 +7,9 @@
 static void check_type(const gk_type *type) {
     snprintf(check_case, sizeof check_case, "type %s", type->name);
     int found = 0;
-    for (int i = 0; i < gk_num_types; ++i)
-        found += gk_types[i].dtype == type->dtype || strcmp(gk_types[i].name, type->name) == 0 ||
-                 strcmp(gk_types[i].short_name, type->short_name) == 0;
+    for (const gk_type *x = gk_types; x->kind != GK_KIND_NONE; ++x)
+        found +=
+            x->dtype == type->dtype || strcmp(x->name, type->name) == 0 || strcmp(x->short_name, type->short_name) == 0;
     check_result(found == 1, "described %d times", found);
     check_result(gk_type_of(type->dtype) == type && gk_type_named(type->name) == type, "not found");
     check_result(strcmp(gk_dtype_name(type->dtype), type->name) == 0, "named %s", gk_dtype_name(type->dtype));
@@ -33,7 +33,7 @@ static void check_type(const gk_type *type) {
 }
 
 int main(void) {
-    for (int i = 0; i < gk_num_types; ++i) check_type(&gk_types[i]);
+    for (const gk_type *type = gk_types; type->kind != GK_KIND_NONE; ++type) check_type(type);
     snprintf(check_case, sizeof check_case, "no type");
     const gk_dtype none = (gk_dtype)77;
     check_result(gk_type_of(none)->kind == GK_KIND_NONE && !gk_is_float(none), "77 is a type");

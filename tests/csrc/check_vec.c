@@ -191,8 +191,7 @@ int main(void) {
     num_isas = check_isas();
     for (int i = 0; i < num_isas; ++i) {
         const char *isa = check_isa_names[i];
-        for (int t = 0; t < gk_num_types; ++t) {
-            const gk_type *type = &gk_types[t];
+        for (const gk_type *type = gk_types; type->kind != GK_KIND_NONE; ++type) {
             if (type->kind != GK_KIND_FLOAT || type->bits > 32) continue; /* float64 has no vectors */
             if (type->bits == 16) check_loads(isa, type->dtype), check_stores(isa, type->dtype);
             check_softmax(isa, type->dtype);
