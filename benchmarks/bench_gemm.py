@@ -89,7 +89,7 @@ def sample(size: int, device: torch.device) -> Tensor:
 
 
 def cuda_case(group: str, m: int, k: int, n: int, dtype: str, device: torch.device, layout: str = "NN", **options):
-    """case() on a GPU: few rows rotate over cold weights, and the float64 product is a sample of rows and columns."""
+    """case() on a GPU: calls of small M rotate over cold weights, and the float64 product is a sample of rows and columns."""
     made = case(group, m, k, n, dtype, device, layout)
     made.rotate = group.startswith("skinny")
     made.unit = "GB/s" if made.rotate else "GFLOP/s"

@@ -127,7 +127,7 @@ def draw(bench: dict, device: str, path: Path) -> None:
     all_of_them.bar(places, rates, color=[color(rung["number"]) for rung in rungs], width=0.7)
     predicted = [rung["predicted"] for rung in rungs]
     all_of_them.plot(places, predicted, "k_", markersize=22, markeredgewidth=1.6, label="predicted, before measuring")
-    all_of_them.step(places, cublas, where="mid", color="#c0392b", linewidth=1.2, label="cuBLAS in turns with the rung")
+    all_of_them.step(places, cublas, where="mid", color="#c0392b", linewidth=1.2, label="cuBLAS beside the rung")
     for i, rate in enumerate(rates):
         text = f"{rate:.3g}"
         all_of_them.annotate(text, (i, rate), (0, -14), textcoords="offset points", ha="center", fontsize=8)

@@ -525,7 +525,7 @@ def _on_quietest_core(calls: dict[str, Callable], judge: str, device: Cpu | Cuda
 
 
 def _medians(calls: dict[str, Callable], device: Cpu | Cuda, rounds: int) -> dict[str, float]:
-    """us of host time of each call, in turns."""
+    """us of host time of each call, alternately."""
     times = {key: [] for key in calls}
     for _ in range(rounds):
         for key, fn in calls.items():

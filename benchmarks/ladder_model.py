@@ -133,7 +133,7 @@ class Tiles:
     bk: int
     blocks: int = 1  # on an SM
     warp: tuple[int, int] | None = None  # tile of a warp that reads by ldmatrix; None: wgmma reads by itself
-    alone: bool = False  # a block copies and multiplies in turns
+    alone: bool = False  # a block copies and multiplies alternately
     sharers: int = 1  # blocks that copy one tile of b together
     starts: bool = True  # every tile, not only the first
     stores: bool = True  # every tile, not only the last

@@ -81,7 +81,7 @@ CUDA_GEMM_UNALIGNED = (
     ((4096, 4096, 4100), (4096, 4096, 4096)),
     ((16, 4097, 4097), (16, 4096, 4096)),
 )
-CUDA_GEMM_PADDED = (512, 1024, 2048)  # cubes whose operands both begin anywhere, NN and NT
+CUDA_GEMM_PADDED = (512, 1024, 2048)  # cubes whose operands are both misaligned, NN and NT
 CUDA_GEMM_FUSED_BAR = Bar(each=1.03)
 
 CUDA_ATTN_TOKENS, CUDA_ATTN_HIDDEN = 16384, 2048

@@ -1,9 +1,6 @@
 /* checks.c: what the entry points ask of their arguments (checks.h). */
 #include "checks.h"
 
-bool gk_is_float(gk_dtype d) { return d == GK_F32 || d == GK_BF16 || d == GK_F16 || d == GK_F64; }
-gk_dtype gk_stats_dtype(gk_dtype d) { return d == GK_F64 ? GK_F64 : GK_F32; }
-
 static _Thread_local int64_t num_checks;
 int64_t gk_num_checks(void) { return num_checks; }
 

@@ -16,8 +16,6 @@
         if (status_ != GK_OK) return status_; \
     } while (0)
 
-bool gk_is_float(gk_dtype dtype);
-gk_dtype gk_stats_dtype(gk_dtype dtype); /* of lse, sinks, slopes and scales */
 bool gk_is_contiguous(const gk_tensor *t);
 
 /* The first check of every call, which counts it, on this thread. */

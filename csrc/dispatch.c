@@ -116,11 +116,13 @@ static bool plan_preferred(const gk_context *ctx, gk_op op, const void *args, gk
     return true;
 }
 
-/* FLOPs a clock of one SM: tensor cores for 16-bit dtypes, plain multiply-adds for the others. */
+/* FLOPs a clock of one SM: tensor cores for 16-bit types, plain multiply-adds for the others. */
 static double flops_per_clock(int arch, gk_dtype dtype) {
-    if (dtype == GK_BF16 || dtype == GK_F16) return arch == 90 ? 4096 : arch == 80 ? 2048 : 1024;
-    if (dtype == GK_F64) return arch == 90 || arch == 80 ? 128 : 4;
-    return arch == 80 ? 128 : 256;
+    switch (gk_type_of(dtype)->bits) {
+    case 16: return arch == 90 ? 4096 : arch == 80 ? 2048 : 1024;
+    case 64: return arch == 90 || arch == 80 ? 128 : 4;
+    default: return arch == 80 ? 128 : 256;
+    }
 }
 #else
 uint8_t *gk_cuda_error_word(void) { return NULL; }
@@ -180,22 +182,10 @@ gk_status gk_dispatch_call(const char *name, const gk_context *ctx, gk_op op, gk
 }
 
 /* ---- what a call would do --------------------------------------------------------------------------------- */
-static const char *short_name(gk_dtype dtype) {
-    switch (dtype) {
-    case GK_F32: return "f32";
-    case GK_BF16: return "bf16";
-    case GK_F16: return "f16";
-    case GK_F64: return "f64";
-    default: return gk_dtype_name(dtype);
-    }
-}
-
 static void name_cpu_kernel(const gk_cpu_row *row, gk_explanation *out) {
     const bool reference = row->dtype == GK_F64;
-    if (reference)
-        snprintf(out->row, sizeof out->row, "%s_f64", row->name);
-    else
-        snprintf(out->row, sizeof out->row, "%s_%s_%s", row->name, short_name(row->dtype), gk_isa_names[row->isa]);
+    snprintf(out->row, sizeof out->row, reference ? "%s_%s" : "%s_%s_%s", row->name, gk_type_of(row->dtype)->short_name,
+             gk_isa_names[row->isa]);
     snprintf(out->isa, sizeof out->isa, "%s", reference ? "ref" : gk_isa_names[row->isa]);
 }
 

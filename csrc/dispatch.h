@@ -25,7 +25,7 @@ void gk_dispatch_bound(const gk_context *ctx, gk_dtype dtype, gk_explanation *ou
 
 /* 0 for a result that is not wanted. */
 static inline double gk_tensor_bytes(const gk_tensor *t) {
-    return t->data ? (double)gk_numel(t) * (double)gk_dtype_bytes(t->dtype) : 0;
+    return t->data ? (double)gk_bytes_of(t->dtype, gk_numel(t)) : 0;
 }
 
 #ifdef GPUKERN_HAS_CUDA

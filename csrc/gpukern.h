@@ -6,7 +6,7 @@
  *   Every struct starts with `size`, its sizeof at the caller: structs grow at the end only.
  *   Every entry point returns a gk_status; gk_last_error() has the detail text of this thread's last failure.
  *   Nothing here exits, prints, allocates device memory, keeps hidden state or synchronises a device. What a process keeps
- *   besides constants of its devices are the preferred rows that it was told of (gk_gemm_prefer).
+ *   besides constants of its devices are the preferred instances that it was told of (gk_gemm_prefer).
  *   A struct begins as its initialiser, gk_gemm_args args = GK_GEMM_ARGS_INIT; (in C++ from 20 on): zeros alone would mean
  *   alpha 0 and windows of one key. What has no default, as scale, is refused by name until it is set.
  *   At most 2^48 elements a tensor, and no stride that reaches further.
@@ -123,7 +123,7 @@ GK_API const char *gk_cuda_kernels(void);
 /* ---- what a call would do ------------------------------------------------------------------ */
 typedef struct gk_explanation {
     size_t size;  /* sizeof(gk_explanation), set by the caller */
-    char row[64]; /* the table row, e.g. "gemm_packed_f32_avx512" */
+    char row[64]; /* the kernel instance, e.g. "gemm_packed_f32_avx512" */
     char isa[16]; /* its instruction set or architecture */
     /* gemm: MB NB KB (block), on the CPU MR*NR; attention: BQ BKV and the span of a context chunk;
      * 0 = unused */
@@ -136,7 +136,7 @@ typedef struct gk_explanation {
     double waves; /* CUDA: tasks over those that run at once; 0 on the CPU */
     double
         bound_us; /* CUDA: the larger of bytes over bandwidth and flops over the peak of the units used; 0 on the CPU */
-    int32_t preferred; /* 1: a row that gk_gemm_prefer asked for; a size that ends before it is served, too */
+    int32_t preferred; /* 1: an instance that gk_gemm_prefer asked for; a size that ends before it is served, too */
 } gk_explanation;
 
 #define GK_EXPLANATION_INIT {.size = sizeof(gk_explanation)}
@@ -177,21 +177,22 @@ GK_API size_t gk_gemm_workspace_bytes(const gk_context *, const gk_gemm_args *);
 GK_API gk_status gk_gemm(const gk_context *, const gk_gemm_args *);
 GK_API gk_status gk_explain_gemm(const gk_context *, const gk_gemm_args *, gk_explanation *);
 
-/* On CUDA several rows of the tables take a call. The one of least expected time serves it by default; another one can be
- * preferred for a class of calls: same model of GPU, dtypes, sizes, layouts, alignment, activation, with c and preact or
- * without; bias is of no class. Such a call runs the preferred row where that takes it, else the default. Rows may round
- * differently. Any thread may prefer at any time: gk_gemm_workspace_bytes covers the preferred row and the default one, so
- * that a preference which changes before the call does no harm, and captured graphs keep their row. With a CPU's context
- * and in a build without CUDA: GK_ERR_UNSUPPORTED. Texts are valid until this thread's next call of the function. */
+/* On CUDA several kernel instances take a call. The one of least expected time serves it by default; another one can be
+ * preferred for all calls of one tuning key (gk_gemm_class says it): same model of GPU, dtypes, sizes, layouts, alignment,
+ * activation, with c and preact or without; bias is in no key. Such a call runs the preferred instance where that takes it, else
+ * the default. Instances may round differently. Any thread may prefer at any time: gk_gemm_workspace_bytes covers the preferred
+ * instance and the default one, so that a preference which changes before the call does no harm, and captured graphs keep their
+ * instance. With a CPU's context and in a build without CUDA: GK_ERR_UNSUPPORTED. Texts are valid until this thread's next call
+ * of the function. */
 
-/* Every row that takes this call, comma-separated, the default one first. */
+/* Every instance that takes this call, comma-separated, the default one first. */
 GK_API gk_status gk_gemm_rows(const gk_context *, const gk_gemm_args *, const char **rows);
-/* The call's class as one line of text. */
+/* The call's tuning key as one line of text. */
 GK_API gk_status gk_gemm_class(const gk_context *, const gk_gemm_args *, const char **gemm_class);
-/* Prefers a row, which must take the call, for the call's class; row NULL forgets the class's. */
+/* Prefers an instance, which must take the call, for the call's tuning key; NULL forgets the key's. */
 GK_API gk_status gk_gemm_prefer(const gk_context *, const gk_gemm_args *, const char *row);
 /* The same from what was kept in a file: needs no GPU, device is what gk_cuda_device_name said, gemm_class what gk_gemm_class
- * did. The row must exist for that dtype; whether it takes a call is asked at each call. */
+ * did. The instance must exist for that dtype; whether it takes a call is asked at each call. */
 GK_API gk_status gk_gemm_prefer_class(const char *device, const char *gemm_class, const char *row);
 GK_API void gk_gemm_prefer_none(void); /* forgets all */
 GK_API gk_status gk_cuda_device_name(int32_t index, const char **name);

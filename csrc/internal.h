@@ -3,6 +3,7 @@
 #define GPUKERN_INTERNAL_H
 
 #include "gpukern.h"
+#include "types.h"
 
 #include <math.h>
 #include <stdbool.h>
@@ -130,7 +131,7 @@ static inline bool gk_holds_softcap(const gk_attn_rules *r, gk_dtype dtype) {
            gk_held_softcap(r, dtype) <= r->softcap;
 }
 
-/* ---- which keys a row sees (the C twin of cuda/attn/span.cuh) ------------------------------- */
+/* ---- which keys a row sees (the C counterpart of cuda/attn/span.cuh) ------------------------------- */
 /* One sequence of one call, in its own coordinates: rows i in [0, seq_q), keys j in [0, seq_k). */
 typedef struct gk_span {
     int64_t key_lo, key_hi; /* bounds that hold for every row: [0, seq_k) cut by kv_start, kv_end */

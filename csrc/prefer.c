@@ -1,9 +1,9 @@
-/* prefer.c: the class of a gemm call, its text, and the table from classes to preferred rows.
+/* prefer.c: the tuning key of a gemm call, its text, and the table from keys to preferred instances.
  *
  * The table is open addressing in an array of 64-byte slots, half of them empty. A slot is filled once, key first, and
- * `filled` published behind it; after that only its row changes, by one atomic store, NULL for a class that was forgotten.
+ * `filled` published behind it; after that only its instance changes, by one atomic store, NULL for a forgotten key.
  * An array that gets too full is copied to one of twice the size. Readers may still walk the old one, so it is kept: all
- * outgrown arrays together are no larger than the one in use. Writers take turns. */
+ * outgrown arrays together are no larger than the one in use. Writers exclude each other. */
 #include "prefer.h"
 
 #include <inttypes.h>
@@ -11,7 +11,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-/* ---- the class of a call ------------------------------------------------------------------------ */
+/* ---- the key of a call -------------------------------------------------------------------------- */
 uint64_t gk_name_hash(const char *name) {
     uint64_t h = UINT64_C(0xcbf29ce484222325);
     for (; *name; ++name) h = (h ^ (uint8_t)*name) * UINT64_C(0x100000001b3);
@@ -80,7 +80,6 @@ static const named activations[] = {{GK_ACT_NONE, "none"},
                                     {GK_ACT_GELU_TANH, "gelu_tanh"},
                                     {GK_ACT_SILU, "silu"}};
 static const named precisions[] = {{GK_IEEE, "ieee"}, {GK_TF32, "tf32"}};
-static const named dtypes[] = {{GK_F32, "float32"}, {GK_BF16, "bfloat16"}, {GK_F16, "float16"}, {GK_F64, "float64"}};
 
 static const char *name_of(int value, const named *names, int count) {
     for (int i = 0; i < count; ++i)
@@ -93,8 +92,8 @@ void gk_gemm_key_write(const gk_gemm_key *key, char text[GK_KEY_TEXT_BYTES]) {
     snprintf(text, GK_KEY_TEXT_BYTES,
              "%" PRId64 "x%" PRId64 "x%" PRId64 ":%c%c batch=%" PRId64
              " dtype=%s out=%s precision=%s activation=%s c=%d preact=%d aligned=%c%c%c",
-             key->m, key->n, key->k, key->a, key->b, key->batch, NAME_OF(key->dtype, dtypes),
-             NAME_OF(key->out_dtype, dtypes), NAME_OF(key->precision, precisions),
+             key->m, key->n, key->k, key->a, key->b, key->batch, gk_dtype_name((gk_dtype)key->dtype),
+             gk_dtype_name((gk_dtype)key->out_dtype), NAME_OF(key->precision, precisions),
              NAME_OF(key->activation, activations), (key->extras & GK_READS_C) != 0,
              (key->extras & GK_WRITES_PREACT) != 0, key->aligned & GK_ALIGNED_A ? 'a' : '-',
              key->aligned & GK_ALIGNED_B ? 'b' : '-', key->aligned & GK_ALIGNED_OUT ? 'o' : '-');
@@ -108,6 +107,11 @@ static bool find_name(const char *name, const named *names, int count, uint8_t *
         }
     return false;
 }
+static bool find_float(const char *name, uint8_t *found) {
+    const gk_type *type = gk_type_named(name);
+    *found = (uint8_t)type->dtype;
+    return type->kind == GK_KIND_FLOAT;
+}
 #define FIND_NAME(name, names, found) find_name(name, names, (int)(sizeof(names) / sizeof(names)[0]), found)
 
 gk_status gk_gemm_key_read(const char *op, const char *text, uint64_t device, gk_gemm_key *key) {
@@ -120,7 +124,7 @@ gk_status gk_gemm_key_read(const char *op, const char *text, uint64_t device, gk
                        " dtype=%15s out=%15s precision=%15s activation=%15s c=%1d preact=%1d aligned=%3s",
                        &key->m, &key->n, &key->k, &a, &b, &key->batch, dtype, out, precision, activation, &c, &preact,
                        aligned) == 13;
-    good = good && FIND_NAME(dtype, dtypes, &key->dtype) && FIND_NAME(out, dtypes, &key->out_dtype) &&
+    good = good && find_float(dtype, &key->dtype) && find_float(out, &key->out_dtype) &&
            FIND_NAME(precision, precisions, &key->precision) && FIND_NAME(activation, activations, &key->activation);
     if (good) {
         key->a = (uint8_t)a, key->b = (uint8_t)b;

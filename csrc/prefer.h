@@ -1,6 +1,6 @@
-/* prefer.h: which row of the tables was asked for, by class of gemm calls: what gk_gemm_prefer writes and dispatch.c reads.
- * Any thread reads at any time without a lock; what a row is stays the caller's business, so that all of this runs and is
- * tested without a GPU. */
+/* prefer.h: which instance was asked for, by tuning key of gemm calls: what gk_gemm_prefer writes and dispatch.c reads.
+ * Any thread reads at any time without a lock; what an instance is stays the caller's business, so that all of this runs and
+ * is tested without a GPU. */
 #ifndef GPUKERN_PREFER_H
 #define GPUKERN_PREFER_H
 
@@ -10,10 +10,10 @@
 extern "C" {
 #endif
 
-/* A class of calls: what decides which row is fastest. Leading dimensions of a that b does not share, and that lie densely,
- * count as rows, so that [4, 512, K] and [2048, K] are of one class. bias is of no class: it costs the same in every row. */
+/* A tuning key: what decides which instance is fastest. Leading dimensions of a that b does not share, and that lie densely,
+ * count as rows, so that [4, 512, K] and [2048, K] have one key. bias is in no key: it costs the same in every instance. */
 typedef struct gk_gemm_key {
-    uint64_t device; /* gk_name_hash of the GPU's name: twins share what was measured on one of them */
+    uint64_t device; /* gk_name_hash of the GPU's name: GPUs of one name share what was measured */
     int64_t m, n, k, batch;
     uint8_t dtype, out_dtype, precision, activation;
     uint8_t a, b;    /* 'N': rows are dense, 'T': columns are, 'S': neither */
@@ -37,7 +37,7 @@ void gk_gemm_key_of(uint64_t device, const gk_gemm_args *args, gk_gemm_key *key)
 void gk_gemm_key_write(const gk_gemm_key *key, char text[GK_KEY_TEXT_BYTES]);
 gk_status gk_gemm_key_read(const char *op, const char *text, uint64_t device, gk_gemm_key *key);
 
-/* How many classes have a preferred row: calls look no further while there is none. */
+/* How many keys have a preferred instance: calls look no further while there is none. */
 extern int32_t gk_num_preferred;
 static inline bool gk_any_preferred(void) { return __atomic_load_n(&gk_num_preferred, __ATOMIC_RELAXED) != 0; }
 

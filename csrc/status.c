@@ -50,27 +50,3 @@ gk_status gk_fail(gk_status code, const char *format, ...) {
     va_end(list);
     return code;
 }
-
-size_t gk_dtype_bytes(gk_dtype dtype) {
-    switch (dtype) {
-    case GK_BF16:
-    case GK_F16: return 2;
-    case GK_F32:
-    case GK_I32: return 4;
-    case GK_F64:
-    case GK_I64: return 8;
-    }
-    return 0;
-}
-
-const char *gk_dtype_name(gk_dtype dtype) {
-    switch (dtype) {
-    case GK_F32: return "float32";
-    case GK_BF16: return "bfloat16";
-    case GK_F16: return "float16";
-    case GK_F64: return "float64";
-    case GK_I32: return "int32";
-    case GK_I64: return "int64";
-    }
-    return "unknown dtype";
-}

@@ -103,7 +103,7 @@ std::string cuda_kernels() { return gk_cuda_kernels(); }
 // On the CPU every error is raised by the call that made it: there is none to collect.
 void check_errors() { gk::raise_device_errors("check_errors", gk_cuda_error_word()); }
 
-// Both texts are what explain_gemm said of a call on CUDA; an empty row forgets the class's.
+// Both texts are what explain_gemm said of a call on CUDA; an empty row forgets the key's.
 struct PreferArgs {
     gk::String device, gemm_class, row;
 };

@@ -15,12 +15,13 @@ namespace gk {
 struct Dtype {
     int32_t code;     // torch's number
     const char *name; // as Python spells it
-    int gk;           // gk_dtype, -1 = no op takes it
+    int32_t gk;       // gk_dtype, -1 = no op takes it
 };
 
 constexpr const char *kFloats = "float32, bfloat16, float16 or float64";
 
-inline const Dtype *find_dtype(int32_t code) {
+// The first whose field holds the value.
+inline const Dtype *find_dtype(int32_t Dtype::*field, int32_t value) {
     static const Dtype table[] = {
         {aoti_torch_dtype_float32(), "float32", GK_F32},
         {aoti_torch_dtype_bfloat16(), "bfloat16", GK_BF16},
@@ -45,22 +46,13 @@ inline const Dtype *find_dtype(int32_t code) {
     };
     static const Dtype other = {-1, "a dtype unknown to gpukern", -1};
     for (const Dtype &row : table) {
-        if (row.code == code) return &row;
+        if (row.*field == value) return &row;
     }
     return &other;
 }
 
-inline const Dtype *dtype_of(gk_dtype dtype) {
-    switch (dtype) {
-    case GK_F32: return find_dtype(aoti_torch_dtype_float32());
-    case GK_BF16: return find_dtype(aoti_torch_dtype_bfloat16());
-    case GK_F16: return find_dtype(aoti_torch_dtype_float16());
-    case GK_F64: return find_dtype(aoti_torch_dtype_float64());
-    case GK_I32: return find_dtype(aoti_torch_dtype_int32());
-    case GK_I64: return find_dtype(aoti_torch_dtype_int64());
-    }
-    return find_dtype(-1);
-}
+inline const Dtype *find_dtype(int32_t code) { return find_dtype(&Dtype::code, code); }
+inline const Dtype *dtype_of(gk_dtype dtype) { return find_dtype(&Dtype::gk, dtype); }
 
 // ---- devices ------------------------------------------------------------------------------------
 struct Device {

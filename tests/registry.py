@@ -1,7 +1,8 @@
 """The ops, each once: a good call of it, the gradients it has, its arguments that are numbers, and the calls it refuses.
 
 Tests that ask the same of every op walk OPS: errors (test_errors.py), transforms (test_transforms.py), numbers
-(test_numbers.py).
+(test_numbers.py), .out (test_out.py), compilers, autocast and opcheck (test_compile.py), who looks at a call
+(test_runtime.py), graphs, streams and devices (test_cuda.py).
 """
 
 import math
@@ -242,6 +243,8 @@ class Registered:
     make: Callable[..., dict]  # the arguments of a good call, with some of them changed
     gradients: tuple[str, ...] = ()  # those that have a gradient
     raw: str | None = None  # the op that returns all results
+    cast: tuple[str, ...] = ()  # those that autocast casts
+    has_lse: bool = False  # the public function returns it when asked
     explained: bool = False
     has_out: bool = False
     variants: dict[str, dict] = field(default_factory=lambda: {"": {}})  # changes of the good call, each another path
@@ -259,6 +262,7 @@ OPS = {
         product,
         ("a", "b", "bias", "c"),
         "gemm_fwd",
+        cast=("a", "b", "bias", "c"),
         explained=True,
         has_out=True,
         variants={
@@ -267,51 +271,127 @@ OPS = {
             "bias, silu": dict(bias=t(5), activation="silu"),
             "c, relu": dict(c=t(3, 1), alpha=0.5, beta=-2.0, activation="relu"),
             "bias and c": dict(bias=t(5), c=t(2, 1, 5)),
+            "bias, gelu": dict(bias=t(5), alpha=2.0, activation="gelu", fp32_precision="ieee"),
         },
     ),
     "flash_attn": Registered(
         dense,
         ("q", "k", "v", "sinks"),
         "flash_attn_fwd",
+        cast=("q", "k", "v"),
+        has_lse=True,
         explained=True,
         variants={
             "": {},
+            "scale": dict(scale=0.5),
             "causal, slopes": dict(is_causal=True, diagonal=1, alibi_slopes=t(4)),
             "slopes of each, bounds": dict(alibi_slopes=t(2, 4), kv_start=i32(0, 2), kv_end=i32(6, 4)),
             "sinks": dict(sinks=t(4), softcap=5.0),
             "sinks, slopes, bounds": dict(sinks=t(4), alibi_slopes=t(2, 4), kv_start=i32(0, 2)),
+            "all": dict(
+                is_causal=True,
+                diagonal=3,
+                window_left=40,
+                window_right=1,
+                softcap=3.0,
+                scale=0.2,
+                sinks=t(4),
+                alibi_slopes=t(2, 4),
+                kv_start=i32(0, 2),
+                kv_end=i32(6, 4),
+            ),
         },
     ),
     "flash_attn_varlen": Registered(
         packed,
         ("q", "k", "v", "sinks"),
         "flash_attn_varlen_fwd",
+        cast=("q", "k", "v"),
+        has_lse=True,
         explained=True,
         has_out=True,
-        variants={"": {}, "sinks, slopes": dict(is_causal=True, sinks=t(4), alibi_slopes=t(2, 4))},
+        variants={
+            "": {},
+            "sinks, slopes": dict(is_causal=True, sinks=t(4), alibi_slopes=t(2, 4)),
+            "window, sinks": dict(is_causal=True, window_left=2, sinks=t(4)),
+        },
     ),
     "paged_attn": Registered(
-        paged, (), "paged_attn_fwd", explained=True, has_out=True, variants={"": {}, "sinks": dict(sinks=t(4))}
+        paged,
+        (),
+        "paged_attn_fwd",
+        has_lse=True,
+        explained=True,
+        has_out=True,
+        variants={
+            "": {},
+            "sinks": dict(sinks=t(4)),
+            "lengths": dict(cu_seqlens_q=i32(0, 2, 2), max_seqlen_q=2),
+            "all": dict(
+                q=t(3, 4, 8),
+                cu_seqlens_q=i32(0, 1, 3),
+                max_seqlen_q=2,
+                scale=0.2,
+                window_left=4,
+                softcap=3.0,
+                sinks=t(4),
+                alibi_slopes=t(2, 4),
+                k_scale=t(2),
+                v_scale=torch.tensor(1.0),
+            ),
+        },
     ),
-    "kv_cache_write": Registered(write),
+    "kv_cache_write": Registered(
+        write, variants={"": {}, "scales": dict(slots=i32(0, 19, -1), k_scale=t(2), v_scale=torch.tensor(1.0))}
+    ),
     "attn_merge": Registered(merge, ("out_a", "lse_a", "out_b", "lse_b")),
 }
+WIDE = ("alibi_slopes", "sinks", "lse_a", "lse_b", "k_scale", "v_scale")
 VARIANTS = tuple((name, variant) for name, op in OPS.items() for variant in op.variants)
 
 
 def drawn(name: str, variant: str, device: str = "cpu", dtype: torch.dtype = torch.float64, copies: int = 0) -> dict:
-    """A variant of a good call with normal values; with `copies`, floating tensors have that dimension in front."""
+    """A variant of a good call with normal values; with `copies`, floating tensors have that dimension in front. What is wider
+    than `dtype` by contract is float32 at least."""
     gen = generator("registry", name, variant)
     call = OPS[name].make(**OPS[name].variants[variant])
 
-    def draw(x):
+    def draw(name, x):
         if not isinstance(x, torch.Tensor):
             return x
         if not x.is_floating_point():
             return x.to(device)
-        return randn(gen, *(copies,) * (copies > 0), *x.shape, dtype=dtype, device=device)
+        wide = torch.float32 if name in WIDE and dtype.itemsize < 4 else dtype
+        return randn(gen, *(copies,) * (copies > 0), *x.shape, dtype=wide, device=device)
 
-    return {n: draw(x) for n, x in call.items()}
+    return {n: draw(n, x) for n, x in call.items()}
+
+
+class Bound:
+    """A drawn call as a function of its floating tensors, `leaves`, whose first result it returns. The arguments of the good
+    call go by position. Where the leaves are on meta, so is the rest."""
+
+    def __init__(
+        self, name: str, variant: str, device: str = "cpu", dtype: torch.dtype = torch.float32, fn=None, **more
+    ):
+        self.name, self.fn, self.call = name, fn or public(name), drawn(name, variant, device, dtype) | more
+        self.names = [n for n, x in self.call.items() if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        self.leaves = [self.call[n] for n in self.names]
+        self.positional = tuple(OPS[name].make())
+
+    def want_gradients(self) -> list:
+        """The leaves that have one, which from now on want it."""
+        return [self.call[n].requires_grad_() for n in self.names if n in OPS[self.name].gradients]
+
+    def results(self, *leaves) -> tuple:
+        call = self.call | dict(zip(self.names, leaves, strict=True))
+        if leaves and leaves[0].is_meta:
+            call = {n: x.to("meta") if isinstance(x, torch.Tensor) else x for n, x in call.items()}
+        result = self.fn(*(call[n] for n in self.positional), **{n: call[n] for n in call if n not in self.positional})
+        return result if isinstance(result, tuple) else (result,)
+
+    def __call__(self, *leaves):
+        return self.results(*leaves)[0]
 
 
 def public(name: str) -> Callable:

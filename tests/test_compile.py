@@ -14,9 +14,11 @@ from conftest import (
     randn,
     run_python,
     same_bits,
+    swap_last,
     swap_middle,
     torch_gpukern,
 )
+from registry import OPS, VARIANTS, Bound, drawn, public
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.utils import run_and_get_code
 from torch.autograd import forward_ad
@@ -115,10 +117,57 @@ def test_jit_trace(grad, device):
     assert_same(run_block(traced, 12, device), run_block(every_gradient, 12, device))
 
 
-@pytest.mark.parametrize("name", ("gemm_fwd", "flash_attn_fwd", "flash_attn_bwd", "flash_attn_varlen_bwd"))
+RAW = [op.raw for op in OPS.values() if op.raw] + ["flash_attn_bwd", "flash_attn_varlen_bwd"]
+
+
+@pytest.mark.parametrize("name", RAW)
 def test_raw_ops_return_tensors(name):
     """Never None: neither the C++ wrapper nor a trace can hold an optional result."""
     assert all(str(result.type) == "Tensor" for result in getattr(ops, name).default._schema.returns)
+
+
+def with_gradients(call: Bound) -> list:
+    """All results, then the gradients of their sum, times what makes the gradient that comes in a dense tensor."""
+    results = call.results(*(x.clone() for x in call.leaves))
+    wanted = [x for x in call.leaves if x.requires_grad]
+    grads = torch.autograd.grad(sum((1.5 * r).sum() for r in results if r.requires_grad), wanted) if wanted else ()
+    return [*(r.detach() for r in results if r is not None), *grads]
+
+
+@pytest.mark.parametrize("grad", (False, True), ids=("no_grad", "grad"))
+@pytest.mark.parametrize("name,variant", VARIANTS)
+def test_every_op_in_one_graph(name, variant, grad, device):
+    """And with the bits of the call."""
+    if grad and not OPS[name].gradients:
+        pytest.skip("has no gradient")
+    counting = Counting()
+    compiled = torch.compile(public(name), fullgraph=True, backend=counting)
+    got, want = (Bound(name, variant, device, fn=fn) for fn in (compiled, public(name)))
+    for call in (got, want):
+        if grad:
+            call.want_gradients()
+    for x, y in zip(with_gradients(got), with_gradients(want), strict=True):
+        assert same_bits(x, y) and x.stride() == y.stride()
+    for n, x in got.call.items():  # what kv_cache_write has written
+        assert not isinstance(x, torch.Tensor) or same_bits(x.detach(), want.call[n].detach())
+    assert counting.forward == 1 and counting.backward == grad
+
+
+@pytest.mark.parametrize("grad", (False, True), ids=("no_grad", "grad"))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("name,variant", VARIANTS)
+def test_opcheck(name, variant, dtype, grad, device):
+    """The op, and without gradients the raw op of all results; in bfloat16 of tensors whose dimensions lie in another order."""
+    if grad and not OPS[name].gradients:
+        pytest.skip("has no gradient")
+    call = Bound(name, variant, device, dtype)
+    for n, x in call.call.items():
+        if dtype == torch.bfloat16 and n in call.names and x.dim() > 1:
+            call.call[n] = swap_last(x) if x.dim() == 2 else swap_middle(x)
+    if grad:
+        call.want_gradients()
+    for packet in [getattr(ops, name)] + ([getattr(ops, OPS[name].raw)] if OPS[name].raw and not grad else []):
+        torch.library.opcheck(packet.default, (), call.call)
 
 
 def varlen_step(q, k, v, cu, max_seqlen, slopes, sinks):
@@ -453,45 +502,36 @@ def test_inference_mode(device):
     assert same_bits(got, decode(*decode_inputs(3, device)))
 
 
-def batched_cases(device):
-    """name: function and its inputs; together every op with a backward and every branch of the backwards."""
-    gen = generator("batched gradients")
-
-    def new(*shape, dtype=torch.float64):
-        return randn(gen, *shape, dtype=dtype, device=device).requires_grad_()
-
-    q, k, sinks = new(1, 4, 5, 8), new(1, 2, 6, 8), new(4)
-    cu = torch.tensor([0, 2, 5], dtype=torch.int32, device=device)
-    half = [new(*shape, dtype=torch.bfloat16) for shape in ((2, 3, 8), (1, 8, 8))]
-    fn = torch_gpukern
-    return {
-        "gemm": (fn.gemm, (new(3, 4), new(4, 5))),
-        "gemm batch": (fn.gemm, (new(2, 3, 4), new(4, 5), new(5), new(2, 1, 5))),
-        "gemm two batches": (fn.gemm, (new(2, 1, 3, 4), new(2, 4, 5))),
-        "gemm float32 of bfloat16": (lambda a, b: fn.gemm(a, b, out_dtype=torch.float32), half),
-        "gemm relu": (lambda a, b: fn.gemm(a, b, activation="relu"), (new(2, 3, 4), new(4, 5))),
-        "gemm silu": (lambda a, b, c: fn.gemm(a, b, c=c, beta=0.5, activation="silu"), (new(3, 4), new(4, 5), new(5))),
-        "flash_attn": (lambda q, k: fn.flash_attn(q, k, k), (q, k)),
-        "flash_attn sinks": (lambda q, k, s: fn.flash_attn(q, k, k, is_causal=True, sinks=s), (q, k, sinks)),
-        "flash_attn lse": (lambda q, k: fn.flash_attn(q, k, k, return_lse=True)[1], (q, k)),
-        "flash_attn_varlen": (
-            lambda q, k, s: fn.flash_attn_varlen(q, k, k, cu, cu, 3, 3, sinks=s),
-            (new(5, 4, 8), new(5, 2, 8), sinks),
-        ),
-        "attn_merge": (lambda out, lse: fn.attn_merge(out, lse, 2 * out, 2 * lse)[0], (new(3, 2, 4), new(3, 2))),
-    }
+# every op with a backward and every branch of the backwards
+BATCHED = [(name, variant) for name, variant in VARIANTS if OPS[name].gradients]
+BATCHED += [(name, "lse") for name, op in OPS.items() if op.has_lse and op.gradients] + [
+    ("gemm", "float32 of bfloat16")
+]
 
 
-@pytest.mark.parametrize("name", batched_cases("cpu"))
-def test_batches_of_gradients(name, device):
+@pytest.mark.parametrize("name,variant", BATCHED)
+def test_batches_of_gradients(name, variant, device):
     """is_grads_batched and jacobian(vectorize=True), which run a backward under vmap, give what one by one gives."""
-    fn, leaves = batched_cases(device)[name]
+    if variant == "lse":
+        call = Bound(name, "", device, torch.float64, return_lse=True)
+    elif variant == "float32 of bfloat16":
+        call = Bound(name, "", device, torch.bfloat16, out_dtype=torch.float32)
+    else:
+        call = Bound(name, variant, device, torch.float64)
+    wanted = [n for n in call.names if n in OPS[name].gradients]
+
+    def fn(*leaves):
+        given = dict(zip(wanted, leaves, strict=True))
+        return call.results(*(given.get(n, call.call[n]) for n in call.names))[1 if variant == "lse" else 0]
+
+    leaves = call.want_gradients()
     out = fn(*leaves)
     grads = torch.stack([randn(generator("cotangent", i), *out.shape, device=device) for i in range(3)]).to(out.dtype)
-    one_by_one = [torch.autograd.grad(out, leaves, grad, retain_graph=True) for grad in grads]
+    # lse does not depend on v
+    one_by_one = [torch.autograd.grad(out, leaves, grad, retain_graph=True, materialize_grads=True) for grad in grads]
     want = [torch.stack(x) for x in zip(*one_by_one, strict=True)]
     for create_graph in (False, True):
-        options = {"retain_graph": True, "create_graph": create_graph}
+        options = {"retain_graph": True, "create_graph": create_graph, "materialize_grads": True}
         got = torch.autograd.grad(out, leaves, grads, is_grads_batched=True, **options)
         for x, y in zip(got, want, strict=True):
             assert same_bits(x.detach(), y)
@@ -502,25 +542,21 @@ def test_batches_of_gradients(name, device):
 
 @pytest.mark.parametrize("grad", (True, False), ids=("grad", "no_grad"))
 @pytest.mark.parametrize("via", (ops, torch_gpukern), ids=("op", "function"))
-@pytest.mark.parametrize("name", ("gemm", "flash_attn", "attn_merge"))
+@pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.gradients])
 def test_forward_mode_is_refused(name, via, grad, device):
     """By name, where an input has a tangent; the op has none for its result, which would read as zero."""
-    x, op = torch.rand(1, 2, 8, 8, device=device), getattr(via, name)
-    lse = torch.rand(1, 2, 8, device=device)
-    call = {
-        "gemm": lambda x: op(x, x),
-        "flash_attn": lambda x: op(x, x, x),
-        "attn_merge": lambda x: op(x, lse, x, lse)[0],
-    }[name]
+    call = Bound(name, "", device, fn=getattr(via, name))
+    leaves = tuple(call.leaves)
     refused = pytest.raises(NotImplementedError, match=f"gpukern::{name}: it has no forward-mode derivative")
     with torch.set_grad_enabled(grad):
-        want = call(x)
+        want = call(*leaves)
         with refused:
-            torch.func.jvp(call, (x,), (torch.ones_like(x),))
+            torch.func.jvp(call, leaves, tuple(torch.ones_like(x) for x in leaves))
         with forward_ad.dual_level():
-            with refused:
-                call(forward_ad.make_dual(x, torch.ones_like(x)))
-            assert same_bits(call(x), want)  # without a tangent
+            for i, x in enumerate(leaves):
+                with refused:
+                    call(*leaves[:i], forward_ad.make_dual(x, torch.ones_like(x)), *leaves[i + 1 :])
+            assert same_bits(call(*leaves), want)  # without a tangent
 
 
 def test_tf32_is_asked_of_torch():
@@ -555,37 +591,46 @@ def test_without_a_wanted_gradient_there_is_no_graph(device):
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
-def test_autocast_casts_the_matrices(dtype, device):
-    gen = generator("autocast")
-    a, b, bias, c = (randn(gen, *s, device=device) for s in ((4, 8), (8, 6), (6,), (4, 6)))
-    q = randn(gen, 1, 2, 9, 16, device=device)
-    slopes, sinks = torch.rand(2, generator=gen).to(device), randn(gen, 2, device=device)
-    cu = torch.tensor([0, 9], dtype=torch.int32, device=device)
+@pytest.mark.parametrize("name,variant", [(name, variant) for name, variant in VARIANTS if OPS[name].cast])
+def test_autocast_casts_the_matrices(name, variant, dtype, device):
+    """And nothing else, whatever dtype each of them has; the op and the one of all results."""
+    call = drawn(name, variant, device, torch.float32)
+    low = call | {n: x.to(dtype) for n, x in call.items() if n in OPS[name].cast}
+    last = next(n for n in reversed(call) if n in OPS[name].cast)
     with torch.autocast(device, dtype=dtype):
-        low = ops.gemm(a, b, bias, c)
-        wide = ops.gemm(a, b, bias, c, out_dtype=torch.float32)
-        out, lse = torch_gpukern.flash_attn(
-            q, q.double().float(), q.to(dtype), alibi_slopes=slopes, sinks=sinks, return_lse=True
-        )
-        packed = ops.flash_attn_varlen(
-            q[0].transpose(0, 1), q[0].transpose(0, 1), q[0].transpose(0, 1), cu, cu, 9, 9, sinks=sinks
-        )
-    half = [t.to(dtype) for t in (a, b, bias, c)]
-    assert low.dtype == dtype and same_bits(low, ops.gemm(*half))
-    assert wide.dtype == torch.float32 and same_bits(wide, ops.gemm(*half, out_dtype=torch.float32))
-    want = ops.flash_attn_fwd(*[q.to(dtype)] * 3, alibi_slopes=slopes, sinks=sinks)
-    assert same_bits(out, want[0]) and same_bits(lse, want[1])
-    rows = q[0].transpose(0, 1).to(dtype)
-    assert same_bits(packed, ops.flash_attn_varlen(rows, rows, rows, cu, cu, 9, 9, sinks=sinks))
+        got = [getattr(ops, name)(**x) for x in (call, call | {last: low[last]})]
+    for x in got:
+        assert x.dtype == dtype and same_bits(x, getattr(ops, name)(**low))
+    if OPS[name].has_lse:
+        with torch.autocast(device, dtype=dtype):
+            got = public(name)(**call, return_lse=True)
+        assert all(map(same_bits, got, getattr(ops, OPS[name].raw)(**low)))
 
 
-def test_autocast_leaves_float64_alone(device):
-    a = torch.ones(3, 3, dtype=torch.float64, device=device)
-    q = torch.ones(1, 1, 3, 8, dtype=torch.float64, device=device)
+def test_autocast_leaves_out_dtype_alone(device):
+    call = drawn("gemm", "bias and c", device, torch.float32)
     with torch.autocast(device, dtype=torch.bfloat16):
-        assert ops.gemm(a, a).dtype == torch.float64 and ops.flash_attn(q, q, q).dtype == torch.float64
+        wide = ops.gemm(**call, out_dtype=torch.float32)
+    low = {n: x.bfloat16() for n, x in call.items()}
+    assert wide.dtype == torch.float32 and same_bits(wide, ops.gemm(**low, out_dtype=torch.float32))
+
+
+@pytest.mark.parametrize("name,variant", VARIANTS)
+def test_autocast_leaves_the_rest_alone(name, variant, device):
+    """float64 everywhere, and every dtype where an op has no rule. paged_attn follows its cache."""
+    for dtype in (torch.float64, torch.float32):
+        if dtype == torch.float32 and OPS[name].cast:
+            continue
+        want, got = (Bound(name, variant, device, dtype, fn=getattr(ops, OPS[name].raw or name)) for _ in range(2))
+        with torch.autocast(device, dtype=torch.bfloat16):
+            results = got.results(*got.leaves)
+        for x, y in zip(results, want.results(*want.leaves), strict=True):
+            assert x is y is None or same_bits(x, y)
+        for x, y in zip(got.leaves, want.leaves, strict=True):
+            assert same_bits(x, y)
     with torch.autocast(device, enabled=False):
-        assert ops.gemm(a.float(), a.float()).dtype == torch.float32
+        plain = Bound(name, variant, device)
+        assert all(x is None or x.dtype == torch.float32 for x in plain.results(*plain.leaves))
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
@@ -597,18 +642,6 @@ def test_autocast_of_paged_attn_follows_the_cache(dtype, device):
     with torch.autocast(device, dtype=torch.bfloat16):
         got = ops.paged_attn(paged.q.float(), *paged.args()[1:])
     assert got.dtype == dtype and same_bits(got, want)
-
-
-def test_autocast_has_no_rule_for_the_rest(device):
-    gen = generator("autocast rest")
-    out, lse = randn(gen, 3, 2, 8, device=device), randn(gen, 3, 2, device=device)
-    k = randn(gen, 2, 2, 8, device=device)
-    caches = [torch.zeros(2, 4, 2, 8, device=device) for _ in range(2)]
-    with torch.autocast(device, dtype=torch.bfloat16):
-        merged = ops.attn_merge(out, lse, out, lse)
-        ops.kv_cache_write(k, k, *caches, torch.tensor([1, 2], device=device))
-    assert merged[0].dtype == torch.float32
-    assert same_bits(caches[0].view(8, 2, 8)[1:3], k)
 
 
 @pytest.mark.parametrize("compiled", (False, True), ids=("eager", "compiled"))
@@ -741,22 +774,14 @@ def test_a_second_import_takes_over():
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_compiled_gradients_keep_the_dtype(dtype, device):
-    def fn(a, b):
-        return ops.gemm(a, b, activation="silu")
-
-    gen = generator("compiled dtype")
-    compiled = torch.compile(fn, fullgraph=True, backend="aot_eager")
+@pytest.mark.parametrize("name,variant", [("gemm", "bias, silu"), *((n, "") for n, op in OPS.items() if op.gradients)])
+def test_compiled_gradients_keep_the_dtype(name, variant, dtype, device):
+    compiled = torch.compile(public(name), fullgraph=True, backend="aot_eager")
     grads = []
-    for f in (compiled, fn):
-        a, b = (
-            randn(generator("a"), 5, 6, dtype=dtype, device=device),
-            randn(generator("b"), 6, 7, dtype=dtype, device=device),
-        )
-        a.requires_grad_(), b.requires_grad_()
-        f(a, b).sum().backward()
-        grads.append((a.grad, b.grad))
-    for x, y in zip(*grads):
-        assert x.dtype == dtype
+    for fn in (compiled, public(name)):
+        call = Bound(name, variant, device, dtype, fn=fn)
+        wanted = call.want_gradients()
+        grads.append(torch.autograd.grad(sum(r.sum() for r in call.results(*call.leaves)), wanted))
+        assert [x.dtype for x in grads[-1]] == [x.dtype for x in wanted]
+    for x, y in zip(*grads, strict=True):
         assert_close_as(y, x, y.double())
-    assert gen is not None

@@ -28,6 +28,7 @@ from conftest import (
     torch_gemm,
     torch_gpukern,
 )
+from registry import OPS, VARIANTS, Bound, drawn
 
 pytestmark = pytest.mark.gpu
 
@@ -55,8 +56,13 @@ def paged(lengths, queries=None, seed=0, dtype=BF16, **shape):
     return Paged(generator("paged", seed), lengths, queries, dtype=dtype, device="cuda", **shape)
 
 
+def registered(name, variant):
+    call = drawn(name, variant, "cuda", BF16)
+    return partial(getattr(ops, OPS[name].raw or name), **call)
+
+
 def calls():
-    """Every op once, small: name -> (function of nothing, its tensors that replay may change)."""
+    """Every op, small: name -> function of nothing. Those of the registry, and shapes that other kernels serve."""
     a, b, bias = on_gpu(130, 72), on_gpu(72, 96), on_gpu(96)
     x = on_gpu(140, 128, dtype=torch.float32)
     q, k, v = qkv()
@@ -67,7 +73,8 @@ def calls():
     cache = paged([100, 3, 260])
     slots = torch.tensor([3, 17, 40], device="cuda")
     k_new, v_new = on_gpu(3, 2, 64), on_gpu(3, 2, 64, seed=1)
-    return {
+    every = {f"{name}: {variant}": registered(name, variant) for name, variant in VARIANTS}
+    return every | {
         "gemm": lambda: ops.gemm(a, b, bias, activation="gelu"),
         "gemm_tf32": lambda: ops.gemm(x, x[:128], fp32_precision="tf32"),
         "gemm_tf32_copied": lambda: ops.gemm(x.mT, x, fp32_precision="tf32"),
@@ -126,7 +133,7 @@ assert error < 0.02 * w().abs().max().item(), error
 
 
 CALLS = ("gemm", "gemm_skinny", "gemm_act_bwd", "flash_attn", "flash_attn_bwd", "flash_attn_varlen", "paged_attn",
-         "kv_cache_write", "attn_merge")  # fmt: skip
+         "kv_cache_write", "attn_merge", *(f"{name}: {variant}" for name, variant in VARIANTS))  # fmt: skip
 
 
 @pytest.mark.parametrize("op", CALLS)
@@ -296,27 +303,24 @@ def test_attention_on_two_streams_and_in_two_graphs(name):
 # streams, devices, memory
 
 
-@pytest.mark.parametrize("op", ("gemm", "flash_attn", "paged_attn"))
-def test_work_stays_on_the_current_stream(op):
+@pytest.mark.parametrize("name,variant", VARIANTS)
+def test_work_stays_on_the_current_stream(name, variant):
     """Inputs are written late on a side stream; an op that ran elsewhere would read what was there before."""
-    stream = torch.cuda.Stream()
-    if op == "gemm":
-        inputs, call = [on_gpu(256, 256), on_gpu(256, 256, seed=1)], ops.gemm
-    elif op == "flash_attn":
-        inputs, call = list(qkv()), ops.flash_attn
-    else:
-        case = paged([300, 20])
-        inputs, call = [case.q], lambda q: ops.paged_attn(q, *case.args()[1:])
-    want = call(*inputs)
-    blank = [torch.zeros_like(x) for x in inputs]
+    call, stream = Bound(name, variant, "cuda", BF16), torch.cuda.Stream()
+
+    def run(leaves):  # what is returned, and what kv_cache_write has written
+        return [*tensors(call.results(*leaves)), *leaves]
+
+    want = run([x.clone() for x in call.leaves])
+    blank = [torch.zeros_like(x) for x in call.leaves]
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(50_000_000)
-        for x, y in zip(blank, inputs, strict=True):
+        for x, y in zip(blank, call.leaves, strict=True):
             x.copy_(y)
-        got = call(*blank)
+        got = run(blank)
     stream.synchronize()
-    assert same_bits(got, want)
+    assert all(map(same_bits, got, want))
 
 
 two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -453,7 +457,7 @@ def test_the_last_columns_have_the_same_bits_each_time(dtype, n, activation):
 @HOPPER
 @pytest.mark.parametrize("which", ("a", "b", "both"))
 def test_unaligned_operands_are_copied(which):
-    """The copies are the workspace, and the product runs on the row of its aligned neighbour; few rows alone do not pay
+    """The copies are the workspace, and the product runs on the row of its aligned neighbour; small M alone does not pay
     for a copy of the weights."""
     m, n, k = 520, 1030, 770
     rows = {"a": on_gpu(m, k + 6)[:, :k], "b": on_gpu(n, k + 6)[:, :k]}
@@ -474,7 +478,7 @@ def test_unaligned_operands_are_copied(which):
 @HOPPER
 @pytest.mark.parametrize("m", (1, 16, 64))
 def test_few_rows_of_weights_that_are_nowhere_dense(m):
-    """No kernel streams every second element: a copy and the product of few rows are faster than plain loads."""
+    """No kernel streams every second element: a copy and a product of small M are faster than plain loads."""
     n, k = 4096, 2048
     a, b = on_gpu(m, k), on_gpu(k, 2 * n, seed=1)[:, ::2]
     for weights in (b, on_gpu(n, 2 * k, seed=2)[:, ::2].mT):
@@ -500,14 +504,14 @@ def test_few_rows_of_unaligned_weights(m, dtype, beside):
     n, k = 3080, 1037
     a = on_gpu(m, k, dtype=dtype)
     name = "gemm_skinny_misaligned_" if m <= 16 else "gemm_swapab_sm90a_"
-    for shape, turned in (((k, n), False), ((n, k), True)):
+    for shape, transposed in (((k, n), False), ((n, k), True)):
         dense = on_gpu(*shape, seed=1, dtype=dtype)
         want = exact = None
         for offset in range(8):
             if (shape[1] + beside) % 8 == 0 and offset == 0:
                 continue  # aligned
             b = in_nan(dense, beside, offset)
-            b = b.mT if turned else b
+            b = b.mT if transposed else b
             x = in_nan(a, offset % 3, 7 - offset)
             plan = torch_gpukern.explain("gemm", x, b)
             assert plan["row"].startswith(name) and (plan["workspace_bytes"] == 0) == (m <= 16)
@@ -541,7 +545,7 @@ def test_few_rows_of_unaligned_weights_with_all_that_may_follow(m, layout):
 
 @HOPPER
 def test_few_columns_and_strange_rows_of_unaligned_weights():
-    """The product turned; one row for all tokens; rows that overlap; the first call of a shape in a graph."""
+    """The product transposed; one row for all tokens; rows that overlap; the first call of a shape in a graph."""
     n, k = 3081, 1100
     weights = in_nan(on_gpu(n, k, seed=1), 1, 3)
     tokens = on_gpu(9, k)
@@ -674,14 +678,14 @@ def test_ping_pong(dtype, layout):
 @pytest.mark.parametrize("layout", ("NN", "NT", "TN", "TT"))
 @pytest.mark.parametrize("tile", ("128x256", "128x224", "128x192", "128x176", "128x128", "128x96", "64x128", "64x64"))
 @pytest.mark.parametrize("dtype", (BF16, torch.float16), ids=str)
-def test_pairs_of_tiles_in_a_row(dtype, tile, layout):
-    """Three tiles high: pairs above each other would make four, and another wave. Neither side ends with a tile."""
+def test_clusters_of_1_x_2(dtype, tile, layout):
+    """Three tiles high: clusters of 2 x 1 would make four, and another wave. Neither side ends with a tile."""
     family = "gemm_pingpong_sm90a" if tile == "128x176" else "gemm_sm90a"
     name = f"{family}_{'bf16' if dtype == BF16 else 'f16'}_{tile}x64"
     high, wide = map(int, tile.split("x"))
     across = torch.cuda.get_device_properties(0).multi_processor_count // 4 + 2
     m, n, k = 2 * high + 8, (across - 1) * wide + 24, 200
-    gen = generator("pairs in a row", tile)
+    gen = generator("clusters of 1 x 2", tile)
     for batch in ((), (3,)):
         a = integers(gen, *batch, *((m, k) if layout[0] == "N" else (k, m)), dtype=dtype).cuda()
         b = integers(gen, *batch, *((k, n) if layout[1] == "N" else (n, k)), dtype=dtype).cuda()
@@ -723,15 +727,15 @@ def test_few_columns_of_many_rows(dtype, layout):
 @pytest.mark.parametrize("layout", ("NN", "NT", "TN", "TT"))
 @pytest.mark.parametrize("tile", ("128x256x16", "128x128x8", "64x64x16"))
 def test_float32_tiles(tile, layout):
-    """Every tile of plain float32, whichever the call's estimate: whole tiles, ends of them, rows that begin anywhere, batches, few
+    """Every tile of plain float32, whichever the call's estimate: whole tiles, ends of them, misaligned rows, batches, few
     steps, all that may follow the sums. Small whole numbers, whose sums are exact."""
     name = f"gemm_plain_f32_{tile}"
     gen = generator("float32 tiles", tile, layout)
 
-    def matrix(rows, columns, turned, batch, pad):
-        x = integers(gen, *batch, *((columns, rows) if turned else (rows, columns)), dtype=torch.float32).cuda()
+    def matrix(rows, columns, transposed, batch, pad):
+        x = integers(gen, *batch, *((columns, rows) if transposed else (rows, columns)), dtype=torch.float32).cuda()
         x = in_nan(x, pad, pad)
-        return x.mT if turned else x
+        return x.mT if transposed else x
 
     for (m, n, k), batch, pad in (
         ((256, 512, 64), (), 0),
@@ -769,7 +773,7 @@ def test_float32_of_few_large_tiles_errs_as_pytorch_does(size):
     ids=str,
 )
 def test_sums_alone_are_stored_as_with_all_that_may_follow(size, dtype):
-    """Sums times alpha have a store of their own, large results of few rows another; batches change where all of it lies."""
+    """Sums times alpha have a store of their own, large results of small M another; batches change where all of it lies."""
     m, n, k = size
     for batch in ((), (3,)) if n < 60000 else ((),):
         a, b = on_gpu(*batch, m, k, dtype=dtype), on_gpu(*batch, k, n, dtype=dtype, std=0.1)
@@ -893,7 +897,7 @@ def test_the_next_call_tells():
 
 
 def tf32_operands(gen, m, n, k, layout, *batch):
-    """a, b of which T is dense along m or k."""
+    """a, b of which T is MN-major or K-major."""
     a, b = (randn(gen, *batch, *shape, device="cuda") for shape in ((m, k), (k, n)))
     return tuple(x.mT.contiguous().mT if kind == "T" else x for x, kind in zip((a, b), layout, strict=True))
 
@@ -956,12 +960,12 @@ def test_tf32_with_all_that_follows(layout, n, activation):
 
 @HOPPER
 def test_tf32_rows_of_hopper():
-    """A product is turned where b is dense along n; a along m, and rows that begin anywhere, are copied first."""
+    """A product is swapped (swap-AB) where b is MN-major; a along m, and misaligned rows, are copied first."""
     gen = generator("tf32 rows")
-    for layout, turned, copies in (("NN", True, 0), ("NT", False, 0), ("TN", True, 4), ("TT", False, 4)):
+    for layout, transposed, copies in (("NN", True, 0), ("NT", False, 0), ("TN", True, 4), ("TT", False, 4)):
         a, b = tf32_operands(gen, 1536, 2048, 1024, layout)
         plan = torch_gpukern.explain("gemm", a, b, fp32_precision="tf32")
-        assert plan["row"].startswith("gemm_tf32_sm90a_") and ("swapab" in plan["row"]) == turned
+        assert plan["row"].startswith("gemm_tf32_sm90a_") and ("swapab" in plan["row"]) == transposed
         assert plan["workspace_bytes"] == copies * 1536 * 1024
         assert "sm90a" not in torch_gpukern.explain("gemm", a, b)["row"]
         want = ops.gemm(a, b, fp32_precision="tf32")

@@ -35,7 +35,7 @@ BREACHES = {
     "ISA macro": ("csrc/cpu/gemm.c", "#ifdef __AVX2__\n#endif\n", "law 3"),
     "tile number": ("csrc/cpu/gemm.c", "#define KC 256\n", "law 4"),
     "row without reason": ("csrc/cpu/blocks.h", "\nstatic const blocks x = {1, 2};\n", "law 4"),
-    "missing twins": ("ops/a.cpp", "\n", "law 5"),
+    "missing companions": ("ops/a.cpp", "\n", "law 5"),
     "vague name": ("csrc/utils.c", "\n", "a file says what it holds"),
     "long file": ("csrc/cpu/a.c", "\n" * 501, "501 lines; this file may have 500"),
     "long Python": ("torch_gpukern/a.py", "\n" * 501, "501 lines; this file may have 500"),
@@ -48,6 +48,10 @@ BREACHES = {
     "long README": ("README.md", "\n" * 151, "151 lines; this page may have 150"),
     "long architecture": ("docs/architecture.md", "\n" * 201, "201 lines; this page may have 200"),
     "dead code": ("csrc/a.c", "// x = f(y);\n", "commented-out"),
+    "retired word": ("csrc/a.c", "/* The product is turned. */\n", "say: swap-AB"),
+    "retired words": ("tests/test_a.py", '"""Rows that begin anywhere."""\n', "say: misaligned"),
+    "retired name": ("torch_gpukern/a.py", "def let_go():\n    pass\n", "say: release"),
+    "retired in comments": ("csrc/a.c", "/* the class of a call */\n", "say: tuning key"),
     "unfinished": ("docs/a.md", "TO" + "DO: all of it\n", "unfinished"),
     "blanks": ("docs/a.md", "a \n", "blanks"),
     "no newline": ("docs/a.md", "a", "no newline"),
@@ -74,7 +78,9 @@ def test_what_is_allowed(tmp_path):
         "csrc/a.c": '#include "internal.h"\n\n#include <stdatomic.h>\n\n/* asm() in a comment */\n// why: f(x) may fail;\n',
         "csrc/cuda/a.cuh": "struct a {  // no function\n    int f() {\n" + "        g();\n" * 120 + "    }\n};\n",
         "ops/schema.cpp": '#include <torch/csrc/stable/library.h>\n\n#include <string>\n\n#include "gpukern.h"\n',
-        "torch_gpukern/a.py": "import torch\n",
+        "torch_gpukern/a.py": "import torch\n\n\nclass A:\n    slots = 1  # of a cache\n",
+        "csrc/b.c": 'f("it is not a class, turned"); /* it is turned off */\n',
+        "docs/worklog/a.md": "A skewed row in turns.\n",
     }
     for path, text in allowed.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
@@ -82,8 +88,8 @@ def test_what_is_allowed(tmp_path):
     assert check_rooms(tmp_path) == (0, ["0 breaches of the laws of the rooms"])
 
 
-def test_five_twins(tmp_path):
-    """An op with its five twins and its schema passes; without any one of them it does not."""
+def test_five_companions(tmp_path):
+    """An op with its five companions and its schema passes; without any one of them it does not."""
     stem = "flash_attn"
     files = [
         f"torch_gpukern/ops/{stem}.py",

@@ -19,6 +19,7 @@ from conftest import (
     same_bits,
     torch_gpukern,
 )
+from registry import OPS, VARIANTS, Bound
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
@@ -152,32 +153,43 @@ class Seen(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-PUBLIC = {
-    "gemm": lambda x: torch_gpukern.gemm(x[0, 0], x[0, 1].mT),
-    "flash_attn": lambda x: torch_gpukern.flash_attn(x, x, x, is_causal=True),
-    "flash_attn_fwd": lambda x: torch_gpukern.flash_attn(x, x, x, scale=0.5, return_lse=True)[0],
-}
+# every op that returns something; "lse": its public function is asked for that, too
+CALLS = [(name, variant) for name, variant in VARIANTS if name != "kv_cache_write"]
+CALLS += [(name, "lse") for name, op in OPS.items() if op.has_lse]
 
 
-@pytest.mark.parametrize("name", tuple(PUBLIC))
-def test_a_public_function_hands_on_what_wants_a_gradient(name, device):
+def bound(name, variant, device):
+    more = {"return_lse": True} if variant == "lse" else {}
+    return Bound(name, "" if more else variant, device, **more)
+
+
+def seen_as(name, variant):
+    return f"gpukern.{OPS[name].raw if variant == 'lse' else name}"
+
+
+@pytest.mark.parametrize("name,variant", [c for c in CALLS if OPS[c[0]].gradients])
+def test_a_public_function_hands_on_what_wants_a_gradient(name, variant, device):
     """Its shorter way to the Autograd kernel changes nothing: same bits and gradients as through the op, which a mode and
     autocast still see, and as of torch.func."""
-    x = randn(generator("public", name), 1, 2, 6, 8, device=device).requires_grad_()
-    call = PUBLIC[name]
-    out = call(x)
-    (grad,) = torch.autograd.grad(out.sum(), x)
+    call = bound(name, variant, device)
+    leaves, wanted = call.leaves, call.want_gradients()
+    out = call(*leaves)
+    grads = torch.autograd.grad(out.sum(), wanted)
     with Seen() as seen:
-        other = call(x)
-    assert f"gpukern.{name}.default" in seen.names
+        other = call(*leaves)
+    assert f"{seen_as(name, variant)}.default" in seen.names
     assert other.grad_fn is not None and same_bits(out, other)
-    assert same_bits(grad, torch.autograd.grad(other.sum(), x)[0])
-    with torch.autocast(device, torch.bfloat16):
-        cast = call(x)
-    assert cast.dtype == torch.bfloat16 and torch.autograd.grad(cast.float().sum(), x)[0].dtype == torch.float32
-    assert same_bits(torch.func.grad(lambda y: call(y).sum())(x.detach()), grad)
+    assert all(map(same_bits, grads, torch.autograd.grad(other.sum(), wanted)))
+    if OPS[name].cast:
+        with torch.autocast(device, torch.bfloat16):
+            cast = call(*leaves)
+        assert cast.dtype == torch.bfloat16
+        assert all(g.dtype == torch.float32 for g in torch.autograd.grad(cast.float().sum(), wanted))
+    places = tuple(i for i, x in enumerate(leaves) if x.requires_grad)
+    transformed = torch.func.grad(lambda *xs: call(*xs).sum(), argnums=places)(*(x.detach() for x in leaves))
+    assert all(map(same_bits, transformed, grads))
     with torch.no_grad():
-        assert call(x).grad_fn is None
+        assert call(*leaves).grad_fn is None
 
 
 class Dispatched(TorchDispatchMode):
@@ -192,82 +204,56 @@ class Dispatched(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-def _cu(x, *ends):
-    return torch.tensor(ends, dtype=torch.int32, device=x.device)
-
-
-def _paged(x):
-    cache = x[0, 1, :4].reshape(2, 2, 1, 8)
-    return torch_gpukern.paged_attn(x[0, :, :1], cache, cache, _cu(x, 1, 0).repeat(2, 1), _cu(x, 3, 4))
-
-
-# what a call is named after -> the op that it is, of x [1, 2, 6, 8]
-CALLS = PUBLIC | {
-    "gemm, all arguments": lambda x: torch_gpukern.gemm(
-        x[0, 0], x[0, 1].mT, x[0, 0, 0, :6], alpha=2.0, activation="gelu", fp32_precision="ieee"
-    ),
-    "flash_attn, scale": lambda x: torch_gpukern.flash_attn(x, x, x, scale=0.5),
-    "flash_attn_varlen": lambda x: torch_gpukern.flash_attn_varlen(
-        *(x[0].mT.reshape(6, 2, 8),) * 3, *(_cu(x, 0, 6),) * 2, 6, 6
-    ),
-    "attn_merge": lambda x: torch_gpukern.attn_merge(x, x[..., 0], 2 * x, x[..., 1])[0],
-    "paged_attn": _paged,
-}
-NO_GRADIENT = ("paged_attn",)
-
-
-def named(call: str) -> str:
-    return call.split(",")[0]
-
-
 @pytest.mark.parametrize("wants", ("nothing", "no gradient", "a gradient"))
-@pytest.mark.parametrize("name", tuple(CALLS))
-def test_who_looks_at_calls_sees_the_op(name, wants, device):
+@pytest.mark.parametrize("name,variant", CALLS)
+def test_who_looks_at_calls_sees_the_op(name, variant, wants, device):
     """A call that wants no gradient goes past the Autograd kernel, which nobody is to notice: modes, subclasses,
     autocast, fake and meta tensors and tracers meet the op, and so do the products within an Autograd kernel."""
-    if wants == "a gradient" and name in NO_GRADIENT:
+    if wants == "a gradient" and not OPS[name].gradients:
         pytest.skip("has no gradient")
-    call, op = CALLS[name], f"gpukern.{named(name)}"
-    x = randn(generator("seen", name), 1, 2, 6, 8, device=device).requires_grad_(wants == "a gradient")
+    call, op = bound(name, variant, device), seen_as(name, variant)
+    leaves = call.leaves
+    if wants == "a gradient":
+        call.want_gradients()
     with torch.set_grad_enabled(wants != "nothing"):
-        want = call(x)
+        want = call(*leaves)
         assert want.requires_grad == (wants == "a gradient")
         with Dispatched() as dispatched:
-            assert same_bits(call(x), want)
+            assert same_bits(call(*leaves), want)
         with Seen() as seen:
-            assert same_bits(call(x), want)
+            assert same_bits(call(*leaves), want)
         ours = [n for n in dispatched.names if "gpukern" in n]
         assert len(ours) == 1 and ours[0].removesuffix(".default") in (op, f"{op}_fwd")
         assert [n for n in seen.names if "gpukern" in n] == [f"{op}.default"]
         if wants == "nothing":
-            pair = call(TwoTensor(x, x.clone()))
+            pair = call(*(TwoTensor(x, x.clone()) for x in leaves))
             assert type(pair) is TwoTensor and same_bits(pair.a, want)
-            assert f"{op.replace('.', '::')}(" in str(torch.jit.trace(call, x).graph)
-        if named(name) not in ("attn_merge", "paged_attn"):
+            assert f"{op.replace('.', '::')}(" in str(torch.jit.trace(lambda *xs: call(*xs), tuple(leaves)).graph)
+        if OPS[name].cast:
             with torch.autocast(device, torch.bfloat16):
-                assert call(x).dtype == torch.bfloat16
-        if name != "paged_attn":
-            assert call(x.detach().to("meta")).shape == want.shape
+                assert call(*leaves).dtype == torch.bfloat16
+        plain = [x.detach() for x in leaves]
+        assert call(*(x.to("meta") for x in plain)).shape == want.shape
         with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-            assert call(fake.from_tensor(x.detach())).shape == want.shape
-        assert "gpukern._" not in make_fx(call)(x.detach()).code
+            assert call(*map(fake.from_tensor, plain)).shape == want.shape
+        assert "gpukern._" not in make_fx(call)(*plain).code
 
 
-@pytest.mark.parametrize("name", tuple(CALLS))
-def test_transforms_see_the_op(name, device):
+@pytest.mark.parametrize("name,variant", CALLS)
+def test_transforms_see_the_op(name, variant, device):
     """Also those from outside another: what an inner one wants no gradient of, an outer one may differentiate."""
-    call = CALLS[name]
-    x = randn(generator("transformed", name), 1, 2, 6, 8, device=device)
-    batch = torch.vmap(call)(torch.stack((x, 2 * x)))
-    assert same_bits(batch[0], call(x)) and same_bits(batch[1], call(2 * x))
+    call = bound(name, variant, device)
+    x, *rest = call.leaves
+    batch = torch.vmap(call)(*(torch.stack((y, 2 * y)) for y in call.leaves))
+    assert same_bits(batch[0], call(*call.leaves)) and same_bits(batch[1], call(*(2 * y for y in call.leaves)))
 
     def inner(w, y):  # its gradient by y is call(w) summed, itself a function of w
-        return (call(w).sum() * y).sum()
+        return (call(w, *rest).sum() * y).sum()
 
     y = torch.ones((), device=device)
-    if name not in NO_GRADIENT:
+    if OPS[name].gradients:
         w = x.clone().requires_grad_()
-        (want,) = torch.autograd.grad(call(w).sum(), w)
+        (want,) = torch.autograd.grad(call(w, *rest).sum(), w)
         (got,) = torch.autograd.grad(torch.func.grad(inner, argnums=1)(w, y), w)
         assert same_bits(got, want)
         assert same_bits(torch.func.grad(lambda w: torch.func.grad(inner, argnums=1)(w, y))(x), want)
@@ -467,7 +453,7 @@ print(measure(lambda: ops.flash_attn_bwd(out, q, k, v, out, lse, **kwargs)))
 @pytest.mark.parametrize("layout", ("NN", "NT"))
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16", "float16"))
 def test_gemm_converts_and_copies_no_operand(dtype, layout):
-    """Few rows, some, and so many that all tasks share what is packed, beside a matrix of 128 MiB or more."""
+    """Small M, some, and so many that all tasks share what is packed, beside a matrix of 128 MiB or more."""
     used = memory(f"""
 dtype = torch.{dtype}
 warm(dtype)
@@ -801,7 +787,7 @@ def tiny_calls():
     lens = torch.tensor([160, 90, 3, 130], dtype=torch.int32)
     return {
         "gemm": lambda: ops.gemm(a, b),
-        "gemm of few rows": lambda: ops.gemm(half[1], half[0], out_dtype=torch.float32),
+        "gemm of small M": lambda: ops.gemm(half[1], half[0], out_dtype=torch.float32),
         "gemm of float64": lambda: ops.gemm(wide_a, wide_b),
         "gemm_act_bwd": lambda: ops.gemm_act_bwd(a, torch.full_like(a, 1e-20) - 90, "silu"),
         "flash_attn": lambda: ops.flash_attn_fwd(q, k, v),

@@ -1,4 +1,4 @@
-"""Checks the five laws of the rooms (CONTRIBUTING.md) and the hygiene of the tree.
+"""Checks the five laws of the rooms and the words (CONTRIBUTING.md) and the hygiene of the tree.
 
     python tools/check_rooms.py [ROOT]
 
@@ -54,15 +54,48 @@ TABLES = {"tiles.h", "blocks.h"}
 REGISTER_TILES = "vec.h"  # the register tile follows from the ISA's registers, so it stands beside them
 
 # Law 5.
-TWINS = (
+COMPANIONS = (
     "torch_gpukern/ops/{}.py",
     "tests/ops/test_{}.py",
     "benchmarks/bench_{}.py",
     "docs/worklog/{}.md",
 )
+# The field's words: what is not said any more (whole words, any case), what is said instead, and the paths where it counts.
+# Strings do not: an error's text stays what it was. docs/worklog/ is history.
+CUDA = r"csrc/cuda/|tests/(test_pipeline|csrc/check_cuda_tile)"
+RETIRED = (
+    (r"turned(?! (on|off|into|out|up))|\w+_turned|turned_\w+", "swap-AB; of a copy: transposed", ""),
+    (r"in turns|by turns|takes? turns", "ping-pong; of measurements: alternately", ""),
+    (r"copiers?", "producer", ""),
+    (r"readers?|fillers?", "consumer, producer", CUDA),
+    (r"slots?", "stage", r"csrc/cuda/(?!attn/(kv_cache_write|fwd_score))|tests/(test_pipeline|csrc/check_cuda_tile)"),
+    (r"lets? go|let_go|LetGo", "release", ""),
+    (r"skew(ed|s)?", "misaligned; the shift", r"(?!docs/)"),  # docs speak of warpgroups that stand apart in time
+    (r"begins? anywhere", "misaligned", ""),
+    (r"few rows", "small M", r"(?!csrc/cpu/blocks\.h)"),
+    (r"parts? of k", "split-K, a split of k", ""),
+    (r"(un)?trad(e|es|ed|ing)", "exchange through DSMEM", CUDA),
+    (r"by the lanes(?! of)", "from registers", ""),
+    (r"dense along", "K-major, MN-major", ""),
+    (r"lies? above each other|pairs above each other", "a 2 x 1 cluster", ""),
+    (r"twins?", "raw op; counterpart", r"csrc/|ops/|torch_gpukern/"),
+    (r"units?|items?|pieces?", "tile, chunk, split", r"csrc/cuda/attn/paged_"),
+    (r"gk_c(pu|uda)_row", "instance", ""),
+    (r"out_parts|lse_parts|part_rows", "out_splits, lse_splits, split_rows", ""),
+)
+RETIRED_IN_COMMENTS = ((r"class(es)?", "tuning key", r"(csrc|ops)/"),)
+NOT_YET = re.compile(  # what is still to be gone over
+    r"docs/|csrc/cuda/(gemm|tile|ladder|attn|host|kernels|tables)|csrc/(dispatch|plan|ops/gemm_prefer|cpu/(kernels|tables))"
+    r"|tests/(test_pipeline|csrc/check(_cuda|\.h))"
+)
+RETIRED = tuple((re.compile(rf"\b({word})\b", re.IGNORECASE), say, re.compile(where)) for word, say, where in RETIRED)
+RETIRED_IN_COMMENTS = tuple((re.compile(rf"\b({w})\b"), say, re.compile(at)) for w, say, at in RETIRED_IN_COMMENTS)
 VAGUE_NAMES = re.compile(r"^(common|utils?|misc|helpers?)$|_v\d+$")
 UNFINISHED = re.compile(r"\b(TO" r"DO|FIX" r"ME|XX" r"X)\b")
 COMMENTED_CODE = re.compile(r"^\s*//\s*[\w:<>*&\[\]., \->]+(\(.*\)|[-+*|&]?=[^=].*);\s*$|^\s*#\s*if\s+0\b")
+
+
+C_TOKEN = r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\""  # a comment or a string
 
 
 def without_comments(text: str) -> str:
@@ -72,7 +105,32 @@ def without_comments(text: str) -> str:
         found = match.group()
         return re.sub(r"[^\n]", " ", found) if found[0] == "/" else '""'
 
-    return re.sub(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"", blank, text, flags=re.DOTALL)
+    return re.sub(C_TOKEN, blank, text, flags=re.DOTALL)
+
+
+def check_words(path: Path, text: str):
+    """Retired words outside strings of C."""
+    name = path.as_posix()
+    if (
+        name.startswith("docs/worklog/")
+        or name in ("tools/check_rooms.py", "tests/test_rooms.py")
+        or NOT_YET.match(name)
+    ):
+        return
+    comments = ""
+    if path.suffix in C_SUFFIXES:
+        bare = list(re.sub(r"[^\n]", " ", text))
+        for token in re.finditer(C_TOKEN, text, flags=re.DOTALL):
+            if token[0][0] == "/":
+                bare[token.start() : token.end()] = token[0]
+        comments = "".join(bare)
+        text = re.sub(C_TOKEN, lambda m: m[0] if m[0][0] == "/" else '""', text, flags=re.DOTALL)
+    for words, of in ((RETIRED, text), (RETIRED_IN_COMMENTS, comments)):
+        for number, line in enumerate(of.splitlines(), 1):
+            for word, say, where in words:
+                found = where.match(name) and word.search(line)
+                if found:
+                    yield number, f"words: '{found[0]}' is retired; say: {say}"
 
 
 def check_includes(room: str, text: str):
@@ -190,14 +248,14 @@ def check_python(path: Path, text: str):
 
 
 def check_stems(root: Path):
-    """Law 5: an op's stem names its five twins and its schema."""
+    """Law 5: an op's stem names its five companions and its schema."""
     schema = root / "ops" / "schema.cpp"
     for source in sorted((root / "ops").glob("*.cpp")):
         if source == schema:
             continue
-        for twin in TWINS:
-            if not (root / twin.format(source.stem)).exists():
-                yield source, 1, f"law 5: {twin.format(source.stem)} is missing"
+        for companion in COMPANIONS:
+            if not (root / companion.format(source.stem)).exists():
+                yield source, 1, f"law 5: {companion.format(source.stem)} is missing"
         if schema.exists() and not re.search(rf'"{source.stem}\b', schema.read_text()):
             yield source, 1, "law 5: ops/schema.cpp has no schema of this name"
 
@@ -220,7 +278,7 @@ def check(root: Path):
             if path.suffix not in TEXT_SUFFIXES or "egg-info" in str(relative) or "_build" in relative.parts:
                 continue
             text = path.read_text()
-            found = list(check_text(relative, text))
+            found = [*check_text(relative, text), *check_words(relative, text)]
             if room in ("csrc", "ops") and path.suffix in C_SUFFIXES:
                 found += check_c(relative, room, text)
                 if VAGUE_NAMES.search(path.stem):

@@ -68,7 +68,7 @@ def check_errors() -> None:
 
 
 def explain(op: Explained, *args: _Any, **kwargs: _Any) -> Explanation:
-    """The table row that a call would run, and what it costs, without running it.
+    """The kernel instance that a call would run, and what it costs, without running it.
 
     Args:
         op: ``"gemm"``, ``"flash_attn"``, ``"flash_attn_varlen"``, ``"flash_attn_bwd"`` or
@@ -79,7 +79,7 @@ def explain(op: Explained, *args: _Any, **kwargs: _Any) -> Explanation:
     Returns:
         An `Explanation`:
 
-        - ``row``: name of the table row.
+        - ``row``: name of the kernel instance.
         - ``isa``: its instruction set or architecture.
         - ``tile``: block sizes; gemm MB NB KB and on the CPU MR * NR, attention BQ BKV and the span of a
           context chunk; 0 is unused.

@@ -274,7 +274,7 @@ def _tune(args: argparse.Namespace) -> int:
 
 
 def _check_tuned(args: argparse.Namespace, path: Path, device: torch.device) -> int:
-    """Measures the classes of the file again, and leaves it as it is; 1 where a row is no longer the fastest."""
+    """Measures the tuning keys of the file again, and leaves it as it is; 1 where an instance is no longer the fastest."""
     devices, problem = cache.read(path)
     if problem:
         raise ValueError(f"{path}: {problem}")

@@ -49,7 +49,7 @@ enum {
     GK_SKINNY_ROWS_ALONG = 24
 };
 
-/* Few rows: columns of a task; across where b is packed, rows of b per step (more of them where more than few_rows rows of
+/* Small M: columns of a task; across where b is packed, rows of b per step (more of them where more than few_rows rows of
  * a share the loads and stores of C) and values of b in flight per thread; where it is read in place, rows per step likewise
  * and columns of a task at most; along, chunk of k (x TN columns it stays in L1). Measured at K x N 4096 x 4096,
  * 1024 x 1024, 4097 x 1025: 16 rows want 32 rows of b a step where it is packed (1.9x against 1.4x at 8). */

@@ -8,8 +8,6 @@
 #include "kernels.h"
 #include "vec.h"
 
-#include <float.h>
-
 enum {
     MERGE_ROWS = 64
 }; /* about 100 KB of traffic at Dv 128: far more than handing out a task costs */
@@ -20,17 +18,13 @@ typedef struct write_job {
     const gk_tensor *scale;
 } write_job;
 
-static float largest(gk_dtype dtype) {
-    return dtype == GK_BF16 ? gk_bf16_to_f32(0x7f7f) : dtype == GK_F16 ? 65504.0f : FLT_MAX;
-}
-
 /* to[d] = saturate(from[d] / scale), strides in elements. */
 static void write_row(const char *from, int64_t from_stride, char *to, int64_t to_stride, gk_dtype dtype, int64_t n,
                       const float *scale) {
-    const float limit = largest(dtype);
+    const float limit = (float)gk_type_of(dtype)->largest;
     if (from_stride == 1 && to_stride == 1) {
         if (!scale) {
-            if (n > 0) memcpy(to, from, (size_t)n * gk_dtype_bytes(dtype)); /* of no elements to is NULL */
+            if (n > 0) memcpy(to, from, (size_t)gk_bytes_of(dtype, n)); /* of no elements to is NULL */
             return;
         }
         for (int64_t d = 0; d < n; d += W) {
@@ -117,10 +111,10 @@ static void merge_row(const gk_attn_merge_args *x, int64_t row) {
     const float lse_a = ((const float *)x->lse_a.data)[row_offset(&x->lse_a, ndim, row)];
     const float lse_b = ((const float *)x->lse_b.data)[row_offset(&x->lse_b, ndim, row)];
     const int64_t a_at = row_offset(&x->out_a, ndim, row), b_at = row_offset(&x->out_b, ndim, row);
-    char *out = gk_at(x->out.data, (int64_t)gk_dtype_bytes(x->out.dtype) * row * n); /* NULL where n is 0 */
+    char *out = gk_at(x->out.data, gk_bytes_of(x->out.dtype, row * n)); /* NULL where n is 0 */
     float *lse = (float *)x->lse.data + row;
     if (lse_a == -INFINITY && lse_b == -INFINITY) {
-        if (n > 0) memset(out, 0, (size_t)n * gk_dtype_bytes(x->out.dtype));
+        if (n > 0) memset(out, 0, (size_t)gk_bytes_of(x->out.dtype, n));
         *lse = -INFINITY;
     } else if (lse_b == -INFINITY) {
         copy_row(&x->out_a, a_at, &x->out, row * n, n);

@@ -8,7 +8,7 @@
  *       for ir over strips         strips of a stream from L2; the register tile adds to C, or to a float32 block
  * Where several blocks read the same columns of b, all workers first pack those, at most so many as fit a buffer that
  * they share, and then take the blocks that read them; otherwise each task packs its own, of a only the first of
- * a worker where a has few rows.
+ * a worker where M is small.
  * The sums of an element run over k in an order that only KC decides, so neither blocks nor threads change its bits.
  * workspace: the shared b; per worker packed a, packed b, and for 16-bit outputs with K > KC the float32 block.
  * Not here: M <= 16 (gemm_skinny), float64 (ref).
@@ -109,7 +109,7 @@ void gk_gemm_at(const gk_gemm_args *args, const gk_gemm_problem *p, int64_t i, c
     e->preact = args->preact ? (char *)args->preact->data + os * po : NULL;
 }
 
-/* Few rows read b in place; where both operands lie along k, dot products need no packing for some more. */
+/* Small M reads b in place; where both operands lie along k, dot products need no packing for some more. */
 bool gk_gemm_is_skinny(const gk_gemm_problem *p) {
     if (p->b_n == 1) return p->m <= GK_SKINNY_ROWS_ACROSS;
     return p->b_k == 1 && p->a_k == 1 && p->m <= GK_SKINNY_ROWS_ALONG;
@@ -160,7 +160,7 @@ static plan plan_of(const gk_context *ctx, const gk_gemm_args *args, const gk_ge
     x.n_blocks = gk_max_i64(1, gk_ceil_div(n, most->nb));
     /* rather one block a quarter longer than two short ones */
     x.k_blocks = gk_max_i64(1, gk_ceil_div(p->k, most->kb + most->kb / 4));
-    /* with few rows the reading of b counts: all of its blocks but the first are fetched under the product */
+    /* with a small M the reading of b counts: all of its blocks but the first are fetched under the product */
     if (!x.shared && p->m <= GK_GEMM_FEW_ROWS)
         x.k_blocks = gk_max_i64(x.k_blocks, gk_min_i64(GK_GEMM_FEW_BLOCKS, p->k / GK_GEMM_FEW_KB));
     /* a few tasks per thread while a task is worth its packing */

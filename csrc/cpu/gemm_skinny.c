@@ -1,8 +1,8 @@
-/* gemm_skinny: out = activation(alpha a b + beta c + bias) for few rows, where reading b once is what costs.
+/* gemm_skinny: out = activation(alpha a b + beta c + bias) for small M, where reading b once is what costs.
  * Compiled once per ISA.   a [M, K]  b [K, N], its rows or its columns dense   out [M, N]
  * A task owns a run of columns over all of K, so nothing is reduced across tasks. Two forms:
  *   across  (rows of b dense, "NN")     for KB rows of b: C[M][columns] += a[M][KB] b[KB][columns]; C waits in a float32
- *           block. b is read in place where it is float32 or a has very few rows, in runs long enough for the prefetcher
+ *           block. b is read in place where it is float32 or M is very small, in runs long enough for the prefetcher
  *           of the machine, else zipped or converted KB rows at a time, and the next ones fetched while these are used
  *   along   (columns of b dense, "NT")  dot products: TM rows of a against TN columns of b, lanes along k, both in place;
  *           sums of lanes at the end. In chunks of k, so that the columns of b stay in L1 for all rows of a

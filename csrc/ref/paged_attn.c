@@ -5,8 +5,6 @@
  * Work split of paged_attn: a task owns REF_TOKENS tokens of one head. */
 #include "attn.h"
 
-#include <float.h>
-
 typedef struct paged_job {
     const gk_paged_attn_args *x;
     ref_sequences q;
@@ -86,22 +84,13 @@ void gk_ref_paged_attn(const gk_context *ctx, const gk_paged_attn_args *args) {
 }
 
 /* ---- kv_cache_write -------------------------------------------------------------------------- */
-static double largest(gk_dtype dtype) {
-    switch (dtype) {
-    case GK_F32: return FLT_MAX;
-    case GK_BF16: return gk_bf16_to_f32(0x7f7f);
-    case GK_F16: return 65504;
-    default: return DBL_MAX;
-    }
-}
-
 /* Token t, head h of x to row `slot` of the cache; a scaled value that is too large saturates, a
  * NaN stays one. */
 static void write_row(const gk_tensor *x, const gk_tensor *cache, const gk_tensor *scale, int64_t t, int64_t h,
                       int64_t slot) {
     int64_t block_size = cache->shape[1], from = t * x->stride[0] + h * x->stride[1];
     int64_t to = slot / block_size * cache->stride[0] + slot % block_size * cache->stride[1] + h * cache->stride[2];
-    double divisor = head_scale(scale, h), limit = scale ? largest(cache->dtype) : INFINITY;
+    double divisor = head_scale(scale, h), limit = scale ? gk_type_of(cache->dtype)->largest : INFINITY;
     for (int64_t d = 0; d < x->shape[2]; ++d) {
         double value = gk_load(x->data, x->dtype, from + d * x->stride[2]) / divisor;
         value = value > limit ? limit : value < -limit ? -limit : value;

@@ -234,17 +234,14 @@ CHECK_UNUSED static bool check_same_bits(const gk_tensor *a, const gk_tensor *b)
 }
 
 /* ---- comparison ------------------------------------------------------------------------------ */
+/* Half a unit in the last place of 1; integers are exact. */
 static double check_unit(gk_dtype dtype) {
-    switch (dtype) {
-    case GK_BF16: return 0x1p-8;
-    case GK_F16: return 0x1p-11;
-    case GK_F64: return 0x1p-53;
-    default: return 0x1p-24;
-    }
+    const gk_type *type = gk_type_of(dtype);
+    return type->kind == GK_KIND_FLOAT ? ldexp(1, -type->fraction_bits - 1) : 0;
 }
 
 /* u of the accumulator: float32 but for float64. */
-CHECK_UNUSED static double check_acc_unit(gk_dtype dtype) { return check_unit(dtype == GK_F64 ? GK_F64 : GK_F32); }
+CHECK_UNUSED static double check_acc_unit(gk_dtype dtype) { return check_unit(gk_stats_dtype(dtype)); }
 
 /* got within loss * size + u |exact| of exact, element by element; size NULL: |exact|. NaN and inf
  * must be the same. */
@@ -315,7 +312,7 @@ static void check_parallel_for(void *pool, int64_t n, gk_task_fn task, void *arg
     for (int64_t i = 0; i < n; ++i) pthread_join(threads[i], NULL);
 }
 
-static gk_context check_context(const char *isa, int32_t num_threads) {
+CHECK_UNUSED static gk_context check_context(const char *isa, int32_t num_threads) {
     gk_context ctx = {.size = sizeof ctx, .device = GK_CPU, .num_threads = num_threads, .cpu_isa = isa};
     if (num_threads > 1) ctx.parallel_for = check_parallel_for;
     return ctx;

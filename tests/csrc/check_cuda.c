@@ -370,8 +370,6 @@ static int64_t draw_dim(void) {
     return check_below(3) ? PICK(dims) : 8 * (1 + check_below(32));
 }
 
-static gk_dtype stats_of(gk_dtype dtype) { return dtype == GK_F64 ? GK_F64 : GK_F32; }
-
 /* slopes, sinks, scales: uniform; some_off: now and then -inf. */
 static check_tensor make_stats(gk_dtype stats, int ndim, const int64_t *shape, double lo, double hi, bool some_off) {
     check_tensor x = check_tensor_make(stats, ndim, shape, NULL, 1 + check_below(2), 0);
@@ -462,7 +460,7 @@ static void flash_draw(gk_dtype dtype, bool large, bool backward) {
     const int64_t *h = PICK(heads);
     gk_flash_attn_args *a = &f.args.fwd;
     gk_attn_rules *r = &a->rules;
-    gk_dtype stats = stats_of(dtype);
+    gk_dtype stats = gk_stats_dtype(dtype);
     f.packed = check_below(3) == 0, f.tokens_first = check_below(2), f.heads_q = h[0], f.heads_kv = h[1];
     f.dim = draw_dim(), f.dim_v = check_below(4) ? f.dim : draw_dim();
     do {
@@ -656,7 +654,7 @@ static check_tensor make_cache(gk_dtype dtype, int64_t num_blocks, int64_t block
 static void paged_draw(gk_dtype dtype, bool large) {
     static const int64_t pages[] = {1, 3, 16, 16, 64, 64};
     const int64_t *h = PICK(heads);
-    gk_dtype stats = stats_of(dtype);
+    gk_dtype stats = gk_stats_dtype(dtype);
     int64_t dim = draw_dim(), dim_v = check_below(4) ? dim : draw_dim(),
             most_q = check_below(2)   ? 1
                      : check_below(4) ? 6
@@ -783,8 +781,8 @@ static void write_draw(gk_dtype dtype, bool large) {
     w.k = check_tensor_make(dtype, 3, k_shape, check_below(2) ? turned : NULL, 1, pad_for(dim));
     w.v = check_tensor_make(dtype, 3, v_shape, NULL, 1 + (check_below(4) == 0), pad_for(dim_v));
     w.slots = check_tensor_make(check_below(2) ? GK_I32 : GK_I64, 1, &tokens, NULL, 1 + check_below(2), 0);
-    w.k_scale = make_stats(stats_of(dtype), (int)check_below(2), &num_heads, 0.2, 2, false);
-    w.v_scale = make_stats(stats_of(dtype), (int)check_below(2), &num_heads, 0.2, 2, false);
+    w.k_scale = make_stats(gk_stats_dtype(dtype), (int)check_below(2), &num_heads, 0.2, 2, false);
+    w.v_scale = make_stats(gk_stats_dtype(dtype), (int)check_below(2), &num_heads, 0.2, 2, false);
     w.k_cache = make_cache(dtype, num_blocks, page, num_heads, dim, heads_first);
     w.v_cache = make_cache(dtype, num_blocks, page, num_heads, dim_v, heads_first);
     mirror(&w.k, "k", false), mirror(&w.v, "v", false), mirror(&w.slots, "slots", false);
@@ -832,9 +830,9 @@ static void merge_draw(gk_dtype dtype, bool large) {
     const int64_t *s = shape + 4 - ndim;
     mg.a = check_tensor_make(dtype, ndim, s, ndim == 4 && check_below(2) ? turned : NULL, 1, pad_for(shape[3]));
     mg.b = check_tensor_make(dtype, ndim, s, NULL, 1 + (check_below(4) == 0), pad_for(shape[3]));
-    mg.lse_a = check_tensor_make(stats_of(dtype), ndim - 1, s, NULL, 1, check_below(3));
-    mg.lse_b = check_tensor_make(stats_of(dtype), ndim - 1, s, NULL, 1 + check_below(2), 0);
-    mg.out = check_dense(dtype, ndim, s), mg.lse = check_dense(stats_of(dtype), ndim - 1, s);
+    mg.lse_a = check_tensor_make(gk_stats_dtype(dtype), ndim - 1, s, NULL, 1, check_below(3));
+    mg.lse_b = check_tensor_make(gk_stats_dtype(dtype), ndim - 1, s, NULL, 1 + check_below(2), 0);
+    mg.out = check_dense(dtype, ndim, s), mg.lse = check_dense(gk_stats_dtype(dtype), ndim - 1, s);
     mirror(&mg.a, "out_a", false), mirror(&mg.b, "out_b", false);
     mirror(&mg.lse_a, "lse_a", false), mirror(&mg.lse_b, "lse_b", false);
     mirror(&mg.out, "out", true), mirror(&mg.lse, "lse", true);

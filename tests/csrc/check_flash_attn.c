@@ -119,7 +119,7 @@ static void poison(const flash_case *x, flash_data *d) {
 static flash_data make_data(const flash_case *x) {
     flash_data d;
     memset(&d, 0, sizeof d);
-    gk_dtype stats = x->dtype == GK_F64 ? GK_F64 : GK_F32;
+    gk_dtype stats = gk_stats_dtype(x->dtype);
     int64_t tokens_q = 0, tokens_k = 0;
     if (x->packed) {
         d.cu_q = make_cu_seqlens(x->batch, x->seq_q, &tokens_q);
@@ -256,7 +256,7 @@ static void run_fwd(const char *isa, int32_t num_threads, gk_flash_attn_args *ar
 
 static void check_fwd(const flash_case *x, const flash_data *d) {
     gk_context serial = check_context(NULL, 1);
-    gk_dtype stats = x->dtype == GK_F64 ? GK_F64 : GK_F32;
+    gk_dtype stats = gk_stats_dtype(x->dtype);
     int ndim = (int)d->ndim;
     check_tensor exact = check_dense(GK_F64, ndim, d->out_shape), lse = check_dense(GK_F64, ndim - 1, d->lse_shape);
     check_tensor size = check_dense(GK_F64, ndim, d->out_shape), lse_size = check_dense(GK_F64, ndim - 1, d->lse_shape);
@@ -320,7 +320,7 @@ static void check_bwd(const flash_case *x, const flash_data *d) {
     /* 1. a forward result, rounded as the product rounds it, that ref and kernels both start from
      * */
     gk_context serial = check_context(NULL, 1);
-    gk_dtype stats = x->dtype == GK_F64 ? GK_F64 : GK_F32;
+    gk_dtype stats = gk_stats_dtype(x->dtype);
     check_tensor out = check_dense(x->dtype, (int)d->ndim, d->out_shape);
     check_tensor lse = check_dense(stats, (int)d->ndim - 1, d->lse_shape);
     gk_flash_attn_bwd_args args = {
@@ -598,7 +598,7 @@ static void check_extremes(void) {
     gk_context ctx = check_context(NULL, 1);
     for (int d = 0; d < CHECK_COUNT(all); ++d) {
         const int64_t many = INT64_C(1) << 61;
-        const gk_dtype stats = all[d] == GK_F64 ? GK_F64 : GK_F32;
+        const gk_dtype stats = gk_stats_dtype(all[d]);
         const gk_tensor x = {.dtype = all[d], .ndim = 4, .shape = {many, 1, 0, 8}, .stride = {8, 8, 8, 1}};
         const gk_tensor lse = {.dtype = stats, .ndim = 3, .shape = {many, 1, 0}, .stride = {1, 1, 1}};
         gk_flash_attn_bwd_args args = {.size = sizeof args,

@@ -278,10 +278,10 @@ static void check_epilogues(gk_dtype dtype) {
 /* ---- the activation's derivative ------------------------------------------------------------- */
 /* size |grad| (1 + |x|): the derivative is a bounded function, plus x times another. */
 static void check_act_bwd(gk_dtype dtype, gk_dtype saved_dtype, gk_activation activation, int64_t rows, int64_t cols,
-                          bool turned) {
+                          bool transposed) {
     int64_t shape[3] = {2, rows, cols};
     int order[3] = {0, 2, 1};
-    check_tensor grad = check_tensor_make(dtype, 3, shape, turned ? order : NULL, 1, 2);
+    check_tensor grad = check_tensor_make(dtype, 3, shape, transposed ? order : NULL, 1, 2);
     check_tensor saved = check_tensor_make(saved_dtype, 3, shape, NULL, 1, 1);
     check_tensor exact = check_dense(GK_F64, 3, shape), size = check_dense(GK_F64, 3, shape);
     check_fill_normal(&grad, 1);
@@ -292,14 +292,14 @@ static void check_act_bwd(gk_dtype dtype, gk_dtype saved_dtype, gk_activation ac
     for (int64_t i = 0; i < gk_numel(&size.t); ++i) {
         check_set(&size.t, i, fabs(check_get(&grad.t, i)) * (1 + fabs(check_get(&saved.t, i))));
     }
-    snprintf(check_case, sizeof check_case, "gemm_act_bwd %s saved %s %s rows %lld cols %lld turned %d",
+    snprintf(check_case, sizeof check_case, "gemm_act_bwd %s saved %s %s rows %lld cols %lld transposed %d",
              gk_dtype_name(dtype), gk_dtype_name(saved_dtype), act_names[activation], (long long)rows, (long long)cols,
-             turned);
+             transposed);
     for (int i = 0; i < num_isas; ++i) {
         check_isa = check_isa_names[i];
         check_tensor got[2];
         for (int w = 0; w < 2; ++w) {
-            got[w] = check_tensor_make(dtype, 3, shape, turned ? order : NULL, 1, 3 * w);
+            got[w] = check_tensor_make(dtype, 3, shape, transposed ? order : NULL, 1, 3 * w);
             check_remember(&got[w]);
             args.grad_in = got[w].t;
             gk_context ctx = check_context(check_isa_names[i], w == 0 ? 1 : CHECK_WORKERS);
@@ -317,10 +317,10 @@ static void check_act_bwds(gk_dtype dtype) {
     static const int64_t sizes[][2] = {{0, 3}, {1, 1}, {3, 31}, {7, 100}, {33, 257}};
     for (int act = 0; act < CHECK_COUNT(act_names); ++act) {
         for (int s = 0; s < CHECK_COUNT(sizes); ++s) {
-            for (int turned = 0; turned < 2; ++turned) {
-                check_seed = (uint64_t)(act * 64 + s * 2 + turned);
+            for (int transposed = 0; transposed < 2; ++transposed) {
+                check_seed = (uint64_t)(act * 64 + s * 2 + transposed);
                 gk_dtype saved = dtype != GK_F64 && (s & 1) ? GK_F32 : dtype;
-                check_act_bwd(dtype, saved, (gk_activation)act, sizes[s][0], sizes[s][1], turned);
+                check_act_bwd(dtype, saved, (gk_activation)act, sizes[s][0], sizes[s][1], transposed);
             }
         }
     }

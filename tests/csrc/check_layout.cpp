@@ -597,7 +597,7 @@ template <int BX, bool ALONG_X, int PARTS, int EACH> static void check_part() {
 }
 
 // Tiles that end outside the matrix: the boxes that are copied have all that lies inside, lower ones nothing else, and bring
-// as many bytes as their readers wait for.
+// as many bytes as their consumers wait for.
 template <int BX, bool ALONG_X, int PARTS, int EACH> static void check_part_ends() {
     typedef wgmma_part<BX, ALONG_X, PARTS, EACH> Part;
     bool bytes = true, all = true, lower = true;
@@ -617,7 +617,7 @@ template <int BX, bool ALONG_X, int PARTS, int EACH> static void check_part_ends
         bytes = bytes && brought == Part::bytes_of(left);
         all = all && x_hits == (left < 0 ? 0 : left < BX ? left : BX);
     }
-    check(bytes, "%d parts of %d x %d, %d: readers of an ending tile wait for other bytes", PARTS, BX, EACH, ALONG_X);
+    check(bytes, "%d parts of %d x %d, %d: consumers of an ending tile wait for other bytes", PARTS, BX, EACH, ALONG_X);
     check(all && lower, "%d parts of %d x %d, %d: an ending tile is copied wrongly", PARTS, BX, EACH, ALONG_X);
 }
 

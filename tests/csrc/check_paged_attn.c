@@ -122,7 +122,7 @@ static void describe(const paged_case *x) {
 
 static void check_paged_case(paged_case *x) {
     /* 1. inputs */
-    gk_dtype stats = x->dtype == GK_F64 ? GK_F64 : GK_F32;
+    gk_dtype stats = gk_stats_dtype(x->dtype);
     int64_t tokens = x->ragged ? check_below(3) : 0, longest = 0, longest_q = 0, cu_shape = x->batch + 1;
     check_tensor cu = check_tensor_make(GK_I32, 1, &cu_shape, NULL, 2, 0);
     check_tensor seq_lens = check_tensor_make(GK_I32, 1, &x->batch, NULL, 2, 0);
@@ -371,10 +371,10 @@ static void check_write(gk_dtype dtype, gk_dtype slots_dtype, int64_t tokens, in
     paged_case x = decode(dtype, block_size);
     x.heads_kv = 3;
     x.heads_first = heads_first;
-    static const int turned[3] = {1, 0, 2};
+    static const int transposed[3] = {1, 0, 2};
     int64_t num_blocks = gk_ceil_div(2 * tokens + 1, block_size), slots_shape = tokens;
     int64_t k_shape[3] = {tokens, 3, head_dim}, v_shape[3] = {tokens, 3, head_dim + 5};
-    check_tensor k = check_tensor_make(dtype, 3, k_shape, turned, 1, 1),
+    check_tensor k = check_tensor_make(dtype, 3, k_shape, transposed, 1, 1),
                  v = check_tensor_make(dtype, 3, v_shape, NULL, 2, 0);
     check_tensor slots = check_tensor_make(slots_dtype, 1, &slots_shape, NULL, 2, 0);
     check_fill_normal(&k, 3);
@@ -389,7 +389,7 @@ static void check_write(gk_dtype dtype, gk_dtype slots_dtype, int64_t tokens, in
         check_set(&slots.t, t, check_below(5) == 0 ? -1 - (double)check_below(9) : (double)(2 * (tokens - 1 - t)));
     }
     if (tokens > 3) check_set(&slots.t, 3, check_get(&slots.t, 1));
-    const gk_dtype stats = dtype == GK_F64 ? GK_F64 : GK_F32;
+    const gk_dtype stats = gk_stats_dtype(dtype);
     check_tensor k_scale = make_scale(stats, scale, 3), v_scale = make_scale(stats, scale, 3);
     check_set(&k_scale.t, 0, 0.25);
     gk_kv_cache_write_args args = {.size = sizeof args,
@@ -444,12 +444,12 @@ static void check_writes(gk_dtype dtype) {
 
 /* ---- attn_merge ------------------------------------------------------------------------------ */
 /* size |a| w_a + |b| w_b; where one side is -inf the other must come back bit for bit. */
-static void check_merge(gk_dtype dtype, int64_t heads, int64_t rows, int64_t head_dim, bool turned) {
+static void check_merge(gk_dtype dtype, int64_t heads, int64_t rows, int64_t head_dim, bool transposed) {
     static const int by_row[4] = {0, 2, 1, 3};
-    gk_dtype stats = dtype == GK_F64 ? GK_F64 : GK_F32;
+    gk_dtype stats = gk_stats_dtype(dtype);
     int64_t shape[4] = {2, heads, rows, head_dim};
-    check_tensor a = check_tensor_make(dtype, 4, shape, turned ? by_row : NULL, 1, 3);
-    check_tensor b = check_tensor_make(dtype, 4, shape, NULL, turned ? 2 : 1, 1);
+    check_tensor a = check_tensor_make(dtype, 4, shape, transposed ? by_row : NULL, 1, 3);
+    check_tensor b = check_tensor_make(dtype, 4, shape, NULL, transposed ? 2 : 1, 1);
     check_tensor lse_a = check_tensor_make(stats, 3, shape, NULL, 1, 2),
                  lse_b = check_tensor_make(stats, 3, shape, NULL, 2, 0);
     check_fill_normal(&a, 1);
@@ -477,8 +477,8 @@ static void check_merge(gk_dtype dtype, int64_t heads, int64_t rows, int64_t hea
     args.out_b = b.t;
     args.out = exact.t;
     gk_ref_attn_merge(&serial, &args);
-    snprintf(check_case, sizeof check_case, "attn_merge %s H %lld S %lld D %lld turned %d", gk_dtype_name(dtype),
-             (long long)heads, (long long)rows, (long long)head_dim, turned);
+    snprintf(check_case, sizeof check_case, "attn_merge %s H %lld S %lld D %lld transposed %d", gk_dtype_name(dtype),
+             (long long)heads, (long long)rows, (long long)head_dim, transposed);
     for (int i = 0; i < num_isas; ++i) {
         int mark = check_num_owned;
         check_isa = check_isa_names[i];
@@ -519,9 +519,9 @@ static void check_merge(gk_dtype dtype, int64_t heads, int64_t rows, int64_t hea
 static void check_merges(gk_dtype dtype) {
     static const int64_t dims[] = {1, 7, 16, 31, 64, 130};
     for (int i = 0; i < CHECK_COUNT(dims); ++i) {
-        for (int turned = 0; turned < 2; ++turned) {
-            check_seed = (uint64_t)(2 * i + turned) * 64 + dtype;
-            check_merge(dtype, 3, i == 2 ? 0 : 29, dims[i], turned);
+        for (int transposed = 0; transposed < 2; ++transposed) {
+            check_seed = (uint64_t)(2 * i + transposed) * 64 + dtype;
+            check_merge(dtype, 3, i == 2 ? 0 : 29, dims[i], transposed);
         }
     }
 }

@@ -71,7 +71,7 @@ static void check_flash(gk_dtype dtype, double softcap, int32_t threads) {
     const int64_t shape[4] = {2, 3, 70, 32}, lse_shape[3] = {2, 3, 70};
     check_tensor q = check_dense(dtype, 4, shape), k = check_dense(dtype, 4, shape), v = check_dense(dtype, 4, shape);
     check_tensor x = check_dense(dtype, 4, shape), y = check_dense(dtype, 4, shape);
-    check_tensor lse = check_dense(dtype == GK_F64 ? GK_F64 : GK_F32, 3, lse_shape);
+    check_tensor lse = check_dense(gk_stats_dtype(dtype), 3, lse_shape);
     check_fill_normal(&q, 1), check_fill_normal(&k, 1), check_fill_normal(&v, 1);
     gk_context ctx = check_context(NULL, threads);
     gk_flash_attn_args args = GK_FLASH_ATTN_ARGS_INIT;

@@ -1,4 +1,4 @@
-/* check_prefer: classes of gemm calls, their text, and the table from classes to preferred rows (prefer.h), threads included;
+/* check_prefer: tuning keys of gemm calls, their text, and the table from them to preferred instances (prefer.h), threads included;
  * what the public functions say without a GPU. The table's rows here are addresses of `rows`: it never looks at them. */
 #include "check.h"
 #include "prefer.h"
@@ -7,12 +7,12 @@
 
 enum {
     KEYS = 3000, /* the table grows six times */
-    EACH = 4     /* rows that a class may get */
+    EACH = 4     /* instances that a key may get */
 };
 static char rows[KEYS][EACH];
 static const uint64_t device = 77;
 
-/* ---- classes ----------------------------------------------------------------------------------- */
+/* ---- keys -------------------------------------------------------------------------------------- */
 static float memory[64];
 
 static gk_tensor tensor_of(gk_dtype dtype, int ndim, const int64_t *shape, const int64_t *stride,
@@ -157,7 +157,7 @@ static void check_texts(void) {
         snprintf(check_case, sizeof check_case, "text '%s'", text);
         gk_status status = gk_gemm_key_read("test", text, device, &key);
         check_result(status == GK_OK && memcmp(&k, &key, sizeof k) == 0, "does not come back");
-        /* one byte of it changed: refused, or the class that it then says */
+        /* one byte of it changed: refused, or the key that it then says */
         text[check_below((int64_t)strlen(text))] = (char)(1 + check_below(255));
         if (gk_gemm_key_read("test", text, device, &key) != GK_OK) continue;
         gk_gemm_key_write(&key, again);

@@ -24,20 +24,20 @@ alignas(16) static uint16_t memory[1 << 20];
 /* The chunk as a thread of the kernel makes it. */
 static void copy_chunk(const RealignMatrix &x, uint32_t i, uint16_t *to) {
     const RealignPlace at = realign_place(x, i);
-    const int skew = (int)((uintptr_t)at.row / 2 % REALIGN_EACH);
-    if (!realign_whole(x, at, skew)) {
+    const int shift = (int)((uintptr_t)at.row / 2 % REALIGN_EACH);
+    if (!realign_whole(x, at, shift)) {
         for (int e = 0; e < REALIGN_EACH; ++e) to[e] = at.col + e < x.inner ? at.row[(at.col + e) * x.inner_stride] : 0;
         return;
     }
-    const uint16_t *from = at.row + at.col - skew, *end = from + (skew ? 16 : 8);
+    const uint16_t *from = at.row + at.col - shift, *end = from + (shift ? 16 : 8);
     const uint16_t *one = x.from + realign_entry(x, i / x.chunks.by / x.outer.by); /* the ends of its entry */
     const uint16_t *other = one + ((int64_t)x.outer.by - 1) * x.outer_stride;
-    check(x.inner_stride == 1 && (uintptr_t)from % 16 == 0, "an aligned read of dense rows", at.col, skew);
+    check(x.inner_stride == 1 && (uintptr_t)from % 16 == 0, "an aligned read of dense rows", at.col, shift);
     check(from >= (one < other ? one : other) && end <= (one < other ? other : one) + x.inner,
-          "a read within the entry", at.col, skew);
+          "a read within the entry", at.col, shift);
     uint32_t words[8] = {};
     memcpy(words, from, (size_t)(end - from) * 2);
-    realign_shift(words, skew), realign_cut(words, x.inner - at.col);
+    realign_shift(words, shift), realign_cut(words, x.inner - at.col);
     memcpy(to, words, 16);
 }
 
@@ -83,7 +83,7 @@ static void copy_transposed(const RealignMatrix &x, uint32_t *to) {
 
 static void check_matrix() {
     const int64_t inner = 1 + below(below(2) ? 40 : 150), outer = 1 + below(below(8) ? 9 : 150);
-    const bool columns = below(4) == 0; /* dense along outer */
+    const bool columns = below(4) == 0; /* stride 1 in outer */
     const int64_t dense = columns ? outer + below(20) : below(3) ? 1 : below(4) - 1;
     const int64_t outer_stride = columns ? 1 : (below(4) ? inner * 3 : 0) + below(20);
     const int ndim = (int)below(4);
@@ -113,7 +113,7 @@ static void check_matrix() {
     free(copy);
 }
 
-/* Elements of 32 bits: as pairs of 16 where rows are dense, else turned. */
+/* Elements of 32 bits: as pairs of 16 where rows are dense, else transposed. */
 static void check_matrix_32() {
     const uint32_t *words = (const uint32_t *)memory;
     const int64_t inner = 1 + below(below(2) ? 40 : 150), outer = 1 + below(below(8) ? 9 : 150);

@@ -380,19 +380,6 @@ def test_backward_is_refused(device):
         (caches[0].sum() + caches[1].sum()).backward()
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-def test_opcheck(dtype, device):
-    gen = generator("paged opcheck")
-    paged = make(gen, "mixed", (4, 2), (8, 16), 8, dtype, device)
-    lengths = dict(cu_seqlens_q=paged.cu_seqlens_q, max_seqlen_q=64)
-    # opcheck compares inputs before and after, which NaN fails
-    clean = (paged.q, paged.k_cache.nan_to_num(), paged.v_cache.nan_to_num(), paged.block_table, paged.seq_lens)
-    for mods in ("none", "all"):
-        kwargs = lengths | modifiers(mods, 5, (4, 2), gen, dtype, device)
-        torch.library.opcheck(ops.paged_attn.default, clean, kwargs)
-        torch.library.opcheck(ops.paged_attn_fwd.default, clean, kwargs)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # kv_cache_write
 
@@ -588,17 +575,6 @@ def test_slots_and_scales_must_not_lie_in_the_caches(device):
         ops.kv_cache_write(k, k, k_cache, pool[..., :8], pool.view(-1).view(torch.int64)[15:33:17])
 
 
-def test_write_opcheck(device):
-    gen = generator("write opcheck")
-    for dtype in (torch.float32, torch.bfloat16):
-        k, v = randn(gen, 5, 2, 8, dtype=dtype, device=device), randn(gen, 5, 2, 16, dtype=dtype, device=device)
-        caches = [torch.zeros(4, 4, 2, n, dtype=dtype, device=device) for n in (8, 16)]
-        slots = torch.tensor([3, -1, 9, 0, 15], device=device)
-        torch.library.opcheck(ops.kv_cache_write.default, (k, v, *caches, slots))
-        scale = torch.tensor([2.0, 0.5], device=device)
-        torch.library.opcheck(ops.kv_cache_write.default, (k, v, *caches, slots.int(), scale, scale[0]))
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # attn_merge
 
@@ -757,11 +733,3 @@ def test_merge_far_strides():
     expected = ops.attn_merge(*args)
     got = ops.attn_merge(far_apart(args[0], 0), args[1], far_apart(args[2], 1), args[3])
     assert same_bits(got[0], expected[0]) and same_bits(got[1], expected[1])
-
-
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-def test_merge_opcheck(dtype, device):
-    gen = generator("merge opcheck")
-    args = sides(gen, (2, 3, 4, 8), dtype, device)
-    torch.library.opcheck(ops.attn_merge.default, args)
-    torch.library.opcheck(ops.attn_merge.default, [t.detach().requires_grad_() for t in args])

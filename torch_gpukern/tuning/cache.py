@@ -1,4 +1,4 @@
-"""The file of tuned rows: which rows were measured to be fastest, by device name and class of calls.
+"""The file of tuned kernels: which instances were measured to be fastest, by device name and tuning key.
 
 `import torch_gpukern` reads it once and hands every entry to the library, which looks a device's name up when that device
 is first used. So nothing asks for a GPU at import, no call pays for Python, and every thread and every later call is

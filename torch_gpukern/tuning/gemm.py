@@ -113,7 +113,7 @@ class Problem:
         return ACTIVATIONS[self.activation](x if c is None else x + c)
 
     def explain(self, inputs: dict) -> dict:
-        """What the library would do, and of which class the call is."""
+        """What the library would do, and the call's tuning key."""
         found = json.loads(ops.explain_gemm.default(**inputs, **self.how))
         if self.preact:  # explain speaks of a call without one; the same rows take both
             found["class"] = found["class"].replace(" preact=0 ", " preact=1 ")
@@ -130,7 +130,7 @@ def parse_shape(text: str) -> dict[str, object]:
 
 
 def parse_class(text: str) -> Problem | None:
-    """The problem whose calls are of a class; None where strides or alignment are none that a problem has."""
+    """The problem whose calls have a tuning key; None where strides or alignment are none that a problem has."""
     sizes, *pairs = text.split(" ")
     try:
         of = dict(pair.split("=") for pair in pairs)

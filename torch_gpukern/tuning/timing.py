@@ -1,7 +1,7 @@
 """Times of calls: on CUDA by the replay of a graph, on the CPU by torch's Timer.
 
 Events around single calls would measure the launch. A graph holds many calls, one after the other on one stream, and a
-contestant's rounds take turns with the others', so that a drift of the clock meets all of them.
+contestant's rounds alternate with the others', so that a drift of the clock meets all of them.
 """
 
 import statistics
@@ -45,7 +45,7 @@ def calls_for(us: float, total_us: float = 2000.0) -> int:
 
 
 def rounds_us(replays: Mapping[str, Replay], rounds: int) -> dict[str, list[float]]:
-    """Every contestant once a round, in turns: its times."""
+    """Every contestant once a round, alternately: its times."""
     times: dict[str, list[float]] = {name: [] for name in replays}
     for _ in range(rounds):
         for name, replay in replays.items():

@@ -5,6 +5,7 @@
  * A warp owns a row. Bandwidth bound. */
 #include "../host/launch.cuh"
 #include "../tile/convert.cuh"
+#include "softmax.cuh"
 
 namespace {
 
@@ -35,9 +36,9 @@ template <class T> __global__ void __launch_bounds__(THREADS) attn_merge_kernel(
         const bool no_a = lse_a == -INFINITY, no_b = lse_b == -INFINITY;
         W lse = no_a ? lse_b : lse_a, weight_a = 1, weight_b = 1;
         if (!no_a && !no_b) {
-            const W peak = lse_a > lse_b ? lse_a : lse_b;
-            const W e_a = exp(lse_a - peak), e_b = exp(lse_b - peak);
-            lse = peak + log(e_a + e_b);
+            const RowSoftmax<ExpFull, W> all = {lanes_max2(lse_a, lse_b), 0};
+            const W e_a = all.weight(lse_a), e_b = all.weight(lse_b);
+            lse = all.peak + log(e_a + e_b);
             weight_a = e_a / (e_a + e_b), weight_b = e_b / (e_a + e_b);
         }
         const T *a = (const T *)p.out_a + at_a, *b = (const T *)p.out_b + at_b;
@@ -77,4 +78,4 @@ const gk_cuda_row rows[] = {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_attn_merge_table = {rows, 4, 80, NULL};
+extern "C" const gk_cuda_table gk_attn_merge_table = {rows, sizeof rows / sizeof rows[0], 80, NULL};

@@ -11,7 +11,7 @@
  * Not handled: speed. */
 #include "../tile/reduce.cuh"
 #include "fwd_rows.cuh"
-#include "score.cuh"
+#include "softmax.cuh"
 
 namespace {
 
@@ -36,32 +36,33 @@ template <class T> __global__ void __launch_bounds__(THREADS, 4) flash_attn_fwd_
     if (i >= seq.seq_q) return;
 
     W *q_s = q_all_s[warp];
-    const T *q_g = (const T *)p.q.data + b * p.q.batch + head * p.q.head + (int64_t)(seq.q0 + i) * p.q.row;
+    const T *q_g = (const T *)p.q.data + p.q.at(b, head, seq.q0 + i);
     for (int d = lane; d < p.head_dim; d += 32) q_s[d] = to_acc(q_g[d]);
     __syncwarp(); /* q_s is read by all lanes */
 
     const int head_kv = head / p.group;
-    const T *k_g = (const T *)p.k.data + b * p.k.batch + head_kv * p.k.head + seq.k0 * p.k.row;
-    const T *v_g = (const T *)p.v.data + b * p.v.batch + head_kv * p.v.head + seq.k0 * p.v.row;
+    const T *k_g = (const T *)p.k.data + p.k.at(b, head_kv, seq.k0);
+    const T *v_g = (const T *)p.v.data + p.v.at(b, head_kv, seq.k0);
     const WideScore<W> score = score_of<W>(p, seq, b, head);
 
     /* The sink opens the softmax. */
-    W peak = p.rules.sinks ? ((const W *)p.rules.sinks)[head * p.rules.sink_head] : (W)-INFINITY;
-    W total = peak == (W)-INFINITY ? 0 : 1, o[COLS] = {};
+    const W sink = sink_of<W>(p.rules, head);
+    RowSoftmax<ExpFull, W> softmax = {sink, W(sink == (W)-INFINITY ? 0 : 1)};
+    W o[COLS] = {};
     const int lo = seq.span.lo(i), hi = seq.span.hi(i);
     for (int j0 = lo; j0 < hi; j0 += 32) {
         const int j = j0 + lane, keys = min(32, hi - j0);
         W s = (W)-INFINITY;
         if (lane < keys) s = score_fine(score, dot_eighths(q_s, k_g + j * p.k.row, p.head_dim), i, j);
         const W highest = warp_max(s);
-        if (highest > peak) {
-            const W shrink = exp(peak - highest);
-            peak = highest, total *= shrink;
+        if (highest > softmax.peak) {
+            const W shrink = softmax.raise(highest);
+            softmax.sum *= shrink;
 #pragma unroll
             for (int c = 0; c < COLS; ++c) o[c] *= shrink;
         }
-        const W weight = s == (W)-INFINITY ? 0 : exp(s - peak);
-        total += warp_sum(weight);
+        const W weight = softmax.weight(s);
+        softmax.sum += warp_sum(weight);
         for (int t = 0; t < keys; ++t) {
             const W w = __shfl_sync(0xffffffffu, weight, t);
             const T *v = v_g + (j0 + t) * p.v.row;
@@ -71,14 +72,14 @@ template <class T> __global__ void __launch_bounds__(THREADS, 4) flash_attn_fwd_
         }
     }
 
-    T *out_g = (T *)p.out.data + b * p.out.batch + head * p.out.head + (int64_t)(seq.q0 + i) * p.out.row;
-    const W factor = total == 0 ? 0 : 1 / total;
+    T *out_g = (T *)p.out.data + p.out.at(b, head, seq.q0 + i);
+    const W total = softmax.sum, factor = total == 0 ? 0 : 1 / total;
 #pragma unroll
     for (int c = 0; c < COLS; ++c)
         if (c * 32 + lane < p.head_dim_v) out_g[c * 32 + lane] = from_acc<T>(total == 0 ? 0 : o[c] * factor);
     if (lane == 0 && p.lse.data)
         ((W *)p.lse.data)[b * p.lse.batch + head * p.lse.head + (int64_t)(seq.q0 + i) * p.lse.row] =
-            total == 0 ? (W)-INFINITY : peak + log(total);
+            total == 0 ? (W)-INFINITY : softmax.peak + log(total);
 }
 
 /* ---- 2. launcher and table ------------------------------------------------------------------------------ */
@@ -111,4 +112,4 @@ const gk_cuda_row rows[] = {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_flash_attn_fwd_plain_table = {rows, 4, 80, NULL};
+extern "C" const gk_cuda_table gk_flash_attn_fwd_plain_table = {rows, sizeof rows / sizeof rows[0], 80, NULL};

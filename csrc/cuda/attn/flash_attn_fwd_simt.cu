@@ -83,19 +83,16 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, Smem<Tile>::CTAS > 2 ? 2 
     const int rows = min(Tile::BQ, seq.seq_q - work.i0);
     const FwdKeys keys = fwd_keys<Tile::BKV>(params, seq.span, work.i0, rows, work.split);
     const int head_kv = work.head / p.group;
-    const float *q_g =
-        (const float *)p.q.data + work.b * p.q.batch + work.head * p.q.head + (int64_t)(seq.q0 + work.i0) * p.q.row;
-    const float *k_g =
-        (const float *)p.k.data + work.b * p.k.batch + head_kv * p.k.head + (int64_t)(seq.k0 + keys.lo) * p.k.row;
-    const float *v_g =
-        (const float *)p.v.data + work.b * p.v.batch + head_kv * p.v.head + (int64_t)(seq.k0 + keys.lo) * p.v.row;
+    const float *q_g = (const float *)p.q.data + p.q.at(work.b, work.head, seq.q0 + work.i0);
+    const float *k_g = (const float *)p.k.data + p.k.at(work.b, head_kv, seq.k0 + keys.lo);
+    const float *v_g = (const float *)p.v.data + p.v.at(work.b, head_kv, seq.k0 + keys.lo);
     const Score modifiers = score_of(p, seq, work.b, work.head);
 
-    float peak[ROWS], total[ROWS];
+    RowSoftmax<ExpByTwo> softmax[ROWS]; /* sum: this thread's share */
     float4 o[ROWS][MINE];
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
-        peak[i] = -INFINITY, total[i] = 0;
+        softmax[i] = {-INFINITY, 0};
 #pragma unroll
         for (int c = 0; c < MINE; ++c) o[i][c] = make_float4(0, 0, 0, 0);
     }
@@ -164,17 +161,15 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, Smem<Tile>::CTAS > 2 ? 2 
             float highest = s[i][0];
 #pragma unroll
             for (int j = 1; j < KEYS; ++j) highest = fmaxf(highest, s[i][j]);
-            highest = fmaxf(lanes_max<1, TX>(highest), peak[i]);
-            const float shift = highest == -INFINITY ? 0.f : highest;
-            const float shrink = exp2f((peak[i] - shift) * LOG2_E);
+            const float shrink = softmax[i].raise(lanes_max<1, TX>(highest));
             float sum = 0;
 #pragma unroll
             for (int j = 0; j < KEYS; ++j) {
-                const float weight = exp2f((s[i][j] - shift) * LOG2_E);
+                const float weight = softmax[i].weight(s[i][j]);
                 sum += weight;
                 st_shared_32(PTile::down(p_s + PTile::offset_of(ty, tx + TX * j, 4), TY * i), __float_as_uint(weight));
             }
-            peak[i] = highest, total[i] = fmaf(total[i], shrink, sum);
+            softmax[i].sum = fmaf(softmax[i].sum, shrink, sum);
 #pragma unroll
             for (int c = 0; c < MINE; ++c) o[i][c] = fma4(shrink, o[i][c], make_float4(0, 0, 0, 0));
         }
@@ -205,10 +200,10 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, Smem<Tile>::CTAS > 2 ? 2 
     const float sink = whole ? sink_of(p, work.head) : -INFINITY;
     float *lse_g = whole ? (float *)p.lse.data : params.lse_parts + work.split * params.part_rows;
     const int64_t lse0 = work.b * p.lse.batch + work.head * p.lse.head + (int64_t)seq.q0 * p.lse.row;
-    float *out_g = (float *)p.out.data + work.b * p.out.batch + work.head * p.out.head + (int64_t)seq.q0 * p.out.row;
+    float *out_g = (float *)p.out.data + p.out.at(work.b, work.head, seq.q0);
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
-        const RowResult y = row_result(peak[i], lanes_sum<1, TX>(total[i]), sink);
+        const RowResult y = row_result(softmax[i].peak, lanes_sum<1, TX>(softmax[i].sum), sink);
         const int64_t row = work.i0 + ty + TY * i;
         if (row >= seq.seq_q) continue;
         const int64_t at = lse0 + row * p.lse.row;

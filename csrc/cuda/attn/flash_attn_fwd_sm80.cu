@@ -191,14 +191,11 @@ __global__ void __launch_bounds__(Tile::WARPS * 32, Tile::CTAS) flash_attn_fwd_s
     const int rows = min(Tile::BQ, seq.seq_q - work.i0);
     const FwdKeys keys = fwd_keys<BKV>(params, seq.span, work.i0, rows, work.split);
     const int head_kv = work.head / p.group;
-    const T *q_g =
-        (const T *)p.q.data + work.b * p.q.batch + work.head * p.q.head + (int64_t)(seq.q0 + work.i0) * p.q.row;
+    const T *q_g = (const T *)p.q.data + p.q.at(work.b, work.head, seq.q0 + work.i0);
     /* This thread's first element of the tile that is fetched next. */
     const TileIn<T, KvTile, THREADS> in(thread);
-    const T *k_g = (const T *)p.k.data + work.b * p.k.batch + head_kv * p.k.head + in.start(p.k.row) +
-                   ((int64_t)seq.k0 + keys.lo) * p.k.row;
-    const T *v_g = (const T *)p.v.data + work.b * p.v.batch + head_kv * p.v.head + in.start(p.v.row) +
-                   ((int64_t)seq.k0 + keys.lo) * p.v.row;
+    const T *k_g = (const T *)p.k.data + p.k.at(work.b, head_kv, seq.k0 + keys.lo) + in.start(p.k.row);
+    const T *v_g = (const T *)p.v.data + p.v.at(work.b, head_kv, seq.k0 + keys.lo) + in.start(p.v.row);
 
     const smem_addr q_at = frag_a_base<QTile>(q_s, lane, warp * 16 * M);
     const smem_addr k_at = frag_b_base<KvTile>(k_s, lane), v_at = frag_b_trans_base<KvTile>(v_s, lane);
@@ -302,7 +299,7 @@ __global__ void __launch_bounds__(Tile::WARPS * 32, Tile::CTAS) flash_attn_fwd_s
     }
     if (!whole) return;
     __syncthreads(); /* out is complete */
-    T *out_g = (T *)p.out.data + own.b * p.out.batch + own.head * p.out.head + (int64_t)(q0 + own.i0) * p.out.row;
+    T *out_g = (T *)p.out.data + p.out.at(own.b, own.head, q0 + own.i0);
     copy_tile_out<QTile, THREADS>(out_g, p.out.row, q_s, min(Tile::BQ, seq_q - own.i0), p.head_dim_v, mov_tid_x());
 }
 

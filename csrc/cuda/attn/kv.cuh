@@ -6,16 +6,11 @@
 #ifndef GPUKERN_CUDA_KV_CUH
 #define GPUKERN_CUDA_KV_CUH
 
-#include "score.cuh"
-
-struct Pages { /* [num_blocks, block_size, heads_kv, last], last dense */
-    const void *data;
-    int64_t page, row, head;
-};
+#include "softmax.cuh"
 
 struct Paged {
-    Rows q; /* [T, heads_q, head_dim] */
-    Pages k, v;
+    Rows q;          /* [T, heads_q, head_dim] */
+    Rows k, v;       /* [num_blocks, block_size, heads_kv, last]: batch is the page */
     void *out, *lse; /* [T, heads_q, head_dim_v], [T, heads_q]: dense; lse NULL = not wanted */
     Rules rules;
     const int32_t *table, *lens, *cu_q; /* cu_q NULL: seq_q tokens each */
@@ -88,13 +83,13 @@ __device__ __forceinline__ int paged_owner(const Paged &p, int token) {
     return -1;
 }
 
-/* The page of key j of sequence b; what stands there may lie outside the cache. */
-__device__ __forceinline__ int paged_page(const Paged &p, int b, int j) {
-    return p.table[b * p.table_row + j / p.block_size * p.table_entry];
-}
-
-__device__ __forceinline__ bool paged_page_good(const Paged &p, int page) {
-    return (unsigned)page < (unsigned)p.num_blocks;
+/* The page of key j of sequence b, in which it is row j % block_size; -1, and a report, where the table names no page of the
+ * cache. The key lies at k.at(page, head_kv, row). */
+__device__ __forceinline__ int page_of_key(const Paged &p, int b, int j) {
+    const int page = p.table[b * p.table_row + j / p.block_size * p.table_entry];
+    if ((unsigned)page < (unsigned)p.num_blocks) return page;
+    report(p.error_word, GK_BAD_BLOCK_TABLE);
+    return -1;
 }
 
 template <class W> __device__ __forceinline__ W paged_scale(const void *scale, int64_t step, int head_kv) {
@@ -102,7 +97,7 @@ template <class W> __device__ __forceinline__ W paged_scale(const void *scale, i
 }
 
 /* ---- host ---------------------------------------------------------------------------------------------- */
-inline Pages pages_of(const gk_tensor &t) { return {t.data, t.stride[0], t.stride[1], t.stride[2]}; }
+inline Rows pages_of(const gk_tensor &t) { return {t.data, t.stride[0], t.stride[2], t.stride[1]}; }
 
 /* Query tokens of a sequence, at most: what shapes and arguments tell. */
 inline int64_t paged_seq_q(const gk_paged_attn_args *a) {

@@ -179,4 +179,4 @@ const gk_cuda_row rows[] = {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_kv_cache_write_table = {rows, 8, 80, NULL};
+extern "C" const gk_cuda_table gk_kv_cache_write_table = {rows, sizeof rows / sizeof rows[0], 80, NULL};

@@ -7,12 +7,12 @@
  * Work split: paged_plan.cuh. Inside a block each warp works alone on 16 keys at a time:
  *   S    lane l owns key l % 16 and half of the dimensions, q comes as a broadcast
  *   O    lane l owns 4 dimensions (and with 64 of them every other key), weights come as a broadcast
- * No barrier but at the end of an item.
+ * No barrier but at the end of a tile.
  *
  *   shared memory, per warp:  ring      stages x (K 16 x HEAD_DIM, V 16 x HEAD_DIM)    stages x 128 HEAD_DIM bytes
  *                             q         [ROWS][HEAD_DIM]                              ROWS x 4 HEAD_DIM bytes
  *                             weights   [16][ROWS]                                    64 ROWS bytes
- *   at the end of an item the rings' bytes hold, per warp, O [ROWS][HEAD_DIM + 4] and (max, sum) [ROWS]
+ *   at the end of a tile the rings' bytes hold, per warp, O [ROWS][HEAD_DIM + 4] and (max, sum) [ROWS]
  *
  *   step j of a warp      wait(j)  S   softmax   O   issue(j + stages)
  *
@@ -25,13 +25,13 @@ namespace {
 template <int HEAD_DIM, int ROWS> struct Shared {
     static constexpr int warps = paged_f32_tile<HEAD_DIM>::warps, stages = paged_f32_tile<HEAD_DIM>::stages;
     typedef smem_tile<KEYS, HEAD_DIM * 4> Tile; /* 8 rows of a chunk, chunks along a row: no bank conflict */
-    static constexpr int slot_bytes = 2 * Tile::bytes, ring_bytes = stages * slot_bytes;
+    static constexpr int stage_bytes = 2 * Tile::bytes, ring_bytes = stages * stage_bytes;
     static constexpr int q_bytes = ROWS * HEAD_DIM * 4, weights_bytes = KEYS * ROWS * 4;
     static constexpr int pitch = HEAD_DIM + 4;
     static constexpr int o_bytes = ROWS * pitch * 4;
     static constexpr int q_at = warps * ring_bytes, weights_at = q_at + warps * q_bytes;
     static constexpr int bytes = weights_at + warps * weights_bytes;
-    static_assert(warps * (o_bytes + ROWS * 8) <= warps * ring_bytes, "what an item leaves fits the rings");
+    static_assert(warps * (o_bytes + ROWS * 8) <= warps * ring_bytes, "what a tile leaves fits the rings");
 
     /* weights: 16 lanes write 16 bytes side by side (ROWS 4), or 32 bytes apart in two stores (ROWS 8) */
     static constexpr int ways_of_weights() {
@@ -59,7 +59,7 @@ template <int HEAD_DIM, int ROWS> struct Stream {
     static_assert(CHUNKS * KEY_GROUPS == 32, "a lane has one chunk");
     unsigned char *smem;
 
-    __device__ __forceinline__ void attend(const Call &c, const Piece &work) {
+    __device__ __forceinline__ void attend(const Call &c, const TileShare &work) {
         const Paged &p = c.p;
         const PagedSequence &s = work.s;
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -73,7 +73,8 @@ template <int HEAD_DIM, int ROWS> struct Stream {
         Ring<float, Tile, S::stages> ring;
         ring.begin(c, work, ring_s);
         int index[ROWS]; /* tokens */
-        float slope[ROWS], peak[ROWS], sum[ROWS];
+        float slope[ROWS];
+        RowSoftmax<ExpFull> softmax[ROWS]; /* sum: this lane's share */
         float4 o[ROWS];
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
@@ -86,7 +87,7 @@ template <int HEAD_DIM, int ROWS> struct Stream {
                 if (is && chunk * 4 < p.head_dim) q = *(const float4 *)(q_g + chunk * 4);
                 st_shared_f4(q_s + (r * CHUNKS + chunk) * 16, q.x, q.y, q.z, q.w);
             }
-            index[r] = token, peak[r] = -INFINITY, sum[r] = 0, o[r] = make_float4(0, 0, 0, 0), slope[r] = 0;
+            index[r] = token, softmax[r] = {-INFINITY, 0}, o[r] = make_float4(0, 0, 0, 0), slope[r] = 0;
             if (is) slope[r] = slope_of<float>(p.rules, work.b, head);
         }
         const float scale = (float)p.rules.scale * paged_scale<float>(p.k_scale, p.k_scale_step, work.head_kv);
@@ -96,7 +97,7 @@ template <int HEAD_DIM, int ROWS> struct Stream {
         for (int step = work.step0; step < work.steps; ++step) {
             cp_async_wait_group<S::stages - 1>();
             __syncwarp(); /* the copies of all lanes have landed, q is written */
-            const int j = work.first_key + step * c.unit_keys + key_of_lane;
+            const int j = work.first_key + step * c.chunk_keys + key_of_lane;
             const smem_addr k_s = ring_s + ring.at, v_s = k_s + Tile::bytes;
 
             float x[ROWS] = {};
@@ -119,12 +120,9 @@ template <int HEAD_DIM, int ROWS> struct Stream {
                 const float qk = lanes_sum<16, 32>(x[r]);
                 x[r] = p.rules.modified ? score_fine(score, qk, index[r], j) : scale * qk;
                 if (!here || (!inner && !(j >= s.lo(index[r]) && j < s.hi(index[r])))) x[r] = -INFINITY;
-                const float highest = fmaxf(peak[r], lanes_max<1, 16>(x[r]));
-                const float base = highest == -INFINITY ? 0.f : highest; /* -inf - -inf would be a NaN */
-                shrink[r] = expf(peak[r] - base);
-                peak[r] = highest;
-                x[r] = expf(x[r] - base);
-                sum[r] = sum[r] * shrink[r] + x[r];
+                shrink[r] = softmax[r].raise(lanes_max<1, 16>(x[r]));
+                x[r] = softmax[r].weight(x[r]);
+                softmax[r].sum = softmax[r].sum * shrink[r] + x[r];
             }
             if (half == 0) {
 #pragma unroll
@@ -152,22 +150,22 @@ template <int HEAD_DIM, int ROWS> struct Stream {
                 o[r] = y[r];
             }
 
-            __syncwarp(); /* all lanes have read the slot and the weights */
+            __syncwarp(); /* all lanes have read the stage and the weights */
             ring.next(c, work, ring_s, step);
         }
 
         /* 2.3 the warps' sums meet in the rings' bytes */
         cp_async_wait_group<0>();
-        __syncthreads(); /* every warp has read its last slot */
+        __syncthreads(); /* every warp has read its last stage */
         float *o_s = (float *)smem;
         float2 *stats_s = (float2 *)(smem + S::warps * S::o_bytes);
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
-            const float all = lanes_sum<1, 16>(sum[r]);
+            const float all = lanes_sum<1, 16>(softmax[r].sum);
             const float4 y = make_float4(lanes_sum<CHUNKS, 32>(o[r].x), lanes_sum<CHUNKS, 32>(o[r].y),
                                          lanes_sum<CHUNKS, 32>(o[r].z), lanes_sum<CHUNKS, 32>(o[r].w));
             if (group_of_lane == 0) *(float4 *)&o_s[(warp * ROWS + r) * S::pitch + chunk_of_lane * 4] = y;
-            if (lane == 0) stats_s[warp * ROWS + r] = make_float2(peak[r], all);
+            if (lane == 0) stats_s[warp * ROWS + r] = make_float2(softmax[r].peak, all);
         }
         __syncthreads(); /* the sums of all warps are written */
         merge_warps<float, S::warps, ROWS, S::pitch>(c, work, o_s, stats_s);
@@ -202,4 +200,4 @@ const gk_cuda_row rows[] = {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_paged_attn_f32_table = {rows, 4, 80, NULL};
+extern "C" const gk_cuda_table gk_paged_attn_f32_table = {rows, sizeof rows / sizeof rows[0], 80, NULL};

@@ -55,20 +55,16 @@ template <class T> __global__ void __launch_bounds__(THREADS, 3) paged_attn_plai
                                 (W)p.rules.softcap, slope_of<W>(p.rules, b, head), s.diagonal};
 
     /* 2. 32 keys at a time */
-    W peak = -INFINITY, sum = 0, o[COLS] = {};
+    RowSoftmax<ExpFull, W> softmax = {W(-INFINITY), W(0)}; /* sum: this lane's share */
+    W o[COLS] = {};
     for (int j0 = lo + warp * 32; j0 < hi; j0 += THREADS) {
         const int j = j0 + lane;
-        bool seen = j < hi;
-        const int page = seen ? paged_page(p, b, j) : 0;
-        if (seen && !paged_page_good(p, page)) {
-            report(p.error_word, GK_BAD_BLOCK_TABLE);
-            seen = false;
-        }
+        const int page = j < hi ? page_of_key(p, b, j) : -1; /* -1: no key */
         const int in_page = j % p.block_size;
         /* 2.1 */
         W x = -INFINITY;
-        if (seen) {
-            const T *k = (const T *)p.k.data + page * p.k.page + in_page * p.k.row + head_kv * p.k.head;
+        if (page >= 0) {
+            const T *k = (const T *)p.k.data + p.k.at(page, head_kv, in_page);
             W dot[4] = {}; /* independent sums: a single one would wait for each addition */
             int d = 0;
             for (; d + 4 <= p.head_dim; d += 4)
@@ -77,19 +73,15 @@ template <class T> __global__ void __launch_bounds__(THREADS, 3) paged_attn_plai
             for (; d < p.head_dim; ++d) dot[0] += shared.q[d] * to_acc(k[d]);
             x = score_fine(score, (dot[0] + dot[1]) + (dot[2] + dot[3]), i, j);
         }
-        const W highest = lanes_max2(peak, warp_max(x));
-        const W base = highest == -INFINITY ? W(0) : highest; /* -inf - -inf would be a NaN */
-        const W shrink = exp(peak - base), weight = exp(x - base);
-        sum = sum * shrink + weight;
-        peak = highest;
+        const W shrink = softmax.raise(warp_max(x)), weight = softmax.weight(x);
+        softmax.sum = softmax.sum * shrink + weight;
         /* 2.2: these keys by themselves, then to the others: short sums keep their digits */
         W y[COLS] = {};
-        const unsigned any = __ballot_sync(0xffffffffu, seen);
         for (int r = 0; r < 32; ++r) {
-            if (!(any >> r & 1)) continue;
-            const W w = __shfl_sync(0xffffffffu, weight, r);
             const int page_r = __shfl_sync(0xffffffffu, page, r), row_r = __shfl_sync(0xffffffffu, in_page, r);
-            const T *v = (const T *)p.v.data + page_r * p.v.page + row_r * p.v.row + head_kv * p.v.head;
+            if (page_r < 0) continue;
+            const W w = __shfl_sync(0xffffffffu, weight, r);
+            const T *v = (const T *)p.v.data + p.v.at(page_r, head_kv, row_r);
 #pragma unroll
             for (int c = 0; c < COLS; ++c)
                 if (c * 32 + lane < p.head_dim_v) y[c] += w * to_acc(v[c * 32 + lane]);
@@ -99,28 +91,26 @@ template <class T> __global__ void __launch_bounds__(THREADS, 3) paged_attn_plai
     }
 
     /* 3. the warps' sums become one; the sink joins them */
-    sum = warp_sum(sum);
+    const W its_sum = warp_sum(softmax.sum);
 #pragma unroll
     for (int c = 0; c < COLS; ++c)
         if (c * 32 + lane < p.head_dim_v) shared.o[warp][c * 32 + lane] = o[c];
-    if (lane == 0) shared.peak[warp] = peak, shared.sum[warp] = sum;
+    if (lane == 0) shared.peak[warp] = softmax.peak, shared.sum[warp] = its_sum;
     __syncthreads(); /* every warp's sums are written */
-    W highest = p.rules.sinks ? ((const W *)p.rules.sinks)[head * p.rules.sink_head] : W(-INFINITY);
-    const W sink = highest;
-    for (int w = 0; w < WARPS_A_ROW; ++w) highest = lanes_max2(highest, shared.peak[w]);
-    const W base = highest == -INFINITY ? W(0) : highest;
-    W total = exp(sink - base), factor[WARPS_A_ROW];
-    for (int w = 0; w < WARPS_A_ROW; ++w) {
-        factor[w] = exp(shared.peak[w] - base);
-        total += factor[w] * shared.sum[w];
-    }
+    const W sink = sink_of<W>(p.rules, head);
+    RowSoftmax<ExpFull, W> all = {sink, W(0)};
+    for (int w = 0; w < WARPS_A_ROW; ++w) all.peak = lanes_max2(all.peak, shared.peak[w]);
+    W factor[WARPS_A_ROW];
+    all.join(sink, 1); /* nothing where there is none */
+    for (int w = 0; w < WARPS_A_ROW; ++w) factor[w] = all.join(shared.peak[w], shared.sum[w]);
+    const W total = all.sum;
     const W v_scale = paged_scale<W>(p.v_scale, p.v_scale_step, head_kv);
     for (int d = threadIdx.x; d < p.head_dim_v; d += THREADS) {
         W y = 0;
         for (int w = 0; w < WARPS_A_ROW; ++w) y += factor[w] * shared.o[w][d];
         out[d] = from_acc<T>(total == 0 ? W(0) : y / total * v_scale);
     }
-    if (threadIdx.x == 0 && p.lse) *lse = total == 0 ? W(-INFINITY) : highest + log(total);
+    if (threadIdx.x == 0 && p.lse) *lse = total == 0 ? W(-INFINITY) : all.peak + log(total);
 }
 
 /* ---- launch -------------------------------------------------------------------------------------------- */
@@ -149,4 +139,4 @@ const gk_cuda_row rows[] = {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_paged_attn_plain_table = {rows, 4, 80, NULL};
+extern "C" const gk_cuda_table gk_paged_attn_plain_table = {rows, sizeof rows / sizeof rows[0], 80, NULL};

@@ -5,10 +5,10 @@
  * Pages: Kwon et al. 2023; online softmax: Milakov and Gimelshein 2018.
  *
  * Work split: paged_plan.cuh; LANES rows are the n of the mma. Inside a block each warp works alone: it has a kv head, every
- * so-many-th step of the item, its own ring of slots, its own max and sum. No barrier but at the end of an item.
+ * so-many-th step of the tile, its own ring of stages, its own max and sum. No barrier but at the end of a tile.
  *
  *   shared memory, per warp:  ring    stages x (K 16 x HEAD_DIM, V 16 x HEAD_DIM)    stages x 64 HEAD_DIM bytes
- *   at the end of an item the same bytes hold, per warp, O [LANES][HEAD_DIM + 4] and (max, sum) [LANES], float32
+ *   at the end of a tile the same bytes hold, per warp, O [LANES][HEAD_DIM + 4] and (max, sum) [LANES], float32
  *
  *   step j of a warp      wait(j)  S^T = K Q^T   softmax   O^T += V^T P^T   issue(j + stages)
  *   copies in flight      j .. j + stages - 1 while it waits; page numbers are loaded one step before the copies
@@ -24,11 +24,11 @@ namespace {
 template <int HEAD_DIM, int LANES> struct Shared {
     static constexpr int warps = paged_tile<HEAD_DIM, LANES>::warps, stages = paged_tile<HEAD_DIM, LANES>::stages;
     typedef smem_tile<KEYS, HEAD_DIM * 2> Tile; /* proves that its accesses meet no bank conflict */
-    static constexpr int slot_bytes = 2 * Tile::bytes, ring_bytes = stages * slot_bytes;
+    static constexpr int stage_bytes = 2 * Tile::bytes, ring_bytes = stages * stage_bytes;
     static constexpr int pitch = HEAD_DIM + 4; /* floats of a row of O: see ways_of_o */
     static constexpr int o_bytes = LANES * pitch * 4;
     static constexpr int bytes = warps * ring_bytes;
-    static_assert(warps * (o_bytes + LANES * 8) <= bytes, "what an item leaves fits the ring");
+    static_assert(warps * (o_bytes + LANES * 8) <= bytes, "what a tile leaves fits the ring");
     static_assert(o_bytes % 16 == 0, "rows of O are read in 16 bytes");
 
     /* A store of accumulators: lane l writes rows 2 (l % 4) + e, column l / 4. */
@@ -40,9 +40,6 @@ template <int HEAD_DIM, int LANES> struct Shared {
     static_assert(ways_of_o() == 1, "the pitch spreads rows over banks");
 };
 
-/* e^x, to 2^-22: differences of scores are small where weights are not */
-__device__ __forceinline__ float weight_of(float x) { return ex2_approx_ftz(x * LOG2_E); }
-
 /* ---- 2. the stream of a warp ------------------------------------------------------------------------------------------ */
 template <class T, int HEAD_DIM, int LANES> struct Stream {
     typedef Shared<HEAD_DIM, LANES> S;
@@ -51,7 +48,7 @@ template <class T, int HEAD_DIM, int LANES> struct Stream {
     static constexpr int CHAIN = 4; /* products that the tensor core adds, cutting off; longer sums are rounded */
     unsigned char *smem;
 
-    __device__ __forceinline__ void attend(const Call &c, const Piece &work) {
+    __device__ __forceinline__ void attend(const Call &c, const TileShare &work) {
         const Paged &p = c.p;
         const PagedSequence &s = work.s;
         const int head_kv = work.head_kv, row0 = work.row0, last_row = work.last_row;
@@ -74,14 +71,15 @@ template <class T, int HEAD_DIM, int LANES> struct Stream {
             }
         }
         int index[N][2]; /* of this lane's columns of S^T: the token */
-        float peak[N][2], sum[N][2], slope[N][2];
+        float slope[N][2];
+        RowSoftmax<ExpApprox> softmax[N][2]; /* sum: this lane's share */
 #pragma unroll
         for (int n = 0; n < N; ++n)
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
                 const int row = row0 + n * 8 + lane % 4 * 2 + e, token = row / p.group;
                 index[n][e] = token;
-                peak[n][e] = -INFINITY, sum[n][e] = 0, slope[n][e] = 0;
+                softmax[n][e] = {-INFINITY, 0}, slope[n][e] = 0;
                 const int head = head_kv * p.group + row - token * p.group;
                 if (row <= last_row) slope[n][e] = slope_of<float>(p.rules, work.b, head);
             }
@@ -95,7 +93,7 @@ template <class T, int HEAD_DIM, int LANES> struct Stream {
         for (int step = work.step0; step < work.steps; ++step) {
             cp_async_wait_group<S::stages - 1>();
             __syncwarp(); /* the copies of all lanes have landed */
-            const int key = work.first_key + step * c.unit_keys;
+            const int key = work.first_key + step * c.chunk_keys;
 
             /* S^T [16 keys][LANES rows] */
             float x[N][4];
@@ -139,13 +137,12 @@ template <class T, int HEAD_DIM, int LANES> struct Stream {
                 float shrink[2];
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
-                    const float highest = fmaxf(peak[n][e], octet_max(fmaxf(x[n][e], x[n][e + 2])));
-                    const float base = highest == -INFINITY ? 0.f : highest;
-                    moved |= highest > peak[n][e];
-                    shrink[e] = weight_of(peak[n][e] - base);
-                    peak[n][e] = highest;
-                    x[n][e] = weight_of(x[n][e] - base), x[n][e + 2] = weight_of(x[n][e + 2] - base);
-                    sum[n][e] = sum[n][e] * shrink[e] + (x[n][e] + x[n][e + 2]);
+                    RowSoftmax<ExpApprox> &row = softmax[n][e];
+                    const float highest = octet_max(fmaxf(x[n][e], x[n][e + 2]));
+                    moved |= highest > row.peak;
+                    shrink[e] = row.raise(highest);
+                    x[n][e] = row.weight(x[n][e]), x[n][e + 2] = row.weight(x[n][e + 2]);
+                    row.sum = row.sum * shrink[e] + (x[n][e] + x[n][e + 2]);
                 }
                 acc_to_b<T>(weights[n], x[n]);
                 if (__any_sync(0xffffffffu, moved)) {
@@ -165,13 +162,13 @@ template <class T, int HEAD_DIM, int LANES> struct Stream {
                 for (int n = 0; n < N; ++n) mma_add<T>(o[i][n], a, weights[n]);
             }
 
-            __syncwarp(); /* all lanes have read the slot */
+            __syncwarp(); /* all lanes have read the stage */
             ring.next(c, work, ring_s, step);
         }
 
         /* 2.3 the warps' sums meet in the ring's bytes */
         cp_async_wait_group<0>();
-        __syncthreads();                                            /* every warp has read its last slot */
+        __syncthreads();                                            /* every warp has read its last stage */
         float *o_s = (float *)smem;                                 /* [warps][LANES][pitch] */
         float2 *stats_s = (float2 *)(smem + S::warps * S::o_bytes); /* [warps][LANES] */
 #pragma unroll
@@ -179,8 +176,8 @@ template <class T, int HEAD_DIM, int LANES> struct Stream {
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
                 const int row = warp * LANES + n * 8 + lane % 4 * 2 + e;
-                const float all = octet_sum(sum[n][e]);
-                if (lane < 4) stats_s[row] = make_float2(peak[n][e], all);
+                const float all = octet_sum(softmax[n][e].sum);
+                if (lane < 4) stats_s[row] = make_float2(softmax[n][e].peak, all);
 #pragma unroll
                 for (int i = 0; i < STEPS; ++i)
 #pragma unroll
@@ -228,4 +225,4 @@ const gk_cuda_row rows[] = {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_paged_attn_sm80_table = {rows, 10, 80, NULL};
+extern "C" const gk_cuda_table gk_paged_attn_sm80_table = {rows, sizeof rows / sizeof rows[0], 80, NULL};

@@ -1,14 +1,14 @@
 /* paged_plan.cuh: how paged_attn's work is shared out, and how what several warps or blocks found becomes one; for the
  * kernels that stream a cache (paged_attn_sm80, paged_attn_f32).
  *
- * A row is a query token and a head of the group that shares a kv head; `lanes` rows of a kernel go together. An item is
- * (sequence, lanes rows, a set of kv heads side by side). The keys of an item are cut into units: a step of KEYS keys of each
- * warp of the block. The items one behind the other are one list of slots (each item's units, and before them ITEM_UNITS
- * slots that stand for what beginning an item costs), of which each block takes the same number; nothing but the lengths is
- * read for it. A block that holds all of an item writes out; else it writes its part (sums, max) to the workspace, and
- * paged_combine merges an item's parts in order. So a block leaves at most two parts: of the item that it shares with the
- * block before, and of the one that it shares with the block after.
- * Even shares: Stream-K, Osama et al. 2023; parts of a context: Flash-Decoding, Dao et al. 2023. */
+ * A row is a query token and a head of the group that shares a kv head; `lanes` rows of a kernel go together. A tile is
+ * (sequence, lanes rows, a set of kv heads side by side). The keys of a tile are cut into chunks: a step of KEYS keys of each
+ * warp of the block. The tiles one behind the other are one list of chunks, each tile's own behind TILE_COST more that stand
+ * for what beginning a tile costs; each block takes the same number of them; nothing but the lengths is read for it. A block
+ * that holds all of a tile writes out; else it writes its split (sums, max) to the workspace, and paged_combine merges a
+ * tile's splits in order. So a block leaves at most two splits: of the tile that it shares with the block before, and of the
+ * one that it shares with the block after.
+ * Even shares: Stream-K, Osama et al. 2023; splits of a context: Flash-Decoding, Dao et al. 2023. */
 #ifndef GPUKERN_CUDA_PAGED_PLAN_CUH
 #define GPUKERN_CUDA_PAGED_PLAN_CUH
 
@@ -20,30 +20,30 @@
 
 namespace {
 
-constexpr int KEYS = paged_plan::keys, ITEM_UNITS = paged_plan::item_units;
+constexpr int KEYS = paged_plan::keys, TILE_COST = paged_plan::tile_cost;
 
 /* ---- 1. the plan ------------------------------------------------------------ */
 struct Call {
     Paged p;
-    int head_slots, head_sets; /* kv heads side by side in a block; sets of them */
+    int block_heads, head_sets; /* kv heads side by side in a block; sets of them */
     int blocks;
-    int lanes, unit_keys; /* rows of an item; keys of a unit: KEYS x (warps / head_slots) */
-    struct Split *splits; /* workspace, [blocks][2]; NULL where no item is shared; */
-    float2 *stats;        /* [blocks][2][head_slots][lanes]: (max, sum) of a part; */
-    float *sums;          /* [blocks][2][head_slots][lanes][head_dim_v]: its O, not divided */
+    int lanes, chunk_keys;     /* rows of a tile; keys of a chunk: KEYS x (warps / block_heads) */
+    struct SharedTile *shared; /* workspace, [blocks][2]; NULL where no tile is shared; */
+    float2 *stats;             /* [blocks][2][block_heads][lanes]: (max, sum) of a split; */
+    float *sums;               /* [blocks][2][block_heads][lanes][head_dim_v]: its O, not divided */
 };
 
-/* An item that several blocks have parts of: [0] of a block was begun by one before it, [1] goes on in the one after it. */
-struct Split {
-    int first, last;                  /* these blocks; last -1: there is no such item */
+/* A tile that several blocks have splits of: [0] of a block was begun by one before it, [1] goes on in the one after it. */
+struct SharedTile {
+    int first, last;                  /* these blocks; last -1: there is no such tile */
     int token0, row0, rows, head_set; /* rows [row0, row0 + rows) of the sequence whose first token is token0 */
     int unused[2];
 };
-static_assert(sizeof(Split) == 32, "one sector");
+static_assert(sizeof(SharedTile) == 32, "one sector");
 
 struct Work { /* of one sequence */
-    int rows, row_groups, first_unit, units;
-    int64_t slots_of_item, slots;
+    int rows, row_groups, first_chunk, chunks;
+    int64_t cost_of_tile, cost; /* in chunks */
 };
 
 __device__ __forceinline__ Work work_of(const Call &c, const PagedSequence &s) {
@@ -51,10 +51,10 @@ __device__ __forceinline__ Work work_of(const Call &c, const PagedSequence &s) {
     w.rows = s.rows * c.p.group;
     w.row_groups = (w.rows + c.lanes - 1) / c.lanes;
     const int lo = s.lo(0), hi = s.hi(s.rows - 1);
-    w.first_unit = lo / c.unit_keys;
-    w.units = hi > lo ? (hi + c.unit_keys - 1) / c.unit_keys - w.first_unit : 0;
-    w.slots_of_item = w.units + ITEM_UNITS;
-    w.slots = (int64_t)w.row_groups * c.head_sets * w.slots_of_item;
+    w.first_chunk = lo / c.chunk_keys;
+    w.chunks = hi > lo ? (hi + c.chunk_keys - 1) / c.chunk_keys - w.first_chunk : 0;
+    w.cost_of_tile = w.chunks + TILE_COST;
+    w.cost = (int64_t)w.row_groups * c.head_sets * w.cost_of_tile;
     return w;
 }
 
@@ -81,9 +81,9 @@ template <int WARPS_> __device__ __forceinline__ int64_t block_scan(int64_t x, i
     return before + upto - x;
 }
 
-/* What a block does of an item, and what of that its warp does: the keys of step i start at first_key + i unit_keys, for i
+/* What a block does of a tile, and what of that its warp does: the keys of step i start at first_key + i chunk_keys, for i
  * in [step0, steps); of those the warp reads the ones in [lo, hi). */
-struct Piece {
+struct TileShare {
     PagedSequence s;
     int b, row0, last_row, head_set;
     bool leading, whole; /* a block before this one began it; no other block has any of it */
@@ -103,25 +103,18 @@ struct Keys {
 __device__ __forceinline__ Keys keys_at(const Paged &p, int b, int first, int lo, int hi) {
     Keys k = {first, -1};
     const int j = first + threadIdx.x % KEYS;
-    if (j >= lo && j < hi) {
-        k.page = paged_page(p, b, j);
-        if (!paged_page_good(p, k.page)) {
-            report(p.error_word, GK_BAD_BLOCK_TABLE);
-            k.page = -1;
-        }
-    }
+    if (j >= lo && j < hi) k.page = page_of_key(p, b, j);
     return k;
 }
 
-/* Copies the keys into a slot, zeros where there is none; returns the bits of those that are there. */
+/* Copies the keys into a stage, zeros where there is none; returns the bits of those that are there. */
 template <class T, class Tile>
-__device__ __forceinline__ unsigned issue(const Paged &p, const Keys &k, int head_kv, smem_addr slot_s) {
+__device__ __forceinline__ unsigned issue(const Paged &p, const Keys &k, int head_kv, smem_addr stage_s) {
     typedef tile_copy<Tile, 32> Copy;
     const int lane = threadIdx.x % 32;
     const unsigned there = __ballot_sync(0xffffffffu, k.page >= 0) & ((1u << KEYS) - 1);
     const int in_page = (k.first + lane % KEYS) % p.block_size, page = max(k.page, 0);
-    const int64_t k_at = page * p.k.page + in_page * p.k.row + head_kv * p.k.head;
-    const int64_t v_at = page * p.v.page + in_page * p.v.row + head_kv * p.v.head;
+    const int64_t k_at = p.k.at(page, head_kv, in_page), v_at = p.v.at(page, head_kv, in_page);
 #pragma unroll
     for (int pass = 0; pass < Copy::passes; ++pass) {
         const int row = Copy::row(lane, pass), col = Copy::chunk(lane, pass) * (16 / (int)sizeof(T));
@@ -129,64 +122,52 @@ __device__ __forceinline__ unsigned issue(const Paged &p, const Keys &k, int hea
         const bool good = there >> row & 1;
         const T *k_g = (const T *)p.k.data + from_k + col, *v_g = (const T *)p.v.data + from_v + col;
         const int at = Copy::offset(lane, pass);
-        cp_async_cg_16(slot_s + at, k_g, good && col < p.head_dim ? 16 : 0);
-        cp_async_cg_16(slot_s + Tile::bytes + at, v_g, good && col < p.head_dim_v ? 16 : 0);
+        cp_async_cg_16(stage_s + at, k_g, good && col < p.head_dim ? 16 : 0);
+        cp_async_cg_16(stage_s + Tile::bytes + at, v_g, good && col < p.head_dim_v ? 16 : 0);
     }
     return there;
 }
 
-/* A warp's slots: STAGES steps of its keys on the way, a group of copies each, the oldest next to be read. */
+/* A warp's stages: STAGES steps of its keys on the way, a group of copies each, the oldest next to be read. */
 template <class T, class Tile, int STAGES> struct Ring {
-    static constexpr int slot_bytes = 2 * Tile::bytes;
+    static constexpr int stage_bytes = 2 * Tile::bytes;
     static_assert(KEYS * STAGES <= 64, "a bit a key on the way");
     Keys keys;      /* of the step after the last one issued: pages are looked up a step ahead */
-    uint64_t there; /* 16 bits a slot, the oldest lowest */
-    int at;         /* of the oldest slot, in bytes */
+    uint64_t there; /* 16 bits a stage, the oldest lowest */
+    int at;         /* of the oldest stage, in bytes */
 
-    __device__ __forceinline__ void begin(const Call &c, const Piece &work, smem_addr ring_s) {
+    __device__ __forceinline__ void begin(const Call &c, const TileShare &work, smem_addr ring_s) {
         there = 0, at = 0;
-        keys = keys_at(c.p, work.b, work.first_key + work.step0 * c.unit_keys, work.lo,
+        keys = keys_at(c.p, work.b, work.first_key + work.step0 * c.chunk_keys, work.lo,
                        work.step0 < work.steps ? work.hi : 0);
 #pragma unroll
         for (int stage = 0; stage < STAGES; ++stage)
-            fill(c, work, work.step0 + stage, stage, ring_s + stage * slot_bytes);
+            fill(c, work, work.step0 + stage, stage, ring_s + stage * stage_bytes);
     }
 
-    /* `step` has been read by all lanes: its slot takes the keys of STAGES steps later. */
-    __device__ __forceinline__ void next(const Call &c, const Piece &work, smem_addr ring_s, int step) {
+    /* `step` has been read by all lanes: its stage takes the keys of STAGES steps later. */
+    __device__ __forceinline__ void next(const Call &c, const TileShare &work, smem_addr ring_s, int step) {
         there >>= 16;
         fill(c, work, step + STAGES, STAGES - 1, ring_s + at);
-        at = at + slot_bytes == STAGES * slot_bytes ? 0 : at + slot_bytes;
+        at = at + stage_bytes == STAGES * stage_bytes ? 0 : at + stage_bytes;
     }
 
-    __device__ __forceinline__ void fill(const Call &c, const Piece &work, int step, int place, smem_addr slot_s) {
+    __device__ __forceinline__ void fill(const Call &c, const TileShare &work, int step, int place, smem_addr stage_s) {
         if (step < work.steps) {
             const Keys now = keys;
-            keys = keys_at(c.p, work.b, now.first + c.unit_keys, work.lo, step + 1 < work.steps ? work.hi : 0);
-            there |= (uint64_t)issue<T, Tile>(c.p, now, work.head_kv, slot_s) << (16 * place);
+            keys = keys_at(c.p, work.b, now.first + c.chunk_keys, work.lo, step + 1 < work.steps ? work.hi : 0);
+            there |= (uint64_t)issue<T, Tile>(c.p, now, work.head_kv, stage_s) << (16 * place);
         }
         cp_async_commit_group();
     }
 };
 
-/* ---- 3. out and parts ----------------------------------------------------------------------------------------- */
-/* Sums over keys and their max, with the sink: the factor of the sums, and the row's lse. */
-struct Final {
-    float factor, lse;
-};
-
-__device__ __forceinline__ Final finish(const Paged &p, int head, float peak, float sum) {
-    float highest = peak, sink = -INFINITY;
-    if (p.rules.sinks) {
-        sink = ((const float *)p.rules.sinks)[head * p.rules.sink_head];
-        highest = fmaxf(highest, sink);
-    }
-    const float base = highest == -INFINITY ? 0.f : highest; /* -inf - -inf would be a NaN */
-    const float shrink = expf(peak - base), total = sum * shrink + expf(sink - base);
-    Final f;
-    f.factor = total == 0 ? 0.f : shrink / total * paged_scale<float>(p.v_scale, p.v_scale_step, head / p.group);
-    f.lse = total == 0 ? -INFINITY : highest + logf(total);
-    return f;
+/* ---- 3. out and splits ----------------------------------------------------------------------------------------- */
+/* Sums over keys and their max, with the sink and the scale of v: the factor of the sums, and the row's lse. */
+__device__ __forceinline__ RowResult finish(const Paged &p, int head, float peak, float sum) {
+    const RowSum x = row_sum<ExpFull>(peak, sum, sink_of(p.rules, head));
+    const float v_scale = paged_scale<float>(p.v_scale, p.v_scale_step, head / p.group);
+    return {x.sum == 0 ? 0.f : x.share / x.sum * v_scale, x.lse()};
 }
 
 template <class T> __device__ __forceinline__ void store_4(T *out, float4 x, float factor) {
@@ -201,13 +182,33 @@ __device__ __forceinline__ void add_4(float4 &sum, float4 x, float weight) {
     sum.x += weight * x.x, sum.y += weight * x.y, sum.z += weight * x.z, sum.w += weight * x.w;
 }
 
+/* Four columns of O and their row's softmax, as `count` warps summed them over keys of their own, become one. UNROLL: 1
+ * where the kernel's loop should keep the instruction cache. */
+struct Merged {
+    RowSoftmax<ExpFull> row;
+    float4 y;
+};
+
+template <int UNROLL>
+__device__ __forceinline__ Merged merge_4(const float2 *stats, int stats_step, const float *o, int o_step, int count) {
+    Merged all = {{-INFINITY, 0}, make_float4(0, 0, 0, 0)};
+#pragma unroll UNROLL
+    for (int v = 0; v < count; ++v) all.row.peak = fmaxf(all.row.peak, stats[v * stats_step].x);
+#pragma unroll UNROLL
+    for (int v = 0; v < count; ++v) {
+        const float2 its = stats[v * stats_step];
+        add_4(all.y, *(const float4 *)(o + v * o_step), all.row.join(its.x, its.y));
+    }
+    return all;
+}
+
 /* Rows of a sequence without keys. */
 template <class T, int THREADS>
 __device__ __forceinline__ void write_nothing(const Call &c, const PagedSequence &s, int row0, int rows, int head_set) {
     const Paged &p = c.p;
-    for (int line = 0; line < c.head_slots * rows; ++line) {
-        const int head_slot = line / rows, row = row0 + line - head_slot * rows, token = row / p.group;
-        const int head = (head_set * c.head_slots + head_slot) * p.group + (row - token * p.group);
+    for (int line = 0; line < c.block_heads * rows; ++line) {
+        const int block_head = line / rows, row = row0 + line - block_head * rows, token = row / p.group;
+        const int head = (head_set * c.block_heads + block_head) * p.group + (row - token * p.group);
         const int64_t at = (int64_t)(s.q0 + token) * p.heads_q + head;
         for (int d = threadIdx.x; d < p.head_dim_v; d += THREADS) ((T *)p.out)[at * p.head_dim_v + d] = from_acc<T>(0);
         if (threadIdx.x == 0 && p.lse) ((float *)p.lse)[at] = finish(p, head, -INFINITY, 0).lse;
@@ -215,120 +216,113 @@ __device__ __forceinline__ void write_nothing(const Call &c, const PagedSequence
 }
 
 /* The sums of the block's warps, o_s [warps][LANES][PITCH] and stats_s [warps][LANES], become one for each head; out, or
- * the block's part. The caller has put a barrier before. */
+ * the block's split. The caller has put a barrier before. */
 template <class T, int WARPS_, int LANES, int PITCH>
-__device__ __forceinline__ void merge_warps(const Call &c, const Piece &x, const float *o_s, const float2 *stats_s) {
+__device__ __forceinline__ void merge_warps(const Call &c, const TileShare &x, const float *o_s,
+                                            const float2 *stats_s) {
     const Paged &p = c.p;
-    const int pieces = p.head_dim_v / 4, rows_here = x.last_row - x.row0 + 1;
-    const int64_t part = ((int64_t)blockIdx.x * 2 + !x.leading) * c.head_slots;
-    for (int i = threadIdx.x; i < c.head_slots * rows_here * pieces; i += WARPS_ * 32) {
-        const int line = i / pieces, col = (i - line * pieces) * 4;
-        const int head_slot = line / rows_here, r = line - head_slot * rows_here;
-        float highest = -INFINITY, all = 0;
-        for (int v = head_slot; v < WARPS_; v += c.head_slots) highest = fmaxf(highest, stats_s[v * LANES + r].x);
-        const float base = highest == -INFINITY ? 0.f : highest;
-        float4 y = make_float4(0, 0, 0, 0);
-        for (int v = head_slot; v < WARPS_; v += c.head_slots) {
-            const float2 stats = stats_s[v * LANES + r];
-            const float weight = expf(stats.x - base);
-            all += weight * stats.y;
-            add_4(y, *(const float4 *)&o_s[(v * LANES + r) * PITCH + col], weight);
-        }
+    const int quads = p.head_dim_v / 4, rows_here = x.last_row - x.row0 + 1;
+    const int64_t split = ((int64_t)blockIdx.x * 2 + !x.leading) * c.block_heads;
+    for (int i = threadIdx.x; i < c.block_heads * rows_here * quads; i += WARPS_ * 32) {
+        const int line = i / quads, col = (i - line * quads) * 4;
+        const int block_head = line / rows_here, r = line - block_head * rows_here;
+        const int first = block_head * LANES + r, step = c.block_heads * LANES; /* block_heads divides the warps */
+        const Merged all =
+            merge_4<1>(stats_s + first, step, o_s + first * PITCH + col, step * PITCH, WARPS_ / c.block_heads);
         if (x.whole) {
             const int token = (x.row0 + r) / p.group;
-            const int head = (x.head_set * c.head_slots + head_slot) * p.group + (x.row0 + r - token * p.group);
+            const int head = (x.head_set * c.block_heads + block_head) * p.group + (x.row0 + r - token * p.group);
             const int64_t at = (int64_t)(x.s.q0 + token) * p.heads_q + head;
-            const Final f = finish(p, head, highest, all);
-            store_4<T>((T *)p.out + at * p.head_dim_v + col, y, f.factor);
+            const RowResult f = finish(p, head, all.row.peak, all.row.sum);
+            store_4<T>((T *)p.out + at * p.head_dim_v + col, all.y, f.factor);
             if (col == 0 && p.lse) ((float *)p.lse)[at] = f.lse;
         } else {
-            const int64_t at = (part + head_slot) * LANES + r;
-            *(float4 *)(c.sums + at * p.head_dim_v + col) = y;
-            if (col == 0) c.stats[at] = make_float2(highest, all);
+            const int64_t at = (split + block_head) * LANES + r;
+            *(float4 *)(c.sums + at * p.head_dim_v + col) = all.y;
+            if (col == 0) c.stats[at] = make_float2(all.row.peak, all.row.sum);
         }
     }
 }
 
 /* ---- 4. the walk ------------------------------------------------------------ */
-/* Every block calls it; stream.attend(c, piece) is called by all threads of a block for each of its pieces. */
+/* Every block calls it; stream.attend(c, share) is called by all threads of a block for each of its shares of tiles. */
 template <class T, int WARPS_, class Stream> __device__ __forceinline__ void walk(const Call &c, Stream &stream) {
     constexpr int THREADS = WARPS_ * 32;
     const Paged &p = c.p;
-    __shared__ int64_t scratch[WARPS_], found_slot;
+    __shared__ int64_t scratch[WARPS_], found_at;
     __shared__ int found;
     __shared__ struct {
         int64_t begin, end, share;
     } plan; /* here, because the streams need the registers */
     const int warp = threadIdx.x / 32;
 
-    /* this block's slots [begin, end) and the sequence that holds the first */
-    int64_t total, carry = 0, slots = 0, more = 0;
-    if (threadIdx.x < p.batch) slots = work_of(c, paged_sequence(p, threadIdx.x)).slots;
-    for (int b = threadIdx.x + THREADS; b < p.batch; b += THREADS) more += work_of(c, paged_sequence(p, b)).slots;
-    int64_t at = block_scan<WARPS_>(slots + more, scratch, &total);
+    /* this block's chunks [begin, end) and the sequence that holds the first */
+    int64_t total, carry = 0, cost = 0, more = 0;
+    if (threadIdx.x < p.batch) cost = work_of(c, paged_sequence(p, threadIdx.x)).cost;
+    for (int b = threadIdx.x + THREADS; b < p.batch; b += THREADS) more += work_of(c, paged_sequence(p, b)).cost;
+    int64_t at = block_scan<WARPS_>(cost + more, scratch, &total);
     const int64_t share = (total + gridDim.x - 1) / gridDim.x;
     const int64_t begin = blockIdx.x * share, end = min(begin + share, total);
-    Split *const splits = c.splits + 2 * blockIdx.x; /* thread 0 alone writes there */
-    if (threadIdx.x == 0 && c.splits) splits[0].last = splits[1].last = -1;
+    SharedTile *const shared = c.shared + 2 * blockIdx.x; /* thread 0 alone writes there */
+    if (threadIdx.x == 0 && c.shared) shared[0].last = shared[1].last = -1;
     if (begin >= end) return;
     for (int b = threadIdx.x;; b += THREADS) { /* one round, unless there are more sequences than threads */
         if (p.batch > THREADS) {
-            slots = b < p.batch ? work_of(c, paged_sequence(p, b)).slots : 0;
-            at = carry + block_scan<WARPS_>(slots, scratch, &total);
+            cost = b < p.batch ? work_of(c, paged_sequence(p, b)).cost : 0;
+            at = carry + block_scan<WARPS_>(cost, scratch, &total);
             carry += total;
         }
-        if (at <= begin && begin < at + slots) found = b, found_slot = at;
+        if (at <= begin && begin < at + cost) found = b, found_at = at;
         if (p.batch <= THREADS || carry > begin) break;
     }
     if (threadIdx.x == 0) plan = {begin, end, share};
-    __syncthreads(); /* plan and found are written */
-    int64_t first_slot = found_slot;
+    __syncthreads();         /* plan and found are written */
+    int64_t next = found_at; /* the first chunk of sequence b */
 
-    /* sequence by sequence, item by item */
-    for (int b = found; first_slot < plan.end; ++b) {
+    /* sequence by sequence, tile by tile */
+    for (int b = found; next < plan.end; ++b) {
         const PagedSequence s = paged_sequence(p, b);
         const Work w = work_of(c, s);
-        const int64_t sequence_slot = first_slot;
-        first_slot += w.slots;
-        const int num_items = w.row_groups * c.head_sets;
-        for (int item = (int)(max(plan.begin - sequence_slot, (int64_t)0) / w.slots_of_item); item < num_items;
-             ++item) {
-            const int64_t slot = sequence_slot + item * w.slots_of_item + ITEM_UNITS; /* of its first unit */
-            const int row_group = item / c.head_sets, head_set = item - row_group * c.head_sets;
+        const int64_t first = next;
+        next += w.cost;
+        const int num_tiles = w.row_groups * c.head_sets;
+        for (int tile = (int)(max(plan.begin - first, (int64_t)0) / w.cost_of_tile); tile < num_tiles; ++tile) {
+            const int64_t own = first + tile * w.cost_of_tile + TILE_COST; /* where its chunks begin */
+            const int row_group = tile / c.head_sets, head_set = tile - row_group * c.head_sets;
             const int row0 = row_group * c.lanes, last_row = min(row0 + c.lanes, w.rows) - 1;
-            if (w.units == 0 && slot - ITEM_UNITS >= plan.begin && slot - ITEM_UNITS < plan.end)
+            if (w.chunks == 0 && own - TILE_COST >= plan.begin && own - TILE_COST < plan.end)
                 write_nothing<T, THREADS>(c, s, row0, last_row - row0 + 1, head_set);
-            if (slot >= plan.end) break;
-            const int unit0 = (int)max(plan.begin - slot, (int64_t)0),
-                      unit1 = (int)min(plan.end - slot, (int64_t)w.units);
-            if (unit0 >= unit1) continue;
-            const bool leading = slot < plan.begin, whole = !leading && slot + w.units <= plan.end;
+            if (own >= plan.end) break;
+            const int chunk0 = (int)max(plan.begin - own, (int64_t)0),
+                      chunk1 = (int)min(plan.end - own, (int64_t)w.chunks);
+            if (chunk0 >= chunk1) continue;
+            const bool leading = own < plan.begin, whole = !leading && own + w.chunks <= plan.end;
             if (!whole && threadIdx.x == 0)
-                splits[!leading] = {(int)(slot / plan.share),
-                                    (int)((slot + w.units - 1) / plan.share),
+                shared[!leading] = {(int)(own / plan.share),
+                                    (int)((own + w.chunks - 1) / plan.share),
                                     s.q0,
                                     row0,
                                     last_row - row0 + 1,
                                     head_set};
 
-            Piece x = {s, b, row0, last_row, head_set, leading, whole};
-            x.head_kv = head_set * c.head_slots + warp % c.head_slots;
+            TileShare x = {s, b, row0, last_row, head_set, leading, whole};
+            x.head_kv = head_set * c.block_heads + warp % c.block_heads;
             x.lo = s.lo(row0 / p.group), x.hi = s.hi(last_row / p.group);
             x.inner_lo = s.lo(last_row / p.group), x.inner_hi = s.hi(row0 / p.group);
-            x.first_key = (w.first_unit + unit0) * c.unit_keys + warp / c.head_slots * KEYS;
-            x.step0 = x.first_key + KEYS <= x.lo ? (x.lo - x.first_key - KEYS) / c.unit_keys + 1 : 0;
-            x.steps = min(unit1 - unit0, x.hi > x.first_key ? (x.hi - x.first_key - 1) / c.unit_keys + 1 : 0);
+            x.first_key = (w.first_chunk + chunk0) * c.chunk_keys + warp / c.block_heads * KEYS;
+            x.step0 = x.first_key + KEYS <= x.lo ? (x.lo - x.first_key - KEYS) / c.chunk_keys + 1 : 0;
+            x.steps = min(chunk1 - chunk0, x.hi > x.first_key ? (x.hi - x.first_key - 1) / c.chunk_keys + 1 : 0);
             stream.attend(c, x);
         }
     }
 }
 
-/* ---- 5. paged_combine: items that several blocks share, tokens of no sequence ------------------------------------------ */
+/* ---- 5. paged_combine: tiles that several blocks share, tokens of no sequence ------------------------------------------ */
 constexpr int COMBINE_WARPS = paged_plan::combine_warps, COMBINE_THREADS = COMBINE_WARPS * 32;
-constexpr int PARTS = paged_plan::combine_parts;
+constexpr int SPLITS = paged_plan::combine_splits;
 
-/* A block for each part: the blocks of an item's parts deal its rows out among them, so that many parts of few rows and few
- * parts of many rows both keep every warp busy. Blocks after them: a warp asks whether a token is anybody's. */
+/* A block for each split: the blocks of a tile's splits deal its rows out among them, so that many splits of a small tile and few
+ * splits of a large one both keep every warp busy. Blocks after them: a warp asks whether a token is anybody's. */
 template <class T> __global__ void __launch_bounds__(COMBINE_THREADS) paged_combine_kernel(Call c) {
     const Paged &p = c.p;
     __shared__ __align__(16) float sums_s[COMBINE_WARPS][256]; /* 256: the largest head_dim_v */
@@ -344,73 +338,61 @@ template <class T> __global__ void __launch_bounds__(COMBINE_THREADS) paged_comb
         return;
     }
 
-    /* 5.1 this block's rows of the item, mine, mine + parts, ..; its warps share out rows, and each row's parts */
-    const Split item = c.splits[blockIdx.x];
-    if (item.last < 0) return;
-    const int parts = item.last - item.first + 1, mine = (int)blockIdx.x / 2 - item.first;
-    const int lines = c.head_slots * item.rows - mine, rows = lines > 0 ? (lines + parts - 1) / parts : 0;
+    /* 5.1 this block's rows of the tile, mine, mine + splits, ..; its warps share out rows, and each row's splits */
+    const SharedTile tile = c.shared[blockIdx.x];
+    if (tile.last < 0) return;
+    const int splits = tile.last - tile.first + 1, mine = (int)blockIdx.x / 2 - tile.first;
+    const int lines = c.block_heads * tile.rows - mine, rows = lines > 0 ? (lines + splits - 1) / splits : 0;
     int warps_of_row = COMBINE_WARPS;
     while (warps_of_row > 1 && COMBINE_WARPS / warps_of_row < rows) warps_of_row /= 2;
-    const int at_once = COMBINE_WARPS / warps_of_row, pieces = p.head_dim_v / 4;
-    const int64_t part_rows = (int64_t)c.head_slots * c.lanes;
+    const int at_once = COMBINE_WARPS / warps_of_row, quads = p.head_dim_v / 4;
+    const int64_t split_rows = (int64_t)c.block_heads * c.lanes;
 
     for (int row0 = 0; row0 < rows; row0 += at_once) {
-        /* 5.2 columns to the lanes; the loads of PARTS parts at once */
-        const int line = mine + (row0 + warp / warps_of_row) * parts, head_slot = line / item.rows;
-        const int64_t lane_at = (int64_t)head_slot * c.lanes + line - head_slot * item.rows;
+        /* 5.2 columns to the lanes; the loads of SPLITS splits at once */
+        const int line = mine + (row0 + warp / warps_of_row) * splits, block_head = line / tile.rows;
+        const int64_t lane_at = (int64_t)block_head * c.lanes + line - block_head * tile.rows;
         const bool works = row0 + warp / warps_of_row < rows;
-        for (int piece = lane; works && piece - lane < pieces; piece += 32) {
+        for (int quad = lane; works && quad - lane < quads; quad += 32) {
             float4 y = make_float4(0, 0, 0, 0);
-            float peak = -INFINITY, sum = 0;
-            for (int i0 = item.first + warp % warps_of_row; i0 <= item.last; i0 += warps_of_row * PARTS) {
-                float2 stats[PARTS];
-                float4 o[PARTS];
-                float highest = peak;
+            RowSoftmax<ExpFull> all = {-INFINITY, 0};
+            for (int i0 = tile.first + warp % warps_of_row; i0 <= tile.last; i0 += warps_of_row * SPLITS) {
+                float2 stats[SPLITS];
+                float4 o[SPLITS];
+                float highest = -INFINITY;
 #pragma unroll
-                for (int u = 0; u < PARTS; ++u) {
+                for (int u = 0; u < SPLITS; ++u) {
                     const int i = i0 + u * warps_of_row;
-                    const int64_t part = (i * 2 + (i == item.first)) * part_rows + lane_at;
+                    const int64_t split = (i * 2 + (i == tile.first)) * split_rows + lane_at;
                     stats[u] = make_float2(-INFINITY, 0), o[u] = make_float4(0, 0, 0, 0);
-                    if (i <= item.last) stats[u] = c.stats[part];
-                    if (i <= item.last && piece < pieces)
-                        o[u] = *(const float4 *)(c.sums + part * p.head_dim_v + piece * 4);
+                    if (i <= tile.last) stats[u] = c.stats[split];
+                    if (i <= tile.last && quad < quads)
+                        o[u] = *(const float4 *)(c.sums + split * p.head_dim_v + quad * 4);
                 }
 #pragma unroll
-                for (int u = 0; u < PARTS; ++u) highest = fmaxf(highest, stats[u].x);
-                const float base = highest == -INFINITY ? 0.f : highest, shrink = expf(peak - base);
-                y.x *= shrink, y.y *= shrink, y.z *= shrink, y.w *= shrink, sum *= shrink, peak = highest;
+                for (int u = 0; u < SPLITS; ++u) highest = fmaxf(highest, stats[u].x);
+                const float shrink = all.raise(highest);
+                y.x *= shrink, y.y *= shrink, y.z *= shrink, y.w *= shrink, all.sum *= shrink;
 #pragma unroll
-                for (int u = 0; u < PARTS; ++u) {
-                    const float weight = expf(stats[u].x - base);
-                    sum += weight * stats[u].y;
-                    add_4(y, o[u], weight);
-                }
+                for (int u = 0; u < SPLITS; ++u) add_4(y, o[u], all.join(stats[u].x, stats[u].y));
             }
-            if (piece < pieces) *(float4 *)&sums_s[warp][piece * 4] = y;
-            if (lane == 0) stats_s[warp] = make_float2(peak, sum);
+            if (quad < quads) *(float4 *)&sums_s[warp][quad * 4] = y;
+            if (lane == 0) stats_s[warp] = make_float2(all.peak, all.sum);
         }
         __syncthreads(); /* every warp's sums are written */
 
         /* 5.3 the warps of a row become one */
         const int rows_here = min(at_once, rows - row0);
-        for (int x = threadIdx.x; x < rows_here * pieces; x += COMBINE_THREADS) {
-            const int place = x / pieces, piece = x - place * pieces, warp0 = place * warps_of_row;
-            float4 y = make_float4(0, 0, 0, 0);
-            float peak = -INFINITY, sum = 0;
-            for (int v = warp0; v < warp0 + warps_of_row; ++v) peak = fmaxf(peak, stats_s[v].x);
-            const float base = peak == -INFINITY ? 0.f : peak;
-            for (int v = warp0; v < warp0 + warps_of_row; ++v) {
-                const float weight = expf(stats_s[v].x - base);
-                sum += weight * stats_s[v].y;
-                add_4(y, *(const float4 *)&sums_s[v][piece * 4], weight);
-            }
-            const int its_line = mine + (row0 + place) * parts, slot = its_line / item.rows;
-            const int row = item.row0 + its_line - slot * item.rows, token = row / p.group;
-            const int head = (item.head_set * c.head_slots + slot) * p.group + row - token * p.group;
-            const int64_t at = (int64_t)(item.token0 + token) * p.heads_q + head;
-            const Final f = finish(p, head, peak, sum);
-            store_4<T>((T *)p.out + at * p.head_dim_v + piece * 4, y, f.factor);
-            if (piece == 0 && p.lse) ((float *)p.lse)[at] = f.lse;
+        for (int x = threadIdx.x; x < rows_here * quads; x += COMBINE_THREADS) {
+            const int place = x / quads, quad = x - place * quads, warp0 = place * warps_of_row;
+            const Merged all = merge_4<4>(stats_s + warp0, 1, &sums_s[warp0][quad * 4], 256, warps_of_row);
+            const int its_line = mine + (row0 + place) * splits, block_head = its_line / tile.rows;
+            const int row = tile.row0 + its_line - block_head * tile.rows, token = row / p.group;
+            const int head = (tile.head_set * c.block_heads + block_head) * p.group + row - token * p.group;
+            const int64_t at = (int64_t)(tile.token0 + token) * p.heads_q + head;
+            const RowResult f = finish(p, head, all.row.peak, all.row.sum);
+            store_4<T>((T *)p.out + at * p.head_dim_v + quad * 4, all.y, f.factor);
+            if (quad == 0 && p.lse) ((float *)p.lse)[at] = f.lse;
         }
         __syncthreads(); /* the sums have been read */
     }
@@ -420,34 +402,34 @@ template <class T> __global__ void __launch_bounds__(COMBINE_THREADS) paged_comb
 /* key = {head_dim, lanes, warps, blocks an SM, bytes of shared memory, rows of a sequence
  * that it takes at most (0: any)}. The grid is what fills the device: it does not depend on lengths. */
 struct Sizes {
-    int blocks, head_slots;
-    bool combines; /* blocks may share an item, or tokens may be nobody's */
-    int64_t splits_bytes, stats_bytes, sums_bytes;
+    int blocks, block_heads;
+    bool combines; /* blocks may share a tile, or tokens may be nobody's */
+    int64_t shared_bytes, stats_bytes, sums_bytes;
 };
 
 inline Sizes sizes_of(const gk_cuda_row *row, const gk_context *ctx, const gk_paged_attn_args *a) {
     Sizes z = {};
     const int64_t heads_kv = a->k_cache.shape[2];
     z.blocks = gk_gpu_of(ctx->index)->num_sms * row->key[3];
-    /* Heads side by side read whole lines of the cache together, but make few items, that is many parts of each. */
-    const int64_t few = z.blocks / paged_plan::parts, batch = a->seq_lens.shape[0];
-    z.head_slots = 1;
+    /* Heads side by side read whole lines of the cache together, but make few tiles, that is many splits of each. */
+    const int64_t few = z.blocks / paged_plan::splits, batch = a->seq_lens.shape[0];
+    z.block_heads = 1;
     for (int n = 2; n <= row->key[2] && heads_kv > 0 && heads_kv % n == 0 && batch * (heads_kv / n) >= few; n *= 2)
-        z.head_slots = n;
-    /* a table row that holds one unit makes items of one unit, which nobody shares: no second launch, no workspace */
-    const int64_t unit_keys = KEYS * (row->key[2] / z.head_slots);
-    z.combines = a->cu_seqlens_q || a->block_table.shape[1] * a->k_cache.shape[1] > unit_keys;
+        z.block_heads = n;
+    /* a row of the block table that holds one chunk makes tiles of one chunk, which nobody shares: no second launch, no workspace */
+    const int64_t chunk_keys = KEYS * (row->key[2] / z.block_heads);
+    z.combines = a->cu_seqlens_q || a->block_table.shape[1] * a->k_cache.shape[1] > chunk_keys;
     if (!z.combines) return z;
-    const int64_t rows = (int64_t)z.blocks * 2 * z.head_slots * row->key[1];
-    z.splits_bytes = z.blocks * 2 * (int64_t)sizeof(Split);
+    const int64_t rows = (int64_t)z.blocks * 2 * z.block_heads * row->key[1];
+    z.shared_bytes = z.blocks * 2 * (int64_t)sizeof(SharedTile);
     z.stats_bytes = gk_round_up(rows * 8, 64);
     z.sums_bytes = gk_round_up(rows * a->v_cache.shape[3] * 4, 64);
     return z;
 }
 
-inline bool in_pieces(const gk_tensor &t) {
-    const int64_t piece = 16 / (int64_t)gk_dtype_bytes(t.dtype);
-    return gk_numel(&t) == 0 || (t.shape[t.ndim - 1] % piece == 0 && rows_aligned(t));
+inline bool in_16_bytes(const gk_tensor &t) {
+    const int64_t each = 16 / (int64_t)gk_dtype_bytes(t.dtype);
+    return gk_numel(&t) == 0 || (t.shape[t.ndim - 1] % each == 0 && rows_aligned(t));
 }
 
 inline bool serves(const gk_cuda_row *row, const gk_context *ctx, const gk_paged_attn_args *a) {
@@ -455,7 +437,7 @@ inline bool serves(const gk_cuda_row *row, const gk_context *ctx, const gk_paged
     if (tokens * heads_q > INT32_MAX || heads_kv == 0) return false;
     if (a->q.shape[2] > row->key[0] || a->v_cache.shape[3] > row->key[0]) return false;
     if (row->key[5] && paged_seq_q(a) * (heads_q / heads_kv) > row->key[5]) return false;
-    return in_pieces(a->q) && in_pieces(a->k_cache) && in_pieces(a->v_cache) && in_pieces(a->out) &&
+    return in_16_bytes(a->q) && in_16_bytes(a->k_cache) && in_16_bytes(a->v_cache) && in_16_bytes(a->out) &&
            smem_fits(ctx, row->key[4] + 1024);
 }
 
@@ -472,12 +454,12 @@ inline bool plan(const gk_cuda_row *row, const gk_context *ctx, const void *args
     const Sizes &z = own.sizes = sizes_of(row, ctx, a);
     Call &c = own.call = {};
     c.p = paged_of(ctx, a);
-    c.head_slots = z.head_slots, c.head_sets = c.p.heads_kv / z.head_slots;
+    c.block_heads = z.block_heads, c.head_sets = c.p.heads_kv / z.block_heads;
     c.blocks = z.blocks;
-    c.lanes = row->key[1], c.unit_keys = KEYS * (row->key[2] / z.head_slots);
-    to->tile[0] = row->key[1], to->tile[1] = KEYS, to->tile[2] = c.unit_keys;
+    c.lanes = row->key[1], c.chunk_keys = KEYS * (row->key[2] / z.block_heads);
+    to->tile[0] = row->key[1], to->tile[1] = KEYS, to->tile[2] = c.chunk_keys;
     to->tasks = z.blocks, to->waves = 1;
-    to->workspace_bytes = (size_t)(z.splits_bytes + z.stats_bytes + z.sums_bytes);
+    to->workspace_bytes = (size_t)(z.shared_bytes + z.stats_bytes + z.sums_bytes);
     return true;
 }
 
@@ -488,7 +470,7 @@ gk_status run_pair(const gk_context *ctx, const void *, const gk_plan *plan, voi
     Call c = gk_own<Planned>(plan).call;
     if (z.combines) {
         char *at = (char *)workspace;
-        c.splits = (Split *)at, at += z.splits_bytes;
+        c.shared = (SharedTile *)at, at += z.shared_bytes;
         c.stats = (float2 *)at, at += z.stats_bytes;
         c.sums = (float *)at;
     }

@@ -6,10 +6,16 @@
 #include "../host/launch.cuh"
 #include "span.cuh"
 
-/* q, k, v, out, their gradients: [batch, heads, row, last], last dense; packed tensors have batch stride 0. */
+/* q, k, v, out, their gradients: [batch, heads, row, last], last dense; packed tensors have batch stride 0. A paged cache is
+ * the same: its pages are the batch, a key's place in the page the row (kv.cuh). */
 struct Rows {
     const void *data;
     int64_t batch, head, row;
+
+    /* Where a row begins, in elements: of a query or a key, dense, packed or paged. */
+    __device__ __forceinline__ int64_t at(int64_t b, int64_t h, int64_t i) const {
+        return b * batch + h * head + i * row;
+    }
 };
 
 /* lse, delta, grad_lse: [batch, heads, row]; packed [row, heads]. */

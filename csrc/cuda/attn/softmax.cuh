@@ -1,7 +1,9 @@
-/* softmax.cuh: the online softmax of rows that lie in accumulators of mma (Milakov and Gimelshein 2018, arXiv:1805.02867).
+/* softmax.cuh: the online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867), for every kernel that attends.
  *   m = max of the scores so far   l = sum of e^(s - m)   O = sum of e^(s - m) v
- * A lane holds elements of rows frag_row(lane, 0) and frag_row(lane, 2) of each 16; four lanes share a row. Scores are in
- * any unit: unit_log2 turns one into log2 units and is positive. */
+ *   RowSoftmax     one row, in the kernels for CUDA cores and over paged caches, and where partial results meet
+ *   OnlineSoftmax  rows that lie in accumulators of mma, in flash_attn_fwd_sm80
+ *   row_sum        what a row's sums come to, with the sink
+ * StaleSoftmax (stale_softmax.cuh) is Hopper's. */
 #ifndef GPUKERN_CUDA_SOFTMAX_CUH
 #define GPUKERN_CUDA_SOFTMAX_CUH
 
@@ -10,7 +12,44 @@
 #include "score.cuh"
 #include "tiles.h"
 
-/* M blocks of 16 rows: two rows of each are this lane's. peak lags behind the maximum by at most SOFTMAX_SLACK_LOG2. */
+/* ---- 1. one row ------------------------------------------------------------------------------------------- */
+/* e^x as a kernel needs it. */
+struct ExpFull { /* as the type rounds it */
+    template <class W> static __device__ __forceinline__ W of(W x) { return exp(x); }
+};
+struct ExpByTwo { /* the same size of error, in fewer instructions */
+    static __device__ __forceinline__ float of(float x) { return exp2f(x * LOG2_E); }
+};
+struct ExpApprox { /* to 2^-22: differences of scores are small where weights are not */
+    static __device__ __forceinline__ float of(float x) { return ex2_approx_ftz(x * LOG2_E); }
+};
+
+/* Natural units. The caller keeps O, and multiplies it by what raise returns. */
+template <class Exp, class W = float> struct RowSoftmax {
+    W peak, sum; /* -inf and 0: nothing seen */
+
+    __device__ __forceinline__ W base() const { return peak == W(-INFINITY) ? W(0) : peak; } /* -inf - -inf is NaN */
+    __device__ __forceinline__ W weight(W s) const { return Exp::of(s - base()); }
+
+    /* highest: of the scores that come now. Returns the factor of what was summed before them, of sum, too. */
+    __device__ __forceinline__ W raise(W highest) {
+        const W before = peak;
+        peak = lanes_max2(before, highest);
+        return Exp::of(before - base());
+    }
+
+    /* Adds the sum over other keys, whose peak is at most this one; returns the factor of their O. */
+    __device__ __forceinline__ W join(W their_peak, W their_sum) {
+        const W factor = weight(their_peak);
+        sum += factor * their_sum;
+        return factor;
+    }
+};
+
+/* ---- 2. rows in accumulators ------------------------------------------------------------------------------ */
+/* M blocks of 16 rows. A lane holds elements of rows frag_row(lane, 0) and frag_row(lane, 2) of each; four lanes share a
+ * row. Scores are in any unit: unit_log2 turns one into log2 units and is positive. peak lags behind the maximum by at most
+ * SOFTMAX_SLACK_LOG2. */
 template <int M> struct OnlineSoftmax {
     float peak[M][2], total[M][2]; /* total: this lane's share, not yet summed over the four */
 
@@ -73,6 +112,7 @@ template <int M> struct OnlineSoftmax {
     }
 };
 
+/* ---- 3. the end of a row ---------------------------------------------------------------------------------- */
 /* What a row's sums come to: O times factor is the row's result. sum 0: it saw no key and has no sink. */
 struct RowSum {
     float top, share, sum;
@@ -81,11 +121,11 @@ struct RowSum {
 };
 
 /* peak: natural units; total: the sum of e^(s - peak), 0 where the row saw no key. A sink of -inf takes no part. */
-__device__ __forceinline__ RowSum row_sum(float peak, float total, float sink) {
+template <class Exp = ExpByTwo> __device__ __forceinline__ RowSum row_sum(float peak, float total, float sink) {
     if (sink == -INFINITY) return {peak, 1.f, total};
     const float top = total == 0 ? sink : fmaxf(peak, sink);
-    const float share = total == 0 ? 0.f : exp2f((peak - top) * LOG2_E);
-    return {top, share, total * share + exp2f((sink - top) * LOG2_E)};
+    const float share = total == 0 ? 0.f : Exp::of(peak - top);
+    return {top, share, total * share + Exp::of(sink - top)};
 }
 
 struct RowResult {
@@ -96,8 +136,9 @@ __device__ __forceinline__ RowResult row_result(float peak, float total, float s
     return {x.factor(), x.lse()};
 }
 
-__device__ __forceinline__ float sink_of(const Problem &p, int head) {
-    return p.rules.sinks ? ((const float *)p.rules.sinks)[head * p.rules.sink_head] : -INFINITY;
+template <class W = float> __device__ __forceinline__ W sink_of(const Rules &rules, int head) {
+    return rules.sinks ? ((const W *)rules.sinks)[head * rules.sink_head] : W(-INFINITY);
 }
+__device__ __forceinline__ float sink_of(const Problem &p, int head) { return sink_of(p.rules, head); }
 
 #endif

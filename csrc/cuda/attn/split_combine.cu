@@ -7,7 +7,7 @@
  * Work split: a warp a row, WARPS rows a block; a lane owns pairs of columns 2 lane, 2 lane + 64, ... Bandwidth bound.
  * Not handled: float64. */
 #include "../tile/convert.cuh"
-#include "score.cuh"
+#include "softmax.cuh"
 #include "split_combine.cuh"
 
 namespace {
@@ -24,18 +24,17 @@ template <class T> __global__ void __launch_bounds__(THREADS) split_combine_kern
     const int64_t x = row / p.size_z / p.size_y;
 
     const float sink = p.sinks ? p.sinks[y * p.sink_y + z * p.sink_z] : -INFINITY;
-    float top = sink;
-    for (int s = 0; s < p.splits; ++s) top = fmaxf(top, p.lse_parts[s * p.rows + row]);
+    RowSoftmax<ExpByTwo> all = {sink, 0};
+    for (int s = 0; s < p.splits; ++s) all.peak = fmaxf(all.peak, p.lse_parts[s * p.rows + row]);
 
-    float total = sink == -INFINITY ? 0.f : exp2f((sink - top) * LOG2_E);
+    if (sink != -INFINITY) all.sum = all.weight(sink);
     float2 sum[PAIRS] = {};
-    if (top != -INFINITY) {
+    if (all.peak != -INFINITY) {
         for (int s = 0; s < p.splits; ++s) {
             const float lse = p.lse_parts[s * p.rows + row];
             if (lse == -INFINITY) continue;
-            const float weight = exp2f((lse - top) * LOG2_E);
+            const float weight = all.join(lse, 1);
             const float2 *part = (const float2 *)(p.out_parts + (s * p.rows + row) * p.head_dim_v);
-            total += weight;
 #pragma unroll
             for (int c = 0; c < PAIRS; ++c) {
                 if (2 * lane + 64 * c >= p.head_dim_v) break;
@@ -46,14 +45,14 @@ template <class T> __global__ void __launch_bounds__(THREADS) split_combine_kern
     }
 
     T *out = (T *)p.out + x * p.out_x + y * p.out_y + z * p.out_z;
-    const float factor = total == 0 ? 0.f : 1 / total;
+    const float total = all.sum, factor = total == 0 ? 0.f : 1 / total;
 #pragma unroll
     for (int c = 0; c < PAIRS; ++c) {
         const int col = 2 * lane + 64 * c;
         if (col >= p.head_dim_v) break;
         out[col] = from_acc<T>(sum[c].x * factor), out[col + 1] = from_acc<T>(sum[c].y * factor);
     }
-    if (lane == 0 && p.lse) p.lse[row] = total == 0 ? -INFINITY : top + logf(total);
+    if (lane == 0 && p.lse) p.lse[row] = total == 0 ? -INFINITY : all.peak + logf(total);
 }
 
 } // namespace

@@ -136,7 +136,7 @@ template <int HEAD_DIM, int BQ_, int BKV_, int WARPS_, int WARPS_KV_, int DQ_WAR
     static constexpr int head_dim = HEAD_DIM, bq = BQ_, bkv = BKV_, warps = WARPS_, warps_kv = WARPS_KV_,
                          dq_warps = DQ_WARPS_, blocks = BLOCKS_, stages = 2;
 };
-/* 32 keys a warp: every operand of dO and Q loaded serves two products. Few rows, so that S and dP (64 registers) fit
+/* 32 keys a warp: every operand of dO and Q loaded serves two products. A small tile, so that S and dP (64 registers) fit
  * beside dK and dV (128), and two blocks an SM, so that one multiplies while the other waits: 326 TFLOP/s at 8k,
  * against 252 with 64 rows, 16 keys a warp and one block, 280 with 32 rows and 256 keys, 262 with 64 rows and pairs of
  * warps */
@@ -154,7 +154,7 @@ typedef BwdTile<256, 32, 64, 8, 4, 2, 1> Bwd256Small;
 /* dQ alone, for calls that must repeat bit for bit: WARPS_ warps share the rows of a block. */
 template <int HEAD_DIM, int BQ_, int BKV_, int WARPS_, int BLOCKS_> struct BwdDqTile {
     static constexpr int head_dim = HEAD_DIM, bq = BQ_, bkv = BKV_, warps = WARPS_, blocks = BLOCKS_;
-    static constexpr int smem_bytes = (2 * BQ_ + 2 * 2 * BKV_) * HEAD_DIM * 2; /* Q, dO; two slots of K, V */
+    static constexpr int smem_bytes = (2 * BQ_ + 2 * 2 * BKV_) * HEAD_DIM * 2; /* Q, dO; two stages of K, V */
 };
 /* 32 rows a warp, as keys above; two blocks an SM. With dK and dV 247 TFLOP/s at 8k */
 typedef BwdDqTile<64, 128, 32, 4, 2> BwdDq64;
@@ -223,7 +223,7 @@ typedef BwdSimtTile<256, 4, 2, 1> BwdSimt256; /* 217 KiB; 16.9, 2 x 2 13.7, 4 x 
 
 /* paged */
 
-/* A slot of a warp's ring holds 16 keys of K and V: 64 x head_dim bytes. */
+/* A stage of a warp's ring holds 16 keys of K and V: 64 x head_dim bytes. */
 template <int HEAD_DIM, int LANES> struct paged_tile;
 template <> struct paged_tile<64, 8> {
     static constexpr int warps = 8, stages = 3, blocks = 2; /* 2 x 8 x 3 x 4 KiB = 192 KiB in flight an SM */
@@ -247,12 +247,12 @@ template <> struct paged_f32_tile<128> {
 };
 
 struct paged_plan {
-    static constexpr int keys = 16;         /* of a step of a warp: the m of mma m16n8k16 */
-    static constexpr int parts = 16;        /* of an item, about, before its kv heads go to blocks of their own */
-    static constexpr int item_units = 2;    /* what beginning a sequence costs, in steps of the block */
-    static constexpr int combine_warps = 8; /* of a block; each of an item's parts brings one */
-    static constexpr int combine_parts = 6; /* whose loads a warp has in flight: 8 warps x 6 are more than 1 x 8k has */
-    static constexpr int plain_warps = 4;   /* they share a row's keys; 16 blocks of 4 fill an SM at any head_dim */
+    static constexpr int keys = 16;          /* of a step of a warp: the m of mma m16n8k16 */
+    static constexpr int splits = 16;        /* of a tile, about, before its kv heads go to blocks of their own */
+    static constexpr int tile_cost = 2;      /* what beginning a sequence costs, in steps of the block */
+    static constexpr int combine_warps = 8;  /* of a block; each of a tile's splits brings one */
+    static constexpr int combine_splits = 6; /* whose loads a warp has in flight: 8 warps x 6, more than 1 x 8k has */
+    static constexpr int plain_warps = 4;    /* they share a row's keys; 16 blocks of 4 fill an SM at any head_dim */
 };
 
 struct kv_write_tile {

@@ -2,7 +2,7 @@
 //
 // A barrier is 8 bytes, aligned to 8. A phase ends when `count` arrivals have come and as many bytes as they announced;
 // the barrier then waits for the next phase, of the same count. A waiter names the parity of the phase that it waits
-// for: 0 for the first, 1 for the second, and so on in turns.
+// for: 0 for the first, 1 for the second, and so on alternately.
 #ifndef GPUKERN_PTX_MBARRIER_CUH
 #define GPUKERN_PTX_MBARRIER_CUH
 
