@@ -217,11 +217,14 @@ def _rule_of(mask_function, positions, local_size, config, kwargs) -> tuple[Rule
 
 
 def _parts(mask_function: Callable) -> dict:
-    """The functions of transformers' that a mask function is the intersection of, and the last argument of each."""
+    """The functions of transformers' that a mask function is made of, and what each was made with; or_masks among them
+    where it is not their intersection.
+    """
     made_by = mask_function.__qualname__.split(".<locals>")[0]
     held = [cell.cell_contents for cell in mask_function.__closure__ or ()]
-    if made_by == "and_masks":
-        return {name: held_by for f in held[0] for name, held_by in _parts(f).items()}
+    if made_by in ("and_masks", "or_masks"):
+        found = {name: held_by for f in held[0] for name, held_by in _parts(f).items()}
+        return found if made_by == "and_masks" else {"or_masks": None, **found}
     within = [f for f in held if callable(f)]
     found = {made_by: next((x for x in held if not callable(x)), None)}
     return found | {name: held_by for f in within for name, held_by in _parts(f).items()}
@@ -276,7 +279,8 @@ def _holds_at(rule, mask_function, batch, q_length, kv_length, q_offset, kv_offs
         if sees:
             key = key.clamp(least, last)
         there = (key >= least) & (key <= last) & (query <= last)
-        agrees = mask_function(batch_index, head_index, query, key.clamp(least, last)) == sees
+        meets = mask_function(batch_index, head_index, query, key.clamp(least, last))
+        agrees = meets if sees else ~meets
         holds = holds & (agrees | ~there).expand(batch, 1, q_length, 1).flatten(1).all(1)
     return holds
 
