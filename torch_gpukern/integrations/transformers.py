@@ -14,6 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers import masking_utils as hf
 
 from ..ops import flash_attn, flash_attn_varlen
+from .intervals import cu_seqlens
 
 __all__ = ["register"]
 
@@ -396,7 +397,7 @@ def _placed(query: Tensor, key: Tensor, value: Tensor, rule: Rule, rules: dict) 
     """Queries stand where a tensor says, as over a static cache: nothing here reads it on the host."""
     if not rule.causal:
         raise _refuse("a bidirectional sliding window over a cache", _SDPA)
-    (batch, heads, seq_q, _), seq_k = query.shape, key.shape[2]
+    seq_q, seq_k = query.shape[2], key.shape[2]
     stop = (rule.q_start + seq_q).clamp(0, seq_k)  # after the last query
     first = torch.zeros_like(stop) if rule.first is None else torch.minimum(rule.first, stop)
     if seq_q == 1:  # one query sees one interval
@@ -404,13 +405,6 @@ def _placed(query: Tensor, key: Tensor, value: Tensor, rule: Rule, rules: dict) 
             first = torch.maximum(first, stop - 1 - rule.window)
         end = stop if rule.end is None else torch.minimum(rule.end, stop)
         return flash_attn(query, key, value, kv_start=first, kv_end=end, **rules).transpose(1, 2)
-    # Three packed sequences for each: keys before its first, which meet no query, its own keys up to the last query's, which
-    # align bottom-right, and the rest. rule.end hides keys from queries after it only, and these are padding themselves.
-    base = torch.arange(batch, dtype=torch.int32, device=query.device)
-    cu_q = torch.stack([base * seq_q, base * seq_q, (base + 1) * seq_q], 1).flatten()
-    cu_k = torch.stack([base * seq_k, base * seq_k + first, base * seq_k + stop], 1).flatten()
-    cu_q, cu_k = (torch.cat([cu, last.to(torch.int32)]) for cu, last in (
-        (cu_q, (base[-1:] + 1) * seq_q),
-        (cu_k, (base[-1:] + 1) * seq_k),
-    ))  # fmt: skip
+    # rule.end hides keys from queries after it only, and these are padding themselves.
+    cu_q, cu_k = cu_seqlens(first, stop, seq_q, seq_k)
     return _packed(query, key, value, rule, (cu_q, cu_k, seq_q, seq_k), rules)
