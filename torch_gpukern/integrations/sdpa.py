@@ -16,6 +16,7 @@ that it gives to cuDNN, to its memory-efficient or its math kernel, and the infe
 nn.TransformerEncoderLayer, never come here. ``torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)`` insists.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -81,7 +82,9 @@ def _override(library: torch.library.Library, name: str, key: str, ours: Callabl
         found = ours({**defaults, **dict(zip(positional, args)), **kwargs})
         return own.call_boxed(keys, *args, **kwargs) if found is None else found
 
-    library.impl(name, kernel, key, with_keyset=True, allow_override=True)
+    with warnings.catch_warnings():  # that a kernel is overridden, which is what was asked for
+        warnings.filterwarnings("ignore", message="Warning only once for all operators")
+        library.impl(name, kernel, key, with_keyset=True, allow_override=True)
 
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -158,7 +161,7 @@ def _forward_cuda(call: dict) -> tuple | None:
     out, lse = found
     q = call["query"]
     # As PyTorch's own without dropout: no cumulative lengths, the state of a generator that nothing was drawn from.
-    state, offset = q.new_zeros(2, dtype=torch.uint64), q.new_zeros((), dtype=torch.uint64)
+    state, offset = q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64)
     return out, lse, None, None, q.shape[2], call["key"].shape[2], state, offset, q.new_empty(0)
 
 
