@@ -188,7 +188,9 @@ def test_a_key_past_the_cache_is_an_error():
 
 def test_refusals():
     q = torch.zeros(1, 4, 2, 8)
-    with pytest.raises(ValueError, match="^gpukern flash_attn_func: dropout_p is 0.1; gpukern has no dropout, pass 0.0$"):
+    with pytest.raises(
+        ValueError, match="^gpukern flash_attn_func: dropout_p is 0.1; gpukern has no dropout, pass 0.0$"
+    ):
         flash_attn_func(q, q, q, 0.1)
     with pytest.raises(ValueError, match="rotary_cos and rotary_sin are not fused"):
         flash_attn_with_kvcache(q, q, q, rotary_cos=q, rotary_sin=q)

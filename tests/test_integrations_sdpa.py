@@ -85,7 +85,9 @@ def test_other_lengths(device):
     with sdpa_kernel(FLASH), active() as ran:
         out = F.scaled_dot_product_attention(q, k, v)
     assert ran == ["_forward"]
-    assert_close_as(F.scaled_dot_product_attention(q, k, v), out, F.scaled_dot_product_attention(*(x.double() for x in (q, k, v))))
+    assert_close_as(
+        F.scaled_dot_product_attention(q, k, v), out, F.scaled_dot_product_attention(*(x.double() for x in (q, k, v)))
+    )
 
 
 def test_what_gpukern_does_not_serve_is_pytorchs_own_bit_for_bit():

@@ -14,7 +14,9 @@ transformers = pytest.importorskip("transformers")
 from torch_gpukern.integrations import transformers as gk  # noqa: E402
 
 SMALL = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_hidden_layers=2)
-WORDS = dict(vocab_size=96, intermediate_size=96, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=None)
+WORDS = dict(
+    vocab_size=96, intermediate_size=96, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=None
+)
 WINDOW = 7
 
 
@@ -55,12 +57,14 @@ FAMILIES = {
 }
 ENCODERS = {
     "bert": lambda: _family("Bert:BertModel", num_key_value_heads=None),
-    "modernbert": lambda: _family("ModernBert:ModernBertModel", layer_types=LAYERS, local_attention=8, num_key_value_heads=None),
+    "modernbert": lambda: _family(
+        "ModernBert:ModernBertModel", layer_types=LAYERS, local_attention=8, num_key_value_heads=None
+    ),
 }
 
 
 def exact(module, query, key, value, attention_mask, scaling=None, softcap=None, s_aux=None, **_):
-    """"eager" without its float32 softmax."""
+    """ "eager" without its float32 softmax."""
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     score = (query @ key.mT) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     score = score if softcap is None else softcap * torch.tanh(score / softcap)
@@ -128,7 +132,9 @@ def step(ids, mask=None, **inputs):
     def run(model):
         out = model(ids, attention_mask=mask, **inputs)[0]
         seen = out if mask is None else out[mask.bool()]
-        (seen * torch.randn(seen.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)).sum().backward()
+        (
+            seen * torch.randn(seen.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        ).sum().backward()
         grads = {}
         for name, p in model.named_parameters():  # a key's bias has no gradient but rounding: it goes with its weight
             if p.grad is not None:

@@ -59,7 +59,9 @@ def test_linear(activation):
     wrapped.forward = lambda x: ours(x)
     as_near(wrapped, theirs, randn(generator("linear"), 3, 17, 24))
     assert ours.extra_repr() == f"in_features=24, out_features=40, bias=True, activation={activation}"
-    with pytest.raises(ValueError, match="Linear: activation must be one of none, relu, gelu, gelu_tanh, silu, got 'tanh'"):
+    with pytest.raises(
+        ValueError, match="Linear: activation must be one of none, relu, gelu, gelu_tanh, silu, got 'tanh'"
+    ):
         gnn.Linear(2, 2, activation="tanh")
 
 

@@ -61,7 +61,9 @@ def flash_attn_func(
     Raises:
         ValueError: dropout, a deterministic backward that torch was not asked for, or what `torch_gpukern.flash_attn` refuses.
     """
-    rules = _rules("flash_attn_func", q, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    rules = _rules(
+        "flash_attn_func", q, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    )
     out, lse = flash_attn(
         *(x.transpose(1, 2) for x in (q, k, v)), **rules, diagonal=k.shape[1] - q.shape[1], return_lse=True
     )
@@ -180,7 +182,9 @@ def flash_attn_with_kvcache(
     if k is not None and v is not None:
         place = lengths[:, None] + torch.arange(k.shape[1], dtype=torch.int32, device=q.device)
         page, row = place // k_cache.shape[1], place % k_cache.shape[1]
-        columns = table.shape[1]  # what lies beyond them lies beyond the cache: an error, and not another sequence's key
+        columns = table.shape[
+            1
+        ]  # what lies beyond them lies beyond the cache: an error, and not another sequence's key
         page = torch.where(page < columns, table.gather(1, page.clamp(max=columns - 1).long()), k_cache.shape[0])
         slots = (page.long() * k_cache.shape[1] + row).flatten()
         kv_cache_write(k.flatten(0, 1), v.flatten(0, 1), k_cache, v_cache, slots)

@@ -114,7 +114,12 @@ class Rule(NamedTuple):
 
     @classmethod
     def from_tensor(cls, mask: Tensor) -> "Rule":
-        if not isinstance(mask, Tensor) or mask.dtype is not torch.int32 or mask.dim() != 4 or mask.shape[1] < _NO_HEADS:
+        if (
+            not isinstance(mask, Tensor)
+            or mask.dtype is not torch.int32
+            or mask.dim() != 4
+            or mask.shape[1] < _NO_HEADS
+        ):
             what = f"{tuple(mask.shape)} {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
             raise _refuse(
                 f"attention_mask is a matrix of its own ({what})",
@@ -155,7 +160,9 @@ def _mask(
     mask_function says of two such positions whether they meet. attention_mask [B, positions] bool, True for tokens.
     """
     if use_vmap:
-        raise _refuse("the mask is changed by a function of the model's or yours (or_mask_function, and_mask_function)", _SDPA)
+        raise _refuse(
+            "the mask is changed by a function of the model's or yours (or_mask_function, and_mask_function)", _SDPA
+        )
     rule, packed = _rule_of(mask_function, kv_offset + kv_length, local_size, config, kwargs)
     if packed is not None:
         return rule._replace(cu_seqlens=_cu_seqlens(packed.expand(batch_size, -1))).to_tensor(1, device)
@@ -339,7 +346,9 @@ def _attention(
         rule = Rule(causal=bool(causal), window=None if sliding_window is None else sliding_window - 1)
     if cu_seq_lens_q is not None:
         if cu_seq_lens_k is None or rule.first is not None or rule.q_start is not None:
-            raise _refuse("cu_seq_lens_q with a padding mask or a cache, or without cu_seq_lens_k", "pass one or the other")
+            raise _refuse(
+                "cu_seq_lens_q with a padding mask or a cache, or without cu_seq_lens_k", "pass one or the other"
+            )
         lengths = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
         return _packed(query, key, value, rule, lengths, rules), None
     if rule.cu_seqlens is not None:

@@ -1,6 +1,6 @@
 """Linear with a fused activation, Attention with grouped heads and a cache, MLP of the gated kind."""
 
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -63,7 +63,7 @@ class MLP(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        options = {"device": device, "dtype": dtype}
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
         self.gate_proj = Linear(hidden_size, intermediate_size, bias, activation=activation, **options)
         self.up_proj = Linear(hidden_size, intermediate_size, bias, **options)
         self.down_proj = Linear(intermediate_size, hidden_size, bias, **options)
@@ -102,12 +102,14 @@ class Attention(torch.nn.Module):
         if num_heads % self.num_kv_heads:
             raise ValueError(f"Attention: num_heads {num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}")
         if head_dim is None and hidden_size % num_heads:
-            raise ValueError(f"Attention: hidden_size {hidden_size} must be a multiple of num_heads {num_heads}, or head_dim given")
+            raise ValueError(
+                f"Attention: hidden_size {hidden_size} must be a multiple of num_heads {num_heads}, or head_dim given"
+            )
         if window is not None and window < 1:
             raise ValueError(f"Attention: window must be 1 or more, or None, got {window}")
         self.head_dim = head_dim or hidden_size // num_heads
         self.is_causal, self.window, self.softcap = is_causal, window, softcap
-        options = {"bias": bias, "device": device, "dtype": dtype}
+        options: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
         self.q_proj = Linear(hidden_size, num_heads * self.head_dim, **options)
         self.k_proj = Linear(hidden_size, self.num_kv_heads * self.head_dim, **options)
         self.v_proj = Linear(hidden_size, self.num_kv_heads * self.head_dim, **options)
@@ -147,12 +149,16 @@ class Attention(torch.nn.Module):
         if cache is None:
             bounds = {"kv_start": kv_start, "kv_end": kv_end}
             right = -1 if self.is_causal else left
-            out = flash_attn(*(t.transpose(1, 2) for t in (q, k, v)), **rules, **bounds, window_right=right).transpose(1, 2)
+            out = flash_attn(*(t.transpose(1, 2) for t in (q, k, v)), **rules, **bounds, window_right=right).transpose(
+                1, 2
+            )
         else:
             if block_table is None or seq_lens is None or slots is None:
                 raise ValueError("Attention: cache needs block_table, seq_lens and slots")
             if kv_start is not None or kv_end is not None or not self.is_causal:
-                raise ValueError("Attention: kv_start, kv_end and bidirectional attention are served without a cache alone")
+                raise ValueError(
+                    "Attention: kv_start, kv_end and bidirectional attention are served without a cache alone"
+                )
             kv_cache_write(k.flatten(0, 1), v.flatten(0, 1), *cache, slots)
             out = paged_attn(q.flatten(0, 1), *cache, block_table, seq_lens, **rules)
         return self.o_proj(out.reshape(batch, seq, -1))
