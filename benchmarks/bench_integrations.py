@@ -11,7 +11,7 @@ Where transformers is not installed, carry its wheels: with pip of the same Pyth
     pip download --no-deps --only-binary :all: -d .whl transformers==5.24.0 huggingface_hub==2.4.0 tokenizers==0.23.3 \\
         safetensors==0.8.0 regex pyyaml tqdm packaging filelock fsspec typer click rich shellingham hf-xet httpx2 httpcore2 \\
         anyio h11 idna typing-extensions truststore annotated-doc
-(45 MB in all; `--python-version 3.12 --platform manylinux2014_x86_64` for another Python), and there
+(25 MB in all; `--python-version 3.12 --platform manylinux2014_x86_64` for another Python), and there
     pip install --no-deps --no-index .whl/*.whl
 """
 
