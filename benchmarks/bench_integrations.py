@@ -269,7 +269,9 @@ def main() -> None:
     integration.register()
     bench = Bench(args.device, args.seconds)
     name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
-    print(f"{name}; torch {torch.__version__}; transformers {transformers.__version__}; {bench.dtype}; ms; ratio > 1: ours is faster")
+    print(
+        f"{name}; torch {torch.__version__}; transformers {transformers.__version__}; {bench.dtype}; ms; ratio > 1: ours is faster"
+    )
     started = time.perf_counter()
     for family in args.only:
         model = build(family, bench.size, args.device, bench.dtype)
