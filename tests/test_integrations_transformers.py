@@ -4,6 +4,7 @@ The error rule is the ops' own: the judge is "eager" in float64, and in float32 
 "eager" in float32 is. Padded positions are compared nowhere: transformers gives them values that mean nothing.
 """
 
+import contextlib
 import warnings
 
 import pytest
@@ -214,6 +215,89 @@ def test_generate(family, cache):
         found[way] = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, **options)
     assert found["gpukern"].shape == (2, 24)
     assert torch.equal(found["gpukern"], found["eager"])
+
+
+def test_autocast_and_checkpointing():
+    """Training in bfloat16 autocast, layers computed twice: as near to float64 as "eager" is."""
+    mask = padding([19, 11], 19, "left")
+    run = step(words(2, 19), mask)
+
+    def checkpointed(model):
+        model.train().gradient_checkpointing_enable()
+        with torch.autocast("cpu", torch.bfloat16, enabled=model.dtype is not torch.float64):
+            return {name: x.float() if x.dtype is torch.bfloat16 else x for name, x in run(model).items()}
+
+    assert_as_eager(FAMILIES["gemma3"], checkpointed)
+
+
+# ---- every family --------------------------------------------------------------------------------
+
+ANY = dict(
+    **{**WORDS, **SMALL, "eos_token_id": 2, "max_position_embeddings": 128, "sliding_window": WINDOW, "attention_dropout": 0.0},
+    **dict.fromkeys(("n_embd", "d_model", "word_embed_proj_dim"), 64),
+    **dict.fromkeys(("n_layer", "num_layers", "encoder_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("n_head", "num_heads", "encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim"), 96),
+    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4),
+    **{"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1},
+    **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12, "rotary_dim": 8},
+)  # fmt: skip
+
+
+def any_model(config_class, model_class):
+    """A small model of a family, or None where these numbers make none."""
+    transformers.logging.set_verbosity_error()
+    for without in ((), ("head_dim", "sliding_window"), ("num_key_value_heads",)):
+        with contextlib.suppress(Exception):
+            config = config_class(**{name: value for name, value in ANY.items() if name not in without})
+            with torch.device("meta"):
+                size = sum(p.numel() for p in model_class._from_config(config).parameters())
+            if size > 3e6:
+                return None
+            torch.manual_seed(0)
+            model = model_class._from_config(config, attn_implementation="eager").eval()
+            with torch.no_grad():
+                for p in model.parameters():
+                    if p.dim() > 1:
+                        p.normal_(0, 0.15)
+            return model
+    return None
+
+
+@pytest.mark.slow
+def test_every_causal_family():
+    """Each family of transformers gives what "eager" gives, or refuses; none is wrong."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING as families
+
+    mask = padding([19, 11], 19, "left")
+    ids, served, refused_by = words(2, 19), [], {}
+    ways = {"dynamic": {}, "static": {"cache_implementation": "static", "disable_compile": True}}
+    for config_class in list(families.keys()):
+        model = any_model(config_class, families[config_class])
+        for cache, options in ways.items() if model is not None else ():
+            found = {}
+            for way in ("eager", "gpukern"):
+                try:
+                    model.set_attn_implementation(way)
+                    if model.config._attn_implementation != way:
+                        break  # an attention of its own, which is no one's to replace
+                    found[way] = model.generate(
+                        ids, attention_mask=mask, max_new_tokens=8, do_sample=False, eos_token_id=None,
+                        output_logits=True, return_dict_in_generate=True, **options,
+                    ).logits  # fmt: skip
+                except Exception as error:
+                    if way == "eager":
+                        break
+                    refused_by[f"{config_class.__name__} {cache}"] = str(error)
+            if len(found) == 2:
+                for mine, theirs in zip(found["gpukern"], found["eager"]):
+                    assert (mine - theirs).abs().max() < 1e-4 * theirs.abs().max(), (
+                        f"{config_class.__name__}, {cache} cache"
+                    )
+                served.append(config_class.__name__)
+    assert len(set(served)) >= 100, f"{len(set(served))} families served; refused: {refused_by}"
+    for name, text in refused_by.items():
+        assert "gpukern attention: " in text or "The size of tensor" in text, f"{name}: {text}"
 
 
 # ---- compiled ------------------------------------------------------------------------------------
