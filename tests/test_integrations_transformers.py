@@ -334,6 +334,22 @@ def test_fullgraph_over_a_static_cache(family, side):
     assert_as_eager(FAMILIES[family], in_one_graph)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_generate_compiles_its_steps(family):
+    """As transformers does on CUDA: masks from outside, one graph for all steps."""
+    mask = padding([12, 5], 12, "left")
+    ids, options = words(2, 12) * mask, {"attention_mask": mask, "max_new_tokens": 10, "do_sample": False}
+    want = build(FAMILIES[family], "eager").generate(ids, **options)
+    config = transformers.CompileConfig(backend="aot_eager", fullgraph=True, mode=None)
+    config._compile_all_devices = True
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = build(FAMILIES[family], "gpukern")
+    found = model.generate(ids, **options, cache_implementation="static", compile_config=config)
+    assert torch.equal(found, want)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+
 def test_inductor():
     """The mask and one layer's attention, through the compiler's C++."""
     model = build(FAMILIES["mistral"], "gpukern", num_hidden_layers=1)
@@ -385,6 +401,11 @@ def test_refusals():
     square = torch.ones(1, 1, 8, 8).tril()
     refused(r"attention_mask is a matrix of its own \(\(1, 1, 8, 8\) torch.bool\)", attention_mask=square.bool())
     refused("attention_mask is a matrix", attention_mask=(1 - square) * torch.finfo(torch.float32).min)
+    cu = torch.tensor([0, 3, 8], dtype=torch.int32)
+    text = "cu_seq_lens_q with a padding mask, with a cache, with several rows or without"
+    refused(text, cu_seq_lens_q=cu)
+    left = torch.tensor([[0, 1, 1, 1, 1, 1, 1, 1]])
+    refused(text, attention_mask=left, cu_seq_lens_q=cu, cu_seq_lens_k=cu)
     hole = torch.tensor([[1, 1, 1, 0, 0, 1, 1, 1]])
     refused("attention_mask has padding between the tokens of sequence 0", attention_mask=hole)
 

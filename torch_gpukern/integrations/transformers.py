@@ -178,15 +178,31 @@ def _mask(
     if doubts:
         rule = rule._replace(holds=torch.stack(doubts).all(0))
     if rule.causal or rule.window is not None:
-        diagonal = q_offset - kv_offset
-        if isinstance(diagonal, Tensor):
-            rule = rule._replace(q_start=diagonal.to(torch.int32).reshape(-1).expand(batch_size))
-        elif diagonal + q_length != kv_length:
-            if diagonal == 0:
-                rule = rule._replace(top_left=True)
-            else:
-                rule = rule._replace(q_start=torch.full((batch_size,), diagonal, dtype=torch.int32, device=device))
+        rule = _stand(rule, q_offset - kv_offset, batch_size, q_length, kv_length, device)
     return rule.to_tensor(batch_size, device)
+
+
+def _stand(rule: Rule, diagonal: int | Tensor, batch: int, q_length: int, kv_length: int, device) -> Rule:
+    """The rule of queries that stand at key ``diagonal + i``."""
+    if not isinstance(diagonal, Tensor):
+        if diagonal + q_length == kv_length:
+            return rule
+        if diagonal == 0:
+            return rule._replace(top_left=True)
+        q_start = torch.full((batch,), diagonal, dtype=torch.int32, device=device)
+    else:
+        q_start = diagonal.to(torch.int32).reshape(-1).expand(batch)
+    if q_length > 1:
+        if not rule.causal:
+            raise _refuse("a bidirectional sliding window over a cache", _SDPA)
+        return rule._replace(q_start=q_start)
+    # One query sees one interval: settled here, once for all layers.
+    first = q_start.new_zeros(batch) if rule.first is None else rule.first
+    if rule.window is not None:
+        first = torch.maximum(first, q_start - rule.window)
+    end = q_start + 1 if rule.causal else q_start + 1 + rule.window
+    end = end if rule.end is None else torch.minimum(end, rule.end)
+    return Rule(causal=False, first=first, end=end, holds=rule.holds)
 
 
 def _rule_of(mask_function, positions, local_size, config, kwargs) -> tuple[Rule, Tensor | None]:
@@ -345,9 +361,10 @@ def _attention(
             raise _refuse("a sliding window of bidirectional attention without a mask that says how wide it is", _SDPA)
         rule = Rule(causal=bool(causal), window=None if sliding_window is None else sliding_window - 1)
     if cu_seq_lens_q is not None:
-        if cu_seq_lens_k is None or rule.first is not None or rule.q_start is not None:
+        if cu_seq_lens_k is None or rule.first is not None or rule.q_start is not None or query.shape[0] != 1:
             raise _refuse(
-                "cu_seq_lens_q with a padding mask or a cache, or without cu_seq_lens_k", "pass one or the other"
+                "cu_seq_lens_q with a padding mask, with a cache, with several rows or without cu_seq_lens_k",
+                "pack all sequences into one row",
             )
         lengths = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
         return _packed(query, key, value, rule, lengths, rules), None
@@ -403,17 +420,10 @@ def _packed(query: Tensor, key: Tensor, value: Tensor, rule: Rule, lengths: tupl
 
 
 def _placed(query: Tensor, key: Tensor, value: Tensor, rule: Rule, rules: dict) -> Tensor:
-    """Queries stand where a tensor says, as over a static cache: nothing here reads it on the host."""
-    if not rule.causal:
-        raise _refuse("a bidirectional sliding window over a cache", _SDPA)
+    """Several causal queries that stand where a tensor says, as over a static cache: nothing here reads it on the host."""
     seq_q, seq_k = query.shape[2], key.shape[2]
     stop = (rule.q_start + seq_q).clamp(0, seq_k)  # after the last query
     first = torch.zeros_like(stop) if rule.first is None else torch.minimum(rule.first, stop)
-    if seq_q == 1:  # one query sees one interval
-        if rule.window is not None:
-            first = torch.maximum(first, stop - 1 - rule.window)
-        end = stop if rule.end is None else torch.minimum(rule.end, stop)
-        return flash_attn(query, key, value, kv_start=first, kv_end=end, **rules).transpose(1, 2)
     # rule.end hides keys from queries after it only, and these are padding themselves.
     cu_q, cu_k = cu_seqlens(first, stop, seq_q, seq_k)
     return _packed(query, key, value, rule, (cu_q, cu_k, seq_q, seq_k), rules)
