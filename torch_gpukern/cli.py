@@ -1,12 +1,13 @@
 """The command line: what is installed, what a call would run, how fast it is here.
 
-python -m torch_gpukern info
+python -m torch_gpukern info | doctor            or gpukern info, here as below
 python -m torch_gpukern explain gemm 512 512 512 --dtype bfloat16
 python -m torch_gpukern bench flash_attn
 python -m torch_gpukern tune gemm --shapes 4096x4096x4096 512x28672x4096:NT
 """
 
 import argparse
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -18,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from . import EXPLAINED, __version__, explain, flash_attn, gemm, paged_attn
-from ._library import FILE, NAMESPACE, ops
+from . import EXPLAINED, __version__, doctor, explain, flash_attn, gemm, paged_attn
+from ._library import ops
 from .tuning import cache, timing
 from .tuning import gemm as gemm_tuner
 
@@ -69,29 +70,27 @@ def _size(least: int) -> Callable[[str], int]:
 
 
 def _info(args: argparse.Namespace) -> int:
-    try:
-        isa = ops.cpu_isa.default()
-    except RuntimeError as error:  # GPUKERN_CPU names what this machine lacks
-        isa = str(error)
-    kernels = [name for name in ops.cuda_kernels.default().split(",") if name]
+    known = doctor.facts()
+    if args.json:
+        print(json.dumps(known, indent=2))
+        return 0
+    kernels = known["cuda_kernels"]
     cuda = (
         f"{len(kernels)} kernel instances, compute capability 8.0 and later" if kernels else "no kernels in this build"
     )
-    if torch.cuda.is_available():
-        for i in range(torch.cuda.device_count()):
-            major, minor = torch.cuda.get_device_capability(i)
-            cuda += f"; cuda:{i} {torch.cuda.get_device_name(i)}, compute capability {major}.{minor}"
-    else:
+    for device in known["cuda_devices"]:
+        cuda += f"; {device['device']} {device['name']}, compute capability {device['capability']}"
+    if not known["cuda_devices"]:
         cuda += "; no device that torch can use"
     rows = [
-        ("gpukern", __version__),
-        ("library", FILE),
-        ("ops", f"torch.ops.{NAMESPACE}"),
-        ("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"),
-        ("python", sys.version.split()[0]),
-        ("cpu rows in use", isa),
-        ("cpu rows of this machine", ops.cpu_isas.default()),
-        ("threads", torch.get_num_threads()),
+        ("gpukern", known["gpukern"]),
+        ("library", known["library"]),
+        ("ops", known["ops"]),
+        ("torch", f"{known['torch']}, CUDA {known['torch_cuda'] or 'none'}"),
+        ("python", known["python"]),
+        ("cpu rows in use", known["cpu_isa"]),
+        ("cpu rows of this machine", ",".join(known["cpu_isas"])),
+        ("threads", known["threads"]),
         ("cuda", cuda),
     ]
     print(_fields(rows))
@@ -153,6 +152,14 @@ def _explained_call(args: argparse.Namespace) -> tuple[list, dict]:
 def _explain(args: argparse.Namespace) -> int:
     call, rules = _explained_call(args)
     x = explain(args.op, *call, **rules)
+    us = None
+    if args.measure:
+        op = getattr(ops, args.op).default
+        with torch.inference_mode():
+            us = timing.median_us(lambda: op(*call, **rules), torch.device(args.device))
+    if args.json:
+        print(json.dumps(x if us is None else {**x, "measured_us": us}, indent=2))
+        return 0
     names = ("MB", "NB", "KB", "MR*NR") if args.op == "gemm" else ("BQ", "BKV", "chunk", "")
     tiles = "  ".join(f"{name} {size}" for name, size in zip(names, x["tile"], strict=True) if size)
     rows = [
@@ -168,10 +175,7 @@ def _explain(args: argparse.Namespace) -> int:
     ]
     if x["bound_us"]:
         rows += [("waves", f"{x['waves']:.2f}"), ("no faster than", f"{x['bound_us']:.1f} us")]
-    if args.measure:
-        op = getattr(ops, args.op).default
-        with torch.inference_mode():
-            us = timing.median_us(lambda: op(*call, **rules), torch.device(args.device))
+    if us is not None:
         beside = f", {us / x['bound_us']:.2f} of that bound" if x["bound_us"] else ""
         rows += [("measured", f"{us:.1f} us{beside}, {x['flops'] / us / 1e3:,.1f} GFLOP/s")]
     print(_fields(rows))
@@ -401,11 +405,19 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m torch_gpukern", description=__doc__.splitlines()[0])
+    prog = "gpukern" if Path(sys.argv[0]).stem == "gpukern" else "python -m torch_gpukern"
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
+    parser.add_argument("--version", action="version", version=f"gpukern {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     info = commands.add_parser("info", help="versions, library, instruction sets, devices")
     info.set_defaults(run=_info)
     info.add_argument("--kernels", action="store_true", help="list every CUDA kernel instance")
+    info.add_argument("--json", action="store_true", help="all of it, as JSON")
+    checked = commands.add_parser(
+        "doctor", help="what works here, what is missing, what to do; 1 where something fails"
+    )
+    checked.set_defaults(run=lambda args: doctor.report(args.json))
+    checked.add_argument("--json", action="store_true")
 
     explained = commands.add_parser("explain", help="the kernel row that a call would run, its tiles, bytes and FLOPs")
     named = explained.add_subparsers(dest="op", required=True)
@@ -415,6 +427,7 @@ def _parser() -> argparse.ArgumentParser:
         p.add_argument("--dtype", choices=_DTYPES, default="float32")
         p.add_argument("--device", default="cpu")
         p.add_argument("--measure", action="store_true", help="run the call, too, and say how long it takes")
+        p.add_argument("--json", action="store_true", help="what torch_gpukern.explain returns, as JSON")
         if op == "gemm":
             for name in ("m", "n", "k"):
                 p.add_argument(name, type=_size(0), metavar=name.upper())

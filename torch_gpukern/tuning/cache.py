@@ -95,7 +95,8 @@ def use(path: Path | None = None) -> int:
     if path is None or not ops.cuda_kernels.default():
         return 0
     devices, problem = read(path)
-    tuning = sys.argv[:2] == ["-m", "tune"]  # python -m torch_gpukern tune is about to make the file
+    # python -m torch_gpukern tune, or gpukern tune, is about to make the file
+    tuning = sys.argv[1:2] == ["tune"] and (sys.argv[0] == "-m" or Path(sys.argv[0]).stem == "gpukern")
     if named and not tuning and not devices and not problem and not path.exists():
         _warn(path, "GPUKERN_TUNED names it and it does not exist", f"{TUNE} to make it, or unset GPUKERN_TUNED")
     problems = [problem] if problem else []

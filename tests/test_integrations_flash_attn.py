@@ -1,0 +1,203 @@
+"""flash-attn's three functions against its documented conventions, written out in float64."""
+
+import pytest
+import torch
+from conftest import assert_close_as, generator, randn
+
+from torch_gpukern.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+
+
+def judge(q, k, v, causal=False, window_size=(-1, -1), softmax_scale=None, softcap=0.0, alibi_slopes=None, first=0):
+    """One sequence: q [Sq, Hq, D], k [Sk, Hkv, D], v [Sk, Hkv, Dv]; (out [Sq, Hq, Dv], lse [Hq, Sq]) in q's dtype."""
+    (sq, heads, d), sk = q.shape, k.shape[0]
+    k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
+    score = torch.einsum("ihd,jhd->hij", q, k) * (d**-0.5 if softmax_scale is None else softmax_scale)
+    if softcap:
+        score = softcap * torch.tanh(score / softcap)
+    i, j = torch.arange(sq, device=q.device)[:, None] + sk - sq, torch.arange(sk, device=q.device)
+    if alibi_slopes is not None:
+        score = score - alibi_slopes[:, None, None].to(q.dtype) * (i - j).abs()
+    left, right = window_size[0], 0 if causal else window_size[1]
+    seen = j >= first
+    seen = seen & (j >= i - left) if left >= 0 else seen
+    seen = seen & (j <= i + right) if right >= 0 else seen
+    score = score.masked_fill(~seen, float("-inf"))
+    lse = torch.logsumexp(score, -1)
+    weights = torch.exp(score - lse.nan_to_num(neginf=0.0)[..., None])
+    return torch.einsum("hij,jhd->ihd", weights, v), lse
+
+
+def compare(got, dtype, run):
+    """got against run(float64), the yardstick run(dtype)."""
+    for name, g, yard, ref in zip(("out", "lse"), got, run(dtype), run(torch.float64)):
+        assert g.dtype == (torch.float32 if name == "lse" else dtype)
+        assert_close_as(yard, g, ref, name)
+
+
+RULES = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (5, 3), "softcap": 3.0},
+    "causal window": {"causal": True, "window_size": (6, 4), "softmax_scale": 0.3},
+    "left window": {"window_size": (4, -1)},
+    "alibi": {"causal": True, "alibi_slopes": True},
+}
+
+
+def rules_for(name, heads, device):
+    rules = dict(RULES[name])
+    if "alibi_slopes" in rules:
+        rules["alibi_slopes"] = torch.linspace(0.1, 0.4, heads, device=device)
+    return rules
+
+
+def stacked(parts, dim_out=0, dim_lse=1):
+    outs, lses = zip(*parts)
+    return torch.stack(outs), torch.stack(lses)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("lengths", [(9, 21), (21, 9), (17, 17)], ids=str)
+def test_func(rule, lengths, device):
+    gen, rules = generator("func"), rules_for(rule, 4, device)
+    (sq, sk), dtype = lengths, torch.float32
+    q, k, v = (randn(gen, 2, s, h, 16, device=device) for s, h in ((sq, 4), (sk, 2), (sk, 2)))
+    out, lse, probabilities = flash_attn_func(q, k, v, **rules, return_attn_probs=True)
+    assert probabilities is None and out.shape == q.shape and lse.shape == (2, 4, sq)
+    compare((out, lse), dtype, lambda t: stacked([judge(*(x[b].to(t) for x in (q, k, v)), **rules) for b in range(2)]))
+    assert torch.equal(flash_attn_func(q, k, v, **rules), out)
+
+
+def test_func_gradients(device):
+    gen = generator("gradients")
+    shapes = ((2, 9, 4, 16), (2, 14, 2, 16), (2, 14, 2, 8))
+    leaves, grad = [randn(gen, *s, device=device) for s in shapes], randn(gen, 2, 9, 4, 8, device=device)
+
+    def grads(dtype, call):
+        xs = [x.to(dtype).requires_grad_() for x in leaves]
+        return torch.autograd.grad(call(*xs), xs, grad.to(dtype))
+
+    def ours(q, k, v):
+        return flash_attn_func(q, k, v, causal=True, window_size=(7, 0), deterministic=device == "cpu")
+
+    def theirs(q, k, v):
+        return torch.stack([judge(q[b], k[b], v[b], causal=True, window_size=(7, 0))[0] for b in range(2)])
+
+    for name, got, yard, ref in zip(
+        "qkv", grads(torch.float32, ours), grads(torch.float32, theirs), grads(torch.float64, theirs)
+    ):
+        assert_close_as(yard, got, ref, f"d{name}")
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+def test_varlen(rule, paged, device):
+    gen, rules = generator("varlen"), rules_for(rule, 4, device)
+    sq, sk = [3, 0, 8, 5], [7, 4, 8, 6 if paged else 2]  # over pages a sequence has its queries' keys at least
+    cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0).int().to(device) for n in (sq, sk))
+    q, k, v = (randn(gen, n, h, 16, device=device) for n, h in ((16, 4), (sum(sk), 2), (sum(sk), 2)))
+    keys, values, extra = k, v, {}
+    if paged:
+        if rules.get("window_size", (-1, -1))[1] > 0 and not rules.get("causal"):
+            with pytest.raises(ValueError, match="flash_attn_varlen_func: window_size ends 3 keys to the right"):
+                table = torch.zeros(4, 2, dtype=torch.int32, device=device)
+                flash_attn_varlen_func(q, k[:16].view(4, 4, 2, 16), v[:16].view(4, 4, 2, 16), cu_q, cu_k, 8, 8,
+                                       **rules, block_table=table)  # fmt: skip
+            return
+        keys, values = (torch.full((8, 4, 2, 16), float("nan"), device=device) for _ in range(2))
+        table = torch.randperm(8, generator=gen).int().view(4, 2).to(device)
+        for b in range(4):
+            for j in range(sk[b]):
+                at = table[b, j // 4], j % 4
+                keys[at], values[at] = k[cu_k[b] + j], v[cu_k[b] + j]
+        extra = {"block_table": table}
+    out, lse, _ = flash_attn_varlen_func(q, keys, values, cu_q, cu_k, 8, 8, **rules, return_attn_probs=True, **extra)
+    assert out.shape == q.shape and lse.shape == (4, 16)
+
+    def run(dtype):
+        parts = []
+        for b in range(4):
+            rows, cols = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
+            parts.append(judge(q[rows].to(dtype), k[cols].to(dtype), v[cols].to(dtype), **rules))
+        return torch.cat([o for o, _ in parts]), torch.cat([x for _, x in parts], 1)
+
+    compare((out, lse), torch.float32, run)
+
+
+@pytest.mark.parametrize("layout", ["rows", "batch_idx", "leftpad", "pages"])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("seq_q", [1, 3])
+def test_with_kvcache(seq_q, rule, layout, device):
+    """New keys are written in place, at each sequence's length, and seen; rows and pages of others stay as they were."""
+    gen, rules = generator("kvcache"), rules_for(rule, 4, device)
+    if layout == "pages" and rules.get("window_size", (-1, -1))[1] > 0 and not rules.get("causal"):
+        pytest.skip("a window to the right is refused over a block_table, as test_varlen shows")
+    lengths, rows, size = [5, 0, 9], 5, 16
+    old, new = (randn(gen, 2, rows, size, 2, 16, device=device), randn(gen, 2, 3, seq_q, 2, 16, device=device))
+    q = randn(gen, 3, seq_q, 4, 16, device=device)
+    first, extra, idx = [0, 0, 0], {}, [0, 1, 2]
+    k_cache, v_cache = (x.clone() for x in old)
+    if layout == "batch_idx":
+        idx = [4, 0, 2]
+        extra["cache_batch_idx"] = torch.tensor(idx, device=device)
+    elif layout == "leftpad":
+        first = [2, 0, 9]
+        extra["cache_leftpad"] = torch.tensor(first, dtype=torch.int32, device=device)
+    elif layout == "pages":
+        table = torch.randperm(rows * 4, generator=gen).int().view(rows, 4).to(device)
+        k_cache, v_cache = (torch.empty(rows * 4, 4, 2, 16, device=device) for _ in range(2))
+        for cache, x in ((k_cache, old[0]), (v_cache, old[1])):
+            cache[table.flatten().long()] = x.view(rows * 4, 4, 2, 16)
+        extra["block_table"] = table[:3]
+    out, lse = flash_attn_with_kvcache(
+        q, k_cache, v_cache, *new, cache_seqlens=torch.tensor(lengths, dtype=torch.int32, device=device),
+        **rules, **extra, return_softmax_lse=True, num_splits=2,
+    )  # fmt: skip
+    want = old.clone()
+    for b, n in enumerate(lengths):
+        want[:, idx[b], n : n + seq_q] = new[:, b]
+    stored = [c[table.flatten().long()].view(rows, size, 2, 16) if layout == "pages" else c for c in (k_cache, v_cache)]
+    assert torch.equal(torch.stack(stored), want)
+
+    def run(dtype):
+        return stacked(
+            [
+                judge(q[b].to(dtype), *(x[idx[b], : n + seq_q].to(dtype) for x in want), **rules, first=first[b])
+                for b, n in enumerate(lengths)
+            ]
+        )
+
+    assert out.shape == q.shape and lse.shape == (3, 4, seq_q)
+    compare((out, lse), torch.float32, run)
+
+
+def test_with_kvcache_without_new_keys(device):
+    gen = generator("whole")
+    q, k, v = (randn(gen, 2, s, h, 16, device=device) for s, h in ((3, 4), (8, 2), (8, 2)))
+    for lengths, keys in ((None, 8), (6, 6)):
+        out = flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=True)
+        torch.testing.assert_close(out, flash_attn_func(q, k[:, :keys], v[:, :keys], causal=True))
+
+
+def test_a_key_past_the_cache_is_an_error():
+    q, k = torch.zeros(2, 1, 2, 8), torch.zeros(2, 4, 2, 8)
+    with pytest.raises(IndexError):
+        flash_attn_with_kvcache(q, k, k.clone(), q, q, cache_seqlens=4)
+    assert not k.any()
+
+
+def test_refusals():
+    q = torch.zeros(1, 4, 2, 8)
+    with pytest.raises(
+        ValueError, match="^gpukern flash_attn_func: dropout_p is 0.1; gpukern has no dropout, pass 0.0$"
+    ):
+        flash_attn_func(q, q, q, 0.1)
+    with pytest.raises(ValueError, match="rotary_cos and rotary_sin are not fused"):
+        flash_attn_with_kvcache(q, q, q, rotary_cos=q, rotary_sin=q)
+    with pytest.raises(ValueError, match="k and v come together"):
+        flash_attn_with_kvcache(q, q, q, k=q)
+    with pytest.raises(ValueError, match="k is given and cache_seqlens is not"):
+        flash_attn_with_kvcache(q, q, q, k=q, v=q)
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="cache_leftpad are for caches without a block_table"):
+        flash_attn_with_kvcache(q, q, q, block_table=table, cache_leftpad=table[0])

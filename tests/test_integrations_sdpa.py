@@ -1,0 +1,160 @@
+"""F.scaled_dot_product_attention with gpukern in the place of PyTorch's flash kernels."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import assert_close_as, generator, randn, run_python, same_bits
+from torch.nn.attention import (
+    SDPBackend,
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    list_flash_attention_impls,
+    restore_flash_attention_impl,
+    sdpa_kernel,
+)
+
+from torch_gpukern.integrations import sdpa
+
+FLASH = SDPBackend.FLASH_ATTENTION
+
+
+@contextlib.contextmanager
+def active(monkeypatch=None):
+    """gpukern in place; yields the names of our kernels that ran."""
+    ran, serve = [], {name: getattr(sdpa, name) for name in ("_forward", "_backward")}
+    for name, ours in serve.items():
+
+        def counted(call, name=name, ours=ours):
+            found = ours(call)
+            ran.append(name if found is not None else f"not {name}")
+            return found
+
+        setattr(sdpa, name, counted)
+    activate_flash_attention_impl("gpukern")
+    try:
+        yield ran
+    finally:
+        restore_flash_attention_impl()
+        for name, ours in serve.items():
+            setattr(sdpa, name, ours)
+
+
+def inputs(device, dtype, shape=(2, 4, 9, 16), heads_kv=None, keys=None, stored="BHSD"):
+    gen = generator("sdpa", shape, heads_kv, keys)
+    batch, heads, seq, d = shape
+    q = randn(gen, *shape)
+    k, v = (randn(gen, batch, heads_kv or heads, keys or seq, d) for _ in range(2))
+    if stored == "BSHD":
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    elif stored == "sliced":
+        q, k, v = (torch.cat([x, x], -1)[..., :d] for x in (q, k, v))
+    return [x.to(device, dtype) for x in (q, k, v)]
+
+
+def forward_backward(q, k, v, **options):
+    leaves = [x.detach().clone(memory_format=torch.preserve_format).requires_grad_() for x in (q, k, v)]
+    out = F.scaled_dot_product_attention(*leaves, **options)
+    grad = randn(generator("grad"), *out.shape).to(out.device, out.dtype)
+    return [out, *torch.autograd.grad(out, leaves, grad)]
+
+
+@pytest.mark.parametrize("stored", ["BHSD", "BSHD", "sliced"])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.4}, {"enable_gqa": True}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_forward_and_backward(dtype, options, stored, device):
+    if device == "cuda" and dtype != torch.bfloat16:
+        pytest.skip("PyTorch's CUDA flash kernel is asked for 16 bits only")
+    q, k, v = inputs(device, dtype, heads_kv=2 if "enable_gqa" in options else None, stored=stored)
+    with sdpa_kernel(FLASH):
+        plain = forward_backward(q, k, v, **options)
+        with active() as ran:
+            ours = forward_backward(q, k, v, **options)
+    assert ran == ["_forward", "_backward"]
+    with sdpa_kernel(SDPBackend.MATH):
+        yards = forward_backward(*(x.float() for x in (q, k, v)), **options) if dtype == torch.float64 else plain
+        refs = forward_backward(*(x.double() for x in (q, k, v)), **options)
+    for name, got, own, yard, ref in zip(("out", "dq", "dk", "dv"), ours, plain, yards, refs):
+        assert got.stride() == own.stride() and got.dtype == own.dtype, name
+        assert_close_as(yard, got, ref, name)
+
+
+def test_other_lengths(device):
+    q, k, v = inputs(device, torch.bfloat16, keys=21)
+    with sdpa_kernel(FLASH), active() as ran:
+        out = F.scaled_dot_product_attention(q, k, v)
+    assert ran == ["_forward"]
+    assert_close_as(
+        F.scaled_dot_product_attention(q, k, v), out, F.scaled_dot_product_attention(*(x.double() for x in (q, k, v)))
+    )
+
+
+def test_what_gpukern_does_not_serve_is_pytorchs_own_bit_for_bit():
+    q, k, v = inputs("cpu", torch.float32)
+    mask = randn(generator("mask"), 9, 9)
+    plain = forward_backward(q, k, v, attn_mask=mask)
+    with active() as ran:
+        ours = forward_backward(q, k, v, attn_mask=mask)
+    assert ran == ["not _forward", "not _backward"]
+    assert all(map(same_bits, ours, plain))
+    torch.manual_seed(0)
+    plain = F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+    with active():
+        torch.manual_seed(0)
+        assert same_bits(F.scaled_dot_product_attention(q, k, v, dropout_p=0.5), plain)
+
+
+def test_restores_cleanly():
+    q, k, v = inputs("cpu", torch.float32, shape=(1, 4, 300, 64))
+    plain = forward_backward(q, k, v, is_causal=True)
+    assert "gpukern" in list_flash_attention_impls() and current_flash_attention_impl() is None
+    for _ in range(2):
+        with active() as ran:
+            assert current_flash_attention_impl() == "gpukern"
+            forward_backward(q, k, v, is_causal=True)
+            assert len(ran) == 2
+        assert current_flash_attention_impl() is None
+        assert all(map(same_bits, forward_backward(q, k, v, is_causal=True), plain))
+        assert len(ran) == 2
+
+
+def test_compiled():
+    q, k, v = inputs("cpu", torch.float32, heads_kv=2, stored="BSHD")
+    want = forward_backward(q, k, v, is_causal=True, enable_gqa=True)
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True)
+    def call(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True) + 1
+
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    with active() as ran:
+        out = call(*leaves)
+        grads = torch.autograd.grad(out, leaves, randn(generator("grad"), *out.shape))
+    assert ran == ["_forward", "_backward"]
+    for got, ref in zip((out - 1, *grads), want):
+        torch.testing.assert_close(got, ref)
+
+
+def test_modules():
+    """nn.MultiheadAttention in training; in evaluation its own fast path serves, ours or not."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    x = randn(generator("layer"), 2, 7, 32)
+    plain = layer(x)
+    with active() as ran:
+        ours = layer(x)
+        ours.sum().backward()
+        assert ran == ["_forward", "_backward"]
+        layer.eval()(x)
+    torch.testing.assert_close(ours, plain)
+
+
+def test_active_at_exit():
+    run_python("""
+        import torch, torch.nn.functional as F, torch_gpukern.integrations.sdpa
+        torch.nn.attention.activate_flash_attention_impl("gpukern")
+        q = torch.randn(1, 2, 8, 16, requires_grad=True)
+        F.scaled_dot_product_attention(q, q, q).sum().backward()
+    """)

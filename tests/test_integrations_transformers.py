@@ -1,0 +1,478 @@
+"""transformers with attn_implementation="gpukern" against "eager": tiny models with random weights.
+
+The error rule is the ops' own: the judge is "eager" in float64, and in float32 ours may be at most twice as far from it as
+"eager" in float32 is. Padded positions are compared nowhere: transformers gives them values that mean nothing.
+"""
+
+import contextlib
+import warnings
+
+import pytest
+import torch
+from conftest import assert_close_as
+
+transformers = pytest.importorskip("transformers")
+from torch_gpukern.integrations import transformers as gk  # noqa: E402
+
+# `cache` took the place of past_key_values in 5.2x; older releases know the old name alone.
+pytestmark = pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
+
+SMALL = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_hidden_layers=2)
+WORDS = dict(
+    vocab_size=96, intermediate_size=96, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=None
+)
+WINDOW = 7
+
+
+def _family(name, **changes):
+    config = {**SMALL, **WORDS, **changes}
+    config_name, _, model_name = name.partition(":")
+    model_name = model_name or f"{config_name}ForCausalLM"
+    return getattr(transformers, f"{config_name}Config")(**config), getattr(transformers, model_name)
+
+
+LAYERS = ["sliding_attention", "full_attention"]
+FAMILIES = {
+    "llama": lambda: _family("Llama"),
+    "mistral": lambda: _family("Mistral", sliding_window=WINDOW),
+    "gemma2": lambda: _family("Gemma2", sliding_window=WINDOW, layer_types=LAYERS, attn_logit_softcapping=2.0),
+    "gemma3": lambda: _family("Gemma3Text:Gemma3ForCausalLM", sliding_window=WINDOW, layer_types=LAYERS),
+    "qwen3": lambda: _family("Qwen3"),
+    "gpt_oss": lambda: _family(
+        "GptOss", sliding_window=WINDOW, layer_types=LAYERS, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "mixtral": lambda: _family("Mixtral", num_local_experts=4, num_experts_per_tok=2),
+    "deepseek_v3": lambda: _family(
+        "DeepseekV3",
+        head_dim=8,
+        num_key_value_heads=4,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=12,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        moe_intermediate_size=32,
+        first_k_dense_replace=1,
+    ),
+}
+ENCODERS = {
+    "bert": lambda: _family("Bert:BertModel", num_key_value_heads=None),
+    "modernbert": lambda: _family(
+        "ModernBert:ModernBertModel", layer_types=LAYERS, local_attention=8, num_key_value_heads=None
+    ),
+}
+
+
+def exact(module, query, key, value, attention_mask, scaling=None, softcap=None, s_aux=None, **_):
+    """ "eager" without its float32 softmax."""
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    score = (query @ key.mT) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    score = score if softcap is None else softcap * torch.tanh(score / softcap)
+    score = score if attention_mask is None else score + attention_mask
+    if s_aux is not None:
+        score = torch.cat([score, s_aux[None, :, None, None].expand(*score.shape[:3], 1)], -1)
+    weights = torch.softmax(score, -1)[..., : key.shape[2]]
+    return (weights @ value).transpose(1, 2), None
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _registered():
+    gk.register()
+    transformers.AttentionInterface.register("exact", exact)
+    transformers.AttentionMaskInterface.register("exact", gk.hf.eager_mask)
+
+
+def build(make, implementation, dtype=torch.float32, seed=0, **changes):
+    """A model with weights that depend on the seed alone, large enough that attention is far from uniform."""
+    config, cls = make()
+    for name, value in changes.items():
+        setattr(config, name, value)
+    torch.manual_seed(seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = cls._from_config(config, attn_implementation="eager", experts_implementation="eager").to(dtype)
+    gen = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            values = torch.randn(p.shape, generator=gen, dtype=torch.float64)
+            if "sinks" in name or p.dim() > 1:
+                p.copy_(values * (1.0 if "sinks" in name else 0.15))
+    model.set_attn_implementation(implementation)
+    return model.eval()
+
+
+def words(batch, length, seed=0):
+    return torch.randint(3, WORDS["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def padding(lengths, total, side):
+    place = torch.arange(total).expand(len(lengths), -1)
+    n = torch.tensor(lengths)[:, None]
+    return (place < n if side == "right" else place >= total - n).long()
+
+
+def assert_as_eager(make, run, **changes):
+    """run(model) gives a dict of tensors; ours against eager's, by the rule of twice its own error."""
+    ways = (("exact", torch.float64), ("eager", torch.float32), ("gpukern", torch.float32))
+    want, yard, got = (run(build(make, way, dtype, **changes)) for way, dtype in ways)
+    assert want.keys() == yard.keys() == got.keys()
+    for name, ref in want.items():
+        if ref.is_floating_point():
+            assert_close_as(yard[name], got[name], ref.double(), name)
+        else:
+            assert torch.equal(ref, got[name]), name
+
+
+# ---- a whole sequence at once --------------------------------------------------------------------
+
+
+def step(ids, mask=None, **inputs):
+    """Logits (or hidden states) of the tokens and the gradients of all weights."""
+
+    def run(model):
+        out = model(ids, attention_mask=mask, **inputs)[0]
+        seen = out if mask is None else out[mask.bool()]
+        (
+            seen * torch.randn(seen.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        ).sum().backward()
+        grads = {}
+        for name, p in model.named_parameters():  # a key's bias has no gradient but rounding: it goes with its weight
+            if p.grad is not None:
+                grads.setdefault(name.rpartition(".")[0], []).append(p.grad.flatten())
+        return {"out": seen.detach(), **{name: torch.cat(g) for name, g in grads.items()}}
+
+    return run
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+@pytest.mark.parametrize("family", [*FAMILIES, *ENCODERS])
+def test_forward_and_gradients(family, side):
+    make = {**FAMILIES, **ENCODERS}[family]
+    mask = None if side == "none" else padding([19, 11], 19, side)
+    assert_as_eager(make, step(words(2, 19), mask))
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize("how", ["position_ids", "cu_seq_lens"])
+def test_packed_sequences(family, how):
+    """Two rows of several sequences, or with cu_seq_lens one row. (GPT-OSS asks for no packed mask, whatever serves it.)"""
+    lengths = [[9, 1, 12], [4, 18]] if how == "position_ids" else [[9, 1, 12]]
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    ids = words(len(lengths), 22)
+    inputs = {"position_ids": positions}
+    if how == "cu_seq_lens":
+        cu = torch.tensor([0, 9, 10, 22], dtype=torch.int32)
+        inputs |= {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 12, "max_length_k": 12}
+    assert_as_eager(FAMILIES[family], step(ids, use_cache=False, **inputs))
+
+
+# ---- over a cache --------------------------------------------------------------------------------
+
+
+def turns(ids, mask, cuts, cache):
+    """Logits of the tokens, the sequence given in parts over a cache: prefill in chunks, later turns, single steps."""
+
+    def run(model):
+        options = {"config": model.config}
+        if cache == "static":
+            state = transformers.StaticCache(**options, max_cache_len=ids.shape[1] + 5)
+        else:
+            state = transformers.DynamicCache(**options)
+        found, at = {}, 0
+        with torch.no_grad():
+            for end in cuts:
+                seen = None if mask is None else mask[:, :end]
+                positions = torch.arange(at, end)[None] if mask is None else (seen.cumsum(1) - 1).clamp(0)[:, at:end]
+                out = model(ids[:, at:end], attention_mask=seen, past_key_values=state, position_ids=positions)[0]
+                found[f"{at}:{end}"] = out.flatten(0, 1) if mask is None else out[mask[:, at:end].bool()]
+                at = end
+        return found
+
+    return run
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_turns_over_a_cache(family, cache, side):
+    """A prefill, chunks shorter and longer than the window, and steps of one token."""
+    mask = None if side == "none" else padding([26, 13], 26, side)
+    cuts = (5, 9, 20, 21, 22, 24, 26)
+    assert_as_eager(FAMILIES[family], turns(words(2, 26), mask, cuts, cache))
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generate(family, cache):
+    """The same greedy tokens, for a batch that is padded on the left."""
+    mask = padding([12, 5], 12, "left")
+    ids = words(2, 12) * mask
+    found = {}
+    for way in ("eager", "gpukern"):
+        model = build(FAMILIES[family], way)
+        options = {"cache_implementation": "static", "disable_compile": True} if cache == "static" else {}
+        found[way] = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, **options)
+    assert found["gpukern"].shape == (2, 24)
+    assert torch.equal(found["gpukern"], found["eager"])
+
+
+def test_autocast_and_checkpointing():
+    """Training in bfloat16 autocast, layers computed twice: as near to float64 as "eager" is."""
+    mask = padding([19, 11], 19, "left")
+    run = step(words(2, 19), mask)
+
+    def checkpointed(model):
+        model.train().gradient_checkpointing_enable()
+        with torch.autocast("cpu", torch.bfloat16, enabled=model.dtype is not torch.float64):
+            return {name: x.float() if x.dtype is torch.bfloat16 else x for name, x in run(model).items()}
+
+    assert_as_eager(FAMILIES["gemma3"], checkpointed)
+
+
+# ---- every family --------------------------------------------------------------------------------
+
+ANY = dict(
+    **{**WORDS, **SMALL, "eos_token_id": 2, "max_position_embeddings": 128, "sliding_window": WINDOW, "attention_dropout": 0.0},
+    **dict.fromkeys(("n_embd", "d_model", "word_embed_proj_dim"), 64),
+    **dict.fromkeys(("n_layer", "num_layers", "encoder_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("n_head", "num_heads", "encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim"), 96),
+    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4),
+    **{"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1},
+    **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12, "rotary_dim": 8},
+)  # fmt: skip
+
+
+def any_model(config_class, model_class):
+    """A small model of a family, or None where these numbers make none."""
+    transformers.logging.set_verbosity_error()
+    for without in ((), ("head_dim", "sliding_window"), ("num_key_value_heads",)):
+        with contextlib.suppress(Exception):
+            config = config_class(**{name: value for name, value in ANY.items() if name not in without})
+            with torch.device("meta"):
+                size = sum(p.numel() for p in model_class._from_config(config).parameters())
+            if size > 3e6:
+                return None
+            torch.manual_seed(0)
+            model = model_class._from_config(config, attn_implementation="eager").eval()
+            with torch.no_grad():
+                for p in model.parameters():
+                    if p.dim() > 1:
+                        p.normal_(0, 0.15)
+            return model
+    return None
+
+
+@pytest.mark.slow
+def test_every_causal_family():
+    """Each family of transformers gives what "eager" gives, or refuses; none is wrong."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING as families
+
+    mask = padding([19, 11], 19, "left")
+    ids, served, refused_by = words(2, 19), [], {}
+    ways = {"dynamic": {}, "static": {"cache_implementation": "static", "disable_compile": True}}
+    for config_class in list(families.keys()):
+        model = any_model(config_class, families[config_class])
+        for cache, options in ways.items() if model is not None else ():
+            found = {}
+            for way in ("eager", "gpukern"):
+                try:
+                    model.set_attn_implementation(way)
+                    if model.config._attn_implementation != way:
+                        break  # an attention of its own, which is no one's to replace
+                    found[way] = model.generate(
+                        ids, attention_mask=mask, max_new_tokens=8, do_sample=False, eos_token_id=None,
+                        output_logits=True, return_dict_in_generate=True, **options,
+                    ).logits  # fmt: skip
+                except Exception as error:
+                    if way == "eager":
+                        break
+                    refused_by[f"{config_class.__name__} {cache}"] = str(error)
+            if len(found) == 2:
+                for mine, theirs in zip(found["gpukern"], found["eager"]):
+                    assert (mine - theirs).abs().max() < 1e-4 * theirs.abs().max(), (
+                        f"{config_class.__name__}, {cache} cache"
+                    )
+                served.append(config_class.__name__)
+    assert len(set(served)) >= 100, f"{len(set(served))} families served; refused: {refused_by}"
+    for name, text in refused_by.items():
+        assert "gpukern attention: " in text or "The size of tensor" in text, f"{name}: {text}"
+
+
+# ---- compiled ------------------------------------------------------------------------------------
+
+
+def compiled(model):
+    torch._dynamo.reset()
+    return torch.compile(model, fullgraph=True, backend="aot_eager")
+
+
+@pytest.mark.parametrize("family, padded", [("llama", False), ("gemma2", True), ("modernbert", True)])
+def test_fullgraph_training(family, padded):
+    mask = padding([19, 11], 19, "left") if padded else None
+    run = step(words(2, 19), mask)
+    make = {**FAMILIES, **ENCODERS}[family]
+
+    def in_one_graph(model):
+        model.forward = compiled(model.forward) if model.config._attn_implementation == "gpukern" else model.forward
+        return run(model)
+
+    assert_as_eager(make, in_one_graph)
+
+
+@pytest.mark.parametrize("family, side", [("llama", "none"), ("gemma3", "left")])
+def test_fullgraph_over_a_static_cache(family, side):
+    """Prefill, a chunk and steps: the steps of a full cache share a graph."""
+    mask = None if side == "none" else padding([12, 5], 12, side)
+    run = turns(words(2, 12), mask, (6, 10, 11, 12), "static")
+
+    def in_one_graph(model):
+        model.forward = compiled(model.forward) if model.config._attn_implementation == "gpukern" else model.forward
+        return run(model)
+
+    assert_as_eager(FAMILIES[family], in_one_graph)
+
+
+def test_one_graph_for_all_lengths():
+    model, plain = (build(FAMILIES["gemma3"], way) for way in ("gpukern", "eager"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    call = torch.compile(model.forward, fullgraph=True, backend="aot_eager", dynamic=True)
+    for length in (19, 12):
+        mask, ids = padding([length, length - 5], length, "left"), words(2, length)
+        with torch.no_grad():
+            got, want = (f(ids, attention_mask=mask, use_cache=False)[0][mask.bool()] for f in (call, plain))
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_generate_compiles_its_steps(family):
+    """As transformers does on CUDA: masks from outside, one graph for all steps."""
+    mask = padding([12, 5], 12, "left")
+    ids, options = words(2, 12) * mask, {"attention_mask": mask, "max_new_tokens": 10, "do_sample": False}
+    want = build(FAMILIES[family], "eager").generate(ids, **options)
+    config = transformers.CompileConfig(backend="aot_eager", fullgraph=True, mode=None)
+    config._compile_all_devices = True
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = build(FAMILIES[family], "gpukern")
+    found = model.generate(ids, **options, cache_implementation="static", compile_config=config)
+    assert torch.equal(found, want)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+
+def test_inductor():
+    """The mask and one layer's attention, through the compiler's C++."""
+    model = build(FAMILIES["mistral"], "gpukern", num_hidden_layers=1)
+    embeds, tokens = torch.randn(2, 9, 64), padding([9, 5], 9, "left").bool()
+    q, k, v = (torch.randn(2, h, 9, 16) for h in (4, 2, 2))
+
+    def attend(q, k, v, embeds, tokens):
+        mask = gk.hf.create_sliding_window_causal_mask(model.config, embeds, tokens, None, torch.arange(9)[None])
+        return gk._attention(model.model.layers[0].self_attn, q, k, v, mask)[0]
+
+    out = torch.compile(attend, fullgraph=True)(q, k, v, embeds, tokens)
+    torch.testing.assert_close(out, attend(q, k, v, embeds, tokens))
+
+
+def test_compiled_packing_is_refused_when_it_runs():
+    model = build(FAMILIES["mistral"], "gpukern")
+    positions = torch.cat([torch.arange(9), torch.arange(13)])[None]
+    call = compiled(model.forward)
+    ids = words(1, 22)
+    call(ids, position_ids=torch.arange(22)[None], use_cache=False)
+    with pytest.raises(RuntimeError, match="pass cu_seq_lens_q for packed sequences"):
+        call(ids, position_ids=positions, use_cache=False)
+    cu = torch.tensor([0, 9, 22], dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 13, "max_length_k": 13}
+    out = call(ids, position_ids=positions, use_cache=False, **lengths)[0]
+    plain = model(ids, position_ids=positions, use_cache=False)[0]
+    torch.testing.assert_close(out, plain)
+
+
+def test_compiled_holes_are_refused_when_it_runs():
+    call = compiled(build(FAMILIES["llama"], "gpukern").forward)
+    with pytest.raises(RuntimeError, match="padding stand before or after the tokens"):
+        call(words(1, 6), attention_mask=torch.tensor([[1, 1, 0, 0, 1, 1]]), use_cache=False)
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+def refused(text, family="llama", length=8, changes=None, training=False, **inputs):
+    model = build(FAMILIES[family], "gpukern", **(changes or {})).train(training)
+    with pytest.raises(ValueError, match=f"^gpukern attention: {text}") as error:
+        model(words(1, length), use_cache=False, **inputs)
+    assert "; " in str(error.value), "the message says what to use instead"
+
+
+def test_refusals():
+    refused("dropout is 0.1", changes={"attention_dropout": 0.1}, training=True)
+    refused("output_attentions", output_attentions=True)
+    square = torch.ones(1, 1, 8, 8).tril()
+    refused(r"attention_mask is a matrix of its own \(\(1, 1, 8, 8\) torch.bool\)", attention_mask=square.bool())
+    refused("attention_mask is a matrix", attention_mask=(1 - square) * torch.finfo(torch.float32).min)
+    cu = torch.tensor([0, 3, 8], dtype=torch.int32)
+    text = "cu_seq_lens_q with a padding mask, with a cache, with several rows or without"
+    refused(text, cu_seq_lens_q=cu)
+    left = torch.tensor([[0, 1, 1, 1, 1, 1, 1, 1]])
+    refused(text, attention_mask=left, cu_seq_lens_q=cu, cu_seq_lens_k=cu)
+    hole = torch.tensor([[1, 1, 1, 0, 0, 1, 1, 1]])
+    refused("attention_mask has padding between the tokens of sequence 0", attention_mask=hole)
+
+
+def mask_of(config, length=8, **inputs):
+    return gk.hf.create_causal_mask(config, torch.zeros(1, length, 4), None, None, **inputs)
+
+
+def test_masks_that_are_not_a_rule():
+    model = build(FAMILIES["llama"], "gpukern")
+    whole = lambda b, h, q, k: q >= 0  # noqa: E731
+    with pytest.raises(ValueError, match="changed by a function of the model's or yours"):
+        mask_of(model.config, or_mask_function=whole)
+    blocks = torch.tensor([[-1, -1, 0, 0, 0, -1, -1, -1]])
+    with pytest.raises(ValueError, match="a mask made of blockwise_overlay, causal_mask_function, or_masks"):
+        mask_of(model.config, block_sequence_ids=blocks)
+    config = model.config
+    config.attention_chunk_size = 8
+    chunked = gk.hf.create_chunked_causal_mask
+    assert gk.Rule.from_tensor(chunked(config, torch.zeros(1, 8, 4), None, None)) == gk.Rule(causal=True)
+    with pytest.raises(ValueError, match="chunked attention, in chunks of 8, over 9 positions"):
+        chunked(config, torch.zeros(1, 9, 4), None, None)
+
+
+@pytest.mark.parametrize("kind", ["blocks", "chunks"])
+def test_compiled_masks_that_are_not_a_rule(kind):
+    """Compiled code cannot see what a mask is made of; both ends of each row tell."""
+    config = build(FAMILIES["llama"], "gpukern").config
+    config.attention_chunk_size = 4
+    blocks = torch.tensor([[-1, -1, 0, 0, 0, -1, -1, -1]])
+    embeds, positions = torch.zeros(1, 8, 4), torch.arange(8)[None]
+
+    @compiled
+    def rule():
+        if kind == "blocks":
+            mask = gk.hf.create_causal_mask(config, embeds, None, None, positions, block_sequence_ids=blocks)
+        else:
+            mask = gk.hf.create_chunked_causal_mask(config, embeds, None, None, positions)
+        return gk.Rule.from_tensor(mask).holds
+
+    assert rule().tolist() == [0]
+
+
+def test_a_rule_is_no_bias():
+    """A model that adds the mask to scores of its own must fail, not compute."""
+    rule = gk.Rule(causal=True).to_tensor(1, "cpu")
+    for heads, queries, keys in ((1, 1, 1), (8, 2, 1), (4, 1, 9), (256, 2, 2)):
+        with pytest.raises(RuntimeError, match="must match the size"):
+            torch.zeros(1, heads, queries, keys) + rule if heads > 1 else torch.zeros(1, 2, queries, keys) + rule
+
+
+def test_register_takes_no_flash_name():
+    with pytest.raises(ValueError, match="name is 'gpukern_flash'"):
+        gk.register("gpukern_flash")

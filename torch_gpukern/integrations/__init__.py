@@ -1,0 +1,6 @@
+"""gpukern inside other libraries. Each module is imported by name and needs its library alone:
+
+- `transformers`: ``attn_implementation="gpukern"``
+- `flash_attn`: the functions of the flash-attn package
+- `sdpa`: ``F.scaled_dot_product_attention``
+"""

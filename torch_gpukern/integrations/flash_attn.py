@@ -1,0 +1,214 @@
+"""The functions of the flash-attn package (2.8), by its signatures and conventions, on gpukern.
+
+::
+
+    from torch_gpukern.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+
+Heads stand after the sequence, [batch, seq, heads, head_dim]; causal, windows and ALiBi count from the bottom right, so that the
+last query stands at the last key. Beyond the package: CPU, float32 and float64, every head_dim that gpukern serves, v with a
+head_dim of its own. Other than it: lse of a query that sees no key is -inf, not inf, and dropout, rotary embeddings and
+deterministic backwards by argument are refused by name.
+"""
+
+import torch
+from torch import Tensor
+
+from ..ops import flash_attn, flash_attn_varlen, kv_cache_write, paged_attn
+from .intervals import cu_seqlens as _cu_seqlens_of
+
+__all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
+
+_Window = tuple[int, int]
+
+
+def _refuse(function: str, text: str) -> None:
+    raise ValueError(f"gpukern {function}: {text}")
+
+
+def _rules(function, q, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic) -> dict:
+    if dropout_p:
+        _refuse(function, f"dropout_p is {dropout_p}; gpukern has no dropout, pass 0.0")
+    if deterministic and q.is_cuda and q.requires_grad and not torch.are_deterministic_algorithms_enabled():
+        _refuse(function, "deterministic is True; call torch.use_deterministic_algorithms(True), which gpukern obeys")
+    left, right = window_size
+    return {
+        "is_causal": causal,
+        "scale": softmax_scale,
+        "window_left": left,
+        "window_right": -1 if causal else right,
+        "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+    }
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: _Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Tensor | tuple[Tensor, Tensor, None]:
+    """q [B, Sq, Hq, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv]; returns [B, Sq, Hq, Dv], differentiable.
+
+    return_attn_probs returns (out, lse [B, Hq, Sq], None): the package, too, has probabilities under dropout alone.
+
+    Raises:
+        ValueError: dropout, a deterministic backward that torch was not asked for, or what `torch_gpukern.flash_attn` refuses.
+    """
+    rules = _rules(
+        "flash_attn_func", q, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    )
+    out, lse = flash_attn(
+        *(x.transpose(1, 2) for x in (q, k, v)), **rules, diagonal=k.shape[1] - q.shape[1], return_lse=True
+    )
+    out = out.transpose(1, 2)
+    return (out, lse, None) if return_attn_probs else out
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: _Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor, None]:
+    """q [Tq, Hq, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv]; returns [Tq, Hq, Dv], differentiable.
+
+    With block_table [B, max_blocks] int32, k and v are caches [num_blocks, block_size, Hkv, D] of cu_seqlens_k's lengths, none
+    shorter than its queries, and there is no gradient. return_attn_probs returns (out, lse [Hq, Tq], None).
+
+    Raises:
+        ValueError: as `flash_attn_func`; a window to the right over a block_table.
+    """
+    name = "flash_attn_varlen_func"
+    rules = _rules(name, q, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    if block_table is None:
+        out, lse = flash_attn_varlen(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **rules, return_lse=True
+        )
+    else:
+        lengths = cu_seqlens_k.diff()
+        out, lse = paged_attn(
+            q, k, v, block_table, lengths, cu_seqlens_q, max_seqlen_q, **_paged_rules(name, rules), return_lse=True
+        )
+    return (out, lse.mT, None) if return_attn_probs else out
+
+
+def _paged_rules(name: str, rules: dict) -> dict:
+    rules = dict(rules)
+    right = rules.pop("window_right")
+    if right > 0:
+        _refuse(name, f"window_size ends {right} keys to the right, over a block_table; only -1 and 0 are served there")
+    return {**rules, "is_causal": rules["is_causal"] or right == 0}
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: _Window = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """q [B, Sq, Hq, D] over a cache that k and v [B, Snew, Hkv, D] are first written into, in place, at cache_seqlens.
+
+    Args:
+        k_cache, v_cache: [rows, S, Hkv, D], a row a sequence, or with block_table [B, max_blocks] int32 pages
+            [num_blocks, block_size, Hkv, D].
+        cache_seqlens: keys of each sequence before k is written, an int or [B] int32; None is S.
+        cache_batch_idx: [B], the row of each sequence; None is 0 to B - 1.
+        cache_leftpad: [B] int32: sequence b sees keys from here on; not with block_table.
+        rotary_interleaved: read with rotary_cos alone, which is refused.
+        num_splits: a hint that changes nothing but time: gpukern splits long contexts by itself.
+
+    Returns:
+        [B, Sq, Hq, Dv], with return_softmax_lse also lse [B, Hq, Sq]. No gradients.
+
+    Raises:
+        ValueError: rotary embeddings, k without cache_seqlens, and what the ops refuse.
+    """
+    name = "flash_attn_with_kvcache"
+    if rotary_cos is not None or rotary_sin is not None:
+        _refuse(name, "rotary_cos and rotary_sin are not fused; rotate q and k before the call")
+    if (k is None) != (v is None):
+        _refuse(name, "k and v come together")
+    if block_table is not None and (cache_batch_idx is not None or cache_leftpad is not None):
+        _refuse(name, "cache_batch_idx and cache_leftpad are for caches without a block_table")
+    batch, seq_q = q.shape[:2]
+    rules = _rules(name, q, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False)
+    if block_table is not None:
+        table = block_table
+    elif cache_batch_idx is not None:
+        table = cache_batch_idx.to(torch.int32)[:, None]
+    else:
+        table = torch.arange(batch, dtype=torch.int32, device=q.device)[:, None]
+    if cache_seqlens is None:
+        if k is not None:
+            _refuse(name, "k is given and cache_seqlens is not: where would it be written?")
+        cache_seqlens = k_cache.shape[1] * table.shape[1]
+    if isinstance(cache_seqlens, int):
+        cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
+    lengths = cache_seqlens.to(torch.int32)
+    if k is not None and v is not None:
+        place = lengths[:, None] + torch.arange(k.shape[1], dtype=torch.int32, device=q.device)
+        page, row = place // k_cache.shape[1], place % k_cache.shape[1]
+        columns = table.shape[
+            1
+        ]  # what lies beyond them lies beyond the cache: an error, and not another sequence's key
+        page = torch.where(page < columns, table.gather(1, page.clamp(max=columns - 1).long()), k_cache.shape[0])
+        slots = (page.long() * k_cache.shape[1] + row).flatten()
+        kv_cache_write(k.flatten(0, 1), v.flatten(0, 1), k_cache, v_cache, slots)
+        lengths = lengths + k.shape[1]
+    if block_table is None and (cache_leftpad is not None or rules["window_right"] > 0):
+        out, lse = _over_rows(q, k_cache, v_cache, table, lengths, cache_leftpad, rules)
+    else:
+        out, lse = paged_attn(
+            q.flatten(0, 1), k_cache, v_cache, table, lengths, **_paged_rules(name, rules), return_lse=True
+        )
+    out, lse = out.unflatten(0, (batch, seq_q)), lse.unflatten(0, (batch, seq_q)).mT
+    return (out, lse) if return_softmax_lse else out
+
+
+def _over_rows(q, k_cache, v_cache, table, lengths, leftpad, rules) -> tuple[Tensor, Tensor]:
+    """Keys in [leftpad[b], lengths[b]) of each row, packed."""
+    rows = table[:, 0].long()
+    keys, values = (x[rows].flatten(0, 1) for x in (k_cache, v_cache))
+    stop = lengths.clamp(0, k_cache.shape[1])
+    first = torch.zeros_like(stop) if leftpad is None else torch.minimum(leftpad.to(torch.int32).clamp(min=0), stop)
+    cu_q, cu_k = _cu_seqlens_of(first, stop, q.shape[1], k_cache.shape[1])
+    slopes = rules["alibi_slopes"]
+    if slopes is not None and slopes.dim() == 2:
+        rules = {**rules, "alibi_slopes": slopes.repeat_interleave(3, 0)}
+    return flash_attn_varlen(
+        q.flatten(0, 1), keys, values, cu_q, cu_k, q.shape[1], k_cache.shape[1], **rules, return_lse=True
+    )

@@ -1,0 +1,429 @@
+"""transformers: ``attn_implementation="gpukern"`` after `register`.
+
+transformers asks for a mask once a forward pass and hands it to every layer. Ours is never a matrix: the kernels take a causal
+rule, a window and one interval of keys a sequence, and a `Rule` of these travels as a small int32 tensor. What is not of this
+form is refused by name; nothing is ignored.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import masking_utils as hf
+
+from ..ops import flash_attn, flash_attn_varlen
+from .intervals import cu_seqlens
+
+__all__ = ["register"]
+
+
+def register(name: str = "gpukern") -> None:
+    """Adds gpukern's attention to transformers: then ``attn_implementation=name`` is taken wherever "sdpa" is.
+
+    ::
+
+        torch_gpukern.integrations.transformers.register()
+        model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="gpukern")
+        model.set_attn_implementation("gpukern")  # or later, on a model that stands
+
+    Served, in training and inference, eager and compiled: causal and bidirectional attention, sliding windows, softcap, sinks,
+    grouped heads, Dv != D, padding on either side, dynamic and static caches, chunked prefill and later turns over a
+    cache, packed sequences (by position_ids or cu_seq_lens_q).
+
+    Args:
+        name: what to call it. transformers takes names with "flash" in them for packages of its own.
+
+    Raises:
+        ValueError: a name with "flash" in it.
+        ImportError: a transformers whose masks are asked for in another way.
+
+    The forward pass raises ValueError, with what to use instead, for dropout, output_attentions, masks that are
+    matrices, mask functions of a model's or user's own, chunked attention beyond the first chunk, sparse indices, position
+    biases, and a padding mask with padding between tokens. Compiled code cannot look at a mask's values: there the last of these,
+    and packed position_ids, raise when the model runs (on CUDA as a failed device assertion).
+    """
+    if "flash" in name:
+        raise ValueError(f"register: name is '{name}'; transformers takes names with 'flash' for its own packages")
+    if not {"q_length", "q_offset"} <= set(hf.sdpa_mask.__annotations__):
+        import transformers
+
+        raise ImportError(
+            f"torch_gpukern: transformers {transformers.__version__} asks for masks in a way of its own: "
+            "pip install --upgrade transformers"
+        )
+    AttentionInterface.register(name, _attention)
+    AttentionMaskInterface.register(name, _mask)
+
+
+def _refuse(what: str, instead: str) -> ValueError:
+    return ValueError(f"gpukern attention: {what}; {instead}")
+
+
+_EAGER = 'use attn_implementation="eager"'
+_SDPA = 'use attn_implementation="sdpa" or "eager"'
+
+
+# ---- the rule, as a tensor -----------------------------------------------------------------------
+
+# transformers passes a mask on only as a tensor of four dimensions, and compiled code must know the kind of rule without reading
+# one. So the kind and the window are sizes of dimensions, stretched at stride 0, and only numbers that a device
+# computes are values. No model has _NO_HEADS heads: added to scores by a model that has an attention of its own, this fails.
+_NO_HEADS = 257
+_CAUSAL, _BOUNDED, _TOP_LEFT, _PLACED, _PACKED, _CHECKED = (1 << i for i in range(6))
+
+
+class Rule(NamedTuple):
+    """Which keys a query sees.
+
+    Query i of sequence b stands at key ``i + q_start[b]``; without q_start the last query stands at the last key, or, where
+    top_left, the first at the first. It sees keys in ``[first[b], end[b])``, at most `window` away from where it stands, and,
+    where causal, none beyond. cu_seqlens: the batch is packed sequences. holds: whether `holds_at` found the rule true;
+    compiled code cannot ask before it runs.
+    """
+
+    causal: bool
+    window: int | None = None
+    top_left: bool = False
+    first: Tensor | None = None  # [B] int32
+    end: Tensor | None = None  # [B] int32
+    q_start: Tensor | None = None  # [B] int32
+    cu_seqlens: Tensor | None = None  # [N + 1] int32
+    holds: Tensor | None = None  # [B] int32
+
+    def to_tensor(self, batch: int, device: torch.device | str) -> Tensor:
+        """[B, window, kind, values] int32; a packed batch has B = 1."""
+        kind, columns = _CAUSAL * self.causal + _TOP_LEFT * self.top_left, []
+        for bit, values in (
+            (_BOUNDED, (self.first, self.end)),
+            (_PLACED, (self.q_start,)),
+            (_CHECKED, (self.holds,)),
+            (_PACKED, (self.cu_seqlens,)),
+        ):
+            if values[0] is not None:
+                kind, columns = kind + bit, [*columns, *values]
+        if self.cu_seqlens is not None:
+            values = self.cu_seqlens[None]
+        elif columns:
+            values = torch.stack([c.to(torch.int32).expand(batch) for c in columns], 1)
+        else:
+            values = torch.zeros(batch, 1, dtype=torch.int32, device=device)
+        width = _NO_HEADS if self.window is None else _NO_HEADS + 1 + self.window
+        return values[:, None, None].expand(-1, width, kind + 1, -1)
+
+    @classmethod
+    def from_tensor(cls, mask: Tensor) -> "Rule":
+        if (
+            not isinstance(mask, Tensor)
+            or mask.dtype is not torch.int32
+            or mask.dim() != 4
+            or mask.shape[1] < _NO_HEADS
+        ):
+            what = f"{tuple(mask.shape)} {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
+            raise _refuse(
+                f"attention_mask is a matrix of its own ({what})",
+                "pass a padding mask [batch, keys], packed sequences by position_ids or cu_seq_lens_q, or " + _SDPA,
+            )
+        kind, width, values = mask.shape[2] - 1, mask.shape[1] - _NO_HEADS, mask[:, 0, 0]
+        found = {"causal": bool(kind & _CAUSAL), "window": width - 1 if width else None}
+        if kind & _PACKED:
+            return cls(**found, cu_seqlens=values[0])
+        columns = iter(values.unbind(1))
+        if kind & _BOUNDED:
+            found |= {"first": next(columns), "end": next(columns)}
+        if kind & _PLACED:
+            found["q_start"] = next(columns)
+        if kind & _CHECKED:
+            found["holds"] = next(columns)
+        return cls(**found, top_left=bool(kind & _TOP_LEFT))
+
+
+# ---- from transformers' mask to a rule -----------------------------------------------------------
+
+
+def _mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = hf.causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    config: object = None,
+    **kwargs,
+) -> Tensor:
+    """What transformers calls a mask interface: query i stands at ``q_offset + i``, key j at ``kv_offset + j``, and
+    mask_function says of two such positions whether they meet. attention_mask [B, positions] bool, True for tokens.
+    """
+    if use_vmap:
+        raise _refuse(
+            "the mask is changed by a function of the model's or yours (or_mask_function, and_mask_function)", _SDPA
+        )
+    rule, packed = _rule_of(mask_function, kv_offset + kv_length, local_size, config, kwargs)
+    if packed is not None:
+        return rule._replace(cu_seqlens=_cu_seqlens(packed.expand(batch_size, -1))).to_tensor(1, device)
+    doubts = []
+    if rule.holds is not None:
+        doubts.append(_holds_at(rule, mask_function, batch_size, q_length, kv_length, q_offset, kv_offset, device))
+    if attention_mask is not None:
+        first, end, one_run, hides = _bounds(attention_mask, q_length, kv_length, q_offset, kv_offset, rule.causal)
+        if hides:
+            rule = rule._replace(first=first, end=end)
+            if one_run is not None:
+                doubts.append(one_run)
+    if doubts:
+        rule = rule._replace(holds=torch.stack(doubts).all(0))
+    if rule.causal or rule.window is not None:
+        rule = _stand(rule, q_offset - kv_offset, batch_size, q_length, kv_length, device)
+    return rule.to_tensor(batch_size, device)
+
+
+def _stand(rule: Rule, diagonal: int | Tensor, batch: int, q_length: int, kv_length: int, device) -> Rule:
+    """The rule of queries that stand at key ``diagonal + i``."""
+    if not isinstance(diagonal, Tensor):
+        if diagonal + q_length == kv_length:
+            return rule
+        if diagonal == 0:
+            return rule._replace(top_left=True)
+        q_start = torch.full((batch,), diagonal, dtype=torch.int32, device=device)
+    else:
+        q_start = diagonal.to(torch.int32).reshape(-1).expand(batch)
+    if q_length > 1:
+        if not rule.causal:
+            raise _refuse("a bidirectional sliding window over a cache", _SDPA)
+        return rule._replace(q_start=q_start)
+    # One query sees one interval: settled here, once for all layers.
+    first = q_start.new_zeros(batch) if rule.first is None else rule.first
+    if rule.window is not None:
+        first = torch.maximum(first, q_start - rule.window)
+    end = q_start + 1 if rule.causal else q_start + 1 + rule.window
+    end = end if rule.end is None else torch.minimum(end, rule.end)
+    return Rule(causal=False, first=first, end=end, holds=rule.holds)
+
+
+def _rule_of(mask_function, positions, local_size, config, kwargs) -> tuple[Rule, Tensor | None]:
+    """The rule of a mask function, and of packed sequences [B, S] which one each token belongs to.
+
+    A rule that is a guess has `holds` set (to anything).
+    """
+    if mask_function is hf.causal_mask_function:
+        return Rule(causal=True), None
+    if mask_function is hf.bidirectional_mask_function:
+        return Rule(causal=False), None
+    if torch.compiler.is_compiling():  # which sees a function's name and not what it is made of
+        causal = "allow_is_bidirectional_skip" not in kwargs
+        chunk = getattr(config, "attention_chunk_size", None)
+        if local_size is not None and local_size == chunk and local_size != getattr(config, "sliding_window", None):
+            local_size = None
+        window = None if local_size is None else local_size - 1 if causal else local_size
+        return Rule(causal, window, holds=True), None  # type: ignore[arg-type]
+    found = _parts(mask_function)
+    packed = found.pop("packed_sequence_mask_function", None)
+    found.pop("remap_positions_for_packed_sequence", None)
+    if "chunked_overlay" in found:
+        if positions > local_size or packed is not None:
+            raise _refuse(f"chunked attention, in chunks of {local_size}, over {positions} positions", _SDPA)
+        del found["chunked_overlay"]
+    names = set(found)
+    if names == {"causal_mask_function"}:
+        return Rule(causal=True), packed
+    if names == {"sliding_window_overlay", "causal_mask_function"}:
+        return Rule(causal=True, window=found["sliding_window_overlay"] - 1), packed
+    if names == {"bidirectional_mask_function"}:
+        return Rule(causal=False), packed
+    if names == {"sliding_window_bidirectional_overlay", "bidirectional_mask_function"}:
+        return Rule(causal=False, window=found["sliding_window_bidirectional_overlay"]), packed
+    raise _refuse(f"a mask made of {', '.join(sorted(names))}", _SDPA)
+
+
+def _parts(mask_function: Callable) -> dict:
+    """The functions of transformers' that a mask function is made of, and what each was made with; or_masks among them
+    where it is not their intersection.
+    """
+    made_by = mask_function.__qualname__.split(".<locals>")[0]
+    held = [cell.cell_contents for cell in mask_function.__closure__ or ()]
+    if made_by in ("and_masks", "or_masks"):
+        found = {name: held_by for f in held[0] for name, held_by in _parts(f).items()}
+        return found if made_by == "and_masks" else {"or_masks": None, **found}
+    within = [f for f in held if callable(f)]
+    found = {made_by: next((x for x in held if not callable(x)), None)}
+    return found | {name: held_by for f in within for name, held_by in _parts(f).items()}
+
+
+def _cu_seqlens(packed: Tensor) -> Tensor:
+    """Of [B, S] numbers of sequences, which do not decrease in a row: where each begins in B * S tokens, and B * S."""
+    begins = torch.ones_like(packed, dtype=torch.bool)
+    begins[:, 1:] = packed[:, 1:] != packed[:, :-1]
+    starts = begins.flatten().nonzero().flatten()
+    return torch.cat([starts, starts.new_tensor([packed.numel()])]).to(torch.int32)
+
+
+def _bounds(tokens, q_length, kv_length, q_offset, kv_offset, causal):
+    """(first, end, one_run, hides): keys of each sequence that are tokens, and whether they are one run; compiled code
+    learns that from a tensor, other code raises here. hides: whether any key is hidden that the causal rule does not hide.
+    """
+    seen = tokens[:, kv_offset : kv_offset + kv_length]
+    place = torch.arange(seen.shape[1], device=tokens.device)
+    count = seen.sum(1)
+    first = seen.to(torch.int32).argmax(1) if seen.shape[1] else torch.zeros_like(count)
+    end = first + count
+    one_run = (seen == ((place >= first[:, None]) & (place < end[:, None]))).all(1)
+    if torch.compiler.is_compiling():
+        return first, end, one_run, True
+    # Keys after the mask's end are hidden. In a cache with room to spare these come after the last query.
+    whole = seen.shape[1] == kv_length or (
+        causal and not isinstance(q_offset, Tensor) and tokens.shape[1] >= q_offset + q_length
+    )
+    one_runs, no_padding = torch.stack([one_run.all(), seen.all()]).tolist()
+    if not one_runs:
+        b = one_run.tolist().index(False)
+        raise _refuse(
+            f"attention_mask has padding between the tokens of sequence {b}",
+            "pad on the left in every turn but the first, keep each sequence in a cache of its own, or " + _SDPA,
+        )
+    return first, end, None, not (whole and no_padding)
+
+
+def _holds_at(rule, mask_function, batch, q_length, kv_length, q_offset, kv_offset, device) -> Tensor:
+    """[B] bool: whether mask_function agrees with the rule at both ends of each query's interval of keys, just inside and
+    just outside. Packed sequences, chunks and blocks that see each other disagree there.
+    """
+    query = (torch.arange(q_length, device=device) + q_offset).view(1, 1, -1, 1)
+    batch_index = torch.arange(batch, device=device).view(-1, 1, 1, 1)
+    head_index = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)
+    least, last = kv_offset, kv_offset + kv_length - 1
+    low = torch.full_like(query, least) if rule.window is None else query - rule.window
+    high = query if rule.causal else torch.full_like(query, last) if rule.window is None else query + rule.window
+    holds = torch.ones(batch, dtype=torch.bool, device=device)
+    for key, sees in ((low, True), (low - 1, False), (high, True), (high + 1, False)):
+        if sees:
+            key = key.clamp(least, last)
+        there = (key >= least) & (key <= last) & (query <= last)
+        meets = mask_function(batch_index, head_index, query, key.clamp(least, last))
+        agrees = meets if sees else ~meets
+        holds = holds & (agrees | ~there).expand(batch, 1, q_length, 1).flatten(1).all(1)
+    return holds
+
+
+# ---- attention -----------------------------------------------------------------------------------
+
+_REFUSED = {
+    "position_bias": "a position bias",
+    "indices": "sparse attention by indices of keys",
+    "block_indices": "sparse attention by indices of blocks",
+    "sinks": "sinks by the name of sinks, whose meaning is the model's own",
+    "head_mask": "a mask of heads",
+    "block_table": "paged attention by block_table",
+}
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | Tensor | None = None,
+    max_length_k: int | Tensor | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """query [B, Hq, Sq, D], key [B, Hkv, Sk, D], value [B, Hkv, Sk, Dv]; returns [B, Sq, Hq, Dv]. s_aux: sinks [Hq].
+
+    The mask's rule stands for itself, as in "eager"; sliding_window and is_causal speak only where there is none.
+    """
+    if dropout:
+        raise _refuse(f"dropout is {dropout}", f"set attention_dropout=0 in the model's config, or {_SDPA}")
+    if kwargs.get("output_attentions"):
+        raise _refuse("output_attentions, which no kernel here keeps", _EAGER)
+    for name, what in _REFUSED.items():
+        if kwargs.get(name) is not None:
+            raise _refuse(what, _EAGER)
+    rules = {"scale": scaling, "softcap": softcap or 0.0}
+    if s_aux is not None:
+        rules["sinks"] = s_aux.to(torch.float64 if query.dtype == torch.float64 else torch.float32)
+    if attention_mask is not None:
+        rule = Rule.from_tensor(attention_mask)
+    else:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if sliding_window is not None and not causal:
+            raise _refuse("a sliding window of bidirectional attention without a mask that says how wide it is", _SDPA)
+        rule = Rule(causal=bool(causal), window=None if sliding_window is None else sliding_window - 1)
+    if cu_seq_lens_q is not None:
+        if cu_seq_lens_k is None or rule.first is not None or rule.q_start is not None or query.shape[0] != 1:
+            raise _refuse(
+                "cu_seq_lens_q with a padding mask, with a cache, with several rows or without cu_seq_lens_k",
+                "pack all sequences into one row",
+            )
+        lengths = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
+        return _packed(query, key, value, rule, lengths, rules), None
+    if rule.cu_seqlens is not None:
+        return _packed(query, key, value, rule, (rule.cu_seqlens, rule.cu_seqlens, None, None), rules), None
+    if rule.holds is not None:
+        torch._assert_async(
+            (rule.holds == 1).all(),
+            "gpukern attention: compiled, the mask must be causal or bidirectional, with or without a sliding window, and "
+            "padding stand before or after the tokens; pass cu_seq_lens_q for packed sequences, or do not compile",
+        )
+    if rule.q_start is not None:
+        return _placed(query, key, value, rule, rules), None
+    window = -1 if rule.window is None else rule.window
+    if rule.top_left or not (rule.causal or rule.window is not None):
+        diagonal = 0
+    else:
+        diagonal = key.shape[2] - query.shape[2]
+    out = flash_attn(
+        query,
+        key,
+        value,
+        is_causal=rule.causal,
+        diagonal=diagonal,
+        window_left=window,
+        window_right=-1 if rule.causal else window,
+        kv_start=rule.first,
+        kv_end=rule.end,
+        **rules,
+    )
+    return out.transpose(1, 2), None
+
+
+def _packed(query: Tensor, key: Tensor, value: Tensor, rule: Rule, lengths: tuple, rules: dict) -> Tensor:
+    """Rows of the batch one after the other hold the sequences."""
+    cu_q, cu_k, max_q, max_k = lengths
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    window = -1 if rule.window is None else rule.window
+    out = flash_attn_varlen(
+        q,
+        k,
+        v,
+        cu_q.to(torch.int32),
+        cu_k.to(torch.int32),
+        query.shape[2] if max_q is None else int(max_q),
+        key.shape[2] if max_k is None else int(max_k),
+        is_causal=rule.causal,
+        window_left=window,
+        window_right=-1 if rule.causal else window,
+        **rules,
+    )
+    return out.unflatten(0, (query.shape[0], query.shape[2]))
+
+
+def _placed(query: Tensor, key: Tensor, value: Tensor, rule: Rule, rules: dict) -> Tensor:
+    """Several causal queries that stand where a tensor says, as over a static cache: nothing here reads it on the host."""
+    seq_q, seq_k = query.shape[2], key.shape[2]
+    stop = (rule.q_start + seq_q).clamp(0, seq_k)  # after the last query
+    first = torch.zeros_like(stop) if rule.first is None else torch.minimum(rule.first, stop)
+    # rule.end hides keys from queries after it only, and these are padding themselves.
+    cu_q, cu_k = cu_seqlens(first, stop, seq_q, seq_k)
+    return _packed(query, key, value, rule, (cu_q, cu_k, seq_q, seq_k), rules)

@@ -1,0 +1,171 @@
+"""Linear with a fused activation, Attention with grouped heads and a cache, MLP of the gated kind."""
+
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from ..ops import flash_attn, kv_cache_write, linear, paged_attn
+from ..ops.gemm import Activation
+
+__all__ = ["MLP", "Attention", "Linear"]
+
+
+def _check_activation(owner: str, activation: str) -> None:
+    names = get_args(Activation)
+    if activation not in names:
+        raise ValueError(f"{owner}: activation must be one of {', '.join(names)}, got '{activation}'")
+
+
+class Linear(torch.nn.Linear):
+    """`torch.nn.Linear` with an activation in the same pass: ``activation(x @ weight.mT + bias)``.
+
+    Weights, their names and their first values are nn.Linear's. A weight that is a tensor subclass with an F.linear of its own
+    (quantised, for one) keeps it; see `torch_gpukern.linear`.
+
+    Args:
+        activation: none, relu, gelu, gelu_tanh or silu.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        activation: Activation = "none",
+    ):
+        _check_activation("Linear", activation)
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias, self.activation)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, activation={self.activation}"
+
+
+class MLP(torch.nn.Module):
+    """``down(activation(gate(x)) * up(x))``, SwiGLU where activation is silu; the activation is part of gate's pass.
+
+    Names are those of Llama and most models after it: gate_proj, up_proj, down_proj.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: Activation = "silu",
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.gate_proj = Linear(hidden_size, intermediate_size, bias, activation=activation, **options)
+        self.up_proj = Linear(hidden_size, intermediate_size, bias, **options)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.gate_proj(x) * self.up_proj(x))
+
+
+class Attention(torch.nn.Module):
+    """Self-attention with projections q_proj, k_proj, v_proj and o_proj, grouped heads, and a paged cache to decode over.
+
+    Args:
+        hidden_size: of x.
+        num_heads: query heads.
+        num_kv_heads: key heads, a divisor of num_heads; None is num_heads.
+        head_dim: None is hidden_size / num_heads.
+        window: keys that a query sees, itself among them; None is all.
+        softcap, is_causal: as in `torch_gpukern.flash_attn`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        bias: bool = False,
+        is_causal: bool = True,
+        window: int | None = None,
+        softcap: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
+        if num_heads % self.num_kv_heads:
+            raise ValueError(f"Attention: num_heads {num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}")
+        if head_dim is None and hidden_size % num_heads:
+            raise ValueError(
+                f"Attention: hidden_size {hidden_size} must be a multiple of num_heads {num_heads}, or head_dim given"
+            )
+        if window is not None and window < 1:
+            raise ValueError(f"Attention: window must be 1 or more, or None, got {window}")
+        self.head_dim = head_dim or hidden_size // num_heads
+        self.is_causal, self.window, self.softcap = is_causal, window, softcap
+        options: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
+        self.q_proj = Linear(hidden_size, num_heads * self.head_dim, **options)
+        self.k_proj = Linear(hidden_size, self.num_kv_heads * self.head_dim, **options)
+        self.v_proj = Linear(hidden_size, self.num_kv_heads * self.head_dim, **options)
+        self.o_proj = Linear(num_heads * self.head_dim, hidden_size, **options)
+
+    def forward(
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        kv_start: Tensor | None = None,
+        kv_end: Tensor | None = None,
+        cache: tuple[Tensor, Tensor] | None = None,
+        block_table: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        slots: Tensor | None = None,
+    ) -> Tensor:
+        """x [B, S, hidden_size]; returns the same shape.
+
+        Args:
+            rotary: cos and sin, each [S, head_dim] or [B, S, head_dim], of the halves' kind (Llama's): queries and keys
+                are turned by them first. None turns nothing.
+            kv_start, kv_end: [B] int32, the bounds of each sequence's keys in a padded batch; without a cache.
+            cache: (k_cache, v_cache) [num_blocks, block_size, num_kv_heads, head_dim] of this layer. The S new tokens of each
+                sequence are written to slots [B * S] and attend to all that block_table [B, max_blocks] and seq_lens [B],
+                the new tokens counted, name; `PagedKVCache` makes all three. No gradients.
+
+        Raises:
+            ValueError: a cache without its tables, bounds with a cache, or what the ops refuse.
+        """
+        batch, seq, _ = x.shape
+        q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
+        k, v = (p(x).unflatten(-1, (self.num_kv_heads, self.head_dim)) for p in (self.k_proj, self.v_proj))
+        if rotary is not None:
+            q, k = (_turned(t, *rotary) for t in (q, k))
+        left = -1 if self.window is None else self.window - 1
+        rules = {"is_causal": self.is_causal, "softcap": self.softcap, "window_left": left}
+        if cache is None:
+            bounds = {"kv_start": kv_start, "kv_end": kv_end}
+            right = -1 if self.is_causal else left
+            out = flash_attn(*(t.transpose(1, 2) for t in (q, k, v)), **rules, **bounds, window_right=right).transpose(
+                1, 2
+            )
+        else:
+            if block_table is None or seq_lens is None or slots is None:
+                raise ValueError("Attention: cache needs block_table, seq_lens and slots")
+            if kv_start is not None or kv_end is not None or not self.is_causal:
+                raise ValueError(
+                    "Attention: kv_start, kv_end and bidirectional attention are served without a cache alone"
+                )
+            kv_cache_write(k.flatten(0, 1), v.flatten(0, 1), *cache, slots)
+            out = paged_attn(q.flatten(0, 1), *cache, block_table, seq_lens, **rules)
+        return self.o_proj(out.reshape(batch, seq, -1))
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [B, S, H, D] by angles [S, D] or [B, S, D]; dimension d turns with d + D / 2."""
+    half = x.shape[-1] // 2
+    other = torch.cat([-x[..., half:], x[..., :half]], -1)
+    return x * cos.unsqueeze(-2).to(x.dtype) + other * sin.unsqueeze(-2).to(x.dtype)
