@@ -1,4 +1,4 @@
-"""python -m torch_gpukern info | explain | bench | tune | layout | occupancy"""
+"""python -m torch_gpukern info | explain | bench | tune | layout | occupancy | roofline"""
 
 import sys
 

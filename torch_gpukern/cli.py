@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from . import EXPLAINED, __version__, explain, flash_attn, gemm, occupancy, paged_attn
+from . import EXPLAINED, __version__, explain, flash_attn, gemm, occupancy, paged_attn, roofline
 from ._library import FILE, NAMESPACE, ops
 from .layout import cli as layout_cli
 from .tuning import cache, timing
@@ -445,6 +445,7 @@ def _parser() -> argparse.ArgumentParser:
 
     layout_cli.add_arguments(commands)
     occupancy.add_arguments(commands)
+    roofline.add_arguments(commands)
 
     tune = commands.add_parser(
         "tune", help="measure every row that takes a call, and keep what is faster than the default"
