@@ -98,7 +98,8 @@ def test_compose_is_sound_and_complete(a, b):
         assert str(b) in str(no)
         return
     assert exists and r.offsets == values
-    assert [m.size for m in r.modes] == [m.size for m in b.modes]
+    if isinstance(b.shape, tuple):
+        assert [m.size for m in r.modes] == [m.size for m in b.modes]
 
 
 def test_compose_exhaustive():

@@ -101,11 +101,17 @@ def read_points(path: Path, benches: list[str] | None = None) -> tuple[str, dict
 
 def _ceilings(device: str, peaks: dict, points: list[Point]) -> list[tuple[str, float, float, bool]]:
     """(name, GFLOP/s, GB/s, whether measured) of each dtype that occurs."""
-    found = []
-    for dtype in sorted({p.dtype for p in points}):
-        found.append((f"{dtype} measured", peaks[dtype], peaks["read"], True))
-        if device in NOMINAL:
-            found.append((f"{dtype} nominal", NOMINAL[device][dtype] * 1e3, NOMINAL[device]["read"], False))
+    found: list[tuple[str, float, float, bool]] = []
+    dtypes = sorted({p.dtype for p in points})
+    kinds = [(True, {d: peaks[d] for d in dtypes}, peaks["read"])]
+    if device in NOMINAL:
+        kinds.append((False, {d: NOMINAL[device][d] * 1e3 for d in dtypes}, NOMINAL[device]["read"]))
+    for measured, flops, bandwidth in kinds:
+        for name in dtypes:  # those within 5 % are one line, at the higher
+            group = [d for d in dtypes if abs(flops[d] / flops[name] - 1) < 0.05]
+            if group[0] == name:
+                text = f"{', '.join(group)} {'measured' if measured else 'nominal'}"
+                found.append((text, max(flops[d] for d in group), bandwidth, measured))
     return found
 
 

@@ -270,9 +270,9 @@ def complement(layout: Layout | str, n: int | None = None) -> Layout:
 def right_inverse(layout: Layout | str) -> Layout:
     """layout(r(i)) = i for every i below size(r): as far as modes continue each other from offset 0 on."""
     flat = coalesced(as_layout(layout).leaves)
-    befores, n = [], 1
+    steps_below, n = [], 1
     for s, _ in flat:
-        befores.append(n)
+        steps_below.append(n)
         n *= s
     found: Leaves = []
     next_ = 1
@@ -280,7 +280,7 @@ def right_inverse(layout: Layout | str) -> Layout:
         m = next((m for m, (s, d) in enumerate(flat) if d == next_ and s > 1), None)
         if m is None:
             return of_leaves(coalesced(found))
-        found.append((flat[m][0], befores[m]))
+        found.append((flat[m][0], steps_below[m]))
         next_ *= flat[m][0]
 
 
@@ -290,11 +290,11 @@ def left_inverse(layout: Layout | str) -> Layout:
     Refuses layouts that are not injective, negative strides, and strides of which the larger is no multiple of the smaller.
     """
     layout = as_layout(layout)
-    befores, n = [], 1
+    steps_below, n = [], 1
     for s, _ in layout.leaves:
-        befores.append(n)
+        steps_below.append(n)
         n *= s
-    order = sorted((d, s, before, m) for m, ((s, d), before) in enumerate(zip(layout.leaves, befores)) if s > 1)
+    order = sorted((d, s, before, m) for m, ((s, d), before) in enumerate(zip(layout.leaves, steps_below)) if s > 1)
     found: Leaves = []
     unit, room = 1, 1
     for i, (d, s, _, m) in enumerate(order):
