@@ -56,3 +56,17 @@ def test_claims():
     assert str(L.tma.span_swizzle(64, 2)) == "Sw<2,3,3>"
     with pytest.raises(ValueError):
         L.Swizzle(4, 3, 3)
+
+
+def test_profiling_page(capsys):
+    """The commands of docs/profiling.md whose output the page shows."""
+    page = (ROOT / "docs" / "profiling.md").read_text()
+    shown = 0
+    for block in re.findall(r"```console\n\$ (.*?)```", page, re.DOTALL):
+        command, _, output = block.partition("\n")
+        words = shlex.split(command)
+        if words[:3] == ["python", "-m", "torch_gpukern"] and output:
+            assert cli.main(words[3:]) == 0
+            assert capsys.readouterr().out == output
+            shown += 1
+    assert shown == 2
