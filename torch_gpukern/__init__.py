@@ -5,7 +5,9 @@ The public functions below and the ops ``torch.ops.gpukern.*`` of the same names
 functions add type hints, documentation and ``return_lse``. `reference` states every op in PyTorch.
 """
 
+import importlib as _importlib
 import json as _json
+from typing import TYPE_CHECKING
 from typing import Any as _Any
 from typing import Literal as _Literal
 from typing import TypedDict as _TypedDict
@@ -15,6 +17,9 @@ from ._library import ops as _ops
 from .kv_cache import OutOfPages, PagedKVCache
 from .ops import attn_merge, flash_attn, flash_attn_varlen, gemm, kv_cache_write, linear, paged_attn
 from .tuning import cache as _cache
+
+if TYPE_CHECKING:
+    from . import layout as layout
 
 __all__ = [
     "Explanation",
@@ -104,6 +109,15 @@ def explain(op: Explained, *args: _Any, **kwargs: _Any) -> Explanation:
     if op not in EXPLAINED:
         raise ValueError(f"explain: op is '{op}'; expected one of {', '.join(EXPLAINED)}")
     return _json.loads(getattr(_ops, f"explain_{op}").default(*args, **kwargs))
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> _Any:
+        """torch_gpukern.layout, imported when it is first asked for: most programs never do."""
+        if name == "layout":
+            return _importlib.import_module(".layout", __name__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 _cache.use()

@@ -1,4 +1,4 @@
-"""python -m torch_gpukern info | doctor | explain | bench | tune"""
+"""python -m torch_gpukern info | doctor | explain | bench | tune | layout | occupancy | roofline"""
 
 import sys
 

@@ -3,6 +3,7 @@
 python -m torch_gpukern info | doctor            or gpukern info, here as below
 python -m torch_gpukern explain gemm 512 512 512 --dtype bfloat16
 python -m torch_gpukern bench flash_attn
+python -m torch_gpukern layout "(4,8):(8,1)" --svg out.svg
 python -m torch_gpukern tune gemm --shapes 4096x4096x4096 512x28672x4096:NT
 """
 
@@ -19,8 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from . import EXPLAINED, __version__, doctor, explain, flash_attn, gemm, paged_attn
+from . import EXPLAINED, __version__, doctor, explain, flash_attn, gemm, occupancy, paged_attn, roofline
 from ._library import ops
+from .layout import cli as layout_cli
 from .tuning import cache, timing
 from .tuning import gemm as gemm_tuner
 
@@ -453,6 +455,10 @@ def _parser() -> argparse.ArgumentParser:
         p.add_argument("--softcap", type=float, default=0.0)
         if paged:
             p.add_argument("--block-size", type=_size(1), default=16)
+
+    layout_cli.add_arguments(commands)
+    occupancy.add_arguments(commands)
+    roofline.add_arguments(commands)
 
     tune = commands.add_parser(
         "tune", help="measure every row that takes a call, and keep what is faster than the default"

@@ -1,0 +1,72 @@
+"""docs/layout.md and docs/claims.md say what the code does: every command draws the picture beside it, every example is run."""
+
+import doctest
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from torch_gpukern import cli
+from torch_gpukern import layout as L
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "docs" / "layout.md").read_text()
+COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_pictures_are_those_of_their_commands(command, tmp_path):
+    words = shlex.split(command)
+    assert words[:3] == ["python", "-m", "torch_gpukern"] and words[-2] == "--svg"
+    assert cli.main([*words[3:-1], str(tmp_path / "out.svg")]) == 0
+    drawn = ROOT / words[-1]
+    assert (tmp_path / "out.svg").read_text() == drawn.read_text()
+    assert f"({Path(words[-1]).relative_to('docs')})" in PAGE
+
+
+def test_no_picture_without_a_command():
+    assert {f"docs/layout/{p.name}" for p in (ROOT / "docs" / "layout").glob("*.svg")} == {
+        shlex.split(c)[-1] for c in COMMANDS
+    }
+
+
+def test_examples():
+    text = "\n".join(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL))
+    examples = doctest.DocTestParser().get_doctest(text, {}, "layout.md", None, 0)
+    assert doctest.DocTestRunner(optionflags=doctest.IGNORE_EXCEPTION_DETAIL).run(examples).failed == 0
+
+
+def column(offset, elem_bytes, lanes=32):
+    return L.ways([offset(row) * elem_bytes for row in range(lanes)], elem_bytes)
+
+
+def test_claims():
+    chunk = [16 * i for i in range(32)]
+    assert L.ways(chunk, 16) == 1 and L.wavefronts(chunk, 16) == 4
+    assert column(lambda i: 2 * i, 4) == 2 and column(lambda i: 0, 4) == 1
+    assert [column(lambda r, p=p: r * p, 4) for p in (32, 33)] == [32, 1]
+    assert [column(lambda r, p=p: r * p, 2) for p in (129, 130)] == [2, 1]
+    down = {x: L.banks.accesses(x, 2, 16)[0].ways for x in ("(64,64):(64,1)", "Sw<3,3,3> o 0 o (64,64):(64,1)")}
+    assert list(down.values()) == [8, 1]
+    assert L.banks.accesses("Sw<3,3,3> o 0 o (64,128):(128,1)", 2, 16)[0].ways == 2
+    assert L.banks.accesses("Sw<3,3,4> o 0 o (64,128):(128,1)", 2, 16)[0].ways == 1
+    assert L.ways([row * 128 + (row >> 3) * 16 for row in range(8)], 16) == 8
+    assert column(lambda r: r * 32 + (0 ^ (r >> 5 & 7)), 4) == 32 and column(lambda r: r * 32 + (0 ^ r), 4) == 1
+    assert str(L.tma.span_swizzle(64, 2)) == "Sw<2,3,3>"
+    with pytest.raises(ValueError):
+        L.Swizzle(4, 3, 3)
+
+
+def test_profiling_page(capsys):
+    """The commands of docs/profiling.md whose output the page shows."""
+    page = (ROOT / "docs" / "profiling.md").read_text()
+    shown = 0
+    for block in re.findall(r"```console\n\$ (.*?)```", page, re.DOTALL):
+        command, _, output = block.partition("\n")
+        words = shlex.split(command)
+        if words[:3] == ["python", "-m", "torch_gpukern"] and output:
+            assert cli.main(words[3:]) == 0
+            assert capsys.readouterr().out == output
+            shown += 1
+    assert shown == 2

@@ -1,0 +1,53 @@
+"""python -m torch_gpukern roofline, on the saved rows."""
+
+from pathlib import Path
+
+import pytest
+
+from torch_gpukern import cli
+from torch_gpukern.roofline import point_of, read_points
+
+RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
+PEAKS = {"bf16": 1000.0, "read": 10.0}  # the ridge is at 100
+
+
+def row(**changes):
+    return {
+        "group": "square",
+        "label": "300",
+        "dtype": "bf16",
+        "us": 1.0,
+        "rate": 500.0,
+        "unit": "GFLOP/s",
+        "roofline_percent": 50.0,
+    } | changes
+
+
+def test_where_a_row_stands():
+    assert point_of("gemm", row(), PEAKS).intensity == pytest.approx(100)  # 2 N^3 over 6 N^2 bytes
+    # 80 % of the roofline at 20 % of the peak: 8 of 10 GB/s, so 25 FLOPs a byte, whatever the label
+    low = point_of("model", row(rate=200.0, roofline_percent=80.0, label="eager"), PEAKS)
+    assert low.intensity == pytest.approx(25) and low.bound == "memory"
+    skinny = point_of("gemm", row(unit="GB/s", rate=8.0, label="NT 1x4096x4096"), PEAKS)
+    assert skinny.intensity == pytest.approx(1, rel=1e-3) and skinny.gflops == pytest.approx(8, rel=1e-3)
+    attention = point_of("flash_attn", row(group="forward causal", label="d64 B2 S1024"), PEAKS)
+    assert attention.intensity == pytest.approx(1024 / 2 / 2) and attention.bound == "compute"
+    assert point_of("model", row(label="eager"), PEAKS) is None
+
+
+@pytest.mark.parametrize("name", ["nvidia-h200", "amd-epyc-2-threads-avx512bf16"])
+def test_saved_rows_lie_under_their_ceilings(name, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    _, peaks, points, _ = read_points(RESULTS / f"{name}.json")
+    over = [p for p in points if p.gflops > 1.06 * min(peaks[p.dtype], p.intensity * peaks["read"])]
+    assert len(points) > 80 and not over
+    png, page = tmp_path / "r.png", tmp_path / "r.html"
+    assert cli.main(["roofline", str(RESULTS / f"{name}.json"), "--png", str(png), "--html", str(page)]) == 0
+    assert "bound by memory" in capsys.readouterr().out and png.read_bytes()[:4] == b"\x89PNG"
+    assert page.read_text().count("<circle") == len(points)
+
+
+def test_wrong_files(tmp_path, capsys):
+    (tmp_path / "x.json").write_text("{}")
+    assert cli.main(["roofline", str(tmp_path / "x.json")]) == 1
+    assert "expected the keys" in capsys.readouterr().err

@@ -1,0 +1,110 @@
+"""Layouts in CuTe's notation, in plain Python: what the kernels' layouts mean, to be computed, checked and seen.
+
+    >>> from torch_gpukern import layout
+    >>> layout.logical_divide("(4,2,3):(2,1,8)", "4:2")
+    Layout('((2,2),(2,3)):((4,1),(2,8))')
+
+No GPU and no compiled part is used. Operations refuse (`Refusal`) and name the mode that is to blame; nothing is returned that
+does not have the values it should. docs/layout.md teaches it, with pictures.
+"""
+
+from . import atoms, banks, tma
+from .algebra import (
+    coalesce,
+    complement,
+    compose,
+    from_values,
+    left_inverse,
+    max_common_layout,
+    max_common_vector,
+    recast,
+    right_inverse,
+    same,
+)
+from .banks import sectors, wavefronts, ways
+from .core import Layout, Refusal, as_layout, join, parse
+from .divide import (
+    blocked_product,
+    flat_divide,
+    flat_product,
+    logical_divide,
+    logical_product,
+    overhang,
+    raked_product,
+    tiled_divide,
+    tiled_product,
+    zipped_divide,
+    zipped_product,
+)
+from .swizzle import Swizzle, Swizzled
+from .tensor import Tensor, axpby, copy, fold, gemm, transform
+from .tiled import TiledCopy, TiledMma
+from .tiling import inside, local_partition, local_tile, make_layout_tv, tile_to_shape
+from .tma import TmaBox, WgmmaDescriptor, tma_box, wgmma_descriptor
+
+
+def size(layout: Layout | str) -> int:
+    """How many coordinates a layout has."""
+    return as_layout(layout).size
+
+
+def cosize(layout: Layout | str) -> int:
+    """Offsets from the lowest to the highest, both included."""
+    return as_layout(layout).cosize
+
+
+__all__ = [
+    "Layout",
+    "Refusal",
+    "Swizzle",
+    "Swizzled",
+    "Tensor",
+    "TiledCopy",
+    "TiledMma",
+    "TmaBox",
+    "WgmmaDescriptor",
+    "as_layout",
+    "atoms",
+    "axpby",
+    "banks",
+    "blocked_product",
+    "coalesce",
+    "complement",
+    "compose",
+    "copy",
+    "cosize",
+    "flat_divide",
+    "flat_product",
+    "fold",
+    "from_values",
+    "gemm",
+    "inside",
+    "join",
+    "left_inverse",
+    "local_partition",
+    "local_tile",
+    "logical_divide",
+    "logical_product",
+    "make_layout_tv",
+    "max_common_layout",
+    "max_common_vector",
+    "overhang",
+    "parse",
+    "raked_product",
+    "recast",
+    "right_inverse",
+    "same",
+    "sectors",
+    "size",
+    "tile_to_shape",
+    "tiled_divide",
+    "tiled_product",
+    "tma",
+    "tma_box",
+    "transform",
+    "wavefronts",
+    "ways",
+    "wgmma_descriptor",
+    "zipped_divide",
+    "zipped_product",
+]

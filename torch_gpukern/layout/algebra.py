@@ -1,0 +1,375 @@
+"""The algebra of layouts: coalesce, compose, complement, inverses, and the widest vector of two layouts.
+
+`compose` is sound and complete: it returns R exactly when a layout compatible with b has the values a(b(c)), and else names the
+mode that is to blame. `complement` refuses where it would leave holes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Union
+
+from .core import IntTuple, Layout, Refusal, as_layout, join, unflatten
+from .swizzle import Swizzle, Swizzled
+
+Leaves = list[tuple[int, int]]
+# What one divides by or composes with: a layout, a size (of the compact layout), one for each mode, or one by name.
+Tiler = Union[  # noqa: UP007
+    Layout, str, int, Sequence["Tiler"], dict[str, "Tiler"], None
+]
+
+
+# ---- coalesce ----------------------------------------------------------------------------------------------------------
+
+
+def coalesced(leaves: Leaves) -> Leaves:
+    found: Leaves = []
+    for s, d in leaves:
+        if s == 1:
+            continue
+        if found and d == found[-1][0] * found[-1][1]:
+            found[-1] = (found[-1][0] * s, found[-1][1])
+        else:
+            found.append((s, d))
+    return found or [(1, 0)]
+
+
+def of_leaves(leaves: Leaves) -> Layout:
+    if len(leaves) == 1:
+        return Layout(*leaves[0])
+    return Layout(tuple(s for s, _ in leaves), tuple(d for _, d in leaves))
+
+
+def coalesce(layout: Layout | str, profile: IntTuple | None = None) -> Layout:
+    """The same function of the index with the fewest modes; there is one. A layout of one element is 1:0.
+
+    profile: a tuple keeps its modes apart, each coalesced by the profile's entry: (1, 1) coalesces both modes by themselves.
+    Past the end of the layout the result goes on otherwise: (4,1):(1,0) -> 4:1.
+    """
+    layout = as_layout(layout)
+    if isinstance(profile, tuple):
+        if len(profile) > layout.rank:
+            raise ValueError(f"coalesce: the profile has {len(profile)} modes, {layout} has {layout.rank}")
+        modes = layout.modes
+        done = [coalesce(mode, p) for mode, p in zip(modes, profile)] + modes[len(profile) :]
+        return join(*done, names=layout.names)
+    return of_leaves(coalesced(layout.leaves))
+
+
+def same(a: Layout, b: Layout) -> bool:
+    """Whether both are the same function of the index."""
+    return coalesce(a) == coalesce(b) and a.size == b.size
+
+
+def _leaves_of_values(values: Sequence[int]) -> Leaves | None:
+    """The unique coalesced layout with these values, the first being 0; None if there is none."""
+    n, unit = len(values), 1
+    found: Leaves = []
+    if values[0] != 0:
+        return None
+    while unit < n:
+        step, run = values[unit], 2
+        while unit * run < n and values[unit * run] == run * step:
+            run += 1
+        if n % (unit * run):
+            return None
+        found.append((run, step))
+        unit *= run
+    built = [0]
+    for s, d in found:
+        built = [o + i * d for i in range(s) for o in built]
+    return found or [(1, 0)] if built == list(values) else None
+
+
+def from_values(values: Sequence[int], shape: IntTuple | None = None) -> Layout | None:
+    """The layout with these offsets, index by index; None if there is none. Values begin at 0.
+
+    shape: the nesting to keep: each of its leaves becomes one mode or a tuple of modes.
+    """
+    if shape is None:
+        leaves = _leaves_of_values(values)
+        return of_leaves(leaves) if leaves else None
+    parts, before = [], 1
+    shapes = Layout(shape).leaves
+    for s, _ in shapes:
+        leaves = _leaves_of_values([values[i * before] for i in range(s)])
+        if leaves is None:
+            return None
+        parts.append(of_leaves(leaves))
+        before *= s
+    r = _rebuilt(parts, shape)
+    return r if r.offsets == list(values) else None
+
+
+def _rebuilt(parts: Sequence[Layout], like: IntTuple) -> Layout:
+    """These layouts in the nesting of `like`."""
+    return Layout(unflatten(iter([p.shape for p in parts]), like), unflatten(iter([p.stride for p in parts]), like))
+
+
+# ---- compose -----------------------------------------------------------------------------------------------------------
+
+
+def _by_division(outer: Leaves, shape: int, stride: int, reach: list[int]) -> Leaves | None:
+    """outer after shape:stride: the mode must start on a boundary of a mode of outer and end on one, or stay inside one.
+
+    reach[i] grows by the largest coordinate that it asks of mode i. None: not shown this way.
+    """
+    found: Leaves = []
+    if stride < 0:
+        return None
+    for m, (room, step) in enumerate(outer):
+        if (shape - 1) * stride < room:
+            reach[m] += (shape - 1) * stride
+            found.append((shape, 0 if shape == 1 else stride * step))
+            return found
+        if stride % room == 0:
+            stride //= room
+            continue
+        if room % stride or shape % (room // stride):
+            return None
+        reach[m] += room - stride
+        found.append((room // stride, stride * step))
+        shape //= room // stride
+        stride = 1
+    return None
+
+
+def compose_layouts(a: Layout, b: Layout) -> Layout:
+    outer, n = coalesced(a.leaves), a.size
+    reach, parts, proven = [0] * len(outer), [], True
+    values: list[int] = []
+    for m, (s, d) in enumerate(b.leaves):
+        leaves = _by_division(outer, s, d, reach)
+        if leaves is None:
+            proven, end = False, (s - 1) * d
+            if not 0 <= end < n:
+                raise Refusal("compose", "b", b, m, f"it reaches offset {end}, and a has the indices 0 to {n - 1}")
+            values = values or a.offsets
+            leaves = _leaves_of_values([values[i * d] for i in range(s)])
+            if leaves is None:
+                raise Refusal("compose", "b", b, m, f"its values under a = {a} have no common stride")
+        parts.append(of_leaves(coalesced(leaves)))
+    r = _rebuilt(parts, b.shape)
+    # No mode of a is asked for more than it has: nothing carries, and the parts add up. Else look at every value.
+    if not proven or any(asked >= room for asked, (room, _) in zip(reach, outer)):
+        _check_every_value(a, b, r)
+    return r
+
+
+def _check_every_value(a: Layout, b: Layout, r: Layout) -> None:
+    n, values = a.size, a.offsets
+    for i, (inner, got) in enumerate(zip(b.offsets, r.offsets)):
+        if 0 <= inner < n and values[inner] == got:
+            continue
+        mode, rest = 0, i  # the highest mode that has moved: all below it went through without this one
+        for m, (s, _) in enumerate(b.leaves):
+            if rest % s:
+                mode = m
+            rest //= s
+        if not 0 <= inner < n:
+            raise Refusal("compose", "b", b, mode, f"it reaches offset {inner}, and a has the indices 0 to {n - 1}")
+        why = f"with the modes before it, it carries in a = {a}: a({inner}) is {values[inner]}, the strides add up to {got}"
+        raise Refusal("compose", "b", b, mode, why)
+
+
+def compose(a: Layout | Swizzle | Swizzled | str, b: Tiler | Swizzled) -> Layout | Swizzled:
+    """R(c) = a(b(c)), with b's modes kept, each as one or more modes.
+
+    a may be a swizzle or swizzled. b: a layout; or a tuple or dict of such, one for each of a's modes (None: the mode as it is).
+    Refuses where b leaves a's domain, and where no layout has these values.
+    """
+    if isinstance(a, str):
+        from .core import parse
+
+        a = parse(a)
+    if isinstance(a, Swizzle):
+        if isinstance(b, Swizzled):
+            raise Refusal("compose", "b", b.layout, None, f"it is swizzled already, by {b.swizzle}")
+        return Swizzled(a, tiler_layout(b))
+    if isinstance(a, Swizzled):
+        return Swizzled(a.swizzle, expect_layout(compose(a.layout, b)), a.offset)
+    if isinstance(b, Swizzled):
+        return _compose_swizzled(a, b)
+    if isinstance(b, (tuple, list, dict)):
+        tilers = per_mode("compose", a, b)
+        done = [m if t is None else expect_layout(compose(m, t)) for m, t in zip(a.modes, tilers)]
+        return join(*done, names=a.names)
+    b = tiler_layout(b)
+    r = compose_layouts(a, b)
+    return Layout(r.shape, r.stride, b.names) if b.names else r
+
+
+def _compose_swizzled(a: Layout, b: Swizzled) -> Layout | Swizzled:
+    """a after a swizzled layout: a moves the swizzle's bits along where it is contiguous on its span; else by value."""
+    flat = coalesce(a)
+    if flat.stride == 1 and b.offset + b.layout.cosize <= flat.size:
+        return b
+    if max(b.offsets) >= a.size:
+        raise Refusal("compose", "b", b.layout, None, f"it reaches offset {max(b.offsets)}, a has {a.size} indices")
+    values = a.offsets
+    found = from_values([values[o] for o in b.offsets], b.layout.shape)
+    if found is None:
+        raise Refusal("compose", "b", b.layout, None, f"after {b.swizzle} its values under a = {a} are no layout")
+    return found
+
+
+def expect_layout(x: Layout | Swizzled) -> Layout:
+    if isinstance(x, Layout):
+        return x
+    raise ValueError("a swizzle may come last alone: after the layout, not inside of it")
+
+
+def tiler_layout(tiler: Tiler) -> Layout:
+    """A layout of a tiler that is no tuple: 4 is 4:1."""
+    if isinstance(tiler, (Layout, str, int)):
+        return as_layout(tiler)
+    raise TypeError(f"expected a layout, its text or a size, got {tiler!r}")
+
+
+def per_mode(op: str, layout: Layout, tiler: Sequence[Tiler] | dict[str, Tiler]) -> list[Tiler]:
+    """The tiler of each mode, None for a mode that has none."""
+    if isinstance(tiler, dict):
+        found: list[Tiler] = [None] * layout.rank
+        for name, part in tiler.items():
+            found[layout.position(name)] = part
+        return found
+    if len(tiler) > layout.rank:
+        raise ValueError(f"{op}: {len(tiler)} tilers for the {layout.rank} modes of {layout}")
+    return [*tiler, *[None] * (layout.rank - len(tiler))]
+
+
+# ---- complement and inverses -------------------------------------------------------------------------------------------
+
+
+def complement(layout: Layout | str, n: int | None = None) -> Layout:
+    """The offsets below n that the layout does not reach, in ascending order.
+
+    (layout, complement) reaches every offset below n once; n is rounded up to whole repeats of the layout, and is cosize by
+    default. Refuses where that cannot be: overlaps, holes, negative strides. Modes of stride 0 add no offsets and are passed
+    over.
+    """
+    layout = as_layout(layout)
+    n = layout.cosize if n is None else n
+    found: Leaves = []
+    filled = 1
+    for m, (s, d) in sorted(enumerate(layout.leaves), key=lambda leaf: leaf[1][1]):
+        if s == 1 or d == 0:
+            continue
+        if d < 0:
+            raise Refusal("complement", "layout", layout, m, "a negative stride leaves offsets below 0")
+        if d % filled:
+            what = "overlap" if d < filled else "leave holes"
+            why = f"the modes of smaller stride fill blocks of {filled}, of which {d} is no multiple: they {what}"
+            raise Refusal("complement", "layout", layout, m, why)
+        found.append((d // filled, filled))
+        filled = d * s
+    found.append((-(-n // filled), filled))
+    return of_leaves(coalesced(found))
+
+
+def right_inverse(layout: Layout | str) -> Layout:
+    """layout(r(i)) = i for every i below size(r): as far as modes continue each other from offset 0 on."""
+    flat = coalesced(as_layout(layout).leaves)
+    steps_below, n = [], 1
+    for s, _ in flat:
+        steps_below.append(n)
+        n *= s
+    found: Leaves = []
+    next_ = 1
+    while True:
+        m = next((m for m, (s, d) in enumerate(flat) if d == next_ and s > 1), None)
+        if m is None:
+            return of_leaves(coalesced(found))
+        found.append((flat[m][0], steps_below[m]))
+        next_ *= flat[m][0]
+
+
+def left_inverse(layout: Layout | str) -> Layout:
+    """r(layout(i)) = i for every i below size(layout). What other offsets map to is nobody's concern.
+
+    Refuses layouts that are not injective, negative strides, and strides of which the larger is no multiple of the smaller.
+    """
+    layout = as_layout(layout)
+    steps_below, n = [], 1
+    for s, _ in layout.leaves:
+        steps_below.append(n)
+        n *= s
+    order = sorted((d, s, before, m) for m, ((s, d), before) in enumerate(zip(layout.leaves, steps_below)) if s > 1)
+    found: Leaves = []
+    unit, room = 1, 1
+    for i, (d, s, _, m) in enumerate(order):
+        if d <= 0:
+            raise Refusal("left_inverse", "layout", layout, m, "its stride must be above 0")
+        if d % unit or d < room:
+            what = f"is no multiple of the next smaller stride {unit}" if d % unit else f"overlaps the {room} before it"
+            raise Refusal("left_inverse", "layout", layout, m, f"stride {d} {what}")
+        if i == 0 and d > 1:
+            found.append((d, 0))
+        elif i:
+            found.append((d // unit, order[i - 1][2]))
+        unit, room = d, d * s
+    if order:
+        found.append((order[-1][1], order[-1][2]))
+    return of_leaves(coalesced(found))
+
+
+# ---- vectors and element types -----------------------------------------------------------------------------------------
+
+
+def max_common_layout(a: Layout | str, b: Layout | str) -> Layout:
+    """The longest run of indices that both layouts keep side by side, as a layout of indices: a(r(i)) = b(r(i)) = i."""
+    a, b = as_layout(a), as_layout(b)
+    if a.size != b.size:
+        raise ValueError(f"max_common_layout: {a} has {a.size} elements, {b} has {b.size}; both must have as many")
+    inverse = right_inverse(b)
+    try:
+        common = coalesce(compose_layouts(a, inverse))
+    except Refusal:
+        return Layout(1, 0)
+    first = common.leaves[0]
+    return of_leaves(coalesced(compose_layouts(inverse, Layout(first[0])).leaves)) if first[1] == 1 else Layout(1, 0)
+
+
+def max_common_vector(a: Layout | str, b: Layout | str) -> int:
+    """How many elements one access may move between them: contiguous in both, and again from each multiple on."""
+    return max_common_layout(a, b).size
+
+
+def recast(layout: Layout | Swizzled | str, old_bits: int, new_bits: int) -> Layout | Swizzled:
+    """The layout of the same memory in elements of another width; the mode of stride 1 grows or shrinks.
+
+    Refuses modes that wider elements do not divide.
+    """
+    if isinstance(layout, Swizzled):
+        offset, left = divmod(layout.offset * old_bits, new_bits)
+        if left:
+            raise Refusal(
+                "recast", "layout", layout.layout, None, f"its offset {layout.offset} begins inside of an element"
+            )
+        inner = expect_layout(recast(layout.layout, old_bits, new_bits))
+        return Swizzled(layout.swizzle.recast(old_bits, new_bits), inner, offset)
+    layout = as_layout(layout)
+    if old_bits % new_bits and new_bits % old_bits:
+        raise ValueError(f"recast: {old_bits} and {new_bits} bits; one must divide the other")
+    done: Leaves = []
+    for m, (s, d) in enumerate(layout.leaves):
+        if new_bits <= old_bits:
+            n = old_bits // new_bits
+            done.append((s * n, d) if abs(d) == 1 else (s, d * n))
+            continue
+        n = new_bits // old_bits
+        step = abs(d)
+        if step == 0 or s == 1:
+            done.append((s, 0))
+        elif step % n == 0:
+            done.append((s, d // n))
+        elif n % step == 0 and s % (n // step) == 0:
+            done.append((s // (n // step), 1 if d > 0 else -1))
+        else:
+            raise Refusal(
+                "recast", "layout", layout, m, f"elements of {new_bits} bits are {n} of {old_bits}; they split it"
+            )
+    like = layout.shape
+    return Layout(
+        unflatten(iter([s for s, _ in done]), like), unflatten(iter([d for _, d in done]), like), layout.names
+    )

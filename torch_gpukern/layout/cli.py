@@ -1,0 +1,95 @@
+"""python -m torch_gpukern layout: types a layout, says what it is, and draws it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from . import atoms
+from .banks import accesses
+from .core import Layout, as_layout, parse
+from .divide import logical_divide, overhang
+from .swizzle import Swizzle, Swizzled, parse_swizzle
+from .tiling import make_layout_tv
+
+EPILOG = """examples:
+  python -m torch_gpukern layout "(4,8):(8,1)"
+  python -m torch_gpukern layout "(8,64):(64,1)" --swizzle 3,3,3 --access 16 --kind banks --svg out.svg
+  python -m torch_gpukern layout --thr "(4,8):(8,1)" --val "(2,2):(2,1)" --svg out.svg
+  python -m torch_gpukern layout --atom mma.c --svg out.svg
+"""
+# name -> (layout (thread, value) -> index, rows and columns)
+ATOMS = {
+    "mma.a": lambda: (atoms.mma_sync(16, 16).a, (16, 16)),
+    "mma.b": lambda: (atoms.mma_sync(16, 16).b, (8, 16)),
+    "mma.c": lambda: (atoms.mma_sync(16, 16).c, (16, 8)),
+    "wgmma.c": lambda: (atoms.wgmma(16).c, (64, 16)),
+    "ldmatrix": lambda: (atoms.ldmatrix(1).dst, (8, 8)),
+    "ldmatrix.trans": lambda: (atoms.ldmatrix(1, True).dst, (8, 8)),
+}
+
+
+def add_arguments(commands: argparse._SubParsersAction) -> None:
+    p = commands.add_parser(
+        "layout",
+        help="what a layout does, its bank conflicts, its picture",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    p.set_defaults(run=run)
+    p.add_argument("layout", nargs="?", help='as CuTe writes it: "(4,8):(8,1)"; or "Sw<3,3,3> o 0 o (8,64):(64,1)"')
+    p.add_argument("--thr", help="a layout of threads; with --val draws who holds which element")
+    p.add_argument("--val", help="a layout of each thread's values")
+    p.add_argument("--atom", choices=ATOMS, help="a fragment of an instruction, m16n8k16 and 8 x 8 matrices of 16 bits")
+    p.add_argument("--swizzle", metavar="B,M,S", help="an xor after the layout, on offsets in elements")
+    p.add_argument("--divide", metavar="TILER", help='a layout, a size, or one for each mode: "4;(2,2):(1,4)"')
+    p.add_argument("--elem-bytes", type=int, default=2, metavar="N", help="bytes of an element (default 2)")
+    p.add_argument(
+        "--access", type=int, metavar="BYTES", help="bank conflicts and sectors of accesses of 1 to 16 bytes"
+    )
+    p.add_argument("--kind", choices=("offsets", "banks"), default="offsets", help="what the picture's colours say")
+    p.add_argument("--svg", type=Path, metavar="FILE")
+    p.add_argument("--png", type=Path, metavar="FILE", help="needs matplotlib")
+
+
+def _asked(args: argparse.Namespace) -> tuple[Layout | Swizzled, dict]:
+    """The layout, and how it is drawn."""
+    if sum((args.layout is not None, args.atom is not None, args.thr is not None)) != 1:
+        raise ValueError("give a layout, or --atom, or --thr and --val")
+    if (args.thr is None) != (args.val is None):
+        raise ValueError("--thr and --val belong together")
+    if args.atom or args.thr:
+        tv, shape = ATOMS[args.atom]() if args.atom else make_layout_tv(args.thr, args.val)
+        if args.swizzle or args.divide or args.access:
+            raise ValueError("--swizzle, --divide and --access are of a layout, not of threads and values")
+        return tv, {"kind": "owners", "shape": shape if len(shape) == 2 else (1, shape[0])}
+    found = parse(args.layout)
+    if isinstance(found, Swizzle):
+        raise ValueError(f"{found} is a swizzle alone; write {found} o 0 o shape:stride")
+    if args.divide:
+        if isinstance(found, Swizzled):
+            raise ValueError("--divide takes a plain layout; add --swizzle to swizzle the result")
+        tilers = [as_layout(int(t) if t.strip().isdigit() else t) for t in args.divide.split(";")]
+        tiler = tilers[0] if len(tilers) == 1 else tuple(tilers)
+        over = overhang(found, tiler)
+        found = logical_divide(found, tiler)
+        print(f"divided, {over} elements past the end" + (": a predicate is needed" if over else ""))
+    if args.swizzle:
+        if isinstance(found, Swizzled):
+            raise ValueError("--swizzle: the layout has one already")
+        found = Swizzled(parse_swizzle(args.swizzle), found)
+    return found, {"kind": args.kind, "elem_bytes": args.elem_bytes}
+
+
+def run(args: argparse.Namespace) -> int:
+    layout, options = _asked(args)
+    print(layout.explain())
+    if args.access:
+        print(f"accesses of {args.access} bytes, elements of {args.elem_bytes}:")
+        for access in accesses(layout, args.elem_bytes, args.access):
+            print(f"  {access}")
+    if args.svg:
+        args.svg.write_text(layout.svg(**options))
+    if args.png:
+        args.png.write_bytes(layout.png(**options))
+    return 0

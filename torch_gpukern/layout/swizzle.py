@@ -1,0 +1,154 @@
+"""Swizzles: an xor of some bits of an offset into lower (or higher) ones, alone and after a layout."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+from .core import Coord, Layout, Refusal, as_layout
+
+
+@dataclass(frozen=True)
+class Swizzle:
+    """Swizzle<bits, base, shift>: bits base + shift .. of an offset, `bits` of them, xored into bits base ...
+
+    Its own inverse. shift may be negative (bits base .. go up into base - shift ..); abs(shift) >= bits, so that source and
+    target do not overlap. TMA's 32, 64 and 128-byte modes are <1,4,3>, <2,4,3>, <3,4,3> of byte addresses.
+    """
+
+    bits: int
+    base: int
+    shift: int
+
+    def __post_init__(self) -> None:
+        if self.bits < 0 or self.base < 0:
+            raise ValueError(f"{self}: bits and base must be 0 or more")
+        if abs(self.shift) < self.bits:
+            raise ValueError(
+                f"{self}: abs(shift) must be {self.bits} or more, or the bits would be xored into themselves"
+            )
+
+    def __call__(self, offset: int) -> int:
+        mask = (1 << self.bits) - 1
+        if self.shift >= 0:
+            return offset ^ ((offset >> (self.base + self.shift) & mask) << self.base)
+        return offset ^ ((offset >> self.base & mask) << (self.base - self.shift))
+
+    @property
+    def span(self) -> int:
+        """Offsets after which the pattern repeats."""
+        return 1 << (self.base + self.bits + abs(self.shift))
+
+    def recast(self, old_bits: int, new_bits: int) -> Swizzle:
+        """The same swizzle of memory, offsets counted in elements of new_bits instead of old_bits."""
+        base, before, after = self.base, old_bits, new_bits
+        while before < after:
+            before, base = before * 2, base - 1
+        while before > after:
+            before, base = before // 2, base + 1
+        if before != after or base < 0:
+            raise ValueError(f"recast: {self} of {old_bits}-bit elements is no swizzle of {new_bits}-bit elements")
+        return Swizzle(self.bits, base, self.shift)
+
+    def __str__(self) -> str:
+        return f"Sw<{self.bits},{self.base},{self.shift}>"
+
+
+@dataclass(frozen=True)
+class Swizzled:
+    """A swizzle after a layout: coordinate -> swizzle(offset + layout(coordinate))."""
+
+    swizzle: Swizzle
+    layout: Layout
+    offset: int = 0
+
+    def __call__(self, *coord: Coord, **named: Coord) -> int:
+        return self.swizzle(self.offset + self.layout(*coord, **named))
+
+    @property
+    def shape(self):
+        return self.layout.shape
+
+    @property
+    def size(self) -> int:
+        return self.layout.size
+
+    @property
+    def rank(self) -> int:
+        return self.layout.rank
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.layout.names
+
+    @cached_property
+    def offsets(self) -> list[int]:
+        s, first = self.swizzle, self.offset
+        mask, up, down = (1 << s.bits) - 1, s.base + max(s.shift, 0), s.base + max(-s.shift, 0)
+        return [(o + first) ^ (((o + first) >> up & mask) << down) for o in self.layout.offsets]
+
+    @property
+    def cosize(self) -> int:
+        return max(self.offsets) - min(self.offsets) + 1
+
+    @property
+    def injective(self) -> bool:
+        return self.layout.injective
+
+    def slice(self, *coord: Coord) -> tuple[Swizzled, int]:
+        """As Layout.slice; the offset goes in before the swizzle, so 0 is left."""
+        kept, at = self.layout.slice(*coord)
+        return Swizzled(self.swizzle, kept, self.offset + at), 0
+
+    def select(self, *modes: int | str) -> Swizzled:
+        return Swizzled(self.swizzle, self.layout.select(*modes), self.offset)
+
+    def linear(self) -> Layout:
+        """The plain layout with the same values, where there is one: refuses where the swizzle is no sum."""
+        from .algebra import from_values
+
+        found = from_values(self.offsets, self.layout.shape)
+        if found is None:
+            raise Refusal("linear", "layout", self.layout, None, f"{self.swizzle} makes no sum of strides of it")
+        return found
+
+    def explain(self) -> str:
+        return f"{self.layout.explain()}\n  then {self.swizzle}, which repeats after {self.swizzle.span} offsets"
+
+    def svg(self, **options) -> str:
+        from .pictures import svg
+
+        return svg(self, **options)
+
+    def png(self, **options) -> bytes:
+        from .pictures import png
+
+        return png(self, **options)
+
+    def _repr_svg_(self) -> str:
+        return self.svg()
+
+    def __str__(self) -> str:
+        return f"{self.swizzle} o {self.offset} o {self.layout}"
+
+
+_SWIZZLE = re.compile(r"\s*S(?:w|wizzle)?<\s*(\d+)\s*,\s*(\d+)\s*,\s*(-?\d+)\s*>\s*")
+
+
+def parse_swizzle(text: str) -> Swizzle:
+    """'3,4,3' or 'Sw<3,4,3>'."""
+    match = _SWIZZLE.fullmatch(text if "<" in text else f"Sw<{text}>")
+    if not match:
+        raise ValueError(f"swizzle is '{text}'; expected bits,base,shift as in 3,4,3")
+    return Swizzle(*map(int, match.groups()))
+
+
+def parse_swizzled(text: str) -> Swizzle | Swizzled:
+    head, *rest = re.split(r"\s+o\s+", text)
+    swizzle = parse_swizzle(head)
+    if not rest:
+        return swizzle
+    if len(rest) > 2 or (len(rest) == 2 and not re.fullmatch(r"-?\d+", rest[0].strip())):
+        raise ValueError(f"layout '{text}': expected Sw<b,m,s> o offset o shape:stride")
+    return Swizzled(swizzle, as_layout(rest[-1]), int(rest[0]) if len(rest) == 2 else 0)

@@ -1,0 +1,202 @@
+"""Tensors over layouts, and what kernels do with them, written so that it is plainly right.
+
+A tensor is a layout, an offset and, where there are any, values: a list or a torch tensor that the offsets index. The
+algorithms are the definitions that a kernel is compared with; they are not fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .algebra import Tiler
+from .core import Coord, Layout, Refusal, parse
+from .swizzle import Swizzled
+
+
+class Tensor:
+    """A layout, from `offset` on, of `data`.
+
+    Args:
+        layout: a layout, its text, or a swizzled layout.
+        data: what offsets index: a list, a torch tensor of one dimension, or nothing.
+        offset: where coordinate 0 lies.
+
+    `t[1, 2]` is an element (its offset, where there are no data); `t[None, 2]` a slice that shares the data.
+    """
+
+    def __init__(self, layout: Layout | Swizzled | str, data: Any = None, offset: int = 0) -> None:
+        layout = parse(layout) if isinstance(layout, str) else layout
+        if not isinstance(layout, (Layout, Swizzled)):
+            raise TypeError(f"Tensor: layout is {layout!r}; expected a layout, swizzled or not, or its text")
+        self.layout, self.data, self.offset = layout, data, offset
+        if isinstance(layout, Swizzled) and offset:  # the swizzle is of addresses: the offset goes in before it
+            self.layout, self.offset = Swizzled(layout.swizzle, layout.layout, layout.offset + offset), 0
+
+    @classmethod
+    def of(cls, tensor: Any) -> Tensor:
+        """A torch tensor, with the layout that its shape and strides say. Shares its memory."""
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        if 0 in shape:
+            raise ValueError(f"Tensor.of: shape is {shape}; a layout has 1 or more elements in each mode")
+        reach = 1 + sum((s - 1) * d for s, d in zip(shape, stride))
+        data = tensor.detach().as_strided((reach,), (1,))
+        return cls(Layout(shape, stride) if shape else Layout(1, 0), data)
+
+    @property
+    def shape(self):
+        return self.layout.shape
+
+    @property
+    def size(self) -> int:
+        return self.layout.size
+
+    @property
+    def rank(self) -> int:
+        return self.layout.rank
+
+    @property
+    def offsets(self) -> list[int]:
+        """The offset of every element, in the order of the index."""
+        return [o + self.offset for o in self.layout.offsets] if self.offset else self.layout.offsets
+
+    def __call__(self, *coord: Coord) -> int:
+        """The offset of an element."""
+        return self.offset + self.layout(*coord)
+
+    def __getitem__(self, coord: Any) -> Any:
+        coord = _coord(coord)
+        if _keeps(coord):
+            layout, at = self.layout.slice(coord)
+            return Tensor(layout, self.data, self.offset + at)
+        at = self.offset + self.layout(coord)
+        return at if self.data is None else self.data[at]
+
+    def __setitem__(self, coord: Any, value: Any) -> None:
+        self._need_data("set")[self.offset + self.layout(_coord(coord))] = value
+
+    def divided(self, divide: Callable[[Layout, Tiler], Layout], tiler: Tiler) -> Tensor:
+        """The same elements, their layout divided (or composed, or partitioned) by a function of layouts."""
+        if isinstance(self.layout, Swizzled):
+            layout = Swizzled(self.layout.swizzle, divide(self.layout.layout, tiler), self.layout.offset)
+            return Tensor(layout, self.data)
+        return Tensor(divide(self.layout, tiler), self.data, self.offset)
+
+    def _need_data(self, op: str) -> Any:
+        if self.data is None:
+            raise ValueError(f"{op}: the tensor of layout {self.layout} has no data")
+        return self.data
+
+    def values(self) -> Any:
+        """Its elements in the order of the index: a list, or a torch tensor of one dimension."""
+        data, offsets = self._need_data("values"), self.offsets
+        return data[offsets] if hasattr(data, "index_put_") else [data[o] for o in offsets]
+
+    def fill(self, values: Any) -> None:
+        """Sets its elements in the order of the index; each offset must occur once."""
+        data, offsets = self._need_data("fill"), self.offsets
+        written_once("fill", "tensor", self)
+        if hasattr(data, "index_put_"):
+            data[offsets] = values
+        else:
+            for o, value in zip(offsets, values):
+                data[o] = value
+
+    def __repr__(self) -> str:
+        return f"Tensor({self.layout}{f' from {self.offset}' if self.offset else ''}{', no data' if self.data is None else ''})"
+
+
+def as_tensor(x: Tensor | Layout | Swizzled | str) -> Tensor:
+    return x if isinstance(x, Tensor) else Tensor(x)
+
+
+def _coord(coord: Any) -> Any:
+    if isinstance(coord, slice):
+        if coord != slice(None):
+            raise ValueError("a tensor over a layout takes ':' or numbers; divide it for parts of a mode")
+        return None
+    return tuple(map(_coord, coord)) if isinstance(coord, tuple) else coord
+
+
+def _keeps(coord: Any) -> bool:
+    return coord is None or (isinstance(coord, tuple) and any(map(_keeps, coord)))
+
+
+def written_once(op: str, argument: str, tensor: Tensor) -> None:
+    """Refuses a tensor of which two elements share an offset, naming the first mode that brings them together."""
+    inner = tensor.layout.layout if isinstance(tensor.layout, Swizzled) else tensor.layout
+    if inner.injective:
+        return
+    for m in range(len(inner.leaves)):
+        leaves = inner.leaves[: m + 1]
+        if not Layout(tuple(s for s, _ in leaves), tuple(d for _, d in leaves)).injective:
+            raise Refusal(op, argument, inner, m, "it writes an element twice")
+
+
+def _pair(op: str, a: Tensor, b: Tensor) -> None:
+    if a.size != b.size:
+        raise ValueError(f"{op}: {a.layout} has {a.size} elements, {b.layout} has {b.size}; both must have as many")
+
+
+def copy(src: Tensor, dst: Tensor, mask: Sequence[bool] | None = None) -> None:
+    """dst(i) = src(i) for every index i; where there is a mask, for those it has true. Both are read before any is written."""
+    _pair("copy", src, dst)
+    written_once("copy", "dst", dst)
+    if mask is None:
+        dst.fill(src.values())
+        return
+    if len(mask) != src.size:
+        raise ValueError(f"copy: the mask has {len(mask)} entries for {src.size} elements")
+    data, from_ = dst._need_data("copy"), src._need_data("copy")
+    for o, value in [(d, from_[s]) for d, s, m in zip(dst.offsets, src.offsets, mask) if m]:
+        data[o] = value
+
+
+def axpby(a: float, x: Tensor, b: float, y: Tensor) -> None:
+    """y(i) = a x(i) + b y(i); b = 0: y is not read."""
+    _pair("axpby", x, y)
+    xs = x.values()
+    if not isinstance(xs, list):
+        y.fill(a * xs if b == 0 else a * xs + b * y.values())
+        return
+    y.fill([a * u for u in xs] if b == 0 else [a * u + b * v for u, v in zip(xs, y.values())])
+
+
+def transform(f: Callable, *tensors: Tensor) -> None:
+    """last(i) = f(first(i), ...) of the tensors before it, or of itself where it is alone. f sees scalars of lists, and whole
+    torch tensors of one dimension."""
+    *inputs, out = tensors
+    inputs = inputs or [out]
+    for x in inputs:
+        _pair("transform", x, out)
+    values = [x.values() for x in inputs]
+    out.fill(list(map(f, *values)) if isinstance(values[0], list) else f(*values))
+
+
+def fold(x: Tensor, start: Any, f: Callable[[Any, Any], Any]) -> Any:
+    """f(... f(f(start, x(0)), x(1)) ..., x(size - 1)): in the order of the index."""
+    for value in x.values():
+        start = f(start, value)
+    return start
+
+
+def gemm(a: Tensor, b: Tensor, c: Tensor) -> None:
+    """c(m, n) += sum over k of a(m, k) b(n, k): CuTe's convention, both operands with k last."""
+    for name, x in (("a", a), ("b", b), ("c", c)):
+        if x.rank != 2:
+            raise ValueError(f"gemm: {name} = {x.layout} has {x.rank} modes; expected 2")
+    (m, k), (n, k_b), (m_c, n_c) = ([mode.size for mode in _plain(x).modes] for x in (a, b, c))
+    if (k, m, n) != (k_b, m_c, n_c):
+        raise ValueError(f"gemm: a is ({m},{k}), b is ({n},{k_b}), c is ({m_c},{n_c}); expected (M,K), (N,K), (M,N)")
+    written_once("gemm", "c", c)
+    x, y, z = a.values(), b.values(), c.values()
+    if not isinstance(x, list):
+        out = z.reshape(n, m).to(x.dtype) + y.reshape(k, n).T @ x.reshape(k, m)
+        c.fill(out.reshape(-1).to(z.dtype))
+        return
+    rows = [x[i::m] for i in range(m)]
+    c.fill([z[i + j * m] + sum(map(lambda u, v: u * v, rows[i], y[j::n])) for j in range(n) for i in range(m)])
+
+
+def _plain(x: Tensor) -> Layout:
+    return x.layout.layout if isinstance(x.layout, Swizzled) else x.layout

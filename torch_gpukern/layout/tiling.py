@@ -1,0 +1,114 @@
+"""What a block and a thread get of a tensor: tiles, partitions, and layouts of threads and values.
+
+layout, shape = make_layout_tv("(4,32):(32,1)", "(4,8):(8,1)")    # which element of a (16,256) tile thread t holds as value v
+"""
+
+from __future__ import annotations
+
+from .algebra import Tiler, compose, expect_layout, per_mode, right_inverse, tiler_layout
+from .core import Coord, IntTuple, Layout, Refusal, as_layout, index_to_coord, join, product
+from .divide import raked_product, zipped_divide
+from .swizzle import Swizzled
+from .tensor import Tensor, as_tensor
+
+
+def make_layout_tv(thr: Layout | str, val: Layout | str) -> tuple[Layout, tuple[int, ...]]:
+    """((thread, value) -> index in the tile, shape of the tile).
+
+    thr: where each thread stands among the threads; val: where each of its values lies in its own part. The thread's parts lie
+    as raked_product(thr, val) has them. Both must be bijections onto 0 .. size - 1.
+    """
+    thr, val = as_layout(thr), as_layout(val)
+    for name, x in (("thr", thr), ("val", val)):
+        if not x.injective or x.cosize != x.size:
+            raise Refusal("make_layout_tv", name, x, None, f"it must reach each of 0 to {x.size - 1} once")
+    mn = raked_product(thr, val)
+    tv = expect_layout(compose(right_inverse(mn), Layout((thr.size, val.size))))
+    return Layout(tv.shape, tv.stride, ("thr", "val")), tuple(mode.size for mode in mn.modes)
+
+
+def _tile_coord(rest: Layout, coord: Coord) -> Coord:
+    """The coordinate over tiles; a number where there is one mode, an index where it is a number."""
+    return coord[0] if isinstance(coord, tuple) and len(coord) == 1 and rest.rank == 1 else coord
+
+
+def local_tile(tensor: Tensor | Layout | Swizzled | str, tiler: Tiler, coord: Coord) -> Tensor:
+    """The tile at a coordinate over tiles (None in it keeps that mode, behind those of the tile).
+
+    The tile of the overhang reaches past the tensor: `inside` says which of its elements are there.
+    """
+    tensor = as_tensor(tensor)
+    divided = tensor.divided(zipped_divide, tiler)
+    return divided[None, _tile_coord(divided.layout[1], coord)]
+
+
+def local_partition(tensor: Tensor | Layout | Swizzled | str, thr: Layout | str, index: int) -> Tensor:
+    """What thread `index` gets where threads repeat over the tensor: its elements, one for each repeat.
+
+    thr: the threads' layout, coordinate -> index; the tensor is tiled by thr's shape, and every thread takes its coordinate of
+    each tile.
+    """
+    tensor, thr = as_tensor(tensor), as_layout(thr)
+    if not 0 <= index < thr.size:
+        raise IndexError(f"local_partition: thread {index} of {thr.size}")
+    where = right_inverse(thr)
+    if where.size != thr.size:
+        raise Refusal("local_partition", "thr", thr, None, f"it must reach each of 0 to {thr.size - 1} once")
+    shape = tuple(mode.size for mode in thr.modes) if isinstance(thr.shape, tuple) else thr.size
+    divided = tensor.divided(zipped_divide, shape)
+    return divided[index_to_coord(where(index), shape), None]
+
+
+def inside(shape: IntTuple | Layout, tiler: Tiler, coord: IntTuple) -> list[bool]:
+    """For each element of the tile that `local_tile` gives at `coord`: whether it lies inside a tensor of this shape.
+
+    This is the predicate of a kernel that copies the tile.
+    """
+    layout = shape if isinstance(shape, Layout) else Layout(shape)
+    if not isinstance(tiler, (tuple, list, dict)):
+        divided = zipped_divide(Layout(layout.size), tiler)
+        return [o < layout.size for o in Tensor(divided)[None, coord].offsets]
+    tilers, masks = per_mode("inside", layout, tiler), []
+    coords = list(coord) if isinstance(coord, tuple) else None
+    over = [Layout(m.size) if t is None else zipped_divide(Layout(m.size), t)[1] for m, t in zip(layout.modes, tilers)]
+    if coords is None:
+        coords = list(index_to_coord(coord, tuple(o.size for o in over)))
+    if len(coords) != layout.rank:
+        raise ValueError(f"inside: coordinate {coord} has {len(coords)} entries, {layout} has {layout.rank} modes")
+    for mode, t, c in zip(layout.modes, tilers, coords):
+        if t is not None:
+            part = Tensor(zipped_divide(Layout(mode.size), tiler_layout(t)))[None, c]
+            masks.append([o < mode.size for o in part.offsets])
+    found = [True]
+    for mask in masks:
+        found = [a and b for b in mask for a in found]
+    return found
+
+
+def tile_to_shape(
+    block: Layout | Swizzled | str, shape: IntTuple, order: tuple[int, ...] | None = None
+) -> Layout | Swizzled:
+    """The block (a swizzle atom, for one) repeated until it has the shape; `order` says which mode's copies come first."""
+    if isinstance(block, str):
+        from .core import parse
+
+        block = parse(block)
+    if isinstance(block, Swizzled):
+        return Swizzled(block.swizzle, expect_layout(tile_to_shape(block.layout, shape, order)), block.offset)
+    block = as_layout(block)
+    sizes = [product(s) for s in shape] if isinstance(shape, tuple) else [shape]
+    modes = block.modes if len(sizes) > 1 else [block]
+    if len(modes) != len(sizes):
+        raise ValueError(f"tile_to_shape: shape has {len(sizes)} modes, {block} has {len(modes)}")
+    counts = []
+    for m, (mode, n) in enumerate(zip(modes, sizes)):
+        if n % mode.size:
+            raise Refusal("tile_to_shape", "block", block, m, f"its {mode.size} elements do not divide {n}")
+        counts.append(n // mode.size)
+    order = tuple(range(len(sizes))) if order is None else order
+    strides, before = [0] * len(sizes), block.cosize
+    for m in order:
+        strides[m] = before
+        before *= counts[m]
+    done = [join(mode, Layout(n, d if n > 1 else 0)) for mode, n, d in zip(modes, counts, strides)]
+    return join(*done, names=block.names) if len(done) > 1 else done[0]
