@@ -102,7 +102,7 @@ def test_attention(options):
     theirs = Plain(ours, plain_attention(4, 2, 8, **options))
     x = randn(generator("attention"), 2, 11, 32)
     rotary = [a.float() for a in angles(11, 8)]
-    # the key's bias has no gradient but rounding where nothing turns it; here it is turned
+    # the key's bias has no gradient but rounding where nothing rotates it; here it is rotated
     as_near(ours, theirs, x, call=lambda m: lambda x: m(x, rotary))
 
 

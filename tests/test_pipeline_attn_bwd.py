@@ -196,7 +196,6 @@ def test_one_buffer_of_ds_is_too_few():
         schedules(replace(Kernel(), buffers=1), 4000, "one buffer")
 
 
-
 # ---- the turns of ordered kernels: a grid, not a block ----
 def run_turns(visits, sms, rng):
     """visits[x]: the tiles that block number x adds to, in its order; at a tile, blocks of lower numbers go first. Blocks start in

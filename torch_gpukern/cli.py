@@ -434,12 +434,7 @@ def _parser() -> argparse.ArgumentParser:
             for name in ("m", "n", "k"):
                 p.add_argument(name, type=_size(0), metavar=name.upper())
             p.add_argument("--batch", type=_size(0), nargs="*", default=[], help="batch dimensions of a")
-            p.add_argument(
-                "--layout",
-                choices=("NN", "NT", "TN", "TT"),
-                default="NN",
-                help="T: stored transposed",
-            )
+            p.add_argument("--layout", choices=("NN", "NT", "TN", "TT"), default="NN", help="T: stored transposed")
             p.add_argument("--bias", action="store_true")
             p.add_argument("--activation", choices=gemm_tuner.ACTIVATIONS, default="none")
             continue
@@ -482,8 +477,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--check", action="store_true", help="measure the file's classes again; it stays as it is")
 
     bench = commands.add_parser(
-        "bench",
-        help="our time beside PyTorch's; in a checkout runs its benchmarks and passes options on",
+        "bench", help="our time beside PyTorch's; in a checkout runs its benchmarks, with your options"
     )
     bench.set_defaults(run=_bench)
     bench.add_argument("op", nargs="?", choices=("gemm", "flash_attn", "paged_attn"), default="gemm")

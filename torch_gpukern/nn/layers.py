@@ -130,7 +130,7 @@ class Attention(torch.nn.Module):
 
         Args:
             rotary: cos and sin, each [S, head_dim] or [B, S, head_dim], of the halves' kind (Llama's): queries and keys
-                are turned by them first. None turns nothing.
+                are rotated by them first. None rotates nothing.
             kv_start, kv_end: [B] int32, the bounds of each sequence's keys in a padded batch; without a cache.
             cache: (k_cache, v_cache) [num_blocks, block_size, num_kv_heads, head_dim] of this layer. The S new tokens of each
                 sequence are written to slots [B * S] and attend to all that block_table [B, max_blocks] and seq_lens [B],
