@@ -33,7 +33,7 @@ static gk_status plan_cpu(const char *name, const gk_context *ctx, gk_op op, gk_
     gk_isa isa = GK_ISA_BASE;
     int n;
     GK_TRY(find_isa(name, ctx, &isa));
-    const gk_cpu_row *rows = gk_cpu_rows(op, &n);
+    const gk_cpu_instance *rows = gk_cpu_instances(op, &n);
     for (int i = 0; i < n; ++i)
         if (rows[i].dtype == dtype && rows[i].isa <= isa &&
             rows[i].kernel->plan(ctx, args, gk_plan_begin(plan, &rows[i]))) {
@@ -61,7 +61,7 @@ const gk_gpu *gk_dispatch_gpu(const char *name, const gk_context *ctx) {
     return gpu;
 }
 
-static bool plan_row(const gk_cuda_row *row, const gk_context *ctx, const void *args, gk_plan *plan) {
+static bool plan_row(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *plan) {
     if (!row->plan(row, ctx, args, gk_plan_begin(plan, row))) return false;
     ++num_kernel_plans;
     return true;
@@ -74,8 +74,8 @@ static bool plan_table(const gk_cuda_table *table, const gk_context *ctx, gk_dty
         ++num_kernel_plans;
         return true;
     }
-    for (int i = 0; i < table->num_rows; ++i)
-        if (table->rows[i].dtype == dtype && plan_row(&table->rows[i], ctx, args, plan)) return true;
+    for (int i = 0; i < table->num_instances; ++i)
+        if (table->instances[i].dtype == dtype && plan_row(&table->instances[i], ctx, args, plan)) return true;
     return false;
 }
 
@@ -93,12 +93,12 @@ gk_status gk_dispatch_plan_default(const char *name, const gk_context *ctx, gk_o
                    name, gk_dtype_name(dtype), (int)ctx->index, gpu->name, gpu->arch / 10, gpu->arch % 10);
 }
 
-bool gk_dispatch_plan_gemm_row(const gk_cuda_row *row, const gk_context *ctx, const gk_gpu *gpu,
+bool gk_dispatch_plan_gemm_row(const gk_cuda_instance *row, const gk_context *ctx, const gk_gpu *gpu,
                                const gk_gemm_args *args, gk_plan *plan) {
     int num_tables;
     const gk_cuda_table *const *tables = gk_cuda_tables(GK_OP_GEMM, &num_tables);
     for (int t = 0; t < num_tables; ++t)
-        if (row >= tables[t]->rows && row < tables[t]->rows + tables[t]->num_rows)
+        if (row >= tables[t]->instances && row < tables[t]->instances + tables[t]->num_instances)
             return runs_on(tables[t], gpu) && row->dtype == args->a.dtype && plan_row(row, ctx, args, plan);
     return false;
 }
@@ -110,7 +110,7 @@ static bool plan_preferred(const gk_context *ctx, gk_op op, const void *args, gk
     if (!gpu) return false;
     gk_gemm_key key;
     gk_gemm_key_of(gpu->name_hash, args, &key);
-    const gk_cuda_row *row = gk_preferred(&key);
+    const gk_cuda_instance *row = gk_preferred(&key);
     if (!row || !gk_dispatch_plan_gemm_row(row, ctx, gpu, args, plan)) return false;
     plan->preferred = true;
     return true;
@@ -148,12 +148,12 @@ gk_status gk_dispatch_run(const char *name, const gk_context *ctx, const void *a
     if (ctx->device == GK_CUDA) {
         const int32_t before = gk_gpu_enter(name, ctx->index);
         if (before < 0) return GK_ERR_DEVICE;
-        const gk_status status = ((const gk_cuda_row *)plan->kernel)->run(ctx, args, plan, workspace);
+        const gk_status status = ((const gk_cuda_instance *)plan->kernel)->run(ctx, args, plan, workspace);
         gk_gpu_leave(before);
         return status;
     }
 #endif
-    ((const gk_cpu_row *)plan->kernel)->kernel->run(ctx, args, plan, workspace);
+    ((const gk_cpu_instance *)plan->kernel)->kernel->run(ctx, args, plan, workspace);
     return GK_OK;
 }
 
@@ -182,7 +182,7 @@ gk_status gk_dispatch_call(const char *name, const gk_context *ctx, gk_op op, gk
 }
 
 /* ---- what a call would do --------------------------------------------------------------------------------- */
-static void name_cpu_kernel(const gk_cpu_row *row, gk_explanation *out) {
+static void name_cpu_kernel(const gk_cpu_instance *row, gk_explanation *out) {
     const bool reference = row->dtype == GK_F64;
     snprintf(out->row, sizeof out->row, reference ? "%s_%s" : "%s_%s_%s", row->name, gk_type_of(row->dtype)->short_name,
              gk_isa_names[row->isa]);
@@ -201,7 +201,7 @@ gk_status gk_dispatch_explain(const char *name, const gk_context *ctx, gk_op op,
     found.tasks = plan.tasks, found.chunks = plan.chunks, found.workspace_bytes = (int64_t)plan.workspace_bytes;
 #ifdef GPUKERN_HAS_CUDA
     if (ctx->device == GK_CUDA) {
-        const gk_cuda_row *row = plan.kernel;
+        const gk_cuda_instance *row = plan.kernel;
         snprintf(found.row, sizeof found.row, "%s", row->name);
         snprintf(found.isa, sizeof found.isa, "%s", strstr(row->name, "_sm90a") ? "sm_90a" : "sm_80");
         const int32_t before = gk_gpu_enter(name, ctx->index);
@@ -239,9 +239,9 @@ const char *gk_cuda_kernels(void) {
         int num_tables;
         const gk_cuda_table *const *tables = gk_cuda_tables((gk_op)op, &num_tables);
         for (int t = 0; t < num_tables; ++t)
-            for (int i = 0; i < tables[t]->num_rows && length < sizeof text - 80; ++i)
+            for (int i = 0; i < tables[t]->num_instances && length < sizeof text - 80; ++i)
                 length += (size_t)snprintf(text + length, sizeof text - length, "%s%s", length ? "," : "",
-                                           tables[t]->rows[i].name);
+                                           tables[t]->instances[i].name);
     }
 #endif
     return text;

@@ -35,7 +35,7 @@ const gk_gpu *gk_dispatch_gpu(const char *name, const gk_context *ctx);
 gk_status gk_dispatch_plan_default(const char *name, const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args,
                                    gk_plan *plan);
 /* Plans the call by one instance of gemm alone; false: it does not serve it. */
-bool gk_dispatch_plan_gemm_row(const gk_cuda_row *row, const gk_context *ctx, const gk_gpu *gpu,
+bool gk_dispatch_plan_gemm_row(const gk_cuda_instance *row, const gk_context *ctx, const gk_gpu *gpu,
                                const gk_gemm_args *args, gk_plan *plan);
 #endif
 

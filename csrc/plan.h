@@ -18,7 +18,7 @@ enum {
 
 /* What one kernel will do for one call. Plain data, valid as long as the call's arguments are. */
 typedef struct gk_plan {
-    const void *kernel;     /* the instance: a gk_cpu_row (cpu/kernels.h) or a gk_cuda_row (cuda/kernels.h) */
+    const void *kernel;     /* the instance: a gk_cpu_instance (cpu/kernels.h) or a gk_cuda_instance (cuda/kernels.h) */
     size_t workspace_bytes; /* what run takes, aligned to 64 bytes */
     double us;              /* expected time; 0 where the kernels of this family have no estimate */
     /* for gk_explanation */

@@ -28,7 +28,7 @@ class Kernel:
     stages: int = 2
     ordered: bool = True
     overlap: bool = True
-    slots: int = 2  # of descriptions; the kernel has four
+    descriptions: int = 2  # of descriptions; the kernel has four
     broken: str = ""  # the rule that is not kept
 
     def block(self, rng):
@@ -40,13 +40,13 @@ class Tile:
     blocks: int  # of keys
     own: tuple  # of these, how many a warpgroup's rows see
     ragged: bool  # the last block of V has rows that may hold NaN
-    turned: bool  # the last block comes first (fwd_block): a warpgroup passes the blocks that it does not see before its own
+    backwards: bool  # the last block comes first (fwd_block): a warpgroup passes the blocks that it does not see before its own
 
     def lead(self, group):
-        return self.blocks - self.own[group] if self.turned and self.own[group] else 0
+        return self.blocks - self.own[group] if self.backwards and self.own[group] else 0
 
     def ragged_step(self):
-        return 0 if self.turned else self.blocks - 1
+        return 0 if self.backwards else self.blocks - 1
 
     @staticmethod
     def any(warpgroups, rng):
@@ -56,10 +56,10 @@ class Tile:
 
 
 class Ring:
-    def __init__(self, stages, readers):
+    def __init__(self, stages, consumers):
         self.stages = stages
         self.full = [Barrier(1) for _ in range(stages)]
-        self.empty = [Barrier(readers) for _ in range(stages)]
+        self.empty = [Barrier(consumers) for _ in range(stages)]
 
     def is_full(self, step):
         return ended(self.full[step % self.stages], step // self.stages & 1)
@@ -90,13 +90,13 @@ class Block:
         self.events = []  # copies, products and stores on their way
         warps = k.warpgroups * WARPS
         q_readers = k.warpgroups if k.broken == "q counts warpgroups" else warps
-        self.described = Ring(k.slots, warps + (k.broken != "description: loader does not count"))
+        self.described = Ring(k.descriptions, warps + (k.broken != "description: loader does not count"))
         self.rings = {
             "q": Ring(k.q_buffers, q_readers),
             "k": Ring(k.stages, k.warpgroups),
             "v": Ring(k.stages, k.warpgroups),
         }
-        self.told = [None] * k.slots  # the tile that a description is of; None while it is written
+        self.told = [None] * k.descriptions  # the tile that a description is of; None while it is written
         self.held = {name: [{} for _ in range(ring.stages)] for name, ring in self.rings.items()}
         self.reading = {name: [0] * ring.stages for name, ring in self.rings.items()}
         self.cleared = [set() for _ in range(k.stages)]  # warps that have cleared their rows of V's tail
@@ -123,16 +123,16 @@ class Block:
         for n in range(len(self.tiles)):
             if self.k.broken != "description written without empty":
                 yield self.described.is_empty(n)
-            self.told[n % self.k.slots] = None
+            self.told[n % self.k.descriptions] = None
             yield None
-            self.told[n % self.k.slots] = n
+            self.told[n % self.k.descriptions] = n
             self.described.fill(n)
             yield None
         self.alive -= 1
 
     def tell(self, n):
         """Reads the description of tile n."""
-        if self.told[n % self.k.slots] != n:
+        if self.told[n % self.k.descriptions] != n:
             raise Wrong("a description is overwritten while it is read")
         return self.tiles[n]
 
@@ -315,7 +315,7 @@ class Block:
         self.p[me] = n, first
         if broken != "q kept":
             yield from self.release_q(me, last_q)
-        if t.ragged and t.turned and first == 0:
+        if t.ragged and t.backwards and first == 0:
             yield v.is_full(step)
             yield from clear(0)
         for j in range(first + 1, end):
@@ -344,7 +344,7 @@ class Block:
             self.p[me] = n, j
         if broken != "v not awaited":
             yield v.is_full(step + end - 1)
-        if t.ragged and not t.turned and end == t.blocks:
+        if t.ragged and not t.backwards and end == t.blocks:
             yield from clear(end - 1)
         yield from self.turn_begin(group)
         self.issue(group, w, "values", n, end - 1, step + end - 1)
@@ -459,7 +459,7 @@ KERNELS = {
     "two warpgroups, not ordered": Kernel(ordered=False),
     "two warpgroups, one q, not ordered": Kernel(q_buffers=1, ordered=False, overlap=False),
     "three warpgroups, four stages": Kernel(warpgroups=3, stages=4, overlap=False),
-    "two warpgroups, four descriptions": Kernel(slots=4),
+    "two warpgroups, four descriptions": Kernel(descriptions=4),
 }
 
 

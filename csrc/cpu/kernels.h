@@ -1,5 +1,5 @@
-/* kernels.h: what the CPU room offers to dispatch.c: one table per op, one row per dtype, ISA and kernel.
- * The kernels' files are compiled once per ISA; each exports its row body under the ISA's suffix (tables.c lists them).
+/* kernels.h: what the CPU room offers to dispatch.c: one table per op, one instance per dtype, ISA and kernel.
+ * The kernels' files are compiled once per ISA; each exports its kernel under the ISA's suffix (tables.c lists them).
  */
 #ifndef GPUKERN_CPU_KERNELS_H
 #define GPUKERN_CPU_KERNELS_H
@@ -29,12 +29,12 @@ typedef struct gk_cpu_kernel {
     void (*run)(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace);
 } gk_cpu_kernel;
 
-typedef struct gk_cpu_row {
+typedef struct gk_cpu_instance {
     const char *name; /* stem: "gemm_packed"; the full name adds dtype and ISA */
     gk_dtype dtype;
     gk_isa isa;
     const gk_cpu_kernel *kernel; /* the first of a table that plans a call serves it */
-} gk_cpu_row;
+} gk_cpu_instance;
 
 /* The register tile of an ISA: C[m][n] (+)= A B, m <= mr rows and nv <= 2 vectors of w columns. A cell is 32 bits:
  * one float32 or two bfloat16 that are neighbours along k ("pair" values of k per cell).
@@ -86,7 +86,7 @@ typedef struct gk_gemm_problem {
     gk_gemm_epilogue epilogue;
 } gk_gemm_problem;
 
-/* True where gemm_skinny serves the call: few rows, so that reading b once is what costs. */
+/* True where gemm_skinny serves the call: small M, so that reading b once is what costs. */
 bool gk_gemm_is_skinny(const gk_gemm_problem *p);
 
 gk_gemm_problem gk_gemm_problem_of(const gk_gemm_args *args);
@@ -96,6 +96,6 @@ void gk_gemm_at(const gk_gemm_args *args, const gk_gemm_problem *p, int64_t i, c
 gk_gemm_epilogue gk_epilogue_at(const gk_gemm_epilogue *e, int64_t row, int64_t col);
 
 /* tables.c: rows of an op, best ISA first. */
-const gk_cpu_row *gk_cpu_rows(gk_op op, int *num_rows);
+const gk_cpu_instance *gk_cpu_instances(gk_op op, int *num_rows);
 
 #endif

@@ -56,15 +56,15 @@ DECLARE(attn_merge)
 #define EITHER(first, second) THREE(first, GK_ISA_BASE, base), THREE(second, GK_ISA_BASE, base)
 #endif
 
-static const gk_cpu_row gemm_rows[] = {EITHER(gemm_skinny, gemm_packed), REF_ROW(gemm)};
-static const gk_cpu_row gemm_act_bwd_rows[] = {EVERY_ISA(gemm_act_bwd), REF_ROW(gemm_act_bwd)};
-static const gk_cpu_row flash_attn_fwd_rows[] = {EVERY_ISA(flash_attn_fwd), REF_ROW(flash_attn_fwd)};
-static const gk_cpu_row flash_attn_bwd_rows[] = {EVERY_ISA(flash_attn_bwd), REF_ROW(flash_attn_bwd)};
-static const gk_cpu_row paged_attn_rows[] = {EVERY_ISA(paged_attn), REF_ROW(paged_attn)};
-static const gk_cpu_row kv_cache_write_rows[] = {EVERY_ISA(kv_cache_write), REF_ROW(kv_cache_write)};
-static const gk_cpu_row attn_merge_rows[] = {EVERY_ISA(attn_merge), REF_ROW(attn_merge)};
+static const gk_cpu_instance gemm_rows[] = {EITHER(gemm_skinny, gemm_packed), REF_ROW(gemm)};
+static const gk_cpu_instance gemm_act_bwd_rows[] = {EVERY_ISA(gemm_act_bwd), REF_ROW(gemm_act_bwd)};
+static const gk_cpu_instance flash_attn_fwd_rows[] = {EVERY_ISA(flash_attn_fwd), REF_ROW(flash_attn_fwd)};
+static const gk_cpu_instance flash_attn_bwd_rows[] = {EVERY_ISA(flash_attn_bwd), REF_ROW(flash_attn_bwd)};
+static const gk_cpu_instance paged_attn_rows[] = {EVERY_ISA(paged_attn), REF_ROW(paged_attn)};
+static const gk_cpu_instance kv_cache_write_rows[] = {EVERY_ISA(kv_cache_write), REF_ROW(kv_cache_write)};
+static const gk_cpu_instance attn_merge_rows[] = {EVERY_ISA(attn_merge), REF_ROW(attn_merge)};
 
-const gk_cpu_row *gk_cpu_rows(gk_op op, int *num_rows) {
+const gk_cpu_instance *gk_cpu_instances(gk_op op, int *num_rows) {
     switch (op) {
 #define CASE(OP, rows) \
     case OP: *num_rows = (int)(sizeof rows / sizeof rows[0]); return rows;

@@ -1,5 +1,5 @@
-/* kernels.h: what the CUDA room offers to dispatch.c: per op some tables, each the end of one kernel file and one row per
- * compiled instance. C, so that dispatch.c and the .cu files read the same page. */
+/* kernels.h: what the CUDA room offers to dispatch.c: per op some tables, each the end of one kernel file, of
+ * compiled instances. C, so that dispatch.c and the .cu files read the same page. */
 #ifndef GPUKERN_CUDA_KERNELS_H
 #define GPUKERN_CUDA_KERNELS_H
 
@@ -29,15 +29,15 @@ int32_t gk_gpu_count(void);
 int32_t gk_gpu_enter(const char *op, int32_t index);
 void gk_gpu_leave(int32_t before);
 
-/* A row: one instance of a kernel. `args` is the op's argument struct of gpukern.h, already checked, nothing empty but what the op
+/* One instance of a kernel. `args` is the op's argument struct of gpukern.h, already checked, nothing empty but what the op
  * allows. */
-typedef struct gk_cuda_row gk_cuda_row;
-struct gk_cuda_row {
+typedef struct gk_cuda_instance gk_cuda_instance;
+struct gk_cuda_instance {
     const char *name; /* the whole name: "gemm_sm80_bf16_128x256x32" */
     gk_dtype dtype;
     /* Plans the call by this instance, whether or not it is the best that can: fills workspace_bytes, tile, tasks, chunks, waves, and
      * the file's own part. Reads no device memory. false: it cannot serve the call. */
-    bool (*plan)(const gk_cuda_row *row, const gk_context *ctx, const void *args, gk_plan *plan);
+    bool (*plan)(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *plan);
     /* Launches on ctx->stream what was planned for these args, never waits, and returns launch failures; workspace is of the planned
      * size. */
     gk_status (*run)(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace);
@@ -47,8 +47,8 @@ struct gk_cuda_row {
 
 /* The instances of one kernel file, best first. */
 typedef struct gk_cuda_table {
-    const gk_cuda_row *rows;
-    int num_rows;
+    const gk_cuda_instance *instances;
+    int num_instances;
     int arch; /* 80: this arch and every later one; 90: this one alone (sm_90a code) */
     /* Plans the call by the best instance for it, plan->kernel, without asking one by one; NULL = by the first that can. */
     bool (*plan)(const gk_context *ctx, const void *args, gk_plan *plan);

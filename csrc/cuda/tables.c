@@ -1,5 +1,5 @@
 /* tables.c: every CUDA kernel file by op, best first; each file ends with its own table of instances. dispatch.c takes the
- * first row that serves a call on the device's architecture. */
+ * first instance that serves a call on the device's architecture. */
 #include "kernels.h"
 
 extern const gk_cuda_table gk_gemm_sm90a_table, gk_gemm_pingpong_sm90a_table, gk_gemm_swapab_sm90a_table;

@@ -16,12 +16,12 @@ static gk_status check_cuda_gemm(const char *op, const gk_context *ctx, const gk
     return gk_dispatch_gpu(op, ctx) ? GK_OK : GK_ERR_DEVICE;
 }
 
-static const gk_cuda_row *named_gemm_row(const char *name) {
+static const gk_cuda_instance *named_gemm_row(const char *name) {
     int num_tables;
     const gk_cuda_table *const *tables = gk_cuda_tables(GK_OP_GEMM, &num_tables);
     for (int t = 0; t < num_tables; ++t)
-        for (int i = 0; i < tables[t]->num_rows; ++i)
-            if (strcmp(tables[t]->rows[i].name, name) == 0) return &tables[t]->rows[i];
+        for (int i = 0; i < tables[t]->num_instances; ++i)
+            if (strcmp(tables[t]->instances[i].name, name) == 0) return &tables[t]->instances[i];
     return NULL;
 }
 
@@ -31,13 +31,13 @@ gk_status gk_gemm_rows(const gk_context *ctx, const gk_gemm_args *args, const ch
     gk_plan plan;
     GK_TRY(check_cuda_gemm(op, ctx, args, rows));
     GK_TRY(gk_dispatch_plan_default(op, ctx, GK_OP_GEMM, args->a.dtype, args, &plan));
-    const gk_cuda_row *const first = plan.kernel;
+    const gk_cuda_instance *const first = plan.kernel;
     size_t length = (size_t)snprintf(text, sizeof text, "%s", first->name);
     int num_tables;
     const gk_cuda_table *const *tables = gk_cuda_tables(GK_OP_GEMM, &num_tables);
     for (int t = 0; t < num_tables; ++t)
-        for (int i = 0; i < tables[t]->num_rows; ++i) {
-            const gk_cuda_row *r = &tables[t]->rows[i];
+        for (int i = 0; i < tables[t]->num_instances; ++i) {
+            const gk_cuda_instance *r = &tables[t]->instances[i];
             if (r == first || !gk_dispatch_plan_gemm_row(r, ctx, gk_gpu_of(ctx->index), args, &plan)) continue;
             if (length + strlen(r->name) + 2 > sizeof text)
                 return gk_fail(GK_ERR_UNSUPPORTED, "%s: the rows' names take more than %zu bytes", op, sizeof text);
@@ -61,7 +61,7 @@ gk_status gk_gemm_prefer(const gk_context *ctx, const gk_gemm_args *args, const 
     const char *op = "gk_gemm_prefer", *others;
     GK_TRY(check_cuda_gemm(op, ctx, args, op));
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
-    const gk_cuda_row *found = row ? named_gemm_row(row) : NULL;
+    const gk_cuda_instance *found = row ? named_gemm_row(row) : NULL;
     gk_plan plan;
     if (row && !(found && gk_dispatch_plan_gemm_row(found, ctx, gpu, args, &plan))) {
         GK_TRY(gk_gemm_rows(ctx, args, &others));
@@ -78,7 +78,7 @@ gk_status gk_gemm_prefer_class(const char *device, const char *gemm_class, const
     gk_gemm_key key;
     GK_REQUIRE(device && *device && gemm_class, "%s: device or gemm_class is missing", op);
     GK_TRY(gk_gemm_key_read(op, gemm_class, gk_name_hash(device), &key));
-    const gk_cuda_row *found = row ? named_gemm_row(row) : NULL;
+    const gk_cuda_instance *found = row ? named_gemm_row(row) : NULL;
     GK_REQUIRE(!row || found, "%s: row '%.80s' does not exist in this library; gk_cuda_kernels() names those that do",
                op, row);
     GK_REQUIRE(!row || (int)found->dtype == key.dtype, "%s: row '%s' is for %s, the class for %s", op, row,

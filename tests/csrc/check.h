@@ -335,7 +335,7 @@ CHECK_UNUSED static int check_isas(void) {
     return n;
 }
 
-/* ---- table rows ------------------------------------------------------------------------------ */
+/* ---- instances ------------------------------------------------------------------------------- */
 static char check_seen[128][64];
 static int check_num_seen;
 
@@ -354,7 +354,7 @@ CHECK_UNUSED static void check_see(const gk_explanation *e, size_t workspace_byt
 CHECK_UNUSED static void check_every_row_seen(gk_op op) {
     static const char *const dtypes[] = {"f32", "bf16", "f16", "f64"};
     int num_rows;
-    const gk_cpu_row *rows = gk_cpu_rows(op, &num_rows);
+    const gk_cpu_instance *rows = gk_cpu_instances(op, &num_rows);
     snprintf(check_case, sizeof check_case, "table");
     for (int r = 0; r < num_rows; ++r) {
         char name[64];

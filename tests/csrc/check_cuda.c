@@ -111,7 +111,7 @@ static void say(const char *format, ...) { /* more words to name the case by */
 }
 
 /* The arguments as the device sees them: a word that is a mirrored tensor's data, or points to a mirrored tensor,
- * becomes its twin. The tensors found tell what the case is. */
+ * becomes its counterpart. The tensors found tell what the case is. */
 static void to_device(const void *args, size_t bytes) {
     memcpy(device_args, args, bytes);
     for (size_t i = 0; i < bytes / sizeof(void *); ++i) {
@@ -137,7 +137,7 @@ static void try_cuda(cudaError_t error, const char *what) {
 }
 
 /* Launches the plan, straight or from a graph that it was captured into. */
-static gk_status launch(const gk_cuda_row *row, const gk_plan *plan, void *memory, bool graph) {
+static gk_status launch(const gk_cuda_instance *row, const gk_plan *plan, void *memory, bool graph) {
     cudaStream_t stream = ctx.stream;
     if (!graph) return row->run(&ctx, device_args, plan, memory);
     cudaGraph_t captured = NULL;
@@ -153,12 +153,12 @@ static gk_status launch(const gk_cuda_row *row, const gk_plan *plan, void *memor
     return status;
 }
 
-static bool plan_row(const gk_cuda_row *row, gk_plan *plan) {
+static bool plan_row(const gk_cuda_instance *row, gk_plan *plan) {
     return row->plan(row, &ctx, device_args, gk_plan_begin(plan, row));
 }
 
 /* One run: up, launch, down; everything but the results is judged here. */
-static void run_row(const gk_cuda_row *row, bool again) {
+static void run_row(const gk_cuda_instance *row, bool again) {
     cudaStream_t stream = ctx.stream;
     check_pass = again ? "(from a graph)" : "";
     gk_plan plan;
@@ -336,10 +336,10 @@ static struct {
 } ab;
 
 static void act_bwd_draw(gk_dtype dtype, bool large) {
-    static const int turned[3] = {0, 2, 1};
+    static const int transposed[3] = {0, 2, 1};
     static const gk_dtype any[] = {GK_F32, GK_BF16, GK_F16};
     int64_t shape[3] = {1 + check_below(3), check_below(70), check_below(large ? 3000 : 300)};
-    const int *in = check_below(4) ? NULL : turned, *out = check_below(4) ? NULL : turned;
+    const int *in = check_below(4) ? NULL : transposed, *out = check_below(4) ? NULL : transposed;
     bool dense = check_below(2);
     ab.grad = check_tensor_make(dtype, 3, shape, in, 1, dense ? 0 : pad_for(shape[2]));
     ab.saved = check_tensor_make(dtype == GK_F64 || check_below(2) ? dtype : PICK(any), 3, shape, NULL, 1,
@@ -347,8 +347,8 @@ static void act_bwd_draw(gk_dtype dtype, bool large) {
     ab.got = check_tensor_make(dtype, 3, shape, out, 1, dense ? 0 : pad_for(shape[2]));
     mirror(&ab.grad, "grad_out", false), mirror(&ab.saved, "saved", false), mirror(&ab.got, "grad_in", true);
     ab.args = (gk_gemm_act_bwd_args){sizeof ab.args, ab.grad.t, ab.saved.t, ab.got.t, (gk_activation)check_below(5)};
-    say("saved %s activation %d turned %d %d dense %d", gk_dtype_name(ab.saved.t.dtype), ab.args.activation, in != NULL,
-        out != NULL, dense);
+    say("saved %s activation %d transposed %d %d dense %d", gk_dtype_name(ab.saved.t.dtype), ab.args.activation,
+        in != NULL, out != NULL, dense);
     TO_DEVICE(ab.args);
 }
 
@@ -646,9 +646,9 @@ static struct {
 
 static check_tensor make_cache(gk_dtype dtype, int64_t num_blocks, int64_t block_size, int64_t heads_kv, int64_t dim,
                                bool heads_first) {
-    static const int turned[4] = {0, 2, 1, 3};
+    static const int transposed[4] = {0, 2, 1, 3};
     int64_t shape[4] = {num_blocks, block_size, heads_kv, dim};
-    return check_tensor_make(dtype, 4, shape, heads_first ? turned : NULL, 1, pad_for(dim));
+    return check_tensor_make(dtype, 4, shape, heads_first ? transposed : NULL, 1, pad_for(dim));
 }
 
 static void paged_draw(gk_dtype dtype, bool large) {
@@ -771,14 +771,14 @@ static struct {
 } w;
 
 static void write_draw(gk_dtype dtype, bool large) {
-    static const int turned[3] = {1, 0, 2};
+    static const int transposed[3] = {1, 0, 2};
     static const int64_t pages[] = {1, 3, 16, 64}, kv_heads[] = {1, 2, 3, 8};
     int64_t tokens = check_below(4) ? check_below(large ? 3000 : 90) : check_below(5), page = PICK(pages);
     int64_t num_heads = PICK(kv_heads), dim = check_below(2) ? draw_dim() : 1 + check_below(80);
     int64_t dim_v = check_below(2) ? dim : check_below(2) ? draw_dim() : dim + 5, num_blocks = 2 * tokens / page + 1;
     int64_t k_shape[3] = {tokens, num_heads, dim}, v_shape[3] = {tokens, num_heads, dim_v};
     bool heads_first = check_below(2);
-    w.k = check_tensor_make(dtype, 3, k_shape, check_below(2) ? turned : NULL, 1, pad_for(dim));
+    w.k = check_tensor_make(dtype, 3, k_shape, check_below(2) ? transposed : NULL, 1, pad_for(dim));
     w.v = check_tensor_make(dtype, 3, v_shape, NULL, 1 + (check_below(4) == 0), pad_for(dim_v));
     w.slots = check_tensor_make(check_below(2) ? GK_I32 : GK_I64, 1, &tokens, NULL, 1 + check_below(2), 0);
     w.k_scale = make_stats(gk_stats_dtype(dtype), (int)check_below(2), &num_heads, 0.2, 2, false);
@@ -824,11 +824,11 @@ static struct {
 
 static void merge_draw(gk_dtype dtype, bool large) {
     static const int64_t dims[] = {1, 7, 8, 16, 31, 64, 80, 128, 130, 256};
-    static const int turned[4] = {0, 2, 1, 3};
+    static const int transposed[4] = {0, 2, 1, 3};
     int64_t shape[4] = {1 + check_below(3), 1 + check_below(5), check_below(large ? 2000 : 120), PICK(dims)};
     int ndim = 2 + (int)check_below(3);
     const int64_t *s = shape + 4 - ndim;
-    mg.a = check_tensor_make(dtype, ndim, s, ndim == 4 && check_below(2) ? turned : NULL, 1, pad_for(shape[3]));
+    mg.a = check_tensor_make(dtype, ndim, s, ndim == 4 && check_below(2) ? transposed : NULL, 1, pad_for(shape[3]));
     mg.b = check_tensor_make(dtype, ndim, s, NULL, 1 + (check_below(4) == 0), pad_for(shape[3]));
     mg.lse_a = check_tensor_make(gk_stats_dtype(dtype), ndim - 1, s, NULL, 1, check_below(3));
     mg.lse_b = check_tensor_make(gk_stats_dtype(dtype), ndim - 1, s, NULL, 1 + check_below(2), 0);
@@ -889,7 +889,7 @@ static const struct {
                      {GK_OP_ATTN_MERGE, "attn_merge", merge_draw, merge_expect}};
 
 typedef struct walked {
-    const gk_cuda_row *row;
+    const gk_cuda_instance *row;
     int64_t problems, failed;
     double seconds;
     bool wants;
@@ -935,8 +935,8 @@ static int rows_of(gk_op op, gk_dtype dtype, int32_t arch, walked *to, int most)
     const gk_cuda_table *const *tables = gk_cuda_tables(op, &num_tables);
     for (int t = 0; t < num_tables; ++t) {
         if (tables[t]->arch == 90 ? arch != 90 : arch < tables[t]->arch) continue;
-        for (int r = 0; r < tables[t]->num_rows; ++r) {
-            const gk_cuda_row *row = &tables[t]->rows[r];
+        for (int r = 0; r < tables[t]->num_instances; ++r) {
+            const gk_cuda_instance *row = &tables[t]->instances[r];
             if (row->dtype != dtype || !is_chosen(row->name)) continue;
             if (n == most) abort();
             to[n++] = (walked){.row = row};
@@ -981,7 +981,7 @@ static void walk(int o, gk_dtype dtype, walked *rows, int num_rows, int64_t prob
         ops[o].draw(dtype, late || (!check_small() && check_below(10) == 0));
         gk_plan plan;
         for (int r = 0; r < num_rows; ++r) {
-            const gk_cuda_row *row = rows[r].row;
+            const gk_cuda_instance *row = rows[r].row;
             rows[r].wants = rows[r].problems < problems && arena_used + 3 * GAP <= HOST_BYTES && plan_row(row, &plan);
             any = any || rows[r].wants;
         }

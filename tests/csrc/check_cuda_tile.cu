@@ -489,14 +489,14 @@ static __global__ void __launch_bounds__(128)
     int steps = (k + elements - 1) / elements;
     float c[8][4] = {};
     for (int j = 0; j < steps + STAGES - 1; ++j) {
-        int slot = j < STAGES - 1 ? j : ring.write, at = j * elements; // the first STAGES - 1 fill the ring
+        int stage = j < STAGES - 1 ? j : ring.write, at = j * elements; // the first STAGES - 1 fill the ring
         if (j >= STAGES - 1) ring.wait();
         if (j < steps) {
-            copy_tile_async_ragged<Tile, 128>(a_s + slot * Tile::bytes, a_g + at, lda, m, k - at, thread);
+            copy_tile_async_ragged<Tile, 128>(a_s + stage * Tile::bytes, a_g + at, lda, m, k - at, thread);
             if (TRANS)
-                copy_tile_async<Tile, 128>(b_s + slot * Tile::bytes, b_g + at * ldb, ldb, k - at, thread);
+                copy_tile_async<Tile, 128>(b_s + stage * Tile::bytes, b_g + at * ldb, ldb, k - at, thread);
             else
-                copy_tile_async_ragged<Tile, 128>(b_s + slot * Tile::bytes, b_g + at, ldb, n, k - at, thread);
+                copy_tile_async_ragged<Tile, 128>(b_s + stage * Tile::bytes, b_g + at, ldb, n, k - at, thread);
         }
         ring.commit();
         if (j < STAGES - 1) continue;

@@ -1,7 +1,7 @@
 // check_cuda_tile_sm90a: the wrappers and verbs that only Hopper has, on such a device: mbarriers, clusters, tma, wgmma,
 // the ring, launches that overlap.
 //
-// The twin of check_cuda_tile: one kernel per verb on integer data, compared exactly on the host with what the constexpr
+// The counterpart of check_cuda_tile: one kernel per verb on integer data, compared exactly on the host with what the constexpr
 // maps of layout.cuh and tile/wgmma.cuh say. Prints a line per verb; the last line is "N passed, N failed", "no CUDA
 // device" or "no sm_90 device". Exits with 1 on a failure. A wait that never ends traps after some seconds, and what a
 // trap does not reach ends by the host's alarm.
@@ -146,8 +146,8 @@ static void check_mbarrier(const buffer &out) {
 
 // ---- st.async -------------------------------------------------------------------------------------------------------
 
-// Two blocks trade 128 x 4 floats, round after round, as gemm_sm90a does its halves.
-static __global__ void __cluster_dims__(2) trade_kernel(float *out_g) {
+// Two blocks exchange 128 x 4 floats, round after round, as gemm_sm90a does its halves.
+static __global__ void __cluster_dims__(2) exchange_kernel(float *out_g) {
     __shared__ __align__(16) float came[WARPGROUP * 4];
     __shared__ __align__(8) uint64_t barriers[2];
     const int rank = (int)cluster_ctarank(), t = threadIdx.x;
@@ -173,8 +173,8 @@ static __global__ void __cluster_dims__(2) trade_kernel(float *out_g) {
     barrier_cluster();
 }
 
-static void check_trade(const buffer &out) {
-    trade_kernel<<<2, WARPGROUP>>>((float *)out.device);
+static void check_exchange(const buffer &out) {
+    exchange_kernel<<<2, WARPGROUP>>>((float *)out.device);
     to_host(out);
     for (int i = 0; i < PHASES * 2 * 512; ++i) {
         const float got = ((float *)out.host)[i], expected = (float)((i / 512 ^ 1) * 1000 + i % 512);
@@ -748,15 +748,15 @@ struct RingParams {
     float *out_g; // [block][128][RING_TILES * 64]
 };
 
-// Steps skipped at once and one by one end at the same slot and parity.
+// Steps skipped at once and one by one end at the same stage and parity.
 template <int STAGES> static __global__ void skip_kernel(int *out_g) {
     tma_ring<STAGES> at_once(0), one_by_one(0);
     for (int i = 0; i < 64; ++i) {
         const int count = i * 7 % 23;
         at_once.skip(count);
         for (int j = 0; j < count; ++j) one_by_one.advance();
-        out_g[2 * i] = at_once.slot * 2 + (int)at_once.parity;
-        out_g[2 * i + 1] = one_by_one.slot * 2 + (int)one_by_one.parity;
+        out_g[2 * i] = at_once.stage * 2 + (int)at_once.parity;
+        out_g[2 * i + 1] = one_by_one.stage * 2 + (int)one_by_one.parity;
     }
 }
 
@@ -776,7 +776,7 @@ static __global__ void __cluster_dims__(BLOCKS) __launch_bounds__(384, 1)
     typedef wgmma_tile<RING_ROWS, false> A;
     typedef wgmma_part<RING_COLS, false, BLOCKS> BPart;
     typedef typename BPart::tile B;
-    constexpr int slot_bytes = A::bytes + B::bytes, steps = (RING_K + 63) / 64;
+    constexpr int stage_bytes = A::bytes + B::bytes, steps = (RING_K + 63) / 64;
     extern __shared__ __align__(1024) unsigned char smem[];
     __shared__ __align__(8) uint64_t barriers[2 * RING_STAGES];
     const int t = threadIdx.x, warpgroup = t / WARPGROUP, lane = t % 32, warp = t / 32 % 4;
@@ -793,10 +793,10 @@ static __global__ void __cluster_dims__(BLOCKS) __launch_bounds__(384, 1)
         if (warp == 0 && elect_one()) {
             for (int step = 0; step < RING_TILES * steps; ++step) {
                 const int k = step % steps * 64, col = step / steps * RING_COLS;
-                const smem_addr a_s = ring_s + ring.slot * slot_bytes, b_s = a_s + A::bytes;
+                const smem_addr a_s = ring_s + ring.stage * stage_bytes, b_s = a_s + A::bytes;
                 wait(ring.empty(), ring.parity ^ 1);
                 ring.wait_empty();
-                mbarrier_arrive_expect_tx(ring.full(), slot_bytes);
+                mbarrier_arrive_expect_tx(ring.full(), stage_bytes);
                 tma_load_5d_by(a_s, &x.a, {{k, rank * RING_ROWS, 0, 0, 0}}, ring.full(), l2_first_out());
                 tma_load_5d_multicast(b_s + BPart::offset(rank, 0), &x.b, {{k, col + BPart::x(rank, 0), 0, 0, 0}},
                                       ring.full(), (1 << BLOCKS) - 1);
@@ -805,13 +805,13 @@ static __global__ void __cluster_dims__(BLOCKS) __launch_bounds__(384, 1)
         }
     } else {
         float sum[1][RING_COLS / 2];
-        const auto let_go = [&](smem_addr barrier_s) {
+        const auto release = [&](smem_addr barrier_s) {
             if (warp == 0 && lane < BLOCKS) mbarrier_arrive_cluster(barrier_s, lane);
         };
         for (int tile = 0; tile < RING_TILES; ++tile) {
             for (int k = 0; k < steps; ++k) {
-                const smem_addr a_s = ring_s + ring.slot * slot_bytes, b_s = a_s + A::bytes;
-                const smem_addr before = ring.empty() + (ring.slot == 0 ? 8 * (RING_STAGES - 1) : -8);
+                const smem_addr a_s = ring_s + ring.stage * stage_bytes, b_s = a_s + A::bytes;
+                const smem_addr before = ring.empty() + (ring.stage == 0 ? 8 * (RING_STAGES - 1) : -8);
                 wait(ring.full(), ring.parity);
                 ring.wait_full();
                 wgmma_pin(sum);
@@ -823,12 +823,12 @@ static __global__ void __cluster_dims__(BLOCKS) __launch_bounds__(384, 1)
                         B::descriptor(b_s + k16 * B::step_bytes), k + k16 > 0);
                 wgmma_commit_group();
                 wgmma_wait_group<1>();
-                if (k > 0) let_go(before);
+                if (k > 0) release(before);
                 ring.advance();
             }
             wgmma_wait_group<0>();
             wgmma_pin(sum);
-            let_go(ring.empty() + (ring.slot == 0 ? 8 * (RING_STAGES - 1) : -8));
+            release(ring.empty() + (ring.stage == 0 ? 8 * (RING_STAGES - 1) : -8));
 #pragma unroll
             for (int e = 0; e < RING_COLS / 2; e += 2) { /* four columns of two lanes */
                 const coord d = wgmma_d(warp, lane, e);
@@ -936,7 +936,7 @@ int main() {
     }
     buffer a = make_buffer(), b = make_buffer(), c = make_buffer(), d = make_buffer();
     check_mbarrier(b);
-    check_trade(b);
+    check_exchange(b);
     check_bulk(a, b);
     check_across(b, 2), check_across(b, 3), check_across(b, MOST_BLOCKS);
     check_setmaxnreg(a, b);

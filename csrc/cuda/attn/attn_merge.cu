@@ -69,7 +69,7 @@ template <class T> gk_status run(const gk_context *ctx, const void *args, const 
     return launch<attn_merge_kernel<T>>("gk_attn_merge", ctx, grid, THREADS, 0, p);
 }
 
-const gk_cuda_row rows[] = {
+const gk_cuda_instance instances[] = {
     {"attn_merge_f32", GK_F32, plan_any, run<float>, {}, NULL},
     {"attn_merge_bf16", GK_BF16, plan_any, run<__nv_bfloat16>, {}, NULL},
     {"attn_merge_f16", GK_F16, plan_any, run<__half>, {}, NULL},
@@ -78,4 +78,4 @@ const gk_cuda_row rows[] = {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_attn_merge_table = {rows, sizeof rows / sizeof rows[0], 80, NULL};
+extern "C" const gk_cuda_table gk_attn_merge_table = {instances, sizeof instances / sizeof instances[0], 80, NULL};

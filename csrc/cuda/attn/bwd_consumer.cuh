@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(BWD_PRE_THREADS) flash_attn_bwd_round_kernel(c
 }
 
 /* ---- 4. launcher ------------------------------------------------------------------------------ */
-bool serves(const gk_cuda_row *row, const gk_context *ctx, const gk_flash_attn_bwd_args *a) {
+bool serves(const gk_cuda_instance *row, const gk_context *ctx, const gk_flash_attn_bwd_args *a) {
     const gk_flash_attn_args &f = a->fwd;
     const int last = f.q.ndim - 1;
     const bool modified = f.rules.softcap > 0 || f.rules.alibi_slopes || !(f.rules.scale > 0);
@@ -257,7 +257,7 @@ inline size_t counters_bytes(const BwdGrid &grid, const Bwd &g, bool ordered) {
     return counters * sizeof(unsigned);
 }
 
-template <class Tile> bool plan(const gk_cuda_row *row, const gk_context *ctx, const void *args, gk_plan *to) {
+template <class Tile> bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
     if (!serves(row, ctx, a)) return false;
     Bwd &g = gk_own<Bwd>(to) = bwd_of(ctx, a, Tile::BQ, Tile::HEAD_DIM);

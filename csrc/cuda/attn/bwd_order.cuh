@@ -71,7 +71,7 @@ struct BwdStep {
     }
 };
 
-/* Where dQ must be added in one order: tile after tile, of each every head of the group. Blocks of keys take turns at a tile,
+/* Where dQ must be added in one order: tile after tile, of each every head of the group. Blocks of keys add to a tile one after the other,
  * in the order in which they start. `up`, in large grids under a bound on the right: the last keys start first, and each block at the first
  * tile that sees it, where no other has been; the block before is ahead of it from there on. Else down: the first keys start
  * first, each at the last tile. So a turn seldom has to be waited for. */

@@ -20,7 +20,7 @@ template <class Tile> struct DqSmem {
     typedef smem_tile<Tile::bq, Tile::head_dim * 2> Queries; /* Q, dO [BQ][D]; at the end dQ */
     typedef smem_tile<Tile::bkv, Tile::head_dim * 2> Keys;   /* K, V [BKV][D] */
     static constexpr int q = 0, grad_out = q + Queries::bytes;
-    static constexpr int k = grad_out + Queries::bytes, v = k + 2 * Keys::bytes; /* two slots each */
+    static constexpr int k = grad_out + Queries::bytes, v = k + 2 * Keys::bytes; /* two stages each */
     static constexpr int bytes = v + 2 * Keys::bytes;
     static_assert(bytes == Tile::smem_bytes, "what the other pass asks for before it is taken");
     static_assert(M * 16 * Tile::warps == Tile::bq && Tile::bkv % 16 == 0, "warps share the rows evenly");
@@ -97,16 +97,16 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks) bwd_dq_kernel(
     const float scale_log2 = score.scale * LOG2_E;
     const unsigned width = s.span.hi_off - s.span.lo_off;
     float dq[M][D / 8][4] = {};
-    int slot = 0;
+    int stage = 0;
 
 #pragma unroll 1
     for (int j0 = j_lo; j0 < j_hi; j0 += BKV) {
-        /* 2.3 the keys of this step are here, the slot of the step before is free */
+        /* 2.3 the keys of this step are here, the stage of the step before is free */
         cp_async_wait_group<0>();
         __syncthreads();
         const int next = j0 + BKV;
         if (next < j_hi) {
-            const int other = (slot ^ 1) * Keys::bytes;
+            const int other = (stage ^ 1) * Keys::bytes;
             copy_rows<Keys, S::THREADS>(smem_s + S::k + other, k_g + next * p.k.row, p.k.row, seen.lo - next,
                                         seen.hi - next, p.head_dim);
             copy_rows<Keys, S::THREADS>(smem_s + S::v + other, v_g + next * p.v.row, p.v.row, seen.lo - next,
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks) bwd_dq_kernel(
         cp_async_commit_group();
 
         /* 2.4 S, P, dP, dS */
-        const int at = slot * Keys::bytes;
+        const int at = stage * Keys::bytes;
         const bool edge = j0 < full_lo || j0 + BKV > full_hi;
         float sc[M][N][4] = {}, dp[M][N][4] = {};
 #pragma unroll
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks) bwd_dq_kernel(
             for (int m = 0; m < M; ++m) acc_to_a<T>(a[m], dp[m][2 * kk], dp[m][2 * kk + 1]);
             mma_columns<Keys, T>(dq, a, Keys::down(k_trans_base + at, 16 * kk));
         }
-        slot ^= 1;
+        stage ^= 1;
     }
 
     /* 2.6 dQ through the tile of Q */

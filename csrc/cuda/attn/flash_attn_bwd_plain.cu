@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(WARPS_PLAIN * 32) bwd_plain_dkv_kernel(const _
 /* ---- 3. launch --------------------------------------------------------------------------------------------------- */
 int64_t blocks_of(int64_t rows, int heads) { return gk_ceil_div(rows * heads, WARPS_PLAIN); }
 
-template <class T> bool plan(const gk_cuda_row *, const gk_context *ctx, const void *args, gk_plan *to) {
+template <class T> bool plan(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_plan *to) {
     Bwd &g = gk_own<Bwd>(to) = bwd_of(ctx, (const gk_flash_attn_bwd_args *)args, BWD_PLAIN_ROWS, 0);
     g.lse_factor = 1;
     to->tile[0] = to->tile[1] = 1;
@@ -189,7 +189,7 @@ template <class T> gk_status run(const gk_context *ctx, const void *, const gk_p
     return status;
 }
 
-const gk_cuda_row rows[] = {
+const gk_cuda_instance instances[] = {
     {"flash_attn_bwd_plain_f32", GK_F32, plan<float>, run<float>, {}, NULL},
     {"flash_attn_bwd_plain_bf16", GK_BF16, plan<__nv_bfloat16>, run<__nv_bfloat16>, {}, NULL},
     {"flash_attn_bwd_plain_f16", GK_F16, plan<__half>, run<__half>, {}, NULL},
@@ -198,4 +198,4 @@ const gk_cuda_row rows[] = {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_flash_attn_bwd_plain_table = {rows, 4, 80, NULL};
+extern "C" const gk_cuda_table gk_flash_attn_bwd_plain_table = {instances, 4, 80, NULL};

@@ -261,7 +261,7 @@ template <class Tile> int64_t key_blocks(const Problem &p) {
     return gk_ceil_div(p.seq_k, Tile::stay) * p.heads_kv * p.batch;
 }
 
-template <class Tile> bool plan(const gk_cuda_row *, const gk_context *ctx, const void *args, gk_plan *to) {
+template <class Tile> bool plan(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
     if (!tile_takes(ctx, a, Tile::head_dim, SimtSmem<Tile>::bytes)) return false;
     Bwd &g = gk_own<Bwd>(to) = bwd_of(ctx, a, BWD_PLAIN_ROWS, 0);
@@ -289,7 +289,7 @@ template <class Tile> gk_status run(const gk_context *ctx, const void *, const g
 
 #define ROW(NAME, TILE) {NAME, GK_F32, plan<TILE>, run<TILE>, {TILE::head_dim, TILE::pass, TILE::stay}, NULL}
 
-const gk_cuda_row table[] = {
+const gk_cuda_instance table[] = {
     ROW("flash_attn_bwd_simt_f32_d64", BwdSimt64),
     ROW("flash_attn_bwd_simt_f32_d128", BwdSimt128),
     ROW("flash_attn_bwd_simt_f32_d256", BwdSimt256),

@@ -203,9 +203,9 @@ __device__ __forceinline__ Score load_score(smem_addr at_s, const Bwd &g, int he
     return {g.scale, g.softcap, slope_of<float>(g.p.rules, (int)x.w, head), (int)x.z};
 }
 
-/* Q, dO and stats of one tile of rows of one head, into slot `slot`; stats_tile counts tiles of all heads. */
+/* Q, dO and stats of one tile of rows of one head, into stage `stage`; stats_tile counts tiles of all heads. */
 template <class T, class Tile>
-__device__ __forceinline__ void copy_step(const Bwd &g, smem_addr smem_s, int slot, int head, int tile,
+__device__ __forceinline__ void copy_step(const Bwd &g, smem_addr smem_s, int stage, int head, int tile,
                                           int stats_tile) {
     typedef Shape<Tile> X;
     typedef Smem<Tile> M;
@@ -213,14 +213,14 @@ __device__ __forceinline__ void copy_step(const Bwd &g, smem_addr smem_s, int sl
     const T *q_g = first_of<const T>(from), *grad_out_g = second_of<const T>(from);
     const int64_t i0 = (int64_t)tile * X::BQ;
     const int first = (int)rows.x - (int)i0, end = (int)rows.y - (int)i0;
-    copy_rows<typename X::Queries, X::THREADS>(smem_s + M::q + slot * X::Queries::bytes,
+    copy_rows<typename X::Queries, X::THREADS>(smem_s + M::q + stage * X::Queries::bytes,
                                                q_g + head * g.p.q.head + i0 * g.p.q.row, g.p.q.row, first, end,
                                                g.p.head_dim);
-    copy_rows<typename X::Queries, X::THREADS>(smem_s + M::grad_out + slot * X::Queries::bytes,
+    copy_rows<typename X::Queries, X::THREADS>(smem_s + M::grad_out + stage * X::Queries::bytes,
                                                grad_out_g + head * g.grad_out.head + i0 * g.grad_out.row,
                                                g.grad_out.row, first, end, g.p.head_dim_v);
     if (threadIdx.x < X::BQ * 8 / 16)
-        cp_async_cg_16(smem_s + M::stats + slot * X::BQ * 8 + threadIdx.x * 16,
+        cp_async_cg_16(smem_s + M::stats + stage * X::BQ * 8 + threadIdx.x * 16,
                        (const float2 *)g.stats + (int64_t)stats_tile * X::BQ + threadIdx.x * 2);
 }
 
@@ -236,7 +236,7 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks) bwd_sm80_kerne
     constexpr int D = X::D, BQ = X::BQ, BKV = X::BKV, NQ = X::ROWS_W / 8, NC = X::COLS_W / 8, KEYS_W = X::M * 16;
     constexpr bool SHARED = X::SHARERS > 1;
     constexpr bool PAIRS = X::SHARERS == 2; /* enough scores a warp to be worth a barrier more: see 3.6 */
-    static_assert(Tile::stages == 2, "a step computes on one slot while the other fills");
+    static_assert(Tile::stages == 2, "a step computes on one stage while the other fills");
     extern __shared__ __align__(128) unsigned char smem[];
     const smem_addr smem_s = cvta_to_shared(smem);
     const Problem &p = g.p;
@@ -278,7 +278,7 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks) bwd_sm80_kerne
     const int lane_key = j0 + warp_kv * KEYS_W + lane / 4;
 
     float dk[X::M][NC][4] = {}, dv[X::M][NC][4] = {};
-    int head = kv_head * p.group, tile = tile_lo, slot = 0;
+    int head = kv_head * p.group, tile = tile_lo, stage = 0;
     bool more = tile_lo < tile_hi;
     int last_dq = -1; /* where the dQ of the step before belongs, in tiles of dq_sum */
     const float scale_log2 = (float)p.rules.scale * LOG2_E;
@@ -304,18 +304,18 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks) bwd_sm80_kerne
         const int next_tile = last_tile ? (int)range.x : tile + 1, next_head = last_tile ? head + 1 : head;
         more = next_head < (int)range.z;
         if (more)
-            copy_step<T, Tile>(g, smem_s, slot ^ 1, next_head, next_tile,
+            copy_step<T, Tile>(g, smem_s, stage ^ 1, next_head, next_tile,
                                next_head * g.row_tiles + (int)range.w + next_tile);
         cp_async_commit_group();
         if (ADD && !SHARED && last_dq >= 0)
-            add_dq<Tile, T>(g.dq_sum, last_dq, smem_s + S::scores + (slot ^ 1) * Scores::bytes, smem_s + S::k, warp,
+            add_dq<Tile, T>(g.dq_sum, last_dq, smem_s + S::scores + (stage ^ 1) * Scores::bytes, smem_s + S::k, warp,
                             lane);
         last_dq = head * g.row_tiles + (int)range.w + tile;
 
         /* 3.4 S^T */
-        const smem_addr q_s = slot * Queries::bytes, grad_out_s = q_s + (S::grad_out - S::q);
-        const smem_addr stats_s = smem_s + S::stats + slot * (BQ * 8) + lane_row * 8;
-        const smem_addr ds_at = scores_base + (SHARED ? 1 : slot) * Scores::bytes;
+        const smem_addr q_s = stage * Queries::bytes, grad_out_s = q_s + (S::grad_out - S::q);
+        const smem_addr stats_s = smem_s + S::stats + stage * (BQ * 8) + lane_row * 8;
+        const smem_addr ds_at = scores_base + (SHARED ? 1 : stage) * Scores::bytes;
         float sc[X::M][NQ][4] = {}, dp[X::M][NQ][4] = {};
 #pragma unroll
         for (int kk = 0; kk < D / 16; ++kk)
@@ -406,14 +406,14 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks) bwd_sm80_kerne
                 mma_columns<Queries, T>(dk, a, Queries::down(q_trans_base + q_s, 16 * kk));
             }
         }
-        tile = next_tile, head = next_head, slot ^= 1;
+        tile = next_tile, head = next_head, stage ^= 1;
     }
 
     /* 3.7 the last dQ; dK and dV through the tiles of K and V */
     cp_async_wait_group<0>();
     __syncthreads(); /* the last dS^T is complete */
     if (ADD && !SHARED && last_dq >= 0) {
-        add_dq<Tile, T>(g.dq_sum, last_dq, smem_s + S::scores + (slot ^ 1) * Scores::bytes, smem_s + S::k, warp, lane);
+        add_dq<Tile, T>(g.dq_sum, last_dq, smem_s + S::scores + (stage ^ 1) * Scores::bytes, smem_s + S::k, warp, lane);
         __syncthreads(); /* nobody reads K any more */
     }
     const smem_addr k_at =
@@ -478,7 +478,7 @@ template <class Tile> int64_t blocks_of(const Problem &p) {
 }
 
 template <class Tile, class DqTile>
-bool plan(const gk_cuda_row *, const gk_context *ctx, const void *args, gk_plan *to) {
+bool plan(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_plan *to) {
     constexpr int bytes = Smem<Tile>::bytes > DqTile::smem_bytes ? Smem<Tile>::bytes : DqTile::smem_bytes;
     const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
     if (!tile_takes(ctx, a, Tile::head_dim, bytes)) return false;
@@ -520,7 +520,7 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
 #define ROW(NAME, DTYPE, T, TILE, DQ_TILE) \
     {NAME, DTYPE, plan<TILE, DQ_TILE>, run<T, TILE, DQ_TILE>, {TILE::head_dim, TILE::bq, TILE::bkv}, NULL}
 
-const gk_cuda_row table[] = {
+const gk_cuda_instance table[] = {
     ROW("flash_attn_bwd_sm80_bf16_d64", GK_BF16, __nv_bfloat16, Bwd64, BwdDq64),
     ROW("flash_attn_bwd_sm80_f16_d64", GK_F16, __half, Bwd64, BwdDq64),
     ROW("flash_attn_bwd_sm80_bf16_d128", GK_BF16, __nv_bfloat16, Bwd128, BwdDq128),

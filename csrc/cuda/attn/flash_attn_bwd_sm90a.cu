@@ -172,8 +172,9 @@ template <class T, class Tile_, bool MODIFIED, bool ORDERED_> struct BwdConsumer
 /* ---- 2. table ------------------------------------------------------------------------------------------- */
 #define ROWS(label, TILE) BWD_ROWS("flash_attn_bwd_sm90a", label, BwdConsumer, TILE, TILE##Score, TILE##ScoreOrdered)
 
-const gk_cuda_row rows[] = {ROWS("d64", BwdHopper64), ROWS("d96", BwdHopper96), ROWS("d128", BwdHopper128)};
+const gk_cuda_instance instances[] = {ROWS("d64", BwdHopper64), ROWS("d96", BwdHopper96), ROWS("d128", BwdHopper128)};
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_flash_attn_bwd_sm90a_table = {rows, sizeof rows / sizeof rows[0], 90, NULL};
+extern "C" const gk_cuda_table gk_flash_attn_bwd_sm90a_table = {instances, sizeof instances / sizeof instances[0], 90,
+                                                                NULL};

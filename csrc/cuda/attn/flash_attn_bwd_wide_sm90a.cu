@@ -147,8 +147,9 @@ template <class T, class Tile_, bool MODIFIED, bool ORDERED_> struct BwdWideCons
 /* ---- 2. table ------------------------------------------------------------------------------------------- */
 #define ROWS(label, TILE) BWD_ROWS("flash_attn_bwd_wide_sm90a", label, BwdWideConsumer, TILE, TILE, TILE)
 
-const gk_cuda_row rows[] = {ROWS("d192", BwdHopper192), ROWS("d256", BwdHopper256)};
+const gk_cuda_instance instances[] = {ROWS("d192", BwdHopper192), ROWS("d256", BwdHopper256)};
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_flash_attn_bwd_wide_sm90a_table = {rows, sizeof rows / sizeof rows[0], 90, NULL};
+extern "C" const gk_cuda_table gk_flash_attn_bwd_wide_sm90a_table = {instances, sizeof instances / sizeof instances[0],
+                                                                     90, NULL};

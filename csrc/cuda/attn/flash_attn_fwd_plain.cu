@@ -85,7 +85,7 @@ template <class T> __global__ void __launch_bounds__(THREADS, 4) flash_attn_fwd_
 /* ---- 2. launcher and table ------------------------------------------------------------------------------ */
 template <class T> int blocks_an_sm() { return blocks_per_sm<flash_attn_fwd_plain_kernel<T>>(THREADS, 0); }
 
-bool plan(const gk_cuda_row *, const gk_context *ctx, const void *args, gk_plan *to) {
+bool plan(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_plan *to) {
     Params &x = gk_own<Params>(to) = {problem_of(ctx, (const gk_flash_attn_args *)args)};
     x.groups = (int)gk_ceil_div(x.problem.seq_q, WARPS);
     to->tile[0] = WARPS, to->tile[1] = 32;
@@ -103,7 +103,7 @@ template <class T> gk_status run(const gk_context *ctx, const void *, const gk_p
     return status == GK_OK ? clear_unowned<T>("gk_flash_attn_fwd", ctx, x.problem) : status;
 }
 
-const gk_cuda_row rows[] = {
+const gk_cuda_instance instances[] = {
     {"flash_attn_fwd_plain_f32", GK_F32, plan, run<float>, {}, blocks_an_sm<float>},
     {"flash_attn_fwd_plain_bf16", GK_BF16, plan, run<__nv_bfloat16>, {}, blocks_an_sm<__nv_bfloat16>},
     {"flash_attn_fwd_plain_f16", GK_F16, plan, run<__half>, {}, blocks_an_sm<__half>},
@@ -112,4 +112,5 @@ const gk_cuda_row rows[] = {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_flash_attn_fwd_plain_table = {rows, sizeof rows / sizeof rows[0], 80, NULL};
+extern "C" const gk_cuda_table gk_flash_attn_fwd_plain_table = {instances, sizeof instances / sizeof instances[0], 80,
+                                                                NULL};

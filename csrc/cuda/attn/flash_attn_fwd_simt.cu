@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, Smem<Tile>::CTAS > 2 ? 2 
     /* 2.3 results: the tensors, or a part of the workspace */
     const bool whole = params.splits == 1;
     const float sink = whole ? sink_of(p, work.head) : -INFINITY;
-    float *lse_g = whole ? (float *)p.lse.data : params.lse_parts + work.split * params.part_rows;
+    float *lse_g = whole ? (float *)p.lse.data : params.lse_splits + work.split * params.split_rows;
     const int64_t lse0 = work.b * p.lse.batch + work.head * p.lse.head + (int64_t)seq.q0 * p.lse.row;
     float *out_g = (float *)p.out.data + p.out.at(work.b, work.head, seq.q0);
 #pragma unroll
@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, Smem<Tile>::CTAS > 2 ? 2 
         const int64_t at = lse0 + row * p.lse.row;
         if (tx == 0 && lse_g) lse_g[at] = y.lse;
         float *to =
-            whole ? out_g + row * p.out.row : params.out_parts + (work.split * params.part_rows + at) * p.head_dim_v;
+            whole ? out_g + row * p.out.row : params.out_splits + (work.split * params.split_rows + at) * p.head_dim_v;
 #pragma unroll
         for (int c = 0; c < MINE; ++c) {
             const int col = 4 * (tx + TX * c);
@@ -219,13 +219,13 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, Smem<Tile>::CTAS > 2 ? 2 
 }
 
 /* ---- 3. launcher and table ------------------------------------------------------------------------------ */
-bool serves(const gk_cuda_row *row, const gk_context *ctx, const gk_flash_attn_args *a) {
+bool serves(const gk_cuda_instance *row, const gk_context *ctx, const gk_flash_attn_args *a) {
     const int64_t head_dim = gk_max_i64(a->q.shape[a->q.ndim - 1], a->v.shape[a->v.ndim - 1]);
     const bool modified = a->rules.softcap > 0 || a->rules.alibi_slopes;
     return head_dim <= row->key[0] && modified == (row->key[1] != 0) && all_aligned(a) && smem_fits(ctx, row->key[2]);
 }
 
-template <class Tile> bool plan(const gk_cuda_row *row, const gk_context *ctx, const void *args, gk_plan *to) {
+template <class Tile> bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_flash_attn_args *a = (const gk_flash_attn_args *)args;
     if (!serves(row, ctx, a)) return false;
     const FwdParams &p = gk_own<FwdParams>(to) = fwd_params(ctx, a, Tile::BQ, Tile::BKV, Smem<Tile>::CTAS);
@@ -254,8 +254,9 @@ gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *wo
      NULL}
 #define ROWS_OF(D) ROW(D, "flash_attn_fwd_simt_f32_d" #D, false), ROW(D, "flash_attn_fwd_simt_f32_d" #D "_score", true)
 
-const gk_cuda_row rows[] = {ROWS_OF(64), ROWS_OF(128), ROWS_OF(256)};
+const gk_cuda_instance instances[] = {ROWS_OF(64), ROWS_OF(128), ROWS_OF(256)};
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_flash_attn_fwd_simt_table = {rows, sizeof rows / sizeof rows[0], 80, NULL};
+extern "C" const gk_cuda_table gk_flash_attn_fwd_simt_table = {instances, sizeof instances / sizeof instances[0], 80,
+                                                               NULL};

@@ -271,7 +271,7 @@ __global__ void __launch_bounds__(Tile::WARPS * 32, Tile::CTAS) flash_attn_fwd_s
     const int q0 = kept.seq.q0, seq_q = kept.seq.seq_q;
     const bool whole = params.splits == 1;
     const float sink = whole ? sink_of(p, own.head) : -INFINITY;
-    float *lse_g = whole ? (float *)p.lse.data : params.lse_parts + own.split * params.part_rows;
+    float *lse_g = whole ? (float *)p.lse.data : params.lse_splits + own.split * params.split_rows;
     const int64_t lse0 = own.b * p.lse.batch + own.head * p.lse.head + (int64_t)q0 * p.lse.row;
 #pragma unroll
     for (int m = 0; m < M; ++m) {
@@ -287,7 +287,7 @@ __global__ void __launch_bounds__(Tile::WARPS * 32, Tile::CTAS) flash_attn_fwd_s
                     st_shared_32(q_s + QTile::offset_of(i - own.i0, 8 * n + col0, 2),
                                  pack2<T>(o[m][n][2 * r] * y.factor, o[m][n][2 * r + 1] * y.factor));
             } else if (i < seq_q) {
-                float *part = params.out_parts + (own.split * params.part_rows + row) * p.head_dim_v;
+                float *part = params.out_splits + (own.split * params.split_rows + row) * p.head_dim_v;
 #pragma unroll
                 for (int n = 0; n < ND; ++n) {
                     const int col = 8 * n + col0;
@@ -304,14 +304,14 @@ __global__ void __launch_bounds__(Tile::WARPS * 32, Tile::CTAS) flash_attn_fwd_s
 }
 
 /* ---- 6. launcher and table ------------------------------------------------------------------------------ */
-bool serves(const gk_cuda_row *row, const gk_context *ctx, const gk_flash_attn_args *a) {
+bool serves(const gk_cuda_instance *row, const gk_context *ctx, const gk_flash_attn_args *a) {
     const int64_t head_dim = gk_max_i64(a->q.shape[a->q.ndim - 1], a->v.shape[a->v.ndim - 1]);
     /* the unmodified body compares raw products and multiplies by the scale later: it must be positive and not vanish */
     const bool modified = a->rules.softcap > 0 || a->rules.alibi_slopes || !(a->rules.scale > 1e-30);
     return head_dim <= row->key[0] && modified == (row->key[1] != 0) && all_aligned(a) && smem_fits(ctx, row->key[2]);
 }
 
-template <class Tile> bool plan(const gk_cuda_row *row, const gk_context *ctx, const void *args, gk_plan *to) {
+template <class Tile> bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_flash_attn_args *a = (const gk_flash_attn_args *)args;
     if (!serves(row, ctx, a)) return false;
     const FwdParams &p = gk_own<FwdParams>(to) = fwd_params(ctx, a, Tile::BQ, Tile::BKV, Tile::CTAS);
@@ -339,8 +339,9 @@ gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *wo
         ROW(D, "flash_attn_fwd_sm80_bf16_d" #D "_score", __nv_bfloat16, GK_BF16, FlashFwdScoreTile, true), \
         ROW(D, "flash_attn_fwd_sm80_f16_d" #D "_score", __half, GK_F16, FlashFwdScoreTile, true)
 
-const gk_cuda_row rows[] = {ROWS(32), ROWS(64), ROWS(96), ROWS(128), ROWS(192), ROWS(256)};
+const gk_cuda_instance instances[] = {ROWS(32), ROWS(64), ROWS(96), ROWS(128), ROWS(192), ROWS(256)};
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_flash_attn_fwd_sm80_table = {rows, sizeof rows / sizeof rows[0], 80, NULL};
+extern "C" const gk_cuda_table gk_flash_attn_fwd_sm80_table = {instances, sizeof instances / sizeof instances[0], 80,
+                                                               NULL};

@@ -274,7 +274,7 @@ __device__ __forceinline__ void store_tile(const FwdHopperParams &x, const FwdTi
         store_rows<T, Tile>(x, t, q_s);
     }
     /* lse comes last: the fence before TMA would wait until it has arrived */
-    float *lse_g = whole ? (float *)p.lse.data : f.lse_parts + t.work.split * f.part_rows;
+    float *lse_g = whole ? (float *)p.lse.data : f.lse_splits + t.work.split * f.split_rows;
     const int64_t lse0 = t.work.b * p.lse.batch + (int64_t)t.seq.q0 * p.lse.row;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -283,7 +283,7 @@ __device__ __forceinline__ void store_tile(const FwdHopperParams &x, const FwdTi
         const int64_t row = lse0 + at.head * p.lse.head + (int64_t)at.i * p.lse.row;
         if (real && laneid() % 4 == 0 && lse_g) lse_g[row] = sum[r].lse();
         if (!whole && real) {
-            float *part = f.out_parts + (t.work.split * f.part_rows + row) * p.head_dim_v;
+            float *part = f.out_splits + (t.work.split * f.split_rows + row) * p.head_dim_v;
 #pragma unroll
             for (int n = 0; n < Tile::HEAD_DIM_V / 8; ++n) {
                 const int col = 8 * n + frag_col(laneid(), 0);
@@ -301,12 +301,12 @@ __device__ __forceinline__ void consume(const FwdHopperParams &x, smem_addr smem
                                         int warpgroup) {
     typedef Smem<Tile> S;
     const tma_steps<Tile::Q_BUFFERS> q = {smem_s + S::Q_RING};
-    const tma_steps<S::TILE_SLOTS> described = {smem_s + S::TILE_RING};
+    const tma_steps<S::TILE_STAGES> described = {smem_s + S::TILE_RING};
     if (warpgroup == Tile::WARPGROUPS - 1) bar_arrive(1, 256); /* warpgroup 0 has the first turn */
 #pragma unroll 1
     for (int n = 0, step = 0;; ++n) {
         q.wait_full(n);
-        const FwdTile &t = tiles[n % S::TILE_SLOTS];
+        const FwdTile &t = tiles[n % S::TILE_STAGES];
         const int4 steps = *(const int4 *)&t.steps;
         const int blocks = steps.w, own = warpgroup == 0 ? steps.x : warpgroup == 1 ? steps.y : steps.z;
         if (blocks < 0) break;
@@ -397,7 +397,7 @@ template <class Tile> FwdHopperParams params_of(const gk_context *ctx, const gk_
     return x;
 }
 
-bool serves(const gk_cuda_row *row, const gk_context *ctx, const gk_flash_attn_args *a) {
+bool serves(const gk_cuda_instance *row, const gk_context *ctx, const gk_flash_attn_args *a) {
     const int last = a->q.ndim - 1;
     const bool modified = a->rules.softcap > 0 || a->rules.alibi_slopes || !(a->rules.scale > 1e-30);
     return a->q.shape[last] <= row->key[0] && a->v.shape[last] <= row->key[1] && modified == (row->key[2] != 0) &&
@@ -405,7 +405,7 @@ bool serves(const gk_cuda_row *row, const gk_context *ctx, const gk_flash_attn_a
            tensor_map_fits(attn_shape(a->v)) && tensor_map_fits(attn_shape(a->out)) && smem_fits(ctx, row->key[3]);
 }
 
-template <class Tile> bool plan(const gk_cuda_row *row, const gk_context *ctx, const void *args, gk_plan *to) {
+template <class Tile> bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_flash_attn_args *a = (const gk_flash_attn_args *)args;
     if (!serves(row, ctx, a)) return false;
     const FwdHopperParams &x = gk_own<FwdHopperParams>(to) = params_of<Tile>(ctx, a);
@@ -445,16 +445,17 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
         ROW("flash_attn_fwd_sm90a_bf16_" label "_score", __nv_bfloat16, GK_BF16, TILE, true), \
         ROW("flash_attn_fwd_sm90a_f16_" label "_score", __half, GK_F16, TILE, true)
 
-const gk_cuda_row rows[] = {ROWS("d64", FwdHopper64),   ROWS("d64_short", FwdHopper64Short), ROWS("d96", FwdHopper96),
-                            ROWS("d128", FwdHopper128), ROWS("d192_128", FwdHopper192v128),  ROWS("d192", FwdHopper192),
-                            ROWS("d256", FwdHopper256)};
+const gk_cuda_instance instances[] = {ROWS("d64", FwdHopper64),           ROWS("d64_short", FwdHopper64Short),
+                                      ROWS("d96", FwdHopper96),           ROWS("d128", FwdHopper128),
+                                      ROWS("d192_128", FwdHopper192v128), ROWS("d192", FwdHopper192),
+                                      ROWS("d256", FwdHopper256)};
 
 /* By the first row that serves the call, but for short sequences one whose tiles waste less. */
 bool plan_best(const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_flash_attn_args *a = (const gk_flash_attn_args *)args;
     const int64_t seq_q = a->cu_seqlens_q ? a->max_seqlen_q : a->q.shape[2];
     const bool wasteful = seq_q <= (a->rules.is_causal ? FWD_SHORT_CAUSAL : FWD_SHORT);
-    for (const gk_cuda_row &row : rows) {
+    for (const gk_cuda_instance &row : instances) {
         if (row.dtype != a->q.dtype || (row.key[4] > 128 && wasteful) || !row.plan(&row, ctx, args, to)) continue;
         to->kernel = &row;
         return true;
@@ -464,4 +465,5 @@ bool plan_best(const gk_context *ctx, const void *args, gk_plan *to) {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_flash_attn_fwd_sm90a_table = {rows, sizeof rows / sizeof rows[0], 90, plan_best};
+extern "C" const gk_cuda_table gk_flash_attn_fwd_sm90a_table = {instances, sizeof instances / sizeof instances[0], 90,
+                                                                plan_best};

@@ -60,14 +60,14 @@ template <class Tile> struct Smem {
     typedef wgmma_panels<Tile::BKV, Tile::HEAD_DIM> K;
     typedef wgmma_panels<Tile::BKV, Tile::HEAD_DIM_V> V;
     typedef tma_ring<Tile::Q_BUFFERS> QRing;
-    static constexpr int TILE_SLOTS = 4; /* the finder is slower than a tile of few keys */
-    typedef tma_ring<TILE_SLOTS> TileRing;
+    static constexpr int TILE_STAGES = 4; /* the finder is slower than a tile of few keys */
+    typedef tma_ring<TILE_STAGES> TileRing;
     typedef tma_ring<Tile::STAGES> KvRing;
     static constexpr int K_AT = Tile::Q_BUFFERS * Q::bytes, V_AT = K_AT + Tile::STAGES * K::bytes;
     static constexpr int Q_RING = V_AT + Tile::STAGES * V::bytes, K_RING = Q_RING + QRing::bytes;
     static constexpr int V_RING = K_RING + KvRing::bytes, TILE_RING = V_RING + KvRing::bytes;
     static constexpr int OVER = TILE_RING + TileRing::bytes, TILES = OVER + 16;
-    static constexpr int BYTES = TILES + TILE_SLOTS * (int)sizeof(FwdTile);
+    static constexpr int BYTES = TILES + TILE_STAGES * (int)sizeof(FwdTile);
     static_assert(BYTES <= 227 * 1024, "a block has an SM's shared memory");
     static_assert(V::panels <= Q::panels, "out takes Q's place");
     static_assert(Tile::WARPGROUPS * Tile::CONSUMER_REGISTERS + Tile::PRODUCER_REGISTERS <=
@@ -160,13 +160,13 @@ template <class Tile, bool MODIFIED>
 __device__ __forceinline__ void find_tiles(const FwdHopperParams &x, unsigned char *smem, smem_addr smem_s) {
     typedef Smem<Tile> S;
     const Problem &p = x.fwd.problem;
-    const tma_steps<S::TILE_SLOTS> described = {smem_s + S::TILE_RING};
+    const tma_steps<S::TILE_STAGES> described = {smem_s + S::TILE_RING};
     int n = 0;
 #pragma unroll 1
     for (unsigned i = 0;; ++i) { /* two places a unit */
         const int unit = blockIdx.x + i / 2 * gridDim.x;
         described.wait_empty(n);
-        FwdTile &t = ((FwdTile *)(smem + S::TILES))[n % S::TILE_SLOTS];
+        FwdTile &t = ((FwdTile *)(smem + S::TILES))[n % S::TILE_STAGES];
         if (unit >= x.schedule.units || !place_tile<S::BQ>(x, unit, i & 1, &t.work)) break;
         if (t.work.i0 >= 0 && laneid() == 0) t.seq = sequence_of(p, t.work.b);
         __syncwarp();
@@ -179,7 +179,7 @@ __device__ __forceinline__ void find_tiles(const FwdHopperParams &x, unsigned ch
         __syncwarp();
     }
     if (laneid() == 0)
-        ((FwdTile *)(smem + S::TILES))[n % S::TILE_SLOTS].steps.blocks = -1, mbarrier_arrive(described.full(n));
+        ((FwdTile *)(smem + S::TILES))[n % S::TILE_STAGES].steps.blocks = -1, mbarrier_arrive(described.full(n));
 }
 
 /* One thread loads. Q of tile n; no load where the tile sees no key or there is no tile. */
@@ -203,14 +203,14 @@ template <class Tile, bool MODIFIED>
 __device__ __forceinline__ void load_tiles(const FwdHopperParams &x, const FwdTile *tiles, smem_addr smem_s) {
     typedef Smem<Tile> S;
     constexpr bool AHEAD = Tile::Q_BUFFERS == 2;
-    const tma_steps<S::TILE_SLOTS> described = {smem_s + S::TILE_RING};
+    const tma_steps<S::TILE_STAGES> described = {smem_s + S::TILE_RING};
     const tma_steps<Tile::STAGES> k = {smem_s + S::K_RING}, v = {smem_s + S::V_RING};
     described.wait_full(0);
     if (AHEAD) load_q<Tile>(x, tiles[0], smem_s, 0);
     int n = 0, step = 0; /* step: blocks of keys of earlier tiles */
 #pragma unroll 1
-    for (; tiles[n % S::TILE_SLOTS].steps.blocks >= 0; ++n) {
-        const FwdTile &t = tiles[n % S::TILE_SLOTS];
+    for (; tiles[n % S::TILE_STAGES].steps.blocks >= 0; ++n) {
+        const FwdTile &t = tiles[n % S::TILE_STAGES];
         const int blocks = t.steps.blocks, row = t.seq.k0 + t.keys.lo;
         const int head = t.work.head / x.fwd.problem.group, b = x.fwd.problem.cu_q ? 0 : t.work.b;
 #pragma unroll 1
@@ -233,14 +233,14 @@ __device__ __forceinline__ void load_tiles(const FwdHopperParams &x, const FwdTi
             /* its buffer is free once all have taken their first block; what they need sooner goes first */
             if (AHEAD && j == min(2, blocks)) {
                 described.wait_full(n + 1);
-                load_q<Tile>(x, tiles[(n + 1) % S::TILE_SLOTS], smem_s, n + 1);
+                load_q<Tile>(x, tiles[(n + 1) % S::TILE_STAGES], smem_s, n + 1);
             }
         }
         step += blocks;
         mbarrier_arrive(described.empty(n));
         if (!AHEAD) described.wait_full(n + 1);
     }
-    if (!AHEAD) load_q<Tile>(x, tiles[n % S::TILE_SLOTS], smem_s, n); /* tells the consumers that there is no more */
+    if (!AHEAD) load_q<Tile>(x, tiles[n % S::TILE_STAGES], smem_s, n); /* tells the consumers that there is no more */
 }
 
 #endif

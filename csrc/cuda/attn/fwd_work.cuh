@@ -14,10 +14,10 @@ struct FwdParams {
     Problem problem;
     int tiles_q, splits;
     Divisor by_splits;
-    int together;      /* query heads of a group, a multiple of problem.group */
-    float *out_parts;  /* splits > 1: [splits][rows][head_dim_v] */
-    float *lse_parts;  /* splits > 1: [splits][rows] */
-    int64_t part_rows; /* elements of lse */
+    int together;       /* query heads of a group, a multiple of problem.group */
+    float *out_splits;  /* splits > 1: [splits][rows][head_dim_v] */
+    float *lse_splits;  /* splits > 1: [splits][rows] */
+    int64_t split_rows; /* elements of lse */
 };
 
 struct FwdWork {
@@ -55,22 +55,22 @@ __device__ __forceinline__ FwdKeys fwd_keys(const FwdParams &p, const Span &span
 }
 
 /* ---- host ---------------------------------------------------------------------------------------------- */
-/* How full the last wave of `blocks` is, where `slots` run at once. */
-inline double fwd_filled(int64_t blocks, int64_t slots) {
-    return (double)blocks / (double)(gk_ceil_div(blocks, slots) * slots);
+/* How full the last wave of `blocks` is, where `at_once` run at once. */
+inline double fwd_filled(int64_t blocks, int64_t at_once) {
+    return (double)blocks / (double)(gk_ceil_div(blocks, at_once) * at_once);
 }
 
 /* A function of shapes and the number of SMs: the least count that fills the GPU nearly as well as the best does. */
-inline int fwd_splits(int64_t blocks, int64_t tiles_k, int64_t slots) {
+inline int fwd_splits(int64_t blocks, int64_t tiles_k, int64_t at_once) {
     const int64_t most = gk_min_i64(SPLIT_MOST, tiles_k / SPLIT_TILES);
-    if (blocks == 0 || (double)blocks >= SPLIT_BELOW * (double)slots) return 1;
+    if (blocks == 0 || (double)blocks >= SPLIT_BELOW * (double)at_once) return 1;
     double best = 0;
     for (int64_t s = 1; s <= most; ++s) {
-        const double filled = fwd_filled(blocks * s, slots);
+        const double filled = fwd_filled(blocks * s, at_once);
         if (filled > best) best = filled;
     }
     int splits = 1;
-    while (splits < most && fwd_filled(blocks * splits, slots) < SPLIT_NEAR * best) ++splits;
+    while (splits < most && fwd_filled(blocks * splits, at_once) < SPLIT_NEAR * best) ++splits;
     return splits;
 }
 
@@ -94,7 +94,7 @@ inline FwdParams fwd_params(const gk_context *ctx, const gk_flash_attn_args *a, 
     p.problem = problem_of(ctx, a);
     const Problem &x = p.problem;
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
-    p.tiles_q = (int)gk_ceil_div(x.seq_q, bq), p.splits = 1, p.part_rows = gk_numel(&a->lse);
+    p.tiles_q = (int)gk_ceil_div(x.seq_q, bq), p.splits = 1, p.split_rows = gk_numel(&a->lse);
     const int64_t tiles = (x.cu_q ? (x.total_q / bq + x.batch) * (int64_t)x.heads_q : fwd_blocks(p)) / stacked;
     const int64_t keys = x.cu_q ? x.total_k / gk_max_i64(x.batch, 1) : x.seq_k;
     p.splits = fwd_splits(tiles, gk_ceil_div(keys, bkv), (int64_t)gpu->num_sms * ctas);
@@ -109,12 +109,12 @@ inline FwdParams fwd_params(const gk_context *ctx, const gk_flash_attn_args *a, 
 
 /* Where the splits' results go. */
 inline void fwd_place(FwdParams *p, void *workspace) {
-    p->out_parts = (float *)workspace;
-    if (workspace) p->lse_parts = p->out_parts + p->splits * p->part_rows * p->problem.head_dim_v;
+    p->out_splits = (float *)workspace;
+    if (workspace) p->lse_splits = p->out_splits + p->splits * p->split_rows * p->problem.head_dim_v;
 }
 
 inline size_t fwd_workspace_bytes(const FwdParams &p) {
-    return p.splits > 1 ? split_combine_bytes(p.splits, p.part_rows, p.problem.head_dim_v) : 0;
+    return p.splits > 1 ? split_combine_bytes(p.splits, p.split_rows, p.problem.head_dim_v) : 0;
 }
 
 /* What every forward plan says. ctas: as in fwd_params; tasks: of its blocks. */
@@ -128,9 +128,9 @@ inline void fwd_plan(const gk_context *ctx, const FwdParams &p, int bq, int bkv,
 /* What follows the kernel: the merge of the parts, then the rows that no sequence owns. */
 template <class T> inline gk_status fwd_finish(const char *op, const gk_context *ctx, const FwdParams &p) {
     const Problem &x = p.problem;
-    if (p.splits > 1 && p.part_rows > 0) {
+    if (p.splits > 1 && p.split_rows > 0) {
         SplitCombine c = {};
-        c.out_parts = p.out_parts, c.lse_parts = p.lse_parts, c.splits = p.splits, c.rows = p.part_rows;
+        c.out_splits = p.out_splits, c.lse_splits = p.lse_splits, c.splits = p.splits, c.rows = p.split_rows;
         c.head_dim_v = x.head_dim_v, c.out = (void *)x.out.data, c.lse = (float *)x.lse.data;
         c.sinks = (const float *)x.rules.sinks;
         if (x.cu_q) {

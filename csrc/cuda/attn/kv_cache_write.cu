@@ -142,7 +142,7 @@ bool in_pieces(const gk_tensor &t, int piece) {
     return t.shape[last] % piece == 0 && (t.stride[last] == 1 || t.shape[last] <= 1) && rows_aligned(t);
 }
 
-template <int PIECE> bool plan(const gk_cuda_row *, const gk_context *, const void *args, gk_plan *) {
+template <int PIECE> bool plan(const gk_cuda_instance *, const gk_context *, const void *args, gk_plan *) {
     const gk_kv_cache_write_args *a = (const gk_kv_cache_write_args *)args;
     return in_pieces(a->k, PIECE) && in_pieces(a->v, PIECE) && in_pieces(a->k_cache, PIECE) &&
            in_pieces(a->v_cache, PIECE);
@@ -166,7 +166,7 @@ template <class T, int PIECE> gk_status run(const gk_context *ctx, const void *a
     return launch<kv_cache_write_kernel<T, PIECE>>("gk_kv_cache_write", ctx, grid, THREADS, 0, p);
 }
 
-const gk_cuda_row rows[] = {
+const gk_cuda_instance instances[] = {
     {"kv_cache_write_bf16_x8", GK_BF16, plan<8>, run<__nv_bfloat16, 8>, {}, NULL},
     {"kv_cache_write_f16_x8", GK_F16, plan<8>, run<__half, 8>, {}, NULL},
     {"kv_cache_write_f32_x4", GK_F32, plan<4>, run<float, 4>, {}, NULL},
@@ -179,4 +179,4 @@ const gk_cuda_row rows[] = {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_kv_cache_write_table = {rows, sizeof rows / sizeof rows[0], 80, NULL};
+extern "C" const gk_cuda_table gk_kv_cache_write_table = {instances, sizeof instances / sizeof instances[0], 80, NULL};

@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(paged_f32_tile<HEAD_DIM>::warps * 32, 1) paged
      {D, LANES, paged_f32_tile<D>::warps, 1, Shared<D, LANES>::bytes, MOST}, \
      NULL},
 /* clang-format off */
-const gk_cuda_row rows[] = {
+const gk_cuda_instance instances[] = {
     ROW("64x4", 64, 4, 4)
     ROW("64x8", 64, 8, 0)
     ROW("128x4", 128, 4, 4)
@@ -200,4 +200,4 @@ const gk_cuda_row rows[] = {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_paged_attn_f32_table = {rows, sizeof rows / sizeof rows[0], 80, NULL};
+extern "C" const gk_cuda_table gk_paged_attn_f32_table = {instances, sizeof instances / sizeof instances[0], 80, NULL};

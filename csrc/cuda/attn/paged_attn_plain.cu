@@ -114,7 +114,7 @@ template <class T> __global__ void __launch_bounds__(THREADS, 3) paged_attn_plai
 }
 
 /* ---- launch -------------------------------------------------------------------------------------------- */
-bool plan(const gk_cuda_row *, const gk_context *ctx, const void *args, gk_plan *to) {
+bool plan(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_paged_attn_args *a = (const gk_paged_attn_args *)args;
     if (a->q.shape[2] > MAX_DIM || a->v_cache.shape[3] > MAX_DIM || a->q.shape[0] * a->q.shape[1] > INT32_MAX)
         return false;
@@ -130,7 +130,7 @@ template <class T> gk_status run(const gk_context *ctx, const void *, const gk_p
     return launch<paged_attn_plain_kernel<T>>("gk_paged_attn", ctx, grid, THREADS, 0, p);
 }
 
-const gk_cuda_row rows[] = {
+const gk_cuda_instance instances[] = {
     {"paged_attn_plain_f32", GK_F32, plan, run<float>, {}, NULL},
     {"paged_attn_plain_bf16", GK_BF16, plan, run<__nv_bfloat16>, {}, NULL},
     {"paged_attn_plain_f16", GK_F16, plan, run<__half>, {}, NULL},
@@ -139,4 +139,5 @@ const gk_cuda_row rows[] = {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_paged_attn_plain_table = {rows, sizeof rows / sizeof rows[0], 80, NULL};
+extern "C" const gk_cuda_table gk_paged_attn_plain_table = {instances, sizeof instances / sizeof instances[0], 80,
+                                                            NULL};

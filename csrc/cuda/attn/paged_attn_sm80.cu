@@ -208,7 +208,7 @@ __global__ void __launch_bounds__(paged_tile<HEAD_DIM, LANES>::warps * 32, paged
      {D, LANES, paged_tile<D, LANES>::warps, paged_tile<D, LANES>::blocks, Shared<D, LANES>::bytes, MOST}, \
      NULL},
 /* clang-format off */
-const gk_cuda_row rows[] = {
+const gk_cuda_instance instances[] = {
     ROW("bf16_64x8", GK_BF16, __nv_bfloat16, 64, 8, 8)
     ROW("bf16_64x16", GK_BF16, __nv_bfloat16, 64, 16, 0)
     ROW("bf16_128x8", GK_BF16, __nv_bfloat16, 128, 8, 8)
@@ -225,4 +225,4 @@ const gk_cuda_row rows[] = {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_paged_attn_sm80_table = {rows, sizeof rows / sizeof rows[0], 80, NULL};
+extern "C" const gk_cuda_table gk_paged_attn_sm80_table = {instances, sizeof instances / sizeof instances[0], 80, NULL};

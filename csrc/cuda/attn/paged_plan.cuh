@@ -407,7 +407,7 @@ struct Sizes {
     int64_t shared_bytes, stats_bytes, sums_bytes;
 };
 
-inline Sizes sizes_of(const gk_cuda_row *row, const gk_context *ctx, const gk_paged_attn_args *a) {
+inline Sizes sizes_of(const gk_cuda_instance *row, const gk_context *ctx, const gk_paged_attn_args *a) {
     Sizes z = {};
     const int64_t heads_kv = a->k_cache.shape[2];
     z.blocks = gk_gpu_of(ctx->index)->num_sms * row->key[3];
@@ -432,7 +432,7 @@ inline bool in_16_bytes(const gk_tensor &t) {
     return gk_numel(&t) == 0 || (t.shape[t.ndim - 1] % each == 0 && rows_aligned(t));
 }
 
-inline bool serves(const gk_cuda_row *row, const gk_context *ctx, const gk_paged_attn_args *a) {
+inline bool serves(const gk_cuda_instance *row, const gk_context *ctx, const gk_paged_attn_args *a) {
     const int64_t tokens = a->q.shape[0], heads_q = a->q.shape[1], heads_kv = a->k_cache.shape[2];
     if (tokens * heads_q > INT32_MAX || heads_kv == 0) return false;
     if (a->q.shape[2] > row->key[0] || a->v_cache.shape[3] > row->key[0]) return false;
@@ -447,7 +447,7 @@ struct Planned {
     Call call;
 };
 
-inline bool plan(const gk_cuda_row *row, const gk_context *ctx, const void *args, gk_plan *to) {
+inline bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_paged_attn_args *a = (const gk_paged_attn_args *)args;
     if (!serves(row, ctx, a)) return false;
     Planned &own = gk_own<Planned>(to);
@@ -465,7 +465,7 @@ inline bool plan(const gk_cuda_row *row, const gk_context *ctx, const void *args
 
 template <class T, auto KERNEL>
 gk_status run_pair(const gk_context *ctx, const void *, const gk_plan *plan, void *workspace) {
-    const gk_cuda_row *row = (const gk_cuda_row *)plan->kernel;
+    const gk_cuda_instance *row = (const gk_cuda_instance *)plan->kernel;
     const Sizes &z = gk_own<Planned>(plan).sizes;
     Call c = gk_own<Planned>(plan).call;
     if (z.combines) {

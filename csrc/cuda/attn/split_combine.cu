@@ -1,6 +1,6 @@
 /* split_combine: attention over parts of the keys becomes attention over all (Flash-Decoding; Dao et al. 2023).
  *   lse = log(e^sink + sum_s e^lse_s)      out = sum_s e^(lse_s - lse) out_s
- * out_parts [splits][rows][head_dim_v], lse_parts [splits][rows] float32; out in its own dtype and strides, lse [rows]
+ * out_splits [splits][rows][head_dim_v], lse_splits [splits][rows] float32; out in its own dtype and strides, lse [rows]
  * float32. Parts are added in their order: the same bits each time. A part with lse -inf saw nothing and is not read; a row
  * that saw nothing and has no sink gives 0 and -inf.
  *
@@ -25,16 +25,16 @@ template <class T> __global__ void __launch_bounds__(THREADS) split_combine_kern
 
     const float sink = p.sinks ? p.sinks[y * p.sink_y + z * p.sink_z] : -INFINITY;
     RowSoftmax<ExpByTwo> all = {sink, 0};
-    for (int s = 0; s < p.splits; ++s) all.peak = fmaxf(all.peak, p.lse_parts[s * p.rows + row]);
+    for (int s = 0; s < p.splits; ++s) all.peak = fmaxf(all.peak, p.lse_splits[s * p.rows + row]);
 
     if (sink != -INFINITY) all.sum = all.weight(sink);
     float2 sum[PAIRS] = {};
     if (all.peak != -INFINITY) {
         for (int s = 0; s < p.splits; ++s) {
-            const float lse = p.lse_parts[s * p.rows + row];
+            const float lse = p.lse_splits[s * p.rows + row];
             if (lse == -INFINITY) continue;
             const float weight = all.join(lse, 1);
-            const float2 *part = (const float2 *)(p.out_parts + (s * p.rows + row) * p.head_dim_v);
+            const float2 *part = (const float2 *)(p.out_splits + (s * p.rows + row) * p.head_dim_v);
 #pragma unroll
             for (int c = 0; c < PAIRS; ++c) {
                 if (2 * lane + 64 * c >= p.head_dim_v) break;

@@ -6,8 +6,8 @@
 
 /* A row's number is (x * size_y + y) * size_z + z: its place in lse, which is dense. out and the sink follow from x, y, z. */
 struct SplitCombine {
-    const float *out_parts; /* [splits][rows][head_dim_v], each part normalised; not read where its lse is -inf */
-    const float *lse_parts; /* [splits][rows], natural logarithm, without the sink */
+    const float *out_splits; /* [splits][rows][head_dim_v], each normalised; not read where its lse is -inf */
+    const float *lse_splits; /* [splits][rows], natural logarithm, without the sink */
     int splits;
     int64_t rows;
     int head_dim_v;
@@ -21,7 +21,7 @@ struct SplitCombine {
 
 gk_status split_combine(const char *op, const gk_context *ctx, gk_dtype dtype, const SplitCombine &p);
 
-/* What the parts take in the workspace: out_parts first, then lse_parts. */
+/* What the splits take in the workspace: out_splits first, then lse_splits. */
 inline size_t split_combine_bytes(int64_t splits, int64_t rows, int64_t head_dim_v) {
     return (size_t)(splits * rows * (head_dim_v + 1)) * sizeof(float);
 }

@@ -99,7 +99,7 @@ template <class T> gk_status run(const gk_context *ctx, const void *args, const 
     }
 }
 
-const gk_cuda_row rows[] = {
+const gk_cuda_instance instances[] = {
     {"gemm_act_bwd_f32", GK_F32, plan_any, run<float>, {}, NULL},
     {"gemm_act_bwd_bf16", GK_BF16, plan_any, run<__nv_bfloat16>, {}, NULL},
     {"gemm_act_bwd_f16", GK_F16, plan_any, run<__half>, {}, NULL},
@@ -108,4 +108,4 @@ const gk_cuda_row rows[] = {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_gemm_act_bwd_table = {rows, 4, 80, NULL};
+extern "C" const gk_cuda_table gk_gemm_act_bwd_table = {instances, 4, 80, NULL};

@@ -19,7 +19,7 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1) __launch_bounds__(THREA
     static_assert(Tile::PING_PONG, "a tile for each warpgroup");
     extern __shared__ __align__(1024) unsigned char smem[];
     Block block(x, smem);
-    const smem_addr turns_s = block.ring_s + S::TRADED; /* a barrier for each warpgroup: it may issue its products */
+    const smem_addr turns_s = block.ring_s + S::EXCHANGED; /* a barrier for each warpgroup: it may issue its products */
     block.begin(1, [&] { mbarrier_init(turns_s, 4), mbarrier_init(turns_s + 8, 4); });
     if (block.warpgroup == Tile::WGS) {
         block.produce();
@@ -77,12 +77,12 @@ gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *wo
     return run_row(of_mode, ctx, plan, workspace);
 }
 
-const gk_cuda_row rows[] = {
+const gk_cuda_instance instances[] = {
     HOPPER_ROW("gemm_pingpong_sm90a_bf16_128x176x64", __nv_bfloat16, PingPong128x176),
     HOPPER_ROW("gemm_pingpong_sm90a_f16_128x176x64", __half, PingPong128x176),
 };
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_gemm_pingpong_sm90a_table = {rows, sizeof rows / sizeof rows[0], 90,
+extern "C" const gk_cuda_table gk_gemm_pingpong_sm90a_table = {instances, sizeof instances / sizeof instances[0], 90,
                                                                planned_elsewhere};

@@ -3,11 +3,11 @@
  * memory.
  *
  * a [batch, M, K]  b [batch, K, N]  any strides and alignment, zero and negative too     out [batch, M, N]
- * Grid: one block per tile BM x BN of one part of k of one batch entry. Warps stand WARPS_M x WARPS_N, lanes 4 x 8;
+ * Grid: one block per tile BM x BN of one split of k of one batch entry. Warps stand WARPS_M x WARPS_N, lanes 4 x 8;
  * a thread owns GM x GN groups of V x V sums (V elements are 16 bytes), a group of all lanes apart, so that the lanes of
  * one load read neighbours.
  *
- * Shared memory, STAGES slots of
+ * Shared memory, STAGES stages of
  *   a [BK][BM + V]   BK (BM + V) sizeof(T) bytes     k outside, so that a thread's V rows are one 16-byte load
  *   b [BK][BN + V]   likewise                        V more: elements along k fall into different banks
  *
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(threads_of<Tile>(), Tile::PER_SM) gemm_plain_k
     T sum[TM][TN] = {}, total[Tile::TWO_SUMS ? TM : 1][TN] = {};
     const int row = M::row(warp, lane, 0), col = M::col(warp, lane, 0);
     for (int j = 0; j < steps; ++j) {
-        ring.wait(); /* step j is in; slot ring.write has been read by all */
+        ring.wait(); /* step j is in; stage ring.write has been read by all */
         if (j + STAGES - 1 < steps) {
             const int k_valid = (int)min((int64_t)BK, k_left);
             a_copy.run(a_s + ring.write * M::A_BYTES, m_valid, k_valid);
@@ -231,7 +231,7 @@ template <class Tile> int64_t tiles_of(const GemmProblem &p) {
     return gk_max_i64(1, gk_ceil_div(p.m, Tile::BM) * gk_ceil_div(p.n, Tile::BN) * p.batch);
 }
 
-/* As many parts of k as fill the SMs once. */
+/* As many splits of k as fill the SMs once. */
 template <class Tile> int64_t splits_of(const GemmProblem &p, int64_t sms) {
     const int64_t most = gk_clamp_i64(p.k / (PLAIN_SPLIT_STEPS * Tile::BK), 1, MAX_SPLITS);
     return gk_clamp_i64(sms * Tile::PER_SM / tiles_of<Tile>(p), 1, most);
@@ -240,7 +240,7 @@ template <class Tile> int64_t splits_of(const GemmProblem &p, int64_t sms) {
 int64_t blocks_of(const GemmProblem &p) { return (int64_t)p.tiles_m * p.tiles_n * p.splits * p.batch; }
 
 template <class T, class Tile>
-void plan_tiles(const gk_cuda_row *row, const gk_context *ctx, const Params &given, gk_plan *to) {
+void plan_tiles(const gk_cuda_instance *row, const gk_context *ctx, const Params &given, gk_plan *to) {
     Params &x = gk_own<Params>(to) = given;
     GemmProblem &p = x.p;
     p.tiles_m = (int)gk_ceil_div(p.m, Tile::BM), p.tiles_n = (int)gk_ceil_div(p.n, Tile::BN), p.group = GROUP_ROWS;
@@ -270,9 +270,10 @@ enum {
     F32_SMALL,
     F64
 };
-extern const gk_cuda_row *const plain_rows;
+extern const gk_cuda_instance *const plain_rows;
 
-template <class T, class Tile> bool plan(const gk_cuda_row *row, const gk_context *ctx, const void *args, gk_plan *to) {
+template <class T, class Tile>
+bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
     plan_tiles<T, Tile>(row, ctx, params_of<T>((const gk_gemm_args *)args), to);
     return true;
 }
@@ -330,14 +331,14 @@ gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *wo
 
 #define ROW(name, T, Tile) {name, element<T>::dtype, plan<T, Tile>, run<T, Tile>, {}, blocks_an_sm<T, Tile>}
 
-const gk_cuda_row rows[] = {
+const gk_cuda_instance instances[] = {
     ROW("gemm_plain_f32_128x256x16", float, PlainF32), /* in the order of the enum */
     ROW("gemm_plain_f32_128x128x8", float, PlainF32Middle),
     ROW("gemm_plain_f32_64x64x16", float, PlainF32Small),
     ROW("gemm_plain_f64_64x64x16", double, PlainF64),
 };
-const gk_cuda_row *const plain_rows = rows;
+const gk_cuda_instance *const plain_rows = instances;
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_gemm_plain_table = {rows, sizeof rows / sizeof rows[0], 80, plan_best};
+extern "C" const gk_cuda_table gk_gemm_plain_table = {instances, sizeof instances / sizeof instances[0], 80, plan_best};

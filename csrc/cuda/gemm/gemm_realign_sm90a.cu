@@ -41,15 +41,15 @@ __global__ void __launch_bounds__(THREADS, REALIGN_PER_SM) realign_kernel(const 
     const RealignMatrix &x = p.matrix[second];
     const uint32_t chunk = (blockIdx.x - (second ? p.blocks : 0)) * THREADS + threadIdx.x;
     const RealignPlace at = realign_place<BATCHED>(x, chunk);
-    const int skew = (int)((uintptr_t)at.row / 2 % REALIGN_EACH), valid = x.inner - at.col;
-    const bool whole = chunk < x.total && realign_whole(x, at, skew);
-    const uint16_t *from_g = at.row + at.col - skew;
+    const int shift = (int)((uintptr_t)at.row / 2 % REALIGN_EACH), valid = x.inner - at.col;
+    const bool whole = chunk < x.total && realign_whole(x, at, shift);
+    const uint16_t *from_g = at.row + at.col - shift;
     griddepcontrol_launch_dependents(); /* the product's blocks may get ready */
     griddepcontrol_wait();              /* `from` is written, and what was in `to` is read */
-    const uint4 low = ld_global_if_128(from_g, whole), high = ld_global_if_128(from_g + REALIGN_EACH, whole && skew);
+    const uint4 low = ld_global_if_128(from_g, whole), high = ld_global_if_128(from_g + REALIGN_EACH, whole && shift);
     if (chunk >= x.total) return;
     uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-    realign_shift(words, skew);
+    realign_shift(words, shift);
     if (valid < REALIGN_EACH) realign_cut(words, valid);
     ((uint4 *)x.to)[chunk] =
         whole ? make_uint4(words[0], words[1], words[2], words[3]) : by_elements<BATCHED>(x, chunk);

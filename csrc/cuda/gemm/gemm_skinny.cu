@@ -1,15 +1,15 @@
 /* gemm_skinny: out = activation(alpha a b + beta c + bias) for at most 16 rows of a, bfloat16 and float16: the weights
  * b are read once, as fast as memory gives them. With at most 16 columns of b the transposed product, out^T = b^T a^T.
  *
- * a [batch, M <= 16, K] tokens, dense along k    b [batch, K, N] weights, dense along k or along n   out [batch, M, N]
+ * a [batch, M <= 16, K] tokens, K-major    b [batch, K, N] weights, K-major or MN-major   out [batch, M, N]
  * any strides of out. Bytes of b over bandwidth is the bound.
- * Aligned: rows of 16-byte chunks, K a multiple of 8. Misaligned: rows that begin anywhere, any K (misaligned.cuh).
+ * Aligned: rows of 16-byte chunks, K a multiple of 8. Misaligned: other rows, any K (misaligned.cuh).
  * Grid: at most one block an SM, all with equally many tiles of R <= ROWS weights and all of k (R: `plan`). The warps
  * split k, 32 at a time in turn; their sums meet in shared memory and are added in the order of the warps.
  * In mma.m16n8k16 weights take the 16 rows, tokens the 8 columns.
  *
  * Shared memory:
- *   ring  [warp][STAGES] of weights [ROWS][32], or [32][ROWS] where they are dense along n, and tokens [TOKENS][32]
+ *   ring  [warp][STAGES] of weights [ROWS][32], or [32][ROWS] where they are MN-major, and tokens [TOKENS][32]
  *   sums  [WARPS][8 tokens][ROWS + 4] float
  * Misaligned: the ring holds the rows' chunks as they lie in memory, and a warp shifts each step into one pair of such tiles.
  *
@@ -18,7 +18,7 @@
  *   copy     s0 s1 s2 | s0' s1' s2'        s0'' ..
  *   mma               | s0  s1  s2  [sums] s0'  ..
  *
- * Not here: more rows (gemm_sm80, gemm_sm90a), tokens dense along m, float32 and float64 (gemm_plain). */
+ * Not here: more rows (gemm_sm80, gemm_sm90a), tokens MN-major, float32 and float64 (gemm_plain). */
 #include "../tile/copy.cuh"
 #include "../tile/fragment.cuh"
 #include "../tile/pipeline.cuh"
@@ -42,7 +42,7 @@ template <int TOKENS, int ROWS, bool ALONG_N, bool MISALIGNED> struct Smem {
     static constexpr int SUM_LD = ROWS + 4, WARP_SUMS = 8 * SUM_LD; /* floats */
     static constexpr int RING = SKINNY_WARPS * STAGES * STAGE, SUMS = RING + SHIFTED;
     static constexpr int BYTES = SUMS + SKINNY_WARPS * WARP_SUMS * 4;
-    static constexpr GK_HD int sums_ways() { /* a lane stores slot g of token 2q: two tokens are 8 banks apart */
+    static constexpr GK_HD int sums_ways() { /* a lane stores place g of token 2q: two tokens are 8 banks apart */
         int bytes[32] = {};
         for (int lane = 0; lane < 32; ++lane) bytes[lane] = (frag_c(lane, 0).col * SUM_LD + frag_c(lane, 0).row) * 4;
         return ways(bytes, 4);
@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_skinny_kernel(const __grid_co
     for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         float sum[MT][NT][4] = {};
         for (int64_t k = 0; k < p.split_k; k += BLOCK_STEP) {
-            ring.wait_warp(); /* the step is in; the slot that is filled next has been read by all lanes */
+            ring.wait_warp(); /* the step is in; the stage that is filled next has been read by all lanes */
             next.template copy<S>(x, ring_s + ring.write * S::STAGE, warp, lane);
             ring.commit();
             if constexpr (MISALIGNED) { /* a warp's steps lie multiples of 16 bytes apart in every row */
@@ -195,12 +195,12 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_skinny_kernel(const __grid_co
             const int tokens = min(8, (int)p.m - t * 8);
 #pragma unroll 1
             for (int i = thread; i < tokens * ROWS; i += THREADS) {
-                const int token = i / ROWS, slot = i % ROWS;
+                const int token = i / ROWS, place = i % ROWS;
                 float total = 0;
 #pragma unroll
-                for (int w = 0; w < SKINNY_WARPS; ++w) total += sums[w * S::WARP_SUMS + token * S::SUM_LD + slot];
-                if (slot < p.group && n0 + slot < p.n)
-                    epilogue_cols<T, 1>(p.epilogue, at, t * 8 + token, n0 + slot, 1, &total);
+                for (int w = 0; w < SKINNY_WARPS; ++w) total += sums[w * S::WARP_SUMS + token * S::SUM_LD + place];
+                if (place < p.group && n0 + place < p.n)
+                    epilogue_cols<T, 1>(p.epilogue, at, t * 8 + token, n0 + place, 1, &total);
             }
         }
     }
@@ -262,7 +262,7 @@ int64_t blocks_of(const gk_context *ctx, const GemmProblem &p) {
     return gk_max_i64(1, gk_ceil_div(tiles, gk_max_i64(1, gk_ceil_div(tiles, gk_gpu_of(ctx->index)->num_sms))));
 }
 
-bool serves(const gk_cuda_row *row, const gk_context *ctx, const GemmProblem &p) {
+bool serves(const gk_cuda_instance *row, const gk_context *ctx, const GemmProblem &p) {
     return p.m <= row->key[KEY_TOKENS] && p.group <= row->key[KEY_ROWS] && smem_fits(ctx, row->key[KEY_SMEM]);
 }
 
@@ -275,7 +275,7 @@ uintptr_t lowest(const void *data, int64_t x, int64_t k, int64_t x_stride, int64
 }
 
 /* x.p is planned. */
-void plan_row(const gk_cuda_row *row, const gk_context *ctx, gk_plan *to) {
+void plan_row(const gk_cuda_instance *row, const gk_context *ctx, gk_plan *to) {
     Params &x = gk_own<Params>(to);
     const GemmProblem &p = x.p;
     x.first_w = lowest(p.b, p.n, p.k, p.b_n, p.b_k, p, p.b_batch);
@@ -286,14 +286,14 @@ void plan_row(const gk_cuda_row *row, const gk_context *ctx, gk_plan *to) {
     to->waves = (double)gk_ceil_div(to->tasks, blocks_of(ctx, p)); /* tiles that a block takes one after the other */
 }
 
-bool plan(const gk_cuda_row *row, const gk_context *ctx, const void *args, gk_plan *to) {
+bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
     GemmProblem &p = gk_own<Params>(to).p;
     if (!plan_problem(ctx, args, row->key[KEY_MISALIGNED], &p) || !serves(row, ctx, p)) return false;
     plan_row(row, ctx, to);
     return true;
 }
 
-extern const gk_cuda_row *const skinny_rows;
+extern const gk_cuda_instance *const skinny_rows;
 extern const int num_skinny_rows;
 
 bool plan_best(const gk_context *ctx, const void *args, gk_plan *to) {
@@ -305,7 +305,7 @@ bool plan_best(const gk_context *ctx, const void *args, gk_plan *to) {
         misaligned = true;
         if (!plan_problem(ctx, args, true, &p) || p.n * p.batch < SKINNY_MISALIGNED_LEAST) return false;
     }
-    for (const gk_cuda_row *row = skinny_rows; row < skinny_rows + num_skinny_rows; ++row)
+    for (const gk_cuda_instance *row = skinny_rows; row < skinny_rows + num_skinny_rows; ++row)
         if (row->dtype == dtype && row->key[KEY_MISALIGNED] == misaligned && serves(row, ctx, p)) {
             plan_row(row, ctx, to);
             return true;
@@ -346,10 +346,11 @@ template <int TOKENS, int ROWS, bool MISALIGNED> constexpr int smem_of() {
     ROW(name, T, 8, 32, false), ROW(name, T, 8, 64, false), ROW(name, T, 16, 32, false), ROW(name, T, 16, 64, false), \
         ROW("misaligned_" name, T, 16, 32, true), ROW("misaligned_" name, T, 16, 64, true)
 
-const gk_cuda_row rows[] = {ROWS_16("bf16", __nv_bfloat16), ROWS_16("f16", __half)};
-const gk_cuda_row *const skinny_rows = rows;
-const int num_skinny_rows = sizeof rows / sizeof rows[0];
+const gk_cuda_instance instances[] = {ROWS_16("bf16", __nv_bfloat16), ROWS_16("f16", __half)};
+const gk_cuda_instance *const skinny_rows = instances;
+const int num_skinny_rows = sizeof instances / sizeof instances[0];
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_gemm_skinny_table = {rows, sizeof rows / sizeof rows[0], 80, plan_best};
+extern "C" const gk_cuda_table gk_gemm_skinny_table = {instances, sizeof instances / sizeof instances[0], 80,
+                                                       plan_best};

@@ -1,22 +1,22 @@
 /* gemm_sm80: out = activation(alpha a b + beta c + bias) on the tensor cores by mma.sync: bfloat16, float16, tf32.
  *
- * a [batch, M, K]  b [batch, K, N]   each dense along k or along its other dimension, other strides any (NN NT TN TT)
+ * a [batch, M, K]  b [batch, K, N]   each K-major or MN-major, other strides any (NN NT TN TT)
  * bias [N], c broadcasts, out [batch, M, N], preact like out; float32 sums, one rounding
- * Grid: a block per tile BM x BN of one part of k of one batch entry, in the order of order.cuh; a warp owns WM x WN.
+ * Grid: a block per tile BM x BN of one split of k of one batch entry, in the order of order.cuh; a warp owns WM x WN.
  *
- * Shared memory, STAGES slots of two tiles; afterwards the same bytes hold the sums, a warp each:
- *   a  [BM][BK], or [BK][BM] where a is dense along m        swizzled (layout.cuh); tf32 [BK][BM] is padded instead,
- *   b  [BN][BK], or [BK][BN] where b is dense along n        since ldmatrix cannot transpose 32-bit elements
+ * Shared memory, STAGES stages of two tiles; afterwards the same bytes hold the sums, a warp each:
+ *   a  [BM][BK], or [BK][BM] where a is MN-major        swizzled (layout.cuh); tf32 [BK][BM] is padded instead,
+ *   b  [BN][BK], or [BK][BN] where b is MN-major        since ldmatrix cannot transpose 32-bit elements
  *   sums  [warp][WM][WN + 8] float
  *
  * Pipeline: copies run STAGES - 1 steps ahead, fragments one k16 (tf32: k8) ahead of their mma, across the barrier too:
  *   copy       k0 k1 | k2                k3
  *   fragments      f00 | f01  f02  f03 | f10  f11 ..       the barrier stands between the last two of a step:
- *   mma                |  00   01   02   03   10  ..       all have read slot j when j's last fragments are in
+ *   mma                |  00   01   02   03   10  ..       all have read stage j when j's last fragments are in
  *
  * Rows of ANY alignment: plain loads at the step's start, stores to shared memory at its end, else the same.
- * Few tiles: k is split (split.cuh). The row of the table is the one of least time by `plan_of`: whole waves first.
- * Not here: ieee float32, float64, tf32 of odd alignment (gemm_plain). */
+ * Few tiles: k is split (split.cuh). The instance is the one of least time by `plan_of`: whole waves first.
+ * Not here: ieee float32, float64, misaligned tf32 (gemm_plain). */
 #include "../tile/copy.cuh"
 #include "../tile/convert.cuh"
 #include "../tile/fragment.cuh"
@@ -274,7 +274,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) gemm_sm80_kernel(
 #pragma unroll
             for (int n = 0; n < NT; ++n) round_operand<T>(b[kk % 2][n]);
             /* loads of the next fragments and copies stand between the products, so that neither starves the other;
-             * after the last step they read a slot of zeros */
+             * after the last step they read a stage of zeros */
 #pragma unroll
             for (int i = 0; i < MT; ++i) {
                 round_operand<T>(a[kk % 2][i]);
@@ -372,7 +372,7 @@ constexpr double FOREVER_US = 1e30;
 
 /* Time of a row: the busiest SM's blocks, one after the other or together, and the pass that adds split sums. Only a time
  * below `below` counts: where there is none, us is `below` itself. */
-Plan plan_of(const gk_cuda_row *row, const gk_gpu *gpu, const GemmProblem &p, double below) {
+Plan plan_of(const gk_cuda_instance *row, const gk_gpu *gpu, const GemmProblem &p, double below) {
     const int32_t *key = row->key;
     const int64_t bm = key[KEY_BM], bn = key[KEY_BN], bk = key[KEY_BK], per_sm = key[KEY_PER_SM];
     const int64_t tiles = gk_ceil_div(p.m, bm) * gk_ceil_div(p.n, bn) * p.batch;
@@ -398,7 +398,7 @@ Plan plan_of(const gk_cuda_row *row, const gk_gpu *gpu, const GemmProblem &p, do
     return best;
 }
 
-extern const gk_cuda_row *const sm80_rows;
+extern const gk_cuda_instance *const sm80_rows;
 extern const int num_sm80_rows;
 
 /* Whether any row serves the call. */
@@ -409,7 +409,7 @@ bool serves(const gk_gemm_args *args, const GemmProblem &p) {
     return args->fp32_precision == GK_TF32 && p.m > 1 && p.n > 1 && !(mode_of(p, GK_F32) & ANY);
 }
 
-bool plan_row(const gk_cuda_row *row, const GemmProblem &problem, const Plan &best, gk_plan *to) {
+bool plan_row(const gk_cuda_instance *row, const GemmProblem &problem, const Plan &best, gk_plan *to) {
     GemmProblem &p = gk_own<GemmProblem>(to) = problem;
     p.tiles_m = (int)gk_ceil_div(p.m, row->key[KEY_BM]), p.tiles_n = (int)gk_ceil_div(p.n, row->key[KEY_BN]);
     p.group = GROUP_ROWS, p.splits = best.splits, p.split_k = best.split_k;
@@ -420,7 +420,7 @@ bool plan_row(const gk_cuda_row *row, const GemmProblem &problem, const Plan &be
     return true;
 }
 
-bool plan(const gk_cuda_row *row, const gk_context *ctx, const void *arguments, gk_plan *to) {
+bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *arguments, gk_plan *to) {
     const gk_gemm_args *args = (const gk_gemm_args *)arguments;
     const GemmProblem p = gemm_problem_of(args);
     if (!serves(args, p) || row->key[KEY_ANY] != (mode_of(p, row->dtype) & ANY) || !smem_fits(ctx, row->key[KEY_SMEM]))
@@ -436,10 +436,10 @@ bool plan_best(const gk_context *ctx, const void *arguments, gk_plan *to) {
     if (!serves(args, p)) return false;
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
     const int any = mode_of(p, dtype) & ANY;
-    const gk_cuda_row *best = NULL;
+    const gk_cuda_instance *best = NULL;
     Plan best_plan = {1, 0, FOREVER_US};
     for (int i = 0; i < num_sm80_rows; ++i) {
-        const gk_cuda_row *r = &sm80_rows[i];
+        const gk_cuda_instance *r = &sm80_rows[i];
         if (r->dtype != dtype || r->key[KEY_ANY] != any || r->key[KEY_SMEM] > gpu->smem_per_block) continue;
         const Plan plan = plan_of(r, gpu, p, best_plan.us);
         if (!best || plan.us < best_plan.us) best = r, best_plan = plan;
@@ -487,15 +487,15 @@ template <class T, class Tile, int FIRST> int blocks_an_sm() {
         ROW("gemm_sm80_" name "_64x64x64", T, Tile16_64x64, 0, PERCENT_64x64),       \
         ROW("gemm_sm80_any_" name "_128x128x32", T, Tile16_any, ANY, PERCENT_ANY)
 
-const gk_cuda_row rows[] = {
+const gk_cuda_instance instances[] = {
     ROWS_16("bf16", __nv_bfloat16),
     ROWS_16("f16", __half),
     ROW("gemm_sm80_tf32_128x128x32", float, Tile32_128x128, 0, PERCENT_TF32),
     ROW("gemm_sm80_tf32_64x64x32", float, Tile32_64x64, 0, PERCENT_TF32_64x64),
 };
-const gk_cuda_row *const sm80_rows = rows;
-const int num_sm80_rows = sizeof rows / sizeof rows[0];
+const gk_cuda_instance *const sm80_rows = instances;
+const int num_sm80_rows = sizeof instances / sizeof instances[0];
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_gemm_sm80_table = {rows, sizeof rows / sizeof rows[0], 80, plan_best};
+extern "C" const gk_cuda_table gk_gemm_sm80_table = {instances, sizeof instances / sizeof instances[0], 80, plan_best};

@@ -2,7 +2,7 @@
  * cooperative schedule: the consumer warpgroups of a block share a tile, BM / WGS rows each. hopper.cuh says what all schedules
  * share.
  *
- * a [batch, M, K]  b [batch, K, N]   each dense along k or along its other dimension, other strides multiples of 16 bytes;
+ * a [batch, M, K]  b [batch, K, N]   each K-major or MN-major, other strides multiples of 16 bytes;
  *                                    one that is not is copied first (gemm_realign_sm90a), into the call's workspace
  * bias [N], c broadcasts, out [batch, M, N], preact like out; float32 sums, one rounding
  *
@@ -14,7 +14,7 @@
  * 8 columns each, or 8 rows where rows of the result do not begin at multiples of 16 bytes.
  *
  * Workspace: the copies, (rows or columns) x (k rounded up to 16 bytes) each, or with both changed.
- * Not here: float32 (gemm_tf32_sm90a, gemm_plain), K = 0 (gemm_sm80), few columns of few rows or short k, small M (gemm_swapab_sm90a,
+ * Not here: float32 (gemm_tf32_sm90a, gemm_plain), K = 0 (gemm_sm80), few columns of small M or short k, small M (gemm_swapab_sm90a,
  * gemm_skinny). */
 #include "hopper_launch.cuh"
 
@@ -111,8 +111,8 @@ gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *wo
         HOPPER_ROW("gemm_sm90a_" name "_64x64x64_k2", T, Coop64x64Split),     \
         HOPPER_ROW("gemm_sm90a_" name "_64x64x128_k2", T, Narrow64x64)
 
-const gk_cuda_row rows[] = {ROWS("bf16", __nv_bfloat16), ROWS("f16", __half)};
+const gk_cuda_instance instances[] = {ROWS("bf16", __nv_bfloat16), ROWS("f16", __half)};
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_gemm_sm90a_table = {rows, sizeof rows / sizeof rows[0], 90, plan_best};
+extern "C" const gk_cuda_table gk_gemm_sm90a_table = {instances, sizeof instances / sizeof instances[0], 90, plan_best};

@@ -33,8 +33,8 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1) __launch_bounds__(THREA
             float mine[1][Tile::BN / 4];
             block.exchange(sum, mine, exchange_parity);
             float *const staging = (float *)(smem + (block.ring_s + S::PANELS - cvta_to_shared(smem)));
-            store_turned<T, S::COLS, S::TURNED_LD>(p, gemm_place(p, batch), mine[0], staging, tile.row,
-                                                   tile.col + block.part * S::COLS, x.bare, x.keep);
+            store_transposed<T, S::COLS, S::SWAPAB_LD>(p, gemm_place(p, batch), mine[0], staging, tile.row,
+                                                       tile.col + block.part * S::COLS, x.bare, x.keep);
         }
         block.end_exchange(exchange_parity);
     }
@@ -55,8 +55,9 @@ gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *wo
         HOPPER_ROW("gemm_swapab_sm90a_" name "_64x32x128_k2", T, SwapAB64x32), \
         HOPPER_ROW("gemm_swapab_sm90a_" name "_64x64x128_k2", T, SwapAB64x64)
 
-const gk_cuda_row rows[] = {ROWS("bf16", __nv_bfloat16), ROWS("f16", __half)};
+const gk_cuda_instance instances[] = {ROWS("bf16", __nv_bfloat16), ROWS("f16", __half)};
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_gemm_swapab_sm90a_table = {rows, sizeof rows / sizeof rows[0], 90, planned_elsewhere};
+extern "C" const gk_cuda_table gk_gemm_swapab_sm90a_table = {instances, sizeof instances / sizeof instances[0], 90,
+                                                             planned_elsewhere};

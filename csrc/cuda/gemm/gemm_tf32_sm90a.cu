@@ -1,7 +1,7 @@
 /* gemm_tf32_sm90a: gemm_sm90a's product of float32 operands, rounded to tf32 by TMA while it copies. The cooperative schedule.
  *
- * WGMMA reads tf32 from shared memory along k alone. So an operand b dense along n becomes its A, from registers, with swap-AB
- * (out^T = b^T a^T; tf32.cuh has that product); any other operand that is not dense along k is transposed first
+ * WGMMA reads tf32 from shared memory along k alone. So an MN-major operand b becomes its A, from registers, with swap-AB
+ * (out^T = b^T a^T; tf32.cuh has that product); any other operand that is not K-major is transposed first
  * (gemm_realign_sm90a), into the call's workspace. hopper.cuh says what all schedules share.
  * Not here: float32 in full precision (gemm_plain), small M. */
 #include "hopper_launch.cuh"
@@ -40,10 +40,10 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
             touch_epilogue(p.epilogue);
             if (!SWAP_AB && x.plain) touch_bias<S::COLS>(p, tile.col + block.part * S::COLS, block.lane);
             if constexpr (SWAP_AB)
-                multiply_turned<B, S::SLOT>(sum, block.ring,
-                                            block.ring_s + A::offset((block.warpgroup * 4 + block.warp) * 32),
-                                            block.ring_s + A::bytes, block.steps, block.lane,
-                                            [&](smem_addr barrier_s) { block.release(barrier_s); });
+                multiply_swapab<B, S::STAGE_BYTES>(sum, block.ring,
+                                                   block.ring_s + A::offset((block.warpgroup * 4 + block.warp) * 32),
+                                                   block.ring_s + A::bytes, block.steps, block.lane,
+                                                   [&](smem_addr barrier_s) { block.release(barrier_s); });
             else
                 block.multiply(sum, row0);
             block.end_products(sum, block.ring.before());
@@ -57,9 +57,9 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
                               col = tile.row + (block.warpgroup * 4 + block.warp) * 32;
                     if (x.plain) {
                         at.c[0] = col, at.c[1] = row;
-                        store_plain_turned<typename S::Panel, Tile::PANELS>(x, sums, staging_s, panel, at, lane);
+                        store_plain_transposed<typename S::Panel, Tile::PANELS>(x, sums, staging_s, panel, at, lane);
                     } else {
-                        store_any_turned(p, gemm_place(p, batch), sums, row, col, lane);
+                        store_any_transposed(p, gemm_place(p, batch), sums, row, col, lane);
                     }
                 } else {
                     const int row = tile.row + row0, col = tile.col + block.part * S::COLS;
@@ -96,7 +96,7 @@ gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *wo
     return run_row(only, ctx, plan, workspace);
 }
 
-const gk_cuda_row rows[] = {
+const gk_cuda_instance instances[] = {
     HOPPER_ROW("gemm_tf32_sm90a_128x256x32", float, Tf32_128x256),
     HOPPER_ROW("gemm_tf32_sm90a_128x192x32", float, Tf32_128x192),
     HOPPER_ROW("gemm_tf32_sm90a_128x128x32", float, Tf32_128x128),
@@ -111,4 +111,5 @@ const gk_cuda_row rows[] = {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_gemm_tf32_sm90a_table = {rows, sizeof rows / sizeof rows[0], 90, planned_elsewhere};
+extern "C" const gk_cuda_table gk_gemm_tf32_sm90a_table = {instances, sizeof instances / sizeof instances[0], 90,
+                                                           planned_elsewhere};

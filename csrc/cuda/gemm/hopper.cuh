@@ -3,7 +3,7 @@
  * gemm_swapab_sm90a, gemm_tf32_sm90a.
  *
  * Grid: as many clusters, of one or two blocks, as fit the GPU; each takes tiles BM x BN, in the order of order.cuh, until none is
- * left. Two tiles of a cluster lie above each other, where both read the same of b, or side by side, where the same of a,
+ * left. Two tiles of a cluster are 2 x 1, where both read the same of b, which is multicast, or 1 x 2, where the same of a,
  * whichever fits the result better. Each block copies half of that to both, since L2 gives the SMs some 8 TB/s and single
  * 128 x 256 tiles would ask for 12. Split-K: two blocks sum half of k each, exchange halves of their sums and store half of the
  * columns.
@@ -41,9 +41,9 @@ template <class Tile> constexpr int THREADS = (Tile::WGS + 1) * 128;         /* 
 template <class Tile> constexpr int CLUSTER_OF = Tile::TILES * Tile::SPLITS; /* blocks */
 constexpr int K_STEPS = WGMMA_ROW_BYTES / 32;                                /* of wgmma in a K_BLOCK */
 template <class T> constexpr int K_BLOCK = WGMMA_ROW_BYTES / (int)sizeof(T);
-/* A comes through registers, and the product is turned */
-template <class T, class Tile> constexpr bool TURNED_TF32 = sizeof(T) == 4 && Tile::SWAP_AB;
-/* a, the weights of few rows, is read once: L2 may keep the rest */
+/* A comes through registers, and the product is swapped (swap-AB) */
+template <class T, class Tile> constexpr bool SWAPAB_TF32 = sizeof(T) == 4 && Tile::SWAP_AB;
+/* a, the weights of small M, is read once: L2 may keep the rest */
 template <class T, class Tile> constexpr bool ONCE = sizeof(T) == 2 && Tile::SWAP_AB;
 /* results leave the panels by tma, under the next tile's products; one warpgroup's block seldom has a next */
 template <class T, class Tile> constexpr bool BY_TMA = sizeof(T) == 4 || Tile::WGS > 1;
@@ -59,8 +59,8 @@ struct Params {
     bool in_row;        /* a cluster's two tiles, not one above the other */
     bool plain, ragged; /* store_plain serves the call: rows of whole chunks of 16 bytes; others */
     bool straight;      /* such rows, without what takes many instructions */
-    bool bare;          /* such rows, of nothing but the sums times alpha; turned ones, too */
-    bool keep;          /* turned: the next kernel should find the results in L2 */
+    bool bare;          /* such rows, of nothing but the sums times alpha; swap-AB ones, too */
+    bool keep;          /* swap-AB: the next kernel should find the results in L2 */
     bool across; /* store_any: the lanes' values lie down the rows; in the epilogue rows and columns change places */
     GemmProblem p;
 };
@@ -71,24 +71,26 @@ template <class T, class Tile, int MODE> struct Smem {
     typedef wgmma_tile<Tile::BN, ALONG_N, K_BLOCK<T>> B;
     template <int SHARERS> using APart = wgmma_part<Tile::BM, ALONG_M, SHARERS, K_BLOCK<T>>;
     template <int SHARERS> using BPart = wgmma_part<Tile::BN, ALONG_N, SHARERS, K_BLOCK<T>>;
-    static constexpr int BLOCK = A::bytes + B::bytes, SLOT = Tile::K64 * BLOCK; /* K_BLOCK of k; a step */
-    static constexpr int STAGES = Tile::STAGES * SLOT <= MOST_RING ? Tile::STAGES : MOST_RING / SLOT,
-                         RING = STAGES * SLOT;
+    static constexpr int BLOCK = A::bytes + B::bytes, STAGE_BYTES = Tile::K64 * BLOCK; /* K_BLOCK of k; a step */
+    static constexpr int STAGES = Tile::STAGES * STAGE_BYTES <= MOST_RING ? Tile::STAGES : MOST_RING / STAGE_BYTES,
+                         RING = STAGES * STAGE_BYTES;
 
     /* The columns of a tile that a block finishes, and a warp's 16 rows of up to 128 bytes on their way from the accumulators'
-     * order to that of rows; turned: all columns as rows of 64 floats, 4 more to spread them over the banks. */
+     * order to that of rows; swap-AB: all columns as rows of 64 floats, 4 more to spread them over the banks. */
     static constexpr int COLS = Tile::BN / Tile::SPLITS, PANEL_COLS = COLS >= 64 && sizeof(T) == 2 ? 64 : 32;
     typedef smem_tile<16, PANEL_COLS *(int)sizeof(T)> Panel;
-    static constexpr bool BY_PANELS = !Tile::SWAP_AB || TURNED_TF32<T, Tile>;
-    static constexpr int TURNED_LD = 64 + 4, WARP_PANELS = BY_PANELS ? Tile::PANELS * 2048 : COLS * TURNED_LD;
+    static constexpr bool BY_PANELS = !Tile::SWAP_AB || SWAPAB_TF32<T, Tile>;
+    static constexpr int SWAPAB_LD = 64 + 4, WARP_PANELS = BY_PANELS ? Tile::PANELS * 2048 : COLS * SWAPAB_LD;
 
-    static constexpr int PANELS = RING, TRADE = PANELS + Tile::WGS * 4 * WARP_PANELS;
+    static constexpr int PANELS = RING, EXCHANGE = PANELS + Tile::WGS * 4 * WARP_PANELS;
     /* wgmma a step of 64 rows of a warpgroup */
     static constexpr int MT = Tile::BM / (Tile::PING_PONG ? 1 : Tile::WGS) / 64;
-    static constexpr int WARPGROUP_TRADE = Tile::SPLITS > 1 ? MT * COLS * 256 : 0; /* what the other part of k sends */
-    static constexpr int BARRIERS = TRADE + Tile::WGS * WARPGROUP_TRADE, TRADED = BARRIERS + tma_ring<STAGES>::bytes;
-    /* two barriers more, of traded halves or of turns; and to align the ring */
-    static constexpr int BYTES = TRADED + 16 + WGMMA_BLOCK_BYTES;
+    static constexpr int WARPGROUP_EXCHANGE =
+        Tile::SPLITS > 1 ? MT * COLS * 256 : 0; /* what the other split of k sends */
+    static constexpr int BARRIERS = EXCHANGE + Tile::WGS * WARPGROUP_EXCHANGE,
+                         EXCHANGED = BARRIERS + tma_ring<STAGES>::bytes;
+    /* two barriers more, of exchanged halves or of ping-pong; and to align the ring */
+    static constexpr int BYTES = EXCHANGED + 16 + WGMMA_BLOCK_BYTES;
     /* whose registers an SM can hold. Two: the next kernel's get ready beside this one's, or at least a copy's */
     static constexpr int BLOCKS =
         THREADS<Tile> <= 256 && (sizeof(T) == 2 ? MT * Tile::BN <= 128 : BYTES <= 113 * 1024) ? 2 : 1;
@@ -96,9 +98,9 @@ template <class T, class Tile, int MODE> struct Smem {
     static_assert(BLOCKS == 1 || THREADS<Tile> <= 256, "a thread keeps 128 registers");
     static_assert(Tile::SWAP_AB || COLS % 8 == 0, "panels begin at multiples of 16 bytes");
     static_assert(Tile::TILES * Tile::SPLITS <= 2 && (BY_PANELS || Tile::WGS == 1),
-                  "two blocks share or trade; one turns");
+                  "two blocks share or exchange; one ping-pongs");
     static_assert(!Tile::PING_PONG || (Tile::WGS == 2 && Tile::SPLITS == 1 && !Tile::SWAP_AB),
-                  "two warpgroups take turns");
+                  "two warpgroups ping-pong");
     static_assert(MT <= 2, "sums of a warpgroup are stored by one body, past which they move once");
 };
 
@@ -113,7 +115,7 @@ __device__ __forceinline__ void place_batch(const GemmProblem &p, const int64_t 
     }
 }
 
-/* A thread's view of its block: who it is, the tiles and the part of k that its cluster takes, the ring. */
+/* A thread's view of its block: who it is, the tiles and the split of k that its cluster takes, the ring. */
 template <class T, class Tile, int MODE> struct Block {
     typedef Smem<T, Tile, MODE> S;
     typedef Copies<S, Tile::TILES, 1, ONCE<T, Tile>> SideBySide; /* the cluster's tiles */
@@ -145,7 +147,7 @@ template <class T, class Tile, int MODE> struct Block {
             prefetch_tensormap(&x.b);
             ring.init(consumers * TILES);
             more();
-            if (SPLITS > 1) mbarrier_init(ring_s + S::TRADED, 1), mbarrier_init(ring_s + S::TRADED + 8, WGS * 4);
+            if (SPLITS > 1) mbarrier_init(ring_s + S::EXCHANGED, 1), mbarrier_init(ring_s + S::EXCHANGED + 8, WGS * 4);
             fence_mbarrier_init();
         }
         if (CLUSTER > 1) barrier_cluster_arrive();
@@ -199,7 +201,7 @@ template <class T, class Tile, int MODE> struct Block {
 #pragma unroll
                 for (int kb = 0; kb < Tile::K64; ++kb) {
                     const int at_k = k * BK + kb * K_BLOCK<T>;
-                    const smem_addr to_s = ring_s + ring.slot * S::SLOT + kb * S::BLOCK;
+                    const smem_addr to_s = ring_s + ring.stage * S::STAGE_BYTES + kb * S::BLOCK;
                     if (side_by_side)
                         SideBySide::copy(a_from, b_from, to_s, at_k, rank, ring.full());
                     else
@@ -228,7 +230,7 @@ template <class T, class Tile, int MODE> struct Block {
         typedef typename S::A A;
         typedef typename S::B B;
         for (int k = 0; k < steps; ++k) {
-            const smem_addr a_s = ring_s + ring.slot * S::SLOT, b_s = a_s + A::bytes, before = ring.before();
+            const smem_addr a_s = ring_s + ring.stage * S::STAGE_BYTES, b_s = a_s + A::bytes, before = ring.before();
             ring.wait_full();
             wgmma_pin(sum);
             wgmma_fence(); /* sums may have been touched by other code */
@@ -267,10 +269,10 @@ template <class T, class Tile, int MODE> struct Block {
     /* Split-K: this block's half of the columns, of both blocks' sums. */
     template <int MT, int N>
     __device__ __forceinline__ void exchange(const float (&sum)[MT][N], float (&mine)[MT][N / 2], unsigned &parity) {
-        const int there = rank ^ 1, slot = S::TRADE + warpgroup * S::WARPGROUP_TRADE;
-        const smem_addr full_s = ring_s + S::TRADED, empty_s = full_s + 8;
-        const smem_addr from_s = ring_s + slot + mov_tid_x() % 128 * 16; /* no register keeps it */
-        if (threadIdx.x == 0) mbarrier_arrive_expect_tx(full_s, WGS * S::WARPGROUP_TRADE);
+        const int there = rank ^ 1, mailbox = S::EXCHANGE + warpgroup * S::WARPGROUP_EXCHANGE;
+        const smem_addr full_s = ring_s + S::EXCHANGED, empty_s = full_s + 8;
+        const smem_addr from_s = ring_s + mailbox + mov_tid_x() % 128 * 16; /* no register keeps it */
+        if (threadIdx.x == 0) mbarrier_arrive_expect_tx(full_s, WGS * S::WARPGROUP_EXCHANGE);
         mbarrier_wait(empty_s, parity ^ 1); /* the other has read what came of the last tile */
         exchange_halves(sum, mine, part, mapa(from_s, there), mapa(full_s, there), from_s, full_s, parity);
         __syncwarp(); /* the warp has read what came */
@@ -279,7 +281,7 @@ template <class T, class Tile, int MODE> struct Block {
     }
     /* No block leaves while the other still reads or copies. */
     __device__ __forceinline__ void end_exchange(unsigned parity) const {
-        if (SPLITS > 1 && threadIdx.x == 0) mbarrier_wait(ring_s + S::TRADED + 8, parity ^ 1);
+        if (SPLITS > 1 && threadIdx.x == 0) mbarrier_wait(ring_s + S::EXCHANGED + 8, parity ^ 1);
     }
     __device__ __forceinline__ void leave() const {
         if (CLUSTER > 1) barrier_cluster();

@@ -1,5 +1,5 @@
 /* hopper_launch.cuh: the host's half of Hopper's gemm kernels, the same for each schedule: what a kernel takes, its tensor maps and
- * its launch, and a row of the table of its instances. */
+ * its launch, and the table of its instances. */
 #ifndef GPUKERN_CUDA_GEMM_HOPPER_LAUNCH_CUH
 #define GPUKERN_CUDA_GEMM_HOPPER_LAUNCH_CUH
 
@@ -41,10 +41,10 @@ gk_status make_maps(const TensorShape &x, int k_block, int box, int end, CUtenso
     return status == GK_OK && end > 0 ? make_tensor_map("gk_gemm", x, k_block, end, last) : status;
 }
 
-gk_status start(const gk_cuda_row *row, const Instance &in, const gk_context *ctx, const HopperPlan &plan,
+gk_status start(const gk_cuda_instance *row, const Instance &in, const gk_context *ctx, const HopperPlan &plan,
                 TensorShape a, TensorShape b, Params *x) {
     const gk_dtype dtype = row->dtype;
-    const bool turned = is(row, TURNED);
+    const bool swapab = is(row, SWAPAB);
     x->in_row = plan.in_row;
     a.tf32 = b.tf32 = dtype == GK_F32;
     const int k_block = WGMMA_ROW_BYTES / (int)gk_dtype_bytes(dtype);
@@ -54,13 +54,13 @@ gk_status start(const gk_cuda_row *row, const Instance &in, const gk_context *ct
     if (status == GK_OK) status = make_maps(b, k_block, b_box, b_end, &x->b, &x->b_end);
     if (status != GK_OK) return status;
     const GemmEpilogue &e = x->p.epilogue;
-    const int64_t cols = turned ? x->p.m : x->p.n;
+    const int64_t cols = swapab ? x->p.m : x->p.n;
     const bool alike = !e.c && e.out_dtype == dtype;
     /* activations of float32 results are exact: too many instructions for every panel's own */
     const bool by_panels =
         in.by_panels && alike && (dtype != GK_F32 || e.activation == GK_ACT_NONE || e.activation == GK_ACT_RELU);
-    const TensorShape out = result_of(x->p, turned, false), preact = result_of(x->p, turned, true);
-    const bool chunks = whole_chunks(x->p, dtype, turned);
+    const TensorShape out = result_of(x->p, swapab, false), preact = result_of(x->p, swapab, true);
+    const bool chunks = whole_chunks(x->p, dtype, swapab);
     const auto maps = [&](const TensorShape &t, CUtensorMap *map) {
         return tensor_map_fits(t) && make_tensor_map("gk_gemm", t, in.panel_cols, 16, map) == GK_OK;
     };
@@ -70,19 +70,19 @@ gk_status start(const gk_cuda_row *row, const Instance &in, const gk_context *ct
     x->straight =
         x->plain && (dtype == GK_F32 || (e.activation <= GK_ACT_RELU && !e.preact && (!e.bias || e.bias_vectors)));
     x->bare = (x->plain || (!in.by_panels && chunks)) && !e.bias && !e.preact && e.activation == GK_ACT_NONE;
-    if (is(row, IN_TURNS) && !x->plain)
+    if (is(row, PING_PONG) && !x->plain)
         return gk_fail(GK_ERR_UNSUPPORTED, "gk_gemm: in turns tma stores, which it cannot here");
     x->batched = x->p.ndim > 0;
     x->keep = x->p.m * x->p.n * x->p.batch * (int64_t)gk_dtype_bytes(dtype) <= KEEP_BYTES;
     x->order = tile_order(x->p.tiles_m, x->p.tiles_n, x->p.group);
     if (x->ragged && cols % 2 != 0) x->p.epilogue.bias_vectors = false; /* two columns are read at a time */
-    x->across = !turned && !x->ragged && !e.out_vectors;
+    x->across = !swapab && !x->ragged && !e.out_vectors;
     if (x->across) x->p.epilogue = gemm_swapped(x->p).epilogue;
     return in.launch(ctx, plan.clusters * (unsigned)cluster_of(row), *x);
 }
 
 gk_status run_row(const Instance *of_mode, const gk_context *ctx, const gk_plan *plan, void *workspace) {
-    const gk_cuda_row *row = (const gk_cuda_row *)plan->kernel;
+    const gk_cuda_instance *row = (const gk_cuda_instance *)plan->kernel;
     const HopperPlan &own = gk_own<HopperPlan>(plan);
     const Instance &in = of_mode[row->dtype == GK_F32 ? 0 : own.operands.mode];
     Params x;
@@ -98,7 +98,7 @@ gk_status run_row(const Instance *of_mode, const gk_context *ctx, const gk_plan 
     return start(row, in, ctx, own, o.x[0], o.x[1], &x);
 }
 
-/* Of all modes: narrow panels may leave room for more slots. */
+/* Of all modes: narrow panels may leave room for more stages. */
 template <class T, class Tile> constexpr int smem_of() {
     constexpr int some[] = {Smem<T, Tile, 0>::BYTES, Smem<T, Tile, 1>::BYTES, Smem<T, Tile, 2>::BYTES,
                             Smem<T, Tile, 3>::BYTES};
@@ -108,7 +108,7 @@ template <class T, class Tile> constexpr int smem_of() {
 }
 
 template <class T, class Tile> constexpr int traits_of() {
-    return (Tile::SWAP_AB ? TURNED : 0) | (Tile::PING_PONG ? IN_TURNS : 0) | (Tile::NARROW ? NARROW : 0);
+    return (Tile::SWAP_AB ? SWAPAB : 0) | (Tile::PING_PONG ? PING_PONG : 0) | (Tile::NARROW ? NARROW : 0);
 }
 
 #define HOPPER_ROW(name, T, Tile)                                                                             \

@@ -1,4 +1,4 @@
-/* misaligned.cuh: rows of 16-bit elements that begin anywhere, on their way through shared memory: copied as the aligned chunks of
+/* misaligned.cuh: misaligned rows of 16-bit elements, on their way through shared memory: copied as the aligned chunks of
  * 16 bytes that hold them, one more than the row of a tile has, and then shifted into that tile.
  *
  *   memory   . . x0 x1 x2 .. | .. x13 x14 0        `before` elements lie before the row in its first chunk, and are dropped

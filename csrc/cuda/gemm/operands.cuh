@@ -32,7 +32,7 @@ struct Operands {
     int64_t bytes; /* of the copies */
 };
 
-/* 0 where tma reads an operand, dense along k, as it lies; 1 where along x; else -1. needed: the only answer that
+/* 0 where TMA reads an operand, K-major, as it lies; 1 where MN-major; else -1. needed: the only answer that
  * suits, or -1. */
 inline int as_it_lies(const void *data, gk_dtype dtype, int64_t x, int64_t k, int64_t x_stride, int64_t k_stride,
                       const GemmProblem &p, const int64_t *batch, int needed, TensorShape *s) {
@@ -44,15 +44,15 @@ inline int as_it_lies(const void *data, gk_dtype dtype, int64_t x, int64_t k, in
     return -1;
 }
 
-/* The dimension that a copy should be dense along: 1 for x. */
+/* The dimension that a copy should have stride 1 in: 1 for x. */
 inline int copy_along(int64_t x, int64_t k, int64_t x_stride, int64_t k_stride) {
     if (x == 1 || k == 1) return k == 1;
     if (x_stride == 1 || k_stride == 1) return k_stride != 1;
     return llabs(x_stride) < llabs(k_stride);
 }
 
-/* float32: wgmma reads k dense alone, but its A of a turned product comes through registers, dense along m (tf32.cuh). */
-inline int needed_along(gk_dtype dtype, bool turned, bool b) { return dtype != GK_F32 ? -1 : turned && !b; }
+/* float32: wgmma reads k dense alone, but its A of a swap-AB product comes through registers, MN-major (tf32.cuh). */
+inline int needed_along(gk_dtype dtype, bool swapab, bool b) { return dtype != GK_F32 ? -1 : swapab && !b; }
 
 /* Counts of tiles and, past the last, their coordinates are 32 bits wide. */
 inline bool counts_fit(const GemmProblem &p) {
@@ -88,14 +88,14 @@ inline bool find_operand(int i, gk_dtype dtype, int needed, bool copy, Operands 
 }
 
 /* From o->p, the problem. false: neither the operands nor copies of them suit. The copies have no places yet. */
-inline bool operands_of(gk_dtype dtype, bool turned, Operands *o) {
+inline bool operands_of(gk_dtype dtype, bool swapab, Operands *o) {
     GemmProblem &p = o->p;
     if (!counts_fit(p)) return false;
     if (p.ndim > TENSOR_DIMS - 2) gemm_join_batch(p);
     const bool both = p.ndim > TENSOR_DIMS - 2; /* dense copies may have fewer batch dimensions */
     o->mode = 0, o->bytes = 0;
     for (int i = 0; i < 2; ++i)
-        if (!find_operand(i, dtype, needed_along(dtype, turned, i), both, o)) return false;
+        if (!find_operand(i, dtype, needed_along(dtype, swapab, i), both, o)) return false;
     if (o->bytes == 0) return true;
     if (both) gemm_join_batch(p);
     if (p.ndim > TENSOR_DIMS - 2) return false;

@@ -51,19 +51,19 @@ template <bool BATCHED = true> GK_HD inline RealignPlace realign_place(const Rea
     return {x.from + (BATCHED ? realign_entry(x, entry) : 0) + at, at + col, col};
 }
 
-/* A chunk `skew` elements past a multiple of 16 bytes lies in the 16 aligned bytes that begin skew elements before and, where
- * there is skew, in the next 16; they are read where all of them lie in the entry, of this row or not: an end of a row that
+/* A chunk `shift` elements past a multiple of 16 bytes lies in the 16 aligned bytes that begin shift elements before and, where
+ * there is shift, in the next 16; they are read where all of them lie in the entry, of this row or not: an end of a row that
  * waited for loads of its own would be what the whole copy waits for. */
-GK_HD inline bool realign_whole(const RealignMatrix &x, const RealignPlace &place, int skew) {
-    const int64_t from = place.at - skew;
-    return (from >= x.begin) & (from + (skew ? 2 : 1) * REALIGN_EACH <= x.end);
+GK_HD inline bool realign_whole(const RealignMatrix &x, const RealignPlace &place, int shift) {
+    const int64_t from = place.at - shift;
+    return (from >= x.begin) & (from + (shift ? 2 : 1) * REALIGN_EACH <= x.end);
 }
 
-/* The 8 elements from `skew` on of 32 bytes, moved to their front. */
-GK_HD inline void realign_shift(uint32_t (&words)[8], int skew) {
-    for (int i = 0; i < 6; ++i) words[i] = skew & 4 ? words[i + 2] : words[i];
-    for (int i = 0; i < 5; ++i) words[i] = skew & 2 ? words[i + 1] : words[i];
-    for (int i = 0; i < 4; ++i) words[i] = (uint32_t)((((uint64_t)words[i + 1] << 32) | words[i]) >> (skew & 1) * 16);
+/* The 8 elements from `shift` on of 32 bytes, moved to their front. */
+GK_HD inline void realign_shift(uint32_t (&words)[8], int shift) {
+    for (int i = 0; i < 6; ++i) words[i] = shift & 4 ? words[i + 2] : words[i];
+    for (int i = 0; i < 5; ++i) words[i] = shift & 2 ? words[i + 1] : words[i];
+    for (int i = 0; i < 4; ++i) words[i] = (uint32_t)((((uint64_t)words[i + 1] << 32) | words[i]) >> (shift & 1) * 16);
 }
 
 /* Of 8 elements in 4 words the first `valid`, zeros for the others. */

@@ -1,5 +1,5 @@
 /* results.cuh: how gemm_sm90a's sums leave: 16-bit results and float32 ones of tf32 through a warp's panels, by tma under the
- * next tile's products or, where a block seldom has another, by the lanes; all else from the lanes. x: the kernel's Params, with
+ * next tile's products or, where a block seldom has another, from registers, as all else does. x: the kernel's Params, with
  * tensor maps `out` and `preact`. */
 #ifndef GPUKERN_CUDA_GEMM_RESULTS_CUH
 #define GPUKERN_CUDA_GEMM_RESULTS_CUH
@@ -94,7 +94,7 @@ template <class Panel, int COLS> struct panel_rows {
     }
 };
 
-/* Or by the lanes, which end sooner than tma begins to read what they wrote. to_g: element (0, 0), inside the matrix with
+/* Or from registers, which end sooner than tma begins to read what they wrote. to_g: element (0, 0), inside the matrix with
  * `rows` and `cols` from there on. */
 template <class Panel, int COLS>
 __device__ __forceinline__ void send_chunks(uint16_t *to_g, int64_t row_stride, int rows, int cols, smem_addr panels_s,
@@ -114,7 +114,7 @@ __device__ __forceinline__ void send_chunks(uint16_t *to_g, int64_t row_stride, 
             *(uint4 *)(at_g + i * Rows::IN_PASS * row_stride) = x[i];
 }
 
-/* Or by the lanes, where rows of the result begin anywhere or end within 16 bytes: each row's chunks that lie at multiples of
+/* Or from registers, where rows of the result are misaligned or end within 16 bytes: each row's chunks that lie at multiples of
  * 16 bytes are put together from two of the panels', what is left at its ends goes by elements. */
 template <class Panel, int COLS>
 __device__ __forceinline__ void send_rows(uint16_t *to_g, int64_t row_stride, int rows, int cols, smem_addr panels_s,
@@ -248,7 +248,7 @@ __device__ __forceinline__ void store_some(const Params &x, float *v, smem_addr 
     if (ALL && TMA) {
 #pragma unroll 1
         for (int left = e.preact ? 2 : 1; left > 0; --left) leave(left == 2);
-    } else { /* twice: after that loop the small tiles' slots are in no uniform register, 5 instructions more a step */
+    } else { /* twice: after that loop the small tiles' stages are in no uniform register, 5 instructions more a step */
         if (ALL && e.preact) leave(true);
         leave(false);
     }
@@ -321,24 +321,25 @@ __device__ __forceinline__ void store_any(const GemmProblem &p, const GemmPlace 
     }
 }
 
-/* A turned product: a warpgroup's 64 rows are columns of the result, its COLS columns rows. bare: the sums times alpha, in
+/* A swap-AB product: a warpgroup's 64 rows are columns of the result, its COLS columns rows. bare: the sums times alpha, in
  * whole chunks of 16 bytes; keep: which the next kernel should find in L2. */
 template <class T, int COLS, int LD>
-__device__ __forceinline__ void store_turned(const GemmProblem &p, const GemmPlace &at, const float (&sum)[COLS / 2],
-                                             float *turned, int row0, int col0, bool bare, bool keep) {
-    static_assert(wgmma_turned_ways(LD) == 1, "the lanes' sums fall into 32 banks");
+__device__ __forceinline__ void store_transposed(const GemmProblem &p, const GemmPlace &at,
+                                                 const float (&sum)[COLS / 2], float *staging, int row0, int col0,
+                                                 bool bare, bool keep) {
+    static_assert(wgmma_transposed_ways(LD) == 1, "the lanes' sums fall into 32 banks");
     const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
     const GemmEpilogue &e = p.epilogue;
 #pragma unroll
     for (int i = 0; i < COLS / 2; ++i) {
         const coord d = wgmma_d(warp, lane, i);
-        turned[d.col * LD + d.row] = sum[i];
+        staging[d.col * LD + d.row] = sum[i];
     }
     bar_sync(1, 128); /* all sums are there */
     const auto store = [&](int i, const auto &leave) {
         const int row = col0 + i / 8, col = row0 + i % 8 * 8, valid = (int)min((int64_t)8, p.m - col);
-        const float4 x = *(const float4 *)(turned + i / 8 * LD + i % 8 * 8),
-                     y = *(const float4 *)(turned + i / 8 * LD + i % 8 * 8 + 4);
+        const float4 x = *(const float4 *)(staging + i / 8 * LD + i % 8 * 8),
+                     y = *(const float4 *)(staging + i / 8 * LD + i % 8 * 8 + 4);
         float v[8] = {x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w};
         if (row < p.n && valid > 0) leave(row, col, valid, v);
     };

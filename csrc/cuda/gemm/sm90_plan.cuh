@@ -18,23 +18,23 @@ enum Key {  /* of a row */
     KEY_BK
 };
 enum Trait {
-    TURNED = 1,
-    IN_TURNS = 2,
+    SWAPAB = 1,
+    PING_PONG = 2,
     NARROW = 4 /* for few columns */
 };
-inline bool is(const gk_cuda_row *row, Trait trait) { return row->key[KEY_TRAITS] & trait; }
+inline bool is(const gk_cuda_instance *row, Trait trait) { return row->key[KEY_TRAITS] & trait; }
 
 /* ---- tiles ----------------------------------------------------------------------------------------------------- */
-/* The call as a row computes it: turned, the results stay where they are. */
-inline GemmProblem problem_of(const GemmProblem &p, bool turned) {
-    if (!turned) return p;
+/* The call as a row computes it: swap-AB, the results stay where they are. */
+inline GemmProblem problem_of(const GemmProblem &p, bool swapab) {
+    if (!swapab) return p;
     GemmProblem t = gemm_swapped(p);
     t.epilogue = p.epilogue;
     return t;
 }
 
 /* Blocks of a row's clusters. */
-inline int cluster_of(const gk_cuda_row *row) { return row->key[KEY_TILES] * row->key[KEY_PARTS]; }
+inline int cluster_of(const gk_cuda_instance *row) { return row->key[KEY_TILES] * row->key[KEY_PARTS]; }
 
 /* How they lie over the result. */
 struct Clusters {
@@ -43,19 +43,19 @@ struct Clusters {
 };
 
 /* Pairs lie as they make fewer waves, else so that both read the same weights. */
-inline Clusters clusters_of(const gk_cuda_row *row, const gk_gpu *gpu, const GemmProblem &p) {
+inline Clusters clusters_of(const gk_cuda_instance *row, const gk_gpu *gpu, const GemmProblem &p) {
     const int64_t tiles_m = gk_ceil_div(p.m, row->key[KEY_BM]), tiles_n = gk_ceil_div(p.n, row->key[KEY_BN]);
     if (row->key[KEY_TILES] == 1) return {false, (int)tiles_m, (int)tiles_n};
     const int64_t pairs_m = gk_ceil_div(tiles_m, 2), pairs_n = gk_ceil_div(tiles_n, 2), most = gpu->num_sms / 2;
     const int64_t row_waves = gk_ceil_div(tiles_m * pairs_n * p.batch, most),
                   column_waves = gk_ceil_div(pairs_m * tiles_n * p.batch, most);
-    if (row_waves < column_waves || (row_waves == column_waves && is(row, TURNED)))
+    if (row_waves < column_waves || (row_waves == column_waves && is(row, SWAPAB)))
         return {true, (int)tiles_m, (int)pairs_n};
     return {false, (int)pairs_m, (int)tiles_n};
 }
 
 /* Time of a row: the busiest cluster's tiles one after the other. */
-inline double us_of(const gk_cuda_row *row, const gk_gpu *gpu, const GemmProblem &p) {
+inline double us_of(const gk_cuda_instance *row, const gk_gpu *gpu, const GemmProblem &p) {
     const int64_t area = (int64_t)row->key[KEY_BM] * row->key[KEY_BN], parts = row->key[KEY_PARTS];
     const Clusters clusters = clusters_of(row, gpu, p);
     const int64_t all_clusters = (int64_t)clusters.tiles_m * clusters.tiles_n * p.batch;
@@ -65,7 +65,7 @@ inline double us_of(const gk_cuda_row *row, const gk_gpu *gpu, const GemmProblem
     const double tile_us = 2.0 * (double)(area * gk_round_up(p.k, WGMMA_ROW_BYTES / bytes) / parts) / peak;
     const double size = (double)area / (128 * 256), launch_us = LAUNCH_US + LAST_US * size;
     /* results leave under the next tile's products, if these take as long */
-    if (is(row, IN_TURNS))
+    if (is(row, PING_PONG))
         return (busiest - 1) * ((tile_us > TURN_US ? tile_us : TURN_US) + TILE_US) + tile_us + ALONE_US + launch_us;
     const double store_us = TILE_US + size * (parts > 1 ? STORE_US + TRADE_US : STORE_US);
     const double all = (double)p.m * (double)p.n * (double)p.batch;
@@ -74,9 +74,9 @@ inline double us_of(const gk_cuda_row *row, const gk_gpu *gpu, const GemmProblem
 }
 
 /* ---- operands -------------------------------------------------------------------------------------------------- */
-/* Time of a product of few rows or few columns: its operands' bytes. */
-inline double turned_us(const GemmProblem &p) {
-    return TURNED_US + 2.0 * (double)(p.m + p.n) * (double)p.k * (double)p.batch / TURNED_BYTES_PER_US;
+/* Time of a product of small M or few columns: its operands' bytes. */
+inline double swapab_us(const GemmProblem &p) {
+    return SWAPAB_US + 2.0 * (double)(p.m + p.n) * (double)p.k * (double)p.batch / SWAPAB_BYTES_PER_US;
 }
 
 /* The least that gemm_sm80's rows take: k split so that every SM has work. */
@@ -118,22 +118,22 @@ inline bool worth_while(const gk_gpu *gpu, gk_dtype dtype, const GemmProblem &p,
 }
 
 /* The result, or preact, as tma would write it. */
-inline TensorShape result_of(const GemmProblem &p, bool turned, bool preact) {
+inline TensorShape result_of(const GemmProblem &p, bool swapab, bool preact) {
     const GemmEpilogue &e = p.epilogue;
-    return operand_of(preact ? e.preact : e.out, e.out_dtype, turned ? p.n : p.m, turned ? p.m : p.n,
+    return operand_of(preact ? e.preact : e.out, e.out_dtype, swapab ? p.n : p.m, swapab ? p.m : p.n,
                       preact ? e.preact_row : e.out_row, 1, p, preact ? p.preact_batch : p.out_batch, false);
 }
 
 /* Results of the operands' dtype without c, in rows of whole chunks of 16 bytes: tma would write past a last column that ends
  * within one. */
-inline bool whole_chunks(const GemmProblem &p, gk_dtype dtype, bool turned) {
+inline bool whole_chunks(const GemmProblem &p, gk_dtype dtype, bool swapab) {
     const GemmEpilogue &e = p.epilogue;
     return !e.c && e.out_dtype == dtype && e.out_vectors &&
-           (turned ? p.m : p.n) % (16 / (int64_t)gk_dtype_bytes(dtype)) == 0;
+           (swapab ? p.m : p.n) % (16 / (int64_t)gk_dtype_bytes(dtype)) == 0;
 }
 
-/* Whether a row whose warpgroups take turns can store the results: by tma alone. */
-inline bool turns_fit(const GemmProblem &p, gk_dtype dtype) {
+/* Whether a row of ping-pong can store the results: by tma alone. */
+inline bool ping_pong_fits(const GemmProblem &p, gk_dtype dtype) {
     return whole_chunks(p, dtype, false) && tensor_map_fits(result_of(p, false, false)) &&
            (!p.epilogue.preact || tensor_map_fits(result_of(p, false, true)));
 }
@@ -147,7 +147,7 @@ struct HopperPlan {
 };
 
 /* By this row, whose operands are found. */
-inline bool plan_row(const gk_cuda_row *row, const gk_gpu *gpu, gk_plan *to) {
+inline bool plan_row(const gk_cuda_instance *row, const gk_gpu *gpu, gk_plan *to) {
     HopperPlan &own = gk_own<HopperPlan>(to);
     GemmProblem &p = own.operands.p;
     const Clusters clusters = clusters_of(row, gpu, p);
@@ -164,19 +164,19 @@ inline bool plan_row(const gk_cuda_row *row, const gk_gpu *gpu, gk_plan *to) {
 }
 
 /* By this row, if it serves the call. */
-inline bool plan_hopper_row(const gk_cuda_row *row, const gk_context *ctx, const void *arguments, gk_plan *to) {
+inline bool plan_hopper_row(const gk_cuda_instance *row, const gk_context *ctx, const void *arguments, gk_plan *to) {
     const gk_gemm_args *args = (const gk_gemm_args *)arguments;
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
-    const bool tf32 = row->dtype == GK_F32, turned = is(row, TURNED);
+    const bool tf32 = row->dtype == GK_F32, swapab = is(row, SWAPAB);
     if ((tf32 && args->fp32_precision != GK_TF32) || gpu->smem_per_block < row->key[KEY_SMEM]) return false;
     Operands &o = gk_own<HopperPlan>(to).operands;
-    o.p = problem_of(gemm_problem_of(args), turned);
-    if (!operands_of(row->dtype, turned, &o) || (is(row, IN_TURNS) && !turns_fit(o.p, row->dtype))) return false;
-    return (tf32 || !turned || o.p.n <= row->key[KEY_BN]) && plan_row(row, gpu, to);
+    o.p = problem_of(gemm_problem_of(args), swapab);
+    if (!operands_of(row->dtype, swapab, &o) || (is(row, PING_PONG) && !ping_pong_fits(o.p, row->dtype))) return false;
+    return (tf32 || !swapab || o.p.n <= row->key[KEY_BN]) && plan_row(row, gpu, to);
 }
 
-/* By the row of least time among those that fit the GPU; small M, or few columns: the smallest of those rows that holds them; tf32: a turned one
- * where b is dense along n. */
+/* By the row of least time among those that fit the GPU; small M, or few columns: the smallest of those rows that holds them; tf32: a swap-AB one
+ * where b is MN-major. */
 inline bool plan_hopper(const gk_cuda_table *const *schedules, int num_schedules, const gk_context *ctx,
                         const void *arguments, gk_plan *to) {
     const gk_gemm_args *args = (const gk_gemm_args *)arguments;
@@ -184,28 +184,29 @@ inline bool plan_hopper(const gk_cuda_table *const *schedules, int num_schedules
     if (tf32 ? args->fp32_precision != GK_TF32 : args->a.dtype != GK_BF16 && args->a.dtype != GK_F16) return false;
     const GemmProblem p = gemm_problem_of(args);
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
-    const bool few = p.m <= SM90_TURNED_ROWS, narrow = !few && p.n <= SM90_TURNED_ROWS;
-    const bool turned = tf32 ? copy_along(p.n, p.k, p.b_n, p.b_k) : few;
-    if (tf32 && (few || p.n <= SM90_TURNED_ROWS)) return false;
-    if ((few && p.n < 2 * SM90_TURNED_ROWS) || (narrow && p.m < 2 * SM90_TURNED_ROWS)) return false;
-    if ((few || narrow) && p.k < SM90_TURNED_K) return false;
+    const bool few = p.m <= SM90_SWAPAB_ROWS, narrow = !few && p.n <= SM90_SWAPAB_ROWS;
+    const bool swapab = tf32 ? copy_along(p.n, p.k, p.b_n, p.b_k) : few;
+    if (tf32 && (few || p.n <= SM90_SWAPAB_ROWS)) return false;
+    if ((few && p.n < 2 * SM90_SWAPAB_ROWS) || (narrow && p.m < 2 * SM90_SWAPAB_ROWS)) return false;
+    if ((few || narrow) && p.k < SM90_SWAPAB_K) return false;
     Operands &o = gk_own<HopperPlan>(to).operands;
-    o.p = problem_of(p, turned);
-    if (!operands_of(args->a.dtype, turned, &o)) return false;
-    const bool may_turn = turns_fit(o.p, args->a.dtype);
-    const gk_cuda_row *best = NULL;
+    o.p = problem_of(p, swapab);
+    if (!operands_of(args->a.dtype, swapab, &o)) return false;
+    const bool may_turn = ping_pong_fits(o.p, args->a.dtype);
+    const gk_cuda_instance *best = NULL;
     double best_us = 1e31;
     for (int s = 0; s < num_schedules; ++s)
-        for (const gk_cuda_row *r = schedules[s]->rows; r < schedules[s]->rows + schedules[s]->num_rows; ++r) {
+        for (const gk_cuda_instance *r = schedules[s]->instances;
+             r < schedules[s]->instances + schedules[s]->num_instances; ++r) {
             if (r->dtype != args->a.dtype || r->key[KEY_SMEM] > gpu->smem_per_block) continue;
-            if (is(r, TURNED) != turned || (few && p.m > r->key[KEY_BN])) continue;
+            if (is(r, SWAPAB) != swapab || (few && p.m > r->key[KEY_BN])) continue;
             if (is(r, NARROW) != narrow || (narrow && p.n > r->key[KEY_BN])) continue;
-            if (is(r, IN_TURNS) && !may_turn) continue;
+            if (is(r, PING_PONG) && !may_turn) continue;
             const double us = few || narrow ? r->key[KEY_BN] : us_of(r, gpu, o.p) + copies_us(o);
             if (us < best_us) best = r, best_us = us;
         }
     if (!best) return false;
-    const double us = few || narrow ? turned_us(p) + copies_us(o) : best_us;
+    const double us = few || narrow ? swapab_us(p) + copies_us(o) : best_us;
     if (o.bytes > 0 && !worth_while(gpu, args->a.dtype, p, o, few, us)) return false;
     to->us = us;
     return plan_row(best, gpu, to);

@@ -1,9 +1,9 @@
 /* tf32.cuh: what gemm_sm90a does with float32 operands alone. tma rounds them to tf32 while it copies.
  *
- * wgmma reads tf32 from shared memory along k only. So an operand b [K, N] dense along n becomes wgmma's A, in registers,
- * and the product is turned (out^T = b^T a^T); any other operand that is not dense along k is copied first (realign.cuh).
+ * wgmma reads tf32 from shared memory along k only. So an MN-major operand b [K, N] becomes wgmma's A, in registers,
+ * and the product is swapped (swap-AB) (out^T = b^T a^T); any other operand that is not K-major is copied first (realign.cuh).
  *
- * Pipeline of a turned product, 8 of k after the other: four sets of fragments, three of them loaded ahead
+ * Pipeline of a swap-AB product, 8 of k after the other: four sets of fragments, three of them loaded ahead
  *   loads      f0 f1 f2 |   f3 |    f0'  |  f1'        of the next step from product 1 on
  *   products            0      1    2       3    0'    one is under way while the next is issued
  * With two sets a load's latency stood between products: 128 x 128 tiles of one warpgroup took 1.6 times as long. */
@@ -38,35 +38,35 @@ static_assert(tf32_offset(0, 4) == (tf32_offset(0, 0) ^ 64) + 512 &&
                   tf32_offset(13, 25) == tf32_offset(13, 1) + 3 * WGMMA_BLOCK_BYTES,
               "the steps of load_tf32");
 
-/* A tile's sums over `steps` slots. panel_s: the warp's panel in the first slot, b_s: B there. let_go: of a slot's barrier. */
-template <class B, int SLOT, int N, int STAGES, class LetGo>
-__device__ __forceinline__ void multiply_turned(float (&sum)[2][N], tma_ring<STAGES> &ring, smem_addr panel_s,
-                                                smem_addr b_s, int steps, int lane, const LetGo &let_go) {
+/* A tile's sums over `steps` stages. panel_s: the warp's panel in the first stage, b_s: B there. release: of a stage's barrier. */
+template <class B, int STAGE_BYTES, int N, int STAGES, class Release>
+__device__ __forceinline__ void multiply_swapab(float (&sum)[2][N], tma_ring<STAGES> &ring, smem_addr panel_s,
+                                                smem_addr b_s, int steps, int lane, const Release &release) {
     constexpr int SETS = 4; /* as many as products in a step, so that each has its own */
     const smem_addr lane_s = panel_s + tf32_offset(lane, lane % 4);
     uint32_t a[SETS][2][4];
-    if (steps == 0) return; /* of a part of k */
+    if (steps == 0) return; /* of a split of k */
     ring.wait_full();
-    load_tf32(a[0], lane_s + ring.slot * SLOT, 0), load_tf32(a[1], lane_s + ring.slot * SLOT, 1);
+    load_tf32(a[0], lane_s + ring.stage * STAGE_BYTES, 0), load_tf32(a[1], lane_s + ring.stage * STAGE_BYTES, 1);
     for (int k = 0; k < steps; ++k) {
-        const smem_addr slot_b_s = b_s + ring.slot * SLOT;
-        const smem_addr before = ring.empty() + (ring.slot == 0 ? 8 * (STAGES - 1) : -8);
+        const smem_addr stage_b_s = b_s + ring.stage * STAGE_BYTES;
+        const smem_addr before = ring.empty() + (ring.stage == 0 ? 8 * (STAGES - 1) : -8);
 #pragma unroll
         for (int kk = 0; kk < SETS; ++kk) {
             wgmma_pin(sum);
             wgmma_fence(); /* a has been loaded, sums may have been touched by other code */
 #pragma unroll
             for (int m = 0; m < 2; ++m)
-                wgmma_tf32_rs<2 * N>(sum[m], a[kk][m], B::descriptor(slot_b_s + kk * B::step_bytes), k + kk > 0);
+                wgmma_tf32_rs<2 * N>(sum[m], a[kk][m], B::descriptor(stage_b_s + kk * B::step_bytes), k + kk > 0);
             wgmma_commit_group();
             wgmma_wait_group<2>(); /* all but these products and those before are done: of those a is loaded anew */
-            if (kk == 1 && k > 0) let_go(before); /* all of the step before is done */
+            if (kk == 1 && k > 0) release(before); /* all of the step before is done */
             if (kk == 2) {
                 ring.advance();
                 /* after the last step what is loaded is not used: a branch would put the loads' latency between products */
                 if (k + 1 < steps) ring.wait_full();
             }
-            load_tf32(a[(kk + 2) % SETS], lane_s + ring.slot * SLOT, (kk + 2) % SETS);
+            load_tf32(a[(kk + 2) % SETS], lane_s + ring.stage * STAGE_BYTES, (kk + 2) % SETS);
         }
     }
 }
@@ -85,8 +85,8 @@ template <class Panel> constexpr GK_HD int tf32_store_ways(int e) {
 
 /* 16 rows of the warp's 32 columns to a panel, from which they leave by tma. at: their first column and row. */
 template <class Panel, int PANELS>
-__device__ __forceinline__ void store_panel_turned(const CUtensorMap *map, const float (&v)[4][4], smem_addr panel_s,
-                                                   const tma_at &at, int lane) {
+__device__ __forceinline__ void store_panel_transposed(const CUtensorMap *map, const float (&v)[4][4],
+                                                       smem_addr panel_s, const tma_at &at, int lane) {
     static_assert(tf32_store_ways<Panel>(0) == 1 && tf32_store_ways<Panel>(1) == 1, "stores without conflict");
     if (lane == 0) tma_store_wait_group_read<PANELS - 1>();
     __syncwarp(); /* the panel's last contents have been read */
@@ -104,8 +104,8 @@ __device__ __forceinline__ void store_panel_turned(const CUtensorMap *map, const
 
 /* A warp's 32 columns of 2 N rows without c, activation none or relu. panel: the one written longest ago. */
 template <class Panel, int PANELS, class Params, int N>
-__device__ __forceinline__ void store_plain_turned(const Params &x, const float (&sum)[2][N], smem_addr panels_s,
-                                                   int &panel, tma_at at, int lane) {
+__device__ __forceinline__ void store_plain_transposed(const Params &x, const float (&sum)[2][N], smem_addr panels_s,
+                                                       int &panel, tma_at at, int lane) {
     const GemmEpilogue &e = x.p.epilogue;
     const float alpha = (float)e.alpha;
     const int64_t col = at.c[0] + 4 * tf32_chunk(lane);
@@ -125,14 +125,14 @@ __device__ __forceinline__ void store_plain_turned(const Params &x, const float 
             }
         }
         if (e.preact) {
-            store_panel_turned<Panel, PANELS>(&x.preact, v, panels_s + panel * Panel::bytes, at, lane);
+            store_panel_transposed<Panel, PANELS>(&x.preact, v, panels_s + panel * Panel::bytes, at, lane);
             panel = panel + 1 == PANELS ? 0 : panel + 1;
         }
         if (e.activation == GK_ACT_RELU) {
 #pragma unroll
             for (int i = 0; i < 16; ++i) v[i / 4][i % 4] = v[i / 4][i % 4] <= 0 ? 0.f : v[i / 4][i % 4];
         }
-        store_panel_turned<Panel, PANELS>(&x.out, v, panels_s + panel * Panel::bytes, at, lane);
+        store_panel_transposed<Panel, PANELS>(&x.out, v, panels_s + panel * Panel::bytes, at, lane);
         panel = panel + 1 == PANELS ? 0 : panel + 1;
         at.c[1] += 16;
     }
@@ -140,8 +140,8 @@ __device__ __forceinline__ void store_plain_turned(const Params &x, const float 
 
 /* Everything else, from the registers: eight lanes store 128 bytes of a row. One body, past which the sums move. */
 template <int N>
-__device__ __forceinline__ void store_any_turned(const GemmProblem &p, const GemmPlace &at, float (&sum)[2][N],
-                                                 int64_t row0, int64_t col0, int lane) {
+__device__ __forceinline__ void store_any_transposed(const GemmProblem &p, const GemmPlace &at, float (&sum)[2][N],
+                                                     int64_t row0, int64_t col0, int lane) {
     const int64_t col = col0 + 4 * tf32_chunk(lane);
     const int valid = (int)min((int64_t)4, p.m - col);
 #pragma unroll 1

@@ -69,7 +69,7 @@ static_assert(producer_regs(false) + 2 * consumer_regs(false) <= 3 * 168 &&
               "setmaxnreg.inc would wait for ever");
 
 struct Coop128x256 : HopperTile {
-    /* 80 bytes of shared memory a clock, a quarter of L2's bytes of single tiles; 4096: 0.99 of cuBLAS. Three slots and panels
+    /* 80 bytes of shared memory a clock, a quarter of L2's bytes of single tiles; 4096: 0.99 of cuBLAS. Three stages and panels
      * for the whole tile gave the same, clusters of 2 x 2 twice the time: only 30 of them find four SMs side by side */
     static constexpr int BM = 128, BN = 256, STAGES = 4, WGS = 2, PANELS = 2;
 };
@@ -112,18 +112,18 @@ struct Coop128x128Split : HopperSplitTile {
 };
 struct Narrow64x64 : HopperSplitTile {
     /* few columns, whose product reads a at memory's speed: 4096 x 64 x 4096 9.3 to 9.8 us, of gemm_sm80 up to 32; tiles of 32 columns gained
-     * 0.2 us at 32 and fewer. 128 of k a slot as below */
+     * 0.2 us at 32 and fewer. 128 of k a stage as below */
     static constexpr int BM = 64, BN = 64, STAGES = 6, WGS = 1, PANELS = 1, K64 = 2;
     static constexpr bool NARROW = true;
 };
 struct SwapAB64x16 : HopperSplitTile {
-    /* few rows, by weights: slots of 256 of k, since every step of a warpgroup costs some 0.2 us: at 16 rows 11.5, 11.1 and 10.9 us
-     * with 64, 128 and 256; two parts of k, so that 4096 weights keep 128 SMs busy: 14.0 us without */
+    /* small M, by weights: stages of 256 of k, since every step of a warpgroup costs some 0.2 us: at 16 rows 11.5, 11.1 and 10.9 us
+     * with 64, 128 and 256; split-K by two, so that 4096 weights keep 128 SMs busy: 14.0 us without */
     static constexpr int BM = 64, BN = 16, STAGES = 4, WGS = 1, PANELS = 1, K64 = 4;
     static constexpr bool SWAP_AB = true;
 };
 struct SwapAB64x32 : HopperSplitTile {
-    /* 128 of k a slot: 64 rows 11.9 us with 64, 11.65 with 128 and 256; three large slots lose at 28672 weights */
+    /* 128 of k a stage: 64 rows 11.9 us with 64, 11.65 with 128 and 256; three large stages lose at 28672 weights */
     static constexpr int BM = 64, BN = 32, STAGES = 7, WGS = 1, PANELS = 1, K64 = 2;
     static constexpr bool SWAP_AB = true;
 };
@@ -133,7 +133,7 @@ struct SwapAB64x64 : HopperSplitTile {
     static constexpr bool SWAP_AB = true;
 };
 struct Tf32_128x256 : HopperTile {
-    /* tf32: a slot's rows hold 32 of k; half of bf16's FLOP a clock, so that copies and results hide better. 4096: 1.01 of cuBLAS */
+    /* tf32: a stage's rows hold 32 of k; half of bf16's FLOP a clock, so that copies and results hide better. 4096: 1.01 of cuBLAS */
     static constexpr int BM = 128, BN = 256, STAGES = 4, WGS = 2, PANELS = 2;
 };
 struct Tf32_128x192 : HopperTile {
@@ -153,22 +153,22 @@ struct Tf32_64x64Split : HopperSplitTile {
     static constexpr int BM = 64, BN = 64, STAGES = 8, WGS = 1, PANELS = 1;
 };
 struct Tf32_128x128Split : HopperSplitTile {
-    /* 512 x 2048 x 4096 1.21, 1.04 by 64 x 128; 64 x 128 in two parts of k, and 64 x 256, were never the fastest */
+    /* 512 x 2048 x 4096 1.21, 1.04 by 64 x 128; 64 x 128 with split-K by two, and 64 x 256, were never the fastest */
     static constexpr int BM = 128, BN = 128, STAGES = 5, WGS = 2, PANELS = 1;
 };
 struct Tf32SwapAB256x128 : HopperTile {
-    /* turned: 128 columns of the result a warpgroup, since a load of 16 bytes brings two products' fragments; pairs share b.
-     * 4096: 0.97 to 0.99 of cuBLAS; pairs that share a 0.96, three slots and more panels 0.82 */
+    /* swap-AB: 128 columns of the result a warpgroup, since a load of 16 bytes brings two products' fragments; pairs share b.
+     * 4096: 0.97 to 0.99 of cuBLAS; pairs that share a 0.96, three stages and more panels 0.82 */
     static constexpr int BM = 256, BN = 128, STAGES = 4, WGS = 2, PANELS = 2;
     static constexpr bool SWAP_AB = true;
 };
 struct Tf32SwapAB128x128 : HopperTile {
-    /* 512 x 4096 x 4096 0.92 to 0.94, 0.81 with two parts of k; one warpgroup alone, 256 x 64 with two 0.83 */
+    /* 512 x 4096 x 4096 0.92 to 0.94, 0.81 with split-K by two; one warpgroup alone, 256 x 64 with two 0.83 */
     static constexpr int BM = 128, BN = 128, STAGES = 6, WGS = 1, PANELS = 2;
     static constexpr bool SWAP_AB = true;
 };
 struct Tf32SwapAB128x128Split : HopperSplitTile {
-    /* 1024 cubed 1.07, 0.96 by 128 x 64 without parts of k */
+    /* 1024 cubed 1.07, 0.96 by 128 x 64 without splits of k */
     static constexpr int BM = 128, BN = 128, STAGES = 5, WGS = 1, PANELS = 1;
     static constexpr bool SWAP_AB = true;
 };
@@ -207,25 +207,25 @@ template <> constexpr int PERCENT<Tf32SwapAB128x64Split> = 36;
 
 /* rows of a whose tiles are walked together: with 128 x 256 tiles as many columns of b are under way */
 constexpr int GROUP_HEIGHT_SM90 = 2048;
-/* up to as many rows the weights stream past the tokens, turned; as few columns are gemm_sm80's, and so is k that gives
+/* up to as many rows the weights stream past the tokens, swap-AB; as few columns are gemm_sm80's, and so is k that gives
  * one of two parts nothing to do */
-constexpr int SM90_TURNED_ROWS = 64, SM90_TURNED_K = 512;
-/* bytes of the ring at most: 227 KiB less the panels and what parts of k trade */
+constexpr int SM90_SWAPAB_ROWS = 64, SM90_SWAPAB_K = 512;
+/* bytes of the ring at most: 227 KiB less the panels and what split-K exchanges */
 constexpr int MOST_RING = 4 * 48 * 1024;
-/* results of few rows up to so many bytes, a sixth of L2, should stay there until they are read: written back amid the weights
+/* results of small M up to so many bytes, a sixth of L2, should stay there until they are read: written back amid the weights
  * they cost 5 of 62 us at 64 x 28672 x 4096 */
 constexpr int64_t KEEP_BYTES = 8 << 20;
 /* from a quarter of the GPU's SMs on all get a block: those that begin last have no tile, and the next kernel waits for none of
  * them: 512 cubed 3.27 to 3.14 us, 1024 6.0 to 5.9 */
 constexpr int LEAST_IDLE = 4;
-/* what a turned product takes beside its bytes: 10.9 us for 16 x 4096 x 4096 */
-constexpr double TURNED_US = 1.5, TURNED_BYTES_PER_US = 4.0e6;
+/* what a swap-AB product takes beside its bytes: 10.9 us for 16 x 4096 x 4096 */
+constexpr double SWAPAB_US = 1.5, SWAPAB_BYTES_PER_US = 4.0e6;
 /* what nothing hides: of a launch and its last results, of a tile and its results; results by 128 x 256 of them. These and the
  * percents above are fitted to the times of all rows of 150 shapes: the row they choose takes 1 % more than the best one */
 constexpr double LAUNCH_US = 0.7, LAST_US = 0.7, TILE_US = 0.6, STORE_US = 0.9;
-/* what the sum of two parts of k costs, by 128 x 256 */
+/* what the sum of split-K by two costs, by 128 x 256 */
 constexpr double TRADE_US = 3.0;
-/* in turns: a tile of shorter products waits for the results of the one before; the last one has one warpgroup alone */
+/* ping-pong: a tile of shorter products waits for the results of the one before; the last one has one warpgroup alone */
 constexpr double TURN_US = 2.8, ALONE_US = 3.0;
 /* an activation of many instructions, on 128 x 256 results: 25 us of four waves at 4096 cubed */
 constexpr double CURVE_US = 6.0;
@@ -239,7 +239,7 @@ constexpr int REALIGN_TRANSPOSE = 64;
  * past the first 16 MB take more. Fitted to one and two operands of 512, 1024, 1536, 2048 and
  * 4096 squared on one H200 */
 constexpr double REALIGN_US = 0.9, REALIGN_BYTES_PER_US = 9.0e6, REALIGN_FAST_BYTES = 16e6, REALIGN_MANY_PER_US = 8.0e6;
-/* the largest copy that few rows ask memory for: of weights that are dense nowhere, 128 MB of whose elements take 0.1 ms */
+/* the largest copy that a small M asks memory for: of weights that are dense nowhere, 128 MB of whose elements take 0.1 ms */
 constexpr int64_t REALIGN_FEW_BYTES = 128 << 20;
 
 /* ---- gemm_plain: BM x BN x BK through a ring of STAGES, WARPS_M x WARPS_N warps, PER_SM blocks an SM --------- */
@@ -250,7 +250,7 @@ struct PlainF32 {
     static constexpr bool TWO_SUMS = false;
 };
 struct PlainF32Middle {
-    /* other waves, and rows that begin anywhere, whose waits two blocks an SM hide: 3072 x 3072 x 1024 in 524 us, 615 by the
+    /* other waves, and misaligned rows, whose waits two blocks an SM hide: 3072 x 3072 x 1024 in 524 us, 615 by the
      * large tile, 561 by the small one; 4095 x 4097 x 4099 in 3220 us, 3720 and 3360. Steps of 16 take longer along k */
     static constexpr int BM = 128, BN = 128, BK = 8, STAGES = 4, WARPS_M = 4, WARPS_N = 2, PER_SM = 2, PERCENT = 69;
     static constexpr bool TWO_SUMS = false;
@@ -265,7 +265,7 @@ struct PlainF64 {
     static constexpr int BM = 64, BN = 64, BK = 16, STAGES = 3, WARPS_M = 4, WARPS_N = 2, PER_SM = 2;
     static constexpr bool TWO_SUMS = false;
 };
-/* PERCENT of the multiply-adds' peak, on full SMs; of the large tile where rows begin anywhere; what the last few tiles of an SM
+/* PERCENT of the multiply-adds' peak, on full SMs; of the large tile where rows are misaligned; what the last few tiles of an SM
  * take, of as many as it runs at once; and what nothing hides of those. Fitted to the times of the three tiles on 36 shapes, on
  * one H200: the one that they choose takes 1.5 % more than the best */
 constexpr int PLAIN_UNALIGNED_PERCENT = 57, PLAIN_ALONE_PERCENT = 63;
@@ -279,8 +279,8 @@ constexpr int SKINNY_ROWS = 64, SKINNY_WARPS = 8;
 /* at 64 tokens the tiles of gemm_sm80, which share tokens between warps, take 15.3 us where this took 20.8 */
 constexpr int SKINNY_MAX_TOKENS = 16;
 /* 100 KB under way on every SM hide memory's latency at 4.2 TB/s; past 8 stages nothing is left to hide */
-constexpr int slots_in(int bytes, int slot_bytes, int most) {
-    return bytes / slot_bytes < most ? bytes / slot_bytes : most;
+constexpr int slots_in(int bytes, int stage_bytes, int most) {
+    return bytes / stage_bytes < most ? bytes / stage_bytes : most;
 }
 constexpr int skinny_stages(int stage_bytes, int other_bytes) {
     return slots_in(200 * 1024 - other_bytes, stage_bytes, 8);

@@ -90,7 +90,7 @@ inline bool rows_aligned(const gk_tensor &t) {
 }
 
 /* The plan of an instance that serves every call and needs nothing. */
-inline bool plan_any(const gk_cuda_row *, const gk_context *, const void *, gk_plan *) { return true; }
+inline bool plan_any(const gk_cuda_instance *, const gk_context *, const void *, gk_plan *) { return true; }
 
 /* Devices of 8.6 and 8.9 have less shared memory than the largest tiles ask for. */
 inline bool smem_fits(const gk_context *ctx, int bytes) { return gk_gpu_of(ctx->index)->smem_per_block >= bytes; }

@@ -1,7 +1,7 @@
 /* Rung 6, mma: the tensor cores. A warp's mma.sync multiplies 16 x 16 by 16 x 8 elements; its operands stay bfloat16.
  *
  * Block: 128 x 128 of out, 4 warps of 64 x 64.
- * Shared memory: one slot, a [128 m][64 k] and b [64 k][128 n], swizzled (smem_tile). cp.async fills it without registers in
+ * Shared memory: one stage, a [128 m][64 k] and b [64 k][128 n], swizzled (smem_tile). cp.async fills it without registers in
  * between; ldmatrix takes four 8 x 8 matrices out of it at once, transposing b's on the way.
  *
  *   block 1   copy .... | products |            copy .... | products
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(Tile::THREADS, 2) ladder_mma_kernel(Product p)
                     mma_add<bf16>(sum[i][2 * j + 1], a[i], b[j] + 2);
                 }
         }
-        __syncthreads(); /* all have read the slot */
+        __syncthreads(); /* all have read the stage */
     }
 #pragma unroll
     for (int i = 0; i < MT; ++i)

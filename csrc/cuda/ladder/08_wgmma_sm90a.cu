@@ -5,9 +5,9 @@
  * wants it, and puts zeros where the matrix ends.
  *
  * Block: one tile 128 x 256 of out. Warpgroups 0 and 1 multiply, 64 x 256 each; of warpgroup 2 one thread copies.
- * Ring of 4 slots (tma_ring.cuh), a step of products always under way:
- *   copies     k0 k1 k2 k3 | k4 ..         waits for an empty slot
- *   products   | 0 .. 1 .. 2 ..            waits for a full one; lets go of slot j - 1 when step j is issued and j - 1 done
+ * Ring of 4 stages (tma_ring.cuh), a step of products always under way:
+ *   copies     k0 k1 k2 k3 | k4 ..         waits for an empty stage
+ *   products   | 0 .. 1 .. 2 ..            waits for a full one; releases stage j - 1 when step j is issued and j - 1 done
  */
 #include "hopper.cuh"
 
@@ -33,9 +33,9 @@ __global__ void __launch_bounds__(Tile::THREADS, 1) ladder_wgmma_kernel(const __
         /* ---- copies ---- */
         if (threadIdx.x % Tile::WARPGROUP != 0) return;
         for (int k = 0; k < steps; ++k) {
-            const smem_addr a_s = ring_s + ring.slot * S::SLOT, b_s = a_s + S::A::bytes;
+            const smem_addr a_s = ring_s + ring.stage * S::STAGE_BYTES, b_s = a_s + S::A::bytes;
             ring.wait_empty();
-            mbarrier_arrive_expect_tx(ring.full(), S::SLOT);
+            mbarrier_arrive_expect_tx(ring.full(), S::STAGE_BYTES);
             tma_load_5d(a_s, &x.a, {{k * Tile::BK, row}}, ring.full());
 #pragma unroll
             for (int n = 0; n < Tile::BN; n += 64)
@@ -48,8 +48,8 @@ __global__ void __launch_bounds__(Tile::THREADS, 1) ladder_wgmma_kernel(const __
     /* ---- products ---- */
     float sum[1][Tile::BN / 2];
     for (int k = 0; k < steps; ++k) {
-        const smem_addr a_s = ring_s + ring.slot * S::SLOT, b_s = a_s + S::A::bytes;
-        const smem_addr before = ring.empty() + (ring.slot == 0 ? 8 * (Tile::STAGES - 1) : -8);
+        const smem_addr a_s = ring_s + ring.stage * S::STAGE_BYTES, b_s = a_s + S::A::bytes;
+        const smem_addr before = ring.empty() + (ring.stage == 0 ? 8 * (Tile::STAGES - 1) : -8);
         ring.wait_full();
         wgmma_pin(sum);
         wgmma_fence(); /* the first step's sums are registers that other code may have used */
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(Tile::THREADS, 1) ladder_wgmma_kernel(const __
             wgmma_ss<bf16, Tile::BN, 0, 1>(sum[0], a, b, k + kk > 0);
         }
         wgmma_commit_group();
-        wgmma_wait_group<1>(); /* the step before is done: its slot may be overwritten */
+        wgmma_wait_group<1>(); /* the step before is done: its stage may be overwritten */
         if (k > 0 && threadIdx.x % Tile::WARPGROUP == 0) mbarrier_arrive(before);
         ring.advance();
     }

@@ -3,8 +3,8 @@
  * Both tiles need the same 64 k x 256 n of b. Each block asks L2 for half of it and has tma put that half into both
  * blocks' shared memory (multicast): 32 KiB a step and block from L2 instead of 48.
  *
- * What that changes in the ring: full[s] counts bytes that either block's copies bring; empty[s] counts the readers of both
- * blocks, since this block's copy overwrites the slot in both. So a reader tells both, and no block may leave while the
+ * What that changes in the ring: full[s] counts bytes that either block's copies bring; empty[s] counts the consumers of both
+ * blocks, since this block's copy overwrites the stage in both. So a consumer tells both, and no block may leave while the
  * other can still write to it or tell it something. */
 #include "../ptx/cluster.cuh"
 #include "hopper.cuh"
@@ -34,9 +34,9 @@ __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(Tile::THREADS, 1)
         /* ---- copies ---- */
         if (threadIdx.x % Tile::WARPGROUP == 0) {
             for (int k = 0; k < steps; ++k) {
-                const smem_addr a_s = ring_s + ring.slot * S::SLOT, b_s = a_s + S::A::bytes;
-                ring.wait_empty(); /* the readers of both blocks have let go */
-                mbarrier_arrive_expect_tx(ring.full(), S::SLOT);
+                const smem_addr a_s = ring_s + ring.stage * S::STAGE_BYTES, b_s = a_s + S::A::bytes;
+                ring.wait_empty(); /* the consumers of both blocks have released it */
+                mbarrier_arrive_expect_tx(ring.full(), S::STAGE_BYTES);
                 tma_load_5d(a_s, &x.a, {{k * Tile::BK, row}}, ring.full());
 #pragma unroll
                 for (int i = 0; i < SHARE; i += 64) {
@@ -52,8 +52,8 @@ __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(Tile::THREADS, 1)
         const bool tells = warp == 0 && lane < PAIR; /* lane i tells block i */
         float sum[1][Tile::BN / 2];
         for (int k = 0; k < steps; ++k) {
-            const smem_addr a_s = ring_s + ring.slot * S::SLOT, b_s = a_s + S::A::bytes;
-            const smem_addr before = ring.empty() + (ring.slot == 0 ? 8 * (Tile::STAGES - 1) : -8);
+            const smem_addr a_s = ring_s + ring.stage * S::STAGE_BYTES, b_s = a_s + S::A::bytes;
+            const smem_addr before = ring.empty() + (ring.stage == 0 ? 8 * (Tile::STAGES - 1) : -8);
             ring.wait_full();
             wgmma_pin(sum);
             wgmma_fence(); /* the first step's sums are registers that other code may have used */
@@ -64,11 +64,11 @@ __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(Tile::THREADS, 1)
                 wgmma_ss<bf16, Tile::BN, 0, 1>(sum[0], a, b, k + kk > 0);
             }
             wgmma_commit_group();
-            wgmma_wait_group<1>(); /* the step before is done: its slot may be overwritten */
+            wgmma_wait_group<1>(); /* the step before is done: its stage may be overwritten */
             if (k > 0 && tells) mbarrier_arrive_cluster(before, lane);
             ring.advance();
         }
-        const smem_addr last = ring.empty() + (ring.slot == 0 ? 8 * (Tile::STAGES - 1) : -8);
+        const smem_addr last = ring.empty() + (ring.stage == 0 ? 8 * (Tile::STAGES - 1) : -8);
         wgmma_wait_group<0>();
         wgmma_pin(sum);
         if (tells) mbarrier_arrive_cluster(last, lane);

@@ -1,6 +1,6 @@
 /* Rungs 10, 11 and 12: rung 9 as a kernel whose clusters stay, one on every two SMs, and take tile after tile.
  *
- * 10, persistent: a cluster starts once; while its warpgroups store a tile's results, its copier fills the ring for the next.
+ * 10, persistent: a cluster starts once; while its warpgroups store a tile's results, its producer fills the ring for the next.
  *      copies     t0 .......... t1: k0 k1 k2 k3 |  k4 ..
  *      products   t0 .......... store            | t1 ..
  * 11, overlap: results leave through shared memory. A warp turns 16 rows x 64 columns from wgmma's order into rows
@@ -71,9 +71,9 @@ __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(Tile::THREADS, 1)
                 const TilePlace at = tile_place(t, x.tiles_m, x.tiles_n, x.group);
                 const int row = (at.row * PAIR + rank) * Tile::BM, col = at.col * Tile::BN;
                 for (int k = 0; k < steps; ++k) {
-                    const smem_addr a_s = ring_s + ring.slot * S::SLOT, b_s = a_s + S::A::bytes;
-                    ring.wait_empty(); /* the readers of both blocks have let go */
-                    mbarrier_arrive_expect_tx(ring.full(), S::SLOT);
+                    const smem_addr a_s = ring_s + ring.stage * S::STAGE_BYTES, b_s = a_s + S::A::bytes;
+                    ring.wait_empty(); /* the consumers of both blocks have released it */
+                    mbarrier_arrive_expect_tx(ring.full(), S::STAGE_BYTES);
                     tma_load_5d(a_s, &x.a, {{k * Tile::BK, row}}, ring.full());
 #pragma unroll
                     for (int i = 0; i < SHARE; i += 64) {
@@ -92,8 +92,8 @@ __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(Tile::THREADS, 1)
         float sum[1][Tile::BN / 2];
         for (int t = first; t < tiles; t += clusters) {
             for (int k = 0; k < steps; ++k) {
-                const smem_addr a_s = ring_s + ring.slot * S::SLOT, b_s = a_s + S::A::bytes;
-                const smem_addr before = ring.empty() + (ring.slot == 0 ? 8 * (Tile::STAGES - 1) : -8);
+                const smem_addr a_s = ring_s + ring.stage * S::STAGE_BYTES, b_s = a_s + S::A::bytes;
+                const smem_addr before = ring.empty() + (ring.stage == 0 ? 8 * (Tile::STAGES - 1) : -8);
                 ring.wait_full();
                 wgmma_pin(sum);
                 wgmma_fence(); /* the first step's sums are registers that the last tile's results were read from */
@@ -104,11 +104,11 @@ __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(Tile::THREADS, 1)
                     wgmma_ss<bf16, Tile::BN, 0, 1>(sum[0], a, b, k + kk > 0);
                 }
                 wgmma_commit_group();
-                wgmma_wait_group<1>(); /* the step before is done: its slot may be overwritten */
+                wgmma_wait_group<1>(); /* the step before is done: its stage may be overwritten */
                 if (k > 0 && tells) mbarrier_arrive_cluster(before, lane);
                 ring.advance();
             }
-            const smem_addr last = ring.empty() + (ring.slot == 0 ? 8 * (Tile::STAGES - 1) : -8);
+            const smem_addr last = ring.empty() + (ring.stage == 0 ? 8 * (Tile::STAGES - 1) : -8);
             wgmma_wait_group<0>();
             wgmma_pin(sum);
             if (tells) mbarrier_arrive_cluster(last, lane);

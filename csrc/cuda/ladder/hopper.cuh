@@ -10,12 +10,12 @@
 #include "rungs.cuh"
 #include "tiles.h"
 
-/* Shared memory: STAGES slots of a [128 m][64 k] and b [4 panels][64 k][64 n], then what a rung adds, then the barriers. */
+/* Shared memory: STAGES stages of a [128 m][64 k] and b [4 panels][64 k][64 n], then what a rung adds, then the barriers. */
 struct HopperSmem {
     typedef LadderWgmma Tile;
     typedef wgmma_tile<Tile::BM, false> A;
     typedef wgmma_tile<Tile::BN, true> B;
-    static constexpr int SLOT = A::bytes + B::bytes, RING = Tile::STAGES * SLOT;
+    static constexpr int STAGE_BYTES = A::bytes + B::bytes, RING = Tile::STAGES * STAGE_BYTES;
     static constexpr int BARRIERS = tma_ring<Tile::STAGES>::bytes;
     static constexpr int bytes(int more) { return RING + more + BARRIERS + WGMMA_BLOCK_BYTES; } /* the last to align */
 };

@@ -34,8 +34,8 @@ gk_gemm_args gemm_args(const Product &p) {
 /* Rung 7 is one row, whatever the size; rung 13 what the library takes. false: neither serves the call. */
 bool plan_of(int32_t rung, const gk_context *ctx, const gk_gemm_args *args, gk_plan *plan) {
     if (rung == 7) {
-        for (int i = 0; i < gk_gemm_sm80_table.num_rows; ++i) {
-            const gk_cuda_row *row = &gk_gemm_sm80_table.rows[i];
+        for (int i = 0; i < gk_gemm_sm80_table.num_instances; ++i) {
+            const gk_cuda_instance *row = &gk_gemm_sm80_table.instances[i];
             if (!strcmp(row->name, "gemm_sm80_bf16_256x128x64"))
                 return row->plan(row, ctx, args, gk_plan_begin(plan, row));
         }
@@ -53,7 +53,7 @@ const gk_ladder_rung rungs[] = {
     {"registers", "8 x 8 sums a thread", "ladder/04_registers.cu", 40.4, 80},
     {"vectorised", "16 bytes an access, no bank conflict", "ladder/05_vectorised.cu", 61.2, 80},
     {"mma", "tensor cores by mma.sync, fed by cp.async and ldmatrix", "ladder/06_mma_sm80.cu", 408, 80},
-    {"pipelined", "a ring of three slots, copies ahead of the products", "gemm/gemm_sm80.cu", 473, 80},
+    {"pipelined", "a ring of three stages, copies ahead of the products", "gemm/gemm_sm80.cu", 473, 80},
     {"wgmma", "tma and wgmma, a tile a block", "ladder/08_wgmma_sm90a.cu", 611, 90},
     {"cluster", "pairs of blocks share b by multicast", "ladder/09_cluster_sm90a.cu", 691, 90},
     {"persistent", "clusters that stay and take tile after tile", "ladder/10_persistent_sm90a.cu", 702, 90},
@@ -138,6 +138,6 @@ gk_status gk_ladder_gemm(int32_t rung, const void *a, const void *b, void *out, 
     if (plan.workspace_bytes > 0 && !workspace)
         return gk_fail(GK_ERR_WORKSPACE, "gk_ladder_gemm: rung %d wants a workspace of %zu bytes", rung,
                        plan.workspace_bytes);
-    return ((const gk_cuda_row *)plan.kernel)->run(&ctx, &args, &plan, workspace);
+    return ((const gk_cuda_instance *)plan.kernel)->run(&ctx, &args, &plan, workspace);
 }
 }

@@ -19,7 +19,7 @@ struct LadderMma {
 
 /* rungs 8 to 12 */
 struct LadderWgmma {
-    /* two warpgroups of 64 x 256, the widest wgmma, and one that copies; four slots of 48 KiB are what fits */
+    /* two warpgroups of 64 x 256, the widest wgmma, and one that copies; four stages of 48 KiB are what fits */
     static constexpr int BM = 128, BN = 256, BK = 64, STAGES = 4, WGS = 2, WARPGROUP = 128, THREADS = 3 * WARPGROUP;
     /* rung 11: of 16 rows x 64 columns a warp; one is filled while the other is stored */
     static constexpr int PANELS = 2;

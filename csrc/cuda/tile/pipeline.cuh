@@ -1,17 +1,17 @@
-// pipeline: a ring of STAGES slots that cp.async fills ahead of the arithmetic, one group of copies per slot.
+// pipeline: a ring of STAGES stages that cp.async fills ahead of the arithmetic, one group of copies per stage.
 //
 //   cp_ring<STAGES> ring                                        before the loop, STAGES = 3
-//   for j in 0 .. STAGES - 2                                    slot     0    1    2
-//       if (j < steps) copy step j into slot j                  holds    j=0  j=1  -
+//   for j in 0 .. STAGES - 2                                    stage    0    1    2
+//       if (j < steps) copy step j into stage j                 holds    j=0  j=1  -
 //       ring.commit()
 //   for j in 0 .. steps - 1
 //       ring.wait()                                             step j is here, for all threads
-//       if (j + STAGES - 1 < steps) copy that step into slot ring.write
+//       if (j + STAGES - 1 < steps) copy that step into stage ring.write
 //       ring.commit()                                           always, an empty group too: wait counts groups
-//       compute on slot ring.read
+//       compute on stage ring.read
 //       ring.advance()
 //
-// The one barrier per step closes both hazards: copies of step j are visible to every thread after it, and the slot
+// The one barrier per step closes both hazards: copies of step j are visible to every thread after it, and the stage
 // that is written next is the one that every thread has finished reading before it.
 #ifndef GPUKERN_TILE_PIPELINE_CUH
 #define GPUKERN_TILE_PIPELINE_CUH
@@ -19,7 +19,7 @@
 #include "../ptx/cp_async.cuh"
 
 template <int STAGES> struct cp_ring {
-    static_assert(STAGES >= 2, "a slot to read and a slot to fill");
+    static_assert(STAGES >= 2, "a stage to read and a stage to fill");
     int read = 0, write = STAGES - 1;
 
     __device__ __forceinline__ void commit() { cp_async_commit_group(); }

@@ -1,15 +1,15 @@
-// tma_ring: a ring of STAGES slots that one thread fills by tma and warpgroups read, in step by mbarriers.
+// tma_ring: a ring of STAGES stages that one thread fills by tma and warpgroups read, in step by mbarriers.
 //
-//   full[s]    ends a phase when the bytes of the copies into slot s have come: 1 arrival, which announces them
-//   empty[s]   ends a phase when all readers have let go of slot s: `readers` arrivals
+//   full[s]    ends a phase when the bytes of the copies into stage s have come: 1 arrival, which announces them
+//   empty[s]   ends a phase when all consumers have released stage s: `consumers` arrivals
 //
-//   filler                              reader
+//   producer                            consumer
 //   ring.wait_empty()                   ring.wait_full()
-//   arrive_expect_tx(ring.full(), n)    read slot ring.slot
-//   tma .. -> slot, ring.full()         arrive(ring.empty())
+//   arrive_expect_tx(ring.full(), n)    read stage ring.stage
+//   tma .. -> stage, ring.full()        arrive(ring.empty())
 //   ring.advance()                      ring.advance()
 //
-// Both sides keep slot and parity in registers and advance once a step, whatever the step held. The filler waits for the
+// Both sides keep stage and parity in registers and advance once a step, whatever the step held. The producer waits for the
 // other parity: a barrier that no phase has ended of answers as if the phase before its first had.
 #ifndef GPUKERN_TILE_TMA_RING_CUH
 #define GPUKERN_TILE_TMA_RING_CUH
@@ -25,29 +25,29 @@ static __device__ __forceinline__ void mbarrier_wait(smem_addr barrier_s, unsign
 template <int STAGES> struct tma_ring {
     static constexpr int bytes = STAGES * 16; // of the barriers
     smem_addr barriers_s;                     // full[STAGES], empty[STAGES]
-    int slot = 0;
+    int stage = 0;
     unsigned parity = 0;
 
     __device__ __forceinline__ explicit tma_ring(smem_addr at_s) : barriers_s(at_s) {}
 
     // One thread, once; then fence_mbarrier_init and a barrier of all that use it.
-    __device__ __forceinline__ void init(unsigned readers, unsigned fillers = 1) const {
-        for (int s = 0; s < STAGES; ++s) mbarrier_init(barriers_s + 8 * s, fillers);
-        for (int s = 0; s < STAGES; ++s) mbarrier_init(barriers_s + 8 * (STAGES + s), readers);
+    __device__ __forceinline__ void init(unsigned consumers, unsigned producers = 1) const {
+        for (int s = 0; s < STAGES; ++s) mbarrier_init(barriers_s + 8 * s, producers);
+        for (int s = 0; s < STAGES; ++s) mbarrier_init(barriers_s + 8 * (STAGES + s), consumers);
     }
-    __device__ __forceinline__ smem_addr full() const { return barriers_s + 8 * slot; }
-    __device__ __forceinline__ smem_addr empty() const { return barriers_s + 8 * (STAGES + slot); }
+    __device__ __forceinline__ smem_addr full() const { return barriers_s + 8 * stage; }
+    __device__ __forceinline__ smem_addr empty() const { return barriers_s + 8 * (STAGES + stage); }
     // empty() of the step before
-    __device__ __forceinline__ smem_addr before() const { return empty() + (slot == 0 ? 8 * (STAGES - 1) : -8); }
+    __device__ __forceinline__ smem_addr before() const { return empty() + (stage == 0 ? 8 * (STAGES - 1) : -8); }
     __device__ __forceinline__ void wait_full() const { mbarrier_wait(full(), parity); }
     __device__ __forceinline__ void wait_empty() const { mbarrier_wait(empty(), parity ^ 1); }
     __device__ __forceinline__ void advance() {
-        if (++slot == STAGES) slot = 0, parity ^= 1;
+        if (++stage == STAGES) stage = 0, parity ^= 1;
     }
-    // Past steps that other readers take.
+    // Past steps that other consumers take.
     __device__ __forceinline__ void skip(int count) {
-        const int at = slot + count;
-        slot = at % STAGES, parity ^= at / STAGES & 1;
+        const int at = stage + count;
+        stage = at % STAGES, parity ^= at / STAGES & 1;
     }
 };
 

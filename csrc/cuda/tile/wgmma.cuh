@@ -113,8 +113,8 @@ constexpr GK_HD coord wgmma_d(int warp, int lane, int e) {
     return {16 * warp + (lane >> 2) + 8 * (e >> 1 & 1), 8 * (e >> 2) + 2 * (lane & 3) + (e & 1)};
 }
 
-// Bank conflicts of the lanes that store d turned, its columns as rows of `ld` floats.
-constexpr GK_HD int wgmma_turned_ways(int ld) {
+// Bank conflicts of the lanes that store d transposed, its columns as rows of `ld` floats.
+constexpr GK_HD int wgmma_transposed_ways(int ld) {
     int bytes[32] = {};
     for (int lane = 0; lane < 32; ++lane) bytes[lane] = (wgmma_d(0, lane, 0).col * ld + wgmma_d(0, lane, 0).row) * 4;
     return ways(bytes, 4);
