@@ -64,9 +64,8 @@ def test_profiling_page(capsys):
     shown = 0
     for block in re.findall(r"```console\n\$ (.*?)```", page, re.DOTALL):
         command, _, output = block.partition("\n")
-        words = shlex.split(command)
-        if words[:3] == ["python", "-m", "torch_gpukern"] and output:
-            assert cli.main(words[3:]) == 0
+        if command.startswith("python -m torch_gpukern ") and output:
+            assert cli.main(shlex.split(command)[3:]) == 0
             assert capsys.readouterr().out == output
             shown += 1
     assert shown == 2
