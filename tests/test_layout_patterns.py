@@ -27,6 +27,9 @@ def build_and_run(name, tmp_path):
 @pytest.mark.parametrize("name", SOURCES)
 def test_patterns_say_their_predictions(name, tmp_path):
     lines = build_and_run(name, tmp_path).splitlines()
+    page = (ROOT / "docs" / "patterns.md").read_text()
+    for variant, gbs in re.findall(r"^  (.+?) +predicted +(\d+) GB/s", "\n".join(lines), re.MULTILINE):
+        assert f"{variant} | {gbs} |" in page
     assert len(lines) >= 3 and all(re.search(r"predicted +\d+ GB/s, by .* see \w+", line) for line in lines[1:])
 
 
