@@ -8,6 +8,7 @@
 #   make fuzz          a minute of new inputs for each entry point of the C API; FUZZ_SECONDS=600 FUZZ_ONLY=gemm
 #   make sanitize      the CUDA instances under compute-sanitizer; needs a GPU. SANITIZE_TOOLS=racecheck SANITIZE_PART=2/5
 #                      runs one tool over the second fifth, SANITIZE_ONLY=flash_attn_bwd over the rows of that name
+#   make patterns      the examples of examples/patterns: checked, predicted and measured; without a GPU compiled and predicted
 #   make bench         every benchmark, into benchmarks/results/
 #   make results       docs/results.md and the plots, from benchmarks/results/
 #   make docs          the pages and both APIs as a site, docs/_build/html/index.html
@@ -61,7 +62,7 @@ CONFIGURE := cmake -S . -DPython_EXECUTABLE=$(PY) -DGPUKERN_BUILD_TESTS=ON \
 	$(if $(GPUKERN_CUDA),-DGPUKERN_CUDA=$(GPUKERN_CUDA)) \
 	$(if $(GPUKERN_CUDA_ARCHS),"-DGPUKERN_CUDA_ARCHS=$(GPUKERN_CUDA_ARCHS)") $(CMAKE_ARGS)
 
-.PHONY: build demo test test-all test-csrc sanitize-cpu fuzz sanitize bench results docs fmt lint clean
+.PHONY: build demo test test-all test-csrc sanitize-cpu fuzz sanitize patterns bench results docs fmt lint clean
 .DEFAULT_GOAL := build
 MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
@@ -130,6 +131,17 @@ sanitize: build
 		GK_CHECK_SMALL=1 $(if $(SANITIZE_PART),GK_CHECK_PART=$(SANITIZE_PART)) \
 		$(if $(SANITIZE_ONLY),GK_CHECK_ONLY=$(SANITIZE_ONLY)) $(SANITIZER) --tool $$tool --error-exitcode 1 $(BUILD)/check_cuda || exit 1; \
 	done
+
+# One program each, for Hopper.
+NVCC ?= nvcc
+PATTERNS := $(patsubst examples/patterns/%.cu,$(BUILD)/patterns/%,$(wildcard examples/patterns/*.cu))
+$(BUILD)/patterns/%: examples/patterns/%.cu examples/patterns/pattern.cuh csrc/cuda/tile/layout.cuh
+	@command -v $(NVCC) >/dev/null || { echo "gpukern: $(NVCC) not found; it comes with the CUDA toolkit"; exit 1; }
+	@mkdir -p $(@D)
+	$(NVCC) -std=c++17 -O3 -arch=sm_90 -Werror all-warnings -Icsrc -Iexamples/patterns $< -o $@
+
+patterns: $(PATTERNS)
+	@for program in $(PATTERNS); do $$program || exit 1; done
 
 bench: build
 	$(PY) benchmarks/run_all.py $(BENCH_ARGS)

@@ -15,7 +15,9 @@ SOURCES = {".c", ".h", ".cpp", ".cu", ".cuh", ".py", ".pyi", ".cmake", ".toml", 
 SUFFIXES = "c|h|cpp|cu|cuh|py|pyi|md|txt|json|csv|png|toml|so"
 ROOMS = ("csrc", "ops", "torch_gpukern", "tests", "benchmarks", "examples", "tools", "cmake", ".ci")
 # Names of other projects, of instructions and of hardware, and stand-ins.
-FOREIGN = set("TORCH_BOX flash_attn_func flash_attn_varlen_func window_size m_old m_new".split())
+FOREIGN = set(
+    "TORCH_BOX flash_attn_func flash_attn_varlen_func window_size m_old m_new swizzle_128B return_flash_attn_kwargs".split()
+)
 # What an instance's name has behind its kernel's.
 INSTANCE = re.compile(r"(_(f32|bf16|f16|f64|base|avx2|avx512|avx512bf16|\d+(x\d+)+|k2))+$")
 NEW = {"csrc/cpu/gemm_dot.c"}  # docs/add_a_kernel.md makes it
@@ -94,7 +96,8 @@ def test_commands_exist(page):
     targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
     for target in re.findall(r"(?:^|`)make ([\w-]+)", text, re.MULTILINE):
         assert target in targets, f"{ident(page)}: make {target}"
-    commands = re.findall(r'add_parser\(\s*"(\w+)"', (ROOT / "torch_gpukern" / "cli.py").read_text())
+    package = "\n".join(path.read_text() for path in (ROOT / "torch_gpukern").rglob("*.py"))
+    commands = re.findall(r'add_parser\(\s*"(\w+)"', package)
     for command in re.findall(r"-m torch_gpukern (\w+)", text):
         assert command in commands, f"{ident(page)}: python -m torch_gpukern {command}"
     for script in re.findall(r"python3? ([\w/]+\.py)", text):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import dataclass
+from functools import lru_cache
 from html import escape
 
 from .banks import BANK_BYTES, BANKS
@@ -32,6 +33,7 @@ class Picture:
     cells: list[tuple[str, str]]  # colexicographic: down first
 
 
+@lru_cache(maxsize=64)
 def _shade(i: int, of: int) -> str:
     """Bank i of `of`: the hue by the 4 banks (16 bytes) that it stands in, paler within them."""
     hue = _HUES[i * 8 // of % 8]
@@ -110,11 +112,12 @@ def svg(layout: Layout | Swizzled | str, **options) -> str:
         out.append(f'<text x="{left // 2}" y="{top + i * _CELL_HEIGHT + 14}">{i}</text>')
     out.append("</g>")
     out.append('<g stroke="#555555" stroke-width="0.5">')
-    texts = []
-    for at, (text, color) in enumerate(p.cells):
-        x, y = left + at // p.rows * width, top + at % p.rows * _CELL_HEIGHT
-        out.append(f'<rect x="{x}" y="{y}" width="{width}" height="{_CELL_HEIGHT}" fill="{color}"/>')
-        texts.append(f'<text x="{x + width // 2}" y="{y + 14}">{text}</text>')
+    xs = [left + j * width for j in range(p.columns)]
+    ys = [top + i * _CELL_HEIGHT for i in range(p.rows)]
+    size, half = f'width="{width}" height="{_CELL_HEIGHT}" fill=', width // 2
+    places = [(x, y) for x in xs for y in ys]
+    out += [f'<rect x="{x}" y="{y}" {size}"{color}"/>' for (x, y), (_, color) in zip(places, p.cells)]
+    texts = [f'<text x="{x + half}" y="{y + 14}">{text}</text>' for (x, y), (text, _) in zip(places, p.cells)]
     return "\n".join([*out, "</g>", *texts, "</svg>"]) + "\n"
 
 

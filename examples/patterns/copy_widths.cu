@@ -1,0 +1,68 @@
+// copy_widths: out = in by 4 and by 16 bytes a thread, and two ways to waste sectors: lanes 2 apart, lanes 32 apart.
+//
+// A warp's access is cut into sectors of 32 bytes. Neighbouring lanes on neighbouring floats use every byte of 4 sectors; lanes
+// 32 floats apart touch 32 sectors, and unless L1 still has them when their other floats are asked for, move 8 times as much.
+#include "pattern.cuh"
+
+enum {
+    THREADS = 256,
+    BLOCKS = 132 * 8 // fills an H200
+};
+
+// Sectors of a warp whose lanes are `stride` floats apart.
+constexpr int sectors_of(int stride) {
+    int sectors = 0, last = -1;
+    for (int lane = 0; lane < 32; ++lane) {
+        const int sector = lane * stride * 4 / 32;
+        sectors += sector != last;
+        last = sector;
+    }
+    return sectors;
+}
+static_assert(sectors_of(1) == 4 && sectors_of(2) == 8 && sectors_of(32) == 32, "");
+
+// Index i of a permutation of 0 .. n - 1 whose neighbours lie STRIDE apart: blocks of 32 * STRIDE floats, transposed.
+template <int STRIDE> static __device__ int place(int i, int n) {
+    const int block = 32 * STRIDE, begin = i / block * block, rest = i - begin;
+    return begin + block <= n ? begin + rest % 32 * STRIDE + rest / 32 : i;
+}
+
+template <int STRIDE> __global__ void __launch_bounds__(THREADS) stride_kernel(const float *in, float *out, int n) {
+    for (int i = blockIdx.x * THREADS + threadIdx.x; i < n; i += gridDim.x * THREADS) {
+        const int at = place<STRIDE>(i, n);
+        out[at] = in[at];
+    }
+}
+
+__global__ void __launch_bounds__(THREADS) wide_kernel(const float *in, float *out, int n) {
+    const int whole = n / 4, first = blockIdx.x * THREADS + threadIdx.x;
+    for (int i = first; i < whole; i += gridDim.x * THREADS) ((float4 *)out)[i] = ((const float4 *)in)[i];
+    if (first < n % 4) out[4 * whole + first] = in[4 * whole + first];
+}
+
+template <void (*KERNEL)(const float *, float *, int)>
+static void launch(const float *in, float *out, int rows, int cols) {
+    KERNEL<<<BLOCKS, THREADS>>>(in, out, rows * cols);
+}
+
+static int out_size(int rows, int cols) { return rows * cols; }
+static bool good(const float *in, const float *out, int rows, int cols) {
+    for (int i = 0; i < rows * cols; ++i) {
+        if (out[i] != in[i]) return false;
+    }
+    return true;
+}
+
+int main(void) {
+    // An SM and L2 exchange two sectors a clock; a warp's 32 floats go in and out.
+    const variant variants[] = {
+        {"4 bytes", launch<stride_kernel<1>>, bound_gbs(sectors_of(1), 8), "memory", "dram__bytes_read.sum"},
+        {"16 bytes", launch<wide_kernel>, bound_gbs(sectors_of(1), 8), "memory", "dram__bytes_read.sum"},
+        {"4 bytes, 2 apart", launch<stride_kernel<2>>, bound_gbs(sectors_of(2), 8), "memory",
+         "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum"},
+        {"4 bytes, 32 apart", launch<stride_kernel<32>>, bound_gbs(sectors_of(32), 8), "L1 to L2",
+         "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum"},
+    };
+    const int sizes[][2] = {{1, 1}, {17, 1}, {1, 255}, {4097, 1}, {1024, 1024}};
+    return run("copy", variants, 4, sizes, 5, out_size, good, 8192, 8192, 2.0 * 4 * 8192 * 8192);
+}
