@@ -15,7 +15,7 @@ def bench(monkeypatch):
     """Imports a module of benchmarks/, which is no package."""
     monkeypatch.syspath_prepend(os.path.join(ROOT, "benchmarks"))
     yield importlib.import_module
-    for name in ("bench_flash_attn", "bench_gemm", "shapes", "harness", "devices", "plots"):
+    for name in ("bench_flash_attn", "bench_gemm", "gemm_random", "shapes", "harness", "devices", "plots"):
         sys.modules.pop(name, None)
 
 
@@ -185,3 +185,82 @@ def test_the_picture_shows_the_gpu_that_was_measured_last(bench):
     ]
     ((name, rows),) = bench("plots").speed_panels(results).items()
     assert "NVIDIA B" in name and rows[0]["rate"] == 2.0
+
+
+@pytest.mark.parametrize("kind", ("cpu", "cuda"))
+def test_random_products_are_those_of_their_seed(bench, kind):
+    """Log-uniform multiples of 8 in all layouts and dtypes; a longer draw begins with a shorter one."""
+    module = bench("gemm_random")
+    drawn = module.draw_shapes(kind, 2000, 5)
+    assert drawn[:100] == module.draw_shapes(kind, 100, 5) != module.draw_shapes(kind, 100, 6)
+    sizes = [size for x in drawn for size in (x.m, x.n, x.k)]
+    assert all(size % 8 == 0 and 64 <= size <= 8192 for size in sizes)
+    middle = sum(size < 64 * 128**0.5 for size in sizes) / len(sizes)
+    assert 0.45 < middle < 0.55
+    for value, share in module.DTYPES_OF[kind].items():
+        assert abs(sum(x.dtype == value for x in drawn) / len(drawn) - share) < 0.05
+    assert {x.layout for x in drawn} == set(module.LAYOUTS)
+
+
+def test_fifth_percentile(bench):
+    module = bench("gemm_random")
+    assert module.fifth_percentile([0.5]) == 0.5
+    assert module.fifth_percentile([i / 100 for i in range(101)]) == pytest.approx(0.05)
+
+
+def test_intensity_is_flops_over_bytes(bench):
+    module = bench("gemm_random")
+    assert module.intensity("NT 64x128x256", 2) == 2 * 64 * 128 * 256 / (2 * (64 * 128 + 128 * 256 + 64 * 256))
+    assert module.intensity("NN 64", 4) == module.intensity("NN 64x64x64", 4) == 2 * 64 / (4 * 3)
+
+
+def test_random_products_report_their_spread(bench, monkeypatch, capsys, tmp_path):
+    """The ten worst by name, worst first, with the kernel that served each; stored by seed, beside the other results."""
+    import types
+
+    module = bench("gemm_random")
+    harness = sys.modules["harness"]
+    rows = []
+    for i in range(20):
+        times = {"ours": lambda x: 2.0, "peers": {"torch.matmul": lambda x, i=i: 2.0 - i / 20}}
+        case = fake_case(harness, label=f"NN 64x{64 + 8 * i}x64", **times)
+        rows.append(harness.measure(case, FakeDevice(), {"bf16": 1.0, "read": 1.0}, harness.QUICK))
+    facts = []
+    device = types.SimpleNamespace(kind="cuda", name=lambda: "A GPU")
+    args = types.SimpleNamespace(seed=3, save=True, budget=None)
+    run = types.SimpleNamespace(rows=rows, facts=facts, device=device, args=args, left_out=0, stamp=dict)
+    run.fact = lambda group, label, value, *rest: facts.append((label, value))
+    monkeypatch.setattr(module, "RESULTS", tmp_path)
+    monkeypatch.setattr(module, "draw_ratios", lambda *_: False)
+    module.report(run, {"NN 64x216x64 bf16": "gemm_worst"})
+    worst = capsys.readouterr().out.split("ten worst:")[1].strip().splitlines()
+    assert worst[0].split()[:3] == ["NN", "64x216x64", "bf16"] and "gemm_worst" in worst[0] and "64x144x64" in worst[9]
+    assert dict(facts)["worst"] == pytest.approx(0.525) and dict(facts)["5th percentile"] == pytest.approx(0.54875)
+    assert (tmp_path / "random" / "a-gpu-gemm-random-3.json").exists()
+    run.left_out, args.budget = 1, 60.0
+    (tmp_path / "random" / "a-gpu-gemm-random-3.json").unlink()
+    module.report(run, {})
+    assert "nothing is stored" in capsys.readouterr().out and not list((tmp_path / "random").iterdir())
+
+
+def test_lora_rows_are_its_six_products(bench, monkeypatch):
+    """y, dx and both gradients of an adapter, in the layouts that they have; what moves bytes finds them cold."""
+    import types
+
+    module = bench("bench_gemm")
+    rows = []
+    module.lora(types.SimpleNamespace(add=rows.append), torch.device("cpu"))
+    module.router(types.SimpleNamespace(add=rows.append), torch.device("cpu"))
+    shapes = sys.modules["shapes"]
+    labels = [(row.group, row.label) for row in rows]
+    assert len(set(labels)) == len(labels)
+    tokens, width = shapes.CUDA_GEMM_LORA_M[0], shapes.CUDA_GEMM_ONE
+    for label in (
+        ("LoRA forward", f"NT {tokens}x{width}x16"),
+        ("LoRA backward", f"NN {tokens}x16x{width}"),
+        ("LoRA gradients", f"TN 16x{tokens}x{width}"),
+        ("router", f"NT {tokens}x{width}x1"),
+    ):
+        assert label in labels
+    assert all(row.rotate and row.unit == "GB/s" for row in rows)
+    assert {group for group, _ in labels} <= set(shapes.CUDA_GEMM_BARS)
