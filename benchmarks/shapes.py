@@ -118,6 +118,7 @@ CUDA_CALL = Bar(at_most=12.0)  # us of host time, small eager call without grad
 
 MODEL_BATCH = {"cpu": 8, "cuda": 32}
 MODEL_DECODE_BATCH = {"cpu": 8, "cuda": 64}
+MODEL_LORA_RANKS = (16, 64)
 MODEL_BARS = {"gradient step": Bar(each=1.10)}
 
 # ---- cost of use ---------------------------------------------------------------------------------

@@ -15,7 +15,16 @@ def bench(monkeypatch):
     """Imports a module of benchmarks/, which is no package."""
     monkeypatch.syspath_prepend(os.path.join(ROOT, "benchmarks"))
     yield importlib.import_module
-    for name in ("bench_flash_attn", "bench_gemm", "gemm_random", "shapes", "harness", "devices", "plots"):
+    for name in (
+        "bench_flash_attn",
+        "bench_gemm",
+        "bench_model",
+        "gemm_random",
+        "shapes",
+        "harness",
+        "devices",
+        "plots",
+    ):
         sys.modules.pop(name, None)
 
 
@@ -264,3 +273,20 @@ def test_lora_rows_are_its_six_products(bench, monkeypatch):
         assert label in labels
     assert all(row.rotate and row.unit == "GB/s" for row in rows)
     assert {group for group, _ in labels} <= set(shapes.CUDA_GEMM_BARS)
+
+
+def test_lora_step_is_that_of_merged_weights(bench):
+    """The loss is that of weights with their adapters added, and every factor of every adapter has a gradient."""
+    module = bench("bench_model")
+    config = module.Config(context=16, layers=2, dim=64, heads_q=2, heads_kv=1, head_dim=32, hidden=96)
+    case = module.lora_case("eager", 8, torch.device("cpu"), config)
+    inputs = case.make()
+    want = case.reference(*inputs)
+    for step in (case.ours, *case.peers.values()):
+        try:
+            loss, *grads = step(*inputs)
+        except RuntimeError:  # a backend that the CPU lacks
+            assert step is not case.ours and step is not case.peers["torch built-ins"]
+            continue
+        assert abs(loss.item() - want.item()) < 0.05 * want.item()
+        assert len(grads) == 2 * 4 * config.layers and all(g.abs().max() > 0 for g in grads)
