@@ -290,3 +290,27 @@ def test_lora_step_is_that_of_merged_weights(bench):
             continue
         assert abs(loss.item() - want.item()) < 0.05 * want.item()
         assert len(grads) == 2 * 4 * config.layers and all(g.abs().max() > 0 for g in grads)
+
+
+def test_a_run_of_every_instance_is_judged(bench):
+    """Chosen and best beside cuBLAS, and the choice that loses the most first."""
+    module = bench("gemm_instances")
+    shape = {"m": 64, "n": 128, "k": 256, "dtype": "bf16", "layout": "NT"}
+    products = [
+        shape | {"chosen": "x", "cublas_us": 2.0, "us": {"x": 2.0, "y": 2.0}},
+        shape | {"chosen": "x", "cublas_us": 2.0, "us": {"x": 4.0, "y": 1.0}},
+    ]
+    lines = module.judged({"products": products})
+    assert "geomean 0.707" in lines[0] and "worst 0.500" in lines[0] and "geomean 1.414" in lines[1]
+    assert lines[2].split() == ["NT", "64x256x128", "bf16", "0.25", "of", "y", "by", "x"]
+
+
+@pytest.mark.gpu
+def test_every_instance_of_a_product_is_timed(bench):
+    module = bench("gemm_instances")
+    pool = torch.cuda.graph_pool_handle()
+    for dtype in module.NAMES:
+        problem = module.problem_of(sys.modules["gemm_random"].Shape(256, 128, 512, "NT", dtype))
+        found = module.times_of(problem, torch.device("cuda"), pool)
+        assert found["chosen"] in found["us"] and found["cublas_us"] > 0 and all(us > 0 for us in found["us"].values())
+        assert problem.explain(problem.inputs(torch.device("cuda")))["row"] == found["chosen"]
