@@ -34,7 +34,7 @@ def problem_of(x: gemm_random.Shape) -> Problem:
 
 
 def times_of(problem: Problem, device: torch.device, pool) -> dict:
-    """us of every instance and of cuBLAS, medians of rounds in turns."""
+    """us of every instance and of cuBLAS, medians of rounds, measured alternately."""
     inputs = problem.inputs(device)
     plan = problem.explain(inputs)
 
