@@ -1,11 +1,13 @@
 """gemm beside torch.matmul (MKL and oneDNN on the CPU, cuBLAS on CUDA) and, on CUDA in 16 bits, quack where it imports.
 
 python benchmarks/bench_gemm.py [--quick] [--only square skinny odd call isa] [--device cpu|cuda]
-python benchmarks/bench_gemm.py --device cuda [--quick] [--only square tall skinny layouts f16 f32 unaligned gelu call]
-    [--quack default|tuned|none]
+python benchmarks/bench_gemm.py --device cuda [--quick] [--quack default|tuned|none]
+    [--only square tall skinny layouts f16 f32 LoRA router unaligned gelu call]
+python benchmarks/bench_gemm.py [--device cpu|cuda] --random 300 --seed 7
 
 A quick run on CUDA starts no row after a minute (--budget). --rows picks rows of a group by their label: --only skinny
---rows NT. Few-row products on CUDA rotate over cold weights; all others find theirs as the last call left them.
+--rows NT. Small-M, LoRA and router products on CUDA rotate over cold operands; all others find theirs as the last call
+left them. --random measures random products instead, and says how their ratios are spread (gemm_random.py).
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import sys
 from importlib.util import find_spec
 
+import gemm_random
 import shapes
 import torch
 import torch.nn.functional as F
@@ -89,9 +92,9 @@ def sample(size: int, device: torch.device) -> Tensor:
 
 
 def cuda_case(group: str, m: int, k: int, n: int, dtype: str, device: torch.device, layout: str = "NN", **options):
-    """case() on a GPU: calls of small M rotate over cold weights, and the float64 product is a sample of rows and columns."""
+    """case() on a GPU: what moves bytes rotates over cold operands, and the float64 product is a sample of rows and columns."""
     made = case(group, m, k, n, dtype, device, layout)
-    made.rotate = group.startswith("skinny")
+    made.rotate = group.startswith(("skinny", "LoRA", "router"))
     made.unit = "GB/s" if made.rotate else "GFLOP/s"
     if m == k == n and layout != "NN":
         made.label = f"{layout} {m}"
@@ -118,8 +121,8 @@ def beside_quack(made: Case, how: str) -> Case:
     return made
 
 
-def tf32_case(n: int, layout: str, device: torch.device) -> Case:
-    made = cuda_case("f32 tf32", n, n, n, "f32", device, layout, fp32_precision="tf32")
+def tf32_case(group: str, m: int, k: int, n: int, layout: str, device: torch.device) -> Case:
+    made = cuda_case(group, m, k, n, "f32", device, layout, fp32_precision="tf32")
     made.dtype = "tf32"  # whose peak it is held against
 
     def theirs(a: Tensor, b: Tensor) -> Tensor:
@@ -201,6 +204,45 @@ def spread(x: Tensor) -> Tensor:
     return x.repeat_interleave(2, 1)[:, ::2]
 
 
+def lora(run: Run, device: torch.device) -> None:
+    """The products of an adapter of rank r beside a square weight: y = (x a^T) b^T forward, what of dy reaches x, and both
+    gradients. x [tokens, width], a [r, width], b [width, r]."""
+    width = shapes.CUDA_GEMM_ONE
+    for tokens in shapes.CUDA_GEMM_LORA_M:
+        for rank in shapes.CUDA_GEMM_LORA_RANKS:
+            for group, m, k, n, layout in (
+                ("LoRA forward", tokens, width, rank, "NT"),  # h = x a^T
+                ("LoRA forward", tokens, rank, width, "NT"),  # y = h b^T
+                ("LoRA backward", tokens, width, rank, "NN"),  # dh = dy b
+                ("LoRA backward", tokens, rank, width, "NN"),  # dx = dh a
+                ("LoRA gradients", rank, tokens, width, "TN"),  # da = dh^T x
+                ("LoRA gradients", width, tokens, rank, "TN"),  # db = dy^T h
+            ):
+                run.add(cuda_case(group, m, k, n, "bf16", device, layout))
+
+
+def router(run: Run, device: torch.device) -> None:
+    """Scores of tokens by experts, and by a value head's one column: x [tokens, width] @ w [experts, width]^T."""
+    for tokens in shapes.CUDA_GEMM_LORA_M:
+        for experts in shapes.CUDA_GEMM_EXPERTS:
+            run.add(cuda_case("router", tokens, shapes.CUDA_GEMM_ONE, experts, "bf16", device, "NT"))
+
+
+def random_products(run: Run, device: torch.device) -> None:
+    """--random: products of a seed, and how their ratios are spread."""
+    run.args.effort, kernels = gemm_random.EFFORT[device.type], {}
+    for x in gemm_random.draw_shapes(device.type, run.args.random, run.args.seed):
+        if x.dtype == "tf32":
+            made = tf32_case("random", x.m, x.k, x.n, x.layout, device)
+        else:
+            made = cuda_case("random", x.m, x.k, x.n, x.dtype, device, x.layout)
+        made.label = f"{x.layout} {x.m}x{x.k}x{x.n}"
+        if run.add(made):
+            options = {"fp32_precision": "tf32"} if x.dtype == "tf32" else {}
+            kernels[f"{made.label} {x.dtype}"] = torch_gpukern.explain("gemm", *made.make(), **options)["row"]
+    gemm_random.report(run, kernels)
+
+
 def cuda(run: Run, device: torch.device) -> None:
     one, quack = shapes.CUDA_GEMM_ONE, run.args.quack
     for n in shapes.CUDA_GEMM_SQUARE:
@@ -220,8 +262,10 @@ def cuda(run: Run, device: torch.device) -> None:
     for layout in ("NN", "NT"):
         run.add(cuda_case("f32 ieee", one, one, one, "f32", device, layout))
     for layout in ("NN", "NT"):
-        run.add(tf32_case(one, layout, device))
+        run.add(tf32_case("f32 tf32", one, one, one, layout, device))
     run.add(fused_case(one, device))
+    lora(run, device)
+    router(run, device)
     for odd, aligned in shapes.CUDA_GEMM_UNALIGNED:
         run.add(beside_aligned("x".join(map(str, odd)) + " MNK", odd, aligned, device))
     for label, place in (("row stride +1", padded), ("offset +1", shifted), ("step 2", spread)):
@@ -244,6 +288,8 @@ def own_options(parser: argparse.ArgumentParser) -> None:
         default="default",
         help="its configuration; tuning takes minutes",
     )
+    parser.add_argument("--random", type=int, default=0, metavar="N", help="measure N random products instead")
+    parser.add_argument("--seed", type=int, default=0, help="of the random products")
 
 
 def main() -> None:
@@ -252,6 +298,8 @@ def main() -> None:
         args.budget = shapes.CUDA_GEMM_QUICK_SECONDS
     device = open_device(args.device)
     run = Run("gemm", args, device)
+    if args.random:
+        return random_products(run, device.device)
     if device.kind == "cuda":
         return cuda(run, device.device)
     dtypes = ("f32", "bf16")

@@ -1,6 +1,6 @@
 """The demo's model on our ops beside the same on PyTorch's built-ins: a gradient step, and a step of decoding.
 
-python benchmarks/bench_model.py [--quick] [--only gradient decode large] [--rows eager compiled] [--device cpu|cuda]
+python benchmarks/bench_model.py [--quick] [--only gradient decode large lora] [--rows eager compiled] [--device cpu|cuda]
 Gradient step: forward, loss and backward under bf16 autocast, eager and compiled; the optimizer, which is the
 same on both sides, is left out. FLOPs: 6 per weight and token, and attention's.
 Decode: a token each of sequences of half to all of the context, bf16 weights; ours keeps keys and values in pages,
@@ -9,6 +9,8 @@ On the CPU the built-ins are measured in float32, too.
 On CUDA either is called, launches and all, and run as CUDA graphs: the whole eager step captured by hand, the compiled
 one through mode="reduce-overhead"; and the gradient step once more with our gemm between PyTorch's attention.
 Large, on CUDA alone: a model of 1.0e9 weights, heads of 128: prefill of 8192 and of 32768 tokens, and a gradient step of 4 x 2048.
+Lora, on CUDA alone: the same model's bf16 weights frozen, adapters of rank 16 or 64 on every projection: forward, loss and the
+adapters' gradients.
 """
 
 from __future__ import annotations
@@ -224,6 +226,94 @@ def logits_of(model: GPT, ops, options: dict | None) -> Callable:
     return torch.no_grad()(compiled(run, options))
 
 
+class Adapted:
+    """ops, and beside each product with a weight that has an adapter the two products of that adapter."""
+
+    def __init__(self, ops, adapters: dict[Tensor, tuple[Tensor, Tensor]]) -> None:
+        self.ops, self.adapters, self.causal_attention = ops, adapters, ops.causal_attention
+
+    def linear(self, x: Tensor, w: Tensor) -> Tensor:
+        """x [..., in], w [in, out], its adapter [in, rank] and [rank, out] -> [..., out]"""
+        y = self.ops.linear(x, w)
+        if w not in self.adapters:
+            return y
+        down, up = self.adapters[w]
+        return y + self.ops.linear(self.ops.linear(x, down), up)
+
+
+def adapters_of(model: GPT, rank: int) -> dict[Tensor, tuple[Tensor, Tensor]]:
+    """Of every projection of the blocks, float32, without the zeros that training begins with: they would leave gradients zero."""
+    found = {}
+    for block in model.blocks:
+        for w in (block.qkv, block.attn_out, block.gate_up, block.mlp_out):
+            rows, cols = w.shape
+            down, up = (torch.randn(*size, device=w.device) for size in ((rows, rank), (rank, cols)))
+            found[w] = (down * rows**-0.5).requires_grad_(), (0.02 * up).requires_grad_()
+    return found
+
+
+def lora_step(model: GPT, ops, adapters: dict, device: torch.device, options: dict | None) -> Callable:
+    """(tokens, targets) -> (loss, gradient of every adapter's two factors)"""
+    adapted = Adapted(ops, adapters)
+
+    def loss(tokens: Tensor, targets: Tensor) -> Tensor:
+        return model.loss(tokens, targets, adapted)
+
+    forward = compiled(loss, options)
+    factors = [factor for pair in adapters.values() for factor in pair]
+
+    def run(tokens: Tensor, targets: Tensor):
+        with torch.autocast(device.type, torch.bfloat16, enabled=model.head.dtype != torch.float64):
+            value = forward(tokens, targets)
+        return value, *torch.autograd.grad(value, factors)
+
+    return run
+
+
+def lora_case(label: str, rank: int, device: torch.device, config: Config = LARGE) -> Case:
+    options, replayed = mode_of(label, device)
+    model = for_inference(random_model(config, device), torch.bfloat16)
+    for weight in model.parameters():
+        weight.requires_grad_(False)
+    adapters = adapters_of(model, rank)
+    batch, seq = (LARGE_BATCH, LARGE_SEQ) if config is LARGE else (1, config.context)
+
+    def make():
+        tokens = torch.randint(config.vocab, (batch, seq + 1), device=device)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    @torch.no_grad()
+    def exact(tokens: Tensor, targets: Tensor) -> Tensor:
+        """The loss in float64, the adapters multiplied into the weights."""
+        twin = double_of(model, device)
+        for block, own in zip(twin.blocks, model.blocks, strict=True):
+            for name, w in own.named_parameters():
+                down, up = adapters[w]
+                getattr(block, name).add_(down.double() @ up.double())
+        return twin.loss(tokens, targets, TorchOps())
+
+    peers = {
+        name: lora_step(model, TorchOps(backend), adapters, device, options)
+        for name, (_, backend) in BUILT_INS["cuda"].items()
+    }
+    weights, factors = streamed(model), sum(x.numel() for pair in adapters.values() for x in pair)
+    attention = 4.0 * config.layers * config.heads_q * seq * config.head_dim / 2 * 3.5
+    return Case(
+        group="lora",
+        label=f"rank {rank}, {label}",
+        dtype="bf16",
+        make=make,
+        ours=lora_step(model, GpukernOps(), adapters, device, options),
+        peers=peers,
+        reference=exact,
+        compare=lambda y: y[0],
+        flops=batch * seq * (4.0 * weights + 6.0 * factors + attention),
+        bytes=2.0 * 2 * weights + 3.0 * 4 * factors,
+        live=() if replayed else ("gpukern", *peers),
+        optional=[name for name in peers if name != "torch built-ins"],
+    )
+
+
 PAGE = 16
 
 
@@ -337,6 +427,9 @@ def main() -> None:
     for label in ("eager", "compiled") if device.kind == "cuda" and run.wants("large") else ():
         for prefill in (*LARGE_PREFILL, 0):
             run.add(large_case(label, prefill, device.device))
+    for label in ("eager", "compiled") if device.kind == "cuda" and run.wants("lora") else ():
+        for rank in shapes.MODEL_LORA_RANKS:
+            run.add(lora_case(label, rank, device.device))
     run.finish(shapes.MODEL_BARS if device.kind == "cpu" else {})
 
 

@@ -21,6 +21,12 @@ GEMM_BARS = {
     "odd": Bar(geomean=1.05),
 }
 
+GEMM_RANDOM_SIZES = (64, 8192)  # of m, n and k, log-uniform in multiples of 8
+GEMM_RANDOM_BARS = {
+    "cuda": {"geomean": Bar(at_least=1.03), "5th percentile": Bar(at_least=0.92), "worst": Bar(at_least=0.80)},
+    "cpu": {"geomean": Bar(at_least=1.00), "5th percentile": Bar(at_least=0.90)},
+}
+
 # ---- flash_attn: tokens of a batch are constant, so that short lengths fill the machine too ------
 
 ATTN_TOKENS = 4096
@@ -59,6 +65,9 @@ CUDA_GEMM_TALL_M = (512, 2048, 8192)
 CUDA_GEMM_SKINNY_M = (1, 16, 64)
 CUDA_GEMM_F16 = (4096, 8192)
 CUDA_GEMM_ONE = 4096  # the size of rows that compare anything else
+CUDA_GEMM_LORA_RANKS = (8, 16, 32, 64)
+CUDA_GEMM_LORA_M = (1024, 4096, 16384)  # tokens
+CUDA_GEMM_EXPERTS = (1, 8, 64, 128)
 CUDA_GEMM_QUICK_SECONDS = 60.0
 CUDA_GEMM_BARS = {
     "square bf16": Bar(geomean=1.05, each=0.97),
@@ -69,6 +78,10 @@ CUDA_GEMM_BARS = {
     "f16": Bar(geomean=1.05, each=0.97),
     "f32 ieee": Bar(each=0.95),
     "f32 tf32": Bar(each=0.95),
+    "LoRA forward": Bar(geomean=1.00, each=0.85),
+    "LoRA backward": Bar(geomean=1.00, each=0.85),
+    "LoRA gradients": Bar(geomean=1.00, each=0.85),
+    "router": Bar(geomean=1.00, each=0.85),
 }
 CUDA_GEMM_UNALIGNED_BAR = Bar(share=1 / 1.3)  # of ours on the aligned neighbour
 # (M, N, K) and the aligned neighbour's
@@ -105,6 +118,7 @@ CUDA_CALL = Bar(at_most=12.0)  # us of host time, small eager call without grad
 
 MODEL_BATCH = {"cpu": 8, "cuda": 32}
 MODEL_DECODE_BATCH = {"cpu": 8, "cuda": 64}
+MODEL_LORA_RANKS = (16, 64)
 MODEL_BARS = {"gradient step": Bar(each=1.10)}
 
 # ---- cost of use ---------------------------------------------------------------------------------

@@ -15,7 +15,16 @@ def bench(monkeypatch):
     """Imports a module of benchmarks/, which is no package."""
     monkeypatch.syspath_prepend(os.path.join(ROOT, "benchmarks"))
     yield importlib.import_module
-    for name in ("bench_flash_attn", "bench_gemm", "shapes", "harness", "devices", "plots"):
+    for name in (
+        "bench_flash_attn",
+        "bench_gemm",
+        "bench_model",
+        "gemm_random",
+        "shapes",
+        "harness",
+        "devices",
+        "plots",
+    ):
         sys.modules.pop(name, None)
 
 
@@ -185,3 +194,123 @@ def test_the_picture_shows_the_gpu_that_was_measured_last(bench):
     ]
     ((name, rows),) = bench("plots").speed_panels(results).items()
     assert "NVIDIA B" in name and rows[0]["rate"] == 2.0
+
+
+@pytest.mark.parametrize("kind", ("cpu", "cuda"))
+def test_random_products_are_those_of_their_seed(bench, kind):
+    """Log-uniform multiples of 8 in all layouts and dtypes; a longer draw begins with a shorter one."""
+    module = bench("gemm_random")
+    drawn = module.draw_shapes(kind, 2000, 5)
+    assert drawn[:100] == module.draw_shapes(kind, 100, 5) != module.draw_shapes(kind, 100, 6)
+    sizes = [size for x in drawn for size in (x.m, x.n, x.k)]
+    assert all(size % 8 == 0 and 64 <= size <= 8192 for size in sizes)
+    middle = sum(size < 64 * 128**0.5 for size in sizes) / len(sizes)
+    assert 0.45 < middle < 0.55
+    for value, share in module.DTYPES_OF[kind].items():
+        assert abs(sum(x.dtype == value for x in drawn) / len(drawn) - share) < 0.05
+    assert {x.layout for x in drawn} == set(module.LAYOUTS)
+
+
+def test_fifth_percentile(bench):
+    module = bench("gemm_random")
+    assert module.fifth_percentile([0.5]) == 0.5
+    assert module.fifth_percentile([i / 100 for i in range(101)]) == pytest.approx(0.05)
+
+
+def test_intensity_is_flops_over_bytes(bench):
+    module = bench("gemm_random")
+    assert module.intensity("NT 64x128x256", 2) == 2 * 64 * 128 * 256 / (2 * (64 * 128 + 128 * 256 + 64 * 256))
+    assert module.intensity("NN 64", 4) == module.intensity("NN 64x64x64", 4) == 2 * 64 / (4 * 3)
+
+
+def test_random_products_report_their_spread(bench, monkeypatch, capsys, tmp_path):
+    """The ten worst by name, worst first, with the kernel that served each; stored by seed, beside the other results."""
+    import types
+
+    module = bench("gemm_random")
+    harness = sys.modules["harness"]
+    rows = []
+    for i in range(20):
+        times = {"ours": lambda x: 2.0, "peers": {"torch.matmul": lambda x, i=i: 2.0 - i / 20}}
+        case = fake_case(harness, label=f"NN 64x{64 + 8 * i}x64", **times)
+        rows.append(harness.measure(case, FakeDevice(), {"bf16": 1.0, "read": 1.0}, harness.QUICK))
+    facts = []
+    device = types.SimpleNamespace(kind="cuda", name=lambda: "A GPU")
+    args = types.SimpleNamespace(seed=3, save=True, budget=None)
+    run = types.SimpleNamespace(rows=rows, facts=facts, device=device, args=args, left_out=0, stamp=dict)
+    run.fact = lambda group, label, value, *rest: facts.append((label, value))
+    monkeypatch.setattr(module, "RESULTS", tmp_path)
+    monkeypatch.setattr(module, "draw_ratios", lambda *_: False)
+    module.report(run, {"NN 64x216x64 bf16": "gemm_worst"})
+    worst = capsys.readouterr().out.split("ten worst:")[1].strip().splitlines()
+    assert worst[0].split()[:3] == ["NN", "64x216x64", "bf16"] and "gemm_worst" in worst[0] and "64x144x64" in worst[9]
+    assert dict(facts)["worst"] == pytest.approx(0.525) and dict(facts)["5th percentile"] == pytest.approx(0.54875)
+    assert (tmp_path / "random" / "a-gpu-gemm-random-3.json").exists()
+    run.left_out, args.budget = 1, 60.0
+    (tmp_path / "random" / "a-gpu-gemm-random-3.json").unlink()
+    module.report(run, {})
+    assert "nothing is stored" in capsys.readouterr().out and not list((tmp_path / "random").iterdir())
+
+
+def test_lora_rows_are_its_six_products(bench, monkeypatch):
+    """y, dx and both gradients of an adapter, in the layouts that they have; what moves bytes finds them cold."""
+    import types
+
+    module = bench("bench_gemm")
+    rows = []
+    module.lora(types.SimpleNamespace(add=rows.append), torch.device("cpu"))
+    module.router(types.SimpleNamespace(add=rows.append), torch.device("cpu"))
+    shapes = sys.modules["shapes"]
+    labels = [(row.group, row.label) for row in rows]
+    assert len(set(labels)) == len(labels)
+    tokens, width = shapes.CUDA_GEMM_LORA_M[0], shapes.CUDA_GEMM_ONE
+    for label in (
+        ("LoRA forward", f"NT {tokens}x{width}x16"),
+        ("LoRA backward", f"NN {tokens}x16x{width}"),
+        ("LoRA gradients", f"TN 16x{tokens}x{width}"),
+        ("router", f"NT {tokens}x{width}x1"),
+    ):
+        assert label in labels
+    assert all(row.rotate and row.unit == "GB/s" for row in rows)
+    assert {group for group, _ in labels} <= set(shapes.CUDA_GEMM_BARS)
+
+
+def test_lora_step_is_that_of_merged_weights(bench):
+    """The loss is that of weights with their adapters added, and every factor of every adapter has a gradient."""
+    module = bench("bench_model")
+    config = module.Config(context=16, layers=2, dim=64, heads_q=2, heads_kv=1, head_dim=32, hidden=96)
+    case = module.lora_case("eager", 8, torch.device("cpu"), config)
+    inputs = case.make()
+    want = case.reference(*inputs)
+    for step in (case.ours, *case.peers.values()):
+        try:
+            loss, *grads = step(*inputs)
+        except RuntimeError:  # a backend that the CPU lacks
+            assert step is not case.ours and step is not case.peers["torch built-ins"]
+            continue
+        assert abs(loss.item() - want.item()) < 0.05 * want.item()
+        assert len(grads) == 2 * 4 * config.layers and all(g.abs().max() > 0 for g in grads)
+
+
+def test_a_run_of_every_instance_is_judged(bench):
+    """Chosen and best beside cuBLAS, and the choice that loses the most first."""
+    module = bench("gemm_instances")
+    shape = {"m": 64, "n": 128, "k": 256, "dtype": "bf16", "layout": "NT"}
+    products = [
+        shape | {"chosen": "x", "cublas_us": 2.0, "us": {"x": 2.0, "y": 2.0}},
+        shape | {"chosen": "x", "cublas_us": 2.0, "us": {"x": 4.0, "y": 1.0}},
+    ]
+    lines = module.judged({"products": products})
+    assert "geomean 0.707" in lines[0] and "worst 0.500" in lines[0] and "geomean 1.414" in lines[1]
+    assert lines[2].split() == ["NT", "64x256x128", "bf16", "0.25", "of", "y", "by", "x"]
+
+
+@pytest.mark.gpu
+def test_every_instance_of_a_product_is_timed(bench):
+    module = bench("gemm_instances")
+    pool = torch.cuda.graph_pool_handle()
+    for dtype in module.NAMES:
+        problem = module.problem_of(sys.modules["gemm_random"].Shape(256, 128, 512, "NT", dtype))
+        found = module.times_of(problem, torch.device("cuda"), pool)
+        assert found["chosen"] in found["us"] and found["cublas_us"] > 0 and all(us > 0 for us in found["us"].values())
+        assert problem.explain(problem.inputs(torch.device("cuda")))["row"] == found["chosen"]

@@ -97,6 +97,7 @@ template <class T, class Tile, int MODE> struct Smem {
     static_assert(BYTES <= 232448 && PANELS % 1024 == 0, "shared memory of a block");
     static_assert(BLOCKS == 1 || THREADS<Tile> <= 256, "a thread keeps 128 registers");
     static_assert(Tile::SWAP_AB || COLS % 8 == 0, "panels begin at multiples of 16 bytes");
+    static_assert(!BY_PANELS || COLS >= PANEL_COLS, "put_panels and store_any take whole panels of sums");
     static_assert(Tile::TILES * Tile::SPLITS <= 2 && (BY_PANELS || Tile::WGS == 1),
                   "two blocks share or exchange; one ping-pongs");
     static_assert(!Tile::PING_PONG || (Tile::WGS == 2 && Tile::SPLITS == 1 && !Tile::SWAP_AB),
