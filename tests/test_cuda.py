@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import threading
 from contextlib import contextmanager
 from functools import partial
 
@@ -694,6 +695,32 @@ def test_clusters_of_1_x_2(dtype, tile, layout):
             out = ops.gemm(a, b)
         assert plan["tasks"] == math.prod(batch) * 3 * -(-across // 2) * 2
         assert same_bits(out, (a.double() @ b.double()).to(dtype))
+
+
+@HOPPER
+def test_the_first_call_of_a_thread():
+    """Tensor maps are made by the driver, which asks for a context that a new thread, as autograd's are, may not have yet."""
+    a, b, out = on_gpu(512, 512), on_gpu(512, 512, seed=1), on_gpu(512, 512)
+    q, k, v, grad = (on_gpu(2, 4, 256, 64, seed=seed) for seed in range(4))
+    attended, lse = ops.flash_attn_fwd(q, k, v)
+    calls = {
+        "gemm": lambda: ops.gemm.out(a, b, out=out),
+        "flash_attn": lambda: ops.flash_attn_fwd(q, k, v),
+        "flash_attn_bwd": lambda: ops.flash_attn_bwd(grad, q, k, v, attended, lse),
+    }
+    for name, call in calls.items():
+        call()  # memory that it takes is at hand for the next call
+        failures = []
+
+        def work(call=call, failures=failures):
+            try:
+                call()
+            except RuntimeError as error:
+                failures.append(error)
+
+        worker = threading.Thread(target=work)
+        worker.start(), worker.join()
+        assert not failures, (name, failures)
 
 
 @HOPPER

@@ -207,6 +207,8 @@ inline bool plan_hopper(const gk_cuda_table *const *schedules, int num_schedules
         }
     if (!best) return false;
     const double us = few || narrow ? swapab_us(p) + copies_us(o) : best_us;
+    if (narrow && o.copied[0])
+        return false; /* a is nearly all that is read: a kernel that reads it as it lies is faster */
     if (o.bytes > 0 && !worth_while(gpu, args->a.dtype, p, o, few, us)) return false;
     to->us = us;
     return plan_row(best, gpu, to);

@@ -46,14 +46,23 @@ gk_status make_tensor_map(const char *op, const TensorShape &shape, int box0, in
         if (d > 0)
             stride[d - 1] = shape.size[d] > 1 ? (cuuint64_t)(shape.stride[d] * bytes) : d > 1 ? stride[d - 2] : 16;
     }
-    /* L2 fetches lines of 128 bytes: with 256, boxes that are narrower than their tensor's rows bring their neighbours' lines
-     * too early, 59.4 us where 128 takes 56.9 (16 x 28672 x 4096, b along n); products that L2 holds take the same */
-    const CUresult result = encode(map, type_of(shape.dtype, shape.tf32), TENSOR_DIMS, (void *)shape.data, size, stride,
-                                   box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                   box0 * bytes == 64    ? CU_TENSOR_MAP_SWIZZLE_64B
-                                   : box0 * bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B
-                                                         : CU_TENSOR_MAP_SWIZZLE_NONE,
-                                   CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const auto fill = [&] {
+        /* L2 fetches lines of 128 bytes: with 256, boxes that are narrower than their tensor's rows bring their neighbours'
+         * lines too early, 59.4 us where 128 takes 56.9 (16 x 28672 x 4096, b along n); products that L2 holds take the same */
+        return encode(map, type_of(shape.dtype, shape.tf32), TENSOR_DIMS, (void *)shape.data, size, stride, box, step,
+                      CU_TENSOR_MAP_INTERLEAVE_NONE,
+                      box0 * bytes == 64    ? CU_TENSOR_MAP_SWIZZLE_64B
+                      : box0 * bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B
+                                            : CU_TENSOR_MAP_SWIZZLE_NONE,
+                      CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    };
+    CUresult result = fill();
+    int device = 0;
+    /* the driver, unlike the runtime, wants a current context, which a thread has from its first call of the runtime on that needs
+     * one; an autograd thread's first may be this */
+    if (result == CUDA_ERROR_INVALID_CONTEXT && cudaGetDevice(&device) == cudaSuccess &&
+        cudaSetDevice(device) == cudaSuccess)
+        result = fill();
     if (result == CUDA_SUCCESS) return GK_OK;
     return gk_fail(GK_ERR_DEVICE, "%s: the driver refused a tensor map (error %d)", op, (int)result);
 }
