@@ -203,7 +203,7 @@ class Bench:
 
         def run(model):
             def call():
-                with torch.inference_mode():
+                with torch.no_grad():
                     return model(ids, use_cache=False, logits_to_keep=16).logits
 
             return call
@@ -229,7 +229,7 @@ class Bench:
 
         def run(model):
             def call():
-                with torch.inference_mode():
+                with torch.no_grad():
                     return model(ids, attention_mask=mask, use_cache=False, logits_to_keep=1).logits
 
             return call
@@ -242,7 +242,7 @@ class Bench:
 
         def run(model):
             cache = transformers.StaticCache(config=model.config, max_cache_len=places)
-            with torch.inference_mode():
+            with torch.no_grad():
                 model(prompt, past_key_values=cache, logits_to_keep=1)
 
             at = torch.full((1, 1), places // 4, device=self.device)
@@ -250,7 +250,7 @@ class Bench:
             def call():
                 for layer in cache.layers:  # the same place again: the cache stays a quarter full
                     layer.cumulative_length.fill_(places // 4)
-                with torch.inference_mode():
+                with torch.no_grad():
                     return model(token, past_key_values=cache, position_ids=at, logits_to_keep=1).logits
 
             return call
