@@ -1,5 +1,6 @@
 """python -m torch_gpukern roofline, on the saved rows."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -35,12 +36,13 @@ def test_where_a_row_stands():
     assert point_of("model", row(label="eager"), PEAKS) is None
 
 
-@pytest.mark.parametrize("name", ["nvidia-h200", "amd-epyc-2-threads-avx512bf16"])
+@pytest.mark.parametrize("name", ["nvidia-h200", "nvidia-h100-80gb-hbm3", "amd-epyc-2-threads-avx512bf16"])
 def test_saved_rows_lie_under_their_ceilings(name, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     _, peaks, points, _ = read_points(RESULTS / f"{name}.json")
     over = [p for p in points if p.gflops > 1.06 * min(peaks[p.dtype], p.intensity * peaks["read"])]
-    assert len(points) > 80 and not over
+    saved = json.loads((RESULTS / f"{name}.json").read_text())["benches"].values()
+    assert len(points) > 0.6 * sum(len(bench["rows"]) for bench in saved) and not over
     png, page = tmp_path / "r.png", tmp_path / "r.html"
     assert cli.main(["roofline", str(RESULTS / f"{name}.json"), "--png", str(png), "--html", str(page)]) == 0
     assert "bound by memory" in capsys.readouterr().out and png.read_bytes()[:4] == b"\x89PNG"
