@@ -5,7 +5,7 @@
 #include "cuda/attn/bwd_order.cuh"
 #include "cuda/attn/fwd_schedule.cuh"
 #include "cuda/attn/fwd_score.cuh"
-#include "cuda/gemm/divisor.cuh"
+#include "cuda/tile/divisor.cuh"
 #include "cuda/tile/wgmma.cuh"
 
 #include <initializer_list>

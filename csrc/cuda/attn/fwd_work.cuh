@@ -3,7 +3,7 @@
 #ifndef GPUKERN_CUDA_FWD_WORK_CUH
 #define GPUKERN_CUDA_FWD_WORK_CUH
 
-#include "../gemm/divisor.cuh"
+#include "../tile/divisor.cuh"
 #include "fwd_rows.cuh"
 #include "split_combine.cuh"
 #include "tiles.h"

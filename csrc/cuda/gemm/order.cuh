@@ -8,7 +8,7 @@
 #ifndef GPUKERN_CUDA_GEMM_ORDER_CUH
 #define GPUKERN_CUDA_GEMM_ORDER_CUH
 
-#include "divisor.cuh"
+#include "../tile/divisor.cuh"
 
 struct TilePlace {
     int row, col; /* counted in tiles */

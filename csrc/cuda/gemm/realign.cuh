@@ -8,7 +8,7 @@
 
 #include "../kernels.h"
 #include "../tile/layout.cuh"
-#include "divisor.cuh"
+#include "../tile/divisor.cuh"
 #include "tiles.h"
 
 constexpr int REALIGN_DIMS = GK_MAX_DIMS - 2, REALIGN_EACH = 8; /* batch dimensions; elements of a 16-byte chunk */

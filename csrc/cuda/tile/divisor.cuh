@@ -1,11 +1,11 @@
 /* divisor.cuh: division by a number that is known before the launch, one multiplication instead of 30 instructions that follow
  * each other (Granlund and Montgomery, 1994). */
-#ifndef GPUKERN_CUDA_GEMM_DIVISOR_CUH
-#define GPUKERN_CUDA_GEMM_DIVISOR_CUH
+#ifndef GPUKERN_TILE_DIVISOR_CUH
+#define GPUKERN_TILE_DIVISOR_CUH
 
 #include <stdint.h>
 
-#include "../tile/layout.cuh"
+#include "layout.cuh"
 
 /* n / by for n < 2^31. */
 struct Divisor {
