@@ -173,7 +173,28 @@ class _Parser:
 # ---- layouts -----------------------------------------------------------------------------------------------------------
 
 
-class Layout:
+class Drawn:
+    """What has a picture of its own: a layout, swizzled or not."""
+
+    __slots__ = ()
+
+    def svg(self, **options) -> str:
+        """The picture as SVG text; options as `pictures.svg`."""
+        from .pictures import svg
+
+        return svg(self, **options)
+
+    def png(self, **options) -> bytes:
+        """The picture as PNG; needs matplotlib. Options as `pictures.png`."""
+        from .pictures import png
+
+        return png(self, **options)
+
+    def _repr_svg_(self) -> str:
+        return self.svg()
+
+
+class Layout(Drawn):
     """A function from coordinates to offsets: shape:stride.
 
     Args:
@@ -387,21 +408,6 @@ class Layout:
 
     def __hash__(self) -> int:
         return hash((self.shape, self.stride))
-
-    def svg(self, **options) -> str:
-        """The picture as SVG text; options as `pictures.svg`."""
-        from .pictures import svg
-
-        return svg(self, **options)
-
-    def png(self, **options) -> bytes:
-        """The picture as PNG; needs matplotlib. Options as `pictures.png`."""
-        from .pictures import png
-
-        return png(self, **options)
-
-    def _repr_svg_(self) -> str:
-        return self.svg()
 
 
 def _checked(x: object) -> IntTuple:

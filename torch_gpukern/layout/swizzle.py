@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
-from .core import Coord, Layout, Refusal, as_layout
+from .core import Coord, Drawn, Layout, Refusal, as_layout
 
 
 @dataclass(frozen=True)
@@ -55,16 +55,8 @@ class Swizzle:
         return f"Sw<{self.bits},{self.base},{self.shift}>"
 
 
-@dataclass(frozen=True)
-class Swizzled:
-    """A swizzle after a layout: coordinate -> swizzle(offset + layout(coordinate))."""
-
-    swizzle: Swizzle
-    layout: Layout
-    offset: int = 0
-
-    def __call__(self, *coord: Coord, **named: Coord) -> int:
-        return self.swizzle(self.offset + self.layout(*coord, **named))
+class OfLayout:
+    """What has the shape of the `layout` that it holds."""
 
     @property
     def shape(self):
@@ -77,6 +69,18 @@ class Swizzled:
     @property
     def rank(self) -> int:
         return self.layout.rank
+
+
+@dataclass(frozen=True)
+class Swizzled(OfLayout, Drawn):
+    """A swizzle after a layout: coordinate -> swizzle(offset + layout(coordinate))."""
+
+    swizzle: Swizzle
+    layout: Layout
+    offset: int = 0
+
+    def __call__(self, *coord: Coord, **named: Coord) -> int:
+        return self.swizzle(self.offset + self.layout(*coord, **named))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -115,19 +119,6 @@ class Swizzled:
 
     def explain(self) -> str:
         return f"{self.layout.explain()}\n  then {self.swizzle}, which repeats after {self.swizzle.span} offsets"
-
-    def svg(self, **options) -> str:
-        from .pictures import svg
-
-        return svg(self, **options)
-
-    def png(self, **options) -> bytes:
-        from .pictures import png
-
-        return png(self, **options)
-
-    def _repr_svg_(self) -> str:
-        return self.svg()
 
     def __str__(self) -> str:
         return f"{self.swizzle} o {self.offset} o {self.layout}"

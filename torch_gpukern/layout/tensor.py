@@ -11,10 +11,10 @@ from typing import Any
 
 from .algebra import Tiler
 from .core import Coord, Layout, Refusal, parse
-from .swizzle import Swizzled
+from .swizzle import OfLayout, Swizzled
 
 
-class Tensor:
+class Tensor(OfLayout):
     """A layout, from `offset` on, of `data`.
 
     Args:
@@ -42,18 +42,6 @@ class Tensor:
         reach = 1 + sum((s - 1) * d for s, d in zip(shape, stride))
         data = tensor.detach().as_strided((reach,), (1,))
         return cls(Layout(shape, stride) if shape else Layout(1, 0), data)
-
-    @property
-    def shape(self):
-        return self.layout.shape
-
-    @property
-    def size(self) -> int:
-        return self.layout.size
-
-    @property
-    def rank(self) -> int:
-        return self.layout.rank
 
     @property
     def offsets(self) -> list[int]:
