@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from .core import Coord, Drawn, Layout, Refusal, as_layout
 
@@ -57,6 +58,8 @@ class Swizzle:
 
 class OfLayout:
     """What has the shape of the `layout` that it holds."""
+
+    layout: Any
 
     @property
     def shape(self):
