@@ -98,10 +98,17 @@ gk_status gk_check_rules(const char *op, const gk_attn_rules *r, gk_dtype dtype,
         if (r->alibi_slopes->ndim == 2) GK_TRY(gk_check_size(op, "alibi_slopes", r->alibi_slopes, 0, batch));
     }
     if (r->sinks) {
-        GK_TRY(gk_check_tensor(op, "sinks", r->sinks, gk_stats_dtype(dtype), 1, 1));
+        const bool own = r->sinks->dtype == dtype; /* q's dtype is as good */
+        GK_TRY(gk_check_tensor(op, "sinks", r->sinks, own ? dtype : gk_stats_dtype(dtype), 1, 1));
         GK_TRY(gk_check_size(op, "sinks", r->sinks, 0, heads_q));
     }
     return GK_OK;
+}
+
+gk_status gk_check_of_sequences(const char *op, const char *name, const gk_tensor *t, int64_t batch) {
+    if (!t) return GK_OK;
+    GK_TRY(gk_check_tensor(op, name, t, GK_I32, 1, 1));
+    return gk_check_size(op, name, t, 0, batch);
 }
 
 gk_status gk_check_heads(const char *op, int64_t heads_q, int64_t heads_kv) {

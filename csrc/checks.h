@@ -35,6 +35,8 @@ gk_status gk_check_dense_last(const char *op, const char *name, const gk_tensor 
 
 /* attention */
 gk_status gk_check_rules(const char *op, const gk_attn_rules *r, gk_dtype dtype, int64_t batch, int64_t heads_q);
+/* An int32 for each sequence; t may be NULL. */
+gk_status gk_check_of_sequences(const char *op, const char *name, const gk_tensor *t, int64_t batch);
 gk_status gk_check_heads(const char *op, int64_t heads_q, int64_t heads_kv);
 gk_status gk_check_head_dim(const char *op, const char *name, const gk_context *ctx, int64_t d);
 gk_status gk_check_length(const char *op, const char *name, const gk_context *ctx, int64_t n);

@@ -68,12 +68,12 @@ static gk_status check_length(int64_t b, int64_t length, int64_t seq_q, int64_t 
     return GK_OK;
 }
 
-/* The entries of row b that some query reads: pages left of the first query's window may hold
+/* The entries of row b that some query reads: pages left of the first query's window and of kv_start may hold
  * anything. */
 static gk_status check_pages(const gk_paged_attn_args *x, int64_t b, int64_t length, int64_t seq_q) {
     int64_t block_size = x->k_cache.shape[1], num_blocks = x->k_cache.shape[0];
     if (seq_q == 0 || length == 0) return GK_OK;
-    gk_span span = gk_span_make(&x->rules, length, length - seq_q);
+    gk_span span = gk_span_paged(&x->rules, b, seq_q, length);
     for (int64_t entry = gk_span_lo(&span, 0) / block_size; entry < gk_ceil_div(length, block_size); ++entry) {
         int64_t page = load_int(&x->block_table, b * x->block_table.stride[0] + entry * x->block_table.stride[1]);
         if (page >= 0 && page < num_blocks) continue;

@@ -219,9 +219,10 @@ typedef struct gk_attn_rules {
     int64_t diagonal;                  /* dense only; varlen and paged use each sequence's bottom-right diagonal */
     int64_t window_left, window_right; /* i + diagonal - left <= j <= i + diagonal + right; -1 = unbounded */
     const gk_tensor *alibi_slopes;     /* [Hq] or [B, Hq] float32 (float64 with GK_F64): s - slope |i + diagonal - j| */
-    const gk_tensor *sinks;            /* [Hq] float32 (float64 with GK_F64): an extra logit without a value */
-    const gk_tensor *kv_start;         /* [B] int32, dense only: first key that is seen; clamped to [0, Sk] */
-    const gk_tensor *kv_end;           /* [B] int32, dense only: end of the keys that are seen */
+    const gk_tensor *sinks;    /* [Hq] float32 or q's dtype (float64 with GK_F64): an extra logit without a value */
+    const gk_tensor *kv_start; /* [B] int32, dense and paged: first key that is seen; clamped to [0, Sk] */
+    const gk_tensor *kv_end;   /* [B] int32, dense only: end of the keys that are seen */
+    const gk_tensor *q_start;  /* [B] int32, dense only: the diagonal of each sequence; diagonal must then be 0 */
 } gk_attn_rules;
 
 /* Every key is seen, nothing changes a score; scale is to be set. */
@@ -257,7 +258,7 @@ typedef struct gk_flash_attn_bwd_args {
     gk_tensor grad_out;        /* like out, any strides of the leading dimensions */
     const gk_tensor *grad_lse; /* like lse, any strides; NULL = 0 */
     gk_tensor dq, dk, dv;      /* like q, k, v */
-    const gk_tensor *dsinks;   /* [Hq] like sinks; NULL = not wanted */
+    const gk_tensor *dsinks;   /* [Hq] sinks' dtype; NULL = not wanted */
     int32_t deterministic;     /* CUDA; the CPU always is */
     void *workspace;
     size_t workspace_bytes;
@@ -281,7 +282,7 @@ typedef struct gk_paged_attn_args {
     gk_tensor seq_lens;            /* [B] int32, the new tokens included */
     const gk_tensor *cu_seqlens_q; /* [B+1] int32; NULL = T/B tokens each */
     int64_t max_seqlen_q;          /* upper bound of a sequence's query tokens; read with cu_seqlens_q only */
-    gk_attn_rules rules;           /* diagonal, window_right, kv_start, kv_end are not read; is_causal is */
+    gk_attn_rules rules;           /* diagonal, window_right, kv_end, q_start are not read; is_causal is */
     const gk_tensor
         *k_scale; /* [] or [Hkv] float32 (float64 with GK_F64): a key is its stored value times k_scale; NULL = 1 */
     const gk_tensor *v_scale;

@@ -153,6 +153,30 @@ static inline gk_span gk_span_make(const gk_attn_rules *r, int64_t seq_k, int64_
     return s;
 }
 
+static inline int32_t gk_i32_at(const gk_tensor *t, int64_t i) { return ((const int32_t *)t->data)[i * t->stride[0]]; }
+
+/* kv_start and kv_end of sequence b; the span is then [key_lo, key_hi) with key_lo <= key_hi. */
+static inline void gk_span_cut(gk_span *s, const gk_attn_rules *r, int64_t b) {
+    const int64_t seq_k = s->key_hi;
+    if (r->kv_start) s->key_lo = gk_clamp_i64(gk_i32_at(r->kv_start, b), 0, seq_k);
+    if (r->kv_end) s->key_hi = gk_clamp_i64(gk_i32_at(r->kv_end, b), 0, seq_k);
+    s->key_hi = gk_max_i64(s->key_lo, s->key_hi);
+}
+
+/* Sequence b of a paged call: its queries end at its last key, and of the bounds it has kv_start alone. */
+static inline gk_span gk_span_paged(const gk_attn_rules *given, int64_t b, int64_t seq_q, int64_t seq_k) {
+    gk_attn_rules r = *given;
+    r.window_right = -1, r.kv_end = NULL;
+    gk_span s = gk_span_make(&r, seq_k, seq_k - seq_q);
+    gk_span_cut(&s, &r, b);
+    return s;
+}
+
+/* A head's sink, -inf where there is none. */
+static inline double gk_sink_of(const gk_attn_rules *r, int64_t h) {
+    return r->sinks ? gk_load(r->sinks->data, r->sinks->dtype, h * r->sinks->stride[0]) : -INFINITY;
+}
+
 /* Row i sees keys [lo, hi); hi <= lo means none. Both ends grow with i. */
 static inline int64_t gk_span_lo(const gk_span *s, int64_t i) {
     if (s->left == GK_UNBOUNDED) return s->key_lo;

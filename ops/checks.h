@@ -41,7 +41,7 @@ inline void check_same_device(const char *op, const Tensor &t, const Tensor &fir
                  "; they must be on one device");
 }
 
-// lse, sinks and slopes: float32, and float64 where the op computes in float64.
+// lse and slopes: float32, and float64 where the op computes in float64.
 inline gk_dtype wide_dtype(const Tensor &first) { return first.dtype->gk == GK_F64 ? GK_F64 : GK_F32; }
 
 // ---- dimensions ---------------------------------------------------------------------------------
@@ -128,13 +128,28 @@ inline void check_tensor(const char *op, Tensor &t, const char *name, const Tens
     check_shape(op, t, shape);
 }
 
+// Likewise, of one of two dtypes, which may be the same.
+inline void check_tensor(const char *op, Tensor &t, const char *name, const Tensor &first, const Shape &shape,
+                         const gk_dtype (&dtypes)[2]) {
+    t.read(op, name);
+    check_same_device(op, t, first);
+    if (t.dtype->gk != dtypes[0]) {
+        if (dtypes[0] == dtypes[1]) check_dtype(op, t, dtypes[0]);
+        if (t.dtype->gk != dtypes[1]) {
+            bad_argument(op, name, " must be ", gk_dtype_name(dtypes[0]), " or ", gk_dtype_name(dtypes[1]), ", got ",
+                         t.dtype->name);
+        }
+    }
+    check_shape(op, t, shape);
+}
+
 // int32 [n]
 inline void check_index(const char *op, Tensor &t, const char *name, const Tensor &first, int64_t n) {
     check_tensor(op, t, name, first, GK_I32, Shape{1, {n}});
 }
 
 // From `scale` to `sinks` in signature order; q is read and checked. Fills all of the rules but the
-// diagonal and kv_start, kv_end.
+// diagonal and kv_start, kv_end, q_start.
 inline gk_attn_rules check_rules(const char *op, const Tensor &q, int64_t batch, int64_t heads_q, bool is_causal,
                                  OptDouble scale, int64_t window_left, int64_t window_right, double softcap,
                                  Tensor &alibi_slopes, Tensor &sinks) {
@@ -173,7 +188,7 @@ inline gk_attn_rules check_rules(const char *op, const Tensor &q, int64_t batch,
         rules.alibi_slopes = &alibi_slopes.view;
     }
     if (sinks) {
-        check_tensor(op, sinks, "sinks", q, wide_dtype(q), Shape{1, {heads_q}});
+        check_tensor(op, sinks, "sinks", q, Shape{1, {heads_q}}, {wide_dtype(q), static_cast<gk_dtype>(q.dtype->gk)});
         rules.sinks = &sinks.view;
     }
     return rules;

@@ -16,6 +16,7 @@ struct DenseArgs {
     double softcap;
     OptTensor alibi_slopes, sinks; // [Hq] or [B, Hq], [Hq]
     OptTensor kv_start, kv_end;    // [B] int32
+    OptTensor q_start;             // [B] int32
 };
 
 struct DenseBwdArgs {
@@ -25,7 +26,7 @@ struct DenseBwdArgs {
     OptDouble scale;
     int64_t diagonal, window_left, window_right;
     double softcap;
-    OptTensor alibi_slopes, sinks, kv_start, kv_end;
+    OptTensor alibi_slopes, sinks, kv_start, kv_end, q_start;
     bool deterministic;
 };
 
@@ -114,6 +115,11 @@ template <class Args> gk_attn_rules check_dense_rules(const char *op, Args &x) {
     if (x.kv_end) {
         check_index(op, x.kv_end, "kv_end", x.q, batch);
         rules.kv_end = &x.kv_end.view;
+    }
+    if (x.q_start) {
+        check_index(op, x.q_start, "q_start", x.q, batch);
+        if (x.diagonal != 0) bad_argument(op, "diagonal must be 0 where q_start is given, got ", x.diagonal);
+        rules.q_start = &x.q_start.view;
     }
     return rules;
 }

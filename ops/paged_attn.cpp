@@ -19,6 +19,7 @@ struct PagedArgs {           // the schema, member by member
     double softcap;
     OptTensor alibi_slopes, sinks, k_scale, v_scale; // [Hq] or [B, Hq], [Hq], [] or [Hkv]
     bool is_causal;
+    OptTensor kv_start; // [B] int32
 };
 
 constexpr const char *kOp = "paged_attn";
@@ -85,6 +86,10 @@ gk_paged_attn_args check(PagedArgs &x) {
                              x.alibi_slopes, x.sinks);
     args.k_scale = check_scale(kOp, x.k_scale, "k_scale", x.q, heads_kv);
     args.v_scale = check_scale(kOp, x.v_scale, "v_scale", x.q, heads_kv);
+    if (x.kv_start) {
+        check_index(kOp, x.kv_start, "kv_start", x.q, batch);
+        args.rules.kv_start = &x.kv_start.view;
+    }
     args.block_table = x.block_table.view;
     args.seq_lens = x.seq_lens.view;
     return args;
@@ -116,7 +121,7 @@ Both paged_attn(PagedArgs &x, bool all, Tensor *into) {
     gk_paged_attn_args args = check(x);
     Tensor out = result(kOp, into, out_shape(x), x.q.dtype, x.q,
                         {&x.q, &x.k_cache, &x.v_cache, &x.block_table, &x.seq_lens, &x.cu_seqlens_q, &x.alibi_slopes,
-                         &x.sinks, &x.k_scale, &x.v_scale});
+                         &x.sinks, &x.k_scale, &x.v_scale, &x.kv_start});
     Tensor lse;
     if (all) lse = empty(kOp, lse_shape(x), dtype_of(wide_dtype(x.q)), x.q.device);
     run(x, &args, out, all ? &lse : nullptr);

@@ -14,7 +14,7 @@
 #define DENSE_RULES                                                                              \
     "bool is_causal=False, float? scale=None, SymInt diagonal=0, SymInt window_left=-1, "        \
     "SymInt window_right=-1, float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None, " \
-    "Tensor? kv_start=None, Tensor? kv_end=None"
+    "Tensor? kv_start=None, Tensor? kv_end=None, Tensor? q_start=None"
 
 #define FLASH_ATTN_ARGS "(Tensor q, Tensor k, Tensor v, " DENSE_RULES ")"
 
@@ -39,7 +39,7 @@
     "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, "             \
     "Tensor? cu_seqlens_q=None, SymInt max_seqlen_q=1, float? scale=None, SymInt window_left=-1, " \
     "float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? k_scale=None, "     \
-    "Tensor? v_scale=None, bool is_causal=True)"
+    "Tensor? v_scale=None, bool is_causal=True, Tensor? kv_start=None)"
 
 #define OUT_LSE " -> (Tensor out, Tensor lse)"
 #define GRADIENTS " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"

@@ -441,6 +441,14 @@ def kv_bounds(batch, seq_k, gen):
     return start.to(torch.int32), end.to(torch.int32)
 
 
+def q_starts(batch, seq_q, seq_k):
+    """q_start int32 [batch]: the last query at the last key, half of the queries before the keys, all of them at the
+    end or beyond, all of them among the keys.
+    """
+    stands = torch.tensor([seq_k - seq_q, -seq_q // 2, seq_k - 1, (seq_k - seq_q) // 2, seq_k + 3], dtype=torch.int32)
+    return stands.repeat(-(-batch // 5))[:batch]
+
+
 def modifiers(name, batch, heads_q, seq_q, seq_k, gen, dtype=torch.float32, device="cpu"):
     """The arguments of flash_attn beyond q, k, v for each of MODIFIERS."""
     extra = torch.float64 if dtype == torch.float64 else torch.float32
@@ -450,6 +458,7 @@ def modifiers(name, batch, heads_q, seq_q, seq_k, gen, dtype=torch.float32, devi
     sinks_inf = sinks.clone()
     sinks_inf[::2] = -math.inf
     start, end = (t.to(device) for t in kv_bounds(batch, seq_k, gen))
+    stands = q_starts(batch, seq_q, seq_k).to(device)
     return {
         "none": {},
         "causal": dict(is_causal=True),
@@ -468,6 +477,19 @@ def modifiers(name, batch, heads_q, seq_q, seq_k, gen, dtype=torch.float32, devi
         "alibi_batch": dict(alibi_slopes=slopes_b, diagonal=seq_k - seq_q),
         "sinks": dict(sinks=sinks),
         "sinks_off": dict(sinks=sinks_inf),
+        "sinks_own": dict(sinks=sinks.to(dtype), is_causal=True, diagonal=seq_k - seq_q),
+        "q_start": dict(is_causal=True, q_start=stands),
+        "q_start_window": dict(window_left=9, window_right=4, q_start=stands, alibi_slopes=slopes),
+        "q_start_all": dict(
+            is_causal=True,
+            q_start=stands,
+            window_left=40,
+            softcap=3.0,
+            alibi_slopes=slopes_b,
+            sinks=sinks_inf.to(dtype),
+            kv_start=start,
+            kv_end=end,
+        ),
         "kv_bounds": dict(kv_start=start, kv_end=end),
         "kv_start": dict(kv_start=start),
         "kv_end": dict(kv_end=end),
@@ -494,12 +516,21 @@ MODIFIERS = (
     "window_causal softcap alibi alibi_batch sinks sinks_off kv_bounds kv_start kv_end causal_softcap causal_alibi "
     "window_sinks all"
 ).split()
+# Later ones, which tests sample by themselves.
+MORE_MODIFIERS = ("sinks_own", "q_start", "q_start_window", "q_start_all")
 
 
-def visible(q_shape, k_shape, is_causal=False, diagonal=0, window_left=-1, window_right=-1, kv_start=None, kv_end=None):
+def stands_at(seq_q, diagonal=0, q_start=None, device="cpu"):
+    """[B or 1, 1, Sq, 1]: the key index at which each query stands."""
+    first = torch.tensor([diagonal], device=device) if q_start is None else q_start.long().to(device)
+    return first[:, None, None, None] + torch.arange(seq_q, device=device)[:, None]
+
+
+def visible(q_shape, k_shape, is_causal=False, diagonal=0, window_left=-1, window_right=-1, kv_start=None, kv_end=None,
+            q_start=None):  # fmt: skip
     """bool [B, 1, Sq, Sk]: query i sees key j; written from the rules, one compare each."""
     batch, seq_q, seq_k = q_shape[0], q_shape[2], k_shape[2]
-    i = torch.arange(seq_q)[:, None] + diagonal
+    i = stands_at(seq_q, diagonal, q_start)
     j = torch.arange(seq_k)[None, :]
     mask = torch.ones(batch, 1, seq_q, seq_k, dtype=torch.bool)
     if is_causal:
@@ -523,8 +554,8 @@ def torch_mask(q, k, alibi_slopes=None, **span):
     mask = visible(q.shape, k.shape, **span).to(q.device)
     empty = ~mask.any(-1, keepdim=True)
     if alibi_slopes is not None:
-        i = torch.arange(q.shape[2], device=q.device)[:, None] + span.get("diagonal", 0)
-        distance = (i - torch.arange(k.shape[2], device=q.device)[None, :]).abs()
+        i = stands_at(q.shape[2], span.get("diagonal", 0), span.get("q_start"), q.device)
+        distance = (i - torch.arange(k.shape[2], device=q.device)).abs()
         bias = -alibi_slopes.reshape(-1, q.shape[1], 1, 1).to(logit_dtype(q.dtype)) * distance
         mask = bias.masked_fill(~mask, -math.inf).masked_fill(empty, 0.0)
         return mask.expand(q.shape[0], *mask.shape[1:]), empty
@@ -575,11 +606,16 @@ def lse_yardsticks(q, k, v, ref_lse, softcap=0.0, sinks=None, **rules):
     return yards
 
 
-def flipped(q, k, v, is_causal=False, diagonal=0, window_left=-1, window_right=-1, kv_start=None, kv_end=None, **rest):
+def flipped(q, k, v, is_causal=False, diagonal=0, window_left=-1, window_right=-1, kv_start=None, kv_end=None,
+            q_start=None, **rest):  # fmt: skip
     """The same problem with queries and keys in reverse order; returns (q, k, v, arguments)."""
     seq_q, seq_k = q.shape[2], k.shape[2]
     right = window_right if not is_causal else 0 if window_right < 0 else min(window_right, 0)
-    rest.update(diagonal=seq_k - seq_q - diagonal, window_left=right, window_right=window_left)
+    rest.update(window_left=right, window_right=window_left)
+    if q_start is None:
+        rest["diagonal"] = seq_k - seq_q - diagonal
+    else:
+        rest["q_start"] = seq_k - seq_q - q_start
     if kv_end is not None:
         rest["kv_start"] = seq_k - kv_end
     if kv_start is not None:
@@ -606,7 +642,7 @@ def flash_gradients(q, k, v, grad_out, grad_lse=None, sinks=None, scale=None, so
         t = torch.tanh(score / softcap)
         score, bent = softcap * t, 1 - t * t
     if alibi_slopes is not None:
-        i = torch.arange(q.shape[2])[:, None] + span.get("diagonal", 0)
+        i = stands_at(q.shape[2], span.get("diagonal", 0), span.get("q_start"))
         score = score - alibi_slopes[..., None, None] * (i - torch.arange(k.shape[2])).abs()
     seen = visible(q.shape, k.shape, **span) & (lse > -math.inf)[..., None]
     p = torch.exp(score - lse[..., None]).masked_fill(~seen, 0.0)
@@ -807,6 +843,8 @@ class Paged:
             mods = {name: m.cpu() if isinstance(m, torch.Tensor) else m for name, m in modifiers.items()}
             if mods.get("alibi_slopes") is not None and mods["alibi_slopes"].dim() == 2:
                 mods["alibi_slopes"] = mods["alibi_slopes"][b][None]
+            if mods.get("kv_start") is not None:
+                mods["kv_start"] = mods["kv_start"][b : b + 1]
             out, lse = run(q, k, v, **span, **mods)
             outs.append(out[0].transpose(0, 1))
             lses.append(lse[0].transpose(0, 1))

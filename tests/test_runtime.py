@@ -708,7 +708,9 @@ def test_attention_rows(case):
 def test_packed_and_paged_rows(dtype, mods):
     gen = generator("packed rows")
     kwargs = {
-        n: v for n, v in modifiers(mods, 2, 4, 9, 9, gen, dtype).items() if n not in ("diagonal", "kv_start", "kv_end")
+        n: v
+        for n, v in modifiers(mods, 2, 4, 9, 9, gen, dtype).items()
+        if n not in ("diagonal", "kv_start", "kv_end", "q_start")
     }
     x = torch.zeros(20, 4, 64, dtype=dtype)
     cu = torch.tensor([0, 7, 20], dtype=torch.int32)

@@ -61,7 +61,7 @@ def _attend(
     q: Tensor,  # [B, Hq, Sq, D]
     k: Tensor,  # [B, Hkv, Sk, D]
     v: Tensor,  # [B, Hkv, Sk, Dv]
-    position: Tensor,  # [Sq] the key index at which each query stands: the diagonal
+    position: Tensor,  # [B or 1, Sq] the key index at which each query stands: the diagonal
     first: Tensor,  # [B or 1, Sq] the first key that each query sees
     end: Tensor,  # [B or 1, Sq] one past the last key that it sees
     scale: float | None,
@@ -84,7 +84,7 @@ def _attend(
     if softcap > 0:
         s = softcap * torch.tanh(s / softcap)
     if alibi_slopes is not None:
-        s = s - alibi_slopes.to(acc)[..., None, None] * (position[:, None] - key).abs()
+        s = s - alibi_slopes.to(acc)[..., None, None] * (position[:, None, :, None] - key).abs()
     s = s.masked_fill(~sees[:, None], -torch.inf)
 
     # Softmax over the keys and the sink. A row that sees neither has total 0: its out is 0, its lse
@@ -107,7 +107,7 @@ def _attend(
 
 
 def _window(position: Tensor, left: int, right: int, is_causal: bool, keys: int) -> tuple[Tensor, Tensor]:
-    """The keys [first, end) that a query at `position` [Sq] sees, before any limit of its
+    """The keys [first, end) that a query at `position` sees, before any limit of its
     sequence.
     """
     end = torch.full_like(position, keys)
@@ -133,14 +133,16 @@ def flash_attn(
     sinks: Tensor | None = None,
     kv_start: Tensor | None = None,
     kv_end: Tensor | None = None,
+    q_start: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """out [B, Hq, Sq, Dv] = softmax(scale * q k^T + ...) v for q [B, Hq, Sq, D], k [B, Hkv, Sk, D],
     v [B, Hkv, Sk, Dv].
     """
     keys = k.shape[2]
-    position = torch.arange(q.shape[2], device=q.device) + diagonal
-    first, end = (x[None, :] for x in _window(position, window_left, window_right, is_causal, keys))
+    starts = torch.full((1,), diagonal, device=q.device) if q_start is None else q_start.long()
+    position = torch.arange(q.shape[2], device=q.device) + starts[:, None]
+    first, end = _window(position, window_left, window_right, is_causal, keys)
     if kv_start is not None:
         first = torch.maximum(first, kv_start.long()[:, None])
     if kv_end is not None:
@@ -229,6 +231,7 @@ def paged_attn(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     is_causal: bool = True,
+    kv_start: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """out [T, Hq, Dv]: attention of each sequence's newest tokens over the keys that its pages
@@ -252,16 +255,18 @@ def paged_attn(
         v = v_cache[pages].flatten(0, 1)[:length].to(acc)
         k = k if k_scale is None else k * k_scale.to(acc)[..., None]
         v = v if v_scale is None else v * v_scale.to(acc)[..., None]
-        position = torch.arange(rows.shape[0], device=q.device) + (length - rows.shape[0])
+        position = torch.arange(rows.shape[0], device=q.device)[None] + (length - rows.shape[0])
         first, end = _window(position, window_left, -1, is_causal, length)
         end = end.masked_fill(position < 0, 0)
+        if kv_start is not None:
+            first = first.clamp(min=int(kv_start[b]))
         out, lse = _attend(
             _as_batch(rows),
             _as_batch(k),
             _as_batch(v),
             position,
-            first[None],
-            end[None],
+            first,
+            end,
             scale,
             softcap,
             _slopes_of(b, alibi_slopes),

@@ -39,8 +39,6 @@ INLINE attn_shape attn_shape_of(const gk_flash_attn_args *a) {
 /* Index of the row dimension ([B, H, S, D] or [T, H, D]). */
 INLINE int attn_row_dim(const attn_shape *s) { return s->packed ? 0 : 2; }
 
-INLINE int32_t i32_at(const gk_tensor *t, int64_t i) { return ((const int32_t *)t->data)[i * t->stride[0]]; }
-
 INLINE attn_seq attn_seq_of(const gk_flash_attn_args *a, const attn_shape *s, int64_t b) {
     const int r = attn_row_dim(s);
     const int64_t es = (int64_t)gk_dtype_bytes(a->q.dtype);
@@ -51,9 +49,9 @@ INLINE attn_seq attn_seq_of(const gk_flash_attn_args *a, const attn_shape *s, in
     x.v_row = a->v.stride[r], x.v_head = a->v.stride[1];
     x.out_row = a->out.stride[r], x.out_head = a->out.stride[1];
     if (s->packed) {
-        q0 = i32_at(a->cu_seqlens_q, b), k0 = i32_at(a->cu_seqlens_k, b);
-        x.seq_q = i32_at(a->cu_seqlens_q, b + 1) - q0;
-        x.seq_k = i32_at(a->cu_seqlens_k, b + 1) - k0;
+        q0 = gk_i32_at(a->cu_seqlens_q, b), k0 = gk_i32_at(a->cu_seqlens_k, b);
+        x.seq_q = gk_i32_at(a->cu_seqlens_q, b + 1) - q0;
+        x.seq_k = gk_i32_at(a->cu_seqlens_k, b + 1) - k0;
         x.q = gk_at(a->q.data, es * q0 * x.q_row);
         x.k = gk_at(a->k.data, es * k0 * x.k_row);
         x.v = gk_at(a->v.data, es * k0 * x.v_row);
@@ -62,6 +60,7 @@ INLINE attn_seq attn_seq_of(const gk_flash_attn_args *a, const attn_shape *s, in
         diagonal = x.seq_k - x.seq_q;
     } else {
         x.seq_q = a->q.shape[2], x.seq_k = a->k.shape[2];
+        if (a->rules.q_start) diagonal = gk_i32_at(a->rules.q_start, b);
         x.q = gk_at(a->q.data, es * b * a->q.stride[0]);
         x.k = gk_at(a->k.data, es * b * a->k.stride[0]);
         x.v = gk_at(a->v.data, es * b * a->v.stride[0]);
@@ -69,9 +68,7 @@ INLINE attn_seq attn_seq_of(const gk_flash_attn_args *a, const attn_shape *s, in
         x.lse_row = 1, x.lse_head = x.seq_q, x.lse_first = b * s->heads_q * x.seq_q;
     }
     x.span = gk_span_make(&a->rules, x.seq_k, diagonal);
-    if (a->rules.kv_start) x.span.key_lo = gk_clamp_i64(i32_at(a->rules.kv_start, b), 0, x.seq_k);
-    if (a->rules.kv_end) x.span.key_hi = gk_clamp_i64(i32_at(a->rules.kv_end, b), 0, x.seq_k);
-    x.span.key_hi = gk_max_i64(x.span.key_lo, x.span.key_hi);
+    gk_span_cut(&x.span, &a->rules, b);
     return x;
 }
 

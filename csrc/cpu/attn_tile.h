@@ -98,7 +98,7 @@ INLINE void attn_lanes_fill(attn_lanes *to, const attn_job *job, const attn_seq 
         to->lse_at[n] = x->lse_first + i * x->lse_row + h * x->lse_head;
         to->q[n] = x->q + element_bytes * (i * x->q_row + h * x->q_head);
         to->slope[n] = attn_slope(r, b, h) * ATTN_UNIT;
-        const float sink = r->sinks ? ((const float *)r->sinks->data)[h * r->sinks->stride[0]] : -INFINITY;
+        const float sink = (float)gk_sink_of(r, h);
         to->m[n] = sink == -INFINITY ? -FLT_MAX : sink * ATTN_UNIT;
         to->l[n] = sink == -INFINITY ? 0 : 1;
         to->sink[n] = sink;

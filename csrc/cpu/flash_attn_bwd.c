@@ -147,8 +147,8 @@ GK_PLAN_HOLDS(job);
 static int64_t row0_of(const job *g, const gk_tensor *t, int64_t b, int64_t h, int64_t first) {
     return h * t->stride[1] + (g->shape.packed ? first * t->stride[0] : b * t->stride[0]);
 }
-static int64_t first_q(const job *g, int64_t b) { return g->shape.packed ? i32_at(g->args->fwd.cu_seqlens_q, b) : 0; }
-static int64_t first_k(const job *g, int64_t b) { return g->shape.packed ? i32_at(g->args->fwd.cu_seqlens_k, b) : 0; }
+static int64_t first_q(const job *g, int64_t b) { return g->shape.packed ? gk_i32_at(g->args->fwd.cu_seqlens_q, b) : 0; }
+static int64_t first_k(const job *g, int64_t b) { return g->shape.packed ? gk_i32_at(g->args->fwd.cu_seqlens_k, b) : 0; }
 
 static void *at(const gk_tensor *t, int64_t element) {
     return gk_at(t->data, (int64_t)gk_dtype_bytes(t->dtype) * element);
@@ -184,9 +184,9 @@ static void pre_task(void *arg, int64_t task, int64_t worker) {
     const int64_t es = (int64_t)gk_dtype_bytes(g->dtype), grad_row = a->grad_out.stride[r];
     const float *lse = gk_at(f->lse.data, 4 * (x.lse_first + h * x.lse_head));
     float *row_lse = row_values(g, g->z.lse_at, b, h), *delta = row_values(g, g->z.delta_at, b, h);
-    const gk_tensor *sinks = f->rules.sinks, *grad_lse = a->grad_lse;
+    const gk_tensor *grad_lse = a->grad_lse;
     const int64_t dlse = grad_lse ? row0_of(g, grad_lse, b, h, first_q(g, b)) : 0;
-    const float sink = sinks ? ((const float *)sinks->data)[h * sinks->stride[0]] : -INFINITY;
+    const float sink = (float)gk_sink_of(&f->rules, h);
 
     for (int64_t i0 = 0; i0 < x.seq_q; i0 += W) {
         const int64_t rows = gk_min_i64(W, x.seq_q - i0);
@@ -561,8 +561,8 @@ static void dsink_task(void *arg, int64_t task, int64_t worker) {
     const gk_flash_attn_bwd_args *a = g->args;
     const int64_t b = task / g->shape.heads_q, h = task % g->shape.heads_q;
     const attn_seq x = attn_seq_of(&a->fwd, &g->shape, b);
-    const gk_tensor *sinks = a->fwd.rules.sinks, *grad_lse = a->grad_lse;
-    const float sink = ((const float *)sinks->data)[h * sinks->stride[0]];
+    const gk_tensor *grad_lse = a->grad_lse;
+    const float sink = (float)gk_sink_of(&a->fwd.rules, h);
     const float *lse = gk_at(a->fwd.lse.data, 4 * (x.lse_first + h * x.lse_head));
     const float *dlse = grad_lse ? at(grad_lse, row0_of(g, grad_lse, b, h, first_q(g, b))) : NULL;
     const float *delta = row_values(g, g->z.delta_at, b, h);
@@ -584,7 +584,7 @@ static void dsink_task(void *arg, int64_t task, int64_t worker) {
 /* ---- the call -------------------------------------------------------------------------------- */
 /* Tokens past the last sequence. */
 static void zero_tail(const job *g, const gk_tensor *t, const gk_tensor *cu_seqlens) {
-    const int64_t end = i32_at(cu_seqlens, g->shape.batch);
+    const int64_t end = gk_i32_at(cu_seqlens, g->shape.batch);
     for (int64_t h = 0; h < t->shape[1]; ++h)
         zero_rows(at(t, h * t->stride[1] + end * t->stride[0]), g->dtype, t->stride[0], t->shape[0] - end, t->shape[2]);
 }
@@ -635,7 +635,7 @@ static void run(const gk_context *ctx, const void *args, const gk_plan *planned,
         for (int64_t h = 0; h < g.shape.heads_q; ++h) {
             double sum = 0;
             for (int64_t b = 0; b < g.shape.batch; ++b) sum += part[h * g.shape.batch + b];
-            ((float *)a->dsinks->data)[h * a->dsinks->stride[0]] = (float)sum;
+            gk_store(a->dsinks->data, a->dsinks->dtype, h * a->dsinks->stride[0], sum);
         }
     }
 }

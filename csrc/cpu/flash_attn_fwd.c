@@ -69,7 +69,7 @@ static void run(const gk_context *ctx, const void *args, const gk_plan *planned,
     fwd_job job = *GK_OWN_CONST(fwd_job, planned);
     job.args = args, job.attn.rules = &job.args->rules, job.workspace = workspace;
     if (job.shape.packed)
-        attn_clear_tokens(&job.args->out, job.attn.lse, i32_at(job.args->cu_seqlens_q, job.shape.batch));
+        attn_clear_tokens(&job.args->out, job.attn.lse, gk_i32_at(job.args->cu_seqlens_q, job.shape.batch));
     gk_parallel(ctx, job.tasks, block_task, &job);
 }
 

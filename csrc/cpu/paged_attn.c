@@ -106,16 +106,14 @@ static paged_job job_make(const gk_context *ctx, const gk_paged_attn_args *a) {
 static attn_seq seq_of(const paged_job *job, int64_t b) {
     const gk_paged_attn_args *a = job->args;
     const int64_t each = job->tokens / job->batch;
-    const int64_t q0 = a->cu_seqlens_q ? i32_at(a->cu_seqlens_q, b) : b * each;
+    const int64_t q0 = a->cu_seqlens_q ? gk_i32_at(a->cu_seqlens_q, b) : b * each;
     attn_seq x = {.q_row = a->q.stride[0], .q_head = a->q.stride[1]};
-    x.seq_q = a->cu_seqlens_q ? i32_at(a->cu_seqlens_q, b + 1) - q0 : each;
-    x.seq_k = i32_at(&a->seq_lens, b);
+    x.seq_q = a->cu_seqlens_q ? gk_i32_at(a->cu_seqlens_q, b + 1) - q0 : each;
+    x.seq_k = gk_i32_at(&a->seq_lens, b);
     x.q = gk_at(a->q.data, (int64_t)gk_dtype_bytes(a->q.dtype) * q0 * x.q_row);
     x.out_row = a->out.stride[0], x.out_head = a->out.stride[1], x.out_first = q0 * x.out_row;
     x.lse_row = job->heads_q, x.lse_head = 1, x.lse_first = q0 * job->heads_q;
-    gk_attn_rules rules = a->rules;
-    rules.window_right = -1;
-    x.span = gk_span_make(&rules, x.seq_k, x.seq_k - x.seq_q);
+    x.span = gk_span_paged(&a->rules, b, x.seq_q, x.seq_k);
     return x;
 }
 
@@ -614,10 +612,9 @@ static void merge_task(void *arg, int64_t task, int64_t worker) {
     const attn_seq x = seq_of(job, b);
     if (!few_lanes(job, &x)) return;
     const float v_scale = head_scale(job->args->v_scale, h_kv);
-    const gk_tensor *sinks = job->args->rules.sinks;
     for (int64_t n = 0; n < x.seq_q * group; ++n) {
         const int64_t i = n / group, h = h_kv * group + n % group;
-        const float sink = sinks ? ((const float *)sinks->data)[h * sinks->stride[0]] : -INFINITY;
+        const float sink = (float)gk_sink_of(&job->args->rules, h);
         float m = sink == -INFINITY ? -FLT_MAX : sink * ATTN_UNIT, l = 0;
         for (int64_t c = job->first_chunk[b]; c < job->first_chunk[b + 1]; ++c)
             m = fmaxf(m, partial_at(job, c, h_kv, n)[job->o_step]);
@@ -688,7 +685,7 @@ static void run(const gk_context *ctx, const void *args, const gk_plan *planned,
     job.args = a, job.tile.rules = &a->rules;
     job.first_block = workspace, job.first_chunk = gk_at(workspace, 8 * (job.batch + 1));
     job.partials = gk_at(workspace, job.plan_bytes), job.scratch = gk_at(job.partials, job.partials_bytes);
-    if (a->cu_seqlens_q) attn_clear_tokens(&a->out, a->lse.data, i32_at(a->cu_seqlens_q, job.batch));
+    if (a->cu_seqlens_q) attn_clear_tokens(&a->out, a->lse.data, gk_i32_at(a->cu_seqlens_q, job.batch));
     if (job.batch == 0 || job.heads_kv == 0) return;
     count_tasks(&job);
     const int64_t parts = gk_ceil_div(job.heads_kv, job.heads);

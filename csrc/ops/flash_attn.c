@@ -42,16 +42,17 @@ static gk_status check_forward(const char *op, const gk_context *ctx, const gk_f
                    (long long)f->max_seqlen_k);
         GK_TRY(gk_check_product(op, "sequences, heads and the longest sequence of q", batch, f->q.shape[1],
                                 gk_min_i64(f->max_seqlen_q, f->q.shape[0])));
-        GK_REQUIRE(!f->rules.kv_start && !f->rules.kv_end, "%s: kv_start and kv_end are for dense calls", op);
+        GK_REQUIRE(!f->rules.kv_start && !f->rules.kv_end && !f->rules.q_start,
+                   "%s: kv_start, kv_end and q_start are for dense calls", op);
     } else {
         GK_TRY(gk_check_size(op, "k", &f->k, 0, batch));
         GK_TRY(gk_check_size(op, "v", &f->v, 0, batch));
-        const gk_tensor *bound[2] = {f->rules.kv_start, f->rules.kv_end};
-        for (int i = 0; i < 2; ++i) {
-            if (!bound[i]) continue;
-            GK_TRY(gk_check_tensor(op, i ? "kv_end" : "kv_start", bound[i], GK_I32, 1, 1));
-            GK_TRY(gk_check_size(op, i ? "kv_end" : "kv_start", bound[i], 0, batch));
-        }
+        GK_TRY(gk_check_of_sequences(op, "kv_start", f->rules.kv_start, batch));
+        GK_TRY(gk_check_of_sequences(op, "kv_end", f->rules.kv_end, batch));
+        GK_TRY(gk_check_of_sequences(op, "q_start", f->rules.q_start, batch));
+        GK_REQUIRE(!f->rules.q_start || f->rules.diagonal == 0,
+                   "%s: diagonal is %lld where q_start is given, expected 0: only one of them places the queries", op,
+                   (long long)f->rules.diagonal);
     }
     GK_TRY(gk_check_rules(op, &f->rules, dtype, batch, f->q.shape[1]));
     GK_TRY(gk_check_length(op, "q", ctx, f->q.shape[row]));
@@ -85,7 +86,8 @@ static const gk_flash_attn_bwd_args *held_bwd(const gk_flash_attn_bwd_args *args
 }
 
 /* Keys that each row sees, summed over rows and sequences; contents of packed calls must have been checked. Index tensors on
- * a GPU are not read: kv_start and kv_end then count as 0 and Sk, and every packed sequence as one of equal share. */
+ * a GPU are not read: kv_start, kv_end and q_start then count as 0, Sk and Sk - Sq, and every packed sequence as one of equal
+ * share. */
 static double visible_pairs(const gk_context *ctx, const gk_flash_attn_args *f) {
     const bool packed = f->cu_seqlens_q != NULL, readable = ctx->device == GK_CPU;
     const int64_t batch = packed ? f->cu_seqlens_q->shape[0] - 1 : f->q.shape[0];
@@ -100,15 +102,11 @@ static double visible_pairs(const gk_context *ctx, const gk_flash_attn_args *f) 
             const int64_t sq = f->cu_seqlens_q->stride[0], sk = f->cu_seqlens_k->stride[0];
             seq_q = cq[(b + 1) * sq] - cq[b * sq], seq_k = ck[(b + 1) * sk] - ck[b * sk];
             diagonal = seq_k - seq_q;
+        } else if (f->rules.q_start) {
+            diagonal = readable ? gk_i32_at(f->rules.q_start, b) : seq_k - seq_q;
         }
         gk_span span = gk_span_make(&f->rules, seq_k, diagonal);
-        if (f->rules.kv_start && readable)
-            span.key_lo =
-                gk_clamp_i64(((const int32_t *)f->rules.kv_start->data)[b * f->rules.kv_start->stride[0]], 0, seq_k);
-        if (f->rules.kv_end && readable)
-            span.key_hi =
-                gk_clamp_i64(((const int32_t *)f->rules.kv_end->data)[b * f->rules.kv_end->stride[0]], 0, seq_k);
-        span.key_hi = gk_max_i64(span.key_lo, span.key_hi);
+        if (readable) gk_span_cut(&span, &f->rules, b);
         for (int64_t i = 0; i < seq_q; ++i) pairs += (double)gk_max_i64(0, gk_span_hi(&span, i) - gk_span_lo(&span, i));
     }
     return pairs;
@@ -180,7 +178,7 @@ static gk_status check_flash_bwd(const char *op, const gk_context *ctx, const gk
     }
     if (g->dsinks) {
         GK_REQUIRE(f->rules.sinks, "%s: dsinks is given but sinks is not", op);
-        GK_TRY(gk_check_tensor(op, "dsinks", g->dsinks, f->lse.dtype, 1, 1));
+        GK_TRY(gk_check_tensor(op, "dsinks", g->dsinks, f->rules.sinks->dtype, 1, 1));
         GK_TRY(gk_check_size(op, "dsinks", g->dsinks, 0, f->q.shape[1]));
     }
     return GK_OK;

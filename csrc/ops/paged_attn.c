@@ -54,6 +54,7 @@ static gk_status check_paged(const char *op, const gk_context *ctx, const gk_pag
                    (long long)batch);
     }
     GK_TRY(gk_check_rules(op, &p->rules, dtype, batch, heads_q));
+    GK_TRY(gk_check_of_sequences(op, "kv_start", p->rules.kv_start, batch));
     GK_TRY(check_scales(op, "k_scale", p->k_scale, dtype, heads_kv));
     GK_TRY(check_scales(op, "v_scale", p->v_scale, dtype, heads_kv));
     GK_TRY(gk_check_length(op, "q", ctx, tokens));
@@ -118,8 +119,8 @@ gk_status gk_explain_paged_attn(const gk_context *ctx, const gk_paged_attn_args 
             n = cu[(b + 1) * s] - cu[b * s];
         }
         gk_attn_rules rules = args->rules;
-        rules.window_right = -1;
-        gk_span span = gk_span_make(&rules, len, len - n);
+        if (!readable) rules.kv_start = NULL; /* counts as 0 */
+        gk_span span = gk_span_paged(&rules, b, n, len);
         if (n == 0 || len == 0) continue;
         keys += (double)(gk_span_hi(&span, n - 1) - gk_span_lo(&span, 0));
         for (int64_t i = 0; i < n; ++i) pairs += (double)gk_max_i64(0, gk_span_hi(&span, i) - gk_span_lo(&span, i));

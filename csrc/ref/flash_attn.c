@@ -58,11 +58,10 @@ static sequence sequence_make(const flash_job *job, int64_t b) {
     sequence s = {.b = b, .start_q = ref_start(&job->q, b), .start_k = ref_start(&job->k, b)};
     s.seq_q = ref_start(&job->q, b + 1) - s.start_q;
     s.seq_k = ref_start(&job->k, b + 1) - s.start_k;
-    s.diagonal = job->packed ? s.seq_k - s.seq_q : r->diagonal;
+    s.diagonal = job->packed ? s.seq_k - s.seq_q : r->q_start ? gk_i32_at(r->q_start, b) : r->diagonal;
     s.span = gk_span_make(r, s.seq_k, s.diagonal);
     s.diagonal = s.span.diagonal;
-    if (r->kv_start) s.span.key_lo = gk_clamp_i64(ref_i32(r->kv_start, b), 0, s.seq_k);
-    if (r->kv_end) s.span.key_hi = gk_clamp_i64(ref_i32(r->kv_end, b), 0, s.seq_k);
+    gk_span_cut(&s.span, r, b);
     return s;
 }
 

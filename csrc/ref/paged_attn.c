@@ -22,9 +22,7 @@ static void paged_rows(const paged_job *job, int64_t b, int64_t h, int64_t token
     const gk_paged_attn_args *x = job->x;
     int64_t h_kv = h / job->group, seq_k = ref_i32(&x->seq_lens, b);
     int64_t seq_q = ref_start(&job->q, b + 1) - ref_start(&job->q, b), diagonal = seq_k - seq_q;
-    gk_attn_rules rules = x->rules;
-    rules.window_right = -1;
-    gk_span span = gk_span_make(&rules, seq_k, diagonal);
+    gk_span span = gk_span_paged(&x->rules, b, seq_q, seq_k);
 
     ref_keys keys = {.k = &x->k_cache, .v = &x->v_cache, .block_table = &x->block_table, .b = b};
     keys.k_at = h_kv * x->k_cache.stride[2];
@@ -32,11 +30,11 @@ static void paged_rows(const paged_job *job, int64_t b, int64_t h, int64_t token
     keys.k_step = x->k_cache.stride[1];
     keys.v_step = x->v_cache.stride[1];
     keys.block_size = x->k_cache.shape[1];
-    ref_score score = ref_score_make(&rules, b, h, diagonal, head_scale(x->k_scale, h_kv));
+    ref_score score = ref_score_make(&x->rules, b, h, diagonal, head_scale(x->k_scale, h_kv));
     ref_block block = {.q = &x->q,
                        .out = &x->out,
                        .lse = &x->lse,
-                       .sinks = rules.sinks,
+                       .sinks = x->rules.sinks,
                        .keys = &keys,
                        .score = &score,
                        .v_scale = head_scale(x->v_scale, h_kv),

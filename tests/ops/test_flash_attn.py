@@ -14,6 +14,7 @@ from conftest import (
     LAYOUTS,
     LENGTHS,
     MODIFIERS,
+    MORE_MODIFIERS,
     assert_close_as,
     f64,
     far_apart,
@@ -122,7 +123,9 @@ def tiles(device, dtype=torch.float32, head_dim=64):
 
 @pytest.mark.parametrize("case", grid(96, mods=MODIFIERS, dtype=FLOATS, heads=HEADS,
                                       lengths=((17, 33), (64, 64), (65, 130), (129, 70), (3, 257)),
-                                      dims=((64, 64), (32, 48), (80, 80), (7, 9))))  # fmt: skip
+                                      dims=((64, 64), (32, 48), (80, 80), (7, 9)))
+                         + grid(32, mods=MORE_MODIFIERS, dtype=FLOATS, heads=HEADS[:4], lengths=((17, 33), (65, 130), (129, 70), (3, 257)),
+                                dims=((64, 64), (128, 128), (32, 48), (80, 80))))  # fmt: skip
 def test_modifiers(case, device):
     gen = generator("modifiers", case.id)
     q, k, v = qkv(gen, 3, case.heads, case.lengths, case.dims, case.dtype, device)
@@ -441,7 +444,9 @@ def check_backward(q, k, v, gen, grad_out, grad_lse=None, what="", **kwargs):
 
 @pytest.mark.parametrize("case", grid(96, mods=MODIFIERS, dtype=FLOATS, heads=HEADS,
                                       lengths=((17, 33), (64, 64), (65, 130), (129, 70), (3, 257)),
-                                      dims=((64, 64), (32, 48), (80, 80), (7, 9)), lse=(False, True)))  # fmt: skip
+                                      dims=((64, 64), (32, 48), (80, 80), (7, 9)), lse=(False, True))
+                         + grid(32, mods=MORE_MODIFIERS, dtype=FLOATS, heads=HEADS[:4], lengths=((17, 33), (65, 130), (129, 70), (3, 257)),
+                                dims=((64, 64), (128, 128), (32, 48), (80, 80)), lse=(False, True)))  # fmt: skip
 def test_backward_modifiers(case, device):
     gen = generator("backward", case.id)
     q, k, v = qkv(gen, 3, case.heads, case.lengths, case.dims, case.dtype, device)
@@ -639,7 +644,7 @@ def test_same_tensor_as_q_k_and_v(device):
     assert_close_as(yard.grad, leaf.grad, wide.grad)
 
 
-@pytest.mark.parametrize("mods", MODIFIERS)
+@pytest.mark.parametrize("mods", (*MODIFIERS, *MORE_MODIFIERS))
 def test_gradcheck(mods, device, one_thread):
     gen = generator("gradcheck", mods)
     t = [x.requires_grad_() for x in qkv(gen, 2, (4, 2), (5, 6), (3, 2), torch.float64, device)]
@@ -658,7 +663,7 @@ def test_gradcheck(mods, device, one_thread):
         assert torch.autograd.gradcheck(lambda *a: run(*a[:3], torch.where(finite, a[3], -math.inf)), (*t, leaf))
 
 
-SPAN = ("is_causal", "diagonal", "window_left", "window_right", "kv_start", "kv_end")
+SPAN = ("is_causal", "diagonal", "window_left", "window_right", "kv_start", "kv_end", "q_start")
 
 
 def test_sink_of_minus_infinity_has_no_gradient(device):
@@ -770,7 +775,7 @@ def packed(gen, lengths_q, lengths_k, heads, dims, dtype, device, slack=0):
 def varlen_kwargs(name, batch, heads_q, gen, dtype, device):
     """The modifiers that flash_attn_varlen has."""
     kwargs = modifiers(name, batch, heads_q, 9, 9, gen, dtype, device)
-    return {n: v for n, v in kwargs.items() if n not in ("diagonal", "kv_start", "kv_end")}
+    return {n: v for n, v in kwargs.items() if n not in ("diagonal", "kv_start", "kv_end", "q_start")}
 
 
 def per_sequence(run, q, k, v, cu_q, cu_k, alibi_slopes=None, **kwargs):
@@ -837,7 +842,9 @@ def check_varlen(args, kwargs, gen, what=""):
 
 
 @pytest.mark.parametrize("case", grid(64, batch=tuple(BATCHES), dtype=FLOATS, heads=HEADS[1:4], dims=((64, 64), (24, 40), (80, 80)),
-                                      mods=[m for m in MODIFIERS if not m.startswith("kv_")], slack=(0, 5)))  # fmt: skip
+                                      mods=[m for m in MODIFIERS if not m.startswith("kv_")], slack=(0, 5))
+                         + grid(8, batch=tuple(BATCHES), dtype=FLOATS, heads=HEADS[1:4], dims=((64, 64), (24, 40)), mods=("sinks_own",),
+                                slack=(0, 5)))  # fmt: skip
 def test_varlen(case, device):
     gen = generator("varlen", case.id)
     args = packed(gen, *BATCHES[case.batch], case.heads, case.dims, case.dtype, device, case.slack)

@@ -46,6 +46,7 @@ BATCHES = {
 
 MODIFIERS = ("none", "full", "scale", "window", "window_zero", "softcap", "alibi", "alibi_batch", "sinks", "sinks_off",
              "scales", "scales_head", "all")  # fmt: skip
+MORE_MODIFIERS = ("sinks_own", "kv_start", "kv_start_window")  # later ones, which tests sample by themselves
 
 
 def modifiers(name, batch, heads, gen, dtype, device):
@@ -57,6 +58,7 @@ def modifiers(name, batch, heads, gen, dtype, device):
     sinks = randn(gen, hq, dtype=extra, device=device)
     off = sinks.clone()
     off[::2] = -math.inf
+    start = torch.tensor([3, 40, -2, 0, 70], dtype=torch.int32, device=device)[:batch]  # past some sequences' ends
     k_scale, v_scale = (torch.rand(hkv, generator=gen).to(extra).to(device) + 0.5 for _ in range(2))
     return {
         "none": {},
@@ -69,6 +71,9 @@ def modifiers(name, batch, heads, gen, dtype, device):
         "alibi_batch": dict(alibi_slopes=slopes_b),
         "sinks": dict(sinks=sinks),
         "sinks_off": dict(sinks=off),
+        "sinks_own": dict(sinks=off.to(dtype)),
+        "kv_start": dict(kv_start=start),
+        "kv_start_window": dict(kv_start=start, window_left=20, is_causal=False, alibi_slopes=slopes),
         "scales": dict(k_scale=k_scale[0], v_scale=v_scale[0]),
         "scales_head": dict(k_scale=k_scale, v_scale=v_scale),
         "all": dict(
@@ -98,7 +103,9 @@ def even(name):
 
 
 @pytest.mark.parametrize("case", grid(96, mods=MODIFIERS, batch=tuple(BATCHES), dtype=FLOATS, heads=HEADS, block_size=BLOCK_SIZES,
-                                      dims=((64, 64), (32, 48), (80, 80)), order=("NHD", "HND", "padded", "shared")))  # fmt: skip
+                                      dims=((64, 64), (32, 48), (80, 80)), order=("NHD", "HND", "padded", "shared"))
+                         + grid(32, mods=MORE_MODIFIERS, batch=tuple(BATCHES), dtype=FLOATS, heads=HEADS, block_size=BLOCK_SIZES,
+                                dims=((64, 64), (32, 48), (128, 128)), order=("NHD", "HND")))  # fmt: skip
 def test_forward(case, device):
     gen = generator("paged", case.id)
     paged = make(gen, case.batch, case.heads, case.dims, case.block_size, case.dtype, device, case.order)

@@ -87,13 +87,14 @@ def pairs_of(queries: int, keys: int, is_causal: bool, diagonal: int, window_lef
 
 # ---- vmap ----------------------------------------------------------------------------------------
 
-# Tensors whose heads are dimension 1, of a call without vmap.
+# Tensors whose heads are dimension 1, of a call without vmap; and those of shape [B].
 _HEADS_SECOND = ("q", "k", "v", "out", "lse", "grad_out", "grad_lse")
+_OF_SEQUENCES = ("kv_start", "kv_end", "q_start")
 
 
 def fold_into_heads(size, batched, sinks, alibi_slopes, **given):
     """[B, H, S, D] and [T, H, D], `size` of each, as `size` times the heads; query head h still reads its kv head."""
-    lengths = {"kv_start", "kv_end", "cu_seqlens_q", "cu_seqlens_k"}
+    lengths = {*_OF_SEQUENCES, "cu_seqlens_q", "cu_seqlens_k"}
     if batched & lengths:
         return None
 
@@ -119,16 +120,16 @@ def fold_into_heads(size, batched, sinks, alibi_slopes, **given):
     return changed, unfold
 
 
-def fold_into_batch(size, batched, q, sinks, alibi_slopes, kv_start, kv_end, **given):
+def fold_into_batch(size, batched, q, sinks, alibi_slopes, **given):
     """[B, H, S, D], `size` of each, as a batch of `size` times B. Sinks are no batch's, so those go into the heads."""
-    given |= {"q": q, "kv_start": kv_start, "kv_end": kv_end}
+    given["q"] = q
     if sinks is not None:
         return fold_into_heads(size, batched, sinks=sinks, alibi_slopes=alibi_slopes, **given)
 
     def in_front(name: str, x: Tensor) -> Tensor:
         return x if name in batched else x.expand(size, *x.shape)
 
-    names = (*_HEADS_SECOND, "kv_start", "kv_end")
+    names = (*_HEADS_SECOND, *_OF_SEQUENCES)
     changed = {name: in_front(name, given[name]).flatten(0, 1) for name in names if given.get(name) is not None}
     if alibi_slopes is not None and (batched & {"alibi_slopes"} or alibi_slopes.dim() == 2):
         slopes = in_front("alibi_slopes", alibi_slopes)

@@ -25,6 +25,7 @@ def flash_attn(
     sinks: Tensor | None = None,
     kv_start: Tensor | None = None,
     kv_end: Tensor | None = None,
+    q_start: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention, without ever holding the matrix of scores.
@@ -48,20 +49,23 @@ def flash_attn(
             1 / sqrt(D).
         diagonal: the key index at which query 0 stands. 0 is the convention of
             ``F.scaled_dot_product_attention`` and ``torch.tril``; pass ``Sk - Sq`` for the
-            bottom-right one.
+            bottom-right one, or q_start where each sequence has its own.
         window_left: query i sees keys ``j >= i + diagonal - window_left`` only; -1 is no bound.
         window_right: query i sees keys ``j <= i + diagonal + window_right`` only; -1 is no bound.
             Windows and is_causal intersect.
         softcap: bound of the scores, a finite number; 0 switches it off, and so does one that no score
             comes near.
         alibi_slopes: [Hq] or [B, Hq] float32 (float64 with float64 inputs). It has no gradient.
-        sinks: [Hq] float32 (float64 with float64 inputs), differentiable: one more logit per head,
-            neither scaled nor capped, that takes probability and adds no value; -inf switches it
-            off.
+        sinks: [Hq] float32 or q's dtype (float64 with float64 inputs), differentiable: one more logit
+            per head, neither scaled nor capped, that takes probability and adds no value; -inf
+            switches it off.
         kv_start: [B] int32: sequence b sees keys ``j >= kv_start[b]`` only. Positions stay key
             indices.
         kv_end: [B] int32: sequence b sees keys ``j < kv_end[b]`` only. Both are clamped to [0, Sk];
             together they take the place of a padding mask, for padding on either side.
+        q_start: [B] int32: the diagonal of each sequence, on the device: query i of sequence b stands
+            at key ``i + q_start[b]``, for is_causal, windows and ALiBi alike. So a static cache, a
+            chunk of a prompt or a captured graph needs no number on the host. diagonal must then be 0.
         return_lse: return ``(out, lse)``.
 
     Returns:
@@ -72,7 +76,7 @@ def flash_attn(
         query of their sequence sees may hold NaN.
 
     Gradients: q, k, v and sinks, from those of out and lse; rows that see no key have none. Those
-    of q, k and v are stored by the rule of out. A second backward raises NotImplementedError.
+    of q, k and v are stored by the rule of out, that of sinks has their dtype. A second backward raises NotImplementedError.
 
     Under autocast q, k and v are cast.
 
@@ -99,6 +103,7 @@ def flash_attn(
         sinks,
         kv_start,
         kv_end,
+        q_start,
     )
 
 
@@ -120,8 +125,12 @@ def _bwd_fake(q, k, v, sinks, **_):
 # ---- FLOPs ---------------------------------------------------------------------------------------
 
 
-def _pairs(q, k, is_causal, diagonal, window_left, window_right, **_) -> int:
-    """Of query and key, over all batches and heads."""
+def _pairs(q, k, is_causal, diagonal, window_left, window_right, q_start=None, **_) -> int:
+    """Of query and key, over all batches and heads. q_start is contents: the last query then counts as standing at the
+    last key.
+    """
+    if q_start is not None:
+        diagonal = k[2] - q[2]
     return q[0] * q[1] * attention.pairs_of(q[2], k[2], is_causal, diagonal, window_left, window_right)
 
 

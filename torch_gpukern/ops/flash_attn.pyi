@@ -19,6 +19,7 @@ def flash_attn(
     sinks: Tensor | None = ...,
     kv_start: Tensor | None = ...,
     kv_end: Tensor | None = ...,
+    q_start: Tensor | None = ...,
     return_lse: Literal[False] = ...,
 ) -> Tensor: ...
 @overload
@@ -36,6 +37,7 @@ def flash_attn(
     sinks: Tensor | None = ...,
     kv_start: Tensor | None = ...,
     kv_end: Tensor | None = ...,
+    q_start: Tensor | None = ...,
     *,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
@@ -54,5 +56,6 @@ def flash_attn(
     sinks: Tensor | None = ...,
     kv_start: Tensor | None = ...,
     kv_end: Tensor | None = ...,
+    q_start: Tensor | None = ...,
     return_lse: bool = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...

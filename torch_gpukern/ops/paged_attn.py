@@ -30,6 +30,7 @@ def paged_attn(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     is_causal: bool = True,
+    kv_start: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of each sequence's newest tokens over its keys, read in place from a paged cache.
@@ -47,7 +48,7 @@ def paged_attn(
         v_cache: [num_blocks, block_size, Hkv, Dv], likewise.
         block_table: [B, max_blocks] int32, the pages of each sequence. Only the first
             ``ceil(seq_lens[b] / block_size)`` entries of a row are read, and those of pages wholly
-            to the left of every window may hold anything. Sequences may share pages.
+            to the left of every window or of kv_start may hold anything. Sequences may share pages.
         seq_lens: [B] int32: keys of each sequence, the new tokens included. 0 is an inactive row.
         cu_seqlens_q: [B + 1] int32: sequence b owns query tokens ``cu_seqlens_q[b]`` to
             ``cu_seqlens_q[b + 1]``. None gives each sequence T / B tokens.
@@ -57,11 +58,13 @@ def paged_attn(
         window_left: keys before its own position that a query sees; -1 is no bound.
         softcap: ``softcap * tanh(s / softcap)``; 0 switches it off.
         alibi_slopes: [Hq] or [B, Hq] float32 (float64 with float64): ``s - slope * |p - j|``.
-        sinks: [Hq] float32 (float64 with float64): one more logit per head that takes probability
-            and adds no value.
+        sinks: [Hq] float32 or q's dtype (float64 with float64): one more logit per head that takes
+            probability and adds no value.
         k_scale: [] or [Hkv] float32: a key is its stored value times k_scale.
         v_scale: [] or [Hkv] float32, likewise for values.
         is_causal: False lets each query see every key below ``seq_lens[b]``.
+        kv_start: [B] int32: sequence b sees keys ``j >= kv_start[b]`` only, as for padding on the left.
+            Positions stay key indices. Clamped to [0, seq_lens[b]].
         return_lse: return ``(out, lse)``.
 
     Returns:
@@ -99,6 +102,7 @@ def paged_attn(
         k_scale,
         v_scale,
         is_causal,
+        kv_start,
     )
 
 

@@ -21,6 +21,7 @@ def paged_attn(
     k_scale: Tensor | None = ...,
     v_scale: Tensor | None = ...,
     is_causal: bool = ...,
+    kv_start: Tensor | None = ...,
     return_lse: Literal[False] = ...,
 ) -> Tensor: ...
 @overload
@@ -40,6 +41,7 @@ def paged_attn(
     k_scale: Tensor | None = ...,
     v_scale: Tensor | None = ...,
     is_causal: bool = ...,
+    kv_start: Tensor | None = ...,
     *,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
@@ -60,6 +62,7 @@ def paged_attn(
     k_scale: Tensor | None = ...,
     v_scale: Tensor | None = ...,
     is_causal: bool = ...,
+    kv_start: Tensor | None = ...,
     return_lse: bool = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def kv_cache_write(

@@ -11,6 +11,7 @@
 #include "../tile/copy.cuh"
 #include "../tile/reduce.cuh"
 #include "bwd.cuh"
+#include "softmax.cuh"
 #include "tiles.h"
 
 namespace {
@@ -108,7 +109,7 @@ template <class T> __global__ void __launch_bounds__(SINK_WARPS * 32) bwd_sinks_
     typedef typename element<T>::acc W;
     __shared__ double sums_s[SINK_WARPS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, head = blockIdx.x;
-    const W sink = ((const W *)g.p.rules.sinks)[head * g.p.rules.sink_head];
+    const W sink = sink_of<W>(g.p.rules, head);
     const double to_natural = 1 / g.lse_factor;
     const int chunks = (g.p.seq_q + 31) / 32;
     double sum = 0;
@@ -132,7 +133,11 @@ template <class T> __global__ void __launch_bounds__(SINK_WARPS * 32) bwd_sinks_
     __syncthreads(); /* every warp's sum is there */
     if (threadIdx.x > 0) return;
     for (int w = 1; w < SINK_WARPS; ++w) sum += sums_s[w];
-    ((W *)g.dsinks)[head * g.dsink_head] = (W)sum;
+    const int64_t at = head * g.dsink_head;
+    if (g.p.rules.sinks_dtype == element<T>::dtype)
+        ((T *)g.dsinks)[at] = from_acc<T>((W)sum);
+    else
+        ((W *)g.dsinks)[at] = (W)sum;
 }
 
 /* ---- 3. tokens of no sequence ------------------------------------------------------------------------------------ */

@@ -132,7 +132,7 @@ template <class T> inline gk_status fwd_finish(const char *op, const gk_context 
         SplitCombine c = {};
         c.out_splits = p.out_splits, c.lse_splits = p.lse_splits, c.splits = p.splits, c.rows = p.split_rows;
         c.head_dim_v = x.head_dim_v, c.out = (void *)x.out.data, c.lse = (float *)x.lse.data;
-        c.sinks = (const float *)x.rules.sinks;
+        c.sinks = x.rules.sinks, c.sinks_dtype = x.rules.sinks_dtype;
         if (x.cu_q) {
             c.size_y = x.total_q, c.size_z = x.heads_q;
             c.out_y = x.out.row, c.out_z = x.out.head, c.sink_z = x.rules.sink_head;

@@ -58,6 +58,7 @@ __device__ __forceinline__ PagedSequence paged_sequence(const Paged &p, int b) {
     s.rows = min(seq_q, p.seq_q);
     s.diagonal = s.seq_k - seq_q;
     s.span = span_make(s.seq_k, s.diagonal, p.rules.left, p.rules.right);
+    if (p.rules.kv_start) s.span.key_lo = min(max(p.rules.kv_start[b * p.rules.start_step], 0), s.seq_k);
     return s;
 }
 
@@ -109,7 +110,7 @@ inline int64_t paged_seq_q(const gk_paged_attn_args *a) {
 inline Paged paged_of(const gk_context *ctx, const gk_paged_attn_args *a) {
     Paged p = {};
     gk_attn_rules rules = a->rules;
-    rules.diagonal = 0, rules.window_right = -1, rules.kv_start = rules.kv_end = NULL;
+    rules.diagonal = 0, rules.window_right = -1, rules.kv_end = rules.q_start = NULL;
     p.q = rows_of(a->q), p.k = pages_of(a->k_cache), p.v = pages_of(a->v_cache);
     p.out = a->out.data, p.lse = a->lse.data;
     p.rules = rules_of(rules);

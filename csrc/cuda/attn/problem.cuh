@@ -30,10 +30,13 @@ struct Rules {
     int64_t left, right;      /* -1 = unbounded; causal makes right 0 */
     const void *alibi_slopes; /* [Hq] or [B, Hq] float, double for float64; NULL = none */
     int64_t slope_batch, slope_head;
-    const void *sinks; /* [Hq] float, double for float64; NULL = none */
+    const void *sinks; /* [Hq] of sinks_dtype; NULL = none */
     int64_t sink_head;
-    const int32_t *kv_start, *kv_end; /* [B], dense only; NULL = none */
+    gk_dtype sinks_dtype;             /* float, double for float64, or q's */
+    const int32_t *kv_start, *kv_end; /* [B], kv_end dense only; NULL = none */
     int64_t start_step, end_step;
+    const int32_t *q_start; /* [B], dense only: diagonals; NULL = `diagonal` is everyone's */
+    int64_t q_start_step;
     bool modified; /* softcap or ALiBi: scores are not scale * qk alone */
 };
 
@@ -75,7 +78,8 @@ __device__ __forceinline__ Sequence sequence_of(const Problem &p, int b) {
         if (!good) report(p.error_word, GK_BAD_CU_SEQLENS);
         s.diagonal = s.seq_k - s.seq_q;
     } else {
-        s.q0 = s.k0 = 0, s.seq_q = p.seq_q, s.seq_k = p.seq_k, s.diagonal = p.rules.diagonal;
+        s.q0 = s.k0 = 0, s.seq_q = p.seq_q, s.seq_k = p.seq_k;
+        s.diagonal = p.rules.q_start ? p.rules.q_start[b * p.rules.q_start_step] : p.rules.diagonal;
     }
     s.span = span_make(s.seq_k, s.diagonal, p.rules.left, p.rules.right);
     if (p.rules.kv_start) s.span.key_lo = min(max(p.rules.kv_start[b * p.rules.start_step], 0), s.seq_k);
@@ -121,9 +125,11 @@ inline Rules rules_of(const gk_attn_rules &r) {
         rules.alibi_slopes = t->data;
         rules.slope_batch = t->ndim == 2 ? t->stride[0] : 0, rules.slope_head = t->stride[t->ndim - 1];
     }
-    if (r.sinks) rules.sinks = r.sinks->data, rules.sink_head = r.sinks->stride[0];
+    if (r.sinks)
+        rules.sinks = r.sinks->data, rules.sink_head = r.sinks->stride[0], rules.sinks_dtype = r.sinks->dtype;
     if (r.kv_start) rules.kv_start = (const int32_t *)r.kv_start->data, rules.start_step = r.kv_start->stride[0];
     if (r.kv_end) rules.kv_end = (const int32_t *)r.kv_end->data, rules.end_step = r.kv_end->stride[0];
+    if (r.q_start) rules.q_start = (const int32_t *)r.q_start->data, rules.q_start_step = r.q_start->stride[0];
     rules.modified = r.softcap > 0 || r.alibi_slopes;
     return rules;
 }

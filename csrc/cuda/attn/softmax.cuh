@@ -8,6 +8,7 @@
 #define GPUKERN_CUDA_SOFTMAX_CUH
 
 #include "../ptx/regs.cuh"
+#include "../tile/convert.cuh"
 #include "../tile/reduce.cuh"
 #include "score.cuh"
 #include "tiles.h"
@@ -136,8 +137,15 @@ __device__ __forceinline__ RowResult row_result(float peak, float total, float s
     return {x.factor(), x.lse()};
 }
 
+/* W is double for float64, whose sinks are too. */
+template <class W = float> __device__ __forceinline__ W load_sink(const void *sinks, gk_dtype dtype, int64_t at) {
+    if (dtype == GK_BF16) return (W)to_acc(((const __nv_bfloat16 *)sinks)[at]);
+    if (dtype == GK_F16) return (W)to_acc(((const __half *)sinks)[at]);
+    return ((const W *)sinks)[at];
+}
+
 template <class W = float> __device__ __forceinline__ W sink_of(const Rules &rules, int head) {
-    return rules.sinks ? ((const W *)rules.sinks)[head * rules.sink_head] : W(-INFINITY);
+    return rules.sinks ? load_sink<W>(rules.sinks, rules.sinks_dtype, head * rules.sink_head) : W(-INFINITY);
 }
 __device__ __forceinline__ float sink_of(const Problem &p, int head) { return sink_of(p.rules, head); }
 

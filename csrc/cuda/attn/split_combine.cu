@@ -23,7 +23,7 @@ template <class T> __global__ void __launch_bounds__(THREADS) split_combine_kern
     const int z = (int)(row % p.size_z), y = (int)(row / p.size_z % p.size_y);
     const int64_t x = row / p.size_z / p.size_y;
 
-    const float sink = p.sinks ? p.sinks[y * p.sink_y + z * p.sink_z] : -INFINITY;
+    const float sink = p.sinks ? load_sink(p.sinks, p.sinks_dtype, y * p.sink_y + z * p.sink_z) : -INFINITY;
     RowSoftmax<ExpByTwo> all = {sink, 0};
     for (int s = 0; s < p.splits; ++s) all.peak = fmaxf(all.peak, p.lse_splits[s * p.rows + row]);
 

@@ -15,7 +15,8 @@ struct SplitCombine {
     float *lse; /* NULL = not wanted */
     int size_y, size_z;
     int64_t out_x, out_y, out_z; /* strides of out, elements */
-    const float *sinks;          /* of heads, NULL = none */
+    const void *sinks;           /* of heads, NULL = none */
+    gk_dtype sinks_dtype;        /* float32 or out's */
     int64_t sink_y, sink_z;      /* strides; one of them is 0 */
 };
 
