@@ -293,6 +293,40 @@ def test_ten_lengths_with_a_diagonal_of_lengths_make_two_graphs(device):
     assert 1 <= counting.forward <= 2 and 1 <= counting.backward <= 2, vars(counting)
 
 
+def test_other_places_make_no_other_graph(device):
+    """q_start and kv_start are values: one graph, forward and backward, whatever they hold; so have exports."""
+
+    def fn(q, k, v, q_start, kv_start):
+        out = torch_gpukern.flash_attn(q, k, v, is_causal=True, window_left=20, q_start=q_start, kv_start=kv_start)
+        row = q[:, :, 0].detach()
+        table = torch.arange(2, dtype=torch.int32, device=q.device)[:, None]
+        pages = k.detach().transpose(1, 2), v.detach().transpose(1, 2)
+        lengths = torch.full((2,), k.shape[2], dtype=torch.int32, device=q.device)
+        return out, torch_gpukern.paged_attn(row, *pages, table, lengths, kv_start=kv_start)
+
+    class Module(torch.nn.Module):
+        forward = staticmethod(fn)
+
+    def inputs(seed, *places):
+        gen = generator("places", seed)
+        tensors = (randn(gen, 2, h, s, 16, device=device).requires_grad_() for h, s in ((4, 9), (2, 30), (2, 30)))
+        return (*tensors, *(torch.tensor(p, dtype=torch.int32, device=device) for p in places))
+
+    counting = Counting()
+    compiled = torch.compile(fn, fullgraph=True, backend=counting)
+    program = torch.export.export(Module(), inputs(0, [0, 0], [0, 0])).module()
+    for places in (([0, 0], [0, 0]), ([21, 3], [0, 4]), ([-4, 40], [29, -1])):
+        results = []
+        for f in (fn, compiled, program):
+            x = inputs(1, *places)
+            out, decoded = f(*x)
+            out.sum().backward()
+            results.append([out.detach(), decoded, *(t.grad for t in x[:3])])
+        assert_same(results[1], results[0])
+        assert_same(results[2], results[0])
+    assert counting.forward == counting.backward == 1, vars(counting)
+
+
 def attention_of_lengths(name, q, k, window):
     """The public functions, each number a length or a difference of lengths, which passes through its default."""
     if name == "flash_attn":
@@ -690,6 +724,10 @@ def test_flops_of_attention(device):
     assert flops(lambda: ops.flash_attn(*leaf).sum().backward()) == 3.5 * forward
     out, lse = ops.flash_attn_fwd(q, k, v)
     assert flops(lambda: ops.flash_attn_bwd(out, q, k, v, out, lse)) == 2.5 * forward
+    # values that a device holds count as the bottom-right diagonal
+    places = torch.zeros(2, dtype=torch.int32, device=device)
+    bottom_right = flops(lambda: ops.flash_attn(q, k, v, is_causal=True, diagonal=20))
+    assert flops(lambda: ops.flash_attn(q, k, v, is_causal=True, q_start=places)) == bottom_right
 
 
 def test_flops_of_packed_and_paged_attention(device):

@@ -175,6 +175,62 @@ def test_one_graph_serves_every_length_and_table():
         torch.testing.assert_close(lse, want_lse, atol=1e-4, rtol=1e-4)
 
 
+def test_one_graph_serves_every_place():
+    """q_start and kv_start change under captured attention, dense with its backward and paged."""
+    q, k, v, grad = (on_gpu(3, h, s, 64, seed=h + s) for h, s in ((4, 70), (2, 300), (2, 301), (4, 71)))
+    v, grad = v[:, :, :300], grad[:, :, :70]
+    q_start, kv_start = (torch.zeros(3, dtype=torch.int32, device="cuda") for _ in range(2))
+    table, lens = torch.arange(3, dtype=torch.int32, device="cuda")[:, None], torch.full_like(q_start, 300)
+    pages = k.transpose(1, 2), v.transpose(1, 2)
+    rules = dict(is_causal=True, window_left=100, q_start=q_start, kv_start=kv_start)
+
+    def run():
+        out, lse = ops.flash_attn_fwd(q, k, v, **rules)
+        gradients = ops.flash_attn_bwd(grad, q, k, v, out, lse, **rules)[:3]
+        return out, lse, *gradients, *ops.paged_attn_fwd(q[:, :, 0], *pages, table, lens, kv_start=kv_start)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run()
+    for stands, firsts in (([0, 230, 10], [0, 7, 50]), ([-35, 299, 100], [299, -3, 160]), ([300, -80, 5], [0, 0, 0])):
+        q_start.copy_(torch.tensor(stands, dtype=torch.int32))
+        kv_start.copy_(torch.tensor(firsts, dtype=torch.int32))
+        graph.replay()
+        for x, want in zip(results, run(), strict=True):
+            torch.testing.assert_close(x, want, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("dim", (64, 128, 192))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("rules", (dict(is_causal=True), dict(is_causal=True, window_left=200), dict(window_left=90, window_right=70)), ids=str)
+def test_deterministic_gradients_of_queries_that_stand_anywhere(rules, dtype, dim):
+    """Several tiles of queries and keys: each run has the same bits, and they are those of the sequences one by one."""
+    stands = [800, 0, -200, 1099, 333]
+    shapes = ((8, 600), (2, 1100), (2, 1100), (8, 600))
+    q, k, v, grad = (on_gpu(5, h, s, dim, seed=i, dtype=dtype) for i, (h, s) in enumerate(shapes))
+    sinks = on_gpu(8, seed=9, dtype=dtype)
+    places = torch.tensor(stands, dtype=torch.int32, device="cuda")
+
+    def gradients(x, deterministic, **place):
+        q, k, v, grad = x
+        out, lse = ops.flash_attn_fwd(q, k, v, sinks=sinks, **rules, **place)
+        more = dict(sinks=sinks, **rules, **place, deterministic=deterministic)
+        return out, *ops.flash_attn_bwd(grad, q, k, v, out, lse, **more)
+
+    every = gradients((q, k, v, grad), True, q_start=places)
+    for x, y in zip(every, gradients((q, k, v, grad), True, q_start=places), strict=True):
+        assert same_bits(x, y)
+    for x, y in zip(every, gradients((q, k, v, grad), False, q_start=places), strict=True):
+        torch.testing.assert_close(x, y, atol=2e-2, rtol=2e-2)
+    alone = [
+        gradients([t[b : b + 1] for t in (q, k, v, grad)], True, diagonal=diagonal) for b, diagonal in enumerate(stands)
+    ]
+    for i, x in enumerate(every[:4]):
+        torch.testing.assert_close(x, torch.cat([one[i] for one in alone]), atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(every[4].float(), sum(one[4].float() for one in alone), atol=0.5, rtol=2e-2)
+
+
 def test_one_graph_serves_every_packing():
     q, k, v = (on_gpu(256, 2, 64, seed=s) for s in range(3))
     cu = torch.tensor([0, 64, 128, 256], dtype=torch.int32, device="cuda")

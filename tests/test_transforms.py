@@ -104,6 +104,28 @@ def test_vmap_is_the_calls_one_by_one(name, variant, device):
                 assert torch.allclose(x, torch.stack(y), rtol=1e-12, atol=1e-12, equal_nan=True), chosen
 
 
+@pytest.mark.parametrize("sinks", (False, True))
+@pytest.mark.parametrize("chosen", (("q_start",), ("q", "q_start"), ("q", "k", "v", "kv_start", "q_start")), ids=str)
+def test_vmap_over_places(chosen, sinks, device):
+    """Of sequences that stand elsewhere in each call; with sinks, which no batch has, the calls go one by one."""
+    call = drawn("flash_attn", "sinks, places" if sinks else "places", device)
+    call.setdefault("kv_start", torch.tensor([0, 1], dtype=torch.int32, device=device))
+    many = {n: torch.stack([call[n]] * COPIES) for n in chosen}
+    for x in many.values():
+        step = torch.arange(COPIES, device=device).view(-1, *[1] * (x.dim() - 1))
+        x += step.to(x.dtype)
+
+    def run(values):
+        return torch_gpukern.flash_attn(**call | values, return_lse=True)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*performance drop.*")
+        got = torch.vmap(run)(many)
+    want = zip(*(run(one_of(many, list(many), i)) for i in range(COPIES)), strict=True)
+    for x, y in zip(got, want, strict=True):
+        assert torch.allclose(x, torch.stack(y), rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
 @pytest.mark.parametrize("dim", (1, -1))
 def test_vmap_of_another_dimension(dim, device):
     a, b = torch.rand(3, 4, 5, device=device).double(), torch.rand(5, 6, device=device).double()

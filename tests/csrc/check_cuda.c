@@ -407,7 +407,7 @@ static struct {
     gk_flash_attn_bwd_args args;
     bool packed, tokens_first;
     int64_t batch, heads_q, heads_kv, seq_q, seq_k, dim, dim_v, tokens_q, tokens_k;
-    check_tensor q, k, v, dout, dlse, slopes, sinks, kv_start, kv_end, cu_q, cu_k, out, lse, dq, dk, dv, dsinks;
+    check_tensor q, k, v, dout, dlse, slopes, sinks, kv_start, kv_end, q_start, cu_q, cu_k, out, lse, dq, dk, dv, dsinks;
 } f;
 
 static int64_t draw_length(bool large) {
@@ -452,7 +452,8 @@ static void modify(gk_attn_rules *r, int64_t i) {
     case 11:
         r->scale = r->softcap > 0 ? r->scale : 40 / sqrt((double)f.dim);
         break; /* nearly one-hot, the running maximum jumps */
-    default: r->window_left = r->window_right = INT64_MAX; break;
+    case 12: r->window_left = r->window_right = INT64_MAX; break;
+    default: r->q_start = f.packed ? NULL : &f.q_start.t; break;
     }
 }
 
@@ -480,30 +481,35 @@ static void flash_draw(gk_dtype dtype, bool large, bool backward) {
     f.v = make_heads(dtype, rows_k, f.heads_kv, f.seq_k, f.dim_v);
     f.out = make_heads(dtype, rows_q, f.heads_q, f.seq_q, f.dim_v);
     f.lse = check_dense(stats, f.q.t.ndim - 1, f.out.t.shape);
-    f.slopes = make_slopes(stats, f.batch, f.heads_q, 0.3), f.sinks = make_stats(stats, 1, &f.heads_q, -3, 3, true);
+    f.slopes = make_slopes(stats, f.batch, f.heads_q, 0.3), f.sinks = make_stats(check_below(2) ? dtype : stats, 1, &f.heads_q, -3, 3, true);
     f.kv_start = check_tensor_make(GK_I32, 1, &f.batch, NULL, 2, 0), f.kv_end = check_dense(GK_I32, 1, &f.batch);
+    f.q_start = check_tensor_make(GK_I32, 1, &f.batch, NULL, 1 + check_below(2), 0);
     for (int64_t b = 0; b < f.batch; ++b) {
         check_set(&f.kv_start.t, b, (double)(check_below(f.seq_k / 2 + 3) - 1));
         check_set(&f.kv_end.t, b, (double)(f.seq_k + 2 - check_below(f.seq_k / 2 + 3)));
+        check_set(&f.q_start.t, b, (double)(check_below(f.seq_q + f.seq_k + 3) - f.seq_q - 1));
     }
     mirror(&f.q, "q", false), mirror(&f.k, "k", false), mirror(&f.v, "v", false);
     mirror(&f.slopes, "alibi_slopes", false), mirror(&f.sinks, "sinks", false);
     mirror(&f.kv_start, "kv_start", false), mirror(&f.kv_end, "kv_end", false);
+    mirror(&f.q_start, "q_start", false);
     const bool lse_wanted = backward || check_below(4);
     mirror(&f.out, "out", !backward), mirror(&f.lse, "lse", !backward && lse_wanted);
     a->q = f.q.t, a->k = f.k.t, a->v = f.v.t, a->out = f.out.t, a->lse = f.lse.t;
     if (!lse_wanted) a->lse.data = NULL;
     a->max_seqlen_q = f.seq_q + check_below(2) * 9, a->max_seqlen_k = f.seq_k + check_below(2) * 9;
     r->scale = 1 / sqrt((double)f.dim), r->window_left = r->window_right = -1;
-    for (int64_t n = check_below(6); n > 0; --n) modify(r, check_below(13));
-    if (!f.packed && r->is_causal && !r->alibi_slopes && check_below(20) == 0) r->diagonal = INT64_MIN / 2;
+    for (int64_t n = check_below(6); n > 0; --n) modify(r, check_below(14));
+    if (r->q_start)
+        r->diagonal = 0;
+    else if (!f.packed && r->is_causal && !r->alibi_slopes && check_below(20) == 0) r->diagonal = INT64_MIN / 2;
     if (backward) {
         f.dout = make_heads(dtype, rows_q, f.heads_q, f.seq_q, f.dim_v);
         f.dlse = check_tensor_make(stats, f.lse.t.ndim, f.lse.t.shape, NULL, 1 + check_below(2), 0);
         f.dq = make_heads(dtype, rows_q, f.heads_q, f.seq_q, f.dim);
         f.dk = make_heads(dtype, rows_k, f.heads_kv, f.seq_k, f.dim);
         f.dv = make_heads(dtype, rows_k, f.heads_kv, f.seq_k, f.dim_v);
-        f.dsinks = check_tensor_make(stats, 1, &f.heads_q, NULL, 1 + check_below(2), 0);
+        f.dsinks = check_tensor_make(f.sinks.t.dtype, 1, &f.heads_q, NULL, 1 + check_below(2), 0);
         mirror(&f.dq, "dq", true), mirror(&f.dk, "dk", true), mirror(&f.dv, "dv", true),
             mirror(&f.dsinks, "dsinks", true);
         mirror(&f.dout, "grad_out", false), mirror(&f.dlse, "grad_lse", false);
@@ -540,7 +546,8 @@ static void poison_unseen(bool backward) {
             k0 = (int64_t)check_get(&f.cu_k.t, b), seq_k = (int64_t)check_get(&f.cu_k.t, b + 1) - k0;
             seq_q = (int64_t)(check_get(&f.cu_q.t, b + 1) - check_get(&f.cu_q.t, b));
         }
-        gk_span span = gk_span_make(r, seq_k, f.packed ? seq_k - seq_q : r->diagonal);
+        const int64_t stands = r->q_start ? (int64_t)check_get(&f.q_start.t, b) : r->diagonal;
+        gk_span span = gk_span_make(r, seq_k, f.packed ? seq_k - seq_q : stands);
         if (r->kv_start) span.key_lo = gk_clamp_i64((int64_t)check_get(&f.kv_start.t, b), 0, seq_k);
         if (r->kv_end) span.key_hi = gk_clamp_i64((int64_t)check_get(&f.kv_end.t, b), 0, seq_k);
         for (int64_t i = 0; i < seq_q; ++i) {
@@ -639,7 +646,7 @@ enum {
 };
 static struct {
     gk_paged_attn_args args;
-    check_tensor q, k, v, table, lens, cu, slopes, sinks, k_scale, v_scale, out, lse;
+    check_tensor q, k, v, table, lens, cu, slopes, sinks, kv_start, k_scale, v_scale, out, lse;
     int64_t batch, block_size, seq_q[MAX_BATCH], seq_k[MAX_BATCH], longest, tokens;
     bool shared;
 } p;
@@ -687,12 +694,16 @@ static void paged_draw(gk_dtype dtype, bool large) {
     p.v = make_cache(dtype, num_blocks, p.block_size, h[1], dim_v, heads_first);
     p.q = check_tensor_make(dtype, 3, q_shape, NULL, 1, pad_for(dim));
     p.out = check_dense(dtype, 3, out_shape), p.lse = check_dense(stats, 2, out_shape);
-    p.slopes = make_slopes(stats, p.batch, h[0], 0.1), p.sinks = make_stats(stats, 1, h, -3, 3, true);
+    p.slopes = make_slopes(stats, p.batch, h[0], 0.1), p.sinks = make_stats(check_below(2) ? dtype : stats, 1, h, -3, 3, true);
+    p.kv_start = check_tensor_make(GK_I32, 1, &p.batch, NULL, 1 + check_below(2), 0);
+    for (int64_t b = 0; b < p.batch; ++b)
+        check_set(&p.kv_start.t, b, (double)(check_below(4) ? check_below(p.seq_k[b] + 1) : check_below(5) - 2));
     p.k_scale = make_stats(stats, (int)check_below(2), h + 1, 0.5, 2, false);
     p.v_scale = make_stats(stats, (int)check_below(2), h + 1, 0.5, 2, false);
     mirror(&p.q, "q", false), mirror(&p.k, "k_cache", false), mirror(&p.v, "v_cache", false);
     mirror(&p.table, "block_table", false), mirror(&p.lens, "seq_lens", false), mirror(&p.cu, "cu_seqlens_q", false);
     mirror(&p.slopes, "alibi_slopes", false), mirror(&p.sinks, "sinks", false);
+    mirror(&p.kv_start, "kv_start", false);
     mirror(&p.k_scale, "k_scale", false), mirror(&p.v_scale, "v_scale", false);
     mirror(&p.out, "out", true), mirror(&p.lse, "lse", true);
     gk_attn_rules *r = &p.args.rules;
@@ -704,6 +715,7 @@ static void paged_draw(gk_dtype dtype, bool large) {
     r->is_causal = check_below(4) != 0, r->diagonal = 77, r->window_right = 0; /* the last two are not read */
     r->window_left = check_below(3) ? -1 : check_below(4) ? check_below(150) : check_below(2);
     r->alibi_slopes = check_below(4) ? NULL : &p.slopes.t, r->sinks = check_below(3) ? NULL : &p.sinks.t;
+    r->kv_start = check_below(3) ? NULL : &p.kv_start.t;
     may_have_workspace = true;
     say_rules(&p.args.rules, heads_first ? "heads first" : p.shared ? "shared pages" : "");
     TO_DEVICE(p.args);
@@ -732,7 +744,9 @@ static void fill_pages(void) {
     for (int64_t b = 0; b < p.batch; ++b)
         if (p.seq_q[b] > 0 && p.seq_k[b] > 0) shortest = gk_min_i64(shortest, (p.seq_k[b] - 1) / p.block_size);
     for (int64_t b = 0; b < p.batch; ++b) {
-        int64_t left = p.args.rules.window_left, first = left < 0 ? 0 : gk_max_i64(0, p.seq_k[b] - p.seq_q[b] - left);
+        const gk_attn_rules *r = &p.args.rules;
+        int64_t first = r->window_left < 0 ? 0 : gk_max_i64(0, p.seq_k[b] - p.seq_q[b] - r->window_left);
+        if (r->kv_start) first = gk_max_i64(first, gk_clamp_i64((int64_t)check_get(&p.kv_start.t, b), 0, p.seq_k[b]));
         for (int64_t e = 0; e < max_blocks; ++e) {
             int64_t page = p.shared && e < shortest && shortest != INT64_MAX ? pages[e] : pages[max_blocks + next++];
             bool read = p.seq_q[b] > 0 && e >= first / p.block_size && e * p.block_size < p.seq_k[b];

@@ -16,7 +16,7 @@ typedef struct flash_case {
     gk_dtype dtype;
     int64_t batch, heads_q, heads_kv, seq_q, seq_k, head_dim, head_dim_v;
     bool packed, tokens_first; /* tokens_first: dense, stored as [B, S, H, D] */
-    bool is_causal, sinks, kv_start, kv_end, backward, grad_lse;
+    bool is_causal, sinks, own_sinks, kv_start, kv_end, q_start, backward, grad_lse; /* own_sinks: in dtype */
     int alibi; /* 0 none, 1 [Hq], 2 [B, Hq] */
     int64_t diagonal, window_left, window_right;
     double scale, softcap;
@@ -24,7 +24,7 @@ typedef struct flash_case {
 
 /* All that a case owns. */
 typedef struct flash_data {
-    check_tensor q, k, v, dout, dlse, slopes, sinks, kv_start, kv_end, cu_q, cu_k;
+    check_tensor q, k, v, dout, dlse, slopes, sinks, kv_start, kv_end, q_start, cu_q, cu_k;
     int64_t out_shape[4], lse_shape[3], ndim;
     gk_flash_attn_args args;
     double max_logit;
@@ -70,6 +70,8 @@ static flash_seq seq_of(const flash_case *x, const flash_data *d, int64_t b) {
         s.seq_q = (int64_t)check_get(&d->cu_q.t, b + 1) - s.q0;
         s.seq_k = (int64_t)check_get(&d->cu_k.t, b + 1) - s.k0;
         s.diagonal = s.seq_k - s.seq_q;
+    } else if (x->q_start) {
+        s.diagonal = (int64_t)check_get(&d->q_start.t, b);
     }
     s.span = gk_span_make(&d->args.rules, s.seq_k, s.diagonal);
     if (x->kv_start) s.span.key_lo = gk_clamp_i64((int64_t)check_get(&d->kv_start.t, b), 0, s.seq_k);
@@ -144,7 +146,8 @@ static flash_data make_data(const flash_case *x) {
     int64_t slopes_shape[2] = {x->batch, x->heads_q};
     d.slopes =
         check_tensor_make(stats, x->alibi == 2 ? 2 : 1, x->alibi == 2 ? slopes_shape : slopes_shape + 1, NULL, 1, 2);
-    d.sinks = check_tensor_make(stats, 1, &x->heads_q, NULL, 2, 0);
+    d.sinks = check_tensor_make(x->own_sinks ? x->dtype : stats, 1, &x->heads_q, NULL, 2, 0);
+    d.q_start = check_tensor_make(GK_I32, 1, &x->batch, NULL, 2, 0);
     d.kv_start = check_dense(GK_I32, 1, &x->batch);
     d.kv_end = check_dense(GK_I32, 1, &x->batch);
     for (int64_t i = 0; i < gk_numel(&d.slopes.t); ++i) check_set(&d.slopes.t, i, check_uniform(0, 0.3));
@@ -153,6 +156,7 @@ static flash_data make_data(const flash_case *x) {
     for (int64_t b = 0; b < x->batch; ++b) {
         check_set(&d.kv_start.t, b, (double)(check_below(x->seq_k / 2 + 3) - 1));
         check_set(&d.kv_end.t, b, (double)(x->seq_k + 2 - check_below(x->seq_k / 2 + 3)));
+        check_set(&d.q_start.t, b, (double)(check_below(x->seq_q + x->seq_k + 3) - x->seq_q - 1));
     }
     d.args = (gk_flash_attn_args){.size = sizeof d.args,
                                   .q = d.q.t,
@@ -163,7 +167,7 @@ static flash_data make_data(const flash_case *x) {
                                   .rules = {.scale = x->scale,
                                             .softcap = x->softcap,
                                             .is_causal = x->is_causal,
-                                            .diagonal = x->diagonal,
+                                            .diagonal = x->q_start ? 0 : x->diagonal,
                                             .window_left = x->window_left,
                                             .window_right = x->window_right}};
     return d;
@@ -179,6 +183,7 @@ static void bind(const flash_case *x, flash_data *d) {
     d->args.rules.sinks = x->sinks ? &d->sinks.t : NULL;
     d->args.rules.kv_start = x->kv_start ? &d->kv_start.t : NULL;
     d->args.rules.kv_end = x->kv_end ? &d->kv_end.t : NULL;
+    d->args.rules.q_start = x->q_start ? &d->q_start.t : NULL;
     poison(x, d);
     d->max_logit = 1 + fabs(x->scale) * check_longest_row(&d->q.t) * check_longest_row(&d->k.t);
     if (x->alibi) d->max_logit += 0.3 * (double)(x->seq_q + x->seq_k + llabs((long long)x->diagonal));
@@ -369,7 +374,7 @@ static void check_bwd(const flash_case *x, const flash_data *d) {
                 got[w][t] = make_heads(x, tokens, heads, t == 0 ? x->seq_q : x->seq_k,
                                        t == 2 ? x->head_dim_v : x->head_dim, x->dtype, w == 0 ? 3 : 0);
             }
-            got[w][3] = check_tensor_make(stats, 1, &x->heads_q, NULL, 1 + w, 0);
+            got[w][3] = check_tensor_make(d->sinks.t.dtype, 1, &x->heads_q, NULL, 1 + w, 0);
             for (int t = 0; t < 4; ++t) check_remember(&got[w][t]);
             args.dq = got[w][0].t;
             args.dk = got[w][1].t;
@@ -391,12 +396,12 @@ static void check_flash_case(const flash_case *x) {
     snprintf(check_case, sizeof check_case,
              "flash_attn %s %s B %lld H %lld/%lld S %lld/%lld D %lld/%lld causal %d diagonal %lld "
              "window %lld,%lld cap %g scale %g"
-             " alibi %d sinks %d kv_start %d kv_end %d tokens_first %d grad_lse %d",
+             " alibi %d sinks %d own_sinks %d kv_start %d kv_end %d q_start %d tokens_first %d grad_lse %d",
              x->packed ? "packed" : "dense", gk_dtype_name(x->dtype), (long long)x->batch, (long long)x->heads_q,
              (long long)x->heads_kv, (long long)x->seq_q, (long long)x->seq_k, (long long)x->head_dim,
              (long long)x->head_dim_v, x->is_causal, (long long)x->diagonal, (long long)x->window_left,
-             (long long)x->window_right, x->softcap, x->scale, x->alibi, x->sinks, x->kv_start, x->kv_end,
-             x->tokens_first, x->grad_lse);
+             (long long)x->window_right, x->softcap, x->scale, x->alibi, x->sinks, x->own_sinks,
+             x->kv_start, x->kv_end, x->q_start, x->tokens_first, x->grad_lse);
     flash_data d = make_data(x);
     bind(x, &d);
     check_fwd(x, &d);
@@ -487,11 +492,22 @@ static void apply(flash_case *x, int i) {
         break;
     case 17: x->scale *= 40; break; /* nearly one-hot, the running maximum jumps */
     case 18: x->scale *= -15; break;
+    case 19:
+        x->q_start = !x->packed;
+        x->is_causal = true;
+        break;
+    case 20:
+        x->q_start = !x->packed;
+        x->window_left = 9;
+        x->window_right = 6;
+        x->alibi = 2;
+        break;
+    case 21: x->sinks = x->own_sinks = true; break;
     default: break;
     }
 }
 enum {
-    NUM_MODIFIERS = 19
+    NUM_MODIFIERS = 22
 };
 
 static void check_modifiers(gk_dtype dtype) {
@@ -517,6 +533,8 @@ static void check_modifiers(gk_dtype dtype) {
             x.scale = 1 / sqrt((double)x.head_dim);
             x.tokens_first = check_below(2);
             for (int m = 2 + (int)check_below(4); m > 0; --m) apply(&x, (int)check_below(13));
+            if (check_below(3) == 0) x.q_start = !x.packed;
+            if (check_below(3) == 0) x.own_sinks = true;
             if (x.window_left >= 0 && check_below(2)) x.window_left = check_below(60);
         }
         check_flash_case(&x);

@@ -23,16 +23,23 @@ typedef struct paged_case {
     bool ragged;      /* cu_seqlens_q; else seq_q[0] tokens each */
     bool heads_first; /* the cache is stored [num_blocks, Hkv, block_size, D] */
     bool shared;      /* sequences have their first pages in common */
-    bool not_causal, sinks;
+    bool not_causal, sinks, own_sinks, kv_start; /* own_sinks: in dtype; kv_start: those of start_of */
     int alibi, k_scale, v_scale; /* 0 none, 1 per head ([] for scales), 2 [B, Hq] ([Hkv] for scales) */
     int64_t window_left;
     double softcap, sharpness; /* sharpness: scale in units of 1 / sqrt(head_dim) */
 } paged_case;
 
 /* ---- inputs ---------------------------------------------------------------------------------- */
+/* kv_start: before the keys, among them, among the queries, beyond them. */
+static int64_t start_of(const paged_case *x, int64_t b) {
+    const int64_t starts[] = {-3, x->seq_lens[b] / 2, x->seq_lens[b] - 1, x->seq_lens[b] + 1, 17};
+    return x->kv_start ? starts[(b + x->seq_q[0]) % CHECK_COUNT(starts)] : 0;
+}
+
 static int64_t first_key(const paged_case *x, int64_t b) {
-    if (x->window_left < 0) return 0;
-    return gk_max_i64(0, x->seq_lens[b] - x->seq_q[b] - x->window_left);
+    const int64_t start = gk_clamp_i64(start_of(x, b), 0, x->seq_lens[b]);
+    if (x->window_left < 0) return start;
+    return gk_max_i64(start, x->seq_lens[b] - x->seq_q[b] - x->window_left);
 }
 
 static bool in_use(const paged_case *x, int64_t b) { return x->seq_q[b] > 0 && x->seq_lens[b] > 0; }
@@ -114,10 +121,10 @@ static void describe(const paged_case *x) {
     snprintf(check_case, sizeof check_case,
              "paged_attn %s H %lld/%lld D %lld/%lld page %lld ragged %d heads_first %d shared %d "
              "causal %d window %lld cap %g sharpness %g"
-             " alibi %d sinks %d scales %d,%d rows/keys%s",
+             " alibi %d sinks %d own_sinks %d kv_start %d scales %d,%d rows/keys%s",
              gk_dtype_name(x->dtype), (long long)x->heads_q, (long long)x->heads_kv, (long long)x->head_dim,
              (long long)x->head_dim_v, (long long)x->block_size, x->ragged, x->heads_first, x->shared, !x->not_causal,
-             (long long)x->window_left, x->softcap, x->sharpness, x->alibi, x->sinks, x->k_scale, x->v_scale, lengths);
+             (long long)x->window_left, x->softcap, x->sharpness, x->alibi, x->sinks, x->own_sinks, x->kv_start, x->k_scale, x->v_scale, lengths);
 }
 
 static void check_paged_case(paged_case *x) {
@@ -126,12 +133,14 @@ static void check_paged_case(paged_case *x) {
     int64_t tokens = x->ragged ? check_below(3) : 0, longest = 0, longest_q = 0, cu_shape = x->batch + 1;
     check_tensor cu = check_tensor_make(GK_I32, 1, &cu_shape, NULL, 2, 0);
     check_tensor seq_lens = check_tensor_make(GK_I32, 1, &x->batch, NULL, 2, 0);
+    check_tensor kv_start = check_tensor_make(GK_I32, 1, &x->batch, NULL, 2, 0);
     int64_t start = 0;
     for (int64_t b = 0; b < x->batch; ++b) {
         if (!x->ragged) x->seq_q[b] = x->seq_q[0];
         if (x->seq_lens[b] > 0) x->seq_lens[b] = gk_max_i64(x->seq_lens[b], x->seq_q[b]);
         check_set(&cu.t, b, (double)start);
         check_set(&seq_lens.t, b, (double)x->seq_lens[b]);
+        check_set(&kv_start.t, b, (double)start_of(x, b));
         start += x->seq_q[b];
         tokens += x->seq_q[b];
         longest = gk_max_i64(longest, x->seq_lens[b]);
@@ -152,7 +161,7 @@ static void check_paged_case(paged_case *x) {
     int64_t slopes_shape[2] = {x->batch, x->heads_q};
     check_tensor slopes =
         check_tensor_make(stats, x->alibi == 2 ? 2 : 1, x->alibi == 2 ? slopes_shape : slopes_shape + 1, NULL, 1, 1);
-    check_tensor sinks = check_dense(stats, 1, &x->heads_q);
+    check_tensor sinks = check_dense(x->own_sinks ? x->dtype : stats, 1, &x->heads_q);
     for (int64_t i = 0; i < gk_numel(&slopes.t); ++i) check_set(&slopes.t, i, check_uniform(0, 0.1));
     for (int64_t h = 0; h < x->heads_q; ++h) check_set(&sinks.t, h, check_below(4) ? check_uniform(-3, 3) : -INFINITY);
     check_tensor k_scale = make_scale(stats, x->k_scale, x->heads_kv),
@@ -174,7 +183,8 @@ static void check_paged_case(paged_case *x) {
                                          .window_left = x->window_left,
                                          .window_right = 0, /* neither is read */
                                          .alibi_slopes = x->alibi ? &slopes.t : NULL,
-                                         .sinks = x->sinks ? &sinks.t : NULL}};
+                                         .sinks = x->sinks ? &sinks.t : NULL,
+                                         .kv_start = x->kv_start ? &kv_start.t : NULL}};
 
     /* 2. exact result and sizes */
     gk_context serial = check_context(NULL, 1);
@@ -319,11 +329,13 @@ static void apply(paged_case *x, int i) {
     case 12: x->heads_first = true; break;
     case 13: x->window_left = 100; break;
     case 14: x->sharpness = 40; break; /* nearly one-hot, the running maximum jumps */
+    case 15: x->kv_start = true; break;
+    case 16: x->sinks = x->own_sinks = true; break;
     default: x->window_left = INT64_MAX; break;
     }
 }
 enum {
-    NUM_MODIFIERS = 16
+    NUM_MODIFIERS = 18
 };
 
 static void check_modifiers(gk_dtype dtype) {

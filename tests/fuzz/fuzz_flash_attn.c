@@ -92,7 +92,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     const int64_t o3[3] = {seq_q, heads, dim_v};
 
     gk_flash_attn_args args = GK_FLASH_ATTN_ARGS_INIT;
-    gk_tensor cu_q, cu_k, kv_start, kv_end;
+    gk_tensor cu_q, cu_k, kv_start, kv_end, q_start;
     fz_rules own;
     args.q = fz_make(dtype, nd, packed ? q3 : q4, FZ_LAST_DENSE);
     args.k = fz_make(dtype, nd, packed ? k3 : k4, FZ_LAST_DENSE);
@@ -108,10 +108,11 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         if (looser == 8) args.max_seqlen_q = -100000;
         if (looser == 7) args.max_seqlen_k -= 1;
     } else {
-        const int64_t kind = fz_int(0, 7);
+        const int64_t kind = fz_int(0, 15);
         args.rules.diagonal = fz_span() - 4 * (kind & 1) * 5;
         if (kind & 2) kv_start = bounds_make(batch), args.rules.kv_start = &kv_start;
         if (kind & 4) kv_end = bounds_make(batch), args.rules.kv_end = &kv_end;
+        if (kind & 8) q_start = bounds_make(batch), args.rules.q_start = &q_start, args.rules.diagonal = 0;
     }
     gk_context plain = GK_CONTEXT_INIT;
     gk_flash_attn_args twin = args;
@@ -131,8 +132,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
                               args.rules.alibi_slopes ? &own.slopes : NULL,
                               args.rules.kv_start ? &kv_start : NULL,
                               args.rules.kv_end ? &kv_end : NULL,
+                              args.rules.q_start ? &q_start : NULL,
                               &args.lse};
-    const bool wrong = fz_corrupt(all, 11, 10);
+    const bool wrong = fz_corrupt(all, 12, 11);
     const gk_status status =
         fz_call("gk_flash_attn_fwd", &ctx, &args, fwd_bytes, fwd, &args.workspace, &args.workspace_bytes, wrong);
     if (!wrong && fz_agree("gk_flash_attn_fwd", status, gk_flash_attn_fwd(&plain, &twin), gk_last_error())) {

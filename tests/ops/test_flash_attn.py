@@ -746,6 +746,82 @@ def test_opcheck_of_the_backward(dtype, mods, device):
     torch.library.opcheck(ops.flash_attn_bwd.default, (grad, q, k, v, out, lse, torch.ones_like(lse)), kwargs)
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("lengths", ((70, 90), (1, 600), (300, 200)), ids=str)
+@pytest.mark.parametrize("rules", (dict(is_causal=True), dict(window_left=20, window_right=9)), ids=str)
+def test_q_start_is_a_diagonal_for_each_sequence(rules, lengths, dtype, device):
+    """Forward and backward have the bits of calls with `diagonal`; no value is too far away."""
+    gen = generator("q_start", lengths, dtype)
+    q, k, v = qkv(gen, 5, (4, 2), lengths, (64, 64), dtype, device)
+    grad = randn(gen, *q.shape, dtype=dtype, device=device)
+    slopes = torch.rand(4, generator=gen).to(logit_dtype(dtype)).to(device)
+    far = 2**31 - 1
+    for stands in ([lengths[1] - lengths[0], -7, 40, lengths[1] - 1, 0], [far, -far - 1, lengths[1], -lengths[0], 1]):
+        more = {"alibi_slopes": slopes} if max(map(abs, stands)) < far else {}
+        q_start = torch.tensor(stands, dtype=torch.int32, device=device)
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        results = torch_gpukern.flash_attn(*leaves, q_start=q_start, **rules, **more, return_lse=True)
+        results += torch.autograd.grad(results[0], leaves, grad)
+        for b, diagonal in enumerate(stands):
+            leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+            want = torch_gpukern.flash_attn(*leaves, diagonal=diagonal, **rules, **more, return_lse=True)
+            want += torch.autograd.grad(want[0], leaves, grad)
+            for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), results, want):
+                x, y = x[b].detach(), y[b].detach()
+                if device == "cpu" or name in ("out", "lse"):
+                    assert same_bits(x, y), (name, diagonal)
+                else:  # additions come in any order
+                    assert torch.allclose(x.float(), y.float(), rtol=0.02, atol=0.02), (name, diagonal)
+
+
+def test_q_start_is_read_through_its_stride(device):
+    gen = generator("q_start stride")
+    q, k, v = qkv(gen, 3, (4, 2), (20, 30), (16, 16), torch.float32, device)
+    starts = torch.tensor([1, 99, 10, 99, -3, 99], dtype=torch.int32, device=device)[::2]
+    check_forward(q, k, v, gen, is_causal=True, q_start=starts)
+    check_forward(q, k, v, gen, is_causal=True, q_start=starts[1:2].expand(3))
+
+
+def test_q_start_places_a_chunk_in_a_static_cache(device):
+    """A buffer of more keys than are written, the chunk's queries at the end of those: NaN after them reaches nothing."""
+    gen = generator("static cache")
+    whole = qkv(gen, 2, (4, 2), (40, 40), (32, 32), torch.bfloat16, device)
+    want = ops.flash_attn(*whole, is_causal=True)
+    buffers = [torch.full((2, 2, 64, 32), math.nan, dtype=torch.bfloat16, device=device) for _ in range(2)]
+    position = torch.zeros(2, dtype=torch.int32, device=device)
+    for first, end in ((0, 17), (17, 18), (18, 40)):
+        for buffer, t in zip(buffers, whole[1:]):
+            buffer[:, :, first:end] = t[:, :, first:end]
+        out = ops.flash_attn(whole[0][:, :, first:end], *buffers, is_causal=True, q_start=position)
+        assert out.isfinite().all() and torch.allclose(out.float(), want[:, :, first:end].float(), rtol=0.02, atol=0.02)
+        position += end - first
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("packed_batch", (False, True), ids=("dense", "varlen"))
+def test_sinks_in_the_dtype_of_q(packed_batch, dtype, device):
+    """The bits of the same sinks in float32; the gradient is that one, rounded once."""
+    gen = generator("own sinks", dtype)
+    if packed_batch:
+        x = packed(gen, *BATCHES["ragged"], (4, 2), (64, 64), dtype, device)
+        call = partial(torch_gpukern.flash_attn_varlen, *x, is_causal=True)
+    else:
+        x = qkv(gen, 2, (4, 2), (33, 700), (64, 64), dtype, device)
+        call = partial(torch_gpukern.flash_attn, *x)
+    sinks = randn(gen, 4, dtype=dtype, device=device)
+    sinks[1] = -math.inf
+    grads = []
+    for s in (sinks, sinks.float()):
+        leaf = s.detach().requires_grad_()
+        out, lse = call(sinks=leaf, return_lse=True)
+        out.float().square().sum().backward()
+        grads.append([out.detach(), lse.detach(), leaf.grad])
+        assert leaf.grad.dtype == s.dtype
+    own, wide = grads
+    assert same_bits(own[0], wide[0]) and same_bits(own[1], wide[1])
+    assert same_bits(own[2], wide[2].to(dtype)) and wide[2].count_nonzero() == 3
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # varlen
 

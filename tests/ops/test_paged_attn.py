@@ -176,6 +176,49 @@ def test_pages_left_of_the_window_may_hold_anything(device):
             assert same_bits(x, y)
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("queries", ([1, 1, 1, 1], [40, 3, 17, 1]), ids=("decode", "prefill"))
+def test_pages_left_of_kv_start_may_hold_anything(queries, dtype, device):
+    """The keys before it are nobody's: -1 stands in the table, and out is that of the other keys alone."""
+    gen = generator("kv_start pages", queries, dtype)
+    lengths, starts = [300, 65, 40, 2500], [37, 64, 30, 2000]
+    paged = Paged(gen, lengths, queries, 4, 2, 32, 32, 16, dtype, device)
+    start = torch.tensor(starts, dtype=torch.int32, device=device)
+    expected = call(paged, kv_start=start)
+    check_paged(paged, *expected, dict(kv_start=start))
+    for b, first in enumerate(starts):
+        for page in range(first // 16):
+            paged.k_cache[paged.block_table[b, page]] = math.nan
+            paged.v_cache[paged.block_table[b, page]] = math.inf
+            paged.block_table[b, page] = -1
+        if first % 16:
+            paged.k_cache[paged.block_table[b, first // 16], : first % 16] = math.nan
+            paged.v_cache[paged.block_table[b, first // 16], : first % 16] = math.nan
+    for x, y in zip(call(paged, kv_start=start), expected):
+        assert same_bits(x, y)
+
+
+def test_kv_start_beyond_the_keys_leaves_none(device):
+    paged = Paged(generator("kv_start beyond"), [30, 20], [1, 1], 4, 2, 32, 32, 16, torch.bfloat16, device)
+    start = torch.tensor([30, -5], dtype=torch.int32, device=device)
+    out, lse = call(paged, ragged=False, kv_start=start)
+    plain_out, plain_lse = call(paged, ragged=False)
+    assert not out[0].count_nonzero() and (lse[0] == -math.inf).all()
+    assert same_bits(out[1], plain_out[1]) and same_bits(lse[1], plain_lse[1])
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("batch", ("decode_long", "chunk"))
+def test_sinks_in_the_dtype_of_q(batch, dtype, device):
+    """The bits of the same sinks in float32."""
+    gen = generator("paged own sinks", batch, dtype)
+    paged = make(gen, batch, (8, 2), (64, 64), 16, dtype, device)
+    sinks = randn(gen, 8, dtype=dtype, device=device)
+    sinks[::3] = -math.inf
+    for x, y in zip(call(paged, sinks=sinks), call(paged, sinks=sinks.float())):
+        assert same_bits(x, y)
+
+
 def test_shared_pages(device):
     """Two sequences with one prefix, and one page twice in a sequence."""
     gen = generator("shared")
