@@ -203,7 +203,11 @@ def test_one_graph_serves_every_place():
 
 @pytest.mark.parametrize("dim", (64, 128, 192))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-@pytest.mark.parametrize("rules", (dict(is_causal=True), dict(is_causal=True, window_left=200), dict(window_left=90, window_right=70)), ids=str)
+@pytest.mark.parametrize(
+    "rules",
+    (dict(is_causal=True), dict(is_causal=True, window_left=200), dict(window_left=90, window_right=70)),
+    ids=str,
+)
 def test_deterministic_gradients_of_queries_that_stand_anywhere(rules, dtype, dim):
     """Several tiles of queries and keys: each run has the same bits, and they are those of the sequences one by one."""
     stands = [800, 0, -200, 1099, 333]

@@ -124,26 +124,26 @@ def test_varlen(rule, paged, device):
     compare((out, lse), torch.float32, run)
 
 
-@pytest.mark.parametrize("layout", ["rows", "batch_idx", "leftpad", "pages"])
+@pytest.mark.parametrize("layout", ["rows", "batch_idx", "leftpad", "leftpad_idx", "pages", "leftpad_pages"])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("seq_q", [1, 3])
 def test_with_kvcache(seq_q, rule, layout, device):
     """New keys are written in place, at each sequence's length, and seen; rows and pages of others stay as they were."""
     gen, rules = generator("kvcache"), rules_for(rule, 4, device)
-    if layout == "pages" and rules.get("window_size", (-1, -1))[1] > 0 and not rules.get("causal"):
+    if layout.endswith("pages") and rules.get("window_size", (-1, -1))[1] > 0 and not rules.get("causal"):
         pytest.skip("a window to the right is refused over a block_table, as test_varlen shows")
     lengths, rows, size = [5, 0, 9], 5, 16
     old, new = (randn(gen, 2, rows, size, 2, 16, device=device), randn(gen, 2, 3, seq_q, 2, 16, device=device))
     q = randn(gen, 3, seq_q, 4, 16, device=device)
     first, extra, idx = [0, 0, 0], {}, [0, 1, 2]
     k_cache, v_cache = (x.clone() for x in old)
-    if layout == "batch_idx":
+    if layout.endswith("idx"):
         idx = [4, 0, 2]
         extra["cache_batch_idx"] = torch.tensor(idx, device=device)
-    elif layout == "leftpad":
+    if layout.startswith("leftpad"):
         first = [2, 0, 9]
         extra["cache_leftpad"] = torch.tensor(first, dtype=torch.int32, device=device)
-    elif layout == "pages":
+    if layout.endswith("pages"):
         table = torch.randperm(rows * 4, generator=gen).int().view(rows, 4).to(device)
         k_cache, v_cache = (torch.empty(rows * 4, 4, 2, 16, device=device) for _ in range(2))
         for cache, x in ((k_cache, old[0]), (v_cache, old[1])):
@@ -156,7 +156,9 @@ def test_with_kvcache(seq_q, rule, layout, device):
     want = old.clone()
     for b, n in enumerate(lengths):
         want[:, idx[b], n : n + seq_q] = new[:, b]
-    stored = [c[table.flatten().long()].view(rows, size, 2, 16) if layout == "pages" else c for c in (k_cache, v_cache)]
+    stored = [
+        c[table.flatten().long()].view(rows, size, 2, 16) if layout.endswith("pages") else c for c in (k_cache, v_cache)
+    ]
     assert torch.equal(torch.stack(stored), want)
 
     def run(dtype):
@@ -199,5 +201,5 @@ def test_refusals():
     with pytest.raises(ValueError, match="k is given and cache_seqlens is not"):
         flash_attn_with_kvcache(q, q, q, k=q, v=q)
     table = torch.zeros(1, 1, dtype=torch.int32)
-    with pytest.raises(ValueError, match="cache_leftpad are for caches without a block_table"):
-        flash_attn_with_kvcache(q, q, q, block_table=table, cache_leftpad=table[0])
+    with pytest.raises(ValueError, match="cache_batch_idx is for caches without a block_table"):
+        flash_attn_with_kvcache(q, q, q, block_table=table, cache_batch_idx=table[0])

@@ -9,7 +9,9 @@ import warnings
 
 import pytest
 import torch
-from conftest import assert_close_as
+from conftest import assert_close_as, generator, randn, reference
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 transformers = pytest.importorskip("transformers")
 from torch_gpukern.integrations import transformers as gk  # noqa: E402
@@ -203,6 +205,50 @@ def test_turns_over_a_cache(family, cache, side):
     mask = None if side == "none" else padding([26, 13], 26, side)
     cuts = (5, 9, 20, 21, 22, 24, 26)
     assert_as_eager(FAMILIES[family], turns(words(2, 26), mask, cuts, cache))
+
+
+class Sees(TorchDispatchMode):
+    """The ops that run, and the bytes of the largest tensor that one of them makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.ops, self.bytes = set(), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops.add(str(func))
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in given:
+                self.bytes = max(self.bytes, x.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize("side", ["none", "left"])
+def test_a_chunk_over_a_static_cache_copies_no_keys(side):
+    """Its place is a tensor that the kernel reads: nothing as large as a layer's keys is made."""
+    model, ids = build(FAMILIES["llama"], "gpukern"), words(2, 12)
+    mask = None if side == "none" else padding([12, 7], 12, side)
+    state = transformers.StaticCache(config=model.config, max_cache_len=4096)
+    with torch.no_grad():
+        model(ids[:, :5], attention_mask=None if mask is None else mask[:, :5], past_key_values=state)
+        with Sees() as sees:
+            model(ids[:, 5:], attention_mask=mask, past_key_values=state, position_ids=torch.arange(5, 12)[None])
+    keys = [layer.keys for layer in state.layers]
+    assert "gpukern.flash_attn.default" in sees.ops and not any("varlen" in op for op in sees.ops)
+    assert sees.bytes < min(k.numel() * k.element_size() for k in keys)
+
+
+def test_a_bidirectional_window_over_a_cache():
+    """Queries that stand in the middle of the keys see as many on either side."""
+    gen = generator("bidirectional window")
+    q, k, v = (randn(gen, 2, h, s, 16) for h, s in ((4, 5), (2, 30), (2, 30)))
+    start = torch.tensor([3, 20], dtype=torch.int32)
+    mask = gk.Rule(causal=False, window=4, q_start=start).to_tensor(2, "cpu")
+    out, _ = gk._attention(torch.nn.Module(), q, k, v, mask)
+    rules = dict(window_left=4, window_right=4, q_start=start)
+    want = reference.flash_attn(q.double(), k.double(), v.double(), **rules).transpose(1, 2)
+    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])

@@ -130,7 +130,17 @@ def test_attention_of_a_padded_batch():
     torch.manual_seed(0)
     layer, x = gnn.Attention(32, 4), randn(generator("padded"), 2, 9, 32)
     start = torch.tensor([0, 4], dtype=torch.int32)
-    torch.testing.assert_close(layer(x, kv_start=start)[1, 4:], layer(x[1:, 4:])[0])
+    want = layer(x[1:, 4:])[0]
+    torch.testing.assert_close(layer(x, kv_start=start)[1, 4:], want)
+    cache = PagedKVCache(num_blocks=16, block_size=4, heads_kv=4, head_dim=8, layers=1)
+    sequences = [cache.allocate() for _ in range(2)]
+    with torch.no_grad():
+        slots = cache.extend(sequences, 9)
+        where = {"block_table": cache.block_table(sequences), "seq_lens": cache.seq_lens(sequences), "slots": slots}
+        over_pages = layer(x, kv_start=start, cache=(cache.k[0], cache.v[0]), **where)
+    torch.testing.assert_close(over_pages[1, 4:], want)
+    with pytest.raises(ValueError, match="kv_end and bidirectional attention are served without a cache"):
+        layer(x, kv_end=start, cache=(cache.k[0], cache.v[0]), **where)
 
 
 # ---- patch ---------------------------------------------------------------------------------------

@@ -147,8 +147,9 @@ GK_PLAN_HOLDS(job);
 static int64_t row0_of(const job *g, const gk_tensor *t, int64_t b, int64_t h, int64_t first) {
     return h * t->stride[1] + (g->shape.packed ? first * t->stride[0] : b * t->stride[0]);
 }
-static int64_t first_q(const job *g, int64_t b) { return g->shape.packed ? gk_i32_at(g->args->fwd.cu_seqlens_q, b) : 0; }
-static int64_t first_k(const job *g, int64_t b) { return g->shape.packed ? gk_i32_at(g->args->fwd.cu_seqlens_k, b) : 0; }
+static int64_t first_of(const gk_tensor *cu_seqlens, int64_t b) { return cu_seqlens ? gk_i32_at(cu_seqlens, b) : 0; }
+static int64_t first_q(const job *g, int64_t b) { return first_of(g->args->fwd.cu_seqlens_q, b); }
+static int64_t first_k(const job *g, int64_t b) { return first_of(g->args->fwd.cu_seqlens_k, b); }
 
 static void *at(const gk_tensor *t, int64_t element) {
     return gk_at(t->data, (int64_t)gk_dtype_bytes(t->dtype) * element);

@@ -407,7 +407,8 @@ static struct {
     gk_flash_attn_bwd_args args;
     bool packed, tokens_first;
     int64_t batch, heads_q, heads_kv, seq_q, seq_k, dim, dim_v, tokens_q, tokens_k;
-    check_tensor q, k, v, dout, dlse, slopes, sinks, kv_start, kv_end, q_start, cu_q, cu_k, out, lse, dq, dk, dv, dsinks;
+    check_tensor q, k, v, dout, dlse, slopes, sinks, kv_start, kv_end, q_start, cu_q, cu_k, out, lse, dq, dk, dv,
+        dsinks;
 } f;
 
 static int64_t draw_length(bool large) {
@@ -481,7 +482,8 @@ static void flash_draw(gk_dtype dtype, bool large, bool backward) {
     f.v = make_heads(dtype, rows_k, f.heads_kv, f.seq_k, f.dim_v);
     f.out = make_heads(dtype, rows_q, f.heads_q, f.seq_q, f.dim_v);
     f.lse = check_dense(stats, f.q.t.ndim - 1, f.out.t.shape);
-    f.slopes = make_slopes(stats, f.batch, f.heads_q, 0.3), f.sinks = make_stats(check_below(2) ? dtype : stats, 1, &f.heads_q, -3, 3, true);
+    f.slopes = make_slopes(stats, f.batch, f.heads_q, 0.3),
+    f.sinks = make_stats(check_below(2) ? dtype : stats, 1, &f.heads_q, -3, 3, true);
     f.kv_start = check_tensor_make(GK_I32, 1, &f.batch, NULL, 2, 0), f.kv_end = check_dense(GK_I32, 1, &f.batch);
     f.q_start = check_tensor_make(GK_I32, 1, &f.batch, NULL, 1 + check_below(2), 0);
     for (int64_t b = 0; b < f.batch; ++b) {
@@ -502,7 +504,8 @@ static void flash_draw(gk_dtype dtype, bool large, bool backward) {
     for (int64_t n = check_below(6); n > 0; --n) modify(r, check_below(14));
     if (r->q_start)
         r->diagonal = 0;
-    else if (!f.packed && r->is_causal && !r->alibi_slopes && check_below(20) == 0) r->diagonal = INT64_MIN / 2;
+    else if (!f.packed && r->is_causal && !r->alibi_slopes && check_below(20) == 0)
+        r->diagonal = INT64_MIN / 2;
     if (backward) {
         f.dout = make_heads(dtype, rows_q, f.heads_q, f.seq_q, f.dim_v);
         f.dlse = check_tensor_make(stats, f.lse.t.ndim, f.lse.t.shape, NULL, 1 + check_below(2), 0);
@@ -694,7 +697,8 @@ static void paged_draw(gk_dtype dtype, bool large) {
     p.v = make_cache(dtype, num_blocks, p.block_size, h[1], dim_v, heads_first);
     p.q = check_tensor_make(dtype, 3, q_shape, NULL, 1, pad_for(dim));
     p.out = check_dense(dtype, 3, out_shape), p.lse = check_dense(stats, 2, out_shape);
-    p.slopes = make_slopes(stats, p.batch, h[0], 0.1), p.sinks = make_stats(check_below(2) ? dtype : stats, 1, h, -3, 3, true);
+    p.slopes = make_slopes(stats, p.batch, h[0], 0.1),
+    p.sinks = make_stats(check_below(2) ? dtype : stats, 1, h, -3, 3, true);
     p.kv_start = check_tensor_make(GK_I32, 1, &p.batch, NULL, 1 + check_below(2), 0);
     for (int64_t b = 0; b < p.batch; ++b)
         check_set(&p.kv_start.t, b, (double)(check_below(4) ? check_below(p.seq_k[b] + 1) : check_below(5) - 2));

@@ -17,7 +17,7 @@ typedef struct flash_case {
     int64_t batch, heads_q, heads_kv, seq_q, seq_k, head_dim, head_dim_v;
     bool packed, tokens_first; /* tokens_first: dense, stored as [B, S, H, D] */
     bool is_causal, sinks, own_sinks, kv_start, kv_end, q_start, backward, grad_lse; /* own_sinks: in dtype */
-    int alibi; /* 0 none, 1 [Hq], 2 [B, Hq] */
+    int alibi;                                                                       /* 0 none, 1 [Hq], 2 [B, Hq] */
     int64_t diagonal, window_left, window_right;
     double scale, softcap;
 } flash_case;
@@ -400,8 +400,8 @@ static void check_flash_case(const flash_case *x) {
              x->packed ? "packed" : "dense", gk_dtype_name(x->dtype), (long long)x->batch, (long long)x->heads_q,
              (long long)x->heads_kv, (long long)x->seq_q, (long long)x->seq_k, (long long)x->head_dim,
              (long long)x->head_dim_v, x->is_causal, (long long)x->diagonal, (long long)x->window_left,
-             (long long)x->window_right, x->softcap, x->scale, x->alibi, x->sinks, x->own_sinks,
-             x->kv_start, x->kv_end, x->q_start, x->tokens_first, x->grad_lse);
+             (long long)x->window_right, x->softcap, x->scale, x->alibi, x->sinks, x->own_sinks, x->kv_start, x->kv_end,
+             x->q_start, x->tokens_first, x->grad_lse);
     flash_data d = make_data(x);
     bind(x, &d);
     check_fwd(x, &d);

@@ -20,11 +20,11 @@ typedef struct paged_case {
     gk_dtype dtype;
     int64_t batch, heads_q, heads_kv, head_dim, head_dim_v, block_size;
     int64_t seq_q[MAX_BATCH], seq_lens[MAX_BATCH];
-    bool ragged;      /* cu_seqlens_q; else seq_q[0] tokens each */
-    bool heads_first; /* the cache is stored [num_blocks, Hkv, block_size, D] */
-    bool shared;      /* sequences have their first pages in common */
+    bool ragged;                                 /* cu_seqlens_q; else seq_q[0] tokens each */
+    bool heads_first;                            /* the cache is stored [num_blocks, Hkv, block_size, D] */
+    bool shared;                                 /* sequences have their first pages in common */
     bool not_causal, sinks, own_sinks, kv_start; /* own_sinks: in dtype; kv_start: those of start_of */
-    int alibi, k_scale, v_scale; /* 0 none, 1 per head ([] for scales), 2 [B, Hq] ([Hkv] for scales) */
+    int alibi, k_scale, v_scale;                 /* 0 none, 1 per head ([] for scales), 2 [B, Hq] ([Hkv] for scales) */
     int64_t window_left;
     double softcap, sharpness; /* sharpness: scale in units of 1 / sqrt(head_dim) */
 } paged_case;
@@ -124,7 +124,8 @@ static void describe(const paged_case *x) {
              " alibi %d sinks %d own_sinks %d kv_start %d scales %d,%d rows/keys%s",
              gk_dtype_name(x->dtype), (long long)x->heads_q, (long long)x->heads_kv, (long long)x->head_dim,
              (long long)x->head_dim_v, (long long)x->block_size, x->ragged, x->heads_first, x->shared, !x->not_causal,
-             (long long)x->window_left, x->softcap, x->sharpness, x->alibi, x->sinks, x->own_sinks, x->kv_start, x->k_scale, x->v_scale, lengths);
+             (long long)x->window_left, x->softcap, x->sharpness, x->alibi, x->sinks, x->own_sinks, x->kv_start,
+             x->k_scale, x->v_scale, lengths);
 }
 
 static void check_paged_case(paged_case *x) {

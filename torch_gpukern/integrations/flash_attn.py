@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ..ops import flash_attn, flash_attn_varlen, kv_cache_write, paged_attn
-from .intervals import cu_seqlens as _cu_seqlens_of
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
@@ -146,8 +145,8 @@ def flash_attn_with_kvcache(
         k_cache, v_cache: [rows, S, Hkv, D], a row a sequence, or with block_table [B, max_blocks] int32 pages
             [num_blocks, block_size, Hkv, D].
         cache_seqlens: keys of each sequence before k is written, an int or [B] int32; None is S.
-        cache_batch_idx: [B], the row of each sequence; None is 0 to B - 1.
-        cache_leftpad: [B] int32: sequence b sees keys from here on; not with block_table.
+        cache_batch_idx: [B], the row of each sequence; None is 0 to B - 1. Not with block_table.
+        cache_leftpad: [B] int32: sequence b sees keys from here on.
         rotary_interleaved: read with rotary_cos alone, which is refused.
         num_splits: a hint that changes nothing but time: gpukern splits long contexts by itself.
 
@@ -162,8 +161,8 @@ def flash_attn_with_kvcache(
         _refuse(name, "rotary_cos and rotary_sin are not fused; rotate q and k before the call")
     if (k is None) != (v is None):
         _refuse(name, "k and v come together")
-    if block_table is not None and (cache_batch_idx is not None or cache_leftpad is not None):
-        _refuse(name, "cache_batch_idx and cache_leftpad are for caches without a block_table")
+    if block_table is not None and cache_batch_idx is not None:
+        _refuse(name, "cache_batch_idx is for caches without a block_table")
     batch, seq_q = q.shape[:2]
     rules = _rules(name, q, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False)
     if block_table is not None:
@@ -189,26 +188,19 @@ def flash_attn_with_kvcache(
         slots = (page.long() * k_cache.shape[1] + row).flatten()
         kv_cache_write(k.flatten(0, 1), v.flatten(0, 1), k_cache, v_cache, slots)
         lengths = lengths + k.shape[1]
-    if block_table is None and (cache_leftpad is not None or rules["window_right"] > 0):
-        out, lse = _over_rows(q, k_cache, v_cache, table, lengths, cache_leftpad, rules)
-    else:
-        out, lse = paged_attn(
-            q.flatten(0, 1), k_cache, v_cache, table, lengths, **_paged_rules(name, rules), return_lse=True
+    first = None if cache_leftpad is None else cache_leftpad.to(torch.int32)
+    right, rows_in_order = rules["window_right"] > 0, block_table is None and cache_batch_idx is None
+    if block_table is None and (right or (first is not None and rows_in_order)):
+        keys, values = (
+            x.transpose(1, 2) if rows_in_order else x[table[:, 0].long()].transpose(1, 2) for x in (k_cache, v_cache)
         )
-    out, lse = out.unflatten(0, (batch, seq_q)), lse.unflatten(0, (batch, seq_q)).mT
+        places = {"q_start": lengths - seq_q, "kv_start": first, "kv_end": lengths}
+        out, lse = flash_attn(q.transpose(1, 2), keys[:batch], values[:batch], **rules, **places, return_lse=True)
+        out = out.transpose(1, 2)
+    else:
+        paged_rules = _paged_rules(name, rules)
+        out, lse = paged_attn(
+            q.flatten(0, 1), k_cache, v_cache, table, lengths, **paged_rules, kv_start=first, return_lse=True
+        )
+        out, lse = out.unflatten(0, (batch, seq_q)), lse.unflatten(0, (batch, seq_q)).mT
     return (out, lse) if return_softmax_lse else out
-
-
-def _over_rows(q, k_cache, v_cache, table, lengths, leftpad, rules) -> tuple[Tensor, Tensor]:
-    """Keys in [leftpad[b], lengths[b]) of each row, packed."""
-    rows = table[:, 0].long()
-    keys, values = (x[rows].flatten(0, 1) for x in (k_cache, v_cache))
-    stop = lengths.clamp(0, k_cache.shape[1])
-    first = torch.zeros_like(stop) if leftpad is None else torch.minimum(leftpad.to(torch.int32).clamp(min=0), stop)
-    cu_q, cu_k = _cu_seqlens_of(first, stop, q.shape[1], k_cache.shape[1])
-    slopes = rules["alibi_slopes"]
-    if slopes is not None and slopes.dim() == 2:
-        rules = {**rules, "alibi_slopes": slopes.repeat_interleave(3, 0)}
-    return flash_attn_varlen(
-        q.flatten(0, 1), keys, values, cu_q, cu_k, q.shape[1], k_cache.shape[1], **rules, return_lse=True
-    )

@@ -14,7 +14,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers import masking_utils as hf
 
 from ..ops import flash_attn, flash_attn_varlen
-from .intervals import cu_seqlens
 
 __all__ = ["register"]
 
@@ -192,17 +191,7 @@ def _stand(rule: Rule, diagonal: int | Tensor, batch: int, q_length: int, kv_len
         q_start = torch.full((batch,), diagonal, dtype=torch.int32, device=device)
     else:
         q_start = diagonal.to(torch.int32).reshape(-1).expand(batch)
-    if q_length > 1:
-        if not rule.causal:
-            raise _refuse("a bidirectional sliding window over a cache", _SDPA)
-        return rule._replace(q_start=q_start)
-    # One query sees one interval: settled here, once for all layers.
-    first = q_start.new_zeros(batch) if rule.first is None else rule.first
-    if rule.window is not None:
-        first = torch.maximum(first, q_start - rule.window)
-    end = q_start + 1 if rule.causal else q_start + 1 + rule.window
-    end = end if rule.end is None else torch.minimum(end, rule.end)
-    return Rule(causal=False, first=first, end=end, holds=rule.holds)
+    return rule._replace(q_start=q_start)
 
 
 def _rule_of(mask_function, positions, local_size, config, kwargs) -> tuple[Rule, Tensor | None]:
@@ -352,7 +341,8 @@ def _attention(
             raise _refuse(what, _EAGER)
     rules = {"scale": scaling, "softcap": softcap or 0.0}
     if s_aux is not None:
-        rules["sinks"] = s_aux.to(torch.float64 if query.dtype == torch.float64 else torch.float32)
+        wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+        rules["sinks"] = s_aux if s_aux.dtype == query.dtype else s_aux.to(wide)
     if attention_mask is not None:
         rule = Rule.from_tensor(attention_mask)
     else:
@@ -376,10 +366,8 @@ def _attention(
             "gpukern attention: compiled, the mask must be causal or bidirectional, with or without a sliding window, and "
             "padding stand before or after the tokens; pass cu_seq_lens_q for packed sequences, or do not compile",
         )
-    if rule.q_start is not None:
-        return _placed(query, key, value, rule, rules), None
     window = -1 if rule.window is None else rule.window
-    if rule.top_left or not (rule.causal or rule.window is not None):
+    if rule.top_left or rule.q_start is not None or not (rule.causal or rule.window is not None):
         diagonal = 0
     else:
         diagonal = key.shape[2] - query.shape[2]
@@ -393,6 +381,7 @@ def _attention(
         window_right=-1 if rule.causal else window,
         kv_start=rule.first,
         kv_end=rule.end,
+        q_start=rule.q_start,
         **rules,
     )
     return out.transpose(1, 2), None
@@ -417,13 +406,3 @@ def _packed(query: Tensor, key: Tensor, value: Tensor, rule: Rule, lengths: tupl
         **rules,
     )
     return out.unflatten(0, (query.shape[0], query.shape[2]))
-
-
-def _placed(query: Tensor, key: Tensor, value: Tensor, rule: Rule, rules: dict) -> Tensor:
-    """Several causal queries that stand where a tensor says, as over a static cache: nothing here reads it on the host."""
-    seq_q, seq_k = query.shape[2], key.shape[2]
-    stop = (rule.q_start + seq_q).clamp(0, seq_k)  # after the last query
-    first = torch.zeros_like(stop) if rule.first is None else torch.minimum(rule.first, stop)
-    # rule.end hides keys from queries after it only, and these are padding themselves.
-    cu_q, cu_k = cu_seqlens(first, stop, seq_q, seq_k)
-    return _packed(query, key, value, rule, (cu_q, cu_k, seq_q, seq_k), rules)

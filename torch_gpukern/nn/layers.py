@@ -131,13 +131,13 @@ class Attention(torch.nn.Module):
         Args:
             rotary: cos and sin, each [S, head_dim] or [B, S, head_dim], of the halves' kind (Llama's): queries and keys
                 are rotated by them first. None rotates nothing.
-            kv_start, kv_end: [B] int32, the bounds of each sequence's keys in a padded batch; without a cache.
+            kv_start, kv_end: [B] int32, the bounds of each sequence's keys in a padded batch; kv_end without a cache.
             cache: (k_cache, v_cache) [num_blocks, block_size, num_kv_heads, head_dim] of this layer. The S new tokens of each
                 sequence are written to slots [B * S] and attend to all that block_table [B, max_blocks] and seq_lens [B],
                 the new tokens counted, name; `PagedKVCache` makes all three. No gradients.
 
         Raises:
-            ValueError: a cache without its tables, bounds with a cache, or what the ops refuse.
+            ValueError: a cache without its tables, kv_end with a cache, or what the ops refuse.
         """
         batch, seq, _ = x.shape
         q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
@@ -155,12 +155,10 @@ class Attention(torch.nn.Module):
         else:
             if block_table is None or seq_lens is None or slots is None:
                 raise ValueError("Attention: cache needs block_table, seq_lens and slots")
-            if kv_start is not None or kv_end is not None or not self.is_causal:
-                raise ValueError(
-                    "Attention: kv_start, kv_end and bidirectional attention are served without a cache alone"
-                )
+            if kv_end is not None or not self.is_causal:
+                raise ValueError("Attention: kv_end and bidirectional attention are served without a cache alone")
             kv_cache_write(k.flatten(0, 1), v.flatten(0, 1), *cache, slots)
-            out = paged_attn(q.flatten(0, 1), *cache, block_table, seq_lens, **rules)
+            out = paged_attn(q.flatten(0, 1), *cache, block_table, seq_lens, **rules, kv_start=kv_start)
         return self.o_proj(out.reshape(batch, seq, -1))
 
 

@@ -125,8 +125,7 @@ inline Rules rules_of(const gk_attn_rules &r) {
         rules.alibi_slopes = t->data;
         rules.slope_batch = t->ndim == 2 ? t->stride[0] : 0, rules.slope_head = t->stride[t->ndim - 1];
     }
-    if (r.sinks)
-        rules.sinks = r.sinks->data, rules.sink_head = r.sinks->stride[0], rules.sinks_dtype = r.sinks->dtype;
+    if (r.sinks) rules.sinks = r.sinks->data, rules.sink_head = r.sinks->stride[0], rules.sinks_dtype = r.sinks->dtype;
     if (r.kv_start) rules.kv_start = (const int32_t *)r.kv_start->data, rules.start_step = r.kv_start->stride[0];
     if (r.kv_end) rules.kv_end = (const int32_t *)r.kv_end->data, rules.end_step = r.kv_end->stride[0];
     if (r.q_start) rules.q_start = (const int32_t *)r.q_start->data, rules.q_start_step = r.q_start->stride[0];
