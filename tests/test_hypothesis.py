@@ -70,6 +70,9 @@ def attention(draw):
     for name in ("kv_start", "kv_end"):
         if draw(st.integers(0, 3)) == 0:
             kwargs[name] = torch.randint(-2, sk + 3, (batch,), generator=gen, dtype=torch.int32)
+    if draw(st.integers(0, 3)) == 0:
+        kwargs["q_start"] = torch.randint(-sq - 2, sk + 3, (batch,), generator=gen, dtype=torch.int32)
+        kwargs["diagonal"] = 0
     return gen, q, k, v, kwargs
 
 

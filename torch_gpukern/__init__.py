@@ -100,8 +100,8 @@ def explain(op: Explained, *args: _Any, **kwargs: _Any) -> Explanation:
         - ``device``, ``class``, ``rows``: of a gemm on CUDA, the device's name, the class of calls that a preferred
           row serves, and every row that takes the call, the default one first.
 
-    On CUDA index tensors are not read: packed sequences count as equal ones, kv_start and kv_end as 0
-    and Sk, and a paged sequence as one that fills its row of the block table.
+    On CUDA index tensors are not read: packed sequences count as equal ones, kv_start, kv_end and q_start
+    as 0, Sk and Sk - Sq, and a paged sequence as one that fills its row of the block table.
 
     Raises:
         ValueError: an op that cannot be explained, or arguments that the op does not take.
