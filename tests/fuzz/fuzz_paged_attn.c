@@ -25,7 +25,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     const int64_t table_shape[2] = {batch, columns};
 
     gk_paged_attn_args args = GK_PAGED_ATTN_ARGS_INIT;
-    gk_tensor cu, k_scale, v_scale;
+    gk_tensor cu, k_scale, v_scale, kv_start;
     fz_rules own;
     args.q = fz_make(dtype, 3, q_shape, FZ_LAST_DENSE);
     args.k_cache = fz_make(dtype, 4, k_shape, FZ_LAST_DENSE), args.v_cache = fz_make(dtype, 4, v_shape, FZ_LAST_DENSE);
@@ -54,9 +54,10 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     const bool wants_lse = fz_one_in(2);
     if (wants_lse) args.lse = fz_make(stats, 2, o_shape, FZ_RESULT | FZ_CONTIGUOUS);
     args.rules = fz_rules_make(&own, dtype, batch, heads, dim);
-    const int scales = (int)fz_int(0, 15);
+    const int scales = (int)fz_int(0, 31);
     if (scales & 1) k_scale = fz_make(stats, scales & 4 ? 1 : 0, &heads_kv, FZ_INPUT), args.k_scale = &k_scale;
     if (scales & 2) v_scale = fz_make(stats, scales & 8 ? 1 : 0, &heads_kv, FZ_INPUT), args.v_scale = &v_scale;
+    if (scales & 16) kv_start = fz_bounds_make(batch), args.rules.kv_start = &kv_start;
 
     gk_context plain = GK_CONTEXT_INIT;
     gk_paged_attn_args twin = args;
@@ -77,8 +78,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
                               args.k_scale ? &k_scale : NULL,
                               args.v_scale ? &v_scale : NULL,
                               args.rules.sinks ? &own.sinks : NULL,
-                              args.rules.alibi_slopes ? &own.slopes : NULL};
-    const bool wrong = fz_corrupt(all, 11, 11);
+                              args.rules.alibi_slopes ? &own.slopes : NULL,
+                              args.rules.kv_start ? &kv_start : NULL};
+    const bool wrong = fz_corrupt(all, 12, 12);
     const gk_status status =
         fz_call("gk_paged_attn", &ctx, &args, bytes_of, call, &args.workspace, &args.workspace_bytes, wrong);
     if (!wrong && fz_agree("gk_paged_attn", status, gk_paged_attn(&plain, &twin), gk_last_error())) {

@@ -15,10 +15,21 @@ static int64_t fz_span(void) { /* window sizes and diagonals: about the lengths,
     return n < 40 ? n : far[n - 40];
 }
 
+/* kv_start, kv_end, q_start. */
+static gk_tensor fz_bounds_make(int64_t batch) {
+    gk_tensor t = fz_make(GK_I32, 1, &batch, FZ_RESULT);
+    for (int64_t b = 0; b < batch; ++b) {
+        const int64_t x = fz_int(0, 50);
+        fz_set(&t, b, x == 50 ? INT32_MIN : x == 49 ? INT32_MAX : (double)(x - 4));
+    }
+    fz_all[fz_count - 1].result = false;
+    return t;
+}
+
 static gk_attn_rules fz_rules_make(fz_rules *own, gk_dtype dtype, int64_t batch, int64_t heads, int64_t head_dim) {
     gk_attn_rules r = GK_ATTN_RULES_INIT;
     static const double scales[] = {0, 1, -0.3, 2};
-    const int64_t scale = fz_int(0, 7), kind = fz_int(0, 63);
+    const int64_t scale = fz_int(0, 7), kind = fz_int(0, 127);
     r.scale = scale < 4 ? 1 / sqrt((double)gk_max_i64(1, head_dim)) : scales[scale - 4];
     own->scores = fabs(r.scale) * (double)head_dim;
     if (kind & 1) r.is_causal = 1;
@@ -31,7 +42,8 @@ static gk_attn_rules fz_rules_make(fz_rules *own, gk_dtype dtype, int64_t batch,
         own->slopes = fz_make(fz_stats(dtype), 1 + two, shape + 1 - two, FZ_INPUT), r.alibi_slopes = &own->slopes;
         own->scores += 200;
     }
-    if (kind & 32) own->sinks = fz_make(fz_stats(dtype), 1, &heads, FZ_INPUT), r.sinks = &own->sinks;
+    if (kind & 32)
+        own->sinks = fz_make(kind & 64 ? dtype : fz_stats(dtype), 1, &heads, FZ_INPUT), r.sinks = &own->sinks;
     if (kind & 32 && heads > 0 && fz_one_in(4)) fz_set(&own->sinks, 0, -INFINITY);
     return r;
 }
