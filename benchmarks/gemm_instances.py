@@ -33,16 +33,17 @@ def problem_of(x: gemm_random.Shape) -> Problem:
     return Problem(x.m, x.n, x.k, x.layout, dtype=NAMES[x.dtype], fp32_precision=precision)
 
 
-def times_of(problem: Problem, device: torch.device, pool) -> dict:
+def times_of(problem: Problem, device: torch.device) -> dict:
     """us of every instance and of cuBLAS, medians of rounds, measured alternately."""
     inputs = problem.inputs(device)
     plan = problem.explain(inputs)
 
-    def replay(call) -> timing.Replay:
-        first = timing.Replay([call], 1, pool).us()
-        return timing.Replay([call], timing.calls_for(first, 500.0), pool)
+    pool, first_looks, replays = torch.cuda.graph_pool_handle(), [], {}
 
-    replays = {}
+    def replay(call) -> timing.Replay:
+        first_looks.append(timing.Replay([call], 1, pool))  # a pool that a graph began ends with its last graph
+        return timing.Replay([call], timing.calls_for(first_looks[-1].us(), 500.0), pool)
+
     try:
         for row in plan["rows"]:
             ops.gemm_prefer.default(plan["device"], plan["class"], row)
@@ -84,13 +85,12 @@ def main() -> None:
         print("\n".join(judged(json.loads(args.judge.read_text()))))
         return
     device, end, products = torch.device("cuda"), time.monotonic() + args.seconds, []
-    pool = torch.cuda.graph_pool_handle()
     with torch.no_grad():
         for x in gemm_random.draw_shapes("cuda", args.random, args.seed):
             if time.monotonic() > end:
                 print(f"{args.seconds:.0f} s were spent after {len(products)} products", file=sys.stderr)
                 break
-            products.append(asdict(x) | times_of(problem_of(x), device, pool))
+            products.append(asdict(x) | times_of(problem_of(x), device))
     json.dump({"device": torch.cuda.get_device_name(), "seed": args.seed, "products": products}, sys.stdout)
 
 

@@ -308,9 +308,8 @@ def test_a_run_of_every_instance_is_judged(bench):
 @pytest.mark.gpu
 def test_every_instance_of_a_product_is_timed(bench):
     module = bench("gemm_instances")
-    pool = torch.cuda.graph_pool_handle()
     for dtype in module.NAMES:
         problem = module.problem_of(sys.modules["gemm_random"].Shape(256, 128, 512, "NT", dtype))
-        found = module.times_of(problem, torch.device("cuda"), pool)
+        found = module.times_of(problem, torch.device("cuda"))
         assert found["chosen"] in found["us"] and found["cublas_us"] > 0 and all(us > 0 for us in found["us"].values())
         assert problem.explain(problem.inputs(torch.device("cuda")))["row"] == found["chosen"]

@@ -793,10 +793,10 @@ def test_few_columns_of_many_rows(dtype, layout):
     for m, n, k, narrow in (
         (4096, 8, 1024, True),
         (1000, 24, 1000, True),
-        (130, 64, 512, True),
+        (136, 64, 512, True),
         (8200, 56, 520, True),
-        (130, 72, 512, False),
-        (130, 64, 504, False),
+        (136, 72, 512, False),
+        (136, 64, 504, False),
         (120, 64, 512, False),
     ):
         for batch in ((), (3,)):
@@ -809,6 +809,38 @@ def test_few_columns_of_many_rows(dtype, layout):
             bias = integers(gen, n, dtype=dtype).cuda()
             want = torch.nn.functional.relu(exact + bias.double()).to(dtype)
             assert same_bits(ops.gemm(a, b, bias, activation="relu"), want)
+
+
+@HOPPER
+@pytest.mark.parametrize("layout", ("NN", "NT", "TN", "TT"))
+@pytest.mark.parametrize(
+    "tile", ("128x256x64", "128x192x64", "128x96x64", "64x192x64", "128x128x64_k4", "64x128x64_k4")
+)
+def test_parts_of_k(tile, layout):
+    """Tiles of the last wave halved along k, behind whole waves or alone, and k in four parts: odd steps, parts without any, ends of
+    the result, batches, pairs that lie either way, all that may follow the sums. Small whole numbers, whose sums are exact."""
+    gen = generator("parts of k", tile, layout)
+    for m, n, k in (
+        (1024, 1024, 4096),
+        (1024, 1024, 2056),
+        (200, 1000, 4104),
+        (1000, 200, 72),
+        (264, 2600, 8),
+        (2600, 4000, 1544),
+    ):
+        for batch in ((), (2,)) if k < 2000 else ((),):
+            a = integers(gen, *batch, *((m, k) if layout[0] == "N" else (k, m)), dtype=BF16).cuda()
+            b = integers(gen, *batch, *((k, n) if layout[1] == "N" else (n, k)), dtype=BF16).cuda()
+            a, b = a if layout[0] == "N" else a.mT, b if layout[1] == "N" else b.mT
+            bias = integers(gen, n, dtype=BF16).cuda()
+            exact = a.double() @ b.double()
+            for more in ({}, {"bias": bias, "activation": "relu"}):
+                with preferred(f"gemm_sm90a_bf16_{tile}", a, b, **more):
+                    want = torch.relu(exact + bias.double()) if more else exact
+                    out = ops.gemm(a, b, **more)
+                    assert same_bits(out, want.to(BF16)) and same_bits(out, ops.gemm(a, b, **more))
+                    if tile == "128x256x64" and k == 4096:  # 32 tiles, 16 pairs
+                        assert torch_gpukern.explain("gemm", a, b, **more)["tasks"] == 2 * 32
 
 
 @pytest.mark.parametrize("layout", ("NN", "NT", "TN", "TT"))

@@ -2,7 +2,7 @@
 cluster, copies and products that end whenever they like, under random schedules.
 
 A run fails when nothing can go on, when a copy lands in a stage that a product still reads, when a product reads bytes
-that are not those of its step, when halves of sums meet the wrong tile, or when something reaches a block that has left.
+that are not those of its step, when parts of sums meet the wrong tile, or when something reaches a block that has left.
 Each rule of the protocol is then broken in turn, and the model must see it.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 SCHEDULES = 60_000 if os.environ.get("GPUKERN_TEST_ALL") == "1" else 10_000
-A_BYTES, B_BYTES, HALF_BYTES = 12, 12, 8  # of a stage and of the halves that a warpgroup sends; units of no meaning
+A_BYTES, B_BYTES, SUM_BYTES = 12, 12, 8  # of a stage and of the sums that a warpgroup sends; units of no meaning
 WARPS = 4
 
 
@@ -107,6 +107,7 @@ class Kernel:
     tiles: int = 2
     steps: int = 4  # of k, before it is cut into parts
     swapab: bool = False  # tf32.cuh: fragments of a are loaded two products ahead, four products a step
+    halved: bool = False  # one more tile, halved along k between the two blocks of a pair
     ping_pong: bool = False  # each warpgroup has whole tiles, and multiplies while the other stores
     broken: str = ""  # the rule that is not kept
 
@@ -129,16 +130,19 @@ class Cluster:
         self.full = [[Barrier(1) for _ in stages] for _ in blocks]
         self.empty = [[Barrier(consumers) for _ in stages] for _ in blocks]
         self.exchanged = [Barrier(1) for _ in blocks]
-        self.unexchanged = [Barrier(k.warpgroups * WARPS) for _ in blocks]
+        self.unexchanged = [Barrier(max(k.ck - 1, 1) * k.warpgroups * WARPS) for _ in blocks]
         turn_count = 1 if k.broken == "ping-pong: a warp tells for all" else WARPS
         self.turns = [[Barrier(turn_count) for _ in range(k.warpgroups)] for _ in blocks]
         self.stages = [[{} for _ in stages] for _ in blocks]  # piece -> the step whose bytes it holds
         self.reading = [[0 for _ in stages] for _ in blocks]
-        self.halves = [[None] * k.warpgroups for _ in blocks]
+        self.sums = [[{} for _ in range(k.warpgroups)] for _ in blocks]  # distance of the sender -> the tile that came
         self.at_end = 0
         self.running = [1 + k.warpgroups for _ in blocks]
 
-    def steps_of(self, block):
+    def steps_of(self, block, tile):
+        if tile == self.k.tiles:  # halved
+            each = -(-self.k.steps // 2)
+            return range(block * each, block * each + each)
         part, each = block // (self.k.cm * self.k.cn), -(-self.k.steps // self.k.ck)
         return range(part * each, max(part * each, min(part * each + each, self.k.steps)))
 
@@ -179,13 +183,21 @@ class Cluster:
         if broken == "no multicast":
             row, column = [block], [block]
         stage = parity = 0
-        for tile in range(self.k.tiles):
-            for k in self.steps_of(block):
+        for tile in range(self.k.tiles + self.k.halved):
+            alone = tile == self.k.tiles and broken != "halved: multicast"
+            for k in self.steps_of(block, tile):
                 empty, before = self.empty[block][stage], parity if broken == "producer's parity" else parity ^ 1
                 if broken != "empty not awaited":
                     yield lambda empty=empty, before=before: empty.ended(before)
                 self.full[block][stage].arrive(expected)
                 yield None
+                if alone:
+                    for i in range(cn):
+                        self.events.append((self.land, block, stage, ("a", i), (tile, k), A_BYTES // cn))
+                    for i in range(cm):
+                        self.events.append((self.land, block, stage, ("b", i), (tile, k), B_BYTES // cm))
+                    stage, parity = self.next_of(stage, parity)
+                    continue
                 for there in row:
                     self.events.append((self.land, there, stage, ("a", a_part), (tile, k), A_BYTES // cn))
                 yield None
@@ -225,7 +237,7 @@ class Cluster:
 
     def products_swapab(self, block, tile, stage, parity):
         """multiply_swapab: fragments are read when they are loaded, b while a product runs. Returns stage and parity."""
-        broken, queue, steps = self.k.broken, [], self.steps_of(block)
+        broken, queue, steps = self.k.broken, [], self.steps_of(block, tile)
         for k in steps:
             full, fresh = self.full[block][stage], k == steps[0]
             if fresh:
@@ -269,8 +281,8 @@ class Cluster:
         turn = {"ping-pong: nobody is first": 0, "ping-pong: both are first": 1}.get(broken, warpgroup ^ 1)
         if ping_pong and warpgroup > 0:
             stage, parity = self.skip(stage, parity, self.k.steps)
-        for tile in range(warpgroup, self.k.tiles, 2) if ping_pong else range(self.k.tiles):
-            steps = () if self.k.swapab else self.steps_of(block)
+        for tile in range(warpgroup, self.k.tiles, 2) if ping_pong else range(self.k.tiles + self.k.halved):
+            steps = () if self.k.swapab else self.steps_of(block, tile)
             if self.k.swapab:
                 stage, parity = yield from self.products_swapab(block, tile, stage, parity)
             if ping_pong and broken != "ping-pong: no wait":
@@ -305,35 +317,66 @@ class Cluster:
             yield lambda: not queue
             if steps and broken not in ("released a step early", "last step kept"):
                 yield from self.release(block, last)
+            if tile == self.k.tiles and not ping_pong:
+                yield from self.add_halves(block, warpgroup)
             if self.k.ck > 1:
                 yield from self.exchange(block, warpgroup, tile, exchanges)
                 exchanges ^= broken != "exchange's parity"
         yield from self.leave(block)
 
-    # ---- halves of sums ----
-    def half_lands(self, block, warpgroup, tile):
+    # ---- parts of sums ----
+    def sums_land(self, block, warpgroup, distance, tile):
         self.reach(block)
-        if self.halves[block][warpgroup] is not None:
-            raise Wrong("a half is overwritten before it is read")
-        self.halves[block][warpgroup] = tile
-        self.exchanged[block].land(HALF_BYTES)
+        if distance in self.sums[block][warpgroup]:
+            raise Wrong("sums are overwritten before they are read")
+        self.sums[block][warpgroup][distance] = tile
+        self.exchanged[block].land(SUM_BYTES)
 
     def exchange(self, block, warpgroup, tile, parity):
-        there = block ^ (self.k.cm * self.k.cn)
+        each, parts = self.k.cm * self.k.cn, self.k.ck
+        there = [(block + d * each) % (parts * each) for d in range(1, parts)]
         if warpgroup == 0:
-            self.exchanged[block].arrive(HALF_BYTES * self.k.warpgroups)
+            self.exchanged[block].arrive(SUM_BYTES * self.k.warpgroups * (parts - 1))
             yield None
         if self.k.broken != "exchange without empty":
             yield lambda: self.unexchanged[block].ended(parity ^ 1)
-        self.events.append((self.half_lands, there, warpgroup, tile))
-        yield lambda: self.exchanged[block].ended(parity)
-        if self.halves[block][warpgroup] != tile:
-            raise Wrong("halves of two tiles are added")
-        self.halves[block][warpgroup] = None
-        for _ in range(WARPS):
-            self.reach(there)
-            self.unexchanged[there].arrive()
+        for distance, other in enumerate(there):
+            self.events.append((self.sums_land, other, warpgroup, distance, tile))
             yield None
+        yield lambda: self.exchanged[block].ended(parity)
+        if [*self.sums[block][warpgroup].values()] != [tile] * (parts - 1):
+            raise Wrong("sums of two tiles are added")
+        self.sums[block][warpgroup] = {}
+        for _ in range(WARPS):
+            for other in there:
+                self.reach(other)
+                self.unexchanged[other].arrive()
+                yield None
+
+    def ring_lands(self, warpgroup):
+        """The second block's sums, in the first one's ring."""
+        if any(self.reading[0]):
+            raise Wrong("a stage is overwritten while it is read")
+        self.stages[0] = [{} for _ in self.stages[0]]
+        self.sums_land(0, warpgroup, 0, self.k.tiles)
+
+    def add_halves(self, block, warpgroup):
+        full, free = self.exchanged[0], self.unexchanged[1]
+        if block == 1:
+            if self.k.broken != "halved: the ring is not awaited":
+                yield lambda: free.ended(0)
+            self.events.append((self.ring_lands, warpgroup))
+            return
+        if warpgroup == 0:
+            full.arrive(SUM_BYTES * self.k.warpgroups)
+            yield None
+        for _ in range(WARPS):
+            self.reach(1)
+            free.arrive()
+            yield None
+        yield lambda: full.ended(0)
+        if self.sums[0][warpgroup] != {0: self.k.tiles}:
+            raise Wrong("sums of two tiles are added")
 
     # ---- the end ----
     def leave(self, block):
@@ -360,6 +403,10 @@ CLUSTERS = {  # the shapes of tiles.h, and the pair along n and the four that it
     "four rows": Kernel(cm=4, warpgroups=1),
     "split-K by two": Kernel(ck=2),
     "split-K by two, one warpgroup": Kernel(ck=2, warpgroups=1),
+    "split-K by four": Kernel(ck=4),
+    "split-K by four, one warpgroup": Kernel(ck=4, warpgroups=1),
+    "two rows, a halved tile": Kernel(cm=2, halved=True),
+    "two columns, a halved tile": Kernel(cn=2, halved=True),
     "two parts of two rows": Kernel(cm=2, ck=2, warpgroups=1),
     "swap-AB tf32, two columns": Kernel(cn=2, swapab=True),
     "swap-AB tf32, split-K by two": Kernel(ck=2, warpgroups=1, swapab=True),
@@ -400,8 +447,10 @@ BROKEN = {  # rule -> a cluster that shows it, and what may then go wrong first
     "no multicast": ("two rows", STUCK),
     "release at home only": ("two rows", f"{OVERWRITTEN}|{OTHER}"),
     "no barrier at the end": ("two by two", "has left"),
-    "exchange without empty": ("split-K by two", "hal"),
-    "exchange's parity": ("split-K by two", f"{STUCK}|hal"),
+    "exchange without empty": ("split-K by two", "sums"),
+    "exchange's parity": ("split-K by two", f"{STUCK}|sums"),
+    "halved: multicast": ("two rows, a halved tile", "."),
+    "halved: the ring is not awaited": ("two rows, a halved tile", "."),
     "ping-pong: no wait": ("ping-pong", OTHER),
     "ping-pong: tells before its products": ("ping-pong", OTHER),
     "ping-pong: tells nobody": ("ping-pong", STUCK),

@@ -54,6 +54,23 @@ template <class S, int A_SHARERS, int B_SHARERS, bool A_ONCE> struct Copies {
         copy_part<APart, S::ALONG_M, (A_SHARERS > 1), A_ONCE>(to_s, a, k, rank % A_SHARERS, full);
         copy_part<BPart, S::ALONG_N, (B_SHARERS > 1), false>(to_s + S::A::bytes, b, k, rank % B_SHARERS, full);
     }
+    /* All parts, into this block alone. a, b: where their tiles begin. */
+    template <class Params>
+    static __device__ __forceinline__ void copy_alone(const Params &x, Source a, Source b, smem_addr to_s, int k,
+                                                      smem_addr full) {
+#pragma unroll
+        for (int part = 0; part < A_SHARERS; ++part) {
+            const Source from = source_of<APart>(x.a, x.a_end, a.x, x.p.m, part);
+            a.map = from.map, a.boxes = from.boxes;
+            copy_part<APart, S::ALONG_M, false, A_ONCE>(to_s, a, k, part, full);
+        }
+#pragma unroll
+        for (int part = 0; part < B_SHARERS; ++part) {
+            const Source from = source_of<BPart>(x.b, x.b_end, b.x, x.p.n, part);
+            b.map = from.map, b.boxes = from.boxes;
+            copy_part<BPart, S::ALONG_N, false, false>(to_s + S::A::bytes, b, k, part, full);
+        }
+    }
 };
 
 #endif

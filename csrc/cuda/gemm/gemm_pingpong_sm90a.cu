@@ -34,7 +34,7 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1) __launch_bounds__(THREA
         for (unsigned t = mine; t < block.all; t += next) {
             if (t == mine) griddepcontrol_wait(); /* for the bias */
             mbarrier_wait(turns_s + 8 * warpgroup, turn_parity), turn_parity ^= 1;
-            block.multiply(sum, 0);
+            block.multiply(sum, 0, block.steps);
             const smem_addr last = block.ring.before();
             if (block.lane == 0) mbarrier_arrive(turns_s + 8 * (warpgroup ^ 1)); /* all products are on their way */
             block.ring.skip(block.steps);

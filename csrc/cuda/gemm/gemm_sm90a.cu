@@ -45,8 +45,10 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1) __launch_bounds__(THREA
             if (t == block.first) griddepcontrol_wait(); /* for the bias and c */
             touch_epilogue(p.epilogue);
             if (x.plain) touch_bias<S::COLS>(p, tile.col + block.part * S::COLS, block.lane);
-            block.multiply(sum, row0);
+            block.multiply(sum, row0, block.steps_of(t));
             block.end_products(sum, block.ring.before());
+            if constexpr (TAIL<T, Tile>)
+                if (block.halved(t) && !block.add_halves(sum[0])) break;
 
             const int lane = threadIdx.x % 32;
             const smem_addr staging_s = block.staging_s();
@@ -67,7 +69,7 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1) __launch_bounds__(THREA
                                           x.across, lane);
             };
             if constexpr (Tile::SPLITS > 1) {
-                float mine[1][Tile::BN / 4];
+                float mine[1][Tile::BN / 2 / Tile::SPLITS];
                 block.exchange(sum, mine, exchange_parity);
                 store(mine[0]);
             } else {
@@ -106,9 +108,12 @@ gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *wo
         HOPPER_ROW("gemm_sm90a_" name "_128x128x64", T, Coop128x128),         \
         HOPPER_ROW("gemm_sm90a_" name "_128x96x64", T, Coop128x96),           \
         HOPPER_ROW("gemm_sm90a_" name "_64x128x64", T, Coop64x128),           \
+        HOPPER_ROW("gemm_sm90a_" name "_64x192x64", T, Coop64x192),           \
         HOPPER_ROW("gemm_sm90a_" name "_64x64x64", T, Coop64x64),             \
         HOPPER_ROW("gemm_sm90a_" name "_128x128x64_k2", T, Coop128x128Split), \
         HOPPER_ROW("gemm_sm90a_" name "_64x64x64_k2", T, Coop64x64Split),     \
+        HOPPER_ROW("gemm_sm90a_" name "_128x128x64_k4", T, Coop128x128By4),   \
+        HOPPER_ROW("gemm_sm90a_" name "_64x128x64_k4", T, Coop64x128By4),     \
         HOPPER_ROW("gemm_sm90a_" name "_64x64x128_k2", T, Narrow64x64)
 
 const gk_cuda_instance instances[] = {ROWS("bf16", __nv_bfloat16), ROWS("f16", __half)};

@@ -28,9 +28,9 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1) __launch_bounds__(THREA
             block.find_results(t, batch, tile, at);
             if (t == block.first) griddepcontrol_wait(); /* for the bias and c */
             touch_epilogue(p.epilogue);
-            block.multiply(sum, 0);
+            block.multiply(sum, 0, block.steps);
             block.end_products(sum, block.ring.before());
-            float mine[1][Tile::BN / 4];
+            float mine[1][Tile::BN / 2 / Tile::SPLITS];
             block.exchange(sum, mine, exchange_parity);
             float *const staging = (float *)(smem + (block.ring_s + S::PANELS - cvta_to_shared(smem)));
             store_transposed<T, S::COLS, S::SWAPAB_LD>(p, gemm_place(p, batch), mine[0], staging, tile.row,

@@ -45,7 +45,7 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
                                                    block.ring_s + A::bytes, block.steps, block.lane,
                                                    [&](smem_addr barrier_s) { block.release(barrier_s); });
             else
-                block.multiply(sum, row0);
+                block.multiply(sum, row0, block.steps);
             block.end_products(sum, block.ring.before());
 
             if (SWAP_AB) block.find_results(t, batch, tile, at); /* no register keeps it over the products */

@@ -5,14 +5,16 @@
  * Grid: as many clusters, of one or two blocks, as fit the GPU; each takes tiles BM x BN, in the order of order.cuh, until none is
  * left. Two tiles of a cluster are 2 x 1, where both read the same of b, which is multicast, or 1 x 2, where the same of a,
  * whichever fits the result better. Each block copies half of that to both, since L2 gives the SMs some 8 TB/s and single
- * 128 x 256 tiles would ask for 12. Split-K: two blocks sum half of k each, exchange halves of their sums and store half of the
- * columns.
+ * 128 x 256 tiles would ask for 12. Split-K: two or four blocks sum a part of k each, exchange their sums and store a share of
+ * the columns each.
+ * The last wave: where at most half of the clusters have tiles left, each takes one tile, not two, and its blocks half of k each; the
+ * second one's sums go into the first one's ring, which nobody needs any more, and are added there (TAIL).
  * Block: WGS consumer warpgroups, and a producer warpgroup, of which a single thread copies.
  *
  * Shared memory (struct Smem): a ring of stages, each K64 times
  *   a [BM][64 k] or [BM / 64][64 k][64 m], b [BN][64 k] or [BN / 64][64 k][64 n]      swizzled by 128 bytes (wgmma.cuh);
  *   tf32: 32 for 64
- * then the warps' epilogue staging tiles, the exchanged halves, the barriers.
+ * then the warps' epilogue staging tiles, the exchanged sums, the barriers.
  *
  * The next kernel on the stream may start its own prologue meanwhile. A launch finds neither code nor parameters in its SM's
  * caches, and every line costs 200 to 300 clocks: what the first copy waits for, and the plainest store, are each in one place. */
@@ -45,6 +47,9 @@ template <class T> constexpr int K_BLOCK = WGMMA_ROW_BYTES / (int)sizeof(T);
 template <class T, class Tile> constexpr bool SWAPAB_TF32 = sizeof(T) == 4 && Tile::SWAP_AB;
 /* a, the weights of small M, is read once: L2 may keep the rest */
 template <class T, class Tile> constexpr bool ONCE = sizeof(T) == 2 && Tile::SWAP_AB;
+/* the last wave's tiles may be halved along k */
+template <class T, class Tile>
+constexpr bool TAIL = sizeof(T) == 2 && Tile::TILES == 2 && Tile::WGS == 2 && !Tile::SWAP_AB && !Tile::PING_PONG;
 /* results leave the panels by tma, under the next tile's products; one warpgroup's block seldom has a next */
 template <class T, class Tile> constexpr bool BY_TMA = sizeof(T) == 4 || Tile::WGS > 1;
 
@@ -55,6 +60,7 @@ struct Params {
     CUtensorMap out, preact;  /* where `plain`, by tma */
     /* what a block begins with stands together: what is not in the constant cache takes 200 clocks a line */
     TileOrder order;    /* of clusters' tiles */
+    unsigned whole;     /* of these in turn as many are whole; each of the others is two tasks, halved along k */
     bool batched;       /* more than one product */
     bool in_row;        /* a cluster's two tiles, not one above the other */
     bool plain, ragged; /* store_plain serves the call: rows of whole chunks of 16 bytes; others */
@@ -85,11 +91,11 @@ template <class T, class Tile, int MODE> struct Smem {
     static constexpr int PANELS = RING, EXCHANGE = PANELS + Tile::WGS * 4 * WARP_PANELS;
     /* wgmma a step of 64 rows of a warpgroup */
     static constexpr int MT = Tile::BM / (Tile::PING_PONG ? 1 : Tile::WGS) / 64;
-    static constexpr int WARPGROUP_EXCHANGE =
-        Tile::SPLITS > 1 ? MT * COLS * 256 : 0; /* what the other split of k sends */
+    /* what another block, and what all others, send of their parts of k */
+    static constexpr int FROM_BLOCK = MT * COLS * 256, WARPGROUP_EXCHANGE = (Tile::SPLITS - 1) * FROM_BLOCK;
     static constexpr int BARRIERS = EXCHANGE + Tile::WGS * WARPGROUP_EXCHANGE,
                          EXCHANGED = BARRIERS + tma_ring<STAGES>::bytes;
-    /* two barriers more, of exchanged halves or of ping-pong; and to align the ring */
+    /* two barriers more, of exchanged sums or of ping-pong; and to align the ring */
     static constexpr int BYTES = EXCHANGED + 16 + WGMMA_BLOCK_BYTES;
     /* whose registers an SM can hold. Two: the next kernel's get ready beside this one's, or at least a copy's */
     static constexpr int BLOCKS =
@@ -98,10 +104,11 @@ template <class T, class Tile, int MODE> struct Smem {
     static_assert(BLOCKS == 1 || THREADS<Tile> <= 256, "a thread keeps 128 registers");
     static_assert(Tile::SWAP_AB || COLS % 8 == 0, "panels begin at multiples of 16 bytes");
     static_assert(!BY_PANELS || COLS >= PANEL_COLS, "put_panels and store_any take whole panels of sums");
-    static_assert(Tile::TILES * Tile::SPLITS <= 2 && (BY_PANELS || Tile::WGS == 1),
-                  "two blocks share or exchange; one ping-pongs");
+    static_assert((Tile::TILES == 1 || Tile::SPLITS == 1) && (BY_PANELS || Tile::WGS == 1),
+                  "blocks share or exchange; one ping-pongs");
     static_assert(!Tile::PING_PONG || (Tile::WGS == 2 && Tile::SPLITS == 1 && !Tile::SWAP_AB),
                   "two warpgroups ping-pong");
+    static_assert(!TAIL<T, Tile> || Tile::BM * Tile::BN * 4 <= RING, "the ring holds a tile's sums");
     static_assert(MT <= 2, "sums of a warpgroup are stored by one body, past which they move once");
 };
 
@@ -130,7 +137,7 @@ template <class T, class Tile, int MODE> struct Block {
     const bool side_by_side, tells; /* tells: a lane for each block that copies into this one */
     const smem_addr ring_s;
     tma_ring<S::STAGES> ring;
-    unsigned all, first, step; /* tiles: of the call, this cluster's first, and from one to its next */
+    unsigned all, first, step; /* tasks: of the call, this cluster's first, and from one to its next */
     int step0, steps;          /* of k, of the ring's stages */
     Source a_from, b_from;
 
@@ -148,11 +155,16 @@ template <class T, class Tile, int MODE> struct Block {
             prefetch_tensormap(&x.b);
             ring.init(consumers * TILES);
             more();
-            if (SPLITS > 1) mbarrier_init(ring_s + S::EXCHANGED, 1), mbarrier_init(ring_s + S::EXCHANGED + 8, WGS * 4);
+            if (SPLITS > 1)
+                mbarrier_init(ring_s + S::EXCHANGED, 1),
+                    mbarrier_init(ring_s + S::EXCHANGED + 8, (SPLITS - 1) * WGS * 4);
+            if (TAIL<T, Tile>)
+                mbarrier_init(ring_s + S::EXCHANGED, 1), mbarrier_init(ring_s + S::EXCHANGED + 8, WGS * 4);
             fence_mbarrier_init();
         }
         if (CLUSTER > 1) barrier_cluster_arrive();
         all = x.order.tiles.by * (unsigned)x.p.batch;
+        if (TAIL<T, Tile>) all += all - x.whole;
         first = blockIdx.x / CLUSTER, step = gridDim.x / CLUSTER;
         const int all_steps = (int)((x.p.k + BK - 1) / BK), part_steps = (all_steps + SPLITS - 1) / SPLITS;
         step0 = part * part_steps, steps = max(0, min(part_steps, all_steps - step0));
@@ -168,16 +180,22 @@ template <class T, class Tile, int MODE> struct Block {
         griddepcontrol_launch_dependents(); /* the next kernel's start may overlap this one's end */
     }
 
-    /* Where a tile lies in the result. */
+    /* Whether a task is a tile halved along k; and which tiles a task's are, in the order of order.cuh. */
+    __device__ __forceinline__ bool halved(unsigned t) const { return TAIL<T, Tile> && t >= x.whole; }
+    __device__ __forceinline__ unsigned tiles_of(unsigned t) const {
+        return halved(t) ? x.whole + (t - x.whole) / 2 : t;
+    }
+    /* Where a task's tile lies in the result. */
     __device__ __forceinline__ coord place(unsigned t, unsigned batch) const {
-        const TilePlace tile = tile_place(t - batch * x.order.tiles.by, x.order);
+        const TilePlace tile = tile_place(tiles_of(t) - batch * x.order.tiles.by, x.order);
         if (TILES == 1) return {tile.row * Tile::BM, tile.col * Tile::BN};
-        const int down = !side_by_side, rank = (int)cluster_ctarank(); /* asked anew: no register keeps it */
+        /* asked anew: no register keeps it */
+        const int down = !side_by_side, rank = (int)(halved(t) ? (t - x.whole) % 2 : cluster_ctarank());
         return {((tile.row << down) + (rank & down)) * Tile::BM,
                 ((tile.col << side_by_side) + (rank & side_by_side)) * Tile::BN};
     }
     __device__ __forceinline__ void find_copies(unsigned t) {
-        const unsigned batch = x.order.tiles.into(t);
+        const unsigned batch = x.order.tiles.into(tiles_of(t));
         const coord tile = place(t, batch);
         const int rank = (int)cluster_ctarank(); /* here, too */
         if (side_by_side)
@@ -186,6 +204,9 @@ template <class T, class Tile, int MODE> struct Block {
             Above::find(x, tile, rank, a_from, b_from);
         if (x.batched) place_batch(x.p, x.p.a_batch, batch, a_from.at), place_batch(x.p, x.p.b_batch, batch, b_from.at);
     }
+
+    /* Of the ring's stages that a block takes of a task: past the end of k they are zeros. */
+    __device__ __forceinline__ int steps_of(unsigned t) const { return halved(t) ? (steps + 1) / 2 : steps; }
 
     /* The producer: one thread fills the ring, and runs on into the next tile while this one's sums are stored. */
     __device__ __forceinline__ void produce() {
@@ -196,14 +217,19 @@ template <class T, class Tile, int MODE> struct Block {
         griddepcontrol_wait();
         for (unsigned t = first; t < all; t += step) {
             if (t != first) find_copies(t);
-            for (int k = step0; k < step0 + steps; ++k) {
+            const int count = steps_of(t), from = halved(t) ? rank * count : step0;
+            for (int k = from; k < from + count; ++k) {
                 ring.wait_empty(); /* all consumers of what this step overwrites, here and in the others, have released it */
                 mbarrier_arrive_expect_tx(ring.full(), Tile::K64 * (a_from.bytes + b_from.bytes));
 #pragma unroll
                 for (int kb = 0; kb < Tile::K64; ++kb) {
                     const int at_k = k * BK + kb * K_BLOCK<T>;
                     const smem_addr to_s = ring_s + ring.stage * S::STAGE_BYTES + kb * S::BLOCK;
-                    if (side_by_side)
+                    if (halved(t) && side_by_side)
+                        SideBySide::copy_alone(x, a_from, b_from, to_s, at_k, ring.full());
+                    else if (halved(t))
+                        Above::copy_alone(x, a_from, b_from, to_s, at_k, ring.full());
+                    else if (side_by_side)
                         SideBySide::copy(a_from, b_from, to_s, at_k, rank, ring.full());
                     else
                         Above::copy(a_from, b_from, to_s, at_k, rank, ring.full());
@@ -227,7 +253,7 @@ template <class T, class Tile, int MODE> struct Block {
     }
 
     /* A tile's sums from shared memory, rows row0 .. of it; one step of products stays under way while the next is issued. */
-    template <int MT, int N> __device__ __forceinline__ void multiply(float (&sum)[MT][N], int row0) {
+    template <int MT, int N> __device__ __forceinline__ void multiply(float (&sum)[MT][N], int row0, int steps) {
         typedef typename S::A A;
         typedef typename S::B B;
         for (int k = 0; k < steps; ++k) {
@@ -267,20 +293,46 @@ template <class T, class Tile, int MODE> struct Block {
         }
     }
 
-    /* Split-K: this block's half of the columns, of both blocks' sums. */
+    /* Split-K: this block's share of the columns, of all blocks' sums. */
     template <int MT, int N>
-    __device__ __forceinline__ void exchange(const float (&sum)[MT][N], float (&mine)[MT][N / 2], unsigned &parity) {
-        const int there = rank ^ 1, mailbox = S::EXCHANGE + warpgroup * S::WARPGROUP_EXCHANGE;
+    __device__ __forceinline__ void exchange(const float (&sum)[MT][N], float (&mine)[MT][N / SPLITS],
+                                             unsigned &parity) {
+        const int mailbox = S::EXCHANGE + warpgroup * S::WARPGROUP_EXCHANGE;
         const smem_addr full_s = ring_s + S::EXCHANGED, empty_s = full_s + 8;
         const smem_addr from_s = ring_s + mailbox + mov_tid_x() % 128 * 16; /* no register keeps it */
         if (threadIdx.x == 0) mbarrier_arrive_expect_tx(full_s, WGS * S::WARPGROUP_EXCHANGE);
-        mbarrier_wait(empty_s, parity ^ 1); /* the other has read what came of the last tile */
-        exchange_halves(sum, mine, part, mapa(from_s, there), mapa(full_s, there), from_s, full_s, parity);
+        mbarrier_wait(empty_s, parity ^ 1); /* the others have read what came of the last tile */
+        exchange_parts<SPLITS>(sum, mine, part, S::FROM_BLOCK, from_s, full_s, parity);
         __syncwarp(); /* the warp has read what came */
-        if (lane == 0) mbarrier_arrive_cluster(empty_s, there);
+        if (lane < SPLITS && lane != part) mbarrier_arrive_cluster(empty_s, lane);
         parity ^= 1;
     }
-    /* No block leaves while the other still reads or copies. */
+    /* A halved tile: the second block's sums go to the first, whose ring's last stages have been read by then. false: this is
+     * the second one, which stores nothing. */
+    template <int N> __device__ __forceinline__ bool add_halves(float (&sum)[N]) const {
+        constexpr int STEP = WGS * 128 * 16; /* bytes of four sums of every thread */
+        const smem_addr full_s = ring_s + S::EXCHANGED, free_s = full_s + 8, from_s = ring_s + mov_tid_x() * 16;
+        if (rank == 0) {
+            if (threadIdx.x == 0) mbarrier_arrive_expect_tx(full_s, STEP * (N / 4));
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive_cluster(free_s, 1);
+            mbarrier_wait(full_s, 0);
+#pragma unroll
+            for (int i = 0; i < N; i += 4) {
+                const uint4 y = ld_shared_128(from_s + i / 4 * STEP);
+                sum[i] += __uint_as_float(y.x), sum[i + 1] += __uint_as_float(y.y);
+                sum[i + 2] += __uint_as_float(y.z), sum[i + 3] += __uint_as_float(y.w);
+            }
+            return true;
+        }
+        mbarrier_wait(free_s, 0);
+        const uint32_t to = mapa(from_s, 0), full_there = mapa(full_s, 0);
+#pragma unroll
+        for (int i = 0; i < N; i += 4)
+            st_async_128(to + i / 4 * STEP, sum[i], sum[i + 1], sum[i + 2], sum[i + 3], full_there);
+        return false;
+    }
+    /* No block leaves while another still reads or copies. */
     __device__ __forceinline__ void end_exchange(unsigned parity) const {
         if (SPLITS > 1 && threadIdx.x == 0) mbarrier_wait(ring_s + S::EXCHANGED + 8, parity ^ 1);
     }
@@ -290,7 +342,7 @@ template <class T, class Tile, int MODE> struct Block {
 
     /* A tile's place in the result, and in the batch. */
     __device__ __forceinline__ void find_results(unsigned t, unsigned &batch, coord &tile, tma_at &at) const {
-        batch = x.order.tiles.into(t), tile = place(t, batch);
+        batch = x.order.tiles.into(tiles_of(t)), tile = place(t, batch);
         if (x.batched) place_batch(x.p, x.p.out_batch, batch, at);
     }
     /* A warp's epilogue staging tiles. */

@@ -45,7 +45,7 @@ gk_status start(const gk_cuda_instance *row, const Instance &in, const gk_contex
                 TensorShape a, TensorShape b, Params *x) {
     const gk_dtype dtype = row->dtype;
     const bool swapab = is(row, SWAPAB);
-    x->in_row = plan.in_row;
+    x->in_row = plan.in_row, x->whole = plan.whole;
     a.tf32 = b.tf32 = dtype == GK_F32;
     const int k_block = WGMMA_ROW_BYTES / (int)gk_dtype_bytes(dtype);
     const int a_box = in.a_box[x->in_row], b_box = in.b_box[!x->in_row];
@@ -108,7 +108,8 @@ template <class T, class Tile> constexpr int smem_of() {
 }
 
 template <class T, class Tile> constexpr int traits_of() {
-    return (Tile::SWAP_AB ? SWAPAB : 0) | (Tile::PING_PONG ? PING_PONG : 0) | (Tile::NARROW ? NARROW : 0);
+    return (Tile::SWAP_AB ? SWAPAB : 0) | (Tile::PING_PONG ? PING_PONG : 0) | (Tile::NARROW ? NARROW : 0) |
+           (TAIL<T, Tile> ? HALVES : 0);
 }
 
 #define HOPPER_ROW(name, T, Tile)                                                                             \

@@ -68,6 +68,8 @@ inline bool find_operand(int i, gk_dtype dtype, int needed, bool copy, Operands 
     const void *&data = i ? p.b : p.a;
     int64_t &x_stride = i ? p.b_n : p.a_m, &k_stride = i ? p.b_k : p.a_k, *batch = i ? p.b_batch : p.a_batch;
     const int64_t x = i ? p.n : p.m;
+    const bool short_rows = i && dtype != GK_F32 && x > 1 && x <= REALIGN_ROW && x_stride == 1 && k_stride != 1;
+    if (short_rows) needed = 0;
     int along = copy ? -1 : as_it_lies(data, dtype, x, p.k, x_stride, k_stride, p, batch, needed, &o->x[i]);
     o->copied[i] = along < 0;
     if (o->copied[i]) {

@@ -7,6 +7,8 @@
 #include "operands.cuh"
 #include "tiles.h"
 
+extern "C" const gk_cuda_table gk_gemm_sm80_table;
+
 enum Key {  /* of a row */
     KEY_BM, /* rows and columns of a tile */
     KEY_BN,
@@ -20,7 +22,8 @@ enum Key {  /* of a row */
 enum Trait {
     SWAPAB = 1,
     PING_PONG = 2,
-    NARROW = 4 /* for few columns */
+    NARROW = 4, /* for few columns */
+    HALVES = 8  /* the last wave's tiles may be halved along k */
 };
 inline bool is(const gk_cuda_instance *row, Trait trait) { return row->key[KEY_TRAITS] & trait; }
 
@@ -35,6 +38,12 @@ inline GemmProblem problem_of(const GemmProblem &p, bool swapab) {
 
 /* Blocks of a row's clusters. */
 inline int cluster_of(const gk_cuda_instance *row) { return row->key[KEY_TILES] * row->key[KEY_PARTS]; }
+
+/* As many fit the GPU: four blocks find their SMs side by side less often than two. */
+inline int64_t most_clusters(const gk_cuda_instance *row, const gk_gpu *gpu) {
+    const int64_t most = gpu->num_sms / cluster_of(row);
+    return cluster_of(row) > 2 ? most - most / 11 : most;
+}
 
 /* How they lie over the result. */
 struct Clusters {
@@ -54,23 +63,56 @@ inline Clusters clusters_of(const gk_cuda_instance *row, const gk_gpu *gpu, cons
     return {false, (int)pairs_m, (int)tiles_n};
 }
 
-/* Time of a row: the busiest cluster's tiles one after the other. */
-inline double us_of(const gk_cuda_instance *row, const gk_gpu *gpu, const GemmProblem &p) {
-    const int64_t area = (int64_t)row->key[KEY_BM] * row->key[KEY_BN], parts = row->key[KEY_PARTS];
+/* Time of a row. */
+struct Estimate {
+    double us;
+    int64_t whole; /* tiles of clusters that are not halved along k */
+};
+
+/* The longest of a tile's products, of its copies into the SM and of those of all `blocks` at once out of L2; two that take as
+ * long hinder each other. */
+inline double tile_us(double products_us, double bytes, double l2_bytes, double blocks) {
+    const double copies_us = bytes / SM_BYTES_PER_US, l2_us = l2_bytes * blocks / L2_BYTES_PER_US;
+    const double a = products_us * products_us, b = copies_us * copies_us, c = l2_us * l2_us;
+    return sqrt(sqrt(a * a + b * b + c * c));
+}
+
+/* Waves of clusters one after the other; the last has fewer, which find L2 less busy. mode: as the operands lie (Mode). */
+inline Estimate estimate_of(const gk_cuda_instance *row, const gk_gpu *gpu, const GemmProblem &p, int mode) {
+    const int64_t bm = row->key[KEY_BM], bn = row->key[KEY_BN], parts = row->key[KEY_PARTS];
     const Clusters clusters = clusters_of(row, gpu, p);
-    const int64_t all_clusters = (int64_t)clusters.tiles_m * clusters.tiles_n * p.batch;
-    const double busiest = (double)gk_ceil_div(all_clusters, gpu->num_sms / cluster_of(row));
-    const int64_t bytes = (int64_t)gk_dtype_bytes(row->dtype);
-    const double peak = 8192.0 / (double)bytes * gpu->clock_khz * 1e-3 * row->key[KEY_PERCENT] * 0.01;
-    const double tile_us = 2.0 * (double)(area * gk_round_up(p.k, WGMMA_ROW_BYTES / bytes) / parts) / peak;
-    const double size = (double)area / (128 * 256), launch_us = LAUNCH_US + LAST_US * size;
+    const int64_t all = (int64_t)clusters.tiles_m * clusters.tiles_n * p.batch, most = most_clusters(row, gpu);
+    const int64_t last = all % most, waves = all / most;
+    const double element = (double)gk_dtype_bytes(row->dtype), size = (double)(bm * bn) / (128 * 256);
+    const double peak = 8192 / element * gpu->clock_khz * 1e-3 * row->key[KEY_PERCENT] * 0.01;
+    const double k = (double)gk_round_up(p.k, WGMMA_ROW_BYTES / (int64_t)element) / (double)parts;
+    const double products_us = 2.0 * (double)(bm * bn) * k / peak;
+    /* what is not K-major is copied in boxes of 64 */
+    const double a = k * element * (double)(mode & A_ALONG_M ? gk_round_up(bm, 64) : bm),
+                 b = k * element * (double)(mode & B_ALONG_N ? gk_round_up(bn, 64) : bn);
+    const bool pair = row->key[KEY_TILES] == 2;
+    const double l2_bytes = pair && clusters.in_row ? a / 2 + b : pair ? a + b / 2 : a + b;
+    const auto wave_us = [&](int64_t count) {
+        return tile_us(products_us, a + b, l2_bytes, (double)(count * cluster_of(row)));
+    };
+    const double launch_us = LAUNCH_US + LAST_US * size, full_us = wave_us(most),
+                 last_us = last > 0 ? wave_us(last) : full_us;
     /* results leave under the next tile's products, if these take as long */
     if (is(row, PING_PONG))
-        return (busiest - 1) * ((tile_us > TURN_US ? tile_us : TURN_US) + TILE_US) + tile_us + ALONE_US + launch_us;
-    const double store_us = TILE_US + size * (parts > 1 ? STORE_US + TRADE_US : STORE_US);
-    const double all = (double)p.m * (double)p.n * (double)p.batch;
-    const double curve_us = p.epilogue.activation > GK_ACT_RELU ? CURVE_US * all / (128 * 256 * gpu->num_sms) : 0;
-    return busiest * (tile_us + store_us) + launch_us + curve_us;
+        return {(double)(last > 0 ? waves : waves - 1) * ((full_us > TURN_US ? full_us : TURN_US) + TILE_US) + last_us +
+                    ALONE_US + launch_us,
+                all};
+    const double store_us = TILE_US + size * (STORE_US + (parts > 2 ? TRADE4_US : parts > 1 ? TRADE_US : 0));
+    const double results = (double)p.m * (double)p.n * (double)p.batch;
+    const double curve_us = p.epilogue.activation > GK_ACT_RELU ? CURVE_US * results / (128 * 256 * gpu->num_sms) : 0;
+    const double before_us = (double)waves * (full_us + store_us) + launch_us + curve_us;
+    if (last == 0) return {before_us, all};
+    if (is(row, HALVES) && 2 * last <= most) {
+        const double halves_us =
+            tile_us(products_us / 2, (a + b) / 2, (a + b) / 2, (double)(4 * last)) + HALVES_US + HALVES_SUM_US * size;
+        if (halves_us < last_us) return {before_us + halves_us + store_us, all - last};
+    }
+    return {before_us + last_us + store_us, all};
 }
 
 /* ---- operands -------------------------------------------------------------------------------------------------- */
@@ -113,7 +155,7 @@ inline bool worth_while(const gk_gpu *gpu, gk_dtype dtype, const GemmProblem &p,
     /* small M: gemm_skinny streams the weights of up to 16 rows sooner than they are copied, but those dense nowhere; repeated ones
      * would grow */
     const bool streamed = p.b_k == 0 || p.b_n == 0 || (p.m <= SKINNY_MAX_TOKENS && (p.b_k == 1 || p.b_n == 1));
-    if (few && (chunks || (o.copied[0] && (streamed || o.bytes > REALIGN_FEW_BYTES)))) return false;
+    if (few && o.copied[0] && (chunks || streamed || o.bytes > REALIGN_FEW_BYTES)) return false;
     return us < other_us(gpu, dtype, p, chunks);
 }
 
@@ -143,6 +185,7 @@ inline bool ping_pong_fits(const GemmProblem &p, gk_dtype dtype) {
 struct HopperPlan {
     Operands operands; /* p has its tiles */
     unsigned clusters; /* to launch */
+    unsigned whole;    /* of their tiles; each of the others is two tasks, halved along k */
     bool in_row;       /* how a pair's tiles lie */
 };
 
@@ -153,11 +196,13 @@ inline bool plan_row(const gk_cuda_instance *row, const gk_gpu *gpu, gk_plan *to
     const Clusters clusters = clusters_of(row, gpu, p);
     p.tiles_m = clusters.tiles_m, p.tiles_n = clusters.tiles_n, own.in_row = clusters.in_row;
     p.group = GROUP_HEIGHT_SM90 / (row->key[KEY_BM] * (own.in_row ? 1 : row->key[KEY_TILES])), p.splits = 1;
-    const int64_t tiles = (int64_t)p.tiles_m * p.tiles_n * p.batch, most = gpu->num_sms / cluster_of(row);
-    own.clusters = (unsigned)(tiles * LEAST_IDLE < most ? tiles : most);
+    const int64_t tiles = (int64_t)p.tiles_m * p.tiles_n * p.batch, most = most_clusters(row, gpu);
+    own.whole = (unsigned)estimate_of(row, gpu, p, own.operands.mode).whole;
+    const int64_t tasks = 2 * tiles - own.whole;
+    own.clusters = (unsigned)(tasks * LEAST_IDLE < most ? tasks : most);
     to->kernel = row;
     to->tile[0] = row->key[KEY_BM], to->tile[1] = row->key[KEY_BN], to->tile[2] = row->key[KEY_BK];
-    to->tasks = tiles * cluster_of(row);
+    to->tasks = tasks * cluster_of(row);
     to->waves = (double)to->tasks / (double)(most * cluster_of(row));
     to->workspace_bytes = (size_t)own.operands.bytes;
     return true;
@@ -184,11 +229,12 @@ inline bool plan_hopper(const gk_cuda_table *const *schedules, int num_schedules
     if (tf32 ? args->fp32_precision != GK_TF32 : args->a.dtype != GK_BF16 && args->a.dtype != GK_F16) return false;
     const GemmProblem p = gemm_problem_of(args);
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
-    const bool few = p.m <= SM90_SWAPAB_ROWS, narrow = !few && p.n <= SM90_SWAPAB_ROWS;
+    /* a long operand that is read once, past a small one; else tiles, of 17 rows and columns at least */
+    const bool long_k = !tf32 && p.k >= SM90_SWAPAB_K;
+    const bool few = long_k && p.m <= SM90_SWAPAB_ROWS && p.n >= 2 * SM90_SWAPAB_ROWS;
+    const bool narrow = long_k && p.n <= SM90_SWAPAB_ROWS && p.m >= 2 * SM90_SWAPAB_ROWS;
+    if (!few && !narrow && (p.m <= SKINNY_MAX_TOKENS || p.n <= SKINNY_MAX_TOKENS)) return false;
     const bool swapab = tf32 ? copy_along(p.n, p.k, p.b_n, p.b_k) : few;
-    if (tf32 && (few || p.n <= SM90_SWAPAB_ROWS)) return false;
-    if ((few && p.n < 2 * SM90_SWAPAB_ROWS) || (narrow && p.m < 2 * SM90_SWAPAB_ROWS)) return false;
-    if ((few || narrow) && p.k < SM90_SWAPAB_K) return false;
     Operands &o = gk_own<HopperPlan>(to).operands;
     o.p = problem_of(p, swapab);
     if (!operands_of(args->a.dtype, swapab, &o)) return false;
@@ -202,7 +248,7 @@ inline bool plan_hopper(const gk_cuda_table *const *schedules, int num_schedules
             if (is(r, SWAPAB) != swapab || (few && p.m > r->key[KEY_BN])) continue;
             if (is(r, NARROW) != narrow || (narrow && p.n > r->key[KEY_BN])) continue;
             if (is(r, PING_PONG) && !may_turn) continue;
-            const double us = few || narrow ? r->key[KEY_BN] : us_of(r, gpu, o.p) + copies_us(o);
+            const double us = few || narrow ? r->key[KEY_BN] : estimate_of(r, gpu, o.p, o.mode).us + copies_us(o);
             if (us < best_us) best = r, best_us = us;
         }
     if (!best) return false;
@@ -210,6 +256,10 @@ inline bool plan_hopper(const gk_cuda_table *const *schedules, int num_schedules
     if (narrow && o.copied[0])
         return false; /* a is nearly all that is read: a kernel that reads it as it lies is faster */
     if (o.bytes > 0 && !worth_while(gpu, args->a.dtype, p, o, few, us)) return false;
+    /* few tiles of tf32: gemm_sm80 cuts k into as many parts as there are SMs */
+    gk_plan other;
+    if (tf32 && us < FEW_TILES_US && gk_gemm_sm80_table.plan(ctx, arguments, &other) && other.us + SM80_US < us)
+        return false;
     to->us = us;
     return plan_row(best, gpu, to);
 }

@@ -98,6 +98,11 @@ struct Coop64x128 : HopperTile {
     /* 1024 cubed: one tile an SM; one block alone, pairs along n and 128 x 64 took up to 8 % more */
     static constexpr int BM = 64, BN = 128, STAGES = 8, WGS = 1, PANELS = 2;
 };
+struct Coop64x192 : HopperTile {
+    /* few rows of tiles, or few columns past 128: 184 x 5600 x 2600 17.2 us, 18.9 by 64 x 128. 64 x 256 with split-K by two was the
+     * fastest of 4 of 400 random products, by 4 % at most */
+    static constexpr int BM = 64, BN = 192, STAGES = 6, WGS = 1, PANELS = 1;
+};
 struct Coop64x64 : HopperTile {
     /* 512 cubed in 32 pairs: 2.65 us; 128 tiles of 64 x 32 took 0.4 more */
     static constexpr int BM = 64, BN = 64, STAGES = 12, WGS = 1, PANELS = 1;
@@ -109,6 +114,16 @@ struct Coop64x64Split : HopperSplitTile {
 struct Coop128x128Split : HopperSplitTile {
     /* the same for long k: 512 x 2048 x 4096 in 14.6 us, 16.0 by 64 x 128 */
     static constexpr int BM = 128, BN = 128, STAGES = 5, WGS = 2, PANELS = 1;
+};
+struct Coop128x128By4 : HopperTile {
+    /* split-K by four, a few tiles of long k: 712 x 248 x 5784 17.4 us, 22.5 by the fastest of the others */
+    static constexpr int TILES = 1, SPLITS = 4;
+    static constexpr int BM = 128, BN = 128, STAGES = 5, WGS = 2, PANELS = 1;
+};
+struct Coop64x128By4 : HopperTile {
+    /* likewise: the fastest of 35 of 400 random products; 744 x 504 x 3632 11.6 us, 14.3 by the fastest of the others */
+    static constexpr int TILES = 1, SPLITS = 4;
+    static constexpr int BM = 64, BN = 128, STAGES = 7, WGS = 1, PANELS = 1;
 };
 struct Narrow64x64 : HopperSplitTile {
     /* few columns, whose product reads a at memory's speed: 4096 x 64 x 4096 9.3 to 9.8 us, of gemm_sm80 up to 32; tiles of 32 columns gained
@@ -177,38 +192,40 @@ struct Tf32SwapAB128x64Split : HopperSplitTile {
     static constexpr int BM = 128, BN = 64, STAGES = 7, WGS = 1, PANELS = 1;
     static constexpr bool SWAP_AB = true;
 };
-/* what a kernel reaches of the dense peak on full SMs, in percent: the chooser's weights, fitted to the times of all kernels of 150
- * shapes. Retuning one changes no kernel's name */
+/* what a kernel's products alone reach of the dense peak, in percent: the chooser's weights. Retuning one changes no kernel's name */
 template <class Tile> constexpr int PERCENT = 0;
-template <> constexpr int PERCENT<Coop128x256> = 81;
-template <> constexpr int PERCENT<PingPong128x176> = 80;
-template <> constexpr int PERCENT<Coop128x224> = 78;
-template <> constexpr int PERCENT<Coop128x192> = 78;
-template <> constexpr int PERCENT<Coop128x128> = 79;
-template <> constexpr int PERCENT<Coop128x96> = 54;
-template <> constexpr int PERCENT<Coop64x128> = 55;
-template <> constexpr int PERCENT<Coop64x64> = 40;
-template <> constexpr int PERCENT<Coop64x64Split> = 28;
-template <> constexpr int PERCENT<Coop128x128Split> = 65;
+template <> constexpr int PERCENT<Coop128x256> = 97;
+template <> constexpr int PERCENT<PingPong128x176> = 90;
+template <> constexpr int PERCENT<Coop128x224> = 89;
+template <> constexpr int PERCENT<Coop128x192> = 91;
+template <> constexpr int PERCENT<Coop128x128> = 77;
+template <> constexpr int PERCENT<Coop128x96> = 58;
+template <> constexpr int PERCENT<Coop64x128> = 61;
+template <> constexpr int PERCENT<Coop64x64> = 49;
+template <> constexpr int PERCENT<Coop64x64Split> = 32;
+template <> constexpr int PERCENT<Coop128x128Split> = 86;
+template <> constexpr int PERCENT<Coop64x192> = 60;
+template <> constexpr int PERCENT<Coop128x128By4> = 86;
+template <> constexpr int PERCENT<Coop64x128By4> = 45;
 template <> constexpr int PERCENT<Narrow64x64> = 31;
 template <> constexpr int PERCENT<SwapAB64x16> = 31;
 template <> constexpr int PERCENT<SwapAB64x32> = 31;
 template <> constexpr int PERCENT<SwapAB64x64> = 31;
-template <> constexpr int PERCENT<Tf32_128x256> = 74;
-template <> constexpr int PERCENT<Tf32_128x192> = 74;
-template <> constexpr int PERCENT<Tf32_128x128> = 71;
-template <> constexpr int PERCENT<Tf32_64x128> = 54;
-template <> constexpr int PERCENT<Tf32_64x64Split> = 31;
-template <> constexpr int PERCENT<Tf32_128x128Split> = 65;
-template <> constexpr int PERCENT<Tf32SwapAB256x128> = 72;
-template <> constexpr int PERCENT<Tf32SwapAB128x128> = 56;
-template <> constexpr int PERCENT<Tf32SwapAB128x128Split> = 57;
-template <> constexpr int PERCENT<Tf32SwapAB128x64Split> = 36;
+template <> constexpr int PERCENT<Tf32_128x256> = 58;
+template <> constexpr int PERCENT<Tf32_128x192> = 47;
+template <> constexpr int PERCENT<Tf32_128x128> = 58;
+template <> constexpr int PERCENT<Tf32_64x128> = 47;
+template <> constexpr int PERCENT<Tf32_64x64Split> = 27;
+template <> constexpr int PERCENT<Tf32_128x128Split> = 58;
+template <> constexpr int PERCENT<Tf32SwapAB256x128> = 58;
+template <> constexpr int PERCENT<Tf32SwapAB128x128> = 51;
+template <> constexpr int PERCENT<Tf32SwapAB128x128Split> = 60;
+template <> constexpr int PERCENT<Tf32SwapAB128x64Split> = 30;
 
 /* rows of a whose tiles are walked together: with 128 x 256 tiles as many columns of b are under way */
 constexpr int GROUP_HEIGHT_SM90 = 2048;
-/* up to as many rows the weights stream past the tokens, swap-AB; as few columns are gemm_sm80's, and so is k that gives
- * one of two parts nothing to do */
+/* up to as many rows the weights stream past the tokens, swap-AB; as few columns, rows past them; of shorter k,
+ * which gives one of two parts nothing to do, tiles */
 constexpr int SM90_SWAPAB_ROWS = 64, SM90_SWAPAB_K = 512;
 /* bytes of the ring at most: 227 KiB less the panels and what split-K exchanges */
 constexpr int MOST_RING = 4 * 48 * 1024;
@@ -220,13 +237,18 @@ constexpr int64_t KEEP_BYTES = 8 << 20;
 constexpr int LEAST_IDLE = 4;
 /* what a swap-AB product takes beside its bytes: 10.9 us for 16 x 4096 x 4096 */
 constexpr double SWAPAB_US = 1.5, SWAPAB_BYTES_PER_US = 4.0e6;
-/* what nothing hides: of a launch and its last results, of a tile and its results; results by 128 x 256 of them. These and the
- * percents above are fitted to the times of all rows of 150 shapes: the row they choose takes 1 % more than the best one */
-constexpr double LAUNCH_US = 0.7, LAST_US = 0.7, TILE_US = 0.6, STORE_US = 0.9;
-/* what the sum of split-K by two costs, by 128 x 256 */
-constexpr double TRADE_US = 3.0;
+/* what nothing hides: of a launch and its last results, of a tile and its results; results by 128 x 256 of them. These, the next
+ * ones and the percents above are fitted to the times of all rows of 400 random products (benchmarks/gemm_instances.py), on one
+ * H100: the row they choose takes 1 % more than the best one, and 2 % on products that were not fitted */
+constexpr double LAUNCH_US = 1.8, LAST_US = 0.1, TILE_US = 0.0, STORE_US = 1.75;
+/* bytes a us that all SMs read out of L2, and that one of them takes */
+constexpr double L2_BYTES_PER_US = 8.8e6, SM_BYTES_PER_US = 0.21e6;
+/* what the sum of split-K by two and by four costs, by 128 x 256; and what halved tiles take beside their halves, with and without */
+constexpr double TRADE_US = 2.25, TRADE4_US = 3.2, HALVES_US = 1.1, HALVES_SUM_US = 2.4;
+/* gemm_sm80's estimate is so much too low where it takes some 10 us; calls of tf32 that may be shorter by it */
+constexpr double SM80_US = 1.0, FEW_TILES_US = 40;
 /* ping-pong: a tile of shorter products waits for the results of the one before; the last one has one warpgroup alone */
-constexpr double TURN_US = 2.8, ALONE_US = 3.0;
+constexpr double TURN_US = 4.7, ALONE_US = 2.8;
 /* an activation of many instructions, on 128 x 256 results: 25 us of four waves at 4096 cubed */
 constexpr double CURVE_US = 6.0;
 
@@ -239,6 +261,9 @@ constexpr int REALIGN_TRANSPOSE = 64;
  * past the first 16 MB take more. Fitted to one and two operands of 512, 1024, 1536, 2048 and
  * 4096 squared on one H200 */
 constexpr double REALIGN_US = 0.9, REALIGN_BYTES_PER_US = 9.0e6, REALIGN_FAST_BYTES = 16e6, REALIGN_MANY_PER_US = 8.0e6;
+/* as many columns of b that are dense along n, or fewer, are copied along k: TMA asks L2 for each row of 16 bytes by itself, all blocks
+ * for the same ones; 4096 x 8 x 4096 19.8 us, 13.4 where k is dense */
+constexpr int64_t REALIGN_ROW = 8;
 /* the largest copy that a small M asks memory for: of weights that are dense nowhere, 128 MB of whose elements take 0.1 ms */
 constexpr int64_t REALIGN_FEW_BYTES = 128 << 20;
 

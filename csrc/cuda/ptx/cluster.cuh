@@ -34,7 +34,7 @@ static __device__ __forceinline__ uint32_t mapa(uint32_t at_s, unsigned rank) {
     return there;
 }
 
-// st.async.v4.f32: 16 bytes to an address of mapa, counted at the barrier, which lies in the same block of a cluster of two
+// st.async.v4.f32: 16 bytes to an address of mapa, counted at the barrier, which lies in the same block of the cluster
 // or more (in one alone it is an illegal instruction). Who waits for the barrier's phase sees them.
 static __device__ __forceinline__ void st_async_128(uint32_t at, float a, float b, float c, float d, uint32_t barrier) {
     asm volatile(
