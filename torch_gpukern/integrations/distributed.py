@@ -3,8 +3,8 @@
 There is nothing to call: the first op that is given a DTensor registers them. With them the ops stand in tensor-parallel
 layers (`parallelize_module`) and under FSDP2 as torch's own do. A rule says which shards a rank may compute alone:
 
-- gemm: rows of a, columns of b, dimensions of the batch; and parts of K, whose products are summed afterwards (Partial),
-  only where no bias, c or activation stands behind the sum.
+- gemm: rows of a, columns of b, dimensions of the batch; and, without an activation, parts of K, whose products are summed
+  afterwards (Partial). One rank then adds bias and c.
 - flash_attn: the batch; heads, only where the shards divide those of q and those of k and v alike.
 - flash_attn_varlen: heads likewise.
 
@@ -92,8 +92,8 @@ def _gemm(sizes: _Sizes, given: dict) -> list[_Rule]:
         operands = {n: Shard(d + dim) for n, d in (("a", a), ("b", b)) if d >= -dim and sizes[n][dim] != 1}
         if operands:
             rules.append(of(dim, **operands))
-    if given["activation"] == "none" and not {"bias", "c"} & set(sizes):
-        rules.append({"a": Shard(a - 1), "b": Shard(b - 2), "out": Partial()})
+    if given["activation"] == "none":  # linear: what is added is added by one rank
+        rules.append({"a": Shard(a - 1), "b": Shard(b - 2), **dict.fromkeys(("bias", "c", "out"), Partial())})
     return rules
 
 

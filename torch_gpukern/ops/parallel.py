@@ -6,6 +6,7 @@ tensor is this rank's part of a sequence, which attention cannot see of it: atte
 """
 
 import sys
+import warnings
 from typing import Any
 
 import torch
@@ -28,23 +29,30 @@ def meet() -> None:
 
 def _register() -> None:
     global _registered
-    if hasattr(_modules[_DTENSOR], "DTensor"):  # else it is being imported, and no DTensor is made yet
+    if not hasattr(_modules[_DTENSOR], "DTensor"):  # it is being imported, and no DTensor is made yet
+        return
+    _registered = True
+    try:
         from ..integrations import distributed
 
         distributed.register()
-        _registered = True
+    except (ImportError, AttributeError, TypeError) as error:  # of what torch has no public name for
+        warnings.warn(
+            f"torch_gpukern: the sharding rules do not fit torch {torch.__version__} ({error}); DTensor refuses the ops",
+            stacklevel=4,
+        )
 
 
 def before_attention(name: str) -> None:
     """ValueError inside context_parallel."""
     global _usual
-    tensor = _modules.get(_DTENSOR)
-    if tensor is None:
+    module = _modules.get(_DTENSOR)
+    if module is None:
         return
-    dtensor = getattr(tensor, "DTensor", None)
-    if dtensor is None:
+    try:
+        table = module.DTensor._op_dispatcher._custom_op_handlers
+    except AttributeError:  # it is being imported
         return
-    table = dtensor._op_dispatcher._custom_op_handlers
     if table is _usual:
         return
     # context_parallel puts attention of its own here, in a table of its own, while it is active.
