@@ -174,7 +174,7 @@ def check_tensor_parallel_layers_and_fsdp2(mesh):
         found["out"] = torch.cat(rows) if parts == 2 else rows[0]
         assert found.keys() == want.keys()
         for name, ref in want.items():
-            torch.testing.assert_close(found[name], ref, msg=lambda text, n=name: f"{shape} {compiled} {n}: {text}")
+            torch.testing.assert_close(found[name], ref, msg=lambda text, n=(shape, compiled, name): f"{n}: {text}")
 
 
 def check_context_parallel_refuses(mesh):
@@ -190,7 +190,9 @@ def check_context_parallel_refuses(mesh):
         "flash_attn_fwd": lambda: torch.ops.gpukern.flash_attn_fwd(part, part, part),
         "flash_attn_varlen": lambda: gk.flash_attn_varlen(*[part[0].mT] * 3, cu, cu, 2, 2),
         "paged_attn": lambda: gk.paged_attn(part[0], part, part, table, table[:, 0]),
-        "paged_attn.out": lambda: torch.ops.gpukern.paged_attn.out(part[0], part, part, table, table[:, 0], out=part[0]),
+        "paged_attn.out": lambda: torch.ops.gpukern.paged_attn.out(
+            part[0], part, part, table, table[:, 0], out=part[0]
+        ),
     }
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: gk.flash_attn(x, x, x), backend="aot_eager", fullgraph=True)

@@ -3,7 +3,7 @@
 There is nothing to call: the first op that is given a DTensor registers them. With them the ops stand in tensor-parallel
 layers (`parallelize_module`) and under FSDP2 as torch's own do. A rule says which shards a rank may compute alone:
 
-- gemm: rows of a, columns of b, dimensions of the batch; and, without an activation, parts of K, whose products are summed
+- gemm: rows of a, columns of b, dimensions of the batch; and, without an activation, shards of K, whose products are summed
   afterwards (Partial). One rank then adds bias and c.
 - flash_attn: the batch; heads, only where the shards divide those of q and those of k and v alike.
 - flash_attn_varlen: heads likewise.
