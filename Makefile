@@ -145,7 +145,7 @@ patterns: $(PATTERNS)
 	@for program in $(PATTERNS); do $$program || exit 1; done
 
 hub: build
-	$(PY) tools/hub.py $(BUILD)/hub
+	$(PY) cmake/hub.py $(BUILD)/hub
 
 bench: build
 	$(PY) benchmarks/run_all.py $(BENCH_ARGS)

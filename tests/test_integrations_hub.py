@@ -1,4 +1,4 @@
-"""The layout of the kernels hub: made by tools/hub.py, loaded by `kernels` beside the ordinary package."""
+"""The layout of the kernels hub: made by cmake/hub.py, loaded by `kernels` beside the ordinary package."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ def hub(tmp_path_factory):
     if not (ROOT / "build" / "CMakeCache.txt").exists():
         pytest.skip("build/ is not configured; make build")
     folder = tmp_path_factory.mktemp("hub")
-    made = subprocess.run([sys.executable, ROOT / "tools" / "hub.py", folder], capture_output=True, text=True)
+    made = subprocess.run([sys.executable, ROOT / "cmake" / "hub.py", folder], capture_output=True, text=True)
     assert made.returncode == 0, made.stdout + made.stderr
     return folder
 

@@ -1,7 +1,7 @@
 """Makes the layout of Hugging Face's kernels hub: DIR/build/torch-stable-abi210-<backend>-<machine>-linux/.
 
     make hub                     into build/hub
-    python tools/hub.py DIR      from the build folder `build`, which `make build` has configured
+    python cmake/hub.py DIR      from the build folder `build`, which `make build` has configured
 
 A variant is the package with a plugin whose ops have a namespace of their own, torch.ops._gpukern_<backend>_<digest of the
 sources>, so that it loads beside an installed gpukern and beside other builds. Its module has flash-attn's functions besides
