@@ -74,3 +74,38 @@ def test_loads_beside_the_package(hub):
                 except ValueError as error:
                     assert str(error).startswith(name + "::gemm: b has 5 rows"), error
         """)
+
+
+def test_transformers_route(hub):
+    """As an attention of transformers by a repository's name: logits, generate, continuous batching."""
+    [variant] = (hub / "build").iterdir()
+    if "-cpu-" not in variant.name:
+        pytest.skip("a build with CUDA is for a torch with CUDA, which the kernels package asks for")
+    pytest.importorskip("transformers")
+    run_python(
+        """
+        import torch, transformers, transformers.utils.import_utils as utils
+        # transformers takes newer kernels than there are to be had with this pin; what it calls is the same.
+        utils.is_kernels_available.__wrapped__.__defaults__ = ("0.1", "99")
+        utils.is_kernels_available.cache_clear()
+        from test_integrations_transformers import FAMILIES, build, words
+
+        eager, model = (build(FAMILIES["llama"], "eager") for _ in range(2))
+        model.set_attn_implementation("you/gpukern-flash-attn3", allow_all_kernels=True)
+        assert model.config._attn_implementation == "you/gpukern-flash-attn3"
+        ids = words(2, 19)
+        with torch.no_grad():
+            torch.testing.assert_close(model(ids).logits, eager(ids).logits)
+        options = {"max_new_tokens": 8, "do_sample": False}
+        assert torch.equal(model.generate(ids, **options), eager.generate(ids, **options))
+        prompts = [words(1, n, seed=n) for n in (5, 19, 11)]
+        want = {tuple(p[0].tolist()): eager.generate(p, **options)[0, p.shape[1]:].tolist() for p in prompts}
+        found = model.generate_batch(
+            inputs=[list(p) for p in want], progress_bar=False,
+            generation_config=transformers.GenerationConfig(**options, eos_token_id=-1, pad_token_id=0),
+            continuous_batching_config=transformers.ContinuousBatchingConfig(num_blocks=64, page_size=8, max_batch_tokens=16),
+        )
+        assert {tuple(out.prompt_ids): out.generated_tokens for out in found.values()} == want
+        """,
+        env={"LOCAL_KERNELS": f"you/gpukern-flash-attn3={hub}"},
+    )
