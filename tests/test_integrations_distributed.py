@@ -62,6 +62,8 @@ def check_gemm_rows_columns_batch_and_k(mesh):
             same(call, [a, b, bias, c], on_mesh(mesh, [(p,) for p in where], a, b, bias, c), [result])
     batched = randn(gen, 4, 8, 10, dtype=torch.float64)
     same(gk.gemm, [a, batched], on_mesh(mesh, [(Shard(0),)] * 2, a, batched), [Shard(0)])
+    three = randn(gen, 3, 6, 8, dtype=torch.float64)  # uneven parts
+    same(gk.gemm, [three, b], on_mesh(mesh, [(Shard(0),), (one,)], three, b), [Shard(0)])
     one_row = randn(gen, 1, 6, 8, dtype=torch.float64)  # its batch of 1 cannot be sharded; nor can no batch
     same(gk.gemm, [one_row, b], on_mesh(mesh, [(one,)] * 2, one_row, b), [one])
 

@@ -105,7 +105,7 @@ template <typename Map> static void print_elements(Map map, int rows, int elemen
     }
 }
 
-static coord turned(coord at) { return {at.col, at.row}; }
+static coord transposed(coord at) { return {at.col, at.row}; }
 
 static int dump_fragments(const char *name) {
     if (strcmp(name, "c") == 0)
@@ -113,11 +113,11 @@ static int dump_fragments(const char *name) {
     else if (strcmp(name, "a16") == 0)
         print_elements(frag_a16, 16, 8);
     else if (strcmp(name, "b16") == 0) // by n + 8 k
-        print_elements([](int lane, int e) { return turned(frag_b16(lane, e)); }, 8, 4);
+        print_elements([](int lane, int e) { return transposed(frag_b16(lane, e)); }, 8, 4);
     else if (strcmp(name, "a32") == 0)
         print_elements(frag_a32, 16, 4);
     else if (strcmp(name, "b32") == 0)
-        print_elements([](int lane, int e) { return turned(frag_b32(lane, e)); }, 8, 2);
+        print_elements([](int lane, int e) { return transposed(frag_b32(lane, e)); }, 8, 2);
     else if (strcmp(name, "ldmatrix") == 0)
         print_elements([](int lane, int half) { return ldmatrix_element(lane, half, false); }, 8, 2);
     else if (strcmp(name, "ldmatrix.trans") == 0)

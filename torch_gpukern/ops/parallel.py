@@ -13,7 +13,7 @@ import torch
 
 from .._library import NAMESPACE
 
-__all__ = ["before_attention", "meet"]
+__all__ = ["before_attention", "flattens", "meet"]
 
 _DTENSOR = "torch.distributed.tensor"
 _modules = sys.modules
@@ -63,3 +63,17 @@ def before_attention(name: str) -> None:
             "torch_gpukern.integrations.sdpa"
         )
     _usual = table
+
+
+def flattens(x: torch.Tensor) -> bool:
+    """Whether all dimensions but the last can be taken for one: not those of a DTensor that has shards inside them."""
+    dtensor = getattr(_modules.get(_DTENSOR), "DTensor", None)
+    if dtensor is None or not isinstance(x, dtensor):
+        return True
+    shards = 1
+    for size, placement in zip(x.device_mesh.shape, x.placements):
+        if placement.is_shard() and placement.dim < x.dim() - 1:
+            if placement.dim > 0:
+                return False
+            shards *= size
+    return x.shape[0] % shards == 0
