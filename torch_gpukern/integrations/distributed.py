@@ -49,9 +49,11 @@ def _register(op: OpOverload, rules: Callable[[_Sizes, dict], list[_Rule]]) -> N
         ]
         mesh = schema.get_mesh_from_args()
         found = expand_to_full_mesh_op_strategy(mesh, schema, placements, input_index=len(results))
-        heads = [i for i, name in enumerate(tensors) if name in ("q", "k")]
+        heads = [(i, shape[1]) for i, (name, shape) in enumerate(tensors.items()) if name in ("q", "k")]
         if heads:  # of unequal shards a query head would read another's keys
-            found.strategies = [s for s in found.strategies if all(_divides(s.input_specs[i], 1) for i in heads)]
+            found.strategies = [
+                s for s in found.strategies if all(_divides(s.input_specs[i], 1, size) for i, size in heads)
+            ]
         return found
 
     # DTensor keeps what a rule said by the specs of tensors and all arguments from a number on. From the first on that may be
@@ -61,13 +63,13 @@ def _register(op: OpOverload, rules: Callable[[_Sizes, dict], list[_Rule]]) -> N
     DTensor._op_dispatcher.sharding_propagator.register_op_strategy(op, strategy, info)
 
 
-def _divides(spec: Any, dim: int) -> bool:
+def _divides(spec: Any, dim: int, size: int) -> bool:
     """Whether the shards of a dimension are equal."""
     shards = 1
-    for size, placement in zip(spec.mesh.shape, spec.placements):
+    for ranks, placement in zip(spec.mesh.shape, spec.placements):
         if placement.is_shard(dim):
-            shards *= size
-    return shards == 1 or spec.shape[dim] % shards == 0
+            shards *= ranks
+    return size % shards == 0
 
 
 # ---- gemm ----------------------------------------------------------------------------------------
