@@ -9,6 +9,7 @@
 #   make sanitize      the CUDA instances under compute-sanitizer; needs a GPU. SANITIZE_TOOLS=racecheck SANITIZE_PART=2/5
 #                      runs one tool over the second fifth, SANITIZE_ONLY=flash_attn_bwd over the rows of that name
 #   make patterns      the examples of examples/patterns: checked, predicted and measured; without a GPU compiled and predicted
+#   make hub           build/hub in the layout of Hugging Face's kernels hub, with a namespace of its own
 #   make bench         every benchmark, into benchmarks/results/
 #   make results       docs/results.md and the plots, from benchmarks/results/
 #   make docs          the pages and both APIs as a site, docs/_build/html/index.html
@@ -62,7 +63,7 @@ CONFIGURE := cmake -S . -DPython_EXECUTABLE=$(PY) -DGPUKERN_BUILD_TESTS=ON \
 	$(if $(GPUKERN_CUDA),-DGPUKERN_CUDA=$(GPUKERN_CUDA)) \
 	$(if $(GPUKERN_CUDA_ARCHS),"-DGPUKERN_CUDA_ARCHS=$(GPUKERN_CUDA_ARCHS)") $(CMAKE_ARGS)
 
-.PHONY: build demo test test-all test-csrc sanitize-cpu fuzz sanitize patterns bench results docs fmt lint clean
+.PHONY: build demo test test-all test-csrc sanitize-cpu fuzz sanitize patterns hub bench results docs fmt lint clean
 .DEFAULT_GOAL := build
 MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
@@ -142,6 +143,9 @@ $(BUILD)/patterns/%: examples/patterns/%.cu examples/patterns/pattern.cuh csrc/c
 
 patterns: $(PATTERNS)
 	@for program in $(PATTERNS); do $$program || exit 1; done
+
+hub: build
+	$(PY) cmake/hub.py $(BUILD)/hub
 
 bench: build
 	$(PY) benchmarks/run_all.py $(BENCH_ARGS)

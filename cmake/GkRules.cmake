@@ -181,3 +181,19 @@ macro(gk_add_ladder)
   target_link_libraries(gpukern_ladder PRIVATE gk_archive m ${gk_cuda_libraries} ${gk_cuda_runtime})
   gk_link_options(gpukern_ladder)
 endmacro()
+
+# The PyTorch plugin as a module library, its ops in `namespace`.
+function(gk_add_plugin target namespace)
+  add_library(${target} MODULE ops/flash_attn.cpp ops/gemm.cpp ops/paged_attn.cpp ops/schema.cpp ${gk_object_files})
+  target_include_directories(${target} PRIVATE csrc)
+  target_include_directories(${target} SYSTEM PRIVATE "${gk_torch_include}")
+  # The oldest torch that the binary runs on is 2.10. USE_CUDA only declares the shims that ops/ makes weak.
+  target_compile_definitions(${target} PRIVATE TORCH_TARGET_VERSION=0x020a000000000000 USE_CUDA
+                             GPUKERN_NAMESPACE=${namespace} $<$<BOOL:${gk_with_cuda}>:GPUKERN_HAS_CUDA=1>)
+  target_compile_options(${target} PRIVATE -Wall -Wextra $<$<BOOL:${GPUKERN_WERROR}>:-Werror>
+                         "-fmacro-prefix-map=${gk_torch_include}/=")
+  # libtorch.so alone: it is in CPU and CUDA builds of torch alike and pulls in all the rest, so --no-as-needed.
+  target_link_libraries(${target} PRIVATE m -Wl,--no-as-needed "${gk_torch_lib}/libtorch.so" -Wl,--as-needed
+                        ${gk_cuda_libraries})
+  gk_link_options(${target})
+endfunction()

@@ -137,17 +137,92 @@ def test_compiled():
         torch.testing.assert_close(got, ref)
 
 
-def test_modules():
-    """nn.MultiheadAttention in training; in evaluation its own fast path serves, ours or not."""
-    torch.manual_seed(0)
+class TimmAttention(torch.nn.Module):
+    """Attention as timm's vision transformers have it: one projection, q, k and v strided views of its result."""
+
+    def __init__(self, dim, heads):
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.proj = torch.nn.Linear(dim, 3 * dim), torch.nn.Linear(dim, dim)
+        self.q_norm, self.k_norm = torch.nn.LayerNorm(dim // heads), torch.nn.LayerNorm(dim // heads)
+
+    def forward(self, x):
+        batch, tokens, dim = x.shape
+        q, k, v = self.qkv(x).reshape(batch, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        x = F.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v, dropout_p=0.0)
+        return self.proj(x.transpose(1, 2).reshape(batch, tokens, dim))
+
+
+def heads_of_self(x, **options):
+    """nn.MultiheadAttention as a module of x alone."""
+    layer = torch.nn.MultiheadAttention(32, 4, batch_first=True)
+    return layer, lambda x: layer(x, x, x, need_weights=False, **options)[0]
+
+
+def encoder_layer(**options):
     layer = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    return layer, lambda x: layer(x, **options)
+
+
+def vision(x):
+    layer = torch.nn.Sequential(TimmAttention(32, 4), TimmAttention(32, 4))
+    return layer, layer
+
+
+CAUSAL = torch.nn.Transformer.generate_square_subsequent_mask(7)
+PADDED = torch.tensor([[False] * 7, [False] * 5 + [True] * 2])
+MODULES = {  # how it is made, and how many of its attentions ours serves
+    "MultiheadAttention": (lambda x: heads_of_self(x), 1),
+    "MultiheadAttention causal": (lambda x: heads_of_self(x, attn_mask=CAUSAL, is_causal=True), 1),
+    "MultiheadAttention padded": (lambda x: heads_of_self(x, key_padding_mask=PADDED), 0),
+    "TransformerEncoderLayer": (lambda x: encoder_layer(), 1),
+    "TransformerEncoderLayer causal": (lambda x: encoder_layer(src_mask=CAUSAL, is_causal=True), 1),
+    "TransformerEncoderLayer padded": (lambda x: encoder_layer(src_key_padding_mask=PADDED), 0),
+    "timm": (vision, 2),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_in_training(name):
+    torch.manual_seed(0)
     x = randn(generator("layer"), 2, 7, 32)
-    plain = layer(x)
+    make, served = MODULES[name]
+    layer, call = make(x)
+
+    def step():
+        layer.zero_grad()
+        out = call(x)
+        out.square().sum().backward()
+        return [out.detach(), *(p.grad.clone() for p in layer.parameters())]
+
+    plain = step()
     with active() as ran:
-        ours = layer(x)
-        ours.sum().backward()
-        assert ran == ["_forward", "_backward"]
-        layer.eval()(x)
+        ours = step()
+    assert [ran.count(way) for way in ("_forward", "_backward")] == [served, served]
+    for got, want in zip(ours, plain):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("fast", [True, False], ids=["fast path", "fast path off"])
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_in_evaluation(name, fast):
+    """PyTorch's transformer layers have a path of their own, which asks nobody; off, or where a gradient is wanted, ours runs."""
+    torch.manual_seed(0)
+    x = randn(generator("layer"), 2, 7, 32)
+    make, served = MODULES[name]
+    layer, call = make(x)
+    layer.eval()
+    on = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(fast)
+    try:
+        with torch.no_grad():
+            plain = call(x)
+            with active() as ran:
+                ours = call(x)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(on)
+    own_path = fast and name not in ("timm", "MultiheadAttention causal")
+    assert ran.count("_forward") == (0 if own_path else served)
     torch.testing.assert_close(ours, plain)
 
 

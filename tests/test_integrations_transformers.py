@@ -522,3 +522,46 @@ def test_a_rule_is_no_bias():
 def test_register_takes_no_flash_name():
     with pytest.raises(ValueError, match="name is 'gpukern_flash'"):
         gk.register("gpukern_flash")
+
+
+# ---- continuous batching -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
+def test_continuous_batching(family, monkeypatch):
+    """generate_batch, its prompts in chunks beside other sequences' steps: the tokens of each sequence alone."""
+    config = getattr(transformers, "ContinuousBatchingConfig", None)
+    if config is None:
+        pytest.skip(f"transformers {transformers.__version__} has no ContinuousBatchingConfig")
+    registered = transformers.AttentionInterface._global_mapping
+    monkeypatch.setitem(registered, "paged|eager", registered["paged|eager"])  # put back afterwards
+    calls = []
+    monkeypatch.setattr(gk, "_packed", lambda *args, packed=gk._packed: calls.append(args) or packed(*args))
+    gk.register_continuous_batching()
+    prompts = [words(1, n, seed=n) for n in (5, 19, 11, 3)]
+    alone = build(FAMILIES[family], "eager")
+    want = [alone.generate(p, max_new_tokens=12, do_sample=False)[0, p.shape[1] :].tolist() for p in prompts]
+    found = build(FAMILIES[family], "paged|eager").generate_batch(
+        inputs=[p[0].tolist() for p in prompts],
+        generation_config=transformers.GenerationConfig(
+            max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0
+        ),
+        continuous_batching_config=config(num_blocks=64, page_size=8, max_batch_tokens=16),
+        progress_bar=False,
+    )
+    found = {tuple(out.prompt_ids): out.generated_tokens for out in found.values()}
+    assert [found[tuple(p[0].tolist())] for p in prompts] == want
+    assert any(len(lengths[0]) > 2 and lengths[2] > 1 for *_, lengths, _ in calls), "no batch of prompts and steps"
+
+
+def test_continuous_batching_refuses_other_names():
+    """transformers' own refusal names what it takes; ours, that nothing else comes by its name."""
+    config = getattr(transformers, "ContinuousBatchingConfig", None)
+    if config is None:
+        pytest.skip(f"transformers {transformers.__version__} has no ContinuousBatchingConfig")
+    model = build(FAMILIES["llama"], "gpukern")
+    with pytest.raises(ValueError, match="gpukern is not supported for continuous batching. Use 'paged.eager'"):
+        model.generate_batch(inputs=[[5, 6]], continuous_batching_config=config(auto_switch_to_flash=False))
+    q = torch.zeros(1, 4, 3, 16)
+    with pytest.raises(ValueError, match='^gpukern attention: "paged.eager" outside continuous batching; use'):
+        gk._paged_attention(model, q, q, q, None)

@@ -1,15 +1,23 @@
 """torch_gpukern.layout beside csrc/cuda/tile/layout.cuh: the same answers, and the same refusals.
 
-Where several modes are to blame, they may name different ones."""
+Where several modes are to blame, they may name different ones. tests/data/layout.golden holds questions and answers that
+both are held to, today's offsets, fragments and descriptors among them:
+
+    python tests/test_layout_twin.py > tests/data/layout.golden
+"""
 
 import random
+from pathlib import Path
 
 import pytest
 import test_layout
 from test_layout import any_layout, ask, program, text  # noqa: F401  program is a fixture
 
 from torch_gpukern import layout as L
-from torch_gpukern.layout import Layout, Refusal
+from torch_gpukern.layout import Layout, Refusal, atoms
+
+GOLDEN = Path(__file__).resolve().parent / "data" / "layout.golden"
+FUNCTIONS = ("size", "cosize", "coalesce", "right_inverse", "complement", "compose", "divide", "product")
 
 
 def ours(function, *arguments):
@@ -30,12 +38,10 @@ def ours(function, *arguments):
     return answer
 
 
-@pytest.mark.parametrize(
-    "function", ["size", "cosize", "coalesce", "right_inverse", "complement", "compose", "divide", "product"]
-)
-def test_twin(program, function):  # noqa: F811
+def asked(function, count):
+    """Random questions, as lines for the header's program and as arguments."""
     rng, questions, calls = random.Random(function), [], []
-    for _ in range(400):
+    for _ in range(count):
         first = any_layout(rng)
         arguments = [Layout(*first)]
         words = [function, text(first)]
@@ -48,6 +54,12 @@ def test_twin(program, function):  # noqa: F811
             words.append(text(second))
         questions.append(" ".join(words))
         calls.append(arguments)
+    return questions, calls
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_twin(program, function):  # noqa: F811
+    questions, calls = asked(function, 400)
     differ = []
     for question, arguments, answer in zip(questions, calls, ask(program, questions)):
         mine = ours(function, *arguments)
@@ -62,3 +74,95 @@ def test_twin(program, function):  # noqa: F811
         if not same:
             differ.append((question, answer, str(mine)))
     assert not differ, differ[:5]
+
+
+# ---- the golden file -----------------------------------------------------------------------------
+
+_MMA16, _MMA32 = atoms.mma_sync(16, 16), atoms.mma_sync(8, 32)
+FRAGMENTS = {
+    "c": _MMA16.c,
+    "a16": _MMA16.a,
+    "b16": _MMA16.b,
+    "a32": _MMA32.a,
+    "b32": _MMA32.b,
+    "ldmatrix": atoms.ldmatrix(1).dst,
+    "ldmatrix.trans": atoms.ldmatrix(1, trans=True).dst,
+    "movmatrix": atoms.movmatrix().dst,
+}
+# (m or n, k) in elements, and the bytes of one. MN-major needs two panels for its leading offset to mean anything.
+OPERANDS = {
+    "k64": ("Sw<3,3,3> o 0 o (64,64):(64,1)", 2),
+    "k128": ("Sw<3,3,3> o 0 o (128,64):(64,1)", 2),
+    "mn128": ("Sw<3,3,3> o 0 o ((64,2),64):((1,4096),64)", 2),
+    "tf32": ("Sw<3,2,3> o 0 o (64,32):(32,1)", 4),
+}
+TILES = {32: (1, 4, 3), 64: (2, 4, 3), 128: (3, 4, 3), 256: (3, 4, 4), 512: (3, 4, 5)}
+
+
+def placed(words):
+    """What lies where, by the twin, as the header's program prints it."""
+    kind, what, *more = words
+    if kind == "fragment":
+        numbers = FRAGMENTS[what].offsets
+    elif kind == "operand":
+        operand, size = L.parse(OPERANDS[what][0]), OPERANDS[what][1]
+        every = 16 // size
+        numbers = [L.wgmma_descriptor(operand, elem_bytes=size, address=1024).bits]
+        numbers += [operand(4 * x, k) * size for x in range(16) for k in range(0, 8 * every, every)]
+    elif kind == "ways":
+        numbers = [L.ways([lane * int(more[0]) for lane in range(32)], int(what))]
+    else:
+        row_bytes = int(what)
+        tile = L.Swizzled(L.Swizzle(*TILES[row_bytes]), Layout((16, row_bytes), (row_bytes, 1)))
+        numbers = [tile(row, 16 * chunk) for row in range(16) for chunk in range(row_bytes // 16)]
+    return " ".join(map(str, numbers))
+
+
+PLACES = [
+    *(f"fragment {name}" for name in FRAGMENTS),
+    *(f"operand {name}" for name in OPERANDS),
+    *(f"tile {row_bytes}" for row_bytes in TILES),
+    *(f"ways {access} {stride}" for access in (2, 4, 8, 16) for stride in (access, 3 * access, 128, 144)),
+]
+
+
+def answer_of(question):
+    """The twin's answer as the program prints it; of a refusal the word alone, since they may blame different modes."""
+    function, *words = question.split()
+    if function not in FUNCTIONS:
+        return placed([function, *words])
+    answer = ours(function, *(Layout(w) if ":" in w else int(w) for w in words))
+    if isinstance(answer, int):
+        return str(answer)
+    if isinstance(answer, str):
+        return "none"
+    flat = answer.flat()
+    return text((tuple(s for s, _ in flat.leaves), tuple(d for _, d in flat.leaves)))
+
+
+def golden():
+    return [line.split(" = ") for line in GOLDEN.read_text().splitlines()]
+
+
+def test_golden_file_is_the_twins():
+    pairs = golden()
+    assert {q.split()[0] for q, _ in pairs} == {*FUNCTIONS, "fragment", "operand", "tile", "ways"}
+    assert not {question for question in PLACES} - {question for question, _ in pairs}
+    for question, want in pairs:
+        assert answer_of(question) == want, question
+
+
+def test_golden_file_is_the_headers(program):  # noqa: F811
+    pairs = golden()
+    for (question, want), answer in zip(pairs, ask(program, [question for question, _ in pairs])):
+        if want == "none":
+            assert answer.startswith("none "), question
+        elif ":" in want:
+            assert test_layout.parse(answer) == test_layout.parse(want), question
+        else:
+            assert answer == want, question
+
+
+if __name__ == "__main__":
+    questions = PLACES + [question for function in FUNCTIONS for question in asked(function, 25)[0]]
+    print("\n".join(f"{question} = {answer_of(question)}" for question in questions))

@@ -24,6 +24,13 @@ static_assert(at(layout{2, {4, 8}, {8, 1}}, 5) == 9, "");
 static_assert(compose(layout{1, {64}, {2}}, layout{1, {8}, {4}}).ok, "");
 static_assert(smem_tile_ways(128) == 1 && smem_tile<64, 128>::offset(1, 0) == 128 + 16, "");
 
+// Where today's kernels find their operands; tests/data/layout.golden has more of each.
+static_assert(wgmma_tile<128, false>::descriptor(1024) == 4611686293305360448u, "");
+static_assert(wgmma_tile<128, true>::descriptor(1024) == 4611686293338849344u, "");
+static_assert(wgmma_tile<128, false>::offset_of(4, 0) == 576 && wgmma_tile<128, true>::offset_of(4, 8) == 1032, "");
+static_assert(wgmma_panels<64, 128>::offset_of(4, 64) == 8192 + 576, "");
+static_assert(frag_a16(5, 2).row == 9 && frag_a16(5, 2).col == 2 && frag_c(5, 3).row == 9, "");
+
 static long num_passed, num_failed;
 
 static void check(bool good, const char *format, ...) {
@@ -88,11 +95,90 @@ static void print_result(const layout_result &r, bool with_overhang) {
     if (r.ok && !with_overhang) printf("%s\n", text(r.value));
 }
 
+// ---- what lies where, for tests/data/layout.golden ------------------------------------------------------------------
+
+// Row + rows * column of element e of lane l, e by e.
+template <typename Map> static void print_elements(Map map, int rows, int elements) {
+    for (int i = 0; i < 32 * elements; ++i) {
+        coord at = map(i % 32, i / 32);
+        printf("%d%c", at.row + rows * at.col, i + 1 < 32 * elements ? ' ' : '\n');
+    }
+}
+
+static coord transposed(coord at) { return {at.col, at.row}; }
+
+static int dump_fragments(const char *name) {
+    if (strcmp(name, "c") == 0)
+        print_elements(frag_c, 16, 4);
+    else if (strcmp(name, "a16") == 0)
+        print_elements(frag_a16, 16, 8);
+    else if (strcmp(name, "b16") == 0) // by n + 8 k
+        print_elements([](int lane, int e) { return transposed(frag_b16(lane, e)); }, 8, 4);
+    else if (strcmp(name, "a32") == 0)
+        print_elements(frag_a32, 16, 4);
+    else if (strcmp(name, "b32") == 0)
+        print_elements([](int lane, int e) { return transposed(frag_b32(lane, e)); }, 8, 2);
+    else if (strcmp(name, "ldmatrix") == 0)
+        print_elements([](int lane, int half) { return ldmatrix_element(lane, half, false); }, 8, 2);
+    else if (strcmp(name, "ldmatrix.trans") == 0)
+        print_elements([](int lane, int half) { return ldmatrix_element(lane, half, true); }, 8, 2);
+    else if (strcmp(name, "movmatrix") == 0)
+        print_elements(movmatrix_element, 8, 2);
+    else
+        return 2;
+    return 0;
+}
+
+// The descriptor of the operand at byte 1024, then the bytes of elements (x, k), 16 of x and every 16th byte of k.
+template <typename Tile> static void print_operand(int each_chunk, int k) {
+    printf("%llu", (unsigned long long)Tile::descriptor(1024));
+    for (int x = 0; x < 16; ++x) {
+        for (int i = 0; i < k; i += each_chunk) printf(" %d", Tile::offset_of(x * 4, i));
+    }
+    printf("\n");
+}
+
+static int dump_operand(const char *name) {
+    if (strcmp(name, "k64") == 0)
+        print_operand<wgmma_tile<64, false>>(8, 64);
+    else if (strcmp(name, "k128") == 0)
+        print_operand<wgmma_tile<128, false>>(8, 64);
+    else if (strcmp(name, "mn128") == 0)
+        print_operand<wgmma_tile<128, true>>(8, 64);
+    else if (strcmp(name, "tf32") == 0)
+        print_operand<wgmma_tile<64, false, 32>>(4, 32);
+    else
+        return 2;
+    return 0;
+}
+
+// The conflict degree of lanes whose accesses of so many bytes lie `stride` bytes apart.
+static int strided_ways(int access_bytes, int stride) {
+    int bytes[32];
+    for (int lane = 0; lane < 32; ++lane) bytes[lane] = lane * stride;
+    return ways(bytes, access_bytes);
+}
+
+static int dump_place(const char *name, const char *what, const char *more) {
+    if (strcmp(name, "fragment") == 0) return dump_fragments(what);
+    if (strcmp(name, "operand") == 0) return dump_operand(what);
+    if (strcmp(name, "ways") == 0) return printf("%d\n", strided_ways(atoi(what), atoi(more))) < 0;
+    if (strcmp(name, "tile") != 0) return 2;
+    for (int i = 0, chunks = atoi(what) / 16; i < 16 * chunks; ++i)
+        printf("%d%c", smem_offset(atoi(what), i / chunks, i % chunks), i + 1 < 16 * chunks ? ' ' : '\n');
+    return 0;
+}
+
 static int dump() {
     char name[32], first[256], second[256], line[600];
     while (fgets(line, sizeof line, stdin)) {
         int n = sscanf(line, "%31s %255s %255s", name, first, second);
         if (n < 2) return 2;
+        if (strcmp(name, "fragment") == 0 || strcmp(name, "operand") == 0 || strcmp(name, "tile") == 0 ||
+            (strcmp(name, "ways") == 0 && n == 3)) {
+            if (dump_place(name, first, second)) return 2;
+            continue;
+        }
         layout a = parse(first);
         if (strcmp(name, "size") == 0)
             printf("%d\n", size(a));

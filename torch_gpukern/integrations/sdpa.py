@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from .._library import are_deterministic, ops
+from ..ops.flash_attn import _flash_attn, _flash_attn_bwd
 
 __all__ = ["register"]
 
@@ -87,6 +88,10 @@ def _override(library: torch.library.Library, name: str, key: str, ours: Callabl
         library.impl(name, kernel, key, with_keyset=True, allow_override=True)
 
 
+# Past what the ops do for callers of theirs: PyTorch has made this call of its own, inside context_parallel too, which hands us
+# the parts of a sequence and merges what we make of them.
+_forward_op, _backward_op = _flash_attn.all.bare, _flash_attn_bwd.bare
+
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -124,7 +129,7 @@ def _forward(call: dict) -> tuple[Tensor, Tensor] | None:
     if not _serves(call):
         return None
     q, v = call["query"], call["value"]
-    out, lse = ops.flash_attn_fwd.default(q, call["key"], v, call["is_causal"], call["scale"])
+    out, lse = _forward_op(q, call["key"], v, call["is_causal"], call["scale"])
     if not _is_dense(q):
         out = _stored(out, torch.empty_like(q).stride())
     return out, lse
@@ -134,7 +139,7 @@ def _backward(call: dict) -> tuple[Tensor, Tensor, Tensor] | None:
     if not _serves(call):
         return None
     q, k, v, lse = call["query"], call["key"], call["value"], call["logsumexp"]
-    return ops.flash_attn_bwd.default(
+    return _backward_op(
         call["grad_out"], q, k, v, call["out"], lse.contiguous(), None, call["is_causal"], call["scale"],
         deterministic=are_deterministic(),
     )[:3]  # fmt: skip

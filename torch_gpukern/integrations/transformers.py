@@ -15,7 +15,7 @@ from transformers import masking_utils as hf
 
 from ..ops import flash_attn, flash_attn_varlen
 
-__all__ = ["register"]
+__all__ = ["register", "register_continuous_batching"]
 
 
 def register(name: str = "gpukern") -> None:
@@ -406,3 +406,48 @@ def _packed(query: Tensor, key: Tensor, value: Tensor, rule: Rule, lengths: tupl
         **rules,
     )
     return out.unflatten(0, (query.shape[0], query.shape[2]))
+
+
+# ---- continuous batching -------------------------------------------------------------------------
+
+
+def register_continuous_batching() -> None:
+    """Puts gpukern in the place of transformers' "paged|eager", for ``generate_batch`` and its continuous batching.
+
+    ::
+
+        torch_gpukern.integrations.transformers.register_continuous_batching()
+        model.set_attn_implementation("paged|eager")
+        model.generate_batch(inputs, generation_config)
+
+    Continuous batching takes "sdpa", "paged|eager" and packages with "flash" in their names; of these "paged|eager" alone is
+    one that can be registered. It is served for every model of the process from then on, on every device: sequences are packed
+    calls over the keys that transformers gathers from its pages, with windows, softcap and sinks. transformers still builds its
+    mask, which is not read: cu_seq_lens say the same.
+
+    Raises:
+        ImportError: a transformers that does not take "paged|eager".
+    """
+    if "paged|eager" not in AttentionInterface().valid_keys():
+        import transformers
+
+        raise ImportError(
+            f'torch_gpukern: transformers {transformers.__version__} has no "paged|eager": pip install --upgrade transformers'
+        )
+    AttentionInterface.register("paged|eager", _paged_attention)
+
+
+def _paged_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    cu_seq_lens_q: Tensor | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """query [1, Hq, T, D] of several sequences' new tokens, key and value [1, Hkv, S, D] of all their tokens."""
+    if cu_seq_lens_q is None:
+        raise _refuse('"paged|eager" outside continuous batching', 'use attn_implementation="gpukern"')
+    kwargs["is_causal"] = True  # as the mask is, which transformers makes for this name
+    return _attention(module, query, key, value, None, cu_seq_lens_q=cu_seq_lens_q, **kwargs)

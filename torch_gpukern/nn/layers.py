@@ -140,8 +140,8 @@ class Attention(torch.nn.Module):
             ValueError: a cache without its tables, kv_end with a cache, or what the ops refuse.
         """
         batch, seq, _ = x.shape
-        q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
-        k, v = (p(x).unflatten(-1, (self.num_kv_heads, self.head_dim)) for p in (self.k_proj, self.v_proj))
+        # Heads are counted from what comes: projections whose columns are sharded give a rank's own.
+        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
         if rotary is not None:
             q, k = (_turned(t, *rotary) for t in (q, k))
         left = -1 if self.window is None else self.window - 1

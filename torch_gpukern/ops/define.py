@@ -45,7 +45,7 @@ from .._library import (
     ops,
     transforms_active,
 )
-from . import batching, gradients, laws
+from . import batching, gradients, laws, parallel
 
 __all__ = ["Op", "define_op"]
 
@@ -74,6 +74,7 @@ class Op:
         self.numbers = tuple(i for i, t in enumerate(types) if t in _NUMBER_TYPES)
         self.bare = _unwrapped(self.overload)
         self.all = self  # X_fwd, where the op is X and has one
+        self.whole_sequences = False  # it must see all of each
         self.out: Callable | None = None  # its .out overload
         self.differentiate: Callable | None = None  # (*args) where a gradient is wanted
         self.transformed: Callable | None = None  # likewise, where torch.func transforms
@@ -123,6 +124,9 @@ class Op:
         ):
             self.refuse_number_gradients(args)
             return self.overload(*args)
+        parallel.meet()
+        if self.whole_sequences:
+            parallel.before_attention(self.name)
         # Trailing defaults are left out: the schema fills them in sooner than it reads them.
         n, required, defaults = len(args), self.required, self.defaults
         while n > required and args[n - 1] is defaults[n - 1]:
@@ -204,7 +208,8 @@ def _guard(op: Op) -> None:
 
     There a number that is a tensor with a gradient is refused: torch reads such a tensor's value before the first kernel
     sees the call, and its gradient would be lost in silence. And there torch.func's transforms meet the Function that they
-    can read. So the guard stands where Python enters the op, in _op of the overload and of its packet.
+    can read. And there sharding rules and torch's context_parallel are seen to (parallel.py). So the guard stands where Python
+    enters the op, in _op of the overload and of its packet.
     """
 
     def guarded(bare: Callable) -> Callable:
@@ -213,6 +218,9 @@ def _guard(op: Op) -> None:
             if is_dynamo_compiling():  # the frame on its own, after a graph break: dynamo knows the overload
                 return op.overload(*args, **kwargs)
             op.refuse_number_gradients(args, kwargs)
+            parallel.meet()
+            if op.whole_sequences:
+                parallel.before_attention(op.name)
             if "out" in kwargs and op.out is not None:
                 return op.out(*args, **kwargs)
             if op.transformed is not None and transforms_active() and _differentiating():
@@ -275,6 +283,7 @@ def define_op(
     autocast: Sequence[str] | Callable = (),
     flops: Callable | None = None,
     fold: Callable | None = None,
+    whole_sequences: bool = False,
 ) -> Op:
     """Registers all of an op that Python knows, and returns it; X_fwd, where there is one, with it (`.all`).
 
@@ -299,6 +308,7 @@ def define_op(
             that it has cast by `to(x, dtype)`.
         flops: ``flops(**arguments)`` of shapes in place of tensors.
         fold: how torch.vmap's dimension folds into those of the op (batching.py).
+        whole_sequences: the op must see all keys of a query: it is refused where a rank has a part of them (parallel.py).
     """
     op = Op(name)
     doors = [op]
@@ -306,6 +316,7 @@ def define_op(
         op.all = Op(f"{name}_fwd")
         doors.append(op.all)
     for door in doors:
+        door.whole_sequences = whole_sequences
         if public is not None:
             door.set_defaults_of(public)
         no_backward = refuse_fwd if door is not op and refuse_fwd else refuse
@@ -335,6 +346,8 @@ def _define_out(op: Op, fake: Callable) -> None:
     def call(*args, **kwargs):
         if not is_dynamo_compiling():
             op.refuse_number_gradients(args, kwargs)
+            if op.whole_sequences:
+                parallel.before_attention(name)
         return bare(*args, **kwargs)
 
     op.out._op = call

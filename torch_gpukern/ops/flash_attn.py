@@ -162,4 +162,5 @@ _flash_attn = define_op(
     autocast=attention.AUTOCAST,
     flops=_flops,
     fold=attention.fold_into_batch,
+    whole_sequences=True,
 )

@@ -154,4 +154,5 @@ _flash_attn_varlen = define_op(
     autocast=attention.AUTOCAST,
     flops=_flops,
     fold=attention.fold_into_heads,
+    whole_sequences=True,
 )

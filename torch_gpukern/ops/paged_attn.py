@@ -219,6 +219,7 @@ _paged_attn = define_op(
     refuse="paged_attn: it has no backward; use flash_attn to train",
     autocast=_cast,
     flops=_flops,
+    whole_sequences=True,
 )
 _kv_cache_write = Op("kv_cache_write")
 register_fake(_kv_cache_write, _write_fake)

@@ -1,0 +1,260 @@
+"""The ops on DTensors, in tensor-parallel layers and under FSDP2: two processes (gloo) against one."""
+
+import contextlib
+import functools
+import traceback
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import generator, randn, run_python
+
+import torch_gpukern as gk
+from torch_gpukern import nn as gnn
+
+dist = pytest.importorskip("torch.distributed")
+if not dist.is_available():
+    pytest.skip("this torch is built without torch.distributed", allow_module_level=True)
+
+
+# ---- what both ranks do ---------------------------------------------------------------------------
+
+
+def on_mesh(mesh, placements, *tensors):
+    """Leaves that require a gradient, distributed."""
+    from torch.distributed.tensor import distribute_tensor
+
+    made = [x if x is None else distribute_tensor(x.detach(), mesh, list(p)) for x, p in zip(tensors, placements)]
+    return [x.requires_grad_() if x is not None and x.is_floating_point() else x for x in made]
+
+
+def same(call, plain, sharded, placement):
+    """call's result and gradients, of leaves of this process and of DTensors; the result lies as said."""
+    for x in plain:
+        if x is not None and x.is_floating_point():
+            x.requires_grad_()
+    found = []
+    for leaves in (plain, sharded):
+        out = call(*leaves)
+        wanted = [x for x in leaves if x is not None and x.requires_grad]
+        found.append((out, *torch.autograd.grad(out.square().sum(), wanted)))
+    assert list(found[1][0].placements) == list(placement), f"{found[1][0].placements}, expected {placement}"
+    for want, got in zip(*found):
+        torch.testing.assert_close(got.full_tensor(), want)
+
+
+def check_gemm_rows_columns_batch_and_k(mesh):
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    gen, one = generator("gemm"), Replicate()
+    a, b, bias = (randn(gen, *shape, dtype=torch.float64) for shape in ((4, 6, 8), (8, 10), (10,)))
+    c = randn(gen, 4, 1, 10, dtype=torch.float64)
+    for activation in ("none", "gelu"):
+        k_result = Partial() if activation == "none" else one
+        for where, result in (
+            ((one, one, one, one), one),
+            ((Shard(0), one, one, Shard(0)), Shard(0)),
+            ((Shard(1), one, one, one), Shard(1)),
+            ((one, Shard(1), Shard(0), Shard(2)), Shard(2)),
+            ((Shard(2), Shard(0), one, one), k_result),
+        ):
+            call = functools.partial(gk.gemm, alpha=0.5, beta=2.0, activation=activation)
+            same(call, [a, b, bias, c], on_mesh(mesh, [(p,) for p in where], a, b, bias, c), [result])
+    batched = randn(gen, 4, 8, 10, dtype=torch.float64)
+    same(gk.gemm, [a, batched], on_mesh(mesh, [(Shard(0),)] * 2, a, batched), [Shard(0)])
+    three = randn(gen, 3, 6, 8, dtype=torch.float64)  # uneven parts
+    same(gk.gemm, [three, b], on_mesh(mesh, [(Shard(0),), (one,)], three, b), [Shard(0)])
+    one_row = randn(gen, 1, 6, 8, dtype=torch.float64)  # its batch of 1 cannot be sharded; nor can no batch
+    same(gk.gemm, [one_row, b], on_mesh(mesh, [(one,)] * 2, one_row, b), [one])
+
+
+def check_what_a_rule_said_is_not_taken_for_another_call(mesh):
+    """The trap: K in parts without an activation, then relu by the same arguments else; and c where a bias was."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    gen = generator("cache")
+    a, b, x = randn(gen, 6, 8), randn(gen, 8, 10), randn(gen, 10)
+    A, B, X = on_mesh(mesh, [(Shard(1),), (Shard(0),), (Replicate(),)], a, b, x)
+    for _ in range(2):
+        for activation in ("none", "relu", "none", "silu"):
+            got = torch.ops.gpukern.gemm(A, B, None, None, 1.0, 1.0, activation, None, "ieee")
+            want = torch.ops.gpukern.gemm(a, b, None, None, 1.0, 1.0, activation, None, "ieee")
+            torch.testing.assert_close(got.full_tensor(), want)
+        for mine, theirs in (((X, None), (x, None)), ((None, X), (None, x))):
+            got = torch.ops.gpukern.gemm(A, B, *mine, 1.0, 3.0, "none", None, "ieee")
+            want = torch.ops.gpukern.gemm(a, b, *theirs, 1.0, 3.0, "none", None, "ieee")
+            torch.testing.assert_close(got.full_tensor(), want)
+
+
+def check_flash_attn_batch_and_heads(mesh):
+    from torch.distributed.tensor import Replicate, Shard
+
+    start = torch.tensor([0, 2], dtype=torch.int32)
+    for heads_q, heads_kv in ((4, 2), (6, 3), (4, 1)):
+        gen = generator("attention", heads_q)
+        q, k, v = (randn(gen, 2, h, 5, 8, dtype=torch.float64) for h in (heads_q, heads_kv, heads_kv))
+        sinks = randn(gen, heads_q, dtype=torch.float64)
+        for place in (Shard(0), Shard(1), Shard(2), Replicate()):
+            if place == Shard(1) and heads_kv == 1:
+                continue
+            # 6 heads over 3 in two parts: rank 1 would read other heads' keys, so no part is computed alone.
+            alone = place == Shard(0) or (place == Shard(1) and heads_kv % 2 == 0)
+            leaves = [(place,)] * 3 + [(Replicate(),)] * 2
+
+            def call(q, k, v, sinks, start):
+                return gk.flash_attn(q, k, v, is_causal=True, sinks=sinks, kv_start=start)
+
+            plain = [q, k, v, sinks, start]
+            same(call, plain, on_mesh(mesh, leaves, *plain), [place if alone else Replicate()])
+
+
+def check_flash_attn_varlen_heads(mesh):
+    from torch.distributed.tensor import Replicate, Shard
+
+    gen = generator("varlen")
+    q, k, v = (randn(gen, 9, h, 8, dtype=torch.float64) for h in (4, 2, 2))
+    cu = torch.tensor([0, 4, 9], dtype=torch.int32)
+    slopes = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
+
+    def call(q, k, v, cu):
+        s = slopes if cu is plain[3] else on_mesh(mesh, [(Replicate(),)], slopes)[0].detach()
+        return gk.flash_attn_varlen(q, k, v, cu, cu, 5, 5, is_causal=True, alibi_slopes=s)
+
+    plain = [q, k, v, cu]
+    same(call, plain, on_mesh(mesh, [(Shard(1),)] * 3 + [(Replicate(),)], *plain), [Shard(1)])
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = gnn.Attention(32, 4, 2, bias=True)
+        self.up, self.down = gnn.Linear(32, 64, activation="gelu"), gnn.Linear(64, 32)
+
+    def forward(self, x):
+        x = x + self.attention(x)
+        return x + self.down(self.up(x))
+
+
+def model(blocks):
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(Block() for _ in range(blocks))).double()
+
+
+def step(net, x, to_full=lambda t: t):
+    out = net(x)
+    out.square().mean().backward()
+    grads = {name.replace("_orig_mod.", ""): to_full(p.grad) for name, p in net.named_parameters()}
+    return {"out": out.detach(), **grads}
+
+
+def check_tensor_parallel_layers_and_fsdp2(mesh):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    x = randn(generator("block"), 4, 6, 32, dtype=torch.float64)
+    plan = {f"attention.{p}_proj": ColwiseParallel() for p in "qkv"}
+    plan |= {"attention.o_proj": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+    for shape, compiled in (((1, 2), False), ((2, 1), False), ((1, 2), True)):
+        both = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
+        blocks = 1 if compiled else 2
+        want, net = step(model(blocks), x), model(blocks)
+        for block in net:
+            parallelize_module(block, both["tensor"], plan)
+            if not compiled:
+                fully_shard(block, mesh=both["data"])
+        if compiled:
+            net = torch.compile(net, fullgraph=True, backend="aot_eager")
+        else:
+            fully_shard(net, mesh=both["data"])
+        parts = shape[0]  # each rank its rows; the mean of means is the mean
+        mine = x.chunk(parts)[both["data"].get_local_rank()]
+        found = step(net, mine, lambda t: t.full_tensor() if isinstance(t, DTensor) else t)
+        rows = [torch.empty_like(found["out"]) for _ in range(2)]
+        dist.all_gather(rows, found["out"])
+        found["out"] = torch.cat(rows) if parts == 2 else rows[0]
+        assert found.keys() == want.keys()
+        for name, ref in want.items():
+            torch.testing.assert_close(found[name], ref, msg=lambda text, n=(shape, compiled, name): f"{n}: {text}")
+
+
+def check_context_parallel_refuses(mesh):
+    from torch.distributed.tensor.experimental import context_parallel
+
+    gen = generator("cp")
+    q = randn(gen, 1, 2, 8, 8)
+    part = q.clone()
+    cu = torch.tensor([0, 2], dtype=torch.int32)
+    table = torch.zeros(2, 1, dtype=torch.int32)
+    calls = {
+        "flash_attn": lambda: gk.flash_attn(part, part, part, is_causal=True),
+        "flash_attn_fwd": lambda: torch.ops.gpukern.flash_attn_fwd(part, part, part),
+        "flash_attn_varlen": lambda: gk.flash_attn_varlen(*[part[0].mT] * 3, cu, cu, 2, 2),
+        "paged_attn": lambda: gk.paged_attn(part[0], part, part, table, table[:, 0]),
+        "paged_attn.out": lambda: torch.ops.gpukern.paged_attn.out(
+            part[0], part, part, table, table[:, 0], out=part[0]
+        ),
+    }
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: gk.flash_attn(x, x, x), backend="aot_eager", fullgraph=True)
+    compiled(q[..., :4, :].contiguous())
+    with context_parallel(mesh, buffers=[part], buffer_seq_dims=[2]):
+        assert part.shape[2] == 4
+        for name, call in calls.items():
+            with pytest.raises(ValueError, match=f"^gpukern::{name}: called inside torch's context_parallel"):
+                call()
+        with pytest.raises((ValueError, RuntimeError), match="context_parallel"):
+            compiled(part)  # also what was compiled outside
+        gk.gemm(part[0], part[0].mT)
+    assert part.shape[2] == 8
+    torch.testing.assert_close(gk.flash_attn(part, part, part), F.scaled_dot_product_attention(q, q, q))
+
+
+# ---- the two processes ----------------------------------------------------------------------------
+
+
+def _work(rank, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2,))
+    failed = []
+    for name, check in list(globals().items()):
+        if name.startswith("check_"):
+            try:
+                check(mesh)
+            except BaseException:
+                failed.append(f"{name}\n{traceback.format_exc()}")
+                break  # the other rank may wait for this one
+    with open(f"{folder}/{rank}", "w") as report:
+        report.write("\n".join(failed))
+    with contextlib.suppress(Exception):
+        if not failed:
+            dist.destroy_process_group()
+
+
+def test_two_processes_equal_one(tmp_path):
+    context = torch.multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=_work, args=(rank, str(tmp_path)), daemon=True) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    ranks[0].join(120)
+    ranks[1].join(20)
+    for rank in ranks:
+        rank.kill()
+    reports = [(tmp_path / str(i)).read_text() if (tmp_path / str(i)).exists() else "no report" for i in range(2)]
+    assert reports == ["", ""], "\n\n".join(reports)
+
+
+def test_nothing_of_it_is_imported():
+    run_python("""
+        import sys, torch
+        before = "torch.distributed.tensor" in sys.modules
+        import torch_gpukern
+        x = torch.randn(1, 2, 8, 8, requires_grad=True)
+        torch_gpukern.flash_attn(x, x, x).sum().backward()
+        assert ("torch.distributed.tensor" in sys.modules) == before
+        assert "torch_gpukern.integrations.distributed" not in sys.modules
+    """)

@@ -1,0 +1,111 @@
+"""The layout of the kernels hub: made by cmake/hub.py, loaded by `kernels` beside the ordinary package."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import run_python
+
+pytest.importorskip("kernels")
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    if not (ROOT / "build" / "CMakeCache.txt").exists():
+        pytest.skip("build/ is not configured; make build")
+    folder = tmp_path_factory.mktemp("hub")
+    made = subprocess.run([sys.executable, ROOT / "cmake" / "hub.py", folder], capture_output=True, text=True)
+    assert made.returncode == 0, made.stdout + made.stderr
+    return folder
+
+
+def test_metadata(hub):
+    from kernels._rust import Digest, DigestAlgorithm, Metadata
+
+    [variant] = (hub / "build").iterdir()
+    metadata = Metadata.read_from_file(variant / "metadata.json")
+    backend = variant.name.removeprefix("torch-stable-abi210-").split("-")[0]
+    assert metadata.id.startswith(f"_gpukern_{backend}_") and metadata.license == "BSD-3-Clause"
+    metadata.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, variant))
+    if backend != "cpu":
+        assert json.loads((variant / "metadata.json").read_text())["backend"]["archs"] == ["8.0", "9.0a"]
+
+
+def test_loads_beside_the_package(hub):
+    """Either first; functions, gradients, compiled code, errors and registered names of each are its own."""
+    [variant] = (hub / "build").iterdir()
+    if "-cpu-" not in variant.name:
+        pytest.skip("a build with CUDA is for a torch with CUDA, which the kernels package asks for")
+    for first in ("kernel", "package"):
+        run_python(f"""
+            import pathlib, torch, torch.nn.functional as F
+            from kernels import get_local_kernel
+
+            def kernel():
+                return get_local_kernel(pathlib.Path({str(hub)!r}))
+
+            def package():
+                import torch_gpukern
+                return torch_gpukern
+
+            ours = {first}()
+            other = package() if ours.__name__ != "torch_gpukern" else kernel()
+            k, p = (ours, other) if other.__name__ == "torch_gpukern" else (other, ours)
+            assert k.__name__.startswith("_gpukern_") and k.__file__ != p.__file__
+            assert {{"flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"}} <= set(k.__all__)
+            q, key, v = (torch.randn(2, 9, h, 16, requires_grad=True) for h in (4, 2, 2))
+            out = k.flash_attn_func(q, key, v, causal=True)
+            args = [x.transpose(1, 2) for x in (q, key, v)]
+            want = F.scaled_dot_product_attention(*args, is_causal=True, enable_gqa=True).transpose(1, 2)
+            torch.testing.assert_close(out, want)
+            torch.testing.assert_close(p.flash_attn(*args, is_causal=True).transpose(1, 2), want)
+            for mine, theirs in zip(*(torch.autograd.grad(x.square().sum(), (q, key, v)) for x in (out, want))):
+                torch.testing.assert_close(mine, theirs)
+            a, b = torch.randn(5, 7), torch.randn(7, 3)
+            compiled = torch.compile(lambda a, b: k.gemm(a, b) + p.gemm(a, b), fullgraph=True, backend="aot_eager")
+            torch.testing.assert_close(compiled(a, b), 2 * (a @ b))
+            for module, name in ((k, k.__name__), (p, "gpukern")):
+                assert getattr(torch.ops, name).gemm(a, b).shape == (5, 3)
+                try:
+                    module.gemm(a, a)
+                except ValueError as error:
+                    assert str(error).startswith(name + "::gemm: b has 5 rows"), error
+        """)
+
+
+def test_transformers_route(hub):
+    """As an attention of transformers by a repository's name: logits, generate, continuous batching."""
+    [variant] = (hub / "build").iterdir()
+    if "-cpu-" not in variant.name:
+        pytest.skip("a build with CUDA is for a torch with CUDA, which the kernels package asks for")
+    pytest.importorskip("transformers")
+    run_python(
+        """
+        import torch, transformers, transformers.utils.import_utils as utils
+        # transformers takes newer kernels than there are to be had with this pin; what it calls is the same.
+        utils.is_kernels_available.__wrapped__.__defaults__ = ("0.1", "99")
+        utils.is_kernels_available.cache_clear()
+        from test_integrations_transformers import FAMILIES, build, words
+
+        eager, model = (build(FAMILIES["llama"], "eager") for _ in range(2))
+        model.set_attn_implementation("you/gpukern-flash-attn3", allow_all_kernels=True)
+        assert model.config._attn_implementation == "you/gpukern-flash-attn3"
+        ids = words(2, 19)
+        with torch.no_grad():
+            torch.testing.assert_close(model(ids).logits, eager(ids).logits)
+        options = {"max_new_tokens": 8, "do_sample": False}
+        assert torch.equal(model.generate(ids, **options), eager.generate(ids, **options))
+        prompts = [words(1, n, seed=n) for n in (5, 19, 11)]
+        want = {tuple(p[0].tolist()): eager.generate(p, **options)[0, p.shape[1]:].tolist() for p in prompts}
+        found = model.generate_batch(
+            inputs=[list(p) for p in want], progress_bar=False,
+            generation_config=transformers.GenerationConfig(**options, eos_token_id=-1, pad_token_id=0),
+            continuous_batching_config=transformers.ContinuousBatchingConfig(num_blocks=64, page_size=8, max_batch_tokens=16),
+        )
+        assert {tuple(out.prompt_ids): out.generated_tokens for out in found.values()} == want
+        """,
+        env={"LOCAL_KERNELS": f"you/gpukern-flash-attn3={hub}"},
+    )
