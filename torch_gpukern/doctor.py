@@ -117,7 +117,7 @@ def _errors(device: torch.device) -> Iterator[float]:
 def _cuda(known: dict[str, Any]) -> Iterator[Check]:
     kernels, devices = known["cuda_kernels"], known["cuda_devices"]
     if not kernels:
-        todo = "build with nvcc (CUDA 12.8 or later) on the path: GPUKERN_CUDA=1 pip install --no-build-isolation ."
+        todo = "build with nvcc (CUDA 12.8 or later) on the path: GPUKERN_CUDA=1 pip install ."
         yield Check("cuda", False if devices else None, "this build has no CUDA kernels", todo)
         return
     if not devices:
