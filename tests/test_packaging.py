@@ -21,7 +21,17 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
-TREE = (".gitignore", "CMakeLists.txt", "LICENSE", "README.md", "cmake", "csrc", "ops", "pyproject.toml", "torch_gpukern")
+TREE = (
+    ".gitignore",
+    "CMakeLists.txt",
+    "LICENSE",
+    "README.md",
+    "cmake",
+    "csrc",
+    "ops",
+    "pyproject.toml",
+    "torch_gpukern",
+)
 
 RUN_AN_OP = """
 import torch, torch_gpukern
