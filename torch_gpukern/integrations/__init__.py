@@ -3,4 +3,5 @@
 - `transformers`: ``attn_implementation="gpukern"``
 - `flash_attn`: the functions of the flash-attn package
 - `sdpa`: ``F.scaled_dot_product_attention``
+- `vllm`: the attention backend GPUKERN, which vLLM finds by itself
 """
