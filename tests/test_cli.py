@@ -93,7 +93,7 @@ def test_explain_for_a_gpu_that_is_not_there(call, arch, row):
 def test_a_described_gpu_runs_nothing():
     """Only explain reads which one is asked for; arguments that it refuses leave nothing behind."""
     a = torch.ones(3, 4)
-    with pytest.raises(ValueError, match="K"):
+    with pytest.raises(ValueError, match="b has 3 rows, a has 4 columns"):
         torch_gpukern.explain("gemm", a, a, arch="sm_90")
     assert torch_gpukern.explain("gemm", a, a.t())["bound_us"] == 0
     torch.ops.gpukern.explain_for("sm_90")
@@ -103,6 +103,23 @@ def test_a_described_gpu_runs_nothing():
         torch.ops.gpukern.explain_for("")
     with pytest.raises((ValueError, RuntimeError), match='arch is "sm_75"; expected sm_80, sm_86, sm_89 or sm_90'):
         torch_gpukern.explain("gemm", a, a.t(), arch="sm_75")
+
+
+@pytest.mark.gpu
+def test_a_described_gpu_answers_as_a_real_one():
+    """On one of its architecture: the same kernel and tile, where no estimate of a bandwidth decides."""
+    arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
+    if arch not in torch_gpukern.ARCHS:
+        pytest.skip(f"no GPU of {arch} is described")
+    x, q = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((4096, 4096), (2, 16, 4096, 128)))
+    for op, call in (
+        ("gemm", (x, x)),
+        ("flash_attn", (q, q, q)),
+        ("flash_attn_bwd", (q, q, q, q, q, q[..., 0].float())),
+    ):
+        here = torch_gpukern.explain(op, *(tensor.cuda() for tensor in call))
+        there = torch_gpukern.explain(op, *call, arch=arch)
+        assert [here[k] for k in ("row", "isa", "tile")] == [there[k] for k in ("row", "isa", "tile")]
 
 
 def test_explain_for_an_arch_refuses(capsys):
