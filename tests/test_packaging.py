@@ -218,7 +218,10 @@ def test_metadata_needs_neither_torch_nor_a_compiler(tmp_path):
         "License-Expression: BSD-3-Clause",
         "License-File: LICENSE",
         "Requires-Dist: torch>=2.10",
+        "Requires-Dist: numpy",
         "Requires-Python: >=3.10",
+        "Provides-Extra: transformers",
+        "Classifier: Programming Language :: Python :: 3.10",
     ):
         assert field in fields
 
@@ -566,8 +569,9 @@ def test_error_in_an_isolated_build(tmp_path):
     must(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv")
     python = tmp_path / "venv" / "bin" / "python"
     [site] = (tmp_path / "venv").glob("lib/python*/site-packages")
-    for package in ("scikit_build_core", "packaging", "pathspec"):
-        (site / package).symlink_to(Path(scikit_build_core.__file__).parent.parent / package)
+    for pattern in ("scikit_build_core*", "packaging", "pathspec"):  # with the entry points of its dist-info
+        for found in Path(scikit_build_core.__file__).parent.parent.glob(pattern):
+            (site / found.name).symlink_to(found)
     line = failing_build(ROOT, tmp_path / "build", python=python, GPUKERN_CUDA="0", CMAKE_ARGS=None)
     assert line.startswith(f"gpukern: {python} has no torch; pip install 'torch>=2.10' into it")
     assert "hides it from builds: pip install --no-build-isolation ." in line
