@@ -206,7 +206,7 @@ def test_steps_of_a_batch(vllm, backend, rule, layout, device):
     cache = cache_of(layout, device=device)
     tables = [[3, 5, 1], [7, 2, 0], [0, 0, 0]]
     kept, lens = [([], []), ([], []), ([], [])], [0, 0, 0]
-    for counts, padding in (([20, 9, 0], 0), ([13, 1, 0], 3), ([1, 1, 0], 0)):
+    for counts, padding, fewer_slots in (([20, 9, 0], 0, 0), ([13, 1, 0], 3, 0), ([1, 1, 0], 2, 2)):
         t = sum(counts)
         q, k, v = (randn(gen, t + padding, heads, 16, device=device) for heads in (4, 2, 2))
         slots, start = [], 0
@@ -216,7 +216,7 @@ def test_steps_of_a_batch(vllm, backend, rule, layout, device):
             for mine, new in zip(kept[b], (k, v)):
                 mine.append(new[start : start + n])
             start += n
-        slots = torch.tensor(slots + [-1] * padding, device=device)
+        slots = torch.tensor(slots + [-1] * (padding - fewer_slots), device=device)
         table = torch.tensor(tables, dtype=torch.int32, device=device)
         batch = builder.build(0, batch_of(vllm, lens, counts, slots, table, padding=padding))
         impl.do_kv_cache_update(None, k, v, cache, batch.slot_mapping)

@@ -66,7 +66,11 @@ def checks() -> Iterator[Check]:
     yield from _cuda(known)
     yield _tuned()
     yield _compiler()
-    for package, what in (("transformers", 'attn_implementation="gpukern"'), ("triton", "torch.compile on CUDA")):
+    for package, what in (
+        ("transformers", 'attn_implementation="gpukern"'),
+        ("triton", "torch.compile on CUDA"),
+        ("vllm", "--attention-backend GPUKERN"),
+    ):
         try:
             yield Check(package, True, importlib.metadata.version(package))
         except importlib.metadata.PackageNotFoundError:

@@ -202,8 +202,8 @@ class GpukernImpl(AttentionImpl[GpukernMetadata]):
     ) -> None:
         """Writes key and value [T, heads_kv, ..] of the tokens that have a slot."""
         if self.attn_type not in _ENCODERS:
-            n = slot_mapping.shape[0]  # the batch may be padded behind it
-            ops.kv_cache_write(key[:n], value[:n], *self._caches(kv_cache), slot_mapping)
+            n = min(key.shape[0], slot_mapping.shape[0])  # either may be padded behind the batch
+            ops.kv_cache_write(key[:n], value[:n], *self._caches(kv_cache), slot_mapping[:n])
 
 
 class GpukernBackend(AttentionBackend):
