@@ -13,6 +13,7 @@
 #   make bench         every benchmark, into benchmarks/results/
 #   make results       docs/results.md and the plots, from benchmarks/results/
 #   make docs          the pages and both APIs as a site, docs/_build/html/index.html
+#   make wheel         dist/gpukern-*.whl: one for every Python >= 3.10 and torch >= 2.10 on Linux
 #   make build fmt lint clean
 #
 # `make demo`, `make test` and `make docs` build the CUDA half only where there is a GPU; GPUKERN_CUDA=1 builds it wherever nvcc is. What
@@ -63,7 +64,7 @@ CONFIGURE := cmake -S . -DPython_EXECUTABLE=$(PY) -DGPUKERN_BUILD_TESTS=ON \
 	$(if $(GPUKERN_CUDA),-DGPUKERN_CUDA=$(GPUKERN_CUDA)) \
 	$(if $(GPUKERN_CUDA_ARCHS),"-DGPUKERN_CUDA_ARCHS=$(GPUKERN_CUDA_ARCHS)") $(CMAKE_ARGS)
 
-.PHONY: build demo test test-all test-csrc sanitize-cpu fuzz sanitize patterns hub bench results docs fmt lint clean
+.PHONY: build demo test test-all test-csrc sanitize-cpu fuzz sanitize patterns hub bench results wheel docs fmt lint clean
 .DEFAULT_GOAL := build
 MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
@@ -83,9 +84,10 @@ build: $(INSTALLED)
 	@cmake --install $(BUILD) --component torch --prefix . >/dev/null
 	@$(MAKE) --silent $(EDITABLE)
 
-$(EDITABLE): setup.py pyproject.toml csrc/gpukern.h
+# The Python package alone: the library lies in it already.
+$(EDITABLE): pyproject.toml csrc/gpukern.h
 	@mkdir -p $(STAMPS) && rm -f $(STAMPS)/editable-*
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	SKBUILD_WHEEL_CMAKE=0 $(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
 	@touch $@
 
 demo: build
@@ -153,6 +155,13 @@ bench: build
 results: $(INSTALLED)
 	$(PY) benchmarks/plots.py
 	$(PY) tools/results.py
+
+# With the CUDA half where nvcc is; GPUKERN_CUDA=1 insists on it. A build folder of its own: an unfinished one must not reach a user.
+wheel: $(INSTALLED)
+	@rm -rf $(BUILD)/wheel/raw
+	SKBUILD_BUILD_DIR=$(BUILD)/wheel $(PY) -m pip wheel --quiet --disable-pip-version-check --no-index --no-deps --no-build-isolation \
+		--wheel-dir $(BUILD)/wheel/raw .
+	$(PY) -m auditwheel repair --exclude libtorch.so --wheel-dir dist $(BUILD)/wheel/raw/*.whl
 
 $(STAMPS)/docs: requirements-docs.txt | $(INSTALLED)
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-docs.txt

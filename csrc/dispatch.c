@@ -204,12 +204,17 @@ gk_status gk_dispatch_explain(const char *name, const gk_context *ctx, gk_op op,
         const gk_cuda_instance *row = plan.kernel;
         snprintf(found.row, sizeof found.row, "%s", row->name);
         snprintf(found.isa, sizeof found.isa, "%s", strstr(row->name, "_sm90a") ? "sm_90a" : "sm_80");
-        const int32_t before = gk_gpu_enter(name, ctx->index);
-        if (before < 0) return GK_ERR_DEVICE;
-        const int blocks = row->blocks_per_sm ? row->blocks_per_sm() : 1;
-        gk_gpu_leave(before);
-        found.waves =
-            plan.waves != 0 ? plan.waves : (double)plan.tasks / ((double)blocks * gk_gpu_of(ctx->index)->num_sms);
+        found.waves = plan.waves;
+        if (plan.waves == 0 && !(row->blocks_per_sm && ctx->index >= GK_FIRST_DESCRIBED_GPU)) {
+            int blocks = 1;
+            if (row->blocks_per_sm) {
+                const int32_t before = gk_gpu_enter(name, ctx->index);
+                if (before < 0) return GK_ERR_DEVICE;
+                blocks = row->blocks_per_sm();
+                gk_gpu_leave(before);
+            }
+            found.waves = (double)plan.tasks / ((double)blocks * gk_gpu_of(ctx->index)->num_sms);
+        }
         found.preferred = plan.preferred;
         if (plan.preferred) found.workspace_bytes = (int64_t)gk_dispatch_workspace_bytes(name, ctx, op, dtype, args);
     } else
@@ -227,6 +232,18 @@ void gk_dispatch_bound(const gk_context *ctx, gk_dtype dtype, gk_explanation *ou
     out->bound_us = fmax(out->bytes / (gpu->memory_gbs * 1e3), out->flops / flops_per_us);
 #else
     (void)ctx, (void)dtype, (void)out;
+#endif
+}
+
+gk_status gk_cuda_arch(const char *arch, int32_t *index) {
+    GK_REQUIRE(arch && index, "%s: arch or the place for the index is NULL", "gk_cuda_arch");
+#ifdef GPUKERN_HAS_CUDA
+    *index = gk_described_gpu(arch);
+    GK_REQUIRE(*index >= 0, "gk_cuda_arch: arch is \"%.40s\"; expected sm_80, sm_86, sm_89 or sm_90", arch);
+    return GK_OK;
+#else
+    return gk_fail(GK_ERR_UNSUPPORTED,
+                   "gk_cuda_arch: this library was built without CUDA kernels, so it has none for %.40s", arch);
 #endif
 }
 

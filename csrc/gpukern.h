@@ -121,6 +121,10 @@ GK_API const char *gk_cpu_isas(void);
 GK_API const char *gk_cuda_kernels(void);
 
 /* ---- what a call would do ------------------------------------------------------------------ */
+/* A device index for contexts of gk_explain_* and of nothing else: a GPU of that architecture that need not be there. arch is
+ * "sm_80", "sm_86", "sm_89" or "sm_90". */
+GK_API gk_status gk_cuda_arch(const char *arch, int32_t *index);
+
 typedef struct gk_explanation {
     size_t size;  /* sizeof(gk_explanation), set by the caller */
     char row[64]; /* the kernel instance, e.g. "gemm_packed_f32_avx512" */
@@ -133,7 +137,8 @@ typedef struct gk_explanation {
     double bytes;   /* bytes the op must move at least: inputs read once, outputs written once */
     double flops;   /* multiply-adds count two; keys outside the span do not count */
     int64_t workspace_bytes;
-    double waves; /* CUDA: tasks over those that run at once; 0 on the CPU */
+    double
+        waves; /* CUDA: tasks over those that run at once, 0 where only a GPU that is there could tell; 0 on the CPU */
     double
         bound_us; /* CUDA: the larger of bytes over bandwidth and flops over the peak of the units used; 0 on the CPU */
     int32_t preferred; /* 1: an instance that gk_gemm_prefer asked for; a size that ends before it is served, too */

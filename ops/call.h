@@ -97,12 +97,20 @@ inline void raise_device_errors(const char *op, uint8_t *word) {
 }
 
 // ---- a call -------------------------------------------------------------------------------------
+// The GPU that this thread's explain_* ops speak of instead of their tensors' device; -1: none. Other ops do not read it.
+inline thread_local int32_t described_gpu = -1;
+
 class Call {
   public:
-    Call(const char *op, const Tensor &first) : op_(op) {
+    Call(const char *op, const Tensor &first, int32_t described = -1) : op_(op) {
         context_.size = sizeof context_;
         context_.index = first.device.index;
         context_.num_threads = 1;
+        if (described >= 0) {
+            context_.device = GK_CUDA;
+            context_.index = described;
+            return;
+        }
         if (first.device.is_cpu()) {
             context_.device = GK_CPU;
             context_.index = 0;

@@ -260,7 +260,7 @@ template <class Args> std::string explain(Args &x) {
     p.args.lse = lse.view;
     gk_explanation explanation{};
     explanation.size = sizeof explanation;
-    Call call(p.op, x.q);
+    Call call(p.op, x.q, described_gpu);
     call.done(gk_explain_flash_attn_fwd(call.context(), &p.args, &explanation));
     return to_json(explanation);
 }
@@ -349,7 +349,7 @@ std::string explain_bwd(DenseBwdArgs &x) {
     fill_backward(op, x, gradients, &args);
     gk_explanation explanation{};
     explanation.size = sizeof explanation;
-    Call call(op, x.q);
+    Call call(op, x.q, described_gpu);
     call.done(gk_explain_flash_attn_bwd(call.context(), &args, &explanation));
     return to_json(explanation);
 }

@@ -188,7 +188,7 @@ std::string explain_gemm(GemmArgs &x) {
     args.out = out.view;
     gk_explanation explanation{};
     explanation.size = sizeof explanation;
-    Call call(kOp, x.a);
+    Call call(kOp, x.a, described_gpu);
     call.done(gk_explain_gemm(call.context(), &args, &explanation));
     return to_json(explanation, other_rows(call, args));
 }

@@ -136,7 +136,7 @@ std::string explain_paged_attn(PagedArgs &x) {
     args.lse = lse.view;
     gk_explanation explanation{};
     explanation.size = sizeof explanation;
-    Call call(kOp, x.q);
+    Call call(kOp, x.q, described_gpu);
     call.done(gk_explain_paged_attn(call.context(), &args, &explanation));
     return to_json(explanation);
 }

@@ -84,6 +84,7 @@ void define(gk::Library &m) {
     m.def("cuda_kernels() -> str");
     m.def("check_errors() -> ()");
 
+    m.def("explain_for(str arch) -> ()");
     m.def("gemm_prefer(str device, str gemm_class, str row) -> ()");
     m.def("gemm_prefer_none() -> ()");
 }
@@ -102,6 +103,18 @@ std::string cuda_kernels() { return gk_cuda_kernels(); }
 
 // On the CPU every error is raised by the call that made it: there is none to collect.
 void check_errors() { gk::raise_device_errors("check_errors", gk_cuda_error_word()); }
+
+// Which GPU the explain_* ops of this thread speak of: "sm_90", or "" for that of their tensors.
+struct ArchArgs {
+    gk::String arch;
+};
+
+void explain_for(ArchArgs &x) {
+    const std::string arch(x.arch);
+    int32_t index = -1;
+    if (!arch.empty()) gk::status_ok("explain", gk_cuda_arch(arch.c_str(), &index));
+    gk::described_gpu = index;
+}
 
 // Both texts are what explain_gemm said of a call on CUDA; an empty row forgets the key's.
 struct PreferArgs {
@@ -128,6 +141,7 @@ STABLE_TORCH_LIBRARY_IMPL(GPUKERN_NAMESPACE, CompositeExplicitAutograd, m) {
     m.impl("cpu_isas", gk::boxed<cpu_isas>);
     m.impl("cuda_kernels", gk::boxed<cuda_kernels>);
     m.impl("check_errors", gk::boxed<check_errors>);
+    m.impl("explain_for", gk::boxed<explain_for>);
     m.impl("gemm_prefer", gk::boxed<gemm_prefer>);
     m.impl("gemm_prefer_none", gk::boxed<gemm_prefer_none>);
 }

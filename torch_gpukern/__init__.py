@@ -72,13 +72,19 @@ def check_errors() -> None:
     _ops.check_errors.default()
 
 
-def explain(op: Explained, *args: _Any, **kwargs: _Any) -> Explanation:
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90")
+
+
+def explain(op: Explained, *args: _Any, arch: str | None = None, **kwargs: _Any) -> Explanation:
     """The kernel instance that a call would run, and what it costs, without running it.
 
     Args:
         op: ``"gemm"``, ``"flash_attn"``, ``"flash_attn_varlen"``, ``"flash_attn_bwd"`` or
             ``"paged_attn"``.
         *args: the arguments of ``torch.ops.gpukern.<op>``, by position
+        arch: ``"sm_80"``, ``"sm_86"``, ``"sm_89"`` or ``"sm_90"``: what a GPU of that architecture would
+            run (an A100, RTX 3090, L40S, H100), wherever the tensors are. No GPU is needed, and of
+            tensors on the CPU no contents are read; the build must have the CUDA kernels.
         **kwargs: or by name.
 
     Returns:
@@ -93,7 +99,8 @@ def explain(op: Explained, *args: _Any, **kwargs: _Any) -> Explanation:
         - ``bytes``: what the op must move at least, inputs read once and outputs written once.
         - ``flops``: a multiply-add counts two, keys that no query sees count nothing.
         - ``workspace_bytes``: memory beyond inputs and outputs.
-        - ``waves``: on CUDA, tasks over those that the device runs at once; 0 on the CPU.
+        - ``waves``: on CUDA, tasks over those that the device runs at once; 0 on the CPU, and with
+          `arch` where only a device could tell.
         - ``bound_us``: on CUDA, the larger of bytes over the device's bandwidth and flops over its peak, in
           microseconds; 0 on the CPU.
         - ``preferred``: whether the row was preferred since it was tuned (``python -m torch_gpukern tune gemm``).
@@ -108,7 +115,13 @@ def explain(op: Explained, *args: _Any, **kwargs: _Any) -> Explanation:
     """
     if op not in EXPLAINED:
         raise ValueError(f"explain: op is '{op}'; expected one of {', '.join(EXPLAINED)}")
-    return _json.loads(getattr(_ops, f"explain_{op}").default(*args, **kwargs))
+    if arch is None:
+        return _json.loads(getattr(_ops, f"explain_{op}").default(*args, **kwargs))
+    _ops.explain_for.default(arch)
+    try:
+        return _json.loads(getattr(_ops, f"explain_{op}").default(*args, **kwargs))
+    finally:
+        _ops.explain_for.default("")
 
 
 if not TYPE_CHECKING:

@@ -1,58 +1,29 @@
 """The command line: what is installed, what a call would run, how fast it is here.
 
 python -m torch_gpukern info | doctor            or gpukern info, here as below
-python -m torch_gpukern explain gemm 512 512 512 --dtype bfloat16
-python -m torch_gpukern bench flash_attn
+python -m torch_gpukern explain gemm 512 512 512 --dtype bfloat16 [--arch sm_90]
+python -m torch_gpukern bench flash_attn [--html page.html]
 python -m torch_gpukern layout "(4,8):(8,1)" --svg out.svg
 python -m torch_gpukern tune gemm --shapes 4096x4096x4096 512x28672x4096:NT
 """
 
 import argparse
 import json
-import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from . import EXPLAINED, __version__, doctor, explain, flash_attn, gemm, occupancy, paged_attn, roofline
+from . import ARCHS, EXPLAINED, __version__, bench, doctor, explain, occupancy, roofline
 from ._library import ops
 from .layout import cli as layout_cli
+from .terminal import device_of, fields, table, with_progress
 from .tuning import cache, timing
 from .tuning import gemm as gemm_tuner
 
 _DTYPES = gemm_tuner.DTYPES
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of text, columns aligned: the first to the left, the rest to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
-
-
-def _fields(rows: Sequence[tuple[str, object]]) -> str:
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
-
-
-def _device(text: str) -> torch.device:
-    """A device that calls can run on, or ValueError."""
-    try:
-        device = torch.device(text)
-    except RuntimeError:  # its text lists every device that some torch may have
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device is {text}; it must be cpu, cuda or cuda:<index>")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device is {text}, and torch {torch.__version__} finds no CUDA device")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device is {text}; there are {torch.cuda.device_count()} CUDA devices, counted from 0")
-    return device
 
 
 def _size(least: int) -> Callable[[str], int]:
@@ -95,7 +66,7 @@ def _info(args: argparse.Namespace) -> int:
         ("threads", known["threads"]),
         ("cuda", cuda),
     ]
-    print(_fields(rows))
+    print(fields(rows))
     if args.kernels:
         print("\ncuda kernels\n  " + "\n  ".join(kernels or ["none"]))
     return 0
@@ -108,7 +79,7 @@ def _explained_call(args: argparse.Namespace) -> tuple[list, dict]:
     """The arguments of the op that the options describe. Explaining reads shapes and lengths, no
     other contents; a call that is measured has normal values.
     """
-    options = {"dtype": _DTYPES[args.dtype], "device": _device(args.device)}
+    options = {"dtype": _DTYPES[args.dtype], "device": device_of(args.device)}
 
     def make(*shape: int) -> Tensor:
         return torch.randn(*shape, **options) if args.measure else torch.empty(*shape, **options)
@@ -152,8 +123,10 @@ def _explained_call(args: argparse.Namespace) -> tuple[list, dict]:
 
 
 def _explain(args: argparse.Namespace) -> int:
+    if args.arch and (args.measure or args.device != "cpu"):
+        raise ValueError("--arch speaks of a GPU that need not be there: it takes neither --device nor --measure")
     call, rules = _explained_call(args)
-    x = explain(args.op, *call, **rules)
+    x = explain(args.op, *call, arch=args.arch, **rules)
     us = None
     if args.measure:
         op = getattr(ops, args.op).default
@@ -176,30 +149,16 @@ def _explain(args: argparse.Namespace) -> int:
         ("workspace bytes", f"{x['workspace_bytes']:,}"),
     ]
     if x["bound_us"]:
-        rows += [("waves", f"{x['waves']:.2f}"), ("no faster than", f"{x['bound_us']:.1f} us")]
+        rows += [("waves", f"{x['waves']:.2f}" if x["waves"] else "unknown without the GPU")]
+        rows += [("no faster than", f"{x['bound_us']:.1f} us")]
     if us is not None:
         beside = f", {us / x['bound_us']:.2f} of that bound" if x["bound_us"] else ""
         rows += [("measured", f"{us:.1f} us{beside}, {x['flops'] / us / 1e3:,.1f} GFLOP/s")]
-    print(_fields(rows))
+    print(fields(rows))
     return 0
 
 
 # ---- tune ----------------------------------------------------------------------------------------
-
-
-def _with_progress(items: Sequence, what: str) -> Iterator:
-    """A bar where tqdm is installed, else a line for each item."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        for i, item in enumerate(items):
-            print(f"{what} {i + 1} of {len(items)}: {item}", file=sys.stderr, flush=True)
-            yield item
-        return
-    bar = tqdm(items, desc=what, unit="shape")
-    for item in bar:
-        bar.set_postfix_str(str(item))
-        yield item
 
 
 def _cache_file(args: argparse.Namespace) -> Path:
@@ -245,7 +204,7 @@ def _tune(args: argparse.Namespace) -> int:
         raise ValueError(f"device is {args.device}; rows are tuned on CUDA, a CPU's follows from its instruction set")
     if not ops.cuda_kernels.default():
         raise ValueError("this build of gpukern has no CUDA kernels")
-    device = _device(args.device)
+    device = device_of(args.device)
     path = _cache_file(args)
     if args.check:
         return _check_tuned(args, path, device)
@@ -257,7 +216,7 @@ def _tune(args: argparse.Namespace) -> int:
         raise ValueError("--shapes is missing: MxNxK, with :NT for a transposed b, or BxMxNxK")
     problems = [gemm_tuner.Problem(**gemm_tuner.parse_shape(shape), **options) for shape in args.shapes]
     results = []
-    for problem in _with_progress(problems, "tuning"):
+    for problem in with_progress(problems, "tuning"):
         result = _tuned(problem, device)
         if result is None:
             continue
@@ -271,7 +230,7 @@ def _tune(args: argparse.Namespace) -> int:
     print(
         f"{results[0].device}, gpukern {__version__}, medians; a gain below {100 * (gemm_tuner.NOISE - 1):.0f} % counts as none"
     )
-    print(_table([heads, *map(_tuned_row, results)]))
+    print(table([heads, *map(_tuned_row, results)]))
     kept = sum(result.best != result.default for result in results)
     print(f"{kept} of {len(results)} have a row faster than the default one: {path}")
     if path != cache.default_path():
@@ -291,7 +250,7 @@ def _check_tuned(args: argparse.Namespace, path: Path, device: torch.device) -> 
     if problem:
         print(f"tune: {path}: {name} {problem}", file=sys.stderr)
     rows, results, stale = [("class", "row of the file", "us", "fastest row", "us", "")], [], 0
-    for gemm_class in _with_progress(list(entries), "checking"):
+    for gemm_class in with_progress(list(entries), "checking"):
         call, row = gemm_tuner.parse_class(gemm_class), entries[gemm_class]["row"]
         if call is None:
             rows.append((gemm_class, row, "", "", "", "not measured: its strides or alignment are not a shape's"))
@@ -308,99 +267,9 @@ def _check_tuned(args: argparse.Namespace, path: Path, device: torch.device) -> 
         rows.append(
             (gemm_class, row, "-" if us is None else f"{us:.1f}", result.best, f"{result.us[result.best]:.1f}", verdict)
         )
-    print(_table(rows))
+    print(table(rows))
     print(f"{stale} of {len(results)} rows are no longer the fastest")
     return int(_report_wrong(results) or stale > 0)
-
-
-# ---- bench ---------------------------------------------------------------------------------------
-
-
-def _sdpa_on(backend: SDPBackend, *args: Tensor, **options: bool) -> Tensor:
-    with sdpa_kernel(backend):
-        return F.scaled_dot_product_attention(*args, **options)
-
-
-def _sdpas(device: str) -> dict[str, Callable]:
-    """scaled_dot_product_attention by backend: which one PyTorch takes by itself need not be its fastest."""
-    if torch.device(device).type != "cuda":
-        return {"SDPA": F.scaled_dot_product_attention}
-    backends = {
-        "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION,
-        "SDPA flash": SDPBackend.FLASH_ATTENTION,
-        "SDPA efficient": SDPBackend.EFFICIENT_ATTENTION,
-        "SDPA math": SDPBackend.MATH,
-    }
-    return {name: partial(_sdpa_on, backend) for name, backend in backends.items()}
-
-
-def _bench_cases(op: str, dtype: torch.dtype, device: str) -> list[tuple[str, float, Callable, dict[str, Callable]]]:
-    """(case, FLOPs, ours, PyTorch's own ways) at one size each."""
-    if op == "gemm":
-        a, b = (torch.randn(1024, 1024, device=device).to(dtype) for _ in range(2))
-        return [("gemm 1024 cubed", 2.0 * 1024**3, lambda: gemm(a, b), {"matmul": lambda: a @ b})]
-    if op == "flash_attn":
-        q, k, v = (torch.randn(1, 8, 1024, 64, device=device).to(dtype) for _ in range(3))
-        return [
-            (
-                f"flash_attn 8 heads, 1024 tokens, d64{', causal' if causal else ''}",
-                4.0 * 8 * 1024**2 * 64 / (2 if causal else 1),
-                lambda causal=causal: flash_attn(q, k, v, is_causal=causal),
-                {name: partial(sdpa, q, k, v, is_causal=causal) for name, sdpa in _sdpas(device).items()},
-            )
-            for causal in (False, True)
-        ]
-    q = torch.randn(4, 32, 128, device=device).to(dtype)
-    k, v = (torch.randn(4 * 128, 16, 8, 128, device=device).to(dtype) for _ in range(2))
-    table = torch.randperm(4 * 128, device=device).int().view(4, 128)
-    lens = torch.full((4,), 2048, dtype=torch.int32, device=device)
-
-    def gather(sdpa: Callable) -> Tensor:
-        keys, values = (x[table.long()].flatten(1, 2).transpose(1, 2) for x in (k, v))
-        return sdpa(q[:, :, None], keys, values, enable_gqa=True)[:, :, 0]
-
-    flops = 4.0 * 4 * 32 * 2048 * 128
-    return [
-        (
-            "paged_attn 4 x 2048 keys, 32/8 heads, d128",
-            flops,
-            lambda: paged_attn(q, k, v, table, lens),
-            {f"gather, {name}": partial(gather, sdpa) for name, sdpa in _sdpas(device).items()},
-        )
-    ]
-
-
-def _us_or_none(call: Callable, device: torch.device) -> float | None:
-    """None where a backend of PyTorch does not serve the call."""
-    try:
-        call()  # before any capture
-        return timing.median_us(call, device)
-    except RuntimeError:
-        return None
-
-
-def _bench(args: argparse.Namespace) -> int:
-    script = Path(__file__).resolve().parent.parent / "benchmarks" / f"bench_{args.op}.py"
-    if script.exists() and not args.small:
-        return subprocess.run([sys.executable, str(script), *args.rest]).returncode
-    if args.rest:
-        print(
-            f"bench: unknown option {args.rest[0]}; options go to the benchmarks of the repository",
-            file=sys.stderr,
-        )
-        return 2
-    rows = [("case", "ours us", "PyTorch's fastest", "us", "ratio", "GFLOP/s")]
-    device = _device(args.device)
-    with torch.inference_mode():
-        for name, flops, ours, theirs in _bench_cases(args.op, _DTYPES[args.dtype], args.device):
-            a = timing.median_us(ours, device)
-            b, peer = min((us, way) for way, call in theirs.items() if (us := _us_or_none(call, device)) is not None)
-            rows.append((name, f"{a:.1f}", peer, f"{b:.1f}", f"{b / a:.2f}", f"{flops / a / 1e3:.1f}"))
-    print(
-        f"{args.dtype} on {args.device}, {torch.get_num_threads()} threads, medians; ratio is PyTorch's time over ours"
-    )
-    print(_table(rows))
-    return 0
 
 
 # ---- arguments -----------------------------------------------------------------------------------
@@ -428,6 +297,7 @@ def _parser() -> argparse.ArgumentParser:
         p.set_defaults(run=_explain)
         p.add_argument("--dtype", choices=_DTYPES, default="float32")
         p.add_argument("--device", default="cpu")
+        p.add_argument("--arch", choices=ARCHS, help="what a GPU of this architecture would run; needs none")
         p.add_argument("--measure", action="store_true", help="run the call, too, and say how long it takes")
         p.add_argument("--json", action="store_true", help="what torch_gpukern.explain returns, as JSON")
         if op == "gemm":
@@ -476,14 +346,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--check", action="store_true", help="measure the file's classes again; it stays as it is")
 
-    bench = commands.add_parser(
-        "bench", help="our time beside PyTorch's; in a checkout runs its benchmarks, with your options"
-    )
-    bench.set_defaults(run=_bench)
-    bench.add_argument("op", nargs="?", choices=("gemm", "flash_attn", "paged_attn"), default="gemm")
-    bench.add_argument("--small", action="store_true", help="one size, also in a checkout")
-    bench.add_argument("--dtype", choices=_DTYPES, default="float32")
-    bench.add_argument("--device", default="cpu")
+    bench.add_arguments(commands)
     return parser
 
 

@@ -66,7 +66,11 @@ def checks() -> Iterator[Check]:
     yield from _cuda(known)
     yield _tuned()
     yield _compiler()
-    for package, what in (("transformers", 'attn_implementation="gpukern"'), ("triton", "torch.compile on CUDA")):
+    for package, what in (
+        ("transformers", 'attn_implementation="gpukern"'),
+        ("triton", "torch.compile on CUDA"),
+        ("vllm", "--attention-backend GPUKERN"),
+    ):
         try:
             yield Check(package, True, importlib.metadata.version(package))
         except importlib.metadata.PackageNotFoundError:
@@ -117,7 +121,7 @@ def _errors(device: torch.device) -> Iterator[float]:
 def _cuda(known: dict[str, Any]) -> Iterator[Check]:
     kernels, devices = known["cuda_kernels"], known["cuda_devices"]
     if not kernels:
-        todo = "build with nvcc (CUDA 12.8 or later) on the path: GPUKERN_CUDA=1 pip install --no-build-isolation ."
+        todo = "build with nvcc (CUDA 12.8 or later) on the path: GPUKERN_CUDA=1 pip install ."
         yield Check("cuda", False if devices else None, "this build has no CUDA kernels", todo)
         return
     if not devices:

@@ -25,6 +25,12 @@ typedef struct gk_gpu {
 const gk_gpu *gk_gpu_of(int32_t index);
 int32_t gk_gpu_count(void);
 
+enum {
+    GK_FIRST_DESCRIBED_GPU = 1000 /* indices from here on are of GPUs that are described, not there */
+};
+/* The index of a described GPU by its architecture, "sm_90"; -1 where there is none. */
+int32_t gk_described_gpu(const char *arch);
+
 /* Makes `index` the current device; returns the one before, or -1 and a failure text. gk_gpu_leave restores it. */
 int32_t gk_gpu_enter(const char *op, int32_t index);
 void gk_gpu_leave(int32_t before);

@@ -9,6 +9,23 @@ enum {
     MAX_GPUS = 64
 };
 
+/* One GPU for each architecture: what gk_gpu_of would say of it, by its vendor's data sheet. */
+static const gk_gpu described[] = {
+    {80, 108, 166912, 41943040, 1410e3, 2039, "A100 SXM 80GB (described)", 0},
+    {86, 82, 101376, 6291456, 1695e3, 936, "RTX 3090 (described)", 0},
+    {89, 142, 101376, 100663296, 2520e3, 864, "L40S (described)", 0},
+    {90, 132, 232448, 52428800, 1980e3, 3352, "H100 SXM (described)", 0},
+};
+
+int32_t gk_described_gpu(const char *arch) {
+    for (int32_t i = 0; i < (int32_t)(sizeof described / sizeof *described); ++i) {
+        char name[8];
+        snprintf(name, sizeof name, "sm_%d", described[i].arch % 1000);
+        if (strcmp(arch, name) == 0) return GK_FIRST_DESCRIBED_GPU + i;
+    }
+    return -1;
+}
+
 static int32_t attribute(cudaDeviceAttr what, int32_t index) {
     int value = 0;
     return cudaDeviceGetAttribute(&value, what, index) == cudaSuccess ? value : 0;
@@ -25,6 +42,8 @@ const gk_gpu *gk_gpu_of(int32_t index) {
     /* Every thread that fills an entry writes the same bytes; `ready` is set behind them. */
     static gk_gpu gpus[MAX_GPUS];
     static int ready[MAX_GPUS];
+    const int32_t number = index - GK_FIRST_DESCRIBED_GPU;
+    if (number >= 0 && number < (int32_t)(sizeof described / sizeof *described)) return &described[number];
     if (index >= 0 && index < MAX_GPUS && __atomic_load_n(&ready[index], __ATOMIC_ACQUIRE)) return &gpus[index];
     if (index < 0 || index >= MAX_GPUS || index >= gk_gpu_count()) {
         gk_fail(GK_ERR_DEVICE, "there is no CUDA device %d; this machine has %d", (int)index, (int)gk_gpu_count());

@@ -1,0 +1,1 @@
+"""The bookkeeping behind `torch_gpukern.PagedKVCache`, which is all that callers see of it."""

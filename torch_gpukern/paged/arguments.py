@@ -1,0 +1,58 @@
+"""What a PagedKVCache is called with, as arrays of our own, and the way back into tensors of the caller's."""
+
+from collections.abc import Iterable, Sequence
+from operator import index
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .pool import digest
+
+
+def as_handles(sequences: int | Sequence[int]) -> Sequence[int]:
+    return sequences if isinstance(sequences, Iterable) else [sequences]
+
+
+def as_salt(salt: bytes | str) -> bytes:
+    """What the digests of a chain begin with."""
+    text = salt.encode() if isinstance(salt, str) else bytes(salt)
+    return digest(b"", np.frombuffer(text, np.uint8))
+
+
+def as_tokens(what: str, tokens: Sequence[int] | np.ndarray | Tensor) -> np.ndarray:
+    """tokens as [n] int64."""
+    ids = np.asarray(tokens.cpu() if isinstance(tokens, Tensor) else tokens)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise ValueError(
+            f"PagedKVCache.{what}: tokens must be integers in one dimension, got {ids.dtype} {list(ids.shape)}"
+        )
+    return ids.astype(np.int64)
+
+
+def as_counts(what: str, counts: int | Iterable[int], n: int, name: str = "counts") -> int | np.ndarray:
+    """counts of n sequences, or one for all, of our own: a tensor that its owner changes later must not change a length."""
+    given = counts.tolist() if hasattr(counts, "tolist") else counts
+    try:
+        copied = [index(x) for x in given] if isinstance(given, Iterable) else index(given)
+    except TypeError:
+        raise ValueError(
+            f"PagedKVCache.{what}: {name} must be an integer or a sequence of integers, got {counts!r}"
+        ) from None
+    if isinstance(copied, list):
+        if len(copied) != n:
+            raise ValueError(f"PagedKVCache.{what}: {name} has {len(copied)} elements, sequences has {n}")
+        least = min(copied, default=0)
+    else:
+        least = copied
+    if least < 0:
+        raise ValueError(f"PagedKVCache.{what}: {name} has {least}; expected no negative number")
+    return np.array(copied, np.int64) if isinstance(copied, list) else copied
+
+
+def copy_into(target: Tensor, numbers: np.ndarray) -> None:
+    """From pinned memory for a device: it is kept until the copy has ended, and the host does not wait."""
+    if target.device.type == "cpu":
+        np.copyto(target.numpy(), numbers, casting="same_kind")  # torch would ask its threads, who may sleep
+    else:
+        target.copy_(torch.from_numpy(numbers).to(target.dtype).pin_memory(), non_blocking=True)

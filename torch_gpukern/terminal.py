@@ -1,0 +1,47 @@
+"""What the commands share: tables, progress, the device that a word names."""
+
+import sys
+from collections.abc import Iterator, Sequence
+
+import torch
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of text, columns aligned: the first to the left, the rest to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
+
+
+def fields(rows: Sequence[tuple[str, object]]) -> str:
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
+
+
+def device_of(text: str) -> torch.device:
+    """A device that calls can run on, or ValueError."""
+    try:
+        device = torch.device(text)
+    except RuntimeError:  # its text lists every device that some torch may have
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {text}; it must be cpu, cuda or cuda:<index>")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {text}, and torch {torch.__version__} finds no CUDA device")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device is {text}; there are {torch.cuda.device_count()} CUDA devices, counted from 0")
+    return device
+
+
+def with_progress(items: Sequence, what: str) -> Iterator:
+    """A bar where tqdm is installed, else a line for each item."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        for i, item in enumerate(items):
+            print(f"{what} {i + 1} of {len(items)}: {item}", file=sys.stderr, flush=True)
+            yield item
+        return
+    bar = tqdm(items, desc=what, unit="shape")
+    for item in bar:
+        bar.set_postfix_str(str(item))
+        yield item
