@@ -40,7 +40,8 @@ struct Shared {
     static __device__ float entry(const float *table_s, int lane, int i) { return table_s[lane + i]; }
 };
 
-template <class From> __global__ void __launch_bounds__(THREADS) table_kernel(const float *in, float *out, int n) {
+template <class From>
+__global__ void __launch_bounds__(THREADS) table_kernel(const float *__restrict__ in, float *__restrict__ out, int n) {
     __shared__ float table_s[ENTRIES + AGAIN];
     for (int i = threadIdx.x; i < ENTRIES + AGAIN; i += THREADS) table_s[i] = table_g.x[i];
     __syncthreads(); // the table is there

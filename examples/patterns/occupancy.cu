@@ -12,6 +12,7 @@ enum {
 
 template <int AHEAD> __global__ void __launch_bounds__(THREADS) copy_kernel(const float *in, float *out, int n) {
     const int apart = gridDim.x * THREADS;
+#pragma unroll 1
     for (int i = blockIdx.x * THREADS + threadIdx.x; i < n; i += AHEAD * apart) {
         float x[AHEAD];
 #pragma unroll

@@ -41,13 +41,15 @@ __global__ void __launch_bounds__(THREADS) sum_kernel(const float *in, int cols)
     row = over_block(row);
     if (threadIdx.x == 0) totals[blockIdx.x] = row.sum;
 }
-__global__ void __launch_bounds__(THREADS) divide_kernel(const float *in, float *out, int cols) {
+__global__ void __launch_bounds__(THREADS)
+    divide_kernel(const float *__restrict__ in, float *__restrict__ out, int cols) {
     const Softmax row = {maxima[blockIdx.x], totals[blockIdx.x]};
     const size_t begin = (size_t)blockIdx.x * cols;
     for (int c = threadIdx.x; c < cols; c += THREADS) out[begin + c] = row.weight(in[begin + c]) / row.sum;
 }
 
-__global__ void __launch_bounds__(THREADS) online_kernel(const float *in, float *out, int cols) {
+__global__ void __launch_bounds__(THREADS)
+    online_kernel(const float *__restrict__ in, float *__restrict__ out, int cols) {
     const size_t begin = (size_t)blockIdx.x * cols;
     Softmax row = {-INFINITY, 0};
 #pragma unroll 4
@@ -60,7 +62,8 @@ __global__ void __launch_bounds__(THREADS) online_kernel(const float *in, float 
     for (int c = threadIdx.x; c < cols; c += THREADS) out[begin + c] = row.weight(in[begin + c]) / row.sum;
 }
 
-__global__ void __launch_bounds__(THREADS) registers_kernel(const float *in, float *out, int cols) {
+__global__ void __launch_bounds__(THREADS)
+    registers_kernel(const float *__restrict__ in, float *__restrict__ out, int cols) {
     const size_t begin = (size_t)blockIdx.x * cols;
     Softmax row = {-INFINITY, 0};
     float x[EACH];

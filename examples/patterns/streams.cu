@@ -1,7 +1,7 @@
 // streams: data that lives on the host goes to the GPU, through 256 multiply-adds, and back. Both copies and the kernel can run at once.
 //
 //   one stream         copy in | compute | copy out, one after the other
-//   four streams       chunks of 1 MiB by turns on four streams: while one computes, others copy in and out
+//   four streams       chunks of 1 MiB, each on the next of four streams: while one computes, others copy in and out
 // Events say what waits: every stream for the beginning, the end for every stream; nothing waits on the host. Memory is pinned: of
 // pageable memory a copy is no copy of the GPU's.
 #include "measure.cuh"

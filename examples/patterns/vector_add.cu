@@ -12,13 +12,14 @@ enum {
     BLOCKS = 132 * 8 // fills an H200
 };
 
-template <int AHEAD> __global__ void __launch_bounds__(THREADS) narrow_kernel(const float *a, float *out, int n) {
+template <int AHEAD>
+__global__ void __launch_bounds__(THREADS) narrow_kernel(const float *__restrict__ a, float *__restrict__ out, int n) {
     const float *b = a + n;
 #pragma unroll AHEAD
     for (int i = blockIdx.x * THREADS + threadIdx.x; i < n; i += gridDim.x * THREADS) out[i] = a[i] + b[i];
 }
 
-__global__ void __launch_bounds__(THREADS) wide_kernel(const float *a, float *out, int n) {
+__global__ void __launch_bounds__(THREADS) wide_kernel(const float *__restrict__ a, float *__restrict__ out, int n) {
     const float4 *a4 = (const float4 *)a, *b4 = (const float4 *)(a + n);
     for (int i = blockIdx.x * THREADS + threadIdx.x; i < n / 4; i += gridDim.x * THREADS) {
         const float4 x = a4[i], y = b4[i];
