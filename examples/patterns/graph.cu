@@ -75,8 +75,7 @@ static void persistent(const float *in, float *out, int rows, int cols) {
     MUST(cudaGetSymbolAddress(&counter, arrived));
     MUST(cudaMemsetAsync(counter, 0, sizeof(unsigned)));
     void *args[] = {&in, &out, &n}; // a cooperative launch: all blocks run at once, or none waits for ever
-    MUST(cudaLaunchCooperativeKernel((const void *)persistent_kernel, blocks_of(n, FIGURES.sms * 4), THREADS, args, 0,
-                                     0));
+    MUST(cudaLaunchCooperativeKernel((const void *)persistent_kernel, blocks_of(n, FIGURES.sms), THREADS, args, 0, 0));
 }
 
 static bool good(const float *in, const float *out, int rows, int cols) {
