@@ -1,6 +1,6 @@
 """The gemm ladder from Python: libgpukern_ladder.so, which the build makes beside the tests.
 
-GPUKERN_BUILD_DIR names another build folder. `python benchmarks/ladder.py [SIZE [RUNG ..]]` calls every rung, or those
+GPUKERN_BUILD_DIR names another build folder. `python benchmarks/ladder.py [SIZE [RUNG ..]]` calls rungs 1 to 13, or those
 named, and torch.matmul once at SIZE cubed, for a profiler or a sanitizer.
 """
 
@@ -28,6 +28,7 @@ class _Rung(ctypes.Structure):
         ("change", ctypes.c_char_p),
         ("source", ctypes.c_char_p),
         ("predicted_tflops", ctypes.c_double),
+        ("after", ctypes.c_int32),
         ("arch", ctypes.c_int32),
     ]
 
@@ -39,6 +40,7 @@ class Rung:
     change: str
     source: str  # from csrc/cuda/
     predicted_tflops: float
+    after: int  # 0: in order; else the rung that this one stands behind
     arch: int
 
 
@@ -61,7 +63,7 @@ def rungs() -> list[Rung]:
     count = ctypes.c_int32()
     found = library().gk_ladder_rungs(ctypes.byref(count))
     return [
-        Rung(i + 1, r.name.decode(), r.change.decode(), r.source.decode(), r.predicted_tflops, r.arch)
+        Rung(i + 1, r.name.decode(), r.change.decode(), r.source.decode(), r.predicted_tflops, r.after, r.arch)
         for i, r in enumerate(found[: count.value])
     ]
 
@@ -90,7 +92,7 @@ def main(argv: list[str]) -> int:
     size, *numbers = map(int, argv or ["4096"])
     torch.manual_seed(0)
     a, b = (torch.randn(size, size, device="cuda").bfloat16() for _ in range(2))
-    for number in numbers or [rung.number for rung in rungs()]:
+    for number in numbers or [rung.number for rung in rungs() if rung.after == 0]:
         gemm(number, a, b)
     torch.matmul(a, b)
     torch.cuda.synchronize()

@@ -47,20 +47,25 @@ bool plan_of(int32_t rung, const gk_context *ctx, const gk_gemm_args *args, gk_p
 
 /* ---- the table --------------------------------------------------------------------------------------------------- */
 const gk_ladder_rung rungs[] = {
-    {"naive", "a thread per element of out, neighbours down the rows", "ladder/01_naive.cu", 0.492, 80},
-    {"coalesced", "neighbours along the columns", "ladder/02_coalesced.cu", 4.18, 80},
-    {"shared", "squares of a and b in shared memory", "ladder/03_shared.cu", 11.6, 80},
-    {"registers", "8 x 8 sums a thread", "ladder/04_registers.cu", 40.4, 80},
-    {"vectorised", "16 bytes an access, no bank conflict", "ladder/05_vectorised.cu", 61.2, 80},
-    {"mma", "tensor cores by mma.sync, fed by cp.async and ldmatrix", "ladder/06_mma_sm80.cu", 408, 80},
-    {"pipelined", "a ring of three stages, copies ahead of the products", "gemm/gemm_sm80.cu", 473, 80},
-    {"wgmma", "tma and wgmma, a tile a block", "ladder/08_wgmma_sm90a.cu", 611, 90},
-    {"cluster", "pairs of blocks share b by multicast", "ladder/09_cluster_sm90a.cu", 691, 90},
-    {"persistent", "clusters that stay and take tile after tile", "ladder/10_persistent_sm90a.cu", 702, 90},
-    {"overlap", "results leave by stmatrix and tma under the next tile", "ladder/10_persistent_sm90a.cu", 739, 90},
-    {"raster", "tiles in groups of 8 rows, for L2", "ladder/10_persistent_sm90a.cu", 739, 90},
+    {"naive", "a thread per element of out, neighbours down the rows", "ladder/01_naive.cu", 0.492, 0, 80},
+    {"coalesced", "neighbours along the columns", "ladder/02_coalesced.cu", 4.18, 0, 80},
+    {"shared", "squares of a and b in shared memory", "ladder/03_shared.cu", 11.6, 0, 80},
+    {"registers", "8 x 8 sums a thread", "ladder/04_registers.cu", 40.4, 0, 80},
+    {"vectorised", "16 bytes an access, no bank conflict", "ladder/05_vectorised.cu", 61.2, 0, 80},
+    {"mma", "tensor cores by mma.sync, fed by cp.async and ldmatrix", "ladder/06_mma_sm80.cu", 408, 0, 80},
+    {"pipelined", "a ring of three stages, copies ahead of the products", "gemm/gemm_sm80.cu", 473, 0, 80},
+    {"wgmma", "tma and wgmma, a tile a block", "ladder/08_wgmma_sm90a.cu", 611, 0, 90},
+    {"cluster", "pairs of blocks share b by multicast", "ladder/09_cluster_sm90a.cu", 691, 0, 90},
+    {"persistent", "clusters that stay and take tile after tile", "ladder/10_persistent_sm90a.cu", 702, 0, 90},
+    {"overlap", "results leave by stmatrix and tma under the next tile", "ladder/10_persistent_sm90a.cu", 739, 0, 90},
+    {"raster", "tiles in groups of 8 rows, for L2", "ladder/10_persistent_sm90a.cu", 739, 0, 90},
     {"tuned", "the library's choice: tiles by size, registers moved, launches that overlap", "gemm/gemm_sm90a.cu", 743,
-     90},
+     0, 90},
+    {"column", "8 sums of a column a thread", "ladder/14_column.cu", 35.7, 3, 80},
+    {"warp_tile", "a warp's tile as large as its registers hold", "ladder/15_warp_tile.cu", 62.1, 5, 80},
+    {"wmma", "tensor cores by nvcuda::wmma", "ladder/16_wmma_sm80.cu", 354, 5, 80},
+    {"double_buffer", "a second stage: the next copies run under the products", "ladder/17_double_buffer_sm80.cu", 478,
+     6, 80},
 };
 const int32_t num_rungs = sizeof rungs / sizeof rungs[0];
 LadderRun *const runs[] = {ladder_naive,
@@ -75,7 +80,11 @@ LadderRun *const runs[] = {ladder_naive,
                            ladder_persistent,
                            ladder_overlap,
                            ladder_raster,
-                           NULL}; /* NULL: a row of the library */
+                           NULL,
+                           ladder_column,
+                           ladder_warp_tile,
+                           ladder_wmma,
+                           ladder_double_buffer}; /* NULL: a row of the library */
 static_assert(sizeof runs / sizeof runs[0] == num_rungs, "a launcher for each rung");
 
 gk_status refusal(int32_t rung, int64_t m, int64_t n, int64_t k, const gk_context *ctx) {

@@ -16,6 +16,7 @@ struct Product {
 
 typedef gk_status LadderRun(const gk_context *, const Product &);
 LadderRun ladder_naive, ladder_coalesced, ladder_shared, ladder_registers, ladder_vectorised, ladder_mma;
+LadderRun ladder_column, ladder_warp_tile, ladder_wmma, ladder_double_buffer;
 LadderRun ladder_wgmma, ladder_cluster, ladder_persistent, ladder_overlap, ladder_raster;
 
 #endif
