@@ -1,4 +1,5 @@
-"""Every rung of the gemm ladder at sizes 64 to 8192, beside torch.matmul (cuBLAS), in one picture.
+"""Every rung of the gemm ladder at sizes 64 to 8192, beside torch.matmul (cuBLAS), in one picture; and those without
+tensor cores in float32, too.
 
 python benchmarks/ladder_sizes.py [--out FOLDER]      measures; writes ladder_sizes.csv and ladder_sizes.png there (docs/)
 python benchmarks/ladder_sizes.py --stored            draws docs/ladder_sizes.csv again, on any machine
@@ -46,19 +47,23 @@ def median_us(call: Callable[[], object]) -> float:
 
 def measure() -> list[dict]:
     rows = []
-    for size in SIZES:
-        a, b = (torch.randn(size, size, device="cuda").bfloat16() for _ in range(2))
-        out = torch.empty_like(a)
-        calls = [(rung.name, lambda number=rung.number: ladder.gemm(number, a, b, out)) for rung in in_order(ladder.rungs())]
-        for name, call in [*calls, (CUBLAS, lambda: torch.matmul(a, b, out=out))]:
-            us = median_us(call)
-            rows.append({"size": size, "rung": name, "us": f"{us:.2f}", "tflops": f"{2 * size**3 / us / 1e6:.4g}"})
-            print(*rows[-1].values(), flush=True)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    for dtype in (torch.bfloat16, torch.float32):
+        rungs = [rung for rung in in_order(ladder.rungs()) if dtype == torch.bfloat16 or rung.number in ladder.F32]
+        for size in SIZES:
+            a, b = (torch.randn(size, size, device="cuda").to(dtype) for _ in range(2))
+            out = torch.empty_like(a)
+            calls = [(rung.name, lambda number=rung.number: ladder.gemm(number, a, b, out)) for rung in rungs]
+            for name, call in [*calls, (CUBLAS, lambda: torch.matmul(a, b, out=out))]:
+                us = median_us(call)
+                rows.append({"dtype": str(dtype)[6:], "size": size, "rung": name})
+                rows[-1] |= {"us": f"{us:.2f}", "tflops": f"{2 * size**3 / us / 1e6:.4g}"}
+                print(*rows[-1].values(), flush=True)
     return rows
 
 
 def draw(rows: list[dict], path: Path, device: str) -> None:
-    """A line a rung over the size; those between others dashed, cuBLAS black."""
+    """A panel a dtype, a line a rung over the size; those between others dashed, cuBLAS black."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -66,16 +71,20 @@ def draw(rows: list[dict], path: Path, device: str) -> None:
 
     names = list(dict.fromkeys(row["rung"] for row in rows))
     between = {"column", "warp_tile", "wmma", "double_buffer"}
-    figure, axes = plt.subplots(figsize=(10, 6), layout="constrained")
+    figure, panels = plt.subplots(1, 2, figsize=(13, 6), width_ratios=(3, 2), layout="constrained")
     colors = plt.get_cmap("viridis")
-    for i, name in enumerate(names):
-        points = [(int(row["size"]), float(row["tflops"])) for row in rows if row["rung"] == name]
-        look = {"color": "black", "linewidth": 2.2} if name == CUBLAS else {"color": colors(i / len(names))}
-        axes.plot(*zip(*points), marker="o", markersize=3, linestyle="--" if name in between else "-", label=name, **look)
-    axes.set(xscale="log", yscale="log", xlabel="M = N = K", ylabel="TFLOP/s", title=f"bfloat16 on {device}")
-    axes.set_xticks(SIZES, [str(size) for size in SIZES])
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8, reverse=True)
+    for dtype, axes in zip(("bfloat16", "float32"), panels):
+        for i, name in enumerate(names):
+            points = [(int(r["size"]), float(r["tflops"])) for r in rows if (r["dtype"], r["rung"]) == (dtype, name)]
+            look = {"color": "black", "linewidth": 2.2} if name == CUBLAS else {"color": colors(i / len(names))}
+            look["linestyle"] = "--" if name in between else "-"
+            if points:
+                axes.plot(*zip(*points), marker="o", markersize=3, label=name, **look)
+        axes.set(xscale="log", yscale="log", xlabel="M = N = K", ylabel="TFLOP/s", title=f"{dtype} on {device}")
+        axes.set_xticks(SIZES, [str(size) for size in SIZES])
+        axes.minorticks_off()
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(fontsize=8, reverse=True)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

@@ -139,7 +139,8 @@ def test_tensor_cores_are_used_where_the_page_says(report):
         "ladder_persistent_kernel<false>",
     }
     assert all(wgmma in (0, 4) for _, _, wgmma in hot.values())  # a step of 64 of k
-    assert hot["ladder_vectorised_kernel"][0] == hot["ladder_registers_kernel"][0] == 16 * 64
+    for name, ffma in (("registers", 16 * 64), ("vectorised", 16 * 64), ("column", 32 * 8), ("warp_tile", 16 * 128)):
+        assert {hot[f"ladder_{name}_kernel<{dtype}>"][0] for dtype in ("bf16", "float")} == {ffma}
 
 
 def test_ptxas_has_no_notes_on_wgmma(report):
@@ -209,6 +210,28 @@ def test_against_float64(rungs, number, m, n, k):
     unchanged()
     assert_close_as(torch.matmul(a, b), out, a.double() @ b.double(), f"rung {number}")
     assert same_bits(out, again)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m, n, k", SIZES)
+@pytest.mark.parametrize("number", ladder.F32)
+def test_float32_against_float64(rungs, number, m, n, k):
+    gen = generator("ladder f32", m, n, k)
+    (a, _), (b, _) = (guarded(randn(gen, *shape, dtype=torch.float32, device="cuda")) for shape in ((m, k), (k, n)))
+    out, untouched = guarded(torch.full((m, n), float("nan"), device="cuda"))
+    ladder.gemm(number, a, b, out)
+    untouched()
+    want = a.double() @ b.double()
+    assert (out - want).abs().max() < 2e-6 * k**0.5 * want.abs().max()
+
+
+def test_tensor_cores_have_no_float32(rungs):
+    lib = ladder.library()
+    for rung in rungs:
+        status = lib.gk_ladder_gemm_f32(rung.number, None, None, None, 8, 8, 8, None)
+        if lib.gk_last_error().decode().startswith("gk_ladder_gemm_f32"):
+            assert status == 3 and rung.number not in ladder.F32
+        assert status != 0
 
 
 @pytest.mark.gpu

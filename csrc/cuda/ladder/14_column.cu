@@ -12,7 +12,7 @@ typedef LadderColumn Tile;
 constexpr int BM = Tile::BM, BN = Tile::BN, BK = Tile::BK, EACH = Tile::EACH;
 static_assert(BM / EACH * BN == Tile::THREADS, "a thread has a column of 8");
 
-__global__ void __launch_bounds__(Tile::THREADS) ladder_column_kernel(Product p) {
+template <typename T> __global__ void __launch_bounds__(Tile::THREADS) ladder_column_kernel(ProductOf<T> p) {
     __shared__ __align__(16) float a_s[BM][BK], b_s[BK][BN];
     const int thread = threadIdx.x, n = thread % BN, m0 = thread / BN * EACH;
     const int64_t row0 = (int64_t)blockIdx.y * BM, col0 = (int64_t)blockIdx.x * BN;
@@ -45,12 +45,15 @@ __global__ void __launch_bounds__(Tile::THREADS) ladder_column_kernel(Product p)
     }
 #pragma unroll
     for (int i = 0; i < EACH; ++i)
-        if (row0 + m0 + i < p.m && col0 + n < p.n) p.out[(row0 + m0 + i) * p.n + col0 + n] = from_f32<bf16>(sum[i]);
+        if (row0 + m0 + i < p.m && col0 + n < p.n) p.out[(row0 + m0 + i) * p.n + col0 + n] = from_f32<T>(sum[i]);
 }
 
 } // namespace
 
-gk_status ladder_column(const gk_context *ctx, const Product &p) {
+template <typename T> static gk_status run(const gk_context *ctx, const ProductOf<T> &p) {
     const dim3 grid((unsigned)gk_ceil_div(p.n, BN), (unsigned)gk_ceil_div(p.m, BM));
-    return launch<ladder_column_kernel>("gk_ladder_gemm", ctx, grid, Tile::THREADS, 0, p);
+    return launch<ladder_column_kernel<T>>("gk_ladder_gemm", ctx, grid, Tile::THREADS, 0, p);
 }
+
+gk_status ladder_column(const gk_context *ctx, const Product &p) { return run(ctx, p); }
+gk_status ladder_column(const gk_context *ctx, const ProductF32 &p) { return run(ctx, p); }

@@ -87,6 +87,24 @@ LadderRun *const runs[] = {ladder_naive,
                            ladder_double_buffer}; /* NULL: a row of the library */
 static_assert(sizeof runs / sizeof runs[0] == num_rungs, "a launcher for each rung");
 
+LadderRunF32 *const runs_f32[num_rungs] = {ladder_naive,
+                                           ladder_coalesced,
+                                           ladder_shared,
+                                           ladder_registers,
+                                           ladder_vectorised,
+                                           NULL,
+                                           NULL,
+                                           NULL,
+                                           NULL,
+                                           NULL,
+                                           NULL,
+                                           NULL,
+                                           NULL,
+                                           ladder_column,
+                                           ladder_warp_tile,
+                                           NULL,
+                                           NULL};
+
 gk_status refusal(int32_t rung, int64_t m, int64_t n, int64_t k, const gk_context *ctx) {
     if (rung < 1 || rung > num_rungs)
         return gk_fail(GK_ERR_ARGUMENT, "gk_ladder_gemm: rung is %d; there are rungs 1 to %d", rung, num_rungs);
@@ -104,6 +122,16 @@ gk_status refusal(int32_t rung, int64_t m, int64_t n, int64_t k, const gk_contex
                        "gk_ladder_gemm: rung %d (%s) needs compute capability %d.%d%s; %s has %d.%d", rung,
                        rungs[rung - 1].name, arch / 10, arch % 10, arch == 90 ? "" : " or later", gpu->name,
                        gpu->arch / 10, gpu->arch % 10);
+    return GK_OK;
+}
+
+gk_status misplaced(const void *a, const void *b, const void *out) {
+    const void *const data[] = {a, b, out};
+    const char *const names[] = {"a", "b", "out"};
+    for (int i = 0; i < 3; ++i)
+        if (!data[i] || (uintptr_t)data[i] % 16 != 0)
+            return gk_fail(GK_ERR_ARGUMENT, "gk_ladder_gemm: %s is at %p; the ladder takes 16-byte aligned matrices",
+                           names[i], data[i]);
     return GK_OK;
 }
 
@@ -129,14 +157,8 @@ gk_status gk_ladder_gemm(int32_t rung, const void *a, const void *b, void *out, 
     const gk_context ctx = context(stream);
     const gk_status status = refusal(rung, m, n, k, &ctx);
     if (status != GK_OK) return status;
-    const void *const data[] = {a, b, out};
-    for (int i = 0; i < 3; ++i)
-        if (!data[i] || (uintptr_t)data[i] % 16 != 0)
-            return gk_fail(GK_ERR_ARGUMENT, "gk_ladder_gemm: %s is at %p; the ladder takes 16-byte aligned matrices",
-                           i == 0   ? "a"
-                           : i == 1 ? "b"
-                                    : "out",
-                           data[i]);
+    const gk_status placed = misplaced(a, b, out);
+    if (placed != GK_OK) return placed;
     const Product p = {(const bf16 *)a, (const bf16 *)b, (bf16 *)out, (int)m, (int)n, (int)k};
     if (runs[rung - 1]) return runs[rung - 1](&ctx, p);
 
@@ -148,5 +170,19 @@ gk_status gk_ladder_gemm(int32_t rung, const void *a, const void *b, void *out, 
         return gk_fail(GK_ERR_WORKSPACE, "gk_ladder_gemm: rung %d wants a workspace of %zu bytes", rung,
                        plan.workspace_bytes);
     return ((const gk_cuda_instance *)plan.kernel)->run(&ctx, &args, &plan, workspace);
+}
+
+gk_status gk_ladder_gemm_f32(int32_t rung, const void *a, const void *b, void *out, int64_t m, int64_t n, int64_t k,
+                             void *stream) {
+    const gk_context ctx = context(stream);
+    const gk_status status = refusal(rung, m, n, k, &ctx);
+    if (status != GK_OK) return status;
+    if (!runs_f32[rung - 1])
+        return gk_fail(GK_ERR_UNSUPPORTED,
+                       "gk_ladder_gemm_f32: rung %d (%s) is one of tensor cores, for bfloat16 alone", rung,
+                       rungs[rung - 1].name);
+    const gk_status placed = misplaced(a, b, out);
+    if (placed != GK_OK) return placed;
+    return runs_f32[rung - 1](&ctx, {(const float *)a, (const float *)b, (float *)out, (int)m, (int)n, (int)k});
 }
 }

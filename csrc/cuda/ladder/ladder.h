@@ -1,7 +1,7 @@
 /* ladder.h: one product, seventeen times: each rung of docs/ladder.md computes out = a b by one idea more than the one before;
  * rungs 14 to 17 stand between others.
  *
- * a [m][k]  b [k][n]  out [m][n]   bfloat16, dense rows, 16-byte aligned; float32 sums, one rounding
+ * a [m][k]  b [k][n]  out [m][n]   bfloat16 or float32, dense rows, 16-byte aligned; float32 sums, one rounding
  * m, n, k: multiples of 8, at most LADDER_MOST_SIZE. A library of its own, for tests and benchmarks: nothing of it is in
  * libgpukern, and rungs 7 and 13 are rows of libgpukern's tables. */
 #ifndef GPUKERN_CUDA_LADDER_H
@@ -35,6 +35,10 @@ GK_API size_t gk_ladder_workspace_bytes(int32_t rung, int64_t m, int64_t n, int6
 /* On the current device; launches on `stream` and never waits. gk_last_error() says why it refused. */
 GK_API gk_status gk_ladder_gemm(int32_t rung, const void *a, const void *b, void *out, int64_t m, int64_t n, int64_t k,
                                 void *workspace, void *stream);
+
+/* The same of float32 matrices, by rungs 1 to 5, 14 and 15: those without tensor cores. */
+GK_API gk_status gk_ladder_gemm_f32(int32_t rung, const void *a, const void *b, void *out, int64_t m, int64_t n,
+                                    int64_t k, void *stream);
 
 #ifdef __cplusplus
 }
