@@ -91,7 +91,11 @@ def test_model_counts_what_the_kernels_assert():
 
 def test_model_knows_the_tiles():
     text = (LADDER / "tiles.h").read_text()
-    for name, tile in (("LadderMma", model.RUNGS[6]), ("LadderWgmma", model.RUNGS[12]), ("LadderWmma", model.RUNGS[16])):
+    for name, tile in (
+        ("LadderMma", model.RUNGS[6]),
+        ("LadderWgmma", model.RUNGS[12]),
+        ("LadderWmma", model.RUNGS[16]),
+    ):
         body = text[text.index(f"struct {name}") :]
         assert re.search(r"BM = (\d+), BN = (\d+), BK = (\d+)", body).groups() == tuple(
             str(x) for x in (tile.bm, tile.bn, tile.bk)
@@ -131,7 +135,11 @@ def test_no_rung_uses_local_memory(report, rungs):
 
 def test_tensor_cores_are_used_where_the_page_says(report):
     hot = {n: (int(r["FFMA"]), int(r["HMMA"]), int(r["HGMMA"])) for n, r in report.items()}
-    assert {n for n, (_, hmma, _) in hot.items() if hmma} == {"ladder_mma_kernel", "ladder_wmma_kernel", "ladder_double_buffer_kernel"}
+    assert {n for n, (_, hmma, _) in hot.items() if hmma} == {
+        "ladder_mma_kernel",
+        "ladder_wmma_kernel",
+        "ladder_double_buffer_kernel",
+    }
     assert {n for n, (_, _, wgmma) in hot.items() if wgmma} == {
         "ladder_wgmma_kernel",
         "ladder_cluster_kernel",

@@ -48,7 +48,9 @@ class nvtx:
         try:
             torch.cuda.nvtx.mark("gpukern: ranges on")
         except RuntimeError as error:
-            raise RuntimeError(f"torch_gpukern.profiling.nvtx: torch {torch.__version__} has no NVTX: {error}") from error
+            raise RuntimeError(
+                f"torch_gpukern.profiling.nvtx: torch {torch.__version__} has no NVTX: {error}"
+            ) from error
         with _lock:
             if not _active:
                 _replace(on=True)
