@@ -1,5 +1,6 @@
 """benchmarks/peers: what the lines count, and the kernels in Triton, in its interpreter, where Triton is."""
 
+import importlib.metadata
 import importlib.util
 import os
 import subprocess
@@ -54,6 +55,9 @@ print("right")
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_triton_is_right():
+    version = importlib.metadata.version("triton")
+    if tuple(map(int, version.split(".")[:2])) < (3, 7):
+        pytest.skip(f"the interpreter of Triton {version} cannot loop up to an argument under numpy 2.4")
     env = os.environ | {"TRITON_INTERPRET": "1"}
     command = [sys.executable, "-c", PROGRAM, str(BENCHMARKS)]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
