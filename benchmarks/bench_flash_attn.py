@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 
+import peers
 import shapes
 import torch
 import torch.nn.functional as F
@@ -251,18 +252,31 @@ def flash_infer(causal: bool):
     return run
 
 
+def triton_flash_attn(causal: bool):
+    """Our own, peers/triton_flash_attn.py, which has no backward."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        from peers.triton_flash_attn import flash_attn
+
+        return flash_attn(q, k, v, causal)
+
+    return run
+
+
 def other_peers(seq: int, head_dim: int, causal: bool, compiled: str) -> dict[str, Callable]:
-    """Forward passes of other projects that are here, and FlexAttention where it is asked for."""
-    peers = {}
+    """Forward passes of other projects that are here; FlexAttention, and ours in Triton, where what compiles is asked."""
+    others = {}
     if find_spec("flash_attn_interface"):
-        peers["FA3"] = flash_attn_3(causal)
+        others["FA3"] = flash_attn_3(causal)
     if find_spec("flash_attn") and find_spec("flash_attn.cute"):
-        peers["FA4"] = flash_attn_4(causal)
+        others["FA4"] = flash_attn_4(causal)
     if find_spec("flashinfer"):
-        peers["FlashInfer"] = flash_infer(causal)
+        others["FlashInfer"] = flash_infer(causal)
     if compiled == "all" or (compiled == "some" and (head_dim, seq) in shapes.CUDA_ATTN_COMPILED):
-        peers["FlexAttention"] = flex_attention(causal)
-    return peers
+        if peers.HAVE_TRITON and head_dim & (head_dim - 1) == 0:
+            others["Triton"] = triton_flash_attn(causal)
+        others["FlexAttention"] = flex_attention(causal)
+    return others
 
 
 def through_autograd(forward: Callable) -> Callable:
@@ -345,7 +359,8 @@ def cuda_backward(seq: int, head_dim: int, causal: bool, compiled: str, device) 
 
     forwards = {name: sdpa_on(backend, causal) for name, backend in CUDA_PEERS.items() if name != "SDPA flash"}
     forwards |= other_peers(seq, head_dim, causal, compiled)
-    forwards.pop("FlashInfer", None)  # it has no backward
+    for name in ("FlashInfer", "Triton"):  # they have no backward
+        forwards.pop(name, None)
     return Case(
         group=f"backward {'causal' if causal else 'full'}",
         label=f"d{head_dim} B{batch} S{seq}",
@@ -372,6 +387,8 @@ def cuda(run: Run, device) -> None:
         qkv = make_qkv(1, 1, 8, 8, torch.bfloat16, device)
         own = ("SDPA", lambda: F.scaled_dot_product_attention(*qkv))
         overhead_facts(run, "flash_attn", lambda: torch_gpukern.flash_attn(*qkv), shapes.CUDA_CALL, own)
+    for name, lines in peers.lines_of("flash_attn").items():
+        run.fact("lines of code", f"flash_attn forward, {name}", lines, "lines")
     run.finish(shapes.CUDA_ATTN_BARS)
 
 

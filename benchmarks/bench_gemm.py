@@ -1,4 +1,5 @@
-"""gemm beside torch.matmul (MKL and oneDNN on the CPU, cuBLAS on CUDA) and, on CUDA in 16 bits, quack where it imports.
+"""gemm beside torch.matmul (MKL and oneDNN on the CPU, cuBLAS on CUDA) and, on CUDA in 16 bits, quack and Triton where they
+import; the lines of code of ours and of the one in Triton (peers/) stand beside.
 
 python benchmarks/bench_gemm.py [--quick] [--only square skinny odd call isa] [--device cpu|cuda]
 python benchmarks/bench_gemm.py --device cuda [--quick] [--quack default|tuned|none]
@@ -17,6 +18,7 @@ import sys
 from importlib.util import find_spec
 
 import gemm_random
+import peers
 import shapes
 import torch
 import torch.nn.functional as F
@@ -118,6 +120,20 @@ def beside_quack(made: Case, how: str) -> Case:
         name = "quack, tuned" if how == "tuned" else "quack"
         made.peers[name] = quack
         made.optional = [name]
+    return made
+
+
+def beside_triton(made: Case) -> Case:
+    """With our own gemm in Triton (peers/triton_gemm.py), where Triton is; it is tuned when a shape first comes."""
+
+    def theirs(a: Tensor, b: Tensor) -> Tensor:
+        from peers.triton_gemm import gemm
+
+        return gemm(a, b)
+
+    if peers.HAVE_TRITON:
+        made.peers["Triton"] = theirs
+        made.optional = [*made.optional, "Triton"]
     return made
 
 
@@ -246,7 +262,7 @@ def random_products(run: Run, device: torch.device) -> None:
 def cuda(run: Run, device: torch.device) -> None:
     one, quack = shapes.CUDA_GEMM_ONE, run.args.quack
     for n in shapes.CUDA_GEMM_SQUARE:
-        run.add(beside_quack(cuda_case("square bf16", n, n, n, "bf16", device), quack))
+        run.add(beside_triton(beside_quack(cuda_case("square bf16", n, n, n, "bf16", device), quack)))
     for n, k in shapes.CUDA_GEMM_WEIGHTS:
         for m in shapes.CUDA_GEMM_TALL_M:
             for layout in ("NT", "NN"):
@@ -278,6 +294,8 @@ def cuda(run: Run, device: torch.device) -> None:
         a, b = (torch.randn(8, 8, device=device) for _ in range(2))
         own = ("torch.mm", lambda: torch.mm(a, b))
         overhead_facts(run, "gemm", lambda: torch_gpukern.gemm(a, b), shapes.CUDA_CALL, own)
+    for name, lines in peers.lines_of("gemm").items():
+        run.fact("lines of code", f"gemm, {name}", lines, "lines")
     run.finish(shapes.CUDA_GEMM_BARS)
 
 

@@ -5,8 +5,8 @@ python benchmarks/ladder_model.py [SIZE]        prints every rung's limits at SI
 Written before the rungs were measured and kept as it was: where a measurement differs, docs/ladder.md says why. A rung is as
 slow as its slowest unit; what it waits for without any unit being busy is counted only where a name below says so.
 
-Rungs 1 to 5 count clocks of an SM for one warp and one k: of L1 and shared memory, which are one memory with one port, of
-the multiply-adds, and of the instructions issued. Rungs 6 to 13 count microseconds of a tile: its steps of k, each as long as
+Rungs 1 to 5, 14 and 15 count clocks of an SM for one warp and one k: of L1 and shared memory, which are one memory with one port, of
+the multiply-adds, and of the instructions issued. The others count microseconds of a tile: its steps of k, each as long as
 its slowest unit, its start and the store of its results.
 """
 
@@ -121,12 +121,35 @@ def vectorised(k: int, n: int, device: Device) -> tuple[int, dict[str, float]]:
     }
 
 
+def column(k: int, n: int, device: Device) -> tuple[int, dict[str, float]]:
+    """Rung 14. 32 of k for a copy of 4 + 4 elements a thread; a is read 4 of k at once."""
+    read = wavefronts((lane * 4 for lane in LANES), 4) + 8 * wavefronts((0 for _ in LANES), 16) / 4
+    copy = 8 * wavefronts((lane * 4 for lane in LANES), 4) + _l1(device, *(8 * [[lane * 2 for lane in LANES]]))
+    return 512, {
+        "shared memory": read + copy / 32,
+        "multiply-adds": 8 / 4,
+        "issue": (8 + 1 + 2 + 8 * 5 / 32) / device.warps_issued,
+    }
+
+
+def warp_tile(k: int, n: int, device: Device) -> tuple[int, dict[str, float]]:
+    """Rung 15. As rung 5 with 8 x 16 sums a lane, and two chunks of a and two of b a thread."""
+    rung_5 = vectorised(k, n, device)[1]
+    a, b = (wavefronts((lane // 4 * 16 for lane in LANES), 16), wavefronts((lane % 4 * 16 for lane in LANES), 16))
+    copy = rung_5["shared memory"] - 2 * a - 2 * b
+    return 8192, {
+        "shared memory": 2 * a + 4 * b + 2 * copy,
+        "multiply-adds": 128 / 4,
+        "issue": (128 + 6 + 2 * (2 + 10 + 16 + 4) / 16) / device.warps_issued,
+    }
+
+
 # ---- tiles of the tensor cores ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Rungs 6 to 13: a block's tile, and what of it nothing hides."""
+    """Rungs 6 to 13, 16 and 17: a block's tile, and what of it nothing hides."""
 
     bm: int
     bn: int
@@ -150,6 +173,8 @@ RUNGS = {
     11: Tiles(128, 256, 64, sharers=2, starts=False, stores=False),
     12: Tiles(128, 256, 64, sharers=2, starts=False, stores=False, group=8),
     13: Tiles(128, 256, 64, sharers=2, starts=False, stores=False, launched_early=True, group=8),
+    16: Tiles(128, 128, 32, blocks=2, warp=(64, 32), alone=True),
+    17: Tiles(128, 128, 64, blocks=2, warp=(64, 64)),
 }
 
 
@@ -200,7 +225,8 @@ def predict(rung: int, m: int = 4096, n: int = 4096, k: int = 4096, device: Devi
     """TFLOP/s of a rung, and the unit that it waits for."""
     if rung in RUNGS:
         return tiles_of(RUNGS[rung], m, n, k, device)
-    flop, clocks = (naive, coalesced, shared, registers, vectorised)[rung - 1](k, n, device)
+    simple = {1: naive, 2: coalesced, 3: shared, 4: registers, 5: vectorised, 14: column, 15: warp_tile}
+    flop, clocks = simple[rung](k, n, device)
     limits = {unit: flop / c * device.sms * device.clock_ghz / 1e3 for unit, c in clocks.items()}
     limiter = min(limits, key=limits.get)
     return Prediction(limits[limiter], limiter, limits)
@@ -208,7 +234,7 @@ def predict(rung: int, m: int = 4096, n: int = 4096, k: int = 4096, device: Devi
 
 def main(argv: list[str]) -> int:
     size = int(argv[0]) if argv else 4096
-    for rung in range(1, 14):
+    for rung in range(1, 18):
         found = predict(rung, size, size, size)
         others = ", ".join(f"{unit} {rate:.3g}" for unit, rate in found.limits.items() if unit != found.limiter)
         print(f"{rung:2} {found.tflops:6.3g} TFLOP/s by {found.limiter}; alone {others}")

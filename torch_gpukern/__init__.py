@@ -20,6 +20,7 @@ from .tuning import cache as _cache
 
 if TYPE_CHECKING:
     from . import layout as layout
+    from . import profiling as profiling
 
 __all__ = [
     "Explanation",
@@ -127,9 +128,9 @@ def explain(op: Explained, *args: _Any, arch: str | None = None, **kwargs: _Any)
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> _Any:
-        """torch_gpukern.layout, imported when it is first asked for: most programs never do."""
-        if name == "layout":
-            return _importlib.import_module(".layout", __name__)
+        """torch_gpukern.layout and .profiling, imported when they are first asked for: most programs never do."""
+        if name in ("layout", "profiling"):
+            return _importlib.import_module(f".{name}", __name__)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

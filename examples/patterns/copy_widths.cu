@@ -2,7 +2,7 @@
 //
 // A warp's access is cut into sectors of 32 bytes. Neighbouring lanes on neighbouring floats use every byte of 4 sectors; lanes
 // 32 floats apart touch 32 sectors, and unless L1 still has them when their other floats are asked for, move 8 times as much.
-#include "pattern.cuh"
+#include "measure.cuh"
 
 enum {
     THREADS = 256,
@@ -45,24 +45,21 @@ static void launch(const float *in, float *out, int rows, int cols) {
     KERNEL<<<BLOCKS, THREADS>>>(in, out, rows * cols);
 }
 
-static int out_size(int rows, int cols) { return rows * cols; }
 static bool good(const float *in, const float *out, int rows, int cols) {
-    for (int i = 0; i < rows * cols; ++i) {
-        if (out[i] != in[i]) return false;
-    }
-    return true;
+    return memcmp(in, out, sizeof *in * rows * cols) == 0;
 }
 
 int main(void) {
-    // An SM and L2 exchange two sectors a clock; a warp's 32 floats go in and out.
+    // A warp's 32 floats go in and out. 8 warps of a block read the same 32 sectors of lanes 32 apart, so L1 answers seven of
+    // them; what they store goes to L2 sector by sector.
+    const pattern p = {"copy", same_size, good, 8192, 8192, 8.0 * 8192 * 8192, small_integer};
+    const char *const sectors = "l1tex__t_sectors_pipe_lsu_mem_global_op_st.sum";
     const variant variants[] = {
-        {"4 bytes", launch<stride_kernel<1>>, bound_gbs(sectors_of(1), 8), "memory", "dram__bytes_read.sum"},
-        {"16 bytes", launch<wide_kernel>, bound_gbs(sectors_of(1), 8), "memory", "dram__bytes_read.sum"},
-        {"4 bytes, 2 apart", launch<stride_kernel<2>>, bound_gbs(sectors_of(2), 8), "memory",
-         "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum"},
-        {"4 bytes, 32 apart", launch<stride_kernel<32>>, bound_gbs(sectors_of(32), 8), "L1 to L2",
-         "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum"},
+        {"4 bytes", launch<stride_kernel<1>>, l2_gbs(2 * sectors_of(1), 256), "memory", "dram__bytes_read.sum"},
+        {"16 bytes", launch<wide_kernel>, l2_gbs(2 * sectors_of(1), 256), "memory", "dram__bytes_read.sum"},
+        {"4 bytes, 2 apart", launch<stride_kernel<2>>, l2_gbs(4 + sectors_of(2), 256), "memory", sectors},
+        {"4 bytes, 32 apart", launch<stride_kernel<32>>, l2_gbs(4 + sectors_of(32), 256), "sectors of L2", sectors},
     };
     const int sizes[][2] = {{1, 1}, {17, 1}, {1, 255}, {4097, 1}, {1024, 1024}};
-    return run("copy", variants, 4, sizes, 5, out_size, good, 8192, 8192, 2.0 * 4 * 8192 * 8192);
+    return run(p, variants, sizes);
 }

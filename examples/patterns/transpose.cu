@@ -1,14 +1,18 @@
-// transpose: out[cols][rows] = in[rows][cols]^T, four ways. Blocks of 32 x 8 threads, a 32 x 32 tile each.
+// transpose: out[cols][rows] = in[rows][cols]^T, five ways. Blocks of 32 x 8 threads, a 32 x 32 tile each.
 //
 //   naive      reads along rows; a warp's stores lie in 32 rows, so in 32 sectors of which each uses 4 bytes of 32
 //   shared     the tile turns in shared memory; both global accesses are along rows, but a column of it lies in one bank
 //   padded     rows of 33 floats: a column lies in 32 banks
 //   swizzled   rows of 32 floats, column c of row r at c ^ r: as free of conflicts, and no byte is lost
-#include "pattern.cuh"
+//   tma        boxes of 128 rows x 32 floats come by TMA in its 128-byte swizzle, threads turn blocks of 4 x 4 in registers by
+//              16-byte accesses along diagonals, four boxes of 32 x 32 leave by TMA. It wants rows that are multiples of 16 bytes
+#include "cuda/tile/tma_ring.cuh"
+#include "tensor_map.cuh"
 
 enum {
     SIDE = 32,
-    STEP = 8 // rows of threads
+    STEP = 8, // rows of threads
+    BOXES = 4 // of a block, by TMA
 };
 
 struct Plain {
@@ -55,6 +59,57 @@ __global__ void __launch_bounds__(SIDE *STEP) tile_kernel(const float *in, float
     }
 }
 
+// ---- by TMA: thread t of a box takes 4 rows and a 16-byte chunk -----------------------------------------------------------
+
+typedef smem_tile<SIDE, SIDE * 4> Box; // as TMA lays a box of 32 x 32 floats
+// Rows 4 across .. at chunk `down` come in; they leave as rows 4 down .. at chunk `across`.
+static constexpr GK_HD int down_of(int thread) { return thread % 8; }
+static constexpr GK_HD int across_of(int thread) { return (thread % 8 + thread / 8) % 8; }
+
+constexpr int diagonal_ways() {
+    int most = 0;
+    for (int i = 0; i < 4; ++i) {
+        int in[32] = {}, out[32] = {};
+        for (int lane = 0; lane < 32; ++lane) {
+            in[lane] = Box::offset(4 * across_of(lane) + i, down_of(lane));
+            out[lane] = Box::offset(4 * down_of(lane) + i, across_of(lane));
+        }
+        most = ways(in, 16) > most ? ways(in, 16) : most;
+        most = ways(out, 16) > most ? ways(out, 16) : most;
+    }
+    return most;
+}
+static_assert(diagonal_ways() == 1, "free of conflicts");
+
+__global__ void __launch_bounds__(64 * BOXES)
+    tma_kernel(const __grid_constant__ CUtensorMap in, const __grid_constant__ CUtensorMap out) {
+    __shared__ __align__(1024) unsigned char from[BOXES * Box::bytes], to[BOXES * Box::bytes];
+    __shared__ __align__(8) unsigned long long barrier;
+    const smem_addr barrier_s = cvta_to_shared(&barrier);
+    const int row0 = blockIdx.y * BOXES * SIDE, col0 = blockIdx.x * SIDE, box = threadIdx.x / 64, t = threadIdx.x % 64;
+    if (threadIdx.x == 0) {
+        mbarrier_init(barrier_s, 1);
+        fence_mbarrier_init();
+        mbarrier_arrive_expect_tx(barrier_s, sizeof from);
+        tma_load_5d(cvta_to_shared(from), &in, {{col0, row0}}, barrier_s);
+    }
+    __syncthreads(); // the barrier is there
+    mbarrier_wait(barrier_s, 0);
+    const smem_addr from_s = cvta_to_shared(from) + box * Box::bytes, to_s = cvta_to_shared(to) + box * Box::bytes;
+    uint4 x[4];
+    for (int i = 0; i < 4; ++i) x[i] = ld_shared_128(from_s + Box::offset(4 * across_of(t) + i, down_of(t)));
+    const uint4 columns[4] = {make_uint4(x[0].x, x[1].x, x[2].x, x[3].x), make_uint4(x[0].y, x[1].y, x[2].y, x[3].y),
+                              make_uint4(x[0].z, x[1].z, x[2].z, x[3].z), make_uint4(x[0].w, x[1].w, x[2].w, x[3].w)};
+    for (int i = 0; i < 4; ++i) st_shared_128(to_s + Box::offset(4 * down_of(t) + i, across_of(t)), columns[i]);
+    fence_proxy_async();
+    __syncthreads(); // all stores into the boxes come before TMA reads them
+    if (t == 0) {
+        tma_store_5d(&out, {{row0 + box * SIDE, col0}}, to_s);
+        tma_store_commit_group();
+        tma_store_wait_group_read<0>(); // shared memory is the block's until it has been read
+    }
+}
+
 static dim3 grid_of(int rows, int cols) { return dim3((cols + SIDE - 1) / SIDE, (rows + SIDE - 1) / SIDE); }
 
 static void naive(const float *in, float *out, int rows, int cols) {
@@ -64,7 +119,12 @@ template <class Tile> static void tiled(const float *in, float *out, int rows, i
     tile_kernel<Tile><<<grid_of(rows, cols), dim3(SIDE, STEP)>>>(in, out, rows, cols);
 }
 
-static int out_size(int rows, int cols) { return rows * cols; }
+static void tma(const float *in, float *out, int rows, int cols) {
+    if (rows % 4 != 0 || cols % 4 != 0) return tiled<Swizzled>(in, out, rows, cols);
+    const dim3 grid((cols + SIDE - 1) / SIDE, (rows + BOXES * SIDE - 1) / (BOXES * SIDE));
+    tma_kernel<<<grid, 64 * BOXES>>>(map_of(in, rows, cols, BOXES * SIDE, SIDE), map_of(out, cols, rows, SIDE, SIDE));
+}
+
 static bool good(const float *in, const float *out, int rows, int cols) {
     for (int r = 0; r < rows; ++r) {
         for (int c = 0; c < cols; ++c) {
@@ -75,15 +135,16 @@ static bool good(const float *in, const float *out, int rows, int cols) {
 }
 
 int main(void) {
-    // An SM and L2 exchange two sectors a clock: 2 clocks for a row of 32 floats, 16 for 32 sectors. Shared memory: a clock a
-    // wavefront, for a row in and a column out.
+    // L2 takes 4 sectors for a row of 32 floats, 32 for a column. Shared memory: a clock a wavefront, for a row in and a column out.
+    const pattern p = {"transpose", same_size, good, 8192, 8192, 8.0 * 8192 * 8192, small_integer};
+    const char *const conflicts = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum";
     const variant variants[] = {
-        {"naive", naive, bound_gbs(2 + 16, 8), "L1 to L2", "lts__t_sectors_srcunit_tex.sum"},
-        {"shared", tiled<Plain>, bound_gbs(ways_of<Plain>(false) + ways_of<Plain>(true), 8), "shared memory",
-         "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum"},
-        {"padded", tiled<Padded>, bound_gbs(2 + 2, 8), "memory", "dram__bytes_read.sum"},
-        {"swizzled", tiled<Swizzled>, bound_gbs(2 + 2, 8), "memory", "dram__bytes_read.sum"},
+        {"naive", naive, l2_gbs(4 + 32, 256), "sectors of L2", "lts__t_sectors_srcunit_tex.sum"},
+        {"shared", tiled<Plain>, sm_gbs(ways_of<Plain>(false) + ways_of<Plain>(true), 256), "shared memory", conflicts},
+        {"padded", tiled<Padded>, sm_gbs(2, 256), "memory", conflicts},
+        {"swizzled", tiled<Swizzled>, sm_gbs(2, 256), "memory", conflicts},
+        {"tma", tma, memory_gbs(), "memory", "smsp__inst_executed.sum"},
     };
-    const int sizes[][2] = {{1, 1}, {17, 1}, {1, 255}, {4097, 3}, {31, 33}, {1024, 1024}};
-    return run("transpose", variants, 4, sizes, 6, out_size, good, 8192, 8192, 2.0 * 4 * 8192 * 8192);
+    const int sizes[][2] = {{1, 1}, {17, 1}, {1, 255}, {4097, 1}, {31, 33}, {132, 36}, {1024, 1024}};
+    return run(p, variants, sizes);
 }

@@ -58,6 +58,8 @@ _PLAIN = {*_TENSORS, type(None), bool, int, float, str, torch.dtype}
 class Op:
     """An op of the library: its schema by name, and the ways to call it."""
 
+    every: list["Op"] = []
+
     def __init__(self, name: str):
         self.name = name
         self.qualified = f"{NAMESPACE}::{name}"
@@ -80,6 +82,7 @@ class Op:
         self.transformed: Callable | None = None  # likewise, where torch.func transforms
         self.casts: dict[str, Callable] = {}  # device -> (*args) cast as autocast does
         self._served: dict[tuple[type, ...], tuple[int, ...]] = {}  # types that the schema takes: places of ints
+        Op.every.append(self)
 
     def set_defaults_of(self, public: Callable) -> None:
         """A function that has this op's arguments gets the schema's defaults for its literals, so that `is` finds them."""

@@ -7,18 +7,22 @@
 
 namespace {
 
-__global__ void __launch_bounds__(LADDER_SQUARE *LADDER_SQUARE) ladder_coalesced_kernel(Product p) {
+template <typename T>
+__global__ void __launch_bounds__(LADDER_SQUARE *LADDER_SQUARE) ladder_coalesced_kernel(ProductOf<T> p) {
     const int row = blockIdx.y * LADDER_SQUARE + threadIdx.x / LADDER_SQUARE;
     const int col = blockIdx.x * LADDER_SQUARE + threadIdx.x % LADDER_SQUARE;
     if (row >= p.m || col >= p.n) return;
     float sum = 0;
     for (int k = 0; k < p.k; ++k) sum += to_f32(p.a[(int64_t)row * p.k + k]) * to_f32(p.b[(int64_t)k * p.n + col]);
-    p.out[(int64_t)row * p.n + col] = from_f32<bf16>(sum);
+    p.out[(int64_t)row * p.n + col] = from_f32<T>(sum);
 }
 
 } // namespace
 
-gk_status ladder_coalesced(const gk_context *ctx, const Product &p) {
+template <typename T> static gk_status run(const gk_context *ctx, const ProductOf<T> &p) {
     const dim3 grid((unsigned)gk_ceil_div(p.n, LADDER_SQUARE), (unsigned)gk_ceil_div(p.m, LADDER_SQUARE));
-    return launch<ladder_coalesced_kernel>("gk_ladder_gemm", ctx, grid, LADDER_SQUARE * LADDER_SQUARE, 0, p);
+    return launch<ladder_coalesced_kernel<T>>("gk_ladder_gemm", ctx, grid, LADDER_SQUARE * LADDER_SQUARE, 0, p);
 }
+
+gk_status ladder_coalesced(const gk_context *ctx, const Product &p) { return run(ctx, p); }
+gk_status ladder_coalesced(const gk_context *ctx, const ProductF32 &p) { return run(ctx, p); }

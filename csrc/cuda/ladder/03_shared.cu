@@ -10,7 +10,7 @@ namespace {
 
 constexpr int SQUARE = LADDER_SQUARE;
 
-__global__ void __launch_bounds__(SQUARE *SQUARE) ladder_shared_kernel(Product p) {
+template <typename T> __global__ void __launch_bounds__(SQUARE *SQUARE) ladder_shared_kernel(ProductOf<T> p) {
     __shared__ __align__(16) float a_s[SQUARE][SQUARE], b_s[SQUARE][SQUARE];
     const int x = threadIdx.x % SQUARE, y = threadIdx.x / SQUARE;
     const int row = blockIdx.y * SQUARE + y, col = blockIdx.x * SQUARE + x;
@@ -23,12 +23,15 @@ __global__ void __launch_bounds__(SQUARE *SQUARE) ladder_shared_kernel(Product p
         for (int kk = 0; kk < SQUARE; ++kk) sum += a_s[y][kk] * b_s[kk][x];
         __syncthreads(); /* all have read them */
     }
-    if (row < p.m && col < p.n) p.out[(int64_t)row * p.n + col] = from_f32<bf16>(sum);
+    if (row < p.m && col < p.n) p.out[(int64_t)row * p.n + col] = from_f32<T>(sum);
 }
 
 } // namespace
 
-gk_status ladder_shared(const gk_context *ctx, const Product &p) {
+template <typename T> static gk_status run(const gk_context *ctx, const ProductOf<T> &p) {
     const dim3 grid((unsigned)gk_ceil_div(p.n, SQUARE), (unsigned)gk_ceil_div(p.m, SQUARE));
-    return launch<ladder_shared_kernel>("gk_ladder_gemm", ctx, grid, SQUARE * SQUARE, 0, p);
+    return launch<ladder_shared_kernel<T>>("gk_ladder_gemm", ctx, grid, SQUARE * SQUARE, 0, p);
 }
+
+gk_status ladder_shared(const gk_context *ctx, const Product &p) { return run(ctx, p); }
+gk_status ladder_shared(const gk_context *ctx, const ProductF32 &p) { return run(ctx, p); }

@@ -22,7 +22,7 @@ constexpr GK_HD int store_ways_a() {
 }
 static_assert(store_ways_a() == 16, "the conflict that the next rung is rid of");
 
-__global__ void __launch_bounds__(Tile::THREADS, 2) ladder_registers_kernel(Product p) {
+template <typename T> __global__ void __launch_bounds__(Tile::THREADS, 2) ladder_registers_kernel(ProductOf<T> p) {
     __shared__ float a_s[BK][BM], b_s[BK][BN];
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int64_t row0 = (int64_t)blockIdx.y * BM, col0 = (int64_t)blockIdx.x * BN;
@@ -57,13 +57,16 @@ __global__ void __launch_bounds__(Tile::THREADS, 2) ladder_registers_kernel(Prod
 #pragma unroll
         for (int j = 0; j < EACH; ++j) {
             const int64_t row = row0 + m0 + 8 * i, col = col0 + n0 + 4 * j;
-            if (row < p.m && col < p.n) p.out[row * p.n + col] = from_f32<bf16>(sum[i][j]);
+            if (row < p.m && col < p.n) p.out[row * p.n + col] = from_f32<T>(sum[i][j]);
         }
 }
 
 } // namespace
 
-gk_status ladder_registers(const gk_context *ctx, const Product &p) {
+template <typename T> static gk_status run(const gk_context *ctx, const ProductOf<T> &p) {
     const dim3 grid((unsigned)gk_ceil_div(p.n, BN), (unsigned)gk_ceil_div(p.m, BM));
-    return launch<ladder_registers_kernel>("gk_ladder_gemm", ctx, grid, Tile::THREADS, 0, p);
+    return launch<ladder_registers_kernel<T>>("gk_ladder_gemm", ctx, grid, Tile::THREADS, 0, p);
 }
+
+gk_status ladder_registers(const gk_context *ctx, const Product &p) { return run(ctx, p); }
+gk_status ladder_registers(const gk_context *ctx, const ProductF32 &p) { return run(ctx, p); }

@@ -55,23 +55,13 @@ constexpr GK_HD bool steps_are_constant() {
 }
 static_assert(steps_are_constant(), "what the loop relies on");
 
-__device__ __forceinline__ void load8(const bf16 *from_g, bool valid, float (&v)[8]) {
-    const uint4 x = valid ? *(const uint4 *)from_g : make_uint4(0, 0, 0, 0);
-    const uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const float2 two = unpack2<bf16>(pairs[i]);
-        v[2 * i] = two.x, v[2 * i + 1] = two.y;
-    }
-}
-
-__global__ void __launch_bounds__(Tile::THREADS, 2) ladder_vectorised_kernel(Product p) {
+template <typename T> __global__ void __launch_bounds__(Tile::THREADS, 2) ladder_vectorised_kernel(ProductOf<T> p) {
     __shared__ __align__(16) float a_s[BK * BM], b_s[BK * BN];
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int64_t row0 = (int64_t)blockIdx.y * BM, col0 = (int64_t)blockIdx.x * BN;
     const int m0 = warp % 2 * Tile::WM + lane / 4 * 4, n0 = warp / 2 * Tile::WN + lane % 4 * 4;
     const int a_m = thread / 2, a_k = thread % 2 * 8, b_k = thread / 16, b_n = thread % 16 * 8; /* its chunks */
-    const bf16 *a_g = p.a + (row0 + a_m) * p.k + a_k, *b_g = p.b + (int64_t)b_k * p.n + col0 + b_n;
+    const T *a_g = p.a + (row0 + a_m) * p.k + a_k, *b_g = p.b + (int64_t)b_k * p.n + col0 + b_n;
     float *const a_to = a_s + a_at(a_k, a_m);
     const float *const a_from[2] = {a_s + a_at(0, m0), a_s + a_at(8, m0)}, *const b_from = b_s + b_at(0, n0);
     float sum[EACH][EACH] = {};
@@ -103,15 +93,16 @@ __global__ void __launch_bounds__(Tile::THREADS, 2) ladder_vectorised_kernel(Pro
 #pragma unroll
         for (int j = 0; j < EACH; j += 4) {
             const int64_t row = row0 + m0 + i / 4 * 32 + i % 4, col = col0 + n0 + j * 4;
-            const uint2 four =
-                make_uint2(pack2<bf16>(sum[i][j], sum[i][j + 1]), pack2<bf16>(sum[i][j + 2], sum[i][j + 3]));
-            if (row < p.m && col < p.n) *(uint2 *)(p.out + row * p.n + col) = four;
+            if (row < p.m && col < p.n) store4(p.out + row * p.n + col, &sum[i][j]);
         }
 }
 
 } // namespace
 
-gk_status ladder_vectorised(const gk_context *ctx, const Product &p) {
+template <typename T> static gk_status run(const gk_context *ctx, const ProductOf<T> &p) {
     const dim3 grid((unsigned)gk_ceil_div(p.n, BN), (unsigned)gk_ceil_div(p.m, BM));
-    return launch<ladder_vectorised_kernel>("gk_ladder_gemm", ctx, grid, Tile::THREADS, 0, p);
+    return launch<ladder_vectorised_kernel<T>>("gk_ladder_gemm", ctx, grid, Tile::THREADS, 0, p);
 }
+
+gk_status ladder_vectorised(const gk_context *ctx, const Product &p) { return run(ctx, p); }
+gk_status ladder_vectorised(const gk_context *ctx, const ProductF32 &p) { return run(ctx, p); }

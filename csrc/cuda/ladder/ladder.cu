@@ -47,20 +47,25 @@ bool plan_of(int32_t rung, const gk_context *ctx, const gk_gemm_args *args, gk_p
 
 /* ---- the table --------------------------------------------------------------------------------------------------- */
 const gk_ladder_rung rungs[] = {
-    {"naive", "a thread per element of out, neighbours down the rows", "ladder/01_naive.cu", 0.492, 80},
-    {"coalesced", "neighbours along the columns", "ladder/02_coalesced.cu", 4.18, 80},
-    {"shared", "squares of a and b in shared memory", "ladder/03_shared.cu", 11.6, 80},
-    {"registers", "8 x 8 sums a thread", "ladder/04_registers.cu", 40.4, 80},
-    {"vectorised", "16 bytes an access, no bank conflict", "ladder/05_vectorised.cu", 61.2, 80},
-    {"mma", "tensor cores by mma.sync, fed by cp.async and ldmatrix", "ladder/06_mma_sm80.cu", 408, 80},
-    {"pipelined", "a ring of three stages, copies ahead of the products", "gemm/gemm_sm80.cu", 473, 80},
-    {"wgmma", "tma and wgmma, a tile a block", "ladder/08_wgmma_sm90a.cu", 611, 90},
-    {"cluster", "pairs of blocks share b by multicast", "ladder/09_cluster_sm90a.cu", 691, 90},
-    {"persistent", "clusters that stay and take tile after tile", "ladder/10_persistent_sm90a.cu", 702, 90},
-    {"overlap", "results leave by stmatrix and tma under the next tile", "ladder/10_persistent_sm90a.cu", 739, 90},
-    {"raster", "tiles in groups of 8 rows, for L2", "ladder/10_persistent_sm90a.cu", 739, 90},
+    {"naive", "a thread per element of out, neighbours down the rows", "ladder/01_naive.cu", 0.492, 0, 80},
+    {"coalesced", "neighbours along the columns", "ladder/02_coalesced.cu", 4.18, 0, 80},
+    {"shared", "squares of a and b in shared memory", "ladder/03_shared.cu", 11.6, 0, 80},
+    {"registers", "8 x 8 sums a thread", "ladder/04_registers.cu", 40.4, 0, 80},
+    {"vectorised", "16 bytes an access, no bank conflict", "ladder/05_vectorised.cu", 61.2, 0, 80},
+    {"mma", "tensor cores by mma.sync, fed by cp.async and ldmatrix", "ladder/06_mma_sm80.cu", 408, 0, 80},
+    {"pipelined", "a ring of three stages, copies ahead of the products", "gemm/gemm_sm80.cu", 473, 0, 80},
+    {"wgmma", "tma and wgmma, a tile a block", "ladder/08_wgmma_sm90a.cu", 611, 0, 90},
+    {"cluster", "pairs of blocks share b by multicast", "ladder/09_cluster_sm90a.cu", 691, 0, 90},
+    {"persistent", "clusters that stay and take tile after tile", "ladder/10_persistent_sm90a.cu", 702, 0, 90},
+    {"overlap", "results leave by stmatrix and tma under the next tile", "ladder/10_persistent_sm90a.cu", 739, 0, 90},
+    {"raster", "tiles in groups of 8 rows, for L2", "ladder/10_persistent_sm90a.cu", 739, 0, 90},
     {"tuned", "the library's choice: tiles by size, registers moved, launches that overlap", "gemm/gemm_sm90a.cu", 743,
-     90},
+     0, 90},
+    {"column", "8 sums of a column a thread", "ladder/14_column.cu", 35.7, 3, 80},
+    {"warp_tile", "a warp's tile as large as its registers hold", "ladder/15_warp_tile.cu", 62.1, 5, 80},
+    {"wmma", "tensor cores by nvcuda::wmma", "ladder/16_wmma_sm80.cu", 354, 5, 80},
+    {"double_buffer", "a second stage: the next copies run under the products", "ladder/17_double_buffer_sm80.cu", 478,
+     6, 80},
 };
 const int32_t num_rungs = sizeof rungs / sizeof rungs[0];
 LadderRun *const runs[] = {ladder_naive,
@@ -75,8 +80,30 @@ LadderRun *const runs[] = {ladder_naive,
                            ladder_persistent,
                            ladder_overlap,
                            ladder_raster,
-                           NULL}; /* NULL: a row of the library */
+                           NULL,
+                           ladder_column,
+                           ladder_warp_tile,
+                           ladder_wmma,
+                           ladder_double_buffer}; /* NULL: a row of the library */
 static_assert(sizeof runs / sizeof runs[0] == num_rungs, "a launcher for each rung");
+
+LadderRunF32 *const runs_f32[num_rungs] = {ladder_naive,
+                                           ladder_coalesced,
+                                           ladder_shared,
+                                           ladder_registers,
+                                           ladder_vectorised,
+                                           NULL,
+                                           NULL,
+                                           NULL,
+                                           NULL,
+                                           NULL,
+                                           NULL,
+                                           NULL,
+                                           NULL,
+                                           ladder_column,
+                                           ladder_warp_tile,
+                                           NULL,
+                                           NULL};
 
 gk_status refusal(int32_t rung, int64_t m, int64_t n, int64_t k, const gk_context *ctx) {
     if (rung < 1 || rung > num_rungs)
@@ -95,6 +122,16 @@ gk_status refusal(int32_t rung, int64_t m, int64_t n, int64_t k, const gk_contex
                        "gk_ladder_gemm: rung %d (%s) needs compute capability %d.%d%s; %s has %d.%d", rung,
                        rungs[rung - 1].name, arch / 10, arch % 10, arch == 90 ? "" : " or later", gpu->name,
                        gpu->arch / 10, gpu->arch % 10);
+    return GK_OK;
+}
+
+gk_status misplaced(const void *a, const void *b, const void *out) {
+    const void *const data[] = {a, b, out};
+    const char *const names[] = {"a", "b", "out"};
+    for (int i = 0; i < 3; ++i)
+        if (!data[i] || (uintptr_t)data[i] % 16 != 0)
+            return gk_fail(GK_ERR_ARGUMENT, "gk_ladder_gemm: %s is at %p; the ladder takes 16-byte aligned matrices",
+                           names[i], data[i]);
     return GK_OK;
 }
 
@@ -120,14 +157,8 @@ gk_status gk_ladder_gemm(int32_t rung, const void *a, const void *b, void *out, 
     const gk_context ctx = context(stream);
     const gk_status status = refusal(rung, m, n, k, &ctx);
     if (status != GK_OK) return status;
-    const void *const data[] = {a, b, out};
-    for (int i = 0; i < 3; ++i)
-        if (!data[i] || (uintptr_t)data[i] % 16 != 0)
-            return gk_fail(GK_ERR_ARGUMENT, "gk_ladder_gemm: %s is at %p; the ladder takes 16-byte aligned matrices",
-                           i == 0   ? "a"
-                           : i == 1 ? "b"
-                                    : "out",
-                           data[i]);
+    const gk_status placed = misplaced(a, b, out);
+    if (placed != GK_OK) return placed;
     const Product p = {(const bf16 *)a, (const bf16 *)b, (bf16 *)out, (int)m, (int)n, (int)k};
     if (runs[rung - 1]) return runs[rung - 1](&ctx, p);
 
@@ -139,5 +170,19 @@ gk_status gk_ladder_gemm(int32_t rung, const void *a, const void *b, void *out, 
         return gk_fail(GK_ERR_WORKSPACE, "gk_ladder_gemm: rung %d wants a workspace of %zu bytes", rung,
                        plan.workspace_bytes);
     return ((const gk_cuda_instance *)plan.kernel)->run(&ctx, &args, &plan, workspace);
+}
+
+gk_status gk_ladder_gemm_f32(int32_t rung, const void *a, const void *b, void *out, int64_t m, int64_t n, int64_t k,
+                             void *stream) {
+    const gk_context ctx = context(stream);
+    const gk_status status = refusal(rung, m, n, k, &ctx);
+    if (status != GK_OK) return status;
+    if (!runs_f32[rung - 1])
+        return gk_fail(GK_ERR_UNSUPPORTED,
+                       "gk_ladder_gemm_f32: rung %d (%s) is one of tensor cores, for bfloat16 alone", rung,
+                       rungs[rung - 1].name);
+    const gk_status placed = misplaced(a, b, out);
+    if (placed != GK_OK) return placed;
+    return runs_f32[rung - 1](&ctx, {(const float *)a, (const float *)b, (float *)out, (int)m, (int)n, (int)k});
 }
 }

@@ -1,0 +1,43 @@
+"""Readable counterparts of the kernels in other languages, and how many lines each has: what a peer's speed costs to read."""
+
+from __future__ import annotations
+
+import ast
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+CUDA = HERE.parent.parent / "csrc" / "cuda"
+HAVE_TRITON = find_spec("triton") is not None
+
+
+def python_lines(path: Path) -> int:
+    """Lines that are neither blank, comment nor docstring."""
+    text = path.read_text()
+    said = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Module, ast.FunctionDef)) and ast.get_docstring(node):
+            said.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    lines = enumerate(text.splitlines(), 1)
+    return sum(bool(line.strip()) and not line.lstrip().startswith("#") and i not in said for i, line in lines)
+
+
+def cuda_lines(source: str) -> int:
+    """Of a kernel file and of all that it includes from csrc/cuda, without comments and blank lines."""
+    todo, seen, count = [CUDA / source], set(), 0
+    while todo:
+        path = todo.pop().resolve()
+        if path in seen or not path.is_relative_to(CUDA):
+            continue
+        seen.add(path)
+        text = re.sub(r"//[^\n]*|/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
+        count += sum(bool(line.strip()) for line in text.splitlines())
+        todo += [path.parent / name for name in re.findall(r'#include "([^"]+)"', text)]
+    return count
+
+
+def lines_of(op: str) -> dict[str, int]:
+    """Lines of code of an op's forward kernel: ours for Hopper, with all that it stands on, and Triton's."""
+    ours = {"gemm": "gemm/gemm_sm90a.cu", "flash_attn": "attn/flash_attn_fwd_sm90a.cu"}[op]
+    return {"gpukern": cuda_lines(ours), "Triton": python_lines(HERE / f"triton_{op}.py")}

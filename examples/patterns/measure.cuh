@@ -1,0 +1,110 @@
+// measure: checks the variants of a pattern against the host, and times them.
+#ifndef MEASURE_CUH
+#define MEASURE_CUH
+
+#include "pattern.cuh"
+
+static inline float *make(size_t count, bool host) {
+    void *p = NULL;
+    MUST(host ? cudaMallocHost(&p, count * sizeof(float)) : cudaMalloc(&p, count * sizeof(float)));
+    return (float *)p;
+}
+static inline void drop(float *p, bool host) { MUST(host ? cudaFreeHost(p) : cudaFree(p)); }
+
+static inline float *make_input(const pattern &p, int n, float *on_host) {
+    for (int i = 0; i < n; ++i) on_host[i] = p.value(i);
+    float *in = make(n, p.host);
+    MUST(cudaMemcpy(in, on_host, n * sizeof *in, cudaMemcpyDefault));
+    return in;
+}
+
+// Runs every variant on one size, its result poisoned before; returns how many were wrong.
+static inline int check(const pattern &p, const variant *v, int num, int rows, int cols) {
+    const int n = rows * cols, m = p.out_size(rows, cols);
+    int wrong = 0;
+    float *in = (float *)malloc(n * sizeof *in), *out = (float *)malloc(m * sizeof *out);
+    float *in_g = make_input(p, n, in), *out_g = make(m, p.host);
+    for (int i = 0; i < num; ++i) {
+        memset(out, 0xff, m * sizeof *out); // NaN
+        MUST(cudaMemcpy(out_g, out, m * sizeof *out, cudaMemcpyDefault));
+        v[i].launch(in_g, out_g, rows, cols);
+        MUST(cudaGetLastError());
+        MUST(cudaDeviceSynchronize());
+        MUST(cudaMemcpy(out, out_g, m * sizeof *out, cudaMemcpyDefault));
+        if (p.good(in, out, rows, cols)) continue;
+        printf("WRONG  %s, %d x %d\n", v[i].name, rows, cols);
+        ++wrong;
+    }
+    drop(in_g, p.host);
+    drop(out_g, p.host);
+    free(in);
+    free(out);
+    return wrong;
+}
+
+static inline void copy(const float *in, float *out, int rows, int cols) {
+    MUST(cudaMemcpyAsync(out, in, (size_t)rows * cols * sizeof *in, cudaMemcpyDeviceToDevice));
+}
+
+// The median of 21 launches, in us.
+static inline double median_us(void (*launch)(const float *, float *, int, int), const float *in, float *out, int rows,
+                               int cols) {
+    float us[21];
+    cudaEvent_t begin, end;
+    MUST(cudaEventCreate(&begin));
+    MUST(cudaEventCreate(&end));
+    for (int i = -3; i < 21; ++i) {
+        float ms;
+        MUST(cudaEventRecord(begin));
+        launch(in, out, rows, cols);
+        MUST(cudaEventRecord(end));
+        MUST(cudaEventSynchronize(end));
+        MUST(cudaEventElapsedTime(&ms, begin, end));
+        int at = i < 0 ? 0 : i;
+        for (; i > 0 && at > 0 && us[at - 1] > ms * 1000; --at) us[at] = us[at - 1];
+        us[at] = ms * 1000;
+    }
+    MUST(cudaEventDestroy(begin));
+    MUST(cudaEventDestroy(end));
+    return us[10];
+}
+
+// All of it; main returns what this returns.
+template <int NUM, int SIZES>
+static inline int run(const pattern &p, const variant (&v)[NUM], const int (&sizes)[SIZES][2]) {
+    const char *most = getenv("PATTERN_CHECK");
+    int wrong = 0;
+    for (int s = 0; FIGURES.gpu && s < SIZES; ++s) {
+        if (!most || sizes[s][0] * sizes[s][1] <= atoi(most)) wrong += check(p, v, NUM, sizes[s][0], sizes[s][1]);
+    }
+    if (most) return printf("%s: %d wrong\n", p.title, wrong), wrong != 0;
+
+    const int n = p.rows * p.cols;
+    float *in = NULL, *out = NULL;
+    printf("%s, %d x %d floats", p.title, p.rows, p.cols);
+    if (FIGURES.gpu) {
+        float *on_host = (float *)malloc(n * sizeof *in);
+        in = make_input(p, n, on_host);
+        out = make(p.out_size(p.rows, p.cols) > n ? p.out_size(p.rows, p.cols) : n, p.host);
+        free(on_host);
+        if (p.bytes > 0 && !p.host) printf("; a copy: %.0f GB/s", 8e-3 * n / median_us(copy, in, out, p.rows, p.cols));
+    }
+    printf("%s\n", FIGURES.gpu ? "" : "; no GPU: predictions for an H200 alone");
+    for (int i = 0; i < NUM; ++i) {
+        printf("  %-26s predicted %5.0f %s, by %-15s", v[i].name, v[i].predicted, p.bytes > 0 ? "GB/s" : "us",
+               v[i].limiter);
+        if (FIGURES.gpu) {
+            const double us = median_us(v[i].launch, in, out, p.rows, p.cols);
+            const double got = p.bytes > 0 ? p.bytes / 1e3 / us : us;
+            printf("  measured %5.0f, %.2f of it", got, p.bytes > 0 ? got / v[i].predicted : v[i].predicted / got);
+        }
+        printf("  see %s\n", v[i].counter);
+    }
+    if (FIGURES.gpu) {
+        drop(in, p.host);
+        drop(out, p.host);
+    }
+    return wrong != 0;
+}
+
+#endif

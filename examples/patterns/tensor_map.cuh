@@ -1,0 +1,28 @@
+// tensor_map: the library's maker of tensor maps, for a program that does not link the library.
+#ifndef TENSOR_MAP_CUH
+#define TENSOR_MAP_CUH
+
+#include <stdarg.h>
+
+#include "cuda/host/tensormap.cu"
+#include "cuda/ptx/tma.cuh"
+#include "measure.cuh"
+
+extern "C" gk_status gk_fail(gk_status code, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    vfprintf(stderr, format, args);
+    va_end(args);
+    exit(code);
+}
+extern "C" size_t gk_dtype_bytes(gk_dtype) { return sizeof(float); }
+
+// Of a dense [rows][cols] matrix of floats whose rows are multiples of 16 bytes; boxes of box_rows x box_cols.
+static inline CUtensorMap map_of(const float *data, int rows, int cols, int box_rows, int box_cols) {
+    CUtensorMap map;
+    const TensorShape shape = {data, GK_F32, {cols, rows, 1, 1, 1}, {1, cols, 0, 0, 0}, false};
+    make_tensor_map("pattern", shape, box_cols, box_rows, &map);
+    return map;
+}
+
+#endif

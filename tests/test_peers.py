@@ -1,0 +1,77 @@
+"""benchmarks/peers: what the lines count, and the kernels in Triton, in its interpreter, where Triton is."""
+
+import importlib.metadata
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+@pytest.fixture
+def peers(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    yield importlib.import_module("peers")
+    for name in [name for name in sys.modules if name.split(".")[0] == "peers"]:
+        del sys.modules[name]
+
+
+def test_lines_are_those_of_code(peers, tmp_path):
+    path = tmp_path / "a.py"
+    path.write_text('"""Said\nin two lines."""\n\n# why\nx = 1\n\n\ndef f():\n    """Says."""\n    return x\n')
+    assert peers.python_lines(path) == 3
+    for op in ("gemm", "flash_attn"):
+        lines = peers.lines_of(op)
+        assert 20 < lines["Triton"] < 80 and lines["gpukern"] > 500
+
+
+# One configuration: the interpreter has nothing to measure the others by.
+PROGRAM = """
+import sys
+import torch
+sys.path.insert(0, sys.argv[1])
+from peers import triton_flash_attn, triton_gemm
+
+torch.manual_seed(0)
+triton_gemm.kernel.configs[:] = triton_gemm.kernel.configs[-1:]
+triton_flash_attn.kernel.configs[:] = triton_flash_attn.kernel.configs[-1:]
+for m, n, k in ((8, 8, 8), (33, 200, 70), (64, 128, 128)):
+    a, b = torch.randn(m, k).half(), torch.randn(n, k).half().t()
+    want = a.double() @ b.double()
+    assert (triton_gemm.gemm(a, b) - want).abs().max() < 2e-3 * want.abs().max(), (m, n, k)
+for seq_q, seq_k, causal in ((5, 5, False), (100, 70, False), (130, 130, True)):
+    q, k, v = (torch.randn(1, 2, s, 16).half() for s in (seq_q, seq_k, seq_k))
+    out = triton_flash_attn.flash_attn(q, k, v, causal)
+    want = torch.nn.functional.scaled_dot_product_attention(*(x.double() for x in (q, k, v)), is_causal=causal)
+    assert (out - want).abs().max() < 2e-3, (seq_q, seq_k, causal)
+print("right")
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_triton_is_right():
+    version = importlib.metadata.version("triton")
+    if tuple(map(int, version.split(".")[:2])) < (3, 7):
+        pytest.skip(f"the interpreter of Triton {version} cannot loop up to an argument under numpy 2.4")
+    env = os.environ | {"TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", PROGRAM, str(BENCHMARKS)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.stdout == "right\n", done.stdout + done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_triton_on_the_gpu(peers):
+    from peers import triton_flash_attn, triton_gemm
+
+    a, b = torch.randn(1000, 776, device="cuda").bfloat16(), torch.randn(776, 328, device="cuda").bfloat16()
+    want = a.double() @ b.double()
+    assert (triton_gemm.gemm(a, b) - want).abs().max() < 1e-2 * want.abs().max()
+    q, k, v = (torch.randn(2, 3, 300, 64, device="cuda").bfloat16() for _ in range(3))
+    want = torch.nn.functional.scaled_dot_product_attention(*(x.double() for x in (q, k, v)), is_causal=True)
+    assert (triton_flash_attn.flash_attn(q, k, v, True) - want).abs().max() < 2e-2
