@@ -816,10 +816,10 @@ def test_few_columns_of_many_rows(dtype, layout):
 @pytest.mark.parametrize(
     "tile", ("128x256x64", "128x192x64", "128x96x64", "64x192x64", "128x128x64_k4", "64x128x64_k4")
 )
-def test_parts_of_k(tile, layout):
+def test_splits_of_k(tile, layout):
     """Tiles of the last wave halved along k, behind whole waves or alone, and k in four parts: odd steps, parts without any, ends of
     the result, batches, pairs that lie either way, all that may follow the sums. Small whole numbers, whose sums are exact."""
-    gen = generator("parts of k", tile, layout)
+    gen = generator("splits of k", tile, layout)
     for m, n, k in (
         (1024, 1024, 4096),
         (1024, 1024, 2056),

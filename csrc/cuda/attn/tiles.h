@@ -170,7 +170,8 @@ typedef BwdDqTile<256, 64, 32, 4, 1> BwdDq256Small;
  * an operand of S from registers, which spares shared memory's port. TASK_TILES: tiles of a block that makes stats
  * or rounds dQ. Figures: TFLOP/s at 8k full on one H100. */
 struct BwdHopper128 { /* 573; 560 with 64 rows; more rows left after dQ, or K from registers, does not fit */
-    static constexpr int HEAD_DIM = 128, HEAD_DIM_V = 128, BQ = 80, BKV = 128, STAGES = 2, DV_FIRST = 64, TASK_TILES = 8;
+    static constexpr int HEAD_DIM = 128, HEAD_DIM_V = 128, BQ = 80, BKV = 128, STAGES = 2, DV_FIRST = 64,
+                         TASK_TILES = 8;
     static constexpr bool WIDE = false, K_REGISTERS = false;
     static constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 };

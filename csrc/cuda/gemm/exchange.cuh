@@ -1,4 +1,4 @@
-/* exchange.cuh: the sums of the blocks of a cluster that took a part of k each. */
+/* exchange.cuh: the sums of the blocks of a cluster that took a split of k each. */
 #ifndef GPUKERN_CUDA_GEMM_EXCHANGE_CUH
 #define GPUKERN_CUDA_GEMM_EXCHANGE_CUH
 

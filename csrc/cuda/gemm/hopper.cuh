@@ -5,7 +5,7 @@
  * Grid: as many clusters, of one or two blocks, as fit the GPU; each takes tiles BM x BN, in the order of order.cuh, until none is
  * left. Two tiles of a cluster are 2 x 1, where both read the same of b, which is multicast, or 1 x 2, where the same of a,
  * whichever fits the result better. Each block copies half of that to both, since L2 gives the SMs some 8 TB/s and single
- * 128 x 256 tiles would ask for 12. Split-K: two or four blocks sum a part of k each, exchange their sums and store a share of
+ * 128 x 256 tiles would ask for 12. Split-K: two or four blocks sum a split of k each, exchange their sums and store a share of
  * the columns each.
  * The last wave: where at most half of the clusters have tiles left, each takes one tile, not two, and its blocks half of k each; the
  * second one's sums go into the first one's ring, which nobody needs any more, and are added there (TAIL).
@@ -91,7 +91,7 @@ template <class T, class Tile, int MODE> struct Smem {
     static constexpr int PANELS = RING, EXCHANGE = PANELS + Tile::WGS * 4 * WARP_PANELS;
     /* wgmma a step of 64 rows of a warpgroup */
     static constexpr int MT = Tile::BM / (Tile::PING_PONG ? 1 : Tile::WGS) / 64;
-    /* what another block, and what all others, send of their parts of k */
+    /* what another block, and what all others, send of their splits of k */
     static constexpr int FROM_BLOCK = MT * COLS * 256, WARPGROUP_EXCHANGE = (Tile::SPLITS - 1) * FROM_BLOCK;
     static constexpr int BARRIERS = EXCHANGE + Tile::WGS * WARPGROUP_EXCHANGE,
                          EXCHANGED = BARRIERS + tma_ring<STAGES>::bytes;

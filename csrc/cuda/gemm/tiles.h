@@ -99,7 +99,7 @@ struct Coop64x128 : HopperTile {
     static constexpr int BM = 64, BN = 128, STAGES = 8, WGS = 1, PANELS = 2;
 };
 struct Coop64x192 : HopperTile {
-    /* few rows of tiles, or few columns past 128: 184 x 5600 x 2600 17.2 us, 18.9 by 64 x 128. 64 x 256 with split-K by two was the
+    /* little M, or some columns past 128: 184 x 5600 x 2600 17.2 us, 18.9 by 64 x 128. 64 x 256 with split-K by two was the
      * fastest of 4 of 400 random products, by 4 % at most */
     static constexpr int BM = 64, BN = 192, STAGES = 6, WGS = 1, PANELS = 1;
 };
@@ -115,14 +115,16 @@ struct Coop128x128Split : HopperSplitTile {
     /* the same for long k: 512 x 2048 x 4096 in 14.6 us, 16.0 by 64 x 128 */
     static constexpr int BM = 128, BN = 128, STAGES = 5, WGS = 2, PANELS = 1;
 };
-struct Coop128x128By4 : HopperTile {
-    /* split-K by four, a few tiles of long k: 712 x 248 x 5784 17.4 us, 22.5 by the fastest of the others */
+/* four blocks that split k: twice as many find no SMs side by side */
+struct HopperSplitBy4Tile : HopperTile {
     static constexpr int TILES = 1, SPLITS = 4;
+};
+struct Coop128x128By4 : HopperSplitBy4Tile {
+    /* a few tiles of long k: 712 x 248 x 5784 17.4 us, 22.5 by the fastest of the others */
     static constexpr int BM = 128, BN = 128, STAGES = 5, WGS = 2, PANELS = 1;
 };
-struct Coop64x128By4 : HopperTile {
+struct Coop64x128By4 : HopperSplitBy4Tile {
     /* likewise: the fastest of 35 of 400 random products; 744 x 504 x 3632 11.6 us, 14.3 by the fastest of the others */
-    static constexpr int TILES = 1, SPLITS = 4;
     static constexpr int BM = 64, BN = 128, STAGES = 7, WGS = 1, PANELS = 1;
 };
 struct Narrow64x64 : HopperSplitTile {
@@ -261,8 +263,8 @@ constexpr int REALIGN_TRANSPOSE = 64;
  * past the first 16 MB take more. Fitted to one and two operands of 512, 1024, 1536, 2048 and
  * 4096 squared on one H200 */
 constexpr double REALIGN_US = 0.9, REALIGN_BYTES_PER_US = 9.0e6, REALIGN_FAST_BYTES = 16e6, REALIGN_MANY_PER_US = 8.0e6;
-/* as many columns of b that are dense along n, or fewer, are copied along k: TMA asks L2 for each row of 16 bytes by itself, all blocks
- * for the same ones; 4096 x 8 x 4096 19.8 us, 13.4 where k is dense */
+/* an MN-major b of as many columns, or fewer, is copied to K-major: TMA asks L2 for each row of 16 bytes by itself, all blocks
+ * for the same ones; 4096 x 8 x 4096 19.8 us, 15.7 with the copy, 13.4 where b is K-major */
 constexpr int64_t REALIGN_ROW = 8;
 /* the largest copy that a small M asks memory for: of weights that are dense nowhere, 128 MB of whose elements take 0.1 ms */
 constexpr int64_t REALIGN_FEW_BYTES = 128 << 20;
