@@ -61,8 +61,9 @@ def test_a_range_a_call(heard, ab):
 def test_backward_has_its_own(heard):
     q, k, v = attention(True)
     with profiling.nvtx():
-        tg.flash_attn(q, k, v).sum().backward()
-    assert heard == ["gpukern::flash_attn", "gpukern::flash_attn_bwd"]
+        for _ in range(2):  # the second call takes a shorter way
+            tg.flash_attn(q, k, v).sum().backward()
+    assert heard == 2 * ["gpukern::flash_attn", "gpukern::flash_attn_bwd"]
 
 
 def test_shapes(heard, ab):

@@ -85,6 +85,8 @@ def _replace(on: bool) -> None:
         for op in Op.every:
             packet = getattr(ops, op.name)
             holders = [(op, "bare"), (op.overload, "_op"), (packet, "_op")]
+            if op.differentiate is not None:  # called in the op's place once its arguments' types are known
+                holders.append((op, "differentiate"))
             if "out" in packet.overloads():
                 holders.append((packet.out, "_op"))
             for holder, attribute in holders:

@@ -47,7 +47,7 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1) __launch_bounds__(THREA
             if (x.plain) touch_bias<S::COLS>(p, tile.col + block.part * S::COLS, block.lane);
             block.multiply(sum, row0, block.steps_of(t));
             block.end_products(sum, block.ring.before());
-            if constexpr (TAIL<T, Tile>)
+            if constexpr (TAIL<T, Tile, MODE>)
                 if (block.halved(t) && !block.add_halves(sum[0])) break;
 
             const int lane = threadIdx.x % 32;

@@ -48,8 +48,9 @@ template <class T, class Tile> constexpr bool SWAPAB_TF32 = sizeof(T) == 4 && Ti
 /* a, the weights of small M, is read once: L2 may keep the rest */
 template <class T, class Tile> constexpr bool ONCE = sizeof(T) == 2 && Tile::SWAP_AB;
 /* the last wave's tiles may be halved along k */
-template <class T, class Tile>
-constexpr bool TAIL = sizeof(T) == 2 && Tile::TILES == 2 && Tile::WGS == 2 && !Tile::SWAP_AB && !Tile::PING_PONG;
+template <class T, class Tile, int MODE>
+constexpr bool TAIL = sizeof(T) == 2 && Tile::TILES == 2 && Tile::WGS == 2 && !Tile::SWAP_AB && !Tile::PING_PONG &&
+                      may_halve(Tile::BM, Tile::BN, MODE == (A_ALONG_M | B_ALONG_N));
 /* results leave the panels by tma, under the next tile's products; one warpgroup's block seldom has a next */
 template <class T, class Tile> constexpr bool BY_TMA = sizeof(T) == 4 || Tile::WGS > 1;
 
@@ -108,7 +109,7 @@ template <class T, class Tile, int MODE> struct Smem {
                   "blocks share or exchange; one ping-pongs");
     static_assert(!Tile::PING_PONG || (Tile::WGS == 2 && Tile::SPLITS == 1 && !Tile::SWAP_AB),
                   "two warpgroups ping-pong");
-    static_assert(!TAIL<T, Tile> || Tile::BM * Tile::BN * 4 <= RING, "the ring holds a tile's sums");
+    static_assert(!TAIL<T, Tile, MODE> || Tile::BM * Tile::BN * 4 <= RING, "the ring holds a tile's sums");
     static_assert(MT <= 2, "sums of a warpgroup are stored by one body, past which they move once");
 };
 
@@ -158,13 +159,13 @@ template <class T, class Tile, int MODE> struct Block {
             if (SPLITS > 1)
                 mbarrier_init(ring_s + S::EXCHANGED, 1),
                     mbarrier_init(ring_s + S::EXCHANGED + 8, (SPLITS - 1) * WGS * 4);
-            if (TAIL<T, Tile>)
+            if (TAIL<T, Tile, MODE>)
                 mbarrier_init(ring_s + S::EXCHANGED, 1), mbarrier_init(ring_s + S::EXCHANGED + 8, WGS * 4);
             fence_mbarrier_init();
         }
         if (CLUSTER > 1) barrier_cluster_arrive();
         all = x.order.tiles.by * (unsigned)x.p.batch;
-        if (TAIL<T, Tile>) all += all - x.whole;
+        if (TAIL<T, Tile, MODE>) all += all - x.whole;
         first = blockIdx.x / CLUSTER, step = gridDim.x / CLUSTER;
         const int all_steps = (int)((x.p.k + BK - 1) / BK), part_steps = (all_steps + SPLITS - 1) / SPLITS;
         step0 = part * part_steps, steps = max(0, min(part_steps, all_steps - step0));
@@ -181,7 +182,7 @@ template <class T, class Tile, int MODE> struct Block {
     }
 
     /* Whether a task is a tile halved along k; and which tiles a task's are, in the order of order.cuh. */
-    __device__ __forceinline__ bool halved(unsigned t) const { return TAIL<T, Tile> && t >= x.whole; }
+    __device__ __forceinline__ bool halved(unsigned t) const { return TAIL<T, Tile, MODE> && t >= x.whole; }
     __device__ __forceinline__ unsigned tiles_of(unsigned t) const {
         return halved(t) ? x.whole + (t - x.whole) / 2 : t;
     }

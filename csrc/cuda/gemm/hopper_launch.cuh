@@ -109,7 +109,7 @@ template <class T, class Tile> constexpr int smem_of() {
 
 template <class T, class Tile> constexpr int traits_of() {
     return (Tile::SWAP_AB ? SWAPAB : 0) | (Tile::PING_PONG ? PING_PONG : 0) | (Tile::NARROW ? NARROW : 0) |
-           (TAIL<T, Tile> ? HALVES : 0);
+           (TAIL<T, Tile, 0> ? HALVES : 0);
 }
 
 #define HOPPER_ROW(name, T, Tile)                                                                             \

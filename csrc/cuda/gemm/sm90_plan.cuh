@@ -107,7 +107,7 @@ inline Estimate estimate_of(const gk_cuda_instance *row, const gk_gpu *gpu, cons
     const double curve_us = p.epilogue.activation > GK_ACT_RELU ? CURVE_US * results / (128 * 256 * gpu->num_sms) : 0;
     const double before_us = (double)waves * (full_us + store_us) + launch_us + curve_us;
     if (last == 0) return {before_us, all};
-    if (is(row, HALVES) && 2 * last <= most) {
+    if (is(row, HALVES) && may_halve((int)bm, (int)bn, mode == (A_ALONG_M | B_ALONG_N)) && 2 * last <= most) {
         const double halves_us =
             tile_us(products_us / 2, (a + b) / 2, (a + b) / 2, (double)(4 * last)) + HALVES_US + HALVES_SUM_US * size;
         if (halves_us < last_us) return {before_us + halves_us + store_us, all - last};

@@ -61,6 +61,9 @@ struct HopperTile {
 struct HopperSplitTile : HopperTile {
     static constexpr int TILES = 1, SPLITS = 2; /* 2 x 2 blocks are no cluster that finds its SMs */
 };
+/* whether the last wave's tiles may be halved along k: the producer of the largest one has no register left for its copies where both
+ * operands are MN-major */
+constexpr bool may_halve(int bm, int bn, bool mn_major) { return !mn_major || bm * bn < 128 * 256; }
 /* registers of a producer's thread and of a consumer's: three warpgroups start with 168 a thread */
 constexpr int producer_regs(bool ping_pong) { return ping_pong ? 40 : 56; }
 constexpr int consumer_regs(bool ping_pong) { return ping_pong ? 232 : 224; }
