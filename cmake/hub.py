@@ -42,7 +42,9 @@ def digest_of_sources() -> str:
 
 
 def configure(*options: str) -> None:
-    subprocess.run(["cmake", str(BUILD), *options, "--log-level=NOTICE"], check=True, stdout=subprocess.DEVNULL)
+    """By this interpreter's torch: another one may have configured the folder last."""
+    command = ["cmake", str(BUILD), f"-DPython_EXECUTABLE={sys.executable}", *options, "--log-level=NOTICE"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
 def build(namespace: str) -> Path:

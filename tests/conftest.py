@@ -5,7 +5,9 @@ constant: it is what PyTorch's own op in the same dtype makes on the same inputs
 """
 
 import collections
+import contextlib
 import copy
+import fcntl
 import itertools
 import math
 import mmap
@@ -16,6 +18,7 @@ import sys
 import textwrap
 import zlib
 from functools import partial
+from pathlib import Path
 
 # Tests run in as many processes as there are cores: a thread that spins while it waits would hold a core that another
 # process needs. libgomp reads this when torch loads it.
@@ -43,6 +46,18 @@ ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
 LENGTHS = (0, 1, 2, 7, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257)
 # Head dimensions of real models, and those that divide by nothing.
 HEAD_DIMS = (8, 16, 32, 64, 80, 96, 128, 192, 256, 512, 1, 7, 33, 65, 100, 511)
+
+
+BUILD = Path(__file__).resolve().parent.parent / "build"
+
+
+@contextlib.contextmanager
+def build_alone():
+    """One who configures or builds in the build folder at a time: another process of this suite may be at it."""
+    BUILD.mkdir(exist_ok=True)
+    with open(BUILD / "tests.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import run_python
+from conftest import build_alone, run_python
 
 pytest.importorskip("kernels")
 ROOT = Path(__file__).resolve().parent.parent
@@ -17,7 +17,8 @@ def hub(tmp_path_factory):
     if not (ROOT / "build" / "CMakeCache.txt").exists():
         pytest.skip("build/ is not configured; make build")
     folder = tmp_path_factory.mktemp("hub")
-    made = subprocess.run([sys.executable, ROOT / "cmake" / "hub.py", folder], capture_output=True, text=True)
+    with build_alone():
+        made = subprocess.run([sys.executable, ROOT / "cmake" / "hub.py", folder], capture_output=True, text=True)
     assert made.returncode == 0, made.stdout + made.stderr
     return folder
 

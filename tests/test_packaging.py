@@ -3,8 +3,6 @@
 Builds go through the build folder of `make`, so that nothing is compiled twice.
 """
 
-import contextlib
-import fcntl
 import os
 import platform
 import re
@@ -18,9 +16,9 @@ from pathlib import Path
 import pytest
 import scikit_build_core
 import torch
+from conftest import BUILD, build_alone
 
 ROOT = Path(__file__).resolve().parent.parent
-BUILD = ROOT / "build"
 TREE = (
     ".gitignore",
     "CMakeLists.txt",
@@ -64,15 +62,6 @@ def header_version():
     return ".".join(re.findall(r"#define GK_VERSION_(?:MAJOR|MINOR|PATCH) (\d+)", header))
 
 
-@contextlib.contextmanager
-def alone():
-    """One build in the build folder at a time: another process of this suite may be at it."""
-    BUILD.mkdir(exist_ok=True)
-    with open(BUILD / "packaging.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
 def borrowing_venv(path):
     """A new environment that sees torch and all else of this one through links, but nothing of gpukern."""
     must(sys.executable, "-m", "venv", "--without-pip", path)
@@ -104,7 +93,7 @@ def copy_of_tree(path):
 @pytest.fixture(scope="module")
 def built():
     """The build folder, up to date with the sources."""
-    with alone():
+    with build_alone():
         must("cmake", "-S", ROOT, "-B", BUILD, f"-DPython_EXECUTABLE={sys.executable}")
         must("cmake", "--build", BUILD, "-j", "2")
     return BUILD
@@ -119,7 +108,7 @@ def pip_wheel(*what, **options):
 @pytest.fixture(scope="module")
 def wheel(built, tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
-    with alone():
+    with build_alone():
         pip_wheel(ROOT, "--wheel-dir", folder)
     [path] = folder.iterdir()
     return path
@@ -198,7 +187,7 @@ def test_wheel_runs_on_the_oldest_torch(manylinux, tmp_path):
 
 def test_editable_install_runs(built, tmp_path):
     python = borrowing_venv(tmp_path / "venv")
-    with alone():
+    with build_alone():
         pip_install(python, "--no-build-isolation", "--editable", ROOT)
     version, file = must(python, "-c", RUN_AN_OP, cwd=tmp_path).split()
     assert version == header_version()
