@@ -43,6 +43,21 @@ def on_gpu(*shape, seed=0, dtype=BF16, std=1.0):
     return randn(generator("cuda", shape, seed), *shape, dtype=dtype, device="cuda", std=std)
 
 
+def in_layout(letter, make, *shape):
+    """A matrix [.., rows, columns] that `make` fills in the order of its storage; T is stored transposed."""
+    *batch, rows, columns = shape
+    return make(*batch, rows, columns) if letter == "N" else make(*batch, columns, rows).mT
+
+
+def integer_operands(gen, layout, batch, m, n, k, dtype):
+    """a [*batch, m, k] and b [*batch, k, n] of small whole numbers, whose products are exact."""
+
+    def make(*shape):
+        return integers(gen, *shape, dtype=dtype).cuda()
+
+    return in_layout(layout[0], make, *batch, m, k), in_layout(layout[1], make, *batch, k, n)
+
+
 def qkv(batch=2, heads=4, heads_kv=2, seq=200, head_dim=64, dtype=BF16, seed=0):
     return (
         on_gpu(batch, heads, seq, head_dim, seed=seed, dtype=dtype),
@@ -713,9 +728,8 @@ def test_ping_pong(dtype, layout):
 
     for m, n, k in ((128, 176, 64), (300, 1000, 200), (2048, 2816, 136), (4000, 4096, 64), (6000, 4224, 512)):
         for batch in ((), (3,)) if m < 2048 else ((),):
-            a = on_gpu(*batch, *((m, k) if layout[0] == "N" else (k, m)), dtype=dtype)
-            b = on_gpu(*batch, *((k, n) if layout[1] == "N" else (n, k)), seed=1, dtype=dtype, std=0.1)
-            a, b = a if layout[0] == "N" else a.mT, b if layout[1] == "N" else b.mT
+            a = in_layout(layout[0], partial(on_gpu, dtype=dtype), *batch, m, k)
+            b = in_layout(layout[1], partial(on_gpu, seed=1, dtype=dtype, std=0.1), *batch, k, n)
             bias, exact = on_gpu(n, seed=2, dtype=dtype), a.double() @ b.double()
             for more in (
                 {},
@@ -748,9 +762,7 @@ def test_clusters_of_1_x_2(dtype, tile, layout):
     m, n, k = 2 * high + 8, (across - 1) * wide + 24, 200
     gen = generator("clusters of 1 x 2", tile)
     for batch in ((), (3,)):
-        a = integers(gen, *batch, *((m, k) if layout[0] == "N" else (k, m)), dtype=dtype).cuda()
-        b = integers(gen, *batch, *((k, n) if layout[1] == "N" else (n, k)), dtype=dtype).cuda()
-        a, b = a if layout[0] == "N" else a.mT, b if layout[1] == "N" else b.mT
+        a, b = integer_operands(gen, layout, batch, m, n, k, dtype)
         with preferred(name, a, b) as plan:
             out = ops.gemm(a, b)
         assert plan["tasks"] == math.prod(batch) * 3 * -(-across // 2) * 2
@@ -800,9 +812,7 @@ def test_few_columns_of_many_rows(dtype, layout):
         (120, 64, 512, False),
     ):
         for batch in ((), (3,)):
-            a = integers(gen, *batch, *((m, k) if layout[0] == "N" else (k, m)), dtype=dtype).cuda()
-            b = integers(gen, *batch, *((k, n) if layout[1] == "N" else (n, k)), dtype=dtype).cuda()
-            a, b = a if layout[0] == "N" else a.mT, b if layout[1] == "N" else b.mT
+            a, b = integer_operands(gen, layout, batch, m, n, k, dtype)
             assert (torch_gpukern.explain("gemm", a, b)["row"] == name) == narrow, (m, n, k)
             exact = a.double() @ b.double()
             assert same_bits(ops.gemm(a, b), exact.to(dtype))
@@ -829,9 +839,7 @@ def test_splits_of_k(tile, layout):
         (2600, 4000, 1544),
     ):
         for batch in ((), (2,)) if k < 2000 else ((),):
-            a = integers(gen, *batch, *((m, k) if layout[0] == "N" else (k, m)), dtype=BF16).cuda()
-            b = integers(gen, *batch, *((k, n) if layout[1] == "N" else (n, k)), dtype=BF16).cuda()
-            a, b = a if layout[0] == "N" else a.mT, b if layout[1] == "N" else b.mT
+            a, b = integer_operands(gen, layout, batch, m, n, k, BF16)
             bias = integers(gen, n, dtype=BF16).cuda()
             exact = a.double() @ b.double()
             for more in ({}, {"bias": bias, "activation": "relu"}):

@@ -58,7 +58,7 @@ __device__ __forceinline__ PagedSequence paged_sequence(const Paged &p, int b) {
     s.rows = min(seq_q, p.seq_q);
     s.diagonal = s.seq_k - seq_q;
     s.span = span_make(s.seq_k, s.diagonal, p.rules.left, p.rules.right);
-    if (p.rules.kv_start) s.span.key_lo = min(max(p.rules.kv_start[b * p.rules.start_step], 0), s.seq_k);
+    span_start(s.span, p.rules, b, s.seq_k);
     return s;
 }
 

@@ -65,6 +65,10 @@ struct Sequence {
     Span span;
 };
 
+__device__ __forceinline__ void span_start(Span &span, const Rules &rules, int b, int seq_k) {
+    if (rules.kv_start) span.key_lo = min(max(rules.kv_start[b * rules.start_step], 0), seq_k);
+}
+
 __device__ __forceinline__ Sequence sequence_of(const Problem &p, int b) {
     Sequence s;
     if (p.cu_q) {
@@ -82,7 +86,7 @@ __device__ __forceinline__ Sequence sequence_of(const Problem &p, int b) {
         s.diagonal = p.rules.q_start ? p.rules.q_start[b * p.rules.q_start_step] : p.rules.diagonal;
     }
     s.span = span_make(s.seq_k, s.diagonal, p.rules.left, p.rules.right);
-    if (p.rules.kv_start) s.span.key_lo = min(max(p.rules.kv_start[b * p.rules.start_step], 0), s.seq_k);
+    span_start(s.span, p.rules, b, s.seq_k);
     if (p.rules.kv_end) s.span.key_hi = min(max(p.rules.kv_end[b * p.rules.end_step], 0), s.seq_k);
     s.span.key_hi = max(s.span.key_hi, s.span.key_lo);
     return s;

@@ -66,7 +66,7 @@ inline Clusters clusters_of(const gk_cuda_instance *row, const gk_gpu *gpu, cons
 /* Time of a row. */
 struct Estimate {
     double us;
-    int64_t whole; /* tiles of clusters that are not halved along k */
+    int64_t halved; /* tiles of clusters, those of the last wave: halved along k */
 };
 
 /* The longest of a tile's products, of its copies into the SM and of those of all `blocks` at once out of L2; two that take as
@@ -101,18 +101,18 @@ inline Estimate estimate_of(const gk_cuda_instance *row, const gk_gpu *gpu, cons
     if (is(row, PING_PONG))
         return {(double)(last > 0 ? waves : waves - 1) * ((full_us > TURN_US ? full_us : TURN_US) + TILE_US) + last_us +
                     ALONE_US + launch_us,
-                all};
+                0};
     const double store_us = TILE_US + size * (STORE_US + (parts > 2 ? TRADE4_US : parts > 1 ? TRADE_US : 0));
     const double results = (double)p.m * (double)p.n * (double)p.batch;
     const double curve_us = p.epilogue.activation > GK_ACT_RELU ? CURVE_US * results / (128 * 256 * gpu->num_sms) : 0;
     const double before_us = (double)waves * (full_us + store_us) + launch_us + curve_us;
-    if (last == 0) return {before_us, all};
+    if (last == 0) return {before_us, 0};
     if (is(row, HALVES) && may_halve((int)bm, (int)bn, mode == (A_ALONG_M | B_ALONG_N)) && 2 * last <= most) {
         const double halves_us =
             tile_us(products_us / 2, (a + b) / 2, (a + b) / 2, (double)(4 * last)) + HALVES_US + HALVES_SUM_US * size;
-        if (halves_us < last_us) return {before_us + halves_us + store_us, all - last};
+        if (halves_us < last_us) return {before_us + halves_us + store_us, last};
     }
-    return {before_us + last_us + store_us, all};
+    return {before_us + last_us + store_us, 0};
 }
 
 /* ---- operands -------------------------------------------------------------------------------------------------- */
@@ -190,15 +190,15 @@ struct HopperPlan {
 };
 
 /* By this row, whose operands are found. */
-inline bool plan_row(const gk_cuda_instance *row, const gk_gpu *gpu, gk_plan *to) {
+inline bool plan_row(const gk_cuda_instance *row, const gk_gpu *gpu, int64_t halved, gk_plan *to) {
     HopperPlan &own = gk_own<HopperPlan>(to);
     GemmProblem &p = own.operands.p;
     const Clusters clusters = clusters_of(row, gpu, p);
     p.tiles_m = clusters.tiles_m, p.tiles_n = clusters.tiles_n, own.in_row = clusters.in_row;
     p.group = GROUP_HEIGHT_SM90 / (row->key[KEY_BM] * (own.in_row ? 1 : row->key[KEY_TILES])), p.splits = 1;
     const int64_t tiles = (int64_t)p.tiles_m * p.tiles_n * p.batch, most = most_clusters(row, gpu);
-    own.whole = (unsigned)estimate_of(row, gpu, p, own.operands.mode).whole;
-    const int64_t tasks = 2 * tiles - own.whole;
+    own.whole = (unsigned)(tiles - halved);
+    const int64_t tasks = tiles + halved;
     own.clusters = (unsigned)(tasks * LEAST_IDLE < most ? tasks : most);
     to->kernel = row;
     to->tile[0] = row->key[KEY_BM], to->tile[1] = row->key[KEY_BN], to->tile[2] = row->key[KEY_BK];
@@ -217,7 +217,8 @@ inline bool plan_hopper_row(const gk_cuda_instance *row, const gk_context *ctx, 
     Operands &o = gk_own<HopperPlan>(to).operands;
     o.p = problem_of(gemm_problem_of(args), swapab);
     if (!operands_of(row->dtype, swapab, &o) || (is(row, PING_PONG) && !ping_pong_fits(o.p, row->dtype))) return false;
-    return (tf32 || !swapab || o.p.n <= row->key[KEY_BN]) && plan_row(row, gpu, to);
+    return (tf32 || !swapab || o.p.n <= row->key[KEY_BN]) &&
+           plan_row(row, gpu, estimate_of(row, gpu, o.p, o.mode).halved, to);
 }
 
 /* By the row of least time among those that fit the GPU; small M, or few columns: the smallest of those rows that holds them; tf32: a swap-AB one
@@ -240,7 +241,7 @@ inline bool plan_hopper(const gk_cuda_table *const *schedules, int num_schedules
     if (!operands_of(args->a.dtype, swapab, &o)) return false;
     const bool may_turn = ping_pong_fits(o.p, args->a.dtype);
     const gk_cuda_instance *best = NULL;
-    double best_us = 1e31;
+    Estimate least = {1e31, 0};
     for (int s = 0; s < num_schedules; ++s)
         for (const gk_cuda_instance *r = schedules[s]->instances;
              r < schedules[s]->instances + schedules[s]->num_instances; ++r) {
@@ -248,11 +249,12 @@ inline bool plan_hopper(const gk_cuda_table *const *schedules, int num_schedules
             if (is(r, SWAPAB) != swapab || (few && p.m > r->key[KEY_BN])) continue;
             if (is(r, NARROW) != narrow || (narrow && p.n > r->key[KEY_BN])) continue;
             if (is(r, PING_PONG) && !may_turn) continue;
-            const double us = few || narrow ? r->key[KEY_BN] : estimate_of(r, gpu, o.p, o.mode).us + copies_us(o);
-            if (us < best_us) best = r, best_us = us;
+            const Estimate found =
+                few || narrow ? Estimate{(double)r->key[KEY_BN], 0} : estimate_of(r, gpu, o.p, o.mode);
+            if (found.us < least.us) best = r, least = found;
         }
     if (!best) return false;
-    const double us = few || narrow ? swapab_us(p) + copies_us(o) : best_us;
+    const double us = (few || narrow ? swapab_us(p) : least.us) + copies_us(o);
     if (narrow && o.copied[0])
         return false; /* a is nearly all that is read: a kernel that reads it as it lies is faster */
     if (o.bytes > 0 && !worth_while(gpu, args->a.dtype, p, o, few, us)) return false;
@@ -261,7 +263,7 @@ inline bool plan_hopper(const gk_cuda_table *const *schedules, int num_schedules
     if (tf32 && us < FEW_TILES_US && gk_gemm_sm80_table.plan(ctx, arguments, &other) && other.us + SM80_US < us)
         return false;
     to->us = us;
-    return plan_row(best, gpu, to);
+    return plan_row(best, gpu, least.halved, to);
 }
 
 /* plan of the tables that gemm_sm90a's covers. */

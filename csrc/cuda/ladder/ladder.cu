@@ -68,25 +68,14 @@ const gk_ladder_rung rungs[] = {
      6, 80},
 };
 const int32_t num_rungs = sizeof rungs / sizeof rungs[0];
-LadderRun *const runs[] = {ladder_naive,
-                           ladder_coalesced,
-                           ladder_shared,
-                           ladder_registers,
-                           ladder_vectorised,
-                           ladder_mma,
-                           NULL,
-                           ladder_wgmma,
-                           ladder_cluster,
-                           ladder_persistent,
-                           ladder_overlap,
-                           ladder_raster,
-                           NULL,
-                           ladder_column,
-                           ladder_warp_tile,
-                           ladder_wmma,
-                           ladder_double_buffer}; /* NULL: a row of the library */
+LadderRun *const
+    runs[] = {ladder_naive,  ladder_coalesced, ladder_shared,  ladder_registers,    ladder_vectorised, ladder_mma,
+              NULL,          ladder_wgmma,     ladder_cluster, ladder_persistent,   ladder_overlap,    ladder_raster,
+              NULL, /* a row of the library */
+              ladder_column, ladder_warp_tile, ladder_wmma,    ladder_double_buffer};
 static_assert(sizeof runs / sizeof runs[0] == num_rungs, "a launcher for each rung");
 
+/* NULL: of tensor cores */
 LadderRunF32 *const runs_f32[num_rungs] = {ladder_naive,
                                            ladder_coalesced,
                                            ladder_shared,
