@@ -415,7 +415,8 @@ template <int ROWS, int D> static void check_dq() {
     for (int thread = 0; thread < 256; ++thread)
         for (int e = 0; e < N / 2; ++e) {
             const int block = thread / 32, warpgroup = thread / 128;
-            for (int rank = 0; rank < (D > 128 ? 2 : 1); ++rank) { /* the wide kernel: a pair of blocks, 64 of d a warpgroup */
+            for (int rank = 0; rank < (D > 128 ? 2 : 1);
+                 ++rank) { /* the wide kernel: a pair of blocks, 64 of d a warpgroup */
                 const int b = 8 * rank + block;
                 if (b >= BLOCKS) continue;
                 const coord d = wgmma_d(block % 4, thread % 32, e); /* row of d, column of rows */
