@@ -63,7 +63,8 @@ class Block:
             "peer ds": [Place("dS of the other block") for _ in range(2)],
         }
         self.p = [Place("P") for _ in range(WARPS)]
-        self.p_ready, self.both, self.ds_ready = Sync(2 * WARPS), Sync(2 * WARPS), [Sync(WARPS + 1) for _ in range(2)]
+        self.p_ready, self.ds_ready, self.own_ds = Sync(2 * WARPS), Sync(2 * WARPS), Sync(WARPS)
+        self.ds_sent = [Sync(WARPS + 1) for _ in range(2)]
         self.products, self.issued, self.done = [[], []], [[0] * WARPS, [0] * WARPS], [0, 0]
 
     def agents(self):
@@ -109,7 +110,7 @@ class Block:
     def send(self):
         for n in range(self.steps):
             if self.k.broken != "sent before it is stored":
-                yield self.ds_ready[n % 2].arrive()
+                yield self.ds_sent[n % 2].arrive()
             self.peer_ring.fill(n, 1)
             self.place("ds", n).read(n, 1)
             self.events.append((self.sent, n))
@@ -168,10 +169,9 @@ class Block:
             if self.k.broken != "dO not awaited":
                 yield self.o_ring.is_full(n)
             self.issue(WEIGHTS, w, "dv", n)
-            if self.k.broken == "no meeting":
-                self.both.arrive()
-            else:
-                yield self.both.arrive()
+            waits = self.ds_ready.arrive()
+            if self.k.broken != "dS not awaited":
+                yield waits
             yield from self.make_dq(WEIGHTS, w, n)
 
     def gradients(self, w):
@@ -190,8 +190,11 @@ class Block:
             yield None
             self.p[w].read(n, -1)
             self.place("ds", n).write(n, w)
-            self.ds_ready[n % 2].arrive()
-            yield self.both.arrive()
+            self.ds_sent[n % 2].arrive()  # bar.arrive, as the next
+            self.ds_ready.arrive()
+            waits = self.own_ds.arrive()
+            if self.k.broken != "own dS not awaited":
+                yield waits
             self.issue(GRADIENTS, w, "dk", n)
             yield from self.make_dq(GRADIENTS, w, n)
 
@@ -220,7 +223,8 @@ BROKEN = {  # rule -> what may then go wrong first
     "the other dS not awaited": f"{OTHER}|{OVERWRITTEN}",
     "released before dQ": f"{OVERWRITTEN}|{OTHER}",
     "dO not awaited": f"{OTHER}|{OVERWRITTEN}",
-    "no meeting": f"{OTHER}|{OVERWRITTEN}",
+    "dS not awaited": f"{OTHER}|{OVERWRITTEN}",
+    "own dS not awaited": f"{OTHER}|{OVERWRITTEN}",
     "P not awaited": OTHER,
     "left alone": "has left is reached",
 }

@@ -17,9 +17,12 @@
 
 /* Named barriers of a block; 0 is __syncthreads. */
 enum {
-    BAR_CONSUMERS = 1,
-    BAR_P = 2, /* a pair: P is stored */
-    BAR_DS = 3 /* and 4, of steps in turn; a pair: dS is stored */
+    BAR_CONSUMERS = 1, /* both warpgroups */
+    /* of a pair; one warpgroup arrives, the other waits */
+    BAR_P = 2,      /* warpgroup 0 has stored P */
+    BAR_DS = 3,     /* warpgroup 1 has stored dS: for warpgroup 0 */
+    BAR_OWN_DS = 4, /* for itself */
+    BAR_SENT_DS = 5 /* and 6, of steps in turn; for send_ds */
 };
 
 /* ---- 1. parameters and shared memory -------------------------------------------------------------------- */
@@ -229,7 +232,7 @@ __device__ __forceinline__ void send_ds(const BwdHopperParams &x, const BwdWork 
     const unsigned peer = w.rank ^ 1;
 #pragma unroll 1
     for (int n = 0; n < steps; ++n) {
-        bar_sync(BAR_DS + (n & 1), 128 + 32);
+        bar_sync(BAR_SENT_DS + (n & 1), 128 + 32);
         if (laneid() == 0) {
             const int at = (n & 1) * S::Scores::bytes;
             const smem_addr full_s = smem_s + S::peer_full(n);

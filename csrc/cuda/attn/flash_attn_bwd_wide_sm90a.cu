@@ -14,8 +14,7 @@
  *   issue S^T;  wait for it                                issue dP^T;  wait for it
  *   P^T, also to shared memory                             wait for P^T
  *   issue dV                                               dS^T, also to shared memory, and from there to the other block
- *   ------------------------------ barrier of both: dS^T is whole ------------------------------
- *   issue dQ of its own keys                               issue dK, dQ of its own keys
+ *   wait for dS^T;  issue dQ of its own keys               issue dK, dQ of its own keys
  *   wait for dS^T of the other block;  issue dQ of its keys
  *   wait for dQ, add it to memory                          likewise
  *
@@ -186,7 +185,7 @@ template <class T, class Tile_, bool MODIFIED, bool ORDERED_> struct BwdWideCons
             bar_arrive(BAR_P, 256);
             k.o_ring().wait_full(n);
             issue_sum(p, k.o(n));
-            bar_sync(BAR_CONSUMERS, 256); /* dS is whole */
+            bar_sync(BAR_DS, 256);
             make_dq(k, x.g, n, steps, tile);
         }
     }
@@ -203,12 +202,13 @@ template <class T, class Tile_, bool MODIFIED, bool ORDERED_> struct BwdWideCons
             wgmma_wait_group<0>();
             wgmma_pin(dp);
             if (k.signals) mbarrier_arrive(k.o_ring().empty(n));
-            bar_sync(BAR_P, 256);
+            bar_sync(BAR_P, 256); /* and warpgroup 0 is through with dS of two steps before */
             make_ds(ds, dp, k.own_p(), own_stats<Tile>(k.smem_s, n) + BQ * 4);
             store_ds(k.ds(n), ds);
             fence_proxy_async();
-            bar_arrive(BAR_DS + (n & 1), 128 + 32); /* send_ds */
-            bar_sync(BAR_CONSUMERS, 256); /* dS is whole; and nobody reads dS of two steps before, or P, any more */
+            bar_arrive(BAR_SENT_DS + (n & 1), 128 + 32);
+            bar_arrive(BAR_DS, 256); /* warpgroup 0 stores the next P only after it, when this one is read */
+            bar_sync(BAR_OWN_DS, 128);
             issue_sum(ds, k.q(n));
             make_dq(k, x.g, n, steps, tile);
         }
