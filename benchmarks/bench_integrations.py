@@ -143,7 +143,12 @@ def graphed(call: Callable[[], object], device: str) -> Callable[[], object]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    return graph.replay
+
+    def replay(owner=call):
+        """The graph holds addresses alone: the call keeps its cache and inputs alive."""
+        graph.replay()
+
+    return replay
 
 
 class Bench:
