@@ -292,6 +292,57 @@ def test_lora_step_is_that_of_merged_weights(bench):
         assert len(grads) == 2 * 4 * config.layers and all(g.abs().max() > 0 for g in grads)
 
 
+def test_rows_that_are_not_asked_for_are_not_made(bench, monkeypatch, capsys):
+    """A model of 1.0e9 weights takes seconds to make; --layers cuts it, and the label says so."""
+    module, harness = bench("bench_model"), bench("harness")
+
+    class Device(FakeDevice):
+        kind, device = "cuda", torch.device("cpu")
+        name = driver = str
+
+        def peaks(self):
+            return {"bf16": 1.0, "read": 1.0}
+
+    made = []
+
+    def large_case(label, prefill, device, config):
+        group, row = module.large_row(label, prefill)
+        made.append((group, row, config.layers))
+        return fake_case(harness, group=group, label=row + module.depth(config))
+
+    monkeypatch.setattr(module, "large_case", large_case)
+    for name in ("gradient_case", "decode_case", "lora_case"):
+        monkeypatch.setattr(module, name, None)
+    monkeypatch.setattr(module, "open_device", lambda kind: Device())
+    command = ["bench_model.py", "--device", "cuda", "--quick", "--layers", "3", "--only", "large"]
+    monkeypatch.setattr(sys, "argv", [*command, "--rows", "8192 tokens, compiled", "2048 tokens, compiled"])
+    module.main()
+    assert made == [
+        ("large, prefill", "8192 tokens, compiled", 3),
+        ("large, gradient step", "4 x 2048 tokens, compiled", 3),
+    ]
+    assert "4 x 2048 tokens, compiled, 3 layers" in capsys.readouterr().out
+
+
+def test_a_slow_first_call_is_told_of(bench, monkeypatch, capsys):
+    harness = bench("harness")
+    monkeypatch.setattr(harness, "SLOW_FIRST_CALL", -1.0)
+    harness.able(fake_case(harness, peers={"other": lambda x: 3.0}), (torch.ones(1),), FakeDevice())
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [f"group 8: the first call of {name} took 0 s" for name in ("gpukern", "other")]
+
+
+@pytest.mark.parametrize("prefill", (0, 12))
+def test_a_large_row_computes_what_its_reference_does(bench, monkeypatch, prefill):
+    module = bench("bench_model")
+    monkeypatch.setattr(module, "LARGE_SEQ", 16)
+    config = module.Config(context=16, layers=2, dim=64, heads_q=2, heads_kv=1, head_dim=32, hidden=96)
+    case = module.large_case("eager", prefill, torch.device("cpu"), config)
+    inputs = case.make()
+    for step in (case.ours, case.peers["torch built-ins"]):
+        assert bench("harness").relative_error(case.compare(step(*inputs)), case.reference(*inputs)) < 0.03
+
+
 def test_a_run_of_every_instance_is_judged(bench):
     """Chosen and best beside cuBLAS, and the choice that loses the most first."""
     module = bench("gemm_instances")
