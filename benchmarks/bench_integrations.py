@@ -18,13 +18,18 @@ Where transformers is not installed, carry its wheels: with pip of the same Pyth
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import statistics
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
+from harness import rounded
 
 from torch_gpukern.integrations import transformers as integration
 
@@ -143,7 +148,21 @@ def graphed(call: Callable[[], object], device: str) -> Callable[[], object]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    return graph.replay
+
+    def replay(kept=call) -> None:  # the cache that the graph reads is the call's: whoever replays keeps it
+        graph.replay()
+
+    return replay
+
+
+def driver_of(device: str) -> str:
+    if device == "cpu":
+        return ""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader,nounits", "-i", "0"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 class Bench:
@@ -168,7 +187,7 @@ class Bench:
             logits[name] = None if out is None else out.detach().float()
             if graph:
                 calls[name] = graphed(calls[name], self.device)
-        row = {"family": family, "what": what, "peer": peer}
+        row = {"family": family, "step": what, "peer": peer}
         ours, theirs = logits["gpukern"], logits[peer]
         if ours is not None:
             row["differs"] = ((ours - theirs).abs().max() / theirs.abs().max()).item()
@@ -259,40 +278,52 @@ class Bench:
         self.compare(family, f"{what}{', graph' if graph else ''}", model, run, graph)
 
 
+def command_line(args: argparse.Namespace) -> str:
+    """What to type for these rows again; where they went is nobody's concern."""
+    words = ["python benchmarks/bench_integrations.py", "--device", args.device, "--seconds", f"{args.seconds:g}"]
+    return " ".join(words + (["--only", *args.only] if args.only != list(families(SMALL)) else []))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", nargs="+", choices=list(families(SMALL)), default=list(families(SMALL)))
     parser.add_argument("--seconds", type=float, default=1.0, help="for each row")
-    parser.add_argument("--json", help="where the rows go")
+    parser.add_argument("--json", type=Path, help="where the rows go, each as soon as it is measured")
     args = parser.parse_args()
     integration.register()
     bench = Bench(args.device, args.seconds)
-    name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
-    print(
-        f"{name}; torch {torch.__version__}; transformers {transformers.__version__}; {bench.dtype}; ms; ratio > 1: ours is faster"
-    )
+    stamp = {
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else "CPU",
+        "driver": driver_of(args.device),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "date": datetime.date.today().isoformat(),
+        "command": command_line(args),
+        "dtype": str(bench.dtype).removeprefix("torch."),
+    }
+    print("; ".join(stamp.values()) + "; ms; ratio > 1: ours is faster")
     started = time.perf_counter()
     for family in args.only:
         model = build(family, bench.size, args.device, bench.dtype)
-        steps = [bench.prefill, bench.training]
+        steps = {"prefill": bench.prefill, "training step": bench.training}
         if family == "llama":
-            steps += [bench.padded, lambda f, m: bench.static(f, m, graph=False)]
+            steps |= {"left-padded": bench.padded, "decode": lambda f, m: bench.static(f, m, graph=False)}
             if args.device == "cuda":
-                steps.append(lambda f, m: bench.static(f, m, graph=True))
-        for step in steps:
+                steps["decode, graph"] = lambda f, m: bench.static(f, m, graph=True)
+        for name, step in steps.items():
             try:
                 step(family, model)
             except (RuntimeError, ValueError, TypeError) as error:  # one row less, and the others
-                bench.rows.append({"family": family, "failed": str(error)[:300]})
-                print(f"{family:12} failed: {type(error).__name__}: {str(error).splitlines()[0][:200]}", flush=True)
+                bench.rows.append({"family": family, "step": name, "failed": str(error)[:300]})
+                words = str(error).splitlines()[0][:200]
+                print(f"{family:12} {name:28} failed: {type(error).__name__}: {words}", flush=True)
+            if args.json:
+                args.json.write_text(json.dumps({**stamp, "rows": rounded(bench.rows)}, indent=1) + "\n")
         del model
         if args.device == "cuda":
-            torch.cuda.empty_cache()
+            torch.cuda.empty_cache()  # raises where a kernel has failed: nothing measured after it would count
     print(f"{time.perf_counter() - started:.0f} s")
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump({"device": name, "torch": torch.__version__, "rows": bench.rows}, file, indent=1)
 
 
 if __name__ == "__main__":

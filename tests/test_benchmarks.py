@@ -1,6 +1,7 @@
 """What the benchmarks say: against whom a ratio is, and where a row stands in a plot."""
 
 import importlib.machinery
+import json
 import os
 import sys
 
@@ -18,6 +19,7 @@ def bench(monkeypatch):
     for name in (
         "bench_flash_attn",
         "bench_gemm",
+        "bench_integrations",
         "bench_model",
         "gemm_random",
         "shapes",
@@ -341,6 +343,67 @@ def test_a_large_row_computes_what_its_reference_does(bench, monkeypatch, prefil
     inputs = case.make()
     for step in (case.ours, case.peers["torch built-ins"]):
         assert bench("harness").relative_error(case.compare(step(*inputs)), case.reference(*inputs)) < 0.03
+
+
+def test_a_captured_step_keeps_what_its_graph_reads(bench, monkeypatch):
+    """The static cache is the step's own: its memory must not go to others before the last replay."""
+    import contextlib
+    import gc
+    import types
+    import weakref
+
+    module = bench("bench_integrations")
+    replays = []
+    stream = types.SimpleNamespace(wait_stream=lambda other: None)
+    cuda = types.SimpleNamespace(
+        Stream=lambda: stream,
+        current_stream=lambda: stream,
+        stream=lambda stream: contextlib.nullcontext(),
+        graph=lambda graph: contextlib.nullcontext(),
+        CUDAGraph=lambda: types.SimpleNamespace(replay=lambda: replays.append(1)),
+    )
+    monkeypatch.setattr(module, "torch", types.SimpleNamespace(cuda=cuda))
+    cache = torch.zeros(1)
+    there = weakref.ref(cache)
+    replay = module.graphed(lambda cache=cache: cache, "cuda")
+    del cache
+    gc.collect()
+    replay()
+    assert replays == [1] and there() is not None
+    del replay
+    gc.collect()
+    assert there() is None
+
+
+def test_integrations_store_each_row_as_it_comes(bench, monkeypatch, tmp_path):
+    """A step that fails leaves the others, under its name."""
+    module = bench("bench_integrations")
+
+    def failing(self, family, model):
+        raise RuntimeError("no\nmore")
+
+    monkeypatch.setattr(module.Bench, "training", failing)
+    file = tmp_path / "rows.json"
+    command = [
+        "bench_integrations.py",
+        "--device",
+        "cpu",
+        "--only",
+        "mistral",
+        "--seconds",
+        "0.01",
+        "--json",
+        str(file),
+    ]
+    monkeypatch.setattr(sys, "argv", command)
+    module.main()
+    stored = json.loads(file.read_text())
+    assert stored["torch"] == torch.__version__ and stored["command"].endswith(
+        "--device cpu --seconds 0.01 --only mistral"
+    )
+    prefill, training = stored["rows"]
+    assert prefill["step"] == "prefill 2 x 128" and prefill["differs"] < 1e-5 and prefill["ratio"] > 0
+    assert training == {"family": "mistral", "step": "training step", "failed": "no\nmore"}
 
 
 def test_a_run_of_every_instance_is_judged(bench):
