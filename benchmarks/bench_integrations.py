@@ -22,7 +22,6 @@ import datetime
 import json
 import statistics
 import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable
