@@ -148,7 +148,8 @@ def graphed(call: Callable[[], object], device: str) -> Callable[[], object]:
     with torch.cuda.graph(graph):
         call()
 
-    def replay(kept=call) -> None:  # the cache that the graph reads is the call's: whoever replays keeps it
+    def replay(owner=call):
+        """The graph holds addresses alone: the call keeps its cache and inputs alive."""
         graph.replay()
 
     return replay
