@@ -119,8 +119,8 @@ def test_arguments_come_by_the_schema_of_this_torch():
     ours = sdpa._forward_cpu
     known = "Tensor query, Tensor key, Tensor value, float dropout_p=0., bool is_causal=False"
     assert sdpa._as_torch_calls(ours, schema_of(f"{known}, *, float? scale=None")) is ours
-    turned = "Tensor query, Tensor value, Tensor key, bool is_causal=False, float dropout_p=0., int num_splits=0"
-    call = sdpa._as_torch_calls(ours, schema_of(turned))
+    swapped = "Tensor query, Tensor value, Tensor key, bool is_causal=False, float dropout_p=0., int num_splits=0"
+    call = sdpa._as_torch_calls(ours, schema_of(swapped))
     assert all(map(same_bits, call(q, v, k, True), ours(q, k, v, 0.0, True)))
     assert call(q, v, k, True, 0.5) is None and call(q, v, k, True, 0.0, 3) is None
     assert ours(q, k, v, 0.0, True, 3) is None and ours(q, k, v, block_table=q) is None
