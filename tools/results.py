@@ -370,12 +370,12 @@ def _milliseconds(row: dict, side: str) -> str:
 
 
 def integrations_table(runs: list[dict]) -> str:
-    """What bench_integrations.py stored, a table for each run; `differs` only where the step gives logits."""
+    """What bench_integrations.py stored, a table for each run; errors only where the step gives logits."""
     parts = []
     for run in runs:
         driver = [f"driver {run['driver']}"] if run["driver"] else []
         said = [run["device"], *driver, f"torch {run['torch']}", f"transformers {run['transformers']}", run["date"]]
-        head = ["model", "step", "gpukern, ms", "peer, ms", "ratio", "logits differ by, of the largest"]
+        head = ["model", "step", "gpukern, ms", "peer, ms", "ratio", "error, the peer's"]
         said = "; ".join([*said, f"`{run['command']}`"]) + "." + (f" Note: {run['note']}." if run.get("note") else "")
         lines = [said, "", _line(head), _rule(head)]
         for row in run["rows"]:
@@ -388,7 +388,7 @@ def integrations_table(runs: list[dict]) -> str:
                 _milliseconds(row, "ours"),
                 f"{row['peer']} {_milliseconds(row, 'peer')}",
             ]
-            cells += [f"{row['ratio']:.2f}x", f"{row['differs']:.0e}" if "differs" in row else ""]
+            cells += [f"{row['ratio']:.2f}x", f"{row['error']:.1e}, {row['peer_error']:.1e}" if "error" in row else ""]
             lines.append(_line(cells))
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
