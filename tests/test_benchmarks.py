@@ -403,7 +403,7 @@ def test_integrations_store_each_row_as_it_comes(bench, monkeypatch, tmp_path):
     )
     prefill, training = stored["rows"]
     assert (
-        prefill["step"] == "prefill 2 x 128" and max(prefill["error"], prefill["peer_error"]) < 1e-5 < prefill["ratio"]
+        prefill["step"] == "prefill 2 x 128" and max(prefill["worst"], prefill["peer_worst"]) < 1e-5 < prefill["ratio"]
     )
     assert training == {"family": "mistral", "step": "training step", "failed": "no\nmore"}
 

@@ -25,15 +25,18 @@ def hub(tmp_path_factory):
 
 
 def test_metadata(hub):
+    """Of the build's own variant, and of the one for a torch without CUDA."""
     from kernels._rust import Digest, DigestAlgorithm, Metadata
 
-    [variant] = (hub / "build").iterdir()
-    metadata = Metadata.read_from_file(variant / "metadata.json")
-    backend = variant.name.removeprefix("torch-stable-abi210-").split("-")[0]
-    assert metadata.id.startswith(f"_gpukern_{backend}_") and metadata.license == "BSD-3-Clause"
-    metadata.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, variant))
-    if backend != "cpu":
-        assert json.loads((variant / "metadata.json").read_text())["backend"]["archs"] == ["8.0", "9.0a"]
+    built = (ROOT / "build" / "hub_backend").read_text().split(" ")[0]
+    variants = {v.name.removeprefix("torch-stable-abi210-").split("-")[0]: v for v in (hub / "build").iterdir()}
+    assert set(variants) == {built, "cpu"}
+    for backend, variant in variants.items():
+        metadata = Metadata.read_from_file(variant / "metadata.json")
+        assert metadata.id.startswith(f"_gpukern_{backend}_") and metadata.license == "BSD-3-Clause"
+        metadata.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, variant))
+        about = json.loads((variant / "metadata.json").read_text())["backend"]
+        assert about == ({"type": "cpu"} if backend == "cpu" else {"type": "cuda", "archs": ["8.0", "9.0a"]})
 
 
 def test_the_variant_of_a_cuda_build(monkeypatch, tmp_path):
@@ -55,7 +58,8 @@ def test_the_variant_of_a_cuda_build(monkeypatch, tmp_path):
     namespaces = []
     monkeypatch.setattr(hub, "build", lambda namespace: namespaces.append(namespace) or build / "libgpukern_hub.so")
     machine, system = hub.platform.machine(), hub.platform.system().lower()
-    variant = hub.make(tmp_path / "hub")
+    variant, other = hub.make(tmp_path / "hub")
+    assert other.name == f"torch-stable-abi210-cpu-{machine}-{system}" and namespaces[1].startswith("_gpukern_cpu_")
     assert variant == tmp_path / "hub" / "build" / f"torch-stable-abi210-cu130-{machine}-{system}"
     assert (variant / "libgpukern_torch.so").read_bytes() == b"a library"
     assert f'NAMESPACE = "{namespaces[0]}"' in (variant / "_library.py").read_text()
@@ -82,9 +86,6 @@ def module_of_hub():
 
 def test_loads_beside_the_package(hub):
     """Either first; functions, gradients, compiled code, errors and registered names of each are its own."""
-    [variant] = (hub / "build").iterdir()
-    if "-cpu-" not in variant.name:
-        pytest.skip("a build with CUDA is for a torch with CUDA, which the kernels package asks for")
     for first in ("kernel", "package"):
         run_python(f"""
             import pathlib, torch, torch.nn.functional as F
@@ -124,9 +125,6 @@ def test_loads_beside_the_package(hub):
 
 def test_transformers_route(hub):
     """As an attention of transformers by a repository's name: logits, generate, continuous batching."""
-    [variant] = (hub / "build").iterdir()
-    if "-cpu-" not in variant.name:
-        pytest.skip("a build with CUDA is for a torch with CUDA, which the kernels package asks for")
     pytest.importorskip("transformers")
     run_python(
         """

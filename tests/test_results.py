@@ -31,12 +31,23 @@ def test_the_table_of_models_is_that_of_the_stored_runs():
         for row in run["rows"]:
             assert "failed" in row or abs(row["ratio"] * row["ours_ms"] / row["peer_ms"] - 1) < 0.03, row
     row = {"family": "llama", "step": "prefill", "peer": "sdpa", "ours_ms": 1.5, "peer_ms": 3.0, "ratio": 2.0}
-    rows = [row, row | {"error": 0.0151, "peer_error": 0.02, "ours_spread": 0.25, "peer_spread": 0.5}]
+    rows = [
+        row,
+        row
+        | {
+            "error": 0.0151,
+            "peer_error": 0.02,
+            "worst": 0.1,
+            "peer_worst": 0.3,
+            "ours_spread": 0.25,
+            "peer_spread": 0.5,
+        },
+    ]
     rows.append({"family": "llama", "step": "decode", "failed": "a | b"})
     table = tool.integrations_table([runs[0] | {"rows": rows}])
-    assert "| llama | prefill | 1.5 | sdpa 3 | 2.00x |  |" in table
+    assert "| llama | prefill | 1.5 | sdpa 3 | 2.00x |  |  |" in table
     assert (
-        "| llama | prefill | 1.5 +- 0.25 | sdpa 3 +- 0.5 | 2.00x | 1.5e-02, 2.0e-02 |\n| llama | decode | failed |"
+        "| llama | prefill | 1.5 +- 0.25 | sdpa 3 +- 0.5 | 2.00x | 1.5e-02, 2.0e-02 | 1.0e-01, 3.0e-01 |\n| llama | decode | failed |"
         in table
     )
 

@@ -369,18 +369,24 @@ def _milliseconds(row: dict, side: str) -> str:
     return f"{row[f'{side}_ms']:.4g}{spread}"
 
 
+def _errors(row: dict) -> list[str]:
+    """Of the middle token and of the worst, ours and the peer's."""
+    pairs = [(row.get(name), row.get(f"peer_{name}")) for name in ("error", "worst")]
+    return ["" if ours is None else f"{ours:.1e}, {theirs:.1e}" for ours, theirs in pairs]
+
+
 def integrations_table(runs: list[dict]) -> str:
     """What bench_integrations.py stored, a table for each run; errors only where the step gives logits."""
     parts = []
     for run in runs:
         driver = [f"driver {run['driver']}"] if run["driver"] else []
         said = [run["device"], *driver, f"torch {run['torch']}", f"transformers {run['transformers']}", run["date"]]
-        head = ["model", "step", "gpukern, ms", "peer, ms", "ratio", "error, the peer's"]
+        head = ["model", "step", "gpukern, ms", "peer, ms", "ratio", "error, the peer's", "worst token"]
         said = "; ".join([*said, f"`{run['command']}`"]) + "." + (f" Note: {run['note']}." if run.get("note") else "")
         lines = [said, "", _line(head), _rule(head)]
         for row in run["rows"]:
             if "failed" in row:
-                lines.append(_line([row["family"], row["step"], "failed", "", "", ""]))
+                lines.append(_line([row["family"], row["step"], "failed", *[""] * 4]))
                 continue
             cells = [
                 row["family"],
@@ -388,7 +394,7 @@ def integrations_table(runs: list[dict]) -> str:
                 _milliseconds(row, "ours"),
                 f"{row['peer']} {_milliseconds(row, 'peer')}",
             ]
-            cells += [f"{row['ratio']:.2f}x", f"{row['error']:.1e}, {row['peer_error']:.1e}" if "error" in row else ""]
+            cells += [f"{row['ratio']:.2f}x", *_errors(row)]
             lines.append(_line(cells))
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
