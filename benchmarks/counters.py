@@ -56,6 +56,8 @@ def rows(log: Path) -> list[dict]:
             what = [kernel["kernel"] for kernel in members]
             raise SystemExit(f"{log}: {len(members)} kernels, {what}; expected one for each of {', '.join(names)}")
         found += [{"what": name, **kernel} for name, kernel in zip(names, members)]
+    for row in found:
+        row["kernel"] = row["kernel"].removeprefix("<unnamed>::")
     return found
 
 
@@ -77,7 +79,7 @@ def main(argv: list[str]) -> int:
     with args.out.open("w", newline="") as file:
         writer = csv.DictWriter(file, [*about, "what", "kernel", *METRICS], lineterminator="\n")
         writer.writeheader()
-        writer.writerows(found)
+        writer.writerows({key: f"{x:.12g}" if isinstance(x, float) else x for key, x in row.items()} for row in found)
     print(f"{len(found)} kernels: {args.out}")
     return 0
 
