@@ -16,6 +16,7 @@ import csv
 import datetime
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -71,7 +72,11 @@ def main(argv: list[str]) -> int:
     if args.command:
         print(shlex.join(command(args.log)))
         return 0
+    if not torch.cuda.is_available():
+        raise SystemExit("counters: torch finds no CUDA device")
     if args.read is None:
+        if not shutil.which("ncu"):
+            raise SystemExit("counters: ncu is not on the path; it comes with the CUDA toolkit")
         subprocess.run(["make", str(BANKS.relative_to(ROOT))], cwd=ROOT, check=True)
         subprocess.run(command(args.log), check=True)
     about = {"device": torch.cuda.get_device_name(), "date": datetime.date.today().isoformat()}

@@ -98,6 +98,8 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     path = args.out / "ladder_sizes.csv"
     if not args.stored:
+        if not torch.cuda.is_available():
+            raise SystemExit("ladder_sizes: torch finds no CUDA device; --stored draws the stored figures")
         device = torch.cuda.get_device_name()
         rows = [{"device": device, **row} for row in measure()]
         with path.open("w", newline="") as file:

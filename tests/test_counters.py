@@ -66,6 +66,24 @@ def test_every_access_is_launched_by_name(counters):
     assert len(counters.accesses()) == len(re.findall(r"^        of<", source, re.MULTILINE)) == 16
 
 
+def test_what_is_missing_is_named(counters, monkeypatch):
+    monkeypatch.setattr(counters.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="counters: torch finds no CUDA device"):
+        counters.main([])
+    with pytest.raises(SystemExit, match="ladder: torch finds no CUDA device"):
+        counters.ladder.main([])
+    monkeypatch.setattr(counters.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(SystemExit, match="counters: ncu is not on the path"):
+        counters.main([])
+    monkeypatch.setattr(counters.ladder, "LIBRARY", Path("/nowhere/libgpukern_ladder.so"))
+    counters.ladder.library.cache_clear()
+    with pytest.raises(
+        OSError, match="ladder: /nowhere/libgpukern_ladder.so is not there; `make build GPUKERN_CUDA=1`"
+    ):
+        counters.ladder.rungs()
+
+
 def test_the_command_is_one_run(counters, capsys):
     assert counters.main(["--command"]) == 0
     command = capsys.readouterr().out
