@@ -86,7 +86,7 @@ def draw(rows: list[dict], path: Path, device: str) -> None:
         axes.set_xticks(SIZES, [str(size) for size in SIZES])
         axes.minorticks_off()
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(fontsize=8, reverse=True)
+        axes.legend(fontsize=8, reverse=True, loc="lower right", ncols=3 if dtype == "bfloat16" else 2)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
