@@ -5,8 +5,7 @@ python tools/results.py --check   exits 1 and names the pages that are out of da
 
 `make results` draws the plots first, then runs this. Every file of benchmarks/results/ is a device; every bench, group
 and peer in it appears by itself. docs/results.md is generated as a whole. docs/ladder.md is written by hand around tables
-that stand between `<!-- benchmarks:NAME begin -->` and `<!-- benchmarks:NAME end -->`, NAME one of LADDER_TABLES, from the
-results, or of FILE_TABLES, from docs/counters.csv.
+that stand between `<!-- benchmarks:NAME begin -->` and `<!-- benchmarks:NAME end -->`, NAME one of LADDER_TABLES.
 """
 
 from __future__ import annotations
@@ -297,6 +296,7 @@ def _between_counters() -> str:
     return "\n".join(lines) + "\n"
 
 
+# of docs/ladder.md, too, from docs/counters.csv
 FILE_TABLES = {"ladder_between_counters": _between_counters}
 LADDER_TABLES = {"ladder": _ladder, "ladder_counters": _ladder_counters, "ladder_large": _ladder_large}
 
