@@ -11,6 +11,7 @@ docs/integrations.md likewise, NAME integrations, from the files of benchmarks/r
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 import sys
@@ -283,6 +284,22 @@ def _ladder_counters(result: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _between_counters() -> str:
+    """The rungs that stand between others, each behind the one that it changes."""
+    path = LADDER.parent / "counters.csv"
+    with path.open() as file:
+        found = {row["what"]: row for row in csv.DictReader(file)}
+    what = ("3 shared", "14 column", "5 vectorised", "15 warp_tile", "16 wmma", "6 mma", "17 double_buffer")
+    rows = [found[f"rung {name}"] for name in what]
+    head = ["4096 cubed", *what]
+    lines = [f"{rows[0]['device']}; {rows[0]['date']}; `python benchmarks/counters.py`.\n", _line(head), _rule(head)]
+    for counter, (name, _) in COUNTERS.items():
+        lines.append(_line([name, *(_count({counter: float(row[counter])}, counter) for row in rows)]))
+    return "\n".join(lines) + "\n"
+
+
+# of docs/ladder.md, too, from docs/counters.csv
+FILE_TABLES = {"ladder_between_counters": _between_counters}
 LADDER_TABLES = {"ladder": _ladder, "ladder_counters": _ladder_counters, "ladder_large": _ladder_large}
 
 
@@ -350,6 +367,8 @@ def page(results: list[dict]) -> str:
 
 def ladder_table(name: str, results: list[dict]) -> str:
     """A table of docs/ladder.md, for each device that climbed it."""
+    if name in FILE_TABLES:
+        return FILE_TABLES[name]()
     parts = [LADDER_TABLES[name](result) for result in results if "ladder" in result["benches"]]
     if not parts:
         raise SystemExit(f"docs/ladder.md asks for '{name}', and no result file has it")
