@@ -1,4 +1,4 @@
-"""The barrier protocol of flash_attn_bwd_sm90a.cu and flash_attn_bwd_wide_sm90a.cu as a model, run as test_pipeline_attn.py runs
+"""The barrier protocol of flash_attn_bwd_sm90a.cu as a model, run as test_pipeline_attn.py runs
 the forward's: the warp that loads, and the warps of two consumer warpgroups, whose copies and products end whenever they like.
 
 A product of a warpgroup begins to read when its first warp issues it, and is over for all its warps at once, after the

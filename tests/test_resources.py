@@ -119,8 +119,9 @@ def test_wgmma_kernels_multiply_by_their_tile(report):
             assert int(row["HGMMA"]) == 2 * head_dim // 16 + 128 // 16 + 2 * rows // 16, name
             assert int(row["USETMAXREG"]) == 2, name
         if backward := re.search(r"BwdWideConsumer<\w+, BwdHopper(\w+), ", name):
-            # S and dP of head_dim, two blocks of dQ of 64 keys, dV or dK of 64 rows
-            assert int(row["HGMMA"]) == 2 * int(backward[1]) // 16 + 2 * 64 // 16 + 64 // 16, name
+            # S or dP of head_dim, dV or dK of 64 rows, 64 of d of dQ of the pair's 128 keys: of each warpgroup a loop
+            assert int(row["HGMMA"]) == 2 * (int(backward[1]) // 16 + 64 // 16 + 128 // 16), name
+            assert int(row["USETMAXREG"]) == 2, name
         if not (kernel := re.match(r"gemm_(?:\w+_)?sm90a_kernel<(?:b?f16, |float, )?(\w+)", name)):
             continue
         tile = tiles[kernel[1]]

@@ -379,23 +379,23 @@ template <int ROWS> static void check_ds() {
           "dS from step to step: rows", ROWS, 4);
 }
 
-/* The same of the wide kernel's P^T and dS^T [64 keys][64 rows]. */
+/* The same of the wide kernel's dS^T [64 keys][64 rows], which one warpgroup stores. */
 static void check_scores() {
     typedef wgmma_panels<64, 64> Scores;
     static int at[64][64];
     memset(at, -1, sizeof at);
-    for (int warp = 0; warp < 8; ++warp)
-        for (int n = 0; n < 4; n += 2)
+    for (int warp = 4; warp < 8; ++warp)
+        for (int n = 0; n < 8; n += 2)
             stmatrix(false, [&](int to, int element, int lane, int i, int half) {
-                const coord c = scores_place(32 * warp + to, n, 32);
+                const coord c = scores_place(32 * warp + to, n);
                 const int key = 16 * (warp % 4) + 8 * (i & 1) + lane / 4;
-                const int row = 32 * (warp / 4) + 8 * (n + i / 2) + 2 * (lane % 4) + half;
+                const int row = 8 * (n + i / 2) + 2 * (lane % 4) + half;
                 at[key][row] = Scores::offset_of(c.row, c.col) + 2 * element;
             });
     bool good = true;
     for (int key = 0; key < 64; ++key)
         for (int row = 0; row < 64; ++row) good = good && at[key][row] == Scores::offset_of(key, row);
-    check(good, "P^T and dS^T lie as operands", 64, 64);
+    check(good, "dS^T lies as an operand", 64, 64);
 }
 
 /* dq_sum is written as the accumulators of dQ^T lie, and read by pairs of eight rows: every element of dQ [ROWS][D] once, and
@@ -416,8 +416,9 @@ template <int ROWS, int D> static void check_dq() {
     for (int thread = 0; thread < 256; ++thread)
         for (int e = 0; e < N / 2; ++e) {
             const int block = thread / 32, warpgroup = thread / 128;
-            for (int second = 0; second < (D > 128 ? 2 : 1); ++second) { /* the wide kernel: two blocks of 64 of d */
-                const int b = D > 128 ? 8 * warpgroup + 4 * second + block % 4 : block;
+            for (int rank = 0; rank < (D > 128 ? 2 : 1);
+                 ++rank) { /* the wide kernel: a pair of blocks, 64 of d a warpgroup */
+                const int b = 8 * rank + block;
                 if (b >= BLOCKS) continue;
                 const coord d = wgmma_d(block % 4, thread % 32, e); /* row of d, column of rows */
                 const int col = by_d ? b / 4 * 64 + d.row : d.row, row = (by_d ? 0 : warpgroup * N) + d.col;

@@ -21,7 +21,7 @@ constexpr const char *OP = "gk_flash_attn_bwd";
 /* Both warpgroups see what both have stored, wgmma too. */
 __device__ __forceinline__ void consumers_sync() {
     fence_proxy_async();
-    bar_sync(1, 256);
+    bar_sync(BAR_CONSUMERS, 256);
 }
 
 /* Which pairs of a lane see each other. Element 4 n + e: key e / 2, row 8 n + e % 2. */
@@ -167,8 +167,9 @@ __device__ __forceinline__ void store_rows(const Rows &to, const BwdWork &w, sme
 
 /* ---- 2. the kernel -------------------------------------------------------------------------------------- */
 template <class Consumer>
-__global__ void __launch_bounds__(BwdSmem<typename Consumer::Tile>::THREADS, 1)
-    flash_attn_bwd_sm90a_kernel(const __grid_constant__ BwdHopperParams x) {
+__global__ void __cluster_dims__(BwdSmem<typename Consumer::Tile>::BLOCKS, 1, 1)
+    __launch_bounds__(BwdSmem<typename Consumer::Tile>::THREADS, 1)
+        flash_attn_bwd_sm90a_kernel(const __grid_constant__ BwdHopperParams x) {
     typedef typename Consumer::Tile Tile;
     typedef BwdSmem<Tile> S;
     extern __shared__ __align__(1024) unsigned char smem[];
@@ -177,19 +178,29 @@ __global__ void __launch_bounds__(BwdSmem<typename Consumer::Tile>::THREADS, 1)
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0); /* the compiler sees that lanes agree */
     if (threadIdx.x == 0) {
         typename S::Ring(smem_s + S::RING).init(2);
+        if (Tile::PAIR) {
+            typename S::ORing(smem_s + S::O_RING).init(2);
+            mbarrier_init(smem_s + S::peer_full(0), 1), mbarrier_init(smem_s + S::peer_full(1), 1);
+        }
         mbarrier_init(smem_s + S::KV_FULL, 1), mbarrier_init(smem_s + S::RAW, 1);
         if (Consumer::ORDERED) mbarrier_init(smem_s + S::TURN, 1), mbarrier_init(smem_s + S::ADDED, 256);
         fence_mbarrier_init();
         place_block<Tile>(w, x);
     }
     __syncthreads();
+    if (Tile::PAIR) barrier_cluster(); /* both blocks have their barriers */
     if (w.task.unit >= x.grid.units) return;
     if (w.task.kind != BWD_KEYS) return other_task<typename Consumer::Element, Tile>(x, w, smem_s);
-    if (w.j0 >= w.seq.seq_k) return; /* of packed calls alone */
+    if (w.j0 - (Tile::PAIR ? w.rank * Tile::BKV : 0) >= w.seq.seq_k) return; /* of packed calls alone */
     if (warpgroup == 2) {
         setmaxnreg_dec<Tile::PRODUCER_REGISTERS>();
         if (threadIdx.x / 32 == 8) load_tiles<Tile, Consumer::ORDERED>(x, w, smem, smem_s);
         if (Consumer::ORDERED && threadIdx.x == 9 * 32) take_turns<Tile>(x, w, smem_s);
+        if constexpr (Tile::PAIR) {
+            if (threadIdx.x / 32 == 10) send_ds<Tile>(x, w, smem_s);
+            __syncwarp();
+            barrier_cluster();
+        }
         return;
     }
     setmaxnreg_inc<Tile::CONSUMER_REGISTERS>();
@@ -197,8 +208,9 @@ __global__ void __launch_bounds__(BwdSmem<typename Consumer::Tile>::THREADS, 1)
     c.run(x, w, smem, smem_s, warpgroup);
     consumers_sync(); /* nobody reads K or V any more */
     c.store(x, w, smem_s, warpgroup);
+    if (Tile::PAIR) barrier_cluster(); /* the other block reaches this one's shared memory until here */
     if (x.grid.rows == 0) return;
-    bar_sync(1, 256); /* all have added to dQ */
+    bar_sync(BAR_CONSUMERS, 256); /* all have added to dQ */
     if (threadIdx.x == 0) red_add_release(x.keys_done + w.task.unit);
 }
 
@@ -224,36 +236,38 @@ bool serves(const gk_cuda_instance *row, const gk_context *ctx, const gk_flash_a
 }
 
 /* Where blocks differ, the longest must not be the last: their time would be a large part of the whole. */
-inline bool few_waves(const gk_context *ctx, const BwdGrid &grid) {
-    return (int64_t)grid.units * grid.keys < 8 * gk_gpu_of(ctx->index)->num_sms;
+template <class Tile> bool few_waves(const gk_context *ctx, const BwdGrid &grid) {
+    return (int64_t)grid.units * grid.keys * BwdSmem<Tile>::BLOCKS < 8 * gk_gpu_of(ctx->index)->num_sms;
 }
 
-/* Packed calls, whose grid holds many empty blocks, and rows of out that 16-byte loads cannot take have kernels for rows
+/* Of clusters: a task is a cluster's. Packed calls, whose grid holds many empty blocks, and rows of out that 16-byte loads cannot take have kernels for rows
  * and rounding; in others this grid does them, while the tensor cores of other SMs multiply. */
 template <class Tile> BwdGrid grid_of(const gk_context *ctx, const gk_flash_attn_bwd_args *a, const Bwd &g) {
-    const int sms = gk_gpu_of(ctx->index)->num_sms;
+    constexpr int BLOCKS = BwdSmem<Tile>::BLOCKS;
+    const int clusters = gk_gpu_of(ctx->index)->num_sms / BLOCKS; /* at a time */
     BwdGrid grid = {};
-    grid.units = g.p.heads_kv * g.p.batch, grid.keys = (int)gk_ceil_div(g.p.seq_k, Tile::BKV), grid.together = 1;
+    grid.units = g.p.heads_kv * g.p.batch, grid.keys = (int)gk_ceil_div(g.p.seq_k, BLOCKS * Tile::BKV),
+    grid.together = 1;
     if (grid.units == 0 || grid.keys == 0) return grid;
     const bool masked = g.p.rules.left >= 0 || g.p.rules.right >= 0;
-    if (masked && few_waves(ctx, grid)) {
-        const int64_t sets = gk_ceil_div(grid.units, gk_ceil_div(sms, grid.keys)); /* of a wave each, all alike */
+    if (masked && few_waves<Tile>(ctx, grid)) {
+        const int64_t sets = gk_ceil_div(grid.units, gk_ceil_div(clusters, grid.keys)); /* of a wave each, all alike */
         grid.together = (int)gk_ceil_div(grid.units, sets);
     }
     if (g.p.cu_q || !rows_aligned(a->fwd.out)) return grid;
-    grid.rows = g.p.group * (int)gk_ceil_div(g.tiles, Tile::TASK_TILES);
+    grid.rows = g.p.group * (int)gk_ceil_div(g.tiles, BLOCKS * Tile::TASK_TILES);
     const int64_t set_keys = (int64_t)grid.together * grid.keys;
-    const int64_t lead = gk_ceil_div(sms, set_keys + 2 * (int64_t)grid.together * grid.rows); /* rows are quick */
+    const int64_t lead = gk_ceil_div(clusters, set_keys + 2 * (int64_t)grid.together * grid.rows); /* rows are quick */
     /* until a set's last block is done; under a mask it takes twice the mean */
-    const int64_t lag = gk_ceil_div(2 * sms, set_keys) + 1;
+    const int64_t lag = gk_ceil_div(2 * clusters, set_keys) + 1;
     grid.lead = (int)gk_min_i64(lead, grid.sets()), grid.lag = (int)gk_min_i64(lag, grid.sets());
     return grid;
 }
 
 /* Of the tasks of each unit, and of the turns at each tile of dQ. */
-inline size_t counters_bytes(const BwdGrid &grid, const Bwd &g, bool ordered) {
-    const size_t counters =
-        (grid.rows > 0 ? (size_t)grid.units * 2 : 0) + (ordered ? (size_t)g.p.heads_q * (size_t)g.row_tiles : 0);
+template <class Tile> size_t counters_bytes(const BwdGrid &grid, const Bwd &g, bool ordered) {
+    const size_t counters = (grid.rows > 0 ? (size_t)grid.units * 2 : 0) +
+                            (ordered ? (size_t)g.p.heads_q * (size_t)g.row_tiles * BwdSmem<Tile>::BLOCKS : 0);
     return counters * sizeof(unsigned);
 }
 
@@ -264,9 +278,11 @@ template <class Tile> bool plan(const gk_cuda_instance *row, const gk_context *c
     g.stats_apart = true, g.lse_factor = LOG2_E;
     to->tile[0] = Tile::BQ, to->tile[1] = Tile::BKV;
     const BwdGrid grid = grid_of<Tile>(ctx, a, g);
-    to->tasks = grid.blocks();
-    to->waves = (double)(grid.units * (int64_t)grid.keys) / (double)gk_gpu_of(ctx->index)->num_sms;
-    to->workspace_bytes = stats_bytes(g, sizeof(float)) + dq_sum_bytes(g) + counters_bytes(grid, g, a->deterministic);
+    to->tasks = (int64_t)grid.blocks() * BwdSmem<Tile>::BLOCKS;
+    to->waves =
+        (double)(grid.units * (int64_t)grid.keys * BwdSmem<Tile>::BLOCKS) / (double)gk_gpu_of(ctx->index)->num_sms;
+    to->workspace_bytes =
+        stats_bytes(g, sizeof(float)) + dq_sum_bytes(g) + counters_bytes<Tile>(grid, g, a->deterministic);
     return true;
 }
 
@@ -280,10 +296,10 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     x.grid = grid_of<Tile>(ctx, a, x.g);
     x.g.stats = workspace;
     x.g.dq_sum = (float *)((char *)workspace + stats_bytes(x.g, sizeof(float)));
-    x.up = Consumer::ORDERED && x.g.p.rules.right >= 0 && !few_waves(ctx, x.grid);
+    x.up = Consumer::ORDERED && x.g.p.rules.right >= 0 && !few_waves<Tile>(ctx, x.grid);
     unsigned *counters = (unsigned *)((char *)x.g.dq_sum + dq_sum_bytes(x.g));
     const bool alone = x.grid.rows > 0; /* this grid does all but dsinks */
-    const size_t cleared = counters_bytes(x.grid, x.g, Consumer::ORDERED);
+    const size_t cleared = counters_bytes<Tile>(x.grid, x.g, Consumer::ORDERED);
     x.rows_done = counters, x.keys_done = counters + x.grid.units;
     x.turns = counters + (alone ? 2 * x.grid.units : 0);
     gk_status status = make_tensor_map(OP, attn_shape(a->fwd.q), S::Q::box(), &x.q);

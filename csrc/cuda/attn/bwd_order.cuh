@@ -98,10 +98,10 @@ constexpr GK_HD coord ds_place(int thread, int n) {
     return {8 * n + (lane >> 4) * 8 + (lane & 7), (thread >> 5) * 16 + (lane >> 3 & 1) * 8};
 }
 
-/* P^T and dS^T [64 keys][rows] of the wide kernel lie as they are; a warpgroup has `rows` of the rows. */
-constexpr GK_HD coord scores_place(int thread, int n, int rows) {
+/* dS^T [64 keys][rows] of the wide kernel lies as it is: it is warpgroup 1's alone. */
+constexpr GK_HD coord scores_place(int thread, int n) {
     const int lane = thread & 31;
-    return {(thread >> 5 & 3) * 16 + (lane & 15), (thread >> 7) * rows + 8 * n + (lane >> 4) * 8};
+    return {(thread >> 5 & 3) * 16 + (lane & 15), 8 * n + (lane >> 4) * 8};
 }
 
 /* dQ^T of a warp is [16 of d][n rows], a block of dq_sum; the last pass stores pairs of eight rows transposed. by_d: blocks

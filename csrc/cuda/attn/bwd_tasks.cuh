@@ -138,17 +138,20 @@ __device__ __forceinline__ void round_tiles(const Bwd &g, int b, int head, int t
 }
 
 /* ---- 4. a block that has no keys ------------------------------------------------------------------------ */
+/* The blocks of a pair have TASK_TILES each; the last may have none. */
 template <class T, class Tile>
 __device__ __forceinline__ void other_task(const BwdHopperParams &x, const BwdWork &w, smem_addr smem_s) {
-    constexpr int THREADS = BwdSmem<Tile>::THREADS;
+    typedef BwdSmem<Tile> S;
+    constexpr int THREADS = S::THREADS;
     const int a_head = x.grid.rows / x.g.p.group;
-    const int head = w.kv_head * x.g.p.group + w.task.index / a_head, tile = w.task.index % a_head * Tile::TASK_TILES;
+    const int head = w.kv_head * x.g.p.group + w.task.index / a_head,
+              tile = (w.task.index % a_head * S::BLOCKS + (Tile::PAIR ? w.rank : 0)) * Tile::TASK_TILES;
     if (w.task.kind == BWD_ROWS) {
-        rows_of_tiles<T, Tile, THREADS>(x.g, w.b, head, tile, smem_s);
+        if (!Tile::PAIR || tile < x.g.tiles) rows_of_tiles<T, Tile, THREADS>(x.g, w.b, head, tile, smem_s);
         __syncthreads(); /* stats and zeros are there */
         if (threadIdx.x == 0) red_add_release(x.rows_done + w.task.unit);
     } else {
-        if (threadIdx.x == 0) wait_count(x.keys_done + w.task.unit, x.grid.keys);
+        if (threadIdx.x == 0) wait_count(x.keys_done + w.task.unit, x.grid.keys * S::BLOCKS);
         __syncthreads(); /* every key's additions are made */
         round_tiles<T, Tile, THREADS, Tile::TASK_TILES>(x.g, w.b, head, tile, smem_s);
     }

@@ -3,135 +3,230 @@
  * q, grad_out [.., Sq, D | Dv]  k, v [.., Sk, D | Dv], as TMA can describe them; stats of the pre-pass.
  * Writes dk, dv (rounded once) and adds dQ into dq_sum (float32), which the last pass scales, rounds and writes.
  *
- * Work split: a block owns 64 keys of one kv head and goes over the rows that see them, 64 at a time. In S^T and dP^T a
- * warpgroup has all keys and half of the rows; P^T and dS^T go through shared memory. Then warpgroup 0 makes dV, warpgroup 1
- * dK, and each half of d of dQ, which it adds to memory straight from its accumulators.
+ * Work split: a block owns 64 keys of one kv head and goes over the rows that see them, BQ at a time. Warpgroup 0 makes S^T, P^T
+ * and dV, warpgroup 1 dP^T, dS^T and dK, so that P^T and dS^T are left operands as they lie in registers. P goes from 0 to 1
+ * through shared memory, in float32. Two blocks of neighbouring keys are a pair, a cluster, and take the same steps: each sends its dS^T
+ * to the other, and makes half of the columns of dQ^T = K^T dS^T over the keys of both, 64 of d a warpgroup, which adds them to
+ * memory straight from its accumulators. So dQ is added half as often: the additions are what a block without a pair waits for.
  *
- * A step of a consumer                                           (tensor cores work in the background)
- *   issue S^T, dP^T of half the rows;  wait for S^T;  P^T to shared memory      runs under dP^T
- *   wait for dP^T;  dS^T to shared memory
- *   barrier of both warpgroups;  issue dQ;  issue dV or dK
- *   wait for dQ, add it to memory                                               runs under dV, dK
- *   wait for dV or dK;  the step after releases Q and dO
+ * A step                                                       (tensor cores work in the background)
+ *   warpgroup 0                                            warpgroup 1
+ *   issue S^T;  wait for it                                issue dP^T;  wait for it
+ *   P^T, also to shared memory                             wait for P^T
+ *   issue dV                                               dS^T, also to shared memory, and from there to the other block
+ *   wait for dS^T;  issue dQ of its own keys               issue dK, dQ of its own keys
+ *   wait for dS^T of the other block;  issue dQ of its keys
+ *   wait for dQ, add it to memory                          likewise
  *
  * Not handled, served by flash_attn_bwd_sm80: strides and offsets that TMA cannot take. */
 #include "bwd_consumer.cuh"
 
 namespace {
 
-/* ---- 1. a consumer warpgroup ---------------------------------------------------------------------------- */
+/* P^T with softcap and ALiBi, packed, and in place of S^T what dS is a multiple of: P times the cap's derivative. key, row: of
+ * element 0. */
+template <class T, int M>
+__device__ __forceinline__ void modified_weights(float (&s)[M], uint32_t (&p)[M / 2], smem_addr lse_s,
+                                                 const Score &score, const Sequence &seq, int key, int row) {
+    const BwdMask mask(seq, key, row);
+    const float distance0 = (float)(row + score.position0 - key);
+#pragma unroll
+    for (int n = 0; n < M / 4; ++n) {
+        const uint2 lse = ld_shared_64(lse_s + n * 32);
+        float w[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            float derivative;
+            const float logit = score_fast(score, s[4 * n + e], distance0 + (8 * n + e % 2 - e / 2 * 8), &derivative);
+            w[e] = mask.sees(n, e) ? ex2_approx_ftz(logit * LOG2_E - __uint_as_float(e & 1 ? lse.y : lse.x)) : 0;
+            s[4 * n + e] = w[e] * derivative;
+        }
+        p[2 * n] = pack2<T>(w[0], w[1]), p[2 * n + 1] = pack2<T>(w[2], w[3]);
+    }
+}
+
+/* ---- 1. the two consumer warpgroups --------------------------------------------------------------------- */
 template <class T, class Tile_, bool MODIFIED, bool ORDERED_> struct BwdWideConsumer {
     typedef Tile_ Tile;
     typedef T Element;
     static constexpr bool ORDERED = ORDERED_;
     typedef BwdSmem<Tile> S;
-    typedef DqShape<Tile> Dq;
-    static constexpr int BQ = Tile::BQ, BKV = Tile::BKV, D = Tile::HEAD_DIM, N = BQ / 2 / 8;
-    static_assert(D == Tile::HEAD_DIM_V && BKV == 64 && D > 128,
-                  "dV and dK are made alike; dQ is two blocks of 64 of d");
+    static constexpr int BQ = Tile::BQ, BKV = Tile::BKV, D = Tile::HEAD_DIM, N = BQ / 8;
+    static_assert(D == Tile::HEAD_DIM_V && BKV == 64 && D > 128 && Tile::PAIR,
+                  "dV and dK are made alike; of four blocks of 64 of d each of four warpgroups makes one of dQ");
     float sum[D / 2]; /* dV in warpgroup 0, dK in warpgroup 1 */
 
-    /* P^T or dS^T [64 keys][this warpgroup's rows]. */
-    static __device__ __forceinline__ void store_scores(smem_addr tile_s, const uint32_t (&x)[N * 2]) {
+    /* What both warpgroups find everywhere. */
+    struct Block {
+        smem_addr smem_s;
+        int warpgroup, dq_block; /* which 64 of d of dQ are this warpgroup's */
+        bool signals;            /* this thread arrives for its warpgroup */
+
+        __device__ __forceinline__ tma_steps<Tile::STAGES> ring() const { return {smem_s + S::RING}; }
+        __device__ __forceinline__ tma_steps<Tile::O_STAGES> o_ring() const { return {smem_s + S::O_RING}; }
+        __device__ __forceinline__ smem_addr q(int n) const { return smem_s + S::Q_AT + ring().stage(n) * S::Q::bytes; }
+        __device__ __forceinline__ smem_addr o(int n) const {
+            return smem_s + S::O_AT + o_ring().stage(n) * S::O::bytes;
+        }
+        __device__ __forceinline__ smem_addr ds(int n) const { return smem_s + S::DS_AT + (n & 1) * S::Scores::bytes; }
+        __device__ __forceinline__ smem_addr peer_ds(int n) const {
+            return smem_s + S::PEER_DS_AT + (n & 1) * S::Scores::bytes;
+        }
+        /* Where this lane has four of its P^T; the next four are 2 KiB on. */
+        __device__ __forceinline__ smem_addr own_p() const { return smem_s + S::P_AT + mov_tid_x() % 128 * 16; }
+    };
+
+    /* ---- products; each is a group ---- */
+    /* S^T or dP^T. */
+    static __device__ __forceinline__ void issue_scores(float (&s)[N * 4], smem_addr keys_s, smem_addr rows_s) {
+        wgmma_fence();
+#pragma unroll
+        for (int kk = 0; kk < D; kk += 16)
+            wgmma_ss<T, BQ, 0, 0>(s, S::K::k_major(keys_s, 0, kk), S::Q::k_major(rows_s, 0, kk), kk > 0);
+        wgmma_commit_group();
+    }
+    /* dV or dK. left: P^T or dS^T; rows_s: dO or Q. */
+    __device__ __forceinline__ void issue_sum(const uint32_t (&left)[N * 2], smem_addr rows_s) {
+        wgmma_fence();
+#pragma unroll
+        for (int kk = 0; kk < BQ; kk += 16) wgmma_rs<T, D, 1>(sum, left + kk / 4, S::Q::mn_major(rows_s, kk), true);
+        wgmma_commit_group();
+    }
+    /* 64 of d of dQ^T from one block's keys; panel_s: of its K. Of three panels the fourth is what lies behind K, and what comes of it is
+     * not added to memory. */
+    static __device__ __forceinline__ void issue_dq(float (&dq)[BQ / 2], smem_addr panel_s, smem_addr ds_s, bool add) {
+        wgmma_fence();
+#pragma unroll
+        for (int kk = 0; kk < BKV; kk += 16)
+            wgmma_ss<T, BQ, 1, 1>(dq, S::K::mn_major(panel_s, kk), S::Scores::mn_major(ds_s, kk), add || kk > 0);
+        wgmma_commit_group();
+    }
+
+    /* ---- P and dS ---- */
+    /* P^T of S^T, packed; and in place of S^T what dS is a multiple of: P, with softcap times its derivative. */
+    static __device__ __forceinline__ void weigh(float (&s)[N * 4], uint32_t (&p)[N * 2], const BwdHopperParams &x,
+                                                 const BwdWork &w, const BwdTileOf &t, smem_addr lse_s) {
+        const Bwd &g = x.g;
+        const int row = t.i0 + laneid() % 4 * 2;
+        if (MODIFIED) {
+            const Score score = {g.scale, g.softcap, t.slope, span_clamp(w.seq.diagonal)};
+            modified_weights<T>(s, p, lse_s, score, w.seq, own_key(w, 0), row);
+        } else {
+            if (t.edge) hide(s, w.seq, own_key(w, 0), row);
+            weights(s, lse_s, (float)g.p.rules.scale * LOG2_E);
+#pragma unroll
+            for (int i = 0; i < N * 2; ++i) p[i] = pack2<T>(s[2 * i], s[2 * i + 1]);
+        }
+    }
+    static __device__ __forceinline__ void store_p(smem_addr own_s, const float (&s)[N * 4]) {
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+            st_shared_128(own_s + n * 2048, make_uint4(__float_as_uint(s[4 * n]), __float_as_uint(s[4 * n + 1]),
+                                                       __float_as_uint(s[4 * n + 2]), __float_as_uint(s[4 * n + 3])));
+    }
+    static __device__ __forceinline__ void make_ds(uint32_t (&ds)[N * 2], const float (&dp)[N * 4], smem_addr own_s,
+                                                   smem_addr delta_s) {
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            const uint2 delta = ld_shared_64(delta_s + n * 32);
+            const uint4 p = ld_shared_128(own_s + n * 2048);
+            const float d0 = __uint_as_float(delta.x), d1 = __uint_as_float(delta.y);
+            ds[2 * n] = pack2<T>(__uint_as_float(p.x) * (dp[4 * n] - d0), __uint_as_float(p.y) * (dp[4 * n + 1] - d1));
+            ds[2 * n + 1] =
+                pack2<T>(__uint_as_float(p.z) * (dp[4 * n + 2] - d0), __uint_as_float(p.w) * (dp[4 * n + 3] - d1));
+        }
+    }
+    /* dS^T [64 keys][rows]. */
+    static __device__ __forceinline__ void store_ds(smem_addr ds_s, const uint32_t (&ds)[N * 2]) {
 #pragma unroll
         for (int n = 0; n < N; n += 2) {
-            const uint32_t four[4] = {x[2 * n], x[2 * n + 1], x[2 * n + 2], x[2 * n + 3]};
-            const coord c = scores_place(mov_tid_x(), n, BQ / 2);
-            stmatrix_x4(tile_s + S::Scores::offset_of(c.row, c.col), four);
+            const uint32_t four[4] = {ds[2 * n], ds[2 * n + 1], ds[2 * n + 2], ds[2 * n + 3]};
+            const coord c = scores_place(mov_tid_x(), n);
+            stmatrix_x4(ds_s + S::Scores::offset_of(c.row, c.col), four);
+        }
+    }
+
+    /* ---- the end of a step: dQ, whose tile is `tile` ---- */
+    /* dS of step n is whole. After it nothing is under way, and the next step's Q is there. */
+    __device__ __forceinline__ void make_dq(const Block &k, const Bwd &g, int n, int steps, int tile) {
+        float dq[BQ / 2];
+        issue_dq(dq, k.smem_s + S::K_AT + k.dq_block * S::K::panel_bytes, k.ds(n), false);
+        if (k.warpgroup == 0) { /* dV is over: the next dO can come */
+            wgmma_wait_group<1>();
+            if (k.signals) mbarrier_arrive(k.o_ring().empty(n));
+        }
+        mbarrier_wait(k.smem_s + S::peer_full(n), n / 2 & 1);
+        issue_dq(dq, k.smem_s + S::PEER_K_AT + k.warpgroup * S::PeerK::panel_bytes, k.peer_ds(n), true);
+        if (ORDERED) wait_turn<Tile>(k.smem_s, n);
+        /* the next step's Q is asked for before the additions below fill the queue that the answer comes through */
+        k.ring().wait_full(min(n + 1, steps - 1));
+        wgmma_wait_group<0>();
+        wgmma_pin(dq), wgmma_pin(sum);
+        if (k.signals) mbarrier_arrive(k.ring().empty(n));
+        if (D == 256 || k.dq_block < D / 64)
+            add_dq<0>(own_dq<Tile>(g, tile, 4 * k.dq_block + mov_tid_x() / 32 % 4), dq);
+        if (ORDERED) pass_turn<Tile>(k.smem_s);
+    }
+
+    /* ---- the warpgroups ---- */
+    __device__ __forceinline__ void run_weights(const Block &k, const BwdHopperParams &x, const BwdWork &w,
+                                                const BwdTileOf *tiles, int steps) {
+#pragma unroll 1
+        for (int n = 0; n < steps; ++n) {
+            const BwdTileOf &t = tiles[k.ring().stage(n)];
+            const int tile = t.tile;
+            float s[N * 4];
+            uint32_t p[N * 2];
+            issue_scores(s, k.smem_s + S::K_AT, k.q(n));
+            wgmma_wait_group<0>();
+            wgmma_pin(s);
+            weigh(s, p, x, w, t, own_stats<Tile>(k.smem_s, n));
+            store_p(k.own_p(), s);
+            bar_arrive(BAR_P, 256);
+            k.o_ring().wait_full(n);
+            issue_sum(p, k.o(n));
+            bar_sync(BAR_DS, 256);
+            make_dq(k, x.g, n, steps, tile);
+        }
+    }
+
+    __device__ __forceinline__ void run_gradients(const Block &k, const BwdHopperParams &x, const BwdTileOf *tiles,
+                                                  int steps) {
+#pragma unroll 1
+        for (int n = 0; n < steps; ++n) {
+            const int tile = tiles[k.ring().stage(n)].tile;
+            float dp[N * 4];
+            uint32_t ds[N * 2];
+            k.o_ring().wait_full(n);
+            issue_scores(dp, k.smem_s + S::V_AT, k.o(n));
+            wgmma_wait_group<0>();
+            wgmma_pin(dp);
+            if (k.signals) mbarrier_arrive(k.o_ring().empty(n));
+            bar_sync(BAR_P, 256); /* and warpgroup 0 is through with dS of two steps before */
+            make_ds(ds, dp, k.own_p(), own_stats<Tile>(k.smem_s, n) + BQ * 4);
+            store_ds(k.ds(n), ds);
+            fence_proxy_async();
+            bar_arrive(BAR_SENT_DS + (n & 1), 128 + 32);
+            bar_arrive(BAR_DS, 256); /* warpgroup 0 stores the next P only after it, when this one is read */
+            bar_sync(BAR_OWN_DS, 128);
+            issue_sum(ds, k.q(n));
+            make_dq(k, x.g, n, steps, tile);
         }
     }
 
     __device__ __forceinline__ void run(const BwdHopperParams &x, const BwdWork &w, const unsigned char *smem,
                                         smem_addr smem_s, int warpgroup) {
-        const Bwd &g = x.g;
-        const bool signals = threadIdx.x % 128 == 0;
-        const int steps = w.tiles * g.p.group;
-        const float scale_log2 = (float)g.p.rules.scale * LOG2_E;
-        const tma_steps<Tile::STAGES> ring = {smem_s + S::RING};
+        const int steps = w.tiles * x.g.p.group;
+        const Block k = {smem_s, warpgroup, 2 * w.rank + warpgroup, threadIdx.x % 128 == 0};
         const BwdTileOf *tiles = (const BwdTileOf *)(smem + S::TILES);
-        const smem_addr tiles_s = smem_s + S::TILES;
 #pragma unroll
         for (int i = 0; i < D / 2; ++i) sum[i] = 0;
-
         mbarrier_wait(smem_s + S::KV_FULL, 0);
-        if (steps > 0) ring.wait_full(0);
-        uint2 now = steps > 0 ? ld_shared_64(tiles_s) : make_uint2(0, 0); /* tile, edge */
-#pragma unroll 1
-        for (int n = 0; n < steps; ++n) {
-            const smem_addr q_s = smem_s + S::Q_AT + ring.stage(n) * S::Q::bytes;
-            const smem_addr o_s = smem_s + S::O_AT + ring.stage(n) * S::O::bytes;
-            const smem_addr p_s = smem_s + S::DS_AT + (n & 1) * 2 * S::Scores::bytes, ds_s = p_s + S::Scores::bytes;
-            const BwdTileOf &t = tiles[ring.stage(n)];
-            float s[N * 4], dp[N * 4];
-            uint32_t p[N * 2], ds[N * 2];
-            wgmma_fence();
-#pragma unroll
-            for (int kk = 0; kk < D; kk += 16)
-                wgmma_ss<T, BQ / 2, 0, 0>(s, S::K::k_major(smem_s + S::K_AT, 0, kk),
-                                          S::Q::k_major(q_s, BQ / 2 * warpgroup, kk), kk > 0);
-            wgmma_commit_group();
-            wgmma_fence();
-#pragma unroll
-            for (int kk = 0; kk < D; kk += 16)
-                wgmma_ss<T, BQ / 2, 0, 0>(dp, S::V::k_major(smem_s + S::V_AT, 0, kk),
-                                          S::O::k_major(o_s, BQ / 2 * warpgroup, kk), kk > 0);
-            wgmma_commit_group();
-            wgmma_wait_group<1>();
-            wgmma_pin(s);
-            if (!MODIFIED) {
-                if (now.y) hide(s, w.seq, own_key(w, 0), t.i0 + BQ / 2 * warpgroup + laneid() % 4 * 2);
-                weights(s, own_stats<Tile>(smem_s, n) + BQ / 2 * 4 * warpgroup, scale_log2);
-            }
-            mbarrier_wait(smem_s + S::KV_FULL,
-                          0); /* over for ever: ends a basic block, ptxas moves nothing past the wait */
-            /* here and not sooner: its registers would be those of the additions, and the products would wait for them */
-            if (n > 0 && signals) mbarrier_arrive(ring.empty(n - 1));
-            wgmma_wait_group<0>();
-            wgmma_pin(dp);
-            const smem_addr stats_s = own_stats<Tile>(smem_s, n) + BQ / 2 * 4 * warpgroup;
-            if (MODIFIED) {
-                const Score score = {g.scale, g.softcap, t.slope, span_clamp(w.seq.diagonal)};
-                modified_gradients<T>(s, dp, p, ds, stats_s, stats_s + BQ * 4, score, w.seq, own_key(w, 0),
-                                      t.i0 + BQ / 2 * warpgroup + laneid() % 4 * 2);
-            } else {
-                gradients<T>(s, dp, p, ds, stats_s + BQ * 4);
-            }
-            store_scores(p_s, p);
-            store_scores(ds_s, ds);
-
-            consumers_sync(); /* P and dS are whole; and nobody reads those of the step before any more */
-            float dq[2][BQ / 2];
-            wgmma_fence();
-#pragma unroll
-            for (int b = 0; b < 2; ++b) /* of three blocks the fourth reads V for K, and is not added */
-#pragma unroll
-                for (int kk = 0; kk < BKV; kk += 16)
-                    wgmma_ss<T, BQ, 1, 1>(
-                        dq[b], S::K::mn_major(smem_s + S::K_AT + (2 * warpgroup + b) * S::K::panel_bytes, kk),
-                        S::Scores::mn_major(ds_s, kk), kk > 0);
-            wgmma_commit_group();
-            const smem_addr left_s = warpgroup == 0 ? p_s : ds_s, right_s = warpgroup == 0 ? o_s : q_s;
-            wgmma_fence();
-#pragma unroll
-            for (int kk = 0; kk < BQ; kk += 16)
-                wgmma_ss<T, D, 0, 1>(sum, S::Scores::k_major(left_s, 0, kk), S::Q::mn_major(right_s, kk), true);
-            wgmma_commit_group();
-            if (ORDERED) wait_turn<Tile>(smem_s, n);
-            /* the next step's tiles are asked for before the additions below fill the queue that the answer comes through */
-            const int next = min(n + 1, steps - 1);
-            ring.wait_full(next);
-            const uint2 then = ld_shared_64(tiles_s + ring.stage(next) * (int)sizeof(BwdTileOf));
-            wgmma_wait_group<1>();
-            wgmma_pin(dq[0]), wgmma_pin(dq[1]);
-            const uint64_t to = own_dq<Tile>(g, now.x, 8 * warpgroup + mov_tid_x() / 32 % 4);
-            constexpr int BLOCK_BYTES = 4 * Dq::N * 16 * 4;
-            add_dq<0>(to, dq[0]);
-            if (D == 256 || warpgroup == 0) add_dq<BLOCK_BYTES>(to, dq[1]);
-            if (ORDERED) pass_turn<Tile>(smem_s);
-            wgmma_wait_group<0>();
-            wgmma_pin(sum);
-            now = then;
-        }
+        if (steps > 0) k.ring().wait_full(0);
+        if (warpgroup == 0)
+            run_weights(k, x, w, tiles, steps);
+        else
+            run_gradients(k, x, tiles, steps);
     }
 
     __device__ __forceinline__ void store(const BwdHopperParams &x, const BwdWork &w, smem_addr smem_s,

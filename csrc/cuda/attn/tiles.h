@@ -170,9 +170,9 @@ typedef BwdDqTile<256, 64, 32, 4, 1> BwdDq256Small;
  * an operand of S from registers, which spares shared memory's port. TASK_TILES: tiles of a block that makes stats
  * or rounds dQ. Figures: TFLOP/s at 8k full on one H100. */
 struct BwdHopper128 { /* 573; 560 with 64 rows; more rows left after dQ, or K from registers, does not fit */
-    static constexpr int HEAD_DIM = 128, HEAD_DIM_V = 128, BQ = 80, BKV = 128, STAGES = 2, DV_FIRST = 64,
+    static constexpr int HEAD_DIM = 128, HEAD_DIM_V = 128, BQ = 80, BKV = 128, STAGES = 2, O_STAGES = 2, DV_FIRST = 64,
                          TASK_TILES = 8;
-    static constexpr bool WIDE = false, K_REGISTERS = false;
+    static constexpr bool PAIR = false, K_REGISTERS = false;
     static constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 };
 struct BwdHopper96 : BwdHopper128 { /* has registers left: less of dV before dQ, more under its additions */
@@ -201,15 +201,15 @@ struct BwdHopper128ScoreOrdered : BwdHopper128Score { /* 64 rows spilled 12 byte
 typedef BwdHopper96Score BwdHopper96ScoreOrdered;
 typedef BwdHopper64Score BwdHopper64ScoreOrdered;
 
-/* flash_attn_bwd_wide_sm90a: dK and dV of 64 keys, one a warpgroup: HEAD_DIM / 2 registers; dQ BQ, S and dP BQ / 4 each.
- * 225 KiB; dK and dV of 128 keys would take 256 registers. */
-struct BwdHopper256 {
-    static constexpr int HEAD_DIM = 256, HEAD_DIM_V = 256, BQ = 64, BKV = 64, STAGES = 2, TASK_TILES = 4;
-    static constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
-    static constexpr bool WIDE = true;
+/* flash_attn_bwd_wide_sm90a: dK and dV of 64 keys, one a warpgroup: HEAD_DIM / 2 registers; S or dP and dQ BQ / 2 each. dK and dV of
+ * 128 keys would take 256 registers. PAIR: two blocks exchange dS, and each adds half of dQ. O_STAGES of dO, STAGES of Q. */
+struct BwdHopper256 { /* 226 KiB: a second stage of dO does not fit */
+    static constexpr int HEAD_DIM = 256, HEAD_DIM_V = 256, BQ = 64, BKV = 64, STAGES = 2, O_STAGES = 1, TASK_TILES = 4;
+    static constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+    static constexpr bool PAIR = true;
 };
 struct BwdHopper192 : BwdHopper256 {
-    static constexpr int HEAD_DIM = 192, HEAD_DIM_V = 192;
+    static constexpr int HEAD_DIM = 192, HEAD_DIM_V = 192, O_STAGES = 2;
 };
 
 /* float32: 16 PER_STAY rows stay, 16 PER_PASS pass, 8 warps: a thread multiplies PER_STAY x PER_PASS for each sum of
