@@ -221,8 +221,51 @@ inline bool plan_hopper_row(const gk_cuda_instance *row, const gk_context *ctx, 
            plan_row(row, gpu, estimate_of(row, gpu, o.p, o.mode).halved, to);
 }
 
-/* By the row of least time among those that fit the GPU; small M, or few columns: the smallest of those rows that holds them; tf32: a swap-AB one
- * where b is MN-major. */
+/* ---- the choice -------------------------------------------------------------------------------------------------- */
+/* All that the choice of a row depends on. */
+struct Question {
+    const gk_gpu *gpu;
+    int64_t m, n, k, batch;
+    int32_t mode, dtype;
+    bool swapab, few, narrow, may_turn, curve, rest[3]; /* rest: no byte is left unset */
+};
+static_assert(sizeof(Question) == 56, "questions are compared byte by byte");
+
+struct Choice {
+    Question question; /* m 0: none yet */
+    const gk_cuda_instance *row;
+    Estimate estimate;
+};
+
+/* The row of least time among those that fit the GPU; small M, or few columns: the smallest of those rows that holds them. p: as it is
+ * computed, with tokens as its columns. */
+inline void choose(const gk_cuda_table *const *schedules, int num_schedules, const GemmProblem &p, Choice *to) {
+    const Question &q = to->question;
+    to->row = NULL, to->estimate = {1e31, 0};
+    for (int s = 0; s < num_schedules; ++s)
+        for (const gk_cuda_instance *r = schedules[s]->instances;
+             r < schedules[s]->instances + schedules[s]->num_instances; ++r) {
+            if ((int)r->dtype != q.dtype || r->key[KEY_SMEM] > q.gpu->smem_per_block) continue;
+            if (is(r, SWAPAB) != q.swapab || (q.few && p.n > r->key[KEY_BN])) continue;
+            if (is(r, NARROW) != q.narrow || (q.narrow && p.n > r->key[KEY_BN])) continue;
+            if (is(r, PING_PONG) && !q.may_turn) continue;
+            const Estimate found =
+                q.few || q.narrow ? Estimate{(double)r->key[KEY_BN], 0} : estimate_of(r, q.gpu, p, q.mode);
+            if (found.us < to->estimate.us) to->row = r, to->estimate = found;
+        }
+}
+
+/* Choices of this thread's last calls: a model repeats a few dozen, and the estimates of all rows take 0.4 us. */
+constexpr unsigned KEPT_CHOICES = 64;
+
+inline Choice &kept_choice(const Question &q) {
+    static thread_local Choice kept[KEPT_CHOICES];
+    const uint64_t mixed = (uint64_t)(q.m * 31 + q.n) * 0x9e3779b97f4a7c15u +
+                           (uint64_t)(q.k * 31 + q.mode + q.batch) * 0xc2b2ae3d27d4eb4fu;
+    return kept[mixed >> 32 & (KEPT_CHOICES - 1)];
+}
+
+/* By the row that choose() finds; tf32: a swap-AB one where b is MN-major. */
 inline bool plan_hopper(const gk_cuda_table *const *schedules, int num_schedules, const gk_context *ctx,
                         const void *arguments, gk_plan *to) {
     const gk_gemm_args *args = (const gk_gemm_args *)arguments;
@@ -239,20 +282,26 @@ inline bool plan_hopper(const gk_cuda_table *const *schedules, int num_schedules
     Operands &o = gk_own<HopperPlan>(to).operands;
     o.p = problem_of(p, swapab);
     if (!operands_of(args->a.dtype, swapab, &o)) return false;
-    const bool may_turn = ping_pong_fits(o.p, args->a.dtype);
-    const gk_cuda_instance *best = NULL;
-    Estimate least = {1e31, 0};
-    for (int s = 0; s < num_schedules; ++s)
-        for (const gk_cuda_instance *r = schedules[s]->instances;
-             r < schedules[s]->instances + schedules[s]->num_instances; ++r) {
-            if (r->dtype != args->a.dtype || r->key[KEY_SMEM] > gpu->smem_per_block) continue;
-            if (is(r, SWAPAB) != swapab || (few && p.m > r->key[KEY_BN])) continue;
-            if (is(r, NARROW) != narrow || (narrow && p.n > r->key[KEY_BN])) continue;
-            if (is(r, PING_PONG) && !may_turn) continue;
-            const Estimate found =
-                few || narrow ? Estimate{(double)r->key[KEY_BN], 0} : estimate_of(r, gpu, o.p, o.mode);
-            if (found.us < least.us) best = r, least = found;
-        }
+    const Question question = {gpu,
+                               o.p.m,
+                               o.p.n,
+                               o.p.k,
+                               o.p.batch,
+                               o.mode,
+                               (int32_t)args->a.dtype,
+                               swapab,
+                               few,
+                               narrow,
+                               ping_pong_fits(o.p, args->a.dtype),
+                               o.p.epilogue.activation > GK_ACT_RELU,
+                               {}};
+    Choice &choice = kept_choice(question);
+    if (memcmp(&choice.question, &question, sizeof question) != 0) {
+        choice.question = question;
+        choose(schedules, num_schedules, o.p, &choice);
+    }
+    const gk_cuda_instance *const best = choice.row;
+    const Estimate least = choice.estimate;
     if (!best) return false;
     const double us = (few || narrow ? swapab_us(p) : least.us) + copies_us(o);
     if (narrow && o.copied[0])
