@@ -138,7 +138,7 @@ sanitize: build
 # One program each, for Hopper.
 NVCC ?= nvcc
 PATTERNS := $(patsubst examples/patterns/%.cu,$(BUILD)/patterns/%,$(wildcard examples/patterns/*.cu))
-$(BUILD)/patterns/%: examples/patterns/%.cu $(wildcard examples/patterns/*.cuh csrc/cuda/ptx/*.cuh csrc/cuda/tile/*.cuh)
+$(BUILD)/patterns/%: examples/patterns/%.cu $(wildcard examples/patterns/*.cuh csrc/cuda/layout/*.cuh csrc/cuda/ptx/*.cuh csrc/cuda/tile/*.cuh)
 	@command -v $(NVCC) >/dev/null || { echo "gpukern: $(NVCC) not found; it comes with the CUDA toolkit"; exit 1; }
 	@mkdir -p $(@D)
 	$(NVCC) -std=c++17 -O3 -arch=sm_90 -Werror all-warnings -Icsrc -Iexamples/patterns $< -o $@

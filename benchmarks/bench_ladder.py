@@ -94,19 +94,27 @@ def about(rung: ladder.Rung, size: int) -> dict:
     }
 
 
+def profile(path: Path) -> list[dict]:
+    """What ncu wrote, kernel by kernel in the order of their launches: {"kernel": its name, metric: value, ..}."""
+    lines = [line for line in path.read_text().splitlines() if line.startswith('"')]
+    rows = csv.DictReader([line for i, line in enumerate(lines) if i == 0 or line != lines[0]])  # a head a process
+    kernels: dict[tuple, dict] = {}
+    for row in rows:
+        key = row.get("Process ID", ""), row["ID"]
+        values = kernels.setdefault(key, {"kernel": re.sub(r"^void |\(.*", "", row["Kernel Name"])})
+        if row["Metric Name"] in METRICS:
+            values[row["Metric Name"]] = float(row["Metric Value"].replace(",", ""))
+    return list(kernels.values())
+
+
 def counters(path: Path, numbers: Sequence[int]) -> dict[str, dict]:
     """Kernel by kernel what the profiler counted: rung's number, or cuBLAS -> metric -> value. Kernels come in the order
     of their launches, one a rung, torch.matmul's last."""
-    lines = [line for line in path.read_text().splitlines() if line.startswith('"')]
-    kernels: dict[str, dict] = {}
-    for row in csv.DictReader(lines):
-        values = kernels.setdefault(row["ID"], {"kernel": re.sub(r"^void |\(.*", "", row["Kernel Name"])})
-        if row["Metric Name"] in METRICS:
-            values[row["Metric Name"]] = float(row["Metric Value"].replace(",", ""))
+    kernels = profile(path)
     names = [*map(str, numbers), "cuBLAS"]
     if len(kernels) != len(names):
         raise SystemExit(f"{path}: {len(kernels)} kernels; expected one for each of {', '.join(names)}")
-    return dict(zip(names, kernels.values()))
+    return dict(zip(names, kernels))
 
 
 def draw(bench: dict, device: str, path: Path) -> None:

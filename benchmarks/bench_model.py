@@ -1,6 +1,7 @@
 """The demo's model on our ops beside the same on PyTorch's built-ins: a gradient step, and a step of decoding.
 
-python benchmarks/bench_model.py [--quick] [--only gradient decode large lora] [--rows eager compiled] [--device cpu|cuda]
+python benchmarks/bench_model.py [--quick] [--only gradient decode large lora] [--rows eager compiled] [--layers 22]
+    [--device cpu|cuda]
 Gradient step: forward, loss and backward under bf16 autocast, eager and compiled; the optimizer, which is the
 same on both sides, is left out. FLOPs: 6 per weight and token, and attention's.
 Decode: a token each of sequences of half to all of the context, bf16 weights; ours keeps keys and values in pages,
@@ -11,6 +12,9 @@ one through mode="reduce-overhead"; and the gradient step once more with our gem
 Large, on CUDA alone: a model of 1.0e9 weights, heads of 128: prefill of 8192 and of 32768 tokens, and a gradient step of 4 x 2048.
 Lora, on CUDA alone: the same model's bf16 weights frozen, adapters of rank 16 or 64 on every projection: forward, loss and the
 adapters' gradients.
+What is compiled is compiled once a contestant and row, in time that grows with the layers; --layers takes fewer of the 22, and
+--rows one row: python benchmarks/bench_model.py --device cuda --quick --layers 6 --only large lora
+    --rows "8192 tokens, compiled" "2048 tokens, compiled" "rank 16, compiled"
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import shapes
@@ -105,10 +110,16 @@ def gradient_step(model: GPT, ops, device: torch.device, options: dict | None, d
     return run
 
 
+def on_device(config: Config, device: torch.device) -> GPT:
+    """Made where it is used: a CPU takes ten seconds for 1.0e9 random weights."""
+    with device:
+        return GPT(config)
+
+
 def random_model(config: Config, device: torch.device) -> GPT:
     """The model, without the zeros that it begins to learn from: they would leave gradients zero."""
     torch.manual_seed(0)
-    model = GPT(config).to(device)
+    model = on_device(config, device)
     for block in model.blocks:
         torch.nn.init.normal_(block.attn_out, std=0.02)
         torch.nn.init.normal_(block.mlp_out, std=0.02)
@@ -118,7 +129,7 @@ def random_model(config: Config, device: torch.device) -> GPT:
 
 def double_of(model: GPT, device: torch.device) -> GPT:
     """The same weights in float64."""
-    twin = GPT(model.config).to(device).double()
+    twin = on_device(model.config, device).double()
     twin.load_state_dict(model.state_dict())
     return twin
 
@@ -172,14 +183,23 @@ LARGE_PREFILL, LARGE_BATCH, LARGE_SEQ = (8192, 32768), 4, 2048
 CHECKED = 256  # tokens of a prefill whose logits are compared: those after them change nothing
 
 
-def large_case(label: str, prefill: int, device: torch.device) -> Case:
+def large_row(label: str, prefill: int) -> tuple[str, str]:
+    """Group and label of a row."""
+    return (
+        ("large, prefill", f"{prefill} tokens, {label}")
+        if prefill
+        else ("large, gradient step", f"{LARGE_BATCH} x {LARGE_SEQ} tokens, {label}")
+    )
+
+
+def large_case(label: str, prefill: int, device: torch.device, config: Config = LARGE) -> Case:
     """prefill: so many tokens of one sequence, 0: a gradient step."""
     options, replayed = mode_of(label, device)
-    model = random_model(LARGE, device)
+    model = random_model(config, device)
     batch, seq = (1, prefill) if prefill else (LARGE_BATCH, LARGE_SEQ)
 
     def make():
-        tokens = torch.randint(LARGE.vocab, (batch, seq + 1), device=device)
+        tokens = torch.randint(config.vocab, (batch, seq + 1), device=device)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     @torch.no_grad()
@@ -196,10 +216,11 @@ def large_case(label: str, prefill: int, device: torch.device) -> Case:
     narrow = for_inference(model, torch.bfloat16) if prefill else model
     peers = {name: step(TorchOps(backend), narrow) for name, (_, backend) in BUILT_INS["cuda"].items()}
     weights = streamed(model)
-    attention = 4.0 * LARGE.layers * LARGE.heads_q * seq * LARGE.head_dim / 2
+    attention = 4.0 * config.layers * config.heads_q * seq * config.head_dim / 2
+    group, row = large_row(label, prefill)
     return Case(
-        group="large, prefill" if prefill else "large, gradient step",
-        label=f"{prefill} tokens, {label}" if prefill else label,
+        group=group,
+        label=row + depth(config),
         dtype="bf16",
         make=make,
         ours=step(GpukernOps(), narrow),
@@ -211,6 +232,11 @@ def large_case(label: str, prefill: int, device: torch.device) -> Case:
         live=() if replayed else ("gpukern", *peers),
         optional=[name for name in peers if name != "torch built-ins"],
     )
+
+
+def depth(config: Config) -> str:
+    """What a label says of a model that is cut."""
+    return "" if config.layers == LARGE.layers else f", {config.layers} layers"
 
 
 def logits_of(model: GPT, ops, options: dict | None) -> Callable:
@@ -270,13 +296,18 @@ def lora_step(model: GPT, ops, adapters: dict, device: torch.device, options: di
     return run
 
 
+def lora_row(label: str, rank: int) -> tuple[str, str]:
+    """Group and label of a row."""
+    return "lora", f"rank {rank}, {label}"
+
+
 def lora_case(label: str, rank: int, device: torch.device, config: Config = LARGE) -> Case:
     options, replayed = mode_of(label, device)
     model = for_inference(random_model(config, device), torch.bfloat16)
     for weight in model.parameters():
         weight.requires_grad_(False)
     adapters = adapters_of(model, rank)
-    batch, seq = (LARGE_BATCH, LARGE_SEQ) if config is LARGE else (1, config.context)
+    batch, seq = (LARGE_BATCH, LARGE_SEQ) if config.context >= LARGE_SEQ else (1, config.context)
 
     def make():
         tokens = torch.randint(config.vocab, (batch, seq + 1), device=device)
@@ -300,7 +331,7 @@ def lora_case(label: str, rank: int, device: torch.device, config: Config = LARG
     attention = 4.0 * config.layers * config.heads_q * seq * config.head_dim / 2 * 3.5
     return Case(
         group="lora",
-        label=f"rank {rank}, {label}",
+        label=lora_row(label, rank)[1] + depth(config),
         dtype="bf16",
         make=make,
         ours=lora_step(model, GpukernOps(), adapters, device, options),
@@ -414,22 +445,29 @@ def decode_case(label: str, device: torch.device) -> Case:
 
 
 def main() -> None:
-    args = arguments("model")
+    args = arguments(
+        "model",
+        more=lambda parser: parser.add_argument("--layers", type=int, default=LARGE.layers, help="of large, lora"),
+    )
     device = open_device(args.device)
     run = Run("model", args, device)
+    large = replace(LARGE, layers=args.layers)
+
+    def add(group: str, row: str, make: Callable[..., Case], *options) -> None:
+        if run.asks(group, row, "bf16"):
+            run.add(make(*options))
+
     for group in GROUPS if device.kind == "cuda" else ("gradient step",):
         for label in MODES[device.kind]:
-            if run.wants(group):
-                run.add(gradient_case(group, label, device.device))
+            add(group, label, gradient_case, group, label, device.device)
     for label in MODES[device.kind]:
-        if run.wants("decode"):
-            run.add(decode_case(label, device.device))
-    for label in ("eager", "compiled") if device.kind == "cuda" and run.wants("large") else ():
+        add("decode", label, decode_case, label, device.device)
+    for label in ("eager", "compiled") if device.kind == "cuda" else ():
         for prefill in (*LARGE_PREFILL, 0):
-            run.add(large_case(label, prefill, device.device))
-    for label in ("eager", "compiled") if device.kind == "cuda" and run.wants("lora") else ():
+            add(*large_row(label, prefill), large_case, label, prefill, device.device, large)
+    for label in ("eager", "compiled") if device.kind == "cuda" else ():
         for rank in shapes.MODEL_LORA_RANKS:
-            run.add(lora_case(label, rank, device.device))
+            add(*lora_row(label, rank), lora_case, label, rank, device.device, large)
     run.finish(shapes.MODEL_BARS if device.kind == "cpu" else {})
 
 

@@ -222,16 +222,25 @@ def interleave(
     return times
 
 
-def able(case: Case, inputs: tuple) -> dict[str, Callable]:
-    """The peers without those optional ones that fail at their first call, which may compile."""
+SLOW_FIRST_CALL = 3.0  # seconds after which a first call is told of: it compiles
+
+
+def able(case: Case, inputs: tuple, device: Cpu | Cuda) -> dict[str, Callable]:
+    """The peers without those optional ones that fail at their first call. Calls everyone once, says what took long."""
     found = dict(case.peers)
-    for name in case.optional:
+    for name, call in {"gpukern": case.ours, **case.peers}.items():
+        start = time.perf_counter()
         try:
-            found[name](*inputs)
+            call(*inputs)
+            device.sync()
         except Exception as error:  # whatever another project raises
+            if name not in case.optional:
+                raise
             words = (str(error).strip() or type(error).__name__).splitlines()[0]
             print(f"{case.group} {case.label}: without {name}: {words}", flush=True)
             del found[name]
+        if (seconds := time.perf_counter() - start) > SLOW_FIRST_CALL:
+            print(f"{case.group} {case.label}: the first call of {name} took {seconds:.0f} s", flush=True)
     return found
 
 
@@ -243,7 +252,7 @@ def measure(case: Case, device: Cpu | Cuda, peaks: dict, effort: Effort) -> Row:
         size = sum(t.nbytes for t in tensors_of(inputs[0]))
         inputs += [case.make() for _ in range(min(255, ROTATE_BYTES // size))]
 
-    case.peers = able(case, inputs[0])
+    case.peers = able(case, inputs[0], device)
     fns = {"gpukern": case.ours, **case.peers}
     errors: dict[str, float | None] = dict.fromkeys(fns)
     if case.reference is not None:
@@ -389,13 +398,19 @@ class Run:
         named = not self.args.only or any(part in group for part in self.args.only)
         return named and not (slow and self.args.quick and not self.args.only)
 
-    def add(self, case: Case) -> Row | None:
-        """Measures one case unless --only, --rows or the budget leaves it out."""
-        named = not self.args.rows or any(part in f"{case.label} {case.dtype}" for part in self.args.rows)
-        if not (named and self.wants(case.group)):
-            return None
+    def asks(self, group: str, label: str, dtype: str) -> bool:
+        """Whether the options and the budget leave a row in: to be asked before a case that takes long to make."""
+        named = not self.args.rows or any(part in f"{label} {dtype}" for part in self.args.rows)
+        if not (named and self.wants(group)):
+            return False
         if time.perf_counter() > self.ends:
             self.left_out += 1
+            return False
+        return True
+
+    def add(self, case: Case) -> Row | None:
+        """Measures one case unless --only, --rows or the budget leaves it out."""
+        if not self.asks(case.group, case.label, case.dtype):
             return None
         row = measure(case, self.device, self.peaks, self.args.effort)
         self.rows.append(row)

@@ -49,6 +49,8 @@ class Rung:
 @cache
 def library() -> ctypes.CDLL:
     """Raises OSError where the library is not built: it needs both CUDA architectures and GPUKERN_BUILD_TESTS."""
+    if not LIBRARY.exists():
+        raise OSError(f"ladder: {LIBRARY} is not there; `make build GPUKERN_CUDA=1` makes it where nvcc is")
     lib = ctypes.CDLL(str(LIBRARY))
     sizes = 3 * [ctypes.c_int64]
     lib.gk_ladder_rungs.restype = ctypes.POINTER(_Rung)
@@ -98,6 +100,8 @@ def gemm(rung: int, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def main(argv: list[str]) -> int:
+    if not torch.cuda.is_available():
+        raise SystemExit("ladder: torch finds no CUDA device")
     size, *numbers = map(int, argv or ["4096"])
     torch.manual_seed(0)
     a, b = (torch.randn(size, size, device="cuda").bfloat16() for _ in range(2))

@@ -5,7 +5,8 @@
 
 A variant is the package with a plugin whose ops have a namespace of their own, torch.ops._gpukern_<backend>_<digest of the
 sources>, so that it loads beside an installed gpukern and beside other builds. Its module has flash-attn's functions besides
-gpukern's, which is what transformers asks a kernel of attention for.
+gpukern's, which is what transformers asks a kernel of attention for. A build with the CUDA half gives two variants, for that
+version of CUDA and for a torch without CUDA: one library serves both, but the kernels package takes one by its name.
 
     kernels.get_local_kernel(Path("build/hub"))
     LOCAL_KERNELS=you/gpukern-flash-attn3=build/hub     for set_attn_implementation("you/gpukern-flash-attn3")
@@ -78,12 +79,16 @@ def _dotted(arch: str) -> str:
     return re.sub(r"(\d)(\D*)$", r".\1\2", arch)
 
 
-def make(target: Path) -> Path:
-    """Returns the folder of the variant."""
+def make(target: Path) -> list[Path]:
+    """Returns the folders of the variants."""
     if not (BUILD / "CMakeCache.txt").exists():
         sys.exit(f"hub: {BUILD} is not configured; run make hub")
     configure()
-    backend = (BUILD / "hub_backend").read_text()  # cpu, or cu130 and the architectures
+    built = (BUILD / "hub_backend").read_text()  # cpu, or cu130 and the architectures
+    return [make_variant(target, backend) for backend in dict.fromkeys((built, "cpu"))]
+
+
+def make_variant(target: Path, backend: str) -> Path:
     name = backend.split(" ")[0]
     namespace = f"_gpukern_{name}_{digest_of_sources()}"
     plugin = build(namespace)
@@ -108,4 +113,4 @@ def make(target: Path) -> Path:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit(__doc__)
-    print(make(Path(sys.argv[1])))
+    print(*make(Path(sys.argv[1])), sep="\n")

@@ -1,6 +1,7 @@
 """What the benchmarks say: against whom a ratio is, and where a row stands in a plot."""
 
 import importlib.machinery
+import json
 import os
 import sys
 
@@ -18,6 +19,7 @@ def bench(monkeypatch):
     for name in (
         "bench_flash_attn",
         "bench_gemm",
+        "bench_integrations",
         "bench_model",
         "gemm_random",
         "shapes",
@@ -290,6 +292,120 @@ def test_lora_step_is_that_of_merged_weights(bench):
             continue
         assert abs(loss.item() - want.item()) < 0.05 * want.item()
         assert len(grads) == 2 * 4 * config.layers and all(g.abs().max() > 0 for g in grads)
+
+
+def test_rows_that_are_not_asked_for_are_not_made(bench, monkeypatch, capsys):
+    """A model of 1.0e9 weights takes seconds to make; --layers cuts it, and the label says so."""
+    module, harness = bench("bench_model"), bench("harness")
+
+    class Device(FakeDevice):
+        kind, device = "cuda", torch.device("cpu")
+        name = driver = str
+
+        def peaks(self):
+            return {"bf16": 1.0, "read": 1.0}
+
+    made = []
+
+    def large_case(label, prefill, device, config):
+        group, row = module.large_row(label, prefill)
+        made.append((group, row, config.layers))
+        return fake_case(harness, group=group, label=row + module.depth(config))
+
+    monkeypatch.setattr(module, "large_case", large_case)
+    for name in ("gradient_case", "decode_case", "lora_case"):
+        monkeypatch.setattr(module, name, None)
+    monkeypatch.setattr(module, "open_device", lambda kind: Device())
+    command = ["bench_model.py", "--device", "cuda", "--quick", "--layers", "3", "--only", "large"]
+    monkeypatch.setattr(sys, "argv", [*command, "--rows", "8192 tokens, compiled", "2048 tokens, compiled"])
+    module.main()
+    assert made == [
+        ("large, prefill", "8192 tokens, compiled", 3),
+        ("large, gradient step", "4 x 2048 tokens, compiled", 3),
+    ]
+    assert "4 x 2048 tokens, compiled, 3 layers" in capsys.readouterr().out
+
+
+def test_a_slow_first_call_is_told_of(bench, monkeypatch, capsys):
+    harness = bench("harness")
+    monkeypatch.setattr(harness, "SLOW_FIRST_CALL", -1.0)
+    harness.able(fake_case(harness, peers={"other": lambda x: 3.0}), (torch.ones(1),), FakeDevice())
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [f"group 8: the first call of {name} took 0 s" for name in ("gpukern", "other")]
+
+
+@pytest.mark.parametrize("prefill", (0, 12))
+def test_a_large_row_computes_what_its_reference_does(bench, monkeypatch, prefill):
+    module = bench("bench_model")
+    monkeypatch.setattr(module, "LARGE_SEQ", 16)
+    config = module.Config(context=16, layers=2, dim=64, heads_q=2, heads_kv=1, head_dim=32, hidden=96)
+    case = module.large_case("eager", prefill, torch.device("cpu"), config)
+    inputs = case.make()
+    for step in (case.ours, case.peers["torch built-ins"]):
+        assert bench("harness").relative_error(case.compare(step(*inputs)), case.reference(*inputs)) < 0.03
+
+
+def test_a_captured_step_keeps_what_its_graph_reads(bench, monkeypatch):
+    """The static cache is the step's own: its memory must not go to others before the last replay."""
+    import contextlib
+    import gc
+    import types
+    import weakref
+
+    module = bench("bench_integrations")
+    replays = []
+    stream = types.SimpleNamespace(wait_stream=lambda other: None)
+    cuda = types.SimpleNamespace(
+        Stream=lambda: stream,
+        current_stream=lambda: stream,
+        stream=lambda stream: contextlib.nullcontext(),
+        graph=lambda graph: contextlib.nullcontext(),
+        CUDAGraph=lambda: types.SimpleNamespace(replay=lambda: replays.append(1)),
+    )
+    monkeypatch.setattr(module, "torch", types.SimpleNamespace(cuda=cuda))
+    cache = torch.zeros(1)
+    there = weakref.ref(cache)
+    replay = module.graphed(lambda cache=cache: cache, "cuda")
+    del cache
+    gc.collect()
+    replay()
+    assert replays == [1] and there() is not None
+    del replay
+    gc.collect()
+    assert there() is None
+
+
+def test_integrations_store_each_row_as_it_comes(bench, monkeypatch, tmp_path):
+    """A step that fails leaves the others, under its name."""
+    module = bench("bench_integrations")
+
+    def failing(self, family, model):
+        raise RuntimeError("no\nmore")
+
+    monkeypatch.setattr(module.Bench, "training", failing)
+    file = tmp_path / "rows.json"
+    command = [
+        "bench_integrations.py",
+        "--device",
+        "cpu",
+        "--only",
+        "mistral",
+        "--seconds",
+        "0.01",
+        "--json",
+        str(file),
+    ]
+    monkeypatch.setattr(sys, "argv", command)
+    module.main()
+    stored = json.loads(file.read_text())
+    assert stored["torch"] == torch.__version__ and stored["command"].endswith(
+        "--device cpu --seconds 0.01 --only mistral"
+    )
+    prefill, training = stored["rows"]
+    assert (
+        prefill["step"] == "prefill 2 x 128" and max(prefill["worst"], prefill["peer_worst"]) < 1e-5 < prefill["ratio"]
+    )
+    assert training == {"family": "mistral", "step": "training step", "failed": "no\nmore"}
 
 
 def test_a_run_of_every_instance_is_judged(bench):

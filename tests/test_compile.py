@@ -20,7 +20,8 @@ from conftest import (
 )
 from registry import OPS, VARIANTS, Bound, drawn, public
 from torch._dynamo.backends.common import aot_autograd
-from torch._inductor.utils import run_and_get_code
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -823,3 +824,36 @@ def test_compiled_gradients_keep_the_dtype(name, variant, dtype, device):
         assert [x.dtype for x in grads[-1]] == [x.dtype for x in wanted]
     for x, y in zip(*grads, strict=True):
         assert_close_as(y, x, y.double())
+
+
+def test_cached_code_is_that_of_this_version():
+    """torch's keys hold an op's name alone: code cached before an upgrade would be run with another schema."""
+    from torch_gpukern.ops.define import tag_compiled_code, tag_of
+
+    config = torch.compiler.config
+    tag = config.cache_key_tag.split("+")[-1]
+    assert tag.startswith(f"gpukern-{torch_gpukern.__version__}-")
+    schemas = ["gpukern::gemm(Tensor a) -> Tensor", "gpukern::attn_merge(Tensor a) -> Tensor"]
+    assert tag_of(schemas) == tag_of(schemas[::-1]) != tag_of([schemas[0].replace("a)", "a, int b=0)"), schemas[1]])
+    with config.patch(cache_key_tag="mine"):
+        for _ in range(2):
+            tag_compiled_code()
+            assert config.cache_key_tag == f"mine+{tag}"
+    assert config.cache_key_tag.split("+")[-1] == tag
+
+
+def test_an_upgrade_compiles_anew():
+    """The same op under another tag, as an earlier version has it, finds nothing in the cache; the same version does."""
+
+    def hits():
+        torch._dynamo.reset()
+        counters.clear()
+        compiled = torch.compile(lambda a: torch_gpukern.gemm(a, a), fullgraph=True)
+        with torch.no_grad():
+            compiled(torch.ones(4, 4))
+        return counters["inductor"]["fxgraph_cache_hit"]
+
+    with fresh_cache():
+        with torch.compiler.config.patch(cache_key_tag="gpukern-0.0.9-0"):
+            assert hits() == 0
+        assert [hits(), hits()] == [0, 1]

@@ -1,6 +1,8 @@
 """The demo: what it says first, what of the build it asks for, and whom it compares with."""
 
+import csv
 import importlib
+import importlib.util
 import os
 import re
 import shutil
@@ -19,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def train(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "demo"))
     yield importlib.import_module("train")
-    for name in ("train", "data", "generate", "model"):
+    for name in ("train", "curves", "data", "generate", "model"):
         sys.modules.pop(name, None)
 
 
@@ -51,6 +53,51 @@ def test_muon_of_float32_built_ins(train):
         got = torch.addmm(c, a, b, beta=0.5, alpha=2)
     want = 2 * (a.float() @ b.float()) + 0.5 * c.float()
     assert got.dtype == torch.bfloat16 and torch.equal(got, want.bfloat16())
+
+
+def test_loss_curves_alone(train, monkeypatch, capsys, tmp_path):
+    """--compare-only compiles, generates and times nothing; built-ins that fail are left out by name; all steps are made."""
+    text = torch.frombuffer(bytearray((ROOT / "README.md").read_bytes()), dtype=torch.uint8)
+    monkeypatch.setattr(train, "load_corpus", lambda: train.Corpus(text, text, [], 1.0))
+    config = train.Config(context=32, layers=1, dim=32, heads_q=2, heads_kv=1, head_dim=16, hidden=32)
+    monkeypatch.setitem(train.CONFIG, "cpu", config)
+    ways = {**train.BUILT_INS["cpu"], "cuDNN": (torch.bfloat16, train.SDPBackend.CUDNN_ATTENTION)}
+    monkeypatch.setitem(train.BUILT_INS, "cpu", ways)
+    for name in ("compiled_loss", "compare_generation", "train"):
+        monkeypatch.delattr(train, name)
+    arguments = ["train.py", "--device", "cpu", "--compare-only", "--compare-steps", "5", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    train.main()
+    out = capsys.readouterr().out
+    assert "built-ins, cuDNN: left out: " in out and "step 5 of 5" in out
+    with (tmp_path / "curves.csv").open() as file:
+        steps = list(csv.DictReader(file))
+    assert list(steps[0]) == ["step", "gpukern", "built-ins, bfloat16", "built-ins, float32"] and len(steps) == 5
+    losses = [[float(row[name]) for row in steps] for name in list(steps[0])[1:]]
+    assert losses[0][0] == pytest.approx(8, abs=0.01) and losses[0][-1] < 7.9  # it learns
+    for other in losses[1:]:
+        assert losses[0] == pytest.approx(other, abs=0.02)
+    assert (tmp_path / "curves.png").exists() == (importlib.util.find_spec("matplotlib") is not None)
+
+
+def test_steps_that_were_asked_for_are_made(train, monkeypatch, tmp_path):
+    """The clock bounds the default alone."""
+    bounds = []
+    monkeypatch.setattr(train, "load_corpus", lambda: train.Corpus(torch.zeros(9), torch.zeros(9), [], 1.0))
+    for name in ("compile_now", "compare_generation"):
+        monkeypatch.setattr(train, name, lambda *args: 0)
+    monkeypatch.setattr(train, "train", lambda *args: [(0.0, 8.0)])
+    monkeypatch.setattr(train, "held_out_bits", lambda *args: 8.0)
+    monkeypatch.setattr(train, "plot", lambda *args: False)
+    monkeypatch.setattr(train, "fastest_built_ins", lambda *args: ("float32", ""))
+    monkeypatch.setattr(
+        train, "compare_training", lambda *args: bounds.append(args[3:]) or {"gpukern": [8.0], "torch": [8.0]}
+    )
+    command = ["train.py", "--device", "cpu", "--seconds", "4", "--out", str(tmp_path)]
+    for more in ([], ["--compare-steps", "200"]):
+        monkeypatch.setattr(sys, "argv", command + more)
+        train.main()
+    assert bounds == [(16, 1.0), (200, float("inf"))]
 
 
 def makes(folder, goal, gpu, **variables):

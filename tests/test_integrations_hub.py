@@ -1,5 +1,6 @@
 """The layout of the kernels hub: made by cmake/hub.py, loaded by `kernels` beside the ordinary package."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -24,22 +25,67 @@ def hub(tmp_path_factory):
 
 
 def test_metadata(hub):
+    """Of the build's own variant, and of the one for a torch without CUDA."""
     from kernels._rust import Digest, DigestAlgorithm, Metadata
 
-    [variant] = (hub / "build").iterdir()
+    built = (ROOT / "build" / "hub_backend").read_text().split(" ")[0]
+    variants = {v.name.removeprefix("torch-stable-abi210-").split("-")[0]: v for v in (hub / "build").iterdir()}
+    assert set(variants) == {built, "cpu"}
+    for backend, variant in variants.items():
+        metadata = Metadata.read_from_file(variant / "metadata.json")
+        assert metadata.id.startswith(f"_gpukern_{backend}_") and metadata.license == "BSD-3-Clause"
+        metadata.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, variant))
+        about = json.loads((variant / "metadata.json").read_text())["backend"]
+        assert about == ({"type": "cpu"} if backend == "cpu" else {"type": "cuda", "archs": ["8.0", "9.0a"]})
+
+
+def test_the_variant_of_a_cuda_build(monkeypatch, tmp_path):
+    """Its name, and what its metadata say, are what the kernels package looks for on a machine with a GPU and takes there:
+    the toolkit's version, and the architectures that were compiled."""
+    from kernels._rust import Digest, DigestAlgorithm, Metadata
+    from kernels.archs import _supports_cuda_capability
+    from kernels.backends import CUDA, Version
+    from kernels.variants import _resolve_variant_for_system, get_variants_local
+
+    hub = module_of_hub()
+    build = tmp_path / "tree"
+    build.mkdir()
+    (build / "CMakeCache.txt").touch()
+    (build / "hub_backend").write_text("cu130 80;90a")  # what CMakeLists.txt writes with nvcc 13.0
+    (build / "libgpukern_hub.so").write_bytes(b"a library")
+    monkeypatch.setattr(hub, "BUILD", build)
+    monkeypatch.setattr(hub, "configure", lambda *options: None)
+    namespaces = []
+    monkeypatch.setattr(hub, "build", lambda namespace: namespaces.append(namespace) or build / "libgpukern_hub.so")
+    machine, system = hub.platform.machine(), hub.platform.system().lower()
+    variant, other = hub.make(tmp_path / "hub")
+    assert other.name == f"torch-stable-abi210-cpu-{machine}-{system}" and namespaces[1].startswith("_gpukern_cpu_")
+    assert variant == tmp_path / "hub" / "build" / f"torch-stable-abi210-cu130-{machine}-{system}"
+    assert (variant / "libgpukern_torch.so").read_bytes() == b"a library"
+    assert f'NAMESPACE = "{namespaces[0]}"' in (variant / "_library.py").read_text()
     metadata = Metadata.read_from_file(variant / "metadata.json")
-    backend = variant.name.removeprefix("torch-stable-abi210-").split("-")[0]
-    assert metadata.id.startswith(f"_gpukern_{backend}_") and metadata.license == "BSD-3-Clause"
+    assert metadata.id == namespaces[0] and metadata.id.startswith("_gpukern_cu130_")
+    assert json.loads((variant / "metadata.json").read_text())["backend"] == {"type": "cuda", "archs": ["8.0", "9.0a"]}
     metadata.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, variant))
-    if backend != "cpu":
-        assert json.loads((variant / "metadata.json").read_text())["backend"]["archs"] == ["8.0", "9.0a"]
+    for capability, served in (((8, 0), True), ((8, 9), True), ((9, 0), True), ((7, 5), False), ((10, 0), False)):
+        assert _supports_cuda_capability(metadata.backend.archs, capability) == served
+    for torch_version in ("2.10", "2.13"):
+        versions = {"torch_version": Version(torch_version), "torch_cxx11_abi": True, "tvm_ffi_version": None}
+        found, _ = _resolve_variant_for_system(
+            get_variants_local(variant.parent), CUDA(version=Version("13.0")), machine, system, **versions
+        )
+        assert [v.variant_str for v in found] == [variant.name]
+
+
+def module_of_hub():
+    spec = importlib.util.spec_from_file_location("hub", ROOT / "cmake" / "hub.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_loads_beside_the_package(hub):
     """Either first; functions, gradients, compiled code, errors and registered names of each are its own."""
-    [variant] = (hub / "build").iterdir()
-    if "-cpu-" not in variant.name:
-        pytest.skip("a build with CUDA is for a torch with CUDA, which the kernels package asks for")
     for first in ("kernel", "package"):
         run_python(f"""
             import pathlib, torch, torch.nn.functional as F
@@ -79,9 +125,6 @@ def test_loads_beside_the_package(hub):
 
 def test_transformers_route(hub):
     """As an attention of transformers by a repository's name: logits, generate, continuous batching."""
-    [variant] = (hub / "build").iterdir()
-    if "-cpu-" not in variant.name:
-        pytest.skip("a build with CUDA is for a torch with CUDA, which the kernels package asks for")
     pytest.importorskip("transformers")
     run_python(
         """

@@ -1,6 +1,7 @@
 """F.scaled_dot_product_attention with gpukern in the place of PyTorch's flash kernels."""
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -23,11 +24,14 @@ FLASH = SDPBackend.FLASH_ATTENTION
 @contextlib.contextmanager
 def active(monkeypatch=None):
     """gpukern in place; yields the names of our kernels that ran."""
-    ran, serve = [], {name: getattr(sdpa, name) for name in ("_forward", "_backward")}
+    kernels = [f"{name}_{device}" for name in ("_forward", "_backward") for device in ("cpu", "cuda")]
+    ran, serve = [], {name: getattr(sdpa, name) for name in kernels}
     for name, ours in serve.items():
 
-        def counted(call, name=name, ours=ours):
-            found = ours(call)
+        @functools.wraps(ours)
+        def counted(*args, name=name, ours=ours, **kwargs):
+            found = ours(*args, **kwargs)
+            name = name.rpartition("_")[0]
             ran.append(name if found is not None else f"not {name}")
             return found
 
@@ -103,6 +107,32 @@ def test_what_gpukern_does_not_serve_is_pytorchs_own_bit_for_bit():
     with active():
         torch.manual_seed(0)
         assert same_bits(F.scaled_dot_product_attention(q, k, v, dropout_p=0.5), plain)
+
+
+def schema_of(text):
+    return torch._C.parse_schema(f"aten::attention({text}) -> Tensor")
+
+
+def test_arguments_come_by_the_schema_of_this_torch():
+    """In another order they are found by name; what is not known, or not served, is left to PyTorch."""
+    q, k, v = inputs("cpu", torch.float32)
+    ours = sdpa._forward_cpu
+    known = "Tensor query, Tensor key, Tensor value, float dropout_p=0., bool is_causal=False"
+    assert sdpa._as_torch_calls(ours, schema_of(f"{known}, *, float? scale=None")) is ours
+    swapped = "Tensor query, Tensor value, Tensor key, bool is_causal=False, float dropout_p=0., int num_splits=0"
+    call = sdpa._as_torch_calls(ours, schema_of(swapped))
+    assert all(map(same_bits, call(q, v, k, True), ours(q, k, v, 0.0, True)))
+    assert call(q, v, k, True, 0.5) is None and call(q, v, k, True, 0.0, 3) is None
+    assert ours(q, k, v, 0.0, True, 3) is None and ours(q, k, v, block_table=q) is None
+
+
+@pytest.mark.parametrize("name", ["_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention"])
+def test_calls_are_taken_as_they_come(name):
+    """Nothing stands between PyTorch's call and ours where the schema has our order: it has, in every torch so far."""
+    device = "cpu" if name.endswith("cpu") else "cuda"
+    for suffix, ours in (("", f"_forward_{device}"), ("_backward", f"_backward_{device}")):
+        ours = getattr(sdpa, ours)
+        assert sdpa._as_torch_calls(ours, getattr(torch.ops.aten, name + suffix).default._schema) is ours
 
 
 def test_restores_cleanly():

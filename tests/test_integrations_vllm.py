@@ -201,7 +201,8 @@ RULES = {
 def test_steps_of_a_batch(vllm, backend, rule, layout, device):
     """A prefill, then a mixed batch of a chunk, a decode and an inactive row, over whichever order the cache is stored in."""
     gen = generator("vllm", rule, layout)
-    impl = layer_of(backend, **RULES[rule])
+    options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in RULES[rule].items()}
+    impl = layer_of(backend, **options)
     builder = backend.get_builder_cls()(None, ["a"], None, torch.device(device))
     cache = cache_of(layout, device=device)
     tables = [[3, 5, 1], [7, 2, 0], [0, 0, 0]]
@@ -227,16 +228,14 @@ def test_steps_of_a_batch(vllm, backend, rule, layout, device):
             if n:
                 keys, values = (torch.cat(x).transpose(0, 1)[None].double() for x in kept[b])
                 mine = q[start : start + n].transpose(0, 1)[None].double()
-                options = RULES[rule]
                 slopes = (
                     torch.tensor(options["alibi_slopes"], dtype=torch.float64, device=device)
                     if "alibi_slopes" in options
                     else None
                 )
-                sinks = options["sinks"].to(device) if "sinks" in options else None
                 want = reference.flash_attn(
                     mine, keys, values, is_causal=True, diagonal=lens[b] - n, window_left=options.get("sliding_window", 0) - 1,
-                    softcap=options.get("logits_soft_cap", 0.0), alibi_slopes=slopes, sinks=sinks,
+                    softcap=options.get("logits_soft_cap", 0.0), alibi_slopes=slopes, sinks=options.get("sinks"),
                 )  # fmt: skip
                 got = out[start : start + n].transpose(0, 1)[None].double()
                 torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)

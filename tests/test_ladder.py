@@ -1,5 +1,6 @@
 """The gemm ladder: every rung against float64 with the rule of every kernel, its table, its predictions, its page."""
 
+import csv
 import importlib.util
 import re
 import subprocess
@@ -55,6 +56,23 @@ def test_predictions_are_the_models(rungs):
     assert {r.name: r.predicted_tflops for r in rungs} == {
         r.name: float(f"{model.predict(r.number).tflops:.3g}") for r in rungs
     }
+
+
+def test_the_rungs_between_have_the_measured_figures():
+    """docs/ladder.md's table beside docs/ladder_sizes.csv."""
+    with (ROOT / "docs" / "ladder_sizes.csv").open() as file:
+        found = {(r["dtype"], r["size"], r["rung"]): float(r["tflops"]) for r in csv.DictReader(file)}
+    at = {rung: rate for (dtype, size, rung), rate in found.items() if (dtype, size) == ("bfloat16", "4096")}
+    page = (ROOT / "docs" / "ladder.md").read_text()
+    names = {3: "shared", 5: "vectorised", 6: "mma"}
+    row = r"^\| \[(\d+) (\w+)\]\(.*\) \| (\d) \| .* \| ([\d.]+), [\w ,]+ \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$"
+    rows = re.findall(row, page, re.MULTILINE)
+    assert [int(number) for number, *_ in rows] == [14, 15, 16, 17]
+    for number, name, after, predicted, rate, behind, ratio in rows:
+        assert predicted == f"{model.predict(int(number)).tflops:.3g}"
+        assert (rate, behind) == (f"{at[name]:.3g}", f"{at[names[int(after)]]:.3g}")
+        assert abs(float(ratio) - at[name] / at["cuBLAS"]) < 6e-4
+    assert f"cuBLAS {at['cuBLAS']:.0f} TFLOP/s beside them" in page
 
 
 @pytest.mark.parametrize("number", NUMBERS)

@@ -1,5 +1,5 @@
-"""The layout header of the CUDA kernels (csrc/cuda/tile/layout.cuh), compiled for the host: its own test program, and
-its functions beside those of pycute on random layouts.
+"""The layout headers of the CUDA kernels (csrc/cuda/layout), compiled for the host: their own test program, and
+their functions beside those of pycute on random layouts.
 
 pycute (nvidia-cutlass 4.2.0) is the published algebra but not the judge: where the two differ, the values decide, and
 the difference must be one of DEVIATIONS.
@@ -47,18 +47,22 @@ DEVIATIONS = {
 }
 
 
-@pytest.fixture(scope="module")
-def program(tmp_path_factory):
-    """tests/csrc/check_layout.cpp, compiled."""
+def compiled(name, tmp_path_factory):
+    """tests/csrc/NAME.cpp, compiled."""
     compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("g++") or shutil.which("clang++")]
     if compiler[0] is None:
         pytest.skip("no C++ compiler: install g++ or clang++, or set CXX")
-    path = tmp_path_factory.mktemp("layout") / "check_layout"
-    source = ROOT / "tests" / "csrc" / "check_layout.cpp"
+    path = tmp_path_factory.mktemp("layout") / name
+    source = ROOT / "tests" / "csrc" / f"{name}.cpp"
     flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-I", ROOT / "csrc"]
     result = subprocess.run([*compiler, *flags, source, "-o", path], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return path
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    return compiled("check_layout", tmp_path_factory)
 
 
 def test_definitions(program):

@@ -173,7 +173,7 @@ def test_tma_refusals(tensor, box, options, mode, text):
 def test_wgmma_descriptors():
     k_major = L.wgmma_descriptor("Sw<3,3,3> o 0 o (128,64):(64,1)", address=0x400)
     assert (k_major.major, k_major.leading, k_major.stride) == ("k", 16, 1024)
-    assert k_major.bits == 0x400 >> 4 | 1 << 16 | 64 << 32 | 1 << 62  # as csrc/cuda/tile/wgmma.cuh writes it
+    assert k_major.bits == 0x400 >> 4 | 1 << 16 | 64 << 32 | 1 << 62  # as csrc/cuda/layout/wgmma.cuh writes it
     mn_major = L.wgmma_descriptor("Sw<3,3,3> o 0 o ((64,2),64):((1,4096),64)")
     assert (mn_major.major, mn_major.leading, mn_major.stride) == ("mn", 8192, 1024)
     plain = L.wgmma_descriptor("((8,8),(8,2)):((8,64),(1,512))")
@@ -217,7 +217,7 @@ def test_ldmatrix_rows(text, down):
 
 
 def test_twin_agrees_with_the_header_on_tiles():
-    """smem_tile's swizzle of csrc/cuda/tile/layout.cuh, whose rows of 32, 64 and 128 bytes lie as TMA lays them."""
+    """smem_tile's swizzle of csrc/cuda/layout/banks.cuh, whose rows of 32, 64 and 128 bytes lie as TMA lays them."""
     for span in (32, 64, 128):
         bits = {32: 1, 64: 2, 128: 3}[span]
         tile = L.Swizzled(L.tma.span_swizzle(span), L.Layout((16, span), (span, 1)))

@@ -1,5 +1,6 @@
 """docs/layout.md, docs/claims.md and docs/patterns.md say what the code does: every command draws the picture beside it, every example is run."""
 
+import csv
 import doctest
 import re
 import shlex
@@ -32,6 +33,16 @@ def test_no_picture_without_a_command():
     }
 
 
+def test_the_stage_is_the_kernels():
+    """The page's picture and tensor map of K's panel are of the box that the kernels' own header prints."""
+    golden = (ROOT / "tests" / "data" / "layout.golden").read_text()
+    cols, rows, stride = re.search(
+        r"^box keys = Sw<3,3,3> o 0 o \((\d+),(\d+),1\):\(1,(\d+),\d+\) \1,\2,1 128 \d+$", golden, re.M
+    ).groups()
+    assert f"shared memory   Sw<3,3,3> o 0 o (d={cols},keys={rows}):(1,{stride})" in PAGE
+    assert f'layout "(16,{cols}):({stride},1)" --swizzle 3,3,3 --access 16' in PAGE
+
+
 def test_examples():
     text = "\n".join(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL))
     examples = doctest.DocTestParser().get_doctest(text, {}, "layout.md", None, 0)
@@ -57,6 +68,40 @@ def test_claims():
     assert str(L.tma.span_swizzle(64, 2)) == "Sw<2,3,3>"
     with pytest.raises(ValueError):
         L.Swizzle(4, 3, 3)
+
+
+def test_claims_were_counted():
+    """Every access of the page is one of banks.cu's; its clocks are the model's, and those of docs/counters.csv."""
+    with (ROOT / "docs" / "counters.csv").open() as file:
+        counted = {row["what"]: row for row in csv.DictReader(file)}
+    rows = re.findall(
+        r"^\|[^|]*\|[^|]*\| ([^|]+?) \| (\d+) \| (\d+) \|$", (ROOT / "docs" / "claims.md").read_text(), re.M
+    )
+    accesses = {  # the byte of each lane, and the access width
+        "16 bytes on end": (lambda lane: 16 * lane, 16),
+        "4 bytes on end": (lambda lane: 4 * lane, 4),
+        "stride 2": (lambda lane: 8 * lane, 4),
+        "column, rows of 32": (lambda lane: 128 * lane, 4),
+        "column, rows of 33": (lambda lane: 132 * lane, 4),
+        "halves, rows of 129": (lambda lane: 258 * lane, 2),
+        "halves, rows of 130": (lambda lane: 260 * lane, 2),
+        "ldmatrix, rows of 64": (lambda lane: 128 * lane, 16),
+        "ldmatrix, 64 by 3,3,3": (lambda lane: L.Swizzle(3, 4, 3)(128 * lane), 16),
+        "ldmatrix, 128 by 3,3,3": (lambda lane: L.Swizzle(3, 4, 3)(256 * lane), 16),
+        "ldmatrix, 128 by 3,3,4": (lambda lane: L.Swizzle(3, 4, 4)(256 * lane), 16),
+        "ldmatrix, 64 by row / 8": (lambda lane: 128 * lane + 16 * (lane // 8), 16),
+        "column, col ^ row >> 5": (lambda lane: 128 * lane + 4 * (lane >> 5), 4),
+        "column, col ^ row": (lambda lane: 128 * lane + 4 * lane, 4),
+        "one word": (lambda lane: 0, 4),
+        "one chunk of 16 bytes": (lambda lane: 0, 16),
+    }
+    assert {name for name, _, _ in rows} == set(accesses) and len(rows) == len(accesses)
+    for name, model, clocks in rows:
+        byte, width = accesses[name]
+        assert L.wavefronts([byte(lane) for lane in range(32)], width) == int(model), name
+        all_of_it = int(counted[name]["l1tex__data_pipe_lsu_wavefronts_mem_shared.sum"])
+        assert divmod(all_of_it, 8192) == (int(clocks), 107), name
+    assert [name for name, model, clocks in rows if model != clocks] == ["one chunk of 16 bytes"]
 
 
 def test_profiling_page(capsys):

@@ -1,4 +1,4 @@
-"""torch_gpukern.layout beside csrc/cuda/tile/layout.cuh: the same answers, and the same refusals.
+"""torch_gpukern.layout beside csrc/cuda/layout: the same answers, and the same refusals.
 
 Where several modes are to blame, they may name different ones. tests/data/layout.golden holds questions and answers that
 both are held to, today's offsets, fragments and descriptors among them:
@@ -7,11 +7,12 @@ both are held to, today's offsets, fragments and descriptors among them:
 """
 
 import random
+import subprocess
 from pathlib import Path
 
 import pytest
 import test_layout
-from test_layout import any_layout, ask, program, text  # noqa: F401  program is a fixture
+from test_layout import any_layout, ask, compiled, program, text  # noqa: F401  program is a fixture
 
 from torch_gpukern import layout as L
 from torch_gpukern.layout import Layout, Refusal, atoms
@@ -96,6 +97,16 @@ OPERANDS = {
     "mn128": ("Sw<3,3,3> o 0 o ((64,2),64):((1,4096),64)", 2),
     "tf32": ("Sw<3,2,3> o 0 o (64,32):(32,1)", 4),
 }
+# (columns, rows, planes) in elements, the bytes of one, and the swizzle's span in bytes.
+BOXES = {
+    "operand": ((64, 128, 1), 2, 128),
+    "operand_tf32": ((32, 128, 1), 4, 128),
+    "keys": ((64, 128, 1), 2, 128),
+    "stacked": ((64, 16, 8), 2, 128),
+    "results": ((64, 16, 1), 2, 128),
+    "results_narrow": ((32, 16, 1), 2, 64),
+    "plain": ((256, 8, 1), 4, 0),
+}
 TILES = {32: (1, 4, 3), 64: (2, 4, 3), 128: (3, 4, 3), 256: (3, 4, 4), 512: (3, 4, 5)}
 
 
@@ -109,6 +120,11 @@ def placed(words):
         every = 16 // size
         numbers = [L.wgmma_descriptor(operand, elem_bytes=size, address=1024).bits]
         numbers += [operand(4 * x, k) * size for x in range(16) for k in range(0, 8 * every, every)]
+    elif kind == "box":
+        size, elem_bytes, span = BOXES[what]
+        tensor = Layout((4096, 512, 64), (1, 4096, 4096 * 512))
+        box = L.tma_box(tensor, size, elem_bytes=elem_bytes, swizzle=span)
+        numbers = [box.smem, ",".join(map(str, box.box)), box.swizzle, box.bytes]
     elif kind == "ways":
         numbers = [L.ways([lane * int(more[0]) for lane in range(32)], int(what))]
     else:
@@ -121,6 +137,7 @@ def placed(words):
 PLACES = [
     *(f"fragment {name}" for name in FRAGMENTS),
     *(f"operand {name}" for name in OPERANDS),
+    *(f"box {name}" for name in BOXES),
     *(f"tile {row_bytes}" for row_bytes in TILES),
     *(f"ways {access} {stride}" for access in (2, 4, 8, 16) for stride in (access, 3 * access, 128, 144)),
 ]
@@ -146,14 +163,33 @@ def golden():
 
 def test_golden_file_is_the_twins():
     pairs = golden()
-    assert {q.split()[0] for q, _ in pairs} == {*FUNCTIONS, "fragment", "operand", "tile", "ways"}
+    assert {q.split()[0] for q, _ in pairs} == {*FUNCTIONS, "fragment", "operand", "box", "tile", "ways"}
     assert not {question for question in PLACES} - {question for question, _ in pairs}
     for question, want in pairs:
         assert answer_of(question) == want, question
 
 
+@pytest.fixture(scope="module")
+def box_program(tmp_path_factory):
+    """tests/csrc/check_tma_box.cpp, compiled."""
+    return compiled("check_tma_box", tmp_path_factory)
+
+
+def test_boxes_of_the_kernels(box_program):
+    """Tiles lie as their boxes say, tensor maps have the fields that they had, and what TMA cannot lay is refused."""
+    result = subprocess.run([box_program], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.splitlines()[-1].endswith(" passed, 0 failed")
+
+
+def test_golden_boxes_are_the_headers(box_program):
+    pairs = [pair for pair in golden() if pair[0].startswith("box ")]
+    assert len(pairs) == len(BOXES)
+    assert ask(box_program, [question for question, _ in pairs]) == [want for _, want in pairs]
+
+
 def test_golden_file_is_the_headers(program):  # noqa: F811
-    pairs = golden()
+    pairs = [pair for pair in golden() if not pair[0].startswith("box ")]
     for (question, want), answer in zip(pairs, ask(program, [question for question, _ in pairs])):
         if want == "none":
             assert answer.startswith("none "), question

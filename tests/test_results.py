@@ -1,4 +1,4 @@
-"""docs/results.md and the tables of docs/ladder.md say what the committed results say."""
+"""docs/results.md and the tables of docs/ladder.md and docs/integrations.md say what the committed results say."""
 
 import copy
 import importlib.util
@@ -20,6 +20,36 @@ def results():
 def test_the_pages_are_what_the_tool_writes(results):
     assert tool.PAGE.read_text() == tool.page(results), "run `make results`"
     assert tool.main(["--check"]) == 0
+
+
+def test_the_table_of_models_is_that_of_the_stored_runs():
+    text, runs = tool.INTEGRATIONS.read_text(), tool.load_integrations()
+    assert runs and tool.integrations_page(text, runs) == text, "run `make results`"
+    for run in runs:
+        for name in ("device", "driver", "torch", "transformers", "date", "command"):
+            assert run[name] in text or run["device"] == "CPU"
+        for row in run["rows"]:
+            assert "failed" in row or abs(row["ratio"] * row["ours_ms"] / row["peer_ms"] - 1) < 0.03, row
+    row = {"family": "llama", "step": "prefill", "peer": "sdpa", "ours_ms": 1.5, "peer_ms": 3.0, "ratio": 2.0}
+    rows = [
+        row,
+        row
+        | {
+            "error": 0.0151,
+            "peer_error": 0.02,
+            "worst": 0.1,
+            "peer_worst": 0.3,
+            "ours_spread": 0.25,
+            "peer_spread": 0.5,
+        },
+    ]
+    rows.append({"family": "llama", "step": "decode", "failed": "a | b"})
+    table = tool.integrations_table([runs[0] | {"rows": rows}])
+    assert "| llama | prefill | 1.5 | sdpa 3 | 2.00x |  |  |" in table
+    assert (
+        "| llama | prefill | 1.5 +- 0.25 | sdpa 3 +- 0.5 | 2.00x | 1.5e-02, 2.0e-02 | 1.0e-01, 3.0e-01 |\n| llama | decode | failed |"
+        in table
+    )
 
 
 @pytest.mark.parametrize("name", tool.TITLES)
@@ -61,7 +91,8 @@ def test_a_ratio_is_the_measured_one_where_it_was_taken_against_the_best_peer():
 
 
 def test_the_ladders_page_has_every_table(results):
-    assert [m["name"] for m in tool.MARKED.finditer(tool.LADDER.read_text())] == list(tool.LADDER_TABLES)
+    tables = [*tool.LADDER_TABLES, *tool.FILE_TABLES]
+    assert [m["name"] for m in tool.MARKED.finditer(tool.LADDER.read_text())] == tables
 
 
 @pytest.mark.parametrize("name", tool.LADDER_TABLES)
@@ -77,7 +108,9 @@ def test_a_changed_ladder_is_noticed(results, name):
     text = tool.LADDER.read_text()
     old = [m["table"] for m in tool.MARKED.finditer(text)]
     new = [m["table"] for m in tool.MARKED.finditer(tool.ladder_page(text, changed))]
-    assert [a == b for a, b in zip(old, new, strict=True)] == [table != name for table in tool.LADDER_TABLES]
+    assert [a == b for a, b in zip(old, new, strict=True)] == [
+        table != name for table in (*tool.LADDER_TABLES, *tool.FILE_TABLES)
+    ]
 
 
 def test_every_ratio_is_against_the_fastest_peer(results):

@@ -1,15 +1,17 @@
-"""Writes docs/results.md, and the tables of docs/ladder.md, from the committed results.
+"""Writes docs/results.md, and the tables of docs/ladder.md and docs/integrations.md, from the committed results.
 
 python tools/results.py           writes the pages
 python tools/results.py --check   exits 1 and names the pages that are out of date
 
 `make results` draws the plots first, then runs this. Every file of benchmarks/results/ is a device; every bench, group
 and peer in it appears by itself. docs/results.md is generated as a whole. docs/ladder.md is written by hand around tables
-that stand between `<!-- benchmarks:NAME begin -->` and `<!-- benchmarks:NAME end -->`, NAME one of LADDER_TABLES.
+that stand between `<!-- benchmarks:NAME begin -->` and `<!-- benchmarks:NAME end -->`, NAME one of LADDER_TABLES;
+docs/integrations.md likewise, NAME integrations, from the files of benchmarks/results/integrations/.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 import sys
@@ -23,6 +25,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 PLOTS = ROOT / "benchmarks" / "plots"
 PAGE = ROOT / "docs" / "results.md"
 LADDER = ROOT / "docs" / "ladder.md"
+INTEGRATIONS = ROOT / "docs" / "integrations.md"
 MARKED = re.compile(
     r"(<!-- benchmarks:(?P<name>\w+) begin -->\n)(?P<table>.*?)(<!-- benchmarks:(?P=name) end -->)",
     re.DOTALL,
@@ -281,6 +284,22 @@ def _ladder_counters(result: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _between_counters() -> str:
+    """The rungs that stand between others, each behind the one that it changes."""
+    path = LADDER.parent / "counters.csv"
+    with path.open() as file:
+        found = {row["what"]: row for row in csv.DictReader(file)}
+    what = ("3 shared", "14 column", "5 vectorised", "15 warp_tile", "16 wmma", "6 mma", "17 double_buffer")
+    rows = [found[f"rung {name}"] for name in what]
+    head = ["4096 cubed", *what]
+    lines = [f"{rows[0]['device']}; {rows[0]['date']}; `python benchmarks/counters.py`.\n", _line(head), _rule(head)]
+    for counter, (name, _) in COUNTERS.items():
+        lines.append(_line([name, *(_count({counter: float(row[counter])}, counter) for row in rows)]))
+    return "\n".join(lines) + "\n"
+
+
+# of docs/ladder.md, too, from docs/counters.csv
+FILE_TABLES = {"ladder_between_counters": _between_counters}
 LADDER_TABLES = {"ladder": _ladder, "ladder_counters": _ladder_counters, "ladder_large": _ladder_large}
 
 
@@ -348,6 +367,8 @@ def page(results: list[dict]) -> str:
 
 def ladder_table(name: str, results: list[dict]) -> str:
     """A table of docs/ladder.md, for each device that climbed it."""
+    if name in FILE_TABLES:
+        return FILE_TABLES[name]()
     parts = [LADDER_TABLES[name](result) for result in results if "ladder" in result["benches"]]
     if not parts:
         raise SystemExit(f"docs/ladder.md asks for '{name}', and no result file has it")
@@ -359,9 +380,62 @@ def ladder_page(text: str, results: list[dict]) -> str:
     return MARKED.sub(lambda found: f"{found[1]}\n{ladder_table(found['name'], results)}\n{found[4]}", text)
 
 
+# ---- models of other libraries ---------------------------------------------------------------------
+
+
+def _milliseconds(row: dict, side: str) -> str:
+    spread = f" +- {row[f'{side}_spread']:.2g}" if f"{side}_spread" in row else ""
+    return f"{row[f'{side}_ms']:.4g}{spread}"
+
+
+def _errors(row: dict) -> list[str]:
+    """Of the middle token and of the worst, ours and the peer's."""
+    pairs = [(row.get(name), row.get(f"peer_{name}")) for name in ("error", "worst")]
+    return ["" if ours is None else f"{ours:.1e}, {theirs:.1e}" for ours, theirs in pairs]
+
+
+def integrations_table(runs: list[dict]) -> str:
+    """What bench_integrations.py stored, a table for each run; errors only where the step gives logits."""
+    parts = []
+    for run in runs:
+        driver = [f"driver {run['driver']}"] if run["driver"] else []
+        said = [run["device"], *driver, f"torch {run['torch']}", f"transformers {run['transformers']}", run["date"]]
+        head = ["model", "step", "gpukern, ms", "peer, ms", "ratio", "error, the peer's", "worst token"]
+        said = "; ".join([*said, f"`{run['command']}`"]) + "." + (f" Note: {run['note']}." if run.get("note") else "")
+        lines = [said, "", _line(head), _rule(head)]
+        for row in run["rows"]:
+            if "failed" in row:
+                lines.append(_line([row["family"], row["step"], "failed", *[""] * 4]))
+                continue
+            cells = [
+                row["family"],
+                row["step"],
+                _milliseconds(row, "ours"),
+                f"{row['peer']} {_milliseconds(row, 'peer')}",
+            ]
+            cells += [f"{row['ratio']:.2f}x", *_errors(row)]
+            lines.append(_line(cells))
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def integrations_page(text: str, runs: list[dict]) -> str:
+    """docs/integrations.md with its marked table rewritten."""
+    return MARKED.sub(lambda found: f"{found[1]}\n{integrations_table(runs)}\n{found[4]}", text)
+
+
+def load_integrations() -> list[dict]:
+    return [json.loads(path.read_text()) for path in sorted((RESULTS / "integrations").glob("*.json"))]
+
+
 def main(argv: list[str]) -> int:
     results, old = load_results(), []
-    for path, text in ((PAGE, page(results)), (LADDER, ladder_page(LADDER.read_text(), results))):
+    pages = (
+        (PAGE, page(results)),
+        (LADDER, ladder_page(LADDER.read_text(), results)),
+        (INTEGRATIONS, integrations_page(INTEGRATIONS.read_text(), load_integrations())),
+    )
+    for path, text in pages:
         if argv == ["--check"]:
             old += [path.name] if not path.exists() or path.read_text() != text else []
         else:

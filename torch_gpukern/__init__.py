@@ -19,7 +19,9 @@ from .ops import attn_merge, flash_attn, flash_attn_varlen, gemm, kv_cache_write
 from .tuning import cache as _cache
 
 if TYPE_CHECKING:
+    from . import integrations as integrations
     from . import layout as layout
+    from . import nn as nn
     from . import profiling as profiling
 
 __all__ = [
@@ -128,8 +130,8 @@ def explain(op: Explained, *args: _Any, arch: str | None = None, **kwargs: _Any)
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> _Any:
-        """torch_gpukern.layout and .profiling, imported when they are first asked for: most programs never do."""
-        if name in ("layout", "profiling"):
+        """Imported when they are first asked for: most programs never do."""
+        if name in ("integrations", "layout", "nn", "profiling"):
             return _importlib.import_module(f".{name}", __name__)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -3,13 +3,17 @@ on torch_gpukern, generates from it through the paged cache, and repeats steps a
 PyTorch's built-ins.
 
 python examples/demo/train.py [--seconds 100] [--backend gpukern|torch] [--device cpu|cuda] [--out build/demo]
+python examples/demo/train.py --compare-only [--compare-steps 200]
 
 Runs on a GPU where torch finds one of compute capability 8.0 or later and the library has kernels for it, with a larger
 model.
 
 Prints the held-out bits per byte against gzip -9 of the same bytes, step times, tokens per second
-and the differences in loss and logits; writes loss.png and checkpoint.pt. At most three minutes on
-two cores.
+and the differences in loss and logits; writes loss.png, checkpoint.pt, curves.csv and curves.png. At most
+three minutes on two cores.
+
+With --compare-only it trains a fresh model on ours and on each of PyTorch's built-ins side by side, not compiled, and writes
+their loss curves alone: curves.csv and curves.png.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from curves import compare_curves, write_curves
 from data import Corpus, batches, load_corpus, windows
 from generate import PaddedRunner, PagedRunner, Request, for_inference, generate
 from model import GPT, OPS, Config, TorchOps
@@ -47,6 +52,9 @@ BUILT_INS = {
         "bfloat16, cuDNN": (torch.bfloat16, SDPBackend.CUDNN_ATTENTION),
     },
 }
+COMPARED, COMPARED_ALONE = 16, 200  # steps
+# Sequences of a step with --compare-only: a GPU is fast enough at a quarter of what trains, and the curves say the same.
+BATCH_ALONE = {"cpu": 8, "cuda": 8}
 GZIP_SHARE = 0.9  # the aim: bits per byte below this share of gzip's
 
 # Rates and decays found by a search over short runs: see docs/worklog/demo.md.
@@ -312,9 +320,12 @@ def compare_generation(model: GPT) -> None:
     )
 
 
-def compare_training(model: GPT, sides: dict, corpus: Corpus, steps: int, seconds: float) -> None:
+def compare_training(
+    model: GPT, sides: dict, corpus: Corpus, steps: int, seconds: float = math.inf
+) -> dict[str, list[float]]:
     """The same steps from the same weights on both sides, in turn: at most `steps`, and after four of them no more than
-    the seconds allow. `sides` maps a name to (twin of the model, its `Ops`, its compiled loss, its dtype)."""
+    the seconds allow. `sides` maps a name to (twin of the model, its `Ops`, its compiled loss, its dtype). Returns the
+    bits per byte of every step by side."""
     feed = batches(corpus.train, batch_of(model), model.config.context, seed=2)
     optimizers = {name: Optimizer(twin, ops, dtype) for name, (twin, ops, _, dtype) in sides.items()}
     gradient_ms: dict[str, list[float]] = {name: [] for name in sides}
@@ -350,6 +361,7 @@ def compare_training(model: GPT, sides: dict, corpus: Corpus, steps: int, second
         f"loss in bits per byte: first step {a[0]:.5f} and {b[0]:.5f}, "
         f"largest difference in {steps} steps {max(abs(x - y) for x, y in zip(a, b)):.5f}"
     )
+    return losses
 
 
 def fastest_built_ins(model: GPT, corpus: Corpus) -> tuple[str, str]:
@@ -367,19 +379,58 @@ def fastest_built_ins(model: GPT, corpus: Corpus) -> tuple[str, str]:
     return found
 
 
+def compare_alone(args: argparse.Namespace, began: float) -> None:
+    """--compare-only: nothing is compiled, generated or timed."""
+    corpus, model = load_corpus(), GPT(CONFIG[args.device]).to(args.device)
+    steps = args.compare_steps or COMPARED_ALONE
+    feed = batches(corpus.train, BATCH_ALONE[args.device], model.config.context, seed=2)
+    runs = {"gpukern": (copy.deepcopy(model), OPS["gpukern"](), torch.bfloat16)}
+    for name, (dtype, backend) in BUILT_INS[args.device].items():
+        runs[f"built-ins, {name}"] = copy.deepcopy(model), TorchOps(backend), dtype
+    sides = {name: learner(*run) for name, run in runs.items()}
+    losses = compare_curves(sides, feed, steps, began)
+    print(f"wrote {write_curves(losses, args.out)}; {time.perf_counter() - began:.0f} s in all")
+
+
+def learner(model: GPT, ops, dtype: torch.dtype) -> Callable[[Tensor, Tensor, float], Tensor]:
+    """(tokens, targets, share of the run that is over) -> the loss in nats before the step, which is then taken."""
+    optimizer = Optimizer(model, ops, dtype)
+
+    def step(tokens: Tensor, targets: Tensor, share: float) -> Tensor:
+        def loss_fn(tokens: Tensor, targets: Tensor) -> Tensor:
+            return model.loss(tokens, targets, ops)
+
+        loss = gradient_step(loss_fn, tokens, targets, device_of(model), dtype)
+        optimizer.step(share)
+        return loss
+
+    return step
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=100.0, help="how long to train")
     parser.add_argument("--backend", choices=tuple(OPS), default="gpukern", help="what trains")
     found = found_device()
     parser.add_argument("--device", choices=tuple(CONFIG), default=found, help=f"default here: {found}")
-    parser.add_argument("--compare-steps", type=int, default=16, help="steps of the comparison, fewer where slow")
+    parser.add_argument(
+        "--compare-steps",
+        type=int,
+        help=f"steps of the comparison; default: {COMPARED}, or as many of them as a quarter of --seconds allows; "
+        f"{COMPARED_ALONE} with --compare-only",
+    )
+    parser.add_argument(
+        "--compare-only", action="store_true", help="loss curves beside the built-ins' and nothing else"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "demo")
     args = parser.parse_args()
     began = time.perf_counter()
     torch.manual_seed(args.seed)
     args.out.mkdir(parents=True, exist_ok=True)
+    if args.compare_only:
+        compare_alone(args, began)
+        return
 
     minutes = math.ceil((1.3 * args.seconds + 45) / 60)
     print(
@@ -426,7 +477,9 @@ def main() -> None:
         twin, twin_ops = copy.deepcopy(model), TorchOps(backend) if name == "torch" else OPS[name]()
         sides[name] = twin, twin_ops, compiled_loss(twin, twin_ops), dtype if name == "torch" else torch.bfloat16
         compile_now(twin, sides[name][2], corpus, sides[name][3])
-    compare_training(model, sides, corpus, args.compare_steps, args.seconds / 4)
+    bound = args.seconds / 4 if args.compare_steps is None else math.inf
+    losses = compare_training(model, sides, corpus, args.compare_steps or COMPARED, bound)
+    print(f"wrote {write_curves(losses, args.out)}")
     print(f"\n{time.perf_counter() - began:.0f} s in all")
 
 

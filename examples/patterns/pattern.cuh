@@ -1,6 +1,6 @@
 // pattern: what every example here shares: a table of variants, their check on awkward sizes, their time, one line each.
 //
-// A variant states its bound before it runs, by the model of csrc/cuda/tile/layout.cuh and a few figures of the device.
+// A variant states its bound before it runs, by the model of csrc/cuda/layout/banks.cuh and a few figures of the device.
 // Without a GPU the predictions are printed alone. PATTERN_CHECK=N checks the sizes up to N elements and measures nothing:
 // for the sanitizers.
 #ifndef PATTERN_CUH
@@ -12,7 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "cuda/tile/layout.cuh"
+#include "cuda/layout/banks.cuh"
 
 #define MUST(call)                                                                                     \
     do {                                                                                               \

@@ -1,22 +1,19 @@
-// scan: out[i] = in[0] + .. + in[i], two ways. A block scans a tile of 4096; a warp 512 of it, 4 neighbours a lane and pass.
+// scan: out[i] = in[0] + .. + in[i], two ways. A block scans a tile of 8192; a warp 512 of it, 4 neighbours a lane and pass.
 //
 //   three kernels   sums of tiles; their scan, by one block; then every tile again, on top of what came before it: 12 bytes each
-//   look-back       one kernel (Merrill and Garland 2016): a tile says its own sum as soon as it has it, and its whole prefix
-//                   when it knows that; who comes later adds up sums until it meets a prefix. 8 bytes each
-// A tile's number is the order in which its block began, so what it waits for is running. Flag and value are one 64-bit word:
-// no fence is needed between them.
+//   look-back       one kernel: a block says its tile's sum as soon as it has it, then looks back at what others said. 8 bytes each
+// Merrill and Garland (2016) look back until a block has said a whole prefix, so each prefix waits for one before. Here blocks stay
+// and take tile after tile, all at once on the GPU: a block knows its own last prefix, never looks back further than a round, and
+// waits for sums alone, said a round earlier and added in a fixed order. Flag and value are one 64-bit word: no fence is needed.
 #include "cuda/tile/reduce.cuh"
 #include "measure.cuh"
 
 typedef unsigned long long word;
-constexpr int THREADS = 256, WARPS = THREADS / 32, PASSES = 4, WARP_TILE = PASSES * 128, TILE = WARPS * WARP_TILE;
-constexpr int MAX_TILES = 1 << 14, SUM = 1, PREFIX = 2; // flags of a state: 0 says nothing yet
-__device__ struct {
-    word states[MAX_TILES];
-    unsigned ticket;
-} shared_by_tiles;
-static __device__ float *sums() { return (float *)shared_by_tiles.states; }
-
+constexpr int THREADS = 512, WARPS = THREADS / 32, PASSES = 4, WARP_TILE = PASSES * 128, TILE = WARPS * WARP_TILE;
+constexpr int BLOCKS = 2, MAX_TILES = 1 << 14; // BLOCKS: on an SM, of all SMs at most THREADS
+constexpr word SAID = 1ull << 32;              // a flag above the sum
+__device__ word states[MAX_TILES];
+static __device__ float *sums() { return (float *)states; }
 static __device__ float warp_scan(float x) {
     for (int step = 1; step < 32; step *= 2) {
         const float below = __shfl_up_sync(~0u, x, step);
@@ -25,17 +22,21 @@ static __device__ float warp_scan(float x) {
     return x;
 }
 
-// The lane's numbers of a tile, each with the sum of what precedes it in the tile; returns the tile's sum.
-static __device__ float tile_scan(const float *in, int n, int begin, float (&x)[PASSES][4]) {
-    __shared__ float warps[WARPS];
-    const int warp = threadIdx.x / 32, at = begin + warp * WARP_TILE + threadIdx.x % 32 * 4;
-    float before = 0;
+static __device__ void load(const float *in, int n, int begin, float (&x)[PASSES][4]) {
+    const int at = begin + threadIdx.x / 32 * WARP_TILE + threadIdx.x % 32 * 4;
     for (int p = 0; p < PASSES; ++p) {
         const int i = at + p * 128;
         if (i + 4 <= n) *(float4 *)x[p] = *(const float4 *)(in + i);
         for (int e = 0; e < 4; ++e)
             if (i + 4 > n) x[p][e] = i + e < n ? in[i + e] : 0;
     }
+}
+
+// To each of the lane's numbers of a tile comes what precedes it in the tile; returns the tile's sum.
+static __device__ float tile_scan(float (&x)[PASSES][4]) {
+    __shared__ __align__(16) float warps[WARPS];
+    const int warp = threadIdx.x / 32;
+    float before = 0;
     for (int p = 0; p < PASSES; ++p) {
         for (int e = 1; e < 4; ++e) x[p][e] += x[p][e - 1];
         const float up_to = warp_scan(x[p][3]), mine = before + up_to - x[p][3];
@@ -46,8 +47,7 @@ static __device__ float tile_scan(const float *in, int n, int begin, float (&x)[
     __syncthreads(); // every warp's sum is there
     float below = 0, all = 0;
     for (int w = 0; w < WARPS; ++w) below += w < warp ? warps[w] : 0, all += warps[w];
-    for (int p = 0; p < PASSES; ++p)
-        for (int e = 0; e < 4; ++e) x[p][e] += below;
+    for (int i = 0; i < PASSES * 4; ++i) x[i / 4][i % 4] += below;
     return all;
 }
 
@@ -61,55 +61,56 @@ static __device__ void store(float *out, int n, int begin, const float (&x)[PASS
             if (i + 4 > n && i + e < n) out[i + e] = x[p][e] + prefix;
     }
 }
+static __device__ void say(int tile, float x) { *(volatile word *)&states[tile] = SAID | __float_as_uint(x); }
 
-static __device__ void say(int tile, int flag, float x) {
-    *(volatile word *)&shared_by_tiles.states[tile] = (word)flag << 32 | __float_as_uint(x);
+// The sum of the tiles before this one, at most a round of them, without this block's own last: every thread asks for one.
+static __device__ float since_last(int tile) {
+    __shared__ float parts[WARPS];
+    const int back = threadIdx.x + 1;
+    word said = SAID; // and 0
+    do {
+        if (back < gridDim.x && back <= tile) said = *(volatile word *)&states[tile - back];
+    } while (said < SAID);
+    const float part = warp_sum(__uint_as_float((unsigned)said));
+    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = part;
+    __syncthreads(); // every warp's part is there
+    float sum = 0;
+    for (int w = 0; w < WARPS; ++w) sum += parts[w];
+    return sum;
 }
 
-// One warp: the sum of all tiles before this one; lane 0 asks the nearest.
-static __device__ float look_back(int tile) {
-    float prefix = 0;
-    for (int last = tile - 1;; last -= 32) {
-        const int at = last - threadIdx.x % 32;
-        word state = (word)PREFIX << 32; // of what lies before the first tile: 0
-        do {
-            if (at >= 0) state = *(volatile word *)&shared_by_tiles.states[at];
-        } while (__any_sync(~0u, state >> 32 == 0));
-        const int met = __ffs(__ballot_sync(~0u, state >> 32 == PREFIX));
-        const bool counts = met == 0 || threadIdx.x % 32 < met;
-        prefix += warp_sum(counts ? __uint_as_float((unsigned)state) : 0);
-        if (met) return prefix;
+__global__ void __launch_bounds__(THREADS, BLOCKS) look_back_kernel(const float *in, float *out, int n, int tiles) {
+    float x[PASSES][4], next[PASSES][4], before = 0;
+    load(in, n, blockIdx.x * TILE, next);
+    float sum = tile_scan(next);
+    if (threadIdx.x == 0) say(blockIdx.x, sum);
+    __syncthreads(); // all have read the warps' sums
+    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+        const int later = tile + gridDim.x;
+        const float own = sum;
+        memcpy(x, next, sizeof x);
+        load(in, n, later * TILE, next);
+        sum = tile_scan(next);
+        if (threadIdx.x == 0 && later < tiles) say(later, sum);
+        before += since_last(tile);
+        store(out, n, tile * TILE, x, before);
+        before += own;
     }
-}
-
-__global__ void __launch_bounds__(THREADS) look_back_kernel(const float *in, float *out, int n) {
-    __shared__ int tile_s;
-    __shared__ float prefix_s;
-    if (threadIdx.x == 0) tile_s = (int)atomicAdd(&shared_by_tiles.ticket, 1);
-    __syncthreads(); // the tile's number is there
-    const int tile = tile_s;
-    float x[PASSES][4];
-    const float sum = tile_scan(in, n, tile * TILE, x);
-    if (threadIdx.x == 0 && tile > 0) say(tile, SUM, sum);
-    if (threadIdx.x < 32) {
-        const float prefix = tile == 0 ? 0 : look_back(tile);
-        if (threadIdx.x == 0) say(tile, PREFIX, prefix + sum), prefix_s = prefix;
-    }
-    __syncthreads(); // the prefix is there
-    store(out, n, tile * TILE, x, prefix_s);
 }
 
 // ADDS: what comes before a tile lies in sums; else the tile's own sum goes there.
 template <bool ADDS> __global__ void __launch_bounds__(THREADS) tile_kernel(const float *in, float *out, int n) {
     float x[PASSES][4];
-    const float sum = tile_scan(in, n, blockIdx.x * TILE, x);
+    load(in, n, blockIdx.x * TILE, x);
+    const float sum = tile_scan(x);
     if (ADDS) return store(out, n, blockIdx.x * TILE, x, blockIdx.x ? sums()[blockIdx.x - 1] : 0);
     if (threadIdx.x == 0) sums()[blockIdx.x] = sum;
 }
 __global__ void __launch_bounds__(THREADS) sums_kernel(int tiles) {
     float x[PASSES][4], before = 0;
     for (int begin = 0; begin < tiles; begin += TILE) {
-        const float sum = tile_scan(sums(), tiles, begin, x);
+        load(sums(), tiles, begin, x);
+        const float sum = tile_scan(x);
         store(sums(), tiles, begin, x, before);
         before += sum;
         __syncthreads(); // the warps' sums may be overwritten
@@ -123,10 +124,12 @@ static void three_kernels(const float *in, float *out, int rows, int cols) {
     tile_kernel<true><<<tiles, THREADS>>>(in, out, rows * cols);
 }
 static void looked_back(const float *in, float *out, int rows, int cols) {
-    void *shared;
-    MUST(cudaGetSymbolAddress(&shared, shared_by_tiles));
-    MUST(cudaMemsetAsync(shared, 0, sizeof shared_by_tiles));
-    look_back_kernel<<<(rows * cols + TILE - 1) / TILE, THREADS>>>(in, out, rows * cols);
+    int n = rows * cols, tiles = (n + TILE - 1) / TILE;
+    const int blocks = (int)fmin(tiles, fmin(BLOCKS * FIGURES.sms, THREADS));
+    void *said, *args[] = {&in, &out, &n, &tiles};
+    MUST(cudaGetSymbolAddress(&said, states));
+    MUST(cudaMemsetAsync(said, 0, tiles * sizeof(word)));
+    MUST(cudaLaunchCooperativeKernel((const void *)look_back_kernel, blocks, THREADS, args, 0, 0));
 }
 
 static bool good(const float *in, const float *out, int rows, int cols) {
@@ -142,6 +145,6 @@ int main(void) {
         {"three kernels", three_kernels, memory_gbs() * 8 / 12, "memory", "dram__bytes_read.sum"},
         {"look-back", looked_back, memory_gbs(), "memory", "dram__bytes_read.sum"},
     };
-    const int sizes[][2] = {{1, 1}, {17, 1}, {1, 255}, {4097, 1}, {1024, 1024}};
+    const int sizes[][2] = {{1, 1}, {17, 1}, {1, 255}, {4097, 1}, {1024, 1024}, {2311, 2003}}; // the last: some rounds
     return run(p, variants, sizes);
 }

@@ -21,7 +21,7 @@ extern "C" size_t gk_dtype_bytes(gk_dtype) { return sizeof(float); }
 static inline CUtensorMap map_of(const float *data, int rows, int cols, int box_rows, int box_cols) {
     CUtensorMap map;
     const TensorShape shape = {data, GK_F32, {cols, rows, 1, 1, 1}, {1, cols, 0, 0, 0}, false};
-    make_tensor_map("pattern", shape, box_cols, box_rows, &map);
+    make_tensor_map("pattern", shape, smem_rows(4, box_cols * 4, box_rows), &map);
     return map;
 }
 

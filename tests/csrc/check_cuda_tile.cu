@@ -1,13 +1,13 @@
 // check_cuda_tile: the wrappers of csrc/cuda/ptx and the verbs of csrc/cuda/tile on a device.
 //
-// One kernel per verb on integer data, compared exactly on the host with what the constexpr maps of layout.cuh say.
+// One kernel per verb on integer data, compared exactly on the host with what the constexpr maps of csrc/cuda/layout say.
 // Prints a line per verb; the last line is "N passed, N failed", or "no CUDA device". Exits with 1 on a failure.
 //
 //   nvcc -std=c++17 -gencode=arch=compute_80,code=[sm_80,sm_90,compute_80] -I csrc tests/csrc/check_cuda_tile.cu
 #include "cuda/tile/convert.cuh"
 #include "cuda/tile/copy.cuh"
 #include "cuda/tile/fragment.cuh"
-#include "cuda/tile/layout.cuh"
+#include "cuda/layout/atoms.cuh"
 #include "cuda/tile/pipeline.cuh"
 #include "cuda/tile/reduce.cuh"
 

@@ -2,7 +2,7 @@
 // the ring, launches that overlap.
 //
 // The counterpart of check_cuda_tile: one kernel per verb on integer data, compared exactly on the host with what the constexpr
-// maps of layout.cuh and tile/wgmma.cuh say. Prints a line per verb; the last line is "N passed, N failed", "no CUDA
+// maps of csrc/cuda/layout say. Prints a line per verb; the last line is "N passed, N failed", "no CUDA
 // device" or "no sm_90 device". Exits with 1 on a failure. A wait that never ends traps after some seconds, and what a
 // trap does not reach ends by the host's alarm.
 #include "cuda/host/launch.cuh"
@@ -13,10 +13,10 @@
 #include "cuda/ptx/stmatrix.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "cuda/ptx/wgmma.cuh"
-#include "cuda/tile/layout.cuh"
+#include "cuda/layout/atoms.cuh"
 #include "cuda/tile/tma_ring.cuh"
 #include "cuda/gemm/tf32.cuh"
-#include "cuda/tile/wgmma.cuh"
+#include "cuda/layout/wgmma.cuh"
 #include "check_tile.cuh"
 
 #include <math.h>
@@ -54,7 +54,8 @@ template <auto KERNEL> static void allow(int bytes) {
 
 static CUtensorMap map_of(const TensorShape &shape, int box0, int box1) {
     CUtensorMap map;
-    if (make_tensor_map("check", shape, box0, box1, &map) == GK_OK) return map;
+    const int each = (int)gk_dtype_bytes(shape.dtype);
+    if (make_tensor_map("check", shape, smem_rows(each, box0 * each, box1), &map) == GK_OK) return map;
     printf("FAILED %s\n%d passed, %d failed\n", gk_last_error(), num_passed, num_failed + 1);
     exit(1);
 }

@@ -1,11 +1,11 @@
-/* check_layout: csrc/cuda/tile/layout.cuh, the operand tiles of tile/wgmma.cuh and gemm/order.cuh on the host.
+/* check_layout: csrc/cuda/layout and gemm/order.cuh on the host.
  *
  *   check_layout         every function against its definition, over all small layouts; fragments against the formulas
  *                        of the PTX ISA; conflict degrees against cases worked out by hand. Exits with 1 on a failure.
  *   check_layout dump    reads lines "function argument ...", prints one line each, for tests/test_layout.py:
  *                        layouts as (2,4):(4,1), integers as they are, "none MODE" where a function refuses. */
-#include "cuda/tile/layout.cuh"
-#include "cuda/tile/wgmma.cuh"
+#include "cuda/layout/atoms.cuh"
+#include "cuda/layout/wgmma.cuh"
 
 // what order.cuh needs of a device
 #define __device__

@@ -6,3 +6,20 @@
 - `distributed`: sharding rules for DTensor, which the ops register by themselves
 - `vllm`: the attention backend GPUKERN, which vLLM finds by itself
 """
+
+from typing import TYPE_CHECKING
+from typing import Any as _Any
+
+if TYPE_CHECKING:
+    from . import flash_attn as flash_attn
+    from . import sdpa as sdpa
+    from . import transformers as transformers
+else:
+
+    def __getattr__(name: str) -> _Any:
+        """Those that a user names, imported when they are first asked for."""
+        if name in ("flash_attn", "sdpa", "transformers"):
+            import importlib
+
+            return importlib.import_module(f".{name}", __name__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

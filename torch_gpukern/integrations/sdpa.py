@@ -16,6 +16,7 @@ that it gives to cuDNN, to its memory-efficient or its math kernel, and the infe
 nn.TransformerEncoderLayer, never come here. ``torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)`` insists.
 """
 
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -71,43 +72,48 @@ def _activate() -> _Handle:
 
 
 def _override(library: torch.library.Library, name: str, key: str, ours: Callable) -> None:
-    """Puts ours in the place of PyTorch's kernel; it is given the arguments by name, as the schema of this torch has them,
-    and returns None for a call that it does not serve.
-    """
-    own = torch.library.get_kernel(f"aten::{name}", key)
-    arguments = getattr(torch.ops.aten, name).default._schema.arguments
-    positional = [a.name for a in arguments if not a.kwarg_only]
-    defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    """Puts ours in the place of PyTorch's kernel. It returns None for a call that it does not serve."""
+    own = torch.library.get_kernel(f"aten::{name}", key).call_boxed
+    ours = _as_torch_calls(ours, getattr(torch.ops.aten, name).default._schema)
 
     def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        found = ours({**defaults, **dict(zip(positional, args)), **kwargs})
-        return own.call_boxed(keys, *args, **kwargs) if found is None else found
+        found = ours(*args, **kwargs)
+        return own(keys, *args, **kwargs) if found is None else found
 
     with warnings.catch_warnings():  # that a kernel is overridden, which is what was asked for
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
         library.impl(name, kernel, key, with_keyset=True, allow_override=True)
 
 
+def _as_torch_calls(ours: Callable, schema: torch.FunctionSchema) -> Callable:
+    """ours, whose parameters have the names of a schema's arguments, for calls in the order of this torch's schema: ours
+    itself where the order is the same, since every call pays for what is done between. torch leaves out what has its default.
+    """
+    names = [a.name for a in schema.arguments if not a.kwarg_only]
+    known = [p.name for p in inspect.signature(ours).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if names[: len(known)] == known:
+        return ours
+    return lambda *args, **kwargs: ours(**dict(zip(names, args)), **kwargs)
+
+
 # Past what the ops do for callers of theirs: PyTorch has made this call of its own, inside context_parallel too, which hands us
 # the parts of a sequence and merges what we make of them.
 _forward_op, _backward_op = _flash_attn.all.bare, _flash_attn_bwd.bare
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 
 
-def _serves(call: dict) -> bool:
-    q, k, v = call["query"], call["key"], call["value"]
-    if call["dropout_p"] or call.get("attn_mask") is not None or call.get("return_debug_mask"):
+def _serves(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
+    dtype, of_q, of_k, of_v = q.dtype, q.shape, k.shape, v.shape
+    if dtype not in _DTYPES or k.dtype is not dtype or v.dtype is not dtype:
         return False
-    if q.dtype not in _DTYPES or not q.dim() == k.dim() == v.dim() == 4 or not q.dtype == k.dtype == v.dtype:
-        return False
-    if not q.numel() or not k.numel() or not v.numel() or not k.shape[1] or q.shape[1] % k.shape[1]:
+    if not len(of_q) == len(of_k) == len(of_v) == 4 or 0 in of_q or 0 in of_k or 0 in of_v or of_q[1] % of_k[1]:
         return False
     if q.is_cuda:
         # PyTorch's CUDA kernel counts causal calls of two lengths from the bottom right, and SDPA never sends any.
-        square = not call["is_causal"] or q.shape[2] == k.shape[2]
-        return square and all(x.shape[3] % 8 == 0 and x.shape[3] <= 256 for x in (q, v))
-    return q.shape[3] <= 512 and v.shape[3] <= 512
+        square = not is_causal or of_q[2] == of_k[2]
+        return square and all(d % 8 == 0 and d <= 256 for d in (of_q[3], of_v[3]))
+    return of_q[3] <= 512 and of_v[3] <= 512
 
 
 def _stored(x: Tensor, strides: tuple[int, ...]) -> Tensor:
@@ -125,28 +131,37 @@ def _is_dense(x: Tensor) -> bool:
     return x.is_contiguous() or x.stride() == _heads_inside(x)
 
 
-def _forward(call: dict) -> tuple[Tensor, Tensor] | None:
-    if not _serves(call):
-        return None
-    q, v = call["query"], call["value"]
-    out, lse = _forward_op(q, call["key"], v, call["is_causal"], call["scale"])
-    if not _is_dense(q):
-        out = _stored(out, torch.empty_like(q).stride())
-    return out, lse
+# ---- kernels ---------------------------------------------------------------------------------------
+# Parameters have the schema's names. `more` and `others` are arguments that only another torch has: where they are given,
+# its own kernel knows what they mean. So it does with dropout, masks and debug masks.
 
 
-def _backward(call: dict) -> tuple[Tensor, Tensor, Tensor] | None:
-    if not _serves(call):
+def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None) -> tuple[Tensor, Tensor] | None:
+    if not _serves(q, k, v, is_causal):
         return None
-    q, k, v, lse = call["query"], call["key"], call["value"], call["logsumexp"]
+    found = _forward_op(q, k, v, is_causal, scale)
+    if _is_dense(q):
+        return found
+    out, lse = found
+    return _stored(out, torch.empty_like(q).stride()), lse
+
+
+def _backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    if not _serves(q, k, v, is_causal):
+        return None
     return _backward_op(
-        call["grad_out"], q, k, v, call["out"], lse.contiguous(), None, call["is_causal"], call["scale"],
-        deterministic=are_deterministic(),
+        grad_out, q, k, v, out, lse.contiguous(), None, is_causal, scale, deterministic=are_deterministic()
     )[:3]  # fmt: skip
 
 
-def _forward_cpu(call: dict) -> tuple | None:
-    found = _forward(call)
+def _forward_cpu(
+    query, key, value, dropout_p=0.0, is_causal=False, *more, attn_mask=None, scale=None, **others
+) -> tuple | None:
+    if dropout_p or attn_mask is not None or more or others:
+        return None
+    found = _forward(query, key, value, is_causal, scale)
     if found is None:
         return None
     out, lse = found
@@ -154,27 +169,39 @@ def _forward_cpu(call: dict) -> tuple | None:
     return out, _stored(lse, (heads * seq, 1, heads))
 
 
-def _backward_cpu(call: dict) -> tuple | None:
-    found = _backward(call)
+def _backward_cpu(
+    grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, *more, attn_mask=None, scale=None, **others
+) -> tuple | None:
+    if dropout_p or attn_mask is not None or more or others:
+        return None
+    found = _backward(grad_out, query, key, value, out, logsumexp, is_causal, scale)
     return None if found is None else tuple(_stored(x, _heads_inside(x)) for x in found)
 
 
-def _forward_cuda(call: dict) -> tuple | None:
-    found = _forward(call)
+def _forward_cuda(
+    query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *more, scale=None, **others
+) -> tuple | None:
+    if dropout_p or return_debug_mask or more or others:
+        return None
+    found = _forward(query, key, value, is_causal, scale)
     if found is None:
         return None
     out, lse = found
-    q = call["query"]
     # As PyTorch's own without dropout: no cumulative lengths, the state of a generator that nothing was drawn from.
-    state, offset = q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64)
-    return out, lse, None, None, q.shape[2], call["key"].shape[2], state, offset, q.new_empty(0)
+    state, offset = query.new_empty(2, dtype=torch.uint64), query.new_empty((), dtype=torch.uint64)
+    return out, lse, None, None, query.shape[2], key.shape[2], state, offset, query.new_empty(0)
 
 
-def _backward_cuda(call: dict) -> tuple | None:
-    found = _backward(call)
+def _backward_cuda(
+    grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, philox_seed,
+    philox_offset, *more, scale=None, **others,
+) -> tuple | None:  # fmt: skip
+    if dropout_p or more or others:
+        return None
+    found = _backward(grad_out, query, key, value, out, logsumexp, is_causal, scale)
     if found is None:
         return None
-    inputs = (call["query"], call["key"], call["value"])
+    inputs = query, key, value
     return tuple(g if _is_dense(x) else _stored(g, torch.empty_like(x).stride()) for g, x in zip(found, inputs))
 
 

@@ -300,6 +300,14 @@ def _holds_at(rule, mask_function, batch, q_length, kv_length, q_offset, kv_offs
 
 # ---- attention -----------------------------------------------------------------------------------
 
+
+def _dropout_of(module: torch.nn.Module) -> str:
+    """What the model's config calls the dropout of attention: BERT's attention_probs_dropout_prob, GPT-2's attn_pdrop."""
+    config = getattr(module, "config", None)
+    found = [name for name in getattr(config, "__dict__", ()) if "att" in name and "drop" in name]
+    return found[0] if len(found) == 1 else "attention_dropout"
+
+
 _REFUSED = {
     "position_bias": "a position bias",
     "indices": "sparse attention by indices of keys",
@@ -333,7 +341,7 @@ def _attention(
     The mask's rule stands for itself, as in "eager"; sliding_window and is_causal speak only where there is none.
     """
     if dropout:
-        raise _refuse(f"dropout is {dropout}", f"set attention_dropout=0 in the model's config, or {_SDPA}")
+        raise _refuse(f"dropout is {dropout}", f"make the model with {_dropout_of(module)}=0, or {_SDPA}")
     if kwargs.get("output_attentions"):
         raise _refuse("output_attentions, which no kernel here keeps", _EAGER)
     for name, what in _REFUSED.items():

@@ -19,6 +19,7 @@ the same rules and is called only where a transform that differentiates is activ
 """
 
 import functools
+import hashlib
 import inspect
 import sys
 from collections.abc import Callable, Sequence
@@ -47,7 +48,7 @@ from .._library import (
 )
 from . import batching, gradients, laws, parallel
 
-__all__ = ["Op", "define_op"]
+__all__ = ["Op", "define_op", "tag_compiled_code"]
 
 _NUMBER_TYPES = ("float", "int", "SymInt", "bool", "Optional[float]")
 _TENSORS = {Tensor, torch.nn.Parameter}
@@ -454,3 +455,26 @@ def register_flops(op: Op, flops: Callable) -> None:
 
     flop_counter.flop_registry.pop(packet, None)
     flop_counter.register_flop_formula([packet])(formula)
+
+
+# ---- code that torch.compile keeps -----------------------------------------------------------------
+
+
+def tag_compiled_code() -> None:
+    """Has torch.compile's caches on disk tell our versions apart.
+
+    Their keys hold an op's name, but neither its schema nor what it does: code that was cached before an upgrade would call
+    this library with the arguments, strides and gradients of that one. `torch.compiler.config.cache_key_tag` is part of
+    every key. Ours is added to one that is set already, once for all of the process, which compiles anew after an upgrade
+    of gpukern; without an upgrade its caches serve as ever.
+    """
+    config, tag = torch.compiler.config, tag_of([str(op.overload._schema) for op in Op.every])
+    tags = config.cache_key_tag.split("+") if config.cache_key_tag else []
+    if tag not in tags:  # the package may be imported again
+        config.cache_key_tag = "+".join([*tags, tag])
+
+
+def tag_of(schemas: Sequence[str]) -> str:
+    """Name, version and a digest of the schemas, for builds of one version."""
+    digest = hashlib.sha256("\n".join(sorted(schemas)).encode()).hexdigest()[:12]
+    return f"{NAMESPACE}-{ops.version.default()}-{digest}"

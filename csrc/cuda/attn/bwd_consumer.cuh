@@ -273,6 +273,7 @@ template <class Tile> bool plan(const gk_cuda_instance *row, const gk_context *c
 template <class T, class Consumer>
 gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
     typedef typename Consumer::Tile Tile;
+    typedef BwdSmem<Tile> S;
     const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
     BwdHopperParams x = {};
     x.g = gk_own<Bwd>(plan);
@@ -285,10 +286,10 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     const size_t cleared = counters_bytes(x.grid, x.g, Consumer::ORDERED);
     x.rows_done = counters, x.keys_done = counters + x.grid.units;
     x.turns = counters + (alone ? 2 * x.grid.units : 0);
-    gk_status status = make_tensor_map(OP, attn_shape(a->fwd.q), 64, Tile::BQ, &x.q);
-    if (status == GK_OK) status = make_tensor_map(OP, attn_shape(a->fwd.k), 64, Tile::BKV, &x.k);
-    if (status == GK_OK) status = make_tensor_map(OP, attn_shape(a->fwd.v), 64, Tile::BKV, &x.v);
-    if (status == GK_OK) status = make_tensor_map(OP, attn_shape(a->grad_out), 64, Tile::BQ, &x.grad_out);
+    gk_status status = make_tensor_map(OP, attn_shape(a->fwd.q), S::Q::box(), &x.q);
+    if (status == GK_OK) status = make_tensor_map(OP, attn_shape(a->fwd.k), S::K::box(), &x.k);
+    if (status == GK_OK) status = make_tensor_map(OP, attn_shape(a->fwd.v), S::V::box(), &x.v);
+    if (status == GK_OK) status = make_tensor_map(OP, attn_shape(a->grad_out), S::O::box(), &x.grad_out);
     if (status == GK_OK && cleared > 0) status = clear_memory(OP, ctx, counters, cleared);
     if (status == GK_OK && !alone) status = bwd_pre(ctx, element<T>::dtype, x.g);
     if (status == GK_OK)

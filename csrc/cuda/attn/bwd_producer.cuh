@@ -7,7 +7,7 @@
 #include "../ptx/laneid.cuh"
 #include "../ptx/tma.cuh"
 #include "../tile/tma_ring.cuh"
-#include "../tile/wgmma.cuh"
+#include "../layout/wgmma.cuh"
 #include "bwd.cuh"
 #include "bwd_order.cuh"
 #include "tma_shape.cuh"

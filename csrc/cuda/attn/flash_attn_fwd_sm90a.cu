@@ -204,8 +204,7 @@ __device__ __forceinline__ void stage_rows(const float (&o)[Tile::HEAD_DIM_V / 2
                                            smem_addr q_s) {
     typedef typename Smem<Tile>::Q Q;
     const int warp = mov_tid_x() / 32, lane = laneid();
-    /* stmatrix: 8 x 8 blocks, rows 0-7 and 8-15 of one octet of columns, then of the next. Octets swap places within 64 columns
-     * by an xor, so the first one's address gives all */
+    /* stmatrix: 8 x 8 blocks, rows 0-7 and 8-15 of one octet of columns, then of the next. The first one's address gives all */
     const smem_addr first_s = q_s + Q::offset_of(16 * warp + lane % 16, lane / 16 * 8);
 #pragma unroll
     for (int n = 0; n < Tile::HEAD_DIM_V / 8; n += 2) {
@@ -213,7 +212,7 @@ __device__ __forceinline__ void stage_rows(const float (&o)[Tile::HEAD_DIM_V / 2
 #pragma unroll
         for (int e = 0; e < 4; ++e)
             four[e] = pack2<T>(o[4 * n + 2 * e] * factor[e & 1], o[4 * n + 2 * e + 1] * factor[e & 1]);
-        stmatrix_x4((first_s ^ n % 8 * 16) + n / 8 * Q::panel_bytes, four);
+        stmatrix_x4(Q::along(first_s, n), four);
     }
 }
 
@@ -378,6 +377,11 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
 }
 
 /* ---- 4. launcher and table ------------------------------------------------------------------------------ */
+/* What TMA copies of Q at once, 64 columns: a tile's rows, or by stacked heads those of each. */
+template <class Tile> smem_box q_box(const FwdHopperParams &x) {
+    return x.stacked > 1 ? wgmma_box(2, x.fwd.problem.seq_q, x.stacked) : Smem<Tile>::Q::box();
+}
+
 template <class Tile> FwdHopperParams params_of(const gk_context *ctx, const gk_flash_attn_args *a) {
     constexpr int BQ = Smem<Tile>::BQ;
     FwdHopperParams x = {};
@@ -386,7 +390,7 @@ template <class Tile> FwdHopperParams params_of(const gk_context *ctx, const gk_
     x.fwd = fwd_params(ctx, a, BQ, Tile::BKV, 1, x.stacked);
     const Problem &p = x.fwd.problem;
     x.by_head = divisor_of(x.stacked > 1 ? (uint32_t)p.seq_q : INT32_MAX);
-    x.q_bytes = Smem<Tile>::Q::panels * WGMMA_ROW_BYTES * (x.stacked > 1 ? p.seq_q * x.stacked : BQ);
+    x.q_bytes = Smem<Tile>::Q::panels * tma_box_of(q_box<Tile>(x)).bytes;
     x.schedule.tiles = x.fwd.tiles_q, x.schedule.splits = x.fwd.splits;
     x.schedule.heads = (p.cu_q ? p.heads_q : p.batch * p.heads_q) / x.stacked;
     x.schedule.paired = p.rules.right >= 0 && p.rules.left < 0 && x.fwd.splits == 1;
@@ -415,15 +419,15 @@ template <class Tile> bool plan(const gk_cuda_instance *row, const gk_context *c
 
 template <class T, class Tile, bool MODIFIED>
 gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
+    typedef Smem<Tile> S;
     static const char op[] = "gk_flash_attn_fwd";
     const gk_flash_attn_args *a = (const gk_flash_attn_args *)args;
     FwdHopperParams x = gk_own<FwdHopperParams>(plan);
     fwd_place(&x.fwd, workspace);
-    gk_status status = make_tensor_map(op, attn_shape(a->q), 64, x.stacked > 1 ? x.fwd.problem.seq_q : Smem<Tile>::BQ,
-                                       &x.q, x.stacked);
-    if (status == GK_OK) status = make_tensor_map(op, attn_shape(a->k), 64, Tile::BKV, &x.k);
-    if (status == GK_OK) status = make_tensor_map(op, attn_shape(a->v), 64, Tile::BKV, &x.v);
-    if (status == GK_OK) status = make_tensor_map(op, attn_shape(a->out), 64, 16, &x.out);
+    gk_status status = make_tensor_map(op, attn_shape(a->q), q_box<Tile>(x), &x.q);
+    if (status == GK_OK) status = make_tensor_map(op, attn_shape(a->k), S::K::box(), &x.k);
+    if (status == GK_OK) status = make_tensor_map(op, attn_shape(a->v), S::V::box(), &x.v);
+    if (status == GK_OK) status = make_tensor_map(op, attn_shape(a->out), wgmma_box(2, 16), &x.out);
     if (status != GK_OK) return status;
     const int sms = gk_gpu_of(ctx->index)->num_sms;
     const int blocks = x.schedule.units < sms ? x.schedule.units : sms;

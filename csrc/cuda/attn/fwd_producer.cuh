@@ -6,7 +6,7 @@
 #include "../ptx/laneid.cuh"
 #include "../ptx/tma.cuh"
 #include "../tile/tma_ring.cuh"
-#include "../tile/wgmma.cuh"
+#include "../layout/wgmma.cuh"
 #include "fwd_schedule.cuh"
 #include "fwd_score.cuh"
 #include "fwd_work.cuh"

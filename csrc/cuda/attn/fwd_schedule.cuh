@@ -6,7 +6,7 @@
 #ifndef GPUKERN_CUDA_FWD_SCHEDULE_CUH
 #define GPUKERN_CUDA_FWD_SCHEDULE_CUH
 
-#include "../tile/layout.cuh" /* GK_HD */
+#include "../layout/algebra.cuh" /* GK_HD */
 
 struct FwdSchedule {
     int tiles;  /* of a head; of a packed call: of its longest sequence */

@@ -3,7 +3,7 @@
 #define GPUKERN_CUDA_GEMM_COPIES_CUH
 
 #include "../ptx/tma.cuh"
-#include "../tile/wgmma.cuh"
+#include "../layout/wgmma.cuh"
 
 /* Where a tile's part comes from. Rows outside a matrix take tma three times as long as rows inside, so none are copied: what
  * their places in shared memory hold goes into sums that are not stored. k is filled up with zeros. */

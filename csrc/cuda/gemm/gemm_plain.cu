@@ -18,7 +18,7 @@
  *
  * Not here: 16-bit dtypes and tf32 (gemm_sm80). */
 #include "../ptx/cp_async.cuh"
-#include "../tile/layout.cuh"
+#include "../layout/banks.cuh"
 #include "../tile/pipeline.cuh"
 #include "order.cuh"
 #include "split.cuh"

@@ -13,6 +13,7 @@
  * Transposed: a block per tile of elements of 32 bits, which a warp reads along `outer` one by one and writes, through shared
  * memory, in chunks of 16 bytes along `inner`. */
 #include "../host/launch.cuh"
+#include "../layout/banks.cuh"
 #include "../ptx/griddepcontrol.cuh"
 #include "../ptx/regs.cuh"
 #include "realign.cuh"

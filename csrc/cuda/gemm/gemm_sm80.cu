@@ -5,7 +5,7 @@
  * Grid: a block per tile BM x BN of one split of k of one batch entry, in the order of order.cuh; a warp owns WM x WN.
  *
  * Shared memory, STAGES stages of two tiles; afterwards the same bytes hold the sums, a warp each:
- *   a  [BM][BK], or [BK][BM] where a is MN-major        swizzled (layout.cuh); tf32 [BK][BM] is padded instead,
+ *   a  [BM][BK], or [BK][BM] where a is MN-major        swizzled (banks.cuh); tf32 [BK][BM] is padded instead,
  *   b  [BN][BK], or [BK][BN] where b is MN-major        since ldmatrix cannot transpose 32-bit elements
  *   sums  [warp][WM][WN + 8] float
  *

@@ -28,7 +28,7 @@
 #include "../ptx/tma.cuh"
 #include "../ptx/wgmma.cuh"
 #include "../tile/tma_ring.cuh"
-#include "../tile/wgmma.cuh"
+#include "../layout/wgmma.cuh"
 #include "copies.cuh"
 #include "epilogue.cuh"
 #include "exchange.cuh"

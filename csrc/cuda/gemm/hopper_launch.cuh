@@ -14,7 +14,7 @@ struct Instance {
     bool along_m, along_n;  /* as a and b lie in shared memory */
     int a_box[2], b_box[2]; /* rows of their copies, unshared and shared */
     bool by_panels, by_tma; /* how results leave */
-    int panel_cols;
+    smem_box panel;         /* of results */
     gk_status (*launch)(const gk_context *ctx, unsigned blocks, const Params &x);
 };
 
@@ -31,14 +31,15 @@ template <class T, class Tile, int MODE, auto KERNEL> constexpr Instance instanc
             {S::template BPart<1>::box_rows, S::template BPart<Tile::TILES>::box_rows},
             S::BY_PANELS,
             BY_TMA<T, Tile>,
-            S::PANEL_COLS,
+            S::Panel::box(sizeof(T)),
             launch_instance<T, Tile, MODE, KERNEL>};
 }
 
 /* An operand's maps, the second where the last box of its rows is lower. */
-gk_status make_maps(const TensorShape &x, int k_block, int box, int end, CUtensorMap *inside, CUtensorMap *last) {
-    const gk_status status = make_tensor_map("gk_gemm", x, k_block, box, inside);
-    return status == GK_OK && end > 0 ? make_tensor_map("gk_gemm", x, k_block, end, last) : status;
+gk_status make_maps(const TensorShape &x, int box, int end, CUtensorMap *inside, CUtensorMap *last) {
+    const int each = (int)gk_dtype_bytes(x.dtype);
+    const gk_status status = make_tensor_map("gk_gemm", x, wgmma_box(each, box), inside);
+    return status == GK_OK && end > 0 ? make_tensor_map("gk_gemm", x, wgmma_box(each, end), last) : status;
 }
 
 gk_status start(const gk_cuda_instance *row, const Instance &in, const gk_context *ctx, const HopperPlan &plan,
@@ -47,11 +48,10 @@ gk_status start(const gk_cuda_instance *row, const Instance &in, const gk_contex
     const bool swapab = is(row, SWAPAB);
     x->in_row = plan.in_row, x->whole = plan.whole;
     a.tf32 = b.tf32 = dtype == GK_F32;
-    const int k_block = WGMMA_ROW_BYTES / (int)gk_dtype_bytes(dtype);
     const int a_box = in.a_box[x->in_row], b_box = in.b_box[!x->in_row];
     const int a_end = in.along_m ? 0 : (int)(x->p.m % a_box), b_end = in.along_n ? 0 : (int)(x->p.n % b_box);
-    gk_status status = make_maps(a, k_block, a_box, a_end, &x->a, &x->a_end);
-    if (status == GK_OK) status = make_maps(b, k_block, b_box, b_end, &x->b, &x->b_end);
+    gk_status status = make_maps(a, a_box, a_end, &x->a, &x->a_end);
+    if (status == GK_OK) status = make_maps(b, b_box, b_end, &x->b, &x->b_end);
     if (status != GK_OK) return status;
     const GemmEpilogue &e = x->p.epilogue;
     const int64_t cols = swapab ? x->p.m : x->p.n;
@@ -62,7 +62,7 @@ gk_status start(const gk_cuda_instance *row, const Instance &in, const gk_contex
     const TensorShape out = result_of(x->p, swapab, false), preact = result_of(x->p, swapab, true);
     const bool chunks = whole_chunks(x->p, dtype, swapab);
     const auto maps = [&](const TensorShape &t, CUtensorMap *map) {
-        return tensor_map_fits(t) && make_tensor_map("gk_gemm", t, in.panel_cols, 16, map) == GK_OK;
+        return tensor_map_fits(t) && make_tensor_map("gk_gemm", t, in.panel, map) == GK_OK;
     };
     x->plain = by_panels && chunks && (!in.by_tma || (maps(out, &x->out) && (!e.preact || maps(preact, &x->preact))));
     /* two columns share an activation's inverse, and what stands past an odd last column is not the same in every run */

@@ -8,7 +8,7 @@
 #include "../ptx/laneid.cuh"
 #include "../ptx/stmatrix.cuh"
 #include "../ptx/tma.cuh"
-#include "../tile/wgmma.cuh"
+#include "../layout/wgmma.cuh"
 #include "epilogue.cuh"
 #include "realign.cuh"
 
@@ -50,7 +50,7 @@ __device__ __forceinline__ void put_panels(const float *v, smem_addr panels_s, i
             for (int j = 0; j < Panel::chunks; j += 2) { /* rows 0-7, 8-15 of one octet of columns, then of the next */
                 const uint32_t two[4] = {pack2<T>(w[4 * j], w[4 * j + 1]), pack2<T>(w[4 * j + 2], w[4 * j + 3]),
                                          pack2<T>(w[4 * j + 4], w[4 * j + 5]), pack2<T>(w[4 * j + 6], w[4 * j + 7])};
-                stmatrix_x4(panels_s + i * Panel::bytes + (put ^ (j + lane / 16) * 16), two);
+                stmatrix_x4(panels_s + i * Panel::bytes + Panel::chunk(put, j + lane / 16), two);
             }
         }
     }

@@ -3,7 +3,7 @@
 #ifndef GPUKERN_CUDA_GEMM_SM90_PLAN_CUH
 #define GPUKERN_CUDA_GEMM_SM90_PLAN_CUH
 
-#include "../tile/wgmma.cuh"
+#include "../layout/wgmma.cuh"
 #include "operands.cuh"
 #include "tiles.h"
 

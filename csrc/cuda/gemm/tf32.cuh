@@ -14,7 +14,7 @@
 #include "../ptx/tma.cuh"
 #include "../ptx/wgmma.cuh"
 #include "../tile/tma_ring.cuh"
-#include "../tile/wgmma.cuh"
+#include "../layout/wgmma.cuh"
 #include "epilogue.cuh"
 
 /* ---- fragments ----------------------------------------------------------------------------------------------- */

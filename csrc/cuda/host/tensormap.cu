@@ -33,27 +33,23 @@ static CUtensorMapDataType type_of(gk_dtype dtype, bool tf32) {
     }
 }
 
-gk_status make_tensor_map(const char *op, const TensorShape &shape, int box0, int box1, CUtensorMap *map, int box2) {
+static CUtensorMapSwizzle swizzle_of(int bytes) {
+    return bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+           : bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                         : CU_TENSOR_MAP_SWIZZLE_NONE;
+}
+
+gk_status make_tensor_map(const char *op, const TensorShape &shape, const smem_box &smem, CUtensorMap *map) {
     const Encode encode = encoder();
     if (!encode) return gk_fail(GK_ERR_DEVICE, "%s: this driver has no cuTensorMapEncodeTiled (CUDA 12.0)", op);
-    const int64_t bytes = (int64_t)gk_dtype_bytes(shape.dtype);
-    cuuint64_t size[TENSOR_DIMS], stride[TENSOR_DIMS - 1];
-    const cuuint32_t box[TENSOR_DIMS] = {(cuuint32_t)box0, (cuuint32_t)box1, (cuuint32_t)box2, 1, 1},
-                     step[TENSOR_DIMS] = {1, 1, 1, 1, 1};
-    for (int d = 0; d < TENSOR_DIMS; ++d) {
-        size[d] = (cuuint64_t)shape.size[d];
-        /* a dimension of one element repeats the stride before it */
-        if (d > 0)
-            stride[d - 1] = shape.size[d] > 1 ? (cuuint64_t)(shape.stride[d] * bytes) : d > 1 ? stride[d - 2] : 16;
-    }
+    const tma_box box = tma_box_of(smem);
+    if (!box.ok) return gk_fail(GK_ERR_DEVICE, "%s: TMA lays no box so in shared memory (dimension %d)", op, box.mode);
+    const TensorMapFields f = tensor_map_fields(shape, box);
     const auto fill = [&] {
         /* L2 fetches lines of 128 bytes: with 256, boxes that are narrower than their tensor's rows bring their neighbours'
          * lines too early, 59.4 us where 128 takes 56.9 (16 x 28672 x 4096, b along n); products that L2 holds take the same */
-        return encode(map, type_of(shape.dtype, shape.tf32), TENSOR_DIMS, (void *)shape.data, size, stride, box, step,
-                      CU_TENSOR_MAP_INTERLEAVE_NONE,
-                      box0 * bytes == 64    ? CU_TENSOR_MAP_SWIZZLE_64B
-                      : box0 * bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B
-                                            : CU_TENSOR_MAP_SWIZZLE_NONE,
+        return encode(map, type_of(shape.dtype, shape.tf32), TENSOR_DIMS, (void *)shape.data, f.size, f.stride_bytes,
+                      f.box, f.step, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle_of(f.swizzle_bytes),
                       CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     };
     CUresult result = fill();

@@ -6,7 +6,7 @@
  *
  * What it does not do yet: an element of a comes along k and goes to shared memory along m. The 16 lanes that hold one row's
  * 16 elements store them 128 floats apart, into one bank: 16 passes each. Every value moves by an instruction of its own. */
-#include "../tile/layout.cuh"
+#include "../layout/banks.cuh"
 #include "rungs.cuh"
 #include "tiles.h"
 

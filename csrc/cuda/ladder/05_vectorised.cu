@@ -8,7 +8,7 @@
  *                       halves of each 32 change places
  * A lane's rows are two runs of 4, 32 apart, its columns two runs of 4, 16 apart: one read of 16 bytes each. */
 #include "../ptx/regs.cuh"
-#include "../tile/layout.cuh"
+#include "../layout/banks.cuh"
 #include "rungs.cuh"
 #include "tiles.h"
 

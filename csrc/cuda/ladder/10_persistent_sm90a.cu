@@ -38,7 +38,7 @@ __device__ __forceinline__ void store_panels(const CUtensorMap *out, const float
         for (int j = 0; j < Panel::chunks; j += 2) { /* rows 0-7 and 8-15 of one octet of columns, then of the next */
             const uint32_t two[4] = {pack2<bf16>(v[4 * j], v[4 * j + 1]), pack2<bf16>(v[4 * j + 2], v[4 * j + 3]),
                                      pack2<bf16>(v[4 * j + 4], v[4 * j + 5]), pack2<bf16>(v[4 * j + 6], v[4 * j + 7])};
-            stmatrix_x4(panel_s + (put ^ (j + lane / 16) * 16), two);
+            stmatrix_x4(panel_s + Panel::chunk(put, j + lane / 16), two);
         }
         fence_proxy_async(); /* this lane's part comes before tma's read */
         __syncwarp();        /* and so do all lanes' */

@@ -4,7 +4,7 @@
  * 16 bytes for 128 multiply-adds, where rung 5 has 4 for 64. The price: 128 sums leave 4 warps on an SM's quarter two of their
  * own, and little else to hide a wait.
  * Shared memory as in rung 5, with its swizzles. */
-#include "../tile/layout.cuh"
+#include "../layout/banks.cuh"
 #include "rungs.cuh"
 #include "tiles.h"
 

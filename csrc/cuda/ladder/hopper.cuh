@@ -6,7 +6,7 @@
 #include "../ptx/tma.cuh"
 #include "../ptx/wgmma.cuh"
 #include "../tile/tma_ring.cuh"
-#include "../tile/wgmma.cuh"
+#include "../layout/wgmma.cuh"
 #include "rungs.cuh"
 #include "tiles.h"
 
@@ -34,9 +34,10 @@ inline gk_status hopper_params(const Product &p, int rows_of_cluster, int group,
     x->p = p, x->group = group;
     x->tiles_m = (int)gk_ceil_div(p.m, rows_of_cluster), x->tiles_n = (int)gk_ceil_div(p.n, LadderWgmma::BN);
     const char *const op = "gk_ladder_gemm";
-    gk_status status = make_tensor_map(op, ladder_matrix(p.a, p.m, p.k), LadderWgmma::BK, LadderWgmma::BM, &x->a);
-    if (status == GK_OK) status = make_tensor_map(op, ladder_matrix(p.b, p.k, p.n), 64, LadderWgmma::BK, &x->b);
-    if (status == GK_OK) status = make_tensor_map(op, ladder_matrix(p.out, p.m, p.n), 64, 16, &x->out);
+    gk_status status = make_tensor_map(op, ladder_matrix(p.a, p.m, p.k), wgmma_box(2, LadderWgmma::BM), &x->a);
+    if (status == GK_OK)
+        status = make_tensor_map(op, ladder_matrix(p.b, p.k, p.n), wgmma_box(2, LadderWgmma::BK), &x->b);
+    if (status == GK_OK) status = make_tensor_map(op, ladder_matrix(p.out, p.m, p.n), wgmma_box(2, 16), &x->out);
     return status;
 }
 

@@ -2,7 +2,7 @@
 //
 // All 32 lanes execute it together (.sync). A matrix is 8 rows of 16 bytes; lanes 8i .. 8i+7 give the addresses of the
 // rows of matrix i, each a multiple of 16 (with x1 and x2 the other lanes' addresses count for nothing). r[i] receives
-// two neighbours of a row of matrix i, with _trans of a column: layout.cuh, ldmatrix_element. Sees what other threads
+// two neighbours of a row of matrix i, with _trans of a column: layout/atoms.cuh, ldmatrix_element. Sees what other threads
 // stored before the last barrier.
 #ifndef GPUKERN_PTX_LDMATRIX_CUH
 #define GPUKERN_PTX_LDMATRIX_CUH

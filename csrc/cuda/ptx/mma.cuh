@@ -1,6 +1,6 @@
 // mma: c += a b on the tensor cores, float32 sums. Checked against PTX ISA 9.0; sm_80.
 //
-// All 32 lanes execute it together (.sync) and hold the fragments that layout.cuh maps (frag_a16, frag_b16, frag_a32,
+// All 32 lanes execute it together (.sync) and hold the fragments that layout/atoms.cuh maps (frag_a16, frag_b16, frag_a32,
 // frag_b32, frag_c). Registers only: it orders no memory, and not being volatile it lets the loads of the next
 // fragments move above it (nvcc moves no asm into a branch, volatile or not).
 #ifndef GPUKERN_PTX_MMA_CUH

@@ -1,7 +1,7 @@
 // wgmma: products of a warpgroup, A or registers times shared memory, in the background. Checked against PTX ISA 9.0;
 // sm_90a.
 //
-// d [64][N] += a [64][16] b [16][N] (tf32: k of 8), operands in shared memory as descriptors say (tile/wgmma.cuh).
+// d [64][N] += a [64][16] b [16][N] (tf32: k of 8), operands in shared memory as descriptors say (layout/wgmma.cuh).
 // All 128 threads. Between wgmma_commit_group and the wgmma_wait_group that ends a group nothing may touch its d.
 //   d[4 j + e]: row 16 warp + lane / 4 + 8 (e / 2), column 8 j + 2 (lane % 4) + e % 2
 #ifndef GPUKERN_PTX_WGMMA_CUH
@@ -150,7 +150,7 @@ static __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const uint32_
 }
 
 // tf32: k of 8, either operand [x][k] alone; of float32 the low 13 bits are not read. SS: a, b descriptors. RS: a in
-// registers, one k8 as frag_a32 (layout.cuh) maps it; they stay as they are until wgmma_wait_group has ended the group.
+// registers, one k8 as frag_a32 (layout/atoms.cuh) maps it; they stay as they are until wgmma_wait_group has ended the group.
 #define GK_WGMMA_TF32(N, LIST, A, i1, i2, A_OPERANDS, ...)                                                            \
     asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %" #i2 ", 0;\n\t"                                              \
                  "wgmma.mma_async.sync.aligned.m64n" #N "k8.f32.tf32.tf32 {" LIST "}, " A ", %" #i1 ", p, 1, 1;\n\t}" \

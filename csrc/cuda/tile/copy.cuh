@@ -7,7 +7,7 @@
 
 #include "../ptx/cp_async.cuh"
 #include "../ptx/regs.cuh"
-#include "layout.cuh"
+#include "../layout/banks.cuh"
 
 // Which chunk a thread copies in each pass. Neighbouring threads take neighbouring chunks of a row: whole 128-byte
 // lines from global memory, no bank conflicts. For kernels whose rows are scattered (pages), which write the loop

@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-#include "layout.cuh"
+#include "../layout/algebra.cuh"
 
 /* n / by for n < 2^31. */
 struct Divisor {

@@ -6,11 +6,11 @@
 #ifndef GPUKERN_TILE_FRAGMENT_CUH
 #define GPUKERN_TILE_FRAGMENT_CUH
 
+#include "../layout/atoms.cuh"
 #include "../ptx/ldmatrix.cuh"
 #include "../ptx/mma.cuh"
 #include "../ptx/movmatrix.cuh"
 #include "convert.cuh"
-#include "layout.cuh"
 
 // Row and column of c[r] inside an m16n8 accumulator, r < 4.
 constexpr GK_HD int frag_row(int lane, int r) { return frag_c(lane, r).row; }

@@ -5,12 +5,12 @@
 //   along k    rows are m or n, a panel has EACH of k        [x][EACH k]
 //   along x    rows are k, a panel has EACH of m or n        [EACH k][EACH x], one panel behind the other
 // wgmma reads tf32 along k alone; along x the lanes load it and wgmma takes it from their registers (load_tf32).
-#ifndef GPUKERN_TILE_WGMMA_CUH
-#define GPUKERN_TILE_WGMMA_CUH
+#ifndef GPUKERN_LAYOUT_WGMMA_CUH
+#define GPUKERN_LAYOUT_WGMMA_CUH
 
 #include <stdint.h>
 
-#include "layout.cuh"
+#include "banks.cuh"
 
 enum {
     WGMMA_ROW_BYTES = 128,
@@ -28,6 +28,11 @@ constexpr GK_HD uint64_t wgmma_descriptor(uint32_t address, int leading_bytes, i
 // shared memory end below the field's end, so nothing carries.
 constexpr GK_HD uint64_t wgmma_descriptor_add(uint64_t descriptor, int bytes) {
     return descriptor >> 32 << 32 | (uint64_t)((uint32_t)descriptor + (uint32_t)(bytes >> 4));
+}
+
+// A panel's rows, or some of them, as one value: what TMA copies at once. planes: one behind the other in one copy.
+constexpr GK_HD smem_box wgmma_box(int elem_bytes, int rows, int planes = 1) {
+    return smem_rows(elem_bytes, WGMMA_ROW_BYTES, rows, planes);
 }
 
 // An operand of BX rows of a or columns of b and EACH of k.
@@ -58,6 +63,8 @@ template <int ROWS, int COLS> struct wgmma_panels {
     static constexpr int panel_bytes = ROWS * WGMMA_ROW_BYTES, bytes = panels * panel_bytes;
     static_assert(ROWS % 8 == 0, "panels are whole blocks");
 
+    // Of a panel.
+    static constexpr GK_HD smem_box box() { return wgmma_box(2, ROWS); }
     // The bytes from the tile's first to row `row`, a multiple of 8, and column `col`, a multiple of 16.
     static constexpr GK_HD int offset(int row, int col) {
         return col / 64 * panel_bytes + row * WGMMA_ROW_BYTES + col % 64 * 2;
@@ -65,6 +72,10 @@ template <int ROWS, int COLS> struct wgmma_panels {
     // The byte of element (row, col).
     static constexpr GK_HD int offset_of(int row, int col) {
         return col / 64 * panel_bytes + swizzle<3, 4, 3>::apply(row * WGMMA_ROW_BYTES + col % 64 * 2);
+    }
+    // From where chunk 0 or 1 of a row lies to so many 16-byte chunks, an even number, on.
+    static constexpr GK_HD unsigned along(unsigned at, int chunks) {
+        return (at ^ chunks % 8 * 16) + chunks / 8 * panel_bytes;
     }
     // 16 of k from column `col` on, of the rows from `row` on.
     static constexpr GK_HD uint64_t k_major(uint32_t tile_s, int row, int col) {

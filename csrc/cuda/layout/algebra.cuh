@@ -1,22 +1,23 @@
-// layout: where elements lie, as values that the compiler computes: offsets, swizzles, bank conflicts, fragments.
+// algebra: where elements lie, as values that the compiler computes: shapes, strides and what is done with them.
 //
-// Plain C++17 for the host compiler and nvcc alike; a kernel proves with static_assert on ways() that its accesses to
-// shared memory are free of conflicts, for their own width.
+// Plain C++17 for the host compiler and nvcc alike, as all of this room; torch_gpukern.layout has the same operations under the
+// same names, and tests/data/layout.golden holds both to one set of answers.
 //
 //   layout       shape:stride per mode; the first mode runs fastest (colexicographic order). (4,8):(8,1) sends index i
 //                to 8 (i % 4) + i / 4. At most LAYOUT_MAX_MODES modes, no nesting.
-//   swizzle      the xor that spreads rows over banks
-//   ways         how many passes one access of a warp needs, 1 being best
-//   smem_tile    rows of 16-byte chunks in shared memory, swizzled
-//   frag_*       which element each register of an mma, ldmatrix or movmatrix holds
-#ifndef GPUKERN_TILE_LAYOUT_CUH
-#define GPUKERN_TILE_LAYOUT_CUH
+#ifndef GPUKERN_LAYOUT_ALGEBRA_CUH
+#define GPUKERN_LAYOUT_ALGEBRA_CUH
 
 #ifdef __CUDACC__
 #define GK_HD __host__ __device__
 #else
 #define GK_HD
 #endif
+
+// A place in a matrix.
+struct coord {
+    int row, col;
+};
 
 // ---- layouts --------------------------------------------------------------------------------------------------------
 
@@ -255,139 +256,5 @@ constexpr GK_HD layout_result product(const layout &l, const layout &copies) {
     }
     return {true, r, 0, 0};
 }
-
-// ---- swizzle --------------------------------------------------------------------------------------------------------
-
-// Bits BASE + SHIFT .. of an offset, BITS of them, xored into bits BASE ..; its own inverse. TMA's 32, 64 and 128-byte
-// modes are swizzle<1, 4, 3>, <2, 4, 3> and <3, 4, 3> of byte addresses.
-template <int BITS, int BASE, int SHIFT> struct swizzle {
-    static_assert(BITS >= 0 && BASE >= 0 && SHIFT >= BITS, "source and target bits must not overlap");
-    static constexpr GK_HD int apply(int offset) {
-        return offset ^ (((offset >> (BASE + SHIFT)) & ((1 << BITS) - 1)) << BASE);
-    }
-};
-
-// ---- bank conflicts -------------------------------------------------------------------------------------------------
-
-// Passes that shared memory needs for the lanes first .. first + count - 1: the most different 4-byte words that one of
-// the 32 banks must give. Lanes that want the same word share it.
-constexpr GK_HD int ways_of_phase(const int *bytes, int first, int count, int access_bytes) {
-    int words[32] = {}, num_words = 0, words_of_bank[32] = {}, most = 0;
-    for (int lane = first; lane < first + count; ++lane) {
-        for (int b = 0; b < access_bytes; b += 4) {
-            int word = (bytes[lane] + b) / 4, seen = 0;
-            for (int i = 0; i < num_words; ++i) seen |= words[i] == word;
-            if (seen) continue;
-            words[num_words++] = word;
-            if (++words_of_bank[word % 32] > most) most = words_of_bank[word % 32];
-        }
-    }
-    return most;
-}
-
-// The bank-conflict degree of one access: the worst of its phases; 1 is free of conflicts. bytes: the byte address of
-// each lane, a multiple of access_bytes (1 to 16). A phase serves 128 bytes: 8 lanes of 16 bytes, 16 of 8, 32 of fewer.
-// An ldmatrix is an access of 16 bytes by as many lanes as give it addresses: 8, 16 or 32.
-template <int LANES> constexpr GK_HD int ways(const int (&bytes)[LANES], int access_bytes) {
-    int lanes = access_bytes > 8 ? 8 : access_bytes > 4 ? 16 : 32, most = 0;
-    for (int first = 0; first < LANES; first += lanes) {
-        int degree = ways_of_phase(bytes, first, first + lanes < LANES ? lanes : LANES - first, access_bytes);
-        if (degree > most) most = degree;
-    }
-    return most;
-}
-
-// ---- a tile in shared memory ----------------------------------------------------------------------------------------
-
-struct coord {
-    int row, col;
-};
-
-// How many bits of the chunk's number a tile xors: its rows start on so many different multiples of 16 bytes less.
-constexpr GK_HD int smem_xor_bits(int row_bytes) {
-    return row_bytes % 128 == 0 ? 3 : row_bytes % 64 == 0 ? 2 : row_bytes % 32 == 0 ? 1 : 0;
-}
-
-constexpr GK_HD int smem_offset(int row_bytes, int row, int chunk) {
-    int bits = smem_xor_bits(row_bytes);
-    return row * row_bytes + (chunk ^ ((row >> (3 - bits)) & ((1 << bits) - 1))) * 16;
-}
-
-// The worst conflict degree of: ldmatrix, trans or not (8 rows, one chunk); 16-byte accesses that run along the rows
-// (cp.async, ld, st). Rows repeat after 8.
-constexpr GK_HD int smem_tile_ways(int row_bytes) {
-    int chunks = row_bytes / 16, most = 0;
-    for (int c = 0; c < chunks; ++c) {
-        int down[8] = {}, along[8] = {};
-        for (int i = 0; i < 8; ++i) {
-            int linear = 8 * c + i;
-            down[i] = smem_offset(row_bytes, i, c);
-            along[i] = smem_offset(row_bytes, linear / chunks, linear % chunks);
-        }
-        int degree = ways(down, 16) > ways(along, 16) ? ways(down, 16) : ways(along, 16);
-        if (degree > most) most = degree;
-    }
-    return most;
-}
-
-// ROWS rows of ROW_BYTES (a multiple of 16, rows one behind the other), 16-byte chunks swizzled inside their row so
-// that ldmatrix and 16-byte accesses along rows meet no bank conflict. Rows of 32, 64 and 128 bytes lie as TMA lays
-// them.
-//
-// The swizzle depends on row % 8 alone. So a lane computes one address and steps from it:
-//   down(at, rows)     rows a multiple of 8: one addition, an immediate of the load when rows is constant
-//   along(at, chunks)  one xor of a constant and an immediate; the low 3 bits of chunks and those of the chunk that
-//                      `at` was made for must have no bit in common (even steps from chunk 0 or 1 do not)
-template <int ROWS, int ROW_BYTES> struct smem_tile {
-    static_assert(ROWS > 0 && ROW_BYTES > 0 && ROW_BYTES % 16 == 0, "rows are whole chunks of 16 bytes");
-    static_assert(smem_tile_ways(ROW_BYTES) == 1, "ldmatrix, cp.async and row accesses must be free of conflicts");
-    static constexpr int rows = ROWS, row_bytes = ROW_BYTES, chunks = ROW_BYTES / 16, bytes = ROWS * ROW_BYTES;
-    static constexpr int align_bytes = 128; // of the tile's first byte: every xor stays below it
-    static constexpr int xor_mask = (1 << smem_xor_bits(ROW_BYTES)) - 1;
-
-    static constexpr GK_HD int offset(int row, int chunk) { return smem_offset(ROW_BYTES, row, chunk); }
-    // The byte offset of an element of elem_bytes (at most 16).
-    static constexpr GK_HD int offset_of(int row, int col, int elem_bytes) {
-        return offset(row, col * elem_bytes / 16) + col * elem_bytes % 16;
-    }
-    static constexpr GK_HD unsigned down(unsigned at, int rows_down) { return at + rows_down * ROW_BYTES; }
-    static constexpr GK_HD unsigned along(unsigned at, int chunks_along) {
-        return (at ^ ((chunks_along & xor_mask) * 16)) + (chunks_along & ~xor_mask) * 16;
-    }
-};
-
-// ---- fragments ------------------------------------------------------------------------------------------------------
-// e counts a lane's elements: of 16 bits, two to a register (register e / 2, low half first); of 32 bits, one. Written
-// in shifts, since a kernel's lane is a signed number that the compiler does not know to be positive.
-
-// Accumulator of m16n8, any k: (m, n) of c[e], e < 4.
-constexpr GK_HD coord frag_c(int lane, int e) { return {(lane >> 2) + (e >> 1) * 8, (lane & 3) * 2 + (e & 1)}; }
-
-// m16n8k16, 16-bit operands: (m, k) of element e < 8 of A; (k, n) of element e < 4 of B.
-constexpr GK_HD coord frag_a16(int lane, int e) {
-    return {(lane >> 2) + (e >> 1 & 1) * 8, (lane & 3) * 2 + (e & 1) + (e >> 2) * 8};
-}
-constexpr GK_HD coord frag_b16(int lane, int e) { return {(lane & 3) * 2 + (e & 1) + (e >> 1) * 8, lane >> 2}; }
-
-// m16n8k8, tf32: (m, k) of a[e], e < 4; (k, n) of b[e], e < 2.
-constexpr GK_HD coord frag_a32(int lane, int e) { return {(lane >> 2) + (e & 1) * 8, (lane & 3) + (e >> 1) * 4}; }
-constexpr GK_HD coord frag_b32(int lane, int e) { return {(lane & 3) + e * 4, lane >> 2}; }
-
-// ldmatrix: lane l gives the address of row ldmatrix_row(l) of matrix ldmatrix_matrix(l); then register i of a lane
-// holds elements (row, col) of matrix i, half 0 and 1.
-constexpr GK_HD int ldmatrix_matrix(int lane) { return lane >> 3; }
-constexpr GK_HD int ldmatrix_row(int lane) { return lane & 7; }
-constexpr GK_HD coord ldmatrix_element(int lane, int half, bool trans) {
-    return trans ? coord{(lane & 3) * 2 + half, lane >> 2} : coord{lane >> 2, (lane & 3) * 2 + half};
-}
-
-// movmatrix.trans: the element (row, col) of its source that a lane receives; the source lies as a matrix of ldmatrix.
-constexpr GK_HD coord movmatrix_element(int lane, int half) { return ldmatrix_element(lane, half, true); }
-
-// Where the lanes of an ldmatrix.x4 point in a tile for a block of 16 rows and 2 chunks, as (row, chunk). The four
-// matrices come down the rows first (for A from [m][k] and, transposed, B from [k][n]) or along them first (B from
-// [n][k] and, transposed, A from [k][m]).
-constexpr GK_HD coord ldmatrix_down_first(int lane) { return {lane & 15, lane >> 4}; }
-constexpr GK_HD coord ldmatrix_along_first(int lane) { return {(lane & 7) + (lane >> 4) * 8, lane >> 3 & 1}; }
 
 #endif

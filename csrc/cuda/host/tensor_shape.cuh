@@ -1,0 +1,57 @@
+/* tensor_shape.cuh: a tensor as TMA sees it, and what the driver is told of it, as numbers: no CUDA is needed for it. */
+#ifndef GPUKERN_CUDA_TENSOR_SHAPE_CUH
+#define GPUKERN_CUDA_TENSOR_SHAPE_CUH
+
+#include "../kernels.h"
+#include "../layout/tma_box.cuh"
+
+enum {
+    TENSOR_DIMS = 5
+};
+
+/* Dimension 0 is dense. Strides in elements, of dimensions 1 .. 4; those of size 1 may be anything. */
+struct TensorShape {
+    const void *data;
+    gk_dtype dtype;
+    int64_t size[TENSOR_DIMS], stride[TENSOR_DIMS];
+    bool tf32; /* float32 is rounded to tf32 on its way to shared memory */
+};
+
+/* Whether the hardware can describe it: 16-byte multiples, and sizes and strides within its fields. */
+inline bool tensor_map_fits(const TensorShape &x) {
+    const int64_t bytes = (int64_t)gk_dtype_bytes(x.dtype);
+    bool good = (uintptr_t)x.data % 16 == 0;
+    for (int d = 0; d < TENSOR_DIMS; ++d) {
+        good = good && x.size[d] >= 1 && x.size[d] <= (int64_t)1 << 31;
+        if (d == 0 || x.size[d] == 1) continue;
+        good = good && x.stride[d] > 0 && x.stride[d] * bytes % 16 == 0 && x.stride[d] * bytes < (int64_t)1 << 40;
+    }
+    return good;
+}
+
+/* The fields of a tensor map. */
+struct TensorMapFields {
+    uint64_t size[TENSOR_DIMS], stride_bytes[TENSOR_DIMS - 1]; /* strides: of dimensions 1 .. 4 */
+    uint32_t box[TENSOR_DIMS], step[TENSOR_DIMS];
+    int swizzle_bytes; /* 0, 64 or 128 */
+};
+
+/* Boxes that lie in shared memory as `box` says; its elements are the tensor's. */
+inline TensorMapFields tensor_map_fields(const TensorShape &shape, const tma_box &box) {
+    TensorMapFields f = {};
+    for (int d = 0; d < TENSOR_DIMS; ++d) {
+        f.size[d] = (uint64_t)shape.size[d];
+        f.box[d] = d < 3 ? (uint32_t)box.size[d] : 1;
+        f.step[d] = 1;
+        /* a dimension of one element repeats the stride before it */
+        if (d > 0)
+            f.stride_bytes[d - 1] = shape.size[d] > 1
+                                        ? (uint64_t)(shape.stride[d] * (int64_t)gk_dtype_bytes(shape.dtype))
+                                    : d > 1 ? f.stride_bytes[d - 2]
+                                            : 16;
+    }
+    f.swizzle_bytes = box.swizzle_bytes;
+    return f;
+}
+
+#endif
