@@ -42,8 +42,9 @@ inline int cluster_of(const gk_cuda_instance *row) { return row->key[KEY_TILES] 
 
 /* As many fit the GPU: four or eight blocks find their SMs side by side less often than two. */
 inline int64_t most_clusters(const gk_cuda_instance *row, const gk_gpu *gpu) {
-    const int64_t most = gpu->num_sms / cluster_of(row);
-    return cluster_of(row) > 4 ? most - 1 : cluster_of(row) > 2 ? most - most / 11 : most;
+    const int blocks = cluster_of(row);
+    const int64_t most = gpu->num_sms / blocks, found = blocks > 4 ? most - 1 : blocks > 2 ? most - most / 11 : most;
+    return found > 1 ? found : 1; /* of a part of a GPU, too */
 }
 
 /* How they lie over the result. */
@@ -320,10 +321,10 @@ inline bool plan_hopper(const gk_cuda_table *const *schedules, int num_schedules
     if (!operands_of(args->a.dtype, swapab, &o)) return false;
     Choice best = choice_of(schedules, num_schedules, gpu, args->a.dtype, o, swapab, few, narrow);
     /* or the result's rows are WGMMA's columns, whose number fits them better */
-    if (!tf32 && !few && !narrow && o.bytes == 0 && p.m * p.n <= SM90_SWAPPED_RESULTS) {
+    if (!tf32 && !few && !narrow && p.m * p.n <= SM90_SWAPPED_RESULTS) {
         Operands swapped;
         swapped.p = problem_of(p, true);
-        if (operands_of(args->a.dtype, true, &swapped) && swapped.bytes == 0) {
+        if (operands_of(args->a.dtype, true, &swapped) && swapped.bytes == o.bytes) {
             const Choice other = choice_of(schedules, num_schedules, gpu, args->a.dtype, swapped, true, false, false);
             if (other.row && other.estimate.us < best.estimate.us) best = other, o = swapped;
         }
