@@ -235,29 +235,29 @@ struct Tf32SwapAB128x64Split : HopperSplitTile {
 };
 /* what a kernel's products alone reach of the dense peak, in percent: the chooser's weights. Retuning one changes no kernel's name */
 template <class Tile> constexpr int PERCENT = 0;
-template <> constexpr int PERCENT<Coop128x256> = 89;
-template <> constexpr int PERCENT<PingPong128x176> = 75;
+template <> constexpr int PERCENT<Coop128x256> = 85;
+template <> constexpr int PERCENT<PingPong128x176> = 73;
 template <> constexpr int PERCENT<Coop128x224> = 86;
 template <> constexpr int PERCENT<Coop128x192> = 88;
 template <> constexpr int PERCENT<Coop128x128> = 79;
 template <> constexpr int PERCENT<Coop64x128> = 58;
 template <> constexpr int PERCENT<Coop64x96Four> = 54;
 template <> constexpr int PERCENT<Coop64x160Four> = 77;
-template <> constexpr int PERCENT<Coop64x224Four> = 77;
-template <> constexpr int PERCENT<Coop64x256Four> = 79;
-template <> constexpr int PERCENT<Coop128x128Eight> = 86;
+template <> constexpr int PERCENT<Coop64x224Four> = 75;
+template <> constexpr int PERCENT<Coop64x256Four> = 77;
+template <> constexpr int PERCENT<Coop128x128Eight> = 85;
 template <> constexpr int PERCENT<Coop128x96Eight> = 76;
-template <> constexpr int PERCENT<Coop64x64> = 52;
-template <> constexpr int PERCENT<Coop64x64Split> = 35;
-template <> constexpr int PERCENT<Coop64x192> = 67;
-template <> constexpr int PERCENT<Coop128x128By4> = 80;
-template <> constexpr int PERCENT<Coop64x128By4> = 48;
+template <> constexpr int PERCENT<Coop64x64> = 53;
+template <> constexpr int PERCENT<Coop64x64Split> = 36;
+template <> constexpr int PERCENT<Coop64x192> = 69;
+template <> constexpr int PERCENT<Coop128x128By4> = 79;
+template <> constexpr int PERCENT<Coop64x128By4> = 50;
 template <> constexpr int PERCENT<Narrow64x64> = 31;
 template <> constexpr int PERCENT<SwapAB64x16> = 31;
 template <> constexpr int PERCENT<SwapAB64x32> = 31;
 template <> constexpr int PERCENT<SwapAB64x64> = 31;
-template <> constexpr int PERCENT<SwapAB64x96Four> = 51;
-template <> constexpr int PERCENT<SwapAB64x160Four> = 60;
+template <> constexpr int PERCENT<SwapAB64x96Four> = 50;
+template <> constexpr int PERCENT<SwapAB64x160Four> = 59;
 template <> constexpr int PERCENT<Tf32_128x256> = 77;
 template <> constexpr int PERCENT<Tf32_128x192> = 74;
 template <> constexpr int PERCENT<Tf32_128x128> = 70;
@@ -294,11 +294,11 @@ constexpr double LAUNCH_US = 1.74, LAST_US = 0.07, TILE_US = 0.01, STORE_US = 1.
 /* bytes a us that all SMs read out of L2, and that one of them takes */
 constexpr double L2_BYTES_PER_US = 9.3e6, SM_BYTES_PER_US = 0.215e6;
 /* what the sum of split-K by two and by four costs, by 128 x 256; and what halved tiles take beside their halves, with and without */
-constexpr double TRADE_US = 2.6, TRADE4_US = 2.7, HALVES_US = 1.7, HALVES_SUM_US = 2.1;
+constexpr double TRADE_US = 2.6, TRADE4_US = 2.68, HALVES_US = 1.7, HALVES_SUM_US = 2.1;
 /* gemm_sm80's estimate is so much too low where it takes some 10 us; calls of tf32 that may be shorter by it */
 constexpr double SM80_US = 1.0, FEW_TILES_US = 40;
 /* ping-pong: a tile of shorter products waits for the results of the one before; the last one has one warpgroup alone */
-constexpr double TURN_US = 7.6, ALONE_US = 2.7;
+constexpr double TURN_US = 7.8, ALONE_US = 2.55;
 /* an activation of many instructions, on 128 x 256 results: 25 us of four waves at 4096 cubed */
 constexpr double CURVE_US = 6.0;
 
