@@ -393,7 +393,7 @@ class Cluster:
         interleave(agents, self.events, self.rng)
 
 
-CLUSTERS = {  # the shapes of tiles.h, and the pair along n and the four that it tried
+CLUSTERS = {  # the shapes of tiles.h, and the two by two that it tried
     "one block": Kernel(warpgroups=2),
     "one warpgroup": Kernel(warpgroups=1),
     "two rows": Kernel(cm=2),
@@ -401,6 +401,8 @@ CLUSTERS = {  # the shapes of tiles.h, and the pair along n and the four that it
     "two columns": Kernel(cn=2),
     "two by two": Kernel(cm=2, cn=2),
     "four rows": Kernel(cm=4, warpgroups=1),
+    "four columns": Kernel(cn=4, warpgroups=1),
+    "four rows of two": Kernel(cm=4, cn=2, warpgroups=1),
     "split-K by two": Kernel(ck=2),
     "split-K by two, one warpgroup": Kernel(ck=2, warpgroups=1),
     "split-K by four": Kernel(ck=4),

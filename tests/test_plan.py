@@ -1,11 +1,13 @@
 """A call is planned once: what gk_count_calls (csrc/plan.h) counts around one call of each op."""
 
 import ctypes
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from conftest import Paged, generator, ops, randn
 
+import torch_gpukern
 from torch_gpukern import _library
 
 
@@ -71,3 +73,38 @@ def test_a_refused_call_is_checked_once_and_not_planned():
             ops.flash_attn_varlen(q[0], q[0], q[0], cu, cu, 5, 5)
 
     assert counted(call) == {"checks": 1, "plans": 0, "kernel_plans": 0}
+
+
+def described(m, n, k, layout, dtype, **options):
+    """What a product on an sm_90 that need not be there would do, of operands that nothing fills."""
+    a, b = (
+        torch.empty(shape if side == "N" else shape[::-1], dtype=dtype)
+        for side, shape in zip(layout, ((m, k), (k, n)), strict=True)
+    )
+    a, b = (x if side == "N" else x.t() for side, x in zip(layout, (a, b), strict=True))
+    return torch_gpukern.explain("gemm", a, b, arch="sm_90", **options)
+
+
+@pytest.mark.skipif(not torch.ops.gpukern.cuda_kernels.default(), reason="a build without CUDA kernels")
+def test_a_choice_does_not_depend_on_the_calls_before():
+    """A thread keeps the choices of its last calls: more of them than it keeps, in another order, and on a thread of its own, and what alone
+    tells two problems apart (layout, dtype, activation, odd rows, batches of the same sizes) must give the same plans."""
+    sizes = [(m, n, k) for m in (64, 200, 1024, 4096) for n in (48, 264, 2048) for k in (72, 640, 4096)]
+    problems = [
+        (*s, layout, dtype, {}) for s in sizes for layout in ("NN", "TT") for dtype in (torch.bfloat16, torch.float16)
+    ]
+    problems += [(*s, "NT", torch.bfloat16, {"activation": "gelu"}) for s in sizes]
+    problems += [(*s, "NT", torch.float32, {"fp32_precision": "tf32"}) for s in sizes]
+    problems += [(m + 1, n + 1, k, "NN", torch.bfloat16, {}) for m, n, k in sizes]
+
+    def plans(order):
+        found = {i: described(*problems[i][:5], **problems[i][5]) for i in order}
+        return [found[i] for i in sorted(found)]
+
+    forward = range(len(problems))
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(plans, forward).result()
+    assert first == plans(reversed(forward)) == plans(forward)
+    for i in forward[::7]:  # each the first of its thread
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(plans, [i]).result() == [first[i]]

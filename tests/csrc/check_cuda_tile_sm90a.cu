@@ -630,8 +630,8 @@ template <class T, int N> static void check_modes(const buffer &a, const buffer 
 template <class T> static void check_widths(const buffer &a, const buffer &b, const buffer &c, const buffer &d) {
     check_modes<T, 8>(a, b, c, d), check_modes<T, 16>(a, b, c, d), check_modes<T, 32>(a, b, c, d);
     check_modes<T, 64>(a, b, c, d), check_modes<T, 96>(a, b, c, d), check_modes<T, 128>(a, b, c, d);
-    check_modes<T, 176>(a, b, c, d), check_modes<T, 192>(a, b, c, d), check_modes<T, 224>(a, b, c, d),
-        check_modes<T, 256>(a, b, c, d);
+    check_modes<T, 160>(a, b, c, d), check_modes<T, 176>(a, b, c, d), check_modes<T, 192>(a, b, c, d);
+    check_modes<T, 224>(a, b, c, d), check_modes<T, 256>(a, b, c, d);
 }
 
 // tf32: d [128][N] = a b, K of 64, a as descriptors say or from registers: rows of a tile [64 k][128 x].

@@ -21,17 +21,18 @@ __device__ __forceinline__ Source source_of(const CUtensorMap &inside, const CUt
     return {Part::ends(part, left) ? &end : &inside, x, Part::boxes_of(part, left), Part::bytes_of(left), {}};
 }
 
-/* Part `part` of K_BLOCK of k from k on; SHARED: into both blocks of the cluster. FIRST_OUT: of L2. */
-template <class Part, bool ALONG_X, bool SHARED, bool FIRST_OUT>
-__device__ __forceinline__ void copy_part(smem_addr to_s, const Source &from, int k, int part, smem_addr full) {
+/* Part `part` of K_BLOCK of k from k on, into the blocks of the cluster whose bits `blocks` has. FIRST_OUT: of L2. */
+template <class Part, bool ALONG_X, int SHARERS, bool FIRST_OUT>
+__device__ __forceinline__ void copy_part(smem_addr to_s, const Source &from, int k, int part, smem_addr full,
+                                          uint16_t blocks) {
     tma_at at = from.at;
 #pragma unroll
     for (int i = 0; i < Part::boxes; ++i) {
         if (i >= from.boxes) break;
         const int x_at = from.x + Part::x(part, i), k_at = k + Part::k(part);
         at.c[0] = ALONG_X ? x_at : k_at, at.c[1] = ALONG_X ? k_at : x_at;
-        if (SHARED)
-            tma_load_5d_multicast(to_s + Part::offset(part, i), from.map, at, full, 3);
+        if (SHARERS > 1)
+            tma_load_5d_multicast(to_s + Part::offset(part, i), from.map, at, full, blocks);
         else if (FIRST_OUT)
             tma_load_5d_by(to_s + Part::offset(part, i), from.map, at, full, l2_first_out());
         else
@@ -39,20 +40,31 @@ __device__ __forceinline__ void copy_part(smem_addr to_s, const Source &from, in
     }
 }
 
-/* A block's copies where A_SHARERS blocks read the same of a and B_SHARERS the same of b. A_ONCE: nobody else reads a. */
+/* A block's copies where A_SHARERS blocks, of ranks that follow each other, read the same of a, and B_SHARERS, of every A_SHARERS-th rank,
+ * the same of b. A_ONCE: nobody else reads a. */
 template <class S, int A_SHARERS, int B_SHARERS, bool A_ONCE> struct Copies {
     typedef typename S::template APart<A_SHARERS> APart;
     typedef typename S::template BPart<B_SHARERS> BPart;
+    static constexpr bool GRID = A_SHARERS > 1 && B_SHARERS > 1;
+    static constexpr unsigned column() { /* of the cluster's blocks, the first one */
+        unsigned blocks = 0;
+        for (int i = 0; i < B_SHARERS; ++i) blocks |= 1u << i * A_SHARERS;
+        return blocks;
+    }
+    static __device__ __forceinline__ int b_part(int rank) { return rank / A_SHARERS % B_SHARERS; }
 
     template <class Params>
     static __device__ __forceinline__ void find(const Params &x, coord tile, int rank, Source &a, Source &b) {
         a = source_of<APart>(x.a, x.a_end, tile.row, x.p.m, rank % A_SHARERS);
-        b = source_of<BPart>(x.b, x.b_end, tile.col, x.p.n, rank % B_SHARERS);
+        b = source_of<BPart>(x.b, x.b_end, tile.col, x.p.n, b_part(rank));
     }
     static __device__ __forceinline__ void copy(const Source &a, const Source &b, smem_addr to_s, int k, int rank,
                                                 smem_addr full) {
-        copy_part<APart, S::ALONG_M, (A_SHARERS > 1), A_ONCE>(to_s, a, k, rank % A_SHARERS, full);
-        copy_part<BPart, S::ALONG_N, (B_SHARERS > 1), false>(to_s + S::A::bytes, b, k, rank % B_SHARERS, full);
+        const int at_a = rank % A_SHARERS, at_b = b_part(rank);
+        copy_part<APart, S::ALONG_M, A_SHARERS, A_ONCE>(to_s, a, k, at_a, full,
+                                                        ((1 << A_SHARERS) - 1) << (GRID ? at_b * A_SHARERS : 0));
+        copy_part<BPart, S::ALONG_N, B_SHARERS, false>(to_s + S::A::bytes, b, k, at_b, full,
+                                                       column() << (GRID ? at_a : 0));
     }
     /* All parts, into this block alone. a, b: where their tiles begin. */
     template <class Params>
@@ -62,13 +74,13 @@ template <class S, int A_SHARERS, int B_SHARERS, bool A_ONCE> struct Copies {
         for (int part = 0; part < A_SHARERS; ++part) {
             const Source from = source_of<APart>(x.a, x.a_end, a.x, x.p.m, part);
             a.map = from.map, a.boxes = from.boxes;
-            copy_part<APart, S::ALONG_M, false, A_ONCE>(to_s, a, k, part, full);
+            copy_part<APart, S::ALONG_M, 1, A_ONCE>(to_s, a, k, part, full, 1);
         }
 #pragma unroll
         for (int part = 0; part < B_SHARERS; ++part) {
             const Source from = source_of<BPart>(x.b, x.b_end, b.x, x.p.n, part);
             b.map = from.map, b.boxes = from.boxes;
-            copy_part<BPart, S::ALONG_N, false, false>(to_s + S::A::bytes, b, k, part, full);
+            copy_part<BPart, S::ALONG_N, 1, false>(to_s + S::A::bytes, b, k, part, full, 1);
         }
     }
 };

@@ -106,11 +106,15 @@ gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *wo
         HOPPER_ROW("gemm_sm90a_" name "_128x224x64", T, Coop128x224),         \
         HOPPER_ROW("gemm_sm90a_" name "_128x192x64", T, Coop128x192),         \
         HOPPER_ROW("gemm_sm90a_" name "_128x128x64", T, Coop128x128),         \
-        HOPPER_ROW("gemm_sm90a_" name "_128x96x64", T, Coop128x96),           \
         HOPPER_ROW("gemm_sm90a_" name "_64x128x64", T, Coop64x128),           \
         HOPPER_ROW("gemm_sm90a_" name "_64x192x64", T, Coop64x192),           \
+        HOPPER_ROW("gemm_sm90a_" name "_64x96x64_t4", T, Coop64x96Four),      \
+        HOPPER_ROW("gemm_sm90a_" name "_64x160x64_t4", T, Coop64x160Four),    \
+        HOPPER_ROW("gemm_sm90a_" name "_64x224x64_t4", T, Coop64x224Four),    \
+        HOPPER_ROW("gemm_sm90a_" name "_64x256x64_t4", T, Coop64x256Four),    \
+        HOPPER_ROW("gemm_sm90a_" name "_128x128x64_t8", T, Coop128x128Eight), \
+        HOPPER_ROW("gemm_sm90a_" name "_128x96x64_t8", T, Coop128x96Eight),   \
         HOPPER_ROW("gemm_sm90a_" name "_64x64x64", T, Coop64x64),             \
-        HOPPER_ROW("gemm_sm90a_" name "_128x128x64_k2", T, Coop128x128Split), \
         HOPPER_ROW("gemm_sm90a_" name "_64x64x64_k2", T, Coop64x64Split),     \
         HOPPER_ROW("gemm_sm90a_" name "_128x128x64_k4", T, Coop128x128By4),   \
         HOPPER_ROW("gemm_sm90a_" name "_64x128x64_k4", T, Coop64x128By4),     \

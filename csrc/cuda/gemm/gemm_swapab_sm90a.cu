@@ -12,7 +12,7 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1) __launch_bounds__(THREA
     gemm_swapab_sm90a_kernel(const __grid_constant__ Params x) {
     typedef Block<T, Tile, MODE> Block;
     typedef typename Block::S S;
-    static_assert(Tile::SWAP_AB && Tile::WGS == 1 && Tile::SPLITS == 2 && S::MT == 1, "64 weights, half of k");
+    static_assert(Tile::SWAP_AB && Tile::WGS == 1 && S::MT == 1, "64 weights");
     extern __shared__ __align__(1024) unsigned char smem[];
     Block block(x, smem);
     block.begin(1, [] {});
@@ -30,11 +30,18 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1) __launch_bounds__(THREA
             touch_epilogue(p.epilogue);
             block.multiply(sum, 0, block.steps);
             block.end_products(sum, block.ring.before());
-            float mine[1][Tile::BN / 2 / Tile::SPLITS];
-            block.exchange(sum, mine, exchange_parity);
             float *const staging = (float *)(smem + (block.ring_s + S::PANELS - cvta_to_shared(smem)));
-            store_transposed<T, S::COLS, S::SWAPAB_LD>(p, gemm_place(p, batch), mine[0], staging, tile.row,
-                                                       tile.col + block.part * S::COLS, x.bare, x.keep);
+            const auto store = [&](const auto &sums) {
+                store_transposed<T, S::COLS, S::SWAPAB_LD>(p, gemm_place(p, batch), sums, staging, tile.row,
+                                                           tile.col + block.part * S::COLS, x.bare, x.keep);
+            };
+            if constexpr (Tile::SPLITS > 1) {
+                float mine[1][Tile::BN / 2 / Tile::SPLITS];
+                block.exchange(sum, mine, exchange_parity);
+                store(mine[0]);
+            } else {
+                store(sum[0]);
+            }
         }
         block.end_exchange(exchange_parity);
     }
@@ -50,10 +57,12 @@ gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *wo
     return run_row(of_mode, ctx, plan, workspace);
 }
 
-#define ROWS(name, T)                                                          \
-    HOPPER_ROW("gemm_swapab_sm90a_" name "_64x16x256_k2", T, SwapAB64x16),     \
-        HOPPER_ROW("gemm_swapab_sm90a_" name "_64x32x128_k2", T, SwapAB64x32), \
-        HOPPER_ROW("gemm_swapab_sm90a_" name "_64x64x128_k2", T, SwapAB64x64)
+#define ROWS(name, T)                                                             \
+    HOPPER_ROW("gemm_swapab_sm90a_" name "_64x16x256_k2", T, SwapAB64x16),        \
+        HOPPER_ROW("gemm_swapab_sm90a_" name "_64x32x128_k2", T, SwapAB64x32),    \
+        HOPPER_ROW("gemm_swapab_sm90a_" name "_64x64x128_k2", T, SwapAB64x64),    \
+        HOPPER_ROW("gemm_swapab_sm90a_" name "_64x96x64_t4", T, SwapAB64x96Four), \
+        HOPPER_ROW("gemm_swapab_sm90a_" name "_64x160x64_t4", T, SwapAB64x160Four)
 
 const gk_cuda_instance instances[] = {ROWS("bf16", __nv_bfloat16), ROWS("f16", __half)};
 

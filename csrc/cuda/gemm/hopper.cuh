@@ -46,13 +46,14 @@ template <class T> constexpr int K_BLOCK = WGMMA_ROW_BYTES / (int)sizeof(T);
 /* A comes through registers, and the product is swapped (swap-AB) */
 template <class T, class Tile> constexpr bool SWAPAB_TF32 = sizeof(T) == 4 && Tile::SWAP_AB;
 /* a, the weights of small M, is read once: L2 may keep the rest */
-template <class T, class Tile> constexpr bool ONCE = sizeof(T) == 2 && Tile::SWAP_AB;
+template <class T, class Tile> constexpr bool ONCE = sizeof(T) == 2 && Tile::SWAP_AB && Tile::SPLITS > 1;
 /* the last wave's tiles may be halved along k */
 template <class T, class Tile, int MODE>
 constexpr bool TAIL = sizeof(T) == 2 && Tile::TILES == 2 && Tile::WGS == 2 && !Tile::SWAP_AB && !Tile::PING_PONG &&
                       may_halve(Tile::BM, Tile::BN, MODE == (A_ALONG_M | B_ALONG_N));
-/* results leave the panels by tma, under the next tile's products; one warpgroup's block seldom has a next */
-template <class T, class Tile> constexpr bool BY_TMA = sizeof(T) == 4 || Tile::WGS > 1;
+/* results leave the panels by tma, under the next tile's products; one warpgroup's block seldom has a next, but columns that are no
+ * whole panels overlap in theirs */
+template <class T, class Tile> constexpr bool BY_TMA = sizeof(T) == 4 || Tile::WGS > 1 || Tile::BN % 64 != 0;
 
 /* ---- the call and shared memory --------------------------------------------------------------------------------- */
 struct Params {
@@ -127,8 +128,11 @@ __device__ __forceinline__ void place_batch(const GemmProblem &p, const int64_t 
 /* A thread's view of its block: who it is, the tiles and the split of k that its cluster takes, the ring. */
 template <class T, class Tile, int MODE> struct Block {
     typedef Smem<T, Tile, MODE> S;
-    typedef Copies<S, Tile::TILES, 1, ONCE<T, Tile>> SideBySide; /* the cluster's tiles */
-    typedef Copies<S, 1, Tile::TILES, ONCE<T, Tile>> Above;
+    static constexpr bool GRID = Tile::ACROSS > 0;
+    static constexpr int ACROSS = GRID ? Tile::ACROSS : Tile::TILES, DOWN = GRID ? Tile::TILES / ACROSS : 1;
+    typedef Copies<S, ACROSS, DOWN, ONCE<T, Tile>> SideBySide; /* the cluster's tiles */
+    typedef Copies<S, GRID ? ACROSS : 1, GRID ? DOWN : Tile::TILES, ONCE<T, Tile>> Above;
+    static constexpr int MATES = ACROSS + DOWN - 1; /* blocks that copy into this one, itself too */
     static constexpr int TILES = Tile::TILES, SPLITS = Tile::SPLITS, CLUSTER = CLUSTER_OF<Tile>, WGS = Tile::WGS;
     static constexpr int BK = Tile::K64 * K_BLOCK<T>;
     static_assert(Tile::BM % (64 * WGS) == 0 && Tile::BN % 16 == 0 && Tile::BN <= 256, "whole wgmma");
@@ -145,7 +149,8 @@ template <class T, class Tile, int MODE> struct Block {
     __device__ __forceinline__ Block(const Params &call, unsigned char *smem)
         : x(call), lane(threadIdx.x % 32), block_warp(__shfl_sync(0xffffffff, threadIdx.x / 32, 0)),
           warpgroup(block_warp / 4), warp(block_warp % 4), rank(CLUSTER > 1 ? (int)cluster_ctarank() : 0),
-          part(SPLITS > 1 ? rank : 0), side_by_side(TILES > 1 && call.in_row), tells(warp == 0 && lane < TILES),
+          part(SPLITS > 1 ? rank : 0), side_by_side(GRID || (TILES > 1 && call.in_row)),
+          tells(warp == 0 && lane < MATES),
           ring_s((cvta_to_shared(smem) + WGMMA_BLOCK_BYTES - 1) / WGMMA_BLOCK_BYTES * WGMMA_BLOCK_BYTES),
           ring(ring_s + S::BARRIERS) {}
 
@@ -154,7 +159,7 @@ template <class T, class Tile, int MODE> struct Block {
         if (threadIdx.x == 0) {
             prefetch_tensormap(&x.a);
             prefetch_tensormap(&x.b);
-            ring.init(consumers * TILES);
+            ring.init(consumers * MATES);
             more();
             if (SPLITS > 1)
                 mbarrier_init(ring_s + S::EXCHANGED, 1),
@@ -191,9 +196,10 @@ template <class T, class Tile, int MODE> struct Block {
         const TilePlace tile = tile_place(tiles_of(t) - batch * x.order.tiles.by, x.order);
         if (TILES == 1) return {tile.row * Tile::BM, tile.col * Tile::BN};
         /* asked anew: no register keeps it */
-        const int down = !side_by_side, rank = (int)(halved(t) ? (t - x.whole) % 2 : cluster_ctarank());
-        return {((tile.row << down) + (rank & down)) * Tile::BM,
-                ((tile.col << side_by_side) + (rank & side_by_side)) * Tile::BN};
+        const int rank = (int)(halved(t) ? (t - x.whole) % 2 : cluster_ctarank());
+        const int down = side_by_side ? DOWN : TILES, right = side_by_side ? ACROSS : 1;
+        return {(tile.row * down + (GRID ? rank / ACROSS : rank & (down - 1))) * Tile::BM,
+                (tile.col * right + (rank & (right - 1))) * Tile::BN};
     }
     __device__ __forceinline__ void find_copies(unsigned t) {
         const unsigned batch = x.order.tiles.into(tiles_of(t));
@@ -242,13 +248,18 @@ template <class T, class Tile, int MODE> struct Block {
         for (int s = 0; s < S::STAGES; ++s) ring.wait_empty(), ring.advance();
     }
 
+    /* The lane's block among those that copy into this one: its row, then the rest of its column. */
+    __device__ __forceinline__ int mate() const {
+        const int row = rank / ACROSS, other = lane - ACROSS;
+        return other < 0 ? row * ACROSS + lane : (other + (other >= row)) * ACROSS + rank % ACROSS;
+    }
     /* A warpgroup's release of a stage, to each block that copies into this one. */
     __device__ __forceinline__ void release(smem_addr barrier_s) const {
         if (tells) release_by_lane(barrier_s);
     }
     __device__ __forceinline__ void release_by_lane(smem_addr barrier_s) const {
         if (CLUSTER > 1)
-            mbarrier_arrive_cluster(barrier_s, TILES > 1 ? lane : rank);
+            mbarrier_arrive_cluster(barrier_s, GRID ? mate() : TILES > 1 ? lane : rank);
         else
             mbarrier_arrive(barrier_s);
     }

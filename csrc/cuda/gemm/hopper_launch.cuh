@@ -25,14 +25,16 @@ gk_status launch_instance(const gk_context *ctx, unsigned blocks, const Params &
 
 template <class T, class Tile, int MODE, auto KERNEL> constexpr Instance instance_of() {
     typedef Smem<T, Tile, MODE> S;
-    return {S::ALONG_M,
-            S::ALONG_N,
-            {S::template APart<1>::box_rows, S::template APart<Tile::TILES>::box_rows},
-            {S::template BPart<1>::box_rows, S::template BPart<Tile::TILES>::box_rows},
-            S::BY_PANELS,
-            BY_TMA<T, Tile>,
-            S::Panel::box(sizeof(T)),
-            launch_instance<T, Tile, MODE, KERNEL>};
+    return {
+        S::ALONG_M,
+        S::ALONG_N,
+        {S::template APart<1>::box_rows, S::template APart < Tile::ACROSS ? Tile::ACROSS : Tile::TILES > ::box_rows},
+        {S::template BPart < Tile::ACROSS ? Tile::TILES / Tile::ACROSS : 1 > ::box_rows,
+         S::template BPart < Tile::ACROSS ? Tile::TILES / Tile::ACROSS : Tile::TILES > ::box_rows},
+        S::BY_PANELS,
+        BY_TMA<T, Tile>,
+        S::Panel::box(sizeof(T)),
+        launch_instance<T, Tile, MODE, KERNEL>};
 }
 
 /* An operand's maps, the second where the last box of its rows is lower. */
@@ -109,7 +111,7 @@ template <class T, class Tile> constexpr int smem_of() {
 
 template <class T, class Tile> constexpr int traits_of() {
     return (Tile::SWAP_AB ? SWAPAB : 0) | (Tile::PING_PONG ? PING_PONG : 0) | (Tile::NARROW ? NARROW : 0) |
-           (TAIL<T, Tile, 0> ? HALVES : 0);
+           (TAIL<T, Tile, 0> ? HALVES : 0) | (Tile::ACROSS ? GRID : 0);
 }
 
 #define HOPPER_ROW(name, T, Tile)                                                                             \

@@ -23,7 +23,8 @@ enum Trait {
     SWAPAB = 1,
     PING_PONG = 2,
     NARROW = 4, /* for few columns */
-    HALVES = 8  /* the last wave's tiles may be halved along k */
+    HALVES = 8, /* the last wave's tiles may be halved along k */
+    GRID = 16   /* of two columns of tiles: a cluster's, which share both operands */
 };
 inline bool is(const gk_cuda_instance *row, Trait trait) { return row->key[KEY_TRAITS] & trait; }
 
@@ -39,10 +40,11 @@ inline GemmProblem problem_of(const GemmProblem &p, bool swapab) {
 /* Blocks of a row's clusters. */
 inline int cluster_of(const gk_cuda_instance *row) { return row->key[KEY_TILES] * row->key[KEY_PARTS]; }
 
-/* As many fit the GPU: four blocks find their SMs side by side less often than two. */
+/* As many fit the GPU: four or eight blocks find their SMs side by side less often than two. */
 inline int64_t most_clusters(const gk_cuda_instance *row, const gk_gpu *gpu) {
-    const int64_t most = gpu->num_sms / cluster_of(row);
-    return cluster_of(row) > 2 ? most - most / 11 : most;
+    const int blocks = cluster_of(row);
+    const int64_t most = gpu->num_sms / blocks, found = blocks > 4 ? most - 1 : blocks > 2 ? most - most / 11 : most;
+    return found > 1 ? found : 1; /* of a part of a GPU, too */
 }
 
 /* How they lie over the result. */
@@ -51,16 +53,25 @@ struct Clusters {
     int tiles_m, tiles_n; /* of clusters */
 };
 
-/* Pairs lie as they make fewer waves, else so that both read the same weights. */
+/* Tiles lie as they make fewer waves. Else four are 4 x 1, and pairs as was measured: 1 x 2 where that makes much fewer clusters, or, of
+ * small tiles, no more and a is not much the shorter operand. Clusters that follow each other read the same of b, so what one shares is
+ * better a's. */
 inline Clusters clusters_of(const gk_cuda_instance *row, const gk_gpu *gpu, const GemmProblem &p) {
     const int64_t tiles_m = gk_ceil_div(p.m, row->key[KEY_BM]), tiles_n = gk_ceil_div(p.n, row->key[KEY_BN]);
-    if (row->key[KEY_TILES] == 1) return {false, (int)tiles_m, (int)tiles_n};
-    const int64_t pairs_m = gk_ceil_div(tiles_m, 2), pairs_n = gk_ceil_div(tiles_n, 2), most = gpu->num_sms / 2;
-    const int64_t row_waves = gk_ceil_div(tiles_m * pairs_n * p.batch, most),
-                  column_waves = gk_ceil_div(pairs_m * tiles_n * p.batch, most);
-    if (row_waves < column_waves || (row_waves == column_waves && is(row, SWAPAB)))
-        return {true, (int)tiles_m, (int)pairs_n};
-    return {false, (int)pairs_m, (int)tiles_n};
+    const int64_t tiles = row->key[KEY_TILES], in_m = gk_ceil_div(tiles_m, tiles), in_n = gk_ceil_div(tiles_n, tiles);
+    if (tiles == 1) return {false, (int)tiles_m, (int)tiles_n};
+    if (is(row, GRID)) return {true, (int)gk_ceil_div(tiles_m, tiles / 2), (int)gk_ceil_div(tiles_n, 2)};
+    const int64_t most = most_clusters(row, gpu), row_waves = gk_ceil_div(tiles_m * in_n * p.batch, most),
+                  column_waves = gk_ceil_div(in_m * tiles_n * p.batch, most);
+    const int64_t in_row = tiles_m * in_n, in_column = in_m * tiles_n;
+    const bool small = row->key[KEY_BM] * row->key[KEY_BN] <= 128 * 128;
+    bool across = row_waves < column_waves;
+    if (row_waves == column_waves && tiles == 2)
+        across = row->dtype == GK_F32
+                     ? is(row, SWAPAB)
+                     : 10 * in_row <= 7 * in_column || (small && in_row <= in_column && 10 * p.m >= 3 * p.n);
+    if (across) return {true, (int)tiles_m, (int)in_n};
+    return {false, (int)in_m, (int)tiles_n};
 }
 
 /* Time of a row. */
@@ -90,8 +101,9 @@ inline Estimate estimate_of(const gk_cuda_instance *row, const gk_gpu *gpu, cons
     /* what is not K-major is copied in boxes of 64 */
     const double a = k * element * (double)(mode & A_ALONG_M ? gk_round_up(bm, 64) : bm),
                  b = k * element * (double)(mode & B_ALONG_N ? gk_round_up(bn, 64) : bn);
-    const bool pair = row->key[KEY_TILES] == 2;
-    const double l2_bytes = pair && clusters.in_row ? a / 2 + b : pair ? a + b / 2 : a + b;
+    const double sharers = row->key[KEY_TILES], l2_bytes = is(row, GRID)     ? a / 2 + 2 * b / sharers
+                                                           : clusters.in_row ? a / sharers + b
+                                                                             : a + b / sharers;
     const auto wave_us = [&](int64_t count) {
         return tile_us(products_us, a + b, l2_bytes, (double)(count * cluster_of(row)));
     };
@@ -217,12 +229,80 @@ inline bool plan_hopper_row(const gk_cuda_instance *row, const gk_context *ctx, 
     Operands &o = gk_own<HopperPlan>(to).operands;
     o.p = problem_of(gemm_problem_of(args), swapab);
     if (!operands_of(row->dtype, swapab, &o) || (is(row, PING_PONG) && !ping_pong_fits(o.p, row->dtype))) return false;
-    return (tf32 || !swapab || o.p.n <= row->key[KEY_BN]) &&
+    return (tf32 || !swapab || row->key[KEY_PARTS] == 1 || o.p.n <= row->key[KEY_BN]) &&
            plan_row(row, gpu, estimate_of(row, gpu, o.p, o.mode).halved, to);
 }
 
-/* By the row of least time among those that fit the GPU; small M, or few columns: the smallest of those rows that holds them; tf32: a swap-AB one
- * where b is MN-major. */
+/* ---- the choice -------------------------------------------------------------------------------------------------- */
+/* All that the choice of a row depends on. */
+struct Question {
+    const gk_gpu *gpu;
+    int64_t m, n, k, batch;
+    int32_t mode, dtype;
+    bool swapab, few, narrow, may_turn, curve, rest[3]; /* rest: no byte is left unset */
+};
+static_assert(sizeof(Question) == 56, "questions are compared byte by byte");
+
+struct Choice {
+    Question question; /* m 0: none yet */
+    const gk_cuda_instance *row;
+    Estimate estimate;
+};
+
+/* The row of least time among those that fit the GPU; small M, or few columns: the smallest of those rows that holds them. p: as it is
+ * computed, with tokens as its columns. */
+inline void choose(const gk_cuda_table *const *schedules, int num_schedules, const GemmProblem &p, Choice *to) {
+    const Question &q = to->question;
+    to->row = NULL, to->estimate = {1e31, 0};
+    for (int s = 0; s < num_schedules; ++s)
+        for (const gk_cuda_instance *r = schedules[s]->instances;
+             r < schedules[s]->instances + schedules[s]->num_instances; ++r) {
+            if ((int)r->dtype != q.dtype || r->key[KEY_SMEM] > q.gpu->smem_per_block) continue;
+            if (is(r, SWAPAB) != q.swapab || (q.few && p.n > r->key[KEY_BN])) continue;
+            if (q.swapab && !q.few && q.dtype != GK_F32 && r->key[KEY_PARTS] > 1) continue; /* for small M alone */
+            if (is(r, NARROW) != q.narrow || (q.narrow && p.n > r->key[KEY_BN])) continue;
+            if (is(r, PING_PONG) && !q.may_turn) continue;
+            const Estimate found =
+                q.few || q.narrow ? Estimate{(double)r->key[KEY_BN], 0} : estimate_of(r, q.gpu, p, q.mode);
+            if (found.us < to->estimate.us) to->row = r, to->estimate = found;
+        }
+}
+
+/* Choices of this thread's last calls: a model repeats a few dozen, and the estimates of all rows take 0.4 us. */
+constexpr unsigned KEPT_CHOICES = 64;
+
+inline Choice &kept_choice(const Question &q) {
+    static thread_local Choice kept[KEPT_CHOICES];
+    const uint64_t mixed = (uint64_t)(q.m * 31 + q.n) * 0x9e3779b97f4a7c15u +
+                           (uint64_t)(q.k * 31 + q.mode + q.batch) * 0xc2b2ae3d27d4eb4fu;
+    return kept[mixed >> 32 & (KEPT_CHOICES - 1)];
+}
+
+/* The choice for operands that are found. */
+inline Choice choice_of(const gk_cuda_table *const *schedules, int num_schedules, const gk_gpu *gpu, gk_dtype dtype,
+                        const Operands &o, bool swapab, bool few, bool narrow) {
+    const Question question = {gpu,
+                               o.p.m,
+                               o.p.n,
+                               o.p.k,
+                               o.p.batch,
+                               o.mode,
+                               (int32_t)dtype,
+                               swapab,
+                               few,
+                               narrow,
+                               ping_pong_fits(o.p, dtype),
+                               o.p.epilogue.activation > GK_ACT_RELU,
+                               {}};
+    Choice &choice = kept_choice(question);
+    if (memcmp(&choice.question, &question, sizeof question) != 0) {
+        choice.question = question;
+        choose(schedules, num_schedules, o.p, &choice);
+    }
+    return choice;
+}
+
+/* By the row of the choice; tf32: a swap-AB one where b is MN-major. */
 inline bool plan_hopper(const gk_cuda_table *const *schedules, int num_schedules, const gk_context *ctx,
                         const void *arguments, gk_plan *to) {
     const gk_gemm_args *args = (const gk_gemm_args *)arguments;
@@ -239,22 +319,18 @@ inline bool plan_hopper(const gk_cuda_table *const *schedules, int num_schedules
     Operands &o = gk_own<HopperPlan>(to).operands;
     o.p = problem_of(p, swapab);
     if (!operands_of(args->a.dtype, swapab, &o)) return false;
-    const bool may_turn = ping_pong_fits(o.p, args->a.dtype);
-    const gk_cuda_instance *best = NULL;
-    Estimate least = {1e31, 0};
-    for (int s = 0; s < num_schedules; ++s)
-        for (const gk_cuda_instance *r = schedules[s]->instances;
-             r < schedules[s]->instances + schedules[s]->num_instances; ++r) {
-            if (r->dtype != args->a.dtype || r->key[KEY_SMEM] > gpu->smem_per_block) continue;
-            if (is(r, SWAPAB) != swapab || (few && p.m > r->key[KEY_BN])) continue;
-            if (is(r, NARROW) != narrow || (narrow && p.n > r->key[KEY_BN])) continue;
-            if (is(r, PING_PONG) && !may_turn) continue;
-            const Estimate found =
-                few || narrow ? Estimate{(double)r->key[KEY_BN], 0} : estimate_of(r, gpu, o.p, o.mode);
-            if (found.us < least.us) best = r, least = found;
+    Choice best = choice_of(schedules, num_schedules, gpu, args->a.dtype, o, swapab, few, narrow);
+    /* or the result's rows are WGMMA's columns, whose number fits them better */
+    if (!tf32 && !few && !narrow && p.m * p.n <= SM90_SWAPPED_RESULTS) {
+        Operands swapped;
+        swapped.p = problem_of(p, true);
+        if (operands_of(args->a.dtype, true, &swapped) && swapped.bytes == o.bytes) {
+            const Choice other = choice_of(schedules, num_schedules, gpu, args->a.dtype, swapped, true, false, false);
+            if (other.row && other.estimate.us < best.estimate.us) best = other, o = swapped;
         }
-    if (!best) return false;
-    const double us = (few || narrow ? swapab_us(p) : least.us) + copies_us(o);
+    }
+    if (!best.row) return false;
+    const double us = (few || narrow ? swapab_us(p) : best.estimate.us) + copies_us(o);
     if (narrow && o.copied[0])
         return false; /* a is nearly all that is read: a kernel that reads it as it lies is faster */
     if (o.bytes > 0 && !worth_while(gpu, args->a.dtype, p, o, few, us)) return false;
@@ -263,7 +339,7 @@ inline bool plan_hopper(const gk_cuda_table *const *schedules, int num_schedules
     if (tf32 && us < FEW_TILES_US && gk_gemm_sm80_table.plan(ctx, arguments, &other) && other.us + SM80_US < us)
         return false;
     to->us = us;
-    return plan_row(best, gpu, least.halved, to);
+    return plan_row(best.row, gpu, best.estimate.halved, to);
 }
 
 /* plan of the tables that gemm_sm90a's covers. */

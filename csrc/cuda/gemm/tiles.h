@@ -51,6 +51,7 @@ constexpr double BLOCK_US = 1.5;
  * results leave. What a tile does not say: */
 struct HopperTile {
     static constexpr int TILES = 2;  /* of a cluster, one a block; they share what both read */
+    static constexpr int ACROSS = 0; /* so many of them in a row of tiles; 0: all or one, as suits the call */
     static constexpr int SPLITS = 1; /* of k, added across the cluster by DSMEM */
     static constexpr int K64 = 1;
     static constexpr bool SWAP_AB = false;   /* the product is computed as out^T = b^T a^T */
@@ -93,10 +94,6 @@ struct Coop128x128 : HopperTile {
     /* 512 rows of 4096: one tile an SM, 0.98 */
     static constexpr int BM = 128, BN = 128, STAGES = 6, WGS = 2, PANELS = 2;
 };
-struct Coop128x96 : HopperTile {
-    /* yet other waves: 856 x 4792 x 6704 in 95 us, 104 by 128 x 176; b along n is copied as 128 columns */
-    static constexpr int BM = 128, BN = 96, STAGES = 6, WGS = 2, PANELS = 2;
-};
 struct Coop64x128 : HopperTile {
     /* 1024 cubed: one tile an SM; one block alone, pairs along n and 128 x 64 took up to 8 % more */
     static constexpr int BM = 64, BN = 128, STAGES = 8, WGS = 1, PANELS = 2;
@@ -106,6 +103,39 @@ struct Coop64x192 : HopperTile {
      * fastest of 4 of 400 random products, by 10 % at most */
     static constexpr int BM = 64, BN = 192, STAGES = 6, WGS = 1, PANELS = 1;
 };
+/* four tiles that share b, or a: for a long operand beside a narrow one, all of which every tile reads. L2 is asked for the narrow one
+ * once in 256 rows; widths that fit waste few products */
+struct HopperFourTiles : HopperTile {
+    static constexpr int TILES = 4;
+};
+struct Coop64x96Four : HopperFourTiles {
+    /* 65 to 96 columns: 5176 x 96 x 584 5.6 to 4.5 us, 4752 x 72 x 2672 12.0 to 9.5; b along n is copied as 128 columns */
+    static constexpr int BM = 64, BN = 96, STAGES = 9, WGS = 1, PANELS = 2;
+};
+struct Coop64x160Four : HopperFourTiles {
+    /* 129 to 160 columns: 6400 x 152 x 2768 18.9 to 14.5 us, 5968 x 136 x 1632 14.5 to 10.3; whole panels overlap, so three of them */
+    static constexpr int BM = 64, BN = 160, STAGES = 6, WGS = 1, PANELS = 3;
+};
+struct Coop64x224Four : HopperFourTiles {
+    /* 193 to 224 columns, or twice as many: 7032 x 200 x 2776 26 to 19.5 us, 3752 x 416 x 2920 22.7 to 17.4 */
+    static constexpr int BM = 64, BN = 224, STAGES = 5, WGS = 1, PANELS = 2;
+};
+/* 4 x 2 tiles: those of a row share a, those of a column b. Up to 15 such clusters find their SMs at once */
+struct HopperEightTiles : HopperTile {
+    static constexpr int TILES = 8, ACROSS = 2;
+};
+struct Coop128x128Eight : HopperEightTiles {
+    /* the fastest of 22 of 218 random products, by up to 20 %: 2712 x 424 x 3096 22.7 to 18.3 us, 5272 x 232 x 1712 13.7 to 11.3 */
+    static constexpr int BM = 128, BN = 128, STAGES = 6, WGS = 2, PANELS = 2;
+};
+struct Coop128x96Eight : HopperEightTiles {
+    /* 2464 x 552 x 4744 33 to 22.5 us, 5968 x 136 x 1632 10.4 to 9.0 */
+    static constexpr int BM = 128, BN = 96, STAGES = 6, WGS = 2, PANELS = 2;
+};
+struct Coop64x256Four : HopperFourTiles {
+    /* 225 to 256 columns, or twice as many: 5272 x 232 x 1712 15.6 to 13.7 us, 3688 x 440 x 7920 68 to 56 */
+    static constexpr int BM = 64, BN = 256, STAGES = 4, WGS = 1, PANELS = 1;
+};
 struct Coop64x64 : HopperTile {
     /* 512 cubed in 32 pairs: 2.65 us; 128 tiles of 64 x 32 took 0.4 more */
     static constexpr int BM = 64, BN = 64, STAGES = 12, WGS = 1, PANELS = 1;
@@ -113,10 +143,6 @@ struct Coop64x64 : HopperTile {
 struct Coop64x64Split : HopperSplitTile {
     /* the same tiles on twice the SMs, for longer k: 512 x 512 x 1024 4.1 us, 4.5 by the row above */
     static constexpr int BM = 64, BN = 64, STAGES = 8, WGS = 1, PANELS = 1;
-};
-struct Coop128x128Split : HopperSplitTile {
-    /* the same for long k: 512 x 2048 x 4096 in 14.6 us, 16.0 by 64 x 128 */
-    static constexpr int BM = 128, BN = 128, STAGES = 5, WGS = 2, PANELS = 1;
 };
 /* four blocks that split k: twice as many find no SMs side by side */
 struct HopperSplitBy4Tile : HopperTile {
@@ -150,6 +176,16 @@ struct SwapAB64x32 : HopperSplitTile {
 struct SwapAB64x64 : HopperSplitTile {
     /* likewise */
     static constexpr int BM = 64, BN = 64, STAGES = 6, WGS = 1, PANELS = 1, K64 = 2;
+    static constexpr bool SWAP_AB = true;
+};
+struct SwapAB64x96Four : HopperFourTiles {
+    /* M of 65 to 96, of which tiles of 64 rows waste up to half: 72 x 7280 x 2328 17.2 to 11.4 us */
+    static constexpr int BM = 64, BN = 96, STAGES = 8, WGS = 1, PANELS = 1;
+    static constexpr bool SWAP_AB = true;
+};
+struct SwapAB64x160Four : HopperFourTiles {
+    /* likewise of 129 to 160: 152 x 7184 x 4528 37.5 to 30.8 us */
+    static constexpr int BM = 64, BN = 160, STAGES = 5, WGS = 1, PANELS = 1;
     static constexpr bool SWAP_AB = true;
 };
 struct Tf32_128x256 : HopperTile {
@@ -199,23 +235,29 @@ struct Tf32SwapAB128x64Split : HopperSplitTile {
 };
 /* what a kernel's products alone reach of the dense peak, in percent: the chooser's weights. Retuning one changes no kernel's name */
 template <class Tile> constexpr int PERCENT = 0;
-template <> constexpr int PERCENT<Coop128x256> = 87;
-template <> constexpr int PERCENT<PingPong128x176> = 68;
-template <> constexpr int PERCENT<Coop128x224> = 88;
-template <> constexpr int PERCENT<Coop128x192> = 92;
-template <> constexpr int PERCENT<Coop128x128> = 77;
-template <> constexpr int PERCENT<Coop128x96> = 68;
-template <> constexpr int PERCENT<Coop64x128> = 66;
-template <> constexpr int PERCENT<Coop64x64> = 49;
-template <> constexpr int PERCENT<Coop64x64Split> = 35;
-template <> constexpr int PERCENT<Coop128x128Split> = 74;
+template <> constexpr int PERCENT<Coop128x256> = 85;
+template <> constexpr int PERCENT<PingPong128x176> = 74;
+template <> constexpr int PERCENT<Coop128x224> = 86;
+template <> constexpr int PERCENT<Coop128x192> = 88;
+template <> constexpr int PERCENT<Coop128x128> = 78;
+template <> constexpr int PERCENT<Coop64x128> = 57;
+template <> constexpr int PERCENT<Coop64x96Four> = 52;
+template <> constexpr int PERCENT<Coop64x160Four> = 77;
+template <> constexpr int PERCENT<Coop64x224Four> = 75;
+template <> constexpr int PERCENT<Coop64x256Four> = 76;
+template <> constexpr int PERCENT<Coop128x128Eight> = 85;
+template <> constexpr int PERCENT<Coop128x96Eight> = 76;
+template <> constexpr int PERCENT<Coop64x64> = 53;
+template <> constexpr int PERCENT<Coop64x64Split> = 36;
 template <> constexpr int PERCENT<Coop64x192> = 69;
-template <> constexpr int PERCENT<Coop128x128By4> = 66;
-template <> constexpr int PERCENT<Coop64x128By4> = 47;
+template <> constexpr int PERCENT<Coop128x128By4> = 78;
+template <> constexpr int PERCENT<Coop64x128By4> = 50;
 template <> constexpr int PERCENT<Narrow64x64> = 31;
 template <> constexpr int PERCENT<SwapAB64x16> = 31;
 template <> constexpr int PERCENT<SwapAB64x32> = 31;
 template <> constexpr int PERCENT<SwapAB64x64> = 31;
+template <> constexpr int PERCENT<SwapAB64x96Four> = 49;
+template <> constexpr int PERCENT<SwapAB64x160Four> = 58;
 template <> constexpr int PERCENT<Tf32_128x256> = 77;
 template <> constexpr int PERCENT<Tf32_128x192> = 74;
 template <> constexpr int PERCENT<Tf32_128x128> = 70;
@@ -232,6 +274,8 @@ constexpr int GROUP_HEIGHT_SM90 = 2048;
 /* up to as many rows the weights stream past the tokens, swap-AB; as few columns, rows past them; of shorter k,
  * which gives one of two parts nothing to do, tiles */
 constexpr int SM90_SWAPAB_ROWS = 64, SM90_SWAPAB_K = 512;
+/* rows of results up to so many may be WGMMA's columns: 2.4 % of random products' time (geomean); 1.1 % for up to 320 rows alone */
+constexpr int64_t SM90_SWAPPED_RESULTS = 8 << 20;
 /* bytes of the ring at most: 227 KiB less the panels and what split-K exchanges */
 constexpr int MOST_RING = 4 * 48 * 1024;
 /* results of small M up to so many bytes, a sixth of L2, should stay there until they are read: written back amid the weights
@@ -243,17 +287,18 @@ constexpr int LEAST_IDLE = 4;
 /* what a swap-AB product takes beside its bytes: 10.9 us for 16 x 4096 x 4096 */
 constexpr double SWAPAB_US = 1.5, SWAPAB_BYTES_PER_US = 4.0e6;
 /* what nothing hides: of a launch and its last results, of a tile and its results; results by 128 x 256 of them. These, the next
- * ones and the percents above are fitted to the times of all rows of 300 random products (benchmarks/gemm_instances.py) and of 106
- * squares and products of models, on one H100. The row they choose takes 1 % more than the best one, and 0.2 % on the latter */
+ * ones and the percents above are fitted to the times of all rows of some 1200 random products (benchmarks/gemm_instances.py) and of
+ * 140 squares, products of models and weak ones, on one H100. The row they choose takes 2.1 % more than the best one, and 0.2 to 0.8 % on
+ * squares and models */
 constexpr double LAUNCH_US = 1.74, LAST_US = 0.07, TILE_US = 0.01, STORE_US = 1.93;
 /* bytes a us that all SMs read out of L2, and that one of them takes */
 constexpr double L2_BYTES_PER_US = 9.3e6, SM_BYTES_PER_US = 0.215e6;
 /* what the sum of split-K by two and by four costs, by 128 x 256; and what halved tiles take beside their halves, with and without */
-constexpr double TRADE_US = 2.6, TRADE4_US = 2.55, HALVES_US = 1.7, HALVES_SUM_US = 2.1;
+constexpr double TRADE_US = 2.6, TRADE4_US = 2.73, HALVES_US = 1.7, HALVES_SUM_US = 2.1;
 /* gemm_sm80's estimate is so much too low where it takes some 10 us; calls of tf32 that may be shorter by it */
 constexpr double SM80_US = 1.0, FEW_TILES_US = 40;
 /* ping-pong: a tile of shorter products waits for the results of the one before; the last one has one warpgroup alone */
-constexpr double TURN_US = 4.4, ALONE_US = 2.65;
+constexpr double TURN_US = 8.0, ALONE_US = 2.6;
 /* an activation of many instructions, on 128 x 256 results: 25 us of four waves at 4096 cubed */
 constexpr double CURVE_US = 6.0;
 
