@@ -320,8 +320,9 @@ inline bool plan_hopper(const gk_cuda_table *const *schedules, int num_schedules
     o.p = problem_of(p, swapab);
     if (!operands_of(args->a.dtype, swapab, &o)) return false;
     Choice best = choice_of(schedules, num_schedules, gpu, args->a.dtype, o, swapab, few, narrow);
-    /* or the result's rows are WGMMA's columns, whose number fits them better */
-    if (!tf32 && !few && !narrow && p.m * p.n <= SM90_SWAPPED_RESULTS) {
+    /* or the result's rows, if they are fewer, are WGMMA's columns, whose number fits them better; where they are more, or k is short,
+     * the estimate promised what 47 products did not keep */
+    if (long_k && !few && !narrow && p.m < p.n && p.m * p.n <= SM90_SWAPPED_RESULTS) {
         Operands swapped;
         swapped.p = problem_of(p, true);
         if (operands_of(args->a.dtype, true, &swapped) && swapped.bytes == o.bytes) {
