@@ -23,13 +23,13 @@ import copy
 import datetime
 import json
 import statistics
-import subprocess
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from devices import nvidia_driver
 from harness import rounded
 
 from torch_gpukern.integrations import transformers as integration
@@ -155,16 +155,6 @@ def graphed(call: Callable[[], object], device: str) -> Callable[[], object]:
         graph.replay()
 
     return replay
-
-
-def driver_of(device: str) -> str:
-    if device == "cpu":
-        return ""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader,nounits", "-i", "0"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return ""
 
 
 class Bench:
@@ -306,7 +296,7 @@ def main() -> None:
     bench = Bench(args.device, args.seconds)
     stamp = {
         "device": torch.cuda.get_device_name() if args.device == "cuda" else "CPU",
-        "driver": driver_of(args.device),
+        "driver": nvidia_driver() if args.device == "cuda" else "",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "date": datetime.date.today().isoformat(),

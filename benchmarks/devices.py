@@ -221,6 +221,15 @@ class Sensors:
         return float(clock.value), milliwatts.value / 1e3
 
 
+def nvidia_driver() -> str:
+    """The version of NVIDIA's driver; empty where nvidia-smi does not tell."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader,nounits", "-i", "0"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
 class Cuda:
     """One CUDA device; a block of calls is recorded once as a CUDA graph and replayed, because
     events around single calls would measure the launch."""
@@ -279,11 +288,7 @@ class Cuda:
         return clock_and_watts
 
     def driver(self) -> str:
-        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader,nounits", "-i", "0"]
-        try:
-            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-        except (OSError, subprocess.CalledProcessError):
-            return ""
+        return nvidia_driver()
 
     def estimate(self, call: Callable[[], object]) -> float:
         """us of one call, roughly: its launches are queued behind a wait, so that they do not count."""

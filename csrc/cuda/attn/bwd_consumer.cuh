@@ -240,8 +240,8 @@ template <class Tile> bool few_waves(const gk_context *ctx, const BwdGrid &grid)
     return (int64_t)grid.units * grid.keys * BwdSmem<Tile>::BLOCKS < 8 * gk_gpu_of(ctx->index)->num_sms;
 }
 
-/* Of clusters: a task is a cluster's. Packed calls, whose grid holds many empty blocks, and rows of out that 16-byte loads cannot take have kernels for rows
- * and rounding; in others this grid does them, while the tensor cores of other SMs multiply. */
+/* The grid counts clusters: a task is a cluster's. Packed calls, whose grid holds many empty blocks, and rows of out that 16-byte
+ * loads cannot take have kernels for rows and rounding; in others this grid does them, while the tensor cores of other SMs multiply. */
 template <class Tile> BwdGrid grid_of(const gk_context *ctx, const gk_flash_attn_bwd_args *a, const Bwd &g) {
     constexpr int BLOCKS = BwdSmem<Tile>::BLOCKS;
     const int clusters = gk_gpu_of(ctx->index)->num_sms / BLOCKS; /* at a time */

@@ -31,8 +31,8 @@ struct BwdHopperParams {
     Bwd g;
     BwdGrid grid;
     unsigned *rows_done, *keys_done; /* of each unit, how many of these tasks are done */
-    unsigned *
-        turns; /* of each tile of dq_sum, or of each half that a block of a pair adds to, how many have; ordered kernels */
+    /* Of each tile of dq_sum, of a pair of each half of its columns: how many blocks have added to it. Ordered kernels alone. */
+    unsigned *turns;
     bool up; /* of BwdOrderedStep */
 };
 

@@ -12,7 +12,7 @@ namespace {
 /* What the host asks of an instance of the kernel. */
 struct Instance {
     bool along_m, along_n;  /* as a and b lie in shared memory */
-    int a_box[2], b_box[2]; /* rows of their copies, unshared and shared */
+    int a_box[2], b_box[2]; /* rows of a copy, as a cluster's tiles lie: a_box[in_row], b_box[!in_row] */
     bool by_panels, by_tma; /* how results leave */
     smem_box panel;         /* of results */
     gk_status (*launch)(const gk_context *ctx, unsigned blocks, const Params &x);
@@ -25,16 +25,16 @@ gk_status launch_instance(const gk_context *ctx, unsigned blocks, const Params &
 
 template <class T, class Tile, int MODE, auto KERNEL> constexpr Instance instance_of() {
     typedef Smem<T, Tile, MODE> S;
-    return {
-        S::ALONG_M,
-        S::ALONG_N,
-        {S::template APart<1>::box_rows, S::template APart < Tile::ACROSS ? Tile::ACROSS : Tile::TILES > ::box_rows},
-        {S::template BPart < Tile::ACROSS ? Tile::TILES / Tile::ACROSS : 1 > ::box_rows,
-         S::template BPart < Tile::ACROSS ? Tile::TILES / Tile::ACROSS : Tile::TILES > ::box_rows},
-        S::BY_PANELS,
-        BY_TMA<T, Tile>,
-        S::Panel::box(sizeof(T)),
-        launch_instance<T, Tile, MODE, KERNEL>};
+    typedef typename Block<T, Tile, MODE>::SideBySide SideBySide;
+    typedef typename Block<T, Tile, MODE>::Above Above;
+    return {S::ALONG_M,
+            S::ALONG_N,
+            {Above::APart::box_rows, SideBySide::APart::box_rows},
+            {SideBySide::BPart::box_rows, Above::BPart::box_rows},
+            S::BY_PANELS,
+            BY_TMA<T, Tile>,
+            S::Panel::box(sizeof(T)),
+            launch_instance<T, Tile, MODE, KERNEL>};
 }
 
 /* An operand's maps, the second where the last box of its rows is lower. */

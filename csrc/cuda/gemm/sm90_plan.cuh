@@ -320,8 +320,8 @@ inline bool plan_hopper(const gk_cuda_table *const *schedules, int num_schedules
     o.p = problem_of(p, swapab);
     if (!operands_of(args->a.dtype, swapab, &o)) return false;
     Choice best = choice_of(schedules, num_schedules, gpu, args->a.dtype, o, swapab, few, narrow);
-    /* or the result's rows, if they are fewer, are WGMMA's columns, whose number fits them better; where they are more, or k is short,
-     * the estimate promised what 47 products did not keep */
+    /* Or the result's rows are WGMMA's columns, whose number fits them better. Of 47 products that the estimate gave to such a tile, those
+     * with more rows than columns or short k took up to 23 % longer by it than by the best other one (docs/worklog/gemm.md). */
     if (long_k && !few && !narrow && p.m < p.n && p.m * p.n <= SM90_SWAPPED_RESULTS) {
         Operands swapped;
         swapped.p = problem_of(p, true);

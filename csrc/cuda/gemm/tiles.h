@@ -120,6 +120,10 @@ struct Coop64x224Four : HopperFourTiles {
     /* 193 to 224 columns, or twice as many: 7032 x 200 x 2776 26 to 19.5 us, 3752 x 416 x 2920 22.7 to 17.4 */
     static constexpr int BM = 64, BN = 224, STAGES = 5, WGS = 1, PANELS = 2;
 };
+struct Coop64x256Four : HopperFourTiles {
+    /* 225 to 256 columns, or twice as many: 5272 x 232 x 1712 15.6 to 13.7 us, 3688 x 440 x 7920 68 to 56 */
+    static constexpr int BM = 64, BN = 256, STAGES = 4, WGS = 1, PANELS = 1;
+};
 /* 4 x 2 tiles: those of a row share a, those of a column b. Up to 15 such clusters find their SMs at once */
 struct HopperEightTiles : HopperTile {
     static constexpr int TILES = 8, ACROSS = 2;
@@ -131,10 +135,6 @@ struct Coop128x128Eight : HopperEightTiles {
 struct Coop128x96Eight : HopperEightTiles {
     /* 2464 x 552 x 4744 33 to 22.5 us, 5968 x 136 x 1632 10.4 to 9.0 */
     static constexpr int BM = 128, BN = 96, STAGES = 6, WGS = 2, PANELS = 2;
-};
-struct Coop64x256Four : HopperFourTiles {
-    /* 225 to 256 columns, or twice as many: 5272 x 232 x 1712 15.6 to 13.7 us, 3688 x 440 x 7920 68 to 56 */
-    static constexpr int BM = 64, BN = 256, STAGES = 4, WGS = 1, PANELS = 1;
 };
 struct Coop64x64 : HopperTile {
     /* 512 cubed in 32 pairs: 2.65 us; 128 tiles of 64 x 32 took 0.4 more */
