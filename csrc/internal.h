@@ -202,17 +202,6 @@ static inline int64_t gk_num_threads(const gk_context *ctx) {
 }
 void gk_parallel(const gk_context *ctx, int64_t num_tasks, gk_work_fn fn, void *arg);
 
-/* ---- ops ---------------------------------------------------------------------------------------- */
-typedef enum gk_op {
-#define OP(NAME, stem, arguments, first) GK_OP_##NAME,
-#include "ops.def"
-    GK_NUM_OPS
-} gk_op;
-
-/* ref/: naive loops, double accumulation, every dtype; judge of the tests and the float64 path. No workspace. */
-#define OP(NAME, stem, arguments, first) void gk_ref_##stem(const gk_context *ctx, const arguments *args);
-#include "ops.def"
-
 #ifdef __cplusplus
 }
 #endif

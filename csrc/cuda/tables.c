@@ -1,6 +1,6 @@
 /* tables.c: every CUDA kernel file by op, best first; each file ends with its own table of instances. dispatch.c takes the
  * first instance that serves a call on the device's architecture. */
-#include "kernels.h"
+#include "../dispatch.h"
 
 extern const gk_cuda_table gk_gemm_sm90a_table, gk_gemm_pingpong_sm90a_table, gk_gemm_swapab_sm90a_table;
 extern const gk_cuda_table gk_gemm_tf32_sm90a_table, gk_gemm_skinny_table, gk_gemm_sm80_table, gk_gemm_plain_table;
