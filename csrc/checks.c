@@ -52,8 +52,8 @@ static const char *plural(int n) { return n == 1 ? "dimension" : "dimensions"; }
 
 /* A stride must reach no further than MAX_ELEMENTS, in a dimension of size 0 or 1, too. */
 static gk_status check_extent(const char *name, const gk_tensor *t) {
-    GK_REQUIRE(t->ndim >= 0 && t->ndim <= GK_MAX_DIMS, "%s must have at most %d dimensions, got %d", name, GK_MAX_DIMS,
-               (int)t->ndim);
+    GK_REQUIRE(t->ndim >= 0, "%s has %d dimensions", name, (int)t->ndim);
+    GK_REQUIRE(t->ndim <= GK_MAX_DIMS, "%s must have at most %d dimensions, got %d", name, GK_MAX_DIMS, (int)t->ndim);
     int64_t elements = 1;
     for (int d = 0; d < t->ndim; ++d) {
         const int64_t size = t->shape[d], stride = t->stride[d], most = MAX_ELEMENTS / gk_max_i64(1, size - 1);
@@ -186,7 +186,7 @@ gk_status gk_check_product(const char *what, int64_t a, int64_t b, int64_t c) {
 gk_result *gk_give(gk_io *io, const char *name, const gk_tensor *given, gk_dtype dtype, int ndim, const int64_t *shape,
                    gk_strides strides) {
     gk_result *r = &io->result[io->num_results++];
-    r->name = name, r->given = given, r->strides = strides, r->in_place = false;
+    r->name = name, r->given = given, r->strides = strides, r->optional = r->in_place = false;
     r->as.data = NULL, r->as.dtype = dtype, r->as.ndim = ndim;
     int64_t dense = 1;
     for (int d = ndim - 1; d >= 0; --d) {
@@ -211,7 +211,12 @@ gk_status gk_check_given(gk_io *io, int i) {
     GK_TRY(check_extent(r->name, t));
     GK_TRY(gk_check_shape(r->name, t, r->as.ndim, r->as.shape));
     GK_REQUIRE(t->data || gk_numel(t) == 0, "%s has no data", r->name);
-    GK_TRY(check_strides(r->name, t, r->strides));
+    return check_strides(r->name, t, r->strides);
+}
+
+gk_status gk_check_apart(gk_io *io, int i) {
+    const gk_result *r = &io->result[i];
+    const gk_tensor *t = r->given;
     for (int n = 0; n < io->num_inputs; ++n) {
         const gk_tensor *in = io->input[n].tensor;
         if (!in->data || (r->in_place && same_elements(t, in))) continue;

@@ -40,8 +40,9 @@ typedef struct gk_input {
 typedef struct gk_result {
     const char *name;
     gk_tensor as;           /* dtype, ndim and shape that it has; contiguous strides, no data */
-    const gk_tensor *given; /* where the arguments have it; NULL or without data: not wanted, or not allocated yet */
+    const gk_tensor *given; /* where the arguments have it; the plugin has not made it yet */
     gk_strides strides;
+    bool optional; /* without data, or given NULL: not wanted */
     bool in_place; /* it may be an input: the very same elements, none of them shifted */
 } gk_result;
 
@@ -59,8 +60,9 @@ void gk_io_begin(gk_io *io, gk_depth depth);
 
 /* Whether the inputs have the strides that the kernels ask for: the last of what an entry point refuses. */
 gk_status gk_check_strides(gk_io *io);
-/* Whether result i, as it is given, is what it has to be, and shares no memory with an input. */
+/* Whether result i, as it is given, is what it has to be; and whether it shares memory with no input. */
 gk_status gk_check_given(gk_io *io, int i);
+gk_status gk_check_apart(gk_io *io, int i);
 
 bool gk_has_strides(const gk_tensor *t, gk_strides strides);
 /* Whether an element of x and one of y share a byte. */

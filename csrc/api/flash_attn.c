@@ -91,7 +91,7 @@ gk_status gk_check_flash_attn_fwd(const gk_context *ctx, const gk_flash_attn_arg
     int64_t shape[GK_MAX_DIMS];
     out_shape(f, shape);
     gk_give(io, "out", &f->out, f->q.dtype, f->q.ndim, shape, GK_DENSE_LAST);
-    gk_give(io, "lse", &f->lse, gk_stats_dtype(f->q.dtype), f->q.ndim - 1, shape, GK_CONTIGUOUS);
+    gk_give(io, "lse", &f->lse, gk_stats_dtype(f->q.dtype), f->q.ndim - 1, shape, GK_CONTIGUOUS)->optional = true;
     return GK_OK;
 }
 
@@ -127,7 +127,8 @@ gk_status gk_check_flash_attn_bwd(const gk_context *ctx, const gk_flash_attn_bwd
     gk_give(io, "dq", &g->dq, f->q.dtype, ndim, f->q.shape, GK_DENSE_LAST);
     gk_give(io, "dk", &g->dk, f->q.dtype, ndim, f->k.shape, GK_DENSE_LAST);
     gk_give(io, "dv", &g->dv, f->q.dtype, ndim, f->v.shape, GK_DENSE_LAST);
-    gk_give(io, "dsinks", g->dsinks, sinks ? sinks->dtype : stats, 1, sinks ? sinks->shape : &none, GK_ANY_STRIDES);
+    gk_give(io, "dsinks", g->dsinks, sinks ? sinks->dtype : stats, 1, sinks ? sinks->shape : &none, GK_ANY_STRIDES)
+        ->optional = true;
     return GK_OK;
 }
 

@@ -87,7 +87,8 @@ gk_status gk_check_gemm(const gk_context *ctx, const gk_gemm_args *g, gk_io *io)
     /* what gk_gemm_act_bwd reads: nothing beyond out, where the derivative shows in that */
     const bool saved = g->preact || g->activation > GK_ACT_RELU;
     const int64_t none = 0;
-    gk_give(io, "preact", g->preact, g->out.dtype, saved ? ndim : 1, saved ? shape : &none, GK_DENSE_LAST);
+    gk_give(io, "preact", g->preact, g->out.dtype, saved ? ndim : 1, saved ? shape : &none, GK_DENSE_LAST)->optional =
+        true;
     return GK_OK;
 }
 

@@ -68,7 +68,7 @@ gk_status gk_check_paged_attn(const gk_context *ctx, const gk_paged_attn_args *p
     if (gk_reads_contents(io, ctx)) GK_TRY(gk_check_paged_contents(p));
     const int64_t shape[3] = {tokens, heads_q, p->v_cache.shape[3]};
     gk_give(io, "out", &p->out, q->dtype, 3, shape, GK_CONTIGUOUS);
-    gk_give(io, "lse", &p->lse, gk_stats_dtype(q->dtype), 2, shape, GK_CONTIGUOUS);
+    gk_give(io, "lse", &p->lse, gk_stats_dtype(q->dtype), 2, shape, GK_CONTIGUOUS)->optional = true;
     return GK_OK;
 }
 

@@ -298,7 +298,7 @@ static void check_public(void) {
 /* A caller that was compiled when gk_explanation ended before `preferred`: nothing behind its struct is written. */
 static void check_older_caller(void) {
     const gk_context cpu = check_context(NULL, 1);
-    const gk_gemm_args g = product(2, 2, 8);
+    gk_gemm_args g = product(2, 2, 8);
     gk_explanation whole = {.size = sizeof whole, .preferred = 9}, old;
     memset(&old, 0x55, sizeof old);
     old.size = offsetof(gk_explanation, preferred);

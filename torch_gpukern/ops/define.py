@@ -44,7 +44,7 @@ from .._library import (
     ops,
     transforms_active,
 )
-from . import batching, gradients, keywords, out, parallel
+from . import batching, fakes, gradients, keywords, out, parallel
 
 __all__ = ["Op", "define_op", "tag_compiled_code"]
 
@@ -295,7 +295,7 @@ def _has_tangent(x: Tensor) -> bool:
 def define_op(
     name: str,
     *,
-    fake: Callable,
+    symbolic: Callable,
     public: Callable | None = None,
     backward: Callable | None = None,
     save: Callable | None = None,
@@ -316,7 +316,8 @@ def define_op(
 
     Args:
         public: the function of torch_gpukern, whose defaults are the schema's.
-        fake: ``fake(**arguments)`` returns empty tensors, one for each result of X_fwd or X.
+        symbolic: ``symbolic(**arguments)`` returns empty tensors, one for each result of X_fwd or X, where sizes are symbols
+            (fakes.py).
         backward: ``backward(needs, **values)`` returns the gradients by argument name, for those named in the set `needs`
             at least. values: what `save` kept, `grad_<result>` for each result (None where it has no gradient), and None
             for those that the call does not return. None where the op has no gradient.
@@ -348,7 +349,7 @@ def define_op(
             gradients.refuse(door, no_backward)
         else:
             gradients.differentiate(door, op, backward, save, saved, reads_all, without_gradient)
-        register_fake(door, fake, first=door is not op.all)
+        fakes.register(door, symbolic, first=door is not op.all)
         register_autograd(door, _autograd_kernel(door))
         if autocast:
             _register_autocast(door, autocast)
@@ -357,31 +358,13 @@ def define_op(
         if flops is not None:
             register_flops(door, flops)
     if hasattr(getattr(ops, name), "out"):
-        out.define(op, fake, _unwrapped)
+        out.define(op, symbolic, _unwrapped)
     if public is not None:
         keywords.hide_unknown(public)
     return op
 
 
 # ---- what is registered --------------------------------------------------------------------------
-
-
-def register_fake(op: Op, fake: Callable, first: bool = False) -> None:
-    """first: the op returns the first of what `fake` returns. Tensors must be on one device, as the kernels ask."""
-
-    def checked(*args, **kwargs):
-        given = op.named(args) | kwargs
-        tensors = [(n, x) for n, x in given.items() if isinstance(x, Tensor)]
-        first_name, one = tensors[0]
-        for other, x in tensors[1:]:
-            if x.device != one.device:
-                raise ValueError(
-                    f"{op.qualified}: {other} is on {x.device}, {first_name} is on {one.device}; they must be on one device"
-                )
-        results = fake(**given)
-        return results[0] if first else results
-
-    torch.library.register_fake(op.qualified, checked, lib=library)
 
 
 def register_autograd(op: Op, kernel: Callable) -> None:
