@@ -36,7 +36,7 @@ struct Gemm {
     // (out, preact); preact is empty where the derivative shows in out.
     static void place(C &to, Results &r) {
         to.out = r[0].view;
-        if (r[1].numel() > 0) to.preact = &r[1].view;
+        if (r[1] && r[1].numel() > 0) to.preact = &r[1].view;
         if (!to.c) to.beta = 0; // its default is 1 with and without c
         if (to.beta == 0) to.c = nullptr;
     }
