@@ -1,4 +1,4 @@
-// flash_attn.cpp: flash_attn and flash_attn_varlen with their gradients.
+// flash_attn.cpp: flash_attn and flash_attn_varlen with their gradients, and attn_merge.
 #include "attn_rules.h"
 
 namespace gk {
@@ -142,6 +142,21 @@ template <class O> void backward(StableIValue *stack, uint64_t num_args, uint64_
     give_all(stack, results);
 }
 
+// ---- attn_merge ---------------------------------------------------------------------------------
+struct AttnMerge {
+    Tensor out_a, lse_a; // [..., Dv], [...]
+    Tensor out_b, lse_b;
+
+    GK_OP(attn_merge, gk_attn_merge_args, "attn_merge", 2)
+    GK_TENSORS(out_a, lse_a, out_b, lse_b)
+
+    void fill(C &to) {
+        to.out_a = out_a.view, to.lse_a = lse_a.view;
+        to.out_b = out_b.view, to.lse_b = lse_b.view;
+    }
+    static void place(C &to, Results &r) { to.out = r[0].view, to.lse = r[1].view; }
+};
+
 void implement(Library &m) {
     m.impl("flash_attn", op_first<FlashAttn>);
     m.impl("flash_attn_fwd", op_all<FlashAttn>);
@@ -153,6 +168,7 @@ void implement(Library &m) {
     m.impl("flash_attn_varlen.out", op_out<FlashAttnVarlen>);
     m.impl("explain_flash_attn_varlen", op_explain<FlashAttnVarlen>);
     m.impl("flash_attn_varlen_bwd", backward<FlashAttnVarlenBwd>);
+    m.impl("attn_merge", op_all<AttnMerge>);
 }
 
 void implement_shapes(Library &m) {
@@ -160,6 +176,7 @@ void implement_shapes(Library &m) {
     m.impl("flash_attn_bwd_results", op_results<FlashAttnBwd>);
     m.impl("flash_attn_varlen_results", op_results<FlashAttnVarlen>);
     m.impl("flash_attn_varlen_bwd_results", op_results<FlashAttnVarlenBwd>);
+    m.impl("attn_merge_results", op_results<AttnMerge>);
 }
 
 } // namespace
