@@ -1,7 +1,8 @@
 """What a benchmark runs on: a machine's cores or its GPU.
 
-A device is a class with nine verbs: `name` and `driver` say what it is, `peaks`, `readers` and `page_readers` what it can
-do, `estimate` and `time_block` time calls, `sync` waits for them, and `state` says how warm they left it.
+A device is a class with ten verbs: `name` and `driver` say what it is, `peaks`, `readers` and `page_readers` what it can
+do, `estimate` and `time_block` time calls, `state` says how the last block found it, `sync` waits for calls, and `forget`
+frees what blocks have kept. `carries_over`: a block's clock depends on the block before it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Cpu:
     """This machine's cores, through torch's thread pool."""
 
     most_calls = 10_000
+    carries_over = False
 
     kind = "cpu"
 
@@ -154,6 +156,9 @@ class Cpu:
         """A CPU's clock and power are not to be had without rights."""
         return 0.0, 0.0
 
+    def forget(self) -> None:
+        """Blocks keep nothing."""
+
     def driver(self) -> str:
         return ""
 
@@ -236,11 +241,13 @@ class Cuda:
 
     kind = "cuda"
     most_calls = 512  # nodes of a graph
+    carries_over = True
 
     def __init__(self) -> None:
         self.device = torch.device("cuda")
         self._side = torch.cuda.Stream()
         self._sensors = Sensors()
+        self._state = 0.0, 0.0
         self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Callable]] = {}
 
     def name(self) -> str:
@@ -255,11 +262,11 @@ class Cuda:
             best = min(self.time_block(lambda a=a, b=b: a @ b, 4) for _ in range(4))
             torch.backends.cuda.matmul.allow_tf32 = False
             peaks[name] = 2 * 8192**3 / best / 1e3
-            self._forget()
+            self.forget()
         data = torch.ones(1 << 28, device="cuda")
         best = min(self.time_block(lambda: torch.sum(data), 4) for _ in range(4))
         peaks["read"] = data.nbytes / best / 1e3
-        self._forget()
+        self.forget()
         return peaks
 
     def readers(self) -> dict[str, Callable[[Tensor], object]]:
@@ -274,18 +281,8 @@ class Cuda:
         torch.cuda.synchronize()
 
     def state(self) -> tuple[float, float]:
-        """SM clock in MHz and power in watts under the case's first contestant, whose block runs again for it. Its
-        graphs are no longer needed."""
-        for graph, _ in list(self._graphs.values())[:1]:
-            for _ in range(3):
-                graph.replay()
-            nearly = torch.cuda.Event()
-            nearly.record()
-            graph.replay()
-            nearly.synchronize()
-        clock_and_watts = self._sensors.read()
-        self._forget()
-        return clock_and_watts
+        """SM clock in MHz and power in watts, read while the last block ran."""
+        return self._state
 
     def driver(self) -> str:
         return nvidia_driver()
@@ -313,6 +310,8 @@ class Cuda:
             start.record()
             graph.replay()
         end.record()
+        start.synchronize()
+        self._state = self._sensors.read()
         end.synchronize()
         return start.elapsed_time(end) / calls * 1e3
 
@@ -354,7 +353,7 @@ class Cuda:
         self._graphs[key] = (graph, call)  # holding `call` keeps its id from being reused
         return graph
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Frees the graphs and the memory that they held."""
         torch.cuda.synchronize()
         self._graphs.clear()

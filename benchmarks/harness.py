@@ -1,8 +1,10 @@
 """Times an op beside its peers: the one harness of every benchmark.
 
 Rules
-- Peers run in the same process, on the same inputs, in interleaved blocks. A ratio is the median,
-  over rounds, of (peer's time / our time) within a round, so that a drift of the clock cancels.
+- Peers run in the same process, on the same inputs, in interleaved blocks whose order is drawn anew
+  each round (rounds.py). A ratio is the median, over rounds, of (peer's time / our time) within a
+  round, so that a drift of the clock cancels.
+- SM clock and power of every block are recorded, and the ratio in clocks stands beside that in time.
 - The peer of a ratio is the fastest of the row, whoever that is.
 - A correctness figure stands beside every time: the largest error over max|ref|, ours and the
   peer's, against a float64 reference.
@@ -13,8 +15,7 @@ Rules
 - A row or a group of rows carries the bar it must reach and prints held or missed.
 - Time in us, bandwidth in GB/s, compute in GFLOP/s.
 
-Devices are in devices.py: `Cpu` times a loop of calls, `Cuda` the replay of a CUDA graph that holds the same loop, and
-states SM clock and watts beside every row.
+Devices are in devices.py: `Cpu` times a loop of calls, `Cuda` the replay of a CUDA graph that holds the same loop.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from pathlib import Path
 import torch
 from devices import DTYPES, ROTATE_BYTES, Cpu, Cuda, open_device
 from plots import PLOTS, draw, panels_of
+from rounds import FULL, QUICK, Effort, Rotation, interleave
 from torch import Tensor
 
 __all__ = ["DTYPES", "Bar", "Case", "Run", "arguments", "isa_shares", "open_device", "overhead_facts"]
@@ -138,16 +140,17 @@ class Row:
     rate: float
     unit: str
     roofline_percent: float
-    peers: dict[str, dict]  # name -> us, spread, rate, error
+    peers: dict[str, dict]  # name -> us, spread, rate, error, clock_mhz, watts
     best_peer: str
     ratio: float | None  # best peer's time over ours
     ratio_spread: float
     share: float | None  # fastest limit's time over ours
     error: float | None  # max|out - ref| / max|ref|
-    clock_mhz: float  # of the SMs at the end of the case, 0 on the CPU
+    clock_mhz: float  # of the SMs while ours ran, 0 on the CPU
     watts: float
     bar: str
     verdict: str
+    ratio_clocks: float | None = None  # best peer's clocks of the SMs over ours
 
 
 # ---- measuring ----------------------------------------------------------------------------------
@@ -176,52 +179,6 @@ def half_iqr(values: Sequence[float]) -> float:
     return (high - low) / 2 / statistics.median(values)
 
 
-@dataclass(frozen=True)
-class Effort:
-    """How long a case may run: a block lasts about block_us, a case at least min_rounds rounds and
-    then until seconds are spent or max_rounds are done."""
-
-    block_us: float
-    min_rounds: int
-    max_rounds: int
-    seconds: float
-
-
-FULL = Effort(block_us=20_000, min_rounds=5, max_rounds=31, seconds=1.5)
-QUICK = Effort(block_us=5_000, min_rounds=3, max_rounds=5, seconds=0.2)
-
-
-class Rotation:
-    """Calls fn on one input after the other, so that a byte-bound call finds cold memory."""
-
-    def __init__(self, fn: Callable, inputs: list[tuple]) -> None:
-        self.fn, self.inputs, self.next = fn, inputs, 0
-
-    def __call__(self):
-        inputs = self.inputs[self.next]
-        self.next = (self.next + 1) % len(self.inputs)
-        return self.fn(*inputs)
-
-
-def interleave(
-    device: Cpu | Cuda, calls: dict[str, Callable[[], object]], effort: Effort, live: Sequence[str] = ()
-) -> dict[str, list[float]]:
-    """us per call of every contestant, one entry per round; the order turns with each round."""
-    block = {}
-    for name, call in calls.items():
-        call()
-        device.sync()
-        block[name] = max(1, min(device.most_calls, round(effort.block_us / max(device.estimate(call), 0.1))))
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    order, start, rounds = list(calls), time.perf_counter(), 0
-    while rounds < effort.min_rounds or (rounds < effort.max_rounds and time.perf_counter() - start < effort.seconds):
-        for name in order:
-            times[name].append(device.time_block(calls[name], block[name], name in live))
-        order.append(order.pop(0))
-        rounds += 1
-    return times
-
-
 SLOW_FIRST_CALL = 3.0  # seconds after which a first call is told of: it compiles
 
 
@@ -244,6 +201,11 @@ def able(case: Case, inputs: tuple, device: Cpu | Cuda) -> dict[str, Callable]:
     return found
 
 
+def ratios_of(amounts: dict[str, list[float]], peer: str) -> list[float]:
+    """The peer's amount over ours, round by round; of what was not measured, or without a peer, none."""
+    return [p / o for p, o in zip(amounts.get(peer, []), amounts["gpukern"]) if p > 0 and o > 0]
+
+
 def measure(case: Case, device: Cpu | Cuda, peaks: dict, effort: Effort) -> Row:
     """Runs one case and judges it."""
     torch.manual_seed(0)
@@ -262,8 +224,14 @@ def measure(case: Case, device: Cpu | Cuda, peaks: dict, effort: Effort) -> Row:
     calls = {name: Rotation(fn, inputs) for name, fn in contestants.items()}
     guests = [name for name in case.optional if name in case.peers and name not in case.live]
     live = [*case.live, *(name for name in guests if not device.can_replay(calls[name]))]
-    times = interleave(device, calls, effort, live)
-    clock_mhz, watts = device.state()
+    blocks = interleave(device, calls, effort, live)
+    device.forget()
+    times = {name: [block.us for block in of] for name, of in blocks.items()}
+    clocks = {name: [block.us * block.clock_mhz for block in of] for name, of in blocks.items()}
+    state = {
+        name: {key: statistics.median(getattr(block, key) for block in of) for key in ("clock_mhz", "watts")}
+        for name, of in blocks.items()
+    }
 
     amount = case.bytes if case.unit == "GB/s" else case.flops
     median = {name: statistics.median(t) for name, t in times.items()}
@@ -274,12 +242,14 @@ def measure(case: Case, device: Cpu | Cuda, peaks: dict, effort: Effort) -> Row:
             "spread": half_iqr(times[name]),
             "rate": amount / median[name] / 1e3,
             "error": errors[name],
+            **state[name],
         }
         for name in case.peers
     }
     best_peer = min(case.peers, key=median.get) if case.peers else ""
-    ratios = [p / o for p, o in zip(times[best_peer], times["gpukern"])] if case.peers else []
+    ratios = ratios_of(times, best_peer)
     ratio = statistics.median(ratios) if ratios else None
+    in_clocks = ratios_of(clocks, best_peer)
     share = None
     if case.limits:
         fastest = min(case.limits, key=median.get)
@@ -307,10 +277,10 @@ def measure(case: Case, device: Cpu | Cuda, peaks: dict, effort: Effort) -> Row:
         ratio_spread=half_iqr(ratios),
         share=share,
         error=errors["gpukern"],
-        clock_mhz=clock_mhz,
-        watts=watts,
+        **state["gpukern"],
         bar=case.bar.text(" " + case.unit),
         verdict=judged,
+        ratio_clocks=statistics.median(in_clocks) if in_clocks else None,
     )
 
 
@@ -637,6 +607,8 @@ def format_row(row: Row) -> str:
         peer = row.peers[row.best_peer]
         line += f"  {row.best_peer:<14} {peer['us']:>10.1f}"
         line += f" {row.ratio:>6.2f}x +-{100 * row.ratio_spread:>2.0f}%"
+        if row.ratio_clocks is not None:
+            line += f" ({row.ratio_clocks:.2f} in clocks)"
         if row.error is not None:
             line += f"  {row.error:.1e} ({peer['error']:.1e})"
     elif row.error is not None:
@@ -648,4 +620,6 @@ def format_row(row: Row) -> str:
             line += f"  {name} {peer['us']:.1f}"
     if row.clock_mhz:
         line += f"  {row.clock_mhz:.0f} MHz {row.watts:.0f} W"
+        if row.best_peer:
+            line += f" (peer {row.peers[row.best_peer]['clock_mhz']:.0f} MHz)"
     return f"{line:<130} {row.verdict and row.bar + ': ' + row.verdict}".rstrip()

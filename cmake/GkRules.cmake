@@ -188,7 +188,8 @@ endmacro()
 
 # The PyTorch plugin as a module library, its ops in `namespace`.
 function(gk_add_plugin target namespace)
-  add_library(${target} MODULE ops/flash_attn.cpp ops/gemm.cpp ops/paged_attn.cpp ops/schema.cpp ${gk_object_files})
+  file(GLOB plugin_sources CONFIGURE_DEPENDS ops/*.cpp)
+  add_library(${target} MODULE ${plugin_sources} ${gk_object_files})
   target_include_directories(${target} PRIVATE csrc)
   target_include_directories(${target} SYSTEM PRIVATE "${gk_torch_include}")
   # The oldest torch that the binary runs on is 2.10. USE_CUDA only declares the shims that ops/ makes weak.

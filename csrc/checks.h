@@ -1,4 +1,4 @@
-/* checks.h: what the entry points of csrc/ops/ ask of their arguments before a kernel sees them. Each check names op, argument,
+/* checks.h: what the entry points of csrc/api/ ask of their arguments before a kernel sees them. Each check names op, argument,
  * what was expected and what came, and returns GK_ERR_ARGUMENT or GK_ERR_UNSUPPORTED. */
 #ifndef GPUKERN_CHECKS_H
 #define GPUKERN_CHECKS_H

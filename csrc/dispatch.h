@@ -1,4 +1,4 @@
-/* dispatch.h: what the files of csrc/ops/ ask of dispatch.c, once a call's arguments are checked. `name` is the entry point's, for
+/* dispatch.h: what the files of csrc/api/ ask of dispatch.c, once a call's arguments are checked. `name` is the entry point's, for
  * failure texts; args is the op's argument struct of gpukern.h. */
 #ifndef GPUKERN_DISPATCH_H
 #define GPUKERN_DISPATCH_H

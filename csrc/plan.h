@@ -58,7 +58,7 @@ extern "C" {
 #define GK_OWN_CONST(type, plan) ((const type *)(const void *)(plan)->own)
 #endif
 
-/* csrc/ops/: checks the arguments and plans the call. Fails as the entry point of gpukern.h would. */
+/* csrc/api/: checks the arguments and plans the call. Fails as the entry point of gpukern.h would. */
 gk_status gk_plan_gemm(const gk_context *, const gk_gemm_args *, gk_plan *);
 gk_status gk_plan_flash_attn_fwd(const gk_context *, const gk_flash_attn_args *, gk_plan *);
 gk_status gk_plan_flash_attn_bwd(const gk_context *, const gk_flash_attn_bwd_args *, gk_plan *);

@@ -3,6 +3,7 @@
 import importlib.machinery
 import json
 import os
+import statistics
 import sys
 
 import pytest
@@ -24,6 +25,7 @@ def bench(monkeypatch):
         "gemm_random",
         "shapes",
         "harness",
+        "rounds",
         "devices",
         "plots",
     ):
@@ -34,8 +36,12 @@ class FakeDevice:
     """Times are what the calls return."""
 
     most_calls = 4
+    carries_over = False
 
     def sync(self):
+        pass
+
+    def forget(self):
         pass
 
     def state(self):
@@ -73,6 +79,76 @@ def test_a_ratio_is_against_the_fastest_peer(bench):
     row = harness.measure(fake_case(harness), FakeDevice(), peaks, harness.QUICK)
     assert row.best_peer == "fast" and row.ratio == 0.5
     assert "against" not in harness.Case.__dataclass_fields__
+
+
+class PoweredDevice(FakeDevice):
+    """A GPU at its power limit. A call returns (clocks, the clock that its power allows); a block moves the clock half the way
+    there, and takes the mean of the clocks that it began and ended with."""
+
+    carries_over = True
+    clock = 1500.0
+
+    def estimate(self, call):
+        return 1.0
+
+    def time_block(self, call, calls, live=False):
+        clocks, allowed = call()
+        before, self.clock = self.clock, (self.clock + allowed) / 2
+        self.seen = (before + self.clock) / 2
+        return clocks / self.seen
+
+    def state(self):
+        return self.seen, 700.0
+
+
+def twins(**changed):
+    """One kernel entered twice between a heavy and a cool one."""
+    calls = {"gpukern": (3e5, 1500), "heavy": (6e5, 1400), "cool": (9e5, 1900), "twin": (3e5, 1500)}
+    return {name: lambda x, does=changed.get(name, does): does for name, does in calls.items()}
+
+
+def test_the_same_kernel_twice_is_level_in_a_model(bench):
+    """Whoever runs before it; where orders only turn, ours always behind the heavy one, it is not."""
+    rounds = bench("rounds")
+    device = PoweredDevice()
+    calls = {name: lambda fn=fn: fn(None) for name, fn in twins().items()}
+
+    def level(blocks):
+        return statistics.median(b.us / a.us for a, b in zip(blocks["gpukern"], blocks["twin"], strict=True))
+
+    assert level(rounds.interleave(device, calls, rounds.FULL)) == pytest.approx(1, abs=0.01)
+    cyclic = {name: [] for name in calls}
+    order = ["heavy", "gpukern", "cool", "twin"]
+    for _ in range(31):
+        for name in order:
+            cyclic[name].append(rounds.Block(device.time_block(calls[name], 1), *device.state()))
+        order.append(order.pop(0))
+    assert abs(level(cyclic) - 1) > 0.05
+
+
+def test_a_ratio_in_clocks_stands_beside_the_one_in_time(bench):
+    """A peer that draws less power runs at a higher clock: faster in time, not in clocks."""
+    harness = bench("harness")
+    calls = twins(twin=(3e5, 1800))
+    case = fake_case(harness, ours=calls.pop("gpukern"), peers=calls)
+    row = harness.measure(case, PoweredDevice(), {"bf16": 1.0, "read": 1.0}, harness.FULL)
+    assert row.best_peer == "twin" and row.ratio < 0.95 and row.ratio_clocks == pytest.approx(1)
+    assert row.clock_mhz + 100 < row.peers["twin"]["clock_mhz"] and "(1.00 in clocks)" in harness.format_row(row)
+
+
+@pytest.mark.gpu
+def test_the_same_kernel_twice_is_level(bench):
+    """The model's promise on the device: within 1 %, beside a product that draws all the power and a copy that does not."""
+    harness = bench("harness")
+    x, y = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for n in (4096, 8192))
+    peers = {"twin": lambda _: x @ x, "heavy": lambda _: y @ y, "cool": lambda _: y.clone()}
+    contestants = {"gpukern": lambda _: x @ x, **peers}
+    calls = {name: lambda fn=fn: fn(None) for name, fn in contestants.items()}
+    rounds, device = sys.modules["rounds"], bench("devices").Cuda()
+    blocks = rounds.interleave(device, calls, harness.Effort(20_000, 31, 31, 9.0))
+    ratio = statistics.median(b.us / a.us for a, b in zip(blocks["gpukern"], blocks["twin"], strict=True))
+    assert ratio == pytest.approx(1, abs=0.01)
+    assert all(block.clock_mhz > 0 for block in blocks["gpukern"])
 
 
 def test_a_peer_that_is_not_here_is_left_out(bench, capsys):

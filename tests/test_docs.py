@@ -20,7 +20,7 @@ FOREIGN = set(
 )
 # What an instance's name has behind its kernel's.
 INSTANCE = re.compile(r"(_(f32|bf16|f16|f64|base|avx2|avx512|avx512bf16|\d+(x\d+)+|k2))+$")
-NEW = {"csrc/cpu/gemm_dot.c"}  # docs/add_a_kernel.md makes it
+NEW = {"csrc/cpu/isa/gemm_dot.c"}  # docs/add_a_kernel.md makes it
 
 
 def ident(page):

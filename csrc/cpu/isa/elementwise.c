@@ -5,7 +5,7 @@
  * attn_merge      lse = logaddexp(lse_a, lse_b), out = out_a exp(lse_a - lse) + out_b exp(lse_b - lse)
  *                 a task is a run of rows; a side that saw no key (lse -inf) is not read, the other is copied
  * Not here: float64 (ref/). */
-#include "kernels.h"
+#include "../kernels.h"
 #include "vec.h"
 
 enum {

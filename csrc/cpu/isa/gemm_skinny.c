@@ -9,7 +9,7 @@
  * workspace per worker: C block, KB rows of b and of a (across); lane sums of TN columns (along).
  * Not here: more rows (gemm), b with both strides above 1.
  */
-#include "blocks.h"
+#include "../blocks.h"
 #include "tile.h"
 
 /* ---- across: lanes along n ------------------------------------------------------------------------ */

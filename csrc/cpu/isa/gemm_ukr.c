@@ -3,7 +3,7 @@
  * a  panel [cells][step] or rows [M][step]   b  [cells][ldb]   c  [M][ldc] float32
  * Per step of k: NV loads of B, M broadcasts of A, M * NV multiply-adds that never leave the registers.
  */
-#include "blocks.h"
+#include "../blocks.h"
 #include "tile.h"
 
 INLINE void register_tile(const int M, const int nv, const bool a_is_rows, int64_t cells, const cell *a, int64_t step,

@@ -19,7 +19,7 @@
 #define GPUKERN_CPU_ATTN_TILE_H
 
 #include "attn.h"
-#include "blocks.h"
+#include "../blocks.h"
 
 #include <float.h>
 

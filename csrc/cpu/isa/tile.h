@@ -9,7 +9,7 @@
 #ifndef GPUKERN_TILE_H
 #define GPUKERN_TILE_H
 
-#include "kernels.h"
+#include "../kernels.h"
 #include "vec.h"
 
 extern const gk_ukr_fn SYM(gk_ukr_panel)[NV][MR]; /* [nv - 1][m - 1] */

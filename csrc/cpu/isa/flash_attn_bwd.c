@@ -31,8 +31,8 @@
  * Not here: float64 (ref/), dropout, gradients of the ALiBi slopes.
  */
 #include "attn.h"
-#include "blocks.h"
-#include "kernels.h"
+#include "../blocks.h"
+#include "../kernels.h"
 
 #include <stdlib.h>
 

@@ -1,6 +1,6 @@
 /* gemm.h: the checks of a gemm call, for both files of its entry points. */
-#ifndef GPUKERN_OPS_GEMM_H
-#define GPUKERN_OPS_GEMM_H
+#ifndef GPUKERN_API_GEMM_H
+#define GPUKERN_API_GEMM_H
 
 #include "../checks.h"
 #include "../dispatch.h"

@@ -1,0 +1,74 @@
+"""Rounds of timed blocks: every contestant once a round, in an order that is drawn anew each time.
+
+A GPU under load is limited by its power: a block inherits the clock that the block before it left, which moves a ratio by 9
+to 12 %. An order that only turns keeps each contestant behind the same other one, and so keeps the error. Two things remove
+it: the order is random, and where the device says so (`carries_over`) each block follows an untimed one of its own.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from devices import Cpu, Cuda
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long a case may run: a block lasts about block_us, a case at least min_rounds rounds and
+    then until seconds are spent or max_rounds are done."""
+
+    block_us: float
+    min_rounds: int
+    max_rounds: int
+    seconds: float
+
+
+FULL = Effort(block_us=20_000, min_rounds=5, max_rounds=31, seconds=1.5)
+QUICK = Effort(block_us=5_000, min_rounds=3, max_rounds=5, seconds=0.2)
+
+
+class Rotation:
+    """Calls fn on one input after the other, so that a byte-bound call finds cold memory."""
+
+    def __init__(self, fn: Callable, inputs: list[tuple]) -> None:
+        self.fn, self.inputs, self.next = fn, inputs, 0
+
+    def __call__(self):
+        inputs = self.inputs[self.next]
+        self.next = (self.next + 1) % len(self.inputs)
+        return self.fn(*inputs)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A timed block of calls: us of one, and clock and power of the device while it ran (0: not known)."""
+
+    us: float
+    clock_mhz: float
+    watts: float
+
+
+def interleave(
+    device: Cpu | Cuda, calls: dict[str, Callable[[], object]], effort: Effort, live: Sequence[str] = ()
+) -> dict[str, list[Block]]:
+    """The blocks of every contestant, one of each a round. Orders are the same in every run."""
+    count = {}
+    for name, call in calls.items():
+        call()
+        device.sync()
+        count[name] = max(1, min(device.most_calls, round(effort.block_us / max(device.estimate(call), 0.1))))
+    blocks: dict[str, list[Block]] = {name: [] for name in calls}
+    draw, order = random.Random(0), list(calls)
+    start, rounds = time.perf_counter(), 0
+    while rounds < effort.min_rounds or (rounds < effort.max_rounds and time.perf_counter() - start < effort.seconds):
+        draw.shuffle(order)
+        for name in order:
+            if device.carries_over and name not in live:
+                device.time_block(calls[name], count[name])
+            us = device.time_block(calls[name], count[name], name in live)
+            blocks[name].append(Block(us, *device.state()))
+        rounds += 1
+    return blocks
