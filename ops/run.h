@@ -159,11 +159,12 @@ template <class O> class Checked {
     }
 };
 
-// `wanted` results, the first in the caller's tensor where `into` is not null.
-template <class O> typename O::Results run_op(O &op, int wanted, Tensor *into) {
+// `wanted` results; with an `into` the first of them is that tensor of the caller's.
+template <class O, class... Into> typename O::Results run_op(O &op, int wanted, Into &...into) {
     Checked<O> c(op);
     typename O::Results results;
-    for (int i = 0; i < wanted; ++i) results[i] = i == 0 && into ? c.take(*into) : c.make(i);
+    ((results[0] = c.take(into)), ...);
+    for (int i = sizeof...(Into); i < wanted; ++i) results[i] = c.make(i);
     O::place(c.args, results);
     if (RunsEmpty<O>::value || results[0].numel() > 0) c.run();
     return results;
@@ -172,7 +173,7 @@ template <class O> typename O::Results run_op(O &op, int wanted, Tensor *into) {
 // ---- what torch calls ------------------------------------------------------------------------------
 template <class O> void op_first(StableIValue *stack, uint64_t num_args, uint64_t) {
     O op = read_args<O>(stack, num_args);
-    stack[0] = give(run_op(op, 1, nullptr)[0]);
+    stack[0] = give(run_op(op, 1)[0]);
 }
 
 template <class Results> void give_all(StableIValue *stack, Results &&results) {
@@ -181,13 +182,13 @@ template <class Results> void give_all(StableIValue *stack, Results &&results) {
 
 template <class O> void op_all(StableIValue *stack, uint64_t num_args, uint64_t) {
     O op = read_args<O>(stack, num_args);
-    give_all(stack, run_op(op, O::num_results, nullptr));
+    give_all(stack, run_op(op, O::num_results));
 }
 
 template <class O> void op_out(StableIValue *stack, uint64_t num_args, uint64_t) {
     O op = read_args<O>(stack, num_args - 1);
     Tensor into = Slot{stack[num_args - 1]};
-    run_op(op, 1, &into);
+    run_op(op, 1, into);
 }
 
 // The results, on meta, of tensors that need no data: what a compiler's fake tensors become.

@@ -120,13 +120,12 @@ class Tensor {
     Device device{};
     gk_tensor view; // shape and stride are filled up to GK_MAX_DIMS; ndim may be larger, which csrc refuses
 
-    Tensor() : view{} {}
+    Tensor() { view.data = nullptr, view.ndim = 0; }
     explicit Tensor(AtenTensorHandle handle) : handle_(handle) {}
     Tensor(Tensor &&other) noexcept
         : device(other.device), view(other.view), handle_(std::exchange(other.handle_, nullptr)) {}
     Tensor &operator=(Tensor &&other) noexcept {
-        std::swap(device, other.device);
-        std::swap(view, other.view);
+        device = other.device, view = other.view;
         std::swap(handle_, other.handle_);
         return *this;
     }

@@ -5,18 +5,14 @@ the plugin makes the results, on meta, as it makes them for a call. Sizes that a
 results' shapes in Python, and `sizes` guards on what must be equal; the rest is refused by the call itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._library import NAMESPACE, below_modes, library, ops
-
-if TYPE_CHECKING:
-    from .define import Op
+from .op import Op
 
 __all__ = ["made", "register", "sizes", "stats_dtype"]
 

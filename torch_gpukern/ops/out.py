@@ -1,24 +1,19 @@
 """The .out overload of an op, which writes the caller's tensor."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd.graph import increment_version
 
 from .._library import NAMESPACE, any_requires_grad, below_autograd, is_dynamo_compiling, is_grad_enabled, library, ops
 from . import fakes, parallel
-
-if TYPE_CHECKING:
-    from .define import Op
+from .op import Op, unwrapped
 
 __all__ = ["define"]
 
 
-def define(op: Op, symbolic: Callable, unwrapped: Callable) -> None:
+def define(op: Op, symbolic: Callable) -> None:
     """X.out, which writes the caller's tensor: no gradient, no autocast, else as X."""
     op.out = getattr(ops, op.name).out
     name, bare = f"{op.name}.out", unwrapped(op.out)
