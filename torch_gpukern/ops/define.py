@@ -324,7 +324,8 @@ def define_op(
             of tensors (or None), and a dict of the rest by name. needs: for each argument whether its gradient is wanted;
             args without trailing defaults. By default all tensors are kept, arguments and results.
         saved: names of the tensors that `save` returns.
-        reads_all: ``reads_all(args)`` says whether backward reads more than the first result; by default it does.
+        reads_all: ``reads_all(args)`` says whether backward reads more than the first result; by default it does. Where it
+            is declared, `backward` is handed the gradients of all results, in a second derivative for one.
         without_gradient: arguments that may not require a gradient.
         refuse: text of the NotImplementedError that a backward raises, for an op without one.
         refuse_fwd: likewise, for X_fwd.
