@@ -43,7 +43,8 @@ __all__ = ["OutOfPages", "PagedKVCache"]
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def alone(method: Callable[Concatenate["PagedKVCache", P], R]) -> Callable[Concatenate["PagedKVCache", P], R]:
