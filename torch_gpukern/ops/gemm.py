@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import batching, laws, parallel
-from .define import define_op
+from .define import define_op, is_transposed
 from .keywords import refuse_unknown
 
 __all__ = ["Activation", "Precision", "gemm"]
@@ -137,8 +137,14 @@ def _sum_to(x: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return x.reshape(shape).to(dtype)
 
 
-def _summed_product(x: Tensor, y: Tensor, shape: torch.Size, complete: bool, how: dict) -> Tensor:
-    """x @ y of one dtype, summed to `shape`: in float32 until the sum is complete. complete: it has no more dimensions."""
+def _summed_product(
+    x: Tensor, y: Tensor, shape: torch.Size, complete: bool, how: dict, transposed: bool = False
+) -> Tensor:
+    """x @ y of one dtype, summed to `shape`: in float32 until the sum is complete. complete: it has no more dimensions.
+    transposed: it is stored so, as the weight of a linear layer and thus its gradient.
+    """
+    if complete and transposed:
+        return _gemm.call_named(a=y.mT, b=x.mT, **how).mT
     if complete or torch.broadcast_shapes(x.shape[:-2], y.shape[:-2]) == shape[:-2]:
         return _gemm.call_named(a=x, b=y, **how)
     acc = x.dtype if x.dtype is torch.float64 else torch.float32
@@ -153,7 +159,7 @@ def _reads_preact(args) -> bool:
 def _save(needs, args, out, preact):
     """An operand is kept only where the other's gradient reads it; of all of them shape and dtype are enough."""
     a, b, *more = args
-    forms, activated = [(a.shape, a.dtype), (b.shape, b.dtype)], None
+    forms, activated = [(a.shape, a.dtype), (b.shape, is_transposed(b))], None
     if more:
         forms += [x if x is None else (x.shape, x.dtype) for x in more[:2]]
         activation = _gemm.value(args, "activation")
@@ -166,7 +172,7 @@ def _backward(needs, a, b, activated, forms, alpha, beta, activation, fp32_preci
     value before the activation.
     """
     forms = dict(zip(("a", "b", "bias", "c"), forms, strict=False))
-    (shape_a, dtype), (shape_b, _) = forms["a"], forms["b"]
+    (shape_a, dtype), (shape_b, transposed) = forms["a"], forms["b"]
     grad, made = grad_out, {}
     if activated is not None and grad is not None:
         grad = _gemm_act_bwd.call_named(grad_out=grad, saved=activated, activation=activation)
@@ -182,7 +188,7 @@ def _backward(needs, a, b, activated, forms, alpha, beta, activation, fp32_preci
         if one and len(shape_a) > 2:  # the sum over the batch is part of the product
             rows = math.prod(shape_a[:-1])
             a, g = a.reshape(rows, a.shape[-1]), g.reshape(rows, g.shape[-1])
-        made["b"] = _summed_product(a.mT, g, shape_b, one, how)
+        made["b"] = _summed_product(a.mT, g, shape_b, one, how, transposed)
     if "bias" in needs:
         made["bias"] = _sum_to(grad, *forms["bias"])
     if "c" in needs and beta == 0:  # c was not read, so not even an infinite gradient reaches it
