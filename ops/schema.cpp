@@ -72,7 +72,7 @@ void def_out(gk::Library &m, const std::string &name, const std::string &argumen
 void define(gk::Library &m) {
     def_op(m, "gemm", GEMM_ARGS, " -> (Tensor out, Tensor preact)");
     def_out(m, "gemm", GEMM_ARGS);
-    def_all(m, "gemm_act_bwd", "(Tensor grad_out, Tensor saved, str activation)", " -> Tensor");
+    def_all(m, "gemm_act_bwd", "(Tensor grad_out, Tensor saved, str activation)", " -> Tensor grad_in");
 
     def_op(m, "flash_attn", FLASH_ATTN_ARGS, OUT_LSE);
     def_all(m, "flash_attn_bwd", FLASH_ATTN_BWD_ARGS, GRADIENTS);
