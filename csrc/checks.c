@@ -56,13 +56,15 @@ static gk_status check_extent(const char *name, const gk_tensor *t) {
     GK_REQUIRE(t->ndim <= GK_MAX_DIMS, "%s must have at most %d dimensions, got %d", name, GK_MAX_DIMS, (int)t->ndim);
     int64_t elements = 1;
     for (int d = 0; d < t->ndim; ++d) {
-        const int64_t size = t->shape[d], stride = t->stride[d], most = MAX_ELEMENTS / gk_max_i64(1, size - 1);
+        const int64_t size = t->shape[d], stride = t->stride[d];
+        int64_t span;
         GK_REQUIRE(size >= 0, "%s has size %lld in dimension %d", name, (long long)size, d);
-        GK_REQUIRE(size <= MAX_ELEMENTS / elements, "%s has more than 2^48 elements, sizes of 0 counted as 1", name);
-        GK_REQUIRE(stride >= -most && stride <= most,
+        GK_REQUIRE(!__builtin_mul_overflow(elements, gk_max_i64(1, size), &elements) && elements <= MAX_ELEMENTS,
+                   "%s has more than 2^48 elements, sizes of 0 counted as 1", name);
+        GK_REQUIRE(!__builtin_mul_overflow(stride, gk_max_i64(1, size - 1), &span) && span >= -MAX_ELEMENTS &&
+                       span <= MAX_ELEMENTS,
                    "%s has stride %lld in dimension %d of size %lld, which spans more than 2^48 elements", name,
                    (long long)stride, d, (long long)size);
-        elements *= gk_max_i64(1, size);
     }
     return GK_OK;
 }
@@ -268,13 +270,15 @@ gk_status gk_check_heads(int64_t heads_q, const char *name, int64_t heads_kv) {
     return GK_OK;
 }
 
+bool gk_serves_head_dim(gk_device device, int64_t d) {
+    return device == GK_CUDA ? d >= 8 && d <= 256 && d % 8 == 0 : d >= 1 && d <= 512;
+}
+
 gk_status gk_check_head_dim(const char *name, const gk_context *ctx, int64_t d) {
-    if (ctx->device == GK_CUDA && (d < 8 || d > 256 || d % 8 != 0))
-        return gk_fail(GK_ERR_UNSUPPORTED, "%s has head_dim %lld; supported on CUDA are multiples of 8 from 8 to 256",
-                       name, (long long)d);
-    if (d < 1 || d > 512)
-        return gk_fail(GK_ERR_UNSUPPORTED, "%s has head_dim %lld; it must be 1 to 512", name, (long long)d);
-    return GK_OK;
+    if (gk_serves_head_dim(ctx->device, d)) return GK_OK;
+    return gk_fail(GK_ERR_UNSUPPORTED, "%s has head_dim %lld; %s", name, (long long)d,
+                   ctx->device == GK_CUDA ? "supported on CUDA are multiples of 8 from 8 to 256"
+                                          : "it must be 1 to 512");
 }
 
 /* CUDA kernels count tokens in 32 bits, with a bit to spare for sums. */

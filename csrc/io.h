@@ -68,6 +68,9 @@ bool gk_has_strides(const gk_tensor *t, gk_strides strides);
 /* Whether an element of x and one of y share a byte. */
 bool gk_shares_memory(const gk_tensor *x, const gk_tensor *y);
 
+/* Whether attention on such a device has kernels for q, k or v of this head_dim. */
+bool gk_serves_head_dim(gk_device device, int64_t head_dim);
+
 /* This thread's last failure without the name of the entry point that gk_last_error() has in front of it. */
 const char *gk_last_detail(void);
 

@@ -115,6 +115,7 @@ template <class T> StableIValue bits_of(T x) {
     return value;
 }
 
+inline StableIValue give(bool x) { return bits_of(x); }
 inline StableIValue give(Tensor &t) { return bits_of(t.release()); }
 inline StableIValue give(const std::string &text) {
     StringHandle handle = nullptr;

@@ -96,6 +96,7 @@ void define(gk::Library &m) {
     m.def("cpu_isas() -> str");
     m.def("cuda_kernels() -> str");
     m.def("check_errors() -> ()");
+    m.def("serves_head_dim(int head_dim, bool cuda) -> bool");
 
     m.def("explain_for(str arch) -> ()");
     m.def("gemm_prefer(str device, str gemm_class, str row) -> ()");
@@ -116,6 +117,13 @@ std::string cuda_kernels() { return gk_cuda_kernels(); }
 
 // On the CPU every error is raised by the call that made it: there is none to collect.
 void check_errors() { gk::raise_device_errors("check_errors", gk_cuda_error_word()); }
+
+struct HeadDimArgs {
+    int64_t head_dim;
+    bool cuda;
+};
+
+bool serves_head_dim(HeadDimArgs &x) { return gk_serves_head_dim(x.cuda ? GK_CUDA : GK_CPU, x.head_dim); }
 
 // Which GPU the explain_* ops of this thread speak of: "sm_90", or "" for that of their tensors.
 struct ArchArgs {
@@ -155,6 +163,7 @@ STABLE_TORCH_LIBRARY_IMPL(GPUKERN_NAMESPACE, CompositeExplicitAutograd, m) {
     m.impl("cuda_kernels", gk::boxed<cuda_kernels>);
     m.impl("check_errors", gk::boxed<check_errors>);
     m.impl("explain_for", gk::boxed<explain_for>);
+    m.impl("serves_head_dim", gk::boxed<serves_head_dim>);
     m.impl("gemm_prefer", gk::boxed<gemm_prefer>);
     m.impl("gemm_prefer_none", gk::boxed<gemm_prefer_none>);
 }

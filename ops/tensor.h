@@ -29,6 +29,7 @@ constexpr int32_t float8_e8m0fnu = static_cast<int32_t>(torch::headeronly::Scala
 struct Dtypes {
     static constexpr int kMany = 21;
     Dtype table[kMany + 1];
+    gk_dtype by_code[kForeign]; // of a tensor's dtype, which every call asks for
 
     Dtypes()
         : table{{aoti_torch_dtype_float32(), GK_F32, nullptr},
@@ -52,7 +53,10 @@ struct Dtypes {
                 foreign(aoti_torch_dtype_complex128(), "complex128"),
                 foreign(aoti_torch_dtype_float8_e4m3fnuz(), "float8_e4m3fnuz"),
                 foreign(aoti_torch_dtype_float8_e5m2fnuz(), "float8_e5m2fnuz"),
-                foreign(-1, "a dtype unknown to gpukern")} {}
+                foreign(-1, "a dtype unknown to gpukern")} {
+        for (gk_dtype &gk : by_code) gk = table[kMany].gk;
+        for (int i = kMany - 1; i >= 0; --i) by_code[table[i].code] = table[i].gk;
+    }
 
     static Dtype foreign(int32_t code, const char *name) {
         return {code, static_cast<gk_dtype>(kForeign + code), name};
@@ -70,7 +74,8 @@ struct Dtypes {
 };
 
 inline gk_dtype gk_of(int32_t code) {
-    return Dtypes::all().find([=](const Dtype &x) { return x.code == code; }).gk;
+    static const Dtypes &dtypes = Dtypes::all();
+    return code >= 0 && code < kForeign ? dtypes.by_code[code] : dtypes.table[Dtypes::kMany].gk;
 }
 inline int32_t code_of(gk_dtype dtype) {
     return Dtypes::all().find([=](const Dtype &x) { return x.gk == dtype; }).code;

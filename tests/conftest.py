@@ -81,10 +81,12 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Every reason for a skip once, with how many tests it took."""
+    """Every reason for a skip once, with how many tests it took; and the time of all tests."""
     reasons = collections.Counter(report.longrepr[2] for report in terminalreporter.stats.get("skipped", []))
     for reason, count in reasons.most_common():
         terminalreporter.write_line(f"{count} tests skipped: {reason.removeprefix('Skipped: ')}")
+    reports = [x for found in terminalreporter.stats.values() for x in found if hasattr(x, "duration")]
+    terminalreporter.write_line(f"{sum(x.duration for x in reports):.0f} s in all tests, those of every worker summed")
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

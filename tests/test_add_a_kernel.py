@@ -46,6 +46,34 @@ def test_the_page_shows_the_kernel_as_it_is():
         assert shown in KERNEL.read_text(), shown
 
 
+# Where an op of ops.def may be named beyond the files that the page lists: what serves its callers, tunes it or draws it.
+USERS = re.compile(r"torch_gpukern/(integrations|paged|tuning|nn|layout)/|torch_gpukern/(kv_cache|bench|cli|doctor|profiling|roofline)\.py"
+                   r"|csrc/(prefer|plan|dispatch|status)\.|csrc/c(pu|uda)/kernels\.h|torch_gpukern/_library\.py|csrc/api/gemm_prefer\.c")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "op", re.findall(r"^OP\w*\(\w+, (\w+),", (ROOT / "csrc" / "ops.def").read_text(), re.MULTILINE)
+)
+def test_the_page_lists_every_file_of_an_op(op):
+    """What csrc, ops and the package say of an op, or of its pass, stands in files that the page's table has a line for. A kernel's file may
+    serve several ops, so that of `<op>` in a path only the folder counts, and a header beside it.
+    """
+    table = PAGE.read_text().split("## An op")[1].split("\n## ")[0]
+    listed = re.findall(r"`([\w./<>]+/[\w./<>]+)`", table)
+    patterns = [
+        re.compile(re.sub(r"<op>\\\.\w+", r"\\w+\\.\\w+", re.escape(x)).replace("<room>", r"\w+")) for x in listed
+    ]
+    named = re.compile(rf"\bgk_(\w+_)?{op}(?![a-z])|\bGK_OP_{op.upper()}\b|\"{op}[\"_(.]")
+    found = [
+        path.relative_to(ROOT).as_posix()
+        for room in ("csrc", "ops", "torch_gpukern")
+        for path in (ROOT / room).rglob("*")
+        if path.suffix in {".c", ".h", ".def", ".cu", ".cuh", ".cpp", ".py"} and named.search(path.read_text())
+    ]
+    assert len(found) >= 6, found
+    assert [x for x in found if not USERS.search(x) and not any(p.fullmatch(x) for p in patterns)] == []
+
+
 @pytest.mark.skipif(not shutil.which("git"), reason="git is not installed")
 def test_a_copy_of_the_tree_gets_the_kernel(tmp_path):
     """It builds, is right on every instruction set, serves calls, and obeys the laws of the rooms."""

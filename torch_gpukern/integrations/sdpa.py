@@ -16,6 +16,7 @@ that it gives to cuDNN, to its memory-efficient or its math kernel, and the infe
 nn.TransformerEncoderLayer, never come here. ``torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)`` insists.
 """
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable
@@ -103,6 +104,9 @@ _forward_op, _backward_op = _flash_attn.all.bare, _flash_attn_bwd.bare
 _DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 
 
+_serves_head_dim = functools.cache(ops.serves_head_dim.default)
+
+
 def _serves(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
     dtype, of_q, of_k, of_v = q.dtype, q.shape, k.shape, v.shape
     if dtype not in _DTYPES or k.dtype is not dtype or v.dtype is not dtype:
@@ -111,9 +115,9 @@ def _serves(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
         return False
     if q.is_cuda:
         # PyTorch's CUDA kernel counts causal calls of two lengths from the bottom right, and SDPA never sends any.
-        square = not is_causal or of_q[2] == of_k[2]
-        return square and all(d % 8 == 0 and d <= 256 for d in (of_q[3], of_v[3]))
-    return of_q[3] <= 512 and of_v[3] <= 512
+        if is_causal and of_q[2] != of_k[2]:
+            return False
+    return _serves_head_dim(of_q[3], q.is_cuda) and _serves_head_dim(of_v[3], q.is_cuda)
 
 
 def _stored(x: Tensor, strides: tuple[int, ...]) -> Tensor:
