@@ -20,6 +20,8 @@ struct PagedArgs {           // the schema, member by member
     OptTensor alibi_slopes, sinks, k_scale, v_scale; // [Hq] or [B, Hq], [Hq], [] or [Hkv]
     bool is_causal;
     OptTensor kv_start; // [B] int32
+    int64_t window_right;
+    bool allow_short;
 };
 
 constexpr const char *kOp = "paged_attn";
@@ -82,13 +84,17 @@ gk_paged_attn_args check(PagedArgs &x) {
         bad_argument(kOp, "q has ", tokens, " tokens, block_table has ", batch,
                      " sequences; without cu_seqlens_q the tokens must be a multiple of them");
     }
-    args.rules = check_rules(kOp, x.q, batch, heads_q, x.is_causal, x.scale, x.window_left, -1, x.softcap,
+    args.rules = check_rules(kOp, x.q, batch, heads_q, x.is_causal, x.scale, x.window_left, x.window_right, x.softcap,
                              x.alibi_slopes, x.sinks);
     args.k_scale = check_scale(kOp, x.k_scale, "k_scale", x.q, heads_kv);
     args.v_scale = check_scale(kOp, x.v_scale, "v_scale", x.q, heads_kv);
     if (x.kv_start) {
         check_index(kOp, x.kv_start, "kv_start", x.q, batch);
         args.rules.kv_start = &x.kv_start.view;
+    }
+    args.flags = GK_PAGED_WINDOW_RIGHT | (x.allow_short ? GK_PAGED_ALLOW_SHORT : 0u);
+    if (x.allow_short && !x.q.device.is_cpu() && !x.is_causal && x.window_right != 0) {
+        bad_argument(kOp, "allow_short on CUDA is served with is_causal or a window_right of 0");
     }
     args.block_table = x.block_table.view;
     args.seq_lens = x.seq_lens.view;

@@ -1,4 +1,6 @@
 /* paged_attn: what a call of gk_paged_attn or gk_kv_cache_write means: its checks, bytes and FLOPs, its entry points. */
+#include <string.h>
+
 #include "../checks.h"
 #include "../dispatch.h"
 
@@ -7,6 +9,20 @@ static gk_status check_scales(const char *op, const char *name, const gk_tensor 
     GK_TRY(gk_check_tensor(op, name, t, gk_stats_dtype(dtype), 0, 1));
     if (t->ndim == 1) GK_TRY(gk_check_size(op, name, t, 0, heads_kv));
     return GK_OK;
+}
+
+/* args, or a copy with flags 0 of a struct that ends before them. */
+static const gk_paged_attn_args *whole(const gk_paged_attn_args *args, gk_paged_attn_args *copy) {
+    const size_t before = offsetof(gk_paged_attn_args, flags);
+    if (!args || args->size != before) return args;
+    memset(copy, 0, sizeof *copy);
+    memcpy(copy, args, before);
+    copy->size = sizeof *copy;
+    return copy;
+}
+
+static bool sees_to_the_right(const gk_paged_attn_args *p) {
+    return !p->rules.is_causal && !(p->flags & GK_PAGED_WINDOW_RIGHT && p->rules.window_right == 0);
 }
 
 static gk_status check_paged(const char *op, const gk_context *ctx, const gk_paged_attn_args *p, bool contents) {
@@ -53,6 +69,10 @@ static gk_status check_paged(const char *op, const gk_context *ctx, const gk_pag
                    "%s: q has %lld tokens, expected a multiple of the %lld sequences", op, (long long)tokens,
                    (long long)batch);
     }
+    GK_REQUIRE(p->flags <= (GK_PAGED_WINDOW_RIGHT | GK_PAGED_ALLOW_SHORT), "%s: flags is %u, expected gk_paged_flags",
+               op, (unsigned)p->flags);
+    GK_REQUIRE(!(p->flags & GK_PAGED_ALLOW_SHORT) || ctx->device == GK_CPU || !sees_to_the_right(p),
+               "%s: on CUDA allow_short is served with is_causal or a window_right of 0", op);
     GK_TRY(gk_check_rules(op, &p->rules, dtype, batch, heads_q));
     GK_TRY(gk_check_of_sequences(op, "kv_start", p->rules.kv_start, batch));
     GK_TRY(check_scales(op, "k_scale", p->k_scale, dtype, heads_kv));
@@ -76,32 +96,37 @@ static const gk_paged_attn_args *held(const gk_paged_attn_args *args, gk_paged_a
 }
 
 gk_status gk_plan_paged_attn(const gk_context *ctx, const gk_paged_attn_args *args, gk_plan *plan) {
-    gk_paged_attn_args copy;
+    gk_paged_attn_args full, copy;
+    args = whole(args, &full);
     GK_TRY(check_paged("gk_paged_attn", ctx, args, true));
     return gk_dispatch_plan("gk_paged_attn", ctx, GK_OP_PAGED_ATTN, args->q.dtype, held(args, &copy), plan);
 }
 
 gk_status gk_run_paged_attn(const gk_context *ctx, const gk_paged_attn_args *args, const gk_plan *plan, void *workspace,
                             size_t bytes) {
-    gk_paged_attn_args copy;
+    gk_paged_attn_args full, copy;
+    args = whole(args, &full);
     return gk_dispatch_run("gk_paged_attn", ctx, held(args, &copy), plan, workspace, bytes);
 }
 
 size_t gk_paged_attn_workspace_bytes(const gk_context *ctx, const gk_paged_attn_args *args) {
-    gk_paged_attn_args copy;
+    gk_paged_attn_args full, copy;
+    args = whole(args, &full);
     if (check_paged("gk_paged_attn", ctx, args, false) != GK_OK) return 0;
     return gk_dispatch_workspace_bytes("gk_paged_attn", ctx, GK_OP_PAGED_ATTN, args->q.dtype, held(args, &copy));
 }
 
 gk_status gk_paged_attn(const gk_context *ctx, const gk_paged_attn_args *args) {
-    gk_paged_attn_args copy;
+    gk_paged_attn_args full, copy;
+    args = whole(args, &full);
     GK_TRY(check_paged("gk_paged_attn", ctx, args, true));
     return gk_dispatch_call("gk_paged_attn", ctx, GK_OP_PAGED_ATTN, args->q.dtype, held(args, &copy), args->workspace,
                             args->workspace_bytes);
 }
 
 gk_status gk_explain_paged_attn(const gk_context *ctx, const gk_paged_attn_args *args, gk_explanation *out) {
-    gk_paged_attn_args copy;
+    gk_paged_attn_args full, copy;
+    args = whole(args, &full);
     GK_TRY(check_paged("gk_explain_paged_attn", ctx, args, true));
     GK_TRY(gk_dispatch_explain("gk_explain_paged_attn", ctx, GK_OP_PAGED_ATTN, args->q.dtype, held(args, &copy), out));
     const int64_t batch = args->seq_lens.shape[0], heads_kv = args->k_cache.shape[2];
@@ -118,9 +143,9 @@ gk_status gk_explain_paged_attn(const gk_context *ctx, const gk_paged_attn_args 
             const int64_t s = args->cu_seqlens_q->stride[0];
             n = cu[(b + 1) * s] - cu[b * s];
         }
-        gk_attn_rules rules = args->rules;
-        if (!readable) rules.kv_start = NULL; /* counts as 0 */
-        gk_span span = gk_span_paged(&rules, b, n, len);
+        gk_paged_attn_args read = *args;
+        if (!readable) read.rules.kv_start = NULL; /* counts as 0 */
+        gk_span span = gk_span_paged(&read, b, n, len);
         if (n == 0 || len == 0) continue;
         keys += (double)(gk_span_hi(&span, n - 1) - gk_span_lo(&span, 0));
         for (int64_t i = 0; i < n; ++i) pairs += (double)gk_max_i64(0, gk_span_hi(&span, i) - gk_span_lo(&span, i));

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["define"]
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 
 def define(op: Op, fake: Callable, unwrapped: Callable) -> None:
     """X.out, which writes the caller's tensor: no gradient, no autocast, else as X."""
@@ -30,7 +32,15 @@ def define(op: Op, fake: Callable, unwrapped: Callable) -> None:
             op.refuse_non_bools(args, kwargs)
             if op.whole_sequences:
                 parallel.before_attention(name)
-        return bare(*args, **kwargs)
+        try:
+            bare(*args, **kwargs)
+        except RuntimeError:
+            op.refuse_types(args, kwargs)
+            raise
+        into = kwargs["out"]
+        return (
+            into if type(into) in _PLAIN else None
+        )  # as torch's own; tracers hold it to a schema that returns nothing
 
     op.out._op = call
 
