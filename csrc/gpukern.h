@@ -252,7 +252,7 @@ typedef struct gk_flash_attn_args {
     int64_t max_seqlen_q, max_seqlen_k; /* packed only: upper bounds of a sequence's lengths */
     gk_attn_rules rules;
     gk_tensor out; /* written forward, read backward */
-    gk_tensor lse; /* written forward, read backward; forward, data NULL = not wanted, but its shape is read */
+    gk_tensor lse; /* written forward, read backward; forward, data NULL = not wanted */
     void *workspace;
     size_t workspace_bytes;
 } gk_flash_attn_args;
@@ -310,7 +310,7 @@ typedef struct gk_paged_attn_args {
     gk_tensor lse; /* [T, Hq] contiguous, float32 (float64 with GK_F64); data NULL = not wanted */
     void *workspace;
     size_t workspace_bytes;
-    uint32_t flags; /* of gk_paged_flags; a struct that ends before it is served, as by 0 */
+    uint32_t flags; /* of gk_paged_flags; 0 as before there were any */
 } gk_paged_attn_args;
 
 #define GK_PAGED_ATTN_ARGS_INIT {.size = sizeof(gk_paged_attn_args), .rules = GK_ATTN_RULES_INIT}

@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 
 import pytest
 import torch
