@@ -28,6 +28,7 @@ TREE = (
     "csrc",
     "ops",
     "pyproject.toml",
+    "setup.py",
     "torch_gpukern",
 )
 
@@ -192,6 +193,31 @@ def test_editable_install_runs(built, tmp_path):
     version, file = must(python, "-c", RUN_AN_OP, cwd=tmp_path).split()
     assert version == header_version()
     assert Path(file) == ROOT / "torch_gpukern" / "__init__.py"
+
+
+def test_setup_py_forwards_to_the_same_build(built, wheel, tmp_path):
+    """What old pips and other tools call: a wheel with the same files, an editable install, metadata."""
+    assert must(sys.executable, "setup.py", "--version").split()[-1] == header_version()
+    must(sys.executable, "setup.py", "egg_info", "--egg-base", tmp_path)
+    assert f"Version: {header_version()}" in (tmp_path / "gpukern.egg-info" / "PKG-INFO").read_text().splitlines()
+    with build_alone():
+        must(sys.executable, "setup.py", "bdist_wheel", "--dist-dir", tmp_path / "dist")
+    [made] = (tmp_path / "dist").iterdir()
+    with zipfile.ZipFile(wheel) as ours, zipfile.ZipFile(made) as theirs:
+        assert made.name == wheel.name and set(ours.namelist()) == set(theirs.namelist())
+    python = borrowing_venv(tmp_path / "venv")
+    as_pip_does = f"__file__ = {str(ROOT / 'setup.py')!r}; exec(compile(open(__file__).read(), __file__, 'exec'))"
+    with build_alone():
+        must(python, "-c", as_pip_does, "develop", "--no-deps")
+    found = must(python, "-c", "import torch_gpukern as x; print(x.__version__, x.__file__)", cwd=tmp_path).split()
+    assert found == [header_version(), str(ROOT / "torch_gpukern" / "__init__.py")]
+    refused = run(sys.executable, "setup.py", "upload")
+    assert refused.returncode == 1 and refused.stderr.startswith("setup.py has no upload: pip install .")
+
+
+def test_the_changelog_begins_with_this_version():
+    versions = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert versions[0] == header_version() and versions == sorted(versions, reverse=True)
 
 
 def test_metadata_needs_neither_torch_nor_a_compiler(tmp_path):
