@@ -68,6 +68,12 @@ gk_status gk_check_tensor(const char *op, const char *name, const gk_tensor *t, 
     return GK_OK;
 }
 
+gk_status gk_check_converted(const char *op, const char *name, gk_dtype dtype) {
+    GK_REQUIRE(dtype == GK_F32 || dtype == GK_BF16 || dtype == GK_F16 || dtype == GK_F64,
+               "%s: %s is %s, expected float32, bfloat16, float16 or float64", op, name, gk_dtype_name(dtype));
+    return GK_OK;
+}
+
 gk_status gk_check_size(const char *op, const char *name, const gk_tensor *t, int dim, int64_t expected) {
     GK_REQUIRE(t->shape[dim] == expected, "%s: %s has size %lld in dimension %d, expected %lld", op, name,
                (long long)t->shape[dim], dim, (long long)expected);

@@ -30,6 +30,8 @@ gk_status gk_check_layout(const char *op, const char *name, const gk_tensor *t, 
                           int max_ndim);
 gk_status gk_check_tensor(const char *op, const char *name, const gk_tensor *t, gk_dtype dtype, int min_ndim,
                           int max_ndim);
+/* A dtype beside the one that picks the kernel: one that every kernel converts. */
+gk_status gk_check_converted(const char *op, const char *name, gk_dtype dtype);
 gk_status gk_check_size(const char *op, const char *name, const gk_tensor *t, int dim, int64_t expected);
 gk_status gk_check_dense_last(const char *op, const char *name, const gk_tensor *t);
 

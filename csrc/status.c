@@ -3,6 +3,7 @@
 
 #include <stdarg.h>
 #include <stdio.h>
+#include <stdlib.h>
 
 #define STRINGIFY_(x) #x
 #define STRINGIFY(x) STRINGIFY_(x)
@@ -42,6 +43,15 @@ const char *gk_device_error_text(gk_device_error kind) {
 }
 
 const char *gk_last_error(void) { return last_error; }
+
+gk_status gk_no_case(const char *what, gk_dtype dtype) {
+    return gk_fail(GK_ERR_UNSUPPORTED, "%s: no case for %s", what, gk_dtype_name(dtype));
+}
+
+void gk_stop_without_case(const char *what, gk_dtype dtype) {
+    fprintf(stderr, "gpukern: %s: no case for %s\n", what, gk_dtype_name(dtype));
+    abort();
+}
 
 gk_status gk_fail(gk_status code, const char *format, ...) {
     va_list list;

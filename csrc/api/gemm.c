@@ -92,6 +92,7 @@ gk_status gk_gemm_act_bwd(const gk_context *ctx, const gk_gemm_act_bwd_args *arg
     GK_TRY(gk_check_context(op, ctx, args->size, sizeof *args));
     GK_REQUIRE(gk_is_float(args->grad_out.dtype) && gk_is_float(args->saved.dtype),
                "%s: grad_out and saved must be floating", op);
+    GK_TRY(gk_check_converted(op, "saved", args->saved.dtype));
     GK_TRY(gk_check_tensor(op, "grad_out", &args->grad_out, args->grad_out.dtype, 0, GK_MAX_DIMS));
     const int nd = args->grad_out.ndim;
     GK_TRY(gk_check_tensor(op, "saved", &args->saved, args->saved.dtype, nd, nd));
