@@ -22,6 +22,7 @@ from .tuning.gemm import DTYPES
 
 OPS = ("gemm", "flash_attn", "paged_attn")
 OURS = "gpukern"
+CHECKOUT = Path(__file__).resolve().parent.parent
 # What a page measures over: rows of square products, tokens of a sequence, sequences of 2048 keys. A table: SMALL.
 SIZES = {
     "cpu": {"gemm": (256, 512, 1024, 2048), "flash_attn": (256, 512, 1024, 2048), "paged_attn": (1, 4, 16)},
@@ -216,15 +217,16 @@ def _measured(work: Sequence[tuple[str, int]], args: argparse.Namespace, device:
 
 def run(args: argparse.Namespace) -> int:
     op = args.op or "gemm"
-    script = Path(__file__).resolve().parent.parent / "benchmarks" / f"bench_{op}.py"
-    if script.exists() and not args.small and args.html is None:
-        return subprocess.run([sys.executable, str(script), *args.rest]).returncode
+    script = CHECKOUT / "benchmarks" / f"bench_{op}.py"
+    own_table = args.small or args.html is not None or args.dtype is not None
+    if script.exists() and not own_table:
+        device_too = [] if args.device is None else ["--device", args.device]
+        return subprocess.run([sys.executable, str(script), *device_too, *args.rest]).returncode
     if args.rest:
-        print(
-            f"bench: unknown option {args.rest[0]}; options go to the benchmarks of the repository",
-            file=sys.stderr,
-        )
+        why = "which --small, --html and --dtype are not of" if script.exists() else "which are not here"
+        print(f"bench: {args.rest[0]} is an option of the repository's benchmarks, {why}", file=sys.stderr)
         return 2
+    args.dtype, args.device = args.dtype or "float32", args.device or "cpu"
     device = device_of(args.device)
     if args.html is None:
         work = [(op, SMALL[op])]
@@ -253,5 +255,5 @@ def add_arguments(commands: argparse._SubParsersAction) -> None:
     p.add_argument(
         "--html", type=Path, metavar="FILE", help="sizes from small to large, as one page with plots and tables"
     )
-    p.add_argument("--dtype", choices=DTYPES, default="float32")
-    p.add_argument("--device", default="cpu")
+    p.add_argument("--dtype", choices=DTYPES, help="default: float32; the repository's benchmarks measure each dtype")
+    p.add_argument("--device", help="default: cpu")

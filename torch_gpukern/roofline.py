@@ -79,8 +79,11 @@ def point_of(bench: str, row: dict, peaks: dict) -> Point | None:
 
 def read_points(path: Path, benches: list[str] | None = None) -> tuple[str, dict, list[Point], int]:
     """(device, peaks by dtype, points, rows without a place) of a file of benchmarks/results/."""
-    saved = json.loads(path.read_text())
-    if "benches" not in saved or "device" not in saved:
+    try:
+        saved = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: no JSON of benchmarks/results/: {error}") from None
+    if not isinstance(saved, dict) or not isinstance(saved.get("benches"), dict) or "device" not in saved:
         raise ValueError(f"{path}: no benchmark results; expected the keys benches and device")
     peaks: dict[str, float] = {}
     points, without = [], 0
