@@ -10,10 +10,12 @@
 #include <unistd.h>
 
 static const gk_dtype fake = (gk_dtype)90;
-static double room[4096];
+static double room[1 << 16];
+static int used; /* of room: every tensor has memory of its own */
 
 static gk_tensor tensor(gk_dtype dtype, int ndim, const int64_t *shape) {
-    gk_tensor t = {.data = room, .dtype = dtype, .ndim = ndim};
+    used = (used + 512) % (1 << 16);
+    gk_tensor t = {.data = room + used, .dtype = dtype, .ndim = ndim};
     for (int64_t d = ndim - 1, stride = 1; d >= 0; stride *= shape[d--]) t.shape[d] = shape[d], t.stride[d] = stride;
     return t;
 }
@@ -35,7 +37,7 @@ static void check_gemm(const gk_context *ctx, bool explain) {
         const gk_tensor preact = TENSOR(which == 3 ? fake : dtype, 16, 16);
         gk_gemm_args g = GK_GEMM_ARGS_INIT;
         gk_explanation e = GK_EXPLANATION_INIT;
-        g.a = g.b = TENSOR(dtype, 16, 16), g.out = TENSOR(which == 4 ? fake : dtype, 16, 16);
+        g.a = TENSOR(dtype, 16, 16), g.b = TENSOR(dtype, 16, 16), g.out = TENSOR(which == 4 ? fake : dtype, 16, 16);
         g.alpha = g.beta = 1;
         if (which == 1) g.bias = &bias;
         if (which == 2) g.c = &c;
@@ -48,32 +50,35 @@ static void check_gemm(const gk_context *ctx, bool explain) {
 static void check_others(const gk_context *ctx) {
     gk_gemm_act_bwd_args act = GK_GEMM_ACT_BWD_ARGS_INIT;
     act.activation = GK_ACT_GELU;
-    act.grad_out = act.grad_in = TENSOR(GK_BF16, 16, 16), act.saved = TENSOR(fake, 16, 16);
+    act.grad_out = TENSOR(GK_BF16, 16, 16), act.grad_in = TENSOR(GK_BF16, 16, 16), act.saved = TENSOR(fake, 16, 16);
     refused("gemm_act_bwd, saved", gk_gemm_act_bwd(ctx, &act));
-    act.grad_out = act.grad_in = TENSOR(fake, 16, 16);
+    act.grad_out = TENSOR(fake, 16, 16), act.grad_in = TENSOR(fake, 16, 16);
     refused("gemm_act_bwd", gk_gemm_act_bwd(ctx, &act));
 
     gk_flash_attn_bwd_args bwd = GK_FLASH_ATTN_BWD_ARGS_INIT;
     gk_flash_attn_args *fwd = &bwd.fwd;
-    fwd->q = fwd->k = fwd->v = fwd->out = bwd.grad_out = bwd.dq = bwd.dk = bwd.dv = TENSOR(fake, 1, 2, 4, 16);
+    gk_tensor *const of_q[] = {&fwd->q, &fwd->k, &fwd->v, &fwd->out, &bwd.grad_out, &bwd.dq, &bwd.dk, &bwd.dv};
+    for (int i = 0; i < CHECK_COUNT(of_q); ++i) *of_q[i] = TENSOR(fake, 1, 2, 4, 16);
     fwd->lse = TENSOR(GK_F32, 1, 2, 4), fwd->rules.scale = 1;
     refused("flash_attn_fwd", gk_flash_attn_fwd(ctx, fwd));
     refused("flash_attn_bwd", gk_flash_attn_bwd(ctx, &bwd));
 
     gk_paged_attn_args paged = GK_PAGED_ATTN_ARGS_INIT;
-    paged.q = paged.out = TENSOR(fake, 1, 2, 16), paged.k_cache = paged.v_cache = TENSOR(fake, 4, 4, 2, 16);
+    paged.q = TENSOR(fake, 1, 2, 16), paged.out = TENSOR(fake, 1, 2, 16);
+    paged.k_cache = TENSOR(fake, 4, 4, 2, 16), paged.v_cache = TENSOR(fake, 4, 4, 2, 16);
     paged.block_table = TENSOR(GK_I32, 1, 1), paged.seq_lens = TENSOR(GK_I32, 1), paged.lse = TENSOR(GK_F32, 1, 2);
     paged.rules.scale = 1;
     refused("paged_attn", gk_paged_attn(ctx, &paged));
 
     gk_kv_cache_write_args write = GK_KV_CACHE_WRITE_ARGS_INIT;
-    write.k = write.v = TENSOR(fake, 1, 2, 16), write.k_cache = write.v_cache = TENSOR(fake, 4, 4, 2, 16);
+    write.k = TENSOR(fake, 1, 2, 16), write.v = TENSOR(fake, 1, 2, 16);
+    write.k_cache = TENSOR(fake, 4, 4, 2, 16), write.v_cache = TENSOR(fake, 4, 4, 2, 16);
     write.slots = TENSOR(GK_I32, 1);
     refused("kv_cache_write", gk_kv_cache_write(ctx, &write));
 
     gk_attn_merge_args merge = GK_ATTN_MERGE_ARGS_INIT;
-    merge.out_a = merge.out_b = merge.out = TENSOR(fake, 4, 16);
-    merge.lse_a = merge.lse_b = merge.lse = TENSOR(GK_F32, 4);
+    merge.out_a = TENSOR(fake, 4, 16), merge.out_b = TENSOR(fake, 4, 16), merge.out = TENSOR(fake, 4, 16);
+    merge.lse_a = TENSOR(GK_F32, 4), merge.lse_b = TENSOR(GK_F32, 4), merge.lse = TENSOR(GK_F32, 4);
     refused("attn_merge", gk_attn_merge(ctx, &merge));
 }
 
