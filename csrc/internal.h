@@ -185,9 +185,10 @@ static inline void gk_span_cut(gk_span *s, const gk_attn_rules *r, int64_t b) {
 }
 
 /* Sequence b of a paged call: its queries end at its last key, and of the bounds it has kv_start alone. */
-static inline gk_span gk_span_paged(const gk_attn_rules *given, int64_t b, int64_t seq_q, int64_t seq_k) {
-    gk_attn_rules r = *given;
-    r.window_right = -1, r.kv_end = NULL;
+static inline gk_span gk_span_paged(const gk_paged_attn_args *args, int64_t b, int64_t seq_q, int64_t seq_k) {
+    gk_attn_rules r = args->rules;
+    if (!(args->flags & GK_PAGED_WINDOW_RIGHT)) r.window_right = -1;
+    r.kv_end = NULL;
     gk_span s = gk_span_make(&r, seq_k, seq_k - seq_q);
     gk_span_cut(&s, &r, b);
     return s;
