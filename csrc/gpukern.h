@@ -76,7 +76,7 @@ typedef struct gk_tensor {
     int64_t stride[GK_MAX_DIMS]; /* elements */
 } gk_tensor;
 
-GK_API size_t gk_dtype_bytes(gk_dtype dtype);
+GK_API size_t gk_dtype_bytes(gk_dtype dtype);     /* of one element, in whole bytes; 0 of what is no dtype */
 GK_API const char *gk_dtype_name(gk_dtype dtype); /* "float32", ... */
 
 /* ---- context ------------------------------------------------------------------------------ */
