@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What a call of the wrong types is told: torch's own text names a position and prints values and the whole schema."""
 
 from __future__ import annotations
