@@ -245,7 +245,7 @@ typedef struct gk_flash_attn_args {
     const gk_tensor *cu_seqlens_k;
     int64_t max_seqlen_q, max_seqlen_k; /* packed only: upper bounds of a sequence's lengths */
     gk_attn_rules rules;
-    gk_tensor out; /* written forward, read backward */
+    gk_tensor out; /* written forward, in q's dtype or (CPU) float32, unrounded; read backward, in q's dtype */
     gk_tensor lse; /* written forward, read backward; forward, data NULL = not wanted, but its shape is read */
     void *workspace;
     size_t workspace_bytes;
@@ -262,11 +262,12 @@ typedef struct gk_flash_attn_bwd_args {
     gk_flash_attn_args fwd;    /* inputs, out and lse of the forward call; its workspace fields are not read */
     gk_tensor grad_out;        /* like out, any strides of the leading dimensions */
     const gk_tensor *grad_lse; /* like lse, any strides; NULL = 0 */
-    gk_tensor dq, dk, dv;      /* like q, k, v */
+    gk_tensor dq, dk, dv;      /* like q, k, v; or (CPU) all three float32, unrounded */
     const gk_tensor *dsinks;   /* [Hq] sinks' dtype; NULL = not wanted */
     int32_t deterministic;     /* CUDA; the CPU always is */
     void *workspace;
     size_t workspace_bytes;
+    int32_t is_part; /* 1: k and v are some of the keys that out and lse are of; dsinks must then be NULL */
 } gk_flash_attn_bwd_args;
 
 #define GK_FLASH_ATTN_BWD_ARGS_INIT {.size = sizeof(gk_flash_attn_bwd_args), .fwd = GK_FLASH_ATTN_ARGS_INIT}

@@ -19,6 +19,7 @@ from .ops import attn_merge, flash_attn, flash_attn_varlen, gemm, kv_cache_write
 from .tuning import cache as _cache
 
 if TYPE_CHECKING:
+    from . import distributed as distributed
     from . import integrations as integrations
     from . import layout as layout
     from . import nn as nn
@@ -131,7 +132,7 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> _Any:
         """Imported when they are first asked for: most programs never do."""
-        if name in ("integrations", "layout", "nn", "profiling"):
+        if name in ("distributed", "integrations", "layout", "nn", "profiling"):
             return _importlib.import_module(f".{name}", __name__)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
