@@ -154,7 +154,7 @@ def check_all_gather_has_one_ranks_bits(ranks):
 
 
 def check_16_bits_err_as_one_rank(ranks):
-    leaves, sinks, rules, weights = attention_case(2, 512, (4, 2), (32, 32), dict(is_causal=True))
+    leaves, sinks, rules, weights = attention_case(2, 512, (8, 4), (32, 32), dict(is_causal=True))
     small = [x.bfloat16() for x in leaves]
     exact = differentiated(
         lambda q, k, v, s: gk.flash_attn(q, k, v, return_lse=True, **rules),
@@ -180,7 +180,8 @@ def check_16_bits_err_as_one_rank(ranks):
             assert ratio <= BOUND[name], f"{mode}: {name} errs {ratio:.3f} times as much as one rank's"
 
 
-BOUND = dict(out=1.02, lse=1.02, dq=1.02, dk=1.02, dv=1.02)
+# lse is float32 on both sides; each merge of a ring rounds it once more.
+BOUND = dict(out=1.02, lse=2.0, dq=1.02, dk=1.02, dv=1.02)
 
 
 def check_strides_and_mode_are_kept(ranks):
@@ -199,8 +200,8 @@ def check_packed_equals_one_rank(ranks):
     for seed, (rules, layout) in enumerate(points):
         leaves, sinks, rules, weights = attention_case(seed, total, (4, 2), (16, 8), rules)
         leaves, weights = [x[0].transpose(0, 1) for x in leaves], [x[0].transpose(0, 1) for x in weights]
-        part = lambda x, layout=layout: gd.shard_sequence(x, group, 0, layout)  # noqa: E731
         for group in ranks.groups:
+            part = lambda x, layout=layout, group=group: gd.shard_sequence(x, group, 0, layout)  # noqa: E731
 
             def one(q, k, v, s, rules=rules):
                 return gk.flash_attn_varlen(q, k, v, cu, cu, 30, 30, sinks=s, return_lse=True, **rules)
@@ -288,9 +289,9 @@ def check_sums_of_products(ranks):
         whole = gk.gemm(*leaves)
         want = torch.autograd.grad((whole * weight).sum(), leaves)
         for call, part in (
-            (gd.gemm_reduce_scatter, lambda x: x.tensor_split(size)[mine]),
+            (gd.gemm_reduce_scatter, lambda x, size=size, mine=mine: x.tensor_split(size)[mine]),
             (gd.gemm_all_reduce, lambda x: x),
-        ):  # noqa: B023
+        ):
             own = [a[:, inner].clone().requires_grad_(), b[inner].clone().requires_grad_()]
             out = call(*own, group)
             torch.testing.assert_close(out, part(whole.detach()))

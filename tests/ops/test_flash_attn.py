@@ -469,8 +469,8 @@ def test_backward_of_few_queries(seq_q, one_thread):
     draws, squares, largest = 16, dict.fromkeys("qkv", (0.0, 0.0)), dict.fromkeys("qkv", (0.0, 0.0))
     for draw in range(draws):
         gen = generator("few queries", seq_q, draw)
-        q, k, v = qkv(gen, 3, (1, 1), (seq_q, 129), (80, 80), torch.float32)
-        grad = randn(gen, 3, 1, seq_q, 80)
+        q, k, v = qkv(gen, 24, (1, 1), (seq_q, 129), (80, 80), torch.float32)
+        grad = randn(gen, 24, 1, seq_q, 80)
         tensors = dict(q=q, k=k, v=v)
         want = backward(reference.flash_attn, f64(tensors), f64(grad))
         pair = (

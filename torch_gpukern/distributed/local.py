@@ -59,8 +59,13 @@ class Call:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, diagonal: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(out, lse) of queries that stand at key `diagonal` and after. dtype: out's, q's or float32."""
-    out, lse = ops.flash_attn_fwd(q, k, v, diagonal=diagonal, **call.arguments())
+    out, lse = ops.flash_attn_fwd(q, k, v, diagonal=diagonal, out_dtype=made(q, dtype), **call.arguments())
     return out.to(dtype), lse
+
+
+def made(q: Tensor, wide: torch.dtype) -> torch.dtype:
+    """What the kernels store: on CUDA they round to q's dtype."""
+    return q.dtype if q.is_cuda else wide
 
 
 def backward(
@@ -71,14 +76,10 @@ def backward(
 
     part: k and v are some of the keys that out and lse are of. dq is then these keys' share, and there is no dsinks.
     """
-    given = call.arguments()
-    if part:
-        # A row that sees one key and no sink has that key's value as its out, and kernels may take it from there. Of a part of
-        # the keys that is wrong. A sink of no probability says that there is more.
-        given["sinks"] = lse.new_full((q.shape[1],), torch.finfo(torch.float32).min)
-    deterministic = are_deterministic()
+    arguments = (call.without_sinks() if part else call).arguments()
     grads = ops.flash_attn_bwd(
-        grad_out, q, k, v, out, lse, grad_lse, diagonal=diagonal, deterministic=deterministic, **given
-    )
+        grad_out, q, k, v, out, lse, grad_lse, diagonal=diagonal, deterministic=are_deterministic(),
+        grad_dtype=made(q, lse.dtype), is_part=part, **arguments,
+    )  # fmt: skip
     wide = tuple(x.to(lse.dtype) for x in grads[:3])
     return *wide, None if call.sinks is None or part else grads[3]

@@ -2,6 +2,7 @@
 
 from typing import Literal, overload
 
+import torch
 from torch import Tensor
 
 @overload
@@ -21,6 +22,7 @@ def flash_attn_varlen(
     softcap: float = ...,
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    out_dtype: torch.dtype | None = ...,
     return_lse: Literal[False] = ...,
 ) -> Tensor: ...
 @overload
@@ -40,6 +42,7 @@ def flash_attn_varlen(
     softcap: float = ...,
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    out_dtype: torch.dtype | None = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -59,5 +62,6 @@ def flash_attn_varlen(
     softcap: float = ...,
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    out_dtype: torch.dtype | None = ...,
     return_lse: bool = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
