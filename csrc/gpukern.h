@@ -54,7 +54,13 @@ typedef enum gk_dtype {
     GK_F16 = 2,
     GK_F64 = 3,
     GK_I32 = 4,
-    GK_I64 = 5
+    GK_I64 = 5,
+    /* 8 bits: codes of quantised tensors, and e8m0, a power of two that is a scale */
+    GK_E4M3 = 6,
+    GK_E5M2 = 7,
+    GK_I8 = 8,
+    GK_U8 = 9,
+    GK_E8M0 = 10
 } gk_dtype;
 
 #define GK_MAX_DIMS 8

@@ -2,6 +2,7 @@
 #ifndef GPUKERN_INTERNAL_H
 #define GPUKERN_INTERNAL_H
 
+#include "codes.h"
 #include "gpukern.h"
 #include "types.h"
 
@@ -91,6 +92,11 @@ static inline double gk_load(const void *p, gk_dtype dtype, int64_t i) {
     case GK_F64: return ((const double *)p)[i];
     case GK_I32: return ((const int32_t *)p)[i];
     case GK_I64: return (double)((const int64_t *)p)[i];
+    case GK_E4M3: return gk_e4m3_to_f32(((const uint8_t *)p)[i]);
+    case GK_E5M2: return gk_e5m2_to_f32(((const uint8_t *)p)[i]);
+    case GK_I8: return ((const int8_t *)p)[i];
+    case GK_U8: return ((const uint8_t *)p)[i];
+    case GK_E8M0: return gk_e8m0_to_f32(((const uint8_t *)p)[i]);
     }
     return 0;
 }
@@ -103,6 +109,11 @@ static inline void gk_store(void *p, gk_dtype dtype, int64_t i, double x) {
     case GK_F64: ((double *)p)[i] = x; break;
     case GK_I32: ((int32_t *)p)[i] = (int32_t)x; break;
     case GK_I64: ((int64_t *)p)[i] = (int64_t)x; break;
+    case GK_E4M3: ((uint8_t *)p)[i] = gk_f32_to_e4m3(gk_f64_to_odd_f32(x)); break;
+    case GK_E5M2: ((uint8_t *)p)[i] = gk_f32_to_e5m2(gk_f64_to_odd_f32(x)); break;
+    case GK_I8: ((int8_t *)p)[i] = gk_f32_to_i8(gk_f64_to_odd_f32(x)); break;
+    case GK_U8: ((uint8_t *)p)[i] = (uint8_t)rintf(fminf(fmaxf(gk_f64_to_odd_f32(x), 0), 255)); break;
+    case GK_E8M0: ((uint8_t *)p)[i] = gk_f32_to_e8m0(gk_f64_to_odd_f32(x)); break;
     }
 }
 

@@ -1,5 +1,6 @@
 /* types.c: the element types, and what gpukern.h says of them. */
 #include "types.h"
+#include "codes.h"
 
 #include <float.h>
 #include <string.h>
@@ -11,6 +12,11 @@ const gk_type gk_types[] = {
     {GK_F64, GK_KIND_FLOAT, 64, 52, DBL_MAX, "float64", "f64"},
     {GK_I32, GK_KIND_INT, 32, 0, INT32_MAX, "int32", "i32"},
     {GK_I64, GK_KIND_INT, 64, 0, 0x1p63, "int64", "i64"},
+    {GK_E4M3, GK_KIND_CODE, 8, 3, GK_E4M3_MAX, "float8_e4m3fn", "e4m3"},
+    {GK_E5M2, GK_KIND_CODE, 8, 2, GK_E5M2_MAX, "float8_e5m2", "e5m2"},
+    {GK_I8, GK_KIND_CODE, 8, 0, 127, "int8", "i8"},
+    {GK_U8, GK_KIND_CODE, 8, 0, 255, "uint8", "u8"},
+    {GK_E8M0, GK_KIND_SCALE, 8, 0, 0x1p127, "float8_e8m0fnu", "e8m0"},
     {(gk_dtype)-1, GK_KIND_NONE, 0, 0, 0, "unknown dtype", "unknown"},
 };
 

@@ -14,7 +14,9 @@ extern "C" {
 typedef enum gk_kind {
     GK_KIND_NONE, /* of what is no type of this library */
     GK_KIND_FLOAT,
-    GK_KIND_INT
+    GK_KIND_INT,
+    GK_KIND_CODE, /* 8 bits of a quantised tensor: worth something with a scale alone, so no operand of the floating ops */
+    GK_KIND_SCALE /* powers of two */
 } gk_kind;
 
 typedef struct gk_type {
@@ -26,7 +28,7 @@ typedef struct gk_type {
     const char *name, *short_name; /* as Python spells it; as kernels' names do */
 } gk_type;
 
-/* Types that kernels compute in, the integers of index tensors, and at the end the one of GK_KIND_NONE, 0 bits and the name
+/* Types that kernels compute in, the integers of index tensors, 8-bit codes and scales, and at the end the one of GK_KIND_NONE, 0 bits and the name
  * "unknown dtype", which is what an unknown dtype has. */
 extern const gk_type gk_types[];
 
@@ -38,6 +40,7 @@ static inline const gk_type *gk_type_of(gk_dtype dtype) {
 
 const gk_type *gk_type_named(const char *name); /* the same, by `name` */
 
+static inline bool gk_is_code(gk_dtype dtype) { return gk_type_of(dtype)->kind == GK_KIND_CODE; }
 static inline bool gk_is_float(gk_dtype dtype) { return gk_type_of(dtype)->kind == GK_KIND_FLOAT; }
 
 /* Of n elements one behind the other, the last byte counted whole. */

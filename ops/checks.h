@@ -18,7 +18,15 @@ inline std::string shape_text(const Tensor &t) { return shape_text(t.view.shape,
 inline std::string shape_text(const Shape &s) { return shape_text(s.size, s.ndim); }
 
 // ---- dtype and device ---------------------------------------------------------------------------
-inline bool is_float(const Tensor &t) { return t.dtype->gk >= 0 && t.dtype->gk != GK_I32 && t.dtype->gk != GK_I64; }
+inline bool is_float(const Tensor &t) {
+    switch (t.dtype->gk) {
+    case GK_F32:
+    case GK_BF16:
+    case GK_F16:
+    case GK_F64: return true;
+    default: return false;
+    }
+}
 
 inline void check_float(const char *op, const Tensor &t) {
     if (!is_float(t)) bad_argument(op, t.name, " must be ", kFloats, ", got ", t.dtype->name);

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include <torch/csrc/stable/c/shim.h>
+#include <torch/headeronly/core/ScalarType.h>
 
 #include "errors.h"
 
@@ -20,6 +21,9 @@ struct Dtype {
 
 constexpr const char *kFloats = "float32, bfloat16, float16 or float64";
 
+// The headers of torch know it, the shim of torch 2.10 has no function for it.
+constexpr int32_t float8_e8m0fnu = static_cast<int32_t>(torch::headeronly::ScalarType::Float8_e8m0fnu);
+
 // The first whose field holds the value.
 inline const Dtype *find_dtype(int32_t Dtype::*field, int32_t value) {
     static const Dtype table[] = {
@@ -30,8 +34,8 @@ inline const Dtype *find_dtype(int32_t Dtype::*field, int32_t value) {
         {aoti_torch_dtype_float64(), "float64", GK_F64},
         {aoti_torch_dtype_int64(), "int64", GK_I64},
         {aoti_torch_dtype_bool(), "bool", -1},
-        {aoti_torch_dtype_uint8(), "uint8", -1},
-        {aoti_torch_dtype_int8(), "int8", -1},
+        {aoti_torch_dtype_uint8(), "uint8", GK_U8},
+        {aoti_torch_dtype_int8(), "int8", GK_I8},
         {aoti_torch_dtype_int16(), "int16", -1},
         {aoti_torch_dtype_uint16(), "uint16", -1},
         {aoti_torch_dtype_uint32(), "uint32", -1},
@@ -39,8 +43,9 @@ inline const Dtype *find_dtype(int32_t Dtype::*field, int32_t value) {
         {aoti_torch_dtype_complex32(), "complex32", -1},
         {aoti_torch_dtype_complex64(), "complex64", -1},
         {aoti_torch_dtype_complex128(), "complex128", -1},
-        {aoti_torch_dtype_float8_e4m3fn(), "float8_e4m3fn", -1},
-        {aoti_torch_dtype_float8_e5m2(), "float8_e5m2", -1},
+        {aoti_torch_dtype_float8_e4m3fn(), "float8_e4m3fn", GK_E4M3},
+        {aoti_torch_dtype_float8_e5m2(), "float8_e5m2", GK_E5M2},
+        {float8_e8m0fnu, "float8_e8m0fnu", GK_E8M0},
         {aoti_torch_dtype_float8_e4m3fnuz(), "float8_e4m3fnuz", -1},
         {aoti_torch_dtype_float8_e5m2fnuz(), "float8_e5m2fnuz", -1},
     };

@@ -5,6 +5,7 @@ The error rule is the ops' own: the judge is "eager" in float64, and in float32 
 """
 
 import contextlib
+import types
 import warnings
 
 import pytest
@@ -60,6 +61,20 @@ FAMILIES = {
         moe_intermediate_size=32,
         first_k_dense_replace=1,
     ),
+}
+# Families that state their window by the mask alone.
+BY_THE_MASK = {
+    "qwen2_moe": lambda: _family(
+        "Qwen2Moe",
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        layer_types=LAYERS,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+    ),
+    "phimoe": lambda: _family("Phimoe:PhimoeForCausalLM", sliding_window=WINDOW, num_local_experts=4),
 }
 ENCODERS = {
     "bert": lambda: _family("Bert:BertModel", num_key_value_heads=None),
@@ -547,7 +562,7 @@ def test_register_takes_no_flash_name():
 # ---- continuous batching -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss", *BY_THE_MASK])
 def test_continuous_batching(family, monkeypatch):
     """generate_batch, its prompts in chunks beside other sequences' steps: the tokens of each sequence alone."""
     config = getattr(transformers, "ContinuousBatchingConfig", None)
@@ -559,9 +574,10 @@ def test_continuous_batching(family, monkeypatch):
     monkeypatch.setattr(gk, "_packed", lambda *args, packed=gk._packed: calls.append(args) or packed(*args))
     gk.register_continuous_batching()
     prompts = [words(1, n, seed=n) for n in (5, 19, 11, 3)]
-    alone = build(FAMILIES[family], "eager")
+    make = {**FAMILIES, **BY_THE_MASK}[family]
+    alone = build(make, "eager")
     want = [alone.generate(p, max_new_tokens=12, do_sample=False)[0, p.shape[1] :].tolist() for p in prompts]
-    found = build(FAMILIES[family], "paged|eager").generate_batch(
+    found = build(make, "paged|eager").generate_batch(
         inputs=[p[0].tolist() for p in prompts],
         generation_config=transformers.GenerationConfig(
             max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0
@@ -585,3 +601,27 @@ def test_continuous_batching_refuses_other_names():
     q = torch.zeros(1, 4, 3, 16)
     with pytest.raises(ValueError, match='^gpukern attention: "paged.eager" outside continuous batching; use'):
         gk._paged_attention(model, q, q, q, None)
+    with pytest.raises(ValueError, match="^gpukern attention: Linear has no config and layer_idx that say its window"):
+        gk._paged_attention(torch.nn.Linear(1, 1), q, q, q, None, cu_seq_lens_q=torch.tensor([0, 3]))
+
+
+def test_a_deterministic_backward_is_refused_where_it_would_not_be_one(monkeypatch):
+    """ModernBERT's deterministic_flash_attn. The CPU's gradients have one order of sums."""
+    out = torch.zeros(1, 2, 3, 8)
+    monkeypatch.setattr(gk, "flash_attn", lambda *args, **rules: out)
+
+    def call(**where):
+        q = types.SimpleNamespace(**{"is_cuda": True, "requires_grad": True, "shape": out.shape, **where})
+        return gk._attention(torch.nn.Module(), q, q, q, None, is_causal=False, deterministic=True)[0]
+
+    for served in ({"is_cuda": False}, {"requires_grad": False}):
+        assert call(**served).shape == (1, 3, 2, 8)
+    with pytest.raises(
+        ValueError, match="^gpukern attention: deterministic_flash_attn is True, .*; call torch.use_determin"
+    ):
+        call()
+    torch.use_deterministic_algorithms(True)
+    try:
+        call()
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -257,6 +257,33 @@ def test_bad_arguments_change_nothing(device):
         assert str(error.value) == f"PagedKVCache: {name} is 0; expected at least 1"
 
 
+def test_what_no_kernel_takes_is_refused_when_the_cache_is_made():
+    sizes = dict(num_blocks=4, block_size=4, heads_kv=1, head_dim=8)
+    for name in (*sizes, "layers", "head_dim_v"):
+        for bad in (0, -1):
+            with pytest.raises(ValueError, match=rf"^PagedKVCache: {name} is {bad}; expected at least 1$"):
+                PagedKVCache(**{**sizes, name: bad})
+    for dtype in (
+        torch.int8,
+        torch.uint8,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.int32,
+        torch.complex64,
+        torch.bool,
+    ):
+        with pytest.raises(
+            ValueError, match=rf"^PagedKVCache: dtype is {dtype}; expected one of torch.float32, torch.bf"
+        ):
+            PagedKVCache(**sizes, dtype=dtype)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        cache = PagedKVCache(**sizes, dtype=dtype)
+        a = cache.allocate()
+        cache.append([a], *tokens(generator("dtypes"), cache, 3), 3)
+        out = ops.paged_attn(cache.k[0, 0, :1], cache.k[0], cache.v[0], cache.block_table([a]), cache.seq_lens([a]))
+        assert out.dtype == dtype
+
+
 def test_block_table_width(device):
     gen = generator("width")
     cache = make(device)

@@ -1,5 +1,10 @@
 """What an engine asks of PagedKVCache beyond growing: forks at a length, rollback, known prefixes, windows, captured tensors."""
 
+import copy
+import math
+import pickle
+import sys
+import threading
 import time
 
 import numpy as np
@@ -21,10 +26,15 @@ def make(device="cpu", num_blocks=16, **kwargs):
     return cache
 
 
+def write_many(cache, ids):
+    """Grows sequences by tokens whose key is their id, and whose value is its negative."""
+    flat = [x for more in ids.values() for x in more]
+    k = torch.tensor(flat, dtype=torch.float32, device=cache.k.device).view(-1, 1, 1).expand(-1, 1, 2)
+    cache.append(list(ids), k, -k, [len(more) for more in ids.values()])
+
+
 def write(cache, sequence, ids):
-    """Grows a sequence by tokens whose key is their id, and whose value is its negative."""
-    k = torch.tensor(ids, dtype=torch.float32, device=cache.k.device).view(-1, 1, 1).expand(-1, 1, 2)
-    cache.append([sequence], k, -k, len(ids))
+    write_many(cache, {sequence: list(ids)})
 
 
 def read(cache, sequence):
@@ -109,6 +119,49 @@ def test_lengths_that_a_sequence_has_not(device):
             call()
         assert str(error.value) == f"PagedKVCache.{what}"
     assert cache.length(a) == 9 and cache.sequences == [a, b]
+
+
+def parted(cache, how):
+    """Two sequences on one page, of which the first has two tokens more: [1, 2, 3] and [1]."""
+    a = cache.allocate()
+    write(cache, a, [1, 2, 3])
+    b = cache.fork(a, 1 if how == "fork at a length" else None)
+    cache.truncate(b, 1)
+    return a, b
+
+
+@pytest.mark.parametrize("how", ("fork at a length", "truncate after fork"))
+@pytest.mark.parametrize("swapped", (False, True))
+def test_sequences_of_different_lengths_grow_in_one_call(how, swapped, device):
+    """Of those that share a page the longest keeps it: what it writes lies behind the tokens of the others."""
+    cache = make(device)
+    a, b = parted(cache, how)
+    c = cache.fork(a, 2)
+    order = [b, c, a] if swapped else [a, c, b]
+    write_many(cache, {s: [10 * s, 10 * s + 1] for s in order})
+    for s, old in ((a, [1, 2, 3]), (b, [1]), (c, [1, 2])):
+        assert read(cache, s) == [*old, 10 * s, 10 * s + 1]
+    check(cache)
+
+
+@pytest.mark.parametrize("swapped", (False, True))
+def test_a_later_layer_that_raises_leaves_siblings_as_they_were(swapped, device):
+    cache = make(device, layers=2)
+    a = cache.allocate()
+    k = torch.arange(1.0, 4, device=device).view(3, 1, 1).expand(2, 3, 1, 2)
+    cache.append([a], k, -k, 3)
+    b = cache.fork(a, 1)
+
+    def failing(k, v, slots, layer):
+        if layer == 1:
+            raise MemoryError("of the device")
+        PagedKVCache.write(cache, k, v, slots, layer)
+
+    cache.write = failing
+    with pytest.raises(MemoryError):
+        cache.append([b, a] if swapped else [a, b], k[:, :2] + 50, -k[:, :2] - 50)
+    del cache.write
+    assert read(cache, a) == [1, 2, 3] and read(cache, b) == [1] and cache.pages(a) == cache.pages(b)
 
 
 # ---- prefixes ----
@@ -234,6 +287,82 @@ def test_forget(device):
     assert cache.free_blocks == 0 and read(cache, a) == [*range(64)]
 
 
+@pytest.mark.parametrize("how", ("whole", "later half", "fork", "match", "truncated"))
+def test_pages_of_before_forget_are_not_found_after_it(how):
+    """New weights make other keys of the same tokens, also of a token whose sequence has keys of the old ones."""
+    cache, ids = make(), list(range(12))
+    a = cache.allocate()
+    write(cache, a, ids[:8])
+    if how != "whole":
+        cache.publish(a, ids[:8])
+    if how == "match":
+        a, length = cache.match(ids[:8])
+        assert length == 8
+    cache.forget()
+    if how == "fork":
+        a = cache.fork(a, 8)
+    if how == "truncated":
+        cache.truncate(a, 5)
+        write(cache, a, ids[5:8])
+    write(cache, a, ids[8:])
+    cache.publish(a, ids)
+    assert cache.match(ids)[1] == 0
+    new = cache.allocate()
+    write(cache, new, ids[:8])
+    cache.publish(new, ids[:8])
+    cache.publish(a, ids)
+    s, length = cache.match(ids)
+    assert length == 8 and cache.pages(s) == cache.pages(new)
+
+
+def test_a_sequence_that_is_empty_at_forget_or_after_it_is_published():
+    cache, ids = make(), list(range(8))
+    unused, a = cache.allocate(), cache.allocate()
+    write(cache, a, ids)
+    cache.forget()
+    child = cache.fork(a, 0)
+    cache.truncate(a, 0)
+    for s in (unused, child, a):
+        write(cache, s, ids)
+        cache.publish(s, ids)
+        found, length = cache.match(ids)
+        assert length == 8 and cache.pages(found) == cache.pages(s)
+        cache.free(found)
+        cache.forget()
+
+
+@pytest.mark.parametrize("call", ("fill_ without room", "append that raises", "out of pages"))
+def test_a_call_that_raises_forgets_nothing(call, device):
+    cache = make(device, num_blocks=3)
+    a = cache.allocate()
+    write(cache, a, range(12))
+    cache.publish(a, range(12))
+    cache.free(a)
+    b = cache.allocate()
+    table, lens, slots = targets(device, rows=1, width=4, tokens=3)
+    k = torch.ones(8, 1, 2, device=device)
+    with pytest.raises((ValueError, OutOfPages, NotImplementedError)):
+        if call == "fill_ without room":
+            cache.fill_([b], table, lens, slots, 8)
+        elif call == "append that raises":
+            cache.append([b], k.requires_grad_(), k, 8)
+        else:
+            cache.extend([b], 13)
+    s, length = cache.match(range(12))
+    assert length == 12 and read(cache, s) == [*range(12)]
+    cache.free(s)
+    assert len(cache.extend([b], 8)) == 8 and cache.match(range(12))[1] == 4
+
+
+def test_salts_are_text_or_bytes():
+    cache = make()
+    for salt in (0, 1, 10**12, None, 1.5, [1], bytearray(b"a"), np.int64(3)):
+        for call in (cache.allocate, lambda salt: cache.match([1, 2, 3, 4], salt)):
+            with pytest.raises(ValueError, match=r"^PagedKVCache: salt must be str or bytes, got "):
+                call(salt)
+    assert cache.sequences == []
+
+
 def test_tokens_that_are_none():
     cache = make()
     a = cache.allocate()
@@ -287,6 +416,34 @@ def test_release_outside_a_window(device):
     assert cache.free_blocks == 8
     with pytest.raises(ValueError, match=r"^PagedKVCache\.release: window_left is -1; expected at least 0$"):
         cache.release(cache.allocate(), -1)
+
+
+@pytest.mark.parametrize("window, length, least", ((6, 17, 14), (0, 17, 16), (3, 9, 7), (20, 17, 0)))
+def test_no_length_lets_a_query_see_released_pages(window, length, least, device):
+    """After `release` a sequence is cut to no length whose next query would see a page that is gone: what is refused is what
+    paged_attn could not read, and no more."""
+    for cut in range(length + 1):
+        for how in ("truncate", "fork"):
+            cache = make(device)
+            a = cache.allocate()
+            write(cache, a, range(length))
+            cache.release(a, window)
+            if cut < least:
+                with pytest.raises(ValueError, match=rf"^PagedKVCache\.{how}: length is {cut}; .* were released"):
+                    cache.truncate(a, cut) if how == "truncate" else cache.fork(a, cut)
+                assert cache.length(a) == length
+                continue
+            s = cache.fork(a, cut) if how == "fork" else (cache.truncate(a, cut), a)[1]
+            write(cache, s, [90])
+            q = torch.ones(1, 1, 2, device=device)
+            out = ops.paged_attn(
+                q, cache.k[0], cache.v[0], cache.block_table([s]), cache.seq_lens([s]), window_left=window
+            )
+            assert out.isfinite().all()
+            again = cache.fork(s)  # a fork has the window, too
+            if least:
+                with pytest.raises(ValueError, match="released"):
+                    cache.truncate(again, least - 1)
 
 
 def test_released_pages_that_were_published_are_found():
@@ -395,6 +552,54 @@ def test_a_captured_step_reads_what_fill_writes():
         assert not out[len(batch) :].any()
 
 
+# ---- threads and copies ----
+
+
+def test_threads_share_a_cache():
+    """Each has sequences of its own, which grow, fork, are cut, published and freed; each reads back what it wrote."""
+    cache, failures = make(num_blocks=200), []
+
+    def work(number):
+        try:
+            for turn in range(12):
+                a, ids = cache.allocate(), [1000 * number + 10 * turn + i for i in range(7)]
+                write(cache, a, ids)
+                b = cache.fork(a, 5)
+                write_many(cache, {a: [1], b: [2]})
+                assert read(cache, a) == [*ids, 1] and read(cache, b) == [*ids[:5], 2]
+                cache.publish(a, [*ids, 1])
+                s, length = cache.match([*ids, 1])
+                assert length == 8 and read(cache, s) == [*ids, 1]
+                cache.truncate(b, 3)
+                for handle in (a, b, s):
+                    cache.free(handle)
+        except BaseException as error:
+            failures.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not failures, failures[0]
+    assert cache.sequences == [] and cache.free_blocks == 200
+
+
+@pytest.mark.parametrize("how", (copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))), ids=("deepcopy", "pickle"))
+def test_a_copy_is_a_cache_of_its_own(how):
+    cache = make()
+    a = cache.allocate()
+    write(cache, a, range(6))
+    other = how(cache)
+    write(other, a, [6])
+    assert read(cache, a) == [*range(6)] and read(other, a) == [*range(7)] and other.free_blocks == cache.free_blocks
+
+
 # ---- any history ----
 
 
@@ -405,42 +610,50 @@ STEPS = ["allocate", "append", "append", "append", "fork", "free", "truncate", "
 @given(st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 2**16), st.integers(0, 9)), max_size=50))
 def test_any_history(steps):
     """Random histories against lists of ids. Few different ids, so that prefixes meet."""
-    cache, model, gone = make(num_blocks=9), {}, {}
+    cache, model, gone, window = make(num_blocks=9), {}, {}, {}
     for what, pick, count in steps:
         names = sorted(model)
         if what == "allocate" or not names:
             s = cache.allocate()
-            model[s], gone[s] = [], 0
+            model[s], gone[s], window[s] = [], 0, math.inf
             continue
         s = names[pick % len(names)]
         if what == "fork":
-            length = gone[s] + pick % (len(model[s]) - gone[s] + 1)
+            least = gone[s] and gone[s] + window[s]  # the next query must not see what was released
+            if least:
+                with pytest.raises(ValueError, match="released"):
+                    cache.fork(s, least - 1)
+            length = least + pick % (len(model[s]) - least + 1)
             child = cache.fork(s, length)
-            model[child], gone[child] = model[s][:length], gone[s]
+            model[child], gone[child], window[child] = model[s][:length], gone[s], window[s]
         elif what == "free":
             cache.free(s)
             del model[s]
         elif what == "truncate":
-            length = gone[s] + count % (len(model[s]) - gone[s] + 1)
+            least = gone[s] and gone[s] + window[s]
+            length = least + count % (len(model[s]) - least + 1)
             cache.truncate(s, length)
             del model[s][length:]
         elif what == "release":
             cache.release(s, count)
+            window[s] = min(window[s], count)
             gone[s] = max(gone[s], max(len(model[s]) - count, 0) // SIZE * SIZE)
         elif what == "publish":
             cache.publish(s, model[s])
         elif what == "match":
             child, length = cache.match(model[s])
             assert length <= len(model[s])
-            model[child], gone[child] = model[s][:length], 0
+            model[child], gone[child], window[child] = model[s][:length], 0, math.inf
         else:
-            ids = [(pick >> i) & 1 for i in range(count)]
+            some = names[pick % 3 :: 3] if pick % 2 and names[pick % 3 :: 3] else [s]
+            ids = {name: [(pick >> i) + j & 1 for i in range(count)] for j, name in enumerate(some)}
             try:
-                write(cache, s, ids)
+                write_many(cache, ids)
             except OutOfPages:
                 pass
             else:
-                model[s] = model[s] + ids
+                for name in some:
+                    model[name] = model[name] + ids[name]
         assert cache.sequences == list(model)
         check(cache)
         for name, ids in model.items():

@@ -212,6 +212,98 @@ def test_thread_value_layouts_and_vectors():
     assert L.recast(L.parse("Sw<3,4,3> o 0 o (8,128):(128,1)"), 8, 16).swizzle == Swizzle(3, 3, 3)
 
 
+def test_inside_is_the_coordinates_that_are_there():
+    """Every tile of every small shape: an element of a tile is inside where its coordinate is below the shape's."""
+    for m, n, tm, tn in itertools.product((1, 2, 3, 8), (1, 3, 4, 8), (1, 2, 4), (1, 3, 4)):
+        for i, j in itertools.product(range(-(-m // tm)), range(-(-n // tn))):
+            want = [i * tm + a < m and j * tn + b < n for b in range(tn) for a in range(tm)]
+            assert L.inside((m, n), (tm, tn), (i, j)) == want
+            tile = L.local_tile(Layout((m, n), (n, 1)), (tm, tn), (i, j))
+            there = [o for o, there in zip(tile.offsets, want) if there]
+            assert there == [
+                (i * tm + a) * n + j * tn + b for b in range(tn) for a in range(tm) if i * tm + a < m and j * tn + b < n
+            ]
+    assert sum(L.inside(1, 4, 0)) == 1 and sum(L.inside((1, 1), (4, "(2,2):(2,1)"), (0, 0))) == 1
+
+
+def memory(x, bits):
+    """The bits that a layout names, each as often as it does."""
+    return sorted(o * bits + b for o in x.offsets for b in range(bits))
+
+
+@few
+@given(layouts(), st.sampled_from([(32, 16), (16, 32), (8, 32), (32, 8), (16, 16), (4, 8)]), st.integers(0, 3))
+def test_recast_names_the_same_memory_or_refuses(x, widths, offset):
+    old, new = widths
+    swizzled = Swizzled(Swizzle(2, 2, 3), x, offset)
+    for y in (x, swizzled):
+        try:
+            z = L.recast(y, old, new)
+        except Refusal:
+            continue
+        assert memory(z, new) == memory(y, old), (y, z)
+
+
+def test_recast_of_every_small_layout():
+    """Compact layouts, with modes of size 1 between: to narrower elements always, to wider ones where these divide a mode."""
+    for x in COMPACT:
+        padded = Layout((1, *flatten(x.shape), 1), (1, *flatten(x.stride), 5))
+        for y in (x, padded):
+            narrow = L.recast(y, 32, 16)
+            assert narrow.size == 2 * y.size and memory(narrow, 16) == memory(y, 32)
+            try:
+                wide = L.recast(y, 16, 32)
+            except Refusal:
+                first = next(s for s, d in y.leaves if d == 1 and s > 1) if y.size > 1 else 1
+                assert first % 2, y
+            else:
+                assert memory(wide, 32) == memory(y, 16)
+    assert L.recast(Layout((1, 4)), 32, 16).size == 8
+    assert L.recast("(2,2):(1,2)", 8, 32).size == 1
+    assert L.recast(L.parse("Sw<0,0,0> o 0 o 4:1"), 8, 16).size == 2
+    for text, old, new in (("4:-1", 32, 16), ("4:-1", 16, 32), ("4:2", 32, 16), ("4:2", 16, 32), ("1:0", 16, 32)):
+        with pytest.raises(Refusal, match="recast"):
+            L.recast(text, old, new)
+    with pytest.raises(ValueError, match="one must divide"):
+        L.recast("4:1", 0, 16)
+
+
+def test_boxes_are_what_tma_brings():
+    x = "(m=64,n=64):(64,1)"
+    box = L.tma_box(x, (64, 64), elem_bytes=2, steps=(2, 1))
+    assert box.bytes == 4096 and box.smem == "(32,64):(64,1)" and box.box == (64, 64) and box.steps == (1, 2)
+    assert L.tma_box(x, (5, 64), elem_bytes=2, steps=(2, 1)).bytes == 3 * 128
+    assert L.tma_box(x, (64, 64), elem_bytes=2).bytes == 8192
+    with pytest.raises(Refusal, match="its element stride is 2; TMA takes every element"):
+        L.tma_box(x, (64, 64), elem_bytes=2, steps=(1, 2))
+    for stride in (1, 3, -64, 1 << 40):  # what the driver refuses, whatever the size
+        with pytest.raises(Refusal, match="mode 0, 1:.* its stride is .* bytes; a multiple of 16"):
+            L.tma_box(Layout((1, 64), (stride, 1)), (1, 64), elem_bytes=2)
+    for stride in (0, 64):
+        assert L.tma_box(Layout((1, 64), (stride, 1)), (1, 64), elem_bytes=2).order == (1, 0)
+
+
+def test_a_swizzled_operand_stays_in_the_domain():
+    for b in ("Sw<0,0,0> o 0 o 2:-1", "Sw<0,0,0> o 7 o 2:1", "Sw<1,0,3> o 7 o (2,2):(1,1)"):
+        for a in ("8:2", "8:1", "(4,2):(2,1)"):
+            with pytest.raises(Refusal, match="it reaches offset .*, a has the indices 0 to 7"):
+                L.compose(a, L.parse(b))
+    assert L.compose("8:2", L.parse("Sw<0,0,0> o 0 o 4:2")).offsets == [0, 4, 8, 12]
+
+
+def test_coordinates_outside_are_refused():
+    x = Layout("(m=4,n=(2,4)):(8,(1,2))")
+    data = [0] * 40
+    t = L.Tensor(x, data)
+    for coord in ((4, 0), (5, 0), (-1, 0), (0, 8), (0, (2, 0)), (0, (0, 4)), (0, -1), 32, -1):
+        for call in (x, L.Swizzled(Swizzle(0, 0, 0), x), t, t.__getitem__, lambda c: t.__setitem__(c, 1)):
+            with pytest.raises(IndexError, match="outside of the"):
+                call(coord)
+    with pytest.raises(IndexError, match="coordinate 4 is outside of the 4 elements"):
+        x(m=4, n=0)
+    assert data == [0] * 40 and x(3, (1, 3)) == x(3, 7) == x(31) == 31
+
+
 @pytest.mark.parametrize(
     "call, mode, text",
     [

@@ -38,7 +38,9 @@ def test_it_takes_the_place_of_a_layer(device):
     x = torch.rand(3, 6, device=device)
     assert torch.allclose(linear(x, layer.weight, layer.bias), layer(x), atol=1e-6)
     assert torch.allclose(linear(x, layer.weight), F.linear(x, layer.weight), atol=1e-6)
-    compiled = torch.compile(lambda x: linear(x, layer.weight, layer.bias, "silu"), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(
+        lambda x: linear(x, layer.weight, layer.bias, activation="silu"), fullgraph=True, backend="aot_eager"
+    )
     assert torch.allclose(compiled(x), F.silu(layer(x)), atol=1e-6)
     torch._dynamo.reset()
 

@@ -1,5 +1,6 @@
 """The laws of the rooms hold in this tree, and the script that says so sees each kind of breach."""
 
+import ast
 import shutil
 import subprocess
 import sys
@@ -125,3 +126,37 @@ def test_exceptions_of_length_only_shrink(tmp_path):
         status, found = check_rooms(tmp_path)
         assert status == (breach is not None)
         assert breach is None or breach in found[0]
+
+
+def reached(needs, name):
+    """All that a module needs, directly or through others."""
+    found, ahead = set(), list(needs[name])
+    while ahead:
+        if (next_ := ahead.pop()) not in found:
+            found.add(next_)
+            ahead += needs[next_]
+    return found
+
+
+# Circles that are left; the list only shrinks.
+CIRCLES = [{f"torch_gpukern.ops.{name}" for name in ("batching", "define", "gradients", "out")}]
+
+
+def test_no_module_imports_what_imports_it():
+    """Also not inside a function, nor for types alone: a room that one can read alone needs no other that needs it."""
+    package = ROOT / "torch_gpukern"
+    files = {
+        ".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): f for f in package.rglob("*.py")
+    }
+    needs = {name: set() for name in files}
+    for name, file in files.items():
+        here = name if file.name == "__init__.py" else name.rpartition(".")[0]
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                base = here.split(".")[: len(here.split(".")) - node.level + 1] if node.level else []
+                source = ".".join([*base, *filter(None, [node.module])])
+                found = {f"{source}.{alias.name}" for alias in node.names} & files.keys()
+                needs[name] |= found or ({source} & files.keys())
+    reach = {name: reached(needs, name) for name in needs}
+    circles = {frozenset(x for x in reach[name] if name in reach[x]) for name in reach if name in reach[name]}
+    assert [sorted(x) for x in circles if not any(x <= known for known in CIRCLES)] == []

@@ -16,6 +16,7 @@ from typing import get_args as _get_args
 from ._library import ops as _ops
 from .kv_cache import OutOfPages, PagedKVCache
 from .ops import attn_merge, flash_attn, flash_attn_varlen, gemm, kv_cache_write, linear, paged_attn
+from .ops.define import Op as _Op
 from .tuning import cache as _cache
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ def explain(op: Explained, *args: _Any, arch: str | None = None, **kwargs: _Any)
     """
     if op not in EXPLAINED:
         raise ValueError(f"explain: op is '{op}'; expected one of {', '.join(EXPLAINED)}")
+    next(x for x in _Op.every if x.name == op).refuse_non_bools(args, kwargs)
     if arch is None:
         return _json.loads(getattr(_ops, f"explain_{op}").default(*args, **kwargs))
     _ops.explain_for.default(arch)

@@ -81,7 +81,8 @@ class PagedRunner:
         """q [T, heads_q, head_dim], k and v [T, heads_kv, head_dim] -> like q"""
         cache = self.cache
         cache.write(k, v, self.slots, layer)
-        return self.paged_attn(q, cache.k[layer], cache.v[layer], self.table, self.lens, self.starts, self.longest)
+        new = {"cu_seqlens_q": self.starts, "max_seqlen_q": self.longest}
+        return self.paged_attn(q, cache.k[layer], cache.v[layer], self.table, self.lens, **new)
 
 
 class PaddedRunner:

@@ -372,10 +372,10 @@ def test_public_function_is_the_op(device):
     gen = generator("public")
     a, b = make(gen, 12, 20, 30, torch.float32, device)
     bias, c = randn(gen, 20, device=device), randn(gen, 12, 20, device=device)
-    got = torch_gpukern.gemm(a, b, bias, c, alpha=2.0, beta=0.5, activation="gelu", out_dtype=torch.float32)
+    got = torch_gpukern.gemm(a, b, bias, c=c, alpha=2.0, beta=0.5, activation="gelu", out_dtype=torch.float32)
     assert same_bits(got, ops.gemm(a, b, bias, c, 2.0, 0.5, "gelu", torch.float32, "ieee"))
     with torch.no_grad():
-        assert same_bits(got, torch_gpukern.gemm(a, b, bias, c, alpha=2.0, beta=0.5, activation="gelu"))
+        assert same_bits(got, torch_gpukern.gemm(a, b, bias, c=c, alpha=2.0, beta=0.5, activation="gelu"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -104,9 +104,8 @@ def flash_attn_varlen_func(
         )
     else:
         lengths = cu_seqlens_k.diff()
-        out, lse = paged_attn(
-            q, k, v, block_table, lengths, cu_seqlens_q, max_seqlen_q, **_paged_rules(name, rules), return_lse=True
-        )
+        queries = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
+        out, lse = paged_attn(q, k, v, block_table, lengths, **queries, **_paged_rules(name, rules), return_lse=True)
     return (out, lse.mT, None) if return_attn_probs else out
 
 

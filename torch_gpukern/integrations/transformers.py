@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers import masking_utils as hf
 
+from .._library import are_deterministic
 from ..ops import flash_attn, flash_attn_varlen
 
 __all__ = ["register", "register_continuous_batching"]
@@ -342,6 +343,11 @@ def _attention(
     """
     if dropout:
         raise _refuse(f"dropout is {dropout}", f"make the model with {_dropout_of(module)}=0, or {_SDPA}")
+    if kwargs.get("deterministic") and query.is_cuda and query.requires_grad and not are_deterministic():
+        raise _refuse(
+            "deterministic_flash_attn is True, or deterministic for this layer",
+            "call torch.use_deterministic_algorithms(True), which gpukern obeys",
+        )
     if kwargs.get("output_attentions"):
         raise _refuse("output_attentions, which no kernel here keeps", _EAGER)
     for name, what in _REFUSED.items():
@@ -431,7 +437,7 @@ def register_continuous_batching() -> None:
     Continuous batching takes "sdpa", "paged|eager" and packages with "flash" in their names; of these "paged|eager" alone is
     one that can be registered. It is served for every model of the process from then on, on every device: sequences are packed
     calls over the keys that transformers gathers from its pages, with windows, softcap and sinks. transformers still builds its
-    mask, which is not read: cu_seq_lens say the same.
+    mask, which is not read: cu_seq_lens and the config, of which it is made, say the same.
 
     Raises:
         ImportError: a transformers that does not take "paged|eager".
@@ -457,5 +463,19 @@ def _paged_attention(
     """query [1, Hq, T, D] of several sequences' new tokens, key and value [1, Hkv, S, D] of all their tokens."""
     if cu_seq_lens_q is None:
         raise _refuse('"paged|eager" outside continuous batching', 'use attn_implementation="gpukern"')
-    kwargs["is_causal"] = True  # as the mask is, which transformers makes for this name
+    # As the mask is, which transformers makes for this name: by its config. Not every family hands its window to a layer.
+    kwargs |= {"is_causal": True, "sliding_window": _window_of(module)}
     return _attention(module, query, key, value, None, cu_seq_lens_q=cu_seq_lens_q, **kwargs)
+
+
+def _window_of(module: torch.nn.Module) -> int | None:
+    """The window of a layer in continuous batching, by the rules of transformers' `group_layers_by_attn_type` and
+    `build_attention_mask`: a config without layer_types has its window in every layer, and a window of 1 is none.
+    """
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    if config is None or layer is None:
+        raise _refuse(f"{type(module).__name__} has no config and layer_idx that say its window", _SDPA)
+    types, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+    if window is None or window <= 1 or (types is not None and types[layer] != "sliding_attention"):
+        return None
+    return window

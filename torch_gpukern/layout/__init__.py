@@ -8,12 +8,11 @@ No GPU and no compiled part is used. Operations refuse (`Refusal`) and name the 
 does not have the values it should. docs/layout.md teaches it, with pictures.
 """
 
-from . import atoms, banks, tma
+from . import atoms, banks, pictures, tma
 from .algebra import (
     coalesce,
     complement,
     compose,
-    from_values,
     left_inverse,
     max_common_layout,
     max_common_vector,
@@ -22,7 +21,7 @@ from .algebra import (
     same,
 )
 from .banks import sectors, wavefronts, ways
-from .core import Layout, Refusal, as_layout, join, parse
+from .core import Layout, Refusal, as_layout, join
 from .divide import (
     blocked_product,
     flat_divide,
@@ -36,11 +35,12 @@ from .divide import (
     zipped_divide,
     zipped_product,
 )
-from .swizzle import Swizzle, Swizzled
+from .swizzle import Swizzle, Swizzled, parse
 from .tensor import Tensor, axpby, copy, fold, gemm, transform
 from .tiled import TiledCopy, TiledMma
 from .tiling import inside, local_partition, local_tile, make_layout_tv, tile_to_shape
 from .tma import TmaBox, WgmmaDescriptor, tma_box, wgmma_descriptor
+from .values import from_values
 
 
 def size(layout: Layout | str) -> int:
@@ -90,6 +90,7 @@ __all__ = [
     "max_common_vector",
     "overhang",
     "parse",
+    "pictures",
     "raked_product",
     "recast",
     "right_inverse",

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Union
 
-from .core import IntTuple, Layout, Refusal, as_layout, join, unflatten
-from .swizzle import Swizzle, Swizzled
+from .core import IntTuple, Layout, Leaves, Refusal, as_layout, coalesced, join, of_leaves, unflatten
+from .swizzle import Swizzle, Swizzled, parse
+from .values import from_values, leaves_of_values, rebuilt
 
-Leaves = list[tuple[int, int]]
 # What one divides by or composes with: a layout, a size (of the compact layout), one for each mode, or one by name.
 Tiler = Union[  # noqa: UP007
     Layout, str, int, Sequence["Tiler"], dict[str, "Tiler"], None
@@ -20,24 +20,6 @@ Tiler = Union[  # noqa: UP007
 
 
 # ---- coalesce ----------------------------------------------------------------------------------------------------------
-
-
-def coalesced(leaves: Leaves) -> Leaves:
-    found: Leaves = []
-    for s, d in leaves:
-        if s == 1:
-            continue
-        if found and d == found[-1][0] * found[-1][1]:
-            found[-1] = (found[-1][0] * s, found[-1][1])
-        else:
-            found.append((s, d))
-    return found or [(1, 0)]
-
-
-def of_leaves(leaves: Leaves) -> Layout:
-    if len(leaves) == 1:
-        return Layout(*leaves[0])
-    return Layout(tuple(s for s, _ in leaves), tuple(d for _, d in leaves))
 
 
 def coalesce(layout: Layout | str, profile: IntTuple | None = None) -> Layout:
@@ -59,51 +41,6 @@ def coalesce(layout: Layout | str, profile: IntTuple | None = None) -> Layout:
 def same(a: Layout, b: Layout) -> bool:
     """Whether both are the same function of the index."""
     return coalesce(a) == coalesce(b) and a.size == b.size
-
-
-def _leaves_of_values(values: Sequence[int]) -> Leaves | None:
-    """The unique coalesced layout with these values, the first being 0; None if there is none."""
-    n, unit = len(values), 1
-    found: Leaves = []
-    if values[0] != 0:
-        return None
-    while unit < n:
-        step, run = values[unit], 2
-        while unit * run < n and values[unit * run] == run * step:
-            run += 1
-        if n % (unit * run):
-            return None
-        found.append((run, step))
-        unit *= run
-    built = [0]
-    for s, d in found:
-        built = [o + i * d for i in range(s) for o in built]
-    return found or [(1, 0)] if built == list(values) else None
-
-
-def from_values(values: Sequence[int], shape: IntTuple | None = None) -> Layout | None:
-    """The layout with these offsets, index by index; None if there is none. Values begin at 0.
-
-    shape: the nesting to keep: each of its leaves becomes one mode or a tuple of modes.
-    """
-    if shape is None:
-        leaves = _leaves_of_values(values)
-        return of_leaves(leaves) if leaves else None
-    parts, before = [], 1
-    shapes = Layout(shape).leaves
-    for s, _ in shapes:
-        leaves = _leaves_of_values([values[i * before] for i in range(s)])
-        if leaves is None:
-            return None
-        parts.append(of_leaves(leaves))
-        before *= s
-    r = _rebuilt(parts, shape)
-    return r if r.offsets == list(values) else None
-
-
-def _rebuilt(parts: Sequence[Layout], like: IntTuple) -> Layout:
-    """These layouts in the nesting of `like`."""
-    return Layout(unflatten(iter([p.shape for p in parts]), like), unflatten(iter([p.stride for p in parts]), like))
 
 
 # ---- compose -----------------------------------------------------------------------------------------------------------
@@ -145,11 +82,11 @@ def compose_layouts(a: Layout, b: Layout) -> Layout:
             if not 0 <= end < n:
                 raise Refusal("compose", "b", b, m, f"it reaches offset {end}, and a has the indices 0 to {n - 1}")
             values = values or a.offsets
-            leaves = _leaves_of_values([values[i * d] for i in range(s)])
+            leaves = leaves_of_values([values[i * d] for i in range(s)])
             if leaves is None:
                 raise Refusal("compose", "b", b, m, f"its values under a = {a} have no common stride")
         parts.append(of_leaves(coalesced(leaves)))
-    r = _rebuilt(parts, b.shape)
+    r = rebuilt(parts, b.shape)
     # No mode of a is asked for more than it has: nothing carries, and the parts add up. Else look at every value.
     if not proven or any(asked >= room for asked, (room, _) in zip(reach, outer)):
         _check_every_value(a, b, r)
@@ -179,8 +116,6 @@ def compose(a: Layout | Swizzle | Swizzled | str, b: Tiler | Swizzled) -> Layout
     Refuses where b leaves a's domain, and where no layout has these values.
     """
     if isinstance(a, str):
-        from .core import parse
-
         a = parse(a)
     if isinstance(a, Swizzle):
         if isinstance(b, Swizzled):
@@ -201,11 +136,14 @@ def compose(a: Layout | Swizzle | Swizzled | str, b: Tiler | Swizzled) -> Layout
 
 def _compose_swizzled(a: Layout, b: Swizzled) -> Layout | Swizzled:
     """a after a swizzled layout: a moves the swizzle's bits along where it is contiguous on its span; else by value."""
-    flat = coalesce(a)
-    if flat.stride == 1 and b.offset + b.layout.cosize <= flat.size:
+    least, most = min(b.offsets), max(b.offsets)
+    if least < 0 or most >= a.size:
+        reached = least if least < 0 else most
+        raise Refusal(
+            "compose", "b", b.layout, None, f"it reaches offset {reached}, a has the indices 0 to {a.size - 1}"
+        )
+    if coalesce(a).stride == 1:
         return b
-    if max(b.offsets) >= a.size:
-        raise Refusal("compose", "b", b.layout, None, f"it reaches offset {max(b.offsets)}, a has {a.size} indices")
     values = a.offsets
     found = from_values([values[o] for o in b.offsets], b.layout.shape)
     if found is None:
@@ -336,10 +274,13 @@ def max_common_vector(a: Layout | str, b: Layout | str) -> int:
 
 
 def recast(layout: Layout | Swizzled | str, old_bits: int, new_bits: int) -> Layout | Swizzled:
-    """The layout of the same memory in elements of another width; the mode of stride 1 grows or shrinks.
+    """The layout of the same memory in elements of another width: every bit of it as often as before.
 
-    Refuses modes that wider elements do not divide.
+    To narrower elements, the mode of stride 1 grows (one of size 1 where there is none). To wider ones, the modes that make up
+    an element shrink. Refuses where there is no such layout: elements that are not whole, holes, overlaps, a mode of stride -1.
     """
+    if old_bits < 1 or new_bits < 1 or (old_bits % new_bits and new_bits % old_bits):
+        raise ValueError(f"recast: {old_bits} and {new_bits} bits; one must divide the other")
     if isinstance(layout, Swizzled):
         offset, left = divmod(layout.offset * old_bits, new_bits)
         if left:
@@ -349,27 +290,47 @@ def recast(layout: Layout | Swizzled | str, old_bits: int, new_bits: int) -> Lay
         inner = expect_layout(recast(layout.layout, old_bits, new_bits))
         return Swizzled(layout.swizzle.recast(old_bits, new_bits), inner, offset)
     layout = as_layout(layout)
-    if old_bits % new_bits and new_bits % old_bits:
-        raise ValueError(f"recast: {old_bits} and {new_bits} bits; one must divide the other")
-    done: Leaves = []
-    for m, (s, d) in enumerate(layout.leaves):
-        if new_bits <= old_bits:
-            n = old_bits // new_bits
-            done.append((s * n, d) if abs(d) == 1 else (s, d * n))
-            continue
-        n = new_bits // old_bits
-        step = abs(d)
-        if step == 0 or s == 1:
-            done.append((s, 0))
-        elif step % n == 0:
-            done.append((s, d // n))
-        elif n % step == 0 and s % (n // step) == 0:
-            done.append((s // (n // step), 1 if d > 0 else -1))
-        else:
-            raise Refusal(
-                "recast", "layout", layout, m, f"elements of {new_bits} bits are {n} of {old_bits}; they split it"
-            )
+    if old_bits == new_bits:
+        return layout
+    if new_bits < old_bits:
+        done = _narrowed(layout, old_bits // new_bits, new_bits)
+    else:
+        done = _widened(layout, new_bits // old_bits, new_bits)
     like = layout.shape
     return Layout(
         unflatten(iter([s for s, _ in done]), like), unflatten(iter([d for _, d in done]), like), layout.names
     )
+
+
+def _narrowed(layout: Layout, n: int, bits: int) -> Leaves:
+    """The leaves of a layout of which each element becomes n."""
+    leaves = layout.leaves
+    grows = next((m for m, (s, d) in enumerate(leaves) if s > 1 and d == 1), None)
+    grows = next((m for m, (s, _) in enumerate(leaves) if s == 1), None) if grows is None else grows
+    if grows is None:
+        why = f"no mode of stride 1 can hold the {n} elements of {bits} bits that are one of its own"
+        raise Refusal("recast", "layout", layout, 0, why)
+    return [(s * n, 1) if m == grows else (s, d * n if s > 1 else 0) for m, (s, d) in enumerate(leaves)]
+
+
+def _widened(layout: Layout, n: int, bits: int) -> Leaves:
+    """The leaves of a layout of which n elements become one: modes whose strides fill 1 to n leave, wholly or in part."""
+    done: list[tuple[int, int]] = [(s, 0) for s, _ in layout.leaves]
+    filled = 1
+    split = f"elements of {bits} bits are {n} of its own; they split it"
+    for m, (s, d) in sorted(enumerate(layout.leaves), key=lambda leaf: abs(leaf[1][1])):
+        if s == 1 or d == 0:
+            continue
+        if d % n == 0:
+            done[m] = s, d // n
+            continue
+        room = n // filled
+        if d != filled or room == 1 or (s % room and room % s):
+            raise Refusal("recast", "layout", layout, m, split)
+        taken = min(s, room)
+        filled *= taken
+        done[m] = s // taken, 1 if s > taken else 0
+    if filled < n:
+        why = f"elements of {bits} bits are {n} of its own, and it holds {filled} of each"
+        raise Refusal("recast", "layout", layout, None, why)
+    return done

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .core import Layout, Refusal, parse
-from .swizzle import Swizzled
+from .core import Layout, Refusal
+from .swizzle import Swizzled, parse
 
 BANKS, BANK_BYTES, WARP, SECTOR_BYTES = 32, 4, 32, 32
 ACCESSES = (1, 2, 4, 8, 16)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from . import atoms
 from .banks import accesses
-from .core import Layout, as_layout, parse
+from .core import Layout, as_layout
 from .divide import logical_divide, overhang
-from .swizzle import Swizzle, Swizzled, parse_swizzle
+from .swizzle import Swizzle, Swizzled, parse, parse_swizzle
 from .tiling import make_layout_tv
 
 EPILOG = """examples:

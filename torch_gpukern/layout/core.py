@@ -10,10 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Union
-
-if TYPE_CHECKING:
-    from .swizzle import Swizzle, Swizzled
+from typing import Any, Union
 
 IntTuple = Union[int, tuple["IntTuple", ...]]  # noqa: UP007
 Coord = Union[int, None, tuple["Coord", ...]]  # noqa: UP007
@@ -95,8 +92,10 @@ def index_to_coord(index: int, shape: IntTuple) -> IntTuple:
 
 
 def coord_to_index(coord: IntTuple, shape: IntTuple) -> int:
-    """The index of a coordinate, which may be an index itself at any depth."""
+    """The index of a coordinate, which may be an index itself at any depth; each must be within its mode."""
     if not isinstance(coord, tuple):
+        if not 0 <= coord < product(shape):
+            raise IndexError(f"coordinate {coord} is outside of the {product(shape)} elements of {text_of(shape)}")
         return coord
     if not isinstance(shape, tuple) or len(coord) != len(shape):
         raise ValueError(f"coordinate {text_of(coord)} does not fit shape {text_of(shape)}")
@@ -174,21 +173,11 @@ class _Parser:
 
 
 class Drawn:
-    """What has a picture of its own: a layout, swizzled or not."""
+    """What has a picture of its own: a layout, swizzled or not. pictures.py, which knows layouts, gives it svg and png."""
 
     __slots__ = ()
-
-    def svg(self, **options) -> str:
-        """The picture as SVG text; options as `pictures.svg`."""
-        from .pictures import svg
-
-        return svg(self, **options)
-
-    def png(self, **options) -> bytes:
-        """The picture as PNG; needs matplotlib. Options as `pictures.png`."""
-        from .pictures import png
-
-        return png(self, **options)
+    svg: Any
+    png: Any
 
     def _repr_svg_(self) -> str:
         return self.svg()
@@ -202,7 +191,8 @@ class Layout(Drawn):
         stride: as nested as the shape. Default: compact, the first mode fastest.
         names: of the modes at the top, "" for none.
 
-    Call it with a coordinate (`layout(1, 2)`, nested or not), an index (`layout(9)`) or names (`layout(m=1, n=2)`).
+    Call it with a coordinate (`layout(1, 2)`, nested or not), an index (`layout(9)`) or names (`layout(m=1, n=2)`). A coordinate
+    outside of its mode is an IndexError.
     """
 
     __slots__ = ("shape", "stride", "names", "__dict__")
@@ -309,9 +299,7 @@ class Layout(Drawn):
 
     def flat(self) -> Layout:
         """The same modes without nesting."""
-        if len(self.leaves) == 1:
-            return Layout(*self.leaves[0])
-        return Layout(tuple(s for s, _ in self.leaves), tuple(d for _, d in self.leaves))
+        return of_leaves(self.leaves)
 
     def by_mode(self, function: Callable[[Layout], Layout]) -> Layout:
         """A function of layouts on each mode at the top, names kept."""
@@ -327,10 +315,7 @@ class Layout(Drawn):
             if coord or unknown or len(named) != self.rank:
                 raise ValueError(f"layout {self}: names {', '.join(named)} were given; expected {self.names or 'none'}")
             coord = tuple(named[name] for name in self.names)
-        index = coord[0] if len(coord) == 1 else coord
-        if isinstance(index, tuple):
-            index = coord_to_index(index, self.shape)
-        offset = 0
+        index, offset = coord_to_index(coord[0] if len(coord) == 1 else coord, self.shape), 0
         for s, d in self.leaves[:-1]:
             offset += index % s * d
             index //= s
@@ -374,13 +359,11 @@ class Layout(Drawn):
 
     def explain(self) -> str:
         """What the layout is, in a few lines."""
-        from .algebra import coalesce
-
         lines = [f"{self}: {self.size} elements in {self.cosize} offsets"]
         names = self.names or ("",) * self.rank
         for i, (mode, name) in enumerate(zip(self.modes, names)):
             lines.append(f"  mode {i}{f' ({name})' if name else ''}: {mode}")
-        simple = coalesce(self)
+        simple = of_leaves(coalesced(self.leaves))
         lines.append(f"  as a function of the index: {simple}" + (", contiguous" if simple.stride == 1 else ""))
         if not self.injective:
             lines.append(f"  {self.size - len(set(self.offsets))} elements share their offset with an earlier one")
@@ -435,6 +418,28 @@ def _slice(shape: IntTuple, stride: IntTuple, coord: Coord, whole: Layout) -> tu
     return kept, offset
 
 
+Leaves = list[tuple[int, int]]
+
+
+def coalesced(leaves: Leaves) -> Leaves:
+    """The fewest (size, stride) that are the same function of the index."""
+    found: Leaves = []
+    for s, d in leaves:
+        if s == 1:
+            continue
+        if found and d == found[-1][0] * found[-1][1]:
+            found[-1] = (found[-1][0] * s, found[-1][1])
+        else:
+            found.append((s, d))
+    return found or [(1, 0)]
+
+
+def of_leaves(leaves: Leaves) -> Layout:
+    if len(leaves) == 1:
+        return Layout(*leaves[0])
+    return Layout(tuple(s for s, _ in leaves), tuple(d for _, d in leaves))
+
+
 def join(*layouts: Layout, names: Sequence[str] = ()) -> Layout:
     """One layout with these as its modes."""
     return Layout(tuple(x.shape for x in layouts), tuple(x.stride for x in layouts), names)
@@ -445,13 +450,3 @@ def as_layout(x: Layout | str | IntTuple) -> Layout:
     if isinstance(x, Layout):
         return x
     return Layout(x)
-
-
-def parse(text: str) -> Layout | Swizzled | Swizzle:
-    """A layout, a swizzle or a swizzled layout from its text, as CuTe prints them.
-
-    "(4,8):(8,1)", "Sw<3,4,3>" (also "S<..>", "Swizzle<..>"), "Sw<3,4,3> o 0 o (8,64):(64,1)".
-    """
-    from .swizzle import parse_swizzled
-
-    return parse_swizzled(text) if "<" in text else Layout(text)

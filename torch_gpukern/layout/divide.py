@@ -6,8 +6,8 @@ not guessed.
 
 from __future__ import annotations
 
-from .algebra import Tiler, coalesced, complement, compose_layouts, of_leaves, per_mode, tiler_layout
-from .core import Layout, Refusal, as_layout, join
+from .algebra import Tiler, complement, compose_layouts, per_mode, tiler_layout
+from .core import Layout, Refusal, as_layout, coalesced, join, of_leaves
 
 # ---- divide ------------------------------------------------------------------------------------------------------------
 
@@ -19,6 +19,8 @@ def _divide(layout: Layout, tile: Layout, op: str) -> Layout:
         raise Refusal(op, "tiler", tile, no.mode, no.why) from None
     both = join(tile, rest)
     longer = coalesced(layout.leaves)
+    if layout.size == 1:  # it goes on with its own stride, too
+        longer = layout.leaves[-1:] or longer
     before = layout.size // longer[-1][0]
     needed = -(-both.cosize // before)
     if needed > longer[-1][0]:  # tiles that reach past the end: the last mode goes on

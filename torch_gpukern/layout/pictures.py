@@ -13,8 +13,8 @@ from functools import lru_cache
 from html import escape
 
 from .banks import BANK_BYTES, BANKS
-from .core import Layout, parse
-from .swizzle import Swizzled
+from .core import Drawn, Layout
+from .swizzle import Swizzled, parse
 
 KINDS = ("offsets", "owners", "banks")
 MAX_CELLS = 16384  # a megabyte of text; larger pictures are not read
@@ -145,3 +145,6 @@ def png(layout: Layout | Swizzled | str, **options) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
+
+
+Drawn.svg, Drawn.png = svg, png

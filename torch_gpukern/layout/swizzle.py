@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from .core import Coord, Drawn, Layout, Refusal, as_layout
+from .values import from_values
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class Swizzle:
 
     def recast(self, old_bits: int, new_bits: int) -> Swizzle:
         """The same swizzle of memory, offsets counted in elements of new_bits instead of old_bits."""
+        if self.bits == 0:
+            return self
         base, before, after = self.base, old_bits, new_bits
         while before < after:
             before, base = before * 2, base - 1
@@ -113,8 +116,6 @@ class Swizzled(OfLayout, Drawn):
 
     def linear(self) -> Layout:
         """The plain layout with the same values, where there is one: refuses where the swizzle is no sum."""
-        from .algebra import from_values
-
         found = from_values(self.offsets, self.layout.shape)
         if found is None:
             raise Refusal("linear", "layout", self.layout, None, f"{self.swizzle} makes no sum of strides of it")
@@ -146,3 +147,11 @@ def parse_swizzled(text: str) -> Swizzle | Swizzled:
     if len(rest) > 2 or (len(rest) == 2 and not re.fullmatch(r"-?\d+", rest[0].strip())):
         raise ValueError(f"layout '{text}': expected Sw<b,m,s> o offset o shape:stride")
     return Swizzled(swizzle, as_layout(rest[-1]), int(rest[0]) if len(rest) == 2 else 0)
+
+
+def parse(text: str) -> Layout | Swizzled | Swizzle:
+    """A layout, a swizzle or a swizzled layout from its text, as CuTe prints them.
+
+    "(4,8):(8,1)", "Sw<3,4,3>" (also "S<..>", "Swizzle<..>"), "Sw<3,4,3> o 0 o (8,64):(64,1)".
+    """
+    return parse_swizzled(text) if "<" in text else Layout(text)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .algebra import Tiler
-from .core import Coord, Layout, Refusal, parse
-from .swizzle import OfLayout, Swizzled
+from .core import Coord, Layout, Refusal
+from .swizzle import OfLayout, Swizzled, parse
 
 
 class Tensor(OfLayout):

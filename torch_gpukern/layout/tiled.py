@@ -8,7 +8,8 @@ from typing import Literal
 from .algebra import Tiler, coalesce, compose, expect_layout, right_inverse
 from .atoms import CopyAtom, MmaAtom
 from .core import IntTuple, Layout, Refusal, as_layout, index_to_coord, join
-from .divide import zipped_divide
+from .divide import logical_divide, zipped_divide
+from .pictures import svg as draw
 from .swizzle import Swizzled
 from .tensor import Tensor, as_tensor
 from .tiling import make_layout_tv
@@ -76,9 +77,7 @@ class TiledCopy:
         return tensor[(thread, None), None]
 
     def svg(self, side: Literal["src", "dst"] = "dst", **options) -> str:
-        from .pictures import svg
-
-        return svg(self.side(side), kind="owners", shape=self.shape, **options)
+        return draw(self.side(side), kind="owners", shape=self.shape, **options)
 
     def _repr_svg_(self) -> str:
         return self.svg()
@@ -110,8 +109,6 @@ class TiledMma:
 
     def _divide(self, layout: Layout, operand: str) -> Layout:
         """(atom thread, (groups), atom value, (steps)) -> offset."""
-        from .divide import logical_divide
-
         modes = self._MODES[operand]
         if layout.rank != 2:
             raise Refusal("TiledMma", operand, layout, None, f"it has {layout.rank} modes; expected 2")
@@ -148,10 +145,8 @@ class TiledMma:
         return coalesce(join(join(v, *of), join(values, steps), names=("thr", "val")), (1, 1))
 
     def svg(self, operand: Literal["a", "b", "c"] = "c", **options) -> str:
-        from .pictures import svg
-
         shape = tuple(self.shape[m] for m in self._MODES[operand])
-        return svg(self.tv(operand), kind="owners", shape=shape, **options)
+        return draw(self.tv(operand), kind="owners", shape=shape, **options)
 
     def _repr_svg_(self) -> str:
         return self.svg()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from .algebra import Tiler, compose, expect_layout, per_mode, right_inverse, tiler_layout
 from .core import Coord, IntTuple, Layout, Refusal, as_layout, index_to_coord, join, product
 from .divide import raked_product, zipped_divide
-from .swizzle import Swizzled
+from .swizzle import Swizzled, parse
 from .tensor import Tensor, as_tensor
 
 
@@ -90,8 +90,6 @@ def tile_to_shape(
 ) -> Layout | Swizzled:
     """The block (a swizzle atom, for one) repeated until it has the shape; `order` says which mode's copies come first."""
     if isinstance(block, str):
-        from .core import parse
-
         block = parse(block)
     if isinstance(block, Swizzled):
         return Swizzled(block.swizzle, expect_layout(tile_to_shape(block.layout, shape, order)), block.offset)

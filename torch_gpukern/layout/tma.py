@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .core import Layout, Refusal, as_layout
-from .swizzle import Swizzle, Swizzled
+from .swizzle import Swizzle, Swizzled, parse
 
 SPANS = (0, 32, 64, 128)  # bytes of a swizzled row; 0: none
 MAX_SIZE, MAX_STRIDE_BYTES, MAX_BOX, MAX_STEP, MAX_DIMS = 1 << 32, 1 << 40, 256, 8, 5
@@ -28,8 +28,9 @@ def span_swizzle(span: int, elem_bytes: int = 1) -> Swizzle:
 class TmaBox:
     """What cuTensorMapEncodeTiled is told, dimension 0 the one of stride 1, and where the box lies in shared memory.
 
-    sizes, box, steps: per dimension (elements). strides_bytes: of dimensions 1 and up. order: which mode of the tensor each
-    dimension is. smem: coordinate in the box, in the tensor's modes -> offset in elements.
+    sizes, box, steps: per dimension (elements); of a box of b elements with step s one copy brings ceil(b / s).
+    strides_bytes: of dimensions 1 and up. order: which mode of the tensor each dimension is. smem: coordinate among the elements
+    that are brought, in the tensor's modes -> offset in elements.
     """
 
     sizes: tuple[int, ...]
@@ -45,8 +46,8 @@ class TmaBox:
     def bytes(self) -> int:
         """What one copy brings, also where the box reaches past the tensor: what the barrier is told to expect."""
         n = self.elem_bytes
-        for b in self.box:
-            n *= b
+        for b, step in zip(self.box, self.steps):
+            n *= -(-b // step)
         return n
 
     @property
@@ -80,10 +81,10 @@ def tma_box(
 
     Args:
         tensor: its layout in elements, at most 5 modes without nesting, one of stride 1.
-        box: elements of each mode, in the tensor's order or by name; at most 256.
+        box: elements of each mode that it spans, in the tensor's order or by name; at most 256.
         swizzle: 0, 32, 64 or 128 bytes, which the box's row must not exceed.
         base: the address of its first element.
-        steps: takes every steps[i]-th element of a mode; at most 8.
+        steps: takes every steps[i]-th element of a mode; at most 8, and 1 for the mode of stride 1.
 
     Raises: Refusal, which names the mode that TMA cannot describe.
     """
@@ -99,15 +100,18 @@ def tma_box(
         raise Refusal("tma_box", "tensor", tensor, None, "TMA takes 1 to 5 modes without nesting")
     if base % 16:
         raise Refusal("tma_box", "tensor", tensor, None, f"it begins at byte {base}, which must be a multiple of 16")
-    inner = next((m for m, mode in enumerate(modes) if mode.stride == 1), None)
+    inner = max((m for m in range(rank) if modes[m].stride == 1), key=lambda m: modes[m].size, default=None)
     if inner is None:
         raise Refusal("tma_box", "tensor", tensor, None, "no mode has stride 1")
+    if steps[inner] != 1:
+        why = f"its element stride is {steps[inner]}; TMA takes every element of the mode of stride 1"
+        raise Refusal("tma_box", "tensor", tensor, inner, why)
     order = (inner, *(m for m in range(rank) if m != inner))
     for m in order:
         n, stride = modes[m].shape, modes[m].stride * elem_bytes
         if n > MAX_SIZE:
             raise Refusal("tma_box", "tensor", tensor, m, f"its size is {n}; at most 2^32")
-        if m != inner and n > 1 and (stride <= 0 or stride % 16 or stride >= MAX_STRIDE_BYTES):
+        if m != inner and (stride < (n > 1) or stride % 16 or stride >= MAX_STRIDE_BYTES):  # also where n is 1
             raise Refusal("tma_box", "tensor", tensor, m, f"its stride is {stride} bytes; a multiple of 16 below 2^40")
         if not 1 <= box[m] <= MAX_BOX:
             raise Refusal("tma_box", "tensor", tensor, m, f"the box takes {box[m]} of it; 1 to {MAX_BOX}")
@@ -120,11 +124,12 @@ def tma_box(
     if swizzle and row_bytes > swizzle:
         why = f"the box's row is {row_bytes} bytes; with this swizzle at most {swizzle}: take several boxes"
         raise Refusal("tma_box", "tensor", tensor, inner, why)
+    brought = [-(-b // step) for b, step in zip(box, steps)]
     strides, before = [0] * rank, 1
     for m in order:
         strides[m] = before
-        before *= box[m]
-    smem: Layout | Swizzled = Layout(tuple(box), tuple(strides), tensor.names)
+        before *= brought[m]
+    smem: Layout | Swizzled = Layout(tuple(brought), tuple(strides), tensor.names)
     if swizzle:
         smem = Swizzled(pattern, smem)
     return TmaBox(
@@ -206,8 +211,6 @@ def wgmma_descriptor(
     descriptor has is refused, with the element that lies elsewhere.
     """
     if isinstance(operand, str):
-        from .core import parse
-
         operand = parse(operand)
     inner = operand.layout if isinstance(operand, Swizzled) else operand
     if inner.rank != 2:

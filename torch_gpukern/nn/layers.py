@@ -41,7 +41,7 @@ class Linear(torch.nn.Linear):
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias, self.activation)
+        return linear(x, self.weight, self.bias, activation=self.activation)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, activation={self.activation}"

@@ -20,7 +20,6 @@ the same rules and is called only where a transform that differentiates is activ
 
 import functools
 import hashlib
-import inspect
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,7 +27,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.graph import increment_version
 from torch.utils import flop_counter
 
 from .._library import (
@@ -46,7 +44,7 @@ from .._library import (
     ops,
     transforms_active,
 )
-from . import batching, gradients, laws, parallel
+from . import batching, gradients, keywords, out, parallel
 
 __all__ = ["Op", "define_op", "tag_compiled_code"]
 
@@ -75,6 +73,7 @@ class Op:
         types = [str(a.type) for a in arguments]
         self.tensors = tuple(i for i, t in enumerate(types) if t in ("Tensor", "Optional[Tensor]"))
         self.numbers = tuple(i for i, t in enumerate(types) if t in _NUMBER_TYPES)
+        self.bools = tuple(i for i, t in enumerate(types) if t == "bool")
         self.bare = _unwrapped(self.overload)
         self.all = self  # X_fwd, where the op is X and has one
         self.whole_sequences = False  # it must see all of each
@@ -88,10 +87,11 @@ class Op:
     def set_defaults_of(self, public: Callable) -> None:
         """A function that has this op's arguments gets the schema's defaults for its literals, so that `is` finds them."""
         schema = dict(zip(self.names, self.defaults, strict=True))
-        parameters = [p for p in inspect.signature(public).parameters.values() if p.default is not p.empty]
-        public.__defaults__ = tuple(
-            schema[p.name] if p.name in schema and schema[p.name] == p.default else p.default for p in parameters
-        )
+
+        def interned(name: str, default: Any) -> Any:
+            return schema[name] if name in schema and schema[name] == default else default
+
+        public.__kwdefaults__ = {n: interned(n, d) for n, d in (public.__kwdefaults__ or {}).items()}
 
     def value(self, args: Sequence, name: str) -> Any:
         """One argument of a call that leaves out trailing defaults."""
@@ -119,6 +119,9 @@ class Op:
         Where nothing but its Autograd kernel would see the call, that is called here if a gradient is wanted and skipped if
         none is. A compiler that traces, torch.jit.trace, torch.func, autocast, modes and subclasses see the op.
         """
+        for i in self.bools:
+            if args[i] is not True and args[i] is not False:
+                self.refuse_non_bool(i, args[i])
         if (
             is_compiling()
             or forward_ad._current_level >= 0
@@ -162,6 +165,21 @@ class Op:
         if _PLAIN.issuperset(types) and not any(types[i] in _TENSORS for i in self.numbers if i < len(types)):
             self._served[types] = tuple(i for i, t in enumerate(types) if t is int)
         return results
+
+    def refuse_non_bools(self, args: Sequence, kwargs: dict[str, Any]) -> None:
+        """ValueError where an argument that is true or false is given as anything else."""
+        for i in self.bools:
+            self.refuse_non_bool(i, args[i] if i < len(args) else kwargs.get(self.names[i], False))
+
+    def refuse_non_bool(self, i: int, x: Any) -> None:
+        """torch takes any number and None, which a call in the order of another library would hand over."""
+        if isinstance(x, Tensor):
+            self.refuse_number_gradients((*(None,) * i, x))
+            if x.dtype is torch.bool and x.dim() == 0:
+                return
+        if isinstance(x, (bool, torch.SymBool)):
+            return
+        raise ValueError(f"{self.qualified}: {self.names[i]} must be True or False, got {x!r}")
 
     def refuse_number_gradients(self, args: Sequence, kwargs: dict[str, Any] | None = None) -> None:
         """ValueError where an argument that is a number is given as a tensor that wants a gradient."""
@@ -222,6 +240,8 @@ def _guard(op: Op) -> None:
             if is_dynamo_compiling():  # the frame on its own, after a graph break: dynamo knows the overload
                 return op.overload(*args, **kwargs)
             op.refuse_number_gradients(args, kwargs)
+            if op.bools:
+                op.refuse_non_bools(args, kwargs)
             parallel.meet()
             if op.whole_sequences:
                 parallel.before_attention(op.name)
@@ -337,43 +357,10 @@ def define_op(
         if flops is not None:
             register_flops(door, flops)
     if hasattr(getattr(ops, name), "out"):
-        _define_out(op, fake)
+        out.define(op, fake, _unwrapped)
+    if public is not None:
+        keywords.hide_unknown(public)
     return op
-
-
-def _define_out(op: Op, fake: Callable) -> None:
-    """X.out, which writes the caller's tensor: no gradient, no autocast, else as X."""
-    op.out = getattr(ops, op.name).out
-    name, bare = f"{op.name}.out", _unwrapped(op.out)
-
-    @functools.wraps(bare)
-    def call(*args, **kwargs):
-        if not is_dynamo_compiling():
-            op.refuse_number_gradients(args, kwargs)
-            if op.whole_sequences:
-                parallel.before_attention(name)
-        return bare(*args, **kwargs)
-
-    op.out._op = call
-
-    def out_fake(*args, out, **kwargs):
-        made = fake(**op.named(args) | kwargs)
-        laws.has_shape(op.name, "out", out, made[0].shape)
-
-    def kernel(*args, out, **kwargs):
-        if is_grad_enabled() and any_requires_grad(*args, *kwargs.values(), out):
-            raise NotImplementedError(
-                f"{NAMESPACE}::{name}: it has no backward and an input requires a gradient; call it under torch.no_grad()"
-            )
-        guard = below_autograd()
-        try:
-            bare(*args, out=out, **kwargs)
-        finally:
-            del guard
-        increment_version(out)  # a tensor that autograd has saved must not change unseen
-
-    torch.library.register_fake(f"{NAMESPACE}::{name}", out_fake, lib=library)
-    library.impl(name, kernel, "Autograd")
 
 
 # ---- what is registered --------------------------------------------------------------------------

@@ -3,10 +3,13 @@
 Types of the public function by the value of return_lse stand in flash_attn.pyi.
 """
 
+from typing import NoReturn
+
 from torch import Tensor
 
 from . import attention, laws
 from .define import define_op
+from .keywords import refuse_unknown
 
 __all__ = ["flash_attn"]
 
@@ -15,6 +18,7 @@ def flash_attn(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    *,
     is_causal: bool = False,
     scale: float | None = None,
     diagonal: int = 0,
@@ -27,6 +31,7 @@ def flash_attn(
     kv_end: Tensor | None = None,
     q_start: Tensor | None = None,
     return_lse: bool = False,
+    **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention, without ever holding the matrix of scores.
 
@@ -88,6 +93,8 @@ def flash_attn(
     Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023),
     arXiv:2307.08691.
     """
+    if unknown:
+        refuse_unknown(flash_attn, unknown)
     op = _flash_attn.all if return_lse else _flash_attn
     return op.call(
         q,

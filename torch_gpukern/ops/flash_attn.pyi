@@ -9,6 +9,7 @@ def flash_attn(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    *,
     is_causal: bool = ...,
     scale: float | None = ...,
     diagonal: int = ...,
@@ -27,6 +28,7 @@ def flash_attn(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    *,
     is_causal: bool = ...,
     scale: float | None = ...,
     diagonal: int = ...,
@@ -38,7 +40,6 @@ def flash_attn(
     kv_start: Tensor | None = ...,
     kv_end: Tensor | None = ...,
     q_start: Tensor | None = ...,
-    *,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -46,6 +47,7 @@ def flash_attn(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    *,
     is_causal: bool = ...,
     scale: float | None = ...,
     diagonal: int = ...,

@@ -3,11 +3,14 @@
 Types of the public function by the value of return_lse stand in flash_attn_varlen.pyi.
 """
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 
 from . import attention, laws
 from .define import define_op
+from .keywords import refuse_unknown
 
 __all__ = ["flash_attn_varlen"]
 
@@ -20,6 +23,7 @@ def flash_attn_varlen(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
+    *,
     is_causal: bool = False,
     scale: float | None = None,
     window_left: int = -1,
@@ -28,6 +32,7 @@ def flash_attn_varlen(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     return_lse: bool = False,
+    **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """flash_attn over sequences of different lengths, packed one after the other, no padding.
 
@@ -76,6 +81,8 @@ def flash_attn_varlen(
     Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023),
     arXiv:2307.08691.
     """
+    if unknown:
+        refuse_unknown(flash_attn_varlen, unknown)
     op = _flash_attn_varlen.all if return_lse else _flash_attn_varlen
     return op.call(
         q,

@@ -13,6 +13,7 @@ def flash_attn_varlen(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
+    *,
     is_causal: bool = ...,
     scale: float | None = ...,
     window_left: int = ...,
@@ -31,6 +32,7 @@ def flash_attn_varlen(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
+    *,
     is_causal: bool = ...,
     scale: float | None = ...,
     window_left: int = ...,
@@ -38,7 +40,6 @@ def flash_attn_varlen(
     softcap: float = ...,
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
-    *,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -50,6 +51,7 @@ def flash_attn_varlen(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
+    *,
     is_causal: bool = ...,
     scale: float | None = ...,
     window_left: int = ...,

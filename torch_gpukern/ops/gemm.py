@@ -1,7 +1,7 @@
 """gemm: the public function and its declaration: fake function, gradients, autocast rule, FLOPs, vmap."""
 
 import math
-from typing import Literal, get_args
+from typing import Literal, NoReturn, get_args
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch import Tensor
 from .._library import is_grad_enabled, transforms_active
 from . import batching, laws, parallel
 from .define import define_op
+from .keywords import refuse_unknown
 
 __all__ = ["Activation", "Precision", "gemm"]
 
@@ -22,12 +23,14 @@ def gemm(
     a: Tensor,
     b: Tensor,
     bias: Tensor | None = None,
+    *,
     c: Tensor | None = None,
     alpha: float = 1.0,
     beta: float = 1.0,
     activation: Activation = "none",
     out_dtype: torch.dtype | None = None,
     fp32_precision: Precision | None = None,
+    **unknown: NoReturn,
 ) -> Tensor:
     """Matrix product with what usually follows it, in one pass over the result.
 
@@ -71,6 +74,8 @@ def gemm(
     The loops are those of Goto and van de Geijn, "Anatomy of High-Performance Matrix
     Multiplication" (2008).
     """
+    if unknown:
+        refuse_unknown(gemm, unknown)
     if fp32_precision is None:
         tf32 = a.is_cuda and a.dtype == _float32 and _torch_allows_tf32()
         fp32_precision = "tf32" if tf32 else "ieee"

@@ -1,5 +1,7 @@
 """linear: F.linear's signature over gemm."""
 
+from typing import NoReturn
+
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
@@ -7,13 +9,16 @@ from torch.nn import Parameter
 from .. import reference
 from .._library import NAMESPACE
 from .gemm import Activation, gemm
+from .keywords import hide_unknown, refuse_unknown
 
 __all__ = ["linear"]
 
 _PLAIN = (Tensor, Parameter, type(None))
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Activation = "none") -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: Activation = "none", **unknown: NoReturn
+) -> Tensor:
     """``torch.nn.functional.linear`` with the activation in the same pass: ``activation(x @ weight.mT + bias)``.
 
     Args:
@@ -33,6 +38,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Ac
     Raises:
         ValueError: a shape, dtype, device or activation name that it does not take.
     """
+    if unknown:
+        refuse_unknown(linear, unknown)
     if any(type(t) not in _PLAIN and _has_a_linear_of_its_own(t) for t in (x, weight, bias)):
         if activation not in reference.ACTIVATIONS:
             raise ValueError(
@@ -55,3 +62,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Ac
 def _has_a_linear_of_its_own(x: Tensor) -> bool:
     own = getattr(type(x).__torch_function__, "__func__", None)
     return own is not None and own is not Tensor.__torch_function__.__func__
+
+
+hide_unknown(linear)

@@ -3,6 +3,8 @@
 Types of paged_attn by the value of return_lse stand in paged_attn.pyi.
 """
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -10,6 +12,7 @@ from torch.autograd.graph import increment_version
 from .._library import any_requires_grad, is_grad_enabled, traced
 from . import laws
 from .define import Op, define_op, register_autograd, register_fake
+from .keywords import hide_unknown, refuse_unknown
 
 __all__ = ["kv_cache_write", "paged_attn"]
 
@@ -20,6 +23,7 @@ def paged_attn(
     v_cache: Tensor,
     block_table: Tensor,
     seq_lens: Tensor,
+    *,
     cu_seqlens_q: Tensor | None = None,
     max_seqlen_q: int = 1,
     scale: float | None = None,
@@ -32,6 +36,7 @@ def paged_attn(
     is_causal: bool = True,
     kv_start: Tensor | None = None,
     return_lse: bool = False,
+    **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of each sequence's newest tokens over its keys, read in place from a paged cache.
 
@@ -85,6 +90,8 @@ def paged_attn(
     (2023), arXiv:2309.06180; the split of long contexts is that of Flash-Decoding (Dao et al.
     2023).
     """
+    if unknown:
+        refuse_unknown(paged_attn, unknown)
     op = _paged_attn.all if return_lse else _paged_attn
     return op.call(
         q,
@@ -112,8 +119,10 @@ def kv_cache_write(
     k_cache: Tensor,
     v_cache: Tensor,
     slots: Tensor,
+    *,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    **unknown: NoReturn,
 ) -> None:
     """Writes new keys and values into the pages of a cache.
 
@@ -143,6 +152,8 @@ def kv_cache_write(
     Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention"
     (2023), arXiv:2309.06180.
     """
+    if unknown:
+        refuse_unknown(kv_cache_write, unknown)
     args = k, v, k_cache, v_cache, slots, k_scale, v_scale
     if traced() or (is_grad_enabled() and any_requires_grad(*args)):
         _kv_cache_write.overload(*args)
@@ -223,6 +234,7 @@ _paged_attn = define_op(
 )
 _kv_cache_write = Op("kv_cache_write")
 register_fake(_kv_cache_write, _write_fake)
+hide_unknown(kv_cache_write)
 
 
 def _write_kernel(*args):

@@ -11,6 +11,7 @@ def paged_attn(
     v_cache: Tensor,
     block_table: Tensor,
     seq_lens: Tensor,
+    *,
     cu_seqlens_q: Tensor | None = ...,
     max_seqlen_q: int = ...,
     scale: float | None = ...,
@@ -31,6 +32,7 @@ def paged_attn(
     v_cache: Tensor,
     block_table: Tensor,
     seq_lens: Tensor,
+    *,
     cu_seqlens_q: Tensor | None = ...,
     max_seqlen_q: int = ...,
     scale: float | None = ...,
@@ -42,7 +44,6 @@ def paged_attn(
     v_scale: Tensor | None = ...,
     is_causal: bool = ...,
     kv_start: Tensor | None = ...,
-    *,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -52,6 +53,7 @@ def paged_attn(
     v_cache: Tensor,
     block_table: Tensor,
     seq_lens: Tensor,
+    *,
     cu_seqlens_q: Tensor | None = ...,
     max_seqlen_q: int = ...,
     scale: float | None = ...,
@@ -71,6 +73,7 @@ def kv_cache_write(
     k_cache: Tensor,
     v_cache: Tensor,
     slots: Tensor,
+    *,
     k_scale: Tensor | None = ...,
     v_scale: Tensor | None = ...,
 ) -> None: ...

@@ -1,1 +1,1 @@
-"""The bookkeeping behind `torch_gpukern.PagedKVCache`, which is all that callers see of it."""
+"""The bookkeeping behind `torch_gpukern.PagedKVCache`: pool <- sequences <- growth, prefixes. Callers see the class alone."""

@@ -7,17 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .pool import digest
-
 
 def as_handles(sequences: int | Sequence[int]) -> Sequence[int]:
     return sequences if isinstance(sequences, Iterable) else [sequences]
-
-
-def as_salt(salt: bytes | str) -> bytes:
-    """What the digests of a chain begin with."""
-    text = salt.encode() if isinstance(salt, str) else bytes(salt)
-    return digest(b"", np.frombuffer(text, np.uint8))
 
 
 def as_tokens(what: str, tokens: Sequence[int] | np.ndarray | Tensor) -> np.ndarray:
@@ -32,6 +24,8 @@ def as_tokens(what: str, tokens: Sequence[int] | np.ndarray | Tensor) -> np.ndar
 
 def as_counts(what: str, counts: int | Iterable[int], n: int, name: str = "counts") -> int | np.ndarray:
     """counts of n sequences, or one for all, of our own: a tensor that its owner changes later must not change a length."""
+    if type(counts) is int and counts >= 0:  # a step asks this, in whose time the checks below are seen
+        return counts
     given = counts.tolist() if hasattr(counts, "tolist") else counts
     try:
         copied = [index(x) for x in given] if isinstance(given, Iterable) else index(given)
@@ -56,3 +50,22 @@ def copy_into(target: Tensor, numbers: np.ndarray) -> None:
         np.copyto(target.numpy(), numbers, casting="same_kind")  # torch would ask its threads, who may sleep
     else:
         target.copy_(torch.from_numpy(numbers).to(target.dtype).pin_memory(), non_blocking=True)
+
+
+def check_targets(n: int, device: torch.device, block_table: Tensor, seq_lens: Tensor, slots: Tensor | None) -> None:
+    """The caller's tensors take a batch of n sequences."""
+    for name, x, dims, dtypes in (
+        ("block_table", block_table, 2, (torch.int32,)),
+        ("seq_lens", seq_lens, 1, (torch.int32,)),
+        ("slots", slots, 1, (torch.int64, torch.int32)),
+    ):
+        if x is not None and (x.dim() != dims or x.dtype not in dtypes or x.device != device):
+            raise ValueError(
+                f"PagedKVCache.fill_: {name} is {list(x.shape)} {x.dtype} on {x.device}; expected "
+                f"{dims} dimensions, {' or '.join(map(str, dtypes))} on {device}"
+            )
+    if len(block_table) != len(seq_lens) or len(seq_lens) < n:
+        raise ValueError(
+            f"PagedKVCache.fill_: block_table has {len(block_table)} rows, seq_lens has {len(seq_lens)}; "
+            f"expected as many of both, and at least {n}"
+        )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from ..kv_cache import PagedKVCache
+from .sequences import Sequences, largest
+
+CopyRows = Callable[[int, int, int], None]  # from a page, to a page, the first so many tokens
 
 
 class OutOfPages(RuntimeError):
@@ -19,27 +20,27 @@ class Growth:
     changed. Behind it the tokens are counted.
     """
 
-    def __init__(self, cache: PagedKVCache, rows: np.ndarray, counts: int | np.ndarray) -> None:
-        size, pool = cache.block_size, cache._pool
-        self.cache, self.rows = cache, rows
-        lengths = cache._lengths[rows]
+    def __init__(self, sequences: Sequences, rows: np.ndarray, counts: int | np.ndarray, copy_rows: CopyRows) -> None:
+        size, pool = sequences.block_size, sequences.pool
+        self.sequences, self.rows, self.copy_rows = sequences, rows, copy_rows
+        lengths = sequences.lengths[rows]
         self.ends = ends = lengths + counts
-        first, filled = np.divmod(lengths, size)  # the page of the first new token, and the rows that it has
+        first, filled = np.divmod(lengths, size)  # the page of the first new token, and the tokens that it has
         one = isinstance(counts, int) and counts == 1  # a step of decoding, which is worth its own way
         if one:
-            cache._need_columns(int(first.max(initial=0)) + 1)
+            sequences.need_columns(largest(first) + 1)
             behind = (filled == 0).nonzero()[0]
             new = rows[behind], first[behind]
         else:
             have = first + (filled > 0)
             need = -(-ends // size)
-            cache._need_columns(int(need.max(initial=0)) + 1)
+            sequences.need_columns(largest(need) + 1)
             new = ranges(have, need)
             new = rows[new[0]], new[1]
-        lasts = cache._table[rows, first]
+        lasts = sequences.table[rows, first]
         shared = ((pool.holds[lasts] > 1) & (filled > 0)).nonzero()[0]
         if len(shared):
-            shared = self._copied(shared[ends[shared] > lengths[shared]], lasts)
+            shared = self._copied(shared[ends[shared] > lengths[shared]], lasts, filled)
             new = np.append(rows[shared], new[0]), np.append(first[shared], new[1])
         # Entries of the table that change: the copies of shared last pages, then the new pages.
         self.filled = filled[shared]
@@ -48,26 +49,30 @@ class Growth:
         if self.pages > pool.available:
             raise OutOfPages(
                 f"PagedKVCache.extend: {self.pages} pages are needed for {int((ends - lengths).sum())} "
-                f"tokens, {pool.available} of {cache.num_blocks} are free"
+                f"tokens, {pool.available} of {pool.num_blocks} are free"
             )
-        self.before = cache._table[entries]
-        self.after = cache._table[entries] = pool.next(self.pages)
+        self.before = sequences.table[entries]
+        self.after = sequences.table[entries] = pool.next(self.pages)
 
         if one:
-            self.slots = cache._table[rows, first].astype(np.int64) * size + filled
+            self.slots = sequences.table[rows, first].astype(np.int64) * size + filled
             return
         which, position = ranges(lengths, ends)
         place, offset = np.divmod(position, size)
-        place += (rows * cache._table.shape[1])[which]
-        self.slots = cache._table.take(place).astype(np.int64) * size + offset
+        place += (rows * sequences.table.shape[1])[which]
+        self.slots = sequences.table.take(place).astype(np.int64) * size + offset
 
-    def _copied(self, shared: np.ndarray, lasts: np.ndarray) -> np.ndarray:
-        """Of the sequences with a shared last page those that get a copy: of its holders the last one to be served keeps it."""
+    def _copied(self, shared: np.ndarray, lasts: np.ndarray, filled: np.ndarray) -> np.ndarray:
+        """Of the growing sequences with a shared last page those that get a copy.
+
+        Where all holders of a page grow, the one with the most tokens in it keeps it: what it writes lies behind the tokens
+        of all the others, so that their copies, and they themselves if this call fails, have what they had.
+        """
         holds: dict[int, int] = {}
         copied = []
-        for i in shared.tolist():
+        for i in sorted(shared.tolist(), key=filled.__getitem__):
             page = int(lasts[i])
-            left = holds.get(page, int(self.cache._pool.holds[page]))
+            left = holds.get(page, int(self.sequences.pool.holds[page]))
             if left > 1:
                 copied.append(i)
                 holds[page] = left - 1
@@ -77,21 +82,22 @@ class Growth:
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
-        cache, pool, n = self.cache, self.cache._pool, len(self.filled)
-        if kind is None:
+        sequences = self.sequences
+        if kind is not None:
+            sequences.table[self.entries] = self.before
+            return
+        left = self.before[: len(self.filled)].tolist() if len(self.filled) else ()
+        if left:
             try:  # the copies may fail, what follows cannot
-                for shared, own, rows in zip(self.before[:n].tolist(), self.after[:n].tolist(), self.filled.tolist()):
-                    cache.k[:, own, :rows] = cache.k[:, shared, :rows]  # the rows behind them may be written already
-                    cache.v[:, own, :rows] = cache.v[:, shared, :rows]
+                for shared, own, tokens in zip(left, self.after.tolist(), self.filled.tolist()):
+                    self.copy_rows(shared, own, tokens)  # the rows behind them may be written already
             except BaseException:
-                cache._table[self.entries] = self.before
+                sequences.table[self.entries] = self.before
                 raise
-            pool.take(self.pages)
-            for page in self.before[:n].tolist():  # one by one: siblings may leave the same page
-                pool.drop(np.array([page], np.int32))
-            cache._lengths[self.rows] = self.ends
-        else:
-            cache._table[self.entries] = self.before
+        sequences.pool.take(self.pages)
+        for page in left:  # one by one: siblings may leave the same page
+            sequences.pool.drop(np.array([page], np.int32))
+        sequences.lengths[self.rows] = self.ends
 
 
 def ranges(starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

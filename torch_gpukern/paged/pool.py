@@ -3,6 +3,7 @@
 import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable
+from itertools import islice
 
 import numpy as np
 
@@ -24,6 +25,7 @@ class PagePool:
     """
 
     def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
         self.holds = np.zeros(num_blocks, np.int32)
         self._free = np.arange(num_blocks, dtype=np.int32)[::-1].copy()  # the next one last
         self._n_free = num_blocks
@@ -39,15 +41,17 @@ class PagePool:
         return self._n_free + len(self._idle)
 
     def next(self, n: int) -> Pages:
-        """The pages that `take(n)` will take; n is at most `available`. Forgets idle ones where free ones are too few."""
+        """The pages that `take(n)` will take, which is at most `available`. Nothing has changed until then."""
+        if n <= self._n_free:
+            return self._free[self._n_free - n : self._n_free][::-1]
+        return np.append(self._free[: self._n_free][::-1], np.fromiter(islice(self._idle, n - self._n_free), np.int32))
+
+    def take(self, n: int) -> None:
+        """Gives the next n pages one holder each. Forgets idle ones where free ones are too few."""
         while self._n_free < n:
             page, _ = self._idle.popitem(last=False)
             self._unpublish(page)
             self._push(np.array([page], np.int32))
-        return self._free[self._n_free - n : self._n_free][::-1]
-
-    def take(self, n: int) -> None:
-        """Gives the next n pages one holder each."""
         self.holds[self._free[self._n_free - n : self._n_free]] = 1
         self._n_free -= n
 

@@ -227,11 +227,12 @@ constexpr GK_HD layout right_inverse(const layout &l) {
 
 // (inside a tile, tile): l after (tile, complement of tile in l). Tiles that do not divide l round up: overhang counts
 // the elements of the last tiles that lie past l, and where it is not 0 the kernel needs a predicate. Past its end the
-// last mode of coalesce(l) goes on.
+// last mode of coalesce(l) goes on; an l of one element with the stride of its last mode.
 constexpr GK_HD layout_result divide(const layout &l, const layout &tile) {
     layout_result rest = complement(tile, size(l));
     if (!rest.ok) return rest;
     layout both = tile, longer = coalesce(l);
+    if (size(l) == 1 && l.modes > 0) longer.stride[0] = l.stride[l.modes - 1];
     for (int m = 0; m < rest.value.modes; ++m) {
         if (!layout_append(both, rest.value.shape[m], rest.value.stride[m])) return layout_refuse(tile.modes - 1);
     }

@@ -1,0 +1,132 @@
+"""Arguments by position, by another library's name, and of another type than bool: never taken for something else."""
+
+import inspect
+
+import pytest
+import torch
+from conftest import ops, torch_gpukern
+from registry import OPS, public
+
+CORE = {
+    "gemm": ("a", "b", "bias"),
+    "linear": ("x", "weight", "bias"),
+    "flash_attn": ("q", "k", "v"),
+    "flash_attn_varlen": ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
+    "paged_attn": ("q", "k_cache", "v_cache", "block_table", "seq_lens"),
+    "kv_cache_write": ("k", "v", "k_cache", "v_cache", "slots"),
+    "attn_merge": ("out_a", "lse_a", "out_b", "lse_b"),
+}
+WITH_BOOLS = ("flash_attn", "flash_attn_varlen", "paged_attn")
+NOT_BOOLS = (1, 0, 2.5, 0.0, None, "yes", torch.tensor(1), torch.tensor([True]))
+
+
+def good(name: str) -> dict:
+    if name == "linear":
+        return dict(x=torch.ones(3, 4), weight=torch.ones(5, 4), bias=torch.ones(5))
+    more = {"bias": torch.ones(5)} if name == "gemm" else {}
+    return OPS[name].make() | more
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_what_follows_the_tensors_is_keyword_only(name):
+    f, call = public(name), good(name)
+    parameters = inspect.signature(f).parameters.values()
+    assert tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD) == CORE[name]
+    assert all(p.kind is p.KEYWORD_ONLY for p in parameters if p.name not in CORE[name])
+    args = [call[n] for n in CORE[name]]
+    f(*args)
+    for extra in ((None,), (None, 0.0, True), (0.0, None, True), (True,), (torch.ones(5),)):
+        with pytest.raises(TypeError, match="positional"):
+            f(*args, *extra)
+
+
+@pytest.mark.parametrize(
+    ("name", "keyword", "ours"),
+    (
+        ("flash_attn", "causal", "is_causal is what says it here"),
+        ("flash_attn", "softmax_scale", "scale is what says it here"),
+        ("flash_attn", "window_size", "window_left and window_right are what says it here"),
+        ("flash_attn", "attn_mask", "is_causal, windows, lengths and slopes"),
+        ("flash_attn", "dropout_p", "there is no dropout"),
+        ("flash_attn", "enable_gqa", "leave it out"),
+        ("flash_attn", "return_attn_probs", "return_lse is"),
+        ("flash_attn", "cache_seqlens", "kv_end is"),
+        ("flash_attn", "no_such", "its arguments are q, k, v, is_causal, scale, diagonal"),
+        ("flash_attn_varlen", "causal", "is_causal is"),
+        ("flash_attn_varlen", "window_size", "window_left and window_right are"),
+        ("flash_attn_varlen", "cache_seqlens", "its arguments are"),
+        ("paged_attn", "causal", "is_causal is"),
+        ("paged_attn", "cache_seqlens", "seq_lens is"),
+        ("paged_attn", "logits_soft_cap", "softcap is"),
+        ("paged_attn", "k_descale", "k_scale is"),
+        ("kv_cache_write", "k_descale", "k_scale is"),
+        ("gemm", "act", "activation is"),
+        ("gemm", "out", "the op's .out overload"),
+        ("gemm", "causal", "its arguments are a, b, bias"),
+        ("linear", "act", "activation is"),
+    ),
+)
+def test_a_foreign_keyword_names_ours(name, keyword, ours):
+    with pytest.raises(TypeError, match=f"^gpukern::{name}: it has no argument '{keyword}'; .*{ours}"):
+        public(name)(**good(name), **{keyword: None})
+
+
+def test_compiled_code_refuses_a_foreign_keyword():
+    torch._dynamo.reset()
+    q = torch.ones(1, 1, 4, 8)
+    with pytest.raises(Exception, match="causal"):
+        torch.compile(lambda q: torch_gpukern.flash_attn(q, q, q, causal=True), backend="aot_eager")(q)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("value", NOT_BOOLS, ids=repr)
+@pytest.mark.parametrize("name", WITH_BOOLS)
+def test_what_is_true_or_false_is_a_bool(name, value):
+    call = good(name)
+    text = r"is_causal must be True or False, got "
+    raw = [getattr(ops, n) for n in (name, f"{name}_fwd")]
+    for f in (public(name), *raw, *(x.default for x in raw)):
+        for wanted in (False, True):
+            call["q"].requires_grad_(wanted)
+            with pytest.raises(ValueError, match=rf"^gpukern::{name}(_fwd)?: {text}"):
+                f(**call, is_causal=value)
+    call["q"].requires_grad_(False)
+    with pytest.raises(ValueError, match=text), torch.autocast("cpu"):
+        public(name)(**call, is_causal=value)
+    with pytest.raises(ValueError, match=text):
+        torch_gpukern.explain(name, **call, is_causal=value)
+    if OPS[name].has_out:
+        out = torch.empty_like(public(name)(**call))
+        with pytest.raises(ValueError, match=text):
+            getattr(ops, name).out(**call, is_causal=value, out=out)
+    schema = getattr(ops, name).default._schema.arguments
+    before = [a.name for a in schema].index("is_causal")
+    by_place = [call.get(a.name, a.default_value) for a in schema[:before]]
+    with pytest.raises(ValueError, match=text):
+        getattr(ops, name)(*by_place, value)
+
+
+def test_bools_of_a_backward():
+    x = torch.ones(1, 1, 4, 8)
+    out, lse = ops.flash_attn_fwd(x, x, x)
+    for argument in ("is_causal", "deterministic"):
+        with pytest.raises(ValueError, match=rf"^gpukern::flash_attn_bwd: {argument} must be True or False, got 1$"):
+            ops.flash_attn_bwd(x, x, x, x, out, lse, **{argument: 1})
+
+
+def test_a_bool_that_a_compiler_holds_is_one():
+    """A comparison of dynamic lengths, and a bool tensor, as torch.jit.trace makes it of one."""
+    torch._dynamo.reset()
+    f = torch.compile(
+        lambda q: torch_gpukern.flash_attn(q, q, q, is_causal=q.shape[2] > 1),
+        dynamic=True,
+        backend="aot_eager",
+        fullgraph=True,
+    )
+    for n in (4, 5, 1):
+        q = torch.randn(1, 2, n, 8)
+        assert torch.equal(f(q), torch_gpukern.flash_attn(q, q, q, is_causal=n > 1))
+    torch._dynamo.reset()
+    q = torch.randn(1, 2, 4, 8)
+    for way in (torch_gpukern.flash_attn, ops.flash_attn):
+        assert torch.equal(way(q, q, q, is_causal=torch.tensor(True)), ops.flash_attn(q, q, q, is_causal=True))

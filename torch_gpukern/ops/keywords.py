@@ -1,0 +1,70 @@
+"""Keywords that other libraries use for what has another name here: a call that says one is told ours."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from .._library import NAMESPACE
+
+__all__ = ["hide_unknown", "refuse_unknown"]
+
+_MASK = "which keys a query sees is said by is_causal, windows, lengths and slopes, not by a tensor of scores' size"
+_DROPOUT = "there is no dropout: leave it out"
+
+# Foreign keyword: the names that it may have here, of which a function has one or the other; or what to do instead.
+_OURS: dict[str, tuple[str, ...] | str] = {
+    "causal": ("is_causal",),
+    "softmax_scale": ("scale",),
+    "sm_scale": ("scale",),
+    "window_size": ("window_left", "window_right"),
+    "sliding_window": ("window_left", "window_right"),
+    "logits_soft_cap": ("softcap",),
+    "soft_cap": ("softcap",),
+    "softmax_cap": ("softcap",),
+    "s_aux": ("sinks",),
+    "return_attn_probs": ("return_lse",),
+    "return_softmax_lse": ("return_lse",),
+    "cache_seqlens": ("seq_lens", "kv_end"),
+    "context_lens": ("seq_lens", "kv_end"),
+    "seqused_k": ("seq_lens", "kv_end"),
+    "cache_leftpad": ("kv_start",),
+    "leftpad_k": ("kv_start",),
+    "k_descale": ("k_scale",),
+    "v_descale": ("v_scale",),
+    "attn_mask": _MASK,
+    "attention_mask": _MASK,
+    "attn_bias": _MASK,
+    "block_mask": _MASK,
+    "score_mod": "scores are changed by scale, softcap, alibi_slopes and sinks alone",
+    "dropout_p": _DROPOUT,
+    "dropout": _DROPOUT,
+    "enable_gqa": "heads are grouped wherever k has fewer than q: leave it out",
+    "deterministic": "torch.use_deterministic_algorithms(True) is obeyed: leave it out",
+    "num_splits": "long contexts are split by themselves: leave it out",
+    "act": ("activation",),
+    "epilogue": ("activation",),
+    "approximate": 'activation="gelu_tanh" is the approximate GELU',
+    "dtype": ("out_dtype",),
+    "allow_tf32": ("fp32_precision",),
+    "out": "the op's .out overload, below torch.ops.gpukern, writes into the caller's tensor",
+}
+
+
+def refuse_unknown(public: Callable, unknown: dict[str, Any]) -> NoReturn:
+    """TypeError for keywords that `public` does not have."""
+    name, given = public.__name__, next(iter(unknown))
+    names = [p.name for p in inspect.signature(public).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    ours = _OURS.get(given)
+    if isinstance(ours, tuple):
+        ours = [n for n in ours if n in names]
+        ours = f"{' and '.join(ours)} {'is' if len(ours) == 1 else 'are'} what says it here" if ours else None
+    raise TypeError(
+        f"{NAMESPACE}::{name}: it has no argument '{given}'; {ours or 'its arguments are ' + ', '.join(names)}"
+    )
+
+
+def hide_unknown(public: Callable) -> None:
+    """inspect, help() and editors see the arguments that there are: `**unknown` only serves to refuse the rest."""
+    signature = inspect.signature(public)
+    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    public.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]

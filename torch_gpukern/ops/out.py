@@ -1,0 +1,54 @@
+"""The .out overload of an op, which writes the caller's tensor."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch.autograd.graph import increment_version
+
+from .._library import NAMESPACE, any_requires_grad, below_autograd, is_dynamo_compiling, is_grad_enabled, library, ops
+from . import laws, parallel
+
+if TYPE_CHECKING:
+    from .define import Op
+
+__all__ = ["define"]
+
+
+def define(op: Op, fake: Callable, unwrapped: Callable) -> None:
+    """X.out, which writes the caller's tensor: no gradient, no autocast, else as X."""
+    op.out = getattr(ops, op.name).out
+    name, bare = f"{op.name}.out", unwrapped(op.out)
+
+    @functools.wraps(bare)
+    def call(*args, **kwargs):
+        if not is_dynamo_compiling():
+            op.refuse_number_gradients(args, kwargs)
+            op.refuse_non_bools(args, kwargs)
+            if op.whole_sequences:
+                parallel.before_attention(name)
+        return bare(*args, **kwargs)
+
+    op.out._op = call
+
+    def out_fake(*args, out, **kwargs):
+        made = fake(**op.named(args) | kwargs)
+        laws.has_shape(op.name, "out", out, made[0].shape)
+
+    def kernel(*args, out, **kwargs):
+        if is_grad_enabled() and any_requires_grad(*args, *kwargs.values(), out):
+            raise NotImplementedError(
+                f"{NAMESPACE}::{name}: it has no backward and an input requires a gradient; call it under torch.no_grad()"
+            )
+        guard = below_autograd()
+        try:
+            bare(*args, out=out, **kwargs)
+        finally:
+            del guard
+        increment_version(out)  # a tensor that autograd has saved must not change unseen
+
+    torch.library.register_fake(f"{NAMESPACE}::{name}", out_fake, lib=library)
+    library.impl(name, kernel, "Autograd")
