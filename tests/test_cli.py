@@ -4,16 +4,18 @@ import contextlib
 import io
 import json
 import re
+import subprocess
 import sys
 import xml.etree.ElementTree
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import run_python
 
 import torch_gpukern
-from torch_gpukern import bench, doctor
+from torch_gpukern import bench, charts, doctor
 from torch_gpukern.cli import main
 
 
@@ -181,3 +183,149 @@ def test_doctor_of_an_instruction_set_that_is_not_there():
         check=False,
     )
     assert done.returncode == 1 and "to do: unset GPUKERN_CPU, or name one that this machine has" in done.stdout
+
+
+def test_doctor_advises_what_can_be_done_here(monkeypatch, tmp_path):
+    """Without a GPU nothing is tuned, and nothing is installed that needs one."""
+    monkeypatch.setenv("GPUKERN_TUNED", str(tmp_path / "none.json"))
+    here = doctor.facts()
+    for kernels, devices in (([], []), (["gemm_sm90a_bf16"], [])):
+        known = {**here, "cuda_kernels": kernels, "cuda_devices": devices, "torch_cuda": None}
+        monkeypatch.setattr(doctor, "facts", lambda known=known: known)
+        advice = " ".join(check.todo for check in doctor.checks())
+        assert "tune gemm" not in advice and "triton" not in advice and "vllm" not in advice
+    assert doctor._tuned(True).todo.startswith("gpukern tune gemm")
+
+
+def test_layout_prints_its_table():
+    assert run("layout", "(4,8):(8,1)")[1].endswith(
+        """
+     0  1  2  3  4  5  6  7
+  +------------------------
+0 |  0  1  2  3  4  5  6  7
+1 |  8  9 10 11 12 13 14 15
+2 | 16 17 18 19 20 21 22 23
+3 | 24 25 26 27 28 29 30 31
+"""
+    )
+    assert "0 | 0 2 4 6\n" in run("layout", "4:2")[1] and "|" not in run("layout", "4:2", "--access", "2")[1]
+    assert "0 | T0 V0 T0 V1" in run("layout", "--atom", "mma.c")[1].replace(" 0 |  T0", "0 | T0").replace("  ", " ")
+    assert (
+        "64 x" in run("layout", "(100,100):(100,1)")[1]
+        and "--svg draws all of it" in run("layout", "(100,100):(100,1)")[1]
+    )
+    banks = run("layout", "(2,4):(64,1)", "--kind", "banks")[1]
+    assert banks.endswith("0 | 0 0 1 1\n1 | 0 0 1 1\n")
+
+
+@pytest.mark.parametrize(
+    "line, text",
+    [
+        ("layout (4,8):(8,1) --access 4 --elem-bytes 0", "must be 1 or more, got 0"),
+        ("layout (4,8):(8,1) --access 0", "argument --access: invalid choice: 0"),
+        ("layout (99999999,8):(1,1)", "layout: (99999999,8):(1,1) has 799999992 elements; at most 1048576"),
+        ("layout (4,8:(8,1)", "layout '(4,8:(8,1)': expected ',', found ':'"),
+        ("layout (4,0):(1,1)", "layout: shape is (4,0); sizes must be 1 or more"),
+        ("explain gemm 99999999999999999999 4 4", "argument M: must be at most 9223372036854775807"),
+        ("explain gemm 9223372036854775807 9223372036854775807 4", "explain: "),
+        ("explain flash_attn --window-left 99999999999999999999", "must be at most 9223372036854775807"),
+        ("explain flash_attn --window-left -2", "must be -1 or more"),
+        ("occupancy --registers 300 --threads 8", "occupancy: registers is 300; a thread has 0 to 255"),
+        ("occupancy --registers 30 --threads 0", "occupancy: threads is 0; a block has 1 to 1024"),
+        ("occupancy --registers 30", "occupancy: --registers stands for a kernel"),
+        ("roofline README.md", "roofline: README.md: no JSON of benchmarks/results/: "),
+        ("roofline pyproject.toml", "roofline: pyproject.toml: no JSON of benchmarks/results/: "),
+        ("bench gemm --dtype bfloat16 --quick", "bench: --quick is an option of the repository's benchmarks"),
+    ],
+)
+def test_what_cannot_be_served_is_said_in_a_line(line, text, capsys, monkeypatch):
+    """No traceback, and no word twice."""
+    monkeypatch.chdir(Path(__file__).parent.parent)
+    try:
+        status = main(line.split())
+    except SystemExit as end:
+        status = end.code
+    shown = capsys.readouterr().err
+    assert status in (1, 2) and text in shown.splitlines()[-1], shown
+    command = line.split()[0]
+    assert f"{command}: {command}" not in shown.lower() and len(shown.splitlines()[-1]) < 300
+
+
+def test_the_same_word_is_not_said_twice(capsys, monkeypatch):
+    from torch_gpukern import cli
+
+    for text, said in (
+        ("occupancy: x", "occupancy: x"),
+        ("x", "occupancy: x"),
+        ("Occupancy: x", "occupancy: x"),
+        ("", "occupancy: ValueError"),
+        ("x\nException raised from f at a.cpp:1\nframe #0: g", "occupancy: x"),
+    ):
+        assert cli._said("occupancy", ValueError(text)) == said
+
+
+@pytest.mark.parametrize("command", ("info --kernels", "layout (64,64):(64,1)", "occupancy --threads 128"))
+def test_a_reader_that_has_enough(command):
+    """`gpukern info | head -1`: no traceback, the status that a shell gives."""
+    script = f"set -o pipefail; {sys.executable} -m torch_gpukern {command.replace('(', chr(92) + '(').replace(')', chr(92) + ')')} | (read x; exec 0<&-; sleep 0.1)"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+    assert done.stderr == "" and done.returncode in (0, 141)
+
+
+def test_bench_in_a_checkout_drops_no_option(monkeypatch, capsys):
+    called = []
+    monkeypatch.setattr(
+        bench.subprocess, "run", lambda command: called.append(command[1:]) or SimpleNamespace(returncode=7)
+    )
+    monkeypatch.setattr(
+        bench, "_measured", lambda work, args, device: called.append((work, args.dtype, device.type)) or []
+    )
+    script = str(Path(__file__).parent.parent / "benchmarks" / "bench_flash_attn.py")
+    assert main(["bench", "flash_attn", "--quick", "--device", "cuda", "--only", "full"]) == 7
+    assert called.pop() == [script, "--device", "cuda", "--quick", "--only", "full"]
+    assert main(["bench", "flash_attn"]) == 7 and called.pop() == [script]
+    assert main(["bench", "flash_attn", "--dtype", "bfloat16"]) == 0  # the repository's benchmarks measure every dtype
+    assert called.pop() == ([("flash_attn", 1024)], "bfloat16", "cpu")
+    monkeypatch.setattr(bench, "CHECKOUT", Path("/nowhere"))
+    assert main(["bench", "flash_attn"]) == 0 and called.pop() == ([("flash_attn", 1024)], "float32", "cpu")
+    assert main(["bench", "flash_attn", "--quick"]) == 2 and "which are not here" in capsys.readouterr().err
+
+
+def test_explain_for_an_arch_without_cuda_kernels_says_how(monkeypatch, capsys):
+    monkeypatch.setattr(torch_gpukern, "_ops", SimpleNamespace(cuda_kernels=SimpleNamespace(default=lambda: "")))
+    assert main(["explain", "gemm", "4", "4", "4", "--arch", "sm_90"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("explain: arch is sm_90, and this gpukern was built without CUDA kernels")
+    assert "GPUKERN_CUDA=1 pip install ." in said
+
+
+def test_ticks_are_even_and_round():
+    for top in (0.003, 0.9, 1.0, 7, 73.2, 99.9, 1234, 5e7):
+        ticks = charts.even_ticks(top)
+        steps = {round((b - a) / (ticks[1] - ticks[0]), 9) for a, b in zip(ticks, ticks[1:])}
+        assert steps == {1.0} and ticks[0] == 0 and ticks[-2] < top <= ticks[-1] * (1 + 1e-9) and 4 <= len(ticks) <= 7
+    assert charts.even_ticks(90) == [0, 20, 40, 60, 80, 100] and charts.even_ticks(0) == [0, 1]
+    assert charts.decades(0.5, 120) == [
+        (0.5, False),
+        (1, True),
+        (2, False),
+        (5, False),
+        (10, True),
+        (20, False),
+        (50, False),
+        (100, True),
+    ]
+    assert [charts.short(x) for x in (1000.0, 2.5, 0.05, 3.0)] == ["1,000", "2.5", "0.05", "3"]
+
+
+def test_a_plot_says_what_stands_on_its_axes():
+    for op, unit, across in (("gemm", "GFLOP/s", "M = N = K"), ("paged_attn", "GB/s", "sequences of 2048 keys")):
+        case = bench.cases(op, 1 if op == "paged_attn" else 16, torch.float32, torch.device("cpu"))[0]
+        assert case.unit == unit
+        points = [
+            bench.Measured(op, size, f"{op} {size}", 1e6, unit, {"gpukern": 9.0, "theirs": 11.0}) for size in (16, 64)
+        ]
+        drawn = bench.plot(op, points)
+        assert f">{op}: {unit}</text>" in drawn and f">{across}</text>" in drawn and f">{unit}</text>" in drawn
+        assert "<path d=" in drawn and ">0</text>" in drawn
+    assert case.work == 2 * 2048 * 8 * 128 * 4  # keys and values that one sequence reads

@@ -88,7 +88,7 @@ def explain(op: Explained, *args: _Any, arch: str | None = None, **kwargs: _Any)
         *args: the arguments of ``torch.ops.gpukern.<op>``, by position
         arch: ``"sm_80"``, ``"sm_86"``, ``"sm_89"`` or ``"sm_90"``: what a GPU of that architecture would
             run (an A100, RTX 3090, L40S, H100), wherever the tensors are. No GPU is needed, and of
-            tensors on the CPU no contents are read; the build must have the CUDA kernels.
+            tensors on the CPU no contents are read; the build must have the CUDA kernels (GPUKERN_CUDA=1).
         **kwargs: or by name.
 
     Returns:
@@ -120,6 +120,11 @@ def explain(op: Explained, *args: _Any, arch: str | None = None, **kwargs: _Any)
     if op not in EXPLAINED:
         raise ValueError(f"explain: op is '{op}'; expected one of {', '.join(EXPLAINED)}")
     next(x for x in _Op.every if x.name == op).refuse_non_bools(args, kwargs)
+    if arch is not None and not _ops.cuda_kernels.default():
+        raise ValueError(
+            f"explain: arch is {arch}, and this gpukern was built without CUDA kernels, whose tables say what runs there; "
+            "GPUKERN_CUDA=1 pip install . builds them where nvcc is, without a GPU"
+        )
     if arch is None:
         return _json.loads(getattr(_ops, f"explain_{op}").default(*args, **kwargs))
     _ops.explain_for.default(arch)

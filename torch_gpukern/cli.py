@@ -9,8 +9,9 @@ python -m torch_gpukern tune gemm --shapes 4096x4096x4096 512x28672x4096:NT
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -19,24 +20,11 @@ from torch import Tensor
 from . import ARCHS, EXPLAINED, __version__, bench, doctor, explain, occupancy, roofline
 from ._library import ops
 from .layout import cli as layout_cli
-from .terminal import device_of, fields, table, with_progress
+from .terminal import device_of, fields, table, whole, with_progress
 from .tuning import cache, timing
 from .tuning import gemm as gemm_tuner
 
 _DTYPES = gemm_tuner.DTYPES
-
-
-def _size(least: int) -> Callable[[str], int]:
-    """The type of an argument: an int that is at least this."""
-
-    def parse(text: str) -> int:
-        value = int(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"must be {least} or more, got {value}")
-        return value
-
-    parse.__name__ = "int"  # which argparse names where int() fails
-    return parse
 
 
 # ---- info ----------------------------------------------------------------------------------------
@@ -302,24 +290,24 @@ def _parser() -> argparse.ArgumentParser:
         p.add_argument("--json", action="store_true", help="what torch_gpukern.explain returns, as JSON")
         if op == "gemm":
             for name in ("m", "n", "k"):
-                p.add_argument(name, type=_size(0), metavar=name.upper())
-            p.add_argument("--batch", type=_size(0), nargs="*", default=[], help="batch dimensions of a")
+                p.add_argument(name, type=whole(0), metavar=name.upper())
+            p.add_argument("--batch", type=whole(0), nargs="*", default=[], help="batch dimensions of a")
             p.add_argument("--layout", choices=("NN", "NT", "TN", "TT"), default="NN", help="T: stored transposed")
             p.add_argument("--bias", action="store_true")
             p.add_argument("--activation", choices=gemm_tuner.ACTIVATIONS, default="none")
             continue
         paged = op == "paged_attn"
-        p.add_argument("--batch", type=_size(0), default=1)
-        p.add_argument("--heads", type=_size(0), default=8)
-        p.add_argument("--heads-kv", type=_size(1), help="default: as --heads")
-        p.add_argument("--seq-q", type=_size(0), default=1 if paged else 1024, help="query tokens of each sequence")
-        p.add_argument("--seq-k", type=_size(0), default=1024 if paged else None, help="keys of each sequence")
-        p.add_argument("--head-dim", type=_size(1), default=64)
+        p.add_argument("--batch", type=whole(0), default=1)
+        p.add_argument("--heads", type=whole(0), default=8)
+        p.add_argument("--heads-kv", type=whole(1), help="default: as --heads")
+        p.add_argument("--seq-q", type=whole(0), default=1 if paged else 1024, help="query tokens of each sequence")
+        p.add_argument("--seq-k", type=whole(0), default=1024 if paged else None, help="keys of each sequence")
+        p.add_argument("--head-dim", type=whole(1), default=64)
         p.add_argument("--causal", action=argparse.BooleanOptionalAction, default=paged)
-        p.add_argument("--window-left", type=int, default=-1)
+        p.add_argument("--window-left", type=whole(-1), default=-1)
         p.add_argument("--softcap", type=float, default=0.0)
         if paged:
-            p.add_argument("--block-size", type=_size(1), default=16)
+            p.add_argument("--block-size", type=whole(1), default=16)
 
     layout_cli.add_arguments(commands)
     occupancy.add_arguments(commands)
@@ -357,7 +345,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unknown argument {rest[0]}")
     args.rest = rest
     try:
-        return args.run(args)
-    except (ValueError, IndexError, RuntimeError, OSError) as error:
-        print(f"{args.command}: {error}", file=sys.stderr)
+        status = args.run(args)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # `| head` has read enough; what is left would fail once more as Python ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + 13  # as the shell says it of SIGPIPE
+    except KeyboardInterrupt:
+        return 128 + 2
+    except (ValueError, IndexError, RuntimeError, OSError, MemoryError) as error:
+        print(_said(args.command, error), file=sys.stderr)
         return 1
+
+
+def _said(command: str, error: Exception) -> str:
+    """The error in a line that begins with the command, once."""
+    text = str(error).split("\nException raised from ")[0].strip() or type(error).__name__
+    if text.lower().startswith(f"{command}: "):
+        text = text[len(command) + 2 :]
+    return text if text.startswith(f"{command} ") else f"{command}: {text}"

@@ -64,13 +64,15 @@ def checks() -> Iterator[Check]:
         return
     yield _runs("cpu")
     yield from _cuda(known)
-    yield _tuned()
+    yield _tuned(bool(known["cuda_kernels"] and known["cuda_devices"]))
     yield _compiler()
     for package, what in (
         ("transformers", 'attn_implementation="gpukern"'),
         ("triton", "torch.compile on CUDA"),
         ("vllm", "--attention-backend GPUKERN"),
     ):
+        if package != "transformers" and not (known["cuda_kernels"] and known["torch_cuda"]):
+            continue  # of no use to this build
         try:
             yield Check(package, True, importlib.metadata.version(package))
         except importlib.metadata.PackageNotFoundError:
@@ -121,7 +123,7 @@ def _errors(device: torch.device) -> Iterator[float]:
 def _cuda(known: dict[str, Any]) -> Iterator[Check]:
     kernels, devices = known["cuda_kernels"], known["cuda_devices"]
     if not kernels:
-        todo = "build with nvcc (CUDA 12.8 or later) on the path: GPUKERN_CUDA=1 pip install ."
+        todo = "to use a GPU, build with nvcc (CUDA 12.8 or later) on the path: GPUKERN_CUDA=1 pip install ."
         yield Check("cuda", False if devices else None, "this build has no CUDA kernels", todo)
         return
     if not devices:
@@ -148,13 +150,16 @@ def _cuda(known: dict[str, Any]) -> Iterator[Check]:
             yield _runs(device["device"])
 
 
-def _tuned() -> Check:
+def _tuned(can_tune: bool) -> Check:
     path = cache.default_path()
     if path is None:
         return Check("tuned gemms", None, "GPUKERN_TUNED is off")
     if not path.exists():
         return Check(
-            "tuned gemms", None, f"{path} does not exist", "gpukern tune gemm --shapes ..., where the default is slow"
+            "tuned gemms",
+            None,
+            f"{path} does not exist",
+            "gpukern tune gemm --shapes ..., where the default is slow" if can_tune else "",
         )
     devices, problem = cache.read(path)
     if problem:

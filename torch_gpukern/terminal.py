@@ -1,9 +1,26 @@
-"""What the commands share: tables, progress, the device that a word names."""
+"""What the commands share: numbers as arguments, tables, progress, the device that a word names."""
 
+import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
+
+MOST = (1 << 63) - 1  # what a tensor's sizes can say
+
+
+def whole(least: int, most: int = MOST) -> Callable[[str], int]:
+    """The type of an argument: a whole number between these."""
+
+    def parse(text: str) -> int:
+        value = int(text)
+        if not least <= value <= most:
+            bound = f"{least} or more" if value < least else f"at most {most}"
+            raise argparse.ArgumentTypeError(f"must be {bound}, got {value}")
+        return value
+
+    parse.__name__ = "int"  # which argparse names where int() fails
+    return parse
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

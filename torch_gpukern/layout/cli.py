@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 from pathlib import Path
 
+from ..terminal import whole
 from . import atoms
-from .banks import accesses
+from .banks import ACCESSES, accesses
 from .core import Layout, as_layout
 from .divide import logical_divide, overhang
+from .pictures import MAX_CELLS, Picture, picture
 from .swizzle import Swizzle, Swizzled, parse, parse_swizzle
 from .tiling import make_layout_tv
 
@@ -29,6 +32,26 @@ ATOMS = {
 }
 
 
+MOST_ELEMENTS = 1 << 20
+MOST_ROWS = 64
+
+
+def table(p: Picture, columns: int) -> str:
+    """The cells of a picture as text, mode 0 down and the others across, as far as this many columns hold them."""
+    cells = [text for text, _ in p.cells]
+    width = max(map(len, cells))
+    side = len(str(min(p.rows, MOST_ROWS) - 1))
+    fit = max(1, min(p.columns, (columns - side - 3) // (width + 1)))
+    head = " " * (side + 3) + " ".join(str(j).rjust(width)[-width:] for j in range(fit))
+    lines = [head.rstrip(), " " * (side + 1) + "+" + "-" * (fit * (width + 1))]
+    for i in range(min(p.rows, MOST_ROWS)):
+        row = (cells[i + j * p.rows].rjust(width) for j in range(fit))
+        lines.append(f"{str(i).rjust(side)} | {' '.join(row)}")
+    if fit < p.columns or p.rows > MOST_ROWS:
+        lines.append(f"({min(p.rows, MOST_ROWS)} x {fit} of {p.rows} x {p.columns}; --svg draws all of it)")
+    return "\n".join(lines)
+
+
 def add_arguments(commands: argparse._SubParsersAction) -> None:
     p = commands.add_parser(
         "layout",
@@ -43,9 +66,13 @@ def add_arguments(commands: argparse._SubParsersAction) -> None:
     p.add_argument("--atom", choices=ATOMS, help="a fragment of an instruction, m16n8k16 and 8 x 8 matrices of 16 bits")
     p.add_argument("--swizzle", metavar="B,M,S", help="an xor after the layout, on offsets in elements")
     p.add_argument("--divide", metavar="TILER", help='a layout, a size, or one for each mode: "4;(2,2):(1,4)"')
-    p.add_argument("--elem-bytes", type=int, default=2, metavar="N", help="bytes of an element (default 2)")
+    p.add_argument("--elem-bytes", type=whole(1, 256), default=2, metavar="N", help="bytes of an element (default 2)")
     p.add_argument(
-        "--access", type=int, metavar="BYTES", help="bank conflicts and sectors of accesses of 1 to 16 bytes"
+        "--access",
+        type=int,
+        choices=ACCESSES,
+        metavar="BYTES",
+        help="bank conflicts and sectors of accesses of 1 to 16 bytes",
     )
     p.add_argument("--kind", choices=("offsets", "banks"), default="offsets", help="what the picture's colours say")
     p.add_argument("--svg", type=Path, metavar="FILE")
@@ -66,6 +93,8 @@ def _asked(args: argparse.Namespace) -> tuple[Layout | Swizzled, dict]:
     found = parse(args.layout)
     if isinstance(found, Swizzle):
         raise ValueError(f"{found} is a swizzle alone; write {found} o 0 o shape:stride")
+    if found.size > MOST_ELEMENTS:
+        raise ValueError(f"{found} has {found.size} elements; at most {MOST_ELEMENTS} are looked at")
     if args.divide:
         if isinstance(found, Swizzled):
             raise ValueError("--divide takes a plain layout; add --swizzle to swizzle the result")
@@ -84,6 +113,8 @@ def _asked(args: argparse.Namespace) -> tuple[Layout | Swizzled, dict]:
 def run(args: argparse.Namespace) -> int:
     layout, options = _asked(args)
     print(layout.explain())
+    if not (args.access or args.svg or args.png) and layout.size <= MAX_CELLS:
+        print(table(picture(layout, **options), shutil.get_terminal_size((120, 24)).columns))
     if args.access:
         print(f"accesses of {args.access} bytes, elements of {args.elem_bytes}:")
         for access in accesses(layout, args.elem_bytes, args.access):

@@ -18,8 +18,16 @@ typedef struct attn_seq {
 typedef struct attn_shape {
     int64_t batch, heads_q, heads_kv, group, head_dim, head_dim_v;
     int64_t max_seq_q, max_seq_k; /* upper bounds over the batch; sizes of dense calls */
+    int64_t sum_cells; /* of scores and of dP: the same in forward and backward, so that a score is one float */
     bool packed;
 } attn_shape;
+
+enum {
+    ATTN_FEW_QUERIES = 8 /* below: the runs of PyTorch's products over head_dim are short */
+};
+INLINE int64_t attn_sum_cells(gk_dtype dtype, int64_t max_seq_q) {
+    return dtype == GK_F32 && max_seq_q < ATTN_FEW_QUERIES ? SUM_CELLS_FEW : SUM_CELLS;
+}
 
 INLINE attn_shape attn_shape_of(const gk_flash_attn_args *a) {
     attn_shape s;
@@ -33,6 +41,7 @@ INLINE attn_shape attn_shape_of(const gk_flash_attn_args *a) {
     s.head_dim_v = a->v.shape[a->v.ndim - 1];
     s.max_seq_q = s.packed ? gk_min_i64(a->max_seqlen_q, a->q.shape[0]) : a->q.shape[2];
     s.max_seq_k = s.packed ? gk_min_i64(a->max_seqlen_k, a->k.shape[0]) : a->k.shape[2];
+    s.sum_cells = attn_sum_cells(a->q.dtype, s.max_seq_q);
     return s;
 }
 

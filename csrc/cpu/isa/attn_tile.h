@@ -78,6 +78,7 @@ typedef struct attn_job {
     const gk_attn_rules *rules;
     gk_dtype dtype;
     int64_t head_dim, head_dim_v, group, bq, bkv;
+    int64_t sum_cells; /* of scores */
     void *out;
     float *lse;
 } attn_job;
@@ -314,8 +315,8 @@ INLINE void attn_block(const attn_job *job, attn_lanes *lanes, const attn_keys *
             const int nv = width > W ? NV : 1;
             vf shrink[NV];
             bool moved;
-            tile_product(true, n, width, cells_of(head_dim), x.k, x.k_step, x.q + strip * x.q_strip, NR, x.s, NR,
-                         false);
+            tile_product(job->sum_cells, true, n, width, cells_of(head_dim), x.k, x.k_step, x.q + strip * x.q_strip, NR,
+                         x.s, NR, false);
             if (nv == 1)
                 moved = attn_softmax(x.s, n, j, lanes, lane, job, left, shrink, 1, true, true);
             else if (score_step)
@@ -330,7 +331,8 @@ INLINE void attn_block(const attn_job *job, attn_lanes *lanes, const attn_keys *
                         float *at = o + d * NR + w * W;
                         vf_store(at, vf_load(at) * shrink[w]);
                     }
-            tile_product(false, head_dim_v, width, cells, x.v, x.v_step, (const cell *)x.s, NR, o, NR, started[strip]);
+            tile_product(SUM_CELLS, false, head_dim_v, width, cells, x.v, x.v_step, (const cell *)x.s, NR, o, NR,
+                         started[strip]);
             started[strip] = true;
         }
     }

@@ -204,7 +204,7 @@ static void pre_task(void *arg, int64_t task, int64_t worker) {
         }
         vf sum = vf_set1(0), parts = vf_set1(0), near = vf_set1(0); /* near: for all other rows, of shorter sums */
         for (int64_t c = 0; c < dim; c += PAIR * W) {
-            if (c > 0 && c % (PAIR * SUM_CELLS) == 0) parts += sum, sum = vf_set1(0);
+            if (c > 0 && c % (PAIR * g->shape.sum_cells) == 0) parts += sum, sum = vf_set1(0);
             vf part = vf_set1(0);
             vc o[W], d[W];
             for (int64_t i = 0; i < W; ++i) {
@@ -331,20 +331,20 @@ static void pair_run(const pair *t, int64_t from, int64_t to, float *dq, int64_t
         const bool masked = gk_span_lo(span, t->i0 + row0 + rows - 1) > t->key0 + k ||
                             gk_span_hi(span, t->i0 + row0) < t->key0 + k + keys || k + keys > t->keys;
         /* 3. scores */
-        tile_product(true, keys, r.lane1 - row0, cells_of(dim), w->k_rows + k * z->ld_kd, z->ld_kd, w->q_t + row0, ld_q,
-                     w->s + skip + row0, ld_q, false);
-        tile_product(true, keys, r.lane1 - row0, cells_of(dim_v), w->v_rows + k * z->ld_kdv, z->ld_kdv, w->do_t + row0,
-                     ld_q, w->dp + skip + row0, ld_q, false);
+        tile_product(t->g->shape.sum_cells, true, keys, r.lane1 - row0, cells_of(dim), w->k_rows + k * z->ld_kd,
+                     z->ld_kd, w->q_t + row0, ld_q, w->s + skip + row0, ld_q, false);
+        tile_product(t->g->shape.sum_cells, true, keys, r.lane1 - row0, cells_of(dim_v), w->v_rows + k * z->ld_kdv,
+                     z->ld_kdv, w->do_t + row0, ld_q, w->dp + skip + row0, ld_q, false);
         if (t->modified)
             (masked ? score_both : score_modified)(t, &r);
         else
             (masked ? score_masked : score_plain)(t, &r);
         /* 4. gradients */
         const int64_t c0 = row0 / PAIR, cells = cells_of(rows);
-        tile_product(true, keys, dim_v, cells, w->p_rows + k * ld_qc + c0, ld_qc, w->do_panel + c0 * z->ld_dv, z->ld_dv,
-                     w->dv + k * z->ld_dv, z->ld_dv, true);
-        tile_product(true, keys, dim, cells, w->ds_rows + k * ld_qc + c0, ld_qc, w->q_panel + c0 * z->ld_d, z->ld_d,
-                     w->dk + k * z->ld_d, z->ld_d, true);
+        tile_product(SUM_CELLS, true, keys, dim_v, cells, w->p_rows + k * ld_qc + c0, ld_qc,
+                     w->do_panel + c0 * z->ld_dv, z->ld_dv, w->dv + k * z->ld_dv, z->ld_dv, true);
+        tile_product(SUM_CELLS, true, keys, dim, cells, w->ds_rows + k * ld_qc + c0, ld_qc, w->q_panel + c0 * z->ld_d,
+                     z->ld_d, w->dk + k * z->ld_d, z->ld_d, true);
     }
     for (int64_t l = 0; l < t->rows; l += NR, dq += z->dq_block) {
         const int64_t lo = gk_span_lo(span, t->i0 + l), hi = gk_span_hi(span, t->i0 + gk_min_i64(l + NR, t->rows) - 1);
@@ -353,8 +353,9 @@ static void pair_run(const pair *t, int64_t from, int64_t to, float *dq, int64_t
         if (k >= end) continue;
         /* the first keys of the chunk that the block sees start its sum */
         const bool has_sum = t->key0 > chunk_lo && lo < t->key0;
-        tile_product(false, dim, gk_min_i64(NR, t->lanes - l), cells_of(end - k), w->k_panel + k / PAIR * z->ld_d,
-                     z->ld_d, w->ds_panel + k / PAIR * ld_q + l, ld_q, dq, NR, has_sum);
+        tile_product(SUM_CELLS, false, dim, gk_min_i64(NR, t->lanes - l), cells_of(end - k),
+                     w->k_panel + k / PAIR * z->ld_d, z->ld_d, w->ds_panel + k / PAIR * ld_q + l, ld_q, dq, NR,
+                     has_sum);
     }
 }
 

@@ -138,7 +138,7 @@ static void across(const plan *x, gk_dtype dtype, const char *a, const char *b, 
         for (; j < cols; j += NR) {
             const bool in_place = j < whole;
             const cell *bp = in_place ? (const cell *)(bk + es * j) : b_pack + j * cells;
-            tile_product(a_rows, p->m, gk_min_i64(NR, cols - j), cells, a_pack, a_rows ? a_ld : p->m, bp,
+            tile_product(SUM_CELLS, a_rows, p->m, gk_min_i64(NR, cols - j), cells, a_pack, a_rows ? a_ld : p->m, bp,
                          in_place ? p->b_k : NR, acc + j, x->nb, k0 > 0);
         }
     }

@@ -79,7 +79,9 @@ static paged_job job_make(const gk_context *ctx, const gk_paged_attn_args *a) {
     const gk_attn_blocks *row = gk_attn_fwd_blocks;
     while (row->max_head_dim < gk_max_i64(head_dim, head_dim_v)) ++row;
     const int64_t bq = gk_clamp_i64(gk_round_up(job.max_tokens * group, NR), NR, row->bq);
-    job.tile = (attn_job){&a->rules, a->q.dtype, head_dim, head_dim_v, group, bq, row->bkv, a->out.data, a->lse.data};
+    job.tile = (attn_job){&a->rules,   a->q.dtype, head_dim, head_dim_v,
+                          group,       bq,         row->bkv, attn_sum_cells(a->q.dtype, job.max_tokens),
+                          a->out.data, a->lse.data};
 
     const int64_t capacity = a->block_table.shape[1] * a->k_cache.shape[1];
     job.chunk =

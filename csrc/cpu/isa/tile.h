@@ -19,18 +19,22 @@ extern const gk_gemm_isa SYM(gk_gemm_isa);
 
 INLINE int64_t cells_of(int64_t k) { return (k + PAIR - 1) / PAIR; }
 
-/* C[m][n] (+)= A B for any m and n; n is rounded up to whole vectors, so B and C own that many columns. A sum runs over
- * SUM_CELLS cells at a time, then the parts are added: half the rounding error at head_dim 512, 1.5 % of its time. */
+/* A sum runs over so many cells at a time, then the parts are added: half the rounding error at head_dim 512, 1.5 % of its
+ * time. Few float32 queries have all of a gradient hang on a few scores, and PyTorch's own products sum those in short
+ * runs: 32 cells at a time there (error of dk and dv at 3 queries, head_dim 80: 1.5 of PyTorch's, then 1.0). */
 enum {
-    SUM_CELLS = 128
+    SUM_CELLS = 128,
+    SUM_CELLS_FEW = 32
 };
 
-INLINE void tile_product(bool a_is_rows, int64_t m, int64_t n, int64_t cells, const cell *a, int64_t step,
-                         const cell *b, int64_t ldb, float *c, int64_t ldc, bool accumulate) {
+/* C[m][n] (+)= A B for any m and n; n is rounded up to whole vectors, so B and C own that many columns. A sum runs over
+ * sum_cells cells at a time. */
+INLINE void tile_product(int64_t sum_cells, bool a_is_rows, int64_t m, int64_t n, int64_t cells, const cell *a,
+                         int64_t step, const cell *b, int64_t ldb, float *c, int64_t ldc, bool accumulate) {
     const gk_ukr_fn(*ukr)[MR] = a_is_rows ? SYM(gk_ukr_rows) : SYM(gk_ukr_panel);
     int64_t strips = gk_ceil_div(m, MR), base = m / strips, longer = m % strips; /* even strips: 64 = 13 13 13 13 12 */
-    for (int64_t k = 0; k == 0 || k < cells; k += SUM_CELLS) {
-        const int64_t part = gk_min_i64(SUM_CELLS, cells - k);
+    for (int64_t k = 0; k == 0 || k < cells; k += sum_cells) {
+        const int64_t part = gk_min_i64(sum_cells, cells - k);
         const cell *ak = a + (a_is_rows ? k : k * step), *bk = b + k * ldb;
         for (int64_t j = 0; j < n; j += NR) {
             int nv = n - j > W ? NV : 1;
