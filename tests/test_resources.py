@@ -165,10 +165,10 @@ def test_powers_of_attention_run_under_the_products(report):
         assert held == 2 * (tile != "64"), name  # with a mask and without
         assert len(first) == held + early_scores(tile, modified), name
         if tile in ("64Short", "96", "128"):  # weights are packed behind the issue of scores, not before
-            turns = [i for i, op in enumerate(code) if op.startswith("BAR.SYNC")]
+            syncs = [i for i, op in enumerate(code) if op.startswith("BAR.SYNC")]
             late = 0
             for i, op in enumerate(code):
-                if op.startswith("HGMMA") and "RZ, !UPT" in op and (before := [k for k in turns if k < i]):
+                if op.startswith("HGMMA") and "RZ, !UPT" in op and (before := [k for k in syncs if k < i]):
                     converts = sum(op.startswith("F2FP") for op in code[before[-1] : i])
                     assert converts <= 16, (name, converts)
                     late += converts > 0
