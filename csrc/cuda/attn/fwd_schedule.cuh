@@ -56,7 +56,7 @@ struct FwdPlace {
 
 /* Single tile `at` of a dense call, longest first. */
 inline GK_HD FwdPlace fwd_single(const FwdSchedule &s, int at) {
-#ifdef __CUDACC__
+#ifdef __CUDA_ARCH__
 #pragma unroll 1 /* registers are few where it is called */
 #endif
     for (int i = 0; i < 5; ++i) {
