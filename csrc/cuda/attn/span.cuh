@@ -22,9 +22,7 @@ struct Span {
 /* Lengths are at most 2^30, so sums of a row and an offset stay within 32 bits. */
 constexpr int SPAN_FAR = 1 << 30;
 
-inline GK_HD int span_clamp(int64_t x) {
-    return (int)(x < -SPAN_FAR ? -SPAN_FAR : x > SPAN_FAR ? SPAN_FAR : x);
-}
+inline GK_HD int span_clamp(int64_t x) { return (int)(x < -SPAN_FAR ? -SPAN_FAR : x > SPAN_FAR ? SPAN_FAR : x); }
 
 /* left, right: -1 = unbounded; is_causal is in right already. */
 inline GK_HD Span span_make(int seq_k, int64_t diagonal, int64_t left, int64_t right) {
