@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The ops, each once: a good call of it, the gradients it has, its arguments that are numbers, and the calls it refuses.
 
 Tests that ask the same of every op walk OPS: errors (test_errors.py), transforms (test_transforms.py), numbers

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """flash-attn's three functions against its documented conventions, written out in float64."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Arguments by position, by another library's name, and of another type than bool: never taken for something else."""
 
 import inspect

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Arguments that are numbers: tensors that want a gradient are refused by name, and floats that float32 cannot hold have
 their limit or are refused.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The .out overloads: results in the caller's memory, which is checked."""
 
 import pytest

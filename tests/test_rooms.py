@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The laws of the rooms hold in this tree, and the script that says so sees each kind of breach."""
 
 import ast

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Checks the five laws of the rooms and the words (CONTRIBUTING.md) and the hygiene of the tree.
 
     python tools/check_rooms.py [ROOT]

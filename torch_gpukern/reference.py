@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The PyTorch statement of every op: what `torch_gpukern` computes, in as few lines as say it.
 
 Each function has the argument names of the op it states and is differentiable by autograd. Nothing

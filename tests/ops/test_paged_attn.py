@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """paged_attn, kv_cache_write and attn_merge."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The functions of the flash-attn package (2.8), by its signatures and conventions, on gpukern.
 
 ::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Linear with a fused activation, Attention with grouped heads and a cache, MLP of the gated kind."""
 
 from typing import Any, get_args

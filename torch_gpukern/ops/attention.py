@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What flash_attn and flash_attn_varlen share: sizes that are symbols, gradients, pairs of query and key, folds of vmap."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """define_op: what Python adds to an op, declared once.
 
 An op has its schema and its CPU and CUDA kernels in C++. Names, places and defaults of its arguments are read from the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """flash_attn_varlen: the public function and its declaration: fake function, gradients, autocast rule, FLOPs, vmap.
 
 Types of the public function by the value of return_lse stand in flash_attn_varlen.pyi.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """gemm: the public function and its declaration: fake function, gradients, autocast rule, FLOPs, vmap."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """linear: F.linear's signature over gemm."""
 
 from typing import NoReturn

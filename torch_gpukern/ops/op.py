@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Op: an op of the library, its schema by name, and the ways to call it.
 
 **Below autograd.** A call that wants no gradient skips the Autograd kernel, which spares it the dispatcher's way into

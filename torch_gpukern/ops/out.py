@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The .out overload of an op, which writes the caller's tensor."""
 
 import functools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """paged_attn and kv_cache_write: public functions and declarations: fakes, autocast rule, FLOPs. Neither has a gradient.
 
 Types of paged_attn by the value of return_lse stand in paged_attn.pyi.
