@@ -28,7 +28,6 @@ struct FwdSchedule {
     /* Dense calls alone: */
     Divisor by_splits, by_unit; /* splits; units of a head */
     int rounds;                 /* of units that are dealt as pairs; the other tiles are dealt one by one: */
-    int parts;                  /* of them */
     FwdSingles singles[5];
 };
 
@@ -57,8 +56,10 @@ struct FwdPlace {
 
 /* Single tile `at` of a dense call, longest first. */
 inline GK_HD FwdPlace fwd_single(const FwdSchedule &s, int at) {
-    for (int i = 0; i < s.parts;
-         ++i) { /* a number of the call: not unrolled, since registers are few where it is called */
+#ifdef __CUDACC__
+#pragma unroll 1 /* registers are few where it is called */
+#endif
+    for (int i = 0; i < 5; ++i) {
         const FwdSingles &of = s.singles[i];
         if (at < of.count) {
             const int shorter = (int)of.by_heads.into((uint32_t)at);
@@ -101,10 +102,9 @@ inline void fwd_deal(FwdSchedule *s, int sms) {
     /* of head `first` the pairs before p0 are dealt, of the heads behind it none */
     const int64_t dealt = (int64_t)s->rounds * s->blocks;
     const int first = pairs ? (int)(dealt / pairs) : s->heads, p0 = pairs ? (int)(dealt % pairs) : 0;
-    s->parts = 5;
     const int lengths[5] = {p0, (int)pairs - p0, s->tiles % 2, (int)pairs - p0, p0};
     const int heads[5] = {s->heads - first - 1, s->heads - first, s->heads, s->heads - first, s->heads - first - 1};
-    for (int i = 0, tile = s->tiles - 1; i < s->parts; tile -= lengths[i++]) {
+    for (int i = 0, tile = s->tiles - 1; i < 5; tile -= lengths[i++]) {
         const bool any = lengths[i] > 0 && heads[i] > 0;
         s->singles[i] = {any ? lengths[i] * heads[i] : 0, heads[i], tile, divisor_of((uint32_t)(any ? heads[i] : 1))};
     }
