@@ -68,7 +68,11 @@ def _guard(op: Op) -> None:
                 return op.out(*args, **kwargs)
             if op.transformed is not None and transforms_active() and _differentiating():
                 return _transformed(op, _checked(op, args, kwargs))
-            return bare(*args, **kwargs)
+            try:
+                return bare(*args, **kwargs)
+            except RuntimeError:
+                op.refuse_types(args, kwargs)
+                raise
 
         return call
 

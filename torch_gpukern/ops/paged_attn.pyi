@@ -24,6 +24,8 @@ def paged_attn(
     v_scale: Tensor | None = ...,
     is_causal: bool = ...,
     kv_start: Tensor | None = ...,
+    window_right: int = ...,
+    allow_short: bool = ...,
     return_lse: Literal[False] = ...,
 ) -> Tensor: ...
 @overload
@@ -45,6 +47,8 @@ def paged_attn(
     v_scale: Tensor | None = ...,
     is_causal: bool = ...,
     kv_start: Tensor | None = ...,
+    window_right: int = ...,
+    allow_short: bool = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -66,6 +70,8 @@ def paged_attn(
     v_scale: Tensor | None = ...,
     is_causal: bool = ...,
     kv_start: Tensor | None = ...,
+    window_right: int = ...,
+    allow_short: bool = ...,
     return_lse: bool = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def kv_cache_write(
