@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Context and tensor parallelism: four processes (gloo), all in one group and in two groups of two at once, against one."""
 
 import contextlib

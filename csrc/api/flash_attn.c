@@ -133,7 +133,7 @@ gk_status gk_check_flash_attn_bwd(const gk_context *ctx, const gk_flash_attn_bwd
     GK_TRY(check_contents(ctx, f, io));
     const gk_tensor *sinks = f->rules.sinks;
     GK_REQUIRE(sinks || !g->dsinks, "dsinks is given but sinks is not");
-    GK_REQUIRE(!g->is_part || !g->dsinks, "sinks must be missing where is_part is true: their gradient is of all keys");
+    GK_REQUIRE(!g->is_part || !sinks, "sinks must be missing where is_part is true: their gradient is of all keys");
     GK_TRY(check_result_dtype(io, ctx, "grad_dtype", &f->q, g->dq.dtype));
     const int64_t none = 0;
     gk_give(io, "dq", &g->dq, g->dq.dtype, ndim, f->q.shape, GK_DENSE_LAST);

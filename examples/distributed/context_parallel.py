@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Attention whose sequence is cut over ranks, beside one rank's: error, bits, bytes sent and time of each mode.
 
     torchrun --nproc-per-node 2 examples/distributed/context_parallel.py

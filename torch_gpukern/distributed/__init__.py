@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Attention and products over several ranks of torch.distributed: the same code by NCCL on GPUs and by gloo on a CPU.
 
 A rank is a process of a `ProcessGroup`. Context parallel functions take tensors whose sequence is cut over the ranks, tensor

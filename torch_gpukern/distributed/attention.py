@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Attention whose sequence is cut over ranks: context parallelism, dense and packed.
 
 Three ways to bring a rank's queries and all keys together, one result:

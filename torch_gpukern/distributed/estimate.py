@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """estimate: a model of a training step's time over many GPUs, for a first look before any is rented.
 
 A step's time is that of its FLOPs on one GPU's share plus what of its communication the FLOPs cannot hide. Bytes are those of the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A rank's own attention: queries of one run of tokens over a run of keys, both somewhere in the whole sequence."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """context_parallel_paged_attn: decoding over a cache whose keys are spread over ranks."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Products whose operands are cut over ranks: tensor and sequence parallelism.
 
 Shoeybi et al., "Megatron-LM" (2019), arXiv:1909.08053; Korthikanti et al., "Reducing Activation Recomputation in Large

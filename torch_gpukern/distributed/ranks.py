@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A group of ranks: its name, who is in it, and whether they agree about a call."""
 
 import hashlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """context_parallel_attn, mode ring: K and V go round the ranks, and with them in backward the sums of their gradients."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A sequence cut over ranks: which tokens a rank holds, shards of a tensor, and back."""
 
 from typing import Literal

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What ranks send each other. Tokens come first in every buffer, so that what a rank sends or receives is one piece."""
 
 from collections.abc import Sequence

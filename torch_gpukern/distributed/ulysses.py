@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """context_parallel_attn, mode ulysses: shards of the sequence become shards of the heads, and back."""
 
 import torch
