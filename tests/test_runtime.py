@@ -607,14 +607,14 @@ def test_every_isa(isa):
 
 
 def test_isas_of_this_machine():
-    """The list is in order, the best is the default, and it agrees with what the kernel says of the processor."""
+    """The list is in order, the last is the default unless a reason is given, and it agrees with what the kernel says of the
+    processor."""
     assert MACHINE == tuple(isa for isa in ISAS if isa in MACHINE) and MACHINE[0] == "base"
-    assert (
-        run_python(
-            "import torch, torch_gpukern; print(torch.ops.gpukern.cpu_isa())", {"GPUKERN_CPU": ""}
-        ).stdout.strip()
-        == MACHINE[-1]
-    )
+    show = "import torch, torch_gpukern; print(ops := torch.ops.gpukern, ops.cpu_isa(), ops.cpu_isa_reason(), sep='|')"
+    _, default, reason = run_python(show, {"GPUKERN_CPU": ""}).stdout.strip().split("|")
+    assert default in MACHINE and (default == MACHINE[-1]) == (reason == "")
+    assert not reason or (MACHINE[-1] in reason and default == "avx512")
+    assert run_python(show, {"GPUKERN_CPU": MACHINE[-1]}).stdout.strip().split("|")[1:] == [MACHINE[-1], ""]
     try:
         with open("/proc/cpuinfo") as f:
             flags = next((line.split() for line in f if line.startswith("flags")), None)

@@ -2,7 +2,8 @@
  * a call, and gk_context.cpu_isa hides the rows above it. The symbols, for grep, are gk_<stem>_<isa> with
  *   gk_gemm_packed gk_gemm_skinny gk_gemm_act_bwd gk_flash_attn_fwd gk_flash_attn_bwd gk_paged_attn gk_kv_cache_write
  *   gk_attn_merge       x       base avx2 avx512 avx512bf16
- * float32 rows compute in float32, bfloat16 and float16 rows convert tile by tile; avx512bf16 multiplies bfloat16 pairs.
+ * float32 rows compute in float32, bfloat16 and float16 rows convert tile by tile; avx512bf16 multiplies bfloat16 pairs, which
+ * on Intel's cores is slower than to convert: there the default is avx512 (features.c has the measurement).
  * float64 is served by ref/. GK_X86_ISAS comes from the build where it compiled more than the base set.
  */
 #include "kernels.h"
