@@ -38,6 +38,11 @@ export PATH := $(VENV)/bin:$(PATH)
 # environment holds the editable install of one checkout at a time.
 STAMPS := $(VENV)/.gpukern
 INSTALLED := $(STAMPS)/requirements
+# The demo by itself needs less; what is there serves it, too.
+NEEDED := $(INSTALLED)
+ifeq ($(MAKECMDGOALS)$(wildcard $(INSTALLED)),demo)
+NEEDED := $(STAMPS)/requirements-demo
+endif
 EDITABLE := $(STAMPS)/editable-$(shell echo "$(CURDIR)" | cksum | cut -d ' ' -f 1)
 
 # Without a GPU the CUDA half would take minutes to compile and not run.
@@ -50,7 +55,14 @@ endif
 endif
 endif
 ifneq ($(filter demo,$(MAKECMDGOALS)),)
-$(info gpukern: the demo takes about 3 minutes on two cores$(if $(wildcard $(INSTALLED)),,; before it about 3 \
+SAYS := the demo takes about 3 minutes on two cores
+else ifneq ($(filter test,$(MAKECMDGOALS)),)
+SAYS := the tests take about 8 minutes on two cores
+else ifneq ($(filter test-all,$(MAKECMDGOALS)),)
+SAYS := the whole grid takes about an hour on two cores
+endif
+ifdef SAYS
+$(info gpukern: $(SAYS)$(if $(wildcard $(STAMPS)/requirements*),,; before $(if $(filter demo,$(MAKECMDGOALS)),it,them) about 3 \
 to install torch and build$(if $(SAYS_NO_CUDA),, (up to 8 more for the CUDA half where nvcc is))))
 endif
 ifdef SAYS_NO_CUDA
@@ -69,16 +81,24 @@ CONFIGURE := cmake -S . -DPython_EXECUTABLE=$(PY) -DGPUKERN_BUILD_TESTS=ON \
 MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
 
-$(INSTALLED): requirements-test.txt requirements-test-nodeps.txt
-	@[ -x $(PY) ] || [ -n "$(PYTHON)" ] || { echo "gpukern: no Python >= 3.10 found; install one, or name it: make PYTHON=..."; exit 1; }
-	@[ -x $(PY) ] || $(PYTHON) -m venv $(VENV) || { echo "gpukern: $(PYTHON) cannot make $(VENV); apt-get install python3-venv"; exit 1; }
+$(PY):
+	@[ -n "$(PYTHON)" ] || { echo "gpukern: no Python >= 3.10 found; install one, or name it: make PYTHON=..."; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { echo "gpukern: $(PYTHON) cannot make $(VENV); apt-get install python3-venv"; exit 1; }
+
+$(STAMPS)/requirements-demo: requirements-demo.txt | $(PY)
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-demo.txt
+	@$(CMAKE_IS_NEW) || $(PY) -m pip install --quiet --disable-pip-version-check 'cmake>=3.20'
+	@command -v ninja >/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check ninja
+	@mkdir -p $(STAMPS) && touch $@
+
+$(INSTALLED): requirements-demo.txt requirements-test.txt requirements-test-nodeps.txt | $(PY)
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-test.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-test-nodeps.txt
 	@$(CMAKE_IS_NEW) || $(PY) -m pip install --quiet --disable-pip-version-check 'cmake>=3.20'
 	@command -v ninja >/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check ninja
 	@mkdir -p $(STAMPS) && touch $@
 
-build: $(INSTALLED)
+build: $(NEEDED)
 	@$(CONFIGURE) -B $(BUILD) -G Ninja -DGPUKERN_BUILD_TORCH=ON --log-level=NOTICE
 	@cmake --build $(BUILD) -j $(MAX_JOBS)
 	@cmake --install $(BUILD) --component torch --prefix . >/dev/null

@@ -155,7 +155,10 @@ def draw(bench: dict, device: str, path: Path) -> None:
         labels = [rows[i]["label"].replace(" ", "\n") for i in members]
         panel.set_xticks(range(len(members)), labels, fontsize=7.5)
         panel.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"bfloat16 {SIZE} cubed on {device}, a rung a step", fontsize=10)
+    figure.suptitle(
+        f"bfloat16 {SIZE} cubed on {device}, the {len(rows)} numbered rungs (ladder_sizes.png has those between, too)",
+        fontsize=10,
+    )
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -74,14 +74,15 @@ def draw(rows: list[dict], path: Path, device: str) -> None:
     names = list(dict.fromkeys(row["rung"] for row in rows))
     between = {"column", "warp_tile", "wmma", "double_buffer"}
     figure, panels = plt.subplots(1, 2, figsize=(13, 6), width_ratios=(3, 2), layout="constrained")
-    colors = plt.get_cmap("viridis")
+    colors = plt.get_cmap("tab10")
     for dtype, axes in zip(("bfloat16", "float32"), panels):
         for i, name in enumerate(names):
             points = [(int(r["size"]), float(r["tflops"])) for r in rows if (r["dtype"], r["rung"]) == (dtype, name)]
-            look = {"color": "black", "linewidth": 2.2} if name == CUBLAS else {"color": colors(i / len(names))}
+            look = {"color": "black", "linewidth": 2.2} if name == CUBLAS else {"color": colors(i % 10)}
+            look["marker"] = "os^"[i // 10]  # no two lines have color and marker alike
             look["linestyle"] = "--" if name in between else "-"
             if points:
-                axes.plot(*zip(*points), marker="o", markersize=3, label=name, **look)
+                axes.plot(*zip(*points), markersize=4, label=name, **look)
         axes.set(xscale="log", yscale="log", xlabel="M = N = K", ylabel="TFLOP/s", title=f"{dtype} on {device}")
         axes.set_xticks(SIZES, [str(size) for size in SIZES])
         axes.minorticks_off()

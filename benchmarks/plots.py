@@ -28,28 +28,29 @@ SPEED_PANELS = (
     ("paged_attn", "decode, page 16"),
 )
 OURS = "gpukern"
-# a provider has one color in every panel and plot
+# a provider has one color in every panel and plot, and no two of a picture share one
 COLORS = {
     OURS: "#d62728",
     "torch.matmul": "#1f77b4",
     "SDPA": "#1f77b4",
     "SDPA cuDNN": "#2ca02c",
-    "cuDNN, dense cache": "#2ca02c",
+    "cuDNN, dense cache": "#17becf",
     "torch built-ins, cuDNN": "#2ca02c",
-    "SDPA flash": "#1f77b4",
+    "SDPA flash": "#393b79",
     "torch built-ins": "#1f77b4",
     "SDPA efficient": "#9467bd",
-    "gather + SDPA": "#9467bd",
+    "gather + SDPA": "#7f7f7f",
     "FA3": "#ff7f0e",
     "FA4": "#8c564b",
-    "quack": "#8c564b",
-    "quack, tuned": "#8c564b",
+    "quack": "#bcbd22",
+    "quack, tuned": "#637939",
     "SDPA in float32": "#7f7f7f",
     "torch built-ins, float32": "#7f7f7f",
     "FlashInfer": "#e377c2",
-    "FlexAttention": "#7f7f7f",
+    "FlexAttention": "#ad494a",
 }
-SPARE = ("#17becf", "#bcbd22", "#393b79", "#637939")
+SPARE = ("#e7ba52", "#843c39", "#a55194", "#6b6ecf")
+STYLE = 2  # counts changes of how plots look: with one they are all drawn again
 
 # How the benches write a label: what the panel says beyond its group, and the size, whose name stands beside.
 FORMS = (
@@ -152,7 +153,7 @@ def speed_panels(results: list[dict]) -> dict[str, list[dict]]:
 
 def digest(panels: dict[str, list[dict]]) -> str:
     """Of all that a plot shows."""
-    shown = [(name, [(row["label"], row["unit"], rates(row)) for row in rows]) for name, rows in panels.items()]
+    shown = [STYLE, *((name, [(r["label"], r["unit"], rates(r)) for r in rows]) for name, rows in panels.items())]
     return hashlib.sha256(json.dumps(shown).encode()).hexdigest()
 
 

@@ -133,5 +133,6 @@ def documented(header: str) -> str:
 MADE.mkdir(exist_ok=True)
 (MADE / "gpukern.h").write_text(documented(HEADER.read_text()))
 hawkmoth_root = str(MADE)
-# libclang comes without headers: those of the compiler that built the library
+# libclang comes without headers: those of the compiler that built the library. hawkmoth would ask clang, which need not be here.
+hawkmoth_autoconf: list[str] = []
 hawkmoth_clang = [*compiler.get_include_args(os.environ.get("CC", "cc")), "-std=c11"]

@@ -61,7 +61,7 @@ void def_out(gk::Library &m, const std::string &name, const std::string &argumen
 void define(gk::Library &m) {
     def_op(m, "gemm", GEMM_ARGS, " -> (Tensor out, Tensor preact)");
     def_out(m, "gemm", GEMM_ARGS);
-    m.def("gemm_act_bwd(Tensor grad_out, Tensor saved, str activation) -> Tensor");
+    m.def("gemm_act_bwd(Tensor grad_out, Tensor saved, str activation) -> Tensor grad_in");
 
     def_op(m, "flash_attn", FLASH_ATTN_ARGS, OUT_LSE);
     m.def("flash_attn_bwd" FLASH_ATTN_BWD_ARGS GRADIENTS);

@@ -258,6 +258,15 @@ def test_every_plot_shows_the_committed_results(bench):
     assert bench("plots").main(["--check"]) == 0, "run `make results`"
 
 
+def test_no_two_providers_of_a_picture_share_a_color(bench):
+    plots = bench("plots")
+    for path, (_, panels) in plots.all_plots().items():
+        spare = {}
+        names = list(dict.fromkeys(name for rows in panels.values() for row in rows for name in plots.rates(row)))
+        colors = [plots.color_of(name, spare) for name in names]
+        assert len(set(colors)) == len(names), (path.name, dict(zip(names, colors)))
+
+
 def test_the_picture_shows_the_gpu_that_was_measured_last(bench):
     def result(device, date, rate, **said):
         row = {"group": "square bf16", "label": "512", "dtype": "bf16", "unit": "GFLOP/s", "rate": rate}

@@ -15,7 +15,7 @@ import torch
 from conftest import run_python
 
 import torch_gpukern
-from torch_gpukern import bench, doctor
+from torch_gpukern import bench, charts, doctor
 from torch_gpukern.cli import main
 
 
@@ -297,3 +297,35 @@ def test_explain_for_an_arch_without_cuda_kernels_says_how(monkeypatch, capsys):
     said = capsys.readouterr().err
     assert said.startswith("explain: arch is sm_90, and this gpukern was built without CUDA kernels")
     assert "GPUKERN_CUDA=1 pip install ." in said
+
+
+def test_ticks_are_even_and_round():
+    for top in (0.003, 0.9, 1.0, 7, 73.2, 99.9, 1234, 5e7):
+        ticks = charts.even_ticks(top)
+        steps = {round((b - a) / (ticks[1] - ticks[0]), 9) for a, b in zip(ticks, ticks[1:])}
+        assert steps == {1.0} and ticks[0] == 0 and ticks[-2] < top <= ticks[-1] * (1 + 1e-9) and 4 <= len(ticks) <= 7
+    assert charts.even_ticks(90) == [0, 20, 40, 60, 80, 100] and charts.even_ticks(0) == [0, 1]
+    assert charts.decades(0.5, 120) == [
+        (0.5, False),
+        (1, True),
+        (2, False),
+        (5, False),
+        (10, True),
+        (20, False),
+        (50, False),
+        (100, True),
+    ]
+    assert [charts.short(x) for x in (1000.0, 2.5, 0.05, 3.0)] == ["1,000", "2.5", "0.05", "3"]
+
+
+def test_a_plot_says_what_stands_on_its_axes():
+    for op, unit, across in (("gemm", "GFLOP/s", "M = N = K"), ("paged_attn", "GB/s", "sequences of 2048 keys")):
+        case = bench.cases(op, 1 if op == "paged_attn" else 16, torch.float32, torch.device("cpu"))[0]
+        assert case.unit == unit
+        points = [
+            bench.Measured(op, size, f"{op} {size}", 1e6, unit, {"gpukern": 9.0, "theirs": 11.0}) for size in (16, 64)
+        ]
+        drawn = bench.plot(op, points)
+        assert f">{op}: {unit}</text>" in drawn and f">{across}</text>" in drawn and f">{unit}</text>" in drawn
+        assert "<path d=" in drawn and ">0</text>" in drawn
+    assert case.work == 2 * 2048 * 8 * 128 * 4  # keys and values that one sequence reads

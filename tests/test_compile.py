@@ -1,7 +1,10 @@
 """torch.compile, export, AOTInductor, checkpoint, autocast, inference mode, FLOP counter: the ops inside PyTorch's tools."""
 
+import importlib
 import math
 import re
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +28,8 @@ from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(autouse=True)
@@ -857,3 +862,52 @@ def test_an_upgrade_compiles_anew():
         with torch.compiler.config.patch(cache_key_tag="gpukern-0.0.9-0"):
             assert hits() == 0
         assert [hits(), hits()] == [0, 1]
+
+
+@pytest.mark.parametrize("second", ("linear", "gemm of both transposed"))
+def test_casts_of_transposed_operands_in_compiled_code(second, device):
+    """Inductor's CPU code is wrong where it casts several transposed views in one kernel: what is stored is cast."""
+    gen = generator("transposed casts", second)
+    leaves = [randn(gen, *s, device=device).requires_grad_() for s in ((96, 192), (192, 192), (192, 192))]
+
+    def layers(x, w, w2):
+        if second == "linear":
+            return torch_gpukern.linear(torch_gpukern.linear(x, w), w2)
+        return torch_gpukern.gemm(torch_gpukern.gemm(x, w.mT).mT.contiguous().mT, w2.mT)
+
+    def step(fn):
+        with torch.autocast(device, torch.bfloat16):
+            out = fn(*leaves)
+        return torch.autograd.grad(out.float().square().sum(), leaves)
+
+    with fresh_cache():
+        got = step(torch.compile(layers, fullgraph=True))
+    for x, y, leaf in zip(got, step(layers), leaves, strict=True):
+        assert x.stride() == leaf.stride() and y.stride() == leaf.stride(), "a gradient is stored as its parameter is"
+        assert torch.allclose(x, y, rtol=2e-2, atol=2e-2 * y.abs().max().item())
+
+
+def test_compiled_autocast_step_of_the_demos_model(device, monkeypatch):
+    """As near to eager as bfloat16 is."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "demo"))
+    demo = importlib.import_module("model")
+    monkeypatch.delitem(sys.modules, "model")
+    torch.manual_seed(0)
+    config = demo.Config(vocab=64, context=32, layers=2, dim=64, heads_q=2, heads_kv=1, head_dim=32, hidden=96)
+    model, ours = demo.GPT(config).to(device), demo.GpukernOps()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=p.shape[0] ** -0.5)
+    tokens, targets = torch.randint(64, (2, 4, 32), device=device)
+
+    def step(loss):
+        model.zero_grad()
+        with torch.autocast(device, torch.bfloat16):
+            value = loss(tokens, targets, ours)
+        value.backward()
+        return {"loss": value.detach(), **{n: p.grad for n, p in model.named_parameters()}}
+
+    want = step(model.loss)
+    with fresh_cache():
+        got = step(torch.compile(model.loss, fullgraph=True))
+    for name, x in want.items():
+        assert (got[name] - x).norm() <= 0.05 * x.norm(), name

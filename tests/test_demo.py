@@ -84,6 +84,7 @@ def test_steps_that_were_asked_for_are_made(train, monkeypatch, tmp_path):
     """The clock bounds the default alone."""
     bounds = []
     monkeypatch.setattr(train, "load_corpus", lambda: train.Corpus(torch.zeros(9), torch.zeros(9), [], 1.0))
+    monkeypatch.setattr(train, "fastest_of_ours", lambda *args: ("float32", "float32 1 ms"))
     for name in ("compile_now", "compare_generation"):
         monkeypatch.setattr(train, name, lambda *args: 0)
     monkeypatch.setattr(train, "train", lambda *args: [(0.0, 8.0)])
@@ -103,7 +104,7 @@ def test_steps_that_were_asked_for_are_made(train, monkeypatch, tmp_path):
 def makes(folder, goal, gpu, **variables):
     """The output of `make -n` in a tree with nothing built, on a machine with or without a GPU."""
     shutil.copy(ROOT / "Makefile", folder)
-    for name in ("requirements-test.txt", "requirements-test-nodeps.txt", "pyproject.toml"):
+    for name in ("requirements-demo.txt", "requirements-test.txt", "requirements-test-nodeps.txt", "pyproject.toml"):
         shutil.copy(ROOT / name, folder)
     (folder / "csrc").mkdir(exist_ok=True)
     shutil.copy(ROOT / "csrc" / "gpukern.h", folder / "csrc")
@@ -145,3 +146,52 @@ def test_the_demo_says_first_how_long_it_takes(tmp_path):
     stamp.touch()
     first = makes(tmp_path, "demo", gpu=False).splitlines()[0]
     assert first == "gpukern: the demo takes about 3 minutes on two cores"
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+def test_make_test_says_how_long_it_takes(tmp_path):
+    first = makes(tmp_path, "test", gpu=False).splitlines()[0]
+    assert first.startswith(
+        "gpukern: the tests take about 8 minutes on two cores; before them about 3 to install torch"
+    )
+    assert makes(tmp_path, "build", gpu=False).splitlines()[0] != first
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+def test_the_demo_alone_installs_what_it_needs(tmp_path):
+    """Neither mypy nor hypothesis nor transformers; in an environment of the tests' it installs nothing."""
+    out = makes(tmp_path, "demo", gpu=False)
+    assert "-r requirements-demo.txt" in out and "requirements-test" not in out
+    assert "-r requirements-test.txt" in makes(tmp_path, "test", gpu=False)
+    needed = {
+        line.partition("==")[0] for line in (ROOT / "requirements-demo.txt").read_text().splitlines() if "==" in line
+    }
+    assert needed == {"torch", "numpy", "scikit-build-core", "matplotlib"}
+    assert "-r requirements-demo.txt" in (ROOT / "requirements-test.txt").read_text().splitlines()
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    (tmp_path / "venv" / "bin" / "python").touch()
+    (tmp_path / "venv" / ".gpukern").mkdir()
+    stamp = tmp_path / "venv" / ".gpukern" / "requirements"
+    stamp.touch()
+    os.utime(stamp, (time.time() + 1000,) * 2)  # later than the files that are copied beside it
+    assert "pip install --quiet --disable-pip-version-check -r" not in makes(tmp_path, "demo", gpu=False)
+
+
+def test_ours_computes_in_the_fastest_dtype(train, monkeypatch):
+    """On a CPU whose bfloat16 is slow that is float32."""
+    took = {torch.bfloat16: 0.4, torch.float32: 0.0}
+    model = train.GPT(train.Config(context=32, layers=1, dim=32, heads_q=2, heads_kv=1, head_dim=16, hidden=32))
+    text = torch.zeros(200, dtype=torch.uint8)
+    corpus = train.Corpus(text, text, [], 1.0)
+    monkeypatch.setattr(train, "gradient_step", lambda loss, x, y, device, dtype: time.sleep(took[dtype]))
+    assert train.fastest_of_ours(model, train.OPS["gpukern"](), corpus)[0] == "float32"
+    took.update({torch.bfloat16: 0.0, torch.float32: 0.4})
+    assert train.fastest_of_ours(model, train.OPS["gpukern"](), corpus)[0] == "bfloat16"
+
+
+def test_the_evaluation_shows_how_far_it_is(train, capsys):
+    config = train.Config(context=32, layers=1, dim=32, heads_q=2, heads_kv=1, head_dim=16, hidden=32)
+    text = torch.arange(3000, dtype=torch.uint8)
+    bits = train.held_out_bits(train.GPT(config), train.OPS["gpukern"](), train.Corpus(text, text, [], 1.0))
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) > 5 and shown[-1].startswith("[##############################]    3/3 KiB") and bits > 7

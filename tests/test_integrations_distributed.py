@@ -1,7 +1,6 @@
 """The ops on DTensors, in tensor-parallel layers and under FSDP2: two processes (gloo) against one."""
 
 import contextlib
-import functools
 import traceback
 
 import pytest
@@ -58,7 +57,8 @@ def check_gemm_rows_columns_batch_and_k(mesh):
             ((one, Shard(1), Shard(0), Shard(2)), Shard(2)),
             ((Shard(2), Shard(0), one, one), k_result),
         ):
-            call = functools.partial(gk.gemm, alpha=0.5, beta=2.0, activation=activation)
+            rules = {"alpha": 0.5, "beta": 2.0, "activation": activation}
+            call = lambda a, b, bias, c, rules=rules: gk.gemm(a, b, bias, c=c, **rules)  # noqa: E731
             same(call, [a, b, bias, c], on_mesh(mesh, [(p,) for p in where], a, b, bias, c), [result])
     batched = randn(gen, 4, 8, 10, dtype=torch.float64)
     same(gk.gemm, [a, batched], on_mesh(mesh, [(Shard(0),)] * 2, a, batched), [Shard(0)])

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from . import __version__, flash_attn, gemm, paged_attn
+from .charts import even_ticks, short
 from .terminal import device_of, table, with_progress
 from .tuning import timing
 from .tuning.gemm import DTYPES
@@ -42,7 +43,8 @@ class Case:
     line: str  # of a plot
     size: int
     name: str
-    flops: float
+    work: float  # of one call: FLOPs, or the bytes of keys and values where reading them is the bound
+    unit: str  # of its rate
     ours: Callable[[], Tensor]
     theirs: dict[str, Callable[[], Tensor]]
 
@@ -55,7 +57,8 @@ class Measured:
     line: str
     size: int
     name: str
-    flops: float
+    work: float
+    unit: str
     us: dict[str, float]  # by way; those that do not serve the call are not in it
 
     @property
@@ -63,15 +66,24 @@ class Measured:
         """PyTorch's fastest."""
         return min((way for way in self.us if way != OURS), key=self.us.__getitem__)
 
-    def gflops(self, way: str) -> float:
-        return self.flops / self.us[way] / 1e3
+    def rate(self, way: str) -> float:
+        return self.work / self.us[way] / 1e3
 
     def row(self) -> tuple[str, ...]:
         ours, peer = self.us[OURS], self.us[self.peer]
-        return self.name, f"{ours:.1f}", self.peer, f"{peer:.1f}", f"{peer / ours:.2f}", f"{self.gflops(OURS):.1f}"
+        return (
+            self.name,
+            f"{ours:.1f}",
+            self.peer,
+            f"{peer:.1f}",
+            f"{peer / ours:.2f}",
+            f"{self.rate(OURS):,.1f} {self.unit}",
+        )
 
 
-HEADS = ("case", "ours us", "PyTorch's fastest", "us", "ratio", "GFLOP/s")
+HEADS = ("case", "ours us", "PyTorch's fastest", "us", "ratio", "ours")
+# What a size is, by op: the name of a plot's lower axis.
+SIZE_NAMES = {"gemm": "M = N = K", "flash_attn": "tokens of a sequence", "paged_attn": "sequences of 2048 keys"}
 
 
 # ---- cases ---------------------------------------------------------------------------------------
@@ -102,7 +114,7 @@ def cases(op: str, size: int, dtype: torch.dtype, device: torch.device) -> list[
     if op == "gemm":
         a, b = randn(size, size), randn(size, size)
         name = f"gemm {size} cubed"
-        return [Case(op, size, name, 2.0 * size**3, lambda: gemm(a, b), {"matmul": lambda: a @ b})]
+        return [Case(op, size, name, 2.0 * size**3, "GFLOP/s", lambda: gemm(a, b), {"matmul": lambda: a @ b})]
     if op == "flash_attn":
         q, k, v = (randn(1, 8, size, 64) for _ in range(3))
         return [
@@ -111,6 +123,7 @@ def cases(op: str, size: int, dtype: torch.dtype, device: torch.device) -> list[
                 size,
                 f"flash_attn 8 heads, {size} tokens, d64{', causal' if causal else ''}",
                 4.0 * 8 * size**2 * 64 / (2 if causal else 1),
+                "GFLOP/s",
                 partial(flash_attn, q, k, v, is_causal=causal),
                 {way: partial(sdpa, q, k, v, is_causal=causal) for way, sdpa in _sdpas(device).items()},
             )
@@ -126,7 +139,8 @@ def cases(op: str, size: int, dtype: torch.dtype, device: torch.device) -> list[
 
     name = f"paged_attn {size} x 2048 keys, 32/8 heads, d128"
     theirs = {f"gather, {way}": partial(gather, sdpa) for way, sdpa in _sdpas(device).items()}
-    return [Case(op, size, name, 4.0 * size * 32 * 2048 * 128, lambda: paged_attn(q, k, v, pages, lens), theirs)]
+    read = 2.0 * size * 2048 * 8 * 128 * k.element_size()
+    return [Case(op, size, name, read, "GB/s", lambda: paged_attn(q, k, v, pages, lens), theirs)]
 
 
 def measure(case: Case, device: torch.device) -> Measured:
@@ -137,44 +151,51 @@ def measure(case: Case, device: torch.device) -> Measured:
             us[way] = timing.median_us(call, device)
         except RuntimeError:  # a backend of PyTorch that does not serve the call
             continue
-    return Measured(case.line, case.size, case.name, case.flops, us)
+    return Measured(case.line, case.size, case.name, case.work, case.unit, us)
 
 
 # ---- the page ------------------------------------------------------------------------------------
 
 COLORS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#9467bd", "#8c564b")
-WIDTH, HEIGHT, MARGIN = 800, 340, 56
+WIDTH, HEIGHT, MARGIN, LEFT = 800, 360, 60, 76
 
 
 def plot(title: str, points: Sequence[Measured]) -> str:
-    """GFLOP/s over the size as SVG, a line for each way; a point's figures under the pointer."""
+    """The rate over the size as SVG, a line for each way; a point's figures under the pointer."""
     ways = list(dict.fromkeys(way for p in points for way in p.us))
     sizes = sorted({p.size for p in points})
-    top = 1.1 * max(p.gflops(way) for p in points for way in p.us)
-    left, right = log10(sizes[0]), log10(sizes[-1])
+    unit, across = points[0].unit, SIZE_NAMES[points[0].line.partition(",")[0]]
+    ticks = even_ticks(1.02 * max(p.rate(way) for p in points for way in p.us))
+    low, high = log10(sizes[0]), log10(sizes[-1])
+    floor, right = HEIGHT - MARGIN, WIDTH - 24
 
-    def at(size: int, gflops: float) -> tuple[float, float]:
-        along = (log10(size) - left) / (right - left) if right > left else 0.5
-        return MARGIN + along * (WIDTH - 2 * MARGIN), HEIGHT - MARGIN - gflops / top * (HEIGHT - 2 * MARGIN)
+    def at(size: int, rate: float) -> tuple[float, float]:
+        along = (log10(size) - low) / (high - low) if high > low else 0.5
+        return LEFT + 16 + along * (right - LEFT - 32), floor - rate / ticks[-1] * (HEIGHT - 2 * MARGIN)
 
-    shapes = [f'<text x="{MARGIN}" y="20" font-size="14">{escape(title)}: GFLOP/s</text>']
-    for part in range(5):
-        _, y = at(sizes[0], top * part / 4)
-        shapes.append(f'<line x1="{MARGIN}" x2="{WIDTH - MARGIN}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
-        shapes.append(f'<text x="{MARGIN - 4}" y="{y + 4:.1f}" text-anchor="end">{top * part / 4:,.0f}</text>')
+    shapes = [f'<text x="{LEFT}" y="20" font-size="14">{escape(title)}: {unit}</text>']
+    for tick in ticks:
+        _, y = at(sizes[0], tick)
+        shapes.append(f'<line x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
+        shapes.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{short(tick)}</text>')
     for size in sizes:
         x, _ = at(size, 0)
-        shapes.append(f'<text x="{x:.1f}" y="{HEIGHT - MARGIN + 16}" text-anchor="middle">{size}</text>')
+        shapes.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{floor}" y2="{floor + 4}" stroke="#444"/>')
+        shapes.append(f'<text x="{x:.1f}" y="{floor + 16}" text-anchor="middle">{size}</text>')
+    shapes.append(f'<path d="M{LEFT},{MARGIN - 10}V{floor}H{right}" fill="none" stroke="#444"/>')
+    shapes.append(f'<text x="{(LEFT + right) / 2:.0f}" y="{floor + 30}" text-anchor="middle">{across}</text>')
+    middle = HEIGHT // 2
+    shapes.append(f'<text x="14" y="{middle}" text-anchor="middle" transform="rotate(-90 14 {middle})">{unit}</text>')
     for i, way in enumerate(ways):
         mine = sorted((p for p in points if way in p.us), key=lambda p: p.size)
         color, thick = COLORS[i % len(COLORS)], 3 if way == OURS else 1.5
-        line = " ".join("{:.1f},{:.1f}".format(*at(p.size, p.gflops(way))) for p in mine)
+        line = " ".join("{:.1f},{:.1f}".format(*at(p.size, p.rate(way))) for p in mine)
         shapes.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="{thick}"/>')
         for p in mine:
-            x, y = at(p.size, p.gflops(way))
-            text = escape(f"{way}, {p.name}: {p.us[way]:,.1f} us, {p.gflops(way):,.0f} GFLOP/s")
+            x, y = at(p.size, p.rate(way))
+            text = escape(f"{way}, {p.name}: {p.us[way]:,.1f} us, {p.rate(way):,.0f} {p.unit}")
             shapes.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}"><title>{text}</title></circle>')
-        x = MARGIN + i * (WIDTH - 2 * MARGIN) // len(ways)
+        x = LEFT + i * (right - LEFT) // len(ways)
         shapes.append(f'<text x="{x}" y="{HEIGHT - 8}" fill="{color}">{escape(way)}</text>')
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" font-size="11" '

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from .charts import decades, short
+
 # Nominal, dense: TFLOP/s and GB/s of the vendor's data sheet.
 NOMINAL = {
     "NVIDIA H200": {"bf16": 989.4, "f16": 989.4, "tf32": 494.7, "f32": 66.9, "read": 4800.0},
@@ -162,7 +164,30 @@ def html(device: str, peaks: dict, points: list[Point], without: int, source: st
         right = margin + (log10(x) - x0) / (x1 - x0) * (width - 2 * margin)
         return f"{right:.1f},{height - margin - (log10(y) - y0) / (y1 - y0) * (height - 2 * margin):.1f}"
 
+    left, top, right, floor = margin, margin, width - margin, height - margin
     shapes = []
+    for x, labelled in decades(10**x0, 10**x1):
+        to = at(x, 10**y0).split(",")[0]
+        shapes.append(f'<line x1="{to}" x2="{to}" y1="{top}" y2="{floor}" stroke="{"#ccc" if labelled else "#eee"}"/>')
+        shapes.append(f'<text x="{to}" y="{floor + 16}" font-size="11" text-anchor="middle">{short(x)}</text>')
+    for y, labelled in decades(10**y0, 10**y1):
+        to = at(10**x0, y).split(",")[1]
+        shapes.append(f'<line x1="{left}" x2="{right}" y1="{to}" y2="{to}" stroke="{"#ccc" if labelled else "#eee"}"/>')
+        if labelled:
+            shapes.append(
+                f'<text x="{left - 6}" y="{float(to) + 4:.1f}" font-size="11" text-anchor="end">{short(y)}</text>'
+            )
+    shapes.append(f'<path d="M{left},{top}V{floor}H{right}" fill="none" stroke="#444"/>')
+    across, up = "FLOPs per byte that must move", "GFLOP/s"
+    shapes.append(f'<text x="{width // 2}" y="{height - 18}" font-size="12" text-anchor="middle">{across}</text>')
+    middle = height // 2
+    shapes.append(
+        f'<text x="12" y="{middle}" font-size="12" text-anchor="middle" transform="rotate(-90 12 {middle})">{up}</text>'
+    )
+    for i, bench in enumerate(dict.fromkeys(p.bench for p in points)):
+        box = f'x="{left + 10}" y="{top + 8 + 16 * i}" width="9" height="9"'
+        shapes.append(f'<rect {box} fill="{COLORS.get(bench, "#7f7f7f")}"/>')
+        shapes.append(f'<text x="{left + 24}" y="{top + 16 + 16 * i}" font-size="11">{escape(bench)}</text>')
     for name, flops, bandwidth, measured in ceilings:
         ridge = min(max(log10(flops / bandwidth), x0), x1)
         line = " ".join(at(10**x, min(flops, 10**x * bandwidth)) for x in (x0, ridge, x1))

@@ -84,8 +84,9 @@ def write_curves(losses: dict[str, list[float]], folder: Path) -> str:
     figure, (above, below) = plt.subplots(2, 1, figsize=(7, 5), layout="constrained", sharex=True, height_ratios=(2, 1))
     (ours, ours_values), *others = losses.items()
     steps = range(1, len(ours_values) + 1)
-    for (name, values), color in zip(losses.items(), itertools.cycle(COLORS)):
-        above.plot(steps, values, color=color, label=name, linewidth=1, alpha=0.8)
+    above.plot(steps, ours_values, color=COLORS[0], label=ours, linewidth=5, alpha=0.35)  # the others lie upon it
+    for (name, values), color in zip(others, itertools.cycle(COLORS[1:])):
+        above.plot(steps, values, color=color, label=name, linewidth=1.2, linestyle="--")
     for (name, values), color in zip(others, itertools.cycle(COLORS[1:])):
         difference = [x - y for x, y in zip(smooth(ours_values), smooth(values))]
         below.plot(steps, difference, color=color, label=f"{ours} - {name}", linewidth=1)
@@ -94,6 +95,32 @@ def write_curves(losses: dict[str, list[float]], folder: Path) -> str:
     below.set(xlabel="step", ylabel=f"difference,\nmean of {SMOOTH} steps")
     for axes in (above, below):
         axes.legend(fontsize="small")
+        axes.grid(alpha=0.3, linewidth=0.5)
     figure.savefig(folder / "curves.png", dpi=120)
     plt.close(figure)
     return f"{path} and {folder / 'curves.png'}"
+
+
+def plot(curve: list[tuple[float, float]], held_out: float, gzip_bits: float, path: Path) -> bool:
+    """The loss curve, with the held-out result and gzip's as lines; False without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    seconds, bits = zip(*curve)
+    width = max(1, len(bits) // 50)
+    smooth = [statistics.fmean(bits[max(0, i - width) : i + 1]) for i in range(len(bits))]
+    axes.plot(seconds, bits, color="#4269d0", alpha=0.25, linewidth=0.7)
+    axes.plot(seconds, smooth, color="#4269d0", label="training")
+    axes.axhline(held_out, color="#3ca951", label=f"held out: {held_out:.3f}")
+    axes.axhline(gzip_bits, color="black", linestyle=":", label=f"gzip -9: {gzip_bits:.3f}")
+    axes.set(xlabel="seconds of training", ylabel="bits per byte", ylim=(1, 5))
+    axes.grid(alpha=0.3, linewidth=0.5)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return True

@@ -29,7 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from curves import compare_curves, write_curves
+from curves import compare_curves, plot, write_curves
 from data import Corpus, batches, load_corpus, windows
 from generate import PaddedRunner, PagedRunner, Request, for_inference, generate
 from model import GPT, OPS, Config, TorchOps
@@ -52,6 +52,8 @@ BUILT_INS = {
         "bfloat16, cuDNN": (torch.bfloat16, SDPBackend.CUDNN_ATTENTION),
     },
 }
+# What ours computes in: likewise the fastest, on a CPU by a gradient step of each.
+OURS = {"cpu": {"bfloat16": torch.bfloat16, "float32": torch.float32}, "cuda": {"bfloat16": torch.bfloat16}}
 COMPARED, COMPARED_ALONE = 16, 200  # steps
 # Sequences of a step with --compare-only: a GPU is fast enough at a quarter of what trains, and the curves say the same.
 BATCH_ALONE = {"cpu": 8, "cuda": 8}
@@ -155,19 +157,19 @@ class Optimizer:
 
 
 class Progress:
-    """One line that is rewritten on a terminal, and a line every tenth elsewhere."""
+    """One line that is rewritten on a terminal, and a line every tenth elsewhere: of seconds, or of other units."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self.terminal, self.shown = seconds, sys.stdout.isatty(), -1
+    def __init__(self, end: float, unit: str = "s") -> None:
+        self.end, self.unit, self.terminal, self.shown = end, unit, sys.stdout.isatty(), -1
 
-    def show(self, elapsed: float, text: str) -> None:
-        share = min(elapsed / self.seconds, 1.0)
+    def show(self, done: float, text: str) -> None:
+        share = min(done / self.end, 1.0)
         tenth = int(10 * share)
         if not self.terminal and tenth == self.shown:
             return
         self.shown = tenth
         bar = ("#" * round(30 * share)).ljust(30, ".")
-        line = f"[{bar}] {elapsed:4.0f}/{self.seconds:.0f} s  {text}"
+        line = f"[{bar}] {done:4,.0f}/{self.end:,.0f} {self.unit}  {text}"
         print(f"\r{line}\x1b[K" if self.terminal else line, end="", flush=True)
         print("" if self.terminal and share < 1 else "\n", end="", flush=True)
 
@@ -206,14 +208,16 @@ def compile_now(model: GPT, loss_fn, corpus: Corpus, dtype: torch.dtype = torch.
     return time.perf_counter() - start
 
 
-def train(model: GPT, ops, loss_fn, corpus: Corpus, seconds: float) -> list[tuple[float, float]]:
+def train(
+    model: GPT, ops, loss_fn, corpus: Corpus, seconds: float, dtype: torch.dtype = torch.bfloat16
+) -> list[tuple[float, float]]:
     """Trains until the clock says stop; returns (seconds, bits per byte) of every step."""
-    optimizer, progress, curve = Optimizer(model, ops), Progress(seconds), []
+    optimizer, progress, curve = Optimizer(model, ops, dtype), Progress(seconds), []
     batch, context, device = batch_of(model), model.config.context, device_of(model)
     feed = batches(corpus.train, batch, context, seed=1)
     start, smooth = time.perf_counter(), None
     while (elapsed := time.perf_counter() - start) < seconds:
-        loss = gradient_step(loss_fn, *next(feed), device)
+        loss = gradient_step(loss_fn, *next(feed), device, dtype)
         optimizer.step(elapsed / seconds)
         bits = loss.item() / math.log(2)  # waits for a GPU: by now the optimizer's launches are under way, too
         smooth = bits if smooth is None else 0.95 * smooth + 0.05 * bits
@@ -226,38 +230,17 @@ def train(model: GPT, ops, loss_fn, corpus: Corpus, seconds: float) -> list[tupl
 
 
 @torch.no_grad()
-def held_out_bits(model: GPT, ops, corpus: Corpus) -> float:
+def held_out_bits(model: GPT, ops, corpus: Corpus, dtype: torch.dtype = torch.bfloat16) -> float:
     """Bits per byte over every held-out byte, each predicted from the bytes before it; the first
     byte of all counts 8."""
-    context, device, nats = model.config.context, device_of(model), 0.0
+    context, device, nats, done = model.config.context, device_of(model), 0.0, 0
+    progress = Progress((len(corpus.held_out) - 1) / 1024, "KiB")
     for tokens, targets in windows(corpus.held_out, batch_of(model), context, overlap=context // 4):
-        with torch.autocast(device.type, torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
             nats += model.loss(tokens.to(device), targets.to(device), ops, reduction="sum").item()
+        done += int((targets >= 0).sum())
+        progress.show(done / 1024, f"{nats / math.log(2) / max(done, 1):.3f} bits per byte of the held-out text")
     return (nats / math.log(2) + 8) / len(corpus.held_out)
-
-
-def plot(curve: list[tuple[float, float]], held_out: float, gzip_bits: float, path: Path) -> bool:
-    """The loss curve, with the held-out result and gzip's as lines; False without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        return False
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    seconds, bits = zip(*curve)
-    width = max(1, len(bits) // 50)
-    smooth = [statistics.fmean(bits[max(0, i - width) : i + 1]) for i in range(len(bits))]
-    axes.plot(seconds, bits, color="#4269d0", alpha=0.25, linewidth=0.7)
-    axes.plot(seconds, smooth, color="#4269d0", label="training")
-    axes.axhline(held_out, color="#3ca951", label=f"held out: {held_out:.3f}")
-    axes.axhline(gzip_bits, color="black", linestyle=":", label=f"gzip -9: {gzip_bits:.3f}")
-    axes.set(xlabel="seconds", ylabel="bits per byte", ylim=(1, 5))
-    axes.legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return True
 
 
 def show_text(requests: list[Request], count: int) -> None:
@@ -284,17 +267,18 @@ def fastest(ways: dict[str, Callable[[], object]], model: GPT) -> tuple[str, str
     return best, ", ".join(f"{name} {1e3 * x:.0f} ms" for name, x in seconds.items())
 
 
-def compare_generation(model: GPT) -> None:
+def compare_generation(model: GPT, our_dtype: torch.dtype = torch.bfloat16) -> None:
     """The same continuous batch on both sides; the built-ins follow our bytes, in the dtype that serves them best."""
+    print(f"\ngenerating from {len(PROMPTS)} prompts, on ours and on PyTorch's built-ins", flush=True)
     places, new_bytes, device = 6, 160, device_of(model)
 
     def requests(count: int | None = None, most: int = new_bytes) -> list[Request]:
         return [Request(p.encode(), min(new_bytes - 12 * i, most)) for i, p in enumerate(PROMPTS[:count])]
 
-    twin, built_ins = for_inference(model, torch.bfloat16), {}
-    paged = PagedRunner(model.config, places, torch.bfloat16, device)
+    twin, built_ins = for_inference(model, our_dtype), {}
+    paged = PagedRunner(model.config, places, our_dtype, device)
     for name, (dtype, backend) in BUILT_INS[device.type].items():
-        same = twin if dtype == torch.bfloat16 else for_inference(model, dtype)
+        same = twin if dtype == our_dtype else for_inference(model, dtype)
         built_ins[name] = same, PaddedRunner(model.config, places, dtype, device, backend)
 
     def probe(model: GPT, runner: PaddedRunner) -> Callable[[], object]:
@@ -306,11 +290,12 @@ def compare_generation(model: GPT) -> None:
     a = generate(twin, paged, ours, places, temperature=0.7)
     follow = [bytes(request.text) for request in ours]
     b = generate(*built_ins[best], theirs, places, temperature=0.7, follow=follow)
-    print(f"\ngeneration: {len(ours)} prompts through a continuous batch of {places}, {a.steps} steps")
+    print(f"generation: {len(ours)} prompts through a continuous batch of {places}, {a.steps} steps")
     show_text(ours, 4)
     same = (a.logits.argmax(-1) == b.logits.argmax(-1)).float().mean().item()
     difference = (a.logits - b.logits).abs().max().item()
-    print(f"ours in bfloat16, the built-ins in {best}, their fastest here (a short run: {times})")
+    name = next(name for name, dtype in OURS[device.type].items() if dtype == our_dtype)
+    print(f"ours in {name}, the built-ins in {best}, their fastest here (a short run: {times})")
     print(f"{'':<28}{'gpukern':>12}{'built-ins':>12}{'ratio':>8}")
     ratio = b.seconds / a.seconds
     print(f"{'generated bytes/s':<28}{a.new_bytes / a.seconds:>12,.0f}{b.new_bytes / b.seconds:>12,.0f}{ratio:>7.2f}x")
@@ -375,6 +360,23 @@ def fastest_built_ins(model: GPT, corpus: Corpus) -> tuple[str, str]:
         )
 
     found = fastest({name: step(*way) for name, way in BUILT_INS[device_of(model).type].items()}, model)
+    model.zero_grad()
+    return found
+
+
+def fastest_of_ours(model: GPT, ops, corpus: Corpus) -> tuple[str, str]:
+    """Of OURS by the same step."""
+    ways = OURS[device_of(model).type]
+    if len(ways) == 1 or ops.name != "gpukern":
+        return next(iter(ways)), ""
+    tokens, targets = next(batches(corpus.train, 2, model.config.context, seed=3))
+
+    def step(dtype: torch.dtype) -> Callable[[], object]:
+        return lambda: gradient_step(
+            lambda tokens, targets: model.loss(tokens, targets, ops), tokens, targets, device_of(model), dtype
+        )
+
+    found = fastest({name: step(dtype) for name, dtype in ways.items()}, model)
     model.zero_grad()
     return found
 
@@ -449,11 +451,16 @@ def main() -> None:
         f"model: {sum(p.numel() for p in model.parameters()):,} weights, {c.layers} layers, width "
         f"{c.dim}, {c.heads_q} query heads on {c.heads_kv} of keys, context {c.context} bytes, on {args.device}"
     )
+    ours, times = fastest_of_ours(model, ops, corpus)
+    our_dtype = OURS[args.device][ours]
+    if times:
+        print(f"{ops.name} in {ours}, its fastest here (a gradient step of two sequences: {times})")
     loss_fn = compiled_loss(model, ops)
-    print(f"compiled on {ops.name} in {compile_now(model, loss_fn, corpus):.0f} s, training")
-    curve = train(model, ops, loss_fn, corpus, args.seconds)
+    print(f"compiled on {ops.name} in {compile_now(model, loss_fn, corpus, our_dtype):.0f} s, training", flush=True)
+    curve = train(model, ops, loss_fn, corpus, args.seconds, our_dtype)
 
-    bits, gzip_bits = held_out_bits(model, ops, corpus), corpus.gzip_bits_per_byte
+    print(f"evaluating on {len(corpus.held_out):,} held-out bytes", flush=True)
+    bits, gzip_bits = held_out_bits(model, ops, corpus, our_dtype), corpus.gzip_bits_per_byte
     verdict = "held" if bits <= GZIP_SHARE * gzip_bits else "missed"
     print(
         f"held out: {bits:.3f} bits per byte after {len(curve)} steps; gzip -9: {gzip_bits:.3f}; "
@@ -464,23 +471,27 @@ def main() -> None:
     second = f"and {args.out / 'loss.png'}" if plotted else "without a plot: matplotlib is not installed"
     print(f"wrote {args.out / 'checkpoint.pt'} {second}")
 
-    compare_generation(model)
+    compare_generation(model, our_dtype)
 
+    print("\ncompiling the built-ins, to train beside them", flush=True)
     sides = {}
     best, times = fastest_built_ins(model, corpus)
     dtype, backend = BUILT_INS[args.device][best]
-    print(f"\nbuilt-ins in {best}, their fastest here (a gradient step of two sequences, not compiled: {times})")
+    print(f"built-ins in {best}, their fastest here (a gradient step of two sequences, not compiled: {times})")
     for name in OPS:
         if name == ops.name == "gpukern":
-            sides[name] = model, ops, loss_fn, torch.bfloat16  # its graph is compiled already
+            sides[name] = model, ops, loss_fn, our_dtype  # its graph is compiled already
             continue
         twin, twin_ops = copy.deepcopy(model), TorchOps(backend) if name == "torch" else OPS[name]()
-        sides[name] = twin, twin_ops, compiled_loss(twin, twin_ops), dtype if name == "torch" else torch.bfloat16
+        sides[name] = twin, twin_ops, compiled_loss(twin, twin_ops), dtype if name == "torch" else our_dtype
         compile_now(twin, sides[name][2], corpus, sides[name][3])
     bound = args.seconds / 4 if args.compare_steps is None else math.inf
     losses = compare_training(model, sides, corpus, args.compare_steps or COMPARED, bound)
     print(f"wrote {write_curves(losses, args.out)}")
-    print(f"\n{time.perf_counter() - began:.0f} s in all")
+    made = [args.out / name for name in ("loss.png", "curves.png") if (args.out / name).exists()]
+    print(
+        f"\n{time.perf_counter() - began:.0f} s in all. Open {' and '.join(map(str, made)) or args.out / 'curves.csv'}"
+    )
 
 
 if __name__ == "__main__":

@@ -581,21 +581,6 @@ def test_gradcheck(activation, device, one_thread):
     assert torch.autograd.gradcheck(lambda a, b: ops.gemm(a, b, activation=activation), t[:2])
 
 
-def test_twice_differentiable_without_an_activation(device, one_thread):
-    gen = generator("gradgrad")
-    t = [randn(gen, *s, dtype=torch.float64, device=device).requires_grad_() for s in ((2, 3, 4), (4, 5), (5,), (3, 5))]
-    assert torch.autograd.gradgradcheck(lambda a, b, bias, c: ops.gemm(a, b, bias, c, 0.7, -1.3), t)
-    assert torch.autograd.gradgradcheck(lambda a, b: ops.gemm(a, b), (t[0], t[1].detach()[None].requires_grad_()))
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS[1:])
-def test_second_derivative_of_an_activation_is_refused(activation, device):
-    a = torch.ones(3, 4, device=device, requires_grad=True)
-    (grad,) = torch.autograd.grad(ops.gemm(a, a.mT, activation=activation).sum(), a, create_graph=True)
-    with pytest.raises(NotImplementedError, match="gpukern::gemm"):
-        grad.sum().backward()
-
-
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("activation", ("none", "gelu", "relu"))
 def test_opcheck_of_the_activation_backward(dtype, activation, device):

@@ -100,7 +100,7 @@ def _gemm(sizes: _Sizes, given: dict) -> list[_Rule]:
 
 
 def _gemm_act_bwd(sizes: _Sizes, given: dict) -> list[_Rule]:
-    return [{n: Shard(dim) for n in ("grad_out", "saved", "out")} for dim in range(len(sizes["saved"]))]
+    return [{n: Shard(dim) for n in ("grad_out", "saved", "grad_in")} for dim in range(len(sizes["saved"]))]
 
 
 # ---- attention -----------------------------------------------------------------------------------

@@ -3,10 +3,12 @@
 from typing import Any, get_args
 
 import torch
+import torch.nn.modules.module as _torch
 from torch import Tensor
 
 from ..ops import flash_attn, kv_cache_write, linear, paged_attn
 from ..ops.gemm import Activation
+from ..reference import ACTIVATIONS
 
 __all__ = ["MLP", "Attention", "Linear"]
 
@@ -23,9 +25,14 @@ class Linear(torch.nn.Linear):
     Weights, their names and their first values are nn.Linear's. A weight that is a tensor subclass with an F.linear of its own
     (quantised, for one) keeps it; see `torch_gpukern.linear`.
 
+    An adapter around it (LoRA, for one) adds to what it returns, so after the activation: where adapters come, leave the
+    activation a module of its own; `patch` and `MLP` make one pass of the two while nothing stands between them.
+
     Args:
         activation: none, relu, gelu, gelu_tanh or silu.
     """
+
+    activation: Activation = "none"  # of the class, so that `patch` gives a module nothing that it must take away again
 
     def __init__(
         self,
@@ -47,8 +54,30 @@ class Linear(torch.nn.Linear):
         return f"{super().extra_repr()}, activation={self.activation}"
 
 
+def has_hooks(m: torch.nn.Module) -> bool:
+    """Whether somebody sees what the module is given or returns."""
+    return bool(
+        m._forward_hooks
+        or m._forward_pre_hooks
+        or m._backward_hooks
+        or m._backward_pre_hooks
+        or _torch._global_forward_hooks
+        or _torch._global_forward_pre_hooks
+        or _torch._global_backward_hooks
+        or _torch._global_backward_pre_hooks
+    )
+
+
+def is_itself(m: torch.nn.Module) -> bool:
+    """Whether the module is a Linear whose call is its product and nothing else: no adapter in its place, no hook, no
+    parametrisation, no other forward. Then what follows may join its pass.
+    """
+    return type(m) is Linear and m.activation == "none" and "forward" not in m.__dict__ and not has_hooks(m)
+
+
 class MLP(torch.nn.Module):
-    """``down(activation(gate(x)) * up(x))``, SwiGLU where activation is silu; the activation is part of gate's pass.
+    """``down(activation(gate(x)) * up(x))``, SwiGLU where activation is silu; the activation is part of gate's pass, while
+    gate_proj is the Linear that it was made as.
 
     Names are those of Llama and most models after it: gate_proj, up_proj, down_proj.
     """
@@ -63,13 +92,23 @@ class MLP(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
+        _check_activation("MLP", activation)
+        self.activation = activation
         options: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.gate_proj = Linear(hidden_size, intermediate_size, bias, activation=activation, **options)
+        self.gate_proj = Linear(hidden_size, intermediate_size, bias, **options)
         self.up_proj = Linear(hidden_size, intermediate_size, bias, **options)
         self.down_proj = Linear(intermediate_size, hidden_size, bias, **options)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.gate_proj(x) * self.up_proj(x))
+        gate = self.gate_proj
+        if is_itself(gate):
+            gated = linear(x, gate.weight, gate.bias, activation=self.activation)
+        else:
+            gated = ACTIVATIONS[self.activation](gate(x))
+        return self.down_proj(gated * self.up_proj(x))
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation}"
 
 
 class Attention(torch.nn.Module):

@@ -2,12 +2,36 @@
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from .layers import Linear
+from ..ops import linear
+from .layers import Linear, has_hooks, is_itself
 
 __all__ = ["Patched", "patch"]
+
+
+class Fused(torch.nn.Sequential):
+    """An nn.Sequential in which an activation joins the pass of the Linear before it, as long as both are what they were: each
+    call looks. So an adapter, a hook, a slice, a module that is replaced or inserted meets the modules that it names.
+    """
+
+    _gpukern_pairs: dict[str, str] = {}  # names of a Linear and of its activation
+
+    def forward(self, input: Any) -> Any:
+        names = list(self._modules)
+        at = 0
+        while at < len(names):
+            first, activation = self._modules[names[at]], None
+            if at + 1 < len(names) and self._gpukern_pairs.get(names[at]) == names[at + 1] and is_itself(first):
+                activation = _activation_of(self._modules[names[at + 1]])
+            if activation is None:
+                input = first(input)
+            else:
+                input = linear(input, first.weight, first.bias, activation=activation)
+            at += 1 if activation is None else 2
+        return input
 
 
 class Patched:
@@ -22,13 +46,35 @@ class Patched:
         self.model = model
         self.replaced: dict[str, str] = {}
         self.skipped: dict[str, str] = {}
-        self._undo: list[Callable[[], None]] = []
+        self._changed: dict[str, tuple[torch.nn.Module, type, type]] = {}  # name: (module, its class then, and now)
 
     def restore(self) -> None:
-        """Puts every module back as it was; weights keep the values they have now. A second call does nothing."""
-        while self._undo:
-            self._undo.pop()()
+        """Puts every module back as it was; weights keep the values they have now. A second call does nothing.
+
+        Raises:
+            RuntimeError: other tools have changed a module since (a parametrisation, FSDP, hooks that take the place of its
+                forward): it stays, is named, and all others are put back. Undo what they did and call again.
+        """
+        left = {}
+        for name, (module, before, after) in list(self._changed.items()):
+            if type(module) is not after:
+                left[name] = f"its class is {type(module).__name__} now, not {after.__name__}"
+            elif "forward" in vars(module):
+                left[name] = "its forward was replaced"
+            else:
+                module.__class__ = before
+                vars(module).pop("_gpukern_pairs", None)
+                del self._changed[name]
+                self.replaced.pop(name, None)
+        if left:
+            what = "; ".join(f"{name or 'the model'}: {why}" for name, why in left.items())
+            raise RuntimeError(f"gpukern: what was changed since patch cannot be restored, the rest is: {what}")
         self.replaced.clear()
+
+    def _become(self, name: str, module: torch.nn.Module, kind: type) -> None:
+        # The object stays: parameters, hooks, and whoever holds it.
+        self._changed[name] = module, type(module), kind
+        module.__class__ = kind
 
     def __enter__(self) -> "Patched":
         return self
@@ -46,11 +92,14 @@ def patch(model: torch.nn.Module, say: Callable[[str], object] | None = print) -
     """Replaces, in place, what gpukern serves, and prints a line for each kind of replacement and for each module left.
 
     - ``nn.Linear`` becomes `torch_gpukern.nn.Linear`, the same object with the same parameters and hooks; an activation that
-      follows in an ``nn.Sequential`` (ReLU, GELU, SiLU) moves into it.
+      follows in an ``nn.Sequential`` (ReLU, GELU, SiLU) joins its pass, as long as both stand as they do now.
     - In ``nn.TransformerEncoderLayer`` and ``nn.MultiheadAttention`` nothing is replaced: PyTorch's inference path reads their
       weights and calls no module. `torch_gpukern.integrations.sdpa` serves these.
     - Subclasses of nn.Linear keep their own forward: LoRA's wrapped base layer is an nn.Linear and is replaced, quantised
       layers are not. Weights that are tensor subclasses go through F.linear as before.
+
+    Tools that look for nn.Linear by its very type (``torch.ao.quantization.quantize_dynamic``) find none in a patched model, and
+    ``torch.jit.script`` takes no call of ours: restore first.
 
     transformers' attention is not a module to replace: `torch_gpukern.integrations.transformers.register`.
 
@@ -58,17 +107,39 @@ def patch(model: torch.nn.Module, say: Callable[[str], object] | None = print) -
         say: is called with each line; None says nothing.
 
     Returns:
-        Patched, whose ``restore()`` undoes all of it.
+        Patched, whose ``restore()`` undoes all of it. Where patch raises, nothing is changed.
+
+    Raises:
+        TypeError: model is no module.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"gpukern patch: model must be a torch.nn.Module, got {model!r}")
     done = Patched(model)
+    try:
+        _patch(done, model)
+        if say is not None:
+            _report(done, say)
+    except BaseException:
+        done.restore()
+        raise
+    return done
+
+
+def _patch(done: Patched, model: torch.nn.Module) -> None:
     closed: set[torch.nn.Module] = set()
     for module in model.modules():
         if isinstance(module, (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer)):
             closed.update(module.modules())
+    fused: dict[str, str] = {}  # a Linear's name: the activation that joins its pass
     uses = Counter(child for module in model.modules() for child in module._modules.values())
     for name, module in model.named_modules():
-        if type(module) is torch.nn.Sequential and module not in closed:
-            _fuse(done, name, module, uses)
+        if type(module) is not torch.nn.Sequential or module in closed or "forward" in vars(module):
+            continue
+        pairs = _pairs_of(module, uses)
+        fused.update({f"{name}.{first}" if name else first: which for first, (_, which) in pairs.items()})
+        if pairs:
+            done._become(name, module, Fused)
+            vars(module)["_gpukern_pairs"] = {first: second for first, (second, _) in pairs.items()}
     for name, module in model.named_modules():
         if not isinstance(module, torch.nn.Linear) or isinstance(module, Linear):
             continue
@@ -78,54 +149,33 @@ def patch(model: torch.nn.Module, say: Callable[[str], object] | None = print) -
             done.skipped[name] = f"{type(module).__name__} has a forward of its own"
         elif "forward" in vars(module):
             done.skipped[name] = "its forward was replaced before"
+        elif hasattr(module, "activation"):
+            done.skipped[name] = "it has an attribute named activation"
         else:
-            _become(done, name, module, "none")
-    if say is not None:
-        _report(done, say)
-    return done
+            done._become(name, module, Linear)
+            done.replaced[name] = "Linear" if name not in fused else f"Linear + {fused[name]}"
 
 
-def _become(done: Patched, name: str, module: torch.nn.Linear, activation: str) -> None:
-    # The object stays: parameters, hooks, and whoever holds it.
-    module.__class__ = Linear
-    module.activation = activation  # type: ignore[assignment]
-    done.replaced[name] = "Linear" if activation == "none" else f"Linear + {activation}"
-
-    def undo() -> None:
-        module.__class__ = torch.nn.Linear  # type: ignore[assignment]
-        del module.activation
-
-    done._undo.append(undo)
-
-
-def _activation_of(module: torch.nn.Module) -> str | None:
+def _activation_of(module: torch.nn.Module) -> Any:
+    """The name of an activation that is a module of its own, which nobody watches."""
+    if has_hooks(module) or "forward" in module.__dict__:
+        return None
     if type(module) is torch.nn.GELU:
         return "gelu" if module.approximate == "none" else "gelu_tanh"
     return {torch.nn.ReLU: "relu", torch.nn.SiLU: "silu"}.get(type(module))
 
 
-def _fuse(done: Patched, name: str, sequence: torch.nn.Sequential, uses: Counter) -> None:
-    """An activation after a Linear moves into it and leaves an Identity; not where hooks see what it is given, and not
+def _pairs_of(sequence: torch.nn.Sequential, uses: Counter) -> dict[str, tuple[str, str]]:
+    """A Linear's name: the name of the activation that follows, and which it is. Not where hooks see what it is given, and not
     where the Linear is used elsewhere, too.
     """
-    children = list(sequence._modules.items())
+    children, found = list(sequence._modules.items()), {}
     for (first_name, first), (second_name, second) in zip(children, children[1:]):
         activation = _activation_of(second)
-        if type(first) is not torch.nn.Linear or "forward" in vars(first) or uses[first] > 1:
-            continue
-        if activation is None or any(_has_hooks(m) for m in (first, second)):
-            continue
-        _become(done, f"{name}.{first_name}" if name else first_name, first, activation)
-        sequence._modules[second_name] = torch.nn.Identity()
-
-        def undo(at: str = second_name, old: torch.nn.Module = second) -> None:
-            sequence._modules[at] = old
-
-        done._undo.append(undo)
-
-
-def _has_hooks(m: torch.nn.Module) -> bool:
-    return any((m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks))
+        plain = type(first) is torch.nn.Linear and not hasattr(first, "activation") and "forward" not in vars(first)
+        if plain and activation is not None and uses[first] == 1 and not has_hooks(first):
+            found[first_name] = second_name, activation
+    return found
 
 
 def _report(done: Patched, say: Callable[[str], object]) -> None:

@@ -22,6 +22,7 @@ import functools
 import hashlib
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -324,7 +325,8 @@ def define_op(
             of tensors (or None), and a dict of the rest by name. needs: for each argument whether its gradient is wanted;
             args without trailing defaults. By default all tensors are kept, arguments and results.
         saved: names of the tensors that `save` returns.
-        reads_all: ``reads_all(args)`` says whether backward reads more than the first result; by default it does.
+        reads_all: ``reads_all(args)`` says whether backward reads more than the first result; by default it does. Where it
+            is declared, `backward` is handed the gradients of all results, in a second derivative for one.
         without_gradient: arguments that may not require a gradient.
         refuse: text of the NotImplementedError that a backward raises, for an op without one.
         refuse_fwd: likewise, for X_fwd.
@@ -414,7 +416,7 @@ def _register_autocast(op: Op, names: Sequence[str] | Callable) -> None:
         def to(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
             if x is None or x.dtype is torch.float64 or not x.is_floating_point() or x.device.type != device:
                 return x
-            return x.to(dtype)
+            return cast_as_stored(x, dtype)
 
         def cast(*args):
             dtype, given = torch.get_autocast_dtype(device), op.named(args)
@@ -431,6 +433,18 @@ def _register_autocast(op: Op, names: Sequence[str] | Callable) -> None:
 
     register("cpu", "AutocastCPU")
     register("cuda", "AutocastCUDA")
+
+
+def is_transposed(x: Tensor) -> bool:
+    """Whether its last two dimensions are stored the other way round. Asked of symbolic strides, this guards nothing new."""
+    return x.dim() > 1 and x.stride(-1) != 1 and x.stride(-2) == 1
+
+
+def cast_as_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x.to(dtype), of a transposed view the cast of what is stored, transposed, as F.linear casts its weight. Inductor's CPU
+    code gives wrong values where several such casts of the view meet in one kernel (torch 2.13 and 2.14).
+    """
+    return x.mT.to(dtype).mT if is_transposed(x) else x.to(dtype)
 
 
 def register_flops(op: Op, flops: Callable) -> None:
@@ -455,13 +469,14 @@ def tag_compiled_code() -> None:
     every key. Ours is added to one that is set already, once for all of the process, which compiles anew after an upgrade
     of gpukern; without an upgrade its caches serve as ever.
     """
-    config, tag = torch.compiler.config, tag_of([str(op.overload._schema) for op in Op.every])
+    rules = [path.read_text() for path in Path(__file__).parent.glob("*.py")]  # gradients and casts, which graphs hold
+    config, tag = torch.compiler.config, tag_of([*(str(op.overload._schema) for op in Op.every), *rules])
     tags = config.cache_key_tag.split("+") if config.cache_key_tag else []
     if tag not in tags:  # the package may be imported again
         config.cache_key_tag = "+".join([*tags, tag])
 
 
 def tag_of(schemas: Sequence[str]) -> str:
-    """Name, version and a digest of the schemas, for builds of one version."""
+    """Name, version and a digest of schemas and rules, for builds of one version."""
     digest = hashlib.sha256("\n".join(sorted(schemas)).encode()).hexdigest()[:12]
     return f"{NAMESPACE}-{ops.version.default()}-{digest}"

@@ -6,9 +6,8 @@ from typing import Literal, NoReturn, get_args
 import torch
 from torch import Tensor
 
-from .._library import is_grad_enabled, transforms_active
 from . import batching, laws, parallel
-from .define import define_op
+from .define import define_op, is_transposed
 from .keywords import refuse_unknown
 
 __all__ = ["Activation", "Precision", "gemm"]
@@ -60,8 +59,7 @@ def gemm(
         [..., M, N] contiguous. K = 0 gives ``activation(beta * c + bias)``.
 
     Gradients: a, b, bias and c, each in its own dtype, summed over broadcast dimensions in float32.
-    Without an activation the op is twice differentiable; with one a second backward raises
-    NotImplementedError. A float32 gradient of a 16-bit product (``out_dtype=torch.float32``) is
+    The op is twice differentiable, with an activation too. A float32 gradient of a 16-bit product (``out_dtype=torch.float32``) is
     rounded to the inputs' dtype before it is multiplied.
 
     Under autocast a, b, bias and c are cast; out_dtype, where given, still is the dtype of the
@@ -139,8 +137,14 @@ def _sum_to(x: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return x.reshape(shape).to(dtype)
 
 
-def _summed_product(x: Tensor, y: Tensor, shape: torch.Size, complete: bool, how: dict) -> Tensor:
-    """x @ y of one dtype, summed to `shape`: in float32 until the sum is complete. complete: it has no more dimensions."""
+def _summed_product(
+    x: Tensor, y: Tensor, shape: torch.Size, complete: bool, how: dict, transposed: bool = False
+) -> Tensor:
+    """x @ y of one dtype, summed to `shape`: in float32 until the sum is complete. complete: it has no more dimensions.
+    transposed: it is stored so, as the weight of a linear layer and thus its gradient.
+    """
+    if complete and transposed:
+        return _gemm.call_named(a=y.mT, b=x.mT, **how).mT
     if complete or torch.broadcast_shapes(x.shape[:-2], y.shape[:-2]) == shape[:-2]:
         return _gemm.call_named(a=x, b=y, **how)
     acc = x.dtype if x.dtype is torch.float64 else torch.float32
@@ -155,7 +159,7 @@ def _reads_preact(args) -> bool:
 def _save(needs, args, out, preact):
     """An operand is kept only where the other's gradient reads it; of all of them shape and dtype are enough."""
     a, b, *more = args
-    forms, activated = [(a.shape, a.dtype), (b.shape, b.dtype)], None
+    forms, activated = [(a.shape, a.dtype), (b.shape, is_transposed(b))], None
     if more:
         forms += [x if x is None else (x.shape, x.dtype) for x in more[:2]]
         activation = _gemm.value(args, "activation")
@@ -163,16 +167,17 @@ def _save(needs, args, out, preact):
     return (a if needs[1] else None, b if needs[0] else None, activated), {"forms": forms}
 
 
-def _backward(needs, a, b, activated, forms, alpha, beta, activation, fp32_precision, grad_out, **_):
-    """grad_out [..., M, N] in the dtype of the result; grad_preact is never asked for."""
+def _backward(needs, a, b, activated, forms, alpha, beta, activation, fp32_precision, grad_out, grad_preact, **_):
+    """grad_out [..., M, N] in the dtype of the result; grad_preact likewise, of a second derivative, which goes through the
+    value before the activation.
+    """
     forms = dict(zip(("a", "b", "bias", "c"), forms, strict=False))
-    (shape_a, dtype), (shape_b, _) = forms["a"], forms["b"]
+    (shape_a, dtype), (shape_b, transposed) = forms["a"], forms["b"]
     grad, made = grad_out, {}
-    if activated is not None:
-        if is_grad_enabled() and not activated.requires_grad and not transforms_active():
-            # The preact has no history here, so that a second backward must be stopped at the op that reads it.
-            activated = activated.detach().requires_grad_()
+    if activated is not None and grad is not None:
         grad = _gemm_act_bwd.call_named(grad_out=grad, saved=activated, activation=activation)
+    if grad_preact is not None and activation not in ("none", "relu"):
+        grad = grad_preact if grad is None else grad + grad_preact
 
     how = {"alpha": alpha, "fp32_precision": fp32_precision}
     g = grad if grad.dtype is dtype else grad.to(dtype)
@@ -183,7 +188,7 @@ def _backward(needs, a, b, activated, forms, alpha, beta, activation, fp32_preci
         if one and len(shape_a) > 2:  # the sum over the batch is part of the product
             rows = math.prod(shape_a[:-1])
             a, g = a.reshape(rows, a.shape[-1]), g.reshape(rows, g.shape[-1])
-        made["b"] = _summed_product(a.mT, g, shape_b, one, how)
+        made["b"] = _summed_product(a.mT, g, shape_b, one, how, transposed)
     if "bias" in needs:
         made["bias"] = _sum_to(grad, *forms["bias"])
     if "c" in needs and beta == 0:  # c was not read, so not even an infinite gradient reaches it
@@ -192,6 +197,40 @@ def _backward(needs, a, b, activated, forms, alpha, beta, activation, fp32_preci
     elif "c" in needs:
         made["c"] = _sum_to(grad if beta == 1 else beta * grad, *forms["c"])
     return made
+
+
+def _save_of_act_bwd(needs, args, grad_in):
+    return args[:2], {}
+
+
+def _backward_of_act_bwd(needs, grad_out, saved, activation, grad_grad_in, **_):
+    """Of grad_out * f'(saved): in saved by the f'' below, whose own derivatives are PyTorch's."""
+    made = {}
+    if "grad_out" in needs:
+        made["grad_out"] = _gemm_act_bwd.call_named(grad_out=grad_grad_in, saved=saved, activation=activation)
+    if "saved" in needs:
+        acc = torch.float64 if saved.dtype is torch.float64 else torch.float32
+        second = _second_derivative(activation, saved.to(acc))
+        made["saved"] = (grad_grad_in.to(acc) * grad_out.to(acc) * second).to(saved.dtype)
+    return made
+
+
+def _second_derivative(activation: str, x: Tensor) -> Tensor:
+    """f''(x). Where x is clamped f'' is 0 in float64, and without it a factor would be inf beside that 0."""
+    if activation == "silu":
+        x = x.clamp(-800, 800)
+        s = x.sigmoid()
+        return s * (-x).sigmoid() * (2 + x * (1 - 2 * s))
+    if activation == "gelu":
+        x = x.clamp(-40, 40)
+        return (2 - x * x) * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+    if activation == "gelu_tanh":
+        x = x.clamp(-40, 40)
+        slope = math.sqrt(2 / math.pi)
+        u, du, ddu = slope * (x + 0.044715 * x**3), slope * (1 + 3 * 0.044715 * x * x), slope * 6 * 0.044715 * x
+        sech2 = 4 * (2 * u).sigmoid() * (-2 * u).sigmoid()  # 1 - tanh(u)^2 without its cancellation
+        return sech2 * (du + 0.5 * x * (ddu - 2 * torch.tanh(u) * du * du))
+    return torch.zeros_like(x)
 
 
 # ---- vmap ----------------------------------------------------------------------------------------
@@ -241,6 +280,8 @@ _gemm = define_op(
 _gemm_act_bwd = define_op(
     "gemm_act_bwd",
     fake=_act_bwd_fake,
-    refuse="gemm: with an activation it is not twice differentiable",
+    save=_save_of_act_bwd,
+    saved=("grad_out", "saved"),
+    backward=_backward_of_act_bwd,
     fold=batching.everywhere,
 )

@@ -41,10 +41,15 @@ def differentiate(
             if i < len(args) and args[i] is not None and args[i].requires_grad:
                 raise ValueError(f"{door.qualified}: {name} requires a gradient and has none; pass {name}.detach()")
 
-    def what_backward_reads(*args):
-        return op.all.below(*args) if reads_all(args) else (op.below(*args), None)
+    fast = of_all = _fast(rules, first and reads_all is None, op.all.below)
+    if reads_all is not None:
+        # What backward reads is a result of the Function, though not of the call: so it has a history where a gradient is
+        # differentiated again, and costs no memory of its own.
+        of_first = _fast(rules, True, lambda *args: (op.below(*args), None))
 
-    fast = _fast(rules, first, op.all.below if reads_all is None else what_backward_reads)
+        def fast(*args):
+            return of_all(*args)[0] if reads_all(args) else of_first(*args)
+
     slow = _with_setup_context(door, rules)
 
     def call(*args):
@@ -125,11 +130,13 @@ def _fast(rules: _Rules, first: bool, below: Callable) -> Callable:
 
     def forward_of_all(ctx, *args):
         results = below(*args)
-        keep(ctx, args, results)
+        keep(ctx, args, (results,) if isinstance(results, Tensor) else results)
         ctx.set_materialize_grads(False)
         return results
 
     def backward(ctx, *grads):
+        if grads[0] is None and not any(grad is not None for grad in grads):
+            return (None,) * len(ctx.needs_input_grad)
         return rules.gradients(ctx, grads)
 
     forward = forward_of_first if first else forward_of_all
