@@ -2,7 +2,7 @@
  *
  * cu_seqlens [B+1]  block_table [B, max_blocks]  seq_lens [B] int32; slots [T] int32 or int64.
  * Any strides. */
-#include "internal.h"
+#include "checks.h"
 
 #include <inttypes.h>
 
@@ -12,34 +12,31 @@ static int64_t load_int(const gk_tensor *t, int64_t offset) {
 }
 
 /* ---- cu_seqlens ------------------------------------------------------------------------------ */
-gk_status gk_check_cu_seqlens(const char *op, const char *name, const gk_tensor *cu_seqlens, int64_t total,
-                              int64_t max_seqlen) {
+gk_status gk_check_cu_seqlens(const char *name, const gk_tensor *cu_seqlens, int64_t total, int64_t max_seqlen) {
     int64_t batch = cu_seqlens->shape[0] - 1, start = load_int(cu_seqlens, 0);
     if (start != 0) {
-        return gk_fail(GK_ERR_INDEX, "gpukern::%s: %s is expected to start at 0, got %s[0] = %" PRId64, op, name, name,
-                       start);
+        return gk_fail(GK_ERR_INDEX, "%s is expected to start at 0, got %s[0] = %" PRId64, name, name, start);
     }
     for (int64_t b = 0; b < batch; ++b) {
         int64_t end = load_int(cu_seqlens, (b + 1) * cu_seqlens->stride[0]);
         if (end < start) {
             return gk_fail(GK_ERR_INDEX,
-                           "gpukern::%s: %s is expected not to decrease, got %s[%" PRId64 "] = %" PRId64
-                           " after %" PRId64,
-                           op, name, name, b + 1, end, start);
+                           "%s is expected not to decrease, got %s[%" PRId64 "] = %" PRId64 " after %" PRId64, name,
+                           name, b + 1, end, start);
         }
         if (end - start > max_seqlen) {
             return gk_fail(GK_ERR_INDEX,
-                           "gpukern::%s: %s is expected to hold sequences of at most max_seqlen %" PRId64
-                           " tokens, got %" PRId64 " in sequence %" PRId64,
-                           op, name, max_seqlen, end - start, b);
+                           "%s is expected to hold sequences of at most max_seqlen %" PRId64 " tokens, got %" PRId64
+                           " in sequence %" PRId64,
+                           name, max_seqlen, end - start, b);
         }
         start = end;
     }
     if (start > total) {
         return gk_fail(GK_ERR_INDEX,
-                       "gpukern::%s: %s is expected to end at or before the %" PRId64
-                       " tokens there are, got %s[%" PRId64 "] = %" PRId64,
-                       op, name, total, name, batch, start);
+                       "%s is expected to end at or before the %" PRId64 " tokens there are, got %s[%" PRId64
+                       "] = %" PRId64,
+                       name, total, name, batch, start);
     }
     return GK_OK;
 }
@@ -48,21 +45,19 @@ gk_status gk_check_cu_seqlens(const char *op, const char *name, const gk_tensor 
 /* Length 0 is an inactive sequence, whatever its query tokens. */
 static gk_status check_length(int64_t b, int64_t length, int64_t seq_q, int64_t capacity) {
     if (length < 0) {
-        return gk_fail(GK_ERR_INDEX,
-                       "gpukern::paged_attn: seq_lens is expected not to be negative, got seq_lens[%" PRId64
-                       "] = %" PRId64,
-                       b, length);
+        return gk_fail(GK_ERR_INDEX, "seq_lens is expected not to be negative, got seq_lens[%" PRId64 "] = %" PRId64, b,
+                       length);
     }
     if (length > capacity) {
         return gk_fail(GK_ERR_INDEX,
-                       "gpukern::paged_attn: seq_lens is expected to fit a row of block_table (%" PRId64
-                       " keys), got seq_lens[%" PRId64 "] = %" PRId64,
+                       "seq_lens is expected to fit a row of block_table (%" PRId64 " keys), got seq_lens[%" PRId64
+                       "] = %" PRId64,
                        capacity, b, length);
     }
     if (length > 0 && length < seq_q) {
         return gk_fail(GK_ERR_INDEX,
-                       "gpukern::paged_attn: seq_lens is expected to count the query tokens (%" PRId64
-                       " in sequence %" PRId64 "), got seq_lens[%" PRId64 "] = %" PRId64,
+                       "seq_lens is expected to count the query tokens (%" PRId64 " in sequence %" PRId64
+                       "), got seq_lens[%" PRId64 "] = %" PRId64,
                        seq_q, b, b, length);
     }
     return GK_OK;
@@ -78,8 +73,8 @@ static gk_status check_pages(const gk_paged_attn_args *x, int64_t b, int64_t len
         int64_t page = load_int(&x->block_table, b * x->block_table.stride[0] + entry * x->block_table.stride[1]);
         if (page >= 0 && page < num_blocks) continue;
         return gk_fail(GK_ERR_INDEX,
-                       "gpukern::paged_attn: block_table is expected to hold pages in [0, %" PRId64
-                       "), got block_table[%" PRId64 ", %" PRId64 "] = %" PRId64,
+                       "block_table is expected to hold pages in [0, %" PRId64 "), got block_table[%" PRId64
+                       ", %" PRId64 "] = %" PRId64,
                        num_blocks, b, entry, page);
     }
     return GK_OK;
@@ -89,7 +84,7 @@ gk_status gk_check_paged_contents(const gk_paged_attn_args *args) {
     int64_t batch = args->seq_lens.shape[0], tokens = args->q.shape[0];
     const gk_tensor *cu = args->cu_seqlens_q;
     if (cu) { /* first, because the lengths are judged by it */
-        gk_status status = gk_check_cu_seqlens("paged_attn", "cu_seqlens_q", cu, tokens, args->max_seqlen_q);
+        gk_status status = gk_check_cu_seqlens("cu_seqlens_q", cu, tokens, args->max_seqlen_q);
         if (status != GK_OK) return status;
     }
     int64_t capacity = args->block_table.shape[1] * args->k_cache.shape[1];
@@ -110,8 +105,8 @@ gk_status gk_check_slots(const gk_kv_cache_write_args *args) {
         int64_t slot = load_int(&args->slots, t * args->slots.stride[0]);
         if (slot < capacity) continue; /* negative: skipped */
         return gk_fail(GK_ERR_INDEX,
-                       "gpukern::kv_cache_write: slots is expected to hold slots below %" PRId64
-                       " (num_blocks * block_size), got slots[%" PRId64 "] = %" PRId64,
+                       "slots is expected to hold slots below %" PRId64 " (num_blocks * block_size), got slots[%" PRId64
+                       "] = %" PRId64,
                        capacity, t, slot);
     }
     return GK_OK;

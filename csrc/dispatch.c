@@ -17,22 +17,20 @@ void gk_count_calls(gk_call_counts *counts) {
 }
 
 /* ---- the CPU's plan ------------------------------------------------------------------------------------- */
-static gk_status find_isa(const char *name, const gk_context *ctx, gk_isa *isa) {
+static gk_status find_isa(const gk_context *ctx, gk_isa *isa) {
     const char *asked = ctx->cpu_isa ? ctx->cpu_isa : gk_cpu_isa();
     for (int i = 0; i < GK_NUM_ISAS; ++i)
         if (strcmp(asked, gk_isa_names[i]) == 0 && gk_cpu_has((gk_isa)i)) {
             *isa = (gk_isa)i;
             return GK_OK;
         }
-    return gk_fail(GK_ERR_DEVICE, "%s: the instruction set asked for is \"%s\"; this machine has %s", name, asked,
-                   gk_cpu_isas());
+    return gk_fail(GK_ERR_DEVICE, "the instruction set asked for is \"%s\"; this machine has %s", asked, gk_cpu_isas());
 }
 
-static gk_status plan_cpu(const char *name, const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args,
-                          gk_plan *plan) {
+static gk_status plan_cpu(const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args, gk_plan *plan) {
     gk_isa isa = GK_ISA_BASE;
     int n;
-    GK_TRY(find_isa(name, ctx, &isa));
+    GK_TRY(find_isa(ctx, &isa));
     const gk_cpu_instance *rows = gk_cpu_instances(op, &n);
     for (int i = 0; i < n; ++i)
         if (rows[i].dtype == dtype && rows[i].isa <= isa &&
@@ -40,7 +38,7 @@ static gk_status plan_cpu(const char *name, const gk_context *ctx, gk_op op, gk_
             ++num_kernel_plans;
             return GK_OK;
         }
-    return gk_fail(GK_ERR_UNSUPPORTED, "%s: no kernel for %s; supported are float32, bfloat16, float16, float64", name,
+    return gk_fail(GK_ERR_UNSUPPORTED, "no kernel for %s; supported are float32, bfloat16, float16, float64",
                    gk_dtype_name(dtype));
 }
 
@@ -55,9 +53,9 @@ static bool runs_on(const gk_cuda_table *table, const gk_gpu *gpu) {
     return table->arch == 90 ? gpu->arch == 90 : gpu->arch >= table->arch;
 }
 
-const gk_gpu *gk_dispatch_gpu(const char *name, const gk_context *ctx) {
+const gk_gpu *gk_dispatch_gpu(const gk_context *ctx) {
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
-    if (!gpu) gk_fail(GK_ERR_DEVICE, "%s: there is no CUDA device %d", name, (int)ctx->index);
+    if (!gpu) gk_fail(GK_ERR_DEVICE, "there is no CUDA device %d", (int)ctx->index);
     return gpu;
 }
 
@@ -79,18 +77,17 @@ static bool plan_table(const gk_cuda_table *table, const gk_context *ctx, gk_dty
     return false;
 }
 
-gk_status gk_dispatch_plan_default(const char *name, const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args,
-                                   gk_plan *plan) {
-    const gk_gpu *gpu = gk_dispatch_gpu(name, ctx);
+gk_status gk_dispatch_plan_default(const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args, gk_plan *plan) {
+    const gk_gpu *gpu = gk_dispatch_gpu(ctx);
     if (!gpu) return GK_ERR_DEVICE;
     int num_tables;
     const gk_cuda_table *const *tables = gk_cuda_tables(op, &num_tables);
     for (int t = 0; t < num_tables; ++t)
         if (runs_on(tables[t], gpu) && plan_table(tables[t], ctx, dtype, args, plan)) return GK_OK;
     return gk_fail(GK_ERR_UNSUPPORTED,
-                   "%s: no kernel for %s on cuda:%d (%s, compute capability %d.%d); supported are float32, bfloat16, "
+                   "no kernel for %s on cuda:%d (%s, compute capability %d.%d); supported are float32, bfloat16, "
                    "float16, float64 from compute capability 8.0 on",
-                   name, gk_dtype_name(dtype), (int)ctx->index, gpu->name, gpu->arch / 10, gpu->arch % 10);
+                   gk_dtype_name(dtype), (int)ctx->index, gpu->name, gpu->arch / 10, gpu->arch % 10);
 }
 
 bool gk_dispatch_plan_gemm_row(const gk_cuda_instance *row, const gk_context *ctx, const gk_gpu *gpu,
@@ -129,24 +126,23 @@ uint8_t *gk_cuda_error_word(void) { return NULL; }
 #endif
 
 /* ---- plan and run ---------------------------------------------------------------------------------------- */
-gk_status gk_dispatch_plan(const char *name, const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args,
-                           gk_plan *plan) {
+gk_status gk_dispatch_plan(const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args, gk_plan *plan) {
     ++num_plans;
 #ifdef GPUKERN_HAS_CUDA
     if (ctx->device == GK_CUDA)
-        return plan_preferred(ctx, op, args, plan) ? GK_OK : gk_dispatch_plan_default(name, ctx, op, dtype, args, plan);
+        return plan_preferred(ctx, op, args, plan) ? GK_OK : gk_dispatch_plan_default(ctx, op, dtype, args, plan);
 #endif
-    return plan_cpu(name, ctx, op, dtype, args, plan);
+    return plan_cpu(ctx, op, dtype, args, plan);
 }
 
-gk_status gk_dispatch_run(const char *name, const gk_context *ctx, const void *args, const gk_plan *plan,
-                          void *workspace, size_t workspace_bytes) {
+gk_status gk_dispatch_run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace,
+                          size_t workspace_bytes) {
     if (!workspace_fits(workspace, workspace_bytes, plan->workspace_bytes))
-        return gk_fail(GK_ERR_WORKSPACE, "%s: workspace of %zu bytes at %p, expected %zu bytes, 64-byte aligned", name,
+        return gk_fail(GK_ERR_WORKSPACE, "workspace of %zu bytes at %p, expected %zu bytes, 64-byte aligned",
                        workspace_bytes, workspace, plan->workspace_bytes);
 #ifdef GPUKERN_HAS_CUDA
     if (ctx->device == GK_CUDA) {
-        const int32_t before = gk_gpu_enter(name, ctx->index);
+        const int32_t before = gk_gpu_enter(ctx->index);
         if (before < 0) return GK_ERR_DEVICE;
         const gk_status status = ((const gk_cuda_instance *)plan->kernel)->run(ctx, args, plan, workspace);
         gk_gpu_leave(before);
@@ -157,28 +153,27 @@ gk_status gk_dispatch_run(const char *name, const gk_context *ctx, const void *a
     return GK_OK;
 }
 
-size_t gk_dispatch_workspace_bytes(const char *name, const gk_context *ctx, gk_op op, gk_dtype dtype,
-                                   const void *args) {
+gk_status gk_dispatch_workspace(const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args, size_t *bytes) {
     gk_plan plan;
-    if (gk_dispatch_plan(name, ctx, op, dtype, args, &plan) != GK_OK) return 0;
-    size_t bytes = plan.workspace_bytes;
+    GK_TRY(gk_dispatch_plan(ctx, op, dtype, args, &plan));
+    *bytes = plan.workspace_bytes;
 #ifdef GPUKERN_HAS_CUDA
-    if (plan.preferred && gk_dispatch_plan_default(name, ctx, op, dtype, args, &plan) == GK_OK)
-        bytes = plan.workspace_bytes > bytes ? plan.workspace_bytes : bytes;
+    if (plan.preferred && gk_dispatch_plan_default(ctx, op, dtype, args, &plan) == GK_OK)
+        *bytes = plan.workspace_bytes > *bytes ? plan.workspace_bytes : *bytes;
 #endif
-    return bytes;
+    return GK_OK;
 }
 
-gk_status gk_dispatch_call(const char *name, const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args,
-                           void *workspace, size_t workspace_bytes) {
+gk_status gk_dispatch_call(const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args, void *workspace,
+                           size_t workspace_bytes) {
     gk_plan plan;
-    GK_TRY(gk_dispatch_plan(name, ctx, op, dtype, args, &plan));
+    GK_TRY(gk_dispatch_plan(ctx, op, dtype, args, &plan));
 #ifdef GPUKERN_HAS_CUDA
     /* preferred since the workspace was sized: the call still is the default kernel's */
     if (plan.preferred && !workspace_fits(workspace, workspace_bytes, plan.workspace_bytes))
-        GK_TRY(gk_dispatch_plan_default(name, ctx, op, dtype, args, &plan));
+        GK_TRY(gk_dispatch_plan_default(ctx, op, dtype, args, &plan));
 #endif
-    return gk_dispatch_run(name, ctx, args, &plan, workspace, workspace_bytes);
+    return gk_dispatch_run(ctx, args, &plan, workspace, workspace_bytes);
 }
 
 /* ---- what a call would do --------------------------------------------------------------------------------- */
@@ -189,14 +184,13 @@ static void name_cpu_kernel(const gk_cpu_instance *row, gk_explanation *out) {
     snprintf(out->isa, sizeof out->isa, "%s", reference ? "ref" : gk_isa_names[row->isa]);
 }
 
-gk_status gk_dispatch_explain(const char *name, const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args,
-                              gk_explanation *out) {
+gk_status gk_dispatch_explain(const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args, gk_explanation *out) {
     /* a caller built before `preferred` was there has a struct that ends before it */
     GK_REQUIRE(out && out->size >= offsetof(gk_explanation, preferred),
-               "%s: explanation.size is not sizeof(gk_explanation)", name);
+               "explanation.size is not sizeof(gk_explanation)");
     gk_explanation found = {.size = out->size};
     gk_plan plan;
-    GK_TRY(gk_dispatch_plan(name, ctx, op, dtype, args, &plan));
+    GK_TRY(gk_dispatch_plan(ctx, op, dtype, args, &plan));
     memcpy(found.tile, plan.tile, sizeof found.tile);
     found.tasks = plan.tasks, found.chunks = plan.chunks, found.workspace_bytes = (int64_t)plan.workspace_bytes;
 #ifdef GPUKERN_HAS_CUDA
@@ -208,7 +202,7 @@ gk_status gk_dispatch_explain(const char *name, const gk_context *ctx, gk_op op,
         if (plan.waves == 0 && !(row->blocks_per_sm && ctx->index >= GK_FIRST_DESCRIBED_GPU)) {
             int blocks = 1;
             if (row->blocks_per_sm) {
-                const int32_t before = gk_gpu_enter(name, ctx->index);
+                const int32_t before = gk_gpu_enter(ctx->index);
                 if (before < 0) return GK_ERR_DEVICE;
                 blocks = row->blocks_per_sm();
                 gk_gpu_leave(before);
@@ -216,7 +210,11 @@ gk_status gk_dispatch_explain(const char *name, const gk_context *ctx, gk_op op,
             found.waves = (double)plan.tasks / ((double)blocks * gk_gpu_of(ctx->index)->num_sms);
         }
         found.preferred = plan.preferred;
-        if (plan.preferred) found.workspace_bytes = (int64_t)gk_dispatch_workspace_bytes(name, ctx, op, dtype, args);
+        if (plan.preferred) {
+            size_t bytes;
+            GK_TRY(gk_dispatch_workspace(ctx, op, dtype, args, &bytes));
+            found.workspace_bytes = (int64_t)bytes;
+        }
     } else
 #endif
         name_cpu_kernel(plan.kernel, &found);
@@ -235,17 +233,18 @@ void gk_dispatch_bound(const gk_context *ctx, gk_dtype dtype, gk_explanation *ou
 #endif
 }
 
-gk_status gk_cuda_arch(const char *arch, int32_t *index) {
-    GK_REQUIRE(arch && index, "%s: arch or the place for the index is NULL", "gk_cuda_arch");
+static gk_status find_arch(const char *arch, int32_t *index) {
+    GK_REQUIRE(arch && index, "arch or the place for the index is NULL");
 #ifdef GPUKERN_HAS_CUDA
     *index = gk_described_gpu(arch);
-    GK_REQUIRE(*index >= 0, "gk_cuda_arch: arch is \"%.40s\"; expected sm_80, sm_86, sm_89 or sm_90", arch);
+    GK_REQUIRE(*index >= 0, "arch is \"%.40s\"; expected sm_80, sm_86, sm_89 or sm_90", arch);
     return GK_OK;
 #else
-    return gk_fail(GK_ERR_UNSUPPORTED,
-                   "gk_cuda_arch: this library was built without CUDA kernels, so it has none for %.40s", arch);
+    return gk_fail(GK_ERR_UNSUPPORTED, "this library was built without CUDA kernels, so it has none for %.40s", arch);
 #endif
 }
+
+gk_status gk_cuda_arch(const char *arch, int32_t *index) { return gk_named("gk_cuda_arch", find_arch(arch, index)); }
 
 const char *gk_cuda_kernels(void) {
     static _Thread_local char text[16384];

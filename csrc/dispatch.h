@@ -1,26 +1,24 @@
-/* dispatch.h: what the files of csrc/api/ ask of dispatch.c, once a call's arguments are checked. `name` is the entry point's, for
- * failure texts; args is the op's argument struct of gpukern.h. */
+/* dispatch.h: what the files of csrc/api/ ask of dispatch.c, once a call's arguments are checked. args is the
+ * op's argument struct of gpukern.h. */
 #ifndef GPUKERN_DISPATCH_H
 #define GPUKERN_DISPATCH_H
 
 #include "internal.h"
-#include "plan.h"
+#include "op.h"
 
 /* The call's plan: by the kernel that was preferred for it, else by the first family that serves it. */
-gk_status gk_dispatch_plan(const char *name, const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args,
-                           gk_plan *plan);
-gk_status gk_dispatch_run(const char *name, const gk_context *ctx, const void *args, const gk_plan *plan,
-                          void *workspace, size_t workspace_bytes);
+gk_status gk_dispatch_plan(const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args, gk_plan *plan);
+gk_status gk_dispatch_run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace,
+                          size_t workspace_bytes);
 
 /* For callers that size the workspace in one call and run in another: enough for the preferred kernel and for the default one,
  * and whichever of the two the workspace is enough for. */
-size_t gk_dispatch_workspace_bytes(const char *name, const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args);
-gk_status gk_dispatch_call(const char *name, const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args,
-                           void *workspace, size_t workspace_bytes);
+gk_status gk_dispatch_workspace(const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args, size_t *bytes);
+gk_status gk_dispatch_call(const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args, void *workspace,
+                           size_t workspace_bytes);
 
 /* All of an explanation but bytes, flops and bound_us, which gk_dispatch_bound adds from the other two. */
-gk_status gk_dispatch_explain(const char *name, const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args,
-                              gk_explanation *out);
+gk_status gk_dispatch_explain(const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args, gk_explanation *out);
 void gk_dispatch_bound(const gk_context *ctx, gk_dtype dtype, gk_explanation *out);
 
 /* 0 for a result that is not wanted. */
@@ -30,10 +28,11 @@ static inline double gk_tensor_bytes(const gk_tensor *t) {
 
 #ifdef GPUKERN_HAS_CUDA
 #include "cuda/kernels.h"
+/* cuda/tables.c: the tables of an op, best first; the first that plans a call, on the device's arch, serves it. */
+const gk_cuda_table *const *gk_cuda_tables(gk_op op, int *num_tables);
 /* NULL and a failure text where the context's device is none. */
-const gk_gpu *gk_dispatch_gpu(const char *name, const gk_context *ctx);
-gk_status gk_dispatch_plan_default(const char *name, const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args,
-                                   gk_plan *plan);
+const gk_gpu *gk_dispatch_gpu(const gk_context *ctx);
+gk_status gk_dispatch_plan_default(const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args, gk_plan *plan);
 /* Plans the call by one instance of gemm alone; false: it does not serve it. */
 bool gk_dispatch_plan_gemm_row(const gk_cuda_instance *row, const gk_context *ctx, const gk_gpu *gpu,
                                const gk_gemm_args *args, gk_plan *plan);

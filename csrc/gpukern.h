@@ -30,7 +30,7 @@ extern "C" {
 #endif
 
 #define GK_VERSION_MAJOR 0
-#define GK_VERSION_MINOR 1
+#define GK_VERSION_MINOR 2
 #define GK_VERSION_PATCH 0
 
 /* ---- status ------------------------------------------------------------------------------- */
@@ -254,7 +254,7 @@ typedef struct gk_flash_attn_args {
     int64_t max_seqlen_q, max_seqlen_k; /* packed only: upper bounds of a sequence's lengths */
     gk_attn_rules rules;
     gk_tensor out; /* written forward, read backward */
-    gk_tensor lse; /* written forward, read backward; forward, data NULL = not wanted, but its shape is read */
+    gk_tensor lse; /* written forward, read backward; forward, data NULL = not wanted */
     void *workspace;
     size_t workspace_bytes;
 } gk_flash_attn_args;

@@ -213,34 +213,6 @@ static inline int64_t gk_num_threads(const gk_context *ctx) {
 }
 void gk_parallel(const gk_context *ctx, int64_t num_tasks, gk_work_fn fn, void *arg);
 
-/* ---- ops ---------------------------------------------------------------------------------------- */
-typedef enum gk_op {
-    GK_OP_GEMM,
-    GK_OP_GEMM_ACT_BWD,
-    GK_OP_FLASH_ATTN_FWD,
-    GK_OP_FLASH_ATTN_BWD,
-    GK_OP_PAGED_ATTN,
-    GK_OP_KV_CACHE_WRITE,
-    GK_OP_ATTN_MERGE,
-    GK_NUM_OPS
-} gk_op;
-
-/* ---- rooms: what dispatch.c calls ------------------------------------------------------------ */
-/* ref/: naive loops, double accumulation, every dtype; judge of the tests and the float64 path. No workspace. */
-void gk_ref_gemm(const gk_context *ctx, const gk_gemm_args *args);
-void gk_ref_gemm_act_bwd(const gk_context *ctx, const gk_gemm_act_bwd_args *args);
-void gk_ref_flash_attn_fwd(const gk_context *ctx, const gk_flash_attn_args *args);
-void gk_ref_flash_attn_bwd(const gk_context *ctx, const gk_flash_attn_bwd_args *args);
-void gk_ref_paged_attn(const gk_context *ctx, const gk_paged_attn_args *args);
-void gk_ref_kv_cache_write(const gk_context *ctx, const gk_kv_cache_write_args *args);
-void gk_ref_attn_merge(const gk_context *ctx, const gk_attn_merge_args *args);
-
-/* contents.c: on the CPU the contents of index tensors are checked before anything is written (GK_ERR_INDEX). */
-gk_status gk_check_cu_seqlens(const char *op, const char *name, const gk_tensor *cu_seqlens, int64_t total,
-                              int64_t max_seqlen);
-gk_status gk_check_paged_contents(const gk_paged_attn_args *args);
-gk_status gk_check_slots(const gk_kv_cache_write_args *args);
-
 #ifdef __cplusplus
 }
 #endif

@@ -58,21 +58,6 @@ extern "C" {
 #define GK_OWN_CONST(type, plan) ((const type *)(const void *)(plan)->own)
 #endif
 
-/* csrc/api/: checks the arguments and plans the call. Fails as the entry point of gpukern.h would. */
-gk_status gk_plan_gemm(const gk_context *, const gk_gemm_args *, gk_plan *);
-gk_status gk_plan_flash_attn_fwd(const gk_context *, const gk_flash_attn_args *, gk_plan *);
-gk_status gk_plan_flash_attn_bwd(const gk_context *, const gk_flash_attn_bwd_args *, gk_plan *);
-gk_status gk_plan_paged_attn(const gk_context *, const gk_paged_attn_args *, gk_plan *);
-
-/* Runs a plan of these very arguments; of the workspace fields of args nothing is read. */
-gk_status gk_run_gemm(const gk_context *, const gk_gemm_args *, const gk_plan *, void *workspace, size_t bytes);
-gk_status gk_run_flash_attn_fwd(const gk_context *, const gk_flash_attn_args *, const gk_plan *, void *workspace,
-                                size_t bytes);
-gk_status gk_run_flash_attn_bwd(const gk_context *, const gk_flash_attn_bwd_args *, const gk_plan *, void *workspace,
-                                size_t bytes);
-gk_status gk_run_paged_attn(const gk_context *, const gk_paged_attn_args *, const gk_plan *, void *workspace,
-                            size_t bytes);
-
 /* How often this thread checked a call's arguments, planned a call, and asked a kernel or family for a plan that it gave;
  * tests hold each to once a call. */
 typedef struct gk_call_counts {

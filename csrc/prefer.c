@@ -114,7 +114,7 @@ static bool find_float(const char *name, uint8_t *found) {
 }
 #define FIND_NAME(name, names, found) find_name(name, names, (int)(sizeof(names) / sizeof(names)[0]), found)
 
-gk_status gk_gemm_key_read(const char *op, const char *text, uint64_t device, gk_gemm_key *key) {
+gk_status gk_gemm_key_read(const char *text, uint64_t device, gk_gemm_key *key) {
     char a, b, dtype[16], out[16], precision[16], activation[16], aligned[4], again[GK_KEY_TEXT_BYTES];
     int c, preact;
     memset(key, 0, sizeof *key);
@@ -136,7 +136,7 @@ gk_status gk_gemm_key_read(const char *op, const char *text, uint64_t device, gk
         good = good && strcmp(text, again) == 0; /* nothing before, between or behind */
     }
     if (good) return GK_OK;
-    return gk_fail(GK_ERR_ARGUMENT, "%s: '%.200s' is not a class of gemm calls as gk_gemm_class writes it", op, text);
+    return gk_fail(GK_ERR_ARGUMENT, "'%.200s' is not a class of gemm calls as gk_gemm_class writes it", text);
 }
 
 /* ---- the table ---------------------------------------------------------------------------------- */
@@ -211,7 +211,7 @@ const void *gk_preferred(const gk_gemm_key *key) {
                : NULL;
 }
 
-gk_status gk_prefer(const char *op, const gk_gemm_key *key, const void *row) {
+gk_status gk_prefer(const gk_gemm_key *key, const void *row) {
     gk_status status = GK_OK;
     pthread_mutex_lock(&writing);
     table *t = current;
@@ -226,7 +226,7 @@ gk_status gk_prefer(const char *op, const gk_gemm_key *key, const void *row) {
             fill(t, find_slot(t, key), key, row);
             __atomic_fetch_add(&gk_num_preferred, 1, __ATOMIC_RELAXED);
         } else {
-            status = gk_fail(GK_ERR_DEVICE, "%s: out of memory", op);
+            status = gk_fail(GK_ERR_DEVICE, "out of memory");
         }
     }
     pthread_mutex_unlock(&writing);

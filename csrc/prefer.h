@@ -35,14 +35,14 @@ void gk_gemm_key_of(uint64_t device, const gk_gemm_args *args, gk_gemm_key *key)
 
 /* All of a key but the device as one line, and back; text that is none of ours is GK_ERR_ARGUMENT. */
 void gk_gemm_key_write(const gk_gemm_key *key, char text[GK_KEY_TEXT_BYTES]);
-gk_status gk_gemm_key_read(const char *op, const char *text, uint64_t device, gk_gemm_key *key);
+gk_status gk_gemm_key_read(const char *text, uint64_t device, gk_gemm_key *key);
 
 /* How many keys have a preferred instance: calls look no further while there is none. */
 extern int32_t gk_num_preferred;
 static inline bool gk_any_preferred(void) { return __atomic_load_n(&gk_num_preferred, __ATOMIC_RELAXED) != 0; }
 
-const void *gk_preferred(const gk_gemm_key *key);                             /* NULL = none */
-gk_status gk_prefer(const char *op, const gk_gemm_key *key, const void *row); /* row NULL forgets */
+const void *gk_preferred(const gk_gemm_key *key);             /* NULL = none */
+gk_status gk_prefer(const gk_gemm_key *key, const void *row); /* row NULL forgets */
 void gk_prefer_none(void);
 
 #ifdef __cplusplus

@@ -1,4 +1,5 @@
 /* status.c: status names and this thread's detail text. */
+#include "io.h"
 #include "internal.h"
 
 #include <stdarg.h>
@@ -41,12 +42,27 @@ const char *gk_device_error_text(gk_device_error kind) {
     return "unknown gk_device_error";
 }
 
+/* the entry point's name in front of the detail, where an entry point has named it */
+static _Thread_local size_t detail_at;
+
 const char *gk_last_error(void) { return last_error; }
+const char *gk_last_detail(void) { return last_error + detail_at; }
 
 gk_status gk_fail(gk_status code, const char *format, ...) {
     va_list list;
     va_start(list, format);
     vsnprintf(last_error, sizeof last_error, format, list);
     va_end(list);
+    detail_at = 0;
     return code;
+}
+
+gk_status gk_named(const char *name, gk_status status) {
+    const size_t length = strlen(name) + 2;
+    if (status == GK_OK || length > sizeof last_error / 2) return status;
+    memmove(last_error + length, last_error, sizeof last_error - length);
+    last_error[sizeof last_error - 1] = 0;
+    memcpy(last_error, name, length - 2), memcpy(last_error + length - 2, ": ", 2);
+    detail_at = length;
+    return status;
 }

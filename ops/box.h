@@ -68,8 +68,8 @@ struct Slot {
     StableIValue value;
 
     template <class T> operator T() const {
-        if constexpr (std::is_same_v<T, Tensor>) {
-            return Tensor(bits_as<AtenTensorHandle>(value));
+        if constexpr (std::is_same_v<T, Tensor> || std::is_same_v<T, WrittenTensor>) {
+            return T(bits_as<AtenTensorHandle>(value));
         } else if constexpr (std::is_same_v<T, OptTensor>) {
             AtenTensorHandle handle = nullptr;
             take_optional(value, &handle);
@@ -154,37 +154,5 @@ template <class R> void call(R (*kernel)(), StableIValue *stack, uint64_t) {
 template <auto kernel> void boxed(StableIValue *stack, uint64_t num_args, uint64_t) { call(kernel, stack, num_args); }
 
 using Library = torch::stable::detail::StableLibrary;
-
-// ---- an op, its _fwd and its .out ---------------------------------------------------------------
-// One kernel serves all: (out, second) = kernel(args, all, into), `second` without a tensor where not all is wanted, out
-// in the caller's tensor where `into` is not null.
-using Both = std::tuple<Tensor, Tensor>;
-
-template <auto kernel> struct Door; // unpacks Args
-template <class Args, Both (*kernel)(Args &, bool, Tensor *)> struct Door<kernel> {
-    static void first(StableIValue *stack, uint64_t num_args, uint64_t) {
-        Args args = read_args<Args>(stack, num_args);
-        Both results = kernel(args, false, nullptr);
-        stack[0] = give(std::get<0>(results));
-    }
-    static void all(StableIValue *stack, uint64_t num_args, uint64_t) {
-        Args args = read_args<Args>(stack, num_args);
-        box(stack, kernel(args, true, nullptr));
-    }
-    static void out(StableIValue *stack, uint64_t num_args, uint64_t) {
-        Args args = read_args<Args>(stack, num_args - 1);
-        Tensor into = Slot{stack[num_args - 1]};
-        kernel(args, false, &into);
-    }
-};
-
-template <auto kernel> void impl_op(Library &m, const std::string &name) {
-    m.impl(name.c_str(), Door<kernel>::first);
-    m.impl((name + "_fwd").c_str(), Door<kernel>::all);
-}
-
-template <auto kernel> void impl_out(Library &m, const std::string &name) {
-    m.impl((name + ".out").c_str(), Door<kernel>::out);
-}
 
 } // namespace gk

@@ -102,16 +102,17 @@ inline thread_local int32_t described_gpu = -1;
 
 class Call {
   public:
-    Call(const char *op, const Tensor &first, int32_t described = -1) : op_(op) {
+    // Of the tensors named in `names`, which are on `device`.
+    Call(const char *op, Device device, const char *names, int32_t described = -1) : op_(op), device_(device) {
         context_.size = sizeof context_;
-        context_.index = first.device.index;
+        context_.index = device.index;
         context_.num_threads = 1;
         if (described >= 0) {
             context_.device = GK_CUDA;
             context_.index = described;
             return;
         }
-        if (first.device.is_cpu()) {
+        if (device.is_cpu()) {
             context_.device = GK_CPU;
             context_.index = 0;
             context_.cpu_isa = chosen_isa(op);
@@ -127,11 +128,13 @@ class Call {
 #ifdef GPUKERN_HAS_CUDA
         context_.device = GK_CUDA;
         if (!aoti_torch_get_current_cuda_stream) failed(op, "this torch has no CUDA");
-        torch_ok(op, aoti_torch_get_current_cuda_stream(first.device.index, &context_.stream));
+        torch_ok(op, aoti_torch_get_current_cuda_stream(device.index, &context_.stream));
         context_.error_word = gk_cuda_error_word();
         raise_device_errors(op, context_.error_word);
+        (void)names;
 #else
-        bad_argument(op, first.name, " is on ", first.device.name(), "; this build of gpukern has kernels for the cpu");
+        bad_argument(op, name_of(names, 0), " is on ", device.name(),
+                     "; this build of gpukern has kernels for the cpu");
 #endif
     }
     Call(const Call &) = delete; // context_ points into it
@@ -140,12 +143,11 @@ class Call {
 
     // Plans a call, finds the memory that the plan asks for, runs it.
     template <class Args>
-    void plan_and_run(const Tensor &like, const Args &args,
-                      gk_status (*plan)(const gk_context *, const Args *, gk_plan *),
+    void plan_and_run(const Args &args, gk_status (*plan)(const gk_context *, const Args *, gk_plan *),
                       gk_status (*run)(const gk_context *, const Args *, const gk_plan *, void *, size_t)) {
         gk_plan planned;
         done(plan(&context_, &args, &planned));
-        void *memory = workspace(like, planned.workspace_bytes);
+        void *memory = workspace(planned.workspace_bytes);
         done(run(&context_, &args, &planned, memory, planned.workspace_bytes));
     }
 
@@ -156,14 +158,16 @@ class Call {
 
   private:
     // Memory that holds until the next call of this thread.
-    void *workspace(const Tensor &like, size_t bytes) {
+    void *workspace(size_t bytes) {
         char *data = nullptr;
         if (bytes && context_.device == GK_CPU && bytes <= kKeptBytes) {
             data = kept(bytes);
         } else if (bytes) {
-            Shape shape{1, {static_cast<int64_t>(bytes)}};
-            static const Dtype byte = {aoti_torch_dtype_uint8(), "uint8", GK_F32};
-            large_ = empty(op_, shape, &byte, like.device);
+            gk_tensor form;
+            form.dtype = GK_U8;
+            form.ndim = 1;
+            form.shape[0] = static_cast<int64_t>(bytes);
+            large_ = empty(op_, form, device_);
             data = static_cast<char *>(large_.view.data);
         }
         return data;
@@ -183,6 +187,7 @@ class Call {
     }
 
     const char *op_;
+    Device device_;
     gk_context context_{};
     bool pool_failed_ = false;
     Tensor large_;

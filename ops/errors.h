@@ -9,7 +9,7 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/headeronly/util/shim_utils.h>
 
-#include "gpukern.h"
+#include "io.h"
 
 #define GK_STRINGIFY_(x) #x
 #define GK_STRINGIFY(x) GK_STRINGIFY_(x)
@@ -48,16 +48,10 @@ inline void torch_ok(const char *op, AOTITorchError code) {
     failed(op, "a call into torch failed (torch prints the reason to stderr)");
 }
 
-// Throws what a status means. csrc's text starts with the C function or op that found the fault;
-// here the op that the user called takes its place.
+// Throws what a status means, in the name of the op that the user called.
 inline void status_ok(const char *op, gk_status status) {
     if (status == GK_OK) return;
-    std::string text = gk_last_error();
-    size_t colon = text.find(": ");
-    if (text.rfind("gk", 0) == 0 || text.rfind("gpukern::", 0) == 0) {
-        text = colon == std::string::npos ? "" : text.substr(colon + 2);
-    }
-    text = error_text(op, text.empty() ? gk_status_name(status) : text.c_str());
+    const std::string text = error_text(op, *gk_last_detail() ? gk_last_detail() : gk_status_name(status));
     switch (status) {
     case GK_ERR_ARGUMENT:
     case GK_ERR_UNSUPPORTED: throw std::invalid_argument(text);

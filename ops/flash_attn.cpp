@@ -1,25 +1,70 @@
-// flash_attn.cpp: checks, results and the call of flash_attn, flash_attn_varlen, their parts, and
-// attn_merge.
-#include "call.h"
-#include "checks.h"
-#include "overlap.h"
+// flash_attn.cpp: flash_attn and flash_attn_varlen with their gradients, and attn_merge.
+#include "attn_rules.h"
 
 namespace gk {
 namespace {
 
-// ---- arguments: the schemas, member by member ---------------------------------------------------
-struct DenseArgs {
+// ---- arguments of csrc --------------------------------------------------------------------------
+template <class O> void fill_qkv(const O &op, gk_flash_attn_args &to) {
+    to.size = sizeof to;
+    to.q = op.q.view, to.k = op.k.view, to.v = op.v.view;
+    fill_rules(op, to.rules);
+    to.rules.window_right = op.window_right;
+}
+
+template <class O> void fill_dense(const O &op, gk_flash_attn_args &to) {
+    fill_qkv(op, to);
+    to.rules.diagonal = op.diagonal;
+    to.rules.kv_start = op.kv_start.view_or_null();
+    to.rules.kv_end = op.kv_end.view_or_null();
+    to.rules.q_start = op.q_start.view_or_null();
+}
+
+template <class O> void fill_packed(const O &op, gk_flash_attn_args &to) {
+    fill_qkv(op, to);
+    to.cu_seqlens_q = &op.cu_seqlens_q.view, to.cu_seqlens_k = &op.cu_seqlens_k.view;
+    to.max_seqlen_q = op.max_seqlen_q, to.max_seqlen_k = op.max_seqlen_k;
+}
+
+// The forward's arguments stand in `to.fwd` by then.
+template <class O> void fill_gradients(const O &op, gk_flash_attn_bwd_args &to) {
+    to.grad_out = op.grad_out.view;
+    to.fwd.out = op.out.view, to.fwd.lse = op.lse.view;
+    to.grad_lse = op.grad_lse.view_or_null();
+    to.deterministic = op.deterministic;
+}
+
+// (out, lse)
+void place_forward(gk_flash_attn_args &to, std::array<Tensor, 2> &r) {
+    to.out = r[0].view;
+    if (r[1]) to.lse = r[1].view;
+}
+
+// (dq, dk, dv, dsinks); the last is empty where there are no sinks.
+void place_gradients(gk_flash_attn_bwd_args &to, std::array<Tensor, 4> &r) {
+    to.dq = r[0].view, to.dk = r[1].view, to.dv = r[2].view;
+    if (to.fwd.rules.sinks) to.dsinks = &r[3].view;
+}
+
+// ---- dense --------------------------------------------------------------------------------------
+struct FlashAttn {
     Tensor q, k, v; // [B, Hq, Sq, D], [B, Hkv, Sk, D], [B, Hkv, Sk, Dv]
     bool is_causal;
     OptDouble scale;
     int64_t diagonal, window_left, window_right;
     double softcap;
-    OptTensor alibi_slopes, sinks; // [Hq] or [B, Hq], [Hq]
-    OptTensor kv_start, kv_end;    // [B] int32
-    OptTensor q_start;             // [B] int32
+    OptTensor alibi_slopes, sinks;       // [Hq] or [B, Hq], [Hq]
+    OptTensor kv_start, kv_end, q_start; // [B] int32
+
+    GK_OP(flash_attn_fwd, gk_flash_attn_args, "flash_attn", 2)
+    GK_TENSORS(q, k, v, alibi_slopes, sinks, kv_start, kv_end, q_start)
+
+    void fill(C &to) { fill_dense(*this, to); }
+    static void place(C &to, Results &r) { place_forward(to, r); }
+    const Tensor *stored_like(int i) const { return i == 0 ? &q : nullptr; }
 };
 
-struct DenseBwdArgs {
+struct FlashAttnBwd {
     Tensor grad_out, q, k, v, out, lse; // grad_out like out [B, Hq, Sq, Dv]; lse [B, Hq, Sq]
     OptTensor grad_lse;                 // like lse
     bool is_causal;
@@ -28,9 +73,20 @@ struct DenseBwdArgs {
     double softcap;
     OptTensor alibi_slopes, sinks, kv_start, kv_end, q_start;
     bool deterministic;
+
+    GK_OP(flash_attn_bwd, gk_flash_attn_bwd_args, "flash_attn_bwd", 4)
+    GK_TENSORS(grad_out, q, k, v, out, lse, grad_lse, alibi_slopes, sinks, kv_start, kv_end, q_start)
+
+    void fill(C &to) {
+        fill_dense(*this, to.fwd);
+        fill_gradients(*this, to);
+    }
+    static void place(C &to, Results &r) { place_gradients(to, r); }
+    const Tensor *stored_like(int i) const { return i == 0 ? &q : i == 1 ? &k : i == 2 ? &v : nullptr; }
 };
 
-struct PackedArgs {
+// ---- packed -------------------------------------------------------------------------------------
+struct FlashAttnVarlen {
     Tensor q, k, v;                    // [Tq, Hq, D], [Tk, Hkv, D], [Tk, Hkv, Dv]
     Tensor cu_seqlens_q, cu_seqlens_k; // [B+1] int32
     int64_t max_seqlen_q, max_seqlen_k;
@@ -39,9 +95,16 @@ struct PackedArgs {
     int64_t window_left, window_right;
     double softcap;
     OptTensor alibi_slopes, sinks;
+
+    GK_OP(flash_attn_fwd, gk_flash_attn_args, "flash_attn_varlen", 2)
+    GK_TENSORS(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks)
+
+    void fill(C &to) { fill_packed(*this, to); }
+    static void place(C &to, Results &r) { place_forward(to, r); }
+    static constexpr bool runs_empty = true; // the lengths on a GPU are looked at
 };
 
-struct PackedBwdArgs {
+struct FlashAttnVarlenBwd {
     Tensor grad_out, q, k, v, out, lse; // grad_out like out [Tq, Hq, Dv]; lse [Tq, Hq]
     Tensor cu_seqlens_q, cu_seqlens_k;
     int64_t max_seqlen_q, max_seqlen_k;
@@ -52,359 +115,71 @@ struct PackedBwdArgs {
     double softcap;
     OptTensor alibi_slopes, sinks;
     bool deterministic;
+
+    GK_OP(flash_attn_bwd, gk_flash_attn_bwd_args, "flash_attn_varlen_bwd", 4)
+    GK_TENSORS(grad_out, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, grad_lse, alibi_slopes, sinks)
+
+    void fill(C &to) {
+        fill_packed(*this, to.fwd);
+        fill_gradients(*this, to);
+    }
+    static void place(C &to, Results &r) { place_gradients(to, r); }
+    static constexpr bool runs_empty = true;
 };
-
-// ---- checks -------------------------------------------------------------------------------------
-// Dense and packed differ in the place of the dimensions.
-struct Places {
-    int ndim, heads, tokens;
-    const char *q, *k, *v;
-};
-constexpr Places kDense = {4, 1, 2, "[B, Hq, Sq, D]", "[B, Hkv, Sk, D]", "[B, Hkv, Sk, Dv]"};
-constexpr Places kPacked = {3, 1, 0, "[Tq, Hq, D]", "[Tk, Hkv, D]", "[Tk, Hkv, Dv]"};
-
-void check_q(const char *op, const Places &at, Tensor &q) {
-    q.read(op, "q");
-    check_float(op, q);
-    check_ndim(op, q, at.ndim, at.q);
-    check_head_dim(op, q, q.size(q.last()));
-}
-
-// Only dense tensors have a batch dimension to compare.
-void check_k_v(const char *op, const Places &at, const Tensor &q, Tensor &k, Tensor &v) {
-    k.read(op, "k");
-    check_same_device(op, k, q);
-    check_same_dtype(op, k, q);
-    check_ndim(op, k, at.ndim, at.k);
-    if (at.ndim == 4) check_same(op, k, "batch size", k.size(0), q, q.size(0));
-    check_head_ratio(op, q, q.size(at.heads), k, k.size(at.heads));
-    check_same(op, k, "head_dim", k.size(k.last()), q, q.size(q.last()));
-    v.read(op, "v");
-    check_same_device(op, v, q);
-    check_same_dtype(op, v, q);
-    check_ndim(op, v, at.ndim, at.v);
-    if (at.ndim == 4) check_same(op, v, "batch size", v.size(0), k, k.size(0));
-    check_same(op, v, "heads", v.size(at.heads), k, k.size(at.heads));
-    check_same(op, v, "length", v.size(at.tokens), k, k.size(at.tokens));
-    check_head_dim(op, v, v.size(v.last()));
-}
-
-// From cu_seqlens_q to max_seqlen_k; the batch size is cu_seqlens_q's.
-template <class Args> int64_t check_lengths(const char *op, Args &x) {
-    x.cu_seqlens_q.read(op, "cu_seqlens_q");
-    check_same_device(op, x.cu_seqlens_q, x.q);
-    check_dtype(op, x.cu_seqlens_q, GK_I32);
-    check_ndim(op, x.cu_seqlens_q, 1, "[B+1]");
-    int64_t batch = x.cu_seqlens_q.size(0) - 1;
-    if (batch < 0) bad_argument(op, "cu_seqlens_q must have at least 1 element, got 0");
-    check_index(op, x.cu_seqlens_k, "cu_seqlens_k", x.q, batch + 1);
-    check_not_negative(op, "max_seqlen_q", x.max_seqlen_q);
-    check_not_negative(op, "max_seqlen_k", x.max_seqlen_k);
-    return batch;
-}
-
-template <class Args> gk_attn_rules check_dense_rules(const char *op, Args &x) {
-    int64_t batch = x.q.size(0);
-    gk_attn_rules rules = check_rules(op, x.q, batch, x.q.size(1), x.is_causal, x.scale, x.window_left, x.window_right,
-                                      x.softcap, x.alibi_slopes, x.sinks);
-    rules.diagonal = x.diagonal;
-    if (x.kv_start) {
-        check_index(op, x.kv_start, "kv_start", x.q, batch);
-        rules.kv_start = &x.kv_start.view;
-    }
-    if (x.kv_end) {
-        check_index(op, x.kv_end, "kv_end", x.q, batch);
-        rules.kv_end = &x.kv_end.view;
-    }
-    if (x.q_start) {
-        check_index(op, x.q_start, "q_start", x.q, batch);
-        if (x.diagonal != 0) bad_argument(op, "diagonal must be 0 where q_start is given, got ", x.diagonal);
-        rules.q_start = &x.q_start.view;
-    }
-    return rules;
-}
-
-template <class Args> gk_attn_rules check_packed_rules(const char *op, Args &x, int64_t batch) {
-    return check_rules(op, x.q, batch, x.q.size(1), x.is_causal, x.scale, x.window_left, x.window_right, x.softcap,
-                       x.alibi_slopes, x.sinks);
-}
-
-// grad_out before q, as the schema has it; its shape follows from q and v and is checked after
-// them.
-void check_grad_out(const char *op, Tensor &grad_out) {
-    grad_out.read(op, "grad_out");
-    check_float(op, grad_out);
-}
-
-Shape out_shape(const Tensor &q, const Tensor &v) {
-    Shape shape = shape_of(q);
-    shape.size[shape.ndim - 1] = v.size(v.last());
-    return shape;
-}
-
-Shape lse_shape(const Tensor &q) {
-    Shape shape = shape_of(q);
-    --shape.ndim;
-    return shape;
-}
-
-void check_out_lse(const char *op, const Tensor &q, const Tensor &v, Tensor &grad_out, Tensor &out, Tensor &lse) {
-    check_same_device(op, grad_out, q);
-    check_same_dtype(op, grad_out, q);
-    check_shape(op, grad_out, out_shape(q, v));
-    check_tensor(op, out, "out", q, static_cast<gk_dtype>(q.dtype->gk), out_shape(q, v));
-    check_tensor(op, lse, "lse", q, wide_dtype(q), lse_shape(q));
-}
-
-// ---- results ------------------------------------------------------------------------------------
-// A dense result is stored [B, S, H, D] if the input that it follows is.
-bool tokens_first(const Tensor &t) { return t.view.ndim == 4 && t.stride(1) < t.stride(2); }
-
-Tensor like(const char *op, const Tensor &t) { return empty(op, shape_of(t), t.dtype, t.device, tokens_first(t)); }
-
-Tensor make_out(const char *op, const Tensor &q, const Tensor &v) {
-    return empty(op, out_shape(q, v), q.dtype, q.device, tokens_first(q));
-}
-
-Tensor make_lse(const char *op, const Tensor &q) { return empty(op, lse_shape(q), dtype_of(wide_dtype(q)), q.device); }
-
-// ---- forward ------------------------------------------------------------------------------------
-// A checked call.
-struct Problem {
-    const char *op;
-    Tensor *q, *k, *v;
-    gk_flash_attn_args args;
-};
-
-constexpr const char *kDenseOp = "flash_attn";
-constexpr const char *kPackedOp = "flash_attn_varlen";
-
-Problem check(DenseArgs &x) {
-    Problem p{kDenseOp, &x.q, &x.k, &x.v, {}};
-    p.args.size = sizeof p.args;
-    check_q(p.op, kDense, x.q);
-    check_k_v(p.op, kDense, x.q, x.k, x.v);
-    p.args.rules = check_dense_rules(p.op, x);
-    return p;
-}
-
-template <class Args> void fill_lengths(Args &x, gk_flash_attn_args *args) {
-    args->cu_seqlens_q = &x.cu_seqlens_q.view;
-    args->cu_seqlens_k = &x.cu_seqlens_k.view;
-    args->max_seqlen_q = x.max_seqlen_q;
-    args->max_seqlen_k = x.max_seqlen_k;
-}
-
-Problem check(PackedArgs &x) {
-    Problem p{kPackedOp, &x.q, &x.k, &x.v, {}};
-    p.args.size = sizeof p.args;
-    check_q(p.op, kPacked, x.q);
-    check_k_v(p.op, kPacked, x.q, x.k, x.v);
-    int64_t batch = check_lengths(p.op, x);
-    p.args.rules = check_packed_rules(p.op, x, batch);
-    fill_lengths(x, &p.args);
-    return p;
-}
-
-void fill_inputs(const char *op, Tensor &q, Tensor &k, Tensor &v, gk_flash_attn_args *args) {
-    make_last_dense(op, q);
-    make_last_dense(op, k);
-    make_last_dense(op, v);
-    args->q = q.view;
-    args->k = k.view;
-    args->v = v.view;
-}
-
-// lse NULL: the caller does not want it.
-void run(Problem &p, const Tensor &out, const Tensor *lse) {
-    // Without rows there is no work; packed calls still have lengths whose contents count.
-    if (out.numel() == 0 && !p.args.cu_seqlens_q) return;
-    fill_inputs(p.op, *p.q, *p.k, *p.v, &p.args);
-    p.args.out = out.view;
-    Call call(p.op, *p.q);
-    if (lse) {
-        p.args.lse = lse->view;
-    } else {
-        gk_tensor &view = p.args.lse;
-        view.dtype = wide_dtype(*p.q);
-        view.ndim = p.q->view.ndim - 1;
-        int64_t rows = 1;
-        for (int d = view.ndim - 1; d >= 0; --d) {
-            view.shape[d] = p.q->size(d);
-            view.stride[d] = rows;
-            rows *= p.q->size(d);
-        }
-    }
-    call.plan_and_run(*p.q, p.args, gk_plan_flash_attn_fwd, gk_run_flash_attn_fwd);
-}
-
-template <class Args> Both forward(Args &x, bool all, Tensor *into) {
-    Problem p = check(x);
-    Tensor out, lse;
-    if constexpr (std::is_same_v<Args, PackedArgs>) {
-        out = result(p.op, into, out_shape(x.q, x.v), x.q.dtype, x.q,
-                     {&x.q, &x.k, &x.v, &x.cu_seqlens_q, &x.cu_seqlens_k, &x.alibi_slopes, &x.sinks});
-    } else {
-        out = make_out(p.op, x.q, x.v);
-    }
-    if (all) lse = make_lse(p.op, x.q);
-    run(p, out, all ? &lse : nullptr);
-    return {std::move(out), std::move(lse)};
-}
-
-template <class Args> std::string explain(Args &x) {
-    Problem p = check(x);
-    Tensor out = make_out(p.op, x.q, x.v), lse = make_lse(p.op, x.q);
-    fill_inputs(p.op, x.q, x.k, x.v, &p.args);
-    p.args.out = out.view;
-    p.args.lse = lse.view;
-    gk_explanation explanation{};
-    explanation.size = sizeof explanation;
-    Call call(p.op, x.q, described_gpu);
-    call.done(gk_explain_flash_attn_fwd(call.context(), &p.args, &explanation));
-    return to_json(explanation);
-}
 
 // ---- backward -----------------------------------------------------------------------------------
-// dq, dk, dv, dsinks; the last is empty where there are no sinks.
-using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;
-
-gk_flash_attn_bwd_args check(const char *op, DenseBwdArgs &x) {
-    gk_flash_attn_bwd_args args{};
-    check_grad_out(op, x.grad_out);
-    check_q(op, kDense, x.q);
-    check_k_v(op, kDense, x.q, x.k, x.v);
-    check_out_lse(op, x.q, x.v, x.grad_out, x.out, x.lse);
-    if (x.grad_lse) {
-        check_tensor(op, x.grad_lse, "grad_lse", x.q, wide_dtype(x.q), lse_shape(x.q));
+template <class O> void backward(StableIValue *stack, uint64_t num_args, uint64_t) {
+    O op = read_args<O>(stack, num_args);
+    Checked<O> c(op);
+    typename O::Results results;
+    for (int i = 0; i < O::num_results; ++i) results[i] = c.make(i);
+    O::place(c.args, results);
+    if (RunsEmpty<O>::value || op.grad_out.numel() > 0) {
+        c.run();
+    } else { // without rows nothing depends on k, v and sinks
+        for (int i = 1; i < O::num_results; ++i) zero(O::name, results[i]);
     }
-    args.fwd.rules = check_dense_rules(op, x);
-    return args;
-}
-
-gk_flash_attn_bwd_args check(const char *op, PackedBwdArgs &x) {
-    gk_flash_attn_bwd_args args{};
-    check_grad_out(op, x.grad_out);
-    check_q(op, kPacked, x.q);
-    check_k_v(op, kPacked, x.q, x.k, x.v);
-    check_out_lse(op, x.q, x.v, x.grad_out, x.out, x.lse);
-    int64_t batch = check_lengths(op, x);
-    if (x.grad_lse) {
-        check_tensor(op, x.grad_lse, "grad_lse", x.q, wide_dtype(x.q), lse_shape(x.q));
-    }
-    args.fwd.rules = check_packed_rules(op, x, batch);
-    fill_lengths(x, &args.fwd);
-    return args;
-}
-
-template <class Args> Gradients make_gradients(const char *op, Args &x, gk_flash_attn_bwd_args *args) {
-    Tensor dq = like(op, x.q), dk = like(op, x.k), dv = like(op, x.v);
-    Tensor dsinks = x.sinks ? empty(op, shape_of(x.sinks), x.sinks.dtype, x.q.device)
-                            : empty(op, Shape{1, {0}}, dtype_of(wide_dtype(x.q)), x.q.device);
-    args->dq = dq.view;
-    args->dk = dk.view;
-    args->dv = dv.view;
-    return {std::move(dq), std::move(dk), std::move(dv), std::move(dsinks)};
-}
-
-template <class Args>
-void fill_backward(const char *op, Args &x, const Gradients &gradients, gk_flash_attn_bwd_args *args) {
-    args->size = sizeof *args;
-    args->fwd.size = sizeof args->fwd;
-    fill_inputs(op, x.q, x.k, x.v, &args->fwd);
-    make_last_dense(op, x.grad_out);
-    make_last_dense(op, x.out);
-    make_dense(op, x.lse);
-    args->grad_out = x.grad_out.view;
-    args->fwd.out = x.out.view;
-    args->fwd.lse = x.lse.view;
-    args->grad_lse = x.grad_lse.view_or_null();
-    if (x.sinks) args->dsinks = &std::get<3>(gradients).view;
-    args->deterministic = x.deterministic;
-}
-
-template <class Args> Gradients backward(const char *op, Args &x) {
-    gk_flash_attn_bwd_args args = check(op, x);
-    Gradients gradients = make_gradients(op, x, &args);
-    // Without rows nothing depends on k, v and sinks.
-    if (x.grad_out.numel() == 0 && !args.fwd.cu_seqlens_q) {
-        zero(op, std::get<1>(gradients));
-        zero(op, std::get<2>(gradients));
-        zero(op, std::get<3>(gradients));
-        return gradients;
-    }
-    fill_backward(op, x, gradients, &args);
-    Call call(op, x.q);
-    call.plan_and_run(x.q, args, gk_plan_flash_attn_bwd, gk_run_flash_attn_bwd);
-    return gradients;
-}
-
-Gradients flash_attn_bwd(DenseBwdArgs &x) { return backward("flash_attn_bwd", x); }
-Gradients flash_attn_varlen_bwd(PackedBwdArgs &x) { return backward("flash_attn_varlen_bwd", x); }
-
-std::string explain_bwd(DenseBwdArgs &x) {
-    const char *op = "flash_attn_bwd";
-    gk_flash_attn_bwd_args args = check(op, x);
-    Gradients gradients = make_gradients(op, x, &args);
-    fill_backward(op, x, gradients, &args);
-    gk_explanation explanation{};
-    explanation.size = sizeof explanation;
-    Call call(op, x.q, described_gpu);
-    call.done(gk_explain_flash_attn_bwd(call.context(), &args, &explanation));
-    return to_json(explanation);
+    give_all(stack, results);
 }
 
 // ---- attn_merge ---------------------------------------------------------------------------------
-struct MergeArgs {
+struct AttnMerge {
     Tensor out_a, lse_a; // [..., Dv], [...]
     Tensor out_b, lse_b;
+
+    GK_OP(attn_merge, gk_attn_merge_args, "attn_merge", 2)
+    GK_TENSORS(out_a, lse_a, out_b, lse_b)
+
+    void fill(C &to) {
+        to.out_a = out_a.view, to.lse_a = lse_a.view;
+        to.out_b = out_b.view, to.lse_b = lse_b.view;
+    }
+    static void place(C &to, Results &r) { to.out = r[0].view, to.lse = r[1].view; }
 };
 
-Both attn_merge(MergeArgs &x) {
-    const char *op = "attn_merge";
-    gk_attn_merge_args args{};
-    args.size = sizeof args;
-    x.out_a.read(op, "out_a");
-    check_float(op, x.out_a);
-    check_ndim_range(op, x.out_a, 1);
-    check_tensor(op, x.lse_a, "lse_a", x.out_a, wide_dtype(x.out_a), lse_shape(x.out_a));
-    x.out_b.read(op, "out_b");
-    check_same_device(op, x.out_b, x.out_a);
-    check_same_dtype(op, x.out_b, x.out_a);
-    check_shape(op, x.out_b, shape_of(x.out_a));
-    check_tensor(op, x.lse_b, "lse_b", x.out_a, wide_dtype(x.out_a), lse_shape(x.out_a));
-
-    Tensor out = empty(op, shape_of(x.out_a), x.out_a.dtype, x.out_a.device);
-    Tensor lse = make_lse(op, x.out_a);
-    if (lse.numel() > 0) {
-        args.out_a = x.out_a.view;
-        args.out_b = x.out_b.view;
-        args.lse_a = x.lse_a.view;
-        args.lse_b = x.lse_b.view;
-        args.out = out.view;
-        args.lse = lse.view;
-        Call call(op, x.out_a);
-        call.done(gk_attn_merge(call.context(), &args));
-    }
-    return {std::move(out), std::move(lse)};
+void implement(Library &m) {
+    m.impl("flash_attn", op_first<FlashAttn>);
+    m.impl("flash_attn_fwd", op_all<FlashAttn>);
+    m.impl("explain_flash_attn", op_explain<FlashAttn>);
+    m.impl("flash_attn_bwd", backward<FlashAttnBwd>);
+    m.impl("explain_flash_attn_bwd", op_explain<FlashAttnBwd>);
+    m.impl("flash_attn_varlen", op_first<FlashAttnVarlen>);
+    m.impl("flash_attn_varlen_fwd", op_all<FlashAttnVarlen>);
+    m.impl("flash_attn_varlen.out", op_out<FlashAttnVarlen>);
+    m.impl("explain_flash_attn_varlen", op_explain<FlashAttnVarlen>);
+    m.impl("flash_attn_varlen_bwd", backward<FlashAttnVarlenBwd>);
+    m.impl("attn_merge", op_all<AttnMerge>);
 }
 
-void implement(Library &m) {
-    impl_op<forward<DenseArgs>>(m, "flash_attn");
-    m.impl("flash_attn_bwd", boxed<flash_attn_bwd>);
-    m.impl("explain_flash_attn", boxed<explain<DenseArgs>>);
-    m.impl("explain_flash_attn_bwd", boxed<explain_bwd>);
-    impl_op<forward<PackedArgs>>(m, "flash_attn_varlen");
-    impl_out<forward<PackedArgs>>(m, "flash_attn_varlen");
-    m.impl("flash_attn_varlen_bwd", boxed<flash_attn_varlen_bwd>);
-    m.impl("explain_flash_attn_varlen", boxed<explain<PackedArgs>>);
-    m.impl("attn_merge", boxed<attn_merge>);
+void implement_shapes(Library &m) {
+    m.impl("flash_attn_results", op_results<FlashAttn>);
+    m.impl("flash_attn_bwd_results", op_results<FlashAttnBwd>);
+    m.impl("flash_attn_varlen_results", op_results<FlashAttnVarlen>);
+    m.impl("flash_attn_varlen_bwd_results", op_results<FlashAttnVarlenBwd>);
+    m.impl("attn_merge_results", op_results<AttnMerge>);
 }
 
 } // namespace
 } // namespace gk
 
-STABLE_TORCH_LIBRARY_IMPL(GPUKERN_NAMESPACE, CPU, m) { gk::implement(m); }
-#ifdef GPUKERN_HAS_CUDA
-STABLE_TORCH_LIBRARY_IMPL(GPUKERN_NAMESPACE, CUDA, m) { gk::implement(m); }
-#endif
+GK_IMPLEMENT()

@@ -4,8 +4,8 @@
 // SymInt reaches a kernel as int64. The *_fwd and *_bwd ops are what autograd is built of
 // (torch_gpukern/ops); each explain_* takes its op's arguments and returns as JSON what the call
 // would do.
+#include "box.h"
 #include "call.h"
-#include "checks.h"
 
 #define GEMM_ARGS                                                                               \
     "(Tensor a, Tensor b, Tensor? bias=None, Tensor? c=None, float alpha=1.0, float beta=1.0, " \
@@ -46,11 +46,22 @@
 
 namespace {
 
-// An op that returns the first of its results, its _fwd that returns all, and its explain; see impl_op in box.h.
+// An op that returns all of its results, and its _results, which returns them on meta, of the shapes alone.
+void def_all(gk::Library &m, const std::string &name, const std::string &arguments, const std::string &results) {
+    m.def((name + arguments + results).c_str());
+    m.def((name + "_results" + arguments + results).c_str());
+}
+
+void def_explain(gk::Library &m, const std::string &name, const std::string &arguments) {
+    m.def(("explain_" + name + arguments + " -> str").c_str());
+}
+
+// An op that returns the first of its results, its _fwd that returns all, its _results, and its explain.
 void def_op(gk::Library &m, const std::string &name, const std::string &arguments, const std::string &results) {
     m.def((name + arguments + " -> Tensor").c_str());
     m.def((name + "_fwd" + arguments + results).c_str());
-    m.def(("explain_" + name + arguments + " -> str").c_str());
+    m.def((name + "_results" + arguments + results).c_str());
+    def_explain(m, name, arguments);
 }
 
 // The op into memory of the caller's. It returns nothing: torch.compile takes no op that returns an argument.
@@ -61,21 +72,23 @@ void def_out(gk::Library &m, const std::string &name, const std::string &argumen
 void define(gk::Library &m) {
     def_op(m, "gemm", GEMM_ARGS, " -> (Tensor out, Tensor preact)");
     def_out(m, "gemm", GEMM_ARGS);
-    m.def("gemm_act_bwd(Tensor grad_out, Tensor saved, str activation) -> Tensor grad_in");
+    def_all(m, "gemm_act_bwd", "(Tensor grad_out, Tensor saved, str activation)", " -> Tensor grad_in");
 
     def_op(m, "flash_attn", FLASH_ATTN_ARGS, OUT_LSE);
-    m.def("flash_attn_bwd" FLASH_ATTN_BWD_ARGS GRADIENTS);
-    m.def("explain_flash_attn_bwd" FLASH_ATTN_BWD_ARGS " -> str");
+    def_all(m, "flash_attn_bwd", FLASH_ATTN_BWD_ARGS, GRADIENTS);
+    def_explain(m, "flash_attn_bwd", FLASH_ATTN_BWD_ARGS);
 
     def_op(m, "flash_attn_varlen", FLASH_ATTN_VARLEN_ARGS, OUT_LSE);
     def_out(m, "flash_attn_varlen", FLASH_ATTN_VARLEN_ARGS);
-    m.def("flash_attn_varlen_bwd" FLASH_ATTN_VARLEN_BWD_ARGS GRADIENTS);
+    def_all(m, "flash_attn_varlen_bwd", FLASH_ATTN_VARLEN_BWD_ARGS, GRADIENTS);
 
-    m.def("attn_merge(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b)" OUT_LSE);
+    def_all(m, "attn_merge", "(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b)", OUT_LSE);
 
     def_op(m, "paged_attn", PAGED_ATTN_ARGS, OUT_LSE);
     def_out(m, "paged_attn", PAGED_ATTN_ARGS);
     m.def("kv_cache_write(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
+          "Tensor slots, Tensor? k_scale=None, Tensor? v_scale=None) -> ()");
+    m.def("kv_cache_write_results(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, "
           "Tensor slots, Tensor? k_scale=None, Tensor? v_scale=None) -> ()");
 
     m.def("version() -> str");

@@ -3,61 +3,83 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <utility>
 
 #include <torch/csrc/stable/c/shim.h>
 #include <torch/headeronly/core/ScalarType.h>
 
 #include "errors.h"
+#include "op.h"
 
 namespace gk {
 
 // ---- dtypes -------------------------------------------------------------------------------------
 struct Dtype {
     int32_t code;     // torch's number
+    gk_dtype gk;      // csrc's; of what csrc does not know, kForeign + code, which it hands back in texts alone
     const char *name; // as Python spells it
-    int32_t gk;       // gk_dtype, -1 = no op takes it
 };
 
-constexpr const char *kFloats = "float32, bfloat16, float16 or float64";
+constexpr int32_t kForeign = 256;
 
 // The headers of torch know it, the shim of torch 2.10 has no function for it.
 constexpr int32_t float8_e8m0fnu = static_cast<int32_t>(torch::headeronly::ScalarType::Float8_e8m0fnu);
 
-// The first whose field holds the value.
-inline const Dtype *find_dtype(int32_t Dtype::*field, int32_t value) {
-    static const Dtype table[] = {
-        {aoti_torch_dtype_float32(), "float32", GK_F32},
-        {aoti_torch_dtype_bfloat16(), "bfloat16", GK_BF16},
-        {aoti_torch_dtype_float16(), "float16", GK_F16},
-        {aoti_torch_dtype_int32(), "int32", GK_I32},
-        {aoti_torch_dtype_float64(), "float64", GK_F64},
-        {aoti_torch_dtype_int64(), "int64", GK_I64},
-        {aoti_torch_dtype_bool(), "bool", -1},
-        {aoti_torch_dtype_uint8(), "uint8", GK_U8},
-        {aoti_torch_dtype_int8(), "int8", GK_I8},
-        {aoti_torch_dtype_int16(), "int16", -1},
-        {aoti_torch_dtype_uint16(), "uint16", -1},
-        {aoti_torch_dtype_uint32(), "uint32", -1},
-        {aoti_torch_dtype_uint64(), "uint64", -1},
-        {aoti_torch_dtype_complex32(), "complex32", -1},
-        {aoti_torch_dtype_complex64(), "complex64", -1},
-        {aoti_torch_dtype_complex128(), "complex128", -1},
-        {aoti_torch_dtype_float8_e4m3fn(), "float8_e4m3fn", GK_E4M3},
-        {aoti_torch_dtype_float8_e5m2(), "float8_e5m2", GK_E5M2},
-        {float8_e8m0fnu, "float8_e8m0fnu", GK_E8M0},
-        {aoti_torch_dtype_float8_e4m3fnuz(), "float8_e4m3fnuz", -1},
-        {aoti_torch_dtype_float8_e5m2fnuz(), "float8_e5m2fnuz", -1},
-    };
-    static const Dtype other = {-1, "a dtype unknown to gpukern", -1};
-    for (const Dtype &row : table) {
-        if (row.*field == value) return &row;
-    }
-    return &other;
-}
+struct Dtypes {
+    static constexpr int kMany = 21;
+    Dtype table[kMany + 1];
 
-inline const Dtype *find_dtype(int32_t code) { return find_dtype(&Dtype::code, code); }
-inline const Dtype *dtype_of(gk_dtype dtype) { return find_dtype(&Dtype::gk, dtype); }
+    Dtypes()
+        : table{{aoti_torch_dtype_float32(), GK_F32, nullptr},
+                {aoti_torch_dtype_bfloat16(), GK_BF16, nullptr},
+                {aoti_torch_dtype_float16(), GK_F16, nullptr},
+                {aoti_torch_dtype_int32(), GK_I32, nullptr},
+                {aoti_torch_dtype_float64(), GK_F64, nullptr},
+                {aoti_torch_dtype_int64(), GK_I64, nullptr},
+                {aoti_torch_dtype_uint8(), GK_U8, nullptr},
+                {aoti_torch_dtype_int8(), GK_I8, nullptr},
+                {aoti_torch_dtype_float8_e4m3fn(), GK_E4M3, nullptr},
+                {aoti_torch_dtype_float8_e5m2(), GK_E5M2, nullptr},
+                {float8_e8m0fnu, GK_E8M0, nullptr},
+                foreign(aoti_torch_dtype_bool(), "bool"),
+                foreign(aoti_torch_dtype_int16(), "int16"),
+                foreign(aoti_torch_dtype_uint16(), "uint16"),
+                foreign(aoti_torch_dtype_uint32(), "uint32"),
+                foreign(aoti_torch_dtype_uint64(), "uint64"),
+                foreign(aoti_torch_dtype_complex32(), "complex32"),
+                foreign(aoti_torch_dtype_complex64(), "complex64"),
+                foreign(aoti_torch_dtype_complex128(), "complex128"),
+                foreign(aoti_torch_dtype_float8_e4m3fnuz(), "float8_e4m3fnuz"),
+                foreign(aoti_torch_dtype_float8_e5m2fnuz(), "float8_e5m2fnuz"),
+                foreign(-1, "a dtype unknown to gpukern")} {}
+
+    static Dtype foreign(int32_t code, const char *name) {
+        return {code, static_cast<gk_dtype>(kForeign + code), name};
+    }
+    static const Dtypes &all() {
+        static const Dtypes dtypes;
+        return dtypes;
+    }
+    // The last where there is none.
+    template <class Is> const Dtype &find(Is is) const {
+        int i = 0;
+        while (i < kMany && !is(table[i])) ++i;
+        return table[i];
+    }
+};
+
+inline gk_dtype gk_of(int32_t code) {
+    return Dtypes::all().find([=](const Dtype &x) { return x.code == code; }).gk;
+}
+inline int32_t code_of(gk_dtype dtype) {
+    return Dtypes::all().find([=](const Dtype &x) { return x.gk == dtype; }).code;
+}
+// For gk_io.
+inline const char *dtype_name(gk_dtype dtype) {
+    const Dtype &found = Dtypes::all().find([=](const Dtype &x) { return x.gk == dtype; });
+    return found.name ? found.name : gk_dtype_name(dtype);
+}
 
 // ---- devices ------------------------------------------------------------------------------------
 struct Device {
@@ -66,6 +88,9 @@ struct Device {
     bool operator==(const Device &other) const { return type == other.type && (index == other.index || type == cpu()); }
     bool operator!=(const Device &other) const { return !(*this == other); }
     bool is_cpu() const { return type == cpu(); }
+    bool is_cuda() const { return type == aoti_torch_device_type_cuda(); }
+    bool is_meta() const { return type == aoti_torch_device_type_meta(); }
+    static Device meta() { return {aoti_torch_device_type_meta(), 0}; }
 
     std::string name() const {
         const char *word = type == cpu()                           ? "cpu"
@@ -83,24 +108,24 @@ struct Device {
 };
 
 // ---- tensors ------------------------------------------------------------------------------------
+// The i-th of an op's tensors, whose names are one text: "x, weight".
+inline std::string name_of(const char *names, int i) {
+    for (; i > 0; --i) names = std::strchr(names, ',') + 2;
+    return std::string(names, std::strcspn(names, ","));
+}
+
 // Owns a handle. What describes the tensor is valid after read() or where empty() made it.
 class Tensor {
   public:
-    const char *name = nullptr; // the argument's
-    const Dtype *dtype = nullptr;
     Device device{};
-    gk_tensor view; // shape and stride are filled up to GK_MAX_DIMS; ndim may be larger
+    gk_tensor view; // shape and stride are filled up to GK_MAX_DIMS; ndim may be larger, which csrc refuses
 
-    Tensor() : view{} {}
+    Tensor() { view.data = nullptr, view.ndim = 0; }
     explicit Tensor(AtenTensorHandle handle) : handle_(handle) {}
     Tensor(Tensor &&other) noexcept
-        : name(other.name), dtype(other.dtype), device(other.device), view(other.view),
-          handle_(std::exchange(other.handle_, nullptr)) {}
+        : device(other.device), view(other.view), handle_(std::exchange(other.handle_, nullptr)) {}
     Tensor &operator=(Tensor &&other) noexcept {
-        std::swap(name, other.name);
-        std::swap(dtype, other.dtype);
-        std::swap(device, other.device);
-        std::swap(view, other.view);
+        device = other.device, view = other.view;
         std::swap(handle_, other.handle_);
         return *this;
     }
@@ -116,40 +141,39 @@ class Tensor {
 
     int64_t size(int d) const { return view.shape[d]; }
     int64_t stride(int d) const { return view.stride[d]; }
-    int last() const { return view.ndim - 1; }
     int64_t numel() const {
         int64_t n = 1;
         for (int d = 0; d < view.ndim; ++d) n *= view.shape[d];
         return n;
     }
 
-    // `writable` where the op writes the tensor: a copy-on-write storage then becomes real.
-    void read(const char *op, const char *argument, bool writable = false) {
-        static const int32_t strided = aoti_torch_layout_strided();
-        name = argument;
-        int32_t layout, code;
-        torch_ok(op, aoti_torch_get_layout(handle_, &layout));
-        if (layout != strided) bad_argument(op, name, " must be a strided (dense) tensor");
+    // All but the data.
+    void read_form(const char *op) {
+        int32_t code;
         torch_ok(op, aoti_torch_get_dtype(handle_, &code));
-        dtype = find_dtype(code);
-        if (dtype->gk >= 0) view.dtype = static_cast<gk_dtype>(dtype->gk);
+        view.dtype = gk_of(code);
         torch_ok(op, aoti_torch_get_device_type(handle_, &device.type));
         torch_ok(op, aoti_torch_get_device_index(handle_, &device.index));
         int64_t ndim, *sizes, *strides;
         torch_ok(op, aoti_torch_get_dim(handle_, &ndim));
         torch_ok(op, aoti_torch_get_sizes(handle_, &sizes));
         torch_ok(op, aoti_torch_get_strides(handle_, &strides));
+        view.data = nullptr;
         view.ndim = static_cast<int32_t>(ndim);
         for (int d = 0; d < ndim && d < GK_MAX_DIMS; ++d) {
             view.shape[d] = sizes[d];
             view.stride[d] = strides[d];
         }
-        read_data(op, writable);
-        if (!view.data && ndim <= GK_MAX_DIMS && numel() > 0) {
-            bad_argument(op, name, " has no memory behind it; a subclass must unwrap it first");
-        }
     }
 
+    bool is_strided(const char *op) const {
+        static const int32_t strided = aoti_torch_layout_strided();
+        int32_t layout;
+        torch_ok(op, aoti_torch_get_layout(handle_, &layout));
+        return layout == strided;
+    }
+
+    // `writable` where the op writes the tensor: a copy-on-write storage then becomes real.
     void read_data(const char *op, bool writable) {
         if (writable) {
             torch_ok(op, torch_get_mutable_data_ptr(handle_, &view.data));
@@ -171,75 +195,50 @@ class OptTensor : public Tensor {
     OptTensor(Tensor &&other) noexcept : Tensor(std::move(other)) {}
 };
 
-// ---- results ------------------------------------------------------------------------------------
-struct Shape {
-    int32_t ndim = 0;
-    int64_t size[GK_MAX_DIMS];
+// A `Tensor(a!)` of a schema, which the op writes.
+class WrittenTensor : public Tensor {
+  public:
+    using Tensor::Tensor;
 };
 
-// An uninitialised tensor, dense in the order of its dimensions; with `tokens_first` a
+// ---- results ------------------------------------------------------------------------------------
+// An uninitialised tensor of dtype and shape of `form`, dense in the order of its dimensions; with `tokens_first` a
 // [B, H, S, D] tensor is stored as [B, S, H, D].
-inline Tensor empty(const char *op, const Shape &shape, const Dtype *dtype, Device device, bool tokens_first = false) {
+inline Tensor empty(const char *op, const gk_tensor &form, Device device, bool tokens_first = false) {
     static const int stored[4] = {3, 1, 2, 0}; // innermost first
     int64_t stride[GK_MAX_DIMS], dense = 1;
     bool fits = true;
-    for (int i = 0; i < shape.ndim; ++i) {
-        int d = tokens_first ? stored[i] : shape.ndim - 1 - i;
+    for (int i = 0; i < form.ndim; ++i) {
+        int d = tokens_first ? stored[i] : form.ndim - 1 - i;
         stride[d] = dense;
-        fits &= !__builtin_mul_overflow(dense, shape.size[d] > 1 ? shape.size[d] : 1, &dense);
+        fits &= !__builtin_mul_overflow(dense, form.shape[d] > 1 ? form.shape[d] : 1, &dense);
     }
     if (!fits || dense > INT64_C(1) << 59) { // its bytes are counted in 64 bits too
         failed(op, "out of memory: the sizes of a result multiply to more than 2^59");
     }
     AtenTensorHandle handle;
-    torch_ok(op,
-             aoti_torch_empty_strided(shape.ndim, shape.size, stride, dtype->code, device.type, device.index, &handle));
+    torch_ok(op, aoti_torch_empty_strided(form.ndim, form.shape, stride, code_of(form.dtype), device.type, device.index,
+                                          &handle));
     Tensor t(handle);
-    t.dtype = dtype;
     t.device = device;
-    t.view.dtype = static_cast<gk_dtype>(dtype->gk);
-    t.view.ndim = shape.ndim;
-    for (int d = 0; d < shape.ndim; ++d) {
-        t.view.shape[d] = shape.size[d];
+    t.view.dtype = form.dtype;
+    t.view.ndim = form.ndim;
+    for (int d = 0; d < form.ndim; ++d) {
+        t.view.shape[d] = form.shape[d];
         t.view.stride[d] = stride[d];
     }
-    t.read_data(op, true);
+    t.view.data = nullptr;
+    if (!device.is_meta()) t.read_data(op, true);
     return t;
-}
-
-inline Shape shape_of(const Tensor &t) {
-    Shape shape;
-    shape.ndim = t.view.ndim;
-    for (int d = 0; d < shape.ndim; ++d) shape.size[d] = t.view.shape[d];
-    return shape;
 }
 
 inline void zero(const char *op, Tensor &t) { torch_ok(op, aoti_torch_zero_(t.get())); }
 
 // Replaces t by a dense copy.
 inline void copy_dense(const char *op, Tensor &t) {
-    Tensor dense = empty(op, shape_of(t), t.dtype, t.device);
+    Tensor dense = empty(op, t.view, t.device);
     torch_ok(op, aoti_torch_copy_(dense.get(), t.get(), 0));
-    dense.name = t.name;
     t = std::move(dense);
-}
-
-// The attention kernels walk the last dimension with stride 1: any other tensor is copied first.
-inline void make_last_dense(const char *op, Tensor &t) {
-    int d = t.last();
-    if (t.view.shape[d] > 1 && t.view.stride[d] != 1 && t.numel() > 0) copy_dense(op, t);
-    t.view.stride[d] = 1;
-}
-
-inline void make_dense(const char *op, Tensor &t) {
-    int64_t dense = 1;
-    for (int d = t.last(); d >= 0; --d) {
-        if (t.view.shape[d] != 1 && t.view.stride[d] != dense && t.numel() > 0) {
-            return copy_dense(op, t);
-        }
-        t.view.stride[d] = dense;
-        dense *= t.view.shape[d] > 1 ? t.view.shape[d] : 1;
-    }
 }
 
 } // namespace gk

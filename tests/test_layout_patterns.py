@@ -25,7 +25,9 @@ def build_and_run(name, tmp_path):
 
 
 # a second each to compile; these include every header
-COMPILED = SOURCES if os.environ.get("GPUKERN_TEST_ALL") else ["banks", "graph", "scan", "softmax", "tma_reduce", "transpose"]
+COMPILED = (
+    SOURCES if os.environ.get("GPUKERN_TEST_ALL") else ["banks", "graph", "scan", "softmax", "tma_reduce", "transpose"]
+)
 
 
 @pytest.mark.parametrize("name", COMPILED)

@@ -1,6 +1,8 @@
 """The compiled library, its namespace, and what torch says of a call."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 
 import torch
 from torch.autograd import forward_ad
@@ -96,6 +98,20 @@ _AUTOCAST_KEYS = _KeySet(_Key.AutocastCPU) | _KeySet(_Key.AutocastCUDA)
 def below_autocast() -> torch._C._ExcludeDispatchKeyGuard:
     """Context without casts: in an Autocast kernel, and in backward, where dtypes are settled."""
     return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS)
+
+
+_MODE_KEYS = _KeySet(_Key.Python) | _KeySet(_Key.PythonTLSSnapshot)
+
+
+@contextlib.contextmanager
+def below_modes() -> Iterator[None]:
+    """Context in which an op's own kernel sees the tensors of a mode, a compiler's fakes, and autograd is not asked."""
+    below, without = below_autograd(), torch._C._ExcludeDispatchKeyGuard(_MODE_KEYS)
+    try:
+        with without:
+            yield
+    finally:
+        del below
 
 
 def traced() -> bool:

@@ -1,103 +1,152 @@
-/* flash_attn: what a call of gk_flash_attn_fwd or gk_flash_attn_bwd means: its checks, bytes and FLOPs, its entry points. */
+/* flash_attn: what a call of gk_flash_attn_fwd or gk_flash_attn_bwd must be, and what it costs. */
 #include "../checks.h"
 #include "../dispatch.h"
 
-/* All but the context. lse may have no data, which only forward allows. contents: of index tensors, too, on the CPU. */
-static gk_status check_forward(const char *op, const gk_context *ctx, const gk_flash_attn_args *f, bool contents) {
-    const bool packed = f->cu_seqlens_q != NULL;
-    const int nd = packed ? 3 : 4, last = nd - 1, row = packed ? 0 : 2;
-    const gk_dtype dtype = f->q.dtype;
-    GK_REQUIRE(gk_is_float(dtype), "%s: q is %s, expected a floating dtype", op, gk_dtype_name(dtype));
-    GK_TRY(gk_check_tensor(op, "q", &f->q, dtype, nd, nd));
-    GK_TRY(gk_check_tensor(op, "k", &f->k, dtype, nd, nd));
-    GK_TRY(gk_check_tensor(op, "v", &f->v, dtype, nd, nd));
-    GK_TRY(gk_check_tensor(op, "out", &f->out, dtype, nd, nd));
-    GK_TRY(gk_check_layout(op, "lse", &f->lse, gk_stats_dtype(dtype), nd - 1, nd - 1));
-    GK_TRY(gk_check_size(op, "k", &f->k, last, f->q.shape[last]));
-    GK_TRY(gk_check_head_dim(op, "q", ctx, f->q.shape[last]));
-    GK_TRY(gk_check_head_dim(op, "v", ctx, f->v.shape[last]));
-    GK_TRY(gk_check_size(op, "v", &f->v, 1, f->k.shape[1]));
-    GK_TRY(gk_check_size(op, "v", &f->v, row, f->k.shape[row]));
-    GK_TRY(gk_check_heads(op, f->q.shape[1], f->k.shape[1]));
-    for (int d = 0; d < last; ++d) {
-        GK_TRY(gk_check_size(op, "out", &f->out, d, f->q.shape[d]));
-        GK_TRY(gk_check_size(op, "lse", &f->lse, d, f->q.shape[d]));
+/* ---- laws -------------------------------------------------------------------------------------------- */
+/* Dense and packed calls differ in the place of the dimensions. */
+typedef struct form {
+    int ndim, tokens;
+    const char *q, *k, *v;
+} form;
+static const form dense = {4, 2, "[B, Hq, Sq, D]", "[B, Hkv, Sk, D]", "[B, Hkv, Sk, Dv]"};
+static const form packed = {3, 0, "[Tq, Hq, D]", "[Tk, Hkv, D]", "[Tk, Hkv, Dv]"};
+
+static const form *form_of(const gk_flash_attn_args *f) { return f->cu_seqlens_q ? &packed : &dense; }
+
+static int64_t batch_of(const gk_flash_attn_args *f) {
+    return f->cu_seqlens_q ? f->cu_seqlens_q->shape[0] - 1 : f->q.shape[0];
+}
+
+static gk_status check_qkv(const gk_context *ctx, const gk_flash_attn_args *f, gk_io *io) {
+    const form *x = form_of(f);
+    const gk_tensor *q = &f->q, *k = &f->k, *v = &f->v;
+    const int last = x->ndim - 1;
+    GK_TRY(gk_take(io, "q", q, GK_DENSE_LAST));
+    GK_TRY(gk_check_float(io, "q", q));
+    GK_TRY(gk_check_dims("q", q, x->ndim, x->q));
+    GK_TRY(gk_check_head_dim("q", ctx, q->shape[last]));
+    GK_TRY(gk_take(io, "k", k, GK_DENSE_LAST));
+    GK_TRY(gk_check_same_dtype(io, "k", k, "q", q));
+    GK_TRY(gk_check_dims("k", k, x->ndim, x->k));
+    if (x == &dense) GK_TRY(gk_check_same("k", "batch size", k->shape[0], "q", q->shape[0]));
+    GK_TRY(gk_check_heads(q->shape[1], "k", k->shape[1]));
+    GK_TRY(gk_check_same("k", "head_dim", k->shape[last], "q", q->shape[last]));
+    GK_TRY(gk_take(io, "v", v, GK_DENSE_LAST));
+    GK_TRY(gk_check_same_dtype(io, "v", v, "q", q));
+    GK_TRY(gk_check_dims("v", v, x->ndim, x->v));
+    if (x == &dense) GK_TRY(gk_check_same("v", "batch size", v->shape[0], "k", k->shape[0]));
+    GK_TRY(gk_check_same("v", "heads", v->shape[1], "k", k->shape[1]));
+    GK_TRY(gk_check_same("v", "length", v->shape[x->tokens], "k", k->shape[x->tokens]));
+    GK_TRY(gk_check_head_dim("v", ctx, v->shape[last]));
+    GK_TRY(gk_check_tokens("q", ctx, q->shape[x->tokens]));
+    return gk_check_tokens("k", ctx, k->shape[x->tokens]);
+}
+
+static gk_status check_lengths(const gk_flash_attn_args *f, gk_io *io) {
+    GK_REQUIRE(f->cu_seqlens_k, "cu_seqlens_k is missing");
+    GK_TRY(gk_take(io, "cu_seqlens_q", f->cu_seqlens_q, GK_ANY_STRIDES));
+    GK_TRY(gk_check_dtype(io, "cu_seqlens_q", f->cu_seqlens_q, GK_I32));
+    GK_TRY(gk_check_dims("cu_seqlens_q", f->cu_seqlens_q, 1, "[B+1]"));
+    GK_REQUIRE(f->cu_seqlens_q->shape[0] > 0, "cu_seqlens_q must have at least 1 element, got 0");
+    GK_TRY(gk_take_index(io, "cu_seqlens_k", f->cu_seqlens_k, f->cu_seqlens_q->shape[0]));
+    GK_TRY(gk_check_not_negative("max_seqlen_q", f->max_seqlen_q));
+    return gk_check_not_negative("max_seqlen_k", f->max_seqlen_k);
+}
+
+static gk_status check_rules(const gk_flash_attn_args *f, gk_io *io) {
+    const gk_attn_rules *r = &f->rules;
+    const int64_t batch = batch_of(f), heads = f->q.shape[1];
+    GK_TRY(gk_check_rules(io, r, &f->q, batch, heads));
+    if (form_of(f) == &packed) {
+        GK_REQUIRE(!r->kv_start && !r->kv_end && !r->q_start, "kv_start, kv_end and q_start are for dense calls");
+        return gk_check_product("sequences, heads and the longest sequence of q", batch, heads,
+                                gk_min_i64(f->max_seqlen_q, f->q.shape[0]));
     }
-    GK_TRY(gk_check_size(op, "out", &f->out, last, f->v.shape[last]));
-    GK_REQUIRE(gk_is_contiguous(&f->lse) || gk_numel(&f->lse) == 0, "%s: lse is not contiguous", op);
-    const gk_tensor *dense[4] = {&f->q, &f->k, &f->v, &f->out};
-    const char *const names[4] = {"q", "k", "v", "out"};
-    for (int i = 0; i < 4; ++i) GK_TRY(gk_check_dense_last(op, names[i], dense[i]));
-    int64_t batch = f->q.shape[0];
-    if (packed) {
-        GK_REQUIRE(f->cu_seqlens_k, "%s: cu_seqlens_k is missing", op);
-        GK_TRY(gk_check_tensor(op, "cu_seqlens_q", f->cu_seqlens_q, GK_I32, 1, 1));
-        GK_TRY(gk_check_tensor(op, "cu_seqlens_k", f->cu_seqlens_k, GK_I32, 1, 1));
-        batch = f->cu_seqlens_q->shape[0] - 1;
-        GK_REQUIRE(batch >= 0, "%s: cu_seqlens_q is empty, expected batch + 1 entries", op);
-        GK_TRY(gk_check_size(op, "cu_seqlens_k", f->cu_seqlens_k, 0, batch + 1));
-        GK_REQUIRE(f->max_seqlen_q >= 0, "%s: max_seqlen_q is %lld, expected 0 or more", op,
-                   (long long)f->max_seqlen_q);
-        GK_REQUIRE(f->max_seqlen_k >= 0, "%s: max_seqlen_k is %lld, expected 0 or more", op,
-                   (long long)f->max_seqlen_k);
-        GK_TRY(gk_check_product(op, "sequences, heads and the longest sequence of q", batch, f->q.shape[1],
-                                gk_min_i64(f->max_seqlen_q, f->q.shape[0])));
-        GK_REQUIRE(!f->rules.kv_start && !f->rules.kv_end && !f->rules.q_start,
-                   "%s: kv_start, kv_end and q_start are for dense calls", op);
-    } else {
-        GK_TRY(gk_check_size(op, "k", &f->k, 0, batch));
-        GK_TRY(gk_check_size(op, "v", &f->v, 0, batch));
-        GK_TRY(gk_check_of_sequences(op, "kv_start", f->rules.kv_start, batch));
-        GK_TRY(gk_check_of_sequences(op, "kv_end", f->rules.kv_end, batch));
-        GK_TRY(gk_check_of_sequences(op, "q_start", f->rules.q_start, batch));
-        GK_REQUIRE(!f->rules.q_start || f->rules.diagonal == 0,
-                   "%s: diagonal is %lld where q_start is given, expected 0: only one of them places the queries", op,
-                   (long long)f->rules.diagonal);
-    }
-    GK_TRY(gk_check_rules(op, &f->rules, dtype, batch, f->q.shape[1]));
-    GK_TRY(gk_check_length(op, "q", ctx, f->q.shape[row]));
-    GK_TRY(gk_check_length(op, "k", ctx, f->k.shape[row]));
-    if (packed && contents && ctx->device == GK_CPU) {
-        GK_TRY(gk_check_cu_seqlens(op, "cu_seqlens_q", f->cu_seqlens_q, f->q.shape[0], f->max_seqlen_q));
-        GK_TRY(gk_check_cu_seqlens(op, "cu_seqlens_k", f->cu_seqlens_k, f->k.shape[0], f->max_seqlen_k));
-    }
+    GK_TRY(gk_take_index(io, "kv_start", r->kv_start, batch));
+    GK_TRY(gk_take_index(io, "kv_end", r->kv_end, batch));
+    GK_TRY(gk_take_index(io, "q_start", r->q_start, batch));
+    GK_REQUIRE(!r->q_start || r->diagonal == 0, "diagonal must be 0 where q_start is given, got %lld",
+               (long long)r->diagonal);
     return GK_OK;
 }
 
-static gk_status check_flash(const char *op, const gk_context *ctx, const gk_flash_attn_args *f, bool contents) {
-    GK_REQUIRE(f, "%s: args is NULL", op);
-    GK_TRY(gk_check_context(op, ctx, f->size, sizeof *f));
-    return check_forward(op, ctx, f, contents);
+static gk_status check_contents(const gk_context *ctx, const gk_flash_attn_args *f, const gk_io *io) {
+    if (form_of(f) == &dense || !gk_reads_contents(io, ctx)) return GK_OK;
+    GK_TRY(gk_check_cu_seqlens("cu_seqlens_q", f->cu_seqlens_q, f->q.shape[0], f->max_seqlen_q));
+    return gk_check_cu_seqlens("cu_seqlens_k", f->cu_seqlens_k, f->k.shape[0], f->max_seqlen_k);
 }
 
-/* args, or where the softcap is none that the kernels can take, a copy with one that they can. */
-static const gk_flash_attn_args *held(const gk_flash_attn_args *args, gk_flash_attn_args *copy) {
-    const double softcap = gk_held_softcap(&args->rules, args->q.dtype);
-    if (softcap == args->rules.softcap) return args;
-    *copy = *args, copy->rules.softcap = softcap;
-    return copy;
+/* q's, with v's head_dim in the last place */
+static void out_shape(const gk_flash_attn_args *f, int64_t *shape) {
+    const int last = f->q.ndim - 1;
+    for (int d = 0; d < last; ++d) shape[d] = f->q.shape[d];
+    shape[last] = f->v.shape[last];
 }
 
-static const gk_flash_attn_bwd_args *held_bwd(const gk_flash_attn_bwd_args *args, gk_flash_attn_bwd_args *copy) {
-    const double softcap = gk_held_softcap(&args->fwd.rules, args->fwd.q.dtype);
-    if (softcap == args->fwd.rules.softcap) return args;
-    *copy = *args, copy->fwd.rules.softcap = softcap;
-    return copy;
+gk_status gk_check_flash_attn_fwd(const gk_context *ctx, const gk_flash_attn_args *f, gk_io *io) {
+    GK_TRY(check_qkv(ctx, f, io));
+    if (form_of(f) == &packed) GK_TRY(check_lengths(f, io));
+    GK_TRY(check_rules(f, io));
+    GK_TRY(check_contents(ctx, f, io));
+    int64_t shape[GK_MAX_DIMS];
+    out_shape(f, shape);
+    gk_give(io, "out", &f->out, f->q.dtype, f->q.ndim, shape, GK_DENSE_LAST);
+    gk_give(io, "lse", &f->lse, gk_stats_dtype(f->q.dtype), f->q.ndim - 1, shape, GK_CONTIGUOUS)->optional = true;
+    return GK_OK;
 }
 
+gk_status gk_check_flash_attn_bwd(const gk_context *ctx, const gk_flash_attn_bwd_args *g, gk_io *io) {
+    const gk_flash_attn_args *f = &g->fwd;
+    const gk_dtype stats = gk_stats_dtype(f->q.dtype);
+    int64_t shape[GK_MAX_DIMS];
+    GK_TRY(gk_check_args_size(f->size, sizeof *f));
+    GK_TRY(gk_take(io, "grad_out", &g->grad_out, GK_DENSE_LAST));
+    GK_TRY(gk_check_float(io, "grad_out", &g->grad_out));
+    GK_TRY(check_qkv(ctx, f, io));
+    out_shape(f, shape);
+    const int ndim = f->q.ndim;
+    GK_TRY(gk_check_same_dtype(io, "grad_out", &g->grad_out, "q", &f->q));
+    GK_TRY(gk_check_shape("grad_out", &g->grad_out, ndim, shape));
+    GK_TRY(gk_take(io, "out", &f->out, GK_DENSE_LAST));
+    GK_TRY(gk_check_dtype(io, "out", &f->out, f->q.dtype));
+    GK_TRY(gk_check_shape("out", &f->out, ndim, shape));
+    GK_TRY(gk_take(io, "lse", &f->lse, GK_CONTIGUOUS));
+    GK_TRY(gk_check_dtype(io, "lse", &f->lse, stats));
+    GK_TRY(gk_check_shape("lse", &f->lse, ndim - 1, shape));
+    if (form_of(f) == &packed) GK_TRY(check_lengths(f, io));
+    if (g->grad_lse) {
+        GK_TRY(gk_take(io, "grad_lse", g->grad_lse, GK_ANY_STRIDES));
+        GK_TRY(gk_check_dtype(io, "grad_lse", g->grad_lse, stats));
+        GK_TRY(gk_check_shape("grad_lse", g->grad_lse, ndim - 1, shape));
+    }
+    GK_TRY(check_rules(f, io));
+    GK_TRY(check_contents(ctx, f, io));
+    const gk_tensor *sinks = f->rules.sinks;
+    GK_REQUIRE(sinks || !g->dsinks, "dsinks is given but sinks is not");
+    const int64_t none = 0;
+    gk_give(io, "dq", &g->dq, f->q.dtype, ndim, f->q.shape, GK_DENSE_LAST);
+    gk_give(io, "dk", &g->dk, f->q.dtype, ndim, f->k.shape, GK_DENSE_LAST);
+    gk_give(io, "dv", &g->dv, f->q.dtype, ndim, f->v.shape, GK_DENSE_LAST);
+    gk_give(io, "dsinks", g->dsinks, sinks ? sinks->dtype : stats, 1, sinks ? sinks->shape : &none, GK_ANY_STRIDES)
+        ->optional = true;
+    return GK_OK;
+}
+
+/* ---- cost -------------------------------------------------------------------------------------------- */
 /* Keys that each row sees, summed over rows and sequences; contents of packed calls must have been checked. Index tensors on
  * a GPU are not read: kv_start, kv_end and q_start then count as 0, Sk and Sk - Sq, and every packed sequence as one of equal
  * share. */
 static double visible_pairs(const gk_context *ctx, const gk_flash_attn_args *f) {
-    const bool packed = f->cu_seqlens_q != NULL, readable = ctx->device == GK_CPU;
-    const int64_t batch = packed ? f->cu_seqlens_q->shape[0] - 1 : f->q.shape[0];
+    const bool is_packed = f->cu_seqlens_q != NULL, readable = ctx->device == GK_CPU;
+    const int64_t batch = batch_of(f);
     double pairs = 0;
     for (int64_t b = 0; b < batch; ++b) {
-        int64_t seq_q = packed ? 0 : f->q.shape[2], seq_k = packed ? 0 : f->k.shape[2], diagonal = f->rules.diagonal;
-        if (packed && !readable) {
+        int64_t seq_q = is_packed ? 0 : f->q.shape[2], seq_k = is_packed ? 0 : f->k.shape[2],
+                diagonal = f->rules.diagonal;
+        if (is_packed && !readable) {
             seq_q = gk_ceil_div(f->q.shape[0], batch), seq_k = gk_ceil_div(f->k.shape[0], batch);
             diagonal = seq_k - seq_q;
-        } else if (packed) {
+        } else if (is_packed) {
             const int32_t *cq = f->cu_seqlens_q->data, *ck = f->cu_seqlens_k->data;
             const int64_t sq = f->cu_seqlens_q->stride[0], sk = f->cu_seqlens_k->stride[0];
             seq_q = cq[(b + 1) * sq] - cq[b * sq], seq_k = ck[(b + 1) * sk] - ck[b * sk];
@@ -120,106 +169,13 @@ static void attn_cost(const gk_context *ctx, const gk_flash_attn_args *f, double
         products * visible_pairs(ctx, f) * (double)f->q.shape[1] * (double)(f->q.shape[last] + f->v.shape[last]);
 }
 
-gk_status gk_plan_flash_attn_fwd(const gk_context *ctx, const gk_flash_attn_args *args, gk_plan *plan) {
-    gk_flash_attn_args copy;
-    GK_TRY(check_flash("gk_flash_attn_fwd", ctx, args, true));
-    return gk_dispatch_plan("gk_flash_attn_fwd", ctx, GK_OP_FLASH_ATTN_FWD, args->q.dtype, held(args, &copy), plan);
-}
-
-gk_status gk_run_flash_attn_fwd(const gk_context *ctx, const gk_flash_attn_args *args, const gk_plan *plan,
-                                void *workspace, size_t bytes) {
-    gk_flash_attn_args copy;
-    return gk_dispatch_run("gk_flash_attn_fwd", ctx, held(args, &copy), plan, workspace, bytes);
-}
-
-size_t gk_flash_attn_fwd_workspace_bytes(const gk_context *ctx, const gk_flash_attn_args *args) {
-    gk_flash_attn_args copy;
-    if (check_flash("gk_flash_attn_fwd", ctx, args, false) != GK_OK) return 0;
-    return gk_dispatch_workspace_bytes("gk_flash_attn_fwd", ctx, GK_OP_FLASH_ATTN_FWD, args->q.dtype,
-                                       held(args, &copy));
-}
-
-gk_status gk_flash_attn_fwd(const gk_context *ctx, const gk_flash_attn_args *args) {
-    gk_flash_attn_args copy;
-    GK_TRY(check_flash("gk_flash_attn_fwd", ctx, args, true));
-    return gk_dispatch_call("gk_flash_attn_fwd", ctx, GK_OP_FLASH_ATTN_FWD, args->q.dtype, held(args, &copy),
-                            args->workspace, args->workspace_bytes);
-}
-
-gk_status gk_explain_flash_attn_fwd(const gk_context *ctx, const gk_flash_attn_args *args, gk_explanation *out) {
-    gk_flash_attn_args copy;
-    GK_TRY(check_flash("gk_explain_flash_attn_fwd", ctx, args, true));
-    GK_TRY(gk_dispatch_explain("gk_explain_flash_attn_fwd", ctx, GK_OP_FLASH_ATTN_FWD, args->q.dtype, held(args, &copy),
-                               out));
+void gk_cost_flash_attn_fwd(const gk_context *ctx, const gk_flash_attn_args *args, gk_explanation *out) {
     attn_cost(ctx, args, 2, out);
-    gk_dispatch_bound(ctx, args->q.dtype, out);
-    return GK_OK;
 }
 
-static gk_status check_flash_bwd(const char *op, const gk_context *ctx, const gk_flash_attn_bwd_args *g,
-                                 bool contents) {
-    GK_REQUIRE(g, "%s: args is NULL", op);
-    GK_TRY(gk_check_context(op, ctx, g->size, sizeof *g));
-    const gk_flash_attn_args *f = &g->fwd;
-    GK_TRY(gk_check_args_size(op, f->size, sizeof *f));
-    GK_TRY(check_forward(op, ctx, f, contents));
-    const int nd = f->q.ndim;
-    GK_TRY(gk_check_tensor(op, "lse", &f->lse, f->lse.dtype, nd - 1, nd - 1));
-    const gk_tensor *grads[4] = {&g->grad_out, &g->dq, &g->dk, &g->dv}, *like[4] = {&f->out, &f->q, &f->k, &f->v};
-    const char *const names[4] = {"grad_out", "dq", "dk", "dv"};
-    for (int i = 0; i < 4; ++i) {
-        GK_TRY(gk_check_tensor(op, names[i], grads[i], f->q.dtype, nd, nd));
-        for (int d = 0; d < nd; ++d) GK_TRY(gk_check_size(op, names[i], grads[i], d, like[i]->shape[d]));
-        GK_TRY(gk_check_dense_last(op, names[i], grads[i]));
-    }
-    if (g->grad_lse) {
-        GK_TRY(gk_check_tensor(op, "grad_lse", g->grad_lse, f->lse.dtype, nd - 1, nd - 1));
-        for (int d = 0; d < nd - 1; ++d) GK_TRY(gk_check_size(op, "grad_lse", g->grad_lse, d, f->lse.shape[d]));
-    }
-    if (g->dsinks) {
-        GK_REQUIRE(f->rules.sinks, "%s: dsinks is given but sinks is not", op);
-        GK_TRY(gk_check_tensor(op, "dsinks", g->dsinks, f->rules.sinks->dtype, 1, 1));
-        GK_TRY(gk_check_size(op, "dsinks", g->dsinks, 0, f->q.shape[1]));
-    }
-    return GK_OK;
-}
-
-gk_status gk_plan_flash_attn_bwd(const gk_context *ctx, const gk_flash_attn_bwd_args *args, gk_plan *plan) {
-    gk_flash_attn_bwd_args copy;
-    GK_TRY(check_flash_bwd("gk_flash_attn_bwd", ctx, args, true));
-    return gk_dispatch_plan("gk_flash_attn_bwd", ctx, GK_OP_FLASH_ATTN_BWD, args->fwd.q.dtype, held_bwd(args, &copy),
-                            plan);
-}
-
-gk_status gk_run_flash_attn_bwd(const gk_context *ctx, const gk_flash_attn_bwd_args *args, const gk_plan *plan,
-                                void *workspace, size_t bytes) {
-    gk_flash_attn_bwd_args copy;
-    return gk_dispatch_run("gk_flash_attn_bwd", ctx, held_bwd(args, &copy), plan, workspace, bytes);
-}
-
-size_t gk_flash_attn_bwd_workspace_bytes(const gk_context *ctx, const gk_flash_attn_bwd_args *args) {
-    gk_flash_attn_bwd_args copy;
-    if (check_flash_bwd("gk_flash_attn_bwd", ctx, args, false) != GK_OK) return 0;
-    return gk_dispatch_workspace_bytes("gk_flash_attn_bwd", ctx, GK_OP_FLASH_ATTN_BWD, args->fwd.q.dtype,
-                                       held_bwd(args, &copy));
-}
-
-gk_status gk_flash_attn_bwd(const gk_context *ctx, const gk_flash_attn_bwd_args *args) {
-    gk_flash_attn_bwd_args copy;
-    GK_TRY(check_flash_bwd("gk_flash_attn_bwd", ctx, args, true));
-    return gk_dispatch_call("gk_flash_attn_bwd", ctx, GK_OP_FLASH_ATTN_BWD, args->fwd.q.dtype, held_bwd(args, &copy),
-                            args->workspace, args->workspace_bytes);
-}
-
-gk_status gk_explain_flash_attn_bwd(const gk_context *ctx, const gk_flash_attn_bwd_args *args, gk_explanation *out) {
-    gk_flash_attn_bwd_args copy;
-    GK_TRY(check_flash_bwd("gk_explain_flash_attn_bwd", ctx, args, true));
-    GK_TRY(gk_dispatch_explain("gk_explain_flash_attn_bwd", ctx, GK_OP_FLASH_ATTN_BWD, args->fwd.q.dtype,
-                               held_bwd(args, &copy), out));
+void gk_cost_flash_attn_bwd(const gk_context *ctx, const gk_flash_attn_bwd_args *args, gk_explanation *out) {
     attn_cost(ctx, &args->fwd, 5,
-              out); /* five products, of which three have head_dim and two head_dim_v: 2.5 x forward */
+              out); /* of five products three have head_dim and two head_dim_v: 2.5 times the forward */
     out->bytes += gk_tensor_bytes(&args->grad_out) + gk_tensor_bytes(&args->dq) + gk_tensor_bytes(&args->dk) +
                   gk_tensor_bytes(&args->dv);
-    gk_dispatch_bound(ctx, args->fwd.q.dtype, out);
-    return GK_OK;
 }

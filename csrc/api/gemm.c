@@ -1,107 +1,123 @@
-/* gemm: what a call of gk_gemm or gk_gemm_act_bwd means: its checks, bytes and FLOPs, its entry points. gemm_prefer.c has those
- * that choose a kernel. */
-#include "gemm.h"
+/* gemm: what a call of gk_gemm or gk_gemm_act_bwd must be, and what it costs. gemm_prefer.c has the entry points that choose a
+ * kernel. */
+#include "../checks.h"
+#include "../dispatch.h"
 
-gk_status gk_check_gemm(const gk_context *ctx, const gk_gemm_args *g) {
-    const char *op = "gk_gemm";
-    GK_REQUIRE(g, "%s: args is NULL", op);
-    GK_TRY(gk_check_context(op, ctx, g->size, sizeof *g));
-    GK_REQUIRE(gk_is_float(g->a.dtype), "%s: a is %s, expected a floating dtype", op, gk_dtype_name(g->a.dtype));
-    GK_TRY(gk_check_tensor(op, "a", &g->a, g->a.dtype, 2, GK_MAX_DIMS));
-    GK_TRY(gk_check_tensor(op, "b", &g->b, g->a.dtype, 2, GK_MAX_DIMS));
-    GK_REQUIRE(g->out.dtype == g->a.dtype || (g->out.dtype == GK_F32 && g->a.dtype != GK_F64),
-               "%s: out is %s, expected %s or float32", op, gk_dtype_name(g->out.dtype), gk_dtype_name(g->a.dtype));
-    GK_TRY(gk_check_tensor(op, "out", &g->out, g->out.dtype, 2, GK_MAX_DIMS));
-    const int nd = g->out.ndim;
-    const int64_t k = g->a.shape[g->a.ndim - 1];
-    GK_TRY(gk_check_size(op, "b", &g->b, g->b.ndim - 2, k));
-    GK_TRY(gk_check_size(op, "out", &g->out, nd - 2, g->a.shape[g->a.ndim - 2]));
-    GK_TRY(gk_check_size(op, "out", &g->out, nd - 1, g->b.shape[g->b.ndim - 1]));
-    GK_TRY(gk_check_dense_last(op, "out", &g->out));
-    const gk_tensor *in[3] = {&g->a, &g->b, g->c};
-    const char *const names[3] = {"a", "b", "c"};
-    for (int x = 0; x < 3; ++x) {
-        if (!in[x]) continue;
-        GK_REQUIRE(in[x]->ndim <= nd, "%s: %s has %d dimensions, out has %d", op, names[x], (int)in[x]->ndim, nd);
-        for (int i = 0; i < in[x]->ndim - (x < 2 ? 2 : 0); ++i) {
-            int64_t size = in[x]->shape[i], want = g->out.shape[i + nd - in[x]->ndim];
-            GK_REQUIRE(size == want || size == 1, "%s: %s has size %lld in dimension %d, expected %lld or 1", op,
-                       names[x], (long long)size, i, (long long)want);
+/* What is added to a product may come in the result's dtype, so that a float32 sum stays one. */
+static gk_status check_addend_dtype(gk_io *io, const char *name, const gk_tensor *t, const gk_gemm_args *g) {
+    if (t->dtype == g->a.dtype || t->dtype == g->out.dtype) return GK_OK;
+    if (g->a.dtype == g->out.dtype) return gk_check_same_dtype(io, name, t, "a", &g->a);
+    return gk_fail(GK_ERR_ARGUMENT, "%s must be %s (as a) or %s (as out_dtype), got %s", name,
+                   gk_dtype_name(g->a.dtype), io->dtype_name(g->out.dtype), io->dtype_name(t->dtype));
+}
+
+/* a's, or float32 where that is the wider one. */
+static gk_status check_out_dtype(gk_io *io, const gk_gemm_args *g) {
+    const gk_dtype dtype = g->a.dtype, out = g->out.dtype;
+    const bool narrow = gk_type_of(dtype)->bits < 32;
+    GK_REQUIRE(out == dtype || (narrow && out == GK_F32), "out_dtype must be %s (as a)%s, got %s", gk_dtype_name(dtype),
+               narrow ? " or float32" : "", io->dtype_name(out));
+    return GK_OK;
+}
+
+/* The result's shape [batch..., M, N]; returns how many dimensions it has, or -1 and a failure text. */
+static int result_shape(const gk_tensor *a, const gk_tensor *b, int64_t *shape) {
+    const int ndim = a->ndim > b->ndim ? a->ndim : b->ndim;
+    for (int d = 0; d < ndim - 2; ++d) {
+        const int at_a = d - ndim + a->ndim, at_b = d - ndim + b->ndim;
+        const int64_t x = at_a < 0 ? 1 : a->shape[at_a], y = at_b < 0 ? 1 : b->shape[at_b];
+        if (x != y && x != 1 && y != 1) {
+            gk_fail(GK_ERR_ARGUMENT, "b has batch dimensions %s, a has %s; they must broadcast",
+                    gk_text_of(b->ndim - 2, b->shape).text, gk_text_of(a->ndim - 2, a->shape).text);
+            return -1;
         }
+        shape[d] = x == 1 ? y : x;
     }
+    shape[ndim - 2] = a->shape[a->ndim - 2], shape[ndim - 1] = b->shape[b->ndim - 1];
+    return ndim;
+}
+
+static gk_status check_broadcasts(const gk_tensor *c, int ndim, const int64_t *shape) {
+    const int shift = ndim - c->ndim;
+    bool fits = shift >= 0;
+    for (int d = 0; fits && d < c->ndim; ++d) fits = c->shape[d] == 1 || c->shape[d] == shape[d + shift];
+    GK_REQUIRE(fits, "c must broadcast to the result's shape %s, got %s", gk_text_of(ndim, shape).text,
+               gk_text_of(c->ndim, c->shape).text);
+    return GK_OK;
+}
+
+static gk_status check_activation(gk_activation activation) {
+    GK_REQUIRE((unsigned)activation <= GK_ACT_SILU, "activation is %d, expected one of gk_activation", (int)activation);
+    return GK_OK;
+}
+
+/* Of out the dtype is read: it says which one is asked for. */
+gk_status gk_check_gemm(const gk_context *ctx, const gk_gemm_args *g, gk_io *io) {
+    (void)ctx;
+    const gk_tensor *a = &g->a, *b = &g->b;
+    int64_t shape[GK_MAX_DIMS];
+    GK_TRY(gk_take(io, "a", a, GK_ANY_STRIDES));
+    GK_TRY(gk_check_float(io, "a", a));
+    GK_TRY(gk_check_least_dims("a", a, 2));
+    GK_TRY(gk_take(io, "b", b, GK_ANY_STRIDES));
+    GK_TRY(gk_check_same_dtype(io, "b", b, "a", a));
+    GK_TRY(gk_check_least_dims("b", b, 2));
+    GK_REQUIRE(b->shape[b->ndim - 2] == a->shape[a->ndim - 1], "b has %lld rows, a has %lld columns; they must match",
+               (long long)b->shape[b->ndim - 2], (long long)a->shape[a->ndim - 1]);
+    const int ndim = result_shape(a, b, shape);
+    if (ndim < 0) return GK_ERR_ARGUMENT;
     if (g->bias) {
-        GK_REQUIRE(g->bias->dtype == g->a.dtype || g->bias->dtype == g->out.dtype, "%s: bias is %s, expected %s or %s",
-                   op, gk_dtype_name(g->bias->dtype), gk_dtype_name(g->a.dtype), gk_dtype_name(g->out.dtype));
-        GK_TRY(gk_check_tensor(op, "bias", g->bias, g->bias->dtype, 1, 1));
-        GK_TRY(gk_check_size(op, "bias", g->bias, 0, g->out.shape[nd - 1]));
+        GK_TRY(gk_take(io, "bias", g->bias, GK_ANY_STRIDES));
+        GK_TRY(check_addend_dtype(io, "bias", g->bias, g));
+        GK_TRY(gk_check_length_of("bias", g->bias, shape[ndim - 1]));
     }
     if (g->c) {
-        GK_REQUIRE(g->c->dtype == g->a.dtype || g->c->dtype == g->out.dtype, "%s: c is %s, expected %s or %s", op,
-                   gk_dtype_name(g->c->dtype), gk_dtype_name(g->a.dtype), gk_dtype_name(g->out.dtype));
         /* with beta 0 its data is not read and may be missing */
-        GK_TRY(g->beta != 0 ? gk_check_tensor(op, "c", g->c, g->c->dtype, 0, nd)
-                            : gk_check_layout(op, "c", g->c, g->c->dtype, 0, nd));
+        GK_TRY(g->beta != 0 ? gk_take(io, "c", g->c, GK_ANY_STRIDES) : gk_take_unread(io, "c", g->c));
+        GK_TRY(check_addend_dtype(io, "c", g->c, g));
+        GK_TRY(check_broadcasts(g->c, ndim, shape));
     }
-    if (g->preact) {
-        GK_TRY(gk_check_tensor(op, "preact", g->preact, g->out.dtype, nd, nd));
-        for (int d = 0; d < nd; ++d) GK_TRY(gk_check_size(op, "preact", g->preact, d, g->out.shape[d]));
-        GK_TRY(gk_check_dense_last(op, "preact", g->preact));
-    }
-    GK_REQUIRE((unsigned)g->activation <= GK_ACT_SILU, "%s: activation is %d", op, (int)g->activation);
-    GK_REQUIRE((unsigned)g->fp32_precision <= GK_TF32, "%s: fp32_precision is %d", op, (int)g->fp32_precision);
-    GK_REQUIRE(gk_holds(g->a.dtype, g->alpha), "%s: alpha is %g, expected a number that float32 holds", op, g->alpha);
-    GK_REQUIRE(gk_holds(g->a.dtype, g->beta), "%s: beta is %g, expected a number that float32 holds", op, g->beta);
+    GK_TRY(gk_check_held(io, "alpha", g->alpha, "a", a));
+    GK_TRY(gk_check_held(io, "beta", g->beta, "a", a));
+    GK_TRY(check_activation(g->activation));
+    GK_TRY(check_out_dtype(io, g));
+    GK_REQUIRE((unsigned)g->fp32_precision <= GK_TF32, "fp32_precision is %d, expected one of gk_precision",
+               (int)g->fp32_precision);
+    gk_give(io, "out", &g->out, g->out.dtype, ndim, shape, GK_DENSE_LAST);
+    /* what gk_gemm_act_bwd reads: nothing beyond out, where the derivative shows in that */
+    const bool saved = g->preact || g->activation > GK_ACT_RELU;
+    const int64_t none = 0;
+    gk_give(io, "preact", g->preact, g->out.dtype, saved ? ndim : 1, saved ? shape : &none, GK_DENSE_LAST)->optional =
+        true;
     return GK_OK;
 }
 
-gk_status gk_plan_gemm(const gk_context *ctx, const gk_gemm_args *args, gk_plan *plan) {
-    GK_TRY(gk_check_gemm(ctx, args));
-    return gk_dispatch_plan("gk_gemm", ctx, GK_OP_GEMM, args->a.dtype, args, plan);
+void gk_cost_gemm(const gk_context *ctx, const gk_gemm_args *g, gk_explanation *out) {
+    (void)ctx;
+    out->bytes = gk_tensor_bytes(&g->a) + gk_tensor_bytes(&g->b) + gk_tensor_bytes(&g->out);
+    if (g->bias) out->bytes += gk_tensor_bytes(g->bias);
+    if (g->c && g->beta != 0) out->bytes += gk_tensor_bytes(g->c);
+    if (g->preact) out->bytes += gk_tensor_bytes(g->preact);
+    out->flops = 2.0 * (double)gk_numel(&g->out) * (double)g->a.shape[g->a.ndim - 1];
 }
 
-gk_status gk_run_gemm(const gk_context *ctx, const gk_gemm_args *args, const gk_plan *plan, void *workspace,
-                      size_t bytes) {
-    return gk_dispatch_run("gk_gemm", ctx, args, plan, workspace, bytes);
-}
-
-size_t gk_gemm_workspace_bytes(const gk_context *ctx, const gk_gemm_args *args) {
-    if (gk_check_gemm(ctx, args) != GK_OK) return 0;
-    return gk_dispatch_workspace_bytes("gk_gemm", ctx, GK_OP_GEMM, args->a.dtype, args);
-}
-
-gk_status gk_gemm(const gk_context *ctx, const gk_gemm_args *args) {
-    GK_TRY(gk_check_gemm(ctx, args));
-    return gk_dispatch_call("gk_gemm", ctx, GK_OP_GEMM, args->a.dtype, args, args->workspace, args->workspace_bytes);
-}
-
-gk_status gk_explain_gemm(const gk_context *ctx, const gk_gemm_args *args, gk_explanation *out) {
-    GK_TRY(gk_check_gemm(ctx, args));
-    GK_TRY(gk_dispatch_explain("gk_explain_gemm", ctx, GK_OP_GEMM, args->a.dtype, args, out));
-    out->bytes = gk_tensor_bytes(&args->a) + gk_tensor_bytes(&args->b) + gk_tensor_bytes(&args->out);
-    if (args->bias) out->bytes += gk_tensor_bytes(args->bias);
-    if (args->c && args->beta != 0) out->bytes += gk_tensor_bytes(args->c);
-    if (args->preact) out->bytes += gk_tensor_bytes(args->preact);
-    out->flops = 2.0 * (double)gk_numel(&args->out) * (double)args->a.shape[args->a.ndim - 1];
-    gk_dispatch_bound(ctx, args->a.dtype, out);
+gk_status gk_check_gemm_act_bwd(const gk_context *ctx, const gk_gemm_act_bwd_args *g, gk_io *io) {
+    (void)ctx;
+    const gk_tensor *grad = &g->grad_out, *saved = &g->saved;
+    GK_TRY(gk_take(io, "grad_out", grad, GK_ANY_STRIDES));
+    GK_TRY(gk_check_float(io, "grad_out", grad));
+    GK_TRY(gk_take(io, "saved", saved, GK_ANY_STRIDES));
+    GK_TRY(gk_check_float(io, "saved", saved));
+    if (gk_stats_dtype(saved->dtype) != gk_stats_dtype(grad->dtype))
+        GK_TRY(gk_check_same_dtype(io, "saved", saved, "grad_out", grad));
+    GK_TRY(gk_check_shape("saved", saved, grad->ndim, grad->shape));
+    GK_TRY(check_activation(g->activation));
+    gk_give(io, "grad_in", &g->grad_in, grad->dtype, grad->ndim, grad->shape, GK_ANY_STRIDES)->in_place = true;
     return GK_OK;
 }
 
-gk_status gk_gemm_act_bwd(const gk_context *ctx, const gk_gemm_act_bwd_args *args) {
-    const char *op = "gk_gemm_act_bwd";
-    GK_REQUIRE(args, "%s: args is NULL", op);
-    GK_TRY(gk_check_context(op, ctx, args->size, sizeof *args));
-    GK_REQUIRE(gk_is_float(args->grad_out.dtype) && gk_is_float(args->saved.dtype),
-               "%s: grad_out and saved must be floating", op);
-    GK_TRY(gk_check_tensor(op, "grad_out", &args->grad_out, args->grad_out.dtype, 0, GK_MAX_DIMS));
-    const int nd = args->grad_out.ndim;
-    GK_TRY(gk_check_tensor(op, "saved", &args->saved, args->saved.dtype, nd, nd));
-    GK_TRY(gk_check_tensor(op, "grad_in", &args->grad_in, args->grad_out.dtype, nd, nd));
-    GK_REQUIRE((args->saved.dtype == GK_F64) == (args->grad_out.dtype == GK_F64), "%s: saved is %s, grad_out is %s", op,
-               gk_dtype_name(args->saved.dtype), gk_dtype_name(args->grad_out.dtype));
-    for (int d = 0; d < nd; ++d) {
-        GK_TRY(gk_check_size(op, "saved", &args->saved, d, args->grad_out.shape[d]));
-        GK_TRY(gk_check_size(op, "grad_in", &args->grad_in, d, args->grad_out.shape[d]));
-    }
-    GK_REQUIRE((unsigned)args->activation <= GK_ACT_SILU, "%s: activation is %d", op, (int)args->activation);
-    return gk_dispatch_call(op, ctx, GK_OP_GEMM_ACT_BWD, args->grad_out.dtype, args, NULL, 0);
+void gk_cost_gemm_act_bwd(const gk_context *ctx, const gk_gemm_act_bwd_args *g, gk_explanation *out) {
+    (void)ctx;
+    out->bytes = gk_tensor_bytes(&g->grad_out) + gk_tensor_bytes(&g->saved) + gk_tensor_bytes(&g->grad_in);
+    out->flops = (double)gk_numel(&g->grad_out);
 }

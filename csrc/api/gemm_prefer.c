@@ -1,5 +1,6 @@
 /* gemm_prefer: which kernels serve a gemm call on CUDA, and which one is asked for (prefer.h). */
-#include "gemm.h"
+#include "../checks.h"
+#include "../dispatch.h"
 #ifdef GPUKERN_HAS_CUDA
 #include "../prefer.h"
 
@@ -7,13 +8,16 @@
 #endif
 
 #ifdef GPUKERN_HAS_CUDA
-static gk_status check_cuda_gemm(const char *op, const gk_context *ctx, const gk_gemm_args *args, const void *result) {
-    GK_REQUIRE(result, "%s: the place for the result is NULL", op);
-    GK_TRY(gk_check_gemm(ctx, args));
+static gk_status check_cuda_gemm(const gk_context *ctx, const gk_gemm_args *args, const void *result) {
+    gk_io io;
+    gk_io_begin(&io, GK_DATA);
+    GK_REQUIRE(result, "the place for the result is NULL");
+    GK_REQUIRE(args, "args is NULL");
+    GK_TRY(gk_check_context(ctx, args->size, sizeof *args));
+    GK_TRY(gk_check_gemm(ctx, args, &io));
     if (ctx->device != GK_CUDA)
-        return gk_fail(GK_ERR_UNSUPPORTED,
-                       "%s: the context is a CPU's, whose row follows from dtype and instruction set", op);
-    return gk_dispatch_gpu(op, ctx) ? GK_OK : GK_ERR_DEVICE;
+        return gk_fail(GK_ERR_UNSUPPORTED, "the context is a CPU's, whose row follows from dtype and instruction set");
+    return gk_dispatch_gpu(ctx) ? GK_OK : GK_ERR_DEVICE;
 }
 
 static const gk_cuda_instance *named_gemm_row(const char *name) {
@@ -25,12 +29,11 @@ static const gk_cuda_instance *named_gemm_row(const char *name) {
     return NULL;
 }
 
-gk_status gk_gemm_rows(const gk_context *ctx, const gk_gemm_args *args, const char **rows) {
-    const char *op = "gk_gemm_rows";
+static gk_status list_rows(const gk_context *ctx, const gk_gemm_args *args, const char **rows) {
     static _Thread_local char text[4096];
     gk_plan plan;
-    GK_TRY(check_cuda_gemm(op, ctx, args, rows));
-    GK_TRY(gk_dispatch_plan_default(op, ctx, GK_OP_GEMM, args->a.dtype, args, &plan));
+    GK_TRY(check_cuda_gemm(ctx, args, rows));
+    GK_TRY(gk_dispatch_plan_default(ctx, GK_OP_GEMM, args->a.dtype, args, &plan));
     const gk_cuda_instance *const first = plan.kernel;
     size_t length = (size_t)snprintf(text, sizeof text, "%s", first->name);
     int num_tables;
@@ -40,84 +43,80 @@ gk_status gk_gemm_rows(const gk_context *ctx, const gk_gemm_args *args, const ch
             const gk_cuda_instance *r = &tables[t]->instances[i];
             if (r == first || !gk_dispatch_plan_gemm_row(r, ctx, gk_gpu_of(ctx->index), args, &plan)) continue;
             if (length + strlen(r->name) + 2 > sizeof text)
-                return gk_fail(GK_ERR_UNSUPPORTED, "%s: the rows' names take more than %zu bytes", op, sizeof text);
+                return gk_fail(GK_ERR_UNSUPPORTED, "the rows' names take more than %zu bytes", sizeof text);
             length += (size_t)snprintf(text + length, sizeof text - length, ",%s", r->name);
         }
     *rows = text;
     return GK_OK;
 }
 
-gk_status gk_gemm_class(const gk_context *ctx, const gk_gemm_args *args, const char **gemm_class) {
+static gk_status key_text(const gk_context *ctx, const gk_gemm_args *args, const char **gemm_class) {
     static _Thread_local char text[GK_KEY_TEXT_BYTES];
     gk_gemm_key key;
-    GK_TRY(check_cuda_gemm("gk_gemm_class", ctx, args, gemm_class));
+    GK_TRY(check_cuda_gemm(ctx, args, gemm_class));
     gk_gemm_key_of(0, args, &key);
     gk_gemm_key_write(&key, text);
     *gemm_class = text;
     return GK_OK;
 }
 
-gk_status gk_gemm_prefer(const gk_context *ctx, const gk_gemm_args *args, const char *row) {
-    const char *op = "gk_gemm_prefer", *others;
-    GK_TRY(check_cuda_gemm(op, ctx, args, op));
+static gk_status prefer(const gk_context *ctx, const gk_gemm_args *args, const char *row) {
+    const char *others;
+    GK_TRY(check_cuda_gemm(ctx, args, ""));
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
     const gk_cuda_instance *found = row ? named_gemm_row(row) : NULL;
     gk_plan plan;
     if (row && !(found && gk_dispatch_plan_gemm_row(found, ctx, gpu, args, &plan))) {
-        GK_TRY(gk_gemm_rows(ctx, args, &others));
-        return gk_fail(GK_ERR_ARGUMENT, "%s: row '%.80s' %s; on cuda:%d (%s) these take the call: %s", op, row,
+        GK_TRY(list_rows(ctx, args, &others));
+        return gk_fail(GK_ERR_ARGUMENT, "row '%.80s' %s; on cuda:%d (%s) these take the call: %s", row,
                        found ? "does not take this call" : "does not exist", (int)ctx->index, gpu->name, others);
     }
     gk_gemm_key key;
     gk_gemm_key_of(gpu->name_hash, args, &key);
-    return gk_prefer(op, &key, found);
+    return gk_prefer(&key, found);
 }
 
-gk_status gk_gemm_prefer_class(const char *device, const char *gemm_class, const char *row) {
-    const char *op = "gk_gemm_prefer_class";
+static gk_status prefer_key(const char *device, const char *gemm_class, const char *row) {
     gk_gemm_key key;
-    GK_REQUIRE(device && *device && gemm_class, "%s: device or gemm_class is missing", op);
-    GK_TRY(gk_gemm_key_read(op, gemm_class, gk_name_hash(device), &key));
+    GK_REQUIRE(device && *device && gemm_class, "device or gemm_class is missing");
+    GK_TRY(gk_gemm_key_read(gemm_class, gk_name_hash(device), &key));
     const gk_cuda_instance *found = row ? named_gemm_row(row) : NULL;
-    GK_REQUIRE(!row || found, "%s: row '%.80s' does not exist in this library; gk_cuda_kernels() names those that do",
-               op, row);
-    GK_REQUIRE(!row || (int)found->dtype == key.dtype, "%s: row '%s' is for %s, the class for %s", op, row,
+    GK_REQUIRE(!row || found, "row '%.80s' does not exist in this library; gk_cuda_kernels() names those that do", row);
+    GK_REQUIRE(!row || (int)found->dtype == key.dtype, "row '%s' is for %s, the class for %s", row,
                gk_dtype_name(found->dtype), gk_dtype_name((gk_dtype)key.dtype));
-    return gk_prefer(op, &key, found);
+    return gk_prefer(&key, found);
 }
 
-void gk_gemm_prefer_none(void) { gk_prefer_none(); }
-
-gk_status gk_cuda_device_name(int32_t index, const char **name) {
-    GK_REQUIRE(name, "%s: the place for the result is NULL", "gk_cuda_device_name");
+static gk_status device_name(int32_t index, const char **name) {
+    GK_REQUIRE(name, "the place for the result is NULL");
     const gk_gpu *gpu = gk_gpu_of(index);
     if (!gpu) return GK_ERR_DEVICE;
     *name = gpu->name;
     return GK_OK;
 }
 #else
-static gk_status no_cuda(const char *op) {
-    return gk_fail(GK_ERR_UNSUPPORTED, "%s: this library was built without CUDA kernels", op);
-}
+static gk_status no_cuda(void) { return gk_fail(GK_ERR_UNSUPPORTED, "this library was built without CUDA kernels"); }
+#define list_rows(ctx, args, rows) ((void)(ctx), (void)(args), (void)(rows), no_cuda())
+#define key_text(ctx, args, gemm_class) ((void)(ctx), (void)(args), (void)(gemm_class), no_cuda())
+#define prefer(ctx, args, row) ((void)(ctx), (void)(args), (void)(row), no_cuda())
+#define prefer_key(device, gemm_class, row) ((void)(device), (void)(gemm_class), (void)(row), no_cuda())
+#define device_name(index, name) ((void)(index), (void)(name), no_cuda())
+#define gk_prefer_none() ((void)0)
+#endif
+
 gk_status gk_gemm_rows(const gk_context *ctx, const gk_gemm_args *args, const char **rows) {
-    (void)ctx, (void)args, (void)rows;
-    return no_cuda("gk_gemm_rows");
+    return gk_named("gk_gemm_rows", list_rows(ctx, args, rows));
 }
 gk_status gk_gemm_class(const gk_context *ctx, const gk_gemm_args *args, const char **gemm_class) {
-    (void)ctx, (void)args, (void)gemm_class;
-    return no_cuda("gk_gemm_class");
+    return gk_named("gk_gemm_class", key_text(ctx, args, gemm_class));
 }
 gk_status gk_gemm_prefer(const gk_context *ctx, const gk_gemm_args *args, const char *row) {
-    (void)ctx, (void)args, (void)row;
-    return no_cuda("gk_gemm_prefer");
+    return gk_named("gk_gemm_prefer", prefer(ctx, args, row));
 }
 gk_status gk_gemm_prefer_class(const char *device, const char *gemm_class, const char *row) {
-    (void)device, (void)gemm_class, (void)row;
-    return no_cuda("gk_gemm_prefer_class");
+    return gk_named("gk_gemm_prefer_class", prefer_key(device, gemm_class, row));
 }
-void gk_gemm_prefer_none(void) {}
+void gk_gemm_prefer_none(void) { gk_prefer_none(); }
 gk_status gk_cuda_device_name(int32_t index, const char **name) {
-    (void)index, (void)name;
-    return no_cuda("gk_cuda_device_name");
+    return gk_named("gk_cuda_device_name", device_name(index, name));
 }
-#endif

@@ -1,109 +1,124 @@
-/* paged_attn: what a call of gk_paged_attn or gk_kv_cache_write means: its checks, bytes and FLOPs, its entry points. */
+/* paged_attn: what a call of gk_paged_attn or gk_kv_cache_write must be, and what it costs. */
 #include "../checks.h"
 #include "../dispatch.h"
 
-static gk_status check_scales(const char *op, const char *name, const gk_tensor *t, gk_dtype dtype, int64_t heads_kv) {
+/* ---- laws -------------------------------------------------------------------------------------------- */
+/* The caches of an op whose argument `name`, [T, H, D], sets dtype and head_dim. */
+static gk_status check_caches(const gk_context *ctx, gk_io *io, const char *name, const gk_tensor *first,
+                              const gk_tensor *k_cache, const gk_tensor *v_cache, bool written) {
+    const gk_strides strides = written ? GK_ANY_STRIDES : GK_DENSE_LAST;
+    GK_TRY(gk_take(io, "k_cache", k_cache, strides));
+    if (written) gk_taken_is_written(io);
+    GK_TRY(gk_check_same_dtype(io, "k_cache", k_cache, name, first));
+    GK_TRY(gk_check_dims("k_cache", k_cache, 4, "[num_blocks, block_size, Hkv, D]"));
+    GK_TRY(gk_check_same("k_cache", "head_dim", k_cache->shape[3], name, first->shape[2]));
+    GK_REQUIRE(k_cache->shape[1] > 0, "k_cache has block_size 0; it must be 1 or more");
+    GK_TRY(gk_take(io, "v_cache", v_cache, strides));
+    if (written) gk_taken_is_written(io);
+    GK_TRY(gk_check_same_dtype(io, "v_cache", v_cache, name, first));
+    GK_TRY(gk_check_dims("v_cache", v_cache, 4, "[num_blocks, block_size, Hkv, Dv]"));
+    GK_TRY(gk_check_same("v_cache", "num_blocks", v_cache->shape[0], "k_cache", k_cache->shape[0]));
+    GK_TRY(gk_check_same("v_cache", "block_size", v_cache->shape[1], "k_cache", k_cache->shape[1]));
+    GK_TRY(gk_check_same("v_cache", "heads", v_cache->shape[2], "k_cache", k_cache->shape[2]));
+    return gk_check_head_dim("v_cache", ctx, v_cache->shape[3]);
+}
+
+/* [] or [Hkv] */
+static gk_status take_scale(gk_io *io, const char *name, const gk_tensor *t, gk_dtype dtype, int64_t heads_kv) {
     if (!t) return GK_OK;
-    GK_TRY(gk_check_tensor(op, name, t, gk_stats_dtype(dtype), 0, 1));
-    if (t->ndim == 1) GK_TRY(gk_check_size(op, name, t, 0, heads_kv));
+    GK_TRY(gk_take(io, name, t, GK_ANY_STRIDES));
+    GK_TRY(gk_check_dtype(io, name, t, gk_stats_dtype(dtype)));
+    GK_REQUIRE(t->ndim == 0 || (t->ndim == 1 && t->shape[0] == heads_kv), "%s must have shape [] or %s, got %s", name,
+               gk_text_of(1, &heads_kv).text, gk_text_of(t->ndim, t->shape).text);
     return GK_OK;
 }
 
-static gk_status check_paged(const char *op, const gk_context *ctx, const gk_paged_attn_args *p, bool contents) {
-    GK_REQUIRE(p, "%s: args is NULL", op);
-    GK_TRY(gk_check_context(op, ctx, p->size, sizeof *p));
-    const gk_dtype dtype = p->q.dtype;
-    GK_REQUIRE(gk_is_float(dtype), "%s: q is %s, expected a floating dtype", op, gk_dtype_name(dtype));
-    GK_TRY(gk_check_tensor(op, "q", &p->q, dtype, 3, 3));
-    GK_TRY(gk_check_tensor(op, "k_cache", &p->k_cache, dtype, 4, 4));
-    GK_TRY(gk_check_tensor(op, "v_cache", &p->v_cache, dtype, 4, 4));
-    GK_TRY(gk_check_tensor(op, "block_table", &p->block_table, GK_I32, 2, 2));
-    GK_TRY(gk_check_tensor(op, "seq_lens", &p->seq_lens, GK_I32, 1, 1));
-    GK_TRY(gk_check_tensor(op, "out", &p->out, dtype, 3, 3));
-    const int64_t tokens = p->q.shape[0], heads_q = p->q.shape[1], heads_kv = p->k_cache.shape[2];
-    const int64_t batch = p->seq_lens.shape[0];
-    GK_TRY(gk_check_heads(op, heads_q, heads_kv));
-    GK_TRY(gk_check_size(op, "k_cache", &p->k_cache, 3, p->q.shape[2]));
-    for (int d = 0; d < 3; ++d) GK_TRY(gk_check_size(op, "v_cache", &p->v_cache, d, p->k_cache.shape[d]));
-    GK_REQUIRE(p->k_cache.shape[1] > 0 || p->k_cache.shape[0] == 0, "%s: k_cache has block_size 0, expected 1 or more",
-               op);
-    GK_TRY(gk_check_head_dim(op, "q", ctx, p->q.shape[2]));
-    GK_TRY(gk_check_head_dim(op, "v_cache", ctx, p->v_cache.shape[3]));
-    GK_TRY(gk_check_size(op, "block_table", &p->block_table, 0, batch));
-    GK_TRY(gk_check_size(op, "out", &p->out, 0, tokens));
-    GK_TRY(gk_check_size(op, "out", &p->out, 1, heads_q));
-    GK_TRY(gk_check_size(op, "out", &p->out, 2, p->v_cache.shape[3]));
-    GK_REQUIRE(gk_is_contiguous(&p->out) || gk_numel(&p->out) == 0, "%s: out is not contiguous", op);
-    if (p->lse.data) {
-        GK_TRY(gk_check_tensor(op, "lse", &p->lse, gk_stats_dtype(dtype), 2, 2));
-        GK_TRY(gk_check_size(op, "lse", &p->lse, 0, tokens));
-        GK_TRY(gk_check_size(op, "lse", &p->lse, 1, heads_q));
-        GK_REQUIRE(gk_is_contiguous(&p->lse) || gk_numel(&p->lse) == 0, "%s: lse is not contiguous", op);
-    }
-    GK_TRY(gk_check_dense_last(op, "q", &p->q));
-    GK_TRY(gk_check_dense_last(op, "k_cache", &p->k_cache));
-    GK_TRY(gk_check_dense_last(op, "v_cache", &p->v_cache));
+gk_status gk_check_paged_attn(const gk_context *ctx, const gk_paged_attn_args *p, gk_io *io) {
+    const gk_tensor *q = &p->q;
+    GK_TRY(gk_take(io, "q", q, GK_DENSE_LAST));
+    GK_TRY(gk_check_float(io, "q", q));
+    GK_TRY(gk_check_dims("q", q, 3, "[T, Hq, D]"));
+    GK_TRY(gk_check_head_dim("q", ctx, q->shape[2]));
+    GK_TRY(check_caches(ctx, io, "q", q, &p->k_cache, &p->v_cache, false));
+    const int64_t tokens = q->shape[0], heads_q = q->shape[1], heads_kv = p->k_cache.shape[2];
+    GK_TRY(gk_check_heads(heads_q, "k_cache", heads_kv));
+    GK_TRY(gk_take(io, "block_table", &p->block_table, GK_ANY_STRIDES));
+    GK_TRY(gk_check_dtype(io, "block_table", &p->block_table, GK_I32));
+    GK_TRY(gk_check_dims("block_table", &p->block_table, 2, "[B, max_blocks]"));
+    const int64_t batch = p->block_table.shape[0], columns = p->block_table.shape[1], block_size = p->k_cache.shape[1];
+    GK_TRY(gk_take_index(io, "seq_lens", &p->seq_lens, batch));
+    GK_TRY(gk_take_index(io, "cu_seqlens_q", p->cu_seqlens_q, batch + 1));
     if (p->cu_seqlens_q) {
-        GK_TRY(gk_check_tensor(op, "cu_seqlens_q", p->cu_seqlens_q, GK_I32, 1, 1));
-        GK_TRY(gk_check_size(op, "cu_seqlens_q", p->cu_seqlens_q, 0, batch + 1));
-        GK_REQUIRE(p->max_seqlen_q >= 0, "%s: max_seqlen_q is %lld, expected 0 or more", op,
-                   (long long)p->max_seqlen_q);
+        GK_TRY(gk_check_not_negative("max_seqlen_q", p->max_seqlen_q));
     } else {
         GK_REQUIRE(batch ? tokens % batch == 0 : tokens == 0,
-                   "%s: q has %lld tokens, expected a multiple of the %lld sequences", op, (long long)tokens,
-                   (long long)batch);
+                   "q has %lld tokens, block_table has %lld sequences; without cu_seqlens_q the tokens must be a "
+                   "multiple of them",
+                   (long long)tokens, (long long)batch);
     }
-    GK_TRY(gk_check_rules(op, &p->rules, dtype, batch, heads_q));
-    GK_TRY(gk_check_of_sequences(op, "kv_start", p->rules.kv_start, batch));
-    GK_TRY(check_scales(op, "k_scale", p->k_scale, dtype, heads_kv));
-    GK_TRY(check_scales(op, "v_scale", p->v_scale, dtype, heads_kv));
-    GK_TRY(gk_check_length(op, "q", ctx, tokens));
-    GK_TRY(gk_check_product(op, "sequences, heads and tokens", batch, heads_q,
+    GK_TRY(gk_check_rules(io, &p->rules, q, batch, heads_q));
+    GK_TRY(take_scale(io, "k_scale", p->k_scale, q->dtype, heads_kv));
+    GK_TRY(take_scale(io, "v_scale", p->v_scale, q->dtype, heads_kv));
+    GK_TRY(gk_take_index(io, "kv_start", p->rules.kv_start, batch));
+    GK_TRY(gk_check_tokens("q", ctx, tokens));
+    GK_TRY(gk_check_product("sequences, heads and tokens", batch, heads_q,
                             p->cu_seqlens_q ? gk_min_i64(p->max_seqlen_q, tokens) : 1));
-    GK_TRY(gk_check_product(op, "sequences, columns of block_table and block_size", batch, p->block_table.shape[1],
-                            p->k_cache.shape[1]));
-    GK_TRY(gk_check_length(op, "block_table", ctx, p->block_table.shape[1] * p->k_cache.shape[1]));
-    if (contents && ctx->device == GK_CPU) GK_TRY(gk_check_paged_contents(p));
+    GK_TRY(gk_check_product("sequences, columns of block_table and block_size", batch, columns, block_size));
+    GK_TRY(gk_check_tokens("block_table", ctx, columns * block_size));
+    if (gk_reads_contents(io, ctx)) GK_TRY(gk_check_paged_contents(p));
+    const int64_t shape[3] = {tokens, heads_q, p->v_cache.shape[3]};
+    gk_give(io, "out", &p->out, q->dtype, 3, shape, GK_CONTIGUOUS);
+    gk_give(io, "lse", &p->lse, gk_stats_dtype(q->dtype), 2, shape, GK_CONTIGUOUS)->optional = true;
     return GK_OK;
 }
 
-/* args, or where the softcap is none that the kernels can take, a copy with one that they can. */
-static const gk_paged_attn_args *held(const gk_paged_attn_args *args, gk_paged_attn_args *copy) {
-    const double softcap = gk_held_softcap(&args->rules, args->q.dtype);
-    if (softcap == args->rules.softcap) return args;
-    *copy = *args, copy->rules.softcap = softcap;
-    return copy;
+/* Elements that are written share no memory: not with each other, not with what is read. k and v may share memory with the
+ * caches; who calls the entry point must have copied them where a row that is written is among it. */
+static gk_status check_written(const gk_io *io) {
+    if (io->depth == GK_SHAPES) return GK_OK;
+    for (int i = 0; i < io->num_inputs; ++i) {
+        const gk_input *cache = &io->input[i];
+        if (!cache->written) continue;
+        for (int d = 0; d < cache->tensor->ndim; ++d)
+            GK_REQUIRE(cache->tensor->shape[d] <= 1 || cache->tensor->stride[d] != 0,
+                       "%s has stride 0 in dimension %d; its elements must not share memory", cache->name, d);
+        for (int n = 2; n < io->num_inputs; ++n) { /* behind k and v */
+            if (n == i || !gk_shares_memory(io->input[n].tensor, cache->tensor)) continue;
+            GK_REQUIRE(!io->input[n].written,
+                       "v_cache overlaps k_cache; they may be views of one tensor but must not share memory");
+            return gk_fail(GK_ERR_ARGUMENT, "%s shares memory with %s; it must not, since %s is written",
+                           io->input[n].name, cache->name, cache->name);
+        }
+    }
+    return GK_OK;
 }
 
-gk_status gk_plan_paged_attn(const gk_context *ctx, const gk_paged_attn_args *args, gk_plan *plan) {
-    gk_paged_attn_args copy;
-    GK_TRY(check_paged("gk_paged_attn", ctx, args, true));
-    return gk_dispatch_plan("gk_paged_attn", ctx, GK_OP_PAGED_ATTN, args->q.dtype, held(args, &copy), plan);
+gk_status gk_check_kv_cache_write(const gk_context *ctx, const gk_kv_cache_write_args *w, gk_io *io) {
+    const gk_tensor *k = &w->k, *v = &w->v;
+    GK_TRY(gk_take(io, "k", k, GK_ANY_STRIDES));
+    GK_TRY(gk_check_float(io, "k", k));
+    GK_TRY(gk_check_dims("k", k, 3, "[T, Hkv, D]"));
+    const int64_t tokens = k->shape[0], heads_kv = k->shape[1];
+    GK_TRY(gk_check_head_dim("k", ctx, k->shape[2]));
+    GK_TRY(gk_take(io, "v", v, GK_ANY_STRIDES));
+    GK_TRY(gk_check_same_dtype(io, "v", v, "k", k));
+    GK_TRY(gk_check_dims("v", v, 3, "[T, Hkv, Dv]"));
+    GK_TRY(gk_check_same("v", "tokens", v->shape[0], "k", tokens));
+    GK_TRY(gk_check_same("v", "heads", v->shape[1], "k", heads_kv));
+    GK_TRY(check_caches(ctx, io, "k", k, &w->k_cache, &w->v_cache, true));
+    GK_TRY(gk_check_same("k_cache", "heads", w->k_cache.shape[2], "k", heads_kv));
+    GK_TRY(gk_check_same("v_cache", "head_dim", w->v_cache.shape[3], "v", v->shape[2]));
+    GK_TRY(gk_take(io, "slots", &w->slots, GK_ANY_STRIDES));
+    GK_TRY(gk_check_dtypes(io, "slots", &w->slots, GK_I64, GK_I32));
+    GK_TRY(gk_check_length_of("slots", &w->slots, tokens));
+    GK_TRY(take_scale(io, "k_scale", w->k_scale, k->dtype, heads_kv));
+    GK_TRY(take_scale(io, "v_scale", w->v_scale, k->dtype, heads_kv));
+    GK_TRY(check_written(io));
+    return gk_reads_contents(io, ctx) ? gk_check_slots(w) : GK_OK;
 }
 
-gk_status gk_run_paged_attn(const gk_context *ctx, const gk_paged_attn_args *args, const gk_plan *plan, void *workspace,
-                            size_t bytes) {
-    gk_paged_attn_args copy;
-    return gk_dispatch_run("gk_paged_attn", ctx, held(args, &copy), plan, workspace, bytes);
-}
-
-size_t gk_paged_attn_workspace_bytes(const gk_context *ctx, const gk_paged_attn_args *args) {
-    gk_paged_attn_args copy;
-    if (check_paged("gk_paged_attn", ctx, args, false) != GK_OK) return 0;
-    return gk_dispatch_workspace_bytes("gk_paged_attn", ctx, GK_OP_PAGED_ATTN, args->q.dtype, held(args, &copy));
-}
-
-gk_status gk_paged_attn(const gk_context *ctx, const gk_paged_attn_args *args) {
-    gk_paged_attn_args copy;
-    GK_TRY(check_paged("gk_paged_attn", ctx, args, true));
-    return gk_dispatch_call("gk_paged_attn", ctx, GK_OP_PAGED_ATTN, args->q.dtype, held(args, &copy), args->workspace,
-                            args->workspace_bytes);
-}
-
-gk_status gk_explain_paged_attn(const gk_context *ctx, const gk_paged_attn_args *args, gk_explanation *out) {
-    gk_paged_attn_args copy;
-    GK_TRY(check_paged("gk_explain_paged_attn", ctx, args, true));
-    GK_TRY(gk_dispatch_explain("gk_explain_paged_attn", ctx, GK_OP_PAGED_ATTN, args->q.dtype, held(args, &copy), out));
+/* ---- cost -------------------------------------------------------------------------------------------- */
+void gk_cost_paged_attn(const gk_context *ctx, const gk_paged_attn_args *args, gk_explanation *out) {
     const int64_t batch = args->seq_lens.shape[0], heads_kv = args->k_cache.shape[2];
     const double dims = (double)(args->q.shape[2] + args->v_cache.shape[3]);
     double keys = 0, pairs = 0;
@@ -128,33 +143,10 @@ gk_status gk_explain_paged_attn(const gk_context *ctx, const gk_paged_attn_args 
     out->bytes = keys * (double)heads_kv * dims * (double)gk_dtype_bytes(args->q.dtype) + gk_tensor_bytes(&args->q) +
                  gk_tensor_bytes(&args->out) + gk_tensor_bytes(&args->lse);
     out->flops = 2 * pairs * (double)args->q.shape[1] * dims;
-    gk_dispatch_bound(ctx, args->q.dtype, out);
-    return GK_OK;
 }
 
-gk_status gk_kv_cache_write(const gk_context *ctx, const gk_kv_cache_write_args *args) {
-    const char *op = "gk_kv_cache_write";
-    GK_REQUIRE(args, "%s: args is NULL", op);
-    GK_TRY(gk_check_context(op, ctx, args->size, sizeof *args));
-    const gk_dtype dtype = args->k.dtype;
-    GK_REQUIRE(gk_is_float(dtype), "%s: k is %s, expected a floating dtype", op, gk_dtype_name(dtype));
-    GK_TRY(gk_check_tensor(op, "k", &args->k, dtype, 3, 3));
-    GK_TRY(gk_check_tensor(op, "v", &args->v, dtype, 3, 3));
-    GK_TRY(gk_check_tensor(op, "k_cache", &args->k_cache, dtype, 4, 4));
-    GK_TRY(gk_check_tensor(op, "v_cache", &args->v_cache, dtype, 4, 4));
-    GK_REQUIRE(args->slots.dtype == GK_I32 || args->slots.dtype == GK_I64, "%s: slots is %s, expected int64 or int32",
-               op, gk_dtype_name(args->slots.dtype));
-    GK_TRY(gk_check_tensor(op, "slots", &args->slots, args->slots.dtype, 1, 1));
-    const int64_t tokens = args->k.shape[0], heads_kv = args->k.shape[1];
-    GK_TRY(gk_check_size(op, "v", &args->v, 0, tokens));
-    GK_TRY(gk_check_size(op, "v", &args->v, 1, heads_kv));
-    GK_TRY(gk_check_size(op, "k_cache", &args->k_cache, 2, heads_kv));
-    GK_TRY(gk_check_size(op, "k_cache", &args->k_cache, 3, args->k.shape[2]));
-    for (int d = 0; d < 3; ++d) GK_TRY(gk_check_size(op, "v_cache", &args->v_cache, d, args->k_cache.shape[d]));
-    GK_TRY(gk_check_size(op, "v_cache", &args->v_cache, 3, args->v.shape[2]));
-    GK_TRY(gk_check_size(op, "slots", &args->slots, 0, tokens));
-    GK_TRY(check_scales(op, "k_scale", args->k_scale, dtype, heads_kv));
-    GK_TRY(check_scales(op, "v_scale", args->v_scale, dtype, heads_kv));
-    if (ctx->device == GK_CPU) GK_TRY(gk_check_slots(args));
-    return gk_dispatch_call(op, ctx, GK_OP_KV_CACHE_WRITE, dtype, args, NULL, 0);
+void gk_cost_kv_cache_write(const gk_context *ctx, const gk_kv_cache_write_args *args, gk_explanation *out) {
+    (void)ctx;
+    out->bytes = 2 * (gk_tensor_bytes(&args->k) + gk_tensor_bytes(&args->v)) + gk_tensor_bytes(&args->slots);
+    out->flops = 0;
 }

@@ -5,7 +5,7 @@
 #define GPUKERN_CPU_KERNELS_H
 
 #include "../internal.h"
-#include "../plan.h"
+#include "../op.h"
 
 /* features.c: instruction sets, worst first; a machine has a prefix of the list that its compiler also knew. */
 typedef enum gk_isa {

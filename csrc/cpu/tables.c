@@ -14,19 +14,13 @@ static bool plan_ref(const gk_context *ctx, const void *args, gk_plan *plan) {
     plan->tasks = 1;
     return true;
 }
-#define REF(stem, args_type)                                                                                \
+#define OP(NAME, stem, arguments, first)                                                                    \
     static void ref_##stem(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) { \
         (void)plan, (void)workspace;                                                                        \
-        gk_ref_##stem(ctx, (const args_type *)args);                                                        \
+        gk_ref_##stem(ctx, (const arguments *)args);                                                        \
     }                                                                                                       \
     static const gk_cpu_kernel stem##_ref = {plan_ref, ref_##stem};
-REF(gemm, gk_gemm_args)
-REF(gemm_act_bwd, gk_gemm_act_bwd_args)
-REF(flash_attn_fwd, gk_flash_attn_args)
-REF(flash_attn_bwd, gk_flash_attn_bwd_args)
-REF(paged_attn, gk_paged_attn_args)
-REF(kv_cache_write, gk_kv_cache_write_args)
-REF(attn_merge, gk_attn_merge_args)
+#include "../ops.def"
 #define REF_ROW(stem) {#stem "_ref", GK_F64, GK_ISA_BASE, &stem##_ref}
 
 /* ---- the rows ------------------------------------------------------------------------------------- */
@@ -67,15 +61,9 @@ static const gk_cpu_instance attn_merge_rows[] = {EVERY_ISA(attn_merge), REF_ROW
 
 const gk_cpu_instance *gk_cpu_instances(gk_op op, int *num_rows) {
     switch (op) {
-#define CASE(OP, rows) \
-    case OP: *num_rows = (int)(sizeof rows / sizeof rows[0]); return rows;
-        CASE(GK_OP_GEMM, gemm_rows)
-        CASE(GK_OP_GEMM_ACT_BWD, gemm_act_bwd_rows)
-        CASE(GK_OP_FLASH_ATTN_FWD, flash_attn_fwd_rows)
-        CASE(GK_OP_FLASH_ATTN_BWD, flash_attn_bwd_rows)
-        CASE(GK_OP_PAGED_ATTN, paged_attn_rows)
-        CASE(GK_OP_KV_CACHE_WRITE, kv_cache_write_rows)
-        CASE(GK_OP_ATTN_MERGE, attn_merge_rows)
+#define OP(NAME, stem, arguments, first) \
+    case GK_OP_##NAME: *num_rows = (int)(sizeof stem##_rows / sizeof stem##_rows[0]); return stem##_rows;
+#include "../ops.def"
     default: *num_rows = 0; return NULL;
     }
 }

@@ -1,4 +1,4 @@
-/* kernels.h: what the CUDA room offers to dispatch.c: per op some tables, each the end of one kernel file, of
+/* kernels.h: what the CUDA room offers to dispatch.c: per op some tables (../op.h), each the end of one kernel file, of
  * compiled instances. C, so that dispatch.c and the .cu files read the same page. */
 #ifndef GPUKERN_CUDA_KERNELS_H
 #define GPUKERN_CUDA_KERNELS_H
@@ -32,7 +32,7 @@ enum {
 int32_t gk_described_gpu(const char *arch);
 
 /* Makes `index` the current device; returns the one before, or -1 and a failure text. gk_gpu_leave restores it. */
-int32_t gk_gpu_enter(const char *op, int32_t index);
+int32_t gk_gpu_enter(int32_t index);
 void gk_gpu_leave(int32_t before);
 
 /* One instance of a kernel. `args` is the op's argument struct of gpukern.h, already checked, nothing empty but what the op
@@ -59,9 +59,6 @@ typedef struct gk_cuda_table {
     /* Plans the call by the best instance for it, plan->kernel, without asking one by one; NULL = by the first that can. */
     bool (*plan)(const gk_context *ctx, const void *args, gk_plan *plan);
 } gk_cuda_table;
-
-/* tables.c: the tables of an op, best first; the first that plans a call, on the device's arch, serves it. */
-const gk_cuda_table *const *gk_cuda_tables(gk_op op, int *num_tables);
 
 #ifdef __cplusplus
 }

@@ -1,6 +1,6 @@
 /* tables.c: every CUDA kernel file by op, best first; each file ends with its own table of instances. dispatch.c takes the
  * first instance that serves a call on the device's architecture. */
-#include "kernels.h"
+#include "../dispatch.h"
 
 extern const gk_cuda_table gk_gemm_sm90a_table, gk_gemm_pingpong_sm90a_table, gk_gemm_swapab_sm90a_table;
 extern const gk_cuda_table gk_gemm_tf32_sm90a_table, gk_gemm_skinny_table, gk_gemm_sm80_table, gk_gemm_plain_table;
@@ -13,32 +13,27 @@ extern const gk_cuda_table gk_paged_attn_sm80_table, gk_paged_attn_f32_table, gk
 extern const gk_cuda_table gk_kv_cache_write_table;
 extern const gk_cuda_table gk_attn_merge_table;
 
-static const gk_cuda_table *const gemm[] = {&gk_gemm_sm90a_table, /* plans for the three behind it, too */
-                                            &gk_gemm_pingpong_sm90a_table, &gk_gemm_swapab_sm90a_table,
-                                            &gk_gemm_tf32_sm90a_table,     &gk_gemm_skinny_table,
-                                            &gk_gemm_sm80_table,           &gk_gemm_plain_table};
-static const gk_cuda_table *const gemm_act_bwd[] = {&gk_gemm_act_bwd_table};
-static const gk_cuda_table *const flash_attn_fwd[] = {&gk_flash_attn_fwd_sm90a_table, &gk_flash_attn_fwd_sm80_table,
-                                                      &gk_flash_attn_fwd_simt_table, &gk_flash_attn_fwd_plain_table};
-static const gk_cuda_table *const flash_attn_bwd[] = {
+static const gk_cuda_table *const gemm_tables[] = {&gk_gemm_sm90a_table, /* plans for the three behind it, too */
+                                                   &gk_gemm_pingpong_sm90a_table, &gk_gemm_swapab_sm90a_table,
+                                                   &gk_gemm_tf32_sm90a_table,     &gk_gemm_skinny_table,
+                                                   &gk_gemm_sm80_table,           &gk_gemm_plain_table};
+static const gk_cuda_table *const gemm_act_bwd_tables[] = {&gk_gemm_act_bwd_table};
+static const gk_cuda_table *const flash_attn_fwd_tables[] = {
+    &gk_flash_attn_fwd_sm90a_table, &gk_flash_attn_fwd_sm80_table, &gk_flash_attn_fwd_simt_table,
+    &gk_flash_attn_fwd_plain_table};
+static const gk_cuda_table *const flash_attn_bwd_tables[] = {
     &gk_flash_attn_bwd_sm90a_table, &gk_flash_attn_bwd_wide_sm90a_table, &gk_flash_attn_bwd_sm80_table,
     &gk_flash_attn_bwd_simt_table, &gk_flash_attn_bwd_plain_table};
-static const gk_cuda_table *const paged_attn[] = {&gk_paged_attn_sm80_table, &gk_paged_attn_f32_table,
-                                                  &gk_paged_attn_plain_table};
-static const gk_cuda_table *const kv_cache_write[] = {&gk_kv_cache_write_table};
-static const gk_cuda_table *const attn_merge[] = {&gk_attn_merge_table};
+static const gk_cuda_table *const paged_attn_tables[] = {&gk_paged_attn_sm80_table, &gk_paged_attn_f32_table,
+                                                         &gk_paged_attn_plain_table};
+static const gk_cuda_table *const kv_cache_write_tables[] = {&gk_kv_cache_write_table};
+static const gk_cuda_table *const attn_merge_tables[] = {&gk_attn_merge_table};
 
 const gk_cuda_table *const *gk_cuda_tables(gk_op op, int *num_tables) {
     switch (op) {
-#define CASE(OP, tables) \
-    case OP: *num_tables = (int)(sizeof tables / sizeof tables[0]); return tables;
-        CASE(GK_OP_GEMM, gemm)
-        CASE(GK_OP_GEMM_ACT_BWD, gemm_act_bwd)
-        CASE(GK_OP_FLASH_ATTN_FWD, flash_attn_fwd)
-        CASE(GK_OP_FLASH_ATTN_BWD, flash_attn_bwd)
-        CASE(GK_OP_PAGED_ATTN, paged_attn)
-        CASE(GK_OP_KV_CACHE_WRITE, kv_cache_write)
-        CASE(GK_OP_ATTN_MERGE, attn_merge)
+#define OP(NAME, stem, arguments, first) \
+    case GK_OP_##NAME: *num_tables = (int)(sizeof stem##_tables / sizeof stem##_tables[0]); return stem##_tables;
+#include "../ops.def"
     default: *num_tables = 0; return NULL;
     }
 }

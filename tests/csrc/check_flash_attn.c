@@ -584,23 +584,33 @@ static void check_refusals(void) {
     if (d.k.t.shape[0] < 12) check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_INDEX, "got cu_seqlens_k[2] = 12");
     set_i32(&d.cu_k, 1, 0);
     set_i32(&d.cu_k, 2, end);
+    gk_flash_attn_args whole = args;
+    whole.max_seqlen_k = end, whole.lse = (gk_tensor){.data = NULL}; /* not wanted: of no shape */
+    check_result(gk_flash_attn_fwd(&ctx, &whole) == GK_OK, "without lse: %s", gk_last_error());
+    check_remember(&out);
+    whole.lse = lse.t, whole.lse.shape[0] += 1;
+    check_refused(gk_flash_attn_fwd(&ctx, &whole), GK_ERR_ARGUMENT, "gk_flash_attn_fwd: lse must have shape");
+    whole.lse = lse.t, whole.out.data = d.q.t.data;
+    check_refused(gk_flash_attn_fwd(&ctx, &whole), GK_ERR_ARGUMENT, "gk_flash_attn_fwd: out shares memory with q");
     args.rules.scale = NAN;
     check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_ARGUMENT, "scale");
     args.rules.scale = 1e39;
-    check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_ARGUMENT, "scale is 1e+39, expected at most 1e38 in size");
+    check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_ARGUMENT,
+                  "scale must be at most 1e38 in size where q is float32, got 1e+39");
     args.rules.scale = 1e30, args.rules.softcap = 1e-9;
-    check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_ARGUMENT, "scale is 1e+30 and softcap 1e-09");
+    check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_ARGUMENT,
+                  "scale must be at most 1e37 times softcap in size where q is float32, got 1e+30 and 1e-09");
     args.rules.scale = 1, args.rules.softcap = 0;
     args.rules.window_left = -2;
     check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_ARGUMENT, "window_left");
     args.rules.window_left = -1;
     args.max_seqlen_q = -100000;
-    check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_ARGUMENT, "max_seqlen_q is -100000");
+    check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_ARGUMENT, "max_seqlen_q must be 0 or more, got -100000");
     check_result(gk_flash_attn_fwd_workspace_bytes(&ctx, &args) == 0, "workspace of a refused call");
     args.max_seqlen_q = INT64_MAX;
     check_result(gk_flash_attn_fwd_workspace_bytes(&ctx, &args) <= w.bytes * 64, "max_seqlen 2^63 - 1 of few tokens");
     args.max_seqlen_q = 6, args.max_seqlen_k = -1;
-    check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_ARGUMENT, "max_seqlen_k is -1");
+    check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_ARGUMENT, "max_seqlen_k must be 0 or more, got -1");
     args.max_seqlen_k = 6;
     args.v.shape[1] = 3;
     check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_ARGUMENT, "v");
@@ -631,7 +641,7 @@ static void check_extremes(void) {
                                        .dq = x,
                                        .dk = x,
                                        .dv = x};
-        check_refused(gk_flash_attn_bwd(&ctx, &args), GK_ERR_ARGUMENT, "q has more than 2^48 elements");
+        check_refused(gk_flash_attn_bwd(&ctx, &args), GK_ERR_ARGUMENT, " has more than 2^48 elements");
         check_refused(gk_flash_attn_fwd(&ctx, &args.fwd), GK_ERR_ARGUMENT, "q has more than 2^48 elements");
         check_result(gk_flash_attn_bwd_workspace_bytes(&ctx, &args) == 0, "workspace of a refused call");
     }

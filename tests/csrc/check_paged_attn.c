@@ -596,8 +596,11 @@ static void check_refusals(void) {
         check_refused(gk_paged_attn(&ctx, &args), GK_ERR_INDEX, cases[i].words);
         check_set(&cases[i].t->t, cases[i].i, good);
     }
+    gk_paged_attn_args wrong = args;
+    wrong.out.data = (float *)q.t.data + 1;
+    check_refused(gk_paged_attn(&ctx, &wrong), GK_ERR_ARGUMENT, "gk_paged_attn: out shares memory with q");
     args.max_seqlen_q = -1;
-    check_refused(gk_paged_attn(&ctx, &args), GK_ERR_ARGUMENT, "max_seqlen_q is -1");
+    check_refused(gk_paged_attn(&ctx, &args), GK_ERR_ARGUMENT, "max_seqlen_q must be 0 or more, got -1");
     args.max_seqlen_q = 2, args.block_table.shape[1] = INT64_C(1) << 45;
     check_refused(gk_paged_attn(&ctx, &args), GK_ERR_ARGUMENT, "expected at most 2^44");
     args.block_table.shape[1] = 3;
@@ -617,10 +620,16 @@ static void check_refusals(void) {
     check_fill(&slots, 0);
     check_set(&slots.t, 2, 24);
     check_remember(&cache);
+    check_tensor values = check_dense(GK_F32, 4, cache.t.shape);
     gk_kv_cache_write_args write = {
-        .size = sizeof write, .k = q.t, .v = q.t, .k_cache = cache.t, .v_cache = cache.t, .slots = slots.t};
+        .size = sizeof write, .k = q.t, .v = q.t, .k_cache = cache.t, .v_cache = values.t, .slots = slots.t};
     check_refused(gk_kv_cache_write(&ctx, &write), GK_ERR_INDEX,
                   "slots below 24 (num_blocks * block_size), got slots[2] = 24");
+    check_set(&slots.t, 2, 0);
+    write.v_cache = cache.t;
+    check_refused(gk_kv_cache_write(&ctx, &write), GK_ERR_ARGUMENT, "v_cache overlaps k_cache");
+    write.v_cache = values.t, write.k_cache.stride[0] = 0;
+    check_refused(gk_kv_cache_write(&ctx, &write), GK_ERR_ARGUMENT, "k_cache has stride 0 in dimension 0");
     check_unchanged(&cache, "the cache of a refused call");
     check_free(0);
 }

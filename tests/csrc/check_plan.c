@@ -1,19 +1,21 @@
-/* check_plan: a call that is planned and then run (plan.h) is the call of gpukern.h: the same bits, the same refusals, and one check
- * and one plan for it. */
+/* check_plan: a call that is planned and then run (plan.h) is the call of gpukern.h: the same bits, and one
+ * plan for it; the entry point checks once more than the plan. */
 #include "check.h"
 
 #include "plan.h"
+
+#include "op.h"
 
 /* What a piece of code checked and planned. */
 static gk_call_counts counts_before;
 
 static void count_from_here(void) { gk_count_calls(&counts_before); }
 
-static void check_counts(int64_t calls, const char *what) {
+static void check_counts(int64_t checks, int64_t calls, const char *what) {
     gk_call_counts now;
     gk_count_calls(&now);
-    check_result(now.checks - counts_before.checks == calls, "%s checked %lld times, expected %lld", what,
-                 (long long)(now.checks - counts_before.checks), (long long)calls);
+    check_result(now.checks - counts_before.checks == checks, "%s checked %lld times, expected %lld", what,
+                 (long long)(now.checks - counts_before.checks), (long long)checks);
     check_result(now.plans - counts_before.plans == calls, "%s planned %lld times, expected %lld", what,
                  (long long)(now.plans - counts_before.plans), (long long)calls);
     check_result(now.kernel_plans - counts_before.kernel_plans == calls, "%s took %lld kernels' plans, expected %lld",
@@ -27,7 +29,7 @@ static void check_counts(int64_t calls, const char *what) {
         (args).workspace = w.data, (args).workspace_bytes = w.bytes;                                                \
         count_from_here();                                                                                          \
         check_result(gk_##OP(&ctx, &(args)) == GK_OK, "gk_" #OP ": %s", gk_last_error());                           \
-        check_counts(1, "gk_" #OP);                                                                                 \
+        check_counts(1, 1, "gk_" #OP);                                                                              \
         (args).out_of_args = (second).t, (args).workspace = NULL, (args).workspace_bytes = 0;                       \
         gk_plan plan;                                                                                               \
         count_from_here();                                                                                          \
@@ -42,7 +44,7 @@ static void check_counts(int64_t calls, const char *what) {
         for (int again = 0; again < 2; ++again)                                                                     \
             check_result(gk_run_##OP(&ctx, &(args), &plan, w.data, w.bytes) == GK_OK, "gk_run_" #OP ": %s",         \
                          gk_last_error());                                                                          \
-        check_counts(1, "a plan that is run twice");                                                                \
+        check_counts(0, 1, "a plan that is run twice");                                                             \
         check_result(check_same_bits(&(first).t, &(second).t), #OP ": plan and run give other bits than the call"); \
         check_workspace_end(&w);                                                                                    \
     } while (0)
@@ -58,9 +60,14 @@ static void check_gemm(gk_dtype dtype, int64_t m, int32_t threads) {
     gk_gemm_args args = {.size = sizeof args, .a = a.t, .b = b.t, .out = x.t, .alpha = 1, .activation = GK_ACT_GELU};
     CHECK_CALL(gemm, args, out, x, y);
 
-    gk_plan plan;
     args.b.shape[0] = 71;
-    check_refused(gk_plan_gemm(&ctx, &args, &plan), GK_ERR_ARGUMENT, "gk_gemm: b has size 71");
+    check_refused(gk_gemm(&ctx, &args), GK_ERR_ARGUMENT, "gk_gemm: b has 71 rows, a has 70 columns");
+    check_result(strcmp(gk_last_detail(), "b has 71 rows, a has 70 columns; they must match") == 0, "detail: %s",
+                 gk_last_detail());
+    gk_io io;
+    gk_io_begin(&io, GK_SHAPES);
+    check_result(gk_check_gemm(&ctx, &args, &io) == GK_ERR_ARGUMENT && strcmp(gk_last_error(), gk_last_detail()) == 0,
+                 "a check that no entry point made: %s", gk_last_error());
     check_free(0);
 }
 
@@ -104,9 +111,8 @@ static void check_paged(gk_dtype dtype, double softcap, int32_t threads) {
     args.out = x.t, args.rules.scale = 0.2, args.rules.softcap = softcap;
     CHECK_CALL(paged_attn, args, out, x, y);
 
-    gk_plan plan;
     check_set(&lens.t, 1, 65);
-    check_refused(gk_plan_paged_attn(&ctx, &args, &plan), GK_ERR_INDEX, "got seq_lens[1] = 65");
+    check_refused(gk_paged_attn(&ctx, &args), GK_ERR_INDEX, "got seq_lens[1] = 65");
     check_free(0);
 }
 

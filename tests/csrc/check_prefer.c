@@ -40,7 +40,7 @@ static void check_class(const char *what, const gk_gemm_args *args, const char *
     gk_gemm_key_of(device, args, &key);
     gk_gemm_key_write(&key, text);
     check_result(strcmp(text, expected) == 0, "is '%s', expected '%s'", text, expected);
-    gk_status status = gk_gemm_key_read("test", text, device, &again);
+    gk_status status = gk_gemm_key_read(text, device, &again);
     check_result(status == GK_OK && memcmp(&key, &again, sizeof key) == 0, "'%s' reads as another key", text);
 }
 
@@ -149,17 +149,17 @@ static void check_texts(void) {
     char text[GK_KEY_TEXT_BYTES], again[GK_KEY_TEXT_BYTES];
     for (int i = 0; i < CHECK_COUNT(wrong); ++i) {
         snprintf(check_case, sizeof check_case, "text '%s'", wrong[i]);
-        check_refused(gk_gemm_key_read("test", wrong[i], device, &key), GK_ERR_ARGUMENT, "is not a class");
+        check_refused(gk_gemm_key_read(wrong[i], device, &key), GK_ERR_ARGUMENT, "is not a class");
     }
     for (int i = 0; i < 3000; ++i) {
         const gk_gemm_key k = random_key();
         gk_gemm_key_write(&k, text);
         snprintf(check_case, sizeof check_case, "text '%s'", text);
-        gk_status status = gk_gemm_key_read("test", text, device, &key);
+        gk_status status = gk_gemm_key_read(text, device, &key);
         check_result(status == GK_OK && memcmp(&k, &key, sizeof k) == 0, "does not come back");
         /* one byte of it changed: refused, or the key that it then says */
         text[check_below((int64_t)strlen(text))] = (char)(1 + check_below(255));
-        if (gk_gemm_key_read("test", text, device, &key) != GK_OK) continue;
+        if (gk_gemm_key_read(text, device, &key) != GK_OK) continue;
         gk_gemm_key_write(&key, again);
         check_result(strcmp(text, again) == 0, "'%s' is read as '%s'", text, again);
     }
@@ -182,7 +182,7 @@ static void check_table(void) {
         const gk_gemm_key key = key_number(i);
         const char *row = check_below(4) ? &rows[i][check_below(EACH)] : NULL;
         check_result(gk_preferred(&key) == want[i], "key %lld has another row", (long long)i);
-        check_result(gk_prefer("test", &key, row) == GK_OK, "%s", gk_last_error());
+        check_result(gk_prefer(&key, row) == GK_OK, "%s", gk_last_error());
         live += (row != NULL) - (want[i] != NULL), want[i] = row;
         check_result(gk_preferred(&key) == row && gk_num_preferred == live, "key %lld: %d classes, expected %d",
                      (long long)i, gk_num_preferred, live);
@@ -213,8 +213,7 @@ static void write_rows(int64_t w) {
     for (int64_t round = 0; round < ROUNDS; ++round)
         for (int64_t i = w; i < KEYS; i += WRITERS) {
             const gk_gemm_key key = key_number(i);
-            if (gk_prefer("test", &key, &rows[i][round % EACH]) != GK_OK)
-                __atomic_fetch_add(&wrong_rows, 1, __ATOMIC_RELAXED);
+            if (gk_prefer(&key, &rows[i][round % EACH]) != GK_OK) __atomic_fetch_add(&wrong_rows, 1, __ATOMIC_RELAXED);
             if (round == 0) __atomic_store_n(&done[w], i + 1, __ATOMIC_RELEASE);
         }
     __atomic_fetch_add(&finished, 1, __ATOMIC_RELEASE);
@@ -279,8 +278,7 @@ static void check_public(void) {
     check_result(!gk_any_preferred(), "a refused row is preferred");
     check_result(gk_gemm_prefer_class("A GPU", plain, row) == GK_OK && gk_num_preferred == 1, "%s", gk_last_error());
     gk_gemm_key key;
-    check_result(gk_gemm_key_read("test", plain, gk_name_hash("A GPU"), &key) == GK_OK && gk_preferred(&key),
-                 "is not kept");
+    check_result(gk_gemm_key_read(plain, gk_name_hash("A GPU"), &key) == GK_OK && gk_preferred(&key), "is not kept");
     key.device = gk_name_hash("Another GPU");
     check_result(!gk_preferred(&key), "another GPU's class has it");
     check_result(gk_gemm_prefer_class("A GPU", plain, NULL) == GK_OK && !gk_any_preferred(), "is not forgotten");
@@ -300,7 +298,7 @@ static void check_public(void) {
 /* A caller that was compiled when gk_explanation ended before `preferred`: nothing behind its struct is written. */
 static void check_older_caller(void) {
     const gk_context cpu = check_context(NULL, 1);
-    const gk_gemm_args g = product(2, 2, 8);
+    gk_gemm_args g = product(2, 2, 8);
     gk_explanation whole = {.size = sizeof whole, .preferred = 9}, old;
     memset(&old, 0x55, sizeof old);
     old.size = offsetof(gk_explanation, preferred);

@@ -50,8 +50,8 @@ static double value_of(gk_dtype dtype, int code) {
     default:
         if ((code & 0x7f) >= 0x7c) return (code & 0x7f) == 0x7c ? sign * INFINITY : NAN;
     }
-    return sign * (exponent ? ldexp((1 << fraction) + rest, exponent - bias - fraction)
-                            : ldexp(rest, 1 - bias - fraction));
+    return sign *
+           (exponent ? ldexp((1 << fraction) + rest, exponent - bias - fraction) : ldexp(rest, 1 - bias - fraction));
 }
 
 static int stored(gk_dtype dtype, double x) {

@@ -1,39 +1,32 @@
-"""What flash_attn and flash_attn_varlen share: the laws of q, k and v, gradients, pairs of query and key, folds of vmap."""
+"""What flash_attn and flash_attn_varlen share: sizes that are symbols, gradients, pairs of query and key, folds of vmap."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from .._library import are_deterministic
-from . import laws
+from .._library import NAMESPACE, are_deterministic
+from . import fakes
 from .define import Op
 
 AUTOCAST = ("q", "k", "v")
 
 
-def laws_of_qkv(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """q, k and v: dense for flash_attn, packed for flash_attn_varlen."""
-    dense = op == "flash_attn"
-    if dense:
-        letters = "[B, Hq, Sq, D]", "[B, Hkv, Sk, D]", "[B, Hkv, Sk, Dv]"
+def sizes(op: str, q: Tensor, k: Tensor, v: Tensor, **more: tuple[Tensor | None, str]) -> dict[str, int]:
+    """Sizes by letter of a call whose sizes are symbols: dense for flash_attn, packed for flash_attn_varlen."""
+    if q.dim() == 4:
+        n = fakes.sizes(op, q=(q, "B Hq Sq D"), k=(k, "B Hkv Sk D"), v=(v, "B Hkv Sk Dv"), **more)
     else:
-        letters = "[Tq, Hq, D]", "[Tk, Hkv, D]", "[Tk, Hkv, Dv]"
-    dims, keys = (4, 2) if dense else (3, 0)  # dimensions; which of them counts the keys
-    laws.is_float(op, "q", q)
-    laws.has_dims(op, "q", q, dims, letters[0])
-    laws.same_dtype(op, "k", k, "q", q)
-    laws.has_dims(op, "k", k, dims, letters[1])
-    if dense:
-        laws.same_size(op, "k", "batch size", k.shape[0], "q", q.shape[0])
-    laws.head_ratio(op, q.shape[1], "k", k.shape[1])
-    laws.same_size(op, "k", "head_dim", k.shape[-1], "q", q.shape[-1])
-    laws.same_dtype(op, "v", v, "q", q)
-    laws.has_dims(op, "v", v, dims, letters[2])
-    if dense:
-        laws.same_size(op, "v", "batch size", v.shape[0], "k", k.shape[0])
-    laws.same_size(op, "v", "heads", v.shape[1], "k", k.shape[1])
-    laws.same_size(op, "v", "length", v.shape[keys], "k", k.shape[keys])
+        n = fakes.sizes(op, q=(q, "Tq Hq D"), k=(k, "Tk Hkv D"), v=(v, "Tk Hkv Dv"), **more)
+    same_group(op, n["Hq"], "k", n["Hkv"])
+    return n
+
+
+def same_group(op: str, heads_q: int, name: str, heads_kv: int) -> None:
+    """ValueError where the heads of q are no multiple of those of the keys."""
+    holds = heads_q % heads_kv == 0 if heads_kv != 0 else heads_q == 0
+    text = f"{NAMESPACE}::{op}: {name} has {heads_kv} heads, q has {heads_q}; q's must be a multiple of {name}'s"
+    torch._check_with(ValueError, holds, lambda: text)
 
 
 def empty_stored_like(x: Tensor, head_dim: int) -> Tensor:
@@ -48,7 +41,7 @@ def empty_stored_like(x: Tensor, head_dim: int) -> Tensor:
 
 
 def empty_dsinks(q: Tensor, sinks: Tensor | None) -> Tensor:
-    return q.new_empty(0, dtype=laws.wide_dtype(q)) if sinks is None else sinks.new_empty(sinks.shape)
+    return q.new_empty(0, dtype=fakes.stats_dtype(q)) if sinks is None else sinks.new_empty(sinks.shape)
 
 
 def backward_of(bwd: Op) -> Callable:

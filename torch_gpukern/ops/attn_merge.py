@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from . import batching, laws
+from . import batching
 from .define import define_op
 
 __all__ = ["attn_merge"]
@@ -37,16 +37,8 @@ def attn_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tu
     return _attn_merge.call(out_a, lse_a, out_b, lse_b)
 
 
-def _fake(out_a, lse_a, out_b, lse_b):
-    op = "attn_merge"
-    laws.is_float(op, "out_a", out_a)
-    laws.has_dtype(op, "lse_a", lse_a, laws.wide_dtype(out_a))
-    laws.has_shape(op, "lse_a", lse_a, out_a.shape[:-1])
-    laws.same_dtype(op, "out_b", out_b, "out_a", out_a)
-    laws.has_shape(op, "out_b", out_b, out_a.shape)
-    laws.has_dtype(op, "lse_b", lse_b, laws.wide_dtype(out_a))
-    laws.has_shape(op, "lse_b", lse_b, lse_a.shape)
-    return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
+def _symbolic(out_a, lse_a, **_):
+    return out_a.new_empty(out_a.shape), lse_a.new_empty(out_a.shape[:-1])
 
 
 def _backward(needs, out_a, lse_a, out_b, lse_b, lse, grad_out, grad_lse, **_):
@@ -75,7 +67,7 @@ def _backward(needs, out_a, lse_a, out_b, lse_b, lse, grad_out, grad_lse, **_):
 _attn_merge = define_op(
     "attn_merge",
     public=attn_merge,
-    fake=_fake,
+    symbolic=_symbolic,
     backward=_backward,
     fold=batching.everywhere,
 )

@@ -6,18 +6,14 @@ the new dimension, of `size`, in front. It returns ``(changed, unfold)``: the ar
 call that does not fold: that one is served slice by slice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._library import library
-
-if TYPE_CHECKING:
-    from .define import Op
+from .op import Op
 
 MAX_DIMS = 8  # of a tensor of any op
 

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from . import attention, laws
+from . import attention, fakes
 from .define import define_op
 from .keywords import refuse_unknown
 
@@ -117,16 +117,16 @@ def flash_attn(
 # ---- fake functions ------------------------------------------------------------------------------
 
 
-def _fake(q, k, v, **_):
-    attention.laws_of_qkv("flash_attn", q, k, v)
-    lse = q.new_empty(q.shape[:3], dtype=laws.wide_dtype(q))
-    return attention.empty_stored_like(q, v.shape[3]), lse
+def _symbolic(q, k, v, kv_start, kv_end, q_start, **_):
+    bounds = {"kv_start": (kv_start, "B"), "kv_end": (kv_end, "B"), "q_start": (q_start, "B")}
+    n = attention.sizes("flash_attn", q, k, v, **bounds)
+    return attention.empty_stored_like(q, n["Dv"]), q.new_empty(q.shape[:3], dtype=fakes.stats_dtype(q))
 
 
-def _bwd_fake(q, k, v, sinks, **_):
-    attention.laws_of_qkv("flash_attn", q, k, v)
-    grads = (attention.empty_stored_like(x, x.shape[3]) for x in (q, k, v))
-    return *grads, attention.empty_dsinks(q, sinks)
+def _bwd_symbolic(grad_out, q, k, v, out, lse, sinks, **_):
+    like_out = {"grad_out": (grad_out, "B Hq Sq Dv"), "out": (out, "B Hq Sq Dv"), "lse": (lse, "B Hq Sq")}
+    attention.sizes("flash_attn_bwd", q, k, v, **like_out)
+    return *(attention.empty_stored_like(x, x.shape[3]) for x in (q, k, v)), attention.empty_dsinks(q, sinks)
 
 
 # ---- FLOPs ---------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ def _bwd_flops(q, v, **rest) -> int:
 
 _flash_attn_bwd = define_op(
     "flash_attn_bwd",
-    fake=_bwd_fake,
+    symbolic=_bwd_symbolic,
     refuse="flash_attn: it is not twice differentiable",
     flops=_bwd_flops,
     fold=attention.fold_into_batch,
@@ -163,7 +163,7 @@ _flash_attn_bwd = define_op(
 _flash_attn = define_op(
     "flash_attn",
     public=flash_attn,
-    fake=_fake,
+    symbolic=_symbolic,
     backward=attention.backward_of(_flash_attn_bwd),
     without_gradient=("alibi_slopes",),
     autocast=attention.AUTOCAST,

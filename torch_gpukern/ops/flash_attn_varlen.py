@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from . import attention, laws
+from . import attention, fakes
 from .define import define_op
 from .keywords import refuse_unknown
 
@@ -105,19 +105,15 @@ def flash_attn_varlen(
 # ---- fake functions ------------------------------------------------------------------------------
 
 
-def _fake(q, k, v, cu_seqlens_q, cu_seqlens_k, **_):
-    op = "flash_attn_varlen"
-    attention.laws_of_qkv(op, q, k, v)
-    laws.has_dtype(op, "cu_seqlens_q", cu_seqlens_q, torch.int32)
-    laws.has_dims(op, "cu_seqlens_q", cu_seqlens_q, 1, "[B+1]")
-    laws.has_dtype(op, "cu_seqlens_k", cu_seqlens_k, torch.int32)
-    laws.has_shape(op, "cu_seqlens_k", cu_seqlens_k, cu_seqlens_q.shape)
-    lse = q.new_empty(q.shape[:2], dtype=laws.wide_dtype(q))
-    return q.new_empty((*q.shape[:2], v.shape[2])), lse
+def _symbolic(q, k, v, cu_seqlens_q, cu_seqlens_k, **_):
+    lengths = {"cu_seqlens_q": (cu_seqlens_q, "B+1"), "cu_seqlens_k": (cu_seqlens_k, "B+1")}
+    n = attention.sizes("flash_attn_varlen", q, k, v, **lengths)
+    return q.new_empty((*q.shape[:2], n["Dv"])), q.new_empty(q.shape[:2], dtype=fakes.stats_dtype(q))
 
 
-def _bwd_fake(q, k, v, sinks, **_):
-    attention.laws_of_qkv("flash_attn_varlen", q, k, v)
+def _bwd_symbolic(grad_out, q, k, v, out, lse, sinks, **_):
+    like_out = {"grad_out": (grad_out, "Tq Hq Dv"), "out": (out, "Tq Hq Dv"), "lse": (lse, "Tq Hq")}
+    attention.sizes("flash_attn_varlen_bwd", q, k, v, **like_out)
     return *(x.new_empty(x.shape) for x in (q, k, v)), attention.empty_dsinks(q, sinks)
 
 
@@ -147,7 +143,7 @@ def _bwd_flops(q, v, **rest) -> int:
 
 _flash_attn_varlen_bwd = define_op(
     "flash_attn_varlen_bwd",
-    fake=_bwd_fake,
+    symbolic=_bwd_symbolic,
     refuse="flash_attn_varlen: it is not twice differentiable",
     flops=_bwd_flops,
     fold=attention.fold_into_heads,
@@ -155,7 +151,7 @@ _flash_attn_varlen_bwd = define_op(
 _flash_attn_varlen = define_op(
     "flash_attn_varlen",
     public=flash_attn_varlen,
-    fake=_fake,
+    symbolic=_symbolic,
     backward=attention.backward_of(_flash_attn_varlen_bwd),
     without_gradient=("alibi_slopes",),
     autocast=attention.AUTOCAST,

@@ -1,12 +1,13 @@
 """gemm: the public function and its declaration: fake function, gradients, autocast rule, FLOPs, vmap."""
 
 import math
-from typing import Literal, NoReturn, get_args
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor
 
-from . import batching, laws, parallel
+from .._library import NAMESPACE
+from . import batching, parallel
 from .define import define_op, is_transposed
 from .keywords import refuse_unknown
 
@@ -93,34 +94,17 @@ setattr(_torch_allows_tf32, "_dynamo_marked_constant", True)  # noqa: B010 (type
 # ---- fake functions ------------------------------------------------------------------------------
 
 
-def _fake(a, b, bias, c, activation, out_dtype, **_):
-    laws.is_float("gemm", "a", a)
-    laws.law(a.dim() >= 2, "gemm", "a must have at least 2 dimensions, got ", a.dim())
-    laws.same_dtype("gemm", "b", b, "a", a)
-    laws.law(b.dim() >= 2, "gemm", "b must have at least 2 dimensions, got ", b.dim())
+def _symbolic(a, b, activation, out_dtype, **_):
     rows, columns = b.shape[-2], a.shape[-1]
-    text = ("b has ", rows, " rows, a has ", columns, " columns; they must match")
-    laws.law(rows == columns, "gemm", *text)
+    text = f"{NAMESPACE}::gemm: b has {rows} rows, a has {columns} columns; they must match"
+    torch._check_with(ValueError, rows == columns, lambda: text)
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    shape = (*batch, a.shape[-2], b.shape[-1])
-    if bias is not None:
-        laws.has_shape("gemm", "bias", bias, shape[-1:])
-    if c is not None:
-        fits = c.dim() <= len(shape)
-        text = ("c must broadcast to the result's shape ", list(shape), ", got ", list(c.shape))
-        laws.law(fits, "gemm", *text)
-        for got, want in zip(reversed(c.shape), reversed(shape), strict=False):
-            laws.law(got == 1 or got == want, "gemm", *text)
-    known = activation in get_args(Activation)
-    text = ("activation must be none, relu, gelu, gelu_tanh or silu, got '", activation, "'")
-    laws.law(known, "gemm", *text)
-    out = a.new_empty(shape, dtype=a.dtype if out_dtype is None else out_dtype)
+    out = a.new_empty((*batch, a.shape[-2], b.shape[-1]), dtype=a.dtype if out_dtype is None else out_dtype)
     return out, (out.new_empty(0) if activation in ("none", "relu") else torch.empty_like(out))
 
 
-def _act_bwd_fake(grad_out, saved, **_):
-    laws.has_shape("gemm_act_bwd", "saved", saved, grad_out.shape)
-    return grad_out.new_empty(grad_out.shape)
+def _act_bwd_symbolic(grad_out, **_):
+    return (grad_out.new_empty(grad_out.shape),)
 
 
 # ---- gradients -----------------------------------------------------------------------------------
@@ -266,7 +250,7 @@ def _flops(a, b, **_) -> int:
 
 _gemm = define_op(
     "gemm",
-    fake=_fake,
+    symbolic=_symbolic,
     public=gemm,
     save=_save,
     saved=("a", "b", "activated"),
@@ -279,7 +263,7 @@ _gemm = define_op(
 )
 _gemm_act_bwd = define_op(
     "gemm_act_bwd",
-    fake=_act_bwd_fake,
+    symbolic=_act_bwd_symbolic,
     save=_save_of_act_bwd,
     saved=("grad_out", "saved"),
     backward=_backward_of_act_bwd,

@@ -1,18 +1,14 @@
 """The autograd.Functions of an op, from what define_op declares: one for a call, one for torch.func's transforms."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.autograd import Function
 
 from .._library import NAMESPACE, any_autocast, below_autocast
-
-if TYPE_CHECKING:
-    from .define import Op
+from .op import Op
 
 
 def no_forward_mode(op: Op) -> str:

@@ -1,24 +1,19 @@
 """The .out overload of an op, which writes the caller's tensor."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd.graph import increment_version
 
 from .._library import NAMESPACE, any_requires_grad, below_autograd, is_dynamo_compiling, is_grad_enabled, library, ops
-from . import laws, parallel
-
-if TYPE_CHECKING:
-    from .define import Op
+from . import fakes, parallel
+from .op import Op, unwrapped
 
 __all__ = ["define"]
 
 
-def define(op: Op, fake: Callable, unwrapped: Callable) -> None:
+def define(op: Op, symbolic: Callable) -> None:
     """X.out, which writes the caller's tensor: no gradient, no autocast, else as X."""
     op.out = getattr(ops, op.name).out
     name, bare = f"{op.name}.out", unwrapped(op.out)
@@ -35,8 +30,12 @@ def define(op: Op, fake: Callable, unwrapped: Callable) -> None:
     op.out._op = call
 
     def out_fake(*args, out, **kwargs):
-        made = fake(**op.named(args) | kwargs)
-        laws.has_shape(op.name, "out", out, made[0].shape)
+        first, *_ = fakes.made(op, symbolic, op.named(args) | kwargs)
+        text = f"{op.qualified}: out must have shape {list(first.shape)}, got {list(out.shape)}"
+        same = out.dim() == first.dim()
+        for got, want in zip(out.shape, first.shape) if same else ():
+            same = same and got == want
+        torch._check_with(ValueError, same, lambda: text)
 
     def kernel(*args, out, **kwargs):
         if is_grad_enabled() and any_requires_grad(*args, *kwargs.values(), out):

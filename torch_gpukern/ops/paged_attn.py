@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from .._library import any_requires_grad, is_grad_enabled, traced
-from . import laws
-from .define import Op, define_op, register_autograd, register_fake
+from . import attention, fakes
+from .define import Op, define_op, register_autograd
 from .keywords import hide_unknown, refuse_unknown
 
 __all__ = ["kv_cache_write", "paged_attn"]
@@ -164,44 +164,18 @@ def kv_cache_write(
 # ---- fake functions ------------------------------------------------------------------------------
 
 
-def _laws_of_caches(op: str, name: str, first: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-    """The caches of an op whose argument `name`, [T, H, D], sets the dtype."""
-    laws.same_dtype(op, "k_cache", k_cache, name, first)
-    laws.has_dims(op, "k_cache", k_cache, 4, "[num_blocks, block_size, Hkv, D]")
-    laws.same_size(op, "k_cache", "head_dim", k_cache.shape[3], name, first.shape[2])
-    laws.same_dtype(op, "v_cache", v_cache, name, first)
-    laws.has_dims(op, "v_cache", v_cache, 4, "[num_blocks, block_size, Hkv, Dv]")
-    for i, what in enumerate(("num_blocks", "block_size", "heads")):
-        laws.same_size(op, "v_cache", what, v_cache.shape[i], "k_cache", k_cache.shape[i])
+def _symbolic(q, k_cache, v_cache, block_table, seq_lens, **_):
+    n = fakes.sizes("paged_attn", q=(q, "T Hq D"), k_cache=(k_cache, "num_blocks block_size Hkv D"),
+                    v_cache=(v_cache, "num_blocks block_size Hkv Dv"), block_table=(block_table, "B max_blocks"),
+                    seq_lens=(seq_lens, "B"))  # fmt: skip
+    attention.same_group("paged_attn", n["Hq"], "k_cache", n["Hkv"])
+    return q.new_empty((*q.shape[:2], n["Dv"])), q.new_empty(q.shape[:2], dtype=fakes.stats_dtype(q))
 
 
-def _fake(q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, **_):
-    op = "paged_attn"
-    laws.is_float(op, "q", q)
-    laws.has_dims(op, "q", q, 3, "[T, Hq, D]")
-    _laws_of_caches(op, "q", q, k_cache, v_cache)
-    laws.head_ratio(op, q.shape[1], "k_cache", k_cache.shape[2])
-    laws.has_dtype(op, "block_table", block_table, torch.int32)
-    laws.has_dims(op, "block_table", block_table, 2, "[B, max_blocks]")
-    batch = block_table.shape[0]
-    laws.has_dtype(op, "seq_lens", seq_lens, torch.int32)
-    laws.has_shape(op, "seq_lens", seq_lens, (batch,))
-    if cu_seqlens_q is not None:
-        laws.has_dtype(op, "cu_seqlens_q", cu_seqlens_q, torch.int32)
-        laws.has_shape(op, "cu_seqlens_q", cu_seqlens_q, (batch + 1,))
-    lse = q.new_empty(q.shape[:2], dtype=laws.wide_dtype(q))
-    return q.new_empty((*q.shape[:2], v_cache.shape[3])), lse
-
-
-def _write_fake(k, v, k_cache, v_cache, slots, **_):
-    op = "kv_cache_write"
-    laws.is_float(op, "k", k)
-    laws.has_dims(op, "k", k, 3, "[T, Hkv, D]")
-    laws.same_dtype(op, "v", v, "k", k)
-    laws.has_dims(op, "v", v, 3, "[T, Hkv, Dv]")
-    _laws_of_caches(op, "k", k, k_cache, v_cache)
-    laws.has_shape(op, "k", k, (slots.shape[0], *k_cache.shape[2:]))
-    laws.has_shape(op, "v", v, (slots.shape[0], *v_cache.shape[2:]))
+def _write_symbolic(k, v, k_cache, v_cache, slots, **_):
+    fakes.sizes("kv_cache_write", k=(k, "T Hkv D"), v=(v, "T Hkv Dv"), k_cache=(k_cache, "num_blocks block_size Hkv D"),
+                v_cache=(v_cache, "num_blocks block_size Hkv Dv"), slots=(slots, "T"))  # fmt: skip
+    return ()
 
 
 # ---- autocast and FLOPs --------------------------------------------------------------------------
@@ -226,14 +200,14 @@ def _flops(q, k_cache, v_cache, block_table, window_left, **_) -> int:
 _paged_attn = define_op(
     "paged_attn",
     public=paged_attn,
-    fake=_fake,
+    symbolic=_symbolic,
     refuse="paged_attn: it has no backward; use flash_attn to train",
     autocast=_cast,
     flops=_flops,
     whole_sequences=True,
 )
 _kv_cache_write = Op("kv_cache_write")
-register_fake(_kv_cache_write, _write_fake)
+fakes.register(_kv_cache_write, _write_symbolic)
 hide_unknown(kv_cache_write)
 
 

@@ -96,7 +96,7 @@ bool plan(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_
 template <class T> gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *) {
     const Params &x = gk_own<Params>(plan);
     if (plan->tasks > INT32_MAX)
-        return gk_fail(GK_ERR_UNSUPPORTED, "gk_flash_attn_fwd: %lld rows in all heads are more than this kernel counts",
+        return gk_fail(GK_ERR_UNSUPPORTED, "%lld rows in all heads are more than this kernel counts",
                        (long long)plan->tasks * WARPS);
     const gk_status status =
         launch<flash_attn_fwd_plain_kernel<T>>("gk_flash_attn_fwd", ctx, dim3((unsigned)plan->tasks), THREADS, 0, x);

@@ -237,7 +237,7 @@ template <class Tile, bool MODIFIED>
 gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *workspace) {
     FwdParams p = gk_own<FwdParams>(plan);
     if (plan->tasks > INT32_MAX)
-        return gk_fail(GK_ERR_UNSUPPORTED, "gk_flash_attn_fwd: %lld tiles of %d rows are more than this kernel counts",
+        return gk_fail(GK_ERR_UNSUPPORTED, "%lld tiles of %d rows are more than this kernel counts",
                        (long long)plan->tasks, Tile::BQ);
     fwd_place(&p, workspace);
     const gk_status status = launch<flash_attn_fwd_simt_kernel<Tile, MODIFIED>>(

@@ -73,7 +73,7 @@ gk_status start(const gk_cuda_instance *row, const Instance &in, const gk_contex
         x->plain && (dtype == GK_F32 || (e.activation <= GK_ACT_RELU && !e.preact && (!e.bias || e.bias_vectors)));
     x->bare = (x->plain || (!in.by_panels && chunks)) && !e.bias && !e.preact && e.activation == GK_ACT_NONE;
     if (is(row, PING_PONG) && !x->plain)
-        return gk_fail(GK_ERR_UNSUPPORTED, "gk_gemm: in turns tma stores, which it cannot here");
+        return gk_fail(GK_ERR_UNSUPPORTED, "a ping-pong instance stores by TMA, which it cannot here");
     x->batched = x->p.ndim > 0;
     x->keep = x->p.m * x->p.n * x->p.batch * (int64_t)gk_dtype_bytes(dtype) <= KEEP_BYTES;
     x->order = tile_order(x->p.tiles_m, x->p.tiles_n, x->p.group);

@@ -69,12 +69,12 @@ const gk_gpu *gk_gpu_of(int32_t index) {
     return gpu;
 }
 
-int32_t gk_gpu_enter(const char *op, int32_t index) {
+int32_t gk_gpu_enter(int32_t index) {
     int before = 0;
     cudaError_t error = cudaGetDevice(&before);
     if (error == cudaSuccess && before != index) error = cudaSetDevice(index);
     if (error == cudaSuccess) return before;
-    gk_fail(GK_ERR_DEVICE, "%s: cuda:%d cannot be used: %s", op, (int)index, cudaGetErrorString(error));
+    gk_fail(GK_ERR_DEVICE, "cuda:%d cannot be used: %s", (int)index, cudaGetErrorString(error));
     return -1;
 }
 

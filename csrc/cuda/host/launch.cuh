@@ -55,7 +55,7 @@ inline gk_status launch_any(const char *op, const gk_context *ctx, const void *k
     }
     if (error == cudaSuccess) return GK_OK;
     (void)cudaGetLastError(); /* or the next launch would report it again */
-    return gk_fail(GK_ERR_DEVICE, "%s: a kernel of %u x %u x %u blocks of %u threads could not be launched: %s", op,
+    return gk_fail(GK_ERR_DEVICE, "a kernel of %s, %u x %u x %u blocks of %u threads, could not be launched: %s", op,
                    grid.x, grid.y, grid.z, threads, cudaGetErrorString(error));
 }
 
@@ -75,7 +75,7 @@ inline gk_status clear_memory(const char *op, const gk_context *ctx, void *memor
     const cudaError_t error = cudaMemsetAsync(memory, 0, bytes, (cudaStream_t)ctx->stream);
     if (error == cudaSuccess) return GK_OK;
     (void)cudaGetLastError();
-    return gk_fail(GK_ERR_DEVICE, "%s: %zu bytes of workspace could not be cleared: %s", op, bytes,
+    return gk_fail(GK_ERR_DEVICE, "%zu bytes of workspace of %s could not be cleared: %s", bytes, op,
                    cudaGetErrorString(error));
 }
 

@@ -41,9 +41,11 @@ static CUtensorMapSwizzle swizzle_of(int bytes) {
 
 gk_status make_tensor_map(const char *op, const TensorShape &shape, const smem_box &smem, CUtensorMap *map) {
     const Encode encode = encoder();
-    if (!encode) return gk_fail(GK_ERR_DEVICE, "%s: this driver has no cuTensorMapEncodeTiled (CUDA 12.0)", op);
+    if (!encode)
+        return gk_fail(GK_ERR_DEVICE, "this driver has no cuTensorMapEncodeTiled (CUDA 12.0), which %s needs", op);
     const tma_box box = tma_box_of(smem);
-    if (!box.ok) return gk_fail(GK_ERR_DEVICE, "%s: TMA lays no box so in shared memory (dimension %d)", op, box.mode);
+    if (!box.ok)
+        return gk_fail(GK_ERR_DEVICE, "TMA lays no box of %s so in shared memory (dimension %d)", op, box.mode);
     const TensorMapFields f = tensor_map_fields(shape, box);
     const auto fill = [&] {
         /* L2 fetches lines of 128 bytes: with 256, boxes that are narrower than their tensor's rows bring their neighbours'
@@ -60,5 +62,5 @@ gk_status make_tensor_map(const char *op, const TensorShape &shape, const smem_b
         cudaSetDevice(device) == cudaSuccess)
         result = fill();
     if (result == CUDA_SUCCESS) return GK_OK;
-    return gk_fail(GK_ERR_DEVICE, "%s: the driver refused a tensor map (error %d)", op, (int)result);
+    return gk_fail(GK_ERR_DEVICE, "the driver refused a tensor map of %s (error %d)", op, (int)result);
 }

@@ -1,0 +1,235 @@
+// run.h: what every op of the plugin does: reads the tensors, asks csrc for the laws and the results, allocates, plans, runs.
+//
+// An op is a plain struct, its members the schema's arguments in order, and what it says of itself:
+//   GK_OP(stem, arguments, "name", n)    its stem in ops.def and its struct there; the name that errors say; its n results
+//   GK_TENSORS(x, weight)                the members that are tensors, in order
+//   void fill(C &to)                     the arguments of csrc, from the members
+//   static void place(C &to, Results &)  where the results stand in them
+//   const Tensor *stored_like(int)       optional: the tensor whose order of dimensions a result follows
+//   static constexpr bool runs_empty     optional: csrc has something to do where the first result is empty
+#pragma once
+
+#include <array>
+#include <cmath>
+
+#include "box.h"
+#include "call.h"
+
+namespace gk {
+
+// ---- the tensors of an op -------------------------------------------------------------------------
+template <class F, class... T> void visit(F &f, T &...tensors) { (f(tensors), ...); }
+
+#define GK_TENSORS(...)                                                  \
+    template <class F> void tensors(F &f) { gk::visit(f, __VA_ARGS__); } \
+    static constexpr const char *names = #__VA_ARGS__;
+
+#define GK_OP(stem, arguments, text, many)         \
+    using C = arguments;                           \
+    using Results = std::array<gk::Tensor, many>;  \
+    static constexpr const char *name = text;      \
+    static constexpr int num_results = many;       \
+    static constexpr auto check = gk_check_##stem; \
+    static constexpr auto plan = gk_plan_##stem;   \
+    static constexpr auto run = gk_run_##stem;     \
+    static constexpr auto describe = gk_describe_##stem;
+
+// The tensor whose order of dimensions result i follows: op.stored_like(i), where the op says that.
+template <class O, class = void> struct Order {
+    static const Tensor *of(const O &, int) { return nullptr; }
+};
+template <class O> struct Order<O, std::void_t<decltype(std::declval<const O &>().stored_like(0))>> {
+    static const Tensor *of(const O &op, int i) { return op.stored_like(i); }
+};
+
+// Whether csrc has something to do where the first result is empty.
+template <class O, class = void> struct RunsEmpty : std::false_type {};
+template <class O> struct RunsEmpty<O, std::void_t<decltype(O::runs_empty)>> : std::true_type {};
+
+template <class O> Tensor make_result(const O &op, const gk_io &io, int i, Device device) {
+    const Tensor *like = Order<O>::of(op, i);
+    const bool tokens_first = like && like->view.ndim == 4 && like->stride(1) < like->stride(2);
+    return empty(O::name, io.result[i].as, device, tokens_first);
+}
+
+// Reads each tensor: strided, with memory behind it, and on the device of the first.
+class Reader {
+  public:
+    Device device{};
+
+    Reader(const char *op, const char *names, bool data) : op_(op), names_(names), data_(data) {}
+
+    template <class T> void operator()(T &t) {
+        if (t) read(t, std::is_same_v<T, WrittenTensor>); // an optional one may be none
+        ++index_;
+    }
+
+    std::string name(int i) const { return name_of(names_, i); }
+
+  private:
+    void read(Tensor &t, bool writable) {
+        if (!t.is_strided(op_)) bad_argument(op_, name(index_), " must be a strided (dense) tensor");
+        t.read_form(op_);
+        if (index_ == 0) device = t.device;
+        if (t.device != device) {
+            bad_argument(op_, name(index_), " is on ", t.device.name(), ", ", name(0), " is on ", device.name(),
+                         "; they must be on one device");
+        }
+        if (!data_) return;
+        t.read_data(op_, writable);
+        if (!t.view.data && t.view.ndim <= GK_MAX_DIMS && t.numel() > 0) {
+            bad_argument(op_, name(index_), " has no memory behind it; a subclass must unwrap it first");
+        }
+    }
+
+    const char *op_, *names_;
+    bool data_;
+    int index_ = 0;
+};
+
+// ---- a call ----------------------------------------------------------------------------------------
+// A call whose tensors are read and that csrc has checked.
+template <class O> class Checked {
+  public:
+    O &op;
+    typename O::C args{};
+    gk_io io;
+    Reader read;
+    Call call;
+
+    explicit Checked(O &x, int32_t described = -1)
+        : op(x), read(O::name, O::names, true), call(O::name, read_all(), O::names, described) {
+        args.size = sizeof args;
+        op.fill(args);
+        gk_io_begin(&io, GK_CONTENTS);
+        io.dtype_name = dtype_name;
+        call.done(O::check(call.context(), &args, &io));
+    }
+
+    Tensor make(int i) const { return make_result(op, io, i, read.device); }
+
+    // The caller's tensor, which has to be what result 0 would be, and apart from the inputs.
+    Tensor take(Tensor &into) {
+        if (!into.is_strided(O::name)) bad_argument(O::name, "out must be a strided (dense) tensor");
+        into.read_form(O::name);
+        if (into.device != read.device) {
+            bad_argument(O::name, "out is on ", into.device.name(), ", ", read.name(0), " is on ", read.device.name(),
+                         "; they must be on one device");
+        }
+        into.read_data(O::name, true);
+        io.result[0].given = &into.view;
+        io.result[0].strides = GK_CONTIGUOUS;
+        call.done(gk_check_given(&io, 0));
+        call.done(gk_check_apart(&io, 0));
+        return std::move(into);
+    }
+
+    // Inputs whose strides the kernels do not take are replaced by dense copies.
+    void copy_inputs() {
+        for (int i = 0; i < io.num_inputs; ++i) {
+            const gk_input &input = io.input[i];
+            if (gk_has_strides(input.tensor, input.strides)) continue;
+            int n = 0;
+            auto replace = [&](Tensor &t) {
+                if (read.name(n++) != input.name) return;
+                copy_dense(O::name, t);
+                *const_cast<gk_tensor *>(input.tensor) = t.view; // in args, or the optional tensor's own
+            };
+            op.tensors(replace);
+        }
+    }
+
+    void run() {
+        copy_inputs();
+        call.plan_and_run(args, O::plan, O::run);
+    }
+
+    std::string explain(const std::string &more = "") {
+        gk_explanation explanation{};
+        explanation.size = sizeof explanation;
+        copy_inputs();
+        call.done(O::describe(call.context(), &args, &explanation));
+        return to_json(explanation, more);
+    }
+
+  private:
+    Device read_all() {
+        op.tensors(read);
+        return read.device;
+    }
+};
+
+// `wanted` results; with an `into` the first of them is that tensor of the caller's.
+template <class O, class... Into> typename O::Results run_op(O &op, int wanted, Into &...into) {
+    Checked<O> c(op);
+    typename O::Results results;
+    ((results[0] = c.take(into)), ...);
+    for (int i = sizeof...(Into); i < wanted; ++i) results[i] = c.make(i);
+    O::place(c.args, results);
+    if (RunsEmpty<O>::value || results[0].numel() > 0) c.run();
+    return results;
+}
+
+// ---- what torch calls ------------------------------------------------------------------------------
+template <class O> void op_first(StableIValue *stack, uint64_t num_args, uint64_t) {
+    O op = read_args<O>(stack, num_args);
+    stack[0] = give(run_op(op, 1)[0]);
+}
+
+template <class Results> void give_all(StableIValue *stack, Results &&results) {
+    for (Tensor &result : results) *stack++ = give(result);
+}
+
+template <class O> void op_all(StableIValue *stack, uint64_t num_args, uint64_t) {
+    O op = read_args<O>(stack, num_args);
+    give_all(stack, run_op(op, O::num_results));
+}
+
+template <class O> void op_out(StableIValue *stack, uint64_t num_args, uint64_t) {
+    O op = read_args<O>(stack, num_args - 1);
+    Tensor into = Slot{stack[num_args - 1]};
+    run_op(op, 1, into);
+}
+
+// The results, on meta, of tensors that need no data: what a compiler's fake tensors become.
+template <class O> void op_results(StableIValue *stack, uint64_t num_args, uint64_t) {
+    O op = read_args<O>(stack, num_args);
+    typename O::C args{};
+    gk_context context{};
+    Reader read(O::name, O::names, false);
+    gk_io io;
+    op.tensors(read);
+    args.size = sizeof args, context.size = sizeof context;
+    context.device = read.device.is_cuda() ? GK_CUDA : GK_CPU;
+    op.fill(args);
+    gk_io_begin(&io, GK_SHAPES);
+    io.dtype_name = dtype_name;
+    status_ok(O::name, O::check(&context, &args, &io));
+    for (int i = 0; i < O::num_results; ++i) {
+        Tensor result = make_result(op, io, i, Device::meta());
+        stack[i] = give(result);
+    }
+}
+
+template <class O> void op_explain(StableIValue *stack, uint64_t num_args, uint64_t) {
+    O op = read_args<O>(stack, num_args);
+    Checked<O> c(op, described_gpu);
+    typename O::Results results;
+    for (int i = 0; i < O::num_results; ++i) results[i] = c.make(i);
+    O::place(c.args, results);
+    stack[0] = give(c.explain());
+}
+
+} // namespace gk
+
+// The end of an op's file: `implement` registers what runs, `implement_shapes` what asks for results alone.
+#ifdef GPUKERN_HAS_CUDA
+#define GK_IMPLEMENT_CUDA \
+    STABLE_TORCH_LIBRARY_IMPL(GPUKERN_NAMESPACE, CUDA, m) { gk::implement(m); }
+#else
+#define GK_IMPLEMENT_CUDA
+#endif
+#define GK_IMPLEMENT()                                                         \
+    STABLE_TORCH_LIBRARY_IMPL(GPUKERN_NAMESPACE, CPU, m) { gk::implement(m); } \
+    GK_IMPLEMENT_CUDA                                                          \
+    STABLE_TORCH_LIBRARY_IMPL(GPUKERN_NAMESPACE, CompositeExplicitAutograd, m) { gk::implement_shapes(m); }

@@ -1,0 +1,70 @@
+"""Fake functions: what an op returns, of tensors that have no data.
+
+Where all sizes are numbers csrc is asked, by the op X_results: its check refuses what the op would refuse, in the same words, and
+the plugin makes the results, on meta, as it makes them for a call. Sizes that are symbols csrc cannot read. There an op states its
+results' shapes in Python, and `sizes` guards on what must be equal; the rest is refused by the call itself.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._library import NAMESPACE, below_modes, library, ops
+from .op import Op
+
+__all__ = ["made", "register", "sizes", "stats_dtype"]
+
+
+def made(op: Op, symbolic: Callable, given: dict[str, Any]) -> tuple[Tensor, ...]:
+    """The results of op, or of the X of X_fwd, for arguments by name."""
+    tensors = [x for x in given.values() if isinstance(x, Tensor)]
+    if any(_is_symbolic(x) for x in given.values()):
+        return symbolic(**given)
+    with below_modes():
+        results = getattr(ops, f"{op.name.removesuffix('_fwd')}_results").default(*given.values())
+    if isinstance(results, Tensor):
+        results = (results,)
+    device = tensors[0].device
+    return tuple(torch.empty_strided(r.shape, r.stride(), dtype=r.dtype, device=device) for r in results or ())
+
+
+def register(op: Op, symbolic: Callable, first: bool = False) -> None:
+    """first: the op returns the first of the results alone."""
+
+    def fake(*args, **kwargs):
+        results = made(op, symbolic, op.named(args) | kwargs)
+        return results[0] if first or len(results) == 1 else results or None
+
+    torch.library.register_fake(op.qualified, fake, lib=library)
+
+
+def _is_symbolic(x: Any) -> bool:
+    if isinstance(x, Tensor):
+        return not all(type(n) is int for n in (*x.shape, *x.stride()))
+    return isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def sizes(op: str, **letters: tuple[Tensor | None, str]) -> dict[str, int]:
+    """Sizes by letter: ``sizes("flash_attn", q=(q, "B Hq Sq D"), k=(k, "B Hkv Sk D"))``. ValueError where a tensor has another
+    number of dimensions, or a letter two sizes; what is None is left out."""
+    found: dict[str, tuple[int, str]] = {}
+    for name, (x, text) in letters.items():
+        dims = text.split()
+        if x is None:
+            continue
+        if x.dim() != len(dims):
+            raise ValueError(
+                f"{NAMESPACE}::{op}: {name} must have {len(dims)} dimensions [{', '.join(dims)}], got {x.dim()}"
+            )
+        for letter, size in zip(dims, x.shape, strict=True):
+            known, owner = found.setdefault(letter, (size, name))
+            say = f"{NAMESPACE}::{op}: {name} has {letter} {size}, {owner} has {known}; they must match"
+            torch._check_with(ValueError, size == known, lambda say=say: say)
+    return {letter: size for letter, (size, _) in found.items()}
+
+
+def stats_dtype(first: Tensor) -> torch.dtype:
+    """The dtype of lse, sinks and slopes: float64 where the op computes in float64."""
+    return torch.float64 if first.dtype is torch.float64 else torch.float32
