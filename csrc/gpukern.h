@@ -97,7 +97,7 @@ typedef struct gk_context {
     int32_t num_threads;             /* CPU: upper bound of workers (>= 1); results do not depend on it */
     gk_parallel_for_fn parallel_for; /* CPU: NULL runs on the calling thread */
     void *pool;                      /* first argument of parallel_for */
-    const char *cpu_isa;             /* CPU: "base" | "avx2" | "avx512" | "avx512bf16"; NULL = gk_cpu_isa() */
+    const char *cpu_isa;             /* CPU: "base" | "avx2" | "avx512" | "avx512bf16" | "amx"; NULL = gk_cpu_isa() */
     uint8_t *error_word;             /* CUDA: GK_NUM_DEVICE_ERRORS bytes of pinned memory; may be NULL */
 } gk_context;
 
