@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """For tools that call setup.py, old pips among them: each command is the build that pyproject.toml names.
 
 python setup.py bdist_wheel [-d FOLDER] | install | develop | egg_info [-e FOLDER] | --version

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Rounds of timed blocks: every contestant once a round, in an order that is drawn anew each time.
 
 A GPU under load is limited by its power: a block inherits the clock that the block before it left, which moves a ratio by 9
@@ -66,8 +67,8 @@ def interleave(
     while rounds < effort.min_rounds or (rounds < effort.max_rounds and time.perf_counter() - start < effort.seconds):
         draw.shuffle(order)
         for name in order:
-            if device.carries_over and name not in live:
-                device.time_block(calls[name], count[name])
+            if device.carries_over:
+                device.time_block(calls[name], count[name], name in live)
             us = device.time_block(calls[name], count[name], name in live)
             blocks[name].append(Block(us, *device.state()))
         rounds += 1

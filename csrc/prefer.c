@@ -1,9 +1,8 @@
 /* prefer.c: the tuning key of a gemm call, its text, and the table from keys to preferred instances.
  *
- * The table is open addressing in an array of 64-byte slots, half of them empty. A slot is filled once, key first, and
- * `filled` published behind it; after that only its instance changes, by one atomic store, NULL for a forgotten key.
- * An array that gets too full is copied to one of twice the size. Readers may still walk the old one, so it is kept: all
- * outgrown arrays together are no larger than the one in use. Writers exclude each other. */
+ * That table is a sorted array, replaced as a whole where new keys come; of a key that it has only the instance changes, by one atomic
+ * store, NULL for a forgotten key. Readers take no lock, and may still walk an array that was replaced, so it is kept: a file of keys
+ * makes one array, and tuning one for each product. Writers exclude each other. */
 #include "prefer.h"
 
 #include <inttypes.h>
@@ -26,11 +25,10 @@ static uint8_t layout_of(const gk_tensor *t) {
 }
 
 static bool is_aligned(const gk_tensor *t, uint8_t layout) {
-    const int64_t bytes = (int64_t)gk_dtype_bytes(t->dtype);
     const int outer = layout == 'N' ? t->ndim - 2 : t->ndim - 1;
     bool good = layout != 'S' && (uintptr_t)t->data % 16 == 0;
-    good = good && (t->shape[outer] == 1 || t->stride[outer] * bytes % 16 == 0);
-    for (int d = 0; d < t->ndim - 2; ++d) good = good && (t->shape[d] == 1 || t->stride[d] * bytes % 16 == 0);
+    good = good && (t->shape[outer] == 1 || gk_whole_chunks(t->dtype, t->stride[outer]));
+    for (int d = 0; d < t->ndim - 2; ++d) good = good && (t->shape[d] == 1 || gk_whole_chunks(t->dtype, t->stride[d]));
     return good;
 }
 
@@ -139,95 +137,111 @@ gk_status gk_gemm_key_read(const char *text, uint64_t device, gk_gemm_key *key) 
     return gk_fail(GK_ERR_ARGUMENT, "'%.200s' is not a class of gemm calls as gk_gemm_class writes it", text);
 }
 
-/* ---- the table ---------------------------------------------------------------------------------- */
-typedef struct slot {
+/* ---- the preferred instances ---------------------------------------------------------------------- */
+typedef struct entry {
+    uint64_t hash; /* of the key */
     gk_gemm_key key;
     const void *row; /* atomic; NULL = forgotten */
-    int64_t filled;  /* atomic; from then on the key stays as it is */
-} slot;
+} entry;
 
-typedef struct table {
-    struct table *outgrown; /* by this one */
-    size_t size, used;      /* slots, a power of two; those that are filled */
-    slot slots[];
-} table;
-
-enum {
-    FIRST_SIZE = 64
-};
+/* Sorted by hash; its keys never change. */
+typedef struct entries {
+    struct entries *replaced; /* by this one: readers may still walk it */
+    size_t count;
+    entry all[];
+} entries;
 
 int32_t gk_num_preferred;
-static table *current;
+static entries *current; /* atomic */
 static pthread_mutex_t writing = PTHREAD_MUTEX_INITIALIZER;
+static entry *
+    added; /* keys that `current` does not have yet: what a file brings is sorted in at once, by the next call that looks */
+static size_t num_added, room_for_added;
+static int32_t any_added; /* atomic */
 
-static size_t hash_of(const gk_gemm_key *key) {
+static uint64_t hash_of(const gk_gemm_key *key) {
     uint64_t words[sizeof *key / 8], h = 0;
     memcpy(words, key, sizeof words);
     for (size_t i = 0; i < sizeof words / 8; ++i) {
         h = (h ^ words[i]) * UINT64_C(0x9e3779b97f4a7c15);
         h ^= h >> 32;
     }
-    return (size_t)h;
+    return h;
 }
 
-/* The key's slot, or the empty one where it would go; there always is an empty one. */
-static slot *find_slot(table *t, const gk_gemm_key *key) {
-    for (size_t i = hash_of(key);; ++i) {
-        slot *s = &t->slots[i & (t->size - 1)];
-        if (!__atomic_load_n(&s->filled, __ATOMIC_ACQUIRE) || memcmp(&s->key, key, sizeof *key) == 0) return s;
+static int compare(const void *x, const void *y) {
+    const uint64_t a = ((const entry *)x)->hash, b = ((const entry *)y)->hash;
+    return (a > b) - (a < b);
+}
+
+static entry *find(entries *in, const gk_gemm_key *key) {
+    if (!in) return NULL;
+    const uint64_t hash = hash_of(key);
+    size_t first = 0;
+    for (size_t left = in->count; left > 0;) { /* the first entry whose hash is not less */
+        const size_t half = left / 2;
+        const bool less = in->all[first + half].hash < hash;
+        first = less ? first + half + 1 : first, left = less ? left - half - 1 : half;
     }
+    for (; first < in->count && in->all[first].hash == hash; ++first)
+        if (memcmp(&in->all[first].key, key, sizeof *key) == 0) return &in->all[first];
+    return NULL;
 }
 
-static void fill(table *t, slot *s, const gk_gemm_key *key, const void *row) {
-    s->key = *key;
-    __atomic_store_n(&s->row, row, __ATOMIC_RELAXED);
-    __atomic_store_n(&s->filled, 1, __ATOMIC_RELEASE);
-    ++t->used;
-}
-
-/* A table with room for one more; NULL without memory. Classes that were forgotten stay behind. */
-static table *with_room(table *old) {
-    if (old && 2 * (old->used + 1) <= old->size) return old;
-    const size_t size = old ? 2 * old->size : FIRST_SIZE;
-    table *t = calloc(1, sizeof *t + size * sizeof(slot));
-    if (!t) return NULL;
-    t->size = size, t->outgrown = old;
-    for (size_t i = 0; old && i < old->size; ++i) {
-        const slot *s = &old->slots[i];
-        const void *row = __atomic_load_n(&s->row, __ATOMIC_RELAXED);
-        if (row) fill(t, find_slot(t, &s->key), &s->key, row);
+/* Without memory the added keys wait for the next call. */
+static void sort_in(void) {
+    pthread_mutex_lock(&writing);
+    const size_t before = current ? current->count : 0;
+    entries *const all = num_added ? malloc(sizeof *all + (before + num_added) * sizeof(entry)) : NULL;
+    if (all) {
+        for (size_t i = 0; i < before; ++i) {
+            all->all[i].hash = current->all[i].hash, all->all[i].key = current->all[i].key;
+            all->all[i].row = __atomic_load_n(&current->all[i].row, __ATOMIC_RELAXED);
+        }
+        memcpy(all->all + before, added, num_added * sizeof(entry));
+        all->count = before + num_added, all->replaced = current;
+        qsort(all->all, all->count, sizeof(entry), compare);
+        __atomic_store_n(&current, all, __ATOMIC_RELEASE);
+        num_added = 0;
+        __atomic_store_n(&any_added, 0, __ATOMIC_RELEASE);
     }
-    __atomic_store_n(&current, t, __ATOMIC_RELEASE);
-    return t;
+    pthread_mutex_unlock(&writing);
 }
 
 const void *gk_preferred(const gk_gemm_key *key) {
-    table *t = __atomic_load_n(&current, __ATOMIC_ACQUIRE);
-    if (!t) return NULL;
-    const slot *s = find_slot(t, key);
-    /* an empty slot may be filled at this moment: its row counts only behind `filled` */
-    return __atomic_load_n(&s->filled, __ATOMIC_ACQUIRE) && memcmp(&s->key, key, sizeof *key) == 0
-               ? __atomic_load_n(&s->row, __ATOMIC_RELAXED)
-               : NULL;
+    if (__atomic_load_n(&any_added, __ATOMIC_ACQUIRE)) sort_in();
+    const entry *found = find(__atomic_load_n(&current, __ATOMIC_ACQUIRE), key);
+    return found ? __atomic_load_n(&found->row, __ATOMIC_RELAXED) : NULL;
+}
+
+/* A new key, in `added`; NULL without memory. */
+static entry *add(const gk_gemm_key *key) {
+    if (num_added == room_for_added) {
+        const size_t room = room_for_added ? 2 * room_for_added : 16;
+        entry *const larger = realloc(added, room * sizeof(entry));
+        if (!larger) return NULL;
+        added = larger, room_for_added = room;
+    }
+    added[num_added] = (entry){hash_of(key), *key, NULL};
+    return &added[num_added++];
 }
 
 gk_status gk_prefer(const gk_gemm_key *key, const void *row) {
     gk_status status = GK_OK;
     pthread_mutex_lock(&writing);
-    table *t = current;
-    slot *s = t ? find_slot(t, key) : NULL;
-    if (s && s->filled) {
-        const bool had = s->row != NULL;
-        __atomic_store_n(&s->row, row, __ATOMIC_RELAXED);
-        __atomic_fetch_add(&gk_num_preferred, (row != NULL) - had, __ATOMIC_RELAXED);
-    } else if (row) {
-        t = with_room(t);
-        if (t) {
-            fill(t, find_slot(t, key), key, row);
-            __atomic_fetch_add(&gk_num_preferred, 1, __ATOMIC_RELAXED);
-        } else {
+    entry *found = find(current, key);
+    for (size_t i = 0; !found && i < num_added; ++i)
+        if (memcmp(&added[i].key, key, sizeof *key) == 0) found = &added[i];
+    if (!found && row) {
+        found = add(key);
+        if (found)
+            __atomic_store_n(&any_added, 1, __ATOMIC_RELAXED);
+        else
             status = gk_fail(GK_ERR_DEVICE, "out of memory");
-        }
+    }
+    if (found) {
+        __atomic_fetch_add(&gk_num_preferred, (row != NULL) - (found->row != NULL), __ATOMIC_RELAXED);
+        __atomic_store_n(&found->row, row, __ATOMIC_RELAXED);
     }
     pthread_mutex_unlock(&writing);
     return status;
@@ -235,8 +249,10 @@ gk_status gk_prefer(const gk_gemm_key *key, const void *row) {
 
 void gk_prefer_none(void) {
     pthread_mutex_lock(&writing);
-    for (size_t i = 0; current && i < current->size; ++i)
-        __atomic_store_n(&current->slots[i].row, NULL, __ATOMIC_RELAXED);
+    for (size_t i = 0; current && i < current->count; ++i)
+        __atomic_store_n(&current->all[i].row, NULL, __ATOMIC_RELAXED);
+    num_added = 0;
+    __atomic_store_n(&any_added, 0, __ATOMIC_RELEASE);
     __atomic_store_n(&gk_num_preferred, 0, __ATOMIC_RELAXED);
     pthread_mutex_unlock(&writing);
 }

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What users install: the wheel, an editable install, the C library and its CMake package; what a failed build says.
 
 Builds go through the build folder of `make`, so that nothing is compiled twice.

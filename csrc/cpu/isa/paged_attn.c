@@ -115,7 +115,7 @@ static attn_seq seq_of(const paged_job *job, int64_t b) {
     x.q = gk_at(a->q.data, (int64_t)gk_dtype_bytes(a->q.dtype) * q0 * x.q_row);
     x.out_row = a->out.stride[0], x.out_head = a->out.stride[1], x.out_first = q0 * x.out_row;
     x.lse_row = job->heads_q, x.lse_head = 1, x.lse_first = q0 * job->heads_q;
-    x.span = gk_span_paged(&a->rules, b, x.seq_q, x.seq_k);
+    x.span = gk_span_paged(a, b, x.seq_q, x.seq_k);
     return x;
 }
 

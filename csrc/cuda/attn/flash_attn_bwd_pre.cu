@@ -196,10 +196,15 @@ gk_status bwd_pre(const gk_context *ctx, gk_dtype dtype, const Bwd &g) {
     case GK_BF16: return pre<__nv_bfloat16>(ctx, g);
     case GK_F16: return pre<__half>(ctx, g);
     case GK_F64: return pre<double>(ctx, g);
-    default: return pre<float>(ctx, g);
+    case GK_F32: return pre<float>(ctx, g);
+    default: return gk_no_case("gk_flash_attn_bwd", dtype);
     }
 }
 
 gk_status bwd_sinks(const gk_context *ctx, gk_dtype dtype, const Bwd &g) {
-    return dtype == GK_BF16 ? sinks<__nv_bfloat16>(ctx, g) : sinks<__half>(ctx, g);
+    switch (dtype) {
+    case GK_BF16: return sinks<__nv_bfloat16>(ctx, g);
+    case GK_F16: return sinks<__half>(ctx, g);
+    default: return gk_no_case("gk_flash_attn_bwd", dtype);
+    }
 }

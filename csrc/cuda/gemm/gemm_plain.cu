@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(threads_of<Tile>(), Tile::PER_SM) gemm_plain_k
             if (p.splits > 1)
                 write_partials<V>(p, split, batch, r, c, &sum[0][g * V]);
             else
-                epilogue_cols<T, V>(p.epilogue, at, r, c, (int)min((int64_t)V, p.n - c), &sum[0][g * V]);
+                epilogue_row<T, V>(p.epilogue, at, r, c, (int)min((int64_t)V, p.n - c), &sum[0][g * V]);
         }
 #pragma unroll
         for (int n = 0; n + 1 < TM; ++n)

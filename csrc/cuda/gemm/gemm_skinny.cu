@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_skinny_kernel(const __grid_co
 #pragma unroll
                 for (int w = 0; w < SKINNY_WARPS; ++w) total += sums[w * S::WARP_SUMS + token * S::SUM_LD + place];
                 if (place < p.group && n0 + place < p.n)
-                    epilogue_cols<T, 1>(p.epilogue, at, t * 8 + token, n0 + place, 1, &total);
+                    epilogue_row<T, 1>(p.epilogue, at, t * 8 + token, n0 + place, 1, &total);
             }
         }
     }
