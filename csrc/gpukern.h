@@ -97,7 +97,7 @@ typedef struct gk_context {
     int32_t num_threads;             /* CPU: upper bound of workers (>= 1); results do not depend on it */
     gk_parallel_for_fn parallel_for; /* CPU: NULL runs on the calling thread */
     void *pool;                      /* first argument of parallel_for */
-    const char *cpu_isa;             /* CPU: "base" | "avx2" | "avx512" | "avx512bf16"; NULL = best of the machine */
+    const char *cpu_isa;             /* CPU: "base" | "avx2" | "avx512" | "avx512bf16" | "amx"; NULL = gk_cpu_isa() */
     uint8_t *error_word;             /* CUDA: GK_NUM_DEVICE_ERRORS bytes of pinned memory; may be NULL */
 } gk_context;
 
@@ -119,9 +119,11 @@ typedef enum gk_device_error {
 GK_API uint8_t *gk_cuda_error_word(void);
 GK_API const char *gk_device_error_text(gk_device_error kind);
 
-/* Best instruction set of this machine; the comma-separated list of all it has, worst first. */
+/* The instruction set that calls take where they name none; the comma-separated list of all that the machine has, each with
+ * all of those before it; and why the default is not the last of the list, "" where it is. */
 GK_API const char *gk_cpu_isa(void);
 GK_API const char *gk_cpu_isas(void);
+GK_API const char *gk_cpu_isa_reason(void);
 
 /* Every CUDA kernel instance of this library, comma-separated; "" without CUDA. Valid until this thread's next call. */
 GK_API const char *gk_cuda_kernels(void);

@@ -99,6 +99,7 @@ void define(gk::Library &m) {
     m.def("version() -> str");
     m.def("cpu_isa() -> str");
     m.def("cpu_isas() -> str");
+    m.def("cpu_isa_reason() -> str");
     m.def("cuda_kernels() -> str");
     m.def("check_errors() -> ()");
 
@@ -116,6 +117,9 @@ std::string cpu_isa() {
 }
 
 std::string cpu_isas() { return gk_cpu_isas(); }
+
+// Why a better set of the machine is not taken; nothing where GPUKERN_CPU chose.
+std::string cpu_isa_reason() { return gk::chosen_isa("cpu_isa_reason") ? "" : gk_cpu_isa_reason(); }
 
 std::string cuda_kernels() { return gk_cuda_kernels(); }
 
@@ -157,6 +161,7 @@ STABLE_TORCH_LIBRARY_IMPL(GPUKERN_NAMESPACE, CompositeExplicitAutograd, m) {
     m.impl("version", gk::boxed<version>);
     m.impl("cpu_isa", gk::boxed<cpu_isa>);
     m.impl("cpu_isas", gk::boxed<cpu_isas>);
+    m.impl("cpu_isa_reason", gk::boxed<cpu_isa_reason>);
     m.impl("cuda_kernels", gk::boxed<cuda_kernels>);
     m.impl("check_errors", gk::boxed<check_errors>);
     m.impl("explain_for", gk::boxed<explain_for>);

@@ -21,8 +21,6 @@
 #include "attn.h"
 #include "../blocks.h"
 
-#include <float.h>
-
 enum {
     ATTN_MAX_BQ = 256,
     ATTN_MAX_BKV = 256
@@ -100,7 +98,7 @@ INLINE void attn_lanes_fill(attn_lanes *to, const attn_job *job, const attn_seq 
         to->q[n] = x->q + element_bytes * (i * x->q_row + h * x->q_head);
         to->slope[n] = attn_slope(r, b, h) * ATTN_UNIT;
         const float sink = (float)gk_sink_of(r, h);
-        to->m[n] = sink == -INFINITY ? -FLT_MAX : sink * ATTN_UNIT;
+        to->m[n] = attn_sink(sink); /* -FLT_MAX where there is none */
         to->l[n] = sink == -INFINITY ? 0 : 1;
         to->sink[n] = sink;
     }

@@ -618,10 +618,10 @@ static void merge_task(void *arg, int64_t task, int64_t worker) {
     for (int64_t n = 0; n < x.seq_q * group; ++n) {
         const int64_t i = n / group, h = h_kv * group + n % group;
         const float sink = (float)gk_sink_of(&job->args->rules, h);
-        float m = sink == -INFINITY ? -FLT_MAX : sink * ATTN_UNIT, l = 0;
+        float m = attn_sink(sink), l = 0;
         for (int64_t c = job->first_chunk[b]; c < job->first_chunk[b + 1]; ++c)
             m = fmaxf(m, partial_at(job, c, h_kv, n)[job->o_step]);
-        if (sink != -INFINITY) l = paged_weight(sink * ATTN_UNIT, m);
+        if (sink != -INFINITY) l = paged_weight(attn_sink(sink), m);
         for (int64_t c = job->first_chunk[b]; c < job->first_chunk[b + 1]; ++c) {
             const float *from = partial_at(job, c, h_kv, n) + job->o_step;
             l += paged_weight(from[0], m) * from[1];
