@@ -67,8 +67,8 @@ def interleave(
     while rounds < effort.min_rounds or (rounds < effort.max_rounds and time.perf_counter() - start < effort.seconds):
         draw.shuffle(order)
         for name in order:
-            if device.carries_over and name not in live:
-                device.time_block(calls[name], count[name])
+            if device.carries_over:
+                device.time_block(calls[name], count[name], name in live)
             us = device.time_block(calls[name], count[name], name in live)
             blocks[name].append(Block(us, *device.state()))
         rounds += 1

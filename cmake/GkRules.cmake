@@ -14,9 +14,25 @@ macro(gk_require_compiler language name what)
   endif()
 endmacro()
 
+# Takes -Ofast and its kind out of the user's flags for this project alone: NaN, inf and subnormals keep their meaning, and no
+# start-up code of the compiler's makes every thread of a process that loads the library flush subnormals to 0.
+macro(gk_without_fast_math)
+  foreach(gk_flags C_FLAGS CXX_FLAGS SHARED_LINKER_FLAGS MODULE_LINKER_FLAGS EXE_LINKER_FLAGS C_FLAGS_RELEASE CXX_FLAGS_RELEASE
+          C_FLAGS_RELWITHDEBINFO CXX_FLAGS_RELWITHDEBINFO)
+    string(REGEX REPLACE "(^| )-(ffast-math|funsafe-math-optimizations|ffinite-math-only|fassociative-math|freciprocal-math|fno-signed-zeros|mdaz-ftz)( |$)"
+           "  " gk_kept " ${CMAKE_${gk_flags}} ")
+    string(REGEX REPLACE "(^| )-Ofast( |$)" " -O3 " gk_kept "${gk_kept}")
+    string(STRIP "${gk_kept}" gk_kept)
+    if(NOT gk_kept STREQUAL "${CMAKE_${gk_flags}}")
+      message(STATUS "gpukern: CMAKE_${gk_flags} is \"${gk_kept}\" here: NaN, inf and subnormals keep their meaning")
+      set(CMAKE_${gk_flags} "${gk_kept}")
+    endif()
+  endforeach()
+endmacro()
+
 function(gk_c_options target)
   # -ffp-contract=fast: a * b + c may be one fused multiply-add. Never -ffast-math: NaN and inf keep their meaning.
-  set(c_options -ffp-contract=fast -fno-math-errno -Wall -Wextra)
+  set(c_options -fno-fast-math -ffp-contract=fast -fno-math-errno -Wall -Wextra)
   if(CMAKE_C_COMPILER_ID STREQUAL "GNU")
     list(APPEND c_options -Wno-psabi) # vectors are passed between static functions of one file only
   endif()

@@ -27,13 +27,19 @@ static gk_status find_isa(const gk_context *ctx, gk_isa *isa) {
     return gk_fail(GK_ERR_DEVICE, "the instruction set asked for is \"%s\"; this machine has %s", asked, gk_cpu_isas());
 }
 
+/* Past avx512bf16 pairs of VDPBF16PS are the slow ones: what AMX does not serve goes by avx512. */
+static bool is_row_of(gk_isa row, gk_isa isa) {
+    if (isa <= GK_ISA_AVX512BF16) return row <= isa;
+    return row == isa || row <= GK_ISA_AVX512;
+}
+
 static gk_status plan_cpu(const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args, gk_plan *plan) {
     gk_isa isa = GK_ISA_BASE;
     int n;
     GK_TRY(find_isa(ctx, &isa));
     const gk_cpu_instance *rows = gk_cpu_instances(op, &n);
     for (int i = 0; i < n; ++i)
-        if (rows[i].dtype == dtype && rows[i].isa <= isa &&
+        if (rows[i].dtype == dtype && is_row_of(rows[i].isa, isa) &&
             rows[i].kernel->plan(ctx, args, gk_plan_begin(plan, &rows[i]))) {
             ++num_kernel_plans;
             return GK_OK;

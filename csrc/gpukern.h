@@ -97,7 +97,7 @@ typedef struct gk_context {
     int32_t num_threads;             /* CPU: upper bound of workers (>= 1); results do not depend on it */
     gk_parallel_for_fn parallel_for; /* CPU: NULL runs on the calling thread */
     void *pool;                      /* first argument of parallel_for */
-    const char *cpu_isa;             /* CPU: "base" | "avx2" | "avx512" | "avx512bf16"; NULL = best of the machine */
+    const char *cpu_isa;             /* CPU: "base" | "avx2" | "avx512" | "avx512bf16" | "amx"; NULL = gk_cpu_isa() */
     uint8_t *error_word;             /* CUDA: GK_NUM_DEVICE_ERRORS bytes of pinned memory; may be NULL */
 } gk_context;
 
@@ -119,9 +119,11 @@ typedef enum gk_device_error {
 GK_API uint8_t *gk_cuda_error_word(void);
 GK_API const char *gk_device_error_text(gk_device_error kind);
 
-/* Best instruction set of this machine; the comma-separated list of all it has, worst first. */
+/* The instruction set that calls take where they name none; the comma-separated list of all that the machine has, each with
+ * all of those before it; and why the default is not the last of the list, "" where it is. */
 GK_API const char *gk_cpu_isa(void);
 GK_API const char *gk_cpu_isas(void);
+GK_API const char *gk_cpu_isa_reason(void);
 
 /* Every CUDA kernel instance of this library, comma-separated; "" without CUDA. Valid until this thread's next call. */
 GK_API const char *gk_cuda_kernels(void);
@@ -251,7 +253,7 @@ typedef struct gk_flash_attn_args {
     const gk_tensor *cu_seqlens_k;
     int64_t max_seqlen_q, max_seqlen_k; /* packed only: upper bounds of a sequence's lengths */
     gk_attn_rules rules;
-    gk_tensor out; /* written forward, read backward */
+    gk_tensor out; /* written forward, in q's dtype or (CPU) float32, unrounded; read backward, in q's dtype */
     gk_tensor lse; /* written forward, read backward; forward, data NULL = not wanted */
     void *workspace;
     size_t workspace_bytes;
@@ -268,11 +270,12 @@ typedef struct gk_flash_attn_bwd_args {
     gk_flash_attn_args fwd;    /* inputs, out and lse of the forward call; its workspace fields are not read */
     gk_tensor grad_out;        /* like out, any strides of the leading dimensions */
     const gk_tensor *grad_lse; /* like lse, any strides; NULL = 0 */
-    gk_tensor dq, dk, dv;      /* like q, k, v */
+    gk_tensor dq, dk, dv;      /* like q, k, v; or (CPU) all three float32, unrounded */
     const gk_tensor *dsinks;   /* [Hq] sinks' dtype; NULL = not wanted */
     int32_t deterministic;     /* CUDA; the CPU always is */
     void *workspace;
     size_t workspace_bytes;
+    int32_t is_part; /* 1: k and v are some of the keys that out and lse are of; sinks must then be NULL */
 } gk_flash_attn_bwd_args;
 
 #define GK_FLASH_ATTN_BWD_ARGS_INIT {.size = sizeof(gk_flash_attn_bwd_args), .fwd = GK_FLASH_ATTN_ARGS_INIT}

@@ -12,6 +12,11 @@ template <class O> void fill_qkv(const O &op, gk_flash_attn_args &to) {
     to.rules.window_right = op.window_right;
 }
 
+// A result's dtype: the one that was asked for, or q's.
+template <class O> gk_dtype dtype_of_result(const O &op, const OptDtype &asked) {
+    return asked.given ? gk_of(asked.code) : op.q.view.dtype;
+}
+
 template <class O> void fill_dense(const O &op, gk_flash_attn_args &to) {
     fill_qkv(op, to);
     to.rules.diagonal = op.diagonal;
@@ -32,6 +37,8 @@ template <class O> void fill_gradients(const O &op, gk_flash_attn_bwd_args &to) 
     to.fwd.out = op.out.view, to.fwd.lse = op.lse.view;
     to.grad_lse = op.grad_lse.view_or_null();
     to.deterministic = op.deterministic;
+    to.is_part = op.is_part;
+    to.dq.dtype = dtype_of_result(op, op.grad_dtype);
 }
 
 // (out, lse)
@@ -55,11 +62,15 @@ struct FlashAttn {
     double softcap;
     OptTensor alibi_slopes, sinks;       // [Hq] or [B, Hq], [Hq]
     OptTensor kv_start, kv_end, q_start; // [B] int32
+    OptDtype out_dtype;
 
     GK_OP(flash_attn_fwd, gk_flash_attn_args, "flash_attn", 2)
     GK_TENSORS(q, k, v, alibi_slopes, sinks, kv_start, kv_end, q_start)
 
-    void fill(C &to) { fill_dense(*this, to); }
+    void fill(C &to) {
+        fill_dense(*this, to);
+        to.out.dtype = dtype_of_result(*this, out_dtype);
+    }
     static void place(C &to, Results &r) { place_forward(to, r); }
     const Tensor *stored_like(int i) const { return i == 0 ? &q : nullptr; }
 };
@@ -73,6 +84,8 @@ struct FlashAttnBwd {
     double softcap;
     OptTensor alibi_slopes, sinks, kv_start, kv_end, q_start;
     bool deterministic;
+    OptDtype grad_dtype;
+    bool is_part;
 
     GK_OP(flash_attn_bwd, gk_flash_attn_bwd_args, "flash_attn_bwd", 4)
     GK_TENSORS(grad_out, q, k, v, out, lse, grad_lse, alibi_slopes, sinks, kv_start, kv_end, q_start)
@@ -95,11 +108,15 @@ struct FlashAttnVarlen {
     int64_t window_left, window_right;
     double softcap;
     OptTensor alibi_slopes, sinks;
+    OptDtype out_dtype;
 
     GK_OP(flash_attn_fwd, gk_flash_attn_args, "flash_attn_varlen", 2)
     GK_TENSORS(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks)
 
-    void fill(C &to) { fill_packed(*this, to); }
+    void fill(C &to) {
+        fill_packed(*this, to);
+        to.out.dtype = dtype_of_result(*this, out_dtype);
+    }
     static void place(C &to, Results &r) { place_forward(to, r); }
     static constexpr bool runs_empty = true; // the lengths on a GPU are looked at
 };
@@ -115,6 +132,8 @@ struct FlashAttnVarlenBwd {
     double softcap;
     OptTensor alibi_slopes, sinks;
     bool deterministic;
+    OptDtype grad_dtype;
+    bool is_part;
 
     GK_OP(flash_attn_bwd, gk_flash_attn_bwd_args, "flash_attn_varlen_bwd", 4)
     GK_TENSORS(grad_out, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, grad_lse, alibi_slopes, sinks)

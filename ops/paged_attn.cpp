@@ -30,7 +30,8 @@ struct PagedAttn {
         to.cu_seqlens_q = cu_seqlens_q.view_or_null(), to.max_seqlen_q = max_seqlen_q;
         fill_rules(*this, to.rules);
         to.rules.window_right = window_right;
-        to.flags = GK_PAGED_WINDOW_RIGHT | (allow_short ? +GK_PAGED_ALLOW_SHORT : 0);
+        to.flags = GK_PAGED_WINDOW_RIGHT;
+        if (allow_short) to.flags |= GK_PAGED_ALLOW_SHORT;
         to.rules.kv_start = kv_start.view_or_null();
         to.k_scale = k_scale.view_or_null(), to.v_scale = v_scale.view_or_null();
     }

@@ -16,11 +16,14 @@
     "SymInt window_right=-1, float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None, " \
     "Tensor? kv_start=None, Tensor? kv_end=None, Tensor? q_start=None"
 
-#define FLASH_ATTN_ARGS "(Tensor q, Tensor k, Tensor v, " DENSE_RULES ")"
+#define OUT_DTYPE ", ScalarType? out_dtype=None)"
+#define BACKWARD ", bool deterministic=False, ScalarType? grad_dtype=None, bool is_part=False)"
+
+#define FLASH_ATTN_ARGS "(Tensor q, Tensor k, Tensor v, " DENSE_RULES OUT_DTYPE
 
 #define FLASH_ATTN_BWD_ARGS                                                    \
     "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, " \
-    "Tensor? grad_lse=None, " DENSE_RULES ", bool deterministic=False)"
+    "Tensor? grad_lse=None, " DENSE_RULES BACKWARD
 
 #define PACKED_LENGTHS "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
 
@@ -28,12 +31,12 @@
     "bool is_causal=False, float? scale=None, SymInt window_left=-1, SymInt window_right=-1, " \
     "float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None"
 
-#define FLASH_ATTN_VARLEN_ARGS "(Tensor q, Tensor k, Tensor v, " PACKED_LENGTHS PACKED_RULES ")"
+#define FLASH_ATTN_VARLEN_ARGS "(Tensor q, Tensor k, Tensor v, " PACKED_LENGTHS PACKED_RULES OUT_DTYPE
 
 // The lengths have no default, so they stand before grad_lse.
 #define FLASH_ATTN_VARLEN_BWD_ARGS                                                            \
     "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, " PACKED_LENGTHS \
-    "Tensor? grad_lse=None, " PACKED_RULES ", bool deterministic=False)"
+    "Tensor? grad_lse=None, " PACKED_RULES BACKWARD
 
 #define PAGED_ATTN_ARGS                                                                            \
     "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, "             \
@@ -96,6 +99,7 @@ void define(gk::Library &m) {
     m.def("version() -> str");
     m.def("cpu_isa() -> str");
     m.def("cpu_isas() -> str");
+    m.def("cpu_isa_reason() -> str");
     m.def("cuda_kernels() -> str");
     m.def("check_errors() -> ()");
     m.def("serves_head_dim(int head_dim, bool cuda) -> bool");
@@ -114,6 +118,9 @@ std::string cpu_isa() {
 }
 
 std::string cpu_isas() { return gk_cpu_isas(); }
+
+// Why a better set of the machine is not taken; nothing where GPUKERN_CPU chose.
+std::string cpu_isa_reason() { return gk::chosen_isa("cpu_isa_reason") ? "" : gk_cpu_isa_reason(); }
 
 std::string cuda_kernels() { return gk_cuda_kernels(); }
 
@@ -162,6 +169,7 @@ STABLE_TORCH_LIBRARY_IMPL(GPUKERN_NAMESPACE, CompositeExplicitAutograd, m) {
     m.impl("version", gk::boxed<version>);
     m.impl("cpu_isa", gk::boxed<cpu_isa>);
     m.impl("cpu_isas", gk::boxed<cpu_isas>);
+    m.impl("cpu_isa_reason", gk::boxed<cpu_isa_reason>);
     m.impl("cuda_kernels", gk::boxed<cuda_kernels>);
     m.impl("check_errors", gk::boxed<check_errors>);
     m.impl("explain_for", gk::boxed<explain_for>);

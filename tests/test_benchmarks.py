@@ -105,7 +105,7 @@ class PoweredDevice(FakeDevice):
 def twins(**changed):
     """One kernel entered twice between a heavy and a cool one."""
     calls = {"gpukern": (3e5, 1500), "heavy": (6e5, 1400), "cool": (9e5, 1900), "twin": (3e5, 1500)}
-    return {name: lambda x, does=changed.get(name, does): does for name, does in calls.items()}
+    return {name: lambda x, does=does: does for name, does in (calls | changed).items()}
 
 
 def test_the_same_kernel_twice_is_level_in_a_model(bench):

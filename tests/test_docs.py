@@ -20,7 +20,7 @@ FOREIGN = set(
     "TORCH_BOX flash_attn_func flash_attn_varlen_func window_size m_old m_new swizzle_128B return_flash_attn_kwargs".split()
 )
 # What an instance's name has behind its kernel's.
-INSTANCE = re.compile(r"(_(f32|bf16|f16|f64|base|avx2|avx512|avx512bf16|\d+(x\d+)+|k2))+$")
+INSTANCE = re.compile(r"(_(f32|bf16|f16|f64|base|avx2|avx512|avx512bf16|amx|\d+(x\d+)+|k2))+$")
 NEW = {"csrc/cpu/isa/gemm_dot.c"}  # docs/add_a_kernel.md makes it
 
 

@@ -31,11 +31,11 @@ def calls(device):
         "gemm_fwd": (product, ("alpha", "beta")),
         "flash_attn": (qkv, dense),
         "flash_attn_fwd": (qkv, dense),
-        "flash_attn_bwd": (dict(grad_out=out, **qkv, out=out, lse=lse), (*dense, "deterministic")),
+        "flash_attn_bwd": (dict(grad_out=out, **qkv, out=out, lse=lse), (*dense, "deterministic", "is_part")),
         "flash_attn_varlen": (tokens, rest),
         "flash_attn_varlen_fwd": (tokens, rest),
         "flash_attn_varlen_bwd": (
-            dict(grad_out=packed_out[0], **tokens, out=packed_out[0], lse=packed_out[1]), (*rest, "deterministic"),
+            dict(grad_out=packed_out[0], **tokens, out=packed_out[0], lse=packed_out[1]), (*rest, "deterministic", "is_part"),
         ),
         "paged_attn": (pages, paged),
         "paged_attn_fwd": (pages, paged),
@@ -45,7 +45,7 @@ def calls(device):
 def learnable(argument, device):
     """Of a value that the call would take; of the default where there is one, which no shortcut may drop."""
     value = {"alpha": 1, "beta": 1, "scale": 1, "diagonal": 0, "softcap": 0, "max_seqlen_q": 4, "max_seqlen_k": 4,
-             "is_causal": 1, "deterministic": 1}.get(argument, -1)  # fmt: skip
+             "is_causal": 1, "deterministic": 1, "is_part": 1}.get(argument, -1)  # fmt: skip
     return torch.nn.Parameter(torch.tensor(float(value), device=device))
 
 

@@ -402,6 +402,53 @@ def test_pkg_config(prefix, tmp_path):
     by_pkg_config(prefix, tmp_path)
 
 
+@pytest.mark.skipif(not shutil.which("pkg-config"), reason="pkg-config is not installed")
+@pytest.mark.parametrize("folder", ("LIBDIR", "INCLUDEDIR", "BOTH"))
+def test_pkg_config_of_absolute_folders(tmp_path, folder):
+    """The .pc file names the folders that were asked for, whether they lie below the prefix or not."""
+    where = {"LIBDIR": tmp_path / "far" / "lib", "INCLUDEDIR": tmp_path / "far" / "include"}
+    asked = {name: path for name, path in where.items() if folder in (name, "BOTH")}
+    options = [f"-DCMAKE_INSTALL_{name}={path}" for name, path in asked.items()]
+    prefix = tmp_path / "prefix"
+    must("cmake", "-S", ROOT, "-B", tmp_path / "build", f"-DPython_EXECUTABLE={sys.executable}", "-DGPUKERN_CUDA=0",
+         "-DGPUKERN_BUILD_TORCH=OFF", f"-DCMAKE_INSTALL_PREFIX={prefix}", *options)  # fmt: skip
+    text = (tmp_path / "build" / "gpukern.pc").read_text()
+    folder_of_pc = asked.get("LIBDIR", prefix / "lib") / "pkgconfig"
+    folder_of_pc.mkdir(parents=True)
+    (folder_of_pc / "gpukern.pc").write_text(text)
+    words = {"LIBDIR": ("--variable=libdir",), "INCLUDEDIR": ("--variable=includedir",)}
+    for name, path in {"LIBDIR": prefix / "lib", "INCLUDEDIR": prefix / "include", **asked}.items():
+        found = must("pkg-config", *words[name], "gpukern", PKG_CONFIG_PATH=folder_of_pc).strip()
+        assert Path(found).resolve() == path.resolve(), text
+
+
+COMPILERS = [name for name in ("gcc", "clang") if shutil.which(name)]
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_flags_of_the_user_change_no_result(tmp_path, compiler):
+    """-march=native gives every instruction set its own instructions all the same, and -Ofast the meaning of NaN, inf and
+    subnormals."""
+    build = tmp_path / "build"
+    must("cmake", "-S", ROOT, "-B", build, f"-DPython_EXECUTABLE={sys.executable}", "-DGPUKERN_CUDA=0", "-DGPUKERN_BUILD_TORCH=OFF",
+         "-DGPUKERN_BUILD_TESTS=ON", f"-DCMAKE_C_COMPILER={compiler}", "-DCMAKE_BUILD_TYPE=Debug",
+         "-DCMAKE_C_FLAGS=-march=native -ffast-math", "-DCMAKE_C_FLAGS_DEBUG=-Ofast -O1")  # fmt: skip
+    must("cmake", "--build", build, "-j", "2", "--target", "check_gemm", "gpukern")
+    assert "0 failed" in must(build / "check_gemm")
+    subnormal = "import ctypes, sys; ctypes.CDLL(sys.argv[1]); print(2.0**-1050 * 2.0**1000)"
+    assert float(must(sys.executable, "-c", subnormal, next(build.glob("libgpukern.so")))) == 2.0**-50
+    for isa, flag in (("base", "-mavx"), ("avx2", "-mavx512f"), ("avx512", "-mno-avx512bw")):
+        has = {
+            "base": [],
+            "avx2": ["-mavx2", "-mfma", "-mf16c"],
+            "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"],
+        }
+        wrong = [compiler, "-fsyntax-only", f"-DGK_ISA={isa}", "-march=x86-64", *has["avx2"][: 3 * (isa != "base")],
+                 *(has["avx512"] if isa == "avx512" else []), flag, ROOT / "csrc" / "cpu" / "isa" / "gemm_ukr.c"]  # fmt: skip
+        done = subprocess.run(wrong, capture_output=True, text=True)
+        assert done.returncode and "#error" in done.stderr, (isa, done.stderr)
+
+
 def test_add_subdirectory_and_static_library(tmp_path):
     """A project that takes this one in links gpukern::gpukern and gets the C library alone. BUILD_SHARED_LIBS=OFF makes
     libgpukern.a, which an example then finds by its CMake package and by pkg-config."""

@@ -87,7 +87,8 @@ class Block:
     def __init__(self, kernel, tiles, rng):
         k = self.k = kernel
         self.tiles, self.rng = [*tiles, None], rng
-        self.store_kind = rng.choice(("tma", "tma", "direct", "parts"))
+        kinds = ("tma", "tma", "direct", "parts") if kernel.q_buffers == 2 else ("registers", "parts")
+        self.store_kind = rng.choice(kinds)
         self.events = []  # copies, products and stores on their way
         warps = k.warpgroups * WARPS
         q_readers = k.warpgroups if k.broken == "q counts warpgroups" else warps
@@ -107,7 +108,9 @@ class Block:
         self.products = [[] for _ in groups]  # of a warpgroup, in order
         self.done = [0 for _ in groups]
         self.issued = [0] * warps
-        self.s, self.p = [None] * warps, [None] * warps  # the block that a warp's scores and weights are of
+        # the block that a warp's scores, its weights and those that are an operand are of
+        self.s, self.w, self.p = [None] * warps, [None] * warps, [None] * warps
+        self.ready = [False] * warps  # s is of the tile that comes
         self.storing = [0] * warps
         self.alive = 2 + warps
 
@@ -281,20 +284,32 @@ class Block:
                 yield lambda: not self.storing[me]
             self.rings["q"].release(n)
 
+    def follows(self, n):
+        """Whether the first scores of tile n + 1 are issued behind the last values of tile n; the same for all warpgroups."""
+        now, then = self.tell(n), self.tell(n + 1)
+        alike = then and min(now.own) and min(then.own) and not (now.backwards or then.backwards)
+        return bool(alike and self.store_kind != "parts" and now.blocks - min(now.own) < self.k.stages)
+
     def tile(self, group, w, n, step, last_q):
-        """Consumer::run."""
+        """first_block, other_blocks and last_values of the consumer."""
         broken, overlap, t = self.k.broken, self.k.overlap, self.tell(n)
         me, first = group * WARPS + w, t.lead(group)
         end = first + t.own[group]
         k, v = self.rings["k"], self.rings["v"]
+        ahead = self.k.q_buffers == 2
+        late = overlap and ahead  # weights are packed under the next scores, which are issued early too
 
         def scores(j):
+            if broken == "q released before the last scores" and not ahead and j == end - 1:
+                yield from self.release_q(me, last_q)
             if broken == "k released before the wait" and w == 0:
                 k.release(step + j)
             if broken != "scores not awaited":
                 yield self.wait_group(group, w, int(overlap and j > first))
             if broken not in ("k released before the wait", "k kept") and w == 0:
                 k.release(step + j)
+            if not ahead and j == end - 1 and broken not in ("q kept", "q released before the last scores"):
+                yield from self.release_q(me, last_q)
 
         def release_v(j):
             if broken not in ("v released before the wait", "v kept") and w == 0:
@@ -305,16 +320,23 @@ class Block:
             if broken != "cleared without a barrier":
                 yield self.meetings[group].arrive()
 
-        if broken != "k not awaited":
-            yield k.is_full(step + first)
-        yield from self.turn_begin(group)
-        self.issue(group, w, "scores", n, first, step + first)
-        self.turn_end(group)
-        yield from scores(first)
+        def clear_tail():
+            if t.ragged and not t.backwards and end == t.blocks:
+                yield from clear(end - 1)
+
+        if not self.ready[me]:
+            if broken != "k not awaited":
+                yield k.is_full(step + first)
+            yield from self.turn_begin(group)
+            self.issue(group, w, "scores", n, first, step + first)
+            self.turn_end(group)
+            yield from scores(first)
         yield None
         self.weights(me, n, first)
-        self.p[me] = n, first
-        if broken != "q kept":
+        self.w[me] = n, first
+        if not late:
+            self.p[me] = self.w[me]
+        if ahead and broken != "q kept":
             yield from self.release_q(me, last_q)
         if t.ragged and t.backwards and first == 0:
             yield v.is_full(step)
@@ -324,6 +346,8 @@ class Block:
                 yield k.is_full(step + j)
             yield from self.turn_begin(group)
             self.issue(group, w, "scores", n, j, step + j)
+            if late:
+                self.p[me] = self.w[me]
             if broken != "v not awaited":
                 yield v.is_full(step + j - 1)
             self.issue(group, w, "values", n, j - 1, step + j - 1)
@@ -335,18 +359,30 @@ class Block:
                 release_v(j - 1)
             yield None
             self.weights(me, n, j)
+            self.w[me] = n, j
             if not overlap or broken == "weights packed before the wait":
-                self.p[me] = n, j
+                self.p[me] = self.w[me]
             if overlap:  # a wait that is over already ends a basic block: on what this warp itself holds
-                yield v.is_full(step + j - 1) if broken == "v awaited again" else self.rings["q"].is_full(n)
+                held = self.rings["q"].is_full(n) if ahead else lambda: True
+                yield v.is_full(step + j - 1) if broken == "v awaited again" else held
                 yield self.wait_group(group, w, 0)
                 release_v(j - 1)
                 self.weights(me, n, j)  # a row may take the block again
-            self.p[me] = n, j
+            if not late:
+                self.p[me] = self.w[me]
+        if late:
+            self.p[me] = self.w[me]
+        self.ready[me] = False
+        if late:
+            if broken != "next description not awaited":
+                yield self.described.is_full(n + 1)
+            self.ready[me] = self.follows(n)
+        if self.ready[me]:
+            yield from self.last_and_next(group, w, n, step, end, clear_tail, release_v)
+            return
         if broken != "v not awaited":
             yield v.is_full(step + end - 1)
-        if t.ragged and not t.backwards and end == t.blocks:
-            yield from clear(end - 1)
+        yield from clear_tail()
         yield from self.turn_begin(group)
         self.issue(group, w, "values", n, end - 1, step + end - 1)
         self.turn_end(group)
@@ -354,6 +390,33 @@ class Block:
             v.release(step + end - 1)
         yield self.wait_group(group, w, 0)
         release_v(end - 1)
+
+    def last_and_next(self, group, w, n, step, end, clear_tail, release_v):
+        """The last values of tile n and the first scores of tile n + 1 in one turn; the store runs under the scores."""
+        broken, k, v, blocks = self.k.broken, self.rings["k"], self.rings["v"], self.tell(n).blocks
+        me, then = group * WARPS + w, step + blocks
+        if broken != "next q not awaited":
+            yield self.rings["q"].is_full(n + 1)
+        yield from self.passes(group, w, step + end, blocks - end)
+        yield v.is_full(step + end - 1)
+        yield from clear_tail()
+        yield from self.turn_begin(group)
+        self.issue(group, w, "values", n, end - 1, step + end - 1)
+        if broken != "next k not awaited":
+            yield k.is_full(then)
+        self.issue(group, w, "scores", n + 1, 0, then)
+        if broken != "next scores: no turn":
+            self.turn_end(group)
+        if broken == "v released before the wait" and w == 0:
+            v.release(step + end - 1)
+        if broken == "next k released before the wait" and w == 0:
+            k.release(then)
+        yield self.wait_group(group, w, 1)
+        release_v(end - 1)
+        yield from self.store_tile(me, n)
+        yield self.wait_group(group, w, 0)
+        if broken not in ("next k released before the wait", "next k kept") and w == 0:
+            k.release(then)
 
     def passes(self, group, w, step, blocks):
         """Consumer::pass. One warp releases for all: each must have seen the stage full before, or it would wait for a
@@ -396,7 +459,7 @@ class Block:
         stage = n % self.k.q_buffers
         self.tell(n)
         yield None
-        if self.store_kind == "parts":
+        if self.store_kind in ("parts", "registers"):
             return
         self.held["q"][stage].update({(box, me): ("out", n) for box in range(BOXES)})
         yield None
@@ -422,30 +485,30 @@ class Block:
             if t is None:
                 break
             own, lead = t.own[group], t.lead(group)
-            last_q = n - 1 if q_buffers == 2 and n > 0 else None
+            last_q = n if q_buffers == 1 else n - 1 if n > 0 else None
             if lead:
-                if broken != "q kept until the first block":
+                if q_buffers == 2 and broken != "q kept until the first block":
                     yield from self.release_q(me, last_q)
                     last_q = None
                 yield from self.passes(group, w, step, lead)
             if own:
                 yield from self.tile(group, w, n, step, last_q)
-            elif broken != "q kept where no key is seen":
-                yield from self.release_q(me, last_q)
-            yield from self.passes(group, w, step + lead + own, t.blocks - lead - own)
-            if not own and t.blocks and broken != "no turn where no key is seen":
-                yield from self.turn_begin(group)
-                self.turn_end(group)
+            else:
+                self.ready[me] = False
+                if broken != "q kept where no key is seen":
+                    yield from self.release_q(me, last_q)
+            if not self.ready[me]:
+                yield from self.passes(group, w, step + lead + own, t.blocks - lead - own)
+                if not own and t.blocks and broken != "no turn where no key is seen":
+                    yield from self.turn_begin(group)
+                    self.turn_end(group)
             step += own if broken == "others' blocks not counted" else t.blocks
             if broken == "description released before the store":
                 self.described.release(n)
-            if broken == "q released before the store" and q_buffers == 1:
-                yield from self.release_q(me, n)
-            yield from self.store_tile(me, n)
+            if not self.ready[me]:
+                yield from self.store_tile(me, n)
             if broken not in ("description released before the store", "description kept"):
                 self.described.release(n)
-            if q_buffers == 1 and broken not in ("q kept", "q released before the store"):
-                yield from self.release_q(me, n)
         if broken != "leaves before its store is read":
             yield lambda: not self.storing[me]
         self.alive -= 1
@@ -517,9 +580,15 @@ BROKEN = {  # kernel and rule -> what may then go wrong first
     (ONE_Q, "q kept"): STUCK,
     (AHEAD, "q counts warpgroups"): f"{MANY}|q {OVERWRITTEN}|{RESULTS}|{OTHER}|{STUCK}",
     (AHEAD, "q released before the store has read it"): f"q {OVERWRITTEN}|{RESULTS}",
-    (ONE_Q, "q released before the store has read it"): f"q {OVERWRITTEN}|{RESULTS}",
-    (ONE_Q, "q released before the store"): f"q {OVERWRITTEN}|{RESULTS}|{OTHER}",
-    (ONE_Q, "q loaded without empty"): f"q {OVERWRITTEN}|{RESULTS}|{OTHER}|{MANY}",
+    (ONE_Q, "q released before the last scores"): f"q {OVERWRITTEN}|{OTHER}",
+    (ONE_Q, "q kept where no key is seen"): STUCK,
+    (ONE_Q, "q loaded without empty"): f"q {OVERWRITTEN}|{OTHER}|{MANY}",
+    (AHEAD, "next description not awaited"): TOLD,
+    (AHEAD, "next q not awaited"): OTHER,
+    (AHEAD, "next k not awaited"): OTHER,
+    (AHEAD, "next k kept"): STUCK,
+    (AHEAD, "next k released before the wait"): f"k {OVERWRITTEN}",
+    (AHEAD, "next scores: no turn"): STUCK,
     (AHEAD, "scores not awaited"): f"{SCORES}|k {OVERWRITTEN}",
     (AHEAD, "weights packed before the wait"): WEIGHTS,
     (FREE, "cleared without a barrier"): TAIL,

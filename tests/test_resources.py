@@ -34,6 +34,16 @@ def attention_tiles():
 ATTENTION = attention_tiles()
 
 
+def split_steps(tile, modified):
+    """Consumer::SPLIT: whether blocks that every row sees whole have a loop of their own."""
+    return modified == "false" or tile != "64"
+
+
+def early_scores(tile, modified):
+    """Consumer::EARLY: whether the next tile's first scores are issued behind a tile's last values."""
+    return modified == "false" and tile in ("64Short", "96", "128")
+
+
 def test_tiles_of_attention_are_those_listed():
     listed = re.findall(r"flash_attn_fwd_sm90a_kernel<\w+, FwdHopper(\w+), ", LISTED.read_text())
     assert set(ATTENTION) == set(listed)
@@ -108,10 +118,12 @@ def test_wgmma_kernels_multiply_by_their_tile(report):
     for name, row in found.items():
         assert int(row["HGMMA"]), name
         assert not int(row["LDL"]) and not int(row["STL"]), name
-        if attention := re.search(r"flash_attn_fwd_sm90a_kernel<\w+, FwdHopper(\w+), ", name):
-            # the first block's scores, a step, the last block's values
+        if attention := re.search(r"flash_attn_fwd_sm90a_kernel<\w+, FwdHopper(\w+), (\w+)>", name):
+            # the first block's scores and the last one's values; a step of blocks that every row sees whole and one of others;
+            # the last values with the next tile's first scores
             head_dim, _, keys = ATTENTION[attention[1]]
-            assert int(row["HGMMA"]) == 2 * (head_dim + keys) // 16, name
+            steps = 1 + split_steps(*attention.groups()) + 1 + early_scores(*attention.groups())
+            assert int(row["HGMMA"]) == steps * (head_dim + keys) // 16, name
             assert int(row["USETMAXREG"]) == 2, name
         if backward := re.search(r"BwdConsumer<\w+, BwdHopper(\d+)(Score)?(Ordered)?, ", name):
             # S and dP of head_dim, dQ of 128 keys, dV and dK of the tile's rows
@@ -144,13 +156,24 @@ def test_powers_of_attention_run_under_the_products(report):
     seen, name, code = set(), "", []
 
     def check():
+        tile, modified = re.search(r"FwdHopper(\w+), (\w+)>", ptxas_report.short(name)).groups()
         scores = next(int(m[1]) for op in code if (m := re.match(r"HGMMA\.64x(\d+)x16", op)))
         first = [i for i, op in enumerate(code) if op.startswith("WARPGROUP.DEPBAR.LE gsb0, 0x1")]
-        overlaps = "FwdHopper64," not in ptxas_report.short(name)
-        assert len(first) == overlaps, name
+        held = 0
         for i in first:
             last = next(k for k in range(i + 1, len(code)) if code[k].startswith("WARPGROUP.DEPBAR.LE gsb0, 0x0"))
-            assert sum(op.startswith("MUFU.EX2") for op in code[i:last]) >= scores // 2, name
+            held += sum(op.startswith("MUFU.EX2") for op in code[i:last]) >= scores // 2
+        assert held == 2 * (tile != "64"), name  # with a mask and without
+        assert len(first) == held + early_scores(tile, modified), name
+        if tile in ("64Short", "96", "128"):  # weights are packed behind the issue of scores, not before
+            syncs = [i for i, op in enumerate(code) if op.startswith("BAR.SYNC")]
+            late = 0
+            for i, op in enumerate(code):
+                if op.startswith("HGMMA") and "RZ, !UPT" in op and (before := [k for k in syncs if k < i]):
+                    converts = sum(op.startswith("F2FP") for op in code[before[-1] : i])
+                    assert converts <= 16, (name, converts)
+                    late += converts > 0
+            assert late <= 2, name
 
     for line in [*ptxas_report.dump(str(LIBRARY), "-sass", "-arch", "sm_90"), "\tFunction : end"]:
         if match := ptxas_report.FUNCTION.match(line):

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-ISAS = ("base", "avx2", "avx512", "avx512bf16")
+ISAS = ("base", "avx2", "avx512", "avx512bf16", "amx")
 MACHINE = tuple(torch.ops.gpukern.cpu_isas().split(","))
 
 
@@ -603,20 +603,20 @@ def test_every_isa(isa):
                           {"GPUKERN_CPU": isa}, check=False)  # fmt: skip
         assert done.returncode == 1 and isa in done.stderr and "GPUKERN_CPU" in done.stderr
         return
-    allowed = ISAS[: ISAS.index(isa) + 1][-2:]
+    allowed = ("avx512", "amx") if isa == "amx" else ISAS[: ISAS.index(isa) + 1][-2:]
     done = run_python(EACH_ISA.format(isa=isa, allowed=allowed), {"GPUKERN_CPU": isa})
     assert done.stdout.strip() == "ok"
 
 
 def test_isas_of_this_machine():
-    """The list is in order, the best is the default, and it agrees with what the kernel says of the processor."""
+    """The list is in order, the last is the default unless a reason is given, and it agrees with what the kernel says of the
+    processor."""
     assert MACHINE == tuple(isa for isa in ISAS if isa in MACHINE) and MACHINE[0] == "base"
-    assert (
-        run_python(
-            "import torch, torch_gpukern; print(torch.ops.gpukern.cpu_isa())", {"GPUKERN_CPU": ""}
-        ).stdout.strip()
-        == MACHINE[-1]
-    )
+    show = "import torch, torch_gpukern; print(ops := torch.ops.gpukern, ops.cpu_isa(), ops.cpu_isa_reason(), sep='|')"
+    _, default, reason = run_python(show, {"GPUKERN_CPU": ""}).stdout.strip().split("|")
+    assert default in MACHINE and (default == MACHINE[-1]) == (reason == "")
+    assert not reason or (MACHINE[-1] in reason and default in ("avx512", "avx512bf16"))
+    assert run_python(show, {"GPUKERN_CPU": MACHINE[-1]}).stdout.strip().split("|")[1:] == [MACHINE[-1], ""]
     try:
         with open("/proc/cpuinfo") as f:
             flags = next((line.split() for line in f if line.startswith("flags")), None)
@@ -651,8 +651,9 @@ def check_row(row, dtype):
     short = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
     assert short in row["row"].split("_"), row
     assert row["isa"] in row["row"].split("_"), row
-    best = MACHINE[-1] if dtype == torch.bfloat16 else [isa for isa in MACHINE if isa != "avx512bf16"][-1]
-    assert row["isa"] == best, f"{row['row']} though the machine has {best}"
+    usual = ops.cpu_isa()
+    best = "avx512" if usual == "avx512bf16" and dtype != torch.bfloat16 else usual
+    assert row["isa"] == best, f"{row['row']} though the machine's default is {best}"
     assert any(n > 0 for n in row["tile"]) and row["bytes"] > 0
 
 

@@ -21,6 +21,7 @@ from .ops.define import Op as _Op
 from .tuning import cache as _cache
 
 if TYPE_CHECKING:
+    from . import distributed as distributed
     from . import integrations as integrations
     from . import layout as layout
     from . import nn as nn
@@ -139,7 +140,7 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> _Any:
         """Imported when they are first asked for: most programs never do."""
-        if name in ("integrations", "layout", "nn", "profiling"):
+        if name in ("distributed", "integrations", "layout", "nn", "profiling"):
             return _importlib.import_module(f".{name}", __name__)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

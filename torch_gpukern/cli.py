@@ -50,7 +50,7 @@ def _info(args: argparse.Namespace) -> int:
         ("ops", known["ops"]),
         ("torch", f"{known['torch']}, CUDA {known['torch_cuda'] or 'none'}"),
         ("python", known["python"]),
-        ("cpu rows in use", known["cpu_isa"]),
+        ("cpu rows in use", known["cpu_isa"] + (f" ({known['cpu_isa_reason']})" if known["cpu_isa_reason"] else "")),
         ("cpu rows of this machine", ",".join(known["cpu_isas"])),
         ("threads", known["threads"]),
         ("cuda", cuda),
@@ -124,11 +124,12 @@ def _explain(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(x if us is None else {**x, "measured_us": us}, indent=2))
         return 0
+    why = ops.cpu_isa_reason.default() if args.device == "cpu" and not args.arch and args.dtype == "bfloat16" else ""
     names = ("MB", "NB", "KB", "MR*NR") if args.op == "gemm" else ("BQ", "BKV", "chunk", "")
     tiles = "  ".join(f"{name} {size}" for name, size in zip(names, x["tile"], strict=True) if size)
     rows = [
         ("row", x["row"] + (", preferred since it was tuned" if x["preferred"] else "")),
-        ("instruction set", x["isa"]),
+        ("instruction set", x["isa"] + (f" ({why})" if why else "")),
         ("tile", tiles or "none"),
         ("tasks", x["tasks"]),
         ("chunks of the keys", x["chunks"]),

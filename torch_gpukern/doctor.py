@@ -22,9 +22,9 @@ OLDEST_CUDA = (8, 0)
 def facts() -> dict[str, Any]:
     """What is installed, as JSON takes it."""
     try:
-        isa = ops.cpu_isa.default()
+        isa, reason = ops.cpu_isa.default(), ops.cpu_isa_reason.default()
     except RuntimeError as error:  # GPUKERN_CPU names what this machine lacks
-        isa = str(error)
+        isa, reason = str(error), ""
     devices = []
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
@@ -38,6 +38,7 @@ def facts() -> dict[str, Any]:
         "torch_cuda": torch.version.cuda,
         "python": sys.version.split()[0],
         "cpu_isa": isa,
+        "cpu_isa_reason": reason,
         "cpu_isas": ops.cpu_isas.default().split(","),
         "threads": torch.get_num_threads(),
         "cuda_kernels": [name for name in ops.cuda_kernels.default().split(",") if name],

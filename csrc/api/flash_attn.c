@@ -83,14 +83,24 @@ static void out_shape(const gk_flash_attn_args *f, int64_t *shape) {
     shape[last] = f->v.shape[last];
 }
 
+/* q's, or on the CPU float32 where that is the wider one: what is joined with other results later is not rounded before. */
+static gk_status check_result_dtype(gk_io *io, const gk_context *ctx, const char *name, const gk_tensor *q,
+                                    gk_dtype dtype) {
+    const bool wide = ctx->device == GK_CPU && gk_type_of(q->dtype)->bits < 32;
+    GK_REQUIRE(dtype == q->dtype || (wide && dtype == GK_F32), "%s must be %s (as q)%s, got %s", name,
+               gk_dtype_name(q->dtype), wide ? " or float32" : "", io->dtype_name(dtype));
+    return GK_OK;
+}
+
 gk_status gk_check_flash_attn_fwd(const gk_context *ctx, const gk_flash_attn_args *f, gk_io *io) {
     GK_TRY(check_qkv(ctx, f, io));
     if (form_of(f) == &packed) GK_TRY(check_lengths(f, io));
     GK_TRY(check_rules(f, io));
     GK_TRY(check_contents(ctx, f, io));
+    GK_TRY(check_result_dtype(io, ctx, "out_dtype", &f->q, f->out.dtype));
     int64_t shape[GK_MAX_DIMS];
     out_shape(f, shape);
-    gk_give(io, "out", &f->out, f->q.dtype, f->q.ndim, shape, GK_DENSE_LAST);
+    gk_give(io, "out", &f->out, f->out.dtype, f->q.ndim, shape, GK_DENSE_LAST);
     gk_give(io, "lse", &f->lse, gk_stats_dtype(f->q.dtype), f->q.ndim - 1, shape, GK_CONTIGUOUS)->optional = true;
     return GK_OK;
 }
@@ -123,10 +133,12 @@ gk_status gk_check_flash_attn_bwd(const gk_context *ctx, const gk_flash_attn_bwd
     GK_TRY(check_contents(ctx, f, io));
     const gk_tensor *sinks = f->rules.sinks;
     GK_REQUIRE(sinks || !g->dsinks, "dsinks is given but sinks is not");
+    GK_REQUIRE(!g->is_part || !sinks, "sinks must be missing where is_part is true: their gradient is of all keys");
+    GK_TRY(check_result_dtype(io, ctx, "grad_dtype", &f->q, g->dq.dtype));
     const int64_t none = 0;
-    gk_give(io, "dq", &g->dq, f->q.dtype, ndim, f->q.shape, GK_DENSE_LAST);
-    gk_give(io, "dk", &g->dk, f->q.dtype, ndim, f->k.shape, GK_DENSE_LAST);
-    gk_give(io, "dv", &g->dv, f->q.dtype, ndim, f->v.shape, GK_DENSE_LAST);
+    gk_give(io, "dq", &g->dq, g->dq.dtype, ndim, f->q.shape, GK_DENSE_LAST);
+    gk_give(io, "dk", &g->dk, g->dq.dtype, ndim, f->k.shape, GK_DENSE_LAST);
+    gk_give(io, "dv", &g->dv, g->dq.dtype, ndim, f->v.shape, GK_DENSE_LAST);
     gk_give(io, "dsinks", g->dsinks, sinks ? sinks->dtype : stats, 1, sinks ? sinks->shape : &none, GK_ANY_STRIDES)
         ->optional = true;
     return GK_OK;

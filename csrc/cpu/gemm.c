@@ -142,6 +142,12 @@ enum {
     SUM_PAIRS = 256
 };
 
+/* Cells of k that an instruction takes, and those of a block that are packed. */
+static int64_t whole_cells(const gk_gemm_isa *isa) { return isa->k_cells ? isa->k_cells : 1; }
+static int64_t packed_cells(const gk_gemm_isa *isa, int64_t k) {
+    return gk_round_up(gk_ceil_div(k, isa->pair), whole_cells(isa));
+}
+
 static plan plan_of(const gk_context *ctx, const gk_gemm_args *args, const gk_gemm_isa *isa) {
     const gk_gemm_blocks *bl = isa->blocks;
     const int64_t nr = 2 * isa->w;
@@ -149,7 +155,7 @@ static plan plan_of(const gk_context *ctx, const gk_gemm_args *args, const gk_ge
     x.p = gk_gemm_problem_of(args);
     const gk_gemm_problem *p = &x.p;
     /* columns that the shared buffer holds, in equal spans; a span's two phases must be worth their barriers */
-    const int64_t fit = GK_GEMM_SHARED_BYTES / (4 * gk_max_i64(1, gk_ceil_div(p->k, isa->pair))) / nr * nr;
+    const int64_t fit = GK_GEMM_SHARED_BYTES / (4 * gk_max_i64(1, packed_cells(isa, p->k))) / nr * nr;
     x.span = gk_round_up(gk_ceil_div(p->n, gk_max_i64(1, gk_ceil_div(p->n, gk_max_i64(fit, nr)))), nr);
     x.shared = p->m > bl->own.mb && fit > 0 && x.span >= gk_min_i64(p->n, bl->own.nb) &&
                (double)p->m * (double)gk_min_i64(p->n, x.span) * (double)p->k >= GK_GEMM_SHARED_MIN;
@@ -185,15 +191,15 @@ static plan plan_of(const gk_context *ctx, const gk_gemm_args *args, const gk_ge
     x.mb = gk_ceil_div(p->m, x.m_blocks);
     x.nb = gk_max_i64(nr, gk_round_up(gk_ceil_div(n, x.n_blocks), nr));
     x.n_blocks = gk_max_i64(1, gk_ceil_div(n, x.nb));
-    x.kb = gk_round_up(gk_ceil_div(p->k, x.k_blocks), isa->pair);
+    x.kb = gk_round_up(gk_ceil_div(p->k, x.k_blocks), isa->pair * whole_cells(isa));
     x.k_blocks = x.kb ? gk_ceil_div(p->k, x.kb) : 1;
     const gk_gemm_epilogue *e = &p->epilogue;
     x.direct = e->out_dtype == GK_F32 && e->alpha == 1 && e->activation == GK_ACT_NONE && !args->bias &&
                !args->preact && !(args->c && args->beta != 0);
     x.block = x.k_blocks > 1 && !x.direct;
     /* cells are 4 bytes; w cells behind each buffer take the spill of narrow panels */
-    x.a_rows = p->a_k == 1;
-    x.sum_cells = isa->pair > 1 ? SUM_PAIRS : SUM_CELLS;
+    x.a_rows = p->a_k == 1 || isa->pack_rows_any;
+    x.sum_cells = isa->pack_rows_any ? INT64_MAX / 2 : isa->pair > 1 ? SUM_PAIRS : SUM_CELLS;
     x.a_ld = gk_round_up(x.kb / isa->pair, isa->w) + 16;
     x.a_bytes = (size_t)gk_round_up((x.mb * (x.a_rows ? x.a_ld : x.kb / isa->pair) + isa->w) * 4, 64);
     x.a_once = !x.shared && p->batch == 1 && x.m_blocks == 1 && x.n_blocks > 2 &&
@@ -239,15 +245,20 @@ typedef struct job {
     int64_t batch, column; /* of this phase where b is shared, its first column */
 } job;
 
-/* Strips of a block are even: 64 rows are 13 13 13 13 12. */
+/* Parts of some rows are even: 64 rows in 5 are 13 13 13 13 12. */
 static int64_t strip_start(int64_t rows, int64_t strips, int64_t s) {
     int64_t base = rows / strips, longer = rows % strips;
     return s * base + gk_min_i64(s, longer);
 }
 
+/* So are the strips of a block, but for AMX, which would configure its tiles at each change. */
+static int64_t strip_of(const gk_gemm_isa *isa, int64_t rows, int64_t strips, int64_t s) {
+    return isa->pack_rows_any ? gk_min_i64(rows, s * isa->mr) : strip_start(rows, strips, s);
+}
+
 /* The shared b: for each k block its panels side by side. */
 static uint32_t *shared_at(const job *jb, int64_t k0, int64_t column) {
-    const int64_t cells = gk_ceil_div(gk_min_i64(jb->x.kb, jb->x.p.k - k0), jb->isa->pair);
+    const int64_t cells = packed_cells(jb->isa, gk_min_i64(jb->x.kb, jb->x.p.k - k0));
     return (uint32_t *)jb->workspace + k0 / jb->isa->pair * jb->x.span + column * cells;
 }
 
@@ -263,6 +274,10 @@ static void pack_a(const job *jb, uint32_t *to, const char *a, int64_t rows, int
     const gk_gemm_problem *p = &x->p;
     const gk_dtype dtype = jb->args->a.dtype;
     const int64_t strips = gk_ceil_div(rows, jb->isa->mr), cells = gk_ceil_div(kn, jb->isa->pair);
+    if (jb->isa->pack_rows_any) {
+        jb->isa->pack_rows_any(to, x->a_ld, a, dtype, p->a_m, p->a_k, rows, kn);
+        return;
+    }
     if (x->a_rows) {
         jb->isa->pack_rows(to, x->a_ld, a, dtype, p->a_m, rows, kn);
         return;
@@ -307,7 +322,7 @@ static void task(void *arg, int64_t t, int64_t worker) {
     const gk_gemm_isa *isa = jb->isa;
     const plan *x = &jb->x;
     const gk_gemm_problem *p = &x->p;
-    const int64_t nr = 2 * isa->w, pair = isa->pair, es = (int64_t)gk_dtype_bytes(jb->args->a.dtype);
+    const int64_t nr = 2 * isa->w, es = (int64_t)gk_dtype_bytes(jb->args->a.dtype);
     const gk_dtype dtype = jb->args->a.dtype;
     char *ws = jb->workspace + x->shared_bytes + (size_t)worker * x->worker_bytes;
     int64_t *a_have = blocks_of_a(jb, worker);
@@ -328,7 +343,7 @@ static void task(void *arg, int64_t t, int64_t worker) {
     b = gk_at(b, es * j0 * p->b_n);
 
     for (int64_t k0 = 0, kbi = 0; kbi < x->k_blocks; ++kbi, k0 += x->kb) {
-        const int64_t kn = gk_min_i64(x->kb, p->k - k0), cells = gk_ceil_div(kn, pair);
+        const int64_t kn = gk_min_i64(x->kb, p->k - k0), cells = packed_cells(isa, kn);
         const bool first = kbi == 0, last = kbi == x->k_blocks - 1;
         if (x->a_once) a_pack = (uint32_t *)((char *)a_have + 64 + (size_t)kbi * x->a_bytes);
         if (!x->a_once || *a_have == kbi) {
@@ -346,7 +361,7 @@ static void task(void *arg, int64_t t, int64_t worker) {
             const int64_t c0 = jr * nr, cn = gk_min_i64(nr, cols - c0);
             const gk_ukr_fn *ukr = (x->a_rows ? isa->ukr_rows : isa->ukr_panel) + (cn > isa->w ? isa->mr : 0);
             for (int64_t s = 0; s < strips; ++s) {
-                int64_t r0 = strip_start(rows, strips, s), rn = strip_start(rows, strips, s + 1) - r0;
+                int64_t r0 = strip_of(isa, rows, strips, s), rn = strip_of(isa, rows, strips, s + 1) - r0;
                 const uint32_t *ap = a_pack + r0 * (x->a_rows ? x->a_ld : cells), *bp = b_pack + c0 * cells;
                 const int64_t step = x->a_rows ? x->a_ld : rn;
                 fetch_lines(&next, share);
@@ -371,6 +386,7 @@ static void task(void *arg, int64_t t, int64_t worker) {
             }
         }
     }
+    if (isa->end_task) isa->end_task();
 }
 
 /* ---- 4 entry points ---------------------------------------------------------------------------- */

@@ -13,6 +13,8 @@ typedef enum gk_isa {
     GK_ISA_AVX2,
     GK_ISA_AVX512,
     GK_ISA_AVX512BF16,
+    GK_ISA_AMX_EMULATED, /* by name alone: AMX's kernels on tiles in plain C, for the tests of machines without it */
+    GK_ISA_AMX,
     GK_NUM_ISAS
 } gk_isa;
 extern const char *const gk_isa_names[GK_NUM_ISAS];
@@ -68,6 +70,12 @@ typedef struct gk_gemm_isa {
                       int64_t k);
     void (*store)(const gk_gemm_epilogue *e, const float *acc, int64_t ld, int64_t rows, int64_t cols);
     const struct gk_gemm_blocks *blocks; /* blocks.h */
+    /* What AMX has besides, NULL and 0 elsewhere. pack_rows_any: a in rows whatever its strides; strips are whole then but
+     * the last, sums are not cut. end_task: at the end of each task, on its thread. k_cells: k is padded to so many cells. */
+    void (*pack_rows_any)(void *dst, int64_t ld, const void *src, gk_dtype dtype, int64_t s_row, int64_t s_k,
+                          int64_t rows, int64_t k);
+    void (*end_task)(void);
+    int k_cells;
 } gk_gemm_isa;
 
 /* gemm.c: the packed product for one ISA. */

@@ -2,7 +2,8 @@
  * a call, and gk_context.cpu_isa hides the rows above it. The symbols, for grep, are gk_<stem>_<isa> with
  *   gk_gemm_packed gk_gemm_skinny gk_gemm_act_bwd gk_flash_attn_fwd gk_flash_attn_bwd gk_paged_attn gk_kv_cache_write
  *   gk_attn_merge       x       base avx2 avx512 avx512bf16
- * float32 rows compute in float32, bfloat16 and float16 rows convert tile by tile; avx512bf16 multiplies bfloat16 pairs.
+ * float32 rows compute in float32, bfloat16 and float16 rows convert tile by tile; avx512bf16 multiplies bfloat16 pairs, which
+ * on Intel's cores is slower than to convert: there the default is avx512 (features.c has the measurement).
  * float64 is served by ref/. GK_X86_ISAS comes from the build where it compiled more than the base set.
  */
 #include "kernels.h"
@@ -27,6 +28,7 @@ static bool plan_ref(const gk_context *ctx, const void *args, gk_plan *plan) {
     extern const gk_cpu_kernel gk_##stem##_base, gk_##stem##_avx2, gk_##stem##_avx512, gk_##stem##_avx512bf16;
 DECLARE(gemm_packed)
 DECLARE(gemm_skinny)
+extern const gk_cpu_kernel gk_gemm_packed_amx, gk_gemm_packed_amx_emulated;
 DECLARE(gemm_act_bwd)
 DECLARE(flash_attn_fwd)
 DECLARE(flash_attn_bwd)
@@ -50,7 +52,14 @@ DECLARE(attn_merge)
 #define EITHER(first, second) THREE(first, GK_ISA_BASE, base), THREE(second, GK_ISA_BASE, base)
 #endif
 
-static const gk_cpu_instance gemm_rows[] = {EITHER(gemm_skinny, gemm_packed), REF_ROW(gemm)};
+static const gk_cpu_instance gemm_rows[] = {
+#if defined(GK_X86_ISAS)
+#if defined(GK_HAS_AMX)
+    ROW(gemm_packed, GK_BF16, GK_ISA_AMX, amx),
+#endif
+    ROW(gemm_packed, GK_BF16, GK_ISA_AMX_EMULATED, amx_emulated),
+#endif
+    EITHER(gemm_skinny, gemm_packed), REF_ROW(gemm)};
 static const gk_cpu_instance gemm_act_bwd_rows[] = {EVERY_ISA(gemm_act_bwd), REF_ROW(gemm_act_bwd)};
 static const gk_cpu_instance flash_attn_fwd_rows[] = {EVERY_ISA(flash_attn_fwd), REF_ROW(flash_attn_fwd)};
 static const gk_cpu_instance flash_attn_bwd_rows[] = {EVERY_ISA(flash_attn_bwd), REF_ROW(flash_attn_bwd)};

@@ -324,7 +324,7 @@ enum {
 };
 static char check_isa_names[CHECK_MAX_ISAS][16];
 
-/* The instruction sets of this machine. */
+/* The instruction sets of this machine, and AMX's emulation. */
 CHECK_UNUSED static int check_isas(void) {
     int n = 0;
     for (const char *p = gk_cpu_isas(); *p && n < CHECK_MAX_ISAS; ++n) {
@@ -332,6 +332,7 @@ CHECK_UNUSED static int check_isas(void) {
         snprintf(check_isa_names[n], sizeof check_isa_names[n], "%.*s", (int)length, p);
         p += length + (p[length] == ',');
     }
+    if (gk_cpu_has(GK_ISA_AMX_EMULATED)) snprintf(check_isa_names[n++], sizeof check_isa_names[0], "amx_emulated");
     return n;
 }
 

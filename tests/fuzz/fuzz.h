@@ -177,10 +177,11 @@ static void fz_parallel_for(void *pool, int64_t n, gk_task_fn task, void *arg) {
 }
 
 static gk_context fz_context(void) {
-    static const char *const isas[] = {"base", "avx2", "avx512", "avx512bf16"};
+    static const char *const isas[] = {"base", "avx2", "avx512", "avx512bf16", "amx_emulated", "amx"};
     gk_context ctx = GK_CONTEXT_INIT;
-    ctx.cpu_isa = isas[fz_int(0, 3)];
-    if (!strstr(gk_cpu_isas(), ctx.cpu_isa)) ctx.cpu_isa = gk_cpu_isa();
+    ctx.cpu_isa = isas[fz_int(0, 5)];
+    const bool emulated = strcmp(ctx.cpu_isa, "amx_emulated") == 0 && strstr(gk_cpu_isas(), "avx512bf16");
+    if (!emulated && !strstr(gk_cpu_isas(), ctx.cpu_isa)) ctx.cpu_isa = gk_cpu_isa();
     const int64_t threads = fz_int(0, 15); /* many without a pool: plans count them */
     ctx.num_threads = threads == 15 ? INT32_MAX : threads == 14 ? 4097 : (int32_t)(threads > 8 ? 1 : threads);
     if (threads <= 8 && threads >= 2) ctx.parallel_for = fz_parallel_for;

@@ -470,8 +470,8 @@ def test_backward_of_few_queries(seq_q, one_thread):
     draws, squares, largest = 16, dict.fromkeys("qkv", (0.0, 0.0)), dict.fromkeys("qkv", (0.0, 0.0))
     for draw in range(draws):
         gen = generator("few queries", seq_q, draw)
-        q, k, v = qkv(gen, 3, (1, 1), (seq_q, 129), (80, 80), torch.float32)
-        grad = randn(gen, 3, 1, seq_q, 80)
+        q, k, v = qkv(gen, 24, (1, 1), (seq_q, 129), (80, 80), torch.float32)
+        grad = randn(gen, 24, 1, seq_q, 80)
         tensors = dict(q=q, k=k, v=v)
         want = backward(reference.flash_attn, f64(tensors), f64(grad))
         pair = (
@@ -1046,3 +1046,48 @@ def test_varlen_opcheck_of_the_backward(dtype, device):
     out, lse = ops.flash_attn_varlen_fwd(q, k, v, *rest, **kwargs)
     grad = strided(torch.ones_like(out), step=2)
     torch.library.opcheck(ops.flash_attn_varlen_bwd.default, (grad, q, k, v, out, lse, *rest), kwargs)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("cut", (1, 40, 64))
+def test_two_parts_of_the_keys_make_the_whole(dtype, cut):
+    """Partial results in float32, joined, are the whole's; so are gradients of parts by the whole's out and lse."""
+    gen = generator("parts", cut)
+    q, k, v = qkv(gen, 2, (4, 2), (65, 65), (32, 24), dtype)
+    grad = randn(gen, 2, 4, 65, 24, dtype=dtype)
+    parts = [(0, slice(None, cut)), (cut, slice(cut, None))]
+    joined = None
+    for first, keys in parts:
+        part = ops.flash_attn_fwd(q, k[:, :, keys], v[:, :, keys], True, diagonal=-first, out_dtype=torch.float32)
+        assert part[0].dtype == torch.float32
+        joined = part if joined is None else ops.attn_merge(*joined, *part)
+    whole = ops.flash_attn_fwd(q, k, v, True, out_dtype=torch.float32)
+    torch.testing.assert_close(joined[0], whole[0], atol=4e-6 if dtype == torch.float32 else 4e-3, rtol=1e-5)
+    torch.testing.assert_close(joined[1], whole[1])
+    out, lse = ops.flash_attn_fwd(q, k, v, True)
+    assert torch.equal(whole[0].to(dtype), out)
+    want = ops.flash_attn_bwd(grad, q, k, v, out, lse, is_causal=True, grad_dtype=torch.float32)
+    dq, dk, dv = 0, [], []
+    for first, keys in parts:
+        got = ops.flash_attn_bwd(
+            grad,
+            q,
+            k[:, :, keys],
+            v[:, :, keys],
+            out,
+            lse,
+            is_causal=True,
+            diagonal=-first,
+            grad_dtype=torch.float32,
+            is_part=True,
+        )
+        dq, dk, dv = dq + got[0], [*dk, got[1]], [*dv, got[2]]
+    close = dict(atol=1e-5, rtol=1e-5) if dtype == torch.float32 else dict(atol=2e-2, rtol=2e-2)
+    for got, ref in zip((dq, torch.cat(dk, 2), torch.cat(dv, 2)), want):
+        assert ref.dtype == torch.float32
+        torch.testing.assert_close(got, ref, **close)
+    with pytest.raises(ValueError, match="sinks must be missing where is_part is true"):
+        ops.flash_attn_bwd(grad, q, k, v, out, lse, is_causal=True, sinks=torch.zeros(4), is_part=True)
+    for wrong in (torch.float64, torch.float16):
+        with pytest.raises(ValueError, match="out_dtype must be"):
+            ops.flash_attn_fwd(q, k, v, out_dtype=wrong)

@@ -44,15 +44,15 @@ def same_group(op: str, heads_q: int, name: str, heads_kv: int) -> None:
     torch._check_with(ValueError, holds, lambda: text)
 
 
-def empty_stored_like(x: Tensor, head_dim: int) -> Tensor:
-    """[B, H, S, head_dim] for x [B, H, S, D]; stored [B, S, H, head_dim] if x is."""
+def empty_stored_like(x: Tensor, head_dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """[B, H, S, head_dim] for x [B, H, S, D], in x's dtype or `dtype`; stored [B, S, H, head_dim] if x is."""
     # Only fake functions get here, so that compiling pays for this import and not the package's.
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 
     batch, heads, seq, _ = x.shape
     if guard_or_false(x.stride(1) < x.stride(2)):
-        return x.new_empty((batch, seq, heads, head_dim)).transpose(1, 2)
-    return x.new_empty((batch, heads, seq, head_dim))
+        return x.new_empty((batch, seq, heads, head_dim), dtype=dtype or x.dtype).transpose(1, 2)
+    return x.new_empty((batch, heads, seq, head_dim), dtype=dtype or x.dtype)
 
 
 def empty_dsinks(q: Tensor, sinks: Tensor | None) -> Tensor:
@@ -62,10 +62,12 @@ def empty_dsinks(q: Tensor, sinks: Tensor | None) -> Tensor:
 def backward_of(bwd: Op) -> Callable:
     """The backward of define_op by the op `bwd`, whose arguments are those of the forward, its results and their gradients."""
 
-    def backward(needs, out, grad_out, grad_lse, **kept):
-        if grad_out is None:  # the loss reads lse alone
-            grad_out = torch.zeros_like(out)
-        grads = bwd.call_named(**kept, out=out, grad_out=grad_out, grad_lse=grad_lse, deterministic=are_deterministic())
+    def backward(needs, q, out, grad_out, grad_lse, out_dtype, **kept):
+        out = out.to(q.dtype)
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out.to(q.dtype)  # None: the loss reads lse alone
+        grads = bwd.call_named(
+            **kept, q=q, out=out, grad_out=grad_out, grad_lse=grad_lse, deterministic=are_deterministic()
+        )
         return dict(zip(("q", "k", "v", "sinks"), grads, strict=True))
 
     return backward

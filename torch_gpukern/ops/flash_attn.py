@@ -6,6 +6,7 @@ Types of the public function by the value of return_lse stand in flash_attn.pyi.
 
 from typing import NoReturn
 
+import torch
 from torch import Tensor
 
 from . import attention, fakes
@@ -31,6 +32,7 @@ def flash_attn(
     kv_start: Tensor | None = None,
     kv_end: Tensor | None = None,
     q_start: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -72,10 +74,12 @@ def flash_attn(
         q_start: [B] int32: the diagonal of each sequence, on the device: query i of sequence b stands
             at key ``i + q_start[b]``, for is_causal, windows and ALiBi alike. So a static cache, a
             chunk of a prompt or a captured graph needs no number on the host. diagonal must then be 0.
+        out_dtype: dtype of out: q's, or on the CPU float32, unrounded, for results that are joined with others by
+            `attn_merge`. None is q's.
         return_lse: return ``(out, lse)``.
 
     Returns:
-        out [B, Hq, Sq, Dv] in q's dtype, stored [B, Sq, Hq, Dv] if ``q.stride(1) < q.stride(2)``,
+        out [B, Hq, Sq, Dv] in q's dtype (or out_dtype), stored [B, Sq, Hq, Dv] if ``q.stride(1) < q.stride(2)``,
         else as its shape says, dense. With return_lse also lse [B, Hq, Sq], contiguous, float32
         (float64 with float64 inputs): the natural logarithm of the sum of exp(s), sink included. A
         query that sees no key gives out 0 and lse -inf (its sink where there is one). Keys that no
@@ -112,22 +116,25 @@ def flash_attn(
         kv_start,
         kv_end,
         q_start,
+        out_dtype,
     )
 
 
 # ---- fake functions ------------------------------------------------------------------------------
 
 
-def _symbolic(q, k, v, kv_start, kv_end, q_start, **_):
+def _symbolic(q, k, v, kv_start, kv_end, q_start, out_dtype, **_):
     bounds = {"kv_start": (kv_start, "B"), "kv_end": (kv_end, "B"), "q_start": (q_start, "B")}
     n = attention.sizes("flash_attn", q, k, v, **bounds)
-    return attention.empty_stored_like(q, n["Dv"]), q.new_empty(q.shape[:3], dtype=fakes.stats_dtype(q))
+    return attention.empty_stored_like(q, n["Dv"], out_dtype), q.new_empty(q.shape[:3], dtype=fakes.stats_dtype(q))
 
 
-def _bwd_symbolic(grad_out, q, k, v, out, lse, sinks, **_):
+def _bwd_symbolic(grad_out, q, k, v, out, lse, sinks, grad_dtype, **_):
     like_out = {"grad_out": (grad_out, "B Hq Sq Dv"), "out": (out, "B Hq Sq Dv"), "lse": (lse, "B Hq Sq")}
     attention.sizes("flash_attn_bwd", q, k, v, **like_out)
-    return *(attention.empty_stored_like(x, x.shape[3]) for x in (q, k, v)), attention.empty_dsinks(q, sinks)
+    return *(attention.empty_stored_like(x, x.shape[3], grad_dtype) for x in (q, k, v)), attention.empty_dsinks(
+        q, sinks
+    )
 
 
 # ---- FLOPs ---------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ def flash_attn_varlen(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -61,6 +62,8 @@ def flash_attn_varlen(
         window_right: keys after the diagonal that a query sees; -1 is no bound.
         softcap, sinks: as in `flash_attn`.
         alibi_slopes: [Hq] or [B, Hq], as in `flash_attn`.
+        out_dtype: dtype of out: q's, or on the CPU float32, unrounded, for results that are joined with others by
+            `attn_merge`. None is q's.
         return_lse: return ``(out, lse)``.
 
     Returns:
@@ -100,22 +103,25 @@ def flash_attn_varlen(
         softcap,
         alibi_slopes,
         sinks,
+        out_dtype,
     )
 
 
 # ---- fake functions ------------------------------------------------------------------------------
 
 
-def _symbolic(q, k, v, cu_seqlens_q, cu_seqlens_k, **_):
+def _symbolic(q, k, v, cu_seqlens_q, cu_seqlens_k, out_dtype, **_):
     lengths = {"cu_seqlens_q": (cu_seqlens_q, "B+1"), "cu_seqlens_k": (cu_seqlens_k, "B+1")}
     n = attention.sizes("flash_attn_varlen", q, k, v, **lengths)
-    return q.new_empty((*q.shape[:2], n["Dv"])), q.new_empty(q.shape[:2], dtype=fakes.stats_dtype(q))
+    return q.new_empty((*q.shape[:2], n["Dv"]), dtype=out_dtype or q.dtype), q.new_empty(
+        q.shape[:2], dtype=fakes.stats_dtype(q)
+    )
 
 
-def _bwd_symbolic(grad_out, q, k, v, out, lse, sinks, **_):
+def _bwd_symbolic(grad_out, q, k, v, out, lse, sinks, grad_dtype, **_):
     like_out = {"grad_out": (grad_out, "Tq Hq Dv"), "out": (out, "Tq Hq Dv"), "lse": (lse, "Tq Hq")}
     attention.sizes("flash_attn_varlen_bwd", q, k, v, **like_out)
-    return *(x.new_empty(x.shape) for x in (q, k, v)), attention.empty_dsinks(q, sinks)
+    return *(x.new_empty(x.shape, dtype=grad_dtype or x.dtype) for x in (q, k, v)), attention.empty_dsinks(q, sinks)
 
 
 # ---- FLOPs ---------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 
 from typing import Literal, overload
 
+import torch
 from torch import Tensor
 
 @overload
@@ -22,6 +23,7 @@ def flash_attn_varlen(
     softcap: float = ...,
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    out_dtype: torch.dtype | None = ...,
     return_lse: Literal[False] = ...,
 ) -> Tensor: ...
 @overload
@@ -41,6 +43,7 @@ def flash_attn_varlen(
     softcap: float = ...,
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    out_dtype: torch.dtype | None = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -60,5 +63,6 @@ def flash_attn_varlen(
     softcap: float = ...,
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    out_dtype: torch.dtype | None = ...,
     return_lse: bool = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...

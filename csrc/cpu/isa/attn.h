@@ -5,6 +5,8 @@
 
 #include "tile.h"
 
+#include <float.h>
+
 /* One sequence of a dense or packed call. Strides in elements. */
 typedef struct attn_seq {
     const char *q, *k, *v; /* first row of head 0 */
@@ -117,11 +119,18 @@ INLINE vf attn_p(vf s, float factor, vf m) {
     return PAIR == 2 ? vf_exp2(vf_fma(s, vf_set1(factor), -m)) : vf_exp2((s - m) * ATTN_UNIT_LOG2);
 }
 
+/* A sink in ATTN_UNIT, as m begins with it: finite, and the same float wherever it is asked for (a product in place would meet
+ * a subtraction in one fused step, whose rounding 2^ makes infinite). */
+INLINE float attn_sink(float sink) {
+    const double x = sink * (double)ATTN_UNIT;
+    return (float)(x < -FLT_MAX ? -FLT_MAX : x > FLT_MAX ? FLT_MAX : x);
+}
+
 /* A row's lse from its m, its sum of p and its sink (-inf: none). In double: an error of lse is one of every probability
  * that backward makes from it. Where nothing but the sink counts, lse is the sink to the bit. */
 INLINE float attn_lse(float m, float l, float sink) {
     if (l == 0) return -INFINITY;
-    if (l == 1 && m == sink * ATTN_UNIT) return sink;
+    if (sink != -INFINITY && l == 1 && m == attn_sink(sink)) return sink;
     return (float)(m / (double)ATTN_UNIT + log((double)l));
 }
 

@@ -21,8 +21,6 @@
 #include "attn.h"
 #include "../blocks.h"
 
-#include <float.h>
-
 enum {
     ATTN_MAX_BQ = 256,
     ATTN_MAX_BKV = 256
@@ -76,7 +74,7 @@ typedef struct attn_lanes {
 /* What is the same for every block of a call. */
 typedef struct attn_job {
     const gk_attn_rules *rules;
-    gk_dtype dtype;
+    gk_dtype dtype, out_dtype; /* out_dtype: dtype or float32 */
     int64_t head_dim, head_dim_v, group, bq, bkv;
     int64_t sum_cells; /* of scores */
     void *out;
@@ -100,7 +98,7 @@ INLINE void attn_lanes_fill(attn_lanes *to, const attn_job *job, const attn_seq 
         to->q[n] = x->q + element_bytes * (i * x->q_row + h * x->q_head);
         to->slope[n] = attn_slope(r, b, h) * ATTN_UNIT;
         const float sink = (float)gk_sink_of(r, h);
-        to->m[n] = sink == -INFINITY ? -FLT_MAX : sink * ATTN_UNIT;
+        to->m[n] = attn_sink(sink); /* -FLT_MAX where there is none */
         to->l[n] = sink == -INFINITY ? 0 : 1;
         to->sink[n] = sink;
     }
@@ -267,7 +265,7 @@ INLINE void attn_store(const attn_scratch *x, const attn_lanes *lanes, const att
             }
             vc_transpose(r);
             for (int64_t i = 0; i < gk_min_i64(W, lanes->count - n); ++i)
-                vf_store_dtype(job->out, job->dtype, lanes->out_at[n + i] + d, (vf)r[i], job->head_dim_v - d);
+                vf_store_dtype(job->out, job->out_dtype, lanes->out_at[n + i] + d, (vf)r[i], job->head_dim_v - d);
         }
     }
     for (int64_t n = 0; n < lanes->count; ++n) {
@@ -299,10 +297,9 @@ INLINE void attn_block(const attn_job *job, attn_lanes *lanes, const attn_keys *
 
     attn_pack_q(&x, lanes, job->dtype, head_dim, scale);
     const int64_t first = lanes->lo[0], end = lanes->hi[last];
-    const int64_t tiles = gk_ceil_div(end - first, job->bkv);
-    const int64_t step = tiles > 0 ? gk_round_up(gk_ceil_div(end - first, tiles), PAIR) : 1;
-    for (int64_t j = first; j < end; j += step) {
-        const int64_t n = gk_min_i64(step, end - j), cells = cells_of(n);
+    /* Tiles begin at multiples of bkv from the first key, so that a row's bits do not depend on the block that it is in. */
+    for (int64_t j = first; j < end; j += job->bkv) {
+        const int64_t n = gk_min_i64(job->bkv, end - j), cells = cells_of(n);
         attn_keys_at(keys, j, n, k, v);
         attn_pack_k(&x, k, n, job->dtype, head_dim);
         attn_pack_v(&x, v, n, job->dtype, head_dim_v);

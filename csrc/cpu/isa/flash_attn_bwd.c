@@ -137,7 +137,7 @@ typedef struct job {
     const gk_flash_attn_bwd_args *args;
     attn_shape shape;
     sizes z;
-    gk_dtype dtype;
+    gk_dtype dtype, grad; /* of q, k, v, out and grad_out; of dq, dk, dv */
     char *workspace;
     const int64_t (*order)[2]; /* [batch] {pairs, sequence}, most pairs first */
 } job;
@@ -197,7 +197,7 @@ static void pre_task(void *arg, int64_t task, int64_t worker) {
         bool alone[W];
         for (int64_t i = 0; i < W; ++i) {
             const int64_t row = i0 + gk_min_i64(i, rows - 1), key = gk_span_lo(&x.span, row);
-            alone[i] = sink == -INFINITY && gk_span_hi(&x.span, row) == key + 1;
+            alone[i] = !a->is_part && sink == -INFINITY && gk_span_hi(&x.span, row) == key + 1;
             o_row[i] =
                 alone[i] ? x.v + es * (h / g->shape.group * x.v_head + key * x.v_row) : out + es * row * x.out_row;
             d_row[i] = grad + es * row * grad_row;
@@ -362,7 +362,7 @@ static void pair_run(const pair *t, int64_t from, int64_t to, float *dq, int64_t
 /* ---- phase 2: a task ------------------------------------------------------------------------- */
 /* A block [dim][NR] of dQ, transposed into rows. */
 static void store_dq(const job *g, const float *block, int64_t rows, void *dst, int64_t row_stride) {
-    const int64_t dim = g->shape.head_dim, es = (int64_t)gk_dtype_bytes(g->dtype);
+    const int64_t dim = g->shape.head_dim, es = (int64_t)gk_dtype_bytes(g->grad);
     const float scale = (float)g->args->fwd.rules.scale;
     for (int64_t i = 0; i < rows; i += W)
         for (int64_t d = 0; d < dim; d += W) {
@@ -371,16 +371,16 @@ static void store_dq(const job *g, const float *block, int64_t rows, void *dst, 
                 r[c] = d + c < dim ? (vc)(vf_load(block + (d + c) * NR + i) * scale) : vc_set1(0);
             vc_transpose(r);
             for (int64_t c = 0; c < gk_min_i64(W, rows - i); ++c)
-                vf_store_dtype((char *)dst + es * (i + c) * row_stride, g->dtype, d, (vf)r[c], dim - d);
+                vf_store_dtype((char *)dst + es * (i + c) * row_stride, g->grad, d, (vf)r[c], dim - d);
         }
 }
 
 static void store_rows(const job *g, const float *tile, int64_t ld, int64_t rows, int64_t dim, float scale, void *dst,
                        int64_t row_stride) {
-    const int64_t es = (int64_t)gk_dtype_bytes(g->dtype);
+    const int64_t es = (int64_t)gk_dtype_bytes(g->grad);
     for (int64_t i = 0; i < rows; ++i)
         for (int64_t d = 0; d < dim; d += W)
-            vf_store_dtype((char *)dst + es * i * row_stride, g->dtype, d, vf_load(tile + i * ld + d) * scale, dim - d);
+            vf_store_dtype((char *)dst + es * i * row_stride, g->grad, d, vf_load(tile + i * ld + d) * scale, dim - d);
 }
 
 /* dQ of query head h of a group in one worker's or task's slice: [dq_blocks][dim][NR]. */
@@ -392,8 +392,8 @@ static float *dq_of(const job *g, int64_t slice, int64_t h) {
 static void zero_dq_unseen(const job *g, const attn_seq *x, const seen *seen, int64_t b, int64_t h) {
     const gk_tensor *dq = &g->args->dq;
     const int64_t row0 = row0_of(g, dq, b, h, first_q(g, b)), row = dq->stride[attn_row_dim(&g->shape)];
-    zero_rows(at(dq, row0), g->dtype, row, seen->row_lo, g->shape.head_dim);
-    zero_rows(at(dq, row0 + seen->row_hi * row), g->dtype, row, x->seq_q - seen->row_hi, g->shape.head_dim);
+    zero_rows(at(dq, row0), g->grad, row, seen->row_lo, g->shape.head_dim);
+    zero_rows(at(dq, row0 + seen->row_hi * row), g->grad, row, x->seq_q - seen->row_hi, g->shape.head_dim);
 }
 
 /* What rows [i0, i0 + rows) of head h bring to a pair of tiles. */
@@ -453,7 +453,8 @@ static void main_task(void *arg, int64_t task, int64_t worker) {
     const int r = attn_row_dim(&g->shape);
     const attn_seq x = attn_seq_of(&a->fwd, &g->shape, b);
     const seen seen = seen_of(&x);
-    const int64_t grad_row = a->grad_out.stride[r], dk_row = a->dk.stride[r], dv_row = a->dv.stride[r];
+    const int64_t grad_es = (int64_t)gk_dtype_bytes(g->grad), grad_row = a->grad_out.stride[r],
+                  dk_row = a->dk.stride[r], dv_row = a->dv.stride[r];
     char *const dk = at(&a->dk, row0_of(g, &a->dk, b, h_kv, first_k(g, b)));
     char *const dv = at(&a->dv, row0_of(g, &a->dv, b, h_kv, first_k(g, b)));
     scratch w;
@@ -472,10 +473,10 @@ static void main_task(void *arg, int64_t task, int64_t worker) {
         const int64_t key0 = gk_clamp_i64(seen.key_lo, j0, j1), key1 = gk_clamp_i64(seen.key_hi, key0, j1);
         const int64_t keys = key1 - key0, keys_even = gk_round_up(keys, PAIR);
         t.key0 = key0, t.keys = keys;
-        zero_rows(dk + es * j0 * dk_row, g->dtype, dk_row, key0 - j0, dim);
-        zero_rows(dv + es * j0 * dv_row, g->dtype, dv_row, key0 - j0, dim_v);
-        zero_rows(dk + es * key1 * dk_row, g->dtype, dk_row, j1 - key1, dim);
-        zero_rows(dv + es * key1 * dv_row, g->dtype, dv_row, j1 - key1, dim_v);
+        zero_rows(dk + grad_es * j0 * dk_row, g->grad, dk_row, key0 - j0, dim);
+        zero_rows(dv + grad_es * j0 * dv_row, g->grad, dv_row, key0 - j0, dim_v);
+        zero_rows(dk + grad_es * key1 * dk_row, g->grad, dk_row, j1 - key1, dim);
+        zero_rows(dv + grad_es * key1 * dv_row, g->grad, dv_row, j1 - key1, dim_v);
         if (keys == 0) continue;
 
         /* 1. K and V; an odd number of keys leaves one to mask */
@@ -513,8 +514,8 @@ static void main_task(void *arg, int64_t task, int64_t worker) {
             }
         }
         /* 5. */
-        store_rows(g, w.dk, z->ld_d, keys, dim, (float)rules->scale, dk + es * key0 * dk_row, dk_row);
-        store_rows(g, w.dv, z->ld_dv, keys, dim_v, 1, dv + es * key0 * dv_row, dv_row);
+        store_rows(g, w.dk, z->ld_d, keys, dim, (float)rules->scale, dk + grad_es * key0 * dk_row, dk_row);
+        store_rows(g, w.dv, z->ld_dv, keys, dim_v, 1, dv + grad_es * key0 * dv_row, dv_row);
     }
     if (z->chunks > 1) return;
     /* 6. */
@@ -588,7 +589,7 @@ static void dsink_task(void *arg, int64_t task, int64_t worker) {
 static void zero_tail(const job *g, const gk_tensor *t, const gk_tensor *cu_seqlens) {
     const int64_t end = gk_i32_at(cu_seqlens, g->shape.batch);
     for (int64_t h = 0; h < t->shape[1]; ++h)
-        zero_rows(at(t, h * t->stride[1] + end * t->stride[0]), g->dtype, t->stride[0], t->shape[0] - end, t->shape[2]);
+        zero_rows(at(t, h * t->stride[1] + end * t->stride[0]), g->grad, t->stride[0], t->shape[0] - end, t->shape[2]);
 }
 
 /* Heavy sequences first, equal ones in order. */
@@ -609,7 +610,7 @@ static void order_sequences(const job *g, int64_t (*order)[2]) {
 static bool plan(const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_flash_attn_bwd_args *a = args;
     job *g = GK_OWN(job, to);
-    *g = (job){.args = a, .shape = attn_shape_of(&a->fwd), .dtype = a->fwd.q.dtype};
+    *g = (job){.args = a, .shape = attn_shape_of(&a->fwd), .dtype = a->fwd.q.dtype, .grad = a->dq.dtype};
     g->z = sizes_of(ctx, a, &g->shape);
     to->tile[0] = g->z.tile.bq, to->tile[1] = g->z.tile.bkv, to->tile[2] = g->z.chunk_keys;
     to->tasks = g->z.tasks, to->chunks = g->z.chunks, to->workspace_bytes = g->z.total_bytes;
@@ -619,7 +620,7 @@ static bool plan(const gk_context *ctx, const void *args, gk_plan *to) {
 static void run(const gk_context *ctx, const void *args, const gk_plan *planned, void *workspace) {
     const gk_flash_attn_bwd_args *a = args;
     job g = *GK_OWN_CONST(job, planned);
-    g.args = a, g.workspace = workspace;
+    g.args = a, g.grad = a->dq.dtype, g.workspace = workspace;
     int64_t (*order)[2] = (int64_t (*)[2])(g.workspace + g.z.order_at);
     order_sequences(&g, order);
     g.order = (const int64_t (*)[2])order;

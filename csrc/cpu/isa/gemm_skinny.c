@@ -39,9 +39,9 @@ static plan plan_of(const gk_context *ctx, const gk_gemm_args *args, const gk_ge
     const int64_t unit = x.along ? TN : NR, tasks_per_thread = x.in_place ? 1 : bl->tasks_per_thread;
     const int64_t per_thread = gk_ceil_div(x.p.n, tasks_per_thread * gk_num_threads(ctx));
     const bool few = x.p.m <= bl->few_rows;
-    x.kb = x.along      ? bl->kb_along
-           : x.in_place ? (few ? bl->place_few : bl->place_many)
-                        : (few ? bl->kb_few : bl->kb_many);
+    /* a chunk of a column is so many bytes: cells of pairs, whose table has them, and 16-bit values count half a float */
+    const int64_t along_kb = bl->kb_along * (PAIR == 1 && args->a.dtype != GK_F32 ? 2 : 1);
+    x.kb = x.along ? along_kb : x.in_place ? (few ? bl->place_few : bl->place_many) : (few ? bl->kb_few : bl->kb_many);
     const int64_t nb_max = x.in_place ? bl->place_nb : bl->in_flight / (x.along ? TN : x.kb);
     x.nb = gk_round_up(gk_clamp_i64(per_thread, bl->nb_min, nb_max), unit);
     x.n_blocks = gk_ceil_div(x.p.n, x.nb);
@@ -168,6 +168,20 @@ INLINE void dots(const int tm, const int tn, gk_dtype dtype, int64_t k, const ch
             for (int i = 0; i < tm; ++i) s[i][j] = vc_dot(vc_dot(s[i][j], av[i][0], bv[0]), av[i][1], bv[1]);
         }
     }
+    /* of more rows the halves come one after the other, from b loaded twice: half the conversions of whole vectors */
+    for (; VC_SPLITS && dtype == GK_BF16 && tm > 2 && c + 2 * W <= k; c += 2 * W)
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; ++half) {
+            vf av[TM];
+#pragma GCC unroll 8
+            for (int i = 0; i < tm; ++i) av[i] = vf_load_half(a + es * (i * a_m + c), half);
+#pragma GCC unroll 8
+            for (int j = 0; j < tn; ++j) {
+                const vf bv = vf_load_half(b + es * (j * b_n + c), half);
+#pragma GCC unroll 8
+                for (int i = 0; i < tm; ++i) s[i][j] = vf_fma(av[i], bv, s[i][j]);
+            }
+        }
     for (; c + W * PAIR <= k; c += W * PAIR) {
         vc av[TM];
 #pragma GCC unroll 8

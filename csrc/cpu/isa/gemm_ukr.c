@@ -150,8 +150,9 @@ static void rows(void *dst, int64_t ld, const void *src, gk_dtype dtype, int64_t
     }
 }
 
-const gk_gemm_isa SYM(gk_gemm_isa) = {W,      MR,   PAIR,  SYM(gk_ukr_panel)[0], SYM(gk_ukr_rows)[0], pack,
-                                      panels, rows, store, &SYM(gk_gemm_blocks)};
+const gk_gemm_isa SYM(gk_gemm_isa) = {
+    W,    MR,   PAIR, SYM(gk_ukr_panel)[0], SYM(gk_ukr_rows)[0], pack, panels, rows, store, &SYM(gk_gemm_blocks),
+    NULL, NULL, 0};
 
 /* ---- the rows of tables.c --------------------------------------------------------------------- */
 static bool packed_plan(const gk_context *ctx, const void *args, gk_plan *plan) {

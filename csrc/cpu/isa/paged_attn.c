@@ -79,8 +79,9 @@ static paged_job job_make(const gk_context *ctx, const gk_paged_attn_args *a) {
     const gk_attn_blocks *row = gk_attn_fwd_blocks;
     while (row->max_head_dim < gk_max_i64(head_dim, head_dim_v)) ++row;
     const int64_t bq = gk_clamp_i64(gk_round_up(job.max_tokens * group, NR), NR, row->bq);
-    job.tile = (attn_job){&a->rules,   a->q.dtype, head_dim, head_dim_v,
-                          group,       bq,         row->bkv, attn_sum_cells(a->q.dtype, job.max_tokens),
+    job.tile = (attn_job){&a->rules,   a->q.dtype, a->q.dtype,
+                          head_dim,    head_dim_v, group,
+                          bq,          row->bkv,   attn_sum_cells(a->q.dtype, job.max_tokens),
                           a->out.data, a->lse.data};
 
     const int64_t capacity = a->block_table.shape[1] * a->k_cache.shape[1];
@@ -617,10 +618,10 @@ static void merge_task(void *arg, int64_t task, int64_t worker) {
     for (int64_t n = 0; n < x.seq_q * group; ++n) {
         const int64_t i = n / group, h = h_kv * group + n % group;
         const float sink = (float)gk_sink_of(&job->args->rules, h);
-        float m = sink == -INFINITY ? -FLT_MAX : sink * ATTN_UNIT, l = 0;
+        float m = attn_sink(sink), l = 0;
         for (int64_t c = job->first_chunk[b]; c < job->first_chunk[b + 1]; ++c)
             m = fmaxf(m, partial_at(job, c, h_kv, n)[job->o_step]);
-        if (sink != -INFINITY) l = paged_weight(sink * ATTN_UNIT, m);
+        if (sink != -INFINITY) l = paged_weight(attn_sink(sink), m);
         for (int64_t c = job->first_chunk[b]; c < job->first_chunk[b + 1]; ++c) {
             const float *from = partial_at(job, c, h_kv, n) + job->o_step;
             l += paged_weight(from[0], m) * from[1];

@@ -19,11 +19,38 @@
 
 #define INLINE static inline __attribute__((always_inline, unused))
 
-#if defined(__AVX512F__)
+/* The set is GK_ISA's alone. Flags that hold less than it do not compile; flags that hold more would put instructions into a
+ * set that runs on machines without them. */
+#define GK_LEVEL_base 1
+#define GK_LEVEL_avx2 2
+#define GK_LEVEL_avx512 3
+#define GK_LEVEL_avx512bf16 4
+#define ISA_LEVEL GK_CAT(GK_LEVEL, GK_ISA)
+#if ISA_LEVEL < 1
+#error "GK_ISA is none of base, avx2, avx512, avx512bf16"
+#elif ISA_LEVEL >= 2 && !(defined(__AVX2__) && defined(__FMA__) && defined(__F16C__))
+#error "compile this instruction set with -mavx2 -mfma -mf16c"
+#elif ISA_LEVEL >= 3 && \
+    !(defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__))
+#error "compile this instruction set with -mavx512f -mavx512bw -mavx512dq -mavx512vl"
+#elif ISA_LEVEL >= 4 && !(defined(__AVX512BF16__) && defined(__AVX512VNNI__))
+#error "compile this instruction set with -mavx512bf16 -mavx512vnni"
+#elif ISA_LEVEL < 2 && defined(__AVX__)
+#error "the base set is compiled without AVX: put -march=x86-64 last, and leave -mavx and what implies it out of CFLAGS"
+#elif ISA_LEVEL < 3 && defined(__AVX512F__)
+#error "the avx2 set is compiled without AVX-512: put -march=x86-64 last, and leave -mavx512 out of CFLAGS"
+#elif ISA_LEVEL < 4 && defined(__AVX512BF16__)
+#error "the avx512 set is compiled without AVX-512 BF16: put -march=x86-64 last, and leave it out of CFLAGS"
+#endif
+#if defined(__FAST_MATH__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__)
+#error "compile without -Ofast, -ffast-math and -ffinite-math-only: NaN, inf and subnormals keep their meaning"
+#endif
+
+#if ISA_LEVEL >= 3
 #include <immintrin.h>
 #define W 16
 #define MR 14 /* 28 accumulators, 2 operands, 2 to spare: 12, 13, 14 rows all reach 99 % of the peak, 14 load least */
-#elif defined(__AVX2__)
+#elif ISA_LEVEL >= 2
 #include <immintrin.h>
 #define W 8
 #define MR 6 /* 12 accumulators of 16 registers */
@@ -46,7 +73,7 @@ INLINE void vf_store(float *p, vf v) { *(vf_mem *)p = v; }
 INLINE vi vi_set1(int32_t x) { return x - (vi){0}; }
 INLINE vi vi_load(const int32_t *p) { return (vi) * (const vu_mem *)p; }
 
-#if defined(__AVX512F__)
+#if ISA_LEVEL >= 3
 typedef __mmask16 vm;
 INLINE vm vm_first(int64_t n) { return (vm)(n >= W ? 0xffff : n <= 0 ? 0 : (1u << n) - 1); }
 INLINE vf vf_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
@@ -68,7 +95,7 @@ INLINE vm vm_first(int64_t n) {
     for (int i = 0; i < W; ++i) m[i] = i < n ? -1 : 0;
     return m;
 }
-#if defined(__AVX2__)
+#if ISA_LEVEL >= 2
 INLINE vf vf_fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
 INLINE vf vf_max(vf a, vf b) { return _mm256_max_ps(a, b); }
 INLINE vf vf_min(vf a, vf b) { return _mm256_min_ps(a, b); }
@@ -115,7 +142,7 @@ INLINE void vf_store_first(float *p, vf v, int64_t n) {
  * 2^-inf = 0, NaN stays NaN, results under 2^-125 may flush to 0, x <= 127.
  * low, if any: what x lost when it was rounded; then 2^(x + low). */
 INLINE vf vf_exp2_sum(vf x, const vf *low, bool poly4) {
-#if defined(__AVX512F__)
+#if ISA_LEVEL >= 3
     vf f = _mm512_reduce_ps(x, (_MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)), p;
 #else
     vf clamped = vf_max(vf_set1(-126.0f), x), n = vf_round(clamped), f, p;
@@ -136,11 +163,11 @@ INLINE vf vf_exp2_sum(vf x, const vf *low, bool poly4) {
         p = vf_fma(p, f, vf_set1(0.6931469838401201f));
         p = vf_fma(p, f, vf_set1(1.0000000018557926f));
     }
-#if defined(__AVX512F__)
+#if ISA_LEVEL >= 3
     return _mm512_scalef_ps(p, x); /* p * 2^floor(x) */
 #else
     vi e;
-#if defined(__AVX2__)
+#if ISA_LEVEL >= 2
     e = (vi)_mm256_cvtps_epi32(n);
 #else
     e = (vi)(n + 0x1.8p23f) - 0x4b400000;
@@ -164,53 +191,11 @@ INLINE vf vf_exp_near(vf x) {
     return vf_exp2_sum(log2, &low, false);
 }
 
-/* tanh, relative error below 2e-7 */
-INLINE vf vf_tanh(vf x) {
-    vf ax = vf_max(-x, x), t = x * x;
-    vf p = vf_fma(vf_set1(-0.005602740717244392f), t, vf_set1(0.020539938387067032f));
-    p = vf_fma(p, t, vf_set1(-0.05370532053438902f));
-    p = vf_fma(p, t, vf_set1(0.13330932164514403f));
-    p = vf_fma(p, t, vf_set1(-0.3333325220376818f));
-    p = vf_fma(p, t, vf_set1(0.9999999955223664f)) * x;
-    vf e = vf_exp2(ax * (-2 * GK_LOG2E));
-    vf q = (1.0f - e) / (1.0f + e);
-    q = vf_select(vf_lt(x, vf_set1(0.0f)), -q, q);
-    return vf_select(vf_lt(t, vf_set1(0.4f)), p, q);
-}
-
-/* erf, absolute error below 2e-7 */
-INLINE vf vf_erf(vf x) {
-    vf ax = vf_min(vf_set1(9.0f), vf_max(-x, x)), t = x * x;
-    vf p = vf_fma(vf_set1(7.853861180093309e-05f), t, vf_set1(-0.0008010193569257794f));
-    p = vf_fma(p, t, vf_set1(0.005188327678681839f));
-    p = vf_fma(p, t, vf_set1(-0.026853811930971312f));
-    p = vf_fma(p, t, vf_set1(0.1128358514848707f));
-    p = vf_fma(p, t, vf_set1(-0.3761262582422034f));
-    p = vf_fma(p, t, vf_set1(1.128379165726714f)) * x;
-    vf u = 1.0f / (1.0f + 0.5f * ax); /* erfc(x) = exp(-x^2) Q(1 / (1 + x/2)) */
-    vf q = vf_fma(vf_set1(0.07358226826820538f), u, vf_set1(-0.32656212353093333f));
-    q = vf_fma(q, u, vf_set1(0.3703690315561158f));
-    q = vf_fma(q, u, vf_set1(0.03713060666780108f));
-    q = vf_fma(q, u, vf_set1(0.2871080256519141f));
-    q = vf_fma(q, u, vf_set1(0.2751701744795469f));
-    q = vf_fma(q, u, vf_set1(0.28274697397556164f));
-    q = vf_fma(q, u, vf_set1(-2.5869306793141285e-05f));
-    q = 1.0f - q * vf_exp2(ax * ax * -GK_LOG2E);
-    q = vf_select(vf_lt(x, vf_set1(0.0f)), -q, q);
-    return vf_select(vf_lt(t, vf_set1(1.0f)), p, q); /* NaN passes through min, max and q */
-}
-
-/* 1 / (1 + exp(-x)); below -87 the result, under 2e-38, is 0 */
-INLINE vf vf_sigmoid(vf x) {
-    vf e = vf_exp2(vf_min(vf_set1(126.0f), x * -GK_LOG2E));
-    return vf_select(vf_lt(x, vf_set1(-87.0f)), vf_set1(0.0f), 1.0f / (1.0f + e));
-}
-
 /* ---- 16-bit floats ---------------------------------------------------------------------------- */
-#if defined(__AVX512F__)
+#if ISA_LEVEL >= 3
 INLINE vf vf_from_bf16(__m256i h) { return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16); }
 INLINE __m256i vf_to_bf16(vf v) {
-#if defined(__AVX512BF16__)
+#if ISA_LEVEL >= 4
     return (__m256i)_mm512_cvtneps_pbh(v);
 #else
     __m512i u = (__m512i)v, odd = _mm512_and_epi32(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
@@ -234,7 +219,7 @@ INLINE void vf_store_bf16_first(uint16_t *p, vf v, int64_t n) {
 INLINE void vf_store_f16_first(uint16_t *p, vf v, int64_t n) {
     _mm256_mask_storeu_epi16(p, vm_first(n), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
-#elif defined(__AVX2__)
+#elif ISA_LEVEL >= 2
 INLINE vf vf_load_bf16(const uint16_t *p) {
     return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
 }
@@ -257,7 +242,7 @@ INLINE vf vf_load_f16(const uint16_t *p) {
 }
 #endif
 
-#if !defined(__AVX512F__)
+#if ISA_LEVEL < 3
 INLINE vf vf_load_bf16_first(const uint16_t *p, int64_t n) {
     uint16_t t[W] = {0};
     if (n >= W) return vf_load_bf16(p);
@@ -276,7 +261,7 @@ INLINE void vf_store_bf16_first(uint16_t *p, vf v, int64_t n) {
     for (int i = 0; i < W && i < n; ++i) p[i] = (uint16_t)r[i];
 }
 INLINE void vf_store_f16_first(uint16_t *p, vf v, int64_t n) {
-#if defined(__AVX2__)
+#if ISA_LEVEL >= 2
     uint16_t t[W];
     _mm_storeu_si128((__m128i *)t, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
     memcpy(p, t, 2 * (size_t)gk_clamp_i64(n, 0, W));
@@ -318,6 +303,11 @@ INLINE void vf_load2_split(const void *p, gk_dtype dtype, int64_t i, vf to[2]) {
         to[1] = vf_load_dtype(p, dtype, i + W, W);
     }
 }
+/* Of 2 W whole bfloat16 those of even index (half 0) or the odd ones (1), as floats. */
+INLINE vf vf_load_half(const void *p, int half) {
+    const vu_pairs u = *(const vu_pairs *)p;
+    return half ? (vf)(u & 0xffff0000) : (vf)(u << 16);
+}
 /* the way back */
 INLINE void vf_unsplit(vf x[2], gk_dtype dtype) {
     if (dtype != GK_BF16) return;
@@ -328,7 +318,7 @@ INLINE void vf_unsplit(vf x[2], gk_dtype dtype) {
 }
 
 /* ---- cells ------------------------------------------------------------------------------------ */
-#if defined(__AVX512BF16__)
+#if ISA_LEVEL >= 4
 #define PAIR 2
 typedef uint32_t cell;
 typedef __m512i vc;
@@ -433,7 +423,7 @@ INLINE vc vc_scale(vc x, float scale) { return x * scale; }
 #endif
 
 /* Transposes W vectors of W cells in place. */
-#if defined(__AVX512F__)
+#if ISA_LEVEL >= 3
 INLINE void vc_transpose(vc r[W]) {
     __m512i t[16], u[16];
 #pragma GCC unroll 16
@@ -460,7 +450,7 @@ INLINE void vc_transpose(vc r[W]) {
         r[12 + c] = (vc)_mm512_shuffle_i32x4(b, e, 0xdd);
     }
 }
-#elif defined(__AVX2__)
+#elif ISA_LEVEL >= 2
 INLINE void vc_transpose(vc r[W]) {
     __m256 t[8], u[8];
     for (int i = 0; i < 8; i += 2) {
@@ -495,7 +485,7 @@ INLINE void vc_transpose(vc r[W]) {
 #endif
 
 /* Lane i of the result is the sum of x[i]. */
-#if defined(__AVX512F__)
+#if ISA_LEVEL >= 3
 INLINE vf vf_sums(const vf x[W]) {
     __m512 y[8], z[4], u[2]; /* y: two sums in each 128-bit lane, z: four; then the 128-bit lanes are added */
 #pragma GCC unroll 8
@@ -508,7 +498,7 @@ INLINE vf vf_sums(const vf x[W]) {
         u[i] = _mm512_shuffle_f32x4(z[2 * i], z[2 * i + 1], 0x88) + _mm512_shuffle_f32x4(z[2 * i], z[2 * i + 1], 0xdd);
     return _mm512_shuffle_f32x4(u[0], u[1], 0x88) + _mm512_shuffle_f32x4(u[0], u[1], 0xdd);
 }
-#elif defined(__AVX2__)
+#elif ISA_LEVEL >= 2
 INLINE vf vf_sums(const vf x[W]) {
     __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
     __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(x[4], x[5]), _mm256_hadd_ps(x[6], x[7]));
@@ -521,5 +511,7 @@ INLINE vf vf_sums(const vf x[W]) {
     return (t[0] + t[1]) + (t[2] + t[3]);
 }
 #endif
+
+#include "vec_math.h"
 
 #endif

@@ -3,6 +3,7 @@
 #ifndef GPUKERN_CUDA_FWD_PRODUCER_CUH
 #define GPUKERN_CUDA_FWD_PRODUCER_CUH
 
+#include "../ptx/griddepcontrol.cuh"
 #include "../ptx/laneid.cuh"
 #include "../ptx/tma.cuh"
 #include "../tile/tma_ring.cuh"
@@ -18,7 +19,11 @@ struct FwdHopperParams {
     CUtensorMap q, k, v, out; /* boxes of 64 columns by BQ (a head's, by stacked heads), BKV, BKV, 16 rows */
     FwdParams fwd;
     FwdSchedule schedule;
+    Sequence seq; /* every sequence, unless `reads` */
     ScoreUnits units;
+    Divisor by_batch, by_group; /* a sequence's heads, as tiles count them; query heads of a kv head */
+    bool reads;                 /* tensors say where a tile's keys lie, or what becomes of its scores */
+    bool simple;                /* results are whole rows of one head, without sinks */
     int stacked;     /* query heads of a tile: row r of it is query r % seq_q of head r / seq_q. 1: r is the query */
     Divisor by_head; /* rows of a head in a tile; of one head more than there are */
     int q_bytes;     /* of a tile, as TMA counts */
@@ -31,6 +36,10 @@ struct __align__(16) FwdTile {
     struct __align__(16) {
         int own[3], blocks;
     } steps;
+    /* Where the loads begin. b: of a packed call 0 */
+    struct __align__(16) {
+        int q_row, k_row, head_kv, b;
+    } from;
     FwdWork work;
     Sequence seq;
     FwdKeys keys;
@@ -113,20 +122,24 @@ template <int BQ> __device__ __forceinline__ int packed_owner(const Problem &p, 
     return -1;
 }
 
-/* Where a unit's tile lies. i0 < 0: the unit has no such tile; false: there is no such unit. */
-template <int BQ>
-__device__ __forceinline__ bool place_tile(const FwdHopperParams &x, int unit, int second, FwdWork *work) {
+/* Where the tile lies that a block takes at step i. i0 < 0: a unit of a packed call has no second one; false: there are no
+ * more. All lanes. */
+template <int BQ> __device__ __forceinline__ bool place_tile(const FwdHopperParams &x, int i, FwdWork *work) {
     const Problem &p = x.fwd.problem;
-    int tiles = x.schedule.tiles, b = -1;
+    FwdWork found;
     if (p.cu_q) {
-        b = packed_owner<BQ>(p, x.schedule, unit);
+        int unit = blockIdx.x + i / 2 * x.schedule.blocks;
+        const int b = unit < x.schedule.units ? packed_owner<BQ>(p, x.schedule, unit) : -1;
         if (b < 0) return false;
-        tiles = packed_tiles<BQ>(p, b);
+        const FwdUnit u = fwd_unit(packed_tiles<BQ>(p, b), x.schedule, unit);
+        found = {b, u.head * x.stacked, (i & 1 ? u.tile[1] : u.tile[0]) * BQ, u.split};
+    } else {
+        const FwdPlace at = fwd_place_of(x.schedule, blockIdx.x, i);
+        if (at.head < 0) return false;
+        const int b = (int)x.by_batch.into((unsigned)at.head);
+        found = {b, (at.head - b * (int)x.by_batch.by) * x.stacked, at.tile * BQ, at.split};
     }
-    const FwdUnit u = fwd_unit({tiles, x.schedule.splits, x.schedule.paired, x.schedule.heads, 0}, unit);
-    const int heads = p.heads_q / x.stacked, head = (p.cu_q ? u.head : u.head % heads) * x.stacked;
-    const int tile = second ? u.tile[1] : u.tile[0];
-    if (laneid() == 0) *work = {p.cu_q ? b : u.head / heads, head, tile * BQ, u.split};
+    if (laneid() == 0) *work = found;
     __syncwarp();
     return true;
 }
@@ -140,6 +153,8 @@ __device__ __forceinline__ void describe_keys(FwdTile &t, const FwdHopperParams 
     /* TMA makes rows past a dense tensor zero; keys that no row of the sequence sees may hold anything */
     const int seen = t.seq.span.hi(t.seq.seq_q - 1), left = seen - keys.lo - (keys.tiles - 1) * Tile::BKV;
     t.keys = keys, t.rows = filled, t.steps.blocks = keys.tiles;
+    t.from = {t.seq.q0 + t.work.i0, t.seq.k0 + keys.lo, (int)x.by_group.into((unsigned)t.work.head),
+              x.fwd.problem.cu_q ? 0 : t.work.b};
 #pragma unroll 1
     for (int g = 0; g < Tile::WARPGROUPS; ++g) {
         const int last = x.stacked > 1 ? rows - 1 : min(64 * g + 63, rows - 1);
@@ -154,6 +169,14 @@ __device__ __forceinline__ void describe_keys(FwdTile &t, const FwdHopperParams 
     t.ragged = (x.fwd.problem.cu_q || seen < x.fwd.problem.seq_k) && left < Tile::BKV ? left : 0;
 }
 
+/* Tile n's description is complete. One thread. */
+template <class Tile, bool MODIFIED>
+__device__ __forceinline__ void describe(FwdTile &t, const FwdHopperParams &x, smem_addr full_s) {
+    describe_keys<Tile, MODIFIED>(t, x);
+    if (MODIFIED) t.score = score_of(x.fwd.problem, t.seq, t.work.b, t.work.head);
+    mbarrier_arrive(full_s);
+}
+
 /* One warp describes tile after tile in shared memory, while the tile before is still loaded. Registers are few here: what
  * can be read or worked out again is. */
 template <class Tile, bool MODIFIED>
@@ -162,21 +185,30 @@ __device__ __forceinline__ void find_tiles(const FwdHopperParams &x, unsigned ch
     const Problem &p = x.fwd.problem;
     const tma_steps<S::TILE_STAGES> described = {smem_s + S::TILE_RING};
     int n = 0;
+    if (!x.reads) { /* every sequence is alike: one lane, and no wait */
 #pragma unroll 1
-    for (unsigned i = 0;; ++i) { /* two places a unit */
-        const int unit = blockIdx.x + i / 2 * gridDim.x;
-        described.wait_empty(n);
-        FwdTile &t = ((FwdTile *)(smem + S::TILES))[n % S::TILE_STAGES];
-        if (unit >= x.schedule.units || !place_tile<S::BQ>(x, unit, i & 1, &t.work)) break;
-        if (t.work.i0 >= 0 && laneid() == 0) t.seq = sequence_of(p, t.work.b);
-        __syncwarp();
-        if (t.work.i0 >= 0 && t.seq.seq_q > t.work.i0) {
-            if (laneid() == 0) describe_keys<Tile, MODIFIED>(t, x);
-            if (MODIFIED && laneid() == 0) t.score = score_of(p, t.seq, t.work.b, t.work.head);
-            if (laneid() == 0) mbarrier_arrive(described.full(n));
-            ++n;
+        for (;; ++n) {
+            described.wait_empty(n);
+            FwdTile &t = ((FwdTile *)(smem + S::TILES))[n % S::TILE_STAGES];
+            if (!place_tile<S::BQ>(x, n, &t.work)) break;
+            if (laneid() == 0) t.seq = x.seq, describe<Tile, MODIFIED>(t, x, described.full(n));
+            __syncwarp();
         }
-        __syncwarp();
+    } else {
+        griddepcontrol_wait(); /* what the kernel before wrote of them is there */
+#pragma unroll 1
+        for (int i = 0;; ++i) {
+            described.wait_empty(n);
+            FwdTile &t = ((FwdTile *)(smem + S::TILES))[n % S::TILE_STAGES];
+            if (!place_tile<S::BQ>(x, i, &t.work)) break;
+            if (t.work.i0 >= 0 && laneid() == 0) t.seq = sequence_of(p, t.work.b);
+            __syncwarp();
+            if (t.work.i0 >= 0 && t.seq.seq_q > t.work.i0) {
+                if (laneid() == 0) describe<Tile, MODIFIED>(t, x, described.full(n));
+                ++n;
+            }
+            __syncwarp();
+        }
     }
     if (laneid() == 0)
         ((FwdTile *)(smem + S::TILES))[n % S::TILE_STAGES].steps.blocks = -1, mbarrier_arrive(described.full(n));
@@ -190,8 +222,7 @@ __device__ __forceinline__ void load_q(const FwdHopperParams &x, const FwdTile &
     q.wait_empty(n);
     if (t.steps.blocks > 0) {
         mbarrier_arrive_expect_tx(q.full(n), x.q_bytes);
-        load_panels<Q>(smem_s + q.stage(n) * Q::bytes, &x.q, t.seq.q0 + t.work.i0, t.work.head,
-                       x.fwd.problem.cu_q ? 0 : t.work.b, q.full(n));
+        load_panels<Q>(smem_s + q.stage(n) * Q::bytes, &x.q, t.from.q_row, t.work.head, t.from.b, q.full(n));
     } else {
         mbarrier_arrive(q.full(n));
     }
@@ -211,8 +242,7 @@ __device__ __forceinline__ void load_tiles(const FwdHopperParams &x, const FwdTi
 #pragma unroll 1
     for (; tiles[n % S::TILE_STAGES].steps.blocks >= 0; ++n) {
         const FwdTile &t = tiles[n % S::TILE_STAGES];
-        const int blocks = t.steps.blocks, row = t.seq.k0 + t.keys.lo;
-        const int head = t.work.head / x.fwd.problem.group, b = x.fwd.problem.cu_q ? 0 : t.work.b;
+        const int blocks = t.steps.blocks;
 #pragma unroll 1
         for (int j = 0; j <= blocks; ++j) {
             if (j < blocks) {
@@ -220,7 +250,8 @@ __device__ __forceinline__ void load_tiles(const FwdHopperParams &x, const FwdTi
                 k.wait_empty(at);
                 mbarrier_arrive_expect_tx(k.full(at), S::K::bytes);
                 load_panels<typename S::K>(smem_s + S::K_AT + k.stage(at) * S::K::bytes, &x.k,
-                                           row + block_at<MODIFIED>(t, j) * Tile::BKV, head, b, k.full(at));
+                                           t.from.k_row + block_at<MODIFIED>(t, j) * Tile::BKV, t.from.head_kv,
+                                           t.from.b, k.full(at));
             }
             if (!AHEAD && j == 0) load_q<Tile>(x, t, smem_s, n);
             if (j > 0) {
@@ -228,7 +259,8 @@ __device__ __forceinline__ void load_tiles(const FwdHopperParams &x, const FwdTi
                 v.wait_empty(at);
                 mbarrier_arrive_expect_tx(v.full(at), S::V::bytes);
                 load_panels<typename S::V>(smem_s + S::V_AT + v.stage(at) * S::V::bytes, &x.v,
-                                           row + block_at<MODIFIED>(t, j - 1) * Tile::BKV, head, b, v.full(at));
+                                           t.from.k_row + block_at<MODIFIED>(t, j - 1) * Tile::BKV, t.from.head_kv,
+                                           t.from.b, v.full(at));
             }
             /* its buffer is free once all have taken their first block; what they need sooner goes first */
             if (AHEAD && j == min(2, blocks)) {

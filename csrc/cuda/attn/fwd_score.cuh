@@ -3,7 +3,7 @@
  * in the unit of the product, scale goes into the exponent's multiply-add, and every number that a call fixes is a kernel
  * parameter, which an instruction reads as an operand:
  *   s' = s P((scale s / cap)^2) = cap / scale tanh(scale s / cap)      5 slots and 1 for the test where all are near 0
- *   s'' = s' - slope / scale |i + diagonal - j|                        2 slots */
+ *   s'' = s' - slope / scale |i + diagonal - j|                        2 slots; 1 where all keys lie on one side of all rows */
 #ifndef GPUKERN_CUDA_FWD_SCORE_CUH
 #define GPUKERN_CUDA_FWD_SCORE_CUH
 
@@ -104,6 +104,13 @@ template <int N> __device__ __forceinline__ void cap_scores(float (&s)[N], const
             s[i] = fabsf(s[i]) >= u.limit ? far : s[i];
         }
     }
+}
+
+/* ALiBi of keys on one side of the row: what differs from key to key. slope: falls away from the row, so it is negative behind it;
+ * the rest, slope times ahead, is the same for all of them. */
+template <int N> __device__ __forceinline__ void lean_one_side(float (&s)[N], const float (&slope)[2]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) s[i] = fmaf(slope[i / 2 & 1], (float)(i / 4 * 8 + i % 2), s[i]);
 }
 
 /* ALiBi. ahead: from the lane's first key to where rows 0 and 8 stand. Distances are exact where they are small; past 2^24

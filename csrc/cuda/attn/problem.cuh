@@ -106,6 +106,14 @@ __device__ __forceinline__ int owner_of(const int32_t *cu, int64_t step, int bat
     return lo <= batch ? lo - 1 : -1;
 }
 
+/* What sequence_of finds of every sequence of a dense call that has no index tensors. */
+inline Sequence dense_sequence(const Problem &p) {
+    Sequence s = {};
+    s.seq_q = p.seq_q, s.seq_k = p.seq_k, s.diagonal = p.rules.diagonal;
+    s.span = span_make(s.seq_k, s.diagonal, p.rules.left, p.rules.right);
+    return s;
+}
+
 /* ---- host: the C API's arguments as a Problem ---------------------------------------------------------- */
 inline Rows rows_of(const gk_tensor &t) {
     if (t.ndim == 4) return {t.data, t.stride[0], t.stride[1], t.stride[2]};

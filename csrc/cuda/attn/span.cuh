@@ -3,6 +3,8 @@
 #ifndef GPUKERN_CUDA_SPAN_CUH
 #define GPUKERN_CUDA_SPAN_CUH
 
+#include "../layout/algebra.cuh" /* GK_HD */
+
 #include <stdint.h>
 
 struct Span {
@@ -20,12 +22,10 @@ struct Span {
 /* Lengths are at most 2^30, so sums of a row and an offset stay within 32 bits. */
 constexpr int SPAN_FAR = 1 << 30;
 
-__device__ __forceinline__ int span_clamp(int64_t x) {
-    return (int)(x < -SPAN_FAR ? -SPAN_FAR : x > SPAN_FAR ? SPAN_FAR : x);
-}
+inline GK_HD int span_clamp(int64_t x) { return (int)(x < -SPAN_FAR ? -SPAN_FAR : x > SPAN_FAR ? SPAN_FAR : x); }
 
 /* left, right: -1 = unbounded; is_causal is in right already. */
-__device__ __forceinline__ Span span_make(int seq_k, int64_t diagonal, int64_t left, int64_t right) {
+inline GK_HD Span span_make(int seq_k, int64_t diagonal, int64_t left, int64_t right) {
     Span s;
     s.key_lo = 0, s.key_hi = seq_k;
     s.lo_off = left < 0 ? -SPAN_FAR : span_clamp(diagonal - left);

@@ -30,15 +30,17 @@ template <class T, int BKV> struct StaleSoftmax {
 
     __device__ __forceinline__ void clear() { m[0] = m[1] = STALE_NOTHING, total[0] = total[1] = 0; }
 
-    /* Weights by the present m; sum: of this lane, by row. */
-    __device__ __forceinline__ void weights(const float (&s)[N * 4], float unit_log2, float (&w)[N * 4],
-                                            float (&sum)[2]) const {
+    /* Weights by the present m; sum: of this lane, by row. Scores are the s of a row less shift, in log2 units: what all of a
+     * block's keys have in common, and nobody adds to each. */
+    __device__ __forceinline__ void weights(const float (&s)[N * 4], float unit_log2, const float (&shift)[2],
+                                            float (&w)[N * 4], float (&sum)[2]) const {
+        const float at[2] = {m[0] + shift[0], m[1] + shift[1]};
         float part[4] = {0, 0, 0, 0}; /* two chains a row: an addition waits for the one before it */
 #pragma unroll
         for (int i = 0; i < N * 2; ++i) {
             const int r = i & 1;
-            w[2 * i] = ex2_approx_ftz(fmaf(s[2 * i], unit_log2, -m[r]));
-            w[2 * i + 1] = ex2_approx_ftz(fmaf(s[2 * i + 1], unit_log2, -m[r]));
+            w[2 * i] = ex2_approx_ftz(fmaf(s[2 * i], unit_log2, -at[r]));
+            w[2 * i + 1] = ex2_approx_ftz(fmaf(s[2 * i + 1], unit_log2, -at[r]));
             part[r] += w[2 * i], part[2 + r] += w[2 * i + 1];
         }
         sum[0] = part[0] + part[2], sum[1] = part[1] + part[3];
@@ -50,11 +52,11 @@ template <class T, int BKV> struct StaleSoftmax {
         for (int i = 0; i < N * 2; ++i) p[i] = pack2<T>(w[2 * i], w[2 * i + 1]);
     }
 
-    /* The largest score of row r, the same in its four lanes. */
-    static __device__ __forceinline__ float row_top(const float (&s)[N * 4], int r) {
+    /* The largest score of row r, the same in its four lanes; of every EACH-th octet of keys. */
+    template <int EACH = 1> static __device__ __forceinline__ float row_top(const float (&s)[N * 4], int r) {
         float top = s[2 * r];
 #pragma unroll
-        for (int n = 0; n < N; ++n) top = fmaxf(top, fmaxf(s[4 * n + 2 * r], s[4 * n + 2 * r + 1]));
+        for (int n = 0; n < N; n += EACH) top = fmaxf(top, fmaxf(s[4 * n + 2 * r], s[4 * n + 2 * r + 1]));
         return quad_max(top);
     }
 
@@ -65,28 +67,34 @@ template <class T, int BKV> struct StaleSoftmax {
 
     /* The rows that are out of range get a new m from this block; all weights are computed again, those of other rows to
      * the same bits. factor: what a row's older sums must be multiplied by. */
-    __device__ __forceinline__ void redo(const float (&s)[N * 4], float unit_log2, float (&w)[N * 4], float (&sum)[2],
-                                         float (&factor)[2]) {
+    __device__ __forceinline__ void redo(const float (&s)[N * 4], float unit_log2, const float (&shift)[2],
+                                         float (&w)[N * 4], float (&sum)[2], float (&factor)[2]) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const unsigned lanes = __ballot_sync(0xffffffffu, !(sum[r] < Range::LIMIT));
             const bool again = lanes >> (threadIdx.x & 28) & 15;
-            const float to = row_top(s, r) * unit_log2;
+            const float to = row_top(s, r) * unit_log2 - shift[r];
             factor[r] = again ? ex2_approx_ftz(m[r] - to) : 1.f;
             m[r] = again ? to : m[r];
             total[r] *= factor[r];
         }
-        weights(s, unit_log2, w, sum);
+        weights(s, unit_log2, shift, w, sum);
     }
 
-    /* The first block of a tile sets m. */
-    __device__ __forceinline__ void refer(const float (&s)[N * 4], float unit_log2) {
+    /* The first block of a tile sets m to its largest score. SAMPLED: to the largest of a quarter of them, in as many instructions;
+     * whoever asks so asks also whether a row is out of range then. */
+    template <bool SAMPLED>
+    __device__ __forceinline__ void refer(const float (&s)[N * 4], float unit_log2, const float (&shift)[2]) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const float top = row_top(s, r);
-            m[r] = top == -INFINITY ? STALE_NOTHING : top * unit_log2;
+            const float top = row_top<SAMPLED ? 4 : 1>(s, r);
+            m[r] = top == -INFINITY ? STALE_NOTHING : top * unit_log2 - shift[r];
         }
     }
+
+    /* The sum of a row's weights, and lse from it where there is no sink. */
+    __device__ __forceinline__ float sum_of(int r) const { return quad_sum(total[r]); }
+    __device__ __forceinline__ float lse_of(int r, float sum) const { return (m[r] + __log2f(sum)) * LN_2; }
 
     /* What the row's sums come to, in natural units. */
     __device__ __forceinline__ RowSum result(int r, float sink) const {

@@ -1,0 +1,178 @@
+/* gemm_amx: the register tile of AMX, C[m][n] (+)= sum_k A[m][k] B[k][n] in bfloat16, and the packing that it wants.
+ * Blocks, tasks and epilogue are gemm.c's; compiled with the instructions (GK_ISA amx) and with their emulation (amx_emulated).
+ *
+ *   a  rows [m][step] of cells, a cell being a pair of neighbours along k   16 rows x 16 cells fill a tile as they lie
+ *   b  panel [cells][32] of cells                                           16 cells x 16 columns fill a tile as they lie
+ *   c  [m][ldc] float32, m <= 32, 16 or 32 columns
+ *
+ * Tiles 0 1 | 2 3 hold 32 x 32 of C, 4 5 two of A, 6 7 two of B: a step of 32 along k loads four tiles for four products, so it
+ * takes 64 cycles and 64 lines of 64 bytes. k is padded with zeros to whole tiles in both operands.
+ * The configuration is set where a task's rows change, and released at its end: the caller's threads are left as they were.
+ * A sum is 16 even and 16 odd products from 0, added to C: C's chain is k / 32 long, and is not cut further.
+ * Subnormal inputs and sums count as 0. Not here: M <= 16 (gemm_skinny), float32 and float16. */
+#include "tile_amx.h"
+#include "../blocks.h"
+#include "../kernels.h"
+
+#ifndef GK_ISA
+#error "compile with -DGK_ISA=amx or amx_emulated"
+#endif
+#define CAT_(a, b) a##_##b
+#define CAT(a, b) CAT_(a, b)
+#define SYM(name) CAT(name, GK_ISA)
+
+enum {
+    ROWS = 16,         /* of a tile */
+    CELLS = 16,        /* of a tile's row */
+    STRIP = 2 * ROWS,  /* rows of C */
+    PANEL = 2 * CELLS, /* columns of C */
+    TILE_STEP = 64     /* bytes of a tile's row */
+};
+
+/* The packing and the way out are those of pairs. */
+extern const gk_gemm_isa gk_gemm_isa_avx512bf16;
+
+/* ---- 1 the register tile -------------------------------------------------------------------------- */
+static _Thread_local int configured; /* rows of C; 0: no configuration */
+
+static void configure(int m) {
+    if (configured == m) return;
+    const uint8_t upper = (uint8_t)(m < ROWS ? m : ROWS), lower = (uint8_t)(m < ROWS ? 0 : m - ROWS);
+    amx_config config = {.palette = 1};
+    const uint8_t rows[8] = {upper, upper, lower, lower, upper, lower, CELLS, CELLS};
+    for (int t = 0; t < 8; ++t) config.rows[t] = rows[t], config.row_bytes[t] = rows[t] ? TILE_STEP : 0;
+    amx_configure(&config);
+    configured = m;
+}
+
+static void end_task(void) {
+    if (configured) amx_release();
+    configured = 0;
+}
+
+/* lower: whether there are rows past the 16th; wide: columns past the 16th. */
+static inline __attribute__((always_inline)) void tiles(const bool lower, const bool wide, int64_t cells,
+                                                        const uint32_t *a, int64_t step, const uint32_t *b, int64_t ldb,
+                                                        float *c, int64_t ldc, bool accumulate) {
+    float *c_lower = c + ROWS * ldc;
+    const uint32_t *a_lower = a + ROWS * step;
+    if (accumulate) {
+        amx_load(0, c, 4 * ldc);
+        if (wide) amx_load(1, c + CELLS, 4 * ldc);
+        if (lower) amx_load(2, c_lower, 4 * ldc);
+        if (lower && wide) amx_load(3, c_lower + CELLS, 4 * ldc);
+    } else {
+        amx_zero(0);
+        if (wide) amx_zero(1);
+        if (lower) amx_zero(2);
+        if (lower && wide) amx_zero(3);
+    }
+    for (int64_t k = 0; k < cells; k += CELLS) {
+        amx_load(6, b + k * ldb, 4 * ldb);
+        amx_load(4, a + k, 4 * step);
+        if (wide) amx_load(7, b + k * ldb + CELLS, 4 * ldb);
+        amx_dot(0, 4, 6);
+        if (lower) amx_load(5, a_lower + k, 4 * step);
+        if (wide) amx_dot(1, 4, 7);
+        if (lower) amx_dot(2, 5, 6);
+        if (lower && wide) amx_dot(3, 5, 7);
+    }
+    amx_store(0, c, 4 * ldc);
+    if (wide) amx_store(1, c + CELLS, 4 * ldc);
+    if (lower) amx_store(2, c_lower, 4 * ldc);
+    if (lower && wide) amx_store(3, c_lower + CELLS, 4 * ldc);
+}
+
+static void register_tile(int m, bool wide, int64_t cells, const void *a, int64_t step, const void *b, int64_t ldb,
+                          float *c, int64_t ldc, bool accumulate) {
+    configure(m);
+    if (m > ROWS && wide)
+        tiles(true, true, cells, a, step, b, ldb, c, ldc, accumulate);
+    else if (m > ROWS)
+        tiles(true, false, cells, a, step, b, ldb, c, ldc, accumulate);
+    else if (wide)
+        tiles(false, true, cells, a, step, b, ldb, c, ldc, accumulate);
+    else
+        tiles(false, false, cells, a, step, b, ldb, c, ldc, accumulate);
+}
+
+#define INSTANCE(wide, m)                                                                                           \
+    static void tile_##wide##_##m(int64_t cells, const void *a, int64_t step, const void *b, int64_t ldb, float *c, \
+                                  int64_t ldc, bool accumulate) {                                                   \
+        register_tile(m, wide, cells, a, step, b, ldb, c, ldc, accumulate);                                         \
+    }
+#define NAME(wide, m) tile_##wide##_##m,
+#define EIGHT(X, wide, x) \
+    X(wide, x##1) X(wide, x##2) X(wide, x##3) X(wide, x##4) X(wide, x##5) X(wide, x##6) X(wide, x##7) X(wide, x##8)
+#define TO_32(X, wide)                                                                                         \
+    EIGHT(X, wide, )                                                                                           \
+    X(wide, 9) X(wide, 10) EIGHT(X, wide, 1) X(wide, 19) X(wide, 20) EIGHT(X, wide, 2) X(wide, 29) X(wide, 30) \
+        X(wide, 31) X(wide, 32)
+TO_32(INSTANCE, 0)
+TO_32(INSTANCE, 1)
+static const gk_ukr_fn ukr[2][STRIP] = {{TO_32(NAME, 0)}, {TO_32(NAME, 1)}};
+
+/* ---- 2 packing ------------------------------------------------------------------------------------ */
+/* [ceil(lanes / 32)][cells, padded to whole tiles][32]: panels one behind the other. */
+static void pack_panels(void *dst, const void *src, gk_dtype dtype, int64_t s_lane, int64_t s_k, int64_t lanes,
+                        int64_t k) {
+    const int64_t cells = gk_ceil_div(k, 2), padded = gk_round_up(cells, CELLS);
+    if (padded == cells) {
+        gk_gemm_isa_avx512bf16.pack_panels(dst, src, dtype, s_lane, s_k, lanes, k);
+        return;
+    }
+    for (int64_t l = 0; l < lanes; l += PANEL) {
+        uint32_t *panel = (uint32_t *)dst + l * padded;
+        gk_gemm_isa_avx512bf16.pack_panel(panel, PANEL, gk_at(src, 2 * l * s_lane), dtype, s_lane, s_k,
+                                          gk_min_i64(PANEL, lanes - l), k);
+        memset(panel + cells * PANEL, 0, 4 * (size_t)((padded - cells) * PANEL));
+    }
+}
+
+/* to[rows][ld] from any strides: k side by side, zeros up to a whole tile. 16 rows at a time become a panel, then rows. */
+static void pack_rows_any(void *dst, int64_t ld, const void *src, gk_dtype dtype, int64_t s_row, int64_t s_k,
+                          int64_t rows, int64_t k) {
+    if (s_k == 1) {
+        gk_gemm_isa_avx512bf16.pack_rows(dst, ld, src, dtype, s_row, rows, k);
+        return;
+    }
+    for (int64_t r = 0; r < rows; r += ROWS)
+        for (int64_t k0 = 0; k0 < k; k0 += 2 * CELLS) {
+            uint32_t panel[CELLS + 1][ROWS] = {{0}}; /* a row to spare, as pack_panel wants */
+            const int64_t n = gk_min_i64(ROWS, rows - r);
+            gk_gemm_isa_avx512bf16.pack_panel(panel, ROWS, gk_at(src, 2 * (r * s_row + k0 * s_k)), dtype, s_row, s_k, n,
+                                              gk_min_i64(2 * CELLS, k - k0));
+            uint32_t *to = (uint32_t *)dst + r * ld + k0 / 2;
+            const int64_t filled = gk_ceil_div(gk_min_i64(2 * CELLS, k - k0), 2);
+            for (int64_t i = 0; i < n; ++i)
+                for (int64_t c = 0; c < CELLS; ++c) to[i * ld + c] = c < filled ? panel[c][i] : 0;
+        }
+}
+
+static void store(const gk_gemm_epilogue *e, const float *acc, int64_t ld, int64_t rows, int64_t cols) {
+    gk_gemm_isa_avx512bf16.store(e, acc, ld, rows, cols);
+}
+
+/* ---- 3 the kernel of tables.c ----------------------------------------------------------------------- */
+static const gk_gemm_isa amx_isa = {.w = CELLS,
+                                    .mr = STRIP,
+                                    .pair = 2,
+                                    .ukr_panel = NULL,
+                                    .ukr_rows = ukr[0],
+                                    .pack_panel = NULL,
+                                    .pack_panels = pack_panels,
+                                    .pack_rows = NULL,
+                                    .store = store,
+                                    .blocks = &gk_gemm_blocks_amx,
+                                    .pack_rows_any = pack_rows_any,
+                                    .end_task = end_task,
+                                    .k_cells = CELLS};
+
+static bool make_plan(const gk_context *ctx, const void *args, gk_plan *plan) {
+    const gk_gemm_problem p = gk_gemm_problem_of(args);
+    return !gk_gemm_is_skinny(&p) && gk_gemm_packed_plan(ctx, args, &amx_isa, plan);
+}
+static void run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
+    gk_gemm_packed_run(ctx, args, &amx_isa, plan, workspace);
+}
+const gk_cpu_kernel SYM(gk_gemm_packed) = {make_plan, run};

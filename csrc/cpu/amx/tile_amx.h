@@ -1,0 +1,80 @@
+/* tile_amx.h: AMX's tile instructions under names of our own, once as the instructions and once in plain C.
+ * Intel, Software Developer's Manual, volume 2, TDPBF16PS, LDTILECFG, TILELOADD, TILESTORED.
+ *
+ * A tile is up to 16 rows of up to 64 bytes; there are eight. AMX_TILES 1: the instructions. 0: the same in C on eight tiles of
+ * the thread, bit for bit as the manual has it, so that a machine without AMX builds and walks the kernels.
+ *
+ *   tdpbf16ps  C[m][n] += sum over k of A[m][2k] B[k][2n] + A[m][2k+1] B[k][2n+1]; even and odd products have sums of their own,
+ *              from 0, which are added to each other, then to C. Subnormal inputs count as 0, subnormal results become 0.
+ */
+#ifndef GPUKERN_TILE_AMX_H
+#define GPUKERN_TILE_AMX_H
+
+#include "../../internal.h"
+
+/* What LDTILECFG reads: palette 1, and bytes of a row and rows of each tile. */
+typedef struct amx_config {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+} amx_config;
+_Static_assert(sizeof(amx_config) == 64, "as LDTILECFG reads it");
+
+#if AMX_TILES
+#include <immintrin.h>
+#define amx_configure(config) _tile_loadconfig(config)
+#define amx_release() _tile_release()
+#define amx_zero(tile) _tile_zero(tile)
+#define amx_load(tile, from, step_bytes) _tile_loadd(tile, from, (size_t)(step_bytes))
+#define amx_store(tile, to, step_bytes) _tile_stored(tile, to, (size_t)(step_bytes))
+#define amx_dot(c, a, b) _tile_dpbf16ps(c, a, b)
+#else
+#include <float.h>
+
+enum {
+    AMX_NUM_TILES = 8,
+    AMX_ROWS = 16,
+    AMX_LANES = 16 /* floats of a row */
+};
+static _Thread_local amx_config amx_now;
+static _Thread_local uint32_t amx_tiles[AMX_NUM_TILES][AMX_ROWS][AMX_LANES];
+
+static inline void amx_configure(const amx_config *config) {
+    amx_now = *config;
+    memset(amx_tiles, 0, sizeof amx_tiles);
+}
+static inline void amx_release(void) { memset(&amx_now, 0, sizeof amx_now); }
+static inline void amx_zero(int tile) { memset(amx_tiles[tile], 0, sizeof amx_tiles[tile]); }
+static inline void amx_load(int tile, const void *from, int64_t step_bytes) {
+    amx_zero(tile);
+    for (int r = 0; r < amx_now.rows[tile]; ++r)
+        memcpy(amx_tiles[tile][r], (const char *)from + r * step_bytes, amx_now.row_bytes[tile]);
+}
+static inline void amx_store(int tile, void *to, int64_t step_bytes) {
+    for (int r = 0; r < amx_now.rows[tile]; ++r)
+        memcpy((char *)to + r * step_bytes, amx_tiles[tile][r], amx_now.row_bytes[tile]);
+}
+static inline float amx_flushed(float x) { return fabsf(x) < FLT_MIN ? copysignf(0, x) : x; }
+static inline float amx_half(uint32_t pair, int odd) {
+    return amx_flushed(gk_bf16_to_f32((uint16_t)(odd ? pair >> 16 : pair & 0xffff)));
+}
+static inline void amx_dot(int c, int a, int b) {
+    for (int m = 0; m < amx_now.rows[c]; ++m) {
+        float sum[2][AMX_LANES] = {{0}};
+        for (int k = 0; k < amx_now.row_bytes[a] / 4; ++k)
+            for (int odd = 0; odd < 2; ++odd) {
+                const float x = amx_half(amx_tiles[a][m][k], odd);
+                for (int n = 0; n < amx_now.row_bytes[c] / 4; ++n)
+                    sum[odd][n] = amx_flushed(sum[odd][n] + x * amx_half(amx_tiles[b][k][n], odd));
+            }
+        for (int n = 0; n < amx_now.row_bytes[c] / 4; ++n) {
+            float old;
+            memcpy(&old, &amx_tiles[c][m][n], 4);
+            const float sums = amx_flushed(sum[0][n] + sum[1][n]), x = amx_flushed(amx_flushed(old) + sums);
+            memcpy(&amx_tiles[c][m][n], &x, 4);
+        }
+    }
+}
+#endif
+
+#endif

@@ -1,0 +1,459 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Context and tensor parallelism: four processes (gloo), all in one group and in two groups of two at once, against one."""
+
+import contextlib
+import itertools
+import os
+import random
+import traceback
+
+import pytest
+import torch
+from conftest import generator, randn
+
+import torch_gpukern as gk
+
+dist = pytest.importorskip("torch.distributed")
+if not dist.is_available():
+    pytest.skip("this torch is built without torch.distributed", allow_module_level=True)
+
+from torch_gpukern import distributed as gd  # noqa: E402
+from torch_gpukern.distributed.sequence import Cut  # noqa: E402
+
+RANKS = 4
+
+
+class Ranks:
+    """What a check is handed: the group of all, this rank's group of two, and this rank."""
+
+    def __init__(self):
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        self.rank = dist.get_rank()
+        self.all, self.pair = dist.group.WORLD, pairs[self.rank // 2]
+        self.groups = (self.all, self.pair)
+
+
+def same_on_all(x):
+    """Whether all ranks have the same bits."""
+    met = [torch.empty_like(x) for _ in range(RANKS)]
+    dist.all_gather(met, x.contiguous())
+    return all(torch.equal(x, other) for other in met)
+
+
+# ---- the sequence ---------------------------------------------------------------------------------
+
+
+def check_shards_come_back(ranks):
+    for group, layout, length, dim in itertools.product(
+        ranks.groups, ("contiguous", "zigzag"), (64, 13, 3, 1, 0), (0, 1, -1)
+    ):
+        shape = [3, 2, 4]
+        shape[dim] = length
+        x = randn(generator("shards", length), *shape).requires_grad_()
+        part = gd.shard_sequence(x, group, dim, layout)
+        where = gd.positions(length, group, layout)
+        assert torch.equal(part, x.index_select(dim, where)), (layout, length, dim)
+        whole = gd.gather_sequence(part, group, dim, layout, seq_len=length)
+        assert torch.equal(whole, x), (layout, length, dim)
+        weight = randn(generator("weight"), *shape)
+        (grad,) = torch.autograd.grad((whole * weight).sum(), x)
+        mine = torch.zeros_like(grad).index_copy(dim, where, weight.index_select(dim, where))
+        assert torch.equal(grad, mine)
+
+
+# ---- attention ------------------------------------------------------------------------------------
+
+RULES = (
+    dict(),
+    dict(is_causal=True),
+    dict(window_left=9),
+    dict(window_right=3, window_left=20),
+    dict(is_causal=True, window_left=7),
+    dict(is_causal=True, softcap=2.0, scale=0.3),
+    dict(is_causal=True, alibi=True),
+    dict(alibi=True, sinks=True),
+    dict(is_causal=True, sinks=True),
+    dict(is_causal=True, window_left=0, sinks=True),
+)
+
+
+def attention_case(seed, length, heads, dims, rules, dtype=torch.float32):
+    gen = generator("attention", seed)
+    batch, (hq, hkv), (d, dv) = 2, heads, dims
+    q, k, v = (randn(gen, batch, h, length, n, dtype=dtype) for h, n in ((hq, d), (hkv, d), (hkv, dv)))
+    rules = dict(rules)
+    if rules.pop("alibi", False):
+        rules["alibi_slopes"] = randn(gen, hq).abs() * 0.1
+    sinks = randn(gen, hq) if rules.pop("sinks", False) else None
+    weights = randn(gen, batch, hq, length, dv), randn(gen, batch, hq, length)
+    return (q, k, v), sinks, rules, weights
+
+
+def differentiated(call, leaves, sinks, weights):
+    """out, lse and the gradients of a weighted sum of both."""
+    leaves = [x.detach().clone().requires_grad_() for x in leaves]
+    sinks = None if sinks is None else sinks.detach().clone().requires_grad_()
+    out, lse = call(*leaves, sinks)
+    # -inf where a row sees nothing
+    loss = (out.float() * weights[0]).sum() + (lse.masked_fill(lse == -torch.inf, 0) * weights[1]).sum()
+    wanted = leaves if sinks is None else [*leaves, sinks]
+    return out.detach(), lse.detach(), *torch.autograd.grad(loss, wanted)
+
+
+def compare(ranks, group, mode, layout, case, why, atol=2e-5, bits=False):
+    leaves, sinks, rules, weights = case
+    length = leaves[0].shape[2]
+    part = lambda x: gd.shard_sequence(x, group, 2, layout)  # noqa: E731
+    want = differentiated(
+        lambda q, k, v, s: gk.flash_attn(q, k, v, sinks=s, return_lse=True, **rules), leaves, sinks, weights
+    )
+
+    def cut(q, k, v, s):
+        return gd.context_parallel_attn(
+            q, k, v, group, sinks=s, layout=layout, mode=mode, seq_len=length, return_lse=True, **rules
+        )
+
+    got = differentiated(cut, [part(x) for x in leaves], sinks, [part(x) for x in weights])
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv", "dsinks"), got, want):
+        b = b if name == "dsinks" else part(b)
+        if bits and name in ("out", "lse"):
+            assert torch.equal(a, b), f"{why}: {name} is not one rank's bit for bit"
+        torch.testing.assert_close(a, b, atol=atol, rtol=atol, msg=lambda text, n=name: f"{why}: {n}: {text}")
+
+
+def check_attention_equals_one_rank(ranks):
+    grid = list(
+        itertools.product(
+            ("all_gather", "ring", "ulysses"),
+            ("contiguous", "zigzag"),
+            (64, 61, 5, 1),
+            RULES,
+            (((4, 4), (8, 8)), ((8, 4), (16, 8))),
+        )
+    )
+    for seed, point in enumerate(random.Random(5).sample(grid, 72)):
+        mode, layout, length, rules, (heads, dims) = point
+        for group in ranks.groups:
+            case = attention_case(seed, length, heads, dims, rules)
+            compare(ranks, group, mode, layout, case, f"{point} of {dist.get_world_size(group)}")
+
+
+def check_all_gather_has_one_ranks_bits(ranks):
+    for dtype in (torch.float32, torch.bfloat16):
+        for layout in ("contiguous", "zigzag"):
+            case = attention_case(1, 1024, (2, 1), (32, 32), dict(is_causal=True), dtype)
+            compare(
+                ranks,
+                ranks.all,
+                "all_gather",
+                layout,
+                case,
+                f"{dtype} {layout}",
+                atol=3e-2 if dtype != torch.float32 else 2e-5,
+                bits=True,
+            )
+
+
+def check_16_bits_err_as_one_rank(ranks):
+    leaves, sinks, rules, weights = attention_case(2, 512, (8, 4), (32, 32), dict(is_causal=True))
+    small = [x.bfloat16() for x in leaves]
+    exact = differentiated(
+        lambda q, k, v, s: gk.flash_attn(q, k, v, return_lse=True, **rules),
+        [x.double() for x in small],
+        None,
+        [w.double() for w in weights],
+    )
+    one = differentiated(lambda q, k, v, s: gk.flash_attn(q, k, v, return_lse=True, **rules), small, None, weights)
+    for mode in ("all_gather", "ring", "ulysses"):
+        part = lambda x: gd.shard_sequence(x, ranks.all, 2, "zigzag")  # noqa: E731
+        got = differentiated(
+            lambda q, k, v, s: gd.context_parallel_attn(q, k, v, ranks.all, mode=mode, return_lse=True, **rules),  # noqa: B023
+            [part(x) for x in small],
+            None,
+            [part(w) for w in weights],
+        )
+        for name, a, b, ref in zip(("out", "lse", "dq", "dk", "dv"), got, one, exact):
+            errors = torch.stack(
+                [(a.double() - part(ref)).square().sum(), (part(b).double() - part(ref)).square().sum()]
+            )
+            dist.all_reduce(errors)
+            ratio = (errors[0] / errors[1]).sqrt().item()
+            assert ratio <= BOUND[name], f"{mode}: {name} errs {ratio:.3f} times as much as one rank's"
+
+
+# lse is float32 on both sides; each merge of a ring rounds it once more.
+BOUND = dict(out=1.02, lse=2.0, dq=1.02, dk=1.02, dv=1.02)
+
+
+def check_strides_and_mode_are_kept(ranks):
+    (q, k, v), _, _, _ = attention_case(3, 32, (4, 4), (8, 8), {})
+    part = [gd.shard_sequence(x, ranks.all, 2).transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    for mode in ("all_gather", "ring", "ulysses", "auto"):
+        out = gd.context_parallel_attn(*part, ranks.all, mode=mode)
+        assert out.stride(1) < out.stride(2), mode
+
+
+def check_packed_equals_one_rank(ranks):
+    lengths = [0, 7, 20, 1, 0, 30]
+    cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    total = int(cu[-1]) + 3  # tokens of no sequence
+    points = itertools.product(RULES, ("contiguous", "zigzag"))
+    for seed, (rules, layout) in enumerate(points):
+        leaves, sinks, rules, weights = attention_case(seed, total, (4, 2), (16, 8), rules)
+        leaves, weights = [x[0].transpose(0, 1) for x in leaves], [x[0].transpose(0, 1) for x in weights]
+        for group in ranks.groups:
+            part = lambda x, layout=layout, group=group: gd.shard_sequence(x, group, 0, layout)  # noqa: E731
+
+            def one(q, k, v, s, rules=rules):
+                return gk.flash_attn_varlen(q, k, v, cu, cu, 30, 30, sinks=s, return_lse=True, **rules)
+
+            def cut(q, k, v, s, rules=rules, layout=layout, group=group):
+                return gd.context_parallel_attn_varlen(
+                    q, k, v, cu, 30, group, sinks=s, layout=layout, seq_len=total, return_lse=True, **rules
+                )
+
+            want = differentiated(one, leaves, sinks, weights)
+            got = differentiated(cut, [part(x) for x in leaves], sinks, [part(x) for x in weights])
+            for name, a, b in zip(("out", "lse", "dq", "dk", "dv", "dsinks"), got, want):
+                b = b if name == "dsinks" else part(b)
+                torch.testing.assert_close(
+                    a, b, atol=2e-5, rtol=2e-5, msg=lambda text, n=name, r=rules, y=layout: f"{r} {y}: {n}: {text}"
+                )
+
+
+def check_keys_spread_over_ranks(ranks):
+    """Decoding: each rank holds some keys of every sequence, some none."""
+    for dtype, with_sinks, group in itertools.product((torch.float32, torch.bfloat16), (False, True), ranks.groups):
+        gen, size, mine = generator("paged"), dist.get_world_size(group), dist.get_rank(group)
+        keys, block = 24, 4
+        lens = [24, 5, 0, 9]
+        k, v = (randn(gen, len(lens), keys, 2, 16, dtype=dtype) for _ in range(2))
+        q, sinks = randn(gen, len(lens), 4, 16, dtype=dtype), randn(gen, 4) if with_sinks else None
+        per = keys // size
+        table = torch.arange(len(lens) * keys // block, dtype=torch.int32).view(len(lens), -1)
+        whole = [x.reshape(-1, block, 2, 16) for x in (k, v)]
+        want, want_lse = gk.paged_attn(
+            q, *whole, table, torch.tensor(lens, dtype=torch.int32), sinks=sinks, return_lse=True
+        )
+        local = torch.tensor([min(max(n - mine * per, 0), per) for n in lens], dtype=torch.int32)
+        part = []
+        for x in (k, v):
+            rows = x[:, mine * per : (mine + 1) * per]
+            rows = torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, -per % block), value=float("nan"))
+            part.append(rows.reshape(-1, block, 2, 16))
+        mine_table = torch.arange(part[0].shape[0], dtype=torch.int32).view(len(lens), -1)
+        out, lse = gd.context_parallel_paged_attn(q, *part, mine_table, local, group, sinks=sinks, return_lse=True)
+        close = dict(atol=1e-5, rtol=1e-5) if dtype == torch.float32 else dict(atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(out, want, **close)
+        torch.testing.assert_close(lse, want_lse, **close)
+        if group is ranks.all:
+            assert same_on_all(out)
+
+
+# ---- products -------------------------------------------------------------------------------------
+
+
+def check_products_equal_one_rank(ranks):
+    for group, activation, rows in itertools.product(ranks.groups, ("none", "gelu", "relu"), (8, 7)):
+        size, mine = dist.get_world_size(group), dist.get_rank(group)
+        gen = generator("products", rows)
+        a, b, bias = randn(gen, rows, 12), randn(gen, 12, 8 * size), randn(gen, 8 * size)
+        weight = randn(gen, rows, 8 * size)
+        leaves = [x.clone().requires_grad_() for x in (a, b, bias)]
+        whole = gk.gemm(*leaves, activation=activation)
+        want = torch.autograd.grad((whole * weight).sum(), leaves)
+        columns = slice(8 * mine, 8 * mine + 8)
+        own = [x.detach().clone().requires_grad_() for x in (a.tensor_split(size)[mine], b[:, columns], bias[columns])]
+        out, gathered = gd.all_gather_gemm(
+            own[0], own[1], group, bias=own[2], activation=activation, return_gathered=True
+        )
+        assert torch.equal(gathered, a)
+        torch.testing.assert_close(out, whole[:, columns])
+        got = torch.autograd.grad((out * weight[:, columns]).sum(), own)
+        for x, y in zip(got, (want[0].tensor_split(size)[mine], want[1][:, columns], want[2][columns])):
+            torch.testing.assert_close(x, y)
+
+
+def check_sums_of_products(ranks):
+    for group, rows, dtype in itertools.product(
+        ranks.groups, (8, 7, 1), (torch.float32, torch.bfloat16, torch.float64)
+    ):
+        size, mine = dist.get_world_size(group), dist.get_rank(group)
+        gen = generator("sums", rows)
+        a, b, weight = (
+            randn(gen, rows, 6 * size, dtype=dtype),
+            randn(gen, 6 * size, 10, dtype=dtype),
+            randn(gen, rows, 10, dtype=dtype),
+        )
+        inner = slice(6 * mine, 6 * mine + 6)
+        leaves = [a.clone().requires_grad_(), b.clone().requires_grad_()]
+        whole = gk.gemm(*leaves)
+        want = torch.autograd.grad((whole * weight).sum(), leaves)
+        for call, part in (
+            (gd.gemm_reduce_scatter, lambda x, size=size, mine=mine: x.tensor_split(size)[mine]),
+            (gd.gemm_all_reduce, lambda x: x),
+        ):
+            own = [a[:, inner].clone().requires_grad_(), b[inner].clone().requires_grad_()]
+            out = call(*own, group)
+            torch.testing.assert_close(out, part(whole.detach()))
+            got = torch.autograd.grad((out * part(weight)).sum(), own)
+            torch.testing.assert_close(got[0], want[0][:, inner])
+            torch.testing.assert_close(got[1], want[1][inner])
+    large = randn(generator("large", 0), 600, 8), randn(generator("large", 1), 8, 600)  # rows to owners and back
+    total = gd.gemm_all_reduce(*large)
+    torch.testing.assert_close(total, RANKS * (large[0] @ large[1]), atol=1e-4, rtol=1e-4)
+    assert same_on_all(total)
+
+
+# ---- compiled -------------------------------------------------------------------------------------
+
+
+def check_compiled_without_a_break(ranks):
+    group = ranks.all
+
+    def attend(q, k, v):
+        return gd.context_parallel_attn(q, k, v, group, is_causal=True, layout="zigzag", mode="all_gather")
+
+    def multiply(a, b, w):
+        hidden = gd.all_gather_gemm(a, b, group, activation="gelu")
+        return gd.gemm_reduce_scatter(hidden, w, group) + gd.gemm_all_reduce(a, b, group)[:, :4]
+
+    def around(x):
+        return gd.gather_sequence(gd.shard_sequence(x, group, 1, "zigzag") * 2, group, 1, "zigzag")
+
+    gen = generator("compiled", ranks.rank)
+    cases = (
+        (attend, [randn(gen, 1, 2, 8, 8) for _ in range(3)]),
+        (multiply, [randn(gen, 4, 8), randn(gen, 8, 12), randn(gen, 12, 4)]),
+        (around, [randn(gen, 2, 16, 3)]),
+    )
+    for call, given in cases:
+        torch._dynamo.reset()
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        found = []
+        for f in (call, compiled):
+            leaves = [x.clone().requires_grad_() for x in given]
+            out = f(*leaves)
+            found.append((out.detach(), *torch.autograd.grad(out.square().sum(), leaves)))
+        for a, b in zip(*found):
+            torch.testing.assert_close(a, b)
+
+
+# ---- what is refused ------------------------------------------------------------------------------
+
+
+def check_disagreement_is_said_on_every_rank(ranks):
+    x = torch.zeros(1, 4, 8, 8)
+    odd = ranks.rank == 1
+    calls = {
+        "without its tokens": lambda: gd.context_parallel_attn(
+            x[..., :4] if odd else x, x[..., :4] if odd else x, x, ranks.all
+        ),
+        "is_causal is": lambda: gd.context_parallel_attn(x, x, x, ranks.all, is_causal=odd),
+        "layout is": lambda: gd.context_parallel_attn(x, x, x, ranks.all, layout="zigzag" if odd else "contiguous"),
+        "tokens of q is": lambda: gd.context_parallel_attn(*[x[:, :, :7] if odd else x] * 3, ranks.all),
+        "rank 1 refused the call|head_dim": lambda: gd.context_parallel_attn(x, x[..., :4] if odd else x, x, ranks.all),
+        "has 7 tokens on rank 1|refused": lambda: gd.context_parallel_attn(
+            *[x[:, :, :7] if odd else x] * 3, ranks.all, seq_len=32
+        ),
+        "the same number of heads": lambda: gd.context_parallel_attn(*[x[:, :2]] * 3, ranks.all, mode="ulysses"),
+        "columns of b is": lambda: gd.gemm_all_reduce(x[0, 0], x[0, 0, :, : 8 - odd], ranks.all),
+        "rows of a is": lambda: gd.gemm_reduce_scatter(x[0, 0, : 8 - odd], x[0, 0], ranks.all),
+        "activation is": lambda: gd.all_gather_gemm(x[0, 0], x[0, 0], ranks.all, activation="relu" if odd else "none"),
+        "they must match|refused": lambda: gd.all_gather_gemm(x[0, 0], x[0, 0, : 8 - odd], ranks.all),
+        "x is": lambda: gd.gather_sequence(x if odd else x.double(), ranks.all, 2),
+    }
+    for text, call in calls.items():
+        with pytest.raises(ValueError, match=text):
+            call()
+    for wrong in (dict(mode="best"), dict(layout="striped"), dict(seq_len=-3)):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            gd.context_parallel_attn(x, x, x, ranks.all, **wrong)
+    with pytest.raises(NotImplementedError, match="no backward"):
+        y = x.clone().requires_grad_()
+        (g,) = torch.autograd.grad(gd.context_parallel_attn(y, y, y, ranks.all).square().sum(), y, create_graph=True)
+        g.sum().backward()
+    os.environ["GPUKERN_DIST_CHECK"] = "0"
+    try:
+        gd.context_parallel_attn(x, x, x, ranks.all)
+    finally:
+        del os.environ["GPUKERN_DIST_CHECK"]
+
+
+# ---- the processes --------------------------------------------------------------------------------
+
+
+def _work(rank, folder, checks):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    ranks, failed = Ranks(), []
+    for name in checks:
+        try:
+            globals()[name](ranks)
+        except BaseException:
+            failed.append(f"rank {rank}: {name}\n{traceback.format_exc()}")
+            break  # the other ranks may wait for this one
+    with open(f"{folder}/{rank}", "w") as report:
+        report.write("\n".join(failed))
+    with contextlib.suppress(Exception):
+        if not failed:
+            dist.destroy_process_group()
+
+
+def test_four_processes_equal_one(tmp_path):
+    checks = [name for name in globals() if name.startswith("check_")]
+    checks = [name for name in checks if os.environ.get("ONLY", "") in name]
+    context = torch.multiprocessing.get_context("spawn")
+    workers = [context.Process(target=_work, args=(r, str(tmp_path), checks), daemon=True) for r in range(RANKS)]
+    for worker in workers:
+        worker.start()
+    workers[0].join(240)
+    for worker in workers[1:]:
+        worker.join(5)
+    for worker in workers:
+        worker.kill()
+    reports = [
+        (tmp_path / str(r)).read_text() if (tmp_path / str(r)).exists() else f"rank {r}: no report"
+        for r in range(RANKS)
+    ]
+    assert not any(reports), "\n\n".join(reports)
+
+
+# ---- what needs no group --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_a_cut_holds_every_token_once(layout):
+    for length, size in itertools.product((0, 1, 5, 16, 61, 128), (1, 2, 3, 4, 8)):
+        cut = Cut(length, size, layout)
+        held = [t for r in range(size) for s, e in cut.spans[r] for t in range(s, e)]
+        assert sorted(held) == list(range(length))
+        counts = [cut.tokens(r) for r in range(size)]
+        assert max(counts) == cut.most and max(counts) - min(counts) <= (1 if layout == "contiguous" else 2)
+        placed = [
+            t for rank, at, n in cut.order() for t in [x for s, e in cut.spans[rank] for x in range(s, e)][at : at + n]
+        ]
+        assert placed == list(range(length))
+        for r in range(size):
+            whole = [x for s, e in cut.spans[r] for x in range(s, e)]
+            assert [t for at, s, e in cut.segments(r) for t in whole[at : at + e - s]] == whole
+    with pytest.raises(ValueError, match="layout must be"):
+        Cut(4, 2, "striped")
+
+
+def test_zigzag_shares_a_causal_mask_evenly():
+    cut = Cut(4096, 8, "zigzag")
+    work = [sum(i + 1 for s, e in cut.spans[r] for i in range(s, e)) for r in range(8)]
+    assert max(work) / min(work) < 1.01
+
+
+def test_estimate_counts_bytes_and_time():
+    model = dict(layers=32, hidden=4096, intermediate=14336, heads_q=32, heads_kv=8, head_dim=128, sequences=64)
+    one = gd.estimate(**model, seq_len=8192)
+    assert one.gpus == 1 and one.efficiency == 1 and one.context_bytes == one.tensor_bytes == one.data_bytes == 0
+    eight = gd.estimate(**model, seq_len=8192, data=8)
+    assert abs(eight.products_ms * 8 - one.products_ms) < 1e-6 * one.products_ms and eight.step_ms < one.step_ms
+    long = gd.estimate(**{**model, "sequences": 1}, seq_len=1 << 20, context=64)
+    assert long.attention_ms > long.products_ms and long.context_bytes > 0 and 0 < long.efficiency <= 1
+    with pytest.raises(ValueError, match="tensor must be at least 1"):
+        gd.estimate(**model, seq_len=1, tensor=0)

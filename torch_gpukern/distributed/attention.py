@@ -1,0 +1,475 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Attention whose sequence is cut over ranks: context parallelism, dense and packed.
+
+Three ways to bring a rank's queries and all keys together, one result:
+
+- all_gather: every rank gathers K and V. A query's softmax is then one rank's own, bit for bit where shards begin at a tile.
+- ring: K and V go round, two shards of each in memory; partial results are merged in float32.
+- ulysses: an all-to-all turns shards of the sequence into shards of the heads, each rank attends with its heads.
+
+Liu et al., "Ring Attention with Blockwise Transformers" (2023), arXiv:2310.01889; Jacobs et al., "DeepSpeed Ulysses" (2023),
+arXiv:2309.14509.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .._library import are_deterministic, library, ops
+from ..ops import flash_attn, flash_attn_varlen
+from . import ring, transport, ulysses
+from .local import Call, backward, forward, made
+from .ranks import Group, Ranks, agree, facts, process_group
+from .sequence import Cut, Layout, total_of, whole_cut
+
+__all__ = ["Mode", "context_parallel_attn", "context_parallel_attn_varlen", "mode_of"]
+
+Mode = Literal["auto", "all_gather", "ring", "ulysses"]
+_MODES = ("auto", "all_gather", "ring", "ulysses")
+
+# auto: gathered K and V and the float32 sums of their gradients may take this much memory on a rank. Below it all_gather is
+# as fast as ring where links hide it, needs no merge, and has one rank's bits.
+GATHERED_BYTES = 8 << 30
+
+
+def mode_of(k: Tensor, v: Tensor, ranks: int) -> str:
+    """The mode that ``mode="auto"`` takes, of this rank's k and v: all_gather as long as the whole of K and V, with the float32
+    sums of their gradients, fits into 8 GiB, else ring.
+    """
+    elements = (k.numel() + v.numel()) * ranks
+    return "all_gather" if elements * (k.element_size() + 4) <= GATHERED_BYTES else "ring"
+
+
+def context_parallel_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: Group = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    layout: Layout = "zigzag",
+    mode: Mode = "auto",
+    seq_len: int | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`flash_attn` of a sequence that is cut over ranks: this rank's rows of the attention over all tokens.
+
+    Args:
+        q: [B, Hq, S of this rank, D] float32, bfloat16, float16 or float64, a shard by `shard_sequence`.
+        k: [B, Hkv, S of this rank, D], q's dtype, cut alike.
+        v: [B, Hkv, S of this rank, Dv], q's dtype, cut alike.
+        group: a `ProcessGroup`, a `DeviceMesh` of one dimension, or None for all ranks. With one rank this is `flash_attn`.
+        is_causal: query i sees keys ``j <= i``, both counted in the whole sequence; likewise the windows.
+        scale, window_left, window_right, softcap: as for `flash_attn`.
+        alibi_slopes: [Hq] or [B, Hq] float32 (float64 with float64), the same on every rank. It has no gradient.
+        sinks: [Hq] float32 or q's dtype, the same on every rank. Its gradient is the sum over ranks, on every rank.
+        layout: that of `shard_sequence`.
+        mode: ``"all_gather"``, ``"ring"`` or ``"ulysses"`` (which needs Hq and Hkv that the ranks divide); ``"auto"`` is `mode_of`.
+        seq_len: S of the whole; needed where the shards have unequal lengths.
+        return_lse: return ``(out, lse)``.
+
+    Returns:
+        out [B, Hq, S of this rank, Dv] in q's dtype, stored [B, S, Hq, Dv] if ``q.stride(1) < q.stride(2)``; with return_lse also
+        lse [B, Hq, S of this rank], float32 (float64 with float64).
+
+    Memory beyond the shards: all_gather K and V of the whole, and in backward the float32 gradients of both; ring two shards of
+    K and V and of their float32 gradients; ulysses the shards once more.
+
+    Gradients: q, k, v and sinks, through out and lse. Those of k and v are summed over ranks in float32 in a fixed order and
+    rounded once. A second backward raises NotImplementedError.
+
+    Raises:
+        ValueError: what `flash_attn` refuses, a shard of a length that the cut does not give, a mode or layout that does not
+            exist, or ranks that pass different things; on every rank alike.
+    """
+    group = process_group(group)
+    if mode not in _MODES:
+        raise ValueError(f"context_parallel_attn: mode must be one of {', '.join(_MODES)}, got {mode!r}")
+    if layout not in ("contiguous", "zigzag"):
+        raise ValueError(f"context_parallel_attn: layout must be contiguous or zigzag, got {layout!r}")
+    if alibi_slopes is not None and alibi_slopes.requires_grad:
+        raise ValueError(
+            "context_parallel_attn: alibi_slopes requires a gradient, which it does not have; pass alibi_slopes.detach()"
+        )
+    if group.size() == 1:
+        return flash_attn(
+            q, k, v, is_causal=is_causal, scale=scale, window_left=window_left, window_right=window_right, softcap=softcap,
+            alibi_slopes=alibi_slopes, sinks=sinks, return_lse=return_lse,
+        )  # fmt: skip
+    total = -1 if seq_len is None else seq_len
+    rules = (is_causal, scale, window_left, window_right, softcap)
+    out, lse = ops.cp_attn_fwd(q, k, v, alibi_slopes, sinks, *rules, layout, mode, total, group.group_name)
+    return (out, lse) if return_lse else out
+
+
+# ---- dense: the ops --------------------------------------------------------------------------------
+
+_RULES = "bool is_causal, float? scale, SymInt window_left, SymInt window_right, float softcap"
+library.define(
+    f"cp_attn_fwd(Tensor q, Tensor k, Tensor v, Tensor? alibi_slopes, Tensor? sinks, {_RULES}, str layout, str mode, "
+    "SymInt seq_len, str group) -> (Tensor out, Tensor lse)"
+)
+library.define(
+    "cp_attn_bwd(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"Tensor? alibi_slopes, Tensor? sinks, {_RULES}, str layout, str mode, SymInt seq_len, str group) "
+    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
+)
+
+
+def _begin(what: str, q, k, v, call: Call, layout: str, mode: str, seq_len: int, group: str) -> tuple[Ranks, Cut, str]:
+    """The group, the cut and the mode, once all ranks agree about the call."""
+    ranks = Ranks(group)
+    found: list[Any] = []
+
+    def describe() -> dict:
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if x.dim() != 4:
+                raise ValueError(f"{what}: {name} must have 4 dimensions, got {x.dim()}")
+            if x.dtype != q.dtype:
+                raise ValueError(f"{what}: {name} has dtype {x.dtype}, q has {q.dtype}; they must match")
+        cut = whole_cut(what, "q", q.shape[2], ranks, seq_len, layout)
+        for name, x in (("k", k), ("v", v)):
+            whole_cut(what, name, x.shape[2], ranks, seq_len, layout)
+        chosen = mode_of(k, v, ranks.size) if mode == "auto" else mode
+        if chosen == "ulysses" and (q.shape[1] % ranks.size or k.shape[1] % ranks.size):
+            raise ValueError(
+                f"{what}: mode ulysses gives each of {ranks.size} ranks the same number of heads; q has {q.shape[1]}, k {k.shape[1]}"
+            )
+        call.check(what, q, k, v)
+        found.extend((cut, chosen))
+        shapes = {
+            f"{name} (without its tokens)": f"{x.dtype} {[x.shape[0], x.shape[1], x.shape[3]]}"
+            for name, x in (("q", q), ("k", k), ("v", v))
+        }
+        tokens = q.shape[2] if seq_len < 0 else "by seq_len"
+        return shapes | call.facts() | dict(layout=layout, mode=mode, seq_len=seq_len, **{"tokens of q": tokens})
+
+    agree(ranks, what, q.device, describe)
+    cut, chosen = found
+    return ranks, cut, chosen
+
+
+def _fwd(
+    q, k, v, alibi_slopes, sinks, is_causal, scale, window_left, window_right, softcap, layout, mode, seq_len, group
+):
+    call = Call(alibi_slopes, sinks, is_causal, scale, window_left, window_right, softcap)
+    ranks, cut, mode = _begin("context_parallel_attn", q, k, v, call, layout, mode, seq_len, group)
+    out, lse = empty_results(q, v)
+    if mode == "ulysses":
+        ulysses.attend(q, k, v, call, cut, ranks, out, lse)
+    elif mode == "ring":
+        ring.attend(q, k, v, call, cut, ranks, out, lse)
+    else:
+        whole_k, whole_v = (_whole(x, cut, ranks) for x in (k, v))
+        for at, start, end in cut.segments(ranks.rank):
+            rows = slice(at, at + end - start)
+            out[:, :, rows], lse[:, :, rows] = forward(q[:, :, rows], whole_k, whole_v, call, start, q.dtype)
+    return out, lse
+
+
+def _bwd(
+    grad_out, grad_lse, q, k, v, out, lse, alibi_slopes, sinks, is_causal, scale, window_left, window_right, softcap, layout, mode,
+    seq_len, group,
+):  # fmt: skip
+    call = Call(alibi_slopes, sinks, is_causal, scale, window_left, window_right, softcap)
+    ranks = Ranks(group)  # they agreed in the forward
+    cut = Cut(total_of(q.shape[2], ranks.size, seq_len), ranks.size, layout)
+    mode = mode_of(k, v, ranks.size) if mode == "auto" else mode
+    given = (grad_out, grad_lse, q, k, v, out, lse)
+    how = {"ulysses": ulysses.differentiate, "ring": ring.differentiate, "all_gather": _differentiate}[mode]
+    dq, dk, dv, dsinks = how(*given, call, cut, ranks)
+    stored = tuple(_stored_like(x, grad) for x, grad in ((q, dq), (k, dk), (v, dv)))
+    if sinks is None:
+        return *stored, q.new_empty(0, dtype=lse.dtype)
+    return *stored, dsinks.to(sinks.dtype)
+
+
+def _differentiate(grad_out, grad_lse, q, k, v, out, lse, call: Call, cut: Cut, ranks: Ranks):
+    whole_k, whole_v = (_whole(x, cut, ranks) for x in (k, v))
+    dq = torch.empty_like(q)
+    sums: list[Tensor] = []
+    dsinks = None
+    for at, start, end in cut.segments(ranks.rank):
+        rows = slice(at, at + end - start)
+        grads = backward(
+            *(x if x is None else x[:, :, rows] for x in (grad_out, grad_lse, q)), whole_k, whole_v, out[:, :, rows],
+            lse[:, :, rows], call, start, part=False,
+        )  # fmt: skip
+        dq[:, :, rows] = grads[0]
+        sums = list(grads[1:3]) if not sums else [a.add_(b) for a, b in zip(sums, grads[1:3])]
+        dsinks = grads[3] if dsinks is None or grads[3] is None else dsinks + grads[3]
+    if not sums:  # this rank has no token
+        sums = [x.new_zeros(x.shape, dtype=lse.dtype) for x in (whole_k, whole_v)]
+    dk, dv = (transport.sum_to_owners(x.movedim(2, 0), cut, ranks).movedim(0, 2) for x in sums)
+    return dq, dk, dv, sum_sinks(dsinks, call, lse, ranks)
+
+
+def sum_sinks(dsinks: Tensor | None, call: Call, lse: Tensor, ranks: Ranks) -> Tensor | None:
+    """The sinks' gradient of all ranks' rows."""
+    if call.sinks is None:
+        return None
+    mine = call.sinks.new_zeros(call.sinks.shape, dtype=lse.dtype) if dsinks is None else dsinks.to(lse.dtype)
+    return transport.sum_of_all(mine, ranks)
+
+
+def _whole(x: Tensor, cut: Cut, ranks: Ranks) -> Tensor:
+    """[B, H, S, D] of all ranks' tokens, stored [S, B, H, D]."""
+    return transport.gather_tokens(x.movedim(2, 0), cut, ranks).movedim(0, 2)
+
+
+def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    batch, heads, tokens, _ = q.shape
+    if q.stride(1) < q.stride(2):
+        out = q.new_empty((batch, tokens, heads, v.shape[3])).transpose(1, 2)
+    else:
+        out = q.new_empty((batch, heads, tokens, v.shape[3]))
+    return out, q.new_empty((batch, heads, tokens), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+
+
+def _stored_like(x: Tensor, grad: Tensor) -> Tensor:
+    """In x's dtype, stored by the rule of out."""
+    if x.stride(1) < x.stride(2):
+        return grad.transpose(1, 2).to(x.dtype).contiguous().transpose(1, 2)
+    return grad.to(x.dtype).contiguous()
+
+
+def _fwd_fake(q, k, v, *_):
+    return empty_results(q, v)
+
+
+def _bwd_fake(grad_out, grad_lse, q, k, v, out, lse, alibi_slopes, sinks, *_):
+    grads = (empty_results(x, x)[0] for x in (q, k, v))
+    return *grads, q.new_empty(0, dtype=lse.dtype) if sinks is None else sinks.new_empty(sinks.shape)
+
+
+def _context(ctx, inputs, output) -> None:
+    q, k, v, alibi_slopes, sinks, *ctx.rest = inputs
+    ctx.save_for_backward(q, k, v, *output, alibi_slopes, sinks)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, grad_out, grad_lse):
+    q, k, v, out, lse, alibi_slopes, sinks = ctx.saved_tensors
+    if grad_out is None:  # the loss reads lse alone
+        grad_out = torch.zeros_like(out)
+    dq, dk, dv, dsinks = ops.cp_attn_bwd(grad_out, grad_lse, q, k, v, out, lse, alibi_slopes, sinks, *ctx.rest)
+    return dq, dk, dv, None, None if sinks is None else dsinks, *(None for _ in ctx.rest)
+
+
+def declare(
+    name: str, kernel: Callable, fake: Callable, differentiate: Callable | None = None, keep: Callable | None = None
+) -> None:
+    """An op of several ranks, on both devices. Without `differentiate` its backward is refused by name."""
+    for key in ("CPU", "CUDA"):
+        library.impl(name, kernel, key)
+    torch.library.register_fake(f"gpukern::{name}", fake, lib=library)
+    if differentiate is None:
+
+        def differentiate(ctx, *grads):
+            raise NotImplementedError(f"gpukern::{name}: it has no backward")
+
+    torch.library.register_autograd(f"gpukern::{name}", differentiate, setup_context=keep, lib=library)
+
+
+declare("cp_attn_fwd", _fwd, _fwd_fake, _backward, _context)
+declare("cp_attn_bwd", _bwd, _bwd_fake)
+
+
+# ---- packed -----------------------------------------------------------------------------------------
+
+
+def context_parallel_attn_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    group: Group = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    layout: Layout = "contiguous",
+    seq_len: int | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`flash_attn_varlen` of packed sequences whose tokens are cut over ranks; a sequence may lie on several.
+
+    Args:
+        q: [T of this rank, Hq, D] float32, bfloat16, float16 or float64, a shard by `shard_sequence(..., dim=0, layout=layout)`.
+        k: [T of this rank, Hkv, D], q's dtype, cut alike.
+        v: [T of this rank, Hkv, Dv], q's dtype, cut alike.
+        cu_seqlens: [B + 1] int32, of the whole packed batch, the same on every rank.
+        max_seqlen: upper bound of the sequences' lengths.
+        group: a `ProcessGroup`, a `DeviceMesh` of one dimension, or None for all ranks.
+        is_causal, scale, window_left, window_right, softcap, alibi_slopes, sinks: as for `flash_attn_varlen`.
+        layout: that of `shard_sequence`.
+        seq_len: T of the whole; needed where the shards have unequal lengths.
+        return_lse: return ``(out, lse)``.
+
+    Returns:
+        out [T of this rank, Hq, Dv] in q's dtype; with return_lse also lse [T of this rank, Hq]. Every rank gathers K and V
+        (mode all_gather of `context_parallel_attn`). Nothing of cu_seqlens is read on the host.
+
+    Gradients: q, k, v and sinks. A second backward raises NotImplementedError.
+
+    Raises:
+        ValueError: as `context_parallel_attn`. IndexError: contents of cu_seqlens, as `flash_attn_varlen`.
+    """
+    group = process_group(group)
+    if alibi_slopes is not None and alibi_slopes.requires_grad:
+        raise ValueError("context_parallel_attn_varlen: alibi_slopes requires a gradient, which it does not have")
+    if group.size() == 1:
+        return flash_attn_varlen(
+            q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, is_causal=is_causal, scale=scale, window_left=window_left,
+            window_right=window_right, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, return_lse=return_lse,
+        )  # fmt: skip
+    total = -1 if seq_len is None else seq_len
+    rules = (is_causal, scale, window_left, window_right, softcap)
+    out, lse = ops.cp_attn_varlen_fwd(
+        q, k, v, cu_seqlens, max_seqlen, alibi_slopes, sinks, *rules, layout, total, group.group_name
+    )
+    return (out, lse) if return_lse else out
+
+
+library.define(
+    "cp_attn_varlen_fwd(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, SymInt max_seqlen, Tensor? alibi_slopes, Tensor? sinks, "
+    f"{_RULES}, str layout, SymInt seq_len, str group) -> (Tensor out, Tensor lse)"
+)
+library.define(
+    "cp_attn_varlen_bwd(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_seqlens, "
+    f"SymInt max_seqlen, Tensor? alibi_slopes, Tensor? sinks, {_RULES}, str layout, SymInt seq_len, str group) "
+    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
+)
+
+
+class _Packed:
+    """The call of `flash_attn_varlen` that serves a run [start, end) of this rank's queries.
+
+    A sequence's rows end at the run's end, and so do its keys, so that both keep the sequence's bottom-right corner. Without a
+    causal mask keys behind the run are seen, too: where places count (windows, ALiBi), rows of zeros stand for the queries
+    behind the run, up to the sequence's end.
+    """
+
+    def __init__(self, call: Call, cu_seqlens: Tensor, max_seqlen: int, total: int, start: int, end: int):
+        ahead = not call.is_causal
+        places = call.window_left >= 0 or call.window_right >= 0 or call.alibi_slopes is not None
+        self.added = min(max(max_seqlen - 1, 0), total - end) if ahead and places else 0
+        self.rows = end - start + self.added
+        self.cu_q = (cu_seqlens.clamp(start, start + self.rows) - start).to(torch.int32)
+        self.cu_k = cu_seqlens if ahead else cu_seqlens.clamp(max=end)
+        self.max_q, self.max_k = min(max_seqlen, self.rows), min(max_seqlen, total if ahead else end)
+
+    def padded(self, x: Tensor, value: float = 0) -> Tensor:
+        return torch.cat([x, x.new_full((self.added, *x.shape[1:]), value)]) if self.added else x
+
+    def lengths(self) -> tuple:
+        return self.cu_q, self.cu_k, self.max_q, self.max_k
+
+
+def _begin_packed(q, k, v, cu_seqlens, max_seqlen, call: Call, layout, seq_len, group) -> tuple[Ranks, Cut]:
+    what, ranks, found = "context_parallel_attn_varlen", Ranks(group), []
+
+    def describe() -> dict:
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if x.dim() != 3:
+                raise ValueError(f"{what}: {name} must have 3 dimensions, got {x.dim()}")
+            found.append(whole_cut(what, name, x.shape[0], ranks, seq_len, layout))
+        call.check(what, *(x[None].transpose(1, 2) for x in (q, k, v)))
+        shapes = {
+            f"{n} (without its tokens)": f"{x.dtype} {list(x.shape[1:])}" for n, x in (("q", q), ("k", k), ("v", v))
+        }
+        tokens = q.shape[0] if seq_len < 0 else "by seq_len"
+        rest = dict(layout=layout, seq_len=seq_len, max_seqlen=max_seqlen, **{"tokens of q": tokens})
+        return shapes | facts(cu_seqlens=cu_seqlens) | call.facts() | rest
+
+    agree(ranks, what, q.device, describe)
+    return ranks, found[0]
+
+
+def _varlen_fwd(
+    q, k, v, cu_seqlens, max_seqlen, alibi_slopes, sinks, is_causal, scale, window_left, window_right, softcap, layout, seq_len, group,
+):  # fmt: skip
+    call = Call(alibi_slopes, sinks, is_causal, scale, window_left, window_right, softcap)
+    ranks, cut = _begin_packed(q, k, v, cu_seqlens, max_seqlen, call, layout, seq_len, group)
+    whole_k, whole_v = (transport.gather_tokens(x, cut, ranks) for x in (k, v))
+    out, lse = _varlen_fwd_fake(q, k, v)
+    for at, start, end in cut.segments(ranks.rank):
+        rows = slice(at, at + end - start)
+        packed = _Packed(call, cu_seqlens, max_seqlen, cut.length, start, end)
+        found = ops.flash_attn_varlen_fwd(
+            packed.padded(q[rows]), whole_k, whole_v, *packed.lengths(), **call.arguments()
+        )
+        out[rows], lse[rows] = (x[: end - start] for x in found)
+    return out, lse
+
+
+def _varlen_bwd(
+    grad_out, grad_lse, q, k, v, out, lse, cu_seqlens, max_seqlen, alibi_slopes, sinks, is_causal, scale, window_left, window_right,
+    softcap, layout, seq_len, group,
+):  # fmt: skip
+    call = Call(alibi_slopes, sinks, is_causal, scale, window_left, window_right, softcap)
+    ranks = Ranks(group)  # they agreed in the forward
+    cut = Cut(total_of(q.shape[0], ranks.size, seq_len), ranks.size, layout)
+    whole_k, whole_v = (transport.gather_tokens(x, cut, ranks) for x in (k, v))
+    dq = q.new_empty(q.shape)
+    sums = [x.new_zeros(x.shape, dtype=lse.dtype) for x in (whole_k, whole_v)]
+    dsinks = None
+    for at, start, end in cut.segments(ranks.rank):
+        rows = slice(at, at + end - start)
+        packed = _Packed(call, cu_seqlens, max_seqlen, cut.length, start, end)
+        # An added row has no gradient of out, and with an lse that no score comes near no probability.
+        grads = ops.flash_attn_varlen_bwd(
+            packed.padded(grad_out[rows]), packed.padded(q[rows]), whole_k, whole_v, packed.padded(out[rows]),
+            packed.padded(lse[rows], 1e30), *packed.lengths(), grad_lse=None if grad_lse is None else packed.padded(grad_lse[rows]),
+            deterministic=are_deterministic(), grad_dtype=made(q, lse.dtype), **call.arguments(),
+        )  # fmt: skip
+        dq[rows] = grads[0][: end - start].to(q.dtype)
+        for total, grad in zip(sums, grads[1:3]):
+            total += grad
+        if sinks is not None:
+            dsinks = grads[3].to(lse.dtype) if dsinks is None else dsinks + grads[3]
+    dk, dv = (transport.sum_to_owners(x, cut, ranks).to(q.dtype) for x in sums)
+    total = sum_sinks(dsinks, call, lse, ranks)
+    return dq, dk, dv, q.new_empty(0, dtype=lse.dtype) if sinks is None else total.to(sinks.dtype)
+
+
+def _varlen_fwd_fake(q, k, v, *_):
+    lse = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty((q.shape[0], q.shape[1], v.shape[2])), q.new_empty(q.shape[:2], dtype=lse)
+
+
+def _varlen_bwd_fake(grad_out, grad_lse, q, k, v, out, lse, cu_seqlens, max_seqlen, alibi_slopes, sinks, *_):
+    grads = (x.new_empty(x.shape) for x in (q, k, v))
+    return *grads, q.new_empty(0, dtype=lse.dtype) if sinks is None else sinks.new_empty(sinks.shape)
+
+
+def _varlen_context(ctx, inputs, output) -> None:
+    q, k, v, cu_seqlens, ctx.max_seqlen, alibi_slopes, sinks, *ctx.rest = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens, alibi_slopes, sinks)
+    ctx.set_materialize_grads(False)
+
+
+def _varlen_backward(ctx, grad_out, grad_lse):
+    q, k, v, out, lse, cu_seqlens, alibi_slopes, sinks = ctx.saved_tensors
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
+    given = (grad_out, grad_lse, q, k, v, out, lse, cu_seqlens, ctx.max_seqlen, alibi_slopes, sinks)
+    dq, dk, dv, dsinks = ops.cp_attn_varlen_bwd(*given, *ctx.rest)
+    return dq, dk, dv, None, None, None, None if sinks is None else dsinks, *(None for _ in ctx.rest)
+
+
+declare("cp_attn_varlen_fwd", _varlen_fwd, _varlen_fwd_fake, _varlen_backward, _varlen_context)
+declare("cp_attn_varlen_bwd", _varlen_bwd, _varlen_bwd_fake)

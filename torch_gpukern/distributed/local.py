@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A rank's own attention: queries of one run of tokens over a run of keys, both somewhere in the whole sequence."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._library import are_deterministic, ops
+
+
+@dataclasses.dataclass
+class Call:
+    """What an attention call says beside q, k and v."""
+
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    is_causal: bool
+    scale: float | None
+    window_left: int
+    window_right: int
+    softcap: float
+
+    def arguments(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    def facts(self) -> dict[str, Any]:
+        """For the ranks' agreement."""
+        return {
+            name: f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else x for name, x in self.arguments().items()
+        }
+
+    def check(self, what: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Raises what the op would, before anything is sent: by a call of no token."""
+        try:
+            none = (x[:, :, :0] for x in (q, k, v))
+            ops.flash_attn_fwd(*none, **self.arguments())
+        except ValueError as error:
+            raise ValueError(f"{what}: {str(error).partition(': ')[2] or error}") from None
+
+    def without_sinks(self) -> "Call":
+        return dataclasses.replace(self, sinks=None)
+
+    def of_heads(self, first: int, heads: int) -> "Call":
+        """The call of some of q's heads."""
+        slopes = self.alibi_slopes
+        return dataclasses.replace(
+            self,
+            alibi_slopes=None if slopes is None else slopes[..., first : first + heads],
+            sinks=None if self.sinks is None else self.sinks[first : first + heads],
+        )
+
+    def sees(self, queries: tuple[int, int], keys: tuple[int, int]) -> bool:
+        """Whether any query of [start, end) sees any key of [start, end)."""
+        (q0, q1), (k0, k1) = queries, keys
+        right = 0 if self.is_causal else self.window_right
+        return (right < 0 or k0 <= q1 - 1 + right) and (self.window_left < 0 or k1 - 1 >= q0 - self.window_left)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, diagonal: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(out, lse) of queries that stand at key `diagonal` and after. dtype: out's, q's or float32."""
+    out, lse = ops.flash_attn_fwd(q, k, v, diagonal=diagonal, out_dtype=made(q, dtype), **call.arguments())
+    return out.to(dtype), lse
+
+
+def made(q: Tensor, wide: torch.dtype) -> torch.dtype:
+    """What the kernels store: on CUDA they round to q's dtype."""
+    return q.dtype if q.is_cuda else wide
+
+
+def backward(
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call,
+    diagonal: int, part: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """(dq, dk, dv, dsinks), the first three float32 (float64 with float64).
+
+    part: k and v are some of the keys that out and lse are of. dq is then these keys' share, and there is no dsinks.
+    """
+    arguments = (call.without_sinks() if part else call).arguments()
+    grads = ops.flash_attn_bwd(
+        grad_out, q, k, v, out, lse, grad_lse, diagonal=diagonal, deterministic=are_deterministic(),
+        grad_dtype=made(q, lse.dtype), is_part=part, **arguments,
+    )  # fmt: skip
+    wide = tuple(x.to(lse.dtype) for x in grads[:3])
+    return *wide, None if call.sinks is None or part else grads[3]

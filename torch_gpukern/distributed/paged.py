@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""context_parallel_paged_attn: decoding over a cache whose keys are spread over ranks."""
+
+import torch
+from torch import Tensor
+
+from .._library import library, ops
+from ..ops import paged_attn
+from . import transport
+from .attention import declare
+from .ranks import Group, Ranks, agree, facts, process_group
+
+__all__ = ["context_parallel_paged_attn"]
+
+
+def context_parallel_paged_attn(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    local_seq_lens: Tensor,
+    group: Group = None,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int = 1,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`paged_attn` over the keys of all ranks: each rank holds some keys of every sequence, in pages of its own.
+
+    Args:
+        q: [T, Hq, D], the same on every rank.
+        k_cache: [num_blocks, block_size, Hkv, D], this rank's.
+        v_cache: [num_blocks, block_size, Hkv, Dv], this rank's.
+        block_table: [B, max_blocks] int32, this rank's.
+        local_seq_lens: [B] int32: keys of each sequence that this rank holds; 0 is none. All of them are seen by all query
+            tokens of the sequence, so with several new tokens a sequence those are not causal among each other. Where a
+            sequence has more query tokens than this rank has keys of it, its page is read like any other.
+        group: a `ProcessGroup`, a `DeviceMesh` of one dimension, or None for all ranks.
+        cu_seqlens_q, max_seqlen_q, scale, softcap, k_scale, v_scale: as for `paged_attn`.
+        sinks: [Hq] as for `paged_attn`, the same on every rank; they count once.
+        return_lse: return ``(out, lse)``.
+
+    Returns:
+        out [T, Hq, Dv] in q's dtype and lse [T, Hq], the same bits on every rank: the ranks' results merged in their order, in
+        float32. Windows and ALiBi need places of keys, which spread keys do not have: gather them, or let a window's keys lie
+        on one rank.
+
+    Can be captured in a CUDA graph (NCCL). There is no gradient.
+
+    Raises:
+        ValueError: as `paged_attn`, or ranks that pass different things; on every rank alike. IndexError: as `paged_attn`.
+    """
+    group = process_group(group)
+    given = (
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        local_seq_lens,
+        cu_seqlens_q,
+        max_seqlen_q,
+        scale,
+        softcap,
+        sinks,
+        k_scale,
+        v_scale,
+    )
+    if group.size() == 1:
+        named = dict(scale=scale, softcap=softcap, sinks=sinks, k_scale=k_scale, v_scale=v_scale, is_causal=False)
+        return paged_attn(
+            *given[:5], cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, return_lse=return_lse, **named
+        )
+    out, lse = ops.cp_paged_attn(*given, group.group_name)
+    return (out, lse) if return_lse else out
+
+
+library.define(
+    "cp_paged_attn(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor local_seq_lens, Tensor? cu_seqlens_q, "
+    "SymInt max_seqlen_q, float? scale, float softcap, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, str group) "
+    "-> (Tensor out, Tensor lse)"
+)
+
+
+def _fwd(
+    q,
+    k_cache,
+    v_cache,
+    block_table,
+    local_seq_lens,
+    cu_seqlens_q,
+    max_seqlen_q,
+    scale,
+    softcap,
+    sinks,
+    k_scale,
+    v_scale,
+    group,
+):
+    ranks = Ranks(group)
+
+    def describe() -> dict:
+        heads = f"{k_cache.dtype} {list(k_cache.shape[2:])} {list(v_cache.shape[2:])}"
+        same = facts(q=q, local_seq_lens=local_seq_lens, cu_seqlens_q=cu_seqlens_q, sinks=sinks)
+        return same | {"heads of the caches": heads, "scale": scale, "softcap": softcap, "max_seqlen_q": max_seqlen_q}
+
+    agree(ranks, "context_parallel_paged_attn", q.device, describe)
+    out, lse = ops.paged_attn_fwd(
+        q, k_cache, v_cache, block_table, local_seq_lens, cu_seqlens_q, max_seqlen_q, scale=scale, softcap=softcap,
+        sinks=sinks if ranks.rank == 0 else None, k_scale=k_scale, v_scale=v_scale, is_causal=False,
+    )  # fmt: skip
+    parts = list(zip(transport.all_of(out, ranks), transport.all_of(lse, ranks), strict=True))
+    merged = parts[0][0].to(lse.dtype), parts[0][1]
+    for part, part_lse in parts[1:]:
+        merged = ops.attn_merge(*merged, part.to(lse.dtype), part_lse)
+    return merged[0].to(q.dtype), merged[1]
+
+
+def _fake(q, k_cache, v_cache, *_):
+    lse = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty((*q.shape[:2], v_cache.shape[3])), q.new_empty(q.shape[:2], dtype=lse)
+
+
+declare("cp_paged_attn", _fwd, _fake)

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Products whose operands are cut over ranks: tensor and sequence parallelism.
+
+Shoeybi et al., "Megatron-LM" (2019), arXiv:1909.08053; Korthikanti et al., "Reducing Activation Recomputation in Large
+Transformer Models" (2022), arXiv:2205.05198, for rows that are gathered before and scattered after.
+"""
+
+import torch
+from torch import Tensor
+
+from .._library import library, ops
+from . import transport
+from .attention import declare
+from .ranks import Group, Ranks, agree, process_group, size_of
+
+__all__ = ["all_gather_gemm", "gemm_all_reduce", "gemm_reduce_scatter"]
+
+
+class _Rows:
+    """Rows that each rank has, as transport's functions ask; `rows` where they are unequal."""
+
+    def __init__(self, rows: list[int]):
+        ends = [sum(rows[: i + 1]) for i in range(len(rows))]
+        self.spans = [[(end - n, end)] for n, end in zip(rows, ends, strict=True)]
+        self.length, self.most, self.rows = ends[-1], max(rows), rows
+
+    def tokens(self, rank: int) -> int:
+        return self.rows[rank]
+
+    def order(self) -> list[tuple[int, int, int]]:
+        return [(rank, 0, n) for rank, n in enumerate(self.rows) if n]
+
+
+def _rows_of_all(rows: int, like: Tensor, ranks: Ranks) -> _Rows:
+    mine = torch.tensor([rows], dtype=torch.int64, device=like.device)
+    return _Rows([int(n) for n in torch.cat(transport.all_of(mine, ranks)).tolist()])
+
+
+def _cut_evenly(rows: int, size: int) -> _Rows:
+    each, more = divmod(rows, size)
+    return _Rows([each + (r < more) for r in range(size)])
+
+
+def _describe(what: str, a: Tensor, b: Tensor, *, rows: bool, columns: bool, **more) -> dict:
+    """rows, columns: whether those of a, and of b, must be equal on all ranks."""
+    for name, x in (("a", a), ("b", b)):
+        if x.dim() != 2:
+            raise ValueError(f"{what}: {name} must have 2 dimensions, got {x.dim()}")
+    if a.shape[1] != b.shape[0]:
+        raise ValueError(f"{what}: b has {b.shape[0]} rows, a has {a.shape[1]} columns; they must match")
+    if a.dtype != b.dtype:
+        raise ValueError(f"{what}: b has dtype {b.dtype}, a has {a.dtype}; they must match")
+    same = {"dtype": a.dtype}
+    if rows:
+        same["rows of a"] = a.shape[0]
+    if columns:
+        same["columns of b"] = b.shape[1]
+    return same | more
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, not rounded: float32 (float64)."""
+    return ops.gemm(a, b, out_dtype=_wide(a.dtype))
+
+
+# ---- all_gather_gemm --------------------------------------------------------------------------------
+
+
+def all_gather_gemm(
+    a: Tensor,
+    b: Tensor,
+    group: Group = None,
+    *,
+    bias: Tensor | None = None,
+    activation: str = "none",
+    return_gathered: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``activation(gathered a @ b + bias)``: the column-parallel product of Megatron, over rows that are cut over ranks.
+
+    Args:
+        a: [M of this rank, K] float32, bfloat16, float16 or float64. M may differ by rank, but not in compiled code.
+        b: [K, N of this rank], a's dtype, any strides: this rank's columns of the weight.
+        group: a `ProcessGroup`, a `DeviceMesh` of one dimension, or None for all ranks.
+        bias: [N of this rank], a's dtype.
+        activation: none, relu, gelu, gelu_tanh or silu.
+        return_gathered: return ``(out, gathered)``.
+
+    Returns:
+        out [M of all ranks, N of this rank] in a's dtype; with return_gathered also a of all ranks, in their order.
+
+    Gradients: a (the ranks' shares summed in float32 in rank order, rounded once), b and bias. Several calls may be in flight.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit, or ranks that pass different things; on every rank alike.
+    """
+    out, gathered, _ = ops.all_gather_gemm_fwd(a, b, bias, activation, process_group(group).group_name)
+    return (out, gathered) if return_gathered else out
+
+
+library.define(
+    "all_gather_gemm_fwd(Tensor a, Tensor b, Tensor? bias, str activation, str group) -> (Tensor out, Tensor gathered, Tensor preact)"
+)
+library.define("rows_to_owners(Tensor x, Tensor b, SymInt rows, str group) -> Tensor")
+
+
+def _gather_fwd(a, b, bias, activation, group):
+    ranks = Ranks(group)
+    what = "all_gather_gemm"
+
+    def describe() -> dict:
+        ops.gemm(a[:0], b[:, :0], None if bias is None else bias[:0], activation=activation)  # what gemm refuses
+        if bias is not None and tuple(bias.shape) != (b.shape[1],):
+            raise ValueError(f"{what}: bias must have shape [{b.shape[1]}], got {list(bias.shape)}")
+        more = {"columns of a": a.shape[1], "bias given": bias is not None, "activation": activation}
+        return _describe(what, a, b, rows=False, columns=False, **more)
+
+    agree(ranks, what, a.device, describe)
+    gathered = transport.gather_tokens(a, _rows_of_all(a.shape[0], a, ranks), ranks)
+    if gathered.data_ptr() == a.data_ptr():
+        gathered = gathered.clone()
+    out, preact = ops.gemm_fwd(gathered, b, bias, activation=activation)
+    return out, gathered, preact
+
+
+def _gather_fake(a, b, bias, activation, group):
+    rows = a.shape[0] * size_of(group)
+    out = a.new_empty((rows, b.shape[1]))
+    return out, a.new_empty((rows, a.shape[1])), a.new_empty(0 if activation in ("none", "relu") else out.shape)
+
+
+def _gather_context(ctx, inputs, output) -> None:
+    a, b, bias, ctx.activation, ctx.group = inputs
+    out, gathered, preact = output
+    ctx.rows, ctx.has_bias = a.shape[0], bias is not None
+    saved = out if ctx.activation == "relu" else preact
+    ctx.save_for_backward(b, gathered, saved)
+    ctx.mark_non_differentiable(preact)
+    ctx.set_materialize_grads(False)
+
+
+def _gather_backward(ctx, grad_out, grad_gathered, _):
+    b, gathered, saved = ctx.saved_tensors
+    grad_a = grad_b = grad_bias = None
+    share = None if grad_gathered is None else grad_gathered.to(_wide(b.dtype))
+    if grad_out is not None:
+        if ctx.activation != "none":
+            grad_out = ops.gemm_act_bwd(grad_out, saved, ctx.activation)
+        if ctx.needs_input_grad[1]:
+            grad_b = ops.gemm(gathered.t(), grad_out)
+        if ctx.has_bias and ctx.needs_input_grad[2]:
+            grad_bias = grad_out.sum(0, dtype=_wide(b.dtype)).to(b.dtype)
+        if ctx.needs_input_grad[0]:
+            product = _product(grad_out, b.t())
+            share = product if share is None else share + product
+    if ctx.needs_input_grad[0] and share is not None:
+        grad_a = ops.rows_to_owners(share, b, ctx.rows, ctx.group)
+    return grad_a, grad_b, grad_bias, None, None
+
+
+def _to_owners(x, b, rows, group):
+    ranks = Ranks(group)
+    return transport.sum_to_owners(x, _rows_of_all(rows, x, ranks), ranks).to(b.dtype)
+
+
+def _to_owners_fake(x, b, rows, group):
+    return b.new_empty((rows, x.shape[1]))
+
+
+declare("all_gather_gemm_fwd", _gather_fwd, _gather_fake, _gather_backward, _gather_context)
+declare("rows_to_owners", _to_owners, _to_owners_fake)
+
+
+# ---- gemm_reduce_scatter ----------------------------------------------------------------------------
+
+
+def gemm_reduce_scatter(a: Tensor, b: Tensor, group: Group = None) -> Tensor:
+    """This rank's rows of the sum over ranks of ``a @ b``: the row-parallel product of Megatron, its rows scattered.
+
+    Args:
+        a: [M, K of this rank] float32, bfloat16, float16 or float64.
+        b: [K of this rank, N], a's dtype, any strides: this rank's rows of the weight.
+        group: a `ProcessGroup`, a `DeviceMesh` of one dimension, or None for all ranks.
+
+    Returns:
+        [M of this rank, N] in a's dtype, the rows that `torch.tensor_split` gives rank r; any M. The ranks' products are summed in
+        float32 in rank order and rounded once.
+
+    Gradients: a and b. Several calls may be in flight.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit, or ranks that pass different things; on every rank alike.
+    """
+    return ops.gemm_reduce_scatter(a, b, process_group(group).group_name)
+
+
+library.define("gemm_reduce_scatter(Tensor a, Tensor b, str group) -> Tensor")
+library.define("gather_rows(Tensor x, SymInt rows, str group) -> Tensor")
+
+
+def _scatter_fwd(a, b, group):
+    ranks = Ranks(group)
+    agree(
+        ranks, "gemm_reduce_scatter", a.device, lambda: _describe("gemm_reduce_scatter", a, b, rows=True, columns=True)
+    )
+    return transport.sum_to_owners(_product(a, b), _cut_evenly(a.shape[0], ranks.size), ranks).to(a.dtype)
+
+
+def _scatter_fake(a, b, group):
+    ranks = Ranks(group)
+    rows, more = a.shape[0] // ranks.size, a.shape[0] % ranks.size
+    if isinstance(a.shape[0], int):
+        rows += ranks.rank < more
+    return a.new_empty((rows, b.shape[1]))
+
+
+def _scatter_context(ctx, inputs, output) -> None:
+    a, b, ctx.group = inputs
+    ctx.save_for_backward(a, b)
+
+
+def _scatter_backward(ctx, grad):
+    a, b = ctx.saved_tensors
+    whole = ops.gather_rows(grad, a.shape[0], ctx.group)
+    grad_a = ops.gemm(whole, b.t()) if ctx.needs_input_grad[0] else None
+    grad_b = ops.gemm(a.t(), whole) if ctx.needs_input_grad[1] else None
+    return grad_a, grad_b, None
+
+
+def _gather_rows(x, rows, group):
+    ranks = Ranks(group)
+    whole = transport.gather_tokens(x, _cut_evenly(rows, ranks.size), ranks)
+    return whole.clone() if whole.data_ptr() == x.data_ptr() else whole
+
+
+def _gather_rows_fake(x, rows, group):
+    return x.new_empty((rows, x.shape[1]))
+
+
+declare("gemm_reduce_scatter", _scatter_fwd, _scatter_fake, _scatter_backward, _scatter_context)
+declare("gather_rows", _gather_rows, _gather_rows_fake)
+
+
+# ---- gemm_all_reduce --------------------------------------------------------------------------------
+
+
+def gemm_all_reduce(a: Tensor, b: Tensor, group: Group = None) -> Tensor:
+    """The sum over ranks of ``a @ b`` on every rank: the row-parallel product of Megatron.
+
+    Args:
+        a: [M, K of this rank] float32, bfloat16, float16 or float64.
+        b: [K of this rank, N], a's dtype, any strides.
+        group: a `ProcessGroup`, a `DeviceMesh` of one dimension, or None for all ranks.
+
+    Returns:
+        [M, N] in a's dtype, the same bits on every rank: summed in float32 in rank order, rounded once.
+
+    Gradients: a and b. The result is the same on every rank, and so its gradient must be: each rank takes its own, nothing is
+    summed (Megatron's convention). Several calls may be in flight.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit, or ranks that pass different things; on every rank alike.
+    """
+    return ops.gemm_all_reduce(a, b, process_group(group).group_name)
+
+
+library.define("gemm_all_reduce(Tensor a, Tensor b, str group) -> Tensor")
+
+# Up to this many bytes of a float32 result each rank sends all of it to all: one exchange. Above, rows go to their owners and
+# come back summed: two exchanges of a rank's share each.
+_ONE_EXCHANGE_BYTES = 1 << 20
+
+
+def _reduce_fwd(a, b, group):
+    ranks = Ranks(group)
+    agree(ranks, "gemm_all_reduce", a.device, lambda: _describe("gemm_all_reduce", a, b, rows=True, columns=True))
+    product = _product(a, b)
+    if product.numel() * product.element_size() <= _ONE_EXCHANGE_BYTES:
+        return transport.sum_of_all(product, ranks).to(a.dtype)
+    cut = _cut_evenly(a.shape[0], ranks.size)
+    return transport.gather_tokens(transport.sum_to_owners(product, cut, ranks).to(a.dtype), cut, ranks)
+
+
+def _reduce_fake(a, b, group):
+    return a.new_empty((a.shape[0], b.shape[1]))
+
+
+def _reduce_context(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs[:2])
+
+
+def _reduce_backward(ctx, grad):
+    a, b = ctx.saved_tensors
+    grad_a = ops.gemm(grad, b.t()) if ctx.needs_input_grad[0] else None
+    grad_b = ops.gemm(a.t(), grad) if ctx.needs_input_grad[1] else None
+    return grad_a, grad_b, None
+
+
+declare("gemm_all_reduce", _reduce_fwd, _reduce_fake, _reduce_backward, _reduce_context)

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""context_parallel_attn, mode ring: K and V go round the ranks, and with them in backward the sums of their gradients."""
+
+import torch
+from torch import Tensor
+
+from .._library import ops
+from . import transport
+from .local import Call, backward, forward
+from .ranks import Ranks
+from .sequence import Cut
+
+
+def _shape(x: Tensor, tokens: int) -> tuple[int, ...]:
+    return (*x.shape[:2], tokens, x.shape[3])
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, cut: Cut, ranks: Ranks, out: Tensor, lse: Tensor) -> None:
+    """Fills out and lse. Each rank begins with its own keys, which the sinks belong to, and goes on with its predecessors'."""
+    wide = lse.dtype
+    line = transport.Ring(ranks)
+    mine = cut.segments(ranks.rank)
+    merged: list[tuple[Tensor, Tensor] | None] = [None] * len(mine)
+    held = [k.contiguous(), v.contiguous()]
+    for step in range(ranks.size):
+        owner = (ranks.rank - step) % ranks.size
+        met, posted = [], []
+        if step < ranks.size - 1:
+            tokens = cut.tokens((owner - 1) % ranks.size)
+            met, posted = line.post(held, [_shape(x, tokens) for x in held])
+        for i, (at, start, end) in enumerate(mine):
+            queries = q[:, :, at : at + end - start]
+            for key_at, key_start, key_end in cut.segments(owner):
+                first = merged[i] is None  # the sinks come with it, seen or not
+                if not first and not call.sees((start, end), (key_start, key_end)):
+                    continue
+                keys = (x[:, :, key_at : key_at + key_end - key_start] for x in held)
+                part = forward(queries, *keys, call if first else call.without_sinks(), start - key_start, wide)
+                merged[i] = part if first else ops.attn_merge(*merged[i], *part)
+        for work in posted:
+            work.wait()
+        held = met
+    for (at, start, end), found in zip(mine, merged, strict=True):
+        rows = slice(at, at + end - start)
+        out[:, :, rows], lse[:, :, rows] = found
+
+
+def differentiate(
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, cut: Cut,
+    ranks: Ranks,
+):  # fmt: skip
+    """dq stays; dk and dv go on with their keys, each rank adds its queries' share, and come home with the last step."""
+    from .attention import sum_sinks
+
+    wide = lse.dtype
+    line = transport.Ring(ranks)
+    mine = cut.segments(ranks.rank)
+    dq = q.new_zeros(q.shape, dtype=wide)
+    held = [k.contiguous(), v.contiguous()]
+    sums = [x.new_zeros(x.shape, dtype=wide) for x in held]
+    bare = call.without_sinks()
+    for step in range(ranks.size):
+        owner = (ranks.rank - step) % ranks.size
+        before = cut.tokens((owner - 1) % ranks.size)
+        last = step == ranks.size - 1
+        met, posted = line.post(held, [_shape(x, before) for x in held]) if not last else ([], [])
+        for at, start, end in mine:
+            rows = slice(at, at + end - start)
+            for key_at, key_start, key_end in cut.segments(owner):
+                if not call.sees((start, end), (key_start, key_end)):
+                    continue
+                keys = slice(key_at, key_at + key_end - key_start)
+                grads = backward(
+                    *(x if x is None else x[:, :, rows] for x in (grad_out, grad_lse, q)), *(x[:, :, keys] for x in held),
+                    out[:, :, rows], lse[:, :, rows], bare, start - key_start, part=True,
+                )  # fmt: skip
+                dq[:, :, rows] += grads[0]
+                for total, grad in zip(sums, grads[1:3]):
+                    total[:, :, keys] += grad
+        for work in posted:
+            work.wait()
+        sums, summed = line.post(sums, [_shape(x, before) for x in sums])
+        for work in summed:
+            work.wait()
+        held = met
+    dsinks = None
+    if call.sinks is not None:
+        dsinks = _of_sinks(grad_out, grad_lse, out, lse, call.sinks)
+    return dq, *sums, sum_sinks(dsinks, call, lse, ranks)
+
+
+def _of_sinks(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """[Hq]: -sum exp(sink - lse) (dO . O - dlse), over this rank's rows.
+
+    Where only the sink has probability out is 0 whatever dO holds, inf included.
+    """
+    alone = lse <= sinks.to(lse.dtype)[:, None]
+    delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1).masked_fill(alone, 0)
+    if grad_lse is not None:
+        delta = delta - grad_lse
+    p = torch.exp(sinks.to(lse.dtype)[:, None] - lse).masked_fill((sinks == -torch.inf)[:, None], 0)
+    return -(p * delta).sum((0, 2), dtype=torch.float64).to(lse.dtype)

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A sequence cut over ranks: which tokens a rank holds, shards of a tensor, and back."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .._library import library
+from . import transport
+from .ranks import Group, Ranks, agree, process_group, rank_in, size_of
+
+__all__ = ["Cut", "Layout", "gather_sequence", "positions", "shard_sequence"]
+
+Layout = Literal["contiguous", "zigzag"]
+Span = tuple[int, int]  # tokens [start, end) of the whole sequence
+
+
+class Cut:
+    """Which tokens of a sequence of `length` each of `size` ranks holds.
+
+    The sequence is cut as `torch.tensor_split` does: the first ``length % n`` of n chunks have one token more. contiguous: n is
+    `size`, rank r holds chunk r. zigzag: n is 2 `size`, rank r holds chunk r and then chunk ``2 size - 1 - r``, so that under a
+    causal mask every rank has the same share of the work.
+    """
+
+    def __init__(self, length: int, size: int, layout: str):
+        if layout not in ("contiguous", "zigzag"):
+            raise ValueError(f"layout must be contiguous or zigzag, got {layout!r}")
+        self.length, self.size, self.layout = length, size, layout
+        chunks = size if layout == "contiguous" or size == 1 else 2 * size
+        each, more = divmod(length, chunks)
+        starts = [i * each + min(i, more) for i in range(chunks + 1)]
+        spans = list(zip(starts, starts[1:]))
+        if chunks == size:
+            self.spans: list[list[Span]] = [[span] for span in spans]
+        else:
+            self.spans = [[spans[r], spans[-1 - r]] for r in range(size)]
+
+    def tokens(self, rank: int) -> int:
+        return sum(end - start for start, end in self.spans[rank])
+
+    @property
+    def most(self) -> int:
+        """Tokens of the rank that has the most."""
+        return max(self.tokens(rank) for rank in range(self.size))
+
+    def segments(self, rank: int) -> list[tuple[int, int, int]]:
+        """(first local token, start, end) of each run of tokens that stand side by side in the whole; without empty ones."""
+        found: list[tuple[int, int, int]] = []
+        at = 0
+        for start, end in self.spans[rank]:
+            if found and found[-1][2] == start:
+                found[-1] = (found[-1][0], found[-1][1], end)
+            elif end > start:
+                found.append((at, start, end))
+            at += end - start
+        return found
+
+    def order(self) -> list[tuple[int, int, int]]:
+        """(rank, first local token, tokens) of each chunk, in the whole's order."""
+        pieces = []
+        for rank, spans in enumerate(self.spans):
+            at = 0
+            for start, end in spans:
+                if end > start:
+                    pieces.append((start, rank, at, end - start))
+                at += end - start
+        return [(rank, at, tokens) for _, rank, at, tokens in sorted(pieces)]
+
+
+def total_of(tokens: int, size: int, seq_len: int | None) -> int:
+    """The whole's length: seq_len, or that of equal shards."""
+    return tokens * size if seq_len is None or seq_len < 0 else seq_len
+
+
+def whole_cut(op: str, argument: str, tokens: int, ranks: Ranks, seq_len: int | None, layout: str) -> Cut:
+    """The cut whose share of this rank is `tokens`."""
+    if seq_len is not None and seq_len < -1:
+        raise ValueError(f"{op}: seq_len must be at least 0, got {seq_len}")
+    cut = Cut(total_of(tokens, ranks.size, seq_len), ranks.size, layout)
+    if cut.tokens(ranks.rank) != tokens:
+        raise ValueError(
+            f"{op}: {argument} has {tokens} tokens on rank {ranks.rank}, expected {cut.tokens(ranks.rank)} of a sequence of "
+            f"{cut.length} that is cut {layout} over {ranks.size} ranks (shard_sequence)"
+        )
+    return cut
+
+
+def positions(
+    seq_len: int, group: Group = None, layout: Layout = "zigzag", *, device: torch.device | str = "cpu"
+) -> Tensor:
+    """[tokens of this rank] int64: where each of this rank's tokens stands in the whole sequence, as rotary embeddings ask.
+
+    Args:
+        seq_len: tokens of the whole sequence, at least 0.
+        group: a `ProcessGroup`, a `DeviceMesh` of one dimension, or None for all ranks.
+        layout: ``"contiguous"`` or ``"zigzag"``, as for `shard_sequence`.
+        device: where the result lies.
+    """
+    if seq_len < 0:
+        raise ValueError(f"positions: seq_len must be at least 0, got {seq_len}")
+    group = process_group(group)
+    spans = Cut(seq_len, group.size(), layout).spans[group.rank()]
+    return torch.cat([torch.arange(start, end, dtype=torch.int64, device=device) for start, end in spans])
+
+
+def shard_sequence(x: Tensor, group: Group = None, dim: int = -2, layout: Layout = "zigzag") -> Tensor:
+    """This rank's part of a tensor that every rank has whole.
+
+    Args:
+        x: [..., S, ...], any dtype.
+        group: a `ProcessGroup`, a `DeviceMesh` of one dimension, or None for all ranks.
+        dim: the sequence's dimension.
+        layout: ``"contiguous"``: rank r of W holds chunk r of `torch.tensor_split(x, W)`. ``"zigzag"``: rank r holds chunks r
+            and 2 W - 1 - r of `torch.tensor_split(x, 2 W)`, one behind the other: a causal mask then gives all ranks equal work.
+
+    Returns:
+        The shard: a view where it is one chunk, else a copy. Any S: shards of unequal lengths differ by 1, or by 2 where they
+        are zigzag.
+
+    Gradients: x; tokens of other ranks get 0 on this one.
+    """
+    group = process_group(group)
+    spans = Cut(x.shape[dim], group.size(), layout).spans[group.rank()]
+    parts = [x.narrow(dim, start, end - start) for start, end in spans]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def gather_sequence(
+    x: Tensor, group: Group = None, dim: int = -2, layout: Layout = "zigzag", *, seq_len: int | None = None
+) -> Tensor:
+    """The whole tensor on every rank, from the ranks' shards: the inverse of `shard_sequence`.
+
+    Args:
+        x: [..., S of this rank, ...], any dtype.
+        group: a `ProcessGroup`, a `DeviceMesh` of one dimension, or None for all ranks.
+        dim: the sequence's dimension.
+        layout: that of `shard_sequence`.
+        seq_len: S of the whole; needed where the shards have unequal lengths.
+
+    Returns:
+        [..., S, ...] contiguous.
+
+    Gradients: x. The result is the same on every rank, and so its gradient must be: each rank takes its tokens' part of its
+    own, nothing is summed.
+
+    Raises:
+        ValueError: on every rank, where shapes, dtypes or arguments do not fit together.
+    """
+    dim = torch._C._wrap_dim(dim, x.dim()) if hasattr(torch._C, "_wrap_dim") else dim % x.dim()
+    group = process_group(group)
+    if group.size() == 1:
+        return x.contiguous()
+    return torch.ops.gpukern.gather_sequence(x, dim, layout, -1 if seq_len is None else seq_len, group.group_name)
+
+
+# ---- the op --------------------------------------------------------------------------------------
+
+library.define("gather_sequence(Tensor x, int dim, str layout, SymInt seq_len, str group) -> Tensor")
+
+
+def _gather(x: Tensor, dim: int, layout: str, seq_len: int, group: str) -> Tensor:
+    ranks = Ranks(group)
+    cuts: list[Cut] = []
+
+    def describe() -> dict:
+        cuts.append(whole_cut("gather_sequence", "x", x.shape[dim], ranks, seq_len, layout))
+        shape = [n if i != dim else "tokens" for i, n in enumerate(x.shape)]
+        tokens = x.shape[dim] if seq_len < 0 else "by seq_len"
+        return dict(x=f"{x.dtype} {shape}", dim=dim, layout=layout, seq_len=seq_len, tokens_of_x=tokens)
+
+    agree(ranks, "gather_sequence", x.device, describe)
+    return transport.gather_tokens(x.movedim(dim, 0), cuts[0], ranks).movedim(0, dim).contiguous()
+
+
+def _gather_fake(x: Tensor, dim: int, layout: str, seq_len: int, group: str) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] = total_of(shape[dim], size_of(group), seq_len)
+    return x.new_empty(shape)
+
+
+def _gather_context(ctx, inputs, output) -> None:
+    _, ctx.dim, ctx.layout, _, ctx.group = inputs
+
+
+def _gather_backward(ctx, grad):
+    spans = Cut(grad.shape[ctx.dim], size_of(ctx.group), ctx.layout).spans[rank_in(ctx.group)]
+    return torch.cat([grad.narrow(ctx.dim, s, e - s) for s, e in spans], ctx.dim), None, None, None, None
+
+
+for _key in ("CPU", "CUDA"):
+    library.impl("gather_sequence", _gather, _key)
+torch.library.register_fake("gpukern::gather_sequence", _gather_fake, lib=library)
+torch.library.register_autograd(
+    "gpukern::gather_sequence", _gather_backward, setup_context=_gather_context, lib=library
+)

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""context_parallel_attn, mode ulysses: shards of the sequence become shards of the heads, and back."""
+
+import torch
+from torch import Tensor
+
+from .._library import are_deterministic, ops
+from . import transport
+from .local import Call
+from .ranks import Ranks
+from .sequence import Cut
+
+
+def _to_heads(x: Tensor, cut: Cut, ranks: Ranks) -> Tensor:
+    """[B, H / ranks, S, ...]: this rank's heads of all tokens, from all heads of its tokens [B, H, tokens, ...]."""
+    parts = [part.movedim(2, 0).contiguous() for part in x.chunk(ranks.size, dim=1)]
+    met = transport.swap(parts, [cut.tokens(r) for r in range(ranks.size)], ranks)
+    whole = torch.cat([met[rank].narrow(0, at, tokens) for rank, at, tokens in cut.order()] or [met[0][:0]])
+    return whole.movedim(0, 2)
+
+
+def _to_tokens(x: Tensor, cut: Cut, ranks: Ranks) -> Tensor:
+    """[B, H, tokens, ...]: the inverse."""
+    whole = x.movedim(2, 0)
+    parts = [transport.tokens_of(whole, cut, r).contiguous() for r in range(ranks.size)]
+    met = transport.swap(parts, [cut.tokens(ranks.rank)] * ranks.size, ranks)
+    return torch.cat([part.movedim(0, 2) for part in met], dim=1)
+
+
+def _mine(call: Call, q: Tensor, ranks: Ranks) -> Call:
+    heads = q.shape[1] // ranks.size
+    return call.of_heads(ranks.rank * heads, heads)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, cut: Cut, ranks: Ranks, out: Tensor, lse: Tensor) -> None:
+    whole = (_to_heads(x, cut, ranks) for x in (q, k, v))
+    found = ops.flash_attn_fwd(*whole, **_mine(call, q, ranks).arguments())
+    out.copy_(_to_tokens(found[0], cut, ranks))
+    lse.copy_(_to_tokens(found[1], cut, ranks))
+
+
+def differentiate(
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, cut: Cut,
+    ranks: Ranks,
+):  # fmt: skip
+    whole = [x if x is None else _to_heads(x, cut, ranks) for x in (grad_out, q, k, v, out, lse, grad_lse)]
+    grads = ops.flash_attn_bwd(
+        *whole[:5],
+        whole[5].contiguous(),
+        whole[6],
+        deterministic=are_deterministic(),
+        **_mine(call, q, ranks).arguments(),
+    )
+    dsinks = None if call.sinks is None else torch.cat(transport.all_of(grads[3], ranks))
+    return *(_to_tokens(x, cut, ranks) for x in grads[:3]), dsinks
