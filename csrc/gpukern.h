@@ -108,6 +108,7 @@ typedef struct gk_context {
  * The sequence or token concerned has no meaningful result, all others have theirs. */
 typedef enum gk_device_error {
     GK_BAD_CU_SEQLENS = 0,  /* flash_attn_varlen: decreasing, past the tokens, or longer than max_seqlen */
+    GK_BAD_OFFS = 0,        /* grouped_gemm: decreasing, or past the rows or k that are grouped */
     GK_BAD_SEQ_LENS = 1,    /* paged_attn: a length below 0, past the table or below its query tokens; cu_seqlens_q */
     GK_BAD_BLOCK_TABLE = 2, /* paged_attn: a page outside the cache */
     GK_BAD_SLOTS = 3,       /* kv_cache_write: a slot past the cache */
@@ -353,4 +354,7 @@ GK_API gk_status gk_attn_merge(const gk_context *, const gk_attn_merge_args *);
 #ifdef __cplusplus
 }
 #endif
+
+#include "gpukern_quant.h" /* quantised products */
+
 #endif

@@ -45,6 +45,23 @@
     "Tensor? v_scale=None, bool is_causal=True, Tensor? kv_start=None, SymInt window_right=-1, "   \
     "bool allow_short=False)"
 
+#define SCALED_GEMM_ARGS                                                                                       \
+    "(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias=None, Tensor? c=None, float beta=1.0, " \
+    "Tensor? out_scale=None, str activation=\"none\", ScalarType? out_dtype=None, str accumulate=\"precise\")"
+
+#define WEIGHT_GEMM_ARGS                                                                                           \
+    "(Tensor a, Tensor packed, Tensor scale, SymInt n, str format, Tensor? zero=None, Tensor? global_scale=None, " \
+    "Tensor? scale_a=None, Tensor? bias=None, str activation=\"none\", ScalarType? out_dtype=None)"
+
+#define GROUPED_GEMM_ARGS                                                                               \
+    "(Tensor a, Tensor b, Tensor offs, Tensor? scale_a=None, Tensor? scale_b=None, Tensor? bias=None, " \
+    "str activation=\"none\", ScalarType? out_dtype=None, str accumulate=\"precise\")"
+
+#define SPARSE_GEMM_ARGS                                                                                     \
+    "(Tensor a, Tensor values, Tensor meta, Tensor? scale_a=None, Tensor? scale_b=None, Tensor? bias=None, " \
+    "str activation=\"none\", ScalarType? out_dtype=None)"
+
+#define CODES_SCALE " -> (Tensor codes, Tensor scale)"
 #define OUT_LSE " -> (Tensor out, Tensor lse)"
 #define GRADIENTS " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
 
@@ -95,6 +112,30 @@ void define(gk::Library &m) {
           "Tensor slots, Tensor? k_scale=None, Tensor? v_scale=None) -> ()");
     m.def("kv_cache_write_results(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, "
           "Tensor slots, Tensor? k_scale=None, Tensor? v_scale=None) -> ()");
+
+    def_all(m, "quantize", "(Tensor x, ScalarType dtype, str granularity, Tensor? scale_ub=None, Tensor? scale=None)",
+            CODES_SCALE);
+    def_all(m, "silu_mul_quantize",
+            "(Tensor gate, Tensor up, ScalarType dtype, str granularity, Tensor? scale_ub=None)", CODES_SCALE);
+    def_all(m, "rms_norm_quantize",
+            "(Tensor x, Tensor? weight, Tensor? residual, float eps, ScalarType dtype, str granularity, "
+            "Tensor? scale_ub=None)",
+            " -> (Tensor codes, Tensor scale, Tensor sum)");
+    def_all(m, "dequantize", "(Tensor codes, Tensor scale, ScalarType dtype)", " -> Tensor");
+
+    def_all(m, "scaled_gemm", SCALED_GEMM_ARGS, " -> Tensor");
+    def_explain(m, "scaled_gemm", SCALED_GEMM_ARGS);
+
+    def_all(m, "pack_weight", "(Tensor q, str format)", " -> Tensor");
+    def_all(m, "unpack_weight", "(Tensor packed, SymInt n, SymInt k, str format)", " -> Tensor");
+    def_all(m, "weight_gemm", WEIGHT_GEMM_ARGS, " -> Tensor");
+    def_explain(m, "weight_gemm", WEIGHT_GEMM_ARGS);
+
+    def_all(m, "grouped_gemm", GROUPED_GEMM_ARGS, " -> Tensor");
+    def_explain(m, "grouped_gemm", GROUPED_GEMM_ARGS);
+    def_all(m, "sparse_pack", "(Tensor w)", " -> (Tensor values, Tensor meta)");
+    def_all(m, "sparse_gemm", SPARSE_GEMM_ARGS, " -> Tensor");
+    def_explain(m, "sparse_gemm", SPARSE_GEMM_ARGS);
 
     m.def("version() -> str");
     m.def("cpu_isa() -> str");

@@ -319,6 +319,13 @@ def same_bits(x, y):
     return torch.equal(x, y)
 
 
+def assert_bits(x, y):
+    """`same_bits`, and where they differ how many do and by what."""
+    if not same_bits(x, y):
+        torch.testing.assert_close(x.double(), y.double(), rtol=0, atol=0, equal_nan=True)
+        raise AssertionError(f"{tuple(x.shape)} {x.dtype}, expected {tuple(y.shape)} {y.dtype}, or other NaN or zeros")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # the error rule
 

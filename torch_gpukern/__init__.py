@@ -16,7 +16,26 @@ from typing import get_args as _get_args
 
 from ._library import ops as _ops
 from .kv_cache import OutOfPages, PagedKVCache
-from .ops import attn_merge, flash_attn, flash_attn_varlen, gemm, kv_cache_write, linear, paged_attn
+from .ops import (
+    attn_merge,
+    dequantize,
+    flash_attn,
+    flash_attn_varlen,
+    gemm,
+    grouped_gemm,
+    kv_cache_write,
+    linear,
+    pack_weight,
+    paged_attn,
+    quantize,
+    rms_norm_quantize,
+    scaled_gemm,
+    silu_mul_quantize,
+    sparse_gemm,
+    sparse_pack,
+    unpack_weight,
+    weight_gemm,
+)
 from .ops.define import Op as _Op
 from .tuning import cache as _cache
 
@@ -33,13 +52,24 @@ __all__ = [
     "PagedKVCache",
     "attn_merge",
     "check_errors",
+    "dequantize",
     "explain",
     "flash_attn",
     "flash_attn_varlen",
     "gemm",
+    "grouped_gemm",
     "kv_cache_write",
     "linear",
+    "pack_weight",
     "paged_attn",
+    "quantize",
+    "rms_norm_quantize",
+    "scaled_gemm",
+    "silu_mul_quantize",
+    "sparse_gemm",
+    "sparse_pack",
+    "unpack_weight",
+    "weight_gemm",
 ]
 
 __version__: str = _ops.version.default()
@@ -63,7 +93,17 @@ class Explanation(_OfCudaGemm):
     preferred: bool
 
 
-Explained = _Literal["gemm", "flash_attn", "flash_attn_varlen", "flash_attn_bwd", "paged_attn"]
+Explained = _Literal[
+    "gemm",
+    "flash_attn",
+    "flash_attn_varlen",
+    "flash_attn_bwd",
+    "paged_attn",
+    "scaled_gemm",
+    "weight_gemm",
+    "grouped_gemm",
+    "sparse_gemm",
+]
 EXPLAINED: tuple[str, ...] = _get_args(Explained)
 
 

@@ -17,18 +17,34 @@ tokens. Strides of the results are not stated here: see `torch_gpukern.flash_att
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["attn_merge", "flash_attn", "flash_attn_varlen", "gemm", "kv_cache_write", "paged_attn"]
+from .reference_quantised import (
+    ACTIVATIONS,
+    dequantize,
+    grouped_gemm,
+    quantize,
+    rms_norm_quantize,
+    scaled_gemm,
+    silu_mul_quantize,
+    spread,
+)
 
-ACTIVATIONS = {
-    "none": lambda x: x,
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "silu": F.silu,
-}
+__all__ = [
+    "attn_merge",
+    "dequantize",
+    "flash_attn",
+    "flash_attn_varlen",
+    "gemm",
+    "grouped_gemm",
+    "kv_cache_write",
+    "paged_attn",
+    "quantize",
+    "rms_norm_quantize",
+    "scaled_gemm",
+    "silu_mul_quantize",
+    "spread",
+]
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:

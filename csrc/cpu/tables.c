@@ -1,7 +1,8 @@
 /* tables.c: every CPU kernel by op, dtype and instruction set, best set first; dispatch.c takes the first row that serves
  * a call, and gk_context.cpu_isa hides the rows above it. The symbols, for grep, are gk_<stem>_<isa> with
  *   gk_gemm_packed gk_gemm_skinny gk_gemm_act_bwd gk_flash_attn_fwd gk_flash_attn_bwd gk_paged_attn gk_kv_cache_write
- *   gk_attn_merge       x       base avx2 avx512 avx512bf16
+ *   gk_attn_merge gk_quantize gk_dequantize gk_scaled_gemm gk_weight_gemm gk_weight_skinny gk_grouped_gemm gk_sparse_gemm
+ *                       x       base avx2 avx512 avx512bf16
  * float32 rows compute in float32, bfloat16 and float16 rows convert tile by tile; avx512bf16 multiplies bfloat16 pairs, which
  * on Intel's cores is slower than to convert: there the default is avx512 (features.c has the measurement).
  * float64 is served by ref/. GK_X86_ISAS comes from the build where it compiled more than the base set.
@@ -35,10 +36,25 @@ DECLARE(flash_attn_bwd)
 DECLARE(paged_attn)
 DECLARE(kv_cache_write)
 DECLARE(attn_merge)
+DECLARE(quantize)
+DECLARE(dequantize)
+DECLARE(scaled_gemm)
+DECLARE(weight_gemm)
+DECLARE(weight_skinny)
+DECLARE(grouped_gemm)
+DECLARE(sparse_gemm)
 
 #define ROW(stem, dtype, ISA, isa) {#stem, dtype, ISA, &gk_##stem##_##isa}
 #define THREE(stem, ISA, isa) ROW(stem, GK_F32, ISA, isa), ROW(stem, GK_BF16, ISA, isa), ROW(stem, GK_F16, ISA, isa)
+#define CODES(stem, ISA, isa) ROW(stem, GK_E4M3, ISA, isa), ROW(stem, GK_E5M2, ISA, isa), ROW(stem, GK_I8, ISA, isa)
 #if defined(GK_X86_ISAS)
+/* 8-bit codes are bfloat16 pairs where there are some */
+#define EVERY_ISA_OF_CODES(stem)                                                                                    \
+    CODES(stem, GK_ISA_AVX512BF16, avx512bf16), CODES(stem, GK_ISA_AVX512, avx512), CODES(stem, GK_ISA_AVX2, avx2), \
+        CODES(stem, GK_ISA_BASE, base)
+#define EVERY_ISA_OF_E4M3(stem)                                                                   \
+    ROW(stem, GK_E4M3, GK_ISA_AVX512BF16, avx512bf16), ROW(stem, GK_E4M3, GK_ISA_AVX512, avx512), \
+        ROW(stem, GK_E4M3, GK_ISA_AVX2, avx2), ROW(stem, GK_E4M3, GK_ISA_BASE, base)
 #define EVERY_ISA(stem)                                                                    \
     ROW(stem, GK_BF16, GK_ISA_AVX512BF16, avx512bf16), THREE(stem, GK_ISA_AVX512, avx512), \
         THREE(stem, GK_ISA_AVX2, avx2), THREE(stem, GK_ISA_BASE, base)
@@ -48,6 +64,8 @@ DECLARE(attn_merge)
         THREE(first, GK_ISA_AVX512, avx512), THREE(second, GK_ISA_AVX512, avx512), THREE(first, GK_ISA_AVX2, avx2), \
         THREE(second, GK_ISA_AVX2, avx2), THREE(first, GK_ISA_BASE, base), THREE(second, GK_ISA_BASE, base)
 #else
+#define EVERY_ISA_OF_CODES(stem) CODES(stem, GK_ISA_BASE, base)
+#define EVERY_ISA_OF_E4M3(stem) ROW(stem, GK_E4M3, GK_ISA_BASE, base)
 #define EVERY_ISA(stem) THREE(stem, GK_ISA_BASE, base)
 #define EITHER(first, second) THREE(first, GK_ISA_BASE, base), THREE(second, GK_ISA_BASE, base)
 #endif
@@ -66,6 +84,20 @@ static const gk_cpu_instance flash_attn_bwd_rows[] = {EVERY_ISA(flash_attn_bwd),
 static const gk_cpu_instance paged_attn_rows[] = {EVERY_ISA(paged_attn), REF_ROW(paged_attn)};
 static const gk_cpu_instance kv_cache_write_rows[] = {EVERY_ISA(kv_cache_write), REF_ROW(kv_cache_write)};
 static const gk_cpu_instance attn_merge_rows[] = {EVERY_ISA(attn_merge), REF_ROW(attn_merge)};
+static const gk_cpu_instance quantize_rows[] = {EVERY_ISA(quantize), REF_ROW(quantize)};
+static const gk_cpu_instance dequantize_rows[] = {EVERY_ISA(dequantize), REF_ROW(dequantize)};
+static const gk_cpu_instance scaled_gemm_rows[] = {EVERY_ISA_OF_CODES(scaled_gemm)};
+/* packing is no arithmetic: ref/ serves every dtype */
+static const gk_cpu_instance pack_weight_rows[] = {{"pack_weight", GK_I8, GK_ISA_BASE, &pack_weight_ref},
+                                                   {"pack_weight", GK_U8, GK_ISA_BASE, &pack_weight_ref},
+                                                   {"pack_weight", GK_E4M3, GK_ISA_BASE, &pack_weight_ref}};
+static const gk_cpu_instance unpack_weight_rows[] = {{"unpack_weight", GK_U8, GK_ISA_BASE, &unpack_weight_ref}};
+static const gk_cpu_instance weight_gemm_rows[] = {EITHER(weight_skinny, weight_gemm), EVERY_ISA_OF_E4M3(weight_gemm)};
+static const gk_cpu_instance grouped_gemm_rows[] = {EVERY_ISA(grouped_gemm), EVERY_ISA_OF_CODES(grouped_gemm)};
+#define SPARSE_PACK(dtype) {"sparse_pack", dtype, GK_ISA_BASE, &sparse_pack_ref}
+static const gk_cpu_instance sparse_pack_rows[] = {SPARSE_PACK(GK_BF16), SPARSE_PACK(GK_F16), SPARSE_PACK(GK_E4M3),
+                                                   SPARSE_PACK(GK_E5M2), SPARSE_PACK(GK_I8)};
+static const gk_cpu_instance sparse_gemm_rows[] = {EVERY_ISA(sparse_gemm), EVERY_ISA_OF_CODES(sparse_gemm)};
 
 const gk_cpu_instance *gk_cpu_instances(gk_op op, int *num_rows) {
     switch (op) {

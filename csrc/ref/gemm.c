@@ -6,6 +6,7 @@
  * Work split: a task owns a tile of BM x BN results of one batch entry; its sums and one row of b
  * lie on the stack. */
 #include "../internal.h"
+#include "act.h"
 
 enum {
     BM = 8,
@@ -19,7 +20,7 @@ enum {
 #define TANH_CUBIC 0.044715
 
 /* Comparisons are written so that a NaN stays one. */
-static double act(gk_activation activation, double x) {
+double gk_ref_act(gk_activation activation, double x) {
     switch (activation) {
     case GK_ACT_NONE: break;
     case GK_ACT_RELU: return x < 0 ? 0 : x;
@@ -128,7 +129,7 @@ static void gemm_tile(void *arg, int64_t task, int64_t worker) {
                 int64_t at = batch_offset(p, &x->out, batch, 2) + i * p->stride[p->ndim - 2];
                 gk_store(p->data, p->dtype, at + j * p->stride[p->ndim - 1], y);
             }
-            gk_store(x->out.data, x->out.dtype, out_at + i * out_m + j * out_n, act(x->activation, y));
+            gk_store(x->out.data, x->out.dtype, out_at + i * out_m + j * out_n, gk_ref_act(x->activation, y));
         }
     }
 }

@@ -81,6 +81,8 @@ class _Rules:
     def keep(self, ctx: Any, args: Sequence, results: Sequence[Tensor]) -> None:
         """args: without trailing defaults."""
         n = len(args)
+        if isinstance(results, Tensor):  # of an op that returns one
+            results = (results,)
         if self.save is None:
             ctx.save_for_backward(*results, *self.tensors[n](args))
         else:

@@ -30,6 +30,10 @@ static gk_status find_type(const char *op, const TensorShape &x, CUtensorMapData
     case GK_BF16: *type = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16; return GK_OK;
     case GK_F16: *type = CU_TENSOR_MAP_DATA_TYPE_FLOAT16; return GK_OK;
     case GK_F32: *type = x.tf32 ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32; return GK_OK;
+    case GK_E4M3:
+    case GK_E5M2:
+    case GK_I8:
+    case GK_U8: *type = CU_TENSOR_MAP_DATA_TYPE_UINT8; return GK_OK;
     default: return gk_no_case(op, x.dtype);
     }
 }

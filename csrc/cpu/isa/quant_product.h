@@ -1,0 +1,256 @@
+/* quant_product.h: a product of operands that are decoded block by block, with scales along every dimension.
+ *
+ *   out = activation(sum over blocks of k of scale_a scale_b (A B) + beta c + bias)
+ *
+ * A task is MB x NB of the result over all of K. A block of k of both operands is decoded into cells (bfloat16 pairs or floats, both
+ * of which hold every 8-bit code), multiplied by the register tile, and joins the sums times its scales. So no sum spans more
+ * than a block. Sums of int8 within a block of INT_K stay below 2^24, exact in float32, and are int32 between blocks.
+ * Of an instruction set with pairs, 16-bit operands are bfloat16.
+ * Workspace per worker: cells of a, of b as read and as a panel, the block's product, the sums, the scales of b. */
+#ifndef GPUKERN_CPU_QUANT_PRODUCT_H
+#define GPUKERN_CPU_QUANT_PRODUCT_H
+
+#include "../../scales.h"
+#include "codes_vec.h"
+#include "tile.h"
+
+#if PAIR == 2
+typedef uint16_t elem; /* half a cell */
+#define ELEM_DTYPE GK_BF16
+#else
+typedef float elem;
+#define ELEM_DTYPE GK_F32
+#endif
+
+enum {
+    MB = 128,    /* rows of a task: a decoded value of b meets so many */
+    NB = 128,    /* columns; of few tasks a half or a fourth */
+    KB = 512,    /* of k, where no scale ends sooner: operands and sums take 400 KB */
+    INT_K = 1024 /* 2^14 of it fits float32 */
+};
+
+/* Values to[o][i], o < outer, i < inner, from src[o * outer_stride + i * inner_stride]; zeros up to a whole vector of cells. */
+INLINE void decode_as(elem *to, int64_t ld, const char *src, gk_dtype dtype, int64_t outer_stride, int64_t outer,
+                      int64_t inner) {
+    const bool code = dtype == GK_E4M3 || dtype == GK_E5M2 || dtype == GK_I8;
+    const int64_t bytes = code ? 1 : dtype == GK_F32 ? 4 : 2;
+    for (int64_t o = 0; o < outer; ++o) {
+        const char *from = src + o * outer_stride * bytes;
+        elem *row = to + o * ld;
+        for (int64_t i = 0; i < inner; i += W * PAIR) {
+            vf v[PAIR];
+            for (int h = 0; h < PAIR; ++h)
+                v[h] = code ? vf_load_code(from, dtype, i + h * W, inner - i - h * W)
+                            : vf_load_dtype(from, dtype, i + h * W, inner - i - h * W);
+            vc_store((cell *)(void *)(row + i), vc_from_run(v));
+        }
+    }
+}
+
+static void decode(elem *to, int64_t ld, const char *src, gk_dtype dtype, int64_t outer_stride, int64_t inner_stride,
+                   int64_t outer, int64_t inner) {
+    if (inner_stride == 1 || inner == 1) {
+        switch (dtype) { /* one copy of the loop per dtype */
+        case GK_E4M3: decode_as(to, ld, src, GK_E4M3, outer_stride, outer, inner); return;
+        case GK_E5M2: decode_as(to, ld, src, GK_E5M2, outer_stride, outer, inner); return;
+        case GK_I8: decode_as(to, ld, src, GK_I8, outer_stride, outer, inner); return;
+        case GK_BF16: decode_as(to, ld, src, GK_BF16, outer_stride, outer, inner); return;
+        case GK_F16: decode_as(to, ld, src, GK_F16, outer_stride, outer, inner); return;
+        case GK_F32: decode_as(to, ld, src, GK_F32, outer_stride, outer, inner); return;
+        default: gk_stop_without_case("quantised product: decode", dtype);
+        }
+    }
+    for (int64_t o = 0; o < outer; ++o) {
+        for (int64_t i = 0; i < gk_round_up(inner, W * PAIR); ++i) {
+            const float x = i < inner ? (float)gk_load(src, dtype, o * outer_stride + i * inner_stride) : 0;
+#if PAIR == 2
+            to[o * ld + i] = gk_f32_to_bf16(x);
+#else
+            to[o * ld + i] = x;
+#endif
+        }
+    }
+}
+
+/* ---- a product ------------------------------------------------------------------------------------------ */
+typedef struct quant_product {
+    int64_t m, n, k;
+    /* a[i * a_m + kk * a_k] */
+    const char *a;
+    gk_dtype a_dtype;
+    int64_t a_m, a_k;
+    /* reads b's columns [col, col + cols) at [k0, k0 + kn) to[column][ld], or with b_by_k to[k][ld] */
+    void (*read_b)(const struct quant_product *p, elem *to, int64_t ld, int64_t col, int64_t cols, int64_t k0,
+                   int64_t kn);
+    const void *b;
+    bool b_by_k;
+    gk_dtype b_dtype;
+    int64_t b_k, b_n;
+    gk_scales scale_a, scale_b; /* of [m, k] and [k, n] */
+    int64_t row0;               /* of a whole operand: the row of scale_a that row 0 has */
+    int64_t block;              /* of k: with scales along it their block, else at most KB */
+    bool exact;                 /* int32 sums */
+    gk_gemm_epilogue e;         /* places of row 0, column 0 */
+    gk_dtype out_dtype;         /* 8 bits: float32 sums are divided by out_scale */
+    float out_scale;
+    /* set by quant_plan */
+    int64_t mb, nb, row_tasks, col_tasks, a_ld, b_ld;
+    size_t worker_bytes;
+} quant_product;
+
+static float scale_value(const gk_scales *s, int64_t row, int64_t col) {
+    return s->data ? (float)gk_load(s->data, s->dtype, (row >> s->row_log2) * s->row + (col >> s->col_log2) * s->col)
+                   : 1;
+}
+
+static bool scaled_along_k(const quant_product *p) {
+    return (p->scale_a.data && p->scale_a.col_log2 < GK_WHOLE_LOG2) ||
+           (p->scale_b.data && p->scale_b.row_log2 < GK_WHOLE_LOG2);
+}
+
+/* The worker's memory for tasks of mb x nb. */
+static void quant_memory(quant_product *p, int64_t mb, int64_t nb) {
+    p->a_ld = gk_round_up(gk_min_i64(p->block, gk_max_i64(1, p->k)), W * PAIR) + W * PAIR;
+    p->b_ld = p->b_by_k ? nb + W * PAIR : p->a_ld;
+    const int64_t b_rows = p->b_by_k ? p->block : nb;
+    const int64_t cells = gk_round_up(p->block / PAIR + 1, 16) * nb + 4 * W;
+    p->worker_bytes = (size_t)gk_round_up(
+        (mb * p->a_ld + b_rows * p->b_ld) * (int64_t)sizeof(elem) + 128 + 4 * (cells + 2 * mb * nb + 2 * nb), 64);
+}
+
+/* Enough for every part of the planned product. */
+INLINE size_t quant_most_bytes(const quant_product *planned) {
+    quant_product p = *planned;
+    quant_memory(&p, MB, NB);
+    return p.worker_bytes;
+}
+
+/* Sizes of the tasks; returns how many there are. */
+static int64_t quant_plan(quant_product *p, const gk_context *ctx) {
+    p->block = p->exact ? INT_K : KB;
+    if (p->scale_a.data && p->scale_a.col_log2 < GK_WHOLE_LOG2)
+        p->block = gk_min_i64(p->block, INT64_C(1) << p->scale_a.col_log2);
+    if (p->scale_b.data && p->scale_b.row_log2 < GK_WHOLE_LOG2)
+        p->block = gk_min_i64(p->block, INT64_C(1) << p->scale_b.row_log2);
+    p->row_tasks = gk_ceil_div(p->m, MB);
+    p->mb = p->row_tasks ? gk_ceil_div(p->m, p->row_tasks) : 0;
+    p->nb = NB;
+    while (p->nb > NB / 4 && p->row_tasks * gk_ceil_div(p->n, p->nb) < 2 * gk_num_threads(ctx)) p->nb /= 2;
+    p->col_tasks = gk_ceil_div(p->n, p->nb);
+    quant_memory(p, p->mb, p->nb);
+    return p->row_tasks * p->col_tasks;
+}
+
+/* sums += part times the scales of the block that begins at k0 */
+static void join_scaled(const quant_product *p, float *sums, const float *part, float *scales, int64_t row,
+                        int64_t rows, int64_t col, int64_t cols, int64_t k0, bool first) {
+    for (int64_t j = 0; j < cols; ++j) scales[j] = scale_value(&p->scale_b, k0, col + j);
+    for (int64_t j = cols; j < gk_round_up(cols, W); ++j) scales[j] = 0;
+    for (int64_t i = 0; i < rows; ++i) {
+        const vf sa = vf_set1(scale_value(&p->scale_a, p->row0 + row + i, k0));
+        for (int64_t j = 0; j < cols; j += W) {
+            const vf x = vf_load(part + i * p->nb + j), s = sa * vf_load(scales + j);
+            float *to = sums + i * p->nb + j;
+            vf_store(to, first ? x * s : vf_fma(x, s, vf_load(to)));
+        }
+    }
+}
+
+static void join(const quant_product *p, void *sums, const float *part, int64_t rows, int64_t cols, bool first) {
+    for (int64_t i = 0; i < rows; ++i)
+        for (int64_t j = 0; j < cols; j += W) {
+            const vf x = vf_load(part + i * p->nb + j);
+            if (p->exact) {
+                vu_mem *to = (vu_mem *)(void *)((int32_t *)sums + i * p->nb + j);
+                const vu_mem whole = (vu_mem) __builtin_convertvector(x, vi);
+                if (first)
+                    *to = whole;
+                else
+                    *to += whole;
+            } else {
+                float *to = (float *)sums + i * p->nb + j;
+                vf_store(to, first ? x : vf_load(to) + x);
+            }
+        }
+}
+
+/* Sums over all of k become float32, times one scale of a row and one of a column. */
+static void scale_sums(const quant_product *p, void *sums, float *scales, int64_t row, int64_t rows, int64_t col,
+                       int64_t cols) {
+    for (int64_t j = 0; j < cols; ++j) scales[j] = scale_value(&p->scale_b, 0, col + j);
+    for (int64_t i = 0; i < rows; ++i) {
+        const float sa = scale_value(&p->scale_a, p->row0 + row + i, 0);
+        float *to = (float *)sums + i * p->nb;
+        const int32_t *whole = (const int32_t *)sums + i * p->nb;
+        if (p->exact)
+            for (int64_t j = 0; j < cols; ++j) to[j] = (float)((double)whole[j] * ((double)sa * scales[j]));
+        else
+            for (int64_t j = 0; j < cols; ++j) to[j] *= sa * scales[j];
+    }
+}
+
+static void store_sums(const quant_product *p, float *sums, float *part, int64_t row, int64_t rows, int64_t col,
+                       int64_t cols) {
+    gk_gemm_epilogue at = p->e;
+    if (at.bias) at.bias = (const char *)at.bias + (int64_t)gk_dtype_bytes(at.bias_dtype) * col * at.bias_stride;
+    if (at.c) at.c = (const char *)at.c + (int64_t)gk_dtype_bytes(at.c_dtype) * (row * at.c_row + col * at.c_col);
+    char *out = (char *)at.out + (int64_t)gk_dtype_bytes(p->out_dtype) * (row * at.out_row + col);
+    at.out = out, at.out_dtype = p->out_dtype;
+    const bool code = gk_is_code(p->out_dtype);
+    if (code) at.out = part, at.out_row = p->nb, at.out_dtype = GK_F32;
+    SYM(gk_gemm_isa).store(&at, sums, p->nb, rows, cols);
+    if (!code) return;
+    for (int64_t i = 0; i < rows; ++i)
+        for (int64_t j = 0; j < cols; j += W) {
+            const vf v = vf_load_first(part + i * p->nb + j, cols - j) / vf_set1(p->out_scale);
+            char *to = out + i * p->e.out_row;
+            switch (p->out_dtype) {
+            case GK_E4M3: vf_store_code(to, GK_E4M3, j, v, cols - j); break;
+            case GK_E5M2: vf_store_code(to, GK_E5M2, j, v, cols - j); break;
+            default: vf_store_code(to, GK_I8, j, v, cols - j);
+            }
+        }
+}
+
+/* Task t of p in a worker's memory. */
+static void quant_task(const quant_product *p, int64_t t, char *memory) {
+    const int64_t row = t / p->col_tasks * p->mb, rows = gk_min_i64(p->mb, p->m - row);
+    const int64_t col = t % p->col_tasks * p->nb, cols = gk_min_i64(p->nb, p->n - col);
+    elem *a = (elem *)(void *)memory, *b = a + p->mb * p->a_ld;
+    cell *panel =
+        (cell *)(void *)gk_at(memory, gk_round_up((char *)(b + (p->b_by_k ? p->block : p->nb) * p->b_ld) - memory, 64));
+    float *part = (float *)(void *)(panel + gk_round_up(p->block / PAIR + 1, 16) * p->nb + 4 * W);
+    float *sums = part + p->mb * p->nb, *scales = sums + p->mb * p->nb;
+    const bool along_k = scaled_along_k(p);
+    memset(sums, 0, (size_t)(4 * p->mb * p->nb));
+    for (int64_t k0 = 0; k0 < p->k; k0 += p->block) {
+        const int64_t kn = gk_min_i64(p->block, p->k - k0);
+        decode(a, p->a_ld, p->a + (int64_t)gk_dtype_bytes(p->a_dtype) * (row * p->a_m + k0 * p->a_k), p->a_dtype,
+               p->a_m, p->a_k, rows, kn);
+        p->read_b(p, b, p->b_ld, col, cols, k0, kn);
+        if (p->b_by_k)
+            pack_panel(panel, p->nb, b, ELEM_DTYPE, 1, p->b_ld, cols, kn);
+        else
+            pack_panel(panel, p->nb, b, ELEM_DTYPE, p->b_ld, 1, cols, kn);
+        tile_product(SUM_CELLS, true, rows, cols, cells_of(kn), (cell *)(void *)a, p->a_ld / PAIR, panel, p->nb, part,
+                     p->nb, false);
+        if (along_k)
+            join_scaled(p, sums, part, scales, row, rows, col, cols, k0, k0 == 0);
+        else
+            join(p, sums, part, rows, cols, k0 == 0);
+    }
+    if (!along_k && (p->scale_a.data || p->scale_b.data || p->exact)) scale_sums(p, sums, scales, row, rows, col, cols);
+    store_sums(p, sums, part, row, rows, col, cols);
+}
+
+/* ---- b as a matrix in memory --------------------------------------------------------------------------- */
+INLINE void read_matrix(const quant_product *p, elem *to, int64_t ld, int64_t col, int64_t cols, int64_t k0,
+                        int64_t kn) {
+    const char *from = (const char *)p->b + (int64_t)gk_dtype_bytes(p->b_dtype) * (k0 * p->b_k + col * p->b_n);
+    if (p->b_by_k)
+        decode(to, ld, from, p->b_dtype, p->b_k, p->b_n, kn, cols);
+    else
+        decode(to, ld, from, p->b_dtype, p->b_n, p->b_k, cols, kn);
+}
+
+#endif

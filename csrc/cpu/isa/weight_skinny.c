@@ -1,0 +1,211 @@
+/* weight_skinny: up to SKINNY_ROWS rows of activations times a packed weight, as products along k; compiled once per ISA.
+ *
+ * a [M, K] bfloat16 | float16   packed [ceil(N / 64), ceil(K / 64), bytes] (weight_tile.h)   scale [ceil(K / g), N]
+ * Reading the weight once is what costs. Codes are multiplied in the order they are stored in, and a is put in that order first,
+ * as float32: of a tile's 64 codes of rows r and r + 8, which are 16 words of 4 bits (32 of 8), a shift of all words is the codes
+ * of 16 values of k. They are multiplied by the scale of their group and rounded to a's dtype, then by a; sums are float32, lane by
+ * lane, and lanes are added at the end. A task is 64 columns of the result, and walks its row of tiles, which lie one behind the other.
+ * Workspace: a in that order; per worker the sums and their results. Not here: more rows, an e4m3 a. */
+#include "../../weight_tile.h"
+#include "codes_vec.h"
+#include "tile.h"
+
+enum {
+    SKINNY_ROWS = 8, /* rows of a: at 16 decoding once for 128 rows costs the same */
+    WORDS = 16,      /* that are decoded together: 64 bytes */
+    PARTS = WORDS / W
+};
+
+typedef struct skinny_plan {
+    int64_t m, n, k, tiles_k, worker_bytes, a_bytes;
+    int group_log2;
+} skinny_plan;
+GK_PLAN_HOLDS(skinny_plan);
+
+typedef struct skinny_job {
+    const gk_weight_gemm_args *g;
+    skinny_plan p;
+    float *a;      /* [m][tile of k][vector of 4][WORDS] */
+    char *workers; /* each: sums [64][m][WORDS], results [m][64] */
+    float global_scale;
+} skinny_job;
+
+/* k of a tile that lane `lane` of vector v has: 4 bits v = 2 j + i; 8 bits v = 2 high + i. */
+static int k_of(bool is_4_bit, int v, int lane) {
+    const int t = lane / 4, rest = lane % 4, i = v % 2;
+    if (is_4_bit) return 16 * rest + 8 * (v / 2) + 2 * t + i;
+    return 32 * (v / 2) + 16 * (rest / 2) + 8 * (rest % 2) + 2 * t + i;
+}
+
+static void order_a(const skinny_job *jb) {
+    const gk_tensor *a = &jb->g->a;
+    const int64_t a_m = a->stride[a->ndim - 2], a_k = a->stride[a->ndim - 1];
+    const bool is_4_bit = gk_is_4_bit(jb->g->format);
+    int at[4][WORDS];
+    for (int v = 0; v < 4; ++v)
+        for (int lane = 0; lane < WORDS; ++lane) at[v][lane] = k_of(is_4_bit, v, lane);
+    float *to = jb->a;
+    for (int64_t i = 0; i < jb->p.m; ++i)
+        for (int64_t tile = 0; tile < jb->p.tiles_k; ++tile)
+            for (int v = 0; v < 4; ++v)
+                for (int lane = 0; lane < WORDS; ++lane) {
+                    const int64_t k = tile * GK_TILE + at[v][lane];
+                    *to++ = k < jb->p.k ? (float)gk_load(a->data, a->dtype, i * a_m + k * a_k) : 0;
+                }
+}
+
+/* W codes in the low bits of words, as what they are worth less their zero */
+INLINE vf worth(vi c, gk_weight_format format, float zero) {
+    switch (format) {
+    case GK_INT4: return vf_from_vi(((c & 15) ^ 8) - 8);
+    case GK_UINT4: return vf_from_vi(c & 15) - zero;
+    case GK_INT8: return vf_from_vi(((c & 255) ^ 128) - 128);
+    case GK_W_E4M3: {
+        const vi size = c & 0x7f, sign = (c & 0x80) << 24;
+        const vi u = vi_select(size < 8, (vi)(vf_from_vi(size) * 0x1p-9f), (size << 20) + (120 << 23));
+        return (vf)(vi_select(size == 0x7f, vi_set1(0x7fc00000), u) | sign);
+    }
+    default: {
+        const vi size = c & 7, sign = (c & 8) << 28;
+        return (vf)(vi_select(size < 2, (vi)(vf_from_vi(size) * 0.5f), (size << 22) + (126 << 23)) | sign);
+    }
+    }
+}
+
+/* a weight as a's dtype holds it */
+INLINE vf rounded(vf x, gk_dtype dtype) {
+    uint16_t t[W];
+    if (dtype == GK_BF16) {
+        vf_store_bf16_first(t, x, W);
+        return vf_load_bf16(t);
+    }
+    vf_store_f16_first(t, x, W);
+    return vf_load_f16(t);
+}
+
+/* Of row n and a tile of k: the scale (the zero) of each lane's group; groups of 64 and more have one. */
+static void of_groups(const skinny_job *jb, int64_t n, int64_t tile, bool zeros, float to[WORDS]) {
+    const gk_weight_gemm_args *g = jb->g;
+    const gk_tensor *t = zeros ? g->zero : &g->scale;
+    const bool is_4_bit = gk_is_4_bit(g->format);
+    float four[4];
+    for (int s = 0; s < 4; ++s) {
+        const int64_t group = gk_min_i64((tile * GK_TILE + 16 * s) >> jb->p.group_log2, g->scale.shape[0] - 1);
+        four[s] = (float)gk_load(t->data, t->dtype, group * t->stride[0] + n * t->stride[1]);
+        if (jb->p.group_log2 >= 6) {
+            for (int lane = 0; lane < WORDS; ++lane) to[lane] = four[0];
+            return;
+        }
+    }
+    /* of 8 bits a lane has 16 of k in each half of the tile: halves are told apart by the caller */
+    for (int lane = 0; lane < WORDS; ++lane) to[lane] = four[is_4_bit ? lane % 4 : lane % 4 / 2];
+}
+
+/* One tile times all rows of a: sums[row of 64][i][lane]. */
+INLINE void tile_times(const skinny_job *jb, gk_weight_format format, gk_dtype dtype, const uint8_t *tile, int64_t n0,
+                       int64_t tile_k, float *sums) {
+    const int64_t m = jb->p.m, rows = gk_min_i64(GK_TILE, jb->p.n - n0);
+    const bool is_4_bit = gk_is_4_bit(format);
+    const float *a = jb->a + tile_k * 4 * WORDS;
+    const int64_t a_row = jb->p.tiles_k * 4 * WORDS;
+    for (int r = 0; r < GK_TILE; ++r) {
+        if (r % 16 >= 8) continue;
+        const int thread = 32 * (r >> 4) + 4 * (r & 7);
+        for (int h = 0; h < 2; ++h) {
+            const int row = r + 8 * h;
+            if (row >= rows) continue;
+            float scale[WORDS], zero[WORDS];
+            of_groups(jb, n0 + row, tile_k, false, scale);
+            if (format == GK_UINT4 && jb->g->zero) of_groups(jb, n0 + row, tile_k, true, zero);
+            for (int part = 0; part < PARTS; ++part) {
+                vf value[4];
+                for (int v = 0; v < 4; ++v) {
+                    const int32_t *words =
+                        (const int32_t *)(const void *)(tile +
+                                                        (is_4_bit ? 16 * thread : 16 * (128 * (v / 2) + thread)));
+                    const vi w = vi_load(words + part * W);
+                    const int shift = is_4_bit ? 4 * (h + 2 * (v / 2) + 4 * (v % 2)) : 8 * (2 * h + v % 2);
+                    value[v] = worth(w >> shift, format, 8);
+                    if (format == GK_UINT4 && jb->g->zero) value[v] += 8 - vf_load(zero + part * W);
+                    value[v] = rounded(value[v] * vf_load(scale + part * W) * jb->global_scale, dtype);
+                }
+                for (int64_t i = 0; i < m; ++i) {
+                    const float *x = a + i * a_row + part * W;
+                    float *to = sums + (row * m + i) * WORDS + part * W;
+                    vf s = value[0] * vf_load(x);
+                    for (int v = 1; v < 4; ++v) s = vf_fma(value[v], vf_load(x + v * WORDS), s);
+                    vf_store(to, vf_load(to) + s);
+                }
+            }
+        }
+    }
+}
+
+static void skinny_task(void *arg, int64_t t, int64_t worker) {
+    const skinny_job *jb = arg;
+    const gk_weight_gemm_args *g = jb->g;
+    const int64_t m = jb->p.m, n0 = t * GK_TILE, rows = gk_min_i64(GK_TILE, jb->p.n - n0);
+    float *sums = (float *)(void *)(jb->workers + worker * jb->p.worker_bytes), *results = sums + GK_TILE * m * WORDS;
+    memset(sums, 0, (size_t)(GK_TILE * m * WORDS) * sizeof *sums);
+    const uint8_t *tiles = (const uint8_t *)g->packed.const_data + t * g->packed.stride[0];
+    for (int64_t k = 0; k < jb->p.tiles_k; ++k) {
+        const uint8_t *tile = tiles + k * g->packed.stride[1];
+        switch (g->format) { /* one copy of the loop per format and dtype */
+#define TILE(f)                                            \
+    case f:                                                \
+        if (g->a.dtype == GK_BF16)                         \
+            tile_times(jb, f, GK_BF16, tile, n0, k, sums); \
+        else                                               \
+            tile_times(jb, f, GK_F16, tile, n0, k, sums);  \
+        break;
+            TILE(GK_INT4)
+            TILE(GK_UINT4)
+            TILE(GK_INT8)
+            TILE(GK_W_E4M3)
+            TILE(GK_MXFP4)
+            TILE(GK_NVFP4)
+#undef TILE
+        }
+    }
+    for (int64_t row = 0; row < rows; ++row)
+        for (int64_t i = 0; i < m; ++i) {
+            const float *s = sums + (row * m + i) * WORDS;
+            float total = 0;
+            for (int half = 0; half < 4; ++half) total += (s[half] + s[half + 4]) + (s[half + 8] + s[half + 12]);
+            results[i * GK_TILE + row] = total;
+        }
+    gk_gemm_epilogue e = {.alpha = 1, .activation = g->activation, .out_dtype = g->out.dtype, .out_row = jb->p.n};
+    e.out = (char *)g->out.data + (int64_t)gk_dtype_bytes(g->out.dtype) * n0;
+    if (g->bias) {
+        e.bias_dtype = g->bias->dtype, e.bias_stride = g->bias->stride[0];
+        e.bias = (const char *)g->bias->data + (int64_t)gk_dtype_bytes(e.bias_dtype) * n0 * e.bias_stride;
+    }
+    SYM(gk_gemm_isa).store(&e, results, GK_TILE, m, rows);
+}
+
+static bool plan_skinny(const gk_context *ctx, const void *args, gk_plan *plan) {
+    const gk_weight_gemm_args *g = args;
+    skinny_plan *p = GK_OWN(skinny_plan, plan);
+    const int nd = g->a.ndim;
+    p->m = 1, p->n = g->n, p->k = g->a.shape[nd - 1];
+    for (int d = 0; d < nd - 1; ++d) p->m *= g->a.shape[d];
+    p->group_log2 = gk_group_log2(p->k, g->scale.shape[0]);
+    /* of 8 bits a lane's four values lie in two halves of the tile, which must share a group */
+    if (p->m > SKINNY_ROWS || p->m == 0 || p->k == 0 || (!gk_is_4_bit(g->format) && p->group_log2 < 6)) return false;
+    p->tiles_k = gk_ceil_div(p->k, GK_TILE);
+    p->a_bytes = gk_round_up(p->m * p->tiles_k * 4 * WORDS * (int64_t)sizeof(float), 64);
+    p->worker_bytes = gk_round_up((GK_TILE * p->m * (WORDS + 1) + W) * (int64_t)sizeof(float), 64);
+    plan->tasks = gk_ceil_div(p->n, GK_TILE);
+    plan->tile[0] = p->m, plan->tile[1] = GK_TILE, plan->tile[2] = GK_TILE;
+    plan->workspace_bytes = (size_t)(p->a_bytes + gk_num_workers(ctx, plan->tasks) * p->worker_bytes);
+    return true;
+}
+
+static void run_skinny(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
+    skinny_job jb = {.g = args, .p = *GK_OWN_CONST(skinny_plan, plan), .a = workspace};
+    jb.workers = (char *)workspace + jb.p.a_bytes;
+    jb.global_scale = jb.g->global_scale ? *(const float *)jb.g->global_scale->const_data : 1;
+    order_a(&jb);
+    gk_parallel(ctx, plan->tasks, skinny_task, &jb);
+}
+const gk_cpu_kernel SYM(gk_weight_skinny) = {plan_skinny, run_skinny};

@@ -1,0 +1,16 @@
+/* quantize: codes and scales (quantize.cuh) on Hopper, rounded by cvt: in plain arithmetic 12 instructions a value would take
+ * longer than its bytes. */
+#include "../tile/codes_sm90a.cuh"
+#include "quantize.cuh"
+
+namespace {
+
+const gk_cuda_instance instances[] = {
+    {"quantize_sm90a_f32", GK_F32, plan_quantize, run_quantize<float, CodesByHardware>, {}, NULL},
+    {"quantize_sm90a_bf16", GK_BF16, plan_quantize, run_quantize<__nv_bfloat16, CodesByHardware>, {}, NULL},
+    {"quantize_sm90a_f16", GK_F16, plan_quantize, run_quantize<__half, CodesByHardware>, {}, NULL},
+};
+
+} // namespace
+
+extern "C" const gk_cuda_table gk_quantize_sm90a_table = {instances, sizeof instances / sizeof instances[0], 90, NULL};

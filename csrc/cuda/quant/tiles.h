@@ -1,0 +1,14 @@
+/* tiles.h: every tuned number of the quantised CUDA kernels, each with its reason. */
+#ifndef GPUKERN_CUDA_QUANT_TILES_H
+#define GPUKERN_CUDA_QUANT_TILES_H
+
+enum {
+    SCALED_STAGES_256 = 4, /* of 48 KB: what fits */
+    SCALED_STAGES_128 = 6, /* of 32 KB: what fits */
+    SCALED_GROUP =
+        8,           /* rows of tiles that run beside each other, so that they share columns of b in L2; not measured */
+    PLAIN_TILE = 64, /* the plain product: 4 x 4 sums a thread of 256 */
+    PLAIN_K = 16     /* no block of scales is shorter */
+};
+
+#endif

@@ -1,0 +1,112 @@
+// quantize.cpp: quantize, silu_mul_quantize, rms_norm_quantize and dequantize; the first three are one op of csrc.
+#include "words.h"
+
+namespace gk {
+namespace {
+
+// (codes, scale, sum); the third only of an RMSNorm with a residual.
+template <class O> void place_quantized(typename O::C &to, typename O::Results &r) {
+    to.codes = r[0].view;
+    if (!to.given) to.scale = r[1].view;
+}
+
+void fill_quantized(gk_quantize_args &to, const char *op, int64_t dtype, std::string_view granularity) {
+    to.granularity = parse_granularity(op, granularity);
+    to.codes.dtype = gk_of(static_cast<int32_t>(dtype));
+    to.scale.dtype = to.granularity == GK_PER_1X32 ? GK_E8M0 : GK_F32;
+}
+
+struct Quantize {
+    Tensor x; // [..., M, K]
+    int64_t dtype;
+    String granularity;
+    OptTensor scale_ub; // []
+    OptTensor scale;    // the scales to use
+
+    GK_OP(quantize, gk_quantize_args, "quantize", 2)
+    GK_TENSORS(x, scale_ub, scale)
+    static constexpr bool runs_empty = true; // a scale of the whole tensor
+
+    void fill(C &to) {
+        to.what = GK_QUANTIZE_X, to.x = x.view;
+        to.scale_ub = scale_ub.view_or_null(), to.given = scale.view_or_null();
+        fill_quantized(to, name, dtype, granularity);
+    }
+    static void place(C &to, Results &r) { place_quantized<Quantize>(to, r); }
+};
+
+struct SiluMulQuantize {
+    Tensor gate, up; // [..., M, K]
+    int64_t dtype;
+    String granularity;
+    OptTensor scale_ub;
+
+    GK_OP(quantize, gk_quantize_args, "silu_mul_quantize", 2)
+    GK_TENSORS(gate, up, scale_ub)
+    static constexpr bool runs_empty = true;
+
+    void fill(C &to) {
+        to.what = GK_QUANTIZE_SILU_MUL, to.x = gate.view, to.up = &up.view;
+        to.scale_ub = scale_ub.view_or_null();
+        fill_quantized(to, name, dtype, granularity);
+    }
+    static void place(C &to, Results &r) { place_quantized<SiluMulQuantize>(to, r); }
+};
+
+struct RmsNormQuantize {
+    Tensor x;           // [..., M, K]
+    OptTensor weight;   // [K]
+    OptTensor residual; // [..., M, K]
+    double eps;
+    int64_t dtype;
+    String granularity;
+    OptTensor scale_ub;
+
+    GK_OP(quantize, gk_quantize_args, "rms_norm_quantize", 3)
+    GK_TENSORS(x, weight, residual, scale_ub)
+    static constexpr bool runs_empty = true;
+
+    void fill(C &to) {
+        to.what = GK_QUANTIZE_RMS_NORM, to.x = x.view;
+        to.weight = weight.view_or_null(), to.residual = residual.view_or_null(), to.eps = eps;
+        to.scale_ub = scale_ub.view_or_null();
+        fill_quantized(to, name, dtype, granularity);
+    }
+    static void place(C &to, Results &r) {
+        place_quantized<RmsNormQuantize>(to, r);
+        if (to.residual) to.sum = &r[2].view;
+    }
+};
+
+struct Dequantize {
+    Tensor codes, scale;
+    int64_t dtype;
+
+    GK_OP(dequantize, gk_dequantize_args, "dequantize", 1)
+    GK_TENSORS(codes, scale)
+
+    void fill(C &to) {
+        to.codes = codes.view, to.scale = scale.view;
+        to.out.dtype = gk_of(static_cast<int32_t>(dtype));
+    }
+    static void place(C &to, Results &r) { to.out = r[0].view; }
+};
+
+void implement(Library &m) {
+    m.impl("quantize", op_all<Quantize>);
+    m.impl("silu_mul_quantize", op_all<SiluMulQuantize>);
+    m.impl("rms_norm_quantize", op_all<RmsNormQuantize>);
+    m.impl("dequantize", op_all<Dequantize>);
+}
+
+void implement_shapes(Library &m) {
+    m.impl("quantize_results", op_results<Quantize>);
+    m.impl("silu_mul_quantize_results", op_results<SiluMulQuantize>);
+    m.impl("rms_norm_quantize_results", op_results<RmsNormQuantize>);
+    m.impl("dequantize_results", op_results<Dequantize>);
+}
+
+} // namespace
+} // namespace gk
+
+GK_IMPLEMENT()

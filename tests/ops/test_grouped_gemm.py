@@ -1,0 +1,143 @@
+"""grouped_gemm: groups of rows and of k, empty ones, what no group has, gradients, 8 bits with scales."""
+
+import itertools
+
+import pytest
+import torch
+from conftest import ACTIVATIONS, assert_bits, generator, ops, randn, reference, torch_gpukern
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+ENDS = [(), (0,), (5,), (3, 3, 40), (0, 17, 17, 64), (1, 2, 130), (64, 128), (0, 0)]
+
+
+def offs(ends, device):
+    return torch.tensor(ends, dtype=torch.int32, device=device)
+
+
+def whole(gen, shape, dtype, device, most=2):
+    return torch.randint(-most, most + 1, shape, generator=gen).float().to(dtype).to(device)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16, E4M3, E5M2))
+def test_small_integers_are_exact(dtype, device):
+    for ends, (k, n) in itertools.product(ENDS, ((33, 40), (129, 7))):
+        gen = generator("grouped", *ends, k)
+        m, groups = 130, len(ends)
+        eight = dtype.itemsize == 1
+        one = torch.ones((), device=device)
+        how = dict(out_dtype=torch.float32) | (dict(scale_a=one, scale_b=one) if eight else {})
+        a, b = whole(gen, (m, k), dtype, device), whole(gen, (groups, k, n), dtype, device)
+        a[(ends or (0,))[-1] :] = float("nan")
+        for bias in (None, whole(gen, (n,), torch.float32, device), whole(gen, (groups, n), torch.float32, device)):
+            got = torch_gpukern.grouped_gemm(a, b, offs(ends, device), bias=bias, **how)
+            assert_bits(got + 0, reference.grouped_gemm(a, b, offs(ends, device), bias=bias, **how) + 0)
+            # groups of k: the same ends, along the other dimension
+            at, bt = a.mT, whole(gen, (m, n), dtype, device)
+            bt[(ends or (0,))[-1] :] = float("nan")
+            got = torch_gpukern.grouped_gemm(at, bt, offs(ends, device), bias=bias, **how)
+            assert got.shape == (groups, k, n)
+            assert_bits(got + 0, reference.grouped_gemm(at, bt, offs(ends, device), bias=bias, **how) + 0)
+
+
+def test_scales_count_over_the_whole_operand(device):
+    gen = generator("grouped scales")
+    m, k, n, ends = 300, 300, 140, (5, 5, 200, 290)
+    a, b = whole(gen, (m, k), E4M3, device), whole(gen, (4, k, n), E4M3, device)
+    for form_a, form_b in itertools.product(
+        ((m, 1), (m, 3), (3, 3), (1, 3), (m, 10)), ((1, n), (3, n), (3, 2), (1, 1))
+    ):
+        scale_a = torch.exp2(torch.randint(-2, 3, form_a, generator=gen).float()).to(device)
+        scale_b = torch.exp2(torch.randint(-2, 3, (4, *form_b), generator=gen).float()).to(device)
+        how = dict(scale_a=scale_a, scale_b=scale_b, out_dtype=torch.float32)
+        assert_bits(
+            torch_gpukern.grouped_gemm(a, b, offs(ends, device), **how),
+            reference.grouped_gemm(a, b, offs(ends, device), **how),
+        )
+    scale_a, scale_b = torch.rand(k, 1, generator=gen).to(device), torch.rand(1, n, generator=gen).to(device)
+    bt = whole(gen, (m, n), E4M3, device)
+    how = dict(scale_a=scale_a, scale_b=scale_b, out_dtype=torch.float32)
+    got = torch_gpukern.grouped_gemm(a.mT, bt, offs(ends, device), **how)
+    torch.testing.assert_close(got, reference.grouped_gemm(a.mT, bt, offs(ends, device), **how), rtol=1e-6, atol=1e-6)
+
+
+def test_each_group_is_a_gemm(device):
+    """To the rounding of the result: blocks of a group begin where it begins."""
+    gen = generator("grouped random")
+    ends = (7, 7, 100, 129)
+    for dtype, activation in itertools.product((torch.bfloat16, torch.float16), ACTIVATIONS):
+        a, b = randn(gen, 129, 200, dtype=dtype).to(device), randn(gen, 4, 200, 70, dtype=dtype).to(device)
+        bias = randn(gen, 4, 70, dtype=dtype).to(device)
+        got = torch_gpukern.grouped_gemm(a, b.mT.contiguous().mT, offs(ends, device), bias=bias, activation=activation)
+        want = reference.grouped_gemm(
+            a, b, offs(ends, device), bias=bias, activation=activation, out_dtype=torch.float64
+        )
+        assert (got.double() - want).abs().max() <= want.abs().max() * torch.finfo(dtype).eps * 0.52
+
+
+def test_gradients(device):
+    gen = generator("grouped gradients")
+    ends = offs((5, 5, 30), device)
+    for rows in (True, False):
+        a = randn(gen, 33, 24).to(device).requires_grad_()
+        b = (randn(gen, 3, 24, 16) if rows else randn(gen, 33, 16)).to(device).requires_grad_()
+        x = a if rows else a.mT
+        out = torch_gpukern.grouped_gemm(x, b, ends)
+        grad = randn(gen, *out.shape).to(device)
+        got = torch.autograd.grad(out, (a, b), grad)
+        aa, bb = a.detach().double().requires_grad_(), b.detach().double().requires_grad_()
+        want = torch.autograd.grad(
+            reference.grouped_gemm(aa if rows else aa.mT, bb, ends, out_dtype=torch.float64), (aa, bb), grad.double()
+        )
+        for g, w in zip(got, want, strict=True):
+            torch.testing.assert_close(g.double(), w, rtol=1e-5, atol=1e-5)
+    with pytest.raises(NotImplementedError, match="grouped_gemm: gradients are those of a and b"):
+        torch_gpukern.grouped_gemm(x, b, ends, activation="silu")
+    with pytest.raises(NotImplementedError, match="grouped_gemm: gradients are those of a and b"):
+        torch_gpukern.grouped_gemm(x, b, ends, bias=torch.ones(16, device=device, requires_grad=True))
+
+
+def test_bad_ends(device):
+    a, b = torch.ones(8, 4, device=device), torch.ones(3, 4, 2, device=device)
+    for ends, text in [
+        ((3, 2, 8), "offs is expected not to decrease from 0 on, got offs\\[1\\] = 2 after 3"),
+        ((-1, 2, 8), "offs is expected not to decrease from 0 on, got offs\\[0\\] = -1 after 0"),
+        ((3, 4, 9), "offs is expected to end at or before 8, got offs\\[2\\] = 9"),
+    ]:
+        if device == "cuda":
+            torch_gpukern.grouped_gemm(a, b, offs(ends, device))
+            torch.cuda.synchronize()
+            with pytest.raises(IndexError, match="grouped_gemm: offs"):
+                torch_gpukern.check_errors()
+        else:
+            with pytest.raises(IndexError, match="gpukern::grouped_gemm: " + text):
+                torch_gpukern.grouped_gemm(a, b, offs(ends, device))
+
+
+def test_what_is_refused(device):
+    a, b, e = torch.ones(8, 4, device=device), torch.ones(3, 4, 2, device=device), offs((1, 2, 3), device)
+    one = torch.ones((), device=device)
+    for call, text in [
+        (lambda: torch_gpukern.grouped_gemm(a.int(), b, e), "a must be float32, bfloat16, float16, float8_e4m3fn or float8_e5m2, got int32"),
+        (lambda: torch_gpukern.grouped_gemm(a, b.bfloat16(), e), "b has dtype bfloat16, a has float32; they must match"),
+        (lambda: torch_gpukern.grouped_gemm(a, b[0, 0], e), "b must have 3 dimensions \\[G, K, N\\] or 2 \\[K, N\\], got 1"),
+        (lambda: torch_gpukern.grouped_gemm(a, b[:, :3], e), "b has 3 rows, a has 4 columns; they must match"),
+        (lambda: torch_gpukern.grouped_gemm(a, b[:2], e), "offs has 3 groups, b has 2; they must match"),
+        (lambda: torch_gpukern.grouped_gemm(a, b, e.long()), "offs must be int32, got int64"),
+        (lambda: torch_gpukern.grouped_gemm(a, b, e, scale_a=one), "scale_a goes with float8_e4m3fn and float8_e5m2, a is float32"),
+        (lambda: torch_gpukern.grouped_gemm(a.to(E4M3), b.to(E4M3), e, scale_a=one), "scale_b must be given where a is float8_e4m3fn"),
+        (lambda: torch_gpukern.grouped_gemm(a, b, e, bias=torch.ones(3, device=device)), "bias must have shape \\[2\\], got \\[3\\]"),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match="gpukern::grouped_gemm: " + text):
+            call()
+
+
+def test_opcheck_and_compile(device):
+    gen = generator("grouped compiled")
+    a, b, e = randn(gen, 20, 16).to(device), randn(gen, 3, 16, 8).to(device), offs((4, 4, 15), device)
+    torch.library.opcheck(
+        ops.grouped_gemm.default, (a, b, e), test_utils=("test_schema", "test_faketensor", "test_autograd_registration")
+    )
+    compiled = torch.compile(lambda a: torch_gpukern.grouped_gemm(a, b, e), fullgraph=True, dynamic=True)
+    for m in (15, 30, 130):
+        a = randn(gen, m, 16).to(device)
+        assert_bits(compiled(a), torch_gpukern.grouped_gemm(a, b, e))

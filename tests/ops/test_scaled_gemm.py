@@ -1,0 +1,213 @@
+"""scaled_gemm: every form of scales, exactly where sums can be exact, else by float64."""
+
+import itertools
+
+import pytest
+import torch
+from conftest import ACTIVATIONS, assert_bits, generator, ops, randn, reference, torch_gpukern
+
+E4M3, E5M2, I8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
+FORMS_A = {
+    "tensor": lambda m, k: (),
+    "one": lambda m, k: (1,),
+    "row": lambda m, k: (m, 1),
+    "k": lambda m, k: (1, -(-k // 128)),
+    "1x128": lambda m, k: (m, -(-k // 128)),
+    "128x128": lambda m, k: (-(-m // 128), -(-k // 128)),
+    "128 rows": lambda m, k: (-(-m // 128), 1),
+    "1x32": lambda m, k: (m, -(-k // 32)),
+}
+
+
+def powers(gen, shape, device, span=3):
+    """Scales that are distinct powers of two as far as there are enough of them."""
+    x = torch.arange(max(1, torch.Size(shape).numel())) % (2 * span + 1) - span
+    return torch.exp2(x[torch.randperm(len(x), generator=gen)].float()).reshape(shape).to(device)
+
+
+def whole(gen, shape, dtype, device, most=2):
+    return torch.randint(-most, most + 1, shape, generator=gen).to(torch.float32).to(dtype).to(device)
+
+
+@pytest.mark.parametrize("form_b", FORMS_A)
+@pytest.mark.parametrize("form_a", FORMS_A)
+def test_small_integers_are_exact_with_any_scales(form_a, form_b, device):
+    """A scale that is misplaced, padded or transposed is a factor of two; K / 128 from 1 to 9 and what is between."""
+    gen = generator("scaled", form_a, form_b)
+    for i, (m, n, k) in enumerate([(1, 1, 1), (5, 130, 128), (130, 7, 200), (3, 257, 384), (129, 64, 512), (64, 128, 640),
+                                   (2, 33, 777), (66, 129, 896), (16, 16, 1024), (31, 65, 1152)]):  # fmt: skip
+        a_dtype, b_dtype = [(E4M3, E4M3), (I8, I8), (E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2)][i % 5]
+        a, b = whole(gen, (m, k), a_dtype, device), whole(gen, (k, n), b_dtype, device)
+        scale_a = powers(gen, FORMS_A[form_a](m, k), device)
+        transposed = FORMS_A[form_b](n, k)
+        scale_b = powers(gen, transposed, device)
+        scale_b = scale_b.mT if len(transposed) == 2 else scale_b
+        got = torch_gpukern.scaled_gemm(a, b, scale_a, scale_b, out_dtype=torch.float32)
+        assert_bits(got, reference.scaled_gemm(a, b, scale_a, scale_b, out_dtype=torch.float32))
+
+
+def test_scales_that_are_powers_in_one_byte(device):
+    gen = generator("e8m0")
+    a, b = whole(gen, (40, 320), E4M3, device), whole(gen, (320, 48), E4M3, device)
+    scale_a, scale_b = powers(gen, (40, 10), device), powers(gen, (10, 48), device)
+    eight = scale_a.to(torch.float8_e8m0fnu), scale_b.to(torch.float8_e8m0fnu)
+    want = reference.scaled_gemm(a, b, scale_a, scale_b, out_dtype=torch.float32)
+    assert_bits(torch_gpukern.scaled_gemm(a, b, *eight, out_dtype=torch.float32), want)
+    assert_bits(torch_gpukern.scaled_gemm(a, b, eight[0], scale_b, out_dtype=torch.float32), want)
+
+
+@pytest.mark.parametrize("dtype", (E4M3, E5M2, I8))
+def test_float64_and_the_rounding_of_the_result(dtype, device):
+    """Codes are exact, so that what is left is the rounding of the result, and sums in float32 or on Hopper in two levels."""
+    for m, n, k, granularity in [
+        (33, 65, 500, "row"),
+        (130, 200, 1000, "1x128"),
+        (64, 96, 4096, "tensor"),
+        (70, 40, 333, "1x32"),
+    ]:
+        gen = generator("random", m, n, k)
+        x, w = (randn(gen, m, k) + 0.2).to(device), (randn(gen, n, k) + 0.1).to(device)
+        a, scale_a = torch_gpukern.quantize(x, dtype, granularity)
+        b, scale_b = torch_gpukern.quantize(w, dtype, "128x128" if granularity == "1x128" else granularity)
+        scale_b = scale_b.mT if scale_b.dim() == 2 else scale_b
+        for out_dtype in (None, torch.float16, torch.float32):
+            got = torch_gpukern.scaled_gemm(a, b.mT, scale_a, scale_b, out_dtype=out_dtype)
+            want = reference.scaled_gemm(a, b.mT, scale_a, scale_b, out_dtype=torch.float64)
+            assert got.dtype is (out_dtype or torch.bfloat16)
+            eps = torch.finfo(got.dtype).eps
+            hopper = device == "cuda" and dtype is not I8
+            most = want.abs().max() * (eps / 2 * 1.01 + (2.0**-12 if hopper else 2.0**-20))
+            assert (got.double() - want).abs().max() <= most
+
+
+def test_sums_of_one_sign(device):
+    """7e-2 at K 4096 and 2e-1 at 16384 where sums are left to the instruction."""
+    gen = generator("one sign")
+    for k, form in itertools.product((4096, 16384), ((), (1, 1), "1x128")):
+        a = (torch.rand(48, k, generator=gen) + 0.5).to(E4M3).to(device)
+        b = (torch.rand(k, 64, generator=gen) + 0.5).to(E4M3).to(device)
+        scale_a = torch.ones((48, k // 128) if form == "1x128" else form, device=device)
+        scale_b = torch.ones((k // 128, 64) if form == "1x128" else form, device=device)
+        got = torch_gpukern.scaled_gemm(a, b, scale_a, scale_b, out_dtype=torch.float32).double()
+        want = a.double() @ b.double()
+        assert ((got - want).abs() / want).max() < 1.5e-3
+
+
+def test_int8_sums_are_exact_as_long_as_they_fit(device):
+    one = torch.ones((), device=device)
+    for k in (1, 31, 1024, 1025, 65536, 131071):
+        for x, y in ((-128, -128), (127, -128), (127, 127)):
+            a = torch.full((3, k), x, dtype=I8, device=device)
+            b = torch.full((k, 5), y, dtype=I8, device=device)
+            a[0, 0], b[0, 0] = 1, 1
+            got = torch_gpukern.scaled_gemm(a, b, one, one, out_dtype=torch.float32)
+            want = (a.double() @ b.double()).float()
+            assert_bits(got, want)
+    a, b = torch.ones(2, 131072, dtype=I8, device=device), torch.ones(131072, 2, dtype=I8, device=device)
+    with pytest.raises(
+        ValueError, match="gpukern::scaled_gemm: a has 131072 columns; int8 without scales along K takes at most 131071"
+    ):
+        torch_gpukern.scaled_gemm(a, b, one, one)
+    blocks = torch.ones(1, 1024, device=device)
+    assert (torch_gpukern.scaled_gemm(a, b, blocks, one, out_dtype=torch.float32) == 131072).all()
+
+
+def test_bias_c_activation_and_8_bit_results(device):
+    gen = generator("epilogue")
+    m, n, k = 37, 70, 160
+    a, b = whole(gen, (m, k), E4M3, device, 4), whole(gen, (k, n), E4M3, device, 4)
+    scale_a, scale_b = torch.rand(m, 1, generator=gen).to(device) / 9, torch.rand(1, n, generator=gen).to(device)
+    for activation, out in itertools.product(ACTIVATIONS, (torch.float32, torch.bfloat16)):
+        bias = randn(gen, n, dtype=out).to(device)
+        for c in (
+            None,
+            randn(gen, m, n, dtype=out).to(device),
+            randn(gen, n, dtype=out).to(device),
+            randn(gen, m, 1, dtype=out).to(device),
+        ):
+            how = dict(bias=bias, c=c, beta=0.5, activation=activation, out_dtype=out)
+            got = torch_gpukern.scaled_gemm(a, b, scale_a, scale_b, **how)
+            want = reference.scaled_gemm(a, b, scale_a, scale_b, **how | {"out_dtype": torch.float64})
+            most = want.abs().max() * (torch.finfo(out).eps / 2 * 1.01 + 1e-5)
+            assert (got.double() - want).abs().max() <= most, (activation, out)
+    out_scale = torch.tensor(0.05, device=device)
+    for out, addend in itertools.product((E4M3, E5M2, I8), (torch.float32, torch.bfloat16)):
+        how = dict(bias=randn(gen, n, dtype=addend).to(device), out_dtype=out, out_scale=out_scale)
+        got = torch_gpukern.scaled_gemm(a, b, scale_a, scale_b, **how)
+        want = reference.scaled_gemm(a, b, scale_a, scale_b, **how)
+        moved = got.view(torch.uint8) != want.view(torch.uint8)
+        assert got.dtype is out and moved.float().mean() < 2e-3
+    nan = torch.full((m, n), float("nan"), device=device)
+    got = torch_gpukern.scaled_gemm(a, b, scale_a, scale_b, c=nan, beta=0.0, out_dtype=torch.float32)
+    assert got.isfinite().all()
+
+
+def test_layouts_and_nothing(device):
+    gen = generator("layouts")
+    m, n, k = 50, 70, 300
+    a, b = whole(gen, (m, k), E4M3, device), whole(gen, (k, n), E4M3, device)
+    scale_a, scale_b = powers(gen, (m, 3), device), powers(gen, (3, n), device)
+    want = reference.scaled_gemm(a, b, scale_a, scale_b, out_dtype=torch.float32)
+    wide = torch.full((m, 2 * k + 1), float("nan"), device=device).to(E4M3)
+    apart = wide[:, 1 : 2 * k + 1 : 2]
+    apart.copy_(a)
+    odd = torch.full((m, k + 3), float("nan"), device=device).to(E4M3)[:, 1 : k + 1]
+    odd.copy_(a)
+    for x, y in itertools.product((a, a.mT.contiguous().mT, apart, odd), (b, b.mT.contiguous().mT)):
+        got = torch_gpukern.scaled_gemm(x, y, scale_a.mT.contiguous().mT, scale_b, out_dtype=torch.float32)
+        assert_bits(got, want)
+    one, bias = torch.ones((), device=device), torch.full((n,), -1.0, dtype=torch.bfloat16, device=device)
+    got = torch_gpukern.scaled_gemm(a[:, :0], b[:0], one, one, bias=bias, activation="silu")
+    assert_bits(got, torch.nn.functional.silu(bias.double()).to(torch.bfloat16).expand(m, n).contiguous())
+    assert torch_gpukern.scaled_gemm(a[:0], b, one, one).shape == (0, n)
+    assert torch_gpukern.scaled_gemm(a, b[:, :0], one, one).shape == (m, 0)
+    scale_a[7, 1] = float("nan")
+    got = torch_gpukern.scaled_gemm(a, b, scale_a, scale_b)
+    assert got[7].isnan().all() and got.isnan().sum() == n
+
+
+def test_what_is_refused(device):
+    a, b, one = (
+        torch.ones(8, 256, device=device).to(E4M3),
+        torch.ones(256, 16, device=device).to(E4M3),
+        torch.ones((), device=device),
+    )
+    scaled_gemm = torch_gpukern.scaled_gemm
+    for call, text in [
+        (lambda: scaled_gemm(a.float(), b, one, one), "a must be float8_e4m3fn, float8_e5m2 or int8, got float32"),
+        (lambda: scaled_gemm(a, b.to(torch.int8), one, one), "b has dtype int8, a has float8_e4m3fn; int8 goes with int8 alone"),
+        (lambda: scaled_gemm(a, b[:9], one, one), "b has 9 rows, a has 256 columns; they must match"),
+        (lambda: scaled_gemm(a, b, torch.ones(7, 2, device=device), one), "scale_a has shape \\[7, 2\\], which fits no scales of a \\[8, 256\\]"),
+        (lambda: scaled_gemm(a, b, torch.ones(8, device=device), one), "scale_a has shape \\[8\\], which fits no scales of a"),
+        (lambda: scaled_gemm(a, b, one, torch.ones(16, 2, device=device)), "scale_b has shape \\[16, 2\\], which fits no scales of b"),
+        (lambda: scaled_gemm(a, b, one.double(), one), "scale_a must be float32 or float8_e8m0fnu, got float64"),
+        (lambda: scaled_gemm(a, b, one, one, out_dtype=E4M3), "out_scale must be given with out_dtype float8_e4m3fn"),
+        (lambda: scaled_gemm(a, b, one, one, out_scale=one), "out_scale goes with an 8-bit result, got out_dtype bfloat16"),
+        (lambda: scaled_gemm(a, b, one, one, out_dtype=torch.float64), "out_dtype must be float32, bfloat16, float16, float8"),
+        (lambda: scaled_gemm(a, b, torch.ones(8, 2, device=device), one, accumulate="fast"), "accumulate must be precise with scales along K, got fast"),
+        (lambda: scaled_gemm(a.to(I8), b.to(I8), one, one, accumulate="fast"), "accumulate must be precise with int8, got fast"),
+        (lambda: scaled_gemm(a, b, one, one, accumulate="slow"), "accumulate must be precise or fast, got 'slow'"),
+        (lambda: scaled_gemm(a, b, one, one, bias=torch.ones(16, device=device)), "bias must be bfloat16 \\(as the result\\), got float32"),
+        (lambda: scaled_gemm(a, b, one, one, activation="swish"), "activation must be none, relu, gelu, gelu_tanh or silu, got 'swish'"),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match="gpukern::scaled_gemm: " + text):
+            call()
+    with pytest.raises(NotImplementedError, match="scaled_gemm"):
+        scaled_gemm(a, b, one.requires_grad_(), one).float().sum().backward()
+
+
+def test_opcheck_compile_and_fast(device):
+    gen = generator("compiled")
+    a, b = whole(gen, (33, 256), E4M3, device), whole(gen, (256, 48), E4M3, device)
+    one, rows = torch.ones((), device=device), powers(gen, (33, 2), device)
+    torch.library.opcheck(ops.scaled_gemm.default, (a, b, rows, one), test_utils="test_faketensor")
+    eight = a.to(I8), b.to(I8), rows, one
+    torch.library.opcheck(ops.scaled_gemm.default, eight, test_utils=("test_schema", "test_faketensor"))
+    got = torch_gpukern.scaled_gemm(a, b, one, one, accumulate="fast", out_dtype=torch.float32)
+    assert_bits(got, (a.double() @ b.double()).float())
+    compiled = torch.compile(
+        lambda a, s: torch_gpukern.scaled_gemm(a, b, s, one, activation="relu"), fullgraph=True, dynamic=True
+    )
+    for m in (3, 5, 130):
+        x, s = whole(gen, (m, 256), E4M3, device), powers(gen, (m, 1), device)
+        assert_bits(compiled(x, s), torch_gpukern.scaled_gemm(x, b, s, one, activation="relu"))

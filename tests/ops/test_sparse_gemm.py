@@ -1,0 +1,101 @@
+"""sparse_pack, sparse_gemm: 2:4 masks of every kind, and products that equal the dense ones."""
+
+
+import pytest
+import torch
+from conftest import ACTIVATIONS, assert_bits, generator, ops, randn, torch_gpukern
+
+from torch_gpukern import reference_quantised
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+
+
+def sparse(gen, n, k, dtype, device, most=3):
+    """Small integers with 0, 1 or 2 non-zeros of four."""
+    w = torch.randint(1, most + 1, (n, k), generator=gen).float() * (torch.randint(0, 2, (n, k), generator=gen) * 2 - 1)
+    rank = torch.rand(n, k // 4, 4, generator=gen).argsort(-1).reshape(n, k)
+    kept = torch.randint(0, 3, (n, k // 4, 1), generator=gen).expand(-1, -1, 4).reshape(n, k)
+    return torch.where(rank < kept, w, 0).to(dtype).to(device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_packing(dtype, device):
+    for n, k in ((1, 4), (3, 12), (70, 200), (5, 0)):
+        w = sparse(generator("sparse", n, k), n, k, dtype, device)
+        for x in (w, w.mT.contiguous().mT):
+            values, meta = torch_gpukern.sparse_pack(x)
+            want_values, want_meta = reference_quantised.sparse_pack(w)
+            assert_bits(values, want_values), assert_bits(meta, want_meta)
+    if dtype is not torch.int8:
+        w = torch.tensor([[0, float("nan"), 0, 0, 1, 0, 0, 2]], device=device).to(dtype)
+        values, meta = torch_gpukern.sparse_pack(w)
+        assert (
+            values.float()[0, 1].isnan()
+            and values.float()[0, 2:].tolist() == [1, 2]
+            and meta.tolist() == [[0b1100_0100]]
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_small_integers_are_exact(dtype, device):
+    for m, n, k in ((1, 1, 4), (5, 70, 200), (130, 65, 1028), (33, 128, 12), (3, 4, 0)):
+        gen = generator("sparse", m, n, k)
+        w = sparse(gen, n, k, dtype, device)
+        a = torch.randint(-3, 4, (m, k), generator=gen).float().to(dtype).to(device)
+        packed = torch_gpukern.sparse_pack(w)
+        for x in (a, a.mT.contiguous().mT):
+            got = torch_gpukern.sparse_gemm(x, *packed, out_dtype=torch.float32)
+            assert_bits(got + 0, reference_quantised.sparse_gemm(a, w, out_dtype=torch.float32) + 0)
+        if dtype.itemsize == 1:
+            scales = dict(scale_a=torch.exp2(torch.randint(-3, 3, (m, 1), generator=gen).float()).to(device),
+                          scale_b=torch.exp2(torch.randint(-3, 3, (1, n), generator=gen).float()).to(device))  # fmt: skip
+            got = torch_gpukern.sparse_gemm(a, *packed, **scales, out_dtype=torch.float32)
+            assert_bits(got + 0, reference_quantised.sparse_gemm(a, w, **scales, out_dtype=torch.float32) + 0)
+
+
+def test_bias_activation_and_rows_of_the_weight(device):
+    gen = generator("sparse epilogue")
+    a, w = randn(gen, 9, 64, dtype=torch.bfloat16).to(device), sparse(gen, 40, 64, torch.bfloat16, device)
+    bias = randn(gen, 40, dtype=torch.bfloat16).to(device)
+    values, meta = torch_gpukern.sparse_pack(w)
+    for activation in ACTIVATIONS:
+        got = torch_gpukern.sparse_gemm(a, values, meta, bias=bias, activation=activation)
+        want = reference_quantised.sparse_gemm(a, w, bias=bias, activation=activation, out_dtype=torch.float64)
+        assert (got.double() - want).abs().max() <= want.abs().max() * 2.0**-8 * 1.05
+    part = torch_gpukern.sparse_gemm(a, values[8:24], meta[8:24])
+    assert_bits(part, torch_gpukern.sparse_gemm(a, values, meta)[:, 8:24].contiguous())
+
+
+def test_what_is_refused(device):
+    w = torch.zeros(8, 16, dtype=torch.bfloat16, device=device)
+    values, meta = torch_gpukern.sparse_pack(w)
+    one = torch.ones((), device=device)
+    for call, text in [
+        (lambda: torch_gpukern.sparse_pack(w.float()), "gpukern::sparse_pack: w must be bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8, got float32"),
+        (lambda: torch_gpukern.sparse_pack(w[:, :6]), "gpukern::sparse_pack: w has 6 columns, expected a multiple of 4"),
+        (lambda: torch_gpukern.sparse_gemm(w.half(), values, meta), "gpukern::sparse_gemm: values has dtype bfloat16, a has float16; they must match"),
+        (lambda: torch_gpukern.sparse_gemm(w, values[:, :6], meta), "gpukern::sparse_gemm: values has 6 columns, expected 8, half of a's"),
+        (lambda: torch_gpukern.sparse_gemm(w, values, meta[:, :1]), "gpukern::sparse_gemm: meta must have shape \\[8, 2\\], got \\[8, 1\\]"),
+        (lambda: torch_gpukern.sparse_gemm(w, values, meta, scale_a=one), "gpukern::sparse_gemm: scale_a goes with 8-bit operands, a is bfloat16"),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match=text):
+            call()
+    if device == "cpu":
+        w[3, 4:7] = 1
+        with pytest.raises(
+            ValueError, match="w is expected to have at most 2 non-zeros of each 4 along K, got 3 in w\\[3, 4:8\\]"
+        ):
+            torch_gpukern.sparse_pack(w)
+
+
+def test_opcheck_and_compile(device):
+    gen = generator("sparse compiled")
+    a, w = randn(gen, 9, 64, dtype=torch.bfloat16).to(device), sparse(gen, 40, 64, torch.bfloat16, device)
+    values, meta = torch_gpukern.sparse_pack(w)
+    utils = ("test_schema", "test_faketensor")
+    torch.library.opcheck(ops.sparse_pack.default, (w,), test_utils=utils)
+    torch.library.opcheck(ops.sparse_gemm.default, (a, values, meta), test_utils=utils)
+    compiled = torch.compile(lambda x: torch_gpukern.sparse_gemm(x, values, meta), fullgraph=True, dynamic=True)
+    for m in (3, 5, 130):
+        x = randn(gen, m, 64, dtype=torch.bfloat16).to(device)
+        assert_bits(compiled(x), torch_gpukern.sparse_gemm(x, values, meta))

@@ -1,0 +1,201 @@
+"""pack_weight, unpack_weight, weight_gemm: bits of packed and decoded weights, and products by float64."""
+
+import itertools
+
+import pytest
+import torch
+from conftest import ACTIVATIONS, assert_bits, generator, ops, randn, reference, torch_gpukern
+
+from torch_gpukern import reference_quantised
+
+FORMATS = ("int4", "uint4", "int8", "e4m3", "mxfp4", "nvfp4")
+SIZES = [(1, 1), (64, 64), (65, 63), (130, 200), (70, 33), (16, 520)]
+
+
+def codes(gen, n, k, format, device):
+    if format == "int4":
+        q = torch.randint(-8, 8, (n, k), generator=gen, dtype=torch.int8)
+    elif format == "int8":
+        q = torch.randint(-128, 128, (n, k), generator=gen, dtype=torch.int8)
+    elif format == "e4m3":
+        q = torch.randint(-120, 120, (n, k), generator=gen).float().mul(0.25).to(torch.float8_e4m3fn)
+    else:
+        q = torch.randint(0, 16, (n, k), generator=gen, dtype=torch.uint8)
+    return q.to(device)
+
+
+def weight(gen, n, k, format, group, device, dtype=torch.bfloat16):
+    """q, and what goes with it: scale [ceil(K / group), N], zero, global_scale"""
+    group = {"mxfp4": 32, "nvfp4": 16}.get(format, group) or k
+    scale = (torch.rand(-(-k // group), n, generator=gen) + 0.5) / 8
+    more = {}
+    if format == "mxfp4":
+        scale = torch.exp2(scale.log2().round()).to(torch.float8_e8m0fnu)
+    elif format == "nvfp4":
+        scale, more["global_scale"] = (scale * 9).to(torch.float8_e4m3fn), torch.tensor(0.03, device=device)
+    else:
+        scale = scale.to(dtype)
+    if format == "uint4":
+        more["zero"] = torch.randint(0, 16, scale.shape, generator=gen, dtype=torch.uint8).to(device)
+    return codes(gen, n, k, format, device), scale.to(device), more
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_packing_is_the_reference_s_and_its_own_inverse(format, device):
+    for n, k in SIZES:
+        q = codes(generator("pack", n, k), n, k, format, device)
+        packed = torch_gpukern.pack_weight(q, format)
+        assert_bits(packed, reference_quantised.pack_weight(q, format))
+        assert_bits(torch_gpukern.unpack_weight(packed, n, k, format), q)
+        assert_bits(reference_quantised.unpack_weight(packed, n, k, format), q)
+        assert_bits(torch_gpukern.pack_weight(q.mT.contiguous().mT, format), packed)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_shards_are_slices(format, device):
+    n, k = 200, 320
+    gen = generator("shards", format)
+    q, scale, more = weight(gen, n, k, format, 64, device)
+    packed = torch_gpukern.pack_weight(q, format)
+    rows = packed.narrow(0, 1, 2)
+    assert_bits(torch_gpukern.unpack_weight(rows, 128, k, format), q[64:192].contiguous())
+    part = packed.narrow(1, 2, 3)
+    assert_bits(torch_gpukern.unpack_weight(part, n, 192, format), q[:, 128:].contiguous())
+    a = randn(gen, 5, k, dtype=torch.bfloat16).to(device)
+    want = torch_gpukern.weight_gemm(a, packed, scale, n, format, **more)
+    cut = {name: x[:, 64:192] if name == "zero" else x for name, x in more.items()}
+    assert_bits(torch_gpukern.weight_gemm(a, rows, scale[:, 64:192], 128, format, **cut), want[:, 64:192].contiguous())
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_one_reads_the_decoded_weight(format, dtype, device):
+    for n, k, group in [(70, 200, 32), (130, 96, 16), (33, 640, 128), (64, 130, None), (20, 300, 64), (8, 520, 256)]:
+        gen = generator("one hot", n, k)
+        q, scale, more = weight(gen, n, k, format, group, device, dtype)
+        packed = torch_gpukern.pack_weight(q, format)
+        got = torch_gpukern.weight_gemm(torch.eye(k, dtype=dtype, device=device), packed, scale, n, format, **more)
+        want = reference_quantised.decoded(q, scale, format, **more, dtype=torch.float32).to(dtype)
+        exact = reference_quantised.decoded(q, scale, format, **more)
+        assert got.shape == (k, n)
+        if format == "nvfp4":  # two factors are rounded in float32, in an order of the op's own
+            assert ((got.mT.double() - exact).abs() <= exact.abs() * torch.finfo(dtype).eps * 0.5001 + 1e-9).all()
+        else:
+            assert_bits(got.mT.contiguous() + 0, want + 0)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_float64(format, device):
+    """At most twice what `gemm` of the decoded weight errs."""
+    for (m, n, k, group), dtype in itertools.product(
+        [(1, 130, 256, 128), (5, 70, 200, 32), (33, 65, 1000, None), (130, 200, 640, 64)],
+        (torch.bfloat16, torch.float16),
+    ):
+        gen = generator("products", m, n, k)
+        q, scale, more = weight(gen, n, k, format, group, device, dtype)
+        a = (randn(gen, m, k) + 0.2).to(dtype).to(device)
+        packed = torch_gpukern.pack_weight(q, format)
+        w = reference_quantised.decoded(q, scale, format, **more, dtype=torch.float32).to(dtype)
+        for bias, activation, out in [
+            (None, "none", None),
+            (randn(gen, n, dtype=dtype).to(device), "silu", None),
+            (None, "relu", torch.float32),
+        ]:
+            got = torch_gpukern.weight_gemm(
+                a, packed, scale, n, format, **more, bias=bias, activation=activation, out_dtype=out
+            )
+            want = reference.gemm(
+                a.double(), w.double().mT, None if bias is None else bias.double(), activation=activation
+            )
+            yard = torch_gpukern.gemm(a, w.mT, bias, activation=activation, out_dtype=out)
+            error = (got.double() - want).abs().max()
+            assert error <= 2 * (yard.double() - want).abs().max() + want.abs().max() * torch.finfo(got.dtype).eps
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_activations_of_8_bits(format, device):
+    for m, n, k, group in [(1, 70, 128, 32), (40, 130, 400, 128), (7, 64, 100, None)]:
+        gen = generator("w4a8", m, n, k)
+        q, scale, more = weight(gen, n, k, format, group, device, torch.float32)
+        a = randn(gen, m, k).to(torch.float8_e4m3fn).to(device)
+        for scale_a in (torch.tensor(0.5, device=device), torch.rand(m, 1, generator=gen).to(device)):
+            got = torch_gpukern.weight_gemm(
+                a,
+                torch_gpukern.pack_weight(q, format),
+                scale,
+                n,
+                format,
+                **more,
+                scale_a=scale_a,
+                out_dtype=torch.float32,
+            )
+            want = reference_quantised.weight_gemm(
+                a, q, scale, format, **more, scale_a=scale_a, out_dtype=torch.float64
+            )
+            assert (got.double() - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+def test_leading_dimensions_strides_activations_and_nothing(device):
+    gen = generator("leading")
+    q, scale, _ = weight(gen, 48, 128, "int4", 64, device)
+    packed = torch_gpukern.pack_weight(q, "int4", scale=scale)
+    a = randn(gen, 2, 3, 128, dtype=torch.bfloat16).to(device)
+    want = torch_gpukern.weight_gemm(a.reshape(6, 128), packed, scale, 48, "int4")
+    assert_bits(torch_gpukern.weight_gemm(a, packed, scale, 48, "int4"), want.reshape(2, 3, 48))
+    assert_bits(torch_gpukern.weight_gemm(a.mT.contiguous().mT, packed, scale, 48, "int4"), want.reshape(2, 3, 48))
+    transposed = scale.mT.contiguous().mT
+    assert_bits(torch_gpukern.weight_gemm(a, packed, transposed, 48, "int4"), want.reshape(2, 3, 48))
+    for activation in ACTIVATIONS:
+        got = torch_gpukern.weight_gemm(a, packed, scale, 48, "int4", activation=activation, out_dtype=torch.float32)
+        bare = torch_gpukern.weight_gemm(a, packed, scale, 48, "int4", out_dtype=torch.float32)
+        torch.testing.assert_close(got, reference.ACTIVATIONS[activation](bare.double()).float(), rtol=1e-5, atol=1e-5)
+    assert torch_gpukern.weight_gemm(a[:0], packed, scale, 48, "int4").shape == (0, 3, 48)
+
+
+def test_what_is_refused(device):
+    gen = generator("refused")
+    q, scale, _ = weight(gen, 64, 128, "int4", 64, device)
+    packed = torch_gpukern.pack_weight(q, "int4")
+    a = torch.ones(3, 128, dtype=torch.bfloat16, device=device)
+    call = torch_gpukern.weight_gemm
+    for run, text in [
+        (lambda: torch_gpukern.pack_weight(q, "int3"), "gpukern::pack_weight: format must be int4, uint4, int8, e4m3, mxfp4 or nvfp4"),
+        (lambda: torch_gpukern.pack_weight(q, "uint4"), "gpukern::pack_weight: q must be uint8 for format uint4, got int8"),
+        (lambda: torch_gpukern.pack_weight(q, "int4", scale=scale[:, :3]), "gpukern::pack_weight: scale must have shape"),
+        (lambda: torch_gpukern.pack_weight(q, "int4", scale=scale * 0), "gpukern::pack_weight: scale must be positive and finite"),
+        (lambda: torch_gpukern.unpack_weight(packed, 64, 129, "int4"), "gpukern::unpack_weight: packed must have shape \\[1, 3, 2048\\]"),
+        (lambda: call(a, packed, scale, 64, "int8"), "gpukern::weight_gemm: packed must have shape \\[1, 2, 4096\\] for n 64, k 128 and format int8"),
+        (lambda: call(a, packed, scale[:, :9], 64, "int4"), "gpukern::weight_gemm: scale must have shape"),
+        (lambda: call(a, packed, scale.repeat(2, 1)[:3], 64, "int4"), "gpukern::weight_gemm: scale must have shape"),
+        (lambda: call(a.float(), packed, scale, 64, "int4"), "gpukern::weight_gemm: a must be bfloat16, float16 or float8_e4m3fn, got float32"),
+        (lambda: call(a, packed, scale, 64, "int4", zero=scale.to(torch.uint8)), "gpukern::weight_gemm: zero goes with format uint4, got int4"),
+        (lambda: call(a, packed, scale.half(), 64, "int4"), "gpukern::weight_gemm: scale must be bfloat16 or float32, got float16"),
+        (lambda: call(a.to(torch.float8_e4m3fn), packed, scale, 64, "int4"), "gpukern::weight_gemm: scale_a must be given where a is float8_e4m3fn"),
+        (lambda: call(a, packed, scale, 64, "int4", out_dtype=torch.float16), "gpukern::weight_gemm: out_dtype must be bfloat16 or float32, got float16"),
+        (lambda: call(a, packed, scale, 64, "mxfp4"), "gpukern::weight_gemm: scale must be float8_e8m0fnu or float32, got bfloat16"),
+        (lambda: call(a, packed, scale.float(), 64, "mxfp4"), "gpukern::weight_gemm: scale must have groups of 32 for format mxfp4"),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match=text):
+            run()
+    if device == "cpu":
+        q[3, 5] = 8
+        with pytest.raises(
+            IndexError, match="q is expected to hold codes in \\[-8, 7\\] for format int4, got q\\[3, 5\\] = 8"
+        ):
+            torch_gpukern.pack_weight(q, "int4")
+
+
+def test_opcheck_and_compile(device):
+    gen = generator("compiled")
+    q, scale, more = weight(gen, 70, 256, "uint4", 128, device)
+    packed = torch_gpukern.pack_weight(q, "uint4")
+    utils = ("test_schema", "test_faketensor")
+    torch.library.opcheck(ops.pack_weight.default, (q, "uint4"), test_utils=utils)
+    torch.library.opcheck(ops.unpack_weight.default, (packed, 70, 256, "uint4"), test_utils=utils)
+    a = randn(gen, 4, 256, dtype=torch.bfloat16).to(device)
+    torch.library.opcheck(ops.weight_gemm.default, (a, packed, scale, 70, "uint4", more["zero"]), test_utils=utils)
+    run = lambda x: torch_gpukern.weight_gemm(x, packed, scale, 70, "uint4", **more, activation="gelu")  # noqa: E731
+    compiled = torch.compile(run, fullgraph=True, dynamic=True)
+    for m in (3, 5, 130):
+        x = randn(gen, m, 256, dtype=torch.bfloat16).to(device)
+        assert_bits(compiled(x), run(x))

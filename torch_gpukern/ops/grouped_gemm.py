@@ -1,0 +1,107 @@
+"""grouped_gemm: the public function and its declaration: shapes, gradients, FLOPs."""
+
+import torch
+from torch import Tensor
+
+from .._library import NAMESPACE
+from .define import define_op
+from .gemm import Activation
+from .scaled_gemm import Accumulate
+
+__all__ = ["grouped_gemm"]
+
+
+def grouped_gemm(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    *,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: Activation = "none",
+    out_dtype: torch.dtype | None = None,
+    accumulate: Accumulate = "precise",
+) -> Tensor:
+    """Products of groups, in one call: what a mixture of experts multiplies, and the gradient of its weights.
+
+    Groups of rows, b [G, K, N]: ``out[offs[g - 1]:offs[g]] = activation(a[offs[g - 1]:offs[g]] @ b[g] + bias)``. Rows at or past the
+    last end are 0, and what a holds there, NaN too, has no effect. Groups of k, b [K, N]:
+    ``out[g] = activation(a[:, offs[g - 1]:offs[g]] @ b[offs[g - 1]:offs[g]] + bias)``. Ends need no alignment, groups may be empty, and
+    ends on a GPU are read there.
+
+    Args:
+        a: [M, K] float32, bfloat16 or float16, or float8_e4m3fn, float8_e5m2; any strides.
+        b: [G, K, N] or [K, N] of a's dtype, of 8-bit floats either; any strides.
+        offs: [G] int32: where groups end.
+        scale_a: of 8 bits: float32 or float8_e8m0fnu [] or [Sm, Sk], as in `scaled_gemm`, counted over all of a; groups of k: [M, 1].
+        scale_b: likewise [] or [G, Sk, Sn]; groups of k: [1, N].
+        bias: [N] or [G, N] of the result's dtype.
+        activation: as in `gemm`.
+        out_dtype: a's dtype (the default; of 8 bits bfloat16 or float16) or float32.
+        accumulate: as in `scaled_gemm`.
+
+    Returns:
+        [M, N] or [G, M, N], contiguous.
+
+    Gradients: a and b, of what is no 8-bit float, without an activation; others raise NotImplementedError.
+
+    Raises:
+        ValueError: a dtype or shape that the op does not take.
+        IndexError: ends that decrease or pass the rows (on CUDA at the next call, or by `check_errors`; they are clamped).
+
+    Gale et al., "MegaBlocks" (2022), arXiv:2211.15841: experts without padding.
+    """
+    return _grouped_gemm.call(a, b, offs, scale_a, scale_b, bias, activation, out_dtype, accumulate)
+
+
+def _symbolic(a, b, offs, out_dtype, **_):
+    text = f"{NAMESPACE}::grouped_gemm: b has {b.shape[-2]} rows, a has {a.shape[1]} columns; they must match"
+    torch._check_with(ValueError, b.shape[-2] == a.shape[1], lambda: text)
+    shape = (a.shape[0], b.shape[-1]) if b.dim() == 3 else (offs.shape[0], a.shape[0], b.shape[-1])
+    return (a.new_empty(shape, dtype=out_dtype or (torch.bfloat16 if a.dtype.itemsize == 1 else a.dtype)),)
+
+
+def _save(needs, args, out):
+    a, b, offs = args[:3]
+    scale_a, scale_b, bias = (_grouped_gemm.value(args, name) for name in ("scale_a", "scale_b", "bias"))
+    plain = scale_a is None and scale_b is None and _grouped_gemm.value(args, "activation") == "none"
+    if not plain or (bias is not None and bias.requires_grad):
+        raise NotImplementedError(
+            f"{NAMESPACE}::grouped_gemm: gradients are those of a and b, without scales, activation and a gradient of bias"
+        )
+    return (a if needs[1] else None, b if needs[0] else None, offs), {"a_shape": a.shape, "rows": b.dim() == 3}
+
+
+def _backward(needs, a, b, offs, rows, **values):
+    """Each gradient is a grouped product again, of the transposed operands."""
+    made = {}
+    dtype = b.dtype if b is not None else a.dtype
+    grad = values[f"grad_{_grouped_gemm.results[0]}"].to(dtype)  # the schema gives the result no name
+    if rows:
+        if "a" in needs:
+            made["a"] = _grouped_gemm.call_named(a=grad, b=b.mT, offs=offs)
+        if "b" in needs:
+            made["b"] = _grouped_gemm.call_named(a=a.mT, b=grad, offs=offs)
+        return made
+    if "a" in needs:
+        made["a"] = _grouped_gemm.call_named(a=b, b=grad.mT, offs=offs).mT
+    if "b" in needs:
+        made["b"] = _grouped_gemm.call_named(a=a.mT, b=grad, offs=offs)
+    return made
+
+
+def _flops(a, b, **_) -> int:
+    """2 M N K, as if groups held all rows."""
+    return 2 * a[0] * a[1] * b[-1]
+
+
+_grouped_gemm = define_op(
+    "grouped_gemm",
+    public=grouped_gemm,
+    symbolic=_symbolic,
+    save=_save,
+    saved=("a", "b", "offs"),
+    backward=_backward,
+    flops=_flops,
+)

@@ -1,0 +1,190 @@
+"""quantize, silu_mul_quantize, rms_norm_quantize and dequantize: the public functions and their declarations."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .define import define_op
+
+__all__ = ["Granularity", "dequantize", "quantize", "rms_norm_quantize", "silu_mul_quantize"]
+
+Granularity = Literal["tensor", "row", "1x128", "128x128", "1x32"]
+
+
+def quantize(
+    x: Tensor,
+    dtype: torch.dtype,
+    granularity: Granularity,
+    *,
+    scale_ub: Tensor | float | None = None,
+    scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """x as 8-bit codes and scales: ``codes * scale`` is x, rounded to what the codes can hold.
+
+    Of each block ``scale = max(amax / q, 2^-126)`` with q = 448 (float8_e4m3fn), 57344 (float8_e5m2) or 127 (int8), and
+    ``codes = x / scale`` in float32 (float64 of a float64 x), rounded to nearest even and saturated. A block of zeros has a finite
+    scale; one that holds an infinity or NaN has the scale NaN, which every product of it shows.
+
+    Args:
+        x: [..., M, K] float32, bfloat16, float16 or float64, any strides.
+        dtype: ``torch.float8_e4m3fn``, ``torch.float8_e5m2`` or ``torch.int8``.
+        granularity: what shares a scale: ``"tensor"``, ``"row"``, ``"1x128"`` (128 columns of a row), ``"128x128"`` or ``"1x32"``
+            (OCP MX 1.0: powers of two, rounded up, so that nothing saturates). Blocks at the ends are shorter.
+        scale_ub: float32 [] or [1], or a number: amax is at most that; what is larger saturates.
+        scale: the scales to use, in place of those of amax (static quantisation): of the shape and dtype that are returned.
+
+    Returns:
+        (codes, scale), contiguous. codes [..., M, K]; scale float32, "tensor" [], "row" [..., M, 1], "1x128"
+        [..., M, ceil(K / 128)], "128x128" [..., ceil(M / 128), ceil(K / 128)], "1x32" float8_e8m0fnu [..., M, ceil(K / 32)].
+
+    No gradient: NotImplementedError.
+
+    Raises:
+        ValueError: a dtype, granularity or shape that the op does not take.
+
+    Micikevicius et al., "FP8 Formats for Deep Learning" (2022), arXiv:2209.05433; OCP Microscaling Formats 1.0 (2023).
+    """
+    codes, made = _quantize.call(x, dtype, granularity, _bound(scale_ub, x), scale)
+    return codes, made if scale is None else scale
+
+
+def silu_mul_quantize(
+    gate: Tensor,
+    up: Tensor,
+    dtype: torch.dtype,
+    granularity: Granularity,
+    *,
+    scale_ub: Tensor | float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`quantize` of ``silu(gate) * up``, which is float32 and never rounded to 16 bits.
+
+    Args:
+        gate: [..., M, K] float32, bfloat16 or float16, any strides; a half of a larger tensor is read in place.
+        up: shape and dtype of gate, any strides.
+        dtype: as in `quantize`.
+        granularity: as in `quantize`.
+        scale_ub: as in `quantize`.
+
+    Returns:
+        (codes, scale), as `quantize` returns them.
+
+    No gradient: NotImplementedError.
+
+    Raises:
+        ValueError: a dtype, granularity or shape that the op does not take.
+
+    Shazeer, "GLU Variants Improve Transformer" (2020), arXiv:2002.05202.
+    """
+    return _silu_mul_quantize.call(gate, up, dtype, granularity, _bound(scale_ub, gate))
+
+
+def rms_norm_quantize(
+    x: Tensor,
+    weight: Tensor | None = None,
+    residual: Tensor | None = None,
+    eps: float = 1e-6,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    granularity: Granularity = "row",
+    *,
+    scale_ub: Tensor | float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`quantize` of an RMSNorm, ``h / sqrt(mean(h^2) + eps) * weight`` with ``h = x + residual``.
+
+    h is rounded to x's dtype, as it is returned; the norm is float32 and never rounded to 16 bits.
+
+    Args:
+        x: [..., M, K] float32, bfloat16 or float16, any strides.
+        weight: [K] in x's dtype or float32; None is 1.
+        residual: shape and dtype of x; None is 0.
+        eps: 0 or more.
+        dtype: as in `quantize`.
+        granularity: as in `quantize`.
+        scale_ub: as in `quantize`.
+
+    Returns:
+        (codes, scale, h): the first two as `quantize` returns them; h in x's dtype, without a residual x itself.
+
+    No gradient: NotImplementedError.
+
+    Raises:
+        ValueError: a dtype, granularity or shape that the op does not take.
+
+    Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), arXiv:1910.07467.
+    """
+    codes, scale, h = _rms_norm_quantize.call(x, weight, residual, eps, dtype, granularity, _bound(scale_ub, x))
+    return codes, scale, x if residual is None else h
+
+
+def dequantize(codes: Tensor, scale: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """``codes * scale``, rounded once: the values that quantised tensors stand for.
+
+    Args:
+        codes: [..., M, K] float8_e4m3fn, float8_e5m2 or int8, any strides.
+        scale: float32 or float8_e8m0fnu: [] or [1], or [..., Sm, Sk] with Sm of 1, ceil(M / 128), M and Sk of 1, ceil(K / 128),
+            ceil(K / 32); any strides. Leading dimensions are those of codes.
+        dtype: float32, bfloat16, float16 or float64.
+
+    Returns:
+        [..., M, K] contiguous, of `dtype`.
+
+    No gradient: NotImplementedError.
+
+    Raises:
+        ValueError: a dtype or shape that the op does not take.
+
+    OCP Microscaling Formats 1.0 (2023), section 6.
+    """
+    return _dequantize.call(codes, scale, dtype)
+
+
+def _bound(scale_ub: Tensor | float | None, x: Tensor) -> Tensor | None:
+    if scale_ub is None or isinstance(scale_ub, Tensor):
+        return scale_ub
+    return torch.full((), scale_ub, dtype=torch.float32, device=x.device)
+
+
+# ---- shapes of symbols -------------------------------------------------------------------------------
+
+
+def _scale(x: Tensor, granularity: str) -> Tensor:
+    dtype = torch.float8_e8m0fnu if granularity == "1x32" else torch.float32
+    if granularity == "tensor":
+        return x.new_empty((), dtype=dtype)
+    *lead, k = x.shape
+    blocks = 1 if granularity == "row" else (k + 31) // 32 if granularity == "1x32" else (k + 127) // 128
+    if granularity == "128x128":
+        lead[-1] = (lead[-1] + 127) // 128
+    return x.new_empty((*lead, blocks), dtype=dtype)
+
+
+def _symbolic(x, dtype, granularity, scale=None, **_):
+    made = _scale(x, granularity) if scale is None else x.new_empty(0, dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=dtype), made
+
+
+def _silu_symbolic(gate, dtype, granularity, **_):
+    return _symbolic(gate, dtype, granularity)
+
+
+def _norm_symbolic(x, residual, dtype, granularity, **_):
+    h = x.new_empty(0) if residual is None else x.new_empty(x.shape)
+    return *_symbolic(x, dtype, granularity), h
+
+
+def _dequantize_symbolic(codes, dtype, **_):
+    return (codes.new_empty(codes.shape, dtype=dtype),)
+
+
+def _refusal(name: str) -> str:
+    return f"{name}: it has no backward; train through torch_gpukern.nn's layers, whose rule goes straight through the rounding"
+
+
+_quantize = define_op("quantize", public=quantize, symbolic=_symbolic, refuse=_refusal("quantize"))
+_silu_mul_quantize = define_op(
+    "silu_mul_quantize", public=silu_mul_quantize, symbolic=_silu_symbolic, refuse=_refusal("silu_mul_quantize")
+)
+_rms_norm_quantize = define_op(
+    "rms_norm_quantize", public=rms_norm_quantize, symbolic=_norm_symbolic, refuse=_refusal("rms_norm_quantize")
+)
+_dequantize = define_op("dequantize", public=dequantize, symbolic=_dequantize_symbolic, refuse=_refusal("dequantize"))

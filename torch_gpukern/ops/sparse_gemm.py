@@ -1,0 +1,90 @@
+"""sparse_pack and sparse_gemm: the public functions and their declarations."""
+
+import torch
+from torch import Tensor
+
+from .define import define_op
+from .gemm import Activation
+
+__all__ = ["sparse_gemm", "sparse_pack"]
+
+
+def sparse_pack(w: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight of which two of every four elements along K are zero, as the other two and where they stand.
+
+    Args:
+        w: [N, K], K a multiple of 4, bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8; any strides. A NaN is no zero.
+
+    Returns:
+        (values, meta): values [N, K / 2] of w's dtype, the non-zeros of each four in order, zeros at the lowest free places where
+        there are fewer than two; meta [N, ceil(K / 8)] uint8, four bits for each four, low ones first: the places of the two, the
+        first in the low two bits.
+
+    Raises:
+        ValueError: a dtype or shape that the op does not take; more than two non-zeros of four (on the CPU; a GPU keeps the first
+            two).
+
+    Mishra et al., "Accelerating Sparse Deep Neural Networks" (2021), arXiv:2104.08378.
+    """
+    return _sparse_pack.call(w)
+
+
+def sparse_gemm(
+    a: Tensor,
+    values: Tensor,
+    meta: Tensor,
+    *,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: Activation = "none",
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Activations times a 2:4 sparse weight: ``out = activation((a @ w.T) * scale_a * scale_b + bias)``.
+
+    Sums are float32, of int8 exact int32; rounded once.
+
+    Args:
+        a: [M, K] of the weight's dtype, of 8-bit floats either; any strides, any M.
+        values: what `sparse_pack` returned for w [N, K]; rows may be narrowed.
+        meta: likewise.
+        scale_a: of 8 bits: float32 [], [1] or [M, 1]; None is 1.
+        scale_b: of 8 bits: float32 [], [1] or [1, N]; None is 1.
+        bias: [N] of the result's dtype.
+        activation: as in `gemm`.
+        out_dtype: a's dtype (the default; of 8 bits bfloat16 or float16) or float32.
+
+    Returns:
+        [M, N] contiguous.
+
+    No gradient: NotImplementedError.
+
+    Raises:
+        ValueError: a dtype or shape that the op does not take.
+
+    Mishra et al., "Accelerating Sparse Deep Neural Networks" (2021), arXiv:2104.08378.
+    """
+    return _sparse_gemm.call(a, values, meta, scale_a, scale_b, bias, activation, out_dtype)
+
+
+def _pack_symbolic(w):
+    n, k = w.shape
+    return w.new_empty((n, k // 2)), w.new_empty((n, (k + 7) // 8), dtype=torch.uint8)
+
+
+def _symbolic(a, values, out_dtype, **_):
+    own = torch.bfloat16 if a.dtype.itemsize == 1 else a.dtype
+    return (a.new_empty((a.shape[0], values.shape[0]), dtype=out_dtype or own),)
+
+
+def _flops(a, values, **_) -> int:
+    """M N K: half of the dense product's."""
+    return a[0] * a[1] * values[0]
+
+
+_sparse_pack = define_op(
+    "sparse_pack", public=sparse_pack, symbolic=_pack_symbolic, refuse="sparse_pack: it has no backward"
+)
+_sparse_gemm = define_op(
+    "sparse_gemm", public=sparse_gemm, symbolic=_symbolic, refuse="sparse_gemm: it has no backward", flops=_flops
+)

@@ -1,0 +1,168 @@
+"""pack_weight, unpack_weight and weight_gemm: the public functions and their declarations."""
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .._library import NAMESPACE
+from .define import define_op
+from .gemm import Activation
+
+__all__ = ["WeightFormat", "pack_weight", "unpack_weight", "weight_gemm"]
+
+WeightFormat = Literal["int4", "uint4", "int8", "e4m3", "mxfp4", "nvfp4"]
+
+_TILE = 64
+_CODES = {
+    "int4": torch.int8,
+    "uint4": torch.uint8,
+    "int8": torch.int8,
+    "e4m3": torch.float8_e4m3fn,
+    "mxfp4": torch.uint8,
+    "nvfp4": torch.uint8,
+}
+
+
+def pack_weight(q: Tensor, format: WeightFormat, *, scale: Tensor | None = None) -> Tensor:
+    """The codes of a weight in the order in which `weight_gemm` reads them, on every device.
+
+    Args:
+        q: [N, K], an element a code, any strides: int8 for ``"int4"`` (-8 to 7) and ``"int8"``, uint8 for ``"uint4"`` (0 to 15),
+            ``"mxfp4"`` and ``"nvfp4"`` (0 to 15: a sign bit, then e2m1: 0, .5, 1, 1.5, 2, 3, 4, 6), float8_e4m3fn for ``"e4m3"``.
+        format: one of these.
+        scale: the scales that will go with them, [ceil(K / g), N]: looked at, not packed. Their values must be finite and
+            positive, which waits for the device.
+
+    Returns:
+        uint8 [ceil(N / 64), ceil(K / 64), 2048 or, of 8 bits, 4096]. Its first two dimensions may be narrowed: a slice of tiles is
+        the packed slice of the weight, so that shards of a weight are shards of this. Codes beyond N and K are 0.
+
+    Raises:
+        ValueError: a dtype, shape or format that the op does not take; a scale of another shape, or not positive and finite.
+        IndexError: a code that the format does not have (on the CPU; a GPU takes the low four bits).
+
+    Frantar et al., "MARLIN" (2024), arXiv:2408.11743: weights in the order of the tensor cores' fragments.
+    """
+    if scale is not None:
+        _check_scale(q, scale)
+    return _pack_weight.call(q, format)
+
+
+def _check_scale(q: Tensor, scale: Tensor) -> None:
+    op = f"{NAMESPACE}::pack_weight"
+    k = q.shape[-1]
+    groups = {1, *(-(-k // g) for g in (16, 32, 64, 128, 256))}
+    if scale.dim() != 2 or scale.shape[1] != q.shape[0] or scale.shape[0] not in groups:
+        raise ValueError(
+            f"{op}: scale must have shape [ceil(K / g), N], g 16, 32, 64, 128, 256 or K, with K {k} and N {q.shape[0]}, "
+            f"got {list(scale.shape)}"
+        )
+    x = scale.float()
+    if not bool(((x > 0) & x.isfinite()).all()):
+        raise ValueError(f"{op}: scale must be positive and finite everywhere")
+
+
+def unpack_weight(packed: Tensor, n: int, k: int, format: WeightFormat) -> Tensor:
+    """The codes that `pack_weight` packed, bit for bit.
+
+    Args:
+        packed: uint8 [ceil(n / 64), ceil(k / 64), bytes]; the first two dimensions may have any strides.
+        n: rows of the weight.
+        k: its columns.
+        format: the format that it was packed in.
+
+    Returns:
+        [n, k], in the dtype that `pack_weight` takes.
+
+    Raises:
+        ValueError: a shape that does not fit n, k and format.
+
+    Frantar et al., "MARLIN" (2024), arXiv:2408.11743.
+    """
+    return _unpack_weight.call(packed, n, k, format)
+
+
+def weight_gemm(
+    a: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    n: int,
+    format: WeightFormat,
+    *,
+    zero: Tensor | None = None,
+    global_scale: Tensor | None = None,
+    scale_a: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: Activation = "none",
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Activations times a packed weight of few bits.
+
+    ``out = activation(a @ w.T + bias)`` with ``w [N, K] = (code - zero) * scale * global_scale`` rounded to a's dtype, sums in
+    float32. Of a float8_e4m3fn a each group's float32 sum is multiplied by its scale instead.
+
+    Args:
+        a: [..., M, K] bfloat16 or float16, any strides; or float8_e4m3fn, with scale_a.
+        packed: what `pack_weight` returned for [N, K], or a slice of it.
+        scale: [ceil(K / g), N], g of 16, 32, 64, 128, 256 or K: a group of k shares a scale. a's dtype or float32; "mxfp4" also
+            float8_e8m0fnu, g 32; "nvfp4" also float8_e4m3fn, g 16. Any strides.
+        n: rows of the weight, columns of the result.
+        format: the format of packed.
+        zero: uint8 like scale, for "uint4"; None is 8.
+        global_scale: float32 [] or [1], for "nvfp4".
+        scale_a: float32 [], [1] or [M, 1], for a float8_e4m3fn a.
+        bias: [N] in the result's dtype or float32.
+        activation: as in `gemm`.
+        out_dtype: a's dtype (the default; of a float8_e4m3fn a bfloat16 or float16) or float32.
+
+    Returns:
+        [..., M, N] contiguous. A row of a that is one 1 and zeros gives a column of the decoded weight bit for bit.
+
+    Gradients: of a, by the decoded weight, without an activation; others raise NotImplementedError.
+
+    Raises:
+        ValueError: a dtype, shape or format that the op does not take.
+
+    Frantar et al., "MARLIN" (2024), arXiv:2408.11743.
+    """
+    return _weight_gemm.call(a, packed, scale, n, format, zero, global_scale, scale_a, bias, activation, out_dtype)
+
+
+# ---- shapes of symbols -------------------------------------------------------------------------------
+
+
+def _pack_symbolic(q, format, **_):
+    n, k = q.shape
+    tile = _TILE * _TILE // (1 if _CODES[format] in (torch.float8_e4m3fn,) or format == "int8" else 2)
+    return (q.new_empty(((n + _TILE - 1) // _TILE, (k + _TILE - 1) // _TILE, tile), dtype=torch.uint8),)
+
+
+def _unpack_symbolic(packed, n, k, format, **_):
+    return (packed.new_empty((n, k), dtype=_CODES[format]),)
+
+
+def _symbolic(a, n, out_dtype, **_):
+    own = torch.bfloat16 if a.dtype is torch.float8_e4m3fn else a.dtype
+    return (a.new_empty((*a.shape[:-1], n), dtype=out_dtype or own),)
+
+
+def _flops(a, n, **_) -> int:
+    """2 M N K"""
+    return 2 * math.prod(a) * n
+
+
+_pack_weight = define_op(
+    "pack_weight", public=pack_weight, symbolic=_pack_symbolic, refuse="pack_weight: codes have no gradient"
+)
+_unpack_weight = define_op(
+    "unpack_weight", public=unpack_weight, symbolic=_unpack_symbolic, refuse="unpack_weight: codes have no gradient"
+)
+_weight_gemm = define_op(
+    "weight_gemm",
+    public=weight_gemm,
+    symbolic=_symbolic,
+    refuse="weight_gemm: it has no backward yet",
+    flops=_flops,
+)
