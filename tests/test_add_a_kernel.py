@@ -62,7 +62,10 @@ def test_the_page_lists_every_file_of_an_op(op):
     table = PAGE.read_text().split("## An op")[1].split("\n## ")[0]
     listed = re.findall(r"`([\w./<>]+/[\w./<>]+)`", table)
     patterns = [
-        re.compile(re.sub(r"<op>\\\.\w+", r"\\w+\\.\\w+", re.escape(x)).replace("<room>", r"\w+")) for x in listed
+        re.compile(
+            re.sub(r"<op>\\\.\w+", r"\\w+\\.\\w+", re.escape(x)).replace("<room>", r"\w+").replace("<family>", r"\w+")
+        )
+        for x in listed
     ]
     named = re.compile(rf"\bgk_(\w+_)?{op}(?![a-z])|\bGK_OP_{op.upper()}\b|\"{op}[\"_(.]")
     found = [
