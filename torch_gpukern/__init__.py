@@ -15,7 +15,23 @@ from typing import get_args as _get_args
 
 from ._library import ops as _ops
 from .kv_cache import OutOfPages, PagedKVCache
-from .ops import attn_merge, flash_attn, flash_attn_varlen, gemm, kv_cache_write, linear, paged_attn
+from .ops import (
+    attn_merge,
+    cross_entropy,
+    flash_attn,
+    flash_attn_varlen,
+    geglu,
+    gemm,
+    kv_cache_write,
+    layer_norm,
+    linear,
+    log_softmax,
+    paged_attn,
+    rms_norm,
+    rope,
+    softmax,
+    swiglu,
+)
 from .ops.define import Op as _Op
 from .tuning import cache as _cache
 
@@ -31,13 +47,21 @@ __all__ = [
     "PagedKVCache",
     "attn_merge",
     "check_errors",
+    "cross_entropy",
     "explain",
     "flash_attn",
     "flash_attn_varlen",
+    "geglu",
     "gemm",
     "kv_cache_write",
+    "layer_norm",
     "linear",
+    "log_softmax",
     "paged_attn",
+    "rms_norm",
+    "rope",
+    "softmax",
+    "swiglu",
 ]
 
 __version__: str = _ops.version.default()

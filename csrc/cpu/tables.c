@@ -33,6 +33,15 @@ DECLARE(flash_attn_bwd)
 DECLARE(paged_attn)
 DECLARE(kv_cache_write)
 DECLARE(attn_merge)
+DECLARE(norm_fwd)
+DECLARE(norm_bwd)
+DECLARE(softmax_fwd)
+DECLARE(softmax_bwd)
+DECLARE(glu_fwd)
+DECLARE(glu_bwd)
+DECLARE(rope)
+DECLARE(cross_entropy_fwd)
+DECLARE(cross_entropy_bwd)
 
 #define ROW(stem, dtype, ISA, isa) {#stem, dtype, ISA, &gk_##stem##_##isa}
 #define THREE(stem, ISA, isa) ROW(stem, GK_F32, ISA, isa), ROW(stem, GK_BF16, ISA, isa), ROW(stem, GK_F16, ISA, isa)
@@ -57,6 +66,15 @@ static const gk_cpu_instance flash_attn_bwd_rows[] = {EVERY_ISA(flash_attn_bwd),
 static const gk_cpu_instance paged_attn_rows[] = {EVERY_ISA(paged_attn), REF_ROW(paged_attn)};
 static const gk_cpu_instance kv_cache_write_rows[] = {EVERY_ISA(kv_cache_write), REF_ROW(kv_cache_write)};
 static const gk_cpu_instance attn_merge_rows[] = {EVERY_ISA(attn_merge), REF_ROW(attn_merge)};
+static const gk_cpu_instance norm_fwd_rows[] = {EVERY_ISA(norm_fwd), REF_ROW(norm_fwd)};
+static const gk_cpu_instance norm_bwd_rows[] = {EVERY_ISA(norm_bwd), REF_ROW(norm_bwd)};
+static const gk_cpu_instance softmax_fwd_rows[] = {EVERY_ISA(softmax_fwd), REF_ROW(softmax_fwd)};
+static const gk_cpu_instance softmax_bwd_rows[] = {EVERY_ISA(softmax_bwd), REF_ROW(softmax_bwd)};
+static const gk_cpu_instance glu_fwd_rows[] = {EVERY_ISA(glu_fwd), REF_ROW(glu_fwd)};
+static const gk_cpu_instance glu_bwd_rows[] = {EVERY_ISA(glu_bwd), REF_ROW(glu_bwd)};
+static const gk_cpu_instance rope_rows[] = {EVERY_ISA(rope), REF_ROW(rope)};
+static const gk_cpu_instance cross_entropy_fwd_rows[] = {EVERY_ISA(cross_entropy_fwd), REF_ROW(cross_entropy_fwd)};
+static const gk_cpu_instance cross_entropy_bwd_rows[] = {EVERY_ISA(cross_entropy_bwd), REF_ROW(cross_entropy_bwd)};
 
 const gk_cpu_instance *gk_cpu_instances(gk_op op, int *num_rows) {
     switch (op) {

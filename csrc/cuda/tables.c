@@ -12,6 +12,12 @@ extern const gk_cuda_table gk_flash_attn_bwd_sm80_table, gk_flash_attn_bwd_simt_
 extern const gk_cuda_table gk_paged_attn_sm80_table, gk_paged_attn_f32_table, gk_paged_attn_plain_table;
 extern const gk_cuda_table gk_kv_cache_write_table;
 extern const gk_cuda_table gk_attn_merge_table;
+extern const gk_cuda_table gk_norm_fwd_table, gk_norm_fwd_sm90a_table, gk_norm_fwd_walk_table;
+extern const gk_cuda_table gk_norm_bwd_table, gk_norm_bwd_sm90a_table, gk_norm_bwd_walk_table;
+extern const gk_cuda_table gk_softmax_fwd_table, gk_softmax_fwd_sm90a_table, gk_softmax_fwd_walk_table;
+extern const gk_cuda_table gk_softmax_bwd_table, gk_softmax_bwd_sm90a_table, gk_softmax_bwd_walk_table;
+extern const gk_cuda_table gk_glu_fwd_table, gk_glu_bwd_table, gk_rope_table;
+extern const gk_cuda_table gk_cross_entropy_fwd_table, gk_cross_entropy_bwd_table;
 
 static const gk_cuda_table *const gemm_tables[] = {&gk_gemm_sm90a_table, /* plans for the three behind it, too */
                                                    &gk_gemm_pingpong_sm90a_table, &gk_gemm_swapab_sm90a_table,
@@ -28,6 +34,15 @@ static const gk_cuda_table *const paged_attn_tables[] = {&gk_paged_attn_sm80_tab
                                                          &gk_paged_attn_plain_table};
 static const gk_cuda_table *const kv_cache_write_tables[] = {&gk_kv_cache_write_table};
 static const gk_cuda_table *const attn_merge_tables[] = {&gk_attn_merge_table};
+static const gk_cuda_table *const norm_fwd_tables[] = {&gk_norm_fwd_sm90a_table, &gk_norm_fwd_table, &gk_norm_fwd_walk_table};
+static const gk_cuda_table *const norm_bwd_tables[] = {&gk_norm_bwd_sm90a_table, &gk_norm_bwd_table, &gk_norm_bwd_walk_table};
+static const gk_cuda_table *const softmax_fwd_tables[] = {&gk_softmax_fwd_sm90a_table, &gk_softmax_fwd_table, &gk_softmax_fwd_walk_table};
+static const gk_cuda_table *const softmax_bwd_tables[] = {&gk_softmax_bwd_sm90a_table, &gk_softmax_bwd_table, &gk_softmax_bwd_walk_table};
+static const gk_cuda_table *const glu_fwd_tables[] = {&gk_glu_fwd_table};
+static const gk_cuda_table *const glu_bwd_tables[] = {&gk_glu_bwd_table};
+static const gk_cuda_table *const rope_tables[] = {&gk_rope_table};
+static const gk_cuda_table *const cross_entropy_fwd_tables[] = {&gk_cross_entropy_fwd_table};
+static const gk_cuda_table *const cross_entropy_bwd_tables[] = {&gk_cross_entropy_bwd_table};
 
 const gk_cuda_table *const *gk_cuda_tables(gk_op op, int *num_tables) {
     switch (op) {

@@ -451,15 +451,15 @@ typedef struct products {
                     float *o);
 } products;
 
-#define PRODUCTS(type, dtype, lanes)                                                                                 \
-    static void __attribute__((noinline)) dots_##type##_##lanes(                                                     \
-        int64_t head_dim, const cell *q, int64_t q_head, const key_rows *k, fetch *next, float *s, int64_t s_head) { \
-        dots(lanes, dtype, head_dim, q, q_head, k, next, s, s_head);                                                 \
-    }                                                                                                                \
-    static void __attribute__((noinline)) weighted_rows_##type##_##lanes(                                            \
-        int64_t head_dim_v, const cell *p, int64_t p_head, const key_rows *v, fetch *next, float *o, int64_t o_head, \
-        int64_t o_step) {                                                                                            \
-        weighted_rows(lanes, dtype, head_dim_v, p, p_head, v, next, o, o_head, o_step);                              \
+#define PRODUCTS(type, dtype, lanes)                                                                                  \
+    static void __attribute__((noinline)) dots_##type##_##lanes(                                                      \
+        int64_t head_dim, const cell *q, int64_t q_head, const key_rows *k, fetch *next, float *s, int64_t s_head) {  \
+        dots(lanes, dtype, head_dim, q, q_head, k, next, s, s_head);                                                  \
+    }                                                                                                                 \
+    static void __attribute__((noinline))                                                                             \
+    weighted_rows_##type##_##lanes(int64_t head_dim_v, const cell *p, int64_t p_head, const key_rows *v, fetch *next, \
+                                   float *o, int64_t o_head, int64_t o_step) {                                        \
+        weighted_rows(lanes, dtype, head_dim_v, p, p_head, v, next, o, o_head, o_step);                               \
     }
 #define SOFTMAX(lanes)                                                                                               \
     static __attribute__((noinline)) void softmax_##lanes(const paged_job *job, const paged_lane *lane, float scale, \

@@ -20,9 +20,7 @@ constexpr int THREADS = BWD_PRE_THREADS, LANES = 8; /* of a row: one pass of 16 
 static_assert(LANES * SIMT_PART == 256, "a lane's columns are a part of dP at any head_dim");
 constexpr int SINK_WARPS = BWD_SINK_THREADS / 32, CLEAR_WARPS = THREADS / 32;
 
-template <class W> struct Stat {
-    W lse, delta;
-};
+template <class W> struct Stat { W lse, delta; };
 
 /* Row r of a tile of stats that begins at tile_g. */
 template <class W> __device__ __forceinline__ void store_stat(const Bwd &g, W *tile_g, int r, const Stat<W> &x) {

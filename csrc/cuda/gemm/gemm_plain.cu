@@ -329,7 +329,8 @@ gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *wo
     return status == GK_OK && p.splits > 1 ? launch_reduce<T>(ctx, p) : status;
 }
 
-#define ROW(name, T, Tile) {name, element<T>::dtype, plan<T, Tile>, run<T, Tile>, {}, blocks_an_sm<T, Tile>}
+#define ROW(name, T, Tile) \
+    { name, element<T>::dtype, plan<T, Tile>, run<T, Tile>, {}, blocks_an_sm<T, Tile> }
 
 const gk_cuda_instance instances[] = {
     ROW("gemm_plain_f32_128x256x16", float, PlainF32), /* in the order of the enum */

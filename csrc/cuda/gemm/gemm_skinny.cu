@@ -335,13 +335,11 @@ template <int TOKENS, int ROWS, bool MISALIGNED> constexpr int smem_of() {
     return along_k > along_n ? along_k : along_n;
 }
 
-#define ROW(name, T, tokens, rows, misaligned)                        \
-    {"gemm_skinny_" name "_" #tokens "x" #rows,                       \
-     element<T>::dtype,                                               \
-     plan,                                                            \
-     run<T, tokens, rows, misaligned>,                                \
-     {tokens, rows, smem_of<tokens, rows, misaligned>(), misaligned}, \
-     NULL}
+#define ROW(name, T, tokens, rows, misaligned)                                                                \
+    {                                                                                                         \
+        "gemm_skinny_" name "_" #tokens "x" #rows, element<T>::dtype, plan, run<T, tokens, rows, misaligned>, \
+            {tokens, rows, smem_of<tokens, rows, misaligned>(), misaligned}, NULL                             \
+    }
 #define ROWS_16(name, T)                                                                                              \
     ROW(name, T, 8, 32, false), ROW(name, T, 8, 64, false), ROW(name, T, 16, 32, false), ROW(name, T, 16, 64, false), \
         ROW("misaligned_" name, T, 16, 32, true), ROW("misaligned_" name, T, 16, 64, true)

@@ -39,14 +39,14 @@
 
 namespace {
 
-template <class Tile> constexpr int THREADS = (Tile::WGS + 1) * 128;         /* a warpgroup of producers */
-template <class Tile> constexpr int CLUSTER_OF = Tile::TILES * Tile::SPLITS; /* blocks */
-constexpr int K_STEPS = WGMMA_ROW_BYTES / 32;                                /* of wgmma in a K_BLOCK */
+template <class Tile> constexpr int THREADS = (Tile::WGS + 1) * 128;        /* a warpgroup of producers */
+template <class Tile> constexpr int CLUSTER_OF = Tile::TILES *Tile::SPLITS; /* blocks */
+constexpr int K_STEPS = WGMMA_ROW_BYTES / 32;                               /* of wgmma in a K_BLOCK */
 template <class T> constexpr int K_BLOCK = WGMMA_ROW_BYTES / (int)sizeof(T);
 /* A comes through registers, and the product is swapped (swap-AB) */
 template <class T, class Tile> constexpr bool SWAPAB_TF32 = sizeof(T) == 4 && Tile::SWAP_AB;
 /* a, the weights of small M, is read once: L2 may keep the rest */
-template <class T, class Tile> constexpr bool ONCE = sizeof(T) == 2 && Tile::SWAP_AB && Tile::SPLITS > 1;
+template <class T, class Tile> constexpr bool ONCE = sizeof(T) == 2 && Tile::SWAP_AB &&Tile::SPLITS > 1;
 /* the last wave's tiles may be halved along k */
 template <class T, class Tile, int MODE>
 constexpr bool TAIL = sizeof(T) == 2 && Tile::TILES == 2 && Tile::WGS == 2 && !Tile::SWAP_AB && !Tile::PING_PONG &&

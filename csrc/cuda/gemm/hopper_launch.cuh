@@ -114,14 +114,13 @@ template <class T, class Tile> constexpr int traits_of() {
            (TAIL<T, Tile, 0> ? HALVES : 0) | (Tile::ACROSS ? GRID : 0);
 }
 
-#define HOPPER_ROW(name, T, Tile)                                                                             \
-    {name,                                                                                                    \
-     element<T>::dtype,                                                                                       \
-     plan_hopper_row,                                                                                         \
-     run<T, Tile>,                                                                                            \
-     {Tile::BM, Tile::BN, Tile::TILES, PERCENT<Tile>, smem_of<T, Tile>(), Tile::SPLITS, traits_of<T, Tile>(), \
-      Tile::K64 * K_BLOCK<T>},                                                                                \
-     NULL}
+#define HOPPER_ROW(name, T, Tile)                                                             \
+    {                                                                                         \
+        name, element<T>::dtype, plan_hopper_row, run<T, Tile>,                               \
+            {Tile::BM,           Tile::BN,     Tile::TILES,          PERCENT<Tile>,           \
+             smem_of<T, Tile>(), Tile::SPLITS, traits_of<T, Tile>(), Tile::K64 * K_BLOCK<T>}, \
+            NULL                                                                              \
+    }
 
 } // namespace
 
