@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """flash_attn beside F.scaled_dot_product_attention, forward and backward, full and causal.
 
 python benchmarks/bench_flash_attn.py [--quick] [--only forward backward call isa memory] [--rows d128 ...]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """gemm beside torch.matmul (MKL and oneDNN on the CPU, cuBLAS on CUDA) and, on CUDA in 16 bits, quack and Triton where they
 import; the lines of code of ours and of the one in Triton (peers/) stand beside.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """transformers' models with attn_implementation="gpukern" beside "sdpa", or "eager" where a model refuses that.
 
 python benchmarks/bench_integrations.py [--device cuda|cpu] [--only llama gemma2 ...] [--json FILE] [--seconds 1.0]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The gemm ladder beside torch.matmul (cuBLAS): every rung at 4096 cubed, the last three at 16384 too.
 
 python benchmarks/bench_ladder.py --device cuda [--counters FILE LARGE]     measures, and stores beside the predictions

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The demo's model on our ops beside the same on PyTorch's built-ins: a gradient step, and a step of decoding.
 
 python benchmarks/bench_model.py [--quick] [--only gradient decode large lora] [--rows eager compiled] [--layers 22]

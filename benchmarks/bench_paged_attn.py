@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """paged_attn decode, one token per sequence, beside gathering the pages and calling SDPA.
 
 python benchmarks/bench_paged_attn.py [--quick] [--only decode|call] [--device cpu|cuda]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What a profiler counts in one call of every rung of the gemm ladder at 4096 cubed, of torch.matmul beside them, and of every
 access of examples/patterns/banks.cu.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What a benchmark runs on: a machine's cores or its GPU.
 
 A device is a class with ten verbs: `name` and `driver` say what it is, `peaks`, `readers` and `page_readers` what it can

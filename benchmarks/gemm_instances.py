@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Times every gemm instance that takes a product, on random products of a seed: what the chooser's figures are fitted to.
 
 python benchmarks/gemm_instances.py --random 150 --seed 1 [--seconds 80] > instances.json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Random products of bench_gemm.py --random: the draw, what their ratios say, and a picture of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Times an op beside its peers: the one harness of every benchmark.
 
 Rules

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The gemm ladder from Python: libgpukern_ladder.so, which the build makes beside the tests.
 
 GPUKERN_BUILD_DIR names another build folder. `python benchmarks/ladder.py [SIZE [RUNG ..]]` calls rungs 1 to 13, or those

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What each rung of the gemm ladder should reach, from its accesses and a few figures of the device.
 
 python benchmarks/ladder_model.py [SIZE]        prints every rung's limits at SIZE cubed, 4096 unless said

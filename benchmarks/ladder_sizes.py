@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Every rung of the gemm ladder at sizes 64 to 8192, beside torch.matmul (cuBLAS), in one picture; and those without
 tensor cores in float32, too.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Plots of a bench: TFLOP/s, GFLOP/s or GB/s over the size, a line a provider, a panel for each group, mask and head_dim.
 
 python benchmarks/plots.py           draws every plot, and docs/speed.png of README.md, again from benchmarks/results/

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Rounds of timed blocks: every contestant once a round, in an order that is drawn anew each time.
 
 A GPU under load is limited by its power: a block inherits the clock that the block before it left, which moves a ratio by 9

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Every benchmark, one process each; at most 15 minutes on 2 cores. Options go to each of them.
 
 python benchmarks/run_all.py [--quick] [--device cpu|cuda] [--threads N]

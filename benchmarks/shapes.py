@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Every shape that a benchmark tries, and the bar that each group of them must reach.
 
 Bars are ratios against the fastest peer in the same run, unless a unit says otherwise. A tuple of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Prints torch's include and lib directories as "include;lib" without importing torch.
 
 pip hides an environment's packages from a build that it isolates; torch is looked for where they are, all the same: it is what the

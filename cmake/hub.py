@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Makes the layout of Hugging Face's kernels hub: DIR/build/torch-stable-abi210-<backend>-<machine>-linux/.
 
     make hub                     into build/hub

@@ -43,7 +43,7 @@ gk_status gk_check_cu_seqlens(const char *name, const gk_tensor *cu_seqlens, int
 
 /* ---- paged_attn ------------------------------------------------------------------------------ */
 /* Length 0 is an inactive sequence, whatever its query tokens. */
-static gk_status check_length(int64_t b, int64_t length, int64_t seq_q, int64_t capacity) {
+static gk_status check_length(int64_t b, int64_t length, int64_t seq_q, int64_t capacity, bool allow_short) {
     if (length < 0) {
         return gk_fail(GK_ERR_INDEX, "seq_lens is expected not to be negative, got seq_lens[%" PRId64 "] = %" PRId64, b,
                        length);
@@ -54,7 +54,7 @@ static gk_status check_length(int64_t b, int64_t length, int64_t seq_q, int64_t 
                        "] = %" PRId64,
                        capacity, b, length);
     }
-    if (length > 0 && length < seq_q) {
+    if (!allow_short && length > 0 && length < seq_q) {
         return gk_fail(GK_ERR_INDEX,
                        "seq_lens is expected to count the query tokens (%" PRId64 " in sequence %" PRId64
                        "), got seq_lens[%" PRId64 "] = %" PRId64,
@@ -68,7 +68,7 @@ static gk_status check_length(int64_t b, int64_t length, int64_t seq_q, int64_t 
 static gk_status check_pages(const gk_paged_attn_args *x, int64_t b, int64_t length, int64_t seq_q) {
     int64_t block_size = x->k_cache.shape[1], num_blocks = x->k_cache.shape[0];
     if (seq_q == 0 || length == 0) return GK_OK;
-    gk_span span = gk_span_paged(&x->rules, b, seq_q, length);
+    gk_span span = gk_span_paged(x, b, seq_q, length);
     for (int64_t entry = gk_span_lo(&span, 0) / block_size; entry < gk_ceil_div(length, block_size); ++entry) {
         int64_t page = load_int(&x->block_table, b * x->block_table.stride[0] + entry * x->block_table.stride[1]);
         if (page >= 0 && page < num_blocks) continue;
@@ -91,7 +91,7 @@ gk_status gk_check_paged_contents(const gk_paged_attn_args *args) {
     for (int64_t b = 0; b < batch; ++b) {
         int64_t length = load_int(&args->seq_lens, b * args->seq_lens.stride[0]);
         int64_t seq_q = cu ? load_int(cu, (b + 1) * cu->stride[0]) - load_int(cu, b * cu->stride[0]) : tokens / batch;
-        gk_status status = check_length(b, length, seq_q, capacity);
+        gk_status status = check_length(b, length, seq_q, capacity, args->flags & GK_PAGED_ALLOW_SHORT);
         if (status == GK_OK) status = check_pages(args, b, length, seq_q);
         if (status != GK_OK) return status;
     }

@@ -113,12 +113,13 @@ static bool plan_preferred(const gk_context *ctx, gk_op op, const void *args, gk
     return true;
 }
 
-/* FLOPs a clock of one SM: tensor cores for 16-bit types, plain multiply-adds for the others. */
+/* FLOPs a clock of one SM: tensor cores for 16-bit types, plain multiply-adds for the others; 0: of no other width. */
 static double flops_per_clock(int arch, gk_dtype dtype) {
     switch (gk_type_of(dtype)->bits) {
     case 16: return arch == 90 ? 4096 : arch == 80 ? 2048 : 1024;
+    case 32: return arch == 80 ? 128 : 256;
     case 64: return arch == 90 || arch == 80 ? 128 : 4;
-    default: return arch == 80 ? 128 : 256;
+    default: return 0;
     }
 }
 #else
@@ -227,7 +228,8 @@ void gk_dispatch_bound(const gk_context *ctx, gk_dtype dtype, gk_explanation *ou
     const gk_gpu *gpu = ctx->device == GK_CUDA ? gk_gpu_of(ctx->index) : NULL;
     if (!gpu) return;
     const double flops_per_us = flops_per_clock(gpu->arch, dtype) * gpu->num_sms * gpu->clock_khz / 1e3;
-    out->bound_us = fmax(out->bytes / (gpu->memory_gbs * 1e3), out->flops / flops_per_us);
+    out->bound_us = out->bytes / (gpu->memory_gbs * 1e3);
+    if (flops_per_us > 0) out->bound_us = fmax(out->bound_us, out->flops / flops_per_us);
 #else
     (void)ctx, (void)dtype, (void)out;
 #endif

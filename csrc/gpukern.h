@@ -30,7 +30,7 @@ extern "C" {
 #endif
 
 #define GK_VERSION_MAJOR 0
-#define GK_VERSION_MINOR 1
+#define GK_VERSION_MINOR 2
 #define GK_VERSION_PATCH 0
 
 /* ---- status ------------------------------------------------------------------------------- */
@@ -76,7 +76,7 @@ typedef struct gk_tensor {
     int64_t stride[GK_MAX_DIMS]; /* elements */
 } gk_tensor;
 
-GK_API size_t gk_dtype_bytes(gk_dtype dtype);
+GK_API size_t gk_dtype_bytes(gk_dtype dtype);     /* of one element, in whole bytes; 0 of what is no dtype */
 GK_API const char *gk_dtype_name(gk_dtype dtype); /* "float32", ... */
 
 /* ---- context ------------------------------------------------------------------------------ */
@@ -284,6 +284,15 @@ GK_API gk_status gk_flash_attn_bwd(const gk_context *, const gk_flash_attn_bwd_a
 GK_API gk_status gk_explain_flash_attn_bwd(const gk_context *, const gk_flash_attn_bwd_args *, gk_explanation *);
 
 /* ---- paged_attn ---------------------------------------------------------------------------- */
+/* What a caller of gk_paged_attn asks for beside the rules. */
+typedef enum gk_paged_flags {
+    GK_PAGED_WINDOW_RIGHT = 1, /* rules.window_right is read */
+    GK_PAGED_ALLOW_SHORT =
+        2, /* a length may be less than its query tokens, which else is an error. A query at a negative
+                                * position then sees what the rules let it see, as one of gk_flash_attn_fwd; CUDA: with
+                                * is_causal (or a window_right of 0), and bad lengths and pages are not reported */
+} gk_paged_flags;
+
 /* Attention of new tokens over a paged cache. Query t of the n_b of sequence b stands at position
  * seq_lens[b] - n_b + t; a negative position sees no key. Pages are read in place. */
 typedef struct gk_paged_attn_args {
@@ -295,7 +304,7 @@ typedef struct gk_paged_attn_args {
     gk_tensor seq_lens;            /* [B] int32, the new tokens included */
     const gk_tensor *cu_seqlens_q; /* [B+1] int32; NULL = T/B tokens each */
     int64_t max_seqlen_q;          /* upper bound of a sequence's query tokens; read with cu_seqlens_q only */
-    gk_attn_rules rules;           /* diagonal, window_right, kv_end, q_start are not read; is_causal is */
+    gk_attn_rules rules;           /* diagonal, kv_end, q_start are not read, window_right by flags; is_causal is */
     const gk_tensor
         *k_scale; /* [] or [Hkv] float32 (float64 with GK_F64): a key is its stored value times k_scale; NULL = 1 */
     const gk_tensor *v_scale;
@@ -303,6 +312,7 @@ typedef struct gk_paged_attn_args {
     gk_tensor lse; /* [T, Hq] contiguous, float32 (float64 with GK_F64); data NULL = not wanted */
     void *workspace;
     size_t workspace_bytes;
+    uint32_t flags; /* of gk_paged_flags; 0 as before there were any */
 } gk_paged_attn_args;
 
 #define GK_PAGED_ATTN_ARGS_INIT {.size = sizeof(gk_paged_attn_args), .rules = GK_ATTN_RULES_INIT}

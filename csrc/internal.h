@@ -20,6 +20,15 @@ __attribute__((format(printf, 2, 3)))
 #endif
 gk_status gk_fail(gk_status code, const char *format, ...);
 
+/* The default of a switch over a dtype: a failure that names the type. A type that was added to the table and not to the switch must
+ * not be read as another one. */
+gk_status gk_no_case(const char *what, gk_dtype dtype);
+/* The same where no status can be returned, past the checks that refuse such a call: the library's own mistake, so it stops. */
+#if defined(__GNUC__)
+__attribute__((noreturn, cold))
+#endif
+void gk_stop_without_case(const char *what, gk_dtype dtype);
+
 static inline int64_t gk_min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t gk_max_i64(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t gk_clamp_i64(int64_t x, int64_t lo, int64_t hi) { return gk_max_i64(lo, gk_min_i64(x, hi)); }
@@ -97,8 +106,8 @@ static inline double gk_load(const void *p, gk_dtype dtype, int64_t i) {
     case GK_I8: return ((const int8_t *)p)[i];
     case GK_U8: return ((const uint8_t *)p)[i];
     case GK_E8M0: return gk_e8m0_to_f32(((const uint8_t *)p)[i]);
+    default: gk_stop_without_case("gk_load", dtype);
     }
-    return 0;
 }
 
 static inline void gk_store(void *p, gk_dtype dtype, int64_t i, double x) {
@@ -114,6 +123,7 @@ static inline void gk_store(void *p, gk_dtype dtype, int64_t i, double x) {
     case GK_I8: ((int8_t *)p)[i] = gk_f32_to_i8(gk_f64_to_odd_f32(x)); break;
     case GK_U8: ((uint8_t *)p)[i] = (uint8_t)rintf(fminf(fmaxf(gk_f64_to_odd_f32(x), 0), 255)); break;
     case GK_E8M0: ((uint8_t *)p)[i] = gk_f32_to_e8m0(gk_f64_to_odd_f32(x)); break;
+    default: gk_stop_without_case("gk_store", dtype);
     }
 }
 
@@ -175,9 +185,10 @@ static inline void gk_span_cut(gk_span *s, const gk_attn_rules *r, int64_t b) {
 }
 
 /* Sequence b of a paged call: its queries end at its last key, and of the bounds it has kv_start alone. */
-static inline gk_span gk_span_paged(const gk_attn_rules *given, int64_t b, int64_t seq_q, int64_t seq_k) {
-    gk_attn_rules r = *given;
-    r.window_right = -1, r.kv_end = NULL;
+static inline gk_span gk_span_paged(const gk_paged_attn_args *args, int64_t b, int64_t seq_q, int64_t seq_k) {
+    gk_attn_rules r = args->rules;
+    if (!(args->flags & GK_PAGED_WINDOW_RIGHT)) r.window_right = -1;
+    r.kv_end = NULL;
     gk_span s = gk_span_make(&r, seq_k, seq_k - seq_q);
     gk_span_cut(&s, &r, b);
     return s;

@@ -26,11 +26,10 @@ static uint8_t layout_of(const gk_tensor *t) {
 }
 
 static bool is_aligned(const gk_tensor *t, uint8_t layout) {
-    const int64_t bytes = (int64_t)gk_dtype_bytes(t->dtype);
     const int outer = layout == 'N' ? t->ndim - 2 : t->ndim - 1;
     bool good = layout != 'S' && (uintptr_t)t->data % 16 == 0;
-    good = good && (t->shape[outer] == 1 || t->stride[outer] * bytes % 16 == 0);
-    for (int d = 0; d < t->ndim - 2; ++d) good = good && (t->shape[d] == 1 || t->stride[d] * bytes % 16 == 0);
+    good = good && (t->shape[outer] == 1 || gk_whole_chunks(t->dtype, t->stride[outer]));
+    for (int d = 0; d < t->ndim - 2; ++d) good = good && (t->shape[d] == 1 || gk_whole_chunks(t->dtype, t->stride[d]));
     return good;
 }
 

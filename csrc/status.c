@@ -4,6 +4,7 @@
 
 #include <stdarg.h>
 #include <stdio.h>
+#include <stdlib.h>
 
 #define STRINGIFY_(x) #x
 #define STRINGIFY(x) STRINGIFY_(x)
@@ -49,6 +50,15 @@ static _Thread_local size_t detail_at;
 
 const char *gk_last_error(void) { return last_error; }
 const char *gk_last_detail(void) { return last_error + detail_at; }
+
+gk_status gk_no_case(const char *what, gk_dtype dtype) {
+    return gk_fail(GK_ERR_UNSUPPORTED, "%s: no case for %s", what, gk_dtype_name(dtype));
+}
+
+void gk_stop_without_case(const char *what, gk_dtype dtype) {
+    fprintf(stderr, "gpukern: %s: no case for %s\n", what, gk_dtype_name(dtype));
+    abort();
+}
 
 gk_status gk_fail(gk_status code, const char *format, ...) {
     va_list list;

@@ -43,8 +43,16 @@ const gk_type *gk_type_named(const char *name); /* the same, by `name` */
 static inline bool gk_is_code(gk_dtype dtype) { return gk_type_of(dtype)->kind == GK_KIND_CODE; }
 static inline bool gk_is_float(gk_dtype dtype) { return gk_type_of(dtype)->kind == GK_KIND_FLOAT; }
 
+static inline int64_t gk_bits_of(gk_dtype dtype) { return gk_type_of(dtype)->bits; }
+
 /* Of n elements one behind the other, the last byte counted whole. */
-static inline int64_t gk_bytes_of(gk_dtype dtype, int64_t n) { return (n * gk_type_of(dtype)->bits + 7) / 8; }
+static inline int64_t gk_bytes_of(gk_dtype dtype, int64_t n) { return (n * gk_bits_of(dtype) + 7) / 8; }
+
+/* Elements in 16 bytes, what kernels copy at once. */
+static inline int64_t gk_chunk_of(gk_dtype dtype) { return 128 / gk_bits_of(dtype); }
+
+/* Whether n elements on from a multiple of 16 bytes is one, too. */
+static inline bool gk_whole_chunks(gk_dtype dtype, int64_t n) { return n * gk_bits_of(dtype) % 128 == 0; }
 
 /* Of lse, sinks, slopes and scales: what sums over elements of `dtype` are kept in. */
 static inline gk_dtype gk_stats_dtype(gk_dtype dtype) {

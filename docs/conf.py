@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Sphinx: `make docs` makes the pages of docs/, the Python API from its docstrings and the C API from gpukern.h."""
 
 import os

@@ -17,6 +17,8 @@ struct PagedAttn {
     OptTensor alibi_slopes, sinks, k_scale, v_scale; // [Hq] or [B, Hq], [Hq], [] or [Hkv]
     bool is_causal;
     OptTensor kv_start; // [B] int32
+    int64_t window_right;
+    bool allow_short;
 
     GK_OP(paged_attn, gk_paged_attn_args, "paged_attn", 2)
     GK_TENSORS(q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, alibi_slopes, sinks, k_scale, v_scale,
@@ -27,6 +29,8 @@ struct PagedAttn {
         to.block_table = block_table.view, to.seq_lens = seq_lens.view;
         to.cu_seqlens_q = cu_seqlens_q.view_or_null(), to.max_seqlen_q = max_seqlen_q;
         fill_rules(*this, to.rules);
+        to.rules.window_right = window_right;
+        to.flags = GK_PAGED_WINDOW_RIGHT | (allow_short ? GK_PAGED_ALLOW_SHORT : 0u);
         to.rules.kv_start = kv_start.view_or_null();
         to.k_scale = k_scale.view_or_null(), to.v_scale = v_scale.view_or_null();
     }

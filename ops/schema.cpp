@@ -39,7 +39,8 @@
     "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, "             \
     "Tensor? cu_seqlens_q=None, SymInt max_seqlen_q=1, float? scale=None, SymInt window_left=-1, " \
     "float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? k_scale=None, "     \
-    "Tensor? v_scale=None, bool is_causal=True, Tensor? kv_start=None)"
+    "Tensor? v_scale=None, bool is_causal=True, Tensor? kv_start=None, SymInt window_right=-1, "   \
+    "bool allow_short=False)"
 
 #define NORM_ARGS(eps) \
     "(Tensor x, Tensor? weight=None, Tensor? bias=None, Tensor? residual=None, float eps=" eps ", float weight_offset=0.0)"
@@ -76,7 +77,8 @@ void def_op(gk::Library &m, const std::string &name, const std::string &argument
     def_explain(m, name, arguments);
 }
 
-// The op into memory of the caller's. It returns nothing: torch.compile takes no op that returns an argument.
+// The op into memory of the caller's. It returns nothing: torch.compile takes no op that returns an argument. From Python it
+// returns out all the same (torch_gpukern/ops/out.py).
 void def_out(gk::Library &m, const std::string &name, const std::string &arguments) {
     m.def((name + ".out" + arguments.substr(0, arguments.size() - 1) + ", *, Tensor(a!) out) -> ()").c_str());
 }

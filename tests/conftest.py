@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What every test shares: devices, shapes, seeds, the error rule, memory layouts and poison.
 
 The judge is `torch_gpukern.reference` on float64 copies of the inputs. How far a kernel may be from it is never a

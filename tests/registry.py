@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The ops, each once: a good call of it, the gradients it has, its arguments that are numbers, and the calls it refuses.
 
 Tests that ask the same of every op walk OPS: errors (test_errors.py), transforms (test_transforms.py), numbers
@@ -276,6 +277,7 @@ INDEX_ERRORS = [
      "cu_seqlens_q is expected to hold sequences of at most max_seqlen 4 tokens, got 5 in sequence 1"),
     ("flash_attn_varlen", packed(max_seqlen_k=6),
      "cu_seqlens_k is expected to hold sequences of at most max_seqlen 6 tokens, got 7 in sequence 0"),
+    ("paged_attn", paged(seq_lens=i32(7, -1), allow_short=True), "seq_lens is expected not to be negative, got seq_lens[1] = -1"),
     ("paged_attn", paged(seq_lens=i32(7, -1)), "seq_lens is expected not to be negative, got seq_lens[1] = -1"),
     ("paged_attn", paged(seq_lens=i32(7, 13)), "seq_lens is expected to fit a row of block_table (12 keys), got seq_lens[1] = 13"),
     ("paged_attn", paged(q=t(6, 4, 8), seq_lens=i32(7, 2)),
@@ -397,6 +399,8 @@ OPS = {
             "": {},
             "sinks": dict(sinks=t(4)),
             "lengths": dict(cu_seqlens_q=i32(0, 2, 2), max_seqlen_q=2),
+            "to the right": dict(q=t(6, 4, 8), is_causal=False, window_left=3, window_right=1),
+            "short": dict(q=t(6, 4, 8), seq_lens=i32(7, 2), allow_short=True),
             "all": dict(
                 q=t(3, 4, 8),
                 cu_seqlens_q=i32(0, 1, 3),

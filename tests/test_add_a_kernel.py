@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """docs/add_a_kernel.md adds a kernel to a copy of the tree, by the commands that it shows."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What flash_attn_fwd_sm90a stands on, compiled for the host: its tile order (csrc/cuda/attn/fwd_schedule.cuh), its operands
 in shared memory (wgmma_panels of csrc/cuda/layout/wgmma.cuh) and the registers that two products share. Its barriers are in
 test_pipeline_attn.py.

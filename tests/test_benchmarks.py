@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What the benchmarks say: against whom a ratio is, and where a row stands in a plot."""
 
 import importlib.machinery

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """gpukern info, doctor and explain, by the console script's entry point; tune and bench stand in test_tuning.py."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """torch.compile, export, AOTInductor, checkpoint, autocast, inference mode, FLOP counter: the ops inside PyTorch's tools."""
 
 import importlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """benchmarks/counters.py: what it asks ncu to count, and how it reads what ncu wrote."""
 
 import csv

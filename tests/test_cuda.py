@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What only a GPU has: graphs, streams, devices, memory that nobody wrote, index contents that nobody checked.
 
 All of it is skipped, with the reason shown, where torch finds no CUDA device. What the ops compute is tested by

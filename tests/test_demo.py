@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The demo: what it says first, what of the build it asks for, and whom it compares with."""
 
 import csv

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The pages are true to the tree: links lead somewhere, and the files, names and commands that they mention exist."""
 
 import functools

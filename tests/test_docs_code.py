@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The Python of README.md, docs/integrations.md and docs/serving.md runs as it stands there, on the CPU: the blocks of a page
 one after the other, with the names that a page leaves to its reader."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """assert_close_as finds errors of the size that it is there for: its bound is stated before a result is looked at."""
 
 import math

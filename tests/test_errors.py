@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Bad input: exact type and whole text, nothing written, nothing crashed."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Random configurations of every op, with modifiers combined in ways that no grid lists."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The ops on DTensors, in tensor-parallel layers and under FSDP2: two processes (gloo) against one."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """flash-attn's three functions against its documented conventions, written out in float64."""
 
 import pytest
@@ -51,6 +52,11 @@ def rules_for(name, heads, device):
     return rules
 
 
+def serves_short(rules, device):
+    """Whether paged_attn serves sequences with fewer keys than queries: on CUDA where no query sees to its right."""
+    return device == "cpu" or rules.get("causal", False) or rules.get("window_size", (-1, -1))[1] == 0
+
+
 def stacked(parts, dim_out=0, dim_lse=1):
     outs, lses = zip(*parts)
     return torch.stack(outs), torch.stack(lses)
@@ -93,17 +99,11 @@ def test_func_gradients(device):
 @pytest.mark.parametrize("rule", RULES)
 def test_varlen(rule, paged, device):
     gen, rules = generator("varlen"), rules_for(rule, 4, device)
-    sq, sk = [3, 0, 8, 5], [7, 4, 8, 6 if paged else 2]  # over pages a sequence has its queries' keys at least
+    sq, sk = [3, 0, 8, 5], [7, 4, 8, 2 if serves_short(rules, device) or not paged else 6]
     cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0).int().to(device) for n in (sq, sk))
     q, k, v = (randn(gen, n, h, 16, device=device) for n, h in ((16, 4), (sum(sk), 2), (sum(sk), 2)))
     keys, values, extra = k, v, {}
     if paged:
-        if rules.get("window_size", (-1, -1))[1] > 0 and not rules.get("causal"):
-            with pytest.raises(ValueError, match="flash_attn_varlen_func: window_size ends 3 keys to the right"):
-                table = torch.zeros(4, 2, dtype=torch.int32, device=device)
-                flash_attn_varlen_func(q, k[:16].view(4, 4, 2, 16), v[:16].view(4, 4, 2, 16), cu_q, cu_k, 8, 8,
-                                       **rules, block_table=table)  # fmt: skip
-            return
         keys, values = (torch.full((8, 4, 2, 16), float("nan"), device=device) for _ in range(2))
         table = torch.randperm(8, generator=gen).int().view(4, 2).to(device)
         for b in range(4):
@@ -130,8 +130,6 @@ def test_varlen(rule, paged, device):
 def test_with_kvcache(seq_q, rule, layout, device):
     """New keys are written in place, at each sequence's length, and seen; rows and pages of others stay as they were."""
     gen, rules = generator("kvcache"), rules_for(rule, 4, device)
-    if layout.endswith("pages") and rules.get("window_size", (-1, -1))[1] > 0 and not rules.get("causal"):
-        pytest.skip("a window to the right is refused over a block_table, as test_varlen shows")
     lengths, rows, size = [5, 0, 9], 5, 16
     old, new = (randn(gen, 2, rows, size, 2, 16, device=device), randn(gen, 2, 3, seq_q, 2, 16, device=device))
     q = randn(gen, 3, seq_q, 4, 16, device=device)
@@ -171,6 +169,37 @@ def test_with_kvcache(seq_q, rule, layout, device):
 
     assert out.shape == q.shape and lse.shape == (3, 4, seq_q)
     compare((out, lse), torch.float32, run)
+
+
+@pytest.mark.parametrize("layout", ["rows", "batch_idx", "pages"])
+@pytest.mark.parametrize("rule", RULES)
+def test_with_kvcache_of_fewer_keys_than_queries(rule, layout, device):
+    """flash_attn_func's value: a query before key 0 sees what causal and the windows let it see, else nothing and gives 0."""
+    gen, rules = generator("short cache"), rules_for(rule, 4, device)
+    if layout == "pages" and not serves_short(rules, device):
+        pytest.skip("over pages on CUDA short lengths are served where causal")
+    lengths, q = [2, 6, 1, 0], randn(gen, 4, 5, 4, 16, device=device)
+    k, v = (randn(gen, 4, 8, 2, 16, device=device) for _ in range(2))
+    k_cache, v_cache, extra = k, v, {}
+    if layout == "batch_idx":
+        idx = torch.tensor([3, 1, 0, 2], device=device)
+        k_cache, v_cache = (torch.empty_like(x).index_copy_(0, idx, x) for x in (k, v))
+        extra["cache_batch_idx"] = idx
+    elif layout == "pages":
+        k_cache, v_cache = (x.view(8, 4, 2, 16) for x in (k, v))
+        extra["block_table"] = torch.arange(8, dtype=torch.int32, device=device).view(4, 2)
+    out, lse = flash_attn_with_kvcache(
+        q, k_cache, v_cache, cache_seqlens=torch.tensor(lengths, dtype=torch.int32, device=device),
+        **rules, **extra, return_softmax_lse=True,
+    )  # fmt: skip
+
+    def run(dtype):
+        return stacked(
+            [judge(q[b].to(dtype), *(x[b, :n].to(dtype) for x in (k, v)), **rules) for b, n in enumerate(lengths)]
+        )
+
+    compare((out, lse), torch.float32, run)
+    assert not out[3].any() and bool((lse[3] == -torch.inf).all())
 
 
 def test_with_kvcache_without_new_keys(device):

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The layout of the kernels hub: made by cmake/hub.py, loaded by `kernels` beside the ordinary package."""
 
 import importlib.util

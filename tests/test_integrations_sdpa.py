@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """F.scaled_dot_product_attention with gpukern in the place of PyTorch's flash kernels."""
 
 import contextlib

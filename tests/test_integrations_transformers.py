@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """transformers with attn_implementation="gpukern" against "eager": tiny models with random weights.
 
 The error rule is the ops' own: the judge is "eager" in float64, and in float32 ours may be at most twice as far from it as

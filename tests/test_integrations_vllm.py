@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The vLLM plugin, without vLLM: against the signatures of its wheel, and run inside a stub that is made from them."""
 
 import abc

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Arguments by position, by another library's name, and of another type than bool: never taken for something else."""
 
 import inspect
@@ -130,3 +131,74 @@ def test_a_bool_that_a_compiler_holds_is_one():
     q = torch.randn(1, 2, 4, 8)
     for way in (torch_gpukern.flash_attn, ops.flash_attn):
         assert torch.equal(way(q, q, q, is_causal=torch.tensor(True)), ops.flash_attn(q, q, q, is_causal=True))
+
+
+def test_messages_of_wrong_types():
+    """They name the op, the argument, what was expected and what came, on one line; and are what torch raises, too."""
+    t, q, index = torch.ones(4, 4), torch.ones(1, 2, 4, 8), torch.zeros(1, 1, dtype=torch.int32)
+    array, nested = t.numpy(), torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged)
+    gk, hint = torch_gpukern, "; torch.as_tensor makes one"
+    cases = [
+        (lambda: gk.gemm(array, t), "gemm: a must be a Tensor, got numpy.ndarray" + hint),
+        (lambda: gk.gemm(t, [[1.0]]), "gemm: b must be a Tensor, got list" + hint),
+        (lambda: gk.gemm(t, None), "gemm: b must be a Tensor, got None"),
+        (lambda: gk.gemm(t, t, c=1.0), "gemm: c must be a Tensor or None, got 1.0"),
+        (lambda: gk.gemm(t, t, activation=None), "gemm: activation must be none, relu, gelu, gelu_tanh or silu, got None"),
+        (lambda: gk.gemm(t, t, out_dtype="float32"), "gemm: out_dtype must be a torch.dtype or None, got 'float32'"),
+        (lambda: gk.gemm(t, t, alpha="x"), "gemm: alpha must be a number, got 'x'"),
+        (lambda: gk.gemm(nested, t), "gemm: a is a nested tensor; pass its parts"),
+        (lambda: gk.gemm(t.to_sparse(), t), "gemm: a has layout torch.sparse_coo, expected a dense tensor"),
+        (lambda: gk.linear(array, t), "linear: x, weight and bias must be Tensors, got ndarray"),
+        (lambda: gk.flash_attn(q, q, q.numpy()), "flash_attn: v must be a Tensor, got numpy.ndarray" + hint),
+        (lambda: gk.flash_attn(nested, nested, nested), "flash_attn: q is a nested tensor; pass its parts"),
+        (lambda: gk.flash_attn(q, q, q, diagonal=1.5), "flash_attn: diagonal must be an int, got 1.5"),
+        (lambda: gk.flash_attn(q, q, q, window_left=(1, 2)), "flash_attn: window_left must be an int, got tuple"),
+        (lambda: gk.flash_attn(q, q, q, kv_end=[1]), "flash_attn: kv_end must be a Tensor or None, got list" + hint),
+        (lambda: gk.flash_attn_varlen(q[0], q[0], q[0], index[0], index[0], None, 1),
+         "flash_attn_varlen: max_seqlen_q must be an int, got None"),
+        (lambda: gk.paged_attn(q[0], q, q, index, [1]), "paged_attn: seq_lens must be a Tensor, got list" + hint),
+        (lambda: gk.kv_cache_write(q[0], q[0], q, q, [1]), "kv_cache_write: slots must be a Tensor, got list" + hint),
+        (lambda: gk.attn_merge(array, t, t, t), "attn_merge: out_a must be a Tensor, got numpy.ndarray" + hint),
+        (lambda: ops.gemm(array, t), "gemm: a must be a Tensor, got numpy.ndarray" + hint),
+        (lambda: ops.gemm.default(t, t, activation=None), "gemm: activation must be none, relu,"),
+    ]  # fmt: skip
+    for wanted in (False, True):
+        t.requires_grad_(wanted)
+        for call, text in cases:
+            if wanted and "sparse" in text:
+                continue
+            with pytest.raises(ValueError) as error:
+                call()
+            assert isinstance(error.value, RuntimeError) and "\n" not in str(error.value)
+            assert str(error.value).startswith(f"gpukern::{text}"), str(error.value)
+
+
+def test_messages_of_attention():
+    layer = torch_gpukern.nn.Attention(8, 2)
+    for x, got in (
+        (torch.ones(3, 8), "3 dimensions [B, S, hidden_size], got 2"),
+        (torch.ones(1, 1, 3, 8), "got 4"),
+        ([1.0], "got list"),
+    ):
+        with pytest.raises(ValueError, match="^Attention: x must ") as error:
+            layer(x)
+        assert str(error.value).endswith(got)
+
+
+@pytest.mark.parametrize("of_sinks", (torch.bfloat16, torch.float16, torch.float32), ids=str)
+@pytest.mark.parametrize("of_q", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("to", (torch.bfloat16, torch.float16), ids=str)
+def test_sinks_inside_autocast(to, of_q, of_sinks, device):
+    """Those of 16 bits follow q; their gradient has their own dtype."""
+    q = torch.randn(1, 2, 4, 8, device=device).to(of_q)
+    sinks = torch.randn(2, device=device).to(of_sinks).requires_grad_()
+    cu, one = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 4], [4]))
+    packed, cache = q[0].transpose(0, 1), q.transpose(1, 2).contiguous()
+    with torch.autocast(device, to):
+        dense = torch_gpukern.flash_attn(q, q, q, sinks=sinks)
+        rows = torch_gpukern.flash_attn_varlen(packed, packed, packed, cu, cu, 4, 4, sinks=sinks)
+        paged = torch_gpukern.paged_attn(packed[:1].float(), cache, cache, cu[None, :1], one, sinks=sinks.detach())
+    (dense.float().sum() + rows.float().sum()).backward()
+    assert dense.dtype == rows.dtype == to and paged.dtype == cache.dtype and sinks.grad.dtype == of_sinks
+    near = torch_gpukern.flash_attn(*(q.float(),) * 3, sinks=sinks.detach().float())
+    assert torch.allclose(dense.float(), near, atol=5e-2)

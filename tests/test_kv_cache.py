@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """PagedKVCache: a model of every sequence in plain tensors, compared after each step."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What an engine asks of PagedKVCache beyond growing: forks at a length, rollback, known prefixes, windows, captured tensors."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The gemm ladder: every rung against float64 with the rule of every kernel, its table, its predictions, its page."""
 
 import csv

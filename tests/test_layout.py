@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The layout headers of the CUDA kernels (csrc/cuda/layout), compiled for the host: their own test program, and
 their functions beside those of pycute on random layouts.
 

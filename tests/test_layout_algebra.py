@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """torch_gpukern.layout: each operation against its definition, over every coordinate; then beside two published algebras.
 
 The values decide. Where pycute or tensor-layouts differ, the difference must be one of DEVIATIONS.

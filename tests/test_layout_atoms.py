@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """torch_gpukern.layout's atoms: fragments against the formulas of the PTX ISA, TMA boxes against a model of the bytes that it
 writes, descriptors against the fields that the ISA states, bank conflicts against cases worked out by hand.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """docs/layout.md, docs/claims.md and docs/patterns.md say what the code does: every command draws the picture beside it, every example is run."""
 
 import csv

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """python -m torch_gpukern occupancy: the rules of an SM against cases worked out by hand, and what it reads of a library."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """examples/patterns: they compile without a warning, say their predictions, and on a GPU their results are right."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """torch_gpukern.layout beside csrc/cuda/layout: the same answers, and the same refusals.
 
 Where several modes are to blame, they may name different ones. tests/data/layout.golden holds questions and answers that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """linear is F.linear and an activation."""
 
 import pytest

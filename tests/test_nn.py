@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """torch_gpukern.nn: layers against PyTorch's with the same weights; patch and restore."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Patched models under other tools: adapters, hooks, slices, parametrisations; what restore does after them."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Arguments that are numbers: tensors that want a gradient are refused by name, and floats that float32 cannot hold have
 their limit or are refused.
 """
@@ -20,7 +21,7 @@ def calls(device):
     packed_out = ops.flash_attn_varlen_fwd(*(packed.detach(),) * 3, cu, cu, 4, 4)
     dense = ("is_causal", "scale", "diagonal", "window_left", "window_right", "softcap")
     rest = ("max_seqlen_q", "max_seqlen_k", "is_causal", "scale", "window_left", "window_right", "softcap")
-    paged = ("max_seqlen_q", "scale", "window_left", "softcap", "is_causal")
+    paged = ("max_seqlen_q", "scale", "window_left", "softcap", "is_causal", "window_right", "allow_short")
     varlen = dict(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=4, max_seqlen_k=4)
     pages = dict(q=packed, k_cache=cache, v_cache=cache, block_table=table, seq_lens=lens)
     qkv, tokens = dict(q=x, k=x, v=x), dict(q=packed, k=packed, v=packed, **varlen)

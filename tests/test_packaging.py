@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What users install: the wheel, an editable install, the C library and its CMake package; what a failed build says.
 
 Builds go through the build folder of `make`, so that nothing is compiled twice.
@@ -28,6 +29,7 @@ TREE = (
     "csrc",
     "ops",
     "pyproject.toml",
+    "setup.py",
     "torch_gpukern",
 )
 
@@ -192,6 +194,32 @@ def test_editable_install_runs(built, tmp_path):
     version, file = must(python, "-c", RUN_AN_OP, cwd=tmp_path).split()
     assert version == header_version()
     assert Path(file) == ROOT / "torch_gpukern" / "__init__.py"
+
+
+def test_setup_py_forwards_to_the_same_build(tmp_path):
+    """What old pips and other tools call: a wheel, an editable install, metadata. Nothing is compiled: the hooks are those of
+    the tests above."""
+    python_alone = {"SKBUILD_WHEEL_CMAKE": "0", "SKBUILD_BUILD_DIR": tmp_path / "build"}
+    assert must(sys.executable, "setup.py", "--version", **python_alone).split()[-1] == header_version()
+    must(sys.executable, "setup.py", "egg_info", "--egg-base", tmp_path, **python_alone)
+    assert f"Version: {header_version()}" in (tmp_path / "gpukern.egg-info" / "PKG-INFO").read_text().splitlines()
+    must(sys.executable, "setup.py", "bdist_wheel", "--dist-dir", tmp_path / "dist", **python_alone)
+    [made] = (tmp_path / "dist").iterdir()
+    with zipfile.ZipFile(made) as archive:
+        assert made.name.startswith(f"gpukern-{header_version()}-py3-none-")
+        assert {"torch_gpukern/__init__.py", "torch_gpukern/kv_cache.py"} <= set(archive.namelist())
+    python = borrowing_venv(tmp_path / "venv")
+    as_pip_does = f"__file__ = {str(ROOT / 'setup.py')!r}; exec(compile(open(__file__).read(), __file__, 'exec'))"
+    must(python, "-c", as_pip_does, "develop", "--no-deps", **python_alone)
+    found = must(python, "-c", "import torch_gpukern as x; print(x.__file__)", cwd=tmp_path).split()
+    assert found == [str(ROOT / "torch_gpukern" / "__init__.py")]
+    refused = run(sys.executable, "setup.py", "upload")
+    assert refused.returncode == 1 and refused.stderr.startswith("setup.py has no upload: pip install .")
+
+
+def test_the_changelog_begins_with_this_version():
+    versions = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert versions[0] == header_version() and versions == sorted(versions, reverse=True)
 
 
 def test_metadata_needs_neither_torch_nor_a_compiler(tmp_path):

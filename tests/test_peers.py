@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """benchmarks/peers: what the lines count, and the kernels in Triton, in its interpreter, where Triton is."""
 
 import importlib.metadata

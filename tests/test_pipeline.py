@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The barrier protocol of Hopper's gemm (csrc/cuda/gemm/hopper.cuh) as a model: mbarriers, one copying thread and WGS warpgroups in each block of a
 cluster, copies and products that end whenever they like, under random schedules.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The barrier protocol of flash_attn_fwd_sm90a.cu as a model, run as test_pipeline.py runs that of gemm_sm90a.cu: the thread
 that finds tiles, the thread that loads, and the warps of the consumer warpgroups, whose copies, products and stores end
 whenever they like.

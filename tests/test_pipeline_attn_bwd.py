@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The barrier protocol of flash_attn_bwd_sm90a.cu as a model, run as test_pipeline_attn.py runs
 the forward's: the warp that loads, and the warps of two consumer warpgroups, whose copies and products end whenever they like.
 

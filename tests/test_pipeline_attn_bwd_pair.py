@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The barrier protocol of flash_attn_bwd_wide_sm90a.cu as a model, run as test_pipeline_attn_bwd.py runs that of the narrower kernel: two
 blocks of a pair, in each the warp that loads, the warp that sends dS to the other block, and the warps of two warpgroups, whose
 copies and products end whenever they like. That the other block has read a dS needs no barrier: it sends its own of the step after only

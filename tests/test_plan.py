@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A call is planned once: what gk_count_calls (csrc/plan.h) counts around one call of each op."""
 
 import ctypes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """torch_gpukern.profiling.nvtx: which ranges a call has, and that nothing is left when it is off. A fake NVTX listens."""
 
 import threading

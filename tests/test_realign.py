@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Misaligned matrices, compiled for the host: their copies (csrc/cuda/gemm/realign.cuh) and their rows on the way to a tile in
 shared memory (misaligned.cuh): what they hold, and that nothing is read outside.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """reference.py, the judge of the other tests, against PyTorch's own ops and cases worked out by hand."""
 
 import math

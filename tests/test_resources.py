@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What ptxas made of the CUDA kernels: no local memory, and the registers that docs/resources.csv says.
 
 Needs the compiled library and the disassemblers, no GPU. What ptxas said of Hopper's kernels is in the logs that the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """docs/results.md and the tables of docs/ladder.md and docs/integrations.md say what the committed results say."""
 
 import copy

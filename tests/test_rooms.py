@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The laws of the rooms hold in this tree, and the script that says so sees each kind of breach."""
 
 import ast
@@ -54,6 +55,11 @@ BREACHES = {
     "retired name": ("torch_gpukern/a.py", "def let_go():\n    pass\n", "say: release"),
     "retired in comments": ("csrc/a.c", "/* the class of a call */\n", "say: tuning key"),
     "unfinished": ("docs/a.md", "TO" + "DO: all of it\n", "unfinished"),
+    "default of a dtype": (
+        "csrc/a.c",
+        "int f(int x) {\n    switch (x) {\n    case GK_BF16: return 2;\n    default: return 4;\n    }\n}\n",
+        "a dtype without a case",
+    ),
     "blanks": ("docs/a.md", "a \n", "blanks"),
     "no newline": ("docs/a.md", "a", "no newline"),
 }

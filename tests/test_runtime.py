@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """How the ops live in a process: threads, forks, repeatability, memory, instruction sets, chosen rows."""
 
 import json

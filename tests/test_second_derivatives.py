@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Second derivatives: right through gemm, linear and attn_merge, refused by name through attention, never 0 in silence."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """torch.func over every op of the registry: grad, vjp, jacrev, vmap and what they make together."""
 
 import warnings

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Tuned rows: their file, what import does with it, the command line, and on a GPU the calls that run them."""
 
 import contextlib

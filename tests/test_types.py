@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What a type checker says of the public functions: the package is typed (PEP 561)."""
 
 import os

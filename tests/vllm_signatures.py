@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Prints, as JSON, the signatures of vLLM that torch_gpukern.integrations.vllm is written to.
 
 python tests/vllm_signatures.py vllm-0.33.0-*.whl > tests/data/vllm_signatures.json

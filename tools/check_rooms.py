@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Checks the five laws of the rooms and the words (CONTRIBUTING.md) and the hygiene of the tree.
 
     python tools/check_rooms.py [ROOT]
@@ -88,6 +89,9 @@ NOT_YET = re.compile("docs/")  # still to be gone over
 RETIRED = tuple((re.compile(rf"\b({word})\b", re.IGNORECASE), say, re.compile(where)) for word, say, where in RETIRED)
 RETIRED_IN_COMMENTS = tuple((re.compile(rf"\b({w})\b"), say, re.compile(at)) for w, say, at in RETIRED_IN_COMMENTS)
 VAGUE_NAMES = re.compile(r"^(common|utils?|misc|helpers?)$|_v\d+$")
+# A switch over a dtype: its default refuses by name, or hands on to what does.
+DTYPE = r"GK_(F32|BF16|F16|F64|I32|I64)"
+REFUSES = r"gk_(no_case|stop_without_case|load|store)\(|return false"
 UNFINISHED = re.compile(r"\b(TO" r"DO|FIX" r"ME|XX" r"X)\b")
 COMMENTED_CODE = re.compile(r"^\s*//\s*[\w:<>*&\[\]., \->]+(\(.*\)|[-+*|&]?=[^=].*);\s*$|^\s*#\s*if\s+0\b")
 
@@ -163,8 +167,18 @@ def check_c(path: Path, room: str, text: str):
             yield number, "law 4: a row without its reason, on its line or the one above"
         if COMMENTED_CODE.search(raw):
             yield number, "commented-out code"
+    yield from check_dtypes(text)
     if path.suffix == ".cu" and ARCH_SUFFIX.search(path.stem) and path.stem.split("_")[-1] not in ("sm80", "sm90a"):
         yield 1, "law 3: the suffix is _sm80, _sm90a or none"
+
+
+def check_dtypes(text: str):
+    """Defaults of switches over a dtype that would take an unknown one for another."""
+    code = without_comments(text)
+    for match in re.finditer(r"\bswitch \(.*?\n(\s*)\}", code, flags=re.DOTALL):
+        labels, _, rest = match[0].partition("default:")
+        if re.search(rf"case {DTYPE}:", labels) and rest and not re.search(REFUSES, rest):
+            yield code[: match.start() + len(labels)].count("\n") + 1, "a dtype without a case is refused: gk_no_case"
 
 
 def has_reason(text: str, number: int) -> bool:
@@ -297,8 +311,8 @@ def check(root: Path):
         lines = len((root / name).read_text().splitlines()) if (root / name).exists() else 0
         if lines > most:
             yield Path(name), lines, f"{lines} lines; this page may have {most}"
-    if len(list((root / "tools").glob("*.py"))) > 4:
-        yield Path("tools"), 1, "tools/ holds four scripts at most"
+    if len(list((root / "tools").glob("*.py"))) > 5:
+        yield Path("tools"), 1, "tools/ holds five scripts at most"
 
 
 def main():

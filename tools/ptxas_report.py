@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What the compiler made of every CUDA kernel: registers, local memory, and the instructions of the hot loop.
 
     python tools/ptxas_report.py LIBRARY > docs/resources.csv

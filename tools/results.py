@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Writes docs/results.md, and the tables of docs/ladder.md and docs/integrations.md, from the committed results.
 
 python tools/results.py           writes the pages

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Lists the C functions that torch's stable shim headers declare for one version of torch.
 
     python tools/torch_symbols.py INCLUDE_DIR 2.10 > tests/data/torch_2_10_symbols.txt

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """gpukern: the matrix multiplication and the attention of a transformer, as PyTorch ops with
 kernels in C and CUDA.
 

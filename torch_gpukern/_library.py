@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The compiled library, its namespace, and what torch says of a call."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """``gpukern bench``: our time beside PyTorch's, as a table or as a page with plots."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Where the ticks of an axis stand."""
 
 from math import ceil, floor, log10

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The command line: what is installed, what a call would run, how fast it is here.
 
 python -m torch_gpukern info | doctor            or gpukern info, here as below

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What is installed and what of it works: the facts behind ``gpukern info`` and the checks behind ``gpukern doctor``."""
 
 import importlib.metadata

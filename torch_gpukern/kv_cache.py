@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """PagedKVCache: keys and values of many growing sequences, in pages shared and copied on write.
 
 The pages of all layers live in two tensors, [layers, num_blocks, block_size, heads_kv, head_dim]. Which page belongs to whom

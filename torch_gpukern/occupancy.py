@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """python -m torch_gpukern occupancy: how many blocks of a kernel an SM holds, and what limits it. Needs no GPU.
 
 Registers, static shared memory and the launch bound come from a compiled library (cuobjdump), or registers and shared memory from

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """NVTX ranges around the ops, for Nsight Systems' timeline.
 
 >>> from torch_gpukern import profiling

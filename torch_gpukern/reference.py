@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The PyTorch statement of every op: what `torch_gpukern` computes, in as few lines as say it.
 
 Each function has the argument names of the op it states and is differentiable by autograd. Nothing
@@ -232,6 +233,8 @@ def paged_attn(
     v_scale: Tensor | None = None,
     is_causal: bool = True,
     kv_start: Tensor | None = None,
+    window_right: int = -1,
+    allow_short: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """out [T, Hq, Dv]: attention of each sequence's newest tokens over the keys that its pages
@@ -256,8 +259,9 @@ def paged_attn(
         k = k if k_scale is None else k * k_scale.to(acc)[..., None]
         v = v if v_scale is None else v * v_scale.to(acc)[..., None]
         position = torch.arange(rows.shape[0], device=q.device)[None] + (length - rows.shape[0])
-        first, end = _window(position, window_left, -1, is_causal, length)
-        end = end.masked_fill(position < 0, 0)
+        first, end = _window(position, window_left, window_right, is_causal, length)
+        if not allow_short:
+            end = end.masked_fill(position < 0, 0)
         if kv_start is not None:
             first = first.clamp(min=int(kv_start[b]))
         out, lse = _attend(

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """python -m torch_gpukern roofline: saved benchmark rows under the ceilings of their machine, as PNG and HTML.
 
 A row stands at its FLOPs per byte and its rate. The ceilings are those measured in the same run and, where the machine is known,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What the commands share: numbers as arguments, tables, progress, the device that a word names."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Readable counterparts of the kernels in other languages, and how many lines each has: what a peer's speed costs to read."""
 
 from __future__ import annotations

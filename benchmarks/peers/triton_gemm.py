@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """a @ b in Triton, to be read beside csrc/cuda/gemm/gemm_sm90a.cu. Needs triton and a GPU, or TRITON_INTERPRET=1."""
 
 import torch

@@ -33,6 +33,10 @@ static gk_status take_scale(gk_io *io, const char *name, const gk_tensor *t, gk_
     return GK_OK;
 }
 
+static bool sees_to_the_right(const gk_paged_attn_args *p) {
+    return !p->rules.is_causal && !(p->flags & GK_PAGED_WINDOW_RIGHT && p->rules.window_right == 0);
+}
+
 gk_status gk_check_paged_attn(const gk_context *ctx, const gk_paged_attn_args *p, gk_io *io) {
     const gk_tensor *q = &p->q;
     GK_TRY(gk_take(io, "q", q, GK_DENSE_LAST));
@@ -56,6 +60,10 @@ gk_status gk_check_paged_attn(const gk_context *ctx, const gk_paged_attn_args *p
                    "multiple of them",
                    (long long)tokens, (long long)batch);
     }
+    GK_REQUIRE(p->flags <= (GK_PAGED_WINDOW_RIGHT | GK_PAGED_ALLOW_SHORT), "flags is %u, expected gk_paged_flags",
+               (unsigned)p->flags);
+    GK_REQUIRE(!(p->flags & GK_PAGED_ALLOW_SHORT) || ctx->device == GK_CPU || !sees_to_the_right(p),
+               "allow_short on CUDA is served with is_causal or a window_right of 0");
     GK_TRY(gk_check_rules(io, &p->rules, q, batch, heads_q));
     GK_TRY(take_scale(io, "k_scale", p->k_scale, q->dtype, heads_kv));
     GK_TRY(take_scale(io, "v_scale", p->v_scale, q->dtype, heads_kv));
@@ -133,9 +141,9 @@ void gk_cost_paged_attn(const gk_context *ctx, const gk_paged_attn_args *args, g
             const int64_t s = args->cu_seqlens_q->stride[0];
             n = cu[(b + 1) * s] - cu[b * s];
         }
-        gk_attn_rules rules = args->rules;
-        if (!readable) rules.kv_start = NULL; /* counts as 0 */
-        gk_span span = gk_span_paged(&rules, b, n, len);
+        gk_paged_attn_args read = *args;
+        if (!readable) read.rules.kv_start = NULL; /* counts as 0 */
+        gk_span span = gk_span_paged(&read, b, n, len);
         if (n == 0 || len == 0) continue;
         keys += (double)(gk_span_hi(&span, n - 1) - gk_span_lo(&span, 0));
         for (int64_t i = 0; i < n; ++i) pairs += (double)gk_max_i64(0, gk_span_hi(&span, i) - gk_span_lo(&span, i));

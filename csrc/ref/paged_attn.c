@@ -22,7 +22,7 @@ static void paged_rows(const paged_job *job, int64_t b, int64_t h, int64_t token
     const gk_paged_attn_args *x = job->x;
     int64_t h_kv = h / job->group, seq_k = ref_i32(&x->seq_lens, b);
     int64_t seq_q = ref_start(&job->q, b + 1) - ref_start(&job->q, b), diagonal = seq_k - seq_q;
-    gk_span span = gk_span_paged(&x->rules, b, seq_q, seq_k);
+    gk_span span = gk_span_paged(x, b, seq_q, seq_k);
 
     ref_keys keys = {.k = &x->k_cache, .v = &x->v_cache, .block_table = &x->block_table, .b = b};
     keys.k_at = h_kv * x->k_cache.stride[2];
@@ -41,12 +41,13 @@ static void paged_rows(const paged_job *job, int64_t b, int64_t h, int64_t token
                        .head = h,
                        .i0 = i0,
                        .rows = rows};
+    const bool nobody = !(x->flags & GK_PAGED_ALLOW_SHORT); /* before the first key a query sees none */
     for (int64_t r = 0; r < rows; ++r) {
         block.q_at[r] = (token + r) * x->q.stride[0] + h * x->q.stride[1];
         block.out_at[r] = (token + r) * x->out.stride[0] + h * x->out.stride[1];
         block.lse_at[r] = (token + r) * x->lse.stride[0] + h * x->lse.stride[1];
         block.lo[r] = gk_span_lo(&span, i0 + r);
-        block.hi[r] = i0 + r + diagonal < 0 ? 0 : gk_span_hi(&span, i0 + r); /* before the first key: sees none */
+        block.hi[r] = nobody && i0 + r + diagonal < 0 ? 0 : gk_span_hi(&span, i0 + r);
     }
     ref_attend(&block);
 }

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Loss curves of the same training on ours and on PyTorch's built-ins: how far they lie apart, as a table and a picture."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Real text that every machine has: the Python standard library's own sources, as bytes.
 
 A module (a package counts as one) goes wholly to the training or wholly to the held-out side, by

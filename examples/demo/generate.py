@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Generation with a continuous batch: sequences join when a place is free and leave when they are
 done; each step runs one packed batch in which a newcomer brings its whole prompt and every other
 sequence its last byte.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A byte-level GPT whose every matrix product and attention goes through an exchangeable `Ops`.
 
 Pre-norm decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU, after Vaswani et al.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Trains a byte-level GPT on the Python standard library with every matrix product and attention
 on torch_gpukern, generates from it through the paged cache, and repeats steps and generation on
 PyTorch's built-ins.

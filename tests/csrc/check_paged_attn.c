@@ -25,7 +25,8 @@ typedef struct paged_case {
     bool shared;                                 /* sequences have their first pages in common */
     bool not_causal, sinks, own_sinks, kv_start; /* own_sinks: in dtype; kv_start: those of start_of */
     int alibi, k_scale, v_scale;                 /* 0 none, 1 per head ([] for scales), 2 [B, Hq] ([Hkv] for scales) */
-    int64_t window_left;
+    int64_t window_left, window_right;           /* window_right is read where flags say so */
+    uint32_t flags;
     double softcap, sharpness; /* sharpness: scale in units of 1 / sqrt(head_dim) */
 } paged_case;
 
@@ -177,12 +178,13 @@ static void check_paged_case(paged_case *x) {
                                .max_seqlen_q = longest_q,
                                .k_scale = x->k_scale ? &k_scale.t : NULL,
                                .v_scale = x->v_scale ? &v_scale.t : NULL,
+                               .flags = x->flags,
                                .rules = {.scale = x->sharpness / sqrt((double)x->head_dim),
                                          .softcap = x->softcap,
                                          .is_causal = !x->not_causal,
                                          .diagonal = 77,
                                          .window_left = x->window_left,
-                                         .window_right = 0, /* neither is read */
+                                         .window_right = x->window_right, /* neither is read, but for flags */
                                          .alibi_slopes = x->alibi ? &slopes.t : NULL,
                                          .sinks = x->sinks ? &sinks.t : NULL,
                                          .kv_start = x->kv_start ? &kv_start.t : NULL}};
@@ -293,6 +295,25 @@ static void check_lengths(gk_dtype dtype) {
             x.seq_lens[2] = lengths[(i + 4) % CHECK_COUNT(lengths)];
             check_paged_case(&x);
         }
+    }
+}
+
+/* Keys to the right of a query, with and without a bound, and sequences with fewer keys than query tokens. */
+static void check_right(gk_dtype dtype) {
+    static const int64_t rights[] = {-1, 0, 1, 7, INT64_C(1) << 40};
+    for (int i = 0; i < CHECK_COUNT(rights) * 4; i += check_small() ? 3 : 1) {
+        check_seed = (uint64_t)i * 64 + dtype;
+        paged_case x = decode(dtype, page_sizes[i % CHECK_COUNT(page_sizes)]);
+        x.batch = 4, x.ragged = true, x.heads_q = 4;
+        x.not_causal = i % 4 != 3;
+        x.flags = GK_PAGED_WINDOW_RIGHT | (i & 1 ? GK_PAGED_ALLOW_SHORT : 0);
+        x.window_right = rights[i / 4], x.window_left = i & 2 ? 3 : -1;
+        const int64_t few[] = {3, 5, 1, 2}, many[] = {40, 17, 33, 1};
+        for (int b = 0; b < 4; ++b) {
+            x.seq_q[b] = i % 3 ? few[b] : many[b];
+            x.seq_lens[b] = b == 2 ? 0 : i & 1 ? x.seq_q[b] / 2 + b : x.seq_q[b] + 9 * b;
+        }
+        check_paged_case(&x);
     }
 }
 
@@ -632,6 +653,7 @@ int main(void) {
     num_isas = check_isas();
     for (int d = 0; d < CHECK_COUNT(dtypes); ++d) {
         check_lengths(dtypes[d]);
+        check_right(dtypes[d]);
         check_head_dims(dtypes[d]);
         check_modifiers(dtypes[d]);
         check_no_sequences(dtypes[d]);

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """flash_attn and flash_attn_varlen, forward and backward."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """gemm: activation(alpha * (a @ b) + beta * c + bias), forward and backward."""
 
 import itertools

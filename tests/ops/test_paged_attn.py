@@ -1,7 +1,9 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """paged_attn, kv_cache_write and attn_merge."""
 
 import json
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -783,3 +785,58 @@ def test_merge_far_strides():
     expected = ops.attn_merge(*args)
     got = ops.attn_merge(far_apart(args[0], 0), args[1], far_apart(args[2], 1), args[3])
     assert same_bits(got[0], expected[0]) and same_bits(got[1], expected[1])
+
+
+RIGHT = {
+    "causal": {},
+    "all": {"is_causal": False},
+    "right": {"is_causal": False, "window_right": 2},
+    "both": {"is_causal": False, "window_left": 3, "window_right": 1},
+    "causal wins": {"window_right": 4},
+    "diagonal": {"is_causal": False, "window_right": 0},
+    "far": {"is_causal": False, "window_right": 2**40},
+}
+
+
+@pytest.mark.parametrize("rules", RIGHT.values(), ids=RIGHT)
+@pytest.mark.parametrize("short", (False, True))
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_keys_to_the_right_and_short_lengths(dtype, short, rules, device):
+    """As flash_attn_varlen over the keys that the pages hold; a few lanes and many, sequences that are inactive or have fewer
+    keys than queries."""
+    right = rules.get("is_causal", True) or rules.get("window_right") == 0
+    if device == "cuda" and short and not right:
+        with pytest.raises(ValueError, match="allow_short on CUDA is served with is_causal"):
+            tokens, cache = torch.ones(2, 2, 16, device=device), torch.ones(1, 4, 2, 16, device=device)
+            i32 = partial(torch.tensor, dtype=torch.int32, device=device)
+            ops.paged_attn(tokens, cache, cache, i32([[0]]), i32([1]), **rules, allow_short=True)
+        return
+    gen = generator("right", dtype, short)
+    for counts, lens in (((3, 5, 2, 1), (2 if short else 9, 8, 0, 30)), ((40, 17), (21 if short else 50, 33))):
+        cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0).int().to(device) for n in (counts, lens))
+        q, k, v = (
+            randn(gen, sum(n), h, 16, dtype=dtype, device=device) for n, h in ((counts, 4), (lens, 2), (lens, 2))
+        )
+        pages = -(-max(lens) // 4)
+        table = torch.randperm(len(lens) * pages, generator=gen).int().view(-1, pages)
+        k_cache, v_cache = (
+            torch.full((table.numel(), 4, 2, 16), math.nan, dtype=dtype, device=device) for _ in range(2)
+        )
+        for b, n in enumerate(lens):
+            for j in range(n):
+                k_cache[table[b, j // 4], j % 4], v_cache[table[b, j // 4], j % 4] = k[cu_k[b] + j], v[cu_k[b] + j]
+        args = q, k_cache, v_cache, table.to(device), torch.tensor(lens, dtype=torch.int32, device=device)
+        queries = {"cu_seqlens_q": cu_q, "max_seqlen_q": max(counts)}
+        got = torch_gpukern.paged_attn(*args, **queries, **rules, allow_short=short, return_lse=True)
+        lengths = cu_q, cu_k, max(counts), max(lens)
+
+        def run(to, given=(q, k, v), lengths=lengths):
+            return reference.flash_attn_varlen(
+                *(x.to(to) for x in given), *lengths, **({"is_causal": True} | rules), return_lse=True
+            )
+
+        for x, yard, ref in zip(got, run(yard_dtype(dtype)), run(torch.float64), strict=True):
+            assert_close_as([yard], x, ref)
+        if short and device == "cpu":
+            with pytest.raises(IndexError, match="seq_lens is expected to count the query tokens"):
+                ops.paged_attn(*args, **queries, **rules)

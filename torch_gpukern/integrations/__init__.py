@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """gpukern inside other libraries. Each module is imported by name and needs its library alone:
 
 - `transformers`: ``attn_implementation="gpukern"``

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Sharding rules of gemm, flash_attn, flash_attn_varlen and their backwards for DTensor.
 
 There is nothing to call: the first op that is given a DTensor registers them. With them the ops stand in tensor-parallel

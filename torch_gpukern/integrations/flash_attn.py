@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The functions of the flash-attn package (2.8), by its signatures and conventions, on gpukern.
 
 ::
@@ -13,6 +14,7 @@ deterministic backwards by argument are refused by name.
 import torch
 from torch import Tensor
 
+from .._library import below_autocast
 from ..ops import flash_attn, flash_attn_varlen, kv_cache_write, paged_attn
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
@@ -90,11 +92,11 @@ def flash_attn_varlen_func(
 ) -> Tensor | tuple[Tensor, Tensor, None]:
     """q [Tq, Hq, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv]; returns [Tq, Hq, Dv], differentiable.
 
-    With block_table [B, max_blocks] int32, k and v are caches [num_blocks, block_size, Hkv, D] of cu_seqlens_k's lengths, none
-    shorter than its queries, and there is no gradient. return_attn_probs returns (out, lse [Hq, Tq], None).
+    With block_table [B, max_blocks] int32, k and v are caches [num_blocks, block_size, Hkv, D] of cu_seqlens_k's lengths, and
+    there is no gradient. There a sequence may have fewer keys than queries on the CPU, and on CUDA where causal. return_attn_probs returns (out, lse [Hq, Tq], None).
 
     Raises:
-        ValueError: as `flash_attn_func`; a window to the right over a block_table.
+        ValueError: as `flash_attn_func`.
     """
     name = "flash_attn_varlen_func"
     rules = _rules(name, q, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
@@ -105,16 +107,23 @@ def flash_attn_varlen_func(
     else:
         lengths = cu_seqlens_k.diff()
         queries = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
-        out, lse = paged_attn(q, k, v, block_table, lengths, **queries, **_paged_rules(name, rules), return_lse=True)
+        out, lse = paged_attn(
+            q,
+            k,
+            v,
+            block_table,
+            lengths,
+            **queries,
+            **rules,
+            allow_short=_short(q, max_seqlen_q, rules),
+            return_lse=True,
+        )
     return (out, lse.mT, None) if return_attn_probs else out
 
 
-def _paged_rules(name: str, rules: dict) -> dict:
-    rules = dict(rules)
-    right = rules.pop("window_right")
-    if right > 0:
-        _refuse(name, f"window_size ends {right} keys to the right, over a block_table; only -1 and 0 are served there")
-    return {**rules, "is_causal": rules["is_causal"] or right == 0}
+def _short(q: Tensor, longest: int, rules: dict) -> bool:
+    """Whether paged_attn can be told that a sequence may have fewer keys than queries, which with one query never is."""
+    return longest > 1 and (not q.is_cuda or rules["is_causal"] or rules["window_right"] == 0)
 
 
 def flash_attn_with_kvcache(
@@ -188,18 +197,18 @@ def flash_attn_with_kvcache(
         kv_cache_write(k.flatten(0, 1), v.flatten(0, 1), k_cache, v_cache, slots)
         lengths = lengths + k.shape[1]
     first = None if cache_leftpad is None else cache_leftpad.to(torch.int32)
-    right, rows_in_order = rules["window_right"] > 0, block_table is None and cache_batch_idx is None
-    if block_table is None and (right or (first is not None and rows_in_order)):
-        keys, values = (
-            x.transpose(1, 2) if rows_in_order else x[table[:, 0].long()].transpose(1, 2) for x in (k_cache, v_cache)
-        )
+    short = _short(q, seq_q, rules)
+    if block_table is None and seq_q > 1 and not short:
+        rows = slice(batch) if cache_batch_idx is None else cache_batch_idx.long()
+        keys, values = (x[rows].transpose(1, 2) for x in (k_cache, v_cache))
         places = {"q_start": lengths - seq_q, "kv_start": first, "kv_end": lengths}
-        out, lse = flash_attn(q.transpose(1, 2), keys[:batch], values[:batch], **rules, **places, return_lse=True)
+        if torch.is_autocast_enabled(q.device.type) and q.dtype is not keys.dtype and keys.element_size() == 2:
+            q = q.to(keys.dtype)  # as paged_attn casts
+        with below_autocast():
+            out, lse = flash_attn(q.transpose(1, 2), keys, values, **rules, **places, return_lse=True)
         out = out.transpose(1, 2)
     else:
-        paged_rules = _paged_rules(name, rules)
-        out, lse = paged_attn(
-            q.flatten(0, 1), k_cache, v_cache, table, lengths, **paged_rules, kv_start=first, return_lse=True
-        )
+        more = {"kv_start": first, "allow_short": short, "return_lse": True}
+        out, lse = paged_attn(q.flatten(0, 1), k_cache, v_cache, table, lengths, **rules, **more)
         out, lse = out.unflatten(0, (batch, seq_q)), lse.unflatten(0, (batch, seq_q)).mT
     return (out, lse) if return_softmax_lse else out

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """``F.scaled_dot_product_attention`` on gpukern, through torch's registry of flash attention implementations.
 
 ::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """transformers: ``attn_implementation="gpukern"`` after `register`.
 
 transformers asks for a mask once a forward pass and hands it to every layer. Ours is never a matrix: the kernels take a causal

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """vLLM's attention backend GPUKERN: ``vllm serve MODEL --attention-backend GPUKERN``.
 
 vLLM calls `register` through the entry point ``vllm.general_plugins`` in each of its processes. The backend itself is in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """vLLM's attention over paged_attn and kv_cache_write, to the interface of vLLM 0.33: vLLM imports this file when it is chosen.
 
 Keys and values of a layer lie in one tensor [num_blocks, heads_kv, block_size, head_dim + head_dim_v] of any strides. vLLM

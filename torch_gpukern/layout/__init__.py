@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Layouts in CuTe's notation, in plain Python: what the kernels' layouts mean, to be computed, checked and seen.
 
     >>> from torch_gpukern import layout

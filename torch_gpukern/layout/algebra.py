@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The algebra of layouts: coalesce, compose, complement, inverses, and the widest vector of two layouts.
 
 `compose` is sound and complete: it returns R exactly when a layout compatible with b has the values a(b(c)), and else names the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Which element each thread of an instruction holds, as layouts (thread, value) -> index.
 
 An MMA's operands are indexed colexicographically: A by m + M k, B by n + N k, C by m + M n. A copy's matrices are indexed

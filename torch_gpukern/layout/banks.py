@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What an access of a warp costs: passes of shared memory, sectors of global memory. A model, from addresses alone.
 
 Shared memory has 32 banks of 4 bytes; an access is served in phases of at most 128 bytes: 32 lanes of up to 4 bytes, 16 lanes of 8,

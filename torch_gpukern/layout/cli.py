@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """python -m torch_gpukern layout: types a layout, says what it is, and draws it."""
 
 from __future__ import annotations

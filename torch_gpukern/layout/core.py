@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Layouts as values: a shape and a stride of the same nesting, in CuTe's notation.
 
 `Layout("(4,8):(8,1)")` sends a coordinate (i, j) to the offset 8 i + j. Shapes and strides are integers or tuples of such,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Dividing a layout into tiles, and repeating it: the families of divide and product.
 
 Where tiles do not divide a layout, `logical_divide` rounds up and `overhang` says by how much, so that a predicate is derived and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Pictures of layouts: a cell for each element, mode 0 down, the other modes across.
 
 offsets   where an element lies

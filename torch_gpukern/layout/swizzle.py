@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Swizzles: an xor of some bits of an offset into lower (or higher) ones, alone and after a layout."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Tensors over layouts, and what kernels do with them, written so that it is plainly right.
 
 A tensor is a layout, an offset and, where there are any, values: a list or a torch tensor that the offsets index. The

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Copies and products of a block, built of atoms: which elements each thread moves or multiplies."""
 
 from __future__ import annotations

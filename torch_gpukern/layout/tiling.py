@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What a block and a thread get of a tensor: tiles, partitions, and layouts of threads and values.
 
 layout, shape = make_layout_tv("(4,32):(32,1)", "(4,8):(8,1)")    # which element of a (16,256) tile thread t holds as value v

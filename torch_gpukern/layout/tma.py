@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """TMA boxes and WGMMA descriptors, derived from layouts and checked against what the hardware can say.
 
 box = tma_box("(m=4096,k=1024):(1024,1)", {"m": 128, "k": 64}, elem_bytes=2, swizzle=128)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """From offsets to the layout that has them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Layers on gpukern: modules with the weights and names of PyTorch's and transformers' own, and `patch` for a model that stands."""
 
 from .layers import MLP, Attention, Linear

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Linear with a fused activation, Attention with grouped heads and a cache, MLP of the gated kind."""
 
 from typing import Any, get_args
@@ -16,7 +17,7 @@ __all__ = ["MLP", "Attention", "Linear"]
 def _check_activation(owner: str, activation: str) -> None:
     names = get_args(Activation)
     if activation not in names:
-        raise ValueError(f"{owner}: activation must be one of {', '.join(names)}, got '{activation}'")
+        raise ValueError(f"{owner}: activation must be one of {', '.join(names)}, got {activation!r}")
 
 
 class Linear(torch.nn.Linear):
@@ -178,6 +179,10 @@ class Attention(torch.nn.Module):
         Raises:
             ValueError: a cache without its tables, kv_end with a cache, or what the ops refuse.
         """
+        if not isinstance(x, Tensor):
+            raise ValueError(f"Attention: x must be a Tensor [B, S, hidden_size], got {type(x).__name__}")
+        if x.dim() != 3:
+            raise ValueError(f"Attention: x must have 3 dimensions [B, S, hidden_size], got {x.dim()}")
         batch, seq, _ = x.shape
         # Heads are counted from what comes: projections whose columns are sharded give a rank's own.
         q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))

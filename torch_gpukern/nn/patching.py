@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """patch(model): gpukern in the place of modules that stand, and back."""
 
 from collections import Counter

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The public functions; each module adds to its C++ ops what only Python can register."""
 
 from .attn_merge import attn_merge

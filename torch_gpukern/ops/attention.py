@@ -1,6 +1,8 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What flash_attn and flash_attn_varlen share: sizes that are symbols, gradients, pairs of query and key, folds of vmap."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,7 +11,20 @@ from .._library import NAMESPACE, are_deterministic
 from . import fakes
 from .define import Op
 
-AUTOCAST = ("q", "k", "v")
+_SHORT = (torch.bfloat16, torch.float16)
+
+
+def autocast(dtype: torch.dtype, to: Callable, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, **_: Any) -> dict:
+    """q, k and v; sinks of 16 bits follow them, since they may have q's dtype or float32."""
+    cast = {"q": to(q, dtype), "k": to(k, dtype), "v": to(v, dtype)}
+    return cast | sinks_as(cast["q"].dtype, to, sinks)
+
+
+def sinks_as(dtype: torch.dtype, to: Callable, sinks: Tensor | None) -> dict:
+    """Sinks of 16 bits cast to a q of other 16 bits, or to float32 beside a q of 32."""
+    if sinks is None or sinks.dtype not in _SHORT or sinks.dtype is dtype or dtype is torch.float64:
+        return {}
+    return {"sinks": to(sinks, dtype)}
 
 
 def sizes(op: str, q: Tensor, k: Tensor, v: Tensor, **more: tuple[Tensor | None, str]) -> dict[str, int]:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """attn_merge: the public function and its declaration: fake function, gradients, vmap."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """torch.vmap: its dimension becomes part of one that the op has, so that one call serves the whole batch.
 
 An op declares how: ``fold(size, batched, **arguments)`` gets the arguments by name, in which those named in `batched` have

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """define_op: what Python adds to an op, declared once.
 
 An op has its schema and its CPU and CUDA kernels in C++. Names, places and defaults of its arguments are read from the
@@ -67,7 +68,11 @@ def _guard(op: Op) -> None:
                 return op.out(*args, **kwargs)
             if op.transformed is not None and transforms_active() and _differentiating():
                 return _transformed(op, _checked(op, args, kwargs))
-            return bare(*args, **kwargs)
+            try:
+                return bare(*args, **kwargs)
+            except RuntimeError:
+                op.refuse_types(args, kwargs)
+                raise
 
         return call
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Fake functions: what an op returns, of tensors that have no data.
 
 Where all sizes are numbers csrc is asked, by the op X_results: its check refuses what the op would refuse, in the same words, and

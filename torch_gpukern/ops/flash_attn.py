@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """flash_attn: the public function and its declaration: fake function, gradients, autocast rule, FLOPs, vmap.
 
 Types of the public function by the value of return_lse stand in flash_attn.pyi.
@@ -83,7 +84,7 @@ def flash_attn(
     Gradients: q, k, v and sinks, from those of out and lse; rows that see no key have none. Those
     of q, k and v are stored by the rule of out, that of sinks has their dtype. A second backward raises NotImplementedError.
 
-    Under autocast q, k and v are cast.
+    Under autocast q, k and v are cast, and sinks of 16 bits.
 
     Raises:
         ValueError: a shape, dtype, device, window, softcap or NaN that the op does not take, or
@@ -166,7 +167,7 @@ _flash_attn = define_op(
     symbolic=_symbolic,
     backward=attention.backward_of(_flash_attn_bwd),
     without_gradient=("alibi_slopes",),
-    autocast=attention.AUTOCAST,
+    autocast=attention.autocast,
     flops=_flops,
     fold=attention.fold_into_batch,
     whole_sequences=True,

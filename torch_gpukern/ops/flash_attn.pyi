@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Types of flash_attn by the value of return_lse, which one signature cannot say."""
 
 from typing import Literal, overload

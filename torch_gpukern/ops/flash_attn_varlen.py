@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """flash_attn_varlen: the public function and its declaration: fake function, gradients, autocast rule, FLOPs, vmap.
 
 Types of the public function by the value of return_lse stand in flash_attn_varlen.pyi.
@@ -70,7 +71,7 @@ def flash_attn_varlen(
     Gradients: q, k, v and sinks, from those of out and lse; tokens that belong to no sequence have
     none. A second backward raises NotImplementedError.
 
-    Under autocast q, k and v are cast.
+    Under autocast q, k and v are cast, and sinks of 16 bits.
 
     Raises:
         ValueError: a shape, dtype, device or value that the op does not take, or alibi_slopes that
@@ -154,7 +155,7 @@ _flash_attn_varlen = define_op(
     symbolic=_symbolic,
     backward=attention.backward_of(_flash_attn_varlen_bwd),
     without_gradient=("alibi_slopes",),
-    autocast=attention.AUTOCAST,
+    autocast=attention.autocast,
     flops=_flops,
     fold=attention.fold_into_heads,
     whole_sequences=True,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """gemm: the public function and its declaration: fake function, gradients, autocast rule, FLOPs, vmap."""
 
 import math
@@ -76,7 +77,7 @@ def gemm(
     if unknown:
         refuse_unknown(gemm, unknown)
     if fp32_precision is None:
-        tf32 = a.is_cuda and a.dtype == _float32 and _torch_allows_tf32()
+        tf32 = getattr(a, "is_cuda", False) and a.dtype == _float32 and _torch_allows_tf32()
         fp32_precision = "tf32" if tf32 else "ieee"
     return _gemm.call(a, b, bias, c, alpha, beta, activation, out_dtype, fp32_precision)
 

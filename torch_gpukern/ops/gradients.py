@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The autograd.Functions of an op, from what define_op declares: one for a call, one for torch.func's transforms."""
 
 from collections.abc import Callable, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Keywords that other libraries use for what has another name here: a call that says one is told ours."""
 
 import inspect

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """linear: F.linear's signature over gemm."""
 
 from typing import NoReturn
@@ -10,6 +11,7 @@ from .. import reference
 from .._library import NAMESPACE
 from .gemm import Activation, gemm
 from .keywords import hide_unknown, refuse_unknown
+from .wrong_types import WrongType
 
 __all__ = ["linear"]
 
@@ -60,6 +62,8 @@ def linear(
 
 
 def _has_a_linear_of_its_own(x: Tensor) -> bool:
+    if not isinstance(x, Tensor) and not hasattr(type(x), "__torch_function__"):
+        raise WrongType(f"{NAMESPACE}::linear: x, weight and bias must be Tensors, got {type(x).__name__}")
     own = getattr(type(x).__torch_function__, "__func__", None)
     return own is not None and own is not Tensor.__torch_function__.__func__
 

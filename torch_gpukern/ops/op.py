@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Op: an op of the library, its schema by name, and the ways to call it.
 
 **Below autograd.** A call that wants no gradient skips the Autograd kernel, which spares it the dispatcher's way into
@@ -26,6 +27,7 @@ from .._library import (
     transforms_active,
 )
 from . import parallel
+from .wrong_types import WrongType, refuse_types
 
 __all__ = ["Op", "has_tangent", "unwrapped"]
 
@@ -52,6 +54,7 @@ class Op:
         self._named_defaults = dict(zip(self.names, self.defaults, strict=True))
         self.results = tuple(r.name for r in self.overload._schema.returns)
         types = [str(a.type) for a in arguments]
+        self._types = dict(zip(self.names, types, strict=True))
         self.tensors = tuple(i for i, t in enumerate(types) if t in ("Tensor", "Optional[Tensor]"))
         self.numbers = tuple(i for i, t in enumerate(types) if t in _NUMBER_TYPES)
         self.bools = tuple(i for i, t in enumerate(types) if t == "bool")
@@ -111,6 +114,8 @@ class Op:
             or has_torch_function(args)
         ):
             self.refuse_number_gradients(args)
+            if not is_compiling():
+                return self._by_the_overload(args)
             return self.overload(*args)
         parallel.meet()
         if self.whole_sequences:
@@ -129,6 +134,9 @@ class Op:
         guard = below_autograd()  # from here on; `with` would call into C++ twice more, 0.4 us
         try:
             return self.bare(*args)
+        except RuntimeError:
+            self.refuse_types(args, {})
+            raise
         finally:
             del guard
 
@@ -137,15 +145,25 @@ class Op:
         guard = below_autograd()
         try:
             return self.bare(*args)
+        except RuntimeError:
+            self.refuse_types(args, {})
+            raise
         finally:
             del guard
 
     def _by_the_op(self, types: tuple[type, ...], args: tuple) -> Any:
         """A call of types that the schema has not taken yet: if it refuses them, it does so in the name of the op."""
-        results = self.overload(*args)
+        results = self._by_the_overload(args)
         if _PLAIN.issuperset(types) and not any(types[i] in _TENSORS for i in self.numbers if i < len(types)):
             self._served[types] = tuple(i for i, t in enumerate(types) if t is int)
         return results
+
+    def _by_the_overload(self, args: Sequence) -> Any:
+        try:
+            return self.overload(*args)
+        except RuntimeError:
+            self.refuse_types(args, {})
+            raise
 
     def refuse_non_bools(self, args: Sequence, kwargs: dict[str, Any]) -> None:
         """ValueError where an argument that is true or false is given as anything else."""
@@ -160,7 +178,12 @@ class Op:
                 return
         if isinstance(x, (bool, torch.SymBool)):
             return
-        raise ValueError(f"{self.qualified}: {self.names[i]} must be True or False, got {x!r}")
+        raise WrongType(f"{self.qualified}: {self.names[i]} must be True or False, got {x!r}")
+
+    def refuse_types(self, args: Sequence, kwargs: dict[str, Any]) -> None:
+        """WrongType, which says more than torch does, where an argument is of a type that the schema has not."""
+        given = dict(zip(self.names, args)) | kwargs
+        refuse_types(self.qualified, ((n, self._types[n], x) for n, x in given.items() if n in self._types))
 
     def refuse_number_gradients(self, args: Sequence, kwargs: dict[str, Any] | None = None) -> None:
         """ValueError where an argument that is a number is given as a tensor that wants a gradient."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The .out overload of an op, which writes the caller's tensor."""
 
 import functools
@@ -12,6 +13,8 @@ from .op import Op, unwrapped
 
 __all__ = ["define"]
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 
 def define(op: Op, symbolic: Callable) -> None:
     """X.out, which writes the caller's tensor: no gradient, no autocast, else as X."""
@@ -25,7 +28,14 @@ def define(op: Op, symbolic: Callable) -> None:
             op.refuse_non_bools(args, kwargs)
             if op.whole_sequences:
                 parallel.before_attention(name)
-        return bare(*args, **kwargs)
+        try:
+            bare(*args, **kwargs)
+        except RuntimeError:
+            op.refuse_types(args, kwargs)
+            raise
+        into = kwargs["out"]
+        # As torch's own; tracers, whose tensors are others, hold it to a schema that returns nothing.
+        return into if type(into) in _PLAIN else None
 
     op.out._op = call
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """paged_attn and kv_cache_write: public functions and declarations: fakes, autocast rule, FLOPs. Neither has a gradient.
 
 Types of paged_attn by the value of return_lse stand in paged_attn.pyi.
@@ -35,6 +36,8 @@ def paged_attn(
     v_scale: Tensor | None = None,
     is_causal: bool = True,
     kv_start: Tensor | None = None,
+    window_right: int = -1,
+    allow_short: bool = False,
     return_lse: bool = False,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -42,8 +45,8 @@ def paged_attn(
 
     ``out[token t of sequence b] = softmax(scale * q_t K_b^T + ...) V_b``, where ``K_b[j]`` is row
     ``j % block_size`` of page ``block_table[b, j // block_size]``. Query t of the n_b of sequence b
-    stands at position ``p = seq_lens[b] - n_b + t`` and sees keys ``p - window_left <= j <= p``. A
-    negative position sees no key.
+    stands at position ``p = seq_lens[b] - n_b + t`` and sees keys ``p - window_left <= j <= p``, without
+    is_causal those up to ``p + window_right``.
 
     Args:
         q: [T, Hq, D] float32, bfloat16, float16 or float64.
@@ -67,9 +70,14 @@ def paged_attn(
             probability and adds no value.
         k_scale: [] or [Hkv] float32: a key is its stored value times k_scale.
         v_scale: [] or [Hkv] float32, likewise for values.
-        is_causal: False lets each query see every key below ``seq_lens[b]``.
+        is_causal: False lets each query see every key below ``seq_lens[b]`` that the windows let it see.
         kv_start: [B] int32: sequence b sees keys ``j >= kv_start[b]`` only, as for padding on the left.
             Positions stay key indices. Clamped to [0, seq_lens[b]].
+        window_right: keys after its own position that a query sees; -1 is no bound. Windows and is_causal intersect.
+        allow_short: a sequence may have fewer keys than query tokens, which else raises: mostly its new tokens were not
+            counted. Queries then stand at negative positions, and see what is_causal and the windows let them see of the
+            keys from 0 on, as in `flash_attn_varlen`. On CUDA it is served with is_causal or a window_right of 0, and
+            bad contents of such a call are clamped without a report.
         return_lse: return ``(out, lse)``.
 
     Returns:
@@ -78,7 +86,7 @@ def paged_attn(
         where there is one).
 
     There is no gradient: a backward through it raises NotImplementedError. Under autocast q takes
-    the dtype of the cache where that has 16 bits.
+    the dtype of the cache where that has 16 bits, and so do sinks of 16 bits.
 
     Raises:
         ValueError: a shape, dtype, device or value that the op does not take.
@@ -110,6 +118,8 @@ def paged_attn(
         v_scale,
         is_causal,
         kv_start,
+        window_right,
+        allow_short,
     )
 
 
@@ -181,17 +191,19 @@ def _write_symbolic(k, v, k_cache, v_cache, slots, **_):
 # ---- autocast and FLOPs --------------------------------------------------------------------------
 
 
-def _cast(dtype, to, q, k_cache, **_):
-    return {"q": to(q, k_cache.dtype)} if k_cache.dtype in (torch.bfloat16, torch.float16) else {}
+def _cast(dtype, to, q, k_cache, sinks, **_):
+    cast = {"q": to(q, k_cache.dtype)} if k_cache.dtype in (torch.bfloat16, torch.float16) else {}
+    return cast | attention.sinks_as(cast.get("q", q).dtype, to, sinks)
 
 
-def _flops(q, k_cache, v_cache, block_table, window_left, **_) -> int:
+def _flops(q, k_cache, v_cache, block_table, window_left, window_right, is_causal, **_) -> int:
     """At most 2 (D + Dv) for each query token, head and key: shapes tell the pages of a table, not
     the lengths.
     """
     keys = block_table[1] * k_cache[1]
     if window_left >= 0:
-        keys = torch.sym_min(keys, window_left + 1)
+        right = 0 if is_causal else window_right
+        keys = torch.sym_min(keys, window_left + 1 + right) if right >= 0 else keys
     return 2 * q[0] * q[1] * keys * (q[2] + v_cache[3])
 
 

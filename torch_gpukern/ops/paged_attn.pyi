@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Types of paged_attn by the value of return_lse, which one signature cannot say."""
 
 from typing import Literal, overload
@@ -23,6 +24,8 @@ def paged_attn(
     v_scale: Tensor | None = ...,
     is_causal: bool = ...,
     kv_start: Tensor | None = ...,
+    window_right: int = ...,
+    allow_short: bool = ...,
     return_lse: Literal[False] = ...,
 ) -> Tensor: ...
 @overload
@@ -44,6 +47,8 @@ def paged_attn(
     v_scale: Tensor | None = ...,
     is_causal: bool = ...,
     kv_start: Tensor | None = ...,
+    window_right: int = ...,
+    allow_short: bool = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -65,6 +70,8 @@ def paged_attn(
     v_scale: Tensor | None = ...,
     is_causal: bool = ...,
     kv_start: Tensor | None = ...,
+    window_right: int = ...,
+    allow_short: bool = ...,
     return_lse: bool = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def kv_cache_write(

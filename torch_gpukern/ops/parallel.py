@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Ops in a process that has torch.distributed.tensor: what must be done before a call, without importing it.
 
 The first call after somebody has imported DTensor registers the ops' sharding rules. Inside torch's `context_parallel` a

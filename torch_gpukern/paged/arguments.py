@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """What a PagedKVCache is called with, as arrays of our own, and the way back into tensors of the caller's."""
 
 from collections.abc import Iterable, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """How sequences of a PagedKVCache grow: their new pages, the copies of pages that they share, the slots of their tokens."""
 
 from __future__ import annotations

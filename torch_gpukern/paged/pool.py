@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The pages of a PagedKVCache: who holds each of them, which are free, and which are known by the tokens that they hold."""
 
 import hashlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Prefixes of a PagedKVCache: full pages that are known by the tokens in them and before them."""
 
 from collections.abc import Iterator

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The sequences of a PagedKVCache: which pages each of them has, how long it is, and what its pages are known by.
 
 Everything is kept in arrays with a row for each sequence, so that a call over many sequences is a few array operations.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The file of tuned kernels: which instances were measured to be fastest, by device name and tuning key.
 
 `import torch_gpukern` reads it once and hands every entry to the library, which looks a device's name up when that device

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The fastest row of a gemm: every row that takes the call, measured beside the default one and PyTorch's own product."""
 
 import contextlib

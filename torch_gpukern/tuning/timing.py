@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Times of calls: on CUDA by the replay of a graph, on the CPU by torch's Timer.
 
 Events around single calls would measure the launch. A graph holds many calls, one after the other on one stream, and a

@@ -117,7 +117,8 @@ static void pack(void *dst, int64_t width, const void *src, gk_dtype dtype, int6
     switch (dtype) { /* one copy of the loops per dtype */
     case GK_BF16: pack_panel(dst, width, src, GK_BF16, s_lane, s_k, lanes, k); break;
     case GK_F16: pack_panel(dst, width, src, GK_F16, s_lane, s_k, lanes, k); break;
-    default: pack_panel(dst, width, src, GK_F32, s_lane, s_k, lanes, k);
+    case GK_F32: pack_panel(dst, width, src, GK_F32, s_lane, s_k, lanes, k); break;
+    default: gk_stop_without_case("gemm: pack", dtype);
     }
 }
 
@@ -125,7 +126,8 @@ static void panels(void *dst, const void *src, gk_dtype dtype, int64_t s_lane, i
     switch (dtype) {
     case GK_BF16: pack_panels(dst, src, GK_BF16, s_lane, s_k, lanes, k); break;
     case GK_F16: pack_panels(dst, src, GK_F16, s_lane, s_k, lanes, k); break;
-    default: pack_panels(dst, src, GK_F32, s_lane, s_k, lanes, k);
+    case GK_F32: pack_panels(dst, src, GK_F32, s_lane, s_k, lanes, k); break;
+    default: gk_stop_without_case("gemm: panels", dtype);
     }
 }
 
@@ -133,7 +135,8 @@ static void rows(void *dst, int64_t ld, const void *src, gk_dtype dtype, int64_t
     switch (dtype) {
     case GK_BF16: pack_rows(dst, ld, src, GK_BF16, row_stride, m, k); break;
     case GK_F16: pack_rows(dst, ld, src, GK_F16, row_stride, m, k); break;
-    default: pack_rows(dst, ld, src, GK_F32, row_stride, m, k);
+    case GK_F32: pack_rows(dst, ld, src, GK_F32, row_stride, m, k); break;
+    default: gk_stop_without_case("gemm: rows", dtype);
     }
 }
 

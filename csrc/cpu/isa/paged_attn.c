@@ -115,7 +115,7 @@ static attn_seq seq_of(const paged_job *job, int64_t b) {
     x.q = gk_at(a->q.data, (int64_t)gk_dtype_bytes(a->q.dtype) * q0 * x.q_row);
     x.out_row = a->out.stride[0], x.out_head = a->out.stride[1], x.out_first = q0 * x.out_row;
     x.lse_row = job->heads_q, x.lse_head = 1, x.lse_first = q0 * job->heads_q;
-    x.span = gk_span_paged(&a->rules, b, x.seq_q, x.seq_k);
+    x.span = gk_span_paged(a, b, x.seq_q, x.seq_k);
     return x;
 }
 
@@ -451,15 +451,15 @@ typedef struct products {
                     float *o);
 } products;
 
-#define PRODUCTS(type, dtype, lanes)                                                                                  \
-    static void __attribute__((noinline)) dots_##type##_##lanes(                                                      \
-        int64_t head_dim, const cell *q, int64_t q_head, const key_rows *k, fetch *next, float *s, int64_t s_head) {  \
-        dots(lanes, dtype, head_dim, q, q_head, k, next, s, s_head);                                                  \
-    }                                                                                                                 \
-    static void __attribute__((noinline))                                                                             \
-    weighted_rows_##type##_##lanes(int64_t head_dim_v, const cell *p, int64_t p_head, const key_rows *v, fetch *next, \
-                                   float *o, int64_t o_head, int64_t o_step) {                                        \
-        weighted_rows(lanes, dtype, head_dim_v, p, p_head, v, next, o, o_head, o_step);                               \
+#define PRODUCTS(type, dtype, lanes)                                                                                 \
+    static void __attribute__((noinline)) dots_##type##_##lanes(                                                     \
+        int64_t head_dim, const cell *q, int64_t q_head, const key_rows *k, fetch *next, float *s, int64_t s_head) { \
+        dots(lanes, dtype, head_dim, q, q_head, k, next, s, s_head);                                                 \
+    }                                                                                                                \
+    static void __attribute__((noinline)) weighted_rows_##type##_##lanes(                                            \
+        int64_t head_dim_v, const cell *p, int64_t p_head, const key_rows *v, fetch *next, float *o, int64_t o_head, \
+        int64_t o_step) {                                                                                            \
+        weighted_rows(lanes, dtype, head_dim_v, p, p_head, v, next, o, o_head, o_step);                              \
     }
 #define SOFTMAX(lanes)                                                                                               \
     static __attribute__((noinline)) void softmax_##lanes(const paged_job *job, const paged_lane *lane, float scale, \

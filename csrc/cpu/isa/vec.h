@@ -292,18 +292,16 @@ INLINE vf vf_load_dtype(const void *p, gk_dtype dtype, int64_t i, int64_t n) {
     case GK_BF16:
         return n >= W ? vf_load_bf16((const uint16_t *)p + i) : vf_load_bf16_first((const uint16_t *)p + i, n);
     case GK_F16: return n >= W ? vf_load_f16((const uint16_t *)p + i) : vf_load_f16_first((const uint16_t *)p + i, n);
-    default: return n >= W ? vf_load((const float *)p + i) : vf_load_first((const float *)p + i, n);
+    case GK_F32: return n >= W ? vf_load((const float *)p + i) : vf_load_first((const float *)p + i, n);
+    default: gk_stop_without_case("vf_load_dtype", dtype);
     }
 }
 INLINE void vf_store_dtype(void *p, gk_dtype dtype, int64_t i, vf v, int64_t n) {
     switch (dtype) {
     case GK_BF16: vf_store_bf16_first((uint16_t *)p + i, v, n); break;
     case GK_F16: vf_store_f16_first((uint16_t *)p + i, v, n); break;
-    default:
-        if (n >= W)
-            vf_store((float *)p + i, v);
-        else
-            vf_store_first((float *)p + i, v, n);
+    case GK_F32: n >= W ? vf_store((float *)p + i, v) : vf_store_first((float *)p + i, v, n); break;
+    default: gk_stop_without_case("vf_store_dtype", dtype);
     }
 }
 

@@ -20,7 +20,9 @@ constexpr int THREADS = BWD_PRE_THREADS, LANES = 8; /* of a row: one pass of 16 
 static_assert(LANES * SIMT_PART == 256, "a lane's columns are a part of dP at any head_dim");
 constexpr int SINK_WARPS = BWD_SINK_THREADS / 32, CLEAR_WARPS = THREADS / 32;
 
-template <class W> struct Stat { W lse, delta; };
+template <class W> struct Stat {
+    W lse, delta;
+};
 
 /* Row r of a tile of stats that begins at tile_g. */
 template <class W> __device__ __forceinline__ void store_stat(const Bwd &g, W *tile_g, int r, const Stat<W> &x) {
@@ -194,10 +196,15 @@ gk_status bwd_pre(const gk_context *ctx, gk_dtype dtype, const Bwd &g) {
     case GK_BF16: return pre<__nv_bfloat16>(ctx, g);
     case GK_F16: return pre<__half>(ctx, g);
     case GK_F64: return pre<double>(ctx, g);
-    default: return pre<float>(ctx, g);
+    case GK_F32: return pre<float>(ctx, g);
+    default: return gk_no_case("gk_flash_attn_bwd", dtype);
     }
 }
 
 gk_status bwd_sinks(const gk_context *ctx, gk_dtype dtype, const Bwd &g) {
-    return dtype == GK_BF16 ? sinks<__nv_bfloat16>(ctx, g) : sinks<__half>(ctx, g);
+    switch (dtype) {
+    case GK_BF16: return sinks<__nv_bfloat16>(ctx, g);
+    case GK_F16: return sinks<__half>(ctx, g);
+    default: return gk_no_case("gk_flash_attn_bwd", dtype);
+    }
 }

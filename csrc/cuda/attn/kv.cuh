@@ -110,7 +110,8 @@ inline int64_t paged_seq_q(const gk_paged_attn_args *a) {
 inline Paged paged_of(const gk_context *ctx, const gk_paged_attn_args *a) {
     Paged p = {};
     gk_attn_rules rules = a->rules;
-    rules.diagonal = 0, rules.window_right = -1, rules.kv_end = rules.q_start = NULL;
+    rules.diagonal = 0, rules.kv_end = rules.q_start = NULL;
+    if (!(a->flags & GK_PAGED_WINDOW_RIGHT)) rules.window_right = -1;
     p.q = rows_of(a->q), p.k = pages_of(a->k_cache), p.v = pages_of(a->v_cache);
     p.out = a->out.data, p.lse = a->lse.data;
     p.rules = rules_of(rules);
@@ -128,7 +129,8 @@ inline Paged paged_of(const gk_context *ctx, const gk_paged_attn_args *a) {
     p.block_size = (int)gk_clamp_i64(a->k_cache.shape[1], 1, 1 << 30); /* a length is at most 2^30 */
     p.capacity = p.num_blocks ? (int)gk_min_i64(a->block_table.shape[1] * p.block_size, 1 << 30) : 0;
     p.seq_q = (int)paged_seq_q(a);
-    p.error_word = ctx->error_word;
+    /* the kernels report every short length, and no report tells it from a bad one */
+    p.error_word = a->flags & GK_PAGED_ALLOW_SHORT ? NULL : ctx->error_word;
     return p;
 }
 

@@ -63,6 +63,7 @@ gk_status split_combine(const char *op, const gk_context *ctx, gk_dtype dtype, c
     switch (dtype) {
     case GK_F32: return launch<split_combine_kernel<float>>(op, ctx, grid, THREADS, 0, p);
     case GK_BF16: return launch<split_combine_kernel<__nv_bfloat16>>(op, ctx, grid, THREADS, 0, p);
-    default: return launch<split_combine_kernel<__half>>(op, ctx, grid, THREADS, 0, p);
+    case GK_F16: return launch<split_combine_kernel<__half>>(op, ctx, grid, THREADS, 0, p);
+    default: return gk_no_case(op, dtype);
     }
 }

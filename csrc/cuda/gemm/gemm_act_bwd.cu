@@ -94,7 +94,8 @@ template <class T> gk_status run(const gk_context *ctx, const void *args, const 
         switch (a->saved.dtype) {
         case GK_F32: return run_typed<T, float>(ctx, a);
         case GK_BF16: return run_typed<T, __nv_bfloat16>(ctx, a);
-        default: return run_typed<T, __half>(ctx, a);
+        case GK_F16: return run_typed<T, __half>(ctx, a);
+        default: return gk_no_case("gk_gemm_act_bwd", a->saved.dtype);
         }
     }
 }

@@ -49,11 +49,11 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1) __launch_bounds__(THREA
             const auto store = [&](auto &sums, int m) {
                 at.c[0] = tile.col, at.c[1] = tile.row + m * 64 + block.warp * 16;
                 if (x.bare)
-                    store_plain<T, typename S::Panel, Tile::PANELS, STORE_BARE, true>(x, sums, staging_s, at, batch,
-                                                                                      lane);
+                    store_panels<T, typename S::Panel, Tile::PANELS, STORE_BARE, true>(x, sums, staging_s, at, batch,
+                                                                                       lane);
                 else if (x.plain) /* one body serves all: its time is hidden, and it takes fewer registers */
-                    store_plain<T, typename S::Panel, Tile::PANELS, STORE_CURVED, true>(x, sums, staging_s, at, batch,
-                                                                                        lane);
+                    store_panels<T, typename S::Panel, Tile::PANELS, STORE_CURVED, true>(x, sums, staging_s, at, batch,
+                                                                                         lane);
             };
             /* one body, past which the sums move */
 #pragma unroll 1

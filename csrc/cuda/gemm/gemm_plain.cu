@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(threads_of<Tile>(), Tile::PER_SM) gemm_plain_k
             if (p.splits > 1)
                 write_partials<V>(p, split, batch, r, c, &sum[0][g * V]);
             else
-                epilogue_cols<T, V>(p.epilogue, at, r, c, (int)min((int64_t)V, p.n - c), &sum[0][g * V]);
+                epilogue_row<T, V>(p.epilogue, at, r, c, (int)min((int64_t)V, p.n - c), &sum[0][g * V]);
         }
 #pragma unroll
         for (int n = 0; n + 1 < TM; ++n)
@@ -329,8 +329,7 @@ gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *wo
     return status == GK_OK && p.splits > 1 ? launch_reduce<T>(ctx, p) : status;
 }
 
-#define ROW(name, T, Tile) \
-    { name, element<T>::dtype, plan<T, Tile>, run<T, Tile>, {}, blocks_an_sm<T, Tile> }
+#define ROW(name, T, Tile) {name, element<T>::dtype, plan<T, Tile>, run<T, Tile>, {}, blocks_an_sm<T, Tile>}
 
 const gk_cuda_instance instances[] = {
     ROW("gemm_plain_f32_128x256x16", float, PlainF32), /* in the order of the enum */

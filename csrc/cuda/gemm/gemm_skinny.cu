@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_skinny_kernel(const __grid_co
 #pragma unroll
                 for (int w = 0; w < SKINNY_WARPS; ++w) total += sums[w * S::WARP_SUMS + token * S::SUM_LD + place];
                 if (place < p.group && n0 + place < p.n)
-                    epilogue_cols<T, 1>(p.epilogue, at, t * 8 + token, n0 + place, 1, &total);
+                    epilogue_row<T, 1>(p.epilogue, at, t * 8 + token, n0 + place, 1, &total);
             }
         }
     }
@@ -335,11 +335,13 @@ template <int TOKENS, int ROWS, bool MISALIGNED> constexpr int smem_of() {
     return along_k > along_n ? along_k : along_n;
 }
 
-#define ROW(name, T, tokens, rows, misaligned)                                                                \
-    {                                                                                                         \
-        "gemm_skinny_" name "_" #tokens "x" #rows, element<T>::dtype, plan, run<T, tokens, rows, misaligned>, \
-            {tokens, rows, smem_of<tokens, rows, misaligned>(), misaligned}, NULL                             \
-    }
+#define ROW(name, T, tokens, rows, misaligned)                        \
+    {"gemm_skinny_" name "_" #tokens "x" #rows,                       \
+     element<T>::dtype,                                               \
+     plan,                                                            \
+     run<T, tokens, rows, misaligned>,                                \
+     {tokens, rows, smem_of<tokens, rows, misaligned>(), misaligned}, \
+     NULL}
 #define ROWS_16(name, T)                                                                                              \
     ROW(name, T, 8, 32, false), ROW(name, T, 8, 64, false), ROW(name, T, 16, 32, false), ROW(name, T, 16, 64, false), \
         ROW("misaligned_" name, T, 16, 32, true), ROW("misaligned_" name, T, 16, 64, true)

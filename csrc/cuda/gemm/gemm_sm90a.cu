@@ -56,14 +56,14 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1) __launch_bounds__(THREA
                 const int row = tile.row + row0, col = tile.col + block.part * S::COLS;
                 at.c[0] = col, at.c[1] = row + block.warp * 16;
                 if (x.bare)
-                    store_plain<T, typename S::Panel, Tile::PANELS, STORE_BARE, TMA>(x, sums, staging_s, at, batch,
-                                                                                     lane);
+                    store_panels<T, typename S::Panel, Tile::PANELS, STORE_BARE, TMA>(x, sums, staging_s, at, batch,
+                                                                                      lane);
                 else if (x.straight)
-                    store_plain<T, typename S::Panel, Tile::PANELS, STORE_STRAIGHT, TMA>(x, sums, staging_s, at, batch,
-                                                                                         lane);
+                    store_panels<T, typename S::Panel, Tile::PANELS, STORE_STRAIGHT, TMA>(x, sums, staging_s, at, batch,
+                                                                                          lane);
                 else if (x.plain || x.ragged)
-                    store_plain<T, typename S::Panel, Tile::PANELS, STORE_RAGGED, TMA>(x, sums, staging_s, at, batch,
-                                                                                       lane);
+                    store_panels<T, typename S::Panel, Tile::PANELS, STORE_RAGGED, TMA>(x, sums, staging_s, at, batch,
+                                                                                        lane);
                 else
                     store_any<T, S::COLS>(p, gemm_place(p, batch), sums, staging_s, row + block.warp * 16, p.m, col,
                                           x.across, lane);

@@ -65,11 +65,11 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
                     const int row = tile.row + row0, col = tile.col + block.part * S::COLS;
                     at.c[0] = col, at.c[1] = row + block.warp * 16;
                     if (x.bare)
-                        store_plain<float, typename S::Panel, Tile::PANELS, STORE_BARE, true>(x, sums[0], staging_s, at,
-                                                                                              batch, lane);
+                        store_panels<float, typename S::Panel, Tile::PANELS, STORE_BARE, true>(x, sums[0], staging_s,
+                                                                                               at, batch, lane);
                     else if (x.plain)
-                        store_plain<float, typename S::Panel, Tile::PANELS, STORE_STRAIGHT, true>(x, sums[0], staging_s,
-                                                                                                  at, batch, lane);
+                        store_panels<float, typename S::Panel, Tile::PANELS, STORE_STRAIGHT, true>(
+                            x, sums[0], staging_s, at, batch, lane);
                     else
                         store_any<float, S::COLS>(p, gemm_place(p, batch), sums[0], staging_s, row + block.warp * 16,
                                                   p.m, col, x.across, lane);

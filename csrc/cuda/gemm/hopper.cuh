@@ -34,26 +34,29 @@
 #include "exchange.cuh"
 #include "operands.cuh"
 #include "order.cuh"
-#include "results.cuh"
+#include "store_any.cuh"
+#include "store_panels.cuh"
+#include "store_transposed.cuh"
 #include "tiles.h"
 
 namespace {
 
-template <class Tile> constexpr int THREADS = (Tile::WGS + 1) * 128;        /* a warpgroup of producers */
-template <class Tile> constexpr int CLUSTER_OF = Tile::TILES *Tile::SPLITS; /* blocks */
-constexpr int K_STEPS = WGMMA_ROW_BYTES / 32;                               /* of wgmma in a K_BLOCK */
-template <class T> constexpr int K_BLOCK = WGMMA_ROW_BYTES / (int)sizeof(T);
+template <class Tile> constexpr int THREADS = (Tile::WGS + 1) * 128;         /* a warpgroup of producers */
+template <class Tile> constexpr int CLUSTER_OF = Tile::TILES * Tile::SPLITS; /* blocks */
+constexpr int K_STEPS = WGMMA_ROW_BYTES / 32;                                /* of wgmma in a K_BLOCK */
+template <class T> constexpr int K_BLOCK = WGMMA_ROW_BYTES * 8 / element<T>::bits;
+template <class T> constexpr bool TF32 = element<T>::mma == MMA_TF32;
 /* A comes through registers, and the product is swapped (swap-AB) */
-template <class T, class Tile> constexpr bool SWAPAB_TF32 = sizeof(T) == 4 && Tile::SWAP_AB;
+template <class T, class Tile> constexpr bool SWAPAB_TF32 = TF32<T> && Tile::SWAP_AB;
 /* a, the weights of small M, is read once: L2 may keep the rest */
-template <class T, class Tile> constexpr bool ONCE = sizeof(T) == 2 && Tile::SWAP_AB &&Tile::SPLITS > 1;
+template <class T, class Tile> constexpr bool ONCE = !TF32<T> && Tile::SWAP_AB && Tile::SPLITS > 1;
 /* the last wave's tiles may be halved along k */
 template <class T, class Tile, int MODE>
-constexpr bool TAIL = sizeof(T) == 2 && Tile::TILES == 2 && Tile::WGS == 2 && !Tile::SWAP_AB && !Tile::PING_PONG &&
+constexpr bool TAIL = !TF32<T> && Tile::TILES == 2 && Tile::WGS == 2 && !Tile::SWAP_AB && !Tile::PING_PONG &&
                       may_halve(Tile::BM, Tile::BN, MODE == (A_ALONG_M | B_ALONG_N));
 /* results leave the panels by tma, under the next tile's products; one warpgroup's block seldom has a next, but columns that are no
  * whole panels overlap in theirs */
-template <class T, class Tile> constexpr bool BY_TMA = sizeof(T) == 4 || Tile::WGS > 1 || Tile::BN % 64 != 0;
+template <class R, class Tile> constexpr bool BY_TMA = element<R>::bits == 32 || Tile::WGS > 1 || Tile::BN % 64 != 0;
 
 /* ---- the call and shared memory --------------------------------------------------------------------------------- */
 struct Params {
@@ -65,7 +68,7 @@ struct Params {
     unsigned whole;     /* of these in turn as many are whole; each of the others is two tasks, halved along k */
     bool batched;       /* more than one product */
     bool in_row;        /* a cluster's two tiles, not one above the other */
-    bool plain, ragged; /* store_plain serves the call: rows of whole chunks of 16 bytes; others */
+    bool plain, ragged; /* store_panels serves the call: rows of whole chunks of 16 bytes; others */
     bool straight;      /* such rows, without what takes many instructions */
     bool bare;          /* such rows, of nothing but the sums times alpha; swap-AB ones, too */
     bool keep;          /* swap-AB: the next kernel should find the results in L2 */
@@ -73,7 +76,8 @@ struct Params {
     GemmProblem p;
 };
 
-template <class T, class Tile, int MODE> struct Smem {
+/* R: of results */
+template <class T, class Tile, int MODE, class R = T> struct Smem {
     static constexpr bool ALONG_M = MODE & A_ALONG_M, ALONG_N = MODE & B_ALONG_N;
     typedef wgmma_tile<Tile::BM, ALONG_M, K_BLOCK<T>> A;
     typedef wgmma_tile<Tile::BN, ALONG_N, K_BLOCK<T>> B;
@@ -85,8 +89,8 @@ template <class T, class Tile, int MODE> struct Smem {
 
     /* The columns of a tile that a block finishes, and a warp's 16 rows of up to 128 bytes on their way from the accumulators'
      * order to that of rows; swap-AB: all columns as rows of 64 floats, 4 more to spread them over the banks. */
-    static constexpr int COLS = Tile::BN / Tile::SPLITS, PANEL_COLS = COLS >= 64 && sizeof(T) == 2 ? 64 : 32;
-    typedef smem_tile<16, PANEL_COLS *(int)sizeof(T)> Panel;
+    static constexpr int COLS = Tile::BN / Tile::SPLITS, PANEL_COLS = COLS >= 64 && element<R>::bits == 16 ? 64 : 32;
+    typedef smem_tile<16, PANEL_COLS * element<R>::bits / 8> Panel;
     static constexpr bool BY_PANELS = !Tile::SWAP_AB || SWAPAB_TF32<T, Tile>;
     static constexpr int SWAPAB_LD = 64 + 4, WARP_PANELS = BY_PANELS ? Tile::PANELS * 2048 : COLS * SWAPAB_LD;
 
@@ -101,7 +105,7 @@ template <class T, class Tile, int MODE> struct Smem {
     static constexpr int BYTES = EXCHANGED + 16 + WGMMA_BLOCK_BYTES;
     /* whose registers an SM can hold. Two: the next kernel's get ready beside this one's, or at least a copy's */
     static constexpr int BLOCKS =
-        THREADS<Tile> <= 256 && (sizeof(T) == 2 ? MT * Tile::BN <= 128 : BYTES <= 113 * 1024) ? 2 : 1;
+        THREADS<Tile> <= 256 && (TF32<T> ? BYTES <= 113 * 1024 : MT * Tile::BN <= 128) ? 2 : 1;
     static_assert(BYTES <= 232448 && PANELS % 1024 == 0, "shared memory of a block");
     static_assert(BLOCKS == 1 || THREADS<Tile> <= 256, "a thread keeps 128 registers");
     static_assert(Tile::SWAP_AB || COLS % 8 == 0, "panels begin at multiples of 16 bytes");
@@ -126,8 +130,8 @@ __device__ __forceinline__ void place_batch(const GemmProblem &p, const int64_t 
 }
 
 /* A thread's view of its block: who it is, the tiles and the split of k that its cluster takes, the ring. */
-template <class T, class Tile, int MODE> struct Block {
-    typedef Smem<T, Tile, MODE> S;
+template <class T, class Tile, int MODE, class R = T> struct Block {
+    typedef Smem<T, Tile, MODE, R> S;
     static constexpr bool GRID = Tile::ACROSS > 0;
     static constexpr int ACROSS = GRID ? Tile::ACROSS : Tile::TILES, DOWN = GRID ? Tile::TILES / ACROSS : 1;
     typedef Copies<S, ACROSS, DOWN, ONCE<T, Tile>> SideBySide; /* the cluster's tiles */
@@ -281,7 +285,7 @@ template <class T, class Tile, int MODE> struct Block {
 #pragma unroll
                 for (int m = 0; m < MT; ++m) {
                     const uint64_t a = wgmma_descriptor_add(a_first, block + A::offset(m * 64) + at * A::step_bytes);
-                    if constexpr (sizeof(T) == 4)
+                    if constexpr (TF32<T>)
                         wgmma_tf32_ss<2 * N>(sum[m], a, b, k + kk > 0);
                     else
                         wgmma_ss<T, 2 * N, S::ALONG_M, S::ALONG_N>(sum[m], a, b, k + kk > 0);

@@ -15,26 +15,28 @@ struct Instance {
     int a_box[2], b_box[2]; /* rows of a copy, as a cluster's tiles lie: a_box[in_row], b_box[!in_row] */
     bool by_panels, by_tma; /* how results leave */
     smem_box panel;         /* of results */
+    gk_dtype result;        /* the kernel's narrow type of them */
     gk_status (*launch)(const gk_context *ctx, unsigned blocks, const Params &x);
 };
 
-template <class T, class Tile, int MODE, auto KERNEL>
+template <class Smem, class Tile, auto KERNEL>
 gk_status launch_instance(const gk_context *ctx, unsigned blocks, const Params &x) {
-    return launch<KERNEL>("gk_gemm", ctx, dim3(blocks), THREADS<Tile>, (size_t)Smem<T, Tile, MODE>::BYTES, x, true);
+    return launch<KERNEL>("gk_gemm", ctx, dim3(blocks), THREADS<Tile>, (size_t)Smem::BYTES, x, true);
 }
 
-template <class T, class Tile, int MODE, auto KERNEL> constexpr Instance instance_of() {
-    typedef Smem<T, Tile, MODE> S;
-    typedef typename Block<T, Tile, MODE>::SideBySide SideBySide;
-    typedef typename Block<T, Tile, MODE>::Above Above;
+template <class T, class Tile, int MODE, auto KERNEL, class R = T> constexpr Instance instance_of() {
+    typedef Smem<T, Tile, MODE, R> S;
+    typedef typename Block<T, Tile, MODE, R>::SideBySide SideBySide;
+    typedef typename Block<T, Tile, MODE, R>::Above Above;
     return {S::ALONG_M,
             S::ALONG_N,
             {Above::APart::box_rows, SideBySide::APart::box_rows},
             {SideBySide::BPart::box_rows, Above::BPart::box_rows},
             S::BY_PANELS,
-            BY_TMA<T, Tile>,
-            S::Panel::box(sizeof(T)),
-            launch_instance<T, Tile, MODE, KERNEL>};
+            BY_TMA<R, Tile>,
+            S::Panel::box(element<R>::bits / 8),
+            element<R>::dtype,
+            launch_instance<S, Tile, KERNEL>};
 }
 
 /* An operand's maps, the second where the last box of its rows is lower. */
@@ -46,10 +48,10 @@ gk_status make_maps(const TensorShape &x, int box, int end, CUtensorMap *inside,
 
 gk_status start(const gk_cuda_instance *row, const Instance &in, const gk_context *ctx, const HopperPlan &plan,
                 TensorShape a, TensorShape b, Params *x) {
-    const gk_dtype dtype = row->dtype;
+    const gk_dtype dtype = in.result;
     const bool swapab = is(row, SWAPAB);
     x->in_row = plan.in_row, x->whole = plan.whole;
-    a.tf32 = b.tf32 = dtype == GK_F32;
+    a.tf32 = b.tf32 = row->dtype == GK_F32;
     const int a_box = in.a_box[x->in_row], b_box = in.b_box[!x->in_row];
     const int a_end = in.along_m ? 0 : (int)(x->p.m % a_box), b_end = in.along_n ? 0 : (int)(x->p.n % b_box);
     gk_status status = make_maps(a, a_box, a_end, &x->a, &x->a_end);
@@ -75,7 +77,7 @@ gk_status start(const gk_cuda_instance *row, const Instance &in, const gk_contex
     if (is(row, PING_PONG) && !x->plain)
         return gk_fail(GK_ERR_UNSUPPORTED, "a ping-pong instance stores by TMA, which it cannot here");
     x->batched = x->p.ndim > 0;
-    x->keep = x->p.m * x->p.n * x->p.batch * (int64_t)gk_dtype_bytes(dtype) <= KEEP_BYTES;
+    x->keep = x->p.m * x->p.n * x->p.batch * gk_bits_of(dtype) <= 8 * KEEP_BYTES;
     x->order = tile_order(x->p.tiles_m, x->p.tiles_n, x->p.group);
     if (x->ragged && cols % 2 != 0) x->p.epilogue.bias_vectors = false; /* two columns are read at a time */
     x->across = !swapab && !x->ragged && !e.out_vectors;
@@ -114,13 +116,14 @@ template <class T, class Tile> constexpr int traits_of() {
            (TAIL<T, Tile, 0> ? HALVES : 0) | (Tile::ACROSS ? GRID : 0);
 }
 
-#define HOPPER_ROW(name, T, Tile)                                                             \
-    {                                                                                         \
-        name, element<T>::dtype, plan_hopper_row, run<T, Tile>,                               \
-            {Tile::BM,           Tile::BN,     Tile::TILES,          PERCENT<Tile>,           \
-             smem_of<T, Tile>(), Tile::SPLITS, traits_of<T, Tile>(), Tile::K64 * K_BLOCK<T>}, \
-            NULL                                                                              \
-    }
+#define HOPPER_ROW(name, T, Tile)                                                                             \
+    {name,                                                                                                    \
+     element<T>::dtype,                                                                                       \
+     plan_hopper_row,                                                                                         \
+     run<T, Tile>,                                                                                            \
+     {Tile::BM, Tile::BN, Tile::TILES, PERCENT<Tile>, smem_of<T, Tile>(), Tile::SPLITS, traits_of<T, Tile>(), \
+      Tile::K64 * K_BLOCK<T>},                                                                                \
+     NULL}
 
 } // namespace
 

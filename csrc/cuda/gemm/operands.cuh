@@ -64,7 +64,7 @@ inline bool counts_fit(const GemmProblem &p) {
 /* Operand i, a or b: where it lies, or a copy. copy: in any case. false: there is none. */
 inline bool find_operand(int i, gk_dtype dtype, int needed, bool copy, Operands *o) {
     GemmProblem &p = o->p;
-    const int64_t each = 16 / (int64_t)gk_dtype_bytes(dtype); /* of a chunk of 16 bytes */
+    const int64_t each = gk_chunk_of(dtype);
     const void *&data = i ? p.b : p.a;
     int64_t &x_stride = i ? p.b_n : p.a_m, &k_stride = i ? p.b_k : p.a_k, *batch = i ? p.b_batch : p.a_batch;
     const int64_t x = i ? p.n : p.m;

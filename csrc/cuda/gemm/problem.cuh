@@ -57,9 +57,9 @@ inline int64_t gemm_stride(const gk_tensor &t, int ndim, int d) {
 }
 
 inline bool gemm_aligned(const void *data, gk_dtype dtype, int64_t row, const int64_t *batch, int ndim) {
-    const int64_t bytes = (int64_t)gk_dtype_bytes(dtype);
-    bool good = (uintptr_t)data % 16 == 0 && row * bytes % 16 == 0;
-    for (int d = 0; d < ndim; ++d) good = good && batch[d] * bytes % 16 == 0;
+    const int64_t bits = gk_bits_of(dtype);
+    bool good = (uintptr_t)data % 16 == 0 && row * bits % 128 == 0;
+    for (int d = 0; d < ndim; ++d) good = good && batch[d] * bits % 128 == 0;
     return good;
 }
 

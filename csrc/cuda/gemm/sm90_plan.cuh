@@ -94,7 +94,7 @@ inline Estimate estimate_of(const gk_cuda_instance *row, const gk_gpu *gpu, cons
     const Clusters clusters = clusters_of(row, gpu, p);
     const int64_t all = (int64_t)clusters.tiles_m * clusters.tiles_n * p.batch, most = most_clusters(row, gpu);
     const int64_t last = all % most, waves = all / most;
-    const double element = (double)gk_dtype_bytes(row->dtype), size = (double)(bm * bn) / (128 * 256);
+    const double element = (double)gk_bits_of(row->dtype) / 8, size = (double)(bm * bn) / (128 * 256);
     const double peak = 8192 / element * gpu->clock_khz * 1e-3 * row->key[KEY_PERCENT] * 0.01;
     const double k = (double)gk_round_up(p.k, WGMMA_ROW_BYTES / (int64_t)element) / (double)parts;
     const double products_us = 2.0 * (double)(bm * bn) * k / peak;
@@ -182,8 +182,7 @@ inline TensorShape result_of(const GemmProblem &p, bool swapab, bool preact) {
  * within one. */
 inline bool whole_chunks(const GemmProblem &p, gk_dtype dtype, bool swapab) {
     const GemmEpilogue &e = p.epilogue;
-    return !e.c && e.out_dtype == dtype && e.out_vectors &&
-           (swapab ? p.m : p.n) % (16 / (int64_t)gk_dtype_bytes(dtype)) == 0;
+    return !e.c && e.out_dtype == dtype && e.out_vectors && gk_whole_chunks(dtype, swapab ? p.m : p.n);
 }
 
 /* Whether a row of ping-pong can store the results: by tma alone. */

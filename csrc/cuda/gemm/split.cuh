@@ -49,8 +49,8 @@ template <class T> __global__ void __launch_bounds__(REDUCE_THREADS) gemm_reduce
 #pragma unroll
         for (int c = 0; c < REDUCE_COLS; ++c) sum[c] += x[c];
     }
-    epilogue_cols<T, REDUCE_COLS>(p.epilogue, gemm_place(p, batch), row, col, (int)min((int64_t)REDUCE_COLS, p.n - col),
-                                  sum);
+    epilogue_row<T, REDUCE_COLS>(p.epilogue, gemm_place(p, batch), row, col, (int)min((int64_t)REDUCE_COLS, p.n - col),
+                                 sum);
 }
 
 template <class T> inline gk_status launch_reduce(const gk_context *ctx, const GemmProblem &p) {

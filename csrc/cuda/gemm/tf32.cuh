@@ -73,7 +73,7 @@ __device__ __forceinline__ void multiply_swapab(float (&sum)[2][N], tma_ring<STA
 
 /* ---- results ------------------------------------------------------------------------------------------------- */
 /* Four columns of row 8 j + 2 (lane % 4) + e of the result, from column 4 tf32_chunk(lane) of the warp's 32 on. */
-template <int N> __device__ __forceinline__ void tf32_four(const float (&sum)[2][N], int j, int e, float (&v)[4]) {
+template <int N> __device__ __forceinline__ void tf32_four(const float (&sum)[2][N], int j, int e, float *v) {
     v[0] = sum[0][4 * j + e], v[1] = sum[0][4 * j + 2 + e], v[2] = sum[1][4 * j + e], v[3] = sum[1][4 * j + 2 + e];
 }
 
@@ -83,26 +83,49 @@ template <class Panel> constexpr GK_HD int tf32_store_ways(int e) {
     return ways(bytes, 16);
 }
 
-/* 16 rows of the warp's 32 columns to a panel, from which they leave by tma. at: their first column and row. */
-template <class Panel, int PANELS>
-__device__ __forceinline__ void store_panel_transposed(const CUtensorMap *map, const float (&v)[4][4],
-                                                       smem_addr panel_s, const tma_at &at, int lane) {
+/* 16 rows of the warp's 32 columns, without c, activation none or relu: to a panel, from which they leave by tma. */
+template <class Panel, int PANELS, class Params> struct TransposedPanel : EveryEpilogue {
+    static constexpr bool C = false, OWN_BIAS = true;
     static_assert(tf32_store_ways<Panel>(0) == 1 && tf32_store_ways<Panel>(1) == 1, "stores without conflict");
-    if (lane == 0) tma_store_wait_group_read<PANELS - 1>();
-    __syncwarp(); /* the panel's last contents have been read */
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-        st_shared_128(panel_s + Panel::offset(i / 2 * 8 + lane % 4 * 2 + i % 2, tf32_chunk(lane)),
-                      make_float4(v[i][0], v[i][1], v[i][2], v[i][3]));
-    fence_proxy_async();
-    __syncwarp(); /* all of the panel is written */
-    if (lane == 0) {
-        tma_store_5d(map, at, panel_s);
-        tma_store_commit_group();
-    }
-}
+    const Params &x;
+    const smem_addr panels_s;
+    int &panel; /* the one written longest ago */
+    const tma_at &at;
+    const float (&biases)[4];
+    const int lane;
 
-/* A warp's 32 columns of 2 N rows without c, activation none or relu. panel: the one written longest ago. */
+    __device__ __forceinline__ TransposedPanel(const Params &call, smem_addr panels, int &oldest, const tma_at &place,
+                                               const float (&of_cols)[4], int of_warp)
+        : x(call), panels_s(panels), panel(oldest), at(place), biases(of_cols), lane(of_warp) {}
+    __device__ __forceinline__ void alpha_and_bias(float alpha, float *v) const {
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+            v[i] *= alpha;
+            if (x.p.epilogue.bias) v[i] += biases[i % 4]; /* not + 0: -0 stays */
+        }
+    }
+    __device__ __forceinline__ void activate(float *v) const {
+        if (x.p.epilogue.activation == GK_ACT_RELU) activate_16<16>(GK_ACT_RELU, v);
+    }
+    __device__ __forceinline__ void write(bool to_preact, const float *v) const {
+        const smem_addr panel_s = panels_s + panel * Panel::bytes;
+        if (lane == 0) tma_store_wait_group_read<PANELS - 1>();
+        __syncwarp(); /* the panel's last contents have been read */
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            st_shared_128(panel_s + Panel::offset(i / 2 * 8 + lane % 4 * 2 + i % 2, tf32_chunk(lane)),
+                          make_float4(v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]));
+        fence_proxy_async();
+        __syncwarp(); /* all of the panel is written */
+        if (lane == 0) {
+            tma_store_5d(to_preact ? &x.preact : &x.out, at, panel_s);
+            tma_store_commit_group();
+        }
+        panel = panel + 1 == PANELS ? 0 : panel + 1;
+    }
+};
+
+/* A warp's 32 columns of 2 N rows. at: their first column and row. */
 template <class Panel, int PANELS, class Params, int N>
 __device__ __forceinline__ void store_plain_transposed(const Params &x, const float (&sum)[2][N], smem_addr panels_s,
                                                        int &panel, tma_at at, int lane) {
@@ -112,28 +135,13 @@ __device__ __forceinline__ void store_plain_transposed(const Params &x, const fl
     const int valid = (int)max((int64_t)0, min((int64_t)4, x.p.m - col));
     float bias[4] = {};
     if (e.bias) read_any<float, 4>(e.bias, GK_F32, col * e.bias_col, e.bias_col, e.bias_vectors, valid, bias);
+    TransposedPanel<Panel, PANELS, Params> where(x, panels_s, panel, at, bias, lane);
 #pragma unroll
     for (int j = 0; j < N / 4; j += 2) {
-        float v[4][4];
+        float v[16];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            tf32_four(sum, j + i / 2, i % 2, v[i]);
-#pragma unroll
-            for (int c = 0; c < 4; ++c) {
-                v[i][c] *= alpha;
-                if (e.bias) v[i][c] += bias[c]; /* not + 0: -0 stays */
-            }
-        }
-        if (e.preact) {
-            store_panel_transposed<Panel, PANELS>(&x.preact, v, panels_s + panel * Panel::bytes, at, lane);
-            panel = panel + 1 == PANELS ? 0 : panel + 1;
-        }
-        if (e.activation == GK_ACT_RELU) {
-#pragma unroll
-            for (int i = 0; i < 16; ++i) v[i / 4][i % 4] = v[i / 4][i % 4] <= 0 ? 0.f : v[i / 4][i % 4];
-        }
-        store_panel_transposed<Panel, PANELS>(&x.out, v, panels_s + panel * Panel::bytes, at, lane);
-        panel = panel + 1 == PANELS ? 0 : panel + 1;
+        for (int i = 0; i < 4; ++i) tf32_four(sum, j + i / 2, i % 2, v + 4 * i);
+        finish<16>(e, alpha, NoScales(), where, v);
         at.c[1] += 16;
     }
 }
@@ -151,7 +159,7 @@ __device__ __forceinline__ void store_any_transposed(const GemmProblem &p, const
             const int64_t row = row0 + 8 * j + lane % 4 * 2 + e;
             float v[4];
             tf32_four(sum, 0, e, v);
-            if (row < p.n && valid > 0) epilogue_cols<float, 4>(p.epilogue, at, row, col, valid, v);
+            if (row < p.n && valid > 0) epilogue_row<float, 4>(p.epilogue, at, row, col, valid, v);
         }
 #pragma unroll
         for (int i = 0; i + 4 < N; ++i) sum[0][i] = sum[0][i + 4], sum[1][i] = sum[1][i + 4];

@@ -82,10 +82,9 @@ inline gk_status clear_memory(const char *op, const gk_context *ctx, void *memor
 /* What a row that copies 16 bytes at a time asks of a tensor: every row, along the last dimension, begins at a multiple of
  * 16 bytes. */
 inline bool rows_aligned(const gk_tensor &t) {
-    const int64_t each = 16 / (int64_t)gk_dtype_bytes(t.dtype);
     if ((uintptr_t)t.data % 16 != 0) return false;
     for (int d = 0; d < t.ndim - 1; ++d)
-        if (t.shape[d] > 1 && t.stride[d] % each != 0) return false;
+        if (t.shape[d] > 1 && !gk_whole_chunks(t.dtype, t.stride[d])) return false;
     return true;
 }
 

@@ -19,12 +19,12 @@ struct TensorShape {
 
 /* Whether the hardware can describe it: 16-byte multiples, and sizes and strides within its fields. */
 inline bool tensor_map_fits(const TensorShape &x) {
-    const int64_t bytes = (int64_t)gk_dtype_bytes(x.dtype);
+    const int64_t bits = gk_bits_of(x.dtype);
     bool good = (uintptr_t)x.data % 16 == 0;
     for (int d = 0; d < TENSOR_DIMS; ++d) {
         good = good && x.size[d] >= 1 && x.size[d] <= (int64_t)1 << 31;
         if (d == 0 || x.size[d] == 1) continue;
-        good = good && x.stride[d] > 0 && x.stride[d] * bytes % 16 == 0 && x.stride[d] * bytes < (int64_t)1 << 40;
+        good = good && x.stride[d] > 0 && x.stride[d] * bits % 128 == 0 && x.stride[d] * bits < (int64_t)8 << 40;
     }
     return good;
 }
@@ -45,10 +45,9 @@ inline TensorMapFields tensor_map_fields(const TensorShape &shape, const tma_box
         f.step[d] = 1;
         /* a dimension of one element repeats the stride before it */
         if (d > 0)
-            f.stride_bytes[d - 1] = shape.size[d] > 1
-                                        ? (uint64_t)(shape.stride[d] * (int64_t)gk_dtype_bytes(shape.dtype))
-                                    : d > 1 ? f.stride_bytes[d - 2]
-                                            : 16;
+            f.stride_bytes[d - 1] = shape.size[d] > 1 ? (uint64_t)gk_bytes_of(shape.dtype, shape.stride[d])
+                                    : d > 1           ? f.stride_bytes[d - 2]
+                                                      : 16;
     }
     f.swizzle_bytes = box.swizzle_bytes;
     return f;

@@ -25,11 +25,12 @@ static Encode encoder() {
     return found;
 }
 
-static CUtensorMapDataType type_of(gk_dtype dtype, bool tf32) {
-    switch (dtype) {
-    case GK_BF16: return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-    case GK_F16: return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-    default: return tf32 ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+static gk_status find_type(const char *op, const TensorShape &x, CUtensorMapDataType *type) {
+    switch (x.dtype) {
+    case GK_BF16: *type = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16; return GK_OK;
+    case GK_F16: *type = CU_TENSOR_MAP_DATA_TYPE_FLOAT16; return GK_OK;
+    case GK_F32: *type = x.tf32 ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32; return GK_OK;
+    default: return gk_no_case(op, x.dtype);
     }
 }
 
@@ -40,6 +41,9 @@ static CUtensorMapSwizzle swizzle_of(int bytes) {
 }
 
 gk_status make_tensor_map(const char *op, const TensorShape &shape, const smem_box &smem, CUtensorMap *map) {
+    CUtensorMapDataType type;
+    const gk_status known = find_type(op, shape, &type);
+    if (known != GK_OK) return known;
     const Encode encode = encoder();
     if (!encode)
         return gk_fail(GK_ERR_DEVICE, "this driver has no cuTensorMapEncodeTiled (CUDA 12.0), which %s needs", op);
@@ -50,9 +54,9 @@ gk_status make_tensor_map(const char *op, const TensorShape &shape, const smem_b
     const auto fill = [&] {
         /* L2 fetches lines of 128 bytes: with 256, boxes that are narrower than their tensor's rows bring their neighbours'
          * lines too early, 59.4 us where 128 takes 56.9 (16 x 28672 x 4096, b along n); products that L2 holds take the same */
-        return encode(map, type_of(shape.dtype, shape.tf32), TENSOR_DIMS, (void *)shape.data, f.size, f.stride_bytes,
-                      f.box, f.step, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle_of(f.swizzle_bytes),
-                      CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+        return encode(map, type, TENSOR_DIMS, (void *)shape.data, f.size, f.stride_bytes, f.box, f.step,
+                      CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle_of(f.swizzle_bytes), CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     };
     CUresult result = fill();
     int device = 0;

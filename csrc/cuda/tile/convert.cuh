@@ -8,12 +8,23 @@
 #include "../../gpukern.h"
 #include "../ptx/regs.cuh"
 
-// acc: what sums are kept in. Rounding is to nearest even, and float16 goes to infinity past 65504.
+// The tensor core's instruction that multiplies an element type: operands of 16 bits, K-major or MN-major, or tf32, which is read
+// K-major alone and rounded on its way.
+enum mma_kind {
+    MMA_NONE,
+    MMA_16,
+    MMA_TF32
+};
+
+// What a kernel asks of an element type. bits: of one in memory. acc: what sums are kept in. Rounding is to nearest even, and
+// float16 goes to infinity past 65504.
 template <typename T> struct element;
 
 template <> struct element<float> {
     typedef float acc;
     static constexpr gk_dtype dtype = GK_F32;
+    static constexpr int bits = 32;
+    static constexpr mma_kind mma = MMA_TF32;
     static __device__ __forceinline__ float to_f32(float x) { return x; }
     static __device__ __forceinline__ float from_f32(float x) { return x; }
 };
@@ -21,6 +32,8 @@ template <> struct element<float> {
 template <> struct element<double> {
     typedef double acc;
     static constexpr gk_dtype dtype = GK_F64;
+    static constexpr int bits = 64;
+    static constexpr mma_kind mma = MMA_NONE;
     static __device__ __forceinline__ float to_f32(double x) { return (float)x; }
     static __device__ __forceinline__ double from_f32(float x) { return x; }
 };
@@ -28,6 +41,8 @@ template <> struct element<double> {
 template <> struct element<__nv_bfloat16> {
     typedef float acc;
     static constexpr gk_dtype dtype = GK_BF16;
+    static constexpr int bits = 16;
+    static constexpr mma_kind mma = MMA_16;
     static __device__ __forceinline__ float to_f32(__nv_bfloat16 x) { return __bfloat162float(x); }
     static __device__ __forceinline__ __nv_bfloat16 from_f32(float x) { return __float2bfloat16_rn(x); }
     static __device__ __forceinline__ uint32_t pack2(float lo, float hi) { return cvt_rn_bf16x2(lo, hi); }
@@ -39,6 +54,8 @@ template <> struct element<__nv_bfloat16> {
 template <> struct element<__half> {
     typedef float acc;
     static constexpr gk_dtype dtype = GK_F16;
+    static constexpr int bits = 16;
+    static constexpr mma_kind mma = MMA_16;
     static __device__ __forceinline__ float to_f32(__half x) { return __half2float(x); }
     static __device__ __forceinline__ __half from_f32(float x) { return __float2half_rn(x); }
     static __device__ __forceinline__ uint32_t pack2(float lo, float hi) { return cvt_rn_f16x2(lo, hi); }

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a call of the wrong types is told: torch's own text names a position and prints values and the whole schema."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["WrongType", "refuse_types"]
+
+_NUMBERS = {"float": (float, int), "Optional[float]": (float, int), "int": (int,), "SymInt": (int,)}
+
+
+class WrongType(ValueError, RuntimeError):
+    """A ValueError, as what the ops refuse, and the RuntimeError that torch raises of such a call."""
+
+
+def _kind(x: Any) -> str:
+    if x is None or isinstance(x, (bool, int, float, str)):
+        return repr(x)
+    kind = type(x)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+
+
+def refuse_types(op: str, arguments: Iterable[tuple[str, str, Any]]) -> None:
+    """Raises WrongType for the first of `arguments`, (name, type in the schema, value), that is of another type; else it
+    returns, and what torch has raised stands.
+    """
+    for name, kind, x in arguments:
+        text = _wrong(kind, x)
+        if name == "activation" and text is not None:
+            text = f"must be none, relu, gelu, gelu_tanh or silu, got {_kind(x)}"
+        if text is not None:
+            raise WrongType(f"{op}: {name} {text}") from None
+
+
+def _wrong(kind: str, x: Any) -> str | None:
+    if kind in ("Tensor", "Optional[Tensor]"):
+        if isinstance(x, Tensor):
+            return _wrong_layout(x)
+        if x is None and kind != "Tensor":
+            return None
+        hint = "; torch.as_tensor makes one" if isinstance(x, (list, tuple)) or hasattr(x, "__array__") else ""
+        return f"must be a Tensor{'' if kind == 'Tensor' else ' or None'}, got {_kind(x)}{hint}"
+    if isinstance(x, Tensor):  # a number in a tensor, which torch reads
+        return None
+    if kind == "str":
+        return None if isinstance(x, str) else f"must be a string, got {_kind(x)}"
+    if kind == "Optional[int]":  # the only ones are dtypes, whose number torch holds
+        return None if x is None or isinstance(x, torch.dtype) else f"must be a torch.dtype or None, got {_kind(x)}"
+    if kind in _NUMBERS:
+        symbols = (torch.SymInt, torch.SymFloat)
+        fits = isinstance(x, (*_NUMBERS[kind], *symbols)) or (x is None and kind.startswith("Optional"))
+        noun = "a number" if "float" in kind else "an int"
+        return None if fits else f"must be {noun}{' or None' if kind.startswith('Optional') else ''}, got {_kind(x)}"
+    return None
+
+
+def _wrong_layout(x: Tensor) -> str | None:
+    if x.is_nested:
+        return (
+            "is a nested tensor; pass its parts, or their values packed one after the other "
+            "(flash_attn_varlen takes sequences of several lengths so)"
+        )
+    if x.layout is not torch.strided:
+        return f"has layout {x.layout}, expected a dense tensor"
+    return None
