@@ -19,7 +19,10 @@ from torch import Tensor
 import torch_gpukern as gk
 
 LOSSES = {"cpu": ((256, 32000), (64, 131072)), "cuda": ((8192, 32000), (4096, 131072))}
-SHAPES = {"cpu": ((1024, 4096), (4096, 128), (64, 50257), (16, 262144)), "cuda": ((8192, 4096), (4096, 16384), (1024, 65536), (512, 131072))}
+SHAPES = {
+    "cpu": ((1024, 4096), (4096, 128), (64, 50257), (16, 262144)),
+    "cuda": ((8192, 4096), (4096, 16384), (1024, 65536), (512, 131072)),
+}
 
 
 def with_gradient(fn):
@@ -35,7 +38,7 @@ def with_gradient(fn):
 def pair(group: str, label: str, dtype: str, make, ours, theirs, read: int, compiled: bool):
     """The forward, and the forward and backward, whose traffic is taken for three times that of the forward."""
     for name, wrap, times in (("", lambda f: f, 1), (" forward+backward", with_gradient, 3)):
-        peers = {"torch": wrap(theirs)}
+        peers, judge = {"torch": wrap(theirs)}, wrap(theirs)
         if compiled:
             peers["torch.compile"] = wrap(torch.compile(theirs, dynamic=False))
         yield Case(
@@ -45,7 +48,7 @@ def pair(group: str, label: str, dtype: str, make, ours, theirs, read: int, comp
             make=make,
             ours=wrap(ours),
             peers=peers,
-            reference=lambda *x, f=wrap(theirs): f(*(y.double() if y.is_floating_point() else y for y in x)),
+            reference=lambda *x, f=judge: f(*(y.double() if y.is_floating_point() else y for y in x)),
             flops=0.0,
             bytes=float(times * read * DTYPES[dtype].itemsize),
             rotate=True,
@@ -90,7 +93,14 @@ def row_cases(m: int, n: int, dtype: str, of: dict, compiled: bool):
     yield from pair("softmax", label, dtype, make(0), gk.softmax, lambda x: F.softmax(x, -1), 2 * m * n, compiled)
     if n % 2 == 0:
         yield from pair(
-            "swiglu", label, dtype, make(0), gk.swiglu, lambda x: F.silu(x[:, :half]) * x[:, half:], 3 * m * half, compiled
+            "swiglu",
+            label,
+            dtype,
+            make(0),
+            gk.swiglu,
+            lambda x: F.silu(x[:, :half]) * x[:, half:],
+            3 * m * half,
+            compiled,
         )
 
 

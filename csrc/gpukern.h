@@ -107,12 +107,12 @@ typedef struct gk_context {
 /* Bad contents of index tensors that a CUDA kernel met: it sets byte error_word[kind] and goes on with clamped values.
  * The sequence or token concerned has no meaningful result, all others have theirs. */
 typedef enum gk_device_error {
-    GK_BAD_CU_SEQLENS = 0,  /* flash_attn_varlen: decreasing, past the tokens, or longer than max_seqlen */
-    GK_BAD_SEQ_LENS = 1,    /* paged_attn: a length below 0, past the table or below its query tokens; cu_seqlens_q */
-    GK_BAD_BLOCK_TABLE = 2, /* paged_attn: a page outside the cache */
-    GK_BAD_SLOTS = 3,       /* kv_cache_write: a slot past the cache */
-    GK_BAD_POSITIONS = 4,   /* rope: a position outside cos and sin */
-    GK_BAD_TARGETS = 5,     /* cross_entropy: a target outside the classes that is not ignore_index */
+    GK_BAD_CU_SEQLENS = 0,   /* flash_attn_varlen: decreasing, past the tokens, or longer than max_seqlen */
+    GK_BAD_SEQ_LENS = 1,     /* paged_attn: a length below 0, past the table or below its query tokens; cu_seqlens_q */
+    GK_BAD_BLOCK_TABLE = 2,  /* paged_attn: a page outside the cache */
+    GK_BAD_SLOTS = 3,        /* kv_cache_write: a slot past the cache */
+    GK_BAD_POSITIONS = 4,    /* rope: a position outside cos and sin */
+    GK_BAD_TARGETS = 5,      /* cross_entropy: a target outside [0, V) that is not ignore_index */
     GK_NUM_DEVICE_ERRORS = 8 /* some to come: one read for all */
 } gk_device_error;
 
@@ -371,9 +371,7 @@ typedef struct gk_norm_args {
     void *workspace;
     size_t workspace_bytes;
 } gk_norm_args;
-
 #define GK_NORM_ARGS_INIT {.size = sizeof(gk_norm_args), .eps = 1e-6}
-
 GK_API size_t gk_norm_fwd_workspace_bytes(const gk_context *, const gk_norm_args *);
 GK_API gk_status gk_norm_fwd(const gk_context *, const gk_norm_args *);
 
@@ -381,20 +379,18 @@ GK_API gk_status gk_norm_fwd(const gk_context *, const gk_norm_args *);
 typedef struct gk_norm_bwd_args {
     size_t size;
     gk_norm_kind kind;
-    gk_tensor grad_out;          /* [..., N] */
-    const gk_tensor *grad_sum;   /* like grad_out; NULL = 0 */
-    gk_tensor h;                 /* like grad_out: what was normalised, x or sum */
-    const gk_tensor *weight;     /* [N]; NULL = 1 */
-    gk_tensor dx;                /* like h: the gradient of x, and of residual */
-    const gk_tensor *dweight;    /* [N] h's dtype or GK_F32; NULL = not wanted */
-    const gk_tensor *dbias;      /* likewise */
+    gk_tensor grad_out;        /* [..., N] */
+    const gk_tensor *grad_sum; /* like grad_out; NULL = 0 */
+    gk_tensor h;               /* like grad_out: what was normalised, x or sum */
+    const gk_tensor *weight;   /* [N]; NULL = 1 */
+    gk_tensor dx;              /* like h: the gradient of x, and of residual */
+    const gk_tensor *dweight;  /* [N] h's dtype or GK_F32; NULL = not wanted */
+    const gk_tensor *dbias;    /* likewise */
     double eps, weight_offset;
     void *workspace;
     size_t workspace_bytes;
 } gk_norm_bwd_args;
-
 #define GK_NORM_BWD_ARGS_INIT {.size = sizeof(gk_norm_bwd_args), .eps = 1e-6}
-
 GK_API size_t gk_norm_bwd_workspace_bytes(const gk_context *, const gk_norm_bwd_args *);
 GK_API gk_status gk_norm_bwd(const gk_context *, const gk_norm_bwd_args *);
 
@@ -410,9 +406,7 @@ typedef struct gk_softmax_args {
     void *workspace;
     size_t workspace_bytes;
 } gk_softmax_args;
-
 #define GK_SOFTMAX_ARGS_INIT {.size = sizeof(gk_softmax_args), .scale = 1.0}
-
 GK_API size_t gk_softmax_fwd_workspace_bytes(const gk_context *, const gk_softmax_args *);
 GK_API gk_status gk_softmax_fwd(const gk_context *, const gk_softmax_args *);
 
@@ -424,9 +418,7 @@ typedef struct gk_softmax_bwd_args {
     double scale;
     int32_t log;
 } gk_softmax_bwd_args;
-
 #define GK_SOFTMAX_BWD_ARGS_INIT {.size = sizeof(gk_softmax_bwd_args), .scale = 1.0}
-
 GK_API gk_status gk_softmax_bwd(const gk_context *, const gk_softmax_bwd_args *);
 
 /* out = activation(gate) up, the gated linear unit: of GK_ACT_SILU "SwiGLU", of GK_ACT_GELU and GK_ACT_GELU_TANH "GEGLU". */
@@ -437,9 +429,7 @@ typedef struct gk_glu_args {
     gk_tensor out;       /* [..., N] */
     gk_activation activation;
 } gk_glu_args;
-
 #define GK_GLU_ARGS_INIT {.size = sizeof(gk_glu_args), .activation = GK_ACT_SILU}
-
 GK_API gk_status gk_glu_fwd(const gk_context *, const gk_glu_args *);
 
 typedef struct gk_glu_bwd_args {
@@ -450,9 +440,7 @@ typedef struct gk_glu_bwd_args {
     const gk_tensor *dup; /* like up; NULL where that is */
     gk_activation activation;
 } gk_glu_bwd_args;
-
 #define GK_GLU_BWD_ARGS_INIT {.size = sizeof(gk_glu_bwd_args), .activation = GK_ACT_SILU}
-
 GK_API gk_status gk_glu_bwd(const gk_context *, const gk_glu_bwd_args *);
 
 /* Rotary embedding: of the token at position p, columns (x1, x2) of q and k become (x1 cos - x2 sin, x2 cos + x1 sin), cos and sin of
@@ -469,13 +457,11 @@ typedef struct gk_rope_args {
     int32_t interleaved;
     int32_t inverse; /* by the angles' negatives: what the gradient is */
 } gk_rope_args;
-
 #define GK_ROPE_ARGS_INIT {.size = sizeof(gk_rope_args)}
-
 GK_API gk_status gk_rope(const gk_context *, const gk_rope_args *);
 
 /* Cross entropy of each row: z = softcap tanh(logit_scale logits / softcap), softcap 0: z = logit_scale logits; lse = log sum exp z;
- *   loss = (1 - e) w[t] (lse - z[t]) + e / V sum over c of w[c] (lse - z[c]),   e the label smoothing, w the class weights
+ *   loss = (1 - e) w[t] (lse - z[t]) + e / V sum over c of w[c] (lse - z[c]),   e the label smoothing, w the weights
  * A row whose target is ignore_index has loss 0 and is not read. Another target outside [0, V): GK_ERR_INDEX on the CPU; on CUDA
  * loss NaN, and GK_BAD_TARGETS. */
 typedef struct gk_cross_entropy_args {
@@ -487,9 +473,7 @@ typedef struct gk_cross_entropy_args {
     double label_smoothing, softcap, logit_scale;
     int64_t ignore_index;
 } gk_cross_entropy_args;
-
 #define GK_CROSS_ENTROPY_ARGS_INIT {.size = sizeof(gk_cross_entropy_args), .logit_scale = 1.0, .ignore_index = -100}
-
 GK_API gk_status gk_cross_entropy_fwd(const gk_context *, const gk_cross_entropy_args *);
 
 typedef struct gk_cross_entropy_bwd_args {
@@ -498,9 +482,7 @@ typedef struct gk_cross_entropy_bwd_args {
     gk_tensor grad_loss;       /* like loss, any strides, 0 too */
     gk_tensor dlogits;         /* like logits, and may be logits itself; 0 in ignored rows */
 } gk_cross_entropy_bwd_args;
-
 #define GK_CROSS_ENTROPY_BWD_ARGS_INIT {.size = sizeof(gk_cross_entropy_bwd_args), .fwd = GK_CROSS_ENTROPY_ARGS_INIT}
-
 GK_API gk_status gk_cross_entropy_bwd(const gk_context *, const gk_cross_entropy_bwd_args *);
 
 #ifdef __cplusplus

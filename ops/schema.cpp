@@ -42,16 +42,18 @@
     "Tensor? v_scale=None, bool is_causal=True, Tensor? kv_start=None, SymInt window_right=-1, "   \
     "bool allow_short=False)"
 
-#define NORM_ARGS(eps) \
-    "(Tensor x, Tensor? weight=None, Tensor? bias=None, Tensor? residual=None, float eps=" eps ", float weight_offset=0.0)"
-#define NORM_BWD_ARGS                                                                                      \
-    "(Tensor grad_out, Tensor h, Tensor? weight, Tensor? grad_sum, float eps, float weight_offset, "       \
+#define NORM_ARGS(eps)                                                                         \
+    "(Tensor x, Tensor? weight=None, Tensor? bias=None, Tensor? residual=None, float eps=" eps \
+    ", float weight_offset=0.0)"
+#define NORM_BWD_ARGS                                                                                \
+    "(Tensor grad_out, Tensor h, Tensor? weight, Tensor? grad_sum, float eps, float weight_offset, " \
     "bool need_weight, bool need_bias)"
 #define SOFTMAX_ARGS "(Tensor x, float scale=1.0, Tensor? lengths=None)"
 #define SOFTMAX_BWD_ARGS "(Tensor grad_out, Tensor out, float scale=1.0, Tensor? lengths=None)"
-#define ROPE_ARGS                                                                                          \
-    "(Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? positions=None, bool interleaved=False, bool inverse=False)"
-#define CROSS_ENTROPY_RULES                                                                                \
+#define ROPE_ARGS                                                                                         \
+    "(Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? positions=None, bool interleaved=False, bool " \
+    "inverse=False)"
+#define CROSS_ENTROPY_RULES \
     "Tensor? weight=None, int ignore_index=-100, float label_smoothing=0.0, float softcap=0.0, float logit_scale=1.0)"
 
 #define OUT_LSE " -> (Tensor out, Tensor lse)"
@@ -94,15 +96,17 @@ void define_rows(gk::Library &m) {
     def_rows(m, "layer_norm", NORM_ARGS("1e-05"), " -> (Tensor out, Tensor sum)");
     for (const char *name : {"rms_norm_bwd", "layer_norm_bwd"})
         def_all(m, name, NORM_BWD_ARGS, " -> (Tensor dx, Tensor dweight, Tensor dbias)");
-    for (const char *name : {"softmax", "log_softmax"}) def_rows(m, name, SOFTMAX_ARGS, " -> (Tensor out)");
-    for (const char *name : {"softmax_bwd", "log_softmax_bwd"}) def_all(m, name, SOFTMAX_BWD_ARGS, " -> Tensor");
-    def_rows(m, "swiglu", "(Tensor gate, Tensor? up=None)", " -> (Tensor out)");
-    def_rows(m, "geglu", "(Tensor gate, Tensor? up=None, str approximate=\"none\")", " -> (Tensor out)");
-    def_all(m, "glu_bwd", "(Tensor grad_out, Tensor gate, Tensor? up, str approximate)", " -> (Tensor dgate, Tensor dup)");
+    for (const char *name : {"softmax", "log_softmax"}) def_rows(m, name, SOFTMAX_ARGS, " -> Tensor out");
+    for (const char *name : {"softmax_bwd", "log_softmax_bwd"}) def_all(m, name, SOFTMAX_BWD_ARGS, " -> Tensor dx");
+    def_rows(m, "swiglu", "(Tensor gate, Tensor? up=None)", " -> Tensor out");
+    def_rows(m, "geglu", "(Tensor gate, Tensor? up=None, str approximate=\"none\")", " -> Tensor out");
+    def_all(m, "glu_bwd", "(Tensor grad_out, Tensor gate, Tensor? up, str approximate)",
+            " -> (Tensor dgate, Tensor dup)");
     def_rows(m, "rope", ROPE_ARGS, " -> (Tensor out_q, Tensor out_k)");
-    def_rows(m, "cross_entropy", "(Tensor logits, Tensor target, " CROSS_ENTROPY_RULES, " -> (Tensor loss, Tensor lse)");
-    def_all(m, "cross_entropy_bwd",
-            "(Tensor grad_loss, Tensor logits, Tensor target, Tensor lse, " CROSS_ENTROPY_RULES, " -> Tensor");
+    def_rows(m, "cross_entropy", "(Tensor logits, Tensor target, " CROSS_ENTROPY_RULES,
+             " -> (Tensor loss, Tensor lse)");
+    def_all(m, "cross_entropy_bwd", "(Tensor grad_loss, Tensor logits, Tensor target, Tensor lse, " CROSS_ENTROPY_RULES,
+            " -> Tensor");
 }
 
 void define(gk::Library &m) {
@@ -126,6 +130,8 @@ void define(gk::Library &m) {
           "Tensor slots, Tensor? k_scale=None, Tensor? v_scale=None) -> ()");
     m.def("kv_cache_write_results(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, "
           "Tensor slots, Tensor? k_scale=None, Tensor? v_scale=None) -> ()");
+
+    define_rows(m);
 
     m.def("version() -> str");
     m.def("cpu_isa() -> str");

@@ -439,10 +439,16 @@ OPS = {
         lambda **change: dict(x=t(2, 3, 8)) | change,
         ("x",),
         explained=True,
-        variants={"": {}, "scale, lengths": dict(scale=0.5, lengths=torch.tensor([[3, 8, 0], [9, -1, 7]], dtype=torch.int32))},
+        variants={
+            "": {},
+            "scale, lengths": dict(scale=0.5, lengths=torch.tensor([[3, 8, 0], [9, -1, 7]], dtype=torch.int32)),
+        },
     ),
     "log_softmax": Registered(
-        lambda **change: dict(x=t(2, 3, 8)) | change, ("x",), explained=True, variants={"": {}, "scale": dict(scale=0.5)}
+        lambda **change: dict(x=t(2, 3, 8)) | change,
+        ("x",),
+        explained=True,
+        variants={"": {}, "scale": dict(scale=0.5)},
     ),
     "swiglu": Registered(
         lambda **change: dict(gate=t(2, 3, 8)) | change,
@@ -475,8 +481,14 @@ OPS = {
         explained=True,
         variants={
             "": {},
-            "all": dict(weight=t(7), ignore_index=3, label_smoothing=0.1, softcap=5.0, logit_scale=0.5,
-                        target=torch.tensor([[0, 6, 3], [3, 5, 1]])),
+            "all": dict(
+                weight=t(7),
+                ignore_index=3,
+                label_smoothing=0.1,
+                softcap=5.0,
+                logit_scale=0.5,
+                target=torch.tensor([[0, 6, 3], [3, 5, 1]]),
+            ),
         },
     ),
 }

@@ -34,10 +34,14 @@ static const gk_cuda_table *const paged_attn_tables[] = {&gk_paged_attn_sm80_tab
                                                          &gk_paged_attn_plain_table};
 static const gk_cuda_table *const kv_cache_write_tables[] = {&gk_kv_cache_write_table};
 static const gk_cuda_table *const attn_merge_tables[] = {&gk_attn_merge_table};
-static const gk_cuda_table *const norm_fwd_tables[] = {&gk_norm_fwd_sm90a_table, &gk_norm_fwd_table, &gk_norm_fwd_walk_table};
-static const gk_cuda_table *const norm_bwd_tables[] = {&gk_norm_bwd_sm90a_table, &gk_norm_bwd_table, &gk_norm_bwd_walk_table};
-static const gk_cuda_table *const softmax_fwd_tables[] = {&gk_softmax_fwd_sm90a_table, &gk_softmax_fwd_table, &gk_softmax_fwd_walk_table};
-static const gk_cuda_table *const softmax_bwd_tables[] = {&gk_softmax_bwd_sm90a_table, &gk_softmax_bwd_table, &gk_softmax_bwd_walk_table};
+static const gk_cuda_table *const norm_fwd_tables[] = {&gk_norm_fwd_sm90a_table, &gk_norm_fwd_table,
+                                                       &gk_norm_fwd_walk_table};
+static const gk_cuda_table *const norm_bwd_tables[] = {&gk_norm_bwd_sm90a_table, &gk_norm_bwd_table,
+                                                       &gk_norm_bwd_walk_table};
+static const gk_cuda_table *const softmax_fwd_tables[] = {&gk_softmax_fwd_sm90a_table, &gk_softmax_fwd_table,
+                                                          &gk_softmax_fwd_walk_table};
+static const gk_cuda_table *const softmax_bwd_tables[] = {&gk_softmax_bwd_sm90a_table, &gk_softmax_bwd_table,
+                                                          &gk_softmax_bwd_walk_table};
 static const gk_cuda_table *const glu_fwd_tables[] = {&gk_glu_fwd_table};
 static const gk_cuda_table *const glu_bwd_tables[] = {&gk_glu_bwd_table};
 static const gk_cuda_table *const rope_tables[] = {&gk_rope_table};

@@ -123,12 +123,10 @@ template <class T, int LANES_, int ITEMS_, int CLUSTER_ = 1> struct RowGroup {
     }
 
     template <int N> __device__ __forceinline__ void sum(acc (&x)[N]) {
-        all(
-            x, [](acc a, acc b) { return a + b; }, acc(0));
+        all(x, [](acc a, acc b) { return a + b; }, acc(0));
     }
     template <int N> __device__ __forceinline__ void peak(acc (&x)[N]) {
-        all(
-            x, [](acc a, acc b) { return a > b || a != a ? a : b; }, acc(-INFINITY)); /* a NaN stays */
+        all(x, [](acc a, acc b) { return a > b || a != a ? a : b; }, acc(-INFINITY)); /* a NaN stays */
     }
 
     template <int N, class Op> __device__ __forceinline__ void all(acc (&x)[N], Op op, acc nothing) {
@@ -174,7 +172,9 @@ template <class T, int LANES_, int ITEMS_, int CLUSTER_ = 1> struct RowGroup {
 };
 
 /* V elements of a row that are loaded and stored at once. */
-template <class T, int V> struct alignas(V * sizeof(T)) RowSome { T v[V]; };
+template <class T, int V> struct alignas(V * sizeof(T)) RowSome {
+    T v[V];
+};
 
 /* ---- rows of any size and alignment: a block walks a row, which it reads again from the caches ------------- */
 constexpr int ROW_WALK_THREADS = 512;
@@ -213,15 +213,13 @@ template <class W> __device__ __forceinline__ W block_max(W x, W *place) {
 
 /* An instance's key: 0 the columns that a group holds, 1 rows of a block, 2 blocks of a cluster, 3 columns up to which one block is
  * better than a cluster, 4 blocks an SM should have where a block takes many rows. */
-#define GK_ROW_KEY(T, LANES, ITEMS, CLUSTER)                                                            \
-    {                                                                                                   \
-        RowGroup<T, LANES, ITEMS, CLUSTER>::COLUMNS, RowGroup<T, LANES, ITEMS, CLUSTER>::ROWS, CLUSTER, \
-            CLUSTER > 1 ? RowGroup<T, 512, 4, 1>::COLUMNS : 0,                                          \
-            LANES <= 128                 ? 8                                                            \
-            : LANES == 256               ? 3                                                            \
-            : LANES == 512 && ITEMS <= 2 ? 2                                                            \
-                                         : 1                                                            \
-    }
+#define GK_ROW_KEY(T, LANES, ITEMS, CLUSTER)                                                         \
+    {RowGroup<T, LANES, ITEMS, CLUSTER>::COLUMNS, RowGroup<T, LANES, ITEMS, CLUSTER>::ROWS, CLUSTER, \
+     CLUSTER > 1 ? RowGroup<T, 512, 4, 1>::COLUMNS : 0,                                              \
+     LANES <= 128                 ? 8                                                                \
+     : LANES == 256               ? 3                                                                \
+     : LANES == 512 && ITEMS <= 2 ? 2                                                                \
+                                  : 1}
 
 /* Whether every row of all tensors [..., N], of one dtype, is of whole vectors that begin at multiples of 16 bytes. A tensor that
  * is NULL is not given. */
