@@ -58,7 +58,7 @@ __device__ __forceinline__ bool read_target(const Params &p, int64_t row, int64_
     return true;
 }
 
-template <class T, int V> __global__ void __launch_bounds__(THREADS) cross_entropy_fwd_kernel(Params p) {
+template <class T, int V> __global__ void __launch_bounds__(THREADS, 1) cross_entropy_fwd_kernel(Params p) {
     typedef typename element<T>::acc W;
     typedef RowSome<T, V> Vec;
     __shared__ W place[64];
@@ -106,7 +106,7 @@ template <class T, int V> __global__ void __launch_bounds__(THREADS) cross_entro
 /* grid: runs of rows x runs of columns of SPAN vectors. */
 constexpr int SPAN = THREADS * UNROLL;
 
-template <class T, int V> __global__ void __launch_bounds__(THREADS) cross_entropy_bwd_kernel(Params p) {
+template <class T, int V> __global__ void __launch_bounds__(THREADS, 1) cross_entropy_bwd_kernel(Params p) {
     typedef typename element<T>::acc W;
     typedef RowSome<T, V> Vec;
     __shared__ W place[32];

@@ -84,7 +84,7 @@ __device__ __forceinline__ void norm_stats(Group &group, const RowVec<T> (&h)[Gr
 }
 
 template <class T, int LANES, int ITEMS, int CLUSTER>
-__global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS) norm_fwd_kernel(NormParams p) {
+__global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS, 1) norm_fwd_kernel(NormParams p) {
     typedef RowGroup<T, LANES, ITEMS, CLUSTER> Group;
     typedef typename Group::acc W;
     __shared__ typename Group::Shared shared;
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS) n
 /* ---- 2. backward --------------------------------------------------------------------------------------- */
 /* SUMS: 0 neither dweight nor dbias, 1 dweight, 2 both. */
 template <class T, int LANES, int ITEMS, int CLUSTER, int SUMS>
-__global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS) norm_bwd_kernel(NormBwdParams p) {
+__global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS, 1) norm_bwd_kernel(NormBwdParams p) {
     typedef RowGroup<T, LANES, ITEMS, CLUSTER> Group;
     typedef typename Group::acc W;
     constexpr int VEC = Group::VEC;
@@ -276,8 +276,12 @@ gk_status norm_fwd_run(const gk_context *ctx, const void *args, const gk_plan *p
                                                              false, CLUSTER);
 }
 
+/* Whether a thread's registers hold g, h and both sums (key 5). Where they do not, dbias is norm_walk.cu's. */
+#define GK_NORM_BOTH(LANES, ITEMS) ((LANES) * (ITEMS) < 512 * 4)
+
 inline bool norm_bwd_plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *plan) {
     const gk_norm_bwd_args *a = (const gk_norm_bwd_args *)args;
+    if (a->dbias && !row->key[5]) return false;
     if (!rows_fit(row, a->h, &a->grad_out, a->grad_sum, &a->dx) || !norm_vector_fits(a->weight)) return false;
     const int64_t most = (int64_t)gk_gpu_of(ctx->index)->num_sms * row->key[4] / row->key[2];
     plan->tasks = gk_clamp_i64(gk_ceil_div(rows_of(a->h), row->key[1]), 1, most);
@@ -294,9 +298,9 @@ gk_status norm_bwd_run(const gk_context *ctx, const void *args, const gk_plan *p
     const dim3 grid((unsigned)plan->tasks * CLUSTER);
     const char *op = "gk_norm_bwd";
     gk_status status;
-    if (a->dbias)
+    if (GK_NORM_BOTH(LANES, ITEMS) && a->dbias)
         status =
-            launch<norm_bwd_kernel<T, LANES, ITEMS, CLUSTER, 2>>(op, ctx, grid, Group::THREADS, 0, p, false, CLUSTER);
+            launch<norm_bwd_kernel<T, LANES, ITEMS, CLUSTER, GK_NORM_BOTH(LANES, ITEMS) ? 2 : 1>>(op, ctx, grid, Group::THREADS, 0, p, false, CLUSTER);
     else if (a->dweight)
         status =
             launch<norm_bwd_kernel<T, LANES, ITEMS, CLUSTER, 1>>(op, ctx, grid, Group::THREADS, 0, p, false, CLUSTER);

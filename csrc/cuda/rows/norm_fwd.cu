@@ -1,4 +1,4 @@
-/* norm_fwd: RMSNorm and LayerNorm forward (norm.cuh), rows of up to 64K 16-bit values in the registers of one block.
+/* norm_fwd: RMSNorm and LayerNorm forward (norm.cuh), rows of up to 32K 16-bit values in the registers of one block.
  * float32, bfloat16, float16. Rows of whole vectors of 16 bytes that begin at multiples of 16 bytes; norm_walk.cu has
  * the others. A block has a row, or several where a warp or less holds one. No workspace. Bound by reading x and writing out. */
 #include "norm.cuh"

@@ -23,7 +23,7 @@ namespace {
     FWD(T, DTYPE, NAME, 4, 2) FWD(T, DTYPE, NAME, 4, 4) FWD(T, DTYPE, NAME, 4, 8) FWD(T, DTYPE, NAME, 8, 8)
 #define BWD_SHAPES(T, DTYPE, NAME) BWD(T, DTYPE, NAME, 4, 2) BWD(T, DTYPE, NAME, 4, 4) BWD(T, DTYPE, NAME, 4, 8)
 
-const gk_cuda_instance fwd[] = {FWD_SHAPES(float, GK_F32, "f32") FWD(float, GK_F32, "f32", 16, 8)
+const gk_cuda_instance fwd[] = {FWD_SHAPES(float, GK_F32, "f32")
                                     FWD_SHAPES(__nv_bfloat16, GK_BF16, "bf16") FWD_SHAPES(__half, GK_F16, "f16")};
 const gk_cuda_instance bwd[] = {BWD_SHAPES(float, GK_F32, "f32") BWD_SHAPES(__nv_bfloat16, GK_BF16, "bf16")
                                     BWD_SHAPES(__half, GK_F16, "f16")};

@@ -9,9 +9,9 @@ constexpr int RUNS = 16; /* warps of a block; of 300 parts some 20 a warp, all o
 
 struct Params {
     const void *sums;
-    void *to[2];
-    int64_t stride[2], parts, n;
-    gk_dtype dtype[2];
+    void *to, *to_bias; /* NULL: not wanted */
+    int64_t stride, stride_bias, parts, n;
+    gk_dtype dtype, dtype_bias;
 };
 
 template <class W> __device__ __forceinline__ void store_as(void *to, gk_dtype dtype, int64_t at, W x) {
@@ -25,9 +25,10 @@ template <class W> __device__ __forceinline__ void store_as(void *to, gk_dtype d
     }
 }
 
-template <class W> __global__ void __launch_bounds__(32 * RUNS) norm_sums_kernel(Params p) {
+template <class W> __global__ void __launch_bounds__(32 * RUNS, 1) norm_sums_kernel(Params p) {
     const int which = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    if (!p.to[which]) return;
+    void *to = which ? p.to_bias : p.to;
+    if (!to) return;
     const int64_t at = (int64_t)blockIdx.x * 32 + lane, each = (p.parts + RUNS - 1) / RUNS;
     const int64_t end = each * (warp + 1) < p.parts ? each * (warp + 1) : p.parts;
     __shared__ W part[RUNS][32];
@@ -40,16 +41,15 @@ template <class W> __global__ void __launch_bounds__(32 * RUNS) norm_sums_kernel
     if (warp > 0 || at >= p.n) return;
 #pragma unroll
     for (int w = 1; w < RUNS; ++w) sum += part[w][lane];
-    store_as(p.to[which], p.dtype[which], at * p.stride[which], sum);
+    store_as(to, which ? p.dtype_bias : p.dtype, at * (which ? p.stride_bias : p.stride), sum);
 }
 
 template <class W>
 gk_status add_sums(const gk_context *ctx, const gk_norm_bwd_args *a, const void *sums, int64_t parts) {
     Params p = {sums};
-    const gk_tensor *to[2] = {a->dweight, a->dbias};
     p.parts = parts, p.n = a->h.shape[a->h.ndim - 1];
-    for (int i = 0; i < 2; ++i)
-        if (to[i]) p.to[i] = to[i]->data, p.dtype[i] = to[i]->dtype, p.stride[i] = to[i]->stride[0];
+    if (const gk_tensor *w = a->dweight) p.to = w->data, p.dtype = w->dtype, p.stride = w->stride[0];
+    if (const gk_tensor *b = a->dbias) p.to_bias = b->data, p.dtype_bias = b->dtype, p.stride_bias = b->stride[0];
     return launch<norm_sums_kernel<W>>("gk_norm_bwd", ctx, dim3((unsigned)gk_ceil_div(p.n, 32), 2), 32 * RUNS, 0, p);
 }
 

@@ -35,7 +35,7 @@ __device__ __forceinline__ void walk_stats(const T *h, int64_t n, bool layer, W 
     rstd = norm_rstd(s[0] / W(n) + eps);
 }
 
-template <class T> __global__ void __launch_bounds__(THREADS) norm_fwd_walk_kernel(NormParams p) {
+template <class T> __global__ void __launch_bounds__(THREADS, 1) norm_fwd_walk_kernel(NormParams p) {
     typedef typename element<T>::acc W;
     __shared__ W place[32];
     for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
@@ -59,7 +59,7 @@ template <class T> __global__ void __launch_bounds__(THREADS) norm_fwd_walk_kern
     }
 }
 
-template <class T> __global__ void __launch_bounds__(THREADS) norm_bwd_walk_kernel(NormBwdParams p) {
+template <class T> __global__ void __launch_bounds__(THREADS, 1) norm_bwd_walk_kernel(NormBwdParams p) {
     typedef typename element<T>::acc W;
     __shared__ W place[64];
     for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {

@@ -87,6 +87,7 @@ template <class T, int LANES_, int ITEMS_, int CLUSTER_ = 1> struct RowGroup {
     static constexpr int WARPS = LANES / 32, PLACES = WARPS * CLUSTER;
     static constexpr bool ALONE = LANES <= 32 && CLUSTER == 1; /* a row never leaves its warp */
     static constexpr int MOST = 4;                             /* statistics at once */
+    static constexpr int BLOCKS_PER_SM = LANES <= 128 ? 8 : LANES == 256 ? 3 : LANES == 512 && ITEMS <= 2 ? 2 : 1;
     static_assert(CLUSTER == 1 || (LANES > 32 && sizeof(acc) == 4), "a cluster exchanges floats of whole blocks");
 
     struct Shared {
@@ -209,17 +210,18 @@ template <class W> __device__ __forceinline__ W block_max(W x, W *place) {
  * no barrier is needed; then blocks that grow before their threads' vectors do, up to 512 threads of 4 vectors, of which an SM
  * holds two blocks: one loads while the other stores. The last is for what has no clusters. float64 walks: its units are the
  * bound on most GPUs. */
-#define GK_ROW_SHAPES(X) X(16, 1) X(32, 1) X(32, 4) X(128, 2) X(256, 2) X(512, 2) X(512, 4) X(1024, 8)
+#define GK_ROW_SHAPES(X) X(16, 1) X(32, 1) X(32, 4) X(128, 2) X(256, 2) X(512, 2) X(512, 4) X(1024, 4)
 
 /* An instance's key: 0 the columns that a group holds, 1 rows of a block, 2 blocks of a cluster, 3 columns up to which one block is
- * better than a cluster, 4 blocks an SM should have where a block takes many rows. */
+ * better than a cluster, 4 blocks an SM should have where a block takes many rows, 5 whether a thread's
+ * registers hold two rows and two sums of each column. */
 #define GK_ROW_KEY(T, LANES, ITEMS, CLUSTER)                                                         \
-    {RowGroup<T, LANES, ITEMS, CLUSTER>::COLUMNS, RowGroup<T, LANES, ITEMS, CLUSTER>::ROWS, CLUSTER, \
+    {RowGroup<T, LANES, ITEMS, CLUSTER>::COLUMNS,                                                    \
+     RowGroup<T, LANES, ITEMS, CLUSTER>::ROWS,                                                       \
+     CLUSTER,                                                                                        \
      CLUSTER > 1 ? RowGroup<T, 512, 4, 1>::COLUMNS : 0,                                              \
-     LANES <= 128                 ? 8                                                                \
-     : LANES == 256               ? 3                                                                \
-     : LANES == 512 && ITEMS <= 2 ? 2                                                                \
-                                  : 1}
+     RowGroup<T, LANES, ITEMS, CLUSTER>::BLOCKS_PER_SM,                                              \
+     LANES * ITEMS < 512 * 4}
 
 /* Whether every row of all tensors [..., N], of one dtype, is of whole vectors that begin at multiples of 16 bytes. A tensor that
  * is NULL is not given. */

@@ -1,4 +1,4 @@
-/* softmax: softmax and log_softmax (softmax.cuh), rows in the registers of one block: forward up to 64K 16-bit values, backward up
+/* softmax: softmax and log_softmax (softmax.cuh), rows in the registers of one block: forward up to 32K 16-bit values, backward up
  * to 16K. float32, bfloat16, float16; rows of whole vectors of 16 bytes that begin at multiples of 16 bytes; softmax_walk.cu has
  * the others. No workspace. */
 #include "softmax.cuh"

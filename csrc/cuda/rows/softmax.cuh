@@ -31,7 +31,7 @@ __device__ __forceinline__ int64_t row_length(const SoftmaxParams &p, int64_t ro
 
 /* ---- 1. forward -------------------------------------------------------------------------------------- */
 template <class T, int LANES, int ITEMS, int CLUSTER>
-__global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS) softmax_fwd_kernel(SoftmaxParams p) {
+__global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS, 1) softmax_fwd_kernel(SoftmaxParams p) {
     typedef RowGroup<T, LANES, ITEMS, CLUSTER> Group;
     typedef typename Group::acc W;
     constexpr int VEC = Group::VEC;
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS) s
 
 /* ---- 2. backward ------------------------------------------------------------------------------------- */
 template <class T, int LANES, int ITEMS, int CLUSTER>
-__global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS) softmax_bwd_kernel(SoftmaxParams p) {
+__global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS, 1) softmax_bwd_kernel(SoftmaxParams p) {
     typedef RowGroup<T, LANES, ITEMS, CLUSTER> Group;
     typedef typename Group::acc W;
     constexpr int VEC = Group::VEC;

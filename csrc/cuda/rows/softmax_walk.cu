@@ -10,7 +10,7 @@ constexpr int THREADS = ROW_WALK_THREADS;
 /* exp(a - b), 0 where a is -inf, which it also is before there was a value. */
 template <class W> __device__ __forceinline__ W weight_of(W a, W b) { return a == -INFINITY ? W(0) : row_exp(a - b); }
 
-template <class T> __global__ void __launch_bounds__(THREADS) softmax_fwd_walk_kernel(SoftmaxParams p) {
+template <class T> __global__ void __launch_bounds__(THREADS, 1) softmax_fwd_walk_kernel(SoftmaxParams p) {
     typedef typename element<T>::acc W;
     __shared__ W place[32];
     const W scale = W(p.scale);
@@ -43,7 +43,7 @@ template <class T> __global__ void __launch_bounds__(THREADS) softmax_fwd_walk_k
     }
 }
 
-template <class T> __global__ void __launch_bounds__(THREADS) softmax_bwd_walk_kernel(SoftmaxParams p) {
+template <class T> __global__ void __launch_bounds__(THREADS, 1) softmax_bwd_walk_kernel(SoftmaxParams p) {
     typedef typename element<T>::acc W;
     __shared__ W place[32];
     const W scale = W(p.scale);
