@@ -67,6 +67,8 @@ gk_status gk_check_tokens(const char *name, const gk_context *ctx, int64_t n);
 gk_status gk_check_cu_seqlens(const char *name, const gk_tensor *cu_seqlens, int64_t total, int64_t max_seqlen);
 gk_status gk_check_paged_contents(const gk_paged_attn_args *args);
 gk_status gk_check_slots(const gk_kv_cache_write_args *args);
+gk_status gk_check_positions(const gk_rope_args *args);
+gk_status gk_check_targets(const gk_cross_entropy_args *args);
 
 static inline bool gk_reads_contents(const gk_io *io, const gk_context *ctx) {
     return io->depth == GK_CONTENTS && ctx->device == GK_CPU;

@@ -111,3 +111,33 @@ gk_status gk_check_slots(const gk_kv_cache_write_args *args) {
     }
     return GK_OK;
 }
+
+gk_status gk_check_positions(const gk_rope_args *args) {
+    const gk_tensor *p = args->positions;
+    const int64_t rows = args->cos.shape[0], last = p ? p->shape[p->ndim - 1] : 0;
+    for (int64_t i = 0; p && i < gk_numel(p); ++i) {
+        const int64_t position =
+            load_int(p, p->ndim == 2 ? i / last * p->stride[0] + i % last * p->stride[1] : i * p->stride[0]);
+        if (position >= 0 && position < rows) continue;
+        return gk_fail(GK_ERR_INDEX,
+                       "positions is expected to hold rows of cos, [0, %" PRId64 "), got %" PRId64 " at token %" PRId64,
+                       rows, position, i);
+    }
+    return GK_OK;
+}
+
+gk_status gk_check_targets(const gk_cross_entropy_args *args) {
+    const gk_tensor *t = &args->target;
+    const int64_t classes = args->logits.shape[args->logits.ndim - 1];
+    for (int64_t row = 0; row < gk_numel(t); ++row) {
+        int64_t rest = row, offset = 0;
+        for (int d = t->ndim - 1; d >= 0; --d) offset += rest % t->shape[d] * t->stride[d], rest /= t->shape[d];
+        const int64_t target = load_int(t, offset);
+        if ((target >= 0 && target < classes) || target == args->ignore_index) continue;
+        return gk_fail(GK_ERR_INDEX,
+                       "target is expected to hold classes in [0, %" PRId64 ") or ignore_index, got %" PRId64
+                       " in row %" PRId64,
+                       classes, target, row);
+    }
+    return GK_OK;
+}

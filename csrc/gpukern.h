@@ -107,12 +107,14 @@ typedef struct gk_context {
 /* Bad contents of index tensors that a CUDA kernel met: it sets byte error_word[kind] and goes on with clamped values.
  * The sequence or token concerned has no meaningful result, all others have theirs. */
 typedef enum gk_device_error {
-    GK_BAD_CU_SEQLENS = 0,  /* flash_attn_varlen: decreasing, past the tokens, or longer than max_seqlen */
-    GK_BAD_OFFS = 0,        /* grouped_gemm: decreasing, or past the rows or k that are grouped */
-    GK_BAD_SEQ_LENS = 1,    /* paged_attn: a length below 0, past the table or below its query tokens; cu_seqlens_q */
-    GK_BAD_BLOCK_TABLE = 2, /* paged_attn: a page outside the cache */
-    GK_BAD_SLOTS = 3,       /* kv_cache_write: a slot past the cache */
-    GK_NUM_DEVICE_ERRORS = 4
+    GK_BAD_CU_SEQLENS = 0,   /* flash_attn_varlen: decreasing, past the tokens, or longer than max_seqlen */
+    GK_BAD_OFFS = 0,         /* grouped_gemm: decreasing, or past the rows or k that are grouped */
+    GK_BAD_SEQ_LENS = 1,     /* paged_attn: a length below 0, past the table or below its query tokens; cu_seqlens_q */
+    GK_BAD_BLOCK_TABLE = 2,  /* paged_attn: a page outside the cache */
+    GK_BAD_SLOTS = 3,        /* kv_cache_write: a slot past the cache */
+    GK_BAD_POSITIONS = 4,    /* rope: a position outside cos and sin */
+    GK_BAD_TARGETS = 5,      /* cross_entropy: a target outside [0, V) that is not ignore_index */
+    GK_NUM_DEVICE_ERRORS = 8 /* some to come: one read for all */
 } gk_device_error;
 
 /* The error word of this process: pinned, zeroed, seen by every GPU; NULL without CUDA. Made at the first call, which may
@@ -350,6 +352,142 @@ typedef struct gk_attn_merge_args {
 #define GK_ATTN_MERGE_ARGS_INIT {.size = sizeof(gk_attn_merge_args)}
 
 GK_API gk_status gk_attn_merge(const gk_context *, const gk_attn_merge_args *);
+
+/* ---- rows: operations along the last dimension ------------------------------------------------ */
+/* Tensors [..., N] have a dense last dimension; their leading dimensions may have any strides, those of results too. */
+typedef enum gk_norm_kind {
+    GK_RMS_NORM = 0,  /* mean = 0 */
+    GK_LAYER_NORM = 1 /* mean = mean(h) */
+} gk_norm_kind;
+
+/* out = (h - mean) rstd (weight + weight_offset) + bias, rstd = 1 / sqrt(mean((h - mean)^2) + eps), over the last dimension.
+ * h = x + residual, rounded to x's dtype. float32 inside (float64 for GK_F64). */
+typedef struct gk_norm_args {
+    size_t size;
+    gk_norm_kind kind;
+    gk_tensor x;               /* [..., N], N >= 1 */
+    const gk_tensor *residual; /* like x; NULL = none */
+    const gk_tensor *weight;   /* [N] x's dtype or GK_F32; NULL = 1, without weight_offset */
+    const gk_tensor *bias;     /* likewise; NULL = 0 */
+    gk_tensor out;             /* like x */
+    const gk_tensor *sum;      /* like x: h; given with residual, and only then */
+    double eps, weight_offset;
+    void *workspace;
+    size_t workspace_bytes;
+} gk_norm_args;
+#define GK_NORM_ARGS_INIT {.size = sizeof(gk_norm_args), .eps = 1e-6}
+GK_API size_t gk_norm_fwd_workspace_bytes(const gk_context *, const gk_norm_args *);
+GK_API gk_status gk_norm_fwd(const gk_context *, const gk_norm_args *);
+
+/* Statistics are computed anew from h, which costs no memory traffic. dweight and dbias are summed in a fixed order. */
+typedef struct gk_norm_bwd_args {
+    size_t size;
+    gk_norm_kind kind;
+    gk_tensor grad_out;        /* [..., N] */
+    const gk_tensor *grad_sum; /* like grad_out; NULL = 0 */
+    gk_tensor h;               /* like grad_out: what was normalised, x or sum */
+    const gk_tensor *weight;   /* [N]; NULL = 1 */
+    gk_tensor dx;              /* like h: the gradient of x, and of residual */
+    const gk_tensor *dweight;  /* [N] h's dtype or GK_F32; NULL = not wanted */
+    const gk_tensor *dbias;    /* likewise */
+    double eps, weight_offset;
+    void *workspace;
+    size_t workspace_bytes;
+} gk_norm_bwd_args;
+#define GK_NORM_BWD_ARGS_INIT {.size = sizeof(gk_norm_bwd_args), .eps = 1e-6}
+GK_API size_t gk_norm_bwd_workspace_bytes(const gk_context *, const gk_norm_bwd_args *);
+GK_API gk_status gk_norm_bwd(const gk_context *, const gk_norm_bwd_args *);
+
+/* out = softmax(scale x) over the last dimension, or its logarithm. Columns from the row's length on do not take part and give 0;
+ * a row of length 0 gives 0. */
+typedef struct gk_softmax_args {
+    size_t size;
+    gk_tensor x;              /* [..., N] */
+    const gk_tensor *lengths; /* [...] int32, clamped to [0, N]; NULL = N */
+    gk_tensor out;            /* like x */
+    double scale;
+    int32_t log; /* 1: log_softmax */
+    void *workspace;
+    size_t workspace_bytes;
+} gk_softmax_args;
+#define GK_SOFTMAX_ARGS_INIT {.size = sizeof(gk_softmax_args), .scale = 1.0}
+GK_API size_t gk_softmax_fwd_workspace_bytes(const gk_context *, const gk_softmax_args *);
+GK_API gk_status gk_softmax_fwd(const gk_context *, const gk_softmax_args *);
+
+typedef struct gk_softmax_bwd_args {
+    size_t size;
+    gk_tensor grad_out, out;  /* [..., N]; out of the forward call */
+    const gk_tensor *lengths; /* as there */
+    gk_tensor dx;             /* like out */
+    double scale;
+    int32_t log;
+} gk_softmax_bwd_args;
+#define GK_SOFTMAX_BWD_ARGS_INIT {.size = sizeof(gk_softmax_bwd_args), .scale = 1.0}
+GK_API gk_status gk_softmax_bwd(const gk_context *, const gk_softmax_bwd_args *);
+
+/* out = activation(gate) up, the gated linear unit: of GK_ACT_SILU "SwiGLU", of GK_ACT_GELU and GK_ACT_GELU_TANH "GEGLU". */
+typedef struct gk_glu_args {
+    size_t size;
+    gk_tensor gate;      /* [..., N]; [..., 2 N] where up is NULL: gate first, then up */
+    const gk_tensor *up; /* [..., N] gate's dtype */
+    gk_tensor out;       /* [..., N] */
+    gk_activation activation;
+} gk_glu_args;
+#define GK_GLU_ARGS_INIT {.size = sizeof(gk_glu_args), .activation = GK_ACT_SILU}
+GK_API gk_status gk_glu_fwd(const gk_context *, const gk_glu_args *);
+
+typedef struct gk_glu_bwd_args {
+    size_t size;
+    gk_tensor grad_out, gate; /* [..., N]; gate and up as above */
+    const gk_tensor *up;
+    gk_tensor dgate;      /* like gate */
+    const gk_tensor *dup; /* like up; NULL where that is */
+    gk_activation activation;
+} gk_glu_bwd_args;
+#define GK_GLU_BWD_ARGS_INIT {.size = sizeof(gk_glu_bwd_args), .activation = GK_ACT_SILU}
+GK_API gk_status gk_glu_bwd(const gk_context *, const gk_glu_bwd_args *);
+
+/* Rotary embedding: of the token at position p, columns (x1, x2) of q and k become (x1 cos - x2 sin, x2 cos + x1 sin), cos and sin of
+ * row p. x1, x2 are column i and i + R / 2, or 2 i and 2 i + 1 where interleaved; columns from R on are copied. The results may be
+ * q and k themselves. A position past cos: GK_ERR_INDEX on the CPU; on CUDA the last one, and GK_BAD_POSITIONS. */
+typedef struct gk_rope_args {
+    size_t size;
+    gk_tensor q;                /* [B, Hq, S, D], or packed [T, Hq, D], which is B = 1 and S = T */
+    const gk_tensor *k;         /* [B, Hkv, S, D] or [T, Hkv, D], q's dtype; NULL = none */
+    gk_tensor cos, sin;         /* [P, R / 2] GK_F32, R <= D; with GK_F64 that too */
+    const gk_tensor *positions; /* [S] or [B, S] int32 or int64; NULL = 0 .. S - 1 */
+    gk_tensor out_q;            /* like q */
+    const gk_tensor *out_k;     /* like k */
+    int32_t interleaved;
+    int32_t inverse; /* by the angles' negatives: what the gradient is */
+} gk_rope_args;
+#define GK_ROPE_ARGS_INIT {.size = sizeof(gk_rope_args)}
+GK_API gk_status gk_rope(const gk_context *, const gk_rope_args *);
+
+/* Cross entropy of each row: z = softcap tanh(logit_scale logits / softcap), softcap 0: z = logit_scale logits; lse = log sum exp z;
+ *   loss = (1 - e) w[t] (lse - z[t]) + e / V sum over c of w[c] (lse - z[c]),   e the label smoothing, w the weights
+ * A row whose target is ignore_index has loss 0 and is not read. Another target outside [0, V): GK_ERR_INDEX on the CPU; on CUDA
+ * loss NaN, and GK_BAD_TARGETS. */
+typedef struct gk_cross_entropy_args {
+    size_t size;
+    gk_tensor logits;        /* [..., V], V >= 1 */
+    gk_tensor target;        /* [...] int64 */
+    const gk_tensor *weight; /* [V] GK_F32 (GK_F64 with GK_F64); NULL = 1 */
+    gk_tensor loss, lse;     /* [...] contiguous, GK_F32 (GK_F64 with GK_F64) */
+    double label_smoothing, softcap, logit_scale;
+    int64_t ignore_index;
+} gk_cross_entropy_args;
+#define GK_CROSS_ENTROPY_ARGS_INIT {.size = sizeof(gk_cross_entropy_args), .logit_scale = 1.0, .ignore_index = -100}
+GK_API gk_status gk_cross_entropy_fwd(const gk_context *, const gk_cross_entropy_args *);
+
+typedef struct gk_cross_entropy_bwd_args {
+    size_t size;
+    gk_cross_entropy_args fwd; /* of the forward call; loss is not read */
+    gk_tensor grad_loss;       /* like loss, any strides, 0 too */
+    gk_tensor dlogits;         /* like logits, and may be logits itself; 0 in ignored rows */
+} gk_cross_entropy_bwd_args;
+#define GK_CROSS_ENTROPY_BWD_ARGS_INIT {.size = sizeof(gk_cross_entropy_bwd_args), .fwd = GK_CROSS_ENTROPY_ARGS_INIT}
+GK_API gk_status gk_cross_entropy_bwd(const gk_context *, const gk_cross_entropy_bwd_args *);
 
 #ifdef __cplusplus
 }

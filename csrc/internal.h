@@ -210,6 +210,27 @@ static inline int64_t gk_span_hi(const gk_span *s, int64_t i) {
     return gk_clamp_i64(gk_sat_add(i + s->diagonal, s->right) + 1, s->key_lo, s->key_hi);
 }
 
+/* ---- rows ------------------------------------------------------------------------------------------ */
+/* gate or up of a gated linear unit: `other`, where it is given, else that half of `both`. */
+static inline gk_tensor gk_glu_half(const gk_tensor *both, const gk_tensor *other, int which) {
+    if (other) return which ? *other : *both;
+    gk_tensor half = *both;
+    half.shape[half.ndim - 1] /= 2;
+    if (which) half.data = gk_at(half.data, half.shape[half.ndim - 1] * (gk_type_of(half.dtype)->bits / 8));
+    return half;
+}
+
+/* Heads as [B, H, S, D]: packed ones, [T, H, D], are one sequence. */
+static inline gk_tensor gk_heads_of(const gk_tensor *t) {
+    if (t->ndim == 4) return *t;
+    gk_tensor x = *t;
+    x.ndim = 4, x.shape[0] = 1, x.stride[0] = 0;
+    x.shape[1] = t->shape[1], x.stride[1] = t->stride[1];
+    x.shape[2] = t->shape[0], x.stride[2] = t->stride[0];
+    x.shape[3] = t->shape[2], x.stride[3] = t->stride[2];
+    return x;
+}
+
 /* ---- parallel work --------------------------------------------------------------------------- */
 /* A worker is one thread's share of a call; it owns slice `worker` of the workspace. */
 typedef void (*gk_work_fn)(void *arg, int64_t task, int64_t worker);

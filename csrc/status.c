@@ -40,6 +40,8 @@ const char *gk_device_error_text(gk_device_error kind) {
                "holds, and cu_seqlens_q to start at 0, not to decrease and to end within the tokens";
     case GK_BAD_BLOCK_TABLE: return "paged_attn: block_table is expected to hold pages of the cache";
     case GK_BAD_SLOTS: return "kv_cache_write: slots is expected to hold slots of the cache, or negative ones to skip";
+    case GK_BAD_POSITIONS: return "rope: positions is expected to hold rows of cos and sin";
+    case GK_BAD_TARGETS: return "cross_entropy: target is expected to hold classes or ignore_index";
     case GK_NUM_DEVICE_ERRORS: break;
     }
     return "unknown gk_device_error";

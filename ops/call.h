@@ -82,7 +82,7 @@ inline thread_local Scratch scratch;
 // Raises for the first kind of bad index contents that a kernel met since the last time; forgets all.
 inline void raise_device_errors(const char *op, uint8_t *word) {
     if (!word) return;
-    uint32_t all;
+    uint64_t all;
     static_assert(sizeof all == GK_NUM_DEVICE_ERRORS, "one read for all kinds");
     std::memcpy(&all, word, sizeof all);
     if (__builtin_expect(all == 0, 1)) return;

@@ -62,6 +62,20 @@
     "str activation=\"none\", ScalarType? out_dtype=None)"
 
 #define CODES_SCALE " -> (Tensor codes, Tensor scale)"
+#define NORM_ARGS(eps)                                                                         \
+    "(Tensor x, Tensor? weight=None, Tensor? bias=None, Tensor? residual=None, float eps=" eps \
+    ", float weight_offset=0.0)"
+#define NORM_BWD_ARGS                                                                                \
+    "(Tensor grad_out, Tensor h, Tensor? weight, Tensor? grad_sum, float eps, float weight_offset, " \
+    "bool need_weight, bool need_bias)"
+#define SOFTMAX_ARGS "(Tensor x, float scale=1.0, Tensor? lengths=None)"
+#define SOFTMAX_BWD_ARGS "(Tensor grad_out, Tensor out, float scale=1.0, Tensor? lengths=None)"
+#define ROPE_ARGS                                                                                         \
+    "(Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? positions=None, bool interleaved=False, bool " \
+    "inverse=False)"
+#define CROSS_ENTROPY_RULES \
+    "Tensor? weight=None, int ignore_index=-100, float label_smoothing=0.0, float softcap=0.0, float logit_scale=1.0)"
+
 #define OUT_LSE " -> (Tensor out, Tensor lse)"
 #define GRADIENTS " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
 
@@ -89,6 +103,30 @@ void def_op(gk::Library &m, const std::string &name, const std::string &argument
 // returns out all the same (torch_gpukern/ops/out.py).
 void def_out(gk::Library &m, const std::string &name, const std::string &arguments) {
     m.def((name + ".out" + arguments.substr(0, arguments.size() - 1) + ", *, Tensor(a!) out) -> ()").c_str());
+}
+
+// An op, its _results and its explain.
+void def_rows(gk::Library &m, const std::string &name, const std::string &arguments, const std::string &results) {
+    def_all(m, name, arguments, results);
+    def_explain(m, name, arguments);
+}
+
+void define_rows(gk::Library &m) {
+    def_rows(m, "rms_norm", NORM_ARGS("1e-06"), " -> (Tensor out, Tensor sum)");
+    def_rows(m, "layer_norm", NORM_ARGS("1e-05"), " -> (Tensor out, Tensor sum)");
+    for (const char *name : {"rms_norm_bwd", "layer_norm_bwd"})
+        def_all(m, name, NORM_BWD_ARGS, " -> (Tensor dx, Tensor dweight, Tensor dbias)");
+    for (const char *name : {"softmax", "log_softmax"}) def_rows(m, name, SOFTMAX_ARGS, " -> Tensor out");
+    for (const char *name : {"softmax_bwd", "log_softmax_bwd"}) def_all(m, name, SOFTMAX_BWD_ARGS, " -> Tensor dx");
+    def_rows(m, "swiglu", "(Tensor gate, Tensor? up=None)", " -> Tensor out");
+    def_rows(m, "geglu", "(Tensor gate, Tensor? up=None, str approximate=\"none\")", " -> Tensor out");
+    def_all(m, "glu_bwd", "(Tensor grad_out, Tensor gate, Tensor? up, str approximate)",
+            " -> (Tensor dgate, Tensor dup)");
+    def_rows(m, "rope", ROPE_ARGS, " -> (Tensor out_q, Tensor out_k)");
+    def_rows(m, "cross_entropy", "(Tensor logits, Tensor target, " CROSS_ENTROPY_RULES,
+             " -> (Tensor loss, Tensor lse)");
+    def_all(m, "cross_entropy_bwd", "(Tensor grad_loss, Tensor logits, Tensor target, Tensor lse, " CROSS_ENTROPY_RULES,
+            " -> Tensor");
 }
 
 void define(gk::Library &m) {
@@ -136,6 +174,7 @@ void define(gk::Library &m) {
     def_all(m, "sparse_pack", "(Tensor w)", " -> (Tensor values, Tensor meta)");
     def_all(m, "sparse_gemm", SPARSE_GEMM_ARGS, " -> Tensor");
     def_explain(m, "sparse_gemm", SPARSE_GEMM_ARGS);
+    define_rows(m);
 
     m.def("version() -> str");
     m.def("cpu_isa() -> str");

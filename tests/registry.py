@@ -51,6 +51,19 @@ def merge(**change):
     return dict(out_a=t(3, 2, 8), lse_a=t(3, 2), out_b=t(3, 2, 8), lse_b=t(3, 2)) | change
 
 
+def normed(**change):
+    return dict(x=t(2, 3, 8), weight=t(8)) | change
+
+
+def rotary(**change):
+    """A good rope call with some of its arguments changed."""
+    return dict(q=t(2, 4, 5, 8), k=t(2, 2, 5, 8), cos=t(6, 3), sin=t(6, 3)) | change
+
+
+def classes(**change):
+    return dict(logits=t(2, 3, 7), target=torch.tensor([[0, 6, -100], [3, 3, 1]])) | change
+
+
 def product(**change):
     return dict(a=t(2, 3, 4), b=t(4, 5)) | change
 
@@ -99,6 +112,46 @@ VALUE_ERRORS = [
      "saved has dtype float64, grad_out has float32; they must match"),
     ("gemm_act_bwd", dict(grad_out=t(3, 4), saved=t(3, 4), activation="tanh"),
      "activation must be none, relu, gelu, gelu_tanh or silu, got 'tanh'"),
+    # ---- rows
+    ("rms_norm", normed(x=torch.tensor(1.0)), "x must have at least 1 dimension, got 0"),
+    ("rms_norm", normed(x=t(2, 3, 0)), "x must have a last dimension of at least 1, got 0"),
+    ("rms_norm", normed(x=t(2, 3, 8).int()), f"x must be {FLOATS}, got int32"),
+    ("rms_norm", normed(weight=t(7)), "weight must have shape [8], got [7]"),
+    ("rms_norm", normed(weight=t(1, 8)), "weight must have shape [8], got [1, 8]"),
+    ("rms_norm", normed(weight=t(8, dtype=BF16)), "weight must be float32, got bfloat16"),
+    ("rms_norm", normed(x=t(2, 3, 8, dtype=BF16), weight=t(8, dtype=torch.float16)), "weight must be bfloat16 or float32, got float16"),
+    ("rms_norm", normed(residual=t(3, 8)), "residual must have shape [2, 3, 8], got [3, 8]"),
+    ("rms_norm", normed(residual=t(2, 3, 8, dtype=BF16)), "residual has dtype bfloat16, x has float32; they must match"),
+    ("rms_norm", normed(eps=-1.0), "eps must be a finite number of at least 0, got -1"),
+    ("rms_norm", normed(eps=math.nan), "eps must be a finite number of at least 0, got nan"),
+    ("rms_norm", normed(weight_offset=math.inf), "weight_offset must be finite, got inf"),
+    ("layer_norm", normed(bias=t(9)), "bias must have shape [8], got [9]"),
+    ("layer_norm", normed(x=t(1, 1, 1, 1, 1, 1, 1, 2, 8)), "x must have at most 8 dimensions, got 9"),
+    ("softmax", dict(x=t(2, 3), lengths=i32(1)), "lengths must have shape [2], got [1]"),
+    ("softmax", dict(x=t(2, 3), lengths=torch.tensor([1, 2])), "lengths must be int32, got int64"),
+    ("softmax", dict(x=t(2, 3), scale=math.inf), "scale must be finite, got inf"),
+    ("log_softmax", dict(x=t(2, 0)), "x must have a last dimension of at least 1, got 0"),
+    ("swiglu", dict(gate=t(2, 7)), "gate must have an even last dimension where there is no up, got 7"),
+    ("swiglu", dict(gate=t(2, 6), up=t(2, 5)), "up must have shape [2, 6], got [2, 5]"),
+    ("swiglu", dict(gate=t(2, 6), up=t(2, 6, dtype=BF16)), "up has dtype bfloat16, gate has float32; they must match"),
+    ("geglu", dict(gate=t(2, 6), approximate="erf"), "approximate must be none or tanh, got 'erf'"),
+    ("rope", rotary(q=t(5, 8)), "q must have 4 dimensions [B, Hq, S, D] (or 3, packed [T, Hq, D]), got 2"),
+    ("rope", rotary(k=t(2, 2, 6, 8)), "k has tokens 6, q has 5; they must match"),
+    ("rope", rotary(k=t(2, 2, 5, 6)), "k has head_dim 6, q has 8; they must match"),
+    ("rope", rotary(k=t(1, 2, 5, 8)), "k has batch size 1, q has 2; they must match"),
+    ("rope", rotary(cos=t(6, 5)), "cos rotates 10 columns, expected at most the head_dim 8 of q"),
+    ("rope", rotary(sin=t(6, 2)), "sin must have shape [6, 3], got [6, 2]"),
+    ("rope", rotary(cos=t(6, 3, dtype=BF16)), "cos must be float32, got bfloat16"),
+    ("rope", rotary(cos=t(4, 3), sin=t(4, 3)), "cos has 4 rows, expected at least the 5 tokens of q"),
+    ("rope", rotary(positions=i32(0, 1)), "positions must have shape [5], got [2]"),
+    ("rope", rotary(positions=t(2, 5)), "positions must be int64 or int32, got float32"),
+    ("cross_entropy", classes(target=torch.tensor([0, 1])), "target must have shape [2, 3], got [2]"),
+    ("cross_entropy", classes(target=i32(0, 1, 2).expand(2, 3)), "target must be int64, got int32"),
+    ("cross_entropy", classes(weight=t(6)), "weight must have shape [7], got [6]"),
+    ("cross_entropy", classes(weight=t(7, dtype=BF16)), "weight must be float32, got bfloat16"),
+    ("cross_entropy", classes(label_smoothing=1.5), "label_smoothing must be between 0 and 1, got 1.5"),
+    ("cross_entropy", classes(softcap=-1.0), "softcap must be 0 (off) or a positive finite number, got -1"),
+    ("cross_entropy", classes(logit_scale=math.inf), "logit_scale must be finite, got inf"),
     # ---- flash_attn
     ("flash_attn", dense(q=t(4, 5, 8)), "q must have 4 dimensions [B, Hq, Sq, D], got 3"),
     ("flash_attn", dense(q=t(2, 4, 5, 8).int()), f"q must be {FLOATS}, got int32"),
@@ -238,6 +291,12 @@ INDEX_ERRORS = [
      "cu_seqlens_q is expected to end at or before the 2 tokens there are, got cu_seqlens_q[2] = 3"),
     ("paged_attn", paged(cu_seqlens_q=i32(0, 0, 2), max_seqlen_q=1),
      "cu_seqlens_q is expected to hold sequences of at most max_seqlen 1 tokens, got 2 in sequence 1"),
+    ("rope", rotary(positions=i32(0, 1, 6, 2, 3)), "positions is expected to hold rows of cos, [0, 6), got 6 at token 2"),
+    ("rope", rotary(positions=torch.tensor([[0, 1, 2, 3, 4], [0, 1, 2, -1, 4]])),
+     "positions is expected to hold rows of cos, [0, 6), got -1 at token 8"),
+    ("cross_entropy", classes(target=torch.tensor([[0, 6, -100], [7, 3, 1]])),
+     "target is expected to hold classes in [0, 7) or ignore_index, got 7 in row 3"),
+    ("cross_entropy", classes(ignore_index=0), "target is expected to hold classes in [0, 7) or ignore_index, got -100 in row 2"),
     ("kv_cache_write", write(slots=torch.tensor([0, 20, -1])),
      "slots is expected to hold slots below 20 (num_blocks * block_size), got slots[1] = 20"),
     ("kv_cache_write", write(slots=i32(3, 2, 2**31 - 1)),
@@ -361,8 +420,79 @@ OPS = {
         write, variants={"": {}, "scales": dict(slots=i32(0, 19, -1), k_scale=t(2), v_scale=torch.tensor(1.0))}
     ),
     "attn_merge": Registered(merge, ("out_a", "lse_a", "out_b", "lse_b")),
+    "rms_norm": Registered(
+        normed,
+        ("x", "weight", "bias", "residual"),
+        explained=True,
+        variants={
+            "": {},
+            "offset, bias, residual": dict(weight_offset=1.0, bias=t(8), residual=t(2, 3, 8), eps=1e-3),
+        },
+    ),
+    "layer_norm": Registered(
+        normed,
+        ("x", "weight", "bias", "residual"),
+        explained=True,
+        variants={"": {}, "bias, residual": dict(bias=t(8), residual=t(2, 3, 8))},
+    ),
+    "softmax": Registered(
+        lambda **change: dict(x=t(2, 3, 8)) | change,
+        ("x",),
+        explained=True,
+        variants={
+            "": {},
+            "scale, lengths": dict(scale=0.5, lengths=torch.tensor([[3, 8, 0], [9, -1, 7]], dtype=torch.int32)),
+        },
+    ),
+    "log_softmax": Registered(
+        lambda **change: dict(x=t(2, 3, 8)) | change,
+        ("x",),
+        explained=True,
+        variants={"": {}, "scale": dict(scale=0.5)},
+    ),
+    "swiglu": Registered(
+        lambda **change: dict(gate=t(2, 3, 8)) | change,
+        ("gate", "up"),
+        explained=True,
+        variants={"": {}, "up": dict(up=t(2, 3, 8))},
+    ),
+    "geglu": Registered(
+        lambda **change: dict(gate=t(2, 3, 8)) | change,
+        ("gate", "up"),
+        explained=True,
+        variants={"": {}, "up, tanh": dict(up=t(2, 3, 8), approximate="tanh")},
+    ),
+    "rope": Registered(
+        rotary,
+        ("q",),  # k's, which the first result does not show: test_rows.py
+        explained=True,
+        variants={
+            "": {},
+            "positions": dict(positions=i32(5, 4, 3, 2, 0)),
+            "interleaved, positions of each": dict(
+                interleaved=True, positions=torch.tensor([[0, 1, 2, 3, 4], [5, 5, 0, 1, 2]])
+            ),
+            "packed": dict(q=t(5, 4, 8), k=t(5, 2, 8)),
+        },
+    ),
+    "cross_entropy": Registered(
+        classes,
+        ("logits",),
+        explained=True,
+        variants={
+            "": {},
+            "all": dict(
+                weight=t(7),
+                ignore_index=3,
+                label_smoothing=0.1,
+                softcap=5.0,
+                logit_scale=0.5,
+                target=torch.tensor([[0, 6, 3], [3, 5, 1]]),
+            ),
+        },
+    ),
 }
-WIDE = ("alibi_slopes", "sinks", "lse_a", "lse_b", "k_scale", "v_scale")
+WIDE = ("alibi_slopes", "sinks", "lse_a", "lse_b", "k_scale", "v_scale", "cos", "sin")
 VARIANTS = tuple((name, variant) for name, op in OPS.items() for variant in op.variants)
 
 

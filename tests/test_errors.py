@@ -125,8 +125,9 @@ def test_tensors_on_two_devices(op, argument):
 @pytest.mark.parametrize("op,kwargs", [(name, op.make()) for name, op in OPS.items()], ids=OPS)
 def test_one_tensor_on_meta_beside_the_cpu(op, kwargs):
     """Never a crash: an error, for each argument."""
+    tensors = [name for name, x in kwargs.items() if isinstance(x, torch.Tensor)]
     for name, x in kwargs.items():
-        if isinstance(x, torch.Tensor):
+        if name in tensors and len(tensors) > 1:
             with pytest.raises((ValueError, RuntimeError, NotImplementedError)):
                 getattr(ops, op)(**kwargs | {name: x.to("meta")})
 
@@ -242,11 +243,11 @@ def test_hostile_tensors_never_crash(index):
     silent = ("subclass", "function", "parameter", "buffer", "no_elements", "wrapper", "neg_view", "zero_tensor", "meta", "zero_dim",
               "nine_dims", "batched")  # fmt: skip
     for op, argument, kind, error, text in results:
-        floating = argument not in ("block_table", "seq_lens", "slots", "cu_seqlens_q", "cu_seqlens_k")
+        floating = argument not in ("block_table", "seq_lens", "slots", "cu_seqlens_q", "cu_seqlens_k", "target")
         if kind in ("subclass", "function", "parameter", "buffer"):
             assert error is None, f"{op}: {argument} as {kind} raised {error}: {text}"
         if error is None and (floating or kind.startswith(("sparse", "mkldnn", "nested", "complex"))):
-            valid = kind == "int64" and argument == "slots"
+            valid = kind == "int64" and argument in ("slots", "target")
             assert kind in silent or valid, f"{op}: {argument} as {kind} was taken without a word"
         if error is not None:
             assert error not in ("SystemError", "MemoryError"), f"{op}: {argument} as {kind}: {error}: {text}"

@@ -43,6 +43,15 @@ DECLARE(weight_gemm)
 DECLARE(weight_skinny)
 DECLARE(grouped_gemm)
 DECLARE(sparse_gemm)
+DECLARE(norm_fwd)
+DECLARE(norm_bwd)
+DECLARE(softmax_fwd)
+DECLARE(softmax_bwd)
+DECLARE(glu_fwd)
+DECLARE(glu_bwd)
+DECLARE(rope)
+DECLARE(cross_entropy_fwd)
+DECLARE(cross_entropy_bwd)
 
 #define ROW(stem, dtype, ISA, isa) {#stem, dtype, ISA, &gk_##stem##_##isa}
 #define THREE(stem, ISA, isa) ROW(stem, GK_F32, ISA, isa), ROW(stem, GK_BF16, ISA, isa), ROW(stem, GK_F16, ISA, isa)
@@ -98,6 +107,15 @@ static const gk_cpu_instance grouped_gemm_rows[] = {EVERY_ISA(grouped_gemm), EVE
 static const gk_cpu_instance sparse_pack_rows[] = {SPARSE_PACK(GK_BF16), SPARSE_PACK(GK_F16), SPARSE_PACK(GK_E4M3),
                                                    SPARSE_PACK(GK_E5M2), SPARSE_PACK(GK_I8)};
 static const gk_cpu_instance sparse_gemm_rows[] = {EVERY_ISA(sparse_gemm), EVERY_ISA_OF_CODES(sparse_gemm)};
+static const gk_cpu_instance norm_fwd_rows[] = {EVERY_ISA(norm_fwd), REF_ROW(norm_fwd)};
+static const gk_cpu_instance norm_bwd_rows[] = {EVERY_ISA(norm_bwd), REF_ROW(norm_bwd)};
+static const gk_cpu_instance softmax_fwd_rows[] = {EVERY_ISA(softmax_fwd), REF_ROW(softmax_fwd)};
+static const gk_cpu_instance softmax_bwd_rows[] = {EVERY_ISA(softmax_bwd), REF_ROW(softmax_bwd)};
+static const gk_cpu_instance glu_fwd_rows[] = {EVERY_ISA(glu_fwd), REF_ROW(glu_fwd)};
+static const gk_cpu_instance glu_bwd_rows[] = {EVERY_ISA(glu_bwd), REF_ROW(glu_bwd)};
+static const gk_cpu_instance rope_rows[] = {EVERY_ISA(rope), REF_ROW(rope)};
+static const gk_cpu_instance cross_entropy_fwd_rows[] = {EVERY_ISA(cross_entropy_fwd), REF_ROW(cross_entropy_fwd)};
+static const gk_cpu_instance cross_entropy_bwd_rows[] = {EVERY_ISA(cross_entropy_bwd), REF_ROW(cross_entropy_bwd)};
 
 const gk_cpu_instance *gk_cpu_instances(gk_op op, int *num_rows) {
     switch (op) {

@@ -5,51 +5,12 @@
  * from the same double.
  * Work split: a task owns a tile of BM x BN results of one batch entry; its sums and one row of b
  * lie on the stack. */
-#include "../internal.h"
-#include "act.h"
+#include "activation.h"
 
 enum {
     BM = 8,
     BN = 64
 }; /* 4 KB of sums; a strided b touches BN cache lines per k, which the next k reads again */
-
-/* ---- activations ----------------------------------------------------------------------------- */
-#define SQRT_HALF 0.70710678118654752440
-#define SQRT_2_OVER_PI 0.79788456080286535588
-#define INV_SQRT_2PI 0.39894228040143267794
-#define TANH_CUBIC 0.044715
-
-/* Comparisons are written so that a NaN stays one. */
-double gk_ref_act(gk_activation activation, double x) {
-    switch (activation) {
-    case GK_ACT_NONE: break;
-    case GK_ACT_RELU: return x < 0 ? 0 : x;
-    case GK_ACT_GELU: return 0.5 * x * (1 + erf(x * SQRT_HALF));
-    case GK_ACT_GELU_TANH: return 0.5 * x * (1 + tanh(SQRT_2_OVER_PI * (x + TANH_CUBIC * x * x * x)));
-    case GK_ACT_SILU: return x / (1 + exp(-x));
-    }
-    return x;
-}
-
-/* x is the value before the activation; for relu its result, which has the same sign. One that overflowed has the slope of
- * the curve's end, 0 or 1, as all have from 1000 on. */
-static double act_derivative(gk_activation activation, double x) {
-    x = x > 1000 ? 1000 : x < -1000 ? -1000 : x;
-    switch (activation) {
-    case GK_ACT_NONE: break;
-    case GK_ACT_RELU: return x <= 0 ? 0 : 1;
-    case GK_ACT_GELU: return 0.5 * (1 + erf(x * SQRT_HALF)) + x * INV_SQRT_2PI * exp(-0.5 * x * x);
-    case GK_ACT_GELU_TANH: {
-        double t = tanh(SQRT_2_OVER_PI * (x + TANH_CUBIC * x * x * x));
-        return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * SQRT_2_OVER_PI * (1 + 3 * TANH_CUBIC * x * x);
-    }
-    case GK_ACT_SILU: {
-        double s = 1 / (1 + exp(-x));
-        return s * (1 + x * (1 - s));
-    }
-    }
-    return 1;
-}
 
 /* ---- gemm ------------------------------------------------------------------------------------ */
 /* Offset of the element of `t` that meets entry `batch` of out's batch dimensions; the last `inner`
@@ -129,7 +90,7 @@ static void gemm_tile(void *arg, int64_t task, int64_t worker) {
                 int64_t at = batch_offset(p, &x->out, batch, 2) + i * p->stride[p->ndim - 2];
                 gk_store(p->data, p->dtype, at + j * p->stride[p->ndim - 1], y);
             }
-            gk_store(x->out.data, x->out.dtype, out_at + i * out_m + j * out_n, gk_ref_act(x->activation, y));
+            gk_store(x->out.data, x->out.dtype, out_at + i * out_m + j * out_n, act(x->activation, y));
         }
     }
 }

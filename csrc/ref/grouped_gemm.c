@@ -1,7 +1,7 @@
 /* grouped_gemm, sparse_pack, sparse_gemm: the definitions, an element at a time, in double. Packing is what the CPU runs. */
 #include "../internal.h"
 #include "../scales.h"
-#include "act.h"
+#include "activation.h"
 
 static double scale_at(const gk_scales *s, int64_t row, int64_t col) {
     return s->data ? gk_load(s->data, s->dtype, (row >> s->row_log2) * s->row + (col >> s->col_log2) * s->col) : 1;
@@ -36,7 +36,7 @@ void gk_ref_grouped_gemm(const gk_context *ctx, const gk_grouped_gemm_args *x) {
                         gk_load(t->data, t->dtype, j * t->stride[t->ndim - 1] + (t->ndim == 2 ? g * t->stride[0] : 0));
                 }
                 gk_store(x->out.data, x->out.dtype, ((by_rows ? 0 : g * m) + i) * n + j,
-                         g < groups ? gk_ref_act(x->activation, sum) : 0);
+                         g < groups ? act(x->activation, sum) : 0);
             }
         begin = end;
     }
@@ -90,6 +90,6 @@ void gk_ref_sparse_gemm(const gk_context *ctx, const gk_sparse_gemm_args *x) {
             }
             sum *= scale_at(&sa, i, 0) * scale_at(&sb, 0, j);
             if (x->bias) sum += gk_load(x->bias->data, x->bias->dtype, j * x->bias->stride[0]);
-            gk_store(x->out.data, x->out.dtype, i * n + j, gk_ref_act(x->activation, sum));
+            gk_store(x->out.data, x->out.dtype, i * n + j, act(x->activation, sum));
         }
 }

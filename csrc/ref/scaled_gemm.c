@@ -1,7 +1,7 @@
 /* scaled_gemm: the definition, an element of the result at a time, in double. */
 #include "../internal.h"
 #include "../scales.h"
-#include "act.h"
+#include "activation.h"
 
 typedef struct job {
     const gk_scaled_gemm_args *x;
@@ -30,7 +30,7 @@ static void row_task(void *arg, int64_t i, int64_t worker) {
                    gk_load(x->b.data, x->b.dtype, k * x->b.stride[0] + j * x->b.stride[1]) * scale(&jb->sb, k, j);
         if (x->c && x->beta != 0) sum += x->beta * addend(x->c, i, j);
         if (x->bias) sum += addend(x->bias, 0, j);
-        double y = gk_ref_act(x->activation, sum);
+        double y = act(x->activation, sum);
         if (x->out_scale) y /= *(const float *)x->out_scale->const_data;
         gk_store(x->out.data, x->out.dtype, i * x->out.stride[0] + j * x->out.stride[1], y);
     }

@@ -3,7 +3,7 @@
 #include "../weight_tile.h"
 #include "../internal.h"
 #include "../scales.h"
-#include "act.h"
+#include "activation.h"
 
 /* ---- packing ----------------------------------------------------------------------------------------------- */
 static void pack_task(void *arg, int64_t row, int64_t worker) {
@@ -91,7 +91,7 @@ static void row_task(void *arg, int64_t i, int64_t worker) {
         }
         if (x->a.dtype == GK_E4M3) sum *= scale_a * global;
         if (x->bias) sum += gk_load(x->bias->data, x->bias->dtype, j * x->bias->stride[0]);
-        gk_store(x->out.data, x->out.dtype, i * x->n + j, gk_ref_act(x->activation, sum));
+        gk_store(x->out.data, x->out.dtype, i * x->n + j, act(x->activation, sum));
     }
 }
 

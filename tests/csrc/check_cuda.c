@@ -898,7 +898,7 @@ static const struct {
     const char *name;
     void (*draw)(gk_dtype dtype, bool large);
     void (*expect)(void);
-} ops[GK_NUM_OPS] = {{GK_OP_GEMM, "gemm", gemm_draw, gemm_expect},
+} ops[] = {{GK_OP_GEMM, "gemm", gemm_draw, gemm_expect},
                      {GK_OP_GEMM_ACT_BWD, "gemm_act_bwd", act_bwd_draw, act_bwd_expect},
                      {GK_OP_FLASH_ATTN_FWD, "flash_attn_fwd", fwd_draw, fwd_expect},
                      {GK_OP_FLASH_ATTN_BWD, "flash_attn_bwd", bwd_draw, bwd_expect},
@@ -1039,7 +1039,7 @@ int main(int argc, char **argv) {
     ctx = (gk_context){.size = sizeof ctx, .device = GK_CUDA, .stream = stream, .error_word = gk_cuda_error_word()};
     judge = check_context(NULL, (int32_t)gk_clamp_i64(sysconf(_SC_NPROCESSORS_ONLN), 1, 16));
     printf("%s, compute capability %d.%d\n", gpu->name, gpu->arch / 10, gpu->arch % 10);
-    for (int o = 0; o < GK_NUM_OPS; ++o) {
+    for (int o = 0; o < CHECK_COUNT(ops); ++o) {
         for (int d = 0; d < CHECK_COUNT(dtypes); ++d) {
             walked rows[256];
             int n = rows_of(ops[o].op, dtypes[d], gpu->arch, rows, CHECK_COUNT(rows));

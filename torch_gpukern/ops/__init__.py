@@ -2,35 +2,48 @@
 """The public functions; each module adds to its C++ ops what only Python can register."""
 
 from .attn_merge import attn_merge
+from .cross_entropy import cross_entropy
 from .define import tag_compiled_code
 from .flash_attn import flash_attn
 from .flash_attn_varlen import flash_attn_varlen
 from .gemm import gemm
+from .glu import geglu, swiglu
 from .grouped_gemm import grouped_gemm
 from .linear import linear
+from .norm import layer_norm, rms_norm
 from .paged_attn import kv_cache_write, paged_attn
 from .quantize import dequantize, quantize, rms_norm_quantize, silu_mul_quantize
+from .rope import rope
 from .scaled_gemm import scaled_gemm
+from .softmax import log_softmax, softmax
 from .sparse_gemm import sparse_gemm, sparse_pack
 from .weight_gemm import pack_weight, unpack_weight, weight_gemm
 
 __all__ = [
     "attn_merge",
+    "cross_entropy",
     "dequantize",
     "flash_attn",
     "flash_attn_varlen",
+    "geglu",
     "gemm",
     "grouped_gemm",
     "kv_cache_write",
+    "layer_norm",
     "linear",
+    "log_softmax",
     "pack_weight",
     "paged_attn",
     "quantize",
+    "rms_norm",
     "rms_norm_quantize",
+    "rope",
     "scaled_gemm",
     "silu_mul_quantize",
+    "softmax",
     "sparse_gemm",
     "sparse_pack",
+    "swiglu",
     "unpack_weight",
     "weight_gemm",
 ]

@@ -7,7 +7,7 @@ the new dimension, of `size`, in front. It returns ``(changed, unfold)``: the ar
 call that does not fold: that one is served slice by slice.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -54,3 +54,23 @@ def everywhere(size: int, batched: set[str], **given: Any) -> tuple | None:
     if any(x.dim() > MAX_DIMS for x in changed.values()):
         return None
     return changed, lambda name, x: x
+
+
+def rows(*names: str, unless: Sequence[str] = (), empty: dict[str, Callable[[dict], bool]] | None = None) -> Callable:
+    """The fold of an op over rows, whose tensors `names` all have one leading shape: the new dimension joins it.
+
+    What else is a tensor may not be batched, and arguments `unless` not be true: they ask for sums over all rows. empty: results
+    that a call does not have, by a question about its arguments.
+    """
+
+    def fold(size: int, batched: set[str], **given: Any) -> tuple | None:
+        if not batched <= set(names) or any(given[name] for name in unless):
+            return None
+        tensors = {n: given[n] for n in names if given[n] is not None}
+        changed = {n: x if n in batched else x.expand(size, *x.shape) for n, x in tensors.items()}
+        if any(x.dim() > MAX_DIMS for x in changed.values()):
+            return None
+        missing = {n for n, asked in (empty or {}).items() if asked(given)}
+        return changed, lambda name, x: None if name in missing else x
+
+    return fold

@@ -133,12 +133,17 @@ def _fast(rules: _Rules, first: bool, below: Callable) -> Callable:
         ctx.set_materialize_grads(False)
         return results
 
+    def forward_of_one(ctx, *args):
+        result = below(*args)
+        keep(ctx, args, (result,))
+        return result
+
     def backward(ctx, *grads):
         if grads[0] is None and not any(grad is not None for grad in grads):
             return (None,) * len(ctx.needs_input_grad)
         return rules.gradients(ctx, grads)
 
-    forward = forward_of_first if first else forward_of_all
+    forward = forward_of_first if first else forward_of_one if len(rules.op.results) == 1 else forward_of_all
     return _apply_of(_function(rules.op.name, forward=forward, backward=backward))
 
 

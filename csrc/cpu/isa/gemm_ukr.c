@@ -4,6 +4,7 @@
  * Per step of k: NV loads of B, M broadcasts of A, M * NV multiply-adds that never leave the registers.
  */
 #include "../blocks.h"
+#include "activation.h"
 #include "tile.h"
 
 INLINE void register_tile(const int M, const int nv, const bool a_is_rows, int64_t cells, const cell *a, int64_t step,
@@ -79,17 +80,6 @@ const gk_ukr_fn SYM(gk_ukr_panel)[NV][MR] = {{ROWS_1_TO_MR(NAME, panel, false, 1
 const gk_ukr_fn SYM(gk_ukr_rows)[NV][MR] = {{ROWS_1_TO_MR(NAME, rows, true, 1)}, {ROWS_1_TO_MR(NAME, rows, true, 2)}};
 
 /* ---- the way out: activation(alpha acc + beta c + bias) -> out, preact ---------------------------- */
-INLINE vf activate(vf x, gk_activation activation) {
-    switch (activation) {
-    case GK_ACT_RELU: return vf_select(vf_lt(x, vf_set1(0)), vf_set1(0), x); /* NaN stays */
-    case GK_ACT_GELU: return 0.5f * x * (1.0f + vf_erf(x * 0.70710678f));
-    case GK_ACT_GELU_TANH: /* (1 + tanh(u)) / 2 as sigmoid(2 u), which does not cancel below 0 */
-        return x * vf_sigmoid(1.5957691f * vf_fma(0.044715f * x * x, x, x));
-    case GK_ACT_SILU: return x * vf_sigmoid(x);
-    default: return x;
-    }
-}
-
 /* W values of one row at columns col .. col + n of a vector or matrix whose columns lie `stride` apart */
 INLINE vf load_strided(const void *p, gk_dtype dtype, int64_t stride, int64_t col, int64_t n) {
     if (stride == 1) return vf_load_dtype(p, dtype, col, n);
@@ -164,28 +154,6 @@ static void packed_run(const gk_context *ctx, const void *args, const gk_plan *p
 const gk_cpu_kernel SYM(gk_gemm_packed) = {packed_plan, packed_run};
 
 /* grad_in = grad_out * activation'(saved), element by element; a task is a run of rows of the last dimension. */
-INLINE vf activation_slope(vf x, gk_activation activation) {
-    const vf one = vf_set1(1);
-    /* a preact that overflowed has the slope of the curve's end, 0 or 1, as all have from 1000 on; NaN stays */
-    x = vf_max(vf_set1(-1000), vf_min(vf_set1(1000), x));
-    switch (activation) {
-    case GK_ACT_GELU: {
-        vf density = 0.39894228f * vf_exp2(x * x * (-0.5f * GK_LOG2E));
-        return vf_fma(x, density, 0.5f * (1.0f + vf_erf(x * 0.70710678f)));
-    }
-    case GK_ACT_GELU_TANH: {
-        vf xx = x * x, t = vf_tanh(0.79788456f * vf_fma(0.044715f * xx, x, x));
-        vf inner = 0.79788456f * vf_fma(vf_set1(3 * 0.044715f), xx, one);
-        return vf_fma(0.5f * x * (1.0f - t * t), inner, 0.5f * (1.0f + t));
-    }
-    case GK_ACT_SILU: {
-        vf s = vf_sigmoid(x);
-        return s * vf_fma(x, 1.0f - s, one);
-    }
-    default: return one;
-    }
-}
-
 /* relu selects: where its output is 0 an infinite or NaN gradient stops, and where that is NaN it passes. */
 INLINE vf activation_gradient(vf grad, vf saved, gk_activation activation) {
     if (activation != GK_ACT_RELU) return grad * activation_slope(saved, activation);

@@ -1,0 +1,137 @@
+"""Operations along the last dimension beside torch's own: norms, softmax, gated units, rotary embedding, cross entropy, forward
+and backward; on CUDA beside torch.compile of torch's own, too, with --compile.
+
+python benchmarks/bench_rows.py [--quick] [--only rms_norm layer_norm softmax swiglu cross_entropy rope] [--device cpu|cuda] [--compile]
+
+GB/s counts what an op must move: inputs read once, results written once. On CUDA operands are cold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+import torch.nn.functional as F
+from harness import DTYPES, Case, Run, arguments, open_device
+from torch import Tensor
+
+import torch_gpukern as gk
+
+LOSSES = {"cpu": ((256, 32000), (64, 131072)), "cuda": ((8192, 32000), (4096, 131072))}
+SHAPES = {
+    "cpu": ((1024, 4096), (4096, 128), (64, 50257), (16, 262144)),
+    "cuda": ((8192, 4096), (4096, 16384), (1024, 65536), (512, 131072)),
+}
+
+
+def with_gradient(fn):
+    """Forward and backward of the sum of fn, by all of its inputs."""
+
+    def step(*inputs: Tensor):
+        leaves = [x.detach().requires_grad_() if x.is_floating_point() else x for x in inputs]
+        return torch.autograd.grad(fn(*leaves).sum(), [x for x in leaves if x.requires_grad])
+
+    return step
+
+
+def pair(group: str, label: str, dtype: str, make, ours, theirs, read: int, compiled: bool):
+    """The forward, and the forward and backward, whose traffic is taken for three times that of the forward."""
+    for name, wrap, times in (("", lambda f: f, 1), (" forward+backward", with_gradient, 3)):
+        peers, judge = {"torch": wrap(theirs)}, wrap(theirs)
+        if compiled:
+            peers["torch.compile"] = wrap(torch.compile(theirs, dynamic=False))
+        yield Case(
+            group=group + name,
+            label=label,
+            dtype=dtype,
+            make=make,
+            ours=wrap(ours),
+            peers=peers,
+            reference=lambda *x, f=judge: f(*(y.double() if y.is_floating_point() else y for y in x)),
+            flops=0.0,
+            bytes=float(times * read * DTYPES[dtype].itemsize),
+            rotate=True,
+            unit="GB/s",
+        )
+
+
+def cases(device: torch.device, quick: bool, compiled: bool):
+    for dtype in ("bf16",) if quick else ("f32", "bf16"):
+        of = {"device": device, "dtype": DTYPES[dtype]}
+        for m, n in SHAPES[device.type][: 2 if quick else None]:
+            yield from row_cases(m, n, dtype, of, compiled)
+        for m, v in LOSSES[device.type]:
+            yield from pair(
+                "cross_entropy",
+                f"{m}x{v}",
+                dtype,
+                lambda m=m, v=v, of=of: (torch.randn(m, v, **of), torch.randint(v, (m,), device=device)),
+                gk.cross_entropy,
+                F.cross_entropy,
+                m * v,
+                compiled,
+            )
+        yield rope_case(8192 if device.type == "cuda" else 1024, dtype, device)
+
+
+def row_cases(m: int, n: int, dtype: str, of: dict, compiled: bool):
+    """Of rows of n columns."""
+    label, half = f"{m}x{n}", n // 2
+
+    def make(vectors: int):
+        return lambda: (torch.randn(m, n, **of), *(torch.randn(n, **of) for _ in range(vectors)))
+
+    def rms(x: Tensor, w: Tensor) -> Tensor:
+        return F.rms_norm(x, (n,), w, 1e-6)
+
+    def layer(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return F.layer_norm(x, (n,), w, b)
+
+    yield from pair("rms_norm", label, dtype, make(1), gk.rms_norm, rms, 2 * m * n, compiled)
+    yield from pair("layer_norm", label, dtype, make(2), gk.layer_norm, layer, 2 * m * n, compiled)
+    yield from pair("softmax", label, dtype, make(0), gk.softmax, lambda x: F.softmax(x, -1), 2 * m * n, compiled)
+    if n % 2 == 0:
+        yield from pair(
+            "swiglu",
+            label,
+            dtype,
+            make(0),
+            gk.swiglu,
+            lambda x: F.silu(x[:, :half]) * x[:, half:],
+            3 * m * half,
+            compiled,
+        )
+
+
+def rope_case(tokens: int, dtype: str, device: torch.device) -> Case:
+    def make():
+        q, k = (torch.randn(1, tokens, h, 128, device=device, dtype=DTYPES[dtype]).transpose(1, 2) for h in (32, 8))
+        angle = torch.rand(tokens, 64, device=device)
+        return q, k, angle.cos(), angle.sin()
+
+    def eager(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor):
+        """As transformers has it: cos and sin twice, in the dtype of q."""
+        c, s = (torch.cat((y, y), -1).to(q.dtype) for y in (cos, sin))
+        return tuple(x * c + torch.cat((-x[..., 64:], x[..., :64]), -1) * s for x in (q, k))
+
+    return Case(group="rope", label=f"32/8 heads of 128, {tokens} tokens", dtype=dtype, make=make, ours=gk.rope, peers={"torch": eager},
+                reference=lambda q, k, c, s: gk.rope(q.double(), k.double(), c, s), flops=0.0,
+                bytes=2.0 * 40 * tokens * 128 * DTYPES[dtype].itemsize, rotate=True, unit="GB/s")  # fmt: skip
+
+
+def own_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--compile", action="store_true", help="torch.compile of torch's own beside it")
+
+
+def main() -> None:
+    args = arguments("rows", more=own_options)
+    device = open_device(args.device)
+    run = Run("rows", args, device)
+    for case in cases(device.device, args.quick, args.compile):
+        run.add(case)
+    run.finish({})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

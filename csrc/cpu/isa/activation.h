@@ -1,0 +1,41 @@
+/* activation.h: the activations of gemm and of gated units as vectors, and their derivatives (gk_activation in gpukern.h). */
+#ifndef GPUKERN_CPU_ACTIVATION_H
+#define GPUKERN_CPU_ACTIVATION_H
+
+#include "vec.h"
+
+INLINE vf activate(vf x, gk_activation activation) {
+    switch (activation) {
+    case GK_ACT_RELU: return vf_select(vf_lt(x, vf_set1(0)), vf_set1(0), x); /* NaN stays */
+    case GK_ACT_GELU: return 0.5f * x * (1.0f + vf_erf(x * 0.70710678f));
+    case GK_ACT_GELU_TANH: /* (1 + tanh(u)) / 2 as sigmoid(2 u), which does not cancel below 0 */
+        return x * vf_sigmoid(1.5957691f * vf_fma(0.044715f * x * x, x, x));
+    case GK_ACT_SILU: return x * vf_sigmoid(x);
+    default: return x;
+    }
+}
+
+/* The derivative at x, the value before the activation; not of relu. */
+INLINE vf activation_slope(vf x, gk_activation activation) {
+    const vf one = vf_set1(1);
+    /* a preact that overflowed has the slope of the curve's end, 0 or 1, as all have from 1000 on; NaN stays */
+    x = vf_max(vf_set1(-1000), vf_min(vf_set1(1000), x));
+    switch (activation) {
+    case GK_ACT_GELU: {
+        vf density = 0.39894228f * vf_exp2(x * x * (-0.5f * GK_LOG2E));
+        return vf_fma(x, density, 0.5f * (1.0f + vf_erf(x * 0.70710678f)));
+    }
+    case GK_ACT_GELU_TANH: {
+        vf xx = x * x, t = vf_tanh(0.79788456f * vf_fma(0.044715f * xx, x, x));
+        vf inner = 0.79788456f * vf_fma(vf_set1(3 * 0.044715f), xx, one);
+        return vf_fma(0.5f * x * (1.0f - t * t), inner, 0.5f * (1.0f + t));
+    }
+    case GK_ACT_SILU: {
+        vf s = vf_sigmoid(x);
+        return s * vf_fma(x, 1.0f - s, one);
+    }
+    default: return one;
+    }
+}
+
+#endif

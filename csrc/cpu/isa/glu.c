@@ -1,0 +1,131 @@
+/* glu: gated linear units over rows, forward and backward, compiled once per ISA. Shazeer 2020, arXiv:2002.05202.
+ *   out = act(gate) up;   dgate = g up act'(gate),   dup = g act(gate)
+ * gate, up, out, g, dgate, dup [M, N] of one dtype (float32, bfloat16, float16). A task is a run of rows, or, of long rows, of
+ * columns of one. No workspace. Not here: float64 (ref/). */
+#include "activation.h"
+#include "rows.h"
+
+/* Rows are cut into runs of ROW_TASK columns, a task is one of them or several rows. */
+typedef struct glu_plan {
+    int64_t rows, n, each, cuts;
+} glu_plan;
+GK_PLAN_HOLDS(glu_plan);
+
+static void plan_rows(const gk_tensor *x, gk_plan *plan) {
+    glu_plan *p = GK_OWN(glu_plan, plan);
+    p->rows = rows_of(x), p->n = x->shape[x->ndim - 1];
+    p->each = rows_per_task(p->n), p->cuts = gk_max_i64(1, gk_ceil_div(p->n, ROW_TASK));
+    plan->tasks = p->n == 0 ? 0 : gk_ceil_div(p->rows, p->each) * p->cuts;
+}
+
+typedef struct span {
+    int64_t row, end, from, to; /* rows [row, end), columns [from, to) */
+} span;
+
+static span span_of(const glu_plan *p, int64_t task) {
+    const int64_t row = task / p->cuts * p->each, from = task % p->cuts * ROW_TASK;
+    return (span){row, gk_min_i64(row + p->each, p->rows), from, gk_min_i64(from + ROW_TASK, p->n)};
+}
+
+/* Calls body(dtype, activation) with both known to the compiler. */
+#define ACTIVATIONS(dtype, body)                                 \
+    switch (job->a->activation) {                                \
+    case GK_ACT_SILU: body(dtype, GK_ACT_SILU); break;           \
+    case GK_ACT_GELU: body(dtype, GK_ACT_GELU); break;           \
+    case GK_ACT_GELU_TANH: body(dtype, GK_ACT_GELU_TANH); break; \
+    case GK_ACT_NONE:                                            \
+    case GK_ACT_RELU: break; /* refused by the check */          \
+    }
+
+/* ---- forward --------------------------------------------------------------------------------------- */
+typedef struct fwd_job {
+    const gk_glu_args *a;
+    const glu_plan *p;
+    gk_tensor gate, up;
+} fwd_job;
+
+INLINE void fwd_rows(const fwd_job *job, span s, gk_dtype dtype, gk_activation activation) {
+    for (int64_t row = s.row; row < s.end; ++row) {
+        const char *gate = row_at(&job->gate, row), *up = row_at(&job->up, row);
+        char *out = row_at(&job->a->out, row);
+        for (int64_t i = s.from; i < s.to; i += W) {
+            const vf y = activate(vf_load_dtype(gate, dtype, i, s.to - i), activation);
+            vf_store_dtype(out, dtype, i, y * vf_load_dtype(up, dtype, i, s.to - i), s.to - i);
+        }
+    }
+}
+
+static void fwd_task(void *arg, int64_t task, int64_t worker) {
+    (void)worker;
+    const fwd_job *job = arg;
+    const span s = span_of(job->p, task);
+#define RUN(dtype, activation) fwd_rows(job, s, dtype, activation)
+#define OF_DTYPE(dtype, wide) ACTIVATIONS(dtype, RUN)
+    ROW_DTYPES(job->a->gate.dtype, false, OF_DTYPE)
+#undef RUN
+}
+
+static bool fwd_plan(const gk_context *ctx, const void *args, gk_plan *plan) {
+    (void)ctx;
+    plan_rows(&((const gk_glu_args *)args)->out, plan);
+    return true;
+}
+
+static void fwd_run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
+    (void)workspace;
+    const gk_glu_args *a = args;
+    fwd_job job = {a, GK_OWN_CONST(glu_plan, plan), gk_glu_half(&a->gate, a->up, 0), gk_glu_half(&a->gate, a->up, 1)};
+    gk_parallel(ctx, plan->tasks, fwd_task, &job);
+}
+
+const gk_cpu_kernel SYM(gk_glu_fwd) = {fwd_plan, fwd_run};
+
+/* ---- backward -------------------------------------------------------------------------------------- */
+typedef struct bwd_job {
+    const gk_glu_bwd_args *a;
+    const glu_plan *p;
+    gk_tensor gate, up, dgate, dup;
+} bwd_job;
+
+INLINE void bwd_rows(const bwd_job *job, span s, gk_dtype dtype, gk_activation activation) {
+    for (int64_t row = s.row; row < s.end; ++row) {
+        const char *grad = row_at(&job->a->grad_out, row), *gate = row_at(&job->gate, row), *up = row_at(&job->up, row);
+        char *dgate = row_at(&job->dgate, row), *dup = row_at(&job->dup, row);
+        for (int64_t i = s.from; i < s.to; i += W) {
+            const int64_t n = s.to - i;
+            const vf g = vf_load_dtype(grad, dtype, i, n), x = vf_load_dtype(gate, dtype, i, n);
+            const vf u = vf_load_dtype(up, dtype, i, n);
+            vf_store_dtype(dgate, dtype, i, g * u * activation_slope(x, activation), n);
+            vf_store_dtype(dup, dtype, i, g * activate(x, activation), n);
+        }
+    }
+}
+
+static void bwd_task(void *arg, int64_t task, int64_t worker) {
+    (void)worker;
+    const bwd_job *job = arg;
+    const span s = span_of(job->p, task);
+#define RUN(dtype, activation) bwd_rows(job, s, dtype, activation)
+    ROW_DTYPES(job->a->gate.dtype, false, OF_DTYPE)
+#undef RUN
+}
+
+static bool bwd_plan(const gk_context *ctx, const void *args, gk_plan *plan) {
+    (void)ctx;
+    plan_rows(&((const gk_glu_bwd_args *)args)->grad_out, plan);
+    return true;
+}
+
+static void bwd_run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
+    (void)workspace;
+    const gk_glu_bwd_args *a = args;
+    bwd_job job = {a,
+                   GK_OWN_CONST(glu_plan, plan),
+                   gk_glu_half(&a->gate, a->up, 0),
+                   gk_glu_half(&a->gate, a->up, 1),
+                   gk_glu_half(&a->dgate, a->dup, 0),
+                   gk_glu_half(&a->dgate, a->dup, 1)};
+    gk_parallel(ctx, plan->tasks, bwd_task, &job);
+}
+
+const gk_cpu_kernel SYM(gk_glu_bwd) = {bwd_plan, bwd_run};

@@ -1,0 +1,147 @@
+/* rows.h: what the CPU's row operations share. A row is the last dimension of a tensor [..., N], dense; the leading dimensions
+ * may have any strides. Values are float32 vectors on their way through the registers, whatever the dtype in memory.
+ *
+ * Sums over a row are taken in blocks of ROW_BLOCK columns: float32 vectors inside a block, double between blocks. So their
+ * error does not grow with the length, and their order depends on the length and the instruction set alone. */
+#ifndef GPUKERN_CPU_ROWS_H
+#define GPUKERN_CPU_ROWS_H
+
+#include "../kernels.h"
+#include "vec.h"
+
+enum {
+    ROW_BLOCK = 1024,    /* columns; 16 vectors of AVX-512 for each of 4 accumulators, so rounding stays at a few ulp */
+    ROW_TASK = 32 << 10, /* elements of a task: some 10 us of work, past what handing it out costs */
+    ROW_SUMS = 3         /* sums that one pass may take */
+};
+
+INLINE int64_t rows_of(const gk_tensor *t) {
+    int64_t rows = 1;
+    for (int d = 0; d < t->ndim - 1; ++d) rows *= t->shape[d];
+    return rows;
+}
+
+/* Offset in elements of row `row` along the first `dims` dimensions. */
+INLINE int64_t row_offset(const gk_tensor *t, int dims, int64_t row) {
+    int64_t offset = 0;
+    if (dims == 1) return row * t->stride[0];
+    for (int d = dims - 1; d >= 0; --d) {
+        offset += row % t->shape[d] * t->stride[d];
+        row /= t->shape[d];
+    }
+    return offset;
+}
+
+/* The first element of a row. */
+INLINE char *row_at(const gk_tensor *t, int64_t row) {
+    return (char *)t->data + row_offset(t, t->ndim - 1, row) * (gk_type_of(t->dtype)->bits / 8);
+}
+
+/* Of a tensor [...] that has one element for each row, that one. */
+INLINE char *row_element(const gk_tensor *t, int64_t row) {
+    return (char *)t->data + row_offset(t, t->ndim, row) * (gk_type_of(t->dtype)->bits / 8);
+}
+
+/* The sum of all lanes, and the largest, in one order each; the largest may lose a NaN. Four lanes at a time of what is stored, which
+ * every instruction set has. */
+typedef float four __attribute__((vector_size(16), may_alias));
+typedef int32_t four_ints __attribute__((vector_size(16)));
+INLINE float vf_total(vf v) {
+    float t[W] __attribute__((aligned(64)));
+    vf_store(t, v);
+    four sum = *(const four *)t;
+    for (int i = 4; i < W; i += 4) sum += *(const four *)(t + i);
+    return (sum[0] + sum[2]) + (sum[1] + sum[3]);
+}
+INLINE float vf_peak(vf v) {
+    float t[W] __attribute__((aligned(64)));
+    vf_store(t, v);
+    four peak = *(const four *)t;
+    for (int i = 4; i < W; i += 4) {
+        const four x = *(const four *)(t + i);
+        const four_ints more = x > peak;
+        peak = (four)(((four_ints)x & more) | ((four_ints)peak & ~more));
+    }
+    const float a = peak[0] > peak[2] ? peak[0] : peak[2], b = peak[1] > peak[3] ? peak[1] : peak[3];
+    return a > b ? a : b;
+}
+
+/* Rows of one task, so that it has about ROW_TASK elements. */
+INLINE int64_t rows_per_task(int64_t n) { return gk_max_i64(1, ROW_TASK / gk_max_i64(1, n)); }
+
+/* Adds to s[0 .. k) what columns [i, i + n) contribute; n < W only at a row's end, where lanes from n on must add 0. */
+typedef void (*row_terms)(const void *arg, int64_t i, int64_t n, vf *s);
+
+/* total[0 .. k) of columns [begin, end), at most ROW_BLOCK of them. */
+INLINE void block_sums(int k, row_terms add, const void *arg, int64_t begin, int64_t end, double *total) {
+    vf s[4][ROW_SUMS] = {{{0}}};
+    int64_t i = begin;
+    for (; i + 4 * W <= end; i += 4 * W) {
+#pragma GCC unroll 4
+        for (int v = 0; v < 4; ++v) add(arg, i + v * W, W, s[v]);
+    }
+    for (; i + W <= end; i += W) add(arg, i, W, s[0]);
+    if (i < end) add(arg, i, end - i, s[1]);
+    for (int j = 0; j < k; ++j) total[j] = vf_total((s[0][j] + s[1][j]) + (s[2][j] + s[3][j]));
+}
+
+INLINE void row_sums(int k, row_terms add, const void *arg, int64_t n, double *total) {
+    for (int j = 0; j < k; ++j) total[j] = 0;
+    for (int64_t begin = 0; begin < n; begin += ROW_BLOCK) {
+        double of_block[ROW_SUMS];
+        block_sums(k, add, arg, begin, gk_min_i64(n, begin + ROW_BLOCK), of_block);
+        for (int j = 0; j < k; ++j) total[j] += of_block[j];
+    }
+}
+
+/* Lanes from n on become 0. */
+INLINE vf vf_first(vf x, int64_t n) { return n >= W ? x : vf_select(vm_first(n), x, vf_set1(0)); }
+
+/* A weight or bias [N] as the rows' loops read it: dense, of the rows' dtype or float32. */
+typedef struct row_vector {
+    const void *data; /* NULL: not given */
+    float more;       /* is added to each */
+    bool wide;        /* float32, whatever the rows' dtype */
+} row_vector;
+
+/* One that is strided is copied to `room`, float32 [N]. */
+INLINE row_vector row_vector_of(const gk_tensor *t, float more, gk_dtype rows, float *room) {
+    if (!t) return (row_vector){0};
+    const int64_t n = t->shape[0];
+    if (t->stride[0] == 1 || n == 1) return (row_vector){t->data, more, t->dtype != rows};
+    for (int64_t i = 0; i < n; ++i) room[i] = (float)gk_load(t->data, t->dtype, i * t->stride[0]);
+    return (row_vector){room, more, true};
+}
+
+/* The same values as float32 in `room`. */
+INLINE void row_widen(row_vector *v, gk_dtype rows, int64_t n, float *room) {
+    for (int64_t i = 0; i < n; i += W) vf_store_first(room + i, vf_load_dtype(v->data, rows, i, n - i), n - i);
+    v->data = room, v->wide = true;
+}
+
+INLINE vf row_vector_at(const row_vector *v, gk_dtype rows, bool wide, int64_t i, int64_t n) {
+    return vf_load_dtype(v->data, wide ? GK_F32 : rows, i, n) + v->more;
+}
+
+/* Calls body(dtype, wide) with a dtype that the compiler knows, and likewise whether vectors are float32. */
+#define ROW_DTYPES(dtype, wide, body)                           \
+    switch (dtype) {                                            \
+    case GK_F32: body(GK_F32, true); break;                     \
+    case GK_BF16:                                               \
+        if (wide) {                                             \
+            body(GK_BF16, true);                                \
+        } else {                                                \
+            body(GK_BF16, false);                               \
+        }                                                       \
+        break;                                                  \
+    case GK_F16:                                                \
+        if (wide) {                                             \
+            body(GK_F16, true);                                 \
+        } else {                                                \
+            body(GK_F16, false);                                \
+        }                                                       \
+        break;                                                  \
+    default: break; /* has no kernel here: the tables say so */ \
+    }
+
+#endif

@@ -1,0 +1,44 @@
+/* activation.h: the activations and their derivatives in double (gk_activation in gpukern.h). */
+#ifndef GPUKERN_REF_ACTIVATION_H
+#define GPUKERN_REF_ACTIVATION_H
+
+#include "../internal.h"
+
+#define SQRT_HALF 0.70710678118654752440
+#define SQRT_2_OVER_PI 0.79788456080286535588
+#define INV_SQRT_2PI 0.39894228040143267794
+#define TANH_CUBIC 0.044715
+
+/* Comparisons are written so that a NaN stays one. */
+static inline double act(gk_activation activation, double x) {
+    switch (activation) {
+    case GK_ACT_NONE: break;
+    case GK_ACT_RELU: return x < 0 ? 0 : x;
+    case GK_ACT_GELU: return 0.5 * x * (1 + erf(x * SQRT_HALF));
+    case GK_ACT_GELU_TANH: return 0.5 * x * (1 + tanh(SQRT_2_OVER_PI * (x + TANH_CUBIC * x * x * x)));
+    case GK_ACT_SILU: return x / (1 + exp(-x));
+    }
+    return x;
+}
+
+/* x is the value before the activation; for relu its result, which has the same sign. One that overflowed has the slope of
+ * the curve's end, 0 or 1, as all have from 1000 on. */
+static inline double act_derivative(gk_activation activation, double x) {
+    x = x > 1000 ? 1000 : x < -1000 ? -1000 : x;
+    switch (activation) {
+    case GK_ACT_NONE: break;
+    case GK_ACT_RELU: return x <= 0 ? 0 : 1;
+    case GK_ACT_GELU: return 0.5 * (1 + erf(x * SQRT_HALF)) + x * INV_SQRT_2PI * exp(-0.5 * x * x);
+    case GK_ACT_GELU_TANH: {
+        double t = tanh(SQRT_2_OVER_PI * (x + TANH_CUBIC * x * x * x));
+        return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * SQRT_2_OVER_PI * (1 + 3 * TANH_CUBIC * x * x);
+    }
+    case GK_ACT_SILU: {
+        double s = 1 / (1 + exp(-x));
+        return s * (1 + x * (1 - s));
+    }
+    }
+    return 1;
+}
+
+#endif

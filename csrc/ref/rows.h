@@ -1,0 +1,38 @@
+/* rows.h: elements of tensors [..., N] by row and column, in double. */
+#ifndef GPUKERN_REF_ROWS_H
+#define GPUKERN_REF_ROWS_H
+
+#include "../internal.h"
+
+static inline int64_t last_size(const gk_tensor *t) { return t->shape[t->ndim - 1]; }
+
+static inline int64_t num_rows(const gk_tensor *t) {
+    int64_t rows = 1;
+    for (int d = 0; d < t->ndim - 1; ++d) rows *= t->shape[d];
+    return rows;
+}
+
+/* Offset of a row: of its only element, where t [...] has one a row (`last` 0), else of its first (`last` 1). */
+static inline int64_t ref_row_offset(const gk_tensor *t, int64_t row, int last) {
+    int64_t offset = 0;
+    for (int d = t->ndim - 1 - last; d >= 0; --d) {
+        offset += row % t->shape[d] * t->stride[d];
+        row /= t->shape[d];
+    }
+    return offset;
+}
+
+static inline double ref_at(const gk_tensor *t, int64_t row, int64_t i) {
+    return gk_load(t->data, t->dtype, ref_row_offset(t, row, 1) + i * t->stride[t->ndim - 1]);
+}
+static inline void ref_put(const gk_tensor *t, int64_t row, int64_t i, double x) {
+    gk_store(t->data, t->dtype, ref_row_offset(t, row, 1) + i * t->stride[t->ndim - 1], x);
+}
+static inline double ref_vector_at(const gk_tensor *t, int64_t i) {
+    return gk_load(t->data, t->dtype, i * t->stride[0]);
+}
+static inline void ref_vector_put(const gk_tensor *t, int64_t i, double x) {
+    gk_store(t->data, t->dtype, i * t->stride[0], x);
+}
+
+#endif

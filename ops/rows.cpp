@@ -1,0 +1,234 @@
+// rows.cpp: operations along the last dimension: norms, softmax, gated linear units, rotary embedding, cross entropy.
+#include "run.h"
+
+namespace gk {
+namespace {
+
+// ---- norms ----------------------------------------------------------------------------------------
+template <gk_norm_kind KIND> struct Norm {
+    Tensor x;               // [..., N]
+    OptTensor weight, bias; // [N]
+    OptTensor residual;     // like x
+    double eps;
+    double weight_offset;
+
+    GK_OP(norm_fwd, gk_norm_args, KIND == GK_RMS_NORM ? "rms_norm" : "layer_norm", 2)
+    GK_TENSORS(x, weight, bias, residual)
+
+    void fill(C &to) {
+        to.kind = KIND, to.x = x.view;
+        to.weight = weight.view_or_null(), to.bias = bias.view_or_null(), to.residual = residual.view_or_null();
+        to.eps = eps, to.weight_offset = weight_offset;
+    }
+    // (out, sum); sum is empty without a residual
+    static void place(C &to, Results &r) {
+        to.out = r[0].view;
+        if (to.residual) to.sum = &r[1].view;
+    }
+};
+
+template <gk_norm_kind KIND> struct NormBwd {
+    Tensor grad_out, h; // [..., N]
+    OptTensor weight, grad_sum;
+    double eps, weight_offset;
+    bool need_weight, need_bias;
+
+    GK_OP(norm_bwd, gk_norm_bwd_args, KIND == GK_RMS_NORM ? "rms_norm_bwd" : "layer_norm_bwd", 3)
+    GK_TENSORS(grad_out, h, weight, grad_sum)
+
+    void fill(C &to) {
+        to.kind = KIND, to.grad_out = grad_out.view, to.h = h.view;
+        to.weight = weight.view_or_null(), to.grad_sum = grad_sum.view_or_null();
+        to.eps = eps, to.weight_offset = weight_offset;
+        // until place() only their dtype counts, and that they are wanted
+        const gk_tensor *like = weight ? &weight.view : &h.view;
+        if (need_weight) to.dweight = like;
+        if (need_bias) to.dbias = like;
+    }
+    // (dx, dweight, dbias); what is not needed is empty
+    static void place(C &to, Results &r) {
+        to.dx = r[0].view;
+        if (to.dweight) to.dweight = &r[1].view;
+        if (to.dbias) to.dbias = &r[2].view;
+    }
+    static constexpr bool runs_empty = true; // sums over no rows are zeros
+};
+
+// ---- softmax --------------------------------------------------------------------------------------
+template <bool LOG> struct Softmax {
+    Tensor x; // [..., N]
+    double scale;
+    OptTensor lengths; // [...] int32
+
+    GK_OP(softmax_fwd, gk_softmax_args, LOG ? "log_softmax" : "softmax", 1)
+    GK_TENSORS(x, lengths)
+
+    void fill(C &to) {
+        to.x = x.view, to.lengths = lengths.view_or_null();
+        to.scale = scale, to.log = LOG;
+    }
+    static void place(C &to, Results &r) { to.out = r[0].view; }
+};
+
+template <bool LOG> struct SoftmaxBwd {
+    Tensor grad_out, out; // [..., N]
+    double scale;
+    OptTensor lengths;
+
+    GK_OP(softmax_bwd, gk_softmax_bwd_args, LOG ? "log_softmax_bwd" : "softmax_bwd", 1)
+    GK_TENSORS(grad_out, out, lengths)
+
+    void fill(C &to) {
+        to.grad_out = grad_out.view, to.out = out.view, to.lengths = lengths.view_or_null();
+        to.scale = scale, to.log = LOG;
+    }
+    static void place(C &to, Results &r) { to.dx = r[0].view; }
+};
+
+// ---- gated linear units ---------------------------------------------------------------------------
+struct Swiglu {
+    Tensor gate;  // [..., N], or [..., 2 N] without up
+    OptTensor up; // [..., N]
+
+    GK_OP(glu_fwd, gk_glu_args, "swiglu", 1)
+    GK_TENSORS(gate, up)
+
+    void fill(C &to) { to.gate = gate.view, to.up = up.view_or_null(), to.activation = GK_ACT_SILU; }
+    static void place(C &to, Results &r) { to.out = r[0].view; }
+};
+
+gk_activation parse_gelu(std::string_view approximate) {
+    if (approximate == "none") return GK_ACT_GELU;
+    if (approximate == "tanh") return GK_ACT_GELU_TANH;
+    bad_argument("geglu", "approximate must be none or tanh, got '", approximate, "'");
+}
+
+struct Geglu {
+    Tensor gate;
+    OptTensor up;
+    String approximate;
+
+    GK_OP(glu_fwd, gk_glu_args, "geglu", 1)
+    GK_TENSORS(gate, up)
+
+    void fill(C &to) { to.gate = gate.view, to.up = up.view_or_null(), to.activation = parse_gelu(approximate); }
+    static void place(C &to, Results &r) { to.out = r[0].view; }
+};
+
+// approximate "": of swiglu
+struct GluBwd {
+    Tensor grad_out, gate;
+    OptTensor up;
+    String approximate;
+
+    GK_OP(glu_bwd, gk_glu_bwd_args, "glu_bwd", 2)
+    GK_TENSORS(grad_out, gate, up)
+
+    void fill(C &to) {
+        to.grad_out = grad_out.view, to.gate = gate.view, to.up = up.view_or_null();
+        const std::string_view text = approximate;
+        to.activation = text.empty() ? GK_ACT_SILU : parse_gelu(text);
+    }
+    // (dgate, dup); dup is empty without up
+    static void place(C &to, Results &r) {
+        to.dgate = r[0].view;
+        if (to.up) to.dup = &r[1].view;
+    }
+};
+
+// ---- rotary embedding -----------------------------------------------------------------------------
+struct Rope {
+    Tensor q;            // [B, Hq, S, D] or [T, Hq, D]
+    OptTensor k;         // [B, Hkv, S, D] or [T, Hkv, D]
+    Tensor cos, sin;     // [P, R / 2] float32
+    OptTensor positions; // [S], [B, S] or [T]
+    bool interleaved, inverse;
+
+    GK_OP(rope, gk_rope_args, "rope", 2)
+    GK_TENSORS(q, k, cos, sin, positions)
+
+    void fill(C &to) {
+        to.q = q.view, to.k = k.view_or_null(), to.cos = cos.view, to.sin = sin.view;
+        to.positions = positions.view_or_null(), to.interleaved = interleaved, to.inverse = inverse;
+    }
+    // (out_q, out_k); out_k is empty without k
+    static void place(C &to, Results &r) {
+        to.out_q = r[0].view;
+        if (to.k) to.out_k = &r[1].view;
+    }
+    const Tensor *stored_like(int i) const { return i ? &k : &q; }
+    static constexpr bool runs_empty = true; // k may have heads where q has none
+};
+
+// ---- cross entropy --------------------------------------------------------------------------------
+struct CrossEntropy {
+    Tensor logits;    // [..., V]
+    Tensor target;    // [...] int64
+    OptTensor weight; // [V]
+    int64_t ignore_index;
+    double label_smoothing, softcap, logit_scale;
+
+    GK_OP(cross_entropy_fwd, gk_cross_entropy_args, "cross_entropy", 2)
+    GK_TENSORS(logits, target, weight)
+
+    void fill(C &to) {
+        to.logits = logits.view, to.target = target.view, to.weight = weight.view_or_null();
+        to.ignore_index = ignore_index;
+        to.label_smoothing = label_smoothing, to.softcap = softcap, to.logit_scale = logit_scale;
+    }
+    // (loss, lse), of each row
+    static void place(C &to, Results &r) { to.loss = r[0].view, to.lse = r[1].view; }
+};
+
+struct CrossEntropyBwd {
+    Tensor grad_loss, logits, target, lse; // [...], [..., V], [...], [...]
+    OptTensor weight;
+    int64_t ignore_index;
+    double label_smoothing, softcap, logit_scale;
+
+    GK_OP(cross_entropy_bwd, gk_cross_entropy_bwd_args, "cross_entropy_bwd", 1)
+    GK_TENSORS(grad_loss, logits, target, lse, weight)
+
+    void fill(C &to) {
+        to.fwd.size = sizeof to.fwd;
+        to.grad_loss = grad_loss.view;
+        to.fwd.logits = logits.view, to.fwd.target = target.view, to.fwd.lse = lse.view;
+        to.fwd.weight = weight.view_or_null(), to.fwd.ignore_index = ignore_index;
+        to.fwd.label_smoothing = label_smoothing, to.fwd.softcap = softcap, to.fwd.logit_scale = logit_scale;
+    }
+    static void place(C &to, Results &r) { to.dlogits = r[0].view; }
+};
+
+// X(name, op); forward ops have an explain, too
+#define FORWARD(X)                       \
+    X("rms_norm", Norm<GK_RMS_NORM>)     \
+    X("layer_norm", Norm<GK_LAYER_NORM>) \
+    X("softmax", Softmax<false>)         \
+    X("log_softmax", Softmax<true>)      \
+    X("swiglu", Swiglu)                  \
+    X("geglu", Geglu)                    \
+    X("rope", Rope)                      \
+    X("cross_entropy", CrossEntropy)
+#define BACKWARD(X)                             \
+    X("rms_norm_bwd", NormBwd<GK_RMS_NORM>)     \
+    X("layer_norm_bwd", NormBwd<GK_LAYER_NORM>) \
+    X("softmax_bwd", SoftmaxBwd<false>)         \
+    X("log_softmax_bwd", SoftmaxBwd<true>)      \
+    X("glu_bwd", GluBwd)                        \
+    X("cross_entropy_bwd", CrossEntropyBwd)
+
+void implement(Library &m) {
+#define RUN(name, ...) m.impl(name, op_all<__VA_ARGS__>);
+#define EXPLAIN(name, ...) m.impl("explain_" name, op_explain<__VA_ARGS__>);
+    FORWARD(RUN) BACKWARD(RUN) FORWARD(EXPLAIN)
+}
+
+void implement_shapes(Library &m) {
+#define RESULTS(name, ...) m.impl(name "_results", op_results<__VA_ARGS__>);
+    FORWARD(RESULTS) BACKWARD(RESULTS)
+}
+
+} // namespace
+} // namespace gk
+
+GK_IMPLEMENT()

@@ -1,0 +1,130 @@
+"""cross_entropy of logits: the public function and the declaration of the op, which gives each row's loss."""
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from .._library import NAMESPACE
+from . import batching, fakes
+from .define import define_op
+
+__all__ = ["Reduction", "cross_entropy", "reduce_rows"]
+
+Reduction = Literal["none", "mean", "sum"]
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float = 0.0,
+    logit_scale: float = 1.0,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """Cross entropy of logits and classes, without a second tensor of the logits' size before the gradient.
+
+    In float32 (float64 for float64), with e the label smoothing and w the class weights::
+
+        z = logit_scale * logits,  softcap > 0: z = softcap * tanh(logit_scale * logits / softcap)
+        loss = (1 - e) * w[t] * (lse - z[t]) + e / V * sum over c of w[c] * (lse - z[c])
+
+    Args:
+        logits: [..., V], float32, bfloat16, float16 or float64; V is 1 or more. Leading dimensions may have any
+            strides; where the last one is not dense logits are copied first.
+        target: [...] int64, classes in [0, V) or ignore_index.
+        weight: [V] float32 (float64 with float64).
+        ignore_index: rows with this target have loss 0 and gradient 0, and are not read.
+        label_smoothing: between 0 and 1.
+        softcap: 0 (off) or more.
+        logit_scale: finite.
+        reduction: ``"none"``, ``"sum"``, or ``"mean"``, the sum over w[t] of the rows that are not ignored; NaN where
+            all are, as in torch.
+
+    Returns:
+        [] or, without a reduction, [...]: float32 (float64 with float64), also of 16-bit logits.
+
+    Gradient: logits, in their dtype, 0 in ignored rows. Not twice differentiable.
+
+    Raises:
+        ValueError: a shape, dtype or value that the op does not take.
+        IndexError: a target that is no class. On CUDA that row's loss is NaN, and the error is raised by the next call
+            of an op or by `check_errors`.
+    """
+    rows, _ = _cross_entropy.call(logits, target, weight, ignore_index, label_smoothing, softcap, logit_scale)
+    return reduce_rows("cross_entropy", rows, target, weight, ignore_index, reduction)
+
+
+def reduce_rows(
+    op: str, rows: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: Reduction
+) -> Tensor:
+    """The losses of the rows, summed or averaged."""
+    if reduction not in get_args(Reduction):
+        raise ValueError(f"{NAMESPACE}::{op}: reduction must be none, mean or sum, got '{reduction}'")
+    if reduction == "none":
+        return rows
+    total = rows.sum(dtype=torch.float64)  # of many rows float32 would lose more than the rows themselves
+    if reduction == "mean":
+        total = total / total_weight(target, weight, ignore_index)
+    return total.to(rows.dtype)
+
+
+def total_weight(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """What a mean divides by: the weights of the rows that are not ignored."""
+    kept = target != ignore_index
+    if weight is None:
+        return kept.sum()
+    return weight[target.clamp(0, weight.shape[0] - 1)].masked_fill(~kept, 0).sum(dtype=torch.float64)
+
+
+def _symbolic(logits, target, **_):
+    stats = fakes.stats_dtype(logits)
+    return logits.new_empty(target.shape, dtype=stats), logits.new_empty(target.shape, dtype=stats)
+
+
+def _save(needs, args, loss, lse):
+    return (args[0], args[1], args[2] if len(args) > 2 else None, lse), {}
+
+
+def _backward(needs, logits, target, weight, lse, grad_loss, grad_lse, **rules):
+    if grad_loss is None:
+        grad_loss = torch.zeros_like(lse)
+    names = ("ignore_index", "label_smoothing", "softcap", "logit_scale")
+    how = {name: rules[name] for name in names}
+    dlogits = _cross_entropy_bwd.call_named(
+        grad_loss=grad_loss, logits=logits, target=target, lse=lse, weight=weight, **how
+    )
+    if grad_lse is not None:  # torch.func makes one of zeros
+        dlogits = dlogits + _of_lse(grad_lse, logits, target, lse, **how).to(dlogits.dtype)
+    return {"logits": dlogits}
+
+
+def _of_lse(grad_lse, logits, target, lse, ignore_index, softcap, logit_scale, **_):
+    """The gradient that comes by lse, which only callers of the op see."""
+    z, slope = logits.to(lse.dtype) * logit_scale, logit_scale
+    if softcap > 0:
+        z = softcap * torch.tanh(z / softcap)
+        slope = logit_scale * (1 - (z / softcap) ** 2)
+    grad = grad_lse[..., None] * torch.exp(z - lse[..., None]) * slope
+    return grad.masked_fill((target == ignore_index)[..., None], 0)
+
+
+_cross_entropy_bwd = define_op(
+    "cross_entropy_bwd",
+    symbolic=lambda logits, **_: (logits.new_empty(logits.shape),),
+    refuse="cross_entropy: it is not twice differentiable",
+    fold=batching.rows("grad_loss", "logits", "target", "lse"),
+)
+_cross_entropy = define_op(
+    "cross_entropy",
+    public=cross_entropy,
+    symbolic=_symbolic,
+    save=_save,
+    saved=("logits", "target", "weight", "lse"),
+    backward=_backward,
+    without_gradient=("weight",),
+    fold=batching.rows("logits", "target"),
+)

@@ -1,0 +1,159 @@
+"""rms_norm and layer_norm: the public functions and their declarations: fakes, gradients, vmap."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from . import batching
+from .define import define_op
+from .op import Op
+
+__all__ = ["layer_norm", "rms_norm"]
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Root mean square normalisation over the last dimension.
+
+    In float32, rounded once (float64 for float64), with h = x + residual, rounded to x's dtype::
+
+        out = h / sqrt(mean(h^2) + eps) * (weight + weight_offset) + bias
+
+    Args:
+        x: [..., N], float32, bfloat16, float16 or float64; N is 1 or more. Leading dimensions may have any
+            strides; where the last one is not dense x is copied first.
+        weight: [N] in x's dtype, or float32 beside a 16-bit x; 1 where it is not given.
+        bias: [N], likewise; 0 where it is not given.
+        residual: x's shape and dtype, added to x before it is normalised.
+        eps: finite, 0 or more.
+        weight_offset: is added to weight (1 in Gemma's checkpoints); not read without one.
+
+    Returns:
+        out, of x's shape and dtype, contiguous. With a residual (out, x + residual).
+
+    Gradients: x, residual, weight and bias, each in its own dtype. Those of weight and bias are sums over all
+    rows in float32 in a fixed order: the same bits each time. Not twice differentiable.
+
+    Autocast casts nothing: what is 16-bit stays so in memory, and is float32 inside.
+
+    Raises:
+        ValueError: a shape, dtype or value that the op does not take.
+
+    Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), arXiv:1910.07467.
+    """
+    out, h = _rms_norm.call(x, weight, bias, residual, eps, weight_offset)
+    return out if residual is None else (out, h)
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Layer normalisation over the last dimension.
+
+    In float32, rounded once (float64 for float64), with h = x + residual, rounded to x's dtype::
+
+        out = (h - mean(h)) / sqrt(mean((h - mean(h))^2) + eps) * weight + bias
+
+    Args:
+        x: [..., N], float32, bfloat16, float16 or float64; N is 1 or more. Leading dimensions may have any
+            strides; where the last one is not dense x is copied first.
+        weight: [N] in x's dtype, or float32 beside a 16-bit x; 1 where it is not given.
+        bias: [N], likewise; 0 where it is not given.
+        residual: x's shape and dtype, added to x before it is normalised.
+        eps: finite, 0 or more.
+
+    Returns:
+        out, of x's shape and dtype, contiguous. With a residual (out, x + residual).
+
+    Gradients: x, residual, weight and bias, each in its own dtype. Those of weight and bias are sums over all
+    rows in float32 in a fixed order: the same bits each time. Not twice differentiable.
+
+    Autocast casts nothing: what is 16-bit stays so in memory, and is float32 inside.
+
+    Raises:
+        ValueError: a shape, dtype or value that the op does not take.
+
+    Ba, Kiros and Hinton, "Layer Normalization" (2016), arXiv:1607.06450.
+    """
+    out, h = _layer_norm.call(x, weight, bias, residual, eps, 0.0)
+    return out if residual is None else (out, h)
+
+
+def _symbolic(x, residual, **_):
+    return x.new_empty(x.shape), x.new_empty(0) if residual is None else x.new_empty(x.shape)
+
+
+def _bwd_symbolic(grad_out, h, weight, need_weight, need_bias, **_):
+    like = h if weight is None else weight
+    vectors = (like.new_empty(h.shape[-1] if needed else 0) for needed in (need_weight, need_bias))
+    return h.new_empty(h.shape), *vectors
+
+
+def _save(op: str) -> Callable:
+    """What was normalised, which is an input or a result, and the vectors' dtypes."""
+
+    def save(needs, args, out, h):
+        x, weight, bias, residual = (*args, None, None, None)[:4]
+        return (x if residual is None else h, weight), {"bias_dtype": None if bias is None else bias.dtype}
+
+    return save
+
+
+def _backward_of(bwd: Op) -> Callable:
+    def backward(needs, h, weight, bias_dtype, eps, weight_offset, grad_out, grad_sum, **_):
+        if grad_out is None:  # the loss reads the sum alone
+            return {"x": grad_sum, "residual": grad_sum}
+        dx, dweight, dbias = bwd.call_named(
+            grad_out=grad_out,
+            h=h,
+            weight=weight,
+            grad_sum=None if grad_sum is None or grad_sum.shape != h.shape else grad_sum,
+            eps=eps,
+            weight_offset=weight_offset,
+            need_weight="weight" in needs,
+            need_bias="bias" in needs,
+        )
+        return {"x": dx, "residual": dx, "weight": dweight, "bias": dbias.to(bias_dtype) if "bias" in needs else None}
+
+    return backward
+
+
+_fold = batching.rows("x", "residual", empty={"sum": lambda given: given["residual"] is None})
+_bwd_fold = batching.rows("grad_out", "h", "grad_sum", unless=("need_weight", "need_bias"))
+
+_rms_norm_bwd = define_op(
+    "rms_norm_bwd", symbolic=_bwd_symbolic, refuse="rms_norm: it is not twice differentiable", fold=_bwd_fold
+)
+_rms_norm = define_op(
+    "rms_norm",
+    public=rms_norm,
+    symbolic=_symbolic,
+    save=_save("rms_norm"),
+    saved=("h", "weight"),
+    backward=_backward_of(_rms_norm_bwd),
+    fold=_fold,
+)
+_layer_norm_bwd = define_op(
+    "layer_norm_bwd", symbolic=_bwd_symbolic, refuse="layer_norm: it is not twice differentiable", fold=_bwd_fold
+)
+_layer_norm = define_op(
+    "layer_norm",
+    public=layer_norm,
+    symbolic=_symbolic,
+    save=_save("layer_norm"),
+    saved=("h", "weight"),
+    backward=_backward_of(_layer_norm_bwd),
+    fold=_fold,
+)

@@ -1,0 +1,113 @@
+"""softmax and log_softmax over the last dimension: the public functions and their declarations."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from . import batching
+from .define import define_op
+from .op import Op
+
+__all__ = ["log_softmax", "softmax"]
+
+
+def softmax(x: Tensor, *, scale: float = 1.0, lengths: Tensor | None = None) -> Tensor:
+    """Softmax of scale * x over the last dimension, of each row's first columns.
+
+    In float32, rounded once (float64 for float64)::
+
+        out = exp(scale * x - max) / sum(exp(scale * x - max))
+
+    Args:
+        x: [..., N], float32, bfloat16, float16 or float64; N is 1 or more. Leading dimensions may have any
+            strides; where the last one is not dense x is copied first.
+        scale: finite.
+        lengths: [...] int32, x's shape without the last dimension: how many columns of the row take part. The
+            others give 0 and are not read; so does every column of a row of length 0. Values are clamped to
+            [0, N]; no length is read on the host.
+
+    Returns:
+        [..., N] contiguous, in x's dtype. A row with a NaN or +inf, or of -inf alone, is NaN, as in torch.
+
+    Gradient: x. Not twice differentiable.
+
+    Raises:
+        ValueError: a shape, dtype or value that the op does not take.
+
+    Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), arXiv:1805.02867.
+    """
+    return _softmax.call(x, scale, lengths)
+
+
+def log_softmax(x: Tensor, *, scale: float = 1.0) -> Tensor:
+    """Logarithm of the softmax of scale * x over the last dimension.
+
+    In float32, rounded once (float64 for float64)::
+
+        out = scale * x - max - log(sum(exp(scale * x - max)))
+
+    Args:
+        x: [..., N], float32, bfloat16, float16 or float64; N is 1 or more. Leading dimensions may have any
+            strides; where the last one is not dense x is copied first.
+        scale: finite.
+
+    Returns:
+        [..., N] contiguous, in x's dtype. A row with a NaN or +inf, or of -inf alone, is NaN, as in torch.
+
+    Gradient: x. Not twice differentiable.
+
+    Raises:
+        ValueError: a shape, dtype or value that the op does not take.
+    """
+    return _log_softmax.call(x, scale, None)
+
+
+def _symbolic(x, **_):
+    return (x.new_empty(x.shape),)
+
+
+def _bwd_symbolic(out, **_):
+    return (out.new_empty(out.shape),)
+
+
+def _save(needs, args, out):
+    return (out, args[2] if len(args) > 2 else None), {}
+
+
+def _backward_of(bwd: Op) -> Callable:
+    def backward(needs, out, lengths, scale, grad_out, **_):
+        return {"x": bwd.call_named(grad_out=grad_out, out=out, scale=scale, lengths=lengths)}
+
+    return backward
+
+
+_softmax_bwd = define_op(
+    "softmax_bwd",
+    symbolic=_bwd_symbolic,
+    refuse="softmax: it is not twice differentiable",
+    fold=batching.rows("grad_out", "out", "lengths"),
+)
+_softmax = define_op(
+    "softmax",
+    public=softmax,
+    symbolic=_symbolic,
+    save=_save,
+    saved=("out", "lengths"),
+    backward=_backward_of(_softmax_bwd),
+    fold=batching.rows("x", "lengths"),
+)
+_log_softmax_bwd = define_op(
+    "log_softmax_bwd",
+    symbolic=_bwd_symbolic,
+    refuse="log_softmax: it is not twice differentiable",
+    fold=batching.rows("grad_out", "out", "lengths"),
+)
+_log_softmax = define_op(
+    "log_softmax",
+    public=log_softmax,
+    symbolic=_symbolic,
+    save=_save,
+    saved=("out", "lengths"),
+    backward=_backward_of(_log_softmax_bwd),
+    fold=batching.rows("x", "lengths"),
+)
