@@ -90,6 +90,7 @@ gk_status gk_dispatch_plan_default(const gk_context *ctx, gk_op op, gk_dtype dty
     const gk_cuda_table *const *tables = gk_cuda_tables(op, &num_tables);
     for (int t = 0; t < num_tables; ++t)
         if (runs_on(tables[t], gpu) && plan_table(tables[t], ctx, dtype, args, plan)) return GK_OK;
+    if (num_tables == 0) return gk_fail(GK_ERR_UNSUPPORTED, "no kernel on CUDA; supported is the CPU");
     return gk_fail(GK_ERR_UNSUPPORTED,
                    "no kernel for %s on cuda:%d (%s, compute capability %d.%d); supported are float32, bfloat16, "
                    "float16, float64 from compute capability 8.0 on",

@@ -1,6 +1,5 @@
 """sparse_pack, sparse_gemm: 2:4 masks of every kind, and products that equal the dense ones."""
 
-
 import pytest
 import torch
 from conftest import ACTIVATIONS, assert_bits, generator, ops, randn, torch_gpukern

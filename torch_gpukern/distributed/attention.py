@@ -20,7 +20,7 @@ from torch import Tensor
 from .._library import are_deterministic, library, ops
 from ..ops import flash_attn, flash_attn_varlen
 from . import ring, transport, ulysses
-from .local import Call, backward, forward, made
+from .local import Call, backward, forward, made, sum_sinks
 from .ranks import Group, Ranks, agree, facts, process_group
 from .sequence import Cut, Layout, total_of, whole_cut
 
@@ -210,14 +210,6 @@ def _differentiate(grad_out, grad_lse, q, k, v, out, lse, call: Call, cut: Cut, 
         sums = [x.new_zeros(x.shape, dtype=lse.dtype) for x in (whole_k, whole_v)]
     dk, dv = (transport.sum_to_owners(x.movedim(2, 0), cut, ranks).movedim(0, 2) for x in sums)
     return dq, dk, dv, sum_sinks(dsinks, call, lse, ranks)
-
-
-def sum_sinks(dsinks: Tensor | None, call: Call, lse: Tensor, ranks: Ranks) -> Tensor | None:
-    """The sinks' gradient of all ranks' rows."""
-    if call.sinks is None:
-        return None
-    mine = call.sinks.new_zeros(call.sinks.shape, dtype=lse.dtype) if dsinks is None else dsinks.to(lse.dtype)
-    return transport.sum_of_all(mine, ranks)
 
 
 def _whole(x: Tensor, cut: Cut, ranks: Ranks) -> Tensor:

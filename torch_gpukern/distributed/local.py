@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from .._library import are_deterministic, ops
+from . import transport
+from .ranks import Ranks
 
 
 @dataclasses.dataclass
@@ -84,3 +86,11 @@ def backward(
     )  # fmt: skip
     wide = tuple(x.to(lse.dtype) for x in grads[:3])
     return *wide, None if call.sinks is None or part else grads[3]
+
+
+def sum_sinks(dsinks: Tensor | None, call: Call, lse: Tensor, ranks: Ranks) -> Tensor | None:
+    """The sinks' gradient of all ranks' rows."""
+    if call.sinks is None:
+        return None
+    mine = call.sinks.new_zeros(call.sinks.shape, dtype=lse.dtype) if dsinks is None else dsinks.to(lse.dtype)
+    return transport.sum_of_all(mine, ranks)

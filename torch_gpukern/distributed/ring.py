@@ -6,7 +6,7 @@ from torch import Tensor
 
 from .._library import ops
 from . import transport
-from .local import Call, backward, forward
+from .local import Call, backward, forward, sum_sinks
 from .ranks import Ranks
 from .sequence import Cut
 
@@ -50,8 +50,6 @@ def differentiate(
     ranks: Ranks,
 ):  # fmt: skip
     """dq stays; dk and dv go on with their keys, each rank adds its queries' share, and come home with the last step."""
-    from .attention import sum_sinks
-
     wide = lse.dtype
     line = transport.Ring(ranks)
     mine = cut.segments(ranks.rank)
