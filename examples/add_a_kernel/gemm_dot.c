@@ -50,7 +50,8 @@ static void task(void *arg, int64_t i, int64_t worker) {
     switch (jb->args->a.dtype) { /* one copy of the loop per dtype */
     case GK_BF16: sum = dot(a, b, GK_BF16, jb->x->p.k); break;
     case GK_F16: sum = dot(a, b, GK_F16, jb->x->p.k); break;
-    default: sum = dot(a, b, GK_F32, jb->x->p.k);
+    case GK_F32: sum = dot(a, b, GK_F32, jb->x->p.k); break;
+    default: gk_no_case("gemm_dot", jb->args->a.dtype); /* the table has rows of these three alone */
     }
     SYM(gk_gemm_isa).store(&e, &sum, 1, 1, 1); /* alpha, c, bias, activation and the one rounding, as for every gemm */
 }
