@@ -317,6 +317,7 @@ class Registered:
     has_lse: bool = False  # the public function returns it when asked
     explained: bool = False
     has_out: bool = False
+    wide: tuple[str, ...] = ()  # of 16-bit calls float32
     variants: dict[str, dict] = field(default_factory=lambda: {"": {}})  # changes of the good call, each another path
 
     @property
@@ -479,6 +480,7 @@ OPS = {
         classes,
         ("logits",),
         explained=True,
+        wide=("weight",),
         variants={
             "": {},
             "all": dict(
@@ -501,13 +503,14 @@ def drawn(name: str, variant: str, device: str = "cpu", dtype: torch.dtype = tor
     than `dtype` by contract is float32 at least."""
     gen = generator("registry", name, variant)
     call = OPS[name].make(**OPS[name].variants[variant])
+    always_wide = WIDE + OPS[name].wide
 
     def draw(name, x):
         if not isinstance(x, torch.Tensor):
             return x
         if not x.is_floating_point():
             return x.to(device)
-        wide = torch.float32 if name in WIDE and dtype.itemsize < 4 else dtype
+        wide = torch.float32 if name in always_wide and dtype.itemsize < 4 else dtype
         return randn(gen, *(copies,) * (copies > 0), *x.shape, dtype=wide, device=device)
 
     return {n: draw(n, x) for n, x in call.items()}
