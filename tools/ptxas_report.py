@@ -22,8 +22,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 WHOLE = ("UTMALDG", "UTMASTG", "STSM", "USETMAXREG", "LDL", "STL")  # counted in the whole kernel
+GMMA = ("HGMMA", "QGMMA", "IGMMA")  # WGMMA of 16 bits and tf32, of fp8, of int8
 LOOP = (
-    "HGMMA",
+    *GMMA,
     "WARPGROUP",
     "HMMA",
     "DMMA",
@@ -104,8 +105,12 @@ def hot_loop(code: list[tuple[int, str, int]]) -> list[str]:
         return []
     opcodes = [opcode for _, opcode, _ in code]
     bodies = [opcodes[first : last + 1] for first, last in loops]
-    if most := max(body.count("HGMMA") for body in bodies):
-        return min((body for body in bodies if body.count("HGMMA") == most), key=len)
+
+    def products(body: list[str]) -> int:
+        return sum(opcode in GMMA for opcode in body)
+
+    if most := max(map(products, bodies)):
+        return min((body for body in bodies if products(body) == most), key=len)
     innermost = [
         body
         for (first, last), body in zip(loops, bodies)
