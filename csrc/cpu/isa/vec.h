@@ -65,6 +65,7 @@ typedef float vf __attribute__((vector_size(4 * W)));
 typedef int32_t vi __attribute__((vector_size(4 * W)));
 typedef float vf_mem __attribute__((vector_size(4 * W), aligned(4), may_alias));
 typedef uint32_t vu_mem __attribute__((vector_size(4 * W), aligned(4), may_alias));
+typedef uint32_t vu_bytes_mem __attribute__((vector_size(4 * W), aligned(1), may_alias));
 
 /* ---- float ---------------------------------------------------------------------------------- */
 INLINE vf vf_set1(float x) { return x - (vf){0}; }
@@ -72,6 +73,7 @@ INLINE vf vf_load(const float *p) { return *(const vf_mem *)p; }
 INLINE void vf_store(float *p, vf v) { *(vf_mem *)p = v; }
 INLINE vi vi_set1(int32_t x) { return x - (vi){0}; }
 INLINE vi vi_load(const int32_t *p) { return (vi) * (const vu_mem *)p; }
+INLINE vi vi_load_bytes(const uint8_t *p) { return (vi) * (const vu_bytes_mem *)p; } /* at any address */
 
 #if ISA_LEVEL >= 3
 typedef __mmask16 vm;

@@ -120,10 +120,8 @@ INLINE void tile_times(const skinny_job *jb, gk_weight_format format, gk_dtype d
             for (int part = 0; part < PARTS; ++part) {
                 vf value[4];
                 for (int v = 0; v < 4; ++v) {
-                    const int32_t *words =
-                        (const int32_t *)(const void *)(tile +
-                                                        (is_4_bit ? 16 * thread : 16 * (128 * (v / 2) + thread)));
-                    const vi w = vi_load(words + part * W);
+                    const uint8_t *words = tile + 16 * (is_4_bit ? thread : 128 * (v / 2) + thread);
+                    const vi w = vi_load_bytes(words + 4 * W * part);
                     const int shift = is_4_bit ? 4 * (h + 2 * (v / 2) + 4 * (v % 2)) : 8 * (2 * h + v % 2);
                     value[v] = worth(w >> shift, format, 8);
                     if (format == GK_UINT4 && jb->g->zero) value[v] += 8 - vf_load(zero + part * W);
