@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """grouped_gemm: groups of rows and of k, empty ones, what no group has, gradients, 8 bits with scales."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """pack_weight, unpack_weight, weight_gemm: bits of packed and decoded weights, and products by float64."""
 
 import itertools

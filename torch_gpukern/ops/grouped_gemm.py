@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """grouped_gemm: the public function and its declaration: shapes, gradients, FLOPs."""
 
 import torch

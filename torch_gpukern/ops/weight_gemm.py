@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """pack_weight, unpack_weight and weight_gemm: the public functions and their declarations."""
 
 import math
