@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """grouped_gemm beside torch's _grouped_mm, where it runs, and beside a loop of products.
 
 python benchmarks/bench_grouped_gemm.py [--quick] [--device cpu|cuda]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """quantize beside eager PyTorch and torch.compile of the same definition; the limit is a copy of as many bytes.
 
 python benchmarks/bench_quantize.py [--quick] [--only row 1x128 128x128 tensor 1x32] [--device cpu|cuda]

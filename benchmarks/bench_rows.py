@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Operations along the last dimension beside torch's own: norms, softmax, gated units, rotary embedding, cross entropy, forward
 and backward; on CUDA beside torch.compile of torch's own, too, with --compile.
 

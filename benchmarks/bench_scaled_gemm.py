@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """scaled_gemm beside torch's _scaled_mm and _int_mm, and beside our own bfloat16 product of the same shape.
 
 python benchmarks/bench_scaled_gemm.py [--quick] [--only tensor row block int8] [--device cpu|cuda]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """sparse_gemm beside our own dense product of the same weight.
 
 python benchmarks/bench_sparse_gemm.py [--quick] [--device cpu|cuda]

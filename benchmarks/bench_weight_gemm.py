@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """weight_gemm beside the bfloat16 product of the decoded weight.
 
 python benchmarks/bench_weight_gemm.py [--quick] [--only int4 int8 mxfp4] [--device cpu|cuda]

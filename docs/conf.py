@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Sphinx: `make docs` makes the pages of docs/, the Python API from its docstrings and the C API from gpukern.h."""
+"""Sphinx: `make docs` makes the pages of docs/, the Python API from its docstrings and the C API from its headers."""
 
 import os
 import re
@@ -16,8 +16,8 @@ sys.path.insert(0, str(ROOT))
 
 import torch_gpukern  # noqa: E402
 
-HEADER = ROOT / "csrc" / "gpukern.h"
-PARTS = re.findall(r"#define GK_VERSION_(?:MAJOR|MINOR|PATCH) (\d+)", HEADER.read_text())
+HEADERS = {path.name: path.read_text() for path in (ROOT / "csrc").glob("gpukern*.h")}
+PARTS = re.findall(r"#define GK_VERSION_(?:MAJOR|MINOR|PATCH) (\d+)", HEADERS["gpukern.h"])
 
 project, author, copyright = "gpukern", "the gpukern authors", "the gpukern authors"
 version = release = ".".join(PARTS)
@@ -47,7 +47,7 @@ def setup(app):
 
     def is_complete(_app, env):
         known = {name for domain in ("c", "py") for name, *_ in env.get_domain(domain).get_objects()}
-        wanted = re.findall(r"^GK_API [^(]*?(\w+)\(|^} (gk_\w+);", HEADER.read_text(), re.MULTILINE)
+        wanted = re.findall(r"^GK_API [^(]*?(\w+)\(|^} (gk_\w+);", "".join(HEADERS.values()), re.MULTILINE)
         names = {c or struct for c, struct in wanted} | {f"torch_gpukern.{name}" for name in torch_gpukern.__all__}
         for name in sorted(names - known):
             logging.getLogger(__name__).warning("%s stands on no page", name)
@@ -56,7 +56,7 @@ def setup(app):
     app.connect("env-check-consistency", is_complete)
 
 
-# ---- gpukern.h --------------------------------------------------------------------------------------------------
+# ---- the headers ------------------------------------------------------------------------------------------------
 def rest(lines: list[str]) -> list[str]:
     """Lines of a comment as reStructuredText: indented ones keep their breaks."""
     found: list[str] = []
@@ -75,7 +75,7 @@ def comment(lines: list[str], indent: str = "") -> list[str]:
 
 
 def documented(header: str) -> str:
-    """gpukern.h with its comments before what they describe, as documentation; what has none gets an empty one.
+    """A header with its comments before what they describe, as documentation; what has none gets an empty one.
 
     The header's own comments stand behind the members, so that a struct is read at one glance.
     """
@@ -107,7 +107,7 @@ def documented(header: str) -> str:
                 pending = None
             made.append("")
             continue
-        if line == "#ifndef GPUKERN_H" and pending:
+        if re.fullmatch(r"#ifndef GPUKERN\w*_H", line) and pending:
             whole = pending  # of the header: before the first section, or it would be the macro's
         code, _, trailing = line.partition("/*")
         code, indent = code.rstrip(), " " * (len(line) - len(line.lstrip()))
@@ -119,6 +119,8 @@ def documented(header: str) -> str:
             pending = None
             continue
         if trailing:
+            while not trailing.endswith("*/"):  # on lines of its own behind the member
+                trailing += " " + next(lines).strip().removeprefix("* ")
             pending = [trailing.removesuffix("*/").strip()]
         member = re.fullmatch(r"(\s+(?:const )?\w+ )(\*?\w+(?:, \*?\w+)+);", code)
         declared = [f"{member[1]}{name};" for name in member[2].split(", ")] if member else [code]
@@ -132,7 +134,8 @@ def documented(header: str) -> str:
 
 
 MADE.mkdir(exist_ok=True)
-(MADE / "gpukern.h").write_text(documented(HEADER.read_text()))
+for name, header in HEADERS.items():
+    (MADE / name).write_text(documented(header))
 hawkmoth_root = str(MADE)
 # libclang comes without headers: those of the compiler that built the library. hawkmoth would ask clang, which need not be here.
 hawkmoth_autoconf: list[str] = []

@@ -19,6 +19,12 @@ def check_rooms(root):
     return result.returncode, result.stdout.splitlines()
 
 
+def test_the_license_line_is_none_of_the_500(tmp_path):
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "csrc" / "a.c").write_text("/* SPDX-License-Identifier: BSD-3-Clause */\n" + "\n" * 500)
+    assert check_rooms(tmp_path)[0] == 0
+
+
 def test_this_tree():
     status, lines = check_rooms(ROOT)
     assert status == 0, "\n".join(lines)
@@ -40,6 +46,7 @@ BREACHES = {
     "missing companions": ("ops/a.cpp", "\n", "law 5"),
     "vague name": ("csrc/utils.c", "\n", "a file says what it holds"),
     "long file": ("csrc/cpu/a.c", "\n" * 501, "501 lines; this file may have 500"),
+    "no license": ("tests/test_a.py", '"""Says."""\n', "begins with its SPDX line"),
     "long Python": ("torch_gpukern/a.py", "\n" * 501, "501 lines; this file may have 500"),
     "long function": (
         "csrc/a.c",

@@ -25,7 +25,7 @@ ROOMS = (
     "cmake",
 )
 PRODUCT = ("csrc", "ops", "torch_gpukern")
-MAX_FILE_LINES = 500  # a file is read in one sitting; tables (TABLES) apart
+MAX_FILE_LINES = 500  # a file is read in one sitting; tables (TABLES) apart, and without its license line
 MAX_FUNCTION_LINES = 120
 PAGE_LINES = {"README.md": 150, "docs/architecture.md": 200}  # what a stranger reads first
 LONG = "tools/long.txt"  # what was longer when the limits came, with its length then: it may only shrink
@@ -92,6 +92,7 @@ VAGUE_NAMES = re.compile(r"^(common|utils?|misc|helpers?)$|_v\d+$")
 # A switch over a dtype: its default refuses by name, or hands on to what does.
 DTYPE = r"GK_(F32|BF16|F16|F64|I32|I64)"
 REFUSES = r"gk_(no_case|stop_without_case|load|store)\(|return false"
+LICENSE = re.compile(r"(#!.*\n)?# SPDX-License-Identifier: BSD-3-Clause\n")  # how a Python file begins
 UNFINISHED = re.compile(r"\b(TO" r"DO|FIX" r"ME|XX" r"X)\b")
 COMMENTED_CODE = re.compile(r"^\s*//\s*[\w:<>*&\[\]., \->]+(\(.*\)|[-+*|&]?=[^=].*);\s*$|^\s*#\s*if\s+0\b")
 
@@ -230,7 +231,8 @@ def check_lengths(root: Path):
             if path.suffix not in C_SUFFIXES | {".py"}:
                 continue
             relative, text = path.relative_to(root), path.read_text()
-            found = [] if path.name in TABLES else [(relative.as_posix(), 1, len(text.splitlines()), MAX_FILE_LINES)]
+            length = len(text.splitlines()) - ("SPDX-License-Identifier" in text[:200])
+            found = [] if path.name in TABLES else [(relative.as_posix(), 1, length, MAX_FILE_LINES)]
             functions = python_functions(text) if path.suffix == ".py" else c_functions(text)
             found += [(f"{relative.as_posix()}:{name}", at, n, MAX_FUNCTION_LINES) for name, at, n in functions]
             for name, at, length, limit in found:
@@ -298,6 +300,8 @@ def check(root: Path):
                 continue
             text = path.read_text()
             found = [*check_text(relative, text), *check_words(relative, text)]
+            if path.suffix == ".py" and text and not LICENSE.match(text):
+                found.append((1, "a source file begins with its SPDX line"))
             if room in ("csrc", "ops") and path.suffix in C_SUFFIXES:
                 found += check_c(relative, room, text)
                 if VAGUE_NAMES.search(path.stem):

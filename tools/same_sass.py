@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Whether two builds have the same machine code: every kernel's SASS, names apart.
 
     python tools/same_sass.py OLD NEW [--only PATTERN] [--show]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """The PyTorch statement of the quantised ops, part of `reference`: one block, one scale, one product at a time.
 
 Values are float64 where nothing says otherwise; quotients are taken in float32 (float64 of a float64 x), as the ops take them.

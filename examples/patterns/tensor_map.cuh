@@ -7,6 +7,7 @@
 #include "cuda/host/tensormap.cu"
 #include "cuda/ptx/tma.cuh"
 #include "measure.cuh"
+#include "types.c" // the table of element types
 
 extern "C" gk_status gk_fail(gk_status code, const char *format, ...) {
     va_list args;
@@ -15,7 +16,9 @@ extern "C" gk_status gk_fail(gk_status code, const char *format, ...) {
     va_end(args);
     exit(code);
 }
-extern "C" size_t gk_dtype_bytes(gk_dtype) { return sizeof(float); }
+extern "C" gk_status gk_no_case(const char *what, gk_dtype dtype) {
+    return gk_fail(GK_ERR_UNSUPPORTED, "%s: no case for %s", what, gk_dtype_name(dtype));
+}
 
 // Of a dense [rows][cols] matrix of floats whose rows are multiples of 16 bytes; boxes of box_rows x box_cols.
 static inline CUtensorMap map_of(const float *data, int rows, int cols, int box_rows, int box_cols) {

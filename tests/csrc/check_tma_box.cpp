@@ -11,8 +11,7 @@
 #include "cuda/host/tensor_shape.cuh"
 #include "cuda/ladder/tiles.h"
 #include "cuda/layout/wgmma.cuh"
-
-extern "C" size_t gk_dtype_bytes(gk_dtype dtype) { return dtype == GK_F32 ? 4 : 2; }
+#include "types.c" /* the table of element types */
 
 /* ---- where elements lie ------------------------------------------------------------------------------------- */
 static int byte_of(const smem_box &box, int col, int row) {

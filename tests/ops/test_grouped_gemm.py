@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """grouped_gemm: groups of rows and of k, empty ones, what no group has, gradients, 8 bits with scales."""
 
 import itertools
@@ -90,10 +91,28 @@ def test_gradients(device):
         )
         for g, w in zip(got, want, strict=True):
             torch.testing.assert_close(g.double(), w, rtol=1e-5, atol=1e-5)
-    with pytest.raises(NotImplementedError, match="grouped_gemm: gradients are those of a and b"):
+    with pytest.raises(NotImplementedError, match="grouped_gemm: gradients are those of a, b and bias"):
         torch_gpukern.grouped_gemm(x, b, ends, activation="silu")
-    with pytest.raises(NotImplementedError, match="grouped_gemm: gradients are those of a and b"):
-        torch_gpukern.grouped_gemm(x, b, ends, bias=torch.ones(16, device=device, requires_grad=True))
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("rows", (True, False))
+def test_gradient_of_bias(rows, dtype, device):
+    """Sums of the rows that a group has: what lies past the last end has no share, whatever its gradient holds."""
+    gen = generator("grouped bias", rows)
+    ends = (5, 5, 30)
+    a, b = whole(gen, (33, 24), dtype, device), whole(gen, (3, 24, 16) if rows else (33, 16), dtype, device)
+    for shape in ((16,), (3, 16)):
+        bias = whole(gen, shape, dtype, device).requires_grad_()
+        out = torch_gpukern.grouped_gemm(a if rows else a.mT, b, offs(ends, device), bias=bias)
+        grad = whole(gen, out.shape, dtype, device)
+        if rows:
+            sums = torch.stack([grad[lo:hi].float().sum(0) for lo, hi in itertools.pairwise((0, *ends))])
+            grad[ends[-1] :] = float("nan")
+        else:
+            sums = grad.float().sum(1)
+        want = (sums if len(shape) == 2 else sums.sum(0)).to(dtype)
+        assert_bits(torch.autograd.grad(out, bias, grad)[0], want)
 
 
 def test_bad_ends(device):

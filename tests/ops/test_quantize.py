@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """quantize, silu_mul_quantize, rms_norm_quantize, dequantize: codes and scales bit for bit, and what no average shows."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """Operations along the last dimension: norms, softmax, gated units, rotary embedding, cross entropy.
 
 The judge is the statement in float64; the error of a kernel is at most twice that of PyTorch's own op of the same dtype on the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """scaled_gemm: every form of scales, exactly where sums can be exact, else by float64."""
 
 import itertools

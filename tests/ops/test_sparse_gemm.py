@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """sparse_pack, sparse_gemm: 2:4 masks of every kind, and products that equal the dense ones."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """pack_weight, unpack_weight, weight_gemm: bits of packed and decoded weights, and products by float64."""
 
 import itertools
@@ -152,6 +153,30 @@ def test_leading_dimensions_strides_activations_and_nothing(device):
     assert torch_gpukern.weight_gemm(a[:0], packed, scale, 48, "int4").shape == (0, 3, 48)
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_gradients(format, device):
+    """Of a: gemm's by the decoded weight. Of bias: the sum of rows."""
+    for n, k, group in ((70, 200, 32), (33, 130, None)):
+        gen = generator("weight gradients", n, k, format)
+        q, scale, more = weight(gen, n, k, format, group, device)
+        packed = torch_gpukern.pack_weight(q, format)
+        a = randn(gen, 2, 3, k, dtype=torch.bfloat16).to(device).requires_grad_()
+        bias = randn(gen, n).to(device).requires_grad_()
+        run = lambda a, bias: torch_gpukern.weight_gemm(a, packed, scale, n, format, **more, bias=bias)  # noqa: B023, E731
+        grad = randn(gen, 2, 3, n, dtype=torch.bfloat16).to(device)
+        got = torch.autograd.grad(run(a, bias), (a, bias), grad)
+        w = reference_quantised.decoded(q, scale, format, **more, dtype=torch.float32).bfloat16()
+        if format == "nvfp4":  # as the forward: two factors, rounded in an order of the op's own
+            exact = grad.double() @ w.double()
+            assert (got[0].double() - exact).abs().max() <= exact.abs().max() * 2**-7
+        else:
+            assert_bits(got[0], torch_gpukern.gemm(grad, w))
+        assert_bits(got[1], grad.flatten(0, 1).float().sum(0))
+    for options in ({"activation": "relu"}, {"out_dtype": torch.bfloat16, "scale": scale.float().requires_grad_()}):
+        with pytest.raises(NotImplementedError, match="weight_gemm: gradients are those of a 16-bit a and of bias"):
+            torch_gpukern.weight_gemm(a, packed, options.pop("scale", scale), n, format, **more, **options)
+
+
 def test_what_is_refused(device):
     gen = generator("refused")
     q, scale, _ = weight(gen, 64, 128, "int4", 64, device)
@@ -199,3 +224,7 @@ def test_opcheck_and_compile(device):
     for m in (3, 5, 130):
         x = randn(gen, m, 256, dtype=torch.bfloat16).to(device)
         assert_bits(compiled(x), run(x))
+    trained = lambda x: torch_gpukern.weight_gemm(x, packed, scale, 70, "uint4", **more)  # noqa: E731
+    x.requires_grad_()
+    grads = [torch.autograd.grad(f(x).sum(), x)[0] for f in (torch.compile(trained, fullgraph=True), trained)]
+    assert_bits(*grads)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """cross_entropy of logits: the public function and the declaration of the op, which gives each row's loss."""
 
 from typing import Literal, get_args

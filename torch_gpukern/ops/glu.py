@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """swiglu and geglu, gated linear units: the public functions and their declarations."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """grouped_gemm: the public function and its declaration: shapes, gradients, FLOPs."""
 
 import torch
@@ -44,7 +45,7 @@ def grouped_gemm(
     Returns:
         [M, N] or [G, M, N], contiguous.
 
-    Gradients: a and b, of what is no 8-bit float, without an activation; others raise NotImplementedError.
+    Gradients: a, b and bias, of what is no 8-bit float, without an activation; others raise NotImplementedError.
 
     Raises:
         ValueError: a dtype or shape that the op does not take.
@@ -65,30 +66,46 @@ def _symbolic(a, b, offs, out_dtype, **_):
 def _save(needs, args, out):
     a, b, offs = args[:3]
     scale_a, scale_b, bias = (_grouped_gemm.value(args, name) for name in ("scale_a", "scale_b", "bias"))
-    plain = scale_a is None and scale_b is None and _grouped_gemm.value(args, "activation") == "none"
-    if not plain or (bias is not None and bias.requires_grad):
+    if scale_a is not None or scale_b is not None or _grouped_gemm.value(args, "activation") != "none":
         raise NotImplementedError(
-            f"{NAMESPACE}::grouped_gemm: gradients are those of a and b, without scales, activation and a gradient of bias"
+            f"{NAMESPACE}::grouped_gemm: gradients are those of a, b and bias, without scales and activation"
         )
-    return (a if needs[1] else None, b if needs[0] else None, offs), {"a_shape": a.shape, "rows": b.dim() == 3}
+    form = None if bias is None else (bias.dim(), bias.dtype)
+    return (a if needs[1] else None, b if needs[0] else None, offs), {
+        "dtype": a.dtype,
+        "rows": b.dim() == 3,
+        "form": form,
+    }
 
 
-def _backward(needs, a, b, offs, rows, **values):
+def _backward(needs, a, b, offs, dtype, rows, form, **values):
     """Each gradient is a grouped product again, of the transposed operands."""
     made = {}
-    dtype = b.dtype if b is not None else a.dtype
-    grad = values[f"grad_{_grouped_gemm.results[0]}"].to(dtype)  # the schema gives the result no name
+    whole = values[f"grad_{_grouped_gemm.results[0]}"]  # the schema gives the result no name
+    grad = whole.to(dtype)
     if rows:
         if "a" in needs:
             made["a"] = _grouped_gemm.call_named(a=grad, b=b.mT, offs=offs)
         if "b" in needs:
             made["b"] = _grouped_gemm.call_named(a=a.mT, b=grad, offs=offs)
-        return made
-    if "a" in needs:
-        made["a"] = _grouped_gemm.call_named(a=b, b=grad.mT, offs=offs).mT
-    if "b" in needs:
-        made["b"] = _grouped_gemm.call_named(a=a.mT, b=grad, offs=offs)
+    else:
+        if "a" in needs:
+            made["a"] = _grouped_gemm.call_named(a=b, b=grad.mT, offs=offs).mT
+        if "b" in needs:
+            made["b"] = _grouped_gemm.call_named(a=a.mT, b=grad, offs=offs)
+    if "bias" in needs:
+        made["bias"] = _of_bias(whole, offs, rows, *form)
     return made
+
+
+def _of_bias(grad: Tensor, offs: Tensor, rows: bool, dims: int, dtype: torch.dtype) -> Tensor:
+    """Of rows the sums of each group, a product with ones, so that ends are read where they are."""
+    if rows:
+        ones = grad.new_ones(1, grad.shape[0])
+        sums = _grouped_gemm.call_named(a=ones, b=grad, offs=offs, out_dtype=torch.float32)[:, 0]
+    else:
+        sums = grad.sum(1, dtype=torch.float32)
+    return (sums if dims == 2 else sums.sum(0)).to(dtype)
 
 
 def _flops(a, b, **_) -> int:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """rms_norm and layer_norm: the public functions and their declarations: fakes, gradients, vmap."""
 
 from collections.abc import Callable

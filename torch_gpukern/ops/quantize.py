@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """quantize, silu_mul_quantize, rms_norm_quantize and dequantize: the public functions and their declarations."""
 
 from typing import Literal

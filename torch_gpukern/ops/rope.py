@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """rope, rotary embedding of queries and keys: the public function and its declaration."""
 
 from torch import Tensor

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """scaled_gemm: the public function and its declaration."""
 
 from typing import Literal

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """softmax and log_softmax over the last dimension: the public functions and their declarations."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """sparse_pack and sparse_gemm: the public functions and their declarations."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """pack_weight, unpack_weight and weight_gemm: the public functions and their declarations."""
 
 import math
@@ -8,13 +9,15 @@ from torch import Tensor
 
 from .._library import NAMESPACE
 from .define import define_op
-from .gemm import Activation
+from .gemm import Activation, gemm
 
 __all__ = ["WeightFormat", "pack_weight", "unpack_weight", "weight_gemm"]
 
 WeightFormat = Literal["int4", "uint4", "int8", "e4m3", "mxfp4", "nvfp4"]
 
 _TILE = 64
+_E2M1 = [s * x for s in (1.0, -1.0) for x in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
+_SAVED = ("packed", "scale", "zero", "global_scale")
 _CODES = {
     "int4": torch.int8,
     "uint4": torch.uint8,
@@ -120,7 +123,7 @@ def weight_gemm(
     Returns:
         [..., M, N] contiguous. A row of a that is one 1 and zeros gives a column of the decoded weight bit for bit.
 
-    Gradients: of a, by the decoded weight, without an activation; others raise NotImplementedError.
+    Gradients: of a 16-bit a, by the decoded weight, and of bias, without an activation; others raise NotImplementedError.
 
     Raises:
         ValueError: a dtype, shape or format that the op does not take.
@@ -148,6 +151,65 @@ def _symbolic(a, n, out_dtype, **_):
     return (a.new_empty((*a.shape[:-1], n), dtype=out_dtype or own),)
 
 
+# ---- gradients -----------------------------------------------------------------------------------
+
+
+def decode_weight(
+    packed: Tensor,
+    scale: Tensor,
+    n: int,
+    k: int,
+    format: WeightFormat,
+    dtype: torch.dtype,
+    *,
+    zero: Tensor | None = None,
+    global_scale: Tensor | None = None,
+) -> Tensor:
+    """The weight [n, k] that `weight_gemm` multiplies by: ``(code - zero) * scale * global_scale`` in float32, rounded to dtype."""
+    codes = unpack_weight(packed, n, k, format)
+    if format in ("mxfp4", "nvfp4"):
+        values = torch.tensor(_E2M1, device=codes.device)[codes.int()]
+    else:
+        values = codes.float()
+    if format == "uint4":
+        values = values - (8 if zero is None else _of_each_k(zero, k))
+    values = values * _of_each_k(scale, k)
+    return (values if global_scale is None else values * global_scale).to(dtype)
+
+
+def _of_each_k(x: Tensor, k: int) -> Tensor:
+    """[ceil(K / g), N] -> [N, K], float32"""
+    groups = x.shape[0]
+    x = x.float().mT
+    if groups == 1:
+        return x
+    group = next(g for g in (256, 128, 64, 32, 16) if (k + g - 1) // g == groups)
+    return x.repeat_interleave(group, 1)[:, :k]
+
+
+def _save(needs, args, out):
+    given = _weight_gemm.named(args)
+    a, bias = given["a"], given["bias"]
+    wanted = {name for name, needed in zip(_weight_gemm.names, needs, strict=False) if needed}
+    if a.dtype is torch.float8_e4m3fn or given["activation"] != "none" or wanted - {"a", "bias"}:
+        raise NotImplementedError(
+            f"{NAMESPACE}::weight_gemm: gradients are those of a 16-bit a and of bias, without an activation"
+        )
+    more = {"dtype": a.dtype, "k": a.shape[-1], "bias_dtype": None if bias is None else bias.dtype}
+    return tuple(given[name] if needs[0] else None for name in _SAVED), more
+
+
+def _backward(needs, packed, scale, zero, global_scale, n, format, dtype, k, bias_dtype, **values):
+    """a's as if the weight were not packed: it is decoded whole, in a's dtype."""
+    grad, made = values[f"grad_{_weight_gemm.results[0]}"], {}
+    if "a" in needs:
+        w = decode_weight(packed, scale, n, k, format, dtype, zero=zero, global_scale=global_scale)
+        made["a"] = gemm(grad.to(dtype), w)
+    if "bias" in needs:
+        made["bias"] = grad.flatten(0, -2).sum(0, dtype=torch.float32).to(bias_dtype)
+    return made
+
+
 def _flops(a, n, **_) -> int:
     """2 M N K"""
     return 2 * math.prod(a) * n
@@ -163,6 +225,8 @@ _weight_gemm = define_op(
     "weight_gemm",
     public=weight_gemm,
     symbolic=_symbolic,
-    refuse="weight_gemm: it has no backward yet",
+    save=_save,
+    saved=_SAVED,
+    backward=_backward,
     flops=_flops,
 )

@@ -17,7 +17,11 @@
 #define GK_CAT(a, b) GK_CAT_(a, b)
 #define SYM(name) GK_CAT(name, GK_ISA) /* gk_x -> gk_x_avx2; the full list is in tables.c */
 
+#if defined(GK_SANITIZED) /* functions put into one another take clang's sanitizers ten times as long to compile */
+#define INLINE static inline __attribute__((unused))
+#else
 #define INLINE static inline __attribute__((always_inline, unused))
+#endif
 
 /* The set is GK_ISA's alone. Flags that hold less than it do not compile; flags that hold more would put instructions into a
  * set that runs on machines without them. */

@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A continuous-batching engine over torch_gpukern.PagedKVCache.
+
+Each step runs one packed batch. A sequence that decodes brings its newest token and the tokens drafted behind it; a newcomer
+brings a chunk of its prompt, as long as the step has room. So prompts do not stop the others, and a step's time is bounded.
+
+- Pages of equal prefixes are shared: what one request has written, the next one finds by its tokens.
+- When pages run out, the youngest request gives its pages back and waits. Its tokens stay; their keys are computed again, or
+  found by prefix.
+- Drafts are the tokens that followed the same n-gram before. They are checked in one step, and the rejected ones are rolled
+  back with `truncate`. A token is drawn from (seed, position) alone, so a request's answer depends neither on the drafts nor
+  on the other requests, but for the rounding of its logits.
+
+`submit` and `cancel` may be called from any thread; `step` from one. `start` runs the steps in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from metrics import Metrics
+from sampling import NGrams, pick
+
+from torch_gpukern import OutOfPages
+
+OnTokens = Callable[["Request", list[int], "str | None"], None]
+
+
+class Refused(ValueError):
+    """The engine does not take this request; `parameter` says why."""
+
+    def __init__(self, parameter: str, text: str) -> None:
+        super().__init__(text)
+        self.parameter = parameter
+
+
+class Busy(RuntimeError):
+    """Too many requests wait, or the engine closes."""
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt and how to go on.
+
+    Args:
+        prompt: token ids, at least one.
+        max_tokens: at most so many new tokens.
+        temperature: 0 takes the most likely token, else one is drawn from softmax(logits / temperature).
+        top_p: the draw is among the most likely tokens whose probabilities add up to this.
+        seed: of the draw.
+        stop_ids: tokens that end the answer; they are its last.
+        on_tokens: gets the request, its new tokens, and the reason why it ended or None: "stop", "length", "cancelled" or
+            "error: ...". It is called in the engine's thread and must not wait.
+    """
+
+    prompt: Sequence[int]
+    max_tokens: int = 16
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    stop_ids: frozenset[int] = frozenset()
+    on_tokens: OnTokens | None = None
+
+    tokens: list[int] = field(default_factory=list, init=False)  # the prompt, then the answer
+    finish: str | None = field(default=None, init=False)
+    handle: int | None = field(default=None, init=False)
+    cached: int = field(default=0, init=False)  # tokens whose keys are in the cache
+    cancelled: bool = field(default=False, init=False)
+    preempted: int = field(default=0, init=False)
+    drafts: int = field(default=1, init=False)  # how many tokens to draft next
+    ngrams: NGrams = field(default_factory=NGrams, init=False)
+    arrived: float = field(default=0.0, init=False)
+    heard: float | None = field(default=None, init=False)  # when its last token was made
+    over: threading.Event = field(default_factory=threading.Event, init=False)
+
+    @property
+    def answer(self) -> list[int]:
+        return self.tokens[len(self.prompt) :]
+
+    def cancel(self) -> None:
+        """The engine ends it before its next step."""
+        self.cancelled = True
+
+
+@dataclass
+class Chunk:
+    """What a request brings to a step: its next `count` tokens, then drafted ones."""
+
+    request: Request
+    count: int
+    draft: list[int]
+
+    def ends(self) -> bool:
+        """Whether the last of the request's tokens is in it, so that a new one follows."""
+        return self.request.cached + self.count == len(self.request.tokens)
+
+
+class Engine:
+    """Runs requests on a model of models.py.
+
+    Args:
+        model: it has the cache.
+        max_batch: requests that run at once.
+        max_step_tokens: tokens of a step, at least max_batch: the longest chunk of a prompt.
+        max_drafts: tokens drafted for a request in a step; 0 switches drafts off.
+        max_waiting: requests that may wait; more are refused.
+    """
+
+    def __init__(
+        self, model, *, max_batch: int = 16, max_step_tokens: int = 256, max_drafts: int = 4, max_waiting: int = 1024
+    ) -> None:
+        if not 1 <= max_batch <= max_step_tokens:
+            raise ValueError(f"max_batch is {max_batch}; expected 1 to max_step_tokens, {max_step_tokens}")
+        self.model, self.cache = model, model.cache
+        self.max_batch, self.max_step_tokens = max_batch, max_step_tokens
+        self.max_drafts, self.max_waiting = max_drafts, max_waiting
+        self.max_length = min(model.max_length, self.cache.num_blocks * self.cache.block_size)
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []  # the oldest first
+        self.metrics = Metrics()
+        self._work = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._closing = self._drain = False
+        self._blocked: int | None = None  # free pages when the first waiting request had too few
+
+    # ---- from any thread ----
+
+    def submit(self, request: Request) -> Request:
+        """Queues a request.
+
+        Raises:
+            Refused: what it asks for does not fit the model or the cache.
+            Busy: too many wait, or the engine closes.
+        """
+        prompt, vocab = list(request.prompt), self.model.vocab
+        if not prompt:
+            raise Refused("prompt", "prompt is empty; expected at least one token")
+        for token in prompt:
+            if not 0 <= token < vocab:
+                raise Refused("prompt", f"prompt has token {token}; expected 0 to {vocab - 1}")
+        if request.max_tokens < 1:
+            raise Refused("max_tokens", f"max_tokens is {request.max_tokens}; expected at least 1")
+        if len(prompt) + request.max_tokens > self.max_length:
+            raise Refused(
+                "max_tokens",
+                f"{len(prompt)} tokens of prompt and max_tokens {request.max_tokens} are more than the "
+                f"{self.max_length} that fit",
+            )
+        if not 0 <= request.temperature < float("inf"):
+            raise Refused("temperature", f"temperature is {request.temperature}; expected a number from 0 on")
+        if not 0 < request.top_p <= 1:
+            raise Refused("top_p", f"top_p is {request.top_p}; expected above 0, at most 1")
+        request.tokens, request.arrived = prompt, time.perf_counter()
+        with self._work:
+            if self._closing:
+                raise Busy("the engine closes")
+            if len(self.waiting) >= self.max_waiting:
+                raise Busy(f"{self.max_waiting} requests wait already")
+            self.waiting.append(request)
+            self._work.notify()
+        return request
+
+    def start(self) -> Engine:
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+        return self
+
+    def close(self, drain: bool = False) -> None:
+        """Ends the thread. Requests that are not done are cancelled or, with drain, done first."""
+        with self._work:
+            self._closing, self._drain = True, drain
+            self._work.notify()
+        if self._thread is not None:
+            self._thread.join()
+        else:
+            self._end_all("cancelled")
+
+    def __enter__(self) -> Engine:
+        return self.start()
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # ---- one step ----
+
+    def step(self) -> bool:
+        """Runs one batch; False where there is nothing to do."""
+        self._drop_cancelled()
+        self._admit()
+        chunks = self._plan()
+        if not chunks:
+            return False
+        began = time.perf_counter()
+        ids, positions, starts = [], [], []
+        rows, settings = [], []  # the rows whose logits are asked for, and how each is drawn
+        for chunk in chunks:
+            request = chunk.request
+            starts.append(len(ids))
+            ids += request.tokens[request.cached : request.cached + chunk.count] + chunk.draft
+            positions += range(request.cached, request.cached + chunk.count + len(chunk.draft))
+            if chunk.ends():
+                first = len(ids) - 1 - len(chunk.draft)
+                rows += range(first, len(ids))
+                settings += [(request, len(request.tokens) + i) for i in range(1 + len(chunk.draft))]
+        before = [chunk.request.tokens[max(chunk.request.cached - 2, 0) : chunk.request.cached] for chunk in chunks]
+        logits = self.model.forward(ids, positions, rows, starts, before)
+        picked = pick(logits, settings) if rows else []
+        self._take(chunks, picked)
+        self.metrics.step(time.perf_counter() - began, len(ids), self.used_pages / self.cache.num_blocks)
+        return True
+
+    @property
+    def used_pages(self) -> int:
+        """Pages that requests hold. Pages kept for `match` alone are free."""
+        return self.cache.num_blocks - self.cache.free_blocks
+
+    def _admit(self) -> None:
+        cache = self.cache
+        while self.waiting and len(self.running) < self.max_batch:
+            if self.running and self._blocked == cache.free_blocks:
+                return
+            request = self.waiting[0]
+            # The last token is left out: its logits are asked for.
+            handle, known = cache.match(request.tokens[:-1])
+            need = -(-(len(request.tokens) + 1) // cache.block_size) - known // cache.block_size
+            if self.running and need > cache.free_blocks:
+                cache.free(handle)
+                self._blocked = cache.free_blocks
+                return
+            with self._work:
+                self.waiting.popleft()
+            request.handle, request.cached = handle, known
+            self.running.append(request)
+            self.metrics.prefix(known, len(request.tokens))
+
+    def _plan(self) -> list[Chunk]:
+        """The chunks of the next step, whose pages are reserved. Decoding requests come first, so that each has its token."""
+        room = self.max_step_tokens
+        chunks = []
+        for request in sorted(self.running, key=lambda r: len(r.tokens) - r.cached > 1):
+            count = min(len(request.tokens) - request.cached, room)
+            if count:
+                chunks.append(Chunk(request, count, []))
+                room -= count
+        for chunk in chunks:
+            request = chunk.request
+            most = min(self.max_drafts, request.drafts, room, request.max_tokens - len(request.answer) - 1)
+            if chunk.ends() and most > 0 and request.answer:
+                chunk.draft = request.ngrams.draft(request.tokens, most)
+                room -= len(chunk.draft)
+        while chunks:
+            try:
+                self.model.begin([c.request.handle for c in chunks], [c.count + len(c.draft) for c in chunks])
+                break
+            except OutOfPages:
+                if any(chunk.draft for chunk in chunks):
+                    for chunk in chunks:
+                        chunk.draft = []
+                    continue
+                youngest = self.running[-1]
+                self._preempt(youngest)
+                chunks = [chunk for chunk in chunks if chunk.request is not youngest]
+        return chunks
+
+    def _take(self, chunks: list[Chunk], picked: list[int]) -> None:
+        """Counts what a step has written, and gives each request its new tokens: drafts as far as they were right, and one
+        more."""
+        drawn = iter(picked)
+        now = time.perf_counter()
+        for chunk in chunks:
+            request = chunk.request
+            if not chunk.ends():
+                request.cached += chunk.count
+                continue
+            tokens = [next(drawn) for _ in range(1 + len(chunk.draft))]
+            right = 0
+            while right < len(chunk.draft) and tokens[right] == chunk.draft[right]:
+                right += 1
+            new, finish = [], None
+            for token in tokens[: right + 1]:
+                new.append(token)
+                if token in request.stop_ids:
+                    finish = "stop"
+                elif len(request.answer) + len(new) == request.max_tokens:
+                    finish = "length"
+                if finish:
+                    break
+            if chunk.draft:
+                request.drafts = right + 1
+                self.metrics.drafts(len(chunk.draft), len(new) - 1)
+            first = not request.answer
+            request.tokens += new
+            request.cached += chunk.count + len(new) - 1
+            if chunk.draft:
+                self.cache.truncate(request.handle, request.cached)
+            if first or finish:  # the prompt's pages, then the whole answer's
+                self.cache.publish(request.handle, request.tokens)
+            self.metrics.tokens(len(new), now, request.arrived, request.heard)
+            request.heard = now
+            if finish:
+                self._end(request, finish, new)
+            else:
+                self._tell(request, new, None)
+
+    # ---- how requests leave ----
+
+    def _preempt(self, request: Request) -> None:
+        self.cache.free(request.handle)
+        self.running.remove(request)
+        request.handle, request.cached = None, 0
+        request.preempted += 1
+        self.metrics.preemptions += 1
+        with self._work:
+            self.waiting.appendleft(request)
+        self._blocked = self.cache.free_blocks  # until another request gives pages back
+
+    def _drop_cancelled(self) -> None:
+        for request in [r for r in (*self.running, *self.waiting) if r.cancelled]:
+            self._end(request, "cancelled", [])
+
+    def _end(self, request: Request, finish: str, new: list[int]) -> None:
+        if request.handle is not None:
+            self.cache.free(request.handle)
+            request.handle = None
+            self.running.remove(request)
+        else:
+            with self._work:
+                self.waiting.remove(request)
+        self._blocked = None
+        request.finish = finish
+        self.metrics.end(finish)
+        self._tell(request, new, finish)
+        request.over.set()
+
+    def _end_all(self, finish: str) -> None:
+        for request in (*self.running, *self.waiting):
+            self._end(request, finish, [])
+
+    def _tell(self, request: Request, new: list[int], finish: str | None) -> None:
+        if request.on_tokens is None:
+            return
+        try:
+            request.on_tokens(request, new, finish)
+        except Exception:  # who asked is gone; the others go on
+            request.cancel()
+
+    def _run(self) -> None:
+        while True:
+            with self._work:
+                self._work.wait_for(lambda: self._closing or self.waiting or self.running)
+                if self._closing and not (self._drain and (self.waiting or self.running)):
+                    break
+            try:
+                self.step()
+            except Exception as error:  # a step that failed may have written anything for those that ran
+                for request in list(self.running):
+                    self._end(request, f"error: {error}", [])
+                self.cache.forget()
+        self._end_all("cancelled")

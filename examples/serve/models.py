@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Models that the engine runs: one of transformers, or the demo's. Each has a PagedKVCache and runs a packed batch over it.
+
+    begin(handles, counts)                            reserves the pages of a step; OutOfPages where they are too few
+    forward(ids, positions, rows, starts, before)     logits [len(rows), vocab] of the rows of the packed tokens
+
+On CUDA a step in which every request has one token is a captured graph, one for each power of two of requests.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from torch_gpukern import PagedKVCache, paged_attn
+
+ATTENTION = "gpukern_paged"
+
+
+class Step:
+    """What attention reads in a step: the slots of the new tokens, tables, lengths, where each request's tokens begin."""
+
+    def __init__(self, slots: Tensor, table: Tensor, lens: Tensor, starts: Tensor | None, longest: int) -> None:
+        self.slots, self.table, self.lens, self.starts, self.longest = slots, table, lens, starts, longest
+
+    def attend(self, cache: PagedKVCache, layer: int, q: Tensor, k: Tensor, v: Tensor, **rules) -> Tensor:
+        """q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D]"""
+        cache.write(k, v, self.slots, layer)
+        new = {"cu_seqlens_q": self.starts, "max_seqlen_q": self.longest}
+        return paged_attn(q, cache.k[layer], cache.v[layer], self.table, self.lens, **new, **rules)
+
+
+class Model:
+    """What both kinds share. `run` is the network: logits of the wanted rows of packed tokens."""
+
+    def __init__(self, cache: PagedKVCache, vocab: int, max_length: int, captured_batch: int = 0) -> None:
+        self.cache, self.vocab, self.max_length = cache, vocab, max_length
+        self.device = cache.k.device
+        self.graphs: dict[int, tuple] = {}
+        self.captured_batch = captured_batch if self.device.type == "cuda" else 0
+        self.width = -(-max_length // cache.block_size)
+
+    def begin(self, handles: list[int], counts: list[int]) -> None:
+        if max(counts) == 1 and len(handles) <= self.captured_batch:
+            size = 1 << (len(handles) - 1).bit_length()
+            if size not in self.graphs:
+                self.graphs[size] = self.capture(size)
+            self.step, self.graph = self.graphs[size][0], self.graphs[size]
+            self.cache.fill_(handles, self.step.table, self.step.lens, self.step.slots)
+            return
+        cache = self.cache
+        slots = cache.extend(handles, counts)
+        starts = None
+        if max(counts) > 1:
+            starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32).to(self.device)
+        self.graph = None
+        self.step = Step(slots, cache.block_table(handles), cache.seq_lens(handles), starts, max(counts))
+
+    @torch.inference_mode()
+    def forward(self, ids: list[int], positions: list[int], rows: list[int], starts: list[int], before: list) -> Tensor:
+        """starts[i] is where request i's tokens begin, before[i] its two tokens before these, where it has them."""
+        tokens = self.tokens_of(ids, starts, before)
+        if self.graph is None:
+            tokens, at, wanted = (
+                torch.tensor(x, dtype=torch.int64, device=self.device) for x in (tokens, positions, rows)
+            )
+            return self.run(tokens, at, wanted)
+        _, graph, all_tokens, all_positions, logits = self.graph
+        for target, numbers in ((all_tokens, tokens), (all_positions, positions)):
+            target[: len(ids)].copy_(torch.tensor(numbers).pin_memory(), non_blocking=True)
+        graph.replay()
+        return logits[: len(ids)]
+
+    def capture(self, size: int) -> tuple:
+        """A graph of a step of `size` requests. Rows behind the batch are inactive: length 0, slot -1."""
+        tokens = torch.tensor(self.tokens_of([0] * size, list(range(size)), [[]] * size), device=self.device)
+        positions, rows = (torch.arange(size, device=self.device) for _ in range(2))
+        positions.zero_()
+        self.step = step = Step(
+            torch.full((size,), -1, device=self.device),
+            torch.zeros(size, self.width, dtype=torch.int32, device=self.device),
+            torch.zeros(size, dtype=torch.int32, device=self.device),
+            None,
+            1,
+        )
+        with torch.inference_mode():
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                self.run(tokens, positions, rows)  # libraries set themselves up outside of the capture
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                logits = self.run(tokens, positions, rows)
+        return step, graph, tokens, positions, logits
+
+    def tokens_of(self, ids: list[int], starts: list[int], before: list) -> list:
+        return ids
+
+    def run(self, tokens: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class TransformersModel(Model):
+    """A causal language model of transformers whose attention layers take an attention function and their layer_idx.
+
+    Sliding windows and softcap are served. All layers share one cache, so that no page is released.
+    """
+
+    def __init__(
+        self, model: nn.Module, num_blocks: int, block_size: int = 16, dtype=None, captured_batch: int = 64
+    ) -> None:
+        from transformers import AttentionInterface, AttentionMaskInterface
+
+        AttentionInterface.register(ATTENTION, self._attention)
+        AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)
+        model.set_attn_implementation(ATTENTION)
+        config = model.config.get_text_config()
+        weight = next(model.parameters())
+        cache = PagedKVCache(
+            num_blocks,
+            block_size,
+            getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            layers=config.num_hidden_layers,
+            dtype=dtype or weight.dtype,
+            device=weight.device,
+        )
+        super().__init__(cache, config.vocab_size, config.max_position_embeddings, captured_batch)
+        self.model = model.eval()
+
+    def run(self, tokens: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+        out = self.model(
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=rows,
+            served_by=self,
+        )
+        return out.logits[0].float()
+
+    @staticmethod
+    def _attention(module, query, key, value, attention_mask, served_by, scaling=None, dropout=0.0, **kwargs):
+        """query [1, Hq, T, D], key and value [1, Hkv, T, D] of the packed new tokens; returns [1, T, Hq, D]."""
+        rules = {"scale": scaling, "softcap": kwargs.get("softcap") or 0.0, "sinks": kwargs.get("s_aux")}
+        if kwargs.get("sliding_window"):
+            rules["window_left"] = kwargs["sliding_window"] - 1
+        packed = (x[0].transpose(0, 1) for x in (query, key, value))
+        return served_by.step.attend(served_by.cache, module.layer_idx, *packed, **rules)[None], None
+
+
+class DemoModel(Model):
+    """The byte model that `make demo` trains, from its checkpoint."""
+
+    def __init__(self, checkpoint: str, num_blocks: int, block_size: int = 16, device: str = "cpu") -> None:
+        sys.path.append(str(Path(__file__).resolve().parent.parent / "demo"))
+        from model import GPT, Config, GpukernOps
+
+        with torch.serialization.safe_globals([Config]):
+            saved = torch.load(checkpoint, map_location=device, weights_only=True)
+        config = saved["config"]
+        self.net, self.ops, self.grams = GPT(config), GpukernOps(), config.grams
+        self.net.load_state_dict(saved["weights"])
+        self.net.to(device).eval()
+        cache = PagedKVCache(
+            num_blocks, block_size, config.heads_kv, config.head_dim, layers=config.layers,
+            dtype=torch.float32, device=device,
+        )  # fmt: skip
+        super().__init__(cache, config.vocab, config.context, captured_batch=64)
+
+    def tokens_of(self, ids: list[int], starts: list[int], before: list) -> list:
+        """[T, grams]: each byte and those before it, 0 before the first."""
+        found = []
+        for first, end, known in zip(starts, [*starts[1:], len(ids)], before):
+            seen = [0] * (self.grams - 1 - len(known)) + known + ids[first:end]
+            found += [seen[i : i + self.grams][::-1] for i in range(end - first)]
+        return found
+
+    def run(self, tokens: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return self.step.attend(self.cache, layer, q, k, v)
+
+        return self.net(tokens, positions, self.ops, attend)[rows]
+
+
+SIZES = {  # hidden, intermediate, layers, heads, heads_kv, vocabulary
+    "tiny": (128, 256, 2, 4, 2, 512),
+    "small": (512, 1536, 8, 8, 2, 8192),
+    "8b": (4096, 14336, 32, 32, 8, 128256),
+}
+
+
+def random_llama(size: str, device: str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
+    """A Llama with random weights: "tiny" and "small" for a CPU, "8b" in the shape of Llama 3 8B."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    hidden, intermediate, layers, heads, heads_kv, vocab = SIZES[size]
+    config = LlamaConfig(
+        hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=heads_kv, vocab_size=vocab, max_position_embeddings=8192,
+        bos_token_id=None, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # 8b in float32 would take twice the memory for a moment
+    try:
+        with torch.device(device):
+            return LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(default)
