@@ -3,5 +3,16 @@
 
 from .layers import MLP, Attention, Linear
 from .patching import Patched, patch
+from .rows import LayerNorm, LinearCrossEntropy, RMSNorm, RotaryEmbedding
 
-__all__ = ["MLP", "Attention", "Linear", "Patched", "patch"]
+__all__ = [
+    "MLP",
+    "Attention",
+    "LayerNorm",
+    "Linear",
+    "LinearCrossEntropy",
+    "Patched",
+    "RMSNorm",
+    "RotaryEmbedding",
+    "patch",
+]
