@@ -18,6 +18,7 @@ from torch_gpukern import cli
 from torch_gpukern import layout as L
 from torch_gpukern.roofline import NOMINAL
 
+H100 = "NVIDIA H100 80GB HBM3"
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "claims.md").read_text()
 # Rows of four columns: claim, verdict, what is right, evidence.
@@ -221,14 +222,14 @@ def test_misaligned_loads_are_refused():
 
 
 def test_multiply_adds_a_clock():
-    h100, a100 = NOMINAL["NVIDIA H100"]["bf16"] * 1e12 / (132 * 1.83e9), 312e12 / (108 * 1.41e9)
+    h100, a100 = NOMINAL[H100]["bf16"] * 1e12 / (132 * 1.83e9), 312e12 / (108 * 1.41e9)
     assert h100 == pytest.approx(4096, rel=1e-3) and a100 == pytest.approx(2048, rel=2e-3)
     says(2048, 1024, 989.4, 132, 4096, 312, 108)
 
 
 def test_the_ridge():
-    h100, h200 = (NOMINAL[name]["bf16"] * 1e3 / NOMINAL[name]["read"] for name in ("NVIDIA H100", "NVIDIA H200"))
-    assert 2 * NOMINAL["NVIDIA H100"]["bf16"] == pytest.approx(1979, rel=1e-3)
+    h100, h200 = (NOMINAL[name]["bf16"] * 1e3 / NOMINAL[name]["read"] for name in (H100, "NVIDIA H200"))
+    assert 2 * NOMINAL[H100]["bf16"] == pytest.approx(1979, rel=1e-3)
     says(989, f"{h100:.0f}", f"{h200:.0f}")
 
 
@@ -283,11 +284,11 @@ def test_intensity_of_a_tile():
 
 
 def test_picoseconds():
-    ps = 16 / NOMINAL["NVIDIA H100"]["read"] / 1e9 * 1e12
+    ps = 16 / NOMINAL[H100]["read"] / 1e9 * 1e12
     page = (ROOT / "docs" / "patterns.md").read_text()
     idle, busy = (float(us) for us in re.search(r"but ([\d.]+) us on an idle memory, and ([\d.]+) us", page).groups())
-    says(f"{ps:.1f} ps", f"{idle:.1f}", f"{busy:.1f}", f"{idle * NOMINAL['NVIDIA H100']['read'] / 1e3:.1f}")
-    assert busy * NOMINAL["NVIDIA H100"]["read"] / 1e3 == pytest.approx(3, rel=0.05)
+    says(f"{ps:.1f} ps", f"{idle:.1f}", f"{busy:.1f}", f"{idle * NOMINAL[H100]['read'] / 1e3:.1f}")
+    assert busy * NOMINAL[H100]["read"] / 1e3 == pytest.approx(3, rel=0.05)
 
 
 def test_a_chain_of_six():

@@ -37,6 +37,36 @@ def test_where_a_row_stands():
     assert point_of("model", row(label="eager"), PEAKS) is None
 
 
+def test_short_calls_are_bound_by_latency():
+    """Whose ceilings allow less time than a kernel takes at all: whatever their intensity."""
+    assert point_of("gemm", row(us=3.9), PEAKS, 2.0).bound == "latency"  # at half of its roofline: 1.95 us
+    assert point_of("gemm", row(us=4.1), PEAKS, 2.0).bound == "compute"
+    low = row(us=100.0, roofline_percent=1.0, unit="GB/s", rate=0.1, label="NT 1x64x64")
+    assert point_of("gemm", low, PEAKS, 2.0).bound == "latency" and point_of("gemm", low, PEAKS).bound == "memory"
+    _, _, points, _ = read_points(RESULTS / "nvidia-h200.json")
+    assert {p.bound for p in points} == {"memory", "compute", "latency"}
+    _, _, points, _ = read_points(RESULTS / "amd-epyc-2-threads-avx512bf16.json")
+    assert {p.bound for p in points} <= {"memory", "compute"}  # a CPU's own cost of a call is not measured
+
+
+def test_intensity_by_counters(capsys):
+    """The ladder's rungs, of which the library's own asks memory for the least."""
+    table = str(RESULTS.parent.parent / "docs" / "counters.csv")
+    assert cli.main(["roofline", "--counters", table, "--flops", str(2 * 4096**3), "--what", "rung"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 18 and all(line.startswith("rung ") for line in lines[1:])
+    rows = {line[: line.index("  ")]: line.split()[-4:] for line in lines[1:]}
+    naive, tuned = (next(v for k, v in rows.items() if k.startswith(f"rung {n} ")) for n in (1, 13))
+    assert float(naive[1]) == pytest.approx(2 * 4096**3 / 1189981440, rel=1e-3) and naive[2:] == ["295", "memory"]
+    assert float(tuned[1]) > 500 and tuned[3] == "compute" and float(tuned[0]) < float(tuned[1])
+
+
+@pytest.mark.parametrize("words", [[], ["x.json", "--counters", "x.csv", "--flops", "1"], ["--counters", "x.csv"]])
+def test_results_or_counters(words, capsys):
+    assert cli.main(["roofline", *words]) == 1
+    assert "give a file of results, or --counters with --flops" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["nvidia-h200", "nvidia-h100-80gb-hbm3", "amd-epyc-2-threads-avx512bf16"])
 def test_saved_rows_lie_under_their_ceilings(name, tmp_path, capsys):
     pytest.importorskip("matplotlib")

@@ -463,7 +463,7 @@ def test_add_subdirectory_and_static_library(tmp_path):
         '  message(FATAL_ERROR "the plugin came along")\n'
         "endif()\n"
     )
-    flags = ["-DGPUKERN_CUDA=0", "-DBUILD_SHARED_LIBS=OFF", "-DCMAKE_C_FLAGS=-O1"]
+    flags = ["-DGPUKERN_CUDA=0", "-DBUILD_SHARED_LIBS=OFF", "-DCMAKE_C_FLAGS=-O0"]
     must("cmake", "-S", tmp_path, "-B", build, f"-DPython_EXECUTABLE={sys.executable}", *flags)
     assert "CMAKE_BUILD_TYPE:STRING=\n" in (build / "CMakeCache.txt").read_text()
     must("cmake", "--build", build, "-j", "2")

@@ -92,7 +92,7 @@ def test_what_is_allowed(tmp_path):
         "csrc/a.c": '#include "internal.h"\n\n#include <stdatomic.h>\n\n/* asm() in a comment */\n// why: f(x) may fail;\n',
         "csrc/cuda/a.cuh": "struct a {  // no function\n    int f() {\n" + "        g();\n" * 120 + "    }\n};\n",
         "ops/schema.cpp": '#include <torch/csrc/stable/library.h>\n\n#include <string>\n\n#include "gpukern.h"\n',
-        "torch_gpukern/a.py": "import torch\n\n\nclass A:\n    slots = 1  # of a cache\n",
+        "torch_gpukern/a.py": "# SPDX-License-Identifier: BSD-3-Clause\nimport torch\n\n\nclass A:\n    slots = 1  # of a cache\n",
         "csrc/b.c": 'f("it is not a class, turned"); /* it is turned off */\n',
         "docs/worklog/a.md": "A skewed row in turns.\n",
     }

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The command line: what is installed, what a call would run, how fast it is here.
 
-python -m torch_gpukern info | doctor            or gpukern info, here as below
+python -m torch_gpukern info | doctor | device   or gpukern info, here as below
 python -m torch_gpukern explain gemm 512 512 512 --dtype bfloat16 [--arch sm_90]
 python -m torch_gpukern bench flash_attn [--html page.html]
 python -m torch_gpukern layout "(4,8):(8,1)" --svg out.svg
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from . import ARCHS, EXPLAINED, __version__, bench, doctor, explain, occupancy, roofline
+from . import ARCHS, EXPLAINED, __version__, bench, devices, doctor, explain, occupancy, roofline
 from ._library import ops
 from .layout import cli as layout_cli
 from .terminal import device_of, fields, table, whole, with_progress
@@ -311,6 +311,7 @@ def _parser() -> argparse.ArgumentParser:
         if paged:
             p.add_argument("--block-size", type=whole(1), default=16)
 
+    devices.add_arguments(commands)
     layout_cli.add_arguments(commands)
     occupancy.add_arguments(commands)
     roofline.add_arguments(commands)

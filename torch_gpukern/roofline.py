@@ -11,6 +11,7 @@ Rows of which neither holds are counted, not drawn.
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import re
 from dataclasses import dataclass
@@ -18,12 +19,17 @@ from html import escape
 from pathlib import Path
 
 from .charts import decades, short
+from .terminal import table
 
 # Nominal, dense: TFLOP/s and GB/s of the vendor's data sheet.
 NOMINAL = {
     "NVIDIA H200": {"bf16": 989.4, "f16": 989.4, "tf32": 494.7, "f32": 66.9, "read": 4800.0},
-    "NVIDIA H100": {"bf16": 989.4, "f16": 989.4, "tf32": 494.7, "f32": 66.9, "read": 3350.0},
+    "NVIDIA H100 80GB HBM3": {"bf16": 989.4, "f16": 989.4, "tf32": 494.7, "f32": 66.9, "read": 3350.0},
+    "NVIDIA A100-SXM4-80GB": {"bf16": 312.0, "f16": 312.0, "tf32": 156.0, "f32": 19.5, "read": 2039.0},
 }
+# What a kernel takes however little it does: its begin and end in a graph (1.1 us), and one way to memory and back (0.9 us,
+# busy), of an H200 and an H100: docs/patterns.md, graph and occupancy. A call that its ceilings allow less is bound by latency.
+LATENCY_US = 2.0
 ELEM_BYTES = {"f32": 4, "tf32": 4, "bf16": 2, "f16": 2}
 COLORS = {"gemm": "#d62728", "flash_attn": "#1f77b4", "paged_attn": "#2ca02c", "model": "#9467bd"}
 _GEMM = re.compile(r"(?:[NT]{2} )?(\d+)x(\d+)x(\d+)(?: .*)?|(?:[NT]{2} )?(\d+)")
@@ -32,7 +38,7 @@ _ATTENTION = re.compile(r"(forward|backward) (full|causal)\b.*")
 
 @dataclass(frozen=True)
 class Point:
-    """One row: FLOPs per byte, GFLOP/s, the percent of its roofline, and what bounds it: "memory" or "compute"."""
+    """One row: FLOPs per byte, GFLOP/s, the percent of its roofline, and what bounds it: "memory", "compute" or "latency"."""
 
     bench: str
     name: str
@@ -56,8 +62,11 @@ def _of_shape(bench: str, row: dict) -> float | None:
     return None
 
 
-def point_of(bench: str, row: dict, peaks: dict) -> Point | None:
-    """Where a saved row stands; None where the file does not say."""
+def point_of(bench: str, row: dict, peaks: dict, latency_us: float = 0.0) -> Point | None:
+    """Where a saved row stands; None where the file does not say.
+
+    latency_us: what a call takes however little it does; one that the ceilings allow less time than that is bound by latency.
+    """
     percent, us = row.get("roofline_percent"), row["us"]
     if not percent or row["dtype"] not in peaks or row["dtype"] not in ELEM_BYTES:
         return None
@@ -76,6 +85,8 @@ def point_of(bench: str, row: dict, peaks: dict) -> Point | None:
     else:
         return None
     bound = "memory" if intensity < ridge else "compute"
+    if us * percent / 100 < latency_us:
+        bound = "latency"
     name = f"{row['group']}, {row['label']}: {us:.4g} us"
     return Point(bench, name, row["dtype"], intensity, gflops, percent, bound)
 
@@ -90,13 +101,14 @@ def read_points(path: Path, benches: list[str] | None = None) -> tuple[str, dict
         raise ValueError(f"{path}: no benchmark results; expected the keys benches and device")
     peaks: dict[str, float] = {}
     points, without = [], 0
+    latency_us = LATENCY_US if saved["device"] in NOMINAL else 0.0
     for bench, run_ in saved["benches"].items():
         if benches and bench not in benches:
             continue
         mine = {name: peak for name, peak in run_["peaks"].items() if isinstance(peak, (int, float))}
         peaks.update({name: max(peaks.get(name, 0.0), peak) for name, peak in mine.items()})
         for row in run_["rows"]:
-            point = point_of(bench, row, mine)
+            point = point_of(bench, row, mine, latency_us)
             if point:
                 points.append(point)
             without += point is None
@@ -222,19 +234,54 @@ def html(device: str, peaks: dict, points: list[Point], without: int, source: st
     )
 
 
+def counted(path: Path, flops: float, what: str = "") -> list[tuple[str, ...]]:
+    """Rows of text: FLOPs per byte that L2 and memory really moved, by ncu's counters of a table as docs/counters.csv is.
+
+    flops: of one launch of each row whose name has `what` in it. Bytes that are written are in neither counter. What bounds: the lower of both intensities beside the device's ridge.
+    """
+    with path.open() as lines:
+        rows = list(csv.DictReader(lines))
+    needed = {"device", "what", "lts__t_sectors_srcunit_tex.sum", "dram__bytes_read.sum"}
+    if not rows or not needed <= rows[0].keys():
+        raise ValueError(f"{path}: expected the columns {', '.join(sorted(needed))}")
+    found = [("what", "FLOPs/byte of L2", "of memory", "ridge of memory", "if nothing else bounds it")]
+    for row in rows:
+        l2, memory = 32 * float(row["lts__t_sectors_srcunit_tex.sum"]), float(row["dram__bytes_read.sum"])
+        nominal = NOMINAL.get(row["device"])
+        if what not in row["what"] or not l2 or not memory or not nominal:
+            continue
+        ridge = nominal["bf16"] * 1e3 / nominal["read"]
+        bound = "memory" if flops / memory < ridge else "compute"
+        found.append((row["what"], f"{flops / l2:.1f}", f"{flops / memory:.1f}", f"{ridge:.0f}", bound))
+    if len(found) == 1:
+        raise ValueError(f"{path}: no row '{what}' has both counters, of a device with a nominal rate")
+    return found
+
+
 def add_arguments(commands: argparse._SubParsersAction) -> None:
     p = commands.add_parser("roofline", help="saved benchmark rows under measured and nominal ceilings")
     p.set_defaults(run=run)
-    p.add_argument("results", type=Path, help="a file of benchmarks/results/")
+    p.add_argument("results", type=Path, nargs="?", help="a file of benchmarks/results/")
+    p.add_argument(
+        "--counters", type=Path, metavar="CSV", help="instead: intensity by ncu's counters, as docs/counters.csv"
+    )
+    p.add_argument("--flops", type=float, metavar="N", help="of one launch, with --counters")
+    p.add_argument("--what", default="", metavar="TEXT", help="of these rows of --counters only")
     p.add_argument("--bench", nargs="+", help="of these benchmarks only: gemm, flash_attn, paged_attn, model")
     p.add_argument("--png", type=Path, metavar="FILE", help="needs matplotlib")
     p.add_argument("--html", type=Path, metavar="FILE", help="a page with the rows' names and a table")
 
 
 def run(args: argparse.Namespace) -> int:
+    if (args.results is None) == (args.counters is None) or (args.counters is None) != (args.flops is None):
+        raise ValueError("roofline: give a file of results, or --counters with --flops")
+    if args.counters:
+        print(table(counted(args.counters, args.flops, args.what)))
+        return 0
     device, peaks, points, without = read_points(args.results, args.bench)
-    memory = sum(p.bound == "memory" for p in points)
-    print(f"{device}: {len(points)} rows, {memory} bound by memory; {without} without FLOPs per byte in the file")
+    memory, latency = (sum(p.bound == bound for p in points) for bound in ("memory", "latency"))
+    bounds = f"{memory} bound by memory" + (f", {latency} by latency" if latency else "")
+    print(f"{device}: {len(points)} rows, {bounds}; {without} without FLOPs per byte in the file")
     for p in sorted(points, key=lambda p: p.percent)[:5]:
         print(f"  {p.percent:5.1f} % of its roofline  {p.bench}: {p.name}, {p.intensity:.3g} FLOPs/byte, {p.bound}")
     if args.png:

@@ -37,7 +37,7 @@ from .divide import (
     zipped_product,
 )
 from .swizzle import Swizzle, Swizzled, parse
-from .tensor import Tensor, axpby, copy, fold, gemm, transform
+from .tensor import Tensor, axpby, copy, fold, gemm, identity_tensor, transform
 from .tiled import TiledCopy, TiledMma
 from .tiling import inside, local_partition, local_tile, make_layout_tv, tile_to_shape
 from .tma import TmaBox, WgmmaDescriptor, tma_box, wgmma_descriptor
@@ -79,6 +79,7 @@ __all__ = [
     "fold",
     "from_values",
     "gemm",
+    "identity_tensor",
     "inside",
     "join",
     "left_inverse",

@@ -295,6 +295,14 @@ class Layout(Drawn):
         all_, names = self.modes, [self.names[i] if self.names else "" for i in at]
         return join(*(all_[i] for i in at), names=names)
 
+    def group(self, first: int, last: int) -> Layout:
+        """Modes first to last - 1 as one mode, so that one coordinate or one tiler takes them all: CuTe's group<first, last>."""
+        if not 0 <= first < last <= self.rank:
+            raise IndexError(f"group: modes {first} to {last} of the {self.rank} of {self}; expected 0 <= first < last")
+        all_, names = self.modes, self.names
+        around = (*names[:first], "", *names[last:]) if names else ()
+        return join(*all_[:first], join(*all_[first:last]), *all_[last:], names=around)
+
     def named(self, *names: str) -> Layout:
         return Layout(self.shape, self.stride, names)
 

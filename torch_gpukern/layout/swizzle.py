@@ -115,6 +115,9 @@ class Swizzled(OfLayout, Drawn):
     def select(self, *modes: int | str) -> Swizzled:
         return Swizzled(self.swizzle, self.layout.select(*modes), self.offset)
 
+    def group(self, first: int, last: int) -> Swizzled:
+        return Swizzled(self.swizzle, self.layout.group(first, last), self.offset)
+
     def linear(self) -> Layout:
         """The plain layout with the same values, where there is one: refuses where the swizzle is no sum."""
         found = from_values(self.offsets, self.layout.shape)

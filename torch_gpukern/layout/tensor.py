@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .algebra import Tiler
-from .core import Coord, Layout, Refusal
+from .core import Coord, IntTuple, Layout, Refusal, flatten, text_of, unflatten
 from .swizzle import OfLayout, Swizzled, parse
 
 
@@ -36,13 +36,50 @@ class Tensor(OfLayout):
 
     @classmethod
     def of(cls, tensor: Any) -> Tensor:
-        """A torch tensor, with the layout that its shape and strides say. Shares its memory."""
+        """A torch tensor, or any array that speaks DLPack (NumPy, JAX, CuPy), with the layout that its shape and strides say.
+
+        Shares its memory.
+        """
+        if not hasattr(tensor, "as_strided"):
+            import torch
+
+            tensor = torch.from_dlpack(tensor)
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
         if 0 in shape:
             raise ValueError(f"Tensor.of: shape is {shape}; a layout has 1 or more elements in each mode")
         reach = 1 + sum((s - 1) * d for s, d in zip(shape, stride))
         data = tensor.detach().as_strided((reach,), (1,))
         return cls(Layout(shape, stride) if shape else Layout(1, 0), data)
+
+    def view(self) -> Any:
+        """A torch tensor over the same memory, a dimension for each mode, those of nested modes one after the other.
+
+        Refuses what torch's strides cannot say: a swizzle, a stride below 0, data that are no torch tensor.
+        """
+        data = self._need_data("view")
+        if not hasattr(data, "as_strided"):
+            raise TypeError(f"view: the data are {type(data).__name__}; expected a torch tensor")
+        if isinstance(self.layout, Swizzled):
+            raise Refusal("view", "layout", self.layout.layout, None, f"{self.layout.swizzle} is no sum of strides")
+        back = next((m for m, (_, d) in enumerate(self.layout.leaves) if d < 0), None)
+        if back is not None:
+            raise Refusal("view", "layout", self.layout, back, "torch has no strides below 0")
+        shape, stride = zip(*self.layout.leaves)
+        if self.offset + self.layout.cosize > data.numel():
+            last = self.offset + self.layout.cosize - 1
+            raise IndexError(f"view: {self.layout} reaches offset {last} of data with {data.numel()} elements")
+        return data.as_strided(shape, stride, data.storage_offset() + self.offset)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """Hands `view()` to whoever speaks DLPack: numpy.from_dlpack(t), jax.dlpack.from_dlpack(t)."""
+        return self.view().__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.view().__dlpack_device__()
+
+    def group(self, first: int, last: int) -> Tensor:
+        """Modes first to last - 1 as one mode."""
+        return Tensor(self.layout.group(first, last), self.data, self.offset)
 
     @property
     def offsets(self) -> list[int]:
@@ -92,7 +129,45 @@ class Tensor(OfLayout):
                 data[o] = value
 
     def __repr__(self) -> str:
+        if isinstance(self.data, Coordinates) and isinstance(self.layout, Layout):
+            stride = unflatten(iter([self.data.basis(d) for _, d in self.layout.leaves]), self.layout.shape)
+            start = text_of(self.data[self.offset])
+            return f"Tensor({text_of(self.layout.shape)}:{text_of(stride)} from {start})"
         return f"Tensor({self.layout}{f' from {self.offset}' if self.offset else ''}{', no data' if self.data is None else ''})"
+
+
+DIGIT = 32  # bits of a coordinate's entry in an offset of an identity tensor
+
+
+class Coordinates:
+    """The data of an identity tensor: an offset is a coordinate, each entry of it 32 bits, so that none runs into the next."""
+
+    def __init__(self, shape: IntTuple) -> None:
+        self.shape = shape
+        self.rank = len(flatten(shape))
+
+    def __getitem__(self, offset: int) -> IntTuple:
+        mask = (1 << DIGIT) - 1
+        return unflatten(iter([offset >> DIGIT * m & mask for m in range(self.rank)]), self.shape)
+
+    def basis(self, stride: int) -> str:
+        """A stride as CuTe prints it: 4@1 goes 4 on in entry 1 of the coordinate."""
+        entries = enumerate(flatten(self[stride]))
+        return "+".join(f"{step}@{m}" for m, step in entries if step) or "0"
+
+
+def identity_tensor(shape: IntTuple | Layout) -> Tensor:
+    """The tensor of coordinates: its element at a coordinate is that coordinate.
+
+    Divided, partitioned or sliced as a tensor of data is, it says where each element came from, also past the end: what a
+    predicate compares with the shape. Nested shapes have nested coordinates.
+
+    >>> local_tile(identity_tensor((10, 8)), (4, 4), (2, 1))[3, 0]
+    (11, 4)
+    """
+    shape = shape.shape if isinstance(shape, Layout) else shape
+    strides = iter([1 << DIGIT * m for m in range(len(flatten(shape)))])
+    return Tensor(Layout(shape, unflatten(strides, shape)), Coordinates(shape))
 
 
 def as_tensor(x: Tensor | Layout | Swizzled | str) -> Tensor:

@@ -6,6 +6,9 @@ layout, shape = make_layout_tv("(4,32):(32,1)", "(4,8):(8,1)")    # which elemen
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Union
+
 from .algebra import Tiler, compose, expect_layout, per_mode, right_inverse, tiler_layout
 from .core import Coord, IntTuple, Layout, Refusal, as_layout, index_to_coord, join, product
 from .divide import raked_product, zipped_divide
@@ -33,21 +36,42 @@ def _tile_coord(rest: Layout, coord: Coord) -> Coord:
     return coord[0] if isinstance(coord, tuple) and len(coord) == 1 and rest.rank == 1 else coord
 
 
-def local_tile(tensor: Tensor | Layout | Swizzled | str, tiler: Tiler, coord: Coord) -> Tensor:
+# Which modes of a common tiler a tensor has: (1, None, 1) of (M, N, K) for a, which has M and K. CuTe's Step<_1, X, _1>.
+Step = Sequence[Union[int, None]]  # noqa: UP007
+
+
+def _kept(op: str, what: str, step: Step, x: object) -> tuple:
+    """The entries of x for which the step has no None."""
+    if not isinstance(x, (tuple, list)) or len(x) != len(step):
+        raise ValueError(f"{op}: {what} is {x!r}; expected a tuple with an entry for each of the step's {len(step)}")
+    return tuple(entry for entry, keep in zip(x, step) if keep is not None)
+
+
+def local_tile(
+    tensor: Tensor | Layout | Swizzled | str, tiler: Tiler, coord: Coord, step: Step | None = None
+) -> Tensor:
     """The tile at a coordinate over tiles (None in it keeps that mode, behind those of the tile).
+
+    step: of a tiler and a coordinate that several tensors share, an entry for each mode; None for a mode that this one has not.
+    So with the tiler (BM, BN, BK) and the coordinate (m, n, None), a takes (1, None, 1), b (None, 1, 1) and c (1, 1, None).
 
     The tile of the overhang reaches past the tensor: `inside` says which of its elements are there.
     """
+    if step is not None:
+        tiler, coord = (_kept("local_tile", what, step, x) for what, x in (("tiler", tiler), ("coord", coord)))
     tensor = as_tensor(tensor)
     divided = tensor.divided(zipped_divide, tiler)
     return divided[None, _tile_coord(divided.layout[1], coord)]
 
 
-def local_partition(tensor: Tensor | Layout | Swizzled | str, thr: Layout | str, index: int) -> Tensor:
+def local_partition(
+    tensor: Tensor | Layout | Swizzled | str, thr: Layout | str, index: int, step: Step | None = None
+) -> Tensor:
     """What thread `index` gets where threads repeat over the tensor: its elements, one for each repeat.
 
     thr: the threads' layout, coordinate -> index; the tensor is tiled by thr's shape, and every thread takes its coordinate of
     each tile.
+    step: an entry for each of thr's modes, None for one that the tensor has not: threads that differ in it alone get the same.
     """
     tensor, thr = as_tensor(tensor), as_layout(thr)
     if not 0 <= index < thr.size:
@@ -56,8 +80,11 @@ def local_partition(tensor: Tensor | Layout | Swizzled | str, thr: Layout | str,
     if where.size != thr.size:
         raise Refusal("local_partition", "thr", thr, None, f"it must reach each of 0 to {thr.size - 1} once")
     shape = tuple(mode.size for mode in thr.modes) if isinstance(thr.shape, tuple) else thr.size
+    coord = index_to_coord(where(index), shape)
+    if step is not None:
+        shape, coord = (_kept("local_partition", "thr's shape", step, x) for x in (shape, coord))
     divided = tensor.divided(zipped_divide, shape)
-    return divided[index_to_coord(where(index), shape), None]
+    return divided[coord, None]
 
 
 def inside(shape: IntTuple | Layout, tiler: Tiler, coord: IntTuple) -> list[bool]:

@@ -3,7 +3,7 @@
 #ifndef GPUKERN_CUDA_BWD_ORDER_CUH
 #define GPUKERN_CUDA_BWD_ORDER_CUH
 
-#include "../layout/algebra.cuh"
+#include "../layout/layout.cuh"
 
 /* ---- the order of a grid's blocks ----------------------------------------------------------------------- */
 /* What a block does for a unit, a kv head of a batch entry with the query heads of its group: rows: lse, delta and zeros of

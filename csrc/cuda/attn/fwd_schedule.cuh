@@ -9,7 +9,7 @@
 #ifndef GPUKERN_CUDA_FWD_SCHEDULE_CUH
 #define GPUKERN_CUDA_FWD_SCHEDULE_CUH
 
-#include "../layout/algebra.cuh" /* GK_HD */
+#include "../layout/layout.cuh" /* GK_HD */
 #include "../tile/divisor.cuh"
 
 /* Tiles that are dealt one by one: `count` tiles, of the last `heads` heads one of each length, the longest `tile`. */

@@ -7,7 +7,7 @@
 #ifndef GPUKERN_CUDA_FWD_SCORE_CUH
 #define GPUKERN_CUDA_FWD_SCORE_CUH
 
-#include "../layout/algebra.cuh" /* GK_HD */
+#include "../layout/layout.cuh" /* GK_HD */
 
 #include <math.h>
 #include <stdint.h>

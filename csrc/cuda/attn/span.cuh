@@ -3,7 +3,7 @@
 #ifndef GPUKERN_CUDA_SPAN_CUH
 #define GPUKERN_CUDA_SPAN_CUH
 
-#include "../layout/algebra.cuh" /* GK_HD */
+#include "../layout/layout.cuh" /* GK_HD */
 
 #include <stdint.h>
 

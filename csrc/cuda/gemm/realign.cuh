@@ -7,7 +7,7 @@
 #define GPUKERN_CUDA_GEMM_REALIGN_CUH
 
 #include "../kernels.h"
-#include "../layout/algebra.cuh"
+#include "../layout/layout.cuh"
 #include "../tile/divisor.cuh"
 #include "tiles.h"
 

@@ -2,7 +2,7 @@
 #ifndef GPUKERN_LAYOUT_ATOMS_CUH
 #define GPUKERN_LAYOUT_ATOMS_CUH
 
-#include "algebra.cuh"
+#include "layout.cuh"
 
 // ---- fragments ------------------------------------------------------------------------------------------------------
 // e counts a lane's elements: of 16 bits, two to a register (register e / 2, low half first); of 32 bits, one. Written

@@ -8,7 +8,7 @@
 #ifndef GPUKERN_LAYOUT_BANKS_CUH
 #define GPUKERN_LAYOUT_BANKS_CUH
 
-#include "algebra.cuh"
+#include "layout.cuh"
 
 // ---- swizzle --------------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-#include "../layout/algebra.cuh"
+#include "../layout/layout.cuh"
 
 /* n / by for n < 2^31. */
 struct Divisor {

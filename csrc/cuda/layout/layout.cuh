@@ -1,0 +1,40 @@
+// layout: where elements lie, as values that the compiler computes.
+//
+// Plain C++17 for the host compiler and nvcc alike, as all of this room. What is done with layouts (composition, complement,
+// division, products) is torch_gpukern.layout's; kernels need the offset alone.
+//
+//   layout       shape:stride per mode; the first mode runs fastest (colexicographic order). (4,8):(8,1) sends index i
+//                to 8 (i % 4) + i / 4. At most LAYOUT_MAX_MODES modes, no nesting.
+#ifndef GPUKERN_LAYOUT_LAYOUT_CUH
+#define GPUKERN_LAYOUT_LAYOUT_CUH
+
+#ifdef __CUDACC__
+#define GK_HD __host__ __device__
+#else
+#define GK_HD
+#endif
+
+// A place in a matrix.
+struct coord {
+    int row, col;
+};
+
+// ---- layouts --------------------------------------------------------------------------------------------------------
+
+enum {
+    LAYOUT_MAX_MODES = 8
+};
+
+struct layout {
+    int modes;
+    int shape[LAYOUT_MAX_MODES], stride[LAYOUT_MAX_MODES]; // shapes >= 1; strides of any sign
+};
+
+// The offset of a coordinate: one number per mode.
+constexpr GK_HD int at(const layout &l, const int *coordinate) {
+    int offset = 0;
+    for (int m = 0; m < l.modes; ++m) offset += coordinate[m] * l.stride[m];
+    return offset;
+}
+
+#endif
