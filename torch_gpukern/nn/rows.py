@@ -19,6 +19,10 @@ def served_vector(v: Tensor | None, x: Tensor) -> Tensor | None:
     return v.to(x.dtype)
 
 
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype is torch.float64 else torch.float32
+
+
 def _columns(owner: str, x: Tensor, shape: tuple[int, ...]) -> Tensor:
     """x with the normalised dimensions as one."""
     if not isinstance(x, Tensor):
@@ -32,7 +36,7 @@ class RMSNorm(torch.nn.RMSNorm):
     """`torch.nn.RMSNorm` by `torch_gpukern.rms_norm`: one pass over the rows forward, one backward.
 
     Args:
-        normalized_shape, eps, elementwise_affine, device, dtype: as in nn.RMSNorm; eps None is that of x's dtype.
+        normalized_shape, eps, elementwise_affine, device, dtype: as in nn.RMSNorm; eps None is the distance of 1 to the next float32 (float64 for float64).
         weight_offset: is added to weight, whose first values are then zeros (1 in Gemma's checkpoints).
 
     ``norm(x, residual)`` returns (norm(x + residual), x + residual).
@@ -63,7 +67,7 @@ class RMSNorm(torch.nn.RMSNorm):
         if len(shape) > 1:
             weight = None if weight is None else weight.flatten()
             residual = None if residual is None else residual.flatten(-len(shape))
-        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        eps = torch.finfo(_wide(x)).eps if self.eps is None else self.eps
         how = {"eps": eps, "weight_offset": self.weight_offset, "residual": residual}
         out = rms_norm(rows, served_vector(weight, x), **how)
         return _like(out, x, shape)
