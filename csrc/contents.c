@@ -41,6 +41,24 @@ gk_status gk_check_cu_seqlens(const char *name, const gk_tensor *cu_seqlens, int
     return GK_OK;
 }
 
+/* ---- scales ---------------------------------------------------------------------------------- */
+/* Those of one page where a cache has a scale a page, else all; page -1 asks for the latter alone. */
+static gk_status check_scale(const char *name, const gk_tensor *t, int64_t page) {
+    if (!t || (t->ndim == 2) != (page >= 0)) return GK_OK;
+    const int64_t n = t->ndim ? t->shape[t->ndim - 1] : 1, step = t->ndim ? t->stride[t->ndim - 1] : 0;
+    for (int64_t h = 0; h < n; ++h) {
+        const double x = gk_load(t->data, t->dtype, h * step + (t->ndim == 2 ? page * t->stride[0] : 0));
+        if (isfinite(x) && x > 0) continue;
+        return gk_fail(GK_ERR_ARGUMENT, "%s must hold finite numbers above 0, got %g for head %" PRId64, name, x, h);
+    }
+    return GK_OK;
+}
+
+static gk_status check_scales(const gk_tensor *k_scale, const gk_tensor *v_scale, int64_t page) {
+    const gk_status status = check_scale("k_scale", k_scale, page);
+    return status == GK_OK ? check_scale("v_scale", v_scale, page) : status;
+}
+
 /* ---- paged_attn ------------------------------------------------------------------------------ */
 /* Length 0 is an inactive sequence, whatever its query tokens. */
 static gk_status check_length(int64_t b, int64_t length, int64_t seq_q, int64_t capacity, bool allow_short) {
@@ -71,7 +89,11 @@ static gk_status check_pages(const gk_paged_attn_args *x, int64_t b, int64_t len
     gk_span span = gk_span_paged(x, b, seq_q, length);
     for (int64_t entry = gk_span_lo(&span, 0) / block_size; entry < gk_ceil_div(length, block_size); ++entry) {
         int64_t page = load_int(&x->block_table, b * x->block_table.stride[0] + entry * x->block_table.stride[1]);
-        if (page >= 0 && page < num_blocks) continue;
+        if (page >= 0 && page < num_blocks) {
+            const gk_status status = check_scales(x->k_scale, x->v_scale, page);
+            if (status != GK_OK) return status;
+            continue;
+        }
         return gk_fail(GK_ERR_INDEX,
                        "block_table is expected to hold pages in [0, %" PRId64 "), got block_table[%" PRId64
                        ", %" PRId64 "] = %" PRId64,
@@ -88,6 +110,8 @@ gk_status gk_check_paged_contents(const gk_paged_attn_args *args) {
         if (status != GK_OK) return status;
     }
     int64_t capacity = args->block_table.shape[1] * args->k_cache.shape[1];
+    gk_status scales = check_scales(args->k_scale, args->v_scale, -1);
+    if (scales != GK_OK) return scales;
     for (int64_t b = 0; b < batch; ++b) {
         int64_t length = load_int(&args->seq_lens, b * args->seq_lens.stride[0]);
         int64_t seq_q = cu ? load_int(cu, (b + 1) * cu->stride[0]) - load_int(cu, b * cu->stride[0]) : tokens / batch;
@@ -101,9 +125,16 @@ gk_status gk_check_paged_contents(const gk_paged_attn_args *args) {
 /* ---- kv_cache_write -------------------------------------------------------------------------- */
 gk_status gk_check_slots(const gk_kv_cache_write_args *args) {
     int64_t capacity = args->k_cache.shape[0] * args->k_cache.shape[1];
+    gk_status status = check_scales(args->k_scale, args->v_scale, -1);
+    if (status != GK_OK) return status;
     for (int64_t t = 0; t < args->slots.shape[0]; ++t) {
         int64_t slot = load_int(&args->slots, t * args->slots.stride[0]);
-        if (slot < capacity) continue; /* negative: skipped */
+        if (slot < 0) continue; /* skipped */
+        if (slot < capacity) {
+            status = check_scales(args->k_scale, args->v_scale, slot / args->k_cache.shape[1]);
+            if (status != GK_OK) return status;
+            continue;
+        }
         return gk_fail(GK_ERR_INDEX,
                        "slots is expected to hold slots below %" PRId64 " (num_blocks * block_size), got slots[%" PRId64
                        "] = %" PRId64,

@@ -223,7 +223,9 @@ def test_refusals():
         ValueError, match="^gpukern flash_attn_func: dropout_p is 0.1; gpukern has no dropout, pass 0.0$"
     ):
         flash_attn_func(q, q, q, 0.1)
-    with pytest.raises(ValueError, match="rotary_cos and rotary_sin are not fused"):
+    with pytest.raises(ValueError, match="rotary_cos and rotary_sin come together"):
+        flash_attn_with_kvcache(q, q, q, rotary_cos=q)
+    with pytest.raises(ValueError, match="rotary_cos is given and k is not"):
         flash_attn_with_kvcache(q, q, q, rotary_cos=q, rotary_sin=q)
     with pytest.raises(ValueError, match="k and v come together"):
         flash_attn_with_kvcache(q, q, q, k=q)

@@ -264,15 +264,7 @@ def test_what_no_kernel_takes_is_refused_when_the_cache_is_made():
         for bad in (0, -1):
             with pytest.raises(ValueError, match=rf"^PagedKVCache: {name} is {bad}; expected at least 1$"):
                 PagedKVCache(**{**sizes, name: bad})
-    for dtype in (
-        torch.int8,
-        torch.uint8,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-        torch.int32,
-        torch.complex64,
-        torch.bool,
-    ):
+    for dtype in (torch.uint8, torch.float8_e4m3fnuz, torch.int32, torch.complex64, torch.bool):
         with pytest.raises(
             ValueError, match=rf"^PagedKVCache: dtype is {dtype}; expected one of torch.float32, torch.bf"
         ):

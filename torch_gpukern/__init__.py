@@ -15,7 +15,7 @@ from typing import TypedDict as _TypedDict
 from typing import get_args as _get_args
 
 from ._library import ops as _ops
-from .kv_cache import OutOfPages, PagedKVCache
+from .kv_cache import KVCacheScales, OutOfPages, PagedKVCache
 from .ops import (
     attn_merge,
     cross_entropy,
@@ -36,6 +36,7 @@ from .ops import (
     rms_norm,
     rms_norm_quantize,
     rope,
+    rope_kv_write,
     scaled_gemm,
     silu_mul_quantize,
     softmax,
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Explanation",
+    "KVCacheScales",
     "OutOfPages",
     "PagedKVCache",
     "attn_merge",
@@ -80,6 +82,7 @@ __all__ = [
     "rms_norm",
     "rms_norm_quantize",
     "rope",
+    "rope_kv_write",
     "scaled_gemm",
     "silu_mul_quantize",
     "softmax",

@@ -6,6 +6,7 @@ python -m torch_gpukern explain gemm 512 512 512 --dtype bfloat16 [--arch sm_90]
 python -m torch_gpukern bench flash_attn [--html page.html]
 python -m torch_gpukern layout "(4,8):(8,1)" --svg out.svg
 python -m torch_gpukern tune gemm --shapes 4096x4096x4096 512x28672x4096:NT
+python -m torch_gpukern quantize MODEL_DIR --recipe w4
 """
 
 import argparse
@@ -21,6 +22,7 @@ from torch import Tensor
 from . import ARCHS, EXPLAINED, __version__, bench, devices, doctor, explain, occupancy, roofline
 from ._library import ops
 from .layout import cli as layout_cli
+from .nn import files as weight_files
 from .terminal import device_of, fields, table, whole, with_progress
 from .tuning import cache, timing
 from .tuning import gemm as gemm_tuner
@@ -337,6 +339,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--check", action="store_true", help="measure the file's classes again; it stays as it is")
 
+    weight_files.add_arguments(commands)
     bench.add_arguments(commands)
     return parser
 

@@ -38,9 +38,10 @@ from .paged import prefixes
 from .paged.arguments import as_counts, as_handles, as_tokens, check_targets, copy_into
 from .paged.growth import Growth, OutOfPages
 from .paged.pool import NO_PAGE, PagePool
+from .paged.scales import CODES, KVCacheScales, layer_scale, of_layers
 from .paged.sequences import Sequences, largest
 
-__all__ = ["OutOfPages", "PagedKVCache"]
+__all__ = ["KVCacheScales", "OutOfPages", "PagedKVCache"]
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
 
@@ -69,13 +70,19 @@ class PagedKVCache:
         head_dim: width of a key.
         layers: layers that share the block tables.
         head_dim_v: width of a value; None is head_dim.
-        dtype: of the pages, one of float32, bfloat16, float16, float64; None is torch's default dtype.
+        dtype: of the pages: float32, bfloat16, float16, float64 or, of 8 bits, float8_e4m3fn, float8_e5m2, int8 (on the
+            CPU); None is torch's default dtype.
         device: of the pages and of every tensor that is returned; None is torch's default device.
+        k_scale: what a stored key is worth, for 8-bit pages: float32 [] or [heads_kv] for every layer, [layers, heads_kv], or
+            [layers, num_blocks, heads_kv], a scale for each page, which is the caller's to set before keys are written and
+            which goes along when a page is copied. None is 1. `KVCacheScales` finds scales by a run.
+        v_scale: likewise for values.
 
     Attributes:
         k: [layers, num_blocks, block_size, heads_kv, head_dim]; ``k[i]`` is layer i's k_cache of
             `paged_attn`.
         v: [layers, num_blocks, block_size, heads_kv, head_dim_v].
+        k_scale, v_scale: as given.
     """
 
     def __init__(
@@ -89,14 +96,16 @@ class PagedKVCache:
         head_dim_v: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
     ) -> None:
         sizes = {"num_blocks": num_blocks, "block_size": block_size, "heads_kv": heads_kv, "head_dim": head_dim}
         sizes |= {"layers": layers, "head_dim_v": head_dim if head_dim_v is None else head_dim_v}
         for name, size in sizes.items():
             if index(size) < 1:
                 raise ValueError(f"PagedKVCache: {name} is {size}; expected at least 1")
-        if (dtype := dtype or torch.get_default_dtype()) not in DTYPES:
-            raise ValueError(f"PagedKVCache: dtype is {dtype}; expected one of {', '.join(map(str, DTYPES))}")
+        if (dtype := dtype or torch.get_default_dtype()) not in DTYPES + CODES:
+            raise ValueError(f"PagedKVCache: dtype is {dtype}; expected one of {', '.join(map(str, DTYPES + CODES))}")
         self.num_blocks = index(num_blocks)
         self.block_size = index(block_size)
         shape = index(layers), self.num_blocks, self.block_size, heads_kv
@@ -105,6 +114,12 @@ class PagedKVCache:
         with torch.inference_mode(False):
             self.k = torch.empty(*shape, head_dim, dtype=dtype, device=device)
             self.v = torch.empty(*shape, sizes["head_dim_v"], dtype=dtype, device=device)
+        if dtype in CODES and self.k.is_cuda:
+            raise ValueError(
+                f"PagedKVCache: dtype is {dtype} on {self.k.device}; 8-bit pages are served on the CPU, not yet on CUDA"
+            )
+        self.k_scale = of_layers("k_scale", k_scale, self.k)
+        self.v_scale = of_layers("v_scale", v_scale, self.v)
         self._pool = PagePool(self.num_blocks)
         self._sequences = Sequences(self._pool, self.block_size)
         self._lock = RLock()
@@ -283,7 +298,14 @@ class PagedKVCache:
         """Writes new keys k [T, heads_kv, head_dim] and values v [T, heads_kv, head_dim_v] of one
         layer at `slots` [T].
         """
-        kv_cache_write(k, v, self.k[layer], self.v[layer], slots)
+        kv_cache_write(k, v, self.k[layer], self.v[layer], slots, **self.scales(layer))
+
+    def scales(self, layer: int = 0) -> dict[str, Tensor]:
+        """The k_scale and v_scale of a layer, as `paged_attn` and `kv_cache_write` take them by name; those that are 1 are
+        left out.
+        """
+        found = {"k_scale": layer_scale(self.k_scale, layer), "v_scale": layer_scale(self.v_scale, layer)}
+        return {name: scale for name, scale in found.items() if scale is not None}
 
     @alone
     def append(self, sequences: Sequence[int], k: Tensor, v: Tensor, counts: int | Sequence[int] = 1) -> Tensor:
@@ -305,10 +327,11 @@ class PagedKVCache:
         total = int(np.sum(np.broadcast_to(added, len(sequences))))
         for name, x, cache in (("k", k, self.k), ("v", v, self.v)):
             expected = cache.shape[0], total, *cache.shape[3:]
-            if tuple(x.shape) != expected or x.dtype != cache.dtype or x.device != cache.device:
+            dtypes = DTYPES if cache.dtype in CODES else (cache.dtype,)
+            if tuple(x.shape) != expected or x.dtype not in dtypes or x.device != cache.device:
                 raise ValueError(
                     f"PagedKVCache.append: {name} is {list(x.shape)} {x.dtype} on {x.device}; "
-                    f"expected {list(expected)} {cache.dtype} on {cache.device}"
+                    f"expected {list(expected)} {' or '.join(map(str, dtypes))} on {cache.device}"
                 )
         with self._growth(self._sequences.rows("extend", sequences), added) as growth:
             slots = self._tensor(growth.slots)
@@ -399,8 +422,10 @@ class PagedKVCache:
 
     def _copy_rows(self, source: int, target: int, tokens: int) -> None:
         """The first tokens of a page into another one, in all layers."""
-        for pages in (self.k, self.v):
+        for pages, scale in ((self.k, self.k_scale), (self.v, self.v_scale)):
             pages[:, target, :tokens] = pages[:, source, :tokens]
+            if scale is not None and scale.dim() == 3:
+                scale[:, target] = scale[:, source]
 
     def _tensor(self, numbers: np.ndarray) -> Tensor:
         """A new tensor on the device, which is named, so a default one does not count."""

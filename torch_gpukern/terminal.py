@@ -3,7 +3,7 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -51,15 +51,28 @@ def device_of(text: str) -> torch.device:
 
 
 def with_progress(items: Sequence, what: str) -> Iterator:
-    """A bar where tqdm is installed, else a line for each item."""
+    """A bar that names each item where tqdm is installed, else a line for each item."""
+    for item, bar in _counted(items, what, "shape", lambda item: f": {item}"):
+        if bar is not None:
+            bar.set_postfix_str(str(item))
+        yield item
+
+
+def progress(items: Iterable, what: str, unit: str) -> Iterator:
+    """A bar where tqdm is installed, else a line for each item; items are not named."""
+    for item, _ in _counted(items, what, unit, lambda item: ""):
+        yield item
+
+
+def _counted(items: Iterable, what: str, unit: str, name: Callable[[object], str]) -> Iterator[tuple]:
     try:
         from tqdm import tqdm
     except ImportError:
+        of = f" of {len(items)}" if hasattr(items, "__len__") else ""
         for i, item in enumerate(items):
-            print(f"{what} {i + 1} of {len(items)}: {item}", file=sys.stderr, flush=True)
-            yield item
+            print(f"{what} {i + 1}{of}{name(item)}", file=sys.stderr, flush=True)
+            yield item, None
         return
-    bar = tqdm(items, desc=what, unit="shape")
+    bar = tqdm(items, desc=what, unit=unit)
     for item in bar:
-        bar.set_postfix_str(str(item))
-        yield item
+        yield item, bar

@@ -3,19 +3,32 @@
 #include "../dispatch.h"
 
 /* ---- laws -------------------------------------------------------------------------------------------- */
+/* The dtype of `first`, or 8-bit codes, of one kind in both caches. */
+static gk_status check_cache_dtype(const gk_context *ctx, gk_io *io, const char *name, const gk_tensor *cache,
+                                   const char *first_name, const gk_tensor *first, const gk_tensor *k_cache) {
+    const gk_dtype dtype = cache->dtype;
+    if (gk_is_code(k_cache->dtype) && k_cache != cache) return gk_check_same_dtype(io, name, cache, "k_cache", k_cache);
+    if (k_cache != cache || (dtype != GK_E4M3 && dtype != GK_E5M2 && dtype != GK_I8))
+        return gk_check_same_dtype(io, name, cache, first_name, first);
+    if (ctx->device != GK_CPU)
+        return gk_fail(GK_ERR_UNSUPPORTED, "%s has dtype %s; 8-bit caches are served on the CPU, not yet on CUDA", name,
+                       io->dtype_name(dtype));
+    return GK_OK;
+}
+
 /* The caches of an op whose argument `name`, [T, H, D], sets dtype and head_dim. */
 static gk_status check_caches(const gk_context *ctx, gk_io *io, const char *name, const gk_tensor *first,
                               const gk_tensor *k_cache, const gk_tensor *v_cache, bool written) {
     const gk_strides strides = written ? GK_ANY_STRIDES : GK_DENSE_LAST;
     GK_TRY(gk_take(io, "k_cache", k_cache, strides));
     if (written) gk_taken_is_written(io);
-    GK_TRY(gk_check_same_dtype(io, "k_cache", k_cache, name, first));
+    GK_TRY(check_cache_dtype(ctx, io, "k_cache", k_cache, name, first, k_cache));
     GK_TRY(gk_check_dims("k_cache", k_cache, 4, "[num_blocks, block_size, Hkv, D]"));
     GK_TRY(gk_check_same("k_cache", "head_dim", k_cache->shape[3], name, first->shape[2]));
     GK_REQUIRE(k_cache->shape[1] > 0, "k_cache has block_size 0; it must be 1 or more");
     GK_TRY(gk_take(io, "v_cache", v_cache, strides));
     if (written) gk_taken_is_written(io);
-    GK_TRY(gk_check_same_dtype(io, "v_cache", v_cache, name, first));
+    GK_TRY(check_cache_dtype(ctx, io, "v_cache", v_cache, name, first, k_cache));
     GK_TRY(gk_check_dims("v_cache", v_cache, 4, "[num_blocks, block_size, Hkv, Dv]"));
     GK_TRY(gk_check_same("v_cache", "num_blocks", v_cache->shape[0], "k_cache", k_cache->shape[0]));
     GK_TRY(gk_check_same("v_cache", "block_size", v_cache->shape[1], "k_cache", k_cache->shape[1]));
@@ -23,11 +36,17 @@ static gk_status check_caches(const gk_context *ctx, gk_io *io, const char *name
     return gk_check_head_dim("v_cache", ctx, v_cache->shape[3]);
 }
 
-/* [] or [Hkv] */
-static gk_status take_scale(gk_io *io, const char *name, const gk_tensor *t, gk_dtype dtype, int64_t heads_kv) {
+/* [] or [Hkv]; of 8-bit caches float32 whatever the dtype, and [num_blocks, Hkv] too */
+static gk_status take_scale(gk_io *io, const char *name, const gk_tensor *t, gk_dtype dtype, const gk_tensor *cache) {
     if (!t) return GK_OK;
+    const int64_t heads_kv = cache->shape[2], by_page[2] = {cache->shape[0], heads_kv};
     GK_TRY(gk_take(io, name, t, GK_ANY_STRIDES));
-    GK_TRY(gk_check_dtype(io, name, t, gk_stats_dtype(dtype)));
+    if (gk_is_code(cache->dtype)) {
+        GK_TRY(gk_check_dtypes(io, name, t, GK_F32, gk_stats_dtype(dtype)));
+        if (t->ndim == 2) return gk_check_shape(name, t, 2, by_page);
+    } else {
+        GK_TRY(gk_check_dtype(io, name, t, gk_stats_dtype(dtype)));
+    }
     GK_REQUIRE(t->ndim == 0 || (t->ndim == 1 && t->shape[0] == heads_kv), "%s must have shape [] or %s, got %s", name,
                gk_text_of(1, &heads_kv).text, gk_text_of(t->ndim, t->shape).text);
     return GK_OK;
@@ -65,8 +84,8 @@ gk_status gk_check_paged_attn(const gk_context *ctx, const gk_paged_attn_args *p
     GK_REQUIRE(!(p->flags & GK_PAGED_ALLOW_SHORT) || ctx->device == GK_CPU || !sees_to_the_right(p),
                "allow_short on CUDA is served with is_causal or a window_right of 0");
     GK_TRY(gk_check_rules(io, &p->rules, q, batch, heads_q));
-    GK_TRY(take_scale(io, "k_scale", p->k_scale, q->dtype, heads_kv));
-    GK_TRY(take_scale(io, "v_scale", p->v_scale, q->dtype, heads_kv));
+    GK_TRY(take_scale(io, "k_scale", p->k_scale, q->dtype, &p->k_cache));
+    GK_TRY(take_scale(io, "v_scale", p->v_scale, q->dtype, &p->k_cache));
     GK_TRY(gk_take_index(io, "kv_start", p->rules.kv_start, batch));
     GK_TRY(gk_check_tokens("q", ctx, tokens));
     GK_TRY(gk_check_product("sequences, heads and tokens", batch, heads_q,
@@ -119,8 +138,8 @@ gk_status gk_check_kv_cache_write(const gk_context *ctx, const gk_kv_cache_write
     GK_TRY(gk_take(io, "slots", &w->slots, GK_ANY_STRIDES));
     GK_TRY(gk_check_dtypes(io, "slots", &w->slots, GK_I64, GK_I32));
     GK_TRY(gk_check_length_of("slots", &w->slots, tokens));
-    GK_TRY(take_scale(io, "k_scale", w->k_scale, k->dtype, heads_kv));
-    GK_TRY(take_scale(io, "v_scale", w->v_scale, k->dtype, heads_kv));
+    GK_TRY(take_scale(io, "k_scale", w->k_scale, k->dtype, &w->k_cache));
+    GK_TRY(take_scale(io, "v_scale", w->v_scale, k->dtype, &w->k_cache));
     GK_TRY(check_written(io));
     return gk_reads_contents(io, ctx) ? gk_check_slots(w) : GK_OK;
 }
@@ -148,13 +167,15 @@ void gk_cost_paged_attn(const gk_context *ctx, const gk_paged_attn_args *args, g
         keys += (double)(gk_span_hi(&span, n - 1) - gk_span_lo(&span, 0));
         for (int64_t i = 0; i < n; ++i) pairs += (double)gk_max_i64(0, gk_span_hi(&span, i) - gk_span_lo(&span, i));
     }
-    out->bytes = keys * (double)heads_kv * dims * (double)gk_dtype_bytes(args->q.dtype) + gk_tensor_bytes(&args->q) +
-                 gk_tensor_bytes(&args->out) + gk_tensor_bytes(&args->lse);
+    out->bytes = keys * (double)heads_kv * dims * (double)gk_dtype_bytes(args->k_cache.dtype) +
+                 gk_tensor_bytes(&args->q) + gk_tensor_bytes(&args->out) + gk_tensor_bytes(&args->lse);
     out->flops = 2 * pairs * (double)args->q.shape[1] * dims;
 }
 
 void gk_cost_kv_cache_write(const gk_context *ctx, const gk_kv_cache_write_args *args, gk_explanation *out) {
     (void)ctx;
-    out->bytes = 2 * (gk_tensor_bytes(&args->k) + gk_tensor_bytes(&args->v)) + gk_tensor_bytes(&args->slots);
+    const double read = gk_tensor_bytes(&args->k) + gk_tensor_bytes(&args->v);
+    const double written = (double)gk_dtype_bytes(args->k_cache.dtype) / (double)gk_dtype_bytes(args->k.dtype);
+    out->bytes = read * (1 + written) + gk_tensor_bytes(&args->slots);
     out->flops = 0;
 }

@@ -96,11 +96,21 @@ static inline double ref_logit(const ref_score *s, double qk, int64_t i, int64_t
 /* Key j of one sequence and one head: its row in k and v, in pages or side by side. */
 typedef struct ref_keys {
     const gk_tensor *k, *v;
-    int64_t k_at, v_at;           /* offsets of key 0 (of page 0) */
-    int64_t k_step, v_step;       /* from key to key */
-    const gk_tensor *block_table; /* NULL = side by side */
-    int64_t b, block_size;        /* row of the table, keys of a page */
+    int64_t k_at, v_at;                 /* offsets of key 0 (of page 0) */
+    int64_t k_step, v_step;             /* from key to key */
+    const gk_tensor *block_table;       /* NULL = side by side */
+    int64_t b, block_size;              /* row of the table, keys of a page */
+    const gk_tensor *k_scale, *v_scale; /* [num_blocks, Hkv] of 8-bit pages; else NULL */
+    int64_t head;
 } ref_keys;
+
+/* What a code of key j is worth where each page has a scale, else 1. */
+static inline double ref_page_scale(const ref_keys *x, const gk_tensor *scale, int64_t j) {
+    if (!scale) return 1;
+    const gk_tensor *table = x->block_table;
+    int64_t page = ((const int32_t *)table->data)[x->b * table->stride[0] + j / x->block_size * table->stride[1]];
+    return gk_load(scale->data, scale->dtype, page * scale->stride[0] + x->head * scale->stride[1]);
+}
 
 static inline int64_t ref_key_offset(const ref_keys *x, const gk_tensor *t, int64_t at, int64_t step, int64_t j) {
     if (!x->block_table) return at + j * step;
@@ -156,7 +166,8 @@ static inline void ref_attend(const ref_block *x) {
             if (!k)
                 k = ref_row(x->keys->k, ref_key_offset(x->keys, x->keys->k, x->keys->k_at, x->keys->k_step, j),
                             head_dim, key);
-            double slope_of_cap, s = ref_logit(x->score, ref_dot(q[r], k, head_dim), x->i0 + r, j, &slope_of_cap);
+            double qk = ref_dot(q[r], k, head_dim) * ref_page_scale(x->keys, x->keys->k_scale, j);
+            double slope_of_cap, s = ref_logit(x->score, qk, x->i0 + r, j, &slope_of_cap);
             if (s > peak[r]) {
                 double shrink = exp(peak[r] - s);
                 total[r] *= shrink, total_part[r] *= shrink;
@@ -171,7 +182,7 @@ static inline void ref_attend(const ref_block *x) {
             if (!v)
                 v = ref_row(x->keys->v, ref_key_offset(x->keys, x->keys->v, x->keys->v_at, x->keys->v_step, j),
                             head_dim_v, key);
-            ref_add_scaled(part[r], p[r], v, head_dim_v);
+            ref_add_scaled(part[r], p[r] * ref_page_scale(x->keys, x->keys->v_scale, j), v, head_dim_v);
         }
         for (int64_t r = 0; ((j - first) % REF_KEYS == REF_KEYS - 1 || j == end - 1) && r < x->rows; ++r) {
             for (int64_t d = 0; d < head_dim_v; ++d) sum[r][d] += part[r][d], part[r][d] = 0;

@@ -71,7 +71,7 @@ static void pack_row(void *arg, int64_t i, int64_t worker) {
 
 void gk_ref_sparse_pack(const gk_context *ctx, const gk_sparse_pack_args *args) {
     gk_sparse_pack_args x = *args;
-    gk_parallel(ctx, x.w.shape[0], pack_row, &x);
+    gk_parallel(ctx, x.w.shape[1] ? x.w.shape[0] : 0, pack_row, &x);
 }
 
 /* ---- sparse_gemm ---------------------------------------------------------------------------------------------- */

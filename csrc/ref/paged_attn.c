@@ -11,9 +11,9 @@ typedef struct paged_job {
     int64_t tokens, heads_q, group;
 } paged_job;
 
-/* One value per call or one per kv head. */
+/* One value per call or one per kv head; where each page has one, it is taken key by key, and this is 1. */
 static double head_scale(const gk_tensor *scale, int64_t h_kv) {
-    if (!scale) return 1;
+    if (!scale || scale->ndim == 2) return 1;
     return gk_load(scale->data, scale->dtype, scale->ndim ? h_kv * scale->stride[0] : 0);
 }
 
@@ -29,7 +29,9 @@ static void paged_rows(const paged_job *job, int64_t b, int64_t h, int64_t token
     keys.v_at = h_kv * x->v_cache.stride[2];
     keys.k_step = x->k_cache.stride[1];
     keys.v_step = x->v_cache.stride[1];
-    keys.block_size = x->k_cache.shape[1];
+    keys.block_size = x->k_cache.shape[1], keys.head = h_kv;
+    keys.k_scale = x->k_scale && x->k_scale->ndim == 2 ? x->k_scale : NULL;
+    keys.v_scale = x->v_scale && x->v_scale->ndim == 2 ? x->v_scale : NULL;
     ref_score score = ref_score_make(&x->rules, b, h, diagonal, head_scale(x->k_scale, h_kv));
     ref_block block = {.q = &x->q,
                        .out = &x->out,
@@ -84,14 +86,18 @@ void gk_ref_paged_attn(const gk_context *ctx, const gk_paged_attn_args *args) {
 
 /* ---- kv_cache_write -------------------------------------------------------------------------- */
 /* Token t, head h of x to row `slot` of the cache; a scaled value that is too large saturates, a
- * NaN stays one. */
+ * NaN stays one (of int8 it is 0). 8-bit codes divide in float32, as the kernels do: the quotient decides the code. */
 static void write_row(const gk_tensor *x, const gk_tensor *cache, const gk_tensor *scale, int64_t t, int64_t h,
                       int64_t slot) {
     int64_t block_size = cache->shape[1], from = t * x->stride[0] + h * x->stride[1];
     int64_t to = slot / block_size * cache->stride[0] + slot % block_size * cache->stride[1] + h * cache->stride[2];
-    double divisor = head_scale(scale, h), limit = scale ? gk_type_of(cache->dtype)->largest : INFINITY;
+    const bool code = gk_is_code(cache->dtype); /* whose stores saturate */
+    double divisor = head_scale(scale, h), limit = scale && !code ? gk_type_of(cache->dtype)->largest : INFINITY;
+    if (scale && scale->ndim == 2)
+        divisor = gk_load(scale->data, scale->dtype, slot / block_size * scale->stride[0] + h * scale->stride[1]);
     for (int64_t d = 0; d < x->shape[2]; ++d) {
-        double value = gk_load(x->data, x->dtype, from + d * x->stride[2]) / divisor;
+        double value = gk_load(x->data, x->dtype, from + d * x->stride[2]);
+        value = code && x->dtype != GK_F64 ? (float)value / (float)divisor : value / divisor;
         value = value > limit ? limit : value < -limit ? -limit : value;
         gk_store(cache->data, cache->dtype, to + d * cache->stride[3], value);
     }

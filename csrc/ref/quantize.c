@@ -60,6 +60,7 @@ void gk_ref_quantize(const gk_context *ctx, const gk_quantize_args *a) {
     const int64_t across = whole || a->granularity == GK_PER_ROW ? 1 : gk_ceil_div(k, bk);
     const double q = a->codes.dtype == GK_I8 ? 127 : gk_type_of(a->codes.dtype)->largest;
     double most = 0, scale = 1;
+    if (whole && !a->given && gk_numel(&a->x) == 0) gk_store(a->scale.data, a->scale.dtype, 0, 0x1p-126);
     for (int pass = whole ? 0 : 1; pass < 2; ++pass)
         for (int64_t b = 0; b < leads * high * across; ++b) {
             const int64_t lead = b / across / high, i0 = b / across % high * bm, j0 = b % across * bk;

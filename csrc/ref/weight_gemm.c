@@ -24,7 +24,7 @@ static void pack_task(void *arg, int64_t row, int64_t worker) {
 
 void gk_ref_pack_weight(const gk_context *ctx, const gk_pack_weight_args *args) {
     gk_pack_weight_args x = *args;
-    gk_parallel(ctx, x.packed.shape[0], pack_task, &x);
+    gk_parallel(ctx, x.packed.shape[1] ? x.packed.shape[0] : 0, pack_task, &x);
 }
 
 static uint8_t code_at(const gk_tensor *packed, gk_weight_format format, int64_t n, int64_t k) {

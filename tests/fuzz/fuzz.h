@@ -207,7 +207,7 @@ FZ_UNUSED static bool fz_corrupt(gk_tensor *const *t, int n, int optional) {
     switch (kind) {
     case 32: x->ndim = -1 - d; return true;
     case 33: x->ndim = GK_MAX_DIMS + 1 + d; return true;
-    case 34: x->dtype = (gk_dtype)(6 + d); return true;
+    case 34: x->dtype = (gk_dtype)(64 + d); return true;
     case 35: return in_use && (x->shape[d % x->ndim] = -1 - d, true);
     case 36: return in_use && (x->shape[d % x->ndim] = INT64_C(1) << (49 + d), true);
     case 37: return in_use && (x->stride[d % x->ndim] = INT64_MIN + d, true);

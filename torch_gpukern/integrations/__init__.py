@@ -2,6 +2,7 @@
 """gpukern inside other libraries. Each module is imported by name and needs its library alone:
 
 - `transformers`: ``attn_implementation="gpukern"``
+- `transformers_experts`: ``experts_implementation="gpukern"``
 - `flash_attn`: the functions of the flash-attn package
 - `sdpa`: ``F.scaled_dot_product_attention``
 - `distributed`: sharding rules for DTensor, which the ops register by themselves
@@ -15,11 +16,12 @@ if TYPE_CHECKING:
     from . import flash_attn as flash_attn
     from . import sdpa as sdpa
     from . import transformers as transformers
+    from . import transformers_experts as transformers_experts
 else:
 
     def __getattr__(name: str) -> _Any:
         """Those that a user names, imported when they are first asked for."""
-        if name in ("flash_attn", "sdpa", "transformers"):
+        if name in ("flash_attn", "sdpa", "transformers", "transformers_experts"):
             import importlib
 
             return importlib.import_module(f".{name}", __name__)

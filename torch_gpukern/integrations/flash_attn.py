@@ -7,15 +7,15 @@
 
 Heads stand after the sequence, [batch, seq, heads, head_dim]; causal, windows and ALiBi count from the bottom right, so that the
 last query stands at the last key. Beyond the package: CPU, float32 and float64, every head_dim that gpukern serves, v with a
-head_dim of its own. Other than it: lse of a query that sees no key is -inf, not inf, and dropout, rotary embeddings and
-deterministic backwards by argument are refused by name.
+head_dim of its own. Other than it: lse of a query that sees no key is -inf, not inf; dropout, deterministic
+backwards by argument and, on CUDA, rotary embeddings are refused by name.
 """
 
 import torch
 from torch import Tensor
 
 from .._library import below_autocast
-from ..ops import flash_attn, flash_attn_varlen, kv_cache_write, paged_attn
+from ..ops import flash_attn, flash_attn_varlen, kv_cache_write, paged_attn, rope
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
@@ -126,6 +126,23 @@ def _short(q: Tensor, longest: int, rules: dict) -> bool:
     return longest > 1 and (not q.is_cuda or rules["is_causal"] or rules["window_right"] == 0)
 
 
+def _wide(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _rotated(
+    q: Tensor, k: Tensor, lengths: Tensor, cos: Tensor, sin: Tensor, here: bool, interleaved: bool
+) -> tuple[Tensor, Tensor]:
+    """q and k [B, S, H, D] by the angles of their positions behind `lengths` [B]; `here` False: all of q by that of the first."""
+
+    def by(x: Tensor, step: int) -> Tensor:
+        at = lengths[:, None] + step * torch.arange(x.shape[1], dtype=torch.int32, device=x.device)
+        heads = x.flatten(0, 1)
+        return rope(heads, heads[:, :0], cos, sin, at.flatten(), interleaved=interleaved)[0].view_as(x)
+
+    return by(q, 1 if here else 0), by(k, 1)
+
+
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -146,6 +163,8 @@ def flash_attn_with_kvcache(
     alibi_slopes: Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """q [B, Sq, Hq, D] over a cache that k and v [B, Snew, Hkv, D] are first written into, in place, at cache_seqlens.
 
@@ -155,23 +174,36 @@ def flash_attn_with_kvcache(
         cache_seqlens: keys of each sequence before k is written, an int or [B] int32; None is S.
         cache_batch_idx: [B], the row of each sequence; None is 0 to B - 1. Not with block_table.
         cache_leftpad: [B] int32: sequence b sees keys from here on.
-        rotary_interleaved: read with rotary_cos alone, which is refused.
+        rotary_cos, rotary_sin: [positions, rotary_dim / 2] (on the CPU): k is rotated before it is written, token i of sequence b by
+            row cache_seqlens[b] + i, and q likewise; without causal and a window every token of q by row cache_seqlens[b].
+        rotary_interleaved: pairs are neighbouring columns; else columns half of rotary_dim apart.
         num_splits: a hint that changes nothing but time: gpukern splits long contexts by itself.
+        k_descale, v_descale: [] or [Hkv] float32, what a code of an 8-bit cache is worth (on the CPU). k and v are divided by
+            them when they are written.
 
     Returns:
         [B, Sq, Hq, Dv], with return_softmax_lse also lse [B, Hq, Sq]. No gradients.
 
     Raises:
-        ValueError: rotary embeddings, k without cache_seqlens, and what the ops refuse.
+        ValueError: one of rotary_cos and rotary_sin, or both without k; rotary embeddings on CUDA; k without cache_seqlens;
+            and what the ops refuse.
+        IndexError: a position outside rotary_cos, before anything is written.
     """
     name = "flash_attn_with_kvcache"
-    if rotary_cos is not None or rotary_sin is not None:
-        _refuse(name, "rotary_cos and rotary_sin are not fused; rotate q and k before the call")
+    if (rotary_cos is None) != (rotary_sin is None):
+        _refuse(name, "rotary_cos and rotary_sin come together")
+    if rotary_cos is not None and k is None:
+        _refuse(name, "rotary_cos is given and k is not: the cache is rotated already")
+    if rotary_cos is not None and q.is_cuda:
+        _refuse(
+            name, "rotary_cos and rotary_sin are served on the CPU, not yet on CUDA; rotate q and k before the call"
+        )
     if (k is None) != (v is None):
         _refuse(name, "k and v come together")
     if block_table is not None and cache_batch_idx is not None:
         _refuse(name, "cache_batch_idx is for caches without a block_table")
     batch, seq_q = q.shape[:2]
+    scales = {"k_scale": k_descale, "v_scale": v_descale}
     rules = _rules(name, q, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False)
     if block_table is not None:
         table = block_table
@@ -194,11 +226,15 @@ def flash_attn_with_kvcache(
         ]  # what lies beyond them lies beyond the cache: an error, and not another sequence's key
         page = torch.where(page < columns, table.gather(1, page.clamp(max=columns - 1).long()), k_cache.shape[0])
         slots = (page.long() * k_cache.shape[1] + row).flatten()
-        kv_cache_write(k.flatten(0, 1), v.flatten(0, 1), k_cache, v_cache, slots)
+        if rotary_cos is not None and rotary_sin is not None:
+            here = causal or tuple(window_size) != (-1, -1)
+            angles = rotary_cos.to(_wide(q)), rotary_sin.to(_wide(q))
+            q, k = _rotated(q, k, lengths, *angles, here, rotary_interleaved)
+        kv_cache_write(k.flatten(0, 1), v.flatten(0, 1), k_cache, v_cache, slots, **scales)
         lengths = lengths + k.shape[1]
     first = None if cache_leftpad is None else cache_leftpad.to(torch.int32)
     short = _short(q, seq_q, rules)
-    if block_table is None and seq_q > 1 and not short:
+    if block_table is None and seq_q > 1 and not short and k_cache.element_size() > 1:
         rows = slice(batch) if cache_batch_idx is None else cache_batch_idx.long()
         keys, values = (x[rows].transpose(1, 2) for x in (k_cache, v_cache))
         places = {"q_start": lengths - seq_q, "kv_start": first, "kv_end": lengths}
@@ -208,7 +244,7 @@ def flash_attn_with_kvcache(
             out, lse = flash_attn(q.transpose(1, 2), keys, values, **rules, **places, return_lse=True)
         out = out.transpose(1, 2)
     else:
-        more = {"kv_start": first, "allow_short": short, "return_lse": True}
+        more = {"kv_start": first, "allow_short": short, "return_lse": True, **scales}
         out, lse = paged_attn(q.flatten(0, 1), k_cache, v_cache, table, lengths, **rules, **more)
         out, lse = out.unflatten(0, (batch, seq_q)), lse.unflatten(0, (batch, seq_q)).mT
     return (out, lse) if return_softmax_lse else out

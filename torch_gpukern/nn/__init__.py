@@ -1,18 +1,46 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Layers on gpukern: modules with the weights and names of PyTorch's and transformers' own, and `patch` for a model that stands."""
+"""Layers on gpukern: modules with the weights and names of PyTorch's and transformers' own; `patch` and `quantize` for a model that
+stands.
+"""
 
+from .calibration import Observed, calibrate
+from .files import load_quantized, quantize_directory
+from .fp8 import Fp8Linear
+from .importers import from_awq, from_compressed_tensors, from_gptq, from_torchao
 from .layers import MLP, Attention, Linear
+from .moe import MoE, grouped_experts
 from .patching import Patched, patch
+from .qat import QatLinear
+from .quantize import RECIPES, Quantized, quantize
+from .quantized import QuantizedLinear
 from .rows import LayerNorm, LinearCrossEntropy, RMSNorm, RotaryEmbedding
+from .schemes import prune_2_4
 
 __all__ = [
     "MLP",
+    "RECIPES",
     "Attention",
+    "Fp8Linear",
     "LayerNorm",
     "Linear",
     "LinearCrossEntropy",
+    "MoE",
+    "Observed",
     "Patched",
+    "QatLinear",
+    "Quantized",
+    "QuantizedLinear",
     "RMSNorm",
     "RotaryEmbedding",
+    "calibrate",
+    "from_awq",
+    "from_compressed_tensors",
+    "from_gptq",
+    "from_torchao",
+    "grouped_experts",
+    "load_quantized",
     "patch",
+    "prune_2_4",
+    "quantize",
+    "quantize_directory",
 ]

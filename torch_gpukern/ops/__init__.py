@@ -15,6 +15,7 @@ from .norm import layer_norm, rms_norm
 from .paged_attn import kv_cache_write, paged_attn
 from .quantize import dequantize, quantize, rms_norm_quantize, silu_mul_quantize
 from .rope import rope
+from .rope_kv_write import rope_kv_write
 from .scaled_gemm import scaled_gemm
 from .softmax import log_softmax, softmax
 from .sparse_gemm import sparse_gemm, sparse_pack
@@ -40,6 +41,7 @@ __all__ = [
     "rms_norm",
     "rms_norm_quantize",
     "rope",
+    "rope_kv_write",
     "scaled_gemm",
     "silu_mul_quantize",
     "softmax",

@@ -50,10 +50,11 @@ def paged_attn(
 
     Args:
         q: [T, Hq, D] float32, bfloat16, float16 or float64.
-        k_cache: [num_blocks, block_size, Hkv, D] in q's dtype, any strides that leave the last
-            dimension contiguous: a cache stored [num_blocks, Hkv, block_size, D] is a transposed
-            view, and a contiguous cache [B, Hkv, S, D] is one of a single page per sequence.
-        v_cache: [num_blocks, block_size, Hkv, Dv], likewise.
+        k_cache: [num_blocks, block_size, Hkv, D] in q's dtype or, on the CPU, of 8 bits: float8_e4m3fn,
+            float8_e5m2 or int8. Any strides that leave the last dimension contiguous: a cache stored
+            [num_blocks, Hkv, block_size, D] is a transposed view, and a contiguous cache [B, Hkv, S, D] is
+            one of a single page per sequence.
+        v_cache: [num_blocks, block_size, Hkv, Dv], likewise, k_cache's dtype.
         block_table: [B, max_blocks] int32, the pages of each sequence. Only the first
             ``ceil(seq_lens[b] / block_size)`` entries of a row are read, and those of pages wholly
             to the left of every window or of kv_start may hold anything. Sequences may share pages.
@@ -68,8 +69,9 @@ def paged_attn(
         alibi_slopes: [Hq] or [B, Hq] float32 (float64 with float64): ``s - slope * |p - j|``.
         sinks: [Hq] float32 or q's dtype (float64 with float64): one more logit per head that takes
             probability and adds no value.
-        k_scale: [] or [Hkv] float32: a key is its stored value times k_scale.
-        v_scale: [] or [Hkv] float32, likewise for values.
+        k_scale: [] or [Hkv] float32: a key is its stored value times k_scale. Of 8-bit caches also
+            [num_blocks, Hkv], a scale for each page and head. None is 1.
+        v_scale: likewise for values.
         is_causal: False lets each query see every key below ``seq_lens[b]`` that the windows let it see.
         kv_start: [B] int32: sequence b sees keys ``j >= kv_start[b]`` only, as for padding on the left.
             Positions stay key indices. Clamped to [0, seq_lens[b]].
@@ -89,7 +91,8 @@ def paged_attn(
     the dtype of the cache where that has 16 bits, and so do sinks of 16 bits.
 
     Raises:
-        ValueError: a shape, dtype, device or value that the op does not take.
+        ValueError: a shape, dtype, device or value that the op does not take; 8-bit caches on CUDA; on the CPU a scale
+            that is read and is not a finite number above 0.
         IndexError: on the CPU, contents of block_table, seq_lens or cu_seqlens_q: a length that is
             negative, beyond the table or shorter than its query tokens, a page outside the cache.
             On CUDA they are clamped on the device and the next call or `check_errors` reports them.
@@ -138,24 +141,27 @@ def kv_cache_write(
 
     ``k_cache[s // block_size, s % block_size] = k[t]`` with ``s = slots[t]``, and likewise v; with
     a scale the stored value is ``k / k_scale``, saturated to the range of the cache's dtype and
-    rounded to nearest even.
+    rounded to nearest even. 8-bit caches saturate without a scale, too; infinities become the largest
+    finite code, NaN stays NaN (int8: 0).
 
     Args:
-        k: [T, Hkv, D], the cache's dtype, any strides. k and v may share memory with the caches: the
+        k: [T, Hkv, D], the cache's dtype; float32, bfloat16, float16 or float64 for 8-bit caches. Any strides. k and v may share memory with the caches: the
             result is that of reading all of both before anything is written.
-        v: [T, Hkv, Dv], the cache's dtype, any strides.
-        k_cache: [num_blocks, block_size, Hkv, D], written in place, any strides.
+        v: [T, Hkv, Dv], k's dtype, any strides.
+        k_cache: [num_blocks, block_size, Hkv, D], written in place, any strides: k's dtype or, on the CPU,
+            float8_e4m3fn, float8_e5m2 or int8.
         v_cache: [num_blocks, block_size, Hkv, Dv], written in place. It may be a view of the same
             tensor as k_cache, and must not overlap it.
         slots: [T] int64 or int32. Tokens with a negative slot are skipped.
-        k_scale: [] or [Hkv] float32.
-        v_scale: [] or [Hkv] float32. slots and scales must not share memory with the caches.
+        k_scale: [] or [Hkv] float32; of 8-bit caches also [num_blocks, Hkv]. None is 1.
+        v_scale: likewise. slots and scales must not share memory with the caches.
 
     There is no gradient: the call raises NotImplementedError where an input requires one in grad
     mode. Autocast casts nothing.
 
     Raises:
-        ValueError: a shape, dtype or device that the op does not take.
+        ValueError: a shape, dtype or device that the op does not take; 8-bit caches on CUDA; on the CPU a scale that is
+            used and is not a finite number above 0.
         IndexError: on the CPU, a slot past the end of the cache, before anything is written. On
             CUDA such a token is skipped and the next call or `check_errors` reports it.
 

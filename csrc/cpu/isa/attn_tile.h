@@ -12,6 +12,7 @@
  *     v  [cells(bkv)][Dv up to W] cells   a tile of values, neighbouring keys zipped where a cell is a pair
  *     s  [bkv up to PAIR][NR] floats      scores of one strip; p takes their place, as cells
  *     o  [bq / NR][Dv][NR] floats         O^T
+ *     decoded  [bkv][D + Dv]              keys and values of 8-bit pages, in q's dtype
  *
  * Per tile of keys:  pack K, V | per strip: K Q^T -> s | s -> p, m, l | rescale O^T where m moved | O^T += V^T p
  * The strip's s stays in L1 from product to product; K and V tiles stream from L2 once per strip. */
@@ -38,6 +39,10 @@ typedef struct attn_keys {
     int64_t pages_step;   /* elements */
     int64_t page_size;    /* keys of a page */
     int64_t k_page_bytes, v_page_bytes;
+    /* NULL, or for pages of 8-bit codes: rows of q's dtype of keys j .. j + n at `to`, to which k and v point then */
+    void (*decode)(const struct attn_keys *keys, int64_t j, int64_t n, const char **k, const char **v, char *to);
+    const void *codes; /* what decode reads */
+    int64_t head;
 } attn_keys;
 
 /* Addresses of keys j .. j + n. */
@@ -79,6 +84,7 @@ typedef struct attn_job {
     int64_t sum_cells; /* of scores */
     void *out;
     float *lse;
+    int64_t decoded_bytes; /* of a key and a value of 8-bit pages as rows of dtype; else 0 */
 } attn_job;
 
 /* Lanes first .. first + count of kv head h_kv in sequence x (number b of the batch). */
@@ -108,6 +114,7 @@ INLINE void attn_lanes_fill(attn_lanes *to, const attn_job *job, const attn_seq 
 typedef struct attn_scratch {
     cell *q, *k, *v;
     float *s, *o;
+    char *decoded;
     int64_t q_strip, o_strip, k_step, v_step; /* elements */
     int64_t bytes;
 } attn_scratch;
@@ -125,6 +132,7 @@ INLINE attn_scratch attn_scratch_at(char *base, const attn_job *job) {
     x.v = gk_at(base, at), at += gk_round_up(4 * cells_of(job->bkv) * x.v_step, 64);
     x.s = gk_at(base, at), at += gk_round_up(4 * gk_round_up(job->bkv, PAIR) * NR, 64);
     x.o = gk_at(base, at), at += gk_round_up(4 * strips * x.o_strip, 64);
+    x.decoded = gk_at(base, at), at += gk_round_up(job->bkv * job->decoded_bytes, 64);
     x.bytes = at;
     return x;
 }
@@ -301,6 +309,7 @@ INLINE void attn_block(const attn_job *job, attn_lanes *lanes, const attn_keys *
     for (int64_t j = first; j < end; j += job->bkv) {
         const int64_t n = gk_min_i64(job->bkv, end - j), cells = cells_of(n);
         attn_keys_at(keys, j, n, k, v);
+        if (keys->decode) keys->decode(keys, j, n, k, v, x.decoded);
         attn_pack_k(&x, k, n, job->dtype, head_dim);
         attn_pack_v(&x, v, n, job->dtype, head_dim_v);
         for (int64_t lane = 0; lane <= last; lane += NR) {

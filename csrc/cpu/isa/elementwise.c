@@ -1,12 +1,13 @@
 /* elementwise: kv_cache_write and attn_merge, bound by memory, compiled once per ISA.
  *
  * kv_cache_write  k [T, Hkv, D], v [T, Hkv, Dv] -> row s % block_size of page s / block_size of the caches, s = slots[t]
+ *                 8-bit caches hold codes, of k / k_scale
  *                 a task is one head of k or of v and takes the tokens in order: of two tokens with one slot the last stays
  * attn_merge      lse = logaddexp(lse_a, lse_b), out = out_a exp(lse_a - lse) + out_b exp(lse_b - lse)
  *                 a task is a run of rows; a side that saw no key (lse -inf) is not read, the other is copied
  * Not here: float64 (ref/). */
 #include "../kernels.h"
-#include "vec.h"
+#include "codes_vec.h"
 
 enum {
     MERGE_ROWS = 64
@@ -17,6 +18,18 @@ typedef struct write_job {
     const gk_tensor *from, *cache, *slots; /* of k or of v */
     const gk_tensor *scale;
 } write_job;
+
+/* Codes of from[d] / scale. */
+static void write_codes(const char *from, int64_t from_stride, gk_dtype dtype, char *to, int64_t to_stride,
+                        gk_dtype code, int64_t n, float scale) {
+    if (from_stride == 1 && to_stride == 1) {
+        for (int64_t d = 0; d < n; d += W)
+            vf_store_code(to, code, d, vf_load_dtype(from, dtype, d, n - d) / scale, n - d);
+        return;
+    }
+    for (int64_t d = 0; d < n; ++d)
+        gk_store(to, code, d * to_stride, (float)gk_load(from, dtype, d * from_stride) / scale);
+}
 
 /* to[d] = saturate(from[d] / scale), strides in elements. */
 static void write_row(const char *from, int64_t from_stride, char *to, int64_t to_stride, gk_dtype dtype, int64_t n,
@@ -49,8 +62,10 @@ static void write_task(void *arg, int64_t task, int64_t worker) {
     const write_job *job = (const write_job *)arg + task % 2;
     const gk_tensor *x = job->from, *cache = job->cache;
     const int64_t h = task / 2, block_size = cache->shape[1], bytes = (int64_t)gk_dtype_bytes(x->dtype);
+    const int64_t cache_bytes = (int64_t)gk_dtype_bytes(cache->dtype);
     const float *scale = job->scale ? job->scale->data : NULL;
-    if (scale && job->scale->ndim) scale += h * job->scale->stride[0];
+    if (scale && job->scale->ndim) scale += h * job->scale->stride[job->scale->ndim - 1];
+    const int64_t page_scale = scale && job->scale->ndim == 2 ? job->scale->stride[0] : 0;
     for (int64_t t = 0; t < job->slots->shape[0]; ++t) {
         const int64_t i = t * job->slots->stride[0];
         const int64_t slot = job->slots->dtype == GK_I64 ? ((const int64_t *)job->slots->data)[i]
@@ -59,8 +74,13 @@ static void write_task(void *arg, int64_t task, int64_t worker) {
         const int64_t from = t * x->stride[0] + h * x->stride[1];
         const int64_t to =
             slot / block_size * cache->stride[0] + slot % block_size * cache->stride[1] + h * cache->stride[2];
-        write_row(gk_at(x->data, bytes * from), x->stride[2], gk_at(cache->data, bytes * to), cache->stride[3],
-                  x->dtype, x->shape[2], scale);
+        const char *row = gk_at(x->data, bytes * from);
+        char *at = gk_at(cache->data, cache_bytes * to);
+        if (gk_is_code(cache->dtype))
+            write_codes(row, x->stride[2], x->dtype, at, cache->stride[3], cache->dtype, x->shape[2],
+                        scale ? scale[slot / block_size * page_scale] : 1);
+        else
+            write_row(row, x->stride[2], at, cache->stride[3], x->dtype, x->shape[2], scale);
     }
 }
 

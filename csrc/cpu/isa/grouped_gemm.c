@@ -39,9 +39,13 @@ static bool plan_grouped(const gk_context *ctx, const void *args, gk_plan *plan)
     plan->tasks = quant_plan(p, ctx);
     plan->chunks = g->offs.shape[0];
     plan->tile[0] = p->mb, plan->tile[1] = p->nb, plan->tile[2] = p->block, plan->tile[3] = MR * NR;
-    plan->workspace_bytes = (size_t)gk_num_threads(ctx) * quant_most_bytes(p);
+    plan->workspace_bytes = (size_t)gk_num_workers(ctx, GK_MAX_THREADS) * quant_most_bytes(p);
     return true;
 }
+
+static const char *at(const void *data, int64_t bytes) {
+    return data ? (const char *)data + bytes : NULL;
+} /* K may be 0 */
 
 static void run_grouped(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
     const gk_grouped_gemm_args *g = args;
@@ -49,25 +53,26 @@ static void run_grouped(const gk_context *ctx, const void *args, const gk_plan *
     const int64_t groups = g->offs.shape[0], a_bytes = (int64_t)gk_dtype_bytes(g->a.dtype), n = x->p.n;
     const int64_t b_bytes = (int64_t)gk_dtype_bytes(g->b.dtype), out_bytes = (int64_t)gk_dtype_bytes(g->out.dtype);
     int64_t begin = 0;
+    if (gk_numel(&g->out) == 0) return;
     for (int64_t i = 0; i < groups; ++i) {
         const int64_t end = gk_i32_at(&g->offs, i);
         quant_product p = x->p;
         if (g->scale_a) p.scale_a.data = g->scale_a->data;
         if (g->scale_b) p.scale_b.data = g->scale_b->data;
-        p.a = (const char *)g->a.data + a_bytes * begin * (x->by_rows ? p.a_m : p.a_k);
+        p.a = at(g->a.data, a_bytes * begin * (x->by_rows ? p.a_m : p.a_k));
         if (g->bias)
             p.e.bias = (const char *)g->bias->data +
                        (int64_t)gk_dtype_bytes(g->bias->dtype) * (g->bias->ndim == 2 ? i * g->bias->stride[0] : 0);
         if (x->by_rows) {
             p.m = end - begin, p.row0 = begin;
-            p.b = (const char *)g->b.data + b_bytes * i * g->b.stride[0];
+            p.b = at(g->b.data, b_bytes * i * g->b.stride[0]);
             if (g->scale_b && g->scale_b->ndim == 3)
                 p.scale_b.data = (const char *)g->scale_b->data +
                                  (int64_t)gk_dtype_bytes(g->scale_b->dtype) * i * g->scale_b->stride[0];
             p.e.out = (char *)g->out.data + out_bytes * begin * n;
         } else {
             p.k = end - begin;
-            p.b = (const char *)g->b.data + b_bytes * begin * p.b_k;
+            p.b = at(g->b.data, b_bytes * begin * p.b_k);
             p.e.out = (char *)g->out.data + out_bytes * i * p.m * n;
         }
         begin = end;

@@ -18,8 +18,10 @@
  * The partials are merged chunk by chunk in order, so results depend on the chunk size of blocks.h alone.
  *
  *   workspace   plan [2][B + 1] int64 | partials [chunks][Hkv][lanes][Dv up to W, m, l] float | scratch of each worker
- * Not here: float64 (ref/), caches in another dtype than q. */
-#include "attn_tile.h"
+ * Pages of 8-bit codes are decoded unit by unit, or tile by tile, into rows of q's dtype (paged_codes.h).
+ * Not here: float64 (ref/). */
+#include "paged_codes.h"
+#include "paged_fetch.h"
 
 enum {
     MAX_LANES = 8,
@@ -43,11 +45,13 @@ typedef struct paged_job {
     float *partials;
     char *scratch;
     int64_t plan_bytes, partials_bytes, scratch_bytes;
+    paged_codes codes;
 } paged_job;
 GK_PLAN_HOLDS(paged_job);
 
+/* 1 where each page has a scale of its own: decoding takes that. */
 static float head_scale(const gk_tensor *t, int64_t h_kv) {
-    if (!t) return 1;
+    if (!t || t->ndim == 2) return 1;
     return ((const float *)t->data)[t->ndim ? h_kv * t->stride[0] : 0];
 }
 
@@ -55,6 +59,7 @@ static float head_scale(const gk_tensor *t, int64_t h_kv) {
 typedef struct lanes_scratch {
     cell *q, *p;
     float *o, *s;
+    char *decoded;                         /* rows of a unit of 8-bit pages, of all heads */
     int64_t q_head, o_head, s_head, bytes; /* s_head: of p too */
 } lanes_scratch;
 
@@ -63,7 +68,9 @@ static lanes_scratch lanes_scratch_at(void *at, const paged_job *job) {
     const int64_t s_head = job->lanes * job->blocks->unit;
     void *o = gk_at(at, 4 * job->heads * q_head), *s = gk_at(o, 4 * job->heads * o_head);
     const int64_t bytes = gk_round_up(4 * job->heads * (q_head + o_head + 2 * s_head), 64);
-    return (lanes_scratch){at, gk_at(s, 4 * job->heads * s_head), o, s, q_head, o_head, s_head, bytes};
+    const int64_t decoded = gk_round_up(job->heads * job->blocks->unit * job->tile.decoded_bytes, 64);
+    return (lanes_scratch){
+        at, gk_at(s, 4 * job->heads * s_head), o, s, gk_at(at, bytes), q_head, o_head, s_head, bytes + decoded};
 }
 
 static paged_job job_make(const gk_context *ctx, const gk_paged_attn_args *a) {
@@ -79,10 +86,10 @@ static paged_job job_make(const gk_context *ctx, const gk_paged_attn_args *a) {
     const gk_attn_blocks *row = gk_attn_fwd_blocks;
     while (row->max_head_dim < gk_max_i64(head_dim, head_dim_v)) ++row;
     const int64_t bq = gk_clamp_i64(gk_round_up(job.max_tokens * group, NR), NR, row->bq);
-    job.tile = (attn_job){&a->rules,   a->q.dtype, a->q.dtype,
-                          head_dim,    head_dim_v, group,
-                          bq,          row->bkv,   attn_sum_cells(a->q.dtype, job.max_tokens),
-                          a->out.data, a->lse.data};
+    job.tile = (attn_job){&a->rules,   a->q.dtype,  a->q.dtype,
+                          head_dim,    head_dim_v,  group,
+                          bq,          row->bkv,    attn_sum_cells(a->q.dtype, job.max_tokens),
+                          a->out.data, a->lse.data, paged_decoded_bytes(a)};
 
     const int64_t capacity = a->block_table.shape[1] * a->k_cache.shape[1];
     job.chunk =
@@ -122,7 +129,7 @@ static attn_seq seq_of(const paged_job *job, int64_t b) {
 
 static attn_keys keys_of(const paged_job *job, int64_t b, int64_t h_kv) {
     const gk_paged_attn_args *a = job->args;
-    const int64_t es = (int64_t)gk_dtype_bytes(a->q.dtype);
+    const int64_t es = (int64_t)gk_dtype_bytes(a->k_cache.dtype);
     return (attn_keys){.k = gk_at(a->k_cache.data, es * h_kv * a->k_cache.stride[2]),
                        .v = gk_at(a->v_cache.data, es * h_kv * a->v_cache.stride[2]),
                        .k_row_bytes = es * a->k_cache.stride[1],
@@ -131,7 +138,10 @@ static attn_keys keys_of(const paged_job *job, int64_t b, int64_t h_kv) {
                        .pages_step = a->block_table.stride[1],
                        .page_size = a->k_cache.shape[1],
                        .k_page_bytes = es * a->k_cache.stride[0],
-                       .v_page_bytes = es * a->v_cache.stride[0]};
+                       .v_page_bytes = es * a->v_cache.stride[0],
+                       .decode = job->tile.decoded_bytes ? paged_decode : NULL,
+                       .codes = &job->codes,
+                       .head = h_kv};
 }
 
 INLINE float scale_of(const paged_job *job, int64_t h_kv) {
@@ -169,67 +179,6 @@ INLINE int64_t owner(const int64_t *first, int64_t batch, int64_t i) {
             hi = mid - 1;
     }
     return lo;
-}
-
-/* ---- few lanes: what is read next --------------------------------------------------------------- */
-/* Rows of some keys, K or V: of the first head, the others' lie head_bytes behind each other. */
-typedef struct key_rows {
-    const char *const *first;
-    int64_t num_keys, num_heads, head_bytes;
-} key_rows;
-
-/* The rows of the keys to come, fetched line by line in the order of their addresses: then the prefetcher of the L2 sees
- * streams and runs ahead, which the few misses that a core can wait for at once would not allow. */
-typedef struct fetch {
-    key_rows rows;
-    int64_t row_bytes, key, head; /* the row that comes next */
-    const char *const *touched;   /* rows of a later unit, as many or fewer */
-    int64_t num_touched;
-    const char *at, *end; /* what is left of the row under way */
-    int64_t moves;        /* all ones; 0: always the same lines */
-    bool near;            /* into the L1 */
-} fetch;
-
-INLINE fetch fetch_make(key_rows rows, int64_t row_bytes, const char *const *touched, int64_t num_touched, bool near) {
-    /* the heads of a key are one long row */
-    if (rows.head_bytes == row_bytes) row_bytes *= rows.num_heads, rows.num_heads = 1;
-    return (fetch){rows, row_bytes, 0, 0, touched, num_touched, NULL, NULL, -1, near};
-}
-
-/* Asks for a line that is there: the loops that fetch need not ask whether they shall. */
-INLINE fetch fetch_none(const char *line) { return (fetch){.at = line, .end = (const char *)UINTPTR_MAX}; }
-
-/* The beginning of the row that comes next; after the last one, its end. */
-static __attribute__((noinline)) const char *fetch_row(fetch *f) {
-    if (f->head == f->rows.num_heads) return f->end;
-    const char *at = f->rows.first[f->key] + f->head * f->rows.head_bytes;
-    f->end = at + f->row_bytes;
-    if (f->key < f->num_touched) __builtin_prefetch(f->touched[f->key] + f->head * f->rows.head_bytes, 0, 2);
-    if (++f->key == f->rows.num_keys) f->key = 0, ++f->head;
-    return at;
-}
-
-/* The lines of some bytes more; at is f->at in a register. The products ask with each step that takes a line or more, or
- * for some keys at once where a step takes less. */
-INLINE const char *fetch_bytes(fetch *f, const char *at, int64_t bytes) {
-    if (at >= f->end) at = fetch_row(f);
-#pragma GCC unroll 4
-    for (int64_t i = 0; i < bytes; i += 64)
-        if (f->near)
-            __builtin_prefetch(at + i, 0, 3);
-        else
-            __builtin_prefetch(at + i, 0, 2);
-    return at + (bytes & f->moves);
-}
-
-/* The rows that a chunk begins with, which nobody fetched: plain loads in the order of addresses have the machine's
- * prefetcher bring them at the speed of a loop that only reads; the products would ask for them head by head. */
-INLINE void read_rows(key_rows rows, int64_t row_bytes) {
-    const fetch f = fetch_make(rows, row_bytes, NULL, 0, false);
-    for (int64_t h = 0; h < f.rows.num_heads; ++h)
-        for (int64_t i = 0; i < rows.num_keys; ++i)
-            for (int64_t at = 0; at < f.row_bytes; at += 64)
-                (void)*(const volatile char *)(rows.first[i] + h * rows.head_bytes + at);
 }
 
 /* ---- few lanes: products of a unit -------------------------------------------------------------- */
@@ -500,10 +449,11 @@ static void chunk_units(const paged_job *job, int64_t b, const attn_seq *x, int6
     const int64_t group = job->tile.group, num_lanes = x->seq_q * group, unit = job->blocks->unit;
     const int64_t head_dim = job->tile.head_dim, head_dim_v = job->tile.head_dim_v, num_heads = head1 - head0;
     const products *of = dtype == GK_F32 ? f32_products : dtype == GK_F16 ? f16_products : bf16_products;
-    const int64_t element = dtype == GK_F32 ? 4 : 2, k_bytes = element * head_dim, v_bytes = element * head_dim_v;
+    const int64_t element = (int64_t)gk_dtype_bytes(a->k_cache.dtype), row = dtype == GK_F32 ? 4 : 2;
+    const int64_t k_bytes = element * head_dim, v_bytes = element * head_dim_v; /* in memory; rows are of q's dtype */
     const int64_t k_head = element * a->k_cache.stride[2], v_head = element * a->v_cache.stride[2];
     const attn_keys keys = keys_of(job, b, head0);
-    const char *k[UNITS][MAX_UNIT], *v[UNITS][MAX_UNIT];
+    const char *k[UNITS][MAX_UNIT], *v[UNITS][MAX_UNIT], *k_decoded[MAX_UNIT], *v_decoded[MAX_UNIT];
     paged_lane lanes[MAX_LANES];
     for (int64_t n = 0; n < num_lanes; ++n) {
         const int64_t i = n / group;
@@ -521,8 +471,14 @@ static void chunk_units(const paged_job *job, int64_t b, const attn_seq *x, int6
         const int64_t n = gk_min_i64(unit, end - j), n_next = gk_clamp_i64(end - j - unit, 0, unit);
         const int64_t n_last = gk_min_i64(unit, end - j_last);
         attn_keys_at(&keys, j_last, n_last, k[last], v[last]);
-        for (int64_t i = n; i < gk_round_up(n, W); ++i)
-            k[now][i] = k[now][n - 1]; /* dots takes whole vectors of keys */
+        const char **k_now = k[now], **v_now = v[now];
+        int64_t k_step = k_head, v_step = v_head;
+        if (keys.decode) {
+            memcpy(k_decoded, k_now, sizeof k_decoded), memcpy(v_decoded, v_now, sizeof v_decoded);
+            k_now = k_decoded, v_now = v_decoded, k_step = row * head_dim, v_step = row * head_dim_v;
+            paged_decode_heads(&keys, j, n, num_heads, k_head, v_head, k_now, v_now, own->decoded);
+        }
+        for (int64_t i = n; i < gk_round_up(n, W); ++i) k_now[i] = k_now[n - 1]; /* dots takes whole vectors of keys */
         fetch none = fetch_none(k[now][0]), k_next = none, v_next = none;
         if (n_next) {
             const key_rows k_rows = {k[next_unit], n_next, num_heads, k_head};
@@ -533,7 +489,7 @@ static void chunk_units(const paged_job *job, int64_t b, const attn_seq *x, int6
         /* runs of lanes; the first one fetches */
         for (int64_t i = 0; i < n; i += STEP)
             for (int64_t l = 0, run = lane_run(num_lanes); l < num_lanes; l += run, run = lane_run(num_lanes - l)) {
-                const key_rows rows = {k[now] + i, gk_min_i64(STEP, n - i), num_heads, k_head};
+                const key_rows rows = {k_now + i, gk_min_i64(STEP, n - i), num_heads, k_step};
                 of[run / 2].dots(head_dim, own->q + l * job->q_step, own->q_head, &rows, l ? &none : &k_next,
                                  own->s + l * unit + i * run, own->s_head);
             }
@@ -547,7 +503,7 @@ static void chunk_units(const paged_job *job, int64_t b, const attn_seq *x, int6
         }
         for (int64_t i = 0; i < n; i += STEP)
             for (int64_t l = 0, run = lane_run(num_lanes); l < num_lanes; l += run, run = lane_run(num_lanes - l)) {
-                const key_rows rows = {v[now] + i, gk_min_i64(STEP, n - i), num_heads, v_head};
+                const key_rows rows = {v_now + i, gk_min_i64(STEP, n - i), num_heads, v_step};
                 of[run / 2].weighted_rows(head_dim_v, own->p + l * unit + i * run / PAIR, own->s_head, &rows,
                                           l ? &none : &v_next, own->o + l * job->partial, own->o_head, job->partial);
             }
@@ -685,7 +641,7 @@ static bool plan(const gk_context *ctx, const void *args, gk_plan *to) {
 static void run(const gk_context *ctx, const void *args, const gk_plan *planned, void *workspace) {
     paged_job job = *GK_OWN_CONST(paged_job, planned);
     const gk_paged_attn_args *a = args;
-    job.args = a, job.tile.rules = &a->rules;
+    job.args = a, job.tile.rules = &a->rules, job.codes = paged_codes_of(a);
     job.first_block = workspace, job.first_chunk = gk_at(workspace, 8 * (job.batch + 1));
     job.partials = gk_at(workspace, job.plan_bytes), job.scratch = gk_at(job.partials, job.partials_bytes);
     if (a->cu_seqlens_q) attn_clear_tokens(&a->out, a->lse.data, gk_i32_at(a->cu_seqlens_q, job.batch));

@@ -39,7 +39,8 @@ static char *row_of(const gk_tensor *t, int64_t row) {
         offset += row % t->shape[d] * t->stride[d];
         row /= t->shape[d];
     }
-    return (char *)t->data + offset * (int64_t)gk_dtype_bytes(t->dtype);
+    return offset ? (char *)t->data + offset * (int64_t)gk_dtype_bytes(t->dtype)
+                  : t->data; /* NULL may be of no element */
 }
 
 /* Where an RMSNorm's row begins, of any stride, as float32; columns up to a whole vector are 0. */

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What each recipe of torch_gpukern.nn.quantize costs the demo's model: held-out bits per byte, bits a weight, CPU time a byte.
+
+python examples/demo/quantise.py [--steps 400] [--kib 64] [--recipes w4 fp8 ...] [--checkpoint build/demo/quantise.pt]
+
+Trains the model of train.py for a number of steps (or reads the checkpoint that an earlier run wrote), then rounds the matrices of
+its blocks by every recipe in turn; embedding and head stay. The recipes qat-... train for --qat-steps more steps first. CPU time is
+the process's own, so that other programs on the machine do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from pathlib import Path
+
+import torch
+from data import Corpus, batches, load_corpus, windows
+from model import GPT, Config, GpukernOps
+from torch import Tensor, nn
+from train import BATCH, CONFIG, ROOT, Progress, learner
+
+import torch_gpukern
+from torch_gpukern.nn import RECIPES, quantize
+
+
+class LayerOps(GpukernOps):
+    """The model's products through nn.Linear modules of the same weights, which `quantize` can change."""
+
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        self.layers = nn.Module()
+        self.of: dict[int, nn.Module] = {}
+        for i, block in enumerate(model.blocks):
+            for name, w in block.named_parameters():
+                layer = torch_gpukern.nn.Linear(*w.shape, bias=False)
+                layer.weight.data.copy_(w.detach().mT)
+                self.layers.add_module(f"block{i}_{name}", layer)
+                self.of[id(w)] = layer
+
+    def linear(self, x: Tensor, w: Tensor) -> Tensor:
+        layer = self.of.get(id(w))
+        return self.gemm(x, w) if layer is None else layer(x)
+
+
+def trained(corpus: Corpus, config: Config, steps: int, seconds: float) -> GPT:
+    """The rates follow the share of the steps that is over, or of the seconds, whichever is more."""
+    torch.manual_seed(0)
+    model = GPT(config)
+    step, feed = (
+        learner(model, GpukernOps(), torch.bfloat16),
+        batches(corpus.train, BATCH["cpu"], config.context, seed=1),
+    )
+    progress, began, smooth, done = Progress(1.0, "of training"), time.perf_counter(), None, 0
+    while (share := max(done / steps, (time.perf_counter() - began) / seconds)) < 1:
+        bits = step(*next(feed), share).item() / math.log(2)
+        smooth = bits if smooth is None else 0.95 * smooth + 0.05 * bits
+        done += 1
+        progress.show(share, f"step {done}  {smooth:.3f} bits per byte")
+    return model
+
+
+def bits_per_byte(model: GPT, ops, text: Tensor) -> tuple[float, float]:
+    """(bits, CPU microseconds) a byte of text"""
+    nats, done, context, began = 0.0, 0, model.config.context, time.process_time()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        for tokens, targets in windows(text, BATCH["cpu"], context, overlap=context // 4):
+            nats += model.loss(tokens, targets, ops, reduction="sum").item()
+            done += int((targets >= 0).sum())
+    return nats / math.log(2) / done, (time.process_time() - began) / done * 1e6
+
+
+def measured(model: GPT, corpus: Corpus, recipe: str, text: Tensor, qat_steps: int) -> tuple[float, float, float]:
+    """(bits per byte, bits a weight, CPU us a byte)"""
+    ops, context = LayerOps(model), model.config.context
+    weights = sum(p.numel() for p in ops.layers.parameters())
+    if recipe == "bfloat16":
+        return *bits_per_byte(model, ops, text)[:1], 16.0, bits_per_byte(model, ops, text)[1]
+    feed = batches(corpus.train, BATCH["cpu"], context, seed=2)
+
+    def through(tokens: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model.loss(tokens, targets, ops)
+
+    class Whole(nn.Module):  # what calibration calls
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.call = ops.layers, through
+
+        def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+            return self.call(tokens, targets)
+
+    whole = Whole()
+    done = quantize(whole, recipe, calibration=[next(feed) for _ in range(2)], say=None)
+    if recipe.startswith("qat-"):
+        optimizer = torch.optim.AdamW(ops.layers.parameters(), lr=1e-3, weight_decay=0.0)
+        for i in range(qat_steps):
+            optimizer.param_groups[0]["lr"] = 1e-3 * (1 - i / qat_steps)
+            through(*next(feed)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        done.finish()
+    bits, us = bits_per_byte(model, ops, text)
+    held = sum(t.numel() * t.element_size() for t in ops.layers.buffers())
+    return bits, 8 * held / weights, us
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=400, help="of training, batches of 8 x 512 bytes")
+    parser.add_argument("--seconds", type=float, default=600.0, help="training takes no longer")
+    parser.add_argument("--kib", type=int, default=64, help="held-out text that is scored")
+    parser.add_argument("--qat-steps", type=int, default=40)
+    parser.add_argument("--recipes", nargs="+", default=[r for r in RECIPES if not r.startswith("fp8-train")])
+    parser.add_argument("--checkpoint", type=Path, default=ROOT / "build" / "demo" / "quantise.pt")
+    args = parser.parse_args()
+    corpus = load_corpus()
+    if args.checkpoint.exists():
+        held = torch.load(args.checkpoint, weights_only=True)
+        model = GPT(Config(**held["config"]))
+        model.load_state_dict(held["weights"])
+    else:
+        model = trained(corpus, CONFIG["cpu"], args.steps, args.seconds)
+        args.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"config": vars(model.config), "weights": model.state_dict()}, args.checkpoint)
+    text = corpus.held_out[: 1024 * args.kib + 1]
+    print("| recipe | bits per byte | more than bfloat16 | bits a weight | CPU us a byte |\n|---|---|---|---|---|")
+    first = None
+    for recipe in ["bfloat16", *args.recipes]:
+        bits, size, us = measured(model, corpus, recipe, text, args.qat_steps)
+        first = bits if first is None else first
+        print(f"| {recipe} | {bits:.4f} | {bits - first:+.4f} | {size:.2f} | {us:.1f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Paged caches of 8 bits: what is written, what is read, PagedKVCache, rope_kv_write, the flash-attn functions. On the CPU."""
+
+import copy
+import math
+from itertools import product
+
+import pytest
+import torch
+
+from torch_gpukern import KVCacheScales, PagedKVCache, kv_cache_write, paged_attn, rms_norm, rope, rope_kv_write
+from torch_gpukern.integrations.flash_attn import flash_attn_with_kvcache
+
+E4M3, E5M2, I8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
+CODES = {E4M3: 448.0, E5M2: 57344.0, I8: 127.0}
+KINDS = "none", "all", "head", "page"
+DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
+SIZES = (1, 4, 64), (3, 2, 20), (40, 1, 128)  # query tokens of a sequence, heads of a group, head_dim
+each_code = pytest.mark.parametrize("code", CODES, ids=("e4m3", "e5m2", "int8"))
+
+
+def codes_of(x, scale, code):
+    """By torch: x / scale in float32, saturated, to nearest even."""
+    y = x.float() / scale
+    if code == I8:
+        return y.clamp(-128, 127).round().nan_to_num(0).to(I8)
+    return y.clamp(-CODES[code], CODES[code]).to(code)
+
+
+def same_codes(a, b):
+    a, b = (x.float() for x in (a, b))
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def scale_like(kind, blocks, heads):
+    shape = {"none": None, "all": (), "head": (heads,), "page": (blocks, heads)}[kind]
+    return None if shape is None else torch.rand(shape) * 0.05 + 0.005
+
+
+def dequantised(cache, scale):
+    """[num_blocks, block_size, Hkv, D] float64"""
+    if scale is None:
+        scale = torch.tensor(1.0)
+    view = scale.double() if scale.dim() == 0 else scale.double()[..., None]
+    return cache.double() * (view[:, None] if scale.dim() == 2 else view)
+
+
+@pytest.mark.parametrize("code, kind, dtype", tuple(product(CODES, KINDS, DTYPES[:3]))[::2])
+def test_write_is_torchs_cast(code, kind, dtype):
+    """Every element, with odd sizes, strides, subnormals, ties, infinities and NaN; what no slot names stays."""
+    torch.manual_seed(0)
+    blocks, size, heads, dim, tokens = 5, 3, 2, 37, 11
+    k = (torch.randn(tokens, heads, dim) * torch.logspace(-6, 3, dim)).to(dtype)
+    k[0, 0, :8] = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0, 1e4, 0.5, 2.5])
+    v = torch.randn(heads, tokens, 2 * dim).to(dtype).transpose(0, 1)[..., ::2]
+    cache = [torch.full((blocks, size, heads, dim), 3, dtype=torch.int8).to(code) for _ in range(2)]
+    scales = [scale_like(kind, blocks, heads) for _ in range(2)]
+    slots = torch.randperm(blocks * size)[:tokens]
+    slots[4] = -1
+    kv_cache_write(k, v, *cache, slots, k_scale=scales[0], v_scale=scales[1])
+    kept = slots >= 0
+    for x, pages, scale in zip((k, v), cache, scales):
+        by = torch.ones(()) if scale is None else scale
+        by = by[slots.clamp_min(0) // size] if kind == "page" else by.expand(tokens, heads)
+        want = torch.full((blocks * size, heads, dim), 3, dtype=torch.int8).to(code)
+        want[slots[kept]] = codes_of(x, by[..., None], code)[kept]
+        assert same_codes(pages.flatten(0, 1), want)
+
+
+@pytest.mark.parametrize("code, kind, dtype, sizes", tuple(product(CODES, KINDS, DTYPES, SIZES))[::5])
+def test_read_is_attention_over_what_the_codes_are_worth(code, kind, dtype, sizes):
+    """Beside float64 over the dequantised cache: at most twice the error of PyTorch's attention over it in q's dtype. Data with
+    a mean; unread rows and pages hold NaN codes."""
+    tokens, group, dim = sizes
+    torch.manual_seed(tokens)
+    heads, size, blocks, lengths = 2, 8, 40, (93, 41, 120)
+    scales = [scale_like(kind, blocks, heads) for _ in range(2)]
+    top = {E4M3: 40, E5M2: 40, I8: 100}[code] if kind != "none" else 3
+    cache = [(torch.randn(blocks, size, heads, dim) * 0.2 + 0.3).mul(top).to(code) for _ in range(2)]
+    if kind == "page":
+        for scale in scales:
+            scale[0] = math.nan  # page 0 is nobody's
+    if code != I8:
+        for pages in cache:
+            pages[0] = torch.full_like(pages[0].float(), math.nan).to(code)
+    free = iter((1 + torch.randperm(blocks - 1)).tolist())
+    table = torch.zeros(len(lengths), 16, dtype=torch.int32)
+    for b, n in enumerate(lengths):
+        table[b, : -(-n // size)] = torch.tensor([next(free) for _ in range(-(-n // size))])
+        if code != I8:
+            for pages in cache:
+                pages[table[b, n // size] if n % size else 0, n % size :] = float("nan")
+    q = (torch.randn(len(lengths) * tokens, heads * group, dim) + 0.2).to(dtype)
+    named = {"k_scale": scales[0], "v_scale": scales[1]}
+    out, lse = paged_attn(q, *cache, table, torch.tensor(lengths, dtype=torch.int32), **named, return_lse=True)
+    assert out.dtype == dtype and out.isfinite().all()
+    k, v = (dequantised(pages, scale) for pages, scale in zip(cache, scales))
+    for b, n in enumerate(lengths):
+        keys, values = (x[table[b].long()].flatten(0, 1)[:n].transpose(0, 1)[None] for x in (k, v))
+        mask = torch.arange(n) <= torch.arange(n - tokens, n)[:, None]
+        mine = q[b * tokens : (b + 1) * tokens].transpose(0, 1)[None]
+
+        def attend(dtype, of=(mine, keys, values), mask=mask):
+            of = (x.to(dtype) for x in of)
+            return torch.nn.functional.scaled_dot_product_attention(*of, mask, enable_gqa=True)[0].double()
+
+        exact = attend(torch.float64)
+        error = (out[b * tokens : (b + 1) * tokens].transpose(0, 1).double() - exact).abs().max()
+        peer = (attend(dtype) - exact).abs().max()
+        rounding = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+        assert error <= 2 * peer + rounding * exact.abs().max()
+        scores = (mine.double() @ keys.repeat_interleave(group, 1).transpose(-1, -2))[0] / math.sqrt(dim)
+        want = scores.masked_fill(~mask, -math.inf).logsumexp(-1)
+        torch.testing.assert_close(
+            lse[b * tokens : (b + 1) * tokens].T.double(), want, atol=20 * rounding, rtol=20 * rounding
+        )
+
+
+def test_split_contexts_and_rules():
+    """Long contexts in chunks, with a window, softcap, ALiBi, sinks and kv_start, in both cache layouts: as over float pages."""
+    torch.manual_seed(1)
+    heads, size, n = 2, 16, 2500
+    blocks = -(-n // size)
+    cache = [torch.randn(blocks, heads, size, 64).to(E4M3).transpose(1, 2) for _ in range(2)]
+    plain = [x.float() for x in cache]
+    table, lens = torch.randperm(blocks, dtype=torch.int32)[None], torch.tensor([n], dtype=torch.int32)
+    for q, rules in (
+        (torch.randn(1, 4, 64), {}),
+        (torch.randn(3, 4, 64), {"window_left": 1500, "softcap": 8.0}),
+        (torch.randn(20, 4, 64), {"sinks": torch.randn(4), "kv_start": torch.tensor([100], dtype=torch.int32)}),
+        (torch.randn(2, 4, 64), {"alibi_slopes": torch.rand(4) * 0.01, "is_causal": False}),
+    ):
+        torch.testing.assert_close(
+            paged_attn(q, *cache, table, lens, **rules), paged_attn(q, *plain, table, lens, **rules), atol=0, rtol=0
+        )
+
+
+def test_refused_by_name():
+    cache = torch.zeros(2, 4, 2, 8, dtype=E4M3)
+    k, slots = torch.randn(3, 2, 8), torch.arange(3)
+    table, lens, q = (
+        torch.tensor([[0, 1]], dtype=torch.int32),
+        torch.tensor([5], dtype=torch.int32),
+        torch.randn(1, 2, 8),
+    )
+    before = cache.clone()
+    for bad in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="v_scale must hold finite numbers above 0"):
+            kv_cache_write(k, k, cache, cache.clone(), slots, v_scale=torch.tensor([1.0, bad]))
+        with pytest.raises(ValueError, match="k_scale must hold finite numbers above 0"):
+            paged_attn(q, cache, cache, table, lens, k_scale=torch.tensor(bad))
+        with pytest.raises(ValueError, match="k_scale must hold finite numbers above 0"):
+            paged_attn(q, cache, cache, table, lens, k_scale=torch.full((2, 2), bad))
+    assert same_codes(cache, before)
+    with pytest.raises(ValueError, match="v_cache has dtype int8, k_cache has float8_e4m3fn"):
+        paged_attn(q, cache, torch.zeros(2, 4, 2, 8, dtype=I8), table, lens)
+    plain = torch.zeros(2, 4, 2, 8)
+    with pytest.raises(ValueError, match="v_cache has dtype int8, q has float32"):
+        paged_attn(q, plain, torch.zeros(2, 4, 2, 8, dtype=I8), table, lens)
+    with pytest.raises(ValueError, match="v_cache has dtype float8_e5m2, k has float32"):
+        kv_cache_write(k, k, plain, torch.zeros(2, 4, 2, 8, dtype=E5M2), slots)
+    with pytest.raises(ValueError, match=r"k_scale must have shape \[\] or \[2\]"):
+        paged_attn(q, plain, plain, table, lens, k_scale=torch.ones(2, 2))
+    with pytest.raises(ValueError, match="k_scale must have shape"):
+        paged_attn(q, cache, cache, table, lens, k_scale=torch.ones(3))
+    with pytest.raises(ValueError, match=r"k_scale must have shape \[2, 2\]"):
+        paged_attn(q, cache, cache, table, lens, k_scale=torch.ones(3, 2))
+    with pytest.raises(ValueError, match="k_scale must be float32"):
+        paged_attn(q, cache, cache, table, lens, k_scale=torch.ones(2, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="k_cache has dtype uint8"):
+        paged_attn(q, *[torch.zeros(2, 4, 2, 8, dtype=torch.uint8)] * 2, table, lens)
+    with pytest.raises(IndexError, match="slots"):
+        kv_cache_write(k, k, cache, cache.clone(), slots + 6)
+    with pytest.raises(ValueError, match="dtype is torch.float8_e4m3fnuz"):
+        PagedKVCache(2, 4, 2, 8, dtype=torch.float8_e4m3fnuz)
+    with pytest.raises(ValueError, match="scales are of 8-bit pages"):
+        PagedKVCache(2, 4, 2, 8, k_scale=torch.tensor(1.0))
+    with pytest.raises(ValueError, match=r"k_scale has shape \[3\]"):
+        PagedKVCache(2, 4, 2, 8, dtype=I8, k_scale=torch.ones(3))
+
+
+@each_code
+def test_paged_kv_cache(code):
+    """Scales found by a run, forks, copies on write with their page's scale, rollback, pickling."""
+    torch.manual_seed(2)
+    layers, heads, dim = 2, 2, 16
+    k, v = (torch.randn(layers, 10, heads, dim) * torch.tensor([1.0, 30.0])[:, None] for _ in range(2))
+    found = KVCacheScales(layers, heads, code)
+    for layer in range(layers):
+        found.observe(k[layer, :4], v[layer, :4], layer)
+        found.observe(k[layer, 4:], v[layer, 4:], layer)
+    scales = found.scales()
+    torch.testing.assert_close(scales["k_scale"], k.abs().amax((1, 3)) / CODES[code])
+    cache = PagedKVCache(8, 4, heads, dim, layers=layers, dtype=code, **scales)
+    a = cache.allocate()
+    cache.append([a], k[:, :6], v[:, :6], 6)
+    b = cache.fork(a)
+    cache.append([a, b], k[:, 6:8].repeat(1, 2, 1, 1), v[:, 6:].roll(1, 1), 2)
+    cache = copy.deepcopy(cache)
+    for handle, last in ((a, v[:, [9, 6]]), (b, v[:, [7, 8]])):
+        pages = cache.pages(handle)
+        for layer in range(layers):
+            by = cache.scales(layer)["v_scale"]
+            got = cache.v[layer, pages].flatten(0, 1)[:8]
+            want = torch.cat((v[layer, :6], last[layer]))
+            assert same_codes(got, codes_of(want, by[:, None], code))
+            assert ((got.float() * by[:, None] - want).abs() <= want.abs() / 8 + by[:, None]).all()
+            out = paged_attn(torch.randn(1, 4, dim), cache.k[layer], cache.v[layer], cache.block_table([handle]),
+                             cache.seq_lens([handle]), **cache.scales(layer))  # fmt: skip
+            assert out.isfinite().all()
+    by_page = torch.rand(layers, 8, heads) + 0.5
+    cache = PagedKVCache(8, 4, heads, dim, layers=layers, dtype=code, k_scale=by_page, v_scale=torch.tensor(0.5))
+    a = cache.allocate()
+    cache.append([a], k[:, :6], v[:, :6], 6)
+    b = cache.fork(a)
+    cache.append([b], k[:, 6:7], v[:, 6:7])
+    old, new = cache.pages(a)[1], cache.pages(b)[1]
+    assert old != new and torch.equal(cache.k_scale[:, old], cache.k_scale[:, new])
+    assert same_codes(cache.k[:, old, :2], cache.k[:, new, :2])
+
+
+@pytest.mark.parametrize("code", (None, E4M3, I8))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("interleaved", (False, True))
+@pytest.mark.parametrize("norm", (False, True))
+def test_rope_kv_write(code, dtype, interleaved, norm):
+    """Norm and rotation in float64, one rounding; a negative slot rotates its query all the same."""
+    torch.manual_seed(3)
+    tokens, heads, group, dim, rotated = 9, 2, 3, 24, 16
+    q = torch.randn(tokens, heads * group, dim).to(dtype)
+    k, v = (torch.randn(tokens, heads, dim).to(dtype) for _ in range(2))
+    angles = torch.rand(50, rotated // 2) * 6
+    cos, sin, positions = angles.cos(), angles.sin(), torch.randint(50, (tokens,))
+    slots = torch.randperm(20)[:tokens]
+    slots[2] = -7
+    caches = [torch.zeros(5, 4, heads, dim).to(code or dtype) for _ in range(2)]
+    weights = {"q_weight": torch.rand(dim).to(dtype), "k_weight": torch.rand(dim)} if norm else {}
+    scales = {"k_scale": torch.tensor(0.03), "v_scale": torch.rand(heads) * 0.02 + 0.02} if code else {}
+    got = rope_kv_write(q, k, v, cos, sin, positions, *caches, slots, interleaved=interleaved, **weights, **scales)
+    wide = [x.double() for x in (q, k)]
+    if norm:
+        wide = [rms_norm(x, w.double(), eps=1e-6) for x, w in zip(wide, weights.values())]
+    want_q, want_k = rope(*wide, cos.double(), sin.double(), positions, interleaved=interleaved)
+    step = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-20
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.double(), want_q, atol=step, rtol=step)
+    kept = slots >= 0
+    for x, pages, scale in ((want_k, caches[0], scales.get("k_scale")), (v.double(), caches[1], scales.get("v_scale"))):
+        held, values = pages.flatten(0, 1)[slots[kept]], x[kept]
+        if code is None:
+            torch.testing.assert_close(held.double(), values, atol=step, rtol=step)
+        else:
+            by = scale.double() if scale.dim() == 0 else scale.double()[:, None]
+            top, near = CODES[code], 2.0**-4 if code == E4M3 else 0.0
+            values = (values / by).clamp(-top - (code == I8), top)
+            assert (
+                (held.double() - values).abs() <= values.abs() * near * 1.01 + (0.51 if code == I8 else 2.0**-9)
+            ).all()
+        assert pages.flatten(0, 1)[sorted(set(range(20)) - set(slots.tolist()))].float().eq(0).all()
+
+
+def test_rope_kv_write_refuses():
+    q, k = torch.randn(3, 4, 8), torch.randn(3, 2, 8)
+    cos = torch.ones(5, 4)
+    caches = [torch.zeros(2, 4, 2, 8) for _ in range(2)]
+    rest = cos, cos, torch.arange(3), *caches, torch.arange(3)
+    with pytest.raises(NotImplementedError, match="rope_kv_write: it has no backward"):
+        rope_kv_write(q.clone().requires_grad_(), k, k, *rest)
+    with pytest.raises(ValueError, match="rope_kv_write: k has dtype torch.bfloat16, q has torch.float32"):
+        rope_kv_write(q, k.bfloat16(), k, *rest)
+    with pytest.raises(ValueError, match=r"rope_kv_write: q_weight is \[4\]"):
+        rope_kv_write(q, k, k, *rest, q_weight=torch.ones(4))
+    with pytest.raises(IndexError, match="positions"):
+        rope_kv_write(q, k, k, cos, cos, torch.tensor([0, 1, 5]), *caches, torch.arange(3))
+    with pytest.raises(IndexError, match="slots"):
+        rope_kv_write(q, k, k, cos, cos, torch.arange(3), *caches, torch.tensor([0, 1, 8]))
+    assert all((x == 0).all() for x in caches)
+
+
+def test_flash_attn_functions_over_codes_and_rotated():
+    torch.manual_seed(4)
+    batch, new, heads, dim = 2, 3, 2, 16
+    q = torch.randn(batch, new, 4, dim)
+    k, v = (torch.randn(batch, new, heads, dim) for _ in range(2))
+    lengths = torch.tensor([5, 9], dtype=torch.int32)
+    angles = torch.rand(40, 4) * 6
+    cos, sin = angles.cos(), angles.sin()
+    scales = {"k_descale": torch.tensor([0.02, 0.03]), "v_descale": torch.tensor(0.02)}
+    for causal in (True, False):
+        caches = [(torch.randn(batch, 16, heads, dim) * 50).to(E4M3) for _ in range(2)]
+        expected = [x.float() * s for x, s in zip(caches, (scales["k_descale"][:, None], scales["v_descale"]))]
+        got = flash_attn_with_kvcache(q, *caches, k, v, cos, sin, lengths, causal=causal, **scales)
+        for b, n in enumerate(lengths.tolist()):
+            at = torch.arange(n, n + new)
+            rotated_q = rope(q[b], k[b], cos, sin, at if causal else torch.full((new,), n), interleaved=True)[0]
+            rotated_k = rope(q[b], k[b], cos, sin, at, interleaved=True)[1]
+            for pages, x, scale in (
+                (expected[0], rotated_k, scales["k_descale"][:, None]),
+                (expected[1], v[b], scales["v_descale"]),
+            ):
+                pages[b, n : n + new] = codes_of(x, scale, E4M3).float() * scale
+            want = flash_attn_with_kvcache(
+                rotated_q[None], expected[0][b : b + 1], expected[1][b : b + 1], cache_seqlens=n + new, causal=causal
+            )
+            torch.testing.assert_close(got[b : b + 1], want, atol=1e-5, rtol=1e-5)
+
+
+def test_compiled():
+    """No graph break, and the same bits."""
+    caches = [torch.zeros(4, 4, 2, 16, dtype=E4M3) for _ in range(2)]
+    again = [x.clone() for x in caches]
+    angles = torch.rand(40, 8)
+    table, scale = torch.arange(4, dtype=torch.int32)[None], torch.tensor([0.02, 0.05])
+
+    def step(q, k, v, k_cache, v_cache, lens, slots):
+        q = rope_kv_write(q, k, v, angles.cos(), angles.sin(), slots, k_cache, v_cache, slots, k_scale=scale)
+        return paged_attn(q, k_cache, v_cache, table, lens, k_scale=scale)
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    for n in (3, 5):
+        q, k = torch.randn(n, 4, 16), torch.randn(n, 2, 16)
+        rest = torch.tensor([n], dtype=torch.int32), torch.arange(n)
+        assert torch.equal(compiled(q, k, k, *again, *rest), step(q, k, k, *caches, *rest))
+        assert all(same_codes(a, b) for a, b in zip(again, caches))

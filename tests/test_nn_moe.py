@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""torch_gpukern.nn.MoE and grouped_experts against a loop over experts; transformers' experts."""
+
+import pytest
+import torch
+from conftest import assert_close_as, generator, randn
+
+from torch_gpukern import nn as gnn
+
+
+def loop(moe, x, dtype):
+    """Token by token, choice by choice."""
+    rows = x.reshape(-1, x.shape[-1]).to(dtype)
+    router, up, down = (p.to(dtype) for p in (moe.router.weight, moe.gate_up_proj, moe.down_proj))
+    p, e = (rows @ router.mT).softmax(-1).topk(moe.top_k, -1)
+    if moe.normalize:
+        p = p / p.sum(-1, keepdim=True)
+    out = []
+    for t, row in enumerate(rows):
+        total = 0
+        for j in range(moe.top_k):
+            gate, value = (up[e[t, j]] @ row).chunk(2)
+            act = {"silu": torch.nn.functional.silu, "relu": torch.relu}[moe.activation]
+            total = total + p[t, j] * (down[e[t, j]] @ (act(gate) * value))
+        out.append(total)
+    return torch.stack(out).reshape(x.shape)
+
+
+@pytest.mark.parametrize("options", [{}, {"normalize": False, "activation": "relu"}], ids=str)
+def test_moe(options):
+    torch.manual_seed(0)
+    moe = gnn.MoE(24, 16, 5, 2, **options)
+    x = randn(generator("moe"), 2, 9, 24).requires_grad_()
+    grad = randn(generator("moe grad"), 2, 9, 24)
+    wrt = (x, moe.gate_up_proj, moe.down_proj, moe.router.weight)
+    out, logits = moe(x, return_logits=True)
+    assert logits.shape == (2, 9, 5) and torch.equal(moe(x), out)
+    values = {}
+    for dtype in (torch.float32, torch.float64):
+        y = loop(moe, x, dtype)
+        values[dtype] = [y, *torch.autograd.grad(y, wrt, grad.to(dtype))]
+    got = [out, *torch.autograd.grad(out, wrt, grad)]
+    for name, g, yard, want in zip(("out", "x", "up", "down", "router"), got, *values.values(), strict=True):
+        assert_close_as(yard.float(), g, want.double(), name)
+    with pytest.raises(ValueError, match="MoE: top_k must be 1 to num_experts 5, got 6"):
+        gnn.MoE(24, 16, 5, 6)
+
+
+def test_experts_of_other_ranks_add_nothing():
+    gen = generator("sentinel")
+    x, up, down = randn(gen, 6, 8), randn(gen, 3, 8, 12), randn(gen, 3, 6, 8)
+    e = torch.tensor([[0, 3], [3, 3], [2, 1], [1, 3], [3, 0], [2, 2]])
+    p = torch.rand(6, 2, generator=gen)
+    down_bias = randn(gen, 3, 8)
+    got = gnn.grouped_experts(x, e, p, up, down, down_bias=down_bias)
+    assert (got[1] == 0).all()
+    want = gnn.grouped_experts(x[:1], torch.tensor([[0]]), p[:1, :1], up, down, down_bias=down_bias)
+    torch.testing.assert_close(got[:1], want)
+    with pytest.raises(ValueError, match="grouped_experts: x must be \\[T, H\\]"):
+        gnn.grouped_experts(x, e[:3], p, up, down)
+    none = gnn.grouped_experts(x[:0], e[:0], p[:0], up, down)
+    assert none.shape == (0, 8)
+
+
+def test_compile_without_a_break():
+    moe = gnn.MoE(24, 16, 5, 2)
+    compiled = torch.compile(moe, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch.no_grad():
+        for tokens in (4, 7):
+            x = randn(generator("moe compiled", tokens), tokens, 24)
+            torch.testing.assert_close(compiled(x), moe(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ("qwen3_moe", "gpt_oss"))
+def test_transformers(family):
+    transformers = pytest.importorskip("transformers", minversion="5.10")
+    from torch_gpukern.integrations import transformers_experts
+
+    transformers_experts.register_experts()
+    sizes = dict(vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+                 num_key_value_heads=1, head_dim=16, num_experts_per_tok=2)  # fmt: skip
+    torch.manual_seed(0)
+    if family == "qwen3_moe":
+        config = transformers.Qwen3MoeConfig(**sizes, moe_intermediate_size=24, num_experts=4)
+        model = transformers.Qwen3MoeForCausalLM(config)
+    else:
+        config = transformers.GptOssConfig(**sizes, num_local_experts=4, layer_types=["full_attention"])
+        model = transformers.GptOssForCausalLM(config)
+        for name, p in model.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(p, std=0.1)
+    tokens = torch.randint(0, 32, (2, 11), generator=generator("tokens"))
+
+    def run(implementation, dtype=torch.float32):
+        model.to(dtype).set_experts_implementation(implementation)
+        model.zero_grad()
+        out = model(tokens).logits
+        out.square().sum().backward()
+        return {"logits": out.detach(), **{n: p.grad.clone() for n, p in model.named_parameters() if "experts" in n}}
+
+    got, yard, want = run("gpukern"), run("grouped_mm"), run("eager", torch.float64)
+    assert len(got) > 2
+    for name, ref in want.items():
+        assert_close_as(yard[name], got[name], ref, name)

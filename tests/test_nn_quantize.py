@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""torch_gpukern.nn.quantize: every recipe against its own decoded weight, and back; states, devices' dtypes, training."""
+
+import copy
+
+import pytest
+import torch
+from conftest import assert_bits, generator, randn
+from torch import nn
+
+import torch_gpukern
+from torch_gpukern import nn as gnn
+from torch_gpukern.nn.schemes import SCHEMES, e2m1_round
+
+DEPLOYED = [r for r in gnn.RECIPES if r in SCHEMES]
+# of the weight's root mean square: what rounding normal values to each format costs, from the formats' own steps
+MOST = {"fp8": 0.03, "fp8-block": 0.03, "fp8-static": 0.03, "int8": 0.011, "int8-static": 0.011, "w8": 0.011, "w4": 0.12,
+        "w4-zero": 0.12, "mxfp4": 0.16, "nvfp4": 0.13, "2:4": 0.5, "2:4-fp8": 0.5}  # fmt: skip
+
+
+def network(dtype=torch.float32):
+    torch.manual_seed(0)
+    layers = nn.Sequential(
+        nn.Linear(260, 70), nn.GELU(), nn.Linear(70, 64, bias=False), gnn.Linear(64, 40, activation="relu")
+    )
+    return layers.to(dtype)
+
+
+def relative(got, want):
+    return ((got.double() - want.double()).norm() / want.double().norm()).item()
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("recipe", DEPLOYED)
+def test_each_recipe(recipe, dtype):
+    """The layer multiplies by the weight that it says it holds, and that is as near to the given one as its format allows."""
+    layer = nn.Linear(260, 70).to(dtype)
+    gen = generator("recipes", recipe)
+    with torch.no_grad():
+        layer.weight.copy_(randn(gen, 70, 260))
+    before = copy.deepcopy(layer)
+    x = (randn(gen, 3, 33, 260) + 0.1).to(dtype)
+    done = gnn.quantize(layer, recipe, calibration=[x], say=None)
+    assert relative(layer.decoded(), before.weight) < MOST[recipe]
+    with torch.no_grad():
+        got = layer(x)
+    want = nn.functional.linear(x.double(), layer.decoded(torch.float64), before.bias.double())
+    # what is left is the rounding of activations and of the result
+    most = {"fp8": 0.04, "fp8-block": 0.04, "fp8-static": 0.04, "int8": 0.012, "int8-static": 0.012, "2:4-fp8": 0.04}
+    assert got.dtype is dtype and relative(got, want) < most.get(recipe, 0.006)
+    grad = randn(gen, *got.shape).to(dtype)
+    (dx,) = torch.autograd.grad(layer(x.requires_grad_()), x, grad)
+    assert relative(dx, grad.double() @ layer.decoded(torch.float64)) < 0.01
+    (db,) = torch.autograd.grad(layer(x), layer.bias, grad)
+    torch.testing.assert_close(db, grad.float().sum((0, 1)).to(dtype))
+    done.restore()
+    assert type(layer) is nn.Linear and list(layer.state_dict()) == list(before.state_dict())
+    assert_bits(layer.weight, before.weight)
+
+
+@pytest.mark.parametrize("recipe", DEPLOYED)
+def test_state_dict(recipe):
+    """A state loads into a model of the same recipe; the next result has the same bits. Casts leave codes as they are."""
+    x = randn(generator("states"), 5, 260)
+    one = network()
+    done = gnn.quantize(one, recipe, calibration=[x], skip=["0"] if "2:4" in recipe else [], say=None)
+    assert set(done.skipped) == ({"0", "2"} if "2:4" in recipe else set())
+    other = network()
+    with torch.no_grad():
+        other[3].weight.mul_(2)
+        gnn.quantize(other, recipe, calibration=[x + 1], skip=["0"] if "2:4" in recipe else [], say=None)
+        other.load_state_dict(one.state_dict())
+        assert_bits(other(x), one(x))
+        kept = {name: b.clone() for name, b in one.named_buffers()}
+        one.to(torch.bfloat16).to(torch.float32)
+    for name, b in one.named_buffers():
+        assert b.dtype is kept[name].dtype and torch.equal(
+            b.reshape(-1).view(torch.uint8), kept[name].reshape(-1).view(torch.uint8)
+        ), name
+
+
+def test_states_of_another_version_or_recipe_are_refused():
+    one, other = network(), network()
+    gnn.quantize(one, "w4", say=None), gnn.quantize(other, "w8", say=None)
+    state = one.state_dict()
+    with pytest.raises((ValueError, RuntimeError)):
+        other.load_state_dict(state)
+    for text, error in [
+        (
+            b"gpukern-weight 2 w4",
+            "QuantizedLinear: the state is gpukern-weight of version 2, this gpukern reads version 1",
+        ),
+        (b"safe-weight 1 w4", "QuantizedLinear: the state is no gpukern-weight, it begins with 'safe-weight'"),
+        (b"gpukern-weight 1 w8", "QuantizedLinear: the state is of recipe w8, the layer is of w4"),
+    ]:
+        state["0._extra_state"] = torch.tensor(list(text), dtype=torch.uint8)
+        with pytest.raises(ValueError, match=error):
+            one.load_state_dict(state)
+
+
+def test_in_place_printed_and_refused(capsys):
+    model, said = network(), []
+    first, seen = model[0], []
+    first.register_forward_hook(lambda *_: seen.append(1))
+    with gnn.quantize(model, "w4", skip=["2"], say=said.append) as done:
+        assert model[0] is first and isinstance(first, gnn.QuantizedLinear) and "recipe=w4, bits=" in repr(first)
+        assert said[0].startswith("gpukern: 2 Linear -> w4 (int4 weights, a scale a 128): 0, 3; 0.1 -> 0.0 MiB")
+        assert said[1:] == ["gpukern: 2 left: skipped"] and str(done) == "0: w4\n3: w4\n2: left, skipped"
+        model(torch.ones(2, 260))
+        assert seen == [1] and (model(torch.randn(9, 260)) >= 0).all()  # the hook, and the activation of the last
+        assert first.weight.shape == (70, 260)
+    assert type(model[0]) is nn.Linear and type(model[3]) is gnn.Linear
+    encoder = nn.TransformerEncoderLayer(16, 2)
+    assert not gnn.quantize(encoder, "w8").replaced and "nothing to quantize" in capsys.readouterr().out
+    for run, error in [
+        (lambda: gnn.quantize(model, "w3"), "recipe must be one of fp8, .*, got 'w3'"),
+        (lambda: gnn.quantize(model, "int8-static"), "recipe int8-static needs calibration"),
+        (lambda: gnn.quantize(model, "int8-static", calibration=[]), "calibrate: there is no batch"),
+        (lambda: done.finish(), "finish is for the recipes qat-"),
+        (lambda: first(torch.ones(2, 260, dtype=torch.float64)), None),
+    ]:
+        if error:
+            with pytest.raises(ValueError, match=error):
+                run()
+    gnn.quantize(model, "fp8", say=None)
+    with pytest.raises(ValueError, match="QuantizedLinear: x must be float32, bfloat16 or float16, got float64"):
+        model(torch.ones(2, 260, dtype=torch.float64))
+    with pytest.raises(ValueError, match="QuantizedLinear: x has 7 columns, the weight has 260; they must match"):
+        model(torch.ones(2, 7))
+
+
+def test_calibration(capsys):
+    model, gen = network(), generator("calibration")
+    batches = [randn(gen, 4, 260) for _ in range(3)]
+    model.train()
+    seen = gnn.calibrate(model, batches)
+    assert model.training and "calibrating" in capsys.readouterr().err
+    x = torch.cat(batches)
+    assert seen["0"].amax == x.abs().max()
+    torch.testing.assert_close(seen["0"].square, x.square().mean(0))
+    # columns that nothing ever enters cost nothing, so that scales fit the others
+    layer = nn.Linear(64, 32, bias=False)
+    with torch.no_grad():
+        layer.weight[:, 32:] *= 8
+    used = torch.cat((randn(gen, 50, 32), torch.zeros(50, 32)), 1)
+    want = layer(used).detach()
+    errors = []
+    for batches in (None, [used]):
+        done = gnn.quantize(layer, "w4", calibration=batches, say=None)
+        errors.append(relative(layer(used), want))
+        done.restore()
+    assert errors[1] < 0.75 * errors[0]
+
+
+def test_fp4_rounds_to_the_nearest():
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    x = torch.linspace(-7, 7, 2049)
+    x = x[((x.abs()[:, None] - (values[1:] + values[:-1]) / 2).abs() > 1e-6).all(1)]
+    both = torch.cat((values, -values))
+    assert torch.equal(e2m1_round(x), both[(x[:, None] - both).abs().argmin(1)])
+    assert torch.equal(
+        e2m1_round(torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])), torch.tensor([0.0, 1, 1, 2, 2, 4, 4])
+    )
+
+
+def test_pruning():
+    w = randn(generator("prune"), 6, 16)
+    kept = gnn.prune_2_4(w)
+    four = kept.unflatten(1, (-1, 4))
+    assert ((four != 0).sum(-1) == 2).all()
+    assert torch.equal(four.abs().sum(-1), w.abs().unflatten(1, (-1, 4)).topk(2, -1).values.sum(-1))
+    weighted = gnn.prune_2_4(torch.ones(1, 4), torch.tensor([1.0, 3, 2, 4]))
+    assert weighted.tolist() == [[0, 1, 0, 1]]
+    with pytest.raises(ValueError, match="prune_2_4: w must be \\[N, K\\] with K a multiple of 4, got \\[1, 6\\]"):
+        gnn.prune_2_4(torch.ones(1, 6))
+
+
+@pytest.mark.parametrize("scaling", ("current", "delayed"))
+def test_fp8_linear(scaling):
+    """Its three products are those of the rounded operands; delayed scales follow the sizes of earlier calls."""
+    gen = generator("fp8", scaling)
+    layer = gnn.Fp8Linear(48, 40, scaling=scaling, history=3)
+    plain = nn.Linear(48, 40)
+    plain.load_state_dict({name: p for name, p in layer.state_dict().items() if "history" not in name})
+    for step in range(4):
+        x = (randn(gen, 5, 7, 48) * (4 - step)).requires_grad_()
+        grad = randn(gen, 5, 7, 40) * 1e-6  # below what e5m2 holds without a scale
+        got = torch.autograd.grad(layer(x), (x, *layer.parameters()), grad)
+        want = torch.autograd.grad(plain(x), (x, *plain.parameters()), grad)
+        for name, g, w in zip(("dx", "dw", "db"), got, want, strict=True):
+            assert relative(g, w) < (0.12 if name != "db" else 1e-6), name
+        assert relative(layer(x.detach()), plain(x)) < 0.06
+        if scaling == "delayed":
+            assert layer.history_x[0] == x.abs().max() and layer.history_grad[0] == grad.abs().max()
+    if scaling == "delayed":
+        before = layer.history_x.clone()
+        layer.eval()(x)
+        assert torch.equal(layer.history_x, before)
+        infinite = layer.train()(torch.full((2, 48), float("inf")))
+        assert not infinite.isfinite().all() and layer.history_x.isfinite().all()
+    compiled = torch.compile(layer.eval(), fullgraph=True, backend="aot_eager")
+    assert_bits(compiled(x.detach()), layer(x.detach()))
+
+
+def test_fp8_training_learns_and_is_undone():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16))
+    done = gnn.quantize(model, "fp8-train-delayed", say=None)
+    x, y = randn(generator("learn"), 64, 32), randn(generator("learn y"), 64, 16)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(40):
+        loss = nn.functional.mse_loss(model(x), y)
+        optimizer.zero_grad(), loss.backward(), optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+    now = model[0].weight.clone()
+    done.restore()
+    assert type(model[0]) is nn.Linear and torch.equal(model[0].weight, now) and not list(model.buffers())
+
+
+@pytest.mark.parametrize("recipe", [r for r in gnn.RECIPES if r.startswith("qat-")])
+def test_qat(recipe):
+    """Training through the rounding makes the rounded layer better than rounding after training; what is deployed is what trained."""
+    torch.manual_seed(0)
+    gen = generator("qat", recipe)
+    layer = nn.Linear(130, 24).bfloat16()
+    # columns that go together, so that roundings can make up for one another; of others the nearest is the best
+    x = (randn(gen, 256, 12) @ randn(gen, 12, 130) / 3.5 + 0.1 * randn(gen, 256, 130)).bfloat16()
+    y = layer(x).detach().float()
+    after = copy.deepcopy(layer)
+    gnn.quantize(after, recipe.removeprefix("qat-"), say=None)
+    done = gnn.quantize(layer, recipe, say=None)
+    layer.float()
+    optimizer = torch.optim.Adam([{"params": [layer.weight]}, {"params": [layer.step], "lr": 3e-5}], lr=3e-4)
+    for i in range(60):
+        optimizer.param_groups[0]["lr"] = 3e-4 * (1 - i / 60)
+        loss = nn.functional.mse_loss(layer(x.float()), y)
+        optimizer.zero_grad(), loss.backward()
+        assert layer.step.grad.abs().sum() > 0
+        optimizer.step()
+    trained = layer(x.float()).detach()
+    if recipe == "qat-w4":
+        assert relative(trained, y) < 0.8 * relative(after(x), y)
+    assert (
+        done.finish() is done and isinstance(layer, gnn.QuantizedLinear) and layer.scheme == recipe.removeprefix("qat-")
+    )
+    assert relative(layer(x.float()), trained) < 0.006
+    done.restore()
+    assert type(layer) is nn.Linear and layer.weight.dtype is torch.float32
+
+
+def test_learned_scale_has_its_gradient():
+    """Esser et al.: g (r - v) where nothing is clipped, g r where something is, over sqrt(count * largest)."""
+    layer = nn.Linear(8, 1, bias=False)
+    gnn.quantize(layer, "qat-w4", say=None)
+    with torch.no_grad():
+        layer.step.fill_(0.5)
+        layer.weight.copy_(torch.tensor([[0.3, -0.6, 9.0, -9.0, 0.0, 1.1, 3.4, -0.2]]))
+    layer.fake_weight().sum().backward()
+    v = (layer.weight.detach() / 0.5).clamp(-8, 7)
+    inside = layer.weight.detach() / 0.5 == v
+    want = torch.where(inside, v.round() - v, v).sum() / (8 * 7) ** 0.5
+    torch.testing.assert_close(layer.step.grad.sum(), want)
+    assert torch.equal(layer.weight.grad, inside.float())
+
+
+def test_compile_and_autocast():
+    model, x = network(), randn(generator("compiled"), 6, 260)
+    for recipe in ("fp8", "w4"):
+        done = gnn.quantize(model, recipe, say=None)
+        compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x), model(x), rtol=2e-2, atol=2e-2)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(x)
+        assert out.dtype is torch.bfloat16 and relative(out, model(x)) < 0.08
+        done.restore()
+    x.requires_grad_()
+    gnn.quantize(model, "int8", say=None)
+    grads = [
+        torch.autograd.grad(f(x).sum(), x)[0]
+        for f in (torch.compile(model, fullgraph=True, backend="aot_eager"), model)
+    ]
+    torch.testing.assert_close(*grads, rtol=2e-2, atol=2e-2)
+
+
+def test_an_mlp_keeps_its_activation():
+    mlp = gnn.MLP(32, 64)
+    x = randn(generator("mlp"), 3, 32)
+    want = mlp(x)
+    gnn.quantize(mlp, "w8", say=None)
+    assert relative(mlp(x), want) < 0.02
+    assert torch_gpukern.nn.quantize is gnn.quantize

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Fp8Linear: training in 8-bit floats.
+
+Forward multiplies e4m3 activations and weights; backward rounds the incoming gradient to e5m2 once, and multiplies it by both. The
+rounding itself counts as the identity (straight-through). What backward keeps is 8 bits wide.
+
+Micikevicius et al., "FP8 Formats for Deep Learning" (2022), arXiv:2209.05433.
+"""
+
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..ops import quantize, scaled_gemm
+from ..ops.gemm import Activation
+from ..reference import ACTIVATIONS
+
+__all__ = ["Fp8Linear"]
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+Scaling = Literal["current", "delayed"]
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, scale_x, scale_w, grad_history: Tensor | None):
+        a, scale_a = quantize(x, E4M3, "tensor", scale=scale_x)
+        b, scale_b = quantize(w, E4M3, "tensor", scale=scale_w)
+        ctx.save_for_backward(a, scale_a, b, scale_b, grad_history)
+        ctx.dtypes = x.dtype, w.dtype, None if bias is None else bias.dtype
+        return scaled_gemm(
+            a, b.mT, scale_a, scale_b, bias=None if bias is None else bias.to(x.dtype), out_dtype=x.dtype
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor):
+        a, scale_a, b, scale_b, history = ctx.saved_tensors
+        of_x, of_w, of_bias = ctx.dtypes
+        g, scale_g = quantize(
+            grad, E5M2, "tensor", scale=None if history is None else delayed_scale(grad, history, E5M2)
+        )
+        need_x, need_w, need_bias = ctx.needs_input_grad[:3]
+        dx = scaled_gemm(g, b, scale_g, scale_b, out_dtype=of_x) if need_x else None
+        dw = scaled_gemm(g.mT, a, scale_g, scale_a, out_dtype=of_w) if need_w else None
+        dbias = grad.sum(0, dtype=torch.float32).to(of_bias) if need_bias else None
+        return dx, dw, dbias, None, None, None
+
+
+def delayed_scale(x: Tensor, history: Tensor, dtype: torch.dtype) -> Tensor:
+    """The scale of the largest size in `history`, into which x's own is written for the calls that follow. Where there is none
+    yet, x's own. An infinity or NaN makes this scale NaN, so that the product shows it, and is not remembered. Nothing waits for the
+    device.
+    """
+    most = 448.0 if dtype is E4M3 else 57344.0
+    seen, before = x.detach().abs().amax().float(), history.amax()
+    now = torch.where(seen.isfinite(), seen, before)
+    used = torch.where(before > 0, before, now)
+    history.copy_(torch.cat([now[None], history[:-1]]))
+    return torch.where(seen.isfinite(), (used / most).clamp_min(2.0**-126), float("nan"))
+
+
+class Fp8Linear(torch.nn.Linear):
+    """`torch.nn.Linear` whose three products are of 8-bit floats: activations and weight e4m3, the gradient e5m2, each with one scale.
+
+    Parameters are nn.Linear's, in their own dtype: an optimizer trains them as ever. The result has x's dtype.
+
+    Args:
+        scaling: ``"current"``: scales come from the tensors themselves. ``"delayed"``: from the largest of the last `history` calls,
+            so that none is read before it is rounded; what is larger than all of these saturates. The histories are buffers
+            (``history_x``, ``history_weight``, ``history_grad``) and part of the state_dict; they move in training alone.
+        history: calls that are remembered.
+
+    Raises:
+        ValueError: another scaling, or an x that is not float32, bfloat16 or float16.
+
+    Micikevicius et al., "FP8 Formats for Deep Learning" (2022), arXiv:2209.05433.
+    """
+
+    scaling: Scaling = "current"
+    activation: Activation = "none"
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        scaling: Scaling = "current",
+        history: int = 16,
+    ):
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self._scale_by(scaling, history)
+
+    def _scale_by(self, scaling: Scaling, history: int) -> None:
+        if scaling not in get_args(Scaling) or history < 1:
+            raise ValueError(
+                f"Fp8Linear: scaling must be {' or '.join(get_args(Scaling))} and history 1 or more, got {scaling!r} and {history}"
+            )
+        self.scaling = scaling
+        if scaling == "delayed":
+            for name in ("history_x", "history_weight", "history_grad"):
+                self.register_buffer(name, torch.zeros(history, dtype=torch.float32, device=self.weight.device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(x.device.type) and x.dtype is torch.float32:
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"Fp8Linear: x must be float32, bfloat16 or float16, got {str(x.dtype)[6:]}")
+        rows = x.reshape(-1, self.in_features)
+        scale_x = scale_w = history = None
+        if self.scaling == "delayed" and self.training:
+            scale_x = delayed_scale(rows, self.history_x, E4M3)
+            scale_w = delayed_scale(self.weight, self.history_weight, E4M3)
+            history = self.history_grad
+        with torch.autocast(x.device.type, enabled=False):
+            out = _Product.apply(rows, self.weight, self.bias, scale_x, scale_w, history)
+        return ACTIVATIONS[self.activation](out).reshape(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, fp8, scaling={self.scaling}"

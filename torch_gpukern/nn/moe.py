@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""MoE: a mixture of experts over grouped_gemm, without padding and without a host that waits.
+
+Shazeer et al., "Outrageously Large Neural Networks" (2017), arXiv:1701.06538; Gale et al., "MegaBlocks" (2022), arXiv:2211.15841:
+tokens sorted by expert, one product for all experts.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops import grouped_gemm, swiglu
+from ..ops.gemm import Activation
+from ..reference import ACTIVATIONS
+from .layers import Linear, _check_activation
+
+__all__ = ["MoE", "grouped_experts"]
+
+
+def grouped_experts(
+    x: Tensor,
+    expert_of: Tensor,
+    weight_of: Tensor,
+    up: Tensor,
+    down: Tensor,
+    gate: Callable[[Tensor], Tensor] = swiglu,
+    *,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    after: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """``sum_j weight_of[t, j] * (gate(x[t] @ up[e] + up_bias[e]) @ down[e] + down_bias[e])`` with ``e = expert_of[t, j]``.
+
+    Tokens are sorted by expert, multiplied in two calls of `grouped_gemm`, and summed in float32 in the order of j: the same bits
+    at each call. An expert at or past the last (transformers' mark of another rank's) adds nothing.
+
+    Args:
+        x: [T, H] float32, bfloat16 or float16.
+        expert_of: [T, J] int32 or int64, 0 or more.
+        weight_of: [T, J].
+        up: [E, H, I] in x's dtype, any strides (``w.mT`` of what is stored as a Linear's).
+        down: [E, I', H], any strides; I' is what gate leaves of I.
+        gate: of [R, I], row by row.
+        up_bias, down_bias: [E, I] and [E, H].
+        after: of each expert's result, [R, H], before it is weighted.
+
+    Returns:
+        [T, H] in x's dtype. Gradients of all floating arguments.
+
+    Raises:
+        ValueError: a dtype or shape that does not fit.
+
+    Gale et al., "MegaBlocks" (2022), arXiv:2211.15841.
+    """
+    if x.dim() != 2 or expert_of.dim() != 2 or expert_of.shape != weight_of.shape or expert_of.shape[0] != x.shape[0]:
+        raise ValueError(
+            "grouped_experts: x must be [T, H], expert_of and weight_of [T, J], "
+            f"got {list(x.shape)}, {list(expert_of.shape)} and {list(weight_of.shape)}"
+        )
+    tokens, each = expert_of.shape
+    experts, order = torch.sort(expert_of.reshape(-1), stable=True)
+    every = torch.arange(up.shape[0], device=x.device, dtype=experts.dtype)
+    ends = torch.searchsorted(experts, every, right=True, out_int32=True)
+    rows = x.index_select(0, order // each)
+    rows = gate(grouped_gemm(rows, up, ends, bias=up_bias))
+    rows = grouped_gemm(rows, down, ends, bias=down_bias)
+    if after is not None:
+        rows = after(rows)
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(tokens * each, device=x.device))
+    rows = rows.index_select(0, place).unflatten(0, (tokens, each))
+    here = (expert_of < up.shape[0]).unsqueeze(-1)
+    weighted = torch.where(here, rows.float() * weight_of.float().unsqueeze(-1), 0.0)
+    return weighted.sum(1).to(x.dtype)
+
+
+class MoE(torch.nn.Module):
+    """``x -> sum over the top_k experts e of p_e * down_e(act(gate_e(x)) * up_e(x))``, p the softmax of the router, float32.
+
+    Names and shapes are those of Qwen3-MoE's and Mixtral's experts: ``gate_up_proj`` [experts, 2 I, H] (gate first) and ``down_proj``
+    [experts, H, I]; ``router`` is a Linear [H -> experts].
+
+    Args:
+        hidden_size: H, of x.
+        intermediate_size: I.
+        num_experts: how many.
+        top_k: how many a token meets.
+        normalize: the weights of the chosen ones sum to 1.
+        activation: as in `torch_gpukern.gemm`; SwiGLU where it is silu.
+
+    ``forward(x)`` takes [..., H]; ``forward(x, return_logits=True)`` returns the router's logits, too, which a loss of balance reads.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        top_k: int,
+        normalize: bool = True,
+        activation: Activation = "silu",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        _check_activation("MoE", activation)
+        if not 1 <= top_k <= num_experts:
+            raise ValueError(f"MoE: top_k must be 1 to num_experts {num_experts}, got {top_k}")
+        self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
+        self.num_experts, self.top_k = num_experts, top_k
+        self.normalize, self.activation = normalize, activation
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.router = Linear(hidden_size, num_experts, bias=False, **options)
+        self.gate_up_proj = torch.nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size, **options))
+        self.down_proj = torch.nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size, **options))
+        for w, fan_in in ((self.gate_up_proj, hidden_size), (self.down_proj, intermediate_size)):
+            torch.nn.init.uniform_(w, -(fan_in**-0.5), fan_in**-0.5)  # as nn.Linear's
+
+    def forward(self, x: Tensor, return_logits: bool = False):
+        rows = x.reshape(-1, self.hidden_size)
+        logits = self.router(rows)
+        weight_of, expert_of = torch.topk(torch.softmax(logits.float(), -1), self.top_k, dim=-1)
+        if self.normalize:
+            weight_of = weight_of / weight_of.sum(-1, keepdim=True)
+        gate = swiglu if self.activation == "silu" else self._gated
+        out = grouped_experts(rows, expert_of, weight_of, self.gate_up_proj.mT, self.down_proj.mT, gate)
+        out = out.reshape(x.shape)
+        return (out, logits.reshape(*x.shape[:-1], self.num_experts)) if return_logits else out
+
+    def _gated(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        return ACTIVATIONS[self.activation](gate) * up
+
+    def extra_repr(self) -> str:
+        return (
+            f"hidden_size={self.hidden_size}, intermediate_size={self.intermediate_size}, num_experts={self.num_experts}, "
+            f"top_k={self.top_k}, normalize={self.normalize}, activation={self.activation}"
+        )

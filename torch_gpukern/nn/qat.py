@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""QatLinear: training for the rounding that will come (fake quantisation), with a scale that is learned.
+
+Esser et al., "Learned Step Size Quantization" (2019), arXiv:1902.08153. Of a weight w and its scale s: v = w / s, r = round(clip(v)),
+and w is taken for r s. Backward takes the rounding for the identity where nothing was clipped; so w has the gradient g there, and s
+has g (r - v), where clipped g r, divided by sqrt(weights of a scale times the largest code).
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..ops import dequantize, linear, quantize
+from ..ops.gemm import Activation
+from .schemes import E4M3, best_scale, ceil_div, spread
+
+__all__ = ["QatLinear"]
+
+
+class Way(NamedTuple):
+    """How a scheme rounds weights: between low and high, to integers or e4m3; activations to `codes`, None: not at all."""
+
+    low: float
+    high: float
+    group: int | None
+    integers: bool
+    codes: torch.dtype | None
+
+
+WAYS = {
+    "w4": Way(-8, 7, 128, True, None),
+    "w8": Way(-128, 127, None, True, None),
+    "int8": Way(-128, 127, None, True, torch.int8),
+    "fp8": Way(-448, 448, None, False, E4M3),
+}
+
+
+def rounded(x: Tensor, way: Way) -> Tensor:
+    x = x.clamp(way.low, way.high)
+    return x.round() if way.integers else x.to(E4M3).to(x.dtype)
+
+
+class QatLinear(torch.nn.Linear):
+    """`torch.nn.Linear` that multiplies by its weight as it will be rounded, and by activations as they will be.
+
+    ``step`` [out_features, groups] is the scale, a parameter that learns with the weight. `Quantized.finish` makes the layer that
+    was trained for. Made by ``torch_gpukern.nn.quantize(model, "qat-w4")`` (or w8, int8, fp8).
+    """
+
+    recipe: str
+    step: Tensor
+    activation: Activation = "none"
+
+    def _begin(self, recipe: str, importance: Tensor | None = None) -> None:
+        self.recipe, way = recipe, WAYS[recipe]
+        ratios = [1 - 0.05 * i for i in range(11)] if recipe == "w4" else [1.0]
+        scale = best_scale(
+            self.weight.detach(),
+            importance,
+            way.group or max(1, self.in_features),
+            lambda amax: [amax.clamp_min(2.0**-100) / way.high * r for r in ratios],
+            lambda x: rounded(x, way),
+        )
+        self.step = torch.nn.Parameter(scale.float())
+
+    def fake_weight(self) -> Tensor:
+        """The weight as it will be decoded, float32, through which gradients go."""
+        way, k = WAYS[self.recipe], self.in_features
+        group = way.group or max(1, k)
+        share = (min(group, max(1, k)) * way.high) ** -0.5  # keeps the scale's steps as large as the weight's
+        step = self.step.float().clamp_min(2.0**-100)
+        step = spread(step * share + (step * (1 - share)).detach(), group, k)
+        v = (self.weight.float() / step).clamp(way.low, way.high)
+        return (v + (rounded(v, way) - v).detach()) * step
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(x.device.type) and x.dtype is torch.float32:
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        codes = WAYS[self.recipe].codes
+        if codes is not None:
+            with torch.no_grad():
+                seen = x.reshape(-1, x.shape[-1])
+                seen = dequantize(*quantize(seen, codes, "row"), dtype=x.dtype).reshape(x.shape)
+            x = x + (seen - x).detach()
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return linear(x, self.fake_weight().to(x.dtype), bias, activation=self.activation)
+
+    def extra_repr(self) -> str:
+        groups = ceil_div(self.in_features, WAYS[self.recipe].group or max(1, self.in_features))
+        return f"{super().extra_repr()}, qat={self.recipe}, groups={groups}"
+
+
+def step_of(module: Any) -> Tensor:
+    return module.step.detach().float().clamp_min(2.0**-100)

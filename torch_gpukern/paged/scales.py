@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Scales of 8-bit pages: a stored code times its scale is the value."""
+
+import torch
+from torch import Tensor
+
+CODES = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
+
+
+def of_layers(name: str, scale: Tensor | None, pages: Tensor) -> Tensor | None:
+    """A PagedKVCache's scale, checked against its pages [layers, num_blocks, block_size, heads_kv, head_dim]."""
+    if scale is None:
+        return None
+    layers, blocks, _, heads, _ = pages.shape
+    allowed = [(), (heads,), (layers, heads), (layers, blocks, heads)]
+    if pages.dtype not in CODES:
+        raise ValueError(f"PagedKVCache: {name} is given and dtype is {pages.dtype}; scales are of 8-bit pages")
+    if not isinstance(scale, Tensor) or scale.dtype != torch.float32 or scale.device != pages.device:
+        got = f"{scale.dtype} on {scale.device}" if isinstance(scale, Tensor) else type(scale).__name__
+        raise ValueError(f"PagedKVCache: {name} is {got}; expected a float32 tensor on {pages.device}")
+    if tuple(scale.shape) not in allowed:
+        shapes = ", ".join(str(list(shape)) for shape in allowed)
+        raise ValueError(f"PagedKVCache: {name} has shape {list(scale.shape)}; expected one of {shapes}")
+    return scale
+
+
+def layer_scale(scale: Tensor | None, layer: int) -> Tensor | None:
+    """[], [heads_kv] or [num_blocks, heads_kv]"""
+    return scale if scale is None or scale.dim() < 2 else scale[layer]
+
+
+class KVCacheScales:
+    """Finds the scales of an 8-bit cache by a run: the largest key and value of each layer and head, over the largest code.
+
+    ::
+
+        found = KVCacheScales(layers=len(model), heads_kv=8, dtype=torch.float8_e4m3fn)
+        for i, layer in enumerate(model):        # over some text that is like what comes
+            q, k, v = layer.qkv(x)
+            found.observe(k, v, layer=i)
+        cache = PagedKVCache(512, 16, heads_kv=8, head_dim=128, layers=len(model), dtype=found.dtype, **found.scales())
+
+    Args:
+        layers, heads_kv: of the cache.
+        dtype: of its pages, float8_e4m3fn, float8_e5m2 or int8.
+        device: of the keys.
+    """
+
+    def __init__(
+        self, layers: int, heads_kv: int, dtype: torch.dtype, *, device: torch.device | str | None = None
+    ) -> None:
+        if dtype not in CODES:
+            raise ValueError(f"KVCacheScales: dtype is {dtype}; expected one of {', '.join(map(str, CODES))}")
+        self.dtype = dtype
+        self.k_amax = torch.zeros(layers, heads_kv, device=device)
+        self.v_amax = torch.zeros(layers, heads_kv, device=device)
+
+    @torch.no_grad()
+    def observe(self, k: Tensor, v: Tensor, layer: int = 0) -> None:
+        """Keys [..., heads_kv, head_dim] and values [..., heads_kv, head_dim_v] of a layer. Nothing waits for the device."""
+        for name, x, amax in (("k", k, self.k_amax), ("v", v, self.v_amax)):
+            if x.dim() < 2 or x.shape[-2] != amax.shape[1]:
+                raise ValueError(
+                    f"KVCacheScales.observe: {name} is {list(x.shape)}; expected [..., {amax.shape[1]}, head_dim]"
+                )
+            if x.numel():
+                amax[layer] = torch.maximum(amax[layer], x.abs().amax(-1).flatten(0, -2).amax(0).float())
+
+    def scales(self, margin: float = 1.0) -> dict[str, Tensor]:
+        """``{"k_scale": ..., "v_scale": ...}``, [layers, heads_kv] float32 each, for `PagedKVCache`.
+
+        Args:
+            margin: factor of the largest values seen: above 1 leaves room for larger ones, which saturate.
+
+        Raises:
+            ValueError: a value that was observed is infinite or NaN.
+        """
+        found = {}
+        for name, amax in (("k_scale", self.k_amax), ("v_scale", self.v_amax)):
+            if not amax.isfinite().all():
+                raise ValueError(f"KVCacheScales: {name[0]} had a value that is infinite or NaN")
+            found[name] = (amax * (margin / LARGEST[self.dtype])).clamp_min(2.0**-126)
+        return found
