@@ -2,7 +2,7 @@
 """Modules of transformers and its kin that do what an op of ours does under other names: RMS norms and gated MLPs.
 
 What a class is called says little of what it computes. So `patch` asks: a module becomes one of ours only where both give the same for
-a few rows of its own size.
+two rows of its own size.
 """
 
 import inspect
