@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import registry_quantised
 import torch
 from conftest import generator, ops, randn, torch_gpukern
 
@@ -304,6 +305,9 @@ INDEX_ERRORS = [
     ("kv_cache_write", write(slots=torch.tensor([2**62, 0, 1])),
      "slots is expected to hold slots below 20 (num_blocks * block_size), got slots[0] = 4611686018427387904"),
 ]  # fmt: skip
+
+VALUE_ERRORS += registry_quantised.VALUE_ERRORS
+INDEX_ERRORS += registry_quantised.INDEX_ERRORS
 
 
 @dataclass(frozen=True)
