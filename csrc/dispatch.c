@@ -3,6 +3,7 @@
 #include "dispatch.h"
 #include "checks.h"
 #include "cpu/kernels.h"
+#include "nvtx.h"
 #ifdef GPUKERN_HAS_CUDA
 #include "prefer.h"
 #endif
@@ -143,8 +144,14 @@ gk_status gk_dispatch_plan(const gk_context *ctx, gk_op op, gk_dtype dtype, cons
     return plan_cpu(ctx, op, dtype, args, plan);
 }
 
+static gk_status run_cpu(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
+    ((const gk_cpu_instance *)plan->kernel)->kernel->run(ctx, args, plan, workspace);
+    return GK_OK;
+}
+
 gk_status gk_dispatch_run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace,
                           size_t workspace_bytes) {
+    gk_status status;
     if (!workspace_fits(workspace, workspace_bytes, plan->workspace_bytes))
         return gk_fail(GK_ERR_WORKSPACE, "workspace of %zu bytes at %p, expected %zu bytes, 64-byte aligned",
                        workspace_bytes, workspace, plan->workspace_bytes);
@@ -152,13 +159,14 @@ gk_status gk_dispatch_run(const gk_context *ctx, const void *args, const gk_plan
     if (ctx->device == GK_CUDA) {
         const int32_t before = gk_gpu_enter(ctx->index);
         if (before < 0) return GK_ERR_DEVICE;
-        const gk_status status = ((const gk_cuda_instance *)plan->kernel)->run(ctx, args, plan, workspace);
+        const gk_cuda_instance *instance = plan->kernel;
+        GK_IN_RANGE(status, instance->name, instance->run(ctx, args, plan, workspace));
         gk_gpu_leave(before);
         return status;
     }
 #endif
-    ((const gk_cpu_instance *)plan->kernel)->kernel->run(ctx, args, plan, workspace);
-    return GK_OK;
+    GK_IN_RANGE(status, ((const gk_cpu_instance *)plan->kernel)->name, run_cpu(ctx, args, plan, workspace));
+    return status;
 }
 
 gk_status gk_dispatch_workspace(const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args, size_t *bytes) {

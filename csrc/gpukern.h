@@ -301,16 +301,16 @@ typedef enum gk_paged_flags {
  * seq_lens[b] - n_b + t; a negative position sees no key. Pages are read in place. */
 typedef struct gk_paged_attn_args {
     size_t size;
-    gk_tensor q;                   /* [T, Hq, D], last stride 1 */
-    gk_tensor k_cache;             /* [num_blocks, block_size, Hkv, D], q's dtype, last stride 1 */
-    gk_tensor v_cache;             /* [num_blocks, block_size, Hkv, Dv], last stride 1 */
+    gk_tensor q;       /* [T, Hq, D], last stride 1 */
+    gk_tensor k_cache; /* [num_blocks, block_size, Hkv, D], q's dtype or (CPU) GK_E4M3, GK_E5M2, GK_I8; last stride 1 */
+    gk_tensor v_cache; /* [num_blocks, block_size, Hkv, Dv], k_cache's dtype, last stride 1 */
     gk_tensor block_table;         /* [B, max_blocks] int32 */
     gk_tensor seq_lens;            /* [B] int32, the new tokens included */
     const gk_tensor *cu_seqlens_q; /* [B+1] int32; NULL = T/B tokens each */
     int64_t max_seqlen_q;          /* upper bound of a sequence's query tokens; read with cu_seqlens_q only */
     gk_attn_rules rules;           /* diagonal, kv_end, q_start are not read, window_right by flags; is_causal is */
-    const gk_tensor
-        *k_scale; /* [] or [Hkv] float32 (float64 with GK_F64): a key is its stored value times k_scale; NULL = 1 */
+    const gk_tensor *
+        k_scale; /* [] or [Hkv] float32 (float64 with GK_F64), of 8 bits [num_blocks, Hkv] too: stored * k_scale; NULL = 1 */
     const gk_tensor *v_scale;
     gk_tensor out; /* [T, Hq, Dv] contiguous, q's dtype */
     gk_tensor lse; /* [T, Hq] contiguous, float32 (float64 with GK_F64); data NULL = not wanted */
@@ -329,9 +329,9 @@ GK_API gk_status gk_explain_paged_attn(const gk_context *, const gk_paged_attn_a
  * memory with a row that is written must be copied first: which token is read or written when is not defined. */
 typedef struct gk_kv_cache_write_args {
     size_t size;
-    gk_tensor k, v;                     /* [T, Hkv, D], [T, Hkv, Dv], any strides */
-    gk_tensor k_cache, v_cache;         /* [num_blocks, block_size, Hkv, D], [..., Dv]; written */
-    gk_tensor slots;                    /* [T] int64 or int32; negative = skip */
+    gk_tensor k, v;             /* [T, Hkv, D], [T, Hkv, Dv], any strides */
+    gk_tensor k_cache, v_cache; /* [num_blocks, block_size, Hkv, D], [..., Dv]; written; 8-bit codes on the CPU */
+    gk_tensor slots;            /* [T] int64 or int32; negative = skip */
     const gk_tensor *k_scale, *v_scale; /* as above: the stored value is k / k_scale; NULL = 1 */
 } gk_kv_cache_write_args;
 

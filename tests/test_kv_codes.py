@@ -8,7 +8,16 @@ from itertools import product
 import pytest
 import torch
 
-from torch_gpukern import KVCacheScales, PagedKVCache, kv_cache_write, paged_attn, rms_norm, rope, rope_kv_write
+from torch_gpukern import (
+    KVCacheScales,
+    PagedKVCache,
+    kv_cache_write,
+    paged_attn,
+    reference,
+    rms_norm,
+    rope,
+    rope_kv_write,
+)
 from torch_gpukern.integrations.flash_attn import flash_attn_with_kvcache
 
 E4M3, E5M2, I8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
@@ -65,6 +74,9 @@ def test_write_is_torchs_cast(code, kind, dtype):
         want = torch.full((blocks * size, heads, dim), 3, dtype=torch.int8).to(code)
         want[slots[kept]] = codes_of(x, by[..., None], code)[kept]
         assert same_codes(pages.flatten(0, 1), want)
+    again = [torch.full((blocks, size, heads, dim), 3, dtype=torch.int8).to(code) for _ in range(2)]
+    reference.kv_cache_write(k.float(), v.float(), *again, slots, k_scale=scales[0], v_scale=scales[1])
+    assert all(same_codes(a, b) for a, b in zip(again, cache))
 
 
 @pytest.mark.parametrize("code, kind, dtype, sizes", tuple(product(CODES, KINDS, DTYPES, SIZES))[::5])
@@ -94,6 +106,9 @@ def test_read_is_attention_over_what_the_codes_are_worth(code, kind, dtype, size
     named = {"k_scale": scales[0], "v_scale": scales[1]}
     out, lse = paged_attn(q, *cache, table, torch.tensor(lengths, dtype=torch.int32), **named, return_lse=True)
     assert out.dtype == dtype and out.isfinite().all()
+    stated = reference.paged_attn(q, *cache, table, torch.tensor(lengths, dtype=torch.int32), **named)
+    close = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}[dtype]
+    torch.testing.assert_close(out, stated, atol=close * stated.abs().max().item(), rtol=close)
     k, v = (dequantised(pages, scale) for pages, scale in zip(cache, scales))
     for b, n in enumerate(lengths):
         keys, values = (x[table[b].long()].flatten(0, 1)[:n].transpose(0, 1)[None] for x in (k, v))

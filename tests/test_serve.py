@@ -106,6 +106,24 @@ def test_sampled_answers_depend_on_the_seed_alone(serve, net):
     assert answers((5, 6, 7, 8)) != together
 
 
+def test_a_cache_of_8_bits(serve, net, wanted):
+    """Answers do not depend on what else runs, on chunks or on shared pages, and begin as generate's."""
+    Engine, Request = serve["engine"].Engine, serve["engine"].Request
+    common, *rest = prompts_of(36, 5, 30, 12, seed=3)
+    prompts = [common + rest[0], common + rest[1], rest[2]]
+    scales = {"k_scale": torch.tensor(0.02), "v_scale": torch.full((2, 2), 0.02)}
+    answers = []
+    for settings in ({"max_batch": 1}, {"max_batch": 3, "max_step_tokens": 11}):
+        model = serve["models"].TransformersModel(net, 32, dtype=torch.int8, scales=scales)
+        engine = Engine(model, **settings)
+        requests = [engine.submit(Request(prompt, max_tokens=12)) for prompt in prompts]
+        run(engine)
+        assert all_free(engine)
+        answers.append([r.answer for r in requests])
+    assert answers[0] == answers[1]
+    assert [a[0] for a in answers[0]] == [wanted(p, 12)[0] for p in prompts]
+
+
 def test_draws_follow_the_probabilities(serve):
     """Of 4,000 draws, each token's share; top_p leaves the rest out."""
     Request, pick = serve["engine"].Request, serve["sampling"].pick

@@ -254,7 +254,7 @@ def paged_attn(
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """out [T, Hq, Dv]: attention of each sequence's newest tokens over the keys that its pages
-    hold.
+    hold. Caches may be of 8 bits, their scales then also [num_blocks, Hkv].
 
     q [T, Hq, D]; k_cache [num_blocks, block_size, Hkv, D], v_cache [num_blocks, block_size, Hkv,
     Dv]; block_table [B, max_blocks]; seq_lens [B] counts the new tokens too.
@@ -270,10 +270,8 @@ def paged_attn(
         rows = q[starts[b] : starts[b + 1]]
         # Entries of pages left of every window may hold anything; their keys are masked below.
         pages = block_table[b, : -(-length // block_size)].long().clamp(0, num_blocks - 1)
-        k = k_cache[pages].flatten(0, 1)[:length].to(acc)  # [length, Hkv, D]
-        v = v_cache[pages].flatten(0, 1)[:length].to(acc)
-        k = k if k_scale is None else k * k_scale.to(acc)[..., None]
-        v = v if v_scale is None else v * v_scale.to(acc)[..., None]
+        k = _of_pages(k_cache, k_scale, pages, acc)[:length]  # [length, Hkv, D]
+        v = _of_pages(v_cache, v_scale, pages, acc)[:length]
         position = torch.arange(rows.shape[0], device=q.device)[None] + (length - rows.shape[0])
         first, end = _window(position, window_left, window_right, is_causal, length)
         if not allow_short:
@@ -297,6 +295,14 @@ def paged_attn(
     return _join(q, v_cache, outs, lses, return_lse)
 
 
+def _of_pages(cache: Tensor, scale: Tensor | None, pages: Tensor, acc: torch.dtype) -> Tensor:
+    """The keys or values of some pages, [tokens, Hkv, D]; scale [], [Hkv] or [num_blocks, Hkv]."""
+    x = cache[pages].to(acc)
+    if scale is not None:
+        x = x * (scale[pages][:, None] if scale.dim() == 2 else scale).to(acc)[..., None]
+    return x.flatten(0, 1)
+
+
 def kv_cache_write(
     k: Tensor,
     v: Tensor,
@@ -314,8 +320,12 @@ def kv_cache_write(
     k, v = k[taken], v[taken]  # copies of both before anything is written: they may be views of the caches
     for x, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
         if scale is not None:
+            x = x.to(_accumulator(x.dtype)) / (scale[page] if scale.dim() == 2 else scale)[..., None]
+        if cache.dtype == torch.int8:  # NaN becomes 0
+            x = x.round().nan_to_num(0, 127, -128).clamp(-128, 127)
+        elif scale is not None or cache.element_size() == 1:
             limit = torch.finfo(cache.dtype).max
-            x = (x.to(_accumulator(x.dtype)) / scale[..., None]).clamp(-limit, limit)
+            x = x.clamp(-limit, limit)
         cache[page, row] = x.to(cache.dtype)
 
 

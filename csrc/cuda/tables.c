@@ -16,6 +16,12 @@ extern const gk_cuda_table gk_quantize_sm90a_table, gk_quantize_table, gk_dequan
 extern const gk_cuda_table gk_scaled_gemm_sm90a_table, gk_scaled_gemm_plain_table;
 extern const gk_cuda_table gk_grouped_gemm_plain_table, gk_sparse_pack_table, gk_sparse_gemm_plain_table;
 extern const gk_cuda_table gk_pack_weight_table, gk_unpack_weight_table, gk_weight_gemm_plain_table;
+extern const gk_cuda_table gk_norm_fwd_table, gk_norm_fwd_sm90a_table, gk_norm_fwd_walk_table;
+extern const gk_cuda_table gk_norm_bwd_table, gk_norm_bwd_sm90a_table, gk_norm_bwd_walk_table;
+extern const gk_cuda_table gk_softmax_fwd_table, gk_softmax_fwd_sm90a_table, gk_softmax_fwd_walk_table;
+extern const gk_cuda_table gk_softmax_bwd_table, gk_softmax_bwd_sm90a_table, gk_softmax_bwd_walk_table;
+extern const gk_cuda_table gk_glu_fwd_table, gk_glu_bwd_table, gk_rope_table;
+extern const gk_cuda_table gk_cross_entropy_fwd_table, gk_cross_entropy_bwd_table;
 
 static const gk_cuda_table *const gemm_tables[] = {&gk_gemm_sm90a_table, /* plans for the three behind it, too */
                                                    &gk_gemm_pingpong_sm90a_table, &gk_gemm_swapab_sm90a_table,
@@ -41,12 +47,24 @@ static const gk_cuda_table *const grouped_gemm_tables[] = {&gk_grouped_gemm_plai
 static const gk_cuda_table *const sparse_pack_tables[] = {&gk_sparse_pack_table};
 static const gk_cuda_table *const sparse_gemm_tables[] = {&gk_sparse_gemm_plain_table};
 static const gk_cuda_table *const weight_gemm_tables[] = {&gk_weight_gemm_plain_table};
+static const gk_cuda_table *const norm_fwd_tables[] = {&gk_norm_fwd_sm90a_table, &gk_norm_fwd_table,
+                                                       &gk_norm_fwd_walk_table};
+static const gk_cuda_table *const norm_bwd_tables[] = {&gk_norm_bwd_sm90a_table, &gk_norm_bwd_table,
+                                                       &gk_norm_bwd_walk_table};
+static const gk_cuda_table *const softmax_fwd_tables[] = {&gk_softmax_fwd_sm90a_table, &gk_softmax_fwd_table,
+                                                          &gk_softmax_fwd_walk_table};
+static const gk_cuda_table *const softmax_bwd_tables[] = {&gk_softmax_bwd_sm90a_table, &gk_softmax_bwd_table,
+                                                          &gk_softmax_bwd_walk_table};
+static const gk_cuda_table *const glu_fwd_tables[] = {&gk_glu_fwd_table};
+static const gk_cuda_table *const glu_bwd_tables[] = {&gk_glu_bwd_table};
+static const gk_cuda_table *const rope_tables[] = {&gk_rope_table};
+static const gk_cuda_table *const cross_entropy_fwd_tables[] = {&gk_cross_entropy_fwd_table};
+static const gk_cuda_table *const cross_entropy_bwd_tables[] = {&gk_cross_entropy_bwd_table};
 
 const gk_cuda_table *const *gk_cuda_tables(gk_op op, int *num_tables) {
     switch (op) {
 #define OP(NAME, stem, arguments, first) \
     case GK_OP_##NAME: *num_tables = (int)(sizeof stem##_tables / sizeof stem##_tables[0]); return stem##_tables;
-#define OPS_WITH_CUDA
 #include "../ops.def"
     default: *num_tables = 0; return NULL;
     }

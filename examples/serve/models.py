@@ -29,7 +29,7 @@ class Step:
     def attend(self, cache: PagedKVCache, layer: int, q: Tensor, k: Tensor, v: Tensor, **rules) -> Tensor:
         """q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D]"""
         cache.write(k, v, self.slots, layer)
-        new = {"cu_seqlens_q": self.starts, "max_seqlen_q": self.longest}
+        new = {"cu_seqlens_q": self.starts, "max_seqlen_q": self.longest, **cache.scales(layer)}
         return paged_attn(q, cache.k[layer], cache.v[layer], self.table, self.lens, **new, **rules)
 
 
@@ -107,11 +107,19 @@ class Model:
 class TransformersModel(Model):
     """A causal language model of transformers whose attention layers take an attention function and their layer_idx.
 
-    Sliding windows and softcap are served. All layers share one cache, so that no page is released.
+    Sliding windows and softcap are served. All layers share one cache, so that no page is released. dtype is the cache's, the
+    model's unless given; scales are those of a cache of 8 bits, which the CPU has.
     """
 
     def __init__(
-        self, model: nn.Module, num_blocks: int, block_size: int = 16, dtype=None, captured_batch: int = 64
+        self,
+        model: nn.Module,
+        num_blocks: int,
+        block_size: int = 16,
+        *,
+        dtype: torch.dtype | None = None,
+        scales: dict[str, Tensor] | None = None,
+        captured_batch: int = 64,
     ) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -128,6 +136,7 @@ class TransformersModel(Model):
             layers=config.num_hidden_layers,
             dtype=dtype or weight.dtype,
             device=weight.device,
+            **scales or {},
         )
         super().__init__(cache, config.vocab_size, config.max_position_embeddings, captured_batch)
         self.model = model.eval()

@@ -57,6 +57,10 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     const int scales = (int)fz_int(0, 31);
     if (scales & 1) k_scale = fz_make(stats, scales & 4 ? 1 : 0, &heads_kv, FZ_INPUT), args.k_scale = &k_scale;
     if (scales & 2) v_scale = fz_make(stats, scales & 8 ? 1 : 0, &heads_kv, FZ_INPUT), args.v_scale = &v_scale;
+    for (int s = 0; s < 2; ++s) { /* positive, as every call asks */
+        const gk_tensor *t = s ? args.v_scale : args.k_scale;
+        for (int64_t i = 0; t && i < gk_numel(t); ++i) fz_set(t, i, 0.25 + fabs(fz_get(t, i)));
+    }
     if (scales & 16) kv_start = fz_bounds_make(batch), args.rules.kv_start = &kv_start;
 
     gk_context plain = GK_CONTEXT_INIT;

@@ -4,6 +4,7 @@
 import itertools
 import json
 import math
+import warnings
 from functools import cache, partial
 
 import pytest
@@ -43,6 +44,8 @@ from conftest import (
     visible,
     yard_dtype,
 )
+
+from torch_gpukern.ops import attention
 
 HEADS = ((1, 1), (2, 2), (4, 2), (6, 2), (8, 1), (3, 3))  # heads_q, heads_kv
 LENGTH_PAIRS = tuple(zip(LENGTHS, reversed(LENGTHS))) + tuple((n, n) for n in LENGTHS) + ((1, 300), (300, 1), (5, 513))
@@ -1091,3 +1094,16 @@ def test_two_parts_of_the_keys_make_the_whole(dtype, cut):
     for wrong in (torch.float64, torch.float16):
         with pytest.raises(ValueError, match="out_dtype must be"):
             ops.flash_attn_fwd(q, k, v, out_dtype=wrong)
+
+
+def test_swapped_dimensions_are_warned_of_when_asked(monkeypatch):
+    """GPUKERN_DEBUG=1 is read at import. Decoding, and more queries than heads, are as they should be."""
+    swapped, right, decoding = torch.zeros(1, 300, 4, 8), torch.zeros(1, 4, 300, 8), torch.zeros(1, 32, 1, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch_gpukern.flash_attn(swapped, swapped, swapped)
+        monkeypatch.setattr(attention, "_DEBUG", True)
+        torch_gpukern.flash_attn(right, right, right)
+        torch_gpukern.flash_attn(decoding, right[:, :1], right[:, :1])
+    with pytest.warns(UserWarning, match="are dimensions 1 and 2 swapped"):
+        torch_gpukern.flash_attn(swapped, swapped, swapped)

@@ -165,6 +165,8 @@ class Attention(torch.nn.Module):
         block_table: Tensor | None = None,
         seq_lens: Tensor | None = None,
         slots: Tensor | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
     ) -> Tensor:
         """x [B, S, hidden_size]; returns the same shape.
 
@@ -175,6 +177,7 @@ class Attention(torch.nn.Module):
             cache: (k_cache, v_cache) [num_blocks, block_size, num_kv_heads, head_dim] of this layer. The S new tokens of each
                 sequence are written to slots [B * S] and attend to all that block_table [B, max_blocks] and seq_lens [B],
                 the new tokens counted, name; `PagedKVCache` makes all three. No gradients.
+            k_scale, v_scale: of the cache, as `paged_attn` takes them.
 
         Raises:
             ValueError: a cache without its tables, kv_end with a cache, or what the ops refuse.
@@ -201,8 +204,9 @@ class Attention(torch.nn.Module):
                 raise ValueError("Attention: cache needs block_table, seq_lens and slots")
             if kv_end is not None or not self.is_causal:
                 raise ValueError("Attention: kv_end and bidirectional attention are served without a cache alone")
-            kv_cache_write(k.flatten(0, 1), v.flatten(0, 1), *cache, slots)
-            out = paged_attn(q.flatten(0, 1), *cache, block_table, seq_lens, **rules, kv_start=kv_start)
+            scales = {"k_scale": k_scale, "v_scale": v_scale}
+            kv_cache_write(k.flatten(0, 1), v.flatten(0, 1), *cache, slots, **scales)
+            out = paged_attn(q.flatten(0, 1), *cache, block_table, seq_lens, **rules, kv_start=kv_start, **scales)
         return self.o_proj(out.reshape(batch, seq, -1))
 
 

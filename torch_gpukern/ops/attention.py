@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What flash_attn and flash_attn_varlen share: sizes that are symbols, gradients, pairs of query and key, folds of vmap."""
 
+import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,8 @@ from . import fakes
 from .define import Op
 
 _SHORT = (torch.bfloat16, torch.float16)
+_DEBUG = os.environ.get("GPUKERN_DEBUG") == "1"
+_MANY_HEADS = 128  # no model known has more
 
 
 def autocast(dtype: torch.dtype, to: Callable, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, **_: Any) -> dict:
@@ -25,6 +29,18 @@ def sinks_as(dtype: torch.dtype, to: Callable, sinks: Tensor | None) -> dict:
     if sinks is None or sinks.dtype not in _SHORT or sinks.dtype is dtype or dtype is torch.float64:
         return {}
     return {"sinks": to(sinks, dtype)}
+
+
+def warn_of_swapped(q: Tensor, k: Tensor) -> None:
+    """With GPUKERN_DEBUG=1: q and k look like [B, S, H, D], flash-attn's order, where ours is [B, H, S, D]."""
+    if not _DEBUG or torch.compiler.is_compiling() or q.dim() != 4 or k.dim() != 4:
+        return
+    if min(q.shape[1], k.shape[1]) > _MANY_HEADS >= max(q.shape[2], k.shape[2]):
+        text = (
+            f"flash_attn: q of shape {list(q.shape)} has {q.shape[1]} heads and {q.shape[2]} queries: are dimensions 1 and 2 "
+            "swapped? q is [B, Hq, Sq, D]; of [B, S, H, D], flash-attn's order, pass q.transpose(1, 2)"
+        )
+        warnings.warn(text, stacklevel=3)
 
 
 def sizes(op: str, q: Tensor, k: Tensor, v: Tensor, **more: tuple[Tensor | None, str]) -> dict[str, int]:

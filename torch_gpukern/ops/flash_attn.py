@@ -88,7 +88,8 @@ def flash_attn(
     Gradients: q, k, v and sinks, from those of out and lse; rows that see no key have none. Those
     of q, k and v are stored by the rule of out, that of sinks has their dtype. A second backward raises NotImplementedError.
 
-    Under autocast q, k and v are cast, and sinks of 16 bits.
+    Under autocast q, k and v are cast, and sinks of 16 bits. With GPUKERN_DEBUG=1 in the environment a q and a k whose dimensions
+    1 and 2 look swapped are warned of.
 
     Raises:
         ValueError: a shape, dtype, device, window, softcap or NaN that the op does not take, or
@@ -100,6 +101,7 @@ def flash_attn(
     """
     if unknown:
         refuse_unknown(flash_attn, unknown)
+    attention.warn_of_swapped(q, k)
     op = _flash_attn.all if return_lse else _flash_attn
     return op.call(
         q,

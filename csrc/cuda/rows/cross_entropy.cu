@@ -1,0 +1,205 @@
+// SPDX-License-Identifier: BSD-3-Clause
+/* cross_entropy: the loss of each row of logits and its gradient.
+ *   z = softcap tanh(logit_scale logits / softcap), or logit_scale logits;   lse = log sum exp z
+ *   loss = (1 - e) w[t] (lse - z[t]) + e / V (W lse - sum w[c] z[c]),   W = sum w[c]
+ *   dz[c] = g (exp(z[c] - lse) ((1 - e) w[t] + e W / V) - (c = t) (1 - e) w[t] - e w[c] / V)
+ * logits, dlogits [M, V]: float32, bfloat16, float16, float64; target [M] int64; w [V], loss, lse [M] float32 (float64). A block has a
+ * row and reads it once: forward each thread keeps a running maximum and sum (Milakov and Gimelshein 2018, arXiv:1805.02867),
+ * backward needs lse alone. Vectors of 16 bytes, or elements where rows are not of whole vectors at multiples of 16 bytes.
+ * No workspace. Bound by reading logits, and by writing dlogits. */
+#include "row_block.cuh"
+
+namespace {
+
+constexpr int THREADS = 512, UNROLL = 4; /* 32 KB in flight a block, of which an SM holds up to four */
+
+struct Params {
+    RowTensor logits, target, dlogits, grad_loss;
+    const void *weight;
+    void *loss, *lse;
+    int64_t rows, n, weight_stride, ignore_index;
+    double smoothing, softcap, scale;
+    uint8_t *error_word;
+};
+
+__device__ __forceinline__ float e_to(float x) { return expf(x); }
+__device__ __forceinline__ double e_to(double x) { return exp(x); }
+
+template <class W> struct Logit {
+    W scale, cap, inverse_cap;
+    __device__ __forceinline__ explicit Logit(const Params &p)
+        : scale(W(p.scale)), cap(W(p.softcap)), inverse_cap(p.softcap > 0 ? W(1 / p.softcap) : W(0)) {}
+    __device__ __forceinline__ W z(W x) const { return cap == 0 ? scale * x : cap * tanh(scale * x * inverse_cap); }
+    /* dz / dx where z is known */
+    __device__ __forceinline__ W slope(W z) const {
+        return cap == 0 ? scale : scale * (1 - z * inverse_cap * (z * inverse_cap));
+    }
+};
+
+template <class W> __device__ __forceinline__ W weight_of(const Params &p, int64_t c) {
+    return p.weight ? ((const W *)p.weight)[c * p.weight_stride] : W(1);
+}
+
+/* The sum of all weights, by a block. */
+template <class W> __device__ __forceinline__ W all_weights(const Params &p, W *place) {
+    if (!p.weight) return W(p.n);
+    W sum[1] = {0};
+    for (int64_t c = threadIdx.x; c < p.n; c += THREADS) sum[0] += weight_of<W>(p, c);
+    block_sum(sum, place);
+    return sum[0];
+}
+
+/* A row's target; false where the row has no loss. One outside [0, V) is reported. */
+__device__ __forceinline__ bool read_target(const Params &p, int64_t row, int64_t &target, bool &bad) {
+    target = *row_at<int64_t>(p.target, row);
+    bad = false;
+    if (target == p.ignore_index) return false;
+    bad = target < 0 || target >= p.n;
+    if (bad && threadIdx.x == 0) report(p.error_word, GK_BAD_TARGETS);
+    return true;
+}
+
+template <class T, int V> __global__ void __launch_bounds__(THREADS, 1) cross_entropy_fwd_kernel(Params p) {
+    typedef typename element<T>::acc W;
+    typedef RowSome<T, V> Vec;
+    __shared__ W place[64];
+    const Logit<W> logit(p);
+    const W e = W(p.smoothing);
+    const W weights = p.smoothing != 0 ? all_weights<W>(p, place) : W(0);
+    for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
+        int64_t target;
+        bool bad;
+        if (!read_target(p, row, target, bad) || bad) {
+            if (threadIdx.x == 0) ((W *)p.loss)[row] = ((W *)p.lse)[row] = bad ? W(NAN) : W(0);
+            continue;
+        }
+        const T *x = row_at<T>(p.logits, row);
+        W peak = -INFINITY, sums[2] = {0, 0};
+        bool nan = false;
+#pragma unroll UNROLL
+        for (int64_t i = threadIdx.x; i < p.n / V; i += THREADS) {
+            const Vec v = ((const Vec *)x)[i];
+            W z[V], top = peak;
+#pragma unroll
+            for (int k = 0; k < V; ++k) {
+                z[k] = logit.z(to_acc(v.v[k]));
+                nan |= z[k] != z[k], top = lanes_max2(top, z[k]);
+                if (p.smoothing != 0) sums[1] += weight_of<W>(p, i * V + k) * z[k];
+            }
+            if (top == -INFINITY) continue;
+            if (top > peak) sums[0] *= peak == -INFINITY ? W(0) : e_to(peak - top), peak = top;
+#pragma unroll
+            for (int k = 0; k < V; ++k) sums[0] += e_to(z[k] - peak);
+        }
+        const W all = block_max(peak, place);
+        sums[0] *= peak == -INFINITY ? W(0) : e_to(peak - all);
+        if (nan || all == INFINITY || all == -INFINITY) sums[0] = NAN;
+        block_sum(sums, place);
+        if (threadIdx.x == 0) {
+            const W lse = all + log(sums[0]);
+            W loss = (1 - e) * weight_of<W>(p, target) * (lse - logit.z(to_acc(x[target])));
+            if (p.smoothing != 0) loss += e / W(p.n) * (weights * lse - sums[1]);
+            ((W *)p.loss)[row] = loss, ((W *)p.lse)[row] = lse;
+        }
+    }
+}
+
+/* grid: runs of rows x runs of columns of SPAN vectors. */
+constexpr int SPAN = THREADS * UNROLL;
+
+template <class T, int V> __global__ void __launch_bounds__(THREADS, 1) cross_entropy_bwd_kernel(Params p) {
+    typedef typename element<T>::acc W;
+    typedef RowSome<T, V> Vec;
+    __shared__ W place[32];
+    const Logit<W> logit(p);
+    const W e = W(p.smoothing) / W(p.n);
+    const W weights = p.smoothing != 0 ? all_weights<W>(p, place) : W(0);
+    for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
+        int64_t target;
+        bool bad;
+        const bool counts = read_target(p, row, target, bad);
+        T *dx = row_at<T>(p.dlogits, row);
+        const T *x = row_at<T>(p.logits, row);
+        const W g = counts ? *row_at<W>(p.grad_loss, row) : W(0), lse = ((const W *)p.lse)[row];
+        const W own = bad ? W(NAN) : W(1 - p.smoothing) * weight_of<W>(p, counts && !bad ? target : 0);
+        const W of_p = own + e * weights;
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            const int64_t i = (int64_t)blockIdx.y * SPAN + u * THREADS + threadIdx.x;
+            if (i >= p.n / V) continue;
+            Vec d;
+            if (counts) {
+                const Vec v = ((const Vec *)x)[i];
+#pragma unroll
+                for (int k = 0; k < V; ++k) {
+                    const W z = logit.z(to_acc(v.v[k]));
+                    W y = e_to(z - lse) * of_p;
+                    if (i * V + k == target) y -= own;
+                    if (p.smoothing != 0) y -= e * weight_of<W>(p, i * V + k);
+                    d.v[k] = from_acc<T>(g * y * logit.slope(z));
+                }
+            } else {
+#pragma unroll
+                for (int k = 0; k < V; ++k) d.v[k] = from_acc<T>(0);
+            }
+            ((Vec *)dx)[i] = d;
+        }
+    }
+}
+
+Params params_of(const gk_context *ctx, const gk_cross_entropy_args *a) {
+    Params p = {row_tensor(a->logits), row_elements(&a->target)};
+    if (a->weight) p.weight = a->weight->data, p.weight_stride = a->weight->stride[0];
+    p.loss = a->loss.data, p.lse = a->lse.data, p.rows = rows_of(a->logits), p.n = a->logits.shape[a->logits.ndim - 1];
+    p.ignore_index = a->ignore_index, p.smoothing = a->label_smoothing, p.softcap = a->softcap,
+    p.scale = a->logit_scale;
+    p.error_word = ctx->error_word;
+    return p;
+}
+
+template <class T> gk_status fwd_run(const gk_context *ctx, const void *args, const gk_plan *, void *) {
+    const gk_cross_entropy_args *a = (const gk_cross_entropy_args *)args;
+    const Params p = params_of(ctx, a);
+    const dim3 grid(row_blocks(p.rows));
+    return rows_whole(a->logits)
+               ? launch<cross_entropy_fwd_kernel<T, row_vec<T>>>("gk_cross_entropy_fwd", ctx, grid, THREADS, 0, p)
+               : launch<cross_entropy_fwd_kernel<T, 1>>("gk_cross_entropy_fwd", ctx, grid, THREADS, 0, p);
+}
+
+template <class T> gk_status bwd_run(const gk_context *ctx, const void *args, const gk_plan *, void *) {
+    const gk_cross_entropy_bwd_args *b = (const gk_cross_entropy_bwd_args *)args;
+    Params p = params_of(ctx, &b->fwd);
+    p.dlogits = row_tensor(b->dlogits), p.grad_loss = row_elements(&b->grad_loss);
+    const bool vectors = rows_whole(b->fwd.logits, &b->dlogits);
+    const int64_t each = p.n / (vectors ? row_vec<T> : 1);
+    const dim3 grid(row_blocks(p.rows), (unsigned)gk_ceil_div(each, SPAN));
+    return vectors ? launch<cross_entropy_bwd_kernel<T, row_vec<T>>>("gk_cross_entropy_bwd", ctx, grid, THREADS, 0, p)
+                   : launch<cross_entropy_bwd_kernel<T, 1>>("gk_cross_entropy_bwd", ctx, grid, THREADS, 0, p);
+}
+
+bool fwd_plan(const gk_cuda_instance *, const gk_context *, const void *args, gk_plan *plan) {
+    plan->tasks = rows_of(((const gk_cross_entropy_args *)args)->logits);
+    return true;
+}
+bool bwd_plan(const gk_cuda_instance *, const gk_context *, const void *args, gk_plan *plan) {
+    plan->tasks = rows_of(((const gk_cross_entropy_bwd_args *)args)->fwd.logits);
+    return true;
+}
+
+const gk_cuda_instance fwd[] = {
+    {"cross_entropy_fwd_f32", GK_F32, fwd_plan, fwd_run<float>, {}, NULL},
+    {"cross_entropy_fwd_bf16", GK_BF16, fwd_plan, fwd_run<__nv_bfloat16>, {}, NULL},
+    {"cross_entropy_fwd_f16", GK_F16, fwd_plan, fwd_run<__half>, {}, NULL},
+    {"cross_entropy_fwd_f64", GK_F64, fwd_plan, fwd_run<double>, {}, NULL},
+};
+const gk_cuda_instance bwd[] = {
+    {"cross_entropy_bwd_f32", GK_F32, bwd_plan, bwd_run<float>, {}, NULL},
+    {"cross_entropy_bwd_bf16", GK_BF16, bwd_plan, bwd_run<__nv_bfloat16>, {}, NULL},
+    {"cross_entropy_bwd_f16", GK_F16, bwd_plan, bwd_run<__half>, {}, NULL},
+    {"cross_entropy_bwd_f64", GK_F64, bwd_plan, bwd_run<double>, {}, NULL},
+};
+
+} // namespace
+
+extern "C" const gk_cuda_table gk_cross_entropy_fwd_table = {fwd, 4, 80, NULL};
+extern "C" const gk_cuda_table gk_cross_entropy_bwd_table = {bwd, 4, 80, NULL};
