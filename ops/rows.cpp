@@ -220,7 +220,7 @@ struct CrossEntropyBwd {
 void implement(Library &m) {
 #define RUN(name, ...) m.impl(name, op_all<__VA_ARGS__>);
 #define EXPLAIN(name, ...) m.impl("explain_" name, op_explain<__VA_ARGS__>);
-    FORWARD(RUN) BACKWARD(RUN) FORWARD(EXPLAIN)
+    FORWARD(RUN) BACKWARD(RUN) FORWARD(EXPLAIN) m.impl("cross_entropy_bwd.out", op_out<CrossEntropyBwd>);
 }
 
 void implement_shapes(Library &m) {

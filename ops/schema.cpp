@@ -75,6 +75,7 @@
     "inverse=False)"
 #define CROSS_ENTROPY_RULES \
     "Tensor? weight=None, int ignore_index=-100, float label_smoothing=0.0, float softcap=0.0, float logit_scale=1.0)"
+#define CROSS_ENTROPY_BWD_ARGS "(Tensor grad_loss, Tensor logits, Tensor target, Tensor lse, " CROSS_ENTROPY_RULES
 
 #define OUT_LSE " -> (Tensor out, Tensor lse)"
 #define GRADIENTS " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
@@ -125,8 +126,8 @@ void define_rows(gk::Library &m) {
     def_rows(m, "rope", ROPE_ARGS, " -> (Tensor out_q, Tensor out_k)");
     def_rows(m, "cross_entropy", "(Tensor logits, Tensor target, " CROSS_ENTROPY_RULES,
              " -> (Tensor loss, Tensor lse)");
-    def_all(m, "cross_entropy_bwd", "(Tensor grad_loss, Tensor logits, Tensor target, Tensor lse, " CROSS_ENTROPY_RULES,
-            " -> Tensor");
+    def_all(m, "cross_entropy_bwd", CROSS_ENTROPY_BWD_ARGS, " -> Tensor");
+    def_out(m, "cross_entropy_bwd", CROSS_ENTROPY_BWD_ARGS); // out may be logits
 }
 
 void define(gk::Library &m) {

@@ -75,3 +75,30 @@ def test_pictures_have_the_kernels_constants():
         f'"({side},{side}):({side},1)" --swizzle 3,2,3 --access 16',
     ):
         assert words in page
+
+
+def examples(tmp_path, nvcc):
+    command = ["make", "-C", ROOT / "examples", f"BUILD={tmp_path}", f"NVCC={nvcc}", "test"]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_examples_without_a_compiler_or_the_library(tmp_path):
+    done = examples(tmp_path, "no-nvcc-of-this-name")
+    assert done.returncode == 0, done.stderr
+    assert "without patterns, no-nvcc-of-this-name was not found" in done.stdout and "without c" in done.stdout
+    assert "examples: 0 programs" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "gbs, says", [(4250, "programs say what they should"), (4251, "not in docs/patterns.md: 16 bytes")]
+)
+def test_examples_hold_predictions_to_the_page(gbs, says, tmp_path):
+    """`true` stands for nvcc, and programs that are made already for the patterns."""
+    (tmp_path / "patterns").mkdir()
+    for name in SOURCES:
+        program = tmp_path / "patterns" / name
+        line = f"  16 bytes                   predicted  {gbs if name == 'copy_widths' else 4250} GB/s, by memory           see a counter"
+        program.write_text(f"#!/bin/sh\necho title\necho '{line}'\n")
+        program.chmod(0o755)
+    done = examples(tmp_path, "true")
+    assert says in done.stdout and (done.returncode == 0) == (gbs == 4250), done.stdout + done.stderr

@@ -13,6 +13,7 @@ from .patching import Patched, patch
 from .qat import QatLinear
 from .quantize import RECIPES, Quantized, quantize
 from .quantized import QuantizedLinear
+from .rows import LayerNorm, LinearCrossEntropy, RMSNorm, RotaryEmbedding
 from .schemes import prune_2_4
 
 __all__ = [
@@ -20,13 +21,17 @@ __all__ = [
     "RECIPES",
     "Attention",
     "Fp8Linear",
+    "LayerNorm",
     "Linear",
+    "LinearCrossEntropy",
     "MoE",
     "Observed",
     "Patched",
     "QatLinear",
     "Quantized",
     "QuantizedLinear",
+    "RMSNorm",
+    "RotaryEmbedding",
     "calibrate",
     "from_awq",
     "from_compressed_tensors",

@@ -8,7 +8,10 @@ from typing import Any
 import torch
 
 from ..ops import linear
+from .causal_lm import fused_loss_of, is_causal_lm
 from .layers import Linear, has_hooks, is_itself
+from .rows import LayerNorm, RMSNorm
+from .similar import similar
 
 __all__ = ["Patched", "patch"]
 
@@ -64,7 +67,8 @@ class Patched:
                 left[name] = "its forward was replaced"
             else:
                 module.__class__ = before
-                vars(module).pop("_gpukern_pairs", None)
+                for own in ("_gpukern_pairs", "_gpukern_rule"):
+                    vars(module).pop(own, None)
                 del self._changed[name]
                 self.replaced.pop(name, None)
         if left:
@@ -89,11 +93,19 @@ class Patched:
         return "\n".join(lines)
 
 
-def patch(model: torch.nn.Module, say: Callable[[str], object] | None = print) -> Patched:
+def patch(
+    model: torch.nn.Module,
+    say: Callable[[str], object] | None = print,
+    *,
+    fused_linear_cross_entropy: bool = False,
+) -> Patched:
     """Replaces, in place, what gpukern serves, and prints a line for each kind of replacement and for each module left.
 
     - ``nn.Linear`` becomes `torch_gpukern.nn.Linear`, the same object with the same parameters and hooks; an activation that
       follows in an ``nn.Sequential`` (ReLU, GELU, SiLU) joins its pass, as long as both stand as they do now.
+    - ``nn.RMSNorm`` and ``nn.LayerNorm`` become those of `torch_gpukern.nn`. So do classes named ``...RMSNorm`` (Llama's, Gemma's, Qwen's
+      and others, with a weight that 1 is added to or not), and MLPs of gate_proj, up_proj, down_proj and act_fn run `swiglu` or
+      `geglu` between their products, where two rows of numbers come out the same. 16-bit norms round once where Llama's round twice.
     - In ``nn.TransformerEncoderLayer`` and ``nn.MultiheadAttention`` nothing is replaced: PyTorch's inference path reads their
       weights and calls no module. `torch_gpukern.integrations.sdpa` serves these.
     - Subclasses of nn.Linear keep their own forward: LoRA's wrapped base layer is an nn.Linear and is replaced, quantised
@@ -106,6 +118,9 @@ def patch(model: torch.nn.Module, say: Callable[[str], object] | None = print) -
 
     Args:
         say: is called with each line; None says nothing.
+        fused_linear_cross_entropy: a transformers causal model that is given labels computes its loss by `linear_cross_entropy`, never
+            has its logits in memory, and returns None for them. Calls without labels are as before. A model whose forward does more than
+            head and loss (softcaps, routers' losses) is left, and named.
 
     Returns:
         Patched, whose ``restore()`` undoes all of it. Where patch raises, nothing is changed.
@@ -118,6 +133,8 @@ def patch(model: torch.nn.Module, say: Callable[[str], object] | None = print) -
     done = Patched(model)
     try:
         _patch(done, model)
+        if fused_linear_cross_entropy:
+            _patch_loss(done, model)
         if say is not None:
             _report(done, say)
     except BaseException:
@@ -131,6 +148,7 @@ def _patch(done: Patched, model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer)):
             closed.update(module.modules())
+    _patch_rows(done, model, closed)
     fused: dict[str, str] = {}  # a Linear's name: the activation that joins its pass
     uses = Counter(child for module in model.modules() for child in module._modules.values())
     for name, module in model.named_modules():
@@ -155,6 +173,34 @@ def _patch(done: Patched, model: torch.nn.Module) -> None:
         else:
             done._become(name, module, Linear)
             done.replaced[name] = "Linear" if name not in fused else f"Linear + {fused[name]}"
+
+
+def _patch_rows(done: Patched, model: torch.nn.Module, closed: set[torch.nn.Module]) -> None:
+    """Norms, and MLPs whose activation and product become one op."""
+    for name, module in model.named_modules():
+        if module in closed:
+            continue
+        for theirs, ours in ((torch.nn.RMSNorm, RMSNorm), (torch.nn.LayerNorm, LayerNorm)):
+            if type(module) is theirs and "forward" not in vars(module) and not hasattr(module, "weight_offset"):
+                done._become(name, module, ours)
+                done.replaced[name] = f"nn.{theirs.__name__} -> {ours.__name__}"
+        if (found := similar(module)) is not None:
+            kind, rule, what = found
+            done._become(name, module, kind)
+            vars(module)["_gpukern_rule"] = rule
+            done.replaced[name] = what
+
+
+def _patch_loss(done: Patched, model: torch.nn.Module) -> None:
+    for name, module in model.named_modules():
+        if not is_causal_lm(module):
+            continue
+        kind, why = fused_loss_of(module)
+        if kind is None:
+            done.skipped[name or type(module).__name__] = f"loss and logits as before: {why}"
+        else:
+            done.replaced[name or type(module).__name__] = "loss -> linear_cross_entropy"
+            done._become(name, module, kind)
 
 
 def _activation_of(module: torch.nn.Module) -> Any:
@@ -185,7 +231,7 @@ def _report(done: Patched, say: Callable[[str], object]) -> None:
         kinds.setdefault(what, []).append(name)
     for what, names in kinds.items():
         some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        say(f"gpukern: {len(names)} nn.Linear -> {what}: {some}")
+        say(f"gpukern: {len(names)} {what if ' -> ' in what else f'nn.Linear -> {what}'}: {some}")
     for name, why in done.skipped.items():
         say(f"gpukern: {name} left: {why}")
     if not kinds:

@@ -10,6 +10,7 @@ from .gemm import gemm
 from .glu import geglu, swiglu
 from .grouped_gemm import grouped_gemm
 from .linear import linear
+from .linear_cross_entropy import linear_cross_entropy
 from .norm import layer_norm, rms_norm
 from .paged_attn import kv_cache_write, paged_attn
 from .quantize import dequantize, quantize, rms_norm_quantize, silu_mul_quantize
@@ -32,6 +33,7 @@ __all__ = [
     "kv_cache_write",
     "layer_norm",
     "linear",
+    "linear_cross_entropy",
     "log_softmax",
     "pack_weight",
     "paged_attn",

@@ -127,6 +127,7 @@ def define_op(
     flops: Callable | None = None,
     fold: Callable | None = None,
     whole_sequences: bool = False,
+    composed: bool = False,
 ) -> Op:
     """Registers all of an op that Python knows, and returns it; X_fwd, where there is one, with it (`.all`).
 
@@ -154,6 +155,7 @@ def define_op(
         flops: ``flops(**arguments)`` of shapes in place of tensors.
         fold: how torch.vmap's dimension folds into those of the op (batching.py).
         whole_sequences: the op must see all keys of a query: it is refused where a rank has a part of them (parallel.py).
+        composed: the op is made of others in Python, so that `symbolic` states its results also where all sizes are numbers.
     """
     op = Op(name)
     doors = [op]
@@ -169,7 +171,7 @@ def define_op(
             gradients.refuse(door, no_backward)
         else:
             gradients.differentiate(door, op, backward, save, saved, reads_all, without_gradient)
-        fakes.register(door, symbolic, first=door is not op.all)
+        fakes.register(door, symbolic, first=door is not op.all, composed=composed)
         register_autograd(door, _autograd_kernel(door))
         if autocast:
             _register_autocast(door, autocast)

@@ -31,11 +31,12 @@ def made(op: Op, symbolic: Callable, given: dict[str, Any]) -> tuple[Tensor, ...
     return tuple(torch.empty_strided(r.shape, r.stride(), dtype=r.dtype, device=device) for r in results or ())
 
 
-def register(op: Op, symbolic: Callable, first: bool = False) -> None:
-    """first: the op returns the first of the results alone."""
+def register(op: Op, symbolic: Callable, first: bool = False, composed: bool = False) -> None:
+    """first: the op returns the first of the results alone. composed: the op is written in Python, and csrc knows nothing of it."""
 
     def fake(*args, **kwargs):
-        results = made(op, symbolic, op.named(args) | kwargs)
+        given = op.named(args) | kwargs
+        results = symbolic(**given) if composed else made(op, symbolic, given)
         return results[0] if first or len(results) == 1 else results or None
 
     torch.library.register_fake(op.qualified, fake, lib=library)

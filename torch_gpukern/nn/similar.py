@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Modules of transformers and its kin that do what an op of ours does under other names: RMS norms and gated MLPs.
+
+What a class is called says little of what it computes. So `patch` asks: a module becomes one of ours only where both give the same for
+two rows of its own size.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops import geglu, rms_norm, swiglu
+from .layers import has_hooks
+from .rows import served_vector
+
+__all__ = ["SimilarMLP", "SimilarRMSNorm", "similar"]
+
+_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+
+
+class SimilarRMSNorm(torch.nn.Module):
+    """An RMS norm that was another class: its weight, by `torch_gpukern.rms_norm`."""
+
+    _gpukern_rule: tuple[float, float] = (1e-6, 0.0)  # eps, weight_offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        eps, offset = self._gpukern_rule
+        return rms_norm(x, served_vector(self.weight, x), eps=eps, weight_offset=offset)
+
+    def extra_repr(self) -> str:
+        return "{}, eps={}, weight_offset={}".format(tuple(self.weight.shape), *self._gpukern_rule)
+
+
+class SimilarMLP(torch.nn.Module):
+    """``down_proj(act_fn(gate_proj(x)) * up_proj(x))`` that was another class; activation and product are one op."""
+
+    _gpukern_rule: str = "silu"
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if has_hooks(self.act_fn):
+            return self.down_proj(self.act_fn(gate) * up)
+        if self._gpukern_rule == "silu":
+            return self.down_proj(swiglu(gate, up))
+        return self.down_proj(geglu(gate, up, approximate=self._gpukern_rule))
+
+
+def similar(module: torch.nn.Module) -> tuple[type, Any, str] | None:
+    """(class of ours, its rule, what it is) for a module that computes the same; None for any other."""
+    kind = type(module)
+    if (
+        kind.__module__.startswith(("torch.", __name__.partition(".")[0]))
+        or "forward" in vars(module)
+        or len(_parameters(kind)) != 1
+    ):
+        return None
+    if kind.__name__.endswith("RMSNorm") and not module._modules and set(module._parameters) == {"weight"}:
+        weight = module.weight
+        if type(weight) is not torch.nn.Parameter or weight.dim() != 1 or weight.is_meta:
+            return None
+        eps = next((v for n in ("variance_epsilon", "eps") if isinstance(v := getattr(module, n, None), float)), None)
+        rules = [] if eps is None else [(eps, 0.0), (eps, 1.0)]
+        return _first_that_agrees(module, SimilarRMSNorm, rules, weight, weight.shape[0])
+    if set(module._modules) == _MLP and not module._parameters:
+        gate = module.gate_proj
+        products = [m for n, m in module._modules.items() if n != "act_fn"]
+        plain = all(isinstance(m, torch.nn.Linear) and type(m.weight) is torch.nn.Parameter for m in products)
+        if (
+            not plain
+            or any(m.weight.is_meta for m in products)
+            or not isinstance(module.act_fn, torch.nn.Module)
+            or has_hooks(module.act_fn)
+        ):
+            return None
+        return _first_that_agrees(module, SimilarMLP, ["silu", "tanh", "none"], gate.weight, gate.in_features)
+    return None
+
+
+def _parameters(kind: type) -> list[str]:
+    return list(inspect.signature(kind.forward).parameters)[1:]
+
+
+def _first_that_agrees(module, kind, rules, like: Tensor, columns: int) -> tuple[type, Any, str] | None:
+    """Whether one of the rules gives what the module gives for two rows. The rows are numbers from 1 to 2 and -2 to -1: all kinds of
+    activations and offsets differ there by more than any rounding."""
+    if not like.is_floating_point():
+        return None
+    ramp = torch.linspace(1, 2, columns, device=like.device, dtype=torch.float32)
+    x = torch.stack((ramp, -ramp)).to(like.dtype)[None]
+    try:
+        with torch.no_grad():
+            want = type(module).forward(module, x)
+            for rule in rules:
+                ours = _as(kind, module, rule)(x)
+                if isinstance(want, Tensor) and want.shape == ours.shape and want.dtype is ours.dtype:
+                    size = max(float(want.abs().max()), 1e-6)
+                    if float((want.float() - ours.float()).abs().max()) <= 8 * torch.finfo(like.dtype).eps * size:
+                        return (
+                            kind,
+                            rule,
+                            f"{type(module).__name__} -> {'RMSNorm' if kind is SimilarRMSNorm else _mlp_name(rule)}",
+                        )
+    except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError):
+        return None  # not what it looked like
+    return None
+
+
+def _mlp_name(rule: str) -> str:
+    return "MLP with swiglu" if rule == "silu" else "MLP with geglu"
+
+
+def _as(kind: type, module: torch.nn.Module, rule: Any):
+    """The forward of `kind` over a module's own parts."""
+    stand_in = kind.__new__(kind)
+    stand_in.__dict__.update(module.__dict__)
+    stand_in.__dict__["_gpukern_rule"] = rule
+    return stand_in.forward

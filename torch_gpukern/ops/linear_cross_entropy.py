@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""linear_cross_entropy: the public function, and the declarations of its ops, which are made of gemm and cross_entropy."""
+
+import math
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from .._library import NAMESPACE, is_grad_enabled, library
+from . import linear_cross_entropy_chunks as chunks
+from .cross_entropy import Reduction, reduce_rows, total_weight
+from .define import define_op
+from .gemm import _torch_allows_tf32
+
+__all__ = ["linear_cross_entropy"]
+
+_NAME = f"{NAMESPACE}::linear_cross_entropy"
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float = 0.0,
+    logit_scale: float = 1.0,
+    reduction: Reduction = "mean",
+    low_memory: bool = False,
+) -> Tensor:
+    """Cross entropy of a linear layer's results, without the logits in memory.
+
+    ``cross_entropy(x @ weight.mT + bias, target, ...)``; the logits are float32 (float64 for float64) and stand in memory for some
+    rows, or some classes, at a time.
+
+    Args:
+        x: [..., H], float32, bfloat16, float16 or float64.
+        weight: [V, H], x's dtype, any strides.
+        target: [...] int64, classes in [0, V) or ignore_index.
+        bias: [V], x's dtype.
+        class_weight: [V] float32 (float64 with float64), `cross_entropy`'s weight.
+        ignore_index, label_smoothing, softcap, logit_scale: as in `cross_entropy`.
+        reduction: ``"mean"``, ``"sum"``, or ``"none"``; as in `cross_entropy`.
+        low_memory: keeps nothing for backward but the inputs and a float32 number a row; backward computes the logits again.
+            So does reduction ``"none"``.
+
+    Returns:
+        [] or, without a reduction, [...]: float32 (float64 with float64), also of 16-bit x.
+
+    Gradients: x, weight and bias. That of the logits is rounded once to x's dtype; those of weight and bias are summed in float32.
+    The same bits each time, also in a second backward over the same graph. Not twice differentiable.
+
+    Memory beyond arguments and results, of M rows, b bytes a number (2 in bfloat16), forward and backward, at most::
+
+        mean, sum               min(b M V, 4 V H) + b M H + 256 MiB     6 M H V FLOPs
+        low_memory or none      4 M H + 512 MiB                         8 M H V FLOPs
+
+    The first needs b M H + 256 MiB where weight requires no gradient, and 256 MiB where nothing does.
+
+    Autocast casts x, weight and bias. Float32 on CUDA follows ``torch.backends.cuda.matmul.fp32_precision``.
+
+    Raises:
+        ValueError: a shape, dtype or value that the op does not take.
+        IndexError: a target that is no class. On CUDA that row's loss is NaN, and the error is raised by the next call
+            of an op or by `check_errors`.
+
+    Liger Kernel, arXiv:2410.10989, makes the gradients in the forward pass; Wijmans et al., "Cut Your Losses in Large-Vocabulary
+    Language Models" (2024), arXiv:2411.09009, compute the logits again.
+    """
+    if reduction not in get_args(Reduction):
+        raise ValueError(f"{_NAME}: reduction must be none, mean or sum, got '{reduction}'")
+    tf32 = getattr(x, "is_cuda", False) and x.dtype == torch.float32 and _torch_allows_tf32()
+    rules = (class_weight, ignore_index, label_smoothing, softcap, logit_scale, "tf32" if tf32 else "ieee")
+    if low_memory or reduction == "none":
+        loss, _ = _rows.call(x, weight, target, bias, *rules)
+        return reduce_rows("linear_cross_entropy", loss, target, class_weight, ignore_index, reduction)
+    wants = (t is not None and is_grad_enabled() and getattr(t, "requires_grad", False) for t in (x, weight, bias))
+    return _scalar.call(x, weight, target, bias, *rules, reduction, *wants)[0]
+
+
+# ---- schemas ---------------------------------------------------------------------------------------
+
+_RULES = "Tensor? class_weight, int ignore_index, float label_smoothing, float softcap, float logit_scale, str fp32_precision"
+_NEEDS = "bool need_x, bool need_weight, bool need_bias"
+
+library.define(
+    "linear_cross_entropy(Tensor x, Tensor weight, Tensor target, Tensor? bias=None, *, Tensor? class_weight=None, "
+    "int ignore_index=-100, float label_smoothing=0.0, float softcap=0.0, float logit_scale=1.0, str reduction='mean', "
+    "bool low_memory=False) -> Tensor"
+)
+library.define(
+    f"linear_cross_entropy_fwd(Tensor x, Tensor weight, Tensor target, Tensor? bias, {_RULES}, str reduction, {_NEEDS}) "
+    "-> (Tensor loss, Tensor factor, Tensor dx, Tensor kept, Tensor dbias)"
+)
+library.define(
+    "linear_cross_entropy_bwd(Tensor grad_loss, Tensor factor, Tensor dx, Tensor kept, Tensor dbias, Tensor x, "
+    "str fp32_precision) -> (Tensor dx_scaled, Tensor dweight, Tensor dbias_scaled)"
+)
+library.define(
+    f"linear_cross_entropy_rows(Tensor x, Tensor weight, Tensor target, Tensor? bias, {_RULES}) -> (Tensor loss, Tensor lse)"
+)
+library.define(
+    f"linear_cross_entropy_rows_bwd(Tensor grad_loss, Tensor x, Tensor weight, Tensor target, Tensor lse, Tensor? bias, {_RULES}, "
+    f"{_NEEDS}) -> (Tensor dx, Tensor dweight, Tensor dbias)"
+)
+
+
+# ---- checks ----------------------------------------------------------------------------------------
+
+
+def _require(holds: bool, text: str) -> None:
+    if not holds:
+        raise ValueError(f"{_NAME}: {text}")
+
+
+def _dtype(x: torch.dtype) -> str:
+    return str(x).removeprefix("torch.")
+
+
+def _check(x, weight, target, bias, class_weight, label_smoothing, softcap, logit_scale, **_) -> None:
+    """Shapes, dtypes, devices and values; of symbols these are guards."""
+    _require(x.dim() >= 1, f"x must have at least 1 dimension, got {x.dim()}")
+    _require(x.dtype in _FLOATS, f"x must be float32, bfloat16, float16 or float64, got {_dtype(x.dtype)}")
+    _require(weight.dim() == 2, f"weight must have 2 dimensions [V, H], got {weight.dim()}")
+    _require(weight.shape[0] >= 1, "weight must have 1 class or more, got 0")
+    _require(
+        weight.shape[1] == x.shape[-1],
+        f"weight has {weight.shape[1]} columns, x has {x.shape[-1]}; they must match",
+    )
+    _require(target.dtype is torch.int64, f"target must be int64, got {_dtype(target.dtype)}")
+    _require(
+        target.dim() == x.dim() - 1 and all(a == b for a, b in zip(target.shape, x.shape)),
+        f"target must have shape {list(x.shape[:-1])}, got {list(target.shape)}",
+    )
+    wide = chunks.accumulator(x)
+    for name, t, dtype in (("weight", weight, x.dtype), ("bias", bias, x.dtype), ("class_weight", class_weight, wide)):
+        if t is None:
+            continue
+        _require(t.dtype is dtype, f"{name} must be {_dtype(dtype)}, got {_dtype(t.dtype)}")
+        if name != "weight":
+            _require(
+                t.dim() == 1 and t.shape[0] == weight.shape[0],
+                f"{name} must have shape [{weight.shape[0]}], got {list(t.shape)}",
+            )
+    for name, t in (("weight", weight), ("target", target), ("bias", bias), ("class_weight", class_weight)):
+        _require(
+            t is None or t.device == x.device,
+            f"{name} is on {'' if t is None else t.device}, x is on {x.device}; they must be on one device",
+        )
+    _require(0 <= label_smoothing <= 1, f"label_smoothing must be between 0 and 1, got {label_smoothing:g}")
+    _require(
+        math.isfinite(softcap) and softcap >= 0,
+        f"softcap must be 0 (off) or a positive finite number, got {softcap:g}",
+    )
+    _require(math.isfinite(logit_scale), f"logit_scale must be finite, got {logit_scale:g}")
+
+
+def _check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
+    """On the CPU; CUDA's kernels report to the error word."""
+    if target.device.type != "cpu":
+        return
+    bad = ((target < 0) | (target >= classes)) & (target != ignore_index)
+    if bad.any():
+        row = int(bad.to(torch.int8).argmax())
+        raise IndexError(
+            f"{_NAME}: target is expected to hold classes in [0, {classes}) or ignore_index, got {int(target[row])} in row {row}"
+        )
+
+
+# ---- kernels ---------------------------------------------------------------------------------------
+
+
+def _flat(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    return x.reshape(target.numel(), x.shape[-1]), target.reshape(-1)
+
+
+def _scalar_kernel(x, weight, target, bias, *more):
+    *rules, reduction, need_x, need_weight, need_bias = more
+    rules = chunks.Rules(*rules)
+    _check(x, weight, target, bias, **rules._asdict())
+    flat, classes = _flat(x, target)
+    _check_targets(classes, weight.shape[0], rules.ignore_index)
+    loss, dx, kept, dbias = chunks.scalar(
+        flat, weight, classes, bias, rules, need_x, need_weight, need_bias and bias is not None
+    )
+    total, factor = loss.sum(dtype=torch.float64), loss.new_ones(())
+    if reduction == "mean":
+        divisor = total_weight(target, rules.class_weight, rules.ignore_index).to(torch.float64)
+        factor = torch.where(divisor == 0, 0.0, 1.0 / divisor).to(
+            loss.dtype
+        )  # 0: no row counts, and no gradient is NaN
+        total = total / divisor
+    return total.to(loss.dtype), factor, dx.view(x.shape) if need_x else dx, kept, dbias
+
+
+def _scalar_bwd_kernel(grad_loss, factor, dx, kept, dbias, x, fp32_precision):
+    flat = x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.reshape(math.prod(x.shape[:-1]), 0)
+    rules = chunks.Rules(None, 0, 0.0, 0.0, 1.0, fp32_precision)
+    made, dweight, dbias = chunks.scaled(factor * grad_loss, dx, kept, dbias, flat, rules)
+    return made, dweight, dbias
+
+
+def _rows_kernel(x, weight, target, bias, *rules):
+    rules = chunks.Rules(*rules)
+    _check(x, weight, target, bias, **rules._asdict())
+    flat, classes = _flat(x, target)
+    _check_targets(classes, weight.shape[0], rules.ignore_index)
+    return tuple(r.view(target.shape) for r in chunks.rows(flat, weight, classes, bias, rules))
+
+
+def _rows_bwd_kernel(grad_loss, x, weight, target, lse, bias, *more):
+    *rules, need_x, need_weight, need_bias = more
+    flat, classes = _flat(x, target)
+    dx, dweight, dbias = chunks.rows_backward(
+        grad_loss.reshape(-1),
+        flat,
+        weight,
+        classes,
+        lse.reshape(-1),
+        bias,
+        chunks.Rules(*rules),
+        need_x,
+        need_weight,
+        need_bias,
+    )
+    return dx.view(x.shape) if need_x else dx, dweight, dbias
+
+
+for _name, _kernel in (
+    ("linear_cross_entropy_fwd", _scalar_kernel),
+    ("linear_cross_entropy_bwd", _scalar_bwd_kernel),
+    ("linear_cross_entropy_rows", _rows_kernel),
+    ("linear_cross_entropy_rows_bwd", _rows_bwd_kernel),
+):
+    library.impl(_name, _kernel, "CPU")
+    library.impl(_name, _kernel, "CUDA")
+library.impl("linear_cross_entropy", linear_cross_entropy, "CompositeImplicitAutograd")
+
+
+# ---- fake functions --------------------------------------------------------------------------------
+
+
+def _scalar_fake(x, weight, target, bias, need_x, need_weight, need_bias, **rules):
+    _check(x, weight, target, bias, **rules)
+    wide, v = chunks.accumulator(x), weight.shape[0]
+    loss, factor = (x.new_empty((), dtype=wide) for _ in range(2))
+    kept = x.new_empty((chunks.kept_rows(x, target.numel()), v) if need_weight else 0)
+    dx = x.new_empty(x.shape if need_x else 0)
+    return loss, factor, dx, kept, x.new_empty(v if need_bias and bias is not None else 0, dtype=wide)
+
+
+def _scalar_bwd_fake(dx, kept, dbias, x, **_):
+    dweight = x.new_empty((kept.shape[1], x.shape[-1]) if kept.dim() == 2 else 0)
+    return x.new_empty(dx.shape), dweight, x.new_empty(dbias.shape)
+
+
+def _rows_fake(x, weight, target, bias, **rules):
+    _check(x, weight, target, bias, **rules)
+    return tuple(x.new_empty(target.shape, dtype=chunks.accumulator(x)) for _ in range(2))
+
+
+def _rows_bwd_fake(x, weight, need_x, need_weight, need_bias, **_):
+    shapes = ((x.shape, need_x), (weight.shape, need_weight), (weight.shape[:1], need_bias))
+    return tuple(x.new_empty(shape if needed else 0) for shape, needed in shapes)
+
+
+# ---- gradients -------------------------------------------------------------------------------------
+
+
+def _scalar_save(needs, args, loss, factor, dx, kept, dbias):
+    return (factor, dx, kept, dbias, args[0]), {}
+
+
+def _scalar_backward(needs, factor, dx, kept, dbias, x, fp32_precision, grad_loss, **_):
+    dx, dweight, dbias = _scalar_bwd.call(grad_loss, factor, dx, kept, dbias, x, fp32_precision)
+    return {"x": dx, "weight": dweight, "bias": dbias}
+
+
+def _rows_save(needs, args, loss, lse):
+    x, weight, target, bias, class_weight = args[:5]
+    return (x, weight, target, bias, class_weight, lse), {}
+
+
+def _rows_backward(needs, x, weight, target, bias, class_weight, lse, grad_loss, grad_lse, **rules):
+    if grad_lse is not None and grad_loss is not None:  # of callers of the op; torch.func makes one of zeros
+        raise NotImplementedError(f"{_NAME}: lse has no gradient")
+    names = ("ignore_index", "label_smoothing", "softcap", "logit_scale", "fp32_precision")
+    dx, dweight, dbias = _rows_bwd.call(
+        grad_loss,
+        x,
+        weight,
+        target,
+        lse,
+        bias,
+        class_weight,
+        *(rules[name] for name in names),
+        *(name in needs for name in ("x", "weight", "bias")),
+    )
+    return {"x": dx, "weight": dweight, "bias": dbias}
+
+
+def _flops(times: int):
+    def flops(x, weight, need_x=False, need_weight=False, **_) -> int:
+        return 2 * math.prod(x) * weight[0] * (times + need_x + need_weight)
+
+    return flops
+
+
+_scalar_bwd = define_op(
+    "linear_cross_entropy_bwd",
+    symbolic=_scalar_bwd_fake,
+    refuse="linear_cross_entropy: it is not twice differentiable",
+    composed=True,
+)
+_scalar = define_op(
+    "linear_cross_entropy_fwd",
+    symbolic=_scalar_fake,
+    save=_scalar_save,
+    saved=("factor", "dx", "kept", "dbias", "x"),
+    backward=_scalar_backward,
+    without_gradient=("class_weight",),
+    autocast=("x", "weight", "bias"),
+    flops=_flops(1),
+    composed=True,
+)
+_rows_bwd = define_op(
+    "linear_cross_entropy_rows_bwd",
+    symbolic=_rows_bwd_fake,
+    refuse="linear_cross_entropy: it is not twice differentiable",
+    flops=_flops(1),
+    composed=True,
+)
+_rows = define_op(
+    "linear_cross_entropy_rows",
+    symbolic=_rows_fake,
+    save=_rows_save,
+    saved=("x", "weight", "target", "bias", "class_weight", "lse"),
+    backward=_rows_backward,
+    without_gradient=("class_weight",),
+    autocast=("x", "weight", "bias"),
+    flops=_flops(1),
+    composed=True,
+)

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What linear_cross_entropy computes: gemm and cross_entropy over some rows, or some classes, at a time.
+
+x [M, H], weight [V, H], target [M]. z = x weight^T + bias is float32 (float64 of float64), rows of it at once in one buffer that
+is used again; cross_entropy turns it into its own gradient in place, which is rounded to x's dtype as dz.
+
+- `scalar`, forward of a mean or a sum, makes the gradients, too: 6 M H V FLOPs. dz has the size of a row's own loss, without the
+  factor 1 / M, so that it does not underflow in float16. All of it is kept where that is not larger than a float32 sum of
+  dweight; else such a sum is kept. Which of the two follows from shapes alone.
+- `scaled` is its backward: multiplies by the gradient of the loss and rounds.
+- `rows` gives each row's loss, and `rows_backward` computes z again, 8 M H V FLOPs: by classes where dweight is wanted, so that
+  each of its rows is complete at once, else by rows.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._library import ops
+
+__all__ = ["Rules", "accumulator", "kept_rows", "rows", "rows_backward", "scalar", "scaled"]
+
+# Bytes of z at once. On the CPU it should stay near the caches, as long as a product has rows enough to be worth packing weight.
+_CPU_BYTES, _MOST_BYTES, _FEWEST_ROWS = 64 << 20, 128 << 20, 256
+_COPY_BYTES = 32 << 20  # of a float32 tensor on the way to a result
+
+
+class Rules(NamedTuple):
+    """The arguments of every pass that are no tensors of its own."""
+
+    class_weight: Tensor | None
+    ignore_index: int
+    label_smoothing: float
+    softcap: float
+    logit_scale: float
+    fp32_precision: str
+
+    @property
+    def of_rows(self) -> tuple:
+        return self[:-1]
+
+
+def accumulator(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype is torch.float64 else torch.float32
+
+
+def kept_rows(x: Tensor, rows):
+    """Rows of the buffer [rows, V] in x's dtype that `scalar` keeps where dweight is wanted: dz of all rows, or as many as have
+    the bytes of dweight's sum. rows may be a symbol."""
+    wide = x.shape[-1] * (accumulator(x).itemsize // x.dtype.itemsize)
+    return torch.sym_min(rows, wide)
+
+
+def _rows_at_once(x: Tensor, classes: int) -> int:
+    row = max(1, classes) * accumulator(x).itemsize
+    step = _MOST_BYTES // row
+    if x.device.type == "cpu":
+        step = min(step, max(_CPU_BYTES // row, _FEWEST_ROWS))
+    return _whole_tiles(step)
+
+
+def _whole_tiles(step: int) -> int:
+    return max(1, step // 128 * 128 or step)
+
+
+def _steps(size: int, step: int):
+    return (slice(at, min(at + step, size)) for at in range(0, size, step))
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor, rules: Rules, bias: Tensor | None = None) -> Tensor:
+    ops.gemm.out(a, b, bias, out_dtype=out.dtype, fp32_precision=rules.fp32_precision, out=out)
+    return out
+
+
+def _loss(z: Tensor, target: Tensor, rules: Rules) -> tuple[Tensor, Tensor]:
+    return ops.cross_entropy.default(z, target, *rules.of_rows)
+
+
+def _becomes_gradient(z: Tensor, grad: Tensor, target: Tensor, lse: Tensor, rules: Rules) -> None:
+    ops.cross_entropy_bwd.out(grad, z, target, lse, *rules.of_rows, out=z)
+
+
+def scalar(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    rules: Rules,
+    need_x: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(loss [M], dx [M, H], kept [rows, V], dbias [V]), gradients of the sum of the rows' losses; empty where not needed."""
+    (m, h), v, wide = x.shape, weight.shape[0], accumulator(x)
+    step, loss = _rows_at_once(x, v), x.new_empty(m, dtype=wide)
+    dx = x.new_empty((m, h) if need_x else 0)
+    dbias = x.new_zeros(v if need_bias else 0, dtype=wide)
+    kept = x.new_empty((kept_rows(x, m), v) if need_weight else 0)
+    whole = need_weight and kept.shape[0] == m
+    # Rows whose dz is multiplied at once. One block of H rows beside the sum of dweight is as large as dweight, which is not made yet.
+    block = max(1, m) if whole else max(step, h) if need_weight else step
+    total = kept.view(-1).view(wide).view(v, h).zero_() if need_weight and not whole else None
+    needed = need_x or need_weight or need_bias
+    one = x.new_ones((), dtype=wide)
+    room = kept if whole else x.new_empty(min(block, m), v) if need_x or need_weight else None
+    direct = room is not None and x.dtype is wide  # then z is made where dz is wanted
+    buffer = None if direct else x.new_empty(min(step, m), v, dtype=wide)
+    for outer in _steps(m, block):
+        xs, ts = x[outer], target[outer]
+        dz = None if room is None else room[: xs.shape[0]]
+        for s in _steps(xs.shape[0], step):
+            z = dz[s] if direct else buffer[: s.stop - s.start]
+            _product(xs[s], weight.mT, z, rules, bias)
+            loss[outer][s], lse = _loss(z, ts[s], rules)
+            if not needed:
+                continue
+            _becomes_gradient(z, one.expand(lse.shape), ts[s], lse, rules)
+            if need_bias:
+                dbias += z.sum(0)
+            if dz is not None and not direct:
+                dz[s].copy_(z)
+        if need_x:
+            _product(dz, weight, dx[outer], rules)
+        if total is not None:
+            _add_products(total, dz, xs, rules)
+    return loss, dx, kept, dbias
+
+
+def _add_products(total: Tensor, dz: Tensor, x: Tensor, rules: Rules) -> None:
+    """total [V, H] += dz^T x, some classes at a time: gemm adds to no tensor in place."""
+    step = max(1, _COPY_BYTES // max(1, total.shape[1] * total.itemsize))
+    for s in _steps(total.shape[0], step):
+        total[s] += _product(dz[:, s].mT, x, torch.empty_like(total[s]), rules)
+
+
+def scaled(
+    factor: Tensor, dx: Tensor, kept: Tensor, dbias: Tensor, x: Tensor, rules: Rules
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dweight, dbias) of `scalar` times factor [], rounded to x's dtype."""
+    wide, (m, h) = accumulator(x), x.shape
+    if kept.dim() < 2:
+        dweight = x.new_empty(0)
+    elif kept.shape[0] < m:
+        dweight = _times(kept.view(-1).view(wide).view(kept.shape[1], h), factor, x.dtype)
+    else:
+        dweight = x.new_empty(kept.shape[1], h)
+        if x.dtype is torch.float16:  # factor may be that of a gradient scaler, which times x would overflow
+            _times_product(kept.mT, x, dweight, factor, rules)
+        else:
+            _product(kept.mT, _times(x, factor, x.dtype), dweight, rules)
+    return _times(dx, factor, x.dtype), dweight, _times(dbias, factor, x.dtype)
+
+
+def _times(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """x * factor in factor's dtype, rounded once."""
+    if x.dtype is factor.dtype and x.dtype is dtype:
+        return x * factor
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    step = max(1, _COPY_BYTES // max(1, x[:1].numel() * factor.itemsize)) if x.dim() else 1
+    for s in _steps(x.shape[0], step):
+        out[s].copy_(x[s].to(factor.dtype) * factor)
+    return out
+
+
+def _times_product(a: Tensor, b: Tensor, out: Tensor, factor: Tensor, rules: Rules) -> None:
+    """out = factor * (a @ b), rounded once."""
+    step = max(1, _COPY_BYTES // max(1, out.shape[1] * factor.itemsize))
+    for s in _steps(out.shape[0], step):
+        wide = torch.empty(out[s].shape, dtype=factor.dtype, device=out.device)
+        out[s].copy_(_product(a[s], b, wide, rules).mul_(factor))
+
+
+def rows(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, rules: Rules) -> tuple[Tensor, Tensor]:
+    """(loss, lse), both [M]."""
+    m, wide = x.shape[0], accumulator(x)
+    loss, lse = (x.new_empty(m, dtype=wide) for _ in range(2))
+    step = _rows_at_once(x, weight.shape[0])
+    buffer = x.new_empty(min(step, m), weight.shape[0], dtype=wide)
+    for s in _steps(m, step):
+        z = _product(x[s], weight.mT, buffer[: s.stop - s.start], rules, bias)
+        loss[s], lse[s] = _loss(z, target[s], rules)
+    return loss, lse
+
+
+def rows_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    rules: Rules,
+    need_x: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dweight, dbias) for gradients [M] of the rows' losses; empty where not needed."""
+    (m, h), v, wide = x.shape, weight.shape[0], accumulator(x)
+    factor = None
+    if x.dtype is torch.float16 and m:  # 1 / M times a probability would underflow
+        factor = grad.abs().amax()
+        factor = torch.where((factor > 0) & factor.isfinite(), factor, 1.0)
+        grad = grad / factor
+    dx = x.new_empty((m, h) if need_x else 0)
+    dweight = x.new_empty((v, h) if need_weight else 0)
+    dbias = x.new_zeros(v if need_bias else 0, dtype=wide)
+    if need_weight:
+        _backward_by_classes(grad, x, weight, target, lse, bias, rules, dx if need_x else None, dweight, dbias, factor)
+    else:
+        step = _rows_at_once(x, v)
+        buffer = x.new_empty(min(step, m), v, dtype=wide)
+        for s in _steps(m, step):
+            z = _product(x[s], weight.mT, buffer[: s.stop - s.start], rules, bias)
+            _becomes_gradient(z, grad[s], target[s], lse[s], rules)
+            if need_bias:
+                dbias += z.sum(0)
+            if need_x and factor is not None:
+                _times_product(z.to(x.dtype), weight, dx[s], factor, rules)
+            elif need_x:
+                _product(z.to(x.dtype), weight, dx[s], rules)
+    dbias = dbias if factor is None else dbias * factor
+    return dx, dweight, dbias.to(x.dtype)
+
+
+def _backward_by_classes(grad, x, weight, target, lse, bias, rules, dx, dweight, dbias, factor) -> None:
+    """Writes dx (or None), dweight and dbias (or an empty one). dx is summed over the classes in float32."""
+    (m, h), v, wide = x.shape, weight.shape[0], accumulator(x)
+    kept = target != rules.ignore_index
+    smooth, w = rules.label_smoothing, rules.class_weight
+    own = grad * (1 - smooth)
+    if w is not None:
+        own = own * w[target.clamp(0, max(v - 1, 0))]
+    spread = grad * (smooth / max(v, 1))  # of a row's gradient, what every class of weight 1 has
+    own, spread = own.masked_fill(~kept, 0), spread.masked_fill(~kept, 0)
+    sum_weights = float(v) if w is None else w.sum()
+    both = own + spread * sum_weights if smooth else own
+    lse = lse.masked_fill(~kept, float("inf"))
+    total = None if dx is None else x.new_zeros(m, h, dtype=wide)
+    step = _whole_tiles(_MOST_BYTES // (max(1, m) * wide.itemsize))
+    for s in _steps(v, step):
+        z = _product(
+            x, weight[s].mT, x.new_empty(m, s.stop - s.start, dtype=wide), rules, None if bias is None else bias[s]
+        )
+        if rules.logit_scale != 1:
+            z *= rules.logit_scale
+        slope = None
+        if rules.softcap > 0:
+            z.div_(rules.softcap).tanh_()
+            slope = z.square().neg_().add_(1)
+            z.mul_(rules.softcap)
+        z.sub_(lse[:, None]).exp_().mul_(both[:, None])
+        if smooth:
+            z.addr_(spread, spread.new_ones(z.shape[1]) if w is None else w[s], alpha=-1)
+        column = target - s.start
+        here = kept & (column >= 0) & (column < s.stop - s.start)
+        column = column.clamp(0, s.stop - s.start - 1)[:, None]
+        z.scatter_(1, column, z.gather(1, column) - own.masked_fill(~here, 0)[:, None])
+        if slope is not None:
+            z *= slope
+        if rules.logit_scale != 1:
+            z *= rules.logit_scale
+        if dbias.numel():
+            dbias[s] = z.sum(0)
+        dz = z.to(x.dtype)
+        del z, slope
+        if factor is None:
+            _product(dz.mT, x, dweight[s], rules)
+        else:
+            _times_product(dz.mT, x, dweight[s], factor, rules)
+        if total is not None:
+            _add_rows(total, dz, weight[s], rules)
+    if total is not None:
+        dx.copy_(total if factor is None else total.mul_(factor))
+
+
+def _add_rows(total: Tensor, dz: Tensor, weight: Tensor, rules: Rules) -> None:
+    """total [M, H] += dz weight, some rows at a time."""
+    step = max(1, _COPY_BYTES // max(1, total.shape[1] * total.itemsize))
+    for s in _steps(total.shape[0], step):
+        total[s] += _product(dz[s], weight, torch.empty_like(total[s]), rules)
