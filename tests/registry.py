@@ -515,7 +515,8 @@ def drawn(name: str, variant: str, device: str = "cpu", dtype: torch.dtype = tor
         if not x.is_floating_point():
             return x.to(device)
         wide = torch.float32 if name in always_wide and dtype.itemsize < 4 else dtype
-        return randn(gen, *(copies,) * (copies > 0), *x.shape, dtype=wide, device=device)
+        drawn = randn(gen, *(copies,) * (copies > 0), *x.shape, dtype=wide, device=device)
+        return drawn.abs() + 0.1 if name in ("k_scale", "v_scale") else drawn  # a cache's scales are above 0
 
     return {n: draw(n, x) for n, x in call.items()}
 

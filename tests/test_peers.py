@@ -31,6 +31,14 @@ def test_lines_are_those_of_code(peers, tmp_path):
         assert 20 < lines["Triton"] < 80 and lines["gpukern"] > 500
 
 
+def test_the_page_has_the_lines_of_the_kernels(peers):
+    page = (BENCHMARKS.parent / "docs" / "patterns.md").read_text()
+    lines = peers.kernel_lines(BENCHMARKS / "peers" / "triton_rows.py")
+    assert set(lines) == {"add", "relu", "gelu", "bias_gelu_dropout", "softmax", "layer_norm"}
+    for name, count in lines.items():
+        assert f"| `{name}_kernel` | {count} |" in page, (name, count)
+
+
 # One configuration: the interpreter has nothing to measure the others by.
 PROGRAM = """
 import sys
@@ -54,13 +62,48 @@ print("right")
 """
 
 
+ROWS_PROGRAM = """
+import sys
+import torch
+sys.path.insert(0, sys.argv[1])
+from peers import triton_rows as T
+torch.manual_seed(0)
+F = torch.nn.functional
+for dtype, tol in ((torch.float32, 2e-6), (torch.float16, 2e-3)):
+    for shape in ((1,), (3, 70), (5, 1025), (0, 4)):
+        x, y = (2 + torch.randn(shape)).to(dtype), torch.randn(shape).to(dtype)
+        w, b = (torch.randn(shape[-1]).to(dtype) for _ in range(2))
+        d = x.double()
+        pairs = {
+            "add": (T.add(x, y), d + y.double()),
+            "relu": (T.relu(y), F.relu(y.double())),
+            "gelu": (T.gelu(y), F.gelu(y.double())),
+            "softmax": (T.softmax(x), d.softmax(-1)),
+            "layer_norm": (T.layer_norm(x, w, b), F.layer_norm(d, shape[-1:], w.double(), b.double())),
+            "no dropout": (T.bias_gelu_dropout(x, b, 0.0, 1), F.gelu(d + b.double())),
+        }
+        for name, (got, want) in pairs.items():
+            torch.testing.assert_close(got.double(), want, rtol=tol, atol=tol, msg=lambda text: f"{name} {shape} {dtype}: {text}")
+x, b = torch.randn(64, 100), torch.randn(100)
+kept = F.gelu(x + b)
+out = T.bias_gelu_dropout(x, b, 0.25, 7)
+dropped = out == 0
+assert 0.22 < dropped.float().mean() < 0.28
+torch.testing.assert_close(out[~dropped], (kept / 0.75)[~dropped], rtol=1e-5, atol=1e-6)
+assert torch.equal(out, T.bias_gelu_dropout(x, b, 0.25, 7)) and not torch.equal(out, T.bias_gelu_dropout(x, b, 0.25, 8))
+assert T.relu(torch.tensor([float("nan"), -1.0])).isnan().tolist() == [True, False]
+print("right")
+"""
+
+
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_triton_is_right():
+@pytest.mark.parametrize("program", [PROGRAM, ROWS_PROGRAM], ids=["products", "rows"])
+def test_triton_is_right(program):
     version = importlib.metadata.version("triton")
     if tuple(map(int, version.split(".")[:2])) < (3, 7):
         pytest.skip(f"the interpreter of Triton {version} cannot loop up to an argument under numpy 2.4")
     env = os.environ | {"TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-c", PROGRAM, str(BENCHMARKS)]
+    command = [sys.executable, "-c", program, str(BENCHMARKS)]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.stdout == "right\n", done.stdout + done.stderr
 
@@ -68,8 +111,11 @@ def test_triton_is_right():
 @pytest.mark.gpu
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_triton_on_the_gpu(peers):
-    from peers import triton_flash_attn, triton_gemm
+    from peers import triton_flash_attn, triton_gemm, triton_rows
 
+    x = torch.randn(33, 1000, device="cuda")
+    torch.testing.assert_close(triton_rows.softmax(x), x.softmax(-1), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(triton_rows.gelu(x), torch.nn.functional.gelu(x), rtol=1e-5, atol=1e-6)
     a, b = torch.randn(1000, 776, device="cuda").bfloat16(), torch.randn(776, 328, device="cuda").bfloat16()
     want = a.double() @ b.double()
     assert (triton_gemm.gemm(a, b) - want).abs().max() < 1e-2 * want.abs().max()

@@ -42,3 +42,16 @@ def lines_of(op: str) -> dict[str, int]:
     """Lines of code of an op's forward kernel: ours for Hopper, with all that it stands on, and Triton's."""
     ours = {"gemm": "gemm/gemm_sm90a.cu", "flash_attn": "attn/flash_attn_fwd_sm90a.cu"}[op]
     return {"gpukern": cuda_lines(ours), "Triton": python_lines(HERE / f"triton_{op}.py")}
+
+
+def kernel_lines(path: Path) -> dict[str, int]:
+    """Lines of code of each Triton kernel in a file, by its name without `_kernel`, and without what it calls."""
+    text = path.read_text()
+    found = {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
+            said = ast.get_docstring(node) is not None
+            lines = text.splitlines()[node.lineno - 1 : node.end_lineno]
+            docs = node.body[0].end_lineno - node.body[0].lineno + 1 if said else 0
+            found[node.name.removesuffix("_kernel")] = sum(bool(line.strip()) for line in lines) - docs
+    return found

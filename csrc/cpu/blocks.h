@@ -50,7 +50,10 @@ TABLE gk_gemm_blocks gk_gemm_blocks_amx = {{512, 256, 512}, {512, 2048, 512}, 2,
  * 1.10x against 1.03x, 32 rows 1.00x against 1.04x. */
 enum {
     GK_SKINNY_ROWS_ACROSS = 16,
-    GK_SKINNY_ROWS_ALONG = 24
+    GK_SKINNY_ROWS_ALONG = 24,
+    /* Beside AMX, by its sums: b of 16 bits at 12 GB/s is 12 GFLOP/s a row, avx512 has 110: of 9 rows tiles, which take b packed once
+     * into the L2, wait for memory alone. */
+    GK_SKINNY_ROWS_AMX = 8
 };
 
 /* Small M: columns of a task; across where b is packed, rows of b per step (more of them where more than few_rows rows of
@@ -104,6 +107,8 @@ typedef struct gk_attn_bwd_blocks {
 
 /* 128 x 128 2% below, 256 x 512 2% above in four times the room; head_dim 512: 364, 64 x 64 340 */
 TABLE gk_attn_bwd_blocks gk_attn_bwd_blocks_avx512bf16 = {128, 256, 64};
+/* no machine to measure on: the same room, and whole tiles */
+TABLE gk_attn_bwd_blocks gk_attn_bwd_blocks_amx = {128, 256, 64};
 /* 202; 64 x 128 197, 64 x 256 198, 128 x 128 199; head_dim 512: 206, 64 x 64 188 */
 TABLE gk_attn_bwd_blocks gk_attn_bwd_blocks_avx512 = {128, 256, 64};
 /* not timed: a quarter of the tile, as machines without AVX-512 often have 256 to 512 KiB of L2 */
@@ -127,11 +132,17 @@ typedef struct gk_paged_blocks {
  * heads went inside keys: unit 16 the same, 64 less; chunk 512 0.75 for 0.785 in bf16, 2048 0.79. 8 lanes read about half of
  * what 4 do, GB/s a core. */
 TABLE gk_paged_blocks gk_paged_attn_blocks_avx512bf16 = {8, 32, 4, 1024, 4096, 2};
+/* no machine to measure on: a unit is one tile of p; more lanes than a CPU's batch of tokens has are blocks, as in prefill */
+TABLE gk_paged_blocks gk_paged_attn_blocks_amx = {64, 32, 4, 1024, 4096, 2};
 /* f32 | bf16: v_keys 4 0.78 | 0.87, 8 0.77 | 0.81 */
 TABLE gk_paged_blocks gk_paged_attn_blocks_avx512 = {8, 32, 4, 1024, 4096, 2};
 /* On a Zen 5 f32 | bf16: v_keys 4 0.91 | 0.75, 8 0.85 | 0.80. Zen 3, 1 x 4096: tasks_per_thread 2 0.615, 4 0.58 */
 TABLE gk_paged_blocks gk_paged_attn_blocks_avx2 = {8, 32, 8, 1024, 4096, 2};
 /* v_keys 4 or 8 0.63 | 0.34 */
 TABLE gk_paged_blocks gk_paged_attn_blocks_base = {8, 32, 8, 1024, 4096, 2};
+
+/* AMX's emulation runs what AMX runs. */
+#define gk_attn_bwd_blocks_amx_emulated gk_attn_bwd_blocks_amx
+#define gk_paged_attn_blocks_amx_emulated gk_paged_attn_blocks_amx
 
 #endif

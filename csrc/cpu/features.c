@@ -28,19 +28,28 @@ static bool has_bf16_and_vnni(void) {
 #endif
 
 #if defined(GK_X86_ISAS) && defined(GK_HAS_AMX) && defined(__linux__)
-/* The processor has tiles and their bfloat16 product, the system saves them, and lets this process have them: an old kernel does
- * not know the request, a container may refuse it, and a signal stack that is too small for them does. Asked for once. */
+/* The processor has tiles of the kernels' palette, 8 of 16 rows of 64 bytes, and their bfloat16 product. */
+static bool has_tiles(void) {
+    unsigned eax, ebx, ecx, edx;
+    if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || !(edx >> 22 & 1) || !(edx >> 24 & 1)) return false;
+    return __get_cpuid_count(0x1d, 1, &eax, &ebx, &ecx, &edx) && eax >> 16 == 1024 && (ebx & 0xffff) == 64 &&
+           ebx >> 16 == 8 && (ecx & 0xffff) == 16;
+}
+
+/* And the system saves them, and lets this process have them: an old kernel does not know the request, a container may refuse
+ * it, and a signal stack that is too small for them does. Linux, Documentation/arch/x86/xstate.rst: the permission is of the
+ * process, so of all its threads, a forked child inherits it, and exec drops it. Asked for once. */
 __attribute__((target("xsave"))) static bool may_use_tiles(void) {
     enum {
         REQUEST = 0x1023,
         TILE_DATA = 18
     }; /* ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA */
     unsigned eax, ebx, ecx, edx;
-    if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || !(edx >> 22 & 1) || !(edx >> 24 & 1)) return false;
-    if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || !(ecx >> 27 & 1)) return false; /* OSXSAVE */
+    if (!has_tiles() || !__get_cpuid(1, &eax, &ebx, &ecx, &edx) || !(ecx >> 27 & 1)) return false; /* OSXSAVE */
     return (_xgetbv(0) >> 17 & 3) == 3 && syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
 }
 #else
+static bool has_tiles(void) { return false; }
 static bool may_use_tiles(void) { return false; }
 #endif
 
@@ -112,7 +121,7 @@ static bool pairs_are_slow(void) {
 
 /* The sets do not nest in speed: the best one may be left to who asks for it by name. */
 static gk_isa usual(void) {
-    if (best() < GK_ISA_AVX512BF16) return best();
+    if (best() != GK_ISA_AVX512BF16) return best();
     return pairs_are_slow() ? GK_ISA_AVX512 : GK_ISA_AVX512BF16;
 }
 
@@ -120,11 +129,12 @@ const char *gk_cpu_isa(void) { return gk_isa_names[usual()]; }
 
 /* Measured on a Xeon of model 207 (Emerald Rapids) whose AMX is hidden, one core, GFLOP/s of bfloat16 by avx512 | avx512bf16, and
  * of float32: 512 cubed 158 | 92, 163; attention forward, S 1024 and head_dim 128 138 | 80, 130; backward 145 | 80, 139; decoding
- * 10.7 | 10.1 GB/s; small M, read in place, the same. amx has met no machine that has it: its kernels ran on emulated tiles. */
+ * 10.7 | 10.1 GB/s; small M, read in place, the same. */
 const char *gk_cpu_isa_reason(void) {
     if (usual() == best()) return "";
-    if (best() == GK_ISA_AMX)
-        return "amx has been run on emulated tiles alone, so it is taken by name: GPUKERN_CPU=amx";
+    if (has_tiles())
+        return "avx512bf16 is slower here, and the system refuses this process AMX: an old kernel, a container, or a "
+               "signal stack too small for tiles";
     return "avx512bf16 is slower here: VDPBF16PS of Intel's cores multiplies bfloat16 at half the rate of float32";
 }
 

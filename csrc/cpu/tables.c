@@ -3,6 +3,7 @@
  *   gk_gemm_packed gk_gemm_skinny gk_gemm_act_bwd gk_flash_attn_fwd gk_flash_attn_bwd gk_paged_attn gk_kv_cache_write
  *   gk_attn_merge gk_quantize gk_dequantize gk_scaled_gemm gk_weight_gemm gk_weight_skinny gk_grouped_gemm gk_sparse_gemm
  *                       x       base avx2 avx512 avx512bf16
+ *   gk_gemm_packed gk_flash_attn_fwd gk_flash_attn_bwd gk_paged_attn    x       amx amx_emulated
  * float32 rows compute in float32, bfloat16 and float16 rows convert tile by tile; avx512bf16 multiplies bfloat16 pairs, which
  * on Intel's cores is slower than to convert: there the default is avx512 (features.c has the measurement).
  * float64 is served by ref/. GK_X86_ISAS comes from the build where it compiled more than the base set.
@@ -27,9 +28,13 @@ static bool plan_ref(const gk_context *ctx, const void *args, gk_plan *plan) {
 /* ---- the rows ------------------------------------------------------------------------------------- */
 #define DECLARE(stem) \
     extern const gk_cpu_kernel gk_##stem##_base, gk_##stem##_avx2, gk_##stem##_avx512, gk_##stem##_avx512bf16;
+#define DECLARE_AMX(stem) extern const gk_cpu_kernel gk_##stem##_amx, gk_##stem##_amx_emulated;
+DECLARE_AMX(gemm_packed)
+DECLARE_AMX(flash_attn_fwd)
+DECLARE_AMX(flash_attn_bwd)
+DECLARE_AMX(paged_attn)
 DECLARE(gemm_packed)
 DECLARE(gemm_skinny)
-extern const gk_cpu_kernel gk_gemm_packed_amx, gk_gemm_packed_amx_emulated;
 DECLARE(gemm_act_bwd)
 DECLARE(flash_attn_fwd)
 DECLARE(flash_attn_bwd)
@@ -79,18 +84,22 @@ DECLARE(cross_entropy_bwd)
 #define EITHER(first, second) THREE(first, GK_ISA_BASE, base), THREE(second, GK_ISA_BASE, base)
 #endif
 
-static const gk_cpu_instance gemm_rows[] = {
-#if defined(GK_X86_ISAS)
+/* Products of bfloat16 on tiles, and on their emulation. */
 #if defined(GK_HAS_AMX)
-    ROW(gemm_packed, GK_BF16, GK_ISA_AMX, amx),
+#define ON_TILES(stem) ROW(stem, GK_BF16, GK_ISA_AMX, amx), ROW(stem, GK_BF16, GK_ISA_AMX_EMULATED, amx_emulated),
+#elif defined(GK_X86_ISAS)
+#define ON_TILES(stem) ROW(stem, GK_BF16, GK_ISA_AMX_EMULATED, amx_emulated),
+#else
+#define ON_TILES(stem)
 #endif
-    ROW(gemm_packed, GK_BF16, GK_ISA_AMX_EMULATED, amx_emulated),
-#endif
-    EITHER(gemm_skinny, gemm_packed), REF_ROW(gemm)};
+
+static const gk_cpu_instance gemm_rows[] = {ON_TILES(gemm_packed) EITHER(gemm_skinny, gemm_packed), REF_ROW(gemm)};
 static const gk_cpu_instance gemm_act_bwd_rows[] = {EVERY_ISA(gemm_act_bwd), REF_ROW(gemm_act_bwd)};
-static const gk_cpu_instance flash_attn_fwd_rows[] = {EVERY_ISA(flash_attn_fwd), REF_ROW(flash_attn_fwd)};
-static const gk_cpu_instance flash_attn_bwd_rows[] = {EVERY_ISA(flash_attn_bwd), REF_ROW(flash_attn_bwd)};
-static const gk_cpu_instance paged_attn_rows[] = {EVERY_ISA(paged_attn), REF_ROW(paged_attn)};
+static const gk_cpu_instance flash_attn_fwd_rows[] = {ON_TILES(flash_attn_fwd) EVERY_ISA(flash_attn_fwd),
+                                                      REF_ROW(flash_attn_fwd)};
+static const gk_cpu_instance flash_attn_bwd_rows[] = {ON_TILES(flash_attn_bwd) EVERY_ISA(flash_attn_bwd),
+                                                      REF_ROW(flash_attn_bwd)};
+static const gk_cpu_instance paged_attn_rows[] = {ON_TILES(paged_attn) EVERY_ISA(paged_attn), REF_ROW(paged_attn)};
 static const gk_cpu_instance kv_cache_write_rows[] = {EVERY_ISA(kv_cache_write), REF_ROW(kv_cache_write)};
 static const gk_cpu_instance attn_merge_rows[] = {EVERY_ISA(attn_merge), REF_ROW(attn_merge)};
 static const gk_cpu_instance quantize_rows[] = {EVERY_ISA(quantize), REF_ROW(quantize)};

@@ -336,6 +336,11 @@ CHECK_UNUSED static int check_isas(void) {
     return n;
 }
 
+/* Whether a set has nothing of its own for a dtype: AMX's emulation, which multiplies bfloat16, and goes by avx512 elsewhere. */
+CHECK_UNUSED static bool check_repeats(const char *isa, gk_dtype dtype) {
+    return dtype != GK_BF16 && strcmp(isa, "amx_emulated") == 0;
+}
+
 /* ---- instances ------------------------------------------------------------------------------- */
 static char check_seen[128][64];
 static int check_num_seen;

@@ -9,7 +9,7 @@
  * takes 64 cycles and 64 lines of 64 bytes. k is padded with zeros to whole tiles in both operands.
  * The configuration is set where a task's rows change, and released at its end: the caller's threads are left as they were.
  * A sum is 16 even and 16 odd products from 0, added to C: C's chain is k / 32 long, and is not cut further.
- * Subnormal inputs and sums count as 0. Not here: M <= 16 (gemm_skinny), float32 and float16. */
+ * Subnormal inputs and sums count as 0. Not here: M <= 8 (gemm_skinny), float32 and float16. */
 #include "tile_amx.h"
 #include "../blocks.h"
 #include "../kernels.h"
@@ -36,6 +36,7 @@ extern const gk_gemm_isa gk_gemm_isa_avx512bf16;
 static _Thread_local int configured; /* rows of C; 0: no configuration */
 
 static void configure(int m) {
+    if (m % ROWS == 0) m = STRIP; /* what has 16 rows leaves the lower tiles alone */
     if (configured == m) return;
     const uint8_t upper = (uint8_t)(m < ROWS ? m : ROWS), lower = (uint8_t)(m < ROWS ? 0 : m - ROWS);
     amx_config config = {.palette = 1};
@@ -45,7 +46,8 @@ static void configure(int m) {
     configured = m;
 }
 
-static void end_task(void) {
+void SYM(gk_release_tiles)(void); /* tile.h */
+void SYM(gk_release_tiles)(void) {
     if (configured) amx_release();
     configured = 0;
 }
@@ -104,13 +106,15 @@ static void register_tile(int m, bool wide, int64_t cells, const void *a, int64_
 #define NAME(wide, m) tile_##wide##_##m,
 #define EIGHT(X, wide, x) \
     X(wide, x##1) X(wide, x##2) X(wide, x##3) X(wide, x##4) X(wide, x##5) X(wide, x##6) X(wide, x##7) X(wide, x##8)
-#define TO_32(X, wide)                                                                                         \
-    EIGHT(X, wide, )                                                                                           \
-    X(wide, 9) X(wide, 10) EIGHT(X, wide, 1) X(wide, 19) X(wide, 20) EIGHT(X, wide, 2) X(wide, 29) X(wide, 30) \
-        X(wide, 31) X(wide, 32)
+#define TO_32(X, wide) \
+    EIGHT(X, wide, )   \
+    X(wide, 9)         \
+    X(wide, 10)        \
+    EIGHT(X, wide, 1) X(wide, 19) X(wide, 20) EIGHT(X, wide, 2) X(wide, 29) X(wide, 30) X(wide, 31) X(wide, 32)
 TO_32(INSTANCE, 0)
 TO_32(INSTANCE, 1)
-static const gk_ukr_fn ukr[2][STRIP] = {{TO_32(NAME, 0)}, {TO_32(NAME, 1)}};
+extern const gk_ukr_fn SYM(gk_ukr_rows)[2][STRIP]; /* tile.h */
+const gk_ukr_fn SYM(gk_ukr_rows)[2][STRIP] = {{TO_32(NAME, 0)}, {TO_32(NAME, 1)}};
 
 /* ---- 2 packing ------------------------------------------------------------------------------------ */
 /* [ceil(lanes / 32)][cells, padded to whole tiles][32]: panels one behind the other. */
@@ -158,19 +162,20 @@ static const gk_gemm_isa amx_isa = {.w = CELLS,
                                     .mr = STRIP,
                                     .pair = 2,
                                     .ukr_panel = NULL,
-                                    .ukr_rows = ukr[0],
+                                    .ukr_rows = SYM(gk_ukr_rows)[0],
                                     .pack_panel = NULL,
                                     .pack_panels = pack_panels,
                                     .pack_rows = NULL,
                                     .store = store,
                                     .blocks = &gk_gemm_blocks_amx,
                                     .pack_rows_any = pack_rows_any,
-                                    .end_task = end_task,
+                                    .end_task = SYM(gk_release_tiles),
                                     .k_cells = CELLS};
 
 static bool make_plan(const gk_context *ctx, const void *args, gk_plan *plan) {
     const gk_gemm_problem p = gk_gemm_problem_of(args);
-    return !gk_gemm_is_skinny(&p) && gk_gemm_packed_plan(ctx, args, &amx_isa, plan);
+    if (gk_gemm_is_skinny(&p) && p.m <= GK_SKINNY_ROWS_AMX) return false;
+    return gk_gemm_packed_plan(ctx, args, &amx_isa, plan);
 }
 static void run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
     gk_gemm_packed_run(ctx, args, &amx_isa, plan, workspace);

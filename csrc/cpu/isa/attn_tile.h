@@ -15,7 +15,8 @@
  *     decoded  [bkv][D + Dv]              keys and values of 8-bit pages, in q's dtype
  *
  * Per tile of keys:  pack K, V | per strip: K Q^T -> s | s -> p, m, l | rescale O^T where m moved | O^T += V^T p
- * The strip's s stays in L1 from product to product; K and V tiles stream from L2 once per strip. */
+ * The strip's s stays in L1 from product to product; K and V tiles stream from L2 once per strip.
+ * On tiles (AMX) p is a B as it is made; v is V^T, [Dv][cells(bkv)], and cells are padded with zeros to whole tiles. */
 #ifndef GPUKERN_CPU_ATTN_TILE_H
 #define GPUKERN_CPU_ATTN_TILE_H
 
@@ -121,15 +122,15 @@ typedef struct attn_scratch {
 
 INLINE attn_scratch attn_scratch_at(char *base, const attn_job *job) {
     attn_scratch x;
-    x.q_strip = cells_of(job->head_dim) * NR;
+    x.q_strip = whole_cells(job->head_dim) * NR;
     x.o_strip = job->head_dim_v * NR;
     x.k_step = gk_round_up(cells_of(job->head_dim), W);
-    x.v_step = gk_round_up(job->head_dim_v, W);
+    x.v_step = TILED ? whole_cells(job->bkv) + W : gk_round_up(job->head_dim_v, W); /* a line to spare */
     const int64_t strips = job->bq / NR;
     int64_t at = 0;
     x.q = gk_at(base, at), at += gk_round_up(4 * strips * x.q_strip, 64);
     x.k = gk_at(base, at), at += gk_round_up(4 * job->bkv * x.k_step, 64);
-    x.v = gk_at(base, at), at += gk_round_up(4 * cells_of(job->bkv) * x.v_step, 64);
+    x.v = gk_at(base, at), at += gk_round_up(4 * (TILED ? job->head_dim_v : cells_of(job->bkv)) * x.v_step, 64);
     x.s = gk_at(base, at), at += gk_round_up(4 * gk_round_up(job->bkv, PAIR) * NR, 64);
     x.o = gk_at(base, at), at += gk_round_up(4 * strips * x.o_strip, 64);
     x.decoded = gk_at(base, at), at += gk_round_up(job->bkv * job->decoded_bytes, 64);
@@ -148,7 +149,7 @@ INLINE void attn_pack_q(const attn_scratch *x, const attn_lanes *lanes, gk_dtype
             for (int i = 0; i < W; ++i)
                 r[i] = vc_scale(vc_load_along_k(lanes->q[n + i], dtype, c * PAIR, head_dim - c * PAIR), scale);
             vc_transpose(r);
-            for (int64_t i = 0; i < gk_min_i64(W, cells - c); ++i) vc_store(to + (c + i) * NR, r[i]);
+            for (int64_t i = 0; i < gk_min_i64(W, whole_cells(head_dim) - c); ++i) vc_store(to + (c + i) * NR, r[i]);
         }
     }
 }
@@ -160,6 +161,10 @@ INLINE void attn_pack_k(const attn_scratch *x, const char *const *k, int64_t n, 
 }
 
 INLINE void attn_pack_v(const attn_scratch *x, const char *const *v, int64_t n, gk_dtype dtype, int64_t head_dim_v) {
+#if TILED
+    pack_columns(x->v, x->v_step, v, n, dtype, head_dim_v);
+    return;
+#endif
     for (int64_t j = 0; j < n; j += PAIR) {
         const char *next = PAIR == 2 && j + 1 < n ? v[j + 1] : NULL;
         for (int64_t d = 0; d < head_dim_v; d += W)
@@ -251,6 +256,8 @@ INLINE bool attn_softmax(float *s, int64_t n, int64_t j0, attn_lanes *lanes, int
             }
             vc_store((cell *)s + j / PAIR * NR + v * W, vc_from_rows(p[0], p[PAIR - 1]));
         }
+    for (int64_t c = cells_of(n); c < whole_cells(n); ++c)
+        for (int v = 0; v < nv; ++v) vc_store((cell *)s + c * NR + v * W, vc_set1(0));
     for (int v = 0; v < nv; ++v) {
         float *l = lanes->l + lane + v * W;
         vf_store(l, vf_load(l) + sum[v]);
@@ -337,13 +344,14 @@ INLINE void attn_block(const attn_job *job, attn_lanes *lanes, const attn_keys *
                         float *at = o + d * NR + w * W;
                         vf_store(at, vf_load(at) * shrink[w]);
                     }
-            tile_product(SUM_CELLS, false, head_dim_v, width, cells, x.v, x.v_step, (const cell *)x.s, NR, o, NR,
+            tile_product(SUM_CELLS, TILED, head_dim_v, width, cells, x.v, x.v_step, (const cell *)x.s, NR, o, NR,
                          started[strip]);
             started[strip] = true;
         }
     }
     for (int64_t strip = 0; strip * NR <= last; ++strip)
         if (!started[strip]) memset(x.o + strip * x.o_strip, 0, 4 * (size_t)x.o_strip);
+    release_tiles();
     attn_store(&x, lanes, job, v_scale);
 }
 

@@ -14,7 +14,7 @@
  * cell is a float (PAIR 1), bfloat16 alone where it is a pair (PAIR 2).
  * A row of a tile is a key and a lane a query: lse and delta are vectors, and each of the five
  * products finds both of its operands in the order in which they were made (tile.h), so nothing of
- * size BQ x BKV is ever transposed.
+ * size BQ x BKV is ever transposed. On tiles (AMX), which take A by rows alone, k_panel is K^T.
  *
  * Work split: a task owns one sequence, one kv head and one chunk of keys, with all query heads of
  * its group: dK and dV need no sum over tasks. dQ is summed over key tiles in float32 blocks
@@ -38,100 +38,11 @@
 
 enum {
     MAX_BQ = 256,
+    MAX_BKV = 256,
     LINE = 16
 }; /* LINE: floats of a cache line */
 
-typedef struct sizes {
-    gk_attn_bwd_blocks tile;
-    int64_t tokens_q;                         /* of the whole call */
-    int64_t ld_d, ld_dv;                      /* rows of D, Dv floats or cells */
-    int64_t ld_kd, ld_kdv;                    /* rows of cells_of(D), cells_of(Dv) */
-    int64_t ld_q, ld_qc;                      /* rows of BQ floats, of cells_of(BQ) */
-    int64_t dq_blocks, dq_block;              /* blocks [D][NR] of dQ of a head at most; floats of one */
-    int64_t chunk_keys, chunks, heads, tasks; /* heads: sequences x kv heads */
-    int64_t workers;
-    size_t order_at, lse_at, delta_at, left_at, dsink_at, worker_at, worker_bytes, dq_at, total_bytes;
-} sizes;
-
-/* A row length in floats whose rows start in different cache sets: an odd number of lines. */
-static int64_t odd_lines(int64_t n) { return (gk_ceil_div(n, LINE) | 1) * LINE; }
-
-/* One worker's tiles, in cells or floats (4 bytes). With PAIR 1 several are the same memory. */
-typedef struct scratch {
-    cell *k_rows, *v_rows;    /* [BKV][ld_kd], [BKV][ld_kdv]: A of S, dP */
-    cell *k_panel;            /* [cells_of(BKV)][ld_d]: A of dQ; PAIR 1: k_rows */
-    cell *q_t, *do_t;         /* [cells_of(D)][ld_q], [cells_of(Dv)][ld_q]: B of S, dP */
-    cell *q_panel, *do_panel; /* [cells_of(BQ)][ld_d], [cells_of(BQ)][ld_dv]: B of dK, dV */
-    cell *p_rows, *ds_rows;   /* [BKV][ld_qc]: A of dV, dK */
-    cell *ds_panel;           /* [cells_of(BKV)][ld_q]: B of dQ; PAIR 1: ds_rows */
-    float *s, *dp;            /* [STRIP][ld_q]; PAIR 1: inside p_rows, ds_rows */
-    float *dk, *dv;           /* [BKV][ld_d], [BKV][ld_dv] */
-} scratch;
-
-/* Lays the tiles out from `base`; returns the bytes they take. */
-static size_t scratch_make(scratch *w, const sizes *z, const attn_shape *s, char *base) {
-    const int64_t bq = z->tile.bq, bkv = z->tile.bkv;
-    size_t at = 0;
-#define PLACE(field, rows, ld) \
-    (w->field = gk_at(base, (int64_t)at), at += 4 * (size_t)((rows) * (ld) + LINE)) /* a line to spare: pack_panel */
-    PLACE(k_rows, bkv, z->ld_kd);
-    PLACE(v_rows, bkv, z->ld_kdv);
-    PLACE(q_t, cells_of(s->head_dim), z->ld_q);
-    PLACE(do_t, cells_of(s->head_dim_v), z->ld_q);
-    PLACE(q_panel, cells_of(bq), z->ld_d);
-    PLACE(do_panel, cells_of(bq), z->ld_dv);
-    PLACE(p_rows, bkv, z->ld_qc);
-    PLACE(ds_rows, bkv, z->ld_qc);
-    PLACE(dk, bkv, z->ld_d);
-    PLACE(dv, bkv, z->ld_dv);
-    if (PAIR == 1) {
-        w->k_panel = w->k_rows, w->ds_panel = w->ds_rows;
-        w->s = (float *)w->p_rows, w->dp = (float *)w->ds_rows;
-    } else {
-        PLACE(k_panel, cells_of(bkv), z->ld_d);
-        PLACE(ds_panel, cells_of(bkv), z->ld_q);
-        PLACE(s, z->tile.strip, z->ld_q);
-        PLACE(dp, z->tile.strip, z->ld_q);
-    }
-#undef PLACE
-    return at;
-}
-
-static sizes sizes_of(const gk_context *ctx, const gk_flash_attn_bwd_args *a, const attn_shape *s) {
-    sizes z;
-    z.tile = SYM(gk_attn_bwd_blocks);
-    z.tokens_q = s->packed ? a->fwd.q.shape[0] : s->batch * s->max_seq_q;
-    z.ld_d = odd_lines(s->head_dim), z.ld_dv = odd_lines(s->head_dim_v);
-    z.ld_kd = odd_lines(cells_of(s->head_dim)), z.ld_kdv = odd_lines(cells_of(s->head_dim_v));
-    z.ld_q = odd_lines(z.tile.bq), z.ld_qc = odd_lines(cells_of(z.tile.bq));
-    z.dq_blocks = gk_ceil_div(s->max_seq_q, NR), z.dq_block = s->head_dim * NR;
-
-    /* few heads: split the keys, as long as a chunk is worth it and its copy of dQ affordable */
-    z.heads = s->batch * s->heads_kv;
-    const int64_t dq_bytes = 4 * z.heads * s->group * z.dq_blocks * z.dq_block;
-    int64_t chunks = gk_ceil_div(GK_ATTN_BWD_TASKS, gk_max_i64(1, z.heads));
-    chunks = gk_min_i64(chunks, s->max_seq_k / GK_ATTN_BWD_CHUNK_KEYS);
-    chunks = gk_max_i64(1, gk_min_i64(chunks, GK_ATTN_BWD_CHUNK_BYTES / gk_max_i64(1, dq_bytes)));
-    z.chunk_keys = gk_max_i64(1, gk_ceil_div(gk_ceil_div(s->max_seq_k, chunks), z.tile.bkv)) * z.tile.bkv;
-    z.chunks = gk_max_i64(1, gk_ceil_div(s->max_seq_k, z.chunk_keys));
-    z.tasks = z.heads * z.chunks;
-    z.workers = gk_num_workers(ctx, z.tasks);
-
-    scratch unused;
-    size_t at = 0;
-#define PLACE(field, bytes) (z.field = at, at += (size_t)gk_round_up((int64_t)(bytes), 64))
-    PLACE(order_at, s->batch * (int64_t)sizeof(int64_t) * 2);
-    PLACE(lse_at, 4 * s->heads_q * z.tokens_q);
-    PLACE(delta_at, 4 * s->heads_q * z.tokens_q);
-    PLACE(left_at, a->dsinks ? 4 * z.chunks * s->heads_q * z.tokens_q : 0);
-    PLACE(dsink_at, 8 * s->heads_q * s->batch);
-    z.worker_bytes = (size_t)gk_round_up((int64_t)scratch_make(&unused, &z, s, NULL), 64);
-    PLACE(worker_at, z.worker_bytes * (size_t)z.workers);
-    PLACE(dq_at, 4 * (z.chunks == 1 ? z.workers : z.tasks) * s->group * z.dq_blocks * z.dq_block);
-#undef PLACE
-    z.total_bytes = at;
-    return z;
-}
+#include "flash_attn_bwd_sizes.h"
 
 typedef struct job {
     const gk_flash_attn_bwd_args *args;
@@ -172,6 +83,15 @@ static float *left_of(const job *g, int64_t b, int64_t h, int64_t chunk) {
     return row_values(g, g->z.left_at, b, h) + chunk * g->shape.heads_q * g->z.tokens_q;
 }
 
+/* What a tile of AMX adds to C: lane by lane the products of W pairs, even and odd ones apart. */
+INLINE vf tile_dot(const vc a[W], const vc b[W]) {
+    vf sum[2] = {vf_set1(0), vf_set1(0)};
+    for (int i = 0; i < W; ++i)
+        for (int odd = 0; odd < 2; ++odd)
+            sum[odd] = vf_fma(vf_load_half(&a[i], odd), vf_load_half(&b[i], odd), sum[odd]);
+    return sum[0] + sum[1];
+}
+
 static void pre_task(void *arg, int64_t task, int64_t worker) {
     (void)worker;
     const job *g = arg;
@@ -204,7 +124,7 @@ static void pre_task(void *arg, int64_t task, int64_t worker) {
         }
         vf sum = vf_set1(0), parts = vf_set1(0), near = vf_set1(0); /* near: for all other rows, of shorter sums */
         for (int64_t c = 0; c < dim; c += PAIR * W) {
-            if (c > 0 && c % (PAIR * g->shape.sum_cells) == 0) parts += sum, sum = vf_set1(0);
+            if (!TILED && c > 0 && c % (PAIR * g->shape.sum_cells) == 0) parts += sum, sum = vf_set1(0);
             vf part = vf_set1(0);
             vc o[W], d[W];
             for (int64_t i = 0; i < W; ++i) {
@@ -212,7 +132,11 @@ static void pre_task(void *arg, int64_t task, int64_t worker) {
                 d[i] = vc_load_along_k(d_row[i], g->dtype, c, dim - c);
             }
             vc_transpose(o), vc_transpose(d);
-            for (int i = 0; i < W; ++i) sum = vc_dot(sum, o[i], d[i]), part = vc_dot(part, o[i], d[i]);
+            for (int i = 0; i < W; ++i) {
+                if (!TILED) sum = vc_dot(sum, o[i], d[i]);
+                part = vc_dot(part, o[i], d[i]);
+            }
+            if (TILED) sum += tile_dot(o, d);
             near += part;
         }
         sum += parts;
@@ -349,12 +273,14 @@ static void pair_run(const pair *t, int64_t from, int64_t to, float *dq, int64_t
     for (int64_t l = 0; l < t->rows; l += NR, dq += z->dq_block) {
         const int64_t lo = gk_span_lo(span, t->i0 + l), hi = gk_span_hi(span, t->i0 + gk_min_i64(l + NR, t->rows) - 1);
         const int64_t k = gk_max_i64(from, (lo - t->key0) / PAIR * PAIR),
-                      end = gk_min_i64(to, gk_round_up(hi - t->key0, PAIR));
+                      end = gk_min_i64(to, gk_round_up(hi - t->key0, PAIR)), c0 = k / PAIR;
         if (k >= end) continue;
+        for (int64_t c = cells_of(end - k); c < whole_cells(end - k); ++c) /* other keys of the last tile */
+            for (int64_t n = 0; n < NR; n += W) vc_store(w->ds_panel + (c0 + c) * ld_q + l + n, vc_set1(0));
         /* the first keys of the chunk that the block sees start its sum */
         const bool has_sum = t->key0 > chunk_lo && lo < t->key0;
-        tile_product(SUM_CELLS, false, dim, gk_min_i64(NR, t->lanes - l), cells_of(end - k),
-                     w->k_panel + k / PAIR * z->ld_d, z->ld_d, w->ds_panel + k / PAIR * ld_q + l, ld_q, dq, NR,
+        tile_product(SUM_CELLS, TILED, dim, gk_min_i64(NR, t->lanes - l), cells_of(end - k),
+                     w->k_panel + c0 * (TILED ? 1 : z->ld_k), z->ld_k, w->ds_panel + c0 * ld_q + l, ld_q, dq, NR,
                      has_sum);
     }
 }
@@ -424,6 +350,7 @@ static void pack_queries(const pair *t, const char *src, int64_t row_stride, int
     gk_dtype dtype = t->g->dtype;
     const int64_t ld_q = t->g->z.ld_q, cells = cells_of(dim), rows = t->rows;
     pack_panel(panel, ld, src, dtype, 1, row_stride, dim, rows);
+    if (TILED) memset(panel + cells_of(rows) * ld, 0, 4 * (size_t)((whole_cells(rows) - cells_of(rows)) * ld));
     if (PAIR == 1) src = (const char *)panel, row_stride = ld, dtype = GK_F32; /* rows already, as floats */
     const int64_t row_bytes = row_stride * (int64_t)gk_dtype_bytes(dtype);
     for (int64_t l = 0; l < t->lanes; l += W)
@@ -434,11 +361,24 @@ static void pack_queries(const pair *t, const char *src, int64_t row_stride, int
                 r[i] = l + i < rows ? vc_load_along_k(src + (l + i) * row_bytes, dtype, c * PAIR, dim - c * PAIR)
                                     : vc_set1(0);
             vc_transpose(r);
-            const int64_t n = gk_min_i64(W, cells - c);
+            const int64_t n = gk_min_i64(W, gk_round_up(cells, K_CELLS) - c);
 #pragma GCC unroll 16
             for (int64_t i = 0; i < W; ++i)
                 if (i < n) vc_store(transposed + (c + i) * ld_q + l, vc_scale(r[i], scale));
         }
+}
+
+/* K of a key tile as the A of dQ. */
+static void pack_keys(const scratch *w, const sizes *z, const char *k, gk_dtype dtype, int64_t row_stride, int64_t keys,
+                      int64_t dim) {
+#if TILED
+    const char *rows[MAX_BKV];
+    for (int64_t j = 0; j < keys; ++j) rows[j] = k + 2 * j * row_stride;
+    pack_columns(w->k_panel, z->ld_k, rows, keys, dtype, dim);
+    for (int64_t d = 0; d < dim; ++d) vc_store(w->k_panel + d * z->ld_k + whole_cells(keys), vc_set1(0));
+#else
+    pack_panel(w->k_panel, z->ld_k, k, dtype, 1, row_stride, dim, keys);
+#endif
 }
 
 static void main_task(void *arg, int64_t task, int64_t worker) {
@@ -487,7 +427,7 @@ static void main_task(void *arg, int64_t task, int64_t worker) {
         if (PAIR == 2) {
             memset(w.k_rows + keys * z->ld_kd, 0, 4 * (size_t)((keys_even - keys) * z->ld_kd));
             memset(w.v_rows + keys * z->ld_kdv, 0, 4 * (size_t)((keys_even - keys) * z->ld_kdv));
-            pack_panel(w.k_panel, z->ld_d, k, g->dtype, 1, x.k_row, dim, keys);
+            pack_keys(&w, z, k, g->dtype, x.k_row, keys, dim);
         }
         memset(w.dk, 0, 4 * (size_t)(keys_even * z->ld_d));
         memset(w.dv, 0, 4 * (size_t)(keys_even * z->ld_dv));
@@ -517,6 +457,7 @@ static void main_task(void *arg, int64_t task, int64_t worker) {
         store_rows(g, w.dk, z->ld_d, keys, dim, (float)rules->scale, dk + grad_es * key0 * dk_row, dk_row);
         store_rows(g, w.dv, z->ld_dv, keys, dim_v, 1, dv + grad_es * key0 * dv_row, dv_row);
     }
+    release_tiles();
     if (z->chunks > 1) return;
     /* 6. */
     for (int64_t h = h_kv * group; h < (h_kv + 1) * group; ++h) {

@@ -15,6 +15,7 @@
  *            touches those of a later unit: pages lie anywhere, and a miss of the TLB takes a walk through memory;
  *            the first unit is read ahead of its products
  *
+ * On tiles (AMX) runs are 16 lanes, and a unit goes head by head: paged_tiles.h.
  * The partials are merged chunk by chunk in order, so results depend on the chunk size of blocks.h alone.
  *
  *   workspace   plan [2][B + 1] int64 | partials [chunks][Hkv][lanes][Dv up to W, m, l] float | scratch of each worker
@@ -24,7 +25,7 @@
 #include "paged_fetch.h"
 
 enum {
-    MAX_LANES = 8,
+    MAX_LANES = TILED ? 64 : 8,
     MAX_UNIT = 64,            /* whole vectors */
     STEP = 16,                /* keys that all heads and lanes go through before the next: whole vectors */
     UNITS = 4,                /* whose rows are known at once: the one computed, the one fetched, .., the one touched */
@@ -59,18 +60,25 @@ static float head_scale(const gk_tensor *t, int64_t h_kv) {
 typedef struct lanes_scratch {
     cell *q, *p;
     float *o, *s;
+    cell *k, *v;                           /* on tiles: the unit of a head, as A and as B */
     char *decoded;                         /* rows of a unit of 8-bit pages, of all heads */
     int64_t q_head, o_head, s_head, bytes; /* s_head: of p too */
 } lanes_scratch;
 
+/* On tiles the lanes of a run that are in use are followed by others, which see no key. */
+INLINE int64_t lanes_with_room(int64_t lanes) { return TILED ? gk_round_up(lanes, W) : lanes; }
+
 static lanes_scratch lanes_scratch_at(void *at, const paged_job *job) {
-    const int64_t q_head = job->lanes * job->q_step, o_head = job->lanes * job->partial;
-    const int64_t s_head = job->lanes * job->blocks->unit;
+    const int64_t lanes = lanes_with_room(job->lanes), unit = job->blocks->unit;
+    const int64_t q_head = lanes * job->q_step, o_head = lanes * job->partial, s_head = lanes * unit;
     void *o = gk_at(at, 4 * job->heads * q_head), *s = gk_at(o, 4 * job->heads * o_head);
-    const int64_t bytes = gk_round_up(4 * job->heads * (q_head + o_head + 2 * s_head), 64);
-    const int64_t decoded = gk_round_up(job->heads * job->blocks->unit * job->tile.decoded_bytes, 64);
-    return (lanes_scratch){
-        at, gk_at(s, 4 * job->heads * s_head), o, s, gk_at(at, bytes), q_head, o_head, s_head, bytes + decoded};
+    const int64_t runs = gk_round_up(4 * job->heads * (q_head + o_head + 2 * s_head), 64);
+    const int64_t k = TILED ? 4 * unit * job->q_step : 0, v = TILED ? 4 * cells_of(unit) * job->o_step : 0;
+    const int64_t decoded = gk_round_up(job->heads * unit * job->tile.decoded_bytes, 64);
+    void *p = gk_at(s, 4 * job->heads * s_head), *keys = gk_at(at, runs), *values = gk_at(keys, k);
+    void *decoded_at = gk_at(keys, gk_round_up(k + v, 64));
+    const int64_t bytes = runs + gk_round_up(k + v, 64) + decoded;
+    return (lanes_scratch){at, p, o, s, keys, values, decoded_at, q_head, o_head, s_head, bytes};
 }
 
 static paged_job job_make(const gk_context *ctx, const gk_paged_attn_args *a) {
@@ -181,127 +189,14 @@ INLINE int64_t owner(const int64_t *first, int64_t batch, int64_t i) {
     return lo;
 }
 
-/* ---- few lanes: products of a unit -------------------------------------------------------------- */
-/* s[head][j / keys][lane][j % keys] = q[head][lane] . k[j][head] for `lanes` lanes, keys = W / lanes at once: their sums
- * fill one vector. q[head] is [head_dim / (W PAIR)][lanes][W]; k repeats its last key up to whole vectors of keys. */
-INLINE void dots(const int lanes, gk_dtype dtype, int64_t head_dim, const cell *q, int64_t q_head, const key_rows *k,
-                 fetch *next, float *s, int64_t s_head) {
-    const int keys = W / lanes, element = dtype == GK_F32 ? 4 : 2, piece = 2 * W * PAIR * element;
-    const int64_t whole = head_dim / (2 * W * PAIR) * (2 * W * PAIR);
-    const char *ahead = next->at;
-    for (int64_t j = 0; j < k->num_keys; j += keys)
-        for (int64_t h = 0; h < k->num_heads; ++h) {
-            const cell *q_d = q + h * q_head;
-            const char *row[W];
-            vf acc[W];
-            if (piece < 64)
-                for (int i = 0; i < keys; ++i) ahead = fetch_bytes(next, ahead, element * head_dim);
-#pragma GCC unroll 16
-            for (int i = 0; i < keys; ++i) row[i] = k->first[j + i] + h * k->head_bytes;
-#pragma GCC unroll 16
-            for (int i = 0; i < W; ++i) acc[i] = vf_set1(0);
-            for (int64_t d = 0; d < whole; d += 2 * W * PAIR, q_d += 2 * W * lanes)
-#pragma GCC unroll 16
-                for (int i = 0; i < keys; ++i) {
-                    vc key[2];
-                    vc_load2_split_along_k(row[i], dtype, d, key);
-                    if (piece >= 64) ahead = fetch_bytes(next, ahead, piece);
-#pragma GCC unroll 2
-                    for (int w = 0; w < 2; ++w)
-#pragma GCC unroll 4
-                        for (int l = 0; l < lanes; ++l)
-                            acc[l * keys + i] = vc_dot(acc[l * keys + i], vc_load(q_d + (w * lanes + l) * W), key[w]);
-                }
-            for (int64_t d = whole; d < head_dim; d += W * PAIR, q_d += W * lanes)
-#pragma GCC unroll 16
-                for (int i = 0; i < keys; ++i) {
-                    const vc key = vc_load_along_k(row[i], dtype, d, head_dim - d);
-                    if (piece >= 64) ahead = fetch_bytes(next, ahead, piece / 2);
-#pragma GCC unroll 4
-                    for (int l = 0; l < lanes; ++l)
-                        acc[l * keys + i] = vc_dot(acc[l * keys + i], vc_load(q_d + l * W), key);
-                }
-            vf_store(s + h * s_head + j * lanes, vf_sums(acc));
-        }
-    next->at = ahead;
-}
-
-/* Where p of key j and lane 0 of a run lies, as a cell: [j / keys][lane][j % keys]. */
-INLINE int64_t p_at(const int lanes, int64_t j) {
-    const int keys = W / lanes;
-    return j / keys * (W / PAIR) + j % keys / PAIR;
-}
-
-INLINE void weigh(const int lanes, const int vectors, gk_dtype dtype, int64_t d, int64_t left, const cell *p,
-                  const char *row0, const char *row1, vf acc[4][4]) {
-    vc x[4];
-    if (vectors == 1)
-        x[0] = vc_load_across_k(row0, row1, dtype, d, left);
-    else
-#pragma GCC unroll 4
-        for (int w = 0; w < vectors; w += 2) vc_load2_split_across_k(row0, row1, dtype, d + w * W, x + w);
-#pragma GCC unroll 4
-    for (int l = 0; l < lanes; ++l) {
-        const vc weight = vc_set1(p[l * (W / lanes / PAIR)]);
-#pragma GCC unroll 4
-        for (int w = 0; w < vectors; ++w) acc[l][w] = vc_dot(acc[l][w], weight, x[w]);
-    }
-}
-
-/* o[lane][d .. d + vectors W] += sum_j p[lane][j] v[j], v[j] + at the row */
-INLINE void weighted_columns(const int lanes, const int vectors, gk_dtype dtype, int64_t d, int64_t left, const cell *p,
-                             const char *const *v, int64_t at, int64_t n, fetch *next, float *o, int64_t o_step) {
-    const int run = W / lanes < 4 ? W / lanes : 4; /* keys whose p lie side by side */
-    const int piece = vectors * W * PAIR * (dtype == GK_F32 ? 4 : 2);
-    const char *ahead = next->at;
-    vf acc[4][4];
-#pragma GCC unroll 4
-    for (int l = 0; l < lanes; ++l)
-#pragma GCC unroll 4
-        for (int w = 0; w < vectors; ++w) acc[l][w] = vf_load(o + l * o_step + d + w * W);
-    if (piece < 64) ahead = fetch_bytes(next, ahead, n * piece);
-    int64_t j = 0;
-    for (; j + run <= n; j += run) {
-        const cell *p_j = p + p_at(lanes, j);
-#pragma GCC unroll 4
-        for (int i = 0; i < run; i += PAIR) {
-            if (piece >= 64) ahead = fetch_bytes(next, ahead, piece);
-            weigh(lanes, vectors, dtype, d, left, p_j + i / PAIR, v[j + i] + at, PAIR == 2 ? v[j + i + 1] + at : NULL,
-                  acc);
-        }
-    }
-    for (; j < n; j += PAIR)
-        weigh(lanes, vectors, dtype, d, left, p + p_at(lanes, j), v[j] + at,
-              PAIR == 2 && j + 1 < n ? v[j + 1] + at : NULL, acc);
-#pragma GCC unroll 4
-    for (int l = 0; l < lanes; ++l)
-#pragma GCC unroll 4
-        for (int w = 0; w < vectors; ++w) vf_store(o + l * o_step + d + w * W, acc[l][w]);
-    next->at = ahead;
-}
-
-/* o[head][lane] += sum_j p[head][lane][j] v[j][head], O in registers for some keys. */
-INLINE void weighted_rows(const int lanes, gk_dtype dtype, int64_t head_dim_v, const cell *p, int64_t p_head,
-                          const key_rows *v, fetch *next, float *o, int64_t o_head, int64_t o_step) {
-    const int64_t keys = SYM(gk_paged_attn_blocks).v_keys;
-    for (int64_t j = 0; j < v->num_keys; j += keys)
-        for (int64_t h = 0; h < v->num_heads; ++h) {
-            const int64_t n = gk_min_i64(keys, v->num_keys - j), at = h * v->head_bytes;
-            const cell *p_h = p + h * p_head + p_at(lanes, j);
-            const char *const *row = v->first + j;
-            float *o_h = o + h * o_head;
-            int64_t d = 0;
-            for (; d + VECTORS * W <= head_dim_v; d += VECTORS * W)
-                weighted_columns(lanes, VECTORS, dtype, d, W, p_h, row, at, n, next, o_h, o_step);
-            for (; d < head_dim_v; d += W)
-                weighted_columns(lanes, 1, dtype, d, head_dim_v - d, p_h, row, at, n, next, o_h, o_step);
-        }
-}
+#if !TILED
+#include "paged_products.h"
+#endif
 
 /* Columns that lie in O in the order of vf_load2_split. */
 INLINE int64_t split_columns(int64_t head_dim_v) { return head_dim_v / (VECTORS * W) * (VECTORS * W); }
 
-INLINE int lane_run(int64_t left) { return left >= 4 ? 4 : left >= 2 ? 2 : 1; }
+INLINE int lane_run(int64_t left) { return TILED ? W : left >= 4 ? 4 : left >= 2 ? 2 : 1; }
 
 /* ---- few lanes: softmax of a unit --------------------------------------------------------------- */
 typedef struct paged_lane {
@@ -375,15 +270,15 @@ INLINE void softmax(const int lanes, const paged_job *job, const paged_lane *lan
             x[i] = j + i * keys < n ? attn_p(vf_load(s + (j + i * keys) * lanes), 1, peaks) : vf_set1(0);
             sum += x[i];
         }
-        vc_store(p + j / PAIR * lanes, vc_from_run(x));
+        vc_store(p + j / PAIR * lanes, lanes == W ? vc_from_rows(x[0], x[PAIR - 1]) : vc_from_run(x));
     }
     vf_store(l, vf_load(l) + sum);
 }
 
 /* After the last unit: O of a run of lanes, and behind each the lane's own m and l, become partials. */
-static void close_run(const paged_job *job, int lanes, const float *o, float *to) {
+static void close_run(const paged_job *job, int lanes, int64_t used, const float *o, float *to) {
     const float *m = o + job->o_step, *l = m + W;
-    for (int n = 0, keys = W / lanes; n < lanes; ++n, to += job->partial) {
+    for (int n = 0, keys = W / lanes; n < used; ++n, to += job->partial) {
         memcpy(to, o + n * job->partial, 4 * (size_t)job->o_step);
         double sum = 0;
         for (int i = n * keys; i < (n + 1) * keys; ++i) sum += l[i];
@@ -391,51 +286,10 @@ static void close_run(const paged_job *job, int lanes, const float *o, float *to
     }
 }
 
-/* One copy of the loops per dtype that the ISA serves and run of 4, 2 or 1 lanes: together the runs cover any number. */
-typedef struct products {
-    void (*dots)(int64_t head_dim, const cell *q, int64_t q_head, const key_rows *k, fetch *next, float *s,
-                 int64_t s_head);
-    void (*weighted_rows)(int64_t head_dim_v, const cell *p, int64_t p_head, const key_rows *v, fetch *next, float *o,
-                          int64_t o_head, int64_t o_step);
-    void (*softmax)(const paged_job *job, const paged_lane *lane, float scale, int64_t j0, int64_t n, float *s, cell *p,
-                    float *o);
-} products;
-
-#define PRODUCTS(type, dtype, lanes)                                                                                 \
-    static void __attribute__((noinline)) dots_##type##_##lanes(                                                     \
-        int64_t head_dim, const cell *q, int64_t q_head, const key_rows *k, fetch *next, float *s, int64_t s_head) { \
-        dots(lanes, dtype, head_dim, q, q_head, k, next, s, s_head);                                                 \
-    }                                                                                                                \
-    static void __attribute__((noinline)) weighted_rows_##type##_##lanes(                                            \
-        int64_t head_dim_v, const cell *p, int64_t p_head, const key_rows *v, fetch *next, float *o, int64_t o_head, \
-        int64_t o_step) {                                                                                            \
-        weighted_rows(lanes, dtype, head_dim_v, p, p_head, v, next, o, o_head, o_step);                              \
-    }
-#define SOFTMAX(lanes)                                                                                               \
-    static __attribute__((noinline)) void softmax_##lanes(const paged_job *job, const paged_lane *lane, float scale, \
-                                                          int64_t j0, int64_t n, float *s, cell *p, float *o) {      \
-        softmax(lanes, job, lane, scale, j0, n, s, p, o);                                                            \
-    }
-SOFTMAX(1)
-SOFTMAX(2)
-SOFTMAX(4)
-#define PRODUCTS_OF(type, dtype) PRODUCTS(type, dtype, 1) PRODUCTS(type, dtype, 2) PRODUCTS(type, dtype, 4)
-#define PRODUCTS_ROW(type)                                            \
-    {                                                                 \
-        {dots_##type##_1, weighted_rows_##type##_1, softmax_1},       \
-            {dots_##type##_2, weighted_rows_##type##_2, softmax_2}, { \
-            dots_##type##_4, weighted_rows_##type##_4, softmax_4      \
-        }                                                             \
-    }
-PRODUCTS_OF(bf16, GK_BF16)
-static const products bf16_products[] = PRODUCTS_ROW(bf16);
-#if PAIR == 1
-PRODUCTS_OF(f32, GK_F32)
-PRODUCTS_OF(f16, GK_F16)
-static const products f32_products[] = PRODUCTS_ROW(f32), f16_products[] = PRODUCTS_ROW(f16);
+#if TILED
+#include "paged_tiles.h"
 #else
-#define f32_products bf16_products
-#define f16_products bf16_products
+#include "paged_instances.h"
 #endif
 
 /* ---- few lanes: a chunk ------------------------------------------------------------------------- */
@@ -448,13 +302,13 @@ static void chunk_units(const paged_job *job, int64_t b, const attn_seq *x, int6
     const gk_paged_attn_args *a = job->args;
     const int64_t group = job->tile.group, num_lanes = x->seq_q * group, unit = job->blocks->unit;
     const int64_t head_dim = job->tile.head_dim, head_dim_v = job->tile.head_dim_v, num_heads = head1 - head0;
-    const products *of = dtype == GK_F32 ? f32_products : dtype == GK_F16 ? f16_products : bf16_products;
     const int64_t element = (int64_t)gk_dtype_bytes(a->k_cache.dtype), row = dtype == GK_F32 ? 4 : 2;
     const int64_t k_bytes = element * head_dim, v_bytes = element * head_dim_v; /* in memory; rows are of q's dtype */
     const int64_t k_head = element * a->k_cache.stride[2], v_head = element * a->v_cache.stride[2];
     const attn_keys keys = keys_of(job, b, head0);
     const char *k[UNITS][MAX_UNIT], *v[UNITS][MAX_UNIT], *k_decoded[MAX_UNIT], *v_decoded[MAX_UNIT];
     paged_lane lanes[MAX_LANES];
+    if (TILED) memset(lanes, 0, sizeof lanes); /* what follows the last one sees no key */
     for (int64_t n = 0; n < num_lanes; ++n) {
         const int64_t i = n / group;
         lanes[n] =
@@ -486,7 +340,16 @@ static void chunk_units(const paged_job *job, int64_t b, const attn_seq *x, int6
             k_next = fetch_make(k_rows, k_bytes, k[last], n_last, job->near);
             v_next = fetch_make(v_rows, v_bytes, v[last], n_last, job->near);
         }
+#if TILED
+        for (int64_t h = 0; h < num_heads; ++h) {
+            for (int64_t l = 0; l < num_lanes; ++l)
+                lanes[l].slope = attn_slope(&a->rules, b, (head0 + h) * group + lanes[l].g) * ATTN_UNIT;
+            unit_on_tiles(job, own, lanes, num_lanes, h, scale_of(job, head0 + h), j, n, k_now, h * k_step, v_now,
+                          h * v_step, &k_next, &v_next);
+        }
+#else
         /* runs of lanes; the first one fetches */
+        const products *of = dtype == GK_F32 ? f32_products : dtype == GK_F16 ? f16_products : bf16_products;
         for (int64_t i = 0; i < n; i += STEP)
             for (int64_t l = 0, run = lane_run(num_lanes); l < num_lanes; l += run, run = lane_run(num_lanes - l)) {
                 const key_rows rows = {k_now + i, gk_min_i64(STEP, n - i), num_heads, k_step};
@@ -507,12 +370,21 @@ static void chunk_units(const paged_job *job, int64_t b, const attn_seq *x, int6
                 of[run / 2].weighted_rows(head_dim_v, own->p + l * unit + i * run / PAIR, own->s_head, &rows,
                                           l ? &none : &v_next, own->o + l * job->partial, own->o_head, job->partial);
             }
+#endif
     }
 }
 
-/* Row `lane` of a run of q as dots reads it, [head_dim / (W PAIR)][lanes][W]. */
+/* Row `lane` of a run of q as dots reads it, [head_dim / (W PAIR)][lanes][W]; on tiles as their B, [cells][lanes]. */
 static void pack_q(cell *to, int lanes, const char *row, gk_dtype dtype, int64_t head_dim) {
     int64_t d = 0;
+#if TILED
+    cell cells[W];
+    for (; d < whole_cells(head_dim); d += W) {
+        vc_store(cells, vc_load_along_k(row, dtype, d * PAIR, head_dim - d * PAIR));
+        for (int64_t i = 0; i < W; ++i) to[(d + i) * lanes] = cells[i];
+    }
+    return;
+#endif
     for (; d + 2 * W * PAIR <= head_dim; d += 2 * W * PAIR) {
         vc x[2];
         vc_load2_split_along_k(row, dtype, d, x);
@@ -535,11 +407,12 @@ static void chunk_task(const paged_job *job, int64_t task, int64_t worker) {
 
     const lanes_scratch own = lanes_scratch_at(job->scratch + worker * job->scratch_bytes, job);
     for (int64_t h = head0; h < head1; ++h)
-        for (int64_t n = 0, run = 0, lanes = 0; n < num_lanes; ++n) {
+        for (int64_t n = 0, run = 0, lanes = 0; n < lanes_with_room(num_lanes); ++n) {
             if (n == run + lanes) run = n, lanes = lane_run(num_lanes - n);
-            const char *row = x.q + element_bytes * (n / group * x.q_row + (h * group + n % group) * x.q_head);
-            pack_q(own.q + (h - head0) * own.q_head + run * job->q_step + (n - run) * W, (int)lanes, row, a->q.dtype,
-                   head_dim);
+            const int64_t lane = gk_min_i64(n, num_lanes - 1);
+            const char *row = x.q + element_bytes * (lane / group * x.q_row + (h * group + lane % group) * x.q_head);
+            cell *q = own.q + (h - head0) * own.q_head + run * job->q_step;
+            pack_q(q + (n - run) * (TILED ? 1 : W), (int)lanes, row, a->q.dtype, head_dim);
             float *o_n = own.o + (h - head0) * own.o_head + n * job->partial;
             memset(o_n, 0, 4 * (size_t)job->partial);
             vf_store(o_n + job->o_step, vf_set1(-FLT_MAX));
@@ -547,7 +420,9 @@ static void chunk_task(const paged_job *job, int64_t task, int64_t worker) {
     chunk_units(job, b, &x, first, end, head0, head1, &own, a->q.dtype);
     for (int64_t h = head0; h < head1; ++h)
         for (int64_t n = 0, run = lane_run(num_lanes); n < num_lanes; n += run, run = lane_run(num_lanes - n))
-            close_run(job, (int)run, own.o + (h - head0) * own.o_head + n * job->partial, partial_at(job, slot, h, n));
+            close_run(job, (int)run, gk_min_i64(run, num_lanes - n),
+                      own.o + (h - head0) * own.o_head + n * job->partial, partial_at(job, slot, h, n));
+    release_tiles();
 }
 
 /* ---- few lanes: the chunks of a sequence and kv head become out and lse --------------------------- */
@@ -629,6 +504,8 @@ static int64_t max_tasks(const paged_job *job) {
 static bool plan(const gk_context *ctx, const void *args, gk_plan *to) {
     paged_job *job = GK_OWN(paged_job, to);
     *job = job_make(ctx, args);
+    /* tiles are for more lanes than these, whose keys avx512 reads as fast */
+    if (TILED && job->max_tokens * job->tile.group <= 4) return false;
     to->tile[0] = job->tile.bq, to->tile[2] = job->max_chunks ? job->chunk : 0;
     to->tile[1] = job->max_tokens * job->tile.group <= job->lanes ? job->blocks->unit : job->tile.bkv;
     to->tasks = max_tasks(job);

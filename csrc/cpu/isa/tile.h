@@ -5,6 +5,7 @@
  *
  * The product: C[m][n] (+)= sum_k A[m][k] B[k][n] with m <= MR rows and nv <= NV vectors of columns, C in float32.
  * Both forms of A are read by broadcast, so a row-major matrix needs no transposition to stand on the left.
+ * On tiles A is rows alone, and the cells of both operands are padded with zeros to whole tiles, whole_cells.
  */
 #ifndef GPUKERN_TILE_H
 #define GPUKERN_TILE_H
@@ -18,6 +19,7 @@ extern const gk_ukr_fn SYM(gk_ukr_rows)[NV][MR];
 extern const gk_gemm_isa SYM(gk_gemm_isa);
 
 INLINE int64_t cells_of(int64_t k) { return (k + PAIR - 1) / PAIR; }
+INLINE int64_t whole_cells(int64_t k) { return gk_round_up(cells_of(k), K_CELLS); }
 
 /* A sum runs over so many cells at a time, then the parts are added: half the rounding error at head_dim 512, 1.5 % of its
  * time. Few float32 queries have all of a gradient hang on a few scores, and PyTorch's own products sum those in short
@@ -29,6 +31,35 @@ enum {
 
 /* C[m][n] (+)= A B for any m and n; n is rounded up to whole vectors, so B and C own that many columns. A sum runs over
  * sum_cells cells at a time. */
+#if TILED
+/* Strips are whole but the last, sums are not cut: of 16 cells C takes two. */
+INLINE void tile_product(int64_t sum_cells, bool a_is_rows, int64_t m, int64_t n, int64_t cells, const cell *a,
+                         int64_t step, const cell *b, int64_t ldb, float *c, int64_t ldc, bool accumulate) {
+    (void)sum_cells, (void)a_is_rows;
+    for (int64_t j = 0; j < n; j += NR)
+        for (int64_t i = 0; i < m; i += MR) SYM(gk_ukr_rows)
+    [n - j > W][gk_min_i64(MR, m - i) - 1](gk_round_up(cells, K_CELLS), a + i * step, step, b + j, ldb, c + i * ldc + j,
+                                           ldc, accumulate);
+}
+
+/* At the end of a task: the caller's thread is left as it was. */
+extern void SYM(gk_release_tiles)(void);
+INLINE void release_tiles(void) { SYM(gk_release_tiles)(); }
+
+/* dst[dim][ld] = rows[k][dim], k fast, zero up to whole tiles: an A of what lies along its rows. */
+INLINE void pack_columns(cell *dst, int64_t ld, const char *const *rows, int64_t k, gk_dtype dtype, int64_t dim) {
+    for (int64_t c = 0; c < whole_cells(k); c += W)
+        for (int64_t d = 0; d < dim; d += W) {
+            vc r[W];
+            for (int64_t i = 0, j = PAIR * c; i < W; ++i, j += PAIR)
+                r[i] =
+                    j < k ? vc_load_across_k(rows[j], j + 1 < k ? rows[j + 1] : NULL, dtype, d, dim - d) : vc_set1(0);
+            vc_transpose(r);
+            for (int64_t i = 0; i < gk_min_i64(W, dim - d); ++i) vc_store(dst + (d + i) * ld + c, r[i]);
+        }
+}
+#else
+INLINE void release_tiles(void) {}
 INLINE void tile_product(int64_t sum_cells, bool a_is_rows, int64_t m, int64_t n, int64_t cells, const cell *a,
                          int64_t step, const cell *b, int64_t ldb, float *c, int64_t ldc, bool accumulate) {
     const gk_ukr_fn(*ukr)[MR] = a_is_rows ? SYM(gk_ukr_rows) : SYM(gk_ukr_panel);
@@ -47,6 +78,7 @@ INLINE void tile_product(int64_t sum_cells, bool a_is_rows, int64_t m, int64_t n
         }
     }
 }
+#endif
 
 /* dst[cells_of(k)][width] = src[lane][k]; lanes past `lanes` and values past k are 0.
  * dst has W cells to spare behind its end; src is addressed in elements: src[lane * s_lane + i * s_k]. */

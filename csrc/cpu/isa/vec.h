@@ -11,7 +11,7 @@
 #include "../../internal.h"
 
 #ifndef GK_ISA
-#error "compile once per instruction set with -DGK_ISA=base|avx2|avx512|avx512bf16"
+#error "compile once per instruction set with -DGK_ISA=base|avx2|avx512|avx512bf16|amx|amx_emulated"
 #endif
 #define GK_CAT_(a, b) a##_##b
 #define GK_CAT(a, b) GK_CAT_(a, b)
@@ -29,9 +29,11 @@
 #define GK_LEVEL_avx2 2
 #define GK_LEVEL_avx512 3
 #define GK_LEVEL_avx512bf16 4
+#define GK_LEVEL_amx 5 /* the vectors of avx512bf16 */
+#define GK_LEVEL_amx_emulated 5
 #define ISA_LEVEL GK_CAT(GK_LEVEL, GK_ISA)
 #if ISA_LEVEL < 1
-#error "GK_ISA is none of base, avx2, avx512, avx512bf16"
+#error "GK_ISA is none of base, avx2, avx512, avx512bf16, amx, amx_emulated"
 #elif ISA_LEVEL >= 2 && !(defined(__AVX2__) && defined(__FMA__) && defined(__F16C__))
 #error "compile this instruction set with -mavx2 -mfma -mf16c"
 #elif ISA_LEVEL >= 3 && \
@@ -53,7 +55,7 @@
 #if ISA_LEVEL >= 3
 #include <immintrin.h>
 #define W 16
-#define MR 14 /* 28 accumulators, 2 operands, 2 to spare: 12, 13, 14 rows all reach 99 % of the peak, 14 load least */
+#define MR (ISA_LEVEL >= 5 ? 32 : 14) /* two tiles | 28 accumulators: 12, 13, 14 rows all reach 99 % of the peak */
 #elif ISA_LEVEL >= 2
 #include <immintrin.h>
 #define W 8
@@ -62,8 +64,10 @@
 #define W 4
 #define MR 6 /* the same with vectors of any machine */
 #endif
-#define NV 2        /* vectors in a row of the register tile */
-#define NR (NV * W) /* its columns */
+#define NV 2                   /* vectors in a row of the register tile */
+#define NR (NV * W)            /* its columns */
+#define TILED (ISA_LEVEL >= 5) /* products run on AMX tiles, which take K_CELLS cells of k at a time and A by rows */
+#define K_CELLS (TILED ? 16 : 1)
 
 typedef float vf __attribute__((vector_size(4 * W)));
 typedef int32_t vi __attribute__((vector_size(4 * W)));
