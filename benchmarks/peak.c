@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* peak: what this machine's cores and memory can do at most, for the percent of the roofline that
  * the benchmarks print.
  *

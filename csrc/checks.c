@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* checks.c: what the checks of the ops are made of (checks.h), and what holds for every call (io.h). */
 #include "checks.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* codes.h: 8-bit elements, whose value is that of a code times a scale: e4m3 (Micikevicius et al. 2022, arXiv:2209.05433: no
  * infinity, one NaN of each sign), e5m2 (IEEE's form), int8, and e8m0 (OCP MX 1.0: a power of two, no sign, no zero), the type of
  * some scales. Stores round to nearest even and saturate, infinities too; a NaN stays one, and as an int8 it is 0. */

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* contents.c: the contents of index tensors, checked on the CPU before anything is written.
  *
  * cu_seqlens [B+1]  block_table [B, max_blocks]  seq_lens [B] int32; slots [T] int32 or int64.

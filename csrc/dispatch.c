@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* dispatch.c: plans a call whose arguments are checked, by the first kernel that serves it, and runs the plan.
  * The only file that knows every room: ref/, cpu/ and (where built) cuda/. */
 #include "dispatch.h"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* dispatch.h: what the files of csrc/api/ ask of dispatch.c, once a call's arguments are checked. args is the
  * op's argument struct of gpukern.h. */
 #ifndef GPUKERN_DISPATCH_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* gpukern.h: the whole C API of gpukern on one page. No torch, no C++, no hidden state.
  *
  * Conventions

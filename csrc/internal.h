@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* internal.h: what the files of csrc share and users do not see: failure texts, scalar loads, the worker loop. */
 #ifndef GPUKERN_INTERNAL_H
 #define GPUKERN_INTERNAL_H

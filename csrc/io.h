@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* io.h: what a check says of a call's tensors. The check of an op, gk_check_<op>, holds every law of shape, dtype and value, and
  * finds the results' shapes and dtypes; entry points and the plugin both ask it, before anything is allocated. */
 #ifndef GPUKERN_IO_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* nvtx.h: ranges for Nsight Systems' timeline around what the host does for a call, named by the kernel instance that serves it.
  *
  * cmake -DGPUKERN_NVTX=ON turns them on; without it the macro is the call alone, and no symbol of NVTX is in the library. NVTX 3 is

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* op.h: what every op of ops.def has: a number, and the functions that are named by its stem. */
 #ifndef GPUKERN_OP_H
 #define GPUKERN_OP_H

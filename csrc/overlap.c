@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* overlap.c: whether two tensors share memory.
  *
  * Both lie on lattices of byte offsets; the question is whether

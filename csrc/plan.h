@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* plan.h: a call that is planned once. ops/ and the entry points plan it, find the memory that the plan asks for, and run it;
  * nothing is decided twice. Not installed: what a plan holds may change with every version. */
 #ifndef GPUKERN_PLAN_H

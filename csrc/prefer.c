@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* prefer.c: the tuning key of a gemm call, its text, and the table from keys to preferred instances.
  *
  * That table is a sorted array, replaced as a whole where new keys come; of a key that it has only the instance changes, by one atomic

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* prefer.h: which instance was asked for, by tuning key of gemm calls: what gk_gemm_prefer writes and dispatch.c reads.
  * Any thread reads at any time without a lock; what an instance is stays the caller's business, so that all of this runs and
  * is tested without a GPU. */

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* scales.h: which scale an element of a quantised matrix has. A scale tensor is one number or [Sr, Sc], where Sr is 1, the number
  * of rows, or of blocks of rows, and Sc likewise of columns; element (i, j) has the scale of its own row or block. Where two
  * readings of a shape fit they are the same function. */

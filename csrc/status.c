@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* status.c: status names and this thread's detail text. */
 #include "io.h"
 #include "internal.h"

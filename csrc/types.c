@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* types.c: the element types, and what gpukern.h says of them. */
 #include "types.h"
 #include "codes.h"

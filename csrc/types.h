@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* types.h: what the library knows of an element type beyond its kernels. A new type is a line in types.c, a load and a store
  * in internal.h, and the kernels' instances that read it; nothing is indexed by the value of a gk_dtype. */
 #ifndef GPUKERN_TYPES_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* weight_tile.h: where a packed weight's codes lie. A tile is 64 rows (of N) x 64 of K in the order of the fragments of mma.m16n8k16's
  * first operand: row r = 16 w + g + 8 h of thread 4 g + t of warp w, four steps s of 16 along k, k = 16 s + 8 j + 2 t + i.
  *   4 bits: word [w][4 g + t][s], nibble h + 2 j + 4 i: the two of a pair lie 16 bits apart, as a mask of both reads them

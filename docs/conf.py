@@ -79,6 +79,7 @@ def documented(header: str) -> str:
 
     The header's own comments stand behind the members, so that a struct is read at one glance.
     """
+    header = header.removeprefix("/* SPDX-License-Identifier: BSD-3-Clause */\n")
     header = re.sub(r"(\bdouble|\bgk_tensor)\n\s+", r"\1 ", header)  # a declaration that the formatter broke
     header = re.sub(r" +union \{ +/\* .*? \*/\n(.*?)\n +\};", r"\1", header, flags=re.DOTALL)  # hawkmoth passes it by
     made: list[str] = []

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // attn_rules.h: the arguments that every attention op has, as csrc takes them.
 #pragma once
 

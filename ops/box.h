@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // box.h: from torch's stack of StableIValues to a struct of arguments, and results back.
 //
 // A kernel is R kernel(Args &), Args a plain struct whose members are the schema's arguments in

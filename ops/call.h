@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // call.h: what a call into csrc needs: device, stream, threads, instruction set, workspace.
 #pragma once
 

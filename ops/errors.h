@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // errors.h: every exception of ops/. A text says op, argument, expected, got:
 //   "gpukern::flash_attn: k has head_dim 64, q has 128; they must match"
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // flash_attn.cpp: flash_attn and flash_attn_varlen with their gradients, and attn_merge.
 #include "attn_rules.h"
 

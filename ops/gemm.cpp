@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // gemm.cpp: gemm and gemm_act_bwd.
 #include "run.h"
 

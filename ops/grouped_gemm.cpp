@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // grouped_gemm.cpp: products of groups of rows or of k.
 #include "words.h"
 

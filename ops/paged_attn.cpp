@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // paged_attn.cpp: paged_attn and kv_cache_write.
 #include "attn_rules.h"
 

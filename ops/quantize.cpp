@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // quantize.cpp: quantize, silu_mul_quantize, rms_norm_quantize and dequantize; the first three are one op of csrc.
 #include "words.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // rows.cpp: operations along the last dimension: norms, softmax, gated linear units, rotary embedding, cross entropy.
 #include "run.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // run.h: what every op of the plugin does: reads the tensors, asks csrc for the laws and the results, allocates, plans, runs.
 //
 // An op is a plain struct, its members the schema's arguments in order, and what it says of itself:

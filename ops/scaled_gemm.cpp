@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // scaled_gemm.cpp: the product of two quantised matrices.
 #include "words.h"
 

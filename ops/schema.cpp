@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // schema.cpp: every schema of the plugin, and the ops that take no tensor.
 //
 // A result that is not wanted is an empty tensor: tracers and Inductor's C++ wrapper take no optional one.

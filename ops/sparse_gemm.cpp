@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // sparse_gemm.cpp: 2:4 sparse weights: sparse_pack, sparse_gemm.
 #include "words.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // tensor.h: an owned torch tensor and its metadata as a gk_tensor, read once; allocation of
 // results.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // weight_gemm.cpp: weights of few bits: pack_weight, unpack_weight, weight_gemm.
 #include "words.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // words.h: arguments that are words, as the C API counts them.
 #pragma once
 

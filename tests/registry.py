@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import registry_quantised
 import torch
 from conftest import generator, ops, randn, torch_gpukern
 
@@ -305,6 +306,9 @@ INDEX_ERRORS = [
      "slots is expected to hold slots below 20 (num_blocks * block_size), got slots[0] = 4611686018427387904"),
 ]  # fmt: skip
 
+VALUE_ERRORS += registry_quantised.VALUE_ERRORS
+INDEX_ERRORS += registry_quantised.INDEX_ERRORS
+
 
 @dataclass(frozen=True)
 class Registered:
@@ -511,7 +515,8 @@ def drawn(name: str, variant: str, device: str = "cpu", dtype: torch.dtype = tor
         if not x.is_floating_point():
             return x.to(device)
         wide = torch.float32 if name in always_wide and dtype.itemsize < 4 else dtype
-        return randn(gen, *(copies,) * (copies > 0), *x.shape, dtype=wide, device=device)
+        drawn = randn(gen, *(copies,) * (copies > 0), *x.shape, dtype=wide, device=device)
+        return drawn.abs() + 0.1 if name in ("k_scale", "v_scale") else drawn  # a cache's scales are above 0
 
     return {n: draw(n, x) for n, x in call.items()}
 

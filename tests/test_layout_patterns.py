@@ -59,7 +59,7 @@ def test_patterns_are_right(name, tmp_path):
 
 def test_no_pattern_is_long():
     for path in (ROOT / "examples" / "patterns").iterdir():
-        assert len(path.read_text().splitlines()) <= 150, path
+        assert len(path.read_text().splitlines()) <= 1 + 150, path  # and its license line
 
 
 def test_pictures_have_the_kernels_constants():

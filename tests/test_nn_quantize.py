@@ -2,6 +2,7 @@
 """torch_gpukern.nn.quantize: every recipe against its own decoded weight, and back; states, devices' dtypes, training."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -232,12 +233,12 @@ def test_qat(recipe):
     gnn.quantize(after, recipe.removeprefix("qat-"), say=None)
     done = gnn.quantize(layer, recipe, say=None)
     layer.float()
-    optimizer = torch.optim.Adam([{"params": [layer.weight]}, {"params": [layer.step], "lr": 3e-5}], lr=3e-4)
+    optimizer = torch.optim.Adam([{"params": [layer.weight]}, {"params": [layer.log_step]}], lr=3e-4)
     for i in range(60):
         optimizer.param_groups[0]["lr"] = 3e-4 * (1 - i / 60)
         loss = nn.functional.mse_loss(layer(x.float()), y)
         optimizer.zero_grad(), loss.backward()
-        assert layer.step.grad.abs().sum() > 0
+        assert layer.log_step.grad.abs().sum() > 0
         optimizer.step()
     trained = layer(x.float()).detach()
     if recipe == "qat-w4":
@@ -255,13 +256,13 @@ def test_learned_scale_has_its_gradient():
     layer = nn.Linear(8, 1, bias=False)
     gnn.quantize(layer, "qat-w4", say=None)
     with torch.no_grad():
-        layer.step.fill_(0.5)
+        layer.log_step.fill_(-1.0)
         layer.weight.copy_(torch.tensor([[0.3, -0.6, 9.0, -9.0, 0.0, 1.1, 3.4, -0.2]]))
     layer.fake_weight().sum().backward()
     v = (layer.weight.detach() / 0.5).clamp(-8, 7)
     inside = layer.weight.detach() / 0.5 == v
     want = torch.where(inside, v.round() - v, v).sum() / (8 * 7) ** 0.5
-    torch.testing.assert_close(layer.step.grad.sum(), want)
+    torch.testing.assert_close(layer.log_step.grad.sum(), want * 0.5 * math.log(2))
     assert torch.equal(layer.weight.grad, inside.float())
 
 

@@ -19,9 +19,12 @@ def check_rooms(root):
     return result.returncode, result.stdout.splitlines()
 
 
+LICENSE = "SPDX-License-Identifier: BSD-3-Clause"
+
+
 def test_the_license_line_is_none_of_the_500(tmp_path):
     (tmp_path / "csrc").mkdir()
-    (tmp_path / "csrc" / "a.c").write_text("/* SPDX-License-Identifier: BSD-3-Clause */\n" + "\n" * 500)
+    (tmp_path / "csrc" / "a.c").write_text(f"/* {LICENSE} */\n" + "\n" * 500)
     assert check_rooms(tmp_path)[0] == 0
 
 
@@ -47,6 +50,7 @@ BREACHES = {
     "vague name": ("csrc/utils.c", "\n", "a file says what it holds"),
     "long file": ("csrc/cpu/a.c", "\n" * 501, "501 lines; this file may have 500"),
     "no license": ("tests/test_a.py", '"""Says."""\n', "begins with its SPDX line"),
+    "no license in C": ("csrc/a.c", "/* a.c: what it is. */\n", "begins with its SPDX line"),
     "long Python": ("torch_gpukern/a.py", "\n" * 501, "501 lines; this file may have 500"),
     "long function": (
         "csrc/a.c",
@@ -92,13 +96,14 @@ def test_what_is_allowed(tmp_path):
         "csrc/a.c": '#include "internal.h"\n\n#include <stdatomic.h>\n\n/* asm() in a comment */\n// why: f(x) may fail;\n',
         "csrc/cuda/a.cuh": "struct a {  // no function\n    int f() {\n" + "        g();\n" * 120 + "    }\n};\n",
         "ops/schema.cpp": '#include <torch/csrc/stable/library.h>\n\n#include <string>\n\n#include "gpukern.h"\n',
-        "torch_gpukern/a.py": "# SPDX-License-Identifier: BSD-3-Clause\nimport torch\n\n\nclass A:\n    slots = 1  # of a cache\n",
+        "torch_gpukern/a.py": "import torch\n\n\nclass A:\n    slots = 1  # of a cache\n",
         "csrc/b.c": 'f("it is not a class, turned"); /* it is turned off */\n',
         "docs/worklog/a.md": "A skewed row in turns.\n",
     }
     for path, text in allowed.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(text)
+        license = {".md": "", ".py": f"# {LICENSE}\n"}.get(Path(path).suffix, f"/* {LICENSE} */\n")
+        (tmp_path / path).write_text(license + text)
     assert check_rooms(tmp_path) == (0, ["0 breaches of the laws of the rooms"])
 
 
@@ -116,7 +121,7 @@ def test_five_companions(tmp_path):
     for path in files:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text("")
-    (tmp_path / "ops/schema.cpp").write_text(f'm.def("{stem}(Tensor q) -> Tensor");\n')
+    (tmp_path / "ops/schema.cpp").write_text(f'// {LICENSE}\nm.def("{stem}(Tensor q) -> Tensor");\n')
     assert check_rooms(tmp_path)[0] == 0
     for path in files[:4]:
         one_less = tmp_path.with_name("one_less")
@@ -135,7 +140,7 @@ def test_exceptions_of_length_only_shrink(tmp_path):
     (tmp_path / "tools").mkdir()
     (tmp_path / "tools/long.txt").write_text("# why\ncsrc/a.c 510\n")
     for lines, breach in ((510, None), (511, "511 lines; this file may have 510"), (500, "take it off this list")):
-        (tmp_path / "csrc/a.c").write_text("\n" * lines)
+        (tmp_path / "csrc/a.c").write_text(f"/* {LICENSE} */\n" + "\n" * lines)
         status, found = check_rooms(tmp_path)
         assert status == (breach is not None)
         assert breach is None or breach in found[0]

@@ -91,7 +91,7 @@ VAGUE_NAMES = re.compile(r"^(common|utils?|misc|helpers?)$|_v\d+$")
 # A switch over a dtype: its default refuses by name, or hands on to what does.
 DTYPE = r"GK_(F32|BF16|F16|F64|I32|I64)"
 REFUSES = r"gk_(no_case|stop_without_case|load|store)\(|return false"
-LICENSE = re.compile(r"(#!.*\n)?# SPDX-License-Identifier: BSD-3-Clause\n")  # how a Python file begins
+LICENSE = re.compile(r"(#!.*\n)?(#|//|/\*) SPDX-License-Identifier: BSD-3-Clause( \*/)?\n")  # how a source file begins
 UNFINISHED = re.compile(r"\b(TO" r"DO|FIX" r"ME|XX" r"X)\b")
 COMMENTED_CODE = re.compile(r"^\s*//\s*[\w:<>*&\[\]., \->]+(\(.*\)|[-+*|&]?=[^=].*);\s*$|^\s*#\s*if\s+0\b")
 
@@ -295,7 +295,7 @@ def check(root: Path):
                 continue
             text = path.read_text()
             found = [*check_text(relative, text), *check_words(relative, text)]
-            if path.suffix == ".py" and text and not LICENSE.match(text):
+            if path.suffix in {".py", ".def"} | C_SUFFIXES and text and not LICENSE.match(text):
                 found.append((1, "a source file begins with its SPDX line"))
             if room in ("csrc", "ops") and path.suffix in C_SUFFIXES:
                 found += check_c(relative, room, text)

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* attn_merge: what a call of gk_attn_merge must be, and what it costs. */
 #include "../checks.h"
 #include "../dispatch.h"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* entries.c: the entry points of gpukern.h that every op has, and the plan and run of op.h: an op says in its own file what a call
  * must be (gk_check_<op>) and how many bytes and FLOPs it is (gk_cost_<op>). */
 #include "../checks.h"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* flash_attn: what a call of gk_flash_attn_fwd or gk_flash_attn_bwd must be, and what it costs. */
 #include "../checks.h"
 #include "../dispatch.h"

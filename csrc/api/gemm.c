@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* gemm: what a call of gk_gemm or gk_gemm_act_bwd must be, and what it costs. gemm_prefer.c has the entry points that choose a
  * kernel. */
 #include "../checks.h"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* gemm_prefer: which kernels serve a gemm call on CUDA, and which one is asked for (prefer.h). */
 #include "../checks.h"
 #include "../dispatch.h"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* grouped_gemm: what a call of gk_grouped_gemm must be, and what it costs. */
 #include "../dispatch.h"
 #include "../scales.h"

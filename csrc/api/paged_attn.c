@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* paged_attn: what a call of gk_paged_attn or gk_kv_cache_write must be, and what it costs. */
 #include "../checks.h"
 #include "../dispatch.h"

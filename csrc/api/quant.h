@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* quant.h: checks that the quantised ops share (quantize.c). */
 #ifndef GPUKERN_API_QUANT_H
 #define GPUKERN_API_QUANT_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* quantize, dequantize: what a call of gk_quantize or gk_dequantize must be, and what it costs. */
 #include "../checks.h"
 #include "../dispatch.h"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* rows: what the calls of operations along the last dimension must be, and what they cost: norms, softmax, gated units, rotary
  * embedding, cross entropy. */
 #include "../checks.h"

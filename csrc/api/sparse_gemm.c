@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* sparse_pack, sparse_gemm: what their calls must be, and what they cost. */
 #include "../dispatch.h"
 #include "../scales.h"

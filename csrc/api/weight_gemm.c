@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* weight_gemm, pack_weight, unpack_weight: what their calls must be, and what they cost. */
 #include "../weight_tile.h"
 #include "../dispatch.h"

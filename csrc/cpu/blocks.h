@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* blocks.h: every tuned size of the CPU kernels, each with the measurement that chose it. */
 #ifndef GPUKERN_CPU_BLOCKS_H
 #define GPUKERN_CPU_BLOCKS_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* features.c: what this machine can run. With vec.h the only file that asks about instruction sets.
  * GK_X86_ISAS is defined where the build compiled the x86 sets; elsewhere base is all there is. */
 #include "kernels.h"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* gemm: out = activation(alpha a b + beta c + bias), packed and cache-blocked; the loops around the register tile.
  * Goto and van de Geijn 2008, "Anatomy of high-performance matrix multiplication"; loop names as in BLIS.
  *

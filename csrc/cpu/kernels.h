@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* kernels.h: what the CPU room offers to dispatch.c: one table per op, one instance per dtype, ISA and kernel.
  * The kernels' files are compiled once per ISA; each exports its kernel under the ISA's suffix (tables.c lists them).
  */

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* kernels.h: what the CUDA room offers to dispatch.c: per op some tables (../op.h), each the end of one kernel file, of
  * compiled instances. C, so that dispatch.c and the .cu files read the same page. */
 #ifndef GPUKERN_CUDA_KERNELS_H

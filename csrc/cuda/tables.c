@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* tables.c: every CUDA kernel file by op, best first; each file ends with its own table of instances. dispatch.c takes the
  * first instance that serves a call on the device's architecture. */
 #include "../dispatch.h"

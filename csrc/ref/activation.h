@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* activation.h: the activations and their derivatives in double (gk_activation in gpukern.h). */
 #ifndef GPUKERN_REF_ACTIVATION_H
 #define GPUKERN_REF_ACTIVATION_H

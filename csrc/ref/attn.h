@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* ref/attn.h: what the attention loops of ref/ share: rows as doubles, the score, which sequence
  * owns a token, and one block of query rows against all its keys. */
 #ifndef GPUKERN_REF_ATTN_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* cross_entropy: the loss of each row and its gradient by their equations (gpukern.h), in double; a task for each row. */
 #include "rows.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* ref/flash_attn: attention and its gradients in plain loops, dense and packed, every modifier.
  *
  *   s_ij = cap(scale q_i k_j) - slope |i + diagonal - j|   lse_i = log(e^sink + sum_j e^s_ij)

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* ref/gemm: out = activation(alpha * (a @ b) + beta * c + bias), and the activation's derivative.
  *
  * a [batch..., M, K]  b [batch..., K, N] or [K, N]  bias [N]  c broadcasts to out [batch..., M, N];

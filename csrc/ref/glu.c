@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* glu: gated linear units by their equations, in double; a task for each row. */
 #include "activation.h"
 #include "rows.h"

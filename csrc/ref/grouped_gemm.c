@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* grouped_gemm, sparse_pack, sparse_gemm: the definitions, an element at a time, in double. Packing is what the CPU runs. */
 #include "../internal.h"
 #include "../scales.h"

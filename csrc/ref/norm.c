@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* norm: RMSNorm and LayerNorm by their equations, in double; forward a task for each row, backward one for rows and one for a
  * column of dweight and dbias. */
 #include "rows.h"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* ref/paged_attn: attention over a paged cache, writes into it, the merge of two attentions.
  *
  * Query t of the n_b of sequence b stands at position seq_lens[b] - n_b + t and reads key j from

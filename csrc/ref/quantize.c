@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* quantize, dequantize: the definitions, one block and one element at a time. Values are made in double; a quotient is taken in
  * float32, and in float64 of a float64 x. */
 #include "../internal.h"

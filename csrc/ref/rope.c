@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* rope: rotary embedding by its equation, in double; a task for each token. */
 #include "rows.h"
 

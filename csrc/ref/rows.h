@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* rows.h: elements of tensors [..., N] by row and column, in double. */
 #ifndef GPUKERN_REF_ROWS_H
 #define GPUKERN_REF_ROWS_H

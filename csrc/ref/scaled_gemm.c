@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* scaled_gemm: the definition, an element of the result at a time, in double. */
 #include "../internal.h"
 #include "../scales.h"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* softmax: softmax and log_softmax by their equations, in double; a task for each row. */
 #include "rows.h"
 

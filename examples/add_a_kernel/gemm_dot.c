@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* gemm_dot: out = activation(alpha a b + beta c + bias) of one row and one column, both K-major: a dot product.
  * Compiled once per ISA.   a [batch..., 1, K]  b [batch..., K, 1]   float32 | bfloat16 | float16   out [batch..., 1, 1]
  * Two loads a multiply-add: bytes over bandwidth is the bound, 8 K of them in float32.

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* attention.c: one attention layer in C: q, k, v = x w (gk_gemm), then causal attention (gk_flash_attn_fwd).
  *
  * x [SEQ, MODEL]   w [MODEL, 3 * MODEL]   q, k, v [1, HEADS, SEQ, HEAD_DIM], views of x w: no copy between the two ops

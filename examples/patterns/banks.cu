@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // banks: what an access to shared memory costs: the claims of docs/claims.md that a GPU can be asked, one access each.
 //
 // Every warp reads its places of a table over and over; nothing else keeps the SM busy. The model counts wavefronts, clocks of

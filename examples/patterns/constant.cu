@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // constant: 256 multiply-adds an element with the numbers of one table, from four places.
 //
 //   constant, one address     all lanes want the same entry: a multiply-add takes it from constant memory as an operand, free

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // copy_widths: out = in by 4 and by 16 bytes a thread, and two ways to waste sectors: lanes 2 apart, lanes 32 apart.
 //
 // A warp's access is cut into sectors of 32 bytes. Neighbouring lanes on neighbouring floats use every byte of 4 sectors; lanes

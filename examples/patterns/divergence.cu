@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // divergence: 256 multiply-adds an element, one of two chains, as the element's sign says: a warp executes both where its lanes differ.
 //
 //   branch     if / else: nearly every warp has both signs, so runs both chains, each with some lanes off

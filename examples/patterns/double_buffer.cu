@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // double_buffer: tiles of 1024 floats through shared memory, 64 multiply-adds an element, one block an SM: who hides the copies?
 //
 //   one buffer     copy | multiply | copy | multiply       nobody

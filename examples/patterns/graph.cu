@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // graph: 100 short steps, each of which needs all of the one before: x[i] becomes the mean of x[i] and its right neighbour (cyclic).
 //
 //   stream           a kernel a step: the host launches as fast as it can

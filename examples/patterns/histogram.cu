@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // histogram: how many inputs fall into each of 256 bins, three ways. Integers, so that the order of additions does not show.
 //
 //   global             an atomic addition in L2 for each input: the bins lie in 8 lines, so in few slices of L2

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // inline_ptx: 16 tanh an element. The hardware has an instruction for it, C has no name for it.
 //
 //   tanhf              the library's, to 1e-7: a branch, an exponential, a division, polynomials

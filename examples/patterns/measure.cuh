@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // measure: checks the variants of a pattern against the host, and times them.
 #ifndef MEASURE_CUH
 #define MEASURE_CUH

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // occupancy: a copy needs bytes under way: bandwidth x latency (Little's law), on an H200 some 3 MB of reads. Who has them under way?
 //
 //   1 .. 8 blocks        256 threads each, a load of 4 bytes a thread; so many blocks an SM as their shared memory leaves room for

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // pattern: what every example here shares: a table of variants, their check on awkward sizes, their time, one line each.
 //
 // A variant states its bound before it runs, by the model of csrc/cuda/layout/banks.cuh and a few figures of the device.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // reduce: the sum of rows x cols floats, five ways. Each block takes part of them by a stride of the grid.
 //
 //   atomics    every element is an atomic addition to one address

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // scan: out[i] = in[0] + .. + in[i], two ways. A block scans a tile of 8192; a warp 512 of it, 4 neighbours a lane and pass.
 //
 //   three kernels   sums of tiles; their scan, by one block; then every tile again, on top of what came before it: 12 bytes each

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // softmax: each row's e^(x - max) divided by their sum, three ways; the library's online softmax (attn/softmax.cuh).
 //
 //   three kernels   maxima; sums; results: the matrix is read three times and written once, 16 bytes an element

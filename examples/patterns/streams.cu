@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // streams: data that lives on the host goes to the GPU, through 256 multiply-adds, and back. Both copies and the kernel can run at once.
 //
 //   one stream         copy in | compute | copy out, one after the other

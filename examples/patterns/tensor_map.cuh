@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // tensor_map: the library's maker of tensor maps, for a program that does not link the library.
 #ifndef TENSOR_MAP_CUH
 #define TENSOR_MAP_CUH

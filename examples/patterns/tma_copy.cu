@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // tma_copy: copies that one thread starts and no register carries.
 //
 //   threads        16 bytes a thread and pass, for comparison

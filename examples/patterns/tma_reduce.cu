@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // tma_reduce: the sums of a matrix's columns, where rows are added up: by threads, or by the copy itself.
 //
 //   atomics        a thread adds up 64 rows of a column, then one atomic addition

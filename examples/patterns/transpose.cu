@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // transpose: out[cols][rows] = in[rows][cols]^T, five ways. Blocks of 32 x 8 threads, a 32 x 32 tile each.
 //
 //   naive      reads along rows; a warp's stores lie in 32 rows, so in 32 sectors of which each uses 4 bytes of 32

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // vector_add: out = a + b, the first kernel of every course; in is [2][n], its rows are a and b.
 //
 //   4 bytes            a float a thread and pass

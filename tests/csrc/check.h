@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* check.h: what the C tests share: random numbers, tensors between guards, contexts, comparisons,
  * the last line.
  *

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* check_amx: AMX's products by the instructions and by their emulation have the same bits; where the machine has no AMX, that it
  * was asked for is an error by name. check_gemm walks the emulation over its whole grid. */
 #include "check.h"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* check_attn_sm90a: what the attention kernels of Hopper are made of, on the host: which block takes which tile (attn/fwd_schedule.cuh),
  * which block of keys comes when, softcap's polynomial, how its operands lie in shared memory (wgmma_panels of layout/wgmma.cuh) as TMA writes and WGMMA reads them, and which
  * registers of a product are which operand of the next. Exits with 1 on a failure. */

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* check_cuda: every compiled instance of the CUDA tables (cuda/kernels.h) against csrc/ref, each through its own
  * `plan` and `run`, so that a row which dispatch would seldom reach is run too.
  *

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // check_cuda_tile: the wrappers of csrc/cuda/ptx and the verbs of csrc/cuda/tile on a device.
 //
 // One kernel per verb on integer data, compared exactly on the host with what the constexpr maps of csrc/cuda/layout say.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // check_cuda_tile_sm90a: the wrappers and verbs that only Hopper has, on such a device: mbarriers, clusters, tma, wgmma,
 // the ring, launches that overlap.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // check_epilogue: the stores of Hopper's gemm with scales of rows, columns and results, which gemm itself has none of: sums that are small
 // integers and scales that are powers of two, so that every result is exact.
 #ifndef GPUKERN_CHECK_EPILOGUE_CUH

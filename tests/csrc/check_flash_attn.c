@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* check_flash_attn: gk_flash_attn_fwd and _bwd of every instruction set against csrc/ref, every
  * modifier, NaN in every key that no row sees and in every token that belongs to no sequence.
  *

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* check_gemm: gk_gemm and gk_gemm_act_bwd of every instruction set against csrc/ref.
  *
  * size: |alpha| sum |a| |b| + |beta c| + |bias|

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* check_layout: csrc/cuda/layout and gemm/order.cuh on the host.
  *
  *   check_layout         fragments against the formulas of the PTX ISA, operands against a model of WGMMA, conflict degrees

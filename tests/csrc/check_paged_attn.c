@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* check_paged_attn: gk_paged_attn, gk_kv_cache_write and gk_attn_merge of every instruction set
  * against csrc/ref.
  *

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* check_plan: a call that is planned and then run (plan.h) is the call of gpukern.h: the same bits, and one
  * plan for it; the entry point checks once more than the plan. */
 #include "check.h"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* check_prefer: tuning keys of gemm calls, their text, and the table from them to preferred instances (prefer.h), threads included;
  * what the public functions say without a GPU. The table's rows here are addresses of `rows`: it never looks at them. */
 #include "check.h"

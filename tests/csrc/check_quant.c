@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* check_quant: quantised and sparse products on every instruction set of the machine, with one worker and with three, against ref/.
  * Data is small integers and powers of two, so that results are equal; tensors lie apart in memory that holds NaN. */
 #include "check.h"

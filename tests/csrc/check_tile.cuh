@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // check_tile: what the tests of csrc/cuda/ptx and csrc/cuda/tile share: counting, buffers, shared memory as bytes.
 #ifndef GPUKERN_CHECK_TILE_CUH
 #define GPUKERN_CHECK_TILE_CUH

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* check_tma_box: one value says how a box lies in shared memory (smem_box of csrc/cuda/layout): the tiles' own offsets follow it, and
  * what the driver is told of a tensor (host/tensor_shape.cuh) comes from it.
  *

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* The element types (types.h): every one described once, found by its value and by its name, and loaded and stored as it says;
  * what is none is told from them. */
 #include "check.h"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* check_vec: what vec.h computes, value by value, seen through the ops of every instruction set.
  *
  * A gemm with K = 0 is activation(beta * c): it loads c, applies a vector function and stores. So

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* fuzz.h: what the harnesses share: a decoder of bytes, tensors, one call and what must hold after it.
  *
  * Every byte decides one thing and any bytes are a call, so that the fuzzer can vary one thing at a time; where they end, 0 is

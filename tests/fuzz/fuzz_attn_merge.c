@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* fuzz_attn_merge: gk_attn_merge against its float64 twin. */
 #include "fuzz.h"
 

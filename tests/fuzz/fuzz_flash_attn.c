@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* fuzz_flash_attn: gk_flash_attn_fwd, and gk_flash_attn_bwd of its results, against their float64 twins. */
 #include "rules.h"
 

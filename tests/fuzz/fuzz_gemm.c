@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* fuzz_gemm: gk_gemm against its float64 twin. */
 #include "fuzz.h"
 

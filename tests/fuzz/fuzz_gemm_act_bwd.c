@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* fuzz_gemm_act_bwd: gk_gemm_act_bwd against its float64 twin. */
 #include "fuzz.h"
 

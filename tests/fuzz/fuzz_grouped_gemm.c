@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* fuzz_grouped_gemm: gk_grouped_gemm against its definition; what no group has holds NaN. */
 #include "quant.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* fuzz_kv_cache_write: gk_kv_cache_write against its float64 twin. No slot is written twice. */
 #include "fuzz.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* fuzz_paged_attn: gk_paged_attn against its float64 twin. */
 #include "rules.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* fuzz_paged_codes: gk_kv_cache_write into pages of 8 bits, each code by its equation, then gk_paged_attn over them against its
  * float64 counterpart over the same codes. Scales of all, of a head, of a page and head; some are what no call takes. */
 #include "rules.h"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* fuzz_quantize: gk_quantize and gk_dequantize against their definitions: codes and scales bit for bit, of numbers, infinities and
  * NaN. */
 #include "quant.h"

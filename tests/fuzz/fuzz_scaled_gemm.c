@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* fuzz_scaled_gemm: gk_scaled_gemm against its definition. */
 #include "quant.h"
 

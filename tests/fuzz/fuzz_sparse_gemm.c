@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* fuzz_sparse_gemm: gk_sparse_pack and gk_sparse_gemm against their definitions; a mask that is no 2:4 is refused. */
 #include "quant.h"
 

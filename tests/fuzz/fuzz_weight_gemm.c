@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* fuzz_weight_gemm: gk_pack_weight, gk_unpack_weight, which is its inverse, and gk_weight_gemm against its definition. */
 #include "quant.h"
 

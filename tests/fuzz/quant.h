@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* quant.h: what the harnesses of quantised products share. Their judge is csrc/ref, called with the same arguments and a result of its
  * own: it takes every dtype and sums in double. Sums in float32 of k codes err by k roundings of the largest. */
 #ifndef GPUKERN_FUZZ_QUANT_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* rules.h: gk_attn_rules from bytes, for fuzz_flash_attn and fuzz_paged_attn. */
 #ifndef GPUKERN_FUZZ_RULES_H
 #define GPUKERN_FUZZ_RULES_H

@@ -3,7 +3,8 @@
 
 Esser et al., "Learned Step Size Quantization" (2019), arXiv:1902.08153. Of a weight w and its scale s: v = w / s, r = round(clip(v)),
 and w is taken for r s. Backward takes the rounding for the identity where nothing was clipped; so w has the gradient g there, and s
-has g (r - v), where clipped g r, divided by sqrt(weights of a scale times the largest code).
+has g (r - v), where clipped g r, divided by sqrt(weights of a scale times the largest code). The parameter is log2 of s, so that an
+optimizer's step is a share of it, however small scales are.
 """
 
 from typing import Any, NamedTuple
@@ -44,12 +45,12 @@ def rounded(x: Tensor, way: Way) -> Tensor:
 class QatLinear(torch.nn.Linear):
     """`torch.nn.Linear` that multiplies by its weight as it will be rounded, and by activations as they will be.
 
-    ``step`` [out_features, groups] is the scale, a parameter that learns with the weight. `Quantized.finish` makes the layer that
+    ``step`` [out_features, groups] is the scale; ``log_step``, its log2, is a parameter that learns with the weight. `Quantized.finish` makes the layer that
     was trained for. Made by ``torch_gpukern.nn.quantize(model, "qat-w4")`` (or w8, int8, fp8).
     """
 
     recipe: str
-    step: Tensor
+    log_step: Tensor
     activation: Activation = "none"
 
     def _begin(self, recipe: str, importance: Tensor | None = None) -> None:
@@ -62,14 +63,18 @@ class QatLinear(torch.nn.Linear):
             lambda amax: [amax.clamp_min(2.0**-100) / way.high * r for r in ratios],
             lambda x: rounded(x, way),
         )
-        self.step = torch.nn.Parameter(scale.float())
+        self.log_step = torch.nn.Parameter(scale.float().log2())
+
+    @property
+    def step(self) -> Tensor:
+        return torch.exp2(self.log_step.float())
 
     def fake_weight(self) -> Tensor:
         """The weight as it will be decoded, float32, through which gradients go."""
         way, k = WAYS[self.recipe], self.in_features
         group = way.group or max(1, k)
         share = (min(group, max(1, k)) * way.high) ** -0.5  # keeps the scale's steps as large as the weight's
-        step = self.step.float().clamp_min(2.0**-100)
+        step = self.step
         step = spread(step * share + (step * (1 - share)).detach(), group, k)
         v = (self.weight.float() / step).clamp(way.low, way.high)
         return (v + (rounded(v, way) - v).detach()) * step
@@ -92,4 +97,4 @@ class QatLinear(torch.nn.Linear):
 
 
 def step_of(module: Any) -> Tensor:
-    return module.step.detach().float().clamp_min(2.0**-100)
+    return module.step.detach()

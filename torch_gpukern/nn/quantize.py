@@ -101,7 +101,7 @@ def _strip(module: torch.nn.Module) -> None:
     for name in vars(module).get("names", ("history_x", "history_weight", "history_grad")):
         module._buffers.pop(name, None)
         module._non_persistent_buffers_set.discard(name)
-    module._parameters.pop("step", None)
+    module._parameters.pop("log_step", None)
     for name in _ATTRIBUTES:
         vars(module).pop(name, None)
 

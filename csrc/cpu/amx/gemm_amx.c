@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* gemm_amx: the register tile of AMX, C[m][n] (+)= sum_k A[m][k] B[k][n] in bfloat16, and the packing that it wants.
  * Blocks, tasks and epilogue are gemm.c's; compiled with the instructions (GK_ISA amx) and with their emulation (amx_emulated).
  *

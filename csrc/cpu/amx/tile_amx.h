@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* tile_amx.h: AMX's tile instructions under names of our own, once as the instructions and once in plain C.
  * Intel, Software Developer's Manual, volume 2, TDPBF16PS, LDTILECFG, TILELOADD, TILESTORED.
  *

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* activation.h: the activations of gemm and of gated units as vectors, and their derivatives (gk_activation in gpukern.h). */
 #ifndef GPUKERN_CPU_ACTIVATION_H
 #define GPUKERN_CPU_ACTIVATION_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* attn.h: what the attention kernels of the CPU share: one sequence of a call, and how a tile of scores is changed.
  * Scores stand transposed: a row is a key, a lane is a query, so max, sum and rescaling never cross lanes. */
 #ifndef GPUKERN_CPU_ATTN_H

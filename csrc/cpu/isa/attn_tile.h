@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* attn_tile: a block of query lanes against the keys of one kv head, for dense and for paged keys.
  * Dao 2023, arXiv:2307.08691, Algorithm 1, transposed: a row is a key, a lane is a query.
  *

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* elementwise: kv_cache_write and attn_merge, bound by memory, compiled once per ISA.
  *
  * kv_cache_write  k [T, Hkv, D], v [T, Hkv, Dv] -> row s % block_size of page s / block_size of the caches, s = slots[t]

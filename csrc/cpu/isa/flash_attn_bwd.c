@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* flash_attn_bwd: gradients of softmax(scale q k^T + ...) v.
  * Dao 2023, arXiv:2307.08691, Algorithm 2, transposed:
  *

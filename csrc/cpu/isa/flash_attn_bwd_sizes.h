@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* flash_attn_bwd_sizes: where the backward's workspace and a worker's tiles lie. Included by flash_attn_bwd.c alone. */
 typedef struct sizes {
     gk_attn_bwd_blocks tile;

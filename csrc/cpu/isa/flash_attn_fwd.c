@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* flash_attn_fwd: O = softmax(scale Q K^T) V and its LSE, dense and packed, compiled once per ISA.
  * Dao 2023, arXiv:2307.08691, Algorithm 1; the block itself is attn_tile.h.
  * q [B, Hq, Sq, D]  k [B, Hkv, Sk, D]  v [B, Hkv, Sk, Dv]  out [B, Hq, Sq, Dv]  lse [B, Hq, Sq] float32, natural log

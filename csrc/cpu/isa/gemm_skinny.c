@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* gemm_skinny: out = activation(alpha a b + beta c + bias) for small M, where reading b once is what costs.
  * Compiled once per ISA.   a [M, K]  b [K, N], its rows or its columns dense   out [M, N]
  * A task owns a run of columns over all of K, so nothing is reduced across tasks. Two forms:

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* gemm_ukr: the register tile, C[M][n] (+)= sum_k A[M][k] B[k][n], compiled once per ISA.
  * Goto and van de Geijn 2008 (the outer-product kernel); one instance per number of rows, vectors and form of A.
  * a  panel [cells][step] or rows [M][step]   b  [cells][ldb]   c  [M][ldc] float32

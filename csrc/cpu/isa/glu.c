@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* glu: gated linear units over rows, forward and backward, compiled once per ISA. Shazeer 2020, arXiv:2002.05202.
  *   out = act(gate) up;   dgate = g up act'(gate),   dup = g act(gate)
  * gate, up, out, g, dgate, dup [M, N] of one dtype (float32, bfloat16, float16). A task is a run of rows, or, of long rows, of

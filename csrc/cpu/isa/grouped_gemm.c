@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* grouped_gemm: products of groups of rows or of k, one after the other by quant_product.h; compiled once per ISA.
  * a [M, K], b [G, K, N] or [K, N] float32 | bfloat16 | float16 | 8-bit floats with scales. Groups are read from offs as they come. */
 #include "quant_product.h"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* norm: RMSNorm and LayerNorm over rows, forward and backward, compiled once per ISA.
  * Ba, Kiros and Hinton 2016, arXiv:1607.06450 (layer); Zhang and Sennrich 2019, arXiv:1910.07467 (rms).
  *

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* paged_attn: attention of new tokens over a paged cache, pages read in place, compiled once per ISA.
  * Kwon et al. 2023, arXiv:2309.06180; the split of the context is Dao et al. 2023 (Flash-Decoding).
  * q [T, Hq, D]  k_cache [num_blocks, block_size, Hkv, D]  v_cache [.., Dv]  block_table [B, max_blocks]  seq_lens [B]

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* paged_codes: pages of 8-bit codes as rows of q's dtype. Every code of e4m3, e5m2 and int8 is a value of bfloat16, float16 and
  * float32, so decoding rounds nothing; a scale of the page, which the row takes along, rounds once. Scales of a head or of all
  * stay outside: they go on the scores and on the sum of values, in float32. */

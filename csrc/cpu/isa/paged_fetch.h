@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* paged_fetch: rows of a paged cache that are read next, fetched while others are computed. */
 #ifndef GPUKERN_CPU_PAGED_FETCH_H
 #define GPUKERN_CPU_PAGED_FETCH_H

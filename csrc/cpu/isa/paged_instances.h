@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* paged_instances: the products and the softmax of a unit, instance by instance. Included by paged_attn.c alone. */
 /* One copy of the loops per dtype that the ISA serves and run of 4, 2 or 1 lanes: together the runs cover any number. */
 typedef struct products {

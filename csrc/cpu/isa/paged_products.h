@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* paged_products: Q K^T and P V of a unit for 4, 2 or 1 lanes of every head. Included by paged_attn.c alone. */
 /* s[head][j / keys][lane][j % keys] = q[head][lane] . k[j][head] for `lanes` lanes, keys = W / lanes at once: their sums
  * fill one vector. q[head] is [head_dim / (W PAIR)][lanes][W]; k repeats its last key up to whole vectors of keys. */

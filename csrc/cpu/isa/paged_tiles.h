@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* paged_tiles: few lanes of paged_attn on tiles (AMX): 2 to 64 query tokens x heads of the group, each key read once.
  *
  *   S^T = K Q^T     A  K of the unit, copied out of its pages     B  Q of 16 lanes

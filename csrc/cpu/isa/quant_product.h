@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* quant_product.h: a product of operands that are decoded block by block, with scales along every dimension.
  *
  *   out = activation(sum over blocks of k of scale_a scale_b (A B) + beta c + bias)

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* quantize: a matrix, silu(gate) * up, or an RMSNorm, as 8-bit codes and scales; and codes back to floats. Once per ISA.
  *
  *   scale = max(amax / q, 2^-126)   codes = saturate(round-even(x / scale))   of each block of gk_granularity

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* rope: rotary embedding of q [B, Hq, S, D] and k [B, Hkv, S, D], compiled once per ISA. Su et al. 2021, arXiv:2104.09864.
  *   (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), x1 and x2 half a rotated row apart, or neighbours
  * cos, sin [P, R / 2] float32; float32, bfloat16, float16, computed in float32, rounded once. A task is a run of tokens with all

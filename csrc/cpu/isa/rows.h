@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* rows.h: what the CPU's row operations share. A row is the last dimension of a tensor [..., N], dense; the leading dimensions
  * may have any strides. Values are float32 vectors on their way through the registers, whatever the dtype in memory.
  *

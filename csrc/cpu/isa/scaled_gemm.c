@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* scaled_gemm: the product of two quantised matrices, by quant_product.h; compiled once per ISA.
  * a [M, K], b [K, N] e4m3 | e5m2 mixed, or int8; any strides, any mix of scales. `accumulate` makes no difference here: every sum is
  * float32 or int32. */

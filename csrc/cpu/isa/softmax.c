@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* softmax: softmax and log_softmax over rows, forward and backward, compiled once per ISA.
  *
  *   s = scale x, columns from the row's length on left out;   p = exp(s - max s) / sum exp(s - max s)

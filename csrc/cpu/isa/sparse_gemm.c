@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* sparse_gemm: a times a 2:4 sparse weight, by quant_product.h: a task spreads the values of its columns block by block, so that what
  * is saved is reading them. Compiled once per ISA. */
 #include "quant_product.h"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* tile.h: tiles of cells, the register-tile product, and how operands of any dtype and stride become tiles.
  *
  *   panel  [ceil(k / PAIR)][width]   k slow, lanes fast: what the product streams as B, and as a packed A

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* vec.h: the vectors of one instruction set. Included by files that are compiled once per ISA with -DGK_ISA=<name>.
  *
  * vf   W floats            vi   W int32          vm   a mask of W lanes

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* weight_gemm: activations times packed weights of few bits, by quant_product.h; packing and unpacking. Compiled once per ISA.
  *
  * a [M, K] bfloat16 | float16 | e4m3   packed [ceil(N / 64), ceil(K / 64), bytes] (weight_tile.h)   scale [ceil(K / g), N]

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* weight_skinny: up to SKINNY_ROWS rows of activations times a packed weight, as products along k; compiled once per ISA.
  *
  * a [M, K] bfloat16 | float16   packed [ceil(N / 64), ceil(K / 64), bytes] (weight_tile.h)   scale [ceil(K / g), N]

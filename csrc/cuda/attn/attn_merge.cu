@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* attn_merge: two attentions over different keys become one (Dao et al. 2023, Flash-Decoding).
  *   lse = log(exp(lse_a) + exp(lse_b))      out = out_a exp(lse_a - lse) + out_b exp(lse_b - lse)
  * out_a, out_b [..., Dv] of one dtype, lse_a, lse_b [...] float32 (float64 with float64), any strides; out, lse dense.

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* bwd.cuh: the backward call as its kernels see it, and what its passes hand to each other.
  *
  *   delta_i = sum_d dO_id O_id - dlse_i     P_ij = exp(s_ij - lse_i)     dS_ij = P_ij (dO_i . V_j - delta_i) cap'

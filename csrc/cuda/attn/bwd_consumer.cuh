@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* bwd_consumer.cuh: what the kernels of the Hopper backward share beside the producer: P and dS from the products, dQ on its
  * way to memory, dK and dV out of registers, the kernel around a consumer, the last pass, and the launcher.
  * A Consumer has a Tile, run(): the steps of one warpgroup, and store(): its dK and dV. */

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* bwd_mma.cuh: the verbs that both tensor-core kernels of the backward are made of. M x 16 rows and N x 8 columns of
  * accumulators a warp. */
 #ifndef GPUKERN_CUDA_BWD_MMA_CUH

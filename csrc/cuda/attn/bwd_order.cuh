@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* bwd_order.cuh: what the blocks of the Hopper backward do, in which order a block takes its steps, and where its warps put dS, P
  * and dQ. Plain functions, which a CPU test walks too (tests/csrc/check_attn_sm90a.cpp). A thread counts over both warpgroups. */
 #ifndef GPUKERN_CUDA_BWD_ORDER_CUH

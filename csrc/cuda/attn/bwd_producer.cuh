@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* bwd_producer.cuh: the half of flash_attn_bwd_sm90a that decides what a block does and loads it: what a block keeps in shared
  * memory, which rows see its keys, and the loads of K, V, Q and dO by TMA. */
 #ifndef GPUKERN_CUDA_BWD_PRODUCER_CUH

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* bwd_tasks.cuh: what blocks of the Hopper backward do beside the products: of rows lse, delta and zeros of dQ before, and dQ
  * scaled and rounded after. They take the memory's time, which other blocks' products hide. */
 #ifndef GPUKERN_CUDA_BWD_TASKS_CUH

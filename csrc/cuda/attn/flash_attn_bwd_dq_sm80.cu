@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* flash_attn_bwd_dq_sm80: dq alone, by rows, in bfloat16 and float16 on the tensor cores (mma.sync): for calls that
  * must give the same bits again (bwd.cuh has the equations; Dao 2023, arXiv:2307.08691, Algorithm 2, with its loops
  * exchanged).

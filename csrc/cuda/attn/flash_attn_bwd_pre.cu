@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* flash_attn_bwd_pre: what the backward passes need of each row, and the gradients that need no product.
  *   delta_i = sum_d dO_id O_id - dlse_i       dsink_h = -sum_i exp(sink_h - lse_i) delta_i
  * where row i sees a key; of the others, whatever their dO holds, dlse_i alone reaches the sink, which is their lse.

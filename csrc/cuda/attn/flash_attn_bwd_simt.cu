@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* flash_attn_bwd_simt: the gradients of attention in float32 with plain multiply-adds (bwd.cuh has the equations; Dao
  * 2023, arXiv:2307.08691, Algorithm 2, run twice: by rows for dq, by keys for dk and dv).
  * Reads q, grad_out [B, Hq, Sq, D | Dv], k, v [B, Hkv, Sk, D | Dv], or packed; rows 16-byte aligned; stats of the

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* flash_attn_bwd_sm80: the gradients of attention in bfloat16 and float16 on the tensor cores (mma.sync), Dao 2023,
  * arXiv:2307.08691, Algorithm 2, and the equations of bwd.cuh.
  *

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* flash_attn_bwd_sm90a: the gradients of attention on Hopper's tensor cores, 16-bit, dense and packed, every modifier.
  * FlashAttention-2's backward (Dao 2023, arXiv:2307.08691, Algorithm 2) and the equations of bwd.cuh, transposed
  * so that P and dS are left operands as they lie in registers:

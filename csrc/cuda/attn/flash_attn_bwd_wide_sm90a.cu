@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* flash_attn_bwd_wide_sm90a: flash_attn_bwd_sm90a (see there for the equations) for head_dim up to 256, where dK and dV of 64
  * keys fill the registers of a warpgroup each.
  * q, grad_out [.., Sq, D | Dv]  k, v [.., Sk, D | Dv], as TMA can describe them; stats of the pre-pass.

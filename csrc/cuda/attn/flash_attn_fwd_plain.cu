@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* flash_attn_fwd_plain: attention, a warp a row, for what the tiled kernels do not take: float64, and rows that do not begin
  * at a multiple of 16 bytes. Every dtype, every modifier, dense and packed.
  *   s_j = cap(scale q k_j) - slope |i + diagonal - j|   lse = log(e^sink + sum e^s_j)   out = sum e^(s_j - lse) v_j

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* flash_attn_fwd_simt: attention in float32 on CUDA cores, dense and packed, every modifier.
  *   s_j = cap(scale q k_j) - slope |i + diagonal - j|   lse = log(e^sink + sum e^s_j)   out = sum e^(s_j - lse) v_j
  * by FlashAttention-2's order (Dao 2023, arXiv:2307.08691), with multiply-adds that round as float32 does.

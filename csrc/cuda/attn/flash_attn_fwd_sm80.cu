@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* flash_attn_fwd_sm80: attention on tensor cores, 16-bit, dense and packed, every modifier.
  * FlashAttention-2 (Dao 2023, arXiv:2307.08691): a block owns BQ rows of one head and walks over the keys that they see.
  *   S = Q K^T   s = score(S) or -inf where the row does not see the key   P = e^(s - m)   O = O e^(m_old - m) + P V

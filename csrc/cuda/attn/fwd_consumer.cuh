@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* fwd_consumer.cuh: what a consumer warpgroup of flash_attn_fwd_sm90a does with a tile: 64 rows of S, of weights and of O, block of
  * keys after block. */
 #ifndef GPUKERN_CUDA_FWD_CONSUMER_CUH

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* fwd_producer.cuh: the half of flash_attn_fwd_sm90a that finds tiles and loads them: what a block keeps in shared memory,
  * which tile comes next and which keys it sees, and the loads of Q, K and V by TMA. */
 #ifndef GPUKERN_CUDA_FWD_PRODUCER_CUH

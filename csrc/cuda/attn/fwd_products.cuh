@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* fwd_products.cuh: what the consumers of flash_attn_fwd_sm90a issue: their turns, the products of a block, and what is done to
  * a product's registers and operands around it. */
 #ifndef GPUKERN_CUDA_FWD_PRODUCTS_CUH

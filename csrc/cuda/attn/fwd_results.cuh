@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* fwd_results.cuh: O and lse of a consumer warp's 16 rows of flash_attn_fwd_sm90a to the tensors, or to a part of the workspace. Where
  * the next tile's Q has a place of its own O is staged in its own rows of Q and stored by TMA; else Q is the next tile's
  * already, and O leaves from registers. */

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* fwd_rows.cuh: the pieces that the forward kernels share: rows of packed tensors that no sequence owns, and what a copy in
  * units of 16 bytes asks of strides. */
 #ifndef GPUKERN_CUDA_FWD_ROWS_CUH

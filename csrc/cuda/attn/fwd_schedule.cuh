@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* fwd_schedule.cuh: which tiles of queries a block of flash_attn_fwd_sm90a takes, one after the other. No counter in memory: the
  * order follows from shapes alone. Units of one head are neighbours, so that blocks that run together read the same keys
  * from L2. Plain functions, which a CPU test walks too (tests/csrc/check_attn_sm90a.cpp).

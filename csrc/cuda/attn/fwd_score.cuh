@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* fwd_score.cuh: softcap and ALiBi in flash_attn_fwd_sm90a, on a block of products while the next ones run. Issue slots decide: a
  * block's weights take 3.5 a score, and beside products in flight each costs some 3 clocks. So a finished score stays
  * in the unit of the product, scale goes into the exponent's multiply-add, and every number that a call fixes is a kernel

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* fwd_work.cuh: which tile of queries a block of a tiled forward kernel takes, over which part of the keys, and where the
  * result goes: the tensors, or parts in the workspace for split_combine. */
 #ifndef GPUKERN_CUDA_FWD_WORK_CUH

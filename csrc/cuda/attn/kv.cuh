@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* kv.cuh: a paged_attn call as its kernels see it: one struct by value, the sequence behind a row of the table, the sequence
  * that owns a token, the page that holds a key. Strides count elements.
  *

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* kv_cache_write: new keys and values go to their rows of the paged caches (Kwon et al. 2023, PagedAttention).
  *   cache[s / block_size][s % block_size][h][:] = saturate(x[t][h][:] / scale[h])       s = slots[t]
  * k [T, Hkv, D], v [T, Hkv, Dv], any strides; caches [num_blocks, block_size, Hkv, D | Dv]; slots [T] int64 or int32: a

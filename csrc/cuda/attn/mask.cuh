@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* mask.cuh: what happens to a tile of scores between the product and the softmax: the mask of edge tiles, and softcap and
  * ALiBi. Scores lie as accumulators: s[m][n][2 r + e] is row 16 m + 8 r and column 8 n + e from the lane's first. */
 #ifndef GPUKERN_CUDA_MASK_CUH

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* paged_attn_plain: attention over a paged cache for every dtype, page size, alignment and number of query tokens; the
  * kernel of float32 and float64, and of what the tensor-core kernel does not take.
  *   out[t] = sum_j softmax_j(score(scale k_scale q[t] k[j]), sink) v[j] v_scale         j in [lo(t), hi(t))

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* paged_plan.cuh: how paged_attn's work is shared out, and how what several warps or blocks found becomes one; for the
  * kernels that stream a cache (paged_attn_sm80, paged_attn_f32).
  *

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* problem.cuh: an attention call as every attention kernel sees it: one struct by value, dense and packed alike, and the
  * sequence that a block works on. Strides count elements. */
 #ifndef GPUKERN_CUDA_PROBLEM_CUH

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* score.cuh: what becomes of scale * q k before the softmax: softcap, then ALiBi.
  *   s = cap tanh(scale qk / cap) - slope |i + diagonal - j|
  * Kernels work in log2 units: weights are exp2(s log2(e) - m). */

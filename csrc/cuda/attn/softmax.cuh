@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* softmax.cuh: the online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867), for every kernel that attends.
  *   m = max of the scores so far   l = sum of e^(s - m)   O = sum of e^(s - m) v
  *   RowSoftmax     one row, in the kernels for CUDA cores and over paged caches, and where partial results meet

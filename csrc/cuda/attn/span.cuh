@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* span.cuh: which keys a row sees, and which rows see a key. The device's counterpart of gk_span (internal.h), in 32 bits.
  * Row i of a sequence stands at key position i + diagonal and sees keys [lo(i), hi(i)); both ends grow with i. */
 #ifndef GPUKERN_CUDA_SPAN_CUH

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* split_combine: attention over parts of the keys becomes attention over all (Flash-Decoding; Dao et al. 2023).
  *   lse = log(e^sink + sum_s e^lse_s)      out = sum_s e^(lse_s - lse) out_s
  * out_splits [splits][rows][head_dim_v], lse_splits [splits][rows] float32; out in its own dtype and strides, lse [rows]

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* split_combine.cuh: attention over parts of the keys, put together. See split_combine.cu. */
 #ifndef GPUKERN_CUDA_SPLIT_COMBINE_CUH
 #define GPUKERN_CUDA_SPLIT_COMBINE_CUH

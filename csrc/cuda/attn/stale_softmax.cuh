@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* stale_softmax.cuh: the online softmax of 16 rows of a warp with a reference that stays (docs/numerics.md, "A maximum that
  * may be stale").
  *   softmax(s) v = (sum 2^(c s - m) v) / (sum 2^(c s - m))   for any m that keeps the powers inside the float range

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* tiles.h: every tuned number of the attention kernels, each with its reason. */
 #ifndef GPUKERN_CUDA_ATTN_TILES_H
 #define GPUKERN_CUDA_ATTN_TILES_H

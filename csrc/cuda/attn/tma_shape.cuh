@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* tma_shape.cuh: attention's tensors as TMA sees them, and the loads of their tiles. */
 #ifndef GPUKERN_CUDA_TMA_SHAPE_CUH
 #define GPUKERN_CUDA_TMA_SHAPE_CUH

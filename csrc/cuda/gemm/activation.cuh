@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* activation.cuh: the activations of gemm and their derivatives, in float or double (gk_activation in gpukern.h).
  * Hendrycks and Gimpel 2016, arXiv:1606.08415 (GELU and SiLU). */
 #ifndef GPUKERN_CUDA_ACTIVATION_CUH

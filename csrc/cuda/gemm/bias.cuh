@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* bias.cuh: the bias as the accumulators' lanes want it, and what the stores will ask of memory, asked early. */
 #ifndef GPUKERN_CUDA_GEMM_BIAS_CUH
 #define GPUKERN_CUDA_GEMM_BIAS_CUH

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* copies.cuh: what of a tile's operands a block of gemm_sm90a copies, and how. S: the kernel's Smem, Params: its Params. */
 #ifndef GPUKERN_CUDA_GEMM_COPIES_CUH
 #define GPUKERN_CUDA_GEMM_COPIES_CUH

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* epilogue.cuh: what every gemm kernel does with its sums:
  *   preact = alpha sum + beta c + bias     out = activation(preact)     in float (double for float64), rounded once
  * and where there are scales (GemmScales): sum is the product of codes times its row's and its column's scale, and out is divided by

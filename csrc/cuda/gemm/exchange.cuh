@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* exchange.cuh: the sums of the blocks of a cluster that took a split of k each. */
 #ifndef GPUKERN_CUDA_GEMM_EXCHANGE_CUH
 #define GPUKERN_CUDA_GEMM_EXCHANGE_CUH

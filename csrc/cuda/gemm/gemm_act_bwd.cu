@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* gemm_act_bwd: grad_in = grad_out * activation'(saved); saved is the preact, for relu the output.
  * grad_out, saved, grad_in [...] of one shape, any strides; saved may have another dtype. Bandwidth bound.
  * A thread owns VALUES elements that follow each other; where all three tensors are dense it moves them in 16-byte accesses. */

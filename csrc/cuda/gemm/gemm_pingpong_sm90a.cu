@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* gemm_pingpong_sm90a: gemm_sm90a's product by the ping-pong schedule: each of two consumer warpgroups has whole tiles, every second
  * one of the block's, and one stores while the other multiplies. For results that TMA can store. hopper.cuh says what all
  * schedules share.

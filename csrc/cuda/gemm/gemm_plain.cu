@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* gemm_plain: out = activation(alpha a b + beta c + bias) on the ordinary multiply-add units, float32 and float64.
  * Volkov and Demmel 2008, "Benchmarking GPUs to tune dense linear algebra": sums in registers, operands in shared
  * memory.

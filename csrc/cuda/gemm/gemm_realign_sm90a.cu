@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* gemm_realign_sm90a: copies matrices to where tma and wgmma can read them; realign.cuh says what from and to.
  *
  * Grid: a block per THREADS chunks of 16 bytes of the copies, one matrix after the other. A thread owns one chunk, so that a

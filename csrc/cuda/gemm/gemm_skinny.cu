@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* gemm_skinny: out = activation(alpha a b + beta c + bias) for at most 16 rows of a, bfloat16 and float16: the weights
  * b are read once, as fast as memory gives them. With at most 16 columns of b the transposed product, out^T = b^T a^T.
  *

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* gemm_sm80: out = activation(alpha a b + beta c + bias) on the tensor cores by mma.sync: bfloat16, float16, tf32.
  *
  * a [batch, M, K]  b [batch, K, N]   each K-major or MN-major, other strides any (NN NT TN TT)

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* gemm_sm90a: out = activation(alpha a b + beta c + bias) on Hopper's tensor cores by WGMMA, fed by TMA; bfloat16, float16. The
  * cooperative schedule: the consumer warpgroups of a block share a tile, BM / WGS rows each. hopper.cuh says what all schedules
  * share.

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* gemm_swapab_sm90a: gemm_sm90a's product for small M: a and b change places (out^T = b^T a^T), so that the weights fill WGMMA's 64
  * rows, and the M rows of a its columns. Up to 64 rows; two blocks split k. hopper.cuh says what all schedules share.
  *

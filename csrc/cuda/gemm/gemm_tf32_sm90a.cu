@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* gemm_tf32_sm90a: gemm_sm90a's product of float32 operands, rounded to tf32 by TMA while it copies. The cooperative schedule.
  *
  * WGMMA reads tf32 from shared memory along k alone. So an MN-major operand b becomes its A, from registers, with swap-AB

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* hopper.cuh: what the kernels of Hopper's gemm share: the call, shared memory, the tiles that a block takes, its producer, and
  * the products from shared memory. Each schedule is a file of its own: gemm_sm90a (cooperative), gemm_pingpong_sm90a,
  * gemm_swapab_sm90a, gemm_tf32_sm90a.

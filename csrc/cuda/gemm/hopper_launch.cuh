@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* hopper_launch.cuh: the host's half of Hopper's gemm kernels, the same for each schedule: what a kernel takes, its tensor maps and
  * its launch, and the table of its instances. */
 #ifndef GPUKERN_CUDA_GEMM_HOPPER_LAUNCH_CUH

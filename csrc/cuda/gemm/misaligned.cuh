@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* misaligned.cuh: misaligned rows of 16-bit elements, on their way through shared memory: copied as the aligned chunks of
  * 16 bytes that hold them, one more than the row of a tile has, and then shifted into that tile.
  *

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* operands.cuh: what TMA reads for a product: the operands where they lie, or aligned copies of them (realign.cuh). */
 #ifndef GPUKERN_CUDA_GEMM_OPERANDS_CUH
 #define GPUKERN_CUDA_GEMM_OPERANDS_CUH

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* order.cuh: which tile a block takes. Blocks that run at once should share rows of a and columns of b in L2: they walk
  * `group` rows of tiles together, column by column.
  *

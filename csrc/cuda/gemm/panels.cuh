@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* panels.cuh: a warp's epilogue staging tiles (panels): 16 rows of up to 128 bytes, in which its sums change from the accumulators'
  * order to that of rows; and the three ways on from there: by TMA, in chunks of 16 bytes from registers, or row by row where the
  * result is misaligned. */

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* problem.cuh: a gemm call as every gemm kernel sees it: one struct by value. Batch dimensions that can join the rows
  * have joined them, broadcasts have stride 0, and rows and columns may have changed places. Strides count elements. */
 #ifndef GPUKERN_CUDA_GEMM_PROBLEM_CUH

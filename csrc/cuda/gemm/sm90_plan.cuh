@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* sm90_plan.cuh: which row of gemm_sm90a serves a call, how its clusters lie over the result, and how it reads the operands: by
  * estimates of time, whose figures are in tiles.h. Host only. */
 #ifndef GPUKERN_CUDA_GEMM_SM90_PLAN_CUH

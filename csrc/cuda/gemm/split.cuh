@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* split.cuh: k cut into parts where there are too few tiles to fill the GPU. Each part writes its sums to workspace,
  *   partials [splits][batch][m][ld]   float (double for float64), ld = n rounded up to 8
  * and a second kernel adds them in the order of the parts, always the same, and runs the epilogue. */

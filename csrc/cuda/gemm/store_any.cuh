@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* store_any.cuh: the store that serves every call: from registers, through one panel of floats, with any epilogue, any dtype of the
  * result, any strides. */
 #ifndef GPUKERN_CUDA_GEMM_STORE_ANY_CUH

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* store_panels.cuh: the store of results of the kernel's narrow type, or float32 of tf32, without c: through a warp's panels, by TMA
  * under the next tile's products or, where a block seldom has another, from registers. x: the kernel's Params, with tensor maps `out`
  * and `preact`. */

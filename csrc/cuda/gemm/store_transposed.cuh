@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* store_transposed.cuh: the store of swap-AB products, whose accumulators hold the result's transpose: through shared memory, a
  * warpgroup's 64 rows as columns of the result. Those of tf32, whose lanes hold four neighbours, have one of their own (tf32.cuh). */
 #ifndef GPUKERN_CUDA_GEMM_STORE_TRANSPOSED_CUH

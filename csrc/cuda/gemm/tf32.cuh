@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* tf32.cuh: what gemm_sm90a does with float32 operands alone. tma rounds them to tf32 while it copies.
  *
  * wgmma reads tf32 from shared memory along k only. So an MN-major operand b [K, N] becomes wgmma's A, in registers,

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* tiles.h: every tuned number of the gemm kernels, with its reason. */
 #ifndef GPUKERN_CUDA_GEMM_TILES_H
 #define GPUKERN_CUDA_GEMM_TILES_H

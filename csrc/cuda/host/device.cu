@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* device.cu: what the runtime says of the GPUs, the current device, and the pinned word that kernels report to. */
 #include "../../prefer.h"
 #include "../kernels.h"

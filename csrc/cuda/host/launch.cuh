@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* launch.cuh: one way to launch a kernel: the shared memory it may use, the stream, the failure named after the op.
  * A kernel takes one struct by value. Nothing here waits, and the first launch may stand inside a stream capture. */
 #ifndef GPUKERN_CUDA_LAUNCH_CUH

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* tensor_shape.cuh: a tensor as TMA sees it, and what the driver is told of it, as numbers: no CUDA is needed for it. */
 #ifndef GPUKERN_CUDA_TENSOR_SHAPE_CUH
 #define GPUKERN_CUDA_TENSOR_SHAPE_CUH

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* tensormap.cu: the one function of the driver that the library calls, found through the runtime. */
 #include "tensormap.cuh"
 

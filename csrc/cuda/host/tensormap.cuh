@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* tensormap.cuh: descriptions of tensors for tma, made on the host and handed to a kernel by value. */
 #ifndef GPUKERN_CUDA_TENSORMAP_CUH
 #define GPUKERN_CUDA_TENSORMAP_CUH

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* Rung 1, naive: a thread per element of out, its sum over k straight from global memory.
  *
  * Neighbouring threads lie down the rows of out. So the 32 lanes of a warp read 32 rows of a, 32 lines of 128 bytes for 64

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* Rung 2, coalesced: rung 1 with neighbouring threads along the columns of out: a modulo and a division change places.
  *
  * The 32 lanes of a warp now read one element of a, which all of them share, and 64 bytes of one line of b: two lines for

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* Rung 3, shared: the block first copies a square of a and one of b to shared memory, as floats, then every thread takes 32
  * products from there.
  *

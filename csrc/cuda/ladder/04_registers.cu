@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* Rung 4, registers: a thread sums 8 x 8 elements of out, so that 16 values from shared memory serve 64 multiply-adds.
  *
  * Block: 128 x 128 of out, 8 warps of 64 x 32; a lane's 8 rows are 8 apart, its 8 columns 4 apart, so that each read of a

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* Rung 5, vectorised: rung 4 with 16 bytes an instruction wherever bytes move: 8 elements from global memory, 4 floats to and
  * from shared memory, 4 results; and without a bank conflict.
  *

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* Rung 6, mma: the tensor cores. A warp's mma.sync multiplies 16 x 16 by 16 x 8 elements; its operands stay bfloat16.
  *
  * Block: 128 x 128 of out, 4 warps of 64 x 64.

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* Rung 8, wgmma: Hopper's tensor cores read both operands from shared memory themselves, and tma fills it.
  *
  * A wgmma multiplies 64 x 16 by 16 x 256 for a warpgroup of 128 threads and runs in the background; no thread spends an

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* Rung 9, cluster: rung 8 in pairs of blocks, one tile below the other, that share what they read of b.
  *
  * Both tiles need the same 64 k x 256 n of b. Each block asks L2 for half of it and has tma put that half into both

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* Rungs 10, 11 and 12: rung 9 as a kernel whose clusters stay, one on every two SMs, and take tile after tile.
  *
  * 10, persistent: a cluster starts once; while its warpgroups store a tile's results, its producer fills the ring for the next.

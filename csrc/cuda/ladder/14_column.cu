@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* Rung 14, column, between 3 and 4: a thread sums 8 elements of one column of out, a tile of one dimension.
  *
  * Block: 64 x 64 of out, 512 threads; a warp has 8 rows and 32 columns, a lane one of the columns.

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* Rung 15, warp_tile, between 5 and 6: rung 5 with the largest tile that a warp's registers hold: 64 x 64, 8 x 16 sums a lane.
  *
  * Block: 128 x 128 of out, 4 warps. A lane's rows are two runs of 4, 32 apart, its columns four runs of 4, 16 apart: 6 reads of

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* Rung 16, wmma, between 5 and 6: the tensor cores by CUDA's own C++ interface, nvcuda::wmma.
  *
  * A fragment is an object that a warp fills, multiplies and stores together; which lane holds which element is not told. So what

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* Rung 17, double_buffer, between 6 and 7: rung 6 with a second stage: the next step's copies run under this one's products.
  *
  * Ring of 2 stages (tile/pipeline.cuh), 64 KiB a block; two blocks an SM as before.

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* hopper.cuh: what rungs 8 to 12 share: the operands' tiles, their tensor maps, and results straight from the registers. */
 #ifndef GPUKERN_CUDA_LADDER_HOPPER_CUH
 #define GPUKERN_CUDA_LADDER_HOPPER_CUH

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* ladder.cu: the table of the rungs, what they refuse, and the two that are rows of the library. */
 #include "ladder.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* ladder.h: one product, seventeen times: each rung of docs/ladder.md computes out = a b by one idea more than the one before;
  * rungs 14 to 17 stand between others.
  *

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* rungs.cuh: what the rungs share: the call, and the name of each launcher. */
 #ifndef GPUKERN_CUDA_LADDER_RUNGS_CUH
 #define GPUKERN_CUDA_LADDER_RUNGS_CUH

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* tiles.h: the tiles of the ladder. Chosen to be read, not tuned: the tuned ones are gemm/tiles.h. */
 #ifndef GPUKERN_CUDA_LADDER_TILES_H
 #define GPUKERN_CUDA_LADDER_TILES_H

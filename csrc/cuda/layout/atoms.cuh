@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // atoms: which element each register of an mma, ldmatrix or movmatrix holds.
 #ifndef GPUKERN_LAYOUT_ATOMS_CUH
 #define GPUKERN_LAYOUT_ATOMS_CUH

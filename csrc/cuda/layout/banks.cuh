@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // banks: swizzles, the bank conflicts of a warp's access, and tiles in shared memory whose accesses have none.
 //
 //   swizzle      the xor that spreads rows over banks

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // layout: where elements lie, as values that the compiler computes.
 //
 // Plain C++17 for the host compiler and nvcc alike, as all of this room. What is done with layouts (composition, complement,

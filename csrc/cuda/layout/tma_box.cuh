@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // tma_box: what TMA is told of a box, from how the box lies in shared memory. A kernel's tile types say that once (box() of
 // smem_tile, wgmma_panels; wgmma_box): tensor maps, the tests' byte model of TMA and the pictures of docs/layout.md take it from
 // there.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // wgmma: how operand tiles lie in shared memory for tma and wgmma, and the descriptors that say so.
 //
 // A tile is panels of 128-byte rows, 8 rows making a block of 1024 bytes in which 16-byte chunk c of row r lies at chunk

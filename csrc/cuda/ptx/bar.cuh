@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // bar: barriers of some of a block's warps. Checked against PTX ISA 9.0.
 #ifndef GPUKERN_PTX_BAR_CUH
 #define GPUKERN_PTX_BAR_CUH

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // bulk_cluster: a copy from this block's shared memory to that of another block of the cluster. Checked against PTX ISA 9.0; sm_90.
 #ifndef GPUKERN_PTX_BULK_CLUSTER_CUH
 #define GPUKERN_PTX_BULK_CLUSTER_CUH

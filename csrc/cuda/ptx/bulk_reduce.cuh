@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // bulk_reduce: a copy from shared to global memory that adds. Checked against PTX ISA 9.0; sm_90.
 #ifndef GPUKERN_PTX_BULK_REDUCE_CUH
 #define GPUKERN_PTX_BULK_REDUCE_CUH

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // cluster: blocks that run side by side and reach each other's shared memory; registers moved between warpgroups.
 // Checked against PTX ISA 9.0; sm_90, setmaxnreg sm_90a.
 #ifndef GPUKERN_PTX_CLUSTER_CUH

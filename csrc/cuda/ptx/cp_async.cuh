@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // cp_async: copies from global to shared memory that run beside the threads. Checked against PTX ISA 9.0; sm_80.
 //
 // A copy is visible to the thread that issued it after its wait_group, to other threads after a barrier that follows

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // Counters in global memory by which blocks of one grid tell each other what is done. Checked against PTX ISA 9.0; sm_70.
 #ifndef GPUKERN_PTX_FLAG_CUH
 #define GPUKERN_PTX_FLAG_CUH

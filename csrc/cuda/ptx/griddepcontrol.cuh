@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // griddepcontrol: kernels that begin while the one before them on the stream drains. Checked against PTX ISA 9.0; sm_90.
 #ifndef GPUKERN_PTX_GRIDDEPCONTROL_CUH
 #define GPUKERN_PTX_GRIDDEPCONTROL_CUH

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // laneid: this thread's place in its warp, read anew, and one thread of a warp. Checked against PTX ISA 9.0.
 #ifndef GPUKERN_PTX_LANEID_CUH
 #define GPUKERN_PTX_LANEID_CUH

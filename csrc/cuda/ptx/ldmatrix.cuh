@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // ldmatrix: 8x8 matrices of 16-bit elements from shared memory into fragments. Checked against PTX ISA 9.0; sm_75.
 //
 // All 32 lanes execute it together (.sync). A matrix is 8 rows of 16 bytes; lanes 8i .. 8i+7 give the addresses of the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // mbarrier: barriers in shared memory that count arrivals and the bytes of copies. Checked against PTX ISA 9.0; sm_90.
 //
 // A barrier is 8 bytes, aligned to 8. A phase ends when `count` arrivals have come and as many bytes as they announced;

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // mma: c += a b on the tensor cores, float32 sums. Checked against PTX ISA 9.0; sm_80.
 //
 // All 32 lanes execute it together (.sync) and hold the fragments that layout/atoms.cuh maps (frag_a16, frag_b16, frag_a32,

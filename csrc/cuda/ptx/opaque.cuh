@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // opaque: values that the compiler must take as they are. Any thread; no architecture.
 #ifndef GPUKERN_PTX_OPAQUE_CUH
 #define GPUKERN_PTX_OPAQUE_CUH

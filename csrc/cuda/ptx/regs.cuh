@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // regs: arithmetic and conversions that C has no name for, and global loads and stores with cache hints. Any thread;
 // checked against PTX ISA 9.0. What is not volatile reads and writes registers only.
 #ifndef GPUKERN_PTX_REGS_CUH

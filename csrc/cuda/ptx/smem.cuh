@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // smem: addresses of shared memory, and loads and stores through them. Checked against PTX ISA 9.0.
 #ifndef GPUKERN_PTX_SMEM_CUH
 #define GPUKERN_PTX_SMEM_CUH

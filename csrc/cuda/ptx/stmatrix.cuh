@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // stmatrix: 8 x 8 blocks of 16-bit elements from registers to shared memory, ldmatrix the other way round. Checked against
 // PTX ISA 9.0; sm_90.
 #ifndef GPUKERN_PTX_STMATRIX_CUH

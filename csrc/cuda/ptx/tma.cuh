@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // tma: boxes of tensors copied between global and shared memory by one thread's instruction. Checked against PTX ISA 9.0;
 // sm_90. The tensor map is a kernel parameter (__grid_constant__), so its address is one of generic memory.
 #ifndef GPUKERN_PTX_TMA_CUH

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // wgmma: products of a warpgroup, A or registers times shared memory, in the background. Checked against PTX ISA 9.0;
 // sm_90a.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // wgmma_8bit: products of a warpgroup of 8-bit elements. Checked against PTX ISA 9.0; sm_90a.
 //
 // d [64][N] += a [64][32] b [32][N], both in shared memory, K-major, as descriptors say (layout/wgmma.cuh); d as of wgmma.cuh.

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* dequantize: out = codes * scale, rounded once (gk_dequantize).
  * codes [..., M, K], scale [] or [..., Sm, Sk], any strides; out contiguous. A thread takes VEC columns. Bandwidth bound. */
 #include "../../scales.h"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* grouped_gemm on every GPU (plain.cuh): groups of rows or of k, read from offs on the device.
  * A block is a tile of a group: of rows the grid has as many as all of a could fill, and those beyond their group end at once; the
  * last plane of the grid writes zeros behind the last end. Bad ends are clamped and reported. */

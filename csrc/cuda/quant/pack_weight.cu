@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* pack_weight, unpack_weight: codes [N, K] to tiles (csrc/weight_tile.h) and back. A thread of packing makes one byte of a tile, one of
  * unpacking reads one code. Done once for a weight: bandwidth is not the point. */
 #include "weight.cuh"

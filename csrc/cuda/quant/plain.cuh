@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* plain.cuh: a tile of a quantised product on every GPU, of any shape and strides: both operands are decoded into shared memory as
  * floats, PLAIN_K of k at a time, 64 x 64 results a block, 4 x 4 a thread. Sums of such a stretch are exact for int8; they join int32
  * sums, or float32 ones times the scales of the block of k they lie in. */

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* product.cuh: what the CUDA kernels of quantised products share: scales, and the way from a sum to the result. */
 #ifndef GPUKERN_CUDA_QUANT_PRODUCT_CUH
 #define GPUKERN_CUDA_QUANT_PRODUCT_CUH

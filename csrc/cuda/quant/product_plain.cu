@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* product_plain: scaled_gemm, weight_gemm and sparse_gemm on every GPU (plain.cuh). */
 #include "plain.cuh"
 #include "weight.cuh"

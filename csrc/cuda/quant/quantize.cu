@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* quantize: codes and scales (quantize.cuh) on every GPU, rounded in plain arithmetic. */
 #include "quantize.cuh"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* quantize.cuh: a matrix, silu(gate) * up, or an RMSNorm, as 8-bit codes and scales (gk_quantize).
  *
  *   scale = max(amax / q, 2^-126)   codes = saturate(round-even(x / scale))   of each block of gk_granularity

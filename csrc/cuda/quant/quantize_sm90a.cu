@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* quantize: codes and scales (quantize.cuh) on Hopper, rounded by cvt: in plain arithmetic 12 instructions a value would take
  * longer than its bytes. */
 #include "../tile/codes_sm90a.cuh"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* relay.cuh: an operand of bytes [rows, k] of any strides as TMA wants it, K-major with rows of whole 16 bytes: as it stands, or
  * laid anew in the workspace. A block moves 64 x 64 bytes through shared memory, so that both sides are read and written in rows. */
 #ifndef GPUKERN_CUDA_QUANT_RELAY_CUH

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* scaled_gemm on Hopper: WGMMA of 8-bit operands, sums in two levels.
  *
  *   out = activation(sum over blocks of k of scale_a scale_b (A B) + beta c + bias)

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* sparse_pack: values and places of a 2:4 sparse weight. A thread takes a byte of meta, two groups of four, so that nobody shares it.
  * Of a group with more than two non-zeros the first two stay. */
 #include "product.cuh"

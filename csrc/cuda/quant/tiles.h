@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* tiles.h: every tuned number of the quantised CUDA kernels, each with its reason. */
 #ifndef GPUKERN_CUDA_QUANT_TILES_H
 #define GPUKERN_CUDA_QUANT_TILES_H

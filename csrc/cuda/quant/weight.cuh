@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* weight.cuh: a packed weight's codes (csrc/weight_tile.h) and what they are worth, on the device. */
 #ifndef GPUKERN_CUDA_QUANT_WEIGHT_CUH
 #define GPUKERN_CUDA_QUANT_WEIGHT_CUH

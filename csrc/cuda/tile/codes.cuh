@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* codes.cuh: 8-bit codes (csrc/codes.h) from floats and back, in plain arithmetic, which every GPU has; and the policies by which
  * kernels round: CodesBySoftware here, CodesByHardware (from sm_89 on) in codes_sm90a.cuh. */
 #ifndef GPUKERN_CUDA_TILE_CODES_CUH

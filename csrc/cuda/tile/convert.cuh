@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // convert: element types. T is float, double, __nv_bfloat16 or __half; values pass through float32.
 #ifndef GPUKERN_TILE_CONVERT_CUH
 #define GPUKERN_TILE_CONVERT_CUH

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // copy: tiles between global and shared memory, by all threads of a group (a block, or some of its warps).
 //
 // A tile is Tile = smem_tile<ROWS, ROW_BYTES>. `thread` counts 0 .. THREADS-1 inside the group. Strides are in

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // fragment: operands of mma out of swizzled tiles, and accumulators back into operands.
 //
 // A lane computes the address of its ldmatrix row once per operand (frag_*_base), then steps: Tile::along(base, 2 kk)

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // pipeline: a ring of STAGES stages that cp.async fills ahead of the arithmetic, one group of copies per stage.
 //
 //   cp_ring<STAGES> ring                                        before the loop, STAGES = 3

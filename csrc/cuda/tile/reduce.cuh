@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // reduce: sums and maxima across lanes. All 32 lanes call it together; each lane of a group gets the group's result,
 // the same bits in every lane.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
 // tma_ring: a ring of STAGES stages that one thread fills by tma and warpgroups read, in step by mbarriers.
 //
 //   full[s]    ends a phase when the bytes of the copies into stage s have come: 1 arrival, which announces them
