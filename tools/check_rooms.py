@@ -31,7 +31,9 @@ PAGE_LINES = {"README.md": 150, "docs/architecture.md": 200}  # what a stranger 
 LONG = "tools/long.txt"  # what was longer when the limits came, with its length then: it may only shrink
 
 # Law 1. What an #include of each room may name; the C library's headers have no slash and end in .h.
-CSRC_INCLUDE = re.compile(r"<nvtx3/nvToolsExt\.h>|<(sys/|linux/|asm/|arm_|mach/|cuda)?[a-z0-9_]+\.h>|\"[\w/.]+\.(h|cuh|def)\"")
+CSRC_INCLUDE = re.compile(
+    r"<nvtx3/nvToolsExt\.h>|<(sys/|linux/|asm/|arm_|mach/|cuda)?[a-z0-9_]+\.h>|\"[\w/.]+\.(h|cuh|def)\""
+)
 OPS_INCLUDE = re.compile(
     r"<torch/(csrc/stable|csrc/inductor/aoti_torch/c|headeronly)/[\w/]+\.h>"  # the stable ABI
     r"|<[a-z_0-9]+>|<(cuda_runtime|cuda_runtime_api|pthread|math|stdint|string)\.h>|\"[a-z_]+\.h\""

@@ -900,12 +900,12 @@ static const struct {
     void (*draw)(gk_dtype dtype, bool large);
     void (*expect)(void);
 } ops[] = {{GK_OP_GEMM, "gemm", gemm_draw, gemm_expect},
-                     {GK_OP_GEMM_ACT_BWD, "gemm_act_bwd", act_bwd_draw, act_bwd_expect},
-                     {GK_OP_FLASH_ATTN_FWD, "flash_attn_fwd", fwd_draw, fwd_expect},
-                     {GK_OP_FLASH_ATTN_BWD, "flash_attn_bwd", bwd_draw, bwd_expect},
-                     {GK_OP_PAGED_ATTN, "paged_attn", paged_draw, paged_expect},
-                     {GK_OP_KV_CACHE_WRITE, "kv_cache_write", write_draw, write_expect},
-                     {GK_OP_ATTN_MERGE, "attn_merge", merge_draw, merge_expect}};
+           {GK_OP_GEMM_ACT_BWD, "gemm_act_bwd", act_bwd_draw, act_bwd_expect},
+           {GK_OP_FLASH_ATTN_FWD, "flash_attn_fwd", fwd_draw, fwd_expect},
+           {GK_OP_FLASH_ATTN_BWD, "flash_attn_bwd", bwd_draw, bwd_expect},
+           {GK_OP_PAGED_ATTN, "paged_attn", paged_draw, paged_expect},
+           {GK_OP_KV_CACHE_WRITE, "kv_cache_write", write_draw, write_expect},
+           {GK_OP_ATTN_MERGE, "attn_merge", merge_draw, merge_expect}};
 
 typedef struct walked {
     const gk_cuda_instance *row;

@@ -184,7 +184,9 @@ static gk_context fz_context(void) {
     const bool emulated = strcmp(ctx.cpu_isa, "amx_emulated") == 0 && strstr(gk_cpu_isas(), "avx512bf16");
     if (!emulated && !strstr(gk_cpu_isas(), ctx.cpu_isa)) ctx.cpu_isa = gk_cpu_isa();
     const int64_t threads = fz_int(0, 15); /* many without a pool: plans count them */
-    ctx.num_threads = threads == 15 ? INT32_MAX : threads == 14 ? 4097 : (int32_t)(threads > 8 || threads == 0 ? 1 : threads);
+    ctx.num_threads = threads == 15   ? INT32_MAX
+                      : threads == 14 ? 4097
+                                      : (int32_t)(threads > 8 || threads == 0 ? 1 : threads);
     if (threads <= 8 && threads >= 2) ctx.parallel_for = fz_parallel_for;
     return ctx;
 }
