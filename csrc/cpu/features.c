@@ -39,7 +39,8 @@ static bool has_tiles(void) {
 
 /* And the system saves them, and lets this process have them: an old kernel does not know the request, a container may refuse
  * it, and a signal stack that is too small for them does. Linux, Documentation/arch/x86/xstate.rst: the permission is of the
- * process, so of all its threads, a forked child inherits it, and exec drops it. Asked for once. */
+ * process, so of all its threads, a forked child inherits it, and exec drops it. Asked for once. A first product shows that the
+ * tiles work. */
 __attribute__((target("xsave"))) static bool may_use_tiles(void) {
     enum {
         REQUEST = 0x1023,
@@ -47,7 +48,7 @@ __attribute__((target("xsave"))) static bool may_use_tiles(void) {
     }; /* ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA */
     unsigned eax, ebx, ecx, edx;
     if (!has_tiles() || !__get_cpuid(1, &eax, &ebx, &ecx, &edx) || !(ecx >> 27 & 1)) return false; /* OSXSAVE */
-    return (_xgetbv(0) >> 17 & 3) == 3 && syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+    return (_xgetbv(0) >> 17 & 3) == 3 && syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0 && gk_tiles_multiply_amx();
 }
 #else
 static bool has_tiles(void) { return false; }
@@ -134,8 +135,8 @@ const char *gk_cpu_isa(void) { return gk_isa_names[usual()]; }
 const char *gk_cpu_isa_reason(void) {
     if (usual() == best()) return "";
     if (has_tiles())
-        return "avx512bf16 is slower here, and the system refuses this process AMX: an old kernel, a container, or a "
-               "signal stack too small for tiles";
+        return "avx512bf16 is slower here, and this process has no AMX: an old kernel, a container or a signal "
+               "stack too small for tiles refuses it, or a first product came out wrong";
     return "avx512bf16 is slower here: VDPBF16PS of Intel's cores multiplies bfloat16 at half the rate of float32";
 }
 

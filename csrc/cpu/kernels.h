@@ -23,6 +23,7 @@ bool gk_cpu_has(gk_isa isa);
 /* Whether a stream is better prefetched into the L1 than into the L2, whatever fits there: Zen 5, which loses some of the
  * latter. Zen 3 and 4 are slower by it. */
 bool gk_cpu_fetches_near(void);
+bool gk_tiles_multiply_amx(void), gk_tiles_multiply_amx_emulated(void); /* a product of tiles has the right values */
 
 /* A kernel: `args` is the op's argument struct of gpukern.h, already checked. plan fills workspace_bytes, tile, tasks, chunks and
  * the kernel's own part; false: it does not serve the call. run is given the same args, whose address may be another, and

@@ -32,6 +32,7 @@ int main(void) {
         a[i] = gk_f32_to_bf16((float)check_uniform(-1, 1)), b[i] = gk_f32_to_bf16((float)check_uniform(-1, 1));
         if (i % 97 == 0) a[i] = 0x0003; /* a subnormal */
     }
+    check_result(!emulated || gk_tiles_multiply_amx_emulated(), "the emulation multiplies tiles wrongly");
     check_result(real || product("amx", 1, 64, 64, 64, 0, out[0]) == GK_ERR_DEVICE, "amx is taken where there is none");
     check_result(real || strstr(gk_last_error(), "\"amx\""), "the error does not name amx: %s", gk_last_error());
     for (int i = 0; emulated && i < 40; ++i) {

@@ -124,16 +124,16 @@ def quantize(
 ) -> Quantized:
     """Makes of each nn.Linear, in place, one whose weight has few bits, and prints a line of what it did.
 
-    ==================  ===========================================================================================
-    fp8, fp8-block      e4m3 weights and activations, a scale a row or a block, activations' as they come
-    fp8-static          likewise, with one calibrated scale of activations
-    int8, int8-static   the same in int8
-    w8, w4, w4-zero     int8 or int4 weights, 16-bit activations; w4-zero with zero points
-    mxfp4, nvfp4        4-bit floats as OCP MX and NVIDIA group them, 16-bit activations
-    2:4, 2:4-fp8        two of four weights, bfloat16 or e4m3
-    fp8-train           for training: `Fp8Linear`; fp8-train-delayed with delayed scales
-    qat-w4, w8, int8, fp8   for training: `QatLinear`; then ``Quantized.finish``
-    ==================  ===========================================================================================
+    =======================  ======================================================================================
+    fp8, fp8-block           e4m3 weights and activations, a scale a row or a block, activations' as they come
+    fp8-static               likewise, with one calibrated scale of activations
+    int8, int8-static        the same in int8
+    w8, w4, w4-zero          int8 or int4 weights, 16-bit activations; w4-zero with zero points
+    mxfp4, nvfp4             4-bit floats as OCP MX and NVIDIA group them, 16-bit activations
+    2:4, 2:4-fp8             two of four weights, bfloat16 or e4m3
+    fp8-train                for training: `Fp8Linear`; fp8-train-delayed with delayed scales
+    qat-w4, w8, int8, fp8    for training: `QatLinear`; then ``Quantized.finish``
+    =======================  ======================================================================================
 
     The layer is the same object with the same hooks and bias; ``weight`` becomes buffers, which a state_dict has by name. To load one,
     quantize a model of the same kind with the same recipe first. A weight that an embedding shares stays with the embedding.

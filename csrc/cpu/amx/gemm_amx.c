@@ -182,3 +182,45 @@ static void run(const gk_context *ctx, const void *args, const gk_plan *plan, vo
     gk_gemm_packed_run(ctx, args, &amx_isa, plan, workspace);
 }
 const gk_cpu_kernel SYM(gk_gemm_packed) = {make_plan, run};
+
+/* ---- whether the tiles of this machine do what the kernels ask --------------------------------------------- */
+/* A product of small integers, which every order of sums gives to the bit, of tiles of `rows` x `pairs` and `pairs` x `cols`. */
+static bool multiplies(int rows, int pairs, int cols) {
+    uint32_t a[ROWS][CELLS], b[ROWS][CELLS];
+    float c[ROWS][CELLS], got[ROWS][CELLS];
+    amx_config config = {.palette = 1};
+    const uint8_t rows_of[] = {(uint8_t)rows, (uint8_t)rows, (uint8_t)pairs};
+    const int cells_of[] = {cols, pairs, cols};
+    for (int t = 0; t < 3; ++t) config.rows[t] = rows_of[t], config.row_bytes[t] = (uint16_t)(4 * cells_of[t]);
+    int x[ROWS][2 * CELLS], y[2 * ROWS][CELLS];
+    for (int i = 0; i < ROWS; ++i)
+        for (int j = 0; j < CELLS; ++j) {
+            c[i][j] = (float)(i - 3 * j), got[i][j] = -1;
+            a[i][j] = b[i][j] = 0;
+            for (int odd = 0; odd < 2; ++odd) {
+                x[i][2 * j + odd] = (7 * i + 3 * j + 5 * odd) % 11 - 4;
+                y[2 * i + odd][j] = (5 * i + 2 * j + 3 * odd) % 13 - 7;
+                a[i][j] |= (uint32_t)gk_f32_to_bf16((float)x[i][2 * j + odd]) << 16 * odd;
+                b[i][j] |= (uint32_t)gk_f32_to_bf16((float)y[2 * i + odd][j]) << 16 * odd;
+            }
+        }
+    amx_configure(&config);
+    amx_load(0, c, TILE_STEP);
+    amx_load(1, a, TILE_STEP);
+    amx_load(2, b, TILE_STEP);
+    amx_dot(0, 1, 2);
+    amx_store(0, got, TILE_STEP);
+    amx_release();
+    bool good = true;
+    for (int i = 0; i < ROWS; ++i)
+        for (int j = 0; j < CELLS; ++j) {
+            int want = i - 3 * j;
+            for (int k = 0; k < 2 * pairs; ++k) want += x[i][k] * y[k][j];
+            good = good && got[i][j] == (i < rows && j < cols ? (float)want : -1.0f);
+        }
+    return good;
+}
+
+bool SYM(gk_tiles_multiply)(void) {
+    return multiplies(ROWS, CELLS, CELLS) && multiplies(5, 3, 7) && multiplies(1, 16, 16);
+}

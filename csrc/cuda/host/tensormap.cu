@@ -46,7 +46,7 @@ static CUtensorMapSwizzle swizzle_of(int bytes) {
 }
 
 gk_status make_tensor_map(const char *op, const TensorShape &shape, const smem_box &smem, CUtensorMap *map) {
-    CUtensorMapDataType type;
+    CUtensorMapDataType type = CU_TENSOR_MAP_DATA_TYPE_UINT8;
     const gk_status known = find_type(op, shape, &type);
     if (known != GK_OK) return known;
     const Encode encode = encoder();
