@@ -25,6 +25,7 @@ config = transformers.LlamaConfig(hidden_size=64, intermediate_size=96, num_hidd
 path = tempfile.mkdtemp()
 transformers.LlamaForCausalLM(config).save_pretrained(path)
 inputs = [[5, 6, 7], [8, 9, 10, 11]]
+ids = torch.tensor([[5, 6, 7, 8]])
 generation_config = transformers.GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=0)
 q, k, v = (torch.randn(2, 9, 4, 16) for _ in range(3))
 """
