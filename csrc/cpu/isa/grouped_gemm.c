@@ -34,12 +34,10 @@ static bool plan_grouped(const gk_context *ctx, const void *args, gk_plan *plan)
     p->read_b = read_matrix;
     if (g->scale_a) p->scale_a = gk_scales_of(g->scale_a, p->m, p->k, false);
     if (g->scale_b) p->scale_b = gk_scales_of(g->scale_b, p->k, p->n, true);
-    p->e.alpha = 1, p->e.activation = g->activation, p->e.out_row = p->n;
-    p->out_dtype = g->out.dtype;
-    if (g->bias) p->e.bias_dtype = g->bias->dtype, p->e.bias_stride = g->bias->stride[g->bias->ndim - 1];
-    plan->tasks = quant_plan(p, ctx);
+    quant_results(p, g->activation, &g->out, g->bias);
+    p->e.out_row = p->n;
+    quant_plan(p, ctx, plan);
     plan->chunks = g->offs.shape[0];
-    plan->tile[0] = p->mb, plan->tile[1] = p->nb, plan->tile[2] = p->block, plan->tile[3] = MR * NR;
     plan->workspace_bytes = (size_t)gk_num_workers(ctx, GK_MAX_THREADS) * quant_most_bytes(p);
     return true;
 }
@@ -78,7 +76,7 @@ static void run_grouped(const gk_context *ctx, const void *args, const gk_plan *
         }
         begin = end;
         grouped_job jb = {&p, workspace, quant_most_bytes(&x->p)};
-        const int64_t tasks = quant_plan(&p, ctx);
+        const int64_t tasks = quant_tasks(&p, ctx);
         gk_parallel(ctx, tasks, grouped_task, &jb);
     }
     if (x->by_rows && begin < x->p.m)

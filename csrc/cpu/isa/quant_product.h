@@ -94,7 +94,7 @@ typedef struct quant_product {
     gk_gemm_epilogue e;         /* places of row 0, column 0 */
     gk_dtype out_dtype;         /* 8 bits: float32 sums are divided by out_scale */
     float out_scale;
-    /* set by quant_plan */
+    /* set by quant_tasks */
     int64_t mb, nb, row_tasks, col_tasks, a_ld, b_ld;
     size_t worker_bytes;
 } quant_product;
@@ -126,8 +126,15 @@ INLINE size_t quant_most_bytes(const quant_product *planned) {
     return p.worker_bytes;
 }
 
+/* What all quantised products say of their results: activation, dtype and bias, whose last dimension is n. */
+static void quant_results(quant_product *p, gk_activation activation, const gk_tensor *out, const gk_tensor *bias) {
+    p->e.alpha = 1, p->e.activation = activation;
+    p->out_dtype = out->dtype;
+    if (bias) p->e.bias_dtype = bias->dtype, p->e.bias_stride = bias->stride[bias->ndim - 1];
+}
+
 /* Sizes of the tasks; returns how many there are. */
-static int64_t quant_plan(quant_product *p, const gk_context *ctx) {
+static int64_t quant_tasks(quant_product *p, const gk_context *ctx) {
     p->block = p->exact ? INT_K : KB;
     if (p->scale_a.data && p->scale_a.col_log2 < GK_WHOLE_LOG2)
         p->block = gk_min_i64(p->block, INT64_C(1) << p->scale_a.col_log2);
@@ -140,6 +147,12 @@ static int64_t quant_plan(quant_product *p, const gk_context *ctx) {
     p->col_tasks = gk_ceil_div(p->n, p->nb);
     quant_memory(p, p->mb, p->nb);
     return p->row_tasks * p->col_tasks;
+}
+
+static void quant_plan(quant_product *p, const gk_context *ctx, gk_plan *plan) {
+    plan->tasks = quant_tasks(p, ctx);
+    plan->tile[0] = p->mb, plan->tile[1] = p->nb, plan->tile[2] = p->block, plan->tile[3] = MR * NR;
+    plan->workspace_bytes = (size_t)gk_num_workers(ctx, plan->tasks) * p->worker_bytes;
 }
 
 /* sums += part times the scales of the block that begins at k0 */

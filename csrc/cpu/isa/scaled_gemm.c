@@ -35,14 +35,10 @@ static bool plan_scaled(const gk_context *ctx, const void *args, gk_plan *plan) 
     p->scale_a = gk_scales_of(&g->scale_a, p->m, p->k, false);
     p->scale_b = gk_scales_of(&g->scale_b, p->k, p->n, true);
     p->exact = g->a.dtype == GK_I8 && !scaled_along_k(p);
-    p->e.alpha = 1, p->e.beta = (float)g->beta, p->e.activation = g->activation;
-    p->e.out_row = g->out.stride[0];
-    p->out_dtype = g->out.dtype;
-    if (g->bias) p->e.bias_dtype = g->bias->dtype, p->e.bias_stride = g->bias->stride[0];
+    quant_results(p, g->activation, &g->out, g->bias);
+    p->e.beta = (float)g->beta, p->e.out_row = g->out.stride[0];
     if (g->c && g->beta != 0) p->e.c_dtype = g->c->dtype, p->e.c_row = step_of(g->c, 2), p->e.c_col = step_of(g->c, 1);
-    plan->tasks = quant_plan(p, ctx);
-    plan->tile[0] = p->mb, plan->tile[1] = p->nb, plan->tile[2] = p->block, plan->tile[3] = MR * NR;
-    plan->workspace_bytes = (size_t)gk_num_workers(ctx, plan->tasks) * p->worker_bytes;
+    quant_plan(p, ctx, plan);
     return true;
 }
 

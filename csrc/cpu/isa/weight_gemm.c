@@ -173,12 +173,9 @@ static bool plan_weight(const gk_context *ctx, const void *args, gk_plan *plan) 
         if (g->scale_a) p->scale_a = gk_scales_of(g->scale_a, p->m, p->k, false);
         p->scale_b = (gk_scales){g->scale.data, g->scale.dtype, w->group_log2, 0, w->scale_k, w->scale_n};
     }
-    p->e.alpha = 1, p->e.activation = g->activation, p->e.out_row = g->n;
-    p->out_dtype = g->out.dtype;
-    if (g->bias) p->e.bias_dtype = g->bias->dtype, p->e.bias_stride = g->bias->stride[0];
-    plan->tasks = quant_plan(p, ctx);
-    plan->tile[0] = p->mb, plan->tile[1] = p->nb, plan->tile[2] = p->block, plan->tile[3] = MR * NR;
-    plan->workspace_bytes = (size_t)gk_num_workers(ctx, plan->tasks) * p->worker_bytes;
+    quant_results(p, g->activation, &g->out, g->bias);
+    p->e.out_row = g->n;
+    quant_plan(p, ctx, plan);
     return true;
 }
 
