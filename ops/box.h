@@ -11,6 +11,7 @@
 #include <string_view>
 #include <tuple>
 #include <type_traits>
+#include <vector>
 
 #include <torch/csrc/stable/library.h>
 
@@ -40,6 +41,30 @@ class String { // owns torch's string
 struct OptDouble {
     bool given = false;
     double value = 0;
+};
+
+// A `Tensor[]` of a schema, `Tensor(a!)[]` too; its items are ours.
+class TensorList {
+  public:
+    explicit TensorList(StableListHandle list) {
+        size_t n = 0;
+        if (torch_list_size(list, &n) != TORCH_SUCCESS)
+            throw std::runtime_error("gpukern: torch could not read a list");
+        items_.reserve(n);
+        for (size_t i = 0; i < n; ++i) {
+            StableIValue item = 0;
+            if (torch_list_get_item(list, i, &item) != TORCH_SUCCESS)
+                throw std::runtime_error("gpukern: torch could not read a list");
+            AtenTensorHandle handle = nullptr;
+            std::memcpy(&handle, &item, sizeof handle);
+            items_.emplace_back(handle);
+        }
+        torch_delete_list(list);
+    }
+    std::vector<Tensor> &items() { return items_; }
+
+  private:
+    std::vector<Tensor> items_;
 };
 
 struct OptDtype {
@@ -75,6 +100,8 @@ struct Slot {
             AtenTensorHandle handle = nullptr;
             take_optional(value, &handle);
             return OptTensor(handle);
+        } else if constexpr (std::is_same_v<T, TensorList>) {
+            return TensorList(bits_as<StableListHandle>(value));
         } else if constexpr (std::is_same_v<T, String>) {
             return String(bits_as<StringHandle>(value));
         } else if constexpr (std::is_same_v<T, OptDouble>) {

@@ -131,6 +131,19 @@ void define_rows(gk::Library &m) {
     def_out(m, "cross_entropy_bwd", CROSS_ENTROPY_BWD_ARGS); // out may be logits
 }
 
+void define_train(gk::Library &m) {
+    def_rows(m, "dropout", "(Tensor x, float p, Tensor seed)", " -> Tensor out");
+    def_rows(m, "dropout_add", "(Tensor x, Tensor residual, float p, Tensor seed)", " -> Tensor out");
+    def_rows(m, "bias_gelu_dropout", "(Tensor x, Tensor? bias, float p, Tensor seed, str approximate=\"none\")",
+             " -> Tensor out");
+    def_all(m, "bias_gelu_dropout_bwd",
+            "(Tensor grad_out, Tensor x, Tensor? bias, float p, Tensor seed, str approximate)", " -> Tensor dx");
+    m.def("adamw_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
+          "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] masters, Tensor[] steps, *, Tensor? lr_tensor=None, "
+          "Tensor? grad_scale=None, Tensor? clip=None, Tensor? found_inf=None, Tensor? seed=None, float lr=1e-3, "
+          "float beta1=0.9, float beta2=0.999, float eps=1e-8, float weight_decay=1e-2, bool maximize=False) -> ()");
+}
+
 void define(gk::Library &m) {
     def_op(m, "gemm", GEMM_ARGS, " -> (Tensor out, Tensor preact)");
     def_out(m, "gemm", GEMM_ARGS);
@@ -177,6 +190,7 @@ void define(gk::Library &m) {
     def_all(m, "sparse_gemm", SPARSE_GEMM_ARGS, " -> Tensor");
     def_explain(m, "sparse_gemm", SPARSE_GEMM_ARGS);
     define_rows(m);
+    define_train(m);
 
     m.def("version() -> str");
     m.def("cpu_isa() -> str");

@@ -61,6 +61,18 @@ def rotary(**change):
     return dict(q=t(2, 4, 5, 8), k=t(2, 2, 5, 8), cos=t(6, 3), sin=t(6, 3)) | change
 
 
+def dropped(**change):
+    return dict(x=t(2, 3, 8), p=0.25, seed=torch.tensor([1, 2])) | change
+
+
+def dropped_sum(**change):
+    return dict(x=t(2, 3, 8), residual=t(2, 3, 8), p=0.25, seed=torch.tensor([1, 2])) | change
+
+
+def dropped_gelu(**change):
+    return dict(x=t(2, 3, 8), bias=t(8), p=0.25, seed=torch.tensor([1, 2])) | change
+
+
 def classes(**change):
     return dict(logits=t(2, 3, 7), target=torch.tensor([[0, 6, -100], [3, 3, 1]])) | change
 
@@ -242,6 +254,17 @@ VALUE_ERRORS = [
     ("paged_attn", paged(k_scale=t(4)), "k_scale must have shape [] or [2], got [4]"),
     ("paged_attn", paged(k_scale=t(2, dtype=BF16)), "k_scale must be float32, got bfloat16"),
     ("paged_attn", paged(v_scale=t(1, 2)), "v_scale must have shape [] or [2], got [1, 2]"),
+    # ---- dropout
+    ("dropout", dropped(x=t(3).int()), f"x must be {FLOATS}, got int32"),
+    ("dropout", dropped(p=1.5), "p must be between 0 and 1, got 1.5"),
+    ("dropout", dropped(p=math.nan), "p must be between 0 and 1, got nan"),
+    ("dropout", dropped(seed=torch.tensor([1])), "seed must have shape [2], got [1]"),
+    ("dropout", dropped(seed=t(2)), "seed must be int64, got float32"),
+    ("dropout_add", dropped_sum(residual=t(2, 3, 7)), "residual must have shape [2, 3, 8], got [2, 3, 7]"),
+    ("dropout_add", dropped_sum(residual=t(2, 3, 8, dtype=BF16)), "residual has dtype bfloat16, x has float32; they must match"),
+    ("bias_gelu_dropout", dropped_gelu(bias=t(7)), "bias must have shape [8], got [7]"),
+    ("bias_gelu_dropout", dropped_gelu(bias=t(8, dtype=F64)), "bias has dtype float64, x has float32; they must match"),
+    ("bias_gelu_dropout", dropped_gelu(approximate="erf"), "approximate must be none or tanh, got 'erf'"),
     # ---- kv_cache_write
     ("kv_cache_write", write(k=t(3, 16)), "k must have 3 dimensions [T, Hkv, D], got 2"),
     ("kv_cache_write", write(k=t(3, 2, 8).int()), f"k must be {FLOATS}, got int32"),
@@ -479,6 +502,14 @@ OPS = {
             ),
             "packed": dict(q=t(5, 4, 8), k=t(5, 2, 8)),
         },
+    ),
+    "dropout": Registered(dropped, ("x",), explained=True, variants={"": {}, "all": dict(p=1.0)}),
+    "dropout_add": Registered(dropped_sum, ("x", "residual"), explained=True),
+    "bias_gelu_dropout": Registered(
+        dropped_gelu,
+        ("x", "bias"),
+        explained=True,
+        variants={"": {}, "tanh": dict(approximate="tanh"), "no bias": dict(bias=None)},
     ),
     "cross_entropy": Registered(
         classes,

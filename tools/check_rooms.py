@@ -258,7 +258,7 @@ def check_python(path: Path, text: str):
 
 
 # Sources of small ops that share one file in ops/, one benchmark, one test and one worklog; each has its own in torch_gpukern/ops/.
-FAMILIES = {"rows": ("norm", "softmax", "glu", "rope", "cross_entropy")}
+FAMILIES = {"rows": ("norm", "softmax", "glu", "rope", "cross_entropy"), "train": ("dropout", "adamw")}
 
 
 def check_stems(root: Path):

@@ -18,8 +18,12 @@ from ._library import ops as _ops
 from .kv_cache import KVCacheScales, OutOfPages, PagedKVCache
 from .ops import (
     attn_merge,
+    bias_gelu_dropout,
     cross_entropy,
     dequantize,
+    dropout,
+    dropout_add,
+    dropout_mask,
     flash_attn,
     flash_attn_varlen,
     geglu,
@@ -54,6 +58,7 @@ if TYPE_CHECKING:
     from . import integrations as integrations
     from . import layout as layout
     from . import nn as nn
+    from . import optim as optim
     from . import profiling as profiling
 
 __all__ = [
@@ -62,9 +67,13 @@ __all__ = [
     "OutOfPages",
     "PagedKVCache",
     "attn_merge",
+    "bias_gelu_dropout",
     "check_errors",
     "cross_entropy",
     "dequantize",
+    "dropout",
+    "dropout_add",
+    "dropout_mask",
     "explain",
     "flash_attn",
     "flash_attn_varlen",
@@ -201,7 +210,7 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> _Any:
         """Imported when they are first asked for: most programs never do."""
-        if name in ("distributed", "integrations", "layout", "nn", "profiling"):
+        if name in ("distributed", "integrations", "layout", "nn", "optim", "profiling"):
             return _importlib.import_module(f".{name}", __name__)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

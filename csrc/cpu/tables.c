@@ -58,6 +58,8 @@ DECLARE(glu_bwd)
 DECLARE(rope)
 DECLARE(cross_entropy_fwd)
 DECLARE(cross_entropy_bwd)
+DECLARE(dropout)
+DECLARE(adamw)
 
 #define ROW(stem, dtype, ISA, isa) {#stem, dtype, ISA, &gk_##stem##_##isa}
 #define THREE(stem, ISA, isa) ROW(stem, GK_F32, ISA, isa), ROW(stem, GK_BF16, ISA, isa), ROW(stem, GK_F16, ISA, isa)
@@ -126,6 +128,8 @@ static const gk_cpu_instance glu_bwd_rows[] = {EVERY_ISA(glu_bwd), REF_ROW(glu_b
 static const gk_cpu_instance rope_rows[] = {EVERY_ISA(rope), REF_ROW(rope)};
 static const gk_cpu_instance cross_entropy_fwd_rows[] = {EVERY_ISA(cross_entropy_fwd), REF_ROW(cross_entropy_fwd)};
 static const gk_cpu_instance cross_entropy_bwd_rows[] = {EVERY_ISA(cross_entropy_bwd), REF_ROW(cross_entropy_bwd)};
+static const gk_cpu_instance dropout_rows[] = {EVERY_ISA(dropout), REF_ROW(dropout)};
+static const gk_cpu_instance adamw_rows[] = {EVERY_ISA(adamw), REF_ROW(adamw)};
 
 const gk_cpu_instance *gk_cpu_instances(gk_op op, int *num_rows) {
     switch (op) {

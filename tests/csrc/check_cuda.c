@@ -892,6 +892,8 @@ static void merge_expect(void) {
     gk_ref_attn_merge(&judge, &ref);
 }
 
+#include "check_cuda_rows.h"
+
 /* ---- the walk -------------------------------------------------------------------------------------------------- */
 /* draw makes and mirrors the tensors of a random problem; expect fills the inputs and computes what must come out. */
 static const struct {
@@ -905,7 +907,17 @@ static const struct {
            {GK_OP_FLASH_ATTN_BWD, "flash_attn_bwd", bwd_draw, bwd_expect},
            {GK_OP_PAGED_ATTN, "paged_attn", paged_draw, paged_expect},
            {GK_OP_KV_CACHE_WRITE, "kv_cache_write", write_draw, write_expect},
-           {GK_OP_ATTN_MERGE, "attn_merge", merge_draw, merge_expect}};
+           {GK_OP_ATTN_MERGE, "attn_merge", merge_draw, merge_expect},
+           {GK_OP_NORM_FWD, "norm_fwd", norm_draw, norm_expect},
+           {GK_OP_NORM_BWD, "norm_bwd", norm_bwd_draw, norm_bwd_expect},
+           {GK_OP_SOFTMAX_FWD, "softmax_fwd", softmax_draw, softmax_expect},
+           {GK_OP_SOFTMAX_BWD, "softmax_bwd", softmax_bwd_draw, softmax_bwd_expect},
+           {GK_OP_GLU_FWD, "glu_fwd", glu_draw, glu_expect},
+           {GK_OP_GLU_BWD, "glu_bwd", glu_bwd_draw, glu_bwd_expect},
+           {GK_OP_ROPE, "rope", rope_draw, rope_expect},
+           {GK_OP_CROSS_ENTROPY_FWD, "cross_entropy_fwd", loss_draw, loss_expect},
+           {GK_OP_CROSS_ENTROPY_BWD, "cross_entropy_bwd", loss_bwd_draw, loss_bwd_expect},
+           {GK_OP_DROPOUT, "dropout", dropout_draw, dropout_expect}};
 
 typedef struct walked {
     const gk_cuda_instance *row;

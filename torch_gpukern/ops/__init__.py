@@ -4,6 +4,7 @@
 from .attn_merge import attn_merge
 from .cross_entropy import cross_entropy
 from .define import tag_compiled_code
+from .dropout import bias_gelu_dropout, dropout, dropout_add, dropout_mask
 from .flash_attn import flash_attn
 from .flash_attn_varlen import flash_attn_varlen
 from .gemm import gemm
@@ -23,8 +24,12 @@ from .weight_gemm import pack_weight, unpack_weight, weight_gemm
 
 __all__ = [
     "attn_merge",
+    "bias_gelu_dropout",
     "cross_entropy",
     "dequantize",
+    "dropout",
+    "dropout_add",
+    "dropout_mask",
     "flash_attn",
     "flash_attn_varlen",
     "geglu",

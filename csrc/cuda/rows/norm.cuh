@@ -6,12 +6,13 @@
  *   dx = rstd (g w - c1 - xhat c2) + grad_sum,   c1 = mean(g w) (layer alone),   c2 = mean(g w xhat)
  *   dweight = sum over rows of g xhat,   dbias = sum over rows of g
  *
- * Forward reads x and residual once and writes out and sum once. Backward reads g, h, grad_sum once and writes dx once; each
- * thread keeps its columns' dweight and dbias in registers over all rows of its block, and partial results of the blocks,
+ * Forward reads x and residual once and writes out and sum once. Backward reads g, h, grad_sum once and writes dx once; g and h wait
+ * in shared memory, and each thread keeps its columns' dweight and dbias in registers over all rows of its block, and partial results of the blocks,
  * [blocks, 2, N] of workspace, are added in order by norm_sums.cuh. No atomics: the same bits each time. */
 #ifndef GPUKERN_CUDA_ROWS_NORM_CUH
 #define GPUKERN_CUDA_ROWS_NORM_CUH
 
+#include "../ptx/cp_async.cuh"
 #include "norm_sums.cuh"
 
 struct NormParams {
@@ -28,7 +29,7 @@ struct NormBwdParams {
     const void *weight;
     void *sums, *stats; /* [blocks, 2, N]; norm_walk.cu: mean and rstd, [rows, 2] */
     int64_t weight_stride;
-    bool weight_wide, layer;
+    bool weight_wide, layer, wants_weight, wants_bias;
     int64_t rows, n;
     double eps, weight_offset;
 };
@@ -84,8 +85,10 @@ __device__ __forceinline__ void norm_stats(Group &group, const RowVec<T> (&h)[Gr
     rstd = norm_rstd(s[0] / W(n) + eps);
 }
 
+/* Two blocks of 512 threads an SM: one loads while the other stores. */
 template <class T, int LANES, int ITEMS, int CLUSTER>
-__global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS, 1) norm_fwd_kernel(NormParams p) {
+__global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS, LANES == 512 && ITEMS == 4 ? 2 : 1)
+    norm_fwd_kernel(NormParams p) {
     typedef RowGroup<T, LANES, ITEMS, CLUSTER> Group;
     typedef typename Group::acc W;
     __shared__ typename Group::Shared shared;
@@ -95,15 +98,17 @@ __global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS, 1
     const int n = (int)p.n;
     RowVec<T> h[ITEMS];
     group.load(h, is_row ? row_at<T>(p.x, row) : nullptr, n, is_row);
-    if (p.residual.data) {
-        RowVec<T> r[ITEMS];
-        group.load(r, is_row ? row_at<T>(p.residual, row) : nullptr, n, is_row);
-        T *sum = is_row ? row_at<T>(p.sum, row) : nullptr;
+    if (p.residual.data && is_row) {
+        const T *residual = row_at<T>(p.residual, row);
+        T *sum = row_at<T>(p.sum, row);
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
+            if (group.column(i) >= n) continue;
+            RowVec<T> r;
+            r.bits = *(const uint4 *)(residual + group.column(i));
 #pragma unroll
-            for (int v = 0; v < Group::VEC; ++v) h[i].set(v, h[i].get(v) + r[i].get(v));
-            if (is_row && group.column(i) < n) group.store(sum, i, h[i]);
+            for (int v = 0; v < Group::VEC; ++v) h[i].set(v, h[i].get(v) + r.get(v));
+            group.store(sum, i, h[i]);
         }
     }
     W mean, rstd;
@@ -135,42 +140,93 @@ __global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS, 1
 }
 
 /* ---- 2. backward --------------------------------------------------------------------------------------- */
-/* SUMS: 0 neither dweight nor dbias, 1 dweight, 2 both. */
-template <class T, int LANES, int ITEMS, int CLUSTER, int SUMS>
-__global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS, 1) norm_bwd_kernel(NormBwdParams p) {
+/* Two stages of shared memory, into which each thread copies its own vectors of g and h of the next row while the block is at work
+ * on this one: nobody else reads them, so that no barrier is needed, and a row takes no registers beside its sums. */
+template <class Group> struct NormRing {
+    typedef RowVec<typename Group::Element> Vec;
+    static constexpr int STAGE_BYTES = 2 * Group::ITEMS * Group::THREADS * 16, BYTES = 2 * STAGE_BYTES;
+    smem_addr mine;
+
+    __device__ __forceinline__ explicit NormRing(const void *ring) : mine(cvta_to_shared(ring) + threadIdx.x * 16) {}
+    __device__ __forceinline__ smem_addr at(int stage, int which, int i) const {
+        return mine + stage * STAGE_BYTES + (which * Group::ITEMS + i) * Group::THREADS * 16;
+    }
+    /* g and h of a row, zeros past its end and where it is none. */
+    __device__ __forceinline__ void fetch(const Group &group, const NormBwdParams &p, uint32_t row, int stage) const {
+        typedef typename Group::Element T;
+        const bool is_row = row < (uint32_t)p.rows;
+        const T *g = row_at<T>(p.grad_out, is_row ? row : 0), *h = row_at<T>(p.h, is_row ? row : 0);
+#pragma unroll
+        for (int i = 0; i < Group::ITEMS; ++i) {
+            const int column = group.column(i), bytes = is_row && column < p.n ? 16 : 0;
+            const int from = bytes ? column : 0;
+            cp_async_cg_16(at(stage, 0, i), g + from, bytes);
+            cp_async_cg_16(at(stage, 1, i), h + from, bytes);
+        }
+        cp_async_commit_group();
+    }
+    __device__ __forceinline__ Vec get(int stage, int which, int i) const {
+        Vec x;
+        x.bits = ld_shared_128(at(stage, which, i));
+        return x;
+    }
+};
+
+/* Blocks that an SM should hold: what sums of two vectors a thread leave of its registers. */
+constexpr int norm_bwd_blocks(int lanes, int items) {
+    return items == 1 ? 8 : lanes <= 128 ? 4 : lanes == 256 ? (items == 2 ? 3 : 2) : 1;
+}
+
+template <class T, int LANES, int ITEMS, int CLUSTER>
+__global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS, norm_bwd_blocks(LANES, ITEMS))
+    norm_bwd_kernel(NormBwdParams p) {
     typedef RowGroup<T, LANES, ITEMS, CLUSTER> Group;
     typedef typename Group::acc W;
-    constexpr int VEC = Group::VEC;
+    constexpr int VEC = Group::VEC, SUMS = 2;
     __shared__ typename Group::Shared shared;
+    extern __shared__ uint4 norm_ring[];
     Group group(shared);
+    const NormRing<Group> ring(norm_ring);
     const int n = (int)p.n;
-    W sums[SUMS ? SUMS : 1][ITEMS * VEC] = {};
+    W sums[SUMS][ITEMS * VEC] = {};
+    int stage = 0;
     /* all rows of a block's share at once; those past the end take part in the sums with zeros */
-    for (int64_t first = (int64_t)(blockIdx.x / CLUSTER) * Group::ROWS; first < p.rows; first += group.row_step()) {
-        const int64_t row = first + threadIdx.x / LANES;
-        const bool is_row = row < p.rows;
-        RowVec<T> h[ITEMS], g[ITEMS];
-        group.load(h, is_row ? row_at<T>(p.h, row) : nullptr, n, is_row);
-        group.load(g, is_row ? row_at<T>(p.grad_out, row) : nullptr, n, is_row);
-        W mean, rstd, c[2] = {0, 0};
-        norm_stats(group, h, n, p.layer, W(p.eps), mean, rstd);
-#pragma unroll
-        for (int i = 0; i < ITEMS; ++i) {
-            const int at = group.column(i);
-            if (at >= n) continue;
+    const uint32_t own = Group::ROWS == 1 ? 0 : threadIdx.x / LANES, rows = (uint32_t)p.rows,
+                   step = gridDim.x / CLUSTER * Group::ROWS;
+    uint32_t row = blockIdx.x / CLUSTER * Group::ROWS + own; /* rows + step is below 2^32: norm_bwd_plan */
+    ring.fetch(group, p, row, stage);
+    for (; row - own < rows; row += step, stage ^= 1) {
+        const bool is_row = row < rows;
+        ring.fetch(group, p, row + step, stage ^ 1);
+        cp_async_wait_group<1>();
+        /* calls add(v, h, g w) for each of a vector's columns */
+        auto each = [&](int i, auto add) {
+            const auto g = ring.get(stage, 0, i), h = ring.get(stage, 1, i);
             W gw[VEC];
 #pragma unroll
-            for (int v = 0; v < VEC; ++v) gw[v] = g[i].get(v);
+            for (int v = 0; v < VEC; ++v) gw[v] = g.get(v);
             if (p.weight) {
-                const NormVec<T> w(p.weight, p.weight_wide, at, W(p.weight_offset));
+                const NormVec<T> w(p.weight, p.weight_wide, group.column(i), W(p.weight_offset));
 #pragma unroll
                 for (int v = 0; v < VEC; ++v) gw[v] *= w.v[v];
             }
 #pragma unroll
-            for (int v = 0; v < VEC; ++v) c[0] += gw[v], c[1] += gw[v] * ((h[i].get(v) - mean) * rstd);
+            for (int v = 0; v < VEC; ++v) add(v, h.get(v), gw[v]);
+        };
+        W mean = 0, c1 = 0, s[2] = {0, 0};
+        if (p.layer) {
+#pragma unroll
+            for (int i = 0; i < ITEMS; ++i)
+                if (group.column(i) < n) each(i, [&](int, W h, W gw) { s[0] += h, s[1] += gw; });
+            group.sum(s);
+            mean = s[0] / W(n), c1 = s[1] / W(n), s[0] = s[1] = 0;
         }
-        group.sum(c);
-        const W c1 = p.layer ? c[0] / W(n) : W(0), c2 = c[1] / W(n);
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i)
+            if (group.column(i) < n)
+                each(i, [&](int, W h, W gw) { s[0] += (h - mean) * (h - mean), s[1] += gw * (h - mean); });
+        group.sum(s);
+        const W rstd = norm_rstd(s[0] / W(n) + W(p.eps)), c2 = rstd * (s[1] / W(n));
         if (!is_row) continue;
         T *dx = row_at<T>(p.dx, row);
         const T *grad_sum = p.grad_sum.data ? row_at<T>(p.grad_sum, row) : nullptr;
@@ -179,20 +235,12 @@ __global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS, 1
             const int at = group.column(i);
             if (at >= n) continue;
             W y[VEC];
-#pragma unroll
-            for (int v = 0; v < VEC; ++v) {
-                const W xhat = (h[i].get(v) - mean) * rstd;
-                y[v] = g[i].get(v);
-                if (SUMS > 0) sums[0][i * VEC + v] += y[v] * xhat;
-                if (SUMS > 1) sums[SUMS - 1][i * VEC + v] += y[v];
-            }
-            if (p.weight) {
-                const NormVec<T> w(p.weight, p.weight_wide, at, W(p.weight_offset));
-#pragma unroll
-                for (int v = 0; v < VEC; ++v) y[v] *= w.v[v];
-            }
-#pragma unroll
-            for (int v = 0; v < VEC; ++v) y[v] = rstd * (y[v] - c1 - (h[i].get(v) - mean) * rstd * c2);
+            const auto g = ring.get(stage, 0, i);
+            each(i, [&](int v, W h, W gw) {
+                const W xhat = (h - mean) * rstd;
+                sums[0][i * VEC + v] += g.get(v) * xhat, sums[1][i * VEC + v] += g.get(v);
+                y[v] = rstd * (gw - c1 - xhat * c2);
+            });
             if (grad_sum) {
                 RowVec<T> more;
                 more.bits = *(const uint4 *)(grad_sum + at);
@@ -205,20 +253,23 @@ __global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS, 1
             group.store(dx, i, result);
         }
     }
-    if (SUMS == 0) return;
+    cp_async_wait_group<0>();
+    if (!p.sums) return;
     W *partial = (W *)p.sums + (int64_t)(blockIdx.x / CLUSTER) * 2 * p.n;
     if (Group::ROWS == 1) {
 #pragma unroll
-        for (int s = 0; s < SUMS; ++s)
+        for (int s = 0; s < SUMS; ++s) {
+            if (!(s ? p.wants_bias : p.wants_weight)) continue;
 #pragma unroll
             for (int i = 0; i < ITEMS; ++i)
                 if (group.column(i) < n)
 #pragma unroll
                     for (int v = 0; v < VEC; ++v) partial[s * p.n + group.column(i) + v] = sums[s][i * VEC + v];
+        }
     } else {
         /* the block's rows one after the other, in shared memory */
         constexpr int COLUMNS = Group::ROWS == 1 ? 1 : Group::COLUMNS;
-        __shared__ W all[SUMS ? SUMS : 1][COLUMNS];
+        __shared__ W all[SUMS][COLUMNS];
         for (int r = 0; r < Group::ROWS; ++r) {
             if (threadIdx.x / LANES == r)
 #pragma unroll
@@ -256,6 +307,7 @@ inline NormBwdParams norm_params(const gk_norm_bwd_args *a) {
     if (a->weight)
         p.weight = a->weight->data, p.weight_stride = a->weight->stride[0],
         p.weight_wide = a->weight->dtype != a->h.dtype;
+    p.wants_weight = a->dweight != nullptr, p.wants_bias = a->dbias != nullptr;
     p.layer = a->kind == GK_LAYER_NORM, p.rows = rows_of(a->h), p.n = a->h.shape[a->h.ndim - 1];
     p.eps = a->eps, p.weight_offset = a->weight_offset;
     return p;
@@ -277,15 +329,46 @@ gk_status norm_fwd_run(const gk_context *ctx, const void *args, const gk_plan *p
                                                              false, CLUSTER);
 }
 
-/* Whether a thread's registers hold g, h and both sums (key 5). Where they do not, dbias is norm_walk.cu's. */
-#define GK_NORM_BOTH(LANES, ITEMS) ((LANES) * (ITEMS) < 512 * 4)
+/* Clusters of a kernel that the GPU holds at once. An SM that its GPC has beyond whole clusters is left over, so that this is no
+ * quotient; one cluster more would run when all others are done. Of a GPU that is only described: a guess. */
+template <auto KERNEL>
+inline int clusters_at_once(const gk_context *ctx, unsigned threads, size_t smem_bytes, int size) {
+    static int known[64];
+    const gk_gpu *gpu = gk_gpu_of(ctx->index);
+    const int guess = (int)gk_max_i64(1, gpu->num_sms / size * 7 / 8);
+    if (ctx->index >= GK_FIRST_DESCRIBED_GPU) return guess;
+    int n = __atomic_load_n(&known[ctx->index & 63], __ATOMIC_RELAXED);
+    if (n > 0) return n;
+    static uint64_t asked;
+    const int32_t before = gk_gpu_enter(ctx->index);
+    cudaLaunchConfig_t config = {};
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = (unsigned)size, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    config.gridDim = dim3((unsigned)size), config.blockDim = dim3(threads), config.dynamicSmemBytes = smem_bytes;
+    config.attrs = &attribute, config.numAttrs = 1;
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed; /* the call may load the kernel's module */
+    (void)cudaThreadExchangeStreamCaptureMode(&mode);
+    cudaError_t error = allow_smem((const void *)KERNEL, &asked, ctx->index, smem_bytes);
+    if (error == cudaSuccess) error = cudaOccupancyMaxActiveClusters(&n, KERNEL, &config);
+    (void)cudaThreadExchangeStreamCaptureMode(&mode);
+    if (before >= 0) gk_gpu_leave(before);
+    if (error != cudaSuccess || n < 1) (void)cudaGetLastError(), n = guess;
+    __atomic_store_n(&known[ctx->index & 63], n, __ATOMIC_RELAXED);
+    return n;
+}
 
-inline bool norm_bwd_plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *plan) {
+template <class T, int LANES, int ITEMS, int CLUSTER>
+bool norm_bwd_plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *plan) {
+    typedef RowGroup<T, LANES, ITEMS, CLUSTER> Group;
     const gk_norm_bwd_args *a = (const gk_norm_bwd_args *)args;
-    /* of clusters those with room for both sums come second: twice as many blocks have to agree on a row */
-    if (a->dbias ? !row->key[5] : row->key[5] && row->key[2] > 1) return false;
     if (!rows_fit(row, a->h, &a->grad_out, a->grad_sum, &a->dx) || !norm_vector_fits(a->weight)) return false;
-    const int64_t most = (int64_t)gk_gpu_of(ctx->index)->num_sms * row->key[4] / row->key[2];
+    if (rows_of(a->h) > INT32_MAX || !smem_fits(ctx, NormRing<Group>::BYTES + (int)sizeof(typename Group::Shared)))
+        return false;
+    int64_t most = (int64_t)gk_gpu_of(ctx->index)->num_sms * norm_bwd_blocks(LANES, ITEMS);
+    if constexpr (CLUSTER > 1)
+        most = clusters_at_once<norm_bwd_kernel<T, LANES, ITEMS, CLUSTER>>(ctx, Group::THREADS, NormRing<Group>::BYTES,
+                                                                           CLUSTER);
     plan->tasks = gk_clamp_i64(gk_ceil_div(rows_of(a->h), row->key[1]), 1, most);
     plan->workspace_bytes = norm_sums_bytes(a, plan->tasks);
     return true;
@@ -296,19 +379,10 @@ gk_status norm_bwd_run(const gk_context *ctx, const void *args, const gk_plan *p
     typedef RowGroup<T, LANES, ITEMS, CLUSTER> Group;
     const gk_norm_bwd_args *a = (const gk_norm_bwd_args *)args;
     NormBwdParams p = norm_params(a);
-    p.sums = workspace;
-    const dim3 grid((unsigned)plan->tasks * CLUSTER);
-    const char *op = "gk_norm_bwd";
-    gk_status status;
-    if (GK_NORM_BOTH(LANES, ITEMS) && a->dbias)
-        status = launch<norm_bwd_kernel<T, LANES, ITEMS, CLUSTER, GK_NORM_BOTH(LANES, ITEMS) ? 2 : 1>>(
-            op, ctx, grid, Group::THREADS, 0, p, false, CLUSTER);
-    else if (a->dweight)
-        status =
-            launch<norm_bwd_kernel<T, LANES, ITEMS, CLUSTER, 1>>(op, ctx, grid, Group::THREADS, 0, p, false, CLUSTER);
-    else
-        status =
-            launch<norm_bwd_kernel<T, LANES, ITEMS, CLUSTER, 0>>(op, ctx, grid, Group::THREADS, 0, p, false, CLUSTER);
+    p.sums = a->dweight || a->dbias ? workspace : nullptr;
+    const gk_status status =
+        launch<norm_bwd_kernel<T, LANES, ITEMS, CLUSTER>>("gk_norm_bwd", ctx, dim3((unsigned)plan->tasks * CLUSTER),
+                                                          Group::THREADS, NormRing<Group>::BYTES, p, false, CLUSTER);
     return status == GK_OK ? norm_add_sums<typename Group::acc>(ctx, a, workspace, plan->tasks) : status;
 }
 

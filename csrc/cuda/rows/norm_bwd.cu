@@ -7,12 +7,15 @@
 
 namespace {
 
-/* As GK_ROW_SHAPES as far as a thread's registers hold g, h and twice as many sums: 128 at 512 threads. */
-#define SHAPES(X) X(16, 1) X(32, 1) X(32, 2) X(128, 2) X(256, 2) X(512, 2) X(512, 4)
+/* As GK_ROW_SHAPES as far as a thread's registers hold two sums of each of its columns: 64 of 128 at 512 threads of 4 vectors. One block of
+ * 8192 columns is 256 threads, so that an SM has two, and one is at work while the other's threads wait for each other. */
+#define SHAPES(X) X(16, 1) X(32, 1) X(32, 2) X(128, 2) X(256, 2) X(256, 4) X(512, 4)
 
-#define SHAPE(T, DTYPE, NAME, LANES, ITEMS)                                                          \
-    {"norm_bwd_" NAME "_" #LANES "x" #ITEMS, DTYPE, norm_bwd_plan, norm_bwd_run<T, LANES, ITEMS, 1>, \
-     GK_ROW_KEY(T, LANES, ITEMS, 1),         NULL},
+#define SHAPE(T, DTYPE, NAME, LANES, ITEMS)                                       \
+    {                                                                             \
+        "norm_bwd_" NAME "_" #LANES "x" #ITEMS, DTYPE,                            \
+        norm_bwd_plan<T, LANES, ITEMS, 1>,      norm_bwd_run<T, LANES, ITEMS, 1>, \
+        GK_ROW_KEY(T, LANES, ITEMS, 1),         NULL},
 #define OF_F32(LANES, ITEMS) SHAPE(float, GK_F32, "f32", LANES, ITEMS)
 #define OF_BF16(LANES, ITEMS) SHAPE(__nv_bfloat16, GK_BF16, "bf16", LANES, ITEMS)
 #define OF_F16(LANES, ITEMS) SHAPE(__half, GK_F16, "f16", LANES, ITEMS)

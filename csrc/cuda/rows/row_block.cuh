@@ -12,8 +12,8 @@
 #define GPUKERN_CUDA_ROWS_ROW_BLOCK_CUH
 
 #include "../host/launch.cuh"
-#include "../ptx/st_cluster.cuh"
-#include "../ptx/smem.cuh"
+#include "../ptx/cluster.cuh"
+#include "../ptx/mbarrier.cuh"
 #include "../tile/convert.cuh"
 #include "../tile/reduce.cuh"
 
@@ -81,6 +81,7 @@ template <class T> union RowVec {
 /* Which threads share a row, and how they agree on a statistic. Blocks are threads x 1 x 1; all threads of a block (of a cluster)
  * call `sum` and `peak` together, as often as each other. */
 template <class T, int LANES_, int ITEMS_, int CLUSTER_ = 1> struct RowGroup {
+    typedef T Element;
     typedef typename element<T>::acc acc;
     static constexpr int LANES = LANES_, ITEMS = ITEMS_, CLUSTER = CLUSTER_, VEC = row_vec<T>;
     static constexpr int THREADS = LANES < 128 ? 128 : LANES, ROWS = THREADS / LANES; /* of a block */
@@ -88,27 +89,33 @@ template <class T, int LANES_, int ITEMS_, int CLUSTER_ = 1> struct RowGroup {
     static constexpr int WARPS = LANES / 32, PLACES = WARPS * CLUSTER;
     static constexpr bool ALONE = LANES <= 32 && CLUSTER == 1; /* a row never leaves its warp */
     static constexpr int MOST = 4;                             /* statistics at once */
-    static constexpr int BLOCKS_PER_SM = LANES <= 128 ? 8 : LANES == 256 ? 3 : LANES == 512 && ITEMS <= 2 ? 2 : 1;
     static_assert(CLUSTER == 1 || (LANES > 32 && sizeof(acc) == 4), "a cluster exchanges floats of whole blocks");
 
     struct Shared {
-        acc place[2][ALONE ? 1 : MOST * PLACES];
+        acc place[2][ALONE || CLUSTER > 1 ? 1 : MOST *PLACES];
+        float4 sent[2][CLUSTER > 1 ? PLACES : 1]; /* a warp's statistics, from any block of the cluster */
+        uint64_t full[2];
     };
 
     Shared &shared;
-    int lane, rank, phase = 0;
-    bool begun = CLUSTER == 1; /* whether all blocks of the cluster are known to run */
+    int lane, rank, round = 0; /* statistics that were taken */
 
     __device__ __forceinline__ explicit RowGroup(Shared &s)
         : shared(s), lane(threadIdx.x % LANES), rank(CLUSTER > 1 ? cluster_ctarank() : 0) {
-        if constexpr (CLUSTER > 1) barrier_cluster_arrive();
+        if constexpr (CLUSTER > 1) {
+            if (threadIdx.x == 0) {
+                mbarrier_init(cvta_to_shared(&s.full[0]), 1), mbarrier_init(cvta_to_shared(&s.full[1]), 1);
+                fence_mbarrier_init();
+            }
+            __syncwarp();
+            barrier_cluster_arrive();
+        }
     }
 
-    /* The first row of this block's share and the step to the next, where the grid walks the rows. */
+    /* The row of these lanes, where a block has one for each of its groups. */
     __device__ __forceinline__ int64_t first_row() const {
         return (int64_t)(blockIdx.x / CLUSTER) * ROWS + threadIdx.x / LANES;
     }
-    __device__ __forceinline__ int64_t row_step() const { return (int64_t)(gridDim.x / CLUSTER) * ROWS; }
 
     __device__ __forceinline__ int column(int i) const { return ((rank * ITEMS + i) * LANES + lane) * VEC; }
 
@@ -131,6 +138,26 @@ template <class T, int LANES_, int ITEMS_, int CLUSTER_ = 1> struct RowGroup {
         all(x, [](acc a, acc b) { return a > b || a != a ? a : b; }, acc(-INFINITY)); /* a NaN stays */
     }
 
+    /* A warp's statistics to all blocks of the cluster, 16 bytes to each, which count at the barrier there: a cluster's own barrier
+     * would wait for what the block has stored in global memory, too, and drop its L1. */
+    template <int N> __device__ __forceinline__ void exchange(const acc (&x)[N], int set, int warp, int my) {
+        const smem_addr full = cvta_to_shared(&shared.full[set]);
+        if (round == 0) barrier_cluster_wait(); /* all blocks run, and their barriers are made */
+        if (threadIdx.x == 0) mbarrier_arrive_expect_tx(full, PLACES * 16);
+        if (my < CLUSTER)
+            st_async_128(mapa(cvta_to_shared(&shared.sent[set][rank * WARPS + warp]), my), x[0],
+                         N > 1 ? x[N > 1 ? 1 : 0] : 0, N > 2 ? x[N > 2 ? 2 : 0] : 0, N > 3 ? x[N > 3 ? 3 : 0] : 0,
+                         mapa(full, my));
+        while (!mbarrier_try_wait_parity(full, round >> 1 & 1)) {
+        }
+    }
+    template <int N> __device__ __forceinline__ acc of_place(int set, int n, int i) const {
+        if constexpr (CLUSTER == 1)
+            return shared.place[set][n * PLACES + i];
+        else
+            return ((const float *)&shared.sent[set][i])[n];
+    }
+
     template <int N, class Op> __device__ __forceinline__ void all(acc (&x)[N], Op op, acc nothing) {
         static_assert(N <= MOST, "more places");
 #pragma unroll
@@ -139,32 +166,25 @@ template <class T, int LANES_, int ITEMS_, int CLUSTER_ = 1> struct RowGroup {
             for (int bit = 1; bit < (LANES < 32 ? LANES : 32); bit *= 2)
                 x[n] = op(x[n], __shfl_xor_sync(0xffffffffu, x[n], bit));
         if constexpr (!ALONE) {
-            /* two sets of places: who writes a set again has passed the barrier behind the last reads of it */
-            acc *place = shared.place[phase];
-            phase ^= 1;
-            const int warp = threadIdx.x / 32, my = threadIdx.x % 32;
+            /* Two sets of places: who writes a set again has waited for the other one since, which no warp filled before it had read
+             * this one. */
+            const int set = round & 1, warp = threadIdx.x / 32, my = threadIdx.x % 32;
             if constexpr (CLUSTER == 1) {
                 if (my == 0) {
 #pragma unroll
-                    for (int n = 0; n < N; ++n) place[n * PLACES + warp] = x[n];
+                    for (int n = 0; n < N; ++n) shared.place[set][n * PLACES + warp] = x[n];
                 }
                 __syncthreads();
             } else {
-                if (!begun) barrier_cluster_wait(), begun = true;
-                if (my < CLUSTER) {
-#pragma unroll
-                    for (int n = 0; n < N; ++n)
-                        st_shared_cluster_f32(mapa(cvta_to_shared(place + n * PLACES + rank * WARPS + warp), my), x[n]);
-                }
-                barrier_cluster_arrive_release();
-                barrier_cluster_wait_acquire();
+                exchange<N>(x, set, warp, my);
             }
+            ++round;
 #pragma unroll
             for (int n = 0; n < N; ++n) {
                 acc y = nothing;
 #pragma unroll
                 for (int at = 0; at < PLACES; at += 32)
-                    if (at + my < PLACES) y = op(y, place[n * PLACES + at + my]);
+                    if (at + my < PLACES) y = op(y, of_place<N>(set, n, at + my));
 #pragma unroll
                 for (int bit = 1; bit < 32; bit *= 2) y = op(y, __shfl_xor_sync(0xffffffffu, y, bit));
                 x[n] = y;
@@ -214,20 +234,10 @@ template <class W> __device__ __forceinline__ W block_max(W x, W *place) {
 #define GK_ROW_SHAPES(X) X(16, 1) X(32, 1) X(32, 4) X(128, 2) X(256, 2) X(512, 2) X(512, 4) X(1024, 4)
 
 /* An instance's key: 0 the columns that a group holds, 1 rows of a block, 2 blocks of a cluster, 3 columns up to which one block is
- * better than a cluster, 4 blocks an SM should have where a block takes many rows, 5 whether a thread's
- * registers hold two rows and two sums of each column. */
-#define GK_ROW_KEY(T, LANES, ITEMS, CLUSTER)            \
-    {RowGroup<T, LANES, ITEMS, CLUSTER>::COLUMNS,       \
-     RowGroup<T, LANES, ITEMS, CLUSTER>::ROWS,          \
-     CLUSTER,                                           \
-     CLUSTER > 1                                        \
-     ? RowGroup < T,                                    \
-     512,                                               \
-     ITEMS < 4 ? ITEMS : 4,                             \
-     1 > ::COLUMNS                                      \
-     : 0,                                               \
-     RowGroup<T, LANES, ITEMS, CLUSTER>::BLOCKS_PER_SM, \
-     LANES * ITEMS < 512 * 4}
+ * better than a cluster. */
+#define GK_ROW_KEY(T, LANES, ITEMS, CLUSTER)                                                         \
+    {RowGroup<T, LANES, ITEMS, CLUSTER>::COLUMNS, RowGroup<T, LANES, ITEMS, CLUSTER>::ROWS, CLUSTER, \
+     CLUSTER > 1 ? RowGroup<T, 512, (ITEMS < 4 ? ITEMS : 4), 1>::COLUMNS : 0}
 
 /* Whether every row of all tensors [..., N], of one dtype, is of whole vectors that begin at multiples of 16 bytes. A tensor that
  * is NULL is not given. */

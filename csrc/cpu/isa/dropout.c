@@ -1,0 +1,99 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* dropout: out = keep / (1 - p) act(x + bias) + residual, and its gradient, compiled once per ISA (gpukern_train.h has the equations
+ * and says what is kept). Rows [M, N] of float32, bfloat16, float16. A task is a run of rows, or, of long rows, of columns of one.
+ * No workspace. Not here: float64 (ref/). */
+#include "../../gpukern_train.h"
+#include "activation.h"
+#include "philox_vec.h"
+#include "rows.h"
+
+typedef struct dropout_plan {
+    int64_t rows, n, each, cuts;
+} dropout_plan;
+GK_PLAN_HOLDS(dropout_plan);
+
+typedef struct dropout_job {
+    const gk_dropout_args *a;
+    const dropout_plan *p;
+    uint64_t seed, offset;
+    vi below; /* words below it are kept, the top bit of both flipped so that signed numbers compare as they do */
+    bool all; /* p = 0 */
+    float scale;
+} dropout_job;
+
+/* Columns [from, to) of a row. */
+INLINE void dropout_run(const dropout_job *job, int64_t row, int64_t from, int64_t to, gk_dtype dtype,
+                        gk_activation activation, bool backward) {
+    const gk_dropout_args *a = job->a;
+    const char *x = row_at(&a->x, row), *more = backward      ? row_at(a->grad_out, row)
+                                                : a->residual ? row_at(a->residual, row)
+                                                              : NULL;
+    char *out = row_at(&a->out, row);
+    uint32_t word[PHILOX_BLOCK + W];
+    for (int64_t begin = from; begin < to;) {
+        const int64_t at = row * job->p->n + begin, skip = at % 4;
+        const int64_t end = gk_min_i64(to, begin + PHILOX_BLOCK - skip);
+        philox_block(job->seed, job->offset, (uint64_t)at / 4, word);
+        for (int64_t i = begin; i < end; i += W) {
+            const int64_t n = end - i;
+            vf y = vf_load_dtype(x, dtype, i, n);
+            if (a->bias) y += vf_load_dtype(a->bias->data, dtype, i, n);
+            const vf m = more ? vf_load_dtype(more, dtype, i, n) : vf_set1(0);
+            y = backward ? m * activation_slope(y, activation) : activate(y, activation);
+            const vi w = vi_load((const int32_t *)word + skip + (i - begin)) ^ vi_set1(INT32_MIN);
+            y = job->all ? y : vf_select(vi_lt(w, job->below), y * job->scale, vf_set1(0));
+            vf_store_dtype(out, dtype, i, backward ? y : y + m, n);
+        }
+        begin = end;
+    }
+}
+
+/* Calls body(dtype, activation, backward), all known to the compiler. */
+#define FORMS(dtype, wide)                                               \
+    if (job->a->activation == GK_ACT_NONE && !job->a->grad_out) {        \
+        RUN(dtype, GK_ACT_NONE, false)                                   \
+    } else if (job->a->activation == GK_ACT_NONE) {                      \
+        RUN(dtype, GK_ACT_NONE, true)                                    \
+    } else if (job->a->activation == GK_ACT_GELU && !job->a->grad_out) { \
+        RUN(dtype, GK_ACT_GELU, false)                                   \
+    } else if (job->a->activation == GK_ACT_GELU) {                      \
+        RUN(dtype, GK_ACT_GELU, true)                                    \
+    } else if (!job->a->grad_out) {                                      \
+        RUN(dtype, GK_ACT_GELU_TANH, false)                              \
+    } else {                                                             \
+        RUN(dtype, GK_ACT_GELU_TANH, true)                               \
+    }
+
+static void dropout_task(void *arg, int64_t task, int64_t worker) {
+    (void)worker;
+    const dropout_job *job = arg;
+    const dropout_plan *p = job->p;
+    const int64_t first = task / p->cuts * p->each, last = gk_min_i64(first + p->each, p->rows);
+    const int64_t from = task % p->cuts * ROW_TASK, to = gk_min_i64(from + ROW_TASK, p->n);
+#define RUN(dtype, activation, backward) \
+    for (int64_t row = first; row < last; ++row) dropout_run(job, row, from, to, dtype, activation, backward);
+    ROW_DTYPES(job->a->x.dtype, false, FORMS)
+#undef RUN
+}
+
+static bool plan(const gk_context *ctx, const void *args, gk_plan *plan) {
+    (void)ctx;
+    const gk_tensor *x = &((const gk_dropout_args *)args)->x;
+    dropout_plan *p = GK_OWN(dropout_plan, plan);
+    p->rows = rows_of(x), p->n = x->shape[x->ndim - 1];
+    p->each = rows_per_task(p->n), p->cuts = gk_max_i64(1, gk_ceil_div(p->n, ROW_TASK));
+    plan->tasks = p->n == 0 ? 0 : gk_ceil_div(p->rows, p->each) * p->cuts;
+    return true;
+}
+
+static void run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
+    (void)workspace;
+    const gk_dropout_args *a = args;
+    const uint64_t keep = gk_keep_below(a->p);
+    dropout_job job = {.a = a, .p = GK_OWN_CONST(dropout_plan, plan), .scale = (float)gk_keep_scale(a->p)};
+    job.seed = gk_seed_word(&a->seed, 0), job.offset = gk_seed_word(&a->seed, 1);
+    job.all = keep > UINT32_MAX, job.below = vi_set1((int32_t)((uint32_t)keep ^ 0x80000000u));
+    gk_parallel(ctx, plan->tasks, dropout_task, &job);
+}
+
+const gk_cpu_kernel SYM(gk_dropout) = {plan, run};

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""AdamW beside torch.optim.AdamW: several steps in float64, errors of lower precision, state dicts, scale, clip, capture."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from conftest import generator, randn
+
+from torch_gpukern._library import ops
+from torch_gpukern.optim import AdamW
+
+SHAPES = ((3, 5), (1,), (0, 4), (1000,), (33, 257), (2, 3, 4, 5), ())
+RULES = {
+    "": {},
+    "amsgrad, maximize": dict(amsgrad=True, maximize=True, lr=3e-3),
+    "no decay": dict(weight_decay=0.0, betas=(0.5, 0.9), eps=1e-4),
+    "no momentum": dict(betas=(0.0, 0.99)),
+}
+
+
+def drawn(name, dtype, device, shapes=SHAPES):
+    gen = generator("adamw", name)
+    return [randn(gen, *s, dtype=dtype, device=device).requires_grad_() for s in shapes]
+
+
+def walk(params, optimiser, steps=5, name="", grads=None, tail=lambda: None):
+    """`steps` steps with drawn gradients; they are those of float64, rounded."""
+    gen = generator("adamw gradients", name)
+    for _ in range(steps):
+        for p in params:
+            p.grad = (randn(gen, *p.shape, dtype=torch.float64, device=p.device) * 0.3 + 0.05).to(p.dtype)
+        optimiser.step()
+        tail()
+
+
+def twins(dtype, device, rule="", **more):
+    """Parameters after five steps by ours, by torch's, and by torch's in float64."""
+    first = drawn(rule, dtype, device)
+    second = [p.detach().clone().requires_grad_() for p in first]
+    exact = [p.detach().double().requires_grad_() for p in first]
+    ours, theirs = AdamW(first, **RULES[rule], **more), torch.optim.AdamW(second, **RULES[rule], fused=True)
+    judge = torch.optim.AdamW(exact, **RULES[rule])
+    walk(first, ours, name=rule), walk(second, theirs, name=rule)
+    gen = generator("adamw gradients", rule)
+    for _ in range(5):
+        for p, q in zip(first, exact, strict=True):
+            q.grad = (randn(gen, *p.shape, dtype=torch.float64, device=device) * 0.3 + 0.05).to(dtype).double()
+        judge.step()
+    return (first, ours), (second, theirs), (exact, judge)
+
+
+def error(some, exact):
+    return max(((x.double() - y).abs().max().item() for x, y in zip(some, exact, strict=True) if x.numel()), default=0)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16, torch.float16), ids=str)
+def test_beside_torch(dtype, rule, device):
+    (first, ours), (second, _), (exact, judge) = twins(dtype, device, rule)
+    unit = torch.finfo(dtype).eps
+    assert error(first, exact) <= 2 * error(second, exact) + (1e-14 if dtype == torch.float64 else 0.02 * unit)
+    for p, q in zip(first, exact, strict=True):
+        assert ours.state[p]["step"].item() == 5
+        assert ours.state[p]["exp_avg"].dtype == dtype
+        if p.numel():
+            for name in ("exp_avg", "exp_avg_sq"):
+                got, want = ours.state[p][name].double(), judge.state[q][name]
+                assert (got - want).abs().max() <= 4 * unit * want.abs().max() + 1e-15
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+def test_master_weights(dtype, device):
+    """The master is as exact as float32's, the parameter its rounding; steps far below a unit of the parameter add up."""
+    (first, ours), _, (exact, _) = twins(dtype, device, master_weights=True)
+    masters = [ours.state[p]["master"] for p in first]
+    assert error(masters, exact) < 5e-6 and all(m.dtype == torch.float32 for m in masters)
+    assert all(torch.equal(p.detach(), m.to(dtype)) for p, m in zip(first, masters, strict=True))
+    w = torch.ones(8, dtype=dtype, device=device, requires_grad=True)
+    optimiser = AdamW([w], lr=1e-5, weight_decay=0.0, master_weights=True)
+    for _ in range(1000):
+        w.grad = torch.ones_like(w)
+        optimiser.step()
+    assert abs(w[0].item() - 0.99) < 0.004
+
+
+def test_stochastic_rounding(device):
+    """The mean of many parameters moves as float32's does, where rounding to nearest stands still; the same seed, the same bits."""
+    n, steps = 20000, 20
+
+    def train(**more):
+        torch.manual_seed(5)
+        w = torch.ones(n, dtype=torch.bfloat16, device=device, requires_grad=True)
+        optimiser = AdamW([w], lr=1e-4, weight_decay=0.0, **more)
+        for _ in range(steps):
+            w.grad = torch.ones_like(w)
+            optimiser.step()
+        return w.detach()
+
+    some = train(stochastic_rounding=True)
+    assert (train() == 1).all()
+    assert abs(some.double().mean().item() - (1 - steps * 1e-4)) < 2e-4
+    assert torch.equal(some, train(stochastic_rounding=True)) and some.unique().numel() > 1
+
+
+def test_scale_clip_and_infinities(device):
+    params = drawn("scale", torch.float32, device)
+    plain = [p.detach().clone().requires_grad_() for p in params]
+    grads = [torch.randn_like(p) for p in params]
+    norm = torch.cat([g.flatten() for g in grads]).norm()
+    ours, theirs = AdamW(params), torch.optim.AdamW(plain)
+    for p, q, g in zip(params, plain, grads, strict=True):
+        p.grad, q.grad = g.clone(), g.clone()
+    assert torch.allclose(ours.clip_grad_norm_(0.5), norm)
+    torch.nn.utils.clip_grad_norm_(plain, 0.5)
+    ours.step(), theirs.step()
+    assert error(params, [p.double() for p in plain]) < 1e-6
+    assert all(torch.equal(p.grad, g) for p, g in zip(params, grads, strict=True))  # they are read alone
+
+    ours.grad_scale, ours.found_inf = torch.tensor(4.0, device=device), torch.tensor(0.0, device=device)
+    for p, q, g in zip(params, plain, grads, strict=True):
+        p.grad, q.grad = 4 * g, g.clone()
+    ours.step(), theirs.step()
+    assert error(params, [p.double() for p in plain]) < 1e-6
+    before = copy.deepcopy(ours.state_dict()), [p.detach().clone() for p in params]
+    ours.found_inf = torch.tensor(1.0, device=device)
+    ours.step()
+    assert all(torch.equal(p, q) for p, q in zip(params, before[1], strict=True))
+    for i, state in before[0]["state"].items():
+        assert all(torch.equal(x, ours.state_dict()["state"][i][n]) for n, x in state.items())
+
+
+@pytest.mark.parametrize("master", (False, True))
+def test_state_dicts(master, device):
+    """To torch's and back, through a file, through pickle; what is float32 stays float32."""
+    params = drawn("state", torch.bfloat16, device)
+    ours = AdamW(params, master_weights=master, amsgrad=True)
+    walk(params, ours, 2)
+    file = io.BytesIO()
+    torch.save(ours.state_dict(), file)
+    file.seek(0)
+    again = [p.detach().clone().requires_grad_() for p in params]
+    loaded = AdamW(again, lr=1.0, master_weights=master, amsgrad=True)
+    loaded.load_state_dict(torch.load(file, map_location=device))
+    walk(params, ours, 2, "more"), walk(again, loaded, 2, "more")
+    assert all(torch.equal(p, q) for p, q in zip(params, again, strict=True))
+    for p, q in zip(params, again, strict=True):
+        assert {n: x.dtype for n, x in ours.state[p].items()} == {n: x.dtype for n, x in loaded.state[q].items()}
+    theirs = torch.optim.AdamW(again, fused=True, amsgrad=True)
+    theirs.load_state_dict(ours.state_dict())
+    walk(again, theirs, 1)
+    back = AdamW(again, master_weights=master, amsgrad=True)
+    back.load_state_dict(theirs.state_dict())
+    walk(again, back, 1)
+    assert back.state[again[0]]["step"].item() == 6
+    copied = pickle.loads(pickle.dumps(ours))
+    assert copied.defaults["master_weights"] is master
+
+
+def test_layouts_and_parameters_without_gradients(device):
+    gen = generator("adamw layouts")
+    conv = randn(gen, 4, 3, 2, 2, device=device).to(memory_format=torch.channels_last).requires_grad_()
+    odd = randn(gen, 65, device=device)[1:].requires_grad_()  # begins at no multiple of 16 bytes
+    idle = randn(gen, 5, device=device).requires_grad_()
+    params, twin = [conv, odd, idle], [x.detach().clone().requires_grad_() for x in (conv, odd, idle)]
+    ours, theirs = AdamW(params), torch.optim.AdamW(twin)
+    for _ in range(3):
+        for p, q in zip(params[:2], twin[:2], strict=True):
+            q.grad = torch.randn_like(q)
+            p.grad = q.grad.clone().contiguous()
+        ours.step(), theirs.step()
+    assert error(params, [p.double() for p in twin]) < 1e-6 and idle not in ours.state
+    gap = randn(gen, 4, 6, device=device)[:, :3].requires_grad_()
+    gap.grad = torch.ones_like(gap)
+    with pytest.raises(ValueError, match=r"adamw_: params\[0\] must be dense"):
+        AdamW([gap]).step()
+
+
+def test_lr_as_a_tensor_and_groups(device):
+    params, twin = (drawn("groups", torch.float32, device) for _ in range(2))
+    lr = torch.tensor(2e-3, device=device)
+    groups = lambda ps, lr: [dict(params=ps[:3], weight_decay=0.0), dict(params=ps[3:], lr=lr)]  # noqa: E731
+    ours, theirs = AdamW(groups(params, lr)), torch.optim.AdamW(groups(twin, 2e-3))
+    walk(params, ours, 3), walk(twin, theirs, 3)
+    assert error(params, [p.double() for p in twin]) < 1e-6
+
+
+def test_refusals(device):
+    w = torch.ones(3, device=device, requires_grad=True)
+    with pytest.raises(ValueError, match="choose one"):
+        AdamW([w], master_weights=True, stochastic_rounding=True)
+    half = torch.ones(3, dtype=torch.float16, device=device, requires_grad=True)
+    half.grad = torch.ones_like(half)
+    with pytest.raises(ValueError, match="seed is for bfloat16 params"):
+        AdamW([half], stochastic_rounding=True).step()
+    z = lambda *s, dtype=torch.float32: torch.zeros(s, dtype=dtype, device=device)  # noqa: E731
+    good = dict(
+        params=[z(3)], grads=[z(3)], exp_avgs=[z(3)], exp_avg_sqs=[z(3)], max_exp_avg_sqs=[], masters=[], steps=[z()]
+    )
+    refused = (
+        (dict(grads=[]), "grads has 0 tensors, params has 1; they must match"),
+        (dict(grads=[z(4)]), r"grads\[0\] must have shape \[3\], got \[4\]"),
+        (dict(grads=[z(3, dtype=torch.float64)]), r"grads\[0\] must be float32, got float64"),
+        (dict(exp_avgs=[z(3, dtype=torch.bfloat16)]), r"exp_avgs\[0\] must be float32, got bfloat16"),
+        (dict(masters=[z(3)]), "masters are for bfloat16 and float16 params, got float32"),
+        (dict(steps=[z(1)]), r"steps\[0\] must have shape \[\], got \[1\]"),
+        (dict(clip=z(1)), r"clip must have shape \[\], got \[1\]"),
+        (dict(beta1=1.0), "beta1 must be at least 0 and less than 1, got 1"),
+        (dict(params=[z(3).int()]), "params must be float32, bfloat16, float16 or float64, got int32"),
+    )
+    for change, text in refused:
+        with pytest.raises(ValueError, match="gpukern::adamw_: " + text):
+            ops.adamw_.default(**good | change)
+
+
+def test_compiled(device):
+    params = drawn("compiled", torch.float32, device, SHAPES[:2])
+    twin = [p.detach().clone().requires_grad_() for p in params]
+    ours, theirs = AdamW(params), AdamW(twin)
+    walk(params, ours, 1), walk(twin, theirs, 1)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def update(params, grads, m, v, steps):
+        ops.adamw_.default(params, grads, m, v, [], [], steps, lr=1e-2)
+
+    def lists(params, optimiser):
+        states = [optimiser.state[p] for p in params]
+        return (
+            [p.detach() for p in params],
+            [p.grad for p in params],
+            *([s[n] for s in states] for n in ("exp_avg", "exp_avg_sq", "step")),
+        )
+
+    update(*lists(params, ours))
+    a, g, m, v, s = lists(twin, theirs)
+    ops.adamw_.default(a, g, m, v, [], [], s, lr=1e-2)
+    assert all(torch.equal(p, q) for p, q in zip(params, twin, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("many", (5, 60, 500))
+def test_captured(many):
+    """A graph of a step, replayed, is the steps one by one; lists of one table, a large one, and several launches."""
+    params = drawn("captured", torch.bfloat16, "cuda", ((1000,), (37,), (64, 65)) * (many // 3 + 1))[:many]
+    twin = [p.detach().clone().requires_grad_() for p in params]
+    lr = torch.tensor(1e-2, device="cuda")
+    ours, theirs = AdamW(params, lr=lr, master_weights=True), AdamW(twin, lr=1e-2, master_weights=True)
+    for p, q in zip(params, twin, strict=True):
+        p.grad = torch.randn_like(p)
+        q.grad = p.grad.clone()
+    ours.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ours.step()
+    graph.replay(), graph.replay()
+    for _ in range(3):
+        theirs.step()
+    assert all(torch.equal(p, q) for p, q in zip(params, twin, strict=True))
+    assert ours.state[params[0]]["step"].item() == 3

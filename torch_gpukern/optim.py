@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Optimisers: `AdamW`, one launch for all parameters of a dtype."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .ops.adamw import adamw_
+
+__all__ = ["AdamW"]
+
+_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+
+class AdamW(torch.optim.AdamW):
+    """AdamW with torch.optim's semantics and state_dict; one launch for all parameters of a dtype.
+
+    For each parameter w with gradient g, in float32 (float64 for float64), rounded once::
+
+        w = w (1 - lr weight_decay);  m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2
+        w = w - lr / (1 - beta1^step) m / (sqrt(v / (1 - beta2^step)) + eps)
+
+    Steps are counted on the parameters' device and nothing is read on the host, so that a step can stand in a captured graph.
+    With torch.amp.GradScaler the scale and the finding of infinities are read on the device too; gradients are not written.
+
+    Args:
+        params, lr, betas, eps, weight_decay, amsgrad, maximize: as of torch.optim.AdamW. lr may be a tensor on the
+            parameters' device, which a captured graph then reads; numbers are part of the graph.
+        master_weights: keep a float32 copy of each 16-bit parameter, ``master`` in its state, which is what is optimised;
+            the parameter is its rounding. m and v are float32 too.
+        stochastic_rounding: round bfloat16 parameters up or down at random, so that the expected value is the exact one
+            and small steps are not lost; m and v are float32. The seed is drawn from torch's generator once a step.
+
+    Without either, m and v have the parameter's dtype, as torch's.
+
+    Parameters are float32, bfloat16, float16 or float64, dense in some order of their dimensions, on the CPU or CUDA.
+    state_dict() and load_state_dict() exchange state with torch.optim.AdamW (``fused=True``, ``capturable=True``).
+
+    Raises:
+        ValueError: both master_weights and stochastic_rounding; stochastic rounding of float16; a parameter that is not
+            dense; sparse or complex gradients.
+
+    Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), arXiv:1711.05101.
+    """
+
+    def __init__(
+        self,
+        params: Iterable,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        amsgrad: bool = False,
+        maximize: bool = False,
+        master_weights: bool = False,
+        stochastic_rounding: bool = False,
+    ):
+        if master_weights and stochastic_rounding:
+            raise ValueError("AdamW: stochastic_rounding has no use beside master_weights; choose one")
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=True)
+        # of all groups; `defaults` is what copies and pickles keep
+        self.defaults |= {"master_weights": master_weights, "stochastic_rounding": stochastic_rounding}
+        self._clip: Tensor | None = None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._clip = None
+        for name in ("master_weights", "stochastic_rounding"):
+            self.defaults.setdefault(name, False)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Has the next step multiply gradients by min(1, max_norm / norm), on the device and without writing them.
+
+        Returns the 2-norm of all gradients as they are: where a GradScaler has scaled them, unscale first.
+        """
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if not grads:
+            return torch.zeros(())
+        norm = torch.nn.utils.get_total_norm(grads)
+        self._clip = (max_norm / (norm.float() + 1e-6)).clamp(max=1.0)
+        return norm
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+        """One step; `closure` recomputes the loss with gradients and returns it."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        scaler, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        for group in self.param_groups:
+            for lists in self._lists_of(group):
+                self._update(group, lists, scaler, found_inf)
+        self._clip = None
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Of torch.optim.AdamW's state, too. What is float32 beside a 16-bit parameter stays so."""
+        kept = {name: self.defaults[name] for name in ("master_weights", "stochastic_rounding")}
+        super().load_state_dict(state_dict)
+        self.defaults |= kept
+        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
+        ours = [p for group in self.param_groups for p in group["params"]]
+        for i, p in zip(saved, ours, strict=True):  # torch has cast to the parameter's dtype
+            for name in ("master", *_MOMENTS):
+                before = state_dict["state"].get(i, {}).get(name)
+                if before is not None and before.dtype != self.state[p][name].dtype:
+                    self.state[p][name] = before.to(p.device, copy=True)
+            if p in self.state and "exp_avg" in self.state[p]:
+                self._widen(p, self.state[p])
+
+    # ---- what a step is made of -------------------------------------------------------------------
+    def _wide(self, p: Tensor) -> bool:
+        """Whether its state is float32 beside a parameter of 16 bits."""
+        return p.itemsize == 2 and (self.defaults["master_weights"] or self.defaults["stochastic_rounding"])
+
+    def _widen(self, p: Tensor, state: dict[str, Any]) -> None:
+        """Gives state that came from elsewhere the dtypes that this optimiser keeps."""
+        dtype = torch.float32 if self._wide(p) else p.dtype
+        for name in _MOMENTS:
+            if name in state:
+                state[name] = state[name].to(dtype)
+        master = state.pop("master", None)
+        if p.itemsize == 2 and self.defaults["master_weights"]:
+            # one that torch's optimiser carried along is of 16 bits, and as old as its loading
+            stale = master is None or master.dtype != torch.float32
+            state["master"] = p.detach().float() if stale else master
+
+    def _state_of(self, p: Tensor, amsgrad: bool) -> dict[str, Any]:
+        state = self.state[p]
+        if not state:
+            dtype = torch.float32 if self._wide(p) else p.dtype
+            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+            for name in _MOMENTS[: 3 if amsgrad else 2]:
+                state[name] = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
+            if p.itemsize == 2 and self.defaults["master_weights"]:
+                state["master"] = p.detach().float()
+        return state
+
+    def _lists_of(self, group: dict[str, Any]) -> Iterable[list[tuple[Tensor, Tensor, dict]]]:
+        """(parameter, gradient, state) of those that have a gradient, by device and dtype."""
+        lists: dict[tuple, list] = {}
+        for p in group["params"]:
+            grad = p.grad
+            if grad is None:
+                continue
+            if grad.layout is not torch.strided:
+                raise ValueError(
+                    "AdamW: gradients must be strided (dense) tensors; torch.optim.SparseAdam takes sparse ones"
+                )
+            if grad.dtype != p.dtype or grad.stride() != p.stride():
+                grad = torch.empty_like(p).copy_(grad)
+            lists.setdefault((p.device, p.dtype), []).append((p, grad, self._state_of(p, group["amsgrad"])))
+        return lists.values()
+
+    def _update(self, group: dict[str, Any], lists: list, scale: Tensor | None, found_inf: Tensor | None) -> None:
+        params, grads, states = zip(*lists, strict=True)
+        device, lr, (beta1, beta2) = params[0].device, group["lr"], group["betas"]
+
+        def here(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x.to(device, torch.float32).reshape(())
+
+        def of(name: str) -> list[Tensor]:
+            return [state[name] for state in states]
+
+        found, steps = here(found_inf), of("step")
+        torch._foreach_add_(steps, 1 if found is None else (found == 0).float())
+        seed = None
+        if self.defaults["stochastic_rounding"] and params[0].dtype in (torch.bfloat16, torch.float16):
+            seed = torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=device)
+        given_lr = isinstance(lr, Tensor)
+        adamw_(
+            list(params),
+            list(grads),
+            of("exp_avg"),
+            of("exp_avg_sq"),
+            of("max_exp_avg_sq") if group["amsgrad"] else [],
+            of("master") if "master" in states[0] else [],
+            steps,
+            lr_tensor=here(lr) if given_lr else None,
+            grad_scale=here(scale),
+            clip=here(self._clip),
+            found_inf=found,
+            seed=seed,
+            lr=0.0 if given_lr else float(lr),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            maximize=group["maximize"],
+        )
