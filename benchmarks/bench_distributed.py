@@ -3,7 +3,7 @@
 
 NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 torchrun --nproc-per-node 2 benchmarks/bench_distributed.py [--quick] [--out FILE]
 
-A time is the median of some rounds, of the rank that takes longest; ours and the peers take turns in every round. Attention and
+A time is the median of some rounds, of the rank that takes longest; each round has all contestants. Attention and
 the large products are called without the comparison of the ranks' calls (GPUKERN_DIST_CHECK=0), whose own cost is a line of
 the table; small products and decoding are replayed from CUDA graphs, peers too. Without a GPU a rank it shows by gloo that
 everything runs.
@@ -136,11 +136,12 @@ def attention(tokens_a_rank: int, device) -> None:
     worst = (ours("ring")(*part).float() - gd.shard_sequence(want, None, 2).float()).abs().max().item()
     label = f"{tokens_a_rank} tokens a rank"
     forward = {"one GPU": lambda: one(*whole)}
-    forward |= {m: lambda f=ours(m): f(*part) for m in ("all_gather", "ring", "ulysses")}
+    modes = {m: ours(m) for m in ("all_gather", "ring", "ulysses")}
+    forward |= {m: lambda f=f: f(*part) for m, f in modes.items()}
     row = measure("cp forward", label, forward | torch_peers(part, None), rounds=3)
     row |= {"all_gather bit for bit": same, "ring's largest difference": worst}
     step = {"one GPU": lambda: both_ways(one)(whole, grad)}
-    step |= {m: lambda f=ours(m): both_ways(f)(part, part_grad) for m in ("all_gather", "ring", "ulysses")}
+    step |= {m: lambda f=f: both_ways(f)(part, part_grad) for m, f in modes.items()}
     measure("cp forward+backward", label, step | torch_peers(part, part_grad), rounds=3)
     if tokens_a_rank <= 8192:
         os.environ["GPUKERN_DIST_CHECK"] = "1"
@@ -186,14 +187,11 @@ def torch_peers(part, grad) -> dict:
 def decode(keys: int, device) -> None:
     """One sequence, one new token."""
     ranks, block = dist.get_world_size(), 64
+    torch.manual_seed(0)  # the same on every rank
     q = torch.randn(1, HEADS_Q, DIM, device=device, dtype=DTYPE)
-    dist.broadcast(q, 0)
     pages = keys // block
     cache = [torch.randn(pages, block, HEADS_KV, DIM, device=device, dtype=DTYPE) for _ in range(2)]
-    for x in cache:
-        dist.broadcast(x, 0)
     table = torch.randperm(pages, device=device).to(torch.int32)
-    dist.broadcast(table, 0)
     mine = table.tensor_split(ranks)[dist.get_rank()]
     lens, local = (torch.tensor([n], dtype=torch.int32, device=device) for n in (keys, mine.numel() * block))
     calls = {
@@ -288,11 +286,40 @@ def links(device) -> None:
         print(f"    GB/s a direction: {row['GB/s']}", flush=True)
 
 
+def training(device, trace: Path | None) -> None:
+    """The example's forms: tokens a second, bytes that a rank sends, what of the communication goes beside kernels."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "distributed"))
+    import train
+
+    os.environ["GPUKERN_DIST_CHECK"] = "0"
+    config, ranks = train.CONFIG[device.type], dist.get_world_size()
+    text = torch.randint(0, 256, (1 << 20,), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    alone = train.Form(dtype=DTYPE)
+    forms = {"one GPU": "", "data": "", "zero 3": "--zero 3", "tensor, sequence": f"--tensor {ranks} --sequence",
+             "context": f"--context {ranks} --mode all_gather", "pipeline": f"--pipeline {ranks} --microbatches 8"}  # fmt: skip
+    for name, flags in forms.items():
+        try:
+            options = train.parse(["--steps", "5", "--batch", "8", *flags.split()])
+            if trace and name in ("data", "tensor, sequence"):
+                options.trace = trace.with_name(f"{trace.stem}_{name.split(',')[0]}.json")
+            losses, told = train.losses_of(options, text, config, device, alone if name == "one GPU" else None)
+            rows.append({"group": "training", "label": name, "losses": losses, "told": told})
+        except Exception as raised:
+            print(f"training, {name}: {type(raised).__name__}: {raised}", flush=True)
+            rows.append({"group": "training", "label": name, "failed": str(raised)[:200]})
+        if CUDA:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+
 def main() -> None:
     global RATE
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer sizes")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="where the results are written, as JSON")
+    parser.add_argument(
+        "--trace", type=Path, help="beginning of the names of timelines, Chrome traces of training steps"
+    )
     options = parser.parse_args()
     os.environ["GPUKERN_DIST_CHECK"] = "0"
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if CUDA else torch.device("cpu")
@@ -308,6 +335,8 @@ def main() -> None:
     for m in (1, 64) if options.quick else (1, 8, 16, 64):
         all_reduce(m, device)
     decode(int((1 << 20) * RATE), device)
+    if CUDA:
+        training(device, options.trace)
     if dist.get_rank() == 0 and options.out:
         ask = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
         name, driver = (

@@ -127,7 +127,8 @@ class Trainer:
     def __init__(self, options: argparse.Namespace, config: Config, form: Form, device: torch.device) -> None:
         self.options, self.config, self.form, self.device = options, config, form, device
         torch.manual_seed(0)
-        whole = GPT(config)
+        with device:
+            whole = GPT(config)
         with torch.no_grad():  # the demo begins with zeros, whose parts would look alike
             for p in (whole.head, *(x for b in whole.blocks for x in (b.attn_out, b.mlp_out))):
                 p.normal_(std=0.02)
@@ -251,12 +252,13 @@ def form_of(options: argparse.Namespace, device: torch.device) -> Form:
 
 def losses_of(
     options: argparse.Namespace, text: Tensor, config: Config, device: torch.device, form: Form | None = None
-) -> tuple[list[float], Trainer]:
-    """The losses of the steps, and the trainer; prints on rank 0. form: in place of that of all ranks."""
+) -> tuple[list[float], dict]:
+    """The losses of the steps, and what the last ones cost; prints on rank 0. form: in place of that of all ranks."""
     form = form_of(options, device) if form is None else form
     trainer = Trainer(options, config, form, device)
     seq_len = options.seq_len or config.context
     data = batches(text, seq_len, options.batch, form.rank("data"), form.size("data"))
+    told: dict = {}
     chief, losses, times = not dist.is_initialized() or dist.get_rank() == 0, [], []
     for step in range(options.steps):
         batch = next(data)
@@ -275,6 +277,8 @@ def losses_of(
             memory = torch.cuda.max_memory_allocated(device)
         else:
             memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        told = dict(tokens_per_s=options.batch * seq_len / took, step_ms=took * 1e3, memory_mib=memory / 2**20, sent=seen.sent,
+                    communication_ms=seen.communication_ms, hidden=seen.hidden)  # fmt: skip
         if chief:
             hidden = (
                 ""
@@ -283,7 +287,7 @@ def losses_of(
             )
             print(f"{options.batch * seq_len / took:.0f} tokens/s, {took * 1e3:.1f} ms a step, {memory / 2**20:.0f} MiB a rank, "
                   f"{seen.sent / 1e6:.2f} MB sent a rank{hidden}", flush=True)  # fmt: skip
-    return losses, trainer
+    return losses, told
 
 
 def main() -> None:
