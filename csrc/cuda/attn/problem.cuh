@@ -156,7 +156,8 @@ inline Problem problem_of(const gk_context *ctx, const gk_flash_attn_args *a) {
     Problem p = {};
     const bool packed = a->cu_seqlens_q != NULL;
     const int last = a->q.ndim - 1;
-    p.q = rows_of(a->q), p.k = rows_of(a->k), p.v = rows_of(a->v), p.out = rows_of(a->out), p.lse = dense_stats(a->lse.data, a->q);
+    p.q = rows_of(a->q), p.k = rows_of(a->k), p.v = rows_of(a->v), p.out = rows_of(a->out),
+    p.lse = dense_stats(a->lse.data, a->q);
     p.rules = rules_of(a->rules);
     if (packed) {
         p.cu_q = (const int32_t *)a->cu_seqlens_q->data, p.cu_q_step = a->cu_seqlens_q->stride[0];
