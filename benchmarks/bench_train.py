@@ -30,18 +30,38 @@ def cases(device: torch.device, quick: bool, compiled: bool):
 
 
 def dropout_cases(m: int, n: int, dtype: str, of: dict, compiled: bool):
-    """No values are compared: every contestant draws a mask of its own."""
+    """Every contestant draws a mask of its own, so that the mean square is what is compared: that of what is kept, times 1 / (1 - p)."""
     seed = torch.tensor([1, 2], device=of["device"])
     ops = {
-        "dropout": (lambda x, r, b: gk.dropout(x, 0.1, seed), lambda x, r, b: F.dropout(x, 0.1), 2),
-        "dropout_add": (lambda x, r, b: gk.dropout_add(x, r, 0.1, seed), lambda x, r, b: F.dropout(x, 0.1) + r, 3),
+        "dropout": (
+            lambda x, r, b: gk.dropout(x, 0.1, seed),
+            lambda x, r, b: F.dropout(x, 0.1),
+            2,
+            lambda x, r, b: (x, 0 * x),
+        ),
+        "dropout_add": (
+            lambda x, r, b: gk.dropout_add(x, r, 0.1, seed),
+            lambda x, r, b: F.dropout(x, 0.1) + r,
+            3,
+            lambda x, r, b: (x, r),
+        ),
         "bias_gelu_dropout": (
             lambda x, r, b: gk.bias_gelu_dropout(x, b, 0.1, seed),
             lambda x, r, b: F.dropout(F.gelu(x + b), 0.1),
             2,
+            lambda x, r, b: (F.gelu(x + b), 0 * x),
         ),
     }
-    for name, (ours, theirs, tensors) in ops.items():
+
+    def square(out: Tensor) -> Tensor:
+        return out.double().square().mean()
+
+    for name, (ours, theirs, tensors, parts) in ops.items():
+
+        def exact(*inputs: Tensor, parts=parts) -> Tensor:
+            dropped, added = parts(*(x.double() for x in inputs))
+            return square(dropped) / 0.9 + square(added)
+
         peers = {"torch": theirs}
         if compiled:
             peers["torch.compile"] = torch.compile(theirs, dynamic=False)
@@ -52,7 +72,8 @@ def dropout_cases(m: int, n: int, dtype: str, of: dict, compiled: bool):
             make=lambda: (torch.randn(m, n, **of), torch.randn(m, n, **of), torch.randn(n, **of)),
             ours=ours,
             peers=peers,
-            reference=None,
+            reference=exact,
+            compare=square,
             flops=0.0,
             bytes=float(tensors * m * n * DTYPES[dtype].itemsize),
             rotate=True,
@@ -61,7 +82,8 @@ def dropout_cases(m: int, n: int, dtype: str, of: dict, compiled: bool):
 
 
 def adamw_case(many: int, n: int, dtype: str, of: dict) -> Case:
-    """The op alone beside torch's fused one, without what either optimiser does on the host."""
+    """The op alone beside torch's fused one, without what either optimiser does on the host. Both write what they read: torch's error
+    is that of a second step."""
     numbers = dict(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=1e-2, maximize=False)
 
     def make():
@@ -79,7 +101,12 @@ def adamw_case(many: int, n: int, dtype: str, of: dict) -> Case:
         torch._fused_adamw_(*lists(p, g, m, v), [], list(steps.unbind()), amsgrad=False, **numbers)
         return p
 
-    return Case(group="adamw", label=f"{many} x {n}x{n}", dtype=dtype, make=make, ours=ours, peers={"torch": fused}, reference=None,
+    def exact(p: Tensor, g: Tensor, m: Tensor, v: Tensor, steps: Tensor) -> Tensor:
+        p, g, m, v = (x.double() for x in (p, g, m, v))
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+        return p * (1 - 1e-5) - 1e-3 / 0.1 * m / ((v / 0.001).sqrt() + 1e-8)  # the first step
+
+    return Case(group="adamw", label=f"{many} x {n}x{n}", dtype=dtype, make=make, ours=ours, peers={"torch": fused}, reference=exact,
                 flops=0.0, bytes=7.0 * many * n * n * DTYPES[dtype].itemsize, unit="GB/s")  # fmt: skip
 
 

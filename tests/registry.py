@@ -509,7 +509,7 @@ OPS = {
         dropped_gelu,
         ("x", "bias"),
         explained=True,
-        variants={"": {}, "tanh": dict(approximate="tanh"), "no bias": dict(bias=None)},
+        variants={"": {}, "tanh": dict(approximate="tanh")},
     ),
     "cross_entropy": Registered(
         classes,

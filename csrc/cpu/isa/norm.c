@@ -263,7 +263,12 @@ static void add_chunks(const bwd_job *job, const gk_tensor *to, int64_t which, i
                 some += vf_load(job->sums + (2 * c + which) * ld + i);
             sum += some;
         }
-        vf_store_dtype(to->data, to->dtype, i, sum, end - i);
+        if (to->stride[0] == 1) {
+            vf_store_dtype(to->data, to->dtype, i, sum, end - i);
+            continue;
+        }
+        for (int64_t j = 0; j < gk_min_i64(W, end - i); ++j)
+            gk_store(to->data, to->dtype, (i + j) * to->stride[0], (double)sum[j]);
     }
 }
 
