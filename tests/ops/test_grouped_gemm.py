@@ -40,6 +40,45 @@ def test_small_integers_are_exact(dtype, device):
             assert_bits(got + 0, reference.grouped_gemm(at, bt, offs(ends, device), bias=bias, **how) + 0)
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_layouts_and_sizes_of_groups(dtype, device):
+    """Groups of none, of one row, of more than a tile, ends that are no multiples; weights stored either way; NaN in every row that a
+    group does not have, and in what lies around k."""
+    gen = generator("grouped layouts", str(dtype))
+    groups_of = ((0, 1, 1, 130, 387, 643), (256, 512, 520), (0, 0, 0, 3), (700,), (64, 65, 128, 700))
+    for ends, (k, n) in itertools.product(groups_of, ((136, 392), (64, 70))):
+        m, groups, last = 700, len(ends), ends[-1]
+        a, b = whole(gen, (m, k), dtype, device), whole(gen, (groups, k, n), dtype, device)
+        bias = whole(gen, (groups, n), torch.float32, device)
+        a[last:] = float("nan")
+        for weight in (b, b.mT.contiguous().mT):
+            for how in (dict(), dict(bias=bias, out_dtype=torch.float32)):
+                got = torch_gpukern.grouped_gemm(a, weight, offs(ends, device), **how)
+                want = reference.grouped_gemm(a, b, offs(ends, device), **how)
+                assert_bits(got + 0, want + 0)
+        grad = whole(gen, (m, n), dtype, device)
+        grad[last:] = float("nan")
+        nan, end = grad.clone(), offs(ends, device)
+        for how in (dict(), dict(out_dtype=torch.float32)):
+            got = torch_gpukern.grouped_gemm(a.mT, grad, end, **how)
+            assert_bits(got + 0, reference.grouped_gemm(a.mT, grad, end, **how) + 0)
+        if groups > 1:  # another group's NaN stays its own
+            nan[ends[-2] :] = float("nan")
+            got = torch_gpukern.grouped_gemm(a.mT, nan, end)
+            assert_bits(got[:-1] + 0, reference.grouped_gemm(a.mT, grad, end)[:-1] + 0)
+
+
+def test_many_groups(device):
+    """Ends that one warp scans, several a lane."""
+    gen = generator("grouped many")
+    for groups in (33, 300, 1025):
+        counts = torch.randint(0, 4, (groups,), generator=gen)
+        ends = counts.cumsum(0).to(torch.int32).to(device)
+        m = int(counts.sum()) + 5
+        a, b = whole(gen, (m, 16), torch.bfloat16, device), whole(gen, (groups, 16, 8), torch.bfloat16, device)
+        assert_bits(torch_gpukern.grouped_gemm(a, b, ends) + 0, reference.grouped_gemm(a, b, ends) + 0)
+
+
 def test_scales_count_over_the_whole_operand(device):
     gen = generator("grouped scales")
     m, k, n, ends = 300, 300, 140, (5, 5, 200, 290)
