@@ -37,6 +37,15 @@ LAYERS = {
     ],
 }
 EVEN = {"cpu": [], "cuda": [(8, 1024, 4096, 7168), (32, 16384, 4096, 2048)]}
+# also those of the shapes that torch's own tests of speed have: even groups
+OF_8_BITS = [
+    (8, 65536, 4096, 7168),
+    (8, 1024, 4096, 7168),
+    (32, 16384, 4096, 2048),
+    (8, 4096, 28672, 4096),
+    (128, 32768, 1536, 2048),
+]
+E4M3 = torch.float8_e4m3fn
 COLUMNS = 64  # that are compared in float64
 
 
@@ -94,6 +103,47 @@ def case(kind: str, groups: int, rows: int, n: int, k: int, even: bool, device: 
     )
 
 
+def case_of_8_bits(form: str, groups: int, rows: int, n: int, k: int, even: bool, device: torch.device) -> Case:
+    """form: row (a scale a row of a and a column of each weight) or block (1x128 by 128x128)."""
+    ends, block = ends_of(groups, rows, even), form == "block"
+
+    def make():
+        a, scale_a = torch_gpukern.quantize(torch.randn(rows, k, device=device), E4M3, "1x128" if block else "row")
+        w = torch.randn(groups * n, k, device=device)
+        b, scale_b = torch_gpukern.quantize(w, E4M3, "128x128" if block else "row")
+        b, scale_b = b.unflatten(0, (groups, n)).mT, scale_b.unflatten(0, (groups, -1)).mT
+        offs = torch.tensor(ends, dtype=torch.int32, device=device)
+        return (a, b, scale_a, scale_b, offs, *((a.bfloat16(), b.bfloat16()) if block else ()))
+
+    def of_torch(fast):
+        return lambda a, b, sa, sb, offs: torch._scaled_grouped_mm(
+            a, b, sa.squeeze(1), sb.squeeze(1), offs, out_dtype=torch.bfloat16, use_fast_accum=fast
+        )
+
+    def reference(a, b, sa, sb, offs, *_):
+        some = sb[..., :1] if block else sb[..., :COLUMNS]
+        x, y = a.double(), b[..., :COLUMNS].double()
+        spread_a = sa.double().repeat_interleave(128, 1)[:, :k] if block else sa.double()
+        spread_b = some.double().repeat_interleave(128, 1)[:, :k] if block else some.double()
+        return loop(x * spread_a, y * spread_b, ends)
+
+    names = ("torch._scaled_grouped_mm", "torch._scaled_grouped_mm, fast")
+    bf16 = {"ours in bf16": lambda a, b, sa, sb, offs, a16, b16: torch_gpukern.grouped_gemm(a16, b16, offs)}
+    return Case(
+        group=f"e4m3 {form}",
+        label=f"{groups} x {rows // groups}{'' if even else ' drawn'} {n}x{k}",
+        dtype="bf16",
+        make=make,
+        ours=lambda a, b, sa, sb, offs, *_: torch_gpukern.grouped_gemm(a, b, offs, scale_a=sa, scale_b=sb),
+        peers=bf16 if block else {name: of_torch("fast" in name) for name in names},
+        optional=names,
+        reference=reference,
+        compare=lambda out: out[:, :COLUMNS],
+        flops=2.0 * rows * n * k,
+        bytes=float(rows * k + groups * n * k + 2 * rows * n),
+    )
+
+
 def main() -> None:
     args = arguments("grouped_gemm")
     device = open_device(args.device)
@@ -105,6 +155,9 @@ def main() -> None:
                 run.add(case(kind, *layer, False, device.device))
         for layer in EVEN[device.kind] if kind == "forward" else ():
             run.add(case(kind, *layer, True, device.device))
+    for form in ("row", "block") if device.kind == "cuda" else ():
+        for layer in OF_8_BITS:
+            run.add(case_of_8_bits(form, *layer, layer[:2] != (8, 4096), device.device))
     run.finish({})
 
 

@@ -1,391 +1,86 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* grouped_gemm on Hopper: WGMMA of bfloat16 and float16, fed by TMA, in one launch that reads where groups end itself.
+/* grouped_gemm on Hopper: WGMMA of bfloat16 and float16, fed by TMA, in one launch that reads where groups end itself (grouped.cuh).
  *
  *   groups of rows   out[rows of g] = activation(a[rows of g] b[g] + bias)      a K-major; b[g] K-major or N-major
  *   groups of k      out[g] = activation(a[:, k of g] b[k of g] + bias)         a M-major, b N-major, misaligned k too
  *
- * Grid: clusters of one block, or of two whose tiles lie side by side and share rows of a, which each copies half of to both. They
- * take the tasks of groups.cuh in turn; rows past the last end are tasks that store zeros.
- * A block of 3 warpgroups takes tiles of 256 x 128: one producer warp fills a ring of 64 k by TMA; two warpgroups multiply, warpgroup w
- * the blocks of 64 rows w and w + 2. Blocks of rows that lie past the group's end are neither copied nor multiplied, so a group of one
- * row costs a fourth of a tile's products. What a copy brings of the next group's rows meets no result that is stored.
- * Groups of k: of the last step the rows of both operands that are another group's become zeros in shared memory, before they are
- * multiplied: they may be NaN.
- * Results of a's dtype leave through a warp's staging tile in rows of 128 bytes, clipped to the group's rows.
- *
- * Gale et al. 2022, arXiv:2211.15841. Not here: K = 0, other layouts, rows that TMA cannot read, over 1024 groups, float32, 8 bits
- * (grouped_gemm_plain). */
-#include "../host/tensormap.cuh"
-#include "../gemm/panels.cuh"
-#include "../layout/wgmma.cuh"
-#include "../ptx/bar.cuh"
-#include "../ptx/cluster.cuh"
-#include "../ptx/griddepcontrol.cuh"
-#include "../ptx/laneid.cuh"
-#include "../ptx/tma.cuh"
-#include "../ptx/wgmma.cuh"
-#include "../tile/tma_ring.cuh"
-#include "groups.cuh"
-#include "product.cuh"
+ * Not here: K = 0, other layouts, rows that TMA cannot read, over 1024 groups, float32 (grouped_gemm_plain), 8 bits
+ * (grouped_gemm_fp8_sm90a). */
+#include "grouped.cuh"
 
 namespace {
 
-template <class T_, bool BY_K_, bool ALONG_N_> struct Kind {
-    typedef T_ T;
-    static constexpr bool BY_K = BY_K_, ALONG_M = BY_K, ALONG_N = ALONG_N_;
-    static constexpr int BM = GROUPED_BM, BN = GROUPED_BN, BK = WGMMA_ROW_BYTES / 2;
-    typedef wgmma_tile<64, ALONG_M> TileA; /* a fourth of the rows: one copy, one instruction's */
-    typedef wgmma_tile<BN, ALONG_N> TileB;
-    typedef smem_tile<16, 128> Panel; /* a warp's 16 rows x 64 columns on their way out */
-    static constexpr int A_BYTES = 4 * TileA::bytes, STAGE_BYTES = A_BYTES + TileB::bytes, STAGES = GROUPED_STAGES;
-    static constexpr int STAGING = STAGES * STAGE_BYTES, BARRIERS = STAGING + 8 * Panel::bytes,
-                         LIST = BARRIERS + tma_ring<STAGES>::bytes;
-    static constexpr int SMEM = LIST + (int)sizeof(GroupList) + WGMMA_BLOCK_BYTES, THREADS = 384;
-    static_assert(SMEM <= 232448, "shared memory of a block");
-};
+template <class T, bool BY_K_, bool ALONG_N_> struct Kind : GroupedTile<2, BY_K_, ALONG_N_> {
+    typedef GroupedTile<2, BY_K_, ALONG_N_> Tile;
+    typedef typename Tile::TileA A;
+    typedef typename Tile::TileB B;
+    typedef tma_ring<Tile::STAGES> Ring;
 
-struct Params {
-    CUtensorMap a, b; /* a: [rows][k] or [k][rows]; b: [groups][n][k], [groups][k][n] or [k][n] */
-    Groups groups;
-    Finish f;
-    int64_t bias_group; /* elements of bias from group to group */
-    int m, n, k, pair;
-    bool bare;  /* nothing but rounding to a's dtype, 16 bytes of a row at a time */
-    bool fours; /* else: rows begin where four results are aligned */
-};
+    static __device__ __forceinline__ void prepare(const Params &, const Work<Kind> &, int, float *) {}
 
-/* ---- 1. the epilogue ---------------------------------------------------------------------------------------- */
-__device__ __forceinline__ float bias_at(const Finish &f, int64_t at) {
-    if (f.bias_dtype == GK_F32) return ((const float *)f.bias)[at];
-    return f.bias_dtype == GK_BF16 ? to_f32(((const __nv_bfloat16 *)f.bias)[at]) : to_f32(((const __half *)f.bias)[at]);
-}
-
-template <class R> __device__ __forceinline__ void write_four(R *to, bool at_once, int cols, const float (&v)[4]) {
-    if (at_once && cols >= 4 && sizeof(R) == 2) {
-        *(uint2 *)to = make_uint2(pack2<R>(v[0], v[1]), pack2<R>(v[2], v[3]));
-        return;
-    }
+    /* COUNT blocks of 64 rows of a warpgroup, one step under way while the next is issued. */
+    template <int COUNT>
+    static __device__ __forceinline__ void multiply(Ring &ring, smem_addr ring_s, float (&sum)[COUNT][64],
+                                                    const Work<Kind> &x, int pair) {
+        const int warpgroup = threadIdx.x / 128 - 1;
 #pragma unroll
-    for (int e = 0; e < 4; ++e)
-        if (e < cols) to[e] = from_f32<R>(v[e]);
-}
-template <> __device__ __forceinline__ void write_four(float *to, bool at_once, int cols, const float (&v)[4]) {
-    if (at_once && cols >= 4) {
-        *(float4 *)to = make_float4(v[0], v[1], v[2], v[3]);
-        return;
-    }
-#pragma unroll
-    for (int e = 0; e < 4; ++e)
-        if (e < cols) to[e] = v[e];
-}
-
-/* Any result: 16 rows x 32 columns of sums from a warp's staging tile, row `row` and column `col0` on. A lane has 4 columns of each
- * fourth row. */
-template <class K>
-__device__ __forceinline__ void finish_some(const Params &p, int group, int64_t row, int rows, int col0,
-                                            smem_addr panel_s, int lane) {
-    const int col = col0 + lane % 8 * 4, cols = p.n - col;
-    const bool given = group < p.groups.count; /* rows of none are zeros */
-    float bias[4] = {};
-    if (p.f.bias && given)
-#pragma unroll
-        for (int e = 0; e < 4; ++e)
-            if (e < cols) bias[e] = bias_at(p.f, group * p.bias_group + (col + e) * p.f.bias_step);
-#pragma unroll 1
-    for (int r = lane / 8; r < min(rows, 16); r += 4) {
-        const uint4 x = ld_shared_128(panel_s + K::Panel::offset(r, lane % 8));
-        float v[4] = {__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z), __uint_as_float(x.w)};
-        if (p.f.bias && given) /* not + 0: -0 stays */
-#pragma unroll
-            for (int e = 0; e < 4; ++e) v[e] += bias[e];
-        const int64_t at = (row + r) * p.n + col;
-        if (p.f.out_dtype == GK_F32) {
-            if (given) activate_in_place<4>(p.f.activation, v);
-            write_four((float *)p.f.out + at, p.fours, cols, v);
-        } else {
-            if (given) activate_16<4>(p.f.activation, v);
-            write_four((typename K::T *)p.f.out + at, p.fours, cols, v);
-        }
-    }
-}
-
-/* A warp's 16 x 128 sums; row: the first, of the result; rows: how many of them are the group's. */
-template <class K>
-__device__ __forceinline__ void store_sums(const Params &p, float (&v)[64], int group, int64_t row, int rows, int col0,
-                                           smem_addr panel_s) {
-    const int lane = threadIdx.x % 32;
-    if (rows <= 0) return;
-    if (p.bare) {
-        uint16_t *const to = (uint16_t *)p.f.out + row * p.n + col0;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            put_panels<typename K::T, typename K::Panel, 32, false>(v + 32 * i, panel_s, lane);
-            send_chunks<typename K::Panel, 64>(to + 64 * i, p.n, rows, p.n - col0 - 64 * i, panel_s, lane);
-        }
-        return;
-    }
-#pragma unroll 1
-    for (int i = 0; i < 4; ++i) { /* one body, past which the values move */
-        __syncwarp();             /* the panel's last contents have been read */
-        put_floats<typename K::Panel>(panel_s, v, lane);
-        __syncwarp();
-        finish_some<K>(p, group, row, rows, col0 + 32 * i, panel_s, lane);
-#pragma unroll
-        for (int j = 0; j < 48; ++j) v[j] = v[j + 16];
-    }
-}
-
-/* ---- 2. products --------------------------------------------------------------------------------------------- */
-/* Thread `rank` of a warpgroup tells block `rank` of the cluster that it has read a stage. */
-__device__ __forceinline__ void release(smem_addr empty_s, int pair) {
-    const unsigned rank = threadIdx.x % 128;
-    if (pair == 1) {
-        if (rank == 0) mbarrier_arrive(empty_s);
-    } else if (rank < 2) {
-        mbarrier_arrive_cluster(empty_s, rank);
-    }
-}
-
-/* Rows `valid` .. 63 of a panel, [64][64] elements, become zeros: 128 threads. */
-__device__ __forceinline__ void clear_rows(smem_addr panel_s, int valid) {
-    for (int i = valid * 8 + (int)threadIdx.x % 128; i < 64 * 8; i += 128)
-        st_shared_128(panel_s + 16 * i, make_uint4(0, 0, 0, 0));
-}
-
-/* Of the last step of a group of k, the rows of both operands behind its last `valid` become zeros: those of this warpgroup's blocks of
- * a, and half of b's. */
-template <class K>
-__device__ __forceinline__ void clear_rest(smem_addr a_s, smem_addr b_s, int warpgroup, int blocks, int valid) {
-    for (int m = 0; m < blocks; ++m) clear_rows(a_s + 2 * m * K::TileA::bytes, valid);
-    clear_rows(b_s + warpgroup * K::TileB::panel_bytes, valid);
-    fence_proxy_async();
-    bar_sync(1, 256);
-}
-
-/* COUNT blocks of 64 rows of a warpgroup, one step under way while the next is issued. valid: of k in the last step. */
-template <class K, int COUNT>
-__device__ __forceinline__ void multiply(tma_ring<K::STAGES> &ring, smem_addr ring_s, float (&sum)[COUNT][64],
-                                         int steps, int valid, int pair) {
-    typedef typename K::TileA A;
-    typedef typename K::TileB B;
-    const int warpgroup = threadIdx.x / 128 - 1;
-#pragma unroll
-    for (int i = 0; i < COUNT * 64; ++i) sum[i / 64][i % 64] = 0; /* what a group without k has */
-    for (int step = 0; step < steps; ++step) {
-        ring.wait_full();
-        const smem_addr a_s = ring_s + ring.stage * K::STAGE_BYTES + warpgroup * A::bytes,
-                        b_s = ring_s + ring.stage * K::STAGE_BYTES + K::A_BYTES;
-        if (K::BY_K && step == steps - 1 && valid < K::BK) clear_rest<K>(a_s, b_s, warpgroup, COUNT, valid);
-        wgmma_pin(sum);
-        wgmma_fence();
-        const uint64_t a_first = A::descriptor(a_s), b_first = B::descriptor(b_s);
-#pragma unroll
-        for (int kk = 0; kk < 4; ++kk)
-#pragma unroll
-            for (int m = 0; m < COUNT; ++m)
-                wgmma_ss<typename K::T, K::BN, K::ALONG_M, K::ALONG_N>(
-                    sum[m], wgmma_descriptor_add(a_first, 2 * m * A::bytes + kk * A::step_bytes),
-                    wgmma_descriptor_add(b_first, kk * B::step_bytes), true);
-        wgmma_commit_group();
-        wgmma_wait_group<1>(); /* the step before has read its stage */
-        if (step > 0) release(ring.before(), pair);
-        ring.advance();
-    }
-    wgmma_wait_group<0>();
-    wgmma_pin(sum);
-    if (steps > 0) release(ring.before(), pair);
-}
-
-/* A warpgroup without rows: it reads nothing, but must say so. */
-template <class K>
-__device__ __forceinline__ void pass(tma_ring<K::STAGES> &ring, smem_addr ring_s, int steps, int valid, int pair) {
-    const int warpgroup = threadIdx.x / 128 - 1;
-    for (int step = 0; step < steps; ++step) {
-        ring.wait_full();
-        const smem_addr b_s = ring_s + ring.stage * K::STAGE_BYTES + K::A_BYTES;
-        if (K::BY_K && step == steps - 1 && valid < K::BK) clear_rest<K>(0, b_s, warpgroup, 0, valid);
-        release(ring.empty(), pair);
-        ring.advance();
-    }
-}
-
-/* What both sides know of a task: blocks of 64 rows that have rows, and steps of k. */
-template <class K> struct Work {
-    Task task;
-    int row, limit, blocks, steps; /* limit: where rows end */
-
-    __device__ __forceinline__ Work(const Params &p, const GroupList &list, int t)
-        : task(find_task<K::BY_K, K::BM>(p.groups, list, t)) {
-        row = (K::BY_K ? 0 : task.begin) + task.at.row * K::BM;
-        limit = K::BY_K ? p.m : task.end;
-        blocks = min(4, (limit - row + 63) / 64);
-        const int k = K::BY_K ? task.end - task.begin : task.group < p.groups.count ? p.k : 0;
-        steps = (k + K::BK - 1) / K::BK;
-    }
-};
-
-template <class K, int COUNT>
-__device__ __forceinline__ void take(const Params &p, tma_ring<K::STAGES> &ring, smem_addr ring_s, const Work<K> &x,
-                                     int valid, int rank) {
-    const int warpgroup = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4;
-    const smem_addr panel_s = ring_s + K::STAGING + (4 * warpgroup + warp) * K::Panel::bytes;
-    const int col0 = (x.task.at.col * p.pair + rank) * K::BN;
-    const int64_t first = K::BY_K ? (int64_t)x.task.group * p.m : 0;
-    float sum[COUNT][64];
-    multiply<K, COUNT>(ring, ring_s, sum, x.steps, valid, p.pair);
-#pragma unroll
-    for (int m = 0; m < COUNT; ++m) {
-        const int row = x.row + 64 * (warpgroup + 2 * m) + 16 * warp;
-        store_sums<K>(p, sum[m], x.task.group, first + row, min(16, x.limit - row), col0, panel_s);
-    }
-}
-
-template <class K>
-__device__ __forceinline__ void consume(const Params &p, tma_ring<K::STAGES> &ring, smem_addr ring_s,
-                                        const GroupList &list, int rank) {
-    const int warpgroup = threadIdx.x / 128 - 1;
-    const int all = tasks_in(p.groups, list), clusters = gridDim.x / p.pair;
-    for (int t = blockIdx.x / p.pair; t < all; t += clusters) {
-        const Work<K> x(p, list, t);
-        const int mine = (x.blocks + 1 - warpgroup) / 2, valid = x.task.end - x.task.begin - (x.steps - 1) * K::BK;
-        if (mine == 2)
-            take<K, 2>(p, ring, ring_s, x, valid, rank);
-        else if (mine == 1)
-            take<K, 1>(p, ring, ring_s, x, valid, rank);
-        else
-            pass<K>(ring, ring_s, x.steps, valid, p.pair);
-    }
-}
-
-template <class K>
-__device__ __forceinline__ void produce(const Params &p, tma_ring<K::STAGES> &ring, smem_addr ring_s,
-                                        const GroupList &list, int rank) {
-    if (threadIdx.x >= 32 || !elect_one()) return;
-    const int all = tasks_in(p.groups, list), clusters = gridDim.x / p.pair;
-    for (int t = blockIdx.x / p.pair; t < all; t += clusters) {
-        const Work<K> x(p, list, t);
-        const int col = (x.task.at.col * p.pair + rank) * K::BN, k0 = K::BY_K ? x.task.begin : 0;
+        for (int i = 0; i < COUNT * 64; ++i) sum[i / 64][i % 64] = 0; /* what a group without k has */
         for (int step = 0; step < x.steps; ++step) {
-            ring.wait_empty(); /* all consumers have read what is overwritten, the other block's of what both get */
-            const smem_addr a_s = ring_s + ring.stage * K::STAGE_BYTES, b_s = a_s + K::A_BYTES;
-            const int k = k0 + step * K::BK;
-            mbarrier_arrive_expect_tx(ring.full(), x.blocks * K::TileA::bytes + K::TileB::bytes);
+            ring.wait_full();
+            const smem_addr a_s = ring_s + ring.stage * Tile::STAGE_BYTES + warpgroup * A::bytes,
+                            b_s = ring_s + ring.stage * Tile::STAGE_BYTES + Tile::A_BYTES;
+            if (Tile::BY_K && step == x.steps - 1 && x.valid < Tile::BK)
+                clear_rest<Kind>(a_s, b_s, warpgroup, COUNT, x.valid);
+            wgmma_pin(sum);
+            wgmma_fence();
+            const uint64_t a_first = A::descriptor(a_s), b_first = B::descriptor(b_s);
 #pragma unroll
-            for (int i = 0; i < K::TileB::panels; ++i) {
-                const int n = col + 64 * i;
-                const tma_at at = {{K::ALONG_N ? n : k, K::ALONG_N ? k : n, K::BY_K ? 0 : x.task.group}};
-                tma_load_5d(b_s + i * K::TileB::panel_bytes, &p.b, at, ring.full());
-            }
-            for (int i = rank; i < x.blocks; i += p.pair) {
-                const int row = x.row + 64 * i;
-                const tma_at at = {{K::ALONG_M ? row : k, K::ALONG_M ? k : row}};
-                if (p.pair == 1)
-                    tma_load_5d(a_s + i * K::TileA::bytes, &p.a, at, ring.full());
-                else
-                    tma_load_5d_multicast(a_s + i * K::TileA::bytes, &p.a, at, ring.full(), 3);
-            }
+            for (int kk = 0; kk < 4; ++kk)
+#pragma unroll
+                for (int m = 0; m < COUNT; ++m)
+                    wgmma_ss<T, Tile::BN, Tile::ALONG_M, Tile::ALONG_N>(
+                        sum[m], wgmma_descriptor_add(a_first, 2 * m * A::bytes + kk * A::step_bytes),
+                        wgmma_descriptor_add(b_first, kk * B::step_bytes), true);
+            wgmma_commit_group();
+            wgmma_wait_group<1>(); /* the step before has read its stage */
+            if (step > 0) release(ring.before(), pair);
             ring.advance();
         }
+        wgmma_wait_group<0>();
+        wgmma_pin(sum);
+        if (x.steps > 0) release(ring.before(), pair);
     }
-    /* all consumers' last arrivals have come: none is on its way to a block that has left */
-    for (int s = 0; s < K::STAGES; ++s) ring.wait_empty(), ring.advance();
-}
 
-template <class K>
-__global__ void __launch_bounds__(K::THREADS, 1) grouped_gemm_kernel(const __grid_constant__ Params p) {
-    extern __shared__ __align__(1024) unsigned char smem[];
-    const smem_addr ring_s = (cvta_to_shared(smem) + WGMMA_BLOCK_BYTES - 1) / WGMMA_BLOCK_BYTES * WGMMA_BLOCK_BYTES;
-    GroupList &list = *(GroupList *)(smem + (ring_s - cvta_to_shared(smem)) + K::LIST);
-    tma_ring<K::STAGES> ring(ring_s + K::BARRIERS);
-    const int rank = p.pair == 1 ? 0 : (int)cluster_ctarank();
-    if (threadIdx.x == 32) {
-        prefetch_tensormap(&p.a);
-        prefetch_tensormap(&p.b);
-        ring.init(2 * p.pair);
-        fence_mbarrier_init();
+    template <int COUNT>
+    static __device__ __forceinline__ void take(const Params &p, Ring &ring, smem_addr ring_s, const Work<Kind> &x,
+                                                int col0, const float *) {
+        float sum[COUNT][64];
+        multiply<COUNT>(ring, ring_s, sum, x, p.pair);
+        const unsigned thread = mov_tid_x(); /* asked anew: no register keeps it over the products */
+#pragma unroll
+        for (int m = 0; m < COUNT; ++m) {
+            const WarpRows rows = warp_rows<Kind>(p, x, m, thread);
+            store_sums<T, typename Tile::Panel>(p, sum[m], x.task.group, rows.out, rows.count, col0,
+                                                staging<Kind>(ring_s, thread));
+        }
     }
-    griddepcontrol_wait(); /* what the kernel before wrote, the ends too, is there */
-    if (threadIdx.x < 32) list_groups<K::BY_K, K::BM>(p.groups, list, threadIdx.x);
-    if (p.pair > 1) barrier_cluster();
-    __syncthreads();
-    griddepcontrol_launch_dependents();
-    if (threadIdx.x < 128) {
-        setmaxnreg_dec<40>();
-        produce<K>(p, ring, ring_s, list, rank);
-    } else {
-        setmaxnreg_inc<232>();
-        consume<K>(p, ring, ring_s, list, rank);
-    }
-    if (p.pair > 1) barrier_cluster();
-}
-
-/* ---- 3. plan and run ------------------------------------------------------------------------------------------ */
-/* x [rows][cols], or `groups` of them, as TMA reads it, its columns side by side. */
-TensorShape shape_of(const gk_tensor &t, bool transposed) {
-    const int r = t.ndim - 2 + transposed, c = t.ndim - 1 - transposed;
-    TensorShape s = {t.data, t.dtype, {t.shape[c], t.shape[r], 1, 1, 1}, {1, t.stride[r], 0, 0, 0}, false};
-    if (t.ndim == 3) s.size[2] = t.shape[0], s.stride[2] = t.stride[0];
-    return s;
-}
-
-bool reads(const gk_tensor &t, bool transposed) {
-    const int c = t.ndim - 1 - transposed;
-    return (t.stride[c] == 1 || t.shape[c] == 1) && tensor_map_fits(shape_of(t, transposed));
-}
+};
 
 /* A row of the table: key = {groups of k, b N-major}. */
-bool plan_grouped(const gk_cuda_instance *row, const gk_context *, const void *args, gk_plan *plan) {
-    const gk_grouped_gemm_args *g = (const gk_grouped_gemm_args *)args;
-    const bool by_k = g->b.ndim == 2;
-    const int64_t m = g->a.shape[0], k = g->a.shape[1], n = g->b.shape[g->b.ndim - 1], groups = g->offs.shape[0];
-    if (by_k != (bool)row->key[0] || groups < 1 || groups > GROUPED_MOST) return false;
-    if (m < 1 || n < 1 || k < 1 || m > 1 << 30 || n > 1 << 30 || k > 1 << 30) return false;
-    if (!reads(g->a, by_k) || !reads(g->b, !row->key[1])) return false;
-    const int64_t across = gk_ceil_div(n, 128),
-                  down = by_k ? gk_ceil_div(m, 256) * groups : gk_ceil_div(m, 256) + groups;
-    if (across * down > INT32_MAX / 2) return false;
-    plan->tile[0] = 256, plan->tile[1] = 128, plan->tile[2] = 64;
-    plan->tasks = across * down;
-    return true;
+bool plan_16(const gk_cuda_instance *row, const gk_context *, const void *args, gk_plan *plan) {
+    plan->tile[2] = WGMMA_ROW_BYTES / 2;
+    return grouped_fits((const gk_grouped_gemm_args *)args, row->key[0], row->key[1], plan);
 }
 
-template <class K> gk_status run_grouped(const gk_context *ctx, const void *args, const gk_plan *plan, void *) {
-    const gk_grouped_gemm_args *g = (const gk_grouped_gemm_args *)args;
+template <class K> gk_status run_16(const gk_context *ctx, const void *args, const gk_plan *plan, void *) {
     Params p = {};
-    const gk_status status = make_tensor_map("grouped_gemm", shape_of(g->a, K::ALONG_M), wgmma_box(2, 64), &p.a);
-    if (status != GK_OK) return status;
-    const gk_status other =
-        make_tensor_map("grouped_gemm", shape_of(g->b, !K::ALONG_N), wgmma_box(2, K::ALONG_N ? 64 : K::BN), &p.b);
-    if (other != GK_OK) return other;
-    p.m = (int)g->a.shape[0], p.k = (int)g->a.shape[1], p.n = (int)g->b.shape[g->b.ndim - 1];
-    p.f = finish_of(g->out, g->bias, nullptr, 0, nullptr, g->activation);
-    if (g->bias) {
-        p.f.bias_step = g->bias->stride[g->bias->ndim - 1];
-        if (g->bias->ndim == 2) p.bias_group = g->bias->stride[0];
-    }
-    p.bare = !g->bias && g->activation == GK_ACT_NONE && g->out.dtype == g->a.dtype && p.n % 8 == 0 &&
-             (uintptr_t)g->out.data % 16 == 0;
-    p.fours = p.n % 4 == 0 && (uintptr_t)g->out.data % 16 == 0;
-    const int tiles_n = (int)gk_ceil_div(p.n, K::BN), sms = gk_gpu_of(ctx->index)->num_sms;
-    p.pair = tiles_n % 2 == 0 || tiles_n > 8 ? 2 : 1;
-    p.groups = {(const int32_t *)g->offs.data,
-                g->offs.stride[0],
-                K::BY_K ? p.k : p.m,
-                (int)g->offs.shape[0],
-                (int)gk_ceil_div(p.m, K::BM),
-                (int)gk_ceil_div(tiles_n, p.pair),
-                ctx->error_word};
-    const int64_t tasks = gk_ceil_div(plan->tasks, p.pair) + 1;
-    const int64_t clusters = gk_min_i64(tasks, sms / p.pair);
-    return launch<grouped_gemm_kernel<K>>("grouped_gemm", ctx, dim3((unsigned)(clusters * p.pair)), K::THREADS, K::SMEM,
-                                          p, true, p.pair);
+    return run_grouped<K>(ctx, (const gk_grouped_gemm_args *)args, plan, p);
 }
 
-#define ROWS(name, dtype, T)                                                                                             \
-    {"grouped_gemm_sm90a_" name "_256x128", dtype, plan_grouped, run_grouped<Kind<T, false, false>>, {0, 0}, NULL},      \
-        {"grouped_gemm_sm90a_" name "_256x128_n", dtype, plan_grouped, run_grouped<Kind<T, false, true>>, {0, 1}, NULL}, \
-    {                                                                                                                    \
-        "grouped_gemm_sm90a_" name "_256x128_k", dtype, plan_grouped, run_grouped<Kind<T, true, true>>, {1, 1}, NULL     \
+#define ROWS(name, dtype, T)                                                                                     \
+    {"grouped_gemm_sm90a_" name "_256x128", dtype, plan_16, run_16<Kind<T, false, false>>, {0, 0}, NULL},        \
+        {"grouped_gemm_sm90a_" name "_256x128_n", dtype, plan_16, run_16<Kind<T, false, true>>, {0, 1}, NULL}, { \
+        "grouped_gemm_sm90a_" name "_256x128_k", dtype, plan_16, run_16<Kind<T, true, true>>, {1, 1}, NULL       \
     }
 
 const gk_cuda_instance instances[] = {ROWS("bf16", GK_BF16, __nv_bfloat16), ROWS("f16", GK_F16, __half)};

@@ -1,18 +1,21 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* groups.cuh: the tiles of a grouped product, found on the device from where its groups end.
  *
- * A task is the tile, or the `pair` tiles side by side, that a cluster of blocks takes. Tasks are numbered group by group; within
- * a group in the order of order.cuh. A block scans the ends once, into shared memory, and then finds each task by a binary search:
+ * A task is the tile, or the `pair` tiles side by side, that a cluster of blocks takes. Tasks are numbered group by group, and a block
+ * scans the ends once, into shared memory, and then finds each task by a binary search:
  *
- *   ends       300      300      1000     of rows, tiles of 256, 2 tasks across, M = 1100
+ *   ends       300      300      1000     of rows, tiles of up to 256, 2 tasks across, M = 1100
  *   begin   0  300      300      1000
  *   first   0  4        4        10  12   where a group's tasks begin; behind the groups, rows of none, which become zeros
  *
+ * A group's tiles are of equal height, a multiple of 64, so that none is nearly empty. Within a group tasks run as in order.cuh: up to
+ * GROUPED_ROWS tiles that share columns of b one behind the other. Clusters take tasks in turn, so where the number of clusters and that
+ * of a group's tiles have a divisor a cluster would meet the last tiles of all groups, or none: which tile of a column comes first
+ * changes from turn to turn.
  * Ends that decrease or pass the last row are clamped and reported. */
 #ifndef GPUKERN_CUDA_QUANT_GROUPS_CUH
 #define GPUKERN_CUDA_QUANT_GROUPS_CUH
 
-#include "../gemm/order.cuh"
 #include "../host/launch.cuh"
 #include "tiles.h"
 
@@ -21,7 +24,7 @@ struct Groups {
     int64_t step;  /* of ends */
     int64_t total; /* rows of a, or k */
     int count;
-    int tiles_m, across; /* groups of k: rows of tiles of each; tasks side by side */
+    int m, across; /* groups of k: rows of each result; tasks side by side */
     uint8_t *error_word;
 };
 
@@ -33,11 +36,12 @@ struct GroupList {
 
 struct Task {
     int group, begin, end; /* its rows or k; group: x.count: rows of none */
-    TilePlace at;          /* in the group */
+    int row, limit, col;   /* of the tile in the group: rows [row, limit); col: in tasks */
 };
 
+template <int BM> __device__ __forceinline__ int tiles_in(int rows) { return (rows + BM - 1) / BM; }
 template <bool BY_K, int BM> __device__ __forceinline__ int tasks_of(const Groups &x, int rows) {
-    return (BY_K ? x.tiles_m : (rows + BM - 1) / BM) * x.across;
+    return tiles_in<BM>(BY_K ? x.m : rows) * x.across;
 }
 
 /* One warp, all lanes: each has some neighbouring groups. */
@@ -81,7 +85,7 @@ template <bool BY_K, int BM> __device__ __forceinline__ void list_groups(const G
 __device__ __forceinline__ int tasks_in(const Groups &x, const GroupList &list) { return list.first[x.count + 1]; }
 
 template <bool BY_K, int BM>
-__device__ __forceinline__ Task find_task(const Groups &x, const GroupList &list, int task) {
+__device__ __forceinline__ Task find_task(const Groups &x, const GroupList &list, int task, int clusters) {
     int low = 0, high = x.count; /* first[low] <= task < first[high + 1] */
     while (low < high) {
         const int middle = (low + high + 1) / 2;
@@ -91,8 +95,13 @@ __device__ __forceinline__ Task find_task(const Groups &x, const GroupList &list
             high = middle - 1;
     }
     const int begin = list.begin[low], end = low < x.count ? list.begin[low + 1] : (int)x.total;
-    const int tiles_m = BY_K ? x.tiles_m : (end - begin + BM - 1) / BM;
-    return {low, begin, end, tile_place(task - list.first[low], tiles_m, x.across, GROUPED_ROWS)};
+    const int rows = BY_K ? x.m : end - begin, tiles = tiles_in<BM>(rows);
+    const int height = ((rows + tiles - 1) / tiles + 63) / 64 * 64;
+    const int in_group = task - list.first[low], strip = in_group / (GROUPED_ROWS * x.across) * GROUPED_ROWS;
+    const int rest = in_group - strip * x.across, down = min(GROUPED_ROWS, tiles - strip), col = rest / down;
+    const int turn = (task - rest + col * down) / clusters; /* of the column's first task */
+    const int row = (strip + (rest - col * down + turn) % down) * height;
+    return {low, begin, end, row, min(row + height, rows), col};
 }
 
 #endif

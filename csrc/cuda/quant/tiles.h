@@ -13,6 +13,7 @@ enum {
     GROUPED_STAGES = 4,  /* of 48 KB: what fits beside the staging tiles */
     GROUPED_MOST = 1024, /* groups whose ends fit there, too */
     GROUPED_ROWS = 8,    /* of tiles of a group that run beside each other, as SCALED_GROUP */
+    GROUPED_PAIRS = 8,   /* from so many tiles across on, clusters of two, though the last of an odd number idles */
     PLAIN_TILE = 64,     /* the plain product: 4 x 4 sums a thread of 256 */
     PLAIN_K = 16         /* no block of scales is shorter */
 };
