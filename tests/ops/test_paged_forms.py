@@ -16,7 +16,7 @@ def has_hopper_kernels() -> bool:
     q, cache = torch.empty(1, 4, 128, dtype=torch.bfloat16), torch.empty(2, 16, 1, 128, dtype=torch.bfloat16)
     table, lens = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     try:
-        return torch_gpukern.explain("paged_attn", q, cache, cache, table, lens, arch="sm_90").isa.startswith("sm_")
+        return torch_gpukern.explain("paged_attn", q, cache, cache, table, lens, arch="sm_90")["isa"].startswith("sm_")
     except RuntimeError:
         return False
 
@@ -49,7 +49,7 @@ def test_kernel(batch, tokens, heads, head_dim, page, stored, row):
     cache = torch.empty(2, page, heads_kv, head_dim, dtype=stored or torch.bfloat16)
     table = torch.zeros(batch, 1024 // page, dtype=torch.int32)
     lens = torch.full((batch,), 900, dtype=torch.int32)
-    assert torch_gpukern.explain("paged_attn", q, cache, cache, table, lens, arch="sm_90").row == row
+    assert torch_gpukern.explain("paged_attn", q, cache, cache, table, lens, arch="sm_90")["row"] == row
 
 
 def inputs(lengths, tokens, group, page, dtype, stored, heads_kv=8, head_dim=128):

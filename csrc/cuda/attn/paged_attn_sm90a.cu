@@ -278,7 +278,8 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     if (own.ranks > 1) {
         x.asks = own.list;
         const float key_bytes = 2.f * Pages::HEAD_DIM * gk_dtype_bytes(a->k_cache.dtype);
-        x.ns_per_key = key_bytes / paged_hopper::sm_bytes_per_ns / own.ranks;
+        const float of_sm = Pages::CODES ? paged_hopper::sm_code_bytes_per_ns : paged_hopper::sm_bytes_per_ns;
+        x.ns_per_key = key_bytes / of_sm / own.ranks;
         x.ns_per_total = key_bytes * x.c.p.heads_kv / paged_hopper::device_bytes_per_ns;
         const bool small = own.ranks > 2;
         const int warps = small ? paged_hopper::few_warps : LIST_WARPS;
