@@ -305,6 +305,50 @@ def check_sums_of_products(ranks):
     assert same_on_all(total)
 
 
+def check_vocabulary_over_ranks(ranks):
+    """The loss and gradients of linear_cross_entropy; classes that no rank divides, fewer than ranks, smoothed, capped."""
+    points = itertools.product(
+        ranks.groups, (12, 7, 2), (dict(), dict(label_smoothing=0.1, softcap=5.0, logit_scale=0.7)), ("mean", "none")
+    )
+    for seed, (group, classes, rules, reduction) in enumerate(points):
+        size, mine = dist.get_world_size(group), dist.get_rank(group)
+        gen = generator("vocabulary", seed)
+        dtype = (torch.float32, torch.float64, torch.bfloat16, torch.float16)[seed % 4]
+        close = {} if dtype.itemsize > 2 else dict(atol=2e-2, rtol=2e-2)
+        whole = [
+            randn(gen, 2, 5, 6, dtype=dtype),
+            randn(gen, classes, 6, dtype=dtype),
+            randn(gen, classes, dtype=dtype),
+        ]
+        target = torch.randint(0, classes, (2, 5), generator=gen)
+        target[0, 1] = -100
+        whole = [x.requires_grad_() for x in whole]
+        x, weight, bias = whole
+        want = gk.linear_cross_entropy(x, weight, target, bias, reduction=reduction, **rules)
+        want_grads = torch.autograd.grad(want.sum(), whole)
+        part = lambda t, size=size, mine=mine: t.tensor_split(size)[mine]  # noqa: E731
+        own = [t.detach().clone().requires_grad_() for t in (x, part(weight), part(bias))]
+        total = None if classes % size == 0 else classes
+        got = gd.vocab_parallel_linear_cross_entropy(
+            own[0], own[1], target, group, own[2], classes=total, reduction=reduction, **rules
+        )
+        torch.testing.assert_close(got, want, **({} if dtype.itemsize > 2 else dict(atol=2e-3, rtol=2e-3)))
+        got_grads = torch.autograd.grad(got.sum(), own)
+        for a, b in zip(got_grads, (want_grads[0], part(want_grads[1]), part(want_grads[2])), strict=True):
+            torch.testing.assert_close(a, b, **close)
+        if group is ranks.all:
+            assert same_on_all(got.detach()) and same_on_all(got_grads[0].view(torch.uint8))
+        frozen = own[1].detach()  # a head that does not learn
+        again = gd.vocab_parallel_linear_cross_entropy(own[0], frozen, target, group, classes=total, **rules)
+        wanted = gk.linear_cross_entropy(x, weight.detach(), target, **rules)
+        for a, b in zip(torch.autograd.grad(again, own[0]), torch.autograd.grad(wanted, x), strict=True):
+            torch.testing.assert_close(a, b, **close)
+    with pytest.raises(IndexError, match="target is expected to hold classes"):
+        gd.vocab_parallel_linear_cross_entropy(
+            torch.zeros(1, 2), torch.zeros(2, 2), torch.tensor([2 * RANKS]), ranks.all
+        )
+
+
 # ---- compiled -------------------------------------------------------------------------------------
 
 
@@ -318,6 +362,10 @@ def check_compiled_without_a_break(ranks):
         hidden = gd.all_gather_gemm(a, b, group, activation="gelu")
         return gd.gemm_reduce_scatter(hidden, w, group) + gd.gemm_all_reduce(a, b, group)[:, :4]
 
+    def lose(x, weight):
+        target = torch.arange(8) % (3 * RANKS)
+        return gd.vocab_parallel_linear_cross_entropy(x, weight, target, group, label_smoothing=0.1)
+
     def around(x):
         return gd.gather_sequence(gd.shard_sequence(x, group, 1, "zigzag") * 2, group, 1, "zigzag")
 
@@ -325,6 +373,7 @@ def check_compiled_without_a_break(ranks):
     cases = (
         (attend, [randn(gen, 1, 2, 8, 8) for _ in range(3)]),
         (multiply, [randn(gen, 4, 8), randn(gen, 8, 12), randn(gen, 12, 4)]),
+        (lose, [randn(generator("alike"), 8, 6), randn(gen, 3, 6)]),
         (around, [randn(gen, 2, 16, 3)]),
     )
     for call, given in cases:
@@ -361,6 +410,15 @@ def check_disagreement_is_said_on_every_rank(ranks):
         "rows of a is": lambda: gd.gemm_reduce_scatter(x[0, 0, : 8 - odd], x[0, 0], ranks.all),
         "activation is": lambda: gd.all_gather_gemm(x[0, 0], x[0, 0], ranks.all, activation="relu" if odd else "none"),
         "they must match|refused": lambda: gd.all_gather_gemm(x[0, 0], x[0, 0, : 8 - odd], ranks.all),
+        "classes of weight is": lambda: gd.vocab_parallel_linear_cross_entropy(
+            x[0, 0], x[0, 0, : 8 - odd], torch.zeros(8, dtype=torch.int64), ranks.all
+        ),
+        "label_smoothing must be": lambda: gd.vocab_parallel_linear_cross_entropy(
+            x[0, 0], x[0, 0], torch.zeros(8, dtype=torch.int64), ranks.all, label_smoothing=2.0
+        ),
+        "weight has 8 classes on rank ., expected 2": lambda: gd.vocab_parallel_linear_cross_entropy(
+            x[0, 0], x[0, 0], torch.zeros(8, dtype=torch.int64), ranks.all, classes=8
+        ),
         "x is": lambda: gd.gather_sequence(x if odd else x.double(), ranks.all, 2),
     }
     for text, call in calls.items():

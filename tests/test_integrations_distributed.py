@@ -125,6 +125,49 @@ def check_flash_attn_varlen_heads(mesh):
     same(call, plain, on_mesh(mesh, [(Shard(1),)] * 3 + [(Replicate(),)], *plain), [Shard(1)])
 
 
+def check_decoding_over_heads(mesh):
+    """Each rank writes and reads its heads; heads that ranks do not divide, and other placements, are gathered or refused."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    one = Replicate()
+    for heads_q, heads_kv, placed, result in ((4, 2, True, Shard(1)), (4, 2, False, one), (6, 3, False, one)):
+        gen = generator("decode", heads_q)
+        k, v = (randn(gen, 5, heads_kv, 8) for _ in range(2))
+        caches = [torch.zeros(4, 4, heads_kv, 8) for _ in range(2)]
+        q, sinks = randn(gen, 2, heads_q, 8), randn(gen, heads_q)
+        slots = torch.tensor([9, 10, 0, -1, 1])
+        table, lens = torch.tensor([[0], [2]], dtype=torch.int32), torch.tensor([2, 3], dtype=torch.int32)
+        scale = torch.linspace(0.5, 2, heads_kv)
+        at = lambda dim, placed=placed: (Shard(dim) if placed else one,)  # noqa: E731
+        D = on_mesh(
+            mesh, [at(1), at(1), at(2), at(2), at(1), (one,), (one,), (one,), (one,), (one,)],
+            k, v, *caches, q, sinks, slots, table, lens, scale,
+        )  # fmt: skip
+        D = [x.detach() for x in D]
+
+        def decode(k, v, k_cache, v_cache, q, sinks, slots, table, lens, scale):
+            gk.kv_cache_write(k, v, k_cache, v_cache, slots, k_scale=scale)
+            return gk.paged_attn(q, k_cache, v_cache, table, lens, sinks=sinks, k_scale=scale, return_lse=True)
+
+        want = decode(k, v, *caches, q, sinks, slots, table, lens, scale)
+        for call in (decode, torch.compile(decode, fullgraph=True, backend="aot_eager")):
+            for x in D[2:4]:
+                x.to_local().zero_()
+            got = call(*D)
+            for a, b in zip([*got, *D[2:4]], [*want, *caches], strict=True):
+                torch.testing.assert_close(a.full_tensor(), b)
+            assert list(got[0].placements) == [result]
+        torch._dynamo.reset()
+    sharded = D[2].redistribute(mesh, [Shard(0)])
+    with pytest.raises(ValueError, match="must be DTensors that are replicated or sharded in dimension 2"):
+        gk.kv_cache_write(D[0], D[1], sharded, sharded, D[6])
+    uneven = [x.redistribute(mesh, [Shard(2)]) for x in D[2:4]]
+    with pytest.raises(ValueError, match="the 3 heads of k_cache are not a multiple"):
+        gk.kv_cache_write(D[0], D[1], *uneven, D[6])
+    with pytest.raises(ValueError, match="k must be a DTensor"):
+        gk.kv_cache_write(k, v, *D[2:4], slots)
+
+
 class Block(torch.nn.Module):
     def __init__(self):
         super().__init__()

@@ -18,6 +18,7 @@ so does a call inside a CUDA graph's capture.
 
 from .attention import context_parallel_attn, context_parallel_attn_varlen
 from .estimate import Estimate, Machine, estimate
+from .loss import vocab_parallel_linear_cross_entropy
 from .paged import context_parallel_paged_attn
 from .products import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
 from .sequence import gather_sequence, positions, shard_sequence
@@ -35,4 +36,5 @@ __all__ = [
     "gemm_reduce_scatter",
     "positions",
     "shard_sequence",
+    "vocab_parallel_linear_cross_entropy",
 ]

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from .._library import are_deterministic, library, ops
 from ..ops import flash_attn, flash_attn_varlen
-from . import ring, transport, ulysses
-from .local import Call, backward, forward, made, sum_sinks
+from . import gathered, ring, transport, ulysses
+from .local import Call, made, sum_sinks
 from .ranks import Group, Ranks, agree, facts, process_group
 from .sequence import Cut, Layout, total_of, whole_cut
 
@@ -168,10 +168,7 @@ def _fwd(
     elif mode == "ring":
         ring.attend(q, k, v, call, cut, ranks, out, lse)
     else:
-        whole_k, whole_v = (_whole(x, cut, ranks) for x in (k, v))
-        for at, start, end in cut.segments(ranks.rank):
-            rows = slice(at, at + end - start)
-            out[:, :, rows], lse[:, :, rows] = forward(q[:, :, rows], whole_k, whole_v, call, start, q.dtype)
+        gathered.attend(q, k, v, call, cut, ranks, out, lse)
     return out, lse
 
 
@@ -184,37 +181,12 @@ def _bwd(
     cut = Cut(total_of(q.shape[2], ranks.size, seq_len), ranks.size, layout)
     mode = mode_of(k, v, ranks.size) if mode == "auto" else mode
     given = (grad_out, grad_lse, q, k, v, out, lse)
-    how = {"ulysses": ulysses.differentiate, "ring": ring.differentiate, "all_gather": _differentiate}[mode]
+    how = {"ulysses": ulysses.differentiate, "ring": ring.differentiate, "all_gather": gathered.differentiate}[mode]
     dq, dk, dv, dsinks = how(*given, call, cut, ranks)
     stored = tuple(_stored_like(x, grad) for x, grad in ((q, dq), (k, dk), (v, dv)))
     if sinks is None:
         return *stored, q.new_empty(0, dtype=lse.dtype)
     return *stored, dsinks.to(sinks.dtype)
-
-
-def _differentiate(grad_out, grad_lse, q, k, v, out, lse, call: Call, cut: Cut, ranks: Ranks):
-    whole_k, whole_v = (_whole(x, cut, ranks) for x in (k, v))
-    dq = torch.empty_like(q)
-    sums: list[Tensor] = []
-    dsinks = None
-    for at, start, end in cut.segments(ranks.rank):
-        rows = slice(at, at + end - start)
-        grads = backward(
-            *(x if x is None else x[:, :, rows] for x in (grad_out, grad_lse, q)), whole_k, whole_v, out[:, :, rows],
-            lse[:, :, rows], call, start, part=False,
-        )  # fmt: skip
-        dq[:, :, rows] = grads[0]
-        sums = list(grads[1:3]) if not sums else [a.add_(b) for a, b in zip(sums, grads[1:3])]
-        dsinks = grads[3] if dsinks is None or grads[3] is None else dsinks + grads[3]
-    if not sums:  # this rank has no token
-        sums = [x.new_zeros(x.shape, dtype=lse.dtype) for x in (whole_k, whole_v)]
-    dk, dv = (transport.sum_to_owners(x.movedim(2, 0), cut, ranks).movedim(0, 2) for x in sums)
-    return dq, dk, dv, sum_sinks(dsinks, call, lse, ranks)
-
-
-def _whole(x: Tensor, cut: Cut, ranks: Ranks) -> Tensor:
-    """[B, H, S, D] of all ranks' tokens, stored [S, B, H, D]."""
-    return transport.gather_tokens(x.movedim(2, 0), cut, ranks).movedim(0, 2)
 
 
 def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -433,7 +405,7 @@ def _varlen_bwd(
             total += grad
         if sinks is not None:
             dsinks = grads[3].to(lse.dtype) if dsinks is None else dsinks + grads[3]
-    dk, dv = (transport.sum_to_owners(x, cut, ranks).to(q.dtype) for x in sums)
+    dk, dv = (transport.sum_to_owners(x, cut, ranks, q.dtype) for x in sums)
     total = sum_sinks(dsinks, call, lse, ranks)
     return dq, dk, dv, q.new_empty(0, dtype=lse.dtype) if sinks is None else total.to(sinks.dtype)
 

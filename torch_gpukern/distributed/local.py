@@ -75,7 +75,7 @@ def backward(
     grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call,
     diagonal: int, part: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """(dq, dk, dv, dsinks), the first three float32 (float64 with float64).
+    """(dq, dk, dv, dsinks), the first three float32 (float64 with float64), on CUDA q's dtype.
 
     part: k and v are some of the keys that out and lse are of. dq is then these keys' share, and there is no dsinks.
     """
@@ -84,8 +84,7 @@ def backward(
         grad_out, q, k, v, out, lse, grad_lse, diagonal=diagonal, deterministic=are_deterministic(),
         grad_dtype=made(q, lse.dtype), is_part=part, **arguments,
     )  # fmt: skip
-    wide = tuple(x.to(lse.dtype) for x in grads[:3])
-    return *wide, None if call.sinks is None or part else grads[3]
+    return *grads[:3], None if call.sinks is None or part else grads[3]
 
 
 def sum_sinks(dsinks: Tensor | None, call: Call, lse: Tensor, ranks: Ranks) -> Tensor | None:

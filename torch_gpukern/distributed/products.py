@@ -11,24 +11,19 @@ from torch import Tensor
 from .._library import library, ops
 from . import transport
 from .attention import declare
-from .ranks import Group, Ranks, agree, process_group, size_of
+from .ranks import Group, Ranks, agree, checked, process_group, size_of
+from .sequence import Cut
 
 __all__ = ["all_gather_gemm", "gemm_all_reduce", "gemm_reduce_scatter"]
 
 
-class _Rows:
-    """Rows that each rank has, as transport's functions ask; `rows` where they are unequal."""
+class _Rows(Cut):
+    """Rows that each rank has, where they may be unequal."""
 
     def __init__(self, rows: list[int]):
         ends = [sum(rows[: i + 1]) for i in range(len(rows))]
         self.spans = [[(end - n, end)] for n, end in zip(rows, ends, strict=True)]
-        self.length, self.most, self.rows = ends[-1], max(rows), rows
-
-    def tokens(self, rank: int) -> int:
-        return self.rows[rank]
-
-    def order(self) -> list[tuple[int, int, int]]:
-        return [(rank, 0, n) for rank, n in enumerate(self.rows) if n]
+        self.length, self.size, self.layout = ends[-1], len(rows), "contiguous"
 
 
 def _rows_of_all(rows: int, like: Tensor, ranks: Ranks) -> _Rows:
@@ -36,9 +31,8 @@ def _rows_of_all(rows: int, like: Tensor, ranks: Ranks) -> _Rows:
     return _Rows([int(n) for n in torch.cat(transport.all_of(mine, ranks)).tolist()])
 
 
-def _cut_evenly(rows: int, size: int) -> _Rows:
-    each, more = divmod(rows, size)
-    return _Rows([each + (r < more) for r in range(size)])
+def _cut_evenly(rows: int, size: int) -> Cut:
+    return Cut(rows, size, "contiguous")
 
 
 def _describe(what: str, a: Tensor, b: Tensor, *, rows: bool, columns: bool, **more) -> dict:
@@ -118,12 +112,32 @@ def _gather_fwd(a, b, bias, activation, group):
         more = {"columns of a": a.shape[1], "bias given": bias is not None, "activation": activation}
         return _describe(what, a, b, rows=False, columns=False, **more)
 
-    agree(ranks, what, a.device, describe)
-    gathered = transport.gather_tokens(a, _rows_of_all(a.shape[0], a, ranks), ranks)
-    if gathered.data_ptr() == a.data_ptr():
-        gathered = gathered.clone()
-    out, preact = ops.gemm_fwd(gathered, b, bias, activation=activation)
-    return out, gathered, preact
+    cut = _Rows(agree(ranks, what, a.device, describe, a.shape[0]))
+    moving = transport.Gather(a, cut, ranks)
+    if activation not in ("none", "relu") or not _overlaps(a, ranks):
+        out, preact = ops.gemm_fwd(moving.wait(), b, bias, activation=activation)
+        return out, moving.whole, preact
+    out = a.new_empty((cut.length, b.shape[1]))
+    ((start, end),) = cut.spans[ranks.rank]  # this rank's rows first, while the others' are on their way
+    _into(out[start:end], a, b, bias, activation)
+    gathered = moving.wait()
+    for rows in (slice(0, start), slice(end, cut.length)):
+        if gathered[rows].shape[0]:
+            _into(out[rows], gathered[rows], b, bias, activation)
+    return out, gathered, a.new_empty(0)
+
+
+# Below this many bytes on their way a product is not cut: two small ones take longer than the transfer.
+_OVERLAP_BYTES = 2 << 20
+
+
+def _overlaps(x: Tensor, ranks: Ranks) -> bool:
+    return x.numel() * x.element_size() * (ranks.size - 1) >= _OVERLAP_BYTES
+
+
+def _into(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None, activation: str = "none") -> Tensor:
+    ops.gemm.out(a, b, bias, activation=activation, out_dtype=out.dtype, out=out)
+    return out
 
 
 def _gather_fake(a, b, bias, activation, group):
@@ -163,7 +177,8 @@ def _gather_backward(ctx, grad_out, grad_gathered, _):
 
 def _to_owners(x, b, rows, group):
     ranks = Ranks(group)
-    return transport.sum_to_owners(x, _rows_of_all(rows, x, ranks), ranks).to(b.dtype)
+    cut = _rows_of_all(rows, x, ranks) if checked(x.device) else _Rows([rows] * ranks.size)
+    return transport.sum_to_owners(x, cut, ranks, b.dtype)
 
 
 def _to_owners_fake(x, b, rows, group):
@@ -206,7 +221,17 @@ def _scatter_fwd(a, b, group):
     agree(
         ranks, "gemm_reduce_scatter", a.device, lambda: _describe("gemm_reduce_scatter", a, b, rows=True, columns=True)
     )
-    return transport.sum_to_owners(_product(a, b), _cut_evenly(a.shape[0], ranks.size), ranks).to(a.dtype)
+    cut = _cut_evenly(a.shape[0], ranks.size)
+    if not _overlaps(a[:, :1].expand(-1, b.shape[1]), ranks):
+        return transport.sum_to_owners(_product(a, b), cut, ranks, a.dtype)
+    # The others' rows first, each on its way while the next are computed; this rank's last.
+    like = a.new_empty((0, b.shape[1]), dtype=_wide(a.dtype))
+    moving = transport.ToOwners(cut, ranks, like)
+    for step in range(1, ranks.size):
+        ((start, end),) = cut.spans[(ranks.rank + step) % ranks.size]
+        moving.send(step, [_product(a[start:end], b)])
+    ((start, end),) = cut.spans[ranks.rank]
+    return moving.add(_product(a[start:end], b), a.dtype)
 
 
 def _scatter_fake(a, b, group):
@@ -232,8 +257,7 @@ def _scatter_backward(ctx, grad):
 
 def _gather_rows(x, rows, group):
     ranks = Ranks(group)
-    whole = transport.gather_tokens(x, _cut_evenly(rows, ranks.size), ranks)
-    return whole.clone() if whole.data_ptr() == x.data_ptr() else whole
+    return transport.gather_tokens(x, _cut_evenly(rows, ranks.size), ranks)
 
 
 def _gather_rows_fake(x, rows, group):
@@ -269,19 +293,11 @@ def gemm_all_reduce(a: Tensor, b: Tensor, group: Group = None) -> Tensor:
 
 library.define("gemm_all_reduce(Tensor a, Tensor b, str group) -> Tensor")
 
-# Up to this many bytes of a float32 result each rank sends all of it to all: one exchange. Above, rows go to their owners and
-# come back summed: two exchanges of a rank's share each.
-_ONE_EXCHANGE_BYTES = 1 << 20
-
 
 def _reduce_fwd(a, b, group):
     ranks = Ranks(group)
     agree(ranks, "gemm_all_reduce", a.device, lambda: _describe("gemm_all_reduce", a, b, rows=True, columns=True))
-    product = _product(a, b)
-    if product.numel() * product.element_size() <= _ONE_EXCHANGE_BYTES:
-        return transport.sum_of_all(product, ranks).to(a.dtype)
-    cut = _cut_evenly(a.shape[0], ranks.size)
-    return transport.gather_tokens(transport.sum_to_owners(product, cut, ranks).to(a.dtype), cut, ranks)
+    return transport.reduced(_product(a, b), _cut_evenly(a.shape[0], ranks.size), ranks, a.dtype)
 
 
 def _reduce_fake(a, b, group):

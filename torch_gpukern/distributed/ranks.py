@@ -51,6 +51,10 @@ class Ranks:
         """The number that point-to-point calls know a rank of this group by."""
         return dist.get_global_rank(self.group, rank)
 
+    def around(self, step: int) -> tuple[int, int]:
+        """The rank `step` behind this one in the circle, and the one `step` before."""
+        return (self.rank + step) % self.size, (self.rank - step) % self.size
+
 
 def size_of(name: str) -> int:
     return dist.get_world_size(of_name(name))
@@ -60,21 +64,26 @@ def rank_in(name: str) -> int:
     return dist.get_rank(of_name(name))
 
 
-def _checked(device: torch.device) -> bool:
+def checked(device: torch.device) -> bool:
+    """Whether ranks compare their calls."""
     if os.environ.get("GPUKERN_DIST_CHECK") == "0":
         return False
     return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 
-def agree(ranks: Ranks, op: str, device: torch.device, describe: Callable[[], dict[str, Any]]) -> None:
+def agree(
+    ranks: Ranks, op: str, device: torch.device, describe: Callable[[], dict[str, Any]], rows: int = 0
+) -> list[int]:
     """Returns where every rank describes its call alike, and raises ValueError on every rank where one does not.
+
+    rows: a number that ranks may have differently. Returned are those of all; without the comparison this rank's, for all.
 
     `describe` returns what must be the same everywhere, by argument. It may raise ValueError for what is wrong on its own
     rank: the others learn of it, so that none waits for a rank that has left.
     """
-    if not _checked(device):
+    if not checked(device):
         describe()
-        return
+        return [rows] * ranks.size
     try:
         mine, error = describe(), None
     except ValueError as raised:
@@ -82,13 +91,13 @@ def agree(ranks: Ranks, op: str, device: torch.device, describe: Callable[[], di
     text = json.dumps([mine, None if error is None else str(error)], default=str)
     # An error is told apart by a second number, so that equal errors of all ranks are found too.
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-    sent = torch.tensor([digest, error is not None], dtype=torch.int64, device=device)
-    met = sent.new_empty(ranks.size * 2)
+    sent = torch.tensor([digest, error is not None, rows], dtype=torch.int64, device=device)
+    met = sent.new_empty(ranks.size * 3)
     all_gather(met, sent, group=ranks.group)
-    digests = met.view(ranks.size, 2).tolist()
-    failed = any(bad for _, bad in digests)
-    if not failed and len({number for number, _ in digests}) == 1:
-        return
+    digests = met.view(ranks.size, 3).tolist()
+    failed = any(bad for _, bad, _ in digests)
+    if not failed and len({number for number, _, _ in digests}) == 1:
+        return [each for _, _, each in digests]
     told: list[Any] = [None] * ranks.size
     dist.all_gather_object(told, text, group=ranks.group)
     if error is not None:

@@ -10,29 +10,47 @@ from torch import Tensor
 from .ranks import Ranks, all_gather
 
 
+def _send(x: Tensor, to: int, ranks: Ranks) -> dist.P2POp:
+    return dist.P2POp(dist.isend, x, ranks.peer(to), ranks.group)
+
+
+def _receive(x: Tensor, source: int, ranks: Ranks) -> dist.P2POp:
+    return dist.P2POp(dist.irecv, x, ranks.peer(source), ranks.group)
+
+
+def _post(calls: Sequence[dist.P2POp]) -> list:
+    """Begins them together; what is empty is neither sent nor received."""
+    calls = [call for call in calls if call.tensor.numel()]
+    return dist.batch_isend_irecv(calls) if calls else []
+
+
+class Gather:
+    """[S, ...] in the whole's order, on its way from each rank's [its tokens, ...]: each run of tokens straight to its place.
+
+    Work that is begun before `wait` goes on beside the transfer.
+    """
+
+    def __init__(self, x: Tensor, cut, ranks: Ranks):
+        self.whole = x.new_empty((cut.length, *x.shape[1:]))
+        self._sent, met = _bytes(x.contiguous()), _bytes(self.whole)
+        calls, mine = [], cut.segments(ranks.rank)
+        for step in range(1, ranks.size):
+            to, source = ranks.around(step)
+            calls += [_send(self._sent[at : at + end - start], to, ranks) for at, start, end in mine]
+            calls += [_receive(met[start:end], source, ranks) for _, start, end in cut.segments(source)]
+        self._posted = _post(calls)
+        for at, start, end in mine:
+            met[start:end] = self._sent[at : at + end - start]
+
+    def wait(self) -> Tensor:
+        for work in self._posted:
+            work.wait()
+        return self.whole
+
+
 def gather_tokens(x: Tensor, cut, ranks: Ranks) -> Tensor:
-    """[S, ...] in the whole's order, from each rank's [its tokens, ...]."""
-    most = cut.most
-    if x.shape[0] == most:
-        sent = x.contiguous()
-    else:  # a shorter shard is padded: ranks send the same number of tokens
-        sent = x.new_empty((most, *x.shape[1:]))
-        sent[: x.shape[0]] = x
-        sent[x.shape[0] :] = 0
-    met = x.new_empty((ranks.size * most, *x.shape[1:]))
-    _all_gather(met, sent, ranks)
-    order = cut.order()
-    if [piece[0] * most + piece[1] for piece in order] == _starts(order):
-        return met[: cut.length]  # the shards lie as the whole does
-    return torch.cat([met.narrow(0, rank * most + at, tokens) for rank, at, tokens in order] or [met[:0]])
-
-
-def _starts(order) -> list[int]:
-    starts, at = [], 0
-    for _, _, tokens in order:
-        starts.append(at)
-        at += tokens
-    return starts
+    """[S, ...] in the whole's order, from each rank's [its tokens, ...]; never x itself."""
+    return Gather(x, cut, ranks).wait()
 
 
 def _all_gather(met: Tensor, sent: Tensor, ranks: Ranks) -> None:
@@ -61,10 +79,55 @@ def swap(sent: Sequence[Tensor], sizes: Sequence[int], ranks: Ranks) -> list[Ten
     return [piece.view(n, *trailing) for piece, n in zip(met.split([n * each for n in sizes]), sizes, strict=True)]
 
 
-def sum_to_owners(x: Tensor, cut, ranks: Ranks) -> Tensor:
-    """[tokens of this rank, ...]: the sum over ranks of their [S, ...], float32 or wider, in the order of the ranks."""
-    parts = swap([tokens_of(x, cut, r) for r in range(ranks.size)], [cut.tokens(ranks.rank)] * ranks.size, ranks)
-    return in_rank_order(parts)
+class ToOwners:
+    """[tokens of this rank, ...]: the sum over ranks of what each has for all, float32 or wider, on its way.
+
+    cut: whose tokens are whose. like: of the dtype, device and trailing sizes of what is sent.
+    """
+
+    def __init__(self, cut, ranks: Ranks, like: Tensor):
+        self._ranks, self._posted, self._kept = ranks, [], []
+        self._runs = [(at, at + end - start) for at, start, end in cut.segments(ranks.rank)]
+        tokens = cut.tokens(ranks.rank)
+        self._parts = [like.new_empty((tokens * (r != ranks.rank), *like.shape[1:])) for r in range(ranks.size)]
+
+    def send(self, step: int, runs: Sequence[Tensor]) -> None:
+        """To the rank `step` behind this one the runs of its tokens, and from the one before this rank's."""
+        to, source = self._ranks.around(step)
+        runs = [run.contiguous() for run in runs]
+        self._kept += runs
+        calls = [_send(run, to, self._ranks) for run in runs]
+        calls += [_receive(self._parts[source][start:end], source, self._ranks) for start, end in self._runs]
+        self._posted += _post(calls)
+
+    def send_all(self, x: Tensor, cut) -> "ToOwners":
+        """Of [S, ...] each rank's tokens."""
+        for step in range(1, self._ranks.size):
+            self.send(step, [x[start:end] for _, start, end in cut.segments(self._ranks.around(step)[0])])
+        return self
+
+    def add(self, mine: Tensor, dtype: torch.dtype) -> Tensor:
+        """The sum in the order of the ranks, rounded once to dtype."""
+        for work in self._posted:
+            work.wait()
+        self._kept.clear()
+        self._parts[self._ranks.rank] = mine
+        return rounded_sum(self._parts, dtype)
+
+
+def sum_to_owners(x: Tensor, cut, ranks: Ranks, dtype: torch.dtype | None = None) -> Tensor:
+    """[tokens of this rank, ...]: the sum over ranks of their [S, ...], float32 or wider, in the order of the ranks, rounded once to
+    dtype (None is x's).
+    """
+    return ToOwners(cut, ranks, x).send_all(x, cut).add(tokens_of(x, cut, ranks.rank), dtype or x.dtype)
+
+
+def rounded_sum(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The sum in the parts' order, of which the last addition rounds to dtype."""
+    total = parts[0] if len(parts) < 3 else in_rank_order(parts[:-1])
+    if len(parts) == 1:
+        return total.to(dtype, copy=True)
+    return torch.add(total, parts[-1], out=torch.empty(total.shape, dtype=dtype, device=total.device))
 
 
 def in_rank_order(parts: Sequence[Tensor]) -> Tensor:
@@ -74,11 +137,24 @@ def in_rank_order(parts: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def sum_of_all(x: Tensor, ranks: Ranks) -> Tensor:
-    """The sum over ranks on every rank, in the order of the ranks."""
-    met = x.new_empty((ranks.size, *x.shape))
-    _all_gather(met.flatten(), x.contiguous().flatten(), ranks)
-    return in_rank_order(met.unbind())
+def sum_of_all(x: Tensor, ranks: Ranks, dtype: torch.dtype | None = None) -> Tensor:
+    """The sum over ranks on every rank, in the order of the ranks, rounded once to dtype (None is x's)."""
+    return rounded_sum(all_of(x, ranks), dtype or x.dtype)
+
+
+# Up to this many bytes of what all ranks send together each sends all of it to all: one exchange. Above, rows go to their
+# owners and come back summed: two exchanges of a rank's share each.
+ONE_EXCHANGE_BYTES = 4 << 20
+
+
+def reduced(x: Tensor, cut, ranks: Ranks, dtype: torch.dtype) -> Tensor:
+    """[rows, ...] in dtype on every rank: the sum over ranks, float32 or wider, in the order of the ranks, rounded once.
+
+    cut: of the rows, for sums that have owners.
+    """
+    if x.numel() * x.element_size() * ranks.size <= ONE_EXCHANGE_BYTES:
+        return sum_of_all(x, ranks, dtype)
+    return gather_tokens(sum_to_owners(x, cut, ranks, dtype), cut, ranks)
 
 
 def all_of(x: Tensor, ranks: Ranks) -> list[Tensor]:
@@ -93,12 +169,10 @@ class Ring:
 
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
-        self.next = ranks.peer((ranks.rank + 1) % ranks.size)
-        self.before = ranks.peer((ranks.rank - 1) % ranks.size)
+        self.next, self.before = ranks.around(1)
 
     def post(self, sent: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> tuple[list[Tensor], list]:
         """Buffers of those shapes, and what to wait for before they are read or the sent ones are written."""
         met = [x.new_empty(tuple(shape)) for x, shape in zip(sent, shapes, strict=True)]
-        calls = [dist.P2POp(dist.isend, x, self.next, self.ranks.group) for x in sent if x.numel()]
-        calls += [dist.P2POp(dist.irecv, x, self.before, self.ranks.group) for x in met if x.numel()]
-        return met, dist.batch_isend_irecv(calls) if calls else []
+        calls = [_send(x, self.next, self.ranks) for x in sent]
+        return met, _post([*calls, *(_receive(x, self.before, self.ranks) for x in met)])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Sharding rules of gemm, flash_attn, flash_attn_varlen and their backwards for DTensor.
+"""Sharding rules of gemm, flash_attn, flash_attn_varlen, their backwards, paged_attn and kv_cache_write for DTensor.
 
 There is nothing to call: the first op that is given a DTensor registers them. With them the ops stand in tensor-parallel
 layers (`parallelize_module`) and under FSDP2 as torch's own do. A rule says which shards a rank may compute alone:
@@ -7,10 +7,12 @@ layers (`parallelize_module`) and under FSDP2 as torch's own do. A rule says whi
 - gemm: rows of a, columns of b, dimensions of the batch; and, without an activation, shards of K, whose products are summed
   afterwards (Partial). One rank then adds bias and c.
 - flash_attn: the batch; heads, only where the shards divide those of q and those of k and v alike.
-- flash_attn_varlen: heads likewise.
+- flash_attn_varlen, paged_attn: heads likewise. So a rank decodes with its heads over a cache of its heads.
+- kv_cache_write: heads. A cache is written where it lies: k and v are brought to it, and a cache that is sharded otherwise is
+  refused.
 
 Every other placement is redistributed first, as DTensor does for torch's ops: the result is right and the call costs an
-all-gather. `kv_cache_write`, `paged_attn`, `attn_merge` and the .out overloads have no rule, and DTensor refuses them by name.
+all-gather. `attn_merge` and the .out overloads have no rule, and DTensor refuses them by name.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,6 +36,7 @@ def register() -> None:
     """Gives DTensor the rules; done by the first call that needs them."""
     for name, rules in _RULES.items():
         _register(getattr(ops, name).default, rules)
+    DTensor._op_dispatcher._custom_op_handlers[ops.kv_cache_write.default] = _write_where_the_cache_lies
 
 
 def _register(op: OpOverload, rules: Callable[[_Sizes, dict], list[_Rule]]) -> None:
@@ -50,10 +53,10 @@ def _register(op: OpOverload, rules: Callable[[_Sizes, dict], list[_Rule]]) -> N
         ]
         mesh = schema.get_mesh_from_args()
         found = expand_to_full_mesh_op_strategy(mesh, schema, placements, input_index=len(results))
-        heads = [(i, shape[1]) for i, (name, shape) in enumerate(tensors.items()) if name in ("q", "k")]
+        heads = [(i, _HEADS[name], x[_HEADS[name]]) for i, (name, x) in enumerate(tensors.items()) if name in _HEADS]
         if heads:  # of unequal shards a query head would read another's keys
             found.strategies = [
-                s for s in found.strategies if all(_divides(s.input_specs[i], 1, size) for i, size in heads)
+                s for s in found.strategies if all(_divides(s.input_specs[i], dim, size) for i, dim, size in heads)
             ]
         return found
 
@@ -106,6 +109,7 @@ def _gemm_act_bwd(sizes: _Sizes, given: dict) -> list[_Rule]:
 
 # ---- attention -----------------------------------------------------------------------------------
 
+_HEADS = {"q": 1, "k": 1, "k_cache": 2}  # which dimension the heads are
 _OF_QUERIES = ("q", "out", "lse", "grad_out", "grad_lse", "dq")
 _OF_KEYS = ("k", "v", "dk", "dv")
 
@@ -128,6 +132,43 @@ def _batch_or_heads(sizes: _Sizes, given: dict) -> list[_Rule]:
     return [rule, *_heads(sizes, given)]
 
 
+def _paged_heads(sizes: _Sizes, given: dict) -> list[_Rule]:
+    rule: _Rule = {"q": Shard(1), "out": Shard(1), "lse": Shard(1), "k_cache": Shard(2), "v_cache": Shard(2)}
+    for name in ("alibi_slopes", "sinks", "k_scale", "v_scale"):  # [heads], or [..., heads]; a scale may be one number
+        if sizes.get(name):
+            rule[name] = Shard(len(sizes[name]) - 1)
+    return [rule]
+
+
+def _write_where_the_cache_lies(op: OpOverload, args: tuple, kwargs: dict) -> None:
+    """kv_cache_write: each rank writes the heads that its part of the caches has."""
+    names = [a.name for a in op._schema.arguments]
+    given = dict(zip(names, args)) | kwargs
+    where = {name: given[name].placements for name in ("k_cache", "v_cache") if isinstance(given[name], DTensor)}
+    placed = next(iter(where.values()), ())
+    if len(where) < 2 or len(set(where.values())) > 1 or not all(p.is_replicate() or p.is_shard(2) for p in placed):
+        raise ValueError(
+            "gpukern::kv_cache_write: k_cache and v_cache must be DTensors that are replicated or sharded in dimension 2, the heads, "
+            f"both alike; got {where or 'plain tensors'}"
+        )
+    mesh = given["k_cache"].device_mesh
+    heads = given["k_cache"].shape[2]
+    if not _divides(given["k_cache"]._spec, 2, heads):
+        raise ValueError(f"gpukern::kv_cache_write: the {heads} heads of k_cache are not a multiple of its shards")
+    local = {}
+    for name, x in given.items():
+        if isinstance(x, DTensor):
+            dim = {"k": 1, "v": 1, "k_cache": 2, "v_cache": 2, "slots": None}.get(
+                name, x.dim() - 1 if x.dim() else None
+            )
+            wanted = [Shard(dim) if p.is_shard() and dim is not None else Replicate() for p in placed]
+            x = x.redistribute(mesh, wanted).to_local()
+        elif x is not None and name != "slots":
+            raise ValueError(f"gpukern::kv_cache_write: {name} must be a DTensor, as the caches are")
+        local[name] = x
+    op(**local)
+
+
 _RULES = {
     "gemm": _gemm,
     "gemm_fwd": _gemm,
@@ -138,4 +179,6 @@ _RULES = {
     "flash_attn_varlen": _heads,
     "flash_attn_varlen_fwd": _heads,
     "flash_attn_varlen_bwd": _heads,
+    "paged_attn": _paged_heads,
+    "paged_attn_fwd": _paged_heads,
 }

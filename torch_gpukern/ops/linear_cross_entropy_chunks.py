@@ -10,6 +10,7 @@ is used again; cross_entropy turns it into its own gradient in place, which is r
 - `scaled` is its backward: multiplies by the gradient of the loss and rounds.
 - `rows` gives each row's loss, and `rows_backward` computes z again, 8 M H V FLOPs: by classes where dweight is wanted, so that
   each of its rows is complete at once, else by rows.
+- `part_of_rows` and `part_of_backward` are those two where weight holds some of the classes, the others being on other ranks.
 """
 
 from typing import NamedTuple
@@ -19,7 +20,9 @@ from torch import Tensor
 
 from .._library import ops
 
-__all__ = ["Rules", "accumulator", "kept_rows", "rows", "rows_backward", "scalar", "scaled"]
+__all__ = [
+    "Rules", "accumulator", "kept_rows", "part_of_backward", "part_of_rows", "rows", "rows_backward", "scalar", "scaled",
+]  # fmt: skip
 
 # Bytes of z at once. On the CPU it should stay near the caches, as long as a product has rows enough to be worth packing weight.
 _CPU_BYTES, _MOST_BYTES, _FEWEST_ROWS = 64 << 20, 128 << 20, 256
@@ -183,6 +186,15 @@ def rows(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, rules: 
     return loss, lse
 
 
+def _without_factor(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """grad with the size of a row's own, and what it was divided by: in float16 1 / M times a probability would underflow."""
+    if x.dtype is not torch.float16 or not x.shape[0]:
+        return grad, None
+    factor = grad.abs().amax()
+    factor = torch.where((factor > 0) & factor.isfinite(), factor, 1.0)
+    return grad / factor, factor
+
+
 def rows_backward(
     grad: Tensor,
     x: Tensor,
@@ -197,11 +209,7 @@ def rows_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dweight, dbias) for gradients [M] of the rows' losses; empty where not needed."""
     (m, h), v, wide = x.shape, weight.shape[0], accumulator(x)
-    factor = None
-    if x.dtype is torch.float16 and m:  # 1 / M times a probability would underflow
-        factor = grad.abs().amax()
-        factor = torch.where((factor > 0) & factor.isfinite(), factor, 1.0)
-        grad = grad / factor
+    grad, factor = _without_factor(grad, x)
     dx = x.new_empty((m, h) if need_x else 0)
     dweight = x.new_empty((v, h) if need_weight else 0)
     dbias = x.new_zeros(v if need_bias else 0, dtype=wide)
@@ -223,17 +231,23 @@ def rows_backward(
     return dx, dweight, dbias.to(x.dtype)
 
 
-def _backward_by_classes(grad, x, weight, target, lse, bias, rules, dx, dweight, dbias, factor) -> None:
-    """Writes dx (or None), dweight and dbias (or an empty one). dx is summed over the classes in float32."""
+def _backward_by_classes(
+    grad, x, weight, target, lse, bias, rules, dx, dweight, dbias, factor, first=0, classes=None
+) -> None:
+    """Writes dx (or None), dweight and dbias (or empty ones). dx is summed over the classes in float32.
+
+    weight is that of classes `first` and on, of `classes`.
+    """
     (m, h), v, wide = x.shape, weight.shape[0], accumulator(x)
+    whole = v if classes is None else classes
     kept = target != rules.ignore_index
     smooth, w = rules.label_smoothing, rules.class_weight
     own = grad * (1 - smooth)
     if w is not None:
         own = own * w[target.clamp(0, max(v - 1, 0))]
-    spread = grad * (smooth / max(v, 1))  # of a row's gradient, what every class of weight 1 has
+    spread = grad * (smooth / max(whole, 1))  # of a row's gradient, what every class of weight 1 has
     own, spread = own.masked_fill(~kept, 0), spread.masked_fill(~kept, 0)
-    sum_weights = float(v) if w is None else w.sum()
+    sum_weights = float(whole) if w is None else w.sum()
     both = own + spread * sum_weights if smooth else own
     lse = lse.masked_fill(~kept, float("inf"))
     total = None if dx is None else x.new_zeros(m, h, dtype=wide)
@@ -252,7 +266,7 @@ def _backward_by_classes(grad, x, weight, target, lse, bias, rules, dx, dweight,
         z.sub_(lse[:, None]).exp_().mul_(both[:, None])
         if smooth:
             z.addr_(spread, spread.new_ones(z.shape[1]) if w is None else w[s], alpha=-1)
-        column = target - s.start
+        column = target - first - s.start
         here = kept & (column >= 0) & (column < s.stop - s.start)
         column = column.clamp(0, s.stop - s.start - 1)[:, None]
         z.scatter_(1, column, z.gather(1, column) - own.masked_fill(~here, 0)[:, None])
@@ -264,9 +278,9 @@ def _backward_by_classes(grad, x, weight, target, lse, bias, rules, dx, dweight,
             dbias[s] = z.sum(0)
         dz = z.to(x.dtype)
         del z, slope
-        if factor is None:
+        if dweight.numel() and factor is None:
             _product(dz.mT, x, dweight[s], rules)
-        else:
+        elif dweight.numel():
             _times_product(dz.mT, x, dweight[s], factor, rules)
         if total is not None:
             _add_rows(total, dz, weight[s], rules)
@@ -279,3 +293,54 @@ def _add_rows(total: Tensor, dz: Tensor, weight: Tensor, rules: Rules) -> None:
     step = max(1, _COPY_BYTES // max(1, total.shape[1] * total.itemsize))
     for s in _steps(total.shape[0], step):
         total[s] += _product(dz[s], weight, torch.empty_like(total[s]), rules)
+
+
+# ---- some of the classes ---------------------------------------------------------------------------
+
+
+def part_of_rows(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, rules: Rules, first: int) -> Tensor:
+    """[2, M], with label smoothing [3, M]: lse over these classes, the target's logit or 0 where it is another's, and their sum.
+
+    weight is that of classes `first` and on. A part without classes has lse -inf.
+    """
+    m, v, wide = x.shape[0], weight.shape[0], accumulator(x)
+    found = x.new_zeros((3 if rules.label_smoothing else 2, m), dtype=wide)
+    if not v:
+        found[0] = -torch.inf
+        return found
+    step = _rows_at_once(x, v)
+    buffer = x.new_empty(min(step, m), v, dtype=wide)
+    none = target.new_zeros(1)  # any class: lse is the same
+    for s in _steps(m, step):
+        z = _product(x[s], weight.mT, buffer[: s.stop - s.start], rules, bias)
+        alone = rules._replace(label_smoothing=0.0, ignore_index=-1)
+        _, found[0, s] = _loss(z, none.expand(z.shape[0]).contiguous(), alone)
+        column = target[s] - first
+        here = (column >= 0) & (column < v) & (target[s] != rules.ignore_index)
+        own = z.gather(1, column.clamp(0, v - 1)[:, None])[:, 0]
+        found[1, s] = _logit(own, rules).masked_fill(~here, 0)
+        if rules.label_smoothing:
+            found[2, s] = _logit(z, rules).sum(1)
+    return found
+
+
+def _logit(z: Tensor, rules: Rules) -> Tensor:
+    """The logit that the loss reads, of a product."""
+    z = z * rules.logit_scale
+    return z.div_(rules.softcap).tanh_().mul_(rules.softcap) if rules.softcap > 0 else z
+
+
+def part_of_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, target: Tensor, lse: Tensor, bias: Tensor | None, rules: Rules, need_x: bool,
+    need_weight: bool, need_bias: bool, first: int, classes: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(these classes' share of dx, not rounded, dweight, dbias), where lse is over all `classes`; empty where not needed."""
+    (m, h), v, wide = x.shape, weight.shape[0], accumulator(x)
+    grad, factor = _without_factor(grad, x)
+    share = x.new_zeros((m, h) if need_x else 0, dtype=wide)
+    dweight = x.new_empty((v, h) if need_weight else 0)
+    dbias = x.new_zeros(v if need_bias else 0, dtype=wide)
+    _backward_by_classes(
+        grad, x, weight, target, lse, bias, rules, share if need_x else None, dweight, dbias, factor, first, classes
+    )
+    return share, dweight, (dbias if factor is None else dbias * factor).to(x.dtype)

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""linear_cross_entropy whose classes are cut over ranks: the loss of a vocabulary-parallel head.
+
+Each rank has the logits of its own classes for some rows at a time. What ranks tell each other is three numbers a row: lse, the
+target's logit and, with label smoothing, the sum of the logits. So 12 bytes a row stand for the 4 V bytes of the logits.
+
+Shoeybi et al., "Megatron-LM" (2019), arXiv:1909.08053, section 3.
+"""
+
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from .._library import library, ops
+from ..ops import linear_cross_entropy
+from ..ops import linear_cross_entropy_chunks as chunks
+from ..ops.cross_entropy import Reduction, reduce_rows
+from ..ops.gemm import _torch_allows_tf32
+from . import transport
+from .attention import declare
+from .ranks import Group, Ranks, agree, facts, process_group
+from .sequence import Cut
+
+__all__ = ["vocab_parallel_linear_cross_entropy"]
+
+_NAME = "vocab_parallel_linear_cross_entropy"
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def vocab_parallel_linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    group: Group = None,
+    bias: Tensor | None = None,
+    *,
+    classes: int | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float = 0.0,
+    logit_scale: float = 1.0,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """`linear_cross_entropy` of a weight whose rows, the classes, are cut over ranks; no rank sees another's logits.
+
+    Args:
+        x: [..., H] float32, bfloat16, float16 or float64, the same on every rank.
+        weight: [V of this rank, H], x's dtype: rank r of W holds chunk r of `torch.tensor_split(whole, W)`.
+        target: [...] int64, classes in [0, V) of the whole or ignore_index, the same on every rank.
+        group: a `ProcessGroup`, a `DeviceMesh` of one dimension, or None for all ranks. With one rank this is
+            `linear_cross_entropy` with low_memory.
+        bias: [V of this rank], x's dtype.
+        classes: V of the whole; needed where the ranks have unequal numbers of classes.
+        ignore_index, label_smoothing, softcap, logit_scale, reduction: as for `linear_cross_entropy`.
+
+    Returns:
+        [] or, without a reduction, [...]: float32 (float64 with float64), the same bits on every rank.
+
+    Gradients: x, weight and bias. x's is the sum over ranks, in float32 in rank order, rounded once: the same on every rank.
+    Those of weight and bias are of this rank's classes. The loss is the same on every rank, and so its gradient must be. A second
+    backward raises NotImplementedError.
+
+    Sent: 8 bytes a row forward (12 with label smoothing), and in backward the float32 gradient of x to its owners and back.
+    Memory beyond arguments and results: 4 M H + 512 MiB on each rank, and 4 M H on the way between ranks.
+
+    Raises:
+        ValueError: a shape, dtype or value that the op does not take, or ranks that pass different things; on every rank alike.
+        IndexError: on the CPU, a target that is no class. On CUDA that row's loss is then NaN.
+    """
+    group = process_group(group)
+    if reduction not in get_args(Reduction):
+        raise ValueError(f"{_NAME}: reduction must be none, mean or sum, got '{reduction}'")
+    rules = dict(ignore_index=ignore_index, label_smoothing=label_smoothing, softcap=softcap, logit_scale=logit_scale)
+    if group.size() == 1:
+        return linear_cross_entropy(x, weight, target, bias, **rules, reduction=reduction, low_memory=True)
+    precision = "tf32" if x.is_cuda and x.dtype == torch.float32 and _torch_allows_tf32() else "ieee"
+    whole = -1 if classes is None else classes
+    loss, _ = ops.vocab_parallel_lce_fwd(x, weight, target, bias, *rules.values(), precision, whole, group.group_name)
+    return reduce_rows(_NAME, loss, target, None, ignore_index, reduction)
+
+
+# ---- the ops ----------------------------------------------------------------------------------------
+
+_RULES = "int ignore_index, float label_smoothing, float softcap, float logit_scale, str fp32_precision, SymInt classes, str group"
+library.define(
+    f"vocab_parallel_lce_fwd(Tensor x, Tensor weight, Tensor target, Tensor? bias, {_RULES}) -> (Tensor loss, Tensor lse)"
+)
+library.define(
+    "vocab_parallel_lce_bwd(Tensor grad_loss, Tensor x, Tensor weight, Tensor target, Tensor lse, Tensor? bias, "
+    f"{_RULES}, bool need_x, bool need_weight, bool need_bias) -> (Tensor dx, Tensor dweight, Tensor dbias)"
+)
+
+
+def _require(holds: bool, text: str) -> None:
+    if not holds:
+        raise ValueError(f"{_NAME}: {text}")
+
+
+def _own_classes(weight: Tensor, ranks: Ranks, classes: int) -> tuple[int, int]:
+    """(the first class of this rank, all ranks' classes)."""
+    cut = Cut(weight.shape[0] * ranks.size if classes < 0 else classes, ranks.size, "contiguous")
+    (start, end), *_ = cut.spans[ranks.rank]
+    _require(
+        end - start == weight.shape[0],
+        f"weight has {weight.shape[0]} classes on rank {ranks.rank}, expected {end - start} of {cut.length} over {ranks.size} ranks",
+    )
+    return start, cut.length
+
+
+def _begin(x, weight, target, bias, rules: chunks.Rules, classes: int, group: str) -> tuple[Ranks, int, int]:
+    ranks, found = Ranks(group), []
+
+    def describe() -> dict:
+        _require(x.dtype in _FLOATS, f"x must be float32, bfloat16, float16 or float64, got {x.dtype}")
+        _require(weight.dim() == 2, f"weight must have 2 dimensions [V, H], got {weight.dim()}")
+        given, none = rules._asdict(), target.reshape(-1)[:0]
+        if weight.shape[0]:  # what the op of one rank refuses, by a call of no row
+            _require(
+                target.shape == x.shape[:-1], f"target must have shape {list(x.shape[:-1])}, got {list(target.shape)}"
+            )
+            try:
+                ops.linear_cross_entropy_rows(x.reshape(-1, x.shape[-1])[:0], weight, none, bias, **given)
+            except ValueError as error:
+                raise ValueError(f"{_NAME}: {str(error).partition(': ')[2] or error}") from None
+        found.extend(_own_classes(weight, ranks, classes))
+        del given["class_weight"]
+        columns = "by classes" if classes >= 0 else weight.shape[0]
+        more = {"classes": classes, "classes of weight": columns, "bias given": bias is not None}
+        return facts(x=x, target=target) | given | more
+
+    agree(ranks, _NAME, x.device, describe)
+    first, whole = found
+    if target.device.type == "cpu":
+        wrong = ((target < 0) | (target >= whole)) & (target != rules.ignore_index)
+        if wrong.any():  # target is the same on every rank, so all raise
+            raise IndexError(
+                f"{_NAME}: target is expected to hold classes in [0, {whole}) or ignore_index, got {int(target[wrong][0])}"
+            )
+    return ranks, first, whole
+
+
+def _fwd(x, weight, target, bias, ignore_index, label_smoothing, softcap, logit_scale, fp32_precision, classes, group):
+    rules = chunks.Rules(None, ignore_index, label_smoothing, softcap, logit_scale, fp32_precision)
+    ranks, first, whole = _begin(x, weight, target, bias, rules, classes, group)
+    flat = target.reshape(-1)
+    mine = chunks.part_of_rows(x.reshape(flat.numel(), x.shape[-1]), weight, flat, bias, rules, first)
+    parts = transport.all_of(mine, ranks)
+    lse = torch.stack([part[0] for part in parts]).logsumexp(0)
+    own, *logits = transport.in_rank_order([part[1:] for part in parts])
+    loss = lse - (1 - label_smoothing) * own if label_smoothing else lse - own
+    for total in logits:
+        loss = loss - (label_smoothing / whole) * total
+    kept = flat != ignore_index
+    loss = loss.masked_fill(~kept, 0)
+    if x.is_cuda:
+        loss = loss.masked_fill(kept & ((flat < 0) | (flat >= whole)), float("nan"))
+    return loss.view(target.shape), lse.view(target.shape)
+
+
+def _bwd(
+    grad_loss, x, weight, target, lse, bias, ignore_index, label_smoothing, softcap, logit_scale, fp32_precision, classes, group,
+    need_x, need_weight, need_bias,
+):  # fmt: skip
+    rules = chunks.Rules(None, ignore_index, label_smoothing, softcap, logit_scale, fp32_precision)
+    ranks = Ranks(group)  # they agreed in the forward
+    first, whole = _own_classes(weight, ranks, classes)
+    flat = target.reshape(-1)
+    rows = x.reshape(flat.numel(), x.shape[-1])
+    share, dweight, dbias = chunks.part_of_backward(
+        grad_loss.reshape(-1),
+        rows,
+        weight,
+        flat,
+        lse.reshape(-1),
+        bias,
+        rules,
+        need_x,
+        need_weight,
+        need_bias,
+        first,
+        whole,
+    )
+    if not need_x:
+        return share.to(x.dtype), dweight, dbias
+    rows_cut = Cut(share.shape[0], ranks.size, "contiguous")
+    return transport.reduced(share, rows_cut, ranks, x.dtype).view(x.shape), dweight, dbias
+
+
+def _fwd_fake(x, weight, target, *_):
+    return tuple(x.new_empty(target.shape, dtype=chunks.accumulator(x)) for _ in range(2))
+
+
+def _bwd_fake(grad_loss, x, weight, target, lse, bias, *more):
+    need_x, need_weight, need_bias = more[-3:]
+    shapes = ((x.shape, need_x), (weight.shape, need_weight), (weight.shape[:1], need_bias))
+    return tuple(x.new_empty(shape if needed else 0) for shape, needed in shapes)
+
+
+def _context(ctx, inputs, output) -> None:
+    x, weight, target, bias, *ctx.rest = inputs
+    ctx.save_for_backward(x, weight, target, bias, output[1])
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, grad_loss, _):
+    x, weight, target, bias, lse = ctx.saved_tensors
+    needs = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
+    if grad_loss is None or not any(needs):
+        return (None,) * (4 + len(ctx.rest))
+    dx, dweight, dbias = ops.vocab_parallel_lce_bwd(grad_loss, x, weight, target, lse, bias, *ctx.rest, *needs)
+    found = [grad if needed else None for grad, needed in zip((dx, dweight, dbias), needs)]
+    return found[0], found[1], None, found[2], *(None for _ in ctx.rest)
+
+
+declare("vocab_parallel_lce_fwd", _fwd, _fwd_fake, _backward, _context)
+declare("vocab_parallel_lce_bwd", _bwd, _bwd_fake)
