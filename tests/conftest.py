@@ -77,6 +77,8 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if why_no_gpu and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=why_no_gpu))
+        if not why_no_gpu and torch.cuda.device_count() < 2 and item.get_closest_marker("gpu2"):
+            item.add_marker(pytest.mark.skip(reason="needs two GPUs"))
         if not ALL and item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.skip(reason="slow: runs with GPUKERN_TEST_ALL=1"))
 

@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Functions of torch_gpukern.distributed beside one GPU, NCCL with torch.mm, and torch's own context_parallel and symmetric memory.
+
+NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 torchrun --nproc-per-node 2 benchmarks/bench_distributed.py [--quick] [--out FILE]
+
+A time is the median of some rounds, of the rank that takes longest; each round has all contestants. Attention and
+the large products are called without the comparison of the ranks' calls (GPUKERN_DIST_CHECK=0), whose own cost is a line of
+the table; small products and decoding are replayed from CUDA graphs, peers too. Without a GPU a rank it shows by gloo that
+everything runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import torch_gpukern as gk
+from torch_gpukern import distributed as gd
+
+CUDA = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+DTYPE = torch.bfloat16 if CUDA else torch.float32
+RATE = 1.0  # of the sizes; a CPU shows that all runs
+rows: list[dict] = []
+
+
+# ---- times ------------------------------------------------------------------------------------------
+
+
+def seconds(call, repeats: int) -> float:
+    """Of one call on the slowest rank."""
+    dist.barrier()
+    if CUDA:
+        torch.cuda.synchronize()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(repeats):
+            call()
+        end.record()
+        end.synchronize()
+        took = begin.elapsed_time(end) / 1e3 / repeats
+    else:
+        start = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        took = (time.perf_counter() - start) / repeats
+    slowest = torch.tensor([took], dtype=torch.float64, device="cuda" if CUDA else "cpu")
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.item()
+
+
+def captured(call):
+    """call as the replay of a CUDA graph."""
+    if not CUDA:
+        return call
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def measure(group: str, label: str, calls: dict, *, graph: bool = False, rounds: int = 5, budget: float = 0.4) -> dict:
+    """Times by contestant in us; a peer that does not run says why."""
+    ready, failed = {}, {}
+    for name, call in calls.items():
+        error = None
+        try:
+            call()
+            ready[name] = captured(call) if graph else call
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {str(raised).splitlines()[0][:150]}"
+        bad = torch.tensor([error is not None], dtype=torch.int32, device="cuda" if CUDA else "cpu")
+        dist.all_reduce(bad, op=dist.ReduceOp.MAX)
+        if bad.item():
+            ready.pop(name, None)
+            failed[name] = error or "failed on another rank"
+    found = {name: [] for name in ready}
+    first = {name: seconds(call, 1) for name, call in ready.items()}
+    for _ in range(rounds):
+        for name, call in ready.items():
+            found[name].append(seconds(call, max(1, min(50, int(budget / rounds / len(ready) / first[name])))))
+    us = {name: round(statistics.median(times) * 1e6, 2) for name, times in found.items()}
+    row = {"group": group, "label": label, "us": us, "failed": failed}
+    rows.append(row)
+    if dist.get_rank() == 0:
+        print(f"{group:<22}{label:<26}" + "  ".join(f"{n} {t:.1f}" for n, t in us.items()), flush=True)
+        for name, why in failed.items():
+            print(f"    {name}: {why}", flush=True)
+    return row
+
+
+# ---- attention --------------------------------------------------------------------------------------
+
+HEADS_Q, HEADS_KV, DIM = 32, 8, 128
+
+
+def both_ways(call):
+    """Forward and backward of call(q, k, v), with a fixed gradient of out."""
+
+    def step(leaves, grad):
+        leaves = [x.detach().requires_grad_() for x in leaves]
+        return torch.autograd.grad(call(*leaves), leaves, grad)
+
+    return step
+
+
+def attention(tokens_a_rank: int, device) -> None:
+    ranks = dist.get_world_size()
+    total = tokens_a_rank * ranks
+    torch.manual_seed(0)
+    whole = [torch.randn(1, h, total, DIM, device=device, dtype=DTYPE) for h in (HEADS_Q, HEADS_KV, HEADS_KV)]
+    grad = torch.randn_like(whole[0])
+    part, part_grad = [gd.shard_sequence(x, None, 2) for x in whole], gd.shard_sequence(grad, None, 2)
+
+    def one(q, k, v):
+        return gk.flash_attn(q, k, v, is_causal=True)
+
+    def ours(mode):
+        return lambda q, k, v: gd.context_parallel_attn(q, k, v, is_causal=True, mode=mode)
+
+    want, got = one(*whole), ours("all_gather")(*part)
+    same = torch.equal(gd.shard_sequence(want, None, 2), got)
+    worst = (ours("ring")(*part).float() - gd.shard_sequence(want, None, 2).float()).abs().max().item()
+    label = f"{tokens_a_rank} tokens a rank"
+    forward = {"one GPU": lambda: one(*whole)}
+    modes = {m: ours(m) for m in ("all_gather", "ring", "ulysses")}
+    forward |= {m: lambda f=f: f(*part) for m, f in modes.items()}
+    row = measure("cp forward", label, forward | torch_peers(part, None), rounds=3)
+    row |= {"all_gather bit for bit": same, "ring's largest difference": worst}
+    step = {"one GPU": lambda: both_ways(one)(whole, grad)}
+    step |= {m: lambda f=f: both_ways(f)(part, part_grad) for m, f in modes.items()}
+    measure("cp forward+backward", label, step | torch_peers(part, part_grad), rounds=3)
+    if tokens_a_rank <= 8192:
+        os.environ["GPUKERN_DIST_CHECK"] = "1"
+        measure("cp forward, compared", label, {"all_gather": lambda: ours("all_gather")(*part)}, rounds=3)
+        os.environ["GPUKERN_DIST_CHECK"] = "0"
+
+
+def torch_peers(part, grad) -> dict:
+    """torch's context_parallel with each of its kernels; its balanced cut is that of zigzag. K and V have their own heads where
+    it takes that, else one for each of q's ("expanded").
+    """
+    if not CUDA:
+        return {}
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.experimental import context_parallel
+
+    mesh, usual = init_device_mesh("cuda", (dist.get_world_size(),)), F.scaled_dot_product_attention
+    table = DTensor._op_dispatcher._custom_op_handlers
+    wide = [part[0], *(x.repeat_interleave(HEADS_Q // HEADS_KV, 1) for x in part[1:])]
+
+    def run(backend, given):
+        def attend(q, k, v):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] < q.shape[1])
+
+        unused = torch.zeros(2 * dist.get_world_size(), device="cuda")
+        try:
+            with sdpa_kernel(backend), context_parallel(mesh, buffers=[unused], buffer_seq_dims=[0]):
+                return attend(*given) if grad is None else both_ways(attend)(given, grad)
+        except Exception:  # which leaves its replacements in place
+            F.scaled_dot_product_attention = usual
+            DTensor._op_dispatcher._custom_op_handlers = table
+            raise
+
+    backends = {"torch CP cuDNN": SDPBackend.CUDNN_ATTENTION, "torch CP flash": SDPBackend.FLASH_ATTENTION}
+    calls = {}
+    for name, backend in backends.items():
+        for more, given in (("", part), (", expanded", wide)):
+            calls[name + more] = lambda b=backend, g=given: run(b, g)
+    return calls
+
+
+def decode(keys: int, device) -> None:
+    """One sequence, one new token."""
+    ranks, block = dist.get_world_size(), 64
+    torch.manual_seed(0)  # the same on every rank
+    q = torch.randn(1, HEADS_Q, DIM, device=device, dtype=DTYPE)
+    pages = keys // block
+    cache = [torch.randn(pages, block, HEADS_KV, DIM, device=device, dtype=DTYPE) for _ in range(2)]
+    table = torch.randperm(pages, device=device).to(torch.int32)
+    mine = table.tensor_split(ranks)[dist.get_rank()]
+    lens, local = (torch.tensor([n], dtype=torch.int32, device=device) for n in (keys, mine.numel() * block))
+    calls = {
+        "one GPU": lambda: gk.paged_attn(q, *cache, table[None], lens),
+        "ours": lambda: gd.context_parallel_paged_attn(q, *cache, mine[None], local),
+    }
+    worst = (calls["ours"]().float() - calls["one GPU"]().float()).abs().max().item()
+    row = measure("cp decode", f"1 x {keys} keys", calls, graph=True)
+    row["largest difference"] = worst
+
+
+# ---- products ---------------------------------------------------------------------------------------
+
+
+def symmetric(name: str):
+    """An op of torch's symmetric memory with the group's name last, or one that says that it is not there."""
+    return getattr(torch.ops.symm_mem, name)
+
+
+def products(m: int, k: int, n: int, device) -> None:
+    ranks, name, group = dist.get_world_size(), f"{m} {k} {n}", dist.group.WORLD.group_name
+    of = dict(device=device, dtype=DTYPE)
+    a, b = torch.randn(m // ranks, k, **of), torch.randn(k, n // ranks, **of)
+    met = torch.empty(m, k, **of)
+
+    def nccl_gather():
+        dist.all_gather_into_tensor(met, a)
+        return torch.mm(met, b)
+
+    calls = {"ours": lambda: gd.all_gather_gemm(a, b), "NCCL + mm": nccl_gather}
+    if CUDA:
+        calls["symm_mem"] = lambda: symmetric("fused_all_gather_matmul")(a, [b], 0, group)
+    calls["gemm alone"] = lambda: gk.gemm(met, b)
+    calls["mm alone"] = lambda: torch.mm(met, b)
+    measure("all_gather_gemm", name, calls)
+
+    a2, b2 = torch.randn(m, k // ranks, **of), torch.randn(k // ranks, n, **of)
+    kept = torch.empty(m // ranks, n, **of)
+
+    def nccl_scatter():
+        dist.reduce_scatter_tensor(kept, torch.mm(a2, b2))
+        return kept
+
+    calls = {"ours": lambda: gd.gemm_reduce_scatter(a2, b2), "NCCL + mm": nccl_scatter}
+    if CUDA:
+        calls["symm_mem"] = lambda: symmetric("fused_matmul_reduce_scatter")(a2, b2, "sum", 0, group)
+    calls["gemm alone"] = lambda: gk.gemm(a2, b2)
+    calls["mm alone"] = lambda: torch.mm(a2, b2)
+    measure("gemm_reduce_scatter", name, calls)
+
+
+def all_reduce(m: int, device) -> None:
+    ranks, size, of = dist.get_world_size(), int(8192 * RATE), dict(device=device, dtype=DTYPE)
+    a, b = torch.randn(m, size // ranks, **of), torch.randn(size // ranks, size, **of)
+
+    def nccl():
+        out = torch.mm(a, b)
+        dist.all_reduce(out)
+        return out
+
+    calls = {"ours": lambda: gd.gemm_all_reduce(a, b), "NCCL + mm": nccl}
+    if CUDA:
+        import torch.distributed._symmetric_memory as symm_mem
+
+        group = dist.group.WORLD.group_name
+        room = symm_mem.empty(m, size, **of)
+        symm_mem.rendezvous(room, group)
+
+        def shot(kind):
+            def call():
+                torch.mm(a, b, out=room)
+                return getattr(torch.ops.symm_mem, kind)(room, "sum", group)
+
+            return call
+
+        calls |= {"one-shot": shot("one_shot_all_reduce"), "two-shot": shot("two_shot_all_reduce_")}
+    calls["gemm alone"] = lambda: gk.gemm(a, b)
+    measure("gemm_all_reduce", f"{m} {size} {size}", calls, graph=True, budget=0.2)
+
+
+def links(device) -> None:
+    """What a GPU sends a second, by both ways that are used, and what a product reaches: the numbers of a Machine."""
+    ranks, each = dist.get_world_size(), int((32 << 20) * RATE)
+    x, met = torch.randn(each, device=device, dtype=DTYPE), torch.empty(ranks * each, device=device, dtype=DTYPE)
+    sent = x.numel() * x.element_size() * (ranks - 1)
+    row = measure(
+        "links", f"{x.numel() * x.element_size() >> 20} MiB a rank",
+        {"NCCL all_gather": lambda: dist.all_gather_into_tensor(met, x), "gather_sequence": lambda: gd.gather_sequence(x, dim=0)},
+    )  # fmt: skip
+    row["GB/s"] = {name: round(sent / us / 1e3, 1) for name, us in row["us"].items()}
+    if dist.get_rank() == 0:
+        print(f"    GB/s a direction: {row['GB/s']}", flush=True)
+
+
+def training(device, trace: Path | None) -> None:
+    """The example's forms: tokens a second, bytes that a rank sends, what of the communication goes beside kernels."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "distributed"))
+    import train
+
+    os.environ["GPUKERN_DIST_CHECK"] = "0"
+    config, ranks = train.CONFIG[device.type], dist.get_world_size()
+    text = torch.randint(0, 256, (1 << 20,), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    alone = train.Form(dtype=DTYPE)
+    forms = {"one GPU": "", "data": "", "zero 3": "--zero 3", "tensor, sequence": f"--tensor {ranks} --sequence",
+             "context": f"--context {ranks} --mode all_gather", "pipeline": f"--pipeline {ranks} --microbatches 8"}  # fmt: skip
+    for name, flags in forms.items():
+        try:
+            options = train.parse(["--steps", "5", "--batch", "8", *flags.split()])
+            if trace and name in ("data", "tensor, sequence"):
+                options.trace = trace.with_name(f"{trace.stem}_{name.split(',')[0]}.json")
+            losses, told = train.losses_of(options, text, config, device, alone if name == "one GPU" else None)
+            rows.append({"group": "training", "label": name, "losses": losses, "told": told})
+        except Exception as raised:
+            print(f"training, {name}: {type(raised).__name__}: {raised}", flush=True)
+            rows.append({"group": "training", "label": name, "failed": str(raised)[:200]})
+        if CUDA:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+
+def main() -> None:
+    global RATE
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer sizes")
+    parser.add_argument("--out", type=Path, help="where the results are written, as JSON")
+    parser.add_argument(
+        "--trace", type=Path, help="beginning of the names of timelines, Chrome traces of training steps"
+    )
+    options = parser.parse_args()
+    os.environ["GPUKERN_DIST_CHECK"] = "0"
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if CUDA else torch.device("cpu")
+    if CUDA:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if CUDA else "gloo", timeout=datetime.timedelta(seconds=60))
+    RATE = 1.0 if CUDA else 1 / 64
+    links(device)
+    for tokens in (8192,) if options.quick else (8192, 32768):
+        attention(int(tokens * RATE), device)
+    for k, n in ((8192, 10240),) if options.quick else ((8192, 10240), (8192, 57344), (4096, 6144)):
+        products(int(8192 * RATE), int(k * RATE), int(n * RATE), device)
+    for m in (1, 64) if options.quick else (1, 8, 16, 64):
+        all_reduce(m, device)
+    decode(int((1 << 20) * RATE), device)
+    if CUDA:
+        training(device, options.trace)
+    if dist.get_rank() == 0 and options.out:
+        ask = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        name, driver = (
+            subprocess.run(ask, capture_output=True, text=True).stdout.splitlines()[0].split(", ")
+            if CUDA
+            else ("cpu", "")
+        )
+        facts = {
+            "device": f"{dist.get_world_size()} x {name}",
+            "driver": driver,
+            "torch": torch.__version__,
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if CUDA else "",
+            "date": datetime.date.today().isoformat(),
+            "command": f"torchrun --nproc-per-node {dist.get_world_size()} benchmarks/bench_distributed.py "
+            + " ".join(x for x in sys.argv[1:] if x.startswith("--quick")),
+            "rows": rows,
+        }
+        options.out.write_text(json.dumps(facts, indent=1) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

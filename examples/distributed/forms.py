@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The demo's model over a mesh of ranks: which weights a rank has, and what it asks of others.
+
+    mesh          data x context x tensor x pipeline, any of them 1
+    data          sequences are shared out; gradients are averaged (DDP, or FSDP2 as ZeRO 1 to 3)
+    context       a sequence's tokens are shared out; attention is gd.context_parallel_attn
+    tensor        heads, hidden features and classes are shared out: columns of the first product of a pair, rows of the second
+    sequence      beside tensor: between the pairs each rank has some of the tokens alone
+    pipeline      layers are shared out; microbatches go from stage to stage by torch.distributed.pipelining
+
+Every rank makes the same whole model from the same seed and keeps its part. Weights and gradients are float32, so gradients of
+accumulation steps are summed in float32; `dtype` is what is multiplied.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+import torch_gpukern as gk
+from torch_gpukern import distributed as gd
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "demo"))
+from model import GPT, Config, grams_of, rms_norm, rotate  # noqa: E402
+
+
+@dataclass
+class Form:
+    """How the model lies on the ranks; `mesh` None is one process. batch: the ranks of data and context, as one dimension."""
+
+    mesh: DeviceMesh | None = None
+    batch: DeviceMesh | None = None
+    context_mode: str = "auto"
+    sequence: bool = False
+    recompute: bool = False
+    dtype: torch.dtype = torch.float32
+
+    def size(self, name: str) -> int:
+        return 1 if self.mesh is None else self.mesh[name].size()
+
+    @property
+    def batch_size(self) -> int:
+        return 1 if self.batch is None else self.batch.size()
+
+    def rank(self, name: str) -> int:
+        return 0 if self.mesh is None else self.mesh[name].get_local_rank()
+
+    def group(self, name: str) -> dist.ProcessGroup:
+        return self.mesh[name].get_group()
+
+
+class Shared(torch.autograd.Function):
+    """What all ranks have alike and each reads with its own weights: the gradient is the sum, in the order of the ranks."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        parts = [torch.empty_like(grad, memory_format=torch.contiguous_format) for _ in range(ctx.group.size())]
+        dist.all_gather(parts, grad.contiguous(), group=ctx.group)
+        total = parts[0].float()
+        for part in parts[1:]:
+            total += part
+        return total.to(grad.dtype), None
+
+
+def part(x: Tensor, dim: int, form: Form) -> Tensor:
+    """This rank's share of a tensor-parallel dimension."""
+    return x.chunk(form.size("tensor"), dim)[form.rank("tensor")]
+
+
+class ParallelBlock(nn.Module):
+    """The demo's block with this rank's heads and hidden features. Tokens come first: x [seq, batch, dim]."""
+
+    def __init__(self, whole: nn.Module, form: Form) -> None:
+        super().__init__()
+        c, ranks = whole.config, form.size("tensor")
+        for name, n in (("heads_q", c.heads_q), ("heads_kv", c.heads_kv), ("hidden", c.hidden)):
+            if n % ranks:
+                raise SystemExit(f"--tensor {ranks} does not divide the model's {name} of {n}")
+        self.form, self.config = form, replace(
+            c, heads_q=c.heads_q // ranks, heads_kv=c.heads_kv // ranks, hidden=c.hidden // ranks
+        )  # fmt: skip
+        sizes = [h * c.head_dim for h in (c.heads_q, c.heads_kv, c.heads_kv)]
+        with torch.no_grad():
+            qkv = [part(x, 1, form) for x in whole.qkv.split(sizes, 1)]
+            self.qkv = nn.Parameter(torch.cat(qkv, 1).contiguous())
+            self.gate_up = nn.Parameter(
+                torch.cat([part(x, 1, form) for x in whole.gate_up.chunk(2, 1)], 1).contiguous()
+            )
+            self.attn_out = nn.Parameter(part(whole.attn_out, 0, form).clone())
+            self.mlp_out = nn.Parameter(part(whole.mlp_out, 0, form).clone())
+
+    def columns(self, x: Tensor, w: Tensor) -> Tensor:
+        """x w, of this rank's columns of w; under sequence parallelism of all ranks' tokens."""
+        w, x = w.to(self.form.dtype), x.to(self.form.dtype)
+        if self.form.size("tensor") == 1:
+            return gk.gemm(x, w)
+        group = self.form.group("tensor")
+        if not self.form.sequence:
+            return gk.gemm(Shared.apply(x, group), w)
+        return gd.all_gather_gemm(x.flatten(0, 1), w, group).unflatten(0, (-1, x.shape[1]))
+
+    def rows(self, x: Tensor, w: Tensor) -> Tensor:
+        """The sum over ranks of x w, of this rank's rows of w; under sequence parallelism this rank's tokens of it."""
+        w = w.to(self.form.dtype)
+        if self.form.size("tensor") == 1:
+            return gk.gemm(x, w)
+        product = gd.gemm_reduce_scatter if self.form.sequence else gd.gemm_all_reduce
+        return product(x.flatten(0, 1), w, self.form.group("tensor")).unflatten(0, (-1, x.shape[1]))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """[seq, batch, heads, head_dim] of this rank's tokens and heads, causal."""
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        if self.form.size("context") > 1:
+            group, mode = self.form.group("context"), self.form.context_mode
+            out = gd.context_parallel_attn(q, k, v, group, is_causal=True, mode=mode)
+        else:
+            out = gk.flash_attn(q, k, v, is_causal=True)
+        return out.permute(2, 0, 1, 3)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        c = self.config
+        qkv = self.columns(rms_norm(x), self.qkv).unflatten(-1, (-1, c.head_dim))
+        q, k, v = qkv.split((c.heads_q, c.heads_kv, c.heads_kv), dim=-2)
+        q, k = rotate(rms_norm(q), cos, sin), rotate(rms_norm(k), cos, sin)
+        y = self.attend(q.to(v.dtype), k.to(v.dtype), v)
+        x = x + self.rows(y.flatten(-2), self.attn_out)
+        gate, up = self.columns(rms_norm(x), self.gate_up).chunk(2, dim=-1)
+        return x + self.rows(F.silu(gate) * up, self.mlp_out)
+
+
+class Stage(nn.Module):
+    """Some layers of the model, with the embedding where they are the first and the head where they are the last.
+
+    Takes tokens' grams [batch, seq, grams] or x [batch, seq, dim], this rank's tokens; returns x, of the last stage before the
+    head, whose product stands in `loss`.
+    """
+
+    def __init__(self, whole: GPT, form: Form, index: int = 0, stages: int = 1) -> None:
+        super().__init__()
+        layers = list(whole.blocks)
+        if len(layers) % stages:
+            raise SystemExit(f"the model's {len(layers)} layers cannot be shared out over {stages} stages")
+        each = len(layers) // stages
+        self.form, self.config = form, whole.config
+        self.first, self.last = index == 0, index == stages - 1
+        if self.first:
+            self.embed = nn.Parameter(whole.embed.detach().clone())
+        self.blocks = nn.ModuleList(ParallelBlock(b, form) for b in layers[index * each : (index + 1) * each])
+        if self.last:  # [classes of this rank, dim]
+            self.head = nn.Parameter(part(whole.head.detach().t(), 0, form).contiguous())
+        # A table for every token of the context, which is cut as the tokens are.
+        self.register_buffer("cos", whole.cos.detach().clone(), persistent=False)
+        self.register_buffer("sin", whole.sin.detach().clone(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        form, ranks = self.form, self.form.size("context")
+        if self.first:
+            tables = self.config.vocab * torch.arange(x.shape[-1], device=x.device)
+            x = rms_norm(F.embedding(x + tables, self.embed).sum(dim=-2))
+        seq = x.shape[1]
+        cos, sin = self.cos[: seq * ranks], self.sin[: seq * ranks]
+        if ranks > 1:
+            where = gd.positions(seq * ranks, form.group("context"), device=x.device)
+            cos, sin = cos[where], sin[where]
+        cos, sin = cos[:, None], sin[:, None]  # of a batch
+        x = x.transpose(0, 1)
+        tensor = form.group("tensor") if form.size("tensor") > 1 else None
+        if form.sequence and tensor is not None:
+            x = gd.shard_sequence(x, tensor, 0, "contiguous")
+        for block in self.blocks:
+            if form.recompute and torch.is_grad_enabled():
+                x = checkpoint(block, x, cos, sin, use_reentrant=False)
+            else:
+                x = block(x, cos, sin)
+        if form.sequence and tensor is not None:
+            x = gd.gather_sequence(x, tensor, 0, "contiguous", seq_len=seq)
+        x = x.transpose(0, 1)
+        if self.last:
+            return rms_norm(x.contiguous())
+        return x.clone(memory_format=torch.contiguous_format)  # a pipeline's backward takes no view
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """The mean over this rank's tokens, in nats; x is what forward returned."""
+        x, head = x.to(self.form.dtype), self.head.to(self.form.dtype)
+        if self.form.size("tensor") == 1:
+            return gk.linear_cross_entropy(x, head, targets)
+        return gd.vocab_parallel_linear_cross_entropy(x, head, targets, self.form.group("tensor"))
+
+
+class OneStage(nn.Module):
+    """Forward and loss in one call, as DDP and FSDP2 want it."""
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, grams: Tensor, targets: Tensor) -> Tensor:
+        return self.stage.loss(self.stage(grams), targets)
+
+
+def local(x: Tensor, form: Form) -> Tensor:
+    """This rank's tokens of [batch, seq, ...]."""
+    return gd.shard_sequence(x, form.group("context"), 1).contiguous() if form.size("context") > 1 else x
+
+
+def inputs(tokens: Tensor, targets: Tensor, form: Form, config: Config) -> tuple[Tensor, Tensor]:
+    """What a rank is fed: grams of its tokens (cut after they were made: a gram looks back), and their targets."""
+    return local(grams_of(tokens, config.grams), form), local(targets, form)
+
+
+def sum_shares(module: nn.Module, form: Form) -> None:
+    """Gradients that sequence parallelism leaves in shares on the tensor ranks: that of the embedding."""
+    for name, p in module.named_parameters():
+        if form.sequence and form.size("tensor") > 1 and name.endswith("embed") and p.grad is not None:
+            grad = p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad
+            dist.all_reduce(grad, group=form.group("tensor"))
