@@ -489,7 +489,7 @@ static bool tasks_in_order(const BwdGrid &grid) {
     for (int x = 0; x < grid.blocks(); ++x) {
         const BwdTask t = grid.task(x);
         if (t.unit < 0 || t.unit >= units || t.index < 0 || t.index >= most[t.kind]) return false;
-        if (t.part < 0 || t.part >= t.parts || (t.parts != 1 && t.parts != BwdGrid::PARTS)) return false;
+        if (t.part >= t.parts || (t.parts != 1 && t.parts != BwdGrid::PARTS)) return false;
         const int parts = t.parts == 1 ? 15 : 1 << t.part; /* a bit each */
         int &of = seen[t.kind][t.unit * 32 + t.index];
         if (of & parts) return false;

@@ -12,7 +12,7 @@
 #include "../tile/copy.cuh"
 #include "../tile/fragment.cuh"
 #include "bwd_tasks.cuh"
-#include "bwd_tiles.h"
+#include "blocks.h"
 
 namespace {
 
@@ -242,7 +242,7 @@ bool serves(const gk_cuda_instance *row, const gk_context *ctx, const gk_flash_a
            rows_aligned(a->dv) && smem_fits(ctx, row->key[3]);
 }
 
-/* Whether a tile of few rows wastes less than a larger one gains. */
+/* Whether a small tile wastes less than a larger one gains. */
 template <class Tile> bool short_enough(const gk_flash_attn_args &a) {
     const int64_t seq_q = a.cu_seqlens_q ? a.max_seqlen_q : a.q.shape[2];
     const bool causal = a.rules.is_causal || a.rules.window_right >= 0;
