@@ -658,6 +658,19 @@ static struct {
     bool shared;
 } p;
 
+/* What a cache holds: now and then 8-bit codes. */
+static gk_dtype draw_stored(gk_dtype dtype) {
+    static const gk_dtype codes[] = {GK_E4M3, GK_E4M3, GK_E5M2, GK_I8};
+    return check_below(2) ? dtype : PICK(codes);
+}
+
+/* [], [Hkv], or of codes [num_blocks, Hkv] */
+static check_tensor make_scale(gk_dtype stats, gk_dtype stored, int64_t num_blocks, int64_t heads_kv, double lo) {
+    int64_t shape[2] = {num_blocks, heads_kv};
+    int ndim = (int)check_below(gk_is_code(stored) ? 3 : 2);
+    return make_stats(stats, ndim, shape + 2 - ndim, lo, 2, false);
+}
+
 static check_tensor make_cache(gk_dtype dtype, int64_t num_blocks, int64_t block_size, int64_t heads_kv, int64_t dim,
                                bool heads_first) {
     static const int transposed[4] = {0, 2, 1, 3};
@@ -668,7 +681,8 @@ static check_tensor make_cache(gk_dtype dtype, int64_t num_blocks, int64_t block
 static void paged_draw(gk_dtype dtype, bool large) {
     static const int64_t pages[] = {1, 3, 16, 16, 64, 64};
     const int64_t *h = PICK(heads);
-    gk_dtype stats = gk_stats_dtype(dtype);
+    gk_dtype stats = gk_stats_dtype(dtype), stored = draw_stored(dtype);
+    if (stored == GK_I8) stored = dtype; /* fill_pages tells rows by NaN */
     int64_t dim = draw_dim(), dim_v = check_below(4) ? dim : draw_dim(),
             most_q = check_below(2)   ? 1
                      : check_below(4) ? 6
@@ -697,8 +711,8 @@ static void paged_draw(gk_dtype dtype, bool large) {
     int64_t rows = p.tokens + (ragged ? check_below(3) : 0), table_shape[2] = {p.batch, max_blocks};
     int64_t q_shape[3] = {rows, h[0], dim}, out_shape[3] = {rows, h[0], dim_v};
     p.table = check_tensor_make(GK_I32, 2, table_shape, NULL, 1, check_below(3));
-    p.k = make_cache(dtype, num_blocks, p.block_size, h[1], dim, heads_first);
-    p.v = make_cache(dtype, num_blocks, p.block_size, h[1], dim_v, heads_first);
+    p.k = make_cache(stored, num_blocks, p.block_size, h[1], dim, heads_first);
+    p.v = make_cache(stored, num_blocks, p.block_size, h[1], dim_v, heads_first);
     p.q = check_tensor_make(dtype, 3, q_shape, NULL, 1, pad_for(dim));
     p.out = check_dense(dtype, 3, out_shape), p.lse = check_dense(stats, 2, out_shape);
     p.slopes = make_slopes(stats, p.batch, h[0], 0.1),
@@ -706,8 +720,8 @@ static void paged_draw(gk_dtype dtype, bool large) {
     p.kv_start = check_tensor_make(GK_I32, 1, &p.batch, NULL, 1 + check_below(2), 0);
     for (int64_t b = 0; b < p.batch; ++b)
         check_set(&p.kv_start.t, b, (double)(check_below(4) ? check_below(p.seq_k[b] + 1) : check_below(5) - 2));
-    p.k_scale = make_stats(stats, (int)check_below(2), h + 1, 0.5, 2, false);
-    p.v_scale = make_stats(stats, (int)check_below(2), h + 1, 0.5, 2, false);
+    p.k_scale = make_scale(stats, stored, num_blocks, h[1], 0.5);
+    p.v_scale = make_scale(stats, stored, num_blocks, h[1], 0.5);
     mirror(&p.q, "q", false), mirror(&p.k, "k_cache", false), mirror(&p.v, "v_cache", false);
     mirror(&p.table, "block_table", false), mirror(&p.lens, "seq_lens", false), mirror(&p.cu, "cu_seqlens_q", false);
     mirror(&p.slopes, "alibi_slopes", false), mirror(&p.sinks, "sinks", false);
@@ -775,7 +789,9 @@ static void paged_expect(void) {
     double most = 1 + r->scale * (p.args.k_scale ? 2 : 1) * check_longest_row(&p.q.t) * check_longest_row(&p.k.t);
     if (r->alibi_slopes) most += 0.1 * (double)p.longest;
     result *out = expected(&p.out, attn_loss(p.q.t.dtype, dim, most, (double)p.longest, 1.25));
-    out->floor = attn_floor(p.q.t.dtype, (double)p.longest);
+    /* codes may be weighted in float16 */
+    const bool halves = gk_is_code(p.k.t.dtype) && p.q.t.dtype == GK_BF16;
+    out->floor = attn_floor(halves ? GK_F16 : p.q.t.dtype, (double)p.longest);
     result *lse = expected(&p.lse, attn_loss(p.lse.t.dtype, dim, most, 0, 0));
     check_fill(&lse->size, 1);
     check_tensor abs_v = check_map(&p.v, fabs);
@@ -803,10 +819,11 @@ static void write_draw(gk_dtype dtype, bool large) {
     w.k = check_tensor_make(dtype, 3, k_shape, check_below(2) ? transposed : NULL, 1, pad_for(dim));
     w.v = check_tensor_make(dtype, 3, v_shape, NULL, 1 + (check_below(4) == 0), pad_for(dim_v));
     w.slots = check_tensor_make(check_below(2) ? GK_I32 : GK_I64, 1, &tokens, NULL, 1 + check_below(2), 0);
-    w.k_scale = make_stats(gk_stats_dtype(dtype), (int)check_below(2), &num_heads, 0.2, 2, false);
-    w.v_scale = make_stats(gk_stats_dtype(dtype), (int)check_below(2), &num_heads, 0.2, 2, false);
-    w.k_cache = make_cache(dtype, num_blocks, page, num_heads, dim, heads_first);
-    w.v_cache = make_cache(dtype, num_blocks, page, num_heads, dim_v, heads_first);
+    const gk_dtype stored = draw_stored(dtype);
+    w.k_scale = make_scale(gk_stats_dtype(dtype), stored, num_blocks, num_heads, 0.2);
+    w.v_scale = make_scale(gk_stats_dtype(dtype), stored, num_blocks, num_heads, 0.2);
+    w.k_cache = make_cache(stored, num_blocks, page, num_heads, dim, heads_first);
+    w.v_cache = make_cache(stored, num_blocks, page, num_heads, dim_v, heads_first);
     mirror(&w.k, "k", false), mirror(&w.v, "v", false), mirror(&w.slots, "slots", false);
     mirror(&w.k_scale, "k_scale", false), mirror(&w.v_scale, "v_scale", false);
     mirror(&w.k_cache, "k_cache", true), mirror(&w.v_cache, "v_cache", true);
