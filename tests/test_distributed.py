@@ -71,7 +71,7 @@ def check_shards_come_back(ranks):
         shape[dim] = length
         x = randn(generator("shards", length), *shape).requires_grad_()
         part = gd.shard_sequence(x, group, dim, layout)
-        where = gd.positions(length, group, layout)
+        where = gd.positions(length, group, layout, device=x.device)
         assert torch.equal(part, x.index_select(dim, where)), (layout, length, dim)
         whole = gd.gather_sequence(part, group, dim, layout, seq_len=length)
         assert torch.equal(whole, x), (layout, length, dim)
@@ -536,11 +536,10 @@ def check_a_rank_that_dies(ranks):
 
 
 def _work(rank, folder, checks, size, cuda):
-    global RANKS, CUDA, FLOATS
+    global RANKS, CUDA
     RANKS, CUDA = size, cuda
     torch.set_num_threads(1)
     if cuda:
-        FLOATS = FLOATS[:2]
         torch.cuda.set_device(rank)
         torch.set_default_device(f"cuda:{rank}")
     where = dict(init_method=f"file://{folder}/store", rank=rank, world_size=size)
