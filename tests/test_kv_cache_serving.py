@@ -21,7 +21,7 @@ SIZE = 4
 
 
 def make(device="cpu", num_blocks=16, **kwargs):
-    cache = PagedKVCache(num_blocks, SIZE, 1, 2, device=device, **kwargs)
+    cache = PagedKVCache(num_blocks, SIZE, 1, 8, device=device, **kwargs)
     cache.k.fill_(torch.nan)
     cache.v.fill_(torch.nan)
     return cache
@@ -30,7 +30,7 @@ def make(device="cpu", num_blocks=16, **kwargs):
 def write_many(cache, ids):
     """Grows sequences by tokens whose key is their id, and whose value is its negative."""
     flat = [x for more in ids.values() for x in more]
-    k = torch.tensor(flat, dtype=torch.float32, device=cache.k.device).view(-1, 1, 1).expand(-1, 1, 2)
+    k = torch.tensor(flat, dtype=torch.float32, device=cache.k.device).view(-1, 1, 1).expand(-1, 1, 8)
     cache.append(list(ids), k, -k, [len(more) for more in ids.values()])
 
 
@@ -149,7 +149,7 @@ def test_sequences_of_different_lengths_grow_in_one_call(how, swapped, device):
 def test_a_later_layer_that_raises_leaves_siblings_as_they_were(swapped, device):
     cache = make(device, layers=2)
     a = cache.allocate()
-    k = torch.arange(1.0, 4, device=device).view(3, 1, 1).expand(2, 3, 1, 2)
+    k = torch.arange(1.0, 4, device=device).view(3, 1, 1).expand(2, 3, 1, 8)
     cache.append([a], k, -k, 3)
     b = cache.fork(a, 1)
 
@@ -341,7 +341,7 @@ def test_a_call_that_raises_forgets_nothing(call, device):
     cache.free(a)
     b = cache.allocate()
     table, lens, slots = targets(device, rows=1, width=4, tokens=3)
-    k = torch.ones(8, 1, 2, device=device)
+    k = torch.ones(8, 1, 8, device=device)
     with pytest.raises((ValueError, OutOfPages, NotImplementedError)):
         if call == "fill_ without room":
             cache.fill_([b], table, lens, slots, 8)
@@ -436,7 +436,7 @@ def test_no_length_lets_a_query_see_released_pages(window, length, least, device
                 continue
             s = cache.fork(a, cut) if how == "fork" else (cache.truncate(a, cut), a)[1]
             write(cache, s, [90])
-            q = torch.ones(1, 1, 2, device=device)
+            q = torch.ones(1, 1, 8, device=device)
             out = ops.paged_attn(
                 q, cache.k[0], cache.v[0], cache.block_table([s]), cache.seq_lens([s]), window_left=window
             )

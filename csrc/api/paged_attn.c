@@ -34,7 +34,13 @@ static gk_status check_caches(const gk_context *ctx, gk_io *io, const char *name
     GK_TRY(gk_check_same("v_cache", "num_blocks", v_cache->shape[0], "k_cache", k_cache->shape[0]));
     GK_TRY(gk_check_same("v_cache", "block_size", v_cache->shape[1], "k_cache", k_cache->shape[1]));
     GK_TRY(gk_check_same("v_cache", "heads", v_cache->shape[2], "k_cache", k_cache->shape[2]));
-    return gk_check_head_dim("v_cache", ctx, v_cache->shape[3]);
+    return written ? GK_OK : gk_check_head_dim("v_cache", ctx, v_cache->shape[3]);
+}
+
+/* Rows are written of any length that some device reads: CUDA's attention takes fewer lengths than its cache. */
+static gk_status check_written_head_dim(const char *name, int64_t d) {
+    if (d >= 1 && d <= 512) return GK_OK;
+    return gk_fail(GK_ERR_UNSUPPORTED, "%s has head_dim %lld; it must be 1 to 512", name, (long long)d);
 }
 
 /* [] or [Hkv]; of 8-bit caches float32 whatever the dtype, and [num_blocks, Hkv] too */
@@ -127,7 +133,7 @@ gk_status gk_check_kv_cache_write(const gk_context *ctx, const gk_kv_cache_write
     GK_TRY(gk_check_float(io, "k", k));
     GK_TRY(gk_check_dims("k", k, 3, "[T, Hkv, D]"));
     const int64_t tokens = k->shape[0], heads_kv = k->shape[1];
-    GK_TRY(gk_check_head_dim("k", ctx, k->shape[2]));
+    GK_TRY(check_written_head_dim("k", k->shape[2]));
     GK_TRY(gk_take(io, "v", v, GK_ANY_STRIDES));
     GK_TRY(gk_check_same_dtype(io, "v", v, "k", k));
     GK_TRY(gk_check_dims("v", v, 3, "[T, Hkv, Dv]"));
@@ -136,6 +142,7 @@ gk_status gk_check_kv_cache_write(const gk_context *ctx, const gk_kv_cache_write
     GK_TRY(check_caches(ctx, io, "k", k, &w->k_cache, &w->v_cache, true));
     GK_TRY(gk_check_same("k_cache", "heads", w->k_cache.shape[2], "k", heads_kv));
     GK_TRY(gk_check_same("v_cache", "head_dim", w->v_cache.shape[3], "v", v->shape[2]));
+    GK_TRY(check_written_head_dim("v_cache", v->shape[2]));
     GK_TRY(gk_take(io, "slots", &w->slots, GK_ANY_STRIDES));
     GK_TRY(gk_check_dtypes(io, "slots", &w->slots, GK_I64, GK_I32));
     GK_TRY(gk_check_length_of("slots", &w->slots, tokens));

@@ -499,7 +499,7 @@ static void flash_draw(gk_dtype dtype, bool large, bool backward) {
     const bool lse_wanted = backward || check_below(4);
     mirror(&f.out, "out", !backward), mirror(&f.lse, "lse", !backward && lse_wanted);
     a->q = f.q.t, a->k = f.k.t, a->v = f.v.t, a->out = f.out.t, a->lse = f.lse.t;
-    if (!lse_wanted) a->lse.data = NULL;
+    if (!lse_wanted) a->lse = check_below(2) ? (gk_tensor){0} : (gk_tensor){.ndim = f.lse.t.ndim}; /* each means it */
     a->max_seqlen_q = f.seq_q + check_below(2) * 9, a->max_seqlen_k = f.seq_k + check_below(2) * 9;
     r->scale = 1 / sqrt((double)f.dim), r->window_left = r->window_right = -1;
     for (int64_t n = check_below(6); n > 0; --n) modify(r, check_below(14));

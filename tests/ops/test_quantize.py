@@ -197,8 +197,8 @@ def test_opcheck_and_compile(device):
 
 
 def test_a_tensor_of_nothing_has_a_scale(device):
-    """Of every dtype: float64 has a path of its own, which once left it unwritten."""
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+    """Of every dtype that the device takes: float64, on the CPU alone, has a path of its own, which once left it unwritten."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16) + ((torch.float64,) if device == "cpu" else ()):
         for shape in ((0, 4), (3, 0), (2, 0, 4)):
             codes, scale = torch_gpukern.quantize(torch.empty(shape, dtype=dtype, device=device), torch.int8, "tensor")
             assert codes.shape == shape and scale.item() == 2.0**-126

@@ -18,7 +18,7 @@ struct FwdParams {
     int together;       /* query heads of a group, a multiple of problem.group */
     float *out_splits;  /* splits > 1: [splits][rows][head_dim_v] */
     float *lse_splits;  /* splits > 1: [splits][rows] */
-    int64_t split_rows; /* elements of lse */
+    int64_t split_rows; /* of all heads */
 };
 
 struct FwdWork {
@@ -95,7 +95,8 @@ inline FwdParams fwd_params(const gk_context *ctx, const gk_flash_attn_args *a, 
     p.problem = problem_of(ctx, a);
     const Problem &x = p.problem;
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
-    p.tiles_q = (int)gk_ceil_div(x.seq_q, bq), p.splits = 1, p.split_rows = gk_numel(&a->lse);
+    p.tiles_q = (int)gk_ceil_div(x.seq_q, bq), p.splits = 1;
+    p.split_rows = (x.cu_q ? x.total_q : (int64_t)x.batch * x.seq_q) * x.heads_q;
     const int64_t tiles = (x.cu_q ? (x.total_q / bq + x.batch) * (int64_t)x.heads_q : fwd_blocks(p)) / stacked;
     const int64_t keys = x.cu_q ? x.total_k / gk_max_i64(x.batch, 1) : x.seq_k;
     p.splits = fwd_splits(tiles, gk_ceil_div(keys, bkv), (int64_t)gpu->num_sms * ctas);

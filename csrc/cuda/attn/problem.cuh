@@ -126,6 +126,12 @@ inline Stats stats_of(const gk_tensor &t) {
     return {t.data, 0, t.stride[1], t.stride[0]};
 }
 
+/* The places of a forward's lse, which is dense: also where nobody wants it and only parts of the keys store one. */
+inline Stats dense_stats(void *data, const gk_tensor &q) {
+    if (q.ndim == 4) return {data, q.shape[1] * q.shape[2], q.shape[2], 1};
+    return {data, 0, 1, q.shape[1]};
+}
+
 inline Rules rules_of(const gk_attn_rules &r) {
     Rules rules = {};
     rules.scale = r.scale, rules.softcap = r.softcap;
@@ -150,7 +156,8 @@ inline Problem problem_of(const gk_context *ctx, const gk_flash_attn_args *a) {
     Problem p = {};
     const bool packed = a->cu_seqlens_q != NULL;
     const int last = a->q.ndim - 1;
-    p.q = rows_of(a->q), p.k = rows_of(a->k), p.v = rows_of(a->v), p.out = rows_of(a->out), p.lse = stats_of(a->lse);
+    p.q = rows_of(a->q), p.k = rows_of(a->k), p.v = rows_of(a->v), p.out = rows_of(a->out),
+    p.lse = dense_stats(a->lse.data, a->q);
     p.rules = rules_of(a->rules);
     if (packed) {
         p.cu_q = (const int32_t *)a->cu_seqlens_q->data, p.cu_q_step = a->cu_seqlens_q->stride[0];

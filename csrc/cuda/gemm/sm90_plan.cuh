@@ -75,6 +75,15 @@ inline Clusters clusters_of(const gk_cuda_instance *row, const gk_gpu *gpu, cons
     return {false, (int)in_m, (int)tiles_n};
 }
 
+/* A cluster of two columns of tiles keeps in step by what its blocks copy for each other. Past both edges of the result a block may get
+ * nothing from its row and nothing from most of its column: it would run ahead, and release a stage for a second time that a third
+ * block still reads. So along one edge the last tile must have some of every part that is copied. */
+inline bool keeps_step(const gk_cuda_instance *row, const GemmProblem &p) {
+    if (!is(row, GRID)) return true;
+    const int64_t bm = row->key[KEY_BM], bn = row->key[KEY_BN], down = row->key[KEY_TILES] / 2;
+    return gk_round_up(p.m, bm * down) - p.m < bm / 2 || gk_round_up(p.n, bn * 2) - p.n < bn / down;
+}
+
 /* Time of a row. */
 struct Estimate {
     double us;
@@ -229,7 +238,7 @@ inline bool plan_hopper_row(const gk_cuda_instance *row, const gk_context *ctx, 
     Operands &o = gk_own<HopperPlan>(to).operands;
     o.p = problem_of(gemm_problem_of(args), swapab);
     if (!operands_of(row->dtype, swapab, &o) || (is(row, PING_PONG) && !ping_pong_fits(o.p, row->dtype))) return false;
-    return (tf32 || !swapab || row->key[KEY_PARTS] == 1 || o.p.n <= row->key[KEY_BN]) &&
+    return (tf32 || !swapab || row->key[KEY_PARTS] == 1 || o.p.n <= row->key[KEY_BN]) && keeps_step(row, o.p) &&
            plan_row(row, gpu, estimate_of(row, gpu, o.p, o.mode).halved, to);
 }
 
@@ -262,6 +271,7 @@ inline void choose(const gk_cuda_table *const *schedules, int num_schedules, con
             if (q.swapab && !q.few && q.dtype != GK_F32 && r->key[KEY_PARTS] > 1) continue; /* for small M alone */
             if (is(r, NARROW) != q.narrow || (q.narrow && p.n > r->key[KEY_BN])) continue;
             if (is(r, PING_PONG) && !q.may_turn) continue;
+            if (!keeps_step(r, p)) continue;
             const Estimate found =
                 q.few || q.narrow ? Estimate{(double)r->key[KEY_BN], 0} : estimate_of(r, q.gpu, p, q.mode);
             if (found.us < to->estimate.us) to->row = r, to->estimate = found;
