@@ -30,6 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_gpukern as gk
 from torch_gpukern import distributed as gd
+from torch_gpukern.distributed.sequence import Cut
 
 CUDA = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 DTYPE = torch.bfloat16 if CUDA else torch.float32
@@ -141,8 +142,18 @@ def attention(tokens_a_rank: int, device) -> None:
     want, got = one(*whole), ours("all_gather")(*part)
     same = torch.equal(gd.shard_sequence(want, None, 2), got)
     worst = (ours("ring")(*part).float() - gd.shard_sequence(want, None, 2).float()).abs().max().item()
+    cut = Cut(total, ranks, "zigzag").segments(dist.get_rank())
+    runs = [part[0][:, :, at : at + end - start] for at, start, end in cut]
+
+    def alone(*_):
+        """This rank's queries over all keys, which it has already."""
+        return [
+            gk.flash_attn(q, *whole[1:], is_causal=True, diagonal=start)
+            for q, (_, start, _) in zip(runs, cut, strict=True)
+        ]
+
     label = f"{tokens_a_rank} tokens a rank"
-    forward = {"one GPU": lambda: one(*whole)}
+    forward = {"one GPU": lambda: one(*whole), "attention alone": alone}
     modes = {m: ours(m) for m in ("all_gather", "ring", "ulysses")}
     forward |= {m: lambda f=f: f(*part) for m, f in modes.items()}
     row = measure("cp forward", label, forward | torch_peers(part, None), rounds=3)
@@ -223,6 +234,8 @@ def symmetric(name: str):
 
 
 def products(m: int, k: int, n: int, device) -> None:
+    import torch.distributed._symmetric_memory  # noqa: F401  defines the ops
+
     ranks, name, group = dist.get_world_size(), f"{m} {k} {n}", dist.group.WORLD.group_name
     of = dict(device=device, dtype=DTYPE)
     a, b = torch.randn(m // ranks, k, **of), torch.randn(k, n // ranks, **of)
