@@ -7,6 +7,7 @@ tensors is a process's default device.
 
 import contextlib
 import itertools
+import json
 import os
 import random
 import signal
@@ -640,5 +641,23 @@ def test_estimate_counts_bytes_and_time():
     assert abs(eight.products_ms * 8 - one.products_ms) < 1e-6 * one.products_ms and eight.step_ms < one.step_ms
     long = gd.estimate(**{**model, "sequences": 1}, seq_len=1 << 20, context=64)
     assert long.attention_ms > long.products_ms and long.context_bytes > 0 and 0 < long.efficiency <= 1
+    slow = gd.estimate(**model, seq_len=8192, context=2, machine=gd.Machine(latency_us=100))
+    assert abs(slow.context_ms - gd.estimate(**model, seq_len=8192, context=2).context_ms - 32 * 0.1) < 1e-9
     with pytest.raises(ValueError, match="tensor must be at least 1"):
         gd.estimate(**model, seq_len=1, tensor=0)
+
+
+def test_estimate_holds_to_what_was_measured():
+    """Forward and backward of a layer's attention over two H100, in docs/distributed.md: within 10 % of the model."""
+    root = Path(__file__).resolve().parent.parent
+    found = json.loads((root / "benchmarks/results/distributed/nvidia-h100-80gb-hbm3-x2.json").read_text())
+    measured = {row["label"]: row["us"] for row in found["calls"][0]["rows"] if row["group"] == "cp forward+backward"}
+    for tokens in (16384, 65536):
+        us = measured[f"{tokens // 2} tokens a rank"]
+        layer = dict(
+            layers=1, hidden=1, intermediate=1, heads_q=32, heads_kv=8, head_dim=128, seq_len=tokens, sequences=1
+        )
+        rate = gd.estimate(**layer, machine=gd.Machine(attn_tflops=1)).attention_ms / (us["one GPU"] / 1e3)
+        machine = gd.Machine(attn_tflops=rate, link_gbs=228, latency_us=4500)
+        step = gd.estimate(**layer, context=2, hidden_share=0.0, machine=machine)
+        assert abs((step.attention_ms + step.context_ms) * 1e3 / us["all_gather"] - 1) < 0.1

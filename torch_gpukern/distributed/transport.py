@@ -59,10 +59,14 @@ class Gather:
         pool, ranks = self._pool, self._ranks
         self._buffer = pool.take(most)
         pool.view(self._buffer, ranks.rank, x.shape, x.dtype).copy_(x)
+        for at, start, end in self._cut.segments(
+            ranks.rank
+        ):  # here: a copy inside a GPU may need SMs, and would hold up the rest
+            self._met[start:end].copy_(x[at : at + end - start])
         pool.barrier(self._buffer)
         pool.stream.wait_stream(torch.cuda.current_stream(x.device))
         with torch.cuda.stream(pool.stream):
-            for step in range(ranks.size):
+            for step in range(1, ranks.size):
                 _, source = ranks.around(step)
                 shape = (self._cut.tokens(source), *x.shape[1:])
                 theirs = pool.view(self._buffer, source, shape, x.dtype)
