@@ -15,6 +15,7 @@ extern const gk_cuda_table gk_kv_cache_write_table;
 extern const gk_cuda_table gk_attn_merge_table;
 extern const gk_cuda_table gk_quantize_sm90a_table, gk_quantize_table, gk_dequantize_table;
 extern const gk_cuda_table gk_scaled_gemm_sm90a_table, gk_scaled_gemm_plain_table;
+extern const gk_cuda_table gk_grouped_gemm_sm90a_table, gk_grouped_gemm_fp8_sm90a_table;
 extern const gk_cuda_table gk_grouped_gemm_plain_table, gk_sparse_pack_table, gk_sparse_gemm_plain_table;
 extern const gk_cuda_table gk_pack_weight_table, gk_unpack_weight_table, gk_weight_gemm_plain_table;
 extern const gk_cuda_table gk_norm_fwd_table, gk_norm_fwd_sm90a_table, gk_norm_fwd_walk_table;
@@ -44,7 +45,8 @@ static const gk_cuda_table *const dequantize_tables[] = {&gk_dequantize_table};
 static const gk_cuda_table *const scaled_gemm_tables[] = {&gk_scaled_gemm_sm90a_table, &gk_scaled_gemm_plain_table};
 static const gk_cuda_table *const pack_weight_tables[] = {&gk_pack_weight_table};
 static const gk_cuda_table *const unpack_weight_tables[] = {&gk_unpack_weight_table};
-static const gk_cuda_table *const grouped_gemm_tables[] = {&gk_grouped_gemm_plain_table};
+static const gk_cuda_table *const grouped_gemm_tables[] = {
+    &gk_grouped_gemm_sm90a_table, &gk_grouped_gemm_fp8_sm90a_table, &gk_grouped_gemm_plain_table};
 static const gk_cuda_table *const sparse_pack_tables[] = {&gk_sparse_pack_table};
 static const gk_cuda_table *const sparse_gemm_tables[] = {&gk_sparse_gemm_plain_table};
 static const gk_cuda_table *const weight_gemm_tables[] = {&gk_weight_gemm_plain_table};

@@ -40,25 +40,80 @@ def test_small_integers_are_exact(dtype, device):
             assert_bits(got + 0, reference.grouped_gemm(at, bt, offs(ends, device), bias=bias, **how) + 0)
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_layouts_and_sizes_of_groups(dtype, device):
+    """Groups of none, of one row, of more than a tile, ends that are no multiples; weights stored either way; NaN in every row that a
+    group does not have, and in what lies around k."""
+    gen = generator("grouped layouts", str(dtype))
+    groups_of = ((0, 1, 1, 130, 387, 643), (256, 512, 520), (0, 0, 0, 3), (700,), (64, 65, 128, 700))
+    for ends, (k, n) in itertools.product(groups_of, ((136, 392), (64, 70))):
+        m, groups, last = 700, len(ends), ends[-1]
+        a, b = whole(gen, (m, k), dtype, device), whole(gen, (groups, k, n), dtype, device)
+        bias = whole(gen, (groups, n), torch.float32, device)
+        a[last:] = float("nan")
+        for weight in (b, b.mT.contiguous().mT):
+            for how in (dict(), dict(bias=bias, out_dtype=torch.float32)):
+                got = torch_gpukern.grouped_gemm(a, weight, offs(ends, device), **how)
+                want = reference.grouped_gemm(a, b, offs(ends, device), **how)
+                assert_bits(got + 0, want + 0)
+        grad = whole(gen, (m, n), dtype, device)
+        grad[last:] = float("nan")
+        nan, end = grad.clone(), offs(ends, device)
+        for how in (dict(), dict(out_dtype=torch.float32)):
+            got = torch_gpukern.grouped_gemm(a.mT, grad, end, **how)
+            assert_bits(got + 0, reference.grouped_gemm(a.mT, grad, end, **how) + 0)
+        if groups > 1:  # another group's NaN stays its own
+            nan[ends[-2] :] = float("nan")
+            got = torch_gpukern.grouped_gemm(a.mT, nan, end)
+            assert_bits(got[:-1] + 0, reference.grouped_gemm(a.mT, grad, end)[:-1] + 0)
+
+
+def test_many_groups(device):
+    """Ends that one warp scans, several a lane."""
+    gen = generator("grouped many")
+    for groups in (33, 300, 1025):
+        counts = torch.randint(0, 4, (groups,), generator=gen)
+        ends = counts.cumsum(0).to(torch.int32).to(device)
+        m = int(counts.sum()) + 5
+        a, b = whole(gen, (m, 16), torch.bfloat16, device), whole(gen, (groups, 16, 8), torch.bfloat16, device)
+        assert_bits(torch_gpukern.grouped_gemm(a, b, ends) + 0, reference.grouped_gemm(a, b, ends) + 0)
+
+
 def test_scales_count_over_the_whole_operand(device):
     gen = generator("grouped scales")
-    m, k, n, ends = 300, 300, 140, (5, 5, 200, 290)
+    m, k, n, ends = 300, 304, 140, (5, 5, 200, 290)
     a, b = whole(gen, (m, k), E4M3, device), whole(gen, (4, k, n), E4M3, device)
+    a[ends[-1] :] = float("nan")
+    weights = (b, b.mT.contiguous().mT) if device == "cuda" else (b,)
     for form_a, form_b in itertools.product(
         ((m, 1), (m, 3), (3, 3), (1, 3), (m, 10)), ((1, n), (3, n), (3, 2), (1, 1))
     ):
         scale_a = torch.exp2(torch.randint(-2, 3, form_a, generator=gen).float()).to(device)
         scale_b = torch.exp2(torch.randint(-2, 3, (4, *form_b), generator=gen).float()).to(device)
         how = dict(scale_a=scale_a, scale_b=scale_b, out_dtype=torch.float32)
-        assert_bits(
-            torch_gpukern.grouped_gemm(a, b, offs(ends, device), **how),
-            reference.grouped_gemm(a, b, offs(ends, device), **how),
-        )
+        want = reference.grouped_gemm(a, b, offs(ends, device), **how)
+        for weight in weights:
+            assert_bits(torch_gpukern.grouped_gemm(a, weight, offs(ends, device), **how), want)
     scale_a, scale_b = torch.rand(k, 1, generator=gen).to(device), torch.rand(1, n, generator=gen).to(device)
-    bt = whole(gen, (m, n), E4M3, device)
+    a, bt = whole(gen, (m, k), E4M3, device), whole(gen, (m, n), E4M3, device)
     how = dict(scale_a=scale_a, scale_b=scale_b, out_dtype=torch.float32)
     got = torch_gpukern.grouped_gemm(a.mT, bt, offs(ends, device), **how)
     torch.testing.assert_close(got, reference.grouped_gemm(a.mT, bt, offs(ends, device), **how), rtol=1e-6, atol=1e-6)
+
+
+def test_sums_of_one_sign_keep_their_bits(device):
+    """8-bit products are added up 128 at a time: 13 bits over all of K would be off by 7 %."""
+    gen = generator("grouped one sign")
+    m, k, n, ends = 70, 4096, 136, (30, 70)
+    a, b = (torch.rand(s, generator=gen).to(E4M3).to(device) for s in ((m, k), (2, n, k)))
+    scale_a, scale_b = torch.rand(m, 1, generator=gen).to(device), torch.rand(2, 1, n, generator=gen).to(device)
+    blocks_a, blocks_b = torch.rand(m, 32, generator=gen).to(device), torch.rand(2, 32, 2, generator=gen).to(device)
+    for scales in ((scale_a, scale_b), (blocks_a, blocks_b)):
+        for out_dtype, bias in ((torch.float32, None), (torch.bfloat16, None), (torch.float16, scale_b[:, 0].half())):
+            how = dict(zip(("scale_a", "scale_b"), scales, strict=True)) | dict(bias=bias)
+            got = torch_gpukern.grouped_gemm(a, b.mT, offs(ends, device), out_dtype=out_dtype, **how)
+            want = reference.grouped_gemm(a, b.mT, offs(ends, device), out_dtype=torch.float64, **how)
+            assert ((got.double() - want).abs() / want).max() <= 1e-3 + torch.finfo(out_dtype).eps / 2
 
 
 def test_each_group_is_a_gemm(device):
