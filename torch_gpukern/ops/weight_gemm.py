@@ -104,7 +104,8 @@ def weight_gemm(
     """Activations times a packed weight of few bits.
 
     ``out = activation(a @ w.T + bias)`` with ``w [N, K] = (code - zero) * scale * global_scale`` rounded to a's dtype, sums in
-    float32. Of a float8_e4m3fn a each group's float32 sum is multiplied by its scale instead.
+    float32. Of a float8_e4m3fn a each group's float32 sum is multiplied by its scale instead; so is it on CUDA for a small M of
+    any a, whose weights then are not rounded.
 
     Args:
         a: [..., M, K] bfloat16 or float16, any strides; or float8_e4m3fn, with scale_a.
