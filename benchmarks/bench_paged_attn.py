@@ -3,7 +3,8 @@
 
 python benchmarks/bench_paged_attn.py [--quick] [--only decode|call] [--device cpu|cuda]
 Rates are GB/s of keys and values read; the bar is a share of what a loop reads that only reads those pages. On CUDA the
-peers are cuDNN on a dense cache, the gathered pages, and FlashAttention-3 and FlashInfer where they are installed.
+peers are cuDNN on a dense cache, the gathered pages, and FlashAttention-3 and FlashInfer where they are installed; 8-bit pages and
+four query tokens stand beside the op itself.
 """
 
 from __future__ import annotations
@@ -132,6 +133,47 @@ def other_peers() -> dict[str, Callable]:
     return peers
 
 
+def ragged_case(longest: int, others: int, context: int, page: int, run: Run) -> Case:
+    """One long sequence among others: what an even share of all chunks is for."""
+    case = decode_case(1, longest + others * context, page, "bf16", run)
+    lengths = [longest] + [context] * others
+
+    def make():
+        q, k_cache, v_cache, pages, _ = make_inputs(1, sum(lengths), page, torch.bfloat16, run.device.device)
+        blocks = [-(-n // page) for n in lengths]
+        table = torch.zeros(len(lengths), max(blocks), dtype=torch.int32, device=q.device)
+        for row, own in zip(table, pages[0].split(blocks)):
+            row[: len(own)] = own
+        return q.repeat(len(lengths), 1, 1), k_cache, v_cache, table, torch.tensor(lengths, device=q.device).int()
+
+    case.group, case.label, case.make = "decode, ragged", f"{longest} and {others} x {context} page {page}", make
+    case.peers, case.reference = {}, None
+    return case
+
+
+def beside_itself(name: str, batch: int, context: int, page: int, run: Run) -> Case:
+    """Pages of e4m3 beside the same in bfloat16, or four query tokens a sequence beside one; the peer is the op itself."""
+    case = decode_case(batch, context, page, "bf16", run)
+
+    def make():
+        q, k_cache, v_cache, *index = make_inputs(batch, context, page, torch.bfloat16, run.device.device)
+        if name == "4 tokens":
+            return q.repeat_interleave(4, 0), k_cache, v_cache, *index, q
+        return q, k_cache, v_cache, *index, k_cache.to(torch.float8_e4m3fn), v_cache.to(torch.float8_e4m3fn)
+
+    def ours(q, k_cache, v_cache, table, lens, *codes):
+        return torch_gpukern.paged_attn(q, *(codes if name == "e4m3" else (k_cache, v_cache)), table, lens)
+
+    def itself(q, k_cache, v_cache, table, lens, one, *_):
+        return torch_gpukern.paged_attn(q if name == "e4m3" else one, k_cache, v_cache, table, lens)
+
+    case.group, case.make, case.ours, case.reference = f"decode, {name}", make, ours, None
+    case.peers = {"one token" if name == "4 tokens" else "bfloat16 pages": itself}
+    if name == "e4m3":
+        case.bytes /= 2
+    return case
+
+
 def write_case(tokens: int, device) -> Case:
     """kv_cache_write beside a copy of as many bytes."""
     heads, head_dim, page = shapes.PAGED_HEADS_KV, shapes.PAGED_HEAD_DIM, 16
@@ -175,6 +217,10 @@ def cuda(run: Run) -> None:
             if batch > 1 or context > 65536:
                 case.reference = None  # the dense peer reads other pages for a sequence; one of them is judged
             run.add(case)
+        run.add(ragged_case(*shapes.CUDA_PAGED_RAGGED, page, run))
+    for name in ("e4m3", "4 tokens"):
+        for batch, context in shapes.CUDA_PAGED_BATCH_CONTEXT:
+            run.add(beside_itself(name, batch, context, 16, run))
     run.add(write_case(shapes.CUDA_WRITE_TOKENS, device))
     if run.wants("call host time"):
         q, caches = torch.randn(1, 1, 8, device=device), torch.randn(1, 8, 1, 8, device=device)

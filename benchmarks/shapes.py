@@ -109,7 +109,8 @@ CUDA_ATTN_BARS = {
     "backward causal": Bar(geomean=1.05, each=0.85),
 }
 
-CUDA_PAGED_BATCH_CONTEXT = ((1, 8192), (8, 8192), (1, 131072), (64, 4096), (256, 1024))
+CUDA_PAGED_BATCH_CONTEXT = ((1, 6144), (1, 8192), (8, 8192), (1, 131072), (64, 4096), (256, 1024))
+CUDA_PAGED_RAGGED = (65536, 31, 4096)  # one long sequence and 31 others
 CUDA_PAGED_BARS = {(1, 8192): Bar(rate=1400.0, firm=True), (64, 4096): Bar(rate=3400.0, firm=True)}
 CUDA_WRITE_TOKENS = 65536
 CUDA_WRITE_BAR = Bar(share=0.8)  # of copying as many bytes

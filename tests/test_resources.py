@@ -104,15 +104,24 @@ def hopper_tiles():
     return tiles
 
 
-# sm_90a for its copies and clusters: kernels that multiply nothing
-WITHOUT_PRODUCTS = ("realign_", "transpose_", "relay_", "quantize_", "flash_attn_bwd_round_", "norm_", "softmax_")
+# sm_90a for its copies and clusters: kernels that multiply nothing, or, as paged_, rows too few for wgmma
+WITHOUT_PRODUCTS = (
+    "realign_",
+    "transpose_",
+    "relay_",
+    "quantize_",
+    "flash_attn_bwd_round_",
+    "norm_",
+    "softmax_",
+    "paged_",
+)
 
 
 def test_wgmma_kernels_multiply_by_their_tile(report):
     """gemm_sm90a_kernel<T, TILE, MODE>: a step of the hot loop is K64 times 64 of k, BM / WGS / 64 products each 16 of them
     (ping-pong BM / 64), between one fence and one wait, and none stands elsewhere. tf32 has half as much of k; with swap-AB, and
     fragments from registers, a fence and a wait for each of its four products. Copies (realign, transpose, relay), quantize and
-    operations along rows multiply nothing."""
+    operations along rows multiply nothing; paged attention multiplies 8 or 16 rows by mma.sync."""
     found = {n: r for n, r in report.items() if r["arch"] == "sm_90a" and not n.startswith(WITHOUT_PRODUCTS)}
     assert found or not logs(), "kernels of sm_90a were built, and none is listed"
     tiles = hopper_tiles()

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from .ops import kv_cache_write
+from .ops.wrong_types import refuse_non_tensors
 from .paged import prefixes
 from .paged.arguments import as_counts, as_handles, as_tokens, check_targets, copy_into
 from .paged.growth import Growth, OutOfPages
@@ -70,8 +71,8 @@ class PagedKVCache:
         head_dim: width of a key.
         layers: layers that share the block tables.
         head_dim_v: width of a value; None is head_dim.
-        dtype: of the pages: float32, bfloat16, float16, float64 or, of 8 bits, float8_e4m3fn, float8_e5m2, int8 (on the
-            CPU); None is torch's default dtype.
+        dtype: of the pages: float32, bfloat16, float16, float64 or, of 8 bits, float8_e4m3fn, float8_e5m2, int8;
+            None is torch's default dtype.
         device: of the pages and of every tensor that is returned; None is torch's default device.
         k_scale: what a stored key is worth, for 8-bit pages: float32 [] or [heads_kv] for every layer, [layers, heads_kv], or
             [layers, num_blocks, heads_kv], a scale for each page, which is the caller's to set before keys are written and
@@ -114,10 +115,6 @@ class PagedKVCache:
         with torch.inference_mode(False):
             self.k = torch.empty(*shape, head_dim, dtype=dtype, device=device)
             self.v = torch.empty(*shape, sizes["head_dim_v"], dtype=dtype, device=device)
-        if dtype in CODES and self.k.is_cuda:
-            raise ValueError(
-                f"PagedKVCache: dtype is {dtype} on {self.k.device}; 8-bit pages are served on the CPU, not yet on CUDA"
-            )
         self.k_scale = of_layers("k_scale", k_scale, self.k)
         self.v_scale = of_layers("v_scale", v_scale, self.v)
         self._pool = PagePool(self.num_blocks)
@@ -321,6 +318,7 @@ class PagedKVCache:
         Returns:
             slots [T] int64, where the tokens were written.
         """
+        refuse_non_tensors("PagedKVCache.append", k=k, v=v)
         k, v = (x if x.dim() == 4 else x[None] for x in (k, v))
         sequences = list(sequences)
         added = as_counts("append", counts, len(sequences))

@@ -482,16 +482,21 @@ template <int ROWS, int D> static void check_dq() {
 /* Every task of every unit once; the rows of a unit before its keys, all its keys before it is rounded: a block waits for
  * lower numbers alone. */
 static bool tasks_in_order(const BwdGrid &grid) {
+    static_assert(BwdGrid::PARTS == 4, "bits below");
     const int units = grid.sets() * grid.together, most[3] = {grid.rows, grid.keys, grid.rows};
     std::vector<int> done[3], seen[3];
     for (int kind = 0; kind < 3; ++kind) done[kind].assign(units, 0), seen[kind].assign(units * 32, 0);
     for (int x = 0; x < grid.blocks(); ++x) {
         const BwdTask t = grid.task(x);
         if (t.unit < 0 || t.unit >= units || t.index < 0 || t.index >= most[t.kind]) return false;
-        if (seen[t.kind][t.unit * 32 + t.index]++ > 0) return false;
+        if (t.part >= t.parts || (t.parts != 1 && t.parts != BwdGrid::PARTS)) return false;
+        const int parts = t.parts == 1 ? 15 : 1 << t.part; /* a bit each */
+        int &of = seen[t.kind][t.unit * 32 + t.index];
+        if (of & parts) return false;
+        of |= parts;
         if (t.kind == BWD_KEYS && done[BWD_ROWS][t.unit] < grid.rows) return false;
         if (t.kind == BWD_ROUND && done[BWD_KEYS][t.unit] < grid.keys) return false;
-        ++done[t.kind][t.unit];
+        done[t.kind][t.unit] += of == 15;
     }
     for (int u = 0; u < grid.units; ++u)
         for (int kind = 0; kind < 3; ++kind)
@@ -506,11 +511,14 @@ static void check_grid() {
                 for (int together : {1, 2, 3, 8})
                     for (int lead : {0, 1, 2, 7})
                         for (int lag : {0, 1, 2, 7}) {
-                            BwdGrid grid = {units, keys, rows, together, lead, lag};
+                            BwdGrid grid = {};
+                            grid.units = units, grid.keys = keys, grid.rows = rows;
+                            grid.together = together, grid.lead = lead, grid.lag = lag;
                             if (together > units || lead > grid.sets() || lag > grid.sets() ||
                                 (rows > 0 && (lead == 0 || lag == 0)))
                                 continue;
                             if (rows == 0) grid.lead = grid.lag = 0;
+                            grid.prepare();
                             check(tasks_in_order(grid), "every task once and after what it waits for: units, keys",
                                   units, keys);
                         }

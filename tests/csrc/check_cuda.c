@@ -16,6 +16,8 @@
  *   attention       size: the same sum with every term positive. The logits err by e = u (8 + 2 sqrt D) max |logit|,
  *                   which changes every p by 2 e; in 16 bits p and ds are rounded to the inputs' dtype: 1.25 u(dtype)
  *                   forward, 2.5 backward; sums add u (32 + 2 sqrt(terms)); attn_floor is for underflow
+ *   weight_gemm     size sum |a| |w| + |bias|; loss u (32 + 4 sqrt K), and where scales are no powers of two u(dtype), since
+ *                   a kernel may round weights to a's dtype or not
  *   attn_merge      size |a| w_a + |b| w_b; loss 232 u: exp(lse_x - lse) errs by |lse| u. One side alone is exact
  *   kv_cache_write  exact
  *
@@ -25,6 +27,7 @@
  * seventh, .. of those rows, so that five processes walk all of them. Either of the last two prints its rows. */
 #include "check.h"
 #include "dispatch.h"
+#include "weight_tile.h"
 
 #include <cuda_runtime_api.h>
 #include <time.h>
@@ -655,6 +658,19 @@ static struct {
     bool shared;
 } p;
 
+/* What a cache holds: now and then 8-bit codes. */
+static gk_dtype draw_stored(gk_dtype dtype) {
+    static const gk_dtype codes[] = {GK_E4M3, GK_E4M3, GK_E5M2, GK_I8};
+    return check_below(2) ? dtype : PICK(codes);
+}
+
+/* [], [Hkv], or of codes [num_blocks, Hkv] */
+static check_tensor make_scale(gk_dtype stats, gk_dtype stored, int64_t num_blocks, int64_t heads_kv, double lo) {
+    int64_t shape[2] = {num_blocks, heads_kv};
+    int ndim = (int)check_below(gk_is_code(stored) ? 3 : 2);
+    return make_stats(stats, ndim, shape + 2 - ndim, lo, 2, false);
+}
+
 static check_tensor make_cache(gk_dtype dtype, int64_t num_blocks, int64_t block_size, int64_t heads_kv, int64_t dim,
                                bool heads_first) {
     static const int transposed[4] = {0, 2, 1, 3};
@@ -665,7 +681,8 @@ static check_tensor make_cache(gk_dtype dtype, int64_t num_blocks, int64_t block
 static void paged_draw(gk_dtype dtype, bool large) {
     static const int64_t pages[] = {1, 3, 16, 16, 64, 64};
     const int64_t *h = PICK(heads);
-    gk_dtype stats = gk_stats_dtype(dtype);
+    gk_dtype stats = gk_stats_dtype(dtype), stored = draw_stored(dtype);
+    if (stored == GK_I8) stored = dtype; /* fill_pages tells rows by NaN */
     int64_t dim = draw_dim(), dim_v = check_below(4) ? dim : draw_dim(),
             most_q = check_below(2)   ? 1
                      : check_below(4) ? 6
@@ -694,8 +711,8 @@ static void paged_draw(gk_dtype dtype, bool large) {
     int64_t rows = p.tokens + (ragged ? check_below(3) : 0), table_shape[2] = {p.batch, max_blocks};
     int64_t q_shape[3] = {rows, h[0], dim}, out_shape[3] = {rows, h[0], dim_v};
     p.table = check_tensor_make(GK_I32, 2, table_shape, NULL, 1, check_below(3));
-    p.k = make_cache(dtype, num_blocks, p.block_size, h[1], dim, heads_first);
-    p.v = make_cache(dtype, num_blocks, p.block_size, h[1], dim_v, heads_first);
+    p.k = make_cache(stored, num_blocks, p.block_size, h[1], dim, heads_first);
+    p.v = make_cache(stored, num_blocks, p.block_size, h[1], dim_v, heads_first);
     p.q = check_tensor_make(dtype, 3, q_shape, NULL, 1, pad_for(dim));
     p.out = check_dense(dtype, 3, out_shape), p.lse = check_dense(stats, 2, out_shape);
     p.slopes = make_slopes(stats, p.batch, h[0], 0.1),
@@ -703,8 +720,8 @@ static void paged_draw(gk_dtype dtype, bool large) {
     p.kv_start = check_tensor_make(GK_I32, 1, &p.batch, NULL, 1 + check_below(2), 0);
     for (int64_t b = 0; b < p.batch; ++b)
         check_set(&p.kv_start.t, b, (double)(check_below(4) ? check_below(p.seq_k[b] + 1) : check_below(5) - 2));
-    p.k_scale = make_stats(stats, (int)check_below(2), h + 1, 0.5, 2, false);
-    p.v_scale = make_stats(stats, (int)check_below(2), h + 1, 0.5, 2, false);
+    p.k_scale = make_scale(stats, stored, num_blocks, h[1], 0.5);
+    p.v_scale = make_scale(stats, stored, num_blocks, h[1], 0.5);
     mirror(&p.q, "q", false), mirror(&p.k, "k_cache", false), mirror(&p.v, "v_cache", false);
     mirror(&p.table, "block_table", false), mirror(&p.lens, "seq_lens", false), mirror(&p.cu, "cu_seqlens_q", false);
     mirror(&p.slopes, "alibi_slopes", false), mirror(&p.sinks, "sinks", false);
@@ -772,7 +789,9 @@ static void paged_expect(void) {
     double most = 1 + r->scale * (p.args.k_scale ? 2 : 1) * check_longest_row(&p.q.t) * check_longest_row(&p.k.t);
     if (r->alibi_slopes) most += 0.1 * (double)p.longest;
     result *out = expected(&p.out, attn_loss(p.q.t.dtype, dim, most, (double)p.longest, 1.25));
-    out->floor = attn_floor(p.q.t.dtype, (double)p.longest);
+    /* codes may be weighted in float16 */
+    const bool halves = gk_is_code(p.k.t.dtype) && p.q.t.dtype == GK_BF16;
+    out->floor = attn_floor(halves ? GK_F16 : p.q.t.dtype, (double)p.longest);
     result *lse = expected(&p.lse, attn_loss(p.lse.t.dtype, dim, most, 0, 0));
     check_fill(&lse->size, 1);
     check_tensor abs_v = check_map(&p.v, fabs);
@@ -800,10 +819,11 @@ static void write_draw(gk_dtype dtype, bool large) {
     w.k = check_tensor_make(dtype, 3, k_shape, check_below(2) ? transposed : NULL, 1, pad_for(dim));
     w.v = check_tensor_make(dtype, 3, v_shape, NULL, 1 + (check_below(4) == 0), pad_for(dim_v));
     w.slots = check_tensor_make(check_below(2) ? GK_I32 : GK_I64, 1, &tokens, NULL, 1 + check_below(2), 0);
-    w.k_scale = make_stats(gk_stats_dtype(dtype), (int)check_below(2), &num_heads, 0.2, 2, false);
-    w.v_scale = make_stats(gk_stats_dtype(dtype), (int)check_below(2), &num_heads, 0.2, 2, false);
-    w.k_cache = make_cache(dtype, num_blocks, page, num_heads, dim, heads_first);
-    w.v_cache = make_cache(dtype, num_blocks, page, num_heads, dim_v, heads_first);
+    const gk_dtype stored = draw_stored(dtype);
+    w.k_scale = make_scale(gk_stats_dtype(dtype), stored, num_blocks, num_heads, 0.2);
+    w.v_scale = make_scale(gk_stats_dtype(dtype), stored, num_blocks, num_heads, 0.2);
+    w.k_cache = make_cache(stored, num_blocks, page, num_heads, dim, heads_first);
+    w.v_cache = make_cache(stored, num_blocks, page, num_heads, dim_v, heads_first);
     mirror(&w.k, "k", false), mirror(&w.v, "v", false), mirror(&w.slots, "slots", false);
     mirror(&w.k_scale, "k_scale", false), mirror(&w.v_scale, "v_scale", false);
     mirror(&w.k_cache, "k_cache", true), mirror(&w.v_cache, "v_cache", true);
@@ -892,6 +912,102 @@ static void merge_expect(void) {
     gk_ref_attn_merge(&judge, &ref);
 }
 
+/* ---- weight_gemm --------------------------------------------------------------------------------------------- */
+static struct {
+    gk_weight_gemm_args args;
+    check_tensor q, a, packed, scale, zero, global_scale, bias, out; /* q: the codes, of which the device has no need */
+    bool powers;
+} wg;
+
+static void weight_draw(gk_dtype dtype, bool large) {
+    static const int64_t ms[] = {1, 5, 8, 9, 16, 17, 33, 70, 130, 300}, ns[] = {1, 16, 33, 64, 70, 130, 200, 264};
+    static const int64_t ks[] = {1, 33, 64, 128, 200, 512, 1000, 1096}, groups[] = {16, 32, 64, 128, 256, 1 << 20};
+    static const int64_t none[1] = {0};
+    int64_t m, n, k;
+    do {
+        m = large ? 1 + check_below(40) : PICK(ms), n = large ? 8 * (1 + check_below(200)) : PICK(ns);
+        k = large ? 8 * (1 + check_below(700)) : PICK(ks);
+    } while (m * n * k > small_or(1000000, 20000000));
+    const gk_weight_format format = (gk_weight_format)check_below(6);
+    const bool e2m1 = format == GK_MXFP4 || format == GK_NVFP4;
+    const int64_t group = format == GK_MXFP4 ? 32 : format == GK_NVFP4 ? 16 : PICK(groups);
+    const int64_t high = gk_ceil_div(k, group), one = 1, codes[2] = {n, k}, rows[2] = {m, n};
+    const int64_t tiles[3] = {gk_ceil_div(n, 64), gk_ceil_div(k, 64), gk_tile_bytes(format)};
+    const gk_dtype own = format == GK_MXFP4 ? GK_E8M0 : format == GK_NVFP4 ? GK_E4M3 : dtype;
+    const gk_dtype out = check_below(3) ? dtype : GK_F32;
+    wg.powers = format == GK_MXFP4 || check_below(3);
+    wg.q = check_dense(gk_code_dtype(format), 2, codes);
+    wg.a = operand(dtype, none, m, k), wg.packed = check_dense(GK_U8, 3, tiles);
+    wg.scale = stored(check_below(4) ? own : GK_F32, none, high, n, check_below(4) == 0, false, 1, check_below(3));
+    wg.zero = stored(GK_U8, none, high, n, false, false, 1, check_below(3));
+    wg.global_scale = check_dense(GK_F32, 1, &one);
+    wg.bias = check_tensor_make(check_below(2) ? out : GK_F32, 1, &n, NULL, 1 + (check_below(4) == 0), 0);
+    wg.out = check_dense(out, 2, rows);
+    mirror(&wg.a, "a", false), mirror(&wg.packed, "packed", false), mirror(&wg.scale, "scale", false);
+    mirror(&wg.zero, "zero", false), mirror(&wg.global_scale, "global_scale", false), mirror(&wg.bias, "bias", false);
+    mirror(&wg.out, "out", true);
+    wg.args = (gk_weight_gemm_args){.size = sizeof wg.args,
+                                    .a = wg.a.t,
+                                    .packed = wg.packed.t,
+                                    .scale = wg.scale.t,
+                                    .n = n,
+                                    .format = format,
+                                    .out = wg.out.t};
+    wg.args.zero = format == GK_UINT4 && check_below(4) ? &wg.zero.t : NULL;
+    wg.args.global_scale = format == GK_NVFP4 && check_below(2) ? &wg.global_scale.t : NULL;
+    wg.args.bias = check_below(2) ? &wg.bias.t : NULL;
+    wg.args.activation = check_below(2) ? GK_ACT_NONE : (gk_activation)check_below(5);
+    say("format %d group %lld activation %d scale %s%s", (int)format, (long long)group, wg.args.activation,
+        gk_dtype_name(wg.scale.t.dtype), e2m1 || wg.powers ? ", powers of two" : "");
+    TO_DEVICE(wg.args);
+}
+
+/* What a code is worth without its scale. */
+static double weight_code(gk_weight_format format, double code, double zero) {
+    return format == GK_UINT4                         ? code - zero
+           : format == GK_MXFP4 || format == GK_NVFP4 ? gk_e2m1_to_f32((int)code)
+                                                      : code;
+}
+
+static void weight_expect(void) {
+    const gk_weight_gemm_args *x = &wg.args;
+    const int64_t m = x->a.shape[0], n = x->n, k = x->a.shape[1], groups = x->scale.shape[0];
+    check_fill_normal(&wg.a, 1), check_fill_normal(&wg.bias, 1), check_fill(&wg.global_scale, 0.125);
+    for (int64_t i = 0; i < n * k; ++i)
+        check_set(&wg.q.t, i,
+                  x->format == GK_W_E4M3 ? 0.25 * (double)(check_below(256) - 128)
+                  : x->format == GK_INT8 ? (double)(check_below(256) - 128)
+                  : x->format == GK_INT4 ? (double)(check_below(16) - 8)
+                                         : (double)check_below(16));
+    for (int64_t i = 0; i < groups * n; ++i) {
+        check_set(&wg.scale.t, i, wg.powers ? ldexp(1, (int)check_below(5) - 4) : 0.05 + fabs(check_normal()));
+        check_set(&wg.zero.t, i, (double)check_below(16));
+    }
+    const gk_pack_weight_args pack = {.size = sizeof pack, .q = wg.q.t, .format = x->format, .packed = wg.packed.t};
+    gk_ref_pack_weight(&judge, &pack);
+    /* powers of two as scales round no weight; others may be rounded to a's dtype, or not at all */
+    result *out = expected(&wg.out, check_acc_unit(x->a.dtype) * (32 + 4 * sqrt((double)k)) +
+                                        (wg.powers ? 0 : check_unit(x->a.dtype)));
+    gk_weight_gemm_args ref = *x;
+    ref.out = out->exact.t;
+    gk_ref_weight_gemm(&judge, &ref);
+    const int log2 = gk_group_log2(k, groups);
+    double *w = (double *)check_alloc((size_t)k * sizeof *w);
+    for (int64_t j = 0; j < n; ++j) {
+        for (int64_t i = 0; i < k; ++i) {
+            const int64_t at = (i >> log2) * n + j;
+            w[i] = fabs(weight_code(x->format, check_get(&wg.q.t, j * k + i), x->zero ? check_get(&wg.zero.t, at) : 8) *
+                        check_get(&wg.scale.t, at));
+            if (x->global_scale) w[i] *= 0.125;
+        }
+        for (int64_t r = 0; r < m; ++r) {
+            double size = x->bias ? fabs(check_get(&wg.bias.t, j)) : 0;
+            for (int64_t i = 0; i < k; ++i) size += w[i] * fabs(check_get(&wg.a.t, r * k + i));
+            check_set(&out->size.t, r * n + j, size);
+        }
+    }
+}
+
 #include "check_cuda_rows.h"
 
 /* ---- the walk -------------------------------------------------------------------------------------------------- */
@@ -907,6 +1023,7 @@ static const struct {
            {GK_OP_FLASH_ATTN_BWD, "flash_attn_bwd", bwd_draw, bwd_expect},
            {GK_OP_PAGED_ATTN, "paged_attn", paged_draw, paged_expect},
            {GK_OP_KV_CACHE_WRITE, "kv_cache_write", write_draw, write_expect},
+           {GK_OP_WEIGHT_GEMM, "weight_gemm", weight_draw, weight_expect},
            {GK_OP_ATTN_MERGE, "attn_merge", merge_draw, merge_expect},
            {GK_OP_NORM_FWD, "norm_fwd", norm_draw, norm_expect},
            {GK_OP_NORM_BWD, "norm_bwd", norm_bwd_draw, norm_bwd_expect},

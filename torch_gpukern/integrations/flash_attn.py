@@ -178,7 +178,7 @@ def flash_attn_with_kvcache(
             row cache_seqlens[b] + i, and q likewise; without causal and a window every token of q by row cache_seqlens[b].
         rotary_interleaved: pairs are neighbouring columns; else columns half of rotary_dim apart.
         num_splits: a hint that changes nothing but time: gpukern splits long contexts by itself.
-        k_descale, v_descale: [] or [Hkv] float32, what a code of an 8-bit cache is worth (on the CPU). k and v are divided by
+        k_descale, v_descale: [] or [Hkv] float32, what a code of an 8-bit cache is worth. k and v are divided by
             them when they are written.
 
     Returns:

@@ -50,7 +50,7 @@ def paged_attn(
 
     Args:
         q: [T, Hq, D] float32, bfloat16, float16 or float64.
-        k_cache: [num_blocks, block_size, Hkv, D] in q's dtype or, on the CPU, of 8 bits: float8_e4m3fn,
+        k_cache: [num_blocks, block_size, Hkv, D] in q's dtype or of 8 bits: float8_e4m3fn,
             float8_e5m2 or int8. Any strides that leave the last dimension contiguous: a cache stored
             [num_blocks, Hkv, block_size, D] is a transposed view, and a contiguous cache [B, Hkv, S, D] is
             one of a single page per sequence.
@@ -91,8 +91,8 @@ def paged_attn(
     the dtype of the cache where that has 16 bits, and so do sinks of 16 bits.
 
     Raises:
-        ValueError: a shape, dtype, device or value that the op does not take; 8-bit caches on CUDA; on the CPU a scale
-            that is read and is not a finite number above 0.
+        ValueError: a shape, dtype, device or value that the op does not take; on the CPU a scale that is read and is not a
+            finite number above 0 (on CUDA it is multiplied as it is).
         IndexError: on the CPU, contents of block_table, seq_lens or cu_seqlens_q: a length that is
             negative, beyond the table or shorter than its query tokens, a page outside the cache.
             On CUDA they are clamped on the device and the next call or `check_errors` reports them.
@@ -148,7 +148,7 @@ def kv_cache_write(
         k: [T, Hkv, D], the cache's dtype; float32, bfloat16, float16 or float64 for 8-bit caches. Any strides. k and v may share memory with the caches: the
             result is that of reading all of both before anything is written.
         v: [T, Hkv, Dv], k's dtype, any strides.
-        k_cache: [num_blocks, block_size, Hkv, D], written in place, any strides: k's dtype or, on the CPU,
+        k_cache: [num_blocks, block_size, Hkv, D], written in place, any strides: k's dtype or
             float8_e4m3fn, float8_e5m2 or int8.
         v_cache: [num_blocks, block_size, Hkv, Dv], written in place. It may be a view of the same
             tensor as k_cache, and must not overlap it.
@@ -160,8 +160,8 @@ def kv_cache_write(
     mode. Autocast casts nothing.
 
     Raises:
-        ValueError: a shape, dtype or device that the op does not take; 8-bit caches on CUDA; on the CPU a scale that is
-            used and is not a finite number above 0.
+        ValueError: a shape, dtype or device that the op does not take; on the CPU a scale that is used and is not a finite
+            number above 0 (on CUDA it divides as it is).
         IndexError: on the CPU, a slot past the end of the cache, before anything is written. On
             CUDA such a token is skipped and the next call or `check_errors` reports it.
 

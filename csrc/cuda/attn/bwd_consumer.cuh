@@ -12,7 +12,7 @@
 #include "../tile/copy.cuh"
 #include "../tile/fragment.cuh"
 #include "bwd_tasks.cuh"
-#include "tiles.h"
+#include "blocks.h"
 
 namespace {
 
@@ -177,7 +177,11 @@ __global__ void __cluster_dims__(BwdSmem<typename Consumer::Tile>::BLOCKS, 1, 1)
     const smem_addr smem_s = cvta_to_shared(smem);
     BwdWork &w = *(BwdWork *)(smem + S::WORK);
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0); /* the compiler sees that lanes agree */
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == 0) { /* the longest; others do the rest meanwhile */
+        place_block<Tile>(w, x);
+    } else if (threadIdx.x == 8 * 32) {
+        prefetch_tensormap(&x.k), prefetch_tensormap(&x.v), prefetch_tensormap(&x.q), prefetch_tensormap(&x.grad_out);
+    } else if (threadIdx.x == 32) {
         typename S::Ring(smem_s + S::RING).init(2);
         if (Tile::PAIR) {
             typename S::ORing(smem_s + S::O_RING).init(2);
@@ -186,7 +190,6 @@ __global__ void __cluster_dims__(BwdSmem<typename Consumer::Tile>::BLOCKS, 1, 1)
         mbarrier_init(smem_s + S::KV_FULL, 1), mbarrier_init(smem_s + S::RAW, 1);
         if (Consumer::ORDERED) mbarrier_init(smem_s + S::TURN, 1), mbarrier_init(smem_s + S::ADDED, 256);
         fence_mbarrier_init();
-        place_block<Tile>(w, x);
     }
     __syncthreads();
     if (Tile::PAIR) barrier_cluster(); /* both blocks have their barriers */
@@ -197,6 +200,11 @@ __global__ void __cluster_dims__(BwdSmem<typename Consumer::Tile>::BLOCKS, 1, 1)
         setmaxnreg_dec<Tile::PRODUCER_REGISTERS>();
         if (threadIdx.x / 32 == 8) load_tiles<Tile, Consumer::ORDERED>(x, w, smem, smem_s);
         if (Consumer::ORDERED && threadIdx.x == 9 * 32) take_turns<Tile>(x, w, smem_s);
+        if (threadIdx.x / 32 == 11 &&
+            x.grid.rows > 0) { /* a release waits for the additions; the consumers store meanwhile */
+            bar_sync(BAR_ADDED, 256 + 32);
+            if (laneid() == 0) red_add_release(x.keys_done + w.task.unit);
+        }
         if constexpr (Tile::PAIR) {
             if (threadIdx.x / 32 == 10) send_ds<Tile>(x, w, smem_s);
             __syncwarp();
@@ -207,12 +215,10 @@ __global__ void __cluster_dims__(BwdSmem<typename Consumer::Tile>::BLOCKS, 1, 1)
     setmaxnreg_inc<Tile::CONSUMER_REGISTERS>();
     Consumer c;
     c.run(x, w, smem, smem_s, warpgroup);
+    if (x.grid.rows > 0) bar_arrive(BAR_ADDED, 256 + 32);
     consumers_sync(); /* nobody reads K or V any more */
     c.store(x, w, smem_s, warpgroup);
     if (Tile::PAIR) barrier_cluster(); /* the other block reaches this one's shared memory until here */
-    if (x.grid.rows == 0) return;
-    bar_sync(BAR_CONSUMERS, 256); /* all have added to dQ */
-    if (threadIdx.x == 0) red_add_release(x.keys_done + w.task.unit);
 }
 
 /* ---- 3. the last pass of packed calls ------------------------------------------------------------------- */
@@ -221,7 +227,7 @@ __global__ void __launch_bounds__(BWD_PRE_THREADS) flash_attn_bwd_round_kernel(c
     extern __shared__ __align__(1024) unsigned char smem[];
     const int tile = blockIdx.x % g.tiles, head = blockIdx.x / g.tiles % g.p.heads_q,
               b = blockIdx.x / g.tiles / g.p.heads_q;
-    round_tiles<T, Tile, BWD_PRE_THREADS, 1>(g, b, head, tile, cvta_to_shared(smem));
+    round_tiles<T, Tile, BWD_PRE_THREADS, 1>(g, b, head, tile, 1, cvta_to_shared(smem));
 }
 
 /* ---- 4. launcher ------------------------------------------------------------------------------ */
@@ -236,9 +242,22 @@ bool serves(const gk_cuda_instance *row, const gk_context *ctx, const gk_flash_a
            rows_aligned(a->dv) && smem_fits(ctx, row->key[3]);
 }
 
+/* Whether a small tile wastes less than a larger one gains. */
+template <class Tile> bool short_enough(const gk_flash_attn_args &a) {
+    const int64_t seq_q = a.cu_seqlens_q ? a.max_seqlen_q : a.q.shape[2];
+    const bool causal = a.rules.is_causal || a.rules.window_right >= 0;
+    const bool alone = a.q.shape[1] == a.k.shape[1]; /* a group's heads share what a block costs beside its steps */
+    return seq_q <= (causal ? BwdRange<Tile>::MOST_ROWS_CAUSAL : BwdRange<Tile>::MOST_ROWS) / (alone ? 1 : 2);
+}
+
 /* Where blocks differ, the longest must not be the last: their time would be a large part of the whole. */
 template <class Tile> bool few_waves(const gk_context *ctx, const BwdGrid &grid) {
     return (int64_t)grid.units * grid.keys * BwdSmem<Tile>::BLOCKS < 8 * gk_gpu_of(ctx->index)->num_sms;
+}
+
+/* Of ordered kernels: BwdOrderedStep. */
+template <class Tile> bool goes_up(const gk_context *ctx, const Bwd &g, const BwdGrid &grid) {
+    return g.p.rules.right >= 0 && !few_waves<Tile>(ctx, grid);
 }
 
 /* The grid counts clusters: a task is a cluster's. Packed calls, whose grid holds many empty blocks, and rows of out that 16-byte
@@ -250,8 +269,13 @@ template <class Tile> BwdGrid grid_of(const gk_context *ctx, const gk_flash_attn
     grid.units = g.p.heads_kv * g.p.batch, grid.keys = (int)gk_ceil_div(g.p.seq_k, BLOCKS * Tile::BKV),
     grid.together = 1;
     if (grid.units == 0 || grid.keys == 0) return grid;
-    const bool masked = g.p.rules.left >= 0 || g.p.rules.right >= 0;
-    if (masked && few_waves<Tile>(ctx, grid)) {
+    const bool masked = g.p.rules.left >= 0 || g.p.rules.right >= 0, few = few_waves<Tile>(ctx, grid);
+    const int wave = (int)gk_min_i64(gk_max_i64(clusters / grid.keys, 1), grid.units); /* units that run at a time */
+    if (a->deterministic && !goes_up<Tile>(ctx, g, grid)) {
+        grid.together = wave; /* blocks that start at a time are the same of their units, and none waits for another */
+    } else if (masked && !few && grid.keys >= BWD_SET_KEYS && g.p.rules.left < 0) {
+        grid.together = wave; /* the longest of a wave first */
+    } else if (masked && few) {
         const int64_t sets = gk_ceil_div(grid.units, gk_ceil_div(clusters, grid.keys)); /* of a wave each, all alike */
         grid.together = (int)gk_ceil_div(grid.units, sets);
     }
@@ -274,7 +298,7 @@ template <class Tile> size_t counters_bytes(const BwdGrid &grid, const Bwd &g, b
 
 template <class Tile> bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
-    if (!serves(row, ctx, a)) return false;
+    if (!serves(row, ctx, a) || !short_enough<Tile>(a->fwd)) return false;
     Bwd &g = gk_own<Bwd>(to) = bwd_of(ctx, a, Tile::BQ, Tile::HEAD_DIM);
     g.stats_apart = true, g.lse_factor = LOG2_E;
     to->tile[0] = Tile::BQ, to->tile[1] = Tile::BKV;
@@ -295,9 +319,12 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     BwdHopperParams x = {};
     x.g = gk_own<Bwd>(plan);
     x.grid = grid_of<Tile>(ctx, a, x.g);
+    x.grid.prepare();
+    x.by_heads = divisor_of((uint32_t)gk_max_i64(x.g.p.heads_kv, 1));
+    x.by_keys = divisor_of((uint32_t)gk_max_i64(x.grid.keys, 1));
     x.g.stats = workspace;
     x.g.dq_sum = (float *)((char *)workspace + stats_bytes(x.g, sizeof(float)));
-    x.up = Consumer::ORDERED && x.g.p.rules.right >= 0 && !few_waves<Tile>(ctx, x.grid);
+    x.up = Consumer::ORDERED && goes_up<Tile>(ctx, x.g, x.grid);
     unsigned *counters = (unsigned *)((char *)x.g.dq_sum + dq_sum_bytes(x.g));
     const bool alone = x.grid.rows > 0; /* this grid does all but dsinks */
     const size_t cleared = counters_bytes<Tile>(x.grid, x.g, Consumer::ORDERED);
@@ -327,14 +354,17 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
      run<T, CONSUMER<T, TILE, MODIFIED, ORDERED>>,                                               \
      {TILE::HEAD_DIM, TILE::HEAD_DIM_V, MODIFIED + 2 * ORDERED, BwdSmem<TILE>::BYTES, TILE::BQ}, \
      NULL}
-/* All of a head_dim: both types, without and with modifiers, in any order and ordered. */
+/* Both types, in any order and ordered; without modifiers. */
+#define BWD_UNMODIFIED_ROWS(file, label, CONSUMER, TILE)                                              \
+    BWD_ROW(file "_bf16_" label, __nv_bfloat16, GK_BF16, CONSUMER, TILE, false, false),               \
+        BWD_ROW(file "_f16_" label, __half, GK_F16, CONSUMER, TILE, false, false),                    \
+        BWD_ROW(file "_bf16_" label "_ordered", __nv_bfloat16, GK_BF16, CONSUMER, TILE, false, true), \
+        BWD_ROW(file "_f16_" label "_ordered", __half, GK_F16, CONSUMER, TILE, false, true)
+/* All of a head_dim, with modifiers too. */
 #define BWD_ROWS(file, label, CONSUMER, TILE, SCORE_TILE, SCORE_ORDERED_TILE)                                     \
-    BWD_ROW(file "_bf16_" label, __nv_bfloat16, GK_BF16, CONSUMER, TILE, false, false),                           \
-        BWD_ROW(file "_f16_" label, __half, GK_F16, CONSUMER, TILE, false, false),                                \
+    BWD_UNMODIFIED_ROWS(file, label, CONSUMER, TILE),                                                             \
         BWD_ROW(file "_bf16_" label "_score", __nv_bfloat16, GK_BF16, CONSUMER, SCORE_TILE, true, false),         \
         BWD_ROW(file "_f16_" label "_score", __half, GK_F16, CONSUMER, SCORE_TILE, true, false),                  \
-        BWD_ROW(file "_bf16_" label "_ordered", __nv_bfloat16, GK_BF16, CONSUMER, TILE, false, true),             \
-        BWD_ROW(file "_f16_" label "_ordered", __half, GK_F16, CONSUMER, TILE, false, true),                      \
         BWD_ROW(file "_bf16_" label "_score_ordered", __nv_bfloat16, GK_BF16, CONSUMER, SCORE_ORDERED_TILE, true, \
                 true),                                                                                            \
         BWD_ROW(file "_f16_" label "_score_ordered", __half, GK_F16, CONSUMER, SCORE_ORDERED_TILE, true, true)

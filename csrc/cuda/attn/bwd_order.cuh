@@ -5,11 +5,12 @@
 #define GPUKERN_CUDA_BWD_ORDER_CUH
 
 #include "../layout/layout.cuh"
+#include "../tile/divisor.cuh"
 
 /* ---- the order of a grid's blocks ----------------------------------------------------------------------- */
 /* What a block does for a unit, a kv head of a batch entry with the query heads of its group: rows: lse, delta and zeros of
  * dQ for some tiles; keys: the products of one tile of keys; round: dQ of some tiles, scaled and rounded. */
-enum BwdKind {
+enum BwdKind : unsigned char {
     BWD_ROWS,
     BWD_KEYS,
     BWD_ROUND
@@ -17,6 +18,7 @@ enum BwdKind {
 
 struct BwdTask {
     BwdKind kind;
+    unsigned char part, parts; /* of rows and of rounding: which of how many equal parts of the task */
     int unit, index;
 };
 
@@ -25,36 +27,67 @@ struct BwdTask {
  * last units must not be the last. The last set may lack units: its tasks are of units that are not there.
  * Blocks start in the order of their numbers, and a block waits for blocks of lower numbers alone. A grid begins with the rows
  * of `lead` sets. Then, set after set, come its keys; spread among them the rows of the set `lead` on, and the rounding of the
- * set `lag` before. It ends with the rounding of `lag` sets. Both are 1 to sets(); with rows 0 both are 0. */
+ * set `lag` before. It ends with the rounding of `lag` sets. Both are 1 to sets(); with rows 0 both are 0. What it begins and ends
+ * with is in PARTS, a block each, since nothing else runs then. */
 struct BwdGrid {
+    static constexpr int PARTS = 4;
     int units, keys, rows, together, lead, lag;
+    /* prepare(): */
+    int last;                                       /* sets from `last` on bring no rows */
+    Divisor by_together;                            /* and of a set: */
+    Divisor by_rows, by_keys, by_keys_rows, by_all; /* its rows, its keys, both, and its keys with rows and rounding */
 
-    constexpr GK_HD int sets() const { return (units + together - 1) / together; }
-    constexpr GK_HD int blocks() const { return sets() * together * (keys + 2 * rows); }
-
-    constexpr GK_HD BwdTask of_set(BwdKind kind, int set, int x) const {
-        return {kind, set * together + x % together, x / together};
+    GK_HD int sets() const { return (units + together - 1) / together; }
+    GK_HD int blocks() const {
+        return sets() * together * (keys + 2 * rows) + (PARTS - 1) * (lead + lag) * together * rows;
     }
-    constexpr GK_HD BwdTask task(int x) const {
-        const int k = keys * together, r = rows * together,
-                  last = sets() - lead; /* sets from `last` on bring no rows */
-        if (x < lead * r) return of_set(BWD_ROWS, x / r, x % r);
-        x -= lead * r;
-        const int a = last < lag ? last : lag, b = last < lag ? lag : last, middle = last < lag ? k : k + 2 * r;
+    void prepare() {
+        const uint32_t k = (uint32_t)(keys * together), r = (uint32_t)(rows * together);
+        last = sets() - lead;
+        by_together = divisor_of((uint32_t)together), by_rows = divisor_of(r ? r : 1), by_keys = divisor_of(k ? k : 1);
+        by_keys_rows = divisor_of(k + r ? k + r : 1), by_all = divisor_of(k + 2 * r ? k + 2 * r : 1);
+    }
+
+    /* x * n / by for x <= by. */
+    static GK_HD int share(const Divisor &by, int x, int n) {
+        const uint64_t whole = (uint64_t)x * (uint32_t)n;
+        return (int)(whole < (uint64_t)1 << 31 ? by.into((uint32_t)whole) : whole / by.by);
+    }
+    GK_HD BwdTask of_set(BwdKind kind, int set, int x) const {
+        const int index = (int)by_together.into((uint32_t)x);
+        return {kind, 0, 1, set * together + x - index * together, index};
+    }
+    /* Part x of the rows, or of the rounding, of sets from `first` on. */
+    GK_HD BwdTask of_part(BwdKind kind, int first, int x) const {
+        const int whole = x / PARTS, set = (int)by_rows.into((uint32_t)whole);
+        BwdTask t = of_set(kind, first + set, whole - set * (int)by_rows.by);
+        t.part = (unsigned char)(x % PARTS), t.parts = PARTS;
+        return t;
+    }
+    GK_HD BwdTask task(int x) const {
+        const int k = keys * together, r = rows * together;
+        if (x < lead * r * PARTS) return of_part(BWD_ROWS, 0, x);
+        x -= lead * r * PARTS;
+        const bool few =
+            last < lag; /* some sets have neither rows nor rounding among their keys, else some have both */
+        const int a = few ? last : lag, b = few ? lag : last, middle = few ? k : k + 2 * r;
         int set = 0;
         if (x < a * (k + r)) {
-            set = x / (k + r), x %= k + r;
+            set = (int)by_keys_rows.into((uint32_t)x), x -= set * (k + r);
         } else if ((x -= a * (k + r)) < (b - a) * middle) {
-            set = a + x / middle, x %= middle;
-        } else if ((x -= (b - a) * middle) < (sets() - b) * (k + r)) {
-            set = b + x / (k + r), x %= k + r;
+            const int n = (int)(few ? by_keys : by_all).into((uint32_t)x);
+            set = a + n, x -= n * middle;
+        } else if ((x -= (b - a) * middle) < (last + lead - b) * (k + r)) {
+            const int n = (int)by_keys_rows.into((uint32_t)x);
+            set = b + n, x -= n * (k + r);
         } else {
-            x -= (sets() - b) * (k + r);
-            return of_set(BWD_ROUND, sets() - lag + x / r, x % r);
+            return of_part(BWD_ROUND, last + lead - lag, x - (last + lead - b) * (k + r));
         }
         const int others = (set < last ? r : 0) + (set >= lag ? r : 0); /* of the set's blocks, evenly spread */
-        const int before = (int)((int64_t)x * others / (k + others));
-        if ((int64_t)(x + 1) * others / (k + others) == before) return of_set(BWD_KEYS, set, x - before);
+        if (others == 0) return of_set(BWD_KEYS, set, x);
+        const Divisor &by = others == r ? by_keys_rows : by_all;
+        const int before = share(by, x, others);
+        if (share(by, x + 1, others) == before) return of_set(BWD_KEYS, set, x - before);
         if (set < last && before < r) return of_set(BWD_ROWS, set + lead, before);
         return of_set(BWD_ROUND, set - lag, set < last ? before - r : before);
     }

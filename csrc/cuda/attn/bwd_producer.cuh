@@ -20,10 +20,12 @@
 enum {
     BAR_CONSUMERS = 1, /* both warpgroups */
     /* of a pair; one warpgroup arrives, the other waits */
-    BAR_P = 2,      /* warpgroup 0 has stored P */
-    BAR_DS = 3,     /* warpgroup 1 has stored dS: for warpgroup 0 */
-    BAR_OWN_DS = 4, /* for itself */
-    BAR_SENT_DS = 5 /* and 6, of steps in turn; for send_ds */
+    BAR_P = 2,       /* warpgroup 0 has stored P */
+    BAR_DS = 3,      /* warpgroup 1 has stored dS: for warpgroup 0 */
+    BAR_OWN_DS = 4,  /* for itself */
+    BAR_SENT_DS = 5, /* and 6, of steps in turn; for send_ds */
+    /* of every kernel */
+    BAR_ADDED = 7 /* both warpgroups have made their last additions: for the warp that tells other blocks */
 };
 
 /* ---- 1. parameters and shared memory -------------------------------------------------------------------- */
@@ -34,7 +36,8 @@ struct BwdHopperParams {
     unsigned *rows_done, *keys_done; /* of each unit, how many of these tasks are done */
     /* Of each tile of dq_sum, of a pair of each half of its columns: how many blocks have added to it. Ordered kernels alone. */
     unsigned *turns;
-    bool up; /* of BwdOrderedStep */
+    bool up;                   /* of BwdOrderedStep */
+    Divisor by_heads, by_keys; /* kv heads of a batch entry; tasks of keys of a unit */
 };
 
 /* What a block does. Of a task of keys: the keys [j0, j0 + BKV) of one kv head, and the tiles of rows that see some of them, or of
@@ -100,7 +103,7 @@ template <class Tile> __device__ __forceinline__ void place_block(BwdWork &w, co
     const Bwd &g = x.g;
     w.rank = BLOCKS > 1 ? (int)cluster_ctarank() : 0;
     w.task = x.grid.task(blockIdx.x / BLOCKS);
-    w.kv_head = w.task.unit % g.p.heads_kv, w.b = w.task.unit / g.p.heads_kv;
+    w.b = (int)x.by_heads.into((uint32_t)w.task.unit), w.kv_head = w.task.unit - w.b * g.p.heads_kv;
     w.first_head = w.kv_head * g.p.group;
     if (w.task.unit >= x.grid.units || w.task.kind != BWD_KEYS) return;
     const int kv_tiles = x.grid.keys, tile_kv = x.up ? kv_tiles - 1 - w.task.index : w.task.index;
@@ -117,7 +120,7 @@ template <class Tile> __device__ __forceinline__ void place_block(BwdWork &w, co
     w.tile_lo = see.lo / BQ;
     w.tiles = see.hi > see.lo ? (see.hi + BQ - 1) / BQ - w.tile_lo : 0;
     /* blocks of a head add to different rows of dQ at a time */
-    w.start = w.tiles > 0 ? (int)((int64_t)w.tiles * tile_kv / kv_tiles) : 0;
+    w.start = BwdGrid::share(x.by_keys, tile_kv, w.tiles);
 }
 
 /* ---- 3. the producer ------------------------------------------------------------------------------------ */
@@ -165,10 +168,6 @@ __device__ __forceinline__ void load_tiles(const BwdHopperParams &x, const BwdWo
         __syncwarp();
         if (laneid() == 0) mbarrier_arrive(kv_s);
     }
-    if (x.grid.rows > 0) {
-        wait_count(x.rows_done + w.task.unit, x.grid.rows * S::BLOCKS);
-        fence_proxy_async_global(); /* stats are there for TMA; zeros for whoever sees a full stage */
-    }
     const tma_steps<Tile::STAGES> ring = {smem_s + S::RING};
     const tma_steps<Tile::O_STAGES> o_ring = {smem_s + S::O_RING};
     const int first_tile = w.tile_lo + (!ORDERED ? w.start : x.up ? 0 : w.tiles - 1);
@@ -185,11 +184,16 @@ __device__ __forceinline__ void load_tiles(const BwdHopperParams &x, const BwdWo
             const smem_addr to_s = ragged ? raw_s : ring.full(n);
             ((BwdTileOf *)(smem + S::TILES))[stage] = {stats_tile, at.tile < w.full.lo || at.tile >= w.full.hi, i0,
                                                        slope_of<float>(g.p.rules, w.b, at.head)};
-            mbarrier_arrive_expect_tx(to_s, S::Q::bytes + (Tile::PAIR ? 0 : S::O::bytes) + S::STATS);
             load_panels<typename S::Q>(q_s, &x.q, row, at.head, b, to_s);
+            if constexpr (!Tile::PAIR) load_panels<typename S::O>(o_s, &x.grad_out, row, at.head, b, to_s);
+            if (n == 0 && x.grid.rows > 0) { /* while the first Q and dO come */
+                wait_count(x.rows_done + w.task.unit, x.grid.rows * S::BLOCKS * BwdGrid::PARTS);
+                fence_proxy_async_global(); /* stats are there for TMA; zeros for whoever sees a full stage */
+            }
+            /* not before that wait: whoever sees a full stage sees what it waited for */
+            mbarrier_arrive_expect_tx(to_s, S::Q::bytes + (Tile::PAIR ? 0 : S::O::bytes) + S::STATS);
             bulk_load(smem_s + S::STATS_AT + stage * S::STATS, (const char *)g.stats + (int64_t)stats_tile * S::STATS,
                       S::STATS, to_s);
-            if constexpr (!Tile::PAIR) load_panels<typename S::O>(o_s, &x.grad_out, row, at.head, b, to_s);
         }
         __syncwarp();
         if (ragged) {
@@ -246,25 +250,40 @@ __device__ __forceinline__ void send_ds(const BwdHopperParams &x, const BwdWork 
 }
 
 /* One thread of an ordered kernel: tells the consumers when it is this block's turn at a step's tile, and passes the turn on
- * when they have added. It waits for blocks of lower numbers alone. */
+ * when they have added. It waits for blocks of lower numbers alone. The next turn is looked for while the consumers add, and told
+ * before this one is passed on, which takes until the additions are made; the consumers are at most one step ahead then. */
 template <class Tile>
 __device__ __forceinline__ void take_turns(const BwdHopperParams &x, const BwdWork &w, smem_addr smem_s) {
     typedef BwdSmem<Tile> S;
     const Bwd &g = x.g;
     constexpr int KEYS = S::BLOCKS * Tile::BKV; /* of a pair: its blocks add to halves of their own */
     const int steps = w.tiles * g.p.group;
+    if (steps == 0) return;
     BwdOrderedStep at = {w.first_head, w.tile_lo + (x.up ? 0 : w.tiles - 1)};
+    unsigned *turn = NULL;
+    /* turn: the counter of the tile at hand. How many blocks add to it before this one: those that have keys which the tile's rows
+     * see are neighbours, and this one adds after those on one side. */
+    const auto look = [&]() {
+        const int i0 = at.tile * Tile::BQ, last_row = min(i0 + Tile::BQ, w.seq.seq_q) - 1, own = w.j0 / KEYS;
+        turn = x.turns + (at.head * g.row_tiles + w.row_tile + at.tile) * S::BLOCKS + w.rank;
+        at.next(w.first_head, g.p.group, x.up);
+        return (unsigned)(x.up ? (w.seq.span.hi(last_row) - 1) / KEYS - own : own - w.seq.span.lo(i0) / KEYS);
+    };
+    unsigned before = look();
+    wait_count(turn, before);
+    mbarrier_arrive(smem_s + S::TURN);
 #pragma unroll 1
     for (int n = 0; n < steps; ++n) {
-        /* blocks that have keys which the tile's rows see are neighbours; this one adds after those on one side */
-        const int i0 = at.tile * Tile::BQ, last_row = min(i0 + Tile::BQ, w.seq.seq_q) - 1, own = w.j0 / KEYS;
-        const int before = x.up ? (w.seq.span.hi(last_row) - 1) / KEYS - own : own - w.seq.span.lo(i0) / KEYS;
-        unsigned *turn = x.turns + (at.head * g.row_tiles + w.row_tile + at.tile) * S::BLOCKS + w.rank;
-        wait_count(turn, (unsigned)before);
-        mbarrier_arrive(smem_s + S::TURN);
-        mbarrier_wait(smem_s + S::ADDED, n & 1);
-        red_add_release(turn);
-        at.next(w.first_head, g.p.group, x.up);
+        unsigned *own = turn;
+        const bool more = n + 1 < steps;
+        bool ready = false;
+        if (more) before = look();
+        do {
+            if (more && !ready) ready = ld_acquire(turn) >= before;
+        } while (!mbarrier_try_wait_parity(smem_s + S::ADDED, n & 1));
+        if (ready) mbarrier_arrive(smem_s + S::TURN);
+        red_add_release(own);
+        if (more && !ready) wait_count(turn, before), mbarrier_arrive(smem_s + S::TURN);
     }
 }
 

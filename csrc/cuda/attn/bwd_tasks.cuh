@@ -41,15 +41,15 @@ template <int PASSES> struct BwdRowLoads {
     float lse[PASSES];
 };
 
-/* stats of TASK_TILES tiles of a head, as flash_attn_bwd_pre makes them, and zeros of their dq_sum. LANES threads a row; the
+/* stats of `count` tiles of a head, as flash_attn_bwd_pre makes them, and zeros of their dq_sum. LANES threads a row; the
  * loads of the next rows are in flight while these are summed. */
 template <class T, class Tile, int THREADS>
-__device__ __forceinline__ void rows_of_tiles(const Bwd &g, int b, int head, int tile0, smem_addr smem_s) {
+__device__ __forceinline__ void rows_of_tiles(const Bwd &g, int b, int head, int tile0, int count, smem_addr smem_s) {
     constexpr int BQ = Tile::BQ, LANES = Tile::HEAD_DIM_V > 128 ? 32 : Tile::HEAD_DIM_V > 64 ? 16 : 8;
-    constexpr int STEP = THREADS / LANES, PASSES = 4;
+    constexpr int STEP = THREADS / LANES, PASSES = 6;
     const Sequence s = sequence_of(g.p, b);
     const int lane = threadIdx.x % LANES, first = threadIdx.x / LANES, i0 = tile0 * BQ;
-    const int rows = min(Tile::TASK_TILES, g.tiles - tile0) * BQ; /* of the workspace; some are past the end */
+    const int rows = min(count, g.tiles - tile0) * BQ; /* of the workspace; some are past the end */
     const int64_t tile = (int64_t)head * g.row_tiles + row_tile_of(g, s, b) + tile0;
     const T *out = (const T *)g.p.out.data + b * g.p.out.batch + head * g.p.out.head + lane * 8;
     const T *grad_out = (const T *)g.grad_out.data + b * g.grad_out.batch + head * g.grad_out.head + lane * 8;
@@ -84,16 +84,18 @@ __device__ __forceinline__ void rows_of_tiles(const Bwd &g, int b, int head, int
 #pragma unroll 1
     for (int at = 0; at < rows; at += PASSES * STEP) {
         load(next, i0 + first + at + PASSES * STEP);
+        float delta[PASSES]; /* all sums before the first store: side by side they wait for other lanes once */
+#pragma unroll
+        for (int p = 0; p < PASSES; ++p) delta[p] = lanes_sum<1, LANES>(dot8<T>(now.out[p], now.grad[p]));
 #pragma unroll
         for (int p = 0; p < PASSES; ++p) {
             const int r = at + first + p * STEP, i = i0 + r;
-            float delta = lanes_sum<1, LANES>(dot8<T>(now.out[p], now.grad[p]));
             if (lane > 0 || r >= rows) continue;
             /* a row without keys contributes nothing, whatever its grad_out holds */
             const bool alive = now.lse[p] != -INFINITY && s.span.lo(i) < s.span.hi(i);
-            if (alive && g.grad_lse.data) delta -= grad_lse[i * g.grad_lse.row];
+            if (alive && g.grad_lse.data) delta[p] -= grad_lse[i * g.grad_lse.row];
             float *to = stats + r / BQ * BQ * 2 + r % BQ;
-            to[0] = alive ? now.lse[p] * (float)g.lse_factor : INFINITY, to[BQ] = alive ? delta : 0;
+            to[0] = alive ? now.lse[p] * (float)g.lse_factor : INFINITY, to[BQ] = alive ? delta[p] : 0;
         }
         now = next;
     }
@@ -101,9 +103,9 @@ __device__ __forceinline__ void rows_of_tiles(const Bwd &g, int b, int head, int
 }
 
 /* ---- 3. dq = scale * dq_sum ----------------------------------------------------------------------------- */
-/* COUNT tiles of a head from `tile` on, through as many tiles of shared memory. */
+/* `count` tiles of a head, at most COUNT, from `tile` on, through as many tiles of shared memory. */
 template <class T, class Tile, int THREADS, int COUNT>
-__device__ __forceinline__ void round_tiles(const Bwd &g, int b, int head, int tile, smem_addr smem_s) {
+__device__ __forceinline__ void round_tiles(const Bwd &g, int b, int head, int tile, int count, smem_addr smem_s) {
     typedef DqShape<Tile> Dq;
     typedef smem_tile<Tile::BQ, Tile::HEAD_DIM * 2> Queries;
     static_assert(COUNT * Queries::bytes <= BwdSmem<Tile>::RING, "the tiles lie where the products' would");
@@ -113,9 +115,9 @@ __device__ __forceinline__ void round_tiles(const Bwd &g, int b, int head, int t
     if (i0 >= s.seq_q) return;
     const float *from = g.dq_sum + ((int64_t)head * g.row_tiles + row_tile_of(g, s, b) + tile) * Dq::FLOATS + lane * 4;
     const float scale = (float)g.p.rules.scale;
-    const int tiles = min(COUNT, (s.seq_q - i0 + Tile::BQ - 1) / Tile::BQ);
+    const int tiles = min(count, (s.seq_q - i0 + Tile::BQ - 1) / Tile::BQ);
     constexpr int PARTS = Dq::BLOCKS * PAIRS; /* of a tile, each a warp's */
-#pragma unroll COUNT> 1 ? 4 : 1
+#pragma unroll COUNT> 1 ? 8 : 1
     for (int i = threadIdx.x / 32; i < tiles * PARTS; i += THREADS / 32) {
         const int n = i / PARTS, block = i % PARTS / PAIRS, pair = i % PAIRS;
         const float *part = from + n * Dq::FLOATS + block * (Dq::N * 16) + 2 * pair * 128;
@@ -139,22 +141,25 @@ __device__ __forceinline__ void round_tiles(const Bwd &g, int b, int head, int t
 }
 
 /* ---- 4. a block that has no keys ------------------------------------------------------------------------ */
-/* The blocks of a pair have TASK_TILES each; the last may have none. */
+/* The blocks of a pair have TASK_TILES each; the last, and the last parts, may have none. */
 template <class T, class Tile>
 __device__ __forceinline__ void other_task(const BwdHopperParams &x, const BwdWork &w, smem_addr smem_s) {
     typedef BwdSmem<Tile> S;
     constexpr int THREADS = S::THREADS;
     const int a_head = x.grid.rows / x.g.p.group;
     const int head = w.kv_head * x.g.p.group + w.task.index / a_head,
-              tile = (w.task.index % a_head * S::BLOCKS + (Tile::PAIR ? w.rank : 0)) * Tile::TASK_TILES;
+              first = (w.task.index % a_head * S::BLOCKS + (Tile::PAIR ? w.rank : 0)) * Tile::TASK_TILES;
+    static_assert(Tile::TASK_TILES % BwdGrid::PARTS == 0, "parts are equal");
+    const int count = w.task.parts > 1 ? Tile::TASK_TILES / BwdGrid::PARTS : Tile::TASK_TILES,
+              tile = first + w.task.part * count;
     if (w.task.kind == BWD_ROWS) {
-        if (!Tile::PAIR || tile < x.g.tiles) rows_of_tiles<T, Tile, THREADS>(x.g, w.b, head, tile, smem_s);
+        if (tile < x.g.tiles) rows_of_tiles<T, Tile, THREADS>(x.g, w.b, head, tile, count, smem_s);
         __syncthreads(); /* stats and zeros are there */
-        if (threadIdx.x == 0) red_add_release(x.rows_done + w.task.unit);
+        if (threadIdx.x == 0) red_add_release(x.rows_done + w.task.unit, w.task.parts > 1 ? 1 : BwdGrid::PARTS);
     } else {
         if (threadIdx.x == 0) wait_count(x.keys_done + w.task.unit, x.grid.keys * S::BLOCKS);
         __syncthreads(); /* every key's additions are made */
-        round_tiles<T, Tile, THREADS, Tile::TASK_TILES>(x.g, w.b, head, tile, smem_s);
+        round_tiles<T, Tile, THREADS, Tile::TASK_TILES>(x.g, w.b, head, tile, count, smem_s);
     }
 }
 

@@ -173,7 +173,11 @@ template <class T, class Tile_, bool MODIFIED, bool ORDERED_> struct BwdConsumer
 /* ---- 2. table ------------------------------------------------------------------------------------------- */
 #define ROWS(label, TILE) BWD_ROWS("flash_attn_bwd_sm90a", label, BwdConsumer, TILE, TILE##Score, TILE##ScoreOrdered)
 
-const gk_cuda_instance instances[] = {ROWS("d64", BwdHopper64), ROWS("d96", BwdHopper96), ROWS("d128", BwdHopper128)};
+/* Softcap and ALiBi have tiles of 64 rows at any length. */
+const gk_cuda_instance instances[] = {
+    ROWS("d64", BwdHopper64), ROWS("d96", BwdHopper96),
+    BWD_UNMODIFIED_ROWS("flash_attn_bwd_sm90a", "d128_short", BwdConsumer, BwdHopper128Short),
+    ROWS("d128", BwdHopper128)};
 
 } // namespace
 

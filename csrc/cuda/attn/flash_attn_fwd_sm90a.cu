@@ -153,9 +153,6 @@ template <class Tile> FwdHopperParams params_of(const gk_context *ctx, const gk_
     constexpr int BQ = Smem<Tile>::BQ;
     FwdHopperParams x = {};
     x.units = score_units(a->rules.scale, a->rules.softcap, a->rules.alibi_slopes != NULL);
-    /* One multiply-add for keys on one side (fwd_consumer.cuh) gives lanes of a row unequal references: wrong, so ALiBi is finished
-     * score by score until refer() and redo() take the largest of what shift leaves. */
-    if (x.units.sloped) x.units.plain = false, x.units.unit_log2 = 1.44269504f, x.units.per_slope = 1;
     x.stacked = x.units.plain || !x.units.sloped ? fwd_stacked(problem_of(ctx, a), BQ) : 1;
     x.fwd = fwd_params(ctx, a, BQ, Tile::BKV, 1, x.stacked);
     const Problem &p = x.fwd.problem;

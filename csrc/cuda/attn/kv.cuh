@@ -98,8 +98,30 @@ template <class W> __device__ __forceinline__ W paged_scale(const void *scale, i
     return scale ? ((const W *)scale)[head_kv * step] : W(1);
 }
 
+/* A scale of 8-bit caches, by page and head, by head or one for all: strides of 0. NULL = 1. */
+struct CodeScale {
+    const void *data;
+    bool wide; /* double, else float */
+    int64_t page, head;
+
+    template <class W> __device__ __forceinline__ W at(int64_t its_page, int head_kv) const {
+        if (!data) return W(1);
+        const int64_t i = its_page * page + head_kv * head;
+        return wide ? (W)((const double *)data)[i] : (W)((const float *)data)[i];
+    }
+};
+
 /* ---- host ---------------------------------------------------------------------------------------------- */
 inline Rows pages_of(const gk_tensor &t) { return {t.data, t.stride[0], t.stride[2], t.stride[1]}; }
+
+inline CodeScale code_scale(const gk_tensor *t) {
+    CodeScale s = {};
+    if (!t) return s;
+    s.data = t->data, s.wide = t->dtype == GK_F64;
+    if (t->ndim > 0) s.head = t->stride[t->ndim - 1];
+    if (t->ndim == 2) s.page = t->stride[0];
+    return s;
+}
 
 /* Query tokens of a sequence, at most: what shapes and arguments tell. */
 inline int64_t paged_seq_q(const gk_paged_attn_args *a) {

@@ -5,15 +5,19 @@
  * negative one is skipped, one past the cache is skipped and reported. The quotient is float32 (float64 for float64),
  * rounded once to nearest even. Of tokens with one slot any may win, piece by piece.
  *
+ * 8-bit caches hold codes (tile/codes.cuh), with a scale or without one, and a scale may be of a page and head.
+ *
  * Work split: a block takes up to TOKENS tokens and THREADS pieces of each (16 bytes where every row is dense and aligned,
  * else one element); a thread takes one piece of all the tokens, so it finds its head and column once.
  *   1. loads of the pieces: they do not wait for the slots
- *   2. the first threads turn slots into cache offsets, in shared memory: 16 bytes a token
+ *   2. the first threads turn slots into cache offsets, in shared memory: 24 bytes a token
  *   3. divide, store
  * Bandwidth bound. */
 #include "../host/launch.cuh"
 #include "../ptx/regs.cuh"
+#include "../tile/codes.cuh"
 #include "../tile/convert.cuh"
+#include "kv.cuh"
 #include "tiles.h"
 
 namespace {
@@ -25,8 +29,7 @@ struct Side { /* k or v */
     void *cache;
     int64_t token, head, col;                 /* strides of x */
     int64_t page, row, cache_head, cache_col; /* strides of the cache */
-    const void *scale;                        /* NULL = 1 */
-    int64_t scale_step;
+    CodeScale scale;
     int cols; /* head_dim in pieces */
 };
 
@@ -37,6 +40,7 @@ struct Params {
     int64_t tokens;
     int block_size, heads, tokens_per_block, groups; /* blocks of tokens: block x takes x % groups */
     bool slots_64;
+    gk_dtype code; /* of 8-bit caches */
     uint8_t *error_word;
 };
 
@@ -45,8 +49,9 @@ constexpr int64_t NOWHERE = INT64_MIN; /* no offset: strides may be negative */
 /* Where each of the block's tokens goes. */
 struct Places {
     int64_t at[2][TOKENS]; /* offsets into the two caches */
+    int64_t page[TOKENS];
 };
-static_assert(sizeof(Places) == 16 * TOKENS, "the map in the title");
+static_assert(sizeof(Places) == 24 * TOKENS, "the map in the title");
 
 template <class T> constexpr float largest();
 template <> constexpr float largest<float>() { return 3.402823466e38f; }
@@ -65,6 +70,9 @@ template <> __device__ __forceinline__ double scaled<double>(double x, double sc
 }
 
 template <int BYTES> struct Bits; /* what one load moves */
+template <> struct Bits<1> {
+    typedef uint8_t type;
+};
 template <> struct Bits<2> {
     typedef uint16_t type;
 };
@@ -78,8 +86,52 @@ template <> struct Bits<16> {
     typedef uint4 type;
 };
 
-template <class T, int PIECE> __global__ void __launch_bounds__(THREADS) kv_cache_write_kernel(Params p) {
-    typedef typename element<T>::acc W;
+/* csrc/codes.h: gk_f64_to_odd_f32. A float that rounds to any of the codes as the double does. */
+__device__ __forceinline__ float to_odd_f32(double x) {
+    const float f = (float)x;
+    if (x != x || (double)f == x || isinf(f)) return f;
+    return __uint_as_float((__float_as_uint(f) - (fabs((double)f) > fabs(x))) | 1);
+}
+__device__ __forceinline__ float to_odd_f32(float x) { return x; }
+
+/* A piece as it lies in the cache: of T, or of codes. */
+template <class T, int PIECE> struct PlainPiece {
+    typedef T stored;
+    typedef typename Bits<(int)sizeof(T) * PIECE>::type Vector;
+    static __device__ __forceinline__ Vector of(Vector piece, const Side &side, int head, int64_t page, gk_dtype) {
+        if (!side.scale.data) return piece;
+        const typename element<T>::acc scale = side.scale.at<typename element<T>::acc>(page, head);
+        T x[PIECE];
+        memcpy(x, &piece, sizeof x);
+#pragma unroll
+        for (int e = 0; e < PIECE; ++e) x[e] = scaled<T>(x[e], scale);
+        memcpy(&piece, x, sizeof x);
+        return piece;
+    }
+};
+template <class T, int PIECE> struct CodePiece {
+    typedef uint8_t stored;
+    typedef typename Bits<PIECE>::type Vector;
+    static __device__ __forceinline__ Vector of(const typename Bits<(int)sizeof(T) * PIECE>::type &piece,
+                                                const Side &side, int head, int64_t page, gk_dtype code) {
+        const typename element<T>::acc scale = side.scale.at<typename element<T>::acc>(page, head);
+        T from[PIECE];
+        memcpy(from, &piece, sizeof from);
+        uint32_t codes[(PIECE + 3) / 4];
+#pragma unroll
+        for (int e = 0; e < PIECE; e += 4) {
+            float x[4] = {};
+#pragma unroll
+            for (int i = 0; i < 4 && e + i < PIECE; ++i) x[i] = to_odd_f32(to_acc(from[e + i]) / scale);
+            codes[e / 4] = codes_x4<CodesBySoftware>(code, x);
+        }
+        Vector to;
+        memcpy(&to, codes, sizeof to);
+        return to;
+    }
+};
+
+template <class T, class Piece, int PIECE> __global__ void __launch_bounds__(THREADS) kv_cache_write_kernel(Params p) {
     typedef typename Bits<(int)sizeof(T) * PIECE>::type Vector;
     __shared__ Places places;
     const int group = blockIdx.x % p.groups;
@@ -106,23 +158,20 @@ template <class T, int PIECE> __global__ void __launch_bounds__(THREADS) kv_cach
         if (slot >= p.capacity) report(p.error_word, GK_BAD_SLOTS);
         const int64_t page = good ? slot / p.block_size : 0, row = good ? slot - page * p.block_size : 0;
         for (int which = 0; which < 2; ++which)
+            places.page[threadIdx.x] = page,
             places.at[which][threadIdx.x] = good ? page * p.side[which].page + row * p.side[which].row : NOWHERE;
     }
     __syncthreads(); /* places are written */
     if (i >= pieces) return;
 
     /* 3. out */
-    T *cache = (T *)side.cache + head * side.cache_head + col * side.cache_col;
-    const W scale = side.scale ? ((const W *)side.scale)[head * side.scale_step] : W(1);
+    typedef typename Piece::stored Stored;
+    Stored *cache = (Stored *)side.cache + head * side.cache_head + col * side.cache_col;
 #pragma unroll
-    for (int t = 0; t < TOKENS; ++t) {
-        if (t >= count || places.at[s][t] == NOWHERE) continue;
-        if (side.scale) {
-#pragma unroll
-            for (int e = 0; e < PIECE; ++e) ((T *)&piece[t])[e] = scaled<T>(((T *)&piece[t])[e], scale);
-        }
-        *(Vector *)(cache + places.at[s][t]) = piece[t];
-    }
+    for (int t = 0; t < TOKENS; ++t)
+        if (t < count && places.at[s][t] != NOWHERE)
+            *(typename Piece::Vector *)(cache + places.at[s][t]) =
+                Piece::of(piece[t], side, head, places.page[t], p.code);
 }
 
 /* ---- launch -------------------------------------------------------------------------------------------- */
@@ -131,25 +180,33 @@ Side side_of(const gk_tensor &x, const gk_tensor &cache, const gk_tensor *scale,
     s.x = x.data, s.cache = cache.data;
     s.token = x.stride[0], s.head = x.stride[1], s.col = x.stride[2];
     s.page = cache.stride[0], s.row = cache.stride[1], s.cache_head = cache.stride[2], s.cache_col = cache.stride[3];
-    if (scale) s.scale = scale->data, s.scale_step = scale->ndim ? scale->stride[0] : 0;
+    s.scale = code_scale(scale);
     s.cols = (int)x.shape[2] / piece;
     return s;
 }
 
-/* Whether every row of t is dense and starts at a multiple of 16 bytes. */
+/* Whether every row of t is dense and is whole pieces, each aligned to its size. */
 bool in_pieces(const gk_tensor &t, int piece) {
     const int last = t.ndim - 1;
+    const int64_t bytes = piece * (int64_t)gk_dtype_bytes(t.dtype);
     if (gk_numel(&t) == 0) return true;
-    return t.shape[last] % piece == 0 && (t.stride[last] == 1 || t.shape[last] <= 1) && rows_aligned(t);
+    bool good =
+        t.shape[last] % piece == 0 && (t.stride[last] == 1 || t.shape[last] <= 1) && (uintptr_t)t.data % bytes == 0;
+    for (int d = 0; d < last; ++d) good = good && (t.shape[d] <= 1 || t.stride[d] % piece == 0);
+    return good;
 }
 
-template <int PIECE> bool plan(const gk_cuda_instance *, const gk_context *, const void *args, gk_plan *) {
+/* key = {elements of a piece, caches are 8-bit codes} */
+bool plan(const gk_cuda_instance *row, const gk_context *, const void *args, gk_plan *) {
     const gk_kv_cache_write_args *a = (const gk_kv_cache_write_args *)args;
-    return in_pieces(a->k, PIECE) && in_pieces(a->v, PIECE) && in_pieces(a->k_cache, PIECE) &&
-           in_pieces(a->v_cache, PIECE);
+    const int piece = row->key[0];
+    return gk_is_code(a->k_cache.dtype) == (row->key[1] != 0) &&
+           (piece == 1 || (in_pieces(a->k, piece) && in_pieces(a->v, piece) && in_pieces(a->k_cache, piece) &&
+                           in_pieces(a->v_cache, piece)));
 }
 
-template <class T, int PIECE> gk_status run(const gk_context *ctx, const void *args, const gk_plan *, void *) {
+template <class T, class Piece, int PIECE>
+gk_status run(const gk_context *ctx, const void *args, const gk_plan *, void *) {
     const gk_kv_cache_write_args *a = (const gk_kv_cache_write_args *)args;
     Params p = {};
     p.side[0] = side_of(a->k, a->k_cache, a->k_scale, PIECE);
@@ -158,25 +215,32 @@ template <class T, int PIECE> gk_status run(const gk_context *ctx, const void *a
     p.capacity = a->k_cache.shape[0] * a->k_cache.shape[1];
     p.tokens = a->k.shape[0], p.heads = (int)a->k.shape[1];
     p.block_size = (int)gk_max_i64(a->k_cache.shape[1], 1);
-    p.error_word = ctx->error_word;
+    p.code = a->k_cache.dtype, p.error_word = ctx->error_word;
     const int64_t chunks = gk_ceil_div((int64_t)p.heads * (p.side[0].cols + p.side[1].cols), THREADS);
     const int64_t blocks = (int64_t)gk_gpu_of(ctx->index)->num_sms * kv_write_tile::blocks_per_sm;
     p.tokens_per_block = (int)gk_clamp_i64(p.tokens * chunks / blocks, 1, TOKENS);
     p.groups = (int)gk_ceil_div(p.tokens, p.tokens_per_block);
     const dim3 grid((unsigned)(p.groups * chunks));
-    return launch<kv_cache_write_kernel<T, PIECE>>("gk_kv_cache_write", ctx, grid, THREADS, 0, p);
+    return launch<kv_cache_write_kernel<T, Piece, PIECE>>("gk_kv_cache_write", ctx, grid, THREADS, 0, p);
 }
 
+#define ROW(NAME, DTYPE, T, PIECE, KIND, CODES) \
+    {"kv_cache_write_" NAME, DTYPE, plan, run<T, KIND<T, PIECE>, PIECE>, {PIECE, CODES}, NULL},
+#define ROWS(NAME, DTYPE, T, PIECE)                            \
+    ROW(NAME "_x" #PIECE, DTYPE, T, PIECE, PlainPiece, 0)      \
+    ROW(NAME, DTYPE, T, 1, PlainPiece, 0)                      \
+    ROW(NAME "_codes_x" #PIECE, DTYPE, T, PIECE, CodePiece, 1) \
+    ROW(NAME "_codes", DTYPE, T, 1, CodePiece, 1)
+/* clang-format off */
 const gk_cuda_instance instances[] = {
-    {"kv_cache_write_bf16_x8", GK_BF16, plan<8>, run<__nv_bfloat16, 8>, {}, NULL},
-    {"kv_cache_write_f16_x8", GK_F16, plan<8>, run<__half, 8>, {}, NULL},
-    {"kv_cache_write_f32_x4", GK_F32, plan<4>, run<float, 4>, {}, NULL},
-    {"kv_cache_write_f64_x2", GK_F64, plan<2>, run<double, 2>, {}, NULL},
-    {"kv_cache_write_bf16", GK_BF16, plan_any, run<__nv_bfloat16, 1>, {}, NULL},
-    {"kv_cache_write_f16", GK_F16, plan_any, run<__half, 1>, {}, NULL},
-    {"kv_cache_write_f32", GK_F32, plan_any, run<float, 1>, {}, NULL},
-    {"kv_cache_write_f64", GK_F64, plan_any, run<double, 1>, {}, NULL},
+    ROWS("bf16", GK_BF16, __nv_bfloat16, 8)
+    ROWS("f16", GK_F16, __half, 8)
+    ROWS("f32", GK_F32, float, 4)
+    ROWS("f64", GK_F64, double, 2)
 };
+/* clang-format on */
+#undef ROWS
+#undef ROW
 
 } // namespace
 

@@ -18,7 +18,7 @@
  *   step j of a warp      wait(j)  S   softmax   O   issue(j + stages)
  *
  * Not here: larger head_dim, rows that are not 16-byte aligned, float64 (paged_attn_plain). */
-#include "paged_plan.cuh"
+#include "paged_combine.cuh"
 
 namespace {
 

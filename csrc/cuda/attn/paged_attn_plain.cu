@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* paged_attn_plain: attention over a paged cache for every dtype, page size, alignment and number of query tokens; the
- * kernel of float32 and float64, and of what the tensor-core kernel does not take.
+/* paged_attn_plain: attention over a paged cache for every dtype, page size, alignment and number of query tokens, 8-bit
+ * caches included; the kernel of float64, and of what the others do not take.
  *   out[t] = sum_j softmax_j(score(scale k_scale q[t] k[j]), sink) v[j] v_scale         j in [lo(t), hi(t))
  * q [T, Hq, D]; k_cache, v_cache [num_blocks, block_size, Hkv, D | Dv]; block_table [B, max_blocks], seq_lens [B],
  * cu_seqlens_q [B + 1] int32; out [T, Hq, Dv], lse [T, Hq].
@@ -14,6 +14,7 @@
  *   o        warps x Dv sums        8192 bytes
  *   stats    warps x (max, sum)       64 bytes
  * Not for speed: nothing is shared between heads of a group or tokens of a sequence. */
+#include "../tile/codes.cuh"
 #include "../tile/convert.cuh"
 #include "../tile/reduce.cuh"
 #include "kv.cuh"
@@ -31,8 +32,39 @@ template <class W> struct Shared {
 };
 static_assert(sizeof(Shared<double>) == 2048 + 8192 + 64, "the map in the title");
 
-template <class T> __global__ void __launch_bounds__(THREADS, 3) paged_attn_plain_kernel(Paged p) {
+struct Params {
+    Paged p;
+    gk_dtype stored;            /* of 8-bit caches; */
+    CodeScale k_scale, v_scale; /* theirs, and p has none */
+};
+
+/* Rows of a cache: of T, or of codes, each worth what it is times the scale of its page and head. */
+template <class T> struct PlainRow {
     typedef typename element<T>::acc W;
+    const T *at;
+    __device__ __forceinline__ PlainRow(const void *data, int64_t offset, gk_dtype) : at((const T *)data + offset) {}
+    __device__ __forceinline__ W operator[](int d) const { return to_acc(at[d]); }
+};
+template <class T> struct CodeRow {
+    typedef typename element<T>::acc W;
+    const uint8_t *at;
+    gk_dtype dtype;
+    __device__ __forceinline__ CodeRow(const void *data, int64_t offset, gk_dtype stored)
+        : at((const uint8_t *)data + offset), dtype(stored) {}
+    __device__ __forceinline__ W operator[](int d) const { return (W)code_value(dtype, at[d]); }
+};
+
+template <class T, bool CODES> struct RowOf {
+    typedef PlainRow<T> type;
+};
+template <class T> struct RowOf<T, true> {
+    typedef CodeRow<T> type;
+};
+
+template <class T, bool CODES> __global__ void __launch_bounds__(THREADS, 3) paged_attn_plain_kernel(Params x) {
+    typedef typename element<T>::acc W;
+    typedef typename RowOf<T, CODES>::type Row;
+    const Paged &p = x.p;
     __shared__ Shared<W> shared;
     const int64_t row = blockIdx.x;
     const int token = (int)(row / p.heads_q), head = (int)(row % p.heads_q), head_kv = head / p.group;
@@ -63,29 +95,33 @@ template <class T> __global__ void __launch_bounds__(THREADS, 3) paged_attn_plai
         const int page = j < hi ? page_of_key(p, b, j) : -1; /* -1: no key */
         const int in_page = j % p.block_size;
         /* 2.1 */
-        W x = -INFINITY;
+        W logit = -INFINITY, v_factor = 1;
         if (page >= 0) {
-            const T *k = (const T *)p.k.data + p.k.at(page, head_kv, in_page);
+            const Row k(p.k.data, p.k.at(page, head_kv, in_page), x.stored);
+            const W k_factor = CODES ? x.k_scale.at<W>(page, head_kv) : W(1);
+            if (CODES) v_factor = x.v_scale.at<W>(page, head_kv);
             W dot[4] = {}; /* independent sums: a single one would wait for each addition */
             int d = 0;
             for (; d + 4 <= p.head_dim; d += 4)
 #pragma unroll
-                for (int u = 0; u < 4; ++u) dot[u] += shared.q[d + u] * to_acc(k[d + u]);
-            for (; d < p.head_dim; ++d) dot[0] += shared.q[d] * to_acc(k[d]);
-            x = score_fine(score, (dot[0] + dot[1]) + (dot[2] + dot[3]), i, j);
+                for (int u = 0; u < 4; ++u) dot[u] += shared.q[d + u] * k[d + u];
+            for (; d < p.head_dim; ++d) dot[0] += shared.q[d] * k[d];
+            const W product = (dot[0] + dot[1]) + (dot[2] + dot[3]);
+            logit = score_fine(score, CODES ? product * k_factor : product, i, j);
         }
-        const W shrink = softmax.raise(warp_max(x)), weight = softmax.weight(x);
+        const W shrink = softmax.raise(warp_max(logit)), weight = softmax.weight(logit);
         softmax.sum = softmax.sum * shrink + weight;
+        const W of_v = CODES ? weight * v_factor : weight;
         /* 2.2: these keys by themselves, then to the others: short sums keep their digits */
         W y[COLS] = {};
         for (int r = 0; r < 32; ++r) {
             const int page_r = __shfl_sync(0xffffffffu, page, r), row_r = __shfl_sync(0xffffffffu, in_page, r);
             if (page_r < 0) continue;
-            const W w = __shfl_sync(0xffffffffu, weight, r);
-            const T *v = (const T *)p.v.data + p.v.at(page_r, head_kv, row_r);
+            const W w = __shfl_sync(0xffffffffu, of_v, r);
+            const Row v(p.v.data, p.v.at(page_r, head_kv, row_r), x.stored);
 #pragma unroll
             for (int c = 0; c < COLS; ++c)
-                if (c * 32 + lane < p.head_dim_v) y[c] += w * to_acc(v[c * 32 + lane]);
+                if (c * 32 + lane < p.head_dim_v) y[c] += w * v[c * 32 + lane];
         }
 #pragma unroll
         for (int c = 0; c < COLS; ++c) o[c] = o[c] * shrink + y[c];
@@ -115,27 +151,41 @@ template <class T> __global__ void __launch_bounds__(THREADS, 3) paged_attn_plai
 }
 
 /* ---- launch -------------------------------------------------------------------------------------------- */
-bool plan(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_plan *to) {
+bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_paged_attn_args *a = (const gk_paged_attn_args *)args;
     if (a->q.shape[2] > MAX_DIM || a->v_cache.shape[3] > MAX_DIM || a->q.shape[0] * a->q.shape[1] > INT32_MAX)
         return false;
-    gk_own<Paged>(to) = paged_of(ctx, a);
+    const bool codes = row->key[0];
+    if (codes != gk_is_code(a->k_cache.dtype)) return false;
+    Params &x = gk_own<Params>(to);
+    x = {};
+    x.p = paged_of(ctx, a);
+    if (codes) {
+        x.stored = a->k_cache.dtype;
+        x.p.k_scale = x.p.v_scale = NULL;
+        x.k_scale = code_scale(a->k_scale), x.v_scale = code_scale(a->v_scale);
+    }
     to->tile[0] = 1, to->tile[1] = THREADS;
     to->tasks = a->q.shape[0] * a->q.shape[1];
     return true;
 }
 
-template <class T> gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *) {
-    const Paged &p = gk_own<Paged>(plan);
-    const dim3 grid((unsigned)((int64_t)p.tokens * p.heads_q));
-    return launch<paged_attn_plain_kernel<T>>("gk_paged_attn", ctx, grid, THREADS, 0, p);
+template <class T, bool CODES> gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *) {
+    const Params &x = gk_own<Params>(plan);
+    const dim3 grid((unsigned)((int64_t)x.p.tokens * x.p.heads_q));
+    return launch<paged_attn_plain_kernel<T, CODES>>("gk_paged_attn", ctx, grid, THREADS, 0, x);
 }
 
+/* key = {caches are 8-bit codes} */
 const gk_cuda_instance instances[] = {
-    {"paged_attn_plain_f32", GK_F32, plan, run<float>, {}, NULL},
-    {"paged_attn_plain_bf16", GK_BF16, plan, run<__nv_bfloat16>, {}, NULL},
-    {"paged_attn_plain_f16", GK_F16, plan, run<__half>, {}, NULL},
-    {"paged_attn_plain_f64", GK_F64, plan, run<double>, {}, NULL},
+    {"paged_attn_plain_f32", GK_F32, plan, run<float, false>, {0}, NULL},
+    {"paged_attn_plain_bf16", GK_BF16, plan, run<__nv_bfloat16, false>, {0}, NULL},
+    {"paged_attn_plain_f16", GK_F16, plan, run<__half, false>, {0}, NULL},
+    {"paged_attn_plain_f64", GK_F64, plan, run<double, false>, {0}, NULL},
+    {"paged_attn_plain_f32_codes", GK_F32, plan, run<float, true>, {1}, NULL},
+    {"paged_attn_plain_bf16_codes", GK_BF16, plan, run<__nv_bfloat16, true>, {1}, NULL},
+    {"paged_attn_plain_f16_codes", GK_F16, plan, run<__half, true>, {1}, NULL},
+    {"paged_attn_plain_f64_codes", GK_F64, plan, run<double, true>, {1}, NULL},
 };
 
 } // namespace

@@ -17,7 +17,7 @@
  * Not here: other dtypes, rows that are not 16-byte aligned (paged_attn_plain). Many query tokens are right but read
  * the keys once for each LANES rows. */
 #include "../tile/fragment.cuh"
-#include "paged_plan.cuh"
+#include "paged_combine.cuh"
 
 namespace {
 

@@ -6,7 +6,7 @@
  * (sequence, lanes rows, a set of kv heads side by side). The keys of a tile are cut into chunks: a step of KEYS keys of each
  * warp of the block. The tiles one behind the other are one list of chunks, each tile's own behind TILE_COST more that stand
  * for what beginning a tile costs; each block takes the same number of them; nothing but the lengths is read for it. A block
- * that holds all of a tile writes out; else it writes its split (sums, max) to the workspace, and paged_combine merges a
+ * that holds all of a tile writes out; else it writes its split (sums, max) to the workspace, and paged_combine.cuh merges a
  * tile's splits in order. So a block leaves at most two splits: of the tile that it shares with the block before, and of the
  * one that it shares with the block after.
  * Even shares: Stream-K, Osama et al. 2023; splits of a context: Flash-Decoding, Dao et al. 2023. */
@@ -246,42 +246,59 @@ __device__ __forceinline__ void merge_warps(const Call &c, const TileShare &x, c
 }
 
 /* ---- 4. the walk ------------------------------------------------------------ */
-/* Every block calls it; stream.attend(c, share) is called by all threads of a block for each of its shares of tiles. */
-template <class T, int WARPS_, class Stream> __device__ __forceinline__ void walk(const Call &c, Stream &stream) {
+/* This block's chunks [begin, end), the sequence that holds the first, and the first chunk of that sequence. */
+template <int WARPS_> struct Chunks {
+    int64_t scratch[WARPS_], found_at;
+    int found;
+    int64_t begin, end, share;
+};
+
+/* All threads. false: there are none. */
+template <int WARPS_> __device__ __forceinline__ bool find_chunks(const Call &c, Chunks<WARPS_> &plan) {
     constexpr int THREADS = WARPS_ * 32;
     const Paged &p = c.p;
-    __shared__ int64_t scratch[WARPS_], found_at;
-    __shared__ int found;
-    __shared__ struct {
-        int64_t begin, end, share;
-    } plan; /* here, because the streams need the registers */
-    const int warp = threadIdx.x / 32;
-
-    /* this block's chunks [begin, end) and the sequence that holds the first */
     int64_t total, carry = 0, cost = 0, more = 0;
     if (threadIdx.x < p.batch) cost = work_of(c, paged_sequence(p, threadIdx.x)).cost;
     for (int b = threadIdx.x + THREADS; b < p.batch; b += THREADS) more += work_of(c, paged_sequence(p, b)).cost;
-    int64_t at = block_scan<WARPS_>(cost + more, scratch, &total);
+    int64_t at = block_scan<WARPS_>(cost + more, plan.scratch, &total);
     const int64_t share = (total + gridDim.x - 1) / gridDim.x;
     const int64_t begin = blockIdx.x * share, end = min(begin + share, total);
     SharedTile *const shared = c.shared + 2 * blockIdx.x; /* thread 0 alone writes there */
     if (threadIdx.x == 0 && c.shared) shared[0].last = shared[1].last = -1;
-    if (begin >= end) return;
+    if (begin >= end) return false;
     for (int b = threadIdx.x;; b += THREADS) { /* one round, unless there are more sequences than threads */
         if (p.batch > THREADS) {
             cost = b < p.batch ? work_of(c, paged_sequence(p, b)).cost : 0;
-            at = carry + block_scan<WARPS_>(cost, scratch, &total);
+            at = carry + block_scan<WARPS_>(cost, plan.scratch, &total);
             carry += total;
         }
-        if (at <= begin && begin < at + cost) found = b, found_at = at;
+        if (at <= begin && begin < at + cost) plan.found = b, plan.found_at = at;
         if (p.batch <= THREADS || carry > begin) break;
     }
-    if (threadIdx.x == 0) plan = {begin, end, share};
-    __syncthreads();         /* plan and found are written */
-    int64_t next = found_at; /* the first chunk of sequence b */
+    if (threadIdx.x == 0) plan.begin = begin, plan.end = end, plan.share = share;
+    __syncthreads(); /* the plan is written */
+    return true;
+}
+
+/* A tile of which several blocks have splits: the entry of the block whose chunks end at `begin + share`. One thread. */
+__device__ __forceinline__ void note_shared(SharedTile *shared, const TileShare &x, int64_t own, int chunks,
+                                            int64_t share) {
+    shared[!x.leading] = {
+        (int)(own / share), (int)((own + chunks - 1) / share), x.s.q0, x.row0, x.last_row - x.row0 + 1, x.head_set};
+}
+
+/* Every block calls it; stream.attend(c, share) is called by all threads of a block for each of its shares of tiles. */
+template <class T, int WARPS_, class Stream> __device__ __forceinline__ void walk(const Call &c, Stream &stream) {
+    constexpr int THREADS = WARPS_ * 32;
+    const Paged &p = c.p;
+    __shared__ Chunks<WARPS_> plan; /* here, because the streams need the registers */
+    const int warp = threadIdx.x / 32;
+    SharedTile *const shared = c.shared + 2 * blockIdx.x;
+    if (!find_chunks<WARPS_>(c, plan)) return;
+    int64_t next = plan.found_at; /* the first chunk of sequence b */
 
     /* sequence by sequence, tile by tile */
-    for (int b = found; next < plan.end; ++b) {
+    for (int b = plan.found; next < plan.end; ++b) {
         const PagedSequence s = paged_sequence(p, b);
         const Work w = work_of(c, s);
         const int64_t first = next;
@@ -298,15 +315,8 @@ template <class T, int WARPS_, class Stream> __device__ __forceinline__ void wal
                       chunk1 = (int)min(plan.end - own, (int64_t)w.chunks);
             if (chunk0 >= chunk1) continue;
             const bool leading = own < plan.begin, whole = !leading && own + w.chunks <= plan.end;
-            if (!whole && threadIdx.x == 0)
-                shared[!leading] = {(int)(own / plan.share),
-                                    (int)((own + w.chunks - 1) / plan.share),
-                                    s.q0,
-                                    row0,
-                                    last_row - row0 + 1,
-                                    head_set};
-
             TileShare x = {s, b, row0, last_row, head_set, leading, whole};
+            if (!whole && threadIdx.x == 0) note_shared(shared, x, own, w.chunks, plan.share);
             x.head_kv = head_set * c.block_heads + warp % c.block_heads;
             x.lo = s.lo(row0 / p.group), x.hi = s.hi(last_row / p.group);
             x.inner_lo = s.lo(last_row / p.group), x.inner_hi = s.hi(row0 / p.group);
@@ -318,88 +328,7 @@ template <class T, int WARPS_, class Stream> __device__ __forceinline__ void wal
     }
 }
 
-/* ---- 5. paged_combine: tiles that several blocks share, tokens of no sequence ------------------------------------------ */
-constexpr int COMBINE_WARPS = paged_plan::combine_warps, COMBINE_THREADS = COMBINE_WARPS * 32;
-constexpr int SPLITS = paged_plan::combine_splits;
-
-/* A block for each split: the blocks of a tile's splits deal its rows out among them, so that many splits of a small tile and few
- * splits of a large one both keep every warp busy. Blocks after them: a warp asks whether a token is anybody's. */
-template <class T> __global__ void __launch_bounds__(COMBINE_THREADS) paged_combine_kernel(Call c) {
-    const Paged &p = c.p;
-    __shared__ __align__(16) float sums_s[COMBINE_WARPS][256]; /* 256: the largest head_dim_v */
-    __shared__ float2 stats_s[COMBINE_WARPS];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-
-    if ((int)blockIdx.x >= 2 * c.blocks) {
-        const int token = ((int)blockIdx.x - 2 * c.blocks) * COMBINE_WARPS + warp;
-        if (token >= p.tokens || paged_owner(p, token) >= 0) return;
-        const int64_t row = (int64_t)token * p.heads_q;
-        for (int i = lane; p.lse && i < p.heads_q; i += 32) ((float *)p.lse)[row + i] = -INFINITY;
-        for (int i = lane; i < p.heads_q * p.head_dim_v; i += 32) ((T *)p.out)[row * p.head_dim_v + i] = from_acc<T>(0);
-        return;
-    }
-
-    /* 5.1 this block's rows of the tile, mine, mine + splits, ..; its warps share out rows, and each row's splits */
-    const SharedTile tile = c.shared[blockIdx.x];
-    if (tile.last < 0) return;
-    const int splits = tile.last - tile.first + 1, mine = (int)blockIdx.x / 2 - tile.first;
-    const int lines = c.block_heads * tile.rows - mine, rows = lines > 0 ? (lines + splits - 1) / splits : 0;
-    int warps_of_row = COMBINE_WARPS;
-    while (warps_of_row > 1 && COMBINE_WARPS / warps_of_row < rows) warps_of_row /= 2;
-    const int at_once = COMBINE_WARPS / warps_of_row, quads = p.head_dim_v / 4;
-    const int64_t split_rows = (int64_t)c.block_heads * c.lanes;
-
-    for (int row0 = 0; row0 < rows; row0 += at_once) {
-        /* 5.2 columns to the lanes; the loads of SPLITS splits at once */
-        const int line = mine + (row0 + warp / warps_of_row) * splits, block_head = line / tile.rows;
-        const int64_t lane_at = (int64_t)block_head * c.lanes + line - block_head * tile.rows;
-        const bool works = row0 + warp / warps_of_row < rows;
-        for (int quad = lane; works && quad - lane < quads; quad += 32) {
-            float4 y = make_float4(0, 0, 0, 0);
-            RowSoftmax<ExpFull> all = {-INFINITY, 0};
-            for (int i0 = tile.first + warp % warps_of_row; i0 <= tile.last; i0 += warps_of_row * SPLITS) {
-                float2 stats[SPLITS];
-                float4 o[SPLITS];
-                float highest = -INFINITY;
-#pragma unroll
-                for (int u = 0; u < SPLITS; ++u) {
-                    const int i = i0 + u * warps_of_row;
-                    const int64_t split = (i * 2 + (i == tile.first)) * split_rows + lane_at;
-                    stats[u] = make_float2(-INFINITY, 0), o[u] = make_float4(0, 0, 0, 0);
-                    if (i <= tile.last) stats[u] = c.stats[split];
-                    if (i <= tile.last && quad < quads)
-                        o[u] = *(const float4 *)(c.sums + split * p.head_dim_v + quad * 4);
-                }
-#pragma unroll
-                for (int u = 0; u < SPLITS; ++u) highest = fmaxf(highest, stats[u].x);
-                const float shrink = all.raise(highest);
-                y.x *= shrink, y.y *= shrink, y.z *= shrink, y.w *= shrink, all.sum *= shrink;
-#pragma unroll
-                for (int u = 0; u < SPLITS; ++u) add_4(y, o[u], all.join(stats[u].x, stats[u].y));
-            }
-            if (quad < quads) *(float4 *)&sums_s[warp][quad * 4] = y;
-            if (lane == 0) stats_s[warp] = make_float2(all.peak, all.sum);
-        }
-        __syncthreads(); /* every warp's sums are written */
-
-        /* 5.3 the warps of a row become one */
-        const int rows_here = min(at_once, rows - row0);
-        for (int x = threadIdx.x; x < rows_here * quads; x += COMBINE_THREADS) {
-            const int place = x / quads, quad = x - place * quads, warp0 = place * warps_of_row;
-            const Merged all = merge_4<4>(stats_s + warp0, 1, &sums_s[warp0][quad * 4], 256, warps_of_row);
-            const int its_line = mine + (row0 + place) * splits, block_head = its_line / tile.rows;
-            const int row = tile.row0 + its_line - block_head * tile.rows, token = row / p.group;
-            const int head = (tile.head_set * c.block_heads + block_head) * p.group + row - token * p.group;
-            const int64_t at = (int64_t)(tile.token0 + token) * p.heads_q + head;
-            const RowResult f = finish(p, head, all.row.peak, all.row.sum);
-            store_4<T>((T *)p.out + at * p.head_dim_v + quad * 4, all.y, f.factor);
-            if (quad == 0 && p.lse) ((float *)p.lse)[at] = f.lse;
-        }
-        __syncthreads(); /* the sums have been read */
-    }
-}
-
-/* ---- 6. launch ------------------------------------------------------------ */
+/* ---- 5. launch ------------------------------------------------------------ */
 /* key = {head_dim, lanes, warps, blocks an SM, bytes of shared memory, rows of a sequence
  * that it takes at most (0: any)}. The grid is what fills the device: it does not depend on lengths. */
 struct Sizes {
@@ -450,7 +379,7 @@ struct Planned {
 
 inline bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_paged_attn_args *a = (const gk_paged_attn_args *)args;
-    if (!serves(row, ctx, a)) return false;
+    if (a->k_cache.dtype != a->q.dtype || !serves(row, ctx, a)) return false;
     Planned &own = gk_own<Planned>(to);
     const Sizes &z = own.sizes = sizes_of(row, ctx, a);
     Call &c = own.call = {};
@@ -462,26 +391,6 @@ inline bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void 
     to->tasks = z.blocks, to->waves = 1;
     to->workspace_bytes = (size_t)(z.shared_bytes + z.stats_bytes + z.sums_bytes);
     return true;
-}
-
-template <class T, auto KERNEL>
-gk_status run_pair(const gk_context *ctx, const void *, const gk_plan *plan, void *workspace) {
-    const gk_cuda_instance *row = (const gk_cuda_instance *)plan->kernel;
-    const Sizes &z = gk_own<Planned>(plan).sizes;
-    Call c = gk_own<Planned>(plan).call;
-    if (z.combines) {
-        char *at = (char *)workspace;
-        c.shared = (SharedTile *)at, at += z.shared_bytes;
-        c.stats = (float2 *)at, at += z.stats_bytes;
-        c.sums = (float *)at;
-    }
-    if (c.p.tokens == 0 || c.p.heads_q == 0) return GK_OK;
-    const gk_status status =
-        launch<KERNEL>("gk_paged_attn", ctx, dim3((unsigned)c.blocks), row->key[2] * 32, row->key[4], c);
-    if (status != GK_OK || !z.combines) return status;
-    const int64_t askers = c.p.cu_q ? gk_ceil_div(c.p.tokens, COMBINE_WARPS) : 0;
-    const dim3 grid((unsigned)(2 * c.blocks + askers));
-    return launch<paged_combine_kernel<T>>("gk_paged_attn", ctx, grid, COMBINE_THREADS, 0, c);
 }
 
 } // namespace

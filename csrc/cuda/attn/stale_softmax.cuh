@@ -53,12 +53,15 @@ template <class T, int BKV> struct StaleSoftmax {
         for (int i = 0; i < N * 2; ++i) p[i] = pack2<T>(w[2 * i], w[2 * i + 1]);
     }
 
-    /* The largest score of row r, the same in its four lanes; of every EACH-th octet of keys. */
-    template <int EACH = 1> static __device__ __forceinline__ float row_top(const float (&s)[N * 4], int r) {
+    /* The m that the largest score of row r asks for, the same in its four lanes; of every EACH-th octet of keys. -inf: the row
+     * sees none of them. Lanes may differ in shift, so each takes its own away before they compare. */
+    template <int EACH = 1>
+    static __device__ __forceinline__ float row_top(const float (&s)[N * 4], float unit_log2, const float (&shift)[2],
+                                                    int r) {
         float top = s[2 * r];
 #pragma unroll
         for (int n = 0; n < N; n += EACH) top = fmaxf(top, fmaxf(s[4 * n + 2 * r], s[4 * n + 2 * r + 1]));
-        return quad_max(top);
+        return quad_max(top * unit_log2 - shift[r]);
     }
 
     /* Whether a row of this lane must take its block again; NaN does. */
@@ -74,7 +77,7 @@ template <class T, int BKV> struct StaleSoftmax {
         for (int r = 0; r < 2; ++r) {
             const unsigned lanes = __ballot_sync(0xffffffffu, !(sum[r] < Range::LIMIT));
             const bool again = lanes >> (threadIdx.x & 28) & 15;
-            const float to = row_top(s, r) * unit_log2 - shift[r];
+            const float to = row_top(s, unit_log2, shift, r);
             factor[r] = again ? ex2_approx_ftz(m[r] - to) : 1.f;
             m[r] = again ? to : m[r];
             total[r] *= factor[r];
@@ -88,8 +91,8 @@ template <class T, int BKV> struct StaleSoftmax {
     __device__ __forceinline__ void refer(const float (&s)[N * 4], float unit_log2, const float (&shift)[2]) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const float top = row_top<SAMPLED ? 4 : 1>(s, r);
-            m[r] = top == -INFINITY ? STALE_NOTHING : top * unit_log2 - shift[r];
+            const float top = row_top<SAMPLED ? 4 : 1>(s, unit_log2, shift, r);
+            m[r] = top == -INFINITY ? STALE_NOTHING : top;
         }
     }
 

@@ -3,10 +3,11 @@
 #ifndef GPUKERN_PTX_FLAG_CUH
 #define GPUKERN_PTX_FLAG_CUH
 
-// red.release.gpu: adds 1. Who acquires the count sees what this thread did before, and what others of its block did before a
+// red.release.gpu: adds `amount`. Who acquires the count sees what this thread did before, and what others of its block did before a
 // barrier with it: causality order is transitive (PTX ISA, Memory Consistency Model).
-static __device__ __forceinline__ void red_add_release(unsigned *counter_g) {
-    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(__cvta_generic_to_global(counter_g)) : "memory");
+static __device__ __forceinline__ void red_add_release(unsigned *counter_g, unsigned amount = 1) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(counter_g)), "r"(amount)
+                 : "memory");
 }
 
 // ld.acquire.gpu

@@ -1,0 +1,255 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* paged_step.cuh: what a warp of paged_attn_sm90a does with one step of keys (paged_pages.cuh), and the rows that it does it for.
+ *
+ * The maximum is lazy: a lane looks at its own keys, and only where a row grows by more than 2^8 do lanes exchange and O is
+ * rescaled. Codes are multiplied as float16, which holds them all; q is scaled by a power of two a row. */
+#ifndef GPUKERN_CUDA_PAGED_STEP_CUH
+#define GPUKERN_CUDA_PAGED_STEP_CUH
+
+#include "paged_pages.cuh"
+#include "paged_stream.cuh"
+
+namespace {
+
+/* ---- 1. rows ------------------------------------------------------------------------------------ */
+/* A lane's rows of a share: columns n 8 + 2 (lane % 4) + e of S^T. */
+template <class Pages, int N> struct RowsOf {
+    static constexpr int STEPS = Pages::STEPS;
+    uint32_t q[STEPS][N][2];     /* the mma's B */
+    float o[STEPS][N][4];        /* O^T, divided by v_base where v has a scale a page */
+    float peak[N][2], sum[N][2]; /* to base 2; sum: this lane's share */
+    float factor[N][2];          /* a score over its product q k */
+    float slope[N][2];
+    int index[N][2]; /* the token */
+    float v_base;
+
+    template <class T> __device__ __forceinline__ void begin(const StreamParams &a, const TileShare &x) {
+        const Paged &p = a.c.p;
+        const int lane = threadIdx.x % 32;
+        const float scale = (float)p.rules.scale * paged_scale<float>(p.k_scale, p.k_scale_step, x.head_kv);
+        v_base = Pages::CODES && a.by_page ? 0 : 1;
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            const int row = x.row0 + n * 8 + lane / 4, token = row / p.group;
+            const uint16_t *q_g = (const uint16_t *)p.q.data + (x.s.q0 + token) * p.q.row +
+                                  (x.head_kv * p.group + row - token * p.group) * p.q.head;
+#pragma unroll
+            for (int i = 0; i < STEPS; ++i)
+#pragma unroll
+                for (int half = 0; half < 2; ++half)
+                    q[i][n][half] = row <= x.last_row ? *(const uint32_t *)(q_g + Pages::q_col(i, half, lane)) : 0;
+            float row_factor = 1;
+            if (Pages::CODES) row_factor = to_halves<T>(n);
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const int col = lane % 4 * 2 + e, its = x.row0 + n * 8 + col, its_token = its / p.group;
+                factor[n][e] = scale;
+                if (Pages::CODES) factor[n][e] *= __shfl_sync(0xffffffffu, row_factor, col * 4);
+                index[n][e] = its_token, slope[n][e] = 0;
+                if (its <= x.last_row)
+                    slope[n][e] = slope_of<float>(p.rules, x.b, x.head_kv * p.group + its - its_token * p.group);
+                peak[n][e] = -INFINITY, sum[n][e] = 0;
+            }
+#pragma unroll
+            for (int i = 0; i < STEPS; ++i)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) o[i][n][e] = 0;
+        }
+    }
+
+    /* Row n 8 + lane / 4 of q becomes float16, its largest element in [1, 2); returns what it was divided by. */
+    template <class T> __device__ __forceinline__ float to_halves(int n) {
+        float most = 0;
+#pragma unroll
+        for (int i = 0; i < STEPS; ++i)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float2 x = unpack2<T>(q[i][n][half]);
+                most = fmaxf(most, fmaxf(fabsf(x.x), fabsf(x.y)));
+            }
+        const uint32_t exponent = min(__float_as_uint(quad_max(most)) >> 23, 253u);
+        const float by = __uint_as_float((254 - exponent) << 23);
+#pragma unroll
+        for (int i = 0; i < STEPS; ++i)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float2 x = unpack2<T>(q[i][n][half]);
+                q[i][n][half] = pack2<__half>(x.x * by, x.y * by);
+            }
+        return __uint_as_float(exponent << 23);
+    }
+
+    __device__ __forceinline__ void scale_o(int n, int e, float by) {
+#pragma unroll
+        for (int i = 0; i < STEPS; ++i) o[i][n][e] *= by, o[i][n][e + 2] *= by;
+    }
+};
+
+/* ---- 2. a step ------------------------------------------------------------------------------------ */
+constexpr int CHAIN = 4; /* products that the tensor core adds, cutting off; longer sums are rounded */
+
+template <class Pages, int N>
+__device__ __forceinline__ void multiply_k(const RowsOf<Pages, N> &r, float (&x)[N][4], smem_addr k_s, int half) {
+#pragma unroll
+    for (int k = 0; k < Pages::STEPS; k += CHAIN) {
+        float y[N][4] = {};
+#pragma unroll
+        for (int i = k; i < k + CHAIN; i += 2) {
+            uint32_t a[2][4];
+            Pages::load_k(a, k_s, i, half);
+#pragma unroll
+            for (int j = 0; j < 2; ++j)
+#pragma unroll
+                for (int n = 0; n < N; ++n) mma_add<typename Pages::T>(y[n], a[j], r.q[i + j][n]);
+        }
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) x[n][e] = k == 0 ? y[n][e] : x[n][e] + y[n][e];
+    }
+}
+
+/* Rows of V that no row sees become zeros, so that what lies there, NaN perhaps, does not count. */
+template <class Pages> __device__ __forceinline__ void clear_unseen(smem_addr v_s, int key, int lo, int hi) {
+    constexpr int chunks = Pages::COLS * (Pages::CODES ? 1 : 2) / 16;
+    for (int i = threadIdx.x % 32; i < Pages::tile_bytes / 16; i += 32) {
+        const int j = key + i / chunks % Pages::KEYS;
+        if (j < lo || j >= hi) st_shared_128(v_s + i * 16, make_uint4(0, 0, 0, 0));
+    }
+    fence_proxy_async(); /* TMA writes there next */
+    __syncwarp();        /* all lanes have stored */
+}
+
+/* Products of a step become scores to base 2, -inf where the row does not see the key. */
+template <class Pages, int N>
+__device__ __forceinline__ void score(const StreamParams &a, const TileShare &share, const RowsOf<Pages, N> &r,
+                                      float (&x)[N][4], int key, bool inner, bool there, float k_scale) {
+    const Paged &p = a.c.p;
+    const int j0 = key + threadIdx.x % 32 / 4;
+    if (Pages::CODES && a.by_page) {
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) x[n][e] *= k_scale;
+    }
+    if (p.rules.modified) {
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int j = j0 + e / 2 * 8;
+                const Score of = {r.factor[n][e % 2], (float)p.rules.softcap, r.slope[n][e % 2], share.s.diagonal};
+                float derivative;
+                x[n][e] = score_fast(of, x[n][e], (float)(r.index[n][e % 2] + share.s.diagonal - j), &derivative);
+                x[n][e] *= LOG2_E;
+            }
+    } else {
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) x[n][e] *= r.factor[n][e % 2] * LOG2_E;
+    }
+    if (inner) return;
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            const int j = j0 + e / 2 * 8, i = r.index[n][e % 2];
+            if (!there || j < share.s.lo(i) || j >= share.s.hi(i)) x[n][e] = -INFINITY;
+        }
+}
+
+template <class Pages, int N, int HALVES>
+__device__ __forceinline__ void weigh(RowsOf<Pages, N> &r, float (&x)[HALVES][N][4], uint32_t (&weights)[HALVES][N][2],
+                                      const float (&v_scale)[HALVES]) {
+    bool grown = false;
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h)
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) grown |= x[h][n][e] > r.peak[n][e % 2] + SOFTMAX_SLACK_LOG2;
+    if (__any_sync(0xffffffffu, grown)) {
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                float highest = r.peak[n][e];
+#pragma unroll
+                for (int h = 0; h < HALVES; ++h) highest = fmaxf(highest, fmaxf(x[h][n][e], x[h][n][e + 2]));
+                highest = octet_max(highest);
+                const float shrink = ex2_approx_ftz(r.peak[n][e] - (highest == -INFINITY ? 0.f : highest));
+                r.peak[n][e] = highest, r.sum[n][e] *= shrink;
+                r.scale_o(n, e, shrink);
+            }
+    }
+    float factor[HALVES];
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h) {
+        factor[h] = 1;
+        if (!Pages::CODES) continue;
+        if (v_scale[h] > r.v_base) { /* of a page; the same in all lanes */
+            const float shrink = r.v_base / v_scale[h];
+#pragma unroll
+            for (int n = 0; n < N; ++n) r.scale_o(n, 0, shrink), r.scale_o(n, 1, shrink);
+#pragma unroll
+            for (int before = 0; before < h; ++before) factor[before] *= shrink;
+            r.v_base = v_scale[h];
+        }
+        if (v_scale[h] != r.v_base) factor[h] = v_scale[h] / r.v_base;
+    }
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h)
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const float base = r.peak[n][e] == -INFINITY ? 0.f : r.peak[n][e];
+                x[h][n][e] = ex2_approx_ftz(x[h][n][e] - base), x[h][n][e + 2] = ex2_approx_ftz(x[h][n][e + 2] - base);
+                r.sum[n][e] += x[h][n][e] + x[h][n][e + 2];
+                if (Pages::CODES) x[h][n][e] *= factor[h], x[h][n][e + 2] *= factor[h];
+            }
+            acc_to_b<typename Pages::T>(weights[h][n], x[h][n]);
+        }
+}
+
+template <class Pages, int N>
+__device__ __forceinline__ void attend_step(const StreamParams &a, const TileShare &share, RowsOf<Pages, N> &r,
+                                            smem_addr stage_s, smem_addr scales_s, int key, unsigned here) {
+    constexpr int HALVES = Pages::KEYS / 16;
+    const int lane = threadIdx.x % 32;
+    const unsigned all = (1u << a.boxes) - 1;
+    const bool inner = key >= share.inner_lo && key + Pages::KEYS <= share.inner_hi && here == all;
+    if (!inner) clear_unseen<Pages>(stage_s + Pages::tile_bytes, key, share.lo, share.hi);
+    const smem_addr k_s = Pages::k_base(stage_s, lane), v_s = Pages::v_base(stage_s + Pages::tile_bytes, lane);
+    float x[HALVES][N][4], v_scale[HALVES];
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h) {
+        const int box = a.boxes > 1 ? h : 0;
+        float2 scales = make_float2(1, r.v_base);
+        if (Pages::CODES && a.by_page) {
+            const uint2 bits = ld_shared_64(scales_s + box * 8);
+            scales = make_float2(__uint_as_float(bits.x), __uint_as_float(bits.y));
+        }
+        v_scale[h] = scales.y;
+        multiply_k<Pages, N>(r, x[h], k_s, h);
+        score<Pages, N>(a, share, r, x[h], key + h * 16, inner, here >> box & 1, scales.x);
+    }
+    uint32_t weights[HALVES][N][2];
+    weigh<Pages, N, HALVES>(r, x, weights, v_scale);
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h)
+#pragma unroll
+        for (int i = 0; i < Pages::STEPS; i += 2) {
+            uint32_t b[2][4];
+            Pages::load_v(b, v_s, i, h);
+#pragma unroll
+            for (int j = 0; j < 2; ++j)
+#pragma unroll
+                for (int n = 0; n < N; ++n) mma_add<typename Pages::T>(r.o[i + j][n], b[j], weights[h][n]);
+        }
+}
+
+} // namespace
+
+#endif

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""paged_attn on Hopper: which kernel serves which decode call, and each form of it beside float64."""
+
+import math
+
+import pytest
+import torch
+
+import torch_gpukern
+from torch_gpukern import paged_attn
+
+E4M3 = torch.float8_e4m3fn
+
+
+def has_hopper_kernels() -> bool:
+    q, cache = torch.empty(1, 4, 128, dtype=torch.bfloat16), torch.empty(2, 16, 1, 128, dtype=torch.bfloat16)
+    table, lens = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    try:
+        return torch_gpukern.explain("paged_attn", q, cache, cache, table, lens, arch="sm_90")["isa"].startswith("sm_")
+    except RuntimeError:
+        return False
+
+
+@pytest.mark.parametrize(
+    "batch, tokens, heads, head_dim, page, stored, row",
+    (
+        (1, 1, (32, 8), 128, 16, None, "paged_attn_sm90a_bf16_128x8"),
+        (8, 4, (32, 8), 128, 64, None, "paged_attn_sm90a_bf16_128x16"),
+        (64, 1, (32, 8), 128, 16, None, "paged_attn_sm90a_bf16_128x8"),
+        (256, 1, (32, 8), 128, 16, None, "paged_attn_sm80_bf16_128x8"),
+        (256, 4, (32, 8), 128, 16, None, "paged_attn_sm90a_bf16_128x16"),
+        (16, 1, (32, 32), 128, 16, None, "paged_attn_sm80_bf16_128x8"),
+        (1, 1, (32, 8), 128, 8, None, "paged_attn_sm80_bf16_128x8"),
+        (1, 1, (32, 8), 64, 16, None, "paged_attn_sm80_bf16_64x8"),
+        (256, 1, (32, 8), 128, 16, E4M3, "paged_attn_sm90a_bf16_e4m3_128x8"),
+        (1, 300, (32, 8), 128, 48, E4M3, "paged_attn_sm90a_bf16_e4m3_128x16"),
+        (4, 1, (32, 8), 64, 16, E4M3, "paged_attn_sm90a_bf16_e4m3_64x16"),
+        (4, 1, (32, 8), 128, 16, torch.int8, "paged_attn_sm90a_bf16_int8_128x16"),
+        (4, 1, (32, 8), 128, 16, torch.float8_e5m2, "paged_attn_sm90a_bf16_e5m2_128x16"),
+        (4, 1, (32, 8), 128, 8, E4M3, "paged_attn_plain_bf16_codes"),
+        (4, 1, (32, 8), 256, 16, torch.int8, "paged_attn_plain_bf16_codes"),
+    ),
+)
+def test_kernel(batch, tokens, heads, head_dim, page, stored, row):
+    if not has_hopper_kernels():
+        pytest.skip("the library is built without CUDA kernels")
+    heads_q, heads_kv = heads
+    q = torch.empty(batch * tokens, heads_q, head_dim, dtype=torch.bfloat16)
+    cache = torch.empty(2, page, heads_kv, head_dim, dtype=stored or torch.bfloat16)
+    table = torch.zeros(batch, 1024 // page, dtype=torch.int32)
+    lens = torch.full((batch,), 900, dtype=torch.int32)
+    assert torch_gpukern.explain("paged_attn", q, cache, cache, table, lens, arch="sm_90")["row"] == row
+
+
+def inputs(lengths, tokens, group, page, dtype, stored, heads_kv=8, head_dim=128):
+    """q, caches, table, lens; what lies in pages behind the lengths, and in pages of nobody, is NaN (int8: -1)."""
+    blocks = [-(-n // page) for n in lengths]
+    total = sum(blocks) + 2
+    q = (torch.randn(len(lengths) * tokens, heads_kv * group, head_dim, device="cuda") + 0.2).to(dtype)
+    top = 1 if stored in (None, E4M3) else 20
+    caches = [
+        (torch.randn(total, page, heads_kv, head_dim, device="cuda") * 0.8 + 0.3).mul(top).to(stored or dtype)
+        for _ in range(2)
+    ]
+    pages = torch.randperm(total, device="cuda").int()
+    table = torch.full((len(lengths), max(blocks) + 1), -7, dtype=torch.int32, device="cuda")
+    for b, own in enumerate(pages[: sum(blocks)].split(blocks)):
+        table[b, : len(own)] = own
+        for cache in caches if lengths[b] % page else ():
+            cache.view(torch.uint8)[own[-1].long(), lengths[b] % page :] = 0xFF
+    for cache in caches:
+        cache.view(torch.uint8)[pages[sum(blocks) :].long()] = 0xFF
+    return q, *caches, table, torch.tensor(lengths, dtype=torch.int32, device="cuda")
+
+
+def exact(b, n, tokens, q, k_cache, v_cache, table, lens, k_scale=None, v_scale=None):
+    """Sequence b of n keys in float64: out and lse."""
+    page, heads_kv = k_cache.shape[1:3]
+    own = table[b, : -(-n // page)].long()
+
+    def values(cache, scale):
+        x = cache[own].double()
+        if scale is not None:
+            by = scale[own][:, None, :, None] if scale.dim() == 2 else scale.view(-1, 1)
+            x = x * by.double()
+        return x.flatten(0, 1)[:n].transpose(0, 1).repeat_interleave(q.shape[1] // heads_kv, 0)
+
+    k, v = values(k_cache, k_scale), values(v_cache, v_scale)
+    scores = q[b * tokens : (b + 1) * tokens].double().transpose(0, 1) @ k.transpose(1, 2) / math.sqrt(q.shape[2])
+    seen = torch.arange(n, device="cuda") <= torch.arange(n - tokens, n, device="cuda")[:, None]
+    scores = scores.masked_fill(~seen, -math.inf)
+    return (scores.softmax(-1) @ v).transpose(0, 1), scores.logsumexp(-1).T
+
+
+FORMS = (
+    ((6000,), 1, 4, 16),  # a cluster of 8 for each head
+    ((40000,), 1, 4, 64),  # a table that is longer than clusters are fast for
+    ((2000, 1990), 4, 4, 64),  # clusters, or the list where lengths differ
+    ((20000, 5, 300), 1, 5, 48),
+    ((513,) * 70, 1, 8, 16),  # the list, heads side by side in codes
+    ((900, 33, 4000, 77, 3) * 6, 3, 4, 16),  # two tiles of rows
+    ((131,), 40, 4, 32),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stored", (None, E4M3, torch.float8_e5m2, torch.int8), ids=("wide", "e4m3", "e5m2", "int8"))
+@pytest.mark.parametrize("lengths, tokens, group, page", FORMS)
+def test_forms(lengths, tokens, group, page, stored):
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if tokens == 1 else torch.float16
+    given = inputs(lengths, tokens, group, page, dtype, stored)
+    scales = {}
+    if stored is not None:
+        shape = {1: (), 3: (8,), 4: (given[1].shape[0], 8), 40: (8,)}[tokens]
+        scales = {name: torch.rand(shape, device="cuda") * 0.04 + 0.01 for name in ("k_scale", "v_scale")}
+    out, lse = paged_attn(*given, **scales, return_lse=True)
+    again = paged_attn(*given, **scales)
+    assert torch.equal(out, again)  # whatever the order in which blocks end
+    for b in sorted({0, 1, len(lengths) - 1} & set(range(len(lengths)))):
+        rows = slice(b * tokens, (b + 1) * tokens)
+        want, want_lse = exact(b, lengths[b], tokens, *given, *scales.values())
+        error = (out[rows].double() - want).norm() / want.norm()
+        assert error < (6e-3 if dtype == torch.bfloat16 else 1.5e-3)
+        torch.testing.assert_close(lse[rows].double(), want_lse, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.gpu
+def test_two_graphs_at_once():
+    """Graphs keep no state in common: replays that overlap on two streams give what each gives alone."""
+    torch.manual_seed(1)
+    calls = [inputs(lengths, 1, 4, 16, torch.bfloat16, E4M3) for lengths in ((3000,) * 40, (9000, 20))]
+    wants = [paged_attn(*given) for given in calls]
+    graphs, outs = [torch.cuda.CUDAGraph() for _ in calls], []
+    for graph, given in zip(graphs, calls):
+        with torch.cuda.graph(graph):
+            outs.append([paged_attn(*given) for _ in range(4)])
+    streams = [torch.cuda.Stream() for _ in calls]
+    torch.cuda.synchronize()
+    for _ in range(5):
+        for graph, stream in zip(graphs, streams):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    for want, of in zip(wants, outs):
+        assert all(torch.equal(out, want) for out in of)
