@@ -10,6 +10,7 @@ from torch import Tensor
 from .._library import NAMESPACE
 from .define import define_op
 from .gemm import Activation, gemm
+from .wrong_types import refuse_non_tensors
 
 __all__ = ["WeightFormat", "pack_weight", "unpack_weight", "weight_gemm"]
 
@@ -48,13 +49,15 @@ def pack_weight(q: Tensor, format: WeightFormat, *, scale: Tensor | None = None)
 
     Frantar et al., "MARLIN" (2024), arXiv:2408.11743: weights in the order of the tensor cores' fragments.
     """
+    packed = _pack_weight.call(q, format)
     if scale is not None:
         _check_scale(q, scale)
-    return _pack_weight.call(q, format)
+    return packed
 
 
 def _check_scale(q: Tensor, scale: Tensor) -> None:
     op = f"{NAMESPACE}::pack_weight"
+    refuse_non_tensors(op, scale=scale)
     k = q.shape[-1]
     groups = {1, *(-(-k // g) for g in (16, 32, 64, 128, 256))}
     if scale.dim() != 2 or scale.shape[1] != q.shape[0] or scale.shape[0] not in groups:
