@@ -12,7 +12,9 @@ everything runs.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
+import functools
 import json
 import os
 import statistics
@@ -28,6 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_gpukern as gk
 from torch_gpukern import distributed as gd
+from torch_gpukern.distributed.sequence import Cut
 
 CUDA = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 DTYPE = torch.bfloat16 if CUDA else torch.float32
@@ -39,7 +42,15 @@ rows: list[dict] = []
 
 
 def seconds(call, repeats: int) -> float:
-    """Of one call on the slowest rank."""
+    """Of one call on the slowest rank, inside of what it wants around it."""
+    with getattr(call, "around", contextlib.nullcontext)():
+        took = of_a_call(call, repeats)
+    slowest = torch.tensor([took], dtype=torch.float64, device="cuda" if CUDA else "cpu")
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.item()
+
+
+def of_a_call(call, repeats: int) -> float:
     dist.barrier()
     if CUDA:
         torch.cuda.synchronize()
@@ -49,15 +60,11 @@ def seconds(call, repeats: int) -> float:
             call()
         end.record()
         end.synchronize()
-        took = begin.elapsed_time(end) / 1e3 / repeats
-    else:
-        start = time.perf_counter()
-        for _ in range(repeats):
-            call()
-        took = (time.perf_counter() - start) / repeats
-    slowest = torch.tensor([took], dtype=torch.float64, device="cuda" if CUDA else "cpu")
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return slowest.item()
+        return begin.elapsed_time(end) / 1e3 / repeats
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter() - start) / repeats
 
 
 def captured(call):
@@ -78,7 +85,8 @@ def measure(group: str, label: str, calls: dict, *, graph: bool = False, rounds:
     for name, call in calls.items():
         error = None
         try:
-            call()
+            with getattr(call, "around", contextlib.nullcontext)():
+                call()
             ready[name] = captured(call) if graph else call
         except Exception as raised:
             error = f"{type(raised).__name__}: {str(raised).splitlines()[0][:150]}"
@@ -134,8 +142,18 @@ def attention(tokens_a_rank: int, device) -> None:
     want, got = one(*whole), ours("all_gather")(*part)
     same = torch.equal(gd.shard_sequence(want, None, 2), got)
     worst = (ours("ring")(*part).float() - gd.shard_sequence(want, None, 2).float()).abs().max().item()
+    cut = Cut(total, ranks, "zigzag").segments(dist.get_rank())
+    runs = [part[0][:, :, at : at + end - start] for at, start, end in cut]
+
+    def alone(*_):
+        """This rank's queries over all keys, which it has already."""
+        return [
+            gk.flash_attn(q, *whole[1:], is_causal=True, diagonal=start)
+            for q, (_, start, _) in zip(runs, cut, strict=True)
+        ]
+
     label = f"{tokens_a_rank} tokens a rank"
-    forward = {"one GPU": lambda: one(*whole)}
+    forward = {"one GPU": lambda: one(*whole), "attention alone": alone}
     modes = {m: ours(m) for m in ("all_gather", "ring", "ulysses")}
     forward |= {m: lambda f=f: f(*part) for m, f in modes.items()}
     row = measure("cp forward", label, forward | torch_peers(part, None), rounds=3)
@@ -163,24 +181,28 @@ def torch_peers(part, grad) -> dict:
     table = DTensor._op_dispatcher._custom_op_handlers
     wide = [part[0], *(x.repeat_interleave(HEADS_Q // HEADS_KV, 1) for x in part[1:])]
 
-    def run(backend, given):
-        def attend(q, k, v):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] < q.shape[1])
+    def attend(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] < q.shape[1])
 
+    def run(given):
+        return attend(*given) if grad is None else both_ways(attend)(given, grad)
+
+    @contextlib.contextmanager
+    def around(backend):
         unused = torch.zeros(2 * dist.get_world_size(), device="cuda")
         try:
             with sdpa_kernel(backend), context_parallel(mesh, buffers=[unused], buffer_seq_dims=[0]):
-                return attend(*given) if grad is None else both_ways(attend)(given, grad)
-        except Exception:  # which leaves its replacements in place
+                yield
+        finally:  # an exception leaves its replacements in place
             F.scaled_dot_product_attention = usual
             DTensor._op_dispatcher._custom_op_handlers = table
-            raise
 
     backends = {"torch CP cuDNN": SDPBackend.CUDNN_ATTENTION, "torch CP flash": SDPBackend.FLASH_ATTENTION}
     calls = {}
     for name, backend in backends.items():
         for more, given in (("", part), (", expanded", wide)):
-            calls[name + more] = lambda b=backend, g=given: run(b, g)
+            calls[name + more] = functools.partial(run, given)
+            calls[name + more].around = functools.partial(around, backend)
     return calls
 
 
@@ -212,6 +234,8 @@ def symmetric(name: str):
 
 
 def products(m: int, k: int, n: int, device) -> None:
+    import torch.distributed._symmetric_memory  # noqa: F401  defines the ops
+
     ranks, name, group = dist.get_world_size(), f"{m} {k} {n}", dist.group.WORLD.group_name
     of = dict(device=device, dtype=DTYPE)
     a, b = torch.randn(m // ranks, k, **of), torch.randn(k, n // ranks, **of)
@@ -312,6 +336,26 @@ def training(device, trace: Path | None) -> None:
             torch.cuda.reset_peak_memory_stats()
 
 
+def write(out: Path | None) -> None:
+    if dist.get_rank() != 0 or out is None:
+        return
+    ask = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    name, driver = (
+        subprocess.run(ask, capture_output=True, text=True).stdout.splitlines()[0].split(", ") if CUDA else ("cpu", "")
+    )
+    facts = {
+        "device": f"{dist.get_world_size()} x {name}",
+        "driver": driver,
+        "torch": torch.__version__,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if CUDA else "",
+        "date": datetime.date.today().isoformat(),
+        "command": f"torchrun --nproc-per-node {dist.get_world_size()} benchmarks/bench_distributed.py "
+        + " ".join(x for x in sys.argv[1:] if x.startswith("--quick")),
+        "rows": rows,
+    }
+    out.write_text(json.dumps(facts, indent=1) + "\n")
+
+
 def main() -> None:
     global RATE
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -335,26 +379,10 @@ def main() -> None:
     for m in (1, 64) if options.quick else (1, 8, 16, 64):
         all_reduce(m, device)
     decode(int((1 << 20) * RATE), device)
+    write(options.out)
     if CUDA:
         training(device, options.trace)
-    if dist.get_rank() == 0 and options.out:
-        ask = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-        name, driver = (
-            subprocess.run(ask, capture_output=True, text=True).stdout.splitlines()[0].split(", ")
-            if CUDA
-            else ("cpu", "")
-        )
-        facts = {
-            "device": f"{dist.get_world_size()} x {name}",
-            "driver": driver,
-            "torch": torch.__version__,
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if CUDA else "",
-            "date": datetime.date.today().isoformat(),
-            "command": f"torchrun --nproc-per-node {dist.get_world_size()} benchmarks/bench_distributed.py "
-            + " ".join(x for x in sys.argv[1:] if x.startswith("--quick")),
-            "rows": rows,
-        }
-        options.out.write_text(json.dumps(facts, indent=1) + "\n")
+    write(options.out)
     dist.destroy_process_group()
 
 

@@ -137,6 +137,7 @@ def test_messages_of_wrong_types():
     """They name the op, the argument, what was expected and what came, on one line; and are what torch raises, too."""
     t, q, index = torch.ones(4, 4), torch.ones(1, 2, 4, 8), torch.zeros(1, 1, dtype=torch.int32)
     array, nested = t.numpy(), torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged)
+    strided = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.strided)
     gk, hint = torch_gpukern, "; torch.as_tensor makes one"
     cases = [
         (lambda: gk.gemm(array, t), "gemm: a must be a Tensor, got numpy.ndarray" + hint),
@@ -159,6 +160,16 @@ def test_messages_of_wrong_types():
         (lambda: gk.paged_attn(q[0], q, q, index, [1]), "paged_attn: seq_lens must be a Tensor, got list" + hint),
         (lambda: gk.kv_cache_write(q[0], q[0], q, q, [1]), "kv_cache_write: slots must be a Tensor, got list" + hint),
         (lambda: gk.attn_merge(array, t, t, t), "attn_merge: out_a must be a Tensor, got numpy.ndarray" + hint),
+        (lambda: gk.flash_attn(q, q, [1.0], return_lse=True), "flash_attn: v must be a Tensor, got list" + hint),
+        (lambda: gk.linear_cross_entropy(t, t, [0]), "linear_cross_entropy: target must be a Tensor, got list" + hint),
+        (lambda: gk.linear_cross_entropy(t, array, index, low_memory=True),
+         "linear_cross_entropy: weight must be a Tensor, got numpy.ndarray" + hint),
+        (lambda: gk.linear(t, strided), "linear: weight is a nested tensor; pass its parts"),
+        (lambda: gk.quantize(t, "e4m3", "row"), "quantize: dtype must be a torch.dtype, got 'e4m3'"),
+        (lambda: gk.quantize(t, torch.int8, None), "quantize: granularity must be a string, got None"),
+        (lambda: gk.pack_weight(t[:4].char(), "int4", scale=[1.0]), "pack_weight: scale must be a Tensor, got list" + hint),
+        (lambda: gk.explain("gemm", array, t), "gemm: a must be a Tensor, got numpy.ndarray" + hint),
+        (lambda: ops.gemm.out(t.detach(), t.detach(), out=array), "gemm: out must be a Tensor, got numpy.ndarray" + hint),
         (lambda: ops.gemm(array, t), "gemm: a must be a Tensor, got numpy.ndarray" + hint),
         (lambda: ops.gemm.default(t, t, activation=None), "gemm: activation must be none, relu,"),
     ]  # fmt: skip
@@ -171,6 +182,31 @@ def test_messages_of_wrong_types():
                 call()
             assert isinstance(error.value, RuntimeError) and "\n" not in str(error.value)
             assert str(error.value).startswith(f"gpukern::{text}"), str(error.value)
+
+
+def test_messages_of_what_is_composed():
+    """Layers, the cache, and functions that call several ops."""
+    q, index, layer = (
+        torch.ones(1, 2, 8),
+        torch.zeros(1, dtype=torch.int32),
+        torch.nn.Sequential(torch.nn.Linear(64, 64)),
+    )
+    array, cache = q.numpy(), torch_gpukern.PagedKVCache(2, 4, heads_kv=2, head_dim=8)
+    torch_gpukern.nn.quantize(layer, "w8")
+    cases = [
+        (
+            lambda: torch_gpukern.rope_kv_write(q, q, array, q[0], q[0], index, cache.k[0], cache.v[0], index),
+            "rope_kv_write: v",
+        ),
+        (lambda: cache.append([cache.allocate()], q, array), "PagedKVCache.append: v"),
+        (lambda: layer(array), "QuantizedLinear: x"),
+        (lambda: torch_gpukern.nn.Fp8Linear(8, 8)(array), "Fp8Linear: x"),
+        (lambda: torch_gpukern.nn.LinearCrossEntropy(8, 4)(array, index), "gpukern::linear_cross_entropy: x"),
+        (lambda: torch_gpukern.nn.MLP(8, 8)(array), "gpukern::linear: x"),
+    ]
+    for call, text in cases:
+        with pytest.raises(ValueError, match=f"^{text}.* Tensors?, got (numpy.)?ndarray"):
+            call()
 
 
 def test_messages_of_attention():

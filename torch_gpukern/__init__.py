@@ -182,7 +182,9 @@ def explain(op: Explained, *args: _Any, arch: str | None = None, **kwargs: _Any)
     """
     if op not in EXPLAINED:
         raise ValueError(f"explain: op is '{op}'; expected one of {', '.join(EXPLAINED)}")
-    next(x for x in _Op.every if x.name == op).refuse_non_bools(args, kwargs)
+    declared = next(x for x in _Op.every if x.name == op)
+    declared.refuse_types(args, kwargs)
+    declared.refuse_non_bools(args, kwargs)
     if arch is not None and not _ops.cuda_kernels.default():
         raise ValueError(
             f"explain: arch is {arch}, and this gpukern was built without CUDA kernels, whose tables say what runs there; "

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from .ops import kv_cache_write
+from .ops.wrong_types import refuse_non_tensors
 from .paged import prefixes
 from .paged.arguments import as_counts, as_handles, as_tokens, check_targets, copy_into
 from .paged.growth import Growth, OutOfPages
@@ -317,6 +318,7 @@ class PagedKVCache:
         Returns:
             slots [T] int64, where the tokens were written.
         """
+        refuse_non_tensors("PagedKVCache.append", k=k, v=v)
         k, v = (x if x.dim() == 4 else x[None] for x in (k, v))
         sequences = list(sequences)
         added = as_counts("append", counts, len(sequences))

@@ -176,7 +176,7 @@ class Stage(nn.Module):
             where = gd.positions(seq * ranks, form.group("context"), device=x.device)
             cos, sin = cos[where], sin[where]
         cos, sin = cos[:, None], sin[:, None]  # of a batch
-        x = x.transpose(0, 1)
+        x = x.transpose(0, 1).contiguous()  # tokens first in memory, too: a product of strided rows is many small ones
         tensor = form.group("tensor") if form.size("tensor") > 1 else None
         if form.sequence and tensor is not None:
             x = gd.shard_sequence(x, tensor, 0, "contiguous")

@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What torch's profiler saw of a step: the bytes that a rank sent, and how much of its communication went beside kernels."""
+"""What torch's profiler saw of a step: the bytes that a rank sent, and how much of its communication went beside kernels.
+
+python examples/distributed/timeline.py TRACE... --out PICTURE draws traces that train.py --trace wrote.
+"""
 
 from __future__ import annotations
 
+import argparse
+import gzip
 import json
 import math
 import tempfile
@@ -14,6 +19,9 @@ from torch.profiler import ProfilerActivity, profile
 
 _BYTES = {"Float": 4, "float": 4, "BFloat16": 2, "c10::BFloat16": 2, "Half": 2, "c10::Half": 2, "Double": 8, "double": 8,
           "Long": 8, "long int": 8, "long": 8, "Int": 4, "int": 4}  # fmt: skip
+
+
+Span = tuple[float, float]
 
 
 @dataclass
@@ -36,13 +44,17 @@ def watch(step, ranks: int, trace: Path | None = None) -> Seen:
         path = trace or Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    moved = spans(e for e in kernels if "nccl" in e["name"].lower())
-    if not kernels:
+    moved, others = of_gpu(events)
+    if not others:
         return Seen(sent_bytes(events, ranks), None, None)
-    others = spans(e for e in kernels if "nccl" not in e["name"].lower())
     total = sum(end - start for start, end in moved)
     return Seen(sent_bytes(events, ranks), total / 1e3, overlap(moved, others) / total if total else None)
+
+
+def of_gpu(events: list[dict]) -> tuple[list[Span], list[Span]]:
+    """(communication, everything else) that ran on the GPU."""
+    kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    return tuple(spans(e for e in kernels if ("nccl" in e["name"].lower()) == wanted) for wanted in (True, False))
 
 
 def sent_bytes(events: list[dict], ranks: int) -> float:
@@ -79,9 +91,6 @@ def _of_shapes(args: dict) -> float:
     return math.prod(dims[0]) * _BYTES.get(types[0], 4) if all(isinstance(n, int) for n in dims[0]) else 0.0
 
 
-Span = tuple[float, float]
-
-
 def spans(events) -> list[Span]:
     """The times of some events, without overlaps, in order."""
     found: list[Span] = []
@@ -103,3 +112,37 @@ def overlap(a: list[Span], b: list[Span]) -> float:
         else:
             j += 1
     return total
+
+
+def draw(traces: list[Path], out: Path) -> None:
+    """A pair of lanes for each trace: kernels, and communication under them."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, lanes = pyplot.subplots(len(traces), 1, figsize=(10, 1.6 * len(traces)), squeeze=False)
+    for axes, path in zip(lanes[:, 0], traces, strict=True):
+        text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        moved, others = of_gpu(json.loads(text)["traceEvents"])
+        start = min(x[0][0] for x in (moved, others) if x)
+        for row, (found, colour) in enumerate(((moved, "tab:orange"), (others, "tab:blue"))):
+            bars = [((a - start) / 1e3, (b - a) / 1e3) for a, b in found]
+            axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=colour)
+        axes.set_yticks([0, 1], ["NCCL", "kernels"])
+        axes.set_title(path.name.split(".")[0].removeprefix("trace_"), fontsize=9, loc="left")
+    lanes[-1, 0].set_xlabel("ms of a training step")
+    figure.tight_layout()
+    figure.savefig(out, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("traces", type=Path, nargs="+")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    draw(options.traces, options.out)
+
+
+if __name__ == "__main__":
+    main()

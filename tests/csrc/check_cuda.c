@@ -16,6 +16,8 @@
  *   attention       size: the same sum with every term positive. The logits err by e = u (8 + 2 sqrt D) max |logit|,
  *                   which changes every p by 2 e; in 16 bits p and ds are rounded to the inputs' dtype: 1.25 u(dtype)
  *                   forward, 2.5 backward; sums add u (32 + 2 sqrt(terms)); attn_floor is for underflow
+ *   weight_gemm     size sum |a| |w| + |bias|; loss u (32 + 4 sqrt K), and where scales are no powers of two u(dtype), since
+ *                   a kernel may round weights to a's dtype or not
  *   attn_merge      size |a| w_a + |b| w_b; loss 232 u: exp(lse_x - lse) errs by |lse| u. One side alone is exact
  *   kv_cache_write  exact
  *
@@ -25,6 +27,7 @@
  * seventh, .. of those rows, so that five processes walk all of them. Either of the last two prints its rows. */
 #include "check.h"
 #include "dispatch.h"
+#include "weight_tile.h"
 
 #include <cuda_runtime_api.h>
 #include <time.h>
@@ -909,6 +912,102 @@ static void merge_expect(void) {
     gk_ref_attn_merge(&judge, &ref);
 }
 
+/* ---- weight_gemm --------------------------------------------------------------------------------------------- */
+static struct {
+    gk_weight_gemm_args args;
+    check_tensor q, a, packed, scale, zero, global_scale, bias, out; /* q: the codes, of which the device has no need */
+    bool powers;
+} wg;
+
+static void weight_draw(gk_dtype dtype, bool large) {
+    static const int64_t ms[] = {1, 5, 8, 9, 16, 17, 33, 70, 130, 300}, ns[] = {1, 16, 33, 64, 70, 130, 200, 264};
+    static const int64_t ks[] = {1, 33, 64, 128, 200, 512, 1000, 1096}, groups[] = {16, 32, 64, 128, 256, 1 << 20};
+    static const int64_t none[1] = {0};
+    int64_t m, n, k;
+    do {
+        m = large ? 1 + check_below(40) : PICK(ms), n = large ? 8 * (1 + check_below(200)) : PICK(ns);
+        k = large ? 8 * (1 + check_below(700)) : PICK(ks);
+    } while (m * n * k > small_or(1000000, 20000000));
+    const gk_weight_format format = (gk_weight_format)check_below(6);
+    const bool e2m1 = format == GK_MXFP4 || format == GK_NVFP4;
+    const int64_t group = format == GK_MXFP4 ? 32 : format == GK_NVFP4 ? 16 : PICK(groups);
+    const int64_t high = gk_ceil_div(k, group), one = 1, codes[2] = {n, k}, rows[2] = {m, n};
+    const int64_t tiles[3] = {gk_ceil_div(n, 64), gk_ceil_div(k, 64), gk_tile_bytes(format)};
+    const gk_dtype own = format == GK_MXFP4 ? GK_E8M0 : format == GK_NVFP4 ? GK_E4M3 : dtype;
+    const gk_dtype out = check_below(3) ? dtype : GK_F32;
+    wg.powers = format == GK_MXFP4 || check_below(3);
+    wg.q = check_dense(gk_code_dtype(format), 2, codes);
+    wg.a = operand(dtype, none, m, k), wg.packed = check_dense(GK_U8, 3, tiles);
+    wg.scale = stored(check_below(4) ? own : GK_F32, none, high, n, check_below(4) == 0, false, 1, check_below(3));
+    wg.zero = stored(GK_U8, none, high, n, false, false, 1, check_below(3));
+    wg.global_scale = check_dense(GK_F32, 1, &one);
+    wg.bias = check_tensor_make(check_below(2) ? out : GK_F32, 1, &n, NULL, 1 + (check_below(4) == 0), 0);
+    wg.out = check_dense(out, 2, rows);
+    mirror(&wg.a, "a", false), mirror(&wg.packed, "packed", false), mirror(&wg.scale, "scale", false);
+    mirror(&wg.zero, "zero", false), mirror(&wg.global_scale, "global_scale", false), mirror(&wg.bias, "bias", false);
+    mirror(&wg.out, "out", true);
+    wg.args = (gk_weight_gemm_args){.size = sizeof wg.args,
+                                    .a = wg.a.t,
+                                    .packed = wg.packed.t,
+                                    .scale = wg.scale.t,
+                                    .n = n,
+                                    .format = format,
+                                    .out = wg.out.t};
+    wg.args.zero = format == GK_UINT4 && check_below(4) ? &wg.zero.t : NULL;
+    wg.args.global_scale = format == GK_NVFP4 && check_below(2) ? &wg.global_scale.t : NULL;
+    wg.args.bias = check_below(2) ? &wg.bias.t : NULL;
+    wg.args.activation = check_below(2) ? GK_ACT_NONE : (gk_activation)check_below(5);
+    say("format %d group %lld activation %d scale %s%s", (int)format, (long long)group, wg.args.activation,
+        gk_dtype_name(wg.scale.t.dtype), e2m1 || wg.powers ? ", powers of two" : "");
+    TO_DEVICE(wg.args);
+}
+
+/* What a code is worth without its scale. */
+static double weight_code(gk_weight_format format, double code, double zero) {
+    return format == GK_UINT4                         ? code - zero
+           : format == GK_MXFP4 || format == GK_NVFP4 ? gk_e2m1_to_f32((int)code)
+                                                      : code;
+}
+
+static void weight_expect(void) {
+    const gk_weight_gemm_args *x = &wg.args;
+    const int64_t m = x->a.shape[0], n = x->n, k = x->a.shape[1], groups = x->scale.shape[0];
+    check_fill_normal(&wg.a, 1), check_fill_normal(&wg.bias, 1), check_fill(&wg.global_scale, 0.125);
+    for (int64_t i = 0; i < n * k; ++i)
+        check_set(&wg.q.t, i,
+                  x->format == GK_W_E4M3 ? 0.25 * (double)(check_below(256) - 128)
+                  : x->format == GK_INT8 ? (double)(check_below(256) - 128)
+                  : x->format == GK_INT4 ? (double)(check_below(16) - 8)
+                                         : (double)check_below(16));
+    for (int64_t i = 0; i < groups * n; ++i) {
+        check_set(&wg.scale.t, i, wg.powers ? ldexp(1, (int)check_below(5) - 4) : 0.05 + fabs(check_normal()));
+        check_set(&wg.zero.t, i, (double)check_below(16));
+    }
+    const gk_pack_weight_args pack = {.size = sizeof pack, .q = wg.q.t, .format = x->format, .packed = wg.packed.t};
+    gk_ref_pack_weight(&judge, &pack);
+    /* powers of two as scales round no weight; others may be rounded to a's dtype, or not at all */
+    result *out = expected(&wg.out, check_acc_unit(x->a.dtype) * (32 + 4 * sqrt((double)k)) +
+                                        (wg.powers ? 0 : check_unit(x->a.dtype)));
+    gk_weight_gemm_args ref = *x;
+    ref.out = out->exact.t;
+    gk_ref_weight_gemm(&judge, &ref);
+    const int log2 = gk_group_log2(k, groups);
+    double *w = (double *)check_alloc((size_t)k * sizeof *w);
+    for (int64_t j = 0; j < n; ++j) {
+        for (int64_t i = 0; i < k; ++i) {
+            const int64_t at = (i >> log2) * n + j;
+            w[i] = fabs(weight_code(x->format, check_get(&wg.q.t, j * k + i), x->zero ? check_get(&wg.zero.t, at) : 8) *
+                        check_get(&wg.scale.t, at));
+            if (x->global_scale) w[i] *= 0.125;
+        }
+        for (int64_t r = 0; r < m; ++r) {
+            double size = x->bias ? fabs(check_get(&wg.bias.t, j)) : 0;
+            for (int64_t i = 0; i < k; ++i) size += w[i] * fabs(check_get(&wg.a.t, r * k + i));
+            check_set(&out->size.t, r * n + j, size);
+        }
+    }
+}
+
 /* ---- the walk -------------------------------------------------------------------------------------------------- */
 /* draw makes and mirrors the tensors of a random problem; expect fills the inputs and computes what must come out. */
 static const struct {
@@ -922,6 +1021,7 @@ static const struct {
            {GK_OP_FLASH_ATTN_BWD, "flash_attn_bwd", bwd_draw, bwd_expect},
            {GK_OP_PAGED_ATTN, "paged_attn", paged_draw, paged_expect},
            {GK_OP_KV_CACHE_WRITE, "kv_cache_write", write_draw, write_expect},
+           {GK_OP_WEIGHT_GEMM, "weight_gemm", weight_draw, weight_expect},
            {GK_OP_ATTN_MERGE, "attn_merge", merge_draw, merge_expect}};
 
 typedef struct walked {

@@ -87,7 +87,7 @@ def test_a_one_reads_the_decoded_weight(format, dtype, device):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_float64(format, device):
-    """At most twice what `gemm` of the decoded weight errs."""
+    """Of the exact code * scale, at most twice what `gemm` of the decoded weight errs: CUDA's tensor cores round no weight."""
     for (m, n, k, group), dtype in itertools.product(
         [(1, 130, 256, 128), (5, 70, 200, 32), (33, 65, 1000, None), (130, 200, 640, 64)],
         (torch.bfloat16, torch.float16),
@@ -96,6 +96,7 @@ def test_float64(format, device):
         q, scale, more = weight(gen, n, k, format, group, device, dtype)
         a = (randn(gen, m, k) + 0.2).to(dtype).to(device)
         packed = torch_gpukern.pack_weight(q, format)
+        exact = reference_quantised.decoded(q, scale, format, **more)
         w = reference_quantised.decoded(q, scale, format, **more, dtype=torch.float32).to(dtype)
         for bias, activation, out in [
             (None, "none", None),
@@ -105,9 +106,7 @@ def test_float64(format, device):
             got = torch_gpukern.weight_gemm(
                 a, packed, scale, n, format, **more, bias=bias, activation=activation, out_dtype=out
             )
-            want = reference.gemm(
-                a.double(), w.double().mT, None if bias is None else bias.double(), activation=activation
-            )
+            want = reference.gemm(a.double(), exact.mT, None if bias is None else bias.double(), activation=activation)
             yard = torch_gpukern.gemm(a, w.mT, bias, activation=activation, out_dtype=out)
             error = (got.double() - want).abs().max()
             assert error <= 2 * (yard.double() - want).abs().max() + want.abs().max() * torch.finfo(got.dtype).eps

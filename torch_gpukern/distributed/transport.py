@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What ranks send each other. Tokens come first in every buffer, so that what a rank sends or receives is one piece."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .ranks import Ranks, all_gather
+from .symmetric import pool_for
 
 
 def _send(x: Tensor, to: int, ranks: Ranks) -> dist.P2POp:
@@ -27,22 +29,56 @@ def _post(calls: Sequence[dist.P2POp]) -> list:
 class Gather:
     """[S, ...] in the whole's order, on its way from each rank's [its tokens, ...]: each run of tokens straight to its place.
 
-    Work that is begun before `wait` goes on beside the transfer.
+    Work that is begun before `wait` goes on beside the transfer: by copy engines where they serve (symmetric.py), else by the
+    backend's point-to-point calls.
     """
 
     def __init__(self, x: Tensor, cut, ranks: Ranks):
         self.whole = x.new_empty((cut.length, *x.shape[1:]))
-        self._sent, met = _bytes(x.contiguous()), _bytes(self.whole)
-        calls, mine = [], cut.segments(ranks.rank)
-        for step in range(1, ranks.size):
-            to, source = ranks.around(step)
-            calls += [_send(self._sent[at : at + end - start], to, ranks) for at, start, end in mine]
-            calls += [_receive(met[start:end], source, ranks) for _, start, end in cut.segments(source)]
+        self._met, self._cut, self._ranks, self._posted = _bytes(self.whole), cut, ranks, []
+        most = cut.most * math.prod(x.shape[1:]) * x.element_size()
+        self._pool = pool_for(x.device, ranks, most)
+        if self._pool is not None:
+            self._pull(_bytes(x), most)
+        else:
+            self._exchange(_bytes(x.contiguous()))
+
+    def _exchange(self, x: Tensor) -> None:
+        calls, self._sent, mine = [], x, self._cut.segments(self._ranks.rank)
+        for step in range(1, self._ranks.size):
+            to, source = self._ranks.around(step)
+            calls += [_send(x[at : at + end - start], to, self._ranks) for at, start, end in mine]
+            calls += [
+                _receive(self._met[start:end], source, self._ranks) for _, start, end in self._cut.segments(source)
+            ]
         self._posted = _post(calls)
         for at, start, end in mine:
-            met[start:end] = self._sent[at : at + end - start]
+            self._met[start:end] = x[at : at + end - start]
+
+    def _pull(self, x: Tensor, most: int) -> None:
+        pool, ranks = self._pool, self._ranks
+        self._buffer = pool.take(most)
+        pool.view(self._buffer, ranks.rank, x.shape, x.dtype).copy_(x)
+        for at, start, end in self._cut.segments(
+            ranks.rank
+        ):  # here: a copy inside a GPU may need SMs, and would hold up the rest
+            self._met[start:end].copy_(x[at : at + end - start])
+        pool.barrier(self._buffer)
+        pool.stream.wait_stream(torch.cuda.current_stream(x.device))
+        with torch.cuda.stream(pool.stream):
+            for step in range(1, ranks.size):
+                _, source = ranks.around(step)
+                shape = (self._cut.tokens(source), *x.shape[1:])
+                theirs = pool.view(self._buffer, source, shape, x.dtype)
+                for at, start, end in self._cut.segments(source):
+                    self._met[start:end].copy_(theirs[at : at + end - start])
+            self._done = torch.cuda.Event()
+            self._done.record()
 
     def wait(self) -> Tensor:
+        if self._pool is not None:
+            torch.cuda.current_stream(self.whole.device).wait_event(self._done)
+            self._pool.release(self._buffer)
         for work in self._posted:
             work.wait()
         return self.whole
@@ -86,19 +122,45 @@ class ToOwners:
     """
 
     def __init__(self, cut, ranks: Ranks, like: Tensor):
-        self._ranks, self._posted, self._kept = ranks, [], []
+        self._cut, self._ranks, self._posted, self._kept = cut, ranks, [], []
         self._runs = [(at, at + end - start) for at, start, end in cut.segments(ranks.rank)]
-        tokens = cut.tokens(ranks.rank)
-        self._parts = [like.new_empty((tokens * (r != ranks.rank), *like.shape[1:])) for r in range(ranks.size)]
+        each = math.prod(like.shape[1:])
+        self._slot = cut.most * each  # elements of the buffer for each of the other ranks
+        self._pool = pool_for(like.device, ranks, self._slot * like.element_size() * (ranks.size - 1))
+        tokens, sizes = cut.tokens(ranks.rank), like.shape[1:]
+        if self._pool is None:
+            self._parts = [like.new_empty((tokens * (r != ranks.rank), *sizes)) for r in range(ranks.size)]
+        else:
+            self._buffer = self._pool.take(self._slot * like.element_size() * (ranks.size - 1))
+            view = self._pool.view
+            self._parts = [
+                view(self._buffer, ranks.rank, (tokens, *sizes), like.dtype, self._slot * self._place(r, ranks.rank))
+                for r in range(ranks.size)
+            ]
+
+    def _place(self, source: int, owner: int) -> int:
+        """Which part of the owner's buffer holds what comes from a rank; an owner sends itself nothing."""
+        return (source - owner - 1) % self._ranks.size if source != owner else 0
 
     def send(self, step: int, runs: Sequence[Tensor]) -> None:
         """To the rank `step` behind this one the runs of its tokens, and from the one before this rank's."""
         to, source = self._ranks.around(step)
         runs = [run.contiguous() for run in runs]
         self._kept += runs
+        if self._pool is not None:
+            self._push(to, runs)
+            return
         calls = [_send(run, to, self._ranks) for run in runs]
         calls += [_receive(self._parts[source][start:end], source, self._ranks) for start, end in self._runs]
         self._posted += _post(calls)
+
+    def _push(self, to: int, runs: Sequence[Tensor]) -> None:
+        pool, at = self._pool, self._slot * self._place(self._ranks.rank, to)
+        pool.stream.wait_stream(torch.cuda.current_stream(runs[0].device) if runs else torch.cuda.current_stream())
+        with torch.cuda.stream(pool.stream):
+            for run in runs:
+                pool.view(self._buffer, to, run.shape, run.dtype, at).copy_(run)
+                at += run.numel()
 
     def send_all(self, x: Tensor, cut) -> "ToOwners":
         """Of [S, ...] each rank's tokens."""
@@ -110,9 +172,15 @@ class ToOwners:
         """The sum in the order of the ranks, rounded once to dtype."""
         for work in self._posted:
             work.wait()
+        if self._pool is not None:
+            torch.cuda.current_stream(mine.device).wait_stream(self._pool.stream)
+            self._pool.barrier(self._buffer)  # all ranks have sent
         self._kept.clear()
         self._parts[self._ranks.rank] = mine
-        return rounded_sum(self._parts, dtype)
+        total = rounded_sum(self._parts, dtype)
+        if self._pool is not None:
+            self._pool.release(self._buffer)
+        return total
 
 
 def sum_to_owners(x: Tensor, cut, ranks: Ranks, dtype: torch.dtype | None = None) -> Tensor:

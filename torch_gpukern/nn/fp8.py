@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from ..ops import quantize, scaled_gemm
 from ..ops.gemm import Activation
+from ..ops.wrong_types import refuse_non_tensors
 from ..reference import ACTIVATIONS
 
 __all__ = ["Fp8Linear"]
@@ -106,6 +107,7 @@ class Fp8Linear(torch.nn.Linear):
                 self.register_buffer(name, torch.zeros(history, dtype=torch.float32, device=self.weight.device))
 
     def forward(self, x: Tensor) -> Tensor:
+        refuse_non_tensors("Fp8Linear", x=x)
         if torch.is_autocast_enabled(x.device.type) and x.dtype is torch.float32:
             x = x.to(torch.get_autocast_dtype(x.device.type))
         if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):

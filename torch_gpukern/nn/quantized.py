@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from .._library import NAMESPACE
 from ..ops import gemm
 from ..ops.gemm import Activation
+from ..ops.wrong_types import refuse_non_tensors
 from ..reference import ACTIVATIONS
 from .schemes import GROUPED, SCHEMES, Tensors, half_of
 
@@ -102,6 +103,7 @@ class QuantizedLinear(torch.nn.Module):
         return w if order is None else torch.empty_like(w).index_copy_(1, order, w)
 
     def forward(self, x: Tensor) -> Tensor:
+        refuse_non_tensors("QuantizedLinear", x=x)
         if torch.is_autocast_enabled(x.device.type) and x.dtype is torch.float32:
             x = x.to(torch.get_autocast_dtype(x.device.type))
         if x.dtype not in _FLOATS:

@@ -161,6 +161,7 @@ def define_op(
     doors = [op]
     if hasattr(ops, f"{name}_fwd"):
         op.all = Op(f"{name}_fwd")
+        op.all.said = op.said
         doors.append(op.all)
     for door in doors:
         door.whole_sequences = whole_sequences

@@ -14,7 +14,7 @@ from .op import Op
 
 def no_forward_mode(op: Op) -> str:
     return (
-        f"{op.qualified}: it has no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad); "
+        f"{op.said}: it has no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad); "
         "use reverse mode (torch.autograd.grad)"
     )
 
@@ -36,7 +36,7 @@ def differentiate(
     def refuse_gradients(args: Sequence) -> None:
         for i, name in refused:
             if i < len(args) and args[i] is not None and args[i].requires_grad:
-                raise ValueError(f"{door.qualified}: {name} requires a gradient and has none; pass {name}.detach()")
+                raise ValueError(f"{door.said}: {name} requires a gradient and has none; pass {name}.detach()")
 
     fast = of_all = _fast(rules, first and reads_all is None, op.all.below)
     if reads_all is not None:

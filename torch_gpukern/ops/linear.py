@@ -11,7 +11,7 @@ from .. import reference
 from .._library import NAMESPACE
 from .gemm import Activation, gemm
 from .keywords import hide_unknown, refuse_unknown
-from .wrong_types import WrongType
+from .wrong_types import WrongType, refuse_non_tensors
 
 __all__ = ["linear"]
 
@@ -48,6 +48,8 @@ def linear(
                 f"{NAMESPACE}::linear: activation must be none, relu, gelu, gelu_tanh or silu, got '{activation}'"
             )
         return reference.ACTIVATIONS[activation](F.linear(x, weight, bias))
+    if x.is_nested or weight.is_nested:  # of strides: such a tensor has no shape
+        refuse_non_tensors(f"{NAMESPACE}::linear", x=x, weight=weight)
     if x.dim() < 1 or weight.dim() != 2:
         raise ValueError(
             f"{NAMESPACE}::linear: x must have at least 1 dimension and weight 2, [N, K]; got {x.dim()} and {weight.dim()}"

@@ -346,3 +346,4 @@ _rows = define_op(
     flops=_flops(1),
     composed=True,
 )
+_scalar.said = _rows.said = _NAME

@@ -45,6 +45,7 @@ class Op:
     def __init__(self, name: str):
         self.name = name
         self.qualified = f"{NAMESPACE}::{name}"
+        self.said = self.qualified  # in what it raises: the op whose results X_fwd gives, as in C
         self.overload = getattr(ops, name).default
         arguments = self.overload._schema.arguments
         self.names = tuple(a.name for a in arguments)
@@ -54,7 +55,7 @@ class Op:
         self._named_defaults = dict(zip(self.names, self.defaults, strict=True))
         self.results = tuple(r.name for r in self.overload._schema.returns)
         types = [str(a.type) for a in arguments]
-        self._types = dict(zip(self.names, types, strict=True))
+        self._types = {a.name: str(a.real_type) for a in arguments}  # ScalarType, where `type` says int
         self.tensors = tuple(i for i, t in enumerate(types) if t in ("Tensor", "Optional[Tensor]"))
         self.numbers = tuple(i for i, t in enumerate(types) if t in _NUMBER_TYPES)
         self.bools = tuple(i for i, t in enumerate(types) if t == "bool")
@@ -178,12 +179,12 @@ class Op:
                 return
         if isinstance(x, (bool, torch.SymBool)):
             return
-        raise WrongType(f"{self.qualified}: {self.names[i]} must be True or False, got {x!r}")
+        raise WrongType(f"{self.said}: {self.names[i]} must be True or False, got {x!r}")
 
     def refuse_types(self, args: Sequence, kwargs: dict[str, Any]) -> None:
         """WrongType, which says more than torch does, where an argument is of a type that the schema has not."""
         given = dict(zip(self.names, args)) | kwargs
-        refuse_types(self.qualified, ((n, self._types[n], x) for n, x in given.items() if n in self._types))
+        refuse_types(self.said, ((n, self._types[n], x) for n, x in given.items() if n in self._types))
 
     def refuse_number_gradients(self, args: Sequence, kwargs: dict[str, Any] | None = None) -> None:
         """ValueError where an argument that is a number is given as a tensor that wants a gradient."""
@@ -199,7 +200,7 @@ class Op:
             if (x.requires_grad and is_grad_enabled()) or has_tangent(x):
                 argument = self.names[i]
                 raise ValueError(
-                    f"{self.qualified}: {argument} is a number without a gradient, got a tensor that requires one; "
+                    f"{self.said}: {argument} is a number without a gradient, got a tensor that requires one; "
                     f"pass {argument}.detach()"
                 )
 

@@ -10,6 +10,7 @@ from torch.autograd.graph import increment_version
 from .._library import NAMESPACE, any_requires_grad, below_autograd, is_dynamo_compiling, is_grad_enabled, library, ops
 from . import fakes, parallel
 from .op import Op, unwrapped
+from .wrong_types import refuse_non_tensors
 
 __all__ = ["define"]
 
@@ -32,6 +33,8 @@ def define(op: Op, symbolic: Callable) -> None:
             bare(*args, **kwargs)
         except RuntimeError:
             op.refuse_types(args, kwargs)
+            if "out" in kwargs:
+                refuse_non_tensors(op.said, out=kwargs["out"])
             raise
         into = kwargs["out"]
         # As torch's own; tracers, whose tensors are others, hold it to a schema that returns nothing.

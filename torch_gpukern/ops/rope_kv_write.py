@@ -7,6 +7,7 @@ from torch import Tensor
 from .norm import rms_norm
 from .paged_attn import kv_cache_write
 from .rope import rope
+from .wrong_types import refuse_non_tensors
 
 __all__ = ["rope_kv_write"]
 
@@ -66,8 +67,12 @@ def rope_kv_write(
     Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021), arXiv:2104.09864; Henry et al.,
     "Query-Key Normalization for Transformers" (2020), arXiv:2010.04245, with an RMS norm.
     """
-    given = q, k, v, cos, sin, positions, k_cache, v_cache, slots, q_weight, k_weight, k_scale, v_scale
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
+    needed = {"q": q, "k": k, "v": v, "cos": cos, "sin": sin, "positions": positions}
+    needed |= {"k_cache": k_cache, "v_cache": v_cache, "slots": slots}
+    other = {"q_weight": q_weight, "k_weight": k_weight, "k_scale": k_scale, "v_scale": v_scale}
+    given = needed | {name: x for name, x in other.items() if x is not None}
+    refuse_non_tensors("rope_kv_write", **given)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given.values()):
         raise NotImplementedError(
             "rope_kv_write: it has no backward and an input requires a gradient; call it under torch.no_grad()"
         )
@@ -101,8 +106,6 @@ def _check(
             raise ValueError(f"rope_kv_write: {name} has dtype {x.dtype}, q has {q.dtype}; they must match")
         if x.is_cuda:
             raise ValueError(f"rope_kv_write: {name} is on {x.device}; it is served on the CPU, not yet on CUDA")
-    if positions is None:
-        raise ValueError("rope_kv_write: positions is None; expected a tensor [T]")
     for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
         if weight is not None and (weight.shape != q.shape[-1:] or weight.dtype not in (q.dtype, torch.float32)):
             raise ValueError(

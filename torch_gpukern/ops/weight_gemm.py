@@ -10,6 +10,7 @@ from torch import Tensor
 from .._library import NAMESPACE
 from .define import define_op
 from .gemm import Activation, gemm
+from .wrong_types import refuse_non_tensors
 
 __all__ = ["WeightFormat", "pack_weight", "unpack_weight", "weight_gemm"]
 
@@ -48,13 +49,15 @@ def pack_weight(q: Tensor, format: WeightFormat, *, scale: Tensor | None = None)
 
     Frantar et al., "MARLIN" (2024), arXiv:2408.11743: weights in the order of the tensor cores' fragments.
     """
+    packed = _pack_weight.call(q, format)
     if scale is not None:
         _check_scale(q, scale)
-    return _pack_weight.call(q, format)
+    return packed
 
 
 def _check_scale(q: Tensor, scale: Tensor) -> None:
     op = f"{NAMESPACE}::pack_weight"
+    refuse_non_tensors(op, scale=scale)
     k = q.shape[-1]
     groups = {1, *(-(-k // g) for g in (16, 32, 64, 128, 256))}
     if scale.dim() != 2 or scale.shape[1] != q.shape[0] or scale.shape[0] not in groups:
@@ -104,7 +107,8 @@ def weight_gemm(
     """Activations times a packed weight of few bits.
 
     ``out = activation(a @ w.T + bias)`` with ``w [N, K] = (code - zero) * scale * global_scale`` rounded to a's dtype, sums in
-    float32. Of a float8_e4m3fn a each group's float32 sum is multiplied by its scale instead.
+    float32. Of a float8_e4m3fn a each group's float32 sum is multiplied by its scale instead; so is it on CUDA for a small M of
+    any a, whose weights then are not rounded.
 
     Args:
         a: [..., M, K] bfloat16 or float16, any strides; or float8_e4m3fn, with scale_a.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["WrongType", "refuse_types"]
+__all__ = ["WrongType", "refuse_non_tensors", "refuse_types"]
 
 _NUMBERS = {"float": (float, int), "Optional[float]": (float, int), "int": (int,), "SymInt": (int,)}
 
@@ -37,6 +37,13 @@ def refuse_types(op: str, arguments: Iterable[tuple[str, str, Any]]) -> None:
             raise WrongType(f"{op}: {name} {text}") from None
 
 
+def refuse_non_tensors(op: str, **given: Any) -> None:
+    """As `refuse_types`, of arguments that must be dense tensors. It is quick, and compilers trace it."""
+    for name, x in given.items():
+        if not isinstance(x, Tensor) or x.is_nested:
+            refuse_types(op, ((name, "Tensor", x),))
+
+
 def _wrong(kind: str, x: Any) -> str | None:
     if kind in ("Tensor", "Optional[Tensor]"):
         if isinstance(x, Tensor):
@@ -49,8 +56,9 @@ def _wrong(kind: str, x: Any) -> str | None:
         return None
     if kind == "str":
         return None if isinstance(x, str) else f"must be a string, got {_kind(x)}"
-    if kind == "Optional[int]":  # the only ones are dtypes, whose number torch holds
-        return None if x is None or isinstance(x, torch.dtype) else f"must be a torch.dtype or None, got {_kind(x)}"
+    if kind.endswith(("ScalarType", "ScalarType]")):
+        fits = isinstance(x, torch.dtype) or (x is None and kind != "ScalarType")
+        return None if fits else f"must be a torch.dtype{'' if kind == 'ScalarType' else ' or None'}, got {_kind(x)}"
     if kind in _NUMBERS:
         symbols = (torch.SymInt, torch.SymFloat)
         fits = isinstance(x, (*_NUMBERS[kind], *symbols)) or (x is None and kind.startswith("Optional"))

@@ -30,14 +30,8 @@ struct WeightB {
     __device__ __forceinline__ float operator()(int64_t k, int64_t n) const { return weight_value(w, n, k); }
 };
 
-int64_t rows_of(const gk_tensor &a) {
-    int64_t m = 1;
-    for (int d = 0; d < a.ndim - 1; ++d) m *= a.shape[d];
-    return m;
-}
-
 bool plan_weight(const gk_cuda_instance *, const gk_context *, const void *args, gk_plan *) {
-    return plain_in_grid(rows_of(((const gk_weight_gemm_args *)args)->a));
+    return plain_in_grid(weight_rows(((const gk_weight_gemm_args *)args)->a));
 }
 
 gk_status run_weight(const gk_context *ctx, const void *args, const gk_plan *, void *) {
@@ -45,7 +39,7 @@ gk_status run_weight(const gk_context *ctx, const void *args, const gk_plan *, v
     PlainParams<WeightB> x = {};
     PlainProduct &p = x.p;
     const int nd = g->a.ndim;
-    p.m = rows_of(g->a), p.k = g->a.shape[nd - 1], p.n = g->n;
+    p.m = weight_rows(g->a), p.k = g->a.shape[nd - 1], p.n = g->n;
     p.a = g->a.data, p.a_dtype = g->a.dtype, p.a_m = g->a.stride[nd - 2], p.a_k = g->a.stride[nd - 1];
     x.b.w = weight_of(g);
     p.f = finish_of(g->out, g->bias, nullptr, 0, nullptr, g->activation);

@@ -55,6 +55,13 @@ __device__ __forceinline__ float weight_value(const Weight &w, int64_t n, int64_
     return w.round == GK_BF16 ? to_f32(from_f32<__nv_bfloat16>(v)) : to_f32(from_f32<__half>(v));
 }
 
+/* Rows of a, of any leading dimensions. */
+inline int64_t weight_rows(const gk_tensor &a) {
+    int64_t m = 1;
+    for (int d = 0; d < a.ndim - 1; ++d) m *= a.shape[d];
+    return m;
+}
+
 inline Weight weight_of(const gk_weight_gemm_args *g) {
     Weight w = {};
     w.packed = (const uint8_t *)g->packed.data, w.tile_row = g->packed.stride[0], w.tile_col = g->packed.stride[1];

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Transfers between the GPUs of one host by their copy engines, over torch's symmetric memory.
+
+NCCL's kernels occupy SMs, and a product whose grid fills the GPU waits for those: what was meant to go beside it goes before
+it. A copy engine needs none. A rank's buffer lies in the address space of every rank of the group; a barrier on the stream says
+that it is written, or read.
+
+**Buffers.** A transfer takes one from the group's pool and gives it back when its result is there. It may be written again once
+a barrier followed: then every rank has read it. Ranks make the same calls with the same sizes, so all take the same buffer.
+
+Only copies between two GPUs are used, no multicast. ``GPUKERN_DIST_SYMMETRIC=0`` switches it off, NCCL then serves; so it does in
+a CUDA graph's capture, for small transfers and for groups that span hosts.
+"""
+
+import dataclasses
+import importlib.util
+import os
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .ranks import Ranks
+
+__all__ = ["Pool", "pool_for"]
+
+_LEAST_BYTES, _MOST_BYTES, _MOST_BUFFERS = 1 << 20, 1 << 30, 8
+_TIMEOUT_MS = 600_000  # of a barrier: a rank that died ends in a CUDA error
+
+
+@dataclasses.dataclass
+class Buffer:
+    data: Tensor  # bytes
+    handle: Any
+    busy: bool = False
+    released: int = -1  # how many barriers there had been
+
+
+class Pool:
+    """The buffers of a group on this rank's GPU, and the stream that copies."""
+
+    def __init__(self, ranks: Ranks, device: torch.device):
+        self.ranks, self.device, self.barriers = ranks, device, 0
+        self.stream = torch.cuda.Stream(device, priority=-1)
+        self._buffers: list[Buffer] = []
+
+    def take(self, size: int) -> Buffer:
+        """A buffer of that many bytes on every rank, which no rank reads or writes any more."""
+        fits = [x for x in self._buffers if not x.busy and x.data.numel() >= size]
+        found = next((x for x in fits if x.released < self.barriers), None)
+        if found is None and len(self._buffers) < _MOST_BUFFERS:
+            found = self._made(size)
+        if found is None and fits:
+            found = fits[0]
+            self.barrier(found)
+        if found is None:  # all are too small, or in use: begin anew
+            torch.cuda.synchronize(self.device)
+            dist.barrier(self.ranks.group)
+            self._buffers = [x for x in self._buffers if x.busy]
+            found = self._made(size)
+        found.busy = True
+        return found
+
+    def _made(self, size: int) -> Buffer:
+        import torch.distributed._symmetric_memory as symm_mem
+
+        step = 2 << 20
+        data = symm_mem.empty((size + step - 1) // step * step, dtype=torch.uint8, device=self.device)
+        made = Buffer(data, symm_mem.rendezvous(data, self.ranks.group.group_name))
+        self._buffers.append(made)
+        return made
+
+    def barrier(self, buffer: Buffer) -> None:
+        """On the current stream: what any rank did before it is done."""
+        buffer.handle.barrier(channel=0, timeout_ms=_TIMEOUT_MS)
+        self.barriers += 1
+
+    def release(self, buffer: Buffer) -> None:
+        buffer.busy, buffer.released = False, self.barriers
+
+    def view(self, buffer: Buffer, rank: int, shape: Sequence[int], dtype: torch.dtype, at: int = 0) -> Tensor:
+        """A rank's buffer, from element `at` on."""
+        return buffer.handle.get_buffer(rank, tuple(shape), dtype, at)
+
+
+_pools: dict[str, tuple[dist.ProcessGroup, Pool | None]] = {}
+
+
+def pool_for(device: torch.device, ranks: Ranks, size: int) -> Pool | None:
+    """The group's pool, or None where a transfer of `size` bytes, the same on all ranks, goes another way."""
+    if device.type != "cuda" or not _LEAST_BYTES <= size <= _MOST_BYTES or torch.cuda.is_current_stream_capturing():
+        return None
+    name, group = ranks.group.group_name, ranks.group
+    if name not in _pools or _pools[name][0] is not group:  # a name may come back for another group
+        _pools[name] = group, Pool(ranks, device) if _reaches_all(device, ranks) else None
+    return _pools[name][1]
+
+
+def _reaches_all(device: torch.device, ranks: Ranks) -> bool:
+    """Whether all ranks are processes of one host, each with a GPU that reaches the others', and want this."""
+    mine = (socket.gethostname(), torch.cuda.current_device(), os.environ.get("GPUKERN_DIST_SYMMETRIC") != "0")
+    told: list[Any] = [None] * ranks.size
+    dist.all_gather_object(told, mine, group=ranks.group)
+    ok = all(host == mine[0] and wanted for host, _, wanted in told)
+    ok = ok and importlib.util.find_spec("torch.distributed._symmetric_memory") is not None
+    answers: list[Any] = [None] * ranks.size
+    visible = torch.cuda.device_count()
+    near = ok and all(
+        i == device.index or i >= visible or torch.cuda.can_device_access_peer(device, i) for _, i, _ in told
+    )
+    dist.all_gather_object(answers, near, group=ranks.group)
+    return all(answers)
