@@ -661,3 +661,36 @@ def test_estimate_holds_to_what_was_measured():
         machine = gd.Machine(attn_tflops=rate, link_gbs=228, latency_us=4500)
         step = gd.estimate(**layer, context=2, hidden_share=0.0, machine=machine)
         assert abs((step.attention_ms + step.context_ms) * 1e3 / us["all_gather"] - 1) < 0.1
+
+
+def test_a_staging_buffer_is_used_again_only_after_a_barrier(monkeypatch):
+    from types import SimpleNamespace
+
+    from torch_gpukern.distributed import symmetric
+
+    pool = symmetric.Pool.__new__(symmetric.Pool)
+    pool.barriers, pool._buffers, waits = 0, [], []
+
+    def made(size):
+        handle = SimpleNamespace(barrier=lambda **_: waits.append(pool.barriers))
+        pool._buffers.append(symmetric.Buffer(torch.empty(size, dtype=torch.uint8), handle))
+        return pool._buffers[-1]
+
+    monkeypatch.setattr(pool, "_made", made, raising=False)
+    taken = []
+    for _ in range(6):  # one transfer behind the other: two buffers alternate, a barrier each
+        buffer = pool.take(64)
+        pool.barrier(buffer)
+        pool.release(buffer)
+        taken.append(id(buffer))
+    assert len(pool._buffers) == 2 and taken == taken[:2] * 3 and len(waits) == 6
+    held = [pool.take(64) for _ in range(symmetric._MOST_BUFFERS)]  # many at once: each its own
+    assert len({id(x) for x in held}) == symmetric._MOST_BUFFERS
+    for buffer in held:
+        pool.release(buffer)
+    before = len(waits)
+    pool.take(64)  # every buffer may still be read: a barrier first
+    assert len(waits) == before + 1
+    for size in (0, symmetric._MOST_BYTES + 1):
+        assert symmetric.pool_for(torch.device("cuda"), None, size) is None
+    assert symmetric.pool_for(torch.device("cpu"), None, 1 << 24) is None

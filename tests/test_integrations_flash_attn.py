@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """flash-attn's three functions against its documented conventions, written out in float64."""
 
+import itertools
+
 import pytest
 import torch
 from conftest import assert_close_as, generator, randn
@@ -208,6 +210,20 @@ def test_with_kvcache_without_new_keys(device):
     for lengths, keys in ((None, 8), (6, 6)):
         out = flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=True)
         torch.testing.assert_close(out, flash_attn_func(q, k[:, :keys], v[:, :keys], causal=True))
+
+
+@pytest.mark.parametrize("of_cache", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+def test_the_dtype_of_a_result_is_one_on_every_path(of_cache, device):
+    """Inside autocast, too: the cache's, which is not cast."""
+    pages = torch.tensor([[0, 1]], dtype=torch.int32, device=device)
+    layouts = {}, {"cache_batch_idx": torch.tensor([0], device=device)}, {"block_table": pages}
+    for to, seq_q, extra, causal in itertools.product((torch.bfloat16, torch.float16), (1, 3), layouts, (False, True)):
+        cache = torch.ones((2, 4, 2, 8) if "block_table" in extra else (1, 8, 2, 8), dtype=of_cache, device=device)
+        with torch.autocast(device, to):
+            out = flash_attn_with_kvcache(
+                torch.ones(1, seq_q, 2, 8, device=device), cache, cache, cache_seqlens=5, causal=causal, **extra
+            )
+        assert out.dtype == of_cache
 
 
 def test_a_key_past_the_cache_is_an_error():

@@ -266,6 +266,45 @@ def test_learned_scale_has_its_gradient():
     assert torch.equal(layer.weight.grad, inside.float())
 
 
+def test_what_a_layer_cannot_do_leaves_it_as_it_was():
+    """A move that raises, a state of another recipe; and a weight that a hook computes is not taken."""
+    x = randn(generator("quantize fails"), 5, 64)
+    layer = nn.Sequential(nn.Linear(64, 48))
+    gnn.quantize(layer, "w4", say=None)
+    want = layer(x)
+
+    def fail(t):
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        layer._apply(fail)
+    assert_bits(layer(x), want)
+    other = nn.Sequential(nn.Linear(64, 48))
+    gnn.quantize(other, "w8", say=None)
+    with pytest.raises(ValueError, match="recipe w8, the layer is of w4"):
+        layer.load_state_dict(other.state_dict())
+    assert_bits(layer(x), want)
+    hooked = nn.Sequential(nn.Linear(64, 64), nn.utils.spectral_norm(nn.Linear(64, 64)))
+    done = gnn.quantize(hooked, "w4", say=None)
+    assert list(done.skipped) == ["1"] and "hook" in done.skipped["1"]
+    nothing = nn.Sequential(nn.Linear(64, 0))
+    gnn.quantize(nothing, "2:4", say=None)
+    assert nothing(x).shape == (5, 0) and nothing[0].weight.shape == (0, 64)
+
+
+def test_delayed_scaling_of_a_layer_that_is_called_twice():
+    """Every backward writes the history of gradients: of calls that share a layer, and of one that goes back twice."""
+    layer = nn.Sequential(nn.Linear(64, 64))
+    gnn.quantize(layer, "fp8-train-delayed", say=None)
+    x = randn(generator("fp8 twice"), 5, 64).requires_grad_()
+    layer(layer(x)).sum().backward()
+    once = layer(x).sum()
+    once.backward(retain_graph=True)
+    once.backward()
+    (layer(x).sum() + layer(2 * x).sum()).backward()
+    assert x.grad.isfinite().all() and layer[0].history_grad.count_nonzero() == 6
+
+
 def test_compile_and_autocast():
     model, x = network(), randn(generator("compiled"), 6, 260)
     for recipe in ("fp8", "w4"):

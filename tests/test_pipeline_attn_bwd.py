@@ -247,3 +247,65 @@ def test_turns_in_an_order_that_wraps_stop_a_grid_larger_than_the_machine():
     assert play(visits, before, blocks, random.Random(0))
     with pytest.raises(Wrong, match="waits for its turn"):
         play(visits, before, blocks - 1, random.Random(0))
+
+
+# ---- the turns of ordered kernels: within a block ----
+class Turns:
+    """take_turns() beside the warps that add. others[n]: the blocks before have added to the tile of step n, when they like."""
+
+    def __init__(self, steps, broken, rng):
+        self.steps, self.broken, self.rng = steps, broken, rng
+        self.turn, self.added = Barrier(1), Barrier(GROUPS * WARPS)
+        self.others, self.released, self.adds = [False] * steps, [False] * steps, [0] * steps
+        self.events = [(self.others.__setitem__, n, True) for n in range(steps)]
+
+    def run(self):
+        interleave([self.take_turns(), *(self.add() for _ in range(GROUPS * WARPS))], self.events, self.rng)
+        assert all(self.released)
+
+    def take_turns(self):
+        if self.broken != "the first turn not awaited":
+            yield lambda: self.others[0]
+        self.turn.arrive()
+        for n in range(self.steps):
+            ready, more = False, n + 1 < self.steps
+            while True:
+                ready = ready or (more and self.others[n + 1])
+                if self.broken == "the additions not awaited" or self.added.ended(n & 1):
+                    break
+                yield None
+            if ready:
+                self.turn.arrive()
+                yield None
+            if self.adds[n] != GROUPS * WARPS:
+                raise Wrong("a turn is passed on before the additions")
+            self.released[n] = True
+            if more and not ready:
+                yield lambda n=n: self.others[n + 1]
+                self.turn.arrive()
+
+    def add(self):
+        for n in range(self.steps):
+            if self.broken != "the turn not awaited":
+                yield ended(self.turn, n & 1)
+            if not self.others[n]:
+                raise Wrong("an addition out of turn")
+            self.adds[n] += 1
+            yield None
+            self.added.arrive()
+
+
+def play_turns(broken, count):
+    rng = random.Random(broken)
+    for _ in range(count):
+        Turns(rng.randint(1, 6), broken, rng).run()
+
+
+def test_the_next_turn_may_be_told_before_this_one_is_passed_on():
+    play_turns("", SCHEDULES)
+
+
+@pytest.mark.parametrize("rule", ("the first turn not awaited", "the additions not awaited", "the turn not awaited"))
+def test_a_broken_turn_is_seen(rule):
+    with pytest.raises(Wrong, match="out of turn|passed on before|an arrival too many"):
+        play_turns(rule, 4000)

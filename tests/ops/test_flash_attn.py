@@ -314,6 +314,18 @@ def test_extreme_logits(device):
     check_forward(q, k, v, gen, alibi_slopes=torch.tensor([50.0, 0.0], device=device), is_causal=True, diagonal=37)
 
 
+@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+def test_alibi_of_keys_on_one_side(dtype, head_dim, device):
+    """Blocks of keys that lie before or behind all rows, whose bias a kernel may take from a block at once: more rows than keys,
+    and rows that stand far from all keys."""
+    gen = generator("one side", dtype, head_dim)
+    slopes = torch.tensor([0.1, 0.02], device=device)
+    for seq_k, diagonal in ((100, 0), (300, 400), (300, -200)):
+        q, k, v = qkv(gen, 1, (2, 2), (260, seq_k), (head_dim, head_dim), dtype, device)
+        check_forward(q, k, v, gen, alibi_slopes=slopes, diagonal=diagonal)
+
+
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
 @pytest.mark.parametrize("kind", ("growing", "fading", "spikes", "late", "wide", "minus_infinity"))

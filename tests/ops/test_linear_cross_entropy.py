@@ -102,6 +102,17 @@ def test_gradcheck(mode, device):
         gradgradcheck(loss, leaves)
 
 
+def test_class_weights_of_zero(device):
+    """A mean over weights that add up to 0 is NaN, and so are its gradients where a row counts, as PyTorch has it."""
+    gen = generator("zero weights")
+    x, w = randn(gen, 3, 4, device=device).requires_grad_(), randn(gen, 6, 4, device=device)
+    target = torch.tensor([0, 5, 2], device=device)
+    for low in (False, True):
+        loss = gk.linear_cross_entropy(x, w, target, class_weight=torch.zeros(6, device=device), low_memory=low)
+        (dx,) = torch.autograd.grad(loss, x)
+        assert loss.isnan() and dx.isnan().all()
+
+
 def test_rows_that_are_ignored_and_no_rows(device):
     gen = generator("ignored")
     x, w = (randn(gen, *s, device=device).requires_grad_() for s in ((6, 4), (5, 4)))

@@ -29,7 +29,8 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, scale_x, scale_w, grad_history: Tensor | None):
         a, scale_a = quantize(x, E4M3, "tensor", scale=scale_x)
         b, scale_b = quantize(w, E4M3, "tensor", scale=scale_w)
-        ctx.save_for_backward(a, scale_a, b, scale_b, grad_history)
+        ctx.save_for_backward(a, scale_a, b, scale_b)
+        ctx.history = grad_history  # every backward writes it, which a saved tensor forbids
         ctx.dtypes = x.dtype, w.dtype, None if bias is None else bias.dtype
         return scaled_gemm(
             a, b.mT, scale_a, scale_b, bias=None if bias is None else bias.to(x.dtype), out_dtype=x.dtype
@@ -38,7 +39,8 @@ class _Product(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor):
-        a, scale_a, b, scale_b, history = ctx.saved_tensors
+        a, scale_a, b, scale_b = ctx.saved_tensors
+        history = ctx.history
         of_x, of_w, of_bias = ctx.dtypes
         g, scale_g = quantize(
             grad, E5M2, "tensor", scale=None if history is None else delayed_scale(grad, history, E5M2)

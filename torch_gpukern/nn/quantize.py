@@ -192,6 +192,8 @@ def _found(done: Quantized, model: torch.nn.Module, recipe: str, skip: Any) -> d
             why = "PyTorch's transformer layers read its weight themselves"
         elif type(module) not in (torch.nn.Linear, Linear):
             why = f"{type(module).__name__} has a forward of its own"
+        elif module._parameters.get("weight") is None:
+            why = "its weight is no parameter: a hook computes it"
         elif "forward" in vars(module):
             why = "its forward was replaced before"
         elif scheme is not None and module.in_features % scheme.multiple:

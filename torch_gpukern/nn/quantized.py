@@ -132,20 +132,27 @@ class QuantizedLinear(torch.nn.Module):
         )
 
     def _apply(self, fn: Callable, recurse: bool = True):
-        """Codes and scales go where the module goes, in the dtypes that they have."""
-        held = self._tensors()
-        for name in self.names:
-            self._buffers[name] = None
-        super()._apply(fn, recurse)
+        """Codes and scales go where the module goes, in the dtypes that they have. One that cannot go leaves all as it was."""
+        held, moved = self._tensors(), {}
         for name, t in held.items():
-            moved = fn(t)
-            self._buffers[name] = moved if moved.dtype is t.dtype else t.to(moved.device)
+            there = fn(t)
+            moved[name] = there if there.dtype is t.dtype else t.to(there.device)
+        self._buffers.update(dict.fromkeys(self.names))
+        try:
+            super()._apply(fn, recurse)
+        except BaseException:
+            self._buffers.update(held)
+            raise
+        self._buffers.update(moved)
         return self
 
     # ---- what a state_dict says of itself ----
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *rest: Any) -> None:
-        """Groups may be of another size than the layer was made with, and columns in an order of their own."""
+        """Groups may be of another size than the layer was made with, and columns in an order of their own. Another recipe's state is
+        refused before any of it is copied."""
+        if (state := state_dict.get(f"{prefix}_extra_state")) is not None:
+            check_state(state, self.scheme)
         order = state_dict.get(f"{prefix}input_order")
         self._buffers.pop("input_order", None)
         if order is not None:

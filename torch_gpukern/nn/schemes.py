@@ -364,7 +364,7 @@ def _sparse(dtype: torch.dtype, text: str) -> Scheme:
 
     def decode(t: Tensors, n: int, k: int, as_dtype: torch.dtype) -> Tensor:
         meta = t["weight_meta"]
-        places = torch.stack([meta >> i & 3 for i in (0, 2, 4, 6)], -1).reshape(n, -1, 2)[:, : k // 4]
+        places = torch.stack([meta >> i & 3 for i in (0, 2, 4, 6)], -1).reshape(n, 2 * meta.shape[-1], 2)[:, : k // 4]
         values = t["weight_values"].float().reshape(n, k // 4, 2)
         w = values.new_zeros(n, k // 4, 4).scatter(-1, places.long(), values).reshape(n, k)
         return (w * t["weight_scale"] if eight else w).to(as_dtype)

@@ -191,9 +191,8 @@ def _scalar_kernel(x, weight, target, bias, *more):
     total, factor = loss.sum(dtype=torch.float64), loss.new_ones(())
     if reduction == "mean":
         divisor = total_weight(target, rules.class_weight, rules.ignore_index).to(torch.float64)
-        factor = torch.where(divisor == 0, 0.0, 1.0 / divisor).to(
-            loss.dtype
-        )  # 0: no row counts, and no gradient is NaN
+        none = (classes == rules.ignore_index).all()  # then no gradient is NaN, though the loss is
+        factor = torch.where(none, 0.0, 1.0 / divisor).to(loss.dtype)
         total = total / divisor
     return total.to(loss.dtype), factor, dx.view(x.shape) if need_x else dx, kept, dbias
 
