@@ -302,11 +302,11 @@ typedef enum gk_paged_flags {
  * seq_lens[b] - n_b + t; a negative position sees no key. Pages are read in place. */
 typedef struct gk_paged_attn_args {
     size_t size;
-    gk_tensor q;       /* [T, Hq, D], last stride 1 */
-    gk_tensor k_cache; /* [num_blocks, block_size, Hkv, D], q's dtype or (CPU) GK_E4M3, GK_E5M2, GK_I8; last stride 1 */
-    gk_tensor v_cache; /* [num_blocks, block_size, Hkv, Dv], k_cache's dtype, last stride 1 */
-    gk_tensor block_table;         /* [B, max_blocks] int32 */
-    gk_tensor seq_lens;            /* [B] int32, the new tokens included */
+    gk_tensor q;           /* [T, Hq, D], last stride 1 */
+    gk_tensor k_cache;     /* [num_blocks, block_size, Hkv, D], q's dtype or GK_E4M3, GK_E5M2, GK_I8; last stride 1 */
+    gk_tensor v_cache;     /* [num_blocks, block_size, Hkv, Dv], k_cache's dtype, last stride 1 */
+    gk_tensor block_table; /* [B, max_blocks] int32 */
+    gk_tensor seq_lens;    /* [B] int32, the new tokens included */
     const gk_tensor *cu_seqlens_q; /* [B+1] int32; NULL = T/B tokens each */
     int64_t max_seqlen_q;          /* upper bound of a sequence's query tokens; read with cu_seqlens_q only */
     gk_attn_rules rules;           /* diagonal, kv_end, q_start are not read, window_right by flags; is_causal is */
@@ -331,7 +331,7 @@ GK_API gk_status gk_explain_paged_attn(const gk_context *, const gk_paged_attn_a
 typedef struct gk_kv_cache_write_args {
     size_t size;
     gk_tensor k, v;             /* [T, Hkv, D], [T, Hkv, Dv], any strides */
-    gk_tensor k_cache, v_cache; /* [num_blocks, block_size, Hkv, D], [..., Dv]; written; 8-bit codes on the CPU */
+    gk_tensor k_cache, v_cache; /* [num_blocks, block_size, Hkv, D], [..., Dv]; k's dtype or 8-bit codes; written */
     gk_tensor slots;            /* [T] int64 or int32; negative = skip */
     const gk_tensor *k_scale, *v_scale; /* as above: the stored value is k / k_scale; NULL = 1 */
 } gk_kv_cache_write_args;

@@ -138,8 +138,8 @@ typedef struct gk_unpack_weight_args {
 GK_API gk_status gk_unpack_weight(const gk_context *, const gk_unpack_weight_args *);
 GK_API gk_status gk_explain_unpack_weight(const gk_context *, const gk_unpack_weight_args *, gk_explanation *);
 
-/* out = activation(a w^T + bias), w [N, K] = (code - zero) * scale * global_scale rounded to a's dtype, sums in float32. Of an e4m3 a
- * the scales meet the float32 sums of their group instead. */
+/* out = activation(a w^T + bias), w [N, K] = (code - zero) * scale * global_scale, sums in float32. Each weight is rounded to a's
+ * dtype once, or the scales meet the float32 sums of their group: so of an e4m3 a, and where a kernel is faster by it. */
 typedef struct gk_weight_gemm_args {
     size_t size;
     gk_tensor a;      /* [..., M, K] bfloat16 or float16, any strides; or GK_E4M3 */
