@@ -55,8 +55,7 @@ typedef struct gk_adamw_args {
     double lr, beta1, beta2, eps, weight_decay;
     int32_t maximize;
 } gk_adamw_args;
-#define GK_ADAMW_ARGS_INIT \
-    {.size = sizeof(gk_adamw_args), .lr = 1e-3, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 1e-2}
+#define GK_ADAMW_ARGS_INIT {.size = sizeof(gk_adamw_args), .lr = 1e-3, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8}
 GK_API gk_status gk_adamw(const gk_context *, const gk_adamw_args *);
 GK_API gk_status gk_explain_adamw(const gk_context *, const gk_adamw_args *, gk_explanation *);
 
