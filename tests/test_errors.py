@@ -243,7 +243,15 @@ def test_hostile_tensors_never_crash(index):
     silent = ("subclass", "function", "parameter", "buffer", "no_elements", "wrapper", "neg_view", "zero_tensor", "meta", "zero_dim",
               "nine_dims", "batched")  # fmt: skip
     for op, argument, kind, error, text in results:
-        floating = argument not in ("block_table", "seq_lens", "slots", "cu_seqlens_q", "cu_seqlens_k", "target", "seed")
+        floating = argument not in (
+            "block_table",
+            "seq_lens",
+            "slots",
+            "cu_seqlens_q",
+            "cu_seqlens_k",
+            "target",
+            "seed",
+        )
         if kind in ("subclass", "function", "parameter", "buffer"):
             assert error is None, f"{op}: {argument} as {kind} raised {error}: {text}"
         if error is None and (floating or kind.startswith(("sparse", "mkldnn", "nested", "complex"))):

@@ -65,7 +65,7 @@ def test_a_number_that_wants_a_gradient_is_refused_by_name(op, device):
             with pytest.raises(ValueError) as error:
                 f(**call | {argument: learnable(argument, device)})
             assert str(error.value) == (
-                f"gpukern::{op}: {argument} is a number without a gradient, got a tensor that requires one; "
+                f"gpukern::{op.removesuffix('_fwd')}: {argument} is a number without a gradient, got a tensor that requires one; "
                 f"pass {argument}.detach()"
             )
 

@@ -282,8 +282,8 @@ def test_types_that_a_schema_does_not_take(grad, device):
             lambda: torch_gpukern.flash_attn(x, x, x, is_causal="x"),
             lambda: torch_gpukern.flash_attn(x, x, x, diagonal=1.5),
             lambda: torch_gpukern.flash_attn(x, x, x, scale="x"),
+            lambda: torch_gpukern.flash_attn(x, x, x, is_causal="x", return_lse=True),
         ),
-        "flash_attn_fwd": (lambda: torch_gpukern.flash_attn(x, x, x, is_causal="x", return_lse=True),),
         "paged_attn": (lambda: torch_gpukern.paged_attn(x[0], x, x, 1, 2),),
     }
     for name, wrong in calls.items():
