@@ -276,11 +276,10 @@ bool gk_serves_head_dim(gk_device device, int64_t d) {
     return device == GK_CUDA ? d >= 8 && d <= 256 && d % 8 == 0 : d >= 1 && d <= 512;
 }
 
-gk_status gk_check_head_dim(const char *name, const gk_context *ctx, int64_t d) {
-    if (gk_serves_head_dim(ctx->device, d)) return GK_OK;
+gk_status gk_check_head_dim(const char *name, gk_device device, int64_t d) {
+    if (gk_serves_head_dim(device, d)) return GK_OK;
     return gk_fail(GK_ERR_UNSUPPORTED, "%s has head_dim %lld; %s", name, (long long)d,
-                   ctx->device == GK_CUDA ? "supported on CUDA are multiples of 8 from 8 to 256"
-                                          : "it must be 1 to 512");
+                   device == GK_CUDA ? "supported on CUDA are multiples of 8 from 8 to 256" : "it must be 1 to 512");
 }
 
 /* CUDA kernels count tokens in 32 bits, with a bit to spare for sums. */

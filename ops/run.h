@@ -223,6 +223,11 @@ template <class O> void op_explain(StableIValue *stack, uint64_t num_args, uint6
 
 } // namespace gk
 
+// What `implement` and `implement_shapes` say of each op of a list X(name, op).
+#define GK_OP_RUN(name, ...) m.impl(name, op_all<__VA_ARGS__>);
+#define GK_OP_EXPLAIN(name, ...) m.impl("explain_" name, op_explain<__VA_ARGS__>);
+#define GK_OP_RESULTS(name, ...) m.impl(name "_results", op_results<__VA_ARGS__>);
+
 // The end of an op's file: `implement` registers what runs, `implement_shapes` what asks for results alone.
 #ifdef GPUKERN_HAS_CUDA
 #define GK_IMPLEMENT_CUDA \

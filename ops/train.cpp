@@ -162,15 +162,10 @@ void adamw(AdamW &op) {
 #define BACKWARD(X) X("bias_gelu_dropout_bwd", BiasGeluDropoutBwd)
 
 void implement(Library &m) {
-#define RUN(name, ...) m.impl(name, op_all<__VA_ARGS__>);
-#define EXPLAIN(name, ...) m.impl("explain_" name, op_explain<__VA_ARGS__>);
-    FORWARD(RUN) BACKWARD(RUN) FORWARD(EXPLAIN) m.impl("adamw_", boxed<adamw>);
+    FORWARD(GK_OP_RUN) BACKWARD(GK_OP_RUN) FORWARD(GK_OP_EXPLAIN) m.impl("adamw_", boxed<adamw>);
 }
 
-void implement_shapes(Library &m) {
-#define RESULTS(name, ...) m.impl(name "_results", op_results<__VA_ARGS__>);
-    FORWARD(RESULTS) BACKWARD(RESULTS)
-}
+void implement_shapes(Library &m) { FORWARD(GK_OP_RESULTS) BACKWARD(GK_OP_RESULTS) }
 
 } // namespace
 } // namespace gk

@@ -4,6 +4,9 @@
 #include "../dispatch.h"
 
 /* ---- laws -------------------------------------------------------------------------------------------- */
+/* Rows of as many lengths are written everywhere as the CPU reads: CUDA's attention takes fewer lengths than its cache. */
+static const gk_device WRITES = GK_CPU;
+
 /* The dtype of `first`, or 8-bit codes, of one kind in both caches. */
 static gk_status check_cache_dtype(gk_io *io, const char *name, const gk_tensor *cache, const char *first_name,
                                    const gk_tensor *first, const gk_tensor *k_cache) {
@@ -31,13 +34,7 @@ static gk_status check_caches(const gk_context *ctx, gk_io *io, const char *name
     GK_TRY(gk_check_same("v_cache", "num_blocks", v_cache->shape[0], "k_cache", k_cache->shape[0]));
     GK_TRY(gk_check_same("v_cache", "block_size", v_cache->shape[1], "k_cache", k_cache->shape[1]));
     GK_TRY(gk_check_same("v_cache", "heads", v_cache->shape[2], "k_cache", k_cache->shape[2]));
-    return written ? GK_OK : gk_check_head_dim("v_cache", ctx, v_cache->shape[3]);
-}
-
-/* Rows are written of any length that some device reads: CUDA's attention takes fewer lengths than its cache. */
-static gk_status check_written_head_dim(const char *name, int64_t d) {
-    if (d >= 1 && d <= 512) return GK_OK;
-    return gk_fail(GK_ERR_UNSUPPORTED, "%s has head_dim %lld; it must be 1 to 512", name, (long long)d);
+    return gk_check_head_dim("v_cache", written ? WRITES : ctx->device, v_cache->shape[3]);
 }
 
 /* [] or [Hkv]; of 8-bit caches float32 whatever the dtype, and [num_blocks, Hkv] too */
@@ -65,7 +62,7 @@ gk_status gk_check_paged_attn(const gk_context *ctx, const gk_paged_attn_args *p
     GK_TRY(gk_take(io, "q", q, GK_DENSE_LAST));
     GK_TRY(gk_check_float(io, "q", q));
     GK_TRY(gk_check_dims("q", q, 3, "[T, Hq, D]"));
-    GK_TRY(gk_check_head_dim("q", ctx, q->shape[2]));
+    GK_TRY(gk_check_head_dim("q", ctx->device, q->shape[2]));
     GK_TRY(check_caches(ctx, io, "q", q, &p->k_cache, &p->v_cache, false));
     const int64_t tokens = q->shape[0], heads_q = q->shape[1], heads_kv = p->k_cache.shape[2];
     GK_TRY(gk_check_heads(heads_q, "k_cache", heads_kv));
@@ -130,7 +127,7 @@ gk_status gk_check_kv_cache_write(const gk_context *ctx, const gk_kv_cache_write
     GK_TRY(gk_check_float(io, "k", k));
     GK_TRY(gk_check_dims("k", k, 3, "[T, Hkv, D]"));
     const int64_t tokens = k->shape[0], heads_kv = k->shape[1];
-    GK_TRY(check_written_head_dim("k", k->shape[2]));
+    GK_TRY(gk_check_head_dim("k", WRITES, k->shape[2]));
     GK_TRY(gk_take(io, "v", v, GK_ANY_STRIDES));
     GK_TRY(gk_check_same_dtype(io, "v", v, "k", k));
     GK_TRY(gk_check_dims("v", v, 3, "[T, Hkv, Dv]"));
@@ -139,7 +136,6 @@ gk_status gk_check_kv_cache_write(const gk_context *ctx, const gk_kv_cache_write
     GK_TRY(check_caches(ctx, io, "k", k, &w->k_cache, &w->v_cache, true));
     GK_TRY(gk_check_same("k_cache", "heads", w->k_cache.shape[2], "k", heads_kv));
     GK_TRY(gk_check_same("v_cache", "head_dim", w->v_cache.shape[3], "v", v->shape[2]));
-    GK_TRY(check_written_head_dim("v_cache", v->shape[2]));
     GK_TRY(gk_take(io, "slots", &w->slots, GK_ANY_STRIDES));
     GK_TRY(gk_check_dtypes(io, "slots", &w->slots, GK_I64, GK_I32));
     GK_TRY(gk_check_length_of("slots", &w->slots, tokens));
