@@ -12,6 +12,7 @@ from torch import Tensor
 from . import attention, fakes
 from .define import define_op
 from .keywords import refuse_unknown
+from .wrong_types import refuse_non_bool
 
 __all__ = ["flash_attn"]
 
@@ -102,6 +103,8 @@ def flash_attn(
     if unknown:
         refuse_unknown(flash_attn, unknown)
     attention.warn_of_swapped(q, k)
+    if return_lse is not False:
+        refuse_non_bool(_flash_attn.said, "return_lse", return_lse)
     op = _flash_attn.all if return_lse else _flash_attn
     return op.call(
         q,

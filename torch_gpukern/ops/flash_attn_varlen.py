@@ -12,6 +12,7 @@ from torch import Tensor
 from . import attention, fakes
 from .define import define_op
 from .keywords import refuse_unknown
+from .wrong_types import refuse_non_bool
 
 __all__ = ["flash_attn_varlen"]
 
@@ -87,6 +88,8 @@ def flash_attn_varlen(
     """
     if unknown:
         refuse_unknown(flash_attn_varlen, unknown)
+    if return_lse is not False:
+        refuse_non_bool(_flash_attn_varlen.said, "return_lse", return_lse)
     op = _flash_attn_varlen.all if return_lse else _flash_attn_varlen
     return op.call(
         q,
