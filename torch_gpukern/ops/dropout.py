@@ -38,7 +38,7 @@ def dropout(x: Tensor, p: float, seed: Tensor | None = None) -> Tensor:
     Srivastava, Hinton, Krizhevsky, Sutskever and Salakhutdinov, "Dropout" (2014); the words are Philox4x32-10's: Salmon,
     Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (2011).
     """
-    return _of_rows(lambda x: _dropout.call(x, p, _drawn(x) if seed is None else seed), x)
+    return _of_rows(lambda x: _dropout.call(x, p, drawn(x) if seed is None else seed), x)
 
 
 def dropout_add(x: Tensor, residual: Tensor, p: float, seed: Tensor | None = None) -> Tensor:
@@ -60,7 +60,7 @@ def dropout_add(x: Tensor, residual: Tensor, p: float, seed: Tensor | None = Non
 
     Srivastava and others, "Dropout" (2014).
     """
-    return _of_rows(lambda x, y: _dropout_add.call(x, y, p, _drawn(x) if seed is None else seed), x, residual)
+    return _of_rows(lambda x, y: _dropout_add.call(x, y, p, drawn(x) if seed is None else seed), x, residual)
 
 
 def bias_gelu_dropout(
@@ -93,7 +93,7 @@ def bias_gelu_dropout(
 
     Hendrycks and Gimpel, "Gaussian Error Linear Units" (2016), arXiv:1606.08415; Srivastava and others, "Dropout" (2014).
     """
-    return _bias_gelu_dropout.call(x, bias, p, _drawn(x) if seed is None else seed, approximate)
+    return _bias_gelu_dropout.call(x, bias, p, drawn(x) if seed is None else seed, approximate)
 
 
 def dropout_mask(shape: Sequence[int], p: float, seed: Tensor, device: torch.device | str | None = None) -> Tensor:
@@ -109,7 +109,8 @@ def dropout_mask(shape: Sequence[int], p: float, seed: Tensor, device: torch.dev
     return dropout(torch.ones(tuple(shape), device=device), p, seed.to(device)) != 0
 
 
-def _drawn(x: Tensor) -> Tensor:
+def drawn(x: Tensor) -> Tensor:
+    """A seed from torch's generator of x's device."""
     return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=x.device)
 
 
