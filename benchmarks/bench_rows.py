@@ -128,13 +128,18 @@ def own_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compile", action="store_true", help="torch.compile of torch's own beside it")
 
 
-def main() -> None:
-    args = arguments("rows", more=own_options)
+def run_all(name: str, cases) -> None:
+    """Measures `cases(device, quick, compiled)` as results of this name."""
+    args = arguments(name, more=own_options)
     device = open_device(args.device)
-    run = Run("rows", args, device)
+    run = Run(name, args, device)
     for case in cases(device.device, args.quick, args.compile):
         run.add(case)
     run.finish({})
+
+
+def main() -> None:
+    run_all("rows", cases)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ import sys
 
 import torch
 import torch.nn.functional as F
-from bench_rows import own_options
-from harness import DTYPES, Case, Run, arguments, open_device
+from bench_rows import run_all
+from harness import DTYPES, Case
 from torch import Tensor
 
 import torch_gpukern as gk
@@ -111,12 +111,7 @@ def adamw_case(many: int, n: int, dtype: str, of: dict) -> Case:
 
 
 def main() -> None:
-    args = arguments("train", more=own_options)
-    device = open_device(args.device)
-    run = Run("train", args, device)
-    for case in cases(device.device, args.quick, args.compile):
-        run.add(case)
-    run.finish({})
+    run_all("train", cases)
 
 
 if __name__ == "__main__":

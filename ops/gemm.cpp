@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // gemm.cpp: gemm and gemm_act_bwd.
+#include "folds.h"
 #include "run.h"
 
 namespace gk {
@@ -40,6 +41,9 @@ struct Gemm {
         if (r[1] && r[1].numel() > 0) to.preact = &r[1].view;
         if (!to.c) to.beta = 0; // its default is 1 with and without c
         if (to.beta == 0) to.c = nullptr;
+    }
+    Tensor *better_dense(const gk_context *context, const C &args) {
+        return gk_gemm_is_better_dense(context, &args) ? &a : nullptr;
     }
 
   private:

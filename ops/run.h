@@ -47,6 +47,18 @@ template <class O> struct Order<O, std::void_t<decltype(std::declval<const O &>(
 template <class O, class = void> struct RunsEmpty : std::false_type {};
 template <class O> struct RunsEmpty<O, std::void_t<decltype(O::runs_empty)>> : std::true_type {};
 
+// The input that a copy makes faster than its strides are: op.better_dense(context, args), where the op says that, or none.
+template <class O, class = void> struct BetterDense {
+    static Tensor *of(O &, const gk_context *, const typename O::C &) { return nullptr; }
+};
+template <class O>
+struct BetterDense<O,
+                   std::void_t<decltype(std::declval<O &>().better_dense(nullptr, std::declval<typename O::C &>()))>> {
+    static Tensor *of(O &op, const gk_context *context, const typename O::C &args) {
+        return op.better_dense(context, args);
+    }
+};
+
 template <class O> Tensor make_result(const O &op, const gk_io &io, int i, Device device) {
     const Tensor *like = Order<O>::of(op, i);
     const bool tokens_first = like && like->view.ndim == 4 && like->stride(1) < like->stride(2);
@@ -125,14 +137,16 @@ template <class O> class Checked {
         return std::move(into);
     }
 
-    // Inputs whose strides the kernels do not take are replaced by dense copies.
+    // Inputs whose strides the kernels do not take, or only slowly, are replaced by dense copies.
     void copy_inputs() {
+        const Tensor *slow = BetterDense<O>::of(op, call.context(), args);
         for (int i = 0; i < io.num_inputs; ++i) {
             const gk_input &input = io.input[i];
-            if (gk_has_strides(input.tensor, input.strides)) continue;
+            const bool taken = gk_has_strides(input.tensor, input.strides);
+            if (taken && !slow) continue;
             int n = 0;
             auto replace = [&](Tensor &t) {
-                if (read.name(n++) != input.name) return;
+                if (read.name(n++) != input.name || (taken && &t != slow)) return;
                 copy_dense(O::name, t);
                 *const_cast<gk_tensor *>(input.tensor) = t.view; // in args, or the optional tensor's own
             };

@@ -229,6 +229,12 @@ def test_layout_prints_its_table():
         ("layout (4,0):(1,1)", "layout: shape is (4,0); sizes must be 1 or more"),
         ("explain gemm 99999999999999999999 4 4", "argument M: must be at most 9223372036854775807"),
         ("explain gemm 9223372036854775807 9223372036854775807 4", "explain: "),
+        ("explain gemm 10000000 10000000 16", "explain: no memory for a tensor of 400000000000000 bytes: explain has"),
+        (
+            "explain gemm 16 16 100000000000000",
+            "explain: no memory for a tensor of 6400000000000000 bytes: explain has",
+        ),
+        ("explain flash_attn --seq-q 100000000000 --seq-k 16", "explain: no memory for a tensor of "),
         ("explain flash_attn --window-left 99999999999999999999", "must be at most 9223372036854775807"),
         ("explain flash_attn --window-left -2", "must be -1 or more"),
         ("occupancy --registers 300 --threads 8", "occupancy: registers is 300; a thread has 0 to 255"),

@@ -11,6 +11,7 @@ from conftest import generator, randn, run_python
 
 import torch_gpukern as gk
 from torch_gpukern import nn as gnn
+from torch_gpukern.ops import parallel
 
 dist = pytest.importorskip("torch.distributed")
 if not dist.is_available():
@@ -61,6 +62,11 @@ def check_gemm_rows_columns_batch_and_k(mesh):
             rules = {"alpha": 0.5, "beta": 2.0, "activation": activation}
             call = lambda a, b, bias, c, rules=rules: gk.gemm(a, b, bias, c=c, **rules)  # noqa: E731
             same(call, [a, b, bias, c], on_mesh(mesh, [(p,) for p in where], a, b, bias, c), [result])
+    two = on_mesh(mesh, [(Shard(1),)] * 2, a, c.expand(4, 6, 10))
+    rows = parallel.as_rows(*two)  # the shards come first, so that each rank's rows are a matrix of its own
+    assert all(list(x.placements) == [Shard(0)] and x.shape[0] == 24 for x in rows)
+    torch.testing.assert_close((rows[0].mT @ rows[1]).full_tensor(), torch.einsum("abk,abn->kn", a, c.expand(4, 6, 10)))
+    assert parallel.as_rows(two[0], on_mesh(mesh, [(Shard(0),)], a)[0]) is None
     batched = randn(gen, 4, 8, 10, dtype=torch.float64)
     same(gk.gemm, [a, batched], on_mesh(mesh, [(Shard(0),)] * 2, a, batched), [Shard(0)])
     three = randn(gen, 3, 6, 8, dtype=torch.float64)  # uneven parts

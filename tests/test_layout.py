@@ -8,10 +8,12 @@ the difference must be one of DEVIATIONS.
 import os
 import random
 
-import pycute
+from conftest import judge
 
 from torch_gpukern import layout as L
 from torch_gpukern.layout import Layout, Refusal
+
+pycute = judge("pycute")
 
 CASES = 20_000 if os.environ.get("GPUKERN_TEST_ALL") == "1" else 1_000
 

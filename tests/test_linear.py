@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from conftest import ACTIVATIONS, generator, randn, reference, same_bits, torch_gpukern
 
+from torch_gpukern.ops import parallel
+
 linear = torch_gpukern.linear
 
 
@@ -81,3 +83,56 @@ def test_errors(x, weight, text):
     with pytest.raises(ValueError) as caught:
         linear(torch.ones(x), torch.ones(weight))
     assert str(caught.value) == f"gpukern::linear: {text}"
+
+
+@pytest.mark.parametrize("k,n,added", ((64, 128, None), (64, 128, "whole"), (64, 128, "row"), (16, 8, None)))
+@pytest.mark.parametrize("order", ((1, 0, 2), (2, 0, 1, 3), (1, 0, 2, 3)))
+def test_a_permuted_batch_is_one_product(order, k, n, added, device):
+    """As a transposed activation: a handful of rows follow each other, so a copy and one product cost less than a product for each of the
+    others. The tasks are those of a dense a where that is so, and values and gradients in any case.
+    """
+    gen = generator("permuted", order, k)
+    dims = (3, 40, 5)[: len(order) - 1]
+    x = randn(gen, *dims, k, device=device).permute(*order)
+    w = randn(gen, n, k, device=device)
+    c = None if added is None else randn(gen, *(x.shape[:-1] if added == "whole" else (1,)), n, device=device)
+    dense = x.contiguous()
+    assert not x.is_contiguous()
+    found = [torch_gpukern.explain("gemm", y, w.mT, c=c) for y in (x, dense)]
+    if device == "cpu":
+        assert (found[0]["tasks"] == found[1]["tasks"]) == (n >= 64), found
+    results = []
+    for y in (x, dense):
+        y, v = y.detach().requires_grad_(), w.detach().requires_grad_()
+        out = torch_gpukern.gemm(y, v.mT, c=c)
+        assert out.is_contiguous()
+        grads = torch.autograd.grad(out, (y, v), out.detach().cos())
+        results.append((out.detach(), *grads))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_in_the_order_in_which_they_lie():
+    """The gradient of a weight sums over all rows: where activation and gradient lie alike, neither is copied."""
+    x, g = torch.randn(4, 6, 8).transpose(0, 1), torch.randn(4, 6, 3).transpose(0, 1)
+    for tensors, copied in (
+        ((x, g), (False, False)),
+        ((x.contiguous(), g), (False, True)),
+        ((x, g.contiguous()), (True, False)),
+    ):
+        rows = parallel.as_rows(*tensors)
+        assert [r.data_ptr() != t.data_ptr() for r, t in zip(rows, tensors)] == list(copied)
+        torch.testing.assert_close(rows[0].mT @ rows[1], torch.einsum("abk,abn->kn", x, g))
+    assert [r.shape for r in parallel.as_rows(x[:0], g[:0])] == [(0, 8), (0, 3)]
+
+
+def test_the_gradient_of_a_permuted_activation_is_one_product():
+    """No batch of products that is summed afterwards, whichever of the two is permuted."""
+    w = torch.randn(16, 8, requires_grad=True)
+    for x in (torch.randn(4, 6, 8).transpose(0, 1), torch.randn(6, 4, 8)):
+        for g in (torch.randn(4, 6, 16).transpose(0, 1), torch.randn(6, 4, 16)):
+            with torch.profiler.profile(record_shapes=True) as run:
+                (got,) = torch.autograd.grad(torch_gpukern.linear(x, w), w, g)
+            shapes = [e.input_shapes[:2] for e in run.events() if e.name == "gpukern::gemm"][1:]
+            assert [len(s) for call in shapes for s in call] == [2, 2], shapes
+            torch.testing.assert_close(got, torch.einsum("abn,abk->nk", g, x), rtol=1e-5, atol=1e-5)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import judge
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
@@ -20,6 +21,17 @@ def peers(monkeypatch):
     yield importlib.import_module("peers")
     for name in [name for name in sys.modules if name.split(".")[0] == "peers"]:
         del sys.modules[name]
+
+
+def test_a_judge_that_is_missing(monkeypatch):
+    """Its tests are skipped on a machine without it, and fail in .ci/run."""
+    monkeypatch.delenv("GPUKERN_TEST_JUDGES", raising=False)
+    with pytest.raises(pytest.skip.Exception, match="no_such_judge"):
+        judge("no_such_judge")
+    assert "\nexport GPUKERN_TEST_JUDGES=1\n" in (BENCHMARKS.parent / ".ci" / "run").read_text()
+    monkeypatch.setenv("GPUKERN_TEST_JUDGES", "1")
+    with pytest.raises(ModuleNotFoundError, match="no_such_judge"):
+        judge("no_such_judge")
 
 
 def test_lines_are_those_of_code(peers, tmp_path):

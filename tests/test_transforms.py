@@ -105,6 +105,18 @@ def test_vmap_is_the_calls_one_by_one(name, variant, device):
                 assert torch.allclose(x, torch.stack(y), rtol=1e-12, atol=1e-12, equal_nan=True), chosen
 
 
+@pytest.mark.parametrize("name,variant", BATCHED)
+def test_vmap_of_no_call(name, variant, device):
+    """An empty result of the right shape and dtype, as PyTorch's own ops give."""
+    for call, chosen in batches(name, variant, device):
+        if name == "cross_entropy":  # its mean divides two scalars, of which torch's own vmap takes no batch of 0
+            call |= {"reduction": "none"}
+        run = lambda values, call=call: public(name)(**call | values)  # noqa: E731
+        got = as_tuple(torch.vmap(run)({n: call[n][:0] for n in chosen}))
+        for x, y in zip(got, as_tuple(run({n: call[n][0] for n in chosen})), strict=True):
+            assert x.shape == (0, *y.shape) and x.dtype == y.dtype, chosen
+
+
 @pytest.mark.parametrize("sinks", (False, True))
 @pytest.mark.parametrize("chosen", (("q_start",), ("q", "q_start"), ("q", "k", "v", "kv_start", "q_start")), ids=str)
 def test_vmap_over_places(chosen, sinks, device):

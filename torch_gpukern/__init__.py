@@ -6,8 +6,11 @@ The public functions below and the ops ``torch.ops.gpukern.*`` of the same names
 functions add type hints, documentation and ``return_lse``. `reference` states every op in PyTorch.
 """
 
+import contextlib as _contextlib
 import importlib as _importlib
 import json as _json
+import re as _re
+from collections.abc import Iterator as _Iterator
 from typing import TYPE_CHECKING
 from typing import Any as _Any
 from typing import Literal as _Literal
@@ -190,6 +193,7 @@ def explain(op: Explained, *args: _Any, arch: str | None = None, **kwargs: _Any)
 
     Raises:
         ValueError: an op that cannot be explained, or arguments that the op does not take.
+        MemoryError: results for which there is no memory: they are allocated, though not written.
     """
     if op not in EXPLAINED:
         raise ValueError(f"explain: op is '{op}'; expected one of {', '.join(EXPLAINED)}")
@@ -201,13 +205,30 @@ def explain(op: Explained, *args: _Any, arch: str | None = None, **kwargs: _Any)
             f"explain: arch is {arch}, and this gpukern was built without CUDA kernels, whose tables say what runs there; "
             "GPUKERN_CUDA=1 pip install . builds them where nvcc is, without a GPU"
         )
-    if arch is None:
-        return _json.loads(getattr(_ops, f"explain_{op}").default(*args, **kwargs))
-    _ops.explain_for.default(arch)
+    if arch is not None:
+        _ops.explain_for.default(arch)
     try:
-        return _json.loads(getattr(_ops, f"explain_{op}").default(*args, **kwargs))
+        with _in_memory():
+            return _json.loads(getattr(_ops, f"explain_{op}").default(*args, **kwargs))
     finally:
-        _ops.explain_for.default("")
+        if arch is not None:
+            _ops.explain_for.default("")
+
+
+@_contextlib.contextmanager
+def _in_memory() -> _Iterator[None]:
+    """MemoryError in our words where torch's allocator finds no memory for a tensor of a call that is explained."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if "allocate" not in text and "out of memory" not in text:
+            raise
+        found = _re.search(r"allocate (\d[\d.]* ?[KMGT]?i?[Bb]\w*)", text)
+        raise MemoryError(
+            f"explain: no memory for a tensor of {found[1] if found else 'this size'}: explain has the call's arguments and results, though "
+            "it writes neither; ask for smaller sizes"
+        ) from None
 
 
 if not TYPE_CHECKING:

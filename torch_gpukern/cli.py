@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from . import ARCHS, EXPLAINED, __version__, bench, devices, doctor, explain, occupancy, roofline
+from . import ARCHS, EXPLAINED, __version__, _in_memory, bench, devices, doctor, explain, occupancy, roofline
 from ._library import ops
 from .layout import cli as layout_cli
 from .nn import files as weight_files
@@ -116,7 +116,8 @@ def _explained_call(args: argparse.Namespace) -> tuple[list, dict]:
 def _explain(args: argparse.Namespace) -> int:
     if args.arch and (args.measure or args.device != "cpu"):
         raise ValueError("--arch speaks of a GPU that need not be there: it takes neither --device nor --measure")
-    call, rules = _explained_call(args)
+    with _in_memory():
+        call, rules = _explained_call(args)
     x = explain(args.op, *call, arch=args.arch, **rules)
     us = None
     if args.measure:

@@ -25,7 +25,6 @@ from .sequence import Cut
 __all__ = ["vocab_parallel_linear_cross_entropy"]
 
 _NAME = "vocab_parallel_linear_cross_entropy"
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def vocab_parallel_linear_cross_entropy(
@@ -112,7 +111,7 @@ def _begin(x, weight, target, bias, rules: chunks.Rules, classes: int, group: st
     ranks, found = Ranks(group), []
 
     def describe() -> dict:
-        _require(x.dtype in _FLOATS, f"x must be float32, bfloat16, float16 or float64, got {x.dtype}")
+        _require(x.dtype in chunks.FLOATS, f"x must be float32, bfloat16, float16 or float64, got {x.dtype}")
         _require(weight.dim() == 2, f"weight must have 2 dimensions [V, H], got {weight.dim()}")
         given, none = rules._asdict(), target.reshape(-1)[:0]
         if weight.shape[0]:  # what the op of one rank refuses, by a call of no row

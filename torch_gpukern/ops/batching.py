@@ -26,6 +26,8 @@ def register(op: Op, fold: Callable | None) -> None:
         given, dims = op.named(args), dict(zip(op.names, in_dims, strict=False))
         batched = {name for name, d in dims.items() if d is not None}
         given |= {name: given[name].movedim(dims[name], 0) for name in batched}
+        if info.batch_size == 0:
+            return _of_none(op, batched, given)
         folded = fold(info.batch_size, batched, **given) if fold is not None else None
         if folded is None:
             return _one_by_one(op, info.batch_size, batched, given)
@@ -38,6 +40,21 @@ def register(op: Op, fold: Callable | None) -> None:
         return tuple(x if y is None else y for x, y in zip(results, unfolded, strict=True)), dims_out
 
     torch.library.register_vmap(op.qualified, rule, lib=library)
+
+
+def _of_none(op: Op, batched: set[str], given: dict[str, Any]) -> tuple:
+    """Empty results: of what shapes and dtypes, a call says whose tensors have no contents."""
+    device = next(x.device for x in given.values() if isinstance(x, Tensor))
+
+    def described(name: str, x: Any) -> Any:
+        shape = x.shape[1:] if name in batched else x.shape if isinstance(x, Tensor) else None
+        return x if shape is None else torch.empty(shape, dtype=x.dtype, device="meta")
+
+    one = op.overload(*(described(name, x) for name, x in given.items()))
+    empty = tuple(
+        torch.empty((0, *x.shape), dtype=x.dtype, device=device) for x in ((one,) if isinstance(one, Tensor) else one)
+    )
+    return (empty[0], 0) if isinstance(one, Tensor) else (empty, (0,) * len(empty))
 
 
 def _one_by_one(op: Op, size: int, batched: set[str], given: dict[str, Any]) -> tuple:

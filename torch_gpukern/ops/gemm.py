@@ -169,10 +169,11 @@ def _backward(needs, a, b, activated, forms, alpha, beta, activation, fp32_preci
     if "a" in needs:
         made["a"] = _summed_product(g, b.mT, shape_a, len(shape_b) == 2, how)
     if "b" in needs:
-        one = len(shape_b) == 2 and (len(shape_a) == 2 or (parallel.flattens(a) and parallel.flattens(g)))
+        one = len(shape_b) == 2
         if one and len(shape_a) > 2:  # the sum over the batch is part of the product
-            rows = math.prod(shape_a[:-1])
-            a, g = a.reshape(rows, a.shape[-1]), g.reshape(rows, g.shape[-1])
+            rows = parallel.as_rows(a, g)
+            one = rows is not None
+            a, g = rows if one else (a, g)
         made["b"] = _summed_product(a.mT, g, shape_b, one, how, transposed)
     if "bias" in needs:
         made["bias"] = _sum_to(grad, *forms["bias"])

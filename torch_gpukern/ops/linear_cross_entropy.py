@@ -17,7 +17,6 @@ from .wrong_types import refuse_non_bool
 __all__ = ["linear_cross_entropy"]
 
 _NAME = f"{NAMESPACE}::linear_cross_entropy"
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def linear_cross_entropy(
@@ -127,7 +126,7 @@ def _dtype(x: torch.dtype) -> str:
 def _check(x, weight, target, bias, class_weight, label_smoothing, softcap, logit_scale, **_) -> None:
     """Shapes, dtypes, devices and values; of symbols these are guards."""
     _require(x.dim() >= 1, f"x must have at least 1 dimension, got {x.dim()}")
-    _require(x.dtype in _FLOATS, f"x must be float32, bfloat16, float16 or float64, got {_dtype(x.dtype)}")
+    _require(x.dtype in chunks.FLOATS, f"x must be float32, bfloat16, float16 or float64, got {_dtype(x.dtype)}")
     _require(weight.dim() == 2, f"weight must have 2 dimensions [V, H], got {weight.dim()}")
     _require(weight.shape[0] >= 1, "weight must have 1 class or more, got 0")
     _require(

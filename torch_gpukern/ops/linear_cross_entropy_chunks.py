@@ -21,9 +21,10 @@ from torch import Tensor
 from .._library import ops
 
 __all__ = [
-    "Rules", "accumulator", "kept_rows", "part_of_backward", "part_of_rows", "rows", "rows_backward", "scalar", "scaled",
+    "FLOATS", "Rules", "accumulator", "kept_rows", "part_of_backward", "part_of_rows", "rows", "rows_backward", "scalar", "scaled",
 ]  # fmt: skip
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of x and weight
 # Bytes of z at once. On the CPU it should stay near the caches, as long as a product has rows enough to be worth packing weight.
 _CPU_BYTES, _MOST_BYTES, _FEWEST_ROWS = 64 << 20, 128 << 20, 256
 _COPY_BYTES = 32 << 20  # of a float32 tensor on the way to a result

@@ -33,7 +33,7 @@ def rms_norm(
         weight: [N] in x's dtype, or float32 beside a 16-bit x; 1 where it is not given.
         bias: [N], likewise; 0 where it is not given.
         residual: x's shape and dtype, added to x before it is normalised.
-        eps: finite, 0 or more.
+        eps: finite, 0 or more. With 0 a row whose squares underflow gives inf or NaN, as PyTorch's does.
         weight_offset: is added to weight (1 in Gemma's checkpoints); not read without one.
 
     Returns:
@@ -74,7 +74,7 @@ def layer_norm(
         weight: [N] in x's dtype, or float32 beside a 16-bit x; 1 where it is not given.
         bias: [N], likewise; 0 where it is not given.
         residual: x's shape and dtype, added to x before it is normalised.
-        eps: finite, 0 or more.
+        eps: finite, 0 or more. With 0 a row whose squares underflow gives inf or NaN, as PyTorch's does.
 
     Returns:
         out, of x's shape and dtype, contiguous. With a residual (out, x + residual).

@@ -6,6 +6,7 @@ tensor is this rank's part of a sequence, which attention cannot see of it: atte
 `context_parallel` replaces, is named.
 """
 
+import math
 import sys
 import warnings
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 
 from .._library import NAMESPACE
 
-__all__ = ["before_attention", "flattens", "meet"]
+__all__ = ["as_rows", "before_attention", "meet"]
 
 _DTENSOR = "torch.distributed.tensor"
 _modules = sys.modules
@@ -66,15 +67,46 @@ def before_attention(name: str) -> None:
     _usual = table
 
 
-def flattens(x: torch.Tensor) -> bool:
-    """Whether all dimensions but the last can be taken for one: not those of a DTensor that has shards inside them."""
+def as_rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
+    """Tensors of one shape but for the last dimension, as matrices whose rows are all of theirs, in one order. Where they lie alike, it is
+    the order in which they lie, so that nothing is copied. None for DTensors whose rows no order brings together without
+    communication: those sharded in two dimensions, or unevenly.
+    """
+    dims = tensors[0].dim() - 1
     dtensor = getattr(_modules.get(_DTENSOR), "DTensor", None)
-    if dtensor is None or not isinstance(x, dtensor):
-        return True
-    shards = 1
-    for size, placement in zip(x.device_mesh.shape, x.placements):
-        if placement.is_shard() and placement.dim < x.dim() - 1:
-            if placement.dim > 0:
-                return False
-            shards *= size
-    return x.shape[0] % shards == 0
+    if dtensor is not None and any(isinstance(x, dtensor) for x in tensors):
+        order = _order_of_shards(dims, [x for x in tensors if isinstance(x, dtensor)])
+        if order is None:
+            return None
+    else:
+        order = _order_of_strides(dims, tensors)
+    rows = math.prod(tensors[0].shape[:-1])
+    if order is not None and order != list(range(dims)):
+        tensors = tuple(x.permute(*order, dims) for x in tensors)
+    return tuple(x.reshape(rows, x.shape[-1]) for x in tensors)
+
+
+def _order_of_shards(dims: int, tensors: list[Any]) -> list[int] | None:
+    """The dimension that has shards comes first: so each rank's rows stay on it."""
+    shards = [1] * len(tensors)
+    found = set()
+    for i, x in enumerate(tensors):
+        for size, placement in zip(x.device_mesh.shape, x.placements):
+            if placement.is_shard() and placement.dim < dims:
+                found.add(placement.dim)
+                shards[i] *= size
+    if len(found) > 1:
+        return None
+    first = found.pop() if found else 0
+    if any(x.shape[first] % n for x, n in zip(tensors, shards)):
+        return None
+    return [first, *(d for d in range(dims) if d != first)]
+
+
+def _order_of_strides(dims: int, tensors: tuple[torch.Tensor, ...]) -> list[int] | None:
+    """The order in which all of them lie; None where they lie otherwise, or as their dimensions are; and of symbols, which are not compared."""
+    strides = [x.stride() for x in tensors]
+    if any(type(s) is not int for stride in strides for s in stride) or any(x.is_contiguous() for x in tensors):
+        return None
+    orders = [sorted(range(dims), key=lambda d, stride=stride: -stride[d]) for stride in strides]
+    return orders[0] if all(order == orders[0] for order in orders) else None
