@@ -82,6 +82,18 @@ def test_norms(n, dtype, device):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n", (8, 96, 1000, 4096))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
+def test_norms_without_eps_where_squares_underflow(dtype):
+    """inf where PyTorch has inf, NaN where it has NaN; a layer norm of subnormal numbers may be either, as there by their order."""
+    smallest = {torch.float32: (0.0, 1e-42, 1e-30, 1e-20), torch.float64: (0.0, 1e-320, 1e-200, 1e-150)}[dtype]
+    for size in smallest:
+        for pattern in (torch.arange(1, 9, dtype=torch.float64) / 4, torch.ones(8, dtype=torch.float64)):
+            x = (pattern * size).to(dtype)[None]
+            torch.testing.assert_close(gk.rms_norm(x, eps=0.0), F.rms_norm(x, (8,), None, 0.0), equal_nan=True)
+            ours, theirs = gk.layer_norm(x, eps=0.0), F.layer_norm(x, (8,), None, None, 0.0)
+            assert torch.equal(ours.isfinite(), theirs.isfinite())
+
+
 def test_norms_of_a_sum(n, dtype, device):
     gen = generator("norm of a sum", n, str(dtype))
     x, r = (randn(gen, 3, 5, n, dtype=dtype, device=device) for _ in range(2))
