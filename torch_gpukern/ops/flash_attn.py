@@ -4,13 +4,14 @@
 Types of the public function by the value of return_lse stand in flash_attn.pyi.
 """
 
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor
 
 from . import attention, fakes
 from .define import define_op
+from .flash_attn_fp8 import declare, is_fp8, refuse_scales, symbolic
 from .keywords import refuse_unknown
 
 __all__ = ["flash_attn"]
@@ -33,6 +34,11 @@ def flash_attn(
     kv_end: Tensor | None = None,
     q_start: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    v_mean: Tensor | None = None,
+    accumulate: Literal["auto", "fast", "precise"] = "auto",
     return_lse: bool = False,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -47,7 +53,7 @@ def flash_attn(
         s = s - alibi_slopes[h] * |i + diagonal - j|      where alibi_slopes is given
 
     Args:
-        q: [B, Hq, Sq, D] float32, bfloat16, float16 or float64.
+        q: [B, Hq, Sq, D] float32, bfloat16, float16, float64, or float8_e4m3fn codes (see below).
         k: [B, Hkv, Sk, D], q's dtype. Hq is a multiple of Hkv; query head h reads kv head
             ``h // (Hq / Hkv)``.
         v: [B, Hkv, Sk, Dv], q's dtype. Any strides; a tensor whose last dimension is not contiguous
@@ -75,7 +81,17 @@ def flash_attn(
             at key ``i + q_start[b]``, for is_causal, windows and ALiBi alike. So a static cache, a
             chunk of a prompt or a captured graph needs no number on the host. diagonal must then be 0.
         out_dtype: dtype of out: q's, or on the CPU float32, unrounded, for results that are joined with others by
-            `attn_merge`. None is q's.
+            `attn_merge`. None is q's. Of float8_e4m3fn bfloat16 (None), float16 or float32.
+        q_scale: of float8_e4m3fn: what a code of q is worth, float32 [], [Hq], [B, Hq], or [B, Hq, ceil(Sq / 128)], one for each
+            128 tokens. None is 1. `quantize_attn` makes all five.
+        k_scale: likewise for k, of Hkv heads and Sk tokens.
+        v_scale: likewise for v.
+        v_mean: of float8_e4m3fn: float32 [Hkv, Dv] or [B, Hkv, Dv], added to each value of v, so that a row of out has it times the
+            probability that its keys took.
+        accumulate: of float8_e4m3fn: ``"fast"`` sums over all keys as tensor cores of 8 bits do, which keep 14 bits and lose
+            what the values have in common: 10 % of it at 8k keys; ``"precise"`` adds the sums of at most 128 keys in float32.
+            ``"auto"`` is fast with a v_mean and precise without. Kernels of 16 and 32 bits, among them the CPU's, are precise
+            always; `explain` says what is chosen.
         return_lse: return ``(out, lse)``.
 
     Returns:
@@ -84,6 +100,9 @@ def flash_attn(
         (float64 with float64 inputs): the natural logarithm of the sum of exp(s), sink included. A
         query that sees no key gives out 0 and lse -inf (its sink where there is one). Keys that no
         query of their sequence sees may hold NaN.
+
+    Codes: q, k and v of float8_e4m3fn, with scales and v_mean; k and v cannot have other dtypes then. Sinks are float32 or have the
+    result's dtype. There is no gradient: NotImplementedError. Autocast leaves them alone.
 
     Gradients: q, k, v and sinks, from those of out and lse; rows that see no key have none. Those
     of q, k and v are stored by the rule of out, that of sinks has their dtype. A second backward raises NotImplementedError.
@@ -102,6 +121,32 @@ def flash_attn(
     if unknown:
         refuse_unknown(flash_attn, unknown)
     attention.warn_of_swapped(q, k)
+    if is_fp8(q):
+        fp8 = _flash_attn_fp8.all if return_lse else _flash_attn_fp8
+        return fp8.call(
+            q,
+            k,
+            v,
+            is_causal,
+            scale,
+            diagonal,
+            window_left,
+            window_right,
+            softcap,
+            alibi_slopes,
+            sinks,
+            kv_start,
+            kv_end,
+            q_start,
+            out_dtype,
+            q_scale,
+            k_scale,
+            v_scale,
+            v_mean,
+            accumulate,
+        )
+    if q_scale is not None or k_scale is not None or v_scale is not None or v_mean is not None or accumulate != "auto":
+        refuse_scales("flash_attn", q, accumulate, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, v_mean=v_mean)
     op = _flash_attn.all if return_lse else _flash_attn
     return op.call(
         q,
@@ -181,3 +226,4 @@ _flash_attn = define_op(
     fold=attention.fold_into_batch,
     whole_sequences=True,
 )
+_flash_attn_fp8 = declare("flash_attn", symbolic, _flops)

@@ -24,6 +24,11 @@ def flash_attn(
     kv_end: Tensor | None = ...,
     q_start: Tensor | None = ...,
     out_dtype: torch.dtype | None = ...,
+    q_scale: Tensor | None = ...,
+    k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ...,
+    v_mean: Tensor | None = ...,
+    accumulate: Literal["auto", "fast", "precise"] = ...,
     return_lse: Literal[False] = ...,
 ) -> Tensor: ...
 @overload
@@ -44,6 +49,11 @@ def flash_attn(
     kv_end: Tensor | None = ...,
     q_start: Tensor | None = ...,
     out_dtype: torch.dtype | None = ...,
+    q_scale: Tensor | None = ...,
+    k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ...,
+    v_mean: Tensor | None = ...,
+    accumulate: Literal["auto", "fast", "precise"] = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -64,5 +74,10 @@ def flash_attn(
     kv_end: Tensor | None = ...,
     q_start: Tensor | None = ...,
     out_dtype: torch.dtype | None = ...,
+    q_scale: Tensor | None = ...,
+    k_scale: Tensor | None = ...,
+    v_scale: Tensor | None = ...,
+    v_mean: Tensor | None = ...,
+    accumulate: Literal["auto", "fast", "precise"] = ...,
     return_lse: bool = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...

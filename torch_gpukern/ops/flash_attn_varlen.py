@@ -4,13 +4,14 @@
 Types of the public function by the value of return_lse stand in flash_attn_varlen.pyi.
 """
 
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor
 
 from . import attention, fakes
 from .define import define_op
+from .flash_attn_fp8 import declare, is_fp8, refuse_scales, varlen_symbolic
 from .keywords import refuse_unknown
 
 __all__ = ["flash_attn_varlen"]
@@ -33,6 +34,11 @@ def flash_attn_varlen(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    v_mean: Tensor | None = None,
+    accumulate: Literal["auto", "fast", "precise"] = "auto",
     return_lse: bool = False,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -43,7 +49,7 @@ def flash_attn_varlen(
         out[rows of b] = flash_attn(q[rows of b], k[keys of b], v[keys of b], diagonal=Sk_b - Sq_b)
 
     Args:
-        q: [Tq, Hq, D] float32, bfloat16, float16 or float64; sequence b owns tokens
+        q: [Tq, Hq, D] float32, bfloat16, float16, float64 or float8_e4m3fn; sequence b owns tokens
             ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``.
         k: [Tk, Hkv, D], q's dtype; sequence b owns tokens ``cu_seqlens_k[b]`` to
             ``cu_seqlens_k[b + 1]``.
@@ -63,7 +69,13 @@ def flash_attn_varlen(
         softcap, sinks: as in `flash_attn`.
         alibi_slopes: [Hq] or [B, Hq], as in `flash_attn`.
         out_dtype: dtype of out: q's, or on the CPU float32, unrounded, for results that are joined with others by
-            `attn_merge`. None is q's.
+            `attn_merge`. None is q's. Of float8_e4m3fn bfloat16 (None), float16 or float32.
+        q_scale: as in `flash_attn`: [], [Hq], [B, Hq], or [B, Hq, ceil(max_seqlen_q / 128)], blocks counted from a sequence's first
+            token.
+        k_scale: likewise for k, of Hkv heads and max_seqlen_k.
+        v_scale: likewise for v.
+        v_mean: as in `flash_attn`.
+        accumulate: as in `flash_attn`.
         return_lse: return ``(out, lse)``.
 
     Returns:
@@ -87,6 +99,34 @@ def flash_attn_varlen(
     """
     if unknown:
         refuse_unknown(flash_attn_varlen, unknown)
+    if is_fp8(q):
+        fp8 = _flash_attn_varlen_fp8.all if return_lse else _flash_attn_varlen_fp8
+        return fp8.call(
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            is_causal,
+            scale,
+            window_left,
+            window_right,
+            softcap,
+            alibi_slopes,
+            sinks,
+            out_dtype,
+            q_scale,
+            k_scale,
+            v_scale,
+            v_mean,
+            accumulate,
+        )
+    if q_scale is not None or k_scale is not None or v_scale is not None or v_mean is not None or accumulate != "auto":
+        refuse_scales(
+            "flash_attn_varlen", q, accumulate, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, v_mean=v_mean
+        )
     op = _flash_attn_varlen.all if return_lse else _flash_attn_varlen
     return op.call(
         q,
@@ -166,3 +206,4 @@ _flash_attn_varlen = define_op(
     fold=attention.fold_into_heads,
     whole_sequences=True,
 )
+_flash_attn_varlen_fp8 = declare("flash_attn_varlen", varlen_symbolic, _flops)
