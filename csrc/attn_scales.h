@@ -45,11 +45,6 @@ static inline gk_attn_mean gk_attn_mean_of(const gk_tensor *t) {
     return m;
 }
 
-/* Whether each 128 tokens are summed for themselves. */
-static inline int gk_attn_is_precise(const gk_flash_attn_fp8_args *a) {
-    return a->accumulate == GK_ATTN_PRECISE || (a->accumulate == GK_ATTN_AUTO && !a->v_mean);
-}
-
 #ifdef __cplusplus
 }
 #endif

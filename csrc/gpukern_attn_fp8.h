@@ -35,6 +35,11 @@ typedef struct gk_flash_attn_fp8_args {
 
 #define GK_FLASH_ATTN_FP8_ARGS_INIT {.size = sizeof(gk_flash_attn_fp8_args), .fwd = GK_FLASH_ATTN_ARGS_INIT}
 
+/* Whether the sums of 128 keys are added in float32: what `accumulate` comes to. */
+static inline int gk_attn_is_precise(const gk_flash_attn_fp8_args *a) {
+    return a->accumulate == GK_ATTN_PRECISE || (a->accumulate == GK_ATTN_AUTO && !a->v_mean);
+}
+
 GK_API size_t gk_flash_attn_fp8_workspace_bytes(const gk_context *, const gk_flash_attn_fp8_args *);
 GK_API gk_status gk_flash_attn_fp8(const gk_context *, const gk_flash_attn_fp8_args *);
 GK_API gk_status gk_explain_flash_attn_fp8(const gk_context *, const gk_flash_attn_fp8_args *, gk_explanation *);

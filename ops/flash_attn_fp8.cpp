@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // flash_attn_fp8.cpp: flash_attn and flash_attn_varlen of float8_e4m3fn q, k and v.
-#include "../csrc/attn_scales.h"
 #include "attn_rules.h"
 #include "words.h"
 

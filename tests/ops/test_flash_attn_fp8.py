@@ -198,12 +198,12 @@ def test_quantize_attn(per, device):
             differ = (x.cpu().float() != y.float()).float().mean()
             assert torch.allclose(x.cpu().float(), y.float(), rtol=1e-6 if y.dtype is F32 else 0.13, atol=2e-2), name
             assert differ < (1 if y.dtype is F32 else 2e-3), name  # a mean may differ in its last bit
-    plain, turned = (gk.quantize_attn(q, k, v, per=per, hadamard=h) for h in (False, True))
+    plain, rotated = (gk.quantize_attn(q, k, v, per=per, hadamard=h) for h in (False, True))
     scores = [reference.flash_attn(*(t.cpu().double() for t in (q, k, v)), return_lse=True)[1]]
-    for x in (plain, turned):
+    for x in (plain, rotated):
         scores.append(gk.flash_attn(**x._asdict(), return_lse=True)[1].cpu().double())
     assert (scores[1] - scores[0]).abs().max() < 0.2 and (scores[2] - scores[0]).abs().max() < 0.2
-    assert (turned.q.float() != plain.q.float()).any()
+    assert (rotated.q.float() != plain.q.float()).any()
 
 
 def test_a_rotation_spreads_outliers(device):

@@ -82,16 +82,12 @@ def flash_attn(
             chunk of a prompt or a captured graph needs no number on the host. diagonal must then be 0.
         out_dtype: dtype of out: q's, or on the CPU float32, unrounded, for results that are joined with others by
             `attn_merge`. None is q's. Of float8_e4m3fn bfloat16 (None), float16 or float32.
-        q_scale: of float8_e4m3fn: what a code of q is worth, float32 [], [Hq], [B, Hq], or [B, Hq, ceil(Sq / 128)], one for each
-            128 tokens. None is 1. `quantize_attn` makes all five.
-        k_scale: likewise for k, of Hkv heads and Sk tokens.
-        v_scale: likewise for v.
-        v_mean: of float8_e4m3fn: float32 [Hkv, Dv] or [B, Hkv, Dv], added to each value of v, so that a row of out has it times the
-            probability that its keys took.
-        accumulate: of float8_e4m3fn: ``"fast"`` sums over all keys as tensor cores of 8 bits do, which keep 14 bits and lose
-            what the values have in common: 10 % of it at 8k keys; ``"precise"`` adds the sums of at most 128 keys in float32.
-            ``"auto"`` is fast with a v_mean and precise without. Kernels of 16 and 32 bits, among them the CPU's, are precise
-            always; `explain` says what is chosen.
+        q_scale, k_scale, v_scale: of float8_e4m3fn: what a code is worth, float32 [], [H], [B, H], or [B, H, ceil(S / 128)], one for
+            each 128 tokens; None is 1. `quantize_attn` makes them.
+        v_mean: float32 [Hkv, Dv] or [B, Hkv, Dv], added to each value of v: to a row of out times the probability of its keys.
+        accumulate: ``"fast"`` sums all keys as tensor cores of 8 bits do, which lose 10 % of what the values have in common at 8k
+            keys; ``"precise"`` adds sums of at most 128 keys in float32, as kernels of 16 and 32 bits, the CPU's too, do
+            always; ``"auto"``: fast with a v_mean, else precise. `explain` says which.
         return_lse: return ``(out, lse)``.
 
     Returns:
@@ -101,8 +97,7 @@ def flash_attn(
         query that sees no key gives out 0 and lse -inf (its sink where there is one). Keys that no
         query of their sequence sees may hold NaN.
 
-    Codes: q, k and v of float8_e4m3fn, with scales and v_mean; k and v cannot have other dtypes then. Sinks are float32 or have the
-    result's dtype. There is no gradient: NotImplementedError. Autocast leaves them alone.
+    float8_e4m3fn has no gradient: NotImplementedError. Autocast leaves it alone; sinks are float32 or have the result's dtype.
 
     Gradients: q, k, v and sinks, from those of out and lse; rows that see no key have none. Those
     of q, k and v are stored by the rule of out, that of sinks has their dtype. A second backward raises NotImplementedError.
@@ -121,37 +116,7 @@ def flash_attn(
     if unknown:
         refuse_unknown(flash_attn, unknown)
     attention.warn_of_swapped(q, k)
-    if is_fp8(q):
-        fp8 = _flash_attn_fp8.all if return_lse else _flash_attn_fp8
-        return fp8.call(
-            q,
-            k,
-            v,
-            is_causal,
-            scale,
-            diagonal,
-            window_left,
-            window_right,
-            softcap,
-            alibi_slopes,
-            sinks,
-            kv_start,
-            kv_end,
-            q_start,
-            out_dtype,
-            q_scale,
-            k_scale,
-            v_scale,
-            v_mean,
-            accumulate,
-        )
-    if q_scale is not None or k_scale is not None or v_scale is not None or v_mean is not None or accumulate != "auto":
-        refuse_scales("flash_attn", q, accumulate, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, v_mean=v_mean)
-    op = _flash_attn.all if return_lse else _flash_attn
-    return op.call(
-        q,
-        k,
-        v,
+    rules = (
         is_causal,
         scale,
         diagonal,
@@ -163,8 +128,13 @@ def flash_attn(
         kv_start,
         kv_end,
         q_start,
-        out_dtype,
     )
+    if is_fp8(q):
+        op = _flash_attn_fp8.all if return_lse else _flash_attn_fp8
+        return op.call(q, k, v, *rules, out_dtype, q_scale, k_scale, v_scale, v_mean, accumulate)
+    refuse_scales("flash_attn", q, q_scale, k_scale, v_scale, v_mean, accumulate)
+    op = _flash_attn.all if return_lse else _flash_attn
+    return op.call(q, k, v, *rules, out_dtype)
 
 
 # ---- fake functions ------------------------------------------------------------------------------

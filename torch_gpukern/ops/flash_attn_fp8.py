@@ -2,10 +2,9 @@
 """flash_attn and flash_attn_varlen of float8_e4m3fn q, k and v: the declarations of the ops that serve them. What they mean stands at
 the public functions, flash_attn.py and flash_attn_varlen.py, which call them here."""
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from .._library import NAMESPACE
 from . import attention
@@ -18,15 +17,17 @@ def is_fp8(q: Any) -> bool:
     return getattr(q, "dtype", None) is torch.float8_e4m3fn
 
 
-def refuse_scales(name: str, q: Any, accumulate: str, **scales: Tensor | None) -> NoReturn | None:
-    """ValueError where a call of other dtypes gives what goes with float8_e4m3fn alone."""
-    for argument, x in scales.items():
+def refuse_scales(name: str, q: Any, *given: Any) -> None:
+    """ValueError where a call of other dtypes gives what goes with float8_e4m3fn alone: scales, v_mean, accumulate."""
+    *scales, accumulate = given
+    if accumulate == "auto" and all(x is None for x in scales):
+        return
+    for argument, x in zip(("q_scale", "k_scale", "v_scale", "v_mean"), scales, strict=True):
         if x is not None:
             dtype = str(getattr(q, "dtype", type(q).__name__)).removeprefix("torch.")
             raise ValueError(f"{NAMESPACE}::{name}: {argument} goes with a float8_e4m3fn q, got {dtype}")
     if accumulate not in ("auto", "fast", "precise"):
         raise ValueError(f"{NAMESPACE}::{name}: accumulate must be auto, fast or precise, got '{accumulate}'")
-    return None
 
 
 # ---- fake functions ------------------------------------------------------------------------------

@@ -70,12 +70,9 @@ def flash_attn_varlen(
         alibi_slopes: [Hq] or [B, Hq], as in `flash_attn`.
         out_dtype: dtype of out: q's, or on the CPU float32, unrounded, for results that are joined with others by
             `attn_merge`. None is q's. Of float8_e4m3fn bfloat16 (None), float16 or float32.
-        q_scale: as in `flash_attn`: [], [Hq], [B, Hq], or [B, Hq, ceil(max_seqlen_q / 128)], blocks counted from a sequence's first
-            token.
-        k_scale: likewise for k, of Hkv heads and max_seqlen_k.
-        v_scale: likewise for v.
-        v_mean: as in `flash_attn`.
-        accumulate: as in `flash_attn`.
+        q_scale, k_scale, v_scale: as in `flash_attn`: [], [H], [B, H], or [B, H, ceil(max_seqlen / 128)], blocks counted from a
+            sequence's first token.
+        v_mean, accumulate: as in `flash_attn`.
         return_lse: return ``(out, lse)``.
 
     Returns:
@@ -99,52 +96,14 @@ def flash_attn_varlen(
     """
     if unknown:
         refuse_unknown(flash_attn_varlen, unknown)
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    rules = is_causal, scale, window_left, window_right, softcap, alibi_slopes, sinks
     if is_fp8(q):
-        fp8 = _flash_attn_varlen_fp8.all if return_lse else _flash_attn_varlen_fp8
-        return fp8.call(
-            q,
-            k,
-            v,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            max_seqlen_q,
-            max_seqlen_k,
-            is_causal,
-            scale,
-            window_left,
-            window_right,
-            softcap,
-            alibi_slopes,
-            sinks,
-            out_dtype,
-            q_scale,
-            k_scale,
-            v_scale,
-            v_mean,
-            accumulate,
-        )
-    if q_scale is not None or k_scale is not None or v_scale is not None or v_mean is not None or accumulate != "auto":
-        refuse_scales(
-            "flash_attn_varlen", q, accumulate, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, v_mean=v_mean
-        )
+        op = _flash_attn_varlen_fp8.all if return_lse else _flash_attn_varlen_fp8
+        return op.call(q, k, v, *lengths, *rules, out_dtype, q_scale, k_scale, v_scale, v_mean, accumulate)
+    refuse_scales("flash_attn_varlen", q, q_scale, k_scale, v_scale, v_mean, accumulate)
     op = _flash_attn_varlen.all if return_lse else _flash_attn_varlen
-    return op.call(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        is_causal,
-        scale,
-        window_left,
-        window_right,
-        softcap,
-        alibi_slopes,
-        sinks,
-        out_dtype,
-    )
+    return op.call(q, k, v, *lengths, *rules, out_dtype)
 
 
 # ---- fake functions ------------------------------------------------------------------------------

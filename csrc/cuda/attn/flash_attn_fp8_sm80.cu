@@ -13,13 +13,13 @@
 #include "../tile/copy.cuh"
 #include "../tile/fragment.cuh"
 #include "fp8.cuh"
+#include "fp8_tiles.h"
 #include "mask.cuh"
 #include "softmax.cuh"
 
 namespace {
 
-constexpr int BQ = 64, BKV = 64, WARPS = 4,
-              THREADS = WARPS * 32; /* 16 rows a warp: O of 256 columns is 128 registers */
+constexpr int BQ = fp8_any_gpu::rows, BKV = fp8_any_gpu::keys, WARPS = fp8_any_gpu::warps, THREADS = WARPS * 32;
 
 template <int HEAD_DIM> struct Smem {
     typedef smem_tile<BQ, HEAD_DIM * 2> QTile;
