@@ -20,6 +20,7 @@ from ._library import ops as _ops
 from .kv_cache import KVCacheScales, OutOfPages, PagedKVCache
 from .ops import (
     QuantizedAttn,
+    attn_dropout_mask,
     attn_merge,
     bias_gelu_dropout,
     cross_entropy,
@@ -71,6 +72,7 @@ __all__ = [
     "OutOfPages",
     "PagedKVCache",
     "QuantizedAttn",
+    "attn_dropout_mask",
     "attn_merge",
     "bias_gelu_dropout",
     "check_errors",

@@ -19,6 +19,7 @@ import math
 import torch
 from torch import Tensor
 
+from .ops.attn_dropout import attn_dropout_mask
 from .reference_attn_fp8 import decoded_attn, quantize_attn, scale_of_sequence
 from .reference_quantised import (
     ACTIVATIONS,
@@ -87,6 +88,8 @@ def _attend(
     softcap: float,
     alibi_slopes: Tensor | None,  # [Hq] or [B, Hq]
     sinks: Tensor | None,  # [Hq]
+    kept: Tensor | None = None,  # [B, Hq, Sq, Sk] what dropout keeps
+    dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # out [B, Hq, Sq, Dv] in q's dtype, lse [B, Hq, Sq]
     acc = _accumulator(q.dtype)
     key = torch.arange(k.shape[2], device=q.device)
@@ -119,7 +122,10 @@ def _attend(
     empty = total == 0
     total = total.masked_fill(empty, 1)
     lse = (peak + torch.log(total)).masked_fill(empty, -torch.inf)
-    p = (p / total[..., None]).to(q.dtype)
+    p = p / total[..., None]
+    if kept is not None:
+        p = p * kept / (1 - dropout_p)
+    p = p.to(q.dtype)
     # out of a row without keys is a constant: whatever gradient arrives for it, 0 * inf included, ends here
     out = (p.to(acc) @ v).masked_fill(~sees.any(dim=2)[:, None, :, None], 0)
     return out.to(q.dtype), lse
@@ -158,11 +164,17 @@ def flash_attn(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     v_mean: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
     return_lse: bool = False,
+    kept: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """out [B, Hq, Sq, Dv] = softmax(scale * q k^T + ...) v for q [B, Hq, Sq, D], k [B, Hkv, Sk, D],
-    v [B, Hkv, Sk, Dv]. float8_e4m3fn codes are first what they stand for, in float64.
+    v [B, Hkv, Sk, Dv]. kept: of the dropout, in place of what dropout_seed says. float8_e4m3fn codes are first what they stand for, in
+    float64.
     """
+    if dropout_p > 0 and kept is None:
+        kept = attn_dropout_mask(q, k, dropout_p, dropout_seed)
     if q.dtype is torch.float8_e4m3fn:
         q, k, v = decoded_attn(q, k, v, q_scale, k_scale, v_scale, v_mean)
         out_dtype = out_dtype or torch.bfloat16
@@ -174,7 +186,7 @@ def flash_attn(
         first = torch.maximum(first, kv_start.long()[:, None])
     if kv_end is not None:
         end = torch.minimum(end, kv_end.long()[:, None])
-    out, lse = _attend(q, k, v, position, first, end, scale, softcap, alibi_slopes, sinks)
+    out, lse = _attend(q, k, v, position, first, end, scale, softcap, alibi_slopes, sinks, kept, dropout_p)
     out = out.to(out_dtype or q.dtype)
     return (out, lse) if return_lse else out
 
@@ -199,6 +211,8 @@ def flash_attn_varlen(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     v_mean: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """out [Tq, Hq, Dv]: flash_attn of each sequence b of a packed batch, with diagonal Sk_b - Sq_b.
@@ -207,6 +221,7 @@ def flash_attn_varlen(
     cu_seqlens[b + 1].
     """
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    kept = attn_dropout_mask(q, k, dropout_p, dropout_seed) if dropout_p > 0 else None
     outs, lses = [], []
     for b in range(len(starts_q) - 1):
         rows, keys = slice(*starts_q[b : b + 2]), slice(*starts_k[b : b + 2])
@@ -227,6 +242,8 @@ def flash_attn_varlen(
             k_scale=scale_of_sequence(k_scale, b, keys.stop - keys.start),
             v_scale=scale_of_sequence(v_scale, b, keys.stop - keys.start),
             v_mean=v_mean if v_mean is None or v_mean.dim() == 2 else v_mean[b : b + 1],
+            dropout_p=dropout_p,
+            kept=None if kept is None else kept[None, :, rows, : keys.stop - keys.start],
             return_lse=True,
         )
         outs.append(out[0].transpose(0, 1))

@@ -656,6 +656,7 @@ static struct {
     check_tensor q, k, v, table, lens, cu, slopes, sinks, kv_start, k_scale, v_scale, out, lse;
     int64_t batch, block_size, seq_q[MAX_BATCH], seq_k[MAX_BATCH], longest, tokens;
     bool shared;
+    unsigned char *drawn; /* [num_blocks][block_size]: the keys that some query reads */
 } p;
 
 /* What a cache holds: now and then 8-bit codes. */
@@ -682,7 +683,6 @@ static void paged_draw(gk_dtype dtype, bool large) {
     static const int64_t pages[] = {1, 3, 16, 16, 64, 64};
     const int64_t *h = PICK(heads);
     gk_dtype stats = gk_stats_dtype(dtype), stored = draw_stored(dtype);
-    if (stored == GK_I8) stored = dtype; /* fill_pages tells rows by NaN */
     int64_t dim = draw_dim(), dim_v = check_below(4) ? dim : draw_dim(),
             most_q = check_below(2)   ? 1
                      : check_below(4) ? 6
@@ -744,20 +744,29 @@ static void paged_draw(gk_dtype dtype, bool large) {
     for (int64_t b = 0; b < p.batch; ++b) say(" %lld/%lld", (long long)p.seq_q[b], (long long)p.seq_k[b]);
 }
 
-/* One row of a page, drawn unless an earlier sequence has drawn it. */
-static void fill_row(const gk_tensor *t, int64_t page, int64_t row) {
+static void set_row(const gk_tensor *t, int64_t page, int64_t row, bool poison) {
+    const double size = t->dtype == GK_I8 ? 4 : 1;
     for (int64_t h = 0; h < t->shape[2]; ++h) {
-        int64_t at = page * t->stride[0] + row * t->stride[1] + h * t->stride[2];
-        if (!isnan(gk_load(t->data, t->dtype, at))) continue;
-        for (int64_t e = 0; e < t->shape[3]; ++e) gk_store(t->data, t->dtype, at + e, check_normal());
+        const int64_t at = page * t->stride[0] + row * t->stride[1] + h * t->stride[2];
+        for (int64_t e = 0; e < t->shape[3]; ++e)
+            gk_store(t->data, t->dtype, at + e, poison ? -128 : size * check_normal());
     }
 }
 
-/* Pages in random order. What no query reads stays NaN in the caches and is -7 in the table; with `shared` the entries
+/* One row of a page, drawn unless an earlier sequence has drawn it. */
+static void fill_row(int64_t page, int64_t row) {
+    unsigned char *drawn = &p.drawn[page * p.block_size + row];
+    if (!*drawn) set_row(&p.k.t, page, row, false), set_row(&p.v.t, page, row, false);
+    *drawn = 1;
+}
+
+/* Pages in random order. What no query reads stays NaN in the caches (of int8 see poison_rest) and is -7 in the table; with `shared` the entries
  * before the shortest sequence's last page are the same pages. */
 static void fill_pages(void) {
     int64_t num_blocks = p.k.t.shape[0], max_blocks = p.table.t.shape[1], shortest = INT64_MAX, next = 0;
     int64_t *pages = check_alloc((size_t)num_blocks * sizeof(int64_t));
+    p.drawn = check_alloc((size_t)(num_blocks * p.block_size));
+    memset(p.drawn, 0, (size_t)(num_blocks * p.block_size));
     for (int64_t i = 0; i < num_blocks; ++i) {
         int64_t other = check_below(i + 1);
         pages[i] = pages[other];
@@ -774,10 +783,17 @@ static void fill_pages(void) {
             bool read = p.seq_q[b] > 0 && e >= first / p.block_size && e * p.block_size < p.seq_k[b];
             check_set(&p.table.t, b * max_blocks + e, read ? (double)page : -7);
             for (int64_t key = e * p.block_size; read && key < (e + 1) * p.block_size; ++key)
-                if (key >= first && key < p.seq_k[b])
-                    fill_row(&p.k.t, page, key % p.block_size), fill_row(&p.v.t, page, key % p.block_size);
+                if (key >= first && key < p.seq_k[b]) fill_row(page, key % p.block_size);
         }
     }
+}
+
+/* int8 has no NaN: what no query reads is the largest code there is. */
+static void poison_rest(void) {
+    for (int64_t i = 0; i < p.k.t.shape[0] * p.block_size; ++i)
+        if (!p.drawn[i])
+            set_row(&p.k.t, i / p.block_size, i % p.block_size, true),
+                set_row(&p.v.t, i / p.block_size, i % p.block_size, true);
 }
 
 static void paged_expect(void) {
@@ -787,6 +803,7 @@ static void paged_expect(void) {
         check_set(&p.q.t, i, check_normal()); /* the rest: NaN */
     fill_pages();
     double most = 1 + r->scale * (p.args.k_scale ? 2 : 1) * check_longest_row(&p.q.t) * check_longest_row(&p.k.t);
+    if (p.k.t.dtype == GK_I8) poison_rest();
     if (r->alibi_slopes) most += 0.1 * (double)p.longest;
     result *out = expected(&p.out, attn_loss(p.q.t.dtype, dim, most, (double)p.longest, 1.25));
     /* codes may be weighted in float16 */
@@ -834,8 +851,10 @@ static void write_draw(gk_dtype dtype, bool large) {
     TO_DEVICE(w.args);
 }
 
+static double unchanged(double x) { return x; }
+
 /* Every second slot in a mirrored order, some skipped, now and then one past the cache; values that a scale makes too
- * large, inf and NaN. Caches are NaN where nothing is written. */
+ * large, inf and NaN. Caches are NaN where nothing is written, int8 -1. */
 static void write_expect(void) {
     int64_t tokens = w.k.t.shape[0], past = check_below(4) ? -1 : check_below(tokens + 1);
     double large = w.k.t.dtype == GK_F16 ? 60000 : 3e38;
@@ -847,7 +866,7 @@ static void write_expect(void) {
     if (gk_numel(&w.v.t) > 1) check_set(&w.v.t, 0, NAN), check_set(&w.v.t, 1, INFINITY);
     result *k = expected(&w.k_cache, -1), *v = expected(&w.v_cache, -1);
     gk_kv_cache_write_args ref = w.args;
-    k->exact = check_map(&w.k_cache, fabs), v->exact = check_map(&w.v_cache, fabs); /* of the same dtype and strides */
+    k->exact = check_map(&w.k_cache, unchanged), v->exact = check_map(&w.v_cache, unchanged); /* of the same strides */
     ref.k_cache = k->exact.t, ref.v_cache = v->exact.t;
     gk_ref_kv_cache_write(&judge, &ref);
     if (past < 0 || past == tokens) return;

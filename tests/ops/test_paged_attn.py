@@ -396,6 +396,21 @@ def test_tokens_of_no_sequence(device):
     assert torch.equal(out[used:], torch.zeros_like(out[used:])) and (lse[used:] == -math.inf).all()
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_pages_of_a_sequence_without_queries_may_hold_anything(dtype, device):
+    """Its row of the table is not read as pages, whatever its length: -1 stands there."""
+    paged = Paged(generator("no queries"), [81, 155, 300, 0], [0, 2, 0, 1], 8, 1, 128, 128, 16, dtype, device)
+    expected = call(paged)
+    check_paged(paged, *expected, {})
+    for b in (0, 2):
+        pages = paged.block_table[b, : -(-paged.lengths[b] // 16)].long()
+        paged.k_cache[pages], paged.v_cache[pages] = math.nan, math.inf
+        paged.block_table[b] = -1
+    for x, y in zip(call(paged), expected):
+        assert same_bits(x, y)
+    torch_gpukern.check_errors()
+
+
 def test_max_seqlen_q_is_an_upper_bound_and_unread_without_lengths(device):
     gen = generator("bound")
     paged = make(gen, "speculative", (4, 2), (16, 16), 8, torch.float32, device)

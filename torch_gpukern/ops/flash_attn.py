@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from . import attention, fakes
+from .attn_dropout import seed_of
 from .define import define_op
-from .flash_attn_fp8 import declare, is_fp8, refuse_scales, symbolic
+from .flash_attn_fp8 import declare, is_fp8, refuse_dropout, refuse_scales, symbolic
 from .keywords import refuse_unknown
+from .wrong_types import refuse_non_bool
 
 __all__ = ["flash_attn"]
 
@@ -39,6 +41,8 @@ def flash_attn(
     v_scale: Tensor | None = None,
     v_mean: Tensor | None = None,
     accumulate: Literal["auto", "fast", "precise"] = "auto",
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
     return_lse: bool = False,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -88,6 +92,11 @@ def flash_attn(
         accumulate: ``"fast"`` sums all keys as tensor cores of 8 bits do, which lose 10 % of what the values have in common at 8k
             keys; ``"precise"`` adds sums of at most 128 keys in float32, as kernels of 16 and 32 bits, the CPU's too, do
             always; ``"auto"``: fast with a v_mean, else precise. `explain` says which.
+        dropout_p: each probability is 0 with this probability, else divided by 1 - dropout_p: at least 0, less than 1; float8_e4m3fn
+            has none. lse and a row's sum are of all of them.
+        dropout_seed: int64 [2] on q's device, (seed, offset), which says what is kept: `attn_dropout_mask` shows it. By default
+            both are drawn from torch's generator of the device. They are read on the device: who writes others into the tensor
+            gets another mask from a captured graph.
         return_lse: return ``(out, lse)``.
 
     Returns:
@@ -116,25 +125,17 @@ def flash_attn(
     if unknown:
         refuse_unknown(flash_attn, unknown)
     attention.warn_of_swapped(q, k)
-    rules = (
-        is_causal,
-        scale,
-        diagonal,
-        window_left,
-        window_right,
-        softcap,
-        alibi_slopes,
-        sinks,
-        kv_start,
-        kv_end,
-        q_start,
-    )
+    if return_lse is not False:
+        refuse_non_bool(_flash_attn.said, "return_lse", return_lse)
+    rules = is_causal, scale, diagonal, window_left, window_right, softcap, alibi_slopes, sinks
+    bounds = kv_start, kv_end, q_start, out_dtype
     if is_fp8(q):
         op = _flash_attn_fp8.all if return_lse else _flash_attn_fp8
-        return op.call(q, k, v, *rules, out_dtype, q_scale, k_scale, v_scale, v_mean, accumulate)
+        refuse_dropout("flash_attn", dropout_p)
+        return op.call(q, k, v, *rules, *bounds, q_scale, k_scale, v_scale, v_mean, accumulate)
     refuse_scales("flash_attn", q, q_scale, k_scale, v_scale, v_mean, accumulate)
     op = _flash_attn.all if return_lse else _flash_attn
-    return op.call(q, k, v, *rules, out_dtype)
+    return op.call(q, k, v, *rules, *bounds, dropout_p, seed_of("flash_attn", q, dropout_p, dropout_seed))
 
 
 # ---- fake functions ------------------------------------------------------------------------------

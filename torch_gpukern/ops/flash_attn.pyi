@@ -29,6 +29,8 @@ def flash_attn(
     v_scale: Tensor | None = ...,
     v_mean: Tensor | None = ...,
     accumulate: Literal["auto", "fast", "precise"] = ...,
+    dropout_p: float = ...,
+    dropout_seed: Tensor | None = ...,
     return_lse: Literal[False] = ...,
 ) -> Tensor: ...
 @overload
@@ -54,6 +56,8 @@ def flash_attn(
     v_scale: Tensor | None = ...,
     v_mean: Tensor | None = ...,
     accumulate: Literal["auto", "fast", "precise"] = ...,
+    dropout_p: float = ...,
+    dropout_seed: Tensor | None = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -79,5 +83,7 @@ def flash_attn(
     v_scale: Tensor | None = ...,
     v_mean: Tensor | None = ...,
     accumulate: Literal["auto", "fast", "precise"] = ...,
+    dropout_p: float = ...,
+    dropout_seed: Tensor | None = ...,
     return_lse: bool = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...

@@ -10,7 +10,7 @@ from .._library import NAMESPACE
 from . import attention
 from .define import define_op
 
-__all__ = ["declare", "is_fp8", "refuse_scales", "symbolic", "varlen_symbolic"]
+__all__ = ["declare", "is_fp8", "refuse_dropout", "refuse_scales", "symbolic", "varlen_symbolic"]
 
 
 def is_fp8(q: Any) -> bool:
@@ -28,6 +28,12 @@ def refuse_scales(name: str, q: Any, *given: Any) -> None:
             raise ValueError(f"{NAMESPACE}::{name}: {argument} goes with a float8_e4m3fn q, got {dtype}")
     if accumulate not in ("auto", "fast", "precise"):
         raise ValueError(f"{NAMESPACE}::{name}: accumulate must be auto, fast or precise, got '{accumulate}'")
+
+
+def refuse_dropout(name: str, p: Any) -> None:
+    """ValueError: weights of 8 bits are for inference."""
+    if p != 0:
+        raise ValueError(f"{NAMESPACE}::{name}: dropout_p must be 0 where q is float8_e4m3fn, got {p}")
 
 
 # ---- fake functions ------------------------------------------------------------------------------

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from . import attention, fakes
+from .attn_dropout import seed_of
 from .define import define_op
-from .flash_attn_fp8 import declare, is_fp8, refuse_scales, varlen_symbolic
+from .flash_attn_fp8 import declare, is_fp8, refuse_dropout, refuse_scales, varlen_symbolic
 from .keywords import refuse_unknown
+from .wrong_types import refuse_non_bool
 
 __all__ = ["flash_attn_varlen"]
 
@@ -39,6 +41,8 @@ def flash_attn_varlen(
     v_scale: Tensor | None = None,
     v_mean: Tensor | None = None,
     accumulate: Literal["auto", "fast", "precise"] = "auto",
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
     return_lse: bool = False,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -73,6 +77,11 @@ def flash_attn_varlen(
         q_scale, k_scale, v_scale: as in `flash_attn`: [], [H], [B, H], or [B, H, ceil(max_seqlen / 128)], blocks counted from a
             sequence's first token.
         v_mean, accumulate: as in `flash_attn`.
+        dropout_p: each probability is 0 with this probability, else divided by 1 - dropout_p: at least 0, less than 1; float8_e4m3fn
+            has none. lse and a row's sum are of all of them.
+        dropout_seed: int64 [2] on q's device, (seed, offset), which says what is kept: `attn_dropout_mask` shows it. By default
+            both are drawn from torch's generator of the device. They are read on the device: who writes others into the tensor
+            gets another mask from a captured graph.
         return_lse: return ``(out, lse)``.
 
     Returns:
@@ -96,14 +105,17 @@ def flash_attn_varlen(
     """
     if unknown:
         refuse_unknown(flash_attn_varlen, unknown)
+    if return_lse is not False:
+        refuse_non_bool(_flash_attn_varlen.said, "return_lse", return_lse)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    rules = is_causal, scale, window_left, window_right, softcap, alibi_slopes, sinks
+    rules = is_causal, scale, window_left, window_right, softcap, alibi_slopes, sinks, out_dtype
     if is_fp8(q):
         op = _flash_attn_varlen_fp8.all if return_lse else _flash_attn_varlen_fp8
-        return op.call(q, k, v, *lengths, *rules, out_dtype, q_scale, k_scale, v_scale, v_mean, accumulate)
+        refuse_dropout("flash_attn_varlen", dropout_p)
+        return op.call(q, k, v, *lengths, *rules, q_scale, k_scale, v_scale, v_mean, accumulate)
     refuse_scales("flash_attn_varlen", q, q_scale, k_scale, v_scale, v_mean, accumulate)
     op = _flash_attn_varlen.all if return_lse else _flash_attn_varlen
-    return op.call(q, k, v, *lengths, *rules, out_dtype)
+    return op.call(q, k, v, *lengths, *rules, dropout_p, seed_of("flash_attn_varlen", q, dropout_p, dropout_seed))
 
 
 # ---- fake functions ------------------------------------------------------------------------------

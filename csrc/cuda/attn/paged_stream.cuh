@@ -92,6 +92,7 @@ template <int STEP_KEYS> struct Source {
         x.row0 = 0, x.last_row = x.s.rows * p.group - 1;
         x.leading = false, x.whole = true;
         see_keys(x, p);
+        if (x.s.rows == 0) x.lo = x.hi = 0; /* without a query no key is seen, and no page is read */
         share.stride = a.ranks * a.warps * STEP_KEYS;
         x.first_key = x.lo / STEP_KEYS * STEP_KEYS + (cluster_ctarank() * a.warps + warp) * STEP_KEYS;
         see_steps<STEP_KEYS>(x, share.stride, INT32_MAX);
@@ -233,7 +234,7 @@ __device__ __forceinline__ bool by_clusters(const StreamParams &a) {
     int longest = 0, total = 0;
     for (int b = threadIdx.x % 32; b < a.c.p.batch; b += 32) {
         const PagedSequence s = paged_sequence(a.c.p, b);
-        const int keys = max(s.hi(s.rows - 1) - s.lo(0), 0);
+        const int keys = s.rows ? max(s.hi(s.rows - 1) - s.lo(0), 0) : 0;
         longest = max(longest, keys), total += min(keys, (1 << 30) / a.c.p.batch);
     }
     longest = __reduce_max_sync(0xffffffffu, longest), total = __reduce_add_sync(0xffffffffu, total);
