@@ -57,7 +57,7 @@ def check(x, device, name="flash_attn", extra=(), out_dtype=F32, **how):
     empty = want_lse == -math.inf
     assert torch.equal(lse.cpu() == -math.inf, empty) and not out.cpu()[empty].any()
     difference = (lse.cpu().double() - want_lse)[~empty].abs()
-    assert difference.numel() == 0 or difference.max() < 1e-3
+    assert difference.numel() == 0 or difference.max() < (1e-3 if device == "cpu" else 3e-3)  # on CUDA q times its scale is float16
     return out
 
 
@@ -110,6 +110,28 @@ def test_scales(per, device):
         check(y | dict(q_scale=y["q_scale"][0], k_scale=y["k_scale"][0, :1].reshape(1), v_scale=None), device)
         mean = torch.randn(2, 80, generator=gen).to(device)
         check(y | dict(v_mean=mean, v_scale=y["v_scale"].t().contiguous().t()), device)
+
+
+LONG = {
+    "full": dict(),
+    "causal": dict(is_causal=True, diagonal=340),
+    "window": dict(window_left=200, window_right=0, diagonal=300, softcap=5.0),
+    "sinks": dict(sinks=True, is_causal=True, diagonal=-60),
+}
+
+
+@pytest.mark.parametrize("form", LONG)
+def test_more_keys(form, device):
+    """What kernels for long calls serve: scales of blocks, groups of heads, head_dims that differ, results of each dtype."""
+    how = dict(LONG[form])
+    if "sinks" in how:
+        how["sinks"] = torch.tensor([0.5, -math.inf, 6.0, -2.0], device=device)
+    for dims, out_dtype in (((64, 64), F32), ((128, 128), BF16), ((128, 72), F16), ((256, 256), BF16)):
+        for per in ("head", "block"):
+            x = made(f"long {form} {dims}", device, batch=1, lengths=(260, 600), dims=dims, per=per)
+            check(x, device, out_dtype=out_dtype, **how)
+    zero = x._asdict() | {n: torch.zeros_like(getattr(x, n)) for n in ("v", "v_mean")}
+    assert not gk.flash_attn(**zero).any()
 
 
 def test_any_head_dim_stride_and_place(device):
@@ -176,6 +198,11 @@ def test_varlen(device):
             assert x["q_scale"].shape == (4,) and x["v_mean"].shape == (2, d)
             out = check(x, device, "flash_attn_varlen", extra, **how)
             assert not out[191:].any()
+        long = torch.tensor((0, 700, 1330), dtype=torch.int32, device=device)
+        for how in (dict(), dict(is_causal=True, out_dtype=BF16)):
+            more = gk.quantize_attn(*(tokens(gen, device, 1400, h, d, mean=0.5) for h in (4, 2, 2)))
+            out = check(more, device, "flash_attn_varlen", (long, long, 700, 700), **how)
+            assert not out[1330:].any()
         block = {f"{n}_scale": torch.rand(4, h, m, generator=gen).to(device) / 64 for n, h, m in (("q", 4, 2), ("k", 2, 3), ("v", 2, 3))}
         check(x | block | dict(v_mean=torch.randn(4, 2, d, generator=gen).to(device)), device, "flash_attn_varlen", extra, is_causal=True,
               alibi_slopes=torch.rand(4, generator=gen).to(device), sinks=torch.randn(4, generator=gen).to(device))  # fmt: skip

@@ -8,4 +8,9 @@ struct fp8_any_gpu {
     static constexpr int rows = 64, keys = 64, warps = 4; /* 24, 48 and 96 KiB: two blocks an SM */
 };
 
+/* flash_attn_fp8_relay: two passes over memory must be little beside the products, which are rows x keys. */
+struct fp8_relay {
+    static constexpr int least_keys = 512, least_rows = 128; /* not measured: passes are then a fifth of the work */
+};
+
 #endif
