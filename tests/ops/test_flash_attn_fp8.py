@@ -56,8 +56,9 @@ def check(x, device, name="flash_attn", extra=(), out_dtype=F32, **how):
     assert relative(out, want) < tolerance(row, device, out_dtype), row
     empty = want_lse == -math.inf
     assert torch.equal(lse.cpu() == -math.inf, empty) and not out.cpu()[empty].any()
-    difference = (lse.cpu().double() - want_lse)[~empty].abs()
-    assert difference.numel() == 0 or difference.max() < (1e-3 if device == "cpu" else 3e-3)  # on CUDA q times its scale is float16
+    # on CUDA q times its scale is rounded to float16 in long calls: by 2^-11 of scores
+    bound = 1e-3 + (0 if device == "cpu" else 1e-3) * want_lse[~empty].abs()
+    assert ((lse.cpu().double() - want_lse)[~empty].abs() <= bound).all()
     return out
 
 

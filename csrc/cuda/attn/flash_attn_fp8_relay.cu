@@ -10,7 +10,6 @@
  * Workspace: q', k', v', out' contiguous, lse where nobody else keeps it, then that of the attention.
  * Work split of 1 and 3: grid x = (block of 128 tokens, head, sequence).
  * The call of 2 is planned again where it runs: its operands lie in the workspace, whose place a plan does not know. */
-#include "../tile/codes.cuh"
 #include "fp8.cuh"
 #include "fp8_tiles.h"
 #include "softmax.cuh"
@@ -65,11 +64,13 @@ __global__ void __launch_bounds__(THREADS) fp8_decode_kernel(DecodeParams x) {
         const int row = at / eights, col = at % eights * 8;
         const uint2 codes = load_eight(from_g + row * from.row + col, x.aligned);
         uint32_t h[4];
+        e4m3x4_to_f16x4(h, codes.x), e4m3x4_to_f16x4(h + 2, codes.y);
+        if (factor != 1) /* NaN too */
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const uint32_t two = (i < 2 ? codes.x : codes.y) >> i % 2 * 16;
-            h[i] = pack2<__half>(e4m3_to_f32(two & 0xff) * factor, e4m3_to_f32(two >> 8 & 0xff) * factor);
-        }
+            for (int i = 0; i < 4; ++i) {
+                const float2 two = unpack2<__half>(h[i]);
+                h[i] = pack2<__half>(two.x * factor, two.y * factor);
+            }
         *(uint4 *)(to_g + row * x.to.row + col) = make_uint4(h[0], h[1], h[2], h[3]);
     }
 }
