@@ -249,7 +249,7 @@ typedef struct gk_attn_rules {
  *   dense   q [B, Hq, Sq, D]  k [B, Hkv, Sk, D]  v [B, Hkv, Sk, Dv]  out [B, Hq, Sq, Dv]  lse [B, Hq, Sq]
  *   packed  q [Tq, Hq, D]     k [Tk, Hkv, D]     v [Tk, Hkv, Dv]     out [Tq, Hq, Dv]     lse [Tq, Hq]
  * Last dimensions of q, k, v, out and their gradients have stride 1; lse is contiguous, float32 (float64 with GK_F64).
- * A row that sees no key gives out 0 and lse -inf (the sink where there is one). */
+ * A row that sees no key gives out 0 and lse -inf (the sink where there is one). Dropout comes after lse: attn_dropout.h. */
 typedef struct gk_flash_attn_args {
     size_t size;
     gk_tensor q, k, v;
@@ -261,6 +261,8 @@ typedef struct gk_flash_attn_args {
     gk_tensor lse; /* written forward, read backward; forward, data NULL = not wanted */
     void *workspace;
     size_t workspace_bytes;
+    double dropout_p;              /* 0 <= p < 1 */
+    const gk_tensor *dropout_seed; /* [2] int64: seed and offset, read on the device; NULL with dropout_p 0 alone */
 } gk_flash_attn_args;
 
 #define GK_FLASH_ATTN_ARGS_INIT {.size = sizeof(gk_flash_attn_args), .rules = GK_ATTN_RULES_INIT}

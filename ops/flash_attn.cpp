@@ -11,6 +11,7 @@ template <class O> void fill_qkv(const O &op, gk_flash_attn_args &to) {
     to.q = op.q.view, to.k = op.k.view, to.v = op.v.view;
     fill_rules(op, to.rules);
     to.rules.window_right = op.window_right;
+    to.dropout_p = op.dropout_p, to.dropout_seed = op.dropout_seed.view_or_null();
 }
 
 // A result's dtype: the one that was asked for, or q's.
@@ -64,9 +65,11 @@ struct FlashAttn {
     OptTensor alibi_slopes, sinks;       // [Hq] or [B, Hq], [Hq]
     OptTensor kv_start, kv_end, q_start; // [B] int32
     OptDtype out_dtype;
+    double dropout_p;
+    OptTensor dropout_seed; // [2] int64
 
     GK_OP(flash_attn_fwd, gk_flash_attn_args, "flash_attn", 2)
-    GK_TENSORS(q, k, v, alibi_slopes, sinks, kv_start, kv_end, q_start)
+    GK_TENSORS(q, k, v, alibi_slopes, sinks, kv_start, kv_end, q_start, dropout_seed)
 
     void fill(C &to) {
         fill_dense(*this, to);
@@ -87,9 +90,11 @@ struct FlashAttnBwd {
     bool deterministic;
     OptDtype grad_dtype;
     bool is_part;
+    double dropout_p;
+    OptTensor dropout_seed;
 
     GK_OP(flash_attn_bwd, gk_flash_attn_bwd_args, "flash_attn_bwd", 4)
-    GK_TENSORS(grad_out, q, k, v, out, lse, grad_lse, alibi_slopes, sinks, kv_start, kv_end, q_start)
+    GK_TENSORS(grad_out, q, k, v, out, lse, grad_lse, alibi_slopes, sinks, kv_start, kv_end, q_start, dropout_seed)
 
     void fill(C &to) {
         fill_dense(*this, to.fwd);
@@ -110,9 +115,11 @@ struct FlashAttnVarlen {
     double softcap;
     OptTensor alibi_slopes, sinks;
     OptDtype out_dtype;
+    double dropout_p;
+    OptTensor dropout_seed;
 
     GK_OP(flash_attn_fwd, gk_flash_attn_args, "flash_attn_varlen", 2)
-    GK_TENSORS(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks)
+    GK_TENSORS(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, dropout_seed)
 
     void fill(C &to) {
         fill_packed(*this, to);
@@ -135,9 +142,11 @@ struct FlashAttnVarlenBwd {
     bool deterministic;
     OptDtype grad_dtype;
     bool is_part;
+    double dropout_p;
+    OptTensor dropout_seed;
 
     GK_OP(flash_attn_bwd, gk_flash_attn_bwd_args, "flash_attn_varlen_bwd", 4)
-    GK_TENSORS(grad_out, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, grad_lse, alibi_slopes, sinks)
+    GK_TENSORS(grad_out, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, grad_lse, alibi_slopes, sinks, dropout_seed)
 
     void fill(C &to) {
         fill_packed(*this, to.fwd);

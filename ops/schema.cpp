@@ -17,8 +17,9 @@
     "SymInt window_right=-1, float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None, " \
     "Tensor? kv_start=None, Tensor? kv_end=None, Tensor? q_start=None"
 
-#define OUT_DTYPE ", ScalarType? out_dtype=None)"
-#define BACKWARD ", bool deterministic=False, ScalarType? grad_dtype=None, bool is_part=False)"
+#define DROPOUT ", float dropout_p=0.0, Tensor? dropout_seed=None)"
+#define OUT_DTYPE ", ScalarType? out_dtype=None" DROPOUT
+#define BACKWARD ", bool deterministic=False, ScalarType? grad_dtype=None, bool is_part=False" DROPOUT
 
 #define FLASH_ATTN_ARGS "(Tensor q, Tensor k, Tensor v, " DENSE_RULES OUT_DTYPE
 

@@ -652,7 +652,7 @@ def flipped(q, k, v, is_causal=False, diagonal=0, window_left=-1, window_right=-
 
 
 def flash_gradients(q, k, v, grad_out, grad_lse=None, sinks=None, scale=None, softcap=0.0, alibi_slopes=None,
-                    peak=None, **span):  # fmt: skip
+                    peak=None, kept=None, dropout_p=0.0, **span):  # fmt: skip
     """(dq, dk, dv, dsinks) in PyTorch's ops as every flash attention computes them, SDPA's among them.
 
     P comes back from lse, and the row sums of P * dP from the rounded out; P and dS meet the products in q's dtype.
@@ -660,6 +660,8 @@ def flash_gradients(q, k, v, grad_out, grad_lse=None, sinks=None, scale=None, so
     SDPA's kernels on CUDA have it.
     """
     rules = dict(scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, **span)
+    dropped = 1.0 if kept is None else kept / (1 - dropout_p)
+    rules |= {} if kept is None else dict(kept=kept, dropout_p=dropout_p)
     out, lse = reference.flash_attn(q, k, v, **rules, return_lse=True)
     group = q.shape[1] // k.shape[1]
     x, y, z = q.float(), k.float().repeat_interleave(group, 1), v.float().repeat_interleave(group, 1)
@@ -682,9 +684,9 @@ def flash_gradients(q, k, v, grad_out, grad_lse=None, sinks=None, scale=None, so
     delta = (grad * out.float()).sum(-1)
     if grad_lse is not None:
         delta = delta - grad_lse.float()
-    ds = (p * (grad @ z.mT - delta[..., None]) * bent).to(q.dtype).float()
+    ds = (p * (grad @ z.mT * dropped - delta[..., None]) * bent).to(q.dtype).float()
     dq = scale * (ds @ y)
-    dk, dv = scale * (ds.mT @ x), p.to(q.dtype).float().mT @ grad
+    dk, dv = scale * (ds.mT @ x), (p * dropped).to(q.dtype).float().mT @ grad
     dk, dv = (g.unflatten(1, (k.shape[1], group)).sum(2).to(q.dtype) for g in (dk, dv))
     dsinks = None
     if sinks is not None:

@@ -13,6 +13,7 @@ import random
 import signal
 import sys
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -374,6 +375,46 @@ def check_vocabulary_over_ranks(ranks):
         )
 
 
+def check_experts_over_ranks(ranks):
+    """grouped_experts of all experts: ranks with other numbers of tokens and with none, experts that nobody chose, and none such."""
+    for seed, (group, each, dtype) in enumerate(itertools.product(ranks.groups, (1, 3), FLOATS[:2])):
+        size, mine, own = dist.get_world_size(group), dist.get_rank(group), 2
+        gen, total = generator("experts", seed), 2 * size
+        close = {} if dtype.itemsize > 2 else dict(atol=3e-2, rtol=3e-2)
+        up, down, up_bias, down_bias = whole = [
+            randn(gen, *shape, dtype=dtype) for shape in ((total, 8, 12), (total, 6, 8), (total, 12), (total, 8))
+        ]
+        tokens = [5 * (r % 3) for r in range(size)]  # none on rank 0
+        x = randn(gen, sum(tokens), 8, dtype=dtype)
+        weight_of = randn(gen, sum(tokens), each).abs()
+        expert_of = torch.randint(1, total + 1, (sum(tokens), each), generator=gen, device="cpu").to(x.device)
+        # not 0; one past the last is none
+        given = [t.requires_grad_() for t in (x, weight_of, *whole)]
+        want = gk.nn.grouped_experts(x, expert_of, weight_of, up, down, up_bias=up_bias, down_bias=down_bias)
+        ct = randn(gen, *want.shape, dtype=dtype)
+        want_grads = torch.autograd.grad(want, given, ct)
+        rows = lambda t, mine=mine, tokens=tokens: t.split(tokens)[mine]  # noqa: E731
+        part = lambda t, mine=mine, own=own: t[mine * own : (mine + 1) * own]  # noqa: E731
+        local = [rows(x), rows(weight_of), *map(part, whole)]
+        local = [t.detach().clone().requires_grad_() for t in local]
+        arguments = (local[0], rows(expert_of), local[1], local[2], local[3], group)
+        got = gd.expert_parallel(*arguments, up_bias=local[4], down_bias=local[5])
+        torch.testing.assert_close(got, rows(want), **close)
+        grads = torch.autograd.grad(got, local, rows(ct))
+        for a, b in zip(grads, (*map(rows, want_grads[:2]), *map(part, want_grads[2:])), strict=True):
+            torch.testing.assert_close(a, b, **close)
+        assert torch.equal(gd.expert_parallel(*arguments, up_bias=local[4], down_bias=local[5]), got)
+    layer = gd.shard_experts(gk.nn.MoE(8, 4, RANKS, 1), ranks.all)
+    with pytest.raises(ValueError, match="spread over ranks already"):
+        gd.shard_experts(layer, ranks.all)
+    with pytest.raises(ValueError, match="up is"):
+        e = 1 + (ranks.rank == 1)
+        one = torch.zeros(1, 1, dtype=torch.int64)
+        gd.expert_parallel(torch.zeros(1, 8), one, one.float(), torch.zeros(e, 8, 4), torch.zeros(e, 2, 8), ranks.all)
+    with pytest.raises(ValueError, match=f"num_experts 3 is no multiple of the group's {RANKS} ranks"):
+        gd.shard_experts(gk.nn.MoE(8, 4, 3, 1), ranks.all)
+
+
 # ---- compiled -------------------------------------------------------------------------------------
 
 
@@ -511,6 +552,7 @@ FORMS = (
     "--context 2 --mode ring --zero 3",
     "--pipeline 2 --tensor 2",
     "--pipeline 2 --schedule zbv --context 2",
+    "--experts 4 --context 2 --accumulate 2",
 )
 
 
@@ -528,13 +570,15 @@ def check_every_form_trains_as_one_process(ranks):
         given = ["--steps", "2", "--seq-len", "24", "--lr", "0.01"]
         alone = Form(dtype=torch.bfloat16 if CUDA else torch.float32)
         want, _ = train.losses_of(train.parse(given), text, config, device, alone)
-        assert want[1] != want[0]
+        mixed, _ = train.losses_of(train.parse(given), text, config, device, replace(alone, experts=4))
+        assert want[1] != want[0] != mixed[0]
         for form in FORMS:
             options = train.parse([*given, *form.split()])
             if RANKS % (options.tensor * options.context * options.pipeline):
                 continue
             got, _ = train.losses_of(options, text, config, device)
-            torch.testing.assert_close(got, want, **close, msg=lambda m, f=form: f"{f or 'data parallel'}: {m}")
+            expected = mixed if options.experts else want
+            torch.testing.assert_close(got, expected, **close, msg=lambda m, f=form: f"{f or 'data parallel'}: {m}")
 
 
 def check_a_rank_that_dies(ranks):

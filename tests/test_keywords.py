@@ -48,7 +48,8 @@ def test_what_follows_the_tensors_is_keyword_only(name):
         ("flash_attn", "softmax_scale", "scale is what says it here"),
         ("flash_attn", "window_size", "window_left and window_right are what says it here"),
         ("flash_attn", "attn_mask", "is_causal, windows, lengths and slopes"),
-        ("flash_attn", "dropout_p", "there is no dropout"),
+        ("flash_attn", "dropout", "dropout_p is what says it here"),
+        ("paged_attn", "dropout_p", "there is no dropout"),
         ("flash_attn", "enable_gqa", "leave it out"),
         ("flash_attn", "return_attn_probs", "return_lse is"),
         ("flash_attn", "cache_seqlens", "kv_end is"),
@@ -105,6 +106,16 @@ def test_what_is_true_or_false_is_a_bool(name, value):
     by_place = [call.get(a.name, a.default_value) for a in schema[:before]]
     with pytest.raises(ValueError, match=text):
         getattr(ops, name)(*by_place, value)
+
+
+@pytest.mark.parametrize("value", NOT_BOOLS, ids=repr)
+def test_bools_that_only_a_public_function_has(value):
+    for name in WITH_BOOLS:
+        with pytest.raises(ValueError, match=rf"^gpukern::{name}: return_lse must be True or False, got "):
+            public(name)(**good(name), return_lse=value)
+    x, target = torch.ones(3, 4), torch.tensor([0, 1, 2])
+    with pytest.raises(ValueError, match="^gpukern::linear_cross_entropy: low_memory must be True or False, got "):
+        torch_gpukern.linear_cross_entropy(x, torch.ones(5, 4), target, low_memory=value)
 
 
 def test_bools_of_a_backward():

@@ -424,31 +424,10 @@ def test_pkg_config_of_absolute_folders(tmp_path, folder):
 
 def test_flags_of_the_user_change_no_result(tmp_path):
     """-march=native gives every instruction set its own instructions all the same, and -Ofast the meaning of NaN, inf and
-    subnormals. `make sanitize-cpu` builds with such flags by clang and runs every C test."""
+    subnormals. `make sanitize-cpu` builds with such flags by clang and runs every C test. A project that takes this one in by
+    add_subdirectory gets the C library alone by gpukern::gpukern; BUILD_SHARED_LIBS=OFF makes libgpukern.a, which an example then finds
+    by its CMake package and by pkg-config."""
     compiler = shutil.which("gcc") or shutil.which("clang")
-    build = tmp_path / "build"
-    must("cmake", "-S", ROOT, "-B", build, f"-DPython_EXECUTABLE={sys.executable}", "-DGPUKERN_CUDA=0", "-DGPUKERN_BUILD_TORCH=OFF",
-         "-DGPUKERN_BUILD_TESTS=ON", f"-DCMAKE_C_COMPILER={compiler}", "-DCMAKE_BUILD_TYPE=Debug",
-         "-DCMAKE_C_FLAGS=-march=native -ffast-math", "-DCMAKE_C_FLAGS_DEBUG=-Ofast -O1")  # fmt: skip
-    must("cmake", "--build", build, "-j", "2", "--target", "check_gemm", "gpukern")
-    assert "0 failed" in must(build / "check_gemm")
-    subnormal = "import ctypes, sys; ctypes.CDLL(sys.argv[1]); print(2.0**-1050 * 2.0**1000)"
-    assert float(must(sys.executable, "-c", subnormal, next(build.glob("libgpukern.so")))) == 2.0**-50
-    for isa, flag in (("base", "-mavx"), ("avx2", "-mavx512f"), ("avx512", "-mno-avx512bw")):
-        has = {
-            "base": [],
-            "avx2": ["-mavx2", "-mfma", "-mf16c"],
-            "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"],
-        }
-        wrong = [compiler, "-fsyntax-only", f"-DGK_ISA={isa}", "-march=x86-64", *has["avx2"][: 3 * (isa != "base")],
-                 *(has["avx512"] if isa == "avx512" else []), flag, ROOT / "csrc" / "cpu" / "isa" / "gemm_ukr.c"]  # fmt: skip
-        done = subprocess.run(wrong, capture_output=True, text=True)
-        assert done.returncode and "#error" in done.stderr, (isa, done.stderr)
-
-
-def test_add_subdirectory_and_static_library(tmp_path):
-    """A project that takes this one in links gpukern::gpukern and gets the C library alone. BUILD_SHARED_LIBS=OFF makes
-    libgpukern.a, which an example then finds by its CMake package and by pkg-config."""
     build, prefix = tmp_path / "build", tmp_path / "prefix"
     (tmp_path / "CMakeLists.txt").write_text(
         "cmake_minimum_required(VERSION 3.20)\n"
@@ -460,9 +439,18 @@ def test_add_subdirectory_and_static_library(tmp_path):
         '  message(FATAL_ERROR "the plugin came along")\n'
         "endif()\n"
     )
-    flags = ["-DGPUKERN_CUDA=0", "-DBUILD_SHARED_LIBS=OFF", "-DCMAKE_C_FLAGS=-O0"]
-    must("cmake", "-S", tmp_path, "-B", build, f"-DPython_EXECUTABLE={sys.executable}", *flags)
+    configure = ["cmake", "-S", tmp_path, "-B", build, f"-DPython_EXECUTABLE={sys.executable}", "-DGPUKERN_CUDA=0"]
+    must(*configure, f"-DCMAKE_C_COMPILER={compiler}")
     assert "CMAKE_BUILD_TYPE:STRING=\n" in (build / "CMakeCache.txt").read_text()
+    must(*configure, "-DBUILD_SHARED_LIBS=ON", "-DGPUKERN_BUILD_TESTS=ON", "-DCMAKE_BUILD_TYPE=Debug",
+         "-DCMAKE_C_FLAGS=-march=native -ffast-math", "-DCMAKE_C_FLAGS_DEBUG=-Ofast -O1")  # fmt: skip
+    must("cmake", "--build", build, "-j", "2", "--target", "check_gemm", "gpukern")
+    assert "0 failed" in must(build / "gpukern" / "check_gemm")
+    subnormal = "import ctypes, sys; ctypes.CDLL(sys.argv[1]); print(2.0**-1050 * 2.0**1000)"
+    shared = build / "gpukern" / "libgpukern.so"
+    assert float(must(sys.executable, "-c", subnormal, shared)) == 2.0**-50
+
+    must(*configure, "-DBUILD_SHARED_LIBS=OFF", "-DGPUKERN_BUILD_TESTS=OFF")  # the same objects
     must("cmake", "--build", build, "-j", "2")
     run_example(build / "attention")
     must("cmake", "--install", build, "--prefix", prefix)
@@ -472,6 +460,20 @@ def test_add_subdirectory_and_static_library(tmp_path):
     run_example(tmp_path / "example" / "attention")
     if shutil.which("pkg-config"):
         by_pkg_config(prefix, tmp_path)
+
+
+def test_flags_that_contradict_an_instruction_set_are_refused():
+    compiler = shutil.which("gcc") or shutil.which("clang")
+    has = {
+        "base": [],
+        "avx2": ["-mavx2", "-mfma", "-mf16c"],
+        "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"],
+    }
+    for isa, flag in (("base", "-mavx"), ("avx2", "-mavx512f"), ("avx512", "-mno-avx512bw")):
+        wrong = [compiler, "-fsyntax-only", f"-DGK_ISA={isa}", "-march=x86-64", *has["avx2"][: 3 * (isa != "base")],
+                 *(has["avx512"] if isa == "avx512" else []), flag, ROOT / "csrc" / "cpu" / "isa" / "gemm_ukr.c"]  # fmt: skip
+        done = subprocess.run(wrong, capture_output=True, text=True)
+        assert done.returncode and "#error" in done.stderr, (isa, done.stderr)
 
 
 def test_install_without_a_component_is_the_c_library(built, tmp_path):

@@ -27,6 +27,7 @@ def calls():
         "swiglu": dict(gate=t(3, 8), up=t(3, 8)),
         "geglu": dict(gate=t(3, 8), up=t(3, 8)),
         "cross_entropy": dict(logits=t(3, 7), target=torch.tensor([0, 6, 1]), weight=t(7)),
+        "attn_dropout_mask": dict(q=t(1, 2, 3, 8).int(), k=t(1, 2, 5, 8).int(), p=0.5, seed=torch.tensor([1, 2])),
         "dropout_mask": dict(shape=(3, 4), p=0.5, seed=torch.tensor([1, 2])),
         "linear": dict(x=t(3, 4), weight=t(5, 4), bias=t(5)),
         "linear_cross_entropy": dict(

@@ -163,10 +163,13 @@ def test_powers_of_attention_run_under_the_products(report):
     gone); without OVERLAP one wait is for both."""
     if not any("flash_attn_fwd_sm90a" in name for name in report):
         pytest.skip("this build has no kernels for sm_90a")
-    seen, name, code = set(), "", []
-
-    def check():
-        tile, modified = re.search(r"FwdHopper(\w+), (\w+)>", ptxas_report.short(name)).groups()
+    own = BUILD / "CMakeFiles/gk_cuda_90a.dir/csrc/cuda/attn/flash_attn_fwd_sm90a.cu.o"  # a tenth of the library
+    found = {name: [opcode + rest for _, opcode, rest, _ in code]
+             for name, code in ptxas_report.disassembly(own if own.exists() else LIBRARY, "sm_90a")
+             if "flash_attn_fwd_sm90a_kernel" in name}  # fmt: skip
+    assert found
+    for name, code in zip(ptxas_report.short(list(found)), found.values()):
+        tile, modified = re.search(r"FwdHopper(\w+), (\w+)>", name).groups()
         scores = next(int(m[1]) for op in code if (m := re.match(r"HGMMA\.64x(\d+)x16", op)))
         first = [i for i, op in enumerate(code) if op.startswith("WARPGROUP.DEPBAR.LE gsb0, 0x1")]
         held = 0
@@ -184,18 +187,6 @@ def test_powers_of_attention_run_under_the_products(report):
                     assert converts <= 16, (name, converts)
                     late += converts > 0
             assert late <= 2, name
-
-    own = BUILD / "CMakeFiles/gk_cuda_90a.dir/csrc/cuda/attn/flash_attn_fwd_sm90a.cu.o"  # a tenth of the library
-    built = str(own if own.exists() else LIBRARY)
-    for line in [*ptxas_report.dump(built, "-sass", "-arch", "sm_90a"), "\tFunction : end"]:
-        if match := ptxas_report.FUNCTION.match(line):
-            if "flash_attn_fwd_sm90a_kernel" in name:
-                check()
-                seen.add(name)
-            name, code = match[1], []
-        elif match := ptxas_report.INSTRUCTION.match(line):
-            code.append(match[2] + match[3])
-    assert seen
 
 
 # Notes of ptxas on wgmma and setmaxnreg: serialised, waits or fences put in, registers that could not be had.

@@ -18,7 +18,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 WHOLE = ("UTMALDG", "UTMASTG", "STSM", "USETMAXREG", "LDL", "STL")  # counted in the whole kernel
@@ -52,19 +53,70 @@ def program(name: str) -> str:
     return str(found[-1])
 
 
+def _environment() -> dict[str, str]:
+    return {"PATH": f"{Path(program('nvdisasm')).parent}:{Path(program('cuobjdump')).parent}:/usr/bin:/bin"}
+
+
 def dump(library: str, *options: str) -> Iterator[str]:
-    """Its lines, as they come: disassembling a library takes a minute."""
-    cuobjdump = program("cuobjdump")
-    path = f"{Path(program('nvdisasm')).parent}:{Path(cuobjdump).parent}:/usr/bin:/bin"
-    command = [cuobjdump, *options, library]
+    """What cuobjdump prints of a library or object, by line."""
+    command = [program("cuobjdump"), *options, library]
     quiet = subprocess.DEVNULL
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=quiet, text=True, env={"PATH": path}) as running:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=quiet, text=True, env=_environment()) as running:
         yield from running.stdout
 
 
-def short(mangled: str) -> str:
-    """The demangled name without namespaces and parameters."""
-    name = subprocess.run(["c++filt", mangled], capture_output=True, text=True).stdout.strip() or mangled
+def disassembly(library: str, *archs: str) -> Iterator[tuple[str, list[tuple[int, str, str, int]]]]:
+    """Every kernel of those architectures: its mangled name, and per instruction its address, its opcode, the opcode's
+    modifiers with the operands, and where a branch goes or -1. nvdisasm is asked, kernel code alone: cuobjdump prints every
+    instruction's bits as well, four times the text. A library takes a minute."""
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([program("cuobjdump"), "-xelf", "all", Path(library).resolve()],
+                       cwd=folder, env=_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+        for cubin in sorted(Path(folder).glob("*.cubin")):
+            if cubin.suffixes[-2] not in {f".{arch}" for arch in archs}:
+                continue
+            command = [program("nvdisasm"), "-c", cubin]
+            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=_environment()) as running:
+                yield from _kernels(running.stdout)
+
+
+def _kernels(lines: Iterable[str]) -> Iterator[tuple[str, list[tuple[int, str, str, int]]]]:
+    """Those of one cubin. A line is a section, a label, or /*address*/, a predicate, opcode and operands."""
+    name, code, labels = None, [], {}
+
+    def placed() -> tuple[str, list[tuple[int, str, str, int]]]:
+        return name, [(at, opcode, rest, labels.get(to, -1)) for at, opcode, rest, to in code]
+
+    for line in lines:
+        if line.startswith("        /*"):
+            address, _, text = line[10:].partition("*/")
+            text = text.strip()
+            if text[0] == "@":
+                text = text.split(None, 1)[1]
+            end = OPCODE.match(text).end()
+            to = TARGET.search(text) if text.startswith("BRA") else None
+            code.append((int(address, 16), text[:end], text[end:].rstrip(" ;"), to[1] if to else ""))
+        elif line.startswith(".L_"):
+            labels[line.rstrip(":\n")] = code[-1][0] + 16 if code else 0
+        elif line.startswith(".text."):
+            if name:
+                yield placed()
+            name, code, labels = line[len(".text.") :].rstrip(":\n"), [], {}
+    if name:
+        yield placed()
+
+
+OPCODE = re.compile(r"\w+")
+TARGET = re.compile(r"`\((\.L_\w+)\)")
+
+
+def short(mangled: list[str]) -> list[str]:
+    """The demangled names without namespaces and parameters."""
+    names = subprocess.run(["c++filt"], input="\n".join(mangled), capture_output=True, text=True).stdout.splitlines()
+    return [_short(name) for name in names]
+
+
+def _short(name: str) -> str:
     name = re.sub(r"\((anonymous namespace|unnamed)\)::|_GLOBAL__N_\w+::", "", name)
     name = re.sub(r"^void ", "", name)
     depth, end = 0, len(name)
@@ -87,13 +139,15 @@ def resources(library: str, archs: list[str]) -> dict[str, dict]:
         elif here and (match := re.match(r"\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", line)):
             registers, stack, shared, local = map(int, match.groups())
             found[name] = {
-                "kernel": short(name),
+                "kernel": name,
                 "arch": arch,
                 "registers": registers,
                 "stack_bytes": stack,
                 "local_bytes": local,
                 "shared_bytes": shared,
             }
+    for row, name in zip(found.values(), short(list(found))):
+        row["kernel"] = name
     return found
 
 
@@ -125,29 +179,11 @@ def hot_loop(code: list[tuple[int, str, int]]) -> list[str]:
     return max(innermost, key=heat)
 
 
-FUNCTION = re.compile(r"\s+Function : (\S+)")
-# address, opcode behind a predicate, its operands; the rest of a line is the code as bits
-INSTRUCTION = re.compile(r"\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([\w]+)(.*?)\s*;?\s*/\*")
-TARGET = re.compile(r"0x[0-9a-f]+")
-
-
 def loops(library: str) -> dict[str, tuple[list[str], list[str]]]:
     """Per kernel the opcodes of its hot loop and those of all of it."""
-    found, code, name = {}, [], None
-
-    def end_kernel() -> None:
-        if name:
-            found[name] = hot_loop(code), [opcode for _, opcode, _ in code]
-
-    for line in dump(library, "-sass", "-arch", "sm_90"):  # and that of sm_90a
-        if match := INSTRUCTION.match(line):
-            address, opcode, operands = match.groups()
-            target = TARGET.search(operands) if opcode == "BRA" else None
-            code.append((int(address, 16), opcode, int(target[0], 16) if target else -1))
-        elif match := FUNCTION.match(line):
-            end_kernel()
-            name, code = match[1], []
-    end_kernel()
+    found = {}
+    for name, code in disassembly(library, "sm_90", "sm_90a"):
+        found[name] = hot_loop([(at, opcode, to) for at, opcode, _, to in code]), [opcode for _, opcode, _, _ in code]
     return found
 
 

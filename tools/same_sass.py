@@ -67,7 +67,7 @@ def show(old: str, new: str, gone: list, come: list) -> None:
             continue
         x, y = before[arch, name], after[arch, by_name[arch, plain(name)]]
         first = next((i for i, pair in enumerate(zip(x, y)) if pair[0] != pair[1]), min(len(x), len(y)))
-        print(f"{arch} {short(name)}: {len(x)} and {len(y)} lines, the first that differ:")
+        print(f"{arch} {short([name])[0]}: {len(x)} and {len(y)} lines, the first that differ:")
         for mark, lines in (("-", x), ("+", y)):
             print("\n".join(f"    {mark} {line}" for line in lines[first : first + 4]))
 
@@ -94,7 +94,7 @@ def main() -> int:
     gone, come = unmatched(found[0], found[1]), unmatched(found[1], found[0])
     for sign, kind in (("-", gone), ("+", come)):
         for arch, name in kind:
-            print(sign, arch, short(name))
+            print(sign, arch, short([name])[0])
     if args.show and gone and come:
         show(*args.builds, gone, come)
     print(

@@ -17,6 +17,7 @@ from typing import get_args as _get_args
 from ._library import ops as _ops
 from .kv_cache import KVCacheScales, OutOfPages, PagedKVCache
 from .ops import (
+    attn_dropout_mask,
     attn_merge,
     bias_gelu_dropout,
     cross_entropy,
@@ -66,6 +67,7 @@ __all__ = [
     "KVCacheScales",
     "OutOfPages",
     "PagedKVCache",
+    "attn_dropout_mask",
     "attn_merge",
     "bias_gelu_dropout",
     "check_errors",

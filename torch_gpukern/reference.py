@@ -19,6 +19,7 @@ import math
 import torch
 from torch import Tensor
 
+from .ops.attn_dropout import attn_dropout_mask
 from .reference_quantised import (
     ACTIVATIONS,
     dequantize,
@@ -85,6 +86,8 @@ def _attend(
     softcap: float,
     alibi_slopes: Tensor | None,  # [Hq] or [B, Hq]
     sinks: Tensor | None,  # [Hq]
+    kept: Tensor | None = None,  # [B, Hq, Sq, Sk] what dropout keeps
+    dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # out [B, Hq, Sq, Dv] in q's dtype, lse [B, Hq, Sq]
     acc = _accumulator(q.dtype)
     key = torch.arange(k.shape[2], device=q.device)
@@ -117,7 +120,10 @@ def _attend(
     empty = total == 0
     total = total.masked_fill(empty, 1)
     lse = (peak + torch.log(total)).masked_fill(empty, -torch.inf)
-    p = (p / total[..., None]).to(q.dtype)
+    p = p / total[..., None]
+    if kept is not None:
+        p = p * kept / (1 - dropout_p)
+    p = p.to(q.dtype)
     # out of a row without keys is a constant: whatever gradient arrives for it, 0 * inf included, ends here
     out = (p.to(acc) @ v).masked_fill(~sees.any(dim=2)[:, None, :, None], 0)
     return out.to(q.dtype), lse
@@ -151,11 +157,16 @@ def flash_attn(
     kv_start: Tensor | None = None,
     kv_end: Tensor | None = None,
     q_start: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
     return_lse: bool = False,
+    kept: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """out [B, Hq, Sq, Dv] = softmax(scale * q k^T + ...) v for q [B, Hq, Sq, D], k [B, Hkv, Sk, D],
-    v [B, Hkv, Sk, Dv].
+    v [B, Hkv, Sk, Dv]. kept: of the dropout, in place of what dropout_seed says.
     """
+    if dropout_p > 0 and kept is None:
+        kept = attn_dropout_mask(q, k, dropout_p, dropout_seed)
     keys = k.shape[2]
     starts = torch.full((1,), diagonal, device=q.device) if q_start is None else q_start.long()
     position = torch.arange(q.shape[2], device=q.device) + starts[:, None]
@@ -164,7 +175,7 @@ def flash_attn(
         first = torch.maximum(first, kv_start.long()[:, None])
     if kv_end is not None:
         end = torch.minimum(end, kv_end.long()[:, None])
-    out, lse = _attend(q, k, v, position, first, end, scale, softcap, alibi_slopes, sinks)
+    out, lse = _attend(q, k, v, position, first, end, scale, softcap, alibi_slopes, sinks, kept, dropout_p)
     return (out, lse) if return_lse else out
 
 
@@ -183,6 +194,8 @@ def flash_attn_varlen(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """out [Tq, Hq, Dv]: flash_attn of each sequence b of a packed batch, with diagonal Sk_b - Sq_b.
@@ -191,6 +204,7 @@ def flash_attn_varlen(
     cu_seqlens[b + 1].
     """
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    kept = attn_dropout_mask(q, k, dropout_p, dropout_seed) if dropout_p > 0 else None
     outs, lses = [], []
     for b in range(len(starts_q) - 1):
         rows, keys = slice(*starts_q[b : b + 2]), slice(*starts_k[b : b + 2])
@@ -206,6 +220,8 @@ def flash_attn_varlen(
             softcap=softcap,
             alibi_slopes=_slopes_of(b, alibi_slopes),
             sinks=sinks,
+            dropout_p=dropout_p,
+            kept=None if kept is None else kept[None, :, rows, : keys.stop - keys.start],
             return_lse=True,
         )
         outs.append(out[0].transpose(0, 1))

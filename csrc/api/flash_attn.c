@@ -71,6 +71,20 @@ static gk_status check_rules(const gk_flash_attn_args *f, gk_io *io) {
     return GK_OK;
 }
 
+static gk_status check_dropout(const gk_context *ctx, const gk_flash_attn_args *f, gk_io *io) {
+    GK_REQUIRE(f->dropout_p >= 0 && f->dropout_p < 1, "dropout_p must be at least 0 and less than 1, got %g",
+               f->dropout_p);
+    if (f->dropout_p > 0 && ctx->device == GK_CUDA)
+        return gk_fail(GK_ERR_UNSUPPORTED, "dropout_p must be 0 on CUDA, got %g", f->dropout_p);
+    if (f->dropout_seed) {
+        GK_TRY(gk_take(io, "dropout_seed", f->dropout_seed, GK_ANY_STRIDES));
+        GK_TRY(gk_check_dtype(io, "dropout_seed", f->dropout_seed, GK_I64));
+        return gk_check_length_of("dropout_seed", f->dropout_seed, 2);
+    }
+    GK_REQUIRE(f->dropout_p == 0, "dropout_seed is missing where dropout_p is %g", f->dropout_p);
+    return GK_OK;
+}
+
 static gk_status check_contents(const gk_context *ctx, const gk_flash_attn_args *f, const gk_io *io) {
     if (form_of(f) == &dense || !gk_reads_contents(io, ctx)) return GK_OK;
     GK_TRY(gk_check_cu_seqlens("cu_seqlens_q", f->cu_seqlens_q, f->q.shape[0], f->max_seqlen_q));
@@ -97,6 +111,7 @@ gk_status gk_check_flash_attn_fwd(const gk_context *ctx, const gk_flash_attn_arg
     GK_TRY(check_qkv(ctx, f, io));
     if (form_of(f) == &packed) GK_TRY(check_lengths(f, io));
     GK_TRY(check_rules(f, io));
+    GK_TRY(check_dropout(ctx, f, io));
     GK_TRY(check_contents(ctx, f, io));
     GK_TRY(check_result_dtype(io, ctx, "out_dtype", &f->q, f->out.dtype));
     int64_t shape[GK_MAX_DIMS];
@@ -131,10 +146,13 @@ gk_status gk_check_flash_attn_bwd(const gk_context *ctx, const gk_flash_attn_bwd
         GK_TRY(gk_check_shape("grad_lse", g->grad_lse, ndim - 1, shape));
     }
     GK_TRY(check_rules(f, io));
+    GK_TRY(check_dropout(ctx, f, io));
     GK_TRY(check_contents(ctx, f, io));
     const gk_tensor *sinks = f->rules.sinks;
     GK_REQUIRE(sinks || !g->dsinks, "dsinks is given but sinks is not");
     GK_REQUIRE(!g->is_part || !sinks, "sinks must be missing where is_part is true: their gradient is of all keys");
+    GK_REQUIRE(!g->is_part || f->dropout_p == 0,
+               "dropout_p must be 0 where is_part is true: what is kept follows from a key's place among all keys");
     GK_TRY(check_result_dtype(io, ctx, "grad_dtype", &f->q, g->dq.dtype));
     const int64_t none = 0;
     gk_give(io, "dq", &g->dq, g->dq.dtype, ndim, f->q.shape, GK_DENSE_LAST);

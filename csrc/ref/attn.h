@@ -4,6 +4,7 @@
 #ifndef GPUKERN_REF_ATTN_H
 #define GPUKERN_REF_ATTN_H
 
+#include "../attn_dropout.h"
 #include "../internal.h"
 
 enum {
@@ -135,6 +136,8 @@ typedef struct ref_block {
     double v_scale;
     int64_t head, i0, rows;
     int64_t q_at[REF_ROWS], out_at[REF_ROWS], lse_at[REF_ROWS], lo[REF_ROWS], hi[REF_ROWS];
+    const gk_attn_keep *dropout; /* NULL = none */
+    int64_t drop_row[REF_ROWS];  /* its rows */
 } ref_block;
 
 static inline void ref_attend(const ref_block *x) {
@@ -183,6 +186,7 @@ static inline void ref_attend(const ref_block *x) {
             if (!v)
                 v = ref_row(x->keys->v, ref_key_offset(x->keys, x->keys->v, x->keys->v_at, x->keys->v_step, j),
                             head_dim_v, key);
+            if (x->dropout && !gk_attn_kept(x->dropout, x->drop_row[r], j)) continue;
             ref_add_scaled(part[r], p[r] * ref_page_scale(x->keys, x->keys->v_scale, j), v, head_dim_v);
         }
         for (int64_t r = 0; ((j - first) % REF_KEYS == REF_KEYS - 1 || j == end - 1) && r < x->rows; ++r) {

@@ -6,6 +6,7 @@
  *   dv_j = sum_i p_ij dout_i   ds_ij = p_ij (dout_i . v_j - delta_i) cap'(scale q_i k_j)
  *   dq_i = scale sum_j ds_ij k_j   dk_j = scale sum_i ds_ij q_i
  *   dsink = -sum_i exp(sink - lse_i) delta_i
+ * With dropout keep_ij / (1 - p) is a factor of p_ij in out and dv, and of dout_i . v_j in ds.
  *
  * Backward is Dao 2023, arXiv:2307.08691, Algorithm 2, run twice: once by rows for dq, once by keys
  * for dk and dv, so that no two tasks add to the same place. Nothing of size seq_q x seq_k is
@@ -20,6 +21,7 @@ typedef struct flash_job {
     ref_sequences q, k;
     int64_t tokens_q, tokens_k, heads_q, heads_kv, group, head_dim, head_dim_v;
     bool packed;
+    gk_attn_keep dropout;
 } flash_job;
 
 static flash_job job_make(const gk_flash_attn_args *x) {
@@ -35,6 +37,7 @@ static flash_job job_make(const gk_flash_attn_args *x) {
     job.group = job.heads_kv ? job.heads_q / job.heads_kv : 1;
     job.head_dim = x->q.shape[x->q.ndim - 1];
     job.head_dim_v = x->v.shape[x->v.ndim - 1];
+    job.dropout = gk_attn_keep_of(x);
     return job;
 }
 
@@ -44,6 +47,11 @@ static flash_job job_make(const gk_flash_attn_args *x) {
 static int64_t at(const flash_job *job, const gk_tensor *t, int64_t b, int64_t start, int64_t h, int64_t i) {
     if (job->packed) return (start + i) * t->stride[0] + h * t->stride[1];
     return b * t->stride[0] + h * t->stride[1] + i * t->stride[2];
+}
+
+/* The dropout's number of that token: of its element in lse. */
+static int64_t drop_row(const flash_job *job, int64_t b, int64_t start, int64_t h, int64_t i) {
+    return job->packed ? (start + i) * job->heads_q + h : (b * job->heads_q + h) * job->q.length + i;
 }
 
 static int64_t token_step(const flash_job *job, const gk_tensor *t) { return t->stride[job->packed ? 0 : 2]; }
@@ -90,7 +98,8 @@ static void fwd_rows(const flash_job *job, const sequence *s, int64_t h, int64_t
                        .sinks = x->rules.sinks,
                        .keys = &keys,
                        .score = &score,
-                       .v_scale = 1,
+                       .v_scale = job->dropout.factor,
+                       .dropout = job->dropout.most ? &job->dropout : NULL,
                        .head = h,
                        .i0 = i0,
                        .rows = rows};
@@ -98,6 +107,7 @@ static void fwd_rows(const flash_job *job, const sequence *s, int64_t h, int64_t
         block.q_at[r] = at(job, &x->q, s->b, s->start_q, h, i0 + r);
         block.out_at[r] = at(job, &x->out, s->b, s->start_q, h, i0 + r);
         block.lse_at[r] = at(job, &x->lse, s->b, s->start_q, h, i0 + r);
+        block.drop_row[r] = drop_row(job, s->b, s->start_q, h, i0 + r);
         block.lo[r] = gk_span_lo(&s->span, i0 + r);
         block.hi[r] = gk_span_hi(&s->span, i0 + r);
     }
@@ -136,6 +146,7 @@ void gk_ref_flash_attn_fwd(const gk_context *ctx, const gk_flash_attn_args *args
  * nothing. */
 typedef struct row {
     double lse, delta;
+    int64_t drop_row;
     const double *q, *dout;
     double q_buf[REF_MAX_HEAD_DIM], dout_buf[REF_MAX_HEAD_DIM];
 } row;
@@ -149,17 +160,20 @@ static bool row_load(row *to, const flash_job *job, const sequence *s, int64_t h
     to->q = ref_row(&x->q, at(job, &x->q, s->b, s->start_q, h, i), job->head_dim, to->q_buf);
     to->dout = ref_row(dout, at(job, dout, s->b, s->start_q, h, i), job->head_dim_v, to->dout_buf);
     const double *out = ref_row(&x->out, at(job, &x->out, s->b, s->start_q, h, i), job->head_dim_v, out_buf);
+    to->drop_row = drop_row(job, s->b, s->start_q, h, i);
     to->delta = ref_dot(to->dout, out, job->head_dim_v);
     if (dlse) to->delta -= gk_load(dlse->data, dlse->dtype, at(job, dlse, s->b, s->start_q, h, i));
     return true;
 }
 
-/* p_ij and ds_ij of a visible pair. */
+/* p_ij, as it counts in dv, and ds_ij of a visible pair. */
 static double pair_gradient(const flash_job *job, const ref_score *score, const row *r, const double *k,
                             const double *v, int64_t i, int64_t j, double *p) {
     double slope_of_cap, logit = ref_logit(score, ref_dot(r->q, k, job->head_dim), i, j, &slope_of_cap);
-    *p = exp(logit - r->lse);
-    return *p * (ref_dot(r->dout, v, job->head_dim_v) - r->delta) * slope_of_cap;
+    const double factor = gk_attn_kept(&job->dropout, r->drop_row, j) ? job->dropout.factor : 0;
+    const double all = exp(logit - r->lse);
+    *p = factor * all;
+    return all * (factor * ref_dot(r->dout, v, job->head_dim_v) - r->delta) * slope_of_cap;
 }
 
 /* ---- backward by rows: dq -------------------------------------------------------------------- */

@@ -7,6 +7,7 @@
     tensor        heads, hidden features and classes are shared out: columns of the first product of a pair, rows of the second
     sequence      beside tensor: between the pairs each rank has some of the tokens alone
     pipeline      layers are shared out; microbatches go from stage to stage by torch.distributed.pipelining
+    experts       each block's MLP is a mixture whose experts are shared out over the ranks of data and context
 
 Every rank makes the same whole model from the same seed and keeps its part. Weights and gradients are float32, so gradients of
 accumulation steps are summed in float32; `dtype` is what is multiplied.
@@ -42,6 +43,8 @@ class Form:
     sequence: bool = False
     recompute: bool = False
     dtype: torch.dtype = torch.float32
+    experts: int = 0
+    top_k: int = 2
 
     def size(self, name: str) -> int:
         return 1 if self.mesh is None else self.mesh[name].size()
@@ -96,11 +99,15 @@ class ParallelBlock(nn.Module):
         with torch.no_grad():
             qkv = [part(x, 1, form) for x in whole.qkv.split(sizes, 1)]
             self.qkv = nn.Parameter(torch.cat(qkv, 1).contiguous())
-            self.gate_up = nn.Parameter(
-                torch.cat([part(x, 1, form) for x in whole.gate_up.chunk(2, 1)], 1).contiguous()
-            )
             self.attn_out = nn.Parameter(part(whole.attn_out, 0, form).clone())
-            self.mlp_out = nn.Parameter(part(whole.mlp_out, 0, form).clone())
+            if form.experts:  # every rank draws the whole mixture, and keeps its part
+                self.moe = gk.nn.MoE(c.dim, c.hidden, form.experts, form.top_k, device=whole.qkv.device)
+                if form.batch_size > 1:
+                    gd.shard_experts(self.moe, form.batch)
+            else:
+                gate_up = [part(x, 1, form) for x in whole.gate_up.chunk(2, 1)]
+                self.gate_up = nn.Parameter(torch.cat(gate_up, 1).contiguous())
+                self.mlp_out = nn.Parameter(part(whole.mlp_out, 0, form).clone())
 
     def columns(self, x: Tensor, w: Tensor) -> Tensor:
         """x w, of this rank's columns of w; under sequence parallelism of all ranks' tokens."""
@@ -137,6 +144,9 @@ class ParallelBlock(nn.Module):
         q, k = rotate(rms_norm(q), cos, sin), rotate(rms_norm(k), cos, sin)
         y = self.attend(q.to(v.dtype), k.to(v.dtype), v)
         x = x + self.rows(y.flatten(-2), self.attn_out)
+        if self.form.experts:
+            with torch.autocast(x.device.type, self.form.dtype, enabled=self.form.dtype != torch.float32):
+                return x + self.moe(rms_norm(x).to(self.form.dtype))
         gate, up = self.columns(rms_norm(x), self.gate_up).chunk(2, dim=-1)
         return x + self.rows(F.silu(gate) * up, self.mlp_out)
 
@@ -219,6 +229,18 @@ def local(x: Tensor, form: Form) -> Tensor:
 def inputs(tokens: Tensor, targets: Tensor, form: Form, config: Config) -> tuple[Tensor, Tensor]:
     """What a rank is fed: grams of its tokens (cut after they were made: a gram looks back), and their targets."""
     return local(grams_of(tokens, config.grams), form), local(targets, form)
+
+
+def experts_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The weights that a rank shares with no other."""
+    return {name: p for name, p in module.named_parameters() if ".moe." in name and "router" not in name}
+
+
+def average_experts(module: nn.Module, form: Form) -> None:
+    """Gradients of experts are sums over all ranks' tokens; the loss is the mean over ranks."""
+    if form.experts and form.batch_size > 1:
+        for p in experts_of(module).values():
+            p.grad /= form.batch_size
 
 
 def sum_shares(module: nn.Module, form: Form) -> None:

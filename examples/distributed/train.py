@@ -6,6 +6,7 @@
     torchrun --nproc-per-node 2 examples/distributed/train.py --tensor 2 [--sequence]          tensor, and sequence parallel
     torchrun --nproc-per-node 2 examples/distributed/train.py --context 2 [--mode ring]        context parallel
     torchrun --nproc-per-node 2 examples/distributed/train.py --pipeline 2 [--schedule 1f1b]   pipeline
+    torchrun --nproc-per-node 2 examples/distributed/train.py --experts 8 [--top-k 2]          expert parallel, beside data and context
     torchrun --nproc-per-node 8 examples/distributed/train.py --tensor 2 --context 2 --accumulate 4 --recompute
 
 What the named forms leave of the ranks is data parallel. With a GPU a rank it goes by NCCL in bfloat16, else by gloo in float32.
@@ -39,7 +40,7 @@ for folder in (HERE, HERE.parent / "demo"):
     sys.path.insert(0, str(folder))
 
 from data import load_corpus  # noqa: E402
-from forms import Form, OneStage, Stage, inputs, sum_shares  # noqa: E402
+from forms import Form, OneStage, Stage, average_experts, experts_of, inputs, sum_shares  # noqa: E402
 from model import GPT, Config  # noqa: E402
 from timeline import watch  # noqa: E402
 
@@ -63,6 +64,8 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="of --pipeline")
     parser.add_argument("--microbatches", type=int, default=4, help="of --pipeline")
+    parser.add_argument("--experts", type=int, default=0, help="of each block's MLP, shared out over data and context")
+    parser.add_argument("--top-k", type=int, default=2, help="experts that a token meets")
     parser.add_argument("--accumulate", type=int, default=1, help="micro steps whose gradients are summed, in float32")
     parser.add_argument("--recompute", action="store_true", help="keep no activations inside of blocks")
     parser.add_argument("--batch", type=int, default=8, help="sequences of a step, of all ranks")
@@ -111,6 +114,7 @@ def wrapped(stage: Stage, form: Form, zero: int) -> nn.Module:
     if form.batch_size == 1:
         return net
     if zero == 0:
+        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, list(experts_of(net)))
         return nn.parallel.DistributedDataParallel(net, process_group=form.batch.get_group())
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -173,6 +177,7 @@ class Trainer:
         self.optimizer.zero_grad()
         loss = self._by_pipeline(tokens, targets) if self.schedule else self._by_micro_steps(tokens, targets)
         sum_shares(self.modules, self.form)
+        average_experts(self.modules, self.form)
         self.optimizer.step()
         return self._mean_loss(loss)
 
@@ -231,7 +236,9 @@ def mesh_of(device: str, shape: tuple[int, ...]):
 
 def form_of(options: argparse.Namespace, device: torch.device) -> Form:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    form = Form(None, None, options.mode, options.sequence, options.recompute, dtype)
+    form = Form(None, None, options.mode, options.sequence, options.recompute, dtype, options.experts, options.top_k)
+    if options.experts and (options.zero or options.tensor > 1 or options.pipeline > 1):
+        raise SystemExit("--experts goes beside data and context ranks: leave out --zero, --tensor and --pipeline")
     others = options.tensor * options.context * options.pipeline
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if ranks % others:

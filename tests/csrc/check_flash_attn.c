@@ -20,13 +20,15 @@ typedef struct flash_case {
     bool is_causal, sinks, own_sinks, kv_start, kv_end, q_start, backward, grad_lse; /* own_sinks: in dtype */
     int alibi;                                                                       /* 0 none, 1 [Hq], 2 [B, Hq] */
     int64_t diagonal, window_left, window_right;
-    double scale, softcap;
+    double scale, softcap, dropout;
 } flash_case;
 
 /* All that a case owns. */
 typedef struct flash_data {
     check_tensor q, k, v, dout, dlse, slopes, sinks, kv_start, kv_end, q_start, cu_q, cu_k;
     int64_t out_shape[4], lse_shape[3], ndim;
+    int64_t seed[2];
+    gk_tensor seed_t;
     gk_flash_attn_args args;
     double max_logit;
 } flash_data;
@@ -159,6 +161,7 @@ static flash_data make_data(const flash_case *x) {
         check_set(&d.kv_end.t, b, (double)(x->seq_k + 2 - check_below(x->seq_k / 2 + 3)));
         check_set(&d.q_start.t, b, (double)(check_below(x->seq_q + x->seq_k + 3) - x->seq_q - 1));
     }
+    d.seed[0] = check_below(1 << 30) * (1 << 30) - (1 << 29), d.seed[1] = check_below(1 << 30);
     d.args = (gk_flash_attn_args){.size = sizeof d.args,
                                   .q = d.q.t,
                                   .k = d.k.t,
@@ -185,6 +188,8 @@ static void bind(const flash_case *x, flash_data *d) {
     d->args.rules.kv_start = x->kv_start ? &d->kv_start.t : NULL;
     d->args.rules.kv_end = x->kv_end ? &d->kv_end.t : NULL;
     d->args.rules.q_start = x->q_start ? &d->q_start.t : NULL;
+    d->seed_t = (gk_tensor){.data = d->seed, .dtype = GK_I64, .ndim = 1, .shape = {2}, .stride = {1}};
+    d->args.dropout_p = x->dropout, d->args.dropout_seed = x->dropout > 0 ? &d->seed_t : NULL;
     poison(x, d);
     d->max_logit = 1 + fabs(x->scale) * check_longest_row(&d->q.t) * check_longest_row(&d->k.t);
     if (x->alibi) d->max_logit += 0.3 * (double)(x->seq_q + x->seq_k + llabs((long long)x->diagonal));
@@ -213,8 +218,8 @@ static void add_pair(const flash_case *x, const flash_data *d, const flash_sizes
     int64_t dv_at = row_at(x, &z->dv.t, b, s->k0, h_kv, j);
     for (int64_t e = 0; e < x->head_dim_v; ++e) {
         double g = fabs(element(&d->dout.t, dout_at + e));
-        reach += g * fabs(element(&f->v, v_at + e));
-        add(&z->dv.t, dv_at + e, p * g);
+        reach += g * fabs(element(&f->v, v_at + e)) / (1 - x->dropout);
+        add(&z->dv.t, dv_at + e, p * g / (1 - x->dropout));
     }
     int64_t dq_at = row_at(x, &z->dq.t, b, s->q0, h, i), dk_at = row_at(x, &z->dk.t, b, s->k0, h_kv, j);
     for (int64_t e = 0; e < x->head_dim; ++e) {
@@ -399,12 +404,12 @@ static void check_flash_case(const flash_case *x) {
     snprintf(check_case, sizeof check_case,
              "flash_attn %s %s B %lld H %lld/%lld S %lld/%lld D %lld/%lld causal %d diagonal %lld "
              "window %lld,%lld cap %g scale %g"
-             " alibi %d sinks %d own_sinks %d kv_start %d kv_end %d q_start %d tokens_first %d grad_lse %d",
+             " alibi %d sinks %d own_sinks %d kv_start %d kv_end %d q_start %d tokens_first %d grad_lse %d dropout %g",
              x->packed ? "packed" : "dense", gk_dtype_name(x->dtype), (long long)x->batch, (long long)x->heads_q,
              (long long)x->heads_kv, (long long)x->seq_q, (long long)x->seq_k, (long long)x->head_dim,
              (long long)x->head_dim_v, x->is_causal, (long long)x->diagonal, (long long)x->window_left,
              (long long)x->window_right, x->softcap, x->scale, x->alibi, x->sinks, x->own_sinks, x->kv_start, x->kv_end,
-             x->q_start, x->tokens_first, x->grad_lse);
+             x->q_start, x->tokens_first, x->grad_lse, x->dropout);
     flash_data d = make_data(x);
     bind(x, &d);
     check_fwd(x, &d);
@@ -506,11 +511,12 @@ static void apply(flash_case *x, int i) {
         x->alibi = 2;
         break;
     case 21: x->sinks = x->own_sinks = true; break;
+    case 22: x->dropout = 0.3; break;
     default: break;
     }
 }
 enum {
-    NUM_MODIFIERS = 22
+    NUM_MODIFIERS = 23
 };
 
 static void check_modifiers(gk_dtype dtype) {
@@ -538,6 +544,7 @@ static void check_modifiers(gk_dtype dtype) {
             for (int m = 2 + (int)check_below(4); m > 0; --m) apply(&x, (int)check_below(13));
             if (check_below(3) == 0) x.q_start = !x.packed;
             if (check_below(3) == 0) x.own_sinks = true;
+            if (check_below(3) == 0) x.dropout = check_below(2) ? 0.1 : 0.5;
             if (x.window_left >= 0 && check_below(2)) x.window_left = check_below(60);
         }
         check_flash_case(&x);

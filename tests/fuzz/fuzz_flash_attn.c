@@ -129,10 +129,19 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
                               args.rules.q_start ? &q_start : NULL,
                               &args.lse};
     const bool wrong = fz_corrupt(all, 12, 11);
+    int64_t words[2] = {fz_int(0, 1000) << 40, 3};
+    gk_tensor seed = {.data = words, .dtype = GK_I64, .ndim = 1, .shape = {2}, .stride = {1}};
+    const int64_t dropout = fz_int(0, 15);
+    double kept = 1;
+    if (dropout > 12) {
+        args.dropout_p = dropout == 13 ? 0.1 : dropout == 14 ? 0.5 : 1, args.dropout_seed = dropout < 15 ? &seed : NULL;
+        twin.dropout_p = good.dropout_p = args.dropout_p, twin.dropout_seed = good.dropout_seed = args.dropout_seed;
+        kept = dropout < 15 ? 1 - args.dropout_p : 1;
+    }
     const gk_status status =
         fz_call("gk_flash_attn_fwd", &ctx, &args, fwd_bytes, fwd, &args.workspace, &args.workspace_bytes, wrong);
     if (!wrong && fz_agree("gk_flash_attn_fwd", status, gk_flash_attn_fwd(&plain, &twin), gk_last_error())) {
-        const double loss = fz_loss(dtype, 64 * (1 + own.scores));
+        const double loss = fz_loss(dtype, 64 * (1 + own.scores)) / (kept * kept);
         fz_close("out", &args.out, &twin.out, loss);
         fz_close("lse", &args.lse, &twin.lse, fz_loss(stats, 64 * (1 + own.scores)));
         if (fz_one_in(2)) backward(&ctx, &good, &twin, nd, loss);

@@ -3,7 +3,7 @@
 
 A rank is a process of a `ProcessGroup`. Context parallel functions take tensors whose sequence is cut over the ranks, tensor
 parallel ones matrices whose rows or columns are. Every function has gradients, a fake function for torch.compile with
-fullgraph, and gives on a group of one rank what the op of one GPU gives.
+fullgraph (but `expert_parallel`, whose host waits for counts), and gives on a group of one rank what the op of one GPU gives.
 
 **Bits.** What is summed over ranks is summed in float32, always in the same order, and rounded once. So the same call gives the
 same bits each time.
@@ -18,6 +18,7 @@ so does a call inside a CUDA graph's capture.
 
 from .attention import context_parallel_attn, context_parallel_attn_varlen
 from .estimate import Estimate, Machine, estimate
+from .experts import expert_parallel, shard_experts
 from .loss import vocab_parallel_linear_cross_entropy
 from .paged import context_parallel_paged_attn
 from .products import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
@@ -31,10 +32,12 @@ __all__ = [
     "context_parallel_attn_varlen",
     "context_parallel_paged_attn",
     "estimate",
+    "expert_parallel",
     "gather_sequence",
     "gemm_all_reduce",
     "gemm_reduce_scatter",
     "positions",
+    "shard_experts",
     "shard_sequence",
     "vocab_parallel_linear_cross_entropy",
 ]

@@ -11,6 +11,8 @@ layers (`parallelize_module`) and under FSDP2 as torch's own do. A rule says whi
 - kv_cache_write: heads. A cache is written where it lies: k and v are brought to it, and a cache that is sharded otherwise is
   refused.
 
+With dropout attention has no such shards: what is kept follows from a row's number among all rows.
+
 Every other placement is redistributed first, as DTensor does for torch's ops: the result is right and the call costs an
 all-gather. `attn_merge` and the .out overloads have no rule, and DTensor refuses them by name.
 """
@@ -115,6 +117,8 @@ _OF_KEYS = ("k", "v", "dk", "dv")
 
 
 def _heads(sizes: _Sizes, given: dict) -> list[_Rule]:
+    if given["dropout_p"] > 0:
+        return []  # what is kept follows from a row's number among all: of every rank alone it would be the same mask
     rule = {name: Shard(1) for name in (*_OF_QUERIES, *_OF_KEYS)}
     if "alibi_slopes" in sizes:
         rule["alibi_slopes"] = Shard(len(sizes["alibi_slopes"]) - 1)
@@ -124,6 +128,8 @@ def _heads(sizes: _Sizes, given: dict) -> list[_Rule]:
 
 
 def _batch_or_heads(sizes: _Sizes, given: dict) -> list[_Rule]:
+    if given["dropout_p"] > 0:
+        return []
     rule: _Rule = {name: Shard(0) for name in (*_OF_QUERIES, *_OF_KEYS, "q_start", "kv_start", "kv_end")}
     if len(sizes.get("alibi_slopes", ())) == 2:
         rule["alibi_slopes"] = Shard(0)

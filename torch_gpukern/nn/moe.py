@@ -90,6 +90,7 @@ class MoE(torch.nn.Module):
         activation: as in `torch_gpukern.gemm`; SwiGLU where it is silu.
 
     ``forward(x)`` takes [..., H]; ``forward(x, return_logits=True)`` returns the router's logits, too, which a loss of balance reads.
+    `torch_gpukern.distributed.shard_experts` spreads the experts over ranks.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class MoE(torch.nn.Module):
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.num_experts, self.top_k = num_experts, top_k
         self.normalize, self.activation = normalize, activation
+        self.multiply: Callable[..., Tensor] = grouped_experts  # of this module's experts, or of those of all ranks
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         self.router = Linear(hidden_size, num_experts, bias=False, **options)
         self.gate_up_proj = torch.nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size, **options))
@@ -124,7 +126,7 @@ class MoE(torch.nn.Module):
         if self.normalize:
             weight_of = weight_of / weight_of.sum(-1, keepdim=True)
         gate = swiglu if self.activation == "silu" else self._gated
-        out = grouped_experts(rows, expert_of, weight_of, self.gate_up_proj.mT, self.down_proj.mT, gate)
+        out = self.multiply(rows, expert_of, weight_of, self.gate_up_proj.mT, self.down_proj.mT, gate)
         out = out.reshape(x.shape)
         return (out, logits.reshape(*x.shape[:-1], self.num_experts)) if return_logits else out
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The public functions; each module adds to its C++ ops what only Python can register."""
 
+from .attn_dropout import attn_dropout_mask
 from .attn_merge import attn_merge
 from .cross_entropy import cross_entropy
 from .define import tag_compiled_code
@@ -23,6 +24,7 @@ from .sparse_gemm import sparse_gemm, sparse_pack
 from .weight_gemm import pack_weight, unpack_weight, weight_gemm
 
 __all__ = [
+    "attn_dropout_mask",
     "attn_merge",
     "bias_gelu_dropout",
     "cross_entropy",

@@ -118,10 +118,15 @@ _HEADS_SECOND = ("q", "k", "v", "out", "lse", "grad_out", "grad_lse")
 _OF_SEQUENCES = ("kv_start", "kv_end", "q_start")
 
 
+def _drops(given: dict) -> bool:
+    """Whether there is dropout, whose mask follows from a row's number, which a fold would change."""
+    return given["dropout_seed"] is not None
+
+
 def fold_into_heads(size, batched, sinks, alibi_slopes, **given):
     """[B, H, S, D] and [T, H, D], `size` of each, as `size` times the heads; query head h still reads its kv head."""
     lengths = {*_OF_SEQUENCES, "cu_seqlens_q", "cu_seqlens_k"}
-    if batched & lengths:
+    if batched & lengths or _drops(given):
         return None
 
     def in_front(name: str, x: Tensor) -> Tensor:
@@ -149,6 +154,8 @@ def fold_into_heads(size, batched, sinks, alibi_slopes, **given):
 def fold_into_batch(size, batched, q, sinks, alibi_slopes, **given):
     """[B, H, S, D], `size` of each, as a batch of `size` times B. Sinks are no batch's, so those go into the heads."""
     given["q"] = q
+    if _drops(given):
+        return None
     if sinks is not None:
         return fold_into_heads(size, batched, sinks=sinks, alibi_slopes=alibi_slopes, **given)
 

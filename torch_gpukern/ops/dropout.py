@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from . import autocast
 from .define import define_op
 
 __all__ = ["bias_gelu_dropout", "dropout", "dropout_add", "dropout_mask"]
@@ -37,7 +38,7 @@ def dropout(x: Tensor, p: float, seed: Tensor | None = None) -> Tensor:
     Srivastava, Hinton, Krizhevsky, Sutskever and Salakhutdinov, "Dropout" (2014); the words are Philox4x32-10's: Salmon,
     Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (2011).
     """
-    return _of_rows(lambda x: _dropout.call(x, p, _drawn(x) if seed is None else seed), x)
+    return _of_rows(lambda x: _dropout.call(x, p, drawn(x) if seed is None else seed), x)
 
 
 def dropout_add(x: Tensor, residual: Tensor, p: float, seed: Tensor | None = None) -> Tensor:
@@ -52,14 +53,14 @@ def dropout_add(x: Tensor, residual: Tensor, p: float, seed: Tensor | None = Non
     Returns:
         x's shape and dtype, contiguous.
 
-    Gradients: x and residual, as often as asked for.
+    Gradients: x and residual, as often as asked for. Under autocast both take the wider of their dtypes.
 
     Raises:
         ValueError: shapes or dtypes that do not match; p outside 0 to 1; a seed that is no int64 [2] on x's device.
 
     Srivastava and others, "Dropout" (2014).
     """
-    return _of_rows(lambda x, y: _dropout_add.call(x, y, p, _drawn(x) if seed is None else seed), x, residual)
+    return _of_rows(lambda x, y: _dropout_add.call(x, y, p, drawn(x) if seed is None else seed), x, residual)
 
 
 def bias_gelu_dropout(
@@ -83,6 +84,7 @@ def bias_gelu_dropout(
         x's shape and dtype, contiguous.
 
     Gradients: x and bias. Backward reads x and the gradient; the bias's is the sum of x's over all rows, in float32 (float64).
+    Under autocast bias is cast to x's dtype.
     Not twice differentiable.
 
     Raises:
@@ -91,7 +93,7 @@ def bias_gelu_dropout(
 
     Hendrycks and Gimpel, "Gaussian Error Linear Units" (2016), arXiv:1606.08415; Srivastava and others, "Dropout" (2014).
     """
-    return _bias_gelu_dropout.call(x, bias, p, _drawn(x) if seed is None else seed, approximate)
+    return _bias_gelu_dropout.call(x, bias, p, drawn(x) if seed is None else seed, approximate)
 
 
 def dropout_mask(shape: Sequence[int], p: float, seed: Tensor, device: torch.device | str | None = None) -> Tensor:
@@ -107,7 +109,8 @@ def dropout_mask(shape: Sequence[int], p: float, seed: Tensor, device: torch.dev
     return dropout(torch.ones(tuple(shape), device=device), p, seed.to(device)) != 0
 
 
-def _drawn(x: Tensor) -> Tensor:
+def drawn(x: Tensor) -> Tensor:
+    """A seed from torch's generator of x's device."""
     return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=x.device)
 
 
@@ -161,6 +164,7 @@ _dropout_add = define_op(
     save=_keep_seed(3),
     saved=("seed",),
     backward=_add_backward,
+    autocast=autocast.widest("x", "residual"),
 )
 _bias_gelu_dropout_bwd = define_op(
     "bias_gelu_dropout_bwd",
@@ -174,4 +178,5 @@ _bias_gelu_dropout = define_op(
     save=_gelu_save,
     saved=("x", "bias", "seed"),
     backward=_gelu_backward,
+    autocast=autocast.widest("x", exactly=("bias",)),
 )

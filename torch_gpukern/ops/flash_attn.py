@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from . import attention, fakes
+from .attn_dropout import seed_of
 from .define import define_op
 from .keywords import refuse_unknown
+from .wrong_types import refuse_non_bool
 
 __all__ = ["flash_attn"]
 
@@ -33,6 +35,8 @@ def flash_attn(
     kv_end: Tensor | None = None,
     q_start: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
     return_lse: bool = False,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -76,6 +80,11 @@ def flash_attn(
             chunk of a prompt or a captured graph needs no number on the host. diagonal must then be 0.
         out_dtype: dtype of out: q's, or on the CPU float32, unrounded, for results that are joined with others by
             `attn_merge`. None is q's.
+        dropout_p: each probability is 0 with this probability, else divided by 1 - dropout_p: at least 0, less than 1. lse is of
+            all of them, and so is a row's sum.
+        dropout_seed: int64 [2] on q's device, (seed, offset), which says what is kept: `attn_dropout_mask` shows it. By default
+            both are drawn from torch's generator of the device. The numbers are read on the device: who writes others into the
+            tensor gets another mask from a captured graph.
         return_lse: return ``(out, lse)``.
 
     Returns:
@@ -102,6 +111,8 @@ def flash_attn(
     if unknown:
         refuse_unknown(flash_attn, unknown)
     attention.warn_of_swapped(q, k)
+    if return_lse is not False:
+        refuse_non_bool(_flash_attn.said, "return_lse", return_lse)
     op = _flash_attn.all if return_lse else _flash_attn
     return op.call(
         q,
@@ -119,6 +130,8 @@ def flash_attn(
         kv_end,
         q_start,
         out_dtype,
+        dropout_p,
+        seed_of("flash_attn", q, dropout_p, dropout_seed),
     )
 
 

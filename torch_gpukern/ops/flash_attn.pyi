@@ -24,6 +24,8 @@ def flash_attn(
     kv_end: Tensor | None = ...,
     q_start: Tensor | None = ...,
     out_dtype: torch.dtype | None = ...,
+    dropout_p: float = ...,
+    dropout_seed: Tensor | None = ...,
     return_lse: Literal[False] = ...,
 ) -> Tensor: ...
 @overload
@@ -44,6 +46,8 @@ def flash_attn(
     kv_end: Tensor | None = ...,
     q_start: Tensor | None = ...,
     out_dtype: torch.dtype | None = ...,
+    dropout_p: float = ...,
+    dropout_seed: Tensor | None = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -64,5 +68,7 @@ def flash_attn(
     kv_end: Tensor | None = ...,
     q_start: Tensor | None = ...,
     out_dtype: torch.dtype | None = ...,
+    dropout_p: float = ...,
+    dropout_seed: Tensor | None = ...,
     return_lse: bool = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...

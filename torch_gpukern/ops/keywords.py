@@ -10,7 +10,7 @@ from .._library import NAMESPACE
 __all__ = ["hide_unknown", "refuse_unknown"]
 
 _MASK = "which keys a query sees is said by is_causal, windows, lengths and slopes, not by a tensor of scores' size"
-_DROPOUT = "there is no dropout: leave it out"
+_NO_DROPOUT = "there is no dropout: leave it out"
 
 # Foreign keyword: the names that it may have here, of which a function has one or the other; or what to do instead.
 _OURS: dict[str, tuple[str, ...] | str] = {
@@ -37,8 +37,9 @@ _OURS: dict[str, tuple[str, ...] | str] = {
     "attn_bias": _MASK,
     "block_mask": _MASK,
     "score_mod": "scores are changed by scale, softcap, alibi_slopes and sinks alone",
-    "dropout_p": _DROPOUT,
-    "dropout": _DROPOUT,
+    "dropout_p": _NO_DROPOUT,  # of functions without it
+    "dropout": ("dropout_p",),
+    "p_dropout": ("dropout_p",),
     "enable_gqa": "heads are grouped wherever k has fewer than q: leave it out",
     "deterministic": "torch.use_deterministic_algorithms(True) is obeyed: leave it out",
     "num_splits": "long contexts are split by themselves: leave it out",

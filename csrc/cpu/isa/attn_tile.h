@@ -22,6 +22,7 @@
 #define GPUKERN_CPU_ATTN_TILE_H
 
 #include "attn.h"
+#include "attn_drop.h"
 #include "../blocks.h"
 
 enum {
@@ -45,6 +46,7 @@ typedef struct attn_keys {
     void (*decode)(const struct attn_keys *keys, int64_t j, int64_t n, const char **k, const char **v, char *to);
     const void *codes; /* what decode reads */
     int64_t head;
+    const gk_attn_keep *dropout; /* of probabilities of these keys, its rows are lse_at; NULL = none */
 } attn_keys;
 
 /* Addresses of keys j .. j + n. */
@@ -266,6 +268,26 @@ INLINE bool attn_softmax(float *s, int64_t n, int64_t j0, attn_lanes *lanes, int
     return moved;
 }
 
+/* What dropout does not keep of p becomes 0, after it was summed. */
+INLINE void attn_drop(cell *p, int64_t n, int64_t j0, const attn_lanes *lanes, int64_t lane, const int nv,
+                      const gk_attn_keep *dropout) {
+    vi keep[(ATTN_MAX_BKV / 32 + 2) * NV];
+    for (int v = 0; v < nv; ++v) attn_keep_words(dropout, lanes->lse_at + lane + v * W, j0, n, keep + v, NV);
+    for (int64_t j = 0; j < n; j += PAIR)
+        for (int v = 0; v < nv; ++v) {
+            vi kept = attn_keeps(keep + v, NV, j0, j0 + j);
+            if (PAIR == 2) {
+                const vi next = j + 1 < n ? attn_keeps(keep + v, NV, j0, j0 + j + 1) : vi_set1(0);
+                kept = (kept & 0xffff) | (next & ~0xffff);
+            }
+            int32_t *at = (int32_t *)p + j / PAIR * NR + v * W;
+            vc x;
+            memcpy(&x, at, sizeof x);
+            x = (vc)((vi)x & kept);
+            memcpy(at, &x, sizeof x);
+        }
+}
+
 /* ---- the way out -------------------------------------------------------------------------------- */
 INLINE void attn_store(const attn_scratch *x, const attn_lanes *lanes, const attn_job *job, float v_scale) {
     for (int64_t n = 0; n < lanes->count; n += W) {
@@ -339,6 +361,7 @@ INLINE void attn_block(const attn_job *job, attn_lanes *lanes, const attn_keys *
                 moved = attn_softmax(x.s, n, j, lanes, lane, job, left, shrink, NV, false, true);
             else
                 moved = attn_softmax(x.s, n, j, lanes, lane, job, left, shrink, NV, false, false);
+            if (keys->dropout) attn_drop((cell *)x.s, n, j, lanes, lane, nv, keys->dropout);
             if (moved && started[strip])
                 for (int64_t d = 0; d < head_dim_v; ++d)
                     for (int w = 0; w < nv; ++w) {

@@ -6,6 +6,8 @@
  *   dV += P^T dO  dK += scale dS^T Q           dQ^T += scale K^T dS^T
  *   delta = dO . O - dlse                      dsink = -sum exp(sink - lse) delta; of rows without keys sum dlse
  *
+ * With dropout keep / (1 - p) is a factor of P in dV and of dP in dS.
+ *
  * delta carries the rounding of out. In dS that is noise of P's size; summed over rows into dsink it
  * is not, so there it is put right by what a row's dS leave: sum P dP = sum dS + delta (1 - P_sink).
  *
@@ -29,9 +31,10 @@
  * Shapes alone fix tiles and chunks, so the bits do not depend on the number of workers.
  * Workspace: dQ in float32, once per worker (one chunk) or per task (more), two floats per row,
  * and per worker one tile of everything.
- * Not here: float64 (ref/), dropout, gradients of the ALiBi slopes.
+ * Not here: float64 (ref/), gradients of the ALiBi slopes.
  */
 #include "attn.h"
+#include "attn_drop.h"
 #include "../blocks.h"
 #include "../kernels.h"
 
@@ -40,6 +43,7 @@
 enum {
     MAX_BQ = 256,
     MAX_BKV = 256,
+    KEEP_STEP = MAX_BQ / W,
     LINE = 16
 }; /* LINE: floats of a cache line */
 
@@ -52,6 +56,7 @@ typedef struct job {
     gk_dtype dtype, grad; /* of q, k, v, out and grad_out; of dq, dk, dv */
     char *workspace;
     const int64_t (*order)[2]; /* [batch] {pairs, sequence}, most pairs first */
+    gk_attn_keep dropout;
 } job;
 GK_PLAN_HOLDS(job);
 
@@ -72,90 +77,7 @@ static void zero_rows(void *dst, gk_dtype dtype, int64_t row_stride, int64_t row
     for (int64_t i = 0; i < rows; ++i) memset((char *)dst + (int64_t)es * i * row_stride, 0, es * (size_t)dim);
 }
 
-/* ---- phase 1: lse and delta ------------------------------------------------------------------ */
-/* lse or delta of head h and sequence b: [rows]. */
-static float *row_values(const job *g, size_t where, int64_t b, int64_t h) {
-    const int64_t first = g->shape.packed ? first_q(g, b) : b * g->shape.max_seq_q;
-    return (float *)(g->workspace + where) + h * g->z.tokens_q + first;
-}
-
-/* What a row's dS leave, summed over the keys of a chunk: [rows]. */
-static float *left_of(const job *g, int64_t b, int64_t h, int64_t chunk) {
-    return row_values(g, g->z.left_at, b, h) + chunk * g->shape.heads_q * g->z.tokens_q;
-}
-
-/* What a tile of AMX adds to C: lane by lane the products of W pairs, even and odd ones apart. */
-INLINE vf tile_dot(const vc a[W], const vc b[W]) {
-    vf sum[2] = {vf_set1(0), vf_set1(0)};
-    for (int i = 0; i < W; ++i)
-        for (int odd = 0; odd < 2; ++odd)
-            sum[odd] = vf_fma(vf_load_half(&a[i], odd), vf_load_half(&b[i], odd), sum[odd]);
-    return sum[0] + sum[1];
-}
-
-static void pre_task(void *arg, int64_t task, int64_t worker) {
-    (void)worker;
-    const job *g = arg;
-    const gk_flash_attn_bwd_args *a = g->args;
-    const gk_flash_attn_args *f = &a->fwd;
-    const int64_t b = task / g->shape.heads_q, h = task % g->shape.heads_q, dim = g->shape.head_dim_v;
-    const int r = attn_row_dim(&g->shape);
-    const attn_seq x = attn_seq_of(f, &g->shape, b);
-    const char *out = at(&f->out, x.out_first + h * x.out_head);
-    const char *grad = at(&a->grad_out, row0_of(g, &a->grad_out, b, h, first_q(g, b)));
-    const int64_t es = (int64_t)gk_dtype_bytes(g->dtype), grad_row = a->grad_out.stride[r];
-    const float *lse = gk_at(f->lse.data, 4 * (x.lse_first + h * x.lse_head));
-    float *row_lse = row_values(g, g->z.lse_at, b, h), *delta = row_values(g, g->z.delta_at, b, h);
-    const gk_tensor *grad_lse = a->grad_lse;
-    const int64_t dlse = grad_lse ? row0_of(g, grad_lse, b, h, first_q(g, b)) : 0;
-    const float sink = (float)gk_sink_of(&f->rules, h);
-
-    for (int64_t i0 = 0; i0 < x.seq_q; i0 += W) {
-        const int64_t rows = gk_min_i64(W, x.seq_q - i0);
-        /* out of a row with one key is that value: with the value itself, and summed in the order
-         * in which tile_product sums dP, its dS is exactly 0 */
-        const char *o_row[W], *d_row[W];
-        bool alone[W];
-        for (int64_t i = 0; i < W; ++i) {
-            const int64_t row = i0 + gk_min_i64(i, rows - 1), key = gk_span_lo(&x.span, row);
-            alone[i] = !a->is_part && sink == -INFINITY && gk_span_hi(&x.span, row) == key + 1;
-            o_row[i] =
-                alone[i] ? x.v + es * (h / g->shape.group * x.v_head + key * x.v_row) : out + es * row * x.out_row;
-            d_row[i] = grad + es * row * grad_row;
-        }
-        vf sum = vf_set1(0), parts = vf_set1(0), near = vf_set1(0); /* near: for all other rows, of shorter sums */
-        for (int64_t c = 0; c < dim; c += PAIR * W) {
-            if (!TILED && c > 0 && c % (PAIR * g->shape.sum_cells) == 0) parts += sum, sum = vf_set1(0);
-            vf part = vf_set1(0);
-            vc o[W], d[W];
-            for (int64_t i = 0; i < W; ++i) {
-                o[i] = vc_load_along_k(o_row[i], g->dtype, c, dim - c);
-                d[i] = vc_load_along_k(d_row[i], g->dtype, c, dim - c);
-            }
-            vc_transpose(o), vc_transpose(d);
-            for (int i = 0; i < W; ++i) {
-                if (!TILED) sum = vc_dot(sum, o[i], d[i]);
-                part = vc_dot(part, o[i], d[i]);
-            }
-            if (TILED) sum += tile_dot(o, d);
-            near += part;
-        }
-        sum += parts;
-        for (int64_t r_i = 0, i = i0; r_i < rows; ++r_i, ++i) {
-            const float l = lse[i * x.lse_row];
-            /* no key: P = 0 whatever s is, and whatever dO holds */
-            if (l == -INFINITY || gk_span_lo(&x.span, i) >= gk_span_hi(&x.span, i)) {
-                row_lse[i] = INFINITY, delta[i] = 0;
-                continue;
-            }
-            delta[i] = alone[r_i] ? sum[r_i] : near[r_i];
-            if (grad_lse) delta[i] -= ((const float *)grad_lse->data)[dlse + i * grad_lse->stride[r]];
-            row_lse[i] = l * ATTN_UNIT;
-        }
-    }
-    for (int64_t chunk = 0; a->dsinks && chunk < g->z.chunks; ++chunk)
-        memset(left_of(g, b, h, chunk), 0, 4 * (size_t)x.seq_q);
-}
+#include "flash_attn_bwd_pre.h"
 
 /* ---- phase 2: one pair of tiles -------------------------------------------------------------- */
 typedef struct pair {
@@ -171,6 +93,9 @@ typedef struct pair {
     float slope, distance;                 /* ALiBi, in ATTN_UNIT; position of query 0 less that of key 0 */
     vf *left;                              /* sums of dS over keys, as lse lies; NULL = dsinks is not wanted */
     bool modified;                         /* something comes between s and P, or between P and dS */
+    vi *keep; /* dropout: of a strip, words of bits of 32 keys, KEEP_STEP apart; NULL = none */
+    float keep_factor;
+    int64_t keep_row0; /* row 0 of the head */
 } pair;
 
 /* A strip of scores: keys [key, key + keys) of the key tile, multiples of PAIR, and the lanes
@@ -215,8 +140,13 @@ INLINE void score_strip(const pair *t, const strip *r, const bool masked, const 
                         const vm sees = vm_and(vi_lt(t->lo[lane] - 1, j), vi_lt(j, t->hi[lane]));
                         y = vf_select(sees, y, vf_set1(0));
                     }
+                    vf d = vf_load(dp + at);
                     p[u][v] = y;
-                    ds[u][v] = y * (vf_load(dp + at) - t->delta[lane]);
+                    if (modified && t->keep) {
+                        const vi kept = attn_keeps(t->keep + lane, KEEP_STEP, t->key0 + key, t->key0 + key + k + u);
+                        p[u][v] = (vf)((vi)y & kept), d = (vf)((vi)(d * t->keep_factor) & kept);
+                    }
+                    ds[u][v] = y * (d - t->delta[lane]);
                     if (modified && t->left) t->left[lane] += ds[u][v];
                     if (modified) ds[u][v] = ds[u][v] * slope_of_cap;
                 }
@@ -238,6 +168,15 @@ static void score_masked(const pair *t, const strip *r) { score_strip(t, r, true
 static void score_modified(const pair *t, const strip *r) { score_strip(t, r, false, true); }
 static void score_both(const pair *t, const strip *r) { score_strip(t, r, true, true); }
 
+/* What dropout keeps of a strip. */
+static void keep_strip(const pair *t, const strip *r) {
+    for (int64_t l = r->lane0; l < r->lane1; l += W) {
+        int64_t row[W];
+        for (int i = 0; i < W; ++i) row[i] = t->keep_row0 + (t->i0 + l + i) * t->x->lse_row;
+        attn_keep_words(&t->g->dropout, row, t->key0 + r->key, r->keys, t->keep + l / W, KEEP_STEP);
+    }
+}
+
 /* Steps 3 and 4: keys [from, to) of the tile; dq are the blocks of the query tile; chunk_lo is the
  * chunk's first key. Each strip takes the blocks of lanes that see it, each block of dQ the keys
  * that it sees. */
@@ -256,6 +195,7 @@ static void pair_run(const pair *t, int64_t from, int64_t to, float *dq, int64_t
         const bool masked = gk_span_lo(span, t->i0 + row0 + rows - 1) > t->key0 + k ||
                             gk_span_hi(span, t->i0 + row0) < t->key0 + k + keys || k + keys > t->keys;
         /* 3. scores */
+        if (t->keep) keep_strip(t, &r);
         tile_product(t->g->shape.sum_cells, true, keys, r.lane1 - row0, cells_of(dim), w->k_rows + k * z->ld_kd,
                      z->ld_kd, w->q_t + row0, ld_q, w->s + skip + row0, ld_q, false);
         tile_product(t->g->shape.sum_cells, true, keys, r.lane1 - row0, cells_of(dim_v), w->v_rows + k * z->ld_kdv,
@@ -406,7 +346,9 @@ static void main_task(void *arg, int64_t task, int64_t worker) {
     t.factor = lacks * ATTN_UNIT;
     if (a->dsinks) t.left = left;
     if (rules->softcap > 0) t.cap_in = lacks / (float)rules->softcap, t.cap_out = (float)rules->softcap * ATTN_UNIT;
-    t.modified = rules->softcap > 0 || rules->alibi_slopes || t.left;
+    vi keep[(MAX_BKV / 32 + 2) * KEEP_STEP];
+    if (g->dropout.most) t.keep = keep, t.keep_factor = (float)g->dropout.factor;
+    t.modified = rules->softcap > 0 || rules->alibi_slopes || t.left || t.keep;
 
     const int64_t chunk_lo = chunk * z->chunk_keys, chunk_hi = gk_min_i64(chunk_lo + z->chunk_keys, x.seq_k);
     for (int64_t j0 = chunk_lo; j0 < chunk_hi; j0 += z->tile.bkv) {
@@ -439,6 +381,7 @@ static void main_task(void *arg, int64_t task, int64_t worker) {
             const char *q = x.q + es * h * x.q_head;
             const char *grad = at(&a->grad_out, row0_of(g, &a->grad_out, b, h, first_q(g, b)));
             t.slope = attn_slope(rules, b, h) * ATTN_UNIT;
+            t.keep_row0 = x.lse_first + h * x.lse_head;
             for (int64_t i0 = row_lo - (row_lo - seen.row_lo) % z->tile.bq; i0 < row_hi; i0 += z->tile.bq) {
                 const int64_t rows = gk_min_i64(z->tile.bq, seen.row_hi - i0);
                 const int64_t from = gk_max_i64(gk_span_lo(&x.span, i0) - key0, 0) / PAIR * PAIR;
@@ -456,7 +399,7 @@ static void main_task(void *arg, int64_t task, int64_t worker) {
         }
         /* 5. */
         store_rows(g, w.dk, z->ld_d, keys, dim, (float)rules->scale, dk + grad_es * key0 * dk_row, dk_row);
-        store_rows(g, w.dv, z->ld_dv, keys, dim_v, 1, dv + grad_es * key0 * dv_row, dv_row);
+        store_rows(g, w.dv, z->ld_dv, keys, dim_v, (float)g->dropout.factor, dv + grad_es * key0 * dv_row, dv_row);
     }
     release_tiles();
     if (z->chunks > 1) return;
@@ -562,7 +505,7 @@ static bool plan(const gk_context *ctx, const void *args, gk_plan *to) {
 static void run(const gk_context *ctx, const void *args, const gk_plan *planned, void *workspace) {
     const gk_flash_attn_bwd_args *a = args;
     job g = *GK_OWN_CONST(job, planned);
-    g.args = a, g.grad = a->dq.dtype, g.workspace = workspace;
+    g.args = a, g.grad = a->dq.dtype, g.workspace = workspace, g.dropout = gk_attn_keep_of(&a->fwd);
     int64_t (*order)[2] = (int64_t (*)[2])(g.workspace + g.z.order_at);
     order_sequences(&g, order);
     g.order = (const int64_t (*)[2])order;

@@ -5,6 +5,7 @@
  * packed: q [Tq, Hq, D]  k [Tk, Hkv, D]  v [Tk, Hkv, Dv]  out [Tq, Hq, Dv]  lse [Tq, Hq]
  * Work split: a task is a block of bq lanes (query row x head of the group) of one kv head of one sequence; the blocks of
  * the last rows come first, because under a causal mask they see the most keys. A worker owns one scratch.
+ * Dropout: what is kept of p is what V^T multiplies, 1 / (1 - p) joins 1 / l.
  * Not here: float64 (ref/), keys in pages (paged_attn.c). */
 #include "attn_tile.h"
 
@@ -16,6 +17,7 @@ typedef struct fwd_job {
     int64_t tasks;
     int64_t scratch_bytes;
     char *workspace;
+    gk_attn_keep dropout;
 } fwd_job;
 GK_PLAN_HOLDS(fwd_job);
 
@@ -53,8 +55,10 @@ static void block_task(void *arg, int64_t task, int64_t worker) {
     const attn_keys keys = {.k = gk_at(x.k, element_bytes * h_kv * x.k_head),
                             .v = gk_at(x.v, element_bytes * h_kv * x.v_head),
                             .k_row_bytes = element_bytes * x.k_row,
-                            .v_row_bytes = element_bytes * x.v_row};
-    attn_block(&job->attn, &lanes, &keys, (float)a->rules.scale, 1, job->workspace + worker * job->scratch_bytes);
+                            .v_row_bytes = element_bytes * x.v_row,
+                            .dropout = job->dropout.most ? &job->dropout : NULL};
+    attn_block(&job->attn, &lanes, &keys, (float)a->rules.scale, (float)job->dropout.factor,
+               job->workspace + worker * job->scratch_bytes);
 }
 
 /* ---- the row of tables.c ------------------------------------------------------------------------ */
@@ -69,6 +73,7 @@ static bool plan(const gk_context *ctx, const void *args, gk_plan *to) {
 static void run(const gk_context *ctx, const void *args, const gk_plan *planned, void *workspace) {
     fwd_job job = *GK_OWN_CONST(fwd_job, planned);
     job.args = args, job.attn.rules = &job.args->rules, job.workspace = workspace;
+    job.dropout = gk_attn_keep_of(job.args); /* the seed is read as late as q is */
     if (job.shape.packed)
         attn_clear_tokens(&job.args->out, job.attn.lse, gk_i32_at(job.args->cu_seqlens_q, job.shape.batch));
     gk_parallel(ctx, job.tasks, block_task, &job);

@@ -13,13 +13,10 @@ enum {
     PHILOX_BLOCK = 4 * W /* words that one call gives */
 };
 
-/* Words of counters [index, index + W), four of each, in order. */
-INLINE void philox_block(uint64_t seed, uint64_t offset, uint64_t index, uint32_t to[PHILOX_BLOCK]) {
-    vul at;
-    for (int i = 0; i < W; ++i) at[i] = index + (uint64_t)i;
+/* The four words of W counters, of which low and high are the halves. */
+INLINE void philox_words(uint64_t seed, uint64_t offset, vu low, vu high, vu word[4]) {
     const vu zero = {0};
-    vu c0 = __builtin_convertvector(at, vu), c1 = __builtin_convertvector(at >> 32, vu);
-    vu c2 = zero + (uint32_t)offset, c3 = zero + (uint32_t)(offset >> 32);
+    vu c0 = low, c1 = high, c2 = zero + (uint32_t)offset, c3 = zero + (uint32_t)(offset >> 32);
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
 #pragma GCC unroll 10
     for (int round = 0; round < 10; ++round) {
@@ -29,7 +26,17 @@ INLINE void philox_block(uint64_t seed, uint64_t offset, uint64_t index, uint32_
         c2 = __builtin_convertvector(a >> 32, vu) ^ c3 ^ k1, c3 = __builtin_convertvector(a, vu);
         k0 += GK_PHILOX_KEY_A, k1 += GK_PHILOX_KEY_B;
     }
-    for (int i = 0; i < W; ++i) to[4 * i] = c0[i], to[4 * i + 1] = c1[i], to[4 * i + 2] = c2[i], to[4 * i + 3] = c3[i];
+    word[0] = c0, word[1] = c1, word[2] = c2, word[3] = c3;
+}
+
+/* Words of counters [index, index + W), four of each, in order. */
+INLINE void philox_block(uint64_t seed, uint64_t offset, uint64_t index, uint32_t to[PHILOX_BLOCK]) {
+    vul at;
+    for (int i = 0; i < W; ++i) at[i] = index + (uint64_t)i;
+    vu word[4];
+    philox_words(seed, offset, __builtin_convertvector(at, vu), __builtin_convertvector(at >> 32, vu), word);
+    for (int i = 0; i < W; ++i)
+        for (int e = 0; e < 4; ++e) to[4 * i + e] = word[e][i];
 }
 
 #endif

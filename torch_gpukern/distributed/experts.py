@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Experts that are spread over ranks: tokens travel to the experts that they chose, results travel back."""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..nn.moe import MoE, grouped_experts
+from ..ops import swiglu
+from .ranks import Group, Ranks, agree, facts, of_name, process_group
+
+__all__ = ["expert_parallel", "shard_experts"]
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows [sum of sent, H], those for each rank in the ranks' order -> [sum of met, H], those from each. Its gradient goes back."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, sent: Sequence[int], met: Sequence[int], name: str) -> Tensor:
+        ctx.back = met, sent, name
+        return _exchanged(rows, sent, met, name)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _exchanged(grad, *ctx.back), None, None, None
+
+
+def _exchanged(rows: Tensor, sent: Sequence[int], met: Sequence[int], name: str) -> Tensor:
+    out = rows.new_empty((sum(met), *rows.shape[1:]))
+    dist.all_to_all_single(out, rows.contiguous(), list(met), list(sent), group=of_name(name))
+    return out
+
+
+def _describe(x: Tensor, expert_of: Tensor, weight_of: Tensor, matrices: dict[str, Tensor | None]) -> dict[str, object]:
+    if x.dim() != 2 or expert_of.dim() != 2 or expert_of.shape != weight_of.shape or expert_of.shape[0] != x.shape[0]:
+        raise ValueError(
+            "expert_parallel: x must be [T, H], expert_of and weight_of [T, J], "
+            f"got {list(x.shape)}, {list(expert_of.shape)} and {list(weight_of.shape)}"
+        )
+    if expert_of.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"expert_parallel: expert_of must be int32 or int64, got {expert_of.dtype}")
+    up, down = matrices["up"], matrices["down"]
+    if up is None or down is None or up.dim() != 3 or down.dim() != 3 or up.shape[0] != down.shape[0]:
+        shapes = " and ".join("None" if m is None else str(list(m.shape)) for m in (up, down))
+        raise ValueError(f"expert_parallel: up must be [E, H, I] and down [E, I', H] of one E, got {shapes}")
+    if up.shape[1] != x.shape[1]:
+        raise ValueError(f"expert_parallel: up must be [E, H, I] with x's H {x.shape[1]}, got {list(up.shape)}")
+    return {"dtype of x": str(x.dtype), **facts(**matrices)}
+
+
+@torch.compiler.disable
+def expert_parallel(
+    x: Tensor,
+    expert_of: Tensor,
+    weight_of: Tensor,
+    up: Tensor,
+    down: Tensor,
+    group: Group = None,
+    gate: Callable[[Tensor], Tensor] = swiglu,
+    *,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+) -> Tensor:
+    """`torch_gpukern.nn.grouped_experts` with the experts spread over ranks: rank r of W has experts ``r E`` to ``(r + 1) E - 1``.
+
+    A token is sent once for each expert that it chose, H values there and H back, and the same in backward. The ranks first tell each other
+    how many rows they send to each expert; the host waits for these counts, so that no row is padded and none is dropped. So it
+    can't stand in a CUDA graph, and torch.compile goes on before and after it. All ranks must call it, forward and backward, those without tokens, too.
+
+    Args:
+        x: [T, H] float32, bfloat16 or float16: this rank's tokens, any number.
+        expert_of: [T, J] int32 or int64, 0 to W E - 1: numbers of all ranks' experts. One at or past W E adds nothing.
+        weight_of: [T, J].
+        up, down: [E, H, I] and [E, I', H]: this rank's experts, as many on each rank.
+        group: a `ProcessGroup`, a `DeviceMesh` of one dimension, or None for all ranks.
+        gate: of [R, I], row by row.
+        up_bias, down_bias: [E, I] and [E, H].
+
+    Returns:
+        [T, H] in x's dtype: of this rank's tokens. Gradients of all floating arguments; those of the experts are sums over the tokens of
+        all ranks.
+
+    Raises:
+        ValueError: a dtype or shape that does not fit, or that the ranks do not share.
+
+    Lepikhin et al., "GShard" (2020), arXiv:2006.16668, section 3: experts over devices; here without a capacity.
+    """
+    ranks = Ranks(process_group(group).group_name)
+    matrices = {"up": up, "down": down, "up_bias": up_bias, "down_bias": down_bias}
+    agree(ranks, "expert_parallel", x.device, lambda: _describe(x, expert_of, weight_of, matrices))
+    if ranks.size == 1:
+        return grouped_experts(x, expert_of, weight_of, up, down, gate, up_bias=up_bias, down_bias=down_bias)
+    own, (tokens, each) = up.shape[0], expert_of.shape
+
+    experts, order = torch.sort(expert_of.reshape(-1), stable=True)  # the rows for a rank stand side by side
+    every = torch.arange(ranks.size * own, device=x.device, dtype=experts.dtype)
+    ends = torch.searchsorted(experts, every, right=True)
+    counts = torch.diff(ends, prepend=ends.new_zeros(1)).view(ranks.size, own)  # [ranks, their experts]
+    incoming = _exchanged(
+        counts, [1] * ranks.size, [1] * ranks.size, ranks.group.group_name
+    )  # [ranks, this one's experts]
+    sent, met = torch.stack([counts.sum(1), incoming.sum(1)]).tolist()
+
+    order = order[: sum(sent)]
+    rows = _Exchange.apply(x.index_select(0, order // each), sent, met, ranks.group.group_name)
+    here = torch.arange(own, device=x.device).repeat(ranks.size)
+    here = here.repeat_interleave(incoming.flatten(), output_size=sum(met)).unsqueeze(1)
+    once = torch.ones(here.shape, dtype=torch.float32, device=x.device)
+    rows = grouped_experts(rows, here, once, up, down, gate, up_bias=up_bias, down_bias=down_bias)
+    rows = _Exchange.apply(rows, met, sent, ranks.group.group_name)
+
+    rows = rows.new_zeros((tokens * each, rows.shape[1])).index_copy(0, order, rows).unflatten(0, (tokens, each))
+    chosen = (expert_of < ranks.size * own).unsqueeze(-1)
+    weighted = torch.where(chosen, rows.float() * weight_of.float().unsqueeze(-1), 0.0)
+    return weighted.sum(1).to(x.dtype)
+
+
+def shard_experts(layer: MoE, group: Group = None) -> MoE:
+    """Leaves this rank's experts in a `torch_gpukern.nn.MoE`, in place: ``num_experts / W``, the first ones on rank 0. Returns the layer.
+
+    Its forward then sends tokens to the ranks of their experts (`expert_parallel`): every rank must call it. Gradients of the experts are sums
+    over all ranks' tokens, so that data parallelism must leave them out; those of the router are of this rank's tokens.
+
+    Args:
+        layer: one whose experts are whole, and the same on every rank.
+        group: a `ProcessGroup`, a `DeviceMesh` of one dimension, or None for all ranks; `num_experts` must be a multiple of its size.
+    """
+    ranks = Ranks(process_group(group).group_name)
+    if layer.gate_up_proj.shape[0] != layer.num_experts:
+        raise ValueError("shard_experts: the layer's experts are spread over ranks already")
+    if layer.num_experts % ranks.size:
+        raise ValueError(
+            f"shard_experts: num_experts {layer.num_experts} is no multiple of the group's {ranks.size} ranks"
+        )
+    for name in ("gate_up_proj", "down_proj"):
+        whole = getattr(layer, name)
+        part = whole.detach().chunk(ranks.size)[ranks.rank].clone()
+        setattr(layer, name, torch.nn.Parameter(part, whole.requires_grad))
+    layer.multiply = functools.partial(_of_group, ranks.group.group_name)
+    return layer
+
+
+def _of_group(name: str, x: Tensor, expert_of: Tensor, weight_of: Tensor, up: Tensor, down: Tensor, gate) -> Tensor:
+    return expert_parallel(x, expert_of, weight_of, up, down, of_name(name), gate)
