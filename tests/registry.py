@@ -50,7 +50,9 @@ def write(**change):
 
 def rotated_write(**change):
     """A good rope_kv_write call with some of its arguments changed."""
-    return write(q=t(3, 4, 8), cos=t(6, 3), sin=t(6, 3), positions=torch.tensor([4, 0, 5])) | change
+    angles = dict(cos=t(6, 3), sin=t(6, 3), positions=torch.tensor([4, 0, 5]))
+    given = dict(q=t(3, 4, 8), k=t(3, 2, 8), v=t(3, 2, 16)) | angles  # in the schema's order
+    return given | {name: x for name, x in write().items() if name not in given} | change
 
 
 def merge(**change):
