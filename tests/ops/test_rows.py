@@ -80,8 +80,6 @@ def test_norms(n, dtype, device):
     judged(lambda x, w, b: gk.layer_norm(x, w, b), lambda x, w, b: F.layer_norm(x, (n,), w, b), (x, w, b))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("n", (8, 96, 1000, 4096))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
 def test_norms_without_eps_where_squares_underflow(dtype):
     """inf where PyTorch has inf, NaN where it has NaN; a layer norm of subnormal numbers may be either, as there by their order."""
@@ -94,6 +92,8 @@ def test_norms_without_eps_where_squares_underflow(dtype):
             assert torch.equal(ours.isfinite(), theirs.isfinite())
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", (8, 96, 1000, 4096))
 def test_norms_of_a_sum(n, dtype, device):
     gen = generator("norm of a sum", n, str(dtype))
     x, r = (randn(gen, 3, 5, n, dtype=dtype, device=device) for _ in range(2))
