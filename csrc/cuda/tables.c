@@ -8,6 +8,7 @@ extern const gk_cuda_table gk_gemm_tf32_sm90a_table, gk_gemm_skinny_table, gk_ge
 extern const gk_cuda_table gk_gemm_act_bwd_table;
 extern const gk_cuda_table gk_flash_attn_fwd_sm90a_table;
 extern const gk_cuda_table gk_flash_attn_fwd_sm80_table, gk_flash_attn_fwd_simt_table, gk_flash_attn_fwd_plain_table;
+extern const gk_cuda_table gk_flash_attn_fwd_drop_sm80_table, gk_flash_attn_bwd_drop_sm80_table;
 extern const gk_cuda_table gk_flash_attn_bwd_sm90a_table, gk_flash_attn_bwd_wide_sm90a_table;
 extern const gk_cuda_table gk_flash_attn_bwd_sm80_table, gk_flash_attn_bwd_simt_table, gk_flash_attn_bwd_plain_table;
 extern const gk_cuda_table gk_paged_attn_sm90a_table, gk_paged_attn_sm80_table, gk_paged_attn_f32_table,
@@ -35,11 +36,11 @@ static const gk_cuda_table *const gemm_tables[] = {&gk_gemm_sm90a_table, /* plan
                                                    &gk_gemm_sm80_table,           &gk_gemm_plain_table};
 static const gk_cuda_table *const gemm_act_bwd_tables[] = {&gk_gemm_act_bwd_table};
 static const gk_cuda_table *const flash_attn_fwd_tables[] = {
-    &gk_flash_attn_fwd_sm90a_table, &gk_flash_attn_fwd_sm80_table, &gk_flash_attn_fwd_simt_table,
-    &gk_flash_attn_fwd_plain_table};
+    &gk_flash_attn_fwd_sm90a_table, &gk_flash_attn_fwd_sm80_table, &gk_flash_attn_fwd_drop_sm80_table,
+    &gk_flash_attn_fwd_simt_table, &gk_flash_attn_fwd_plain_table};
 static const gk_cuda_table *const flash_attn_bwd_tables[] = {
-    &gk_flash_attn_bwd_sm90a_table, &gk_flash_attn_bwd_wide_sm90a_table, &gk_flash_attn_bwd_sm80_table,
-    &gk_flash_attn_bwd_simt_table, &gk_flash_attn_bwd_plain_table};
+    &gk_flash_attn_bwd_sm90a_table,     &gk_flash_attn_bwd_wide_sm90a_table, &gk_flash_attn_bwd_sm80_table,
+    &gk_flash_attn_bwd_drop_sm80_table, &gk_flash_attn_bwd_simt_table,       &gk_flash_attn_bwd_plain_table};
 static const gk_cuda_table *const paged_attn_tables[] = {&gk_paged_attn_sm90a_table, &gk_paged_attn_sm80_table,
                                                          &gk_paged_attn_f32_table, &gk_paged_attn_plain_table};
 static const gk_cuda_table *const kv_cache_write_tables[] = {&gk_kv_cache_write_table};
@@ -79,4 +80,14 @@ const gk_cuda_table *const *gk_cuda_tables(gk_op op, int *num_tables) {
 #include "../ops.def"
     default: *num_tables = 0; return NULL;
     }
+}
+
+bool gk_cuda_takes(const gk_cuda_table *table, gk_op op, const void *args) {
+    const bool forward = op == GK_OP_FLASH_ATTN_FWD;
+    if (!forward && op != GK_OP_FLASH_ATTN_BWD) return true;
+    const gk_flash_attn_args *a = forward ? args : &((const gk_flash_attn_bwd_args *)args)->fwd;
+    const bool drops = table == &gk_flash_attn_fwd_drop_sm80_table || table == &gk_flash_attn_bwd_drop_sm80_table;
+    const bool either = table == &gk_flash_attn_fwd_simt_table || table == &gk_flash_attn_fwd_plain_table ||
+                        table == &gk_flash_attn_bwd_simt_table || table == &gk_flash_attn_bwd_plain_table;
+    return either || drops == (a->dropout_p > 0);
 }

@@ -412,7 +412,7 @@ static struct {
     bool packed, tokens_first;
     int64_t batch, heads_q, heads_kv, seq_q, seq_k, dim, dim_v, tokens_q, tokens_k;
     check_tensor q, k, v, dout, dlse, slopes, sinks, kv_start, kv_end, q_start, cu_q, cu_k, out, lse, dq, dk, dv,
-        dsinks;
+        dsinks, seed;
 } f;
 
 static int64_t draw_length(bool large) {
@@ -499,6 +499,11 @@ static void flash_draw(gk_dtype dtype, bool large, bool backward) {
     mirror(&f.slopes, "alibi_slopes", false), mirror(&f.sinks, "sinks", false);
     mirror(&f.kv_start, "kv_start", false), mirror(&f.kv_end, "kv_end", false);
     mirror(&f.q_start, "q_start", false);
+    const int64_t two = 2;
+    f.seed = check_tensor_make(GK_I64, 1, &two, NULL, 1 + check_below(2), 0);
+    check_set(&f.seed.t, 0, (double)check_below(1 << 30)), check_set(&f.seed.t, 1, (double)check_below(3));
+    mirror(&f.seed, "dropout_seed", false);
+    if (check_below(3) == 0) a->dropout_p = check_below(2) ? 0.1 : 0.5, a->dropout_seed = &f.seed.t;
     const bool lse_wanted = backward || check_below(4);
     mirror(&f.out, "out", !backward), mirror(&f.lse, "lse", !backward && lse_wanted);
     a->q = f.q.t, a->k = f.k.t, a->v = f.v.t, a->out = f.out.t, a->lse = f.lse.t;
@@ -526,6 +531,7 @@ static void flash_draw(gk_dtype dtype, bool large, bool backward) {
         f.args.deterministic = repeatable = check_below(2);
     }
     may_have_workspace = true;
+    say("dropout %g ", a->dropout_p);
     say_rules(r, f.packed ? "packed" : f.tokens_first ? "tokens first" : "heads first");
     if (backward)
         TO_DEVICE(f.args);
@@ -1056,6 +1062,7 @@ static const struct {
            {GK_OP_DROPOUT, "dropout", dropout_draw, dropout_expect}};
 
 typedef struct walked {
+    const gk_cuda_table *table;
     const gk_cuda_instance *row;
     int64_t problems, failed;
     double seconds;
@@ -1106,7 +1113,7 @@ static int rows_of(gk_op op, gk_dtype dtype, int32_t arch, walked *to, int most)
             const gk_cuda_instance *row = &tables[t]->instances[r];
             if (row->dtype != dtype || !is_chosen(row->name)) continue;
             if (n == most) abort();
-            to[n++] = (walked){.row = row};
+            to[n++] = (walked){.row = row, .table = tables[t]};
         }
     }
     return n;
@@ -1149,7 +1156,8 @@ static void walk(int o, gk_dtype dtype, walked *rows, int num_rows, int64_t prob
         gk_plan plan;
         for (int r = 0; r < num_rows; ++r) {
             const gk_cuda_instance *row = rows[r].row;
-            rows[r].wants = rows[r].problems < problems && arena_used + 3 * GAP <= HOST_BYTES && plan_row(row, &plan);
+            rows[r].wants = rows[r].problems < problems && arena_used + 3 * GAP <= HOST_BYTES &&
+                            gk_cuda_takes(rows[r].table, (gk_op)o, device_args) && plan_row(row, &plan);
             any = any || rows[r].wants;
         }
         if (any) ops[o].expect();
