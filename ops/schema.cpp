@@ -40,12 +40,23 @@
     "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, " PACKED_LENGTHS \
     "Tensor? grad_lse=None, " PACKED_RULES BACKWARD
 
+// What follows the arguments of flash_attn and flash_attn_varlen where q, k and v are float8_e4m3fn.
+#define FP8_SCALES                                                                                     \
+    ", ScalarType? out_dtype=None, Tensor? q_scale=None, Tensor? k_scale=None, Tensor? v_scale=None, " \
+    "Tensor? v_mean=None, str accumulate=\"auto\")"
+
 #define PAGED_ATTN_ARGS                                                                            \
     "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, "             \
     "Tensor? cu_seqlens_q=None, SymInt max_seqlen_q=1, float? scale=None, SymInt window_left=-1, " \
     "float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? k_scale=None, "     \
     "Tensor? v_scale=None, bool is_causal=True, Tensor? kv_start=None, SymInt window_right=-1, "   \
     "bool allow_short=False)"
+
+// a, b: how the caches are annotated
+#define ROPE_KV_WRITE_ARGS(a, b)                                                                     \
+    "(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor positions, Tensor" a " k_cache, " \
+    "Tensor" b " v_cache, Tensor slots, Tensor? q_weight=None, Tensor? k_weight=None, "              \
+    "float eps=1e-06, bool interleaved=False, Tensor? k_scale=None, Tensor? v_scale=None)"
 
 #define SCALED_GEMM_ARGS                                                                                       \
     "(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias=None, Tensor? c=None, float beta=1.0, " \
@@ -158,12 +169,19 @@ void define(gk::Library &m) {
     def_out(m, "flash_attn_varlen", FLASH_ATTN_VARLEN_ARGS);
     def_all(m, "flash_attn_varlen_bwd", FLASH_ATTN_VARLEN_BWD_ARGS, GRADIENTS);
 
+    def_op(m, "flash_attn_fp8", "(Tensor q, Tensor k, Tensor v, " DENSE_RULES FP8_SCALES, OUT_LSE);
+    def_op(m, "flash_attn_varlen_fp8", "(Tensor q, Tensor k, Tensor v, " PACKED_LENGTHS PACKED_RULES FP8_SCALES,
+           OUT_LSE);
+
     def_all(m, "attn_merge", "(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b)", OUT_LSE);
 
     def_op(m, "paged_attn", PAGED_ATTN_ARGS, OUT_LSE);
     def_out(m, "paged_attn", PAGED_ATTN_ARGS);
     m.def("kv_cache_write(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
           "Tensor slots, Tensor? k_scale=None, Tensor? v_scale=None) -> ()");
+    m.def("rope_kv_write" ROPE_KV_WRITE_ARGS("(a!)", "(b!)") " -> Tensor out_q");
+    m.def("rope_kv_write_results" ROPE_KV_WRITE_ARGS("", "") " -> Tensor out_q");
+    def_explain(m, "rope_kv_write", ROPE_KV_WRITE_ARGS("", ""));
     m.def("kv_cache_write_results(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, "
           "Tensor slots, Tensor? k_scale=None, Tensor? v_scale=None) -> ()");
 

@@ -688,6 +688,49 @@ def test_autocast_of_paged_attn_follows_the_cache(dtype, device):
     assert got.dtype == dtype and same_bits(got, want)
 
 
+# Of an op that joins tensors: the call, of tensors of 16 bits and of the float32 stream that they meet; and whether the 16 bits win.
+JOINS = {
+    "rms_norm": (lambda x, y, w: torch_gpukern.rms_norm(x, w, residual=y), False),
+    "layer_norm": (lambda x, y, w: torch_gpukern.layer_norm(x, w, w, residual=y), False),
+    "swiglu": (lambda x, y, w: torch_gpukern.swiglu(x, y), False),
+    "geglu": (lambda x, y, w: torch_gpukern.geglu(x, y), False),
+    "dropout_add": (lambda x, y, w: torch_gpukern.dropout_add(x, y, 0.5, SEED.to(x.device)), False),
+    "bias_gelu_dropout": (lambda x, y, w: torch_gpukern.bias_gelu_dropout(x, w, 0.5, SEED.to(x.device)), True),
+    "rope": (lambda x, y, w: torch_gpukern.rope(x[None], y[None], *w.detach().expand(5, 16).chunk(2, -1)), False),
+    "attn_merge": (
+        lambda x, y, w: torch_gpukern.attn_merge(x[None], x[None, ..., 0].float(), y[None], y[None, ..., 0].float()),
+        False,
+    ),
+    "silu_mul_quantize": (lambda x, y, w: torch_gpukern.silu_mul_quantize(x, y, torch.int8, "row"), None),
+    "rms_norm_quantize": (lambda x, y, w: torch_gpukern.rms_norm_quantize(x, w, y, 1e-6, torch.int8), None),
+    "grouped_gemm": (lambda x, y, w: torch_gpukern.grouped_gemm(x[0], y.mT, ENDS.to(x.device)), True),
+}
+SEED, ENDS = torch.tensor([3, 5]), torch.tensor([2, 5], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("name", JOINS)
+def test_autocast_where_16_bits_meet_a_float32_stream(name, device):
+    """The widest dtype wins, as in PyTorch's own ops, but for products and the bias of one. Gradients reach each in its own dtype."""
+    call, short_wins = JOINS[name]
+    gen = generator("joins", name)
+    x, y, w = (randn(gen, *shape, device=device) for shape in ((2, 5, 16), (2, 5, 16), (16,)))
+    x = x.bfloat16()
+    for first, second in ((x, y), (y, x)) if name not in ("bias_gelu_dropout", "grouped_gemm") else ((x, y),):
+        leaves = [t.clone().requires_grad_(short_wins is not None) for t in (first, second, w)]
+        dtype = torch.bfloat16 if short_wins else torch.float32
+        with torch.autocast(device, dtype=torch.bfloat16):
+            got = call(*leaves)
+            want = call(*(t.to(dtype) for t in (first, second, w)))
+        for a, b in zip(*((r if isinstance(r, tuple) else (r,)) for r in (got, want)), strict=True):
+            assert a.dtype == b.dtype and same_bits(a, b)
+        if short_wins is not None:
+            got = got if isinstance(got, tuple) else (got,)
+            assert got[0].dtype == dtype
+            sum(r.float().square().sum() for r in got).backward()
+            given = [t.grad for t in leaves[: 2 if name != "bias_gelu_dropout" else 1]]
+            assert all(g.dtype == t.dtype and g.abs().sum() > 0 for g, t in zip(given, leaves))
+
+
 @pytest.mark.parametrize("compiled", (False, True), ids=("eager", "compiled"))
 def test_autocast_backward(compiled, device):
     """Gradients come back in the parameters' dtype, close to those of float32."""

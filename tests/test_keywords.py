@@ -108,6 +108,16 @@ def test_what_is_true_or_false_is_a_bool(name, value):
         getattr(ops, name)(*by_place, value)
 
 
+@pytest.mark.parametrize("value", NOT_BOOLS, ids=repr)
+def test_bools_that_only_a_public_function_has(value):
+    for name in WITH_BOOLS:
+        with pytest.raises(ValueError, match=rf"^gpukern::{name}: return_lse must be True or False, got "):
+            public(name)(**good(name), return_lse=value)
+    x, target = torch.ones(3, 4), torch.tensor([0, 1, 2])
+    with pytest.raises(ValueError, match="^gpukern::linear_cross_entropy: low_memory must be True or False, got "):
+        torch_gpukern.linear_cross_entropy(x, torch.ones(5, 4), target, low_memory=value)
+
+
 def test_bools_of_a_backward():
     x = torch.ones(1, 1, 4, 8)
     out, lse = ops.flash_attn_fwd(x, x, x)

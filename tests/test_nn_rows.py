@@ -123,6 +123,29 @@ def block():
     return nn.Sequential(*(m for pair in zip(norms, map(PlainMLP, activations), strict=True) for m in pair))
 
 
+@pytest.mark.parametrize("what", ("another activation", "its approximation", "its forward", "eps"))
+def test_what_is_changed_after_patch(what):
+    def change(model):
+        if what == "another activation":
+            model[1].act_fn = nn.GELU()
+        elif what == "its approximation":
+            model[3].act_fn.approximate = "tanh"
+        elif what == "its forward":
+            model[1].act_fn.forward = torch.tanh
+        else:
+            model[0].variance_epsilon = 1.0
+        return model
+
+    model, x = block(), randn(generator("changed"), 3, 24)
+    done = gnn.patch(model, say=None)
+    change(model)
+    want = change(block())(x)
+    torch.testing.assert_close(model(x), want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(copy.deepcopy(model)(x), want, rtol=1e-4, atol=1e-4)
+    done.restore()
+    torch.testing.assert_close(model(x), want, rtol=1e-4, atol=1e-4)
+
+
 def test_patch_and_restore():
     model, lines = block(), []
     plain = copy.deepcopy(model)

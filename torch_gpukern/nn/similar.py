@@ -23,28 +23,41 @@ _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 class SimilarRMSNorm(torch.nn.Module):
     """An RMS norm that was another class: its weight, by `torch_gpukern.rms_norm`."""
 
-    _gpukern_rule: tuple[float, float] = (1e-6, 0.0)  # eps, weight_offset
+    _gpukern_rule: tuple[str, float] = ("eps", 0.0)  # the attribute that is eps, which may change; weight_offset
 
     def forward(self, x: Tensor) -> Tensor:
         eps, offset = self._gpukern_rule
-        return rms_norm(x, served_vector(self.weight, x), eps=eps, weight_offset=offset)
+        return rms_norm(x, served_vector(self.weight, x), eps=getattr(self, eps), weight_offset=offset)
 
     def extra_repr(self) -> str:
-        return "{}, eps={}, weight_offset={}".format(tuple(self.weight.shape), *self._gpukern_rule)
+        eps, offset = self._gpukern_rule
+        return f"{tuple(self.weight.shape)}, eps={getattr(self, eps)}, weight_offset={offset}"
 
 
 class SimilarMLP(torch.nn.Module):
-    """``down_proj(act_fn(gate_proj(x)) * up_proj(x))`` that was another class; activation and product are one op."""
+    """``down_proj(act_fn(gate_proj(x)) * up_proj(x))`` that was another class; activation and product are one op while act_fn is of
+    the kind that it was."""
 
-    _gpukern_rule: str = "silu"
+    _gpukern_rule: tuple[str, Any] = (
+        "silu",
+        None,
+    )  # the activation, and what `_kind` says of the act_fn that computes it
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)
-        if has_hooks(self.act_fn):
+        activation, judged = self._gpukern_rule
+        if has_hooks(self.act_fn) or _kind(self.act_fn) != judged:
             return self.down_proj(self.act_fn(gate) * up)
-        if self._gpukern_rule == "silu":
+        if activation == "silu":
             return self.down_proj(swiglu(gate, up))
-        return self.down_proj(geglu(gate, up, approximate=self._gpukern_rule))
+        return self.down_proj(geglu(gate, up, approximate=activation))
+
+
+def _kind(act_fn: Any) -> Any:
+    """What an activation computes follows from this; of one that a user has given a forward nothing is known."""
+    if "forward" in vars(act_fn):
+        return None
+    return type(act_fn), getattr(act_fn, "approximate", None)
 
 
 def similar(module: torch.nn.Module) -> tuple[type, Any, str] | None:
@@ -60,7 +73,7 @@ def similar(module: torch.nn.Module) -> tuple[type, Any, str] | None:
         weight = module.weight
         if type(weight) is not torch.nn.Parameter or weight.dim() != 1 or weight.is_meta:
             return None
-        eps = next((v for n in ("variance_epsilon", "eps") if isinstance(v := getattr(module, n, None), float)), None)
+        eps = next((n for n in ("variance_epsilon", "eps") if isinstance(getattr(module, n, None), float)), None)
         rules = [] if eps is None else [(eps, 0.0), (eps, 1.0)]
         return _first_that_agrees(module, SimilarRMSNorm, rules, weight, weight.shape[0])
     if set(module._modules) == _MLP and not module._parameters:
@@ -72,9 +85,11 @@ def similar(module: torch.nn.Module) -> tuple[type, Any, str] | None:
             or any(m.weight.is_meta for m in products)
             or not isinstance(module.act_fn, torch.nn.Module)
             or has_hooks(module.act_fn)
+            or (kind := _kind(module.act_fn)) is None
         ):
             return None
-        return _first_that_agrees(module, SimilarMLP, ["silu", "tanh", "none"], gate.weight, gate.in_features)
+        rules = [(activation, kind) for activation in ("silu", "tanh", "none")]
+        return _first_that_agrees(module, SimilarMLP, rules, gate.weight, gate.in_features)
     return None
 
 
@@ -107,8 +122,8 @@ def _first_that_agrees(module, kind, rules, like: Tensor, columns: int) -> tuple
     return None
 
 
-def _mlp_name(rule: str) -> str:
-    return "MLP with swiglu" if rule == "silu" else "MLP with geglu"
+def _mlp_name(rule: tuple[str, Any]) -> str:
+    return "MLP with swiglu" if rule[0] == "silu" else "MLP with geglu"
 
 
 def _as(kind: type, module: torch.nn.Module, rule: Any):

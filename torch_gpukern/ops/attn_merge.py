@@ -4,7 +4,7 @@
 import torch
 from torch import Tensor
 
-from . import batching
+from . import autocast, batching
 from .define import define_op
 
 __all__ = ["attn_merge"]
@@ -28,7 +28,7 @@ def attn_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tu
         (out, lse), both contiguous, in the dtypes of out_a and lse_a. -inf on one side returns the
         other bit for bit; on both it gives 0 and -inf. A sink belongs to one of the two sides only.
 
-    Gradients: all four arguments.
+    Gradients: all four arguments. Under autocast out_a and out_b take the wider of their dtypes.
 
     Raises:
         ValueError: shapes or dtypes that do not match.
@@ -70,5 +70,6 @@ _attn_merge = define_op(
     public=attn_merge,
     symbolic=_symbolic,
     backward=_backward,
+    autocast=autocast.widest("out_a", "out_b"),
     fold=batching.everywhere,
 )

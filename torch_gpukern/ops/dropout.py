@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from . import autocast
 from .define import define_op
 
 __all__ = ["bias_gelu_dropout", "dropout", "dropout_add", "dropout_mask"]
@@ -52,7 +53,7 @@ def dropout_add(x: Tensor, residual: Tensor, p: float, seed: Tensor | None = Non
     Returns:
         x's shape and dtype, contiguous.
 
-    Gradients: x and residual, as often as asked for.
+    Gradients: x and residual, as often as asked for. Under autocast both take the wider of their dtypes.
 
     Raises:
         ValueError: shapes or dtypes that do not match; p outside 0 to 1; a seed that is no int64 [2] on x's device.
@@ -83,6 +84,7 @@ def bias_gelu_dropout(
         x's shape and dtype, contiguous.
 
     Gradients: x and bias. Backward reads x and the gradient; the bias's is the sum of x's over all rows, in float32 (float64).
+    Under autocast bias is cast to x's dtype.
     Not twice differentiable.
 
     Raises:
@@ -162,6 +164,7 @@ _dropout_add = define_op(
     save=_keep_seed(3),
     saved=("seed",),
     backward=_add_backward,
+    autocast=autocast.widest("x", "residual"),
 )
 _bias_gelu_dropout_bwd = define_op(
     "bias_gelu_dropout_bwd",
@@ -175,4 +178,5 @@ _bias_gelu_dropout = define_op(
     save=_gelu_save,
     saved=("x", "bias", "seed"),
     backward=_gelu_backward,
+    autocast=autocast.widest("x", exactly=("bias",)),
 )

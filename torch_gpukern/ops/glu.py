@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from . import batching
+from . import autocast, batching
 from .define import define_op
 
 __all__ = ["geglu", "swiglu"]
@@ -24,7 +24,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     Returns:
         [..., N] contiguous, in gate's dtype.
 
-    Gradients: gate and up. Not twice differentiable.
+    Gradients: gate and up. Not twice differentiable. Under autocast both take the wider of their dtypes.
 
     Raises:
         ValueError: shapes or dtypes that do not match; an odd last dimension without up.
@@ -47,7 +47,7 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: Literal["none"
     Returns:
         [..., N] contiguous, in gate's dtype.
 
-    Gradients: gate and up. Not twice differentiable.
+    Gradients: gate and up. Not twice differentiable. Under autocast both take the wider of their dtypes.
 
     Raises:
         ValueError: shapes or dtypes that do not match; an odd last dimension without up; an unknown approximate.
@@ -93,6 +93,7 @@ _swiglu = define_op(
     save=_save,
     saved=("gate", "up"),
     backward=_backward_of(False),
+    autocast=autocast.widest("gate", "up"),
     fold=batching.rows("gate", "up"),
 )
 _geglu = define_op(
@@ -102,5 +103,6 @@ _geglu = define_op(
     save=_save,
     saved=("gate", "up"),
     backward=_backward_of(True),
+    autocast=autocast.widest("gate", "up"),
     fold=batching.rows("gate", "up"),
 )

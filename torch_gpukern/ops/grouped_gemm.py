@@ -46,6 +46,7 @@ def grouped_gemm(
         [M, N] or [G, M, N], contiguous.
 
     Gradients: a, b and bias, of what is no 8-bit float, without an activation; others raise NotImplementedError.
+    Under autocast a, b and bias are cast, but for 8-bit floats.
 
     Raises:
         ValueError: a dtype or shape that the op does not take.
@@ -113,6 +114,13 @@ def _flops(a, b, **_) -> int:
     return 2 * a[0] * a[1] * b[-1]
 
 
+def _cast(dtype, to, a, b, bias, **_):
+    """As of gemm; codes of 8 bits stay."""
+    if a.element_size() == 1 or b.element_size() == 1:
+        return {}
+    return {"a": to(a, dtype), "b": to(b, dtype), "bias": to(bias, dtype)}
+
+
 _grouped_gemm = define_op(
     "grouped_gemm",
     public=grouped_gemm,
@@ -120,5 +128,6 @@ _grouped_gemm = define_op(
     save=_save,
     saved=("a", "b", "offs"),
     backward=_backward,
+    autocast=_cast,
     flops=_flops,
 )

@@ -12,6 +12,7 @@ from . import linear_cross_entropy_chunks as chunks
 from .cross_entropy import Reduction, reduce_rows, total_weight
 from .define import define_op
 from .gemm import _torch_allows_tf32
+from .wrong_types import refuse_non_bool
 
 __all__ = ["linear_cross_entropy"]
 
@@ -76,6 +77,7 @@ def linear_cross_entropy(
         raise ValueError(f"{_NAME}: reduction must be none, mean or sum, got '{reduction}'")
     tf32 = getattr(x, "is_cuda", False) and x.dtype == torch.float32 and _torch_allows_tf32()
     rules = (class_weight, ignore_index, label_smoothing, softcap, logit_scale, "tf32" if tf32 else "ieee")
+    refuse_non_bool(_NAME, "low_memory", low_memory)
     if low_memory or reduction == "none":
         loss, _ = _rows.call(x, weight, target, bias, *rules)
         return reduce_rows("linear_cross_entropy", loss, target, class_weight, ignore_index, reduction)

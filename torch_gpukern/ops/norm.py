@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from . import batching
+from . import autocast, batching
 from .define import define_op
 from .op import Op
 
@@ -40,7 +40,8 @@ def rms_norm(
         out, of x's shape and dtype, contiguous. With a residual (out, x + residual).
 
     Gradients: x, residual, weight and bias, each in its own dtype. Those of weight and bias are sums over all
-    rows in float32 in a fixed order: the same bits each time. Not twice differentiable.
+    rows in float32 in a fixed order: the same bits each time. Not twice differentiable. Under autocast x and residual
+    take the wider of their dtypes.
 
     Autocast casts nothing: what is 16-bit stays so in memory, and is float32 inside.
 
@@ -79,7 +80,8 @@ def layer_norm(
         out, of x's shape and dtype, contiguous. With a residual (out, x + residual).
 
     Gradients: x, residual, weight and bias, each in its own dtype. Those of weight and bias are sums over all
-    rows in float32 in a fixed order: the same bits each time. Not twice differentiable.
+    rows in float32 in a fixed order: the same bits each time. Not twice differentiable. Under autocast x and residual
+    take the wider of their dtypes.
 
     Autocast casts nothing: what is 16-bit stays so in memory, and is float32 inside.
 
@@ -131,6 +133,7 @@ def _backward_of(bwd: Op) -> Callable:
     return backward
 
 
+_autocast = autocast.widest("x", "residual", vectors=("weight", "bias"))
 _fold = batching.rows("x", "residual", empty={"sum": lambda given: given["residual"] is None})
 _bwd_fold = batching.rows("grad_out", "h", "grad_sum", unless=("need_weight", "need_bias"))
 
@@ -144,6 +147,7 @@ _rms_norm = define_op(
     save=_save("rms_norm"),
     saved=("h", "weight"),
     backward=_backward_of(_rms_norm_bwd),
+    autocast=_autocast,
     fold=_fold,
 )
 _layer_norm_bwd = define_op(
@@ -156,5 +160,6 @@ _layer_norm = define_op(
     save=_save("layer_norm"),
     saved=("h", "weight"),
     backward=_backward_of(_layer_norm_bwd),
+    autocast=_autocast,
     fold=_fold,
 )

@@ -14,6 +14,7 @@ from .._library import any_requires_grad, is_grad_enabled, traced
 from . import attention, fakes
 from .define import Op, define_op, register_autograd
 from .keywords import hide_unknown, refuse_unknown
+from .wrong_types import refuse_non_bool
 
 __all__ = ["kv_cache_write", "paged_attn"]
 
@@ -103,6 +104,8 @@ def paged_attn(
     """
     if unknown:
         refuse_unknown(paged_attn, unknown)
+    if return_lse is not False:
+        refuse_non_bool(_paged_attn.said, "return_lse", return_lse)
     op = _paged_attn.all if return_lse else _paged_attn
     return op.call(
         q,

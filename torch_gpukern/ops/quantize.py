@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from . import autocast
 from .define import define_op
 
 __all__ = ["Granularity", "dequantize", "quantize", "rms_norm_quantize", "silu_mul_quantize"]
@@ -183,9 +184,17 @@ def _refusal(name: str) -> str:
 
 _quantize = define_op("quantize", public=quantize, symbolic=_symbolic, refuse=_refusal("quantize"))
 _silu_mul_quantize = define_op(
-    "silu_mul_quantize", public=silu_mul_quantize, symbolic=_silu_symbolic, refuse=_refusal("silu_mul_quantize")
+    "silu_mul_quantize",
+    public=silu_mul_quantize,
+    symbolic=_silu_symbolic,
+    refuse=_refusal("silu_mul_quantize"),
+    autocast=autocast.widest("gate", "up"),
 )
 _rms_norm_quantize = define_op(
-    "rms_norm_quantize", public=rms_norm_quantize, symbolic=_norm_symbolic, refuse=_refusal("rms_norm_quantize")
+    "rms_norm_quantize",
+    public=rms_norm_quantize,
+    symbolic=_norm_symbolic,
+    refuse=_refusal("rms_norm_quantize"),
+    autocast=autocast.widest("x", "residual", vectors=("weight",)),
 )
 _dequantize = define_op("dequantize", public=dequantize, symbolic=_dequantize_symbolic, refuse=_refusal("dequantize"))

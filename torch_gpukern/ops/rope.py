@@ -3,7 +3,7 @@
 
 from torch import Tensor
 
-from . import attention
+from . import attention, autocast
 from .define import define_op
 
 __all__ = ["rope"]
@@ -36,7 +36,7 @@ def rope(
     Returns:
         (q, k) rotated, in their dtype, each stored in the order of its argument's dimensions.
 
-    Gradients: q and k; twice differentiable in them.
+    Gradients: q and k; twice differentiable in them. Under autocast both take the wider of their dtypes.
 
     Raises:
         ValueError: a shape or dtype that the op does not take.
@@ -78,5 +78,6 @@ _rope = define_op(
     save=_save,
     saved=("cos", "sin", "positions"),
     backward=_backward,
+    autocast=autocast.widest("q", "k", vectors=("cos", "sin")),
     without_gradient=("cos", "sin"),
 )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["WrongType", "refuse_non_tensors", "refuse_types"]
+__all__ = ["WrongType", "refuse_non_bool", "refuse_non_tensors", "refuse_types"]
 
 _NUMBERS = {"float": (float, int), "Optional[float]": (float, int), "int": (int,), "SymInt": (int,)}
 
@@ -35,6 +35,12 @@ def refuse_types(op: str, arguments: Iterable[tuple[str, str, Any]]) -> None:
             text = f"must be none, relu, gelu, gelu_tanh or silu, got {_kind(x)}"
         if text is not None:
             raise WrongType(f"{op}: {name} {text}") from None
+
+
+def refuse_non_bool(op: str, name: str, x: Any) -> None:
+    """Of an argument that only a public function has. It is quick, and compilers trace it."""
+    if x is not True and x is not False:
+        raise WrongType(f"{op}: {name} must be True or False, got {_kind(x)}")
 
 
 def refuse_non_tensors(op: str, **given: Any) -> None:
