@@ -35,7 +35,7 @@
 
 #define PICK(array) ((array)[check_below(CHECK_COUNT(array))])
 
-static const gk_dtype dtypes[] = {GK_F32, GK_BF16, GK_F16, GK_F64};
+static const gk_dtype dtypes[] = {GK_F32, GK_BF16, GK_F16, GK_F64, GK_E4M3, GK_E5M2, GK_I8};
 
 /* ---- the problem at hand ----------------------------------------------------------------------------------- */
 enum {
@@ -1027,6 +1027,7 @@ static void weight_expect(void) {
     }
 }
 
+#include "check_cuda_quant.h"
 #include "check_cuda_rows.h"
 
 /* ---- the walk -------------------------------------------------------------------------------------------------- */
@@ -1036,6 +1037,7 @@ static const struct {
     const char *name;
     void (*draw)(gk_dtype dtype, bool large);
     void (*expect)(void);
+    bool codes; /* operands of 8 bits, too */
 } ops[] = {{GK_OP_GEMM, "gemm", gemm_draw, gemm_expect},
            {GK_OP_GEMM_ACT_BWD, "gemm_act_bwd", act_bwd_draw, act_bwd_expect},
            {GK_OP_FLASH_ATTN_FWD, "flash_attn_fwd", fwd_draw, fwd_expect},
@@ -1043,6 +1045,9 @@ static const struct {
            {GK_OP_PAGED_ATTN, "paged_attn", paged_draw, paged_expect},
            {GK_OP_KV_CACHE_WRITE, "kv_cache_write", write_draw, write_expect},
            {GK_OP_WEIGHT_GEMM, "weight_gemm", weight_draw, weight_expect},
+           {GK_OP_SCALED_GEMM, "scaled_gemm", scaled_draw, scaled_expect, true},
+           {GK_OP_GROUPED_GEMM, "grouped_gemm", grouped_draw, grouped_expect, true},
+           {GK_OP_SPARSE_GEMM, "sparse_gemm", sparse_draw, sparse_expect, true},
            {GK_OP_ATTN_MERGE, "attn_merge", merge_draw, merge_expect},
            {GK_OP_NORM_FWD, "norm_fwd", norm_draw, norm_expect},
            {GK_OP_NORM_BWD, "norm_bwd", norm_bwd_draw, norm_bwd_expect},
@@ -1190,6 +1195,7 @@ int main(int argc, char **argv) {
     printf("%s, compute capability %d.%d\n", gpu->name, gpu->arch / 10, gpu->arch % 10);
     for (int o = 0; o < CHECK_COUNT(ops); ++o) {
         for (int d = 0; d < CHECK_COUNT(dtypes); ++d) {
+            if (gk_is_code(dtypes[d]) && !ops[o].codes) continue;
             walked rows[256];
             int n = rows_of(ops[o].op, dtypes[d], gpu->arch, rows, CHECK_COUNT(rows));
             double start = now();
