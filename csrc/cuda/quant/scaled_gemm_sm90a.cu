@@ -223,12 +223,13 @@ __device__ __forceinline__ void consume(const Params &p, tma_ring<K::STAGES> &ri
     }
 }
 
-/* BLOCKS: a warp brings the scales of four steps together, then the next warp those of the next four. */
+/* BLOCKS: a warp brings the scales of a few steps together, then the next warp those of the next. */
 template <class K>
 __device__ __forceinline__ void load_scales(const Params &p, tma_ring<K::STAGES> &ring, smem_addr ring_s) {
-    constexpr int EACH = K::BM / 32;
+    constexpr int EACH = K::BM / 32, FEW = 16 / EACH; /* rows of a lane; steps */
+    static_assert(FEW == 2 || FEW == 4, "one load brings a row's");
     const int lane = threadIdx.x % 32, steps = (int)((p.k + K::BK - 1) / K::BK);
-    int turn = threadIdx.x / 32; /* fours of steps until this warp's */
+    int turn = threadIdx.x / 32; /* turns until this warp's */
     for (int t = blockIdx.x; t < p.tiles_m * p.tiles_n; t += gridDim.x) {
         const TilePlace at = tile_place(t, p.tiles_m, p.tiles_n, p.group);
         const float *const from_b = (const float *)p.sb.data + ((int64_t)at.col * K::BN >> p.sb.col_log2) * p.sb.col;
@@ -236,31 +237,36 @@ __device__ __forceinline__ void load_scales(const Params &p, tma_ring<K::STAGES>
             const int64_t row = min((int64_t)at.row * K::BM + lane + 32 * i, p.m - 1);
             return (const float *)p.sa.data + (row >> p.sa.row_log2) * p.sa.row;
         };
-        for (int first = 0; first < steps; first += 4) {
-            const int count = min(4, steps - first);
+        for (int first = 0; first < steps; first += FEW) {
+            const int count = min(FEW, steps - first);
             if (--turn >
                 0) { /* a warp that did not wait could be two rounds of the ring ahead, where parities say nothing */
                 for (int s = 0; s < count; ++s) ring.wait_empty(), ring.advance();
                 continue;
             }
             turn = 3;
-            float a[EACH][4], b[4];
+            float a[EACH][FEW], b[FEW];
 #pragma unroll
-            for (int s = 0; s < 4; ++s) b[s] = __ldg(from_b + min(first + s, steps - 1) * p.step_b);
-            if (p.fours && count == 4) {
+            for (int s = 0; s < FEW; ++s) b[s] = __ldg(from_b + min(first + s, steps - 1) * p.step_b);
+            if (p.fours && count == FEW) {
 #pragma unroll
                 for (int i = 0; i < EACH; ++i) {
-                    const float4 x = __ldg((const float4 *)(from_a(i) + first));
-                    a[i][0] = x.x, a[i][1] = x.y, a[i][2] = x.z, a[i][3] = x.w;
+                    if constexpr (FEW == 4) {
+                        const float4 x = __ldg((const float4 *)(from_a(i) + first));
+                        a[i][0] = x.x, a[i][1] = x.y, a[i][2] = x.z, a[i][3] = x.w;
+                    } else {
+                        const float2 x = __ldg((const float2 *)(from_a(i) + first));
+                        a[i][0] = x.x, a[i][1] = x.y;
+                    }
                 }
             } else {
 #pragma unroll
                 for (int i = 0; i < EACH; ++i)
 #pragma unroll
-                    for (int s = 0; s < 4; ++s) a[i][s] = __ldg(from_a(i) + min(first + s, steps - 1) * p.step_a);
+                    for (int s = 0; s < FEW; ++s) a[i][s] = __ldg(from_a(i) + min(first + s, steps - 1) * p.step_a);
             }
 #pragma unroll
-            for (int s = 0; s < 4; ++s) {
+            for (int s = 0; s < FEW; ++s) {
                 if (s >= count) break;
                 ring.wait_empty();
 #pragma unroll
@@ -305,10 +311,10 @@ __global__ void __launch_bounds__(K::THREADS, 1) scaled_gemm_kernel(const __grid
     }
     __syncthreads();
     if (threadIdx.x < 128) {
-        setmaxnreg_dec<K::SUMS == BLOCKS ? 72 : 40>();
+        setmaxnreg_dec<K::SUMS == BLOCKS ? 56 : 40>();
         produce<K>(p, ring, ring_s);
     } else {
-        setmaxnreg_inc<K::SUMS == BLOCKS ? 216 : 232>();
+        setmaxnreg_inc<K::SUMS == BLOCKS ? 224 : 232>();
         consume<K>(p, ring, ring_s,
                    (float *)(smem + (ring_s - cvta_to_shared(smem)) + K::BARRIERS_AT + tma_ring<K::STAGES>::bytes));
     }

@@ -109,7 +109,6 @@ __device__ __forceinline__ void produce(const Params &p, tma_ring<K::STAGES> &ri
 /* Meta of every third stage, [weight][META_ROW bytes]; 0 behind the ends. */
 template <class K>
 __device__ __forceinline__ void load_meta(const Params &p, tma_ring<K::STAGES> &ring, smem_addr ring_s, int rank) {
-    constexpr int EACH = K::BW / 32;
     const int lane = threadIdx.x % 32;
     int turn = threadIdx.x / 32; /* stages until this warp's */
     for (int t = first_task(p); t < p.tiles_m * p.tiles_n; t += tasks_apart(p)) {
@@ -119,52 +118,55 @@ __device__ __forceinline__ void load_meta(const Params &p, tma_ring<K::STAGES> &
             turn = 3;
             const int byte0 = step * K::META_ROW;
             const smem_addr to_s = ring_s + K::META_AT + ring.stage * K::META;
-            uint32_t words[EACH][K::META_ROW / 4];
-#pragma unroll
-            for (int i = 0; i < EACH; ++i)
-#pragma unroll
-                for (int w = 0; w < K::META_ROW / 4; ++w) words[i][w] = 0;
-            const uint8_t *const from = p.meta + byte0;
-            if (p.whole) { /* one choice for all: no load waits for another */
-#pragma unroll
-                for (int i = 0; i < EACH; ++i) {
-                    const int row = row0 + lane + 32 * i;
-                    if (row >= p.n || byte0 >= p.meta_bytes) continue;
-                    if constexpr (K::META_ROW == 16) {
-                        const uint4 x = __ldg((const uint4 *)(from + row * p.meta_row));
-                        words[i][0] = x.x, words[i][1] = x.y, words[i][2] = x.z, words[i][3] = x.w;
-                    } else {
-                        const uint2 x = __ldg((const uint2 *)(from + row * p.meta_row));
-                        words[i][0] = x.x, words[i][1] = x.y;
-                    }
-                }
-            } else {
-#pragma unroll
-                for (int i = 0; i < EACH; ++i)
 #pragma unroll 1
-                    for (int b = 0; b < K::META_ROW; ++b) {
-                        const int row = row0 + lane + 32 * i;
-                        uint32_t x = 0;
-                        if (row < p.n && byte0 + b < p.meta_bytes) x = __ldg(from + row * p.meta_row + b);
-                        if constexpr (K::META_ROW == 16) { /* bytes come in at the top and move down */
-                            words[i][0] = __funnelshift_r(words[i][0], words[i][1], 8);
-                            words[i][1] = __funnelshift_r(words[i][1], words[i][2], 8);
-                            words[i][2] = __funnelshift_r(words[i][2], words[i][3], 8);
-                            words[i][3] = words[i][3] >> 8 | x << 24;
+            for (int i0 = 0; i0 < K::BW / 32; i0 += 4) { /* four rows of a lane under way */
+                uint32_t words[4][K::META_ROW / 4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+#pragma unroll
+                    for (int w = 0; w < K::META_ROW / 4; ++w) words[i][w] = 0;
+                const uint8_t *const from = p.meta + byte0;
+                if (p.whole) { /* one choice for all: no load waits for another */
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        const int row = row0 + lane + 32 * (i0 + i);
+                        if (row >= p.n || byte0 >= p.meta_bytes) continue;
+                        if constexpr (K::META_ROW == 16) {
+                            const uint4 x = __ldg((const uint4 *)(from + row * p.meta_row));
+                            words[i][0] = x.x, words[i][1] = x.y, words[i][2] = x.z, words[i][3] = x.w;
                         } else {
-                            words[i][0] = __funnelshift_r(words[i][0], words[i][1], 8);
-                            words[i][1] = words[i][1] >> 8 | x << 24;
+                            const uint2 x = __ldg((const uint2 *)(from + row * p.meta_row));
+                            words[i][0] = x.x, words[i][1] = x.y;
                         }
                     }
-            }
-            ring.wait_empty();
+                } else {
 #pragma unroll
-            for (int i = 0; i < EACH; ++i) {
-                const smem_addr at_s = to_s + (lane + 32 * i) * K::META_ROW;
-                if constexpr (K::META_ROW == 16)
-                    st_shared_128(at_s, make_uint4(words[i][0], words[i][1], words[i][2], words[i][3]));
-                else
-                    st_shared_64(at_s, make_uint2(words[i][0], words[i][1]));
+                    for (int i = 0; i < 4; ++i)
+#pragma unroll 1
+                        for (int b = 0; b < K::META_ROW; ++b) {
+                            const int row = row0 + lane + 32 * (i0 + i);
+                            uint32_t x = 0;
+                            if (row < p.n && byte0 + b < p.meta_bytes) x = __ldg(from + row * p.meta_row + b);
+                            if constexpr (K::META_ROW == 16) { /* bytes come in at the top and move down */
+                                words[i][0] = __funnelshift_r(words[i][0], words[i][1], 8);
+                                words[i][1] = __funnelshift_r(words[i][1], words[i][2], 8);
+                                words[i][2] = __funnelshift_r(words[i][2], words[i][3], 8);
+                                words[i][3] = words[i][3] >> 8 | x << 24;
+                            } else {
+                                words[i][0] = __funnelshift_r(words[i][0], words[i][1], 8);
+                                words[i][1] = words[i][1] >> 8 | x << 24;
+                            }
+                        }
+                }
+                if (i0 == 0) ring.wait_empty();
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const smem_addr at_s = to_s + (lane + 32 * (i0 + i)) * K::META_ROW;
+                    if constexpr (K::META_ROW == 16)
+                        st_shared_128(at_s, make_uint4(words[i][0], words[i][1], words[i][2], words[i][3]));
+                    else
+                        st_shared_64(at_s, make_uint2(words[i][0], words[i][1]));
+                }
             }
             __syncwarp();
             if (lane == 0) mbarrier_arrive(ring.full());
@@ -344,13 +346,13 @@ __global__ void __launch_bounds__(K::THREADS, 1) sparse_gemm_kernel(const __grid
     if (p.pair > 1) barrier_cluster();
     __syncthreads();
     if (threadIdx.x < 128) {
-        setmaxnreg_dec<56>();
+        setmaxnreg_dec<40>();
         if (threadIdx.x >= 32)
             load_meta<K>(p, ring, ring_s, rank);
         else if (elect_one())
             produce<K>(p, ring, ring_s, rank);
     } else {
-        setmaxnreg_inc<224>();
+        setmaxnreg_inc<232>();
         consume<K>(p, ring, ring_s, rank, (float *)(smem + (ring_s - cvta_to_shared(smem)) + K::SCALES_AT));
     }
     if (p.pair > 1) barrier_cluster();
