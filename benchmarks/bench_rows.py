@@ -2,7 +2,7 @@
 """Operations along the last dimension beside torch's own: norms, softmax, gated units, rotary embedding, cross entropy, forward
 and backward; on CUDA beside torch.compile of torch's own, too, with --compile.
 
-python benchmarks/bench_rows.py [--quick] [--only rms_norm layer_norm softmax swiglu cross_entropy rope] [--device cpu|cuda] [--compile]
+python benchmarks/bench_rows.py [--quick] [--only rms_norm layer_norm softmax swiglu cross_entropy rope rope_kv_write] [--device cpu|cuda] [--compile]
 
 GB/s counts what an op must move: inputs read once, results written once. On CUDA operands are cold.
 """
@@ -77,6 +77,8 @@ def cases(device: torch.device, quick: bool, compiled: bool):
                 compiled,
             )
         yield rope_case(8192 if device.type == "cuda" else 1024, dtype, device)
+        for tokens in (1, 64, 8192) if device.type == "cuda" else (1, 64):
+            yield rope_write_case(tokens, dtype, device)
 
 
 def row_cases(m: int, n: int, dtype: str, of: dict, compiled: bool):
@@ -122,6 +124,44 @@ def rope_case(tokens: int, dtype: str, device: torch.device) -> Case:
     return Case(group="rope", label=f"32/8 heads of 128, {tokens} tokens", dtype=dtype, make=make, ours=gk.rope, peers={"torch": eager},
                 reference=lambda q, k, c, s: gk.rope(q.double(), k.double(), c, s), flops=0.0,
                 bytes=2.0 * 40 * tokens * 128 * DTYPES[dtype].itemsize, rotate=True, unit="GB/s")  # fmt: skip
+
+
+def rope_write_case(tokens: int, dtype: str, device: torch.device) -> Case:
+    """With QK norm, into pages of 16, beside the same by one op after the other."""
+
+    def make():
+        q, k, v = (torch.randn(tokens, h, 128, device=device, dtype=DTYPES[dtype]) for h in (32, 8, 8))
+        angle = torch.rand(4096, 64, device=device)
+        caches = (torch.zeros(2 * tokens // 16 + 1, 16, 8, 128, device=device, dtype=q.dtype) for _ in range(2))
+        slots = torch.randperm(2 * tokens, device=device)[:tokens]
+        positions = torch.randint(4096, (tokens,), device=device)
+        return (
+            q,
+            k,
+            v,
+            angle.cos(),
+            angle.sin(),
+            positions,
+            *caches,
+            slots,
+            torch.rand(128, device=device, dtype=q.dtype),
+        )
+
+    def ours(*args: Tensor):
+        return gk.rope_kv_write(*args[:9], q_weight=args[9], k_weight=args[9])
+
+    def apart(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *rest: Tensor):
+        q, k = gk.rope(gk.rms_norm(q, rest[3]), gk.rms_norm(k, rest[3]), cos, sin, positions)
+        gk.kv_cache_write(k, v, *rest[:3])
+        return q
+
+    def exact(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *rest: Tensor):
+        w = rest[3].double()
+        return gk.rope(gk.rms_norm(q.double(), w), gk.rms_norm(k.double(), w), cos, sin, positions)[0]
+
+    return Case(group="rope_kv_write", label=f"32/8 heads of 128, {tokens} tokens", dtype=dtype, make=make, ours=ours,
+                peers={"apart": apart}, reference=exact, flops=0.0,
+                bytes=96.0 * tokens * 128 * DTYPES[dtype].itemsize, rotate=True, unit="GB/s")  # fmt: skip
 
 
 def own_options(parser: argparse.ArgumentParser) -> None:

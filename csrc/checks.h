@@ -47,6 +47,11 @@ gk_status gk_check_same(const char *name, const char *what, int64_t got, const c
 /* An int32 [n] at any stride; t NULL: nothing to check. */
 gk_status gk_take_index(gk_io *io, const char *name, const gk_tensor *t, int64_t n);
 
+/* A vector [N] of the dtype of rows [.., N], or float32 beside 16-bit rows; NULL: none. */
+gk_status gk_take_vector(gk_io *io, const char *name, const gk_tensor *t, const gk_tensor *rows);
+/* The tables of a rotation, [P, R / 2] each, of rows of head_dim columns of that dtype. */
+gk_status gk_take_cos_sin(gk_io *io, const gk_tensor *cos, const gk_tensor *sin, gk_dtype dtype, int64_t head_dim);
+
 /* ---- values ---------------------------------------------------------------------------------------- */
 gk_status gk_check_held(gk_io *io, const char *name, double x, const char *first_name, const gk_tensor *first);
 gk_status gk_check_not_negative(const char *name, int64_t x);

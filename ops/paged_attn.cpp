@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// paged_attn.cpp: paged_attn and kv_cache_write.
+// paged_attn.cpp: paged_attn, kv_cache_write and rope_kv_write.
 #include "attn_rules.h"
 
 namespace gk {
@@ -82,9 +82,9 @@ bool meets_a_write(const gk_tensor &t, const Tensor &cache, const Tensor &slots)
 }
 
 // k and v may be views of the caches; a token must not meet what another has written, so they are read in full first.
-void read_first(Tensor &t, const KvCacheWrite &op, gk_tensor &to) {
+template <class O> void read_first(Tensor &t, const O &op, gk_tensor &to) {
     if (!meets_a_write(t.view, op.k_cache, op.slots) && !meets_a_write(t.view, op.v_cache, op.slots)) return;
-    copy_dense(KvCacheWrite::name, t);
+    copy_dense(O::name, t);
     to = t.view;
 }
 
@@ -96,17 +96,57 @@ void kv_cache_write(KvCacheWrite &op) {
     c.run();
 }
 
+struct RopeKvWrite {
+    Tensor q, k, v;                 // [T, Hq, D], [T, Hkv, D], [T, Hkv, Dv]
+    Tensor cos, sin;                // [P, R / 2] float32
+    Tensor positions;               // [T] int32 or int64
+    WrittenTensor k_cache, v_cache; // [num_blocks, block_size, Hkv, D], [..., Dv]
+    Tensor slots;                   // [T] int64 or int32
+    OptTensor q_weight, k_weight;   // [D]
+    double eps;
+    bool interleaved;
+    OptTensor k_scale, v_scale;
+
+    GK_OP(rope_kv_write, gk_rope_kv_write_args, "rope_kv_write", 1)
+    GK_TENSORS(q, k, v, cos, sin, positions, k_cache, v_cache, slots, q_weight, k_weight, k_scale, v_scale)
+
+    void fill(C &to) {
+        to.q = q.view, to.k = k.view, to.v = v.view;
+        to.cos = cos.view, to.sin = sin.view, to.positions = positions.view;
+        to.k_cache = k_cache.view, to.v_cache = v_cache.view, to.slots = slots.view;
+        to.q_weight = q_weight.view_or_null(), to.k_weight = k_weight.view_or_null();
+        to.k_scale = k_scale.view_or_null(), to.v_scale = v_scale.view_or_null();
+        to.eps = eps, to.interleaved = interleaved;
+    }
+    static void place(C &to, Results &r) { to.out_q = r[0].view; }
+};
+
+Tensor rope_kv_write(RopeKvWrite &op) {
+    Checked<RopeKvWrite> c(op);
+    RopeKvWrite::Results results = {c.make(0)};
+    if (op.slots.numel() == 0) return std::move(results[0]);
+    RopeKvWrite::place(c.args, results);
+    read_first(op.q, op, c.args.q);
+    read_first(op.k, op, c.args.k);
+    read_first(op.v, op, c.args.v);
+    c.run();
+    return std::move(results[0]);
+}
+
 void implement(Library &m) {
     m.impl("paged_attn", op_first<PagedAttn>);
     m.impl("paged_attn_fwd", op_all<PagedAttn>);
     m.impl("paged_attn.out", op_out<PagedAttn>);
     m.impl("explain_paged_attn", op_explain<PagedAttn>);
     m.impl("kv_cache_write", boxed<kv_cache_write>);
+    m.impl("rope_kv_write", boxed<rope_kv_write>);
+    m.impl("explain_rope_kv_write", op_explain<RopeKvWrite>);
 }
 
 void implement_shapes(Library &m) {
     m.impl("paged_attn_results", op_results<PagedAttn>);
     m.impl("kv_cache_write_results", op_results<KvCacheWrite>);
+    m.impl("rope_kv_write_results", op_results<RopeKvWrite>);
 }
 
 } // namespace

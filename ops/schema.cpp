@@ -47,6 +47,12 @@
     "Tensor? v_scale=None, bool is_causal=True, Tensor? kv_start=None, SymInt window_right=-1, "   \
     "bool allow_short=False)"
 
+// a, b: how the caches are annotated
+#define ROPE_KV_WRITE_ARGS(a, b)                                                                     \
+    "(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor positions, Tensor" a " k_cache, " \
+    "Tensor" b " v_cache, Tensor slots, Tensor? q_weight=None, Tensor? k_weight=None, "              \
+    "float eps=1e-06, bool interleaved=False, Tensor? k_scale=None, Tensor? v_scale=None)"
+
 #define SCALED_GEMM_ARGS                                                                                       \
     "(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias=None, Tensor? c=None, float beta=1.0, " \
     "Tensor? out_scale=None, str activation=\"none\", ScalarType? out_dtype=None, str accumulate=\"precise\")"
@@ -164,6 +170,9 @@ void define(gk::Library &m) {
     def_out(m, "paged_attn", PAGED_ATTN_ARGS);
     m.def("kv_cache_write(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
           "Tensor slots, Tensor? k_scale=None, Tensor? v_scale=None) -> ()");
+    m.def("rope_kv_write" ROPE_KV_WRITE_ARGS("(a!)", "(b!)") " -> Tensor out_q");
+    m.def("rope_kv_write_results" ROPE_KV_WRITE_ARGS("", "") " -> Tensor out_q");
+    def_explain(m, "rope_kv_write", ROPE_KV_WRITE_ARGS("", ""));
     m.def("kv_cache_write_results(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, "
           "Tensor slots, Tensor? k_scale=None, Tensor? v_scale=None) -> ()");
 

@@ -48,6 +48,13 @@ def write(**change):
                 slots=torch.tensor([0, 19, -1])) | change  # fmt: skip
 
 
+def rotated_write(**change):
+    """A good rope_kv_write call with some of its arguments changed."""
+    angles = dict(cos=t(6, 3), sin=t(6, 3), positions=torch.tensor([4, 0, 5]))
+    given = dict(q=t(3, 4, 8), k=t(3, 2, 8), v=t(3, 2, 16)) | angles  # in the schema's order
+    return given | {name: x for name, x in write().items() if name not in given} | change
+
+
 def merge(**change):
     return dict(out_a=t(3, 2, 8), lse_a=t(3, 2), out_b=t(3, 2, 8), lse_b=t(3, 2)) | change
 
@@ -268,6 +275,23 @@ VALUE_ERRORS = [
     ("bias_gelu_dropout", dropped_gelu(bias=t(7)), "bias must have shape [8], got [7]"),
     ("bias_gelu_dropout", dropped_gelu(bias=t(8, dtype=F64)), "bias has dtype float64, x has float32; they must match"),
     ("bias_gelu_dropout", dropped_gelu(approximate="erf"), "approximate must be none or tanh, got 'erf'"),
+    # ---- rope_kv_write
+    ("rope_kv_write", rotated_write(q=t(3, 32)), "q must have 3 dimensions [T, Hq, D], got 2"),
+    ("rope_kv_write", rotated_write(q=t(3, 4, 8).int()), f"q must be {FLOATS}, got int32"),
+    ("rope_kv_write", rotated_write(k=t(3, 2, 8, dtype=BF16)), "k has dtype bfloat16, q has float32; they must match"),
+    ("rope_kv_write", rotated_write(k=t(3, 2, 6)), "k has head_dim 6, q has 8; they must match"),
+    ("rope_kv_write", rotated_write(v=t(4, 2, 16)), "v has tokens 4, q has 3; they must match"),
+    ("rope_kv_write", rotated_write(v=t(3, 1, 16)), "v has heads 1, k has 2; they must match"),
+    ("rope_kv_write", rotated_write(cos=t(6, 5)), "cos rotates 10 columns, expected at most the head_dim 8 of q"),
+    ("rope_kv_write", rotated_write(sin=t(6, 2)), "sin must have shape [6, 3], got [6, 2]"),
+    ("rope_kv_write", rotated_write(positions=t(3)), "positions must be int64 or int32, got float32"),
+    ("rope_kv_write", rotated_write(positions=i32(0, 1)), "positions must have shape [3], got [2]"),
+    ("rope_kv_write", rotated_write(v_cache=torch.zeros(5, 4, 2, 8)), "v_cache has head_dim 8, v has 16; they must match"),
+    ("rope_kv_write", rotated_write(slots=torch.tensor([0, 1])), "slots must have shape [3], got [2]"),
+    ("rope_kv_write", rotated_write(q_weight=t(4)), "q_weight must have shape [8], got [4]"),
+    ("rope_kv_write", rotated_write(k_weight=t(8, dtype=F64)), "k_weight must be float32, got float64"),
+    ("rope_kv_write", rotated_write(k_scale=t(3)), "k_scale must have shape [] or [2], got [3]"),
+    ("rope_kv_write", rotated_write(eps=-1.0), "eps must be a finite number of at least 0, got -1"),
     # ---- kv_cache_write
     ("kv_cache_write", write(k=t(3, 16)), "k must have 3 dimensions [T, Hkv, D], got 2"),
     ("kv_cache_write", write(k=t(3, 2, 8).int()), f"k must be {FLOATS}, got int32"),
@@ -324,6 +348,9 @@ INDEX_ERRORS = [
     ("cross_entropy", classes(target=torch.tensor([[0, 6, -100], [7, 3, 1]])),
      "target is expected to hold classes in [0, 7) or ignore_index, got 7 in row 3"),
     ("cross_entropy", classes(ignore_index=0), "target is expected to hold classes in [0, 7) or ignore_index, got -100 in row 2"),
+    ("rope_kv_write", rotated_write(positions=i32(0, 1, 6)), "positions is expected to hold rows of cos, [0, 6), got 6 at token 2"),
+    ("rope_kv_write", rotated_write(slots=torch.tensor([0, 20, -1])),
+     "slots is expected to hold slots below 20 (num_blocks * block_size), got slots[1] = 20"),
     ("kv_cache_write", write(slots=torch.tensor([0, 20, -1])),
      "slots is expected to hold slots below 20 (num_blocks * block_size), got slots[1] = 20"),
     ("kv_cache_write", write(slots=i32(3, 2, 2**31 - 1)),
@@ -449,6 +476,15 @@ OPS = {
     ),
     "kv_cache_write": Registered(
         write, variants={"": {}, "scales": dict(slots=i32(0, 19, -1), k_scale=t(2), v_scale=torch.tensor(1.0))}
+    ),
+    "rope_kv_write": Registered(
+        rotated_write,
+        explained=True,
+        variants={
+            "": {},
+            "norms, scales": dict(q_weight=t(8), k_weight=t(8), eps=1e-3, k_scale=t(2), v_scale=torch.tensor(1.0)),
+            "interleaved": dict(interleaved=True, slots=i32(0, 19, -1)),
+        },
     ),
     "attn_merge": Registered(merge, ("out_a", "lse_a", "out_b", "lse_b")),
     "rms_norm": Registered(

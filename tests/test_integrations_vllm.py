@@ -243,6 +243,34 @@ def test_steps_of_a_batch(vllm, backend, rule, layout, device):
             start += n
 
 
+@pytest.mark.parametrize("name", ("fp8", "fp8_e4m3", "fp8_e5m2"))
+def test_8_bit_cache(vllm, backend, name, device):
+    """vLLM's cache of bytes: a prompt and a step, as attention over what the codes are worth."""
+    gen, code = generator("vllm", name), torch.float8_e5m2 if name == "fp8_e5m2" else torch.float8_e4m3fn
+    assert name in backend.supported_kv_cache_dtypes
+    assert backend.supports_combination(64, torch.bfloat16, name, 16, False, False, False, False, None) is None
+    impl, builder = (
+        layer_of(backend, kv_cache_dtype=name),
+        backend.get_builder_cls()(None, ["a"], None, torch.device(device)),
+    )
+    scales = {"_k_scale": torch.tensor(0.05, device=device), "_v_scale": torch.tensor([0.03, 0.07], device=device)}
+    layer = types.SimpleNamespace(**scales)
+    cache = torch.full((4, 2, 16, 32), 0xFF, dtype=torch.uint8, device=device)
+    table, kept = torch.tensor([[2, 1, 0]], dtype=torch.int32, device=device), ([], [])
+    for start, n in ((0, 20), (20, 1)):
+        q, k, v = (randn(gen, n, heads, 16, device=device) for heads in (4, 2, 2))
+        slots = torch.tensor([table[0, p // 16] * 16 + p % 16 for p in range(start, start + n)], device=device)
+        batch = builder.build(0, batch_of(vllm, [start + n], [n], slots, table))
+        impl.do_kv_cache_update(layer, k, v, cache, batch.slot_mapping)
+        out = impl.forward(layer, q, k, v, cache, batch, torch.empty_like(q))
+        for mine, x, scale in zip(kept, (k, v), scales.values()):
+            by = scale.view(-1, 1)
+            mine.append((x / by).to(code).double() * by.double())
+        keys, values = (torch.cat(x).transpose(0, 1)[None] for x in kept)
+        want = reference.flash_attn(q.transpose(0, 1)[None].double(), keys, values, is_causal=True, diagonal=start)
+        torch.testing.assert_close(out.transpose(0, 1)[None].double(), want, rtol=1e-4, atol=1e-5)
+
+
 def test_not_causal_and_encoder(vllm, backend, device):
     gen = generator("encoder")
     builder = backend.get_builder_cls()(None, ["a"], None, torch.device(device))
@@ -275,7 +303,7 @@ def test_refused_by_name(vllm, backend):
             {"attn_type": "encoder_decoder"},
             "GPUKERN: attention of type encoder_decoder is not served; use TRITON_ATTN or FLASH_ATTN",
         ),
-        ({"kv_cache_dtype": "fp8"}, "GPUKERN: kv_cache_dtype=fp8 is not served; use auto"),
+        ({"kv_cache_dtype": "nvfp4"}, "GPUKERN: kv_cache_dtype=nvfp4 is not served; use auto"),
         ({"use_alibi_sqrt": True}, "GPUKERN: use_alibi_sqrt=True is not served; use TRITON_ATTN"),
     ):
         with pytest.raises(NotImplementedError) as error:

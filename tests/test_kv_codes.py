@@ -11,6 +11,7 @@ import torch
 from torch_gpukern import (
     KVCacheScales,
     PagedKVCache,
+    check_errors,
     kv_cache_write,
     paged_attn,
     reference,
@@ -256,10 +257,11 @@ def test_paged_kv_cache(on, code):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("interleaved", (False, True))
 @pytest.mark.parametrize("norm", (False, True))
-def test_rope_kv_write(code, dtype, interleaved, norm):
+@pytest.mark.parametrize("dim, rotated", ((24, 16), (20, 12), (128, 128)))
+def test_rope_kv_write(on, code, dtype, interleaved, norm, dim, rotated):
     """Norm and rotation in float64, one rounding; a negative slot rotates its query all the same."""
     torch.manual_seed(3)
-    tokens, heads, group, dim, rotated = 9, 2, 3, 24, 16
+    tokens, heads, group = 9, 2, 3
     q = torch.randn(tokens, heads * group, dim).to(dtype)
     k, v = (torch.randn(tokens, heads, dim).to(dtype) for _ in range(2))
     angles = torch.rand(50, rotated // 2) * 6
@@ -292,6 +294,56 @@ def test_rope_kv_write(code, dtype, interleaved, norm):
         assert pages.flatten(0, 1)[sorted(set(range(20)) - set(slots.tolist()))].float().eq(0).all()
 
 
+@pytest.mark.parametrize("dtype", (torch.float16, torch.float64), ids=str)
+def test_rope_kv_write_forms(on, dtype):
+    """Strides, a Dv of its own, either layout of the cache, slots in int32, and q, k, v that are rows of the caches: as the ops one
+    by one on copies, in float64."""
+    torch.manual_seed(5)
+    for dim, dim_v, half, heads_first in ((8, 16, 4, True), (40, 7, 3, False), (256, 512, 64, True), (1, 1, 0, False)):
+        cache = [torch.randn(6, 2, 8, d).to(dtype) for d in (dim, dim_v)]
+        k_cache, v_cache = cache = [x.transpose(1, 2) if heads_first else x.view(6, 8, 2, -1) for x in cache]
+        fused = torch.randn(5, 4, 2 * dim + dim_v).to(dtype)
+        q, k, v = fused[..., :dim], fused[:, ::2, dim : 2 * dim], fused[:, 1::2, 2 * dim :]
+        if dim == 40:
+            q, k, v = k_cache[2, 1:6], k_cache[1:6, 3], v_cache[:5, 5]
+        cos, sin = (torch.rand(9, half) for _ in range(2))
+        positions, slots = torch.randint(9, (5,)), torch.tensor([3, 19, -1, 33, 9], dtype=torch.int32)
+        weight, scale = (
+            torch.rand(dim).to(dtype),
+            torch.tensor([0.5, 2.0], dtype=cos.dtype if dtype != torch.float64 else dtype),
+        )
+        again = [x.double().clone() for x in cache]
+        rows = rms_norm(q.double(), weight.double(), eps=0.1), k.double()
+        want, keys = rope(*rows, cos.double(), sin.double(), positions, interleaved=True)
+        kv_cache_write(keys, v.double(), *again, slots, k_scale=scale.double())
+        got = rope_kv_write(
+            q, k, v, cos, sin, positions, *cache, slots, q_weight=weight, eps=0.1, interleaved=True, k_scale=scale
+        )
+        step = 2.0**-10 if dtype == torch.float16 else 1e-13
+        torch.testing.assert_close(got.double(), want, atol=step, rtol=step)
+        for x, y in zip(cache, again):
+            torch.testing.assert_close(x.double(), y, atol=step, rtol=step)
+    empty = rope_kv_write(q[:0], k[:0], v[:0], cos, sin, positions[:0], *cache, slots[:0])
+    assert empty.shape == (0, *q.shape[1:])
+
+
+def test_rope_kv_write_of_bad_contents(on):
+    """On CUDA: the last row of cos, a token that is not written, and an IndexError at the next call."""
+    if on == "cpu":
+        return  # test_rope_kv_write_refuses
+    q, k, cos = torch.randn(3, 4, 8), torch.randn(3, 2, 8), torch.rand(5, 4)
+    caches = [torch.zeros(2, 4, 2, 8) for _ in range(2)]
+    good = rope_kv_write(q, k, k, cos, cos, torch.tensor([0, 4, 4]), *caches, torch.tensor([0, -1, 2]))
+    check_errors()
+    again = [torch.zeros(2, 4, 2, 8) for _ in range(2)]
+    for positions, slots, said in (([0, 4, 4], [0, 8, 2], "slot"), ([0, 5, -1], [0, -1, 2], "position")):
+        got = rope_kv_write(q, k, k, cos, cos, torch.tensor(positions), *again, torch.tensor(slots))
+        with pytest.raises(IndexError, match=said):
+            torch.cuda.synchronize()
+            check_errors()
+        assert torch.equal(got, good) and all(torch.equal(a, b) for a, b in zip(again, caches))
+
+
 def test_rope_kv_write_refuses():
     q, k = torch.randn(3, 4, 8), torch.randn(3, 2, 8)
     cos = torch.ones(5, 4)
@@ -299,9 +351,9 @@ def test_rope_kv_write_refuses():
     rest = cos, cos, torch.arange(3), *caches, torch.arange(3)
     with pytest.raises(NotImplementedError, match="rope_kv_write: it has no backward"):
         rope_kv_write(q.clone().requires_grad_(), k, k, *rest)
-    with pytest.raises(ValueError, match="rope_kv_write: k has dtype torch.bfloat16, q has torch.float32"):
+    with pytest.raises(ValueError, match="rope_kv_write: k has dtype bfloat16, q has float32"):
         rope_kv_write(q, k.bfloat16(), k, *rest)
-    with pytest.raises(ValueError, match=r"rope_kv_write: q_weight is \[4\]"):
+    with pytest.raises(ValueError, match=r"rope_kv_write: q_weight must have shape \[8\], got \[4\]"):
         rope_kv_write(q, k, k, *rest, q_weight=torch.ones(4))
     with pytest.raises(IndexError, match="positions"):
         rope_kv_write(q, k, k, cos, cos, torch.tensor([0, 1, 5]), *caches, torch.arange(3))
@@ -310,7 +362,7 @@ def test_rope_kv_write_refuses():
     assert all((x == 0).all() for x in caches)
 
 
-def test_flash_attn_functions_over_codes_and_rotated():
+def test_flash_attn_functions_over_codes_and_rotated(on):
     torch.manual_seed(4)
     batch, new, heads, dim = 2, 3, 2, 16
     q = torch.randn(batch, new, 4, dim)
@@ -338,7 +390,7 @@ def test_flash_attn_functions_over_codes_and_rotated():
             torch.testing.assert_close(got[b : b + 1], want, atol=1e-5, rtol=1e-5)
 
 
-def test_compiled():
+def test_compiled(on):
     """No graph break, and the same bits."""
     caches = [torch.zeros(4, 4, 2, 16, dtype=E4M3) for _ in range(2)]
     again = [x.clone() for x in caches]

@@ -155,7 +155,7 @@ class Seen(TorchFunctionMode):
 
 
 # every op that returns something; "lse": its public function is asked for that, too
-CALLS = [(name, variant) for name, variant in VARIANTS if name != "kv_cache_write"]
+CALLS = [(name, variant) for name, variant in VARIANTS if name not in ("kv_cache_write", "rope_kv_write")]
 CALLS += [(name, "lse") for name, op in OPS.items() if op.has_lse]
 
 

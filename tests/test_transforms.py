@@ -9,7 +9,7 @@ from conftest import ops, same_bits, torch_gpukern
 from registry import OPS, VARIANTS, drawn, public
 
 DIFFERENTIABLE = [(name, variant) for name, variant in VARIANTS if OPS[name].gradients]
-BATCHED = [(name, variant) for name, variant in VARIANTS if name != "kv_cache_write"]
+BATCHED = [(name, variant) for name, variant in VARIANTS if name not in ("kv_cache_write", "rope_kv_write")]
 COPIES = 3
 
 

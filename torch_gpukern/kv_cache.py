@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .ops import kv_cache_write
+from .ops import kv_cache_write, rope_kv_write
 from .ops.wrong_types import refuse_non_tensors
 from .paged import prefixes
 from .paged.arguments import as_counts, as_handles, as_tokens, check_targets, copy_into
@@ -296,6 +296,29 @@ class PagedKVCache:
         layer at `slots` [T].
         """
         kv_cache_write(k, v, self.k[layer], self.v[layer], slots, **self.scales(layer))
+
+    def rope_write(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        layer: int = 0,
+        *,
+        q_weight: Tensor | None = None,
+        k_weight: Tensor | None = None,
+        eps: float = 1e-6,
+        interleaved: bool = False,
+    ) -> Tensor:
+        """`write` of keys that are rotated first, and normalised where there are weights, with their queries, in one launch:
+        `rope_kv_write` into one layer. Returns q [T, heads_q, head_dim] rotated.
+        """
+        how = {"q_weight": q_weight, "k_weight": k_weight, "eps": eps, "interleaved": interleaved}
+        pages = self.k[layer], self.v[layer]
+        return rope_kv_write(q, k, v, cos, sin, positions, *pages, slots, **how, **self.scales(layer))
 
     def scales(self, layer: int = 0) -> dict[str, Tensor]:
         """The k_scale and v_scale of a layer, as `paged_attn` and `kv_cache_write` take them by name; those that are 1 are

@@ -100,9 +100,9 @@ gk_status gk_check_paged_attn(const gk_context *ctx, const gk_paged_attn_args *p
     return GK_OK;
 }
 
-/* Elements that are written share no memory: not with each other, not with what is read. k and v may share memory with the
- * caches; who calls the entry point must have copied them where a row that is written is among it. */
-static gk_status check_written(const gk_io *io) {
+/* Elements that are written share no memory: not with each other, not with what is read. The first `behind` inputs, k and
+ * v among them, may share memory with the caches; who calls the entry point must have copied them where a row that is written is among it. */
+static gk_status check_written(const gk_io *io, int behind) {
     if (io->depth == GK_SHAPES) return GK_OK;
     for (int i = 0; i < io->num_inputs; ++i) {
         const gk_input *cache = &io->input[i];
@@ -110,7 +110,7 @@ static gk_status check_written(const gk_io *io) {
         for (int d = 0; d < cache->tensor->ndim; ++d)
             GK_REQUIRE(cache->tensor->shape[d] <= 1 || cache->tensor->stride[d] != 0,
                        "%s has stride 0 in dimension %d; its elements must not share memory", cache->name, d);
-        for (int n = 2; n < io->num_inputs; ++n) { /* behind k and v */
+        for (int n = behind; n < io->num_inputs; ++n) {
             if (n == i || !gk_shares_memory(io->input[n].tensor, cache->tensor)) continue;
             GK_REQUIRE(!io->input[n].written,
                        "v_cache overlaps k_cache; they may be views of one tensor but must not share memory");
@@ -141,8 +141,51 @@ gk_status gk_check_kv_cache_write(const gk_context *ctx, const gk_kv_cache_write
     GK_TRY(gk_check_length_of("slots", &w->slots, tokens));
     GK_TRY(take_scale(io, "k_scale", w->k_scale, k->dtype, &w->k_cache));
     GK_TRY(take_scale(io, "v_scale", w->v_scale, k->dtype, &w->k_cache));
-    GK_TRY(check_written(io));
+    GK_TRY(check_written(io, 2));
     return gk_reads_contents(io, ctx) ? gk_check_slots(w) : GK_OK;
+}
+
+gk_status gk_check_rope_kv_write(const gk_context *ctx, const gk_rope_kv_write_args *a, gk_io *io) {
+    const gk_tensor *q = &a->q, *k = &a->k, *v = &a->v;
+    GK_TRY(gk_take(io, "q", q, GK_DENSE_LAST));
+    GK_TRY(gk_check_float(io, "q", q));
+    GK_TRY(gk_check_dims("q", q, 3, "[T, Hq, D]"));
+    const int64_t tokens = q->shape[0], head_dim = q->shape[2];
+    GK_TRY(gk_check_head_dim("q", WRITES, head_dim));
+    GK_TRY(gk_take(io, "k", k, GK_DENSE_LAST));
+    GK_TRY(gk_check_same_dtype(io, "k", k, "q", q));
+    GK_TRY(gk_check_dims("k", k, 3, "[T, Hkv, D]"));
+    GK_TRY(gk_check_same("k", "tokens", k->shape[0], "q", tokens));
+    GK_TRY(gk_check_same("k", "head_dim", k->shape[2], "q", head_dim));
+    GK_TRY(gk_take(io, "v", v, GK_DENSE_LAST));
+    GK_TRY(gk_check_same_dtype(io, "v", v, "q", q));
+    GK_TRY(gk_check_dims("v", v, 3, "[T, Hkv, Dv]"));
+    GK_TRY(gk_check_same("v", "tokens", v->shape[0], "q", tokens));
+    GK_TRY(gk_check_same("v", "heads", v->shape[1], "k", k->shape[1]));
+    GK_TRY(gk_take_cos_sin(io, &a->cos, &a->sin, q->dtype, head_dim));
+    GK_TRY(gk_take(io, "positions", &a->positions, GK_ANY_STRIDES));
+    GK_TRY(gk_check_dtypes(io, "positions", &a->positions, GK_I64, GK_I32));
+    GK_TRY(gk_check_length_of("positions", &a->positions, tokens));
+    GK_REQUIRE(a->cos.shape[0] > 0 || tokens == 0, "cos has no rows");
+    GK_TRY(check_caches(ctx, io, "k", k, &a->k_cache, &a->v_cache, true));
+    GK_TRY(gk_check_same("k_cache", "heads", a->k_cache.shape[2], "k", k->shape[1]));
+    GK_TRY(gk_check_same("v_cache", "head_dim", a->v_cache.shape[3], "v", v->shape[2]));
+    GK_TRY(gk_take(io, "slots", &a->slots, GK_ANY_STRIDES));
+    GK_TRY(gk_check_dtypes(io, "slots", &a->slots, GK_I64, GK_I32));
+    GK_TRY(gk_check_length_of("slots", &a->slots, tokens));
+    GK_TRY(gk_take_vector(io, "q_weight", a->q_weight, q));
+    GK_TRY(gk_take_vector(io, "k_weight", a->k_weight, k));
+    GK_REQUIRE(isfinite(a->eps) && a->eps >= 0, "eps must be a finite number of at least 0, got %g", a->eps);
+    GK_TRY(take_scale(io, "k_scale", a->k_scale, q->dtype, &a->k_cache));
+    GK_TRY(take_scale(io, "v_scale", a->v_scale, q->dtype, &a->k_cache));
+    GK_TRY(check_written(io, 3));
+    gk_give(io, "out_q", &a->out_q, q->dtype, 3, q->shape, GK_DENSE_LAST);
+    if (!gk_reads_contents(io, ctx)) return GK_OK;
+    const gk_rope_args angles = {.cos = a->cos, .positions = &a->positions};
+    const gk_kv_cache_write_args write = {
+        .k_cache = a->k_cache, .slots = a->slots, .k_scale = a->k_scale, .v_scale = a->v_scale};
+    GK_TRY(gk_check_positions(&angles));
+    return gk_check_slots(&write);
 }
 
 /* ---- cost -------------------------------------------------------------------------------------------- */
@@ -179,4 +222,13 @@ void gk_cost_kv_cache_write(const gk_context *ctx, const gk_kv_cache_write_args 
     const double written = (double)gk_dtype_bytes(args->k_cache.dtype) / (double)gk_dtype_bytes(args->k.dtype);
     out->bytes = read * (1 + written) + gk_tensor_bytes(&args->slots);
     out->flops = 0;
+}
+
+void gk_cost_rope_kv_write(const gk_context *ctx, const gk_rope_kv_write_args *a, gk_explanation *out) {
+    (void)ctx;
+    const double written = (double)gk_dtype_bytes(a->k_cache.dtype) / (double)gk_dtype_bytes(a->k.dtype);
+    out->bytes = 2 * gk_tensor_bytes(&a->q) + (1 + written) * (gk_tensor_bytes(&a->k) + gk_tensor_bytes(&a->v)) +
+                 gk_tensor_bytes(&a->positions) + gk_tensor_bytes(&a->slots);
+    const double heads = (double)a->q.shape[0] * (double)(a->q.shape[1] + a->k.shape[1]);
+    out->flops = 6 * heads * (double)a->cos.shape[1];
 }

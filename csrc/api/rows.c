@@ -24,7 +24,7 @@ static gk_status take_like(gk_io *io, const char *name, const gk_tensor *t, cons
 }
 
 /* A vector [N] of the rows' dtype, or float32 beside 16-bit rows; NULL: none. */
-static gk_status take_vector(gk_io *io, const char *name, const gk_tensor *t, const gk_tensor *rows) {
+gk_status gk_take_vector(gk_io *io, const char *name, const gk_tensor *t, const gk_tensor *rows) {
     if (!t) return GK_OK;
     GK_TRY(gk_take(io, name, t, GK_ANY_STRIDES));
     GK_TRY(gk_check_dtypes(io, name, t, rows->dtype, gk_stats_dtype(rows->dtype)));
@@ -49,8 +49,8 @@ gk_status gk_check_norm_fwd(const gk_context *ctx, const gk_norm_args *a, gk_io 
     (void)ctx;
     const gk_tensor *x = &a->x;
     GK_TRY(take_rows(io, "x", x));
-    GK_TRY(take_vector(io, "weight", a->weight, x));
-    GK_TRY(take_vector(io, "bias", a->bias, x));
+    GK_TRY(gk_take_vector(io, "weight", a->weight, x));
+    GK_TRY(gk_take_vector(io, "bias", a->bias, x));
     GK_TRY(take_like(io, "residual", a->residual, "x", x));
     GK_TRY(check_norm(a->kind, a->eps, a->weight_offset));
     give_like(io, "out", &a->out, x)->in_place = true;
@@ -81,7 +81,7 @@ gk_status gk_check_norm_bwd(const gk_context *ctx, const gk_norm_bwd_args *a, gk
     const gk_tensor *h = &a->h;
     GK_TRY(take_rows(io, "grad_out", &a->grad_out));
     GK_TRY(take_like(io, "h", h, "grad_out", &a->grad_out));
-    GK_TRY(take_vector(io, "weight", a->weight, h));
+    GK_TRY(gk_take_vector(io, "weight", a->weight, h));
     GK_TRY(take_like(io, "grad_sum", a->grad_sum, "grad_out", &a->grad_out));
     GK_TRY(check_norm(a->kind, a->eps, a->weight_offset));
     give_like(io, "dx", &a->dx, h)->in_place = true;
@@ -206,6 +206,13 @@ static gk_status take_table(gk_io *io, const char *name, const gk_tensor *t, gk_
     return GK_OK;
 }
 
+gk_status gk_take_cos_sin(gk_io *io, const gk_tensor *cos, const gk_tensor *sin, gk_dtype dtype, int64_t head_dim) {
+    GK_TRY(take_table(io, "cos", cos, dtype, head_dim));
+    GK_TRY(take_table(io, "sin", sin, cos->dtype == GK_F32 ? GK_F32 : dtype, head_dim));
+    GK_TRY(gk_check_same_dtype(io, "sin", sin, "cos", cos));
+    return gk_check_shape("sin", sin, 2, cos->shape);
+}
+
 gk_status gk_check_rope(const gk_context *ctx, const gk_rope_args *a, gk_io *io) {
     const gk_tensor *q = &a->q, *k = a->k, *p = a->positions;
     const bool packed = q->ndim == 3;
@@ -223,10 +230,7 @@ gk_status gk_check_rope(const gk_context *ctx, const gk_rope_args *a, gk_io *io)
         GK_TRY(gk_check_same("k", "tokens", heads.shape[2], "q", tokens));
         GK_TRY(gk_check_same("k", "head_dim", heads.shape[3], "q", head_dim));
     }
-    GK_TRY(take_table(io, "cos", &a->cos, q->dtype, head_dim));
-    GK_TRY(take_table(io, "sin", &a->sin, a->cos.dtype == GK_F32 ? GK_F32 : q->dtype, head_dim));
-    GK_TRY(gk_check_same_dtype(io, "sin", &a->sin, "cos", &a->cos));
-    GK_TRY(gk_check_shape("sin", &a->sin, 2, a->cos.shape));
+    GK_TRY(gk_take_cos_sin(io, &a->cos, &a->sin, q->dtype, head_dim));
     if (p) {
         GK_TRY(gk_take(io, "positions", p, GK_ANY_STRIDES));
         GK_TRY(gk_check_dtypes(io, "positions", p, GK_I64, GK_I32));

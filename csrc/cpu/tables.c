@@ -41,6 +41,7 @@ DECLARE(flash_attn_fwd)
 DECLARE(flash_attn_bwd)
 DECLARE(paged_attn)
 DECLARE(kv_cache_write)
+DECLARE(rope_kv_write)
 DECLARE(attn_merge)
 DECLARE(quantize)
 DECLARE(dequantize)
@@ -104,6 +105,7 @@ static const gk_cpu_instance flash_attn_bwd_rows[] = {ON_TILES(flash_attn_bwd) E
                                                       REF_ROW(flash_attn_bwd)};
 static const gk_cpu_instance paged_attn_rows[] = {ON_TILES(paged_attn) EVERY_ISA(paged_attn), REF_ROW(paged_attn)};
 static const gk_cpu_instance kv_cache_write_rows[] = {EVERY_ISA(kv_cache_write), REF_ROW(kv_cache_write)};
+static const gk_cpu_instance rope_kv_write_rows[] = {EVERY_ISA(rope_kv_write), REF_ROW(rope_kv_write)};
 static const gk_cpu_instance attn_merge_rows[] = {EVERY_ISA(attn_merge), REF_ROW(attn_merge)};
 static const gk_cpu_instance quantize_rows[] = {EVERY_ISA(quantize), REF_ROW(quantize)};
 static const gk_cpu_instance dequantize_rows[] = {EVERY_ISA(dequantize), REF_ROW(dequantize)};

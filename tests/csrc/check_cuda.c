@@ -680,7 +680,7 @@ static check_tensor make_cache(gk_dtype dtype, int64_t num_blocks, int64_t block
 }
 
 static void paged_draw(gk_dtype dtype, bool large) {
-    static const int64_t pages[] = {1, 3, 16, 16, 64, 64};
+    static const int64_t pages[] = {1, 3, 16, 16, 64, 64}, tiled[] = {8, 16, 16, 24, 64, 128, 256};
     const int64_t *h = PICK(heads);
     gk_dtype stats = gk_stats_dtype(dtype), stored = draw_stored(dtype);
     int64_t dim = draw_dim(), dim_v = check_below(4) ? dim : draw_dim(),
@@ -688,9 +688,11 @@ static void paged_draw(gk_dtype dtype, bool large) {
                      : check_below(4) ? 6
                                       : 80;
     bool ragged = check_below(2), heads_first = check_below(3) == 0;
+    const bool prefill = check_below(4) == 0; /* as paged_prefill_sm90a takes them */
+    if (prefill) dim = dim_v = 64 + 64 * check_below(2), stored = dtype, most_q = check_below(3) ? 200 : 20;
     do {
         int64_t length = large ? 5000 : check_below(4) ? 200 : 1300;
-        p.batch = 1 + check_below(MAX_BATCH), p.block_size = PICK(pages), p.longest = 0;
+        p.batch = 1 + check_below(MAX_BATCH), p.block_size = prefill ? PICK(tiled) : PICK(pages), p.longest = 0;
         for (int64_t b = 0; b < p.batch; ++b) {
             p.seq_q[b] = ragged ? check_below(most_q + 1) : b ? p.seq_q[0] : 1 + check_below(most_q);
             p.seq_k[b] = check_below(6) == 0 ? 0 : gk_max_i64(1 + check_below(length), p.seq_q[b]);
@@ -738,6 +740,9 @@ static void paged_draw(gk_dtype dtype, bool large) {
     r->window_left = check_below(3) ? -1 : check_below(4) ? check_below(150) : check_below(2);
     r->alibi_slopes = check_below(4) ? NULL : &p.slopes.t, r->sinks = check_below(3) ? NULL : &p.sinks.t;
     r->kv_start = check_below(3) ? NULL : &p.kv_start.t;
+    if (prefill)
+        r->softcap = 0, r->window_left = -1, r->alibi_slopes = NULL,
+        r->kv_start = p.args.k_scale = p.args.v_scale = NULL;
     may_have_workspace = true;
     say_rules(&p.args.rules, heads_first ? "heads first" : p.shared ? "shared pages" : "");
     TO_DEVICE(p.args);
@@ -1030,6 +1035,8 @@ static void weight_expect(void) {
 #include "check_cuda_quant.h"
 #include "check_cuda_rows.h"
 
+#include "check_cuda_cache.h"
+
 /* ---- the walk -------------------------------------------------------------------------------------------------- */
 /* draw makes and mirrors the tensors of a random problem; expect fills the inputs and computes what must come out. */
 static const struct {
@@ -1044,6 +1051,7 @@ static const struct {
            {GK_OP_FLASH_ATTN_BWD, "flash_attn_bwd", bwd_draw, bwd_expect},
            {GK_OP_PAGED_ATTN, "paged_attn", paged_draw, paged_expect},
            {GK_OP_KV_CACHE_WRITE, "kv_cache_write", write_draw, write_expect},
+           {GK_OP_ROPE_KV_WRITE, "rope_kv_write", rope_write_draw, rope_write_expect},
            {GK_OP_WEIGHT_GEMM, "weight_gemm", weight_draw, weight_expect},
            {GK_OP_SCALED_GEMM, "scaled_gemm", scaled_draw, scaled_expect, true},
            {GK_OP_GROUPED_GEMM, "grouped_gemm", grouped_draw, grouped_expect, true},

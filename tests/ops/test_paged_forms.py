@@ -39,6 +39,10 @@ def has_hopper_kernels() -> bool:
         (4, 1, (32, 8), 128, 16, torch.float8_e5m2, "paged_attn_sm90a_bf16_e5m2_128x16"),
         (4, 1, (32, 8), 128, 8, E4M3, "paged_attn_plain_bf16_codes"),
         (4, 1, (32, 8), 256, 16, torch.int8, "paged_attn_plain_bf16_codes"),
+        (4, 16, (32, 8), 128, 16, None, "paged_attn_sm90a_bf16_128x16"),
+        (4, 17, (32, 8), 128, 16, None, "paged_prefill_sm90a_bf16_d128"),
+        (1, 512, (32, 8), 64, 8, None, "paged_prefill_sm90a_bf16_d64"),
+        (1, 512, (32, 8), 128, 12, None, "paged_attn_sm80_bf16_128x16"),
     ),
 )
 def test_kernel(batch, tokens, heads, head_dim, page, stored, row):
@@ -100,6 +104,9 @@ FORMS = (
     ((513,) * 70, 1, 8, 16),  # the list, heads side by side in codes
     ((900, 33, 4000, 77, 3) * 6, 3, 4, 16),  # two tiles of rows
     ((131,), 40, 4, 32),
+    ((2500, 300), 260, 4, 64),  # from here on of wide pages the forward's kernel
+    ((9000,), 64, 4, 16),  # heads of a group in one tile, keys in splits
+    ((700, 300, 141), 129, 1, 24),
 )
 
 
@@ -112,7 +119,7 @@ def test_forms(lengths, tokens, group, page, stored):
     given = inputs(lengths, tokens, group, page, dtype, stored)
     scales = {}
     if stored is not None:
-        shape = {1: (), 3: (8,), 4: (given[1].shape[0], 8), 40: (8,)}[tokens]
+        shape = {1: (), 4: (given[1].shape[0], 8)}.get(tokens, (8,))
         scales = {name: torch.rand(shape, device="cuda") * 0.04 + 0.01 for name in ("k_scale", "v_scale")}
     out, lse = paged_attn(*given, **scales, return_lse=True)
     again = paged_attn(*given, **scales)
@@ -123,6 +130,52 @@ def test_forms(lengths, tokens, group, page, stored):
         error = (out[rows].double() - want).norm() / want.norm()
         assert error < (6e-3 if dtype == torch.bfloat16 else 1.5e-3)
         torch.testing.assert_close(lse[rows].double(), want_lse, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim, page, causal", ((64, 8, True), (128, 16, True), (128, 256, False)))
+def test_packed_prefill(head_dim, page, causal):
+    """Sequences of many lengths, one without keys, one without queries whose table is bad, and tokens of nobody; NaN behind every
+    length. From a graph too; and a page and a length that cannot be are reported, and change no other sequence."""
+    torch.manual_seed(2)
+    lengths, queries = [900, 0, 64, 2000, 77], [130, 5, 64, 700, 0]
+    _, k_cache, v_cache, table, lens = inputs(lengths, 1, 4, page, torch.float16, None, head_dim=head_dim)
+    table[4] = -1
+    starts = [sum(queries[:b]) for b in range(6)]
+    q = torch.randn(starts[5] + 3, 32, head_dim, device="cuda").half()
+    cu, sinks = torch.tensor(starts, dtype=torch.int32, device="cuda"), torch.randn(32, device="cuda")
+    how = dict(cu_seqlens_q=cu, max_seqlen_q=700, sinks=sinks, is_causal=causal, return_lse=True)
+    out, lse = paged_attn(q, k_cache, v_cache, table, lens, **how)
+    torch_gpukern.check_errors()
+    for b in (0, 2, 3):
+        rows, n, pages = slice(*starts[b : b + 2]), lengths[b], table[b, : -(-lengths[b] // page)].long()
+        k, v = (x[pages].double().flatten(0, 1)[:n].transpose(0, 1).repeat_interleave(4, 0) for x in (k_cache, v_cache))
+        scores = q[rows].double().transpose(0, 1) @ k.transpose(1, 2) / math.sqrt(head_dim)
+        if causal:
+            after = torch.arange(n, device="cuda") > torch.arange(n - queries[b], n, device="cuda")[:, None]
+            scores = scores.masked_fill(after, -math.inf)
+        scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, queries[b], 1)), 2)
+        want = (scores.softmax(-1)[..., :-1] @ v).transpose(0, 1)
+        assert (out[rows].double() - want).norm() / want.norm() < 1.5e-3
+        torch.testing.assert_close(lse[rows].double(), scores.logsumexp(-1).T, atol=1e-3, rtol=1e-4)
+    assert (out[130:135] == 0).all() and torch.allclose(lse[130:135], sinks.expand(5, 32))
+    assert (out[starts[5] :] == 0).all() and (lse[starts[5] :] == -math.inf).all()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = paged_attn(q, k_cache, v_cache, table, lens, **how)
+    graph.replay()
+    assert torch.equal(again[0], out) and torch.equal(again[1], lse)
+    for change in ("page", "length"):
+        bad_table, bad_lens = table.clone(), lens.clone()
+        if change == "page":
+            bad_table[2, 63 // page] = k_cache.shape[0] + 3
+        else:
+            bad_lens[2] = 63
+        got = paged_attn(q, k_cache, v_cache, bad_table, bad_lens, **how)[0]
+        with pytest.raises(IndexError):
+            torch.cuda.synchronize()
+            torch_gpukern.check_errors()
+        assert torch.equal(got[:135], out[:135]) and torch.equal(got[199:], out[199:])
 
 
 @pytest.mark.gpu

@@ -7,15 +7,15 @@
 
 Heads stand after the sequence, [batch, seq, heads, head_dim]; causal, windows and ALiBi count from the bottom right, so that the
 last query stands at the last key. Beyond the package: CPU, float32 and float64, every head_dim that gpukern serves, v with a
-head_dim of its own. Other than it: lse of a query that sees no key is -inf, not inf; dropout, deterministic
-backwards by argument and, on CUDA, rotary embeddings are refused by name.
+head_dim of its own. Other than it: lse of a query that sees no key is -inf, not inf; dropout, deterministic backwards by
+argument are refused by name.
 """
 
 import torch
 from torch import Tensor
 
 from .._library import below_autocast
-from ..ops import flash_attn, flash_attn_varlen, kv_cache_write, paged_attn, rope
+from ..ops import flash_attn, flash_attn_varlen, kv_cache_write, paged_attn, rope, rope_kv_write
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
@@ -130,17 +130,11 @@ def _wide(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def _rotated(
-    q: Tensor, k: Tensor, lengths: Tensor, cos: Tensor, sin: Tensor, here: bool, interleaved: bool
-) -> tuple[Tensor, Tensor]:
-    """q and k [B, S, H, D] by the angles of their positions behind `lengths` [B]; `here` False: all of q by that of the first."""
-
-    def by(x: Tensor, step: int) -> Tensor:
-        at = lengths[:, None] + step * torch.arange(x.shape[1], dtype=torch.int32, device=x.device)
-        heads = x.flatten(0, 1)
-        return rope(heads, heads[:, :0], cos, sin, at.flatten(), interleaved=interleaved)[0].view_as(x)
-
-    return by(q, 1 if here else 0), by(k, 1)
+def _rotated(x: Tensor, lengths: Tensor, cos: Tensor, sin: Tensor, step: int, interleaved: bool) -> Tensor:
+    """x [B, S, H, D], token i of sequence b by the angles of position lengths[b] + step i."""
+    at = lengths[:, None] + step * torch.arange(x.shape[1], dtype=torch.int32, device=x.device)
+    heads = x.flatten(0, 1)
+    return rope(heads, heads[:, :0], cos, sin, at.flatten(), interleaved=interleaved)[0].view_as(x)
 
 
 def flash_attn_with_kvcache(
@@ -174,7 +168,7 @@ def flash_attn_with_kvcache(
         cache_seqlens: keys of each sequence before k is written, an int or [B] int32; None is S.
         cache_batch_idx: [B], the row of each sequence; None is 0 to B - 1. Not with block_table.
         cache_leftpad: [B] int32: sequence b sees keys from here on.
-        rotary_cos, rotary_sin: [positions, rotary_dim / 2] (on the CPU): k is rotated before it is written, token i of sequence b by
+        rotary_cos, rotary_sin: [positions, rotary_dim / 2]: k is rotated before it is written, token i of sequence b by
             row cache_seqlens[b] + i, and q likewise; without causal and a window every token of q by row cache_seqlens[b].
         rotary_interleaved: pairs are neighbouring columns; else columns half of rotary_dim apart.
         num_splits: a hint that changes nothing but time: gpukern splits long contexts by itself.
@@ -185,19 +179,15 @@ def flash_attn_with_kvcache(
         [B, Sq, Hq, Dv], with return_softmax_lse also lse [B, Hq, Sq]. No gradients.
 
     Raises:
-        ValueError: one of rotary_cos and rotary_sin, or both without k; rotary embeddings on CUDA; k without cache_seqlens;
+        ValueError: one of rotary_cos and rotary_sin, or both without k; k without cache_seqlens;
             and what the ops refuse.
-        IndexError: a position outside rotary_cos, before anything is written.
+        IndexError: a position outside rotary_cos, on the CPU before anything is written.
     """
     name = "flash_attn_with_kvcache"
     if (rotary_cos is None) != (rotary_sin is None):
         _refuse(name, "rotary_cos and rotary_sin come together")
     if rotary_cos is not None and k is None:
         _refuse(name, "rotary_cos is given and k is not: the cache is rotated already")
-    if rotary_cos is not None and q.is_cuda:
-        _refuse(
-            name, "rotary_cos and rotary_sin are served on the CPU, not yet on CUDA; rotate q and k before the call"
-        )
     if (k is None) != (v is None):
         _refuse(name, "k and v come together")
     if block_table is not None and cache_batch_idx is not None:
@@ -229,8 +219,16 @@ def flash_attn_with_kvcache(
         if rotary_cos is not None and rotary_sin is not None:
             here = causal or tuple(window_size) != (-1, -1)
             angles = rotary_cos.to(_wide(q)), rotary_sin.to(_wide(q))
-            q, k = _rotated(q, k, lengths, *angles, here, rotary_interleaved)
-        kv_cache_write(k.flatten(0, 1), v.flatten(0, 1), k_cache, v_cache, slots, **scales)
+            together = here and seq_q == k.shape[1]  # q and k stand at the same positions
+            if not together:
+                q = _rotated(q, lengths, *angles, 1 if here else 0, rotary_interleaved)
+            tokens = [x.flatten(0, 1) for x in (q if together else k[:, :, :0], k, v)]
+            how = {"interleaved": rotary_interleaved, **scales}
+            rotated = rope_kv_write(*tokens, *angles, place.flatten(), k_cache, v_cache, slots, **how)
+            if together:
+                q = rotated.unflatten(0, (batch, seq_q))
+        else:
+            kv_cache_write(k.flatten(0, 1), v.flatten(0, 1), k_cache, v_cache, slots, **scales)
         lengths = lengths + k.shape[1]
     first = None if cache_leftpad is None else cache_leftpad.to(torch.int32)
     short = _short(q, seq_q, rules)

@@ -26,6 +26,8 @@ from .vllm import NAME
 
 _ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 _OLDEST_CUDA = 8  # compute capability
+# What vLLM's names of 8-bit caches mean; the bytes are codes times the layer's _k_scale and _v_scale.
+_CODES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
 def _refused(what: str, instead: str) -> NotImplementedError:
@@ -121,9 +123,17 @@ class GpukernImpl(AttentionImpl[GpukernMetadata]):
         self.sinks = sinks
 
     def _caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """k_cache and v_cache [num_blocks, block_size, heads_kv, ..] as views."""
-        tokens_first = kv_cache.transpose(1, 2)
+        """k_cache and v_cache [num_blocks, block_size, heads_kv, ..] as views; of 8 bits vLLM hands over bytes."""
+        code = _CODES.get(self.kv_cache_dtype)
+        tokens_first = (kv_cache if code is None else kv_cache.view(code)).transpose(1, 2)
         return tokens_first[..., : self.head_size], tokens_first[..., self.head_size :]
+
+    def _scales(self, layer: torch.nn.Module) -> dict[str, Tensor]:
+        """What a code of the layer's keys and of its values is worth."""
+        if self.kv_cache_dtype not in _CODES:
+            return {}
+        scales = {"k_scale": layer._k_scale, "v_scale": layer._v_scale}  # one for all heads, or one for each
+        return {name: scale.reshape(()) if scale.numel() == 1 else scale for name, scale in scales.items()}
 
     def _on(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
         """Slopes and sinks as the ops take them. Weights are loaded after a layer is made, so not before the first call."""
@@ -175,6 +185,7 @@ class GpukernImpl(AttentionImpl[GpukernMetadata]):
             self.logits_soft_cap,
             slopes,
             sinks,
+            **self._scales(layer),
             is_causal=batch.causal,
             out=output[:n],
         )
@@ -204,7 +215,7 @@ class GpukernImpl(AttentionImpl[GpukernMetadata]):
         """Writes key and value [T, heads_kv, ..] of the tokens that have a slot."""
         if self.attn_type not in _ENCODERS:
             n = min(key.shape[0], slot_mapping.shape[0])  # either may be padded behind the batch
-            ops.kv_cache_write(key[:n], value[:n], *self._caches(kv_cache), slot_mapping[:n])
+            ops.kv_cache_write(key[:n], value[:n], *self._caches(kv_cache), slot_mapping[:n], **self._scales(layer))
 
 
 class GpukernBackend(AttentionBackend):
@@ -212,7 +223,7 @@ class GpukernBackend(AttentionBackend):
 
     forward_includes_kv_cache_update: bool = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", *_CODES]
 
     @staticmethod
     def get_name() -> str:
@@ -267,6 +278,6 @@ class GpukernBackend(AttentionBackend):
         use_mm_prefix: bool,
         device_capability: Any,
     ) -> str | None:
-        if kv_cache_dtype not in (None, "auto") and str(dtype) != f"torch.{kv_cache_dtype}":
+        if kv_cache_dtype not in (None, "auto", *_CODES) and str(dtype) != f"torch.{kv_cache_dtype}":
             return f"a cache of {kv_cache_dtype} for queries of {dtype}"
         return None

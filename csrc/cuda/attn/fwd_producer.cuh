@@ -179,11 +179,11 @@ __device__ __forceinline__ void describe(FwdTile &t, const FwdHopperParams &x, s
 }
 
 /* One warp describes tile after tile in shared memory, while the tile before is still loaded. Registers are few here: what
- * can be read or worked out again is. */
-template <class Tile, bool MODIFIED>
-__device__ __forceinline__ void find_tiles(const FwdHopperParams &x, unsigned char *smem, smem_addr smem_s) {
+ * can be read or worked out again is. sequence(b): where sequence b lies, of calls that read it from tensors. */
+template <class Tile, bool MODIFIED, class SequenceOf>
+__device__ __forceinline__ void find_tiles(const FwdHopperParams &x, unsigned char *smem, smem_addr smem_s,
+                                           const SequenceOf &sequence) {
     typedef Smem<Tile> S;
-    const Problem &p = x.fwd.problem;
     const tma_steps<S::TILE_STAGES> described = {smem_s + S::TILE_RING};
     int n = 0;
     if (!x.reads) { /* every sequence is alike: one lane, and no wait */
@@ -202,7 +202,7 @@ __device__ __forceinline__ void find_tiles(const FwdHopperParams &x, unsigned ch
             described.wait_empty(n);
             FwdTile &t = ((FwdTile *)(smem + S::TILES))[n % S::TILE_STAGES];
             if (!place_tile<S::BQ>(x, i, &t.work)) break;
-            if (t.work.i0 >= 0 && laneid() == 0) t.seq = sequence_of(p, t.work.b);
+            if (t.work.i0 >= 0 && laneid() == 0) t.seq = sequence(t.work.b);
             __syncwarp();
             if (t.work.i0 >= 0 && t.seq.seq_q > t.work.i0) {
                 if (laneid() == 0) describe<Tile, MODIFIED>(t, x, described.full(n));

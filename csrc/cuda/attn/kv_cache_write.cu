@@ -15,9 +15,7 @@
  * Bandwidth bound. */
 #include "../host/launch.cuh"
 #include "../ptx/regs.cuh"
-#include "../tile/codes.cuh"
-#include "../tile/convert.cuh"
-#include "kv.cuh"
+#include "kv_store.cuh"
 #include "tiles.h"
 
 namespace {
@@ -53,20 +51,11 @@ struct Places {
 };
 static_assert(sizeof(Places) == 24 * TOKENS, "the map in the title");
 
-template <class T> constexpr float largest();
-template <> constexpr float largest<float>() { return 3.402823466e38f; }
-template <> constexpr float largest<__nv_bfloat16>() { return 3.3895313892515355e38f; }
-template <> constexpr float largest<__half>() { return 65504.f; }
-
 template <class T> __device__ __forceinline__ T scaled(T x, typename element<T>::acc scale) {
     typename element<T>::acc y = to_acc(x) / scale;
     const typename element<T>::acc most = largest<T>();
     y = y > most ? most : y < -most ? -most : y; /* a NaN stays one */
     return from_acc<T>(y);
-}
-template <> __device__ __forceinline__ double scaled<double>(double x, double scale) {
-    const double y = x / scale, most = 1.7976931348623157e308;
-    return y > most ? most : y < -most ? -most : y;
 }
 
 template <int BYTES> struct Bits; /* what one load moves */
@@ -85,14 +74,6 @@ template <> struct Bits<8> {
 template <> struct Bits<16> {
     typedef uint4 type;
 };
-
-/* csrc/codes.h: gk_f64_to_odd_f32. A float that rounds to any of the codes as the double does. */
-__device__ __forceinline__ float to_odd_f32(double x) {
-    const float f = (float)x;
-    if (x != x || (double)f == x || isinf(f)) return f;
-    return __uint_as_float((__float_as_uint(f) - (fabs((double)f) > fabs(x))) | 1);
-}
-__device__ __forceinline__ float to_odd_f32(float x) { return x; }
 
 /* A piece as it lies in the cache: of T, or of codes. */
 template <class T, int PIECE> struct PlainPiece {
@@ -183,17 +164,6 @@ Side side_of(const gk_tensor &x, const gk_tensor &cache, const gk_tensor *scale,
     s.scale = code_scale(scale);
     s.cols = (int)x.shape[2] / piece;
     return s;
-}
-
-/* Whether every row of t is dense and is whole pieces, each aligned to its size. */
-bool in_pieces(const gk_tensor &t, int piece) {
-    const int last = t.ndim - 1;
-    const int64_t bytes = piece * (int64_t)gk_dtype_bytes(t.dtype);
-    if (gk_numel(&t) == 0) return true;
-    bool good =
-        t.shape[last] % piece == 0 && (t.stride[last] == 1 || t.shape[last] <= 1) && (uintptr_t)t.data % bytes == 0;
-    for (int d = 0; d < last; ++d) good = good && (t.shape[d] <= 1 || t.stride[d] % piece == 0);
-    return good;
 }
 
 /* key = {elements of a piece, caches are 8-bit codes} */

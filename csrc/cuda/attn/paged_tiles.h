@@ -3,6 +3,9 @@
 #ifndef GPUKERN_CUDA_PAGED_TILES_H
 #define GPUKERN_CUDA_PAGED_TILES_H
 
+/* Tokens of a sequence from which the products are the bound: 16 fill the one instruction that paged_attn_sm90a has for them. */
+constexpr int PREFILL_TOKENS = 17;
+
 /* paged_attn_sm90a. Both forms of a call: a flat list, one block an SM, rings that run on across sequences; and clusters, one for
  * each sequence and kv head. */
 struct paged_hopper {
