@@ -1044,7 +1044,6 @@ static const struct {
     const char *name;
     void (*draw)(gk_dtype dtype, bool large);
     void (*expect)(void);
-    bool codes; /* operands of 8 bits, too */
 } ops[] = {{GK_OP_GEMM, "gemm", gemm_draw, gemm_expect},
            {GK_OP_GEMM_ACT_BWD, "gemm_act_bwd", act_bwd_draw, act_bwd_expect},
            {GK_OP_FLASH_ATTN_FWD, "flash_attn_fwd", fwd_draw, fwd_expect},
@@ -1053,9 +1052,9 @@ static const struct {
            {GK_OP_KV_CACHE_WRITE, "kv_cache_write", write_draw, write_expect},
            {GK_OP_ROPE_KV_WRITE, "rope_kv_write", rope_write_draw, rope_write_expect},
            {GK_OP_WEIGHT_GEMM, "weight_gemm", weight_draw, weight_expect},
-           {GK_OP_SCALED_GEMM, "scaled_gemm", scaled_draw, scaled_expect, true},
-           {GK_OP_GROUPED_GEMM, "grouped_gemm", grouped_draw, grouped_expect, true},
-           {GK_OP_SPARSE_GEMM, "sparse_gemm", sparse_draw, sparse_expect, true},
+           {GK_OP_SCALED_GEMM, "scaled_gemm", scaled_draw, scaled_expect},
+           {GK_OP_GROUPED_GEMM, "grouped_gemm", grouped_draw, grouped_expect},
+           {GK_OP_SPARSE_GEMM, "sparse_gemm", sparse_draw, sparse_expect},
            {GK_OP_ATTN_MERGE, "attn_merge", merge_draw, merge_expect},
            {GK_OP_NORM_FWD, "norm_fwd", norm_draw, norm_expect},
            {GK_OP_NORM_BWD, "norm_bwd", norm_bwd_draw, norm_bwd_expect},
@@ -1067,6 +1066,11 @@ static const struct {
            {GK_OP_CROSS_ENTROPY_FWD, "cross_entropy_fwd", loss_draw, loss_expect},
            {GK_OP_CROSS_ENTROPY_BWD, "cross_entropy_bwd", loss_bwd_draw, loss_bwd_expect},
            {GK_OP_DROPOUT, "dropout", dropout_draw, dropout_expect}};
+
+/* Whose operands may be of 8 bits; others have codes beside operands that are wider. */
+static bool takes_codes(gk_op op) {
+    return op == GK_OP_SCALED_GEMM || op == GK_OP_GROUPED_GEMM || op == GK_OP_SPARSE_GEMM;
+}
 
 typedef struct walked {
     const gk_cuda_instance *row;
@@ -1203,7 +1207,7 @@ int main(int argc, char **argv) {
     printf("%s, compute capability %d.%d\n", gpu->name, gpu->arch / 10, gpu->arch % 10);
     for (int o = 0; o < CHECK_COUNT(ops); ++o) {
         for (int d = 0; d < CHECK_COUNT(dtypes); ++d) {
-            if (gk_is_code(dtypes[d]) && !ops[o].codes) continue;
+            if (gk_is_code(dtypes[d]) && !takes_codes(ops[o].op)) continue;
             walked rows[256];
             int n = rows_of(ops[o].op, dtypes[d], gpu->arch, rows, CHECK_COUNT(rows));
             double start = now();
