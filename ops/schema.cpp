@@ -40,6 +40,11 @@
     "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, " PACKED_LENGTHS \
     "Tensor? grad_lse=None, " PACKED_RULES BACKWARD
 
+// What follows the arguments of flash_attn and flash_attn_varlen where q, k and v are float8_e4m3fn.
+#define FP8_SCALES                                                                                     \
+    ", ScalarType? out_dtype=None, Tensor? q_scale=None, Tensor? k_scale=None, Tensor? v_scale=None, " \
+    "Tensor? v_mean=None, str accumulate=\"auto\")"
+
 #define PAGED_ATTN_ARGS                                                                            \
     "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, "             \
     "Tensor? cu_seqlens_q=None, SymInt max_seqlen_q=1, float? scale=None, SymInt window_left=-1, " \
@@ -163,6 +168,10 @@ void define(gk::Library &m) {
     def_op(m, "flash_attn_varlen", FLASH_ATTN_VARLEN_ARGS, OUT_LSE);
     def_out(m, "flash_attn_varlen", FLASH_ATTN_VARLEN_ARGS);
     def_all(m, "flash_attn_varlen_bwd", FLASH_ATTN_VARLEN_BWD_ARGS, GRADIENTS);
+
+    def_op(m, "flash_attn_fp8", "(Tensor q, Tensor k, Tensor v, " DENSE_RULES FP8_SCALES, OUT_LSE);
+    def_op(m, "flash_attn_varlen_fp8", "(Tensor q, Tensor k, Tensor v, " PACKED_LENGTHS PACKED_RULES FP8_SCALES,
+           OUT_LSE);
 
     def_all(m, "attn_merge", "(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b)", OUT_LSE);
 

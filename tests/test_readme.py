@@ -38,6 +38,7 @@ def calls():
             k_weight=t(8), k_cache=t(5, 4, 2, 8), v_cache=t(5, 4, 2, 8), slots=torch.tensor([0, 1]),
         ),
         "quantize": dict(x=t(2, 8), **few),
+        "quantize_attn": dict(q=t(1, 2, 3, 8), k=t(1, 2, 3, 8), v=t(1, 2, 3, 8)),
         "silu_mul_quantize": dict(gate=t(2, 8), up=t(2, 8), **few),
         "rms_norm_quantize": dict(x=t(2, 8), weight=t(8), residual=t(2, 8), **few),
         "dequantize": dict(codes=t(2, 8, dtype=E4M3), scale=t(2, 1)),

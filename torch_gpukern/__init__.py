@@ -14,9 +14,12 @@ from typing import Literal as _Literal
 from typing import TypedDict as _TypedDict
 from typing import get_args as _get_args
 
+from torch import float8_e4m3fn as _e4m3
+
 from ._library import ops as _ops
 from .kv_cache import KVCacheScales, OutOfPages, PagedKVCache
 from .ops import (
+    QuantizedAttn,
     attn_dropout_mask,
     attn_merge,
     bias_gelu_dropout,
@@ -38,6 +41,7 @@ from .ops import (
     pack_weight,
     paged_attn,
     quantize,
+    quantize_attn,
     rms_norm,
     rms_norm_quantize,
     rope,
@@ -67,6 +71,7 @@ __all__ = [
     "KVCacheScales",
     "OutOfPages",
     "PagedKVCache",
+    "QuantizedAttn",
     "attn_dropout_mask",
     "attn_merge",
     "bias_gelu_dropout",
@@ -90,6 +95,7 @@ __all__ = [
     "pack_weight",
     "paged_attn",
     "quantize",
+    "quantize_attn",
     "rms_norm",
     "rms_norm_quantize",
     "rope",
@@ -106,11 +112,14 @@ __all__ = [
 
 __version__: str = _ops.version.default()
 
-_OfCudaGemm = _TypedDict("_OfCudaGemm", {"device": str, "class": str, "rows": list[str]}, total=False)
+_OfCudaGemm = _TypedDict(
+    "_OfCudaGemm", {"device": str, "class": str, "rows": list[str], "accumulate": str}, total=False
+)
 
 
 class Explanation(_OfCudaGemm):
-    """What `explain` returns: each entry is described there. The last three, device, class and rows, are a CUDA gemm's."""
+    """What `explain` returns: each entry is described there. The last four, device, class and rows of a CUDA gemm and accumulate of
+    float8_e4m3fn attention, are there for those alone."""
 
     row: str
     isa: str
@@ -184,6 +193,8 @@ def explain(op: Explained, *args: _Any, arch: str | None = None, **kwargs: _Any)
         - ``preferred``: whether the row was preferred since it was tuned (``python -m torch_gpukern tune gemm``).
         - ``device``, ``class``, ``rows``: of a gemm on CUDA, the device's name, the class of calls that a preferred
           row serves, and every row that takes the call, the default one first.
+        - ``accumulate``: of flash_attn and flash_attn_varlen of float8_e4m3fn, whose arguments are the function's: ``"fast"`` or
+          ``"precise"``, what ``"auto"`` came to.
 
     On CUDA index tensors are not read: packed sequences count as equal ones, kv_start, kv_end and q_start
     as 0, Sk and Sk - Sq, and a paged sequence as one that fills its row of the block table.
@@ -193,6 +204,11 @@ def explain(op: Explained, *args: _Any, arch: str | None = None, **kwargs: _Any)
     """
     if op not in EXPLAINED:
         raise ValueError(f"explain: op is '{op}'; expected one of {', '.join(EXPLAINED)}")
+    if getattr(args[0] if args else kwargs.get("q"), "dtype", None) is _e4m3 and op in (
+        "flash_attn",
+        "flash_attn_varlen",
+    ):
+        op = f"{op}_fp8"  # the raw op that the function of that name calls
     declared = next(x for x in _Op.every if x.name == op)
     declared.refuse_types(args, kwargs)
     declared.refuse_non_bools(args, kwargs)

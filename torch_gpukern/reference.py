@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .ops.attn_dropout import attn_dropout_mask
+from .reference_attn_fp8 import decoded_attn, quantize_attn, scale_of_sequence
 from .reference_quantised import (
     ACTIVATIONS,
     dequantize,
@@ -41,6 +42,7 @@ __all__ = [
     "kv_cache_write",
     "paged_attn",
     "quantize",
+    "quantize_attn",
     "rms_norm_quantize",
     "scaled_gemm",
     "silu_mul_quantize",
@@ -157,16 +159,25 @@ def flash_attn(
     kv_start: Tensor | None = None,
     kv_end: Tensor | None = None,
     q_start: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    v_mean: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
     return_lse: bool = False,
     kept: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """out [B, Hq, Sq, Dv] = softmax(scale * q k^T + ...) v for q [B, Hq, Sq, D], k [B, Hkv, Sk, D],
-    v [B, Hkv, Sk, Dv]. kept: of the dropout, in place of what dropout_seed says.
+    v [B, Hkv, Sk, Dv]. kept: of the dropout, in place of what dropout_seed says. float8_e4m3fn codes are first what they stand for, in
+    float64.
     """
     if dropout_p > 0 and kept is None:
         kept = attn_dropout_mask(q, k, dropout_p, dropout_seed)
+    if q.dtype is torch.float8_e4m3fn:
+        q, k, v = decoded_attn(q, k, v, q_scale, k_scale, v_scale, v_mean)
+        out_dtype = out_dtype or torch.bfloat16
     keys = k.shape[2]
     starts = torch.full((1,), diagonal, device=q.device) if q_start is None else q_start.long()
     position = torch.arange(q.shape[2], device=q.device) + starts[:, None]
@@ -176,6 +187,7 @@ def flash_attn(
     if kv_end is not None:
         end = torch.minimum(end, kv_end.long()[:, None])
     out, lse = _attend(q, k, v, position, first, end, scale, softcap, alibi_slopes, sinks, kept, dropout_p)
+    out = out.to(out_dtype or q.dtype)
     return (out, lse) if return_lse else out
 
 
@@ -194,6 +206,11 @@ def flash_attn_varlen(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    v_mean: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
     return_lse: bool = False,
@@ -220,6 +237,11 @@ def flash_attn_varlen(
             softcap=softcap,
             alibi_slopes=_slopes_of(b, alibi_slopes),
             sinks=sinks,
+            out_dtype=out_dtype,
+            q_scale=scale_of_sequence(q_scale, b, rows.stop - rows.start),
+            k_scale=scale_of_sequence(k_scale, b, keys.stop - keys.start),
+            v_scale=scale_of_sequence(v_scale, b, keys.stop - keys.start),
+            v_mean=v_mean if v_mean is None or v_mean.dim() == 2 else v_mean[b : b + 1],
             dropout_p=dropout_p,
             kept=None if kept is None else kept[None, :, rows, : keys.stop - keys.start],
             return_lse=True,
@@ -242,8 +264,9 @@ def _slopes_of(b: int, alibi_slopes: Tensor | None) -> Tensor | None:
 def _join(q: Tensor, v: Tensor, outs: list[Tensor], lses: list[Tensor], return_lse: bool):
     """Packs the sequences again; tokens after the last one belong to none: out 0, lse -inf."""
     rest = q.shape[0] - sum(x.shape[0] for x in outs)
-    outs = [*outs, q.new_zeros(rest, q.shape[1], v.shape[-1])]
-    lses = [*lses, q.new_full((rest, q.shape[1]), -torch.inf, dtype=_accumulator(q.dtype))]
+    dtype, wide = (outs[0].dtype, lses[0].dtype) if outs else (q.dtype, _accumulator(q.dtype))
+    outs = [*outs, q.new_zeros(rest, q.shape[1], v.shape[-1], dtype=dtype)]
+    lses = [*lses, q.new_full((rest, q.shape[1]), -torch.inf, dtype=wide)]
     out, lse = torch.cat(outs), torch.cat(lses)
     return (out, lse) if return_lse else out
 

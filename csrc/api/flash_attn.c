@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn: what a call of gk_flash_attn_fwd or gk_flash_attn_bwd must be, and what it costs. */
+/* flash_attn: what a call of gk_flash_attn_fwd, gk_flash_attn_bwd or gk_flash_attn_fp8 must be, and what it costs. */
+#include "../attn_scales.h"
 #include "../checks.h"
 #include "../dispatch.h"
 
@@ -18,12 +19,13 @@ static int64_t batch_of(const gk_flash_attn_args *f) {
     return f->cu_seqlens_q ? f->cu_seqlens_q->shape[0] - 1 : f->q.shape[0];
 }
 
-static gk_status check_qkv(const gk_context *ctx, const gk_flash_attn_args *f, gk_io *io) {
+/* is_fp8: of e4m3 codes */
+static gk_status check_qkv(const gk_context *ctx, const gk_flash_attn_args *f, gk_io *io, bool is_fp8) {
     const form *x = form_of(f);
     const gk_tensor *q = &f->q, *k = &f->k, *v = &f->v;
     const int last = x->ndim - 1;
     GK_TRY(gk_take(io, "q", q, GK_DENSE_LAST));
-    GK_TRY(gk_check_float(io, "q", q));
+    GK_TRY(is_fp8 ? gk_check_dtype(io, "q", q, GK_E4M3) : gk_check_float(io, "q", q));
     GK_TRY(gk_check_dims("q", q, x->ndim, x->q));
     GK_TRY(gk_check_head_dim("q", ctx->device, q->shape[last]));
     GK_TRY(gk_take(io, "k", k, GK_DENSE_LAST));
@@ -54,10 +56,12 @@ static gk_status check_lengths(const gk_flash_attn_args *f, gk_io *io) {
     return gk_check_not_negative("max_seqlen_k", f->max_seqlen_k);
 }
 
-static gk_status check_rules(const gk_flash_attn_args *f, gk_io *io) {
+/* dtype: that of q, or of fp8 attention the result's */
+static gk_status check_rules(const gk_flash_attn_args *f, gk_io *io, gk_dtype dtype) {
     const gk_attn_rules *r = &f->rules;
     const int64_t batch = batch_of(f), heads = f->q.shape[1];
-    GK_TRY(gk_check_rules(io, r, &f->q, batch, heads));
+    const gk_tensor q = {.dtype = dtype};
+    GK_TRY(gk_check_rules(io, r, &q, batch, heads));
     if (form_of(f) == &packed) {
         GK_REQUIRE(!r->kv_start && !r->kv_end && !r->q_start, "kv_start, kv_end and q_start are for dense calls");
         return gk_check_product("sequences, heads and the longest sequence of q", batch, heads,
@@ -108,9 +112,9 @@ static gk_status check_result_dtype(gk_io *io, const gk_context *ctx, const char
 }
 
 gk_status gk_check_flash_attn_fwd(const gk_context *ctx, const gk_flash_attn_args *f, gk_io *io) {
-    GK_TRY(check_qkv(ctx, f, io));
+    GK_TRY(check_qkv(ctx, f, io, false));
     if (form_of(f) == &packed) GK_TRY(check_lengths(f, io));
-    GK_TRY(check_rules(f, io));
+    GK_TRY(check_rules(f, io, f->q.dtype));
     GK_TRY(check_dropout(ctx, f, io));
     GK_TRY(check_contents(ctx, f, io));
     GK_TRY(check_result_dtype(io, ctx, "out_dtype", &f->q, f->out.dtype));
@@ -128,7 +132,7 @@ gk_status gk_check_flash_attn_bwd(const gk_context *ctx, const gk_flash_attn_bwd
     GK_TRY(gk_check_args_size(f->size, sizeof *f));
     GK_TRY(gk_take(io, "grad_out", &g->grad_out, GK_DENSE_LAST));
     GK_TRY(gk_check_float(io, "grad_out", &g->grad_out));
-    GK_TRY(check_qkv(ctx, f, io));
+    GK_TRY(check_qkv(ctx, f, io, false));
     out_shape(f, shape);
     const int ndim = f->q.ndim;
     GK_TRY(gk_check_same_dtype(io, "grad_out", &g->grad_out, "q", &f->q));
@@ -145,7 +149,7 @@ gk_status gk_check_flash_attn_bwd(const gk_context *ctx, const gk_flash_attn_bwd
         GK_TRY(gk_check_dtype(io, "grad_lse", g->grad_lse, stats));
         GK_TRY(gk_check_shape("grad_lse", g->grad_lse, ndim - 1, shape));
     }
-    GK_TRY(check_rules(f, io));
+    GK_TRY(check_rules(f, io, f->q.dtype));
     GK_TRY(check_dropout(ctx, f, io));
     GK_TRY(check_contents(ctx, f, io));
     const gk_tensor *sinks = f->rules.sinks;
@@ -160,6 +164,63 @@ gk_status gk_check_flash_attn_bwd(const gk_context *ctx, const gk_flash_attn_bwd
     gk_give(io, "dv", &g->dv, g->dq.dtype, ndim, f->v.shape, GK_DENSE_LAST);
     gk_give(io, "dsinks", g->dsinks, sinks ? sinks->dtype : stats, 1, sinks ? sinks->shape : &none, GK_ANY_STRIDES)
         ->optional = true;
+    return GK_OK;
+}
+
+/* [], [H], [B, H], or one for each 128 tokens */
+static gk_status take_scale(gk_io *io, const char *name, const gk_tensor *t, int64_t batch, int64_t heads,
+                            int64_t tokens) {
+    if (!t) return GK_OK;
+    const int64_t all[3] = {batch, heads, gk_ceil_div(tokens, GK_ATTN_SCALE_TOKENS)};
+    GK_TRY(gk_take(io, name, t, GK_ANY_STRIDES));
+    GK_TRY(gk_check_dtype(io, name, t, GK_F32));
+    bool fits = t->ndim == 0 || (t->ndim == 1 && (t->shape[0] == heads || t->shape[0] == 1));
+    if (t->ndim == 2 || t->ndim == 3) {
+        fits = true;
+        for (int d = 0; d < t->ndim; ++d) fits = fits && t->shape[d] == all[d];
+    }
+    GK_REQUIRE(fits, "%s must have shape [], %s, %s or %s, got %s", name, gk_text_of(1, all + 1).text,
+               gk_text_of(2, all).text, gk_text_of(3, all).text, gk_text_of(t->ndim, t->shape).text);
+    return GK_OK;
+}
+
+static gk_status take_mean(gk_io *io, const gk_tensor *t, int64_t batch, int64_t heads, int64_t head_dim) {
+    if (!t) return GK_OK;
+    const int64_t all[3] = {batch, heads, head_dim};
+    GK_TRY(gk_take(io, "v_mean", t, GK_ANY_STRIDES));
+    GK_TRY(gk_check_dtype(io, "v_mean", t, GK_F32));
+    bool fits = t->ndim == 2 || t->ndim == 3;
+    for (int d = 0; fits && d < t->ndim; ++d) fits = t->shape[d] == all[3 - t->ndim + d];
+    GK_REQUIRE(fits, "v_mean must have shape %s or %s, got %s", gk_text_of(2, all + 1).text, gk_text_of(3, all).text,
+               gk_text_of(t->ndim, t->shape).text);
+    return GK_OK;
+}
+
+gk_status gk_check_flash_attn_fp8(const gk_context *ctx, const gk_flash_attn_fp8_args *a, gk_io *io) {
+    const gk_flash_attn_args *f = &a->fwd;
+    const gk_dtype dtype = f->out.dtype;
+    GK_TRY(check_qkv(ctx, f, io, true));
+    const form *x = form_of(f);
+    const int64_t batch = batch_of(f), heads_kv = f->k.shape[1];
+    if (x == &packed) GK_TRY(check_lengths(f, io));
+    GK_REQUIRE(dtype == GK_BF16 || dtype == GK_F16 || dtype == GK_F32,
+               "out_dtype must be bfloat16, float16 or float32 where q is float8_e4m3fn, got %s",
+               io->dtype_name(dtype));
+    GK_TRY(check_rules(f, io, dtype));
+    GK_REQUIRE(f->dropout_p == 0, "dropout_p must be 0 where q is float8_e4m3fn, got %g", f->dropout_p);
+    GK_TRY(check_contents(ctx, f, io));
+    const int64_t tokens_q = x == &packed ? f->max_seqlen_q : f->q.shape[2],
+                  tokens_k = x == &packed ? f->max_seqlen_k : f->k.shape[2];
+    GK_TRY(take_scale(io, "q_scale", a->q_scale, batch, f->q.shape[1], tokens_q));
+    GK_TRY(take_scale(io, "k_scale", a->k_scale, batch, heads_kv, tokens_k));
+    GK_TRY(take_scale(io, "v_scale", a->v_scale, batch, heads_kv, tokens_k));
+    GK_TRY(take_mean(io, a->v_mean, batch, heads_kv, f->v.shape[x->ndim - 1]));
+    GK_REQUIRE((int)a->accumulate >= 0 && a->accumulate <= GK_ATTN_PRECISE,
+               "accumulate is %d, expected a gk_attn_accumulate", (int)a->accumulate);
+    int64_t shape[GK_MAX_DIMS];
+    out_shape(f, shape);
+    gk_give(io, "out", &f->out, dtype, f->q.ndim, shape, GK_DENSE_LAST);
+    gk_give(io, "lse", &f->lse, GK_F32, f->q.ndim - 1, shape, GK_CONTIGUOUS)->optional = true;
     return GK_OK;
 }
 
@@ -202,6 +263,10 @@ static void attn_cost(const gk_context *ctx, const gk_flash_attn_args *f, double
 
 void gk_cost_flash_attn_fwd(const gk_context *ctx, const gk_flash_attn_args *args, gk_explanation *out) {
     attn_cost(ctx, args, 2, out);
+}
+
+void gk_cost_flash_attn_fp8(const gk_context *ctx, const gk_flash_attn_fp8_args *args, gk_explanation *out) {
+    attn_cost(ctx, &args->fwd, 2, out);
 }
 
 void gk_cost_flash_attn_bwd(const gk_context *ctx, const gk_flash_attn_bwd_args *args, gk_explanation *out) {

@@ -3,7 +3,7 @@
  * a call, and gk_context.cpu_isa hides the rows above it. The symbols, for grep, are gk_<stem>_<isa> with
  *   gk_gemm_packed gk_gemm_skinny gk_gemm_act_bwd gk_flash_attn_fwd gk_flash_attn_bwd gk_paged_attn gk_kv_cache_write
  *   gk_attn_merge gk_quantize gk_dequantize gk_scaled_gemm gk_weight_gemm gk_weight_skinny gk_grouped_gemm gk_sparse_gemm
- *                       x       base avx2 avx512 avx512bf16
+ *                       x       base avx2 avx512 avx512bf16;   gk_flash_attn_fp8   x   base avx2 avx512, whose cells are float32
  *   gk_gemm_packed gk_flash_attn_fwd gk_flash_attn_bwd gk_paged_attn    x       amx amx_emulated
  * float32 rows compute in float32, bfloat16 and float16 rows convert tile by tile; avx512bf16 multiplies bfloat16 pairs, which
  * on Intel's cores is slower than to convert: there the default is avx512 (features.c has the measurement).
@@ -39,6 +39,7 @@ DECLARE(gemm_skinny)
 DECLARE(gemm_act_bwd)
 DECLARE(flash_attn_fwd)
 DECLARE(flash_attn_bwd)
+DECLARE(flash_attn_fp8)
 DECLARE(paged_attn)
 DECLARE(kv_cache_write)
 DECLARE(rope_kv_write)
@@ -73,6 +74,10 @@ DECLARE(adamw)
 #define EVERY_ISA_OF_E4M3(stem)                                                                   \
     ROW(stem, GK_E4M3, GK_ISA_AVX512BF16, avx512bf16), ROW(stem, GK_E4M3, GK_ISA_AVX512, avx512), \
         ROW(stem, GK_E4M3, GK_ISA_AVX2, avx2), ROW(stem, GK_E4M3, GK_ISA_BASE, base)
+/* codes that are multiplied as float32 */
+#define EVERY_ISA_OF_FLOATS(stem)                                                     \
+    ROW(stem, GK_E4M3, GK_ISA_AVX512, avx512), ROW(stem, GK_E4M3, GK_ISA_AVX2, avx2), \
+        ROW(stem, GK_E4M3, GK_ISA_BASE, base)
 #define EVERY_ISA(stem)                                                                    \
     ROW(stem, GK_BF16, GK_ISA_AVX512BF16, avx512bf16), THREE(stem, GK_ISA_AVX512, avx512), \
         THREE(stem, GK_ISA_AVX2, avx2), THREE(stem, GK_ISA_BASE, base)
@@ -84,6 +89,7 @@ DECLARE(adamw)
 #else
 #define EVERY_ISA_OF_CODES(stem) CODES(stem, GK_ISA_BASE, base)
 #define EVERY_ISA_OF_E4M3(stem) ROW(stem, GK_E4M3, GK_ISA_BASE, base)
+#define EVERY_ISA_OF_FLOATS(stem) ROW(stem, GK_E4M3, GK_ISA_BASE, base)
 #define EVERY_ISA(stem) THREE(stem, GK_ISA_BASE, base)
 #define EITHER(first, second) THREE(first, GK_ISA_BASE, base), THREE(second, GK_ISA_BASE, base)
 #endif
@@ -103,6 +109,7 @@ static const gk_cpu_instance flash_attn_fwd_rows[] = {ON_TILES(flash_attn_fwd) E
                                                       REF_ROW(flash_attn_fwd)};
 static const gk_cpu_instance flash_attn_bwd_rows[] = {ON_TILES(flash_attn_bwd) EVERY_ISA(flash_attn_bwd),
                                                       REF_ROW(flash_attn_bwd)};
+static const gk_cpu_instance flash_attn_fp8_rows[] = {EVERY_ISA_OF_FLOATS(flash_attn_fp8)};
 static const gk_cpu_instance paged_attn_rows[] = {ON_TILES(paged_attn) EVERY_ISA(paged_attn), REF_ROW(paged_attn)};
 static const gk_cpu_instance kv_cache_write_rows[] = {EVERY_ISA(kv_cache_write), REF_ROW(kv_cache_write)};
 static const gk_cpu_instance rope_kv_write_rows[] = {EVERY_ISA(rope_kv_write), REF_ROW(rope_kv_write)};

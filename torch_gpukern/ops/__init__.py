@@ -16,6 +16,7 @@ from .linear_cross_entropy import linear_cross_entropy
 from .norm import layer_norm, rms_norm
 from .paged_attn import kv_cache_write, paged_attn
 from .quantize import dequantize, quantize, rms_norm_quantize, silu_mul_quantize
+from .quantize_attn import QuantizedAttn, quantize_attn
 from .rope import rope
 from .rope_kv_write import rope_kv_write
 from .scaled_gemm import scaled_gemm
@@ -24,6 +25,7 @@ from .sparse_gemm import sparse_gemm, sparse_pack
 from .weight_gemm import pack_weight, unpack_weight, weight_gemm
 
 __all__ = [
+    "QuantizedAttn",
     "attn_dropout_mask",
     "attn_merge",
     "bias_gelu_dropout",
@@ -45,6 +47,7 @@ __all__ = [
     "pack_weight",
     "paged_attn",
     "quantize",
+    "quantize_attn",
     "rms_norm",
     "rms_norm_quantize",
     "rope",

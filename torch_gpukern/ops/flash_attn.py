@@ -4,7 +4,7 @@
 Types of the public function by the value of return_lse stand in flash_attn.pyi.
 """
 
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from . import attention, fakes
 from .attn_dropout import seed_of
 from .define import define_op
+from .flash_attn_fp8 import declare, is_fp8, refuse_dropout, refuse_scales, symbolic
 from .keywords import refuse_unknown
 from .wrong_types import refuse_non_bool
 
@@ -35,6 +36,11 @@ def flash_attn(
     kv_end: Tensor | None = None,
     q_start: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    v_mean: Tensor | None = None,
+    accumulate: Literal["auto", "fast", "precise"] = "auto",
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
     return_lse: bool = False,
@@ -51,7 +57,7 @@ def flash_attn(
         s = s - alibi_slopes[h] * |i + diagonal - j|      where alibi_slopes is given
 
     Args:
-        q: [B, Hq, Sq, D] float32, bfloat16, float16 or float64.
+        q: [B, Hq, Sq, D] float32, bfloat16, float16, float64, or float8_e4m3fn codes (see below).
         k: [B, Hkv, Sk, D], q's dtype. Hq is a multiple of Hkv; query head h reads kv head
             ``h // (Hq / Hkv)``.
         v: [B, Hkv, Sk, Dv], q's dtype. Any strides; a tensor whose last dimension is not contiguous
@@ -79,12 +85,18 @@ def flash_attn(
             at key ``i + q_start[b]``, for is_causal, windows and ALiBi alike. So a static cache, a
             chunk of a prompt or a captured graph needs no number on the host. diagonal must then be 0.
         out_dtype: dtype of out: q's, or on the CPU float32, unrounded, for results that are joined with others by
-            `attn_merge`. None is q's.
-        dropout_p: each probability is 0 with this probability, else divided by 1 - dropout_p: at least 0, less than 1. lse is of
-            all of them, and so is a row's sum.
+            `attn_merge`. None is q's. Of float8_e4m3fn bfloat16 (None), float16 or float32.
+        q_scale, k_scale, v_scale: of float8_e4m3fn: what a code is worth, float32 [], [H], [B, H], or [B, H, ceil(S / 128)], one for
+            each 128 tokens; None is 1. `quantize_attn` makes them.
+        v_mean: float32 [Hkv, Dv] or [B, Hkv, Dv], added to each value of v: to a row of out times the probability of its keys.
+        accumulate: ``"fast"`` sums all keys as tensor cores of 8 bits do, which lose 10 % of what the values have in common at 8k
+            keys; ``"precise"`` adds sums of at most 128 keys in float32, as kernels of 16 and 32 bits, the CPU's too, do
+            always; ``"auto"``: fast with a v_mean, else precise. `explain` says which.
+        dropout_p: each probability is 0 with this probability, else divided by 1 - dropout_p: at least 0, less than 1; float8_e4m3fn
+            has none. lse and a row's sum are of all of them.
         dropout_seed: int64 [2] on q's device, (seed, offset), which says what is kept: `attn_dropout_mask` shows it. By default
-            both are drawn from torch's generator of the device. The numbers are read on the device: who writes others into the
-            tensor gets another mask from a captured graph.
+            both are drawn from torch's generator of the device. They are read on the device: who writes others into the tensor
+            gets another mask from a captured graph.
         return_lse: return ``(out, lse)``.
 
     Returns:
@@ -93,6 +105,8 @@ def flash_attn(
         (float64 with float64 inputs): the natural logarithm of the sum of exp(s), sink included. A
         query that sees no key gives out 0 and lse -inf (its sink where there is one). Keys that no
         query of their sequence sees may hold NaN.
+
+    float8_e4m3fn has no gradient: NotImplementedError. Autocast leaves it alone; sinks are float32 or have the result's dtype.
 
     Gradients: q, k, v and sinks, from those of out and lse; rows that see no key have none. Those
     of q, k and v are stored by the rule of out, that of sinks has their dtype. A second backward raises NotImplementedError.
@@ -113,26 +127,15 @@ def flash_attn(
     attention.warn_of_swapped(q, k)
     if return_lse is not False:
         refuse_non_bool(_flash_attn.said, "return_lse", return_lse)
+    rules = is_causal, scale, diagonal, window_left, window_right, softcap, alibi_slopes, sinks
+    bounds = kv_start, kv_end, q_start, out_dtype
+    if is_fp8(q):
+        op = _flash_attn_fp8.all if return_lse else _flash_attn_fp8
+        refuse_dropout("flash_attn", dropout_p)
+        return op.call(q, k, v, *rules, *bounds, q_scale, k_scale, v_scale, v_mean, accumulate)
+    refuse_scales("flash_attn", q, q_scale, k_scale, v_scale, v_mean, accumulate)
     op = _flash_attn.all if return_lse else _flash_attn
-    return op.call(
-        q,
-        k,
-        v,
-        is_causal,
-        scale,
-        diagonal,
-        window_left,
-        window_right,
-        softcap,
-        alibi_slopes,
-        sinks,
-        kv_start,
-        kv_end,
-        q_start,
-        out_dtype,
-        dropout_p,
-        seed_of("flash_attn", q, dropout_p, dropout_seed),
-    )
+    return op.call(q, k, v, *rules, *bounds, dropout_p, seed_of("flash_attn", q, dropout_p, dropout_seed))
 
 
 # ---- fake functions ------------------------------------------------------------------------------
@@ -194,3 +197,4 @@ _flash_attn = define_op(
     fold=attention.fold_into_batch,
     whole_sequences=True,
 )
+_flash_attn_fp8 = declare("flash_attn", symbolic, _flops)

@@ -4,7 +4,7 @@
 Types of the public function by the value of return_lse stand in flash_attn_varlen.pyi.
 """
 
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from . import attention, fakes
 from .attn_dropout import seed_of
 from .define import define_op
+from .flash_attn_fp8 import declare, is_fp8, refuse_dropout, refuse_scales, varlen_symbolic
 from .keywords import refuse_unknown
 from .wrong_types import refuse_non_bool
 
@@ -35,6 +36,11 @@ def flash_attn_varlen(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    v_mean: Tensor | None = None,
+    accumulate: Literal["auto", "fast", "precise"] = "auto",
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
     return_lse: bool = False,
@@ -47,7 +53,7 @@ def flash_attn_varlen(
         out[rows of b] = flash_attn(q[rows of b], k[keys of b], v[keys of b], diagonal=Sk_b - Sq_b)
 
     Args:
-        q: [Tq, Hq, D] float32, bfloat16, float16 or float64; sequence b owns tokens
+        q: [Tq, Hq, D] float32, bfloat16, float16, float64 or float8_e4m3fn; sequence b owns tokens
             ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``.
         k: [Tk, Hkv, D], q's dtype; sequence b owns tokens ``cu_seqlens_k[b]`` to
             ``cu_seqlens_k[b + 1]``.
@@ -67,12 +73,15 @@ def flash_attn_varlen(
         softcap, sinks: as in `flash_attn`.
         alibi_slopes: [Hq] or [B, Hq], as in `flash_attn`.
         out_dtype: dtype of out: q's, or on the CPU float32, unrounded, for results that are joined with others by
-            `attn_merge`. None is q's.
-        dropout_p: each probability is 0 with this probability, else divided by 1 - dropout_p: at least 0, less than 1. lse is of
-            all of them, and so is a row's sum.
+            `attn_merge`. None is q's. Of float8_e4m3fn bfloat16 (None), float16 or float32.
+        q_scale, k_scale, v_scale: as in `flash_attn`: [], [H], [B, H], or [B, H, ceil(max_seqlen / 128)], blocks counted from a
+            sequence's first token.
+        v_mean, accumulate: as in `flash_attn`.
+        dropout_p: each probability is 0 with this probability, else divided by 1 - dropout_p: at least 0, less than 1; float8_e4m3fn
+            has none. lse and a row's sum are of all of them.
         dropout_seed: int64 [2] on q's device, (seed, offset), which says what is kept: `attn_dropout_mask` shows it. By default
-            both are drawn from torch's generator of the device. The numbers are read on the device: who writes others into the
-            tensor gets another mask from a captured graph.
+            both are drawn from torch's generator of the device. They are read on the device: who writes others into the tensor
+            gets another mask from a captured graph.
         return_lse: return ``(out, lse)``.
 
     Returns:
@@ -98,26 +107,15 @@ def flash_attn_varlen(
         refuse_unknown(flash_attn_varlen, unknown)
     if return_lse is not False:
         refuse_non_bool(_flash_attn_varlen.said, "return_lse", return_lse)
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    rules = is_causal, scale, window_left, window_right, softcap, alibi_slopes, sinks, out_dtype
+    if is_fp8(q):
+        op = _flash_attn_varlen_fp8.all if return_lse else _flash_attn_varlen_fp8
+        refuse_dropout("flash_attn_varlen", dropout_p)
+        return op.call(q, k, v, *lengths, *rules, q_scale, k_scale, v_scale, v_mean, accumulate)
+    refuse_scales("flash_attn_varlen", q, q_scale, k_scale, v_scale, v_mean, accumulate)
     op = _flash_attn_varlen.all if return_lse else _flash_attn_varlen
-    return op.call(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        is_causal,
-        scale,
-        window_left,
-        window_right,
-        softcap,
-        alibi_slopes,
-        sinks,
-        out_dtype,
-        dropout_p,
-        seed_of("flash_attn_varlen", q, dropout_p, dropout_seed),
-    )
+    return op.call(q, k, v, *lengths, *rules, dropout_p, seed_of("flash_attn_varlen", q, dropout_p, dropout_seed))
 
 
 # ---- fake functions ------------------------------------------------------------------------------
@@ -179,3 +177,4 @@ _flash_attn_varlen = define_op(
     fold=attention.fold_into_heads,
     whole_sequences=True,
 )
+_flash_attn_varlen_fp8 = declare("flash_attn_varlen", varlen_symbolic, _flops)

@@ -30,6 +30,7 @@ _OURS: dict[str, tuple[str, ...] | str] = {
     "seqused_k": ("seq_lens", "kv_end"),
     "cache_leftpad": ("kv_start",),
     "leftpad_k": ("kv_start",),
+    "q_descale": ("q_scale",),
     "k_descale": ("k_scale",),
     "v_descale": ("v_scale",),
     "attn_mask": _MASK,

@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// flash_attn_fp8.cpp: flash_attn and flash_attn_varlen of float8_e4m3fn q, k and v.
+#include "attn_rules.h"
+#include "words.h"
+
+namespace gk {
+namespace {
+
+template <class O> void fill_fp8(const O &op, gk_flash_attn_fp8_args &to) {
+    static const char *const words[] = {"auto", "fast", "precise"};
+    to.fwd.size = sizeof to.fwd;
+    to.fwd.q = op.q.view, to.fwd.k = op.k.view, to.fwd.v = op.v.view;
+    fill_rules(op, to.fwd.rules);
+    to.fwd.rules.window_right = op.window_right;
+    to.fwd.out.dtype = op.out_dtype.given ? gk_of(op.out_dtype.code) : GK_BF16;
+    to.q_scale = op.q_scale.view_or_null(), to.k_scale = op.k_scale.view_or_null();
+    to.v_scale = op.v_scale.view_or_null(), to.v_mean = op.v_mean.view_or_null();
+    to.accumulate = static_cast<gk_attn_accumulate>(parse_word(O::name, "accumulate", op.accumulate, words));
+}
+
+void place_fp8(gk_flash_attn_fp8_args &to, std::array<Tensor, 2> &r) {
+    to.fwd.out = r[0].view;
+    if (r[1]) to.fwd.lse = r[1].view;
+}
+
+struct FlashAttnFp8 {
+    Tensor q, k, v; // [B, Hq, Sq, D], [B, Hkv, Sk, D], [B, Hkv, Sk, Dv] e4m3
+    bool is_causal;
+    OptDouble scale;
+    int64_t diagonal, window_left, window_right;
+    double softcap;
+    OptTensor alibi_slopes, sinks;       // [Hq] or [B, Hq], [Hq]
+    OptTensor kv_start, kv_end, q_start; // [B] int32
+    OptDtype out_dtype;
+    OptTensor q_scale, k_scale, v_scale, v_mean; // [], [H], [B, H] or [B, H, blocks]; [Hkv, Dv] or [B, Hkv, Dv]
+    String accumulate;
+
+    GK_OP(flash_attn_fp8, gk_flash_attn_fp8_args, "flash_attn", 2)
+    GK_TENSORS(q, k, v, alibi_slopes, sinks, kv_start, kv_end, q_start, q_scale, k_scale, v_scale, v_mean)
+
+    void fill(C &to) {
+        fill_fp8(*this, to);
+        to.fwd.rules.diagonal = diagonal;
+        to.fwd.rules.kv_start = kv_start.view_or_null();
+        to.fwd.rules.kv_end = kv_end.view_or_null();
+        to.fwd.rules.q_start = q_start.view_or_null();
+    }
+    static void place(C &to, Results &r) { place_fp8(to, r); }
+    const Tensor *stored_like(int i) const { return i == 0 ? &q : nullptr; }
+};
+
+struct FlashAttnVarlenFp8 {
+    Tensor q, k, v;                    // [Tq, Hq, D], [Tk, Hkv, D], [Tk, Hkv, Dv] e4m3
+    Tensor cu_seqlens_q, cu_seqlens_k; // [B+1] int32
+    int64_t max_seqlen_q, max_seqlen_k;
+    bool is_causal;
+    OptDouble scale;
+    int64_t window_left, window_right;
+    double softcap;
+    OptTensor alibi_slopes, sinks;
+    OptDtype out_dtype;
+    OptTensor q_scale, k_scale, v_scale, v_mean;
+    String accumulate;
+
+    GK_OP(flash_attn_fp8, gk_flash_attn_fp8_args, "flash_attn_varlen", 2)
+    GK_TENSORS(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, q_scale, k_scale, v_scale, v_mean)
+
+    void fill(C &to) {
+        fill_fp8(*this, to);
+        to.fwd.cu_seqlens_q = &cu_seqlens_q.view, to.fwd.cu_seqlens_k = &cu_seqlens_k.view;
+        to.fwd.max_seqlen_q = max_seqlen_q, to.fwd.max_seqlen_k = max_seqlen_k;
+    }
+    static void place(C &to, Results &r) { place_fp8(to, r); }
+    static constexpr bool runs_empty = true; // the lengths on a GPU are looked at
+};
+
+// explain, with what `accumulate` came to.
+template <class O> void explain_fp8(StableIValue *stack, uint64_t num_args, uint64_t) {
+    O op = read_args<O>(stack, num_args);
+    Checked<O> c(op, described_gpu);
+    typename O::Results results;
+    for (int i = 0; i < O::num_results; ++i) results[i] = c.make(i);
+    O::place(c.args, results);
+    const char *chosen = gk_attn_is_precise(&c.args) ? "precise" : "fast";
+    stack[0] = give(c.explain(std::string(", \"accumulate\": \"") + chosen + "\""));
+}
+
+void implement(Library &m) {
+    m.impl("flash_attn_fp8", op_first<FlashAttnFp8>);
+    m.impl("flash_attn_fp8_fwd", op_all<FlashAttnFp8>);
+    m.impl("explain_flash_attn_fp8", explain_fp8<FlashAttnFp8>);
+    m.impl("flash_attn_varlen_fp8", op_first<FlashAttnVarlenFp8>);
+    m.impl("flash_attn_varlen_fp8_fwd", op_all<FlashAttnVarlenFp8>);
+    m.impl("explain_flash_attn_varlen_fp8", explain_fp8<FlashAttnVarlenFp8>);
+}
+
+void implement_shapes(Library &m) {
+    m.impl("flash_attn_fp8_results", op_results<FlashAttnFp8>);
+    m.impl("flash_attn_varlen_fp8_results", op_results<FlashAttnVarlenFp8>);
+}
+
+} // namespace
+} // namespace gk
+
+GK_IMPLEMENT()

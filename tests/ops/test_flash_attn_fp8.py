@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""flash_attn and flash_attn_varlen of float8_e4m3fn q, k, v: every form against float64 over the same codes; data with a mean,
+values of one sign, a scale for each 128 tokens, heads of zeros, NaN; quantize_attn; compilers; what is refused.
+"""
+
+import math
+
+import pytest
+import torch
+from conftest import generator, ops, reference, torch_gpukern
+
+E4M3, BF16, F16, F32, F64 = torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32, torch.float64
+gk = torch_gpukern
+
+# What may come on top of the rounding of the result, of its size: P in 16 bits; in 8 bits, of Hopper's kernel.
+ERROR = {"cpu": 1e-5, "cuda": 2e-3, "fp8": 4e-2}
+
+
+def tokens(gen, device, *shape, mean=0.0, std=1.0):
+    return (torch.randn(*shape, generator=gen) * std + mean).to(device)
+
+
+def made(key, device, batch=2, heads=(4, 2), lengths=(200, 333), dims=(64, 64), mean=(0.3, -0.2, 1.0), **how):
+    """quantize_attn of normal q, k, v with a mean."""
+    gen = generator("fp8", key)
+    shapes = ((heads[0], lengths[0], dims[0]), (heads[1], lengths[1], dims[0]), (heads[1], lengths[1], dims[1]))
+    return gk.quantize_attn(*(tokens(gen, device, batch, *s, mean=m) for s, m in zip(shapes, mean, strict=True)), **how)
+
+
+def of_reference(x, name="flash_attn", extra=(), **how):
+    """Float64 over the codes, on the CPU."""
+    cpu = {n: t.cpu() if isinstance(t, torch.Tensor) else t for n, t in (x | how).items()}
+    args = [cpu.pop(n) for n in ("q", "k", "v")] + [e.cpu() if isinstance(e, torch.Tensor) else e for e in extra]
+    if cpu.get("sinks") is not None:
+        cpu["sinks"] = cpu["sinks"].double()
+    return getattr(reference, name)(*args, **cpu | dict(out_dtype=F64, return_lse=True))
+
+
+def relative(got, want):
+    return ((got.double().cpu() - want).norm() / want.norm().clamp(min=1e-30)).item()
+
+
+def tolerance(row, device, out_dtype=F32):
+    kind = "cpu" if device == "cpu" else "fp8" if "sm90a" in row else "cuda"
+    return ERROR[kind] + {BF16: 2e-3, F16: 3e-4, F32: 0}[out_dtype]
+
+
+def check(x, device, name="flash_attn", extra=(), out_dtype=F32, **how):
+    x = x._asdict() if hasattr(x, "_asdict") else x
+    call = getattr(gk, name)
+    out, lse = call(x["q"], x["k"], x["v"], *extra, **{n: t for n, t in x.items() if n not in "qkv"}, out_dtype=out_dtype,
+                    return_lse=True, **how)  # fmt: skip
+    want, want_lse = of_reference(x, name, extra, **{n: y for n, y in how.items() if n != "accumulate"})
+    row = gk.explain(name, x["q"], x["k"], x["v"], *extra, **{n: t for n, t in x.items() if n not in "qkv"} | how)["row"]
+    assert out.dtype is out_dtype and lse.dtype is F32 and out.shape == want.shape
+    assert relative(out, want) < tolerance(row, device, out_dtype), row
+    empty = want_lse == -math.inf
+    assert torch.equal(lse.cpu() == -math.inf, empty) and not out.cpu()[empty].any()
+    # on CUDA q times its scale is rounded to float16 in long calls: by 2^-11 of scores
+    bound = 1e-3 + (0 if device == "cpu" else 1e-3) * want_lse[~empty].abs()
+    assert ((lse.cpu().double() - want_lse)[~empty].abs() <= bound).all()
+    return out
+
+
+FORMS = {
+    "full": dict(),
+    "causal": dict(is_causal=True, diagonal=133),
+    "causal from the first": dict(is_causal=True),
+    "window": dict(window_left=40, window_right=3, diagonal=100),
+    "left of the keys": dict(is_causal=True, diagonal=-50),
+    "softcap": dict(softcap=3.0, is_causal=True, diagonal=133),
+    "scale": dict(scale=-0.05),
+}
+
+
+@pytest.mark.parametrize("accumulate", ("fast", "precise"))
+@pytest.mark.parametrize("form", FORMS)
+def test_forms(form, accumulate, device):
+    for dims in ((64, 64), (128, 128), (256, 256)):
+        x = made(form, device, dims=dims, batch=1 if device == "cpu" else 2)
+        check(x, device, accumulate=accumulate, **FORMS[form])
+
+
+def test_modifiers(device):
+    gen = generator("fp8 modifiers")
+    slopes = torch.rand(2, 4, generator=gen).to(device)
+    sinks = torch.tensor([0.5, -math.inf, 3.0, -2.0], device=device)
+    starts, ends = (torch.tensor(x, dtype=torch.int32, device=device) for x in ((5, 0), (300, 77)))
+    x = made("modifiers", device, dims=(64, 72), per="block")
+    check(x, device, alibi_slopes=slopes, sinks=sinks, kv_start=starts, kv_end=ends)
+    check(x, device, sinks=sinks.to(BF16), q_start=ends, is_causal=True, out_dtype=BF16)
+    check(x, device, sinks=sinks, kv_end=torch.zeros_like(ends), out_dtype=F16)  # the sink takes all: v_mean too is 0
+
+
+@pytest.mark.parametrize("per", ("tensor", "head", "block"))
+def test_scales(per, device):
+    """Of blocks that differ by 2^12, heads of zeros among them; and each shape that a scale may have."""
+    gen = generator("fp8 scales", per)
+    q, k, v = (tokens(gen, device, 2, h, n, d) for h, n, d in ((4, 150, 64), (2, 400, 64), (2, 400, 80)))
+    steps = torch.exp2(torch.randint(-6, 7, (2, 2, 4, 1, 1), generator=gen).float()).to(device)
+    v *= steps.repeat(1, 1, 1, 128, 1).flatten(2, 3)[:, :, :400]
+    k *= steps.flip(2).clamp(0.1, 4).repeat(1, 1, 1, 128, 1).flatten(2, 3)[:, :, :400]
+    q[0, 1], k[1, 0], v[0, 1] = 0, 0, 0
+    for center in (True, False):
+        x = gk.quantize_attn(q, k, v, per=per, center_v=center)
+        assert (x.v_mean is None) is not center
+        check(x, device)
+        check(x, device, is_causal=True, diagonal=250, out_dtype=BF16)
+    if per == "head":
+        y = x._asdict()
+        check(y | dict(q_scale=y["q_scale"][0], k_scale=y["k_scale"][0, :1].reshape(1), v_scale=None), device)
+        mean = torch.randn(2, 80, generator=gen).to(device)
+        check(y | dict(v_mean=mean, v_scale=y["v_scale"].t().contiguous().t()), device)
+
+
+LONG = {
+    "full": dict(),
+    "causal": dict(is_causal=True, diagonal=340),
+    "window": dict(window_left=200, window_right=0, diagonal=300, softcap=5.0),
+    "sinks": dict(sinks=True, is_causal=True, diagonal=-60),
+}
+
+
+@pytest.mark.parametrize("form", LONG)
+def test_more_keys(form, device):
+    """What kernels for long calls serve: scales of blocks, groups of heads, head_dims that differ, results of each dtype."""
+    how = dict(LONG[form])
+    if "sinks" in how:
+        how["sinks"] = torch.tensor([0.5, -math.inf, 6.0, -2.0], device=device)
+    for dims, out_dtype in (((64, 64), F32), ((128, 128), BF16), ((128, 72), F16), ((256, 256), BF16)):
+        for per in ("head", "block"):
+            x = made(f"long {form} {dims}", device, batch=1, lengths=(260, 600), dims=dims, per=per)
+            check(x, device, out_dtype=out_dtype, **how)
+    zero = x._asdict() | {n: torch.zeros_like(getattr(x, n)) for n in ("v", "v_mean")}
+    assert not gk.flash_attn(**zero).any()
+
+
+def test_any_head_dim_stride_and_place(device):
+    dims = ((8, 16), (40, 8), (136, 200), (64, 256)) + (((3, 5), (33, 1)) if device == "cpu" else ())
+    for d, dv in dims:
+        x = made(f"{d} {dv}", device, batch=1, lengths=(35, 70), dims=(d, dv))._asdict()
+        check(x, device)
+        for n in "qkv":  # rows that begin at any byte; [B, S, H, D]
+            whole = torch.full((x[n].numel() + 3,), 0x7F, dtype=torch.uint8, device=device)
+            whole[3:] = x[n].view(torch.uint8).transpose(1, 2).flatten()
+            b, h, s, e = x[n].shape
+            x[n] = whole[3:].view(b, s, h, e).view(E4M3).transpose(1, 2)
+        out = check(x, device)
+        assert out.stride(1) < out.stride(2)
+        wide = x | {n: torch.stack([x[n].view(torch.uint8)] * 2, -1).view(E4M3)[..., 0] for n in "kv"}
+        check(wide, device)  # the last dimension is not dense
+
+
+@pytest.mark.parametrize("accumulate", ("auto", "precise"))
+@pytest.mark.parametrize("form", ("mean", "one sign"))
+def test_values_that_add_up(form, accumulate, device):
+    """Thousands of keys whose values have a mean, or one sign: with v_mean, and precise without."""
+    n = 2000 if device == "cpu" else 30000
+    gen = generator("fp8 long", form)
+    q, k = (tokens(gen, device, 1, 1, s, 64) for s in (32, n))
+    v = tokens(gen, device, 1, 1, n, 64, mean=1.0) if form == "mean" else tokens(gen, device, 1, 1, n, 64).abs()
+    want = reference.flash_attn(q.cpu().double(), k.cpu().double(), v.cpu().double())
+    for center in (True, False):
+        x = gk.quantize_attn(q, k, v, center_v=center)._asdict()
+        check(x, device, accumulate=accumulate)
+        out = gk.flash_attn(**x, accumulate=accumulate, out_dtype=F32)
+        assert relative(out, want) < 1e-2
+
+
+def test_nan(device):
+    """A NaN code of q, k or v, or a NaN scale, shows in the rows that see it, and in no others; keys that no query sees may hold one."""
+    x = {n: t.clone() if t is not None else None for n, t in made("nan", device, batch=1, heads=(2, 2))._asdict().items()}
+    clean = gk.flash_attn(**x, is_causal=True)
+    for n, rows in (("q", [150]), ("k", range(150, 200)), ("v", range(150, 200))):
+        y = x | {n: x[n].clone()}
+        y[n].view(torch.uint8)[0, 1, 150, 3] = 0x7F if n != "k" else 0xFF
+        out = gk.flash_attn(**y, is_causal=True)
+        seen = out[0, 1].isnan().any(-1).nonzero().flatten().tolist()
+        assert [r for r in seen if r >= 150] == [*rows]
+        assert torch.equal(out[0, 0], clean[0, 0]) and not out[0, 1, :128].isnan().any()
+    for n in "kv":
+        y = x | {n: x[n].clone()}
+        y[n].view(torch.uint8)[:, :, 200:] = 0x7F
+        assert torch.equal(gk.flash_attn(**y, is_causal=True), clean)
+    y = x | dict(v_scale=torch.tensor([[1.0, math.nan]], device=device))
+    out = gk.flash_attn(**y)
+    assert out[0, 1].isnan().all() and not out[0, 0].isnan().any()
+
+
+def test_varlen(device):
+    """Empty sequences, tokens of none, a scale for each block of a sequence; and the bits of a dense call."""
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in ((0, 40, 40, 190, 191), (0, 130, 200, 467, 467)))
+    extra = (cu_q, cu_k, 150, 267)
+    gen = generator("fp8 varlen")
+    for d in (64, 128):
+        q, k, v = (tokens(gen, device, n, h, d, mean=0.5) for n, h in ((200, 4), (480, 2), (480, 2)))
+        for how in (dict(), dict(is_causal=True), dict(window_left=30, window_right=0)):
+            x = gk.quantize_attn(q, k, v)._asdict()
+            assert x["q_scale"].shape == (4,) and x["v_mean"].shape == (2, d)
+            out = check(x, device, "flash_attn_varlen", extra, **how)
+            assert not out[191:].any()
+        long = torch.tensor((0, 700, 1330), dtype=torch.int32, device=device)
+        for how in (dict(), dict(is_causal=True, out_dtype=BF16)):
+            more = gk.quantize_attn(*(tokens(gen, device, 1400, h, d, mean=0.5) for h in (4, 2, 2)))
+            out = check(more, device, "flash_attn_varlen", (long, long, 700, 700), **how)
+            assert not out[1330:].any()
+        block = {f"{n}_scale": torch.rand(4, h, m, generator=gen).to(device) / 64 for n, h, m in (("q", 4, 2), ("k", 2, 3), ("v", 2, 3))}
+        check(x | block | dict(v_mean=torch.randn(4, 2, d, generator=gen).to(device)), device, "flash_attn_varlen", extra, is_causal=True,
+              alibi_slopes=torch.rand(4, generator=gen).to(device), sinks=torch.randn(4, generator=gen).to(device))  # fmt: skip
+
+
+@pytest.mark.parametrize("per", ("tensor", "head", "block"))
+def test_quantize_attn(per, device):
+    """The codes and scales of the reference; a rotation leaves scores alone."""
+    gen = generator("quantize_attn", per)
+    q, k, v = (tokens(gen, device, 2, h, n, d, mean=0.5) for h, n, d in ((4, 129, 48), (2, 260, 48), (2, 260, 32)))
+    q[0, 0] = 0
+    for center in (True, False):
+        got = gk.quantize_attn(q, k, v, per=per, center_v=center)
+        want = reference.quantize_attn(q.cpu(), k.cpu(), v.cpu(), per=per, center_v=center)
+        for name, x, y in zip(got._fields, got, want, strict=True):
+            if y is None:
+                assert x is None
+                continue
+            assert x.shape == y.shape and x.dtype is y.dtype and x.is_contiguous()
+            differ = (x.cpu().float() != y.float()).float().mean()
+            assert torch.allclose(x.cpu().float(), y.float(), rtol=1e-6 if y.dtype is F32 else 0.13, atol=2e-2), name
+            assert differ < (1 if y.dtype is F32 else 2e-3), name  # a mean may differ in its last bit
+    plain, rotated = (gk.quantize_attn(q, k, v, per=per, hadamard=h) for h in (False, True))
+    scores = [reference.flash_attn(*(t.cpu().double() for t in (q, k, v)), return_lse=True)[1]]
+    for x in (plain, rotated):
+        scores.append(gk.flash_attn(**x._asdict(), return_lse=True)[1].cpu().double())
+    assert (scores[1] - scores[0]).abs().max() < 0.2 and (scores[2] - scores[0]).abs().max() < 0.2
+    assert (rotated.q.float() != plain.q.float()).any()
+
+
+def test_a_rotation_spreads_outliers(device):
+    """One element of a thousand of q and k ten times as large: what the rotation is for."""
+    gen = generator("fp8 outliers")
+    q, k, v = (tokens(gen, device, 1, 2, 512, 64) for _ in range(3))
+    for x in (q, k):
+        x += tokens(gen, device, *x.shape, std=10) * (torch.rand(x.shape, generator=gen) < 1e-3).to(device)
+    want = reference.flash_attn(*(t.cpu().double() for t in (q, k, v)))
+    error = [relative(gk.flash_attn(**gk.quantize_attn(q, k, v, hadamard=h)._asdict(), out_dtype=F32), want) for h in (False, True)]
+    assert error[1] < 0.9 * error[0]
+
+
+def step(q, k, v, accumulate):
+    x = gk.quantize_attn(q, k, v, hadamard=True)
+    return gk.flash_attn(**x._asdict(), is_causal=True, accumulate=accumulate, return_lse=True)
+
+
+def test_compile(device):
+    """quantize_attn and attention in one graph, sizes as symbols too; autocast changes nothing; fakes have the results' form."""
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    for n in (40, 57):
+        q, k, v = (tokens(generator("fp8 compile", n, h), device, 2, h, n, 32) for h in (4, 2, 2))
+        want = step(q, k, v, "auto")
+        for x, y in zip(compiled(q, k, v, "auto"), want, strict=True):
+            assert x.dtype is y.dtype and x.stride() == y.stride() and torch.allclose(x.float(), y.float(), atol=2e-2)
+    x = gk.quantize_attn(q, k, v)._asdict()
+    with torch.autocast(device, BF16):
+        assert torch.equal(gk.flash_attn(**x), gk.flash_attn(**x))
+        assert gk.flash_attn(**x, out_dtype=F16).dtype is F16
+    assert torch.equal(gk.flash_attn(**x), torch.compile(gk.flash_attn, fullgraph=True, backend="aot_eager")(**x))
+
+
+def opcheck(op, call):
+    """All but test_schema, which multiplies inputs by numbers: torch cannot of float8_e4m3fn."""
+    torch.library.opcheck(op, (), call, test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"))
+
+
+def test_opcheck(device):
+    x = made("opcheck", device, batch=1, lengths=(9, 12), dims=(16, 8))._asdict()
+    opcheck(ops.flash_attn_fp8.default, x)
+    opcheck(ops.flash_attn_fp8_fwd.default, x | dict(out_dtype=F32, is_causal=True))
+    cu = [torch.tensor([0, n], dtype=torch.int32, device=device) for n in (9, 12)]
+    packed = gk.quantize_attn(*(x[n].float()[0].transpose(0, 1) for n in "qkv"))._asdict()
+    packed |= dict(cu_seqlens_q=cu[0], cu_seqlens_k=cu[1], max_seqlen_q=9, max_seqlen_k=12)
+    opcheck(ops.flash_attn_varlen_fp8.default, packed)
+
+
+def test_flops(device):
+    x = made("flops", device, batch=1, lengths=(9, 12), dims=(16, 8))._asdict()
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        gk.flash_attn(**x)
+    assert counter.get_total_flops() == 2 * 4 * 9 * 12 * (16 + 8)
+
+
+def test_no_gradient(device):
+    x = made("gradient", device, batch=1, lengths=(9, 12), dims=(16, 8))._asdict()
+    x["v_mean"].requires_grad_()
+    with pytest.raises(NotImplementedError, match="gpukern::flash_attn: it has no backward where q, k and v are float8_e4m3fn"):
+        gk.flash_attn(**x, out_dtype=F32).sum().backward()
+    q, k, v = (torch.randn(1, 2, 4, 8, device=device, requires_grad=True) for _ in range(3))
+    with pytest.raises(NotImplementedError, match="gpukern::(quantize|flash_attn): it has no backward"):
+        gk.flash_attn(**gk.quantize_attn(q, k, v)._asdict()).sum().backward()
+
+
+def t(*shape, dtype=E4M3):
+    return torch.zeros(shape, dtype=dtype)
+
+
+GOOD = dict(q=(1, 4, 5, 8), k=(1, 2, 6, 8), v=(1, 2, 6, 16))
+REFUSED = (
+    (dict(k=t(1, 2, 6, 8, dtype=BF16)), "k has dtype bfloat16, q has float8_e4m3fn; they must match"),
+    (dict(q_scale=t(3, dtype=F32)), "q_scale must have shape [], [4], [1, 4] or [1, 4, 1], got [3]"),
+    (dict(k_scale=t(1, 2, 2, dtype=F32)), "k_scale must have shape [], [2], [1, 2] or [1, 2, 1], got [1, 2, 2]"),
+    (dict(v_scale=t(2, dtype=BF16)), "v_scale must be float32, got bfloat16"),
+    (dict(v_mean=t(16, dtype=F32)), "v_mean must have shape [2, 16] or [1, 2, 16], got [16]"),
+    (dict(v_mean=t(2, 2, 16, dtype=F32)), "v_mean must have shape [2, 16] or [1, 2, 16], got [2, 2, 16]"),
+    (dict(accumulate="slow"), "accumulate must be auto, fast or precise, got 'slow'"),
+    (dict(out_dtype=F64), "out_dtype must be bfloat16, float16 or float32 where q is float8_e4m3fn, got float64"),
+    (dict(sinks=t(4)), "sinks must be float32 or bfloat16, got float8_e4m3fn"),
+    (dict(scale=math.nan), "scale must be finite, got nan"),
+)
+
+
+@pytest.mark.parametrize("change,text", REFUSED)
+def test_refused(change, text):
+    call = {n: t(*s) for n, s in GOOD.items()} | change
+    with pytest.raises(ValueError) as error:
+        gk.flash_attn(**call)
+    assert str(error.value) == f"gpukern::flash_attn: {text}"
+
+
+def test_scales_go_with_codes():
+    x = {n: t(*s, dtype=F32) for n, s in GOOD.items()}
+    for n in ("q_scale", "k_scale", "v_scale", "v_mean"):
+        with pytest.raises(ValueError, match=f"gpukern::flash_attn: {n} goes with a float8_e4m3fn q, got float32"):
+            gk.flash_attn(**x, **{n: t(dtype=F32)})
+    with pytest.raises(ValueError, match="accumulate must be auto, fast or precise, got 'slow'"):
+        gk.flash_attn(**x, accumulate="slow")
+    for change, text in ((dict(per="row"), "per must be tensor, head or block, got 'row'"),
+                         (dict(v=t(2, 6, 16, dtype=F32)), "v must have 4 dimensions, as q, got 3")):  # fmt: skip
+        with pytest.raises(ValueError, match=text):
+            gk.quantize_attn(**x | change)
+
+
+def test_explain_says_how_sums_are_kept():
+    x = made("explain", "cpu", lengths=(9, 12))._asdict()
+    assert gk.explain("flash_attn", **x)["accumulate"] == "fast"
+    assert gk.explain("flash_attn", **x | dict(v_mean=None))["accumulate"] == "precise"
+    assert gk.explain("flash_attn", **x, accumulate="precise")["accumulate"] == "precise"

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""flash_attn and flash_attn_varlen of float8_e4m3fn q, k and v: the declarations of the ops that serve them. What they mean stands at
+the public functions, flash_attn.py and flash_attn_varlen.py, which call them here."""
+
+from typing import Any
+
+import torch
+
+from .._library import NAMESPACE
+from . import attention
+from .define import define_op
+
+__all__ = ["declare", "is_fp8", "refuse_dropout", "refuse_scales", "symbolic", "varlen_symbolic"]
+
+
+def is_fp8(q: Any) -> bool:
+    return getattr(q, "dtype", None) is torch.float8_e4m3fn
+
+
+def refuse_scales(name: str, q: Any, *given: Any) -> None:
+    """ValueError where a call of other dtypes gives what goes with float8_e4m3fn alone: scales, v_mean, accumulate."""
+    *scales, accumulate = given
+    if accumulate == "auto" and all(x is None for x in scales):
+        return
+    for argument, x in zip(("q_scale", "k_scale", "v_scale", "v_mean"), scales, strict=True):
+        if x is not None:
+            dtype = str(getattr(q, "dtype", type(q).__name__)).removeprefix("torch.")
+            raise ValueError(f"{NAMESPACE}::{name}: {argument} goes with a float8_e4m3fn q, got {dtype}")
+    if accumulate not in ("auto", "fast", "precise"):
+        raise ValueError(f"{NAMESPACE}::{name}: accumulate must be auto, fast or precise, got '{accumulate}'")
+
+
+def refuse_dropout(name: str, p: Any) -> None:
+    """ValueError: weights of 8 bits are for inference."""
+    if p != 0:
+        raise ValueError(f"{NAMESPACE}::{name}: dropout_p must be 0 where q is float8_e4m3fn, got {p}")
+
+
+# ---- fake functions ------------------------------------------------------------------------------
+
+
+def symbolic(q, k, v, kv_start, kv_end, q_start, out_dtype, **_):
+    bounds = {"kv_start": (kv_start, "B"), "kv_end": (kv_end, "B"), "q_start": (q_start, "B")}
+    n = attention.sizes("flash_attn", q, k, v, **bounds)
+    out = attention.empty_stored_like(q, n["Dv"], out_dtype or torch.bfloat16)
+    return out, q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def varlen_symbolic(q, k, v, cu_seqlens_q, cu_seqlens_k, out_dtype, **_):
+    lengths = {"cu_seqlens_q": (cu_seqlens_q, "B+1"), "cu_seqlens_k": (cu_seqlens_k, "B+1")}
+    n = attention.sizes("flash_attn_varlen", q, k, v, **lengths)
+    out = q.new_empty((*q.shape[:2], n["Dv"]), dtype=out_dtype or torch.bfloat16)
+    return out, q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+# ---- declarations --------------------------------------------------------------------------------
+
+
+def declare(name: str, symbolic: Any, flops: Any) -> Any:
+    """The op `name`_fp8, which speaks of itself as `name`."""
+    op = define_op(
+        f"{name}_fp8",
+        symbolic=symbolic,
+        refuse=f"{name}: it has no backward where q, k and v are float8_e4m3fn; train in 16 bits",
+        flops=flops,
+        whole_sequences=True,
+    )
+    op.said = op.all.said = f"{NAMESPACE}::{name}"
+    return op
