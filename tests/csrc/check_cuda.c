@@ -35,7 +35,7 @@
 
 #define PICK(array) ((array)[check_below(CHECK_COUNT(array))])
 
-static const gk_dtype dtypes[] = {GK_F32, GK_BF16, GK_F16, GK_F64};
+static const gk_dtype dtypes[] = {GK_F32, GK_BF16, GK_F16, GK_F64, GK_E4M3, GK_E5M2, GK_I8};
 
 /* ---- the problem at hand ----------------------------------------------------------------------------------- */
 enum {
@@ -1038,6 +1038,7 @@ static void weight_expect(void) {
     }
 }
 
+#include "check_cuda_quant.h"
 #include "check_cuda_rows.h"
 
 #include "check_cuda_cache.h"
@@ -1057,6 +1058,9 @@ static const struct {
            {GK_OP_KV_CACHE_WRITE, "kv_cache_write", write_draw, write_expect},
            {GK_OP_ROPE_KV_WRITE, "rope_kv_write", rope_write_draw, rope_write_expect},
            {GK_OP_WEIGHT_GEMM, "weight_gemm", weight_draw, weight_expect},
+           {GK_OP_SCALED_GEMM, "scaled_gemm", scaled_draw, scaled_expect},
+           {GK_OP_GROUPED_GEMM, "grouped_gemm", grouped_draw, grouped_expect},
+           {GK_OP_SPARSE_GEMM, "sparse_gemm", sparse_draw, sparse_expect},
            {GK_OP_ATTN_MERGE, "attn_merge", merge_draw, merge_expect},
            {GK_OP_NORM_FWD, "norm_fwd", norm_draw, norm_expect},
            {GK_OP_NORM_BWD, "norm_bwd", norm_bwd_draw, norm_bwd_expect},
@@ -1068,6 +1072,11 @@ static const struct {
            {GK_OP_CROSS_ENTROPY_FWD, "cross_entropy_fwd", loss_draw, loss_expect},
            {GK_OP_CROSS_ENTROPY_BWD, "cross_entropy_bwd", loss_bwd_draw, loss_bwd_expect},
            {GK_OP_DROPOUT, "dropout", dropout_draw, dropout_expect}};
+
+/* Whose operands may be of 8 bits; others have codes beside operands that are wider. */
+static bool takes_codes(gk_op op) {
+    return op == GK_OP_SCALED_GEMM || op == GK_OP_GROUPED_GEMM || op == GK_OP_SPARSE_GEMM;
+}
 
 typedef struct walked {
     const gk_cuda_table *table;
@@ -1206,6 +1215,7 @@ int main(int argc, char **argv) {
     printf("%s, compute capability %d.%d\n", gpu->name, gpu->arch / 10, gpu->arch % 10);
     for (int o = 0; o < CHECK_COUNT(ops); ++o) {
         for (int d = 0; d < CHECK_COUNT(dtypes); ++d) {
+            if (gk_is_code(dtypes[d]) && !takes_codes(ops[o].op)) continue;
             walked rows[256];
             int n = rows_of(ops[o].op, dtypes[d], gpu->arch, rows, CHECK_COUNT(rows));
             double start = now();
