@@ -28,10 +28,12 @@ OTHERS = {
 }  # what other formats than int4 run on CUDA
 
 
-def int4_of_torch(n: int, k: int, device: torch.device):
-    """A weight as torch._weight_int4pack_mm takes it, of other codes than ours: its time is what counts."""
-    codes = torch.randint(0, 255, (n, k // 2), dtype=torch.uint8, device=device)
-    return torch._convert_weight_to_int4pack(codes, 8), torch.ones(k // 128, n, 2, dtype=torch.bfloat16, device=device)
+def int4_of_torch(q: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same weight as torch._weight_int4pack_mm takes it: codes 0 to 15, of which it takes 8 off, the even of two in the high half of
+    a byte; a scale and what is added behind it, side by side."""
+    codes = (q + 8).to(torch.uint8)
+    packed = torch._convert_weight_to_int4pack(codes[:, ::2] << 4 | codes[:, 1::2], 8)
+    return packed, torch.stack([scale, torch.zeros_like(scale)], -1).contiguous()
 
 
 def case(m: int, n: int, k: int, format: str, device: torch.device) -> Case:
@@ -49,7 +51,7 @@ def case(m: int, n: int, k: int, format: str, device: torch.device) -> Case:
         scale = (torch.rand(k // group, n, device=device) + 0.5) / 64
         scale = torch.exp2(scale.log2().round()).to(torch.float8_e8m0fnu) if format == "mxfp4" else scale.bfloat16()
         w = reference_quantised.decoded(q, scale, format, dtype=torch.bfloat16)
-        other = int4_of_torch(n, k, device) if torch_int4 else ()
+        other = int4_of_torch(q, scale) if torch_int4 else ()
         return torch.randn(m, k, device=device).bfloat16(), torch_gpukern.pack_weight(q, format), scale, w, *other
 
     if torch_int4:

@@ -180,6 +180,7 @@ def half_iqr(values: Sequence[float]) -> float:
     return (high - low) / 2 / statistics.median(values)
 
 
+WRONG = 0.5  # of max|ref|: a peer with a larger error computes something else
 SLOW_FIRST_CALL = 3.0  # seconds after which a first call is told of: it compiles
 
 
@@ -221,6 +222,9 @@ def measure(case: Case, device: Cpu | Cuda, peaks: dict, effort: Effort) -> Row:
     if case.reference is not None:
         reference = case.reference(*inputs[0])
         errors = {name: relative_error(case.compare(fn(*inputs[0])), reference) for name, fn in fns.items()}
+        for name, error in errors.items():
+            if error is not None and error > WRONG:
+                raise ValueError(f"{case.group} {case.label}: {name} is wrong by {error:.3g} of the largest value")
     contestants = fns | case.limits
     calls = {name: Rotation(fn, inputs) for name, fn in contestants.items()}
     guests = [name for name in case.optional if name in case.peers and name not in case.live]

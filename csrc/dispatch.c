@@ -91,7 +91,9 @@ gk_status gk_dispatch_plan_default(const gk_context *ctx, gk_op op, gk_dtype dty
     int num_tables;
     const gk_cuda_table *const *tables = gk_cuda_tables(op, &num_tables);
     for (int t = 0; t < num_tables; ++t)
-        if (runs_on(tables[t], gpu) && plan_table(tables[t], ctx, dtype, args, plan)) return GK_OK;
+        if (runs_on(tables[t], gpu) && gk_cuda_takes(tables[t], op, args) &&
+            plan_table(tables[t], ctx, dtype, args, plan))
+            return GK_OK;
     if (num_tables == 0) return gk_fail(GK_ERR_UNSUPPORTED, "no kernel on CUDA; supported is the CPU");
     return gk_fail(GK_ERR_UNSUPPORTED,
                    "no kernel for %s on cuda:%d (%s, compute capability %d.%d); supported are float32, bfloat16, "

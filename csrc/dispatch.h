@@ -31,6 +31,8 @@ static inline double gk_tensor_bytes(const gk_tensor *t) {
 #include "cuda/kernels.h"
 /* cuda/tables.c: the tables of an op, best first; the first that plans a call, on the device's arch, serves it. */
 const gk_cuda_table *const *gk_cuda_tables(gk_op op, int *num_tables);
+/* Whether a table's kernels are for such calls: those with dropout have kernels of their own. */
+bool gk_cuda_takes(const gk_cuda_table *table, gk_op op, const void *args);
 /* NULL and a failure text where the context's device is none. */
 const gk_gpu *gk_dispatch_gpu(const gk_context *ctx);
 gk_status gk_dispatch_plan_default(const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args, gk_plan *plan);

@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import assert_close_as, generator, randn
 
+import torch_gpukern
 from torch_gpukern.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
 
@@ -233,12 +234,31 @@ def test_a_key_past_the_cache_is_an_error():
     assert not k.any()
 
 
+def test_dropout():
+    """The seed is torch's, and the mask is ours."""
+    q = torch.randn(2, 9, 3, 16)
+    cu = torch.tensor([0, 9, 18], dtype=torch.int32)
+    torch.manual_seed(3)
+    seed = torch.randint(-(2**63), 2**63 - 1, (2,))
+    x = q.transpose(1, 2)
+    want = torch_gpukern.flash_attn(x, x, x, is_causal=True, dropout_p=0.5, dropout_seed=seed).transpose(1, 2)
+    torch.manual_seed(3)
+    assert torch.equal(flash_attn_func(q, q, q, 0.5, causal=True), want)
+    y = q.flatten(0, 1)
+    torch.manual_seed(3)
+    got = flash_attn_varlen_func(y, y, y, cu, cu, 9, 9, 0.5, causal=True)
+    assert torch.equal(
+        got, torch_gpukern.flash_attn_varlen(y, y, y, cu, cu, 9, 9, is_causal=True, dropout_p=0.5, dropout_seed=seed)
+    )
+    with pytest.raises(ValueError, match="dropout_p is 0.5 beside a block_table"):
+        table = torch.zeros(2, 1, dtype=torch.int32)
+        flash_attn_varlen_func(y, q, q, cu, cu, 9, 9, 0.5, block_table=table)
+
+
 def test_refusals():
     q = torch.zeros(1, 4, 2, 8)
-    with pytest.raises(
-        ValueError, match="^gpukern flash_attn_func: dropout_p is 0.1; gpukern has no dropout, pass 0.0$"
-    ):
-        flash_attn_func(q, q, q, 0.1)
+    with pytest.raises(ValueError, match="flash_attn: dropout_p must be at least 0 and less than 1, got 1.5"):
+        flash_attn_func(q, q, q, 1.5)
     with pytest.raises(ValueError, match="rotary_cos and rotary_sin come together"):
         flash_attn_with_kvcache(q, q, q, rotary_cos=q)
     with pytest.raises(ValueError, match="rotary_cos is given and k is not"):

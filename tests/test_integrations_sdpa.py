@@ -17,6 +17,7 @@ from torch.nn.attention import (
     sdpa_kernel,
 )
 
+import torch_gpukern
 from torch_gpukern.integrations import sdpa
 
 FLASH = SDPBackend.FLASH_ATTENTION
@@ -108,6 +109,30 @@ def test_what_gpukern_does_not_serve_is_pytorchs_own_bit_for_bit():
     with active():
         torch.manual_seed(0)
         assert same_bits(F.scaled_dot_product_attention(q, k, v, dropout_p=0.5), plain)
+
+
+@pytest.mark.gpu
+def test_dropout_on_cuda_is_ours():
+    """The seed is torch's, kept where PyTorch keeps its generator's state for the backward."""
+    q, k, v = (
+        randn(generator("sdpa dropout", i), 2, 4, 200, 64, dtype=torch.bfloat16, device="cuda").requires_grad_()
+        for i in range(3)
+    )
+    grad = torch.ones_like(q)
+    torch.manual_seed(3)
+    seed = torch.randint(-(2**63), 2**63 - 1, (2,), device="cuda")
+    torch.use_deterministic_algorithms(True)
+    try:
+        want = torch_gpukern.flash_attn(q, k, v, is_causal=True, dropout_p=0.25, dropout_seed=seed)
+        want = (want, *torch.autograd.grad(want, (q, k, v), grad))
+        with active() as ran, sdpa_kernel(FLASH):
+            torch.manual_seed(3)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.25)
+            got = (out, *torch.autograd.grad(out, (q, k, v), grad))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert ran == ["_forward", "_backward"]
+    assert all(map(same_bits, got, want))
 
 
 def schema_of(text):

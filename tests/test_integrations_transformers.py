@@ -474,9 +474,6 @@ def refused(text, family="llama", length=8, changes=None, training=False, **inpu
 
 
 def test_refusals():
-    refused(
-        "dropout is 0.1; make the model with attention_dropout=0", changes={"attention_dropout": 0.1}, training=True
-    )
     refused("output_attentions", output_attentions=True)
     square = torch.ones(1, 1, 8, 8).tril()
     refused(r"attention_mask is a matrix of its own \(\(1, 1, 8, 8\) torch.bool\)", attention_mask=square.bool())
@@ -490,22 +487,15 @@ def test_refusals():
     refused("attention_mask has padding between the tokens of sequence 0", attention_mask=hole)
 
 
-def test_the_config_s_own_name_of_dropout():
-    """What to set is what the model's config has: its default of 0.1 meets everybody who trains such a model."""
-    for config, name in (
-        (
-            transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64, bos_token_id=1, eos_token_id=2),
-            "attn_pdrop",
-        ),
-        (
-            transformers.BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2),
-            "attention_probs_dropout_prob",
-        ),
-    ):
-        module = torch.nn.Module()
-        module.config = config
-        with pytest.raises(ValueError, match=f"dropout is 0.1; make the model with {name}=0, or use"):
-            gk._attention(module, *torch.zeros(3, 1, 2, 4, 16), None, dropout=0.1)
+def test_dropout():
+    """In training as the config asks, by torch's generator; none in evaluation."""
+    model = build(FAMILIES["llama"], "gpukern", attention_dropout=0.5)
+    tokens, runs = words(1, 8), {}
+    for training, seed in ((False, 1), (True, 1), (True, 1), (True, 2), (False, 2)):
+        torch.manual_seed(seed)
+        runs.setdefault((training, seed), []).append(model.train(training)(tokens, use_cache=False).logits)
+    assert torch.equal(*runs[True, 1]) and not torch.equal(runs[True, 1][0], runs[True, 2][0])
+    assert torch.equal(runs[False, 1][0], runs[False, 2][0]) and not torch.equal(runs[False, 1][0], runs[True, 1][0])
 
 
 def mask_of(config, length=8, **inputs):

@@ -173,6 +173,18 @@ def model():
     )
 
 
+def test_attention_drops_in_training_alone():
+    layer, x = gnn.Attention(32, 4, dropout=0.5), torch.randn(2, 9, 32)
+    runs = []
+    for training, seed in ((True, 1), (True, 1), (True, 2), (False, 1), (False, 2)):
+        torch.manual_seed(seed)
+        runs.append(layer.train(training)(x))
+    assert torch.equal(runs[0], runs[1]) and torch.equal(runs[3], runs[4])
+    assert not torch.equal(runs[0], runs[2]) and not torch.equal(runs[0], runs[3])
+    with pytest.raises(ValueError, match="Attention: dropout must be at least 0 and less than 1, got 1"):
+        gnn.Attention(32, 4, dropout=1)
+
+
 def test_patch_and_restore():
     plain, patched = model(), model()
     x, kinds, printed = randn(generator("patch"), 2, 5, 16), [type(m) for m in patched.modules()], []

@@ -75,11 +75,9 @@ static gk_status check_rules(const gk_flash_attn_args *f, gk_io *io, gk_dtype dt
     return GK_OK;
 }
 
-static gk_status check_dropout(const gk_context *ctx, const gk_flash_attn_args *f, gk_io *io) {
+static gk_status check_dropout(const gk_flash_attn_args *f, gk_io *io) {
     GK_REQUIRE(f->dropout_p >= 0 && f->dropout_p < 1, "dropout_p must be at least 0 and less than 1, got %g",
                f->dropout_p);
-    if (f->dropout_p > 0 && ctx->device == GK_CUDA)
-        return gk_fail(GK_ERR_UNSUPPORTED, "dropout_p must be 0 on CUDA, got %g", f->dropout_p);
     if (f->dropout_seed) {
         GK_TRY(gk_take(io, "dropout_seed", f->dropout_seed, GK_ANY_STRIDES));
         GK_TRY(gk_check_dtype(io, "dropout_seed", f->dropout_seed, GK_I64));
@@ -115,7 +113,7 @@ gk_status gk_check_flash_attn_fwd(const gk_context *ctx, const gk_flash_attn_arg
     GK_TRY(check_qkv(ctx, f, io, false));
     if (form_of(f) == &packed) GK_TRY(check_lengths(f, io));
     GK_TRY(check_rules(f, io, f->q.dtype));
-    GK_TRY(check_dropout(ctx, f, io));
+    GK_TRY(check_dropout(f, io));
     GK_TRY(check_contents(ctx, f, io));
     GK_TRY(check_result_dtype(io, ctx, "out_dtype", &f->q, f->out.dtype));
     int64_t shape[GK_MAX_DIMS];
@@ -150,7 +148,7 @@ gk_status gk_check_flash_attn_bwd(const gk_context *ctx, const gk_flash_attn_bwd
         GK_TRY(gk_check_shape("grad_lse", g->grad_lse, ndim - 1, shape));
     }
     GK_TRY(check_rules(f, io, f->q.dtype));
-    GK_TRY(check_dropout(ctx, f, io));
+    GK_TRY(check_dropout(f, io));
     GK_TRY(check_contents(ctx, f, io));
     const gk_tensor *sinks = f->rules.sinks;
     GK_REQUIRE(sinks || !g->dsinks, "dsinks is given but sinks is not");

@@ -8,6 +8,7 @@ extern const gk_cuda_table gk_gemm_tf32_sm90a_table, gk_gemm_skinny_table, gk_ge
 extern const gk_cuda_table gk_gemm_act_bwd_table;
 extern const gk_cuda_table gk_flash_attn_fwd_sm90a_table;
 extern const gk_cuda_table gk_flash_attn_fwd_sm80_table, gk_flash_attn_fwd_simt_table, gk_flash_attn_fwd_plain_table;
+extern const gk_cuda_table gk_flash_attn_fwd_drop_sm80_table, gk_flash_attn_bwd_drop_sm80_table;
 extern const gk_cuda_table gk_flash_attn_fp8_relay_table, gk_flash_attn_fp8_sm80_table;
 extern const gk_cuda_table gk_flash_attn_bwd_sm90a_table, gk_flash_attn_bwd_wide_sm90a_table;
 extern const gk_cuda_table gk_flash_attn_bwd_sm80_table, gk_flash_attn_bwd_simt_table, gk_flash_attn_bwd_plain_table;
@@ -16,9 +17,10 @@ extern const gk_cuda_table gk_paged_prefill_sm90a_table, gk_paged_attn_sm90a_tab
 extern const gk_cuda_table gk_kv_cache_write_table, gk_rope_kv_write_table;
 extern const gk_cuda_table gk_attn_merge_table;
 extern const gk_cuda_table gk_quantize_sm90a_table, gk_quantize_table, gk_dequantize_table;
-extern const gk_cuda_table gk_scaled_gemm_sm90a_table, gk_scaled_gemm_plain_table;
+extern const gk_cuda_table gk_scaled_gemm_swapab_sm90a_table, gk_scaled_gemm_sm90a_table, gk_scaled_gemm_plain_table;
 extern const gk_cuda_table gk_grouped_gemm_sm90a_table, gk_grouped_gemm_fp8_sm90a_table;
-extern const gk_cuda_table gk_grouped_gemm_plain_table, gk_sparse_pack_table, gk_sparse_gemm_plain_table;
+extern const gk_cuda_table gk_grouped_gemm_plain_table, gk_sparse_pack_table, gk_sparse_gemm_sm90a_table,
+    gk_sparse_gemm_plain_table;
 extern const gk_cuda_table gk_pack_weight_table, gk_unpack_weight_table, gk_weight_gemm_plain_table;
 extern const gk_cuda_table gk_weight_gemm_4bit_sm90a_table, gk_weight_gemm_8bit_sm90a_table;
 extern const gk_cuda_table gk_weight_gemm_4bit_sm80_table, gk_weight_gemm_8bit_sm80_table;
@@ -36,11 +38,11 @@ static const gk_cuda_table *const gemm_tables[] = {&gk_gemm_sm90a_table, /* plan
                                                    &gk_gemm_sm80_table,           &gk_gemm_plain_table};
 static const gk_cuda_table *const gemm_act_bwd_tables[] = {&gk_gemm_act_bwd_table};
 static const gk_cuda_table *const flash_attn_fwd_tables[] = {
-    &gk_flash_attn_fwd_sm90a_table, &gk_flash_attn_fwd_sm80_table, &gk_flash_attn_fwd_simt_table,
-    &gk_flash_attn_fwd_plain_table};
+    &gk_flash_attn_fwd_sm90a_table, &gk_flash_attn_fwd_sm80_table, &gk_flash_attn_fwd_drop_sm80_table,
+    &gk_flash_attn_fwd_simt_table, &gk_flash_attn_fwd_plain_table};
 static const gk_cuda_table *const flash_attn_bwd_tables[] = {
-    &gk_flash_attn_bwd_sm90a_table, &gk_flash_attn_bwd_wide_sm90a_table, &gk_flash_attn_bwd_sm80_table,
-    &gk_flash_attn_bwd_simt_table, &gk_flash_attn_bwd_plain_table};
+    &gk_flash_attn_bwd_sm90a_table,     &gk_flash_attn_bwd_wide_sm90a_table, &gk_flash_attn_bwd_sm80_table,
+    &gk_flash_attn_bwd_drop_sm80_table, &gk_flash_attn_bwd_simt_table,       &gk_flash_attn_bwd_plain_table};
 static const gk_cuda_table *const flash_attn_fp8_tables[] = {&gk_flash_attn_fp8_relay_table,
                                                              &gk_flash_attn_fp8_sm80_table};
 static const gk_cuda_table *const paged_attn_tables[] = {&gk_paged_prefill_sm90a_table, &gk_paged_attn_sm90a_table,
@@ -51,13 +53,14 @@ static const gk_cuda_table *const rope_kv_write_tables[] = {&gk_rope_kv_write_ta
 static const gk_cuda_table *const attn_merge_tables[] = {&gk_attn_merge_table};
 static const gk_cuda_table *const quantize_tables[] = {&gk_quantize_sm90a_table, &gk_quantize_table};
 static const gk_cuda_table *const dequantize_tables[] = {&gk_dequantize_table};
-static const gk_cuda_table *const scaled_gemm_tables[] = {&gk_scaled_gemm_sm90a_table, &gk_scaled_gemm_plain_table};
+static const gk_cuda_table *const scaled_gemm_tables[] = {&gk_scaled_gemm_swapab_sm90a_table,
+                                                          &gk_scaled_gemm_sm90a_table, &gk_scaled_gemm_plain_table};
 static const gk_cuda_table *const pack_weight_tables[] = {&gk_pack_weight_table};
 static const gk_cuda_table *const unpack_weight_tables[] = {&gk_unpack_weight_table};
 static const gk_cuda_table *const grouped_gemm_tables[] = {
     &gk_grouped_gemm_sm90a_table, &gk_grouped_gemm_fp8_sm90a_table, &gk_grouped_gemm_plain_table};
 static const gk_cuda_table *const sparse_pack_tables[] = {&gk_sparse_pack_table};
-static const gk_cuda_table *const sparse_gemm_tables[] = {&gk_sparse_gemm_plain_table};
+static const gk_cuda_table *const sparse_gemm_tables[] = {&gk_sparse_gemm_sm90a_table, &gk_sparse_gemm_plain_table};
 static const gk_cuda_table *const weight_gemm_tables[] = {
     &gk_weight_gemm_4bit_sm90a_table, &gk_weight_gemm_8bit_sm90a_table, &gk_weight_gemm_4bit_sm80_table,
     &gk_weight_gemm_8bit_sm80_table, &gk_weight_gemm_plain_table};
@@ -84,4 +87,14 @@ const gk_cuda_table *const *gk_cuda_tables(gk_op op, int *num_tables) {
 #include "../ops.def"
     default: *num_tables = 0; return NULL;
     }
+}
+
+bool gk_cuda_takes(const gk_cuda_table *table, gk_op op, const void *args) {
+    const bool forward = op == GK_OP_FLASH_ATTN_FWD;
+    if (!forward && op != GK_OP_FLASH_ATTN_BWD) return true;
+    const gk_flash_attn_args *a = forward ? args : &((const gk_flash_attn_bwd_args *)args)->fwd;
+    const bool drops = table == &gk_flash_attn_fwd_drop_sm80_table || table == &gk_flash_attn_bwd_drop_sm80_table;
+    const bool either = table == &gk_flash_attn_fwd_simt_table || table == &gk_flash_attn_fwd_plain_table ||
+                        table == &gk_flash_attn_bwd_simt_table || table == &gk_flash_attn_bwd_plain_table;
+    return either || drops == (a->dropout_p > 0);
 }

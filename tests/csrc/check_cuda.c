@@ -35,7 +35,7 @@
 
 #define PICK(array) ((array)[check_below(CHECK_COUNT(array))])
 
-static const gk_dtype dtypes[] = {GK_F32, GK_BF16, GK_F16, GK_F64};
+static const gk_dtype dtypes[] = {GK_F32, GK_BF16, GK_F16, GK_F64, GK_E4M3, GK_E5M2, GK_I8};
 
 /* ---- the problem at hand ----------------------------------------------------------------------------------- */
 enum {
@@ -412,7 +412,7 @@ static struct {
     bool packed, tokens_first;
     int64_t batch, heads_q, heads_kv, seq_q, seq_k, dim, dim_v, tokens_q, tokens_k;
     check_tensor q, k, v, dout, dlse, slopes, sinks, kv_start, kv_end, q_start, cu_q, cu_k, out, lse, dq, dk, dv,
-        dsinks;
+        dsinks, seed;
 } f;
 
 static int64_t draw_length(bool large) {
@@ -499,6 +499,11 @@ static void flash_draw(gk_dtype dtype, bool large, bool backward) {
     mirror(&f.slopes, "alibi_slopes", false), mirror(&f.sinks, "sinks", false);
     mirror(&f.kv_start, "kv_start", false), mirror(&f.kv_end, "kv_end", false);
     mirror(&f.q_start, "q_start", false);
+    const int64_t two = 2;
+    f.seed = check_tensor_make(GK_I64, 1, &two, NULL, 1 + check_below(2), 0);
+    check_set(&f.seed.t, 0, (double)check_below(1 << 30)), check_set(&f.seed.t, 1, (double)check_below(3));
+    mirror(&f.seed, "dropout_seed", false);
+    if (check_below(3) == 0) a->dropout_p = check_below(2) ? 0.1 : 0.5, a->dropout_seed = &f.seed.t;
     const bool lse_wanted = backward || check_below(4);
     mirror(&f.out, "out", !backward), mirror(&f.lse, "lse", !backward && lse_wanted);
     a->q = f.q.t, a->k = f.k.t, a->v = f.v.t, a->out = f.out.t, a->lse = f.lse.t;
@@ -526,6 +531,7 @@ static void flash_draw(gk_dtype dtype, bool large, bool backward) {
         f.args.deterministic = repeatable = check_below(2);
     }
     may_have_workspace = true;
+    say("dropout %g ", a->dropout_p);
     say_rules(r, f.packed ? "packed" : f.tokens_first ? "tokens first" : "heads first");
     if (backward)
         TO_DEVICE(f.args);
@@ -1032,6 +1038,7 @@ static void weight_expect(void) {
     }
 }
 
+#include "check_cuda_quant.h"
 #include "check_cuda_rows.h"
 
 #include "check_cuda_cache.h"
@@ -1051,6 +1058,9 @@ static const struct {
            {GK_OP_KV_CACHE_WRITE, "kv_cache_write", write_draw, write_expect},
            {GK_OP_ROPE_KV_WRITE, "rope_kv_write", rope_write_draw, rope_write_expect},
            {GK_OP_WEIGHT_GEMM, "weight_gemm", weight_draw, weight_expect},
+           {GK_OP_SCALED_GEMM, "scaled_gemm", scaled_draw, scaled_expect},
+           {GK_OP_GROUPED_GEMM, "grouped_gemm", grouped_draw, grouped_expect},
+           {GK_OP_SPARSE_GEMM, "sparse_gemm", sparse_draw, sparse_expect},
            {GK_OP_ATTN_MERGE, "attn_merge", merge_draw, merge_expect},
            {GK_OP_NORM_FWD, "norm_fwd", norm_draw, norm_expect},
            {GK_OP_NORM_BWD, "norm_bwd", norm_bwd_draw, norm_bwd_expect},
@@ -1063,7 +1073,13 @@ static const struct {
            {GK_OP_CROSS_ENTROPY_BWD, "cross_entropy_bwd", loss_bwd_draw, loss_bwd_expect},
            {GK_OP_DROPOUT, "dropout", dropout_draw, dropout_expect}};
 
+/* Whose operands may be of 8 bits; others have codes beside operands that are wider. */
+static bool takes_codes(gk_op op) {
+    return op == GK_OP_SCALED_GEMM || op == GK_OP_GROUPED_GEMM || op == GK_OP_SPARSE_GEMM;
+}
+
 typedef struct walked {
+    const gk_cuda_table *table;
     const gk_cuda_instance *row;
     int64_t problems, failed;
     double seconds;
@@ -1114,7 +1130,7 @@ static int rows_of(gk_op op, gk_dtype dtype, int32_t arch, walked *to, int most)
             const gk_cuda_instance *row = &tables[t]->instances[r];
             if (row->dtype != dtype || !is_chosen(row->name)) continue;
             if (n == most) abort();
-            to[n++] = (walked){.row = row};
+            to[n++] = (walked){.row = row, .table = tables[t]};
         }
     }
     return n;
@@ -1157,7 +1173,8 @@ static void walk(int o, gk_dtype dtype, walked *rows, int num_rows, int64_t prob
         gk_plan plan;
         for (int r = 0; r < num_rows; ++r) {
             const gk_cuda_instance *row = rows[r].row;
-            rows[r].wants = rows[r].problems < problems && arena_used + 3 * GAP <= HOST_BYTES && plan_row(row, &plan);
+            rows[r].wants = rows[r].problems < problems && arena_used + 3 * GAP <= HOST_BYTES &&
+                            gk_cuda_takes(rows[r].table, (gk_op)o, device_args) && plan_row(row, &plan);
             any = any || rows[r].wants;
         }
         if (any) ops[o].expect();
@@ -1198,6 +1215,7 @@ int main(int argc, char **argv) {
     printf("%s, compute capability %d.%d\n", gpu->name, gpu->arch / 10, gpu->arch % 10);
     for (int o = 0; o < CHECK_COUNT(ops); ++o) {
         for (int d = 0; d < CHECK_COUNT(dtypes); ++d) {
+            if (gk_is_code(dtypes[d]) && !takes_codes(ops[o].op)) continue;
             walked rows[256];
             int n = rows_of(ops[o].op, dtypes[d], gpu->arch, rows, CHECK_COUNT(rows));
             double start = now();

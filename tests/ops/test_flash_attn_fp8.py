@@ -51,7 +51,9 @@ def check(x, device, name="flash_attn", extra=(), out_dtype=F32, **how):
     out, lse = call(x["q"], x["k"], x["v"], *extra, **{n: t for n, t in x.items() if n not in "qkv"}, out_dtype=out_dtype,
                     return_lse=True, **how)  # fmt: skip
     want, want_lse = of_reference(x, name, extra, **{n: y for n, y in how.items() if n != "accumulate"})
-    row = gk.explain(name, x["q"], x["k"], x["v"], *extra, **{n: t for n, t in x.items() if n not in "qkv"} | how)["row"]
+    row = gk.explain(name, x["q"], x["k"], x["v"], *extra, **{n: t for n, t in x.items() if n not in "qkv"} | how)[
+        "row"
+    ]
     assert out.dtype is out_dtype and lse.dtype is F32 and out.shape == want.shape
     assert relative(out, want) < tolerance(row, device, out_dtype), row
     empty = want_lse == -math.inf
@@ -169,7 +171,9 @@ def test_values_that_add_up(form, accumulate, device):
 
 def test_nan(device):
     """A NaN code of q, k or v, or a NaN scale, shows in the rows that see it, and in no others; keys that no query sees may hold one."""
-    x = {n: t.clone() if t is not None else None for n, t in made("nan", device, batch=1, heads=(2, 2))._asdict().items()}
+    x = {
+        n: t.clone() if t is not None else None for n, t in made("nan", device, batch=1, heads=(2, 2))._asdict().items()
+    }
     clean = gk.flash_attn(**x, is_causal=True)
     for n, rows in (("q", [150]), ("k", range(150, 200)), ("v", range(150, 200))):
         y = x | {n: x[n].clone()}
@@ -189,7 +193,9 @@ def test_nan(device):
 
 def test_varlen(device):
     """Empty sequences, tokens of none, a scale for each block of a sequence; and the bits of a dense call."""
-    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in ((0, 40, 40, 190, 191), (0, 130, 200, 467, 467)))
+    cu_q, cu_k = (
+        torch.tensor(x, dtype=torch.int32, device=device) for x in ((0, 40, 40, 190, 191), (0, 130, 200, 467, 467))
+    )
     extra = (cu_q, cu_k, 150, 267)
     gen = generator("fp8 varlen")
     for d in (64, 128):
@@ -204,7 +210,10 @@ def test_varlen(device):
             more = gk.quantize_attn(*(tokens(gen, device, 1400, h, d, mean=0.5) for h in (4, 2, 2)))
             out = check(more, device, "flash_attn_varlen", (long, long, 700, 700), **how)
             assert not out[1330:].any()
-        block = {f"{n}_scale": torch.rand(4, h, m, generator=gen).to(device) / 64 for n, h, m in (("q", 4, 2), ("k", 2, 3), ("v", 2, 3))}
+        block = {
+            f"{n}_scale": torch.rand(4, h, m, generator=gen).to(device) / 64
+            for n, h, m in (("q", 4, 2), ("k", 2, 3), ("v", 2, 3))
+        }
         check(x | block | dict(v_mean=torch.randn(4, 2, d, generator=gen).to(device)), device, "flash_attn_varlen", extra, is_causal=True,
               alibi_slopes=torch.rand(4, generator=gen).to(device), sinks=torch.randn(4, generator=gen).to(device))  # fmt: skip
 
@@ -241,7 +250,10 @@ def test_a_rotation_spreads_outliers(device):
     for x in (q, k):
         x += tokens(gen, device, *x.shape, std=10) * (torch.rand(x.shape, generator=gen) < 1e-3).to(device)
     want = reference.flash_attn(*(t.cpu().double() for t in (q, k, v)))
-    error = [relative(gk.flash_attn(**gk.quantize_attn(q, k, v, hadamard=h)._asdict(), out_dtype=F32), want) for h in (False, True)]
+    error = [
+        relative(gk.flash_attn(**gk.quantize_attn(q, k, v, hadamard=h)._asdict(), out_dtype=F32), want)
+        for h in (False, True)
+    ]
     assert error[1] < 0.9 * error[0]
 
 
@@ -267,7 +279,9 @@ def test_compile(device):
 
 def opcheck(op, call):
     """All but test_schema, which multiplies inputs by numbers: torch cannot of float8_e4m3fn."""
-    torch.library.opcheck(op, (), call, test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"))
+    torch.library.opcheck(
+        op, (), call, test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    )
 
 
 def test_opcheck(device):
@@ -290,7 +304,9 @@ def test_flops(device):
 def test_no_gradient(device):
     x = made("gradient", device, batch=1, lengths=(9, 12), dims=(16, 8))._asdict()
     x["v_mean"].requires_grad_()
-    with pytest.raises(NotImplementedError, match="gpukern::flash_attn: it has no backward where q, k and v are float8_e4m3fn"):
+    with pytest.raises(
+        NotImplementedError, match="gpukern::flash_attn: it has no backward where q, k and v are float8_e4m3fn"
+    ):
         gk.flash_attn(**x, out_dtype=F32).sum().backward()
     q, k, v = (torch.randn(1, 2, 4, 8, device=device, requires_grad=True) for _ in range(3))
     with pytest.raises(NotImplementedError, match="gpukern::(quantize|flash_attn): it has no backward"):

@@ -212,3 +212,24 @@ def test_opcheck_compile_and_fast(device):
     for m in (3, 5, 130):
         x, s = whole(gen, (m, 256), E4M3, device), powers(gen, (m, 1), device)
         assert_bits(compiled(x, s), torch_gpukern.scaled_gemm(x, b, s, one, activation="relu"))
+
+
+@pytest.mark.gpu
+def test_several_tiles_a_block():
+    """More tiles than a GPU has SMs, each with more blocks of k than a ring has stages: scales of many tiles in flight at once."""
+    gen = generator("many tiles")
+    for m, n, k in ((1700, 2100, 1152), (700, 5000, 1300), (64, 17000, 640)):
+        a, b = whole(gen, (m, k), E4M3, "cuda"), whole(gen, (k, n), E4M3, "cuda")
+        blocks = -(-k // 128)
+        scale_a, scale_b = powers(gen, (m, blocks), "cuda"), powers(gen, (blocks, -(-n // 128)), "cuda")
+        spread = [
+            s.repeat_interleave(128, d)[:k] if d == 0 else s.repeat_interleave(128, d)[:, :k]
+            for s, d in ((scale_a, 1), (scale_b, 0))
+        ]
+        want = (a.float() * spread[0]).double() @ (b.float() * spread[1].repeat_interleave(128, 1)[:, :n]).double()
+        for x in (scale_a, scale_a.mT.contiguous().mT):
+            for _ in range(4):
+                assert_bits(
+                    torch_gpukern.scaled_gemm(a, b.mT.contiguous().mT, x, scale_b, out_dtype=torch.float32),
+                    want.float(),
+                )

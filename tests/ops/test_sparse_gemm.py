@@ -99,3 +99,18 @@ def test_opcheck_and_compile(device):
     for m in (3, 5, 130):
         x = randn(gen, m, 64, dtype=torch.bfloat16).to(device)
         assert_bits(compiled(x), torch_gpukern.sparse_gemm(x, values, meta))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_several_tiles_a_block(dtype):
+    """More tiles than a GPU has SMs, and an odd number of them across; K that ends inside a stage."""
+    for m, n, k in ((2100, 2056, 1056), (4500, 1160, 544), (3, 4200, 2048)):
+        gen = generator("many tiles", m, n, k)
+        w = sparse(gen, n, k, dtype, "cuda")
+        a = torch.randint(-3, 4, (m, k), generator=gen).float().to(dtype).cuda()
+        out = dtype if dtype.itemsize == 2 else torch.bfloat16
+        packed = torch_gpukern.sparse_pack(w)
+        want = a.float() @ w.float().mT
+        assert_bits(torch_gpukern.sparse_gemm(a, *packed, out_dtype=torch.float32) + 0, want + 0)
+        assert_bits(torch_gpukern.sparse_gemm(a, *packed, out_dtype=out) + 0, want.to(out) + 0)

@@ -7,8 +7,8 @@
 
 Heads stand after the sequence, [batch, seq, heads, head_dim]; causal, windows and ALiBi count from the bottom right, so that the
 last query stands at the last key. Beyond the package: CPU, float32 and float64, every head_dim that gpukern serves, v with a
-head_dim of its own. Other than it: lse of a query that sees no key is -inf, not inf; dropout, deterministic backwards by
-argument are refused by name.
+head_dim of its own. Other than it: lse of a query that sees no key is -inf, not inf; deterministic backwards by argument are
+refused by name.
 """
 
 import torch
@@ -26,9 +26,7 @@ def _refuse(function: str, text: str) -> None:
     raise ValueError(f"gpukern {function}: {text}")
 
 
-def _rules(function, q, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic) -> dict:
-    if dropout_p:
-        _refuse(function, f"dropout_p is {dropout_p}; gpukern has no dropout, pass 0.0")
+def _rules(function, q, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic) -> dict:
     if deterministic and q.is_cuda and q.requires_grad and not torch.are_deterministic_algorithms_enabled():
         _refuse(function, "deterministic is True; call torch.use_deterministic_algorithms(True), which gpukern obeys")
     left, right = window_size
@@ -57,17 +55,14 @@ def flash_attn_func(
 ) -> Tensor | tuple[Tensor, Tensor, None]:
     """q [B, Sq, Hq, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv]; returns [B, Sq, Hq, Dv], differentiable.
 
-    return_attn_probs returns (out, lse [B, Hq, Sq], None): the package, too, has probabilities under dropout alone.
+    Dropout's seed comes from torch's generator. return_attn_probs returns (out, lse [B, Hq, Sq], None), under dropout too.
 
     Raises:
-        ValueError: dropout, a deterministic backward that torch was not asked for, or what `torch_gpukern.flash_attn` refuses.
+        ValueError: a deterministic backward that torch was not asked for, or what `torch_gpukern.flash_attn` refuses.
     """
-    rules = _rules(
-        "flash_attn_func", q, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
-    )
-    out, lse = flash_attn(
-        *(x.transpose(1, 2) for x in (q, k, v)), **rules, diagonal=k.shape[1] - q.shape[1], return_lse=True
-    )
+    rules = _rules("flash_attn_func", q, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    rules |= {"diagonal": k.shape[1] - q.shape[1], "dropout_p": dropout_p}
+    out, lse = flash_attn(*(x.transpose(1, 2) for x in (q, k, v)), **rules, return_lse=True)
     out = out.transpose(1, 2)
     return (out, lse, None) if return_attn_probs else out
 
@@ -99,11 +94,22 @@ def flash_attn_varlen_func(
         ValueError: as `flash_attn_func`.
     """
     name = "flash_attn_varlen_func"
-    rules = _rules(name, q, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    rules = _rules(name, q, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     if block_table is None:
         out, lse = flash_attn_varlen(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **rules, return_lse=True
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            **rules,
+            dropout_p=dropout_p,
+            return_lse=True,
         )
+    elif dropout_p:
+        _refuse(name, f"dropout_p is {dropout_p} beside a block_table, whose attention has none; pass 0.0")
     else:
         lengths = cu_seqlens_k.diff()
         queries = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
@@ -194,7 +200,7 @@ def flash_attn_with_kvcache(
         _refuse(name, "cache_batch_idx is for caches without a block_table")
     batch, seq_q = q.shape[:2]
     scales = {"k_scale": k_descale, "v_scale": v_descale}
-    rules = _rules(name, q, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False)
+    rules = _rules(name, q, softmax_scale, causal, window_size, softcap, alibi_slopes, False)
     if block_table is not None:
         table = block_table
     elif cache_batch_idx is not None:

@@ -11,7 +11,7 @@
     restore_flash_attention_impl()
 
 Every call that PyTorch sends to its flash kernels, forward and backward, on the CPU and on CUDA, runs gpukern's; so do
-nn.MultiheadAttention and what else is made of SDPA. A call that gpukern does not serve (a mask, dropout, a debug mask,
+nn.MultiheadAttention and what else is made of SDPA. A call that gpukern does not serve (a mask, a debug mask,
 shapes or dtypes beyond its kernels') goes to PyTorch's own kernel with the arguments it came with. PyTorch chooses before us: calls
 that it gives to cuDNN, to its memory-efficient or its math kernel, and the inference fast path of nn.MultiheadAttention and
 nn.TransformerEncoderLayer, never come here. ``torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)`` insists.
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from .._library import are_deterministic, ops
+from ..ops.dropout import drawn
 from ..ops.flash_attn import _flash_attn, _flash_attn_bwd
 
 __all__ = ["register"]
@@ -138,13 +139,16 @@ def _is_dense(x: Tensor) -> bool:
 
 # ---- kernels ---------------------------------------------------------------------------------------
 # Parameters have the schema's names. `more` and `others` are arguments that only another torch has: where they are given,
-# its own kernel knows what they mean. So it does with dropout, masks and debug masks.
+# its own kernel knows what they mean. So it does with masks and debug masks, and on the CPU with dropout, which PyTorch gives to its
+# math kernel before. On CUDA our seed, int64 [2], stands where PyTorch keeps the state of its generator, uint64 [2].
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None) -> tuple[Tensor, Tensor] | None:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None, **dropout: Any
+) -> tuple[Tensor, Tensor] | None:
     if not _serves(q, k, v, is_causal):
         return None
-    found = _forward_op(q, k, v, is_causal, scale)
+    found = _forward_op(q, k, v, is_causal, scale, **dropout)
     if _is_dense(q):
         return found
     out, lse = found
@@ -152,12 +156,20 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | No
 
 
 def _backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool, scale: float | None
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    scale: float | None,
+    **dropout: Any,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     if not _serves(q, k, v, is_causal):
         return None
     return _backward_op(
-        grad_out, q, k, v, out, lse.contiguous(), None, is_causal, scale, deterministic=are_deterministic()
+        grad_out, q, k, v, out, lse.contiguous(), None, is_causal, scale, deterministic=are_deterministic(), **dropout
     )[:3]  # fmt: skip
 
 
@@ -186,14 +198,13 @@ def _backward_cpu(
 def _forward_cuda(
     query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *more, scale=None, **others
 ) -> tuple | None:
-    if dropout_p or return_debug_mask or more or others:
+    if return_debug_mask or more or others or not _serves(query, key, value, is_causal):
         return None
-    found = _forward(query, key, value, is_causal, scale)
-    if found is None:
-        return None
-    out, lse = found
-    # As PyTorch's own without dropout: no cumulative lengths, the state of a generator that nothing was drawn from.
-    state, offset = query.new_empty(2, dtype=torch.uint64), query.new_empty((), dtype=torch.uint64)
+    dropout = {"dropout_p": dropout_p, "dropout_seed": drawn(query)} if dropout_p else {}
+    out, lse = _forward(query, key, value, is_causal, scale, **dropout)
+    # As PyTorch's own: no cumulative lengths; without dropout the state of a generator that nothing was drawn from.
+    state = dropout["dropout_seed"].view(torch.uint64) if dropout else query.new_empty(2, dtype=torch.uint64)
+    offset = query.new_empty((), dtype=torch.uint64)
     return out, lse, None, None, query.shape[2], key.shape[2], state, offset, query.new_empty(0)
 
 
@@ -201,9 +212,10 @@ def _backward_cuda(
     grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, philox_seed,
     philox_offset, *more, scale=None, **others,
 ) -> tuple | None:  # fmt: skip
-    if dropout_p or more or others:
+    if more or others:
         return None
-    found = _backward(grad_out, query, key, value, out, logsumexp, is_causal, scale)
+    dropout = {"dropout_p": dropout_p, "dropout_seed": philox_seed.view(torch.int64)} if dropout_p else {}
+    found = _backward(grad_out, query, key, value, out, logsumexp, is_causal, scale, **dropout)
     if found is None:
         return None
     inputs = query, key, value

@@ -40,7 +40,7 @@ def register(name: str = "gpukern") -> None:
         ValueError: a name with "flash" in it.
         ImportError: a transformers whose masks are asked for in another way.
 
-    The forward pass raises ValueError, with what to use instead, for dropout, output_attentions, masks that are
+    The forward pass raises ValueError, with what to use instead, for output_attentions, masks that are
     matrices, mask functions of a model's or user's own, chunked attention beyond the first chunk, sparse indices, position
     biases, and a padding mask with padding between tokens. Compiled code cannot look at a mask's values: there the last of these,
     and packed position_ids, raise when the model runs (on CUDA as a failed device assertion).
@@ -303,13 +303,6 @@ def _holds_at(rule, mask_function, batch, q_length, kv_length, q_offset, kv_offs
 # ---- attention -----------------------------------------------------------------------------------
 
 
-def _dropout_of(module: torch.nn.Module) -> str:
-    """What the model's config calls the dropout of attention: BERT's attention_probs_dropout_prob, GPT-2's attn_pdrop."""
-    config = getattr(module, "config", None)
-    found = [name for name in getattr(config, "__dict__", ()) if "att" in name and "drop" in name]
-    return found[0] if len(found) == 1 else "attention_dropout"
-
-
 _REFUSED = {
     "position_bias": "a position bias",
     "indices": "sparse attention by indices of keys",
@@ -342,8 +335,6 @@ def _attention(
 
     The mask's rule stands for itself, as in "eager"; sliding_window and is_causal speak only where there is none.
     """
-    if dropout:
-        raise _refuse(f"dropout is {dropout}", f"make the model with {_dropout_of(module)}=0, or {_SDPA}")
     if kwargs.get("deterministic") and query.is_cuda and query.requires_grad and not are_deterministic():
         raise _refuse(
             "deterministic_flash_attn is True, or deterministic for this layer",
@@ -354,7 +345,7 @@ def _attention(
     for name, what in _REFUSED.items():
         if kwargs.get(name) is not None:
             raise _refuse(what, _EAGER)
-    rules = {"scale": scaling, "softcap": softcap or 0.0}
+    rules = {"scale": scaling, "softcap": softcap or 0.0, "dropout_p": dropout}
     if s_aux is not None:
         wide = torch.float64 if query.dtype == torch.float64 else torch.float32
         rules["sinks"] = s_aux if s_aux.dtype == query.dtype else s_aux.to(wide)

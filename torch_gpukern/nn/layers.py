@@ -122,6 +122,7 @@ class Attention(torch.nn.Module):
         head_dim: None is hidden_size / num_heads.
         window: keys that a query sees, itself among them; None is all.
         softcap, is_causal: as in `torch_gpukern.flash_attn`.
+        dropout: of the probabilities, in training; its seed comes from torch's generator.
     """
 
     def __init__(
@@ -136,6 +137,7 @@ class Attention(torch.nn.Module):
         softcap: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        dropout: float = 0.0,
     ):
         super().__init__()
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
@@ -148,7 +150,9 @@ class Attention(torch.nn.Module):
         if window is not None and window < 1:
             raise ValueError(f"Attention: window must be 1 or more, or None, got {window}")
         self.head_dim = head_dim or hidden_size // num_heads
-        self.is_causal, self.window, self.softcap = is_causal, window, softcap
+        if not 0 <= dropout < 1:
+            raise ValueError(f"Attention: dropout must be at least 0 and less than 1, got {dropout}")
+        self.is_causal, self.window, self.softcap, self.dropout = is_causal, window, softcap, dropout
         options: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
         self.q_proj = Linear(hidden_size, num_heads * self.head_dim, **options)
         self.k_proj = Linear(hidden_size, self.num_kv_heads * self.head_dim, **options)
@@ -194,11 +198,9 @@ class Attention(torch.nn.Module):
         left = -1 if self.window is None else self.window - 1
         rules = {"is_causal": self.is_causal, "softcap": self.softcap, "window_left": left}
         if cache is None:
-            bounds = {"kv_start": kv_start, "kv_end": kv_end}
-            right = -1 if self.is_causal else left
-            out = flash_attn(*(t.transpose(1, 2) for t in (q, k, v)), **rules, **bounds, window_right=right).transpose(
-                1, 2
-            )
+            rules |= {"kv_start": kv_start, "kv_end": kv_end, "window_right": -1 if self.is_causal else left}
+            rules["dropout_p"] = self.dropout if self.training else 0.0
+            out = flash_attn(*(t.transpose(1, 2) for t in (q, k, v)), **rules).transpose(1, 2)
         else:
             if block_table is None or seq_lens is None or slots is None:
                 raise ValueError("Attention: cache needs block_table, seq_lens and slots")

@@ -107,7 +107,8 @@ gk_status bwd_pre(const gk_context *ctx, gk_dtype dtype, const Bwd &g);
 /* dsinks alone, 16-bit calls, of stats that are there. */
 gk_status bwd_sinks(const gk_context *ctx, gk_dtype dtype, const Bwd &g);
 
-/* flash_attn_bwd_dq_sm80.cu: dq by rows, always in one order; lse in log2. Tile: a BwdDqTile of tiles.h. */
-template <class Tile> gk_status bwd_dq(const gk_context *ctx, gk_dtype dtype, const Bwd &g);
+/* flash_attn_bwd_dq_sm80.cu, flash_attn_bwd_dq_drop_sm80.cu: dq by rows, always in one order; lse in log2. Tile: a BwdDqTile of
+ * tiles.h; G: Bwd, or Dropping<Bwd>. */
+template <class Tile, class G> gk_status bwd_dq(const gk_context *ctx, gk_dtype dtype, const G &g);
 
 #endif

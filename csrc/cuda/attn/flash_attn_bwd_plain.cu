@@ -9,6 +9,7 @@
  * Shared memory: per warp its own row of both operands, Pair<W>. No pipeline: loads go through L1.
  * Not here: speed. The fast kernels take what is aligned and 16 bits wide. */
 #include "bwd.cuh"
+#include "drop.cuh"
 #include "tiles.h"
 
 namespace {
@@ -50,7 +51,7 @@ __device__ __forceinline__ bool place_of(const Bwd &g, const int32_t *cu, int64_
 
 /* ---- 1. dq: a warp per query row --------------------------------------------------------------------------------- */
 template <class T>
-__global__ void __launch_bounds__(WARPS_PLAIN * 32) bwd_plain_dq_kernel(const __grid_constant__ Bwd g) {
+__global__ void __launch_bounds__(WARPS_PLAIN * 32) bwd_plain_dq_kernel(const __grid_constant__ Dropping<Bwd> g) {
     typedef typename element<T>::acc W;
     __shared__ Pair<W> rows_s[WARPS_PLAIN];
     const Problem &p = g.p;
@@ -87,7 +88,8 @@ __global__ void __launch_bounds__(WARPS_PLAIN * 32) bwd_plain_dq_kernel(const __
             W ds = 0, weight = 0;
             if (lane < n) {
                 const W qk = dot_eighths(rows_s[warp].left, k + j * p.k.row, p.head_dim);
-                const W dp = dot_eighths(rows_s[warp].right, v + j * p.v.row, p.head_dim_v);
+                const W keep = drop_of<W>(g.drop, drop_row0(p, b, head, s.q0 + i), j);
+                const W dp = keep * dot_eighths(rows_s[warp].right, v + j * p.v.row, p.head_dim_v);
                 ds = pair_gradient(score, qk, dp, lse, delta, i, j, &weight);
             }
 #pragma unroll 1
@@ -101,7 +103,7 @@ __global__ void __launch_bounds__(WARPS_PLAIN * 32) bwd_plain_dq_kernel(const __
 
 /* ---- 2. dk, dv: a warp per key ----------------------------------------------------------------------------------- */
 template <class T>
-__global__ void __launch_bounds__(WARPS_PLAIN * 32) bwd_plain_dkv_kernel(const __grid_constant__ Bwd g) {
+__global__ void __launch_bounds__(WARPS_PLAIN * 32) bwd_plain_dkv_kernel(const __grid_constant__ Dropping<Bwd> g) {
     typedef typename element<T>::acc W;
     __shared__ Pair<W> rows_s[WARPS_PLAIN];
     const Problem &p = g.p;
@@ -142,8 +144,11 @@ __global__ void __launch_bounds__(WARPS_PLAIN * 32) bwd_plain_dkv_kernel(const _
                     counts = lse != INFINITY;
                     if (counts) {
                         const W qk = dot_eighths(rows_s[warp].left, q + i * p.q.row, p.head_dim);
-                        const W dp = dot_eighths(rows_s[warp].right, grad_out + i * g.grad_out.row, p.head_dim_v);
+                        const W keep = drop_of<W>(g.drop, drop_row0(p, b, head, s.q0 + i), j);
+                        const W dp =
+                            keep * dot_eighths(rows_s[warp].right, grad_out + i * g.grad_out.row, p.head_dim_v);
                         ds = pair_gradient(score, qk, dp, lse, delta, i, j, &weight);
+                        weight *= keep;
                     }
                 }
                 const unsigned rows_that_count = __ballot_sync(0xffffffffu, counts);
@@ -174,8 +179,9 @@ template <class T> bool plan(const gk_cuda_instance *, const gk_context *ctx, co
     return true;
 }
 
-template <class T> gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *workspace) {
-    Bwd g = gk_own<Bwd>(plan);
+template <class T> gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
+    Dropping<Bwd> g;
+    (Bwd &)g = gk_own<Bwd>(plan), g.drop = dropout_of(&((const gk_flash_attn_bwd_args *)args)->fwd);
     g.stats = workspace;
     gk_status status = bwd_pre(ctx, element<T>::dtype, g);
     const Problem &p = g.p;

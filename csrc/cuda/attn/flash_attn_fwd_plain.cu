@@ -11,6 +11,7 @@
  *
  * Not handled: speed. */
 #include "../tile/reduce.cuh"
+#include "drop.cuh"
 #include "fwd_rows.cuh"
 #include "softmax.cuh"
 
@@ -23,6 +24,7 @@ constexpr int COLS = MAX_DIM / 32;                 /* of a lane */
 struct Params {
     Problem problem;
     int groups; /* of WARPS rows in a head */
+    Dropout drop;
 };
 
 /* ---- 1. the kernel -------------------------------------------------------------------------------------- */
@@ -51,6 +53,7 @@ template <class T> __global__ void __launch_bounds__(THREADS, 4) flash_attn_fwd_
     RowSoftmax<ExpFull, W> softmax = {sink, W(sink == (W)-INFINITY ? 0 : 1)};
     W o[COLS] = {};
     const int lo = seq.span.lo(i), hi = seq.span.hi(i);
+    const int64_t row = drop_row0(p, b, head, seq.q0 + i);
     for (int j0 = lo; j0 < hi; j0 += 32) {
         const int j = j0 + lane, keys = min(32, hi - j0);
         W s = (W)-INFINITY;
@@ -62,8 +65,9 @@ template <class T> __global__ void __launch_bounds__(THREADS, 4) flash_attn_fwd_
 #pragma unroll
             for (int c = 0; c < COLS; ++c) o[c] *= shrink;
         }
-        const W weight = softmax.weight(s);
+        W weight = softmax.weight(s);
         softmax.sum += warp_sum(weight);
+        weight *= drop_of<W>(params.drop, row, j);
         for (int t = 0; t < keys; ++t) {
             const W w = __shfl_sync(0xffffffffu, weight, t);
             const T *v = v_g + (j0 + t) * p.v.row;
@@ -88,6 +92,7 @@ template <class T> int blocks_an_sm() { return blocks_per_sm<flash_attn_fwd_plai
 
 bool plan(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_plan *to) {
     Params &x = gk_own<Params>(to) = {problem_of(ctx, (const gk_flash_attn_args *)args)};
+    x.drop = dropout_of((const gk_flash_attn_args *)args);
     x.groups = (int)gk_ceil_div(x.problem.seq_q, WARPS);
     to->tile[0] = WARPS, to->tile[1] = 32;
     to->tasks = gk_ceil_div(x.problem.seq_q, WARPS) * x.problem.heads_q * x.problem.batch;

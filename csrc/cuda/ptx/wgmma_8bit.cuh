@@ -37,6 +37,11 @@ template <class A, class B, int N> struct wgmma_fp8;
             GK_WGMMA_FP8(16, TYPES, GK_R8, 8, 9, 10, GK_D8(0));                                \
         }                                                                                      \
     };                                                                                         \
+    template <> struct wgmma_fp8<A, B, 32> {                                                   \
+        static __device__ __forceinline__ void ss(float *d, uint64_t a, uint64_t b, int add) { \
+            GK_WGMMA_FP8(32, TYPES, GK_R16, 16, 17, 18, GK_D8(0), GK_D8(8));                   \
+        }                                                                                      \
+    };                                                                                         \
     template <> struct wgmma_fp8<A, B, 64> {                                                   \
         static __device__ __forceinline__ void ss(float *d, uint64_t a, uint64_t b, int add) { \
             GK_WGMMA_FP8(64, TYPES, GK_R32, 32, 33, 34, GK_D32(0));                            \
@@ -67,6 +72,8 @@ static __device__ __forceinline__ void wgmma_8bit_ss(int32_t (&d)[N / 2], uint64
         GK_WGMMA_S8(128, GK_R64, 64, 65, 66, GK_I32_D(0), GK_I32_D(32));
     else if constexpr (N == 64)
         GK_WGMMA_S8(64, GK_R32, 32, 33, 34, GK_I32_D(0));
+    else if constexpr (N == 32)
+        GK_WGMMA_S8(32, GK_R16, 16, 17, 18, GK_I8_D(0), GK_I8_D(8));
     else if constexpr (N == 16)
         GK_WGMMA_S8(16, GK_R8, 8, 9, 10, GK_I8_D(0));
     else

@@ -9,8 +9,8 @@
  *   ALL      one sum over all of k: int8, whose sums are exact, and the fast mode of 8-bit floats
  *   PARTS    four instructions, 128 of k, into fresh registers, which then join the sums: what the instruction adds up keeps 13 bits
  *   BLOCKS   the same, and a part joins times the scale of its row, and one scale of the tile's columns
- * Scales are read by those who use them, in any order and stride, a block of k ahead (BLOCKS); those of the tile's columns that do not
- * change along k by all threads once a tile.
+ * Scales along k are read by the producer's other warps, in any order and stride, and meet in shared memory; those of the tile's columns
+ * that do not change along k are read by all threads once a tile.
  * FFMA beside WGMMA costs more than FADD: scales that do not change along k wait for the epilogue.
  * DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2. Workspace: operands that are laid anew. Not here: K = 0, scales of
  * each column along k, blocks of 32, powers of two in a byte along k (product_plain). */
@@ -53,8 +53,10 @@ template <class A_, class B_, class D_, int MS_, Sums SUMS_> struct Kind {
     typedef wgmma_tile<BN, false, BK> TileB;
     static constexpr int STAGE_BYTES = TileA::bytes + TileB::bytes,
                          STAGES = MS == 2 ? SCALED_STAGES_256 : SCALED_STAGES_128;
-    static constexpr int SCALES = 2 * BN * 4; /* of a tile's columns, and of the next */
-    static constexpr int SMEM = STAGES * STAGE_BYTES + tma_ring<STAGES>::bytes + SCALES + WGMMA_BLOCK_BYTES;
+    static constexpr int SCALES = 2 * BN * 4;              /* of a tile's columns, and of the next */
+    static constexpr int BLOCKS_AT = STAGES * STAGE_BYTES, /* scales of each stage's rows */
+        BARRIERS_AT = BLOCKS_AT + (SUMS == BLOCKS ? STAGES * BM * 4 : 0);
+    static constexpr int SMEM = BARRIERS_AT + tma_ring<STAGES>::bytes + SCALES + WGMMA_BLOCK_BYTES;
     static constexpr int THREADS = 384;
 };
 
@@ -64,6 +66,7 @@ struct Params {
     Finish f;
     int64_t m, n, k, step_a, step_b; /* steps: of scales, from one block of k to the next */
     int tiles_m, tiles_n, group;
+    bool fours; /* BLOCKS: four scales of a row side by side, aligned */
     bool plain; /* nothing but scales and rounding to 16 bits, 16 bytes of a row at a time */
 };
 
@@ -139,8 +142,10 @@ template <class K, class D> __device__ __forceinline__ void multiply(D (&d)[64],
                                                          wgmma_descriptor_add(b, 32 * s), !fresh || s > 0);
 }
 
+/* BLOCKS: by each warp, which has read scales of the stage. */
 template <class K> __device__ __forceinline__ void release(const tma_ring<K::STAGES> &ring) {
-    if (threadIdx.x % 128 == 0) mbarrier_arrive(ring.empty());
+    if (K::SUMS == BLOCKS) __syncwarp();
+    if (threadIdx.x % (K::SUMS == BLOCKS ? 32 : 128) == 0) mbarrier_arrive(ring.empty());
 }
 
 template <class K>
@@ -165,27 +170,6 @@ __device__ __forceinline__ void consume(const Params &p, tma_ring<K::STAGES> &ri
         for (int m = 0; m < K::MS; ++m)
 #pragma unroll
             for (int i = 0; i < 64; ++i) sum[m][i] = 0;
-        float ahead_a[K::MS][2], ahead_b = 0;
-        const float *from_a[K::MS][2], *from_b = nullptr; /* float32 scales: of the rows, and of the tile's columns */
-        if (K::SUMS == BLOCKS) {
-#pragma unroll
-            for (int m = 0; m < K::MS; ++m)
-#pragma unroll
-                for (int h = 0; h < 2; ++h)
-                    from_a[m][h] =
-                        (const float *)p.sa.data + (min(row + 64 * m + 8 * h, p.m - 1) >> p.sa.row_log2) * p.sa.row;
-            from_b = (const float *)p.sb.data + (col0 >> p.sb.col_log2) * p.sb.col;
-        }
-        auto look = [&](int step) { /* the scales of a block of k */
-                                    const int64_t block = min(step, steps - 1);
-#pragma unroll
-                                    for (int m = 0; m < K::MS; ++m)
-#pragma unroll
-                                        for (int h = 0; h < 2; ++h)
-                                            ahead_a[m][h] = __ldg(from_a[m][h] + block * p.step_a);
-                                    ahead_b = __ldg(from_b + block * p.step_b);
-        };
-        if (K::SUMS == BLOCKS) look(0);
         for (int step = 0; step < steps; ++step) {
             ring.wait_full();
             const smem_addr stage_s = ring_s + ring.stage * K::STAGE_BYTES;
@@ -200,24 +184,26 @@ __device__ __forceinline__ void consume(const Params &p, tma_ring<K::STAGES> &ri
                 wgmma_wait_group<1>(); /* the step before has read its stage */
                 if (step > 0 && threadIdx.x % 128 == 0) mbarrier_arrive(ring.before());
             } else {
-                float now_a[K::MS][2];
-                const float now_b = ahead_b;
+                float by[K::MS][2]; /* BLOCKS: of the thread's rows, times that of the tile's columns */
+                if (K::SUMS == BLOCKS)
 #pragma unroll
-                for (int m = 0; m < K::MS; ++m) now_a[m][0] = ahead_a[m][0], now_a[m][1] = ahead_a[m][1];
+                    for (int m = 0; m < K::MS; ++m)
+#pragma unroll
+                        for (int h = 0; h < 2; ++h)
+                            by[m][h] = ld_shared_f32(ring_s + K::BLOCKS_AT + ring.stage * K::BM * 4 +
+                                                     4 * (64 * (warpgroup * K::MS + m) + 16 * warp + lane / 4 + 8 * h));
 #pragma unroll
                 for (int m = 0; m < K::MS; ++m) {
                     wgmma_fence();
                     multiply<K>(part, wgmma_descriptor_add(a, K::TileA::offset(64 * m)), b, true);
                     wgmma_commit_group();
-                    if (K::SUMS == BLOCKS && m == 0) look(step + 1);
                     wgmma_wait_group<0>();
                     wgmma_pin(part);
                     if (m == K::MS - 1) release<K>(ring);
-                    const float s0 = now_a[m][0] * now_b, s1 = now_a[m][1] * now_b;
 #pragma unroll
                     for (int i = 0; i < 64; ++i) {
                         if (K::SUMS == BLOCKS)
-                            sum[m][i] = fmaf((float)part[i], i % 4 < 2 ? s0 : s1, sum[m][i]);
+                            sum[m][i] = fmaf((float)part[i], by[m][i % 4 / 2], sum[m][i]);
                         else
                             sum[m][i] += (float)part[i];
                     }
@@ -237,8 +223,66 @@ __device__ __forceinline__ void consume(const Params &p, tma_ring<K::STAGES> &ri
     }
 }
 
+/* BLOCKS: a warp brings the scales of a few steps together, then the next warp those of the next. */
+template <class K>
+__device__ __forceinline__ void load_scales(const Params &p, tma_ring<K::STAGES> &ring, smem_addr ring_s) {
+    constexpr int EACH = K::BM / 32, FEW = 16 / EACH; /* rows of a lane; steps */
+    static_assert(FEW == 2 || FEW == 4, "one load brings a row's");
+    const int lane = threadIdx.x % 32, steps = (int)((p.k + K::BK - 1) / K::BK);
+    int turn = threadIdx.x / 32; /* turns until this warp's */
+    for (int t = blockIdx.x; t < p.tiles_m * p.tiles_n; t += gridDim.x) {
+        const TilePlace at = tile_place(t, p.tiles_m, p.tiles_n, p.group);
+        const float *const from_b = (const float *)p.sb.data + ((int64_t)at.col * K::BN >> p.sb.col_log2) * p.sb.col;
+        const auto from_a = [&](int i) {
+            const int64_t row = min((int64_t)at.row * K::BM + lane + 32 * i, p.m - 1);
+            return (const float *)p.sa.data + (row >> p.sa.row_log2) * p.sa.row;
+        };
+        for (int first = 0; first < steps; first += FEW) {
+            const int count = min(FEW, steps - first);
+            if (--turn >
+                0) { /* a warp that did not wait could be two rounds of the ring ahead, where parities say nothing */
+                for (int s = 0; s < count; ++s) ring.wait_empty(), ring.advance();
+                continue;
+            }
+            turn = 3;
+            float a[EACH][FEW], b[FEW];
+#pragma unroll
+            for (int s = 0; s < FEW; ++s) b[s] = __ldg(from_b + min(first + s, steps - 1) * p.step_b);
+            if (p.fours && count == FEW) {
+#pragma unroll
+                for (int i = 0; i < EACH; ++i) {
+                    if constexpr (FEW == 4) {
+                        const float4 x = __ldg((const float4 *)(from_a(i) + first));
+                        a[i][0] = x.x, a[i][1] = x.y, a[i][2] = x.z, a[i][3] = x.w;
+                    } else {
+                        const float2 x = __ldg((const float2 *)(from_a(i) + first));
+                        a[i][0] = x.x, a[i][1] = x.y;
+                    }
+                }
+            } else {
+#pragma unroll
+                for (int i = 0; i < EACH; ++i)
+#pragma unroll
+                    for (int s = 0; s < FEW; ++s) a[i][s] = __ldg(from_a(i) + min(first + s, steps - 1) * p.step_a);
+            }
+#pragma unroll
+            for (int s = 0; s < FEW; ++s) {
+                if (s >= count) break;
+                ring.wait_empty();
+#pragma unroll
+                for (int i = 0; i < EACH; ++i)
+                    st_shared_f32(ring_s + K::BLOCKS_AT + ring.stage * K::BM * 4 + 4 * (lane + 32 * i), a[i][s] * b[s]);
+                __syncwarp();
+                if (lane == 0) mbarrier_arrive(ring.full());
+                ring.advance();
+            }
+        }
+    }
+}
+
 template <class K>
 __device__ __forceinline__ void produce(const Params &p, tma_ring<K::STAGES> &ring, smem_addr ring_s) {
+    if (K::SUMS == BLOCKS && threadIdx.x >= 32) return load_scales<K>(p, ring, ring_s);
     if (threadIdx.x >= 32 || !elect_one()) return;
     prefetch_tensormap(&p.a);
     prefetch_tensormap(&p.b);
@@ -260,20 +304,19 @@ template <class K>
 __global__ void __launch_bounds__(K::THREADS, 1) scaled_gemm_kernel(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) unsigned char smem[];
     const smem_addr ring_s = (cvta_to_shared(smem) + WGMMA_BLOCK_BYTES - 1) / WGMMA_BLOCK_BYTES * WGMMA_BLOCK_BYTES;
-    tma_ring<K::STAGES> ring(ring_s + K::STAGES * K::STAGE_BYTES);
+    tma_ring<K::STAGES> ring(ring_s + K::BARRIERS_AT);
     if (threadIdx.x == 0) {
-        ring.init(2);
+        ring.init(K::SUMS == BLOCKS ? 8 : 2, K::SUMS == BLOCKS ? 2 : 1);
         fence_mbarrier_init();
     }
     __syncthreads();
     if (threadIdx.x < 128) {
-        setmaxnreg_dec<40>();
+        setmaxnreg_dec<K::SUMS == BLOCKS ? 56 : 40>();
         produce<K>(p, ring, ring_s);
     } else {
-        setmaxnreg_inc<232>();
+        setmaxnreg_inc<K::SUMS == BLOCKS ? 224 : 232>();
         consume<K>(p, ring, ring_s,
-                   (float *)(smem + (ring_s - cvta_to_shared(smem)) + K::STAGES * K::STAGE_BYTES +
-                             tma_ring<K::STAGES>::bytes));
+                   (float *)(smem + (ring_s - cvta_to_shared(smem)) + K::BARRIERS_AT + tma_ring<K::STAGES>::bytes));
     }
 }
 
@@ -299,8 +342,8 @@ Sums sums_of(const gk_scaled_gemm_args *g, bool *other) {
     return BLOCKS;
 }
 
-/* What a row of the table is for: key = {sums, MS, dtype of b, preferred to the rows behind it from so many tiles an SM on}. */
-bool plan_scaled(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *plan) {
+/* What a row of the table is for: key = {sums, MS, dtype of b}. */
+bool plan_scaled(const gk_cuda_instance *row, const gk_context *, const void *args, gk_plan *plan) {
     const gk_scaled_gemm_args *g = (const gk_scaled_gemm_args *)args;
     const int64_t m = g->a.shape[0], n = g->b.shape[1], k = g->a.shape[1];
     if (k == 0 || m == 0 || n == 0 || m > 1 << 30 || n > 1 << 30 || k > 1 << 30) return false;
@@ -311,13 +354,13 @@ bool plan_scaled(const gk_cuda_instance *row, const gk_context *ctx, const void 
     if (other || ((mixed || g->a.dtype == GK_I8) && sums == BLOCKS)) return false;
     if (row->key[0] != sums || row->key[2] != g->b.dtype) return false;
     const int64_t tiles = gk_ceil_div(m, 128 * row->key[1]) * gk_ceil_div(n, 128);
-    if (row->key[1] == 2 && tiles < gk_gpu_of(ctx->index)->num_sms) return false; /* more, smaller ones */
     Plan *x = &gk_own<Plan>(plan);
     size_t bytes = 0;
     x->a = relay_plan(g->a, &bytes), x->b = relay_plan(transposed(g->b), &bytes);
     plan->workspace_bytes = bytes;
     plan->tile[0] = 128 * row->key[1], plan->tile[1] = 128, plan->tile[2] = 128;
     plan->tasks = tiles;
+    plan->kernel = row;
     return true;
 }
 
@@ -334,6 +377,7 @@ template <class K> gk_status run_scaled(const gk_context *ctx, const void *args,
     p.m = g->a.shape[0], p.n = g->b.shape[1], p.k = g->a.shape[1];
     p.sa = gk_scales_of(&g->scale_a, p.m, p.k, false), p.sb = gk_scales_of(&g->scale_b, p.k, p.n, true);
     p.step_a = p.sa.col_log2 == 7 ? p.sa.col : 0, p.step_b = p.sb.row_log2 == 7 ? p.sb.row : 0;
+    p.fours = p.step_a == 1 && p.sa.row % 4 == 0 && (uintptr_t)p.sa.data % 16 == 0;
     p.f = finish_of(g->out, g->bias, g->c, g->beta, g->out_scale, g->activation);
     p.plain = !p.f.bias && !p.f.c && !p.f.out_scale && p.f.activation == GK_ACT_NONE && p.n % 8 == 0 &&
               (p.f.out_dtype == GK_BF16 || p.f.out_dtype == GK_F16) && p.f.out_row % 8 == 0 &&
@@ -360,7 +404,16 @@ const gk_cuda_instance instances[] = {
     ROW("i8_128x128", GK_I8, int8_t, int8_t, int32_t, 1, ALL, GK_I8),
 };
 
+/* The first that serves the call; large tiles only where there is one for each SM. */
+bool plan_best(const gk_context *ctx, const void *args, gk_plan *plan) {
+    for (const gk_cuda_instance &row : instances) {
+        if (row.dtype != ((const gk_scaled_gemm_args *)args)->a.dtype || !plan_scaled(&row, ctx, args, plan)) continue;
+        if (row.key[1] == 1 || plan->tasks >= gk_gpu_of(ctx->index)->num_sms) return true;
+    }
+    return false;
+}
+
 } // namespace
 
 extern "C" const gk_cuda_table gk_scaled_gemm_sm90a_table = {instances, sizeof instances / sizeof instances[0], 90,
-                                                             NULL};
+                                                             plan_best};

@@ -72,40 +72,68 @@ template <class T> __device__ __forceinline__ uint32_t two_scales(gk_dtype dtype
     return prmt(x, x, 0x1010);
 }
 
+/* bits[g ROWS + i]: of row i of a lane in group g, `groups` of them; 0 where there is none. A choice of the width beside each load would make
+ * several loads into one register, which wait for each other: it stands around all. */
+template <int ROWS, class U, int N, class There>
+__device__ __forceinline__ void load_rows_as(uint32_t (&bits)[N], const U *from, int groups, int64_t along_k,
+                                             int64_t along_n, const There &there) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) bits[i] = 0;
+#pragma unroll
+    for (int g = 0; g < N / ROWS; ++g) {
+        if (g >= groups) break;
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i)
+            if (there(i)) bits[g * ROWS + i] = __ldg(from + g * along_k + i * along_n);
+    }
+}
+template <int ROWS, int N, class There>
+__device__ __forceinline__ void load_rows(uint32_t (&bits)[N], const void *data, int log2, int groups, int64_t first,
+                                          int64_t along_k, int64_t along_n, const There &there) {
+    if (log2 == 2)
+        load_rows_as<ROWS>(bits, (const uint32_t *)data + first, groups, along_k, along_n, there);
+    else if (log2 == 1)
+        load_rows_as<ROWS>(bits, (const uint16_t *)data + first, groups, along_k, along_n, there);
+    else
+        load_rows_as<ROWS>(bits, (const uint8_t *)data + first, groups, along_k, along_n, there);
+}
+
 /* A warp brings those of every third stage, [group][row]; row0: of the tile. Past the weight's end 0. */
 template <class K>
 __device__ __forceinline__ void load_scales(const WeightWgmmaParams &p, tma_ring<K::STAGES> &ring, smem_addr ring_s) {
     typedef typename K::T T;
-    constexpr int EACH = K::C == NIBBLES ? 8 : 16; /* of a lane under way */
-    const int lane = threadIdx.x % 32, steps = (p.k + K::BK - 1) / K::BK;
-    const int entries = K::BW * max(1, K::BK >> p.log2);
+    constexpr int ROWS = K::BW / 32,
+                  AT_ONCE = K::C == NIBBLES ? 1 : 2; /* rows of a lane, and groups that are under way */
+    const int lane = threadIdx.x % 32, steps = (p.k + K::BK - 1) / K::BK, count = max(1, K::BK >> p.log2);
     int turn = 4 - threadIdx.x / 32; /* stages until this warp's */
     for (int t = blockIdx.x; t < p.tiles_m * p.tiles_n; t += gridDim.x) {
-        const int row0 = tile_place(t, p.tiles_m, p.tiles_n, p.group).col * K::BW;
+        const int row0 = tile_place(t, p.tiles_m, p.tiles_n, p.group).col * K::BW + lane;
         for (int step = 0; step < steps; ++step, ring.advance()) {
             if (--turn > 0) continue;
             turn = 3;
             const smem_addr to_s = ring_s + ring.stage * K::STAGE_BYTES + K::SCALES_AT;
+            const int group0 = step * K::BK >> p.log2;
 #pragma unroll 1
-            for (int e0 = lane; e0 < entries; e0 += 32 * EACH) {
-                uint32_t bits[EACH], zero[EACH];
+            for (int first = 0; first < count; first += AT_ONCE) {
+                uint32_t bits[AT_ONCE * ROWS], zero[AT_ONCE * ROWS];
+                const int groups = min(AT_ONCE, min(count, p.groups - group0) - first);
+                const auto row_of = [&](int i) { return row0 + 32 * i < p.n; };
+                load_rows<ROWS>(bits, p.w.scale, p.scale_log2, groups,
+                                (group0 + first) * p.w.scale_k + row0 * p.w.scale_n, p.w.scale_k, 32 * p.w.scale_n,
+                                row_of);
+                if constexpr (K::C == NIBBLES) {
+                    if (p.w.zero)
+                        load_rows<ROWS>(zero, p.w.zero, 0, groups, (group0 + first) * p.w.zero_k + row0 * p.w.zero_n,
+                                        p.w.zero_k, 32 * p.w.zero_n, row_of);
+                    else
 #pragma unroll
-                for (int i = 0; i < EACH; ++i) {
-                    const int e = e0 + 32 * i, n = row0 + e % K::BW, group = (step * K::BK >> p.log2) + e / K::BW;
-                    bits[i] = 0, zero[i] = 8;
-                    if (e >= entries || n >= p.n || group >= p.groups) continue;
-                    const int64_t from = group * p.w.scale_k + n * p.w.scale_n;
-                    bits[i] = p.scale_log2 == 2   ? __ldg((const uint32_t *)p.w.scale + from)
-                              : p.scale_log2 == 1 ? (uint32_t)__ldg((const uint16_t *)p.w.scale + from)
-                                                  : (uint32_t)__ldg((const uint8_t *)p.w.scale + from);
-                    if constexpr (K::C == NIBBLES)
-                        if (p.w.zero) zero[i] = __ldg(p.w.zero + group * p.w.zero_k + n * p.w.zero_n);
+                        for (int i = 0; i < AT_ONCE * ROWS; ++i) zero[i] = 8;
                 }
-                if (e0 == lane) ring.wait_empty();
+                if (first == 0) ring.wait_empty();
 #pragma unroll
-                for (int i = 0; i < EACH; ++i) {
-                    const int e = e0 + 32 * i;
-                    if (e >= entries) break;
+                for (int i = 0; i < AT_ONCE * ROWS; ++i) {
+                    if (first + i / ROWS >= count) break;
+                    const int e = (first + i / ROWS) * K::BW + i % ROWS * 32 + lane;
                     const uint32_t scale = two_scales<T>(p.w.scale_dtype, bits[i]);
                     if constexpr (K::C == NIBBLES)
                         st_shared_64(to_s + 8 * e, make_uint2(scale, zero_bits<T>(zero[i])));
