@@ -298,6 +298,44 @@ def test_two_processes_equal_one(tmp_path):
     assert reports == ["", ""], "\n\n".join(reports)
 
 
+def test_rules_of_many_ranks_in_one_process():
+    """Two, four and eight ranks that torch simulates: every rank has its part of what one process computes."""
+    pytest.importorskip("torch.distributed._local_tensor")
+    run_python("""
+        import torch, torch.distributed as dist
+        import torch_gpukern as gk
+        from torch.distributed._local_tensor import LocalTensorMode
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        gen, one = torch.Generator().manual_seed(0), Replicate()
+        def randn(*shape):
+            return torch.randn(*shape, generator=gen, dtype=torch.float64)
+
+        a, b = randn(16, 24), randn(24, 32)
+        q, k, v = randn(8, 16, 5, 8), randn(8, 8, 5, 8), randn(8, 8, 5, 8)
+        product, attention = gk.gemm(a, b), gk.flash_attn(q, k, v, is_causal=True)
+        for ranks in (2, 4, 8):
+            dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+            with LocalTensorMode(ranks):
+                mesh = init_device_mesh("cpu", (ranks,))
+                def at(place, *tensors):
+                    return [distribute_tensor(x, mesh, [p]) for x, p in zip(tensors, place)]
+
+                for place, result in (((Shard(0), one), Shard(0)), ((one, Shard(1)), Shard(1)), ((Shard(1), Shard(0)), None)):
+                    got = gk.gemm(*at(place, a, b))
+                    assert got.placements[0].is_partial() if result is None else got.placements[0] == result
+                    for rank, x in got.full_tensor()._local_tensors.items():
+                        torch.testing.assert_close(x, product)
+                for place in (Shard(0), Shard(1)):
+                    got = gk.flash_attn(*at([place] * 3, q, k, v), is_causal=True)
+                    assert got.placements[0] == place
+                    for rank, x in got.to_local()._local_tensors.items():
+                        torch.testing.assert_close(x, attention.chunk(ranks, place.dim)[rank])
+            dist.destroy_process_group()
+        """)
+
+
 def test_nothing_of_it_is_imported():
     run_python("""
         import sys, torch

@@ -19,8 +19,8 @@ def calls(device):
     table, lens = torch.zeros(4, 1, dtype=torch.int32, device=device), torch.ones(4, dtype=torch.int32, device=device)
     out, lse = ops.flash_attn_fwd(x.detach(), x.detach(), x.detach())
     packed_out = ops.flash_attn_varlen_fwd(*(packed.detach(),) * 3, cu, cu, 4, 4)
-    dense = ("is_causal", "scale", "diagonal", "window_left", "window_right", "softcap")
-    rest = ("max_seqlen_q", "max_seqlen_k", "is_causal", "scale", "window_left", "window_right", "softcap")
+    dense = ("is_causal", "scale", "diagonal", "window_left", "window_right", "softcap", "dropout_p")
+    rest = ("max_seqlen_q", "max_seqlen_k", "is_causal", "scale", "window_left", "window_right", "softcap", "dropout_p")
     paged = ("max_seqlen_q", "scale", "window_left", "softcap", "is_causal", "window_right", "allow_short")
     varlen = dict(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=4, max_seqlen_k=4)
     pages = dict(q=packed, k_cache=cache, v_cache=cache, block_table=table, seq_lens=lens)
@@ -44,7 +44,7 @@ def calls(device):
 
 def learnable(argument, device):
     """Of a value that the call would take; of the default where there is one, which no shortcut may drop."""
-    value = {"alpha": 1, "beta": 1, "scale": 1, "diagonal": 0, "softcap": 0, "max_seqlen_q": 4, "max_seqlen_k": 4,
+    value = {"alpha": 1, "beta": 1, "scale": 1, "diagonal": 0, "softcap": 0, "dropout_p": 0, "max_seqlen_q": 4, "max_seqlen_k": 4,
              "is_causal": 1, "deterministic": 1, "is_part": 1}.get(argument, -1)  # fmt: skip
     return torch.nn.Parameter(torch.tensor(float(value), device=device))
 

@@ -86,12 +86,14 @@ def test_literals_are_what_the_ops_take():
 
 
 def test_an_explanation_has_the_entries_of_its_type(device):
-    """And no other; device, class and rows on CUDA alone."""
+    """And no other; device, class and rows on CUDA alone, accumulate of 8-bit attention alone."""
     a = torch.ones(8, 8, device=device)
     q = torch.ones(1, 1, 8, 8, device=device)
     always = torch_gpukern.Explanation.__required_keys__
     assert set(torch_gpukern.explain("flash_attn", q, q, q)) == always
-    more = torch_gpukern.Explanation.__optional_keys__ if device == "cuda" else set()
+    more = torch_gpukern.Explanation.__optional_keys__ - {"accumulate"} if device == "cuda" else set()
+    codes = q.to(torch.float8_e4m3fn)
+    assert set(torch_gpukern.explain("flash_attn", codes, codes, codes)) == always | {"accumulate"}
     plan = torch_gpukern.explain("gemm", a, a)
     assert set(plan) == always | more
     kinds = {name: kind for name, kind in typing.get_type_hints(torch_gpukern.Explanation).items() if name in plan}

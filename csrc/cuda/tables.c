@@ -94,7 +94,6 @@ bool gk_cuda_takes(const gk_cuda_table *table, gk_op op, const void *args) {
     if (!forward && op != GK_OP_FLASH_ATTN_BWD) return true;
     const gk_flash_attn_args *a = forward ? args : &((const gk_flash_attn_bwd_args *)args)->fwd;
     const bool drops = table == &gk_flash_attn_fwd_drop_sm80_table || table == &gk_flash_attn_bwd_drop_sm80_table;
-    const bool either = table == &gk_flash_attn_fwd_simt_table || table == &gk_flash_attn_fwd_plain_table ||
-                        table == &gk_flash_attn_bwd_simt_table || table == &gk_flash_attn_bwd_plain_table;
+    const bool either = table == &gk_flash_attn_fwd_plain_table || table == &gk_flash_attn_bwd_plain_table;
     return either || drops == (a->dropout_p > 0);
 }

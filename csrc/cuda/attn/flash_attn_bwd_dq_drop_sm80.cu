@@ -3,5 +3,5 @@
 #include "bwd_dq_sm80.cuh"
 
 template gk_status bwd_dq<BwdDq64>(const gk_context *, gk_dtype, const Dropping<Bwd> &);
-template gk_status bwd_dq<BwdDq128>(const gk_context *, gk_dtype, const Dropping<Bwd> &);
+template gk_status bwd_dq<BwdDq128Drop>(const gk_context *, gk_dtype, const Dropping<Bwd> &);
 template gk_status bwd_dq<BwdDq256>(const gk_context *, gk_dtype, const Dropping<Bwd> &);

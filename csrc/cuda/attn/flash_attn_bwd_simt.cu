@@ -14,7 +14,6 @@
  * Not here: unaligned rows (flash_attn_bwd_plain), other dtypes. */
 #include "../tile/copy.cuh"
 #include "bwd.cuh"
-#include "drop.cuh"
 #include "tiles.h"
 
 namespace {
@@ -147,7 +146,7 @@ __device__ __forceinline__ void store_sums(float *to_g, int64_t row_stride,
 
 /* ---- 3. one kernel for both sides -------------------------------------------------------------------------------- */
 template <class Tile, bool KEYS>
-__global__ void __launch_bounds__(SIMT_THREADS, Tile::blocks) bwd_simt_kernel(const __grid_constant__ Dropping<Bwd> g) {
+__global__ void __launch_bounds__(SIMT_THREADS, Tile::blocks) bwd_simt_kernel(const __grid_constant__ Bwd g) {
     typedef SimtSmem<Tile> S;
     constexpr int R = Tile::per_stay, P = Tile::per_pass, STAY = Tile::stay, PASS = Tile::pass, C = Tile::head_dim / 64;
     extern __shared__ __align__(16) float smem_f[];
@@ -231,9 +230,7 @@ __global__ void __launch_bounds__(SIMT_THREADS, Tile::blocks) bwd_simt_kernel(co
                     float w = 0, ds = 0;
                     if (sees) {
                         const float2 stat = stats[i];
-                        const float keep = drop_of<float>(g.drop, drop_row0(p, b, head, s.q0 + i), j);
-                        ds = pair_gradient(score, qk[x][y], keep * dp[x][y], stat.x, stat.y, i, j, &w);
-                        w *= keep;
+                        ds = pair_gradient(score, qk[x][y], dp[x][y], stat.x, stat.y, i, j, &w);
                     }
                     const int to = (my_row + 16 * x) * S::score_row + my_col + 16 * y;
                     smem_f[S::ds + to] = ds;
@@ -276,10 +273,9 @@ template <class Tile> bool plan(const gk_cuda_instance *, const gk_context *ctx,
     return true;
 }
 
-template <class Tile> gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
+template <class Tile> gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *workspace) {
     const char *op = "gk_flash_attn_bwd";
-    Dropping<Bwd> g;
-    (Bwd &)g = gk_own<Bwd>(plan), g.drop = dropout_of(&((const gk_flash_attn_bwd_args *)args)->fwd);
+    Bwd g = gk_own<Bwd>(plan);
     g.stats = workspace;
     gk_status status = bwd_pre(ctx, GK_F32, g);
     const int64_t row_blocks = gk_ceil_div(g.p.seq_q, Tile::stay) * g.p.heads_q * g.p.batch;

@@ -16,7 +16,6 @@
 #include "../tile/copy.cuh"
 #include "../tile/pipeline.cuh"
 #include "../tile/reduce.cuh"
-#include "drop.cuh"
 #include "fwd_work.cuh"
 #include "softmax.cuh"
 
@@ -64,7 +63,7 @@ __device__ __forceinline__ float4 fma4(float a, float4 b, float4 sum) {
 /* ---- 2. the kernel -------------------------------------------------------------------------------------- */
 template <class Tile, bool MODIFIED>
 __global__ void __launch_bounds__(Smem<Tile>::THREADS, Smem<Tile>::CTAS > 2 ? 2 : 1)
-    flash_attn_fwd_simt_kernel(Dropping<FwdParams> params) {
+    flash_attn_fwd_simt_kernel(FwdParams params) {
     typedef Smem<Tile> S;
     typedef typename S::QTile QTile;
     typedef typename S::KvTile KvTile;
@@ -89,7 +88,6 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, Smem<Tile>::CTAS > 2 ? 2 
     const float *k_g = (const float *)p.k.data + p.k.at(work.b, head_kv, seq.k0 + keys.lo);
     const float *v_g = (const float *)p.v.data + p.v.at(work.b, head_kv, seq.k0 + keys.lo);
     const Score modifiers = score_of(p, seq, work.b, work.head);
-    const int64_t drop0 = drop_row0(p, work.b, work.head, seq.q0 + work.i0);
 
     RowSoftmax<ExpByTwo> softmax[ROWS]; /* sum: this thread's share */
     float4 o[ROWS][MINE];
@@ -170,9 +168,7 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, Smem<Tile>::CTAS > 2 ? 2 
             for (int j = 0; j < KEYS; ++j) {
                 const float weight = softmax[i].weight(s[i][j]);
                 sum += weight;
-                const float kept =
-                    weight * drop_of<float>(params.drop, drop0 + (ty + TY * i) * p.lse.row, key0 + tx + TX * j);
-                st_shared_32(PTile::down(p_s + PTile::offset_of(ty, tx + TX * j, 4), TY * i), __float_as_uint(kept));
+                st_shared_32(PTile::down(p_s + PTile::offset_of(ty, tx + TX * j, 4), TY * i), __float_as_uint(weight));
             }
             softmax[i].sum = fmaf(softmax[i].sum, shrink, sum);
 #pragma unroll
@@ -239,9 +235,8 @@ template <class Tile> bool plan(const gk_cuda_instance *row, const gk_context *c
 }
 
 template <class Tile, bool MODIFIED>
-gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
-    Dropping<FwdParams> p;
-    (FwdParams &)p = gk_own<FwdParams>(plan), p.drop = dropout_of((const gk_flash_attn_args *)args);
+gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *workspace) {
+    FwdParams p = gk_own<FwdParams>(plan);
     if (plan->tasks > INT32_MAX)
         return gk_fail(GK_ERR_UNSUPPORTED, "%lld tiles of %d rows are more than this kernel counts",
                        (long long)plan->tasks, Tile::BQ);

@@ -154,6 +154,10 @@ typedef BwdTile<256, 64, 64, 8, 2, 2, 1> Bwd256;
  * One block an SM there, so 8 warps rather than 32 keys a warp. 256 in 99 KiB: not even 32 x 32 */
 typedef BwdTile<128, 32, 64, 8, 4, 2, 1> Bwd128Small;
 typedef BwdTile<256, 32, 64, 8, 4, 2, 1> Bwd256Small;
+/* With dropout, whose random words take registers: 16 keys a warp. With the tiles above 8 to 56 bytes spill. */
+typedef BwdTile<64, 32, 64, 4, 4, 2, 2> Bwd64Drop;
+typedef Bwd128Small Bwd128Drop;
+typedef Bwd256Small Bwd256Drop;
 
 /* dQ alone, for calls that must repeat bit for bit: WARPS_ warps share the rows of a block. */
 template <int HEAD_DIM, int BQ_, int BKV_, int WARPS_, int BLOCKS_> struct BwdDqTile {
@@ -168,6 +172,8 @@ typedef BwdDqTile<128, 128, 32, 4, 2> BwdDq128;
 typedef BwdDqTile<256, 128, 32, 8, 1> BwdDq256;
 /* 128 KiB, beside Bwd256Small; BwdDq128's 96 KiB fit beside Bwd128Small */
 typedef BwdDqTile<256, 64, 32, 4, 1> BwdDq256Small;
+/* With dropout 32 rows a warp spill 8 bytes. */
+typedef BwdDqTile<128, 64, 32, 4, 2> BwdDq128Drop;
 
 /* flash_attn_bwd_sm90a: two warpgroups of 64 keys each, BQ rows a step. Registers of a consumer: dK, dV, S, dP of HEAD_DIM,
  * HEAD_DIM_V, BQ, BQ over 2 each. STAGES of Q and of dO. DV_FIRST: rows of dV that are multiplied before dQ. K_REGISTERS: K is
