@@ -267,7 +267,8 @@ def test_source_archive_can_be_built_from(tmp_path):
     files = {p.relative_to(tree).as_posix() for p in tree.rglob("*") if p.is_file()}
     assert names_of_sdist(tree, tmp_path / "sdist") == files
     with tarfile.open(tmp_path / "sdist" / f"gpukern-{header_version()}.tar.gz") as archive:
-        archive.extractall(tmp_path / "out", filter="data")
+        safe = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Python 3.11.4 and later have it
+        archive.extractall(tmp_path / "out", **safe)
     [source] = (tmp_path / "out").iterdir()
     configure = ("cmake", "-S", source, "-B", tmp_path / "build", f"-DPython_EXECUTABLE={sys.executable}")
     assert "torch plugin ON" in must(*configure, "-DGPUKERN_CUDA=0", "-DGPUKERN_BUILD_TORCH=ON")

@@ -71,7 +71,11 @@ RETIRED = (
     (r"in turns|by turns|takes? turns", "ping-pong; of measurements: alternately", ""),
     (r"copiers?", "producer", ""),
     (r"readers?|fillers?", "consumer, producer", CUDA),
-    (r"slots?", "stage", r"csrc/cuda/(?!attn/(kv_cache_write|rope_kv_write|fwd_score))|tests/(test_pipeline|csrc/check_cuda_tile)"),
+    (
+        r"slots?",
+        "stage",
+        r"csrc/cuda/(?!attn/(kv_cache_write|rope_kv_write|fwd_score))|tests/(test_pipeline|csrc/check_cuda_tile)",
+    ),
     (r"lets? go|let_go|LetGo", "release", ""),
     (r"skew(ed|s)?", "misaligned; the shift", r"(?!docs/)"),  # docs speak of warpgroups that stand apart in time
     (r"begins? anywhere", "misaligned", ""),

@@ -8,7 +8,8 @@ neither nvcc nor a GPU. One line a kernel, sorted by name:
     kernel, arch, registers, stack_bytes, local_bytes, shared_bytes, loop_instructions, then a count per opcode of interest in
     that loop; those of tma and of other registers (UTMALDG .. USETMAXREG) and of local memory (LDL, STL) in the whole kernel
 The hot loop is the innermost one with the most matrix instructions, else with the most FFMA, else the longest. Where a
-kernel has wgmma it is the shortest loop with most of them: waiting for a barrier is a loop inside it.
+kernel has wgmma it is the shortest loop with most of them: waiting for a barrier is a loop inside it. So it is where mma.sync
+stands around an innermost loop only.
 """
 
 import argparse
@@ -170,6 +171,9 @@ def hot_loop(code: list[tuple[int, str, int]]) -> list[str]:
         for (first, last), body in zip(loops, bodies)
         if not any(first <= a and b <= last and (a, b) != (first, last) for a, b in loops)
     ]
+    if not any(op in ("HMMA", "DMMA") for body in innermost for op in body):  # a product around a loop that decodes
+        if most := max(sum(op in ("HMMA", "DMMA") for op in body) for body in bodies):
+            return min((body for body in bodies if sum(op in ("HMMA", "DMMA") for op in body) == most), key=len)
 
     def heat(body: list[str]) -> tuple[int, ...]:
         """Products on tensor cores, then others; a curve on the way to a store is no product."""
