@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 WHOLE = ("UTMALDG", "UTMASTG", "STSM", "USETMAXREG", "LDL", "STL")  # counted in the whole kernel
+MMA = ("HMMA", "DMMA")  # mma.sync
 GMMA = ("HGMMA", "QGMMA", "IGMMA")  # WGMMA of 16 bits and tf32, of fp8, of int8
 LOOP = (
     *GMMA,
@@ -161,23 +162,25 @@ def hot_loop(code: list[tuple[int, str, int]]) -> list[str]:
     opcodes = [opcode for _, opcode, _ in code]
     bodies = [opcodes[first : last + 1] for first, last in loops]
 
-    def products(body: list[str]) -> int:
-        return sum(opcode in GMMA for opcode in body)
+    def shortest_with_most(kinds: tuple[str, ...]) -> list[str] | None:
+        counts = [sum(opcode in kinds for opcode in body) for body in bodies]
+        most = max(counts)
+        return min((body for body, n in zip(bodies, counts) if n == most), key=len) if most else None
 
-    if most := max(map(products, bodies)):
-        return min((body for body in bodies if products(body) == most), key=len)
+    if body := shortest_with_most(GMMA):
+        return body
     innermost = [
         body
         for (first, last), body in zip(loops, bodies)
         if not any(first <= a and b <= last and (a, b) != (first, last) for a, b in loops)
     ]
-    if not any(op in ("HMMA", "DMMA") for body in innermost for op in body):  # a product around a loop that decodes
-        if most := max(sum(op in ("HMMA", "DMMA") for op in body) for body in bodies):
-            return min((body for body in bodies if sum(op in ("HMMA", "DMMA") for op in body) == most), key=len)
+    if not any(opcode in MMA for body in innermost for opcode in body):  # a product around a loop that decodes
+        if body := shortest_with_most(MMA):
+            return body
 
     def heat(body: list[str]) -> tuple[int, ...]:
         """Products on tensor cores, then others; a curve on the way to a store is no product."""
-        matrix, scalar = (sum(x in kind for x in body) for kind in (("HMMA", "DMMA"), ("FFMA", "DFMA")))
+        matrix, scalar = (sum(x in kind for x in body) for kind in (MMA, ("FFMA", "DFMA")))
         return matrix, 0 if "STG" in body else scalar, scalar, len(body)
 
     return max(innermost, key=heat)

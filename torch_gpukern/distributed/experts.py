@@ -5,12 +5,12 @@ import functools
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ..nn.moe import MoE, grouped_experts
+from ..nn.moe import MoE, check_tokens, grouped_experts, weighted_sum
 from ..ops import swiglu
 from .ranks import Group, Ranks, agree, facts, of_name, process_group
+from .transport import exchange
 
 __all__ = ["expert_parallel", "shard_experts"]
 
@@ -19,27 +19,17 @@ class _Exchange(torch.autograd.Function):
     """Rows [sum of sent, H], those for each rank in the ranks' order -> [sum of met, H], those from each. Its gradient goes back."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor, sent: Sequence[int], met: Sequence[int], name: str) -> Tensor:
-        ctx.back = met, sent, name
-        return _exchanged(rows, sent, met, name)
+    def forward(ctx, rows: Tensor, sent: Sequence[int], met: Sequence[int], ranks: Ranks) -> Tensor:
+        ctx.back = met, sent, ranks
+        return exchange(rows, sent, met, ranks)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return _exchanged(grad, *ctx.back), None, None, None
-
-
-def _exchanged(rows: Tensor, sent: Sequence[int], met: Sequence[int], name: str) -> Tensor:
-    out = rows.new_empty((sum(met), *rows.shape[1:]))
-    dist.all_to_all_single(out, rows.contiguous(), list(met), list(sent), group=of_name(name))
-    return out
+        return exchange(grad, *ctx.back), None, None, None
 
 
 def _describe(x: Tensor, expert_of: Tensor, weight_of: Tensor, matrices: dict[str, Tensor | None]) -> dict[str, object]:
-    if x.dim() != 2 or expert_of.dim() != 2 or expert_of.shape != weight_of.shape or expert_of.shape[0] != x.shape[0]:
-        raise ValueError(
-            "expert_parallel: x must be [T, H], expert_of and weight_of [T, J], "
-            f"got {list(x.shape)}, {list(expert_of.shape)} and {list(weight_of.shape)}"
-        )
+    check_tokens("expert_parallel", x, expert_of, weight_of)
     if expert_of.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"expert_parallel: expert_of must be int32 or int64, got {expert_of.dtype}")
     up, down = matrices["up"], matrices["down"]
@@ -99,23 +89,20 @@ def expert_parallel(
     every = torch.arange(ranks.size * own, device=x.device, dtype=experts.dtype)
     ends = torch.searchsorted(experts, every, right=True)
     counts = torch.diff(ends, prepend=ends.new_zeros(1)).view(ranks.size, own)  # [ranks, their experts]
-    incoming = _exchanged(
-        counts, [1] * ranks.size, [1] * ranks.size, ranks.group.group_name
-    )  # [ranks, this one's experts]
+    every_one = [1] * ranks.size
+    incoming = exchange(counts, every_one, every_one, ranks)  # [ranks, this one's experts]
     sent, met = torch.stack([counts.sum(1), incoming.sum(1)]).tolist()
 
     order = order[: sum(sent)]
-    rows = _Exchange.apply(x.index_select(0, order // each), sent, met, ranks.group.group_name)
+    rows = _Exchange.apply(x.index_select(0, order // each), sent, met, ranks)
     here = torch.arange(own, device=x.device).repeat(ranks.size)
     here = here.repeat_interleave(incoming.flatten(), output_size=sum(met)).unsqueeze(1)
     once = torch.ones(here.shape, dtype=torch.float32, device=x.device)
     rows = grouped_experts(rows, here, once, up, down, gate, up_bias=up_bias, down_bias=down_bias)
-    rows = _Exchange.apply(rows, met, sent, ranks.group.group_name)
+    rows = _Exchange.apply(rows, met, sent, ranks)
 
-    rows = rows.new_zeros((tokens * each, rows.shape[1])).index_copy(0, order, rows).unflatten(0, (tokens, each))
-    chosen = (expert_of < ranks.size * own).unsqueeze(-1)
-    weighted = torch.where(chosen, rows.float() * weight_of.float().unsqueeze(-1), 0.0)
-    return weighted.sum(1).to(x.dtype)
+    rows = rows.new_zeros((tokens * each, rows.shape[1])).index_copy(0, order, rows)
+    return weighted_sum(rows, weight_of, expert_of < ranks.size * own).to(x.dtype)
 
 
 def shard_experts(layer: MoE, group: Group = None) -> MoE:

@@ -105,14 +105,20 @@ def tokens_of(x: Tensor, cut, rank: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+def exchange(rows: Tensor, sent: Sequence[int], met: Sequence[int], ranks: Ranks) -> Tensor:
+    """[sum of met, ...], those from each rank in the ranks' order, of [sum of sent, ...], those for each."""
+    trailing = rows.shape[1:]
+    each = trailing.numel()
+    out = rows.new_empty((sum(met), *trailing))
+    dist.all_to_all_single(
+        out.view(-1), rows.reshape(-1), [n * each for n in met], [n * each for n in sent], group=ranks.group
+    )
+    return out
+
+
 def swap(sent: Sequence[Tensor], sizes: Sequence[int], ranks: Ranks) -> list[Tensor]:
     """Rank r gets sent[r] of every rank: [sizes[p], ...] from rank p. All have the same trailing dimensions."""
-    trailing = sent[0].shape[1:]
-    flat = torch.cat([x.reshape(-1) for x in sent])
-    each = max(trailing.numel(), 0)
-    met = flat.new_empty(sum(sizes) * each)
-    dist.all_to_all_single(met, flat, [n * each for n in sizes], [x.shape[0] * each for x in sent], group=ranks.group)
-    return [piece.view(n, *trailing) for piece, n in zip(met.split([n * each for n in sizes]), sizes, strict=True)]
+    return list(exchange(torch.cat(list(sent)), [x.shape[0] for x in sent], sizes, ranks).split(list(sizes)))
 
 
 class ToOwners:

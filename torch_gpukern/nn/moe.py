@@ -54,11 +54,7 @@ def grouped_experts(
 
     Gale et al., "MegaBlocks" (2022), arXiv:2211.15841.
     """
-    if x.dim() != 2 or expert_of.dim() != 2 or expert_of.shape != weight_of.shape or expert_of.shape[0] != x.shape[0]:
-        raise ValueError(
-            "grouped_experts: x must be [T, H], expert_of and weight_of [T, J], "
-            f"got {list(x.shape)}, {list(expert_of.shape)} and {list(weight_of.shape)}"
-        )
+    check_tokens("grouped_experts", x, expert_of, weight_of)
     tokens, each = expert_of.shape
     experts, order = torch.sort(expert_of.reshape(-1), stable=True)
     every = torch.arange(up.shape[0], device=x.device, dtype=experts.dtype)
@@ -69,10 +65,21 @@ def grouped_experts(
     if after is not None:
         rows = after(rows)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(tokens * each, device=x.device))
-    rows = rows.index_select(0, place).unflatten(0, (tokens, each))
-    here = (expert_of < up.shape[0]).unsqueeze(-1)
-    weighted = torch.where(here, rows.float() * weight_of.float().unsqueeze(-1), 0.0)
-    return weighted.sum(1).to(x.dtype)
+    return weighted_sum(rows.index_select(0, place), weight_of, expert_of < up.shape[0]).to(x.dtype)
+
+
+def check_tokens(op: str, x: Tensor, expert_of: Tensor, weight_of: Tensor) -> None:
+    if x.dim() != 2 or expert_of.dim() != 2 or expert_of.shape != weight_of.shape or expert_of.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"{op}: x must be [T, H], expert_of and weight_of [T, J], "
+            f"got {list(x.shape)}, {list(expert_of.shape)} and {list(weight_of.shape)}"
+        )
+
+
+def weighted_sum(rows: Tensor, weight_of: Tensor, chosen: Tensor) -> Tensor:
+    """[T, H] float32 of [T J, H]: each token's sum in the order of its experts, without those that are not chosen [T, J]."""
+    rows = rows.unflatten(0, chosen.shape)
+    return torch.where(chosen.unsqueeze(-1), rows.float() * weight_of.float().unsqueeze(-1), 0.0).sum(1)
 
 
 class MoE(torch.nn.Module):
