@@ -69,6 +69,17 @@ ifdef SAYS_NO_CUDA
 $(info gpukern: no NVIDIA GPU here: the CUDA half is left out; GPUKERN_CUDA=1 builds it)
 endif
 
+# torch.compile has $CXX compile C++ that includes omp.h, which clang lacks without its own OpenMP package (libomp-dev): what
+# runs Python then names g++, which brings its own.
+ifneq ($(filter demo test test-all,$(MAKECMDGOALS)),)
+ifneq ($(origin CXX),default)
+ifneq ($(shell echo '#include <omp.h>' | $(CXX) -fopenmp -fsyntax-only -x c++ - 2>/dev/null || command -v g++),)
+COMPILES := CXX=g++
+$(info gpukern: $(CXX) finds no omp.h, which torch.compile needs: it takes g++)
+endif
+endif
+endif
+
 # Whether the cmake on the path is 3.20 or later.
 CMAKE_IS_NEW := [ "$$(printf '%s\n' 3.20 "$$(cmake --version 2>/dev/null | sed -n '1s/[^0-9]*//p')" \
 	| sort -V | head -n 1)" = 3.20 ]
@@ -111,17 +122,17 @@ $(EDITABLE): pyproject.toml csrc/gpukern.h
 	@touch $@
 
 demo: build
-	$(PY) examples/demo/train.py
+	$(COMPILES) $(PY) examples/demo/train.py
 
 test-csrc: build
 	ctest --test-dir $(BUILD) --output-on-failure -j $(MAX_JOBS)
 
 # pytest comes last: its closing line says how the whole of it went.
 test: test-csrc
-	$(PY) -m pytest -n $(MAX_JOBS) --dist worksteal $(PYTEST_ARGS)
+	$(COMPILES) $(PY) -m pytest -n $(MAX_JOBS) --dist worksteal $(PYTEST_ARGS)
 
 test-all: test-csrc
-	GPUKERN_TEST_ALL=1 $(PY) -m pytest -n $(MAX_JOBS) --dist worksteal $(PYTEST_ARGS)
+	GPUKERN_TEST_ALL=1 $(COMPILES) $(PY) -m pytest -n $(MAX_JOBS) --dist worksteal $(PYTEST_ARGS)
 
 # Under the sanitizers -O1 compiles three times as fast as -O3; -g1 has the lines that their traces name. By clang, so that
 # both compilers build the library in every check; with its UBSan, which knows offsets to NULL and casts out of range. With flags
