@@ -2,7 +2,7 @@
 // texture: a picture sampled between its pixels (bilinear: four neighbours, weighed), by loads and by the texture unit.
 //
 //   loads, rows          lanes along a row: four loads, of which L1 serves three
-//   loads, columns       lanes down a column, as a turned picture is read: 32 lines a load
+//   loads, columns       lanes down a column, as a transposed picture is read: 32 lines a load
 //   texture, rows        one fetch: the unit finds the four, clamps at the edge and weighs them
 //   texture, columns     the same; in a cudaArray neighbours of both directions lie close together
 // What a fetch saves is arithmetic and lines, not bytes. Its weights have 8 bits: 1 / 4 and 1 / 2, as here, are exact, others are off by up
