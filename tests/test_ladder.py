@@ -4,7 +4,6 @@
 import csv
 import importlib.util
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,9 @@ import torch
 from conftest import assert_close_as, generator, guarded, randn, same_bits, snapshot
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+import ptxas_report  # noqa: E402
+
 LADDER = ROOT / "csrc" / "cuda" / "ladder"
 
 
@@ -140,14 +142,7 @@ def report(rungs):
     objects = sorted(folder.glob("gk_ladder_*.dir/csrc/cuda/ladder/*.cu.o"))
     if not objects:
         pytest.skip("the objects of the ladder are not here")
-    rows = {}
-    for path in objects:
-        command = [sys.executable, ROOT / "tools" / "ptxas_report.py", path]
-        head, *lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-        for line in lines:  # a kernel's name may hold commas
-            values = line.rsplit(",", head.count(","))
-            rows[values[0].strip('"')] = dict(zip(head.split(","), values))
-    return rows
+    return {row["kernel"]: row for path in objects for row in ptxas_report.report(path)}
 
 
 def test_no_rung_uses_local_memory(report, rungs):
