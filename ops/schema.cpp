@@ -274,13 +274,7 @@ void gemm_prefer(PreferArgs &x) {
 
 void gemm_prefer_none() { gk_gemm_prefer_none(); }
 
-} // namespace
-
-// The macro pastes its argument, so the namespace has to be expanded one level above it.
-#define LIBRARY(ns, m) STABLE_TORCH_LIBRARY(ns, m)
-LIBRARY(GPUKERN_NAMESPACE, m) { define(m); }
-
-STABLE_TORCH_LIBRARY_IMPL(GPUKERN_NAMESPACE, CompositeExplicitAutograd, m) {
+void implement(gk::Library &m) {
     m.impl("version", gk::boxed<version>);
     m.impl("cpu_isa", gk::boxed<cpu_isa>);
     m.impl("cpu_isas", gk::boxed<cpu_isas>);
@@ -292,3 +286,8 @@ STABLE_TORCH_LIBRARY_IMPL(GPUKERN_NAMESPACE, CompositeExplicitAutograd, m) {
     m.impl("gemm_prefer", gk::boxed<gemm_prefer>);
     m.impl("gemm_prefer_none", gk::boxed<gemm_prefer_none>);
 }
+
+const gk::Registered schemas(gk::Library::Kind::DEF, nullptr, define, __FILE__);
+const gk::Registered ops_without_tensors(gk::Library::Kind::IMPL, "CompositeExplicitAutograd", implement, __FILE__);
+
+} // namespace

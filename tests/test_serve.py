@@ -68,6 +68,28 @@ def all_free(engine):
     return engine.used_pages == 0 and not engine.cache.sequences and not engine.running and not engine.waiting
 
 
+@pytest.mark.gpu
+def test_captured_steps_are_generates(serve):
+    """Graphs of decoding steps of 1, 2, 4 requests, replayed after other tensors have taken what was free at the capture."""
+    Engine, Request = serve["engine"].Engine, serve["engine"].Request
+    net = serve["models"].random_llama("tiny", "cuda")
+    prompts, wanted = prompts_of(9, 30, 17), []
+    for prompt in prompts:
+        ids = torch.tensor([prompt], device="cuda")
+        out = net.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+        wanted.append(out[0, len(prompt) :].tolist())
+    model = serve["models"].TransformersModel(net, num_blocks=64)
+    for count in (3, 1, 2, 3):
+        engine = Engine(model, max_batch=4, max_step_tokens=64, max_drafts=0)
+        requests = [engine.submit(Request(prompt, max_tokens=12)) for prompt in prompts[:count]]
+        run(engine)
+        assert [request.answer for request in requests] == wanted[:count]
+        assert all_free(engine)
+        taken = [torch.full((n,), 1 << 40, device="cuda") for n in range(1, 65) for _ in range(8)]
+        del taken
+    assert sorted(model.graphs) == [1, 2, 4]
+
+
 def test_tokens_are_generates(serve, net, wanted):
     """Chunked prompts beside decoding, drafts, prefixes that are found, and too few pages for all: the same tokens."""
     Engine, Request = serve["engine"].Engine, serve["engine"].Request
