@@ -207,8 +207,10 @@ def test_opcodes_and_branches_are_those_that_nvdisasm_prints(disassembled):
         assert set(read) == {name for name, _ in printed}
         for name, code in printed:
             opcodes, to = read[name]
-            # arrivals at a barrier of a cluster and waits have one number
-            assert [re.sub("^UCGABAR_.*", "UCGABAR", opcode) for _, opcode, *_ in code] == opcodes.tolist(), name
+            # arrivals at a barrier of a cluster and waits have one number, and so have ERRBAR and CGAERRBAR
+            assert [
+                re.sub("^(UCGABAR)_.*|^CGA(ERRBAR)", r"\1\2", opcode) for _, opcode, *_ in code
+            ] == opcodes.tolist(), name
             assert [target // 16 for *_, target in code] == to.tolist(), name
             compared += len(code)
     assert compared > 50_000
