@@ -746,8 +746,9 @@ def test_estimate_counts_bytes_and_time():
     assert long.attention_ms > long.products_ms and long.context_bytes > 0 and 0 < long.efficiency <= 1
     slow = gd.estimate(**model, seq_len=8192, context=2, machine=gd.Machine(latency_us=100))
     assert abs(slow.context_ms - gd.estimate(**model, seq_len=8192, context=2).context_ms - 32 * 0.1) < 1e-9
-    with pytest.raises(ValueError, match="tensor must be at least 1"):
-        gd.estimate(**model, seq_len=1, tensor=0)
+    for wrong in (dict(tensor=0), dict(seq_len=0), dict(layers=-1), dict(hidden_share=1.5)):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
+            gd.estimate(**{**model, "seq_len": 1, **wrong})
 
 
 def test_estimate_holds_to_what_was_measured():
