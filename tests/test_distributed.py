@@ -638,6 +638,8 @@ def check_every_form_trains_as_one_process(ranks):
             got, _ = train.losses_of(options, text, config, device)
             expected = mixed if options.experts else want
             torch.testing.assert_close(got, expected, **close, msg=lambda m, f=form: f"{f or 'data parallel'}: {m}")
+        with pytest.raises(SystemExit, match=f"--seq-len 23 is no multiple of --context {RANKS}"):
+            train.losses_of(train.parse([*given, "--seq-len", "23", "--context", str(RANKS)]), text, config, device)
 
 
 def check_a_rank_that_dies(ranks):

@@ -262,8 +262,14 @@ def losses_of(
 ) -> tuple[list[float], dict]:
     """The losses of the steps, and what the last ones cost; prints on rank 0. form: in place of that of all ranks."""
     form = form_of(options, device) if form is None else form
-    trainer = Trainer(options, config, form, device)
     seq_len = options.seq_len or config.context
+    if seq_len % form.size("context"):  # each rank's mean loss counts alike
+        raise SystemExit(f"--seq-len {seq_len} is no multiple of --context {form.size('context')}")
+    if form.sequence and seq_len // form.size("context") % form.size("tensor"):  # rows are cut between tokens alone
+        raise SystemExit(
+            f"--sequence: --tensor {form.size('tensor')} does not divide a rank's tokens of --seq-len {seq_len}"
+        )
+    trainer = Trainer(options, config, form, device)
     data = batches(text, seq_len, options.batch, form.rank("data"), form.size("data"))
     told: dict = {}
     chief, losses, times = not dist.is_initialized() or dist.get_rank() == 0, [], []
