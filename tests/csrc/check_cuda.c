@@ -466,7 +466,9 @@ static void flash_draw(gk_dtype dtype, bool large, bool backward) {
     const int64_t *h = PICK(heads);
     gk_flash_attn_args *a = &f.args.fwd;
     gk_attn_rules *r = &a->rules;
-    gk_dtype stats = gk_stats_dtype(dtype);
+    static const gk_dtype outs[] = {GK_BF16, GK_F16, GK_F32};
+    const bool codes = gk_is_code(dtype);
+    gk_dtype stats = codes ? GK_F32 : gk_stats_dtype(dtype), out_dtype = codes ? PICK(outs) : dtype;
     f.packed = check_below(3) == 0, f.tokens_first = check_below(2), f.heads_q = h[0], f.heads_kv = h[1];
     f.dim = draw_dim(), f.dim_v = check_below(4) ? f.dim : draw_dim();
     do {
@@ -484,10 +486,10 @@ static void flash_draw(gk_dtype dtype, bool large, bool backward) {
     f.q = make_heads(dtype, rows_q, f.heads_q, f.seq_q, f.dim);
     f.k = make_heads(dtype, rows_k, f.heads_kv, f.seq_k, f.dim);
     f.v = make_heads(dtype, rows_k, f.heads_kv, f.seq_k, f.dim_v);
-    f.out = make_heads(dtype, rows_q, f.heads_q, f.seq_q, f.dim_v);
+    f.out = make_heads(out_dtype, rows_q, f.heads_q, f.seq_q, f.dim_v);
     f.lse = check_dense(stats, f.q.t.ndim - 1, f.out.t.shape);
     f.slopes = make_slopes(stats, f.batch, f.heads_q, 0.3),
-    f.sinks = make_stats(check_below(2) ? dtype : stats, 1, &f.heads_q, -3, 3, true);
+    f.sinks = make_stats(check_below(2) ? out_dtype : stats, 1, &f.heads_q, -3, 3, true);
     f.kv_start = check_tensor_make(GK_I32, 1, &f.batch, NULL, 2, 0), f.kv_end = check_dense(GK_I32, 1, &f.batch);
     f.q_start = check_tensor_make(GK_I32, 1, &f.batch, NULL, 1 + check_below(2), 0);
     for (int64_t b = 0; b < f.batch; ++b) {
@@ -503,7 +505,7 @@ static void flash_draw(gk_dtype dtype, bool large, bool backward) {
     f.seed = check_tensor_make(GK_I64, 1, &two, NULL, 1 + check_below(2), 0);
     check_set(&f.seed.t, 0, (double)check_below(1 << 30)), check_set(&f.seed.t, 1, (double)check_below(3));
     mirror(&f.seed, "dropout_seed", false);
-    if (check_below(3) == 0) a->dropout_p = check_below(2) ? 0.1 : 0.5, a->dropout_seed = &f.seed.t;
+    if (!codes && check_below(3) == 0) a->dropout_p = check_below(2) ? 0.1 : 0.5, a->dropout_seed = &f.seed.t;
     const bool lse_wanted = backward || check_below(4);
     mirror(&f.out, "out", !backward), mirror(&f.lse, "lse", !backward && lse_wanted);
     a->q = f.q.t, a->k = f.k.t, a->v = f.v.t, a->out = f.out.t, a->lse = f.lse.t;
@@ -533,6 +535,7 @@ static void flash_draw(gk_dtype dtype, bool large, bool backward) {
     may_have_workspace = true;
     say("dropout %g ", a->dropout_p);
     say_rules(r, f.packed ? "packed" : f.tokens_first ? "tokens first" : "heads first");
+    if (codes) return; /* more tensors come */
     if (backward)
         TO_DEVICE(f.args);
     else
@@ -1038,6 +1041,7 @@ static void weight_expect(void) {
     }
 }
 
+#include "check_cuda_attn_fp8.h"
 #include "check_cuda_quant.h"
 #include "check_cuda_rows.h"
 
@@ -1054,6 +1058,7 @@ static const struct {
            {GK_OP_GEMM_ACT_BWD, "gemm_act_bwd", act_bwd_draw, act_bwd_expect},
            {GK_OP_FLASH_ATTN_FWD, "flash_attn_fwd", fwd_draw, fwd_expect},
            {GK_OP_FLASH_ATTN_BWD, "flash_attn_bwd", bwd_draw, bwd_expect},
+           {GK_OP_FLASH_ATTN_FP8, "flash_attn_fp8", attn_fp8_draw, attn_fp8_expect},
            {GK_OP_PAGED_ATTN, "paged_attn", paged_draw, paged_expect},
            {GK_OP_KV_CACHE_WRITE, "kv_cache_write", write_draw, write_expect},
            {GK_OP_ROPE_KV_WRITE, "rope_kv_write", rope_write_draw, rope_write_expect},
@@ -1075,7 +1080,7 @@ static const struct {
 
 /* Whose operands may be of 8 bits; others have codes beside operands that are wider. */
 static bool takes_codes(gk_op op) {
-    return op == GK_OP_SCALED_GEMM || op == GK_OP_GROUPED_GEMM || op == GK_OP_SPARSE_GEMM;
+    return op == GK_OP_SCALED_GEMM || op == GK_OP_GROUPED_GEMM || op == GK_OP_SPARSE_GEMM || op == GK_OP_FLASH_ATTN_FP8;
 }
 
 typedef struct walked {
