@@ -15,6 +15,7 @@
 #   make docs          the pages and both APIs as a site, docs/_build/html/index.html
 #   make wheel         dist/gpukern-*.whl: one for every Python >= 3.10 and torch >= 2.10 on Linux
 #   make build fmt lint clean
+#   make tools requirements docs-alone test-python    parts of these, which .ci/run runs beside each other
 #
 # `make demo`, `make test` and `make docs` build the CUDA half only where there is a GPU; GPUKERN_CUDA=1 builds it wherever nvcc is. What
 # build/ was first configured with it keeps.

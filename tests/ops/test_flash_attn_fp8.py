@@ -268,7 +268,8 @@ def test_rows_of_the_table():
         return gk.explain("flash_attn", q, k, v, arch="sm_90", **how)["row"].removeprefix("flash_attn_fp8_")
 
     assert row() == "sm90a_d128" and row(batch=8, heads=16, length=1536) == "sm90a_d128_wide"  # by what fills 132 SMs
-    assert row((64, 64)) == "sm90a_d64" and row((48, 64), per=3) == "sm90a_d64_block"
+    assert row((64, 64)) == "sm90a_d64" and row((48, 64), per=3, length=576) == "sm90a_d64_block"
+    assert row((64, 64), per=3) == "sm90a_d128_block"  # 768 rows in tiles of 192, and no scale behind row 640
     assert row(per=3) == row((128, 64), per=3, is_causal=True, window_right=5) == "sm90a_d128_block"
     for other in (row(accumulate="precise"), row((256, 256)), row(softcap=2.0), row(per=3, window_left=50)):
         assert other == "relay"

@@ -20,7 +20,8 @@
  *   wait for O, release V_(j-1); rows whose weights leave the codes take the block again
  *
  * Not handled, served by flash_attn_fp8_relay and flash_attn_fp8_sm80: `accumulate` precise, softcap, ALiBi, head_dim above 128, strides
- * and offsets that are no multiples of 16 bytes, scales of blocks with a window to the left or kv_start, small seq_q of grouped heads. */
+ * and offsets that are no multiples of 16 bytes, scales of blocks with a window to the left or kv_start, scales of q's blocks
+ * that end before a tile's rows do, small seq_q of grouped heads. */
 #include "../ptx/cluster.cuh"
 #include "../ptx/griddepcontrol.cuh"
 #include "fp8_consumer.cuh"
@@ -67,7 +68,14 @@ bool mean_fits(const gk_attn_mean &m) {
     return !m.data || (m.column == 1 && m.head % 4 == 0 && m.batch % 4 == 0 && (uintptr_t)m.data % 16 == 0);
 }
 
-/* key = {head_dim, head_dim_v, scales of blocks, bytes of shared memory} */
+/* Whether q has a scale for the first row of each of a tile's warpgroups, those behind the last query too. */
+bool q_scale_fits(const gk_flash_attn_fp8_args *a, int rows) {
+    const int64_t seq_q = a->fwd.cu_seqlens_q ? a->fwd.max_seqlen_q : a->fwd.q.shape[2];
+    return gk_attn_scale_of(a->q_scale).block == 0 ||
+           gk_round_up(seq_q, rows) <= gk_round_up(seq_q, GK_ATTN_SCALE_TOKENS);
+}
+
+/* key = {head_dim, head_dim_v, scales of blocks, bytes of shared memory, rows of a tile} */
 bool serves(const gk_cuda_instance *row, const gk_context *ctx, const gk_flash_attn_fp8_args *a) {
     const gk_flash_attn_args &f = a->fwd;
     const gk_attn_rules &rules = f.rules;
@@ -76,7 +84,7 @@ bool serves(const gk_cuda_instance *row, const gk_context *ctx, const gk_flash_a
     const bool aligned = rules.window_left < 0 && !rules.kv_start; /* tiles of keys begin where blocks of scales do */
     return !gk_attn_is_precise(a) && f.q.shape[last] <= row->key[0] && f.v.shape[last] <= row->key[1] &&
            blocks == (row->key[2] != 0) && (!blocks || aligned) && !(rules.softcap > 0) && !rules.alibi_slopes &&
-           mean_fits(gk_attn_mean_of(a->v_mean)) && tensor_map_fits(attn_shape(f.q)) &&
+           mean_fits(gk_attn_mean_of(a->v_mean)) && q_scale_fits(a, row->key[4]) && tensor_map_fits(attn_shape(f.q)) &&
            tensor_map_fits(attn_shape(f.k)) && tensor_map_fits(attn_shape(f.v)) && rows_aligned(f.out) &&
            smem_fits(ctx, row->key[3]);
 }
