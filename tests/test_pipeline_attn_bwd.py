@@ -7,6 +7,7 @@ products before it. A run fails when nothing can go on, when a stage of Q or dO 
 read, or when anything reads bytes that are not its own. Then each rule is broken in turn.
 """
 
+import itertools
 import os
 import random
 from dataclasses import dataclass, replace
@@ -273,7 +274,9 @@ class Turns:
         self.turn.arrive()
         for n in range(self.steps):
             ready, more = False, n + 1 < self.steps
-            while True:
+            for polls in itertools.count():
+                if polls == 100_000:
+                    raise Wrong("nothing can go on")
                 ready = ready or (more and self.others[n + 1])
                 if self.broken == "the additions not awaited" or self.added.ended(n & 1):
                     break

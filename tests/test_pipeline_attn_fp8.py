@@ -12,7 +12,7 @@ import random
 from dataclasses import dataclass, replace
 
 import pytest
-from test_pipeline import Barrier, Sync, Wrong, interleave
+from test_pipeline import Barrier, Sync, Wrong, arrivals, interleave
 from test_pipeline_attn import Product, Ring
 
 SCHEDULES = 20_000 if os.environ.get("GPUKERN_TEST_ALL") == "1" else 800
@@ -43,15 +43,21 @@ class Block:
         k = self.k = kernel
         self.tiles, self.rng, self.events = [*tiles, None], rng, []
         warps = k.warpgroups * WARPS
-        loaders = 1 if k.broken == "description: transposers do not count" else 1 + TRANSPOSERS
-        self.described = Ring(k.descriptions, warps + loaders)
+
+        def counts(ring, transposers=TRANSPOSERS):
+            source, ring = "attn/fp8_producer.cuh", f"typename S::{ring})"
+            return arrivals(source, ring, warps=WARPS, WARPGROUPS=k.warpgroups, TRANSPOSERS=transposers)
+
+        loaders = 0 if k.broken == "description: transposers do not count" else TRANSPOSERS
+        self.described = Ring(k.descriptions, counts("TileRing(smem_s + S::TILE_RING", loaders))
+        released, told = counts("Ring(smem_s + S::VT_RING")
         self.rings = {
-            "q": Ring(2, k.warpgroups),
-            "k": Ring(k.stages, k.warpgroups),
-            "raw": Ring(2, TRANSPOSERS),
-            "v": Ring(k.stages, k.warpgroups),
+            "q": Ring(2, counts("QRing(smem_s + S::Q_RING")),
+            "k": Ring(k.stages, counts("Ring(smem_s + S::K_RING")),
+            "raw": Ring(2, counts("RawRing(smem_s + S::RAW_RING")),
+            "v": Ring(k.stages, released),
         }
-        told = 1 if k.broken == "v told by one warp" else TRANSPOSERS
+        told = 1 if k.broken == "v told by one warp" else told
         self.rings["v"].full = [Barrier(told) for _ in range(k.stages)]
         self.told, self.mean = [None] * k.descriptions, [None] * k.descriptions
         self.held = {name: [{} for _ in range(ring.stages)] for name, ring in self.rings.items()}

@@ -174,6 +174,11 @@ def test_cancelled_refused_and_failed(serve, net, wanted, monkeypatch):
     a, b, c = prompts_of(20, 25, 30, seed=1)
     for name, request in {
         "prompt is empty": Request([]),
+        "prompt is .1, 2.5.; expected integers": Request([1, 2.5]),
+        "prompt is 'abc'": Request("abc"),
+        "prompt is None": Request(None),
+        "max_tokens is .2.5.": Request([1], max_tokens=2.5),
+        "temperature is None": Request([1], temperature=None),
         "token 512": Request([512]),
         "max_tokens is 0": Request([1], max_tokens=0),
         "512 that fit": Request([1] * 500, max_tokens=13),
@@ -189,6 +194,9 @@ def test_cancelled_refused_and_failed(serve, net, wanted, monkeypatch):
     kept = engine.submit(Request(a, max_tokens=20))
     dropped = engine.submit(Request(b, max_tokens=200))
     unheard = engine.submit(Request(c, max_tokens=200, on_tokens=gone))
+    with pytest.raises(Refused, match="submitted before"):
+        engine.submit(kept)
+    a[0] = b[0]  # what the caller does to its list is not seen
     stopped = engine.submit(Request(c, max_tokens=20, stop_ids=frozenset(wanted(c, 20)[5:6])))
     never = engine.submit(Request(c))
     with pytest.raises(Busy):
@@ -198,6 +206,7 @@ def test_cancelled_refused_and_failed(serve, net, wanted, monkeypatch):
         engine.step()
     dropped.cancel()
     run(engine)
+    (a, _, _) = prompts_of(20, 25, 30, seed=1)
     assert kept.answer == wanted(a, 20) and dropped.finish == unheard.finish == never.finish == "cancelled"
     assert stopped.finish == "stop" and stopped.answer == wanted(c, 20)[: wanted(c, 20).index(wanted(c, 20)[5]) + 1]
     assert all_free(engine)

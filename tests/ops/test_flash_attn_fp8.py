@@ -416,3 +416,16 @@ def test_explain_says_how_sums_are_kept():
     assert gk.explain("flash_attn", **x)["accumulate"] == "fast"
     assert gk.explain("flash_attn", **x | dict(v_mean=None))["accumulate"] == "precise"
     assert gk.explain("flash_attn", **x, accumulate="precise")["accumulate"] == "precise"
+
+
+def test_quantize_attn_refuses_shapes_that_do_not_fit():
+    x = torch.zeros
+    for q, k, v, text in [
+        (x(1, 4, 5, 8), x(1, 2, 5, 8), x(1, 2, 6, 8), "v must have the tokens and heads of k"),
+        (x(1, 4, 5, 8), x(1, 2, 5, 8), x(1, 4, 5, 8), "v must have the tokens and heads of k"),
+        (x(5, 4, 8), x(5, 2, 8), x(6, 2, 8), "v must have the tokens and heads of k"),
+        (x(1, 4, 5, 8), x(2, 2, 5, 8), x(2, 2, 5, 8), "k has batch 2, q has 1"),
+        (x(1, 3, 5, 8), x(1, 2, 5, 8), x(1, 2, 5, 8), "q must have a multiple of k's 2 heads, got 3"),
+    ]:
+        with pytest.raises(ValueError, match=f"gpukern::quantize_attn: {text}"):
+            torch_gpukern.quantize_attn(q, k, v)

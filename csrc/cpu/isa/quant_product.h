@@ -7,7 +7,7 @@
  * of which hold every 8-bit code), multiplied by the register tile, and joins the sums times its scales. So no sum spans more
  * than a block. int8 is multiplied as it is (int8_product.h).
  * Of an instruction set with pairs, 16-bit operands are bfloat16.
- * Workspace per worker: cells of a, of b as read and as a panel, the block's product, the sums, the scales of b. */
+ * Workspace per worker: cells of a, of b as read and as panels, the block's product, the sums, the scales of b. */
 #ifndef GPUKERN_CPU_QUANT_PRODUCT_H
 #define GPUKERN_CPU_QUANT_PRODUCT_H
 
@@ -243,11 +243,12 @@ static void quant_task(const quant_product *p, int64_t t, char *memory) {
                p->a_m, p->a_k, rows, kn);
         p->read_b(p, b, p->b_ld, col, cols, k0, kn);
         if (p->b_by_k)
-            pack_panel(panel, p->nb, b, ELEM_DTYPE, 1, p->b_ld, cols, kn);
+            pack_panels(panel, b, ELEM_DTYPE, 1, p->b_ld, cols, kn);
         else
-            pack_panel(panel, p->nb, b, ELEM_DTYPE, p->b_ld, 1, cols, kn);
-        tile_product(SUM_CELLS, true, rows, cols, cells_of(kn), (cell *)(void *)a, p->a_ld / PAIR, panel, p->nb, part,
-                     p->nb, false);
+            pack_panels(panel, b, ELEM_DTYPE, p->b_ld, 1, cols, kn);
+        for (int64_t j = 0; j < cols; j += NR)
+            tile_product(SUM_CELLS, true, rows, gk_min_i64(NR, cols - j), cells_of(kn), (cell *)(void *)a,
+                         p->a_ld / PAIR, panel + j * cells_of(kn), NR, part + j, p->nb, false);
         if (along_k)
             join_scaled(p, sums, part, scales, row, rows, col, cols, k0, k0 == 0);
         else
