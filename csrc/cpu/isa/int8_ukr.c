@@ -152,6 +152,7 @@ INLINE void rows(const int per, uint32_t *dst, int64_t ld, const int8_t *src, in
 }
 
 /* ---- 3 small M, b's k side by side: dot products that read b in place --------------------------------- */
+/* The next column is fetched under each: the machine's prefetcher begins anew at every page. */
 #define DOTS(form, target, dot, per, flipped, M)                                                               \
     target static void form##_dots_##M(int64_t n, int64_t k, const uint32_t *a, int64_t a_ld, const int8_t *b, \
                                        int64_t b_n, uint32_t *c, int64_t ldc) {                                \
@@ -164,6 +165,7 @@ INLINE void rows(const int per, uint32_t *dst, int64_t ld, const int8_t *src, in
                 for (int i = 0; i < M; ++i) acc[i][0] = acc[i][1] = vw_set1(0);                                \
                 int64_t x = 0;                                                                                 \
                 for (; x < whole; x += 2 * W) {                                                                \
+                    __builtin_prefetch(from + b_n + x * per), __builtin_prefetch(from + b_n + (x + W) * per);  \
                     const vw b0 = cells_along(per, from + x * per, per * W) ^ flipped;                         \
                     const vw b1 = cells_along(per, from + (x + W) * per, per * W) ^ flipped;                   \
                     _Pragma("GCC unroll 4") for (int i = 0; i < M; ++i) {                                      \
