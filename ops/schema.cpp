@@ -23,6 +23,9 @@
 
 #define FLASH_ATTN_ARGS "(Tensor q, Tensor k, Tensor v, " DENSE_RULES OUT_DTYPE
 
+// a, b: how out and lse are annotated
+#define ACCUMULATE_ARGS(a, b) "(Tensor q, Tensor k, Tensor v, Tensor" a " out, Tensor" b " lse, " DENSE_RULES ")"
+
 #define FLASH_ATTN_BWD_ARGS                                                    \
     "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, " \
     "Tensor? grad_lse=None, " DENSE_RULES BACKWARD
@@ -174,6 +177,9 @@ void define(gk::Library &m) {
            OUT_LSE);
 
     def_all(m, "attn_merge", "(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b)", OUT_LSE);
+
+    m.def("flash_attn_accumulate" ACCUMULATE_ARGS("(a!)", "(b!)") " -> ()");
+    m.def("flash_attn_accumulate_results" ACCUMULATE_ARGS("", "") " -> ()");
 
     def_op(m, "paged_attn", PAGED_ATTN_ARGS, OUT_LSE);
     def_out(m, "paged_attn", PAGED_ATTN_ARGS);

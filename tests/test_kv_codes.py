@@ -3,6 +3,7 @@
 
 import copy
 import math
+import pickle
 from itertools import product
 
 import pytest
@@ -427,3 +428,13 @@ def test_scales_that_were_made_in_inference_mode():
     for margin in (0.0, -1.0, math.nan, math.inf):
         with pytest.raises(ValueError, match="KVCacheScales.scales: margin is"):
             found.scales(margin)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+def test_a_cache_is_pickled(dtype):
+    cache = PagedKVCache(6, 4, 2, 8, dtype=dtype, k_scale=torch.full((2,), 0.5))
+    cache.append([cache.allocate()], torch.ones(3, 2, 8), torch.ones(3, 2, 8), 3)
+    for other in (pickle.loads(pickle.dumps(cache)), copy.deepcopy(cache)):
+        assert other.k.dtype is dtype and other.k.data_ptr() != cache.k.data_ptr()
+        assert torch.equal(other.k.view(torch.uint8), cache.k.view(torch.uint8))
+        assert other.pages(other.sequences[0]) == cache.pages(cache.sequences[0])

@@ -3,6 +3,7 @@
 
 import copy
 import math
+import pickle
 import warnings
 
 import pytest
@@ -411,3 +412,17 @@ def test_calibration_of_a_layer_that_is_called_by_name():
     model = Named()
     gnn.quantize(model, "int8-static", say=None, calibration=[torch.ones(2, 8)])
     assert model.up.input_scale == 1 / 127
+
+
+def test_pickle():
+    """Plain pickle, which other processes are handed models by, and copies that share nothing."""
+    for recipe in SCHEMES:
+        if recipe in ("w4-shift", "w8-shift"):
+            continue
+        model, x = nn.Sequential(nn.Linear(64, 8)), randn(generator("pickle"), 3, 64)
+        gnn.quantize(model, recipe, say=None, calibration=[x] if "static" in recipe else None)
+        for other in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+            assert_bits(other(x).detach(), model(x).detach())
+            assert not {t.data_ptr() for t in other.buffers()} & {t.data_ptr() for t in model.buffers()}
+            assert [t.dtype for t in other.buffers()] == [t.dtype for t in model.buffers()]
+            assert list(other.state_dict()) == list(model.state_dict())

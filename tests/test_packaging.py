@@ -382,6 +382,8 @@ def test_c_example_builds_and_runs(prefix, tmp_path):
     assert f"gpukern {header_version()} on " in out
     assert "gemm " in out and "flash_attn " in out and "GK_ERR_ARGUMENT" in out
     assert not [name for name in needed(tmp_path / "attention") if "torch" in name or "stdc++" in name]
+    out = must(tmp_path / "few_bits", cwd=tmp_path)
+    assert "weight_gemm [3, 100] x [70, 100] in 4 bits" in out and "GK_ERR_ARGUMENT: gk_weight_gemm: scale" in out
 
 
 def run_example(binary):

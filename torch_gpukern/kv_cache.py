@@ -41,6 +41,7 @@ from .paged.growth import Growth, OutOfPages
 from .paged.pool import NO_PAGE, PagePool
 from .paged.scales import CODES, KVCacheScales, layer_scale, of_layers
 from .paged.sequences import Sequences, largest
+from .pickled import as_bytes, as_codes
 
 __all__ = ["KVCacheScales", "OutOfPages", "PagedKVCache"]
 
@@ -122,10 +123,10 @@ class PagedKVCache:
         self._lock = RLock()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: x for name, x in self.__dict__.items() if name != "_lock"}
+        return as_bytes({name: x for name, x in self.__dict__.items() if name != "_lock"})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update(as_codes(state))
         self._lock = RLock()
 
     def __repr__(self) -> str:

@@ -3,6 +3,7 @@
 #include "../attn_scales.h"
 #include "../checks.h"
 #include "../dispatch.h"
+#include "../gpukern_ranks.h"
 
 /* ---- laws -------------------------------------------------------------------------------------------- */
 /* Dense and packed calls differ in the place of the dimensions. */
@@ -109,17 +110,30 @@ static gk_status check_result_dtype(gk_io *io, const gk_context *ctx, const char
     return GK_OK;
 }
 
+/* out and lse are read, too. */
+static gk_status check_accumulates(const gk_context *ctx, const gk_flash_attn_args *f, gk_io *io) {
+    const gk_dtype dtype = gk_stats_dtype(f->q.dtype);
+    if (ctx->device != GK_CPU) return gk_fail(GK_ERR_UNSUPPORTED, "no kernel on CUDA; supported is the CPU");
+    GK_REQUIRE(form_of(f) == &dense, "accumulates is for dense calls");
+    GK_REQUIRE(f->dropout_p == 0, "dropout_p must be 0 where results accumulate, got %g", f->dropout_p);
+    GK_REQUIRE(f->out.dtype == dtype, "out must be %s where q is %s, got %s", gk_dtype_name(dtype),
+               gk_dtype_name(f->q.dtype), io->dtype_name(f->out.dtype));
+    return GK_OK;
+}
+
 gk_status gk_check_flash_attn_fwd(const gk_context *ctx, const gk_flash_attn_args *f, gk_io *io) {
     GK_TRY(check_qkv(ctx, f, io, false));
     if (form_of(f) == &packed) GK_TRY(check_lengths(f, io));
     GK_TRY(check_rules(f, io, f->q.dtype));
     GK_TRY(check_dropout(f, io));
     GK_TRY(check_contents(ctx, f, io));
-    GK_TRY(check_result_dtype(io, ctx, "out_dtype", &f->q, f->out.dtype));
+    GK_TRY(gk_accumulates(f) ? check_accumulates(ctx, f, io)
+                             : check_result_dtype(io, ctx, "out_dtype", &f->q, f->out.dtype));
     int64_t shape[GK_MAX_DIMS];
     out_shape(f, shape);
     gk_give(io, "out", &f->out, f->out.dtype, f->q.ndim, shape, GK_DENSE_LAST);
-    gk_give(io, "lse", &f->lse, gk_stats_dtype(f->q.dtype), f->q.ndim - 1, shape, GK_CONTIGUOUS)->optional = true;
+    gk_give(io, "lse", &f->lse, gk_stats_dtype(f->q.dtype), f->q.ndim - 1, shape, GK_CONTIGUOUS)->optional =
+        !gk_accumulates(f);
     return GK_OK;
 }
 

@@ -26,9 +26,10 @@ static gk_status check_scales(gk_io *io, const gk_grouped_gemm_args *g, bool by_
     if (!codes) return GK_OK;
     GK_TRY(gk_take_scale(io, "scale_a", g->scale_a, "a", &g->a, false));
     GK_TRY(gk_take_scale(io, "scale_b", g->scale_b, "b", &g->b, true));
+    const gk_tensor *sa = g->scale_a, *sb = g->scale_b;
+    const bool whole = (sa->ndim < 2 || sa->shape[1] == 1) && (sb->ndim < 2 || sb->shape[sb->ndim - 2] == 1);
+    GK_REQUIRE(whole || g->accumulate == GK_PRECISE, "accumulate must be precise with scales along K, got fast");
     if (by_rows) return GK_OK;
-    const bool whole =
-        (g->scale_a->ndim < 2 || g->scale_a->shape[1] == 1) && (g->scale_b->ndim < 2 || g->scale_b->shape[0] == 1);
     GK_REQUIRE(whole, "scale_a and scale_b must have one scale along K where groups are of K, got %s and %s",
                gk_text_of(g->scale_a->ndim, g->scale_a->shape).text,
                gk_text_of(g->scale_b->ndim, g->scale_b->shape).text);

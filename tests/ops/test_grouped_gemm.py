@@ -215,3 +215,14 @@ def test_opcheck_and_compile(device):
     for m in (15, 30, 130):
         a = randn(gen, m, 16).to(device)
         assert_bits(compiled(a), torch_gpukern.grouped_gemm(a, b, e))
+
+
+def test_fast_sums_are_of_one_scale_along_k(device):
+    a, b = (torch.ones(shape, device=device).to(torch.float8_e4m3fn) for shape in ((4, 256), (1, 256, 8)))
+    offs, one = torch.tensor([4], dtype=torch.int32, device=device), torch.ones((), device=device)
+    blocks = torch.ones(4, 2, device=device)
+    for scale_a, scale_b in ((blocks, one), (one, blocks[None, :2, :1])):
+        with pytest.raises(ValueError, match="grouped_gemm: accumulate must be precise with scales along K, got fast"):
+            torch_gpukern.grouped_gemm(a, b, offs, scale_a=scale_a, scale_b=scale_b, accumulate="fast")
+    got = torch_gpukern.grouped_gemm(a, b, offs, scale_a=blocks[:, :1], scale_b=one, accumulate="fast")
+    assert got.float().eq(256).all()

@@ -66,6 +66,16 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, diagonal: int, dtype: t
     return out.to(dtype), lse
 
 
+def joined(
+    held: tuple[Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, call: Call, diagonal: int
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of the keys that `held` is of and of these: on the CPU `held` itself, written by the kernel that attends."""
+    if q.is_cuda:
+        return ops.attn_merge(*held, *forward(q, k, v, call, diagonal, held[1].dtype))
+    ops.flash_attn_accumulate(q, k, v, *held, diagonal=diagonal, **call.arguments())
+    return held
+
+
 def made(q: Tensor, wide: torch.dtype) -> torch.dtype:
     """What the kernels store: on CUDA they round to q's dtype."""
     return q.dtype if q.is_cuda else wide

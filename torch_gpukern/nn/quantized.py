@@ -13,6 +13,7 @@ from .._library import NAMESPACE, transforms_active
 from ..ops import gemm
 from ..ops.gemm import Activation
 from ..ops.wrong_types import refuse_non_tensors
+from ..pickled import as_bytes, as_codes
 from ..reference import ACTIVATIONS
 from .schemes import GROUPED, SCHEMES, Tensors, half_of
 
@@ -166,6 +167,12 @@ class QuantizedLinear(torch.nn.Module):
         if like is not None:
             self.weight_like = fn(like)
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_buffers": as_bytes(self._buffers)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "_buffers": as_codes(state["_buffers"])})
 
     # ---- what a state_dict says of itself ----
 

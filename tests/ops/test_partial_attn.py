@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What context parallelism is made of: attention over some of the keys in float32, gradients likewise, and results that join what is
+there. On the CPU: kernels of CUDA round to 16 bits."""
+
+import math
+
+import pytest
+import torch
+from conftest import generator, randn
+
+from torch_gpukern import reference
+
+ops = torch.ops.gpukern
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+# (heads, lengths, head dims, rules)
+CASES = (
+    ((4, 2), (65, 65), (32, 24), dict(is_causal=True)),
+    ((2, 1), (130, 257), (96, 40), dict(window_left=70, window_right=9, diagonal=3)),
+    ((4, 1), (33, 70), (16, 16), dict(softcap=3.0)),
+)
+
+
+def tensors(seed, case, dtype, tokens_first=False):
+    (hq, hkv), (sq, sk), (d, dv), _ = case
+    gen = generator("partial", seed)
+    shapes = (2, hq, sq, d), (2, hkv, sk, d), (2, hkv, sk, dv), (2, hq, sq, dv)
+    x = [randn(gen, *shape, dtype=dtype) for shape in shapes]
+    return [t.transpose(1, 2).contiguous().transpose(1, 2) for t in x] if tokens_first else x
+
+
+def wide(x):
+    return x.detach().double().cpu()
+
+
+def rms(x, want):
+    return ((wide(x) - want).square().mean() / want.square().mean()).sqrt().item()
+
+
+def whole(q, k, v, grad, rules):
+    """out, lse, dq, dk, dv in float64 of the very inputs."""
+    leaves = [wide(x).requires_grad_() for x in (q, k, v)]
+    out, lse = reference.flash_attn(*leaves, **rules, return_lse=True)
+    return out.detach(), lse.detach(), *torch.autograd.grad((out * wide(grad)).sum(), leaves)
+
+
+@pytest.mark.parametrize("dtype", (BF16, F16), ids=str)
+def test_float32_results_of_16_bits_are_not_rounded(dtype):
+    for seed, case in enumerate(CASES):
+        q, k, v, grad = tensors(seed, case, dtype, tokens_first=seed % 2 == 1)
+        rules = case[3]
+        want = whole(q, k, v, grad, rules)
+        out, lse = ops.flash_attn_fwd(q, k, v, **rules)
+        out32, lse32 = ops.flash_attn_fwd(q, k, v, **rules, out_dtype=F32)
+        assert out32.dtype == F32 and out32.stride() == out.stride(), case
+        assert rms(out32, want[0]) < 0.9 * rms(out, want[0]), case
+        torch.testing.assert_close(lse32, lse, atol=2e-6, rtol=2e-6)
+        for deterministic in (False, True):
+            given = grad, q, k, v, out, lse
+            grads = ops.flash_attn_bwd(*given, **rules, deterministic=deterministic)[:3]
+            grads32 = ops.flash_attn_bwd(*given, **rules, deterministic=deterministic, grad_dtype=F32)[:3]
+            for name, a, b, ref in zip(("dq", "dk", "dv"), grads32, grads, want[2:], strict=True):
+                assert a.dtype == F32 and a.stride() == b.stride(), (case, name)
+                assert rms(a, ref) < 0.98 * rms(b, ref), (case, name, rms(a, ref), rms(b, ref))
+
+
+def test_float32_results_of_packed_calls():
+    """And of tokens that belong to no sequence: 0, and -inf."""
+    gen, cu = generator("partial packed"), torch.tensor([0, 70, 70, 200], dtype=torch.int32)
+    q, k, v, grad = (randn(gen, 210, h, 64, dtype=BF16) for h in (4, 2, 2, 4))
+    given = q, k, v, cu, cu, 130, 130
+    out, lse = ops.flash_attn_varlen_fwd(*given, True)
+    out32, lse32 = ops.flash_attn_varlen_fwd(*given, True, out_dtype=F32)
+    want, _ = reference.flash_attn_varlen(*(wide(x) for x in (q, k, v)), cu.cpu(), cu.cpu(), 130, 130, is_causal=True,
+                                          return_lse=True)  # fmt: skip
+    assert rms(out32, want) < 0.9 * rms(out, want)
+    torch.testing.assert_close(lse32, lse, atol=2e-6, rtol=2e-6)
+    assert not out32[200:].any() and (lse32[200:] == -torch.inf).all()
+    for deterministic in (False, True):
+        grads = [
+            ops.flash_attn_varlen_bwd(grad, q, k, v, out, lse, cu, cu, 130, 130, is_causal=True, deterministic=deterministic,
+                                      grad_dtype=dtype)[:3]
+            for dtype in (F32, None)
+        ]  # fmt: skip
+        for a, b in zip(*grads, strict=True):
+            assert a.dtype == F32 and not a[200:].any()
+            torch.testing.assert_close(a, b.float(), atol=2e-2, rtol=2e-2)
+
+
+def test_float32_results_of_rows_that_no_copy_of_16_bytes_takes():
+    """Strides of 17 elements, and dropout: the plain kernels."""
+    case = ((2, 1), (20, 33), (8, 8), dict(is_causal=True))
+    q, k, v, grad = (torch.nn.functional.pad(x, (0, 9))[..., :8] for x in tensors(90, case, BF16))
+    want = whole(q, k, v, grad, case[3])
+    out, lse = ops.flash_attn_fwd(q, k, v, **case[3])
+    out32, _ = ops.flash_attn_fwd(q, k, v, **case[3], out_dtype=F32)
+    assert rms(out32, want[0]) < 0.9 * rms(out, want[0])
+    grads = ops.flash_attn_bwd(grad, q, k, v, out, lse, **case[3], grad_dtype=F32)
+    for a, ref in zip(grads[:3], want[2:], strict=True):
+        assert rms(a, ref) < 4e-3
+    drop = dict(dropout_p=0.25, dropout_seed=torch.tensor([3, 4]))
+    kept = ops.flash_attn_fwd(q, k, v, **case[3], **drop)
+    wider = ops.flash_attn_fwd(q, k, v, **case[3], **drop, out_dtype=F32)
+    torch.testing.assert_close(wider[0].to(BF16), kept[0], atol=1e-2, rtol=1e-2)
+    shares = [ops.flash_attn_bwd(grad, q, k, v, *kept, **case[3], **drop, grad_dtype=t)[:3] for t in (F32, None)]
+    for a, b in zip(*shares, strict=True):
+        torch.testing.assert_close(a, b.float(), atol=2e-2, rtol=2e-2)
+
+
+# ---- results that join what is there ----------------------------------------------------------------
+
+
+def joined(q, k, v, rules, cuts, sinks, strides):
+    """The attention over all keys, part by part; rows that have seen nothing hold NaN."""
+    first, *others = rules.pop("diagonal", 0), *cuts
+    shape = (*q.shape[:3], v.shape[3])
+    dtype = F64 if q.dtype == F64 else F32
+    out = torch.full(shape, math.nan, dtype=dtype, device=q.device)
+    if strides:  # rows of other rows' neighbours, as a shard of the sequence has them
+        out = torch.full((shape[0], shape[2], shape[1], shape[3] + 6), math.nan, dtype=dtype, device=q.device)
+        out = out.transpose(1, 2)[..., : shape[3]]
+    lse = torch.full(shape[:3], -math.inf, dtype=dtype, device=q.device)
+    for i, (start, end) in enumerate(zip((0, *others), (*others, k.shape[2]), strict=True)):
+        part = k[:, :, start:end], v[:, :, start:end]
+        sink = sinks if i == 0 else None
+        ops.flash_attn_accumulate(q, *part, out, lse, diagonal=first - start, sinks=sink, **rules)
+    return out, lse
+
+
+@pytest.mark.parametrize("dtype", (BF16, F16, F32, F64), ids=str)
+def test_accumulate_joins_the_attention_over_other_keys(dtype):
+    for seed, case in enumerate(CASES):
+        q, k, v, _ = tensors(seed, case, dtype, tokens_first=seed % 3 == 1)
+        sinks = torch.linspace(-2, 2, q.shape[1], dtype=F64 if dtype == F64 else F32) if seed % 2 else None
+        n = k.shape[2]
+        want, want_lse = reference.flash_attn(*map(wide, (q, k, v)), **case[3], return_lse=True,
+                                              sinks=None if sinks is None else wide(sinks))  # fmt: skip
+        out, lse = joined(q, k, v, dict(case[3]), (n // 3, n // 3, n - 1), sinks, strides=seed % 2 == 0)
+        bound = {BF16: 4e-3, F16: 6e-4, F32: 2e-6, F64: 1e-12}[dtype]
+        assert rms(out, want) < bound, (case, rms(out, want))
+        torch.testing.assert_close(wide(lse), want_lse, atol=1e-5, rtol=1e-5)
+
+
+def test_accumulate_of_nothing_leaves_what_is_held():
+    q, k, v, _ = tensors(7, CASES[1], BF16)
+    held, lse = ops.flash_attn_fwd(q, k, v, out_dtype=F32)
+    held[:, :, 5], lse[:, :, 5] = math.nan, -math.inf  # these rows see nothing now, either
+    out, out_lse = held.clone(), lse.clone()
+    empty = torch.zeros(2, dtype=torch.int32)
+    ops.flash_attn_accumulate(q, k, v, out, out_lse, kv_end=empty)
+    rest = torch.ones(out.shape[2], dtype=torch.bool)
+    rest[5] = False
+    torch.testing.assert_close(out[:, :, rest], held[:, :, rest], atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(out_lse, lse)
+    assert not out[:, :, 5].any()
+
+
+def test_accumulate_says_what_it_does_not_take():
+    q, k, v, _ = tensors(1, CASES[0], BF16)
+    out, lse = ops.flash_attn_fwd(q, k, v, out_dtype=F32)
+    for change, text in (
+        (dict(out=out.to(BF16)), "out must be float32 where q is bfloat16, got bfloat16"),
+        (dict(out=out[:, :, 1:]), r"out must have shape \[2, 4, 65, 24\], got \[2, 4, 64, 24\]"),
+        (dict(lse=lse.double()), "lse must be float32, got float64"),
+        (dict(lse=lse[:, :1]), r"lse must have shape \[2, 4, 65\], got \[2, 1, 65\]"),
+        (dict(lse=out.flatten()[:520].view(2, 4, 65)), "lse shares memory with out"),
+        (dict(softcap=-1.0), "softcap must"),
+    ):
+        given = dict(q=q, k=k, v=v, out=out, lse=lse) | change
+        with pytest.raises(ValueError, match=f"gpukern::flash_attn_accumulate: {text}"):
+            ops.flash_attn_accumulate(**given)
+    q32 = torch.zeros(1, 1, 4, 8)
+    with pytest.raises(ValueError, match="out shares memory with q"):
+        ops.flash_attn_accumulate(q32, q32, q32, q32, torch.zeros(1, 1, 4))
+    with pytest.raises(NotImplementedError, match="flash_attn_accumulate: it has no backward"):
+        ops.flash_attn_accumulate(q.requires_grad_(), k, v, out, lse)
+    held, before = out.clone(), out._version
+    with torch.no_grad():
+        ops.flash_attn_accumulate(q, k, v, out, lse)
+    assert out._version > before and not torch.equal(out, torch.zeros_like(held))
+
+
+def test_accumulate_opcheck():
+    q, k, v, _ = tensors(2, CASES[0], BF16)
+    out, lse = ops.flash_attn_fwd(q, k, v, out_dtype=F32)
+    torch.library.opcheck(ops.flash_attn_accumulate.default, (q, k, v, out, lse), dict(is_causal=True))

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Tensors of 8-bit floats in a pickle, which torch's own does not take (2.13: "UntypedStorage has no attribute dtype")."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_CODES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
+
+
+class _Bytes(NamedTuple):
+    bytes: Tensor
+    dtype: torch.dtype
+
+
+def as_bytes(held: dict[str, Any]) -> dict[str, Any]:
+    """A copy in which tensors of 8-bit floats are bytes and a dtype; `as_codes` is the way back."""
+    coded = {name: x for name, x in held.items() if isinstance(x, Tensor) and x.dtype in _CODES}
+    return {**held, **{name: _Bytes(x.view(torch.uint8), x.dtype) for name, x in coded.items()}}
+
+
+def as_codes(held: dict[str, Any]) -> dict[str, Any]:
+    return {name: x.bytes.view(x.dtype) if isinstance(x, _Bytes) else x for name, x in held.items()}
