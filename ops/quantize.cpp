@@ -93,19 +93,16 @@ struct Dequantize {
     static void place(C &to, Results &r) { to.out = r[0].view; }
 };
 
-void implement(Library &m) {
-    m.impl("quantize", op_all<Quantize>);
-    m.impl("silu_mul_quantize", op_all<SiluMulQuantize>);
-    m.impl("rms_norm_quantize", op_all<RmsNormQuantize>);
-    m.impl("dequantize", op_all<Dequantize>);
-}
+// X(name, op); each has an explain, too
+#define ALL(X)                              \
+    X("quantize", Quantize)                 \
+    X("silu_mul_quantize", SiluMulQuantize) \
+    X("rms_norm_quantize", RmsNormQuantize) \
+    X("dequantize", Dequantize)
 
-void implement_shapes(Library &m) {
-    m.impl("quantize_results", op_results<Quantize>);
-    m.impl("silu_mul_quantize_results", op_results<SiluMulQuantize>);
-    m.impl("rms_norm_quantize_results", op_results<RmsNormQuantize>);
-    m.impl("dequantize_results", op_results<Dequantize>);
-}
+void implement(Library &m) { ALL(GK_OP_RUN) ALL(GK_OP_EXPLAIN) }
+
+void implement_shapes(Library &m) { ALL(GK_OP_RESULTS) }
 
 } // namespace
 } // namespace gk

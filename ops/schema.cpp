@@ -191,15 +191,15 @@ void define(gk::Library &m) {
     m.def("kv_cache_write_results(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, "
           "Tensor slots, Tensor? k_scale=None, Tensor? v_scale=None) -> ()");
 
-    def_all(m, "quantize", "(Tensor x, ScalarType dtype, str granularity, Tensor? scale_ub=None, Tensor? scale=None)",
-            CODES_SCALE);
-    def_all(m, "silu_mul_quantize",
-            "(Tensor gate, Tensor up, ScalarType dtype, str granularity, Tensor? scale_ub=None)", CODES_SCALE);
-    def_all(m, "rms_norm_quantize",
-            "(Tensor x, Tensor? weight, Tensor? residual, float eps, ScalarType dtype, str granularity, "
-            "Tensor? scale_ub=None)",
-            " -> (Tensor codes, Tensor scale, Tensor sum)");
-    def_all(m, "dequantize", "(Tensor codes, Tensor scale, ScalarType dtype)", " -> Tensor");
+    def_rows(m, "quantize", "(Tensor x, ScalarType dtype, str granularity, Tensor? scale_ub=None, Tensor? scale=None)",
+             CODES_SCALE);
+    def_rows(m, "silu_mul_quantize",
+             "(Tensor gate, Tensor up, ScalarType dtype, str granularity, Tensor? scale_ub=None)", CODES_SCALE);
+    def_rows(m, "rms_norm_quantize",
+             "(Tensor x, Tensor? weight, Tensor? residual, float eps, ScalarType dtype, str granularity, "
+             "Tensor? scale_ub=None)",
+             " -> (Tensor codes, Tensor scale, Tensor sum)");
+    def_rows(m, "dequantize", "(Tensor codes, Tensor scale, ScalarType dtype)", " -> Tensor");
 
     def_all(m, "scaled_gemm", SCALED_GEMM_ARGS, " -> Tensor");
     def_explain(m, "scaled_gemm", SCALED_GEMM_ARGS);

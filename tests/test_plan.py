@@ -9,6 +9,7 @@ import torch
 from conftest import Paged, generator, ops, randn
 
 import torch_gpukern
+from registry import OPS
 from torch_gpukern import _library
 
 
@@ -109,3 +110,26 @@ def test_a_choice_does_not_depend_on_the_calls_before():
     for i in forward[::7]:  # each the first of its thread
         with ThreadPoolExecutor(1) as pool:
             assert pool.submit(plans, [i]).result() == [first[i]]
+
+
+def test_every_op_with_a_plan_is_explained():
+    """What the library explains is what torch_gpukern.explain offers; a call of each has a row and its bytes."""
+    known = {
+        name.removeprefix("gpukern::explain_")
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("gpukern::explain_") and not name.endswith(("_for", "_fp8"))
+    }
+    assert known == set(torch_gpukern.EXPLAINED)
+    x, codes, scale = torch.randn(4, 256), torch.zeros(4, 256, dtype=torch.int8), torch.ones(4, 1)
+    calls = {
+        "quantize": ((x, torch.int8, "row"), 4 * 256 * (4 + 1) + 4 * 4),
+        "silu_mul_quantize": ((x, x, torch.int8, "row"), 4 * 256 * (8 + 1) + 4 * 4),
+        "rms_norm_quantize": ((x, torch.ones(256), None, 1e-6, torch.int8, "row"), 4 * 256 * (4 + 1) + 4 * 4 + 256 * 4),
+        "dequantize": ((codes, scale, torch.float32), 4 * 256 * (4 + 1) + 4 * 4),
+    }
+    for op, (args, moved) in calls.items():
+        found = torch_gpukern.explain(op, *args)
+        assert found["row"] and found["tasks"] > 0 and found["bytes"] == moved, (op, found)
+    for op in ("rms_norm", "layer_norm", "softmax", "log_softmax", "swiglu", "rope", "dropout", "cross_entropy"):
+        found = torch_gpukern.explain(op, **OPS[op].make())
+        assert found["row"] and found["bytes"] > 0, (op, found)

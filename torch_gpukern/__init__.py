@@ -147,6 +147,22 @@ Explained = _Literal[
     "weight_gemm",
     "grouped_gemm",
     "sparse_gemm",
+    "rope_kv_write",
+    "quantize",
+    "dequantize",
+    "silu_mul_quantize",
+    "rms_norm_quantize",
+    "rms_norm",
+    "layer_norm",
+    "softmax",
+    "log_softmax",
+    "swiglu",
+    "geglu",
+    "rope",
+    "cross_entropy",
+    "dropout",
+    "dropout_add",
+    "bias_gelu_dropout",
 ]
 EXPLAINED: tuple[str, ...] = _get_args(Explained)
 
@@ -169,8 +185,9 @@ def explain(op: Explained, *args: _Any, arch: str | None = None, **kwargs: _Any)
     """The kernel instance that a call would run, and what it costs, without running it.
 
     Args:
-        op: ``"gemm"``, ``"flash_attn"``, ``"flash_attn_varlen"``, ``"flash_attn_bwd"`` or
-            ``"paged_attn"``.
+        op: one of ``torch_gpukern.EXPLAINED``: the products, ``"flash_attn"``, ``"flash_attn_varlen"``,
+            ``"flash_attn_bwd"``, ``"paged_attn"``, ``"rope_kv_write"``, what quantises, and the forward of the row
+            operations.
         *args: the arguments of ``torch.ops.gpukern.<op>``, by position
         arch: ``"sm_80"``, ``"sm_86"``, ``"sm_89"`` or ``"sm_90"``: what a GPU of that architecture would
             run (an A100, RTX 3090, L40S, H100), wherever the tensors are. No GPU is needed, and of

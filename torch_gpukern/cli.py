@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from . import ARCHS, EXPLAINED, __version__, _in_memory, bench, devices, doctor, explain, occupancy, roofline
+from . import ARCHS, __version__, _in_memory, bench, devices, doctor, explain, occupancy, roofline
 from ._library import ops
 from .layout import cli as layout_cli
 from .nn import files as weight_files
@@ -28,6 +28,8 @@ from .tuning import cache, timing
 from .tuning import gemm as gemm_tuner
 
 _DTYPES = gemm_tuner.DTYPES
+# Ops whose calls options can say; torch_gpukern.explain knows more.
+_EXPLAINED = "gemm", "flash_attn", "flash_attn_varlen", "flash_attn_bwd", "paged_attn"
 
 
 # ---- info ----------------------------------------------------------------------------------------
@@ -285,7 +287,7 @@ def _parser() -> argparse.ArgumentParser:
 
     explained = commands.add_parser("explain", help="the kernel row that a call would run, its tiles, bytes and FLOPs")
     named = explained.add_subparsers(dest="op", required=True)
-    for op in EXPLAINED:
+    for op in _EXPLAINED:
         p = named.add_parser(op)
         p.set_defaults(run=_explain)
         p.add_argument("--dtype", choices=_DTYPES, default="float32")
