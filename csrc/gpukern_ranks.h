@@ -11,17 +11,17 @@ extern "C" {
 #endif
 
 /* The arguments of gk_flash_attn_fwd, whose out and lse hold the attention over other keys and become that over both, as gk_attn_merge
- * gives it: out = out_held e^(lse_held - lse) + out_new e^(lse_new - lse). On the CPU, dense calls without dropout. A caller passes &x.fwd, and
- * fwd.size says that the rest stands behind it. */
+ * gives it: out = out_held e^(lse_held - lse) + out_new e^(lse_new - lse). out is float32 (GK_F64: float64), with any leading strides; lse is a
+ * must. On the CPU, dense calls without dropout. A caller passes &x.fwd, and fwd.size says that the rest stands behind it. */
 typedef struct gk_flash_attn_accumulate_args {
-    gk_flash_attn_args
-        fwd; /* size: of the whole struct; out float32 (GK_F64: float64), any leading strides; lse is a must */
-    int32_t accumulates; /* 1; 0: as gk_flash_attn_args alone */
+    gk_flash_attn_args fwd; /* size: of the whole struct */
+    int32_t accumulates;    /* 1; 0: as gk_flash_attn_args alone */
 } gk_flash_attn_accumulate_args;
 
 #define GK_FLASH_ATTN_ACCUMULATE_ARGS_INIT \
     {.fwd = {.size = sizeof(gk_flash_attn_accumulate_args), .rules = GK_ATTN_RULES_INIT}, .accumulates = 1}
 
+/* Whether the call joins what out and lse hold. */
 static inline int32_t gk_accumulates(const gk_flash_attn_args *a) {
     return a->size >= sizeof(gk_flash_attn_accumulate_args) && ((const gk_flash_attn_accumulate_args *)a)->accumulates;
 }

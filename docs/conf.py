@@ -114,6 +114,8 @@ def documented(header: str) -> str:
         code, indent = code.rstrip(), " " * (len(line) - len(line.lstrip()))
         if line.startswith("#") or code.strip().startswith(("}", "extern")):
             made.append(code if not line.startswith("#") else line)
+            while made[-1].endswith("\\"):  # a macro on several lines
+                made.append(next(lines))
             depth += code.count("{") - code.count("}")
             if line.startswith("#define GK_") and "_INIT" in line and pending:
                 made[-1:-1] = comment(pending)
