@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from conftest import Paged, generator, ops, randn
+from registry import OPS
 
 import torch_gpukern
-from registry import OPS
 from torch_gpukern import _library
 
 

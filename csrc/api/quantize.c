@@ -129,6 +129,7 @@ void gk_cost_quantize(const gk_context *ctx, const gk_quantize_args *q, gk_expla
     (void)ctx;
     out->bytes = gk_tensor_bytes(&q->x) + gk_tensor_bytes(&q->codes) + gk_tensor_bytes(&q->scale);
     if (q->up) out->bytes += gk_tensor_bytes(q->up);
+    if (q->weight) out->bytes += gk_tensor_bytes(q->weight);
     if (q->residual) out->bytes += gk_tensor_bytes(q->residual);
     if (q->sum) out->bytes += gk_tensor_bytes(q->sum);
     out->flops = 2.0 * (double)gk_numel(&q->x);
