@@ -958,3 +958,27 @@ def test_compiled_autocast_step_of_the_demos_model(device, monkeypatch):
         got = step(torch.compile(model.loss, fullgraph=True))
     for name, x in want.items():
         assert (got[name] - x).norm() <= 0.05 * x.norm(), name
+
+
+@pytest.mark.parametrize("what", ("attention", "int8"))
+def test_defaults_in_two_subgraphs(what):
+    """A default that two checkpointed blocks, or two autograd Functions, read is a constant of a graph of dynamic shapes."""
+    gen = generator("subgraphs", 0)
+    x = randn(gen, 1, 2, 8, 64, dtype=torch.float32, device="cpu").requires_grad_()
+    if what == "attention":
+        layers = [lambda q: torch_gpukern.flash_attn(q, q, q, is_causal=True)] * 2
+    else:
+        net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+        torch_gpukern.nn.quantize(net, what)
+        layers = list(net)
+
+    def step(x):
+        for layer in layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+    def gradient(run):
+        return torch.autograd.grad(run(x).square().sum(), x)[0]
+
+    found = gradient(torch.compile(step, dynamic=True, fullgraph=True, backend="aot_eager"))
+    torch.testing.assert_close(found, gradient(step))

@@ -12,6 +12,7 @@ from .flash_attn_varlen import flash_attn_varlen
 from .gemm import gemm
 from .glu import geglu, swiglu
 from .grouped_gemm import grouped_gemm
+from .keywords import keep_defaults_constant
 from .linear import linear
 from .linear_cross_entropy import linear_cross_entropy
 from .norm import layer_norm, rms_norm
@@ -63,4 +64,7 @@ __all__ = [
     "weight_gemm",
 ]
 
+for _name in __all__:
+    if callable(_public := globals()[_name]) and not isinstance(_public, type):
+        keep_defaults_constant(_public)
 tag_compiled_code()

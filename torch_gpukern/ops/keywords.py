@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from .._library import NAMESPACE
 
-__all__ = ["hide_unknown", "refuse_unknown"]
+__all__ = ["hide_unknown", "keep_defaults_constant", "refuse_unknown"]
 
 _MASK = "which keys a query sees is said by is_causal, windows, lengths and slopes, not by a tensor of scores' size"
 _NO_DROPOUT = "there is no dropout: leave it out"
@@ -71,3 +71,15 @@ def hide_unknown(public: Callable) -> None:
     signature = inspect.signature(public)
     parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     public.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+
+
+def keep_defaults_constant(public: Callable) -> None:
+    """Defaults 0.0 and 1.0 become 0 and 1, of the same value, where torch.compile looks; inspect and help() still see floats.
+
+    With dynamic=True a float default is an input of the graph, made where it is read first. Inside a subgraph, such as a checkpointed
+    block or an autograd Function, the next subgraph that reads it finds the first one's and fails (torch 2.10 to 2.14). The integers 0 and
+    1 are constants there.
+    """
+    public.__signature__ = inspect.signature(public)  # type: ignore[attr-defined]
+    defaults = public.__kwdefaults__ or {}  # type: ignore[attr-defined]
+    defaults.update({name: int(x) for name, x in defaults.items() if isinstance(x, float) and x in (0.0, 1.0)})
