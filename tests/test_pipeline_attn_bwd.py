@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 from test_pipeline import Barrier, Sync, Wrong, arrivals, ended, interleave
-from test_pipeline_attn import Ring
+from test_pipeline_attn import Ring, schedules
 
 SCHEDULES = 10_000 if os.environ.get("GPUKERN_TEST_ALL") == "1" else 800
 GROUPS, WARPS = 2, 2  # warpgroups, and warps of one; the kernel has four
@@ -164,12 +164,6 @@ class Block:
             self.issue(group, w, "dk", n)
             yield from await_tiles(min(n + (broken != "the next tile not awaited"), steps - 1))
             yield self.wait_group(group, w, 0)
-
-
-def schedules(kernel, count, seed):
-    rng = random.Random(seed)
-    for _ in range(count):
-        kernel.block(rng).run()
 
 
 @pytest.mark.parametrize("stages", [2, 4])

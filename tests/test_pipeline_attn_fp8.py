@@ -8,12 +8,11 @@ bytes that are not its own. Then each rule is broken in turn.
 
 import itertools
 import os
-import random
 from dataclasses import dataclass, replace
 
 import pytest
 from test_pipeline import Barrier, Sync, Wrong, arrivals, interleave
-from test_pipeline_attn import Product, Ring
+from test_pipeline_attn import MANY, OTHER, OVERWRITTEN, STUCK, Product, Ring, schedules
 
 SCHEDULES = 20_000 if os.environ.get("GPUKERN_TEST_ALL") == "1" else 800
 WARPS = 2  # of a warpgroup; the kernel has four
@@ -273,23 +272,11 @@ KERNELS = {
 }
 
 
-def schedules(kernel, count, seed):
-    rng = random.Random(seed)
-    for _ in range(count):
-        kernel.block(rng).run()
-
-
 @pytest.mark.parametrize("name", KERNELS)
 def test_the_protocol_holds(name):
     schedules(KERNELS[name], SCHEDULES // len(KERNELS), name)
 
 
-STUCK, OTHER, OVERWRITTEN, MANY = (
-    "nothing can go on",
-    "reads other bytes",
-    "is overwritten while",
-    "an arrival too many",
-)
 BROKEN = {  # rule -> what may then go wrong first
     "k loaded without empty": f"k {OVERWRITTEN}|k: {OTHER}|{STUCK}",
     "raw loaded without empty": f"raw {OVERWRITTEN}|raw: {OTHER}|{STUCK}",

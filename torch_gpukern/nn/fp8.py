@@ -16,9 +16,8 @@ from torch.autograd.function import once_differentiable
 from .._library import transforms_active
 from ..ops import quantize, scaled_gemm
 from ..ops.gemm import Activation
-from ..ops.wrong_types import refuse_non_tensors
 from ..reference import ACTIVATIONS
-from .quantized import rows_of
+from .quantized import rows_of, taken
 
 __all__ = ["Fp8Linear"]
 
@@ -34,12 +33,16 @@ def _product(x: Tensor, w: Tensor, bias: Tensor | None, scale_x, scale_w, grad_h
     return scaled_gemm(a, b.mT, scale_a, scale_b, bias=bias, out_dtype=x.dtype), a, scale_a, b, scale_b
 
 
-def _keep(ctx: Any, inputs: tuple, results: tuple) -> None:
+def _note(ctx: Any, inputs: tuple, kept: tuple) -> None:
     x, w, bias, _, _, history = inputs
-    ctx.mark_non_differentiable(*results[1:])
-    ctx.save_for_backward(*results[1:])
+    ctx.save_for_backward(*kept)
     ctx.history = history  # every backward writes it, which a saved tensor forbids
     ctx.dtypes = x.dtype, w.dtype, None if bias is None else bias.dtype
+
+
+def _keep(ctx: Any, inputs: tuple, results: tuple) -> None:
+    ctx.mark_non_differentiable(*results[1:])
+    _note(ctx, inputs, results[1:])
 
 
 def _gradients(ctx: Any, grad: Tensor, *_: Any):
@@ -58,10 +61,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any):
         out, *kept = _product(*inputs)
-        x, w, bias, _, _, history = inputs
-        ctx.save_for_backward(*kept)
-        ctx.history = history  # every backward writes it, which a saved tensor forbids
-        ctx.dtypes = x.dtype, w.dtype, None if bias is None else bias.dtype
+        _note(ctx, inputs, tuple(kept))
         return out
 
     backward = staticmethod(once_differentiable(_gradients))
@@ -134,15 +134,7 @@ class Fp8Linear(torch.nn.Linear):
                 self.register_buffer(name, torch.zeros(history, dtype=torch.float32, device=self.weight.device))
 
     def forward(self, x: Tensor) -> Tensor:
-        refuse_non_tensors("Fp8Linear", x=x)
-        if torch.is_autocast_enabled(x.device.type) and x.dtype is torch.float32:
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(f"Fp8Linear: x must be float32, bfloat16 or float16, got {str(x.dtype)[6:]}")
-        if x.shape[-1] != self.in_features:
-            raise ValueError(
-                f"Fp8Linear: x has {x.shape[-1]} columns, the weight has {self.in_features}; they must match"
-            )
+        x = taken("Fp8Linear", x, self.in_features)
         rows = rows_of(x)
         scale_x = scale_w = history = None
         if self.scaling == "delayed" and self.training:

@@ -122,15 +122,7 @@ class QuantizedLinear(torch.nn.Module):
         return w if order is None else torch.empty_like(w).index_copy_(1, order, w)
 
     def forward(self, x: Tensor) -> Tensor:
-        refuse_non_tensors("QuantizedLinear", x=x)
-        if torch.is_autocast_enabled(x.device.type) and x.dtype is torch.float32:
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        if x.dtype not in _FLOATS:
-            raise ValueError(f"QuantizedLinear: x must be float32, bfloat16 or float16, got {str(x.dtype)[6:]}")
-        if x.shape[-1] != self.in_features:
-            raise ValueError(
-                f"QuantizedLinear: x has {x.shape[-1]} columns, the weight has {self.in_features}; they must match"
-            )
+        x = taken("QuantizedLinear", x, self.in_features)
         rows, order = rows_of(x), self._buffers.get("input_order")
         if order is not None:
             rows = rows.index_select(1, order)
@@ -198,6 +190,18 @@ class QuantizedLinear(torch.nn.Module):
 
     def set_extra_state(self, state: Tensor) -> None:
         check_state(state, self.scheme)
+
+
+def taken(layer: str, x: Tensor, k: int) -> Tensor:
+    """x [..., K] as a layer of few bits takes it: under autocast a float32 one in autocast's dtype; another is refused."""
+    refuse_non_tensors(layer, x=x)
+    if torch.is_autocast_enabled(x.device.type) and x.dtype is torch.float32:
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    if x.dtype not in _FLOATS:
+        raise ValueError(f"{layer}: x must be float32, bfloat16 or float16, got {str(x.dtype)[6:]}")
+    if x.shape[-1] != k:
+        raise ValueError(f"{layer}: x has {x.shape[-1]} columns, the weight has {k}; they must match")
+    return x
 
 
 def rows_of(x: Tensor) -> Tensor:
