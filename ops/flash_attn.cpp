@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// flash_attn.cpp: flash_attn and flash_attn_varlen with their gradients, and attn_merge.
+// flash_attn.cpp: flash_attn and flash_attn_varlen with their gradients, attn_merge and flash_attn_accumulate.
 #include "attn_rules.h"
+#include "gpukern_ranks.h"
 
 namespace gk {
 namespace {
@@ -11,6 +12,9 @@ template <class O> void fill_qkv(const O &op, gk_flash_attn_args &to) {
     to.q = op.q.view, to.k = op.k.view, to.v = op.v.view;
     fill_rules(op, to.rules);
     to.rules.window_right = op.window_right;
+}
+
+template <class O> void fill_dropout(const O &op, gk_flash_attn_args &to) {
     to.dropout_p = op.dropout_p, to.dropout_seed = op.dropout_seed.view_or_null();
 }
 
@@ -41,6 +45,7 @@ template <class O> void fill_gradients(const O &op, gk_flash_attn_bwd_args &to) 
     to.deterministic = op.deterministic;
     to.is_part = op.is_part;
     to.dq.dtype = dtype_of_result(op, op.grad_dtype);
+    fill_dropout(op, to.fwd);
 }
 
 // (out, lse)
@@ -73,6 +78,7 @@ struct FlashAttn {
 
     void fill(C &to) {
         fill_dense(*this, to);
+        fill_dropout(*this, to);
         to.out.dtype = dtype_of_result(*this, out_dtype);
     }
     static void place(C &to, Results &r) { place_forward(to, r); }
@@ -123,6 +129,7 @@ struct FlashAttnVarlen {
 
     void fill(C &to) {
         fill_packed(*this, to);
+        fill_dropout(*this, to);
         to.out.dtype = dtype_of_result(*this, out_dtype);
     }
     static void place(C &to, Results &r) { place_forward(to, r); }
@@ -186,6 +193,55 @@ struct AttnMerge {
     static void place(C &to, Results &r) { to.out = r[0].view, to.lse = r[1].view; }
 };
 
+// ---- flash_attn_accumulate ----------------------------------------------------------------------
+struct AccumulateArgs : gk_flash_attn_accumulate_args {
+    size_t size; // what every op's arguments have; csrc reads fwd.size
+};
+
+struct FlashAttnAccumulate {
+    Tensor q, k, v;         // [B, Hq, Sq, D], [B, Hkv, Sk, D], [B, Hkv, Sk, Dv]
+    WrittenTensor out, lse; // [B, Hq, Sq, Dv], [B, Hq, Sq]
+    bool is_causal;
+    OptDouble scale;
+    int64_t diagonal, window_left, window_right;
+    double softcap;
+    OptTensor alibi_slopes, sinks, kv_start, kv_end, q_start;
+
+    using C = AccumulateArgs;
+    using Results = std::array<Tensor, 0>;
+    static constexpr const char *name = "flash_attn_accumulate";
+    static constexpr int num_results = 0;
+    GK_TENSORS(q, k, v, out, lse, alibi_slopes, sinks, kv_start, kv_end, q_start)
+
+    static gk_status check(const gk_context *ctx, const C *x, gk_io *io) {
+        return gk_check_flash_attn_fwd(ctx, &x->fwd, io);
+    }
+    static gk_status plan(const gk_context *ctx, const C *x, gk_plan *to) {
+        return gk_plan_flash_attn_fwd(ctx, &x->fwd, to);
+    }
+    static gk_status run(const gk_context *ctx, const C *x, const gk_plan *plan, void *workspace, size_t bytes) {
+        return gk_run_flash_attn_fwd(ctx, &x->fwd, plan, workspace, bytes);
+    }
+
+    void fill(C &to) {
+        fill_dense(*this, to.fwd);
+        to.fwd.size = sizeof(gk_flash_attn_accumulate_args);
+        to.fwd.out = out.view, to.fwd.lse = lse.view;
+        to.accumulates = 1;
+    }
+};
+
+void accumulate(FlashAttnAccumulate &op) {
+    Checked<FlashAttnAccumulate> c(op);
+    for (int i = 0; i < 2; ++i) {
+        c.call.done(gk_check_given(&c.io, i));
+        c.call.done(gk_check_apart(&c.io, i));
+    }
+    if (gk_shares_memory(&op.out.view, &op.lse.view))
+        bad_argument(FlashAttnAccumulate::name, "lse shares memory with out; it must not");
+    if (op.out.numel() > 0) c.run();
+}
+
 void implement(Library &m) {
     m.impl("flash_attn", op_first<FlashAttn>);
     m.impl("flash_attn_fwd", op_all<FlashAttn>);
@@ -198,6 +254,7 @@ void implement(Library &m) {
     m.impl("explain_flash_attn_varlen", op_explain<FlashAttnVarlen>);
     m.impl("flash_attn_varlen_bwd", backward<FlashAttnVarlenBwd>);
     m.impl("attn_merge", op_all<AttnMerge>);
+    m.impl("flash_attn_accumulate", boxed<accumulate>);
 }
 
 void implement_shapes(Library &m) {
@@ -206,6 +263,7 @@ void implement_shapes(Library &m) {
     m.impl("flash_attn_varlen_results", op_results<FlashAttnVarlen>);
     m.impl("flash_attn_varlen_bwd_results", op_results<FlashAttnVarlenBwd>);
     m.impl("attn_merge_results", op_results<AttnMerge>);
+    m.impl("flash_attn_accumulate_results", op_results<FlashAttnAccumulate>);
 }
 
 } // namespace

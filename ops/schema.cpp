@@ -7,6 +7,7 @@
 // would do.
 #include "box.h"
 #include "call.h"
+#include "gpukern_ranks.h"
 
 #define GEMM_ARGS                                                                               \
     "(Tensor a, Tensor b, Tensor? bias=None, Tensor? c=None, float alpha=1.0, float beta=1.0, " \
@@ -22,6 +23,9 @@
 #define BACKWARD ", bool deterministic=False, ScalarType? grad_dtype=None, bool is_part=False" DROPOUT
 
 #define FLASH_ATTN_ARGS "(Tensor q, Tensor k, Tensor v, " DENSE_RULES OUT_DTYPE
+
+// a, b: how out and lse are annotated
+#define ACCUMULATE_ARGS(a, b) "(Tensor q, Tensor k, Tensor v, Tensor" a " out, Tensor" b " lse, " DENSE_RULES ")"
 
 #define FLASH_ATTN_BWD_ARGS                                                    \
     "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, " \
@@ -175,6 +179,9 @@ void define(gk::Library &m) {
 
     def_all(m, "attn_merge", "(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b)", OUT_LSE);
 
+    m.def("flash_attn_accumulate" ACCUMULATE_ARGS("(a!)", "(b!)") " -> ()");
+    m.def("flash_attn_accumulate_results" ACCUMULATE_ARGS("", "") " -> ()");
+
     def_op(m, "paged_attn", PAGED_ATTN_ARGS, OUT_LSE);
     def_out(m, "paged_attn", PAGED_ATTN_ARGS);
     m.def("kv_cache_write(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
@@ -222,6 +229,7 @@ void define(gk::Library &m) {
     m.def("explain_for(str arch) -> ()");
     m.def("gemm_prefer(str device, str gemm_class, str row) -> ()");
     m.def("gemm_prefer_none() -> ()");
+    m.def("limit_sms(int sms) -> int");
 }
 
 std::string version() { return gk_version(); }
@@ -274,6 +282,17 @@ void gemm_prefer(PreferArgs &x) {
 
 void gemm_prefer_none() { gk_gemm_prefer_none(); }
 
+struct LimitArgs {
+    int64_t sms;
+};
+
+// The limit before.
+int64_t limit_sms(LimitArgs &x) {
+    const int64_t before = gk_sm_limit();
+    gk::status_ok("limit_sms", gk_limit_sms(static_cast<int32_t>(x.sms)));
+    return before;
+}
+
 } // namespace
 
 // The macro pastes its argument, so the namespace has to be expanded one level above it.
@@ -291,4 +310,5 @@ STABLE_TORCH_LIBRARY_IMPL(GPUKERN_NAMESPACE, CompositeExplicitAutograd, m) {
     m.impl("serves_head_dim", gk::boxed<serves_head_dim>);
     m.impl("gemm_prefer", gk::boxed<gemm_prefer>);
     m.impl("gemm_prefer_none", gk::boxed<gemm_prefer_none>);
+    m.impl("limit_sms", gk::boxed<limit_sms>);
 }

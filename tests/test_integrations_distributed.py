@@ -115,6 +115,17 @@ def check_flash_attn_batch_and_heads(mesh):
             same(call, plain, on_mesh(mesh, leaves, *plain), [place if alone else Replicate()])
 
 
+def check_dropout_takes_no_shards(mesh):
+    """Each rank's part alone would have the mask of the first rows."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    gen, seed = generator("dropout"), torch.tensor([5, 1])
+    plain = [randn(gen, 2, 4, 6, 8, dtype=torch.float64) for _ in range(3)] + [seed]
+    call = lambda q, k, v, seed: gk.flash_attn(q, k, v, is_causal=True, dropout_p=0.5, dropout_seed=seed)  # noqa: E731
+    for place in (Shard(0), Shard(1)):
+        same(call, plain, on_mesh(mesh, [(place,)] * 3 + [(Replicate(),)], *plain), [Replicate()])
+
+
 def check_flash_attn_varlen_heads(mesh):
     from torch.distributed.tensor import Replicate, Shard
 

@@ -138,6 +138,7 @@ typedef struct ref_block {
     int64_t q_at[REF_ROWS], out_at[REF_ROWS], lse_at[REF_ROWS], lo[REF_ROWS], hi[REF_ROWS];
     const gk_attn_keep *dropout; /* NULL = none */
     int64_t drop_row[REF_ROWS];  /* its rows */
+    bool accumulates;            /* out and lse hold the attention over other keys, and become that over both */
 } ref_block;
 
 static inline void ref_attend(const ref_block *x) {
@@ -197,6 +198,19 @@ static inline void ref_attend(const ref_block *x) {
 
     /* 3. divide and store; total 0: the row sees nothing */
     for (int64_t r = 0; r < x->rows; ++r) {
+        if (x->accumulates) { /* what is held is one more key, whose score is its lse */
+            const double held = gk_load(x->lse->data, x->lse->dtype, x->lse_at[r]);
+            if (held > peak[r]) {
+                const double shrink = exp(peak[r] - held);
+                total[r] *= shrink, peak[r] = held;
+                for (int64_t d = 0; d < head_dim_v; ++d) sum[r][d] *= shrink;
+            }
+            if (held != -INFINITY) {
+                const double *out = ref_row(x->out, x->out_at[r], head_dim_v, key);
+                total[r] += exp(held - peak[r]);
+                ref_add_scaled(sum[r], exp(held - peak[r]), out, head_dim_v);
+            }
+        }
         double factor = total[r] == 0 ? 0 : x->v_scale / total[r];
         for (int64_t d = 0; d < head_dim_v; ++d) {
             gk_store(x->out->data, x->out->dtype, x->out_at[r] + d, total[r] == 0 ? 0 : sum[r][d] * factor);

@@ -13,6 +13,7 @@
  * stored. All sums are double.
  * Work split: a task owns REF_TOKENS tokens of one head; blocks of REF_ROWS tokens of one sequence
  * share each row loaded. */
+#include "../gpukern_ranks.h"
 #include "attn.h"
 
 typedef struct flash_job {
@@ -100,6 +101,7 @@ static void fwd_rows(const flash_job *job, const sequence *s, int64_t h, int64_t
                        .score = &score,
                        .v_scale = job->dropout.factor,
                        .dropout = job->dropout.most ? &job->dropout : NULL,
+                       .accumulates = gk_accumulates(x),
                        .head = h,
                        .i0 = i0,
                        .rows = rows};

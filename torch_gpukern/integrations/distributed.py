@@ -14,7 +14,7 @@ layers (`parallelize_module`) and under FSDP2 as torch's own do. A rule says whi
 With dropout attention has no such shards: what is kept follows from a row's number among all rows.
 
 Every other placement is redistributed first, as DTensor does for torch's ops: the result is right and the call costs an
-all-gather. `attn_merge` and the .out overloads have no rule, and DTensor refuses them by name.
+all-gather. `attn_merge`, `flash_attn_accumulate` and the .out overloads have no rule, and DTensor refuses them by name.
 """
 
 from collections.abc import Callable, Sequence

@@ -8,11 +8,11 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from .._library import any_requires_grad, is_grad_enabled, traced
 from . import attention, fakes
-from .define import Op, define_op, register_autograd
+from .define import define_op
+from .in_place import define_in_place
 from .keywords import hide_unknown, refuse_unknown
 from .wrong_types import refuse_non_bool
 
@@ -227,26 +227,5 @@ _paged_attn = define_op(
     flops=_flops,
     whole_sequences=True,
 )
-_kv_cache_write = Op("kv_cache_write")
-fakes.register(_kv_cache_write, _write_symbolic)
+_kv_cache_write, _write = define_in_place("kv_cache_write", _write_symbolic, ("k_cache", "v_cache"))
 hide_unknown(kv_cache_write)
-
-
-def _write_kernel(*args):
-    # It returns nothing that a backward could start from, so a lost gradient can only be refused
-    # here.
-    if is_grad_enabled() and any_requires_grad(*args):
-        raise NotImplementedError(
-            f"{_kv_cache_write.qualified}: it has no backward and an input requires a gradient; "
-            "call it under torch.no_grad()"
-        )
-    _write(*args)
-
-
-def _write(*args):
-    _kv_cache_write.below(*args)
-    # A tensor that autograd has saved must not change unseen.
-    increment_version([_kv_cache_write.value(args, name) for name in ("k_cache", "v_cache")])
-
-
-register_autograd(_kv_cache_write, _write_kernel)

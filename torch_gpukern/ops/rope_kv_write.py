@@ -2,11 +2,10 @@
 """rope_kv_write: QK norm, rotary embedding and the write into a paged cache, as one call."""
 
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from .._library import any_requires_grad, is_grad_enabled, traced
 from . import fakes
-from .define import Op, register_autograd
+from .in_place import define_in_place
 from .wrong_types import refuse_non_tensors
 
 __all__ = ["rope_kv_write"]
@@ -84,24 +83,4 @@ def _symbolic(q, k, v, cos, sin, positions, k_cache, v_cache, slots, **_):
     return (q.new_empty(q.shape),)
 
 
-_op = Op("rope_kv_write")
-fakes.register(_op, _symbolic)
-
-
-def _kernel(*args):
-    # a gradient that is lost in silence can only be refused here
-    if is_grad_enabled() and any_requires_grad(*args):
-        raise NotImplementedError(
-            f"{_op.qualified}: it has no backward and an input requires a gradient; call it under torch.no_grad()"
-        )
-    return _write(*args)
-
-
-def _write(*args):
-    queries = _op.below(*args)
-    # A tensor that autograd has saved must not change unseen.
-    increment_version([_op.value(args, name) for name in ("k_cache", "v_cache")])
-    return queries
-
-
-register_autograd(_op, _kernel)
+_op, _write = define_in_place("rope_kv_write", _symbolic, ("k_cache", "v_cache"))

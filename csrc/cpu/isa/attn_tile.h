@@ -89,6 +89,7 @@ typedef struct attn_job {
     void *out;
     float *lse;
     int64_t decoded_bytes; /* of a key and a value of 8-bit pages as rows of dtype; else 0 */
+    bool accumulates;      /* out, float32, and lse hold the attention over other keys, and become that over both */
 } attn_job;
 
 /* Lanes first .. first + count of kv head h_kv in sequence x (number b of the batch). */
@@ -289,7 +290,24 @@ INLINE void attn_drop(cell *p, int64_t n, int64_t j0, const attn_lanes *lanes, i
 }
 
 /* ---- the way out -------------------------------------------------------------------------------- */
+/* What a lane's row holds already, as a share of both: out = share * held + (1 - share) * own. Returns the lse of both. */
+INLINE float attn_join(float held, float own, float *share) {
+    const double peak = held > own ? held : own;
+    if (peak == -INFINITY) {
+        *share = 0;
+        return -INFINITY;
+    }
+    const double a = exp(held - peak), b = exp(own - peak);
+    *share = (float)(a / (a + b));
+    return (float)(peak + log(a + b));
+}
+
 INLINE void attn_store(const attn_scratch *x, const attn_lanes *lanes, const attn_job *job, float v_scale) {
+    float share[ATTN_MAX_BQ] = {0}; /* of what is held already */
+    for (int64_t n = 0; job->accumulates && n < lanes->count; ++n) {
+        float *held = job->lse + lanes->lse_at[n];
+        *held = attn_join(*held, attn_lse(lanes->m[n], lanes->l[n], lanes->sink[n]), share + n);
+    }
     for (int64_t n = 0; n < lanes->count; n += W) {
         const float *from = x->o + n / NR * x->o_strip + n % NR;
         const vf l = vf_load(lanes->l + n);
@@ -302,11 +320,17 @@ INLINE void attn_store(const attn_scratch *x, const attn_lanes *lanes, const att
                 r[i] = (vc)vf_select(empty, vf_set1(0), o);
             }
             vc_transpose(r);
-            for (int64_t i = 0; i < gk_min_i64(W, lanes->count - n); ++i)
-                vf_store_dtype(job->out, job->out_dtype, lanes->out_at[n + i] + d, (vf)r[i], job->head_dim_v - d);
+            for (int64_t i = 0; i < gk_min_i64(W, lanes->count - n); ++i) {
+                const int64_t at = lanes->out_at[n + i] + d;
+                vf row = (vf)r[i];
+                if (share[n + i] > 0) /* else what is there may be anything */
+                    row = share[n + i] * vf_load_dtype(job->out, GK_F32, at, job->head_dim_v - d) +
+                          (1 - share[n + i]) * row;
+                vf_store_dtype(job->out, job->out_dtype, at, row, job->head_dim_v - d);
+            }
         }
     }
-    for (int64_t n = 0; n < lanes->count; ++n) {
+    for (int64_t n = 0; !job->accumulates && n < lanes->count; ++n) {
         if (job->lse) job->lse[lanes->lse_at[n]] = attn_lse(lanes->m[n], lanes->l[n], lanes->sink[n]);
     }
 }

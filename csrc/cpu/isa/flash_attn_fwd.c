@@ -7,6 +7,7 @@
  * the last rows come first, because under a causal mask they see the most keys. A worker owns one scratch.
  * Dropout: what is kept of p is what V^T multiplies, 1 / (1 - p) joins 1 / l.
  * Not here: float64 (ref/), keys in pages (paged_attn.c). */
+#include "../../gpukern_ranks.h"
 #include "attn_tile.h"
 
 typedef struct fwd_job {
@@ -26,8 +27,9 @@ static fwd_job job_make(const gk_flash_attn_args *a) {
     const attn_shape *s = &job.shape;
     const gk_attn_blocks *row = gk_attn_fwd_blocks;
     while (row->max_head_dim < gk_max_i64(s->head_dim, s->head_dim_v)) ++row;
-    job.attn = (attn_job){&a->rules, a->q.dtype, a->out.dtype, s->head_dim, s->head_dim_v, s->group,
-                          row->bq,   row->bkv,   s->sum_cells, a->out.data, a->lse.data,   0};
+    job.attn =
+        (attn_job){&a->rules,    a->q.dtype,  a->out.dtype, s->head_dim, s->head_dim_v,    s->group, row->bq, row->bkv,
+                   s->sum_cells, a->out.data, a->lse.data,  0,           gk_accumulates(a)};
     const int64_t lanes = s->max_seq_q * s->group;
     int64_t bq = gk_min_i64(row->bq, gk_round_up(lanes, NR));
     while (bq >= 2 * NR && s->batch * s->heads_kv * gk_ceil_div(lanes, bq) < row->min_tasks)

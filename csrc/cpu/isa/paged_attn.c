@@ -98,8 +98,8 @@ static paged_job job_make(const gk_context *ctx, const gk_paged_attn_args *a) {
     job.tile = (attn_job){&a->rules,   a->q.dtype,  a->q.dtype,
                           head_dim,    head_dim_v,  group,
                           bq,          row->bkv,    attn_sum_cells(a->q.dtype, job.max_tokens),
-                          a->out.data, a->lse.data, paged_decoded_bytes(a)};
-
+                          a->out.data, a->lse.data, paged_decoded_bytes(a),
+                          false};
     const int64_t capacity = a->block_table.shape[1] * a->k_cache.shape[1];
     job.chunk =
         gk_max_i64(job.blocks->chunk, gk_round_up(gk_ceil_div(job.batch * capacity, job.blocks->max_chunks), W));
