@@ -15,6 +15,7 @@
 #   make docs          the pages and both APIs as a site, docs/_build/html/index.html
 #   make wheel         dist/gpukern-*.whl: one for every Python >= 3.10 and torch >= 2.10 on Linux
 #   make build fmt lint clean
+#   make tools requirements docs-alone test-python    parts of these, which .ci/run runs beside each other
 #
 # `make demo`, `make test` and `make docs` build the CUDA half only where there is a GPU; GPUKERN_CUDA=1 builds it wherever nvcc is. What
 # build/ was first configured with it keeps.
@@ -69,6 +70,17 @@ ifdef SAYS_NO_CUDA
 $(info gpukern: no NVIDIA GPU here: the CUDA half is left out; GPUKERN_CUDA=1 builds it)
 endif
 
+# torch.compile has $CXX compile C++ that includes omp.h, which clang lacks without its own OpenMP package (libomp-dev): what
+# runs Python then names g++, which brings its own.
+ifneq ($(filter demo test test-all,$(MAKECMDGOALS)),)
+ifneq ($(origin CXX),default)
+ifneq ($(shell echo '#include <omp.h>' | $(CXX) -fopenmp -fsyntax-only -x c++ - 2>/dev/null || command -v g++),)
+COMPILES := CXX=g++
+$(info gpukern: $(CXX) finds no omp.h, which torch.compile needs: it takes g++)
+endif
+endif
+endif
+
 # Whether the cmake on the path is 3.20 or later.
 CMAKE_IS_NEW := [ "$$(printf '%s\n' 3.20 "$$(cmake --version 2>/dev/null | sed -n '1s/[^0-9]*//p')" \
 	| sort -V | head -n 1)" = 3.20 ]
@@ -76,7 +88,7 @@ CONFIGURE := cmake -S . -DPython_EXECUTABLE=$(PY) -DGPUKERN_BUILD_TESTS=ON \
 	$(if $(GPUKERN_CUDA),-DGPUKERN_CUDA=$(GPUKERN_CUDA)) \
 	$(if $(GPUKERN_CUDA_ARCHS),"-DGPUKERN_CUDA_ARCHS=$(GPUKERN_CUDA_ARCHS)") $(CMAKE_ARGS)
 
-.PHONY: build demo test test-all test-csrc sanitize-cpu fuzz sanitize patterns hub bench results wheel docs fmt lint clean
+.PHONY: tools requirements build demo test test-all test-csrc test-python sanitize-cpu fuzz sanitize patterns hub bench results wheel docs docs-alone fmt lint clean
 .DEFAULT_GOAL := build
 MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
@@ -85,18 +97,23 @@ $(PY):
 	@[ -n "$(PYTHON)" ] || { echo "gpukern: no Python >= 3.10 found; install one, or name it: make PYTHON=..."; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || { echo "gpukern: $(PYTHON) cannot make $(VENV); apt-get install python3-venv"; exit 1; }
 
-$(STAMPS)/requirements-demo: requirements-demo.txt | $(PY)
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-demo.txt
+# What builds C: the machine's, or pip's.
+$(STAMPS)/tools: | $(PY)
 	@$(CMAKE_IS_NEW) || $(PY) -m pip install --quiet --disable-pip-version-check 'cmake>=3.20'
 	@command -v ninja >/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check ninja
 	@mkdir -p $(STAMPS) && touch $@
 
-$(INSTALLED): requirements-demo.txt requirements-test.txt requirements-test-nodeps.txt | $(PY)
+$(STAMPS)/requirements-demo: requirements-demo.txt | $(STAMPS)/tools
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-demo.txt
+	@touch $@
+
+$(INSTALLED): requirements-demo.txt requirements-test.txt requirements-test-nodeps.txt | $(STAMPS)/tools
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-test.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-test-nodeps.txt
-	@$(CMAKE_IS_NEW) || $(PY) -m pip install --quiet --disable-pip-version-check 'cmake>=3.20'
-	@command -v ninja >/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check ninja
-	@mkdir -p $(STAMPS) && touch $@
+	@touch $@
+
+tools: $(STAMPS)/tools
+requirements: $(INSTALLED) $(STAMPS)/docs
 
 build: $(NEEDED)
 	@$(CONFIGURE) -B $(BUILD) -G Ninja -DGPUKERN_BUILD_TORCH=ON --log-level=NOTICE
@@ -111,17 +128,19 @@ $(EDITABLE): pyproject.toml csrc/gpukern.h
 	@touch $@
 
 demo: build
-	$(PY) examples/demo/train.py
+	$(COMPILES) $(PY) examples/demo/train.py
 
 test-csrc: build
 	ctest --test-dir $(BUILD) --output-on-failure -j $(MAX_JOBS)
 
 # pytest comes last: its closing line says how the whole of it went.
-test: test-csrc
-	$(PY) -m pytest -n $(MAX_JOBS) --dist worksteal $(PYTEST_ARGS)
+test: test-csrc test-python
+
+test-python:
+	$(COMPILES) $(PY) -m pytest -n $(MAX_JOBS) --dist worksteal $(PYTEST_ARGS)
 
 test-all: test-csrc
-	GPUKERN_TEST_ALL=1 $(PY) -m pytest -n $(MAX_JOBS) --dist worksteal $(PYTEST_ARGS)
+	GPUKERN_TEST_ALL=1 $(COMPILES) $(PY) -m pytest -n $(MAX_JOBS) --dist worksteal $(PYTEST_ARGS)
 
 # Under the sanitizers -O1 compiles three times as fast as -O3; -g1 has the lines that their traces name. By clang, so that
 # both compilers build the library in every check; with its UBSan, which knows offsets to NULL and casts out of range. With flags
@@ -129,7 +148,7 @@ test-all: test-csrc
 CLANG ?= clang
 SANITIZE_CPU := $(CONFIGURE) -G Ninja -DCMAKE_C_COMPILER=$(CLANG) -DGPUKERN_BUILD_TORCH=OFF -DGPUKERN_CUDA=0 -DGPUKERN_FUZZ=ON \
 	"-DCMAKE_C_FLAGS=-march=native -ffast-math" -DCMAKE_BUILD_TYPE=Debug "-DCMAKE_C_FLAGS_DEBUG=-O1 -g1" --log-level=NOTICE
-sanitize-cpu: $(INSTALLED)
+sanitize-cpu: tools
 	@$(SANITIZE_CPU) -B $(BUILD)/sanitize-clang -DGPUKERN_SANITIZE=address,undefined,float-cast-overflow
 	@cmake --build $(BUILD)/sanitize-clang -j $(MAX_JOBS)
 	ctest --test-dir $(BUILD)/sanitize-clang --output-on-failure -j $(MAX_JOBS)
@@ -137,7 +156,7 @@ sanitize-cpu: $(INSTALLED)
 # Inputs that reach new code lie in $(BUILD)/fuzz/found; one that fails stays in $(BUILD)/fuzz. tests/fuzz/README.md says more.
 FUZZ_SECONDS ?= 60
 FUZZ_ONLY ?= gemm gemm_act_bwd flash_attn paged_attn kv_cache_write attn_merge quantize scaled_gemm weight_gemm grouped_gemm sparse_gemm
-fuzz: $(INSTALLED)
+fuzz: tools
 	@$(SANITIZE_CPU) -B $(BUILD)/fuzz -DGPUKERN_BUILD_TESTS=OFF -DGPUKERN_SANITIZE=fuzzer-no-link,address,undefined,float-cast-overflow
 	@cmake --build $(BUILD)/fuzz -j $(MAX_JOBS)
 	@for op in $(FUZZ_ONLY); do \
@@ -189,7 +208,8 @@ $(STAMPS)/docs: requirements-docs.txt | $(INSTALLED)
 	@touch $@
 
 # From nothing each time: what was made before says no warning twice.
-docs: build $(STAMPS)/docs
+docs: build docs-alone
+docs-alone: $(STAMPS)/docs
 	@rm -rf docs/_build
 	$(PY) -m sphinx --quiet --fail-on-warning --keep-going --builder html docs docs/_build/html
 

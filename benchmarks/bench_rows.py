@@ -3,6 +3,10 @@
 and backward; on CUDA beside torch.compile of torch's own, too, with --compile.
 
 python benchmarks/bench_rows.py [--quick] [--only rms_norm layer_norm softmax swiglu cross_entropy rope rope_kv_write] [--device cpu|cuda] [--compile]
+python benchmarks/bench_rows.py --device cuda --peers      Liger and quack, where they import, beside norms, softmax and the loss
+
+With --peers the results have a name of their own, rows_peers. Liger's loss leaves its gradient in the logits; so it comes last, and its
+swiglu and rope, of which one wants two tensors and the other writes into its inputs, are left out.
 
 GB/s counts what an op must move: inputs read once, results written once. On CUDA operands are cold.
 """
@@ -11,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +24,7 @@ from torch import Tensor
 
 import torch_gpukern as gk
 
+LOSSES_BESIDE, SHAPES_BESIDE = ((8192, 32000), (4096, 131072)), ((8192, 4096), (1024, 65536))  # --peers
 LOSSES = {"cpu": ((256, 32000), (64, 131072)), "cuda": ((8192, 32000), (4096, 131072))}
 SHAPES = {
     "cpu": ((1024, 4096), (4096, 128), (64, 50257), (16, 262144)),
@@ -39,10 +45,34 @@ def with_gradient(fn):
     return step
 
 
-def pair(group: str, label: str, dtype: str, make, ours, theirs, read: int, compiled: bool):
+def others(group: str) -> dict:
+    """An op by quack and by Liger, where they import."""
+    found = {}
+    if find_spec("quack"):
+        import quack
+
+        quacks = {"rms_norm": lambda x, w: quack.rmsnorm(x, w, eps=1e-6), "softmax": quack.softmax}
+        quacks["cross_entropy"] = lambda x, t: quack.cross_entropy(x, t, reduction="mean")
+        found |= {"quack": quacks[group]} if group in quacks else {}
+    if find_spec("liger_kernel"):
+        from liger_kernel.transformers import functional as liger
+
+        ligers = {
+            "rms_norm": lambda x, w: liger.liger_rms_norm(x, w, 1e-6, in_place=False),
+            "layer_norm": lambda x, w, b: liger.liger_layer_norm(x, w, b, 1e-5),
+            "softmax": liger.liger_softmax,
+            "cross_entropy": liger.liger_cross_entropy,
+        }
+        found |= {"Liger": ligers[group]} if group in ligers else {}
+    return found
+
+
+def pair(group: str, label: str, dtype: str, make, ours, theirs, read: int, compiled: bool, beside: bool = False):
     """The forward, and the forward and backward, whose traffic is taken for three times that of the forward."""
+    guests = others(group) if beside else {}
     for name, wrap, times in (("", lambda f: f, 1), (" forward+backward", with_gradient, 3)):
         peers, judge = {"torch": wrap(theirs)}, wrap(theirs)
+        peers |= {guest: wrap(fn) for guest, fn in guests.items()}
         if compiled:
             peers["torch.compile"] = wrap(torch.compile(theirs, dynamic=False))
         yield Case(
@@ -57,7 +87,19 @@ def pair(group: str, label: str, dtype: str, make, ours, theirs, read: int, comp
             bytes=float(times * read * DTYPES[dtype].itemsize),
             rotate=True,
             unit="GB/s",
+            optional=list(guests),
         )
+
+
+def cases_beside(device: torch.device, quick: bool, compiled: bool):
+    """Those that Liger or quack has too."""
+    of = {"device": device, "dtype": torch.bfloat16}
+    for m, n in SHAPES_BESIDE:
+        for case in row_cases(m, n, "bf16", of, compiled, beside=True):
+            if not case.group.startswith("swiglu"):
+                yield case
+    for m, v in LOSSES_BESIDE:
+        yield from loss_cases(m, v, "bf16", of, compiled, beside=True)
 
 
 def cases(device: torch.device, quick: bool, compiled: bool):
@@ -66,22 +108,21 @@ def cases(device: torch.device, quick: bool, compiled: bool):
         for m, n in SHAPES[device.type][: 2 if quick else None]:
             yield from row_cases(m, n, dtype, of, compiled)
         for m, v in LOSSES[device.type]:
-            yield from pair(
-                "cross_entropy",
-                f"{m}x{v}",
-                dtype,
-                lambda m=m, v=v, of=of: (torch.randn(m, v, **of), torch.randint(v, (m,), device=device)),
-                gk.cross_entropy,
-                F.cross_entropy,
-                m * v,
-                compiled,
-            )
+            yield from loss_cases(m, v, dtype, of, compiled)
         yield rope_case(8192 if device.type == "cuda" else 1024, dtype, device)
         for tokens in (1, 64, 8192) if device.type == "cuda" else (1, 64):
             yield rope_write_case(tokens, dtype, device)
 
 
-def row_cases(m: int, n: int, dtype: str, of: dict, compiled: bool):
+def loss_cases(m: int, v: int, dtype: str, of: dict, compiled: bool, beside: bool = False):
+    def make():
+        return torch.randn(m, v, **of), torch.randint(v, (m,), device=of["device"])
+
+    ours, theirs = gk.cross_entropy, F.cross_entropy
+    yield from pair("cross_entropy", f"{m}x{v}", dtype, make, ours, theirs, m * v, compiled, beside)
+
+
+def row_cases(m: int, n: int, dtype: str, of: dict, compiled: bool, beside: bool = False):
     """Of rows of n columns."""
     label, half = f"{m}x{n}", n // 2
 
@@ -94,9 +135,10 @@ def row_cases(m: int, n: int, dtype: str, of: dict, compiled: bool):
     def layer(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
         return F.layer_norm(x, (n,), w, b)
 
-    yield from pair("rms_norm", label, dtype, make(1), gk.rms_norm, rms, 2 * m * n, compiled)
-    yield from pair("layer_norm", label, dtype, make(2), gk.layer_norm, layer, 2 * m * n, compiled)
-    yield from pair("softmax", label, dtype, make(0), gk.softmax, lambda x: F.softmax(x, -1), 2 * m * n, compiled)
+    yield from pair("rms_norm", label, dtype, make(1), gk.rms_norm, rms, 2 * m * n, compiled, beside)
+    yield from pair("layer_norm", label, dtype, make(2), gk.layer_norm, layer, 2 * m * n, compiled, beside)
+    soft = gk.softmax, lambda x: F.softmax(x, -1)
+    yield from pair("softmax", label, dtype, make(0), *soft, 2 * m * n, compiled, beside)
     if n % 2 == 0:
         yield from pair(
             "swiglu",
@@ -166,12 +208,17 @@ def rope_write_case(tokens: int, dtype: str, device: torch.device) -> Case:
 
 def own_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compile", action="store_true", help="torch.compile of torch's own beside it")
+    parser.add_argument("--peers", action="store_true", help="what Liger and quack have too, beside them")
 
 
-def run_all(name: str, cases) -> None:
-    """Measures `cases(device, quick, compiled)` as results of this name."""
+def run_all(name: str, cases, beside=None) -> None:
+    """Measures `cases(device, quick, compiled)` as results of this name; with --peers those of `beside`, as NAME_peers."""
     args = arguments(name, more=own_options)
     device = open_device(args.device)
+    if args.peers:
+        if beside is None:
+            raise SystemExit(f"bench_{name}: --peers: no other library is beside these")
+        name, cases = f"{name}_peers", beside
     run = Run(name, args, device)
     for case in cases(device.device, args.quick, args.compile):
         run.add(case)
@@ -179,7 +226,7 @@ def run_all(name: str, cases) -> None:
 
 
 def main() -> None:
-    run_all("rows", cases)
+    run_all("rows", cases, cases_beside)
 
 
 if __name__ == "__main__":

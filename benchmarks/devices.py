@@ -71,7 +71,9 @@ class Cpu:
                 if line.startswith("model name"):
                     model = line.split(":", 1)[1].strip()
                     break
-        return f"{model}, {torch.get_num_threads()} threads, {self.isas()[-1]}"
+        import torch_gpukern  # noqa: F401  (registers the op: the set that the kernels use, not the best one there is)
+
+        return f"{model}, {torch.get_num_threads()} threads, {torch.ops.gpukern.cpu_isa()}"
 
     def isas(self) -> list[str]:
         """Instruction sets of this machine, worst first."""

@@ -113,7 +113,7 @@ macro(gk_cuda_objects target flags)
   add_library(${target} OBJECT ${ARGN})
   set_target_properties(${target} PROPERTIES CUDA_VISIBILITY_PRESET hidden CUDA_STANDARD 17)
   target_include_directories(${target} PRIVATE csrc)
-  target_compile_options(${target} PRIVATE "${flags}" --expt-relaxed-constexpr --compress-mode=size
+  target_compile_options(${target} PRIVATE "${flags}" --expt-relaxed-constexpr --compress-mode=${GPUKERN_CUDA_COMPRESS}
                          -Xcompiler=-Wall,-Wextra,-Wno-missing-field-initializers,-fno-exceptions,-fno-rtti)
   list(APPEND gk_objects ${target})
 endmacro()
@@ -205,17 +205,29 @@ macro(gk_add_ladder)
   gk_link_options(gpukern_ladder)
 endmacro()
 
-# The PyTorch plugin as a module library, its ops in `namespace`.
-function(gk_add_plugin target namespace)
-  file(GLOB plugin_sources CONFIGURE_DEPENDS ops/*.cpp)
-  add_library(${target} MODULE ${plugin_sources} ${gk_object_files})
+function(gk_ops_options target)
   target_include_directories(${target} PRIVATE csrc)
   target_include_directories(${target} SYSTEM PRIVATE "${gk_torch_include}")
   # The oldest torch that the binary runs on is 2.10. USE_CUDA only declares the shims that ops/ makes weak.
   target_compile_definitions(${target} PRIVATE TORCH_TARGET_VERSION=0x020a000000000000 USE_CUDA
-                             GPUKERN_NAMESPACE=${namespace} $<$<BOOL:${gk_with_cuda}>:GPUKERN_HAS_CUDA=1>)
+                             $<$<BOOL:${gk_with_cuda}>:GPUKERN_HAS_CUDA=1>)
   target_compile_options(${target} PRIVATE -Wall -Wextra $<$<BOOL:${GPUKERN_WERROR}>:-Werror>
                          "-fmacro-prefix-map=${gk_torch_include}/=")
+endfunction()
+
+# The objects of ops/ that know no namespace: all but one.
+macro(gk_add_ops)
+  file(GLOB ops_sources CONFIGURE_DEPENDS ops/*.cpp)
+  list(FILTER ops_sources EXCLUDE REGEX "/namespace\\.cpp$")
+  add_library(gk_ops OBJECT ${ops_sources})
+  gk_ops_options(gk_ops)
+endmacro()
+
+# The PyTorch plugin as a module library, its ops in `namespace`.
+function(gk_add_plugin target namespace)
+  add_library(${target} MODULE ops/namespace.cpp $<TARGET_OBJECTS:gk_ops> ${gk_object_files})
+  gk_ops_options(${target})
+  target_compile_definitions(${target} PRIVATE GPUKERN_NAMESPACE=${namespace})
   # libtorch.so alone: it is in CPU and CUDA builds of torch alike and pulls in all the rest, so --no-as-needed.
   target_link_libraries(${target} PRIVATE m -Wl,--no-as-needed "${gk_torch_lib}/libtorch.so" -Wl,--as-needed
                         ${gk_cuda_libraries})

@@ -184,4 +184,13 @@ template <auto kernel> void boxed(StableIValue *stack, uint64_t num_args, uint64
 
 using Library = torch::stable::detail::StableLibrary;
 
+// What STABLE_TORCH_LIBRARY and its kind make, with a namespace that is no literal: one object then serves plugins of any name.
+struct Registered {
+    Library library;
+    Registered(Library::Kind kind, const char *key, void (*say)(Library &), const char *file)
+        : library(kind, ops_namespace, key, file, 0) {
+        say(library);
+    }
+};
+
 } // namespace gk

@@ -12,18 +12,16 @@
 
 #include "io.h"
 
-#define GK_STRINGIFY_(x) #x
-#define GK_STRINGIFY(x) GK_STRINGIFY_(x)
-#define GK_OP_PREFIX GK_STRINGIFY(GPUKERN_NAMESPACE) "::"
-
 // Since torch 2.13: the text of the exception that made the last shim call fail. Null before.
 extern "C" __attribute__((weak)) const char *torch_exception_get_what_without_backtrace();
 
 namespace gk {
 
+extern const char *const ops_namespace; // namespace.cpp
+
 template <class... Parts> std::string error_text(const char *op, const Parts &...parts) {
     std::ostringstream text;
-    text << GK_OP_PREFIX << op << ": ";
+    text << ops_namespace << "::" << op << ": ";
     (text << ... << parts);
     return text.str();
 }

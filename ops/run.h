@@ -244,12 +244,12 @@ template <class O> void op_explain(StableIValue *stack, uint64_t num_args, uint6
 
 // The end of an op's file: `implement` registers what runs, `implement_shapes` what asks for results alone.
 #ifdef GPUKERN_HAS_CUDA
-#define GK_IMPLEMENT_CUDA \
-    STABLE_TORCH_LIBRARY_IMPL(GPUKERN_NAMESPACE, CUDA, m) { gk::implement(m); }
+#define GK_IMPLEMENT_CUDA static const gk::Registered on_cuda(gk::Library::Kind::IMPL, "CUDA", gk::implement, __FILE__);
 #else
 #define GK_IMPLEMENT_CUDA
 #endif
-#define GK_IMPLEMENT()                                                         \
-    STABLE_TORCH_LIBRARY_IMPL(GPUKERN_NAMESPACE, CPU, m) { gk::implement(m); } \
-    GK_IMPLEMENT_CUDA                                                          \
-    STABLE_TORCH_LIBRARY_IMPL(GPUKERN_NAMESPACE, CompositeExplicitAutograd, m) { gk::implement_shapes(m); }
+#define GK_IMPLEMENT()                                                                                             \
+    static const gk::Registered on_cpu(gk::Library::Kind::IMPL, "CPU", gk::implement, __FILE__);                   \
+    GK_IMPLEMENT_CUDA                                                                                              \
+    static const gk::Registered on_all(gk::Library::Kind::IMPL, "CompositeExplicitAutograd", gk::implement_shapes, \
+                                       __FILE__);

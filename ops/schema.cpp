@@ -312,3 +312,8 @@ STABLE_TORCH_LIBRARY_IMPL(GPUKERN_NAMESPACE, CompositeExplicitAutograd, m) {
     m.impl("gemm_prefer_none", gk::boxed<gemm_prefer_none>);
     m.impl("limit_sms", gk::boxed<limit_sms>);
 }
+
+const gk::Registered schemas(gk::Library::Kind::DEF, nullptr, define, __FILE__);
+const gk::Registered ops_without_tensors(gk::Library::Kind::IMPL, "CompositeExplicitAutograd", implement, __FILE__);
+
+} // namespace

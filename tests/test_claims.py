@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from torch_gpukern import cli
+from torch_gpukern import cli, devices
 from torch_gpukern import layout as L
 from torch_gpukern.roofline import NOMINAL
 
@@ -225,6 +225,15 @@ def test_multiply_adds_a_clock():
     h100, a100 = NOMINAL[H100]["bf16"] * 1e12 / (132 * 1.83e9), 312e12 / (108 * 1.41e9)
     assert h100 == pytest.approx(4096, rel=1e-3) and a100 == pytest.approx(2048, rel=2e-3)
     says(2048, 1024, 989.4, 132, 4096, 312, 108)
+
+
+@pytest.mark.gpu
+def test_l2_of_this_gpu():
+    size = {"NVIDIA H100 80GB HBM3": 50, "NVIDIA H200": 60}.get(torch.cuda.get_device_name(0))
+    if size is None:
+        pytest.skip("the row is about others")
+    assert devices.gpu_facts(torch.cuda.get_device_properties(0), 0)["l2_bytes"] == size << 20
+    says(size)
 
 
 def test_the_ridge():

@@ -6,6 +6,7 @@ tensors is a process's default device.
 """
 
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -236,6 +237,33 @@ def check_torchs_ring_agrees(ranks):
         torch.testing.assert_close(x, y.reshape(x.shape), atol=5e-6, rtol=5e-6)
 
 
+def check_torchs_ring_agrees(ranks):
+    """PyTorch's own ring, with its CPU kernel put in, cuts as zigzag does: its out, lse and gradients are ours."""
+    theirs = pytest.importorskip("torch.distributed.tensor.experimental._context_parallel._attention")
+    if CUDA:  # bench_distributed.py has it as a peer
+        return
+    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    gen = generator("torch's ring")
+    whole = [randn(gen, 2, 3, 48, 16) for _ in range(4)]
+    q, k, v, grad = (gd.shard_sequence(x, ranks.all, 2, "zigzag").contiguous() for x in whole)
+    out, lse = theirs._templated_ring_attention(
+        ranks.all, 2, lambda q, k, v, is_causal: forward(q, k, v, 0.0, is_causal), q, k, v, is_causal=True
+    )
+
+    def backward(grad_out, query, key, value, out, logsumexp, is_causal):
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out, query, key, value, out, logsumexp, 0.0, is_causal
+        )
+
+    grads = theirs._templated_ring_attention_backward(
+        ranks.all, 2, backward, grad, "grad_out", q, k, v, out, lse, is_causal=True
+    )
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    got, got_lse = gd.context_parallel_attn(*leaves, ranks.all, is_causal=True, mode="ring", return_lse=True)
+    for x, y in zip((got, got_lse, *torch.autograd.grad(got, leaves, grad)), (out, lse, *grads)):
+        torch.testing.assert_close(x, y.reshape(x.shape), atol=5e-6, rtol=5e-6)
+
+
 def check_strides_and_mode_are_kept(ranks):
     (q, k, v), _, _, _ = attention_case(3, 32, (4, 4), (8, 8), {})
     part = [gd.shard_sequence(x, ranks.all, 2).transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
@@ -323,6 +351,16 @@ def check_products_equal_one_rank(ranks):
         got = torch.autograd.grad((out * weight[:, columns]).sum(), own)
         for x, y in zip(got, (want[0].tensor_split(size)[mine], want[1][:, columns], want[2][columns])):
             torch.testing.assert_close(x, y)
+
+
+def check_a_rank_without_columns(ranks):
+    """A rank whose share of K is empty adds nothing."""
+    a, b = (randn(generator("no columns", i), 8, 8) for i in range(2))
+    mine = slice(0, 8) if ranks.rank == 0 else slice(0, 0)
+    want = a @ b
+    torch.testing.assert_close(gd.gemm_all_reduce(a[:, mine], b[mine], ranks.all), want)
+    part = gd.gemm_reduce_scatter(a[:, mine], b[mine], ranks.all)
+    torch.testing.assert_close(part, want.tensor_split(RANKS)[ranks.rank])
 
 
 def check_sums_of_products(ranks):
@@ -415,7 +453,8 @@ def check_experts_over_ranks(ranks):
         x = randn(gen, sum(tokens), 8, dtype=dtype)
         weight_of = randn(gen, sum(tokens), each).abs()
         expert_of = torch.randint(1, total + 1, (sum(tokens), each), generator=gen, device="cpu").to(x.device)
-        # not 0; one past the last is none
+        expert_of[::4] = -1
+        # not 0; one past the last is none, and so is one below 0
         given = [t.requires_grad_() for t in (x, weight_of, *whole)]
         want = gk.nn.grouped_experts(x, expert_of, weight_of, up, down, up_bias=up_bias, down_bias=down_bias)
         ct = randn(gen, *want.shape, dtype=dtype)
@@ -512,9 +551,56 @@ def check_disagreement_is_said_on_every_rank(ranks):
         ),
         "x is": lambda: gd.gather_sequence(x if odd else x.double(), ranks.all, 2),
     }
+    row, target = x[0, 0], torch.zeros(8, dtype=torch.int64)
+    packed, cu = x[0].transpose(0, 1).contiguous(), torch.tensor([0, 8 * RANKS], dtype=torch.int32)
+    pages = x.view(2, 4, 4, 8), torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([8], dtype=torch.int32)
+
+    def decode(cache, table, lengths, **more):
+        return gd.context_parallel_paged_attn(
+            x[0, :, :1].transpose(0, 1), cache, cache, table, lengths, ranks.all, **more
+        )
+
+    # what one rank alone can see, and what is no ValueError where it is found
+    calls |= {
+        "b must have 2 dimensions": lambda: gd.all_gather_gemm(row, row[0] if odd else row, ranks.all),
+        "a must have 2 dimensions": lambda: gd.all_gather_gemm(row[0, 0] if odd else row, row, ranks.all),
+        "bias must have shape": lambda: gd.all_gather_gemm(row, row, ranks.all, bias=row[0, 0] if odd else row[0]),
+        "gemm_all_reduce: a must be float32": lambda: gd.gemm_all_reduce(row.int(), row.int(), ranks.all),
+        "gemm_reduce_scatter: a must be float32": lambda: gd.gemm_reduce_scatter(row.int(), row.int(), ranks.all),
+        "mode must be": lambda: gd.context_parallel_attn(x, x, x, ranks.all, mode="best" if odd else "ring"),
+        "layout must be": lambda: gd.context_parallel_attn(x, x, x, ranks.all, layout="none" if odd else "zigzag"),
+        "alibi_slopes requires a gradient": lambda: gd.context_parallel_attn(
+            x, x, x, ranks.all, alibi_slopes=torch.ones(4, requires_grad=odd)
+        ),
+        "reduction must be": lambda: gd.vocab_parallel_linear_cross_entropy(
+            row, row, target, ranks.all, reduction="max" if odd else "sum"
+        ),
+        "classes must be": lambda: gd.vocab_parallel_linear_cross_entropy(row, row, target, ranks.all, classes=-5),
+        "dim must be": lambda: gd.gather_sequence(x, ranks.all, dim=5 if odd else 2),
+        "block_table must be int32": lambda: decode(pages[0], pages[1].long() if odd else pages[1], pages[2]),
+        "cu_seqlens must be int32": lambda: gd.context_parallel_attn_varlen(
+            packed, packed, packed, cu.long() if odd else cu, 8 * RANKS, ranks.all
+        ),
+    }
     for text, call in calls.items():
         with pytest.raises(ValueError, match=text):
             call()
+    if not CUDA:  # contents are read there by kernels
+        contents = {
+            "block_table is expected": lambda: decode(pages[0], pages[1] + 2 * odd, pages[2]),
+            "target is expected": lambda: gd.vocab_parallel_linear_cross_entropy(
+                row, row, target + 8 * RANKS * odd, ranks.all
+            ),
+        }
+        for wrong in ([0, 9 * RANKS], [1, 8 * RANKS], [0, 5, 3, 8 * RANKS]):
+            for is_causal in (False, True):
+                contents[f"cu_seqlens is expected, {wrong}, {is_causal}"] = functools.partial(
+                    gd.context_parallel_attn_varlen, packed, packed, packed, torch.tensor(wrong, dtype=torch.int32), 9 * RANKS,
+                    ranks.all, is_causal=is_causal,
+                )  # fmt: skip
+        for text, call in contents.items():
+            with pytest.raises((IndexError, ValueError), match=text.partition(",")[0]):
+                call()
     for wrong in (dict(mode="best"), dict(layout="striped"), dict(seq_len=-3)):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             gd.context_parallel_attn(x, x, x, ranks.all, **wrong)
@@ -714,8 +800,9 @@ def test_estimate_counts_bytes_and_time():
     assert long.attention_ms > long.products_ms and long.context_bytes > 0 and 0 < long.efficiency <= 1
     slow = gd.estimate(**model, seq_len=8192, context=2, machine=gd.Machine(latency_us=100))
     assert abs(slow.context_ms - gd.estimate(**model, seq_len=8192, context=2).context_ms - 32 * 0.1) < 1e-9
-    with pytest.raises(ValueError, match="tensor must be at least 1"):
-        gd.estimate(**model, seq_len=1, tensor=0)
+    for wrong in (dict(tensor=0), dict(seq_len=0), dict(layers=-1), dict(hidden_share=1.5)):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
+            gd.estimate(**{**model, "seq_len": 1, **wrong})
 
 
 def test_estimate_holds_to_what_was_measured():

@@ -163,7 +163,7 @@ def test_fake_functions_refuse_the_same(op, kwargs, text):
 
 
 HOSTILE = """
-import json, sys
+import json, os, sys
 import torch
 import torch_gpukern
 from registry import OPS
@@ -174,7 +174,7 @@ class Plain(torch.Tensor):
 class Logged(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        return super().__torch_function__(func, types, args, kwargs or {{}})
+        return super().__torch_function__(func, types, args, kwargs or {})
 
 def wrapper():
     from torch.testing._internal.two_tensor import TwoTensor
@@ -183,7 +183,7 @@ def wrapper():
 def sparse_csr(x):
     return x.reshape(-1, x.shape[-1]).to_sparse_csr()
 
-kinds = {{
+kinds = {
     "int8": lambda x: x.to(torch.int8), "int64": lambda x: x.long(), "bool": lambda x: x.bool(), "uint16": lambda x: x.to(torch.uint16),
     "complex64": lambda x: x.to(torch.complex64), "complex32": lambda x: x.to(torch.complex32),
     "float8": lambda x: x.to(torch.float8_e5m2), "quantized": lambda x: torch.quantize_per_tensor(x.float(), 0.1, 0, torch.quint8),
@@ -193,51 +193,71 @@ kinds = {{
     "nested": lambda x: torch.nested.nested_tensor([x, x]), "subclass": lambda x: x.as_subclass(Plain), "function": lambda x: x.as_subclass(Logged),
     "parameter": lambda x: torch.nn.Parameter(x, requires_grad=False), "buffer": lambda x: torch.nn.Buffer(x), "wrapper": wrapper(),
     "zero_tensor": lambda x: torch._efficientzerotensor(x.shape), "freed": lambda x: freed(x), "batched": None,
-}}
+}
 
 def freed(x):
     x = x.clone()
     x.untyped_storage().resize_(0)
     return x
 
-name, make = [(name, op.make) for name, op in OPS.items()][{index}]
-op = getattr(torch.ops.gpukern, name)
-for kind, turn in kinds.items():
-    for argument, value in make().items():
-        if not isinstance(value, torch.Tensor):
-            continue
-        print("START", name, argument, kind, flush=True)
-        try:
-            if turn is None:
-                result = torch.vmap(lambda x: op(**make(**{{argument: x}})))(value[None])
+def run(name, make):
+    op = getattr(torch.ops.gpukern, name)
+    for kind, turn in kinds.items():
+        for argument, value in make().items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            print("START", name, argument, kind, flush=True)
+            try:
+                if turn is None:
+                    result = torch.vmap(lambda x: op(**make(**{argument: x})))(value[None])
+                else:
+                    try:
+                        bad = turn(value)
+                    except Exception as error:
+                        print("SKIP", json.dumps([name, argument, kind]), flush=True)
+                        continue
+                    result = op(**make(**{argument: bad}))
+            except Exception as error:
+                print("DONE", json.dumps([name, argument, kind, type(error).__name__, str(error)]), flush=True)
             else:
-                try:
-                    bad = turn(value)
-                except Exception as error:
-                    print("SKIP", json.dumps([name, argument, kind]), flush=True)
-                    continue
-                result = op(**make(**{{argument: bad}}))
-        except Exception as error:
-            print("DONE", json.dumps([name, argument, kind, type(error).__name__, str(error)]), flush=True)
-        else:
-            print("DONE", json.dumps([name, argument, kind, None, None]), flush=True)
-print("END")
+                print("DONE", json.dumps([name, argument, kind, None, None]), flush=True)
+    print("END")
+
+for name, entry in OPS.items():  # a process for each, which has all that is imported
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        try:
+            run(name, entry.make)
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+    print("EXIT", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    import torch._dynamo  # which some kinds import: the first op meets them without, the others need not import it each
 """
 
 
-@pytest.mark.parametrize("index", range(len(OPS)), ids=OPS)
-def test_hostile_tensors_never_crash(index):
+@pytest.fixture(scope="module")
+def hostile():
+    """For each op the lines that its process printed. The last one is its exit code."""
+    lines, found = run_python(HOSTILE).stdout.splitlines(), []
+    while lines:
+        end = next(i for i, line in enumerate(lines) if line.startswith("EXIT ")) + 1
+        found.append(lines[:end])
+        lines = lines[end:]
+    return dict(zip(OPS, found, strict=True))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_hostile_tensors_never_crash(hostile, name):
     """Integer, complex, sparse, quantized, meta, nested, freed and subclass inputs in every place, in a process of their own."""
-    done = run_python(HOSTILE.format(index=index), check=False)
-    lines = done.stdout.splitlines()
-    assert done.returncode == 0 and lines[-1] == "END", (
-        f"exit {done.returncode} after {lines[-1:]}\n{done.stderr[-2000:]}"
-    )
+    *lines, code = hostile[name]
+    assert lines[-1:] == ["END"] and code == "EXIT 0", f"{code} after {lines[-1:]}"
     results = [json.loads(line[5:]) for line in lines if line.startswith("DONE ")]
     tried = [line for line in lines if line.startswith("START ")]
     skipped = [line for line in lines if line.startswith("SKIP ")]
-    make = [op.make for op in OPS.values()][index]
-    tensors = sum(isinstance(x, torch.Tensor) for x in make().values())
+    tensors = sum(isinstance(x, torch.Tensor) for x in OPS[name].make().values())
     assert len(results) + len(skipped) == len(tried) == 26 * tensors, "26 kinds in the place of every tensor"
     assert len(skipped) <= 3 * tensors, f"torch itself refused to make {skipped}"
     silent = ("subclass", "function", "parameter", "buffer", "no_elements", "wrapper", "neg_view", "zero_tensor", "meta", "zero_dim",

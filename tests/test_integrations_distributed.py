@@ -142,6 +142,29 @@ def check_flash_attn_varlen_heads(mesh):
     same(call, plain, on_mesh(mesh, [(Shard(1),)] * 3 + [(Replicate(),)], *plain), [Shard(1)])
 
 
+def check_dropout_keeps_what_one_process_keeps(mesh):
+    """What is kept follows from a row's number among all, so shards are brought together first; a seed must be given."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    gen, one = generator("dropout"), Replicate()
+    q, k, v = (randn(gen, 2, h, 5, 8, dtype=torch.float64) for h in (4, 2, 2))
+    cu, seed = torch.tensor([0, 4, 10], dtype=torch.int32), torch.tensor([3, 7])
+
+    def dense(q, k, v, cu, seed):
+        return gk.flash_attn(q, k, v, is_causal=True, dropout_p=0.4, dropout_seed=seed)
+
+    def packed(q, k, v, cu, seed):
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+        return gk.flash_attn_varlen(q, k, v, cu, cu, 6, 6, dropout_p=0.4, dropout_seed=seed)
+
+    for call in (dense, packed):
+        for place in (Shard(0), Shard(1), one) if call is dense else (Shard(1), one):
+            plain = [q, k, v, cu, seed]
+            same(call, plain, on_mesh(mesh, [(place,)] * 3 + [(one,)] * 2, *plain), [one])
+        with pytest.raises(ValueError, match="dropout_seed must be given where q is a DTensor"):
+            call(*on_mesh(mesh, [(one,)] * 4, q, k, v, cu), None)
+
+
 def check_decoding_over_heads(mesh):
     """Each rank writes and reads its heads; heads that ranks do not divide, and other placements, are gathered or refused."""
     from torch.distributed.tensor import Replicate, Shard

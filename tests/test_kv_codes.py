@@ -407,3 +407,23 @@ def test_compiled(on):
         rest = torch.tensor([n], dtype=torch.int32), torch.arange(n)
         assert torch.equal(compiled(q, k, k, *again, *rest), step(q, k, k, *caches, *rest))
         assert all(same_codes(a, b) for a, b in zip(again, caches))
+
+
+def test_scales_that_were_made_in_inference_mode():
+    with torch.inference_mode():
+        found = KVCacheScales(1, 2, torch.float8_e4m3fn)
+        pages = torch.ones(1, 6, 2)
+    k = torch.ones(3, 2, 8)
+    found.observe(k, k)
+    cache = PagedKVCache(6, 4, 2, 8, dtype=torch.float8_e4m3fn, k_scale=pages, v_scale=pages)
+    sequence = cache.allocate()
+    cache.append([sequence], k, k, 3)
+    pages_of = cache.pages(sequence)
+    with torch.inference_mode():
+        pages[0, pages_of[0]] = 2
+    fork = cache.fork(sequence)
+    cache.extend([fork], 1)  # copies the page and its scales
+    assert cache.k_scale[0, cache.pages(fork)[0]].tolist() == [2, 2]
+    for margin in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="KVCacheScales.scales: margin is"):
+            found.scales(margin)

@@ -4,7 +4,6 @@
 import csv
 import importlib.util
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,9 @@ import torch
 from conftest import assert_close_as, generator, guarded, randn, same_bits, snapshot
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+import ptxas_report  # noqa: E402
+
 LADDER = ROOT / "csrc" / "cuda" / "ladder"
 
 
@@ -26,7 +28,7 @@ def script(name):
 
 
 ladder, model = script("ladder"), script("ladder_model")
-NUMBERS = range(1, 18)  # 14 to 17 stand between others
+NUMBERS = range(1, 19)  # 14 to 18 stand between others
 BF16 = torch.bfloat16
 
 
@@ -88,14 +90,21 @@ def test_the_ladder_rises():
 
 
 def test_those_between_stand_between(rungs):
-    """In the predictions, but for two: the two-stage ring asks a little less of mma.sync than three stages in larger tiles,
-    and wmma is a way of its own to the tensor cores."""
+    """In the predictions, but for three: the two-stage ring asks a little less of mma.sync than three stages in larger tiles,
+    wmma is a way of its own to the tensor cores, and the short one is rung 8 in fewer lines."""
     after = {r.number: r.after for r in rungs if r.after}
-    assert after == {14: 3, 15: 5, 16: 5, 17: 6}
-    for number, below in after.items():
+    assert after == {14: 3, 15: 5, 16: 5, 17: 6, 18: 8}
+    assert model.predict(18) == model.predict(8)
+    for number, below in list(after.items())[:-1]:
         rate = model.predict(number).tflops
         assert model.predict(below).tflops < rate
         assert rate < model.predict(below + 1).tflops or number == 17
+
+
+def test_the_short_rung_has_fifty_lines():
+    """Of code, its includes and its launch among them."""
+    text = re.sub(r"/\*.*?\*/", "", (LADDER / "18_short_sm90a.cu").read_text(), flags=re.DOTALL)
+    assert sum(bool(line.strip()) for line in text.splitlines()) <= 50
 
 
 def test_model_counts_what_the_kernels_assert():
@@ -133,14 +142,7 @@ def report(rungs):
     objects = sorted(folder.glob("gk_ladder_*.dir/csrc/cuda/ladder/*.cu.o"))
     if not objects:
         pytest.skip("the objects of the ladder are not here")
-    rows = {}
-    for path in objects:
-        command = [sys.executable, ROOT / "tools" / "ptxas_report.py", path]
-        head, *lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-        for line in lines:  # a kernel's name may hold commas
-            values = line.rsplit(",", head.count(","))
-            rows[values[0].strip('"')] = dict(zip(head.split(","), values))
-    return rows
+    return {row["kernel"]: row for path in objects for row in ptxas_report.report(path)}
 
 
 def test_no_rung_uses_local_memory(report, rungs):
@@ -161,6 +163,7 @@ def test_tensor_cores_are_used_where_the_page_says(report):
     }
     assert {n for n, (_, _, wgmma) in hot.items() if wgmma} == {
         "ladder_wgmma_kernel",
+        "ladder_short_kernel",
         "ladder_cluster_kernel",
         "ladder_persistent_kernel<true>",
         "ladder_persistent_kernel<false>",
@@ -172,7 +175,7 @@ def test_tensor_cores_are_used_where_the_page_says(report):
 
 def test_ptxas_has_no_notes_on_wgmma(report):
     logs = sorted((ladder.LIBRARY.parent / "CMakeFiles" / "gk_ladder_90a.dir").rglob("*.cu.o.log"))
-    assert len(logs) == 3
+    assert len(logs) == 4
     for log in logs:
         assert not re.search(r"\(C(7508|751\d|7602)\)|[1-9]\d* bytes spill", log.read_text()), log.name
 
@@ -190,11 +193,11 @@ def test_sizes_are_refused(rungs, m, n, k, name):
         assert lib.gk_last_error().decode() == text
 
 
-@pytest.mark.parametrize("rung", [0, 18, -1])
-def test_there_are_seventeen(rungs, rung):
+@pytest.mark.parametrize("rung", [0, 19, -1])
+def test_there_are_eighteen(rungs, rung):
     lib = ladder.library()
     assert lib.gk_ladder_gemm(rung, None, None, None, 8, 8, 8, None, None) == 1
-    assert lib.gk_last_error().decode() == f"gk_ladder_gemm: rung is {rung}; there are rungs 1 to 17"
+    assert lib.gk_last_error().decode() == f"gk_ladder_gemm: rung is {rung}; there are rungs 1 to 18"
 
 
 @pytest.mark.gpu
@@ -262,7 +265,7 @@ def test_tensor_cores_have_no_float32(rungs):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("number", [8, 9, 10, 11, 12])
+@pytest.mark.parametrize("number", [8, 9, 10, 11, 12, 18])
 def test_many_tiles_a_cluster(rungs, number):
     """Several rounds of the ring and of tiles, an odd number of rows of tiles: a pair's second tile lies outside."""
     gen = generator("ladder many", number)

@@ -77,6 +77,41 @@ def test_two_accumulators_are_one_a_fragment():
     assert c.offsets == atoms.mma_sync(16, 16).a.offsets
 
 
+@pytest.mark.parametrize("layout", ["TN", "TT", "NN", "NT"])
+@pytest.mark.parametrize("c_bits", [16, 32])
+def test_quadpair_fragments(layout, c_bits):
+    """PTX ISA, m8n8k4 with .f16, by the lane of quad pair 0."""
+    atom = atoms.quadpair(layout, c_bits)
+    for t in range(8):
+        lane = atom.lanes(t)
+        assert lane in (*range(4), *range(16, 20))
+        high = 4 * (lane >= 16)
+        for i in range(4):
+            along, across = lane % 4 + high, (i, lane % 4)  # k on end: a row of a a thread
+            a, b = atom.a(t, i), atom.b(t, i)
+            assert (a % 8, a // 8) == ((along, i) if layout[0] == "T" else (i + high, across[1]))
+            assert (b % 8, b // 8) == ((along, i) if layout[1] == "N" else (i + high, across[1]))
+        for i in range(8):
+            row = (lane & 1) + (i & 2) + high if c_bits == 32 else lane % 4 + high
+            column = (i & 4) + (lane & 2) + (i & 1) if c_bits == 32 else i
+            assert (atom.c(t, i) % 8, atom.c(t, i) // 8) == (row, column)
+    assert atom.threads == 8 and sorted(atom.c.offsets) == list(range(64))
+    with pytest.raises(ValueError, match="expected TN, TT, NN or NT, and 16 or 32"):
+        atoms.quadpair(layout, 64)
+
+
+def test_multiply_adds_by_threads():
+    """16 x 16 threads with 4 x 4 elements each, 16 apart: rung 3 of a ladder in one line."""
+    mma = L.TiledMma(atoms.fma(), (16, 16, 1))
+    assert mma.threads == 256 and mma.shape == (16, 16, 1)
+    c = "(64,64):(64,1)"
+    assert sorted(o for t in range(256) for o in mma.partition(c, t, "c").offsets) == list(range(4096))
+    assert sorted(mma.partition(c, 16 * 3 + 2, "c").offsets) == [
+        64 * (2 + 16 * i) + 3 + 16 * j for i in range(4) for j in range(4)
+    ]
+    assert mma.partition("(64,8):(8,1)", 16 * 3 + 2, "a").offsets[:4] == [8 * (2 + 16 * i) for i in range(4)]
+
+
 @pytest.mark.parametrize("num", [1, 2, 4])
 def test_ldmatrix_stmatrix_movmatrix(num):
     for trans in (False, True):

@@ -1,10 +1,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """python -m torch_gpukern occupancy: the rules of an SM against cases worked out by hand, and what it reads of a library."""
 
+import importlib
+import sys
+from pathlib import Path
+
 import pytest
+import torch
 
 from torch_gpukern import cli
 from torch_gpukern.occupancy import occupancy, parse_bounds, parse_usage
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.parametrize(
@@ -47,3 +54,26 @@ def test_command_line(capsys, tmp_path):
         (["--from", str(tmp_path / "none.so")], "does not exist"),
     ):
         assert cli.main(["occupancy", *wrong]) == 1 and text in capsys.readouterr().err
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    yield importlib.import_module("occupancy")
+    del sys.modules["occupancy"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_measuring_needs_a_gpu(measured, tmp_path):
+    with pytest.raises(RuntimeError, match="it asks the driver of a GPU; torch finds none"):
+        measured.main([str(tmp_path / "x.cubin"), "--threads", "32"])
+
+
+@pytest.mark.gpu
+def test_the_driver_agrees_with_the_calculator(measured):
+    """Of every rung of the ladder, with its static shared memory alone."""
+    library = ROOT / "build" / "libgpukern_ladder.so"
+    if not library.exists():
+        pytest.skip(f"{library.name} is not built")
+    _, *rows = measured.rows(library, "ladder_", None, 0)
+    assert len(rows) == 22 and all(row[4] == row[5] for row in rows), rows

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from torch_gpukern import cli
-from torch_gpukern.roofline import point_of, read_points
+from torch_gpukern.roofline import counted_points, point_of, read_points
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 PEAKS = {"bf16": 1000.0, "read": 10.0}  # the ridge is at 100
@@ -59,6 +59,24 @@ def test_intensity_by_counters(capsys):
     naive, tuned = (next(v for k, v in rows.items() if k.startswith(f"rung {n} ")) for n in (1, 13))
     assert float(naive[1]) == pytest.approx(2 * 4096**3 / 1189981440, rel=1e-3) and naive[2:] == ["295", "memory"]
     assert float(tuned[1]) > 500 and tuned[3] == "compute" and float(tuned[0]) < float(tuned[1])
+
+
+def test_counted_intensities_stand_on_the_roofline(tmp_path, capsys):
+    """Each rung over what L2 and memory moved, under the nominal ceilings; the tensor pipe's share is the rate's."""
+    pytest.importorskip("matplotlib")
+    table, png, page = RESULTS.parent.parent / "docs" / "counters.csv", tmp_path / "r.png", tmp_path / "r.html"
+    device, points = counted_points(table, 2 * 4096**3, "rung")
+    assert len(points) == 34 and {p.bench for p in points} == {"L2", "memory"} and device == "NVIDIA H100 80GB HBM3"
+    tuned = next(p for p in points if p.bench == "memory" and p.name.startswith("rung 13 "))
+    assert tuned.bound == "compute" and 80 < tuned.percent < 95  # the counter of the pipe says 85 to 90
+    assert all(p.gflops < min(989.4e3, p.intensity * 3350) for p in points if p.bench == "memory")
+    words = ["roofline", "--counters", str(table), "--flops", str(2 * 4096**3), "--what", "rung"]
+    assert cli.main([*words, "--png", str(png), "--html", str(page)]) == 0
+    assert (
+        "295" in capsys.readouterr().out
+        and png.read_bytes()[:4] == b"\x89PNG"
+        and page.read_text().count("<circle") == 34
+    )
 
 
 @pytest.mark.parametrize("words", [[], ["x.json", "--counters", "x.csv", "--flops", "1"], ["--counters", "x.csv"]])

@@ -157,3 +157,35 @@ def test_golden_file_is_the_headers(program):
 
 if __name__ == "__main__":
     print("\n".join(f"{question} = {answer_of(question)}" for question in PLACES))
+
+
+# ---- device_print ----------------------------------------------------------------------------------
+
+
+def printed():
+    """What tests/csrc/check_print.cpp should print, by the twin."""
+    lines = []
+    for text in ("(4,8):(8,1)", "(5):(3)", "(2,2,2):(1,4,2)"):
+        found = Layout(text)
+        lines.append(text)
+        if found.rank == 1:
+            lines.append("".join(f"{o:5}" for o in found.offsets))
+        elif found.rank == 2:
+            lines += ["".join(f"{found(i, j):5}" for j in range(found[1].size)) for i in range(found[0].size)]
+    tile = L.Swizzled(L.tma.span_swizzle(64), Layout((8, 64), (64, 1)))
+    lines += ["8 rows of 64 bytes", *("".join(f"{tile(row, 16 * c):5}" for c in range(4)) for row in range(8))]
+    return lines
+
+
+def test_what_is_printed_on_the_host(tmp_path_factory):
+    path = compiled("check_print", tmp_path_factory)
+    assert subprocess.run([path], capture_output=True, text=True, check=True).stdout.splitlines() == printed()
+
+
+@pytest.mark.gpu
+def test_what_is_printed_from_inside_a_kernel(tmp_path):
+    if not shutil.which("nvcc"):
+        pytest.skip("nvcc is not here")
+    source, path = ROOT / "tests" / "csrc" / "check_print.cpp", tmp_path / "check_print"
+    subprocess.run(["nvcc", "-x", "cu", "-arch=native", "-I", ROOT / "csrc", source, "-o", path], check=True)
+    assert subprocess.run([path], capture_output=True, text=True, check=True).stdout.splitlines() == printed()

@@ -156,3 +156,21 @@ def test_what_is_refused():
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=text):
             gnn.from_gptq(**(dict(zip(("qweight", "qzeros", "scales"), good, strict=True)) | change))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_addends_are_not_rounded_before_the_sum(dtype):
+    """Where activations have a mean, code * scale and the addend give large products that cancel."""
+    gen, n, k = generator("cancel"), 64, 4096
+    w = (randn(gen, n, k) * 0.02 + (randn(gen, n, k // 128) * 0.01).repeat_interleave(128, 1)).unflatten(1, (-1, 128))
+    scale = ((w.amax(-1) - w.amin(-1)) / 15).bfloat16()
+    zero = (w.amin(-1) + 8 * scale.float()).bfloat16()
+    q = ((w - zero[..., None].float()) / scale[..., None].float()).round().clamp(-8, 7)
+    exact = (q.double() * scale[..., None].double() + zero[..., None].double()).flatten(1)
+    codes = q.to(torch.int8).flatten(1)
+    qdata = (codes[:, ::2] & 15) | (codes[:, 1::2] << 4)
+    layer = gnn.from_torchao(SimpleNamespace(qdata=qdata, scale=scale.mT, zero_point=zero.mT))
+    x = (randn(gen, 64, k) + 1).to(dtype)
+    want = x.double() @ exact.mT
+    error, dense = ((y.double() - want).square().mean().sqrt() for y in (layer(x), x @ exact.to(dtype).mT))
+    assert error < 1.5 * dense, (error, dense)

@@ -56,6 +56,8 @@ def test_experts_of_other_ranks_add_nothing():
     assert (got[1] == 0).all()
     want = gnn.grouped_experts(x[:1], torch.tensor([[0]]), p[:1, :1], up, down, down_bias=down_bias)
     torch.testing.assert_close(got[:1], want)
+    negative = gnn.grouped_experts(x, torch.where(e == 3, -1, e), p, up, down, down_bias=down_bias)
+    torch.testing.assert_close(negative, got)  # a dropped token's mark, not expert 0
     with pytest.raises(ValueError, match="grouped_experts: x must be \\[T, H\\]"):
         gnn.grouped_experts(x, e[:3], p, up, down)
     none = gnn.grouped_experts(x[:0], e[:0], p[:0], up, down)

@@ -3,6 +3,7 @@
 
 import copy
 import math
+import warnings
 
 import pytest
 import torch
@@ -332,3 +333,81 @@ def test_an_mlp_keeps_its_activation():
     gnn.quantize(mlp, "w8", say=None)
     assert relative(mlp(x), want) < 0.02
     assert torch_gpukern.nn.quantize is gnn.quantize
+
+
+@pytest.mark.parametrize("recipe", gnn.quantize.__globals__["RECIPES"])
+def test_torch_func(recipe):
+    """vmap is a loop, and per-sample gradients are those of a loop."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 16), nn.GELU(), nn.Linear(16, 8)), randn(generator("func"), 3, 2, 64)
+    gnn.quantize(model, recipe, say=None, calibration=[x] if "static" in recipe else None)
+    model(x)
+    model.eval()  # delayed scales move in training
+    parameters = dict(model.named_parameters())
+    torch.testing.assert_close(torch.vmap(model)(x), torch.stack([model(t) for t in x]), rtol=1e-3, atol=2e-3)
+
+    def loss(parameters, t):
+        return torch.func.functional_call(model, parameters, (t,)).square().sum()
+
+    each = torch.vmap(torch.func.grad(loss, argnums=(0, 1)), (None, 0))(parameters, x)
+    for i, t in enumerate(x):
+        t = t.clone().requires_grad_()
+        wanted = torch.autograd.grad(loss(parameters, t), [*parameters.values(), t])
+        got = [*(g[i] for g in each[0].values()), each[1][i]]
+        for a, b in zip(got, wanted, strict=True):
+            assert relative(a, b) < 0.03
+
+
+def test_restore_goes_where_the_model_went():
+    for recipe in ("w4", "fp8"):
+        model = nn.Sequential(nn.Linear(64, 16), nn.Linear(16, 8))
+        before = [m.weight.detach().clone() for m in model]
+        done = gnn.quantize(model, recipe, say=None)
+        model.to(torch.float16).to(torch.bfloat16)
+        done.restore()
+        assert model(torch.ones(2, 64, dtype=torch.bfloat16)).dtype is torch.bfloat16
+        for m, weight in zip(model, before, strict=True):
+            torch.testing.assert_close(m.weight.float(), weight, rtol=2**-7, atol=1e-3)
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "int8-static", "w4-zero", "fp8-train-delayed", "qat-int8"])
+def test_nothing_to_multiply(recipe):
+    """No tokens, as an expert may have, no columns, and no rows."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of weights without elements
+        layers = [nn.Linear(32, 8), nn.Linear(0, 8), nn.Linear(8, 0)]
+    for layer in layers:
+        x = torch.randn(3, layer.in_features)
+        gnn.quantize(layer, recipe, say=None, calibration=[x] if "static" in recipe else None)
+        assert layer(x).shape == (3, layer.out_features)
+        none = x[:0].unflatten(0, (0, 2)).requires_grad_()
+        out = layer(none)
+        assert out.shape == (0, 2, layer.out_features)
+        out.sum().backward()
+        assert none.grad.shape == none.shape
+    torch.testing.assert_close(layers[1](torch.zeros(3, 0)), layers[1].bias.detach().expand(3, 8))
+
+
+def test_a_row_with_nan_is_shown():
+    for recipe in SCHEMES:
+        if recipe in ("w4-shift", "w8-shift", "fp8-block", "nvfp4"):
+            continue  # the last two have scales of more than a row
+        layer = nn.Linear(64, 8)
+        layer.weight.data[0, 3] = math.nan
+        x = torch.ones(2, 64)
+        gnn.quantize(layer, recipe, say=None, calibration=[x] if "static" in recipe else None)
+        assert layer(x).isnan().any(0).tolist() == [True] + 7 * [False], recipe
+
+
+def test_calibration_of_a_layer_that_is_called_by_name():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.up(input=x)
+
+    model = Named()
+    gnn.quantize(model, "int8-static", say=None, calibration=[torch.ones(2, 8)])
+    assert model.up.input_scale == 1 / 127

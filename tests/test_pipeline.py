@@ -7,9 +7,12 @@ that are not those of its step, when parts of sums meet the wrong tile, or when 
 Each rule of the protocol is then broken in turn, and the model must see it.
 """
 
+import functools
 import os
 import random
+import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +23,22 @@ WARPS = 4
 
 class Wrong(Exception):
     pass
+
+
+CUDA = Path(__file__).resolve().parent.parent / "csrc" / "cuda"
+
+
+@functools.cache
+def arrivals(source, barrier, which=0, warps=WARPS, **names):
+    """How many arrivals end a phase of a barrier: what the kernel's source says where it makes it, so that a count that is changed
+    there breaks the model. which: of several such places; names: values of what the source names; warps: of a warpgroup in the
+    model, in place of the kernel's 4, and of 128 threads."""
+    made = rf"(?:{re.escape(barrier)}\.init\(|mbarrier_init\({re.escape(barrier)}, |bar_(?:sync|arrive)\({re.escape(barrier)}, )([^;]*?)\)[,;]"
+    found = re.findall(made, (CUDA / source).read_text())
+    expression = re.sub(r"\w+::", "", found[which])
+    for number, count in ((4, warps), (256, 2 * warps), (128, warps), (32, 1)):
+        expression = re.sub(rf"\b{number}\b", str(count), expression)
+    return eval(expression, {}, names)
 
 
 class Barrier:
@@ -98,6 +117,10 @@ def interleave(agents, events, rng):
             agents.pop()
 
 
+HOPPER = "gemm/hopper.cuh"
+BEGIN = re.compile(r"block\.begin\(([^,]+), ")  # the consumers of a block
+
+
 @dataclass(frozen=True)
 class Kernel:
     cm: int = 1  # blocks that share b
@@ -125,14 +148,25 @@ class Cluster:
         self.rng = rng
         self.events = []  # copies on their way and products that run
         self.neighbours = k.cm + k.cn - 1
-        consumers = 1 if k.ping_pong and k.broken != "ping-pong: both count as consumers" else k.warpgroups
-        consumers = consumers * self.neighbours + {"empty count + 1": 1, "empty count - 1": -1}.get(k.broken, 0)
+        schedule = "pingpong_" if k.ping_pong and k.broken != "ping-pong: both count as consumers" else ""
+        (consumers,) = BEGIN.findall((CUDA / f"gemm/gemm_{schedule}sm90a.cu").read_text())
+        consumers = arrivals(
+            HOPPER,
+            "ring",
+            consumers=k.warpgroups if consumers == "Tile::WGS" else int(consumers),
+            MATES=self.neighbours,
+        )
+        consumers += {"empty count + 1": 1, "empty count - 1": -1}.get(k.broken, 0)
         blocks, stages = range(k.blocks), range(k.stages)
         self.full = [[Barrier(1) for _ in stages] for _ in blocks]
         self.empty = [[Barrier(consumers) for _ in stages] for _ in blocks]
-        self.exchanged = [Barrier(1) for _ in blocks]
-        self.unexchanged = [Barrier(max(k.ck - 1, 1) * k.warpgroups * WARPS) for _ in blocks]
-        turn_count = 1 if k.broken == "ping-pong: a warp tells for all" else WARPS
+        halved = 0 if k.ck > 1 else 1  # hopper.cuh makes these two for split-K, and for the last tiles that are halved
+        self.exchanged = [Barrier(arrivals(HOPPER, "ring_s + S::EXCHANGED", halved)) for _ in blocks]
+        unexchanged = arrivals(HOPPER, "ring_s + S::EXCHANGED + 8", halved, SPLITS=k.ck, WGS=k.warpgroups)
+        self.unexchanged = [Barrier(unexchanged) for _ in blocks]
+        turn_count = (
+            1 if k.broken == "ping-pong: a warp tells for all" else arrivals("gemm/gemm_pingpong_sm90a.cu", "turns_s")
+        )
         self.turns = [[Barrier(turn_count) for _ in range(k.warpgroups)] for _ in blocks]
         self.stages = [[{} for _ in stages] for _ in blocks]  # piece -> the step whose bytes it holds
         self.reading = [[0 for _ in stages] for _ in blocks]

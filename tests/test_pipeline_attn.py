@@ -15,7 +15,7 @@ import random
 from dataclasses import dataclass, replace
 
 import pytest
-from test_pipeline import Barrier, Sync, Wrong, ended, interleave
+from test_pipeline import Barrier, Sync, Wrong, arrivals, ended, interleave
 
 SCHEDULES = 30_000 if os.environ.get("GPUKERN_TEST_ALL") == "1" else 3_000
 WARPS = 2  # of a warpgroup; the kernel has four
@@ -91,20 +91,25 @@ class Block:
         self.store_kind = rng.choice(kinds)
         self.events = []  # copies, products and stores on their way
         warps = k.warpgroups * WARPS
-        q_readers = k.warpgroups if k.broken == "q counts warpgroups" else warps
-        self.described = Ring(k.descriptions, warps + (k.broken != "description: loader does not count"))
+
+        def counts(ring, **names):
+            return arrivals("attn/fwd_loop.cuh", f"typename S::{ring})", warps=WARPS, WARPGROUPS=k.warpgroups, **names)
+
+        q_counts = k.warpgroups if k.broken == "q counts warpgroups" else counts("QRing(smem_s + S::Q_RING")
+        loaders = 0 if k.broken == "description: loader does not count" else 1
+        self.described = Ring(k.descriptions, counts("TileRing(smem_s + S::TILE_RING", LOADERS=loaders))
         self.rings = {
-            "q": Ring(k.q_buffers, q_readers),
-            "k": Ring(k.stages, k.warpgroups),
-            "v": Ring(k.stages, k.warpgroups),
+            "q": Ring(k.q_buffers, q_counts),
+            "k": Ring(k.stages, counts("KvRing(smem_s + S::K_RING")),
+            "v": Ring(k.stages, counts("KvRing(smem_s + S::V_RING")),
         }
         self.told = [None] * k.descriptions  # the tile that a description is of; None while it is written
         self.held = {name: [{} for _ in range(ring.stages)] for name, ring in self.rings.items()}
         self.reading = {name: [0] * ring.stages for name, ring in self.rings.items()}
         self.cleared = [set() for _ in range(k.stages)]  # warps that have cleared their rows of V's tail
         groups = range(k.warpgroups)
-        self.turns = [Sync(2 * WARPS) for _ in groups]
-        self.meetings = [Sync(WARPS) for _ in groups]
+        self.turns = [Sync(arrivals("attn/fwd_products.cuh", "1 + warpgroup", warps=WARPS)) for _ in groups]
+        self.meetings = [Sync(arrivals("attn/fwd_products.cuh", "4 + warpgroup", warps=WARPS)) for _ in groups]
         self.products = [[] for _ in groups]  # of a warpgroup, in order
         self.done = [0 for _ in groups]
         self.issued = [0] * warps

@@ -7,17 +7,22 @@ products before it. A run fails when nothing can go on, when a stage of Q or dO 
 read, or when anything reads bytes that are not its own. Then each rule is broken in turn.
 """
 
+import itertools
 import os
 import random
 from dataclasses import dataclass, replace
 
 import pytest
-from test_pipeline import Barrier, Sync, Wrong, ended, interleave
+from test_pipeline import Barrier, Sync, Wrong, arrivals, ended, interleave
 from test_pipeline_attn import Ring
 
 SCHEDULES = 10_000 if os.environ.get("GPUKERN_TEST_ALL") == "1" else 800
 GROUPS, WARPS = 2, 2  # warpgroups, and warps of one; the kernel has four
 BOXES, BOX = 2, 3  # a copy's panels, and the bytes of one; units of no meaning
+
+
+def made(barrier):
+    return arrivals("attn/bwd_consumer.cuh", barrier, warps=WARPS)
 
 
 @dataclass(frozen=True)
@@ -36,13 +41,13 @@ class Block:
     def __init__(self, kernel, ragged, rng):
         self.k, self.ragged, self.rng = kernel, ragged, rng
         self.events = []  # copies and products on their way
-        self.ring = Ring(kernel.stages, GROUPS)
-        self.raw = Barrier(1)
+        self.ring = Ring(kernel.stages, made("typename S::Ring(smem_s + S::RING)"))
+        self.raw = Barrier(made("smem_s + S::RAW"))
         self.held = {name: [{} for _ in range(kernel.stages)] for name in "qo"}
         self.reading = {name: [0] * kernel.stages for name in "qo"}
         self.ds = [[None] * (GROUPS * WARPS) for _ in range(kernel.buffers)]
         self.reading_ds = [0] * kernel.buffers
-        self.meeting = Sync(GROUPS * WARPS)
+        self.meeting = Sync(made("BAR_CONSUMERS"))
         self.products = [[] for _ in range(GROUPS)]  # of a warpgroup, in order: [kind, step, warps that issued it]
         self.done = [0] * GROUPS
         self.issued = [0] * (GROUPS * WARPS)
@@ -255,7 +260,7 @@ class Turns:
 
     def __init__(self, steps, broken, rng):
         self.steps, self.broken, self.rng = steps, broken, rng
-        self.turn, self.added = Barrier(1), Barrier(GROUPS * WARPS)
+        self.turn, self.added = Barrier(made("smem_s + S::TURN")), Barrier(made("smem_s + S::ADDED"))
         self.others, self.released, self.adds = [False] * steps, [False] * steps, [0] * steps
         self.events = [(self.others.__setitem__, n, True) for n in range(steps)]
 
@@ -269,7 +274,9 @@ class Turns:
         self.turn.arrive()
         for n in range(self.steps):
             ready, more = False, n + 1 < self.steps
-            while True:
+            for polls in itertools.count():
+                if polls == 100_000:
+                    raise Wrong("nothing can go on")
                 ready = ready or (more and self.others[n + 1])
                 if self.broken == "the additions not awaited" or self.added.ended(n & 1):
                     break

@@ -13,7 +13,7 @@ import random
 from dataclasses import dataclass
 
 import pytest
-from test_pipeline import Sync, Wrong, interleave
+from test_pipeline import Sync, Wrong, arrivals, interleave
 from test_pipeline_attn import Ring
 
 SCHEDULES = 10_000 if os.environ.get("GPUKERN_TEST_ALL") == "1" else 500
@@ -56,7 +56,9 @@ class Block:
     def __init__(self, kernel, steps, rng, meeting):
         self.k, self.steps, self.rng, self.meeting = kernel, steps, rng, meeting
         self.peer, self.events, self.gone = None, None, 0
-        self.ring, self.o_ring, self.peer_ring = Ring(2, 2), Ring(kernel.o_stages, 2), Ring(2, 0)  # full alone
+        self.ring = Ring(2, arrivals("attn/bwd_consumer.cuh", "typename S::Ring(smem_s + S::RING)"))
+        self.o_ring = Ring(kernel.o_stages, arrivals("attn/bwd_consumer.cuh", "typename S::ORing(smem_s + S::O_RING)"))
+        self.peer_ring = Ring(2, 0)  # full alone
         self.places = {
             "q": [Place("Q") for _ in range(2)],
             "o": [Place("dO") for _ in range(kernel.o_stages)],
@@ -65,7 +67,10 @@ class Block:
         }
         self.p = [Place("P") for _ in range(WARPS)]
         self.p_ready, self.ds_ready, self.own_ds = Sync(2 * WARPS), Sync(2 * WARPS), Sync(WARPS)
-        self.ds_sent = [Sync(WARPS + 1) for _ in range(2)]
+        sent = arrivals(
+            "attn/bwd_producer.cuh", "BAR_SENT_DS + (n & 1)", warps=WARPS
+        )  # a warpgroup, and the warp that sends
+        self.ds_sent = [Sync(sent) for _ in range(2)]
         self.products, self.issued, self.done = [[], []], [[0] * WARPS, [0] * WARPS], [0, 0]
 
     def agents(self):

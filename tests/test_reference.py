@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """reference.py, the judge of the other tests, against PyTorch's own ops and cases worked out by hand."""
 
+import inspect
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TORCH_ACTIVATION, generator, randn, reference, visible
+from conftest import TORCH_ACTIVATION, generator, randn, reference, torch_gpukern, visible
 
 
 def close(x, y, dtype=torch.float64):
@@ -214,3 +215,62 @@ def test_attn_merge():
     assert torch.equal(reference.attn_merge(out_a * math.nan, nothing, out_b, lse_b)[0], out_b)
     out, lse = reference.attn_merge(out_a, nothing, out_b, nothing)
     assert out.item() == 0 and lse.item() == -math.inf
+
+
+NO_STATEMENT = {"check_errors", "explain"} | {  # those of packed weights take the weight as it was: reference_quantised
+    "pack_weight", "sparse_gemm", "sparse_pack", "unpack_weight", "weight_gemm",
+}  # fmt: skip
+
+
+def test_every_op_is_stated_with_its_own_arguments():
+    for name in set(torch_gpukern.__all__) - NO_STATEMENT:
+        op = getattr(torch_gpukern, name)
+        if not inspect.isfunction(op):
+            continue
+        assert name in reference.__all__, f"reference has no {name}"
+        taken = inspect.signature(getattr(reference, name)).parameters
+        if not any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+            positional = [p for p in inspect.signature(op).parameters.values() if p.default is p.empty]
+            missing = {p.name for p in positional if p.kind is not p.VAR_KEYWORD} - set(taken)
+            assert not missing, f"reference.{name} does not take {missing}"
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float64), ids=str)
+def test_rows(dtype):
+    """The statements of the operations along the last dimension, in the dtype itself, give what the ops give."""
+    gen, seed = generator("reference rows", str(dtype)), torch.tensor([5, 9])
+    x, r, q, k = (randn(gen, *shape, dtype=dtype) for shape in ((2, 3, 8), (2, 3, 8), (2, 4, 5, 8), (2, 2, 5, 8)))
+    w, bias = randn(gen, 8, dtype=dtype), randn(gen, 8, dtype=dtype)
+    lengths = torch.tensor([[0, 3, 9], [8, 1, 2]], dtype=torch.int32)
+    cos, sin = (randn(gen, 9, 3, dtype=torch.promote_types(dtype, torch.float32)) for _ in range(2))
+    at, target = torch.tensor([[8, 0, 1, 1, 2], [0, 1, 2, 3, 4]]), torch.tensor([[1, -100, 3], [0, 7, 7]])
+    rules = {"softcap": 3.0, "label_smoothing": 0.1, "logit_scale": 0.7}
+    calls = [
+        ("rms_norm", (x, w), {"bias": bias, "residual": r, "weight_offset": 1.0}),
+        ("layer_norm", (x, w, bias), {"residual": r}),
+        ("softmax", (x,), {"scale": 2.0, "lengths": lengths}),
+        ("log_softmax", (x,), {"scale": 0.5}),
+        ("swiglu", (x,), {}),
+        ("geglu", (x, r), {"approximate": "tanh"}),
+        ("rope", (q, k, cos, sin, at), {"interleaved": True}),
+        ("rope", (q[:, :, 0], k[:, :, 0], cos, sin), {}),
+        ("cross_entropy", (x, target), {"reduction": "none", **rules}),
+        ("linear_cross_entropy", (x, k[0, 0], target, k[0, 1, :, 0]), {"low_memory": True, **rules}),
+        ("dropout", (x, 0.4, seed), {}),
+        ("dropout_add", (x, r, 0.4, seed), {}),
+        ("bias_gelu_dropout", (x, bias, 1.0, seed), {"approximate": "tanh"}),
+        ("dropout_mask", ((7, 11), 0.3, seed), {}),
+        ("linear", (x, k[0, 0], k[0, 1, :, 0]), {"activation": "gelu"}),
+    ]
+    target.clamp_(max=4)  # of the product's 5 classes
+    for name, arguments, more in calls:
+        torch.testing.assert_close(
+            getattr(reference, name)(*arguments, **more), getattr(torch_gpukern, name)(*arguments, **more), msg=name
+        )
+    tokens = [randn(gen, 3, heads, 8, dtype=dtype) for heads in (4, 2, 2)]
+    slots, found = torch.tensor([1, -1, 7]), []
+    for module in (reference, torch_gpukern):
+        caches = torch.zeros(2, 2, 4, 2, 8, dtype=dtype)
+        how = {"q_weight": w, "k_weight": bias}
+        found.append((module.rope_kv_write(*tokens, cos, sin, torch.tensor([0, 3, 8]), *caches, slots, **how), caches))
+    torch.testing.assert_close(*found)

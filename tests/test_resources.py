@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import ALL
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
@@ -32,6 +33,7 @@ def attention_tiles():
 
 
 ATTENTION = attention_tiles()
+CODES = {"64": (64, 128), "128": (128, 128), "128Wide": (128, 96)}  # head_dim and keys of flash_attn_fp8_sm90a's tiles
 
 
 def split_steps(tile, modified):
@@ -135,6 +137,11 @@ def test_wgmma_kernels_multiply_by_their_tile(report):
             steps = 1 + split_steps(*attention.groups()) + 1 + early_scores(*attention.groups())
             assert int(row["HGMMA"]) == steps * (head_dim + keys) // 16, name
             assert int(row["USETMAXREG"]) == 2, name
+        if codes := re.search(r"flash_attn_fp8_sm90a_kernel<Fp8Hopper(\w+), ", name):
+            # the first block's scores, a step with masks and one without, the last one's values; 32 of k each
+            head_dim, keys = CODES[codes[1]]
+            assert int(row["QGMMA"]) == 3 * (head_dim + keys) // 32, name
+            assert int(row["USETMAXREG"]) == 2, name
         if backward := re.search(r"BwdConsumer<\w+, BwdHopper(\d+)(Score)?(Ordered)?, ", name):
             # S and dP of head_dim, dQ of 128 keys, dV and dK of the tile's rows
             head_dim = int(backward[1])
@@ -157,15 +164,23 @@ def test_wgmma_kernels_multiply_by_their_tile(report):
         assert int(row["UTMALDG"]) >= 2 * tile["K64"], name
 
 
-def test_powers_of_attention_run_under_the_products(report):
+@pytest.fixture(scope="module")
+def disassembled():
+    """[(a cubin, its kernels as nvdisasm prints them)]: the one of flash_attn_fwd_sm90a, or of all of the library."""
+    own = BUILD / "CMakeFiles/gk_cuda_90a.dir/csrc/cuda/attn/flash_attn_fwd_sm90a.cu.o"  # a tenth of the library
+    if not own.exists():
+        pytest.skip("this build has no kernels for sm_90a")
+    with ptxas_report.cubins(LIBRARY if ALL else own, "sm_90", "sm_90a") as paths:
+        return [(path.read_bytes(), list(ptxas_report.disassembly(path))) for path in paths]
+
+
+def test_powers_of_attention_run_under_the_products(disassembled):
     """flash_attn_fwd_sm90a: the exponentials of a block stand between the wait for its scores and the wait for the product
     of the block before. ptxas moves them past the second wait where nothing holds them, without a note (the overlap is then
     gone); without OVERLAP one wait is for both."""
-    if not any("flash_attn_fwd_sm90a" in name for name in report):
-        pytest.skip("this build has no kernels for sm_90a")
-    own = BUILD / "CMakeFiles/gk_cuda_90a.dir/csrc/cuda/attn/flash_attn_fwd_sm90a.cu.o"  # a tenth of the library
     found = {name: [opcode + rest for _, opcode, rest, _ in code]
-             for name, code in ptxas_report.disassembly(own if own.exists() else LIBRARY, "sm_90a")
+             for _, kernels in disassembled
+             for name, code in kernels
              if "flash_attn_fwd_sm90a_kernel" in name}  # fmt: skip
     assert found
     for name, code in zip(ptxas_report.short(list(found)), found.values()):
@@ -187,6 +202,51 @@ def test_powers_of_attention_run_under_the_products(report):
                     assert converts <= 16, (name, converts)
                     late += converts > 0
             assert late <= 2, name
+
+
+def test_powers_of_codes_run_under_the_products():
+    """flash_attn_fp8_sm90a likewise, with a mask and without."""
+    own = BUILD / "CMakeFiles/gk_cuda_90a.dir/csrc/cuda/attn/flash_attn_fp8_sm90a.cu.o"
+    if not own.exists():
+        pytest.skip("this build has no kernels for sm_90a")
+    with ptxas_report.cubins(own, "sm_90a") as paths:
+        kernels = [(name, [op + rest for _, op, rest, _ in code])
+                   for path in paths
+                   for name, code in ptxas_report.disassembly(path)
+                   if "flash_attn_fp8_sm90a_kernel" in name]  # fmt: skip
+    assert kernels
+    for name, code in zip(ptxas_report.short([name for name, _ in kernels]), (code for _, code in kernels)):
+        keys = CODES[re.search(r"Fp8Hopper(\w+), ", name)[1]][1]
+        first = [i for i, op in enumerate(code) if op.startswith("WARPGROUP.DEPBAR.LE gsb0, 0x1")]
+        assert len(first) == 2, name
+        for i in first:
+            last = next(k for k in range(i + 1, len(code)) if code[k].startswith("WARPGROUP.DEPBAR.LE gsb0, 0x0"))
+            assert sum(op.startswith("MUFU.EX2") for op in code[i:last]) >= keys // 2, name
+
+
+def test_opcodes_and_branches_are_those_that_nvdisasm_prints(disassembled):
+    """The report reads machine code by a table of its own (NAMES of tools/ptxas_report.py). Compared on the kernels of attention's forward, with
+    GPUKERN_TEST_ALL=1 on all kernels, none of which may have an opcode that the table lacks."""
+    compared = 0
+    for cubin, printed in disassembled:
+        read = {name: found for name, *found in ptxas_report.decoded_kernels(cubin)}
+        assert set(read) == {name for name, _ in printed}
+        for name, code in printed:
+            opcodes, to = read[name]
+            # arrivals at a barrier of a cluster and waits have one number, and so have ERRBAR and CGAERRBAR
+            assert [
+                re.sub("^(UCGABAR)_.*|^CGA(ERRBAR)", r"\1\2", opcode) for _, opcode, *_ in code
+            ] == opcodes.tolist(), name
+            assert [target // 16 for *_, target in code] == to.tolist(), name
+            compared += len(code)
+    assert compared > 50_000
+
+
+def test_an_opcode_without_a_name_is_left_to_nvdisasm():
+    names = set(ptxas_report.NAMES.values())
+    assert names.issuperset(ptxas_report.OPCODES)
+    with pytest.raises(ptxas_report.Unknown, match="0x1ff"):
+        ptxas_report.decoded(b"\xff\x01" + bytes(14))
 
 
 # Notes of ptxas on wgmma and setmaxnreg: serialised, waits or fences put in, registers that could not be had.

@@ -2,12 +2,16 @@
 """The laws of the rooms hold in this tree, and the script that says so sees each kind of breach."""
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+import torch_gpukern
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "tools" / "check_rooms.py"
@@ -174,3 +178,49 @@ def test_no_module_imports_what_imports_it():
     reach = {name: reached(needs, name) for name in needs}
     circles = {frozenset(x for x in reach[name] if name in reach[x]) for name in reach if name in reach[name]}
     assert [sorted(x) for x in circles] == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the figures of docs/architecture.md, "What it comes to"
+
+
+def figures(row):
+    """The last column of a row of that table."""
+    (found,) = re.findall(rf"^\| {row} \|.*\| (.*) \|$", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE)
+    return found
+
+
+@pytest.mark.parametrize("row", ("thousand lines", "of csrc, by room"))
+def test_lines_by_room(row):
+    """Within a seventh, so that a kernel more is no other page."""
+    for room, said in re.findall(r"([\w/]+) (\d+\.\d)", figures(row)):
+        top = ROOT / ("csrc" if row.startswith("of") else ".") / room
+        kinds = {".c", ".h", ".def", ".cu", ".cuh", ".cpp", ".py"}
+        lines = sum(x.read_bytes().count(b"\n") for x in top.rglob("*") if x.suffix in kinds)
+        assert abs(lines / 1000 / float(said) - 1) < 1 / 7, f"{room} has {lines} lines, the page says {said} thousand"
+
+
+def test_functions_of_an_eager_call():
+    """Python's, from the public function to the op."""
+    a, q = torch.randn(8, 8), torch.randn(1, 2, 8, 8)
+    calls = (lambda: torch_gpukern.gemm(a, a)), (lambda: torch_gpukern.flash_attn(q, q, q))
+    found = []
+    for call in calls:
+        call()  # what the first one makes and keeps
+        seen = set()
+
+        def note(frame, event, _, seen=seen):
+            code = frame.f_code
+            if event == "call" and "torch_gpukern" in code.co_filename and not code.co_name.startswith("<"):
+                seen.add((code.co_filename, code.co_name))
+
+        sys.setprofile(note)
+        try:
+            call()
+        finally:
+            sys.setprofile(None)
+        found.append((len(seen), len({file for file, _ in seen})))
+    said = re.match(
+        r"(\d+) functions in (\d+) files, (\d+) in (\d+)", figures("an eager gemm, an eager flash_attn in Python")
+    )
+    assert found == [tuple(map(int, said.groups()[:2])), tuple(map(int, said.groups()[2:]))]

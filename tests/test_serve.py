@@ -68,6 +68,28 @@ def all_free(engine):
     return engine.used_pages == 0 and not engine.cache.sequences and not engine.running and not engine.waiting
 
 
+@pytest.mark.gpu
+def test_captured_steps_are_generates(serve):
+    """Graphs of decoding steps of 1, 2, 4 requests, replayed after other tensors have taken what was free at the capture."""
+    Engine, Request = serve["engine"].Engine, serve["engine"].Request
+    net = serve["models"].random_llama("tiny", "cuda")
+    prompts, wanted = prompts_of(9, 30, 17), []
+    for prompt in prompts:
+        ids = torch.tensor([prompt], device="cuda")
+        out = net.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+        wanted.append(out[0, len(prompt) :].tolist())
+    model = serve["models"].TransformersModel(net, num_blocks=64)
+    for count in (3, 1, 2, 3):
+        engine = Engine(model, max_batch=4, max_step_tokens=64, max_drafts=0)
+        requests = [engine.submit(Request(prompt, max_tokens=12)) for prompt in prompts[:count]]
+        run(engine)
+        assert [request.answer for request in requests] == wanted[:count]
+        assert all_free(engine)
+        taken = [torch.full((n,), 1 << 40, device="cuda") for n in range(1, 65) for _ in range(8)]
+        del taken
+    assert sorted(model.graphs) == [1, 2, 4]
+
+
 def test_tokens_are_generates(serve, net, wanted):
     """Chunked prompts beside decoding, drafts, prefixes that are found, and too few pages for all: the same tokens."""
     Engine, Request = serve["engine"].Engine, serve["engine"].Request
@@ -152,6 +174,11 @@ def test_cancelled_refused_and_failed(serve, net, wanted, monkeypatch):
     a, b, c = prompts_of(20, 25, 30, seed=1)
     for name, request in {
         "prompt is empty": Request([]),
+        "prompt is .1, 2.5.; expected integers": Request([1, 2.5]),
+        "prompt is 'abc'": Request("abc"),
+        "prompt is None": Request(None),
+        "max_tokens is .2.5.": Request([1], max_tokens=2.5),
+        "temperature is None": Request([1], temperature=None),
         "token 512": Request([512]),
         "max_tokens is 0": Request([1], max_tokens=0),
         "512 that fit": Request([1] * 500, max_tokens=13),
@@ -167,6 +194,9 @@ def test_cancelled_refused_and_failed(serve, net, wanted, monkeypatch):
     kept = engine.submit(Request(a, max_tokens=20))
     dropped = engine.submit(Request(b, max_tokens=200))
     unheard = engine.submit(Request(c, max_tokens=200, on_tokens=gone))
+    with pytest.raises(Refused, match="submitted before"):
+        engine.submit(kept)
+    a[0] = b[0]  # what the caller does to its list is not seen
     stopped = engine.submit(Request(c, max_tokens=20, stop_ids=frozenset(wanted(c, 20)[5:6])))
     never = engine.submit(Request(c))
     with pytest.raises(Busy):
@@ -176,6 +206,7 @@ def test_cancelled_refused_and_failed(serve, net, wanted, monkeypatch):
         engine.step()
     dropped.cancel()
     run(engine)
+    (a, _, _) = prompts_of(20, 25, 30, seed=1)
     assert kept.answer == wanted(a, 20) and dropped.finish == unheard.finish == never.finish == "cancelled"
     assert stopped.finish == "stop" and stopped.answer == wanted(c, 20)[: wanted(c, 20).index(wanted(c, 20)[5]) + 1]
     assert all_free(engine)

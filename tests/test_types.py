@@ -44,7 +44,15 @@ BAD = {
     'gk.explain("gemm", x, x)["kernel"]': "typeddict-item",
     "gk.flash_attn(x, x, x, return_lse=1.5)": "call-overload",
 }
-# A torch of a few lines: a checker reads the real one for half a minute.
+# A torch of a few lines, and nothing of other packages: a checker reads the real ones for half a minute.
+CONFIGURATION = """[mypy]
+python_version = 3.12
+follow_imports = skip
+[mypy-torch_gpukern,torch_gpukern.*]
+follow_imports = silent
+[mypy-numpy.*,torch._C.*]
+follow_imports_for_stubs = True
+"""
 TORCH = {
     "torch/__init__.pyi": "from typing import Any\nclass Tensor: ...\nclass dtype: ...\nclass device: ...\n"
     "def __getattr__(name: str) -> Any: ...\n",
@@ -59,10 +67,11 @@ def test_types_that_a_checker_sees(tmp_path):
     for name, text in TORCH.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
+    (tmp_path / "mypy.ini").write_text(CONFIGURATION)
     lines = [f"def bad{i}(x: Tensor) -> None: {call}" for i, call in enumerate(BAD)]
     (tmp_path / "probe.py").write_text(GOOD + "\n".join(lines) + "\n")
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--python-version", "3.12", "--follow-imports", "silent", "probe.py"],
+        [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "probe.py"],
         cwd=tmp_path,
         env={**os.environ, "MYPYPATH": f"{tmp_path}:{ROOT}"},
         capture_output=True,

@@ -3,8 +3,8 @@
 
     python tools/ptxas_report.py LIBRARY > docs/resources.csv
 
-Reads a built library or object with cuobjdump and nvdisasm (PyPI: nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm); needs
-neither nvcc nor a GPU. One line a kernel, sorted by name:
+Reads a built library or object with cuobjdump, and with nvdisasm where a kernel has an opcode that NAMES lacks (PyPI:
+nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm); needs neither nvcc nor a GPU. One line a kernel, sorted by name:
     kernel, arch, registers, stack_bytes, local_bytes, shared_bytes, loop_instructions, then a count per opcode of interest in
     that loop; those of tma and of other registers (UTMALDG .. USETMAXREG) and of local memory (LDL, STL) in the whole kernel
 The hot loop is the innermost one with the most matrix instructions, else with the most FFMA, else the longest. Where a
@@ -13,15 +13,20 @@ stands around an innermost loop only.
 """
 
 import argparse
+import collections
+import contextlib
 import csv
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+import numpy as np
 
 WHOLE = ("UTMALDG", "UTMASTG", "STSM", "USETMAXREG", "LDL", "STL")  # counted in the whole kernel
 MMA = ("HMMA", "DMMA")  # mma.sync
@@ -67,19 +72,22 @@ def dump(library: str, *options: str) -> Iterator[str]:
         yield from running.stdout
 
 
-def disassembly(library: str, *archs: str) -> Iterator[tuple[str, list[tuple[int, str, str, int]]]]:
-    """Every kernel of those architectures: its mangled name, and per instruction its address, its opcode, the opcode's
-    modifiers with the operands, and where a branch goes or -1. nvdisasm is asked, kernel code alone: cuobjdump prints every
-    instruction's bits as well, four times the text. A library takes a minute."""
+@contextlib.contextmanager
+def cubins(library: str | Path, *archs: str) -> Iterator[list[Path]]:
+    """The machine code of those architectures, a cubin for each source that has some."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([program("cuobjdump"), "-xelf", "all", Path(library).resolve()],
                        cwd=folder, env=_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
-        for cubin in sorted(Path(folder).glob("*.cubin")):
-            if cubin.suffixes[-2] not in {f".{arch}" for arch in archs}:
-                continue
-            command = [program("nvdisasm"), "-c", cubin]
-            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=_environment()) as running:
-                yield from _kernels(running.stdout)
+        yield [x for x in sorted(Path(folder).glob("*.cubin")) if x.suffixes[-2].lstrip(".") in archs]
+
+
+def disassembly(cubin: Path) -> Iterator[tuple[str, list[tuple[int, str, str, int]]]]:
+    """Every kernel of a cubin: its mangled name, and per instruction its address, its opcode, the opcode's modifiers with the
+    operands, and where a branch goes or -1. nvdisasm is asked, kernel code alone: cuobjdump prints every instruction's bits
+    as well, four times the text. All those of a library take a minute and a half."""
+    command = [program("nvdisasm"), "-c", cubin]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=_environment()) as running:
+        yield from _kernels(running.stdout)
 
 
 def _kernels(lines: Iterable[str]) -> Iterator[tuple[str, list[tuple[int, str, str, int]]]]:
@@ -110,6 +118,67 @@ def _kernels(lines: Iterable[str]) -> Iterator[tuple[str, list[tuple[int, str, s
 
 OPCODE = re.compile(r"\w+")
 TARGET = re.compile(r"`\((\.L_\w+)\)")
+
+
+# ---- machine code, read in a tenth of a second ----------------------------------------------------------------------------
+# An instruction of sm_90 is 128 bits. The lowest nine are its opcode; those above say where operands come from. A BRA holds how
+# far it goes from the next instruction, in units of 4 bytes. A cubin is ELF, with a section .text.<kernel> for each kernel.
+# tests/test_resources.py holds all of this to what nvdisasm prints.
+
+STEP = 16  # bytes from an instruction to the next
+BRA = 0x147
+NAMES = {int(number, 16): name for number, name in re.findall(r"(\w{3}) (\w+)", """
+    002 MOV  003 P2R  004 R2P  005 CS2R  006 VOTE  007 SEL  008 FSEL  009 FMNMX  00A FSET  00B FSETP  00C ISETP
+    00F VIMNMX3  010 IADD3  011 LEA  012 LOP3  013 IABS  016 PRMT  019 SHF  01C PLOP3  020 FMUL  021 FADD
+    023 FFMA  024 IMAD  025 IMAD  027 IMAD  028 DMUL  029 DADD  02A DSETP  02B DFMA  02D PREEXIT  02E ACQBULK
+    02F ELECT  030 HADD2  031 HFMA2  032 HMUL2  035 HFMA2  036 VIADD  03A MOVM  03B LDSM  03C HMMA  03E F2FP
+    03F DMMA  044 STSM  045 I2FP  046 VIADDMNMX  048 VIMNMX  082 UMOV  086 VOTEU  087 USEL  08C UISETP
+    090 UIADD3  091 ULEA  092 ULOP3  096 UPRMT  097 UIADD3  099 USHF  09C UPLOP3  0A4 UIMAD  0A5 UIMAD  0B9 ULDC
+    0BB ULDC  0CA R2UR  100 FLO  101 BREV  102 FCHK  104 F2F  105 F2I  106 I2F  107 FRND  108 MUFU  110 F2F
+    111 F2I  112 I2F  118 NOP  119 S2R  11A DEPBAR  11B ENDCOLLECTIVE  11D BAR  141 BSYNC  142 BREAK  144 CALL
+    145 BSSY  146 YIELD  147 BRA  148 WARPSYNC  149 BRX  14D EXIT  150 RET  15D NANOSLEEP  181 LDG  182 LDC
+    183 LDL  184 LDS  186 STG  187 STL  188 STS  189 SHFL  18E REDG  18F CCTL  192 MEMBAR  1A1 MATCH  1A6 REDG
+    1A7 SYNCS  1AB ERRBAR  1AE LDGSTS  1AF LDGDEPBAR  1B2 SYNCS  1B4 UTMALDG  1B5 UTMASTG  1B7 UTMACMDFLUSH
+    1B9 UTMACCTL  1BA UBLKCP  1BD STAS  1C3 S2UR  1C4 REDUX  1C5 WARPGROUP  1C6 FENCE  1C7 UCGABAR
+    1C8 USETMAXREG  1F0 HGMMA  1F1 IGMMA  1F3 QGMMA
+    """)}  # fmt: skip
+
+
+class Unknown(Exception):
+    """An opcode that NAMES does not have."""
+
+
+def sections(cubin: bytes) -> Iterator[tuple[str, bytes]]:
+    """Each kernel's mangled name and code."""
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    entry, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
+    (strings,) = struct.unpack_from("<Q", cubin, table + names * entry + 0x18)
+    for at in range(table, table + count * entry, entry):
+        (name,) = struct.unpack_from("<I", cubin, at)
+        start, size = struct.unpack_from("<QQ", cubin, at + 0x18)
+        name = cubin[strings + name : cubin.index(b"\0", strings + name)].decode()
+        if name.startswith(".text."):
+            yield name.removeprefix(".text."), cubin[start : start + size]
+
+
+def decoded_kernels(cubin: bytes) -> list[tuple[str, np.ndarray, np.ndarray]]:
+    """Each kernel's mangled name; per instruction its opcode, and which instruction a branch goes to or -1."""
+    return [(name, *decoded(code)) for name, code in sections(cubin)]
+
+
+def decoded(code: bytes) -> tuple[np.ndarray, np.ndarray]:
+    low, high = np.frombuffer(code, "<u8").reshape(-1, 2).T
+    numbers = (low & np.uint64(0x1FF)).astype(np.int64)
+    if unknown := set(np.unique(numbers).tolist()) - set(NAMES):
+        raise Unknown(", ".join(map(hex, sorted(unknown))))
+    # a number of 56 bits with a sign: its low 8 stand from bit 16 on, the others from bit 34 on
+    far = high.astype(np.int64) << 38 | (low >> np.uint64(34) << np.uint64(8)).astype(np.int64)
+    far |= (low >> np.uint64(16) & np.uint64(0xFF)).astype(np.int64)
+    to = np.where(numbers == BRA, np.arange(1, len(low) + 1) + (far << 8 >> 8) * 4 // STEP, -1)
+    return _NAMES_BY_NUMBER[numbers], to
+
+
+_NAMES_BY_NUMBER = np.array([NAMES.get(x, "") for x in range(0x200)])
 
 
 def short(mangled: list[str]) -> list[str]:
@@ -153,54 +222,72 @@ def resources(library: str, archs: list[str]) -> dict[str, dict]:
     return found
 
 
-def hot_loop(code: list[tuple[int, str, int]]) -> list[str]:
-    """Opcodes of the hot loop of one kernel; code is (address, opcode, where a branch goes or -1)."""
-    index = {address: i for i, (address, _, _) in enumerate(code)}
-    loops = [(index[to], i) for i, (address, _, to) in enumerate(code) if 0 <= to < address]
-    if not loops:
-        return []
-    opcodes = [opcode for _, opcode, _ in code]
-    bodies = [opcodes[first : last + 1] for first, last in loops]
+def hot_loop(opcodes: np.ndarray, to: np.ndarray) -> np.ndarray:
+    """Opcodes of the hot loop of one kernel; a branch at i goes to[i], others hold -1."""
+    last = np.flatnonzero((to >= 0) & (to < np.arange(len(to))))
+    first = to[last]
+    if not len(last):
+        return opcodes[:0]
+    size = last + 1 - first
 
-    def shortest_with_most(kinds: tuple[str, ...]) -> list[str] | None:
-        counts = [sum(opcode in kinds for opcode in body) for body in bodies]
-        most = max(counts)
-        return min((body for body, n in zip(bodies, counts) if n == most), key=len) if most else None
+    def count(*kinds: str) -> np.ndarray:
+        """How many of them each loop has."""
+        sums = np.concatenate(([0], np.cumsum(np.isin(opcodes, kinds))))
+        return sums[last + 1] - sums[first]
 
-    if body := shortest_with_most(GMMA):
-        return body
-    innermost = [
-        body
-        for (first, last), body in zip(loops, bodies)
-        if not any(first <= a and b <= last and (a, b) != (first, last) for a, b in loops)
-    ]
-    if not any(opcode in MMA for body in innermost for opcode in body):  # a product around a loop that decodes
-        if body := shortest_with_most(MMA):
-            return body
+    def shortest_with_most(counts: np.ndarray) -> np.ndarray:
+        best = np.flatnonzero(counts == counts.max())
+        return body(best[np.argmin(size[best])])
 
-    def heat(body: list[str]) -> tuple[int, ...]:
+    def body(i: int) -> np.ndarray:
+        return opcodes[first[i] : last[i] + 1]
+
+    if (gmma := count(*GMMA)).any():
+        return shortest_with_most(gmma)
+    inside = (first[:, None] <= first) & (last <= last[:, None])  # a loop lies in itself, and in one of the same bounds
+    innermost = np.flatnonzero(~(inside & ~inside.T).any(1))
+    mma, scalar, stores = count(*MMA), count("FFMA", "DFMA"), count("STG")
+    if mma.any() and not mma[innermost].any():  # a product around a loop that decodes
+        return shortest_with_most(mma)
+
+    def heat(i: int) -> tuple[int, ...]:
         """Products on tensor cores, then others; a curve on the way to a store is no product."""
-        matrix, scalar = (sum(x in kind for x in body) for kind in (MMA, ("FFMA", "DFMA")))
-        return matrix, 0 if "STG" in body else scalar, scalar, len(body)
+        return mma[i], 0 if stores[i] else scalar[i], scalar[i], size[i]
 
-    return max(innermost, key=heat)
+    return body(max(innermost, key=heat))
 
 
-def loops(library: str) -> dict[str, tuple[list[str], list[str]]]:
-    """Per kernel the opcodes of its hot loop and those of all of it."""
+def loops(library: str) -> dict[str, tuple[collections.Counter, collections.Counter]]:
+    """Per kernel how often it has each opcode, in its hot loop and in all of it."""
     found = {}
-    for name, code in disassembly(library, "sm_90", "sm_90a"):
-        found[name] = hot_loop([(at, opcode, to) for at, opcode, _, to in code]), [opcode for _, opcode, _, _ in code]
+    with cubins(library, "sm_90", "sm_90a") as paths:
+        for path in paths:
+            for name, opcodes, to in instructions(path):
+                found[name] = (
+                    collections.Counter(hot_loop(opcodes, to).tolist()),
+                    collections.Counter(opcodes.tolist()),
+                )
     return found
+
+
+def instructions(cubin: Path) -> list[tuple[str, np.ndarray, np.ndarray]]:
+    """As decoded_kernels, of any kernel."""
+    try:
+        return decoded_kernels(cubin.read_bytes())
+    except Unknown:
+        return [
+            (name, np.array([x[1] for x in code]), np.array([x[3] for x in code]) // STEP)
+            for name, code in disassembly(cubin)
+        ]
 
 
 def report(library: str) -> list[dict]:
     """Each kernel once: none is built for both."""
     rows, bodies = resources(library, ["sm_90", "sm_90a"]), loops(library)
     for name, row in rows.items():
-        body, whole = bodies.get(name, ([], []))
-        row["loop_instructions"] = len(body)
-        row.update({x: (whole if x in WHOLE else body).count(x) for x in OPCODES})
+        body, whole = bodies.get(name, (collections.Counter(), collections.Counter()))
+        row["loop_instructions"] = body.total()
+        row.update({x: (whole if x in WHOLE else body)[x] for x in OPCODES})
     return sorted(rows.values(), key=lambda row: row["kernel"])
 
 

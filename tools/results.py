@@ -317,6 +317,8 @@ def _device_part(result: dict, name: str) -> list[str]:
     said += [bench["date"], f"`{bench['command']}`"]
     peaks = ", ".join(_peak(key, value) for key, value in bench["peaks"].items() if key != "isa")
     parts = [f"### {name} on {result['device']}", "; ".join(filter(None, said)) + f". Measured peaks: {peaks}."]
+    if bench.get("others_percent", 0) > 5:  # as harness.py warns
+        parts[-1] += f" Other programs took {bench['others_percent']:.0f} % of the processors meanwhile."
     if bench.get("note"):  # of what was changed since the run
         parts.append(f"Note: {bench['note']}.")
     if bench["rows"]:

@@ -446,7 +446,8 @@ class PagedKVCache:
         for pages, scale in ((self.k, self.k_scale), (self.v, self.v_scale)):
             pages[:, target, :tokens] = pages[:, source, :tokens]
             if scale is not None and scale.dim() == 3:
-                scale[:, target] = scale[:, source]
+                with torch.inference_mode(scale.is_inference()):  # one that was made there changes nowhere else
+                    scale[:, target] = scale[:, source]
 
     def _tensor(self, numbers: np.ndarray) -> Tensor:
         """A new tensor on the device, which is named, so a default one does not count."""

@@ -100,6 +100,7 @@ class Kernel:
     registers: int
     shared_bytes: int  # static, without what the system keeps
     threads: int | None  # the launch bound; None: not known
+    function: str = ""  # its name in the library
 
 
 def _static(reported: int) -> int:
@@ -116,7 +117,7 @@ def read_csv(path: Path) -> list[Kernel]:
     return [Kernel(r["kernel"], r["arch"], int(r["registers"]), _static(int(r["shared_bytes"])), None) for r in rows]
 
 
-def _program(name: str) -> str:
+def program(name: str) -> str:
     own = Path(sysconfig.get_path("purelib")) / "nvidia"
     found = [*sorted(map(str, own.glob(f"*/bin/{name}"))), shutil.which(name)]
     if not found[0]:
@@ -125,7 +126,7 @@ def _program(name: str) -> str:
 
 
 def _dump(path: Path, *options: str) -> Iterator[str]:
-    command = [_program("cuobjdump"), *options, str(path)]
+    command = [program("cuobjdump"), *options, str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as running:
         yield from running.stdout or ()
     if running.returncode:
@@ -168,7 +169,7 @@ def read_library(path: Path, default_arch: str) -> list[Kernel]:
         done = subprocess.run(["c++filt", "-p"], input="\n".join(mangled), capture_output=True, text=True)
         names = [name.replace("(anonymous namespace)::", "") for name in done.stdout.splitlines()]
     kernels = [
-        Kernel(name, arch or default_arch, registers, _static(shared), bounds.get(function))
+        Kernel(name, arch or default_arch, registers, _static(shared), bounds.get(function), function)
         for name, ((arch, function), (registers, shared)) in zip(names, usage.items())
     ]
     if not kernels:

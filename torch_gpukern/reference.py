@@ -31,22 +31,54 @@ from .reference_quantised import (
     silu_mul_quantize,
     spread,
 )
+from .reference_rows import (
+    bias_gelu_dropout,
+    cross_entropy,
+    dropout,
+    dropout_add,
+    dropout_mask,
+    geglu,
+    layer_norm,
+    linear_cross_entropy,
+    log_softmax,
+    rms_norm,
+    rope,
+    rotated,
+    softmax,
+    swiglu,
+)
 
 __all__ = [
+    "attn_dropout_mask",
     "attn_merge",
+    "bias_gelu_dropout",
+    "cross_entropy",
     "dequantize",
+    "dropout",
+    "dropout_add",
+    "dropout_mask",
     "flash_attn",
     "flash_attn_varlen",
+    "geglu",
     "gemm",
     "grouped_gemm",
     "kv_cache_write",
+    "layer_norm",
+    "linear",
+    "linear_cross_entropy",
+    "log_softmax",
     "paged_attn",
     "quantize",
     "quantize_attn",
+    "rms_norm",
     "rms_norm_quantize",
+    "rope",
+    "rope_kv_write",
     "scaled_gemm",
     "silu_mul_quantize",
+    "softmax",
     "spread",
+    "swiglu",
 ]
 
 
@@ -142,6 +174,11 @@ def _window(position: Tensor, left: int, right: int, is_causal: bool, keys: int)
         end = torch.minimum(end, position + right + 1)
     first = position - left if left >= 0 else torch.zeros_like(position)
     return first, end
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "none") -> Tensor:
+    """activation(x @ weight.mT + bias)."""
+    return gemm(x, weight.mT, bias, activation=activation)
 
 
 def flash_attn(
@@ -385,3 +422,36 @@ def attn_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tu
     # A side of -inf saw no key, so the other is the answer, bit for bit.
     out = torch.where(no_a[..., None], b, torch.where(no_b[..., None], a, both))
     return out.to(out_a.dtype), lse
+
+
+def rope_kv_write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    *,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    interleaved: bool = False,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor:
+    """q's and k's heads by `rms_norm` where they have a weight, then by `rope`, rounded once; k and v by `kv_cache_write`."""
+    queries, keys = (
+        rotated(
+            x if weight is None else rms_norm(x.to(_accumulator(x.dtype)), weight, eps=eps),
+            cos,
+            sin,
+            positions,
+            interleaved,
+        )
+        for x, weight in ((q, q_weight), (k, k_weight))
+    )
+    kv_cache_write(keys, v, k_cache, v_cache, slots, k_scale, v_scale)
+    return queries.to(q.dtype)

@@ -27,11 +27,20 @@ NOMINAL = {
     "NVIDIA H100 80GB HBM3": {"bf16": 989.4, "f16": 989.4, "tf32": 494.7, "f32": 66.9, "read": 3350.0},
     "NVIDIA A100-SXM4-80GB": {"bf16": 312.0, "f16": 312.0, "tf32": 156.0, "f32": 19.5, "read": 2039.0},
 }
+# The clock that those stand for, in GHz: what turns counted cycles into a rate that compares with them.
+GHZ = {"NVIDIA H200": 1.83, "NVIDIA H100 80GB HBM3": 1.83, "NVIDIA A100-SXM4-80GB": 1.41}
 # What a kernel takes however little it does: its begin and end in a graph (1.1 us), and one way to memory and back (0.9 us,
 # busy), of an H200 and an H100: docs/patterns.md, graph and occupancy. A call that its ceilings allow less is bound by latency.
 LATENCY_US = 2.0
 ELEM_BYTES = {"f32": 4, "tf32": 4, "bf16": 2, "f16": 2}
-COLORS = {"gemm": "#d62728", "flash_attn": "#1f77b4", "paged_attn": "#2ca02c", "model": "#9467bd"}
+COLORS = {
+    "gemm": "#d62728",
+    "flash_attn": "#1f77b4",
+    "paged_attn": "#2ca02c",
+    "model": "#9467bd",
+    "memory": "#d62728",
+    "L2": "#1f77b4",
+}
 _GEMM = re.compile(r"(?:[NT]{2} )?(\d+)x(\d+)x(\d+)(?: .*)?|(?:[NT]{2} )?(\d+)")
 _ATTENTION = re.compile(r"(forward|backward) (full|causal)\b.*")
 
@@ -121,7 +130,7 @@ def _ceilings(device: str, peaks: dict, points: list[Point]) -> list[tuple[str, 
     """(name, GFLOP/s, GB/s, whether measured) of each dtype that occurs."""
     found: list[tuple[str, float, float, bool]] = []
     dtypes = sorted({p.dtype for p in points})
-    kinds = [(True, {d: peaks[d] for d in dtypes}, peaks["read"])]
+    kinds = [(True, {d: peaks[d] for d in dtypes}, peaks["read"])] if peaks else []
     if device in NOMINAL:
         kinds.append((False, {d: NOMINAL[device][d] * 1e3 for d in dtypes}, NOMINAL[device]["read"]))
     for measured, flops, bandwidth in kinds:
@@ -258,6 +267,23 @@ def counted(path: Path, flops: float, what: str = "") -> list[tuple[str, ...]]:
     return found
 
 
+def counted_points(path: Path, flops: float, what: str = "") -> tuple[str, list[Point]]:
+    """(device, two points a row: over FLOPs per byte of L2, and of memory). The rate is that of the counted cycles at GHZ."""
+    with path.open() as lines:
+        rows = [row for row in csv.DictReader(lines) if what in row["what"]]
+    device, points = rows[0]["device"], []
+    peak, read = NOMINAL[device]["bf16"] * 1e3, NOMINAL[device]["read"]
+    for row in rows:
+        gflops = flops / (float(row["sm__cycles_elapsed.max"]) / GHZ[device])
+        for name, column, unit in (("L2", "lts__t_sectors_srcunit_tex.sum", 32), ("memory", "dram__bytes_read.sum", 1)):
+            if moved := unit * float(row[column]):
+                ceiling = min(peak, flops / moved * read) if name == "memory" else peak
+                bound = "memory" if ceiling < peak else "compute"
+                percent = 100 * gflops / ceiling
+                points.append(Point(name, row["what"], "bf16", flops / moved, gflops, percent, bound))
+    return device, points
+
+
 def add_arguments(commands: argparse._SubParsersAction) -> None:
     p = commands.add_parser("roofline", help="saved benchmark rows under measured and nominal ceilings")
     p.set_defaults(run=run)
@@ -277,6 +303,12 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("roofline: give a file of results, or --counters with --flops")
     if args.counters:
         print(table(counted(args.counters, args.flops, args.what)))
+        if args.png or args.html:
+            device, points = counted_points(args.counters, args.flops, args.what)
+            if args.png:
+                draw(device, {}, points, args.png)
+            if args.html:
+                args.html.write_text(html(device, {}, points, 0, args.counters.name))
         return 0
     device, peaks, points, without = read_points(args.results, args.bench)
     memory, latency = (sum(p.bound == bound for p in points) for bound in ("memory", "latency"))

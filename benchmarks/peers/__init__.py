@@ -24,6 +24,12 @@ def python_lines(path: Path) -> int:
     return sum(bool(line.strip()) and not line.lstrip().startswith("#") and i not in said for i, line in lines)
 
 
+def own_lines(path: Path) -> int:
+    """Of one CUDA file, without comments and blank lines."""
+    text = re.sub(r"//[^\n]*|/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
+    return sum(bool(line.strip()) for line in text.splitlines())
+
+
 def cuda_lines(source: str) -> int:
     """Of a kernel file and of all that it includes from csrc/cuda, without comments and blank lines."""
     todo, seen, count = [CUDA / source], set(), 0
@@ -33,7 +39,7 @@ def cuda_lines(source: str) -> int:
             continue
         seen.add(path)
         text = re.sub(r"//[^\n]*|/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
-        count += sum(bool(line.strip()) for line in text.splitlines())
+        count += own_lines(path)
         todo += [path.parent / name for name in re.findall(r'#include "([^"]+)"', text)]
     return count
 
@@ -42,6 +48,25 @@ def lines_of(op: str) -> dict[str, int]:
     """Lines of code of an op's forward kernel: ours for Hopper, with all that it stands on, and Triton's."""
     ours = {"gemm": "gemm/gemm_sm90a.cu", "flash_attn": "attn/flash_attn_fwd_sm90a.cu"}[op]
     return {"gpukern": cuda_lines(ours), "Triton": python_lines(HERE / f"triton_{op}.py")}
+
+
+def lines_of_languages() -> dict[str, int]:
+    """Lines of code of each way to a @ b and a + b of bench_languages: of a file in Python the whole of it; of ours in CUDA the file, and
+    with all that it stands on."""
+    short, vector = "ladder/18_short_sm90a.cu", "../../examples/patterns/vector_add.cu"
+    found = {"a @ b, gpukern": cuda_lines("gemm/gemm_sm90a.cu"), "a @ b, rung 18": own_lines(CUDA / short)}
+    found["a @ b, rung 18 with its headers"] = cuda_lines(short)
+    found["a @ b, CUTLASS"] = own_lines(HERE / "cutlass_gemm.cu")
+    for name, module in (
+        ("CuTe DSL", "cute_gemm"),
+        ("Triton", "triton_gemm"),
+        ("Triton, persistent", "triton_persistent_gemm"),
+    ):
+        found[f"a @ b, {name}"] = python_lines(HERE / f"{module}.py")
+    found["a + b, CUDA C, three ways"] = own_lines((CUDA / vector).resolve())
+    found["a + b, CuTe DSL, both ways"] = python_lines(HERE / "cute_add.py")
+    found["a + b, Triton, the kernel"] = kernel_lines(HERE / "triton_rows.py")["add"]
+    return found
 
 
 def kernel_lines(path: Path) -> dict[str, int]:

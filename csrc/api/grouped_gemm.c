@@ -8,9 +8,12 @@ static bool is_fp8(gk_dtype dtype) { return dtype == GK_E4M3 || dtype == GK_E5M2
 
 gk_status gk_check_product_out(gk_io *io, gk_dtype a, gk_dtype out) {
     const bool code = gk_is_code(a);
-    GK_REQUIRE(out == GK_F32 || (code ? out == GK_BF16 || out == GK_F16 : out == a),
-               "out_dtype must be %s or float32, got %s", code ? "bfloat16, float16" : gk_dtype_name(a),
-               io->dtype_name(out));
+    GK_REQUIRE(out == GK_F32 || (code ? out == GK_BF16 || out == GK_F16 : out == a), "out_dtype must be %s%s, got %s",
+               code          ? "bfloat16, float16 or "
+               : a == GK_F32 ? ""
+               : a == GK_F16 ? "float16 or "
+                             : "bfloat16 or ",
+               "float32", io->dtype_name(out));
     return GK_OK;
 }
 

@@ -9,6 +9,8 @@
 gk_status gk_check_codes(gk_io *io, const char *name, const gk_tensor *t);
 /* A float32 [] or [1]; t NULL: nothing to check. */
 gk_status gk_take_number(gk_io *io, const char *name, const gk_tensor *t);
+/* A contiguous tensor of divisors, which must be above 0; NaN is one where `nan` says so. */
+gk_status gk_check_above_0(const char *name, const gk_tensor *t, bool nan);
 /* The scales of a matrix `of`, whose leading dimensions they share; k_is_row: its rows are summed over, as b's are. */
 gk_status gk_take_scale(gk_io *io, const char *name, const gk_tensor *t, const char *of_name, const gk_tensor *of,
                         bool k_is_row);

@@ -21,6 +21,15 @@ gk_status gk_take_number(gk_io *io, const char *name, const gk_tensor *t) {
     return GK_OK;
 }
 
+gk_status gk_check_above_0(const char *name, const gk_tensor *t, bool nan) {
+    const int64_t n = gk_numel(t);
+    for (int64_t i = 0; i < n; ++i) {
+        const double x = gk_load(t->data, t->dtype, i);
+        GK_REQUIRE(x > 0 || (nan && isnan(x)), "%s must be above 0, got %g", name, x);
+    }
+    return GK_OK;
+}
+
 gk_status gk_take_scale(gk_io *io, const char *name, const gk_tensor *t, const char *of_name, const gk_tensor *of,
                         bool k_is_row) {
     GK_TRY(gk_take(io, name, t, GK_ANY_STRIDES));
@@ -66,7 +75,6 @@ static gk_status check_like(gk_io *io, const char *name, const gk_tensor *t, con
 }
 
 gk_status gk_check_quantize(const gk_context *ctx, const gk_quantize_args *q, gk_io *io) {
-    (void)ctx;
     const gk_tensor *x = &q->x;
     const char *name = q->what == GK_QUANTIZE_SILU_MUL ? "gate" : "x";
     GK_REQUIRE((unsigned)q->what <= GK_QUANTIZE_RMS_NORM, "what is %d, expected one of gk_quantized", (int)q->what);
@@ -101,6 +109,11 @@ gk_status gk_check_quantize(const gk_context *ctx, const gk_quantize_args *q, gk
         GK_TRY(gk_check_dtypes(io, "scale", q->given, GK_F32, q->granularity == GK_PER_1X32 ? GK_E8M0 : GK_F32));
         if (!(ndim == 0 && q->given->ndim == 1 && q->given->shape[0] == 1))
             GK_TRY(gk_check_shape("scale", q->given, ndim, shape));
+    }
+    if (gk_reads_contents(io, ctx)) {
+        if (q->scale_ub) GK_TRY(gk_check_above_0("scale_ub", q->scale_ub, false));
+        if (q->given)
+            GK_TRY(gk_check_above_0("scale", q->given, true)); /* NaN: what calibration or amax saw, to be shown */
     }
     gk_give(io, "codes", &q->codes, q->codes.dtype, x->ndim, x->shape, GK_CONTIGUOUS);
     const gk_dtype of_scale = q->granularity == GK_PER_1X32 && q->scale.dtype == GK_E8M0 ? GK_E8M0 : GK_F32;

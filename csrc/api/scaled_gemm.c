@@ -32,7 +32,6 @@ static gk_status check_out(gk_io *io, const gk_scaled_gemm_args *g) {
 }
 
 gk_status gk_check_scaled_gemm(const gk_context *ctx, const gk_scaled_gemm_args *g, gk_io *io) {
-    (void)ctx;
     const gk_tensor *a = &g->a, *b = &g->b;
     GK_TRY(gk_take(io, "a", a, GK_ANY_STRIDES));
     GK_TRY(gk_check_codes(io, "a", a));
@@ -63,6 +62,7 @@ gk_status gk_check_scaled_gemm(const gk_context *ctx, const gk_scaled_gemm_args 
     }
     GK_TRY(gk_check_held(io, "beta", g->beta, "a", a));
     GK_TRY(gk_take_number(io, "out_scale", g->out_scale));
+    if (g->out_scale && gk_reads_contents(io, ctx)) GK_TRY(gk_check_above_0("out_scale", g->out_scale, false));
     GK_TRY(gk_check_activation(g->activation));
     GK_TRY(check_out(io, g));
     const bool along_k = gk_scales_of(&g->scale_a, shape[0], a->shape[1], false).col_log2 < GK_WHOLE_LOG2 ||

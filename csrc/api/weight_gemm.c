@@ -117,11 +117,12 @@ gk_status gk_check_weight_gemm(const gk_context *ctx, const gk_weight_gemm_args 
     GK_REQUIRE(a->dtype == GK_E4M3 || !x->scale_a, "scale_a goes with a float8_e4m3fn a, got %s",
                gk_dtype_name(a->dtype));
     if (x->scale_a) {
-        GK_TRY(gk_take_scale(io, "scale_a", x->scale_a, "a", a, false));
+        gk_tensor rows = *a; /* of all leading dimensions */
+        rows.ndim = 2, rows.shape[0] = 1, rows.shape[1] = k;
+        for (int d = 0; d < a->ndim - 1; ++d) rows.shape[0] *= a->shape[d];
+        GK_TRY(gk_take_scale(io, "scale_a", x->scale_a, "a", &rows, false));
         GK_REQUIRE(x->scale_a->ndim < 2 || x->scale_a->shape[x->scale_a->ndim - 1] == 1,
                    "scale_a must have one scale along K, got %s", gk_text_of(x->scale_a->ndim, x->scale_a->shape).text);
-        GK_REQUIRE(x->scale_a->ndim < 3, "scale_a must have shape [], [1] or [M, 1], got %s",
-                   gk_text_of(x->scale_a->ndim, x->scale_a->shape).text);
     }
     const gk_dtype out = x->out.dtype;
     const bool fits = out == GK_F32 || out == a->dtype || (a->dtype == GK_E4M3 && (out == GK_BF16 || out == GK_F16));

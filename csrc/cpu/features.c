@@ -104,6 +104,25 @@ bool gk_cpu_fetches_near(void) {
 #endif
 }
 
+/* Vectors of that width themselves are those of the set that asks. */
+bool gk_cpu_multiplies_quads(bool wide) {
+#if defined(GK_X86_ISAS)
+    static atomic_int found; /* 4 and a bit for each width; 0 until asked for */
+    int known = atomic_load_explicit(&found, memory_order_relaxed);
+    if (known == 0) {
+        unsigned eax, ebx, ecx, edx;
+        known = 4;
+        if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) known |= (int)(ecx >> 11 & 1) << 1;
+        if (__get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx)) known |= (int)(eax >> 4 & 1);
+        atomic_store_explicit(&found, known, memory_order_relaxed);
+    }
+    return known >> wide & 1;
+#else
+    (void)wide;
+    return false;
+#endif
+}
+
 /* Intel's VDPBF16PS: see gk_cpu_isa_reason. */
 static bool pairs_are_slow(void) {
 #if defined(GK_X86_ISAS)

@@ -23,6 +23,8 @@ bool gk_cpu_has(gk_isa isa);
 /* Whether a stream is better prefetched into the L1 than into the L2, whatever fits there: Zen 5, which loses some of the
  * latter. Zen 3 and 4 are slower by it. */
 bool gk_cpu_fetches_near(void);
+/* Whether it has VPDPBUSD in vectors of 512 bits, AVX-512 VNNI, or of 256, AVX-VNNI. */
+bool gk_cpu_multiplies_quads(bool wide);
 bool gk_tiles_multiply_amx(void), gk_tiles_multiply_amx_emulated(void); /* a product of tiles has the right values */
 
 /* A kernel: `args` is the op's argument struct of gpukern.h, already checked. plan fills workspace_bytes, tile, tasks, chunks and

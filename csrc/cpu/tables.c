@@ -3,6 +3,7 @@
  * a call, and gk_context.cpu_isa hides the rows above it. The symbols, for grep, are gk_<stem>_<isa> with
  *   gk_gemm_packed gk_gemm_skinny gk_gemm_act_bwd gk_flash_attn_fwd gk_flash_attn_bwd gk_paged_attn gk_kv_cache_write
  *   gk_attn_merge gk_quantize gk_dequantize gk_scaled_gemm gk_weight_gemm gk_weight_skinny gk_grouped_gemm gk_sparse_gemm
+ *   gk_scaled_gemm_vnni gk_sparse_gemm_vnni
  *                       x       base avx2 avx512 avx512bf16;   gk_flash_attn_fp8   x   base avx2 avx512, whose cells are float32
  *   gk_gemm_packed gk_flash_attn_fwd gk_flash_attn_bwd gk_paged_attn    x       amx amx_emulated
  * float32 rows compute in float32, bfloat16 and float16 rows convert tile by tile; avx512bf16 multiplies bfloat16 pairs, which
@@ -47,10 +48,12 @@ DECLARE(attn_merge)
 DECLARE(quantize)
 DECLARE(dequantize)
 DECLARE(scaled_gemm)
+DECLARE(scaled_gemm_vnni)
 DECLARE(weight_gemm)
 DECLARE(weight_skinny)
 DECLARE(grouped_gemm)
 DECLARE(sparse_gemm)
+DECLARE(sparse_gemm_vnni)
 DECLARE(norm_fwd)
 DECLARE(norm_bwd)
 DECLARE(softmax_fwd)
@@ -65,12 +68,17 @@ DECLARE(adamw)
 
 #define ROW(stem, dtype, ISA, isa) {#stem, dtype, ISA, &gk_##stem##_##isa}
 #define THREE(stem, ISA, isa) ROW(stem, GK_F32, ISA, isa), ROW(stem, GK_BF16, ISA, isa), ROW(stem, GK_F16, ISA, isa)
+/* vnni: int8 where the machine has VPDPBUSD, which the set's name does not say */
+#define CODES_VNNI(stem, ISA, isa) ROW(stem##_vnni, GK_I8, ISA, isa), CODES(stem, ISA, isa)
 #define CODES(stem, ISA, isa) ROW(stem, GK_E4M3, ISA, isa), ROW(stem, GK_E5M2, ISA, isa), ROW(stem, GK_I8, ISA, isa)
 #if defined(GK_X86_ISAS)
 /* 8-bit codes are bfloat16 pairs where there are some */
 #define EVERY_ISA_OF_CODES(stem)                                                                                    \
     CODES(stem, GK_ISA_AVX512BF16, avx512bf16), CODES(stem, GK_ISA_AVX512, avx512), CODES(stem, GK_ISA_AVX2, avx2), \
         CODES(stem, GK_ISA_BASE, base)
+#define EVERY_ISA_OF_INT8(stem)                                                               \
+    CODES_VNNI(stem, GK_ISA_AVX512BF16, avx512bf16), CODES_VNNI(stem, GK_ISA_AVX512, avx512), \
+        CODES_VNNI(stem, GK_ISA_AVX2, avx2), CODES(stem, GK_ISA_BASE, base)
 #define EVERY_ISA_OF_E4M3(stem)                                                                   \
     ROW(stem, GK_E4M3, GK_ISA_AVX512BF16, avx512bf16), ROW(stem, GK_E4M3, GK_ISA_AVX512, avx512), \
         ROW(stem, GK_E4M3, GK_ISA_AVX2, avx2), ROW(stem, GK_E4M3, GK_ISA_BASE, base)
@@ -88,6 +96,7 @@ DECLARE(adamw)
         THREE(second, GK_ISA_AVX2, avx2), THREE(first, GK_ISA_BASE, base), THREE(second, GK_ISA_BASE, base)
 #else
 #define EVERY_ISA_OF_CODES(stem) CODES(stem, GK_ISA_BASE, base)
+#define EVERY_ISA_OF_INT8(stem) CODES(stem, GK_ISA_BASE, base)
 #define EVERY_ISA_OF_E4M3(stem) ROW(stem, GK_E4M3, GK_ISA_BASE, base)
 #define EVERY_ISA_OF_FLOATS(stem) ROW(stem, GK_E4M3, GK_ISA_BASE, base)
 #define EVERY_ISA(stem) THREE(stem, GK_ISA_BASE, base)
@@ -116,7 +125,7 @@ static const gk_cpu_instance rope_kv_write_rows[] = {EVERY_ISA(rope_kv_write), R
 static const gk_cpu_instance attn_merge_rows[] = {EVERY_ISA(attn_merge), REF_ROW(attn_merge)};
 static const gk_cpu_instance quantize_rows[] = {EVERY_ISA(quantize), REF_ROW(quantize)};
 static const gk_cpu_instance dequantize_rows[] = {EVERY_ISA(dequantize), REF_ROW(dequantize)};
-static const gk_cpu_instance scaled_gemm_rows[] = {EVERY_ISA_OF_CODES(scaled_gemm)};
+static const gk_cpu_instance scaled_gemm_rows[] = {EVERY_ISA_OF_INT8(scaled_gemm)};
 /* packing is no arithmetic: ref/ serves every dtype */
 static const gk_cpu_instance pack_weight_rows[] = {{"pack_weight", GK_I8, GK_ISA_BASE, &pack_weight_ref},
                                                    {"pack_weight", GK_U8, GK_ISA_BASE, &pack_weight_ref},
@@ -127,7 +136,7 @@ static const gk_cpu_instance grouped_gemm_rows[] = {EVERY_ISA(grouped_gemm), EVE
 #define SPARSE_PACK(dtype) {"sparse_pack", dtype, GK_ISA_BASE, &sparse_pack_ref}
 static const gk_cpu_instance sparse_pack_rows[] = {SPARSE_PACK(GK_BF16), SPARSE_PACK(GK_F16), SPARSE_PACK(GK_E4M3),
                                                    SPARSE_PACK(GK_E5M2), SPARSE_PACK(GK_I8)};
-static const gk_cpu_instance sparse_gemm_rows[] = {EVERY_ISA(sparse_gemm), EVERY_ISA_OF_CODES(sparse_gemm)};
+static const gk_cpu_instance sparse_gemm_rows[] = {EVERY_ISA(sparse_gemm), EVERY_ISA_OF_INT8(sparse_gemm)};
 static const gk_cpu_instance norm_fwd_rows[] = {EVERY_ISA(norm_fwd), REF_ROW(norm_fwd)};
 static const gk_cpu_instance norm_bwd_rows[] = {EVERY_ISA(norm_bwd), REF_ROW(norm_bwd)};
 static const gk_cpu_instance softmax_fwd_rows[] = {EVERY_ISA(softmax_fwd), REF_ROW(softmax_fwd)};

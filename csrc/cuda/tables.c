@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* tables.c: every CUDA kernel file by op, best first; each file ends with its own table of instances. dispatch.c takes the
- * first instance that serves a call on the device's architecture. */
+/* tables.c: the tables of instances that CUDA kernel files end with, by op, best first. dispatch.c asks those that run on the device's
+ * architecture in this order: a table with a plan of its own finds the best of its instances, of another the first that can serves. */
 #include "../dispatch.h"
 #include "../gpukern_ranks.h"
 

@@ -74,7 +74,9 @@ static void row_task(void *arg, int64_t i, int64_t worker) {
     const double global = x->global_scale ? *(const float *)x->global_scale->const_data : 1;
     double scale_a = 1;
     if (x->scale_a) {
-        const gk_scales s = gk_scales_of(x->scale_a, x->a.shape[nd - 2], k, false);
+        int64_t rows = 1;
+        for (int d = 0; d < nd - 1; ++d) rows *= x->a.shape[d];
+        const gk_scales s = gk_scales_of(x->scale_a, rows, k, false);
         scale_a = gk_load(s.data, s.dtype, (i >> s.row_log2) * s.row);
     }
     for (int64_t j = 0; j < x->n; ++j) {

@@ -19,8 +19,8 @@ static inline float *make_input(const pattern &p, int n, float *on_host) {
     return in;
 }
 
-// Runs every variant on one size, its result poisoned before; returns how many were wrong.
-static inline int check(const pattern &p, const variant *v, int num, int rows, int cols) {
+// Runs every variant on one size, its result poisoned before; returns how many were wrong. errors: the worst of each so far.
+static inline int check(const pattern &p, const variant *v, int num, int rows, int cols, double *errors) {
     const int n = rows * cols, m = p.out_size(rows, cols);
     int wrong = 0;
     float *in = (float *)malloc(n * sizeof *in), *out = (float *)malloc(m * sizeof *out);
@@ -28,12 +28,16 @@ static inline int check(const pattern &p, const variant *v, int num, int rows, i
     for (int i = 0; i < num; ++i) {
         memset(out, 0xff, m * sizeof *out); // NaN
         MUST(cudaMemcpy(out_g, out, m * sizeof *out, cudaMemcpyDefault));
+        if (v[i].before) v[i].before(in_g, rows, cols);
         v[i].launch(in_g, out_g, rows, cols);
         MUST(cudaGetLastError());
         MUST(cudaDeviceSynchronize());
         MUST(cudaMemcpy(out, out_g, m * sizeof *out, cudaMemcpyDefault));
-        if (p.good(in, out, rows, cols)) continue;
-        printf("WRONG  %s, %d x %d\n", v[i].name, rows, cols);
+        worst_error = errors[i];
+        const bool good = (v[i].good ? v[i].good : p.good)(in, out, rows, cols);
+        errors[i] = worst_error;
+        if (good) continue;
+        printf("WRONG  %s, %d x %d, error %.2g\n", v[i].name, rows, cols, worst_error);
         ++wrong;
     }
     drop(in_g, p.host);
@@ -49,13 +53,14 @@ static inline void copy(const float *in, float *out, int rows, int cols) {
 
 // The median of 21 launches, in us.
 static inline double median_us(void (*launch)(const float *, float *, int, int), const float *in, float *out, int rows,
-                               int cols) {
+                               int cols, void (*before)(const float *, int, int) = NULL) {
     float us[21];
     cudaEvent_t begin, end;
     MUST(cudaEventCreate(&begin));
     MUST(cudaEventCreate(&end));
     for (int i = -3; i < 21; ++i) {
         float ms;
+        if (before) before(in, rows, cols);
         MUST(cudaEventRecord(begin));
         launch(in, out, rows, cols);
         MUST(cudaEventRecord(end));
@@ -70,13 +75,31 @@ static inline double median_us(void (*launch)(const float *, float *, int, int),
     return us[10];
 }
 
+// PATTERN_ONCE: each variant is launched once at the measured size, for a profiler.
+static inline int launch_once(const pattern &p, const variant *v, int num) {
+    float *on_host = (float *)malloc((size_t)p.rows * p.cols * sizeof *on_host);
+    float *in = make_input(p, p.rows * p.cols, on_host), *out = make(p.out_size(p.rows, p.cols), p.host);
+    for (int i = 0; i < num; ++i) {
+        if (v[i].before) v[i].before(in, p.rows, p.cols);
+        v[i].launch(in, out, p.rows, p.cols);
+        MUST(cudaDeviceSynchronize());
+    }
+    free(on_host);
+    drop(in, p.host);
+    drop(out, p.host);
+    return 0;
+}
+
 // All of it; main returns what this returns.
 template <int NUM, int SIZES>
 static inline int run(const pattern &p, const variant (&v)[NUM], const int (&sizes)[SIZES][2]) {
     const char *most = getenv("PATTERN_CHECK");
+    if (FIGURES.gpu && getenv("PATTERN_ONCE")) return launch_once(p, v, NUM);
     int wrong = 0;
+    double errors[NUM] = {};
     for (int s = 0; FIGURES.gpu && s < SIZES; ++s) {
-        if (!most || sizes[s][0] * sizes[s][1] <= atoi(most)) wrong += check(p, v, NUM, sizes[s][0], sizes[s][1]);
+        if (!most || sizes[s][0] * sizes[s][1] <= atoi(most))
+            wrong += check(p, v, NUM, sizes[s][0], sizes[s][1], errors);
     }
     if (most) return printf("%s: %d wrong\n", p.title, wrong), wrong != 0;
 
@@ -92,12 +115,11 @@ static inline int run(const pattern &p, const variant (&v)[NUM], const int (&siz
     }
     printf("%s\n", FIGURES.gpu ? "" : "; no GPU: predictions for an H200 alone");
     for (int i = 0; i < NUM; ++i) {
-        printf("  %-26s predicted %5.0f %s, by %-15s", v[i].name, v[i].predicted, p.bytes > 0 ? "GB/s" : "us",
-               v[i].limiter);
+        printf("  %-26s predicted %5.0f %s, by %-15s", v[i].name, v[i].predicted, unit_of(p), v[i].limiter);
         if (FIGURES.gpu) {
-            const double us = median_us(v[i].launch, in, out, p.rows, p.cols);
-            const double got = p.bytes > 0 ? p.bytes / 1e3 / us : us;
+            const double got = figure(p, median_us(v[i].launch, in, out, p.rows, p.cols, v[i].before));
             printf("  measured %5.0f, %.2f of it", got, p.bytes > 0 ? got / v[i].predicted : v[i].predicted / got);
+            if (errors[i] > 0) printf(", error %.1e", errors[i]);
         }
         printf("  see %s\n", v[i].counter);
     }

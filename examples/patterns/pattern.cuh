@@ -52,9 +52,11 @@ static const figures FIGURES = find_figures();
 struct variant {
     const char *name;
     void (*launch)(const float *in, float *out, int rows, int cols);
-    double predicted;    // in the pattern's unit
-    const char *limiter; // what it waits for
-    const char *counter; // the one to look at
+    double predicted;                                                    // in the pattern's unit
+    const char *limiter;                                                 // what it waits for
+    const char *counter;                                                 // the one to look at
+    bool (*good)(const float *in, const float *out, int rows, int cols); // NULL: the pattern's
+    void (*before)(const float *in, int rows, int cols);                 // each launch, untimed
 };
 
 struct pattern {
@@ -62,10 +64,25 @@ struct pattern {
     int (*out_size)(int rows, int cols);
     bool (*good)(const float *in, const float *out, int rows, int cols); // on the host
     int rows, cols;                                                      // when measured
-    double bytes;                                                        // that it needs to move then; 0: say us
-    float (*value)(int i);                                               // of the input
-    bool host;                                                           // in and out are pinned memory of the host
+    double bytes;          // that it needs to move then (or FLOPs); 0: say us
+    float (*value)(int i); // of the input
+    bool host;             // in and out are pinned memory of the host
+    const char *unit;      // of predictions; NULL: GB/s or us
+    double steps;          // with ns: of one launch, one behind the other; what is predicted is a step's time
 };
+
+// The unit of what is predicted, and that of a launch of so many us in it.
+static inline const char *unit_of(const pattern &p) { return p.unit ? p.unit : p.bytes > 0 ? "GB/s" : "us"; }
+static inline double figure(const pattern &p, double us) {
+    return p.bytes > 0 ? p.bytes / 1e3 / us : p.steps > 0 ? us * 1e3 / p.steps : us;
+}
+
+// A check that allows for rounding tells how far off the worst element was, and the line of the variant says it.
+static double worst_error;
+static inline bool within(double error, double most) {
+    worst_error = fmax(worst_error, error);
+    return error <= most; // NaN is not
+}
 
 static inline float small_integer(int i) { return (float)(i % 13 * 7 % 13 - 6); } // their sums are exact in any order
 static inline int same_size(int rows, int cols) { return rows * cols; }

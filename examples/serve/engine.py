@@ -19,8 +19,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import index
 
 from metrics import Metrics
 from sampling import NGrams, pick
@@ -40,6 +41,14 @@ class Refused(ValueError):
 
 class Busy(RuntimeError):
     """Too many requests wait, or the engine closes."""
+
+
+def integers(name: str, values: Iterable[int]) -> list[int]:
+    """They as ints of our own; what is none must not reach a step, which would fail for every request in it."""
+    try:
+        return [index(x) for x in values]
+    except TypeError:
+        raise Refused(name, f"{name} is {values!r:.80}; expected integers") from None
 
 
 @dataclass(eq=False)
@@ -136,9 +145,16 @@ class Engine:
             Refused: what it asks for does not fit the model or the cache.
             Busy: too many wait, or the engine closes.
         """
-        prompt, vocab = list(request.prompt), self.model.vocab
+        if request.tokens:
+            raise Refused("request", "the request was submitted before; make a new one")
+        prompt, vocab = integers("prompt", request.prompt), self.model.vocab
         if not prompt:
             raise Refused("prompt", "prompt is empty; expected at least one token")
+        integers("max_tokens", [request.max_tokens])  # a fraction would never be reached
+        integers("seed", [request.seed])
+        for name in ("temperature", "top_p"):
+            if not isinstance(getattr(request, name), (int, float)):
+                raise Refused(name, f"{name} is {getattr(request, name)!r:.80}; expected a number")
         for token in prompt:
             if not 0 <= token < vocab:
                 raise Refused("prompt", f"prompt has token {token}; expected 0 to {vocab - 1}")
@@ -154,12 +170,13 @@ class Engine:
             raise Refused("temperature", f"temperature is {request.temperature}; expected a number from 0 on")
         if not 0 < request.top_p <= 1:
             raise Refused("top_p", f"top_p is {request.top_p}; expected above 0, at most 1")
-        request.tokens, request.arrived = prompt, time.perf_counter()
         with self._work:
             if self._closing:
                 raise Busy("the engine closes")
             if len(self.waiting) >= self.max_waiting:
                 raise Busy(f"{self.max_waiting} requests wait already")
+            # the caller may change its list while the request runs
+            request.prompt, request.tokens, request.arrived = tuple(prompt), prompt, time.perf_counter()
             self.waiting.append(request)
             self._work.notify()
         return request

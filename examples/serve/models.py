@@ -68,7 +68,7 @@ class Model:
                 torch.tensor(x, dtype=torch.int64, device=self.device) for x in (tokens, positions, rows)
             )
             return self.run(tokens, at, wanted)
-        _, graph, all_tokens, all_positions, logits = self.graph
+        _, graph, all_tokens, all_positions, _, logits = self.graph
         for target, numbers in ((all_tokens, tokens), (all_positions, positions)):
             target[: len(ids)].copy_(torch.tensor(numbers).pin_memory(), non_blocking=True)
         graph.replay()
@@ -95,7 +95,7 @@ class Model:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 logits = self.run(tokens, positions, rows)
-        return step, graph, tokens, positions, logits
+        return step, graph, tokens, positions, rows, logits  # the graph reads all of them: they stay
 
     def tokens_of(self, ids: list[int], starts: list[int], before: list) -> list:
         return ids

@@ -359,7 +359,6 @@ CHECK_UNUSED static void check_see(const gk_explanation *e, size_t workspace_byt
 
 /* Every row of the op that this machine can run has served a call. */
 CHECK_UNUSED static void check_every_row_seen(gk_op op) {
-    static const char *const dtypes[] = {"f32", "bf16", "f16", "f64"};
     int num_rows;
     const gk_cpu_instance *rows = gk_cpu_instances(op, &num_rows);
     snprintf(check_case, sizeof check_case, "table");
@@ -369,7 +368,8 @@ CHECK_UNUSED static void check_every_row_seen(gk_op op) {
         if (rows[r].dtype == GK_F64)
             snprintf(name, sizeof name, "%s_f64", rows[r].name);
         else
-            snprintf(name, sizeof name, "%s_%s_%s", rows[r].name, dtypes[rows[r].dtype], gk_isa_names[rows[r].isa]);
+            snprintf(name, sizeof name, "%s_%s_%s", rows[r].name, gk_type_of(rows[r].dtype)->short_name,
+                     gk_isa_names[rows[r].isa]);
         bool seen = false;
         for (int i = 0; i < check_num_seen; ++i) seen = seen || strcmp(check_seen[i], name) == 0;
         check_result(seen, "row %s served no call", name);

@@ -489,7 +489,7 @@ static void flash_draw(gk_dtype dtype, bool large, bool backward) {
     f.out = make_heads(backward ? dtype : results_of, rows_q, f.heads_q, f.seq_q, f.dim_v);
     f.lse = check_dense(stats, f.q.t.ndim - 1, f.out.t.shape);
     f.slopes = make_slopes(stats, f.batch, f.heads_q, 0.3),
-    f.sinks = make_stats(check_below(2) ? dtype : stats, 1, &f.heads_q, -3, 3, true);
+    f.sinks = make_stats(check_below(2) ? out_dtype : stats, 1, &f.heads_q, -3, 3, true);
     f.kv_start = check_tensor_make(GK_I32, 1, &f.batch, NULL, 2, 0), f.kv_end = check_dense(GK_I32, 1, &f.batch);
     f.q_start = check_tensor_make(GK_I32, 1, &f.batch, NULL, 1 + check_below(2), 0);
     for (int64_t b = 0; b < f.batch; ++b) {
@@ -505,7 +505,7 @@ static void flash_draw(gk_dtype dtype, bool large, bool backward) {
     f.seed = check_tensor_make(GK_I64, 1, &two, NULL, 1 + check_below(2), 0);
     check_set(&f.seed.t, 0, (double)check_below(1 << 30)), check_set(&f.seed.t, 1, (double)check_below(3));
     mirror(&f.seed, "dropout_seed", false);
-    if (check_below(3) == 0) a->dropout_p = check_below(2) ? 0.1 : 0.5, a->dropout_seed = &f.seed.t;
+    if (!codes && check_below(3) == 0) a->dropout_p = check_below(2) ? 0.1 : 0.5, a->dropout_seed = &f.seed.t;
     const bool lse_wanted = backward || check_below(4);
     mirror(&f.out, "out", !backward), mirror(&f.lse, "lse", !backward && lse_wanted);
     a->q = f.q.t, a->k = f.k.t, a->v = f.v.t, a->out = f.out.t, a->lse = f.lse.t;
@@ -535,6 +535,7 @@ static void flash_draw(gk_dtype dtype, bool large, bool backward) {
     may_have_workspace = true;
     say("dropout %g results %s ", a->dropout_p, gk_dtype_name(results_of));
     say_rules(r, f.packed ? "packed" : f.tokens_first ? "tokens first" : "heads first");
+    if (codes) return; /* more tensors come */
     if (backward)
         TO_DEVICE(f.args);
     else
@@ -1040,6 +1041,7 @@ static void weight_expect(void) {
     }
 }
 
+#include "check_cuda_attn_fp8.h"
 #include "check_cuda_quant.h"
 #include "check_cuda_rows.h"
 
@@ -1056,6 +1058,7 @@ static const struct {
            {GK_OP_GEMM_ACT_BWD, "gemm_act_bwd", act_bwd_draw, act_bwd_expect},
            {GK_OP_FLASH_ATTN_FWD, "flash_attn_fwd", fwd_draw, fwd_expect},
            {GK_OP_FLASH_ATTN_BWD, "flash_attn_bwd", bwd_draw, bwd_expect},
+           {GK_OP_FLASH_ATTN_FP8, "flash_attn_fp8", attn_fp8_draw, attn_fp8_expect},
            {GK_OP_PAGED_ATTN, "paged_attn", paged_draw, paged_expect},
            {GK_OP_KV_CACHE_WRITE, "kv_cache_write", write_draw, write_expect},
            {GK_OP_ROPE_KV_WRITE, "rope_kv_write", rope_write_draw, rope_write_expect},
@@ -1077,7 +1080,7 @@ static const struct {
 
 /* Whose operands may be of 8 bits; others have codes beside operands that are wider. */
 static bool takes_codes(gk_op op) {
-    return op == GK_OP_SCALED_GEMM || op == GK_OP_GROUPED_GEMM || op == GK_OP_SPARSE_GEMM;
+    return op == GK_OP_SCALED_GEMM || op == GK_OP_GROUPED_GEMM || op == GK_OP_SPARSE_GEMM || op == GK_OP_FLASH_ATTN_FP8;
 }
 
 typedef struct walked {

@@ -81,6 +81,9 @@ static void check_fp8(const fp8_case *x) {
             gk_context ctx = check_context(check_isa_names[i], w == 0 ? 1 : CHECK_WORKERS);
             check_workspace space = check_workspace_make(gk_flash_attn_fp8_workspace_bytes(&ctx, &args));
             args.workspace = space.data, args.workspace_bytes = space.bytes;
+            gk_explanation told = {.size = sizeof told};
+            check_result(gk_explain_flash_attn_fp8(&ctx, &args, &told) == GK_OK, "%s", gk_last_error());
+            check_see(&told, space.bytes);
             const gk_status status = gk_flash_attn_fp8(&ctx, &args);
             check_result(status == GK_OK, "%s: %s", gk_status_name(status), gk_last_error());
             check_workspace_end(&space);
@@ -98,5 +101,6 @@ int main(void) {
         snprintf(check_case, sizeof check_case, "flash_attn_fp8 %d", i);
         check_fp8(&cases[i]);
     }
+    check_every_row_seen(GK_OP_FLASH_ATTN_FP8);
     return check_end();
 }

@@ -3,6 +3,7 @@
  * Data is small integers and powers of two, so that results are equal; tensors lie apart in memory that holds NaN. */
 #include "check.h"
 
+#include "cpu/kernels.h"
 #include "op.h"
 #include "weight_tile.h"
 
@@ -196,7 +197,47 @@ static void check_quantize(int64_t m, int64_t k) {
     }
 }
 
+/* Every kernel of int8 that this machine has, not the first that serves the call alone, gives the bits of ref/: codes of the whole
+ * range, all of them the least too, where quads hold the most beside the sum. */
+static void check_int8(int64_t m, int64_t n, int64_t k) {
+    int num;
+    const gk_cpu_instance *rows = gk_cpu_instances(GK_OP_SCALED_GEMM, &num);
+    for (int form = 0; form < 6; ++form) {
+        const bool along_k =
+            form == 0 || form == 3 || form == 4; /* then sums are float32: small, so that they are exact */
+        const int most = along_k ? 2 : 128;
+        check_tensor a = whole(GK_I8, m, k, most), b = whole(GK_I8, k, n, most);
+        if (form == 1 || form == 2) check_fill(&a, -128), check_fill(&b, form == 1 ? 127 : -128);
+        check_tensor scale_a = powers(m, form % 3 ? 1 : gk_ceil_div(k, 128)),
+                     scale_b = powers(form == 4 ? gk_ceil_div(k, 32) : 1, n);
+        check_tensor expected = dense(GK_F32, m, n);
+        gk_scaled_gemm_args args = GK_SCALED_GEMM_ARGS_INIT;
+        args.a = a.t, args.b = b.t, args.scale_a = scale_a.t, args.scale_b = scale_b.t, args.out = expected.t;
+        gk_context ctx = check_context("base", 1);
+        gk_ref_scaled_gemm(&ctx, &args);
+        for (int r = 0; r < num; ++r)
+            for (workers = 1; workers <= CHECK_WORKERS; workers += CHECK_WORKERS - 1) {
+                gk_plan plan;
+                memset(&plan, 0, sizeof plan);
+                isa = gk_isa_names[rows[r].isa];
+                ctx = check_context(isa, workers);
+                if (rows[r].dtype != GK_I8 || !gk_cpu_has(rows[r].isa)) continue;
+                check_tensor out = dense(GK_F32, m, n);
+                args.out = out.t;
+                if (!rows[r].kernel->plan(&ctx, &args, &plan)) continue;
+                describe(rows[r].name, m, n, k, form);
+                check_workspace w = check_workspace_make(plan.workspace_bytes);
+                rows[r].kernel->run(&ctx, &args, &plan, w.data);
+                check_workspace_end(&w);
+                check_result(check_same_bits(&out.t, &expected.t), "the bits are not those of ref/");
+            }
+        check_free(0);
+    }
+}
+
 int main(void) {
+    static const int64_t int8_sizes[][3] = {{1, 1, 1},       {5, 70, 3},     {13, 33, 131},
+                                            {30, 1100, 140}, {40, 40, 2100}, {270, 290, 70}};
     static const int64_t sizes[][3] = {{1, 1, 4}, {2, 33, 128}, {17, 40, 200}, {66, 20, 260}, {3, 7, 520}};
     const int n = check_isas();
     for (int i = 0; i < n; ++i)
@@ -211,5 +252,6 @@ int main(void) {
                 check_quantize(x[0], x[2]);
             }
         }
+    for (int s = 0; s < CHECK_COUNT(int8_sizes); ++s) check_int8(int8_sizes[s][0], int8_sizes[s][1], int8_sizes[s][2]);
     return check_end();
 }

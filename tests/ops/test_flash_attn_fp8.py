@@ -159,8 +159,13 @@ def test_values_that_add_up(form, accumulate, device):
     """Thousands of keys whose values have a mean, or one sign: with v_mean, and precise without."""
     n = 2000 if device == "cpu" else 30000
     gen = generator("fp8 long", form)
-    q, k = (tokens(gen, device, 1, 1, s, 64) for s in (32, n))
-    v = tokens(gen, device, 1, 1, n, 64, mean=1.0) if form == "mean" else tokens(gen, device, 1, 1, n, 64).abs()
+    for d in (64,) if device == "cpu" else (64, 128):
+        values_that_add_up(form, accumulate, device, gen, n, d)
+
+
+def values_that_add_up(form, accumulate, device, gen, n, d):
+    q, k = (tokens(gen, device, 1, 1, s, d) for s in (32, n))
+    v = tokens(gen, device, 1, 1, n, d, mean=1.0) if form == "mean" else tokens(gen, device, 1, 1, n, d).abs()
     want = reference.flash_attn(q.cpu().double(), k.cpu().double(), v.cpu().double())
     for center in (True, False):
         x = gk.quantize_attn(q, k, v, center_v=center)._asdict()
@@ -216,6 +221,59 @@ def test_varlen(device):
         }
         check(x | block | dict(v_mean=torch.randn(4, 2, d, generator=gen).to(device)), device, "flash_attn_varlen", extra, is_causal=True,
               alibi_slopes=torch.rand(4, generator=gen).to(device), sinks=torch.randn(4, generator=gen).to(device))  # fmt: skip
+
+
+@pytest.mark.gpu
+def test_blocks_of_many_tiles():
+    """More tiles than SMs, so that a block has several, masked and not; and parts of the keys where there are few."""
+    for dims, lengths in (((128, 128), (700, 700)), ((64, 56), (700, 515)), ((112, 128), (400, 1300))):
+        for how in (dict(), dict(is_causal=True, diagonal=lengths[1] - lengths[0], out_dtype=BF16)):
+            x = made(f"tiles {dims}", "cuda", batch=3, heads=(16, 8), lengths=lengths, dims=dims, mean=(0, 0, 2))
+            check(x, "cuda", accumulate="fast", **how)
+    sinks = torch.tensor([0.5, -math.inf], device="cuda")
+    for dims in ((64, 64), (128, 128)):
+        for per in ("head", "block"):
+            x = made("splits", "cuda", batch=1, heads=(2, 2), lengths=(150, 9000), dims=dims, per=per)
+            check(x, "cuda", accumulate="fast", sinks=sinks, is_causal=True, diagonal=8850)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("per", ("head", "block"))
+def test_scores_that_grow(per):
+    """Keys ever larger, so that a row's reference does not hold; in one block of keys, or in each; and a scale that is 0 or negative."""
+    gen = generator("fp8 grow", per)
+    for steps in ((1, 1, 1, 6, 1, 1, 20), range(1, 8)):
+        q, k, v = (tokens(gen, "cuda", 1, 2, n, 128) for n in (200, 896, 896))
+        k *= torch.tensor(steps, device="cuda").float().repeat_interleave(128)[:, None]
+        x = gk.quantize_attn(q, k, v, per=per)._asdict()
+        check(x, "cuda", accumulate="fast")
+        check(x, "cuda", accumulate="fast", is_causal=True, diagonal=696)
+        check(x | dict(q_scale=-x["q_scale"]), "cuda", accumulate="fast", is_causal=True, diagonal=696)
+        check(x | dict(k_scale=torch.zeros_like(x["k_scale"])), "cuda", accumulate="fast", is_causal=True)
+
+
+def test_rows_of_the_table():
+    """What a GPU with Hopper's kernels would run. Fast sums of up to 128 columns are its own; precise ones, softcap, wider heads and scales
+    of blocks that tiles do not follow go by other kernels."""
+    if not gk._ops.cuda_kernels.default():
+        pytest.skip("the library is built without CUDA kernels")
+
+    def row(dims=(128, 128), accumulate="auto", per=2, batch=2, heads=4, length=600, **how):
+        q, k, v = (t(batch, heads, length, d) for d in (*dims[:1], *dims))
+        scales = {
+            f"{n}_scale": t(batch, heads, -(-length // 128), dtype=F32)[..., 0 if per == 2 else slice(None)]
+            for n in "qkv"
+        }
+        how |= scales | dict(v_mean=t(heads, dims[1], dtype=F32), accumulate=accumulate)
+        return gk.explain("flash_attn", q, k, v, arch="sm_90", **how)["row"].removeprefix("flash_attn_fp8_")
+
+    assert row() == "sm90a_d128" and row(batch=8, heads=16, length=1536) == "sm90a_d128_wide"  # by what fills 132 SMs
+    assert row((64, 64)) == "sm90a_d64" and row((48, 64), per=3, length=576) == "sm90a_d64_block"
+    assert row((64, 64), per=3) == "sm90a_d128_block"  # 768 rows in tiles of 192, and no scale behind row 640
+    assert row(per=3) == row((128, 64), per=3, is_causal=True, window_right=5) == "sm90a_d128_block"
+    for other in (row(accumulate="precise"), row((256, 256)), row(softcap=2.0), row(per=3, window_left=50)):
+        assert other == "relay"
+    assert row(accumulate="precise", length=100) == "sm80_d128"
 
 
 @pytest.mark.parametrize("per", ("tensor", "head", "block"))
@@ -358,3 +416,16 @@ def test_explain_says_how_sums_are_kept():
     assert gk.explain("flash_attn", **x)["accumulate"] == "fast"
     assert gk.explain("flash_attn", **x | dict(v_mean=None))["accumulate"] == "precise"
     assert gk.explain("flash_attn", **x, accumulate="precise")["accumulate"] == "precise"
+
+
+def test_quantize_attn_refuses_shapes_that_do_not_fit():
+    x = torch.zeros
+    for q, k, v, text in [
+        (x(1, 4, 5, 8), x(1, 2, 5, 8), x(1, 2, 6, 8), "v must have the tokens and heads of k"),
+        (x(1, 4, 5, 8), x(1, 2, 5, 8), x(1, 4, 5, 8), "v must have the tokens and heads of k"),
+        (x(5, 4, 8), x(5, 2, 8), x(6, 2, 8), "v must have the tokens and heads of k"),
+        (x(1, 4, 5, 8), x(2, 2, 5, 8), x(2, 2, 5, 8), "k has batch 2, q has 1"),
+        (x(1, 3, 5, 8), x(1, 2, 5, 8), x(1, 2, 5, 8), "q must have a multiple of k's 2 heads, got 3"),
+    ]:
+        with pytest.raises(ValueError, match=f"gpukern::quantize_attn: {text}"):
+            torch_gpukern.quantize_attn(q, k, v)

@@ -125,6 +125,15 @@ def test_rows_that_are_ignored_and_no_rows(device):
         none = gk.linear_cross_entropy(x[:0], w, target[:0], reduction="sum", low_memory=low)
         assert none == 0 and (torch.autograd.grad(none, w)[0] == 0).all()
         assert gk.linear_cross_entropy(x[:0], w, target[:0], low_memory=low).isnan()
+    padded, kept = x.detach().clone(), [0, 3, 4, 5]
+    padded[1], padded[2] = torch.nan, torch.inf
+    padded.requires_grad_()
+    target = torch.tensor([1, -100, -100, 0, 4, 2], device=device)
+    for more in ({}, {"low_memory": True}, {"reduction": "none"}):
+        loss = gk.linear_cross_entropy(padded, w, target, softcap=2.0, **more).sum()
+        grad = torch.autograd.grad(loss, (padded, w))[0]
+        assert (grad[1:3] == 0).all() and grad[kept].isfinite().all(), more
+    target = torch.full((6,), 2, device=device)
     one = gk.linear_cross_entropy(x, w[:1], torch.zeros(6, dtype=torch.long, device=device), reduction="none")
     assert (one == 0).all()
     assert gk.linear_cross_entropy(x[0], w, target[0], reduction="none").shape == ()

@@ -2,6 +2,7 @@
 """quantize, silu_mul_quantize, rms_norm_quantize, dequantize: codes and scales bit for bit, and what no average shows."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -202,3 +203,26 @@ def test_a_tensor_of_nothing_has_a_scale(device):
         for shape in ((0, 4), (3, 0), (2, 0, 4)):
             codes, scale = torch_gpukern.quantize(torch.empty(shape, dtype=dtype, device=device), torch.int8, "tensor")
             assert codes.shape == shape and scale.item() == 2.0**-126
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan])
+def test_bounds_and_scales_that_are_none(bad):
+    """A scale of 0 makes every code the largest one, and a negative or NaN bound is none."""
+    x, f8 = randn(generator("none"), 3, 40), torch.float8_e4m3fn
+    for given in (bad, torch.tensor(bad)):
+        with pytest.raises(ValueError, match="gpukern::quantize: scale_ub must be"):
+            torch_gpukern.quantize(x, f8, "row", scale_ub=given)
+        with pytest.raises(ValueError, match="gpukern::silu_mul_quantize: scale_ub must be"):
+            torch_gpukern.silu_mul_quantize(x, x, f8, "row", scale_ub=given)
+        with pytest.raises(ValueError, match="gpukern::rms_norm_quantize: scale_ub must be"):
+            torch_gpukern.rms_norm_quantize(x, scale_ub=given)
+    scale = torch.tensor([[1.0], [bad], [1.0]])
+    if bad == bad:
+        with pytest.raises(ValueError, match="gpukern::quantize: scale must be above 0, got"):
+            torch_gpukern.quantize(x, f8, "row", scale=scale)
+        with pytest.raises(ValueError, match="gpukern::scaled_gemm: out_scale must be above 0, got"):
+            one, a = torch.tensor(1.0), x.to(f8)
+            torch_gpukern.scaled_gemm(a, a.mT, one, one, out_scale=torch.tensor(bad), out_dtype=f8)
+    else:  # what is NaN is shown
+        codes, scale = torch_gpukern.quantize(x, f8, "row", scale=scale)
+        assert torch_gpukern.dequantize(codes, scale).isnan().any(1).tolist() == [False, True, False]

@@ -114,3 +114,13 @@ def test_several_tiles_a_block(dtype):
         want = a.float() @ w.float().mT
         assert_bits(torch_gpukern.sparse_gemm(a, *packed, out_dtype=torch.float32) + 0, want + 0)
         assert_bits(torch_gpukern.sparse_gemm(a, *packed, out_dtype=out) + 0, want.to(out) + 0)
+
+
+def test_autocast_takes_a_float32_stream(device):
+    gen = generator("sparse_gemm autocast")
+    w = randn(gen, 9, 32, device=device).bfloat16()
+    w[:, ::4] = w[:, 1::4] = 0
+    packed, a, bias = torch_gpukern.sparse_pack(w), randn(gen, 5, 32, device=device), randn(gen, 9, device=device)
+    with torch.autocast(torch.device(device).type, torch.bfloat16):
+        got = torch_gpukern.sparse_gemm(a, *packed, bias=bias)
+    assert_bits(got, torch_gpukern.sparse_gemm(a.bfloat16(), *packed, bias=bias.bfloat16()))

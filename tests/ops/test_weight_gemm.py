@@ -227,3 +227,36 @@ def test_opcheck_and_compile(device):
     x.requires_grad_()
     grads = [torch.autograd.grad(f(x).sum(), x)[0] for f in (torch.compile(trained, fullgraph=True), trained)]
     assert_bits(*grads)
+
+
+def test_row_scales_of_more_than_two_dimensions(device):
+    """What quantize makes of [..., M, K] by rows goes with it."""
+    gen = generator("rows of e4m3")
+    q = torch.randint(-8, 8, (70, 100), generator=gen, dtype=torch.int8).to(device)
+    packed, scale = torch_gpukern.pack_weight(q, "int4"), torch.rand(1, 70, generator=gen).to(device) + 0.5
+    a, scale_a = torch_gpukern.quantize(randn(gen, 2, 3, 5, 100, device=device) + 1, torch.float8_e4m3fn, "row")
+    flat = torch_gpukern.weight_gemm(a.flatten(0, 2), packed, scale, 70, "int4", scale_a=scale_a.flatten(0, 2))
+    for given in (scale_a, torch.stack([scale_a, scale_a], -1)[..., 0], scale_a.flatten(0, 2)):
+        got = torch_gpukern.weight_gemm(a, packed, scale, 70, "int4", scale_a=given)
+        assert_bits(got, flat.view(2, 3, 5, 70))
+    exact = (a.double() * scale_a.double()) @ (q.double() * scale.double().mT).mT
+    torch.testing.assert_close(flat.double(), exact.flatten(0, 2), rtol=2**-7, atol=1e-3)
+    with pytest.raises(ValueError, match="weight_gemm: scale_a"):
+        torch_gpukern.weight_gemm(a, packed, scale, 70, "int4", scale_a=scale_a[:, :2])
+    with pytest.raises(ValueError, match="pack_weight: scale must be of a floating dtype, got int32"):
+        torch_gpukern.pack_weight(q, "int4", scale=scale.int() + 1)
+
+
+def test_autocast_takes_a_float32_stream(device):
+    gen = generator("weight_gemm autocast")
+    q = torch.randint(-8, 8, (20, 32), generator=gen, dtype=torch.int8).to(device)
+    packed, scale = torch_gpukern.pack_weight(q, "int4"), torch.rand(1, 20, generator=gen).to(device) + 0.5
+    a = randn(gen, 3, 32, device=device).requires_grad_()
+    with torch.autocast(torch.device(device).type, torch.bfloat16):
+        got = torch_gpukern.weight_gemm(a, packed, scale, 20, "int4", bias=scale[0])
+        half = torch_gpukern.weight_gemm(a.detach().half(), packed, scale, 20, "int4")
+    want = torch_gpukern.weight_gemm(a.detach().bfloat16(), packed, scale, 20, "int4", bias=scale[0])
+    assert_bits(got.detach(), want)
+    assert half.dtype is torch.float16
+    got.float().sum().backward()
+    assert a.grad.dtype is torch.float32 and a.grad.count_nonzero()

@@ -28,6 +28,7 @@ __all__ = ["Mode", "context_parallel_attn", "context_parallel_attn_varlen", "mod
 
 Mode = Literal["auto", "all_gather", "ring", "ulysses"]
 _MODES = ("auto", "all_gather", "ring", "ulysses")
+_NO_GRADIENT = "alibi_slopes requires a gradient, which it does not have; pass alibi_slopes.detach()"
 
 # auto: gathered K and V and the float32 sums of their gradients may take this much memory on a rank. Below it all_gather is
 # as fast as ring where links hide it, needs no merge, and has one rank's bits.
@@ -90,15 +91,13 @@ def context_parallel_attn(
         ValueError: what `flash_attn` refuses, a shard of a length that the cut does not give, a mode or layout that does not
             exist, or ranks that pass different things; on every rank alike.
     """
-    group = process_group(group)
+    group, what = process_group(group), "context_parallel_attn"
     if mode not in _MODES:
-        raise ValueError(f"context_parallel_attn: mode must be one of {', '.join(_MODES)}, got {mode!r}")
+        refuse(group, what, q.device, f"mode must be one of {', '.join(_MODES)}, got {mode!r}")
     if layout not in ("contiguous", "zigzag"):
-        raise ValueError(f"context_parallel_attn: layout must be contiguous or zigzag, got {layout!r}")
+        refuse(group, what, q.device, f"layout must be contiguous or zigzag, got {layout!r}")
     if alibi_slopes is not None and alibi_slopes.requires_grad:
-        raise ValueError(
-            "context_parallel_attn: alibi_slopes requires a gradient, which it does not have; pass alibi_slopes.detach()"
-        )
+        refuse(group, what, q.device, _NO_GRADIENT)
     if group.size() == 1:
         return flash_attn(
             q, k, v, is_causal=is_causal, scale=scale, window_left=window_left, window_right=window_right, softcap=softcap,
@@ -292,9 +291,11 @@ def context_parallel_attn_varlen(
     Raises:
         ValueError: as `context_parallel_attn`. IndexError: contents of cu_seqlens, as `flash_attn_varlen`.
     """
-    group = process_group(group)
+    group, what = process_group(group), "context_parallel_attn_varlen"
+    if layout not in ("contiguous", "zigzag"):
+        refuse(group, what, q.device, f"layout must be contiguous or zigzag, got {layout!r}")
     if alibi_slopes is not None and alibi_slopes.requires_grad:
-        raise ValueError("context_parallel_attn_varlen: alibi_slopes requires a gradient, which it does not have")
+        refuse(group, what, q.device, _NO_GRADIENT)
     if group.size() == 1:
         return flash_attn_varlen(
             q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, is_causal=is_causal, scale=scale, window_left=window_left,
@@ -352,6 +353,7 @@ def _begin_packed(q, k, v, cu_seqlens, max_seqlen, call: Call, layout, seq_len, 
                 raise ValueError(f"{what}: {name} must have 3 dimensions, got {x.dim()}")
             found.append(whole_cut(what, name, x.shape[0], ranks, seq_len, layout))
         call.check(what, *(x[None].transpose(1, 2) for x in (q, k, v)))
+        _check_cu_seqlens(what, cu_seqlens, max_seqlen, found[0].length)
         shapes = {
             f"{n} (without its tokens)": f"{x.dtype} {list(x.shape[1:])}" for n, x in (("q", q), ("k", k), ("v", v))
         }
@@ -361,6 +363,25 @@ def _begin_packed(q, k, v, cu_seqlens, max_seqlen, call: Call, layout, seq_len, 
 
     agree(ranks, what, q.device, describe)
     return ranks, found[0]
+
+
+def _check_cu_seqlens(what: str, cu_seqlens: Tensor, max_seqlen: int, total: int) -> None:
+    """Contents are looked at on the CPU, as by `flash_attn_varlen`: each rank's call sees a part of them alone."""
+    if cu_seqlens.dim() != 1 or cu_seqlens.dtype != torch.int32 or not cu_seqlens.numel():
+        got = f"{str(cu_seqlens.dtype).removeprefix('torch.')} {list(cu_seqlens.shape)}"
+        raise ValueError(f"{what}: cu_seqlens must be int32 [B+1], got {got}")
+    if cu_seqlens.device.type != "cpu":
+        return
+    first, last, lengths = int(cu_seqlens[0]), int(cu_seqlens[-1]), cu_seqlens.diff()
+    if first != 0 or last > total:
+        raise IndexError(
+            f"{what}: cu_seqlens is expected to start at 0 and to end at no more than {total} tokens, got {first} and {last}"
+        )
+    if lengths.numel() and (lengths.min() < 0 or lengths.max() > max_seqlen):
+        raise IndexError(
+            f"{what}: cu_seqlens is expected to hold sequences of 0 to max_seqlen {max_seqlen} tokens, "
+            f"got {int(lengths.min())} to {int(lengths.max())}"
+        )
 
 
 def _varlen_fwd(

@@ -90,11 +90,17 @@ def estimate(
         An `Estimate`. It assumes equal shares, no bubble, no time for norms and the optimizer.
 
     Raises:
-        ValueError: a number of ranks below 1.
+        ValueError: a count below 1, or a hidden_share outside 0 to 1.
     """
-    for name, ranks in (("data", data), ("tensor", tensor), ("context", context)):
-        if ranks < 1:
-            raise ValueError(f"estimate: {name} must be at least 1, got {ranks}")
+    counts = dict(
+        layers=layers, hidden=hidden, intermediate=intermediate, heads_q=heads_q, heads_kv=heads_kv, head_dim=head_dim,
+        seq_len=seq_len, sequences=sequences, data=data, tensor=tensor, context=context, bytes_each=bytes_each,
+    )  # fmt: skip
+    for name, count in counts.items():
+        if count < 1:
+            raise ValueError(f"estimate: {name} must be at least 1, got {count}")
+    if not 0 <= hidden_share <= 1:
+        raise ValueError(f"estimate: hidden_share must be between 0 and 1, got {hidden_share}")
     gpus = data * tensor * context
     tokens = seq_len * sequences
     weights = layers * (hidden * head_dim * (2 * heads_q + 2 * heads_kv) + 3 * hidden * intermediate)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..nn.moe import MoE, check_tokens, grouped_experts, weighted_sum
+from ..nn.moe import MoE, are_experts, check_tokens, grouped_experts, weighted_sum
 from ..ops import swiglu
 from .ranks import Group, Ranks, agree, facts, of_name, process_group
 from .transport import exchange
@@ -62,7 +62,7 @@ def expert_parallel(
 
     Args:
         x: [T, H] float32, bfloat16 or float16: this rank's tokens, any number.
-        expert_of: [T, J] int32 or int64, 0 to W E - 1: numbers of all ranks' experts. One at or past W E adds nothing.
+        expert_of: [T, J] int32 or int64, 0 to W E - 1: numbers of all ranks' experts. Another number adds nothing.
         weight_of: [T, J].
         up, down: [E, H, I] and [E, I', H]: this rank's experts, as many on each rank.
         group: a `ProcessGroup`, a `DeviceMesh` of one dimension, or None for all ranks.
@@ -102,7 +102,7 @@ def expert_parallel(
     rows = _Exchange.apply(rows, met, sent, ranks)
 
     rows = rows.new_zeros((tokens * each, rows.shape[1])).index_copy(0, order, rows)
-    return weighted_sum(rows, weight_of, expert_of < ranks.size * own).to(x.dtype)
+    return weighted_sum(rows, weight_of, are_experts(expert_of, ranks.size * own)).to(x.dtype)
 
 
 def shard_experts(layer: MoE, group: Group = None) -> MoE:

@@ -19,7 +19,7 @@ from ..ops.cross_entropy import Reduction, reduce_rows
 from ..ops.gemm import _torch_allows_tf32
 from . import transport
 from .attention import declare
-from .ranks import Group, Ranks, agree, facts, process_group
+from .ranks import Group, Ranks, agree, facts, process_group, refuse
 from .sequence import Cut
 
 __all__ = ["vocab_parallel_linear_cross_entropy"]
@@ -69,11 +69,13 @@ def vocab_parallel_linear_cross_entropy(
     """
     group = process_group(group)
     if reduction not in get_args(Reduction):
-        raise ValueError(f"{_NAME}: reduction must be none, mean or sum, got '{reduction}'")
+        refuse(group, _NAME, x.device, f"reduction must be none, mean or sum, got '{reduction}'")
     rules = dict(ignore_index=ignore_index, label_smoothing=label_smoothing, softcap=softcap, logit_scale=logit_scale)
     if group.size() == 1:
         return linear_cross_entropy(x, weight, target, bias, **rules, reduction=reduction, low_memory=True)
     precision = "tf32" if x.is_cuda and x.dtype == torch.float32 and _torch_allows_tf32() else "ieee"
+    if classes is not None and classes < 0:
+        refuse(group, _NAME, x.device, f"classes must be at least 0, got {classes}")
     whole = -1 if classes is None else classes
     loss, _ = ops.vocab_parallel_lce_fwd(x, weight, target, bias, *rules.values(), precision, whole, group.group_name)
     return reduce_rows(_NAME, loss, target, None, ignore_index, reduction)
@@ -119,24 +121,28 @@ def _begin(x, weight, target, bias, rules: chunks.Rules, classes: int, group: st
                 target.shape == x.shape[:-1], f"target must have shape {list(x.shape[:-1])}, got {list(target.shape)}"
             )
             try:
-                ops.linear_cross_entropy_rows(x.reshape(-1, x.shape[-1])[:0], weight, none, bias, **given)
+                ops.linear_cross_entropy_rows(x.new_empty(0, *x.shape[-1:]), weight, none, bias, **given)
             except ValueError as error:
                 raise ValueError(f"{_NAME}: {str(error).partition(': ')[2] or error}") from None
         found.extend(_own_classes(weight, ranks, classes))
+        _check_targets(target, found[1], rules.ignore_index)
         del given["class_weight"]
         columns = "by classes" if classes >= 0 else weight.shape[0]
         more = {"classes": classes, "classes of weight": columns, "bias given": bias is not None}
         return facts(x=x, target=target) | given | more
 
     agree(ranks, _NAME, x.device, describe)
-    first, whole = found
-    if target.device.type == "cpu":
-        wrong = ((target < 0) | (target >= whole)) & (target != rules.ignore_index)
-        if wrong.any():  # target is the same on every rank, so all raise
-            raise IndexError(
-                f"{_NAME}: target is expected to hold classes in [0, {whole}) or ignore_index, got {int(target[wrong][0])}"
-            )
-    return ranks, first, whole
+    return ranks, *found
+
+
+def _check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
+    if target.device.type != "cpu":
+        return
+    wrong = ((target < 0) | (target >= classes)) & (target != ignore_index)
+    if wrong.any():
+        raise IndexError(
+            f"{_NAME}: target is expected to hold classes in [0, {classes}) or ignore_index, got {int(target[wrong][0])}"
+        )
 
 
 def _fwd(x, weight, target, bias, ignore_index, label_smoothing, softcap, logit_scale, fp32_precision, classes, group):

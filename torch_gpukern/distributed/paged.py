@@ -101,18 +101,22 @@ def _fwd(
     v_scale,
     group,
 ):
-    ranks = Ranks(group)
+    ranks, found = Ranks(group), []
 
     def describe() -> dict:
+        # This rank's own keys first: what is wrong with its pages, be it their contents, is then said before anything is sent.
+        found.extend(
+            ops.paged_attn_fwd(
+                q, k_cache, v_cache, block_table, local_seq_lens, cu_seqlens_q, max_seqlen_q, scale=scale, softcap=softcap,
+                sinks=sinks if ranks.rank == 0 else None, k_scale=k_scale, v_scale=v_scale, is_causal=False,
+            )
+        )  # fmt: skip
         heads = f"{k_cache.dtype} {list(k_cache.shape[2:])} {list(v_cache.shape[2:])}"
         same = facts(q=q, local_seq_lens=local_seq_lens, cu_seqlens_q=cu_seqlens_q, sinks=sinks)
         return same | {"heads of the caches": heads, "scale": scale, "softcap": softcap, "max_seqlen_q": max_seqlen_q}
 
     agree(ranks, "context_parallel_paged_attn", q.device, describe)
-    out, lse = ops.paged_attn_fwd(
-        q, k_cache, v_cache, block_table, local_seq_lens, cu_seqlens_q, max_seqlen_q, scale=scale, softcap=softcap,
-        sinks=sinks if ranks.rank == 0 else None, k_scale=k_scale, v_scale=v_scale, is_causal=False,
-    )  # fmt: skip
+    out, lse = found
     parts = list(zip(transport.all_of(out, ranks), transport.all_of(lse, ranks), strict=True))
     merged = parts[0][0].to(lse.dtype), parts[0][1]
     for part, part_lse in parts[1:]:

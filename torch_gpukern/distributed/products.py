@@ -52,6 +52,25 @@ def _describe(what: str, a: Tensor, b: Tensor, *, rows: bool, columns: bool, **m
     return same | more
 
 
+def _refuse_as_gemm(what: str, a: Tensor, b: Tensor, bias: Tensor | None = None, activation: str = "none") -> None:
+    """Raises what gemm would, before anything is sent: by a call of no row and no column."""
+    try:
+        ops.gemm(a[:0], b[:, :0], None if bias is None else bias[:0], activation=activation)
+    except ValueError as error:
+        raise ValueError(f"{what}: {str(error).partition(': ')[2] or error}") from None
+
+
+def _agree_about_sum(ranks: Ranks, what: str, a: Tensor, b: Tensor) -> None:
+    """The ranks' products are of one shape."""
+
+    def describe() -> dict:
+        same = _describe(what, a, b, rows=True, columns=True)
+        _refuse_as_gemm(what, a, b)
+        return same
+
+    agree(ranks, what, a.device, describe)
+
+
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -106,15 +125,15 @@ def _gather_fwd(a, b, bias, activation, group):
     what = "all_gather_gemm"
 
     def describe() -> dict:
-        ops.gemm(a[:0], b[:, :0], None if bias is None else bias[:0], activation=activation)  # what gemm refuses
+        same = _describe(what, a, b, rows=False, columns=False)
         if bias is not None and tuple(bias.shape) != (b.shape[1],):
             raise ValueError(f"{what}: bias must have shape [{b.shape[1]}], got {list(bias.shape)}")
-        more = {"columns of a": a.shape[1], "bias given": bias is not None, "activation": activation}
-        return _describe(what, a, b, rows=False, columns=False, **more)
+        _refuse_as_gemm(what, a, b, bias, activation)
+        return same | {"columns of a": a.shape[1], "bias given": bias is not None, "activation": activation}
 
-    cut = _Rows(agree(ranks, what, a.device, describe, a.shape[0]))
+    cut = _Rows(agree(ranks, what, a.device, describe, a.shape[0] if a.dim() else 0))
     moving = transport.Gather(a, cut, ranks)
-    if activation not in ("none", "relu") or not _overlaps(a, ranks):
+    if activation not in ("none", "relu") or not _overlaps(*a.shape, a, ranks):
         out, preact = ops.gemm_fwd(moving.wait(), b, bias, activation=activation)
         return out, moving.whole, preact
     out = a.new_empty((cut.length, b.shape[1]))
@@ -131,8 +150,8 @@ def _gather_fwd(a, b, bias, activation, group):
 _OVERLAP_BYTES = 2 << 20
 
 
-def _overlaps(x: Tensor, ranks: Ranks) -> bool:
-    return x.numel() * x.element_size() * (ranks.size - 1) >= _OVERLAP_BYTES
+def _overlaps(rows: int, columns: int, like: Tensor, ranks: Ranks) -> bool:
+    return rows * columns * like.element_size() * (ranks.size - 1) >= _OVERLAP_BYTES
 
 
 def _into(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None, activation: str = "none") -> Tensor:
@@ -218,11 +237,9 @@ library.define("gather_rows(Tensor x, SymInt rows, str group) -> Tensor")
 
 def _scatter_fwd(a, b, group):
     ranks = Ranks(group)
-    agree(
-        ranks, "gemm_reduce_scatter", a.device, lambda: _describe("gemm_reduce_scatter", a, b, rows=True, columns=True)
-    )
+    _agree_about_sum(ranks, "gemm_reduce_scatter", a, b)
     cut = _cut_evenly(a.shape[0], ranks.size)
-    if not _overlaps(a[:, :1].expand(-1, b.shape[1]), ranks):
+    if not _overlaps(a.shape[0], b.shape[1], a, ranks):
         return transport.sum_to_owners(_product(a, b), cut, ranks, a.dtype)
     # The others' rows first, each on its way while the next are computed; this rank's last.
     like = a.new_empty((0, b.shape[1]), dtype=_wide(a.dtype))
@@ -296,7 +313,7 @@ library.define("gemm_all_reduce(Tensor a, Tensor b, str group) -> Tensor")
 
 def _reduce_fwd(a, b, group):
     ranks = Ranks(group)
-    agree(ranks, "gemm_all_reduce", a.device, lambda: _describe("gemm_all_reduce", a, b, rows=True, columns=True))
+    _agree_about_sum(ranks, "gemm_all_reduce", a, b)
     return transport.reduced(_product(a, b), _cut_evenly(a.shape[0], ranks.size), ranks, a.dtype)
 
 

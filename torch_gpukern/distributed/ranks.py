@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -78,15 +78,15 @@ def agree(
 
     rows: a number that ranks may have differently. Returned are those of all; without the comparison this rank's, for all.
 
-    `describe` returns what must be the same everywhere, by argument. It may raise ValueError for what is wrong on its own
-    rank: the others learn of it, so that none waits for a rank that has left.
+    `describe` returns what must be the same everywhere, by argument. It may raise for what is wrong on its own rank: the others
+    learn of it, whatever the error is, so that none waits for a rank that has left.
     """
     if not checked(device):
         describe()
         return [rows] * ranks.size
     try:
         mine, error = describe(), None
-    except ValueError as raised:
+    except Exception as raised:
         mine, error = {}, raised
     text = json.dumps([mine, None if error is None else str(error)], default=str)
     # An error is told apart by a second number, so that equal errors of all ranks are found too.
@@ -113,6 +113,18 @@ def agree(
             if a != b:
                 raise ValueError(f"{op}: {argument} is {a} on rank 0, {b} on rank {rank}; all ranks must pass the same")
     raise ValueError(f"{op}: the ranks' calls differ")
+
+
+def refuse(group: ProcessGroup, op: str, device: torch.device, text: str) -> NoReturn:
+    """Raises a ValueError that is found before the op that all ranks enter: there too, so that none waits for this one."""
+    error = ValueError(f"{op}: {text}")
+
+    def describe() -> dict[str, Any]:
+        raise error
+
+    if group.size() > 1 and not torch.compiler.is_compiling():
+        agree(Ranks(group.group_name), op, device, describe)
+    raise error
 
 
 def facts(**tensors: Tensor | None) -> dict[str, Any]:

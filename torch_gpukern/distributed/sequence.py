@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .._library import library
 from . import transport
-from .ranks import Group, Ranks, agree, process_group, rank_in, size_of
+from .ranks import Group, Ranks, agree, process_group, rank_in, refuse, size_of
 
 __all__ = ["Cut", "Layout", "gather_sequence", "positions", "shard_sequence"]
 
@@ -148,8 +148,10 @@ def gather_sequence(
     Raises:
         ValueError: on every rank, where shapes, dtypes or arguments do not fit together.
     """
-    dim = torch._C._wrap_dim(dim, x.dim()) if hasattr(torch._C, "_wrap_dim") else dim % x.dim()
     group = process_group(group)
+    if not -x.dim() <= dim < x.dim():
+        refuse(group, "gather_sequence", x.device, f"dim must be a dimension of x, which has {x.dim()}, got {dim}")
+    dim %= x.dim()
     if group.size() == 1:
         return x.contiguous()
     return torch.ops.gpukern.gather_sequence(x, dim, layout, -1 if seq_len is None else seq_len, group.group_name)

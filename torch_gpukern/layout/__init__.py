@@ -36,6 +36,7 @@ from .divide import (
     zipped_divide,
     zipped_product,
 )
+from .memory import CopyChoice, choose_copy, fragment_like, make_tensor
 from .swizzle import Swizzle, Swizzled, parse
 from .tensor import Tensor, axpby, copy, fold, gemm, identity_tensor, transform
 from .tiled import TiledCopy, TiledMma
@@ -55,6 +56,7 @@ def cosize(layout: Layout | str) -> int:
 
 
 __all__ = [
+    "CopyChoice",
     "Layout",
     "Refusal",
     "Swizzle",
@@ -69,6 +71,7 @@ __all__ = [
     "axpby",
     "banks",
     "blocked_product",
+    "choose_copy",
     "coalesce",
     "complement",
     "compose",
@@ -77,6 +80,7 @@ __all__ = [
     "flat_divide",
     "flat_product",
     "fold",
+    "fragment_like",
     "from_values",
     "gemm",
     "identity_tensor",
@@ -88,6 +92,7 @@ __all__ = [
     "logical_divide",
     "logical_product",
     "make_layout_tv",
+    "make_tensor",
     "max_common_layout",
     "max_common_vector",
     "overhang",

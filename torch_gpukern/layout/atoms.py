@@ -17,6 +17,7 @@ class MmaAtom:
     """One matrix instruction: C[M, N] += A[M, K] B[N, K].
 
     a, b, c: (thread, value) -> index. An operand that is read from shared memory has every element for every thread (stride 0).
+    lanes: thread -> lane of the warp, where the two differ.
     """
 
     name: str
@@ -24,6 +25,7 @@ class MmaAtom:
     a: Layout
     b: Layout
     c: Layout
+    lanes: Layout | None = None
 
     @property
     def threads(self) -> int:
@@ -70,6 +72,33 @@ def mma_sync(k: int, bits: int) -> MmaAtom:
         raise ValueError(f"mma_sync: k is {k} and elements have {bits} bits; expected one of {known}")
     a, b = _MMA_SYNC[k, bits]
     return MmaAtom(f"mma.sync.m16n8k{k} ({bits} bits)", (16, 8, k), _tv(a), _tv(b), _C)
+
+
+def fma() -> MmaAtom:
+    """One multiply-add of one thread: what a TiledMma without tensor cores is made of."""
+    one = _tv("(1,1):(0,0)")
+    return MmaAtom("fma", (1, 1, 1), one, one, one)
+
+
+# mma.sync.m8n8k4 of Volta: a row-major a (column-major b) has a row a thread, the other a column a thread.
+_QUAD_ROW, _QUAD_COLUMN = "(8,4):(1,8)", "((4,2),4):((8,4),1)"
+_QUAD_C = {16: "(8,8):(1,8)", 32: "((2,2,2),(2,2,2)):((1,16,4),(8,2,32))"}
+
+
+def quadpair(layout: str = "TN", c_bits: int = 32) -> MmaAtom:
+    """Volta's mma.sync.m8n8k4 of 16 bits: each of a warp's four pairs of quads has a product of its own.
+
+    layout: of a and b, as BLAS has it: TN is .row.col, both with k on end. c_bits: 16 or 32. Pair p has the lanes
+    `lanes(thread)` + 4 p.
+    """
+    if layout not in ("TN", "TT", "NN", "NT") or c_bits not in _QUAD_C:
+        raise ValueError(
+            f"quadpair: layout is {layout!r}, c has {c_bits} bits; expected TN, TT, NN or NT, and 16 or 32"
+        )
+    a = _QUAD_ROW if layout[0] == "T" else _QUAD_COLUMN
+    b = _QUAD_ROW if layout[1] == "N" else _QUAD_COLUMN
+    name = f"mma.sync.m8n8k4 ({layout}, c of {c_bits} bits)"
+    return MmaAtom(name, (8, 8, 4), _tv(a), _tv(b), _tv(_QUAD_C[c_bits]), Layout("(4,2):(1,16)"))
 
 
 # A of wgmma from registers, by bits: 64 rows and 32 bytes of k.

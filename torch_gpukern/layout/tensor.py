@@ -14,6 +14,8 @@ from .algebra import Tiler
 from .core import Coord, IntTuple, Layout, Refusal, flatten, text_of, unflatten
 from .swizzle import OfLayout, Swizzled, parse
 
+MEMORIES = ("registers", "shared", "global")
+
 
 class Tensor(OfLayout):
     """A layout, from `offset` on, of `data`.
@@ -22,15 +24,20 @@ class Tensor(OfLayout):
         layout: a layout, its text, or a swizzled layout.
         data: what offsets index: a list, a torch tensor of one dimension, or nothing.
         offset: where coordinate 0 lies.
+        memory: "registers", "shared", "global" or not said; slices and tiles have it from the whole. `choose_copy` reads it.
 
     `t[1, 2]` is an element (its offset, where there are no data); `t[None, 2]` a slice that shares the data.
     """
 
-    def __init__(self, layout: Layout | Swizzled | str, data: Any = None, offset: int = 0) -> None:
+    def __init__(
+        self, layout: Layout | Swizzled | str, data: Any = None, offset: int = 0, memory: str | None = None
+    ) -> None:
         layout = parse(layout) if isinstance(layout, str) else layout
         if not isinstance(layout, (Layout, Swizzled)):
             raise TypeError(f"Tensor: layout is {layout!r}; expected a layout, swizzled or not, or its text")
-        self.layout, self.data, self.offset = layout, data, offset
+        if memory is not None and memory not in MEMORIES:
+            raise ValueError(f"Tensor: memory is {memory!r}; expected {', '.join(MEMORIES)}")
+        self.layout, self.data, self.offset, self.memory = layout, data, offset, memory
         if isinstance(layout, Swizzled) and offset:  # the swizzle is of addresses: the offset goes in before it
             self.layout, self.offset = Swizzled(layout.swizzle, layout.layout, layout.offset + offset), 0
 
@@ -79,7 +86,7 @@ class Tensor(OfLayout):
 
     def group(self, first: int, last: int) -> Tensor:
         """Modes first to last - 1 as one mode."""
-        return Tensor(self.layout.group(first, last), self.data, self.offset)
+        return Tensor(self.layout.group(first, last), self.data, self.offset, self.memory)
 
     @property
     def offsets(self) -> list[int]:
@@ -94,7 +101,7 @@ class Tensor(OfLayout):
         coord = _coord(coord)
         if _keeps(coord):
             layout, at = self.layout.slice(coord)
-            return Tensor(layout, self.data, self.offset + at)
+            return Tensor(layout, self.data, self.offset + at, self.memory)
         at = self.offset + self.layout(coord)
         return at if self.data is None else self.data[at]
 
@@ -105,8 +112,8 @@ class Tensor(OfLayout):
         """The same elements, their layout divided (or composed, or partitioned) by a function of layouts."""
         if isinstance(self.layout, Swizzled):
             layout = Swizzled(self.layout.swizzle, divide(self.layout.layout, tiler), self.layout.offset)
-            return Tensor(layout, self.data)
-        return Tensor(divide(self.layout, tiler), self.data, self.offset)
+            return Tensor(layout, self.data, memory=self.memory)
+        return Tensor(divide(self.layout, tiler), self.data, self.offset, self.memory)
 
     def _need_data(self, op: str) -> Any:
         if self.data is None:
@@ -123,7 +130,7 @@ class Tensor(OfLayout):
         data, offsets = self._need_data("fill"), self.offsets
         written_once("fill", "tensor", self)
         if hasattr(data, "index_put_"):
-            data[offsets] = values
+            data[offsets] = data.new_tensor(values) if isinstance(values, list) else values
         else:
             for o, value in zip(offsets, values):
                 data[o] = value
@@ -133,7 +140,9 @@ class Tensor(OfLayout):
             stride = unflatten(iter([self.data.basis(d) for _, d in self.layout.leaves]), self.layout.shape)
             start = text_of(self.data[self.offset])
             return f"Tensor({text_of(self.layout.shape)}:{text_of(stride)} from {start})"
-        return f"Tensor({self.layout}{f' from {self.offset}' if self.offset else ''}{', no data' if self.data is None else ''})"
+        where = f" from {self.offset}" if self.offset else ""
+        memory = f" in {self.memory}" if self.memory else ""
+        return f"Tensor({self.layout}{where}{memory}{', no data' if self.data is None else ''})"
 
 
 DIGIT = 32  # bits of a coordinate's entry in an offset of an identity tensor
@@ -249,7 +258,7 @@ def gemm(a: Tensor, b: Tensor, c: Tensor) -> None:
     for name, x in (("a", a), ("b", b), ("c", c)):
         if x.rank != 2:
             raise ValueError(f"gemm: {name} = {x.layout} has {x.rank} modes; expected 2")
-    (m, k), (n, k_b), (m_c, n_c) = ([mode.size for mode in _plain(x).modes] for x in (a, b, c))
+    (m, k), (n, k_b), (m_c, n_c) = ([mode.size for mode in plain(x).modes] for x in (a, b, c))
     if (k, m, n) != (k_b, m_c, n_c):
         raise ValueError(f"gemm: a is ({m},{k}), b is ({n},{k_b}), c is ({m_c},{n_c}); expected (M,K), (N,K), (M,N)")
     written_once("gemm", "c", c)
@@ -262,5 +271,6 @@ def gemm(a: Tensor, b: Tensor, c: Tensor) -> None:
     c.fill([z[i + j * m] + sum(map(lambda u, v: u * v, rows[i], y[j::n])) for j in range(n) for i in range(m)])
 
 
-def _plain(x: Tensor) -> Layout:
+def plain(x: Tensor) -> Layout:
+    """Its layout without the swizzle."""
     return x.layout.layout if isinstance(x.layout, Swizzled) else x.layout

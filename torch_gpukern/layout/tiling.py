@@ -13,7 +13,7 @@ from .algebra import Tiler, compose, expect_layout, per_mode, right_inverse, til
 from .core import Coord, IntTuple, Layout, Refusal, as_layout, index_to_coord, join, product
 from .divide import raked_product, zipped_divide
 from .swizzle import Swizzled, parse
-from .tensor import Tensor, as_tensor
+from .tensor import Tensor, as_tensor, plain
 
 
 def make_layout_tv(thr: Layout | str, val: Layout | str) -> tuple[Layout, tuple[int, ...]]:
@@ -61,7 +61,7 @@ def local_tile(
         tiler, coord = (_kept("local_tile", what, step, x) for what, x in (("tiler", tiler), ("coord", coord)))
     tensor = as_tensor(tensor)
     divided = tensor.divided(zipped_divide, tiler)
-    return divided[None, _tile_coord(divided.layout[1], coord)]
+    return divided[None, _tile_coord(plain(divided)[1], coord)]
 
 
 def local_partition(

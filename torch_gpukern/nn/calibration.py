@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..terminal import progress
+from .quantized import rows_of
 
 __all__ = ["Observed", "calibrate"]
 
@@ -46,18 +47,20 @@ def calibrate(
     sums: dict[str, list[Any]] = {}
 
     def watch(name: str):
-        def hook(module: torch.nn.Module, args: tuple) -> None:
-            x = args[0].detach().reshape(-1, args[0].shape[-1]).float()
+        def hook(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+            given = args[0] if args else kwargs["input"]
+            x = rows_of(given.detach()).float()
             if not len(x):
                 return
             found = sums.setdefault(name, [x.new_zeros(()), x.new_zeros(x.shape[1]), 0])
-            found[0] = torch.maximum(found[0], x.abs().amax())
+            if x.numel():
+                found[0] = torch.maximum(found[0], x.abs().amax())
             found[1] += x.square().sum(0)
             found[2] += len(x)
 
         return hook
 
-    hooks = [m.register_forward_pre_hook(watch(name)) for name, m in modules.items()]
+    hooks = [m.register_forward_pre_hook(watch(name), with_kwargs=True) for name, m in modules.items()]
     modes = {m: m.training for m in model.modules()}
     count = 0
     try:

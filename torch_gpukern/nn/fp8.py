@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .._library import transforms_active
 from ..ops import quantize, scaled_gemm
 from ..ops.gemm import Activation
 from ..ops.wrong_types import refuse_non_tensors
 from ..reference import ACTIVATIONS
+from .quantized import rows_of
 
 __all__ = ["Fp8Linear"]
 
@@ -24,32 +26,54 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 Scaling = Literal["current", "delayed"]
 
 
+def _product(x: Tensor, w: Tensor, bias: Tensor | None, scale_x, scale_w, grad_history: Tensor | None):
+    """And what backward keeps of it."""
+    a, scale_a = quantize(x, E4M3, "tensor", scale=scale_x)
+    b, scale_b = quantize(w, E4M3, "tensor", scale=scale_w)
+    bias = None if bias is None else bias.to(x.dtype)
+    return scaled_gemm(a, b.mT, scale_a, scale_b, bias=bias, out_dtype=x.dtype), a, scale_a, b, scale_b
+
+
+def _keep(ctx: Any, inputs: tuple, results: tuple) -> None:
+    x, w, bias, _, _, history = inputs
+    ctx.mark_non_differentiable(*results[1:])
+    ctx.save_for_backward(*results[1:])
+    ctx.history = history  # every backward writes it, which a saved tensor forbids
+    ctx.dtypes = x.dtype, w.dtype, None if bias is None else bias.dtype
+
+
+def _gradients(ctx: Any, grad: Tensor, *_: Any):
+    a, scale_a, b, scale_b = ctx.saved_tensors
+    history = ctx.history
+    of_x, of_w, of_bias = ctx.dtypes
+    g, scale_g = quantize(grad, E5M2, "tensor", scale=None if history is None else delayed_scale(grad, history, E5M2))
+    need_x, need_w, need_bias = ctx.needs_input_grad[:3]
+    dx = scaled_gemm(g, b, scale_g, scale_b, out_dtype=of_x) if need_x else None
+    dw = scaled_gemm(g.mT, a, scale_g, scale_a, out_dtype=of_w) if need_w else None
+    dbias = grad.sum(0, dtype=torch.float32).to(of_bias) if need_bias else None
+    return dx, dw, dbias, None, None, None
+
+
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, scale_x, scale_w, grad_history: Tensor | None):
-        a, scale_a = quantize(x, E4M3, "tensor", scale=scale_x)
-        b, scale_b = quantize(w, E4M3, "tensor", scale=scale_w)
-        ctx.save_for_backward(a, scale_a, b, scale_b)
-        ctx.history = grad_history  # every backward writes it, which a saved tensor forbids
+    def forward(ctx: Any, *inputs: Any):
+        out, *kept = _product(*inputs)
+        x, w, bias, _, _, history = inputs
+        ctx.save_for_backward(*kept)
+        ctx.history = history  # every backward writes it, which a saved tensor forbids
         ctx.dtypes = x.dtype, w.dtype, None if bias is None else bias.dtype
-        return scaled_gemm(
-            a, b.mT, scale_a, scale_b, bias=None if bias is None else bias.to(x.dtype), out_dtype=x.dtype
-        )
+        return out
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor):
-        a, scale_a, b, scale_b = ctx.saved_tensors
-        history = ctx.history
-        of_x, of_w, of_bias = ctx.dtypes
-        g, scale_g = quantize(
-            grad, E5M2, "tensor", scale=None if history is None else delayed_scale(grad, history, E5M2)
-        )
-        need_x, need_w, need_bias = ctx.needs_input_grad[:3]
-        dx = scaled_gemm(g, b, scale_g, scale_b, out_dtype=of_x) if need_x else None
-        dw = scaled_gemm(g.mT, a, scale_g, scale_a, out_dtype=of_w) if need_w else None
-        dbias = grad.sum(0, dtype=torch.float32).to(of_bias) if need_bias else None
-        return dx, dw, dbias, None, None, None
+    backward = staticmethod(once_differentiable(_gradients))
+
+
+class _Transformable(torch.autograd.Function):
+    """That in the form that torch.func asks for: what backward keeps is returned."""
+
+    generate_vmap_rule = True
+    forward = staticmethod(_product)
+    setup_context = staticmethod(_keep)
+    backward = staticmethod(_gradients)
 
 
 def delayed_scale(x: Tensor, history: Tensor, dtype: torch.dtype) -> Tensor:
@@ -58,7 +82,8 @@ def delayed_scale(x: Tensor, history: Tensor, dtype: torch.dtype) -> Tensor:
     device.
     """
     most = 448.0 if dtype is E4M3 else 57344.0
-    seen, before = x.detach().abs().amax().float(), history.amax()
+    x, before = x.detach(), history.amax()
+    seen = x.abs().amax().float() if x.numel() else torch.zeros_like(before)
     now = torch.where(seen.isfinite(), seen, before)
     used = torch.where(before > 0, before, now)
     history.copy_(torch.cat([now[None], history[:-1]]))
@@ -114,14 +139,19 @@ class Fp8Linear(torch.nn.Linear):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"Fp8Linear: x must be float32, bfloat16 or float16, got {str(x.dtype)[6:]}")
-        rows = x.reshape(-1, self.in_features)
+        if x.shape[-1] != self.in_features:
+            raise ValueError(
+                f"Fp8Linear: x has {x.shape[-1]} columns, the weight has {self.in_features}; they must match"
+            )
+        rows = rows_of(x)
         scale_x = scale_w = history = None
         if self.scaling == "delayed" and self.training:
             scale_x = delayed_scale(rows, self.history_x, E4M3)
             scale_w = delayed_scale(self.weight, self.history_weight, E4M3)
             history = self.history_grad
         with torch.autocast(x.device.type, enabled=False):
-            out = _Product.apply(rows, self.weight, self.bias, scale_x, scale_w, history)
+            given = rows, self.weight, self.bias, scale_x, scale_w, history
+            out = _Transformable.apply(*given)[0] if transforms_active() else _Product.apply(*given)
         return ACTIVATIONS[self.activation](out).reshape(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:

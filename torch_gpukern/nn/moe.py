@@ -34,11 +34,11 @@ def grouped_experts(
     """``sum_j weight_of[t, j] * (gate(x[t] @ up[e] + up_bias[e]) @ down[e] + down_bias[e])`` with ``e = expert_of[t, j]``.
 
     Tokens are sorted by expert, multiplied in two calls of `grouped_gemm`, and summed in float32 in the order of j: the same bits
-    at each call. An expert at or past the last (transformers' mark of another rank's) adds nothing.
+    at each call. A number below 0, or at or past the last expert (marks of a dropped token, and of another rank's expert), adds nothing.
 
     Args:
         x: [T, H] float32, bfloat16 or float16.
-        expert_of: [T, J] int32 or int64, 0 or more.
+        expert_of: [T, J] int32 or int64.
         weight_of: [T, J].
         up: [E, H, I] in x's dtype, any strides (``w.mT`` of what is stored as a Linear's).
         down: [E, I', H], any strides; I' is what gate leaves of I.
@@ -65,7 +65,12 @@ def grouped_experts(
     if after is not None:
         rows = after(rows)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(tokens * each, device=x.device))
-    return weighted_sum(rows.index_select(0, place), weight_of, expert_of < up.shape[0]).to(x.dtype)
+    return weighted_sum(rows.index_select(0, place), weight_of, are_experts(expert_of, up.shape[0])).to(x.dtype)
+
+
+def are_experts(expert_of: Tensor, experts: int) -> Tensor:
+    """Which numbers are those of an expert. A negative one is sorted to the first expert's rows and left out of the sum."""
+    return (expert_of >= 0) & (expert_of < experts)
 
 
 def check_tokens(op: str, x: Tensor, expert_of: Tensor, weight_of: Tensor) -> None:

@@ -85,8 +85,7 @@ class QatLinear(torch.nn.Linear):
         codes = WAYS[self.recipe].codes
         if codes is not None:
             with torch.no_grad():
-                seen = x.reshape(-1, x.shape[-1])
-                seen = dequantize(*quantize(seen, codes, "row"), dtype=x.dtype).reshape(x.shape)
+                seen = dequantize(*quantize(x, codes, "row"), dtype=x.dtype)
             x = x + (seen - x).detach()
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return linear(x, self.fake_weight().to(x.dtype), bias, activation=self.activation)

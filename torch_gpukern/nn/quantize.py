@@ -38,8 +38,8 @@ class Quantized:
         self._changed: dict[str, tuple[torch.nn.Linear, type, torch.nn.Parameter]] = {}
 
     def restore(self) -> None:
-        """Puts every layer back. Weights are bit for bit what they were; those that have trained since (fp8-train, qat) keep the
-        values they have now. A second call does nothing.
+        """Puts every layer back. Weights are bit for bit what they were, on the device and in the dtype that the model was given
+        since; those that have trained since (fp8-train, qat) keep the values they have now. A second call does nothing.
 
         Raises:
             RuntimeError: a layer's class or forward was changed since: it stays and is named, all others are put back.
@@ -50,6 +50,8 @@ class Quantized:
                 left.append(f"{name or 'the model'} is {type(module).__name__} now")
                 continue
             trained = module._parameters.get("weight")
+            if trained is None:
+                _follow(weight, vars(module).get("weight_like"))
             _strip(module)
             module.__class__ = before
             module._parameters = {"weight": weight if trained is None else trained, **module._parameters}  # type: ignore[assignment]
@@ -93,7 +95,13 @@ class Quantized:
 
 
 _OURS = (QuantizedLinear, Fp8Linear, QatLinear)
-_ATTRIBUTES = ("scheme", "names", "recipe", "scaling")
+_ATTRIBUTES = ("scheme", "names", "recipe", "scaling", "weight_like")
+
+
+def _follow(weight: torch.nn.Parameter, like: torch.Tensor | None) -> None:
+    """The weight that was put away goes where its layer went since, and takes the dtype that the layer was given."""
+    if like is not None and not like.is_meta and (like.dtype, like.device) != (weight.dtype, weight.device):
+        weight.data = weight.data.to(like)
 
 
 def _strip(module: torch.nn.Module) -> None:
@@ -109,7 +117,10 @@ def _strip(module: torch.nn.Module) -> None:
 def _become(module: Any, recipe: str, tensors: dict) -> None:
     # The object stays: its hooks, its bias, and whoever holds it.
     k, n = module.in_features, module.out_features
-    module._parameters.pop("weight")
+    weight = module._parameters.pop("weight")
+    module.weight_like = torch.empty(
+        0, dtype=weight.dtype, device=weight.device
+    )  # casts and moves of the layer reach it
     module.__class__ = QuantizedLinear
     module._hold(recipe, k, n, tensors)
 

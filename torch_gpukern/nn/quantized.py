@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """QuantizedLinear: what an nn.Linear becomes."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .._library import NAMESPACE
+from .._library import NAMESPACE, transforms_active
 from ..ops import gemm
 from ..ops.gemm import Activation
 from ..ops.wrong_types import refuse_non_tensors
@@ -22,30 +23,47 @@ VERSION = 1  # and the version of how codes lie in it
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
+def _product(x: Tensor, bias: Tensor | None, scheme: str, n: int, names: tuple[str, ...], *tensors: Tensor) -> Tensor:
+    with torch.no_grad():
+        return SCHEMES[scheme].product(x, dict(zip(names, tensors, strict=True)), n, bias, "none")
+
+
+def _keep(ctx: Any, inputs: tuple, output: Any = None) -> None:
+    x, bias, scheme, n, names, *tensors = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.about = scheme, n, x.shape[1], x.dtype, names, None if bias is None else bias.dtype
+
+
+def _gradients(ctx: Any, grad: Tensor):
+    scheme, n, k, dtype, names, bias_dtype = ctx.about
+    dx = dbias = None
+    if ctx.needs_input_grad[0]:
+        half = half_of(grad)
+        w = SCHEMES[scheme].decode(dict(zip(names, ctx.saved_tensors, strict=True)), n, k, half)
+        dx = gemm(grad.to(half), w, out_dtype=torch.float32 if dtype is torch.float32 else None)
+    if ctx.needs_input_grad[1]:
+        dbias = grad.sum(0, dtype=torch.float32).to(bias_dtype)
+    return (dx, dbias, None, None, None, *[None] * len(names))
+
+
 class _StraightThrough(torch.autograd.Function):
     """A scheme's product; x has the gradient of a product with the decoded weight, as if nothing had been rounded."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, scheme: str, n: int, names: tuple[str, ...], *tensors: Tensor
-    ):
-        ctx.save_for_backward(*tensors)
-        ctx.about = scheme, n, x.shape[1], x.dtype, names, None if bias is None else bias.dtype
-        with torch.no_grad():
-            return SCHEMES[scheme].product(x, dict(zip(names, tensors, strict=True)), n, bias, "none")
+    def forward(ctx: Any, *inputs: Any):
+        _keep(ctx, inputs)
+        return _product(*inputs)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor):
-        scheme, n, k, dtype, names, bias_dtype = ctx.about
-        dx = dbias = None
-        if ctx.needs_input_grad[0]:
-            half = half_of(grad)
-            w = SCHEMES[scheme].decode(dict(zip(names, ctx.saved_tensors, strict=True)), n, k, half)
-            dx = gemm(grad.to(half), w, out_dtype=torch.float32 if dtype is torch.float32 else None)
-        if ctx.needs_input_grad[1]:
-            dbias = grad.sum(0, dtype=torch.float32).to(bias_dtype)
-        return (dx, dbias, None, None, None, *[None] * len(names))
+    backward = staticmethod(once_differentiable(_gradients))
+
+
+class _Transformable(torch.autograd.Function):
+    """That in the form that torch.func asks for, which takes the host longer."""
+
+    generate_vmap_rule = True
+    forward = staticmethod(_product)
+    setup_context = staticmethod(_keep)
+    backward = staticmethod(_gradients)
 
 
 class QuantizedLinear(torch.nn.Module):
@@ -112,16 +130,17 @@ class QuantizedLinear(torch.nn.Module):
             raise ValueError(
                 f"QuantizedLinear: x has {x.shape[-1]} columns, the weight has {self.in_features}; they must match"
             )
-        rows, order = x.reshape(-1, self.in_features), self._buffers.get("input_order")
+        rows, order = rows_of(x), self._buffers.get("input_order")
         if order is not None:
             rows = rows.index_select(1, order)
         bias, tensors = self.bias, self._tensors()
         if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
-            out = _StraightThrough.apply(rows, bias, self.scheme, self.out_features, self.names, *tensors.values())
+            through = _Transformable if transforms_active() else _StraightThrough
+            out = through.apply(rows, bias, self.scheme, self.out_features, self.names, *tensors.values())
             out = ACTIVATIONS[self.activation](out)
         else:
             out = SCHEMES[self.scheme].product(rows, tensors, self.out_features, bias, self.activation)
-        return out.reshape(*x.shape[:-1], self.out_features)
+        return out if x.dim() == 2 else out.reshape(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         bits = 8 * sum(t.numel() * t.element_size() for t in self._tensors().values())
@@ -133,7 +152,7 @@ class QuantizedLinear(torch.nn.Module):
 
     def _apply(self, fn: Callable, recurse: bool = True):
         """Codes and scales go where the module goes, in the dtypes that they have. One that cannot go leaves all as it was."""
-        held, moved = self._tensors(), {}
+        held, moved, like = self._tensors(), {}, vars(self).get("weight_like")
         for name, t in held.items():
             there = fn(t)
             moved[name] = there if there.dtype is t.dtype else t.to(there.device)
@@ -144,6 +163,8 @@ class QuantizedLinear(torch.nn.Module):
             self._buffers.update(held)
             raise
         self._buffers.update(moved)
+        if like is not None:
+            self.weight_like = fn(like)
         return self
 
     # ---- what a state_dict says of itself ----
@@ -170,6 +191,11 @@ class QuantizedLinear(torch.nn.Module):
 
     def set_extra_state(self, state: Tensor) -> None:
         check_state(state, self.scheme)
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """[..., K] -> [rows, K], also where K is 0."""
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def state_of(recipe: str) -> Tensor:

@@ -187,6 +187,7 @@ def _codes(dtype: torch.dtype, granularity: str, static: bool, text: str) -> Sch
 def _packed_product(format: str):
     def product(x: Tensor, t: Tensors, n: int, bias: Tensor | None, activation: Activation) -> Tensor:
         shift = t.get("weight_shift")
+        wide = x.dtype if shift is None else torch.float32
         out = weight_gemm(
             x.to(half_of(x)),
             t["weight_packed"],
@@ -195,15 +196,17 @@ def _packed_product(format: str):
             format,  # type: ignore[arg-type]
             zero=t.get("weight_zero"),
             global_scale=t.get("weight_global_scale"),
-            bias=None if bias is None else bias.to(x.dtype),
+            bias=None if bias is None else bias.to(wide),
             activation=activation if shift is None else "none",
-            out_dtype=x.dtype,
+            out_dtype=wide,
         )
         if shift is None:
             return out
-        # what is added to each weight of a group meets the sum of the group's activations
-        sums = grouped(x, ceil_div(x.shape[1], shift.shape[0])).sum(-1, dtype=torch.float32).to(x.dtype)
-        return gemm(sums, shift.to(x.dtype), c=out, activation=activation)
+        # What is added to each weight of a group meets the sum of the group's activations. Both products may be many times their
+        # sum, so that none of the three is rounded before it.
+        sums = grouped(x, ceil_div(x.shape[1], shift.shape[0])).sum(-1, dtype=torch.float32)
+        with torch.autocast(x.device.type, enabled=False):
+            return gemm(sums, shift.float(), c=out, activation=activation).to(x.dtype)
 
     return product
 
@@ -359,6 +362,8 @@ def _sparse(dtype: torch.dtype, text: str) -> Scheme:
             values, meta = sparse_pack(w.to(dtype))
             return {"weight_values": values, "weight_meta": meta}
         codes, scale = quantize(w.float(), dtype, "row")
+        # of a row with a NaN all are NaN, and may not be: its scale shows it
+        codes = torch.where(w == 0, 0, codes.view(torch.uint8)).to(torch.uint8).view(dtype)
         values, meta = sparse_pack(codes)
         return {"weight_values": values, "weight_meta": meta, "weight_scale": scale}
 

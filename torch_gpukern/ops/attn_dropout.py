@@ -50,14 +50,14 @@ def attn_dropout_mask(q: Tensor, k: Tensor, p: float, seed: Tensor) -> Tensor:
     rows = lse.numel()
     row = torch.arange(rows, device=q.device)[:, None]
     groups = torch.arange((keys + 7) // 8, device=q.device)
-    words = _philox(seed.to(q.device), (row << 29 & _WORD) | groups, (row >> 3 & _WORD).expand(rows, groups.numel()))
+    words = philox(seed.to(q.device), (row << 29 & _WORD) | groups, (row >> 3 & _WORD).expand(rows, groups.numel()))
     halves = torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)], -1)
     below = max(int((1 - p) * 65536 + 0.5), 1)
     kept = (halves < below).flatten(1)[:, :keys].unflatten(0, tuple(lse)) if rows else q.new_empty((*lse, keys)).bool()
     return kept if q.dim() == 4 else kept.transpose(0, 1)
 
 
-def _philox(seed: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, ...]:
+def philox(seed: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, ...]:
     """The four words of counters (low, high, offset), as int64."""
     k0, k1 = seed[0] & _WORD, seed[0] >> 32 & _WORD
     c = [low, high, (seed[1] & _WORD).expand_as(low), (seed[1] >> 32 & _WORD).expand_as(low)]

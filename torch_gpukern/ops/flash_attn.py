@@ -89,9 +89,10 @@ def flash_attn(
         q_scale, k_scale, v_scale: of float8_e4m3fn: what a code is worth, float32 [], [H], [B, H], or [B, H, ceil(S / 128)], one for
             each 128 tokens; None is 1. `quantize_attn` makes them.
         v_mean: float32 [Hkv, Dv] or [B, Hkv, Dv], added to each value of v: to a row of out times the probability of its keys.
-        accumulate: ``"fast"`` sums all keys as tensor cores of 8 bits do, which lose 10 % of what the values have in common at 8k
-            keys; ``"precise"`` adds sums of at most 128 keys in float32, as kernels of 16 and 32 bits, the CPU's too, do
-            always; ``"auto"``: fast with a v_mean, else precise. `explain` says which.
+        accumulate: ``"fast"`` may round weights to e4m3, 2.5 % each, and sum all keys as tensor cores of 8 bits do, which lose up
+            to 1 % of what the values have in common at 8k keys, 2 % at 30k, unless v_mean stands for it; ``"precise"`` sums
+            in float32, as kernels of 16 and 32 bits, the CPU's too, do always; ``"auto"``: fast with a v_mean, else precise.
+            `explain` says which.
         dropout_p: each probability is 0 with this probability, else divided by 1 - dropout_p: at least 0, less than 1; float8_e4m3fn
             has none. lse and a row's sum are of all of them.
         dropout_seed: int64 [2] on q's device, (seed, offset), which says what is kept: `attn_dropout_mask` shows it. By default

@@ -275,6 +275,7 @@ def _backward_by_classes(
             z *= slope
         if rules.logit_scale != 1:
             z *= rules.logit_scale
+        z.masked_fill_(~kept[:, None], 0)  # an ignored row may hold anything
         if dbias.numel():
             dbias[s] = z.sum(0)
         dz = z.to(x.dtype)

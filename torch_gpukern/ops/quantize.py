@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from .._library import NAMESPACE
 from . import autocast
 from .define import define_op
 
@@ -33,8 +34,9 @@ def quantize(
         dtype: ``torch.float8_e4m3fn``, ``torch.float8_e5m2`` or ``torch.int8``.
         granularity: what shares a scale: ``"tensor"``, ``"row"``, ``"1x128"`` (128 columns of a row), ``"128x128"`` or ``"1x32"``
             (OCP MX 1.0: powers of two, rounded up, so that nothing saturates). Blocks at the ends are shorter.
-        scale_ub: float32 [] or [1], or a number: amax is at most that; what is larger saturates.
-        scale: the scales to use, in place of those of amax (static quantisation): of the shape and dtype that are returned.
+        scale_ub: float32 [] or [1], or a number, above 0: amax is at most that; what is larger saturates.
+        scale: the scales to use, in place of those of amax (static quantisation): of the shape and dtype that are returned, above 0.
+            NaN is taken and shown.
 
     Returns:
         (codes, scale), contiguous. codes [..., M, K]; scale float32, "tensor" [], "row" [..., M, 1], "1x128"
@@ -43,11 +45,12 @@ def quantize(
     No gradient: NotImplementedError.
 
     Raises:
-        ValueError: a dtype, granularity or shape that the op does not take.
+        ValueError: a dtype, granularity or shape that the op does not take; on the CPU a scale or scale_ub of 0 or less (on CUDA
+            codes saturate by 0, and have the other sign by a scale below).
 
     Micikevicius et al., "FP8 Formats for Deep Learning" (2022), arXiv:2209.05433; OCP Microscaling Formats 1.0 (2023).
     """
-    codes, made = _quantize.call(x, dtype, granularity, _bound(scale_ub, x), scale)
+    codes, made = _quantize.call(x, dtype, granularity, _bound("quantize", scale_ub, x), scale)
     return codes, made if scale is None else scale
 
 
@@ -78,7 +81,8 @@ def silu_mul_quantize(
 
     Shazeer, "GLU Variants Improve Transformer" (2020), arXiv:2002.05202.
     """
-    return _silu_mul_quantize.call(gate, up, dtype, granularity, _bound(scale_ub, gate))
+    bound = _bound("silu_mul_quantize", scale_ub, gate)
+    return _silu_mul_quantize.call(gate, up, dtype, granularity, bound)
 
 
 def rms_norm_quantize(
@@ -114,7 +118,8 @@ def rms_norm_quantize(
 
     Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), arXiv:1910.07467.
     """
-    codes, scale, h = _rms_norm_quantize.call(x, weight, residual, eps, dtype, granularity, _bound(scale_ub, x))
+    bound = _bound("rms_norm_quantize", scale_ub, x)
+    codes, scale, h = _rms_norm_quantize.call(x, weight, residual, eps, dtype, granularity, bound)
     return codes, scale, x if residual is None else h
 
 
@@ -140,9 +145,11 @@ def dequantize(codes: Tensor, scale: Tensor, *, dtype: torch.dtype = torch.float
     return _dequantize.call(codes, scale, dtype)
 
 
-def _bound(scale_ub: Tensor | float | None, x: Tensor) -> Tensor | None:
+def _bound(op: str, scale_ub: Tensor | float | None, x: Tensor) -> Tensor | None:
     if scale_ub is None or isinstance(scale_ub, Tensor):
         return scale_ub
+    if not isinstance(scale_ub, (int, float)) or not scale_ub > 0:
+        raise ValueError(f"{NAMESPACE}::{op}: scale_ub must be a number above 0 or a Tensor, got {scale_ub!r}")
     return torch.full((), scale_ub, dtype=torch.float32, device=x.device)
 
 

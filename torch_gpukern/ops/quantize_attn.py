@@ -100,6 +100,12 @@ def _check(q: Tensor, k: Tensor, v: Tensor, per: str) -> None:
             refuse(f"{name} has dtype {dtypes[0]}, q has {dtypes[1]}; they must match")
     if k.shape[-1] != q.shape[-1]:
         refuse(f"k has head_dim {k.shape[-1]}, q has {q.shape[-1]}; they must match")
+    if k.shape[:-1] != v.shape[:-1]:
+        refuse(f"v must have the tokens and heads of k, {list(k.shape[:-1])}, got {list(v.shape[:-1])}")
+    if q.dim() == 4 and q.shape[0] != k.shape[0]:
+        refuse(f"k has batch {k.shape[0]}, q has {q.shape[0]}; they must match")
+    if k.shape[1] and q.shape[1] % k.shape[1]:
+        refuse(f"q must have a multiple of k's {k.shape[1]} heads, got {q.shape[1]}")
     if per == "block" and q.dim() == 3:
         refuse("per must be tensor or head where q is packed, got 'block'")
 

@@ -58,7 +58,7 @@ def sparse_gemm(
     Returns:
         [M, N] contiguous.
 
-    No gradient: NotImplementedError.
+    No gradient: NotImplementedError. Under autocast a float32 a and the bias are cast to a 16-bit weight's dtype.
 
     Raises:
         ValueError: a dtype or shape that the op does not take.
@@ -83,9 +83,20 @@ def _flops(a, values, **_) -> int:
     return a[0] * a[1] * values[0]
 
 
+def _cast(_, to, a, values, bias, out_dtype, **rest):
+    if a.dtype is not torch.float32 or values.dtype not in (torch.bfloat16, torch.float16):
+        return {}
+    return {"a": to(a, values.dtype), "bias": to(bias, out_dtype or values.dtype)}
+
+
 _sparse_pack = define_op(
     "sparse_pack", public=sparse_pack, symbolic=_pack_symbolic, refuse="sparse_pack: it has no backward"
 )
 _sparse_gemm = define_op(
-    "sparse_gemm", public=sparse_gemm, symbolic=_symbolic, refuse="sparse_gemm: it has no backward", flops=_flops
+    "sparse_gemm",
+    public=sparse_gemm,
+    symbolic=_symbolic,
+    refuse="sparse_gemm: it has no backward",
+    autocast=_cast,
+    flops=_flops,
 )

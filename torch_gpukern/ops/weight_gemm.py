@@ -65,6 +65,8 @@ def _check_scale(q: Tensor, scale: Tensor) -> None:
             f"{op}: scale must have shape [ceil(K / g), N], g 16, 32, 64, 128, 256 or K, with K {k} and N {q.shape[0]}, "
             f"got {list(scale.shape)}"
         )
+    if not scale.is_floating_point():
+        raise ValueError(f"{op}: scale must be of a floating dtype, got {str(scale.dtype)[6:]}")
     x = scale.float()
     if not bool(((x > 0) & x.isfinite()).all()):
         raise ValueError(f"{op}: scale must be positive and finite everywhere")
@@ -113,13 +115,13 @@ def weight_gemm(
     Args:
         a: [..., M, K] bfloat16 or float16, any strides; or float8_e4m3fn, with scale_a.
         packed: what `pack_weight` returned for [N, K], or a slice of it.
-        scale: [ceil(K / g), N], g of 16, 32, 64, 128, 256 or K: a group of k shares a scale. a's dtype or float32; "mxfp4" also
-            float8_e8m0fnu, g 32; "nvfp4" also float8_e4m3fn, g 16. Any strides.
+        scale: [ceil(K / g), N], g of 16, 32, 64, 128, 256 or K: a group of k shares a scale. a's dtype (of an e4m3 a bfloat16) or
+            float32; "mxfp4": float8_e8m0fnu or float32, g 32; "nvfp4": float8_e4m3fn or float32, g 16. Any strides.
         n: rows of the weight, columns of the result.
         format: the format of packed.
         zero: uint8 like scale, for "uint4"; None is 8.
         global_scale: float32 [] or [1], for "nvfp4".
-        scale_a: float32 [], [1] or [M, 1], for a float8_e4m3fn a.
+        scale_a: float32 [], [1] or [..., M, 1], for a float8_e4m3fn a: of its rows, as `quantize` makes them.
         bias: [N] in the result's dtype or float32.
         activation: as in `gemm`.
         out_dtype: a's dtype (the default; of a float8_e4m3fn a bfloat16 or float16) or float32.
@@ -128,12 +130,15 @@ def weight_gemm(
         [..., M, N] contiguous. A row of a that is one 1 and zeros gives a column of the decoded weight bit for bit.
 
     Gradients: of a 16-bit a, by the decoded weight, and of bias, without an activation; others raise NotImplementedError.
+    Under autocast a float32 a is cast.
 
     Raises:
         ValueError: a dtype, shape or format that the op does not take.
 
     Frantar et al., "MARLIN" (2024), arXiv:2408.11743.
     """
+    if isinstance(scale_a, Tensor) and scale_a.dim() > 2 and scale_a.shape[:-1] == a.shape[:-1]:
+        scale_a = scale_a.flatten(0, -2)  # the op counts rows over all leading dimensions
     return _weight_gemm.call(a, packed, scale, n, format, zero, global_scale, scale_a, bias, activation, out_dtype)
 
 
@@ -214,6 +219,11 @@ def _backward(needs, packed, scale, zero, global_scale, n, format, dtype, k, bia
     return made
 
 
+def _cast(dtype, to, a, **_):
+    """Of 16 bits stay what they are: scale has their dtype or float32, and bias may have float32."""
+    return {"a": to(a, dtype)} if a.dtype is torch.float32 else {}
+
+
 def _flops(a, n, **_) -> int:
     """2 M N K"""
     return 2 * math.prod(a) * n
@@ -232,5 +242,6 @@ _weight_gemm = define_op(
     save=_save,
     saved=_SAVED,
     backward=_backward,
+    autocast=_cast,
     flops=_flops,
 )

@@ -53,8 +53,9 @@ class KVCacheScales:
         if dtype not in CODES:
             raise ValueError(f"KVCacheScales: dtype is {dtype}; expected one of {', '.join(map(str, CODES))}")
         self.dtype = dtype
-        self.k_amax = torch.zeros(layers, heads_kv, device=device)
-        self.v_amax = torch.zeros(layers, heads_kv, device=device)
+        with torch.inference_mode(False):  # made there, it may observe outside of it too
+            self.k_amax = torch.zeros(layers, heads_kv, device=device, dtype=torch.float32)
+            self.v_amax = torch.zeros(layers, heads_kv, device=device, dtype=torch.float32)
 
     @torch.no_grad()
     def observe(self, k: Tensor, v: Tensor, layer: int = 0) -> None:
@@ -71,11 +72,13 @@ class KVCacheScales:
         """``{"k_scale": ..., "v_scale": ...}``, [layers, heads_kv] float32 each, for `PagedKVCache`.
 
         Args:
-            margin: factor of the largest values seen: above 1 leaves room for larger ones, which saturate.
+            margin: factor of the largest values seen, above 0: above 1 leaves room for larger ones, which saturate.
 
         Raises:
-            ValueError: a value that was observed is infinite or NaN.
+            ValueError: a value that was observed is infinite or NaN, or a margin of 0 or less.
         """
+        if not 0 < margin < float("inf"):
+            raise ValueError(f"KVCacheScales.scales: margin is {margin}; expected a finite number above 0")
         found = {}
         for name, amax in (("k_scale", self.k_amax), ("v_scale", self.v_amax)):
             if not amax.isfinite().all():

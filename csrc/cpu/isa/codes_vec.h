@@ -3,27 +3,24 @@
 #ifndef GPUKERN_CODES_VEC_H
 #define GPUKERN_CODES_VEC_H
 
-#include "vec.h"
+#include "vec_int8.h"
 
 typedef uint8_t vb __attribute__((vector_size(W)));
 typedef uint8_t vb_mem __attribute__((vector_size(W), aligned(1), may_alias));
-typedef int8_t vsb __attribute__((vector_size(W)));
 
 INLINE vi vi_select(vi mask, vi yes, vi no) { return (yes & mask) | (no & ~mask); }
 INLINE vf vf_from_vi(vi x) { return __builtin_convertvector(x, vf); }
 
-INLINE vb vb_load_first(const uint8_t *p, int64_t n) {
-    if (n >= W) return *(const vb_mem *)p;
-    uint8_t t[W] = {0};
-    if (n > 0) memcpy(t, p, (size_t)n);
-    return *(const vb_mem *)t;
-}
-
 /* n values at p[i], the other lanes 0 */
 INLINE vf vf_load_code(const void *p, gk_dtype dtype, int64_t i, int64_t n) {
-    const vb bytes = vb_load_first((const uint8_t *)p + i, n);
-    if (dtype == GK_I8) return vf_from_vi(__builtin_convertvector((vsb)bytes, vi));
-    const vi code = __builtin_convertvector(bytes, vi);
+    const uint8_t *from = (const uint8_t *)p + i;
+    uint8_t some[W] = {0};
+    if (n < W) {
+        if (n > 0) memcpy(some, from, (size_t)n);
+        from = some;
+    }
+    const vi code = vi_from_bytes(from);
+    if (dtype == GK_I8) return vf_from_vi((code << 24) >> 24);
     if (dtype == GK_U8) return vf_from_vi(code);
     const vi size = code & 0x7f, sign = (code & 0x80) << 24;
     if (dtype == GK_E4M3) {

@@ -98,8 +98,7 @@ typedef struct pair {
     int64_t keep_row0; /* row 0 of the head */
 } pair;
 
-/* A strip of scores: keys [key, key + keys) of the key tile, multiples of PAIR, and the lanes
- * [lane0, lane1). */
+/* A strip of scores: keys [key, key + keys) of the key tile, multiples of PAIR, and the lanes [lane0, lane1). */
 typedef struct strip {
     int64_t key, keys, lane0, lane1;
 } strip;
@@ -204,6 +203,7 @@ static void pair_run(const pair *t, int64_t from, int64_t to, float *dq, int64_t
             (masked ? score_both : score_modified)(t, &r);
         else
             (masked ? score_masked : score_plain)(t, &r);
+        if (PAIR == 2 && r.lane1 > t->rows) clear_lanes(w, ld_qc, k, keys, t->rows, row0 / PAIR + whole_cells(rows));
         /* 4. gradients */
         const int64_t c0 = row0 / PAIR, cells = cells_of(rows);
         tile_product(SUM_CELLS, true, keys, dim_v, cells, w->p_rows + k * ld_qc + c0, ld_qc,

@@ -93,3 +93,14 @@ static sizes sizes_of(const gk_context *ctx, const gk_flash_attn_bwd_args *a, co
     z.total_bytes = at;
     return z;
 }
+
+/* Zeros in P and dS of keys [key, key + keys) where lanes past `rows` share a cell with a row, or a tile, which ends at cell `end`: q
+ * is 0 there, so an infinite key has made them NaN. */
+static __attribute__((unused)) void clear_lanes(const scratch *w, int64_t ld, int64_t key, int64_t keys, int64_t rows,
+                                                int64_t end) {
+    const int64_t bytes = 4 / PAIR;
+    for (int64_t k = key; k < key + keys; ++k) {
+        memset((char *)(w->p_rows + k * ld) + rows * bytes, 0, (size_t)((end * PAIR - rows) * bytes));
+        memset((char *)(w->ds_rows + k * ld) + rows * bytes, 0, (size_t)((end * PAIR - rows) * bytes));
+    }
+}

@@ -5,9 +5,9 @@
  *
  * A task is MB x NB of the result over all of K. A block of k of both operands is decoded into cells (bfloat16 pairs or floats, both
  * of which hold every 8-bit code), multiplied by the register tile, and joins the sums times its scales. So no sum spans more
- * than a block. Sums of int8 within a block of INT_K stay below 2^24, exact in float32, and are int32 between blocks.
+ * than a block. int8 is multiplied as it is (int8_product.h).
  * Of an instruction set with pairs, 16-bit operands are bfloat16.
- * Workspace per worker: cells of a, of b as read and as a panel, the block's product, the sums, the scales of b. */
+ * Workspace per worker: cells of a, of b as read and as panels, the block's product, the sums, the scales of b. */
 #ifndef GPUKERN_CPU_QUANT_PRODUCT_H
 #define GPUKERN_CPU_QUANT_PRODUCT_H
 
@@ -24,10 +24,9 @@ typedef float elem;
 #endif
 
 enum {
-    MB = 128,    /* rows of a task: a decoded value of b meets so many */
-    NB = 128,    /* columns; of few tasks a half or a fourth */
-    KB = 512,    /* of k, where no scale ends sooner: operands and sums take 400 KB */
-    INT_K = 1024 /* 2^14 of it fits float32 */
+    MB = 128, /* rows of a task: a decoded value of b meets so many */
+    NB = 128, /* columns; of few tasks a half or a fourth */
+    KB = 512  /* of k, where no scale ends sooner: operands and sums take 400 KB */
 };
 
 /* Values to[o][i], o < outer, i < inner, from src[o * outer_stride + i * inner_stride]; zeros up to a whole vector of cells. */
@@ -87,12 +86,15 @@ typedef struct quant_product {
     bool b_by_k;
     gk_dtype b_dtype;
     int64_t b_k, b_n;
-    gk_scales scale_a, scale_b; /* of [m, k] and [k, n] */
-    int64_t row0;               /* of a whole operand: the row of scale_a that row 0 has */
-    int64_t block;              /* of k: with scales along it their block, else at most KB */
-    bool exact;                 /* int32 sums */
-    gk_gemm_epilogue e;         /* places of row 0, column 0 */
-    gk_dtype out_dtype;         /* 8 bits: float32 sums are divided by out_scale */
+    gk_scales scale_a, scale_b;     /* of [m, k] and [k, n] */
+    int64_t row0;                   /* of a whole operand: the row of scale_a that row 0 has */
+    int64_t block;                  /* of k: with scales along it their block, else at most KB */
+    const struct gk_int8_isa *int8; /* int8_product.h; NULL: operands are decoded */
+    void (*read_codes)(const struct quant_product *p, int8_t *to, int64_t ld, int64_t col, int64_t cols, int64_t k0,
+                       int64_t kn); /* of int8: b's columns, k side by side; NULL: b is a matrix */
+    bool exact;                     /* int32 sums over all of k */
+    gk_gemm_epilogue e;             /* places of row 0, column 0 */
+    gk_dtype out_dtype;             /* 8 bits: float32 sums are divided by out_scale */
     float out_scale;
     /* set by quant_tasks */
     int64_t mb, nb, row_tasks, col_tasks, a_ld, b_ld;
@@ -107,6 +109,15 @@ static float scale_value(const gk_scales *s, int64_t row, int64_t col) {
 static bool scaled_along_k(const quant_product *p) {
     return (p->scale_a.data && p->scale_a.col_log2 < GK_WHOLE_LOG2) ||
            (p->scale_b.data && p->scale_b.row_log2 < GK_WHOLE_LOG2);
+}
+
+/* At most so much of k that each scale along it holds for all of it. */
+static int64_t scaled_block(const quant_product *p, int64_t most) {
+    if (p->scale_a.data && p->scale_a.col_log2 < GK_WHOLE_LOG2)
+        most = gk_min_i64(most, INT64_C(1) << p->scale_a.col_log2);
+    if (p->scale_b.data && p->scale_b.row_log2 < GK_WHOLE_LOG2)
+        most = gk_min_i64(most, INT64_C(1) << p->scale_b.row_log2);
+    return most;
 }
 
 /* The worker's memory for tasks of mb x nb. */
@@ -135,11 +146,7 @@ static void quant_results(quant_product *p, gk_activation activation, const gk_t
 
 /* Sizes of the tasks; returns how many there are. */
 static int64_t quant_tasks(quant_product *p, const gk_context *ctx) {
-    p->block = p->exact ? INT_K : KB;
-    if (p->scale_a.data && p->scale_a.col_log2 < GK_WHOLE_LOG2)
-        p->block = gk_min_i64(p->block, INT64_C(1) << p->scale_a.col_log2);
-    if (p->scale_b.data && p->scale_b.row_log2 < GK_WHOLE_LOG2)
-        p->block = gk_min_i64(p->block, INT64_C(1) << p->scale_b.row_log2);
+    p->block = scaled_block(p, KB);
     p->row_tasks = gk_ceil_div(p->m, MB);
     p->mb = p->row_tasks ? gk_ceil_div(p->m, p->row_tasks) : 0;
     p->nb = NB;
@@ -170,34 +177,27 @@ static void join_scaled(const quant_product *p, float *sums, const float *part, 
     }
 }
 
-static void join(const quant_product *p, void *sums, const float *part, int64_t rows, int64_t cols, bool first) {
+static void join(const quant_product *p, float *sums, const float *part, int64_t rows, int64_t cols, bool first) {
     for (int64_t i = 0; i < rows; ++i)
         for (int64_t j = 0; j < cols; j += W) {
             const vf x = vf_load(part + i * p->nb + j);
-            if (p->exact) {
-                vu_mem *to = (vu_mem *)(void *)((int32_t *)sums + i * p->nb + j);
-                const vu_mem whole = (vu_mem) __builtin_convertvector(x, vi);
-                if (first)
-                    *to = whole;
-                else
-                    *to += whole;
-            } else {
-                float *to = (float *)sums + i * p->nb + j;
-                vf_store(to, first ? x : vf_load(to) + x);
-            }
+            float *to = sums + i * p->nb + j;
+            vf_store(to, first ? x : vf_load(to) + x);
         }
 }
 
-/* Sums over all of k become float32, times one scale of a row and one of a column. */
-static void scale_sums(const quant_product *p, void *sums, float *scales, int64_t row, int64_t rows, int64_t col,
-                       int64_t cols) {
+/* Sums over all of k become float32, times one scale of a row and one of a column. excess: of exact ones, what each row's hold too
+ * much, modulo 2^32. */
+static void scale_sums(const quant_product *p, void *sums, const uint32_t *excess, float *scales, int64_t row,
+                       int64_t rows, int64_t col, int64_t cols) {
     for (int64_t j = 0; j < cols; ++j) scales[j] = scale_value(&p->scale_b, 0, col + j);
     for (int64_t i = 0; i < rows; ++i) {
         const float sa = scale_value(&p->scale_a, p->row0 + row + i, 0);
         float *to = (float *)sums + i * p->nb;
-        const int32_t *whole = (const int32_t *)sums + i * p->nb;
+        const uint32_t *whole = (const uint32_t *)sums + i * p->nb;
         if (p->exact)
-            for (int64_t j = 0; j < cols; ++j) to[j] = (float)((double)whole[j] * ((double)sa * scales[j]));
+            for (int64_t j = 0; j < cols; ++j)
+                to[j] = (float)((double)(int32_t)(whole[j] - excess[i]) * ((double)sa * scales[j]));
         else
             for (int64_t j = 0; j < cols; ++j) to[j] *= sa * scales[j];
     }
@@ -243,17 +243,18 @@ static void quant_task(const quant_product *p, int64_t t, char *memory) {
                p->a_m, p->a_k, rows, kn);
         p->read_b(p, b, p->b_ld, col, cols, k0, kn);
         if (p->b_by_k)
-            pack_panel(panel, p->nb, b, ELEM_DTYPE, 1, p->b_ld, cols, kn);
+            pack_panels(panel, b, ELEM_DTYPE, 1, p->b_ld, cols, kn);
         else
-            pack_panel(panel, p->nb, b, ELEM_DTYPE, p->b_ld, 1, cols, kn);
-        tile_product(SUM_CELLS, true, rows, cols, cells_of(kn), (cell *)(void *)a, p->a_ld / PAIR, panel, p->nb, part,
-                     p->nb, false);
+            pack_panels(panel, b, ELEM_DTYPE, p->b_ld, 1, cols, kn);
+        for (int64_t j = 0; j < cols; j += NR)
+            tile_product(SUM_CELLS, true, rows, gk_min_i64(NR, cols - j), cells_of(kn), (cell *)(void *)a,
+                         p->a_ld / PAIR, panel + j * cells_of(kn), NR, part + j, p->nb, false);
         if (along_k)
             join_scaled(p, sums, part, scales, row, rows, col, cols, k0, k0 == 0);
         else
             join(p, sums, part, rows, cols, k0 == 0);
     }
-    if (!along_k && (p->scale_a.data || p->scale_b.data || p->exact)) scale_sums(p, sums, scales, row, rows, col, cols);
+    if (!along_k && (p->scale_a.data || p->scale_b.data)) scale_sums(p, sums, NULL, scales, row, rows, col, cols);
     store_sums(p, sums, part, row, rows, col, cols);
 }
 

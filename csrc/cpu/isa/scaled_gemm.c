@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* scaled_gemm: the product of two quantised matrices, by quant_product.h; compiled once per ISA.
+/* scaled_gemm: the product of two quantised matrices, by quant_product.h, of int8 by int8_product.h; compiled once per ISA.
  * a [M, K], b [K, N] e4m3 | e5m2 mixed, or int8; any strides, any mix of scales. `accumulate` makes no difference here: every sum is
  * float32 or int32. */
-#include "quant_product.h"
+#include "int8_product.h"
 
 typedef struct scaled_plan {
     quant_product p;
@@ -16,14 +16,18 @@ typedef struct scaled_job {
 
 static void scaled_task(void *arg, int64_t t, int64_t worker) {
     const scaled_job *jb = arg;
-    quant_task(jb->p, t, jb->workspace + (size_t)worker * jb->p->worker_bytes);
+    char *memory = jb->workspace + (size_t)worker * jb->p->worker_bytes;
+    if (jb->p->int8)
+        int8_task(jb->p, t, memory);
+    else
+        quant_task(jb->p, t, memory);
 }
 
 static int64_t step_of(const gk_tensor *t, int from_end) {
     return t->ndim < from_end || t->shape[t->ndim - from_end] == 1 ? 0 : t->stride[t->ndim - from_end];
 }
 
-static bool plan_scaled(const gk_context *ctx, const void *args, gk_plan *plan) {
+static bool plan_by(const gk_int8_isa *int8, const gk_context *ctx, const void *args, gk_plan *plan) {
     const gk_scaled_gemm_args *g = args;
     quant_product *p = &GK_OWN(scaled_plan, plan)->p;
     memset(p, 0, sizeof *p);
@@ -38,8 +42,17 @@ static bool plan_scaled(const gk_context *ctx, const void *args, gk_plan *plan) 
     quant_results(p, g->activation, &g->out, g->bias);
     p->e.beta = (float)g->beta, p->e.out_row = g->out.stride[0];
     if (g->c && g->beta != 0) p->e.c_dtype = g->c->dtype, p->e.c_row = step_of(g->c, 2), p->e.c_col = step_of(g->c, 1);
-    quant_plan(p, ctx, plan);
+    if (g->a.dtype == GK_I8) {
+        p->int8 = int8;
+        int8_plan(p, ctx, plan);
+    } else {
+        quant_plan(p, ctx, plan);
+    }
     return true;
+}
+
+static bool plan_scaled(const gk_context *ctx, const void *args, gk_plan *plan) {
+    return plan_by(&SYM(gk_int8_pairs), ctx, args, plan);
 }
 
 static void run_scaled(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
@@ -55,3 +68,9 @@ static void run_scaled(const gk_context *ctx, const void *args, const gk_plan *p
     gk_parallel(ctx, plan->tasks, scaled_task, &jb);
 }
 const gk_cpu_kernel SYM(gk_scaled_gemm) = {plan_scaled, run_scaled};
+
+/* int8 where the machine multiplies quads */
+static bool plan_vnni(const gk_context *ctx, const void *args, gk_plan *plan) {
+    return HAS_QUADS && plan_by(INT8_QUADS, ctx, args, plan);
+}
+const gk_cpu_kernel SYM(gk_scaled_gemm_vnni) = {plan_vnni, run_scaled};

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* sparse_gemm: a times a 2:4 sparse weight, by quant_product.h: a task spreads the values of its columns block by block, so that what
- * is saved is reading them. Compiled once per ISA. */
-#include "quant_product.h"
+ * is saved is reading them; of int8 by int8_product.h. Compiled once per ISA. */
+#include "int8_product.h"
 
 typedef struct sparse_plan {
     quant_product p;
@@ -41,12 +41,34 @@ static void read_sparse(const quant_product *p, elem *to, int64_t ld, int64_t co
     }
 }
 
-static void sparse_task(void *arg, int64_t t, int64_t worker) {
-    const sparse_job *jb = arg;
-    quant_task(jb->p, t, jb->workspace + (size_t)worker * jb->p->worker_bytes);
+static void read_sparse_codes(const quant_product *p, int8_t *to, int64_t ld, int64_t col, int64_t cols, int64_t k0,
+                              int64_t kn) {
+    const sparse_source *s = p->b;
+    const gk_tensor *values = &s->g->values, *meta = &s->g->meta;
+    for (int64_t j = 0; j < cols; ++j) {
+        const uint8_t *places = (const uint8_t *)meta->data + (col + j) * meta->stride[0];
+        const int8_t *two = (const int8_t *)values->data + (col + j) * values->stride[0] + k0 / 2;
+        int8_t *row = to + j * ld;
+        memset(row, 0, (size_t)kn);
+        for (int64_t q = 0; q < kn / 4; ++q) { /* k is a multiple of 4 */
+            const int64_t group = k0 / 4 + q;
+            const int four = places[group / 2] >> 4 * (group % 2) & 15;
+            row[4 * q + (four & 3)] = two[2 * q];
+            row[4 * q + (four >> 2)] = two[2 * q + 1];
+        }
+    }
 }
 
-static bool plan_sparse(const gk_context *ctx, const void *args, gk_plan *plan) {
+static void sparse_task(void *arg, int64_t t, int64_t worker) {
+    const sparse_job *jb = arg;
+    char *memory = jb->workspace + (size_t)worker * jb->p->worker_bytes;
+    if (jb->p->int8)
+        int8_task(jb->p, t, memory);
+    else
+        quant_task(jb->p, t, memory);
+}
+
+static bool plan_by(const gk_int8_isa *int8, const gk_context *ctx, const void *args, gk_plan *plan) {
     const gk_sparse_gemm_args *g = args;
     quant_product *p = &GK_OWN(sparse_plan, plan)->p;
     memset(p, 0, sizeof *p);
@@ -58,8 +80,17 @@ static bool plan_sparse(const gk_context *ctx, const void *args, gk_plan *plan) 
     p->exact = g->a.dtype == GK_I8;
     quant_results(p, g->activation, &g->out, g->bias);
     p->e.out_row = p->n;
-    quant_plan(p, ctx, plan);
+    if (p->exact) {
+        p->int8 = int8, p->read_codes = read_sparse_codes;
+        int8_plan(p, ctx, plan);
+    } else {
+        quant_plan(p, ctx, plan);
+    }
     return true;
+}
+
+static bool plan_sparse(const gk_context *ctx, const void *args, gk_plan *plan) {
+    return plan_by(&SYM(gk_int8_pairs), ctx, args, plan);
 }
 
 static void run_sparse(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
@@ -75,3 +106,9 @@ static void run_sparse(const gk_context *ctx, const void *args, const gk_plan *p
     gk_parallel(ctx, plan->tasks, sparse_task, &jb);
 }
 const gk_cpu_kernel SYM(gk_sparse_gemm) = {plan_sparse, run_sparse};
+
+/* int8 where the machine multiplies quads */
+static bool plan_vnni(const gk_context *ctx, const void *args, gk_plan *plan) {
+    return HAS_QUADS && plan_by(INT8_QUADS, ctx, args, plan);
+}
+const gk_cpu_kernel SYM(gk_sparse_gemm_vnni) = {plan_vnni, run_sparse};

@@ -15,4 +15,27 @@ struct fp8_relay {
                          least_rows = 1; /* up to 128 keys, two tiles, a launch more is half the time */
 };
 
+/* flash_attn_fp8_sm90a: a consumer warpgroup owns 64 rows of queries. Registers of its threads: S BKV / 2, O HEAD_DIM_V / 2, weights as
+ * codes BKV / 8, twice. STAGES of K and of V transposed, RAW_STAGES of V as it comes, Q_BUFFERS of Q. Figures: TFLOP/s at 7.7k full, one
+ * H100 where FlashAttention-3's 8-bit forward has 868 (d128) and 597 (d64). */
+struct Fp8Hopper128 { /* 192 KiB; 849; a tile of keys is a block of scales; 128 rows waste less */
+    static constexpr int HEAD_DIM = 128, HEAD_DIM_V = 128, WARPGROUPS = 2, BKV = 128, Q_BUFFERS = 2;
+    static constexpr int RAW_STAGES = 2, STAGES = 4, PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+};
+struct Fp8Hopper128Wide : Fp8Hopper128 { /* 186 KiB; 970: three fill each other's gaps; 128 keys have no registers */
+    static constexpr int WARPGROUPS = 3, BKV = 96, PRODUCER_REGISTERS = 32, CONSUMER_REGISTERS = 160;
+};
+struct Fp8Hopper64 : Fp8Hopper128 { /* 209 KiB; 620; rows in shared memory are as wide as at 128, products are not */
+    static constexpr int HEAD_DIM = 64, HEAD_DIM_V = 64, WARPGROUPS = 3;
+    static constexpr int PRODUCER_REGISTERS = 32, CONSUMER_REGISTERS = 160;
+};
+/* The time of a tile of Fp8Hopper128Wide in those of Fp8Hopper128. Waves of either, times this, tell which is faster: measured 0.97 at 512
+ * and 0.98 at 1024 where this says 0.98; 1.17 at 128 rows, where it says 1.31. */
+constexpr double FP8_WIDE_TILE = 1.31;
+
+/* A row's reference is so many powers of two below the largest score of its first block, whose weight is 32 then: weights down to 2^-11
+ * of it keep three bits, those below 2^-15 vanish, and later ones may be 14 times as large before codes end, at 448. With 64, 7 times,
+ * rows of normal data take blocks again: 0.94 of FlashAttention-3 at 1.5k where 32 has 1.07. */
+constexpr float FP8_WEIGHT_LOG2 = 5;
+
 #endif

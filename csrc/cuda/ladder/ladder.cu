@@ -67,13 +67,14 @@ const gk_ladder_rung rungs[] = {
     {"wmma", "tensor cores by nvcuda::wmma", "ladder/16_wmma_sm80.cu", 354, 5, 80},
     {"double_buffer", "a second stage: the next copies run under the products", "ladder/17_double_buffer_sm80.cu", 478,
      6, 80},
+    {"short", "the same in fifty lines: whoever multiplies copies", "ladder/18_short_sm90a.cu", 611, 8, 90},
 };
 const int32_t num_rungs = sizeof rungs / sizeof rungs[0];
 LadderRun *const
-    runs[] = {ladder_naive,  ladder_coalesced, ladder_shared,  ladder_registers,    ladder_vectorised, ladder_mma,
-              NULL,          ladder_wgmma,     ladder_cluster, ladder_persistent,   ladder_overlap,    ladder_raster,
+    runs[] = {ladder_naive,  ladder_coalesced, ladder_shared,  ladder_registers,     ladder_vectorised, ladder_mma,
+              NULL,          ladder_wgmma,     ladder_cluster, ladder_persistent,    ladder_overlap,    ladder_raster,
               NULL, /* a row of the library */
-              ladder_column, ladder_warp_tile, ladder_wmma,    ladder_double_buffer};
+              ladder_column, ladder_warp_tile, ladder_wmma,    ladder_double_buffer, ladder_short};
 static_assert(sizeof runs / sizeof runs[0] == num_rungs, "a launcher for each rung");
 
 /* NULL: of tensor cores */
@@ -92,6 +93,7 @@ LadderRunF32 *const runs_f32[num_rungs] = {ladder_naive,
                                            NULL,
                                            ladder_column,
                                            ladder_warp_tile,
+                                           NULL,
                                            NULL,
                                            NULL};
 

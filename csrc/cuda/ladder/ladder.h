@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* ladder.h: one product, seventeen times: each rung of docs/ladder.md computes out = a b by one idea more than the one before;
- * rungs 14 to 17 stand between others.
+/* ladder.h: one product, eighteen times: each rung of docs/ladder.md computes out = a b by one idea more than the one before;
+ * rungs 14 to 18 stand between others.
  *
  * a [m][k]  b [k][n]  out [m][n]   bfloat16 or float32, dense rows, 16-byte aligned; float32 sums, one rounding
  * m, n, k: multiples of 8, at most LADDER_MOST_SIZE. A library of its own, for tests and benchmarks: nothing of it is in
@@ -23,7 +23,7 @@ typedef struct gk_ladder_rung {
     const char *change;      /* against the rung before */
     const char *source;      /* file, from csrc/cuda/ */
     double predicted_tflops; /* at 4096 cubed on one H200, by benchmarks/ladder_model.py, before it was measured */
-    int32_t after;           /* 14 to 17: the rung that it stands behind; 0 for those that stand in order */
+    int32_t after;           /* 14 to 18: the rung that it stands behind; 0 for those that stand in order */
     int32_t arch;            /* 80: this and later ones; 90: this one alone */
 } gk_ladder_rung;
 

@@ -45,6 +45,6 @@ LadderRunF32 ladder_naive, ladder_coalesced, ladder_shared, ladder_registers, la
     ladder_warp_tile;
 LadderRun ladder_naive, ladder_coalesced, ladder_shared, ladder_registers, ladder_vectorised, ladder_mma;
 LadderRun ladder_column, ladder_warp_tile, ladder_wmma, ladder_double_buffer;
-LadderRun ladder_wgmma, ladder_cluster, ladder_persistent, ladder_overlap, ladder_raster;
+LadderRun ladder_wgmma, ladder_cluster, ladder_persistent, ladder_overlap, ladder_raster, ladder_short;
 
 #endif

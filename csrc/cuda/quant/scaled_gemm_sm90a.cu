@@ -15,8 +15,6 @@
  * DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2. Workspace: operands that are laid anew. Not here: K = 0, scales of
  * each column along k, blocks of 32, powers of two in a byte along k (product_plain). */
 #include "../gemm/order.cuh"
-#include "../host/tensormap.cuh"
-#include "../layout/wgmma.cuh"
 #include "../ptx/bar.cuh"
 #include "../ptx/cluster.cuh"
 #include "../ptx/laneid.cuh"
@@ -25,7 +23,7 @@
 #include "../tile/codes_sm90a.cuh"
 #include "../tile/tma_ring.cuh"
 #include "product.cuh"
-#include "relay.cuh"
+#include "scaled_operands.cuh"
 #include "tiles.h"
 
 namespace {
@@ -322,16 +320,8 @@ __global__ void __launch_bounds__(K::THREADS, 1) scaled_gemm_kernel(const __grid
 
 /* ---- 3. plan and run ------------------------------------------------------------------------------------------ */
 struct Plan {
-    Relay a, b;
+    ScaledOperands operands;
 };
-
-/* b as rows of n. */
-gk_tensor transposed(const gk_tensor &t) {
-    gk_tensor x = t;
-    x.shape[0] = t.shape[1], x.shape[1] = t.shape[0];
-    x.stride[0] = t.stride[1], x.stride[1] = t.stride[0];
-    return x;
-}
 
 /* other: of a kind that is not here */
 Sums sums_of(const gk_scaled_gemm_args *g, bool *other) {
@@ -356,7 +346,7 @@ bool plan_scaled(const gk_cuda_instance *row, const gk_context *, const void *ar
     const int64_t tiles = gk_ceil_div(m, 128 * row->key[1]) * gk_ceil_div(n, 128);
     Plan *x = &gk_own<Plan>(plan);
     size_t bytes = 0;
-    x->a = relay_plan(g->a, &bytes), x->b = relay_plan(transposed(g->b), &bytes);
+    x->operands = scaled_operands_plan(g, &bytes);
     plan->workspace_bytes = bytes;
     plan->tile[0] = 128 * row->key[1], plan->tile[1] = 128, plan->tile[2] = 128;
     plan->tasks = tiles;
@@ -368,11 +358,7 @@ template <class K> gk_status run_scaled(const gk_context *ctx, const void *args,
     const gk_scaled_gemm_args *g = (const gk_scaled_gemm_args *)args;
     const Plan &x = gk_own<Plan>(plan);
     Params p;
-    TensorShape a, b;
-    gk_status status = relay_run(ctx, x.a, g->a, workspace, &a);
-    if (status == GK_OK) status = relay_run(ctx, x.b, transposed(g->b), workspace, &b);
-    if (status == GK_OK) status = make_tensor_map("scaled_gemm", a, wgmma_box(1, K::BM), &p.a);
-    if (status == GK_OK) status = make_tensor_map("scaled_gemm", b, wgmma_box(1, K::BN), &p.b);
+    const gk_status status = scaled_operands_run(ctx, x.operands, g, workspace, K::BM, K::BN, &p.a, &p.b);
     if (status != GK_OK) return status;
     p.m = g->a.shape[0], p.n = g->b.shape[1], p.k = g->a.shape[1];
     p.sa = gk_scales_of(&g->scale_a, p.m, p.k, false), p.sb = gk_scales_of(&g->scale_b, p.k, p.n, true);

@@ -11,8 +11,6 @@
  * Sums meet in shared memory, transposed, where each block of the cluster finishes a share of the tokens from what all blocks left, in the
  * order of k.
  * Workspace: operands that are laid anew. Not here: K = 0, blocks of 32, int8 with scales along k, e5m2. */
-#include "../host/tensormap.cuh"
-#include "../layout/wgmma.cuh"
 #include "../ptx/bar.cuh"
 #include "../ptx/cluster.cuh"
 #include "../ptx/cluster_reads.cuh"
@@ -23,7 +21,7 @@
 #include "../tile/codes_sm90a.cuh"
 #include "../tile/tma_ring.cuh"
 #include "load_bits.cuh"
-#include "relay.cuh"
+#include "scaled_operands.cuh"
 #include "tiles.h"
 
 namespace {
@@ -310,16 +308,9 @@ enum {
 };
 
 struct Plan {
-    Relay a, b;
+    ScaledOperands operands;
     int splits;
 };
-
-gk_tensor transposed(const gk_tensor &t) {
-    gk_tensor x = t;
-    x.shape[0] = t.shape[1], x.shape[1] = t.shape[0];
-    x.stride[0] = t.stride[1], x.stride[1] = t.stride[0];
-    return x;
-}
 
 bool plan_row(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *plan) {
     const gk_scaled_gemm_args *g = (const gk_scaled_gemm_args *)args;
@@ -331,7 +322,7 @@ bool plan_row(const gk_cuda_instance *row, const gk_context *ctx, const void *ar
     if (g->a.dtype == GK_I8 && (sa.col_log2 == 7 || sb.row_log2 == 7)) return false;
     Plan *x = &gk_own<Plan>(plan);
     size_t bytes = 0;
-    x->a = relay_plan(g->a, &bytes), x->b = relay_plan(transposed(g->b), &bytes);
+    x->operands = scaled_operands_plan(g, &bytes);
     const int64_t tiles = gk_ceil_div(n, 64 * row->key[KEY_WGS]), steps = gk_ceil_div(k, 256);
     const int64_t blocks = (int64_t)gk_gpu_of(ctx->index)->num_sms * (row->key[KEY_WGS] == 1 ? 2 : 1);
     x->splits = 1;
@@ -351,11 +342,7 @@ template <class K> gk_status run_row(const gk_context *ctx, const void *args, co
     const gk_scaled_gemm_args *g = (const gk_scaled_gemm_args *)args;
     const Plan &x = gk_own<Plan>(plan);
     Params p;
-    TensorShape a, b;
-    gk_status status = relay_run(ctx, x.a, g->a, workspace, &a);
-    if (status == GK_OK) status = relay_run(ctx, x.b, transposed(g->b), workspace, &b);
-    if (status == GK_OK) status = make_tensor_map("scaled_gemm", a, wgmma_box(1, K::BN), &p.a);
-    if (status == GK_OK) status = make_tensor_map("scaled_gemm", b, wgmma_box(1, K::BW), &p.b);
+    const gk_status status = scaled_operands_run(ctx, x.operands, g, workspace, K::BN, K::BW, &p.a, &p.b);
     if (status != GK_OK) return status;
     p.m = (int)g->a.shape[0], p.n = (int)g->b.shape[1], p.k = (int)g->a.shape[1];
     p.steps = (int)gk_ceil_div(p.k, K::BK), p.splits = x.splits;

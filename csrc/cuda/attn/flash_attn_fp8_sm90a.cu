@@ -1,0 +1,158 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* flash_attn_fp8_sm90a: attention of e4m3 codes on Hopper's 8-bit tensor cores, dense and packed, `accumulate` fast.
+ * FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608) with a reference for the softmax that may be stale (docs/numerics.md):
+ *   S = Q K^T   s = scale q_scale k_scale S, -inf where the row does not see the key   P = 2^(s - m) as codes   O = O + (P share) V
+ *   out = v_scale O / (sum P + 2^(sink - m)) + v_mean sum P / (sum P + 2^(sink - m))
+ * share: of a block's v_scale in the largest one, which v_scale stands for here.
+ * q [.., Sq, D]  k [.., Sk, D]  v [.., Sk, Dv] e4m3, as TMA can describe them   out [.., Sq, Dv] bf16, f16, f32   lse [.., Sq] float32
+ * D, Dv: multiples of 8 up to HEAD_DIM, HEAD_DIM_V; TMA fills the columns after them with zeros.
+ *
+ * Sums of P V run on over all keys in the tensor cores' 14 bits: right for values without a mean, which v_mean stands for.
+ *
+ * Work split: that of flash_attn_fwd_sm90a. Of the producer warpgroup one thread loads by TMA, one warp finds the tiles and two
+ * transpose V in shared memory; each consumer warpgroup owns 64 rows of S and O.
+ *
+ * A step of a consumer: block j of the keys                        (tensor cores work in the background)
+ *   issue S_j = Q K_j^T
+ *   issue O  += P_(j-1) V_(j-1)
+ *   wait for S_j alone, release K_j
+ *   P_j = 2^(S_j - m) as codes, in registers of their own          runs under O += P_(j-1) V_(j-1)
+ *   wait for O, release V_(j-1); rows whose weights leave the codes take the block again
+ *
+ * Not handled, served by flash_attn_fp8_relay and flash_attn_fp8_sm80: `accumulate` precise, softcap, ALiBi, head_dim above 128, strides
+ * and offsets that are no multiples of 16 bytes, scales of blocks with a window to the left or kv_start, scales of q's blocks
+ * that end before a tile's rows do, small seq_q of grouped heads. */
+#include "../ptx/cluster.cuh"
+#include "../ptx/griddepcontrol.cuh"
+#include "fp8_consumer.cuh"
+#include "fwd_loop.cuh"
+
+namespace {
+
+/* ---- 1. the kernel -------------------------------------------------------------------------------------- */
+template <class Tile, bool BLOCKS>
+__global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
+    flash_attn_fp8_sm90a_kernel(const __grid_constant__ Fp8HopperParams x) {
+    typedef Smem<Tile> S;
+    extern __shared__ __align__(1024) unsigned char smem[];
+    const smem_addr smem_s = cvta_to_shared(smem);
+    const FwdTile *tiles = (const FwdTile *)(smem + S::TILES);
+    const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0); /* the compiler sees that lanes agree */
+    fp8_begin_block<Tile>(smem_s);
+    griddepcontrol_launch_dependents();
+    __syncthreads();
+    if (warpgroup == Tile::WARPGROUPS) {
+        setmaxnreg_dec<Tile::PRODUCER_REGISTERS>();
+        const int warp = threadIdx.x / 32 % 4;
+        if (warp == 1) {
+            find_tiles<Tile, false>(x.f, smem, smem_s, [&](int b) { return sequence_of(x.f.fwd.problem, b); });
+        } else if (warp >= 2) {
+            if (warp == 2 && blockIdx.x == 0 && x.f.fwd.problem.cu_q) {
+                griddepcontrol_wait();
+                check_sequences(x.f.fwd.problem);
+            }
+            fp8_transpose_tiles<Tile>(x, tiles, smem_s, warp - 2);
+        } else if (elect_one()) {
+            prefetch_tensormap(&x.f.q), prefetch_tensormap(&x.f.k), prefetch_tensormap(&x.f.v);
+            griddepcontrol_wait(); /* what the kernel before wrote is there, and nobody reads out any more */
+            fp8_load_tiles<Tile>(x.f, tiles, smem_s);
+        }
+    } else {
+        setmaxnreg_inc<Tile::CONSUMER_REGISTERS>();
+        fp8_consume<Tile, BLOCKS>(x, smem_s, tiles, warpgroup);
+    }
+}
+
+/* ---- 2. launcher and table ------------------------------------------------------------------------------ */
+bool mean_fits(const gk_attn_mean &m) {
+    return !m.data || (m.column == 1 && m.head % 4 == 0 && m.batch % 4 == 0 && (uintptr_t)m.data % 16 == 0);
+}
+
+/* Whether q has a scale for the first row of each of a tile's warpgroups, those behind the last query too. */
+bool q_scale_fits(const gk_flash_attn_fp8_args *a, int rows) {
+    const int64_t seq_q = a->fwd.cu_seqlens_q ? a->fwd.max_seqlen_q : a->fwd.q.shape[2];
+    return gk_attn_scale_of(a->q_scale).block == 0 ||
+           gk_round_up(seq_q, rows) <= gk_round_up(seq_q, GK_ATTN_SCALE_TOKENS);
+}
+
+/* key = {head_dim, head_dim_v, scales of blocks, bytes of shared memory, rows of a tile} */
+bool serves(const gk_cuda_instance *row, const gk_context *ctx, const gk_flash_attn_fp8_args *a) {
+    const gk_flash_attn_args &f = a->fwd;
+    const gk_attn_rules &rules = f.rules;
+    const int last = f.q.ndim - 1;
+    const bool blocks = gk_attn_scale_of(a->k_scale).block != 0 || gk_attn_scale_of(a->v_scale).block != 0;
+    const bool aligned = rules.window_left < 0 && !rules.kv_start; /* tiles of keys begin where blocks of scales do */
+    return !gk_attn_is_precise(a) && f.q.shape[last] <= row->key[0] && f.v.shape[last] <= row->key[1] &&
+           blocks == (row->key[2] != 0) && (!blocks || aligned) && !(rules.softcap > 0) && !rules.alibi_slopes &&
+           mean_fits(gk_attn_mean_of(a->v_mean)) && q_scale_fits(a, row->key[4]) && tensor_map_fits(attn_shape(f.q)) &&
+           tensor_map_fits(attn_shape(f.k)) && tensor_map_fits(attn_shape(f.v)) && rows_aligned(f.out) &&
+           smem_fits(ctx, row->key[3]);
+}
+
+template <class Tile> bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
+    const gk_flash_attn_fp8_args *a = (const gk_flash_attn_fp8_args *)args;
+    if (!serves(row, ctx, a)) return false;
+    Fp8HopperParams &x = gk_own<Fp8HopperParams>(to);
+    x = {fwd_hopper_params<Tile>(ctx, &a->fwd), gk_attn_scale_of(a->q_scale), gk_attn_scale_of(a->k_scale),
+         gk_attn_scale_of(a->v_scale),          gk_attn_mean_of(a->v_mean),   a->fwd.out.dtype};
+    if (x.f.stacked > 1) return false;
+    fwd_plan(ctx, x.f.fwd, Smem<Tile>::BQ, Tile::BKV, 1, x.f.schedule.units, to);
+    return true;
+}
+
+gk_status finish(const char *op, const gk_context *ctx, const Fp8HopperParams &x) {
+    if (x.out_dtype == GK_BF16) return fwd_finish<__nv_bfloat16>(op, ctx, x.f.fwd);
+    return x.out_dtype == GK_F16 ? fwd_finish<__half>(op, ctx, x.f.fwd) : fwd_finish<float>(op, ctx, x.f.fwd);
+}
+
+template <class Tile, bool BLOCKS>
+gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
+    typedef Smem<Tile> S;
+    static const char op[] = "gk_flash_attn_fp8";
+    const gk_flash_attn_args &a = ((const gk_flash_attn_fp8_args *)args)->fwd;
+    Fp8HopperParams x = gk_own<Fp8HopperParams>(plan);
+    fwd_place(&x.f.fwd, workspace);
+    gk_status status = make_tensor_map(op, attn_shape(a.q), S::Q::box(), &x.f.q);
+    if (status == GK_OK) status = make_tensor_map(op, attn_shape(a.k), S::K::box(), &x.f.k);
+    if (status == GK_OK) status = make_tensor_map(op, attn_shape(a.v), S::K::box(), &x.f.v);
+    if (status != GK_OK) return status;
+    status = launch<flash_attn_fp8_sm90a_kernel<Tile, BLOCKS>>(op, ctx, dim3((unsigned)x.f.schedule.blocks), S::THREADS,
+                                                               S::BYTES, x, true);
+    return status == GK_OK ? finish(op, ctx, x) : status;
+}
+
+#define ROW(name, TILE, BLOCKS)                                                     \
+    {"flash_attn_fp8_sm90a_" name,                                                  \
+     GK_E4M3,                                                                       \
+     plan<TILE>,                                                                    \
+     run<TILE, BLOCKS>,                                                             \
+     {TILE::HEAD_DIM, TILE::HEAD_DIM_V, BLOCKS, Smem<TILE>::BYTES, Smem<TILE>::BQ}, \
+     NULL}
+
+const gk_cuda_instance instances[] = {ROW("d64", Fp8Hopper64, false), ROW("d64_block", Fp8Hopper64, true),
+                                      ROW("d128_wide", Fp8Hopper128Wide, false), ROW("d128", Fp8Hopper128, false),
+                                      ROW("d128_block", Fp8Hopper128, true)};
+
+/* What waves of tiles of so many rows take, in tiles of 128 rows; without a mask, and about right with one. */
+double waves_of(const gk_context *ctx, const gk_flash_attn_args &f, int rows) {
+    const int64_t batch = f.cu_seqlens_q ? f.cu_seqlens_q->shape[0] - 1 : f.q.shape[0];
+    const int64_t tiles = f.cu_seqlens_q ? f.q.shape[0] / rows + batch : batch * gk_ceil_div(f.q.shape[2], rows);
+    return (double)gk_ceil_div(tiles * f.q.shape[1], gk_gpu_of(ctx->index)->num_sms) * (rows > 128 ? FP8_WIDE_TILE : 1);
+}
+
+/* By the first row that serves the call; of d128's two by that whose waves take less. */
+bool plan_best(const gk_context *ctx, const void *args, gk_plan *to) {
+    const gk_flash_attn_args &f = ((const gk_flash_attn_fp8_args *)args)->fwd;
+    const bool narrow = waves_of(ctx, f, 128) < waves_of(ctx, f, 192);
+    for (const gk_cuda_instance &row : instances) {
+        if ((row.run == run<Fp8Hopper128Wide, false> && narrow) || !row.plan(&row, ctx, args, to)) continue;
+        to->kernel = &row;
+        return true;
+    }
+    return false;
+}
+
+} // namespace
+
+extern "C" const gk_cuda_table gk_flash_attn_fp8_sm90a_table = {instances, sizeof instances / sizeof instances[0], 90,
+                                                                plan_best};
