@@ -293,13 +293,7 @@ int64_t limit_sms(LimitArgs &x) {
     return before;
 }
 
-} // namespace
-
-// The macro pastes its argument, so the namespace has to be expanded one level above it.
-#define LIBRARY(ns, m) STABLE_TORCH_LIBRARY(ns, m)
-LIBRARY(GPUKERN_NAMESPACE, m) { define(m); }
-
-STABLE_TORCH_LIBRARY_IMPL(GPUKERN_NAMESPACE, CompositeExplicitAutograd, m) {
+void implement(gk::Library &m) {
     m.impl("version", gk::boxed<version>);
     m.impl("cpu_isa", gk::boxed<cpu_isa>);
     m.impl("cpu_isas", gk::boxed<cpu_isas>);

@@ -13,7 +13,7 @@ extern const gk_cuda_table gk_flash_attn_fwd_drop_sm80_table, gk_flash_attn_bwd_
 extern const gk_cuda_table gk_flash_attn_fwd_partial_sm90a_table, gk_flash_attn_fwd_partial_plain_table;
 extern const gk_cuda_table gk_flash_attn_bwd_partial_sm90a_table, gk_flash_attn_bwd_partial_sm80_table,
     gk_flash_attn_bwd_partial_plain_table;
-extern const gk_cuda_table gk_flash_attn_fp8_relay_table, gk_flash_attn_fp8_sm80_table;
+extern const gk_cuda_table gk_flash_attn_fp8_sm90a_table, gk_flash_attn_fp8_relay_table, gk_flash_attn_fp8_sm80_table;
 extern const gk_cuda_table gk_flash_attn_bwd_sm90a_table, gk_flash_attn_bwd_wide_sm90a_table;
 extern const gk_cuda_table gk_flash_attn_bwd_sm80_table, gk_flash_attn_bwd_simt_table, gk_flash_attn_bwd_plain_table;
 extern const gk_cuda_table gk_paged_prefill_sm90a_table, gk_paged_attn_sm90a_table, gk_paged_attn_sm80_table,
@@ -51,8 +51,8 @@ static const gk_cuda_table *const flash_attn_bwd_tables[] = {
     &gk_flash_attn_bwd_simt_table,          &gk_flash_attn_bwd_plain_table,
     &gk_flash_attn_bwd_partial_sm90a_table, &gk_flash_attn_bwd_partial_sm80_table,
     &gk_flash_attn_bwd_partial_plain_table};
-static const gk_cuda_table *const flash_attn_fp8_tables[] = {&gk_flash_attn_fp8_relay_table,
-                                                             &gk_flash_attn_fp8_sm80_table};
+static const gk_cuda_table *const flash_attn_fp8_tables[] = {
+    &gk_flash_attn_fp8_sm90a_table, &gk_flash_attn_fp8_relay_table, &gk_flash_attn_fp8_sm80_table};
 static const gk_cuda_table *const paged_attn_tables[] = {&gk_paged_prefill_sm90a_table, &gk_paged_attn_sm90a_table,
                                                          &gk_paged_attn_sm80_table, &gk_paged_attn_f32_table,
                                                          &gk_paged_attn_plain_table};

@@ -466,7 +466,9 @@ static void flash_draw(gk_dtype dtype, bool large, bool backward) {
     const int64_t *h = PICK(heads);
     gk_flash_attn_args *a = &f.args.fwd;
     gk_attn_rules *r = &a->rules;
-    gk_dtype stats = gk_stats_dtype(dtype);
+    static const gk_dtype outs[] = {GK_BF16, GK_F16, GK_F32};
+    const bool codes = gk_is_code(dtype);
+    gk_dtype stats = codes ? GK_F32 : gk_stats_dtype(dtype), out_dtype = codes ? PICK(outs) : dtype;
     /* of 16 bits, results that are not rounded */
     const gk_dtype results_of = gk_type_of(dtype)->bits == 16 && check_below(3) == 0 ? GK_F32 : dtype;
     f.packed = check_below(3) == 0, f.tokens_first = check_below(2), f.heads_q = h[0], f.heads_kv = h[1];
@@ -486,7 +488,7 @@ static void flash_draw(gk_dtype dtype, bool large, bool backward) {
     f.q = make_heads(dtype, rows_q, f.heads_q, f.seq_q, f.dim);
     f.k = make_heads(dtype, rows_k, f.heads_kv, f.seq_k, f.dim);
     f.v = make_heads(dtype, rows_k, f.heads_kv, f.seq_k, f.dim_v);
-    f.out = make_heads(backward ? dtype : results_of, rows_q, f.heads_q, f.seq_q, f.dim_v);
+    f.out = make_heads(backward || codes ? out_dtype : results_of, rows_q, f.heads_q, f.seq_q, f.dim_v);
     f.lse = check_dense(stats, f.q.t.ndim - 1, f.out.t.shape);
     f.slopes = make_slopes(stats, f.batch, f.heads_q, 0.3),
     f.sinks = make_stats(check_below(2) ? out_dtype : stats, 1, &f.heads_q, -3, 3, true);
