@@ -207,7 +207,7 @@ def check_16_bits_err_as_one_rank(ranks):
 
 # lse is float32 on both sides; each merge of a ring rounds it once more.
 BOUND = dict(out=1.02, lse=2.0, dq=1.02, dk=1.02, dv=1.02)
-CUDA_BOUND = 1.5  # partial results of a ring and shares of dk and dv are rounded to 16 bits
+CUDA_BOUND = 1.05  # kernels of a GPU cut keys into other tiles, each with roundings of its own
 
 
 def check_torchs_ring_agrees(ranks):

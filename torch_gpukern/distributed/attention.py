@@ -20,8 +20,8 @@ from torch import Tensor
 from .._library import are_deterministic, library, ops
 from ..ops import flash_attn, flash_attn_varlen
 from . import gathered, ring, transport, ulysses
-from .local import Call, made, sum_sinks
-from .ranks import Group, Ranks, agree, facts, process_group, refuse
+from .local import Call, sum_sinks
+from .ranks import Group, Ranks, agree, facts, process_group
 from .sequence import Cut, Layout, total_of, whole_cut
 
 __all__ = ["Mode", "context_parallel_attn", "context_parallel_attn_varlen", "mode_of"]
@@ -419,7 +419,7 @@ def _varlen_bwd(
         grads = ops.flash_attn_varlen_bwd(
             packed.padded(grad_out[rows]), packed.padded(q[rows]), whole_k, whole_v, packed.padded(out[rows]),
             packed.padded(lse[rows], 1e30), *packed.lengths(), grad_lse=None if grad_lse is None else packed.padded(grad_lse[rows]),
-            deterministic=are_deterministic(), grad_dtype=made(q, lse.dtype), **call.arguments(),
+            deterministic=are_deterministic(), grad_dtype=lse.dtype, **call.arguments(),
         )  # fmt: skip
         dq[rows] = grads[0][: end - start].to(q.dtype)
         for total, grad in zip(sums, grads[1:3]):

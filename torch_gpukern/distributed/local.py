@@ -62,37 +62,26 @@ class Call:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, diagonal: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(out, lse) of queries that stand at key `diagonal` and after. dtype: out's, q's or float32."""
-    out, lse = ops.flash_attn_fwd(q, k, v, diagonal=diagonal, out_dtype=made(q, dtype), **call.arguments())
-    return out.to(dtype), lse
+    return ops.flash_attn_fwd(q, k, v, diagonal=diagonal, out_dtype=dtype, **call.arguments())
 
 
-def joined(
-    held: tuple[Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, call: Call, diagonal: int
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of the keys that `held` is of and of these: on the CPU `held` itself, written by the kernel that attends."""
-    if q.is_cuda:
-        return ops.attn_merge(*held, *forward(q, k, v, call, diagonal, held[1].dtype))
-    ops.flash_attn_accumulate(q, k, v, *held, diagonal=diagonal, **call.arguments())
-    return held
-
-
-def made(q: Tensor, wide: torch.dtype) -> torch.dtype:
-    """What the kernels store: on CUDA they round to q's dtype."""
-    return q.dtype if q.is_cuda else wide
+def accumulate(q: Tensor, k: Tensor, v: Tensor, call: Call, diagonal: int, out: Tensor, lse: Tensor) -> None:
+    """Joins the attention over more keys to out and lse, which are float32 (float64)."""
+    ops.flash_attn_accumulate(q, k, v, out, lse, diagonal=diagonal, **call.arguments())
 
 
 def backward(
     grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call,
     diagonal: int, part: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """(dq, dk, dv, dsinks), the first three float32 (float64 with float64), on CUDA q's dtype.
+    """(dq, dk, dv, dsinks), the first three float32 (float64 with float64).
 
     part: k and v are some of the keys that out and lse are of. dq is then these keys' share, and there is no dsinks.
     """
     arguments = (call.without_sinks() if part else call).arguments()
     grads = ops.flash_attn_bwd(
         grad_out, q, k, v, out, lse, grad_lse, diagonal=diagonal, deterministic=are_deterministic(),
-        grad_dtype=made(q, lse.dtype), is_part=part, **arguments,
+        grad_dtype=lse.dtype, is_part=part, **arguments,
     )  # fmt: skip
     return *grads[:3], None if call.sinks is None or part else grads[3]
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from . import transport
-from .local import Call, backward, forward, joined, sum_sinks
+from .local import Call, accumulate, backward, forward, sum_sinks
 from .ranks import Ranks
 from .sequence import Cut
 
@@ -34,12 +34,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, cut: Cut, ranks: Ranks, 
                 if not first and not call.sees((start, end), (key_start, key_end)):
                     continue
                 keys = (x[:, :, key_at : key_at + key_end - key_start] for x in held)
-                before, diagonal = merged[i], start - key_start
-                merged[i] = (
-                    forward(queries, *keys, call, diagonal, wide)
-                    if before is None
-                    else joined(before, queries, *keys, call.without_sinks(), diagonal)
-                )
+                if first:
+                    merged[i] = forward(queries, *keys, call, start - key_start, wide)
+                else:
+                    accumulate(queries, *keys, call.without_sinks(), start - key_start, *merged[i])
         for work in posted:
             work.wait()
         held = met

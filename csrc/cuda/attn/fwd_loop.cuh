@@ -43,8 +43,8 @@ __device__ __forceinline__ bool follows(const FwdHopperParams &x, const FwdTile 
            least_then > 0;
 }
 
-/* Tile after tile. */
-template <class T, class Tile, bool MODIFIED>
+/* Tile after tile. PARTIAL: out is float32. */
+template <class T, class Tile, bool MODIFIED, bool PARTIAL = false>
 __device__ __forceinline__ void consume(const FwdHopperParams &x, smem_addr smem_s, const FwdTile *tiles,
                                         int warpgroup) {
     typedef Smem<Tile> S;
@@ -79,7 +79,12 @@ __device__ __forceinline__ void consume(const FwdHopperParams &x, smem_addr smem
                     next_s = smem_s + q.stage(n + 1) * S::Q::bytes;
                 }
             }
-            c.last_values(t, at, next_s, [&] { store_simple<T, Tile>(x, t, c.softmax, c.o, q_s); });
+            c.last_values(t, at, next_s, [&] {
+                if constexpr (PARTIAL)
+                    store_partial<T, Tile>(x, t, c.softmax, c.o);
+                else
+                    store_simple<T, Tile>(x, t, c.softmax, c.o, q_s);
+            });
         } else {
             clear(c.o), c.release_q(C::AHEAD ? at.q_empty : q.empty(n)), c.ready = false;
         }
@@ -87,7 +92,9 @@ __device__ __forceinline__ void consume(const FwdHopperParams &x, smem_addr smem
             c.pass(step + at.end, blocks - at.end);
             if (own == 0 && blocks > 0)
                 turn_begin<Tile>(warpgroup), turn_end<Tile>(warpgroup); /* that of the last product */
-            if (x.fwd.splits > 1)
+            if constexpr (PARTIAL)
+                store_partial<T, Tile>(x, t, c.softmax, c.o);
+            else if (x.fwd.splits > 1)
                 store_part<T, Tile>(x, t, c.softmax, c.o);
             else if (!C::AHEAD)
                 store_direct<T, Tile>(x, t, c.softmax, c.o);
@@ -131,7 +138,7 @@ template <class Tile> inline FwdHopperParams fwd_hopper_params(const gk_context 
     }
     const Rules &r = p.rules;
     x.reads = p.cu_q || r.alibi_slopes || r.kv_start || r.kv_end || r.q_start;
-    x.simple = x.fwd.splits == 1 && x.stacked == 1 && !r.sinks;
+    x.simple = x.fwd.splits == 1 && x.stacked == 1 && !r.sinks && !fwd_by_parts(a);
     if (!x.reads) x.seq = dense_sequence(p);
     return x;
 }
