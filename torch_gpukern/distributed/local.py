@@ -33,6 +33,10 @@ class Call:
             name: f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else x for name, x in self.arguments().items()
         }
 
+    def kind(self) -> tuple:
+        """The same, as a key: of tensors what a call may be refused for."""
+        return tuple((x.dtype, x.shape, x.device) if isinstance(x, Tensor) else x for x in self.arguments().values())
+
     def check(self, what: str, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Raises what the op would, before anything is sent: by a call of no token."""
         try:
@@ -53,11 +57,26 @@ class Call:
             sinks=None if self.sinks is None else self.sinks[first : first + heads],
         )
 
+    def last_seen(self, end: int, tokens: int) -> int:
+        """How many of the first keys of a sequence queries before `end` may see."""
+        right = 0 if self.is_causal else self.window_right
+        return tokens if right < 0 else min(tokens, end + right)
+
     def sees(self, queries: tuple[int, int], keys: tuple[int, int]) -> bool:
         """Whether any query of [start, end) sees any key of [start, end)."""
         (q0, q1), (k0, k1) = queries, keys
         right = 0 if self.is_causal else self.window_right
         return (right < 0 or k0 <= q1 - 1 + right) and (self.window_left < 0 or k1 - 1 >= q0 - self.window_left)
+
+
+def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a call with these q and v, not filled."""
+    batch, heads, tokens, _ = q.shape
+    if q.stride(1) < q.stride(2):
+        out = q.new_empty((batch, tokens, heads, v.shape[3])).transpose(1, 2)
+    else:
+        out = q.new_empty((batch, heads, tokens, v.shape[3]))
+    return out, q.new_empty((batch, heads, tokens), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, diagonal: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

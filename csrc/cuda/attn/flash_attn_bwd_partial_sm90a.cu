@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* flash_attn_bwd_partial_sm90a: flash_attn_bwd_sm90a whose gradients are float32, unrounded: shares of a sum that others complete, as of
  * the ranks of a ring. dK and dV go to memory from registers, dQ from dq_sum times scale. Everything else stands there.
- * Not handled, served by flash_attn_bwd_partial_sm80 and _plain: what TMA cannot take; head_dim over 128. */
+ * Not handled, served by flash_attn_bwd_partial_sm80 and _plain: float16, softcap and ALiBi, which would take as long to compile once
+ * more each; what TMA cannot take; head_dim over 128. */
 #include "bwd_keys.cuh"
 
 namespace {
@@ -17,10 +18,13 @@ struct BwdPartialConsumer : BwdConsumer<T, Tile, MODIFIED, ORDERED> {
     }
 };
 
-const gk_cuda_instance instances[] = {
-    BWD_UNMODIFIED_ROWS("flash_attn_bwd_partial_sm90a", "d64", BwdPartialConsumer, BwdHopper64),
-    BWD_ROWS("flash_attn_bwd_partial_sm90a", "d128", BwdPartialConsumer, BwdHopper128, BwdHopper128Score,
-             BwdHopper128ScoreOrdered)};
+#define ROWS(label, TILE)                                                                                          \
+    BWD_ROW("flash_attn_bwd_partial_sm90a_bf16_" label, __nv_bfloat16, GK_BF16, BwdPartialConsumer, TILE, false,   \
+            false),                                                                                                \
+        BWD_ROW("flash_attn_bwd_partial_sm90a_bf16_" label "_ordered", __nv_bfloat16, GK_BF16, BwdPartialConsumer, \
+                TILE, false, true)
+
+const gk_cuda_instance instances[] = {ROWS("d64", BwdHopper64), ROWS("d128", BwdHopper128)};
 
 } // namespace
 

@@ -3,10 +3,10 @@
  * lse hold: what context parallelism adds up. The equations and the pipeline stand there.
  *   held (out_0, lse_0):  lse = log(e^lse_0 + e^lse_1)    out = out_0 e^(lse_0 - lse) + out_1 e^(lse_1 - lse)
  * The join is the last step of a row's softmax, in the registers that hold O: out is read and written once, and there is no second launch.
- * q [.., Sq, D]  k [.., Sk, D]  v [.., Sk, Dv] bfloat16 or float16;  out [.., Sq, Dv] float32, rows at multiples of 8 bytes;  lse
+ * q [.., Sq, D]  k [.., Sk, D]  v [.., Sk, Dv] bfloat16;  out [.., Sq, Dv] float32, rows at multiples of 8 bytes;  lse
  * [.., Sq] float32.
- * Not handled, served by parts in the workspace and their merge (fwd_work.cuh): softcap and ALiBi, head_dim over 128, and tiles whose
- * keys are split. */
+ * Not handled, served by parts in the workspace and their merge (fwd_work.cuh): float16, softcap and ALiBi, head_dim over 128, and tiles
+ * whose keys are split. */
 #include "fwd_kernel.cuh"
 
 namespace {
@@ -34,9 +34,7 @@ bool plan_partial(const gk_cuda_instance *row, const gk_context *ctx, const void
 
 const gk_cuda_instance instances[] = {
     ROW("flash_attn_fwd_partial_sm90a_bf16_d64", __nv_bfloat16, GK_BF16, FwdHopper64),
-    ROW("flash_attn_fwd_partial_sm90a_f16_d64", __half, GK_F16, FwdHopper64),
     ROW("flash_attn_fwd_partial_sm90a_bf16_d128", __nv_bfloat16, GK_BF16, FwdHopper128),
-    ROW("flash_attn_fwd_partial_sm90a_f16_d128", __half, GK_F16, FwdHopper128),
 };
 
 } // namespace

@@ -111,7 +111,9 @@ inline FwdParams fwd_params(const gk_context *ctx, const gk_flash_attn_args *a, 
 }
 
 /* Whether the result comes from parts, however few: it is wider than q, as only parts are, or joins what out holds. */
-inline bool fwd_by_parts(const gk_flash_attn_args *a) { return gk_accumulates(a) || a->out.dtype != a->q.dtype; }
+inline bool fwd_by_parts(const gk_flash_attn_args *a) {
+    return gk_accumulates(a) || (a->out.dtype != a->q.dtype && !gk_is_code(a->q.dtype));
+}
 
 /* Whether a result that comes from one part is that part: then out is where the kernel stores it. */
 inline bool fwd_is_part(const gk_flash_attn_args *a, const FwdParams &p) {
