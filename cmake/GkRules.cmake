@@ -40,7 +40,7 @@ function(gk_c_options target)
     list(APPEND c_options -Werror)
   endif()
   if(GPUKERN_SANITIZE)
-    list(APPEND c_options -DGK_SANITIZED -fsanitize=${GPUKERN_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer -g)
+    list(APPEND c_options -DGK_SANITIZED -fsanitize=${GPUKERN_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer -g1)
     if(CMAKE_C_COMPILER_ID MATCHES "Clang") # an unrolled loop repeats its checks: three times the compiler's time
       list(APPEND c_options -Wno-pass-failed "SHELL:-mllvm -pragma-unroll-threshold=1")
     endif()
