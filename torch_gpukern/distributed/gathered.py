@@ -15,7 +15,6 @@ from .local import Call, backward, empty_results, forward, sum_sinks
 from .ranks import Ranks
 from .sequence import Cut
 
-
 # Below this many bytes of K and V of all ranks a run waits for all keys: how short attention splits its keys follows from their number,
 # and bits from that.
 _STAGED_BYTES = 8 << 20
