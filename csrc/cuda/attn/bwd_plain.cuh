@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* bwd_plain.cuh: the kernels of flash_attn_bwd_plain and flash_attn_bwd_partial_plain: the gradients of attention for every dtype, alignment and modifier (bwd.cuh has the equations;
+/* bwd_plain.cuh: the kernels of flash_attn_bwd_plain and flash_attn_bwd_partial_plain: the gradients of attention for every dtype,
+ * alignment and modifier (bwd.cuh has the equations;
  * Dao 2023, arXiv:2307.08691, Algorithm 2, run twice: by rows for dq, by keys for dk and dv).
  * Reads q, grad_out [B, Hq, Sq, D | Dv], k, v [B, Hkv, Sk, D | Dv], or packed, any leading strides; stats of the
  * pre-pass.
