@@ -9,7 +9,9 @@ are counted. Rows that fill the device have a bar.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -22,74 +24,95 @@ SIZES = {"cpu": [(1024, 4096)], "cuda": [(8192, 4096), (16384, 7168), (64, 4096)
 E4M3 = torch.float8_e4m3fn
 
 
-def case(
-    group: str,
-    m: int,
-    k: int,
-    inputs: int,
-    ours: Callable,
-    eager: Callable,
-    each: float,
-    bar: bool,
-    device: torch.device,
-) -> Case:
-    """inputs: tensors [m, k] that are read; each: bytes a value of the result, read and written."""
+@dataclass
+class Form:
+    """What is timed: calls of `inputs` tensors [m, k]. each: bytes a value, read and written."""
 
-    def make():
-        drawn = [torch.randn(m, k, device=device).bfloat16() for _ in range(inputs)]
-        return *drawn, torch.empty(int(each * m * k) // 4, dtype=torch.bfloat16, device=device)
+    group: str
+    inputs: int
+    each: float
+    ours: Callable
+    eager: Callable
+    reference: Callable
+    compare: Callable = lambda out: reference.dequantize(*out[:2])
 
-    return Case(
-        group=group,
-        label=f"{m}x{k}",
-        dtype="bf16",
-        make=make,
-        ours=lambda *x: ours(*x[:-1]),
-        peers={"eager": lambda *x: eager(*x[:-1])},
-        reference=None,  # codes and scales are held to those of eager, bit for bit, by tests
-        limits={"copy": lambda *x: x[-1].clone()},
-        bar=Bar(share=0.85) if bar else Bar(),
-        flops=2.0 * m * k,
-        bytes=each * m * k,
-        rotate=True,
-        unit="GB/s",
+
+def forms(m: int, k: int, device: torch.device) -> Iterator[Form]:
+    weight = torch.ones(k, device=device, dtype=torch.bfloat16)
+    scale = torch.rand(m, -(-k // 128), device=device)
+
+    def plain(granularity, wide=False):
+        def call(x):
+            return reference.quantize(x.double() if wide else x, E4M3, granularity)
+
+        return call
+
+    def decoded(call):
+        return lambda *x: reference.dequantize(*call(*x)[:2])
+
+    for g in ("row", "1x128", "128x128", "tensor", "1x32"):
+        yield Form(
+            g, 1, 3.0, partial(torch_gpukern.quantize, dtype=E4M3, granularity=g), plain(g), decoded(plain(g, True))
+        )
+    for g in ("row", "1x128"):
+        more = {"dtype": E4M3, "granularity": g}
+        yield Form(
+            f"silu_mul {g}",
+            2,
+            5.0,
+            partial(torch_gpukern.silu_mul_quantize, **more),
+            lambda x, y, g=g: plain(g)(F.silu(x.float()) * y.float()),
+            decoded(partial(reference.silu_mul_quantize, **more)),
+        )
+    yield Form(
+        "rms_norm row",
+        2,
+        7.0,
+        lambda x, y: torch_gpukern.rms_norm_quantize(x, weight, y),
+        lambda x, y: plain("row")(F.rms_norm((x + y).float(), (k,), weight.float(), 1e-6)),
+        decoded(lambda x, y: reference.rms_norm_quantize(x, weight, y)),
+    )
+
+    def decode(module, dtype):
+        def call(x):
+            return module.dequantize(x.view(-1)[: m * k // 2].view(E4M3).view(m, k), scale, dtype=dtype)
+
+        return call
+
+    yield Form(
+        "dequantize 1x128",
+        1,
+        3.0,
+        decode(torch_gpukern, torch.bfloat16),
+        decode(reference, torch.bfloat16),
+        lambda x: decode(reference, torch.float64)(x).nan_to_num(),
+        lambda out: out.nan_to_num(),  # codes are the bytes of random numbers
     )
 
 
-def cases(m: int, k: int, device: torch.device):
-    """group, inputs, bytes a value, ours, eager."""
+def case(form: Form, m: int, k: int, device: torch.device) -> Case:
+    def make():
+        drawn = [torch.randn(m, k, device=device).bfloat16() for _ in range(form.inputs)]
+        return *drawn, torch.empty(int(form.each * m * k) // 4, dtype=torch.bfloat16, device=device)
 
-    weight = torch.ones(k, device=device, dtype=torch.bfloat16)
-
-    def plain(module, granularity):
-        return lambda x: module.quantize(x, E4M3, granularity)[0].view(torch.uint8)
-
-    def silu(granularity):
-        return lambda x, y: torch_gpukern.silu_mul_quantize(x, y, E4M3, granularity)[0].view(torch.uint8)
-
-    def eager_silu(granularity):
-        return lambda x, y: plain(reference, granularity)(F.silu(x.float()) * y.float())
-
-    def norm(x, y):
-        return torch_gpukern.rms_norm_quantize(x, weight, y, 1e-6, E4M3, "row")[0].view(torch.uint8)
-
-    def eager_norm(x, y):
-        return plain(reference, "row")(F.rms_norm((x + y).float(), (k,), weight.float(), 1e-6))
-
-    def decode(module):
-        def call(x):
-            codes = x.view(-1)[: m * k // 2].view(E4M3).view(m, k)  # whatever the bytes are
-            return module.dequantize(codes, scale, dtype=torch.bfloat16)
-
-        scale = torch.rand(m, -(-k // 128), device=device)
-        return call
-
-    for granularity in ("row", "1x128", "128x128", "tensor", "1x32"):
-        yield granularity, 1, 3.0, plain(torch_gpukern, granularity), plain(reference, granularity)
-    for granularity in ("row", "1x128"):
-        yield f"silu_mul {granularity}", 2, 5.0, silu(granularity), eager_silu(granularity)
-    yield "rms_norm row", 2, 7.0, norm, eager_norm
-    yield "dequantize 1x128", 1, 3.0, decode(torch_gpukern), decode(reference)
+    fills = device.type == "cuda" and m > 64
+    return Case(
+        group=form.group,
+        label=f"{m}x{k}",
+        dtype="bf16",
+        make=make,
+        # codes and scales are timed; what they are worth is judged decoded
+        ours=lambda *x: form.ours(*x[:-1]),
+        peers={"eager": lambda *x: form.eager(*x[:-1])},
+        reference=lambda *x: form.reference(*x[:-1]),
+        compare=form.compare,
+        limits={"copy of as many bytes": lambda *x: x[-1].clone()},
+        bar=Bar(share=0.85) if fills and form.group != "tensor" else Bar(),
+        flops=2.0 * m * k,
+        bytes=form.each * m * k,
+        rotate=True,
+        unit="GB/s",
+    )
 
 
 def main() -> None:
@@ -97,10 +120,9 @@ def main() -> None:
     device = open_device(args.device)
     run = Run("quantize", args, device)
     sizes = SIZES[device.kind]
-    for of_sizes in zip(*(list(cases(m, k, device.device)) for m, k in sizes), strict=True):
-        for (m, k), (group, inputs, each, ours, eager) in zip(sizes, of_sizes, strict=True):
-            bar = device.kind == "cuda" and m > 64 and group != "tensor"
-            run.add(case(group, m, k, inputs, ours, eager, each, bar, device.device))
+    for of_sizes in zip(*(forms(m, k, device.device) for m, k in sizes), strict=True):
+        for (m, k), form in zip(sizes, of_sizes, strict=True):
+            run.add(case(form, m, k, device.device))
     run.finish({})
 
 
