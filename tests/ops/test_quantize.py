@@ -84,8 +84,9 @@ def test_an_upper_bound_and_given_scales(device):
 
 @pytest.mark.parametrize("exponent", [-148, -126, -100, -61, -59, 59, 61, 100, 127])
 def test_scales_near_the_ends_of_float32(exponent, device):
-    """x / scale is rounded once, though 1 / scale may be no normal number."""
+    """x / scale is rounded once, though 1 / scale may be no normal number; a zero keeps its sign."""
     x = (drawn((40, 264), torch.float32, device).double() * 2.0 ** min(exponent, 118)).float()
+    x[0, :2] = torch.tensor([-0.0, 0.0])
     scale = torch.full((40, 1), math.ldexp(1.5 if exponent > -148 else 1.0, exponent), device=device)
     for dtype in DTYPES:
         codes, _ = torch_gpukern.quantize(x, dtype, "row", scale=scale)

@@ -238,7 +238,8 @@ struct Quotient {
             for (int i = 0; i < VEC; ++i) q[i] *= shift;
 #pragma unroll
         for (int i = 0; i < VEC; ++i) {
-            const float x = q[i], near = x * inverse, better = __fmaf_rn(__fmaf_rn(-near, scale, x), inverse, near);
+            const float x = q[i], near = x * inverse, over = __fmaf_rn(near, scale, -x);
+            const float better = __fmaf_rn(-over, inverse, near); /* by x - near * scale, -0 would become 0 */
             q[i] = fabsf(near) <= 3e38f ? better : near; /* infinities and NaN */
         }
     }
