@@ -93,23 +93,6 @@ def test_few_kernels_are_asked(dtype):
         assert times <= asked(call) <= (3 if name.startswith("gemm ") else 1), (name, asked(call))
 
 
-@pytest.mark.skipif(not torch.ops.gpukern.cuda_kernels.default(), reason="a build without CUDA kernels")
-def test_how_many_tables_are_asked_on_hopper():
-    """Products that Hopper's planner serves ask its table alone, which plans for the three behind it. What falls through asks those, and
-    then gemm_skinny, gemm_sm80 and gemm_plain in turn; of TF32 gemm_sm80's plan is made within Hopper's where that expects less than 40 us."""
-    bf16, tf32 = torch.bfloat16, {"fp32_precision": "tf32"}
-    for want, m, n, k, layout, dtype, options in (
-        (1, 4096, 4096, 4096, "NN", bf16, {}),
-        (1, 16, 4096, 4096, "NT", bf16, {}),
-        (1, 4096, 4096, 4096, "NN", torch.float32, tf32),
-        (5, 16, 4096, 256, "NT", bf16, {}),
-        (6, 72, 4024, 1008, "TT", torch.float32, tf32),
-        (7, 512, 512, 512, "NN", torch.float32, {}),
-        (7, 512, 512, 512, "NN", torch.float64, {}),
-    ):
-        assert asked(lambda a=(m, n, k, layout, dtype), o=options: described(*a, **o)) == want, (m, n, k, layout, dtype)
-
-
 def described(m, n, k, layout, dtype, **options):
     """What a product on an sm_90 that need not be there would do, of operands that nothing fills."""
     a, b = (
