@@ -23,7 +23,10 @@ E4M3 = torch.float8_e4m3fn
         (256, 4, (32, 8), 128, 16, None, "paged_attn_sm90a_bf16_128x16"),
         (16, 1, (32, 32), 128, 16, None, "paged_attn_sm80_bf16_128x8"),
         (1, 1, (32, 8), 128, 8, None, "paged_attn_sm80_bf16_128x8"),
-        (1, 1, (32, 8), 64, 16, None, "paged_attn_sm80_bf16_64x8"),
+        (1, 1, (32, 8), 64, 8, None, "paged_attn_sm80_bf16_64x8"),
+        (1, 1, (32, 8), 64, 16, None, "paged_attn_sm90a_bf16_64x8"),
+        (64, 1, (12, 4), 64, 16, None, "paged_attn_sm90a_bf16_64x8"),
+        (64, 4, (32, 8), 64, 16, None, "paged_attn_sm90a_bf16_64x16"),
         (256, 1, (32, 8), 128, 16, E4M3, "paged_attn_sm90a_bf16_e4m3_128x8"),
         (1, 300, (32, 8), 128, 48, E4M3, "paged_attn_sm90a_bf16_e4m3_128x16"),
         (4, 1, (32, 8), 64, 16, E4M3, "paged_attn_sm90a_bf16_e4m3_64x16"),
@@ -98,15 +101,20 @@ FORMS = (
     ((9000,), 64, 4, 16),  # heads of a group in one tile, keys in splits
     ((700, 300, 141), 129, 1, 24),
 )
+CODES = {"wide": None, "e4m3": E4M3, "e5m2": torch.float8_e5m2, "int8": torch.int8}
+# of head_dim 64 only what paged_attn_sm90a has instances for
+CASES = tuple((*form, 128, code) for form in FORMS for code in CODES) + tuple(
+    (*form, 64, code) for form in FORMS[:7] for code in ("wide", "e4m3")
+)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("stored", (None, E4M3, torch.float8_e5m2, torch.int8), ids=("wide", "e4m3", "e5m2", "int8"))
-@pytest.mark.parametrize("lengths, tokens, group, page", FORMS)
-def test_forms(lengths, tokens, group, page, stored):
+@pytest.mark.parametrize("lengths, tokens, group, page, head_dim, code", CASES)
+def test_forms(lengths, tokens, group, page, head_dim, code):
     torch.manual_seed(0)
+    stored = CODES[code]
     dtype = torch.bfloat16 if tokens == 1 else torch.float16
-    given = inputs(lengths, tokens, group, page, dtype, stored)
+    given = inputs(lengths, tokens, group, page, dtype, stored, head_dim=head_dim)
     scales = {}
     if stored is not None:
         shape = {1: (), 4: (given[1].shape[0], 8)}.get(tokens, (8,))

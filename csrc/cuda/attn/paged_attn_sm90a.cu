@@ -14,8 +14,8 @@
  *
  * A warp works alone: its ring of TMA boxes (paged_stream.cuh), its maximum and sums (paged_step.cuh).
  *   step    wait   S^T = K Q^T   lazy maximum   P   O^T += V^T P^T   fill
- * Not here: pages that are not multiples of 16 keys, head_dim other than 128 (of e4m3 also 64), Dv != D, and many small tiles of
- * 16-bit pages, which paged_attn_sm80 reads as fast (paged_tiles.h). Of codes paged_attn_plain serves the rest. */
+ * Not here: pages that are not multiples of 16 keys, head_dim other than 64 and 128 (of e5m2 and int8 64), Dv != D, and many small
+ * tiles of 16-bit pages, which paged_attn_sm80 reads as fast (paged_tiles.h). Of codes paged_attn_plain serves the rest. */
 #include "../ptx/griddepcontrol.cuh"
 #include "paged_combine.cuh"
 #include "paged_step.cuh"
@@ -312,6 +312,8 @@ constexpr int STATIC_BYTES = 1024;
 #define BOTH(NAME, DTYPE, T, PAGES) ROW(NAME "x8", DTYPE, T, PAGES, 8, 8) ROW(NAME "x16", DTYPE, T, PAGES, 16, 0)
 typedef WidePages<__nv_bfloat16, 128> Bf16Pages128;
 typedef WidePages<__half, 128> F16Pages128;
+typedef WidePages<__nv_bfloat16, 64> Bf16Pages64;
+typedef WidePages<__half, 64> F16Pages64;
 typedef CodePages<GK_E4M3, 128> E4m3Pages128;
 typedef CodePages<GK_E5M2, 128> E5m2Pages128;
 typedef CodePages<GK_I8, 128> I8Pages128;
@@ -320,6 +322,8 @@ typedef CodePages<GK_E4M3, 64> E4m3Pages64;
 const gk_cuda_instance instances[] = {
     BOTH("bf16_128", GK_BF16, __nv_bfloat16, Bf16Pages128)
     BOTH("f16_128", GK_F16, __half, F16Pages128)
+    BOTH("bf16_64", GK_BF16, __nv_bfloat16, Bf16Pages64)
+    BOTH("f16_64", GK_F16, __half, F16Pages64)
     BOTH("bf16_e4m3_128", GK_BF16, __nv_bfloat16, E4m3Pages128)
     BOTH("f16_e4m3_128", GK_F16, __half, E4m3Pages128)
     ROW("bf16_e5m2_128x16", GK_BF16, __nv_bfloat16, E5m2Pages128, 16, 0)
