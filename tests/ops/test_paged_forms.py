@@ -177,21 +177,43 @@ def test_packed_prefill(head_dim, page, causal):
 
 
 @pytest.mark.gpu
-def test_two_graphs_at_once():
-    """Graphs keep no state in common: replays that overlap on two streams give what each gives alone."""
+def test_two_streams_and_two_graphs_at_once():
+    """No state in common: calls that overlap on two streams, and replays of two graphs, give what each gives alone."""
     torch.manual_seed(1)
-    calls = [inputs(lengths, 1, 4, 16, torch.bfloat16, E4M3) for lengths in ((3000,) * 40, (9000, 20))]
-    wants = [paged_attn(*given) for given in calls]
-    graphs, outs = [torch.cuda.CUDAGraph() for _ in calls], []
-    for graph, given in zip(graphs, calls):
-        with torch.cuda.graph(graph):
-            outs.append([paged_attn(*given) for _ in range(4)])
+    shapes = (((3000,) * 40, E4M3, 128), ((9000, 20), E4M3, 128), ((700, 1000) * 32, None, 64), ((5000,), None, 64))
+    calls = [inputs(lengths, 1, 4, 16, torch.bfloat16, stored, head_dim=dim) for lengths, stored, dim in shapes]
+    calls += [inputs((400, 300), 64, 4, 16, torch.bfloat16, None)]  # prefill
+    cos, sin = (torch.rand(10_000, 8, device="cuda") for _ in range(2))
+
+    def step(q, k_cache, v_cache, table, lens):
+        """A token's keys and values are written, then read."""
+        tokens = len(q) // len(lens)
+        last = (lens.repeat_interleave(tokens) - 1).long()
+        page = k_cache.shape[1]
+        slots = table.repeat_interleave(tokens, 0).gather(1, (last // page)[:, None])[:, 0] * page + last % page
+        new = q[:, :8].contiguous()
+        first = torch.arange(len(slots), device="cuda") % tokens == 0
+        slots = torch.where(first, slots, -1)  # one token of a sequence: whoever is last would win
+        turned = torch_gpukern.rope_kv_write(q, new, new, cos, sin, last, k_cache, v_cache, slots)
+        return paged_attn(turned, k_cache, v_cache, table, lens)
+
+    wants = [step(*given) for given in calls]
     streams = [torch.cuda.Stream() for _ in calls]
     torch.cuda.synchronize()
+    outs = [[] for _ in calls]
+    for _ in range(4):
+        for stream, given, of in zip(streams, calls, outs):
+            with torch.cuda.stream(stream):
+                of.append(step(*given))
+    torch.cuda.synchronize()
+    graphs = [torch.cuda.CUDAGraph() for _ in calls]
+    for graph, given, of in zip(graphs, calls, outs):
+        with torch.cuda.graph(graph):
+            of += [step(*given) for _ in range(4)]
     for _ in range(5):
         for graph, stream in zip(graphs, streams):
             with torch.cuda.stream(stream):
                 graph.replay()
     torch.cuda.synchronize()
     for want, of in zip(wants, outs):
-        assert all(torch.equal(out, want) for out in of)
+        assert len(of) == 8 and all(torch.equal(out, want) for out in of)
