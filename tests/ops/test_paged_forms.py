@@ -25,8 +25,9 @@ E4M3 = torch.float8_e4m3fn
         (1, 1, (32, 8), 128, 8, None, "paged_attn_sm80_bf16_128x8"),
         (1, 1, (32, 8), 64, 8, None, "paged_attn_sm80_bf16_64x8"),
         (1, 1, (32, 8), 64, 16, None, "paged_attn_sm90a_bf16_64x8"),
-        (64, 1, (12, 4), 64, 16, None, "paged_attn_sm90a_bf16_64x8"),
-        (64, 4, (32, 8), 64, 16, None, "paged_attn_sm90a_bf16_64x16"),
+        (8, 1, (12, 4), 64, 16, None, "paged_attn_sm90a_bf16_64x8"),
+        (64, 1, (12, 4), 64, 16, None, "paged_attn_sm80_bf16_64x8"),
+        (16, 4, (32, 8), 64, 16, None, "paged_attn_sm90a_bf16_64x16"),
         (256, 1, (32, 8), 128, 16, E4M3, "paged_attn_sm90a_bf16_e4m3_128x8"),
         (1, 300, (32, 8), 128, 48, E4M3, "paged_attn_sm90a_bf16_e4m3_128x16"),
         (4, 1, (32, 8), 64, 16, E4M3, "paged_attn_sm90a_bf16_e4m3_64x16"),
@@ -92,9 +93,12 @@ def exact(b, n, tokens, q, k_cache, v_cache, table, lens, k_scale=None, v_scale=
 FORMS = (
     ((6000,), 1, 4, 16),  # a cluster of 8 for each head
     ((40000,), 1, 4, 64),  # a table that is longer than clusters are fast for
-    ((2000, 1990), 4, 4, 64),  # clusters, or the list where lengths differ
+    ((2000, 1990), 4, 4, 64),
+    ((12000, 11000), 1, 4, 16),  # clusters, or the list where lengths differ
     ((20000, 5, 300), 1, 5, 48),
-    ((513,) * 70, 1, 8, 16),  # the list, heads side by side in codes
+    ((513, 600) * 35, 1, 8, 16),  # many short ones
+    ((0, 1, 1100) * 20, 2, 2, 16),
+    ((1500, 700) * 20, 1, 4, 16),  # the list, heads side by side in codes
     ((900, 33, 4000, 77, 3) * 6, 3, 4, 16),  # two tiles of rows
     ((131,), 40, 4, 32),
     ((2500, 300), 260, 4, 64),  # from here on of wide pages the forward's kernel
@@ -104,7 +108,7 @@ FORMS = (
 CODES = {"wide": None, "e4m3": E4M3, "e5m2": torch.float8_e5m2, "int8": torch.int8}
 # of head_dim 64 only what paged_attn_sm90a has instances for
 CASES = tuple((*form, 128, code) for form in FORMS for code in CODES) + tuple(
-    (*form, 64, code) for form in FORMS[:7] for code in ("wide", "e4m3")
+    (*form, 64, code) for form in FORMS[:9] for code in ("wide", "e4m3")
 )
 
 

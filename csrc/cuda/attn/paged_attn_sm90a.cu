@@ -215,9 +215,10 @@ template <class Pages> bool plan(const gk_cuda_instance *row, const gk_context *
     for (int n = 2; n <= paged_hopper::most_ranks && tiles * n <= sms && c.p.seq_q * c.p.group <= c.lanes; n *= 2)
         own.ranks = n;
     /* pages of 16 bits and many small tiles: paged_attn_sm80 is as fast or faster */
-    if (!Pages::CODES && own.ranks == 1 && c.p.seq_q * c.p.group <= 8 &&
-        (c.p.group == 1 || c.p.batch > paged_hopper::wide_batch))
-        return false;
+    const bool small = Pages::HEAD_DIM == 64
+                           ? c.p.batch >= paged_hopper::narrow_batch
+                           : c.p.seq_q * c.p.group <= 8 && (c.p.group == 1 || c.p.batch > paged_hopper::wide_batch);
+    if (!Pages::CODES && own.ranks == 1 && small) return false;
     own.list = own.ranks == 1 || c.p.cu_q || c.p.batch > 1 || c.p.capacity > paged_hopper::cluster_keys;
     to->tile[0] = row->key[1], to->tile[1] = Pages::KEYS, to->tile[2] = c.chunk_keys;
     to->tasks = own.list ? z.blocks : tiles * own.ranks, to->waves = 1;
