@@ -198,8 +198,8 @@ def test_two_streams_and_two_graphs_at_once():
         new = q[:, :8].contiguous()
         first = torch.arange(len(slots), device="cuda") % tokens == 0
         slots = torch.where(first, slots, -1)  # one token of a sequence: whoever is last would win
-        turned = torch_gpukern.rope_kv_write(q, new, new, cos, sin, last, k_cache, v_cache, slots)
-        return paged_attn(turned, k_cache, v_cache, table, lens)
+        rotated = torch_gpukern.rope_kv_write(q, new, new, cos, sin, last, k_cache, v_cache, slots)
+        return paged_attn(rotated, k_cache, v_cache, table, lens)
 
     wants = [step(*given) for given in calls]
     streams = [torch.cuda.Stream() for _ in calls]
