@@ -63,7 +63,9 @@ def test_the_page_of_languages_has_the_lines(peers):
     sums = [found[name] for name in found if name.startswith("a + b")]
     lines = [int(count) for count in re.findall(r"^\| \[.+?\]\(.+?\) \| (\d+) \|", page, re.M)]
     assert lines == products + sums
-    saved = json.loads((BENCHMARKS / "results" / "nvidia-h100-80gb-hbm3.json").read_text())["benches"]["languages"]["rows"]
+    saved = json.loads((BENCHMARKS / "results" / "nvidia-h100-80gb-hbm3.json").read_text())["benches"]["languages"][
+        "rows"
+    ]
     for size in ("4096", "8192"):
         (row,) = [r for r in saved if (r["group"], r["label"]) == ("a @ b", size)]
         rates = {"the library's": row["rate"]} | {name: peer["rate"] for name, peer in row["peers"].items()}
