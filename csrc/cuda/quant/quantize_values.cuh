@@ -240,7 +240,7 @@ struct Quotient {
         for (int i = 0; i < VEC; ++i) {
             const float x = q[i], near = x * inverse, over = __fmaf_rn(near, scale, -x);
             const float better = __fmaf_rn(-over, inverse, near); /* by x - near * scale, -0 would become 0 */
-            q[i] = fabsf(near) <= 3e38f ? better : near; /* infinities and NaN */
+            q[i] = fabsf(near) <= 3e38f ? better : near;          /* infinities and NaN */
         }
     }
 };
