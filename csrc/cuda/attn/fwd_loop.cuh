@@ -127,7 +127,8 @@ template <class Tile> inline FwdHopperParams fwd_hopper_params(const gk_context 
     x.q_bytes = Smem<Tile>::Q::panels * tma_box_of(q_box<Tile>(x)).bytes;
     x.schedule.tiles = x.fwd.tiles_q, x.schedule.splits = x.fwd.splits;
     x.schedule.heads = (p.cu_q ? p.heads_q : p.batch * p.heads_q) / x.stacked;
-    x.schedule.paired = p.rules.right >= 0 && p.rules.left < 0 && x.fwd.splits == 1;
+    const bool windowed = p.rules.left >= 0 && p.rules.left < p.seq_k - 1; /* else it ends nowhere */
+    x.schedule.paired = p.rules.right >= 0 && !windowed && x.fwd.splits == 1;
     x.by_group = divisor_of((uint32_t)gk_max_i64(p.group, 1));
     x.by_batch = divisor_of((uint32_t)gk_max_i64(p.heads_q / x.stacked, 1));
     const int sms = gk_gpu_of(ctx->index)->num_sms;
