@@ -48,7 +48,7 @@ static int fake_cpuid(unsigned leaf, unsigned sub, unsigned *eax, unsigned *ebx,
     *eax = *ebx = *ecx = *edx = 0;
     if (leaf == 0) *ebx = now.vendor;
     if (leaf == 1) *ecx = 1u << 29 /* f16c */ | (unsigned)now.save << 27;
-    if (leaf == 7 && sub == 0) *ecx = (unsigned)now.bf16 << 11, *edx = now.tiles ? 1u << 22 | 1u << 24 : 0;
+    if (leaf == 7 && sub == 0) *ecx = (unsigned)now.bf16 << 11, *edx = now.tiles ? 1u << 22 | 1u << 24 | 1u << 25 : 0;
     if (leaf == 7 && sub == 1) *eax = (unsigned)now.bf16 << 5;
     if (leaf == 0x1d && sub == 1 && now.tiles) *eax = 1024u << 16 | 8192, *ebx = 8u << 16 | 64, *ecx = now.rows;
     return 1;
