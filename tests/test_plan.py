@@ -104,6 +104,19 @@ def described(m, n, k, layout, dtype, **options):
 
 
 @pytest.mark.skipif(not torch.ops.gpukern.cuda_kernels.default(), reason="a build without CUDA kernels")
+@pytest.mark.parametrize("head_dim", (64, 128, 256))
+def test_a_window_that_ends_nowhere_is_dealt_as_causal(head_dim):
+    """Every key lies in a window as wide as the sequence: tiles go in pairs that see as many keys as each other, as under a causal rule."""
+    q = torch.empty(2, 4, 4096, head_dim, dtype=torch.bfloat16)
+
+    def tasks(**rules):
+        return torch_gpukern.explain("flash_attn", q, q, q, arch="sm_90", is_causal=True, **rules)["tasks"]
+
+    assert tasks(window_left=4095) == tasks(window_left=1 << 40) == tasks()
+    assert tasks() < tasks(window_left=4094) == tasks(window_left=100)
+
+
+@pytest.mark.skipif(not torch.ops.gpukern.cuda_kernels.default(), reason="a build without CUDA kernels")
 def test_a_choice_does_not_depend_on_the_calls_before():
     """A thread keeps the choices of its last calls: more of them than it keeps, in another order, and on a thread of its own, and what alone
     tells two problems apart (layout, dtype, activation, odd rows, batches of the same sizes) must give the same plans."""
