@@ -1,24 +1,18 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* check_features: which instruction set is the default, on processors and systems that are not here. features.c is compiled with
  * its questions to the processor (CPUID, XGETBV) and to Linux (arch_prctl) answered by a table, and this copy stands in place of
- * the library's. In two cases Linux answers itself: with a filter that refuses the request, as containers have it, and without.
+ * the library's. In one case Linux answers itself, through a filter that refuses the request, as containers have it.
  *
  * What is found is remembered, so that each case is a process of its own. */
 #define _GNU_SOURCE
+#include <stdio.h>
+
+#if defined(GK_X86_ISAS) && defined(GK_HAS_AMX) && defined(__linux__)
 #include <cpuid.h>
 #include <immintrin.h>
 #include <stdbool.h>
 #include <stddef.h>
-#include <stdio.h>
 #include <string.h>
-
-static bool here_has_avx512(void) {
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-}
-
-#if defined(GK_X86_ISAS) && defined(GK_HAS_AMX) && defined(__linux__)
 #include <errno.h>
 #include <linux/filter.h>
 #include <linux/seccomp.h>
@@ -26,6 +20,12 @@ static bool here_has_avx512(void) {
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
+
+static bool here_has_avx512(void) {
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
 
 /* ---- the machine that answers --------------------------------------------------------------------- */
 enum {
@@ -207,7 +207,6 @@ int main(void) {
 }
 #else
 int main(void) {
-    (void)here_has_avx512;
     printf("no AMX in this build\n");
     return 0;
 }
