@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* gpukern.h: the whole C API of gpukern on one page. No torch, no C++, no hidden state.
+/* gpukern.h: the whole C API of gpukern on one page. No torch, no C++.
  *
  * Conventions
  *   Strides count elements, int64; they may be zero or negative where a field does not say otherwise.
  *   Anything in bytes ends in _bytes. lse is the natural logarithm. "T" is a number of tokens.
  *   Every struct starts with `size`, its sizeof at the caller: structs grow at the end only.
  *   Every entry point returns a gk_status; gk_last_error() has the detail text of this thread's last failure.
- *   Nothing here exits, prints, allocates device memory, keeps hidden state or synchronises a device. What a process keeps
- *   besides constants of its devices are the preferred instances that it was told of (gk_gemm_prefer).
+ *   Nothing here exits, prints, allocates device memory or synchronises a device. Besides constants of its devices a process keeps
+ *   the preferred instances that it was told of (gk_gemm_prefer), and a thread gemm's last choices, which change no result.
  *   A struct begins as its initialiser, gk_gemm_args args = GK_GEMM_ARGS_INIT; (in C++ from 20 on): zeros alone would mean
  *   alpha 0 and windows of one key. What has no default, as scale, is refused by name until it is set.
  *   At most 2^48 elements a tensor, and no stride that reaches further.

@@ -250,7 +250,7 @@ def test_turns_in_an_order_that_wraps_stop_a_grid_larger_than_the_machine():
 
 # ---- the turns of ordered kernels: within a block ----
 class Turns:
-    """take_turns() beside the warps that add. others[n]: the blocks before have added to the tile of step n, when they like."""
+    """keep_order() beside the warps that add. others[n]: the blocks before have added to the tile of step n, when they like."""
 
     def __init__(self, steps, broken, rng):
         self.steps, self.broken, self.rng = steps, broken, rng
@@ -259,10 +259,10 @@ class Turns:
         self.events = [(self.others.__setitem__, n, True) for n in range(steps)]
 
     def run(self):
-        interleave([self.take_turns(), *(self.add() for _ in range(GROUPS * WARPS))], self.events, self.rng)
+        interleave([self.keep_order(), *(self.add() for _ in range(GROUPS * WARPS))], self.events, self.rng)
         assert all(self.released)
 
-    def take_turns(self):
+    def keep_order(self):
         if self.broken != "the first turn not awaited":
             yield lambda: self.others[0]
         self.turn.arrive()

@@ -93,8 +93,7 @@ RETIRED = (
 RETIRED_IN_COMMENTS = ((r"class(es)?", "tuning key", r"(csrc|ops)/"),)
 RETIRED = tuple((re.compile(rf"\b({word})\b", re.IGNORECASE), say, re.compile(where)) for word, say, where in RETIRED)
 RETIRED_IN_COMMENTS = tuple((re.compile(rf"\b({w})\b"), say, re.compile(at)) for w, say, at in RETIRED_IN_COMMENTS)
-STILL_NAMED = "TRADE_US|TRADE4_US|slots_in|take_turns"  # a new name compiles half of the CUDA kernels anew
-IDENTIFIER = re.compile(rf"\b(?!__|(?:{STILL_NAMED})\b)(?=\w*(?:_|[a-z][A-Z]))[A-Za-z]\w*")  # of several words
+IDENTIFIER = re.compile(r"\b(?!__)(?=\w*(?:_|[a-z][A-Z]))[A-Za-z]\w*")  # of several words
 VAGUE_NAMES = re.compile(r"^(common|utils?|misc|helpers?)$|_v\d+$")
 # A switch over a dtype: its default refuses by name, or hands on to what does.
 DTYPE = r"GK_(F32|BF16|F16|F64|I32|I64)"

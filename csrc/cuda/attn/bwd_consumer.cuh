@@ -131,7 +131,7 @@ template <class Tile> __device__ __forceinline__ void wait_turn(smem_addr smem_s
     mbarrier_wait(smem_s + BwdSmem<Tile>::TURN, n & 1);
 }
 
-/* And this thread's are made. take_turns's thread tells other blocks; what this one did comes before that, in the memory model
+/* And this thread's are made. keep_order's thread tells other blocks; what this one did comes before that, in the memory model
  * (causality order is transitive) and on the machine: no fence here, where the warps would wait for it. */
 template <class Tile> __device__ __forceinline__ void pass_turn(smem_addr smem_s) {
     mbarrier_arrive(smem_s + BwdSmem<Tile>::ADDED);
@@ -215,7 +215,7 @@ __global__ void __cluster_dims__(BwdSmem<typename Consumer::Tile>::BLOCKS, 1, 1)
     if (warpgroup == 2) {
         setmaxnreg_dec<Tile::PRODUCER_REGISTERS>();
         if (threadIdx.x / 32 == 8) load_tiles<Tile, Consumer::ORDERED>(x, w, smem, smem_s);
-        if (Consumer::ORDERED && threadIdx.x == 9 * 32) take_turns<Tile>(x, w, smem_s);
+        if (Consumer::ORDERED && threadIdx.x == 9 * 32) keep_order<Tile>(x, w, smem_s);
         if (threadIdx.x / 32 == 11 &&
             x.grid.rows > 0) { /* a release waits for the additions; the consumers store meanwhile */
             bar_sync(BAR_ADDED, 256 + 32);

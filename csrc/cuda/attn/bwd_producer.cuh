@@ -253,7 +253,7 @@ __device__ __forceinline__ void send_ds(const BwdHopperParams &x, const BwdWork 
  * when they have added. It waits for blocks of lower numbers alone. The next turn is looked for while the consumers add, and told
  * before this one is passed on, which takes until the additions are made; the consumers are at most one step ahead then. */
 template <class Tile>
-__device__ __forceinline__ void take_turns(const BwdHopperParams &x, const BwdWork &w, smem_addr smem_s) {
+__device__ __forceinline__ void keep_order(const BwdHopperParams &x, const BwdWork &w, smem_addr smem_s) {
     typedef BwdSmem<Tile> S;
     const Bwd &g = x.g;
     constexpr int KEYS = S::BLOCKS * Tile::BKV; /* of a pair: its blocks add to halves of their own */

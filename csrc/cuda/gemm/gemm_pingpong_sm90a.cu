@@ -20,8 +20,8 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1) __launch_bounds__(THREA
     static_assert(Tile::PING_PONG, "a tile for each warpgroup");
     extern __shared__ __align__(1024) unsigned char smem[];
     Block block(x, smem);
-    const smem_addr turns_s = block.ring_s + S::EXCHANGED; /* a barrier for each warpgroup: it may issue its products */
-    block.begin(1, [&] { mbarrier_init(turns_s, 4), mbarrier_init(turns_s + 8, 4); });
+    const smem_addr order_s = block.ring_s + S::EXCHANGED; /* a barrier for each warpgroup: it may issue its products */
+    block.begin(1, [&] { mbarrier_init(order_s, 4), mbarrier_init(order_s + 8, 4); });
     if (block.warpgroup == Tile::WGS) {
         block.produce();
     } else {
@@ -29,15 +29,15 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1) __launch_bounds__(THREA
         float sum[MT][N];
         const int warpgroup = block.warpgroup;
         const unsigned mine = block.first + warpgroup * block.step, next = 2 * block.step;
-        unsigned turn_parity = warpgroup ^ 1; /* nobody ends the first one's first turn */
+        unsigned phase_parity = warpgroup ^ 1; /* the first one waits for nobody at first */
         if (warpgroup > 0) block.ring.skip(block.steps);
         tma_at at = {};
         for (unsigned t = mine; t < block.all; t += next) {
             if (t == mine) griddepcontrol_wait(); /* for the bias */
-            mbarrier_wait(turns_s + 8 * warpgroup, turn_parity), turn_parity ^= 1;
+            mbarrier_wait(order_s + 8 * warpgroup, phase_parity), phase_parity ^= 1;
             block.multiply(sum, 0, block.steps);
             const smem_addr last = block.ring.before();
-            if (block.lane == 0) mbarrier_arrive(turns_s + 8 * (warpgroup ^ 1)); /* all products are on their way */
+            if (block.lane == 0) mbarrier_arrive(order_s + 8 * (warpgroup ^ 1)); /* all products are on their way */
             block.ring.skip(block.steps);
             block.end_products(sum, last);
 

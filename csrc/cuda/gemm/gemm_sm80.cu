@@ -432,16 +432,15 @@ bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *argume
 /* By the row of least time among those that fit the GPU and serve the mode. */
 bool plan_best(const gk_context *ctx, const void *arguments, gk_plan *to) {
     const gk_gemm_args *args = (const gk_gemm_args *)arguments;
-    const gk_dtype dtype = args->a.dtype;
     const GemmProblem p = gemm_problem_of(args);
     if (!serves(args, p)) return false;
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
-    const int any = mode_of(p, dtype) & ANY;
+    const int any = mode_of(p, args->a.dtype) & ANY;
     const gk_cuda_instance *best = NULL;
     Plan best_plan = {1, 0, FOREVER_US};
     for (int i = 0; i < num_sm80_rows; ++i) {
         const gk_cuda_instance *r = &sm80_rows[i];
-        if (r->dtype != dtype || r->key[KEY_ANY] != any || r->key[KEY_SMEM] > gpu->smem_per_block) continue;
+        if (r->dtype != args->a.dtype || r->key[KEY_ANY] != any || r->key[KEY_SMEM] > gpu->smem_per_block) continue;
         const Plan plan = plan_of(r, gpu, p, best_plan.us);
         if (!best || plan.us < best_plan.us) best = r, best_plan = plan;
     }

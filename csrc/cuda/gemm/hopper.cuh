@@ -136,7 +136,7 @@ template <class T, class Tile, int MODE, class R = T> struct Block {
     static constexpr bool GRID = Tile::ACROSS > 0;
     static constexpr int ACROSS = GRID ? Tile::ACROSS : Tile::TILES, DOWN = GRID ? Tile::TILES / ACROSS : 1;
     typedef Copies<S, ACROSS, DOWN, ONCE<T, Tile>> SideBySide; /* the cluster's tiles */
-    typedef Copies<S, GRID ? ACROSS : 1, GRID ? DOWN : Tile::TILES, ONCE<T, Tile>> Above;
+    typedef Copies<S, GRID ? ACROSS : 1, GRID ? DOWN : Tile::TILES, ONCE<T, Tile>> Stacked;
     static constexpr int MATES = ACROSS + DOWN - 1; /* blocks that copy into this one, itself too */
     static constexpr int TILES = Tile::TILES, SPLITS = Tile::SPLITS, CLUSTER = CLUSTER_OF<Tile>, WGS = Tile::WGS;
     static constexpr int BK = Tile::K64 * K_BLOCK<T>;
@@ -213,7 +213,7 @@ template <class T, class Tile, int MODE, class R = T> struct Block {
         if (side_by_side)
             SideBySide::find(x, tile, rank, a_from, b_from);
         else
-            Above::find(x, tile, rank, a_from, b_from);
+            Stacked::find(x, tile, rank, a_from, b_from);
         if (x.batched) place_batch(x.p, x.p.a_batch, batch, a_from.at), place_batch(x.p, x.p.b_batch, batch, b_from.at);
     }
 
@@ -240,11 +240,11 @@ template <class T, class Tile, int MODE, class R = T> struct Block {
                     if (halved(t) && side_by_side)
                         SideBySide::copy_alone(x, a_from, b_from, to_s, at_k, ring.full());
                     else if (halved(t))
-                        Above::copy_alone(x, a_from, b_from, to_s, at_k, ring.full());
+                        Stacked::copy_alone(x, a_from, b_from, to_s, at_k, ring.full());
                     else if (side_by_side)
                         SideBySide::copy(a_from, b_from, to_s, at_k, rank, ring.full());
                     else
-                        Above::copy(a_from, b_from, to_s, at_k, rank, ring.full());
+                        Stacked::copy(a_from, b_from, to_s, at_k, rank, ring.full());
                 }
                 ring.advance();
             }

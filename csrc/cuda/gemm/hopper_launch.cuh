@@ -28,11 +28,11 @@ gk_status launch_instance(const gk_context *ctx, unsigned blocks, const Params &
 template <class T, class Tile, int MODE, auto KERNEL, class R = T> constexpr Instance instance_of() {
     typedef Smem<T, Tile, MODE, R> S;
     typedef typename Block<T, Tile, MODE, R>::SideBySide SideBySide;
-    typedef typename Block<T, Tile, MODE, R>::Above Above;
+    typedef typename Block<T, Tile, MODE, R>::Stacked Stacked;
     return {S::ALONG_M,
             S::ALONG_N,
-            {Above::APart::box_rows, SideBySide::APart::box_rows},
-            {SideBySide::BPart::box_rows, Above::BPart::box_rows},
+            {Stacked::APart::box_rows, SideBySide::APart::box_rows},
+            {SideBySide::BPart::box_rows, Stacked::BPart::box_rows},
             S::BY_PANELS,
             BY_TMA<R, Tile>,
             S::Panel::box(element<R>::bits / 8),

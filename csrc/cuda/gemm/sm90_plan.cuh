@@ -16,7 +16,7 @@ enum Key {  /* of a row */
     KEY_TILES,   /* of a cluster */
     KEY_PERCENT, /* of the dense peak */
     KEY_SMEM,
-    KEY_PARTS, /* of k */
+    KEY_SPLITS, /* of k */
     KEY_TRAITS,
     KEY_BK
 };
@@ -39,7 +39,7 @@ inline GemmProblem problem_of(const GemmProblem &p, bool swapab) {
 }
 
 /* Blocks of a row's clusters. */
-inline int cluster_of(const gk_cuda_instance *row) { return row->key[KEY_TILES] * row->key[KEY_PARTS]; }
+inline int cluster_of(const gk_cuda_instance *row) { return row->key[KEY_TILES] * row->key[KEY_SPLITS]; }
 
 /* As many fit the GPU: four or eight blocks find their SMs side by side less often than two. */
 inline int64_t most_clusters(const gk_cuda_instance *row, const gk_gpu *gpu) {
@@ -100,13 +100,13 @@ inline double tile_us(double products_us, double bytes, double l2_bytes, double 
 
 /* Waves of clusters one after the other; the last has fewer, which find L2 less busy. mode: as the operands lie (Mode). */
 inline Estimate estimate_of(const gk_cuda_instance *row, const gk_gpu *gpu, const GemmProblem &p, int mode) {
-    const int64_t bm = row->key[KEY_BM], bn = row->key[KEY_BN], parts = row->key[KEY_PARTS];
+    const int64_t bm = row->key[KEY_BM], bn = row->key[KEY_BN], splits = row->key[KEY_SPLITS];
     const Clusters clusters = clusters_of(row, gpu, p);
     const int64_t all = (int64_t)clusters.tiles_m * clusters.tiles_n * p.batch, most = most_clusters(row, gpu);
     const int64_t last = all % most, waves = all / most;
     const double element = (double)gk_bits_of(row->dtype) / 8, size = (double)(bm * bn) / (128 * 256);
     const double peak = 8192 / element * gpu->clock_khz * 1e-3 * row->key[KEY_PERCENT] * 0.01;
-    const double k = (double)gk_round_up(p.k, WGMMA_ROW_BYTES / (int64_t)element) / (double)parts;
+    const double k = (double)gk_round_up(p.k, WGMMA_ROW_BYTES / (int64_t)element) / (double)splits;
     const double products_us = 2.0 * (double)(bm * bn) * k / peak;
     /* what is not K-major is copied in boxes of 64 */
     const double a = k * element * (double)(mode & A_ALONG_M ? gk_round_up(bm, 64) : bm),
@@ -121,10 +121,10 @@ inline Estimate estimate_of(const gk_cuda_instance *row, const gk_gpu *gpu, cons
                  last_us = last > 0 ? wave_us(last) : full_us;
     /* results leave under the next tile's products, if these take as long */
     if (is(row, PING_PONG))
-        return {(double)(last > 0 ? waves : waves - 1) * ((full_us > TURN_US ? full_us : TURN_US) + TILE_US) + last_us +
-                    ALONE_US + launch_us,
+        return {(double)(last > 0 ? waves : waves - 1) * ((full_us > PING_PONG_US ? full_us : PING_PONG_US) + TILE_US) +
+                    last_us + ALONE_US + launch_us,
                 0};
-    const double store_us = TILE_US + size * (STORE_US + (parts > 2 ? TRADE4_US : parts > 1 ? TRADE_US : 0));
+    const double store_us = TILE_US + size * (STORE_US + (splits > 2 ? EXCHANGE4_US : splits > 1 ? EXCHANGE_US : 0));
     const double results = (double)p.m * (double)p.n * (double)p.batch;
     const double curve_us = p.epilogue.activation > GK_ACT_RELU ? CURVE_US * results / (128 * 256 * gpu->num_sms) : 0;
     const double before_us = (double)waves * (full_us + store_us) + launch_us + curve_us;
@@ -149,12 +149,12 @@ inline double other_us(const gk_gpu *gpu, gk_dtype dtype, const GemmProblem &p, 
     const bool tf32 = dtype == GK_F32;
     const int64_t tiles = gk_ceil_div(p.m, Any::BM) * gk_ceil_div(p.n, Any::BN) * p.batch;
     const int64_t steps = gk_ceil_div(p.k, Any::BK);
-    const int64_t parts = gk_clamp_i64(gpu->num_sms / tiles, 1, gk_clamp_i64(steps / 4, 1, MAX_SPLITS));
-    const int64_t busiest = gk_ceil_div(tiles * parts, gpu->num_sms);
+    const int64_t splits = gk_clamp_i64(gpu->num_sms / tiles, 1, gk_clamp_i64(steps / 4, 1, MAX_SPLITS));
+    const int64_t busiest = gk_ceil_div(tiles * splits, gpu->num_sms);
     const int percent = chunks ? (tf32 ? PERCENT_TF32 : PERCENT_128x128) : tf32 ? PERCENT_PLAIN : PERCENT_ANY;
     const double peak = (tf32 ? 2048 : 4096) * gpu->clock_khz * 1e-3 * percent * 0.01;
     const double step_us = 2.0 * Any::BM * Any::BN * Any::BK / peak;
-    return (double)(busiest * gk_ceil_div(steps, parts)) * step_us + BLOCK_US + (parts > 1 ? REDUCE_US : 0);
+    return (double)(busiest * gk_ceil_div(steps, splits)) * step_us + BLOCK_US + (splits > 1 ? REDUCE_US : 0);
 }
 
 /* Rows and k in chunks of 16 bytes, as the kernels that copy by cp.async want them. */
@@ -238,7 +238,7 @@ inline bool plan_hopper_row(const gk_cuda_instance *row, const gk_context *ctx, 
     Operands &o = gk_own<HopperPlan>(to).operands;
     o.p = problem_of(gemm_problem_of(args), swapab);
     if (!operands_of(row->dtype, swapab, &o) || (is(row, PING_PONG) && !ping_pong_fits(o.p, row->dtype))) return false;
-    return (tf32 || !swapab || row->key[KEY_PARTS] == 1 || o.p.n <= row->key[KEY_BN]) && keeps_step(row, o.p) &&
+    return (tf32 || !swapab || row->key[KEY_SPLITS] == 1 || o.p.n <= row->key[KEY_BN]) && keeps_step(row, o.p) &&
            plan_row(row, gpu, estimate_of(row, gpu, o.p, o.mode).halved, to);
 }
 
@@ -248,7 +248,7 @@ struct Question {
     const gk_gpu *gpu;
     int64_t m, n, k, batch;
     int32_t mode, dtype;
-    bool swapab, few, narrow, may_turn, curve, rest[3]; /* rest: no byte is left unset */
+    bool swapab, few, narrow, ping_pong, curve, rest[3]; /* rest: no byte is left unset */
 };
 static_assert(sizeof(Question) == 56, "questions are compared byte by byte");
 
@@ -268,9 +268,9 @@ inline void choose(const gk_cuda_table *const *schedules, int num_schedules, con
              r < schedules[s]->instances + schedules[s]->num_instances; ++r) {
             if ((int)r->dtype != q.dtype || r->key[KEY_SMEM] > q.gpu->smem_per_block) continue;
             if (is(r, SWAPAB) != q.swapab || (q.few && p.n > r->key[KEY_BN])) continue;
-            if (q.swapab && !q.few && q.dtype != GK_F32 && r->key[KEY_PARTS] > 1) continue; /* for small M alone */
+            if (q.swapab && !q.few && q.dtype != GK_F32 && r->key[KEY_SPLITS] > 1) continue; /* for small M alone */
             if (is(r, NARROW) != q.narrow || (q.narrow && p.n > r->key[KEY_BN])) continue;
-            if (is(r, PING_PONG) && !q.may_turn) continue;
+            if (is(r, PING_PONG) && !q.ping_pong) continue;
             if (!keeps_step(r, p)) continue;
             const Estimate found =
                 q.few || q.narrow ? Estimate{(double)r->key[KEY_BN], 0} : estimate_of(r, q.gpu, p, q.mode);
@@ -345,7 +345,7 @@ inline bool plan_hopper(const gk_cuda_table *const *schedules, int num_schedules
     if (narrow && o.copied[0])
         return false; /* a is nearly all that is read: a kernel that reads it as it lies is faster */
     if (o.bytes > 0 && !worth_while(gpu, args->a.dtype, p, o, few, us)) return false;
-    /* few tiles of tf32: gemm_sm80 cuts k into as many parts as there are SMs */
+    /* few tiles of tf32: gemm_sm80 cuts k into as many splits as there are SMs */
     gk_plan other;
     if (tf32 && us < FEW_TILES_US && gk_gemm_sm80_table.plan(ctx, arguments, &other) && other.us + SM80_US < us)
         return false;

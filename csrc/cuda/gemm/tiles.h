@@ -295,11 +295,11 @@ constexpr double LAUNCH_US = 1.74, LAST_US = 0.07, TILE_US = 0.01, STORE_US = 1.
 /* bytes a us that all SMs read out of L2, and that one of them takes */
 constexpr double L2_BYTES_PER_US = 9.3e6, SM_BYTES_PER_US = 0.215e6;
 /* what the sum of split-K by two and by four costs, by 128 x 256; and what halved tiles take beside their halves, with and without */
-constexpr double TRADE_US = 2.6, TRADE4_US = 2.73, HALVES_US = 1.7, HALVES_SUM_US = 2.1;
+constexpr double EXCHANGE_US = 2.6, EXCHANGE4_US = 2.73, HALVES_US = 1.7, HALVES_SUM_US = 2.1;
 /* gemm_sm80's estimate is so much too low where it takes some 10 us; calls of tf32 that may be shorter by it */
 constexpr double SM80_US = 1.0, FEW_TILES_US = 40;
 /* ping-pong: a tile of shorter products waits for the results of the one before; the last one has one warpgroup alone */
-constexpr double TURN_US = 8.0, ALONE_US = 2.6;
+constexpr double PING_PONG_US = 8.0, ALONE_US = 2.6;
 /* an activation of many instructions, on 128 x 256 results: 25 us of four waves at 4096 cubed */
 constexpr double CURVE_US = 6.0;
 
@@ -355,11 +355,11 @@ constexpr int SKINNY_ROWS = 64, SKINNY_WARPS = 8;
 /* at 64 tokens the tiles of gemm_sm80, which share tokens between warps, take 15.3 us where this took 20.8 */
 constexpr int SKINNY_MAX_TOKENS = 16;
 /* 100 KB under way on every SM hide memory's latency at 4.2 TB/s; past 8 stages nothing is left to hide */
-constexpr int slots_in(int bytes, int stage_bytes, int most) {
+constexpr int stages_in(int bytes, int stage_bytes, int most) {
     return bytes / stage_bytes < most ? bytes / stage_bytes : most;
 }
 constexpr int skinny_stages(int stage_bytes, int other_bytes) {
-    return slots_in(200 * 1024 - other_bytes, stage_bytes, 8);
+    return stages_in(200 * 1024 - other_bytes, stage_bytes, 8);
 }
 /* misaligned weights fewer than this are left to gemm_sm80, which splits k over all SMs: 32 SMs with a tile of 32 take as long for
  * 1024 weights of 4096 */

@@ -100,36 +100,6 @@ static __device__ __forceinline__ void copy_tile_async_ragged(smem_addr tile_s, 
     }
 }
 
-// Any alignment and any strides, element by element: for what the copies above cannot take. Ordinary loads and stores,
-// done when it returns; other threads see the tile after the barrier that they wait at for the copies above.
-template <typename Tile, int THREADS, typename T>
-static __device__ __forceinline__ void copy_tile_any(smem_addr tile_s, const T *src_g, int64_t row_stride,
-                                                     int64_t col_stride, int rows_valid, int cols_valid, int thread) {
-    typedef tile_copy<Tile, THREADS> C;
-    constexpr int per_chunk = 16 / (int)sizeof(T);
-#pragma unroll 1 // the slow road: short code, few registers
-    for (int pass = 0; pass < C::passes; ++pass) {
-        if (!C::has(thread, pass)) break;
-        int row = C::row(thread, pass), col = C::chunk(thread, pass) * per_chunk;
-        const T *from_g = src_g + row * row_stride + col * col_stride;
-        union {
-            uint4 vector;
-            unsigned short halves[8];
-            unsigned words[4];
-            unsigned long long longs[2];
-        } chunk;
-        chunk.vector = make_uint4(0, 0, 0, 0);
-#pragma unroll
-        for (int i = 0; i < per_chunk; ++i) {
-            if (row >= rows_valid || col + i >= cols_valid) continue;
-            if (sizeof(T) == 2) chunk.halves[i & 7] = ((const unsigned short *)from_g)[i * col_stride];
-            if (sizeof(T) == 4) chunk.words[i & 3] = ((const unsigned *)from_g)[i * col_stride];
-            if (sizeof(T) == 8) chunk.longs[i & 1] = ((const unsigned long long *)from_g)[i * col_stride];
-        }
-        st_shared_128(tile_s + C::offset(thread, pass), chunk.vector);
-    }
-}
-
 // Shared to global: dst_g [rows][cols], columns contiguous, dst_g and row_stride * sizeof(T) multiples of 16 bytes.
 // cols_valid must end a chunk. The caller has put a barrier between the stores into the tile and this.
 template <typename Tile, int THREADS, typename T>
