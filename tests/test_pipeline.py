@@ -165,7 +165,7 @@ class Cluster:
         unexchanged = arrivals(HOPPER, "ring_s + S::EXCHANGED + 8", halved, SPLITS=k.ck, WGS=k.warpgroups)
         self.unexchanged = [Barrier(unexchanged) for _ in blocks]
         turn_count = (
-            1 if k.broken == "ping-pong: a warp tells for all" else arrivals("gemm/gemm_pingpong_sm90a.cu", "turns_s")
+            1 if k.broken == "ping-pong: a warp tells for all" else arrivals("gemm/gemm_pingpong_sm90a.cu", "order_s")
         )
         self.turns = [[Barrier(turn_count) for _ in range(k.warpgroups)] for _ in blocks]
         self.stages = [[{} for _ in stages] for _ in blocks]  # piece -> the step whose bytes it holds
