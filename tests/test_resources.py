@@ -184,7 +184,7 @@ def test_powers_of_attention_run_under_the_products(disassembled):
              if "flash_attn_fwd_sm90a_kernel" in name}  # fmt: skip
     assert found
     for name, code in zip(ptxas_report.short(list(found)), found.values()):
-        tile, modified = re.search(r"FwdHopper(\w+), (\w+)>", name).groups()
+        tile, modified = re.search(r"FwdHopper(\w+), (\w+), \w+>", name).groups()
         scores = next(int(m[1]) for op in code if (m := re.match(r"HGMMA\.64x(\d+)x16", op)))
         first = [i for i, op in enumerate(code) if op.startswith("WARPGROUP.DEPBAR.LE gsb0, 0x1")]
         held = 0
