@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The demo's model on our ops beside the same on PyTorch's built-ins: a gradient step, and a step of decoding.
 
-python benchmarks/bench_model.py [--quick] [--only gradient decode large lora] [--rows eager compiled] [--layers 22]
+python benchmarks/bench_model.py [--quick] [--only gradient decode vocabulary large lora] [--rows eager compiled] [--layers 22]
     [--device cpu|cuda]
 Gradient step: forward, loss and backward under bf16 autocast, eager and compiled; the optimizer, which is the
 same on both sides, is left out. FLOPs: 6 per weight and token, and attention's.
@@ -10,11 +10,13 @@ the built-ins in a padded row per sequence and a mask. GB/s of weights, and of t
 On the CPU the built-ins are measured in float32, too.
 On CUDA either is called, launches and all, and run as CUDA graphs: the whole eager step captured by hand, the compiled
 one through mode="reduce-overhead"; and the gradient step once more with our gemm between PyTorch's attention.
+Vocabulary: a gradient step of a model with many outputs, 131072 on CUDA, ours by linear_cross_entropy, the built-ins by cross_entropy
+of logits and, eager, where torch has it, by its own linear_cross_entropy; on CUDA with the memory of a step at its peak.
 Large, on CUDA alone: a model of 1.0e9 weights, heads of 128: prefill of 8192 and of 32768 tokens, and a gradient step of 4 x 2048.
 Lora, on CUDA alone: the same model's bf16 weights frozen, adapters of rank 16 or 64 on every projection: forward, loss and the
 adapters' gradients.
-What is compiled is compiled once a contestant and row, in time that grows with the layers; --layers takes fewer of the 22, and
---rows one row: python benchmarks/bench_model.py --device cuda --quick --layers 6 --only large lora
+What is compiled is compiled once a contestant and row, in time that grows with the layers; --layers takes fewer of the 22 (of the
+8 of vocabulary), and --rows one row: python benchmarks/bench_model.py --device cuda --quick --layers 6 --only large lora
     --rows "8192 tokens, compiled" "2048 tokens, compiled" "rank 16, compiled"
 """
 
@@ -37,7 +39,7 @@ import torch_gpukern
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "demo"))
 from generate import for_inference  # noqa: E402
-from model import GPT, Config, GpukernOps, Positions, TorchOps, grams_of  # noqa: E402
+from model import GPT, Config, GpukernOps, Positions, TorchOps, among_themselves, grams_of  # noqa: E402
 from train import CONFIG  # noqa: E402
 
 # label -> torch.compile's options (None: eager), whether the harness replays the step from a graph of its own
@@ -95,11 +97,18 @@ def compiled(step: Callable, options: dict | None) -> Callable:
     return run
 
 
-def gradient_step(model: GPT, ops, device: torch.device, options: dict | None, dtype: torch.dtype = torch.bfloat16):
+def gradient_step(
+    model: GPT,
+    ops,
+    device: torch.device,
+    options: dict | None,
+    dtype: torch.dtype = torch.bfloat16,
+    loss_of: Callable[..., Tensor] = GPT.loss,
+):
     """(tokens, targets) -> (loss, gradient of every parameter)"""
 
     def loss(tokens: Tensor, targets: Tensor) -> Tensor:
-        return model.loss(tokens, targets, ops)
+        return loss_of(model, tokens, targets, ops)
 
     forward = compiled(loss, options)
     parameters = list(model.parameters())
@@ -236,22 +245,103 @@ def large_case(label: str, prefill: int, device: torch.device, config: Config = 
     )
 
 
-def depth(config: Config) -> str:
+def depth(config: Config, full: Config = LARGE) -> str:
     """What a label says of a model that is cut."""
-    return "" if config.layers == LARGE.layers else f", {config.layers} layers"
+    return "" if config.layers == full.layers else f", {config.layers} layers"
 
 
 def logits_of(model: GPT, ops, options: dict | None) -> Callable:
     """(tokens, targets) -> logits [batch, seq, vocab]; targets are not looked at"""
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return ops.causal_attention(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
-
     def run(tokens: Tensor, targets: Tensor) -> Tensor:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-        return model(grams_of(tokens, LARGE.grams), positions, ops, attend)
+        return model(grams_of(tokens, LARGE.grams), positions, ops, among_themselves(ops))
 
     return torch.no_grad()(compiled(run, options))
+
+
+# One table of embeddings, so that most weights are the head's. The batch's logits are 64 MB in float32, and 4.3 GB.
+VOCABULARY = {
+    "cpu": Config(vocab=32768, grams=1, context=256, layers=2, dim=256, heads_q=4, heads_kv=2, head_dim=64, hidden=768),
+    "cuda": replace(LARGE, vocab=131072, grams=1, context=2048, layers=8),
+}
+VOCABULARY_BATCH = {"cpu": 2, "cuda": 4}
+
+
+def fused_loss(model: GPT, tokens: Tensor, targets: Tensor, ops) -> Tensor:
+    """GPT.loss without logits in memory."""
+    return torch_gpukern.linear_cross_entropy(model.dense_states(tokens, ops), model.head.mT, targets)
+
+
+def torch_fused_loss(model: GPT, tokens: Tensor, targets: Tensor, ops) -> Tensor:
+    """The same by torch's op, which autocast does not know."""
+    x, weight = model.dense_states(tokens, ops).bfloat16().flatten(0, 1), model.head.mT.bfloat16()
+    options = torch.nn.LinearCrossEntropyOptions()
+    return F.linear_cross_entropy(x, weight, targets.flatten(), options=options)
+
+
+def vocabulary_row(label: str, config: Config, batch: int) -> tuple[str, str]:
+    """Group and label of a row."""
+    return "vocabulary", f"{batch * config.context} tokens, {config.vocab} outputs, {label}"
+
+
+def vocabulary_case(label: str, device: torch.device, config: Config) -> Case:
+    options, replayed = mode_of(label, device)
+    model = random_model(config, device)
+    batch, seq = VOCABULARY_BATCH[device.type], config.context
+
+    def make():
+        tokens = torch.randint(config.vocab, (batch, seq + 1), device=device)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    @torch.no_grad()
+    def exact(tokens: Tensor, targets: Tensor) -> Tensor:
+        """The loss in float64."""
+        return double_of(model, device).loss(tokens, targets, TorchOps())
+
+    peers = {
+        name: gradient_step(model, TorchOps(), device, options, dtype)
+        for name, (dtype, backend) in BUILT_INS[device.type].items()
+        if backend is None
+    }
+    if options is None and hasattr(F, "linear_cross_entropy") and hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        name = "torch linear_cross_entropy"
+        peers[name] = gradient_step(model, TorchOps(), device, options, loss_of=torch_fused_loss)
+    weights = streamed(model)
+    attention = 4.0 * config.layers * config.heads_q * seq * config.head_dim / 2 * 3.5
+    group, row = vocabulary_row(label, config, batch)
+    return Case(
+        group=group,
+        label=row + depth(config, VOCABULARY[device.type]),
+        dtype="bf16",
+        make=make,
+        ours=gradient_step(model, GpukernOps(), device, options, loss_of=fused_loss),
+        peers=peers,
+        reference=exact,
+        compare=lambda y: y[0],
+        flops=batch * seq * (6.0 * weights + attention),
+        bytes=3.0 * 4 * weights,
+        live=() if replayed else ("gpukern", *peers),
+        optional=[name for name in peers if name != "torch built-ins"],
+    )
+
+
+def peak_facts(run: Run, case: Case) -> None:
+    """GB that a step of each contestant that was measured takes beyond the weights, at its peak."""
+    inputs = case.make()
+    for name, step in {"gpukern": case.ours, **case.peers}.items():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step(*inputs)
+        torch.cuda.synchronize()
+        run.fact(
+            "peak memory",
+            f"{case.group}, {case.label}, {name}",
+            (torch.cuda.max_memory_allocated() - before) / 1e9,
+            "GB",
+        )
 
 
 class Adapted:
@@ -450,7 +540,9 @@ def decode_case(label: str, device: torch.device) -> Case:
 def main() -> None:
     args = arguments(
         "model",
-        more=lambda parser: parser.add_argument("--layers", type=int, default=LARGE.layers, help="of large, lora"),
+        more=lambda parser: parser.add_argument(
+            "--layers", type=int, default=LARGE.layers, help="of large, lora, vocabulary"
+        ),
     )
     device = open_device(args.device)
     run = Run("model", args, device)
@@ -465,6 +557,15 @@ def main() -> None:
             add(group, label, gradient_case, group, label, device.device)
     for label in MODES[device.kind]:
         add("decode", label, decode_case, label, device.device)
+    wide = VOCABULARY[device.kind]
+    wide = replace(wide, layers=min(args.layers, wide.layers))
+    for label in ("eager", "compiled"):
+        group, row = vocabulary_row(label, wide, VOCABULARY_BATCH[device.kind])
+        if run.asks(group, row, "bf16"):
+            case = vocabulary_case(label, device.device, wide)
+            run.add(case)
+            if device.kind == "cuda":
+                peak_facts(run, case)
     for label in ("eager", "compiled") if device.kind == "cuda" else ():
         for prefill in (*LARGE_PREFILL, 0):
             add(*large_row(label, prefill), large_case, label, prefill, device.device, large)

@@ -404,7 +404,7 @@ def test_rows_that_are_not_asked_for_are_not_made(bench, monkeypatch, capsys):
         return fake_case(harness, group=group, label=row + module.depth(config))
 
     monkeypatch.setattr(module, "large_case", large_case)
-    for name in ("gradient_case", "decode_case", "lora_case"):
+    for name in ("gradient_case", "decode_case", "vocabulary_case", "lora_case"):
         monkeypatch.setattr(module, name, None)
     monkeypatch.setattr(module, "open_device", lambda kind: Device())
     command = ["bench_model.py", "--device", "cuda", "--quick", "--layers", "3", "--only", "large"]
@@ -434,6 +434,22 @@ def test_a_large_row_computes_what_its_reference_does(bench, monkeypatch, prefil
     inputs = case.make()
     for step in (case.ours, case.peers["torch built-ins"]):
         assert bench("harness").relative_error(case.compare(step(*inputs)), case.reference(*inputs)) < 0.03
+
+
+def test_a_step_of_many_outputs_is_that_of_the_logits(bench):
+    """Ours and torch's own have the loss and the gradients of cross_entropy over float32 logits."""
+    module, harness = bench("bench_model"), bench("harness")
+    config = module.Config(
+        vocab=1000, grams=1, context=16, layers=1, dim=64, heads_q=2, heads_kv=1, head_dim=32, hidden=96
+    )
+    case = module.vocabulary_case("eager", torch.device("cpu"), config)
+    assert case.label == "32 tokens, 1000 outputs, eager, 1 layers"
+    inputs = case.make()
+    want = case.peers.pop("torch built-ins, float32")(*inputs)
+    assert harness.relative_error(want[0], case.reference(*inputs)) < 1e-5
+    assert len(want) > 1 and all(g.abs().max() > 0 for g in want[1:])
+    for step in (case.ours, *case.peers.values()):
+        assert harness.relative_error(step(*inputs), [x.double() for x in want]) < 0.05
 
 
 def test_a_captured_step_keeps_what_its_graph_reads(bench, monkeypatch):

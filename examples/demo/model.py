@@ -118,6 +118,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((lo * cos - hi * sin, hi * cos + lo * sin), dim=-1)
 
 
+def among_themselves(ops) -> Attend:
+    """Queries see the keys of their own sequence up to their own: q [batch, seq, heads, head_dim], k and v likewise."""
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        heads_first = (t.transpose(1, 2) for t in (q, k, v))
+        return ops.causal_attention(*heads_first).transpose(1, 2)
+
+    return attend
+
+
 class Block(nn.Module):
     """x + attention(norm(x)), then x + SwiGLU(norm(x))."""
 
@@ -164,7 +174,11 @@ class GPT(nn.Module):
         self.register_buffer("gain", torch.ones(c.head_dim), persistent=False)
 
     def forward(self, grams: Tensor, positions: Tensor, ops, attend: Attend, rotated: bool = True) -> Tensor:
-        """grams [..., seq, grams] int64, positions [seq] int64 -> float32 logits [..., seq, vocab]
+        """grams [..., seq, grams] int64, positions [seq] int64 -> float32 logits [..., seq, vocab]"""
+        return ops.linear(self.states(grams, positions, ops, attend, rotated), self.head).float()
+
+    def states(self, grams: Tensor, positions: Tensor, ops, attend: Attend, rotated: bool = True) -> Tensor:
+        """What the head reads, [..., seq, dim].
 
         attend(layer, q, k, v) gets q [..., seq, heads_q, head_dim], k and v
         [..., seq, heads_kv, head_dim] and returns q's shape. Not rotated: attend(layer, q, k, v, Positions)
@@ -177,15 +191,17 @@ class GPT(nn.Module):
             angles = Positions(self.cos[:, 0], self.sin[:, 0], positions, self.gain)
         for layer, block in enumerate(self.blocks):
             x = block(x, angles, ops, layer, attend)
-        return ops.linear(rms_norm(x), self.head).float()
+        return rms_norm(x)
+
+    def dense_states(self, tokens: Tensor, ops) -> Tensor:
+        """`states` of whole sequences: tokens [batch, seq] int64 -> [batch, seq, dim]"""
+        return self.states(*self._dense(tokens), ops, among_themselves(ops))
 
     def loss(self, tokens: Tensor, targets: Tensor, ops, reduction: str = "mean") -> Tensor:
         """Cross entropy in nats. tokens and targets [batch, seq] int64"""
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            heads_first = (t.transpose(1, 2) for t in (q, k, v))
-            return ops.causal_attention(*heads_first).transpose(1, 2)
-
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        logits = self(grams_of(tokens, self.config.grams), positions, ops, attend)
+        logits = self(*self._dense(tokens), ops, among_themselves(ops))
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
+
+    def _dense(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Grams and positions of tokens [batch, seq]."""
+        return grams_of(tokens, self.config.grams), torch.arange(tokens.shape[1], device=tokens.device)

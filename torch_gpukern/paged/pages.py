@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The part of a PagedKVCache that knows no sequences: the tensors of its pages, their scales, and writes at slots."""
+
+from operator import index
+
+import torch
+from torch import Tensor
+
+from ..ops import kv_cache_write, rope_kv_write
+from .scales import CODES, layer_scale, of_layers
+
+DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
+
+
+class KVPages:
+    """Keys and values of all layers, in pages.
+
+    Attributes:
+        k: [layers, num_blocks, block_size, heads_kv, head_dim].
+        v: [layers, num_blocks, block_size, heads_kv, head_dim_v].
+        k_scale, v_scale: of 8-bit pages, as `PagedKVCache` takes them.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        heads_kv: int,
+        head_dim: int,
+        layers: int,
+        head_dim_v: int,
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+        k_scale: Tensor | None,
+        v_scale: Tensor | None,
+    ) -> None:
+        if dtype not in DTYPES + CODES:
+            raise ValueError(f"PagedKVCache: dtype is {dtype}; expected one of {', '.join(map(str, DTYPES + CODES))}")
+        shape = index(layers), index(num_blocks), index(block_size), heads_kv
+        # Rows that no token was written to are never read, so they need no zeros. A cache made in inference_mode serves
+        # outside of it too.
+        with torch.inference_mode(False):
+            self.k = torch.empty(*shape, head_dim, dtype=dtype, device=device)
+            self.v = torch.empty(*shape, head_dim_v, dtype=dtype, device=device)
+        self.k_scale = of_layers("k_scale", k_scale, self.k)
+        self.v_scale = of_layers("v_scale", v_scale, self.v)
+
+    def write(self, k: Tensor, v: Tensor, slots: Tensor, layer: int = 0) -> None:
+        """Writes new keys k [T, heads_kv, head_dim] and values v [T, heads_kv, head_dim_v] of one
+        layer at `slots` [T].
+        """
+        kv_cache_write(k, v, self.k[layer], self.v[layer], slots, **self.scales(layer))
+
+    def rope_write(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        layer: int = 0,
+        *,
+        q_weight: Tensor | None = None,
+        k_weight: Tensor | None = None,
+        eps: float = 1e-6,
+        interleaved: bool = False,
+    ) -> Tensor:
+        """`write` of keys that are rotated first, and normalised where there are weights, with their queries, in one launch:
+        `rope_kv_write` into one layer. Returns q [T, heads_q, head_dim] rotated.
+        """
+        how = {"q_weight": q_weight, "k_weight": k_weight, "eps": eps, "interleaved": interleaved}
+        pages = self.k[layer], self.v[layer]
+        return rope_kv_write(q, k, v, cos, sin, positions, *pages, slots, **how, **self.scales(layer))
+
+    def scales(self, layer: int = 0) -> dict[str, Tensor]:
+        """The k_scale and v_scale of a layer, as `paged_attn` and `kv_cache_write` take them by name; those that are 1 are
+        left out.
+        """
+        found = {"k_scale": layer_scale(self.k_scale, layer), "v_scale": layer_scale(self.v_scale, layer)}
+        return {name: scale for name, scale in found.items() if scale is not None}
+
+    def _check_rows(self, what: str, k: Tensor, v: Tensor, tokens: int) -> None:
+        """k [layers, tokens, heads_kv, head_dim] and v [layers, tokens, heads_kv, head_dim_v] can be written here."""
+        for name, x, pages in (("k", k, self.k), ("v", v, self.v)):
+            expected = pages.shape[0], tokens, *pages.shape[3:]
+            dtypes = DTYPES if pages.dtype in CODES else (pages.dtype,)
+            if tuple(x.shape) != expected or x.dtype not in dtypes or x.device != pages.device:
+                raise ValueError(
+                    f"PagedKVCache.{what}: {name} is {list(x.shape)} {x.dtype} on {x.device}; "
+                    f"expected {list(expected)} {' or '.join(map(str, dtypes))} on {pages.device}"
+                )
+
+    def _copy_rows(self, source: int, target: int, tokens: int) -> None:
+        """The first tokens of a page into another one, in all layers."""
+        for pages, scale in ((self.k, self.k_scale), (self.v, self.v_scale)):
+            pages[:, target, :tokens] = pages[:, source, :tokens]
+            if scale is not None and scale.dim() == 3:
+                with torch.inference_mode(scale.is_inference()):  # one that was made there changes nowhere else
+                    scale[:, target] = scale[:, source]
