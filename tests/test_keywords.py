@@ -249,3 +249,16 @@ def test_sinks_inside_autocast(to, of_q, of_sinks, device):
     assert dense.dtype == rows.dtype == to and paged.dtype == cache.dtype and sinks.grad.dtype == of_sinks
     near = torch_gpukern.flash_attn(*(q.float(),) * 3, sinks=sinks.detach().float())
     assert torch.allclose(dense.float(), near, atol=5e-2)
+
+
+@pytest.mark.parametrize("name", ("gemm", "flash_attn"))
+def test_a_small_call_hands_on_no_defaults(name, monkeypatch):
+    """Each argument that the schema could fill in costs an eager call, numbers most."""
+    from torch_gpukern.ops.op import Op
+
+    op = next(op for op in Op.every if op.name == name)
+    seen, bare = [], op.bare
+    monkeypatch.setattr(op, "bare", lambda *args: (seen.append(len(args)), bare(*args))[1])
+    x = torch.randn(8, 8) if name == "gemm" else torch.randn(1, 1, 8, 8)
+    getattr(torch_gpukern, name)(*[x] * op.required)
+    assert seen == [op.required]

@@ -20,7 +20,7 @@ def is_fp8(q: Any) -> bool:
 def refuse_scales(name: str, q: Any, q_scale: Any, k_scale: Any, v_scale: Any, v_mean: Any, accumulate: Any) -> None:
     """ValueError where a call of other dtypes gives what goes with float8_e4m3fn alone: scales, v_mean, accumulate."""
     if accumulate == "auto" and q_scale is None and k_scale is None and v_scale is None and v_mean is None:
-        return  # without a generator over them, which takes a small call's tenth
+        return
     given = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "v_mean": v_mean}
     for argument, x in given.items():
         if x is not None:

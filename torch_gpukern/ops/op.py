@@ -52,6 +52,8 @@ class Op:
         self.places = {name: i for i, name in enumerate(self.names)}
         self.required = sum(not a.has_default_value() for a in arguments)
         self.defaults = tuple(_interned(a.default_value) for a in arguments)
+        # A public function's 0.0 and 1.0 are integers (keywords.keep_defaults_constant).
+        self._said_defaults = tuple(int(d) if d in (0.0, 1.0) and type(d) is float else d for d in self.defaults)
         self._named_defaults = dict(zip(self.names, self.defaults, strict=True))
         self.results = tuple(r.name for r in self.overload._schema.returns)
         types = [str(a.type) for a in arguments]
@@ -122,8 +124,8 @@ class Op:
         if self.whole_sequences:
             parallel.before_attention(self.name)
         # Trailing defaults are left out: the schema fills them in sooner than it reads them.
-        n, required, defaults = len(args), self.required, self.defaults
-        while n > required and args[n - 1] is defaults[n - 1]:
+        n, required, defaults, said = len(args), self.required, self.defaults, self._said_defaults
+        while n > required and ((x := args[n - 1]) is said[n - 1] or x is defaults[n - 1]):
             n -= 1
         args = args[:n]
         if is_grad_enabled() and any_requires_grad(*args):
