@@ -52,6 +52,39 @@ def test_patterns_say_their_predictions(name, tmp_path):
             assert f"{variant} | {number} {unit} | {limiter} |" in page and counter in page
 
 
+def h100_rows():
+    """(pattern, variant, unit, predicted, measured, share) of the page's table, each of an H100; those that were measured."""
+    page, name = (ROOT / "docs" / "patterns.md").read_text(), ""
+    for line in page[page.index("<!-- patterns begin") : page.index("<!-- patterns end")].splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) != 10 or not cells[1] or not cells[6].replace(".", "").isdigit():
+            continue
+        name = re.sub(r"\[(.*)\].*", r"\1", cells[0]) or name
+        yield name, cells[1], cells[2].split()[1], *map(float, cells[6:9])
+
+
+def test_shares_follow_from_what_was_measured():
+    """A rate's share is measured over predicted, a time's the other way round; all three are rounded."""
+    rows = list(h100_rows())
+    assert len(rows) > 130
+    for name, variant, unit, predicted, measured, share in rows:
+        more, less = (predicted, measured) if unit in ("us", "ns") else (measured, predicted)
+        assert (more - 0.5) / (less + 0.5) - 0.006 <= share <= (more + 0.5) / (less - 0.5) + 0.006, (name, variant)
+
+
+def test_every_prediction_that_was_wrong_is_named():
+    """By more than a fifth: a paragraph that names the pattern has the share, by itself or in a range."""
+    page = (ROOT / "docs" / "patterns.md").read_text()
+    section = page.partition("## Predictions that were wrong")[2].partition("`PATTERN_CHECK=")[0]
+    paragraphs = [text.lower() for text in section.split("\n- ")[1:]]
+    wrong = [row for row in h100_rows() if not 0.8 <= row[-1] <= 1.25]
+    assert len(wrong) > 50 and len(paragraphs) > 20
+    for name, variant, *_, share in wrong:
+        about = " ".join(text for text in paragraphs if re.match(r"\w+", name)[0].lower() in text)
+        ranges = [(float(a), float(b or a)) for a, b in re.findall(r"(\d\.\d\d)\b(?: to (\d\.\d\d)\b)?", about)]
+        assert any(min(pair) <= share <= max(pair) for pair in ranges), (name, variant, share)
+
+
 def test_the_page_has_every_pattern():
     page = (ROOT / "docs" / "patterns.md").read_text()
     assert set(re.findall(r"\.\./examples/patterns/(\w+)\.cu", page)) == set(SOURCES)
