@@ -20,13 +20,17 @@ def test_parts_have_the_memory_of_the_whole():
         at("8:1", "texture")
 
 
-@pytest.mark.parametrize("text", ["(4,8):(8,1)", "(4,8):(1,-4)", "Sw<3,3,3> o 0 o (8,64):(64,1)", "(2,3):(0,1)"])
+OWNED = ["(4,8):(8,1)", "(4,8):(1,-4)", "Sw<3,3,3> o 0 o (8,64):(64,1)", "(2,3):(0,1)"]
+
+
+@pytest.mark.parametrize("text", [*OWNED, "Sw<1,0,2> o 0 o (4,2):(-2,1)", "Sw<2,0,2> o 3 o (4,4):(4,-1)"])
 @pytest.mark.parametrize("dtype", [None, torch.float16])
 def test_an_owning_tensor_has_all_its_elements(text, dtype):
     tensor = L.make_tensor(text, "shared", dtype)
     values = list(tensor.values())
     assert tensor.memory == "shared" and values == [0] * tensor.size
     inner = tensor.layout.layout if isinstance(tensor.layout, L.Swizzled) else tensor.layout
+    assert min(tensor.offsets) >= 0 and max(tensor.offsets) == len(tensor.data) - 1
     for coord in inner.coords():
         tensor[coord] = 1
     assert list(tensor.values()) == [1] * tensor.size
@@ -73,6 +77,23 @@ def test_the_instruction_of_a_copy(src, dst, elem_bytes, arch, want):
 def test_an_offset_counts_too():
     to = at("8:1", "registers")
     assert [L.choose_copy(at("8:1", "global", o), to, 2).bytes for o in (0, 8, 4, 2, 1)] == [16, 16, 8, 4, 2]
+
+
+def test_data_begin_where_their_memory_does():
+    """A torch tensor from its second element on: 16 bytes would be misaligned, which stops a kernel. One of step 2 has no vectors."""
+    memory, to = torch.arange(32, dtype=torch.float32), L.make_tensor("8:1", "registers")
+    bytes_ = [L.choose_copy(L.Tensor("8:1", memory[o:], memory="global"), to, 4).bytes for o in (0, 1, 2, 3, 4)]
+    assert bytes_ == [16, 4, 8, 4, 16]
+    assert L.choose_copy(L.Tensor("8:1", memory[::2], memory="global"), to).bytes == 4
+    assert L.choose_copy(L.Tensor("8:1", memory[1:], 3, "global"), to).bytes == 16  # the offset makes up for it
+
+
+def test_moves_between_registers_keep_the_order():
+    """Two bytes move together only where they are neighbours, in the same order, in both."""
+    here = at("8:1", "registers")
+    for src, want in (("8:1", "4 x mov.b16 (2 bytes)"), ("(2,4):(4,1)", "8 x mov.b16 (1 bytes)")):
+        assert str(L.choose_copy(at(src, "registers"), here, 1)) == want
+    assert str(L.choose_copy(at("(4,2):(2,1)", "registers"), here, 4)) == "8 x mov.b32 (4 bytes)"
 
 
 def test_what_no_copy_can_be():

@@ -51,6 +51,7 @@ def test_command_line(capsys, tmp_path):
         (["gemm_sm90a"], "give --threads"),
         (["no such kernel", "--threads", "32"], "no kernel"),
         (["--registers", "300", "--threads", "32"], "0 to 255"),
+        (["gemm_sm90a", "--threads", "0"], "threads is 0; a block has 1 to 1024"),
         (["--from", str(tmp_path / "none.so")], "does not exist"),
     ):
         assert cli.main(["occupancy", *wrong]) == 1 and text in capsys.readouterr().err

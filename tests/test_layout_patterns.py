@@ -26,8 +26,37 @@ def build_and_run(name, tmp_path):
     return done.stdout
 
 
-def sample(day, count=4):
-    """The patterns that are compiled on a day, a few of all in turn: each takes one to four seconds. GPUKERN_TEST_ALL: all."""
+def test_every_pattern_compiles(tmp_path):
+    """All as one source, a namespace each: their headers are read once, so that all take as long as four alone."""
+    nvcc = shutil.which(os.environ.get("NVCC", "nvcc"))
+    if not nvcc:
+        pytest.skip("nvcc is not installed")
+    headers, bodies = {}, []
+    for name in SOURCES:
+        path = ROOT / "examples" / "patterns" / f"{name}.cu"
+        lines = path.read_text().splitlines()
+        headers |= dict.fromkeys(line for line in lines if line.startswith("#include"))
+        body = "\n".join("" if line.startswith("#include") else line for line in lines)
+        bodies.append(f'namespace in_{name} {{\n#line 1 "{path}"\n{body}\n}}')
+    (tmp_path / "all.cu").write_text("\n".join([*headers, *bodies, ""]))
+    words = [
+        "-std=c++17",
+        "-O3",
+        "-arch=sm_90",
+        "-Werror",
+        "all-warnings",
+        f"-I{ROOT}/csrc",
+        f"-I{ROOT}/examples/patterns",
+    ]
+    command = [nvcc, *words, "-cubin", tmp_path / "all.cu", "-o", tmp_path / "all.cubin"]
+    made = subprocess.run(command, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    kernels = (tmp_path / "all.cubin").read_bytes()
+    assert all(f"{len(name) + 3}in_{name}".encode() in kernels for name in SOURCES)
+
+
+def sample(day, count=2):
+    """The patterns that are built and run on a day, a few of all in turn: each takes one to four seconds. GPUKERN_TEST_ALL: all."""
     return [SOURCES[(day * count + i) % len(SOURCES)] for i in range(count)]
 
 
@@ -35,7 +64,7 @@ COMPILED = SOURCES if os.environ.get("GPUKERN_TEST_ALL") else sample(date.today(
 
 
 def test_every_pattern_has_its_day():
-    days = -(-len(SOURCES) // 4)
+    days = -(-len(SOURCES) // 2)
     assert {name for day in range(days) for name in sample(day)} == set(SOURCES)
 
 
@@ -50,6 +79,39 @@ def test_patterns_say_their_predictions(name, tmp_path):
         if not found[5]:  # on a GPU the predictions are those of that GPU
             variant, number, unit, limiter, _, counter = found.groups()
             assert f"{variant} | {number} {unit} | {limiter} |" in page and counter in page
+
+
+def h100_rows():
+    """(pattern, variant, unit, predicted, measured, share) of the page's table, each of an H100; those that were measured."""
+    page, name = (ROOT / "docs" / "patterns.md").read_text(), ""
+    for line in page[page.index("<!-- patterns begin") : page.index("<!-- patterns end")].splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) != 10 or not cells[1] or not cells[6].replace(".", "").isdigit():
+            continue
+        name = re.sub(r"\[(.*)\].*", r"\1", cells[0]) or name
+        yield name, cells[1], cells[2].split()[1], *map(float, cells[6:9])
+
+
+def test_shares_follow_from_what_was_measured():
+    """A rate's share is measured over predicted, a time's the other way round; all three are rounded."""
+    rows = list(h100_rows())
+    assert len(rows) > 130
+    for name, variant, unit, predicted, measured, share in rows:
+        more, less = (predicted, measured) if unit in ("us", "ns") else (measured, predicted)
+        assert (more - 0.5) / (less + 0.5) - 0.006 <= share <= (more + 0.5) / (less - 0.5) + 0.006, (name, variant)
+
+
+def test_every_prediction_that_was_wrong_is_named():
+    """By more than a fifth: a paragraph that names the pattern has the share, by itself or in a range."""
+    page = (ROOT / "docs" / "patterns.md").read_text()
+    section = page.partition("## Predictions that were wrong")[2].partition("`PATTERN_CHECK=")[0]
+    paragraphs = [text.lower() for text in section.split("\n- ")[1:]]
+    wrong = [row for row in h100_rows() if not 0.8 <= row[-1] <= 1.25]
+    assert len(wrong) > 50 and len(paragraphs) > 20
+    for name, variant, *_, share in wrong:
+        about = " ".join(text for text in paragraphs if re.match(r"\w+", name)[0].lower() in text)
+        ranges = [(float(a), float(b or a)) for a, b in re.findall(r"(\d\.\d\d)\b(?: to (\d\.\d\d)\b)?", about)]
+        assert any(min(pair) <= share <= max(pair) for pair in ranges), (name, variant, share)
 
 
 def test_the_page_has_every_pattern():

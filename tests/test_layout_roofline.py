@@ -79,6 +79,38 @@ def test_counted_intensities_stand_on_the_roofline(tmp_path, capsys):
     )
 
 
+def test_counters_of_little_work_of_no_work_and_of_two_devices(tmp_path, capsys):
+    """Ceilings that allow less than a kernel's own 2 us: latency. What was not counted, or has no ceilings, is left out."""
+    head = "device,what,sm__cycles_elapsed.max,lts__t_sectors_srcunit_tex.sum,dram__bytes_read.sum"
+    rows = [
+        "NVIDIA H100 80GB HBM3,small,9000,1000,32000",
+        "NVIDIA H100 80GB HBM3,not counted,,,",
+        "NVIDIA H100 80GB HBM3,large,9000000,1000000000,32000000000",
+        "NVIDIA H200,large,9000000,1000000000,32000000000",
+        "another,large,9000000,1000000000,32000000000",
+    ]
+    table, page = tmp_path / "c.csv", tmp_path / "r.html"
+    table.write_text("\n".join([head, *rows]))
+    words = ["roofline", "--counters", str(table), "--flops"]
+    assert cli.main([*words, "1e9", "--html", str(page)]) == 0
+    said = capsys.readouterr().out.splitlines()[1:]
+    assert [(line.split()[0], line.split()[-1]) for line in said] == [
+        ("small", "latency"),
+        ("large", "memory"),
+        ("large", "memory"),
+    ]
+    device, points = counted_points(table, 1e9)
+    assert device == "NVIDIA H100 80GB HBM3" and [p.name for p in points] == ["small"] * 2 + ["large"] * 2
+    assert page.read_text().count("<circle") == 4
+    table.write_text("\n".join([head.replace("sm__cycles_elapsed.max", "other"), rows[0]]))
+    assert cli.main([*words, "1e9"]) == 0 and cli.main([*words, "1e9", "--html", str(page)]) == 1
+    assert "no row '' has sm__cycles_elapsed.max" in capsys.readouterr().err
+    for flops in ("0", "-1", "nan", "inf", "many"):
+        with pytest.raises(SystemExit):
+            cli.main([*words, flops])
+        assert "argument --flops: " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words", [[], ["x.json", "--counters", "x.csv", "--flops", "1"], ["--counters", "x.csv"]])
 def test_results_or_counters(words, capsys):
     assert cli.main(["roofline", *words]) == 1

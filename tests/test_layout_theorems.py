@@ -231,6 +231,17 @@ def test_dlpack_in(dtype):
     assert tensor[2, 1, 1] == 99  # the same memory
 
 
+def test_dlpack_in_with_strides_below_0():
+    """torch.from_dlpack ends the process at one: NumPy's reversed views keep their strides and their memory all the same."""
+    whole = np.arange(60).reshape(3, 4, 5)
+    for part in (whole[::-1], whole[:, ::-2, 1:], whole[::-1, 1::-1, ::-3].T, np.arange(1)[::-1]):
+        tensor = L.Tensor.of(part)
+        assert tensor.layout.stride == tuple(step // part.itemsize for step in part.strides) or part.size == 1
+        assert [int(tensor[c]) for c in tensor.layout.coords()] == [part[c] for c in tensor.layout.coords()]
+    L.Tensor.of(whole[::-1])[0, 3, 4] = 99
+    assert whole[2, 3, 4] == 99
+
+
 def test_dlpack_out():
     memory = torch.arange(100)
     tensor = L.Tensor("((2,3),4):((20,1),5)", memory, offset=7)
@@ -240,6 +251,21 @@ def test_dlpack_out():
     assert tensor[(1, 2), 3] == -5 and memory[7 + 20 + 2 + 15] == -5
     assert torch.from_dlpack(tensor[None, 2]).tolist() == tensor.view()[..., 2].tolist()
     assert L.Tensor.of(np.from_dlpack(tensor)).offsets == [o - 7 for o in tensor.offsets]
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_a_view_of_data_that_have_a_step(step):
+    """The data's own stride and start are the view's, too: it has the values that the tensor has."""
+    memory = torch.arange(100)[4::step]
+    tensor = L.Tensor("((2,3),4):((1,8),2)", memory, offset=3)
+    assert tensor.view().permute(2, 1, 0).reshape(-1).tolist() == tensor.values().tolist()
+    assert np.from_dlpack(tensor[None, 2])[1, 2] == tensor[(1, 2), 2] == memory[3 + 1 + 16 + 4]
+    with pytest.raises(IndexError, match=f"reaches offset {len(memory)} of data with {len(memory)} elements"):
+        L.Tensor("2:1", memory, offset=len(memory) - 1).view()
+    with pytest.raises(IndexError, match="reaches offset -1 of data"):
+        L.Tensor("2:1", memory, offset=-1).view()
+    with pytest.raises(ValueError, match="the data have 2 dimensions"):
+        L.Tensor("2:1", memory.reshape(1, -1)).view()
 
 
 def test_dlpack_refuses_what_strides_cannot_say():

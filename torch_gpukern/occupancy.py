@@ -208,7 +208,7 @@ def _kernels(args: argparse.Namespace) -> list[Kernel]:
 def run(args: argparse.Namespace) -> int:
     rows = [("kernel", "arch", "threads", "registers", "shared", "blocks/SM", "warps", "limited by")]
     for kernel in _kernels(args):
-        threads = args.threads or kernel.threads
+        threads = kernel.threads if args.threads is None else args.threads
         shared = kernel.shared_bytes + args.shared
         row = (kernel.name, kernel.arch, str(threads or "?"), str(kernel.registers), str(shared))
         if threads is None:

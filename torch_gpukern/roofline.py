@@ -243,6 +243,15 @@ def html(device: str, peaks: dict, points: list[Point], without: int, source: st
     )
 
 
+def _counted_bound(flops: float, read_bytes: float, device: str) -> str:
+    """What bounds a launch that has moved so much, if nothing but its nominal ceilings does."""
+    nominal = NOMINAL[device]
+    compute_us, memory_us = flops / nominal["bf16"] / 1e6, read_bytes / nominal["read"] / 1e3
+    if max(compute_us, memory_us) < LATENCY_US:
+        return "latency"
+    return "memory" if memory_us > compute_us else "compute"
+
+
 def counted(path: Path, flops: float, what: str = "") -> list[tuple[str, ...]]:
     """Rows of text: FLOPs per byte that L2 and memory really moved, by ncu's counters of a table as docs/counters.csv is.
 
@@ -255,12 +264,15 @@ def counted(path: Path, flops: float, what: str = "") -> list[tuple[str, ...]]:
         raise ValueError(f"{path}: expected the columns {', '.join(sorted(needed))}")
     found = [("what", "FLOPs/byte of L2", "of memory", "ridge of memory", "if nothing else bounds it")]
     for row in rows:
-        l2, memory = 32 * float(row["lts__t_sectors_srcunit_tex.sum"]), float(row["dram__bytes_read.sum"])
+        l2, memory = (
+            unit * float(row[column] or 0)
+            for column, unit in (("lts__t_sectors_srcunit_tex.sum", 32), ("dram__bytes_read.sum", 1))
+        )
         nominal = NOMINAL.get(row["device"])
         if what not in row["what"] or not l2 or not memory or not nominal:
             continue
         ridge = nominal["bf16"] * 1e3 / nominal["read"]
-        bound = "memory" if flops / memory < ridge else "compute"
+        bound = _counted_bound(flops, memory, row["device"])
         found.append((row["what"], f"{flops / l2:.1f}", f"{flops / memory:.1f}", f"{ridge:.0f}", bound))
     if len(found) == 1:
         raise ValueError(f"{path}: no row '{what}' has both counters, of a device with a nominal rate")
@@ -268,20 +280,39 @@ def counted(path: Path, flops: float, what: str = "") -> list[tuple[str, ...]]:
 
 
 def counted_points(path: Path, flops: float, what: str = "") -> tuple[str, list[Point]]:
-    """(device, two points a row: over FLOPs per byte of L2, and of memory). The rate is that of the counted cycles at GHZ."""
+    """(device, two points a row: over FLOPs per byte of L2, and of memory). The rate is that of the counted cycles at GHZ.
+
+    Of the first device that has a nominal rate; rows of others have other ceilings.
+    """
+    cycles = "sm__cycles_elapsed.max"
     with path.open() as lines:
-        rows = [row for row in csv.DictReader(lines) if what in row["what"]]
+        rows = [row for row in csv.DictReader(lines) if what in row["what"] and row["device"] in GHZ]
+    rows = [row for row in rows if float(row.get(cycles) or 0)]
+    if not rows:
+        raise ValueError(f"{path}: no row '{what}' has {cycles}, of a device with a nominal rate")
     device, points = rows[0]["device"], []
     peak, read = NOMINAL[device]["bf16"] * 1e3, NOMINAL[device]["read"]
     for row in rows:
-        gflops = flops / (float(row["sm__cycles_elapsed.max"]) / GHZ[device])
+        if row["device"] != device:  # it has a roofline of its own
+            continue
+        gflops = flops / (float(row[cycles]) / GHZ[device])
         for name, column, unit in (("L2", "lts__t_sectors_srcunit_tex.sum", 32), ("memory", "dram__bytes_read.sum", 1)):
-            if moved := unit * float(row[column]):
+            if moved := unit * float(row[column] or 0):
                 ceiling = min(peak, flops / moved * read) if name == "memory" else peak
-                bound = "memory" if ceiling < peak else "compute"
+                bound = _counted_bound(flops, moved if name == "memory" else 0, device)
                 percent = 100 * gflops / ceiling
                 points.append(Point(name, row["what"], "bf16", flops / moved, gflops, percent, bound))
     return device, points
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+    return value
+
+
+_positive.__name__ = "float"  # which argparse names where float() fails
 
 
 def add_arguments(commands: argparse._SubParsersAction) -> None:
@@ -291,7 +322,7 @@ def add_arguments(commands: argparse._SubParsersAction) -> None:
     p.add_argument(
         "--counters", type=Path, metavar="CSV", help="instead: intensity by ncu's counters, as docs/counters.csv"
     )
-    p.add_argument("--flops", type=float, metavar="N", help="of one launch, with --counters")
+    p.add_argument("--flops", type=_positive, metavar="N", help="of one launch, with --counters")
     p.add_argument("--what", default="", metavar="TEXT", help="of these rows of --counters only")
     p.add_argument("--bench", nargs="+", help="of these benchmarks only: gemm, flash_attn, paged_attn, model")
     p.add_argument("--png", type=Path, metavar="FILE", help="needs matplotlib")

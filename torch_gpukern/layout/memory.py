@@ -23,15 +23,16 @@ def make_tensor(layout: Layout | Swizzled | str, memory: str = "registers", dtyp
     memory: "registers", "shared" or "global". Strides below 0 begin as far up as they reach down.
     """
     layout = parse(layout) if isinstance(layout, str) else layout
-    lowest = 0 if isinstance(layout, Swizzled) else layout.lowest
-    length = max(Tensor(layout).offsets) - lowest + 1
+    lowest = layout.layout.lowest + layout.offset if isinstance(layout, Swizzled) else layout.lowest
+    begin = max(-lowest, 0)
+    length = max(Tensor(layout, offset=begin).offsets) + 1
     if dtype is None:
         data: Any = [0] * length
     else:
         import torch
 
         data = torch.zeros(length, dtype=dtype)
-    return Tensor(layout, data, -lowest, memory)
+    return Tensor(layout, data, begin, memory)
 
 
 def fragment_like(tensor: Tensor | Layout | Swizzled | str, dtype: Any = None) -> Tensor:
@@ -68,6 +69,15 @@ def _elem_bytes(src: Tensor, dst: Tensor, given: int | None) -> int:
     return sizes.pop()
 
 
+def _placed(tensor: Tensor, size: int) -> list[int]:
+    """Where its elements lie, counted from a multiple of 16 bytes: a torch tensor knows where its data begin, and their step."""
+    data = tensor.data
+    if not hasattr(data, "data_ptr") or data.dim() != 1 or tensor.memory == "registers":
+        return tensor.offsets
+    first, step = data.data_ptr() % WIDEST // size, data.stride(0)
+    return [first + o * step for o in tensor.offsets]
+
+
 def _runs(src: list[int], dst: list[int], width: int) -> bool:
     """Whether the elements fall into aligned groups of `width` that lie side by side in both, in the same order."""
     order = sorted(range(len(dst)), key=dst.__getitem__)
@@ -83,9 +93,9 @@ def _runs(src: list[int], dst: list[int], width: int) -> bool:
 def choose_copy(src: Tensor, dst: Tensor, elem_bytes: int | None = None, arch: int = 90) -> CopyChoice:
     """The instructions by which one thread would copy src to dst: the widest that both sides allow, up to 16 bytes.
 
-    Both say their memory (`Tensor(..., memory=)`). A tensor's data begin at a multiple of 16 bytes; swizzles, offsets and strides
-    decide from there. From global to shared memory it is cp.async from arch 80 on and from 4 bytes on, else a load and a store.
-    Copies by several threads together are none of these: see `atoms.ldmatrix`, `tma_box`.
+    Both say their memory (`Tensor(..., memory=)`). A tensor's data begin at a multiple of 16 bytes, or where its torch tensor does;
+    swizzles, offsets and strides decide from there. From global to shared memory it is cp.async from arch 80 on and from 4 bytes on,
+    else a load and a store. Copies by several threads together are none of these: see `atoms.ldmatrix`, `tma_box`.
 
     Args:
         elem_bytes: needed where no side has a torch tensor.
@@ -105,8 +115,10 @@ def choose_copy(src: Tensor, dst: Tensor, elem_bytes: int | None = None, arch: i
     if size not in TYPES:
         raise ValueError(f"choose_copy: elements have {size} bytes; expected 1, 2, 4, 8 or 16")
     # a register has any place; what counts is that the values of an access lie in registers side by side
-    width = WIDEST // size
-    while width > 1 and not _runs(src.offsets, dst.offsets, width):
+    width, places = WIDEST // size, (_placed(src, size), _placed(dst, size))
+    if src.memory == dst.memory == "registers":  # a register is moved whole, and values of 16 bits one by one
+        width = 2 if size == 1 else 1
+    while width > 1 and not _runs(*places, width):
         width //= 2
     wide = width * size
     accesses = src.size // width
@@ -118,6 +130,6 @@ def choose_copy(src: Tensor, dst: Tensor, elem_bytes: int | None = None, arch: i
     if dst.memory != "registers":
         parts.append(f"st.{dst.memory}.{TYPES[wide]}")
     if not parts:
-        wide = min(max(size, 2), 4)
-        return CopyChoice((f"mov.{TYPES[wide]}",), wide, -(-src.size * size // wide))
+        part = min(wide, 4)
+        return CopyChoice((f"mov.{TYPES[max(part, 2)]}",), part, src.size * size // part)
     return CopyChoice(tuple(parts), wide, accesses)

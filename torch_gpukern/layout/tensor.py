@@ -45,18 +45,26 @@ class Tensor(OfLayout):
     def of(cls, tensor: Any) -> Tensor:
         """A torch tensor, or any array that speaks DLPack (NumPy, JAX, CuPy), with the layout that its shape and strides say.
 
-        Shares its memory.
+        Shares its memory. An array that says strides below 0 (NumPy) keeps them: its offset is where they begin.
         """
+        back: list[int] = []
         if not hasattr(tensor, "as_strided"):
             import torch
 
+            # torch ends the process at a stride below 0: it is given the array the other way round
+            back = [m for m, step in enumerate(getattr(tensor, "strides", None) or ()) if step < 0]
+            if back:
+                tensor = tensor[tuple(slice(None, None, -1 if m in back else 1) for m in range(len(tensor.shape)))]
             tensor = torch.from_dlpack(tensor)
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
         if 0 in shape:
             raise ValueError(f"Tensor.of: shape is {shape}; a layout has 1 or more elements in each mode")
         reach = 1 + sum((s - 1) * d for s, d in zip(shape, stride))
         data = tensor.detach().as_strided((reach,), (1,))
-        return cls(Layout(shape, stride) if shape else Layout(1, 0), data)
+        if not shape:
+            return cls(Layout(1, 0), data)
+        stride = tuple(-d if m in back else d for m, d in enumerate(stride))
+        return cls(Layout(shape, stride), data, sum((shape[m] - 1) * -stride[m] for m in back))
 
     def view(self) -> Any:
         """A torch tensor over the same memory, a dimension for each mode, those of nested modes one after the other.
@@ -66,16 +74,20 @@ class Tensor(OfLayout):
         data = self._need_data("view")
         if not hasattr(data, "as_strided"):
             raise TypeError(f"view: the data are {type(data).__name__}; expected a torch tensor")
+        if data.dim() != 1:
+            raise ValueError(f"view: the data have {data.dim()} dimensions; offsets index one (Tensor.of takes more)")
         if isinstance(self.layout, Swizzled):
             raise Refusal("view", "layout", self.layout.layout, None, f"{self.layout.swizzle} is no sum of strides")
         back = next((m for m, (_, d) in enumerate(self.layout.leaves) if d < 0), None)
         if back is not None:
             raise Refusal("view", "layout", self.layout, back, "torch has no strides below 0")
-        shape, stride = zip(*self.layout.leaves)
-        if self.offset + self.layout.cosize > data.numel():
-            last = self.offset + self.layout.cosize - 1
-            raise IndexError(f"view: {self.layout} reaches offset {last} of data with {data.numel()} elements")
-        return data.as_strided(shape, stride, data.storage_offset() + self.offset)
+        first, last = self.offset, self.offset + self.layout.cosize - 1
+        if first < 0 or last >= data.numel():
+            reached = first if first < 0 else last
+            raise IndexError(f"view: {self.layout} reaches offset {reached} of data with {data.numel()} elements")
+        step = data.stride(0)  # of the data themselves
+        shape, stride = [s for s, _ in self.layout.leaves], [d * step for _, d in self.layout.leaves]
+        return data.as_strided(shape, stride, data.storage_offset() + first * step)
 
     def __dlpack__(self, **options: Any) -> Any:
         """Hands `view()` to whoever speaks DLPack: numpy.from_dlpack(t), jax.dlpack.from_dlpack(t)."""
