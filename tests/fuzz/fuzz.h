@@ -121,6 +121,20 @@ static gk_tensor fz_make(gk_dtype dtype, int ndim, const int64_t *shape, int fla
     return t;
 }
 
+/* Slots of a cache of `capacity` tokens, none twice: some -1 and less, some past the end. An input, though no two lie in one place. */
+FZ_UNUSED static gk_tensor fz_slots(gk_dtype dtype, int64_t tokens, int64_t capacity) {
+    const gk_tensor slots = fz_make(dtype, 1, &tokens, FZ_RESULT | FZ_FILLED);
+    const int64_t first = fz_int(0, 20), bad = fz_int(0, 9);
+    for (int64_t i = 0; i < tokens; ++i) {
+        int64_t slot = i < capacity ? (first + i) % capacity : -1 - i;
+        if (bad == 9 && i == tokens - 1) slot = capacity + first;
+        if (bad == 8 && i % 2) slot = -slot - 1;
+        fz_set(&slots, i, (double)slot);
+    }
+    fz_all[fz_count - 1].result = false;
+    return slots;
+}
+
 /* The elements in float64, dense. */
 FZ_UNUSED static gk_tensor fz_twin(const gk_tensor *t) {
     gk_tensor x = fz_make(GK_F64, t->ndim, t->shape, FZ_CONTIGUOUS | FZ_RESULT);

@@ -16,15 +16,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     args.k = fz_make(dtype, 3, k_shape, FZ_INPUT), args.v = fz_make(dtype, 3, v_shape, FZ_INPUT);
     args.k_cache = fz_make(dtype, 4, kc_shape, FZ_RESULT | FZ_FILLED);
     args.v_cache = fz_make(dtype, 4, vc_shape, FZ_RESULT | FZ_FILLED);
-    args.slots = fz_make(slot_dtype, 1, &tokens, FZ_RESULT | FZ_FILLED);
-    const int64_t first = fz_int(0, 20), bad = fz_int(0, 9);
-    for (int64_t i = 0; i < tokens; ++i) {
-        int64_t slot = i < capacity ? (first + i) % capacity : -1 - i;
-        if (bad == 9 && i == tokens - 1) slot = capacity + first;
-        if (bad == 8 && i % 2) slot = -slot - 1;
-        fz_set(&args.slots, i, (double)slot);
-    }
-    fz_all[fz_count - 1].result = false;
+    args.slots = fz_slots(slot_dtype, tokens, capacity);
     const int scales = (int)fz_int(0, 15);
     gk_tensor k_scale, v_scale;
     if (scales & 1) k_scale = fz_make(fz_stats(dtype), scales & 4 ? 1 : 0, &heads, FZ_INPUT), args.k_scale = &k_scale;
