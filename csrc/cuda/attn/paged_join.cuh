@@ -8,7 +8,7 @@
 #ifndef GPUKERN_CUDA_PAGED_JOIN_CUH
 #define GPUKERN_CUDA_PAGED_JOIN_CUH
 
-#include "../ptx/count.cuh"
+#include "../ptx/flag.cuh"
 #include "../ptx/griddepcontrol.cuh"
 #include "paged_combine.cuh"
 #include "paged_stream.cuh"

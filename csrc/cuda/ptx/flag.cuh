@@ -10,6 +10,17 @@ static __device__ __forceinline__ void red_add_release(unsigned *counter_g, unsi
                  : "memory");
 }
 
+// atom.acq_rel.gpu: adds one; returns the count before. What this thread did before, and others of its block before a barrier with
+// it, is seen by whoever counts later, and by others of that block behind a barrier (PTX ISA, Memory Consistency Model).
+static __device__ __forceinline__ unsigned atom_inc_acq_rel(unsigned *counter_g) {
+    unsigned before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;"
+                 : "=r"(before)
+                 : "l"(__cvta_generic_to_global(counter_g))
+                 : "memory");
+    return before;
+}
+
 // ld.acquire.gpu
 static __device__ __forceinline__ unsigned ld_acquire(const unsigned *counter_g) {
     unsigned value;
