@@ -124,10 +124,10 @@ bool gk_cpu_multiplies_quads(bool wide) {
 #endif
 }
 
-/* Intel's VDPBF16PS: see gk_cpu_isa_reason. */
-static bool pairs_are_slow(void) {
+bool gk_cpu_is_intel(void); /* gemm.c, too */
+bool gk_cpu_is_intel(void) {
 #if defined(GK_X86_ISAS)
-    static atomic_int found; /* 1 of AMD and others, 2 of Intel; 0 until asked for */
+    static atomic_int found; /* 1 of others, 2 of Intel; 0 until asked for */
     int known = atomic_load_explicit(&found, memory_order_relaxed);
     if (known == 0) {
         unsigned leaf, vendor, unused;
@@ -144,7 +144,7 @@ static bool pairs_are_slow(void) {
 /* The sets do not nest in speed: the best one may be left to who asks for it by name. */
 static gk_isa usual(void) {
     if (best() != GK_ISA_AVX512BF16) return best();
-    return pairs_are_slow() ? GK_ISA_AVX512 : GK_ISA_AVX512BF16;
+    return gk_cpu_is_intel() ? GK_ISA_AVX512 : GK_ISA_AVX512BF16; /* see gk_cpu_isa_reason */
 }
 
 const char *gk_cpu_isa(void) { return gk_isa_names[usual()]; }
