@@ -66,6 +66,26 @@ BUILT_FOR_CUDA = pytest.mark.skipif(
 )
 
 
+def test_explain_of_few_bits():
+    """Scales and packed weights are made from the options; what they say is what the same call says in Python."""
+    call = ["scaled_gemm", "70", "130", "300", "--scales", "1x128,128x128", "--json"]
+    a, b = (torch.ones(rows, 300, dtype=torch.float8_e4m3fn) for rows in (70, 130))
+    want = torch_gpukern.explain("scaled_gemm", a, b.mT, torch.ones(70, 3), torch.ones(2, 3).mT)
+    assert json.loads(run("explain", *call)[1]) == want
+    if torch.ops.gpukern.cuda_kernels.default():
+        assert json.loads(run("explain", *call, "--arch", "sm_90")[1])["row"] == "scaled_gemm_sm90a_e4m3_block_128x128"
+    assert "_i8_" in json.loads(run("explain", *call[:-3], "--dtype", "int8", "--json")[1])["row"]
+    for format, group in (("int4", 128), ("mxfp4", 32), ("nvfp4", 16), ("e4m3", 64)):
+        more = ["--group", str(group)] if format == "e4m3" else []
+        found = json.loads(run("explain", "weight_gemm", "3", "100", "300", "--format", format, *more, "--json")[1])
+        packed = torch.zeros(2, 5, 4096 if format == "e4m3" else 2048, dtype=torch.uint8)
+        scale = torch.ones(-(-300 // group), 100)
+        a = torch.ones(3, 300, dtype=torch.bfloat16)
+        assert found == torch_gpukern.explain("weight_gemm", a, packed, scale, 100, format)
+    with pytest.raises(SystemExit):
+        main(["explain", "scaled_gemm", "4", "4", "4", "--scales", "row,row,row"])
+
+
 @BUILT_FOR_CUDA
 @pytest.mark.parametrize(
     "call, arch, row",

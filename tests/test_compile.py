@@ -971,13 +971,32 @@ def test_compiled_autocast_step_of_the_demos_model(device, monkeypatch):
         assert (got[name] - x).norm() <= 0.05 * x.norm(), name
 
 
-@pytest.mark.parametrize("what", ("attention", "int8"))
+class NamedRMSNorm(torch.nn.Module):
+    """As transformers has it."""
+
+    def __init__(self, n):
+        super().__init__()
+        self.weight, self.variance_epsilon = torch.nn.Parameter(torch.rand(n)), 1e-6
+
+    def forward(self, x):
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+
+
+@pytest.mark.parametrize("what", ("attention", "int8", "norms"))
 def test_defaults_in_two_subgraphs(what):
     """A default that two checkpointed blocks, or two autograd Functions, read is a constant of a graph of dynamic shapes."""
     gen = generator("subgraphs", 0)
     x = randn(gen, 1, 2, 8, 64, dtype=torch.float32, device="cpu").requires_grad_()
     if what == "attention":
-        layers = [lambda q: torch_gpukern.flash_attn(q, q, q, is_causal=True)] * 2
+        as_there = torch_gpukern.integrations.flash_attn.flash_attn_func
+        layers = [lambda q: torch_gpukern.flash_attn(q, q, q, is_causal=True), lambda q: as_there(q, q, q)] * 2
+    elif what == "norms":
+        layers = [lambda q: torch_gpukern.layer_norm(torch_gpukern.rms_norm(q))] * 2
+        layers += [kind(64, eps=1e-5) for kind in (torch_gpukern.nn.RMSNorm, torch_gpukern.nn.LayerNorm) * 2]
+        net = torch.nn.Sequential(*(NamedRMSNorm(64) for _ in range(2)))
+        torch_gpukern.nn.patch(net, say=None)
+        assert all("Similar" in str(type(norm).__mro__) for norm in net)
+        layers += list(net)
     else:
         net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
         torch_gpukern.nn.quantize(net, what)

@@ -130,6 +130,12 @@ def test_in_place_printed_and_refused(capsys):
         model(torch.ones(2, 260, dtype=torch.float64))
     with pytest.raises(ValueError, match="QuantizedLinear: x has 7 columns, the weight has 260; they must match"):
         model(torch.ones(2, 7))
+    again = gnn.quantize(model, "w4", say=said.append)
+    assert not again.replaced and said[-4:-2] == ["gpukern: nothing to quantize", "gpukern: 0 left: it is fp8 already"]
+    gnn.quantize(nn.Linear(64, 64), "w4", say=said.append)
+    assert ": the model; 0.0 -> 0.0 MiB" in said[-1]
+    with pytest.raises(TypeError, match="linear"):  # the layer's own words, not those of what watches it
+        gnn.quantize(nn.Linear(64, 64), "int8-static", calibration=[1], say=None)
 
 
 def test_calibration(capsys):

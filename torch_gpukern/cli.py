@@ -29,7 +29,9 @@ from .tuning import gemm as gemm_tuner
 
 _DTYPES = gemm_tuner.DTYPES
 # Ops whose calls options can say; torch_gpukern.explain knows more.
-_EXPLAINED = "gemm", "flash_attn", "flash_attn_varlen", "flash_attn_bwd", "paged_attn"
+_EXPLAINED = "gemm", "flash_attn", "flash_attn_varlen", "flash_attn_bwd", "paged_attn", "scaled_gemm", "weight_gemm"
+_CODES = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2, "int8": torch.int8}
+_GROUPS = {"int4": 128, "uint4": 128, "int8": 128, "e4m3": 128, "mxfp4": 32, "nvfp4": 16}  # of a format, unless said
 
 
 # ---- info ----------------------------------------------------------------------------------------
@@ -72,6 +74,8 @@ def _explained_call(args: argparse.Namespace) -> tuple[list, dict]:
     """The arguments of the op that the options describe. Explaining reads shapes and lengths, no
     other contents; a call that is measured has normal values.
     """
+    if args.op in ("scaled_gemm", "weight_gemm"):
+        return _quantised_call(args, device_of(args.device)), {}
     options = {"dtype": _DTYPES[args.dtype], "device": device_of(args.device)}
 
     def make(*shape: int) -> Tensor:
@@ -115,6 +119,33 @@ def _explained_call(args: argparse.Namespace) -> tuple[list, dict]:
     return [make(*q.shape), q, k, v, out, lse], scores
 
 
+def _quantised_call(args: argparse.Namespace, device: torch.device) -> list:
+    """Codes and scales of 1; b as weights are stored, transposed."""
+
+    def scales(rows: int, cols: int, granularity: str) -> Tensor:
+        high = {"tensor": 1, "128x128": -(-rows // 128)}.get(granularity, rows)
+        across = {"tensor": 1, "row": 1, "1x32": -(-cols // 32)}.get(granularity, -(-cols // 128))
+        return torch.ones(high, across, device=device)
+
+    m, n, k = args.m, args.n, args.k
+    if args.op == "scaled_gemm":
+        a, b = (torch.ones(rows, k, dtype=torch.int8, device=device).to(_CODES[args.dtype]) for rows in (m, n))
+        of_a, _, of_b = args.scales.partition(",")
+        return [a, b.mT, scales(m, k, of_a), scales(n, k, of_b or of_a).mT]
+    group = min(args.group or _GROUPS[args.format], max(k, 1))
+    bytes_of_tile = 4096 if args.format in ("int8", "e4m3") else 2048
+    packed = torch.full((-(-n // 64), -(-k // 64), bytes_of_tile), 0x11, dtype=torch.uint8, device=device)
+    a = torch.ones(m, k, dtype=_DTYPES[args.dtype], device=device)
+    return [a, packed, torch.ones(-(-k // group), n, device=device), n, args.format]
+
+
+def _granularities(text: str) -> str:
+    known = ("tensor", "row", "1x128", "128x128", "1x32")
+    if not all(part in known for part in text.split(",")) or text.count(",") > 1:
+        raise argparse.ArgumentTypeError(f"must be one of {', '.join(known)}, or two of them, got {text!r}")
+    return text
+
+
 def _explain(args: argparse.Namespace) -> int:
     if args.arch and (args.measure or args.device != "cpu"):
         raise ValueError("--arch speaks of a GPU that need not be there: it takes neither --device nor --measure")
@@ -130,7 +161,7 @@ def _explain(args: argparse.Namespace) -> int:
         print(json.dumps(x if us is None else {**x, "measured_us": us}, indent=2))
         return 0
     why = ops.cpu_isa_reason.default() if args.device == "cpu" and not args.arch and args.dtype == "bfloat16" else ""
-    names = ("MB", "NB", "KB", "MR*NR") if args.op == "gemm" else ("BQ", "BKV", "chunk", "")
+    names = ("MB", "NB", "KB", "MR*NR") if args.op.endswith("gemm") else ("BQ", "BKV", "chunk", "")
     tiles = "  ".join(f"{name} {size}" for name, size in zip(names, x["tile"], strict=True) if size)
     rows = [
         ("row", x["row"] + (", preferred since it was tuned" if x["preferred"] else "")),
@@ -290,14 +321,32 @@ def _parser() -> argparse.ArgumentParser:
     for op in _EXPLAINED:
         p = named.add_parser(op)
         p.set_defaults(run=_explain)
-        p.add_argument("--dtype", choices=_DTYPES, default="float32")
+        if op == "scaled_gemm":
+            p.add_argument("--dtype", choices=_CODES, default="float8_e4m3fn")
+        elif op == "weight_gemm":
+            p.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="of the activations")
+        else:
+            p.add_argument("--dtype", choices=_DTYPES, default="float32")
         p.add_argument("--device", default="cpu")
         p.add_argument("--arch", choices=ARCHS, help="what a GPU of this architecture would run; needs none")
         p.add_argument("--measure", action="store_true", help="run the call, too, and say how long it takes")
         p.add_argument("--json", action="store_true", help="what torch_gpukern.explain returns, as JSON")
-        if op == "gemm":
+        if op.endswith("gemm"):
             for name in ("m", "n", "k"):
                 p.add_argument(name, type=whole(0), metavar=name.upper())
+        if op == "scaled_gemm":
+            p.add_argument(
+                "--scales", type=_granularities, default="row", metavar="G[,G]",
+                help="tensor, row, 1x128, 128x128 or 1x32; two of them: of a and of b, as 1x128,128x128",
+            )  # fmt: skip
+            continue
+        if op == "weight_gemm":
+            p.add_argument("--format", choices=_GROUPS, default="int4")
+            p.add_argument(
+                "--group", type=whole(1), help="columns that share a scale; default: 128, mxfp4 32, nvfp4 16"
+            )
+            continue
+        if op == "gemm":
             p.add_argument("--batch", type=whole(0), nargs="*", default=[], help="batch dimensions of a")
             p.add_argument("--layout", choices=("NN", "NT", "TN", "TT"), default="NN", help="T: stored transposed")
             p.add_argument("--bias", action="store_true")

@@ -48,7 +48,9 @@ def calibrate(
 
     def watch(name: str):
         def hook(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
-            given = args[0] if args else kwargs["input"]
+            given = args[0] if args else kwargs.get("input")
+            if not isinstance(given, Tensor):
+                return  # the layer says what it expects
             x = rows_of(given.detach()).float()
             if not len(x):
                 return

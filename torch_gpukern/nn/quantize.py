@@ -195,6 +195,9 @@ def _found(done: Quantized, model: torch.nn.Module, recipe: str, skip: Any) -> d
             closed.update(module.modules())
     scheme, found = SCHEMES.get(recipe), {}
     for name, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            done.skipped[name] = f"it is {module.scheme} already"
+            continue
         if not isinstance(module, torch.nn.Linear):
             continue
         if is_skipped(name, module, skip):
@@ -249,7 +252,7 @@ def _change(done: Quantized, name: str, module: torch.nn.Linear, recipe: str, se
 
 
 def _report(done: Quantized, say: Callable[[str], object]) -> None:
-    names = list(done.replaced)
+    names = [name or "the model" for name in done.replaced]
     if names:
         some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         line = f"gpukern: {len(names)} Linear -> {done.recipe} ({RECIPES[done.recipe]}): {some}"
@@ -259,4 +262,4 @@ def _report(done: Quantized, say: Callable[[str], object]) -> None:
     else:
         say("gpukern: nothing to quantize")
     for name, why in done.skipped.items():
-        say(f"gpukern: {name} left: {why}")
+        say(f"gpukern: {name or 'the model'} left: {why}")

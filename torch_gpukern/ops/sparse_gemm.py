@@ -48,7 +48,7 @@ def sparse_gemm(
     Args:
         a: [M, K] of the weight's dtype, of 8-bit floats either; any strides, any M.
         values: what `sparse_pack` returned for w [N, K]; rows may be narrowed.
-        meta: likewise.
+        meta: likewise. It is trusted: with bytes that `sparse_pack` does not make results are undefined.
         scale_a: of 8 bits: float32 [], [1] or [M, 1]; None is 1.
         scale_b: of 8 bits: float32 [], [1] or [1, N]; None is 1.
         bias: [N] of the result's dtype.
