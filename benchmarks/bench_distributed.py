@@ -96,7 +96,10 @@ def measure(group: str, label: str, calls: dict, *, graph: bool = False, rounds:
             ready.pop(name, None)
             failed[name] = error or "failed on another rank"
     found = {name: [] for name in ready}
-    first = {name: seconds(call, 1) for name, call in ready.items()}
+    first = {}
+    for name, call in ready.items():
+        seconds(call, 2)  # a first call makes buffers: it would say that few repeats fit
+        first[name] = seconds(call, 2)
     for _ in range(rounds):
         for name, call in ready.items():
             found[name].append(seconds(call, max(1, min(50, int(budget / rounds / len(ready) / first[name])))))

@@ -7,6 +7,7 @@
 // would do.
 #include "box.h"
 #include "call.h"
+#include "gpukern_ranks.h"
 
 #define GEMM_ARGS                                                                               \
     "(Tensor a, Tensor b, Tensor? bias=None, Tensor? c=None, float alpha=1.0, float beta=1.0, " \
@@ -228,6 +229,7 @@ void define(gk::Library &m) {
     m.def("explain_for(str arch) -> ()");
     m.def("gemm_prefer(str device, str gemm_class, str row) -> ()");
     m.def("gemm_prefer_none() -> ()");
+    m.def("limit_sms(int sms) -> int");
 }
 
 std::string version() { return gk_version(); }
@@ -280,6 +282,17 @@ void gemm_prefer(PreferArgs &x) {
 
 void gemm_prefer_none() { gk_gemm_prefer_none(); }
 
+struct LimitArgs {
+    int64_t sms;
+};
+
+// The limit before.
+int64_t limit_sms(LimitArgs &x) {
+    const int64_t before = gk_sm_limit();
+    gk::status_ok("limit_sms", gk_limit_sms(static_cast<int32_t>(x.sms)));
+    return before;
+}
+
 void implement(gk::Library &m) {
     m.impl("version", gk::boxed<version>);
     m.impl("cpu_isa", gk::boxed<cpu_isa>);
@@ -291,6 +304,7 @@ void implement(gk::Library &m) {
     m.impl("serves_head_dim", gk::boxed<serves_head_dim>);
     m.impl("gemm_prefer", gk::boxed<gemm_prefer>);
     m.impl("gemm_prefer_none", gk::boxed<gemm_prefer_none>);
+    m.impl("limit_sms", gk::boxed<limit_sms>);
 }
 
 const gk::Registered schemas(gk::Library::Kind::DEF, nullptr, define, __FILE__);

@@ -101,19 +101,17 @@ static void out_shape(const gk_flash_attn_args *f, int64_t *shape) {
     shape[last] = f->v.shape[last];
 }
 
-/* q's, or on the CPU float32 where that is the wider one: what is joined with other results later is not rounded before. */
-static gk_status check_result_dtype(gk_io *io, const gk_context *ctx, const char *name, const gk_tensor *q,
-                                    gk_dtype dtype) {
-    const bool wide = ctx->device == GK_CPU && gk_type_of(q->dtype)->bits < 32;
+/* q's, or float32 where that is the wider one: what is joined with other results later is not rounded before. */
+static gk_status check_result_dtype(gk_io *io, const char *name, const gk_tensor *q, gk_dtype dtype) {
+    const bool wide = gk_type_of(q->dtype)->bits < 32;
     GK_REQUIRE(dtype == q->dtype || (wide && dtype == GK_F32), "%s must be %s (as q)%s, got %s", name,
                gk_dtype_name(q->dtype), wide ? " or float32" : "", io->dtype_name(dtype));
     return GK_OK;
 }
 
 /* out and lse are read, too. */
-static gk_status check_accumulates(const gk_context *ctx, const gk_flash_attn_args *f, gk_io *io) {
+static gk_status check_accumulates(const gk_flash_attn_args *f, gk_io *io) {
     const gk_dtype dtype = gk_stats_dtype(f->q.dtype);
-    if (ctx->device != GK_CPU) return gk_fail(GK_ERR_UNSUPPORTED, "no kernel on CUDA; supported is the CPU");
     GK_REQUIRE(form_of(f) == &dense, "accumulates is for dense calls");
     GK_REQUIRE(f->dropout_p == 0, "dropout_p must be 0 where results accumulate, got %g", f->dropout_p);
     GK_REQUIRE(f->out.dtype == dtype, "out must be %s where q is %s, got %s", gk_dtype_name(dtype),
@@ -127,8 +125,7 @@ gk_status gk_check_flash_attn_fwd(const gk_context *ctx, const gk_flash_attn_arg
     GK_TRY(check_rules(f, io, f->q.dtype));
     GK_TRY(check_dropout(f, io));
     GK_TRY(check_contents(ctx, f, io));
-    GK_TRY(gk_accumulates(f) ? check_accumulates(ctx, f, io)
-                             : check_result_dtype(io, ctx, "out_dtype", &f->q, f->out.dtype));
+    GK_TRY(gk_accumulates(f) ? check_accumulates(f, io) : check_result_dtype(io, "out_dtype", &f->q, f->out.dtype));
     int64_t shape[GK_MAX_DIMS];
     out_shape(f, shape);
     gk_give(io, "out", &f->out, f->out.dtype, f->q.ndim, shape, GK_DENSE_LAST);
@@ -169,7 +166,7 @@ gk_status gk_check_flash_attn_bwd(const gk_context *ctx, const gk_flash_attn_bwd
     GK_REQUIRE(!g->is_part || !sinks, "sinks must be missing where is_part is true: their gradient is of all keys");
     GK_REQUIRE(!g->is_part || f->dropout_p == 0,
                "dropout_p must be 0 where is_part is true: what is kept follows from a key's place among all keys");
-    GK_TRY(check_result_dtype(io, ctx, "grad_dtype", &f->q, g->dq.dtype));
+    GK_TRY(check_result_dtype(io, "grad_dtype", &f->q, g->dq.dtype));
     const int64_t none = 0;
     gk_give(io, "dq", &g->dq, g->dq.dtype, ndim, f->q.shape, GK_DENSE_LAST);
     gk_give(io, "dk", &g->dk, g->dq.dtype, ndim, f->k.shape, GK_DENSE_LAST);

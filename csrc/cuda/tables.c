@@ -2,6 +2,7 @@
 /* tables.c: the tables of instances that CUDA kernel files end with, by op, best first. dispatch.c asks those that run on the device's
  * architecture in this order: a table with a plan of its own finds the best of its instances, of another the first that can serves. */
 #include "../dispatch.h"
+#include "../gpukern_ranks.h"
 
 extern const gk_cuda_table gk_gemm_sm90a_table, gk_gemm_pingpong_sm90a_table, gk_gemm_swapab_sm90a_table;
 extern const gk_cuda_table gk_gemm_tf32_sm90a_table, gk_gemm_skinny_table, gk_gemm_sm80_table, gk_gemm_plain_table;
@@ -9,6 +10,9 @@ extern const gk_cuda_table gk_gemm_act_bwd_table;
 extern const gk_cuda_table gk_flash_attn_fwd_sm90a_table;
 extern const gk_cuda_table gk_flash_attn_fwd_sm80_table, gk_flash_attn_fwd_simt_table, gk_flash_attn_fwd_plain_table;
 extern const gk_cuda_table gk_flash_attn_fwd_drop_sm80_table, gk_flash_attn_bwd_drop_sm80_table;
+extern const gk_cuda_table gk_flash_attn_fwd_partial_sm90a_table, gk_flash_attn_fwd_partial_plain_table;
+extern const gk_cuda_table gk_flash_attn_bwd_partial_sm90a_table, gk_flash_attn_bwd_partial_sm80_table,
+    gk_flash_attn_bwd_partial_plain_table;
 extern const gk_cuda_table gk_flash_attn_fp8_sm90a_table, gk_flash_attn_fp8_relay_table, gk_flash_attn_fp8_sm80_table;
 extern const gk_cuda_table gk_flash_attn_bwd_sm90a_table, gk_flash_attn_bwd_wide_sm90a_table;
 extern const gk_cuda_table gk_flash_attn_bwd_sm80_table, gk_flash_attn_bwd_simt_table, gk_flash_attn_bwd_plain_table;
@@ -38,11 +42,15 @@ static const gk_cuda_table *const gemm_tables[] = {&gk_gemm_sm90a_table, /* plan
                                                    &gk_gemm_sm80_table,           &gk_gemm_plain_table};
 static const gk_cuda_table *const gemm_act_bwd_tables[] = {&gk_gemm_act_bwd_table};
 static const gk_cuda_table *const flash_attn_fwd_tables[] = {
-    &gk_flash_attn_fwd_sm90a_table, &gk_flash_attn_fwd_sm80_table, &gk_flash_attn_fwd_drop_sm80_table,
-    &gk_flash_attn_fwd_simt_table, &gk_flash_attn_fwd_plain_table};
+    &gk_flash_attn_fwd_partial_sm90a_table, &gk_flash_attn_fwd_sm90a_table, &gk_flash_attn_fwd_sm80_table,
+    &gk_flash_attn_fwd_drop_sm80_table,     &gk_flash_attn_fwd_simt_table,  &gk_flash_attn_fwd_plain_table,
+    &gk_flash_attn_fwd_partial_plain_table};
 static const gk_cuda_table *const flash_attn_bwd_tables[] = {
-    &gk_flash_attn_bwd_sm90a_table,     &gk_flash_attn_bwd_wide_sm90a_table, &gk_flash_attn_bwd_sm80_table,
-    &gk_flash_attn_bwd_drop_sm80_table, &gk_flash_attn_bwd_simt_table,       &gk_flash_attn_bwd_plain_table};
+    &gk_flash_attn_bwd_sm90a_table,         &gk_flash_attn_bwd_wide_sm90a_table,
+    &gk_flash_attn_bwd_sm80_table,          &gk_flash_attn_bwd_drop_sm80_table,
+    &gk_flash_attn_bwd_simt_table,          &gk_flash_attn_bwd_plain_table,
+    &gk_flash_attn_bwd_partial_sm90a_table, &gk_flash_attn_bwd_partial_sm80_table,
+    &gk_flash_attn_bwd_partial_plain_table};
 static const gk_cuda_table *const flash_attn_fp8_tables[] = {
     &gk_flash_attn_fp8_sm90a_table, &gk_flash_attn_fp8_relay_table, &gk_flash_attn_fp8_sm80_table};
 static const gk_cuda_table *const paged_attn_tables[] = {&gk_paged_prefill_sm90a_table, &gk_paged_attn_sm90a_table,
@@ -89,11 +97,30 @@ const gk_cuda_table *const *gk_cuda_tables(gk_op op, int *num_tables) {
     }
 }
 
+/* Results wider than q, or joined with what out holds: of the forward all but the plain kernels make them, from parts of the keys; the
+ * gradients have kernels of their own. */
+static bool takes_partial(const gk_cuda_table *table, const gk_flash_attn_args *a, const gk_flash_attn_bwd_args *g) {
+    if (!g) {
+        const bool partial = gk_accumulates(a) || a->out.dtype != a->q.dtype;
+        if (table == &gk_flash_attn_fwd_plain_table) return !partial;
+        const bool own =
+            table == &gk_flash_attn_fwd_partial_sm90a_table || table == &gk_flash_attn_fwd_partial_plain_table;
+        return partial || !own;
+    }
+    const bool own = table == &gk_flash_attn_bwd_partial_sm90a_table ||
+                     table == &gk_flash_attn_bwd_partial_sm80_table || table == &gk_flash_attn_bwd_partial_plain_table;
+    return own == (g->dq.dtype != a->q.dtype);
+}
+
 bool gk_cuda_takes(const gk_cuda_table *table, gk_op op, const void *args) {
     const bool forward = op == GK_OP_FLASH_ATTN_FWD;
     if (!forward && op != GK_OP_FLASH_ATTN_BWD) return true;
-    const gk_flash_attn_args *a = forward ? args : &((const gk_flash_attn_bwd_args *)args)->fwd;
+    const gk_flash_attn_bwd_args *g = forward ? NULL : args;
+    const gk_flash_attn_args *a = forward ? args : &g->fwd;
+    if (!takes_partial(table, a, g)) return false;
     const bool drops = table == &gk_flash_attn_fwd_drop_sm80_table || table == &gk_flash_attn_bwd_drop_sm80_table;
-    const bool either = table == &gk_flash_attn_fwd_plain_table || table == &gk_flash_attn_bwd_plain_table;
+    const bool either = table == &gk_flash_attn_fwd_plain_table || table == &gk_flash_attn_bwd_plain_table ||
+                        table == &gk_flash_attn_fwd_partial_plain_table ||
+                        table == &gk_flash_attn_bwd_partial_plain_table;
     return either || drops == (a->dropout_p > 0);
 }

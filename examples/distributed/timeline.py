@@ -51,15 +51,23 @@ def watch(step, ranks: int, trace: Path | None = None) -> Seen:
     return Seen(sent_bytes(events, ranks), total / 1e3, overlap(moved, others) / total if total else None)
 
 
+# NCCL's kernels; copies between GPUs and the barriers before and behind them.
+_MOVES = ("nccl", "ptop", "symmetric_memory::barrier")
+
+
 def of_gpu(events: list[dict]) -> tuple[list[Span], list[Span]]:
     """(communication, everything else) that ran on the GPU."""
     kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    return tuple(spans(e for e in kernels if ("nccl" in e["name"].lower()) == wanted) for wanted in (True, False))
+    moves = [any(word in e["name"].lower() for word in _MOVES) for e in kernels]
+    return tuple(
+        spans(e for e, moved in zip(kernels, moves, strict=True) if moved == wanted) for wanted in (True, False)
+    )
 
 
 def sent_bytes(events: list[dict], ranks: int) -> float:
     """By the algorithms of a ring: n bytes of a rank all-gathered or its n of all reduce-scattered send n (W - 1) and
-    n (W - 1) / W, an all-reduce twice the latter, an all-to-all (W - 1) / W of its bytes.
+    n (W - 1) / W, an all-reduce twice the latter, an all-to-all (W - 1) / W of its bytes. A copy between GPUs is counted where it is
+    begun: ranks that read from each other read as much as they send.
     """
     total = 0.0
     for event in events:
@@ -67,6 +75,9 @@ def sent_bytes(events: list[dict], ranks: int) -> float:
         if name == "record_param_comms":
             kind, size = str(args.get("Collective name", "")).lower(), int(args.get("Group size", 1) or 1)
             each = _BYTES.get(str(args.get("dtype", "")), 0) * int(args.get("In msg nelems", 0) or 0)
+        elif event.get("cat") == "gpu_memcpy":
+            total += int(args.get("bytes", 0)) if "ptop" in name else 0
+            continue
         elif name.startswith("gloo:"):
             kind, size = name.removeprefix("gloo:"), ranks
             each = _of_shapes(args)
@@ -129,7 +140,7 @@ def draw(traces: list[Path], out: Path) -> None:
         for row, (found, colour) in enumerate(((moved, "tab:orange"), (others, "tab:blue"))):
             bars = [((a - start) / 1e3, (b - a) / 1e3) for a, b in found]
             axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=colour)
-        axes.set_yticks([0, 1], ["NCCL", "kernels"])
+        axes.set_yticks([0, 1], ["links", "kernels"])
         axes.set_title(path.name.split(".")[0].removeprefix("trace_"), fontsize=9, loc="left")
     lanes[-1, 0].set_xlabel("ms of a training step")
     figure.tight_layout()

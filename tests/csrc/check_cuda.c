@@ -469,6 +469,8 @@ static void flash_draw(gk_dtype dtype, bool large, bool backward) {
     static const gk_dtype outs[] = {GK_BF16, GK_F16, GK_F32};
     const bool codes = gk_is_code(dtype);
     gk_dtype stats = codes ? GK_F32 : gk_stats_dtype(dtype), out_dtype = codes ? PICK(outs) : dtype;
+    /* of 16 bits, results that are not rounded */
+    const gk_dtype results_of = gk_type_of(dtype)->bits == 16 && check_below(3) == 0 ? GK_F32 : dtype;
     f.packed = check_below(3) == 0, f.tokens_first = check_below(2), f.heads_q = h[0], f.heads_kv = h[1];
     f.dim = draw_dim(), f.dim_v = check_below(4) ? f.dim : draw_dim();
     do {
@@ -486,7 +488,7 @@ static void flash_draw(gk_dtype dtype, bool large, bool backward) {
     f.q = make_heads(dtype, rows_q, f.heads_q, f.seq_q, f.dim);
     f.k = make_heads(dtype, rows_k, f.heads_kv, f.seq_k, f.dim);
     f.v = make_heads(dtype, rows_k, f.heads_kv, f.seq_k, f.dim_v);
-    f.out = make_heads(out_dtype, rows_q, f.heads_q, f.seq_q, f.dim_v);
+    f.out = make_heads(backward || codes ? out_dtype : results_of, rows_q, f.heads_q, f.seq_q, f.dim_v);
     f.lse = check_dense(stats, f.q.t.ndim - 1, f.out.t.shape);
     f.slopes = make_slopes(stats, f.batch, f.heads_q, 0.3),
     f.sinks = make_stats(check_below(2) ? out_dtype : stats, 1, &f.heads_q, -3, 3, true);
@@ -520,9 +522,9 @@ static void flash_draw(gk_dtype dtype, bool large, bool backward) {
     if (backward) {
         f.dout = make_heads(dtype, rows_q, f.heads_q, f.seq_q, f.dim_v);
         f.dlse = check_tensor_make(stats, f.lse.t.ndim, f.lse.t.shape, NULL, 1 + check_below(2), 0);
-        f.dq = make_heads(dtype, rows_q, f.heads_q, f.seq_q, f.dim);
-        f.dk = make_heads(dtype, rows_k, f.heads_kv, f.seq_k, f.dim);
-        f.dv = make_heads(dtype, rows_k, f.heads_kv, f.seq_k, f.dim_v);
+        f.dq = make_heads(results_of, rows_q, f.heads_q, f.seq_q, f.dim);
+        f.dk = make_heads(results_of, rows_k, f.heads_kv, f.seq_k, f.dim);
+        f.dv = make_heads(results_of, rows_k, f.heads_kv, f.seq_k, f.dim_v);
         f.dsinks = check_tensor_make(f.sinks.t.dtype, 1, &f.heads_q, NULL, 1 + check_below(2), 0);
         mirror(&f.dq, "dq", true), mirror(&f.dk, "dk", true), mirror(&f.dv, "dv", true),
             mirror(&f.dsinks, "dsinks", true);
@@ -533,7 +535,7 @@ static void flash_draw(gk_dtype dtype, bool large, bool backward) {
         f.args.deterministic = repeatable = check_below(2);
     }
     may_have_workspace = true;
-    say("dropout %g ", a->dropout_p);
+    say("dropout %g results %s ", a->dropout_p, gk_dtype_name(results_of));
     say_rules(r, f.packed ? "packed" : f.tokens_first ? "tokens first" : "heads first");
     if (codes) return; /* more tensors come */
     if (backward)
@@ -1192,6 +1194,11 @@ static void walk(int o, gk_dtype dtype, walked *rows, int num_rows, int64_t prob
     }
 }
 
+/* Results that join what out holds: tests/ops/test_partial_attn.py. */
+static bool drawn_elsewhere(const gk_cuda_instance *row) {
+    return strncmp(row->name, "flash_attn_fwd_partial_plain", 28) == 0 && gk_type_of(row->dtype)->bits > 16;
+}
+
 int main(int argc, char **argv) {
     bool verbose = getenv("GK_CHECK_ONLY") || getenv("GK_CHECK_PART");
     int64_t problems = check_small() ? 3 : 16;
@@ -1229,7 +1236,7 @@ int main(int argc, char **argv) {
             for (int r = 0; r < n; ++r) {
                 chosen.problems += rows[r].problems;
                 snprintf(check_case, sizeof check_case, "row %s", rows[r].row->name);
-                check_result(rows[r].problems > 0, "took no problem");
+                check_result(rows[r].problems > 0 || drawn_elsewhere(rows[r].row), "took no problem");
                 if (verbose || rows[r].failed || !rows[r].problems)
                     printf("%-48s %3lld problems %8.3f s%s\n", rows[r].row->name, (long long)rows[r].problems,
                            rows[r].seconds, rows[r].failed ? "   FAILED" : "");

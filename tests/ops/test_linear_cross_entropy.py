@@ -94,7 +94,8 @@ def test_rows_at_once_and_where_their_logits_stand(monkeypatch):
     monkeypatch.setattr(chunks, "_prefers_many_rows", lambda x: True)
     for rows, v, step in ((8192, 131, 256), (1000, 8, 3), (130, 7, 50), (5, 9, 1), (1, 1, 1)):
         dz, at, most = torch.empty(rows, v, dtype=torch.bfloat16), 0, 0
-        for s, z in chunks._rooms(dz, rows, step, False, lambda: torch.empty(step, v)):
+        buffer = torch.empty(step, v)
+        for s, z in chunks._rooms(dz, rows, step, False, lambda buffer=buffer: buffer):
             assert s.start == at and z.shape == (s.stop - at, v) and z.is_contiguous() and z.data_ptr() % 16 == 0
             at, most = s.stop, max(most, z.shape[0])
             if z.shape[0] > step:

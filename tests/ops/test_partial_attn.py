@@ -1,32 +1,46 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What context parallelism is made of: attention over some of the keys in float32, gradients likewise, and results that join what is
-there. On the CPU: kernels of CUDA round to 16 bits."""
+there; and the limit of SMs."""
 
+import json
 import math
 
 import pytest
 import torch
 from conftest import generator, randn
 
+import torch_gpukern as gk
+from torch_gpukern import distributed as gd
 from torch_gpukern import reference
 
 ops = torch.ops.gpukern
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
-# (heads, lengths, head dims, rules)
+# (heads, lengths, head dims, rules): tiles and tails, stacked heads, split keys, every kernel family
 CASES = (
     ((4, 2), (65, 65), (32, 24), dict(is_causal=True)),
+    ((2, 2), (300, 300), (128, 128), dict()),
+    ((4, 1), (260, 520), (64, 64), dict(is_causal=True, diagonal=260)),
+    ((8, 1), (3, 1100), (128, 128), dict()),
     ((2, 1), (130, 257), (96, 40), dict(window_left=70, window_right=9, diagonal=3)),
-    ((4, 1), (33, 70), (16, 16), dict(softcap=3.0)),
+    ((2, 1), (140, 140), (128, 128), dict(is_causal=True, softcap=5.0)),
+    ((2, 2), (140, 100), (192, 128), dict(is_causal=True)),
+    ((2, 1), (70, 90), (256, 256), dict()),
 )
+TINY = CASES[:1] + CASES[4:5]
 
 
-def tensors(seed, case, dtype, tokens_first=False):
+def tensors(seed, case, dtype, device, tokens_first=False):
     (hq, hkv), (sq, sk), (d, dv), _ = case
     gen = generator("partial", seed)
     shapes = (2, hq, sq, d), (2, hkv, sk, d), (2, hkv, sk, dv), (2, hq, sq, dv)
-    x = [randn(gen, *shape, dtype=dtype) for shape in shapes]
+    x = [randn(gen, *shape, dtype=dtype).to(device) for shape in shapes]
     return [t.transpose(1, 2).contiguous().transpose(1, 2) for t in x] if tokens_first else x
+
+
+def cases(device):
+    """All on a GPU; on a CPU, which has one kernel, two."""
+    return CASES if device == "cuda" else TINY
 
 
 def wide(x):
@@ -45,9 +59,9 @@ def whole(q, k, v, grad, rules):
 
 
 @pytest.mark.parametrize("dtype", (BF16, F16), ids=str)
-def test_float32_results_of_16_bits_are_not_rounded(dtype):
-    for seed, case in enumerate(CASES):
-        q, k, v, grad = tensors(seed, case, dtype, tokens_first=seed % 2 == 1)
+def test_float32_results_of_16_bits_are_not_rounded(dtype, device):
+    for seed, case in enumerate(cases(device)):
+        q, k, v, grad = tensors(seed, case, dtype, device, tokens_first=seed % 2 == 1)
         rules = case[3]
         want = whole(q, k, v, grad, rules)
         out, lse = ops.flash_attn_fwd(q, k, v, **rules)
@@ -64,10 +78,10 @@ def test_float32_results_of_16_bits_are_not_rounded(dtype):
                 assert rms(a, ref) < 0.98 * rms(b, ref), (case, name, rms(a, ref), rms(b, ref))
 
 
-def test_float32_results_of_packed_calls():
+def test_float32_results_of_packed_calls(device):
     """And of tokens that belong to no sequence: 0, and -inf."""
-    gen, cu = generator("partial packed"), torch.tensor([0, 70, 70, 200], dtype=torch.int32)
-    q, k, v, grad = (randn(gen, 210, h, 64, dtype=BF16) for h in (4, 2, 2, 4))
+    gen, cu = generator("partial packed"), torch.tensor([0, 70, 70, 200], dtype=torch.int32, device=device)
+    q, k, v, grad = (randn(gen, 210, h, 64, dtype=BF16).to(device) for h in (4, 2, 2, 4))
     given = q, k, v, cu, cu, 130, 130
     out, lse = ops.flash_attn_varlen_fwd(*given, True)
     out32, lse32 = ops.flash_attn_varlen_fwd(*given, True, out_dtype=F32)
@@ -87,10 +101,10 @@ def test_float32_results_of_packed_calls():
             torch.testing.assert_close(a, b.float(), atol=2e-2, rtol=2e-2)
 
 
-def test_float32_results_of_rows_that_no_copy_of_16_bytes_takes():
+def test_float32_results_of_rows_that_no_copy_of_16_bytes_takes(device):
     """Strides of 17 elements, and dropout: the plain kernels."""
     case = ((2, 1), (20, 33), (8, 8), dict(is_causal=True))
-    q, k, v, grad = (torch.nn.functional.pad(x, (0, 9))[..., :8] for x in tensors(90, case, BF16))
+    q, k, v, grad = (torch.nn.functional.pad(x, (0, 9))[..., :8] for x in tensors(90, case, BF16, device))
     want = whole(q, k, v, grad, case[3])
     out, lse = ops.flash_attn_fwd(q, k, v, **case[3])
     out32, _ = ops.flash_attn_fwd(q, k, v, **case[3], out_dtype=F32)
@@ -98,13 +112,30 @@ def test_float32_results_of_rows_that_no_copy_of_16_bytes_takes():
     grads = ops.flash_attn_bwd(grad, q, k, v, out, lse, **case[3], grad_dtype=F32)
     for a, ref in zip(grads[:3], want[2:], strict=True):
         assert rms(a, ref) < 4e-3
-    drop = dict(dropout_p=0.25, dropout_seed=torch.tensor([3, 4]))
+    drop = dict(dropout_p=0.25, dropout_seed=torch.tensor([3, 4], device=device))
     kept = ops.flash_attn_fwd(q, k, v, **case[3], **drop)
     wider = ops.flash_attn_fwd(q, k, v, **case[3], **drop, out_dtype=F32)
     torch.testing.assert_close(wider[0].to(BF16), kept[0], atol=1e-2, rtol=1e-2)
     shares = [ops.flash_attn_bwd(grad, q, k, v, *kept, **case[3], **drop, grad_dtype=t)[:3] for t in (F32, None)]
     for a, b in zip(*shares, strict=True):
         torch.testing.assert_close(a, b.float(), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.skipif(not ops.cuda_kernels.default(), reason="the library is built without CUDA kernels")
+@pytest.mark.parametrize("arch, dims, rules, forward, backward", (
+    ("sm_90", 128, dict(is_causal=True), "fwd_partial_sm90a_bf16_d128", "bwd_partial_sm90a_bf16_d128"),
+    ("sm_90", 64, dict(), "fwd_partial_sm90a_bf16_d64", "bwd_partial_sm90a_bf16_d64"),
+    ("sm_90", 128, dict(softcap=9.0), "fwd_sm90a_bf16_d128_score", "bwd_partial_sm80_bf16_d128"),
+    ("sm_90", 256, dict(), "fwd_sm90a_bf16_d256", "bwd_partial_plain_bf16"),
+    ("sm_80", 128, dict(), "fwd_sm80_bf16_d128", "bwd_partial_sm80_bf16_d128"),
+    ("sm_89", 64, dict(), "fwd_sm80_bf16_d64", "bwd_partial_sm80_bf16_d128"),
+))  # fmt: skip
+def test_which_kernels_serve(arch, dims, rules, forward, backward):
+    q, stats = torch.empty(1, 64, 2048, dims, dtype=BF16), torch.empty(1, 64, 2048)
+    found = gk.explain("flash_attn", q, q, q, **rules, out_dtype=F32, arch=arch)
+    assert found["row"] == f"flash_attn_{forward}"
+    found = gk.explain("flash_attn_bwd", q, q, q, q, q, stats, **rules, grad_dtype=F32, arch=arch)
+    assert found["row"] == f"flash_attn_{backward}"
 
 
 # ---- results that join what is there ----------------------------------------------------------------
@@ -128,10 +159,12 @@ def joined(q, k, v, rules, cuts, sinks, strides):
 
 
 @pytest.mark.parametrize("dtype", (BF16, F16, F32, F64), ids=str)
-def test_accumulate_joins_the_attention_over_other_keys(dtype):
-    for seed, case in enumerate(CASES):
-        q, k, v, _ = tensors(seed, case, dtype, tokens_first=seed % 3 == 1)
-        sinks = torch.linspace(-2, 2, q.shape[1], dtype=F64 if dtype == F64 else F32) if seed % 2 else None
+def test_accumulate_joins_the_attention_over_other_keys(dtype, device):
+    for seed, case in enumerate(cases(device)):
+        q, k, v, _ = tensors(seed, case, dtype, device, tokens_first=seed % 3 == 1)
+        sinks = (
+            torch.linspace(-2, 2, q.shape[1], device=device, dtype=F64 if dtype == F64 else F32) if seed % 2 else None
+        )
         n = k.shape[2]
         want, want_lse = reference.flash_attn(*map(wide, (q, k, v)), **case[3], return_lse=True,
                                               sinks=None if sinks is None else wide(sinks))  # fmt: skip
@@ -141,14 +174,14 @@ def test_accumulate_joins_the_attention_over_other_keys(dtype):
         torch.testing.assert_close(wide(lse), want_lse, atol=1e-5, rtol=1e-5)
 
 
-def test_accumulate_of_nothing_leaves_what_is_held():
-    q, k, v, _ = tensors(7, CASES[1], BF16)
+def test_accumulate_of_nothing_leaves_what_is_held(device):
+    q, k, v, _ = tensors(7, CASES[1], BF16, device)
     held, lse = ops.flash_attn_fwd(q, k, v, out_dtype=F32)
     held[:, :, 5], lse[:, :, 5] = math.nan, -math.inf  # these rows see nothing now, either
     out, out_lse = held.clone(), lse.clone()
-    empty = torch.zeros(2, dtype=torch.int32)
+    empty = torch.zeros(2, dtype=torch.int32, device=device)
     ops.flash_attn_accumulate(q, k, v, out, out_lse, kv_end=empty)
-    rest = torch.ones(out.shape[2], dtype=torch.bool)
+    rest = torch.ones(out.shape[2], dtype=torch.bool, device=device)
     rest[5] = False
     torch.testing.assert_close(out[:, :, rest], held[:, :, rest], atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(out_lse, lse)
@@ -156,7 +189,7 @@ def test_accumulate_of_nothing_leaves_what_is_held():
 
 
 def test_accumulate_says_what_it_does_not_take():
-    q, k, v, _ = tensors(1, CASES[0], BF16)
+    q, k, v, _ = tensors(1, TINY[0], BF16, "cpu")
     out, lse = ops.flash_attn_fwd(q, k, v, out_dtype=F32)
     for change, text in (
         (dict(out=out.to(BF16)), "out must be float32 where q is bfloat16, got bfloat16"),
@@ -180,7 +213,52 @@ def test_accumulate_says_what_it_does_not_take():
     assert out._version > before and not torch.equal(out, torch.zeros_like(held))
 
 
-def test_accumulate_opcheck():
-    q, k, v, _ = tensors(2, CASES[0], BF16)
+def test_accumulate_opcheck(device):
+    q, k, v, _ = tensors(2, TINY[0], BF16, device)
     out, lse = ops.flash_attn_fwd(q, k, v, out_dtype=F32)
     torch.library.opcheck(ops.flash_attn_accumulate.default, (q, k, v, out, lse), dict(is_causal=True))
+
+
+# ---- the limit of SMs -------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not ops.cuda_kernels.default(), reason="the library is built without CUDA kernels")
+def test_the_limit_of_sms_is_the_planners():
+    a = torch.empty(4096, 4096, dtype=BF16)
+    q = torch.empty(2, 16, 4096, 128, dtype=BF16)
+    calls = dict(
+        gemm=lambda: gk.explain("gemm", a, a, arch="sm_90"),
+        flash_attn=lambda: gk.explain("flash_attn", q, q, q, arch="sm_90"),
+    )
+    for name, call in calls.items():
+        before = call()
+        with gd.sm_limit(66):
+            with gd.sm_limit(0):
+                assert call() == before
+            half = call()
+        assert half["waves"] > 1.6 * before["waves"], name
+        assert call() == before
+    with pytest.raises(ValueError, match="sms must be 0"), gd.sm_limit(-1):
+        pass
+
+
+@pytest.mark.gpu
+def test_the_limit_of_sms_is_the_grids(tmp_path):
+    """Blocks that are launched, as the profiler saw them; and results that differ by how k and keys are split alone."""
+    gen = generator("limit")
+    a, b = (randn(gen, 2048, 2048, dtype=BF16).cuda() for _ in range(2))
+    q = randn(gen, 1, 16, 2048, 128, dtype=BF16).cuda()
+    calls = lambda: (gk.gemm(a, b), gk.flash_attn(q, q, q, is_causal=True))  # noqa: E731
+    want = calls()
+    with gd.sm_limit(40):
+        calls()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+            got = calls()
+            torch.cuda.synchronize()
+    seen.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    grids = {e["name"]: math.prod(e["args"]["grid"]) for e in events if "grid" in e.get("args", {})}
+    assert len(grids) >= 2 and all(blocks <= 40 for blocks in grids.values()), grids
+    exact = a.double() @ b.double(), reference.flash_attn(*(x.double() for x in (q, q, q)), is_causal=True)
+    for x, y, ref in zip(got, want, exact, strict=True):
+        assert rms(x, wide(ref)) < 1.1 * rms(y, wide(ref))

@@ -23,6 +23,7 @@ from .loss import vocab_parallel_linear_cross_entropy
 from .paged import context_parallel_paged_attn
 from .products import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
 from .sequence import gather_sequence, positions, shard_sequence
+from .sms import sm_limit
 
 __all__ = [
     "Estimate",
@@ -39,5 +40,6 @@ __all__ = [
     "positions",
     "shard_experts",
     "shard_sequence",
+    "sm_limit",
     "vocab_parallel_linear_cross_entropy",
 ]

@@ -20,9 +20,9 @@ from torch import Tensor
 from .._library import are_deterministic, library, ops
 from ..ops import flash_attn, flash_attn_varlen
 from . import gathered, ring, transport, ulysses
-from .local import Call, made, sum_sinks
-from .ranks import Group, Ranks, agree, facts, process_group, refuse
-from .sequence import Cut, Layout, total_of, whole_cut
+from .local import Call, empty_results, sum_sinks
+from .ranks import Group, Ranks, agree, checked, facts, process_group, ranks_of, refuse
+from .sequence import Cut, Layout, cut_of, total_of, whole_cut
 
 __all__ = ["Mode", "context_parallel_attn", "context_parallel_attn_varlen", "mode_of"]
 
@@ -124,9 +124,22 @@ library.define(
 
 
 def _begin(what: str, q, k, v, call: Call, layout: str, mode: str, seq_len: int, group: str) -> tuple[Ranks, Cut, str]:
-    """The group, the cut and the mode, once all ranks agree about the call."""
-    ranks = Ranks(group)
+    """The group, the cut and the mode, once all ranks agree about the call; where they do not compare, found once for each kind."""
+    ranks = ranks_of(group)
     found: list[Any] = []
+    kind = None
+    if not checked(q.device):
+        kind = (
+            ranks.rank,
+            ranks.size,
+            layout,
+            mode,
+            seq_len,
+            *call.kind(),
+            *(y for x in (q, k, v) for y in (x.shape, x.dtype, x.device)),
+        )
+        if kind in _begun:
+            return ranks, *_begun[kind]
 
     def describe() -> dict:
         for name, x in (("q", q), ("k", k), ("v", v)):
@@ -153,7 +166,15 @@ def _begin(what: str, q, k, v, call: Call, layout: str, mode: str, seq_len: int,
 
     agree(ranks, what, q.device, describe)
     cut, chosen = found
+    if kind is not None:
+        if len(_begun) >= _MOST_KINDS:
+            _begun.clear()
+        _begun[kind] = cut, chosen
     return ranks, cut, chosen
+
+
+_begun: dict[tuple, tuple[Cut, str]] = {}
+_MOST_KINDS = 1024
 
 
 def _fwd(
@@ -161,14 +182,8 @@ def _fwd(
 ):
     call = Call(alibi_slopes, sinks, is_causal, scale, window_left, window_right, softcap)
     ranks, cut, mode = _begin("context_parallel_attn", q, k, v, call, layout, mode, seq_len, group)
-    out, lse = empty_results(q, v)
-    if mode == "ulysses":
-        ulysses.attend(q, k, v, call, cut, ranks, out, lse)
-    elif mode == "ring":
-        ring.attend(q, k, v, call, cut, ranks, out, lse)
-    else:
-        gathered.attend(q, k, v, call, cut, ranks, out, lse)
-    return out, lse
+    attend = {"ulysses": ulysses.attend, "ring": ring.attend, "all_gather": gathered.attend}[mode]
+    return attend(q, k, v, call, cut, ranks)
 
 
 def _bwd(
@@ -176,8 +191,8 @@ def _bwd(
     seq_len, group,
 ):  # fmt: skip
     call = Call(alibi_slopes, sinks, is_causal, scale, window_left, window_right, softcap)
-    ranks = Ranks(group)  # they agreed in the forward
-    cut = Cut(total_of(q.shape[2], ranks.size, seq_len), ranks.size, layout)
+    ranks = ranks_of(group)  # they agreed in the forward
+    cut = cut_of(total_of(q.shape[2], ranks.size, seq_len), ranks.size, layout)
     mode = mode_of(k, v, ranks.size) if mode == "auto" else mode
     given = (grad_out, grad_lse, q, k, v, out, lse)
     how = {"ulysses": ulysses.differentiate, "ring": ring.differentiate, "all_gather": gathered.differentiate}[mode]
@@ -186,15 +201,6 @@ def _bwd(
     if sinks is None:
         return *stored, q.new_empty(0, dtype=lse.dtype)
     return *stored, dsinks.to(sinks.dtype)
-
-
-def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    batch, heads, tokens, _ = q.shape
-    if q.stride(1) < q.stride(2):
-        out = q.new_empty((batch, tokens, heads, v.shape[3])).transpose(1, 2)
-    else:
-        out = q.new_empty((batch, heads, tokens, v.shape[3]))
-    return out, q.new_empty((batch, heads, tokens), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
 def _stored_like(x: Tensor, grad: Tensor) -> Tensor:
@@ -289,7 +295,7 @@ def context_parallel_attn_varlen(
     Gradients: q, k, v and sinks. A second backward raises NotImplementedError.
 
     Raises:
-        ValueError: as `context_parallel_attn`. IndexError: contents of cu_seqlens, as `flash_attn_varlen`.
+        ValueError: as `context_parallel_attn`. IndexError: contents of cu_seqlens, as `flash_attn_varlen`: on a GPU by a later call.
     """
     group, what = process_group(group), "context_parallel_attn_varlen"
     if layout not in ("contiguous", "zigzag"):
@@ -328,12 +334,15 @@ class _Packed:
     behind the run, up to the sequence's end.
     """
 
-    def __init__(self, call: Call, cu_seqlens: Tensor, max_seqlen: int, total: int, start: int, end: int):
+    def __init__(
+        self, call: Call, cu_seqlens: Tensor, refused: Tensor | None, max_seqlen: int, total: int, start: int, end: int
+    ):
         ahead = not call.is_causal
         places = call.window_left >= 0 or call.window_right >= 0 or call.alibi_slopes is not None
         self.added = min(max(max_seqlen - 1, 0), total - end) if ahead and places else 0
         self.rows = end - start + self.added
-        self.cu_q = (cu_seqlens.clamp(start, start + self.rows) - start).to(torch.int32)
+        cu_q = cu_seqlens.clamp(start, start + self.rows) - start
+        self.cu_q = cu_q if refused is None else torch.where(refused, -1, cu_q)  # which the kernels report
         self.cu_k = cu_seqlens if ahead else cu_seqlens.clamp(max=end)
         self.max_q, self.max_k = min(max_seqlen, self.rows), min(max_seqlen, total if ahead else end)
 
@@ -345,7 +354,7 @@ class _Packed:
 
 
 def _begin_packed(q, k, v, cu_seqlens, max_seqlen, call: Call, layout, seq_len, group) -> tuple[Ranks, Cut]:
-    what, ranks, found = "context_parallel_attn_varlen", Ranks(group), []
+    what, ranks, found = "context_parallel_attn_varlen", ranks_of(group), []
 
     def describe() -> dict:
         for name, x in (("q", q), ("k", k), ("v", v)):
@@ -363,6 +372,15 @@ def _begin_packed(q, k, v, cu_seqlens, max_seqlen, call: Call, layout, seq_len, 
 
     agree(ranks, what, q.device, describe)
     return ranks, found[0]
+
+
+def _refused_cu_seqlens(cu_seqlens: Tensor, max_seqlen: int, total: int) -> Tensor | None:
+    """On a GPU, [] bool: whether `flash_attn_varlen` of the whole would report contents; a rank's call sees a part of them alone."""
+    if cu_seqlens.device.type == "cpu":
+        return None
+    lengths = cu_seqlens.diff()
+    wrong = ((lengths < 0) | (lengths > max_seqlen)).any()
+    return wrong | (cu_seqlens[0] != 0) | (cu_seqlens[-1] > total)
 
 
 def _check_cu_seqlens(what: str, cu_seqlens: Tensor, max_seqlen: int, total: int) -> None:
@@ -389,11 +407,14 @@ def _varlen_fwd(
 ):  # fmt: skip
     call = Call(alibi_slopes, sinks, is_causal, scale, window_left, window_right, softcap)
     ranks, cut = _begin_packed(q, k, v, cu_seqlens, max_seqlen, call, layout, seq_len, group)
-    whole_k, whole_v = (transport.gather_tokens(x, cut, ranks) for x in (k, v))
+    moving = transport.Gather(cut, ranks, k, v)
+    refused = _refused_cu_seqlens(cu_seqlens, max_seqlen, cut.length)
     out, lse = _varlen_fwd_fake(q, k, v)
+    moving.done()
+    whole_k, whole_v = moving.whole
     for at, start, end in cut.segments(ranks.rank):
         rows = slice(at, at + end - start)
-        packed = _Packed(call, cu_seqlens, max_seqlen, cut.length, start, end)
+        packed = _Packed(call, cu_seqlens, refused, max_seqlen, cut.length, start, end)
         found = ops.flash_attn_varlen_fwd(
             packed.padded(q[rows]), whole_k, whole_v, *packed.lengths(), **call.arguments()
         )
@@ -406,27 +427,31 @@ def _varlen_bwd(
     softcap, layout, seq_len, group,
 ):  # fmt: skip
     call = Call(alibi_slopes, sinks, is_causal, scale, window_left, window_right, softcap)
-    ranks = Ranks(group)  # they agreed in the forward
-    cut = Cut(total_of(q.shape[0], ranks.size, seq_len), ranks.size, layout)
-    whole_k, whole_v = (transport.gather_tokens(x, cut, ranks) for x in (k, v))
+    ranks = ranks_of(group)  # they agreed in the forward
+    cut = cut_of(total_of(q.shape[0], ranks.size, seq_len), ranks.size, layout)
+    moving = transport.Gather(cut, ranks, k, v)
+    refused = _refused_cu_seqlens(cu_seqlens, max_seqlen, cut.length)
+    moving.done()
+    whole_k, whole_v = moving.whole
     dq = q.new_empty(q.shape)
     sums = [x.new_zeros(x.shape, dtype=lse.dtype) for x in (whole_k, whole_v)]
     dsinks = None
     for at, start, end in cut.segments(ranks.rank):
         rows = slice(at, at + end - start)
-        packed = _Packed(call, cu_seqlens, max_seqlen, cut.length, start, end)
+        packed = _Packed(call, cu_seqlens, refused, max_seqlen, cut.length, start, end)
         # An added row has no gradient of out, and with an lse that no score comes near no probability.
         grads = ops.flash_attn_varlen_bwd(
             packed.padded(grad_out[rows]), packed.padded(q[rows]), whole_k, whole_v, packed.padded(out[rows]),
             packed.padded(lse[rows], 1e30), *packed.lengths(), grad_lse=None if grad_lse is None else packed.padded(grad_lse[rows]),
-            deterministic=are_deterministic(), grad_dtype=made(q, lse.dtype), **call.arguments(),
+            deterministic=are_deterministic(), grad_dtype=lse.dtype, **call.arguments(),
         )  # fmt: skip
         dq[rows] = grads[0][: end - start].to(q.dtype)
         for total, grad in zip(sums, grads[1:3]):
             total += grad
         if sinks is not None:
             dsinks = grads[3].to(lse.dtype) if dsinks is None else dsinks + grads[3]
-    dk, dv = (transport.sum_to_owners(x, cut, ranks, q.dtype) for x in sums)
+    mine = (transport.tokens_of(x, cut, ranks.rank) for x in sums)
+    dk, dv = transport.ToOwners(cut, ranks, *sums).send_all(*sums).add(*mine, dtype=q.dtype)
     total = sum_sinks(dsinks, call, lse, ranks)
     return dq, dk, dv, q.new_empty(0, dtype=lse.dtype) if sinks is None else total.to(sinks.dtype)
 

@@ -1,49 +1,59 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""context_parallel_attn, mode all_gather: every rank gets all keys, some heads at a time, and attends with its queries."""
+"""context_parallel_attn, mode all_gather: every rank gets all keys that its queries see, and attends with its queries.
+
+A run of queries begins as soon as the keys that it sees are there: under a causal mask a zigzag cut gives every rank an early run and a
+late one, and the late run's keys come while the early run attends.
+"""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from . import transport
-from .local import Call, backward, forward, sum_sinks
+from .local import Call, backward, empty_results, forward, sum_sinks
 from .ranks import Ranks
 from .sequence import Cut
 
-# From this many bytes of K and V of all ranks on, they travel in parts of the heads: one part's attention hides the next.
-_PARTS_BYTES = 8 << 20
+# Below this many bytes of K and V of all ranks a run waits for all keys: how short attention splits its keys follows from their number,
+# and bits from that.
+_STAGED_BYTES = 8 << 20
 
 
-def _head_parts(q: Tensor, k: Tensor, v: Tensor, ranks: Ranks) -> list[tuple[slice, slice]]:
-    """(heads of q, heads of k and v) of each part; one on the CPU, where nothing travels beside a kernel."""
-    heads, group = k.shape[1], q.shape[1] // max(k.shape[1], 1)
-    sent = (k.numel() + v.numel()) * k.element_size() * (ranks.size - 1)
-    parts = 2 if k.is_cuda and sent >= _PARTS_BYTES and heads % 2 == 0 else 1
-    each = heads // parts
-    return [(slice(i * each * group, (i + 1) * each * group), slice(i * each, (i + 1) * each)) for i in range(parts)]
+class _Keys:
+    """K and V [B, Hkv, S, D] of all ranks' tokens, stored [S, B, Hkv, D], on their way."""
+
+    def __init__(self, k: Tensor, v: Tensor, cut: Cut, ranks: Ranks):
+        self._moving = transport.Gather(cut, ranks, *(x.movedim(2, 0) for x in (k, v)))
+
+    def before(self, end: int) -> list[Tensor]:
+        """Those of the first `end` tokens."""
+        return [x.narrow(0, 0, end).movedim(0, 2) for x in self._moving.wait(end)]
+
+    def done(self) -> None:
+        self._moving.done()
 
 
-class _Part:
-    """Some heads of a call, their K and V on their way from all ranks."""
-
-    def __init__(self, heads: tuple[slice, slice], q: Tensor, k: Tensor, v: Tensor, call: Call, cut: Cut, ranks: Ranks):
-        self.heads, of_kv = heads
-        self.q, self.call = q[:, self.heads], call.of_heads(self.heads.start, self.heads.stop - self.heads.start)
-        self._moving = [transport.Gather(x[:, of_kv].movedim(2, 0), cut, ranks) for x in (k, v)]
-
-    def keys(self) -> list[Tensor]:
-        """K and V [B, Hkv, S, D] of all ranks' tokens, stored [S, B, Hkv, D]; on CUDA contiguous, which is read faster."""
-        keys = [moving.wait().movedim(0, 2) for moving in self._moving]
-        return [x.contiguous() for x in keys] if keys[0].is_cuda else keys
+def _runs(k: Tensor, v: Tensor, call: Call, cut: Cut, ranks: Ranks) -> list[tuple[slice, int, int]]:
+    """(rows, place of the first, how many of the first keys they are given) of this rank's runs of queries."""
+    each = sum(x.shape[0] * x.shape[1] * x.shape[3] * x.element_size() for x in (k, v))
+    staged = each * cut.length >= _STAGED_BYTES
+    return [
+        (slice(at, at + end - start), start, call.last_seen(end, cut.length) if staged else cut.length)
+        for at, start, end in cut.segments(ranks.rank)
+    ]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, cut: Cut, ranks: Ranks, out: Tensor, lse: Tensor) -> None:
-    """Fills out and lse."""
-    for part in [_Part(heads, q, k, v, call, cut, ranks) for heads in _head_parts(q, k, v, ranks)]:
-        keys = part.keys()
-        for at, start, end in cut.segments(ranks.rank):
-            rows = slice(at, at + end - start)
-            found = forward(part.q[:, :, rows], *keys, part.call, start, q.dtype)
-            out[:, part.heads, rows], lse[:, part.heads, rows] = found
+def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, cut: Cut, ranks: Ranks) -> tuple[Tensor, Tensor]:
+    """(out, lse)."""
+    keys, runs = _Keys(k, v, cut, ranks), _runs(k, v, call, cut, ranks)
+    out, lse = empty_results(q, v) if len(runs) != 1 else (None, None)
+    for rows, start, seen in runs:
+        found = forward(q[:, :, rows], *keys.before(seen), call, start, q.dtype)
+        if len(runs) > 1:
+            out[:, :, rows], lse[:, :, rows] = found
+    keys.done()
+    return found if len(runs) == 1 else (out, lse)
 
 
 def differentiate(
@@ -51,30 +61,36 @@ def differentiate(
     ranks: Ranks,
 ):  # fmt: skip
     """(dq, dk, dv, dsinks); the shares of dk and dv go to their tokens' ranks."""
-    dq, on_their_way, dsinks = torch.empty_like(q), [], []
-    for part in [_Part(heads, q, k, v, call, cut, ranks) for heads in _head_parts(q, k, v, ranks)]:
-        keys = part.keys()
-        shapes = ((x.shape[2], *x.shape[:2], x.shape[3]) for x in keys)
-        sums = [q.new_empty(shape, dtype=lse.dtype).movedim(0, 2) for shape in shapes]  # tokens first, as they are sent
-        of_sinks = None
-        for i, (at, start, end) in enumerate(cut.segments(ranks.rank)):
-            rows = slice(at, at + end - start)
-            given = (x if x is None else x[:, part.heads, rows] for x in (grad_out, grad_lse, q))
-            results = (x[:, part.heads, rows] for x in (out, lse))
-            grads = backward(*given, *keys, *results, part.call, start, part=False)
-            dq[:, part.heads, rows] = grads[0]
-            for total, grad in zip(sums, grads[1:3], strict=True):
-                total.add_(grad) if i else total.copy_(grad)
-            of_sinks = grads[3] if of_sinks is None or grads[3] is None else of_sinks + grads[3]
-        if not cut.segments(ranks.rank):  # this rank has no token
-            sums = [x.zero_() for x in sums]
-        dsinks.append(of_sinks)
-        sums = [x.movedim(2, 0) for x in sums]
-        on_their_way.append([(x, transport.ToOwners(cut, ranks, x).send_all(x, cut)) for x in sums])
-    parts = [
-        [moving.add(transport.tokens_of(x, cut, ranks.rank), k.dtype).movedim(0, 2) for x, moving in both]
-        for both in on_their_way
+    keys, dq, shares, of_sinks = _Keys(k, v, cut, ranks), torch.empty_like(q), [], None
+    for rows, start, seen in _runs(k, v, call, cut, ranks):
+        given = (x if x is None else x[:, :, rows] for x in (grad_out, grad_lse, q))
+        results = (x[:, :, rows] for x in (out, lse))
+        grads = backward(*given, *keys.before(seen), *results, call, start, part=False)
+        dq[:, :, rows] = grads[0]
+        shares.append(grads[1:3])
+        of_sinks = grads[3] if of_sinks is None or grads[3] is None else of_sinks + grads[3]
+    keys.done()
+    sums = [
+        _sum_of(parts, x, cut.length, lse.dtype)
+        for x, parts in zip((k, v), zip(*shares) if shares else ((), ()), strict=True)
     ]
-    dk, dv = (x[0] if len(x) == 1 else torch.cat(x, 1) for x in zip(*parts, strict=True))
-    mine = None if dsinks[0] is None else torch.cat(dsinks)
-    return dq, dk, dv, sum_sinks(mine, call, lse, ranks)
+    moving = transport.ToOwners(cut, ranks, *sums).send_all(*sums)
+    mine = moving.add(*(transport.tokens_of(x, cut, ranks.rank) for x in sums), dtype=k.dtype)
+    return dq, *(x.movedim(0, 2) for x in mine), sum_sinks(of_sinks, call, lse, ranks)
+
+
+def _sum_of(shares: Sequence[Tensor], like: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
+    """[S, B, Hkv, D]: the sum of gradients [B, Hkv, at most S, D], each of the first keys, in dtype."""
+    longest = max((x.shape[2] for x in shares), default=0)
+    batch, heads, _, dim = like.shape
+    total = None
+    for share in sorted(shares, key=lambda x: -x.shape[2]):
+        share = share.movedim(2, 0)
+        if total is not None:
+            total.narrow(0, 0, share.shape[0]).add_(share)
+        elif longest == tokens:
+            total = share if share.dtype == dtype else share.to(dtype)
+        else:
+            total = share.new_zeros((tokens, batch, heads, dim), dtype=dtype)
+            total.narrow(0, 0, longest).copy_(share)
+    return like.new_zeros((tokens, batch, heads, dim), dtype=dtype) if total is None else total

@@ -33,6 +33,10 @@ class Call:
             name: f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else x for name, x in self.arguments().items()
         }
 
+    def kind(self) -> tuple:
+        """The same, as a key: of tensors what a call may be refused for."""
+        return tuple((x.dtype, x.shape, x.device) if isinstance(x, Tensor) else x for x in self.arguments().values())
+
     def check(self, what: str, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Raises what the op would, before anything is sent: by a call of no token."""
         try:
@@ -53,6 +57,11 @@ class Call:
             sinks=None if self.sinks is None else self.sinks[first : first + heads],
         )
 
+    def last_seen(self, end: int, tokens: int) -> int:
+        """How many of the first keys of a sequence queries before `end` may see."""
+        right = 0 if self.is_causal else self.window_right
+        return tokens if right < 0 else min(tokens, end + right)
+
     def sees(self, queries: tuple[int, int], keys: tuple[int, int]) -> bool:
         """Whether any query of [start, end) sees any key of [start, end)."""
         (q0, q1), (k0, k1) = queries, keys
@@ -60,39 +69,38 @@ class Call:
         return (right < 0 or k0 <= q1 - 1 + right) and (self.window_left < 0 or k1 - 1 >= q0 - self.window_left)
 
 
+def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a call with these q and v, not filled."""
+    batch, heads, tokens, _ = q.shape
+    if q.stride(1) < q.stride(2):
+        out = q.new_empty((batch, tokens, heads, v.shape[3])).transpose(1, 2)
+    else:
+        out = q.new_empty((batch, heads, tokens, v.shape[3]))
+    return out, q.new_empty((batch, heads, tokens), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, diagonal: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(out, lse) of queries that stand at key `diagonal` and after. dtype: out's, q's or float32."""
-    out, lse = ops.flash_attn_fwd(q, k, v, diagonal=diagonal, out_dtype=made(q, dtype), **call.arguments())
-    return out.to(dtype), lse
+    return ops.flash_attn_fwd(q, k, v, diagonal=diagonal, out_dtype=dtype, **call.arguments())
 
 
-def joined(
-    held: tuple[Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, call: Call, diagonal: int
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of the keys that `held` is of and of these: on the CPU `held` itself, written by the kernel that attends."""
-    if q.is_cuda:
-        return ops.attn_merge(*held, *forward(q, k, v, call, diagonal, held[1].dtype))
-    ops.flash_attn_accumulate(q, k, v, *held, diagonal=diagonal, **call.arguments())
-    return held
-
-
-def made(q: Tensor, wide: torch.dtype) -> torch.dtype:
-    """What the kernels store: on CUDA they round to q's dtype."""
-    return q.dtype if q.is_cuda else wide
+def accumulate(q: Tensor, k: Tensor, v: Tensor, call: Call, diagonal: int, out: Tensor, lse: Tensor) -> None:
+    """Joins the attention over more keys to out and lse, which are float32 (float64)."""
+    ops.flash_attn_accumulate(q, k, v, out, lse, diagonal=diagonal, **call.arguments())
 
 
 def backward(
     grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call,
     diagonal: int, part: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """(dq, dk, dv, dsinks), the first three float32 (float64 with float64), on CUDA q's dtype.
+    """(dq, dk, dv, dsinks), the first three float32 (float64 with float64).
 
     part: k and v are some of the keys that out and lse are of. dq is then these keys' share, and there is no dsinks.
     """
     arguments = (call.without_sinks() if part else call).arguments()
     grads = ops.flash_attn_bwd(
         grad_out, q, k, v, out, lse, grad_lse, diagonal=diagonal, deterministic=are_deterministic(),
-        grad_dtype=made(q, lse.dtype), is_part=part, **arguments,
+        grad_dtype=lse.dtype, is_part=part, **arguments,
     )  # fmt: skip
     return *grads[:3], None if call.sinks is None or part else grads[3]
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from .._library import library, ops
 from . import transport
 from .attention import declare
-from .ranks import Group, Ranks, agree, checked, process_group, size_of
-from .sequence import Cut
+from .ranks import Group, Ranks, agree, checked, process_group, ranks_of, size_of
+from .sequence import Cut, cut_of
 
 __all__ = ["all_gather_gemm", "gemm_all_reduce", "gemm_reduce_scatter"]
 
@@ -23,7 +23,7 @@ class _Rows(Cut):
     def __init__(self, rows: list[int]):
         ends = [sum(rows[: i + 1]) for i in range(len(rows))]
         self.spans = [[(end - n, end)] for n, end in zip(rows, ends, strict=True)]
-        self.length, self.size, self.layout = ends[-1], len(rows), "contiguous"
+        self.length, self.size, self.layout, self._segments = ends[-1], len(rows), "contiguous", {}
 
 
 def _rows_of_all(rows: int, like: Tensor, ranks: Ranks) -> _Rows:
@@ -32,7 +32,7 @@ def _rows_of_all(rows: int, like: Tensor, ranks: Ranks) -> _Rows:
 
 
 def _cut_evenly(rows: int, size: int) -> Cut:
-    return Cut(rows, size, "contiguous")
+    return cut_of(rows, size, "contiguous")
 
 
 def _describe(what: str, a: Tensor, b: Tensor, *, rows: bool, columns: bool, **more) -> dict:
@@ -53,11 +53,19 @@ def _describe(what: str, a: Tensor, b: Tensor, *, rows: bool, columns: bool, **m
 
 
 def _refuse_as_gemm(what: str, a: Tensor, b: Tensor, bias: Tensor | None = None, activation: str = "none") -> None:
-    """Raises what gemm would, before anything is sent: by a call of no row and no column."""
+    """Raises what gemm would, before anything is sent: by a call of no row and no column, once for each kind of call."""
+    kind = (a.device, a.layout, a.dtype, b.device, b.layout, b.dtype, activation)
+    kind += () if bias is None else (bias.device, bias.layout, bias.dtype, bias.dim())
+    if kind in _not_refused:
+        return
     try:
         ops.gemm(a[:0], b[:, :0], None if bias is None else bias[:0], activation=activation)
     except ValueError as error:
         raise ValueError(f"{what}: {str(error).partition(': ')[2] or error}") from None
+    _not_refused.add(kind)
+
+
+_not_refused: set[tuple] = set()
 
 
 def _agree_about_sum(ranks: Ranks, what: str, a: Tensor, b: Tensor) -> None:
@@ -110,18 +118,19 @@ def all_gather_gemm(
     Raises:
         ValueError: shapes or dtypes that do not fit, or ranks that pass different things; on every rank alike.
     """
-    out, gathered, _ = ops.all_gather_gemm_fwd(a, b, bias, activation, process_group(group).group_name)
+    keep = return_gathered or (b.requires_grad and torch.is_grad_enabled())  # b's gradient reads it
+    out, gathered, _ = ops.all_gather_gemm_fwd(a, b, bias, activation, keep, process_group(group).group_name)
     return (out, gathered) if return_gathered else out
 
 
 library.define(
-    "all_gather_gemm_fwd(Tensor a, Tensor b, Tensor? bias, str activation, str group) -> (Tensor out, Tensor gathered, Tensor preact)"
+    "all_gather_gemm_fwd(Tensor a, Tensor b, Tensor? bias, str activation, bool keep, str group) -> (Tensor out, Tensor gathered, Tensor preact)"
 )
 library.define("rows_to_owners(Tensor x, Tensor b, SymInt rows, str group) -> Tensor")
 
 
-def _gather_fwd(a, b, bias, activation, group):
-    ranks = Ranks(group)
+def _gather_fwd(a, b, bias, activation, keep, group):
+    ranks = ranks_of(group)
     what = "all_gather_gemm"
 
     def describe() -> dict:
@@ -132,18 +141,21 @@ def _gather_fwd(a, b, bias, activation, group):
         return same | {"columns of a": a.shape[1], "bias given": bias is not None, "activation": activation}
 
     cut = _Rows(agree(ranks, what, a.device, describe, a.shape[0] if a.dim() else 0))
-    moving = transport.Gather(a, cut, ranks)
-    if activation not in ("none", "relu") or not _overlaps(*a.shape, a, ranks):
-        out, preact = ops.gemm_fwd(moving.wait(), b, bias, activation=activation)
-        return out, moving.whole, preact
+    overlaps = activation in ("none", "relu") and _overlaps(*a.shape, a, ranks)
+    moving = transport.Gather(cut, ranks, a, own=keep or not overlaps)
+    if not overlaps:
+        moving.done()
+        out, preact = ops.gemm_fwd(moving.whole[0], b, bias, activation=activation)
+        return out, moving.whole[0] if keep else a.new_empty((0, a.shape[1])), preact
     out = a.new_empty((cut.length, b.shape[1]))
     ((start, end),) = cut.spans[ranks.rank]  # this rank's rows first, while the others' are on their way
     _into(out[start:end], a, b, bias, activation)
-    gathered = moving.wait()
+    moving.done()
+    (gathered,) = moving.whole
     for rows in (slice(0, start), slice(end, cut.length)):
-        if gathered[rows].shape[0]:
+        if rows.start < rows.stop:
             _into(out[rows], gathered[rows], b, bias, activation)
-    return out, gathered, a.new_empty(0)
+    return out, gathered if keep else a.new_empty((0, a.shape[1])), a.new_empty(0)
 
 
 # Below this many bytes on their way a product is not cut: two small ones take longer than the transfer.
@@ -159,14 +171,18 @@ def _into(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None, activat
     return out
 
 
-def _gather_fake(a, b, bias, activation, group):
+def _gather_fake(a, b, bias, activation, keep, group):
     rows = a.shape[0] * size_of(group)
     out = a.new_empty((rows, b.shape[1]))
-    return out, a.new_empty((rows, a.shape[1])), a.new_empty(0 if activation in ("none", "relu") else out.shape)
+    return (
+        out,
+        a.new_empty((rows if keep else 0, a.shape[1])),
+        a.new_empty(0 if activation in ("none", "relu") else out.shape),
+    )
 
 
 def _gather_context(ctx, inputs, output) -> None:
-    a, b, bias, ctx.activation, ctx.group = inputs
+    a, b, bias, ctx.activation, _, ctx.group = inputs
     out, gathered, preact = output
     ctx.rows, ctx.has_bias = a.shape[0], bias is not None
     saved = out if ctx.activation == "relu" else preact
@@ -191,11 +207,11 @@ def _gather_backward(ctx, grad_out, grad_gathered, _):
             share = product if share is None else share + product
     if ctx.needs_input_grad[0] and share is not None:
         grad_a = ops.rows_to_owners(share, b, ctx.rows, ctx.group)
-    return grad_a, grad_b, grad_bias, None, None
+    return grad_a, grad_b, grad_bias, None, None, None
 
 
 def _to_owners(x, b, rows, group):
-    ranks = Ranks(group)
+    ranks = ranks_of(group)
     cut = _rows_of_all(rows, x, ranks) if checked(x.device) else _Rows([rows] * ranks.size)
     return transport.sum_to_owners(x, cut, ranks, b.dtype)
 
@@ -236,7 +252,7 @@ library.define("gather_rows(Tensor x, SymInt rows, str group) -> Tensor")
 
 
 def _scatter_fwd(a, b, group):
-    ranks = Ranks(group)
+    ranks = ranks_of(group)
     _agree_about_sum(ranks, "gemm_reduce_scatter", a, b)
     cut = _cut_evenly(a.shape[0], ranks.size)
     if not _overlaps(a.shape[0], b.shape[1], a, ranks):
@@ -248,11 +264,11 @@ def _scatter_fwd(a, b, group):
         ((start, end),) = cut.spans[(ranks.rank + step) % ranks.size]
         moving.send(step, [_product(a[start:end], b)])
     ((start, end),) = cut.spans[ranks.rank]
-    return moving.add(_product(a[start:end], b), a.dtype)
+    return moving.add(_product(a[start:end], b), dtype=a.dtype)[0]
 
 
 def _scatter_fake(a, b, group):
-    ranks = Ranks(group)
+    ranks = ranks_of(group)
     rows, more = a.shape[0] // ranks.size, a.shape[0] % ranks.size
     if isinstance(a.shape[0], int):
         rows += ranks.rank < more
@@ -273,7 +289,7 @@ def _scatter_backward(ctx, grad):
 
 
 def _gather_rows(x, rows, group):
-    ranks = Ranks(group)
+    ranks = ranks_of(group)
     return transport.gather_tokens(x, _cut_evenly(rows, ranks.size), ranks)
 
 
@@ -312,7 +328,7 @@ library.define("gemm_all_reduce(Tensor a, Tensor b, str group) -> Tensor")
 
 
 def _reduce_fwd(a, b, group):
-    ranks = Ranks(group)
+    ranks = ranks_of(group)
     _agree_about_sum(ranks, "gemm_all_reduce", a, b)
     return transport.reduced(_product(a, b), _cut_evenly(a.shape[0], ranks.size), ranks, a.dtype)
 

@@ -56,6 +56,17 @@ class Ranks:
         return (self.rank + step) % self.size, (self.rank - step) % self.size
 
 
+_known: dict[str, Ranks] = {}
+
+
+def ranks_of(name: str) -> Ranks:
+    """`Ranks` of a group, made once: asking torch takes longer than beginning a copy."""
+    found = _known.get(name)
+    if found is None or found.group is not of_name(name):  # a name may come back for another group
+        found = _known[name] = Ranks(name)
+    return found
+
+
 def size_of(name: str) -> int:
     return dist.get_world_size(of_name(name))
 

@@ -5,19 +5,30 @@ import torch
 from torch import Tensor
 
 from . import transport
-from .local import Call, backward, forward, joined, sum_sinks
+from .local import Call, accumulate, backward, empty_results, forward, sum_sinks
 from .ranks import Ranks
 from .sequence import Cut
 
 
-def _shape(x: Tensor, tokens: int) -> tuple[int, ...]:
-    return (*x.shape[:2], tokens, x.shape[3])
+class _Line:
+    """K and V, or the sums of their gradients, on their way round."""
+
+    def __init__(self, cut: Cut, ranks: Ranks):
+        self._ring, self._cut = transport.Ring(ranks), cut
+
+    def post(self, held: list[Tensor], owner: int) -> tuple[list[Tensor], list]:
+        """Where the tokens of rank `owner` will be, and what to wait for."""
+        tokens = self._cut.tokens(owner)
+        shapes = [(*x.shape[:2], tokens, x.shape[3]) for x in held]
+        most = sum(x.shape[0] * x.shape[1] * x.shape[3] * x.element_size() for x in held) * self._cut.most
+        return self._ring.post(held, shapes, most)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, cut: Cut, ranks: Ranks, out: Tensor, lse: Tensor) -> None:
-    """Fills out and lse. Each rank begins with its own keys, which the sinks belong to, and goes on with its predecessors'."""
+def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, cut: Cut, ranks: Ranks) -> tuple[Tensor, Tensor]:
+    """(out, lse). Each rank begins with its own keys, which the sinks belong to, and goes on with its predecessors'."""
+    out, lse = empty_results(q, v)
     wide = lse.dtype
-    line = transport.Ring(ranks)
+    line = _Line(cut, ranks)
     mine = cut.segments(ranks.rank)
     merged: list[tuple[Tensor, Tensor] | None] = [None] * len(mine)
     held = [k.contiguous(), v.contiguous()]
@@ -25,8 +36,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, cut: Cut, ranks: Ranks, 
         owner = (ranks.rank - step) % ranks.size
         met, posted = [], []
         if step < ranks.size - 1:
-            tokens = cut.tokens((owner - 1) % ranks.size)
-            met, posted = line.post(held, [_shape(x, tokens) for x in held])
+            met, posted = line.post(held, (owner - 1) % ranks.size)
         for i, (at, start, end) in enumerate(mine):
             queries = q[:, :, at : at + end - start]
             for key_at, key_start, key_end in cut.segments(owner):
@@ -34,18 +44,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, cut: Cut, ranks: Ranks, 
                 if not first and not call.sees((start, end), (key_start, key_end)):
                     continue
                 keys = (x[:, :, key_at : key_at + key_end - key_start] for x in held)
-                before, diagonal = merged[i], start - key_start
-                merged[i] = (
-                    forward(queries, *keys, call, diagonal, wide)
-                    if before is None
-                    else joined(before, queries, *keys, call.without_sinks(), diagonal)
-                )
+                if first:
+                    merged[i] = forward(queries, *keys, call, start - key_start, wide)
+                else:
+                    accumulate(queries, *keys, call.without_sinks(), start - key_start, *merged[i])
         for work in posted:
             work.wait()
         held = met
     for (at, start, end), found in zip(mine, merged, strict=True):
         rows = slice(at, at + end - start)
         out[:, :, rows], lse[:, :, rows] = found
+    return out, lse
 
 
 def differentiate(
@@ -54,7 +63,7 @@ def differentiate(
 ):  # fmt: skip
     """dq stays; dk and dv go on with their keys, each rank adds its queries' share, and come home with the last step."""
     wide = lse.dtype
-    line = transport.Ring(ranks)
+    line = _Line(cut, ranks)
     mine = cut.segments(ranks.rank)
     dq = q.new_zeros(q.shape, dtype=wide)
     held = [k.contiguous(), v.contiguous()]
@@ -62,9 +71,9 @@ def differentiate(
     bare = call.without_sinks()
     for step in range(ranks.size):
         owner = (ranks.rank - step) % ranks.size
-        before = cut.tokens((owner - 1) % ranks.size)
+        before = (owner - 1) % ranks.size
         last = step == ranks.size - 1
-        met, posted = line.post(held, [_shape(x, before) for x in held]) if not last else ([], [])
+        met, posted = line.post(held, before) if not last else ([], [])
         for at, start, end in mine:
             rows = slice(at, at + end - start)
             for key_at, key_start, key_end in cut.segments(owner):
@@ -80,7 +89,7 @@ def differentiate(
                     total[:, :, keys] += grad
         for work in posted:
             work.wait()
-        sums, summed = line.post(sums, [_shape(x, before) for x in sums])
+        sums, summed = line.post(sums, before)
         for work in summed:
             work.wait()
         held = met

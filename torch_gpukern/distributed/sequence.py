@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A sequence cut over ranks: which tokens a rank holds, shards of a tensor, and back."""
 
+import functools
 from typing import Literal
 
 import torch
@@ -36,6 +37,7 @@ class Cut:
             self.spans: list[list[Span]] = [[span] for span in spans]
         else:
             self.spans = [[spans[r], spans[-1 - r]] for r in range(size)]
+        self._segments: dict[int, list[tuple[int, int, int]]] = {}
 
     def tokens(self, rank: int) -> int:
         return sum(end - start for start, end in self.spans[rank])
@@ -47,6 +49,8 @@ class Cut:
 
     def segments(self, rank: int) -> list[tuple[int, int, int]]:
         """(first local token, start, end) of each run of tokens that stand side by side in the whole; without empty ones."""
+        if rank in self._segments:
+            return self._segments[rank]
         found: list[tuple[int, int, int]] = []
         at = 0
         for start, end in self.spans[rank]:
@@ -55,6 +59,7 @@ class Cut:
             elif end > start:
                 found.append((at, start, end))
             at += end - start
+        self._segments[rank] = found
         return found
 
     def order(self) -> list[tuple[int, int, int]]:
@@ -69,6 +74,12 @@ class Cut:
         return [(rank, at, tokens) for _, rank, at, tokens in sorted(pieces)]
 
 
+@functools.lru_cache(maxsize=256)
+def cut_of(length: int, size: int, layout: str) -> Cut:
+    """A `Cut`, made once."""
+    return Cut(length, size, layout)
+
+
 def total_of(tokens: int, size: int, seq_len: int | None) -> int:
     """The whole's length: seq_len, or that of equal shards."""
     return tokens * size if seq_len is None or seq_len < 0 else seq_len
@@ -78,7 +89,7 @@ def whole_cut(op: str, argument: str, tokens: int, ranks: Ranks, seq_len: int | 
     """The cut whose share of this rank is `tokens`."""
     if seq_len is not None and seq_len < -1:
         raise ValueError(f"{op}: seq_len must be at least 0, got {seq_len}")
-    cut = Cut(total_of(tokens, ranks.size, seq_len), ranks.size, layout)
+    cut = cut_of(total_of(tokens, ranks.size, seq_len), ranks.size, layout)
     if cut.tokens(ranks.rank) != tokens:
         raise ValueError(
             f"{op}: {argument} has {tokens} tokens on rank {ranks.rank}, expected {cut.tokens(ranks.rank)} of a sequence of "

@@ -12,11 +12,12 @@ Only copies between two GPUs are used, no multicast. ``GPUKERN_DIST_SYMMETRIC=0`
 a CUDA graph's capture, for small transfers and for groups that span hosts.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from .ranks import Ranks
 __all__ = ["Pool", "pool_for"]
 
 _LEAST_BYTES, _MOST_BYTES, _MOST_BUFFERS = 1 << 20, 1 << 30, 8
+_MOST_VIEWS = 64  # of a buffer
 _TIMEOUT_MS = 600_000  # of a barrier: a rank that died ends in a CUDA error
 
 
@@ -37,6 +39,7 @@ class Buffer:
     handle: Any
     busy: bool = False
     released: int = -1  # how many barriers there had been
+    views: dict[tuple, Tensor] = dataclasses.field(default_factory=dict)
 
 
 class Pool:
@@ -82,8 +85,28 @@ class Pool:
         buffer.busy, buffer.released = False, self.barriers
 
     def view(self, buffer: Buffer, rank: int, shape: Sequence[int], dtype: torch.dtype, at: int = 0) -> Tensor:
-        """A rank's buffer, from element `at` on."""
-        return buffer.handle.get_buffer(rank, tuple(shape), dtype, at)
+        """A rank's buffer, from element `at` on. Views are kept: making one takes as long as beginning a copy."""
+        key = rank, tuple(shape), dtype, at
+        found = buffer.views.get(key)
+        if found is None:
+            if len(buffer.views) >= _MOST_VIEWS:
+                buffer.views.clear()
+            with torch.inference_mode(False):  # so that every mode may write it
+                found = buffer.views[key] = buffer.handle.get_buffer(rank, key[1], dtype, at)
+        return found
+
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        """What is begun in it goes on the pool's stream, behind what the current stream has begun."""
+        here, device = torch.cuda.current_stream(self.device), torch.cuda.current_device()
+        self.stream.wait_stream(here)
+        torch.cuda.set_stream(self.stream)
+        try:
+            yield
+        finally:
+            torch.cuda.set_stream(here)
+            if device != self.device.index:
+                torch.cuda.set_device(device)
 
 
 _pools: dict[str, tuple[dist.ProcessGroup, Pool | None]] = {}

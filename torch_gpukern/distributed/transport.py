@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What ranks send each other. Tokens come first in every buffer, so that what a rank sends or receives is one piece."""
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -27,66 +28,104 @@ def _post(calls: Sequence[dist.P2POp]) -> list:
 
 
 class Gather:
-    """[S, ...] in the whole's order, on its way from each rank's [its tokens, ...]: each run of tokens straight to its place.
+    """Tensors [S, ...] in the whole's order, on their way from each rank's [its tokens, ...]: each run of tokens straight to its place.
 
     Work that is begun before `wait` goes on beside the transfer: by copy engines where they serve (symmetric.py), else by the
-    backend's point-to-point calls.
+    backend's point-to-point calls. A rank's first runs go before its second ones.
+
+    own: whether this rank's rows are wanted in the whole, too.
     """
 
-    def __init__(self, x: Tensor, cut, ranks: Ranks):
-        self.whole = x.new_empty((cut.length, *x.shape[1:]))
-        self._met, self._cut, self._ranks, self._posted = _bytes(self.whole), cut, ranks, []
-        most = cut.most * math.prod(x.shape[1:]) * x.element_size()
-        self._pool = pool_for(x.device, ranks, most)
+    def __init__(self, cut, ranks: Ranks, *xs: Tensor, own: bool = True):
+        self.whole = [x.new_empty((cut.length, *x.shape[1:])) for x in xs]
+        self._cut, self._ranks = cut, ranks
+        self._runs = [cut.segments(rank) for rank in range(ranks.size)]
+        self._posted: list[list] = []  # of each stage: what to wait for
+        room = [_padded(cut.most * math.prod(x.shape[1:]) * x.element_size()) for x in xs]
+        self._pool = pool_for(xs[0].device, ranks, sum(room))
         if self._pool is not None:
-            self._pull(_bytes(x), most)
+            self._pull([_bytes(x) for x in xs], room)
         else:
-            self._exchange(_bytes(x.contiguous()))
+            self._exchange([_bytes(x.contiguous()) for x in xs])
+        if own:
+            for x, whole in zip(xs, self.whole, strict=True):
+                for at, start, end in self._runs[ranks.rank]:
+                    whole[start:end].copy_(x[at : at + end - start])
 
-    def _exchange(self, x: Tensor) -> None:
-        calls, self._sent, mine = [], x, self._cut.segments(self._ranks.rank)
-        for step in range(1, self._ranks.size):
-            to, source = self._ranks.around(step)
-            calls += [_send(x[at : at + end - start], to, self._ranks) for at, start, end in mine]
-            calls += [
-                _receive(self._met[start:end], source, self._ranks) for _, start, end in self._cut.segments(source)
-            ]
-        self._posted = _post(calls)
-        for at, start, end in mine:
-            self._met[start:end] = x[at : at + end - start]
+    def _stages(self):
+        """The runs of all ranks, those that stand first on their rank first."""
+        for stage in range(max(map(len, self._runs))):
+            yield [runs[stage] if stage < len(runs) else None for runs in self._runs]
 
-    def _pull(self, x: Tensor, most: int) -> None:
-        pool, ranks = self._pool, self._ranks
-        self._buffer = pool.take(most)
-        pool.view(self._buffer, ranks.rank, x.shape, x.dtype).copy_(x)
-        for at, start, end in self._cut.segments(
-            ranks.rank
-        ):  # here: a copy inside a GPU may need SMs, and would hold up the rest
-            self._met[start:end].copy_(x[at : at + end - start])
-        pool.barrier(self._buffer)
-        pool.stream.wait_stream(torch.cuda.current_stream(x.device))
-        with torch.cuda.stream(pool.stream):
+    def _exchange(self, xs: list[Tensor]) -> None:
+        self._sent, ranks = xs, self._ranks
+        for runs in self._stages():
+            calls = []
             for step in range(1, ranks.size):
-                _, source = ranks.around(step)
-                shape = (self._cut.tokens(source), *x.shape[1:])
-                theirs = pool.view(self._buffer, source, shape, x.dtype)
-                for at, start, end in self._cut.segments(source):
-                    self._met[start:end].copy_(theirs[at : at + end - start])
-            self._done = torch.cuda.Event()
-            self._done.record()
+                to, source = ranks.around(step)
+                for x, whole in zip(xs, self.whole, strict=True):
+                    if runs[ranks.rank]:
+                        at, start, end = runs[ranks.rank]
+                        calls.append(_send(x[at : at + end - start], to, ranks))
+                    if runs[source]:
+                        _, start, end = runs[source]
+                        calls.append(_receive(_bytes(whole)[start:end], source, ranks))
+            self._posted.append(_post(calls))
 
-    def wait(self) -> Tensor:
-        if self._pool is not None:
-            torch.cuda.current_stream(self.whole.device).wait_event(self._done)
-            self._pool.release(self._buffer)
-        for work in self._posted:
-            work.wait()
+    def _pull(self, xs: list[Tensor], room: list[int]) -> None:
+        pool, ranks = self._pool, self._ranks
+        self._buffer = pool.take(sum(room))
+        places = [at // x.element_size() for at, x in zip(itertools.accumulate(room, initial=0), xs)]
+        for place, x in zip(places, xs, strict=True):
+            pool.view(self._buffer, ranks.rank, x.shape, x.dtype, place).copy_(x)
+        pool.barrier(self._buffer)
+        with pool.copying():
+            for runs in self._stages():
+                for step in range(1, ranks.size):
+                    _, source = ranks.around(step)
+                    if not runs[source]:
+                        continue
+                    at, start, end = runs[source]
+                    for place, whole in zip(places, map(_bytes, self.whole), strict=True):
+                        each = math.prod(whole.shape[1:])
+                        shape = (end - start, *whole.shape[1:])
+                        whole[start:end].copy_(pool.view(self._buffer, source, shape, whole.dtype, place + at * each))
+                self._posted.append([pool.stream.record_event()])
+
+    def wait(self, tokens: int | None = None) -> list[Tensor]:
+        """The whole, of which the first `tokens` (None: all) are there for work that comes later."""
+        end = self._cut.length if tokens is None else tokens
+        stages = [stage for stage, runs in enumerate(self._stages()) if any(run and run[1] < end for run in runs)]
+        wanted = len(self._posted) if tokens is None else max(stages, default=-1) + 1
+        for posted in self._posted[:wanted]:
+            if self._pool is not None:
+                for event in posted:
+                    torch.cuda.current_stream(self.whole[0].device).wait_event(event)
+            else:
+                for work in posted:
+                    work.wait()
+            posted.clear()
         return self.whole
+
+    def done(self) -> None:
+        """Every token is there, and whatever reads it has been begun."""
+        self.wait()
+        if self._pool is not None:
+            self._pool.release(self._buffer)
+
+
+_ALIGNED = 256  # bytes: where a tensor may begin in a buffer
+
+
+def _padded(size: int) -> int:
+    return (size + _ALIGNED - 1) // _ALIGNED * _ALIGNED
 
 
 def gather_tokens(x: Tensor, cut, ranks: Ranks) -> Tensor:
     """[S, ...] in the whole's order, from each rank's [its tokens, ...]; never x itself."""
-    return Gather(x, cut, ranks).wait()
+    moving = Gather(cut, ranks, x)
+    moving.done()
+    return moving.whole[0]
 
 
 def _all_gather(met: Tensor, sent: Tensor, ranks: Ranks) -> None:
@@ -122,78 +161,91 @@ def swap(sent: Sequence[Tensor], sizes: Sequence[int], ranks: Ranks) -> list[Ten
 
 
 class ToOwners:
-    """[tokens of this rank, ...]: the sum over ranks of what each has for all, float32 or wider, on its way.
+    """[tokens of this rank, ...] of some tensors: the sums over ranks of what each has for all, float32 or wider, on their way.
 
-    cut: whose tokens are whose. like: of the dtype, device and trailing sizes of what is sent.
+    cut: whose tokens are whose. likes: of the dtype, device and trailing sizes of what is sent.
     """
 
-    def __init__(self, cut, ranks: Ranks, like: Tensor):
+    def __init__(self, cut, ranks: Ranks, *likes: Tensor):
         self._cut, self._ranks, self._posted, self._kept = cut, ranks, [], []
         self._runs = [(at, at + end - start) for at, start, end in cut.segments(ranks.rank)]
-        each = math.prod(like.shape[1:])
-        self._slot = cut.most * each  # elements of the buffer for each of the other ranks
-        self._pool = pool_for(like.device, ranks, self._slot * like.element_size() * (ranks.size - 1))
-        tokens, sizes = cut.tokens(ranks.rank), like.shape[1:]
-        if self._pool is None:
-            self._parts = [like.new_empty((tokens * (r != ranks.rank), *sizes)) for r in range(ranks.size)]
-        else:
-            self._buffer = self._pool.take(self._slot * like.element_size() * (ranks.size - 1))
-            view = self._pool.view
-            self._parts = [
-                view(self._buffer, ranks.rank, (tokens, *sizes), like.dtype, self._slot * self._place(r, ranks.rank))
-                for r in range(ranks.size)
-            ]
-
-    def _place(self, source: int, owner: int) -> int:
-        """Which part of the owner's buffer holds what comes from a rank; an owner sends itself nothing."""
-        return (source - owner - 1) % self._ranks.size if source != owner else 0
-
-    def send(self, step: int, runs: Sequence[Tensor]) -> None:
-        """To the rank `step` behind this one the runs of its tokens, and from the one before this rank's."""
-        to, source = self._ranks.around(step)
-        runs = [run.contiguous() for run in runs]
-        self._kept += runs
+        # bytes of each tensor in the part of the buffer that a rank sends to
+        room = [_padded(cut.most * math.prod(x.shape[1:]) * x.element_size()) for x in likes]
+        self._slot, self._starts = sum(room), list(itertools.accumulate(room, initial=0))
+        self._pool = pool_for(likes[0].device, ranks, self._slot * (ranks.size - 1))
         if self._pool is not None:
-            self._push(to, runs)
+            self._buffer = self._pool.take(self._slot * (ranks.size - 1))
+        tokens = cut.tokens(ranks.rank)
+        self._parts = [
+            [self._part(i, r, (tokens, *x.shape[1:]), x) for r in range(ranks.size)] for i, x in enumerate(likes)
+        ]
+
+    def _part(self, i: int, source: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Where tensor i comes to from a rank; an owner sends itself nothing."""
+        if source == self._ranks.rank:
+            return like.new_empty((0, *shape[1:]))
+        if self._pool is None:
+            return like.new_empty(shape)
+        place = self._place(i, source, self._ranks.rank, like)
+        return self._pool.view(self._buffer, self._ranks.rank, shape, like.dtype, place)
+
+    def _place(self, i: int, source: int, owner: int, like: Tensor) -> int:
+        """The element of the owner's buffer at which tensor i from a rank begins."""
+        return (self._slot * ((source - owner - 1) % self._ranks.size) + self._starts[i]) // like.element_size()
+
+    def send(self, step: int, *each: Sequence[Tensor]) -> None:
+        """To the rank `step` behind this one the runs of its tokens, of each tensor, and from the one before this rank's."""
+        to, source = self._ranks.around(step)
+        each = [[run.contiguous() for run in runs] for runs in each]
+        self._kept += each
+        if self._pool is not None:
+            self._push(to, each)
             return
-        calls = [_send(run, to, self._ranks) for run in runs]
-        calls += [_receive(self._parts[source][start:end], source, self._ranks) for start, end in self._runs]
+        calls = []
+        for parts, runs in zip(self._parts, each, strict=True):
+            calls += [_send(run, to, self._ranks) for run in runs]
+            calls += [_receive(parts[source][start:end], source, self._ranks) for start, end in self._runs]
         self._posted += _post(calls)
 
-    def _push(self, to: int, runs: Sequence[Tensor]) -> None:
-        pool, at = self._pool, self._slot * self._place(self._ranks.rank, to)
-        pool.stream.wait_stream(torch.cuda.current_stream(runs[0].device) if runs else torch.cuda.current_stream())
-        with torch.cuda.stream(pool.stream):
-            for run in runs:
-                pool.view(self._buffer, to, run.shape, run.dtype, at).copy_(run)
-                at += run.numel()
+    def _push(self, to: int, each: Sequence[Sequence[Tensor]]) -> None:
+        pool = self._pool
+        with pool.copying():
+            for i, runs in enumerate(each):
+                at = self._place(i, self._ranks.rank, to, runs[0]) if runs else 0
+                for run in runs:
+                    pool.view(self._buffer, to, run.shape, run.dtype, at).copy_(run)
+                    at += run.numel()
 
-    def send_all(self, x: Tensor, cut) -> "ToOwners":
-        """Of [S, ...] each rank's tokens."""
+    def send_all(self, *xs: Tensor) -> "ToOwners":
+        """Of each [S, ...] each rank's tokens."""
         for step in range(1, self._ranks.size):
-            self.send(step, [x[start:end] for _, start, end in cut.segments(self._ranks.around(step)[0])])
+            runs = self._cut.segments(self._ranks.around(step)[0])
+            self.send(step, *([x[start:end] for _, start, end in runs] for x in xs))
         return self
 
-    def add(self, mine: Tensor, dtype: torch.dtype) -> Tensor:
-        """The sum in the order of the ranks, rounded once to dtype."""
+    def add(self, *mine: Tensor, dtype: torch.dtype) -> list[Tensor]:
+        """The sums in the order of the ranks, rounded once to dtype."""
         for work in self._posted:
             work.wait()
         if self._pool is not None:
-            torch.cuda.current_stream(mine.device).wait_stream(self._pool.stream)
+            torch.cuda.current_stream(mine[0].device).wait_stream(self._pool.stream)
             self._pool.barrier(self._buffer)  # all ranks have sent
         self._kept.clear()
-        self._parts[self._ranks.rank] = mine
-        total = rounded_sum(self._parts, dtype)
+        totals = []
+        for own, parts in zip(mine, self._parts, strict=True):
+            parts[self._ranks.rank] = own
+            totals.append(rounded_sum(parts, dtype))
         if self._pool is not None:
             self._pool.release(self._buffer)
-        return total
+        return totals
 
 
 def sum_to_owners(x: Tensor, cut, ranks: Ranks, dtype: torch.dtype | None = None) -> Tensor:
     """[tokens of this rank, ...]: the sum over ranks of their [S, ...], float32 or wider, in the order of the ranks, rounded once to
     dtype (None is x's).
     """
-    return ToOwners(cut, ranks, x).send_all(x, cut).add(tokens_of(x, cut, ranks.rank), dtype or x.dtype)
+    moving = ToOwners(cut, ranks, x).send_all(x)
+    return moving.add(tokens_of(x, cut, ranks.rank), dtype=dtype or x.dtype)[0]
 
 
 def rounded_sum(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -245,8 +297,37 @@ class Ring:
         self.ranks = ranks
         self.next, self.before = ranks.around(1)
 
-    def post(self, sent: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> tuple[list[Tensor], list]:
-        """Buffers of those shapes, and what to wait for before they are read or the sent ones are written."""
+    def post(self, sent: Sequence[Tensor], shapes: Sequence[Sequence[int]], most: int) -> tuple[list[Tensor], list]:
+        """Buffers of those shapes, and what to wait for before they are read or the sent ones are written.
+
+        most: bytes that any rank sends in this step, the same number on all.
+        """
         met = [x.new_empty(tuple(shape)) for x, shape in zip(sent, shapes, strict=True)]
+        pool = pool_for(sent[0].device, self.ranks, most + _ALIGNED * len(sent))
+        if pool is not None:
+            return met, [_Pulled(pool, self.ranks.rank, self.before, sent, met, most)]
         calls = [_send(x, self.next, self.ranks) for x in sent]
         return met, _post([*calls, *(_receive(x, self.before, self.ranks) for x in met)])
+
+
+class _Pulled:
+    """What the rank before has sent, on its way by a copy engine."""
+
+    def __init__(self, pool, rank: int, before: int, sent: Sequence[Tensor], met: Sequence[Tensor], most: int):
+        self._pool, self._buffer = pool, pool.take(most + _ALIGNED * len(sent))
+        for place, x in zip(self._places(sent), sent, strict=True):
+            pool.view(self._buffer, rank, x.shape, x.dtype, place).copy_(x)
+        pool.barrier(self._buffer)
+        with pool.copying():
+            for place, x in zip(self._places(met), met, strict=True):
+                x.copy_(pool.view(self._buffer, before, x.shape, x.dtype, place))
+        self._done = pool.stream.record_event()
+
+    @staticmethod
+    def _places(xs: Sequence[Tensor]) -> list[int]:
+        starts = itertools.accumulate((_padded(x.numel() * x.element_size()) for x in xs), initial=0)
+        return [start // x.element_size() for start, x in zip(starts, xs)]
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self._buffer.data.device).wait_event(self._done)
+        self._pool.release(self._buffer)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from .._library import are_deterministic, ops
 from . import transport
-from .local import Call
+from .local import Call, empty_results
 from .ranks import Ranks
 from .sequence import Cut
 
@@ -32,11 +32,14 @@ def _mine(call: Call, q: Tensor, ranks: Ranks) -> Call:
     return call.of_heads(ranks.rank * heads, heads)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, cut: Cut, ranks: Ranks, out: Tensor, lse: Tensor) -> None:
+def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, cut: Cut, ranks: Ranks) -> tuple[Tensor, Tensor]:
+    """(out, lse)."""
+    out, lse = empty_results(q, v)
     whole = (_to_heads(x, cut, ranks) for x in (q, k, v))
     found = ops.flash_attn_fwd(*whole, **_mine(call, q, ranks).arguments())
     out.copy_(_to_tokens(found[0], cut, ranks))
     lse.copy_(_to_tokens(found[1], cut, ranks))
+    return out, lse
 
 
 def differentiate(

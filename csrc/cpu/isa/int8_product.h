@@ -28,9 +28,9 @@ extern const gk_int8_isa SYM(gk_int8_quads);
 enum {
     INT8_MB = 280, /* rows and columns of a task: operands and sums take 1 MiB */
     INT8_NB = 512,
-    INT8_KB = 512,      /* of k: a panel of b takes 16 KiB */
-    INT8_DOT_ROWS = 4,  /* up to so many, b is read in place where its k lies side by side */
-    INT8_FEW_ROWS = 32, /* so small an M waits for b: long runs of it are read then, along n or along k */
+    INT8_KB = 512,     /* of k: a panel of b takes 16 KiB */
+    INT8_DOT_ROWS = 4, /* up to so many, b is read in place where its k lies side by side */
+    INT8_SMALL_M = 32, /* so small an M waits for b: long runs of it are read then, along n or along k */
     INT8_FEW_NB = 1024,
     INT8_FEW_KB = 128,
     INT8_FEW_NB_ALONG = 64,
@@ -64,7 +64,7 @@ static int8_memory int8_memory_of(const quant_product *p, char *base) {
 }
 
 static void int8_plan(quant_product *p, const gk_context *ctx, gk_plan *plan) {
-    const bool few = p->m <= INT8_FEW_ROWS;
+    const bool few = p->m <= INT8_SMALL_M;
     p->block = scaled_block(p, !few ? INT8_KB : p->b_by_k ? INT8_FEW_KB : INT8_FEW_KB_ALONG);
     if (int8_in_place(p)) p->block = scaled_block(p, p->k);
     p->block = gk_min_i64(p->block, gk_round_up(gk_max_i64(1, p->k), p->int8->per));

@@ -101,8 +101,8 @@ inline size_t dq_sum_bytes(const Bwd &g) {
 }
 
 /* flash_attn_bwd_pre.cu: fills stats and zeroes dq_sum; writes dsinks; zeroes the gradients of packed tokens that
- * belong to no sequence. */
-gk_status bwd_pre(const gk_context *ctx, gk_dtype dtype, const Bwd &g);
+ * belong to no sequence, which are of dtype `grads`. */
+gk_status bwd_pre(const gk_context *ctx, gk_dtype dtype, const Bwd &g, gk_dtype grads);
 
 /* dsinks alone, 16-bit calls, of stats that are there. */
 gk_status bwd_sinks(const gk_context *ctx, gk_dtype dtype, const Bwd &g);
@@ -110,5 +110,8 @@ gk_status bwd_sinks(const gk_context *ctx, gk_dtype dtype, const Bwd &g);
 /* flash_attn_bwd_dq_sm80.cu, flash_attn_bwd_dq_drop_sm80.cu: dq by rows, always in one order; lse in log2. Tile: a BwdDqTile of
  * tiles.h; G: Bwd, or Dropping<Bwd>. */
 template <class Tile, class G> gk_status bwd_dq(const gk_context *ctx, gk_dtype dtype, const G &g);
+
+/* flash_attn_bwd_partial_dq_sm80.cu: the same in float32, unrounded. */
+gk_status bwd_partial_dq(const gk_context *ctx, gk_dtype dtype, const Bwd &g);
 
 #endif

@@ -166,6 +166,21 @@ __device__ __forceinline__ void store_rows(const Rows &to, const BwdWork &w, sme
     }
 }
 
+/* The same in float32, from registers. */
+template <int N>
+__device__ __forceinline__ void store_rows(const Rows &to, const BwdWork &w, const float (&d)[N], float factor,
+                                           int columns, int first) {
+    const int key = w.j0 + first + mov_tid_x() / 32 % 4 * 16 + frag_row(laneid(), 0), col = frag_col(laneid(), 0);
+    float *to_g = (float *)to.data + w.b * to.batch + w.kv_head * to.head + ((int64_t)w.seq.k0 + key) * to.row + col;
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+#pragma unroll
+        for (int n = 0; n < N / 4; ++n)
+            if (key + 8 * r < w.seq.seq_k && 8 * n + col < columns)
+                *(float2 *)(to_g + 8 * r * to.row + 8 * n) =
+                    make_float2(d[4 * n + 2 * r] * factor, d[4 * n + 2 * r + 1] * factor);
+}
+
 /* ---- 2. the kernel -------------------------------------------------------------------------------------- */
 template <class Consumer>
 __global__ void __cluster_dims__(BwdSmem<typename Consumer::Tile>::BLOCKS, 1, 1)
@@ -194,7 +209,8 @@ __global__ void __cluster_dims__(BwdSmem<typename Consumer::Tile>::BLOCKS, 1, 1)
     __syncthreads();
     if (Tile::PAIR) barrier_cluster(); /* both blocks have their barriers */
     if (w.task.unit >= x.grid.units) return;
-    if (w.task.kind != BWD_KEYS) return other_task<typename Consumer::Element, Tile>(x, w, smem_s);
+    if (w.task.kind != BWD_KEYS)
+        return other_task<typename Consumer::Element, Tile, typename Consumer::Grad>(x, w, smem_s);
     if (w.j0 - (Tile::PAIR ? w.rank * Tile::BKV : 0) >= w.seq.seq_k) return; /* of packed calls alone */
     if (warpgroup == 2) {
         setmaxnreg_dec<Tile::PRODUCER_REGISTERS>();
@@ -222,12 +238,15 @@ __global__ void __cluster_dims__(BwdSmem<typename Consumer::Tile>::BLOCKS, 1, 1)
 }
 
 /* ---- 3. the last pass of packed calls ------------------------------------------------------------------- */
-template <class T, class Tile>
+template <class T, class Tile, class Grad>
 __global__ void __launch_bounds__(BWD_PRE_THREADS) flash_attn_bwd_round_kernel(const __grid_constant__ Bwd g) {
     extern __shared__ __align__(1024) unsigned char smem[];
     const int tile = blockIdx.x % g.tiles, head = blockIdx.x / g.tiles % g.p.heads_q,
               b = blockIdx.x / g.tiles / g.p.heads_q;
-    round_tiles<T, Tile, BWD_PRE_THREADS, 1>(g, b, head, tile, 1, cvta_to_shared(smem));
+    if constexpr (sizeof(Grad) == 4)
+        scale_tiles<Tile, BWD_PRE_THREADS>(g, b, head, tile, 1);
+    else
+        round_tiles<T, Tile, BWD_PRE_THREADS, 1>(g, b, head, tile, 1, cvta_to_shared(smem));
 }
 
 /* ---- 4. launcher ------------------------------------------------------------------------------ */
@@ -335,15 +354,15 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     if (status == GK_OK) status = make_tensor_map(OP, attn_shape(a->fwd.v), S::V::box(), &x.v);
     if (status == GK_OK) status = make_tensor_map(OP, attn_shape(a->grad_out), S::O::box(), &x.grad_out);
     if (status == GK_OK && cleared > 0) status = clear_memory(OP, ctx, counters, cleared);
-    if (status == GK_OK && !alone) status = bwd_pre(ctx, element<T>::dtype, x.g);
+    if (status == GK_OK && !alone) status = bwd_pre(ctx, element<T>::dtype, x.g, a->dq.dtype);
     if (status == GK_OK)
         status = launch<flash_attn_bwd_sm90a_kernel<Consumer>>(OP, ctx, dim3((unsigned)plan->tasks),
                                                                BwdSmem<Tile>::THREADS, BwdSmem<Tile>::BYTES, x);
     if (status != GK_OK) return status;
     if (alone) return x.g.dsinks ? bwd_sinks(ctx, element<T>::dtype, x.g) : GK_OK;
     const dim3 grid((unsigned)((int64_t)x.g.tiles * x.g.p.heads_q * x.g.p.batch));
-    return launch<flash_attn_bwd_round_kernel<T, Tile>>(OP, ctx, grid, BWD_PRE_THREADS, Tile::BQ * Tile::HEAD_DIM * 2,
-                                                        x.g);
+    return launch<flash_attn_bwd_round_kernel<T, Tile, typename Consumer::Grad>>(OP, ctx, grid, BWD_PRE_THREADS,
+                                                                                 Tile::BQ * Tile::HEAD_DIM * 2, x.g);
 }
 
 /* A kernel of either order of additions to dQ; modified: with softcap or ALiBi. */

@@ -57,7 +57,31 @@ __device__ __forceinline__ void drop_dp(float (&dp)[M][N][4], const Dropping<Bwd
 template <int M, int N>
 __device__ __forceinline__ void drop_dp(float (&)[M][N][4], const Bwd &, int, int, int, int, int) {}
 
-template <class T, class Tile, bool MODIFIED, bool DROP>
+/* dQ of a warp to memory: rounded through the tile of Q, whose rows must then be free; float32 from registers. to: the block's first row. */
+template <class T, class Tile, class Grad, int M, int N>
+__device__ __forceinline__ void store_dq(Grad *to, int64_t row_stride, smem_addr smem_s, const float (&dq)[M][N][4],
+                                         float scale, int lane_row, int rows, int columns) {
+    typedef DqSmem<Tile> S;
+    typedef typename S::Queries Queries;
+    const int lane = threadIdx.x % 32;
+    if constexpr (sizeof(Grad) == 4) {
+        store_sums(to, row_stride, dq, scale, lane_row, lane % 4 * 2, rows, columns);
+    } else {
+        const smem_addr at = smem_s + S::q + Queries::offset(lane_row, 0) + lane % 4 * 4;
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+                const smem_addr at_n = Queries::down(Queries::along(at, n), 16 * m);
+                st_shared_32(at_n, pack2<T>(dq[m][n][0] * scale, dq[m][n][1] * scale));
+                st_shared_32(Queries::down(at_n, 8), pack2<T>(dq[m][n][2] * scale, dq[m][n][3] * scale));
+            }
+        __syncthreads(); /* the rows are whole */
+        copy_tile_out<Queries, S::THREADS>(to, row_stride, smem_s + S::q, rows, columns, threadIdx.x);
+    }
+}
+
+template <class T, class Tile, bool MODIFIED, bool DROP, class Grad = T>
 __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
     bwd_dq_kernel(const __grid_constant__ typename dropping_if<Bwd, DROP>::type g) {
     typedef DqSmem<Tile> S;
@@ -187,19 +211,8 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
     /* 2.6 dQ through the tile of Q */
     cp_async_wait_group<0>();
     __syncthreads(); /* nobody reads Q any more */
-    const smem_addr at = smem_s + S::q + Queries::offset(lane_row, 0) + lane % 4 * 4;
-#pragma unroll
-    for (int m = 0; m < M; ++m)
-#pragma unroll
-        for (int n = 0; n < D / 8; ++n) {
-            const smem_addr to = Queries::down(Queries::along(at, n), 16 * m);
-            st_shared_32(to, pack2<T>(dq[m][n][0] * score.scale, dq[m][n][1] * score.scale));
-            st_shared_32(Queries::down(to, 8), pack2<T>(dq[m][n][2] * score.scale, dq[m][n][3] * score.scale));
-        }
-    __syncthreads(); /* the rows are whole */
-    copy_tile_out<Queries, S::THREADS>((T *)g.dq.data + b * g.dq.batch + head * g.dq.head +
-                                           ((int64_t)s.q0 + i0) * g.dq.row,
-                                       g.dq.row, smem_s + S::q, s.seq_q - i0, p.head_dim, threadIdx.x);
+    Grad *to = (Grad *)g.dq.data + b * g.dq.batch + head * g.dq.head + ((int64_t)s.q0 + i0) * g.dq.row;
+    store_dq<T, Tile, Grad>(to, g.dq.row, smem_s, dq, score.scale, lane_row, s.seq_q - i0, p.head_dim);
 }
 
 /* ---- 3. launch --------------------------------------------------------------------------------------------------- */

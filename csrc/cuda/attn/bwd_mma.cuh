@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* bwd_mma.cuh: the verbs that both tensor-core kernels of the backward are made of. M x 16 rows and N x 8 columns of
- * accumulators a warp. */
+/* bwd_mma.cuh: the verbs that the two mma.sync kernels of the backward, bwd_sm80.cuh and bwd_dq_sm80.cuh, are made of. M x 16 rows
+ * and N x 8 columns of accumulators a warp. */
 #ifndef GPUKERN_CUDA_BWD_MMA_CUH
 #define GPUKERN_CUDA_BWD_MMA_CUH
 
@@ -57,6 +57,23 @@ __device__ __forceinline__ void mma_columns(float (&c)[M][N][4], const uint32_t 
             mma_add<T>(c[m][2 * n + 1], a[m], b + 2);
         }
     }
+}
+
+/* c times factor to memory in float32. row, col: of c[0][0][0] in what to_g begins; of `rows` rows and `columns` columns, an even number. */
+template <int M, int N>
+__device__ __forceinline__ void store_sums(float *to_g, int64_t row_stride, const float (&c)[M][N][4], float factor,
+                                           int row, int col, int rows, int columns) {
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int i = row + 16 * m + 8 * half;
+#pragma unroll
+            for (int n = 0; n < N; ++n)
+                if (i < rows && col + 8 * n < columns)
+                    *(float2 *)(to_g + i * row_stride + col + 8 * n) =
+                        make_float2(c[m][n][2 * half] * factor, c[m][n][2 * half + 1] * factor);
+        }
 }
 
 #endif

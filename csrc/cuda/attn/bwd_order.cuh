@@ -145,4 +145,10 @@ constexpr GK_HD coord dq_place(int lane, int block, int pair, int rows, bool by_
             16 * (by_d ? block : block & 3) + (lane >> 3 & 1) * 8};
 }
 
+/* The first of a lane's four sums of eight rows of a block: x, y of rows one after the other, z, w of the column eight on. */
+constexpr GK_HD coord dq_sum_place(int lane, int block, int eight, int rows, bool by_d) {
+    return {(by_d ? 0 : (block >> 2) * rows) + 8 * eight + (lane & 3) * 2,
+            16 * (by_d ? block : block & 3) + (lane >> 2)};
+}
+
 #endif

@@ -20,7 +20,7 @@
  *     PAIRS                     | S | dP, P | barrier of the pair | dV, dS | barrier | dK | dQ
  *     SHARED otherwise          | S | dP, P | dS | barrier | dV | dK | dQ
  * Where the order must not vary, flash_attn_bwd_dq_sm80 makes dq, and this kernel leaves it out.
- * Not here: float32 and float64, unaligned rows (flash_attn_bwd_plain). */
+ * Not here: float32 (flash_attn_bwd_simt); float64, unaligned rows (flash_attn_bwd_plain). */
 #ifndef GPUKERN_CUDA_BWD_SM80_CUH
 #define GPUKERN_CUDA_BWD_SM80_CUH
 
@@ -246,9 +246,46 @@ __device__ __forceinline__ void copy_step(const Bwd &g, smem_addr smem_s, int st
                        (const float2 *)g.stats + (int64_t)stats_tile * X::BQ + threadIdx.x * 2);
 }
 
+/* dK and dV of a warp to memory: rounded through the tiles of K and V, whose rows must then be free; float32 from registers. */
+template <class T, class Tile, class Grad, class G, int M, int N>
+__device__ __forceinline__ void store_keys(const G &g, smem_addr smem_s, const float (&dk)[M][N][4],
+                                           const float (&dv)[M][N][4], int warp_kv, int sharer, int lane) {
+    typedef Shape<Tile> X;
+    typedef Smem<Tile> S;
+    typedef typename X::Keys Keys;
+    const float f = (float)g.p.rules.scale, f_v = drop_factor(g);
+    if constexpr (sizeof(Grad) == 4) {
+        const uint4 target = ld_shared_128(smem_s + S::target);
+        const int key = warp_kv * M * 16 + lane / 4, col = sharer * X::COLS_W + lane % 4 * 2,
+                  keys = ld_shared_32(smem_s + S::target + 24);
+        store_sums(first_of<float>(target), g.dk.row, dk, f, key, col, keys, g.p.head_dim);
+        store_sums(second_of<float>(target), g.dv.row, dv, f_v, key, col, keys, g.p.head_dim_v);
+    } else {
+        const smem_addr k_at =
+            smem_s + S::k + Keys::offset(warp_kv * M * 16 + lane / 4, sharer * X::COLS_W / 8) + lane % 4 * 4;
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+                const smem_addr at = Keys::down(Keys::along(k_at, n), 16 * m), at_v = at + (S::v - S::k);
+                st_shared_32(at, pack2<T>(dk[m][n][0] * f, dk[m][n][1] * f));
+                st_shared_32(Keys::down(at, 8), pack2<T>(dk[m][n][2] * f, dk[m][n][3] * f));
+                st_shared_32(at_v, pack2<T>(dv[m][n][0] * f_v, dv[m][n][1] * f_v));
+                st_shared_32(Keys::down(at_v, 8), pack2<T>(dv[m][n][2] * f_v, dv[m][n][3] * f_v));
+            }
+        __syncthreads(); /* the rows are whole */
+        const uint4 target = ld_shared_128(smem_s + S::target);
+        const int rows_valid = ld_shared_32(smem_s + S::target + 24);
+        copy_tile_out<Keys, X::THREADS>(first_of<T>(target), g.dk.row, smem_s + S::k, rows_valid, g.p.head_dim,
+                                        threadIdx.x);
+        copy_tile_out<Keys, X::THREADS>(second_of<T>(target), g.dv.row, smem_s + S::v, rows_valid, g.p.head_dim_v,
+                                        threadIdx.x);
+    }
+}
+
 /* ---- 3. dK, dV, and dQ added up ---------------------------------------------------------------------------------- */
-/* ADD false: dq is somebody else's. DROP: MODIFIED, with dropout. */
-template <class T, class Tile, bool MODIFIED, bool ADD, bool DROP>
+/* ADD false: dq is somebody else's. DROP: MODIFIED, with dropout. Grad: of dK and dV, T or float. */
+template <class T, class Tile, bool MODIFIED, bool ADD, bool DROP, class Grad = T>
 __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
     bwd_sm80_kernel(const __grid_constant__ typename dropping_if<Bwd, DROP>::type g) {
     typedef Shape<Tile> X;
@@ -281,8 +318,8 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
     if (threadIdx.x == 0) {
         const Interval full = full_tiles(s, j0, BKV, BQ);
         store_pair(smem_s + S::target,
-                   (T *)g.dk.data + b * g.dk.batch + kv_head * g.dk.head + ((int64_t)s.k0 + j0) * g.dk.row,
-                   (T *)g.dv.data + b * g.dv.batch + kv_head * g.dv.head + ((int64_t)s.k0 + j0) * g.dv.row);
+                   (Grad *)g.dk.data + b * g.dk.batch + kv_head * g.dk.head + ((int64_t)s.k0 + j0) * g.dk.row,
+                   (Grad *)g.dv.data + b * g.dv.batch + kv_head * g.dv.head + ((int64_t)s.k0 + j0) * g.dv.row);
         st_shared_128(smem_s + S::target + 16, make_uint4(full.lo, full.hi, s.seq_k - j0, 0));
         st_shared_128(smem_s + S::range, make_uint4(tile_lo, tile_hi, (kv_head + 1) * p.group, row_tile));
         store_span(smem_s + S::span, s.span);
@@ -438,25 +475,7 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
         add_dq<Tile, T>(g.dq_sum, last_dq, smem_s + S::scores + (stage ^ 1) * Scores::bytes, smem_s + S::k, warp, lane);
         __syncthreads(); /* nobody reads K any more */
     }
-    const smem_addr k_at =
-        smem_s + S::k + Keys::offset(warp_kv * KEYS_W + lane / 4, sharer * X::COLS_W / 8) + lane % 4 * 4;
-    const float f = (float)p.rules.scale, f_v = drop_factor(g);
-#pragma unroll
-    for (int m = 0; m < X::M; ++m)
-#pragma unroll
-        for (int n = 0; n < NC; ++n) {
-            const smem_addr at = Keys::down(Keys::along(k_at, n), 16 * m), at_v = at + (S::v - S::k);
-            st_shared_32(at, pack2<T>(dk[m][n][0] * f, dk[m][n][1] * f));
-            st_shared_32(Keys::down(at, 8), pack2<T>(dk[m][n][2] * f, dk[m][n][3] * f));
-            st_shared_32(at_v, pack2<T>(dv[m][n][0] * f_v, dv[m][n][1] * f_v));
-            st_shared_32(Keys::down(at_v, 8), pack2<T>(dv[m][n][2] * f_v, dv[m][n][3] * f_v));
-        }
-    __syncthreads(); /* the rows are whole */
-    const uint4 target = ld_shared_128(smem_s + S::target);
-    const int rows_valid = ld_shared_32(smem_s + S::target + 24);
-    copy_tile_out<Keys, X::THREADS>(first_of<T>(target), g.dk.row, smem_s + S::k, rows_valid, p.head_dim, threadIdx.x);
-    copy_tile_out<Keys, X::THREADS>(second_of<T>(target), g.dv.row, smem_s + S::v, rows_valid, p.head_dim_v,
-                                    threadIdx.x);
+    store_keys<T, Tile, Grad>(g, smem_s, dk, dv, warp_kv, sharer, lane);
 }
 
 } // namespace

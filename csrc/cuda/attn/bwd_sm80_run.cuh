@@ -85,7 +85,7 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     take_dropout(g, a);
     g.stats = workspace;
     if (!a->deterministic) g.dq_sum = (float *)((char *)workspace + stats_bytes(g, sizeof(float)));
-    gk_status status = bwd_pre(ctx, element<T>::dtype, g);
+    gk_status status = bwd_pre(ctx, element<T>::dtype, g, a->dq.dtype);
     if (status != GK_OK) return status;
     if (a->deterministic) {
         status = launch_dkv<T, Tile, false>(ctx, g);

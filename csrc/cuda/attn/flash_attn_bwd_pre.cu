@@ -178,26 +178,29 @@ template <class T> gk_status sinks(const gk_context *ctx, const Bwd &g) {
     return launch<bwd_sinks_kernel<T>>("gk_flash_attn_bwd", ctx, dim3(g.p.heads_q), SINK_WARPS * 32, 0, g);
 }
 
-template <class T> gk_status pre(const gk_context *ctx, const Bwd &g) {
+template <class T> gk_status clear(const gk_context *ctx, const Bwd &g) {
+    const int64_t tokens = gk_max_i64(g.p.total_q, g.p.total_k);
+    return launch<bwd_clear_kernel<T>>("gk_flash_attn_bwd", ctx, dim3((unsigned)gk_ceil_div(tokens, CLEAR_WARPS)),
+                                       THREADS, 0, g);
+}
+
+template <class T> gk_status pre(const gk_context *ctx, const Bwd &g, gk_dtype grads) {
     const char *op = "gk_flash_attn_bwd";
     const int64_t blocks = (int64_t)g.tiles * g.p.heads_q * g.p.batch;
     gk_status status = launch<bwd_rows_kernel<T>>(op, ctx, dim3((unsigned)blocks), THREADS, 0, g);
     if (status == GK_OK && g.dsinks) status = sinks<T>(ctx, g);
-    if (status == GK_OK && g.p.cu_q) {
-        const int64_t tokens = gk_max_i64(g.p.total_q, g.p.total_k);
-        status = launch<bwd_clear_kernel<T>>(op, ctx, dim3((unsigned)gk_ceil_div(tokens, CLEAR_WARPS)), THREADS, 0, g);
-    }
+    if (status == GK_OK && g.p.cu_q) status = grads == element<T>::dtype ? clear<T>(ctx, g) : clear<float>(ctx, g);
     return status;
 }
 
 } // namespace
 
-gk_status bwd_pre(const gk_context *ctx, gk_dtype dtype, const Bwd &g) {
+gk_status bwd_pre(const gk_context *ctx, gk_dtype dtype, const Bwd &g, gk_dtype grads) {
     switch (dtype) {
-    case GK_BF16: return pre<__nv_bfloat16>(ctx, g);
-    case GK_F16: return pre<__half>(ctx, g);
-    case GK_F64: return pre<double>(ctx, g);
-    case GK_F32: return pre<float>(ctx, g);
+    case GK_BF16: return pre<__nv_bfloat16>(ctx, g, grads);
+    case GK_F16: return pre<__half>(ctx, g, grads);
+    case GK_F64: return pre<double>(ctx, g, grads);
+    case GK_F32: return pre<float>(ctx, g, grads);
     default: return gk_no_case("gk_flash_attn_bwd", dtype);
     }
 }

@@ -277,7 +277,7 @@ template <class Tile> gk_status run(const gk_context *ctx, const void *, const g
     const char *op = "gk_flash_attn_bwd";
     Bwd g = gk_own<Bwd>(plan);
     g.stats = workspace;
-    gk_status status = bwd_pre(ctx, GK_F32, g);
+    gk_status status = bwd_pre(ctx, GK_F32, g, GK_F32);
     const int64_t row_blocks = gk_ceil_div(g.p.seq_q, Tile::stay) * g.p.heads_q * g.p.batch;
     if (status == GK_OK)
         status = launch<bwd_simt_kernel<Tile, true>>(op, ctx, dim3((unsigned)key_blocks<Tile>(g.p)), SIMT_THREADS,

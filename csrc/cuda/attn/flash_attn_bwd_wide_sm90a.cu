@@ -49,7 +49,7 @@ __device__ __forceinline__ void modified_weights(float (&s)[M], uint32_t (&p)[M 
 /* ---- 1. the two consumer warpgroups --------------------------------------------------------------------- */
 template <class T, class Tile_, bool MODIFIED, bool ORDERED_> struct BwdWideConsumer {
     typedef Tile_ Tile;
-    typedef T Element;
+    typedef T Element, Grad;
     static constexpr bool ORDERED = ORDERED_;
     typedef BwdSmem<Tile> S;
     static constexpr int BQ = Tile::BQ, BKV = Tile::BKV, D = Tile::HEAD_DIM, N = BQ / 8;

@@ -100,9 +100,8 @@ template <class Tile> bool plan(const gk_cuda_instance *row, const gk_context *c
     return true;
 }
 
-gk_status finish(const char *op, const gk_context *ctx, const Fp8HopperParams &x) {
-    if (x.out_dtype == GK_BF16) return fwd_finish<__nv_bfloat16>(op, ctx, x.f.fwd);
-    return x.out_dtype == GK_F16 ? fwd_finish<__half>(op, ctx, x.f.fwd) : fwd_finish<float>(op, ctx, x.f.fwd);
+gk_status finish(const char *op, const gk_context *ctx, const gk_flash_attn_args *a, const FwdParams &p) {
+    return a->out.dtype == GK_F16 ? fwd_finish<__half>(op, ctx, a, p) : fwd_finish<__nv_bfloat16>(op, ctx, a, p);
 }
 
 template <class Tile, bool BLOCKS>
@@ -118,7 +117,7 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     if (status != GK_OK) return status;
     status = launch<flash_attn_fp8_sm90a_kernel<Tile, BLOCKS>>(op, ctx, dim3((unsigned)x.f.schedule.blocks), S::THREADS,
                                                                S::BYTES, x, true);
-    return status == GK_OK ? finish(op, ctx, x) : status;
+    return status == GK_OK ? finish(op, ctx, &a, x.f.fwd) : status;
 }
 
 #define ROW(name, TILE, BLOCKS)                                                     \

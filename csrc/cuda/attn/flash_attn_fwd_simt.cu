@@ -229,13 +229,14 @@ bool serves(const gk_cuda_instance *row, const gk_context *ctx, const gk_flash_a
 template <class Tile> bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_flash_attn_args *a = (const gk_flash_attn_args *)args;
     if (!serves(row, ctx, a)) return false;
-    const FwdParams &p = gk_own<FwdParams>(to) = fwd_params(ctx, a, Tile::BQ, Tile::BKV, Smem<Tile>::CTAS);
+    const FwdParams &p = gk_own<FwdParams>(to) =
+        fwd_params(ctx, a, Tile::BQ, Tile::BKV, Smem<Tile>::CTAS, 1, fwd_by_parts(a) ? 2 : 1);
     fwd_plan(ctx, p, Tile::BQ, Tile::BKV, Smem<Tile>::CTAS, fwd_blocks(p), to);
     return true;
 }
 
 template <class Tile, bool MODIFIED>
-gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *workspace) {
+gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
     FwdParams p = gk_own<FwdParams>(plan);
     if (plan->tasks > INT32_MAX)
         return gk_fail(GK_ERR_UNSUPPORTED, "%lld tiles of %d rows are more than this kernel counts",
@@ -243,7 +244,7 @@ gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *wo
     fwd_place(&p, workspace);
     const gk_status status = launch<flash_attn_fwd_simt_kernel<Tile, MODIFIED>>(
         "gk_flash_attn_fwd", ctx, dim3((unsigned)plan->tasks), Smem<Tile>::THREADS, Smem<Tile>::BYTES, p);
-    return status == GK_OK ? fwd_finish<float>("gk_flash_attn_fwd", ctx, p) : status;
+    return status == GK_OK ? fwd_finish<float>("gk_flash_attn_fwd", ctx, (const gk_flash_attn_args *)args, p) : status;
 }
 
 #define ROW(D, name, MODIFIED)                        \

@@ -18,77 +18,11 @@
  *   wait for O, release V_(j-1); rows that are out of range take the block again
  *
  * Not handled, served by flash_attn_fwd_sm80: strides, offsets and scales that TMA or a stale reference cannot take. */
-#include "../ptx/cluster.cuh"
-#include "../ptx/griddepcontrol.cuh"
-#include "fwd_loop.cuh"
+#include "fwd_kernel.cuh"
 
 namespace {
 
-/* ---- 1. the kernel -------------------------------------------------------------------------------------- */
-template <class T, class Tile, bool MODIFIED>
-__global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
-    flash_attn_fwd_sm90a_kernel(const __grid_constant__ FwdHopperParams x) {
-    typedef Smem<Tile> S;
-    extern __shared__ __align__(1024) unsigned char smem[];
-    const smem_addr smem_s = cvta_to_shared(smem);
-    FwdTile *tiles = (FwdTile *)(smem + S::TILES);
-    const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0); /* the compiler sees that lanes agree */
-    begin_block<Tile>(x, smem_s);
-    griddepcontrol_launch_dependents();
-    __syncthreads();
-    if (warpgroup == Tile::WARPGROUPS) {
-        setmaxnreg_dec<Tile::PRODUCER_REGISTERS>();
-        const int warp = threadIdx.x / 32 % 4;
-        if (warp == 1) {
-            find_tiles<Tile, MODIFIED>(x, smem, smem_s, [&](int b) { return sequence_of(x.fwd.problem, b); });
-        } else if (warp == 0 && elect_one()) {
-            prefetch_tensormap(&x.q), prefetch_tensormap(&x.k), prefetch_tensormap(&x.v);
-            griddepcontrol_wait(); /* what the kernel before wrote is there, and nobody reads out any more */
-            load_tiles<Tile, MODIFIED>(x, tiles, smem_s);
-        } else if (warp == 2 && blockIdx.x == 0 && x.fwd.problem.cu_q) {
-            griddepcontrol_wait();
-            check_sequences(x.fwd.problem);
-        }
-    } else {
-        setmaxnreg_inc<Tile::CONSUMER_REGISTERS>();
-        consume<T, Tile, MODIFIED>(x, smem_s, tiles, warpgroup);
-    }
-}
-
-/* ---- 2. launcher and table ------------------------------------------------------------------------------ */
-bool serves(const gk_cuda_instance *row, const gk_context *ctx, const gk_flash_attn_args *a) {
-    const int last = a->q.ndim - 1;
-    const bool modified = a->rules.softcap > 0 || a->rules.alibi_slopes || !(a->rules.scale > 1e-30);
-    return a->q.shape[last] <= row->key[0] && a->v.shape[last] <= row->key[1] && modified == (row->key[2] != 0) &&
-           tensor_map_fits(attn_shape(a->q)) && tensor_map_fits(attn_shape(a->k)) &&
-           tensor_map_fits(attn_shape(a->v)) && tensor_map_fits(attn_shape(a->out)) && smem_fits(ctx, row->key[3]);
-}
-
-template <class Tile> bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
-    const gk_flash_attn_args *a = (const gk_flash_attn_args *)args;
-    if (!serves(row, ctx, a)) return false;
-    const FwdHopperParams &x = gk_own<FwdHopperParams>(to) = fwd_hopper_params<Tile>(ctx, a);
-    fwd_plan(ctx, x.fwd, Smem<Tile>::BQ, Tile::BKV, 1, x.schedule.units, to);
-    return true;
-}
-
-template <class T, class Tile, bool MODIFIED>
-gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
-    typedef Smem<Tile> S;
-    static const char op[] = "gk_flash_attn_fwd";
-    const gk_flash_attn_args *a = (const gk_flash_attn_args *)args;
-    FwdHopperParams x = gk_own<FwdHopperParams>(plan);
-    fwd_place(&x.fwd, workspace);
-    gk_status status = make_tensor_map(op, attn_shape(a->q), q_box<Tile>(x), &x.q);
-    if (status == GK_OK) status = make_tensor_map(op, attn_shape(a->k), S::K::box(), &x.k);
-    if (status == GK_OK) status = make_tensor_map(op, attn_shape(a->v), S::V::box(), &x.v);
-    if (status == GK_OK) status = make_tensor_map(op, attn_shape(a->out), wgmma_box(2, 16), &x.out);
-    if (status != GK_OK) return status;
-    status = launch<flash_attn_fwd_sm90a_kernel<T, Tile, MODIFIED>>(op, ctx, dim3((unsigned)x.schedule.blocks),
-                                                                    Smem<Tile>::THREADS, Smem<Tile>::BYTES, x, true);
-    return status == GK_OK ? fwd_finish<T>(op, ctx, x.fwd) : status;
-}
-
+/* ---- table ---------------------------------------------------------------------------------------------- */
 #define ROW(name, T, dtype, TILE, MODIFIED)                                           \
     {name,                                                                            \
      dtype,                                                                           \

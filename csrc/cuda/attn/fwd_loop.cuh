@@ -43,8 +43,8 @@ __device__ __forceinline__ bool follows(const FwdHopperParams &x, const FwdTile 
            least_then > 0;
 }
 
-/* Tile after tile. */
-template <class T, class Tile, bool MODIFIED>
+/* Tile after tile. PARTIAL: out is float32. */
+template <class T, class Tile, bool MODIFIED, bool PARTIAL = false>
 __device__ __forceinline__ void consume(const FwdHopperParams &x, smem_addr smem_s, const FwdTile *tiles,
                                         int warpgroup) {
     typedef Smem<Tile> S;
@@ -79,7 +79,12 @@ __device__ __forceinline__ void consume(const FwdHopperParams &x, smem_addr smem
                     next_s = smem_s + q.stage(n + 1) * S::Q::bytes;
                 }
             }
-            c.last_values(t, at, next_s, [&] { store_simple<T, Tile>(x, t, c.softmax, c.o, q_s); });
+            c.last_values(t, at, next_s, [&] {
+                if constexpr (PARTIAL)
+                    store_partial<T, Tile>(x, t, c.softmax, c.o);
+                else
+                    store_simple<T, Tile>(x, t, c.softmax, c.o, q_s);
+            });
         } else {
             clear(c.o), c.release_q(C::AHEAD ? at.q_empty : q.empty(n)), c.ready = false;
         }
@@ -87,7 +92,9 @@ __device__ __forceinline__ void consume(const FwdHopperParams &x, smem_addr smem
             c.pass(step + at.end, blocks - at.end);
             if (own == 0 && blocks > 0)
                 turn_begin<Tile>(warpgroup), turn_end<Tile>(warpgroup); /* that of the last product */
-            if (x.fwd.splits > 1)
+            if constexpr (PARTIAL)
+                store_partial<T, Tile>(x, t, c.softmax, c.o);
+            else if (x.fwd.splits > 1)
                 store_part<T, Tile>(x, t, c.softmax, c.o);
             else if (!C::AHEAD)
                 store_direct<T, Tile>(x, t, c.softmax, c.o);
@@ -120,7 +127,8 @@ template <class Tile> inline FwdHopperParams fwd_hopper_params(const gk_context 
     x.q_bytes = Smem<Tile>::Q::panels * tma_box_of(q_box<Tile>(x)).bytes;
     x.schedule.tiles = x.fwd.tiles_q, x.schedule.splits = x.fwd.splits;
     x.schedule.heads = (p.cu_q ? p.heads_q : p.batch * p.heads_q) / x.stacked;
-    x.schedule.paired = p.rules.right >= 0 && p.rules.left < 0 && x.fwd.splits == 1;
+    const bool windowed = p.rules.left >= 0 && p.rules.left < p.seq_k - 1; /* else it ends nowhere */
+    x.schedule.paired = p.rules.right >= 0 && !windowed && x.fwd.splits == 1;
     x.by_group = divisor_of((uint32_t)gk_max_i64(p.group, 1));
     x.by_batch = divisor_of((uint32_t)gk_max_i64(p.heads_q / x.stacked, 1));
     const int sms = gk_gpu_of(ctx->index)->num_sms;
@@ -131,7 +139,7 @@ template <class Tile> inline FwdHopperParams fwd_hopper_params(const gk_context 
     }
     const Rules &r = p.rules;
     x.reads = p.cu_q || r.alibi_slopes || r.kv_start || r.kv_end || r.q_start;
-    x.simple = x.fwd.splits == 1 && x.stacked == 1 && !r.sinks;
+    x.simple = x.fwd.splits == 1 && x.stacked == 1 && !r.sinks && !fwd_by_parts(a);
     if (!x.reads) x.seq = dense_sequence(p);
     return x;
 }

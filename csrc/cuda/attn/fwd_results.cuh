@@ -158,6 +158,43 @@ __device__ __forceinline__ void store_direct(const FwdHopperParams &x, const Fwd
     }
 }
 
+/* O and lse in float32, from registers, any rows. Where fwd.lse_splits is given, out and lse hold the attention over other keys, and become
+ * that over both: a side that saw nothing is not read. */
+template <class T, class Tile>
+__device__ __forceinline__ void store_partial(const FwdHopperParams &x, const FwdTile &t,
+                                              const StaleSoftmax<T, Tile::BKV> &softmax,
+                                              const float (&o)[Tile::HEAD_DIM_V / 2]) {
+    const Problem &p = x.fwd.problem;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const FwdResult y = result_of(x, t, r);
+        const RowSum sum = softmax.result(r, y.real ? sink_of(p, y.at.head) : -INFINITY);
+        float factor = sum.sum != 0 ? __fdividef(sum.share, sum.sum) : 0.f, lse = sum.lse(), share = 0;
+        if (x.fwd.lse_splits) {
+            const float held = y.real ? x.fwd.lse_splits[y.lse] : -INFINITY;
+            __syncwarp(); /* the row's lanes have read it */
+            if (held != -INFINITY) {
+                const float peak = fmaxf(held, lse), a = __expf(held - peak), b = __expf(lse - peak);
+                share = __fdividef(a, a + b), factor *= __fdividef(b, a + b), lse = peak + __logf(a + b);
+            }
+        }
+        if (y.real && laneid() % 4 == 0 && p.lse.data) ((float *)p.lse.data)[y.lse] = lse;
+        float *out_g = (float *)p.out.data + t.work.b * p.out.batch + y.at.head * p.out.head +
+                       (int64_t)(t.seq.q0 + y.at.i) * p.out.row + frag_col(laneid(), 0);
+#pragma unroll
+        for (int n = 0; n < Tile::HEAD_DIM_V / 8; ++n) {
+            if (!y.real || 8 * n + frag_col(laneid(), 0) >= p.head_dim_v) continue;
+            float2 *to = (float2 *)(out_g + 8 * n);
+            float2 z = make_float2(o[4 * n + 2 * r] * factor, o[4 * n + 2 * r + 1] * factor);
+            if (share != 0) {
+                const float2 have = *to;
+                z.x = fmaf(share, have.x, z.x), z.y = fmaf(share, have.y, z.y);
+            }
+            *to = z;
+        }
+    }
+}
+
 /* A part of the keys' O and lse to the workspace, in float32. */
 template <class T, class Tile>
 __device__ __forceinline__ void store_part(const FwdHopperParams &x, const FwdTile &t,

@@ -335,7 +335,8 @@ bool serves(const gk_cuda_instance *row, const gk_context *ctx, const gk_flash_a
 template <class Tile> bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_flash_attn_args *a = (const gk_flash_attn_args *)args;
     if (!serves(row, ctx, a)) return false;
-    const FwdParams &p = gk_own<FwdParams>(to) = fwd_params(ctx, a, Tile::BQ, Tile::BKV, Tile::CTAS);
+    const FwdParams &p = gk_own<FwdParams>(to) =
+        fwd_params(ctx, a, Tile::BQ, Tile::BKV, Tile::CTAS, 1, fwd_by_parts(a) ? 2 : 1);
     fwd_plan(ctx, p, Tile::BQ, Tile::BKV, Tile::CTAS, fwd_blocks(p), to);
     return true;
 }
@@ -345,16 +346,17 @@ inline void take_dropout(Dropping<FwdParams> &p, const gk_flash_attn_args *a) { 
 
 template <class T, class Tile, bool MODIFIED, bool DROP = false>
 gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
+    const gk_flash_attn_args *a = (const gk_flash_attn_args *)args;
     typename dropping_if<FwdParams, DROP>::type p;
     (FwdParams &)p = gk_own<FwdParams>(plan);
-    take_dropout(p, (const gk_flash_attn_args *)args);
+    take_dropout(p, a);
     if (plan->tasks > INT32_MAX)
         return gk_fail(GK_ERR_UNSUPPORTED, "%lld tiles of %d rows are more than this kernel counts",
                        (long long)plan->tasks, Tile::BQ);
     fwd_place(&p, workspace);
     const gk_status status = launch<flash_attn_fwd_sm80_kernel<T, Tile, MODIFIED, DROP>>(
         "gk_flash_attn_fwd", ctx, dim3((unsigned)plan->tasks), Smem<Tile>::THREADS, Smem<Tile>::BYTES, p);
-    return status == GK_OK ? fwd_finish<T>("gk_flash_attn_fwd", ctx, p) : status;
+    return status == GK_OK ? fwd_finish<T>("gk_flash_attn_fwd", ctx, a, p) : status;
 }
 
 } // namespace

@@ -4,6 +4,7 @@
 #ifndef GPUKERN_CUDA_FWD_WORK_CUH
 #define GPUKERN_CUDA_FWD_WORK_CUH
 
+#include "../../gpukern_ranks.h"
 #include "../tile/divisor.cuh"
 #include "fwd_rows.cuh"
 #include "split_combine.cuh"
@@ -88,9 +89,9 @@ inline int fwd_stacked(const Problem &p, int bq) {
 }
 
 /* ctas: blocks that an SM runs at once; stacked: heads of a tile. The splits of a packed call come from its tensors, not from
- * max_seqlen: a looser bound gives the same bits. */
+ * max_seqlen: a looser bound gives the same bits. least: of splits. */
 inline FwdParams fwd_params(const gk_context *ctx, const gk_flash_attn_args *a, int bq, int bkv, int ctas,
-                            int stacked = 1) {
+                            int stacked = 1, int least = 1) {
     FwdParams p = {};
     p.problem = problem_of(ctx, a);
     const Problem &x = p.problem;
@@ -99,7 +100,7 @@ inline FwdParams fwd_params(const gk_context *ctx, const gk_flash_attn_args *a, 
     p.split_rows = (x.cu_q ? x.total_q : (int64_t)x.batch * x.seq_q) * x.heads_q;
     const int64_t tiles = (x.cu_q ? (x.total_q / bq + x.batch) * (int64_t)x.heads_q : fwd_blocks(p)) / stacked;
     const int64_t keys = x.cu_q ? x.total_k / gk_max_i64(x.batch, 1) : x.seq_k;
-    p.splits = fwd_splits(tiles, gk_ceil_div(keys, bkv), (int64_t)gpu->num_sms * ctas);
+    p.splits = (int)gk_max_i64(least, fwd_splits(tiles, gk_ceil_div(keys, bkv), (int64_t)gpu->num_sms * ctas));
     p.by_splits = divisor_of(p.splits);
     const double head_bytes = (double)x.seq_k * (x.head_dim + x.head_dim_v) * (double)gk_dtype_bytes(a->k.dtype);
     const double fit = FWD_L2_SHARE * (double)gpu->l2_bytes / (head_bytes > 0 ? head_bytes : 1);
@@ -107,6 +108,20 @@ inline FwdParams fwd_params(const gk_context *ctx, const gk_flash_attn_args *a, 
     const int64_t kv_together = fit<1 ? 1 : fit>(double) heads_kv ? gk_max_i64(heads_kv, 1) : (int64_t)fit;
     p.together = (int)gk_max_i64(kv_together * x.group, 1);
     return p;
+}
+
+/* Whether the result comes from parts, however few: it is wider than q, as only parts are, or joins what out holds. */
+inline bool fwd_by_parts(const gk_flash_attn_args *a) {
+    return gk_accumulates(a) || (a->out.dtype != a->q.dtype && !gk_is_code(a->q.dtype));
+}
+
+/* Whether a result that comes from one part is that part: then out is where the kernel stores it. */
+inline bool fwd_is_part(const gk_flash_attn_args *a, const FwdParams &p) {
+    if (!fwd_by_parts(a) || p.splits > 1 || gk_accumulates(a) || a->rules.sinks) return false;
+    int64_t dense = 1;
+    for (int d = a->out.ndim - 1; d >= 0; dense *= a->out.shape[d--])
+        if (a->out.shape[d] > 1 && a->out.stride[d] != dense) return false;
+    return (uintptr_t)a->out.data % 8 == 0;
 }
 
 /* Where the splits' results go. */
@@ -128,13 +143,14 @@ inline void fwd_plan(const gk_context *ctx, const FwdParams &p, int bq, int bkv,
 }
 
 /* What follows the kernel: the merge of the parts, then the rows that no sequence owns. */
-template <class T> inline gk_status fwd_finish(const char *op, const gk_context *ctx, const FwdParams &p) {
+template <class T>
+inline gk_status fwd_finish(const char *op, const gk_context *ctx, const gk_flash_attn_args *a, const FwdParams &p) {
     const Problem &x = p.problem;
-    if (p.splits > 1 && p.split_rows > 0) {
+    if ((p.splits > 1 || fwd_by_parts(a)) && !fwd_is_part(a, p) && p.split_rows > 0) {
         SplitCombine c = {};
         c.out_splits = p.out_splits, c.lse_splits = p.lse_splits, c.splits = p.splits, c.rows = p.split_rows;
         c.head_dim_v = x.head_dim_v, c.out = (void *)x.out.data, c.lse = (float *)x.lse.data;
-        c.sinks = x.rules.sinks, c.sinks_dtype = x.rules.sinks_dtype;
+        c.sinks = x.rules.sinks, c.sinks_dtype = x.rules.sinks_dtype, c.accumulates = gk_accumulates(a) != 0;
         if (x.cu_q) {
             c.size_y = x.total_q, c.size_z = x.heads_q;
             c.out_y = x.out.row, c.out_z = x.out.head, c.sink_z = x.rules.sink_head;
@@ -142,10 +158,10 @@ template <class T> inline gk_status fwd_finish(const char *op, const gk_context 
             c.size_y = x.heads_q, c.size_z = x.seq_q;
             c.out_x = x.out.batch, c.out_y = x.out.head, c.out_z = x.out.row, c.sink_y = x.rules.sink_head;
         }
-        const gk_status status = split_combine(op, ctx, element<T>::dtype, c);
+        const gk_status status = split_combine(op, ctx, a->out.dtype, c);
         if (status != GK_OK) return status;
     }
-    return clear_unowned<T>(op, ctx, x);
+    return a->out.dtype == GK_F32 ? clear_unowned<float>(op, ctx, x) : clear_unowned<T>(op, ctx, x);
 }
 
 #endif

@@ -3,7 +3,7 @@
  *   lse = log(e^sink + sum_s e^lse_s)      out = sum_s e^(lse_s - lse) out_s
  * out_splits [splits][rows][head_dim_v], lse_splits [splits][rows] float32; out in its own dtype and strides, lse [rows]
  * float32. Parts are added in their order: the same bits each time. A part with lse -inf saw nothing and is not read; a row
- * that saw nothing and has no sink gives 0 and -inf.
+ * that saw nothing and has no sink gives 0 and -inf. To accumulate, what out and lse hold is one part more.
  *
  * Work split: a warp a row, WARPS rows a block; a lane owns pairs of columns 2 lane, 2 lane + 64, ... Bandwidth bound.
  * Not handled: float64. */
@@ -17,7 +17,8 @@ constexpr int THREADS = 128, WARPS = THREADS / 32; /* rows share nothing: any co
 constexpr int PAIRS = 256 / 64;                    /* of columns of a lane */
 
 /* ---- 1. the kernel -------------------------------------------------------------------------------------- */
-template <class T> __global__ void __launch_bounds__(THREADS) split_combine_kernel(SplitCombine p) {
+/* ONTO: out and lse are read as a part, too. */
+template <class T, bool ONTO> __global__ void __launch_bounds__(THREADS) split_combine_kernel(SplitCombine p) {
     const int lane = threadIdx.x % 32;
     const int64_t row = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
     if (row >= p.rows) return;
@@ -27,9 +28,25 @@ template <class T> __global__ void __launch_bounds__(THREADS) split_combine_kern
     const float sink = p.sinks ? load_sink(p.sinks, p.sinks_dtype, y * p.sink_y + z * p.sink_z) : -INFINITY;
     RowSoftmax<ExpByTwo> all = {sink, 0};
     for (int s = 0; s < p.splits; ++s) all.peak = fmaxf(all.peak, p.lse_splits[s * p.rows + row]);
+    float held = -INFINITY;
+    if (ONTO) {
+        held = p.lse[row];
+        all.peak = fmaxf(all.peak, held);
+        __syncwarp(); /* all lanes have read it */
+    }
 
     if (sink != -INFINITY) all.sum = all.weight(sink);
     float2 sum[PAIRS] = {};
+    T *out = (T *)p.out + x * p.out_x + y * p.out_y + z * p.out_z;
+    if (ONTO && held != -INFINITY) {
+        const float weight = all.join(held, 1);
+#pragma unroll
+        for (int c = 0; c < PAIRS; ++c) {
+            const int col = 2 * lane + 64 * c;
+            if (col >= p.head_dim_v) break;
+            sum[c] = make_float2(weight * to_acc(out[col]), weight * to_acc(out[col + 1]));
+        }
+    }
     if (all.peak != -INFINITY) {
         for (int s = 0; s < p.splits; ++s) {
             const float lse = p.lse_splits[s * p.rows + row];
@@ -45,7 +62,6 @@ template <class T> __global__ void __launch_bounds__(THREADS) split_combine_kern
         }
     }
 
-    T *out = (T *)p.out + x * p.out_x + y * p.out_y + z * p.out_z;
     const float total = all.sum, factor = total == 0 ? 0.f : 1 / total;
 #pragma unroll
     for (int c = 0; c < PAIRS; ++c) {
@@ -62,9 +78,11 @@ template <class T> __global__ void __launch_bounds__(THREADS) split_combine_kern
 gk_status split_combine(const char *op, const gk_context *ctx, gk_dtype dtype, const SplitCombine &p) {
     const dim3 grid((unsigned)gk_ceil_div(p.rows, WARPS)); /* rows < 2^31: the parts are in the workspace */
     switch (dtype) {
-    case GK_F32: return launch<split_combine_kernel<float>>(op, ctx, grid, THREADS, 0, p);
-    case GK_BF16: return launch<split_combine_kernel<__nv_bfloat16>>(op, ctx, grid, THREADS, 0, p);
-    case GK_F16: return launch<split_combine_kernel<__half>>(op, ctx, grid, THREADS, 0, p);
+    case GK_F32:
+        return p.accumulates ? launch<split_combine_kernel<float, true>>(op, ctx, grid, THREADS, 0, p)
+                             : launch<split_combine_kernel<float, false>>(op, ctx, grid, THREADS, 0, p);
+    case GK_BF16: return launch<split_combine_kernel<__nv_bfloat16, false>>(op, ctx, grid, THREADS, 0, p);
+    case GK_F16: return launch<split_combine_kernel<__half, false>>(op, ctx, grid, THREADS, 0, p);
     default: return gk_no_case(op, dtype);
     }
 }

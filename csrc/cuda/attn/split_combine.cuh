@@ -19,6 +19,7 @@ struct SplitCombine {
     const void *sinks;           /* of heads, NULL = none */
     gk_dtype sinks_dtype;        /* float32 or out's */
     int64_t sink_y, sink_z;      /* strides; one of them is 0 */
+    bool accumulates;            /* float32: out and lse hold one part more, which comes first */
 };
 
 gk_status split_combine(const char *op, const gk_context *ctx, gk_dtype dtype, const SplitCombine &p);

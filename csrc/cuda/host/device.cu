@@ -1,10 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* device.cu: what the runtime says of the GPUs, the current device, and the pinned word that kernels report to. */
+#include "../../gpukern_ranks.h"
 #include "../../prefer.h"
 #include "../kernels.h"
 
 #include <cuda_runtime.h>
 #include <stdio.h>
+#include <stdlib.h>
 
 enum {
     MAX_GPUS = 64
@@ -18,8 +20,12 @@ static const gk_gpu described[] = {
     {90, 132, 232448, 52428800, 1980e3, 3352, "H100 SXM (described)", 0},
 };
 
+enum {
+    NUM_DESCRIBED = sizeof described / sizeof *described
+};
+
 int32_t gk_described_gpu(const char *arch) {
-    for (int32_t i = 0; i < (int32_t)(sizeof described / sizeof *described); ++i) {
+    for (int32_t i = 0; i < NUM_DESCRIBED; ++i) {
         char name[8];
         snprintf(name, sizeof name, "sm_%d", described[i].arch % 1000);
         if (strcmp(arch, name) == 0) return GK_FIRST_DESCRIBED_GPU + i;
@@ -39,13 +45,30 @@ int32_t gk_gpu_count(void) {
     return 0;
 }
 
+/* The GPU, or under a limit of SMs one of that size. Planners compare pointers, so each size of each GPU is one object, kept. */
+static const gk_gpu *within_limit(const gk_gpu *gpu, int32_t place) {
+    static gk_gpu *sizes[MAX_GPUS + NUM_DESCRIBED];
+    const int32_t sms = gk_sm_limit();
+    if (sms == 0 || sms >= gpu->num_sms) return gpu;
+    gk_gpu *known = __atomic_load_n(&sizes[place], __ATOMIC_ACQUIRE);
+    if (known) return known + sms;
+    gk_gpu *made = (gk_gpu *)malloc((size_t)gpu->num_sms * sizeof *made);
+    if (!made) return gpu;
+    for (int32_t n = 0; n < gpu->num_sms; ++n) made[n] = *gpu, made[n].num_sms = n;
+    if (__atomic_compare_exchange_n(&sizes[place], &known, made, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
+        return made + sms;
+    free(made); /* another thread was first */
+    return known + sms;
+}
+
 const gk_gpu *gk_gpu_of(int32_t index) {
     /* Every thread that fills an entry writes the same bytes; `ready` is set behind them. */
     static gk_gpu gpus[MAX_GPUS];
     static int ready[MAX_GPUS];
     const int32_t number = index - GK_FIRST_DESCRIBED_GPU;
-    if (number >= 0 && number < (int32_t)(sizeof described / sizeof *described)) return &described[number];
-    if (index >= 0 && index < MAX_GPUS && __atomic_load_n(&ready[index], __ATOMIC_ACQUIRE)) return &gpus[index];
+    if (number >= 0 && number < NUM_DESCRIBED) return within_limit(&described[number], MAX_GPUS + number);
+    if (index >= 0 && index < MAX_GPUS && __atomic_load_n(&ready[index], __ATOMIC_ACQUIRE))
+        return within_limit(&gpus[index], index);
     if (index < 0 || index >= MAX_GPUS || index >= gk_gpu_count()) {
         gk_fail(GK_ERR_DEVICE, "there is no CUDA device %d; this machine has %d", (int)index, (int)gk_gpu_count());
         return NULL;
@@ -67,7 +90,7 @@ const gk_gpu *gk_gpu_of(int32_t index) {
     found.name_hash = gk_name_hash(found.name);
     *gpu = found;
     __atomic_store_n(&ready[index], 1, __ATOMIC_RELEASE);
-    return gpu;
+    return within_limit(gpu, index);
 }
 
 int32_t gk_gpu_enter(int32_t index) {

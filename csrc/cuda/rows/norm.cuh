@@ -195,6 +195,43 @@ constexpr int norm_bwd_blocks(int lanes, int items) {
     return items == 1 ? 8 : lanes <= 128 ? 4 : lanes == 256 ? (items == 2 ? 3 : 2) : 1;
 }
 
+/* A block's sums over its rows, [2][columns of a thread], to its part of the workspace. */
+template <class Group, class W, int COUNT>
+__device__ __forceinline__ void norm_store_sums(const Group &group, const NormBwdParams &p, const W (&sums)[2][COUNT]) {
+    constexpr int VEC = Group::VEC, SUMS = 2;
+    const int n = (int)p.n;
+    W *partial = (W *)p.sums + (int64_t)(blockIdx.x / Group::CLUSTER) * 2 * p.n;
+    if (Group::ROWS == 1) {
+#pragma unroll
+        for (int s = 0; s < SUMS; ++s) {
+            if (!(s ? p.wants_bias : p.wants_weight)) continue;
+#pragma unroll
+            for (int i = 0; i < Group::ITEMS; ++i)
+                if (group.column(i) < n)
+#pragma unroll
+                    for (int v = 0; v < VEC; ++v) partial[s * p.n + group.column(i) + v] = sums[s][i * VEC + v];
+        }
+    } else {
+        /* the block's rows one after the other, in shared memory */
+        constexpr int COLUMNS = Group::ROWS == 1 ? 1 : Group::COLUMNS;
+        __shared__ W all[SUMS][COLUMNS];
+        for (int r = 0; r < Group::ROWS; ++r) {
+            if (threadIdx.x / Group::LANES == r)
+#pragma unroll
+                for (int s = 0; s < SUMS; ++s)
+#pragma unroll
+                    for (int i = 0; i < Group::ITEMS * VEC; ++i) {
+                        W *at = &all[s][group.column(i / VEC) % COLUMNS + i % VEC];
+                        *at = r ? *at + sums[s][i] : sums[s][i];
+                    }
+            __syncthreads();
+        }
+        for (int at = threadIdx.x; at < n; at += Group::THREADS)
+#pragma unroll
+            for (int s = 0; s < SUMS; ++s) partial[s * p.n + at] = all[s][at];
+    }
+}
+
 template <class T, int LANES, int ITEMS, int CLUSTER>
 __global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS, norm_bwd_blocks(LANES, ITEMS))
     norm_bwd_kernel(NormBwdParams p) {
@@ -292,36 +329,7 @@ __global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS, n
     }
     cp_async_wait_group<0>();
     if (!p.sums) return;
-    W *partial = (W *)p.sums + (int64_t)(blockIdx.x / CLUSTER) * 2 * p.n;
-    if (Group::ROWS == 1) {
-#pragma unroll
-        for (int s = 0; s < SUMS; ++s) {
-            if (!(s ? p.wants_bias : p.wants_weight)) continue;
-#pragma unroll
-            for (int i = 0; i < ITEMS; ++i)
-                if (group.column(i) < n)
-#pragma unroll
-                    for (int v = 0; v < VEC; ++v) partial[s * p.n + group.column(i) + v] = sums[s][i * VEC + v];
-        }
-    } else {
-        /* the block's rows one after the other, in shared memory */
-        constexpr int COLUMNS = Group::ROWS == 1 ? 1 : Group::COLUMNS;
-        __shared__ W all[SUMS][COLUMNS];
-        for (int r = 0; r < Group::ROWS; ++r) {
-            if (threadIdx.x / LANES == r)
-#pragma unroll
-                for (int s = 0; s < SUMS; ++s)
-#pragma unroll
-                    for (int i = 0; i < ITEMS * VEC; ++i) {
-                        W *at = &all[s][group.column(i / VEC) % COLUMNS + i % VEC];
-                        *at = r ? *at + sums[s][i] : sums[s][i];
-                    }
-            __syncthreads();
-        }
-        for (int at = threadIdx.x; at < n; at += Group::THREADS)
-#pragma unroll
-            for (int s = 0; s < SUMS; ++s) partial[s * p.n + at] = all[s][at];
-    }
+    norm_store_sums(group, p, sums);
 }
 
 /* ---- 3. plan and run ----------------------------------------------------------------------------------- */

@@ -1,0 +1,17 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* sm_limit.c: how many SMs kernels may take whose blocks stay on their SM. A number of this process; gk_gpu_of (cuda/host/device.cu)
+ * shows every planner a GPU of that size. */
+#include "checks.h"
+#include "gpukern_ranks.h"
+
+static int32_t limit; /* 0: none */
+
+int32_t gk_sm_limit(void) { return __atomic_load_n(&limit, __ATOMIC_RELAXED); }
+
+static gk_status limit_sms(int32_t sms) {
+    GK_REQUIRE(sms >= 0, "sms must be 0 (all) or more, got %d", (int)sms);
+    __atomic_store_n(&limit, sms, __ATOMIC_RELAXED);
+    return GK_OK;
+}
+
+gk_status gk_limit_sms(int32_t sms) { return gk_named("gk_limit_sms", limit_sms(sms)); }
