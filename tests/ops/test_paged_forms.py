@@ -19,9 +19,9 @@ E4M3 = torch.float8_e4m3fn
         (1, 1, (32, 8), 128, 16, None, "paged_attn_sm90a_bf16_128x8"),
         (8, 4, (32, 8), 128, 64, None, "paged_attn_sm90a_bf16_128x16"),
         (64, 1, (32, 8), 128, 16, None, "paged_attn_sm90a_bf16_128x8"),
-        (256, 1, (32, 8), 128, 16, None, "paged_attn_sm80_bf16_128x8"),
+        (256, 1, (32, 8), 128, 16, None, "paged_attn_sm90a_bf16_128x8"),
         (256, 4, (32, 8), 128, 16, None, "paged_attn_sm90a_bf16_128x16"),
-        (16, 1, (32, 32), 128, 16, None, "paged_attn_sm80_bf16_128x8"),
+        (16, 1, (32, 32), 128, 16, None, "paged_attn_sm90a_bf16_128x8"),
         (1, 1, (32, 8), 128, 8, None, "paged_attn_sm80_bf16_128x8"),
         (1, 1, (32, 8), 64, 8, None, "paged_attn_sm80_bf16_64x8"),
         (1, 1, (32, 8), 64, 16, None, "paged_attn_sm90a_bf16_64x8"),
@@ -47,6 +47,10 @@ def test_kernel(batch, tokens, heads, head_dim, page, stored, row):
     table = torch.zeros(batch, 1024 // page, dtype=torch.int32)
     lens = torch.full((batch,), 900, dtype=torch.int32)
     assert torch_gpukern.explain("paged_attn", q, cache, cache, table, lens, arch="sm_90")["row"] == row
+    if batch * heads_kv > 132 and tokens == 1 and not stored:  # tables that hold more: the list, or paged_attn_sm80's
+        wide = torch.zeros(batch, 4096 // page, dtype=torch.int32)
+        told = torch_gpukern.explain("paged_attn", q, cache, cache, wide, lens, arch="sm_90")["row"]
+        assert told == (row if batch == 64 and head_dim == 128 else row.replace("sm90a", "sm80"))
 
 
 def inputs(lengths, tokens, group, page, dtype, stored, heads_kv=8, head_dim=128):
@@ -92,9 +96,12 @@ def exact(b, n, tokens, q, k_cache, v_cache, table, lens, k_scale=None, v_scale=
 FORMS = (
     ((6000,), 1, 4, 16),  # a cluster of 8 for each head
     ((40000,), 1, 4, 64),  # a table that is longer than clusters are fast for
-    ((2000, 1990), 4, 4, 64),  # clusters, or the list where lengths differ
+    ((2000, 1990), 4, 4, 64),
+    ((12000, 11000), 1, 4, 16),  # clusters, or the list where lengths differ
     ((20000, 5, 300), 1, 5, 48),
-    ((513,) * 70, 1, 8, 16),  # the list, heads side by side in codes
+    ((513, 600) * 35, 1, 8, 16),  # a block for each sequence and head
+    ((0, 1, 1100) * 20, 2, 2, 16),
+    ((1500, 700) * 20, 1, 4, 16),  # the list, heads side by side in codes
     ((900, 33, 4000, 77, 3) * 6, 3, 4, 16),  # two tiles of rows
     ((131,), 40, 4, 32),
     ((2500, 300), 260, 4, 64),  # from here on of wide pages the forward's kernel
@@ -104,7 +111,7 @@ FORMS = (
 CODES = {"wide": None, "e4m3": E4M3, "e5m2": torch.float8_e5m2, "int8": torch.int8}
 # of head_dim 64 only what paged_attn_sm90a has instances for
 CASES = tuple((*form, 128, code) for form in FORMS for code in CODES) + tuple(
-    (*form, 64, code) for form in FORMS[:7] for code in ("wide", "e4m3")
+    (*form, 64, code) for form in FORMS[:9] for code in ("wide", "e4m3")
 )
 
 

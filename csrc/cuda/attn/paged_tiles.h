@@ -18,12 +18,18 @@ struct paged_hopper {
      * (256 x 1k), with fewer sequences up to 30 % slower (16 x 2k); of 16 bits never faster. */
     static constexpr int side_by_side_batch = 32;
     static constexpr int wide_batch = 64; /* 256 x 1k: paged_attn_sm80 0.7 % faster; 64 x 4k: the same */
+    static constexpr int narrow_batch =
+        32; /* head_dim 64, 16 x 2k: 0.86 of its time, 32 x 2k: the same, 64 x 4k: 1.03 */
     /* What one SM of a cluster reads: at 1 x 128k 43 of 16 bits, where clusters and the list take the same, and 30 of codes, where the
      * list is 1.18 times as fast. */
     static constexpr float sm_bytes_per_ns = 60, sm_code_bytes_per_ns = 30;
     static constexpr float device_bytes_per_ns = 3000; /* an H100's */
     static constexpr float list_costs_ns = 4000;       /* of its splits, beside a merge in a cluster */
     static constexpr int cluster_keys = 16384;         /* of one sequence: the list is never faster up to here */
+    /* A row of the table that holds up to so many keys, of a cluster so many a block, is read in 9 us by whoever has it, and the list's
+     * merge takes half of that: lengths are not asked for. */
+    static constexpr int tile_keys = 1152;
+    static constexpr int tile_warps = 4, tile_stages = 2; /* 8 warps 0 to 6 % slower, 3 stages 0 to 2 */
 };
 
 #endif
