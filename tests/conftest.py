@@ -13,6 +13,7 @@ import importlib
 import itertools
 import math
 import mmap
+import multiprocessing
 import os
 import random
 import subprocess
@@ -917,6 +918,13 @@ def check_paged(case, out, lse, kwargs, what=""):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # other processes
+
+
+def processes():
+    """A multiprocessing context: torch is imported by one process, from which those of a test are forked."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch_gpukern.distributed"])
+    return context
 
 
 def run_python(code, env=None, timeout=240, check=True):

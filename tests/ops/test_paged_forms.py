@@ -25,6 +25,7 @@ E4M3 = torch.float8_e4m3fn
         (1, 1, (32, 8), 128, 8, None, "paged_attn_sm80_bf16_128x8"),
         (1, 1, (32, 8), 64, 8, None, "paged_attn_sm80_bf16_64x8"),
         (1, 1, (32, 8), 64, 16, None, "paged_attn_sm90a_bf16_64x8"),
+        (8, 1, (12, 4), 64, 16, None, "paged_attn_sm90a_bf16_64x8"),
         (64, 1, (12, 4), 64, 16, None, "paged_attn_sm90a_bf16_64x8"),
         (64, 4, (32, 8), 64, 16, None, "paged_attn_sm90a_bf16_64x16"),
         (256, 1, (32, 8), 128, 16, E4M3, "paged_attn_sm90a_bf16_e4m3_128x8"),
@@ -201,8 +202,8 @@ def test_two_streams_and_two_graphs_at_once():
         new = q[:, :8].contiguous()
         first = torch.arange(len(slots), device="cuda") % tokens == 0
         slots = torch.where(first, slots, -1)  # one token of a sequence: whoever is last would win
-        turned = torch_gpukern.rope_kv_write(q, new, new, cos, sin, last, k_cache, v_cache, slots)
-        return paged_attn(turned, k_cache, v_cache, table, lens)
+        rotated = torch_gpukern.rope_kv_write(q, new, new, cos, sin, last, k_cache, v_cache, slots)
+        return paged_attn(rotated, k_cache, v_cache, table, lens)
 
     wants = [step(*given) for given in calls]
     streams = [torch.cuda.Stream() for _ in calls]
