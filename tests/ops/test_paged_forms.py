@@ -101,7 +101,7 @@ FORMS = (
     ((12000, 11000), 1, 4, 16),  # clusters, or the list where lengths differ
     ((20000, 5, 300), 1, 5, 48),
     ((513, 600) * 35, 1, 8, 16),  # a block for each sequence and head
-    ((0, 1, 1100) * 20, 2, 2, 16),
+    ((3, 40, 1100) * 20, 2, 2, 16),
     ((1500, 700) * 20, 1, 4, 16),  # the list, heads side by side in codes
     ((900, 33, 4000, 77, 3) * 6, 3, 4, 16),  # two tiles of rows
     ((131,), 40, 4, 32),
