@@ -77,6 +77,22 @@ def test_a_refused_call_is_checked_once_and_not_planned():
     assert counted(call) == {"checks": 1, "plans": 0, "kernel_plans": 0}
 
 
+def asked(call):
+    """How many kernels and tables of kernels were asked for a plan of `call`, those that gave none among them."""
+    count = ctypes.CDLL(_library.FILE).gk_count_asked
+    count.restype = ctypes.c_int64
+    before = count()
+    call()
+    return count() - before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_few_kernels_are_asked(dtype):
+    """On the CPU: of gemm those for small M and for tiles, in AMX's set for its tiles, too; of other ops the one."""
+    for name, call, times in calls(torch.device("cpu"), dtype):
+        assert times <= asked(call) <= (3 if name.startswith("gemm ") else 1), (name, asked(call))
+
+
 def described(m, n, k, layout, dtype, **options):
     """What a product on an sm_90 that need not be there would do, of operands that nothing fills."""
     a, b = (
