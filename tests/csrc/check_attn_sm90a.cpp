@@ -203,7 +203,7 @@ static void check_softcap() {
                 const float q = cap_square(s, u);
                 int of_q;
                 frexp(q, &of_q);
-                good = good && q == cap_square(-s, u) && (q < u.end ? of_q == exponent - 1 : s > 0.9999 * most);
+                good = good && q == cap_square(-s, u) && (q < u.end ? of_q == exponent - 1 : s > u.limit);
                 worst = fmax(worst, fabs(s * cap_factor(q, u) / (unit * tanh(s * factor) / factor) - 1));
             }
             for (double far : {1.0001, 1.5, 3.0, 1e3, 1e15})

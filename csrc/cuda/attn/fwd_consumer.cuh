@@ -136,25 +136,28 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         }
     }
 
-    /* Whether all scores of a warp are near. OVERLAP: squares go to w. */
+    /* Whether all scores of a warp are near. OVERLAP: their squares go to w. */
     __device__ __forceinline__ bool all_near() {
-        uint32_t bits = 0;
+        if (OVERLAP) {
+            uint32_t bits = 0;
 #pragma unroll
-        for (int i = 0; i < N * 4; i += 2) {
-            const float q0 = cap_square(s[i], x.units), q1 = cap_square(s[i + 1], x.units);
-            bits |= __float_as_uint(q0) | __float_as_uint(q1);
-            if (OVERLAP) w[i] = q0, w[i + 1] = q1;
+            for (int i = 0; i < N * 4; i += 2) {
+                w[i] = cap_square(s[i], x.units), w[i + 1] = cap_square(s[i + 1], x.units);
+                bits |= __float_as_uint(w[i]) | __float_as_uint(w[i + 1]);
+            }
+            return __all_sync(0xffffffffu, bits < __float_as_uint(x.units.end));
         }
-        return __all_sync(0xffffffffu, bits < __float_as_uint(x.units.end));
+        float top[2] = {0, 0}; /* two chains */
+#pragma unroll
+        for (int i = 0; i < N * 4; ++i) top[i & 1] = max_nan(top[i & 1], fabsf(s[i]));
+        return __all_sync(0xffffffffu, max_nan(top[0], top[1]) < x.units.limit);
     }
 
     /* Without overlap there are registers for s or w, not both: the exponents, without m, take the place of the scores. */
     __device__ __forceinline__ void finish_scores(const FwdTile &t, int block, bool edge) {
         if (!edge && x.units.capped && !x.units.sloped && all_near()) {
-            float add = x.units.add;
-            opaque(add); /* squares once more */
 #pragma unroll
-            for (int i = 0; i < N * 4; ++i) s[i] *= cap_factor(fmaf(s[i], s[i], add), x.units);
+            for (int i = 0; i < N * 4; ++i) s[i] *= cap_factor(cap_square(s[i], x.units), x.units);
             return;
         }
         const float none[2] = {0, 0};
@@ -202,9 +205,8 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         }
         const float none[2] = {0, 0};
         float top[2] = {-INFINITY, -INFINITY};
-        visit(t, block, edge, none, [&](int i, float e0, float e1) {
-            top[i / 2 & 1] = fmaxf(top[i / 2 & 1], fmaxf(e0, e1));
-        });
+        visit(t, block, edge, none,
+              [&](int i, float e0, float e1) { top[i / 2 & 1] = fmaxf(top[i / 2 & 1], fmaxf(e0, e1)); });
         top[0] = quad_max(top[0]), top[1] = quad_max(top[1]);
         softmax.refer_again(top, sum, factor);
         weigh_any(t, block, edge);

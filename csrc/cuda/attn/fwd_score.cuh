@@ -19,6 +19,7 @@
 struct ScoreUnits {
     float unit_log2; /* of a product */
     float add, end;  /* of q */
+    float limit;     /* |s| below this is near */
     float c[3];      /* scale log2(e) tanh(x) / x = c0 + c1 q + c2 q^2 */
     float power;     /* e^(-2 scale s / cap) is 2^(s power) */
     float over;      /* cap in log2 units */
@@ -41,7 +42,7 @@ inline ScoreUnits score_units(double scale, double softcap, bool sloped) {
     /* where c2 has no float of full precision any more near scores end earlier, before its term counts */
     const double most = (factor > 1e-6 ? 0.272 : 1e-3) / factor, x2 = factor * factor;
     const double end = exp2(ceil(log2(most * most)) + 1), add = end - most * most;
-    u.end = (float)end, u.add = (float)add;
+    u.end = (float)end, u.add = (float)add, u.limit = (float)(0.9999 * most);
     u.c[2] = (float)(unit * b * x2 * x2), u.c[1] = (float)(unit * (a * x2 - 2 * b * x2 * x2 * add));
     u.c[0] = (float)(unit * (1 - a * x2 * add + b * x2 * x2 * add * add));
     return u;
