@@ -155,7 +155,7 @@ sanitize-cpu: tools
 
 # Inputs that reach new code lie in $(BUILD)/fuzz/found; one that fails stays in $(BUILD)/fuzz. tests/fuzz/README.md says more.
 FUZZ_SECONDS ?= 60
-FUZZ_ONLY ?= gemm gemm_act_bwd flash_attn paged_attn kv_cache_write attn_merge quantize scaled_gemm weight_gemm grouped_gemm sparse_gemm
+FUZZ_ONLY ?= $(patsubst tests/fuzz/fuzz_%.c,%,$(wildcard tests/fuzz/fuzz_*.c))
 fuzz: tools
 	@$(SANITIZE_CPU) -B $(BUILD)/fuzz -DGPUKERN_BUILD_TESTS=OFF -DGPUKERN_SANITIZE=fuzzer-no-link,address,undefined,float-cast-overflow
 	@cmake --build $(BUILD)/fuzz -j $(MAX_JOBS)

@@ -4,7 +4,8 @@
 python benchmarks/bench_grouped_gemm.py [--quick] [--device cpu|cuda]
 
 On CUDA: groups of rows as the layers of mixtures of experts have them, sizes drawn at random; the gradient of the rows (the same with
-transposed weights) and of the weights (groups of k); 8-bit floats with a scale a row. The loop knows on the host where groups end.
+transposed weights) and of the weights (groups of k); 8-bit floats with a scale a row, and with scales of blocks, beside our own product
+of the decoded operands in bfloat16. The loop knows on the host where groups end.
 """
 
 import itertools
@@ -112,9 +113,12 @@ def case_of_8_bits(form: str, groups: int, rows: int, n: int, k: int, even: bool
         a, scale_a = torch_gpukern.quantize(torch.randn(rows, k, device=device), E4M3, "1x128" if block else "row")
         w = torch.randn(groups * n, k, device=device)
         b, scale_b = torch_gpukern.quantize(w, E4M3, "128x128" if block else "row")
+        wide = [torch_gpukern.dequantize(*x, dtype=torch.bfloat16) for x in ((a, scale_a), (b, scale_b)) if block]
+        if block:
+            wide[1] = wide[1].unflatten(0, (groups, n)).mT
         b, scale_b = b.unflatten(0, (groups, n)).mT, scale_b.unflatten(0, (groups, -1)).mT
         offs = torch.tensor(ends, dtype=torch.int32, device=device)
-        return (a, b, scale_a, scale_b, offs, *((a.bfloat16(), b.bfloat16()) if block else ()))
+        return (a, b, scale_a, scale_b, offs, *wide)
 
     def of_torch(fast):
         return lambda a, b, sa, sb, offs: torch._scaled_grouped_mm(

@@ -37,7 +37,7 @@ import torch_gpukern
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "demo"))
 from generate import for_inference  # noqa: E402
-from model import GPT, Config, GpukernOps, TorchOps, grams_of  # noqa: E402
+from model import GPT, Config, GpukernOps, Positions, TorchOps, grams_of  # noqa: E402
 from train import CONFIG  # noqa: E402
 
 # label -> torch.compile's options (None: eager), whether the harness replays the step from a graph of its own
@@ -357,11 +357,12 @@ def paged_step(model: GPT, options: dict | None) -> Callable:
     def step(grams: Tensor, lens: Tensor, pages: tuple, rows: dict) -> Tensor:
         keys, values, table, slots = pages
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            torch_gpukern.kv_cache_write(k, v, keys[layer], values[layer], slots)
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, at: Positions) -> Tensor:
+            where = at.cos, at.sin, at.positions, keys[layer], values[layer], slots
+            q = torch_gpukern.rope_kv_write(q, k, v, *where, **at.norm())
             return torch_gpukern.paged_attn(q, keys[layer], values[layer], table, lens)
 
-        return model(grams, lens.long() - 1, ops, attend)
+        return model(grams, lens.long() - 1, ops, attend, rotated=False)
 
     return torch.no_grad()(compiled(step, options))
 

@@ -108,8 +108,8 @@ class Case:
     stated, for cases whose whole result is too large to judge in float64. `limits` are calls that
     do the least that the case must do, such as reading its bytes once, in the same rounds. The ratio is
     against the fastest peer. Contestants in `live` are called on CUDA too, not replayed from a graph: for those
-    that cannot be captured, and take long beside their launch. A peer in `optional` that cannot run the case is
-    left out, and says why; one that cannot be captured is called."""
+    that cannot be captured, and take long beside their launch. A peer in `optional` that cannot run the case, or is wrong, is
+    left out, and the run says why; one that cannot be captured is called."""
 
     group: str
     label: str
@@ -223,8 +223,13 @@ def measure(case: Case, device: Cpu | Cuda, peaks: dict, effort: Effort) -> Row:
         reference = case.reference(*inputs[0])
         errors = {name: relative_error(case.compare(fn(*inputs[0])), reference) for name, fn in fns.items()}
         for name, error in errors.items():
-            if error is not None and error > WRONG:
-                raise ValueError(f"{case.group} {case.label}: {name} is wrong by {error:.3g} of the largest value")
+            if error is None or error <= WRONG:
+                continue
+            text = f"{name} is wrong by {error:.3g} of the largest value"
+            if name not in case.optional:
+                raise ValueError(f"{case.group} {case.label}: {text}")
+            print(f"{case.group} {case.label}: without {name}: {text}", flush=True)
+            del case.peers[name], fns[name]
     contestants = fns | case.limits
     calls = {name: Rotation(fn, inputs) for name, fn in contestants.items()}
     guests = [name for name in case.optional if name in case.peers and name not in case.live]

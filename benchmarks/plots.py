@@ -50,7 +50,7 @@ COLORS = {
     "FlashInfer": "#e377c2",
     "FlexAttention": "#ad494a",
 }
-SPARE = ("#e7ba52", "#843c39", "#a55194", "#6b6ecf")
+SPARE = ("#e7ba52", "#843c39", "#a55194", "#6b6ecf", "#31a354", "#3182bd", "#636363", "#fd8d3c")
 STYLE = 2  # counts changes of how plots look: with one they are all drawn again
 
 # How the benches write a label: what the panel says beyond its group, and the size, whose name stands beside.

@@ -12,11 +12,13 @@
 #include <stdio.h>
 
 /* ---- what the tests count ------------------------------------------------------------------------------ */
-static _Thread_local int64_t num_plans, num_kernel_plans;
+static _Thread_local int64_t num_plans, num_kernel_plans, num_asked;
 
 void gk_count_calls(gk_call_counts *counts) {
     counts->checks = gk_num_checks(), counts->plans = num_plans, counts->kernel_plans = num_kernel_plans;
 }
+
+int64_t gk_count_asked(void) { return num_asked; }
 
 /* ---- the CPU's plan ------------------------------------------------------------------------------------- */
 static gk_status find_isa(const gk_context *ctx, gk_isa *isa) {
@@ -41,8 +43,9 @@ static gk_status plan_cpu(const gk_context *ctx, gk_op op, gk_dtype dtype, const
     GK_TRY(find_isa(ctx, &isa));
     const gk_cpu_instance *rows = gk_cpu_instances(op, &n);
     for (int i = 0; i < n; ++i)
-        if (rows[i].dtype == dtype && is_row_of(rows[i].isa, isa) &&
-            rows[i].kernel->plan(ctx, args, gk_plan_begin(plan, &rows[i]))) {
+        if (rows[i].dtype == dtype && is_row_of(rows[i].isa, isa)) {
+            ++num_asked;
+            if (!rows[i].kernel->plan(ctx, args, gk_plan_begin(plan, &rows[i]))) continue;
             ++num_kernel_plans;
             return GK_OK;
         }
@@ -68,6 +71,7 @@ const gk_gpu *gk_dispatch_gpu(const gk_context *ctx) {
 }
 
 static bool plan_row(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *plan) {
+    ++num_asked;
     if (!row->plan(row, ctx, args, gk_plan_begin(plan, row))) return false;
     ++num_kernel_plans;
     return true;
@@ -76,6 +80,7 @@ static bool plan_row(const gk_cuda_instance *row, const gk_context *ctx, const v
 static bool plan_table(const gk_cuda_table *table, const gk_context *ctx, gk_dtype dtype, const void *args,
                        gk_plan *plan) {
     if (table->plan) {
+        ++num_asked;
         if (!table->plan(ctx, args, gk_plan_begin(plan, NULL))) return false;
         ++num_kernel_plans;
         return true;

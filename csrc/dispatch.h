@@ -22,6 +22,9 @@ gk_status gk_dispatch_call(const gk_context *ctx, gk_op op, gk_dtype dtype, cons
 gk_status gk_dispatch_explain(const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args, gk_explanation *out);
 void gk_dispatch_bound(const gk_context *ctx, gk_dtype dtype, gk_explanation *out);
 
+/* How often this thread asked a kernel, or a table of kernels, for a plan, whether or not it gave one; for the tests. */
+GK_API int64_t gk_count_asked(void);
+
 /* 0 for a result that is not wanted. */
 static inline double gk_tensor_bytes(const gk_tensor *t) {
     return t->data ? (double)gk_bytes_of(t->dtype, gk_numel(t)) : 0;

@@ -487,7 +487,7 @@ typedef struct gk_cross_entropy_bwd_args {
     size_t size;
     gk_cross_entropy_args fwd; /* of the forward call; loss is not read */
     gk_tensor grad_loss;       /* like loss, any strides, 0 too */
-    gk_tensor dlogits;         /* like logits, and may be logits itself; 0 in ignored rows */
+    gk_tensor dlogits;         /* like logits, or 16 bits beside GK_F32; may be logits itself; 0 in ignored rows */
 } gk_cross_entropy_bwd_args;
 #define GK_CROSS_ENTROPY_BWD_ARGS_INIT {.size = sizeof(gk_cross_entropy_bwd_args), .fwd = GK_CROSS_ENTROPY_ARGS_INIT}
 GK_API gk_status gk_cross_entropy_bwd(const gk_context *, const gk_cross_entropy_bwd_args *);

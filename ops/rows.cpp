@@ -200,6 +200,23 @@ struct CrossEntropyBwd {
     static void place(C &to, Results &r) { to.dlogits = r[0].view; }
 };
 
+// Into a tensor that is given, whose dtype decides where logits are float32.
+struct CrossEntropyBwdInto : CrossEntropyBwd {
+    gk_dtype dtype;
+
+    void fill(C &to) {
+        CrossEntropyBwd::fill(to);
+        to.dlogits.dtype = dtype;
+    }
+};
+
+void cross_entropy_bwd_out(StableIValue *stack, uint64_t num_args, uint64_t) {
+    CrossEntropyBwdInto op{read_args<CrossEntropyBwd>(stack, num_args - 1), GK_F32};
+    Tensor into = Slot{stack[num_args - 1]};
+    if (into.is_strided(op.name)) into.read_form(op.name), op.dtype = into.view.dtype;
+    run_op(op, 1, into);
+}
+
 // X(name, op); forward ops have an explain, too
 #define FORWARD(X)                       \
     X("rms_norm", Norm<GK_RMS_NORM>)     \
@@ -220,7 +237,7 @@ struct CrossEntropyBwd {
 
 void implement(Library &m) {
     FORWARD(GK_OP_RUN)
-    BACKWARD(GK_OP_RUN) FORWARD(GK_OP_EXPLAIN) m.impl("cross_entropy_bwd.out", op_out<CrossEntropyBwd>);
+    BACKWARD(GK_OP_RUN) FORWARD(GK_OP_EXPLAIN) m.impl("cross_entropy_bwd.out", cross_entropy_bwd_out);
 }
 
 void implement_shapes(Library &m) { FORWARD(GK_OP_RESULTS) BACKWARD(GK_OP_RESULTS) }

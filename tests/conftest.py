@@ -13,6 +13,7 @@ import importlib
 import itertools
 import math
 import mmap
+import multiprocessing
 import os
 import random
 import subprocess
@@ -89,6 +90,10 @@ def pytest_terminal_summary(terminalreporter):
     reasons = collections.Counter(report.longrepr[2] for report in terminalreporter.stats.get("skipped", []))
     for reason, count in reasons.most_common():
         terminalreporter.write_line(f"{count} tests skipped: {reason.removeprefix('Skipped: ')}")
+    if len(DEVICES) == 1:
+        terminalreporter.write_line(
+            f"tests that take a device ran on the CPU alone: torch {torch.__version__} is built without CUDA"
+        )
     reports = [x for found in terminalreporter.stats.values() for x in found if hasattr(x, "duration")]
     terminalreporter.write_line(f"{sum(x.duration for x in reports):.0f} s in all tests, those of every worker summed")
 
@@ -100,7 +105,11 @@ def judge(name):
     return importlib.import_module(name) if os.environ.get("GPUKERN_TEST_JUDGES") == "1" else pytest.importorskip(name)
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+# A torch that knows no CUDA collects no test of it: four thousand that it would skip.
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)] if torch.version.cuda else ["cpu"]
+
+
+@pytest.fixture(params=DEVICES)
 def device(request):
     """The device a test runs on; every test of an op takes it."""
     return request.param
@@ -917,6 +926,13 @@ def check_paged(case, out, lse, kwargs, what=""):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # other processes
+
+
+def processes():
+    """A multiprocessing context: torch is imported by one process, from which those of a test are forked."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch_gpukern.distributed"])
+    return context
 
 
 def run_python(code, env=None, timeout=240, check=True):

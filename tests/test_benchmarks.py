@@ -23,6 +23,11 @@ def bench(monkeypatch):
         "bench_gemm",
         "bench_integrations",
         "bench_model",
+        "bench_recipes",
+        "engine",
+        "metrics",
+        "models",
+        "sampling",
         "gemm_random",
         "shapes",
         "harness",
@@ -515,3 +520,31 @@ def test_every_instance_of_a_product_is_timed(bench):
         found = module.times_of(problem, torch.device("cuda"))
         assert found["chosen"] in found["us"] and found["cublas_us"] > 0 and all(us > 0 for us in found["us"].values())
         assert problem.explain(problem.inputs(torch.device("cuda")))["row"] == found["chosen"]
+
+
+def test_tokens_by_recipe(bench, monkeypatch, capsys):
+    """A figure for each recipe and number of requests, and the model is what it was behind each of them."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    path = list(sys.path)
+    module = bench("bench_recipes")
+    monkeypatch.setattr(sys, "path", path)
+
+    class Device(FakeDevice):
+        kind = "cpu"
+        name = driver = str
+
+        def peaks(self):
+            return {"bf16": 1.0, "read": 1.0}
+
+    monkeypatch.setattr(module, "open_device", lambda kind: Device())
+    monkeypatch.setattr(module, "STEPS", {True: 2})
+    command = ["bench_recipes.py", "--quick", "--model", "tiny", "--recipes", "w4", "--requests", "1", "2"]
+    monkeypatch.setattr(sys, "argv", command)
+    module.main()
+    lines = [line for line in capsys.readouterr().out.splitlines() if "tokens/s" in line]
+    names = ("bfloat16", "w4", "bfloat16 again")
+    assert [line.split("tiny ")[1].rsplit(" requests")[0] for line in lines] == [
+        f"{r}, {n}" for r in names for n in (1, 2)
+    ]
+    off = [float(line.split("moved by ")[1].split(" %")[0]) for line in lines]
+    assert off[:2] == off[-2:] == [0, 0] and all(0.2 < x < 40 for x in off[2:-2]), off

@@ -416,3 +416,6 @@ def test_cost_of_paging():
         rows = [row for row in saved(file, "paged_attn", "decode") if row["label"].endswith("page 16")]
         longer = [row["us"] / row["peers"]["cuDNN, dense cache"]["us"] for row in rows]
         says(f"{min(longer):.2f}", f"{max(longer):.2f}")
+    rows = saved("nvidia-h100-80gb-hbm3.json", "claims", "paging")
+    longer = [row["us"] / row["peers"]["pages of 256 in order"]["us"] for row in rows]
+    says(f"{min(longer):.3f}", f"{max(longer):.2f}")

@@ -554,7 +554,7 @@ def test_unaligned_operands_are_copied(which):
 
 @HOPPER
 @pytest.mark.parametrize("m", (1, 16, 64))
-def test_few_rows_of_weights_that_are_nowhere_dense(m):
+def test_small_m_of_weights_that_are_nowhere_dense(m):
     """No kernel streams every second element: a copy and a product of small M are faster than plain loads."""
     n, k = 4096, 2048
     a, b = on_gpu(m, k), on_gpu(k, 2 * n, seed=1)[:, ::2]
@@ -575,7 +575,7 @@ def in_nan(dense, beside, offset):
 @pytest.mark.parametrize("beside", (4, 2, 7, 1, 0), ids="beside={}".format)
 @pytest.mark.parametrize("dtype", (BF16, torch.float16), ids=str)
 @pytest.mark.parametrize("m", (1, 9, 16, 33, 64))
-def test_few_rows_of_unaligned_weights(m, dtype, beside):
+def test_small_m_of_unaligned_weights(m, dtype, beside):
     """Up to 16 rows stream without a copy, more are copied first, along k and along n, at every offset and at odd strides; NaN lies
     beside them."""
     n, k = 3080, 1037
@@ -602,7 +602,7 @@ def test_few_rows_of_unaligned_weights(m, dtype, beside):
 @HOPPER
 @pytest.mark.parametrize("layout", ("NN", "NT"))
 @pytest.mark.parametrize("m", (1, 5, 16))
-def test_few_rows_of_unaligned_weights_with_all_that_may_follow(m, layout):
+def test_small_m_of_unaligned_weights_with_all_that_may_follow(m, layout):
     """bias, c, an activation and the value before it, results at odd places; few tiles and more than there are SMs."""
     for n, k, beside, offset in ((2055, 300, 1, 1), (4099, 1024, 0, 3), (36865, 256, 2, 0), (1000, 4096, 8, 5)):
         a = on_gpu(m, k)
@@ -720,7 +720,7 @@ def test_ping_pong(dtype, layout):
     """No tile for the second warpgroup, one each, several, an odd one; all that may follow the sums; batches."""
     name = f"gemm_pingpong_sm90a_{'bf16' if dtype == BF16 else 'f16'}_128x176x64"
 
-    def by_turns(call, *args, preact=0, **more):
+    def alternately(call, *args, preact=0, **more):
         with preferred(name, *args, preact=preact, **more):
             out, again = call(*args, **more), call(*args, **more)
         for x, y in zip(out, again, strict=True) if preact else ((out, again),):
@@ -738,13 +738,13 @@ def test_ping_pong(dtype, layout):
                 {"bias": bias, "activation": "gelu"},
                 {"activation": "relu", "alpha": -0.5},
             ):
-                out = by_turns(ops.gemm, a, b, **more)
+                out = alternately(ops.gemm, a, b, **more)
                 want = more.get("alpha", 1.0) * exact + (bias.double() if "bias" in more else 0)
                 want = TORCH_ACTIVATION[more.get("activation", "none")](want)
                 assert_close_as(torch_gemm(a, b, **more), out, want)
             if not batch:
-                sums, gated = by_turns(ops.gemm, a, b), by_turns(ops.gemm, a, b, activation="silu")
-                out, preact = by_turns(ops.gemm_fwd, a, b, activation="silu", preact=1)
+                sums, gated = alternately(ops.gemm, a, b), alternately(ops.gemm, a, b, activation="silu")
+                out, preact = alternately(ops.gemm_fwd, a, b, activation="silu", preact=1)
                 assert same_bits(preact, sums) and same_bits(out, gated)
                 for more in ({"c": on_gpu(m, n, seed=3, dtype=dtype), "beta": 1.0}, {"out_dtype": torch.float32}):
                     assert name not in json.loads(ops.explain_gemm(a, b, **more))["rows"]  # tma does not store it

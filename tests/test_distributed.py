@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import generator
+from conftest import generator, processes
 from conftest import randn as randn_on
 
 import torch_gpukern as gk
@@ -711,7 +711,7 @@ def _work(rank, folder, checks, size, cuda):
 def _all_checks(folder, size, cuda, seconds):
     checks = [name for name in globals() if name.startswith("check_")]
     checks = [name for name in checks if os.environ.get("ONLY", "") in name]
-    context = torch.multiprocessing.get_context("spawn")
+    context = processes()
     given = (str(folder), checks, size, cuda)
     workers = [context.Process(target=_work, args=(r, *given), daemon=True) for r in range(size)]
     for worker in workers:

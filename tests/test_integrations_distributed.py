@@ -7,7 +7,7 @@ import traceback
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import generator, randn, run_python
+from conftest import generator, processes, randn, run_python
 
 import torch_gpukern as gk
 from torch_gpukern import nn as gnn
@@ -320,7 +320,7 @@ def _work(rank, folder):
 
 
 def test_two_processes_equal_one(tmp_path):
-    context = torch.multiprocessing.get_context("spawn")
+    context = processes()
     ranks = [context.Process(target=_work, args=(rank, str(tmp_path)), daemon=True) for rank in range(2)]
     for rank in ranks:
         rank.start()

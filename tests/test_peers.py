@@ -63,14 +63,19 @@ def test_the_page_of_languages_has_the_lines(peers):
     sums = [found[name] for name in found if name.startswith("a + b")]
     lines = [int(count) for count in re.findall(r"^\| \[.+?\]\(.+?\) \| (\d+) \|", page, re.M)]
     assert lines == products + sums
-    saved = json.loads((BENCHMARKS / "results" / "nvidia-h100-80gb-hbm3.json").read_text())["benches"]["gemm"]["rows"]
+    saved = json.loads((BENCHMARKS / "results" / "nvidia-h100-80gb-hbm3.json").read_text())["benches"]["languages"][
+        "rows"
+    ]
     for size in ("4096", "8192"):
-        (row,) = [r for r in saved if (r["group"], r["label"], r["dtype"]) == ("square bf16", size, "bf16")]
+        (row,) = [r for r in saved if (r["group"], r["label"]) == ("a @ b", size)]
         rates = {"the library's": row["rate"]} | {name: peer["rate"] for name, peer in row["peers"].items()}
-        for name in ("the library's", "Triton"):
+        assert f"{rates.pop('torch.matmul') / 1e3:.0f}" in page
+        for name, rate in rates.items():
             cells = re.search(rf"^\| \[{name}\]\(.*$", page, re.M)[0].split("|")
-            assert cells[3 + (size == "8192")].strip() == f"{rates[name] / 1e3:.0f}", (name, size)
-        assert f"{rates['torch.matmul'] / 1e3:.0f}" in page
+            assert cells[3 + (size == "8192")].strip() == f"{rate / 1e3:.0f}", (name, size)
+    (row,) = [r for r in saved if r["group"] == "a + b"]
+    for name in ("CuTe DSL, an element a thread", "CuTe DSL, 16 bytes a thread", "Triton", "torch.add"):
+        assert f"{row['peers'][name]['rate']:.0f}" in page, name
     assert f"{found['a @ b, rung 18 with its headers']} lines with all that it includes" in page
 
 

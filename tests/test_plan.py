@@ -77,6 +77,22 @@ def test_a_refused_call_is_checked_once_and_not_planned():
     assert counted(call) == {"checks": 1, "plans": 0, "kernel_plans": 0}
 
 
+def asked(call):
+    """How many kernels and tables of kernels were asked for a plan of `call`, those that gave none among them."""
+    count = ctypes.CDLL(_library.FILE).gk_count_asked
+    count.restype = ctypes.c_int64
+    before = count()
+    call()
+    return count() - before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_few_kernels_are_asked(dtype):
+    """On the CPU: of gemm those for small M and for tiles, in AMX's set for its tiles, too; of other ops the one."""
+    for name, call, times in calls(torch.device("cpu"), dtype):
+        assert times <= asked(call) <= (3 if name.startswith("gemm ") else 1), (name, asked(call))
+
+
 def described(m, n, k, layout, dtype, **options):
     """What a product on an sm_90 that need not be there would do, of operands that nothing fills."""
     a, b = (
@@ -85,6 +101,19 @@ def described(m, n, k, layout, dtype, **options):
     )
     a, b = (x if side == "N" else x.t() for side, x in zip(layout, (a, b), strict=True))
     return torch_gpukern.explain("gemm", a, b, arch="sm_90", **options)
+
+
+@pytest.mark.skipif(not torch.ops.gpukern.cuda_kernels.default(), reason="a build without CUDA kernels")
+@pytest.mark.parametrize("head_dim", (64, 128, 256))
+def test_a_window_that_ends_nowhere_is_dealt_as_causal(head_dim):
+    """Every key lies in a window as wide as the sequence: tiles go in pairs that see as many keys as each other, as under a causal rule."""
+    q = torch.empty(2, 4, 4096, head_dim, dtype=torch.bfloat16)
+
+    def tasks(**rules):
+        return torch_gpukern.explain("flash_attn", q, q, q, arch="sm_90", is_causal=True, **rules)["tasks"]
+
+    assert tasks(window_left=4095) == tasks(window_left=1 << 40) == tasks()
+    assert tasks() < tasks(window_left=100)
 
 
 @pytest.mark.skipif(not torch.ops.gpukern.cuda_kernels.default(), reason="a build without CUDA kernels")

@@ -68,6 +68,7 @@ BREACHES = {
     "retired word": ("csrc/a.c", "/* The product is turned. */\n", "say: swap-AB"),
     "retired words": ("tests/test_a.py", '"""Rows that begin anywhere."""\n', "say: misaligned"),
     "retired name": ("torch_gpukern/a.py", "def let_go():\n    pass\n", "say: release"),
+    "retired in a name": ("csrc/cpu/isa/a.c", "int GK_FEW_ROWS4;\n", "say: small M"),
     "retired in comments": ("csrc/a.c", "/* the class of a call */\n", "say: tuning key"),
     "unfinished": ("docs/a.md", "TO" + "DO: all of it\n", "unfinished"),
     "default of a dtype": (

@@ -54,11 +54,11 @@ def call(kernel, align: int, *tensors: torch.Tensor) -> None:
 
 def add(a: torch.Tensor, b: torch.Tensor, vectorised: bool = True) -> torch.Tensor:
     """a + b of one shape and dtype. vectorised: by 16 bytes, what is left over by elements."""
-    a, b = a.contiguous().view(-1), b.contiguous().view(-1)
+    shape, a, b = a.shape, a.contiguous().view(-1), b.contiguous().view(-1)
     out = torch.empty_like(a)
     whole = a.numel() // (16 // a.element_size()) * (16 // a.element_size()) if vectorised else 0
     if whole:
         call(add_wide, 16, *(x[:whole] for x in (a, b, out)))
     if whole < a.numel():
         call(add_each, a.element_size(), *(x[whole:] for x in (a, b, out)))
-    return out
+    return out.view(shape)

@@ -23,6 +23,8 @@ static gk_status check_scales(gk_io *io, const gk_grouped_gemm_args *g, bool by_
                g->scale_a ? "scale_a" : "scale_b", gk_dtype_name(g->a.dtype));
     GK_REQUIRE(!codes || (g->scale_a && g->scale_b), "%s must be given where a is %s",
                g->scale_a ? "scale_b" : "scale_a", gk_dtype_name(g->a.dtype));
+    GK_REQUIRE(codes || g->accumulate == GK_PRECISE, "accumulate must be precise where a is %s, got fast",
+               gk_dtype_name(g->a.dtype));
     if (!codes) return GK_OK;
     GK_TRY(gk_take_scale(io, "scale_a", g->scale_a, "a", &g->a, false));
     GK_TRY(gk_take_scale(io, "scale_b", g->scale_b, "b", &g->b, true));
@@ -70,6 +72,8 @@ gk_status gk_check_grouped_gemm(const gk_context *ctx, const gk_grouped_gemm_arg
     const int64_t groups = g->offs.shape[0];
     GK_REQUIRE(!by_rows || b->shape[0] == groups, "offs has %lld groups, b has %lld; they must match",
                (long long)groups, (long long)b->shape[0]);
+    GK_REQUIRE((unsigned)g->accumulate <= GK_FAST, "accumulate is %d, expected one of gk_accumulate",
+               (int)g->accumulate);
     GK_TRY(check_scales(io, g, by_rows));
     if (g->bias) {
         const int64_t each[2] = {groups, n};
@@ -79,8 +83,6 @@ gk_status gk_check_grouped_gemm(const gk_context *ctx, const gk_grouped_gemm_arg
     }
     GK_TRY(gk_check_activation(g->activation));
     GK_TRY(gk_check_product_out(io, a->dtype, g->out.dtype));
-    GK_REQUIRE((unsigned)g->accumulate <= GK_FAST, "accumulate is %d, expected one of gk_accumulate",
-               (int)g->accumulate);
     const int64_t shape[3] = {groups, m, n};
     gk_give(io, "out", &g->out, g->out.dtype, by_rows ? 2 : 3, by_rows ? shape + 1 : shape, GK_CONTIGUOUS);
     return gk_reads_contents(io, ctx) ? check_ends(g, by_rows ? m : k) : GK_OK;

@@ -294,6 +294,12 @@ void gk_cost_cross_entropy_fwd(const gk_context *ctx, const gk_cross_entropy_arg
     out->flops = 4.0 * (double)gk_numel(&a->logits);
 }
 
+/* That of logits, or one of 16 bits beside float32 logits. */
+static gk_dtype dlogits_dtype(const gk_cross_entropy_bwd_args *a) {
+    const gk_dtype logits = a->fwd.logits.dtype, own = a->dlogits.dtype;
+    return logits == GK_F32 && (own == GK_BF16 || own == GK_F16) ? own : logits;
+}
+
 gk_status gk_check_cross_entropy_bwd(const gk_context *ctx, const gk_cross_entropy_bwd_args *a, gk_io *io) {
     const gk_tensor *logits = &a->fwd.logits;
     GK_TRY(gk_check_args_size(a->fwd.size, sizeof a->fwd));
@@ -305,12 +311,13 @@ gk_status gk_check_cross_entropy_bwd(const gk_context *ctx, const gk_cross_entro
     GK_TRY(gk_take(io, "grad_loss", &a->grad_loss, GK_ANY_STRIDES));
     GK_TRY(gk_check_dtype(io, "grad_loss", &a->grad_loss, stats));
     GK_TRY(gk_check_shape("grad_loss", &a->grad_loss, logits->ndim - 1, logits->shape));
-    give_like(io, "dlogits", &a->dlogits, logits)->in_place = true;
+    gk_give(io, "dlogits", &a->dlogits, dlogits_dtype(a), logits->ndim, logits->shape, GK_DENSE_LAST)->in_place = true;
     return GK_OK;
 }
 
 void gk_cost_cross_entropy_bwd(const gk_context *ctx, const gk_cross_entropy_bwd_args *a, gk_explanation *out) {
     (void)ctx;
-    out->bytes = 2 * gk_tensor_bytes(&a->fwd.logits) + bytes_of(&a->fwd.target) + bytes_of(a->fwd.weight);
+    const double written = (double)gk_numel(&a->fwd.logits) * (double)gk_dtype_bytes(dlogits_dtype(a));
+    out->bytes = gk_tensor_bytes(&a->fwd.logits) + written + bytes_of(&a->fwd.target) + bytes_of(a->fwd.weight);
     out->flops = 5.0 * (double)gk_numel(&a->fwd.logits);
 }

@@ -28,7 +28,7 @@ typedef struct gk_gemm_blocks {
 
 /* Up to so many rows K is cut into so many blocks, none of which is shorter than so much.
  * bf16 64 x 1024 x 1024 of torch: one block 1.02x, two 1.04x, four 1.07x; 32 rows 1.03x 1.09x 1.15x */
-#define GK_GEMM_FEW_ROWS 128
+#define GK_GEMM_SMALL_M 128
 #define GK_GEMM_FEW_BLOCKS 4
 #define GK_GEMM_FEW_KB 256
 
@@ -53,16 +53,16 @@ enum {
     GK_SKINNY_ROWS_ACROSS = 16,
     GK_SKINNY_ROWS_ALONG = 24,
     /* Beside AMX, by its sums: b of 16 bits at 12 GB/s is 12 GFLOP/s a row, avx512 has 110: of 9 rows tiles, which take b packed once
-     * into the L2, wait for memory alone. */
+     * into the L2, wait for memory alone. int8 the same: a row is 24 GOP/s, VPDPBUSD has 460. */
     GK_SKINNY_ROWS_AMX = 8
 };
 
-/* Small M: columns of a task; across where b is packed, rows of b per step (more of them where more than few_rows rows of
+/* Small M: columns of a task; across where b is packed, rows of b per step (more of them where more than small_m rows of
  * a share the loads and stores of C) and values of b in flight per thread; where it is read in place, rows per step likewise
  * and columns of a task at most; along, chunk of k (x TN columns it stays in L1). Measured at K x N 4096 x 4096,
  * 1024 x 1024, 4097 x 1025: 16 rows want 32 rows of b a step where it is packed (1.9x against 1.4x at 8). */
 typedef struct gk_skinny_blocks {
-    int64_t nb_min, in_flight, kb_few, kb_many, few_rows, place_few, place_many, place_nb, kb_along;
+    int64_t nb_min, in_flight, kb_few, kb_many, small_m, place_few, place_many, place_nb, kb_along;
     int64_t tasks_per_thread;
     int64_t place_rows;  /* rows of a up to which 16-bit b is read in place, */
     int64_t long_row;    /* where its rows have so many values or more */

@@ -29,10 +29,11 @@ static bool has_bf16_and_vnni(void) {
 #endif
 
 #if defined(GK_X86_ISAS) && defined(GK_HAS_AMX) && defined(__linux__)
-/* The processor has tiles of the kernels' palette, 8 of 16 rows of 64 bytes, and their bfloat16 product. */
+/* The processor has tiles of the kernels' palette, 8 of 16 rows of 64 bytes, and their products of bfloat16 and int8, which no
+ * processor has one of. */
 static bool has_tiles(void) {
     unsigned eax, ebx, ecx, edx;
-    if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || !(edx >> 22 & 1) || !(edx >> 24 & 1)) return false;
+    if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || !(edx >> 22 & 1) || (edx >> 24 & 3) != 3) return false;
     return __get_cpuid_count(0x1d, 1, &eax, &ebx, &ecx, &edx) && eax >> 16 == 1024 && (ebx & 0xffff) == 64 &&
            ebx >> 16 == 8 && (ecx & 0xffff) == 16;
 }

@@ -187,7 +187,7 @@ static plan plan_of(const gk_context *ctx, const gk_gemm_args *args, const gk_ge
     /* rather one block a quarter longer than two short ones */
     x.k_blocks = gk_max_i64(1, gk_ceil_div(p->k, most->kb + most->kb / 4));
     /* with a small M the reading of b counts: all of its blocks but the first are fetched under the product */
-    if (!x.shared && p->m <= GK_GEMM_FEW_ROWS)
+    if (!x.shared && p->m <= GK_GEMM_SMALL_M)
         x.k_blocks = gk_max_i64(x.k_blocks, gk_min_i64(GK_GEMM_FEW_BLOCKS, p->k / GK_GEMM_FEW_KB));
     /* a few tasks per thread while a task is worth its packing */
     const int64_t threads = gk_num_threads(ctx);

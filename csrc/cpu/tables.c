@@ -5,7 +5,7 @@
  *   gk_attn_merge gk_quantize gk_dequantize gk_scaled_gemm gk_weight_gemm gk_weight_skinny gk_grouped_gemm gk_sparse_gemm
  *   gk_scaled_gemm_vnni gk_sparse_gemm_vnni
  *                       x       base avx2 avx512 avx512bf16;   gk_flash_attn_fp8   x   base avx2 avx512, whose cells are float32
- *   gk_gemm_packed gk_flash_attn_fwd gk_flash_attn_bwd gk_paged_attn    x       amx amx_emulated
+ *   gk_gemm_packed gk_flash_attn_fwd gk_flash_attn_bwd gk_paged_attn gk_scaled_gemm gk_sparse_gemm    x       amx amx_emulated
  * float32 rows compute in float32, bfloat16 and float16 rows convert tile by tile; avx512bf16 multiplies bfloat16 pairs, which
  * on Intel's cores is slower than to convert: there the default is avx512 (features.c has the measurement).
  * float64 is served by ref/. GK_X86_ISAS comes from the build where it compiled more than the base set.
@@ -35,6 +35,8 @@ DECLARE_AMX(gemm_packed)
 DECLARE_AMX(flash_attn_fwd)
 DECLARE_AMX(flash_attn_bwd)
 DECLARE_AMX(paged_attn)
+DECLARE_AMX(scaled_gemm)
+DECLARE_AMX(sparse_gemm)
 DECLARE(gemm_packed)
 DECLARE(gemm_skinny)
 DECLARE(gemm_act_bwd)
@@ -103,14 +105,15 @@ DECLARE(adamw)
 #define EITHER(first, second) THREE(first, GK_ISA_BASE, base), THREE(second, GK_ISA_BASE, base)
 #endif
 
-/* Products of bfloat16 on tiles, and on their emulation. */
+/* Products on tiles, and on their emulation. */
 #if defined(GK_HAS_AMX)
-#define ON_TILES(stem) ROW(stem, GK_BF16, GK_ISA_AMX, amx), ROW(stem, GK_BF16, GK_ISA_AMX_EMULATED, amx_emulated),
+#define TILES_OF(stem, dtype) ROW(stem, dtype, GK_ISA_AMX, amx), ROW(stem, dtype, GK_ISA_AMX_EMULATED, amx_emulated),
 #elif defined(GK_X86_ISAS)
-#define ON_TILES(stem) ROW(stem, GK_BF16, GK_ISA_AMX_EMULATED, amx_emulated),
+#define TILES_OF(stem, dtype) ROW(stem, dtype, GK_ISA_AMX_EMULATED, amx_emulated),
 #else
-#define ON_TILES(stem)
+#define TILES_OF(stem, dtype)
 #endif
+#define ON_TILES(stem) TILES_OF(stem, GK_BF16)
 
 static const gk_cpu_instance gemm_rows[] = {ON_TILES(gemm_packed) EITHER(gemm_skinny, gemm_packed), REF_ROW(gemm)};
 static const gk_cpu_instance gemm_act_bwd_rows[] = {EVERY_ISA(gemm_act_bwd), REF_ROW(gemm_act_bwd)};
@@ -125,7 +128,7 @@ static const gk_cpu_instance rope_kv_write_rows[] = {EVERY_ISA(rope_kv_write), R
 static const gk_cpu_instance attn_merge_rows[] = {EVERY_ISA(attn_merge), REF_ROW(attn_merge)};
 static const gk_cpu_instance quantize_rows[] = {EVERY_ISA(quantize), REF_ROW(quantize)};
 static const gk_cpu_instance dequantize_rows[] = {EVERY_ISA(dequantize), REF_ROW(dequantize)};
-static const gk_cpu_instance scaled_gemm_rows[] = {EVERY_ISA_OF_INT8(scaled_gemm)};
+static const gk_cpu_instance scaled_gemm_rows[] = {TILES_OF(scaled_gemm, GK_I8) EVERY_ISA_OF_INT8(scaled_gemm)};
 /* packing is no arithmetic: ref/ serves every dtype */
 static const gk_cpu_instance pack_weight_rows[] = {{"pack_weight", GK_I8, GK_ISA_BASE, &pack_weight_ref},
                                                    {"pack_weight", GK_U8, GK_ISA_BASE, &pack_weight_ref},
@@ -136,7 +139,8 @@ static const gk_cpu_instance grouped_gemm_rows[] = {EVERY_ISA(grouped_gemm), EVE
 #define SPARSE_PACK(dtype) {"sparse_pack", dtype, GK_ISA_BASE, &sparse_pack_ref}
 static const gk_cpu_instance sparse_pack_rows[] = {SPARSE_PACK(GK_BF16), SPARSE_PACK(GK_F16), SPARSE_PACK(GK_E4M3),
                                                    SPARSE_PACK(GK_E5M2), SPARSE_PACK(GK_I8)};
-static const gk_cpu_instance sparse_gemm_rows[] = {EVERY_ISA(sparse_gemm), EVERY_ISA_OF_INT8(sparse_gemm)};
+static const gk_cpu_instance sparse_gemm_rows[] = {TILES_OF(sparse_gemm, GK_I8) EVERY_ISA(sparse_gemm),
+                                                   EVERY_ISA_OF_INT8(sparse_gemm)};
 static const gk_cpu_instance norm_fwd_rows[] = {EVERY_ISA(norm_fwd), REF_ROW(norm_fwd)};
 static const gk_cpu_instance norm_bwd_rows[] = {EVERY_ISA(norm_bwd), REF_ROW(norm_bwd)};
 static const gk_cpu_instance softmax_fwd_rows[] = {EVERY_ISA(softmax_fwd), REF_ROW(softmax_fwd)};

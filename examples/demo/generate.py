@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
-from model import GPT, Config, GpukernOps, TorchOps
+from model import GPT, Config, GpukernOps, Positions, TorchOps
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -42,7 +42,9 @@ class Request:
 
 
 class PagedRunner:
-    """Pages of 16 tokens; newcomers and running sequences share one paged_attn call per layer."""
+    """Pages of 16 tokens; newcomers and running sequences share one rope_kv_write and one paged_attn call per layer."""
+
+    rotated = False
 
     def __init__(self, config: Config, places: int, dtype: torch.dtype, device: torch.device) -> None:
         from torch_gpukern import PagedKVCache, paged_attn
@@ -78,10 +80,10 @@ class PagedRunner:
         self.starts = starts.to(self.device) if max(counts) > 1 else None
         self.longest = max(counts)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [T, heads_q, head_dim], k and v [T, heads_kv, head_dim] -> like q"""
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, at: Positions) -> Tensor:
+        """q [T, heads_q, head_dim], k and v [T, heads_kv, head_dim], not yet rotated -> like q"""
         cache = self.cache
-        cache.write(k, v, self.slots, layer)
+        q = cache.rope_write(q, k, v, at.cos, at.sin, at.positions, self.slots, layer, **at.norm())
         new = {"cu_seqlens_q": self.starts, "max_seqlen_q": self.longest}
         return self.paged_attn(q, cache.k[layer], cache.v[layer], self.table, self.lens, **new)
 
@@ -89,6 +91,8 @@ class PagedRunner:
 class PaddedRunner:
     """What PyTorch alone offers: a padded row per place, causal SDPA for each prompt and one masked
     SDPA for all running sequences."""
+
+    rotated = True
 
     def __init__(
         self,
@@ -195,7 +199,8 @@ def generate(
                 positions.append(i)
             request.cached += len(new)
         packed = torch.tensor([list(x) for x in tokens], device=runner.device)
-        out = model(packed, torch.tensor(positions, device=runner.device), runner.ops, runner.attend)
+        at = torch.tensor(positions, device=runner.device)
+        out = model(packed, at, runner.ops, runner.attend, runner.rotated)
         ends = torch.tensor([len(x) for x in pending], device=runner.device).cumsum(0) - 1
         out = out[ends]  # [sequences, vocab]: the last byte of each
         probabilities = (out / temperature).softmax(dim=-1).cpu()

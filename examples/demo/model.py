@@ -7,7 +7,8 @@ arXiv:2305.13245) and Shazeer 2020 (SwiGLU, arXiv:2002.05202).
 
 Weights are stored [in, out], so that a layer is `gemm(x, w)` with both operands row-major.
 The same `forward` trains on dense [batch, seq] tokens and generates on packed [tokens]: only
-`attend`, which says how queries meet keys, differs.
+`attend`, which says how queries meet keys, differs. One that writes keys into a cache may rotate
+them itself, so that norm, rotation and write are one kernel.
 
 A position's embedding is the sum of three, of its byte and of the two before it. With the pair
 before a byte in every key, one attention layer can already look up what followed the same pair
@@ -19,13 +20,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+class Positions(NamedTuple):
+    """Of packed tokens: what `torch_gpukern.rope_kv_write` takes to normalise and rotate queries and keys."""
+
+    cos: Tensor  # [context, head_dim / 2]
+    sin: Tensor
+    positions: Tensor  # [tokens], rows of the two
+    gain: Tensor  # [head_dim] ones: the norm has no weight
+
+    def norm(self) -> dict:
+        """rms_norm's, for the queries and the keys."""
+        return {"q_weight": self.gain, "k_weight": self.gain, "eps": torch.finfo(torch.float32).eps}
+
+
+# (layer, q, k, v), and Positions where q and k are not yet normalised and rotated
+Attend = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -115,13 +132,16 @@ class Block(nn.Module):
         self.attn_out = nn.Parameter(torch.zeros(c.heads_q * c.head_dim, c.dim))
         self.mlp_out = nn.Parameter(torch.zeros(c.hidden, c.dim))
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, ops, layer: int, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor] | Positions, ops, layer: int, attend: Attend) -> Tensor:
         """x [..., seq, dim] -> [..., seq, dim]"""
         c = self.config
         qkv = ops.linear(rms_norm(x), self.qkv).unflatten(-1, (-1, c.head_dim))
         q, k, v = qkv.split((c.heads_q, c.heads_kv, c.heads_kv), dim=-2)
-        q, k = rotate(rms_norm(q), cos, sin), rotate(rms_norm(k), cos, sin)
-        y = attend(layer, q.to(v.dtype), k.to(v.dtype), v)
+        if isinstance(angles, Positions):
+            y = attend(layer, q, k, v, angles)
+        else:
+            q, k = rotate(rms_norm(q), *angles), rotate(rms_norm(k), *angles)
+            y = attend(layer, q.to(v.dtype), k.to(v.dtype), v)
         x = x + ops.linear(y.flatten(-2), self.attn_out)
         gate, up = ops.linear(rms_norm(x), self.gate_up).chunk(2, dim=-1)
         return x + ops.linear(F.silu(gate) * up, self.mlp_out)
@@ -141,17 +161,22 @@ class GPT(nn.Module):
         angle = torch.arange(c.context)[:, None, None] * inv_freq
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
+        self.register_buffer("gain", torch.ones(c.head_dim), persistent=False)
 
-    def forward(self, grams: Tensor, positions: Tensor, ops, attend: Attend) -> Tensor:
+    def forward(self, grams: Tensor, positions: Tensor, ops, attend: Attend, rotated: bool = True) -> Tensor:
         """grams [..., seq, grams] int64, positions [seq] int64 -> float32 logits [..., seq, vocab]
 
         attend(layer, q, k, v) gets q [..., seq, heads_q, head_dim], k and v
-        [..., seq, heads_kv, head_dim] and returns q's shape."""
+        [..., seq, heads_kv, head_dim] and returns q's shape. Not rotated: attend(layer, q, k, v, Positions)
+        gets q and k as the product made them."""
         tables = self.config.vocab * torch.arange(grams.shape[-1], device=grams.device)
         x = rms_norm(F.embedding(grams + tables, self.embed).sum(dim=-2))
-        cos, sin = self.cos[positions], self.sin[positions]
+        if rotated:
+            angles = self.cos[positions], self.sin[positions]
+        else:
+            angles = Positions(self.cos[:, 0], self.sin[:, 0], positions, self.gain)
         for layer, block in enumerate(self.blocks):
-            x = block(x, cos, sin, ops, layer, attend)
+            x = block(x, angles, ops, layer, attend)
         return ops.linear(rms_norm(x), self.head).float()
 
     def loss(self, tokens: Tensor, targets: Tensor, ops, reduction: str = "mean") -> Tensor:

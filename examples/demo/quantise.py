@@ -1,28 +1,33 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What each recipe of torch_gpukern.nn.quantize costs the demo's model: held-out bits per byte, bits a weight, CPU time a byte.
 
-python examples/demo/quantise.py [--steps 400] [--kib 64] [--recipes w4 fp8 ...] [--checkpoint build/demo/quantise.pt]
+python examples/demo/quantise.py [--steps 400] [--kib 64] [--recipes w4 fp8 ...] [--caches] [--checkpoint build/demo/quantise.pt]
 
 Trains the model of train.py for a number of steps (or reads the checkpoint that an earlier run wrote), then rounds the matrices of
 its blocks by every recipe in turn; embedding and head stay. The recipes qat-... train for --qat-steps more steps first; the row
 "bfloat16, trained on" does the same without any rounding, so that what the steps give and what the recipe gives can be told apart.
 CPU time is the process's own, so that other programs on the machine do not count.
+
+--caches: instead, what keys and values in 8 bits cost. Every window is written into pages and read from them.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import time
 from pathlib import Path
 
 import torch
 from data import Corpus, batches, load_corpus, windows
-from model import GPT, Config, GpukernOps
+from model import GPT, Config, GpukernOps, Positions, grams_of
 from torch import Tensor, nn
+from torch.nn import functional as F
 from train import BATCH, CONFIG, ROOT, Progress, learner
 
 import torch_gpukern
+from torch_gpukern import KVCacheScales, PagedKVCache
 from torch_gpukern.nn import RECIPES, quantize
 
 TRAINED_ON = "bfloat16, trained on"
@@ -110,6 +115,55 @@ def measured(model: GPT, corpus: Corpus, recipe: str, text: Tensor, qat_steps: i
     return bits, 16.0 if done is None else held, us
 
 
+def paged_nats(model: GPT, cache: PagedKVCache, tokens: Tensor, targets: Tensor) -> float:
+    """The loss of a batch of windows whose keys and values are read from the cache."""
+    batch, context = tokens.shape
+    handles = [cache.allocate() for _ in range(batch)]
+    slots = cache.extend(handles, context)
+    table, lens = cache.block_table(handles), cache.seq_lens(handles)
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, at: Positions) -> Tensor:
+        q = cache.rope_write(q, k, v, at.cos, at.sin, at.positions, slots, layer, **at.norm())
+        return torch_gpukern.paged_attn(q, cache.k[layer], cache.v[layer], table, lens, **cache.scales(layer))
+
+    grams, positions = grams_of(tokens, model.config.grams).flatten(0, 1), torch.arange(context).repeat(batch)
+    logits = model(grams, positions, GpukernOps(), attend, rotated=False)
+    for handle in handles:
+        cache.free(handle)
+    return F.cross_entropy(logits, targets.flatten(), reduction="sum").item()
+
+
+def cache_rows(model: GPT, corpus: Corpus, text: Tensor):
+    """(cache, scales, bits per byte) of each kind of cache; scales of heads by a run over two batches."""
+    c = model.config
+    feed = batches(corpus.train, BATCH["cpu"], c.context, seed=2)
+    calibration = [next(feed)[0] for _ in range(2)]
+    ones, blocks = torch.ones(c.layers, c.heads_kv), BATCH["cpu"] * c.context // 16
+    codes = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+    kinds = [(torch.bfloat16, None), *((d, "heads") for d in codes), (torch.float8_e4m3fn, "1")]
+    for dtype, kind in kinds:
+        scales = {}
+        if kind == "heads":
+            found = KVCacheScales(c.layers, c.heads_kv, dtype)
+
+            def observe(layer: int, q: Tensor, k: Tensor, v: Tensor, found: KVCacheScales) -> Tensor:
+                found.observe(k, v, layer)
+                return GpukernOps().causal_attention(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
+
+            for tokens in calibration:
+                at = torch.arange(c.context)
+                model(grams_of(tokens, c.grams), at, GpukernOps(), functools.partial(observe, found=found))
+            scales = found.scales()
+        elif kind:
+            scales = {"k_scale": ones, "v_scale": ones}
+        cache = PagedKVCache(blocks, 16, c.heads_kv, c.head_dim, layers=c.layers, dtype=dtype, **scales)
+        nats, done = 0.0, 0
+        for tokens, targets in windows(text, BATCH["cpu"], c.context, overlap=c.context // 4):
+            nats += paged_nats(model, cache, tokens, targets)
+            done += int((targets >= 0).sum())
+        yield str(dtype).removeprefix("torch."), kind or "", nats / math.log(2) / done
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=400, help="of training, batches of 8 x 512 bytes")
@@ -117,6 +171,7 @@ def main() -> None:
     parser.add_argument("--kib", type=int, default=64, help="held-out text that is scored")
     parser.add_argument("--qat-steps", type=int, default=40)
     parser.add_argument("--recipes", nargs="+", default=[r for r in RECIPES if not r.startswith("fp8-train")])
+    parser.add_argument("--caches", action="store_true", help="keys and values in 8 bits, not weights")
     parser.add_argument("--checkpoint", type=Path, default=ROOT / "build" / "demo" / "quantise.pt")
     args = parser.parse_args()
     corpus = load_corpus()
@@ -129,6 +184,14 @@ def main() -> None:
         args.checkpoint.parent.mkdir(parents=True, exist_ok=True)
         torch.save({"config": vars(model.config), "weights": model.state_dict()}, args.checkpoint)
     text = corpus.held_out[: 1024 * args.kib + 1]
+    if args.caches:
+        print("| cache | scales | bits per byte | more than bfloat16 |\n|---|---|---|---|")
+        first = None
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            for name, kind, bits in cache_rows(model, corpus, text):
+                first = bits if first is None else first
+                print(f"| {name} | {kind} | {bits:.4f} | {bits - first:+.4f} |", flush=True)
+        return
     print("| recipe | bits per byte | more than bfloat16 | bits a weight | CPU us a byte |\n|---|---|---|---|---|")
     first = None
     more = [TRAINED_ON] if any(r.startswith("qat-") for r in args.recipes) else []

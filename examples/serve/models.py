@@ -26,9 +26,8 @@ class Step:
     def __init__(self, slots: Tensor, table: Tensor, lens: Tensor, starts: Tensor | None, longest: int) -> None:
         self.slots, self.table, self.lens, self.starts, self.longest = slots, table, lens, starts, longest
 
-    def attend(self, cache: PagedKVCache, layer: int, q: Tensor, k: Tensor, v: Tensor, **rules) -> Tensor:
-        """q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D]"""
-        cache.write(k, v, self.slots, layer)
+    def attend(self, cache: PagedKVCache, layer: int, q: Tensor, **rules) -> Tensor:
+        """q [T, Hq, D] of tokens whose keys and values are written -> [T, Hq, D]"""
         new = {"cu_seqlens_q": self.starts, "max_seqlen_q": self.longest, **cache.scales(layer)}
         return paged_attn(q, cache.k[layer], cache.v[layer], self.table, self.lens, **new, **rules)
 
@@ -157,8 +156,10 @@ class TransformersModel(Model):
         rules = {"scale": scaling, "softcap": kwargs.get("softcap") or 0.0, "sinks": kwargs.get("s_aux")}
         if kwargs.get("sliding_window"):
             rules["window_left"] = kwargs["sliding_window"] - 1
-        packed = (x[0].transpose(0, 1) for x in (query, key, value))
-        return served_by.step.attend(served_by.cache, module.layer_idx, *packed, **rules)[None], None
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        step, cache, layer = served_by.step, served_by.cache, module.layer_idx
+        cache.write(k, v, step.slots, layer)
+        return step.attend(cache, layer, q, **rules)[None], None
 
 
 class DemoModel(Model):
@@ -189,10 +190,12 @@ class DemoModel(Model):
         return found
 
     def run(self, tokens: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self.step.attend(self.cache, layer, q, k, v)
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, at) -> Tensor:
+            cache, step = self.cache, self.step
+            q = cache.rope_write(q, k, v, at.cos, at.sin, at.positions, step.slots, layer, **at.norm())
+            return step.attend(cache, layer, q)
 
-        return self.net(tokens, positions, self.ops, attend)[rows]
+        return self.net(tokens, positions, self.ops, attend, rotated=False)[rows]
 
 
 SIZES = {  # hidden, intermediate, layers, heads, heads_kv, vocabulary

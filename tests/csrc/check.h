@@ -168,7 +168,7 @@ CHECK_UNUSED static check_tensor check_dense(gk_dtype dtype, int ndim, const int
 }
 
 /* Offset in elements of element i, counted with the last dimension fastest. */
-static int64_t check_offset(const gk_tensor *t, int64_t i) {
+CHECK_UNUSED static int64_t check_offset(const gk_tensor *t, int64_t i) {
     int64_t offset = 0;
     for (int d = t->ndim - 1; d >= 0; --d) {
         offset += i % t->shape[d] * t->stride[d];
@@ -177,16 +177,41 @@ static int64_t check_offset(const gk_tensor *t, int64_t i) {
     return offset;
 }
 
-static double check_get(const gk_tensor *t, int64_t i) { return gk_load(t->data, t->dtype, check_offset(t, i)); }
+/* One element after the other, the last dimension fastest. */
+typedef struct check_walk {
+    const gk_tensor *t;
+    int64_t at[GK_MAX_DIMS], offset;
+} check_walk;
 
-static void check_set(const gk_tensor *t, int64_t i, double x) { gk_store(t->data, t->dtype, check_offset(t, i), x); }
+CHECK_UNUSED static check_walk check_first(const gk_tensor *t) { return (check_walk){.t = t}; }
+
+CHECK_UNUSED static void check_next(check_walk *w) {
+    for (int d = w->t->ndim - 1; d >= 0; --d) {
+        w->offset += w->t->stride[d];
+        if (++w->at[d] < w->t->shape[d]) return;
+        w->offset -= w->t->shape[d] * w->t->stride[d], w->at[d] = 0;
+    }
+}
+
+CHECK_UNUSED static double check_here(const check_walk *w) { return gk_load(w->t->data, w->t->dtype, w->offset); }
+
+CHECK_UNUSED static double check_get(const gk_tensor *t, int64_t i) {
+    return gk_load(t->data, t->dtype, check_offset(t, i));
+}
+
+CHECK_UNUSED static void check_set(const gk_tensor *t, int64_t i, double x) {
+    gk_store(t->data, t->dtype, check_offset(t, i), x);
+}
 
 CHECK_UNUSED static void check_fill_normal(const check_tensor *x, double size) {
-    for (int64_t i = 0; i < gk_numel(&x->t); ++i) check_set(&x->t, i, size * check_normal());
+    check_walk w = check_first(&x->t);
+    for (int64_t i = gk_numel(&x->t); i > 0; --i, check_next(&w))
+        gk_store(x->t.data, x->t.dtype, w.offset, size * check_normal());
 }
 
 CHECK_UNUSED static void check_fill(const check_tensor *x, double value) {
-    for (int64_t i = 0; i < gk_numel(&x->t); ++i) check_set(&x->t, i, value);
+    check_walk w = check_first(&x->t);
+    for (int64_t i = gk_numel(&x->t); i > 0; --i, check_next(&w)) gk_store(x->t.data, x->t.dtype, w.offset, value);
 }
 
 /* Same shape and strides in memory of its own; every element (those between, too) as f says. */
@@ -217,8 +242,9 @@ CHECK_UNUSED static void check_unchanged(const check_tensor *x, const char *name
 CHECK_UNUSED static void check_untouched(check_tensor *x, const char *name) {
     size_t es = gk_dtype_bytes(x->t.dtype);
     ptrdiff_t data = (unsigned char *)x->t.data - x->memory;
-    for (int64_t i = 0; i < gk_numel(&x->t); ++i) {
-        ptrdiff_t at = data + check_offset(&x->t, i) * (ptrdiff_t)es;
+    check_walk w = check_first(&x->t);
+    for (int64_t i = gk_numel(&x->t); i > 0; --i, check_next(&w)) {
+        ptrdiff_t at = data + w.offset * (ptrdiff_t)es;
         memcpy(x->before + at, x->memory + at, es);
     }
     check_result(memcmp(x->before, x->memory, x->bytes) == 0, "memory beside the elements of %s was written", name);
@@ -226,11 +252,10 @@ CHECK_UNUSED static void check_untouched(check_tensor *x, const char *name) {
 
 CHECK_UNUSED static bool check_same_bits(const gk_tensor *a, const gk_tensor *b) {
     size_t es = gk_dtype_bytes(a->dtype);
-    for (int64_t i = 0; i < gk_numel(a); ++i) {
-        const char *p = (const char *)a->data + check_offset(a, i) * (int64_t)es;
-        const char *q = (const char *)b->data + check_offset(b, i) * (int64_t)es;
-        if (memcmp(p, q, es) != 0) return false;
-    }
+    check_walk p = check_first(a), q = check_first(b);
+    for (int64_t i = gk_numel(a); i > 0; --i, check_next(&p), check_next(&q))
+        if (memcmp((const char *)a->data + p.offset * (int64_t)es, (const char *)b->data + q.offset * (int64_t)es, es))
+            return false;
     return true;
 }
 
@@ -249,8 +274,9 @@ CHECK_UNUSED static double check_acc_unit(gk_dtype dtype) { return check_unit(gk
 CHECK_UNUSED static void check_close(const char *name, const gk_tensor *got, const gk_tensor *exact,
                                      const gk_tensor *size, double loss) {
     double u = check_unit(got->dtype), tiny = got->dtype == GK_F16 ? 0x1p-25 : got->dtype == GK_F64 ? 0 : 0x1p-126;
-    for (int64_t i = 0; i < gk_numel(got); ++i) {
-        double x = check_get(got, i), y = check_get(exact, i), s = fabs(size ? check_get(size, i) : y);
+    check_walk at[3] = {check_first(got), check_first(exact), check_first(size ? size : exact)};
+    for (int64_t i = 0; i < gk_numel(got); ++i, check_next(&at[0]), check_next(&at[1]), check_next(&at[2])) {
+        double x = check_here(&at[0]), y = check_here(&at[1]), s = fabs(check_here(&at[2]));
         bool good = x == y || (isnan(x) && isnan(y));
         if (!good && isfinite(y)) good = fabs(x - y) <= loss * s + u * fabs(y) + tiny;
         if (!good) {
@@ -264,8 +290,9 @@ CHECK_UNUSED static void check_close(const char *name, const gk_tensor *got, con
 
 /* Same values; NaN equals NaN. */
 CHECK_UNUSED static void check_equal(const char *name, const gk_tensor *got, const gk_tensor *expected) {
-    for (int64_t i = 0; i < gk_numel(got); ++i) {
-        double x = check_get(got, i), y = check_get(expected, i);
+    check_walk at[2] = {check_first(got), check_first(expected)};
+    for (int64_t i = 0; i < gk_numel(got); ++i, check_next(&at[0]), check_next(&at[1])) {
+        double x = check_here(&at[0]), y = check_here(&at[1]);
         if (x == y || (isnan(x) && isnan(y))) continue;
         check_result(false, "%s[%lld of %lld] is %.9g, expected exactly %.9g", name, (long long)i,
                      (long long)gk_numel(got), x, y);
@@ -279,9 +306,13 @@ CHECK_UNUSED static void check_equal(const char *name, const gk_tensor *got, con
 CHECK_UNUSED static double check_longest_row(const gk_tensor *t) {
     int64_t n = t->shape[t->ndim - 1];
     double longest = 0;
+    check_walk w = check_first(t);
     for (int64_t i = 0; i < gk_numel(t); i += n) {
         double sum = 0;
-        for (int64_t e = 0; e < n; ++e) sum += check_get(t, i + e) * check_get(t, i + e);
+        for (int64_t e = 0; e < n; ++e, check_next(&w)) {
+            const double x = check_here(&w);
+            sum += x * x;
+        }
         if (sum > longest) longest = sum; /* a row with NaN loses */
     }
     return sqrt(longest);

@@ -365,7 +365,8 @@ static void loss_bwd_draw(gk_dtype dtype, bool large) {
     gk_cross_entropy_bwd_args *a = &r.args.loss_bwd;
     *a = (gk_cross_entropy_bwd_args){.size = sizeof *a, .fwd = loss_args(dtype, large, true)};
     r.more = check_tensor_make(gk_stats_dtype(dtype), r.ndim - 1, r.shape, NULL, 1 + check_below(2), 0);
-    mirror(&r.more, "grad_loss", false), ROWS(out, dtype, r.n, true);
+    static const gk_dtype narrow[] = {GK_F32, GK_BF16, GK_F16};
+    mirror(&r.more, "grad_loss", false), ROWS(out, dtype == GK_F32 ? PICK(narrow) : dtype, r.n, true);
     a->grad_loss = r.more.t, a->dlogits = r.out.t;
     TO_DEVICE(*a);
 }

@@ -203,32 +203,47 @@ typedef struct flash_sizes {
 
 static void add(const gk_tensor *t, int64_t at, double x) { ((double *)t->data)[at] += x; }
 
-static void add_pair(const flash_case *x, const flash_data *d, const flash_sizes *z, const gk_flash_attn_args *f,
-                     int64_t b, const flash_seq *s, int64_t h, int64_t i, int64_t j, double lse, double row_size) {
+/* A tensor's memory from its first element to its last, as doubles: places are those of the tensor. */
+static const double *doubles_of(const gk_tensor *t) {
+    int64_t count = gk_numel(t) ? 1 : 0;
+    for (int k = 0; k < t->ndim && count; ++k) count += (t->shape[k] - 1) * t->stride[k];
+    double *to = check_alloc((size_t)count * sizeof(double));
+    for (int64_t i = 0; i < count; ++i) to[i] = gk_load(t->data, t->dtype, i);
+    return to;
+}
+
+/* What the pairs read, each element hundreds of times. */
+typedef struct flash_values {
+    const double *q, *k, *v, *dout;
+} flash_values;
+
+static void add_pair(const flash_case *x, const flash_data *d, const flash_values *of, const flash_sizes *z, int64_t b,
+                     const flash_seq *s, int64_t h, int64_t i, int64_t j, double lse, double row_size) {
     int64_t h_kv = h / (x->heads_q / x->heads_kv), k_at = row_at(x, &d->k.t, b, s->k0, h_kv, j);
     int64_t q_at = row_at(x, &d->q.t, b, s->q0, h, i), v_at = row_at(x, &d->v.t, b, s->k0, h_kv, j);
     int64_t dout_at = row_at(x, &d->dout.t, b, s->q0, h, i);
     double logit = 0, reach = row_size;
-    for (int64_t e = 0; e < x->head_dim; ++e) logit += element(&d->q.t, q_at + e) * element(&d->k.t, k_at + e);
+    const double *q = of->q + q_at, *k = of->k + k_at, *v = of->v + v_at, *dout = of->dout + dout_at;
+    for (int64_t e = 0; e < x->head_dim; ++e) logit += q[e] * k[e];
     logit *= x->scale;
     if (x->softcap > 0) logit = x->softcap * tanh(logit / x->softcap);
     if (x->alibi)
         logit -= check_get(&d->slopes.t, x->alibi == 2 ? b * x->heads_q + h : h) * fabs((double)(i + s->diagonal - j));
-    double p = exp(logit - lse);
-    int64_t dv_at = row_at(x, &z->dv.t, b, s->k0, h_kv, j);
+    const double p = exp(logit - lse), kept = 1 / (1 - x->dropout);
+    double *dv = (double *)z->dv.t.data + row_at(x, &z->dv.t, b, s->k0, h_kv, j);
     for (int64_t e = 0; e < x->head_dim_v; ++e) {
-        double g = fabs(element(&d->dout.t, dout_at + e));
-        reach += g * fabs(element(&f->v, v_at + e)) / (1 - x->dropout);
-        add(&z->dv.t, dv_at + e, p * g / (1 - x->dropout));
+        const double g = fabs(dout[e]) * kept;
+        reach += g * fabs(v[e]);
+        dv[e] += p * g;
     }
-    int64_t dq_at = row_at(x, &z->dq.t, b, s->q0, h, i), dk_at = row_at(x, &z->dk.t, b, s->k0, h_kv, j);
-    for (int64_t e = 0; e < x->head_dim; ++e) {
-        add(&z->dq.t, dq_at + e, fabs(x->scale) * p * reach * fabs(element(&d->k.t, k_at + e)));
-        add(&z->dk.t, dk_at + e, fabs(x->scale) * p * reach * fabs(element(&d->q.t, q_at + e)));
-    }
+    double *dq = (double *)z->dq.t.data + row_at(x, &z->dq.t, b, s->q0, h, i);
+    double *dk = (double *)z->dk.t.data + row_at(x, &z->dk.t, b, s->k0, h_kv, j);
+    const double weight = fabs(x->scale) * p * reach;
+    for (int64_t e = 0; e < x->head_dim; ++e) dq[e] += weight * fabs(k[e]), dk[e] += weight * fabs(q[e]);
 }
 
 static void add_sizes(const flash_case *x, const flash_data *d, const flash_sizes *z, const gk_flash_attn_args *f) {
+    const flash_values of = {doubles_of(&d->q.t), doubles_of(&d->k.t), doubles_of(&f->v), doubles_of(&d->dout.t)};
     for (int64_t b = 0; b < x->batch; ++b) {
         flash_seq s = seq_of(x, d, b);
         for (int64_t h = 0; h < x->heads_q; ++h) {
@@ -241,7 +256,7 @@ static void add_sizes(const flash_case *x, const flash_data *d, const flash_size
                 }
                 if (x->grad_lse) row_size += fabs(element(&d->dlse.t, row_at(x, &d->dlse.t, b, s.q0, h, i)));
                 for (int64_t j = gk_span_lo(&s.span, i); j < gk_span_hi(&s.span, i); ++j) {
-                    add_pair(x, d, z, f, b, &s, h, i, j, lse, row_size);
+                    add_pair(x, d, &of, z, b, &s, h, i, j, lse, row_size);
                 }
                 double sink = x->sinks ? check_get(&d->sinks.t, h) : -INFINITY;
                 if (sink != -INFINITY) add(&z->dsinks.t, h * z->dsinks.t.stride[0], exp(sink - lse) * row_size);

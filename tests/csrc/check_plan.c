@@ -3,9 +3,9 @@
  * plan for it; the entry point checks once more than the plan. */
 #include "check.h"
 
-#include "plan.h"
-
+#include "dispatch.h"
 #include "op.h"
+#include "plan.h"
 
 /* What a piece of code checked and planned. */
 static gk_call_counts counts_before;
@@ -117,6 +117,42 @@ static void check_paged(gk_dtype dtype, double softcap, int32_t threads) {
     check_free(0);
 }
 
+/* How many of gemm's tables are asked on Hopper. Its planner's serves most products and plans for the three behind it, which say no by
+ * themselves; then come gemm_skinny, gemm_sm80 and gemm_plain. */
+static void check_asked(void) {
+    static const struct {
+        int64_t m, n, k, tables;
+        gk_dtype dtype;
+        gk_precision precision;
+    } products[] = {{4096, 4096, 4096, 1, GK_BF16, GK_IEEE}, {16, 4096, 4096, 1, GK_F16, GK_IEEE},
+                    {4096, 4096, 4096, 1, GK_F32, GK_TF32},  {16, 4096, 256, 5, GK_BF16, GK_IEEE},
+                    {72, 4024, 1008, 6, GK_F32, GK_TF32},    {512, 512, 512, 7, GK_F32, GK_IEEE},
+                    {512, 512, 512, 7, GK_F64, GK_IEEE}};
+    gk_context ctx = check_context(NULL, 1);
+    ctx.device = GK_CUDA;
+    if (gk_cuda_arch("sm_90", &ctx.index) != GK_OK) return; /* built without CUDA */
+    for (int i = 0; i < CHECK_COUNT(products); ++i) {
+        const int64_t m = products[i].m, n = products[i].n, k = products[i].k;
+        snprintf(check_case, sizeof check_case, "tables asked for gemm %s %lld x %lld x %lld",
+                 gk_dtype_name(products[i].dtype), (long long)m, (long long)n, (long long)k);
+        void *nowhere = (void *)(uintptr_t)4096; /* a plan reads no memory */
+        const gk_dtype dtype = products[i].dtype;
+        const bool along_m = products[i].precision == GK_TF32;
+        gk_gemm_args args = GK_GEMM_ARGS_INIT;
+        args.a = (gk_tensor){
+            .data = nowhere, .dtype = dtype, .ndim = 2, .shape = {m, k}, .stride = {along_m ? 1 : k, along_m ? m : 1}};
+        args.b = (gk_tensor){.data = nowhere, .dtype = dtype, .ndim = 2, .shape = {k, n}, .stride = {1, k}};
+        args.out = (gk_tensor){
+            .data = (char *)nowhere + (1 << 30), .dtype = dtype, .ndim = 2, .shape = {m, n}, .stride = {n, 1}};
+        args.fp32_precision = products[i].precision;
+        const int64_t before = gk_count_asked();
+        gk_plan plan;
+        check_result(gk_plan_gemm(&ctx, &args, &plan) == GK_OK, "%s", gk_last_error());
+        check_result(gk_count_asked() - before == products[i].tables, "%lld, expected %lld",
+                     (long long)(gk_count_asked() - before), (long long)products[i].tables);
+    }
+}
+
 int main(void) {
     const gk_dtype dtypes[] = {GK_F32, GK_BF16, GK_F64};
     const double softcaps[] = {0, 5, 1e38,
@@ -131,5 +167,6 @@ int main(void) {
                 check_paged(dtypes[d], softcaps[s], threads);
             }
         }
+    check_asked();
     return check_end();
 }

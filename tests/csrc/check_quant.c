@@ -215,6 +215,12 @@ static void check_int8(int64_t m, int64_t n, int64_t k) {
         args.a = a.t, args.b = b.t, args.scale_a = scale_a.t, args.scale_b = scale_b.t, args.out = expected.t;
         gk_context ctx = check_context("base", 1);
         gk_ref_scaled_gemm(&ctx, &args);
+        if (gk_cpu_has(GK_ISA_AMX_EMULATED)) { /* small M goes by VNNI */
+            gk_explanation e = GK_EXPLANATION_INIT;
+            ctx = check_context("amx_emulated", 1);
+            check_result(gk_explain_scaled_gemm(&ctx, &args, &e) == GK_OK, "%s", gk_last_error());
+            check_result((strstr(e.row, "amx") != NULL) == (m > 8), "%lld rows go by %s", (long long)m, e.row);
+        }
         for (int r = 0; r < num; ++r)
             for (workers = 1; workers <= CHECK_WORKERS; workers += CHECK_WORKERS - 1) {
                 gk_plan plan;

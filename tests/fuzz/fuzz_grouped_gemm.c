@@ -41,7 +41,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         const int one = (int)fz_int(0, 1);
         bias = fz_make(out, 2 - one, of_bias + one, FZ_INPUT), args.bias = &bias;
     }
-    args.activation = (gk_activation)fz_int(0, 4), args.accumulate = (gk_accumulate)fz_int(0, 1);
+    args.activation = (gk_activation)fz_int(0, 4);
+    if (codes || fz_one_in(8)) args.accumulate = (gk_accumulate)fz_int(0, 1); /* of wider operands it is refused */
     args.out = fz_make(out, by_rows ? 2 : 3, of_out + by_rows, FZ_RESULT | FZ_CONTIGUOUS);
 
     gk_grouped_gemm_args judge = args;

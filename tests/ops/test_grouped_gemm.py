@@ -226,3 +226,8 @@ def test_fast_sums_are_of_one_scale_along_k(device):
             torch_gpukern.grouped_gemm(a, b, offs, scale_a=scale_a, scale_b=scale_b, accumulate="fast")
     got = torch_gpukern.grouped_gemm(a, b, offs, scale_a=blocks[:, :1], scale_b=one, accumulate="fast")
     assert got.float().eq(256).all()
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        with pytest.raises(
+            ValueError, match=f"grouped_gemm: accumulate must be precise where a is {str(dtype)[6:]}, got fast"
+        ):
+            torch_gpukern.grouped_gemm(a.to(dtype), b.to(dtype), offs, accumulate="fast")

@@ -82,9 +82,26 @@ def test_values(dtype, mode, device, monkeypatch):
     small_steps(monkeypatch)
     for (shape, h, v), rules in itertools.product((((3, 11), 16, 50), ((7,), 40, 33), ((90,), 8, 300)), RULES.values()):
         judge(shape, h, v, dtype, rules | MODES[mode], device, bias=shape != (7,))
-    for needs in itertools.product((True, False), repeat=3):
-        if any(needs):
-            judge((40,), 9, 21, dtype, RULES["all"] | MODES[mode], device, needs=needs)
+    for many in (False, True):  # on the CPU, too: logits in rows of dz that come later
+        monkeypatch.setattr(chunks, "_prefers_many_rows", lambda x, many=many: many)
+        for needs in itertools.product((True, False), repeat=3):
+            if any(needs):
+                judge((40,), 9, 21, dtype, RULES["all"] | MODES[mode], device, needs=needs)
+
+
+def test_rows_at_once_and_where_their_logits_stand(monkeypatch):
+    """Each row once, in order; the logits of some lie in rows of dz that are written later, more of them than in the buffer."""
+    monkeypatch.setattr(chunks, "_prefers_many_rows", lambda x: True)
+    for rows, v, step in ((8192, 131, 256), (1000, 8, 3), (130, 7, 50), (5, 9, 1), (1, 1, 1)):
+        dz, at, most = torch.empty(rows, v, dtype=torch.bfloat16), 0, 0
+        buffer = torch.empty(step, v)
+        for s, z in chunks._rooms(dz, rows, step, False, lambda buffer=buffer: buffer):
+            assert s.start == at and z.shape == (s.stop - at, v) and z.is_contiguous() and z.data_ptr() % 16 == 0
+            at, most = s.stop, max(most, z.shape[0])
+            if z.shape[0] > step:
+                begin = (z.data_ptr() - dz.data_ptr()) // 2
+                assert at * v <= begin and begin + 2 * z.numel() <= dz.numel()
+        assert at == rows and (most > 9 * step if rows == 8192 else True)
 
 
 @pytest.mark.parametrize("mode", MODES)

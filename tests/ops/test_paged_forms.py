@@ -23,7 +23,11 @@ E4M3 = torch.float8_e4m3fn
         (256, 4, (32, 8), 128, 16, None, "paged_attn_sm90a_bf16_128x16"),
         (16, 1, (32, 32), 128, 16, None, "paged_attn_sm80_bf16_128x8"),
         (1, 1, (32, 8), 128, 8, None, "paged_attn_sm80_bf16_128x8"),
-        (1, 1, (32, 8), 64, 16, None, "paged_attn_sm80_bf16_64x8"),
+        (1, 1, (32, 8), 64, 8, None, "paged_attn_sm80_bf16_64x8"),
+        (1, 1, (32, 8), 64, 16, None, "paged_attn_sm90a_bf16_64x8"),
+        (8, 1, (12, 4), 64, 16, None, "paged_attn_sm90a_bf16_64x8"),
+        (64, 1, (12, 4), 64, 16, None, "paged_attn_sm80_bf16_64x8"),
+        (16, 4, (32, 8), 64, 16, None, "paged_attn_sm90a_bf16_64x16"),
         (256, 1, (32, 8), 128, 16, E4M3, "paged_attn_sm90a_bf16_e4m3_128x8"),
         (1, 300, (32, 8), 128, 48, E4M3, "paged_attn_sm90a_bf16_e4m3_128x16"),
         (4, 1, (32, 8), 64, 16, E4M3, "paged_attn_sm90a_bf16_e4m3_64x16"),
@@ -89,24 +93,32 @@ def exact(b, n, tokens, q, k_cache, v_cache, table, lens, k_scale=None, v_scale=
 FORMS = (
     ((6000,), 1, 4, 16),  # a cluster of 8 for each head
     ((40000,), 1, 4, 64),  # a table that is longer than clusters are fast for
-    ((2000, 1990), 4, 4, 64),  # clusters, or the list where lengths differ
+    ((2000, 1990), 4, 4, 64),
+    ((12000, 11000), 1, 4, 16),  # clusters, or the list where lengths differ
     ((20000, 5, 300), 1, 5, 48),
-    ((513,) * 70, 1, 8, 16),  # the list, heads side by side in codes
+    ((513, 600) * 35, 1, 8, 16),  # many short ones
+    ((3, 40, 1100) * 20, 2, 2, 16),
+    ((1500, 700) * 20, 1, 4, 16),  # the list, heads side by side in codes
     ((900, 33, 4000, 77, 3) * 6, 3, 4, 16),  # two tiles of rows
     ((131,), 40, 4, 32),
     ((2500, 300), 260, 4, 64),  # from here on of wide pages the forward's kernel
     ((9000,), 64, 4, 16),  # heads of a group in one tile, keys in splits
     ((700, 300, 141), 129, 1, 24),
 )
+CODES = {"wide": None, "e4m3": E4M3, "e5m2": torch.float8_e5m2, "int8": torch.int8}
+# of head_dim 64 only what paged_attn_sm90a has instances for
+CASES = tuple((*form, 128, code) for form in FORMS for code in CODES) + tuple(
+    (*form, 64, code) for form in FORMS[:9] for code in ("wide", "e4m3")
+)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("stored", (None, E4M3, torch.float8_e5m2, torch.int8), ids=("wide", "e4m3", "e5m2", "int8"))
-@pytest.mark.parametrize("lengths, tokens, group, page", FORMS)
-def test_forms(lengths, tokens, group, page, stored):
+@pytest.mark.parametrize("lengths, tokens, group, page, head_dim, code", CASES)
+def test_forms(lengths, tokens, group, page, head_dim, code):
     torch.manual_seed(0)
+    stored = CODES[code]
     dtype = torch.bfloat16 if tokens == 1 else torch.float16
-    given = inputs(lengths, tokens, group, page, dtype, stored)
+    given = inputs(lengths, tokens, group, page, dtype, stored, head_dim=head_dim)
     scales = {}
     if stored is not None:
         shape = {1: (), 4: (given[1].shape[0], 8)}.get(tokens, (8,))
@@ -169,21 +181,43 @@ def test_packed_prefill(head_dim, page, causal):
 
 
 @pytest.mark.gpu
-def test_two_graphs_at_once():
-    """Graphs keep no state in common: replays that overlap on two streams give what each gives alone."""
+def test_two_streams_and_two_graphs_at_once():
+    """No state in common: calls that overlap on two streams, and replays of two graphs, give what each gives alone."""
     torch.manual_seed(1)
-    calls = [inputs(lengths, 1, 4, 16, torch.bfloat16, E4M3) for lengths in ((3000,) * 40, (9000, 20))]
-    wants = [paged_attn(*given) for given in calls]
-    graphs, outs = [torch.cuda.CUDAGraph() for _ in calls], []
-    for graph, given in zip(graphs, calls):
-        with torch.cuda.graph(graph):
-            outs.append([paged_attn(*given) for _ in range(4)])
+    shapes = (((3000,) * 40, E4M3, 128), ((9000, 20), E4M3, 128), ((700, 1000) * 32, None, 64), ((5000,), None, 64))
+    calls = [inputs(lengths, 1, 4, 16, torch.bfloat16, stored, head_dim=dim) for lengths, stored, dim in shapes]
+    calls += [inputs((400, 300), 64, 4, 16, torch.bfloat16, None)]  # prefill
+    cos, sin = (torch.rand(10_000, 8, device="cuda") for _ in range(2))
+
+    def step(q, k_cache, v_cache, table, lens):
+        """A token's keys and values are written, then read."""
+        tokens = len(q) // len(lens)
+        last = (lens.repeat_interleave(tokens) - 1).long()
+        page = k_cache.shape[1]
+        slots = table.repeat_interleave(tokens, 0).gather(1, (last // page)[:, None])[:, 0] * page + last % page
+        new = q[:, :8].contiguous()
+        first = torch.arange(len(slots), device="cuda") % tokens == 0
+        slots = torch.where(first, slots, -1)  # one token of a sequence: whoever is last would win
+        rotated = torch_gpukern.rope_kv_write(q, new, new, cos, sin, last, k_cache, v_cache, slots)
+        return paged_attn(rotated, k_cache, v_cache, table, lens)
+
+    wants = [step(*given) for given in calls]
     streams = [torch.cuda.Stream() for _ in calls]
     torch.cuda.synchronize()
+    outs = [[] for _ in calls]
+    for _ in range(4):
+        for stream, given, of in zip(streams, calls, outs):
+            with torch.cuda.stream(stream):
+                of.append(step(*given))
+    torch.cuda.synchronize()
+    graphs = [torch.cuda.CUDAGraph() for _ in calls]
+    for graph, given, of in zip(graphs, calls, outs):
+        with torch.cuda.graph(graph):
+            of += [step(*given) for _ in range(4)]
     for _ in range(5):
         for graph, stream in zip(graphs, streams):
             with torch.cuda.stream(stream):
                 graph.replay()
     torch.cuda.synchronize()
     for want, of in zip(wants, outs):
-        assert all(torch.equal(out, want) for out in of)
+        assert len(of) == 8 and all(torch.equal(out, want) for out in of)

@@ -11,6 +11,8 @@ from conftest import assert_bits, generator, ops, randn, reference, torch_gpuker
 DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 GRANULARITIES = ("tensor", "row", "1x128", "128x128", "1x32")
 SHAPES = [(1, 1), (3, 5), (2, 128), (7, 129), (130, 257), (2, 3, 200), (129, 64), (5, 4096 + 8)]
+# several rows a block, segments of a row, rows too long for registers, tensors of several passes of a grid
+LARGE_SHAPES = [(4300, 72), (9000, 264), (2, 16384), (2, 16392), (3, 20001), (2, 700, 1152), (5000, 1160)]
 
 
 def bits(x):
@@ -27,7 +29,8 @@ def drawn(shape, dtype, device, seed=0):
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_codes_and_scales_are_the_reference_s(dtype, granularity, device):
-    for shape, x_dtype in itertools.product(SHAPES, (torch.float32, torch.bfloat16, torch.float16, torch.float64)):
+    shapes = SHAPES + (LARGE_SHAPES if device == "cuda" else [])
+    for shape, x_dtype in itertools.product(shapes, (torch.float32, torch.bfloat16, torch.float16, torch.float64)):
         if x_dtype is torch.float64 and device == "cuda":
             continue
         x = drawn(shape, x_dtype, device)
@@ -79,10 +82,27 @@ def test_an_upper_bound_and_given_scales(device):
         assert_bits(codes, reference.quantize(x * 3, torch.int8, granularity, scale=scale)[0])
 
 
+@pytest.mark.parametrize("exponent", [-148, -126, -100, -61, -59, 59, 61, 100, 127])
+def test_scales_near_the_ends_of_float32(exponent, device):
+    """x / scale is rounded once, though 1 / scale may be no normal number; a zero keeps its sign."""
+    x = (drawn((40, 264), torch.float32, device).double() * 2.0 ** min(exponent, 118)).float()
+    x[0, :2] = torch.tensor([-0.0, 0.0])
+    scale = torch.full((40, 1), math.ldexp(1.5 if exponent > -148 else 1.0, exponent), device=device)
+    for dtype in DTYPES:
+        codes, _ = torch_gpukern.quantize(x, dtype, "row", scale=scale)
+        assert_bits(bits(codes), bits(reference.quantize(x, dtype, "row", scale=scale)[0]))
+        codes, made = torch_gpukern.quantize(x, dtype, "row")
+        want, want_scale = reference.quantize(x, dtype, "row")
+        assert_bits(made, want_scale), assert_bits(bits(codes), bits(want))
+
+
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_strides_and_leading_dimensions(granularity, device):
     x = drawn((2, 3, 300, 140), torch.bfloat16, device)
     views = [x.transpose(-1, -2), x.transpose(0, 1), x[..., 1:, 3:-1], x[:, :, ::2, ::3], x[:1].expand(4, 3, 300, 140)]
+    views += [x[..., :136], x[:, 1:, 8:-4, :136].transpose(0, 1)]  # rows of whole vectors, or nearly
+    if device == "cuda":
+        views.append(drawn((5000, 1160), torch.float16, device)[:, :1152])
     for view in views:
         for got, want in zip(
             torch_gpukern.quantize(view, torch.float8_e4m3fn, granularity),
@@ -95,7 +115,8 @@ def test_strides_and_leading_dimensions(granularity, device):
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_silu_mul_and_rms_norm(granularity, device):
     """Their float32 values differ from float64 ones in the last bits, which moves a code where it is at a tie."""
-    for dtype, x_dtype, shape in itertools.product(DTYPES, (torch.bfloat16, torch.float32), ((5, 384), (2, 130, 257))):
+    shapes = [(5, 384), (2, 130, 257)] + ([(3, 20000), (4500, 136)] if device == "cuda" else [])
+    for dtype, x_dtype, shape in itertools.product(DTYPES, (torch.bfloat16, torch.float32), shapes):
         x, other = drawn(shape, x_dtype, device), drawn(shape, x_dtype, device, 1)
         weight = drawn(shape[-1:], torch.float32, device, 2)
         cases = [

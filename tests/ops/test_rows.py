@@ -123,6 +123,19 @@ def test_norm_of_a_large_mean(device):
     judged(lambda x: gk.layer_norm(x), lambda x: F.layer_norm(x, (3000,)), (x,))
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("n", (40, 4096, 65536))
+def test_layer_norm_of_values_far_from_the_mean(n, dtype, device):
+    """A kernel sums squares about a row's first values, which here are nothing like the others."""
+    gen = generator("far", n, str(dtype))
+    for first, many in ((1.0, 1), (8.0, 1), (200.0, 1), (200.0, 8), (-3000.0, 40)):
+        x, w, b = (randn(gen, *shape, device=device) for shape in ((6, n), (n,), (n,)))
+        x[:, : min(many, n)] *= first
+        x[3:] += 30
+        leaves = [t.to(dtype) for t in (x, w, b)]
+        judged(lambda x, w, b: gk.layer_norm(x, w, b), lambda x, w, b: F.layer_norm(x, (n,), w, b), leaves)
+
+
 def test_gradients_of_weights_of_numbers_of_one_sign(device):
     """Sums over rows are float32: in bfloat16 they would stop growing at 256."""
     x = torch.rand(5000, 64, device=device).bfloat16() + 1
@@ -323,6 +336,30 @@ def test_cross_entropy_of_ignored_rows(device):
     assert (logits.grad[[0, 1, 3]] == 0).all() and logits.grad[2].isfinite().all()
     assert gk.cross_entropy(logits, torch.full_like(target, 7), ignore_index=7).isnan()
     assert gk.cross_entropy(logits, torch.full_like(target, 7), ignore_index=7, reduction="sum") == 0
+
+
+@pytest.mark.parametrize("n", (1, 7, 1000, 4096, 40001))
+def test_cross_entropy_gradient_of_16_bits_beside_float32_logits(n, device):
+    """Into a tensor of the caller's: the float32 gradient, rounded once."""
+    gen = generator("narrow", n)
+    logits, target = 3 * randn(gen, 9, n, device=device), torch.randint(n, (9,), generator=gen).to(device)
+    target[2] = -100
+    rules = None, -100, 0.1, 4.0, 0.5
+    _, lse = torch.ops.gpukern.cross_entropy(logits, target, *rules)
+    given = lse.new_ones(()).expand(9), logits, target, lse, *rules
+    want = torch.ops.gpukern.cross_entropy_bwd(*given)
+    for dtype in (torch.bfloat16, torch.float16):
+        out = torch.full((9, n), math.nan, device=device, dtype=dtype)
+        torch.ops.gpukern.cross_entropy_bwd.out(*given, out=out)
+        close("dlogits", out, want.to(dtype), want.double(), 1e-30)
+        assert (out[2] == 0).all()
+    for wrong in (torch.float64, torch.int16):
+        with pytest.raises(ValueError, match="cross_entropy_bwd: dlogits must be float32"):
+            torch.ops.gpukern.cross_entropy_bwd.out(*given, out=logits.to(wrong))
+    with pytest.raises(ValueError, match="dlogits must be bfloat16, got float32"):
+        torch.ops.gpukern.cross_entropy_bwd.out(given[0], logits.bfloat16(), *given[2:], out=logits.clone())
+    with pytest.raises(ValueError, match="dlogits shares memory with logits"):
+        torch.ops.gpukern.cross_entropy_bwd.out(*given, out=logits.view(torch.bfloat16).view(-1)[: 9 * n].view(9, n))
 
 
 def test_cross_entropy_refuses_an_unknown_reduction():

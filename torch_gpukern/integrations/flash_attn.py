@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .._library import below_autocast
 from ..ops import flash_attn, flash_attn_varlen, kv_cache_write, paged_attn, rope, rope_kv_write
+from ..ops.keywords import keep_defaults_constant
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
@@ -252,3 +253,7 @@ def flash_attn_with_kvcache(
         out, lse = paged_attn(q.flatten(0, 1), k_cache, v_cache, table, lengths, **rules, **more)
         out, lse = out.unflatten(0, (batch, seq_q)), lse.unflatten(0, (batch, seq_q)).mT
     return (out, lse) if return_softmax_lse else out
+
+
+for _public in (flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache):
+    keep_defaults_constant(_public)

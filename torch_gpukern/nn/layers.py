@@ -194,7 +194,7 @@ class Attention(torch.nn.Module):
         # Heads are counted from what comes: projections whose columns are sharded give a rank's own.
         q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
         if rotary is not None:
-            q, k = (_turned(t, *rotary) for t in (q, k))
+            q, k = (_rotated(t, *rotary) for t in (q, k))
         left = -1 if self.window is None else self.window - 1
         rules = {"is_causal": self.is_causal, "softcap": self.softcap, "window_left": left}
         if cache is None:
@@ -212,7 +212,7 @@ class Attention(torch.nn.Module):
         return self.o_proj(out.reshape(batch, seq, -1))
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [B, S, H, D] by angles [S, D] or [B, S, D]; dimension d turns with d + D / 2."""
     half = x.shape[-1] // 2
     other = torch.cat([-x[..., half:], x[..., :half]], -1)

@@ -42,7 +42,8 @@ class RMSNorm(torch.nn.RMSNorm):
     ``norm(x, residual)`` returns (norm(x + residual), x + residual).
     """
 
-    weight_offset: float = 0.0  # of the class, so that `patch` gives a module nothing that it must take away again
+    # Of the class, so that `patch` gives a module nothing that it must take away again; an integer, which torch.compile takes for a constant.
+    weight_offset: float = 0
 
     def __init__(
         self,

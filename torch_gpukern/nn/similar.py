@@ -23,7 +23,8 @@ _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 class SimilarRMSNorm(torch.nn.Module):
     """An RMS norm that was another class: its weight, by `torch_gpukern.rms_norm`."""
 
-    _gpukern_rule: tuple[str, float] = ("eps", 0.0)  # the attribute that is eps, which may change; weight_offset
+    # The attribute that is eps, which may change; weight_offset, an integer, which torch.compile takes for a constant.
+    _gpukern_rule: tuple[str, int] = ("eps", 0)
 
     def forward(self, x: Tensor) -> Tensor:
         eps, offset = self._gpukern_rule
@@ -74,7 +75,7 @@ def similar(module: torch.nn.Module) -> tuple[type, Any, str] | None:
         if type(weight) is not torch.nn.Parameter or weight.dim() != 1 or weight.is_meta:
             return None
         eps = next((n for n in ("variance_epsilon", "eps") if isinstance(getattr(module, n, None), float)), None)
-        rules = [] if eps is None else [(eps, 0.0), (eps, 1.0)]
+        rules = [] if eps is None else [(eps, 0), (eps, 1)]
         return _first_that_agrees(module, SimilarRMSNorm, rules, weight, weight.shape[0])
     if set(module._modules) == _MLP and not module._parameters:
         gate = module.gate_proj

@@ -40,7 +40,7 @@ def grouped_gemm(
         bias: [N] or [G, N] of the result's dtype.
         activation: as in `gemm`.
         out_dtype: a's dtype (the default; of 8 bits bfloat16 or float16) or float32.
-        accumulate: as in `scaled_gemm`.
+        accumulate: as in `scaled_gemm`; wider operands are always summed in float32, and take ``"precise"`` alone.
 
     Returns:
         [M, N] or [G, M, N], contiguous.

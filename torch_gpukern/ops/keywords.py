@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from .._library import NAMESPACE
 
-__all__ = ["hide_unknown", "keep_defaults_constant", "refuse_unknown"]
+__all__ = ["hide_unknown", "keep_defaults_constant", "number", "refuse_unknown"]
 
 _MASK = "which keys a query sees is said by is_causal, windows, lengths and slopes, not by a tensor of scores' size"
 _NO_DROPOUT = "there is no dropout: leave it out"
@@ -73,13 +73,27 @@ def hide_unknown(public: Callable) -> None:
     public.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
 
 
+_HIDDEN = "default "  # in front of a number
+
+
 def keep_defaults_constant(public: Callable) -> None:
-    """Defaults 0.0 and 1.0 become 0 and 1, of the same value, where torch.compile looks; inspect and help() still see floats.
+    """Float defaults become what torch.compile takes for a constant; inspect and help() still see floats.
 
     With dynamic=True a float default is an input of the graph, made where it is read first. Inside a subgraph, such as a checkpointed
-    block or an autograd Function, the next subgraph that reads it finds the first one's and fails (torch 2.10 to 2.14). The integers 0 and
-    1 are constants there.
+    block or an autograd Function, the next subgraph that reads it finds the first one's and fails (torch 2.10 to 2.14). The integers 0
+    and 1, for 0.0 and 1.0, are constants there, and so is text: of other defaults, which the function reads by `number`.
     """
     public.__signature__ = inspect.signature(public)  # type: ignore[attr-defined]
-    defaults = public.__kwdefaults__ or {}  # type: ignore[attr-defined]
-    defaults.update({name: int(x) for name, x in defaults.items() if isinstance(x, float) and x in (0.0, 1.0)})
+
+    def hidden(default: Any) -> Any:
+        if not isinstance(default, float):
+            return default
+        return int(default) if default in (0.0, 1.0) else f"{_HIDDEN}{default!r}"
+
+    public.__kwdefaults__ = {n: hidden(d) for n, d in (public.__kwdefaults__ or {}).items()}  # type: ignore[attr-defined]
+    public.__defaults__ = tuple(map(hidden, public.__defaults__ or ()))  # type: ignore[attr-defined]
+
+
+def number(given: float) -> float:
+    """An argument whose default is neither 0 nor 1: itself, or the default."""
+    return float(given[len(_HIDDEN) :]) if type(given) is str and given.startswith(_HIDDEN) else given

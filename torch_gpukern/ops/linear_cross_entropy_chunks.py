@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What linear_cross_entropy computes: gemm and cross_entropy over some rows, or some classes, at a time.
 
-x [M, H], weight [V, H], target [M]. z = x weight^T + bias is float32 (float64 of float64), rows of it at once in one buffer that
-is used again; cross_entropy turns it into its own gradient in place, which is rounded to x's dtype as dz.
+x [M, H], weight [V, H], target [M]. z = x weight^T + bias is float32 (float64 of float64), rows of it at once in memory that is used
+again; cross_entropy makes of it its gradient, rounded to x's dtype as dz.
 
 - `scalar`, forward of a mean or a sum, makes the gradients, too: 6 M H V FLOPs. dz has the size of a row's own loss, without the
   factor 1 / M, so that it does not underflow in float16. All of it is kept where that is not larger than a float32 sum of
-  dweight; else such a sum is kept. Which of the two follows from shapes alone.
+  dweight; else such a sum is kept. Which of the two follows from shapes alone. On CUDA z stands in rows of dz that come later, as
+  long as there are enough: the more rows at once, the less often is weight read.
 - `scaled` is its backward: multiplies by the gradient of the loss and rounds.
 - `rows` gives each row's loss, and `rows_backward` computes z again, 8 M H V FLOPs: by classes where dweight is wanted, so that
   each of its rows is complete at once, else by rows.
 - `part_of_rows` and `part_of_backward` are those two where weight holds some of the classes, the others being on other ranks.
 """
 
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -28,6 +31,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of x a
 # Bytes of z at once. On the CPU it should stay near the caches, as long as a product has rows enough to be worth packing weight.
 _CPU_BYTES, _MOST_BYTES, _FEWEST_ROWS = 64 << 20, 128 << 20, 256
 _COPY_BYTES = 32 << 20  # of a float32 tensor on the way to a result
+_ALIGNED = 8  # values of 16 bits in front of which a product's result may begin
 
 
 class Rules(NamedTuple):
@@ -56,9 +60,10 @@ def kept_rows(x: Tensor, rows):
     return torch.sym_min(rows, wide)
 
 
-def _rows_at_once(x: Tensor, classes: int) -> int:
+def _rows_at_once(x: Tensor, classes: int, alone: bool = False) -> int:
+    """Rows of z in a buffer, which may be larger where nothing else is beside it."""
     row = max(1, classes) * accumulator(x).itemsize
-    step = _MOST_BYTES // row
+    step = (_MOST_BYTES * 3 // 2 if alone else _MOST_BYTES) // row
     if x.device.type == "cpu":
         step = min(step, max(_CPU_BYTES // row, _FEWEST_ROWS))
     return _whole_tiles(step)
@@ -81,8 +86,38 @@ def _loss(z: Tensor, target: Tensor, rules: Rules) -> tuple[Tensor, Tensor]:
     return ops.cross_entropy.default(z, target, *rules.of_rows)
 
 
-def _becomes_gradient(z: Tensor, grad: Tensor, target: Tensor, lse: Tensor, rules: Rules) -> None:
-    ops.cross_entropy_bwd.out(grad, z, target, lse, *rules.of_rows, out=z)
+def _gradient(z: Tensor, grad: Tensor, target: Tensor, lse: Tensor, rules: Rules, out: Tensor) -> Tensor:
+    """dz into out, which may be z, or of 16 bits."""
+    ops.cross_entropy_bwd.out(grad, z, target, lse, *rules.of_rows, out=out)
+    return out
+
+
+def _prefers_many_rows(x: Tensor) -> bool:
+    """Where a product of more rows is faster, however large they are; on the CPU z should stay near the caches."""
+    return x.device.type != "cpu"
+
+
+def _beside(dz: Tensor, at: int, wide: torch.dtype) -> Tensor:
+    """Room for z [n, V] of the rows of dz [rows, V] from `at` on, in the last rows of dz, for as many as there is room."""
+    (rows, v), times = dz.shape, wide.itemsize // dz.dtype.itemsize
+    n = _whole_tiles((rows - at - 1) // (times + 1)) if rows - at > times + 1 and v >= _ALIGNED else 0
+    begin = (rows - n * times) * v // _ALIGNED * _ALIGNED  # the row to spare is for this
+    return dz.view(-1)[begin : begin + n * times * v].view(wide).view(n, v)
+
+
+def _rooms(
+    dz: Tensor | None, rows: int, step: int, direct: bool, buffer: Callable[[], Tensor]
+) -> Iterator[tuple[slice, Tensor]]:
+    """(some rows, room for their z): dz itself where it has z's dtype (`direct`), rows of dz that come later, or `buffer` of step rows."""
+    at = 0
+    while at < rows:
+        many = dz is not None and _prefers_many_rows(dz)
+        if direct:
+            z = dz[at:] if many else dz[at : at + step]
+        elif not many or (z := _beside(dz, at, torch.float32)).shape[0] <= step:
+            z = buffer()[: rows - at]
+        yield slice(at, at + z.shape[0]), z
+        at += z.shape[0]
 
 
 def scalar(
@@ -97,7 +132,7 @@ def scalar(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(loss [M], dx [M, H], kept [rows, V], dbias [V]), gradients of the sum of the rows' losses; empty where not needed."""
     (m, h), v, wide = x.shape, weight.shape[0], accumulator(x)
-    step, loss = _rows_at_once(x, v), x.new_empty(m, dtype=wide)
+    step, loss = _rows_at_once(x, v, alone=need_weight or not need_x), x.new_empty(m, dtype=wide)
     dx = x.new_empty((m, h) if need_x else 0)
     dbias = x.new_zeros(v if need_bias else 0, dtype=wide)
     kept = x.new_empty((kept_rows(x, m), v) if need_weight else 0)
@@ -106,24 +141,23 @@ def scalar(
     block = max(1, m) if whole else max(step, h) if need_weight else step
     total = kept.view(-1).view(wide).view(v, h).zero_() if need_weight and not whole else None
     needed = need_x or need_weight or need_bias
+    if whole and _prefers_many_rows(x):  # dweight, which backward makes beside kept, is as large
+        step = max(step, _whole_tiles(h * x.dtype.itemsize // wide.itemsize))
     one = x.new_ones((), dtype=wide)
     room = kept if whole else x.new_empty(min(block, m), v) if need_x or need_weight else None
     direct = room is not None and x.dtype is wide  # then z is made where dz is wanted
-    buffer = None if direct else x.new_empty(min(step, m), v, dtype=wide)
+    buffer = cache(lambda: x.new_empty(min(step, m), v, dtype=wide))
     for outer in _steps(m, block):
         xs, ts = x[outer], target[outer]
         dz = None if room is None else room[: xs.shape[0]]
-        for s in _steps(xs.shape[0], step):
-            z = dz[s] if direct else buffer[: s.stop - s.start]
+        for s, z in _rooms(dz, xs.shape[0], step, direct, buffer):
             _product(xs[s], weight.mT, z, rules, bias)
             loss[outer][s], lse = _loss(z, ts[s], rules)
             if not needed:
                 continue
-            _becomes_gradient(z, one.expand(lse.shape), ts[s], lse, rules)
+            made = _gradient(z, one.expand(lse.shape), ts[s], lse, rules, out=z if dz is None else dz[s])
             if need_bias:
-                dbias += z.sum(0)
-            if dz is not None and not direct:
-                dz[s].copy_(z)
+                dbias += made.sum(0, dtype=wide)
         if need_x:
             _product(dz, weight, dx[outer], rules)
         if total is not None:
@@ -161,6 +195,8 @@ def _times(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     if x.dtype is factor.dtype and x.dtype is dtype:
         return x * factor
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    if x.is_cuda and x.dim():  # with a dimension factor decides in what dtype the product is made
+        return torch.mul(x, factor.view(1), out=out)
     step = max(1, _COPY_BYTES // max(1, x[:1].numel() * factor.itemsize)) if x.dim() else 1
     for s in _steps(x.shape[0], step):
         out[s].copy_(x[s].to(factor.dtype) * factor)
@@ -179,7 +215,7 @@ def rows(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, rules: 
     """(loss, lse), both [M]."""
     m, wide = x.shape[0], accumulator(x)
     loss, lse = (x.new_empty(m, dtype=wide) for _ in range(2))
-    step = _rows_at_once(x, weight.shape[0])
+    step = _rows_at_once(x, weight.shape[0], alone=True)
     buffer = x.new_empty(min(step, m), weight.shape[0], dtype=wide)
     for s in _steps(m, step):
         z = _product(x[s], weight.mT, buffer[: s.stop - s.start], rules, bias)
@@ -219,15 +255,16 @@ def rows_backward(
     else:
         step = _rows_at_once(x, v)
         buffer = x.new_empty(min(step, m), v, dtype=wide)
+        narrow = buffer if x.dtype is wide else x.new_empty(buffer.shape)
         for s in _steps(m, step):
             z = _product(x[s], weight.mT, buffer[: s.stop - s.start], rules, bias)
-            _becomes_gradient(z, grad[s], target[s], lse[s], rules)
+            dz = _gradient(z, grad[s], target[s], lse[s], rules, out=narrow[: s.stop - s.start])
             if need_bias:
-                dbias += z.sum(0)
+                dbias += dz.sum(0, dtype=wide)
             if need_x and factor is not None:
-                _times_product(z.to(x.dtype), weight, dx[s], factor, rules)
+                _times_product(dz, weight, dx[s], factor, rules)
             elif need_x:
-                _product(z.to(x.dtype), weight, dx[s], rules)
+                _product(dz, weight, dx[s], rules)
     dbias = dbias if factor is None else dbias * factor
     return dx, dweight, dbias.to(x.dtype)
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from . import autocast, batching
 from .define import define_op
+from .keywords import number
 from .op import Op
 
 __all__ = ["layer_norm", "rms_norm"]
@@ -50,7 +51,7 @@ def rms_norm(
 
     Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), arXiv:1910.07467.
     """
-    out, h = _rms_norm.call(x, weight, bias, residual, eps, weight_offset)
+    out, h = _rms_norm.call(x, weight, bias, residual, number(eps), weight_offset)
     return out if residual is None else (out, h)
 
 
@@ -90,7 +91,7 @@ def layer_norm(
 
     Ba, Kiros and Hinton, "Layer Normalization" (2016), arXiv:1607.06450.
     """
-    out, h = _layer_norm.call(x, weight, bias, residual, eps, 0.0)
+    out, h = _layer_norm.call(x, weight, bias, residual, number(eps), 0.0)
     return out if residual is None else (out, h)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from .._library import NAMESPACE
 from . import autocast
 from .define import define_op
+from .keywords import number
 
 __all__ = ["Granularity", "dequantize", "quantize", "rms_norm_quantize", "silu_mul_quantize"]
 
@@ -119,7 +120,7 @@ def rms_norm_quantize(
     Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), arXiv:1910.07467.
     """
     bound = _bound("rms_norm_quantize", scale_ub, x)
-    codes, scale, h = _rms_norm_quantize.call(x, weight, residual, eps, dtype, granularity, bound)
+    codes, scale, h = _rms_norm_quantize.call(x, weight, residual, number(eps), dtype, granularity, bound)
     return codes, scale, x if residual is None else h
 
 

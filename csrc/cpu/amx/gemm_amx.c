@@ -1,108 +1,22 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* gemm_amx: the register tile of AMX, C[m][n] (+)= sum_k A[m][k] B[k][n] in bfloat16, and the packing that it wants.
+/* gemm_amx: products of bfloat16 on AMX tiles: the packing that the register tile (tiles.h) wants, and the kernel of tables.c.
  * Blocks, tasks and epilogue are gemm.c's; compiled with the instructions (GK_ISA amx) and with their emulation (amx_emulated).
- *
- *   a  rows [m][step] of cells, a cell being a pair of neighbours along k   16 rows x 16 cells fill a tile as they lie
- *   b  panel [cells][32] of cells                                           16 cells x 16 columns fill a tile as they lie
- *   c  [m][ldc] float32, m <= 32, 16 or 32 columns
- *
- * Tiles 0 1 | 2 3 hold 32 x 32 of C, 4 5 two of A, 6 7 two of B: a step of 32 along k loads four tiles for four products, so it
- * takes 64 cycles and 64 lines of 64 bytes. k is padded with zeros to whole tiles in both operands.
- * The configuration is set where a task's rows change, and released at its end: the caller's threads are left as they were.
  * A sum is 16 even and 16 odd products from 0, added to C: C's chain is k / 32 long, and is not cut further.
  * Subnormal inputs and sums count as 0. Not here: M <= 8 (gemm_skinny), float32 and float16. */
-#include "tile_amx.h"
 #include "../blocks.h"
-#include "../kernels.h"
-
-#ifndef GK_ISA
-#error "compile with -DGK_ISA=amx or amx_emulated"
-#endif
-#define CAT_(a, b) a##_##b
-#define CAT(a, b) CAT_(a, b)
-#define SYM(name) CAT(name, GK_ISA)
-
-enum {
-    ROWS = 16,         /* of a tile */
-    CELLS = 16,        /* of a tile's row */
-    STRIP = 2 * ROWS,  /* rows of C */
-    PANEL = 2 * CELLS, /* columns of C */
-    TILE_STEP = 64     /* bytes of a tile's row */
-};
+#include "tiles.h"
 
 /* The packing and the way out are those of pairs. */
 extern const gk_gemm_isa gk_gemm_isa_avx512bf16;
 
 /* ---- 1 the register tile -------------------------------------------------------------------------- */
-static _Thread_local int configured; /* rows of C; 0: no configuration */
-
-static void configure(int m) {
-    if (m % ROWS == 0) m = STRIP; /* what has 16 rows leaves the lower tiles alone */
-    if (configured == m) return;
-    const uint8_t upper = (uint8_t)(m < ROWS ? m : ROWS), lower = (uint8_t)(m < ROWS ? 0 : m - ROWS);
-    amx_config config = {.palette = 1};
-    const uint8_t rows[8] = {upper, upper, lower, lower, upper, lower, CELLS, CELLS};
-    for (int t = 0; t < 8; ++t) config.rows[t] = rows[t], config.row_bytes[t] = rows[t] ? TILE_STEP : 0;
-    amx_configure(&config);
-    configured = m;
-}
-
 void SYM(gk_release_tiles)(void); /* tile.h */
-void SYM(gk_release_tiles)(void) {
-    if (configured) amx_release();
-    configured = 0;
-}
-
-/* lower: whether there are rows past the 16th; wide: columns past the 16th. */
-static inline __attribute__((always_inline)) void tiles(const bool lower, const bool wide, int64_t cells,
-                                                        const uint32_t *a, int64_t step, const uint32_t *b, int64_t ldb,
-                                                        float *c, int64_t ldc, bool accumulate) {
-    float *c_lower = c + ROWS * ldc;
-    const uint32_t *a_lower = a + ROWS * step;
-    if (accumulate) {
-        amx_load(0, c, 4 * ldc);
-        if (wide) amx_load(1, c + CELLS, 4 * ldc);
-        if (lower) amx_load(2, c_lower, 4 * ldc);
-        if (lower && wide) amx_load(3, c_lower + CELLS, 4 * ldc);
-    } else {
-        amx_zero(0);
-        if (wide) amx_zero(1);
-        if (lower) amx_zero(2);
-        if (lower && wide) amx_zero(3);
-    }
-    for (int64_t k = 0; k < cells; k += CELLS) {
-        amx_load(6, b + k * ldb, 4 * ldb);
-        amx_load(4, a + k, 4 * step);
-        if (wide) amx_load(7, b + k * ldb + CELLS, 4 * ldb);
-        amx_dot(0, 4, 6);
-        if (lower) amx_load(5, a_lower + k, 4 * step);
-        if (wide) amx_dot(1, 4, 7);
-        if (lower) amx_dot(2, 5, 6);
-        if (lower && wide) amx_dot(3, 5, 7);
-    }
-    amx_store(0, c, 4 * ldc);
-    if (wide) amx_store(1, c + CELLS, 4 * ldc);
-    if (lower) amx_store(2, c_lower, 4 * ldc);
-    if (lower && wide) amx_store(3, c_lower + CELLS, 4 * ldc);
-}
-
-static void register_tile(int m, bool wide, int64_t cells, const void *a, int64_t step, const void *b, int64_t ldb,
-                          float *c, int64_t ldc, bool accumulate) {
-    configure(m);
-    if (m > ROWS && wide)
-        tiles(true, true, cells, a, step, b, ldb, c, ldc, accumulate);
-    else if (m > ROWS)
-        tiles(true, false, cells, a, step, b, ldb, c, ldc, accumulate);
-    else if (wide)
-        tiles(false, true, cells, a, step, b, ldb, c, ldc, accumulate);
-    else
-        tiles(false, false, cells, a, step, b, ldb, c, ldc, accumulate);
-}
+void SYM(gk_release_tiles)(void) { release_tiles(); }
 
 #define INSTANCE(wide, m)                                                                                           \
     static void tile_##wide##_##m(int64_t cells, const void *a, int64_t step, const void *b, int64_t ldb, float *c, \
                                   int64_t ldc, bool accumulate) {                                                   \
-        register_tile(m, wide, cells, a, step, b, ldb, c, ldc, accumulate);                                         \
+        register_tile(false, m, wide, cells, a, step, b, ldb, c, ldc, accumulate);                                  \
     }
 #define NAME(wide, m) tile_##wide##_##m,
 #define EIGHT(X, wide, x) \
@@ -222,5 +136,6 @@ static bool multiplies(int rows, int pairs, int cols) {
 }
 
 bool SYM(gk_tiles_multiply)(void) {
-    return multiplies(ROWS, CELLS, CELLS) && multiplies(5, 3, 7) && multiplies(1, 16, 16);
+    return multiplies(ROWS, CELLS, CELLS) && multiplies(5, 3, 7) && multiplies(1, 16, 16) &&
+           SYM(gk_tiles_multiply_int8)();
 }

@@ -3,9 +3,9 @@
  *   z = softcap tanh(logit_scale logits / softcap), or logit_scale logits;   lse = log sum exp z
  *   loss = (1 - e) w[t] (lse - z[t]) + e / V (W lse - sum w[c] z[c]),   W = sum w[c]
  *   dz[c] = g (exp(z[c] - lse) ((1 - e) w[t] + e W / V) - (c = t) (1 - e) w[t] - e w[c] / V)
- * logits, dlogits [M, V] of one dtype (float32, bfloat16, float16), target [M] int64, w [V], loss, lse [M] float32. A task is a run
- * of rows. A row is read once forward and once backward: blocks of ROW_BLOCK columns have a maximum of their own, and their sums
- * meet in double. No workspace. Not here: float64 (ref/). */
+ * logits, dlogits [M, V] of one dtype (float32, bfloat16, float16), or dlogits of 16 bits beside float32 logits; target [M] int64,
+ * w [V], loss, lse [M] float32. A task is a run of rows. A row is read once forward and once backward: blocks of ROW_BLOCK columns
+ * have a maximum of their own, and their sums meet in double. No workspace. Not here: float64 (ref/). */
 #include "rows.h"
 
 typedef struct job {
@@ -107,12 +107,13 @@ INLINE void fwd_row(const job *j, int64_t row, gk_dtype dtype) {
     *loss = (float)sum, *lse = (float)all;
 }
 
-INLINE void bwd_row(const job *j, int64_t row, gk_dtype dtype) {
+/* given: dlogits' dtype */
+INLINE void bwd_row(const job *j, int64_t row, gk_dtype dtype, gk_dtype given) {
     const gk_cross_entropy_args *a = j->a;
     char *dx = row_at(&j->bwd->dlogits, row);
     const int64_t target = *(const int64_t *)row_element(&a->target, row), n = j->n;
     if (target == a->ignore_index) {
-        memset(dx, 0, (size_t)(n * (gk_type_of(dtype)->bits / 8)));
+        memset(dx, 0, (size_t)(n * (gk_type_of(given)->bits / 8)));
         return;
     }
     const row_in r = row_of(a, row, dtype);
@@ -128,9 +129,9 @@ INLINE void bwd_row(const job *j, int64_t row, gk_dtype dtype) {
         vf d = (dtype == GK_F32 ? vf_exp_near(zi - lse) : vf_exp(zi - lse)) * all;
         if (e != 0) d -= a->weight ? load_weights(a->weight, i, n - i) * smooth : vf_set1(smooth);
         if (r.cap != 0) d *= 1.0f - (zi * r.inverse_cap) * (zi * r.inverse_cap);
-        vf_store_dtype(dx, dtype, i, d * r.scale, n - i);
+        vf_store_dtype(dx, given, i, d * r.scale, n - i);
     }
-    gk_store(dx, dtype, target, at_target * r.scale);
+    gk_store(dx, given, target, at_target * r.scale);
 }
 
 static void task_of(void *arg, int64_t task, int64_t worker) {
@@ -140,13 +141,18 @@ static void task_of(void *arg, int64_t task, int64_t worker) {
 #define FWD(dtype, wide) \
     for (int64_t row = task * j->each; row < end; ++row) fwd_row(j, row, dtype)
 #define BWD(dtype, wide) \
-    for (int64_t row = task * j->each; row < end; ++row) bwd_row(j, row, dtype)
-    if (j->bwd)
+    for (int64_t row = task * j->each; row < end; ++row) bwd_row(j, row, dtype, dtype)
+#define NARROW(given, wide) \
+    for (int64_t row = task * j->each; row < end; ++row) bwd_row(j, row, GK_F32, given)
+    if (!j->bwd)
+        ROW_DTYPES(j->a->logits.dtype, false, FWD)
+    else if (j->a->logits.dtype == j->bwd->dlogits.dtype)
         ROW_DTYPES(j->a->logits.dtype, false, BWD)
     else
-        ROW_DTYPES(j->a->logits.dtype, false, FWD)
+        ROW_DTYPES(j->bwd->dlogits.dtype, false, NARROW)
 #undef FWD
 #undef BWD
+#undef NARROW
 }
 
 static bool plan_rows(const gk_tensor *logits, gk_plan *plan) {

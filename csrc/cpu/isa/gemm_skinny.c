@@ -27,7 +27,7 @@ enum {
     TN = W == 16 ? 6 : 4
 }; /* 24 or 12 accumulators and their operands fit the registers */
 enum {
-    FEW_ROWS = 4,
+    SMALL_M = 4,
     FEW_VECTORS = W == 16 ? 4 : 2
 }; /* 16 or 8 accumulators */
 
@@ -39,7 +39,7 @@ static plan plan_of(const gk_context *ctx, const gk_gemm_args *args, const gk_ge
     x.in_place = !x.along && (args->a.dtype == GK_F32 || (x.p.m <= bl->place_rows && x.p.n >= bl->long_row));
     const int64_t unit = x.along ? TN : NR, tasks_per_thread = x.in_place ? 1 : bl->tasks_per_thread;
     const int64_t per_thread = gk_ceil_div(x.p.n, tasks_per_thread * gk_num_threads(ctx));
-    const bool few = x.p.m <= bl->few_rows;
+    const bool few = x.p.m <= bl->small_m;
     /* a chunk of a column is so many bytes: cells of pairs, whose table has them, and 16-bit values count half a float */
     const int64_t along_kb = bl->kb_along * (PAIR == 1 && args->a.dtype != GK_F32 ? 2 : 1);
     x.kb = x.along ? along_kb : x.in_place ? (few ? bl->place_few : bl->place_many) : (few ? bl->kb_few : bl->kb_many);
@@ -64,9 +64,9 @@ static size_t worker_bytes(const plan *x) {
 
 /* c[M][FEW_VECTORS W] (+)= a[M][k] b[k][FEW_VECTORS W], 16-bit rows of b zipped or converted in the registers; a as cells, by
  * broadcast. Its sums run as the register tile's do: which columns come here depends on the tasks, and may not show. */
-INLINE void few_rows(const int M, gk_dtype dtype, int64_t k, const cell *a, int64_t a_row, int64_t a_cell,
-                     const char *b, int64_t b_row_bytes, float *c, int64_t ldc, bool accumulate) {
-    vf acc[FEW_ROWS][FEW_VECTORS];
+INLINE void small_m(const int M, gk_dtype dtype, int64_t k, const cell *a, int64_t a_row, int64_t a_cell, const char *b,
+                    int64_t b_row_bytes, float *c, int64_t ldc, bool accumulate) {
+    vf acc[SMALL_M][FEW_VECTORS];
 #pragma GCC unroll 4
     for (int i = 0; i < M; ++i)
 #pragma GCC unroll 4
@@ -92,20 +92,20 @@ INLINE void few_rows(const int M, gk_dtype dtype, int64_t k, const cell *a, int6
         }
 }
 
-typedef void (*few_rows_fn)(int64_t k, const cell *a, int64_t a_row, int64_t a_cell, const char *b, int64_t b_row_bytes,
-                            float *c, int64_t ldc, bool accumulate);
+typedef void (*small_m_fn)(int64_t k, const cell *a, int64_t a_row, int64_t a_cell, const char *b, int64_t b_row_bytes,
+                           float *c, int64_t ldc, bool accumulate);
 #define FEW(dt, M)                                                                                                    \
     static void few_##dt##_##M(int64_t k, const cell *a, int64_t a_row, int64_t a_cell, const char *b, int64_t b_row, \
                                float *c, int64_t ldc, bool accumulate) {                                              \
-        few_rows(M, dt, k, a, a_row, a_cell, b, b_row, c, ldc, accumulate);                                           \
+        small_m(M, dt, k, a, a_row, a_cell, b, b_row, c, ldc, accumulate);                                            \
     }
 #define FEW_1_TO_4(X, dt) X(dt, 1) X(dt, 2) X(dt, 3) X(dt, 4)
 #define FEW_NAME(dt, M) few_##dt##_##M,
 FEW_1_TO_4(FEW, GK_BF16)
-static const few_rows_fn few_bf16[FEW_ROWS] = {FEW_1_TO_4(FEW_NAME, GK_BF16)};
+static const small_m_fn few_bf16[SMALL_M] = {FEW_1_TO_4(FEW_NAME, GK_BF16)};
 #if PAIR == 1
 FEW_1_TO_4(FEW, GK_F16)
-static const few_rows_fn few_f16[FEW_ROWS] = {FEW_1_TO_4(FEW_NAME, GK_F16)};
+static const small_m_fn few_f16[SMALL_M] = {FEW_1_TO_4(FEW_NAME, GK_F16)};
 #else
 #define few_f16 few_bf16
 #endif
@@ -116,7 +116,7 @@ static void across(const plan *x, gk_dtype dtype, const char *a, const char *b, 
     const int64_t es = dtype == GK_F32 ? 4 : 2, a_ld = gk_round_up(cells_of(x->kb), W);
     const int64_t step = dtype == GK_F32 ? NR : FEW_VECTORS * W;
     const int64_t whole = x->in_place ? cols / step * step : 0; /* columns that are read in place */
-    const few_rows_fn *few = dtype == GK_F16 ? few_f16 : few_bf16;
+    const small_m_fn *few = dtype == GK_F16 ? few_f16 : few_bf16;
     const bool a_rows = p->a_k == 1;
     for (int64_t k0 = 0; k0 < p->k; k0 += x->kb) {
         const int64_t kn = gk_min_i64(x->kb, p->k - k0), cells = cells_of(kn);
@@ -132,10 +132,10 @@ static void across(const plan *x, gk_dtype dtype, const char *a, const char *b, 
                     __builtin_prefetch(bk + es * (x->kb + i) * p->b_k + c, 0, 2);
         int64_t j = 0;
         for (; j < whole && dtype != GK_F32; j += step)
-            for (int64_t i = 0; i < p->m; i += FEW_ROWS)
-                few[gk_min_i64(FEW_ROWS, p->m - i) - 1](kn, a_pack + (a_rows ? i * a_ld : i), a_rows ? a_ld : 1,
-                                                        a_rows ? 1 : p->m, bk + es * j, es * p->b_k,
-                                                        acc + i * x->nb + j, x->nb, k0 > 0);
+            for (int64_t i = 0; i < p->m; i += SMALL_M)
+                few[gk_min_i64(SMALL_M, p->m - i) - 1](kn, a_pack + (a_rows ? i * a_ld : i), a_rows ? a_ld : 1,
+                                                       a_rows ? 1 : p->m, bk + es * j, es * p->b_k, acc + i * x->nb + j,
+                                                       x->nb, k0 > 0);
         for (; j < cols; j += NR) {
             const bool in_place = j < whole;
             const cell *bp = in_place ? (const cell *)(bk + es * j) : b_pack + j * cells;

@@ -28,9 +28,9 @@ extern const gk_int8_isa SYM(gk_int8_quads);
 enum {
     INT8_MB = 280, /* rows and columns of a task: operands and sums take 1 MiB */
     INT8_NB = 512,
-    INT8_KB = 512,      /* of k: a panel of b takes 16 KiB */
-    INT8_DOT_ROWS = 4,  /* up to so many, b is read in place where its k lies side by side */
-    INT8_FEW_ROWS = 32, /* so small an M waits for b: long runs of it are read then, along n or along k */
+    INT8_KB = 512,     /* of k: a panel of b takes 16 KiB */
+    INT8_DOT_ROWS = 4, /* up to so many, b is read in place where its k lies side by side */
+    INT8_SMALL_M = 32, /* so small an M waits for b: long runs of it are read then, along n or along k */
     INT8_FEW_NB = 1024,
     INT8_FEW_KB = 128,
     INT8_FEW_NB_ALONG = 64,
@@ -49,7 +49,7 @@ typedef struct int8_memory {
 } int8_memory;
 
 static int8_memory int8_memory_of(const quant_product *p, char *base) {
-    const int64_t cells = gk_ceil_div(p->block, p->int8->per), mn = p->mb * p->nb;
+    const int64_t cells = gk_round_up(gk_ceil_div(p->block, p->int8->per), p->int8->k_cells), mn = p->mb * p->nb;
     int8_memory x;
     int64_t at = 0;
     x.a = gk_at(base, at), at += gk_round_up(4 * p->mb * p->a_ld, 64);
@@ -64,20 +64,20 @@ static int8_memory int8_memory_of(const quant_product *p, char *base) {
 }
 
 static void int8_plan(quant_product *p, const gk_context *ctx, gk_plan *plan) {
-    const bool few = p->m <= INT8_FEW_ROWS;
+    const bool few = p->m <= INT8_SMALL_M;
     p->block = scaled_block(p, !few ? INT8_KB : p->b_by_k ? INT8_FEW_KB : INT8_FEW_KB_ALONG);
     if (int8_in_place(p)) p->block = scaled_block(p, p->k);
     p->block = gk_min_i64(p->block, gk_round_up(gk_max_i64(1, p->k), p->int8->per));
     p->row_tasks = gk_ceil_div(p->m, INT8_MB);
     p->mb = p->row_tasks ? gk_ceil_div(p->m, p->row_tasks) : 0;
-    if (p->mb > 4 * MR) p->mb = gk_round_up(p->mb, MR); /* whole strips */
+    if (p->mb > 4 * p->int8->mr) p->mb = gk_round_up(p->mb, p->int8->mr); /* whole strips */
     p->nb = !few ? INT8_NB : p->b_by_k ? INT8_FEW_NB : INT8_FEW_NB_ALONG;
     while (p->nb > NR && p->row_tasks * gk_ceil_div(p->n, p->nb) < 2 * gk_num_threads(ctx)) p->nb /= 2;
     p->col_tasks = gk_ceil_div(p->n, p->nb);
     p->a_ld = gk_round_up(gk_ceil_div(p->block, p->int8->per), W) + 16; /* a line more than a multiple of 1 KiB */
     p->worker_bytes = int8_memory_of(p, NULL).bytes;
     plan->tasks = p->row_tasks * p->col_tasks;
-    plan->tile[0] = p->mb, plan->tile[1] = p->nb, plan->tile[2] = p->block, plan->tile[3] = MR * NR;
+    plan->tile[0] = p->mb, plan->tile[1] = p->nb, plan->tile[2] = p->block, plan->tile[3] = p->int8->mr * NR;
     plan->workspace_bytes = (size_t)gk_num_workers(ctx, plan->tasks) * p->worker_bytes;
 }
 
@@ -105,9 +105,9 @@ static void int8_task(const quant_product *p, int64_t t, char *memory) {
         const bool more = k0 > 0 && !along_k;
         if (p->read_codes) {
             p->read_codes(p, x.codes, p->block, col, cols, k0, kn);
-            isa->pack_panels(x.panels, x.codes, p->block, 1, cols, kn);
+            isa->pack_panels(x.panels, x.codes, p->block, 1, cols, kn, isa->flipped);
         } else if (!in_place) {
-            isa->pack_panels(x.panels, b + k0 * p->b_k + col * p->b_n, p->b_n, p->b_k, cols, kn);
+            isa->pack_panels(x.panels, b + k0 * p->b_k + col * p->b_n, p->b_n, p->b_k, cols, kn, isa->flipped);
         }
         if (in_place)
             isa->dots(rows, cols, kn, x.a, p->a_ld, b + k0 + col * p->b_n, p->b_n, to, p->nb);
@@ -121,6 +121,7 @@ static void int8_task(const quant_product *p, int64_t t, char *memory) {
                 vf_store(x.part + i * p->nb + j, vf_from_vi((vi)vw_load(to + i * p->nb + j)));
         join_scaled(p, (float *)(void *)x.sums, x.part, x.scales, row, rows, col, cols, k0, k0 == 0);
     }
+    if (isa->end_task) isa->end_task();
     if (!along_k) scale_sums(p, x.sums, x.excess, x.scales, row, rows, col, cols);
     store_sums(p, (float *)(void *)x.sums, x.part, row, rows, col, cols);
 }

@@ -103,7 +103,7 @@ INLINE void transpose(vw r[W]) {
     for (int i = 0; i < W; ++i) r[i] = (vw)t[i];
 }
 
-INLINE void panels(const int per, const uint32_t flipped, uint32_t *dst, const int8_t *src, int64_t s_lane, int64_t s_k,
+INLINE void panels(const int per, uint32_t flipped, uint32_t *dst, const int8_t *src, int64_t s_lane, int64_t s_k,
                    int64_t lanes, int64_t k) {
     const int64_t cells = gk_ceil_div(k, per);
     if (s_k != 1) { /* row by row across all panels, the order that the prefetcher follows */
@@ -207,29 +207,30 @@ DOT_ROWS(quads, QUADS_TARGET, vw_dot_quads, 4, PLUS_128)
 #endif
 
 /* ---- 4 what the products ask for ------------------------------------------------------------------- */
-#define PACKING(form, per, flipped)                                                                              \
-    static void form##_panels(uint32_t *dst, const int8_t *src, int64_t s_lane, int64_t s_k, int64_t lanes,      \
-                              int64_t k) {                                                                       \
-        if (s_k != 1 && s_lane == 1)                                                                             \
-            panels(per, flipped, dst, src, 1, s_k, lanes, k);                                                    \
-        else                                                                                                     \
-            panels(per, flipped, dst, src, s_lane, s_k, lanes, k);                                               \
-    }                                                                                                            \
-    static void form##_rows(uint32_t *dst, int64_t ld, const int8_t *src, int64_t s_row, int64_t s_k, int64_t m, \
-                            int64_t k) {                                                                         \
-        rows(per, dst, ld, src, s_row, s_k, m, k);                                                               \
+#define PACKING(form, per)                                                                                             \
+    static void form##_panels(uint32_t *dst, const int8_t *src, int64_t s_lane, int64_t s_k, int64_t lanes, int64_t k, \
+                              uint32_t flipped) {                                                                      \
+        if (s_k != 1 && s_lane == 1)                                                                                   \
+            panels(per, flipped, dst, src, 1, s_k, lanes, k);                                                          \
+        else                                                                                                           \
+            panels(per, flipped, dst, src, s_lane, s_k, lanes, k);                                                     \
+    }                                                                                                                  \
+    static void form##_rows(uint32_t *dst, int64_t ld, const int8_t *src, int64_t s_row, int64_t s_k, int64_t m,       \
+                            int64_t k) {                                                                               \
+        rows(per, dst, ld, src, s_row, s_k, m, k);                                                                     \
     }
 
-PACKING(pairs, 2, 0)
+PACKING(pairs, 2)
 static void pairs_excess(uint32_t *excess, const uint32_t *a, int64_t a_ld, int64_t rows, int64_t cells,
                          bool accumulate) {
     (void)a, (void)a_ld, (void)cells;
     if (!accumulate) memset(excess, 0, sizeof *excess * (size_t)rows);
 }
-const gk_int8_isa SYM(gk_int8_pairs) = {2, 0, pairs_product, pairs_panels, pairs_rows, pairs_dots, pairs_excess};
+const gk_int8_isa SYM(gk_int8_pairs) = {2,          MR,           1,   0, pairs_product, pairs_panels, pairs_rows,
+                                        pairs_dots, pairs_excess, NULL};
 
 #if QUADS
-PACKING(quads, 4, PLUS_128)
+PACKING(quads, 4)
 QUADS_TARGET static void quads_excess(uint32_t *excess, const uint32_t *a, int64_t a_ld, int64_t rows, int64_t cells,
                                       bool accumulate) {
     for (int64_t i = 0; i < rows; ++i) {
@@ -241,5 +242,6 @@ QUADS_TARGET static void quads_excess(uint32_t *excess, const uint32_t *a, int64
         excess[i] = 128 * sum + (accumulate ? excess[i] : 0);
     }
 }
-const gk_int8_isa SYM(gk_int8_quads) = {4, PLUS_128, quads_product, quads_panels, quads_rows, quads_dots, quads_excess};
+const gk_int8_isa SYM(gk_int8_quads) = {
+    4, MR, 1, PLUS_128, quads_product, quads_panels, quads_rows, quads_dots, quads_excess, NULL};
 #endif

@@ -68,8 +68,10 @@ INLINE void rotate_tokens(const job *j, int64_t task, gk_dtype dtype, bool inter
     const int64_t end = gk_min_i64((task + 1) * j->each, j->tokens);
     for (int64_t t = task * j->each; t < end; ++t) {
         const int64_t b = t / j->seq, s = t % j->seq, at = position_of(a, b, s);
-        const float *cos = (const float *)a->cos.data + at * a->cos.stride[0];
-        const float *sin = (const float *)a->sin.data + at * a->sin.stride[0];
+        const float *cos = NULL, *sin = NULL; /* without columns they may have no data */
+        if (j->half > 0)
+            cos = (const float *)a->cos.data + at * a->cos.stride[0],
+            sin = (const float *)a->sin.data + at * a->sin.stride[0];
         rotate_heads(&j->q, &j->out_q, b, s, cos, sin, sign, j->half, interleaved, dtype);
         if (a->k) rotate_heads(&j->k, &j->out_k, b, s, cos, sin, sign, j->half, interleaved, dtype);
     }
@@ -92,7 +94,7 @@ static bool rope_plan(const gk_context *ctx, const void *args, gk_plan *plan) {
     job *j = GK_OWN(job, plan);
     *j = (job){.q = gk_heads_of(&a->q), .half = a->cos.shape[1]};
     if (a->k) j->k = gk_heads_of(a->k);
-    j->seq = j->q.shape[2], j->tokens = j->q.shape[0] * j->seq;
+    j->seq = j->q.shape[2], j->tokens = j->q.shape[3] > 0 ? j->q.shape[0] * j->seq : 0;
     j->each = rows_per_task((j->q.shape[1] + j->k.shape[1]) * j->q.shape[3]);
     plan->tasks = gk_ceil_div(j->tokens, j->each);
     return true;

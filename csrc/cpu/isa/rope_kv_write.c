@@ -103,8 +103,9 @@ static void take_head(const gk_rope_kv_write_args *a, int64_t h, int64_t t) {
     if (!of_q) h -= heads_q;
     load_row(x, row_of(from, t, h), from->dtype, n);
     if (weight) norm_row(x, n, weight, a->eps);
-    rotate_row(x, (const float *)a->cos.data + position * a->cos.stride[0],
-               (const float *)a->sin.data + position * a->sin.stride[0], a->cos.shape[1], a->interleaved);
+    if (a->cos.shape[1] > 0) /* else it may have no data */
+        rotate_row(x, (const float *)a->cos.data + position * a->cos.stride[0],
+                   (const float *)a->sin.data + position * a->sin.stride[0], a->cos.shape[1], a->interleaved);
     if (of_q)
         store_row(x, (char *)row_of(&a->out_q, t, h), 1, from->dtype, n, NULL);
     else

@@ -27,7 +27,9 @@ static int64_t step_of(const gk_tensor *t, int from_end) {
     return t->ndim < from_end || t->shape[t->ndim - from_end] == 1 ? 0 : t->stride[t->ndim - from_end];
 }
 
-static bool plan_by(const gk_int8_isa *int8, const gk_context *ctx, const void *args, gk_plan *plan) {
+bool SYM(gk_plan_scaled_gemm)(const gk_int8_isa *int8, const gk_context *ctx, const void *args,
+                              gk_plan *plan); /* int8_amx.c */
+bool SYM(gk_plan_scaled_gemm)(const gk_int8_isa *int8, const gk_context *ctx, const void *args, gk_plan *plan) {
     const gk_scaled_gemm_args *g = args;
     quant_product *p = &GK_OWN(scaled_plan, plan)->p;
     memset(p, 0, sizeof *p);
@@ -52,7 +54,7 @@ static bool plan_by(const gk_int8_isa *int8, const gk_context *ctx, const void *
 }
 
 static bool plan_scaled(const gk_context *ctx, const void *args, gk_plan *plan) {
-    return plan_by(&SYM(gk_int8_pairs), ctx, args, plan);
+    return SYM(gk_plan_scaled_gemm)(&SYM(gk_int8_pairs), ctx, args, plan);
 }
 
 static void run_scaled(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
@@ -71,6 +73,6 @@ const gk_cpu_kernel SYM(gk_scaled_gemm) = {plan_scaled, run_scaled};
 
 /* int8 where the machine multiplies quads */
 static bool plan_vnni(const gk_context *ctx, const void *args, gk_plan *plan) {
-    return HAS_QUADS && plan_by(INT8_QUADS, ctx, args, plan);
+    return HAS_QUADS && SYM(gk_plan_scaled_gemm)(INT8_QUADS, ctx, args, plan);
 }
 const gk_cpu_kernel SYM(gk_scaled_gemm_vnni) = {plan_vnni, run_scaled};

@@ -68,7 +68,9 @@ static void sparse_task(void *arg, int64_t t, int64_t worker) {
         quant_task(jb->p, t, memory);
 }
 
-static bool plan_by(const gk_int8_isa *int8, const gk_context *ctx, const void *args, gk_plan *plan) {
+bool SYM(gk_plan_sparse_gemm)(const gk_int8_isa *int8, const gk_context *ctx, const void *args,
+                              gk_plan *plan); /* int8_amx.c */
+bool SYM(gk_plan_sparse_gemm)(const gk_int8_isa *int8, const gk_context *ctx, const void *args, gk_plan *plan) {
     const gk_sparse_gemm_args *g = args;
     quant_product *p = &GK_OWN(sparse_plan, plan)->p;
     memset(p, 0, sizeof *p);
@@ -90,7 +92,7 @@ static bool plan_by(const gk_int8_isa *int8, const gk_context *ctx, const void *
 }
 
 static bool plan_sparse(const gk_context *ctx, const void *args, gk_plan *plan) {
-    return plan_by(&SYM(gk_int8_pairs), ctx, args, plan);
+    return SYM(gk_plan_sparse_gemm)(&SYM(gk_int8_pairs), ctx, args, plan);
 }
 
 static void run_sparse(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
@@ -109,6 +111,6 @@ const gk_cpu_kernel SYM(gk_sparse_gemm) = {plan_sparse, run_sparse};
 
 /* int8 where the machine multiplies quads */
 static bool plan_vnni(const gk_context *ctx, const void *args, gk_plan *plan) {
-    return HAS_QUADS && plan_by(INT8_QUADS, ctx, args, plan);
+    return HAS_QUADS && SYM(gk_plan_sparse_gemm)(INT8_QUADS, ctx, args, plan);
 }
 const gk_cpu_kernel SYM(gk_sparse_gemm_vnni) = {plan_vnni, run_sparse};

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* bwd_mma.cuh: the verbs that both tensor-core kernels of the backward are made of. M x 16 rows and N x 8 columns of
- * accumulators a warp. */
+/* bwd_mma.cuh: the verbs that the two mma.sync kernels of the backward, bwd_sm80.cuh and bwd_dq_sm80.cuh, are made of. M x 16 rows
+ * and N x 8 columns of accumulators a warp. */
 #ifndef GPUKERN_CUDA_BWD_MMA_CUH
 #define GPUKERN_CUDA_BWD_MMA_CUH
 

@@ -20,7 +20,7 @@
  *     PAIRS                     | S | dP, P | barrier of the pair | dV, dS | barrier | dK | dQ
  *     SHARED otherwise          | S | dP, P | dS | barrier | dV | dK | dQ
  * Where the order must not vary, flash_attn_bwd_dq_sm80 makes dq, and this kernel leaves it out.
- * Not here: float32 and float64, unaligned rows (flash_attn_bwd_plain). */
+ * Not here: float32 (flash_attn_bwd_simt); float64, unaligned rows (flash_attn_bwd_plain). */
 #ifndef GPUKERN_CUDA_BWD_SM80_CUH
 #define GPUKERN_CUDA_BWD_SM80_CUH
 

@@ -7,7 +7,7 @@
  * Work split: a warp per row and head; lanes hold 32 keys (or rows) while scores are made, then columns while they are
  * added. One order of sums for every launch: deterministic, no atomics.
  * Shared memory: per warp its own row of both operands, Pair<W>. No pipeline: loads go through L1.
- * Not here: speed. The fast kernels take what is aligned and 16 bits wide. */
+ * Not here: speed. Others take 16 bits and float32 whose rows are aligned; of float32 with dropout nothing else takes any. */
 #include "bwd.cuh"
 #include "drop.cuh"
 #include "tiles.h"

@@ -104,7 +104,8 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         const auto kept = [&](int i, float e) { return !edge || columns.has(i) ? e : -INFINITY; };
         if (u.capped) {
 #pragma unroll
-            for (int i = 0; i < N * 4; i += 2) {
+            for (int at = 0; at < N * 2; ++at) { /* row by row: fewer registers */
+                const int i = at / N * 2 + at % N * 4;
                 float e[2];
                 cap_exponents(s, i, u, lean.slope[0], lean.ahead[0], m, e);
                 take(i, kept(i, e[0]), kept(i + 1, e[1]));

@@ -114,7 +114,7 @@ template <class Tile> inline smem_box q_box(const FwdHopperParams &x) {
  * do. All of them where the window ends nowhere; 0 where tensors say where queries stand. */
 inline int fwd_young(const Problem &p, int bq, int tiles) {
     const int64_t left = p.rules.left;
-    if (left < 0 || left >= p.seq_k) return tiles;
+    if (left < 0 || left >= p.seq_k - 1) return tiles;
     if (p.cu_q || p.rules.q_start) return 0;
     return (int)gk_min_i64(gk_ceil_div(gk_max_i64(left - p.rules.diagonal, 0), bq), tiles);
 }
@@ -135,7 +135,8 @@ template <class Tile> inline FwdHopperParams fwd_hopper_params(const gk_context 
     /* those of all heads come last where their keys stay in L2: they are read at several times */
     const double young_bytes =
         (double)p.batch * p.heads_kv * (double)p.rules.left * (p.head_dim + p.head_dim_v) * gk_dtype_bytes(a->k.dtype);
-    if (young < x.schedule.tiles && x.fwd.splits == 1 && young_bytes <= FWD_L2_SHARE * gk_gpu_of(ctx->index)->l2_bytes)
+    if (p.rules.right >= 0 && young < x.schedule.tiles && x.fwd.splits == 1 &&
+        young_bytes <= FWD_L2_SHARE * gk_gpu_of(ctx->index)->l2_bytes)
         x.schedule.young = young;
     x.by_group = divisor_of((uint32_t)gk_max_i64(p.group, 1));
     x.by_batch = divisor_of((uint32_t)gk_max_i64(p.heads_q / x.stacked, 1));

@@ -14,8 +14,8 @@
  *   step j of a warp      wait(j)  S^T = K Q^T   softmax   O^T += V^T P^T   issue(j + stages)
  *   copies in flight      j .. j + stages - 1 while it waits; page numbers are loaded one step before the copies
  *
- * Not here: other dtypes, rows that are not 16-byte aligned (paged_attn_plain). Many query tokens are right but read
- * the keys once for each LANES rows. */
+ * Not here: float32 (paged_attn_f32); float64, 8-bit caches, rows that are not 16-byte aligned (paged_attn_plain). Many query
+ * tokens are right but read the keys once for each LANES rows; on Hopper paged_prefill_sm90a takes them. */
 #include "../tile/fragment.cuh"
 #include "paged_combine.cuh"
 

@@ -6,44 +6,23 @@
  * cu_seqlens_q [B + 1] int32; out [T, Hq, D], lse [T, Hq]. Pages: Kwon et al. 2023; online softmax: Milakov and Gimelshein 2018.
  *
  * Two forms (StreamParams::ranks), of one kernel:
- *   list      one block an SM, 8 warps; each takes an even share of the flat list of chunks (paged_plan.cuh), and
- *             paged_combine.cuh merges what several blocks found of a tile. Any lengths, any number of tokens.
+ *   list      one block an SM, 8 warps; each takes an even share of the flat list of chunks (paged_plan.cuh), and the last
+ *             of a tile's blocks merges what several found of it (paged_join.cuh). Any lengths, any number of tokens.
  *   clusters  a cluster for each sequence and kv head, whose blocks exchange their sums through shared memory: one launch, no
  *             workspace. Few sequences of like lengths. Where only the lengths can tell, both are launched, and the one whose
  *             call it is not ends at once (by_clusters).
  *
  * A warp works alone: its ring of TMA boxes (paged_stream.cuh), its maximum and sums (paged_step.cuh).
  *   step    wait   S^T = K Q^T   lazy maximum   P   O^T += V^T P^T   fill
- * Not here: pages that are not multiples of 16 keys, head_dim other than 128 (of e4m3 also 64), Dv != D, and many small tiles of
- * 16-bit pages, which paged_attn_sm80 reads as fast (paged_tiles.h). Of codes paged_attn_plain serves the rest. */
+ * Not here: pages that are not multiples of 16 keys, head_dim other than 64 and 128 (of e5m2 and int8 64), Dv != D, and many small
+ * tiles of 16-bit pages, which paged_attn_sm80 reads as fast (paged_tiles.h). Of codes paged_attn_plain serves the rest. */
 #include "../ptx/griddepcontrol.cuh"
-#include "paged_combine.cuh"
+#include "paged_join.cuh"
 #include "paged_step.cuh"
 
 namespace {
 
 /* ---- 1. results ------------------------------------------------------------------------------------ */
-/* Threads that merge a share's sums: of the warp, if it alone has the tile's head, else of the block. */
-struct Team {
-    int thread, threads, head0, heads; /* heads [head0, head0 + heads) of the block's */
-    __device__ __forceinline__ void sync() const {
-        if (threads == 32)
-            __syncwarp();
-        else
-            __syncthreads();
-    }
-};
-
-template <class T>
-__device__ __forceinline__ void write_row(const Paged &p, const TileShare &x, int head_kv, int row, int col,
-                                          const Merged &all) {
-    const int token = row / p.group, head = head_kv * p.group + row - token * p.group;
-    const int64_t at = (int64_t)(x.s.q0 + token) * p.heads_q + head;
-    const RowResult f = finish(p, head, all.row.peak, all.row.sum);
-    store_4<T>((T *)p.out + at * p.head_dim_v + col, all.y, f.factor);
-    if (col == 0 && p.lse) ((float *)p.lse)[at] = f.lse;
-}
-
 /* Rows of eight after eight: the warps' sums meet in shared memory, then go out, into the workspace or to the cluster. */
 template <class T, class Pages, int N>
 __device__ __forceinline__ void finish_share(const StreamParams &a, const TileShare &x, RowsOf<Pages, N> &r,
@@ -136,10 +115,7 @@ __global__ void __launch_bounds__(LIST_WARPS * 32, 1) paged_attn_sm90a_kernel(co
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     Chunks<LIST_WARPS> &plan = *(Chunks<LIST_WARPS> *)(smem + map.chunks);
-    if (a.asks && by_clusters(a) != clusters) {
-        if (!clusters && c.shared && threadIdx.x < 2) c.shared[2 * blockIdx.x + threadIdx.x].last = -1;
-        return;
-    }
+    if (a.asks && by_clusters(a) != clusters) return;
     if (clusters)
         barrier_cluster_arrive(); /* inboxes are there */
     else if (!find_chunks<LIST_WARPS>(c, plan))
@@ -160,8 +136,6 @@ __global__ void __launch_bounds__(LIST_WARPS * 32, 1) paged_attn_sm90a_kernel(co
     RowsOf<Pages, N> rows;
     while (source.next(a, plan, share)) {
         const TileShare &x = share.x;
-        if (!x.whole && threadIdx.x == 0)
-            note_shared(c.shared + 2 * blockIdx.x, x, share.own, share.chunks, plan.share);
         rows.template begin<T>(a, x);
 #pragma unroll 1
         for (int step = x.step0; step < x.steps; ++step) {
@@ -182,15 +156,15 @@ __global__ void __launch_bounds__(LIST_WARPS * 32, 1) paged_attn_sm90a_kernel(co
             __syncthreads(); /* every warp has read its ring */
         }
         finish_share<T, Pages, N>(a, x, rows, smem, map, team);
-        if (clusters) receive<T, Pages::HEAD_DIM>(a, x, smem, map);
+        if (clusters)
+            receive<T, Pages::HEAD_DIM>(a, x, smem, map);
+        else if (!x.whole)
+            join_splits<T, Pages::HEAD_DIM>(a, x, (int)(share.own / plan.share),
+                                            (int)((share.own + share.chunks - 1) / plan.share), team);
     }
 }
 
 /* ---- 3. launch ------------------------------------------------------------------------------------ */
-struct CombineAtOnce {
-    static __device__ __forceinline__ void wait() { griddepcontrol_wait(); }
-};
-
 struct StreamPlan {
     Planned planned;
     int ranks, boxes; /* ranks 1: no clusters */
@@ -241,9 +215,10 @@ template <class Pages> bool plan(const gk_cuda_instance *row, const gk_context *
     for (int n = 2; n <= paged_hopper::most_ranks && tiles * n <= sms && c.p.seq_q * c.p.group <= c.lanes; n *= 2)
         own.ranks = n;
     /* pages of 16 bits and many small tiles: paged_attn_sm80 is as fast or faster */
-    if (!Pages::CODES && own.ranks == 1 && c.p.seq_q * c.p.group <= 8 &&
-        (c.p.group == 1 || c.p.batch > paged_hopper::wide_batch))
-        return false;
+    const bool small = Pages::HEAD_DIM == 64
+                           ? c.p.batch >= paged_hopper::narrow_batch
+                           : c.p.seq_q * c.p.group <= 8 && (c.p.group == 1 || c.p.batch > paged_hopper::wide_batch);
+    if (!Pages::CODES && own.ranks == 1 && small) return false;
     own.list = own.ranks == 1 || c.p.cu_q || c.p.batch > 1 || c.p.capacity > paged_hopper::cluster_keys;
     to->tile[0] = row->key[1], to->tile[1] = Pages::KEYS, to->tile[2] = c.chunk_keys;
     to->tasks = own.list ? z.blocks : tiles * own.ranks, to->waves = 1;
@@ -267,7 +242,12 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     StreamParams x = {};
     x.c = own.planned.call;
     if (x.c.p.tokens == 0 || x.c.p.heads_q == 0) return GK_OK;
-    if (own.list) place_splits(x.c, z, workspace);
+    if (own.list && z.combines) {
+        static_assert(2 * sizeof(SharedTile) >= LIST_WARPS * sizeof(unsigned),
+                      "the counts lie where others note tiles");
+        place_splits(x.c, z, workspace);
+        x.arrived = (unsigned *)x.c.shared, x.c.shared = NULL;
+    }
     const smem_box lies = Pages::box(Pages::KEYS / own.boxes);
     gk_status status = make_tensor_map("gk_paged_attn", pages_shape(a->k_cache, Pages::COLS), lies, &x.k);
     if (status == GK_OK) status = make_tensor_map("gk_paged_attn", pages_shape(a->v_cache, Pages::COLS), lies, &x.v);
@@ -275,6 +255,7 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     x.boxes = own.boxes;
     x.k_scale = page_scale(a->k_scale), x.v_scale = page_scale(a->v_scale);
     x.by_page = x.k_scale.data || x.v_scale.data;
+    if (x.arrived && (status = launch_begin<T>(ctx, x.c, x.arrived)) != GK_OK) return status;
     if (own.ranks > 1) {
         x.asks = own.list;
         const float key_bytes = 2.f * Pages::HEAD_DIM * gk_dtype_bytes(a->k_cache.dtype);
@@ -291,7 +272,6 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     }
     if (status == GK_OK && own.list)
         status = start<T, Pages, N>(ctx, x, dim3((unsigned)z.blocks), LIST_WARPS, stages, 1);
-    if (status == GK_OK && own.list && z.combines) status = launch_combine<T, CombineAtOnce>(ctx, x.c, true);
     return status;
 }
 
@@ -312,6 +292,8 @@ constexpr int STATIC_BYTES = 1024;
 #define BOTH(NAME, DTYPE, T, PAGES) ROW(NAME "x8", DTYPE, T, PAGES, 8, 8) ROW(NAME "x16", DTYPE, T, PAGES, 16, 0)
 typedef WidePages<__nv_bfloat16, 128> Bf16Pages128;
 typedef WidePages<__half, 128> F16Pages128;
+typedef WidePages<__nv_bfloat16, 64> Bf16Pages64;
+typedef WidePages<__half, 64> F16Pages64;
 typedef CodePages<GK_E4M3, 128> E4m3Pages128;
 typedef CodePages<GK_E5M2, 128> E5m2Pages128;
 typedef CodePages<GK_I8, 128> I8Pages128;
@@ -320,6 +302,8 @@ typedef CodePages<GK_E4M3, 64> E4m3Pages64;
 const gk_cuda_instance instances[] = {
     BOTH("bf16_128", GK_BF16, __nv_bfloat16, Bf16Pages128)
     BOTH("f16_128", GK_F16, __half, F16Pages128)
+    BOTH("bf16_64", GK_BF16, __nv_bfloat16, Bf16Pages64)
+    BOTH("f16_64", GK_F16, __half, F16Pages64)
     BOTH("bf16_e4m3_128", GK_BF16, __nv_bfloat16, E4m3Pages128)
     BOTH("f16_e4m3_128", GK_F16, __half, E4m3Pages128)
     ROW("bf16_e5m2_128x16", GK_BF16, __nv_bfloat16, E5m2Pages128, 16, 0)

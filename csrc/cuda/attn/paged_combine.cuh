@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* paged_combine.cuh: the second kernel of paged_attn. Tiles that several blocks share (paged_plan.cuh) are merged, in the order of
- * their splits; tokens of no sequence become zeros. */
+/* paged_combine.cuh: the second kernel of paged_attn_sm80 and paged_attn_f32. Tiles that several blocks share (paged_plan.cuh) are
+ * merged, in the order of their splits; tokens of no sequence become zeros. paged_attn_sm90a merges by itself (paged_join.cuh). */
 #ifndef GPUKERN_CUDA_PAGED_COMBINE_CUH
 #define GPUKERN_CUDA_PAGED_COMBINE_CUH
 
@@ -12,27 +12,53 @@ namespace {
 constexpr int COMBINE_WARPS = paged_plan::combine_warps, COMBINE_THREADS = COMBINE_WARPS * 32;
 constexpr int SPLITS = paged_plan::combine_splits;
 
-/* Before::wait comes before the first access to memory: of a launch that begins while the kernel before it ends. */
-struct CombineAfter {
-    static __device__ __forceinline__ void wait() {}
-};
+/* A token of no sequence becomes zeros. One warp. */
+template <class T> __device__ __forceinline__ void clear_unowned_token(const Paged &p, int token) {
+    const int lane = threadIdx.x % 32;
+    if (token >= p.tokens || paged_owner(p, token) >= 0) return;
+    const int64_t row = (int64_t)token * p.heads_q;
+    for (int i = lane; p.lse && i < p.heads_q; i += 32) ((float *)p.lse)[row + i] = -INFINITY;
+    for (int i = lane; i < p.heads_q * p.head_dim_v; i += 32) ((T *)p.out)[row * p.head_dim_v + i] = from_acc<T>(0);
+}
+
+/* Columns 4 quad .. + 3 of a row of a tile, over its splits of blocks from, from + step, .. up to last; first: the block that began
+ * the tile. The loads of SPLITS splits at once. there: the row has so many columns. */
+__device__ __forceinline__ Merged sum_splits(const Call &c, int first, int from, int last, int step, int64_t lane_at,
+                                             int quad, bool there) {
+    const int64_t split_rows = (int64_t)c.block_heads * c.lanes;
+    Merged all = {{-INFINITY, 0}, make_float4(0, 0, 0, 0)};
+    for (int i0 = from; i0 <= last; i0 += step * SPLITS) {
+        float2 stats[SPLITS];
+        float4 o[SPLITS];
+        float highest = -INFINITY;
+#pragma unroll
+        for (int u = 0; u < SPLITS; ++u) {
+            const int i = i0 + u * step;
+            const int64_t split = (i * 2 + (i == first)) * split_rows + lane_at;
+            stats[u] = make_float2(-INFINITY, 0), o[u] = make_float4(0, 0, 0, 0);
+            if (i <= last) stats[u] = c.stats[split];
+            if (i <= last && there) o[u] = *(const float4 *)(c.sums + split * c.p.head_dim_v + quad * 4);
+        }
+#pragma unroll
+        for (int u = 0; u < SPLITS; ++u) highest = fmaxf(highest, stats[u].x);
+        const float shrink = all.row.raise(highest);
+        all.y.x *= shrink, all.y.y *= shrink, all.y.z *= shrink, all.y.w *= shrink, all.row.sum *= shrink;
+#pragma unroll
+        for (int u = 0; u < SPLITS; ++u) add_4(all.y, o[u], all.row.join(stats[u].x, stats[u].y));
+    }
+    return all;
+}
 
 /* A block for each split: the blocks of a tile's splits deal its rows out among them, so that many splits of a small tile and few
  * splits of a large one both keep every warp busy. Blocks after them: a warp asks whether a token is anybody's. */
-template <class T, class Before = CombineAfter>
-__global__ void __launch_bounds__(COMBINE_THREADS) paged_combine_kernel(Call c) {
+template <class T> __global__ void __launch_bounds__(COMBINE_THREADS) paged_combine_kernel(Call c) {
     const Paged &p = c.p;
-    Before::wait();
     __shared__ __align__(16) float sums_s[COMBINE_WARPS][256]; /* 256: the largest head_dim_v */
     __shared__ float2 stats_s[COMBINE_WARPS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
     if ((int)blockIdx.x >= 2 * c.blocks) {
-        const int token = ((int)blockIdx.x - 2 * c.blocks) * COMBINE_WARPS + warp;
-        if (token >= p.tokens || paged_owner(p, token) >= 0) return;
-        const int64_t row = (int64_t)token * p.heads_q;
-        for (int i = lane; p.lse && i < p.heads_q; i += 32) ((float *)p.lse)[row + i] = -INFINITY;
-        for (int i = lane; i < p.heads_q * p.head_dim_v; i += 32) ((T *)p.out)[row * p.head_dim_v + i] = from_acc<T>(0);
+        clear_unowned_token<T>(p, ((int)blockIdx.x - 2 * c.blocks) * COMBINE_WARPS + warp);
         return;
     }
 
@@ -44,38 +70,17 @@ __global__ void __launch_bounds__(COMBINE_THREADS) paged_combine_kernel(Call c) 
     int warps_of_row = COMBINE_WARPS;
     while (warps_of_row > 1 && COMBINE_WARPS / warps_of_row < rows) warps_of_row /= 2;
     const int at_once = COMBINE_WARPS / warps_of_row, quads = p.head_dim_v / 4;
-    const int64_t split_rows = (int64_t)c.block_heads * c.lanes;
 
     for (int row0 = 0; row0 < rows; row0 += at_once) {
-        /* 1.2 columns to the lanes; the loads of SPLITS splits at once */
+        /* 1.2 columns to the lanes */
         const int line = mine + (row0 + warp / warps_of_row) * splits, block_head = line / tile.rows;
         const int64_t lane_at = (int64_t)block_head * c.lanes + line - block_head * tile.rows;
         const bool works = row0 + warp / warps_of_row < rows;
         for (int quad = lane; works && quad - lane < quads; quad += 32) {
-            float4 y = make_float4(0, 0, 0, 0);
-            RowSoftmax<ExpFull> all = {-INFINITY, 0};
-            for (int i0 = tile.first + warp % warps_of_row; i0 <= tile.last; i0 += warps_of_row * SPLITS) {
-                float2 stats[SPLITS];
-                float4 o[SPLITS];
-                float highest = -INFINITY;
-#pragma unroll
-                for (int u = 0; u < SPLITS; ++u) {
-                    const int i = i0 + u * warps_of_row;
-                    const int64_t split = (i * 2 + (i == tile.first)) * split_rows + lane_at;
-                    stats[u] = make_float2(-INFINITY, 0), o[u] = make_float4(0, 0, 0, 0);
-                    if (i <= tile.last) stats[u] = c.stats[split];
-                    if (i <= tile.last && quad < quads)
-                        o[u] = *(const float4 *)(c.sums + split * p.head_dim_v + quad * 4);
-                }
-#pragma unroll
-                for (int u = 0; u < SPLITS; ++u) highest = fmaxf(highest, stats[u].x);
-                const float shrink = all.raise(highest);
-                y.x *= shrink, y.y *= shrink, y.z *= shrink, y.w *= shrink, all.sum *= shrink;
-#pragma unroll
-                for (int u = 0; u < SPLITS; ++u) add_4(y, o[u], all.join(stats[u].x, stats[u].y));
-            }
-            if (quad < quads) *(float4 *)&sums_s[warp][quad * 4] = y;
-            if (lane == 0) stats_s[warp] = make_float2(all.peak, all.sum);
+            const Merged all = sum_splits(c, tile.first, tile.first + warp % warps_of_row, tile.last, warps_of_row,
+                                          lane_at, quad, quad < quads);
+            if (quad < quads) *(float4 *)&sums_s[warp][quad * 4] = all.y;
+            if (lane == 0) stats_s[warp] = make_float2(all.row.peak, all.row.sum);
         }
         __syncthreads(); /* every warp's sums are written */
 
@@ -106,11 +111,10 @@ inline void place_splits(Call &c, const Sizes &z, void *workspace) {
     c.sums = (float *)at;
 }
 
-template <class T, class Before>
-gk_status launch_combine(const gk_context *ctx, const Call &c, bool after_previous = false) {
+template <class T> gk_status launch_combine(const gk_context *ctx, const Call &c) {
     const int64_t askers = c.p.cu_q ? gk_ceil_div(c.p.tokens, COMBINE_WARPS) : 0;
     const dim3 grid((unsigned)(2 * c.blocks + askers));
-    return launch<paged_combine_kernel<T, Before>>("gk_paged_attn", ctx, grid, COMBINE_THREADS, 0, c, after_previous);
+    return launch<paged_combine_kernel<T>>("gk_paged_attn", ctx, grid, COMBINE_THREADS, 0, c);
 }
 
 template <class T, auto KERNEL>
@@ -123,7 +127,7 @@ gk_status run_pair(const gk_context *ctx, const void *, const gk_plan *plan, voi
     const gk_status status =
         launch<KERNEL>("gk_paged_attn", ctx, dim3((unsigned)c.blocks), row->key[2] * 32, row->key[4], c);
     if (status != GK_OK || !z.combines) return status;
-    return launch_combine<T, CombineAfter>(ctx, c);
+    return launch_combine<T>(ctx, c);
 }
 
 } // namespace

@@ -22,7 +22,9 @@
 namespace {
 
 struct StreamParams {
-    Call c;
+    Call c; /* shared: NULL; */
+    unsigned *
+        arrived; /* workspace, [blocks][LIST_WARPS]: splits that are stored of the tile that this block began, by head; */
     CUtensorMap k, v;
     CodeScale k_scale, v_scale; /* of codes, by page; */
     bool by_page;               /* one of them is there */

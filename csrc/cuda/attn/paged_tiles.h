@@ -17,7 +17,8 @@ struct paged_hopper {
     /* Heads side by side read whole lines together, but make fewer tiles: of codes and up to 8 rows from this batch on 5 % faster
      * (256 x 1k), with fewer sequences up to 30 % slower (16 x 2k); of 16 bits never faster. */
     static constexpr int side_by_side_batch = 32;
-    static constexpr int wide_batch = 64; /* 256 x 1k: paged_attn_sm80 0.7 % faster; 64 x 4k: the same */
+    static constexpr int wide_batch = 64;   /* 256 x 1k: paged_attn_sm80 0.7 % faster; 64 x 4k: the same */
+    static constexpr int narrow_batch = 32; /* head_dim 64: 16 x 2k 0.86 of its time, 32 x 2k the same, 64 x 4k 1.03 */
     /* What one SM of a cluster reads: at 1 x 128k 43 of 16 bits, where clusters and the list take the same, and 30 of codes, where the
      * list is 1.18 times as fast. */
     static constexpr float sm_bytes_per_ns = 60, sm_code_bytes_per_ns = 30;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* gemm_swapab_sm90a: gemm_sm90a's product for small M: a and b change places (out^T = b^T a^T), so that the weights fill WGMMA's 64
- * rows, and the M rows of a its columns. Up to 64 rows; two blocks split k. hopper.cuh says what all schedules share.
+ * rows, and the M rows of a its columns. Two blocks split k for up to 64 rows; four share b's tile past that. hopper.cuh has the rest.
  *
  * Pipeline (stages full and empty: tma_ring.cuh): as gemm_sm90a's, with one consumer warpgroup. The sums' transpose goes through
  * shared memory on its way to rows of the result. */

@@ -3,11 +3,11 @@
  * the products from shared memory. Each schedule is a file of its own: gemm_sm90a (cooperative), gemm_pingpong_sm90a,
  * gemm_swapab_sm90a, gemm_tf32_sm90a.
  *
- * Grid: as many clusters, of one or two blocks, as fit the GPU; each takes tiles BM x BN, in the order of order.cuh, until none is
- * left. Two tiles of a cluster are 2 x 1, where both read the same of b, which is multicast, or 1 x 2, where the same of a,
- * whichever fits the result better. Each block copies half of that to both, since L2 gives the SMs some 8 TB/s and single
- * 128 x 256 tiles would ask for 12. Split-K: two or four blocks sum a split of k each, exchange their sums and store a share of
- * the columns each.
+ * Grid: as many clusters, of two, four or eight blocks, as fit the GPU; each takes tiles BM x BN, in the order of order.cuh, until
+ * none is left. A cluster's tiles lie in a column, where all read the same of b, which is multicast, or in a row, where the same of a,
+ * as fits the result better; eight are 4 x 2. Each block copies its share of that to all, since L2 gives the SMs some 8 TB/s and
+ * single 128 x 256 tiles would ask for 12. Split-K: the two or four blocks of a cluster sum a split of k each, exchange their sums
+ * and store a share of the columns each.
  * The last wave: where at most half of the clusters have tiles left, each takes one tile, not two, and its blocks half of k each; the
  * second one's sums go into the first one's ring, which nobody needs any more, and are added there (TAIL).
  * Block: WGS consumer warpgroups, and a producer warpgroup, of which a single thread copies.

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* sm90_plan.cuh: which row of gemm_sm90a serves a call, how its clusters lie over the result, and how it reads the operands: by
+/* sm90_plan.cuh: which instance of Hopper's four files serves a call, how its clusters lie over the result, how it reads the operands: by
  * estimates of time, whose figures are in tiles.h. Host only. */
 #ifndef GPUKERN_CUDA_GEMM_SM90_PLAN_CUH
 #define GPUKERN_CUDA_GEMM_SM90_PLAN_CUH
@@ -207,7 +207,7 @@ struct HopperPlan {
     Operands operands; /* p has its tiles */
     unsigned clusters; /* to launch */
     unsigned whole;    /* of their tiles; each of the others is two tasks, halved along k */
-    bool in_row;       /* how a pair's tiles lie */
+    bool in_row;       /* how a cluster's tiles lie */
 };
 
 /* By this row, whose operands are found. */

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* tf32.cuh: what gemm_sm90a does with float32 operands alone. tma rounds them to tf32 while it copies.
+/* tf32.cuh: what gemm_tf32_sm90a alone does, with float32 operands. TMA rounds them to tf32 while it copies.
  *
- * wgmma reads tf32 from shared memory along k only. So an MN-major operand b [K, N] becomes wgmma's A, in registers,
+ * WGMMA reads tf32 from shared memory along k only. So an MN-major operand b [K, N] becomes WGMMA's A, in registers,
  * and the product is swapped (swap-AB) (out^T = b^T a^T); any other operand that is not K-major is copied first (realign.cuh).
  *
  * Pipeline of a swap-AB product, 8 of k after the other: four sets of fragments, three of them loaded ahead

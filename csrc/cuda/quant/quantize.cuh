@@ -4,353 +4,302 @@
  *   scale = max(amax / q, 2^-126)   codes = saturate(round-even(x / scale))   of each block of gk_granularity
  *
  * x [..., M, K] float32 | bfloat16 | float16, any strides   codes, scale, sum contiguous
- * Blocks within a row (row, 1x128, 1x32): a block of threads owns a row, in registers up to SEGMENT columns a thread group, else it
- * reads the row again for each statistic. 128x128: a block owns one, 64 values a thread. One scale for all: a first kernel leaves
- * an amax for each of its blocks, a second one reads them all and writes. An RMSNorm whose scales span rows is first written as
- * float32.
- * amax is a maximum of bits, those of infinities and NaN the largest. x / scale is a correctly rounded quotient: a product with
- * 1 / scale and one Newton step on its remainder (Markstein 1990), which takes 3 instructions.
- * Workspace: amax of the first kernel's blocks; the RMSNorm in float32. Bandwidth bound. */
+ * Blocks within a row (row, 1x128, 1x32): up to 16 warps share a row, a thread has 32 columns of it in registers; a longer row, where
+ * a statistic needs all of it, is read again for each. 128x128: a block owns one, a thread 32 values. One scale for all: a first
+ * kernel leaves an amax for each of its blocks; a second one reads them all, and x from its end on, which the L2 still has. An
+ * RMSNorm whose scales span rows is first written as float32.
+ * Workspace: amax of the first kernel's blocks; the RMSNorm in float32. Bandwidth bound: x once, with one scale for all twice. */
 #ifndef GPUKERN_CUDA_QUANT_QUANTIZE_CUH
 #define GPUKERN_CUDA_QUANT_QUANTIZE_CUH
 
-#include "../../scales.h"
-#include "../gemm/activation.cuh"
-#include "../host/launch.cuh"
-#include "../tile/codes.cuh"
-#include "../tile/convert.cuh"
-#include "../tile/reduce.cuh"
+#include "quantize_values.cuh"
 
 namespace {
 
-constexpr int VEC = 8; /* columns of a thread at a time: 16 bytes of a 16-bit x */
-constexpr int ROW_THREADS = 256;
-constexpr int SEGMENT = ROW_THREADS * VEC; /* columns that the largest block takes at a time */
-constexpr int AMAX_BLOCKS = 1056;          /* of the first kernel for a whole tensor: 8 an SM of Hopper */
+/* ---- 1. blocks within a row ------------------------------------------------------------------------------ */
+/* A thread's place in a row. Its groups begin at columns col, col + pitch .. */
+template <class T> struct Row {
+    int lane, pitch;
+    bool is_row;
+    int64_t row, first; /* first: this thread's first column */
+    const T *x, *more;
 
-struct Source { /* [..., M, K] */
-    const void *data;
-    int64_t stride[GK_MAX_DIMS]; /* leading dimensions as in Params::shape */
-    int64_t col;
-};
-
-struct Params {
-    Source x, up, residual;
-    const void *weight, *given;
-    const float *scale_ub;
-    uint8_t *codes;
-    void *scale, *sum;
-    float *values;  /* the row kernel writes these in place of codes */
-    uint32_t *amax; /* [AMAX_BLOCKS] */
-    int64_t rows, m, k, weight_step;
-    int64_t shape[GK_MAX_DIMS];
-    int ndim, what, granularity, amax_blocks;
-    float eps, largest;
-    gk_dtype dtype;
-    bool weight_f32, vec, scale_e8m0;
-};
-
-/* ---- 1. values ---------------------------------------------------------------------------------------- */
-__device__ __forceinline__ int64_t row_offset(const Params &p, const Source &s, int64_t row) {
-    int64_t at = 0;
-    for (int d = p.ndim - 1; d > 0; --d) {
-        at += row % p.shape[d] * s.stride[d];
-        row /= p.shape[d];
+    __device__ __forceinline__ explicit Row(const Params &p) {
+        const int lanes = 32 * p.warps;
+        const unsigned block = blockIdx.x / p.segments;
+        lane = threadIdx.x % lanes, pitch = lanes * VEC;
+        row = (int64_t)block * p.groups + threadIdx.x / lanes, is_row = row < p.rows;
+        first = (int64_t)(blockIdx.x - block * p.segments) * pitch * N + lane * VEC;
+        x = (const T *)p.x.data + row_offset(p, p.x, row);
+        more = p.more.data ? (const T *)p.more.data + row_offset(p, p.more, row) : nullptr;
     }
-    return at + row * s.stride[0];
-}
 
-/* Columns [col, col + VEC) of a row, zeros past n. */
-template <class T>
-__device__ __forceinline__ void load_vec(const T *row, int64_t step, int64_t col, int64_t n, bool vec,
-                                         float (&v)[VEC]) {
-    if (vec) {
-        union {
-            uint4 bits[sizeof(T) * VEC / 16];
-            T t[VEC];
-        } u;
-#pragma unroll
-        for (int i = 0; i < (int)sizeof(T) * VEC / 16; ++i) u.bits[i] = make_uint4(0, 0, 0, 0);
-        if (col < n)
-#pragma unroll
-            for (int i = 0; i < (int)sizeof(T) * VEC / 16; ++i) u.bits[i] = ((const uint4 *)(row + col))[i];
-#pragma unroll
-        for (int i = 0; i < VEC; ++i) v[i] = to_f32(u.t[i]);
-    } else {
-#pragma unroll
-        for (int i = 0; i < VEC; ++i) v[i] = col + i < n ? to_f32(row[(col + i) * step]) : 0.f;
+    /* Columns of group n of those from col on, at most VEC. */
+    __device__ __forceinline__ int left(const Params &p, int64_t col, int n) const {
+        const int64_t left = p.k - col - n * pitch;
+        return is_row ? (int)(left < VEC ? left : VEC) : 0;
     }
-}
 
-/* Of a row of x, before a norm's statistics. */
-template <class T>
-__device__ __forceinline__ void make_vec(const Params &p, const T *const (&row)[3], int64_t at_sum, int64_t col,
-                                         float (&v)[VEC]) {
-    load_vec(row[0], p.x.col, col, p.k, p.vec, v);
-    if (p.what == GK_QUANTIZE_SILU_MUL) {
-        float up[VEC];
-        load_vec(row[1], p.up.col, col, p.k, p.vec, up);
+    template <int FORM, class V>
+    __device__ __forceinline__ void make(const Params &p, int64_t col, bool keeps_sum, V (&v)[N]) const {
+        const Place<T> at = {x + col * p.x.col, more ? more + col * p.more.col : nullptr, pitch * p.x.col,
+                             pitch * p.more.col};
+        T *const sum = p.sum && keeps_sum ? (T *)p.sum + row * p.k + col : nullptr;
+        make_groups<FORM>(p, at, [&](int n) { return left(p, col, n); }, v, sum, pitch);
+    }
+
+    template <class W>
+    __device__ __forceinline__ void multiply(const Params &p, int64_t col, float rstd, const W *weight,
+                                             Group<float> (&v)[N]) const {
 #pragma unroll
-        for (int i = 0; i < VEC; ++i) v[i] = __fdiv_rn(v[i], 1.f + __expf(-v[i])) * up[i];
-    } else if (row[2]) {
-        float more[VEC];
-        load_vec(row[2], p.residual.col, col, p.k, p.vec, more);
+        for (int n = 0; n < N; ++n) {
+            Group<W> w[1];
+            load_groups(w, weight + (col + n * pitch) * p.weight_step, 0, p.weight_step, p.weight_vec,
+                        [&](int) { return left(p, col, n); });
 #pragma unroll
-        for (int i = 0; i < VEC; ++i) {
-            const T h = from_f32<T>(v[i] + more[i]);
-            v[i] = to_f32(h);
-            if (p.sum && col + i < p.k) ((T *)p.sum)[at_sum + col + i] = h;
+            for (int i = 0; i < VEC; ++i) v[n].v[i] = v[n].v[i] * rstd * w[0].get(i);
         }
     }
-}
-
-/* ---- 2. scales ---------------------------------------------------------------------------------------- */
-template <int N> __device__ __forceinline__ uint32_t amax_bits(const float (&v)[N]) {
-    uint32_t most = 0;
+    /* A norm's values of its row. */
+    __device__ __forceinline__ void norm(const Params &p, int64_t col, float rstd, Group<float> (&v)[N]) const {
+        if (!p.weight) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) most = max(most, __float_as_uint(v[i]) & 0x7fffffffu);
-    return most;
-}
-
-__device__ __forceinline__ uint32_t block_amax(uint32_t x, uint32_t *place) {
-    x = __reduce_max_sync(0xffffffffu, x);
-    __syncthreads(); /* the places were read */
-    if (threadIdx.x % 32 == 0) place[threadIdx.x / 32] = x;
-    __syncthreads();
-    x = threadIdx.x % 32 < blockDim.x / 32 ? place[threadIdx.x % 32] : 0;
-    return __reduce_max_sync(0xffffffffu, x);
-}
-
-__device__ __forceinline__ float scale_of(const Params &p, uint32_t bits) {
-    if (bits >= 0x7f800000u) return __uint_as_float(0x7fc00000u);
-    float amax = __uint_as_float(bits);
-    if (p.scale_ub) amax = fminf(amax, *p.scale_ub);
-    const float scale = fmaxf(__fdiv_rn(amax, p.largest), 0x1p-126f);
-    return p.granularity == GK_PER_1X32 ? e8m0_to_f32(f32_to_e8m0(scale)) : scale;
-}
-
-/* The scale of a block, made or given; `writes`: this thread keeps it. */
-__device__ __forceinline__ float scale_at(const Params &p, int64_t block, uint32_t bits, bool writes) {
-    if (p.given) return p.scale_e8m0 ? e8m0_to_f32(((const uint8_t *)p.given)[block]) : ((const float *)p.given)[block];
-    const float scale = scale_of(p, bits);
-    if (writes) {
-        if (p.scale_e8m0)
-            ((uint8_t *)p.scale)[block] = (uint8_t)f32_to_e8m0(scale);
-        else
-            ((float *)p.scale)[block] = scale;
-    }
-    return scale;
-}
-
-struct Quotient {
-    float scale, inverse;
-    bool usual; /* neither inverse nor remainder leaves the normal numbers */
-    static __device__ __forceinline__ Quotient by(float s) { return {s, __frcp_rn(s), s > 0x1p-90f && s < 0x1p90f}; }
-    __device__ __forceinline__ float of(float x) const {
-        if (!usual) return __fdiv_rn(x, scale);
-        const float q = x * inverse;
-        const float better = __fmaf_rn(__fmaf_rn(-q, scale, x), inverse, q);
-        return fabsf(q) <= 3e38f ? better : q; /* infinities and NaN */
-    }
-};
-
-template <class Codes>
-__device__ __forceinline__ void store_vec(const Params &p, int64_t row, int64_t col, const float (&v)[VEC],
-                                          float scale) {
-    if (col >= p.k) return;
-    const Quotient by = Quotient::by(scale);
-    float q[VEC];
+            for (int n = 0; n < N; ++n)
 #pragma unroll
-    for (int i = 0; i < VEC; ++i) q[i] = by.of(v[i]);
-    const uint2 codes = make_uint2(codes_x4<Codes>(p.dtype, q), codes_x4<Codes>(p.dtype, q + 4));
-    uint8_t *to = p.codes + row * p.k + col;
-    if (p.k % VEC == 0) {
-        *(uint2 *)to = codes;
-    } else {
-#pragma unroll
-        for (int i = 0; i < VEC; ++i)
-            if (col + i < p.k) to[i] = (uint8_t)((i < 4 ? codes.x : codes.y) >> 8 * (i % 4));
-    }
-}
-
-/* ---- 3. blocks within a row ------------------------------------------------------------------------------ */
-template <class T, class Codes, int CHUNKS>
-__global__ void __launch_bounds__(ROW_THREADS) quantize_rows_kernel(Params p) {
-    __shared__ uint32_t place[32];
-    __shared__ float sums[32];
-    const int64_t row = blockIdx.x, step = (int64_t)blockDim.x * VEC, segment = step * CHUNKS;
-    const T *const rows[3] = {(const T *)p.x.data + row_offset(p, p.x, row),
-                              p.up.data ? (const T *)p.up.data + row_offset(p, p.up, row) : nullptr,
-                              p.residual.data ? (const T *)p.residual.data + row_offset(p, p.residual, row) : nullptr};
-    const bool once = p.k <= segment; /* a thread keeps its values */
-    float v[CHUNKS][VEC];
-    auto make = [&](int64_t begin) {
-#pragma unroll
-        for (int c = 0; c < CHUNKS; ++c) make_vec(p, rows, row * p.k, begin + c * step + threadIdx.x * VEC, v[c]);
-    };
-    float rstd = 1;
-    if (p.what == GK_QUANTIZE_RMS_NORM) {
-        float squares = 0;
-        for (int64_t begin = 0; begin < p.k; begin += segment) {
-            make(begin);
-#pragma unroll
-            for (int c = 0; c < CHUNKS; ++c)
-#pragma unroll
-                for (int i = 0; i < VEC; ++i) squares += v[c][i] * v[c][i];
+                for (int i = 0; i < VEC; ++i) v[n].v[i] *= rstd;
+        } else if (p.weight_f32) {
+            multiply(p, col, rstd, (const float *)p.weight, v);
+        } else {
+            multiply(p, col, rstd, (const T *)p.weight, v);
         }
-        squares = warp_sum(squares);
-        if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = squares;
-        __syncthreads();
-        squares = warp_sum(threadIdx.x % 32 < blockDim.x / 32 ? sums[threadIdx.x % 32] : 0.f);
-        rstd = 1.f / sqrtf(squares / (float)p.k + p.eps);
     }
-    auto norm = [&](int64_t begin) {
-        if (p.what != GK_QUANTIZE_RMS_NORM) return;
+
+    __device__ __forceinline__ float rstd_of(const Params &p, float squares, float *place) const {
+        return 1.f / sqrtf(sum_of_warps(squares, place, p.warps) / (float)p.k + p.eps);
+    }
+    /* The scale of a whole row, or tensor, from amax of the thread's values. */
+    __device__ __forceinline__ Quotient by_row(const Params &p, uint32_t most, uint32_t *place) const {
+        if (!p.given) most = max_of_warps(most, place, p.warps);
+        if (!is_row) return {};
+        return Quotient::by(scale_at(p, p.granularity == GK_PER_ROW ? row : 0, most, lane == 0));
+    }
+
+    /* Codes by one scale, codes by a scale for each 128 or 32 columns, or values. */
+    template <class Codes, int FORM, class V>
+    __device__ __forceinline__ void store(const Params &p, int64_t col, const V (&v)[N], const Quotient &by) const {
+        const int64_t to = row * p.k + col;
+        if (FORM == MADE && p.values) {
 #pragma unroll
-        for (int c = 0; c < CHUNKS; ++c)
+            for (int n = 0; n < N; ++n) {
+                Group<float> out;
 #pragma unroll
-            for (int i = 0; i < VEC; ++i) {
-                const int64_t col = begin + c * step + threadIdx.x * VEC + i;
-                float w = 1;
-                if (p.weight && col < p.k)
-                    w = p.weight_f32 ? ((const float *)p.weight)[col * p.weight_step]
-                                     : to_f32(((const T *)p.weight)[col * p.weight_step]);
-                v[c][i] = v[c][i] * rstd * w;
+                for (int i = 0; i < VEC; ++i) out.v[i] = v[n].get(i);
+                store_group(p.values + to + n * pitch, out, left(p, col, n), p.wide);
             }
-    };
-    bool made = once && p.what == GK_QUANTIZE_RMS_NORM, normed = false;
-    uint32_t all = 0;
-    if (p.granularity == GK_PER_ROW && !p.given && !p.values) {
-        for (int64_t begin = 0; begin < p.k; begin += segment) {
-            if (!made) make(begin);
-            norm(begin);
+        } else if (p.granularity <= GK_PER_ROW) {
 #pragma unroll
-            for (int c = 0; c < CHUNKS; ++c) all = max(all, amax_bits(v[c]));
-        }
-        made = normed = once;
-        all = block_amax(all, place);
-    }
-    const int log2 = p.granularity == GK_PER_1X128 ? 7 : 5;
-    const int64_t across = (p.k + (1 << log2) - 1) >> log2;
-    const float whole = p.granularity == GK_PER_ROW && !p.values ? scale_at(p, row, all, threadIdx.x == 0) : 0.f;
-    for (int64_t begin = 0; begin < p.k; begin += segment) {
-        if (!made) make(begin);
-        if (!normed) norm(begin);
+            for (int n = 0; n < N; ++n) store_codes<Codes>(p, p.codes + to + n * pitch, left(p, col, n), v[n], by);
+        } else {
+            const int log2 = p.granularity == GK_PER_1X128 ? 7 : 5;
+            const int64_t across = (p.k + (1 << log2) - 1) >> log2;
 #pragma unroll
-        for (int c = 0; c < CHUNKS; ++c) {
-            const int64_t col = begin + c * step + threadIdx.x * VEC;
-            if (p.values) {
-#pragma unroll
-                for (int i = 0; i < VEC; ++i)
-                    if (col + i < p.k) p.values[row * p.k + col + i] = v[c][i];
-                continue;
-            }
-            float scale = whole;
-            if (p.granularity != GK_PER_ROW) {
-                uint32_t bits = amax_bits(v[c]); /* of the 16 or 4 neighbours that share the block */
+            for (int n = 0; n < N; ++n) {
+                uint32_t bits = amax_bits(v[n]); /* of the 16 or 4 neighbours that share the block */
                 bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, 1));
                 bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, 2));
                 if (log2 == 7) {
                     bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, 4));
                     bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, 8));
                 }
-                const int64_t block = min(col >> log2, across - 1);
-                scale = scale_at(p, row * across + block, bits, col < p.k && (col & ((1 << log2) - 1)) == 0);
+                const int64_t at = col + n * pitch;
+                if (left(p, col, n) <= 0) continue;
+                const float scale = scale_at(p, row * across + (at >> log2), bits, (at & ((1 << log2) - 1)) == 0);
+                store_codes<Codes>(p, p.codes + to + n * pitch, left(p, col, n), v[n], Quotient::by(scale));
             }
-            store_vec<Codes>(p, row, col, v[c], scale);
         }
+    }
+};
+
+template <class V> __device__ __forceinline__ float squares_of(const V (&v)[N]) {
+    float squares = 0;
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) squares += v[n].get(i) * v[n].get(i);
+    return squares;
+}
+template <class V> __device__ __forceinline__ uint32_t amax_of(const V (&v)[N]) {
+    uint32_t most = 0;
+#pragma unroll
+    for (int n = 0; n < N; ++n) most = max(most, amax_bits(v[n]));
+    return most;
+}
+
+/* Granularities up to this one have a scale for a row at least: of one scale for all it is given, or all is one row. */
+__device__ __forceinline__ bool by_rows(const Params &p) { return p.granularity <= GK_PER_ROW && !p.values; }
+
+template <class T, class Codes, int FORM>
+__global__ void __launch_bounds__(32 * MOST_WARPS) quantize_rows_kernel(Params p) {
+    __shared__ uint32_t peaks[MOST_WARPS];
+    __shared__ float sums[MOST_WARPS];
+    const Row<T> row(p);
+    typename values_of<FORM, T>::type v[N];
+    row.template make<FORM>(p, row.first, true, v);
+    if constexpr (FORM != PLAIN)
+        if (p.what == GK_QUANTIZE_RMS_NORM) row.norm(p, row.first, row.rstd_of(p, squares_of(v), sums), v);
+    Quotient by = {};
+    if (by_rows(p)) by = row.by_row(p, p.given ? 0 : amax_of(v), peaks);
+    row.template store<Codes, FORM>(p, row.first, v, by);
+}
+
+/* Rows too long for registers: read for the norm, for amax and for codes. */
+template <class T, class Codes> __global__ void __launch_bounds__(32 * MOST_WARPS) quantize_walk_kernel(Params p) {
+    __shared__ uint32_t peaks[MOST_WARPS];
+    __shared__ float sums[MOST_WARPS];
+    const Row<T> row(p);
+    const bool norm = p.what == GK_QUANTIZE_RMS_NORM;
+    enum {
+        SQUARES,
+        AMAX,
+        CODES
+    };
+    float rstd = 1;
+    Quotient by = {};
+    if (by_rows(p) && p.given) by = row.by_row(p, 0, peaks);
+#pragma unroll 1
+    for (int pass = norm ? SQUARES : AMAX; pass <= CODES; ++pass) {
+        if (pass == AMAX && (!by_rows(p) || p.given)) continue;
+        float squares = 0;
+        uint32_t most = 0;
+#pragma unroll 1
+        for (int64_t col = row.first; col - row.first < p.k; col += row.pitch * N) {
+            Group<float> v[N];
+            row.template make<MADE>(p, col, pass == CODES, v);
+            if (pass == SQUARES) {
+                squares += squares_of(v);
+                continue;
+            }
+            if (norm) row.norm(p, col, rstd, v);
+            if (pass == AMAX)
+                most = max(most, amax_of(v));
+            else
+                row.template store<Codes, MADE>(p, col, v, by);
+        }
+        if (pass == SQUARES) rstd = row.rstd_of(p, squares, sums);
+        if (pass == AMAX) by = row.by_row(p, most, peaks);
     }
 }
 
-/* ---- 4. blocks of 128 x 128 ------------------------------------------------------------------------------ */
-template <class T, class Codes> __global__ void __launch_bounds__(256) quantize_blocks_kernel(Params p) {
-    __shared__ uint32_t place[32];
-    constexpr int EACH = 8; /* rows of a thread */
-    const int64_t tall = (p.m + GK_SCALE_BLOCK - 1) / GK_SCALE_BLOCK, across = gridDim.x;
-    const int64_t first = blockIdx.y / tall * p.m, end = first + p.m;
-    const int64_t begin = first + blockIdx.y % tall * GK_SCALE_BLOCK + threadIdx.x / 16;
-    const int64_t col = (int64_t)blockIdx.x * GK_SCALE_BLOCK + threadIdx.x % 16 * VEC;
-    float v[EACH][VEC];
-    uint32_t most = 0;
-#pragma unroll
-    for (int e = 0; e < EACH; ++e) {
-        const int64_t row = begin + e * 16;
-#pragma unroll
-        for (int i = 0; i < VEC; ++i) v[e][i] = 0;
-        if (row < end) {
-            const T *const rows[3] = {(const T *)p.x.data + row_offset(p, p.x, row),
-                                      p.up.data ? (const T *)p.up.data + row_offset(p, p.up, row) : nullptr, nullptr};
-            make_vec(p, rows, 0, col, v[e]);
-        }
-        most = max(most, amax_bits(v[e]));
-    }
-    most = block_amax(most, place);
-    const float scale = scale_at(p, blockIdx.y * across + blockIdx.x, most, threadIdx.x == 0);
-#pragma unroll
-    for (int e = 0; e < EACH; ++e)
-        if (begin + e * 16 < end) store_vec<Codes>(p, begin + e * 16, col, v[e], scale);
-}
+/* ---- 2. blocks of 128 x 128 ------------------------------------------------------------------------------ */
+constexpr int BLOCK_THREADS = GK_SCALE_BLOCK / VEC * GK_SCALE_BLOCK / N;
 
-/* ---- 5. one scale ---------------------------------------------------------------------------------------- */
-template <class T, class Codes, bool FIRST> __global__ void __launch_bounds__(256) quantize_tensor_kernel(Params p) {
-    __shared__ uint32_t place[32];
-    const int64_t each = (p.k + VEC - 1) / VEC, total = p.rows * each;
+template <class T, class Codes, int FORM>
+__global__ void __launch_bounds__(BLOCK_THREADS, sizeof(T) == 4  ? 1
+                                                 : FORM == PLAIN ? 3
+                                                                 : 2) quantize_blocks_kernel(Params p) {
+    __shared__ uint32_t peaks[MOST_WARPS];
+    constexpr int APART = GK_SCALE_BLOCK / N, ACROSS = GK_SCALE_BLOCK / VEC; /* rows between a thread's groups */
+    const unsigned down = blockIdx.x / p.segments, across = blockIdx.x - down * p.segments, matrix = down / p.tiles;
+    const int64_t in_matrix = (int64_t)(down - matrix * p.tiles) * GK_SCALE_BLOCK + threadIdx.x / ACROSS;
+    const int64_t col = (int64_t)across * GK_SCALE_BLOCK + threadIdx.x % ACROSS * VEC, first = matrix * p.m;
+    const int rows_left = (int)(p.m - in_matrix < GK_SCALE_BLOCK ? p.m - in_matrix : GK_SCALE_BLOCK);
+    const int cols_left = (int)(p.k - col < VEC ? p.k - col : VEC);
+    auto left = [&](int n) { return n * APART < rows_left ? cols_left : 0; };
+    auto begin = [&](const Source &s) {
+        return (const T *)s.data + row_offset(p, s, first) + in_matrix * s.row + col * s.col;
+    };
+    const Place<T> at = {begin(p.x), p.more.data ? begin(p.more) : nullptr, APART * p.x.row, APART * p.more.row};
+    typename values_of<FORM, T>::type v[N];
+    make_groups<FORM>(p, at, left, v);
+    const uint32_t most = max_of_warps(amax_of(v), peaks, MOST_WARPS);
+    const Quotient by = Quotient::by(scale_at(p, blockIdx.x, most, threadIdx.x == 0));
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+        store_codes<Codes>(p, p.codes + (first + in_matrix + n * APART) * p.k + col, left(n), v[n], by);
+}
+static_assert(BLOCK_THREADS == 32 * MOST_WARPS, "max_of_warps");
+
+/* ---- 3. one scale ---------------------------------------------------------------------------------------- */
+template <class T, int FORM> constexpr int tensor_blocks = sizeof(T) == 4 ? 2 : FORM == PLAIN ? 4 : 3; /* of an SM */
+
+template <class T, class Codes, int FORM, bool FIRST>
+__global__ void __launch_bounds__(256) quantize_tensor_kernel(Params p) {
+    __shared__ uint32_t peaks[MOST_WARPS];
+    const int pitch = blockDim.x * VEC;
     uint32_t most = 0;
-    float scale = 1;
+    Quotient by = {};
     if (!FIRST) {
+        Codes::wait_for_previous();
         for (int i = threadIdx.x; i < p.amax_blocks; i += blockDim.x) most = max(most, p.amax[i]);
-        most = block_amax(most, place);
-        scale = scale_at(p, 0, most, blockIdx.x == 0 && threadIdx.x == 0);
+        most = max_of_warps(most, peaks, p.warps);
+        by = Quotient::by(scale_at(p, 0, most, blockIdx.x == 0 && threadIdx.x == 0));
     }
-    for (int64_t at = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; at < total;
-         at += (int64_t)gridDim.x * blockDim.x) {
-        const int64_t row = at / each, col = at % each * VEC;
-        const T *const rows[3] = {(const T *)p.x.data + row_offset(p, p.x, row),
-                                  p.up.data ? (const T *)p.up.data + row_offset(p, p.up, row) : nullptr, nullptr};
-        float v[VEC];
-        make_vec(p, rows, 0, col, v);
-        if (FIRST)
-            most = max(most, amax_bits(v));
-        else
-            store_vec<Codes>(p, row, col, v, scale);
+#pragma unroll 1
+    for (unsigned i = blockIdx.x; i < p.tiles; i += gridDim.x) {
+        const unsigned tile = FIRST ? i : p.tiles - 1 - i, row = tile / p.segments;
+        const int64_t col = (int64_t)(tile - row * p.segments) * pitch * N + threadIdx.x * VEC;
+        auto left = [&](int n) {
+            const int64_t left = p.k - col - n * pitch;
+            return (int)(left < VEC ? left : VEC);
+        };
+        auto begin = [&](const Source &s) { return (const T *)s.data + row_offset(p, s, row) + col * s.col; };
+        const Place<T> at = {begin(p.x), p.more.data ? begin(p.more) : nullptr, pitch * p.x.col, pitch * p.more.col};
+        typename values_of<FORM, T>::type v[N];
+        make_groups<FORM>(p, at, left, v);
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            if (FIRST)
+                most = max(most, amax_bits(v[n]));
+            else
+                store_codes<Codes>(p, p.codes + row * p.k + col + n * pitch, left(n), v[n], by);
+        }
     }
     if (!FIRST) return;
-    most = block_amax(most, place);
+    most = max_of_warps(most, peaks, p.warps);
     if (threadIdx.x == 0) p.amax[blockIdx.x] = most;
 }
 
-/* ---- 6. launches ------------------------------------------------------------------------------------------- */
-Source source_of(const gk_tensor *t, Params &p) {
-    Source s = {};
-    if (!t) return s;
-    const int nd = t->ndim;
-    s.data = t->data, s.col = nd ? t->stride[nd - 1] : 1;
-    for (int d = 0; d < nd - 1; ++d) s.stride[d] = t->stride[d];
-    if (!((uintptr_t)t->data % 16 == 0 && rows_aligned(*t) && (s.col == 1 || p.k == 1))) p.vec = false;
-    return s;
-}
-
+/* ---- 4. launches ------------------------------------------------------------------------------------------- */
 Params params_of(const gk_quantize_args *a) {
     Params p = {};
+    const gk_tensor *const more = a->up ? a->up : a->residual;
     const int nd = a->x.ndim;
     p.k = nd ? a->x.shape[nd - 1] : 1, p.m = nd > 1 ? a->x.shape[nd - 2] : 1, p.rows = 1;
-    p.ndim = nd > 1 ? nd - 1 : 1, p.shape[0] = 1;
-    for (int d = 0; d < nd - 1; ++d) p.shape[d] = a->x.shape[d], p.rows *= a->x.shape[d];
+    p.ndim = 1, p.shape[0] = 1;
     p.vec = p.k % VEC == 0;
-    p.x = source_of(&a->x, p), p.up = source_of(a->up, p), p.residual = source_of(a->residual, p);
-    if (a->weight)
+    auto open = [&](Source &s, const gk_tensor &t) {
+        s.data = t.data, s.col = nd ? t.stride[nd - 1] : 1, s.row = nd > 1 ? t.stride[nd - 2] : 0;
+        if (!rows_aligned(t) || (s.col != 1 && p.k != 1)) p.vec = false;
+    };
+    open(p.x, a->x);
+    if (more) open(p.more, *more);
+    for (int d = 0; d < nd - 1; ++d) {
+        const int64_t size = a->x.shape[d], step = a->x.stride[d], more_step = more ? more->stride[d] : 0;
+        p.rows *= size;
+        if (size == 1) continue;
+        int last = p.ndim - 1;
+        const bool first = last == 0 && p.shape[0] == 1;
+        const bool merges = p.x.stride[last] == size * step && (!more || p.more.stride[last] == size * more_step);
+        if (!first && !merges) p.shape[last = p.ndim++] = 1;
+        p.shape[last] *= size, p.x.stride[last] = step, p.more.stride[last] = more_step;
+    }
+    if (a->weight) {
         p.weight = a->weight->data, p.weight_step = a->weight->stride[0], p.weight_f32 = a->weight->dtype == GK_F32;
+        p.weight_vec = p.k % VEC == 0 && p.weight_step == 1 && (uintptr_t)p.weight % 16 == 0;
+    }
     p.given = a->given ? a->given->data : nullptr;
     p.scale_ub = a->scale_ub ? (const float *)a->scale_ub->data : nullptr;
     p.codes = (uint8_t *)a->codes.data, p.scale = a->scale.data, p.sum = a->sum ? a->sum->data : nullptr;
+    p.wide = p.k % VEC == 0 && (uintptr_t)p.codes % VEC == 0 && (uintptr_t)p.sum % 16 == 0;
     p.scale_e8m0 = (a->given ? a->given->dtype : a->scale.dtype) == GK_E8M0;
     p.what = a->what, p.granularity = a->granularity, p.eps = (float)a->eps, p.dtype = a->codes.dtype;
     p.largest = a->codes.dtype == GK_E4M3 ? 448.f : a->codes.dtype == GK_E5M2 ? 57344.f : 127.f;
     return p;
 }
 
+/* Whether a scale needs more than one row. */
 bool spans_rows(const gk_quantize_args *a) {
-    return a->granularity == GK_PER_TENSOR || a->granularity == GK_PER_128X128;
+    return a->granularity == GK_PER_128X128 || (a->granularity == GK_PER_TENSOR && !a->given);
 }
 
 bool plan_quantize(const gk_cuda_instance *, const gk_context *, const void *args, gk_plan *plan) {
@@ -361,27 +310,65 @@ bool plan_quantize(const gk_cuda_instance *, const gk_context *, const void *arg
     return true;
 }
 
-template <class T, class Codes> gk_status run_rows(const gk_context *ctx, const Params &p) {
-    const unsigned threads = (unsigned)gk_clamp_i64(gk_round_up(gk_ceil_div(p.k, VEC), 32), 32, ROW_THREADS);
-    const dim3 grid((unsigned)p.rows);
-    if (p.k <= SEGMENT) return launch<quantize_rows_kernel<T, Codes, 1>>("quantize", ctx, grid, threads, 0, p);
-    if (p.k <= 2 * SEGMENT) return launch<quantize_rows_kernel<T, Codes, 2>>("quantize", ctx, grid, threads, 0, p);
-    return launch<quantize_rows_kernel<T, Codes, 4>>("quantize", ctx, grid, threads, 0, p);
+/* Warps for `groups` groups of columns, so that no thread has more than N; more of them where rows alone would leave SMs idle. */
+int warps_for(int64_t groups, int64_t rows, int most) {
+    int64_t warps = gk_clamp_i64(gk_ceil_div(groups, 32 * N), 1, most);
+    while (2 * warps <= most && rows * warps < AMAX_BLOCKS && 32 * warps < groups) warps *= 2;
+    return (int)warps;
+}
+
+template <class T, class Codes> gk_status run_rows(const gk_context *ctx, Params &p) {
+    const int64_t groups = gk_max_i64(1, gk_ceil_div(p.k, VEC));
+    const bool whole = p.what == GK_QUANTIZE_RMS_NORM || (p.granularity <= GK_PER_ROW && !p.given);
+    const bool fits = groups <= 32 * N * MOST_WARPS;
+    p.warps = warps_for(groups, p.rows, whole ? MOST_WARPS : MOST_WARPS / 2);
+    p.segments = whole ? 1 : (unsigned)gk_ceil_div(groups, 32 * N * p.warps);
+    p.groups = (int)gk_clamp_i64(p.rows / AMAX_BLOCKS, 1, gk_max_i64(1, 4 / p.warps));
+    const dim3 grid((unsigned)gk_ceil_div(p.rows, p.groups) * p.segments);
+    const unsigned threads = 32u * (unsigned)(p.warps * p.groups);
+    if (whole && !fits) return launch<quantize_walk_kernel<T, Codes>>("quantize", ctx, grid, threads, 0, p);
+    if (p.what == GK_QUANTIZE_X)
+        return launch<quantize_rows_kernel<T, Codes, PLAIN>>("quantize", ctx, grid, threads, 0, p);
+    return launch<quantize_rows_kernel<T, Codes, MADE>>("quantize", ctx, grid, threads, 0, p);
+}
+
+template <class T, class Codes> gk_status run_blocks(const gk_context *ctx, Params &p) {
+    p.segments = (unsigned)gk_ceil_div(p.k, GK_SCALE_BLOCK);
+    p.tiles = (unsigned)gk_max_i64(1, gk_ceil_div(p.m, GK_SCALE_BLOCK));
+    const dim3 grid((unsigned)(p.rows / gk_max_i64(1, p.m)) * p.tiles * p.segments);
+    if (p.rows == 0) return GK_OK;
+    if (p.what == GK_QUANTIZE_X)
+        return launch<quantize_blocks_kernel<T, Codes, PLAIN>>("quantize", ctx, grid, BLOCK_THREADS, 0, p);
+    return launch<quantize_blocks_kernel<T, Codes, MADE>>("quantize", ctx, grid, BLOCK_THREADS, 0, p);
+}
+
+template <class T, class Codes, int FORM> gk_status run_tensor(const gk_context *ctx, Params &p) {
+    const int64_t groups = gk_max_i64(1, gk_ceil_div(p.k, VEC));
+    p.warps = (int)gk_clamp_i64(gk_ceil_div(groups, 32 * N), 1, 8);
+    while (p.warps > 1 && p.rows * gk_ceil_div(groups, 32 * N * p.warps) < AMAX_BLOCKS / 8) p.warps /= 2;
+    p.segments = (unsigned)gk_ceil_div(groups, 32 * N * p.warps), p.tiles = (unsigned)p.rows * p.segments;
+    p.amax_blocks =
+        (int)gk_clamp_i64(p.tiles, 1, gk_min_i64(AMAX_BLOCKS, tensor_blocks<T, FORM> * gk_gpu_of(ctx->index)->num_sms));
+    const dim3 grid((unsigned)p.amax_blocks);
+    const unsigned threads = 32u * (unsigned)p.warps;
+    const gk_status status = launch<quantize_tensor_kernel<T, Codes, FORM, true>>("quantize", ctx, grid, threads, 0, p);
+    if (status != GK_OK) return status;
+    return launch<quantize_tensor_kernel<T, Codes, FORM, false>>("quantize", ctx, grid, threads, 0, p, Codes::overlaps);
 }
 
 template <class T, class Codes> gk_status run_spanning(const gk_context *ctx, Params &p) {
-    if (p.granularity == GK_PER_128X128) {
-        const dim3 grid((unsigned)gk_ceil_div(p.k, GK_SCALE_BLOCK),
-                        (unsigned)(p.rows / gk_max_i64(1, p.m) * gk_ceil_div(p.m, GK_SCALE_BLOCK)));
-        return launch<quantize_blocks_kernel<T, Codes>>("quantize", ctx, grid, 256, 0, p);
+    if (p.granularity == GK_PER_128X128) return run_blocks<T, Codes>(ctx, p);
+    const bool more = p.more.data != nullptr, any = p.rows > 0 && p.k > 0;
+    auto dense = [&](const Source &s) {
+        return (s.col == 1 || p.k == 1) && (p.rows == 1 || (p.ndim == 1 && s.stride[0] == p.k));
+    };
+    if (any && dense(p.x) && (!more || dense(p.more))) { /* one row */
+        p.k *= p.rows, p.rows = 1, p.x.col = p.more.col = 1;
+        p.vec = p.k % VEC == 0 && (uintptr_t)p.x.data % 16 == 0 && (!more || (uintptr_t)p.more.data % 16 == 0);
+        p.wide = p.k % VEC == 0 && (uintptr_t)p.codes % VEC == 0;
+        if (p.k <= 32 * N * VEC * MOST_WARPS) return run_rows<T, Codes>(ctx, p);
     }
-    p.amax_blocks = (int)gk_clamp_i64(gk_ceil_div(p.rows * gk_ceil_div(p.k, VEC), 256), 1, AMAX_BLOCKS);
-    const dim3 grid((unsigned)p.amax_blocks);
-    if (!p.given) {
-        const gk_status status = launch<quantize_tensor_kernel<T, Codes, true>>("quantize", ctx, grid, 256, 0, p);
-        if (status != GK_OK) return status;
-    }
-    return launch<quantize_tensor_kernel<T, Codes, false>>("quantize", ctx, grid, 256, 0, p);
+    return p.what == GK_QUANTIZE_X ? run_tensor<T, Codes, PLAIN>(ctx, p) : run_tensor<T, Codes, MADE>(ctx, p);
 }
 
 template <class T, class Codes>
@@ -397,9 +384,9 @@ gk_status run_quantize(const gk_context *ctx, const void *args, const gk_plan *,
         if (status != GK_OK) return status;
     }
     Params q = p; /* the norm, dense */
-    q.what = GK_QUANTIZE_X, q.values = nullptr, q.sum = nullptr, q.weight = nullptr;
-    q.up = q.residual = Source{}, q.x = Source{p.values, {}, 1};
-    q.ndim = 1, q.shape[0] = p.rows, q.x.stride[0] = p.k, q.vec = p.k % VEC == 0;
+    q.what = GK_QUANTIZE_X, q.values = nullptr, q.sum = nullptr, q.weight = nullptr, q.more = Source{};
+    q.x = Source{p.values, {p.k}, p.k, 1}, q.ndim = 1, q.shape[0] = p.rows, q.vec = p.k % VEC == 0;
+    q.wide = p.k % VEC == 0 && (uintptr_t)p.codes % VEC == 0;
     return run_spanning<float, Codes>(ctx, q);
 }
 

@@ -3,9 +3,10 @@
  *   z = softcap tanh(logit_scale logits / softcap), or logit_scale logits;   lse = log sum exp z
  *   loss = (1 - e) w[t] (lse - z[t]) + e / V (W lse - sum w[c] z[c]),   W = sum w[c]
  *   dz[c] = g (exp(z[c] - lse) ((1 - e) w[t] + e W / V) - (c = t) (1 - e) w[t] - e w[c] / V)
- * logits, dlogits [M, V]: float32, bfloat16, float16, float64; target [M] int64; w [V], loss, lse [M] float32 (float64). A block has a
- * row and reads it once: forward each thread keeps a running maximum and sum (Milakov and Gimelshein 2018, arXiv:1805.02867),
- * backward needs lse alone. Vectors of 16 bytes, or elements where rows are not of whole vectors at multiples of 16 bytes.
+ * logits, dlogits [M, V]: float32, bfloat16, float16, float64; dlogits also of 16 bits beside float32 logits; target [M] int64; w [V],
+ * loss, lse [M] float32 (float64). A block has a row and reads it once: forward each thread keeps a running maximum and sum (Milakov
+ * and Gimelshein 2018, arXiv:1805.02867), backward needs lse alone. Vectors of 16 bytes, or elements where rows are not of whole
+ * vectors at multiples of 16 bytes.
  * No workspace. Bound by reading logits, and by writing dlogits. */
 #include "row_block.cuh"
 
@@ -104,45 +105,55 @@ template <class T, int V> __global__ void __launch_bounds__(THREADS, 1) cross_en
     }
 }
 
-/* grid: runs of rows x runs of columns of SPAN vectors. */
-constexpr int SPAN = THREADS * UNROLL;
+/* V logits, or their gradients: at most 16 bytes are loaded at once. */
+template <class T, int V> struct alignas(V * sizeof(T) < 16 ? V * sizeof(T) : 16) Run {
+    T v[V];
+};
 
-template <class T, int V> __global__ void __launch_bounds__(THREADS, 1) cross_entropy_bwd_kernel(Params p) {
+/* Of them a thread loads so many before it goes to work: what its registers hold. */
+template <class T, int V> constexpr int AHEAD = V * sizeof(T) > 16 || sizeof(T) == 8 ? 2 : 4;
+
+/* grid: runs of rows x runs of columns of THREADS x AHEAD vectors. D is the gradient's type. All of a thread's loads come before its stores, which may go where the logits are. */
+template <class T, class D, int V>
+__global__ void __launch_bounds__(THREADS, sizeof(T) == 8 ? 1 : 2) cross_entropy_bwd_kernel(Params p) {
     typedef typename element<T>::acc W;
-    typedef RowSome<T, V> Vec;
     __shared__ W place[32];
     const Logit<W> logit(p);
     const W e = W(p.smoothing) / W(p.n);
     const W weights = p.smoothing != 0 ? all_weights<W>(p, place) : W(0);
+    constexpr int MANY = AHEAD<T, V>;
+    const int64_t first = (int64_t)blockIdx.y * (THREADS * MANY) + threadIdx.x, end = p.n / V;
     for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
         int64_t target;
         bool bad;
         const bool counts = read_target(p, row, target, bad);
-        T *dx = row_at<T>(p.dlogits, row);
-        const T *x = row_at<T>(p.logits, row);
+        Run<D, V> *dx = (Run<D, V> *)row_at<D>(p.dlogits, row);
+        const Run<T, V> *x = (const Run<T, V> *)row_at<T>(p.logits, row);
         const W g = counts ? *row_at<W>(p.grad_loss, row) : W(0), lse = ((const W *)p.lse)[row];
         const W own = bad ? W(NAN) : W(1 - p.smoothing) * weight_of<W>(p, counts && !bad ? target : 0);
         const W of_p = own + e * weights;
+        Run<T, V> in[MANY];
 #pragma unroll
-        for (int u = 0; u < UNROLL; ++u) {
-            const int64_t i = (int64_t)blockIdx.y * SPAN + u * THREADS + threadIdx.x;
-            if (i >= p.n / V) continue;
-            Vec d;
+        for (int u = 0; u < MANY; ++u)
+            if (counts && first + u * THREADS < end) in[u] = x[first + u * THREADS];
+#pragma unroll
+        for (int u = 0; u < MANY; ++u) {
+            const int64_t i = first + u * THREADS;
+            if (i >= end) continue;
+            Run<D, V> d;
+#pragma unroll
+            for (int k = 0; k < V; ++k) d.v[k] = from_acc<D>(0);
             if (counts) {
-                const Vec v = ((const Vec *)x)[i];
 #pragma unroll
                 for (int k = 0; k < V; ++k) {
-                    const W z = logit.z(to_acc(v.v[k]));
+                    const W z = logit.z(to_acc(in[u].v[k]));
                     W y = e_to(z - lse) * of_p;
                     if (i * V + k == target) y -= own;
                     if (p.smoothing != 0) y -= e * weight_of<W>(p, i * V + k);
-                    d.v[k] = from_acc<T>(g * y * logit.slope(z));
+                    d.v[k] = from_acc<D>(g * y * logit.slope(z));
                 }
-            } else {
-#pragma unroll
-                for (int k = 0; k < V; ++k) d.v[k] = from_acc<T>(0);
             }
-            ((Vec *)dx)[i] = d;
+            dx[i] = d;
         }
     }
 }
@@ -166,15 +177,24 @@ template <class T> gk_status fwd_run(const gk_context *ctx, const void *args, co
                : launch<cross_entropy_fwd_kernel<T, 1>>("gk_cross_entropy_fwd", ctx, grid, THREADS, 0, p);
 }
 
-template <class T> gk_status bwd_run(const gk_context *ctx, const void *args, const gk_plan *, void *) {
-    const gk_cross_entropy_bwd_args *b = (const gk_cross_entropy_bwd_args *)args;
+template <class T, class D, int V> gk_status bwd_launch(const gk_context *ctx, const gk_cross_entropy_bwd_args *b) {
     Params p = params_of(ctx, &b->fwd);
     p.dlogits = row_tensor(b->dlogits), p.grad_loss = row_elements(&b->grad_loss);
-    const bool vectors = rows_whole(b->fwd.logits, &b->dlogits);
-    const int64_t each = p.n / (vectors ? row_vec<T> : 1);
-    const dim3 grid(row_blocks(p.rows), (unsigned)gk_ceil_div(each, SPAN));
-    return vectors ? launch<cross_entropy_bwd_kernel<T, row_vec<T>>>("gk_cross_entropy_bwd", ctx, grid, THREADS, 0, p)
-                   : launch<cross_entropy_bwd_kernel<T, 1>>("gk_cross_entropy_bwd", ctx, grid, THREADS, 0, p);
+    const dim3 grid(row_blocks(p.rows), (unsigned)gk_ceil_div(p.n / V, THREADS * AHEAD<T, V>));
+    return launch<cross_entropy_bwd_kernel<T, D, V>>("gk_cross_entropy_bwd", ctx, grid, THREADS, 0, p);
+}
+
+template <class T, class D> gk_status bwd_vectors(const gk_context *ctx, const gk_cross_entropy_bwd_args *b) {
+    return rows_whole(b->dlogits, &b->fwd.logits) ? bwd_launch<T, D, row_vec<D>>(ctx, b) : bwd_launch<T, D, 1>(ctx, b);
+}
+
+template <class T> gk_status bwd_run(const gk_context *ctx, const void *args, const gk_plan *, void *) {
+    const gk_cross_entropy_bwd_args *b = (const gk_cross_entropy_bwd_args *)args;
+    if constexpr (sizeof(T) == 4) {
+        if (b->dlogits.dtype == GK_BF16) return bwd_vectors<T, __nv_bfloat16>(ctx, b);
+        if (b->dlogits.dtype == GK_F16) return bwd_vectors<T, __half>(ctx, b);
+    }
+    return bwd_vectors<T, T>(ctx, b);
 }
 
 bool fwd_plan(const gk_cuda_instance *, const gk_context *, const void *args, gk_plan *plan) {

@@ -144,7 +144,8 @@ __global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS, L
  * on this one: nobody else reads them, so that no barrier is needed, and a row takes no registers beside its sums. */
 template <class Group> struct NormRing {
     typedef RowVec<typename Group::Element> Vec;
-    static constexpr int STAGE_BYTES = 2 * Group::ITEMS * Group::THREADS * 16, BYTES = 2 * STAGE_BYTES;
+    static constexpr bool PIVOT = sizeof(typename Group::Element) == 2;
+    static constexpr int STAGE_BYTES = (2 * Group::ITEMS + PIVOT) * Group::THREADS * 16, BYTES = 2 * STAGE_BYTES;
     smem_addr mine;
 
     __device__ __forceinline__ explicit NormRing(const void *ring) : mine(cvta_to_shared(ring) + threadIdx.x * 16) {}
@@ -163,7 +164,24 @@ template <class Group> struct NormRing {
             cp_async_cg_16(at(stage, 0, i), g + from, bytes);
             cp_async_cg_16(at(stage, 1, i), h + from, bytes);
         }
+        if (PIVOT && p.layer) {
+            const int last = (int)p.n / Group::VEC - 1, mine = group.lane % 4;
+            cp_async_cg_16(at(stage, 2, 0), h + (mine < last ? mine : last) * Group::VEC, is_row ? 16 : 0);
+        }
         cp_async_commit_group();
+    }
+    /* About what a LayerNorm's squares are summed, so that mean and variance come of one pass: the mean of the row's first 32 values,
+     * four lanes of a warp having eight each. Its distance to the row's mean is at most sqrt(n / 32) standard deviations, whatever
+     * stands there, so that the variance loses a factor n / 32 of float32's precision at most: less than a 16-bit result rounds. All
+     * threads of a row have the same bits of it. */
+    __device__ __forceinline__ float pivot(int stage) const {
+        const Vec x = get(stage, 2, 0);
+        float sum = 0;
+#pragma unroll
+        for (int v = 0; v < Group::VEC; ++v) sum += (float)x.get(v);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+        return sum / (4 * Group::VEC);
     }
     __device__ __forceinline__ Vec get(int stage, int which, int i) const {
         Vec x;
@@ -177,12 +195,50 @@ constexpr int norm_bwd_blocks(int lanes, int items) {
     return items == 1 ? 8 : lanes <= 128 ? 4 : lanes == 256 ? (items == 2 ? 3 : 2) : 1;
 }
 
+/* A block's sums over its rows, [2][columns of a thread], to its part of the workspace. */
+template <class Group, class W, int COUNT>
+__device__ __forceinline__ void norm_store_sums(const Group &group, const NormBwdParams &p, const W (&sums)[2][COUNT]) {
+    constexpr int VEC = Group::VEC, SUMS = 2;
+    const int n = (int)p.n;
+    W *partial = (W *)p.sums + (int64_t)(blockIdx.x / Group::CLUSTER) * 2 * p.n;
+    if (Group::ROWS == 1) {
+#pragma unroll
+        for (int s = 0; s < SUMS; ++s) {
+            if (!(s ? p.wants_bias : p.wants_weight)) continue;
+#pragma unroll
+            for (int i = 0; i < Group::ITEMS; ++i)
+                if (group.column(i) < n)
+#pragma unroll
+                    for (int v = 0; v < VEC; ++v) partial[s * p.n + group.column(i) + v] = sums[s][i * VEC + v];
+        }
+    } else {
+        /* the block's rows one after the other, in shared memory */
+        constexpr int COLUMNS = Group::ROWS == 1 ? 1 : Group::COLUMNS;
+        __shared__ W all[SUMS][COLUMNS];
+        for (int r = 0; r < Group::ROWS; ++r) {
+            if (threadIdx.x / Group::LANES == r)
+#pragma unroll
+                for (int s = 0; s < SUMS; ++s)
+#pragma unroll
+                    for (int i = 0; i < Group::ITEMS * VEC; ++i) {
+                        W *at = &all[s][group.column(i / VEC) % COLUMNS + i % VEC];
+                        *at = r ? *at + sums[s][i] : sums[s][i];
+                    }
+            __syncthreads();
+        }
+        for (int at = threadIdx.x; at < n; at += Group::THREADS)
+#pragma unroll
+            for (int s = 0; s < SUMS; ++s) partial[s * p.n + at] = all[s][at];
+    }
+}
+
 template <class T, int LANES, int ITEMS, int CLUSTER>
 __global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS, norm_bwd_blocks(LANES, ITEMS))
     norm_bwd_kernel(NormBwdParams p) {
     typedef RowGroup<T, LANES, ITEMS, CLUSTER> Group;
     typedef typename Group::acc W;
     constexpr int VEC = Group::VEC, SUMS = 2;
+    constexpr bool AT_ONCE = NormRing<Group>::PIVOT; /* a LayerNorm's four statistics in one exchange */
     __shared__ typename Group::Shared shared;
     extern __shared__ uint4 norm_ring[];
     Group group(shared);
@@ -213,20 +269,38 @@ __global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS, n
 #pragma unroll
             for (int v = 0; v < VEC; ++v) add(v, h.get(v), gw[v]);
         };
-        W mean = 0, c1 = 0, s[2] = {0, 0};
-        if (p.layer) {
+        W mean = 0, c1 = 0, var, cov; /* cov: mean(gw (h - mean)) */
+        if (AT_ONCE && p.layer) {
+            const W about = W(ring.pivot(stage));
+            W s[4] = {0, 0, 0, 0};
 #pragma unroll
             for (int i = 0; i < ITEMS; ++i)
-                if (group.column(i) < n) each(i, [&](int, W h, W gw) { s[0] += h, s[1] += gw; });
+                if (group.column(i) < n)
+                    each(i, [&](int, W h, W gw) {
+                        const W d = h - about;
+                        s[0] += d, s[1] += gw, s[2] += d * d, s[3] += gw * d;
+                    });
             group.sum(s);
-            mean = s[0] / W(n), c1 = s[1] / W(n), s[0] = s[1] = 0;
-        }
+            const W off = s[0] / W(n);
+            mean = about + off, c1 = s[1] / W(n), var = s[2] / W(n) - off * off, cov = s[3] / W(n) - off * c1;
+            if (var < 0) var = 0;
+        } else {
+            W s[2] = {0, 0};
+            if (p.layer) {
 #pragma unroll
-        for (int i = 0; i < ITEMS; ++i)
-            if (group.column(i) < n)
-                each(i, [&](int, W h, W gw) { s[0] += (h - mean) * (h - mean), s[1] += gw * (h - mean); });
-        group.sum(s);
-        const W rstd = norm_rstd(s[0] / W(n) + W(p.eps)), c2 = rstd * (s[1] / W(n));
+                for (int i = 0; i < ITEMS; ++i)
+                    if (group.column(i) < n) each(i, [&](int, W h, W gw) { s[0] += h, s[1] += gw; });
+                group.sum(s);
+                mean = s[0] / W(n), c1 = s[1] / W(n), s[0] = s[1] = 0;
+            }
+#pragma unroll
+            for (int i = 0; i < ITEMS; ++i)
+                if (group.column(i) < n)
+                    each(i, [&](int, W h, W gw) { s[0] += (h - mean) * (h - mean), s[1] += gw * (h - mean); });
+            group.sum(s);
+            var = s[0] / W(n), cov = s[1] / W(n);
+        }
+        const W rstd = norm_rstd(var + W(p.eps)), c2 = rstd * cov;
         if (!is_row) continue;
         T *dx = row_at<T>(p.dx, row);
         const T *grad_sum = p.grad_sum.data ? row_at<T>(p.grad_sum, row) : nullptr;
@@ -255,36 +329,7 @@ __global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS, n
     }
     cp_async_wait_group<0>();
     if (!p.sums) return;
-    W *partial = (W *)p.sums + (int64_t)(blockIdx.x / CLUSTER) * 2 * p.n;
-    if (Group::ROWS == 1) {
-#pragma unroll
-        for (int s = 0; s < SUMS; ++s) {
-            if (!(s ? p.wants_bias : p.wants_weight)) continue;
-#pragma unroll
-            for (int i = 0; i < ITEMS; ++i)
-                if (group.column(i) < n)
-#pragma unroll
-                    for (int v = 0; v < VEC; ++v) partial[s * p.n + group.column(i) + v] = sums[s][i * VEC + v];
-        }
-    } else {
-        /* the block's rows one after the other, in shared memory */
-        constexpr int COLUMNS = Group::ROWS == 1 ? 1 : Group::COLUMNS;
-        __shared__ W all[SUMS][COLUMNS];
-        for (int r = 0; r < Group::ROWS; ++r) {
-            if (threadIdx.x / LANES == r)
-#pragma unroll
-                for (int s = 0; s < SUMS; ++s)
-#pragma unroll
-                    for (int i = 0; i < ITEMS * VEC; ++i) {
-                        W *at = &all[s][group.column(i / VEC) % COLUMNS + i % VEC];
-                        *at = r ? *at + sums[s][i] : sums[s][i];
-                    }
-            __syncthreads();
-        }
-        for (int at = threadIdx.x; at < n; at += Group::THREADS)
-#pragma unroll
-            for (int s = 0; s < SUMS; ++s) partial[s * p.n + at] = all[s][at];
-    }
+    norm_store_sums(group, p, sums);
 }
 
 /* ---- 3. plan and run ----------------------------------------------------------------------------------- */
