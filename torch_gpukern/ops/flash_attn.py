@@ -130,42 +130,15 @@ def flash_attn(
         refuse_non_bool(_flash_attn.said, "return_lse", return_lse)
     if getattr(q, "dtype", None) is FP8:
         refuse_dropout("flash_attn", dropout_p)
-        rules = (
-            is_causal,
-            scale,
-            diagonal,
-            window_left,
-            window_right,
-            softcap,
-            alibi_slopes,
-            sinks,
-            kv_start,
-            kv_end,
-            q_start,
-        )
+        rules = is_causal, scale, diagonal, window_left, window_right, softcap, alibi_slopes, sinks
+        bounds = kv_start, kv_end, q_start, out_dtype
         op = _flash_attn_fp8.all if return_lse else _flash_attn_fp8
-        return op.call(q, k, v, *rules, out_dtype, q_scale, k_scale, v_scale, v_mean, accumulate)
+        return op.call(q, k, v, *rules, *bounds, q_scale, k_scale, v_scale, v_mean, accumulate)
     if accumulate != "auto" or not (q_scale is k_scale is v_scale is v_mean is None):
         refuse_scales("flash_attn", q, q_scale, k_scale, v_scale, v_mean, accumulate)
-    return (_flash_attn.all if return_lse else _flash_attn).call(  # not by a tuple of rules, which takes 0.6 us
-        q,
-        k,
-        v,
-        is_causal,
-        scale,
-        diagonal,
-        window_left,
-        window_right,
-        softcap,
-        alibi_slopes,
-        sinks,
-        kv_start,
-        kv_end,
-        q_start,
-        out_dtype,
-        dropout_p,
-        seed_of("flash_attn", q, dropout_p, dropout_seed),
-    )
+    op = _flash_attn.all if return_lse else _flash_attn
+    return op.call(q, k, v, is_causal, scale, diagonal, window_left, window_right, softcap, alibi_slopes, sinks, kv_start, kv_end,
+                   q_start, out_dtype, dropout_p, seed_of("flash_attn", q, dropout_p, dropout_seed))  # fmt: skip
 
 
 # ---- fake functions ------------------------------------------------------------------------------

@@ -115,25 +115,10 @@ def flash_attn_varlen(
         return op.call(q, k, v, *lengths, *rules, q_scale, k_scale, v_scale, v_mean, accumulate)
     if accumulate != "auto" or not (q_scale is k_scale is v_scale is v_mean is None):
         refuse_scales("flash_attn_varlen", q, q_scale, k_scale, v_scale, v_mean, accumulate)
-    return (_flash_attn_varlen.all if return_lse else _flash_attn_varlen).call(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        is_causal,
-        scale,
-        window_left,
-        window_right,
-        softcap,
-        alibi_slopes,
-        sinks,
-        out_dtype,
-        dropout_p,
-        seed_of("flash_attn_varlen", q, dropout_p, dropout_seed),
-    )
+    op = _flash_attn_varlen.all if return_lse else _flash_attn_varlen
+    return op.call(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, scale, window_left, window_right,
+                   softcap, alibi_slopes, sinks, out_dtype, dropout_p,
+                   seed_of("flash_attn_varlen", q, dropout_p, dropout_seed))  # fmt: skip
 
 
 # ---- fake functions ------------------------------------------------------------------------------
