@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
     __syncthreads();
     if (warpgroup == Tile::WARPGROUPS) {
         setmaxnreg_dec<Tile::PRODUCER_REGISTERS>();
-        const int warp = threadIdx.x / 32 % 4;
+        const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0); /* lanes agree here, too */
         if (warp == 1) {
             find_tiles<Tile, false>(x.f, smem, smem_s, [&](int b) { return sequence_of(x.f.fwd.problem, b); });
         } else if (warp >= 2) {
@@ -113,7 +113,7 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     fwd_place(&x.f.fwd, workspace);
     gk_status status = make_tensor_map(op, attn_shape(a.q), S::Q::box(), &x.f.q);
     if (status == GK_OK) status = make_tensor_map(op, attn_shape(a.k), S::K::box(), &x.f.k);
-    if (status == GK_OK) status = make_tensor_map(op, attn_shape(a.v), S::K::box(), &x.f.v);
+    if (status == GK_OK) status = make_tensor_map(op, attn_shape(a.v), S::V::box(), &x.f.v);
     if (status != GK_OK) return status;
     status = launch<flash_attn_fp8_sm90a_kernel<Tile, BLOCKS>>(op, ctx, dim3((unsigned)x.f.schedule.blocks), S::THREADS,
                                                                S::BYTES, x, true);
@@ -130,7 +130,9 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
 
 const gk_cuda_instance instances[] = {ROW("d64", Fp8Hopper64, false), ROW("d64_block", Fp8Hopper64, true),
                                       ROW("d128_wide", Fp8Hopper128Wide, false), ROW("d128", Fp8Hopper128, false),
-                                      ROW("d128_block", Fp8Hopper128, true)};
+                                      ROW("d128_block", Fp8Hopper128, true),      ROW("d192", Fp8Hopper192, false),
+                                      ROW("d256", Fp8Hopper256, false),
+                                      ROW("d256_block", Fp8Hopper256, true)};
 
 /* What waves of tiles of so many rows take, in tiles of 128 rows; without a mask, and about right with one. */
 double waves_of(const gk_context *ctx, const gk_flash_attn_args &f, int rows) {
