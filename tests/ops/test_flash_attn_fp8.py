@@ -273,9 +273,15 @@ def test_rows_of_the_table():
     assert row((64, 64)) == "sm90a_d64" and row((48, 64), per=3, length=576) == "sm90a_d64_block"
     assert row((64, 64), per=3) == "sm90a_d128_block"  # 768 rows in tiles of 192, and no scale behind row 640
     assert row(per=3) == row((128, 64), per=3, is_causal=True, window_right=5) == "sm90a_d128_block"
-    assert row((192, 128)) == "sm90a_d192" and row((256, 256)) == row((64, 200)) == "sm90a_d256"
+    assert row((192, 128)) == "sm90a_d192" and row((256, 256)) == row((64, 208)) == "sm90a_d256"
     assert row((256, 256), per=3) == row((192, 192), per=3) == "sm90a_d256_block"
-    for other in (row(accumulate="precise"), row((256, 256), accumulate="precise"), row((256, 256), softcap=2.0), row(softcap=2.0), row(per=3, window_left=50)):
+    for other in (
+        row(accumulate="precise"),
+        row((256, 256), accumulate="precise"),
+        row((256, 256), softcap=2.0),
+        row(softcap=2.0),
+        row(per=3, window_left=50),
+    ):
         assert other == "relay"
     assert row(accumulate="precise", length=100) == "sm80_d128"
 

@@ -27,7 +27,8 @@ template <int ROWS, int COLS> struct Fp8Rows {
     static constexpr GK_HD smem_box box() { return wgmma_box(1, ROWS); }
     /* 32 of k from column `col` on, of the rows from `row` on. */
     static constexpr GK_HD uint64_t k_major(uint32_t tile_s, int row, int col) {
-        return wgmma_descriptor_add(panel::descriptor(tile_s), col / 128 * panel_bytes + panel::offset(row) + col % 128);
+        return wgmma_descriptor_add(panel::descriptor(tile_s),
+                                    col / 128 * panel_bytes + panel::offset(row) + col % 128);
     }
     /* From row `row` of the tensor on. One thread. */
     static __device__ __forceinline__ void load(smem_addr tile_s, const CUtensorMap *map, int row, int head, int b,
@@ -140,10 +141,15 @@ __device__ __forceinline__ void fp8_load_tiles(const FwdHopperParams &x, const F
         mbarrier_arrive(described.empty(n));
         if (!AHEAD) described.wait_full(n + 1);
     }
-    if (!AHEAD) fp8_load_q<Tile>(x, tiles[n % S::TILE_STAGES], smem_s, n); /* tells the consumers that there is no more */
+    if (!AHEAD)
+        fp8_load_q<Tile>(x, tiles[n % S::TILE_STAGES], smem_s, n); /* tells the consumers that there is no more */
 }
 
 /* ---- 3. warps that transpose V --------------------------------------------------------------------------- */
+/* Pairs of 16 columns in the order 0, 1, 3, 2, 4, 5, 7, 6: from one to the next a bit of the swizzled address changes, so that one register
+ * holds them all. */
+constexpr GK_HD int fp8_pair(int i) { return i ^ i / 2 % 2; }
+
 /* wgmma reads 8-bit operands along k alone, so V [keys][columns] becomes [columns][keys]. A lane has two keys of two columns in a
  * register of ldmatrix.trans; two such are four keys of either column. Places follow from what costs nothing:
  *   place 16 m + 4 t + e of a row holds key 16 m + 2 t + e % 2 + 8 (e / 2): a lane's weights lie so in S, and need no exchange
@@ -160,17 +166,17 @@ template <class Tile> __device__ __forceinline__ void fp8_transpose(smem_addr ra
         uint32_t x[2][4], y[4]; /* a load is under way while the one before it is stored */
         ldmatrix_x4_trans(x[0], in_s);
 #pragma unroll
-        for (int i = 0; i < PAIRS; ++i) { /* pairs 0, 1, 3, 2, and so on: the next one's address takes this one's register */
-            const int c = i ^ i / 2 % 2, now = i % 2;
+        for (int i = 0; i < PAIRS; ++i) {
+            const int c = fp8_pair(i), then = fp8_pair(i + 1), now = i % 2;
             if (i + 1 < PAIRS) {
-                in_s ^= (c ^ (i + 1 ^ (i + 1) / 2 % 2)) % 4 * 32, opaque(in_s);
-                ldmatrix_x4_trans(x[1 - now], in_s + (i + 1) / 4 * Smem<Tile>::V::panel_bytes);
+                in_s ^= (c ^ then) % 4 * 32, opaque(in_s);
+                ldmatrix_x4_trans(x[1 - now], in_s + then / 4 * Smem<Tile>::V::panel_bytes);
             }
             y[0] = prmt(x[now][0], x[now][1], 0x6420), y[1] = prmt(x[now][0], x[now][1], 0x7531);
             y[2] = prmt(x[now][2], x[now][3], 0x6420), y[3] = prmt(x[now][2], x[now][3], 0x7531);
             stmatrix_x4(out_s + c * 32 * WGMMA_ROW_BYTES, y);
         }
-        in_s = (in_s ^ ((PAIRS - 1) ^ (PAIRS - 1) / 2 % 2) % 4 * 32) + Smem<Tile>::TRANSPOSERS * 16 * WGMMA_ROW_BYTES;
+        in_s = (in_s ^ fp8_pair(PAIRS - 1) % 4 * 32) + Smem<Tile>::TRANSPOSERS * 16 * WGMMA_ROW_BYTES;
     }
 }
 
@@ -216,8 +222,8 @@ __device__ __forceinline__ void fp8_transpose_tiles(const Fp8HopperParams &x, co
                 __syncwarp();
             }
             fp8_transpose<Tile>(raw_s, smem_s + S::VT_AT + vt.stage(step) * S::Vt::bytes, part);
-            fence_proxy_async(); /* this lane's part comes before wgmma's reads, and before TMA's next writes */
-            __syncwarp();        /* and so do all lanes' */
+            fence_proxy_async();     /* this lane's part comes before wgmma's reads, and before TMA's next writes */
+            __syncwarp();            /* and so do all lanes' */
             opaque(step), opaque(n); /* addresses are made again: they have no registers in between */
             if (laneid() == 0) mbarrier_arrive(vt.full(step)), mbarrier_arrive(raw.empty(step));
         }
