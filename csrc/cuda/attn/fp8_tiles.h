@@ -31,7 +31,7 @@ struct Fp8Hopper64 : Fp8Hopper128 { /* 209 KiB; 620; rows in shared memory are a
     static constexpr int HEAD_DIM = 64, HEAD_DIM_V = 64, WARPGROUPS = 3;
     static constexpr int PRODUCER_REGISTERS = 32, CONSUMER_REGISTERS = 160;
 };
-struct Fp8Hopper192 : Fp8Hopper128 { /* 209 KiB; 1021, FlashAttention-3 983 */
+struct Fp8Hopper192 : Fp8Hopper128 { /* 212 KiB; 1021, FlashAttention-3 983 */
     static constexpr int HEAD_DIM = 192, HEAD_DIM_V = 192, Q_BUFFERS = 1, STAGES = 2;
 };
 struct Fp8Hopper256 : Fp8Hopper128 { /* 227 KiB; 1077, FlashAttention-3 1083; 232 registers spilled 92 bytes */
