@@ -187,11 +187,10 @@ const gk_cuda_instance instances[] = {{"scaled_gemm_decoded_e4m3", GK_E4M3, plan
                                       {"scaled_gemm_decoded_e5m2", GK_E5M2, plan_row, run, {}, NULL},
                                       {"scaled_gemm_decoded_i8", GK_I8, plan_row, run, {}, NULL}};
 
-/* On Hopper few rows of e4m3 are left to scaled_gemm_mx_sm90a: two operands are decoded sooner than it multiplies from so many on. */
+/* Fewer rows are left to kernels that read codes. */
 bool plan_best(const gk_context *ctx, const void *args, gk_plan *plan) {
     const gk_scaled_gemm_args *g = (const gk_scaled_gemm_args *)args;
-    const bool other = g->a.dtype == GK_E4M3 && g->b.dtype == GK_E4M3 && gk_gpu_of(ctx->index)->arch == 90;
-    if (other && g->a.shape[0] < SCALED_DECODED_ROWS) return false;
+    if (g->a.shape[0] < SCALED_DECODED_ROWS) return false;
     for (const gk_cuda_instance &row : instances)
         if (row.dtype == g->a.dtype && plan_row(&row, ctx, args, gk_plan_begin(plan, &row))) return true;
     return false;

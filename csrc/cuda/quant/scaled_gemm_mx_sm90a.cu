@@ -19,9 +19,7 @@ bool plan_best(const gk_context *ctx, const void *args, gk_plan *plan) {
     for (const gk_cuda_instance &row : instances) {
         const int bn = row.key[KEY_BN];
         const bool small = swapab_tiles(&row, g) <= gk_gpu_of(ctx->index)->num_sms;
-        if (getenv("TRIAL_BN") ? bn != atoi(getenv("TRIAL_BN"))
-                               : g->a.shape[0] > bn && !(bn == 32 && small) && bn != 64)
-            continue;
+        if (g->a.shape[0] > bn && !(bn == 32 && small) && bn != 64) continue;
         if (g->a.dtype == row.dtype && swapab_plan_row(&row, ctx, args, plan)) return true;
     }
     return false;

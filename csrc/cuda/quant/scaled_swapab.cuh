@@ -18,7 +18,6 @@
 #define GPUKERN_CUDA_QUANT_SCALED_SWAPAB_CUH
 
 #include "../gemm/order.cuh"
-#include <stdlib.h>
 #include "../ptx/bar.cuh"
 #include "../ptx/cluster.cuh"
 #include "../ptx/cluster_reads.cuh"
@@ -417,10 +416,7 @@ inline bool swapab_plan_row(const gk_cuda_instance *row, const gk_context *ctx, 
     x->splits = 1;
     const auto fits = [&](int splits) {
         return splits * tiles <= (splits > 2 ? blocks * 3 / 4 : blocks) &&
-               splits * (block == 32 && getenv("TRIAL_SPLIT") ? atoi(getenv("TRIAL_SPLIT"))
-                         : row->key[KEY_BN] < 64              ? SCALED_SPLIT_16
-                                                              : SCALED_SPLIT_64) <=
-                   steps;
+               splits * (row->key[KEY_BN] < 64 ? SCALED_SPLIT_16 : SCALED_SPLIT_64) <= steps;
     };
     while (x->splits < SCALED_SPLITS && fits(2 * x->splits)) x->splits *= 2;
     plan->workspace_bytes = bytes;
