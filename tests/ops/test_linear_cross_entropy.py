@@ -18,7 +18,8 @@ RULES = {
     "plain": {},
     "all": dict(label_smoothing=0.1, softcap=5.0, logit_scale=0.5, ignore_index=3, weighted=True),
     "smooth": dict(label_smoothing=0.2, logit_scale=2.0),
-    "capped": dict(softcap=3.0, weighted=True),
+    "capped": dict(softcap=3.0, weighted=True, z_loss=0.02),
+    "near 1": dict(z_loss=0.01),
 }
 MODES = {
     "mean": dict(reduction="mean"),
@@ -28,12 +29,18 @@ MODES = {
 }
 
 
-def statement(x, w, target, b=None, *, class_weight=None, softcap=0.0, logit_scale=1.0, low_memory=False, **how):
+def statement(
+    x, w, target, b=None, *, class_weight=None, softcap=0.0, logit_scale=1.0, low_memory=False, z_loss=0.0, **how
+):
     z = F.linear(x, w, b)
     z = (z if z.dtype == torch.float64 else z.float()) * logit_scale
     if softcap:
         z = softcap * torch.tanh(z / softcap)
     loss = F.cross_entropy(z.flatten(0, -2), target.flatten(), class_weight, **how)
+    if z_loss:
+        kept = (target != how.get("ignore_index", -100)).flatten()
+        more = z_loss * z.flatten(0, -2).logsumexp(-1).square() * kept
+        loss = loss + {"none": more, "sum": more.sum()}.get(how.get("reduction"), more.sum() / kept.sum())
     return loss.view(target.shape) if how.get("reduction") == "none" else loss
 
 
@@ -112,7 +119,7 @@ def test_gradcheck(mode, device):
     leaves = [t.requires_grad_() for t in (x, w, b)]
 
     def loss(x, w, b):
-        return gk.linear_cross_entropy(x, w, target, b, label_smoothing=0.1, softcap=3.0, **MODES[mode])
+        return gk.linear_cross_entropy(x, w, target, b, label_smoothing=0.1, softcap=3.0, z_loss=0.1, **MODES[mode])
 
     assert gradcheck(loss, leaves)
     with pytest.raises(NotImplementedError, match="gpukern::linear_cross_entropy: it is not twice differentiable"):
@@ -264,6 +271,7 @@ def call(**changes):
         (dict(label_smoothing=1.5), "label_smoothing must be between 0 and 1, got 1.5"),
         (dict(softcap=-1.0), "softcap must be 0"),
         (dict(logit_scale=float("inf")), "logit_scale must be finite, got inf"),
+        (dict(z_loss=float("nan")), "z_loss must be finite, got nan"),
         (dict(reduction="max"), "reduction must be none, mean or sum, got 'max'"),
         (dict(class_weight=torch.ones(5, requires_grad=True)), "class_weight requires a gradient and has none"),
     ],
