@@ -13,7 +13,7 @@ static double z_of(const gk_cross_entropy_args *a, double x) {
 }
 static double w_of(const gk_cross_entropy_args *a, int64_t i) { return a->weight ? ref_vector_at(a->weight, i) : 1; }
 
-/* of a row, and, where it is asked for, of its lse over all classes */
+/* of a row, and, where it is asked for, of its lse over all columns */
 static terms terms_of(const gk_cross_entropy_args *a, int64_t row, int64_t classes, bool with_lse) {
     terms t = {.n = last_size(&a->logits),
                .target = ((const int64_t *)a->target.data)[ref_row_offset(&a->target, row, 0)]};

@@ -6,7 +6,7 @@
  * logits, dlogits [M, V] of one dtype (float32, bfloat16, float16), or dlogits of 16 bits beside float32 logits; target [M] int64,
  * w [V], loss, lse [M] float32. A task is a run of rows. A row is read once forward and once backward: blocks of ROW_BLOCK columns
  * have a maximum of their own, and their sums meet in double; where forward gives dlogits, too, a row's second read is from a cache.
- * Backward may have some of the classes alone. No workspace. Not here: float64 (ref/). */
+ * Backward may have some of the columns alone. No workspace. Not here: float64 (ref/). */
 #include "../../gpukern_loss.h"
 #include "rows.h"
 

@@ -5,7 +5,7 @@
  *   dz[c] = g (exp(z[c] - lse) ((1 - e) w[t] + e W / V + 2 z_loss lse) - (c = t) (1 - e) w[t] - e w[c] / V)
  * logits, dlogits [M, V]: float32, bfloat16, float16, float64; dlogits also of 16 bits beside float32 logits; target [M] int64; w [V],
  * loss, lse [M] float32 (float64). A block has a row and reads it once: forward each thread keeps a running maximum and sum (Milakov
- * and Gimelshein 2018, arXiv:1805.02867), backward needs lse alone and may have some of the classes. A forward call that wants
+ * and Gimelshein 2018, arXiv:1805.02867), backward needs lse alone and may have some of the columns. A forward call that wants
  * dlogits is both, one launch each (cross_entropy_sm90a has it in one). Vectors of 16 bytes, or elements where rows are not of whole
  * vectors at multiples of 16 bytes.
  * No workspace. Bound by reading logits, and by writing dlogits. */
@@ -22,7 +22,7 @@ struct Params {
     const void *weight;
     void *loss, *lse;
     int64_t rows, n, weight_stride, ignore_index;
-    int64_t first, classes; /* of logits the first class, of all how many */
+    int64_t first, classes; /* the column where logits begin, and all columns */
     double smoothing, softcap, scale, z_loss;
     uint8_t *error_word;
 };
@@ -54,7 +54,7 @@ template <class W> __device__ __forceinline__ W all_weights(const Params &p, W *
     return sum[0];
 }
 
-/* A row's target; false where the row has no loss. One that is no class is reported. */
+/* A row's target; false where the row has no loss. One outside [0, V) is reported. */
 __device__ __forceinline__ bool read_target(const Params &p, int64_t row, int64_t &target, bool &bad) {
     target = *row_at<int64_t>(p.target, row);
     bad = false;

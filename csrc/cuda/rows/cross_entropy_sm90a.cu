@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 /* cross_entropy_sm90a: the loss of each row of float32 logits and its gradient in one pass (cross_entropy.cu has the equations), for
  * forward calls that want dlogits [M, V], of float32, bfloat16 or float16. V a multiple of 8, up to 212992; no soft cap, and label
- * smoothing or class weights, not both. No workspace. Bound by reading logits once and writing dlogits: 6 bytes a class with 16 bits.
+ * smoothing or weights, not both. No workspace. Bound by reading logits once and writing dlogits: 6 bytes a column with 16 bits.
  *
  * 1, 2, 4 or 8 blocks of a cluster share a row. Each keeps its part in a ring of shared memory, into which bulk copies bring the rows
  * that come next. The row's part is read twice there:
@@ -21,7 +21,7 @@ namespace {
 constexpr int THREADS = 512, WARPS = THREADS / 32;
 constexpr int RING = 208 * 1024; /* bytes of rows under way; what else is shared takes 13 KB */
 constexpr int MOST_STAGES = 8, WHOLE_STAGES = 3;
-constexpr int LEAST = 4096;      /* classes: shorter rows come from L2 the second time */
+constexpr int LEAST = 4096;      /* columns: shorter rows come from L2 the second time */
 constexpr int PIECE = 16 * 1024; /* bytes of a copy */
 constexpr float LOG2_E = 1.44269504f;
 
@@ -30,7 +30,7 @@ struct Params {
     const float *weight;
     float *loss, *lse;
     int64_t rows, weight_stride, ignore_index;
-    int n, part, stages; /* classes; of a block; rows of the ring */
+    int n, part, stages; /* columns; of a block; rows of the ring */
     float smoothing, scale, z_loss;
     uint8_t *error_word;
 };
@@ -141,19 +141,19 @@ template <class D, int CLUSTER> __global__ void __launch_bounds__(THREADS, 1) cr
     const auto target_of = [&](int64_t it) { return shared.target[it / THREADS & 1][it % THREADS]; };
     const auto has_loss = [&](int64_t target) { return target != p.ignore_index && target >= 0 && target < p.n; };
     unsigned used = 0, issued = 0; /* rows of the ring; issued: of thread 0 */
-    int slot = 0, parity = 0;      /* of the row in use */
+    int stage = 0, parity = 0;     /* of the row in use */
     int64_t ahead = 0;
-    int ahead_slot = 0;
+    int ahead_stage = 0;
     /* Thread 0: copies of rows that come next and have a loss, as long as there is room. `known`: targets up to there are shared. */
     const auto copy_ahead = [&](int64_t known) {
         for (; issued - used < (unsigned)p.stages && ahead < known && first + ahead * step < p.rows; ++ahead) {
             if (!has_loss(target_of(ahead))) continue;
             const char *from = (const char *)(row_at<float>(p.logits, first + ahead * step) + begin);
-            const smem_addr to = cvta_to_shared(ring + (size_t)ahead_slot * p.part * 4);
-            const smem_addr full = cvta_to_shared(&shared.full[ahead_slot]);
+            const smem_addr to = cvta_to_shared(ring + (size_t)ahead_stage * p.part * 4);
+            const smem_addr full = cvta_to_shared(&shared.full[ahead_stage]);
             mbarrier_arrive_expect_tx(full, here * 4);
             for (int at = 0; at < here * 4; at += PIECE) bulk_load(to + at, from + at, min(PIECE, here * 4 - at), full);
-            ++issued, ahead_slot = ahead_slot + 1 == p.stages ? 0 : ahead_slot + 1;
+            ++issued, ahead_stage = ahead_stage + 1 == p.stages ? 0 : ahead_stage + 1;
         }
     };
 
@@ -182,8 +182,8 @@ template <class D, int CLUSTER> __global__ void __launch_bounds__(THREADS, 1) cr
             continue;
         }
         const float own = (1 - p.smoothing) * (p.weight ? p.weight[target * p.weight_stride] : 1);
-        const float *x = (const float *)(ring + (size_t)slot * p.part * 4);
-        while (!mbarrier_try_wait_parity(cvta_to_shared(&shared.full[slot]), parity)) {
+        const float *x = (const float *)(ring + (size_t)stage * p.part * 4);
+        while (!mbarrier_try_wait_parity(cvta_to_shared(&shared.full[stage]), parity)) {
         }
         const Sums s = exchange<CLUSTER>(shared, sums_of((const float4 *)x, here / 4, p.scale), rank, used);
         const float log_sum = logf(s.peak == -INFINITY ? NAN : s.sum), lse = s.peak + log_sum;
@@ -210,7 +210,7 @@ template <class D, int CLUSTER> __global__ void __launch_bounds__(THREADS, 1) cr
             put(dx, i, d);
         }
         ++used;
-        if (++slot == p.stages) slot = 0, parity ^= 1;
+        if (++stage == p.stages) stage = 0, parity ^= 1;
         __syncthreads(); /* all have read the row */
         if (threadIdx.x == 0) copy_ahead(it / THREADS * THREADS + 2 * THREADS);
     }
