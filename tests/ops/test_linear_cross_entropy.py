@@ -83,7 +83,7 @@ def judge(shape, h, v, dtype, how, device, bias=True, needs=(True, True, True)):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", UNIT, ids=str)
 def test_values(dtype, mode, device, monkeypatch):
-    """More rows than 2 H and fewer; every row at once and some."""
+    """More rows than 4 H and fewer; every row at once and some."""
     for rules in RULES.values():
         judge((3, 11), 16, 50, dtype, rules | MODES[mode], device)
     small_steps(monkeypatch)
@@ -215,7 +215,7 @@ def test_dynamic_lengths_compile_once(mode, device):
         return graph
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=backend)
-    for rows in (5, 17, 70):  # below and above 2 H
+    for rows in (5, 17, 33, 70):  # up to 2 H, and above
         gen = generator("dynamic", rows)
         x, w, b = (randn(gen, *s, device=device) for s in ((rows, 16), (33, 16), (33,)))
         target = torch.randint(33, (rows,), generator=gen).to(device)
@@ -315,13 +315,15 @@ print(peak() - before)
 def test_memory_of_the_cpu(m, h, v, low):
     """What the docstring states, beside 2 (M + V) H of results; torch keeps 6 M V bytes and more."""
     used = int(run_python(PEAK.format(m=m, h=h, v=v, low=low)).stdout)
-    extra = 4 * m * h + (512 << 20) if low else min(2 * m * v, 4 * v * h) + 2 * m * h + (256 << 20)
+    extra = 4 * m * h + (512 << 20) if low else min(2 * m * v, 8 * v * h) + 2 * m * h + (256 << 20)
     assert used <= 2 * (m + v) * h + extra + (16 << 20)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("low", (False, True))
-@pytest.mark.parametrize(("m", "h", "v"), ((4096, 1024, 64000), (8192, 4096, 32000), (512, 2048, 128000)))
+@pytest.mark.parametrize(
+    ("m", "h", "v"), ((4096, 1024, 64000), (8192, 1024, 64000), (8192, 4096, 32000), (512, 2048, 128000))
+)
 def test_memory_of_cuda(m, h, v, low):
     x = torch.randn(m, h, device="cuda").bfloat16().requires_grad_()
     w = (torch.randn(v, h, device="cuda") / 16).bfloat16().requires_grad_()
@@ -332,7 +334,7 @@ def test_memory_of_cuda(m, h, v, low):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         gk.linear_cross_entropy(x, w, target, low_memory=low).backward()
-    extra = 4 * m * h + (512 << 20) if low else min(2 * m * v, 4 * v * h) + 2 * m * h + (256 << 20)
+    extra = 4 * m * h + (512 << 20) if low else min(2 * m * v, 8 * v * h) + 2 * m * h + (256 << 20)
     assert torch.cuda.max_memory_allocated() - before <= 2 * (m + v) * h + extra
 
 

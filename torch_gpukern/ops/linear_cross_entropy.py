@@ -58,7 +58,7 @@ def linear_cross_entropy(
 
     Memory beyond arguments and results, of M rows, b bytes a number (2 in bfloat16), forward and backward, at most::
 
-        mean, sum               min(b M V, 4 V H) + b M H + 256 MiB     6 M H V FLOPs
+        mean, sum               min(b M V, 8 V H) + b M H + 256 MiB     6 M H V FLOPs
         low_memory or none      4 M H + 512 MiB                         8 M H V FLOPs
 
     The first needs b M H + 256 MiB where weight requires no gradient, and 256 MiB where nothing does.

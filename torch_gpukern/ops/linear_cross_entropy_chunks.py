@@ -5,8 +5,8 @@ x [M, H], weight [V, H], target [M]. z = x weight^T + bias is float32 (float64 o
 again; cross_entropy makes of it its gradient, rounded to x's dtype as dz.
 
 - `scalar`, forward of a mean or a sum, makes the gradients, too: 6 M H V FLOPs. dz has the size of a row's own loss, without the
-  factor 1 / M, so that it does not underflow in float16. All of it is kept where that is not larger than a float32 sum of
-  dweight; else such a sum is kept. Which of the two follows from shapes alone. On CUDA z stands in rows of dz that come later, as
+  factor 1 / M, so that it does not underflow in float16. All of it is kept where that is at most twice as large as a float32 sum of
+  dweight; else such a sum is kept, to which blocks of rows add. Which of the two follows from shapes alone. On CUDA z stands in rows of dz that come later, as
   long as there are enough: the more rows at once, the less often is weight read.
 - `scaled` is its backward: multiplies by the gradient of the loss and rounds.
 - `rows` gives each row's loss, and `rows_backward` computes z again, 8 M H V FLOPs: by classes where dweight is wanted, so that
@@ -56,11 +56,16 @@ def accumulator(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype is torch.float64 else torch.float32
 
 
+def _rows_of_sum(x: Tensor) -> int:
+    """Rows [., V] of x's dtype that have the bytes of dweight's sum."""
+    return x.shape[-1] * (accumulator(x).itemsize // x.dtype.itemsize)
+
+
 def kept_rows(x: Tensor, rows):
-    """Rows of the buffer [rows, V] in x's dtype that `scalar` keeps where dweight is wanted: dz of all rows, or as many as have
-    the bytes of dweight's sum. rows may be a symbol."""
-    wide = x.shape[-1] * (accumulator(x).itemsize // x.dtype.itemsize)
-    return torch.sym_min(rows, wide)
+    """Rows of the buffer [., V] in x's dtype that `scalar` keeps where dweight is wanted: dz of all rows, where that is at most
+    twice dweight's sum, else that sum. rows may be a symbol, so this is an expression and no branch."""
+    sums = _rows_of_sum(x)
+    return torch.sym_min(rows, 2 * sums) - sums * torch.sym_min(torch.sym_max(rows - 2 * sums, 0), 1)
 
 
 def _rows_at_once(x: Tensor, classes: int, most: int) -> int:
@@ -70,6 +75,12 @@ def _rows_at_once(x: Tensor, classes: int, most: int) -> int:
     if x.device.type == "cpu":
         step = min(step, max(_CPU_BYTES // row, _FEWEST_ROWS))
     return _whole_tiles(step)
+
+
+def _even(size: int, most: int) -> int:
+    """Steps of nearly the same size, of whole tiles, that are `most` at most."""
+    each = -(-size // -(-size // most))
+    return min(most, -(-each // 128) * 128)
 
 
 def _whole_tiles(step: int) -> int:
@@ -89,8 +100,8 @@ def _product(
 
 
 class _Sum:
-    """A sum [n, h] of products, in float32. gemm adds to a product what is elsewhere: each addition moves the sum by `step` rows, up
-    and down by turns, slice after slice."""
+    """A sum [n, h] of products, in float32. gemm adds to a product what is elsewhere: each addition moves the sum by `step` rows
+    and back, slice after slice."""
 
     def __init__(self, like: Tensor, n: int, h: int, rules: Rules) -> None:
         wide = accumulator(like)
@@ -177,11 +188,11 @@ def scalar(
     dbias = x.new_zeros(v if need_bias else 0, dtype=wide)
     whole = need_weight and kept_rows(x, m) == m
     kept = x.new_empty((m, v) if whole else 0)
-    # Rows whose dz is multiplied at once. One block of H rows beside the sum of dweight is as large as dweight, which is not made yet.
-    block = max(1, m) if whole else max(step, h) if need_weight else step
+    # Rows whose dz is multiplied at once. One block is as large as the sum of dweight beside it.
+    block = max(1, m) if whole else _even(m, max(step, _rows_of_sum(x))) if need_weight else step
     total = _Sum(x, v, h, rules) if need_weight and not whole else None
     needed = need_x or need_weight or need_bias
-    if whole and _prefers_many_rows(x):  # dweight, which backward makes beside kept, is as large
+    if need_weight and _prefers_many_rows(x):  # dweight, which backward makes beside kept, is as large
         step = max(step, _whole_tiles(h * x.dtype.itemsize // wide.itemsize))
     room = kept if whole else x.new_empty(min(block, m), v) if need_x or need_weight else None
     direct = room is not None and x.dtype is wide  # then z is made where dz is wanted
