@@ -248,6 +248,16 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
             clear_rows<Tile>(v_at(step + j), t.ragged, warpgroup);
     }
 
+    /* V's rows before the first key that any row of the sequence sees, where a box begins before it. */
+    __device__ __forceinline__ void clear_head(const FwdTile &t, int step, int block) const {
+        if constexpr (InBoxes<Tile>::value) {
+            const int unseen = t.seq.span.lo(0) - t.keys.lo;
+            if (block > 0 || unseen <= 0) return;
+            v_ring().wait_full(step);
+            clear_rows<Tile>(v_at(step), 0, warpgroup, unseen);
+        }
+    }
+
     /* The block's scores are there: K is free, and Q after the tile's last. */
     __device__ __forceinline__ void scores_over(const At &at, int j) {
         wgmma_pin(s);
@@ -294,6 +304,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
             v_ring().wait_full(step);
             clear_rows<Tile>(v_at(step), t.ragged, warpgroup);
         }
+        clear_head(t, step, block);
     }
 
     /* Step j of the tile, behind its first: its weights, and O of the block before. Whether a row must take the block again. */
@@ -413,6 +424,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         }
         v.wait_full(last);
         clear_tail(t, at.step, at.end - 1);
+        if (MODIFIED) clear_head(t, last, block_at<MODIFIED>(t, at.end - 1)); /* the nearest block comes first */
         turn_begin<Tile>(warpgroup);
         issue_values<T, Tile>(o, p, v_at(last));
         turn_end<Tile>(warpgroup);
