@@ -25,7 +25,7 @@ WIDE, RELAY = "paged_prefill_sm90a", "paged_prefill_relay_sm90a"
         (512, (32, 8), 256, 16, None, {}, WIDE + "_bf16_d256"),
         (512, (32, 8), 256, 8, None, {"softcap": 30.0}, WIDE + "_bf16_d256_score"),
         (512, (32, 8), 128, 16, None, {"is_causal": False, "window_right": 0}, WIDE + "_bf16_d128"),
-        (512, (32, 8), 128, 16, None, {"is_causal": False, "window_right": 5}, "paged_attn_sm80_bf16_128x16"),
+        (512, (32, 8), 128, 16, None, {"is_causal": False, "window_right": 5}, "paged_attn_sm90a_bf16_128x16"),
         (512, (32, 8), 128, 16, E4M3, {}, RELAY + "_bf16"),
         (512, (32, 8), 256, 8, E5M2, {"softcap": 30.0}, RELAY + "_bf16"),
         (40, (32, 8), 64, 24, I8, {"window_left": 100}, RELAY + "_bf16"),
