@@ -239,7 +239,8 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         const int block = block_at<MODIFIED>(t, j), first = t.keys.plain_first, plain_end = t.keys.plain_end;
         if (block < first || block >= plain_end) return 0;
         const bool down = MODIFIED && j <= t.nearest;
-        return min(down ? block - first + 1 : plain_end - block, end - j);
+        /* a part of the keys may begin behind the first such block */
+        return min(down ? block - max(first, 0) + 1 : plain_end - block, end - j);
     }
 
     /* V's rows past the sequence, where the tile's step j is that of the last block. */
