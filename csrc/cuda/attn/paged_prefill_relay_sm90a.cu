@@ -9,7 +9,7 @@
  *
  * Bytes of a key and head: D + Dv read, twice that written, and read again. The workspace is bounded: where pages of all heads do not fit,
  * heads go in rounds.
- * Work split of 1: grid x = blocks of 128 keys, in turn; y = sequence; a thread has 16 codes of K and of V.
+ * Work split of 1: grid x = 16 keys after 16; y = sequence; a thread has 16 codes of K and of V.
  * The calls of 2 are planned again where they run: their operands lie in the workspace, whose place a plan does not know. */
 #include "../layout/banks.cuh"
 #include "../ptx/griddepcontrol.cuh"
@@ -23,7 +23,8 @@ extern "C" const gk_cuda_table gk_paged_prefill_sm90a_table;
 
 namespace {
 
-constexpr int THREADS = 256, KEYS = 128; /* of a block; a box of keys, up to a tile's 128, lies within one */
+constexpr int THREADS = 256, KEYS = 16;  /* of a block: few, or a short context has too few blocks */
+constexpr int BOX = PREFILL_LONGEST_BOX; /* what is decoded begins and ends where the longest box may */
 
 /* ---- 1. codes to q's dtype -------------------------------------------------------------------------------- */
 struct DecodeParams {
@@ -74,8 +75,9 @@ template <class T, gk_dtype CODE> __global__ void __launch_bounds__(THREADS) dec
     const int first = s.span.lo(0), end = s.seq_q > 0 ? s.span.hi(s.seq_q - 1) : 0;
     if (end <= first) return;
     const int32_t *table = pages.table + (int64_t)b * pages.table_row;
-    for (int key0 = (first / KEYS + blockIdx.x) * KEYS; key0 < end; key0 += gridDim.x * KEYS) {
-        const int keys = min(KEYS, p.seq_k - key0); /* to the end of a box, and within the table */
+    const int past = min((end + BOX - 1) / BOX * BOX, p.seq_k);
+    for (int key0 = first / BOX * BOX + (int)blockIdx.x * KEYS; key0 < past; key0 += (int)gridDim.x * KEYS) {
+        const int keys = min(KEYS, past - key0);
         for (int i = threadIdx.x; i < keys * x.heads << x.chunks_log2; i += THREADS) {
             const int row = i >> x.chunks_log2, chunk = i - (row << x.chunks_log2);
             const int in_tile = (int)x.by_heads.into((uint32_t)row);

@@ -6,6 +6,9 @@
 /* Keys of a box at most, where a tile may begin amid a page: it begins where a box does, and what it has before its first key is lost. */
 constexpr int PREFILL_LATE_BOX = 32;
 
+/* Keys of a box at most: a tile's. */
+constexpr int PREFILL_LONGEST_BOX = 128;
+
 /* paged_prefill_relay_sm90a. paged_attn_sm90a reads a key of 1 byte a column once for 16 rows, and computes some 7 times as long as the
  * forward does. Decoded pages cost 5 bytes a column, once. At 94 rows of a kv head both take the same. */
 struct prefill_relay {
