@@ -61,7 +61,9 @@ inline gk_flash_attn_args as_flash(const gk_paged_attn_args *a) {
     const int64_t capacity =
         a->k_cache.shape[0] ? gk_min_i64(a->block_table.shape[1] * a->k_cache.shape[1], 1 << 30) : 0;
     x.size = sizeof x, x.rules = a->rules, x.rules.is_causal = prefill_is_causal(a);
-    x.rules.diagonal = 0, x.rules.kv_end = x.rules.q_start = NULL, x.rules.window_right = -1;
+    x.rules.kv_end = x.rules.q_start = NULL, x.rules.window_right = -1;
+    /* for the order of tiles alone: kernels have each sequence's own */
+    x.rules.diagonal = batch ? gk_max_i64(capacity - a->q.shape[0] / batch, 0) : 0;
     x.cu_seqlens_q = x.cu_seqlens_k = a->cu_seqlens_q;
     x.max_seqlen_q = a->max_seqlen_q, x.max_seqlen_k = capacity;
     x.lse = a->lse, x.q = a->q, x.out = a->out, x.k = a->k_cache, x.v = a->v_cache;
