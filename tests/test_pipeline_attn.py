@@ -42,9 +42,12 @@ class Tile:
     own: tuple  # of these, how many a warpgroup's rows see
     ragged: bool  # the last block of V has rows that may hold NaN
     backwards: bool  # the last block comes first (fwd_block): a warpgroup passes the blocks that it does not see before its own
+    unseen: tuple  # else, in a window: how many of the first blocks a warpgroup's rows do not see
 
     def lead(self, group):
-        return self.blocks - self.own[group] if self.backwards and self.own[group] else 0
+        if self.backwards:
+            return self.blocks - self.own[group] if self.own[group] else 0
+        return self.unseen[group]
 
     def ragged_step(self):
         return 0 if self.backwards else self.blocks - 1
@@ -53,7 +56,10 @@ class Tile:
     def any(warpgroups, rng):
         blocks = rng.choice((0, 1, 1, 2, 3, 4, 5))
         own = [blocks - rng.choice((0, 0, 1, 2, 5)) for _ in range(warpgroups)]
-        return Tile(blocks, tuple(max(n, 0) for n in own), rng.random() < 0.3, rng.random() < 0.4)
+        own = [max(n, 0) for n in own]
+        ragged, backwards, windowed = rng.random() < 0.3, rng.random() < 0.4, rng.random() < 0.3
+        unseen = [rng.randrange(n) if n and windowed and not backwards else 0 for n in own]
+        return Tile(blocks, tuple(n - u for n, u in zip(own, unseen)), ragged, backwards, tuple(unseen))
 
 
 class Ring:
@@ -292,8 +298,9 @@ class Block:
     def follows(self, n):
         """Whether the first scores of tile n + 1 are issued behind the last values of tile n; the same for all warpgroups."""
         now, then = self.tell(n), self.tell(n + 1)
-        alike = then and min(now.own) and min(then.own) and not (now.backwards or then.backwards)
-        return bool(alike and self.store_kind != "parts" and now.blocks - min(now.own) < self.k.stages)
+        alike = then and min(now.own) and min(then.own) and not (now.backwards or then.backwards or max(then.unseen))
+        ends = [own + unseen for own, unseen in zip(now.own, now.unseen)]
+        return bool(alike and self.store_kind != "parts" and now.blocks - min(ends) < self.k.stages)
 
     def tile(self, group, w, n, step, last_q):
         """first_block, other_blocks and last_values of the consumer."""

@@ -113,7 +113,7 @@ def test_a_window_that_ends_nowhere_is_dealt_as_causal(head_dim):
         return torch_gpukern.explain("flash_attn", q, q, q, arch="sm_90", is_causal=True, **rules)["tasks"]
 
     assert tasks(window_left=4095) == tasks(window_left=1 << 40) == tasks()
-    assert tasks() < tasks(window_left=4094) == tasks(window_left=100)
+    assert tasks() < tasks(window_left=100)
 
 
 @pytest.mark.skipif(not torch.ops.gpukern.cuda_kernels.default(), reason="a build without CUDA kernels")

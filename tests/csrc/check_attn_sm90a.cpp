@@ -89,6 +89,31 @@ static void check_packed(int tiles, int heads, int splits, int paired, int block
     check(walk.once(), "packed: every tile once: tiles, blocks", tiles, blocks);
 }
 
+/* A window of `young` tiles and one more: the worst block's keys in `most` of the mean, or a tile more. */
+static void check_window(int tiles, int young, int heads, int sms, double most) {
+    FwdSchedule s = {};
+    s.tiles = tiles, s.splits = 1, s.heads = heads, s.young = young;
+    fwd_deal(&s, sms);
+    std::vector<char> hits((size_t)heads * tiles);
+    bool inside = true;
+    long total = 0, worst = 0;
+    for (int block = 0; block < s.blocks; ++block) {
+        long load = 0;
+        int i = 0;
+        for (FwdPlace at; inside && (at = fwd_place_of(s, block, i)).head >= 0; ++i) {
+            inside = at.head < heads && at.tile >= 0 && at.tile < tiles && at.split == 0 && i <= tiles * heads;
+            if (inside) ++hits[(size_t)at.head * tiles + at.tile], load += at.tile < young ? at.tile + 1 : young + 1;
+        }
+        total += load, worst = load > worst ? load : worst;
+    }
+    bool once = inside;
+    for (char hit : hits) once = once && hit == 1;
+    check(once, "windows: every tile once: tiles, young", tiles, young);
+    const double mean = (double)total / s.blocks;
+    check((double)worst <= fmax(most * mean, most > 2 ? mean + young + 1 : 0) + 1e-6,
+          "windows: the worst block's keys: tiles, young", tiles, young);
+}
+
 static void check_schedules() {
     const int tile[4][2] = {{128, 128}, {192, 128}, {128, 96}, {128, 64}};
     const int some_blocks[] = {1, 2, 3, 7, 16, 66, 114, 132, 1000}, some_heads[] = {1, 2, 5, 16, 33, 128};
@@ -115,6 +140,13 @@ static void check_schedules() {
         worst = load > worst ? load : worst;
     }
     check(long_one.rounds == 6 && worst < 1.02 * 16 * 128 * 129 / 2 / 132, "singles end even", worst, long_one.rounds);
+    /* windows: every tile once, a head's first ones last; of 32 heads of 64 tiles, eight of them young, blocks end within 2 % of the mean */
+    for (int tiles = 1; tiles <= 40; ++tiles)
+        for (int young = 1; young < tiles; young += 1 + young / 2)
+            for (int blocks : some_blocks)
+                for (int heads : some_heads) check_window(tiles, young, heads, blocks, 4);
+    check_window(64, 8, 32, 132, 1.02);
+    check_window(66, 8, 32, 132, 1.02);
     /* longest first, and a pair sees as many keys as any other */
     FwdSchedule s = {};
     s.splits = 1, s.paired = 1, s.heads = 2;
@@ -156,24 +188,29 @@ static void check_stacked() {
 }
 
 /* ---- scores --------------------------------------------------------------------------------------------- */
-/* Softcap below the limit: as near to cap tanh(scale s / cap) as float32 is, for caps of every size. */
+/* Near scores: within 1e-6 of cap tanh(scale s / cap), for caps of every size; `end` tells them apart by one bit. */
 static void check_softcap() {
     for (double scale : {1.1e-6, 0.0625, 0.088388, 0.125, 1.0, 37.5, 9e5})
         for (double factor : {1.1e-15, 1e-9, 1e-6, 1.1e-6, 1e-4, 2.9e-4, 3.1e-4, 1.25e-3, 0.02, 0.5, 8.0, 900.0}) {
             const ScoreUnits u = score_units(scale, scale / factor, true);
+            const double most = (factor > 1e-6 ? 0.272 : 1e-3) / factor,
+                         unit = 1.4426950408889634 * (double)(float)scale;
+            int exponent;
+            bool good = u.plain && u.capped && frexp(u.end, &exponent) == 0.5;
             double worst = 0;
             for (int i = 1; i <= 20000; ++i) {
-                const float s = (float)(u.limit * (i % 2 ? i / 20000.0 : exp(-0.002 * i)));
-                if (s >= u.limit) continue;
-                const double exact = tanh(s * factor) / factor;
-                worst = fmax(worst, fabs(capped_near(s, u) / exact - 1));
-                if (capped_near(-s, u) != -capped_near(s, u)) worst = 1;
+                const float s = (float)(most * (i % 2 ? i / 20000.0 : exp(-0.002 * i)));
+                const float q = cap_square(s, u);
+                int of_q;
+                frexp(q, &of_q);
+                good = good && q == cap_square(-s, u) && (q < u.end ? of_q == exponent - 1 : s > u.limit);
+                worst = fmax(worst, fabs(s * cap_factor(q, u) / (unit * tanh(s * factor) / factor) - 1));
             }
-            check(u.plain && u.capped && worst < 2.5e-7, "softcap: relative error in 1e-9, 1 / factor",
-                  (long)(worst * 1e9), (long)(1 / factor));
-            const float ends = (float)(tanh(u.limit * factor) * u.over);
-            check(isfinite(ends) && fabs(capped_near(u.limit, u) / ends - 1) < 5e-7, "softcap: where the two ways meet",
-                  0, 0);
+            for (double far : {1.0001, 1.5, 3.0, 1e3, 1e15})
+                good = good && !(cap_square((float)(far * most), u) < u.end);
+            check(good && !(cap_square(NAN, u) < u.end), "softcap: near and far, 1 / factor", (long)(1 / factor), 0);
+            check(worst < 1e-6, "softcap: relative error in 1e-9, 1 / factor", (long)(worst * 1e9), (long)(1 / factor));
+            check(fabs(u.over / (unit / factor) - 1) < 1e-6, "softcap: the cap itself", (long)(1 / factor), 0);
         }
     const double odd[][2] = {{0, 3}, {-0.5, 3}, {1e-30, 3}, {1e30, 3}, {1, 1e16}, {1, 1e-4}};
     for (const double (&x)[2] : odd) check(!score_units(x[0], x[1], false).plain, "not in the product's unit", 0, 0);
@@ -189,8 +226,7 @@ static void check_softcap() {
                   "columns that a row sees: from, to", from, to);
         }
     for (double scale : {-1.0, 0.0, 1e-31})
-        check(!score_units(scale, 0, false).plain && score_units(scale, 0, false).unit_log2 > 1,
-              "a scale that is not above 0", 0, 0);
+        check(!score_units(scale, 0, false).plain, "a scale that is not above 0", 0, 0);
     check(score_units(1e30, 0, false).plain, "scale alone", 0, 0);
 }
 

@@ -1047,6 +1047,8 @@ static void weight_expect(void) {
 #include "check_cuda_quant.h"
 #include "check_cuda_rows.h"
 
+#include "check_cuda_quantize.h"
+
 #include "check_cuda_cache.h"
 
 /* ---- the walk -------------------------------------------------------------------------------------------------- */
@@ -1078,7 +1080,9 @@ static const struct {
            {GK_OP_ROPE, "rope", rope_draw, rope_expect},
            {GK_OP_CROSS_ENTROPY_FWD, "cross_entropy_fwd", loss_draw, loss_expect},
            {GK_OP_CROSS_ENTROPY_BWD, "cross_entropy_bwd", loss_bwd_draw, loss_bwd_expect},
-           {GK_OP_DROPOUT, "dropout", dropout_draw, dropout_expect}};
+           {GK_OP_DROPOUT, "dropout", dropout_draw, dropout_expect},
+           {GK_OP_QUANTIZE, "quantize", quantize_draw, quantize_expect},
+           {GK_OP_DEQUANTIZE, "dequantize", dequantize_draw, dequantize_expect}};
 
 /* Whose operands may be of 8 bits; others have codes beside operands that are wider. */
 static bool takes_codes(gk_op op) {
@@ -1181,7 +1185,7 @@ static void walk(int o, gk_dtype dtype, walked *rows, int num_rows, int64_t prob
         for (int r = 0; r < num_rows; ++r) {
             const gk_cuda_instance *row = rows[r].row;
             rows[r].wants = rows[r].problems < problems && arena_used + 3 * GAP <= HOST_BYTES &&
-                            gk_cuda_takes(rows[r].table, (gk_op)o, device_args) && plan_row(row, &plan);
+                            gk_cuda_takes(rows[r].table, ops[o].op, device_args) && plan_row(row, &plan);
             any = any || rows[r].wants;
         }
         if (any) ops[o].expect();

@@ -19,15 +19,15 @@ E4M3 = torch.float8_e4m3fn
         (1, 1, (32, 8), 128, 16, None, "paged_attn_sm90a_bf16_128x8"),
         (8, 4, (32, 8), 128, 64, None, "paged_attn_sm90a_bf16_128x16"),
         (64, 1, (32, 8), 128, 16, None, "paged_attn_sm90a_bf16_128x8"),
-        (256, 1, (32, 8), 128, 16, None, "paged_attn_sm80_bf16_128x8"),
+        (256, 1, (32, 8), 128, 16, None, "paged_attn_sm90a_bf16_128x8"),
         (256, 4, (32, 8), 128, 16, None, "paged_attn_sm90a_bf16_128x16"),
-        (16, 1, (32, 32), 128, 16, None, "paged_attn_sm80_bf16_128x8"),
+        (16, 1, (32, 32), 128, 16, None, "paged_attn_sm90a_bf16_128x8"),
         (1, 1, (32, 8), 128, 8, None, "paged_attn_sm80_bf16_128x8"),
         (1, 1, (32, 8), 64, 8, None, "paged_attn_sm80_bf16_64x8"),
         (1, 1, (32, 8), 64, 16, None, "paged_attn_sm90a_bf16_64x8"),
         (8, 1, (12, 4), 64, 16, None, "paged_attn_sm90a_bf16_64x8"),
-        (64, 1, (12, 4), 64, 16, None, "paged_attn_sm80_bf16_64x8"),
-        (16, 4, (32, 8), 64, 16, None, "paged_attn_sm90a_bf16_64x16"),
+        (64, 1, (12, 4), 64, 16, None, "paged_attn_sm90a_bf16_64x8"),
+        (64, 4, (32, 8), 64, 16, None, "paged_attn_sm90a_bf16_64x16"),
         (256, 1, (32, 8), 128, 16, E4M3, "paged_attn_sm90a_bf16_e4m3_128x8"),
         (1, 300, (32, 8), 128, 48, E4M3, "paged_attn_sm90a_bf16_e4m3_128x16"),
         (4, 1, (32, 8), 64, 16, E4M3, "paged_attn_sm90a_bf16_e4m3_64x16"),
@@ -48,6 +48,10 @@ def test_kernel(batch, tokens, heads, head_dim, page, stored, row):
     table = torch.zeros(batch, 1024 // page, dtype=torch.int32)
     lens = torch.full((batch,), 900, dtype=torch.int32)
     assert torch_gpukern.explain("paged_attn", q, cache, cache, table, lens, arch="sm_90")["row"] == row
+    if batch * heads_kv > 132 and tokens == 1 and not stored:  # tables that hold more: the list, or paged_attn_sm80's
+        wide = torch.zeros(batch, 4096 // page, dtype=torch.int32)
+        told = torch_gpukern.explain("paged_attn", q, cache, cache, wide, lens, arch="sm_90")["row"]
+        assert told == (row if batch == 64 and head_dim == 128 else row.replace("sm90a", "sm80"))
 
 
 def inputs(lengths, tokens, group, page, dtype, stored, heads_kv=8, head_dim=128):
@@ -96,7 +100,7 @@ FORMS = (
     ((2000, 1990), 4, 4, 64),
     ((12000, 11000), 1, 4, 16),  # clusters, or the list where lengths differ
     ((20000, 5, 300), 1, 5, 48),
-    ((513, 600) * 35, 1, 8, 16),  # many short ones
+    ((513, 600) * 35, 1, 8, 16),  # a block for each sequence and head
     ((3, 40, 1100) * 20, 2, 2, 16),
     ((1500, 700) * 20, 1, 4, 16),  # the list, heads side by side in codes
     ((900, 33, 4000, 77, 3) * 6, 3, 4, 16),  # two tiles of rows

@@ -141,6 +141,8 @@ def scalar(
     block = max(1, m) if whole else max(step, h) if need_weight else step
     total = kept.view(-1).view(wide).view(v, h).zero_() if need_weight and not whole else None
     needed = need_x or need_weight or need_bias
+    if whole and _prefers_many_rows(x):  # dweight, which backward makes beside kept, is as large
+        step = max(step, _whole_tiles(h * x.dtype.itemsize // wide.itemsize))
     one = x.new_ones((), dtype=wide)
     room = kept if whole else x.new_empty(min(block, m), v) if need_x or need_weight else None
     direct = room is not None and x.dtype is wide  # then z is made where dz is wanted
@@ -193,6 +195,8 @@ def _times(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     if x.dtype is factor.dtype and x.dtype is dtype:
         return x * factor
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    if x.is_cuda and x.dim():  # with a dimension factor decides in what dtype the product is made
+        return torch.mul(x, factor.view(1), out=out)
     step = max(1, _COPY_BYTES // max(1, x[:1].numel() * factor.itemsize)) if x.dim() else 1
     for s in _steps(x.shape[0], step):
         out[s].copy_(x[s].to(factor.dtype) * factor)

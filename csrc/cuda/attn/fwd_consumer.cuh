@@ -6,7 +6,6 @@
 
 #include "fwd_products.cuh"
 #include "fwd_results.cuh"
-#include "mask.cuh"
 
 template <class T, class Tile, bool MODIFIED> struct Consumer {
     typedef Smem<Tile> S;
@@ -22,12 +21,14 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     /* The next tile's first scores are issued behind this tile's last values. */
     static constexpr bool EARLY = OVERLAP && AHEAD && !MODIFIED;
 
+    /* A warpgroup may see no key of a tile's first blocks. */
+    static constexpr bool LEADS = MODIFIED || S::BQ - 64 >= BKV;
+
     const FwdHopperParams &x;
     const smem_addr smem_s;
     const int warpgroup;
     StaleSoftmax<T, BKV> softmax;
     float s[N * 4], w[N * 4], o[ND * 4], sum[2]; /* scores, weights and their sums by row, O */
-    float shift[2];                              /* of the block's scores */
     uint32_t p[N * 2];                           /* weights as an operand */
     bool ready;                                  /* s holds the scores of the tile's first block */
 
@@ -42,67 +43,174 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         smem_addr q_empty; /* AHEAD: that of the tile before, released after the first weights; 0: none */
     };
 
-    /* What a lane's two rows make of a block of keys, found while the products run. */
-    struct Rows {
-        uint32_t kept[2];
+    /* The nearest block comes first: fwd_block. */
+    static __device__ __forceinline__ bool from_nearest(const FwdHopperParams &x) { return MODIFIED && x.units.sloped; }
+    /* How many of a tile's first steps this warpgroup's rows, which see keys of `own` blocks, see none of. */
+    __device__ __forceinline__ int lead(const FwdTile &t, int own) const {
+        if (from_nearest(x)) return max(t.nearest - own + 1, 0);
+        if (S::BQ - 64 < BKV || x.fwd.problem.rules.left < 0 || x.stacked > 1) return 0;
+        const int unseen = max(t.seq.span.lo(t.work.i0 + 64 * warpgroup) - t.keys.lo, 0) / BKV;
+        return unseen < own ? unseen : 0;
+    }
+
+    /* Which keys of a block a lane's two rows see. */
+    __device__ __forceinline__ KeptColumns columns_of(const FwdTile &t, int block) const {
+        KeptColumns y;
+        const int key0 = t.keys.lo + block * BKV + frag_col(mov_tid_x() % 32, 0), last = t.seq.seq_q - 1;
+        const Span span = t.seq.span;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int i = min(row_of(x, t, own_row() + 8 * r).i, last); /* those past it see what its last row sees */
+            y.kept[r] = columns_in<BKV / 4>(span.lo(i) - key0, span.hi(i) - key0);
+        }
+        if (!MODIFIED) y.agree();
+        return y;
+    }
+
+    /* ALiBi of a lane's two rows in a block of keys; slopes of 0 without it. */
+    struct Lean {
         float slope[2], ahead[2];
         int side; /* 1: all keys lie before all rows, -1: behind, 0: neither */
-        int row0, key0;
     };
-    __device__ __forceinline__ bool asks_rows(bool edge) const {
-        return edge || (MODIFIED && (x.units.sloped || !x.units.plain));
-    }
-    __device__ __forceinline__ Rows rows_of_block(const FwdTile &t, int block, bool edge) const {
-        Rows y = {};
-        if (!asks_rows(edge)) return y;
-        const int key0 = t.keys.lo + block * BKV + frag_col(mov_tid_x() % 32, 0);
-        if (edge) {
-            const Span span = t.seq.span;
-            const int last = t.seq.seq_q - 1;
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const int i =
-                    min(row_of(x, t, own_row() + 8 * r).i, last); /* those past it see what its last row sees */
-                y.kept[r] = columns_in<BKV / 4>(span.lo(i) - key0, span.hi(i) - key0);
-            }
-        }
-        if (!MODIFIED || (x.units.plain && !x.units.sloped)) return y;
-        y.row0 = t.work.i0 + own_row(), y.key0 = key0;
+    __device__ __forceinline__ Lean lean_of(const FwdTile &t, int block) const {
+        Lean y = {};
+        if (!x.units.sloped) return y;
+        const int key = t.keys.lo + block * BKV - t.score.position0; /* row 0 stands at key 0 */
+        const int key0 = key + frag_col(mov_tid_x() % 32, 0);
         if (x.stacked == 1) {
-            y.slope[0] = y.slope[1] = t.score.slope * x.units.per_slope;
-            y.ahead[0] = (float)(y.row0 + t.score.position0 - key0), y.ahead[1] = y.ahead[0] + 8;
-            const int key = t.keys.lo + block * BKV - t.score.position0; /* row 0 stands at key 0 */
-            y.side = !x.units.plain                          ? 0
-                     : key + BKV - 1 <= t.work.i0            ? 1
-                     : key >= t.work.i0 + Smem<Tile>::BQ - 1 ? -1
-                                                             : 0;
+            y.slope[0] = y.slope[1] = t.score.slope * LOG2_E;
+            y.ahead[0] = (float)(t.work.i0 + own_row() - key0), y.ahead[1] = y.ahead[0] + 8;
+            y.side = key + BKV - 1 <= t.work.i0 ? 1 : key >= t.work.i0 + Smem<Tile>::BQ - 1 ? -1 : 0;
         } else { /* each of the heads has its own */
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const FwdRow row = row_of(x, t, own_row() + 8 * r);
-                y.slope[r] = slope_of<float>(x.fwd.problem.rules, t.work.b, row.head) * x.units.per_slope;
-                y.ahead[r] = (float)(row.i + t.score.position0 - key0);
-                if (r == 0) y.row0 = row.i;
+                y.slope[r] = slope_of<float>(x.fwd.problem.rules, t.work.b, row.head) * LOG2_E;
+                y.ahead[r] = (float)(row.i - key0);
             }
         }
         return y;
     }
 
-    /* Scores of a block, before the softmax: what the products cannot do. */
-    __device__ __forceinline__ void finish_scores(const FwdTile &t, const Rows &rows, bool edge) {
-        if (MODIFIED && x.units.capped && x.units.plain) cap_scores(s, x.units);
-        if (MODIFIED && !x.units.plain)
-            modify(*(float (*)[1][N][4]) & s, t.score, rows.row0, rows.key0);
-        else if (MODIFIED && x.units.sloped && rows.side == 0)
-            lean_scores(s, rows.slope, rows.ahead);
-        shift[0] = shift[1] = 0;
-        if (MODIFIED && rows.side != 0) {
-            const float slope[2] = {rows.slope[0] * rows.side, rows.slope[1] * rows.side};
-            lean_one_side(s, slope);
+    /* ---- weights of a modified call ---- */
+    /* The exponents of a block's scores, less m, in log2 units: take(i, those of scores i and i + 1). */
+    template <class Take>
+    __device__ __forceinline__ void visit(const FwdTile &t, int block, bool edge, const float (&m)[2],
+                                          const Take &take) {
+        const ScoreUnits &u = x.units;
+        const Lean lean = lean_of(t, block);
+        KeptColumns columns = {};
+        if (edge) columns = columns_of(t, block);
+        const auto kept = [&](int i, float e) { return !edge || columns.has(i) ? e : -INFINITY; };
+        if (u.capped) {
 #pragma unroll
-            for (int r = 0; r < 2; ++r) shift[r] = slope[r] * rows.ahead[r] * x.units.unit_log2;
+            for (int at = 0; at < N * 2; ++at) { /* row by row: fewer registers */
+                const int i = at / N * 2 + at % N * 4;
+                float e[2];
+                cap_exponents(s, i, u, lean.slope[0], lean.ahead[0], m, e);
+                take(i, kept(i, e[0]), kept(i + 1, e[1]));
+            }
+        } else if (!edge && lean.side != 0) { /* as lean_addends has them */
+            const LeanSide of = lean_side(lean.slope, lean.ahead, lean.side, m);
+#pragma unroll
+            for (int i = 0; i < N * 4; i += 2)
+                take(i, fmaf(s[i], u.unit_log2, of.addend(i)), fmaf(s[i + 1], u.unit_log2, of.addend(i + 1)));
+        } else {
+            const auto e = [&](int i) { return fmaf(s[i], u.unit_log2, lean_addend(i, lean.slope, lean.ahead, m)); };
+#pragma unroll
+            for (int i = 0; i < N * 4; i += 2) take(i, kept(i, e(i)), kept(i + 1, e(i + 1)));
         }
-        if (edge) keep_columns(s, rows.kept);
+    }
+    /* Of any block, packed at once: while products hold P and O there are no registers for w beside what makes it. */
+    __device__ __forceinline__ void weigh_any(const FwdTile &t, int block, bool edge) {
+        uint32_t packed[N * 2];
+        sum[0] = sum[1] = 0;
+        visit(t, block, edge, softmax.m, [&](int i, float e0, float e1) {
+            const float w0 = ex2_approx_ftz(e0), w1 = ex2_approx_ftz(e1);
+            sum[i / 2 & 1] += w0, sum[i / 2 & 1] += w1;
+            packed[i / 2] = pack2<T>(w0, w1);
+        });
+#pragma unroll
+        for (int i = 0; i < N * 2; ++i) {
+            const float2 two = unpack2<T>(packed[i]);
+            w[2 * i] = two.x, w[2 * i + 1] = two.y;
+        }
+    }
+
+    /* Whether all scores of a warp are near. OVERLAP: their squares go to w. */
+    __device__ __forceinline__ bool all_near() {
+        if (OVERLAP) {
+            uint32_t bits = 0;
+#pragma unroll
+            for (int i = 0; i < N * 4; i += 2) {
+                w[i] = cap_square(s[i], x.units), w[i + 1] = cap_square(s[i + 1], x.units);
+                bits |= __float_as_uint(w[i]) | __float_as_uint(w[i + 1]);
+            }
+            return __all_sync(0xffffffffu, bits < __float_as_uint(x.units.end));
+        }
+        float top[2] = {0, 0}; /* two chains */
+#pragma unroll
+        for (int i = 0; i < N * 4; ++i) top[i & 1] = max_nan(top[i & 1], fabsf(s[i]));
+        return __all_sync(0xffffffffu, max_nan(top[0], top[1]) < x.units.limit);
+    }
+
+    /* Without overlap there are registers for s or w, not both: the exponents, without m, take the place of the scores. */
+    __device__ __forceinline__ void finish_scores(const FwdTile &t, int block, bool edge) {
+        if (!edge && x.units.capped && !x.units.sloped && all_near()) {
+#pragma unroll
+            for (int i = 0; i < N * 4; ++i) s[i] *= cap_factor(cap_square(s[i], x.units), x.units);
+            return;
+        }
+        const float none[2] = {0, 0};
+        visit(t, block, edge, none, [&](int i, float e0, float e1) { s[i] = e0, s[i + 1] = e1; });
+    }
+
+    /* Of a tile's first block, which set the reference. */
+    __device__ __forceinline__ void weigh_first(const FwdTile &t, int block, bool edge) {
+        if (OVERLAP) {
+            const float none[2] = {0, 0};
+            visit(t, block, edge, none, [&](int i, float e0, float e1) { w[i] = e0, w[i + 1] = e1; });
+            softmax.template refer<false>(w, 1);
+            softmax.weights(w, 1, w, sum);
+        } else {
+            finish_scores(t, block, edge);
+            softmax.template refer<false>(s, 1);
+            softmax.weights(s, 1, w, sum);
+        }
+    }
+
+    /* Of a block behind the first one. begin_weights: what ALiBi adds to its products, while they are made. */
+    __device__ __forceinline__ void begin_weights(const FwdTile &t, int block, bool edge) {
+        if (!OVERLAP || edge || x.units.capped) return;
+        const Lean lean = lean_of(t, block);
+        lean_addends(w, lean.slope, lean.ahead, lean.side, softmax.m);
+    }
+    __device__ __forceinline__ void weigh_next(const FwdTile &t, int block, bool edge) {
+        const ScoreUnits &u = x.units;
+        if (!OVERLAP) {
+            finish_scores(t, block, edge);
+            softmax.weights(s, 1, w, sum);
+        } else if (!edge && !u.capped) {
+            softmax.weights_of([&](int i) { return fmaf(s[i], u.unit_log2, w[i]); }, w, sum);
+        } else if (!edge && !u.sloped && all_near()) {
+            softmax.weights_of([&](int i) { return fmaf(s[i], cap_factor(w[i], u), -softmax.m[i / 2 & 1]); }, w, sum);
+        } else {
+            weigh_any(t, block, edge);
+        }
+    }
+    /* The block once more, for the rows that are out of range. */
+    __device__ __forceinline__ void weigh_again(const FwdTile &t, int block, bool edge, float (&factor)[2]) {
+        if (!OVERLAP) {
+            softmax.redo(s, 1, w, sum, factor);
+            return;
+        }
+        const float none[2] = {0, 0};
+        float top[2] = {-INFINITY, -INFINITY};
+        visit(t, block, edge, none,
+              [&](int i, float e0, float e1) { top[i / 2 & 1] = fmaxf(top[i / 2 & 1], fmaxf(e0, e1)); });
+        top[0] = quad_max(top[0]), top[1] = quad_max(top[1]);
+        softmax.refer_again(top, sum, factor);
+        weigh_any(t, block, edge);
     }
 
     __device__ __forceinline__ smem_addr k_at(int step) const {
@@ -151,7 +259,8 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     __device__ __forceinline__ void first_block(const FwdTile &t, const At &at) {
         const int step = at.step + at.from, block = block_at<MODIFIED>(t, at.from);
         const bool edge = block < t.keys.plain_first || block >= t.keys.plain_end;
-        const Rows rows = rows_of_block(t, block, edge);
+        KeptColumns columns = {};
+        if (!MODIFIED && edge) columns = columns_of(t, block);
         if (!EARLY || !ready) {
             k_ring().wait_full(step);
             smem_addr q_s = at.q_s;
@@ -164,12 +273,19 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
             scores_over(at, at.from);
         }
         clear(o);
-        finish_scores(t, rows, edge);
-        softmax.template refer<EARLY>(s, x.units.unit_log2, shift);
-        softmax.weights(s, x.units.unit_log2, shift, w, sum);
-        if (EARLY && __any_sync(0xffffffffu, softmax.out_of_range(sum))) {
-            float none[2];
-            softmax.redo(s, x.units.unit_log2, shift, w, sum, none);
+        if (MODIFIED) {
+            weigh_first(t, block, edge);
+        } else {
+            if (edge) keep_columns(s, columns);
+            if (EARLY && !edge)
+                softmax.template refer<true>(s, x.units.unit_log2);
+            else /* of an edge some rows see a few keys, and none of a sample */
+                softmax.template refer<false>(s, x.units.unit_log2);
+            softmax.weights(s, x.units.unit_log2, w, sum);
+            if (EARLY && __any_sync(0xffffffffu, softmax.out_of_range(sum))) {
+                float none[2];
+                softmax.redo(s, x.units.unit_log2, w, sum, none);
+            }
         }
         softmax.total[0] = sum[0], softmax.total[1] = sum[1];
         if (!PACK_LATE) softmax.pack(w, p);
@@ -196,16 +312,25 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         v.wait_full(step - 1);
         issue_values<T, Tile>(o, p, v_at(step - 1));
         turn_end<Tile>(warpgroup);
-        Rows rows = {};
-        rows = rows_of_block(t, block_at<MODIFIED>(t, j), edge);
+        const int block = block_at<MODIFIED>(t, j);
+        KeptColumns columns = {};
+        if (!MODIFIED && edge) columns = columns_of(t, block);
+        if (MODIFIED) begin_weights(t, block, edge);
         wgmma_wait_group<OVERLAP>();
         scores_over(at, j);
         if (!OVERLAP) {
             wgmma_pin(o);
             release(v.empty(step - 1));
         }
-        finish_scores(t, rows, edge);
-        softmax.weights(s, x.units.unit_log2, shift, w, sum);
+        if (MODIFIED) {
+            weigh_next(t, block, edge);
+        } else {
+            if (edge) keep_columns(s, columns);
+            if (edge && PACK_LATE) /* elsewhere registers are short */
+                softmax.weights_kept(s, x.units.unit_log2, columns, w, sum);
+            else
+                softmax.weights(s, x.units.unit_log2, w, sum);
+        }
         if (!OVERLAP) softmax.pack(w, p);
         const bool again = __any_sync(0xffffffffu, softmax.out_of_range(sum));
         if (OVERLAP) {
@@ -218,10 +343,13 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         return again;
     }
 
-    /* The block once more, for the rows that are out of range. */
-    __device__ __forceinline__ void take_again() {
+    /* The tile's step j once more, for the rows that are out of range. */
+    __device__ __forceinline__ void take_again(const FwdTile &t, int j, bool edge) {
         float factor[2];
-        softmax.redo(s, x.units.unit_log2, shift, w, sum, factor);
+        if (MODIFIED)
+            weigh_again(t, block_at<MODIFIED>(t, j), edge, factor);
+        else
+            softmax.redo(s, x.units.unit_log2, w, sum, factor);
         if (!OVERLAP) softmax.pack(w, p);
 #pragma unroll
         for (int i = 0; i < ND * 4; ++i) o[i] *= factor[i / 2 & 1];
@@ -246,13 +374,13 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
                 block_taken();
             }
             if (again) {
-                take_again();
+                take_again(t, j, false);
                 block_taken();
                 ++j;
                 continue;
             }
             if (j >= at.end) break;
-            if (take_block(t, at, j, SPLIT || run == 0)) take_again();
+            if (take_block(t, at, j, SPLIT || run == 0)) take_again(t, j, SPLIT || run == 0);
             block_taken();
             ++j;
         }

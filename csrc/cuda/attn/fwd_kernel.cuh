@@ -45,8 +45,9 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
 /* ---- 2. launcher ---------------------------------------------------------------------------------------- */
 bool serves(const gk_cuda_instance *row, const gk_context *ctx, const gk_flash_attn_args *a) {
     const int last = a->q.ndim - 1;
-    const bool modified = a->rules.softcap > 0 || a->rules.alibi_slopes || !(a->rules.scale > 1e-30);
-    return a->q.shape[last] <= row->key[0] && a->v.shape[last] <= row->key[1] && modified == (row->key[2] != 0) &&
+    const bool modified = a->rules.softcap > 0 || a->rules.alibi_slopes;
+    return score_units(a->rules.scale, a->rules.softcap, a->rules.alibi_slopes != NULL).plain &&
+           a->q.shape[last] <= row->key[0] && a->v.shape[last] <= row->key[1] && modified == (row->key[2] != 0) &&
            tensor_map_fits(attn_shape(a->q)) && tensor_map_fits(attn_shape(a->k)) &&
            tensor_map_fits(attn_shape(a->v)) && (fwd_by_parts(a) || tensor_map_fits(attn_shape(a->out))) &&
            smem_fits(ctx, row->key[3]);

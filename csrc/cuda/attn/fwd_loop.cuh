@@ -60,11 +60,12 @@ __device__ __forceinline__ void consume(const FwdHopperParams &x, smem_addr smem
         const int4 steps = *(const int4 *)&t.steps;
         const int blocks = steps.w, own = warpgroup == 0 ? steps.x : warpgroup == 1 ? steps.y : steps.z;
         if (blocks < 0) break;
-        const int lead = MODIFIED && own > 0 ? max(t.nearest - own + 1, 0) : 0;
+        const int lead = C::LEADS && own > 0 ? c.lead(t, own) : 0;
         const smem_addr q_s = smem_s + q.stage(n) * S::Q::bytes;
-        typename C::At at = {step, lead, lead + own, q_s, C::AHEAD && n > 0 ? q.empty(n - 1) : 0};
+        typename C::At at = {step, lead, C::from_nearest(x) ? lead + own : own, q_s,
+                             C::AHEAD && n > 0 ? q.empty(n - 1) : 0};
         c.softmax.clear();
-        if (MODIFIED && lead > 0) { /* V of these blocks comes after the next Q */
+        if (C::LEADS && lead > 0) { /* V of these blocks comes after the next Q */
             if (C::AHEAD) c.release_q(at.q_empty), at.q_empty = 0;
             c.pass(step, lead);
         }
@@ -116,19 +117,34 @@ template <class Tile> inline smem_box q_box(const FwdHopperParams &x) {
     return x.stacked > 1 ? wgmma_box(2, x.fwd.problem.seq_q, x.stacked) : Smem<Tile>::Q::box();
 }
 
+/* The first tiles of a head, from whose queries the window reaches back to the sequence's first key: they see fewer keys than the others
+ * do. All of them where the window ends nowhere; 0 where tensors say where queries stand. */
+inline int fwd_young(const Problem &p, int bq, int tiles) {
+    const int64_t left = p.rules.left;
+    if (left < 0 || left >= p.seq_k - 1) return tiles;
+    if (p.cu_q || p.rules.q_start) return 0;
+    return (int)gk_min_i64(gk_ceil_div(gk_max_i64(left - p.rules.diagonal, 0), bq), tiles);
+}
+
 template <class Tile> inline FwdHopperParams fwd_hopper_params(const gk_context *ctx, const gk_flash_attn_args *a) {
     constexpr int BQ = Smem<Tile>::BQ;
     FwdHopperParams x = {};
     x.units = score_units(a->rules.scale, a->rules.softcap, a->rules.alibi_slopes != NULL);
-    x.stacked = x.units.plain || !x.units.sloped ? fwd_stacked(problem_of(ctx, a), BQ) : 1;
+    x.stacked = x.units.capped && x.units.sloped ? 1 : fwd_stacked(problem_of(ctx, a), BQ);
     x.fwd = fwd_params(ctx, a, BQ, Tile::BKV, 1, x.stacked);
     const Problem &p = x.fwd.problem;
     x.by_head = divisor_of(x.stacked > 1 ? (uint32_t)p.seq_q : INT32_MAX);
     x.q_bytes = Smem<Tile>::Q::panels * tma_box_of(q_box<Tile>(x)).bytes;
     x.schedule.tiles = x.fwd.tiles_q, x.schedule.splits = x.fwd.splits;
     x.schedule.heads = (p.cu_q ? p.heads_q : p.batch * p.heads_q) / x.stacked;
-    const bool windowed = p.rules.left >= 0 && p.rules.left < p.seq_k - 1; /* else it ends nowhere */
-    x.schedule.paired = p.rules.right >= 0 && !windowed && x.fwd.splits == 1;
+    const int young = fwd_young(p, BQ, x.schedule.tiles);
+    x.schedule.paired = p.rules.right >= 0 && young == x.schedule.tiles && x.fwd.splits == 1;
+    /* those of all heads come last where their keys stay in L2: they are read at several times */
+    const double young_bytes =
+        (double)p.batch * p.heads_kv * (double)p.rules.left * (p.head_dim + p.head_dim_v) * gk_dtype_bytes(a->k.dtype);
+    if (p.rules.right >= 0 && young < x.schedule.tiles && x.fwd.splits == 1 &&
+        young_bytes <= FWD_L2_SHARE * gk_gpu_of(ctx->index)->l2_bytes)
+        x.schedule.young = young;
     x.by_group = divisor_of((uint32_t)gk_max_i64(p.group, 1));
     x.by_batch = divisor_of((uint32_t)gk_max_i64(p.heads_q / x.stacked, 1));
     const int sms = gk_gpu_of(ctx->index)->num_sms;

@@ -6,7 +6,8 @@
  * A unit is one tile of one head, or under a causal rule the two tiles i and n - 1 - i, whose keys add up to the same
  * number for every i. Block c takes units c, c + blocks, c + 2 blocks, .. A part of a round would take a whole pair's time:
  * the last one to two rounds of pairs, and the tiles in the middle of an odd number, are dealt as single tiles instead,
- * longest first, from block 0 to the last and back. */
+ * longest first, from block 0 to the last and back. In a window all tiles but a head's first ones are equally long: those come
+ * last, in the same way. */
 #ifndef GPUKERN_CUDA_FWD_SCHEDULE_CUH
 #define GPUKERN_CUDA_FWD_SCHEDULE_CUH
 
@@ -23,12 +24,13 @@ struct FwdSchedule {
     int tiles;  /* of a head; of a packed call: of its longest sequence */
     int splits; /* parts of the keys of a tile, each a unit */
     int paired; /* 1: a unit is tiles i and n - 1 - i */
+    int young;  /* a head's first tiles that see fewer keys than those behind them, where these come last; not paired */
     int heads;  /* over batch and heads; of a packed call those of one sequence */
     int units;  /* of all heads; of a packed call an upper bound */
     int blocks; /* of the grid */
     /* Dense calls alone: */
     Divisor by_splits, by_unit; /* splits; units of a head */
-    int rounds;                 /* of units that are dealt as pairs; the other tiles are dealt one by one: */
+    int rounds;                 /* of units that are dealt in order; the other tiles are dealt one by one: */
     FwdSingles singles[5];
 };
 
@@ -73,10 +75,8 @@ inline GK_HD FwdPlace fwd_single(const FwdSchedule &s, int at) {
 
 /* The tile that block c of a dense call takes at its step i. */
 inline GK_HD FwdPlace fwd_place_of(const FwdSchedule &s, int c, int i) {
-    if (s.paired && i >= 2 * s.rounds) {
-        const int round = i - 2 * s.rounds;
-        return fwd_single(s, round * s.blocks + (round % 2 ? s.blocks - 1 - c : c));
-    }
+    const int last = i - (s.paired ? 2 * s.rounds : s.rounds); /* rounds of single tiles */
+    if (last >= 0) return fwd_single(s, last * s.blocks + (last % 2 ? s.blocks - 1 - c : c));
     const int unit = c + (s.paired ? i / 2 : i) * s.blocks;
     if (unit >= s.units) return {-1, 0, 0};
     const int whole = (int)s.by_splits.into((uint32_t)unit), head = (int)s.by_unit.into((uint32_t)whole);
@@ -89,22 +89,25 @@ inline GK_HD FwdPlace fwd_place_of(const FwdSchedule &s, int c, int i) {
  * 0.99 to 1.01 at 16, 1.02 from 32 on. */
 constexpr int FWD_SINGLES = 20;
 
-/* units and blocks of a dense call on so many SMs, and how its pairs end. */
+/* units and blocks of a dense call on so many SMs, and how its units end. */
 inline void fwd_deal(FwdSchedule *s, int sms) {
-    const int64_t pairs = s->tiles / 2, all = s->paired ? s->heads * pairs : (int64_t)s->heads * s->tiles * s->splits;
+    const int64_t of_head = s->paired ? s->tiles / 2 : s->tiles - s->young, units = s->heads * of_head;
+    const int64_t tiles = (int64_t)s->heads * s->tiles * s->splits, all = s->paired ? units : tiles;
     s->units = (int)(all < INT32_MAX ? all : INT32_MAX);
-    const int64_t tiles = s->paired ? (int64_t)s->heads * s->tiles : all;
     s->blocks = (int)(tiles < sms ? tiles : sms);
     s->by_splits = divisor_of((uint32_t)s->splits);
-    s->by_unit = divisor_of((uint32_t)(s->paired ? (pairs > 1 ? pairs : 1) : s->tiles > 1 ? s->tiles : 1));
-    if (!s->paired || s->blocks == 0) return;
-    const int whole = (int)(all / s->blocks);
-    s->rounds = s->tiles < FWD_SINGLES || whole == 0 ? whole : whole - 1;
-    /* of head `first` the pairs before p0 are dealt, of the heads behind it none */
+    s->by_unit = divisor_of((uint32_t)(of_head > 1 ? of_head : 1));
+    s->rounds = INT32_MAX / 2;
+    if ((!s->paired && s->young == 0) || s->blocks == 0) return;
+    const int whole = (int)(units / s->blocks);
+    s->rounds = !s->paired || s->tiles < FWD_SINGLES || whole == 0 ? whole : whole - 1;
+    /* of head `first` the units before u0 are dealt, of the heads behind it none */
     const int64_t dealt = (int64_t)s->rounds * s->blocks;
-    const int first = pairs ? (int)(dealt / pairs) : s->heads, p0 = pairs ? (int)(dealt % pairs) : 0;
-    const int lengths[5] = {p0, (int)pairs - p0, s->tiles % 2, (int)pairs - p0, p0};
-    const int heads[5] = {s->heads - first - 1, s->heads - first, s->heads, s->heads - first, s->heads - first - 1};
+    const int first = of_head ? (int)(dealt / of_head) : s->heads, u0 = of_head ? (int)(dealt % of_head) : 0;
+    const int part = s->heads - first - 1, rest = s->heads - first, left = (int)of_head - u0;
+    const int middle = s->paired ? s->tiles % 2 : s->young;
+    const int lengths[5] = {u0, left, middle, s->paired ? left : 0, s->paired ? u0 : 0};
+    const int heads[5] = {part, rest, s->heads, rest, part};
     for (int i = 0, tile = s->tiles - 1; i < 5; tile -= lengths[i++]) {
         const bool any = lengths[i] > 0 && heads[i] > 0;
         s->singles[i] = {any ? lengths[i] * heads[i] : 0, heads[i], tile, divisor_of((uint32_t)(any ? heads[i] : 1))};

@@ -5,12 +5,14 @@
  * q [T, Hq, D]; k_cache, v_cache [num_blocks, block_size, Hkv, D]; block_table [B, max_blocks], seq_lens [B],
  * cu_seqlens_q [B + 1] int32; out [T, Hq, D], lse [T, Hq]. Pages: Kwon et al. 2023; online softmax: Milakov and Gimelshein 2018.
  *
- * Two forms (StreamParams::ranks), of one kernel:
+ * Three forms (StreamParams::ranks), of one kernel:
  *   list      one block an SM, 8 warps; each takes an even share of the flat list of chunks (paged_plan.cuh), and the last
  *             of a tile's blocks merges what several found of it (paged_join.cuh). Any lengths, any number of tokens.
  *   clusters  a cluster for each sequence and kv head, whose blocks exchange their sums through shared memory: one launch, no
  *             workspace. Few sequences of like lengths. Where only the lengths can tell, both are launched, and the one whose
  *             call it is not ends at once (by_clusters).
+ *   tiles     a block of 4 warps for each sequence and kv head, three and more an SM: no scan, no split, no merge. Many
+ *             sequences whose tables are so short that nobody waits long for the longest.
  *
  * A warp works alone: its ring of TMA boxes (paged_stream.cuh), its maximum and sums (paged_step.cuh).
  *   step    wait   S^T = K Q^T   lazy maximum   P   O^T += V^T P^T   fill
@@ -30,7 +32,7 @@ __device__ __forceinline__ void finish_share(const StreamParams &a, const TileSh
     constexpr int HEAD_DIM = Pages::HEAD_DIM, PITCH = HEAD_DIM + 4, QUADS = HEAD_DIM / 4;
     const Call &c = a.c;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rows = x.last_row - x.row0 + 1;
-    const int ranks = a.ranks, rank = ranks > 1 ? cluster_ctarank() : 0, per_rank = rows * QUADS / ranks;
+    const int ranks = max(a.ranks, 1), rank = ranks > 1 ? cluster_ctarank() : 0, per_rank = rows * QUADS / ranks;
     float *const o_s = (float *)(smem + map.o);
     float2 *const stats_s = (float2 *)(smem + map.stats);
 #pragma unroll
@@ -97,12 +99,15 @@ __device__ __forceinline__ void receive(const StreamParams &a, const TileShare &
 }
 
 /* ---- 2. the kernel ------------------------------------------------------------------------------------ */
+template <class Pages, int N> constexpr int BLOCKS_AN_SM = !Pages::CODES && Pages::HEAD_DIM == 64 && N == 1 ? 2 : 1;
+
 template <class T, class Pages, int N>
-__global__ void __launch_bounds__(LIST_WARPS * 32, 1) paged_attn_sm90a_kernel(const __grid_constant__ StreamParams a) {
+__global__ void __launch_bounds__(LIST_WARPS * 32, BLOCKS_AN_SM<Pages, N>)
+    paged_attn_sm90a_kernel(const __grid_constant__ StreamParams a) {
     extern __shared__ __align__(1024) unsigned char smem[];
     const Call &c = a.c;
     const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-    const bool clusters = a.ranks > 1;
+    const bool clusters = a.ranks > 0; /* or tiles */
     const SmemMap map = smem_map(Pages::tile_bytes, Pages::HEAD_DIM, N * 8, a.warps, a.stages, clusters);
     const smem_addr smem_s = cvta_to_shared(smem), barriers_s = smem_s + map.barriers + warp * a.stages * 8;
     if (lane == 0) {
@@ -116,10 +121,8 @@ __global__ void __launch_bounds__(LIST_WARPS * 32, 1) paged_attn_sm90a_kernel(co
     griddepcontrol_launch_dependents();
     Chunks<LIST_WARPS> &plan = *(Chunks<LIST_WARPS> *)(smem + map.chunks);
     if (a.asks && by_clusters(a) != clusters) return;
-    if (clusters)
-        barrier_cluster_arrive(); /* inboxes are there */
-    else if (!find_chunks<LIST_WARPS>(c, plan))
-        return;
+    if (a.ranks > 1) barrier_cluster_arrive(); /* inboxes are there */
+    if (!clusters && !find_chunks<LIST_WARPS>(c, plan)) return;
 
     Loader<Pages> loader;
     loader.begin(a, plan, smem_s + warp * a.stages * Loader<Pages>::stage_bytes, barriers_s,
@@ -149,14 +152,14 @@ __global__ void __launch_bounds__(LIST_WARPS * 32, 1) paged_attn_sm90a_kernel(co
             loader.fill(a, plan);
             if (++stage == a.stages) stage = 0, parity ^= 1;
         }
-        if (clusters) {
+        if (a.ranks > 1) {
             if (threadIdx.x == 0)
                 mbarrier_arrive_expect_tx(smem_s + map.inbox_barrier, (x.last_row + 1) * Pages::HEAD_DIM * 8);
             barrier_cluster_wait();
-            __syncthreads(); /* every warp has read its ring */
         }
+        if (clusters) __syncthreads(); /* every warp has read its ring */
         finish_share<T, Pages, N>(a, x, rows, smem, map, team);
-        if (clusters)
+        if (a.ranks > 1)
             receive<T, Pages::HEAD_DIM>(a, x, smem, map);
         else if (!x.whole)
             join_splits<T, Pages::HEAD_DIM>(a, x, (int)(share.own / plan.share),
@@ -167,7 +170,7 @@ __global__ void __launch_bounds__(LIST_WARPS * 32, 1) paged_attn_sm90a_kernel(co
 /* ---- 3. launch ------------------------------------------------------------------------------------ */
 struct StreamPlan {
     Planned planned;
-    int ranks, boxes; /* ranks 1: no clusters */
+    int ranks, boxes; /* ranks 0: the list alone */
     bool list;
 };
 
@@ -211,15 +214,17 @@ template <class Pages> bool plan(const gk_cuda_instance *row, const gk_context *
     if (a->v_scale && a->v_scale->ndim == 2) c.p.v_scale = NULL;
 
     const int64_t tiles = (int64_t)c.p.batch * c.p.heads_kv, sms = gk_gpu_of(ctx->index)->num_sms;
-    own.ranks = 1;
-    for (int n = 2; n <= paged_hopper::most_ranks && tiles * n <= sms && c.p.seq_q * c.p.group <= c.lanes; n *= 2)
-        own.ranks = n;
-    /* pages of 16 bits and many small tiles: paged_attn_sm80 is as fast or faster */
-    const bool small = Pages::HEAD_DIM == 64
-                           ? c.p.batch >= paged_hopper::narrow_batch
-                           : c.p.seq_q * c.p.group <= 8 && (c.p.group == 1 || c.p.batch > paged_hopper::wide_batch);
-    if (!Pages::CODES && own.ranks == 1 && small) return false;
-    own.list = own.ranks == 1 || c.p.cu_q || c.p.batch > 1 || c.p.capacity > paged_hopper::cluster_keys;
+    const int64_t rows = c.p.seq_q * c.p.group;
+    own.ranks = !c.p.cu_q && rows <= c.lanes ? 1 : 0;
+    for (int n = 2; n <= paged_hopper::most_ranks && tiles * n <= sms && rows <= c.lanes; n *= 2) own.ranks = n;
+    const bool soon = c.p.capacity <= paged_hopper::tile_keys * own.ranks;
+    if (own.ranks == 1 && !soon) own.ranks = 0;
+    /* the list of pages of 16 bits and many small tiles: paged_attn_sm80 is as fast or faster */
+    const bool small = Pages::HEAD_DIM == 64 ? c.p.batch >= paged_hopper::narrow_batch
+                                             : rows <= 8 && (c.p.group == 1 || c.p.batch > paged_hopper::wide_batch);
+    if (!Pages::CODES && own.ranks == 0 && small) return false;
+    const bool one = c.p.batch == 1 && c.p.capacity <= paged_hopper::cluster_keys;
+    own.list = own.ranks == 0 || c.p.cu_q || !(soon || one);
     to->tile[0] = row->key[1], to->tile[1] = Pages::KEYS, to->tile[2] = c.chunk_keys;
     to->tasks = own.list ? z.blocks : tiles * own.ranks, to->waves = 1;
     if (own.list) to->workspace_bytes = (size_t)(z.shared_bytes + z.stats_bytes + z.sums_bytes);
@@ -229,7 +234,7 @@ template <class Pages> bool plan(const gk_cuda_instance *row, const gk_context *
 template <class T, class Pages, int N>
 gk_status start(const gk_context *ctx, StreamParams &x, dim3 grid, int warps, int stages, int ranks) {
     x.warps = warps, x.stages = stages, x.ranks = ranks;
-    const int bytes = smem_map(Pages::tile_bytes, Pages::HEAD_DIM, N * 8, warps, stages, ranks > 1).total;
+    const int bytes = smem_map(Pages::tile_bytes, Pages::HEAD_DIM, N * 8, warps, stages, ranks > 0).total;
     return launch<paged_attn_sm90a_kernel<T, Pages, N>>("gk_paged_attn", ctx, grid, warps * 32, bytes, x, true, ranks);
 }
 
@@ -256,22 +261,24 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     x.k_scale = page_scale(a->k_scale), x.v_scale = page_scale(a->v_scale);
     x.by_page = x.k_scale.data || x.v_scale.data;
     if (x.arrived && (status = launch_begin<T>(ctx, x.c, x.arrived)) != GK_OK) return status;
-    if (own.ranks > 1) {
+    if (own.ranks > 0) {
         x.asks = own.list;
         const float key_bytes = 2.f * Pages::HEAD_DIM * gk_dtype_bytes(a->k_cache.dtype);
         const float of_sm = Pages::CODES ? paged_hopper::sm_code_bytes_per_ns : paged_hopper::sm_bytes_per_ns;
         x.ns_per_key = key_bytes / of_sm / own.ranks;
         x.ns_per_total = key_bytes * x.c.p.heads_kv / paged_hopper::device_bytes_per_ns;
-        const bool small = own.ranks > 2;
-        const int warps = small ? paged_hopper::few_warps : LIST_WARPS;
-        const int its_stages = small ? stages : paged_hopper::pair_ring_bytes / stage_bytes;
+        const bool small = own.ranks > 2, tiles = own.ranks == 1;
+        const int warps = small ? paged_hopper::few_warps : tiles ? paged_hopper::tile_warps : LIST_WARPS;
+        const int its_stages = small   ? stages
+                               : tiles ? paged_hopper::tile_stages
+                                       : paged_hopper::pair_ring_bytes / stage_bytes;
         StreamParams of = x;
         of.c.block_heads = 1, of.c.head_sets = x.c.p.heads_kv;
         const dim3 grid((unsigned)(x.c.p.batch * x.c.p.heads_kv * own.ranks));
         status = start<T, Pages, N>(ctx, of, grid, warps, its_stages, own.ranks);
     }
     if (status == GK_OK && own.list)
-        status = start<T, Pages, N>(ctx, x, dim3((unsigned)z.blocks), LIST_WARPS, stages, 1);
+        status = start<T, Pages, N>(ctx, x, dim3((unsigned)z.blocks), LIST_WARPS, stages, 0);
     return status;
 }
 

@@ -28,7 +28,7 @@ struct StreamParams {
     CUtensorMap k, v;
     CodeScale k_scale, v_scale; /* of codes, by page; */
     bool by_page;               /* one of them is there */
-    int ranks;                  /* blocks of a cluster, that share a tile; 1: the flat list */
+    int ranks;                  /* blocks of a cluster, that share a tile; 1: a tile is a block's; 0: the flat list */
     int warps, stages, boxes;   /* boxes of a step: pages that it lies in */
     bool asks;                  /* clusters and the list are both launched: by_clusters tells whose call it is */
     float ns_per_key, ns_per_total;
@@ -79,7 +79,7 @@ template <int STEP_KEYS> struct Source {
 
     __device__ __forceinline__ void begin(const StreamParams &a, const Chunks<LIST_WARPS> &plan) {
         b = 0, tile = -1, first = 0;
-        if (a.ranks == 1) b = plan.found, first = plan.found_at;
+        if (a.ranks == 0) b = plan.found, first = plan.found_at;
     }
 
     /* The block's one share. */
@@ -137,7 +137,7 @@ template <int STEP_KEYS> struct Source {
     }
 
     __device__ __forceinline__ bool next(const StreamParams &a, const Chunks<LIST_WARPS> &plan, Share &share) {
-        return a.ranks > 1 ? of_cluster(a, share) : of_list(a, plan, share);
+        return a.ranks > 0 ? of_cluster(a, share) : of_list(a, plan, share);
     }
 };
 

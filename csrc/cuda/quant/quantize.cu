@@ -7,6 +7,7 @@ namespace {
 struct Any : CodesBySoftware {
     static constexpr bool overlaps = false;
     static __device__ __forceinline__ void wait_for_previous() {}
+    static __device__ __forceinline__ void let_next_begin() {}
 };
 
 const gk_cuda_instance instances[] = {

@@ -114,7 +114,10 @@ template <class T> struct Row {
                 const int64_t at = col + n * pitch;
                 if (left(p, col, n) <= 0) continue;
                 const float scale = scale_at(p, row * across + (at >> log2), bits, (at & ((1 << log2) - 1)) == 0);
-                store_codes<Codes>(p, p.codes + to + n * pitch, left(p, col, n), v[n], Quotient::by(scale));
+                const bool power = log2 == 5 && !p.given;
+                store_codes<Codes>(p, p.codes + to + n * pitch, left(p, col, n), v[n],
+                                   power ? Quotient::by_power(scale) : Quotient::by(scale),
+                                   power || !(p.given || p.scale_ub));
             }
         }
     }
@@ -228,7 +231,9 @@ __global__ void __launch_bounds__(256) quantize_tensor_kernel(Params p) {
     const int pitch = blockDim.x * VEC;
     uint32_t most = 0;
     Quotient by = {};
-    if (!FIRST) {
+    if (FIRST) {
+        Codes::let_next_begin();
+    } else {
         Codes::wait_for_previous();
         for (int i = threadIdx.x; i < p.amax_blocks; i += blockDim.x) most = max(most, p.amax[i]);
         most = max_of_warps(most, peaks, p.warps);
@@ -294,6 +299,7 @@ Params params_of(const gk_quantize_args *a) {
     p.scale_e8m0 = (a->given ? a->given->dtype : a->scale.dtype) == GK_E8M0;
     p.what = a->what, p.granularity = a->granularity, p.eps = (float)a->eps, p.dtype = a->codes.dtype;
     p.largest = a->codes.dtype == GK_E4M3 ? 448.f : a->codes.dtype == GK_E5M2 ? 57344.f : 127.f;
+    p.inverse_largest = 1 / p.largest;
     return p;
 }
 

@@ -10,6 +10,7 @@ namespace {
 struct Hopper : CodesByHardware {
     static constexpr bool overlaps = true; /* a second kernel starts while the first one drains */
     static __device__ __forceinline__ void wait_for_previous() { griddepcontrol_wait(); }
+    static __device__ __forceinline__ void let_next_begin() { griddepcontrol_launch_dependents(); }
 };
 
 const gk_cuda_instance instances[] = {

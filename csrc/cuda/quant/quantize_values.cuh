@@ -51,7 +51,7 @@ struct Params {
     unsigned segments; /* of a row; of 128x128: blocks across */
     unsigned tiles;    /* of a tensor; of 128x128: blocks down a matrix */
     int amax_blocks;
-    float eps, largest;
+    float eps, largest, inverse_largest;
     gk_dtype dtype;
     bool vec, weight_vec; /* loads of 16 bytes */
     bool wide;            /* stores of a whole group */
@@ -199,12 +199,18 @@ __device__ __forceinline__ float sum_of_warps(float x, float *place, int warps) 
     return warp_sum(lane < warps ? place[warp / warps * warps + lane] : 0.f);
 }
 
+/* amax / largest, correctly rounded as a quotient below is. 1x32: the next power of two, so the exponent's difference, and one more
+ * where amax has the larger fraction. */
 __device__ __forceinline__ float scale_of(const Params &p, uint32_t bits) {
     if (bits >= 0x7f800000u) return __uint_as_float(0x7fc00000u);
-    float amax = __uint_as_float(bits);
-    if (p.scale_ub) amax = fminf(amax, *p.scale_ub);
-    const float scale = fmaxf(__fdiv_rn(amax, p.largest), 0x1p-126f);
-    return p.granularity == GK_PER_1X32 ? e8m0_to_f32(f32_to_e8m0(scale)) : scale;
+    if (p.scale_ub) bits = __float_as_uint(fminf(__uint_as_float(bits), *p.scale_ub));
+    if (p.granularity == GK_PER_1X32) {
+        const uint32_t largest = __float_as_uint(p.largest);
+        const int code = (int)((bits + 0x7fffffu - (largest & 0x7fffffu)) >> 23) - (int)(largest >> 23) + 127;
+        return __uint_as_float((uint32_t)max(code, 1) << 23);
+    }
+    const float amax = __uint_as_float(bits), near = amax * p.inverse_largest;
+    return fmaxf(__fmaf_rn(-__fmaf_rn(near, p.largest, -amax), p.inverse_largest, near), 0x1p-126f);
 }
 
 /* The scale of a block, made or given; `writes`: this thread keeps it. */
@@ -221,7 +227,7 @@ __device__ __forceinline__ float scale_at(const Params &p, int64_t block, uint32
 }
 
 /* ---- 3. codes ----------------------------------------------------------------------------------------- */
-/* x / scale. A scale so small or large that 1 / scale or a remainder would leave the normal numbers is first brought near 1, and x
+/* x / scale; shift is 0 where the scale is a power of two. A scale so small or large that 1 / scale or a remainder would leave the normal numbers is first brought near 1, and x
  * with it, by a power of two: what then overflows is saturated, and what then is rounded has the code 0. */
 struct Quotient {
     float scale, inverse, shift;
@@ -230,27 +236,40 @@ struct Quotient {
         s *= shift;
         return {size == INFINITY ? 0.f : s, __frcp_rn(s), shift};
     }
-    template <class V> __device__ __forceinline__ void of(const V &values, float (&q)[VEC]) const {
+    /* A power of two that amax gave, whose inverse has the exponent 254 - e; or NaN. */
+    static __device__ __forceinline__ Quotient by_power(float s) {
+        return {s, s == s ? __uint_as_float(0x7f000000u - __float_as_uint(s)) : s, 0.f};
+    }
+    __device__ __forceinline__ float better(float x, float near) const {
+        return __fmaf_rn(-__fmaf_rn(near, scale, -x), inverse, near); /* by x - near * scale, -0 would become 0 */
+    }
+    /* plain: no quotient overflows, or 1 / scale is a power of two; shorter, for scales of a few values each. */
+    template <class V> __device__ __forceinline__ void of(const V &values, float (&q)[VEC], bool plain) const {
 #pragma unroll
         for (int i = 0; i < VEC; ++i) q[i] = values.get(i);
         if (shift != 1.f)
 #pragma unroll
-            for (int i = 0; i < VEC; ++i) q[i] *= shift;
+            for (int i = 0; i < VEC; ++i) q[i] *= plain && shift == 0 ? inverse : shift;
+        if (plain) {
+            if (shift == 0) return;
+#pragma unroll
+            for (int i = 0; i < VEC; ++i) q[i] = better(q[i], q[i] * inverse);
+            return;
+        }
 #pragma unroll
         for (int i = 0; i < VEC; ++i) {
-            const float x = q[i], near = x * inverse, over = __fmaf_rn(near, scale, -x);
-            const float better = __fmaf_rn(-over, inverse, near); /* by x - near * scale, -0 would become 0 */
-            q[i] = fabsf(near) <= 3e38f ? better : near;          /* infinities and NaN */
+            const float near = q[i] * inverse;
+            q[i] = fabsf(near) <= 3e38f ? better(q[i], near) : near; /* infinities and NaN */
         }
     }
 };
 
 template <class Codes, class V>
-__device__ __forceinline__ void store_codes(const Params &p, uint8_t *to, int left, const V &values,
-                                            const Quotient &by) {
+__device__ __forceinline__ void store_codes(const Params &p, uint8_t *to, int left, const V &values, const Quotient &by,
+                                            bool plain = false) {
     if (left <= 0) return;
     float q[VEC];
-    by.of(values, q);
+    by.of(values, q, plain);
     const uint2 codes = make_uint2(codes_x4<Codes>(p.dtype, q), codes_x4<Codes>(p.dtype, q + 4));
     if (p.wide) {
         *(uint2 *)to = codes;

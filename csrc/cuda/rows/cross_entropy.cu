@@ -8,6 +8,7 @@
  * and Gimelshein 2018, arXiv:1805.02867), backward needs lse alone. Vectors of 16 bytes, or elements where rows are not of whole
  * vectors at multiples of 16 bytes.
  * No workspace. Bound by reading logits, and by writing dlogits. */
+#include "../ptx/regs.cuh"
 #include "row_block.cuh"
 
 namespace {
@@ -60,7 +61,37 @@ __device__ __forceinline__ bool read_target(const Params &p, int64_t row, int64_
     return true;
 }
 
-template <class T, int V> __global__ void __launch_bounds__(THREADS, 1) cross_entropy_fwd_kernel(Params p) {
+/* Of a row's z = scale x: its maximum over a thread's columns and the sum of exp(z - max). All loads of UNROLL vectors come first, and
+ * their maximum is taken before their exponentials, so that the sum is rescaled once for all of them. NaN in a row makes its sum NaN. */
+template <class T, int V>
+__device__ __forceinline__ void plain_sums(const Params &p, const T *x, float &peak, float &sum) {
+    typedef RowSome<T, V> Vec;
+    const int64_t end = p.n / V;
+    const float scale = (float)p.scale, log2_e = 1.44269504f;
+    for (int64_t first = threadIdx.x; first < end; first += UNROLL * THREADS) {
+        Vec v[UNROLL];
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u)
+            if (first + u * THREADS < end) v[u] = ((const Vec *)x)[first + u * THREADS];
+        float top = peak;
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u)
+            if (first + u * THREADS < end)
+#pragma unroll
+                for (int k = 0; k < V; ++k) top = fmaxf(top, __fmul_rn(scale, to_acc(v[u].v[k])));
+        const float base = top == -INFINITY ? 0 : top;
+        sum *= ex2_approx_ftz((peak - base) * log2_e), peak = top;
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u)
+            if (first + u * THREADS < end)
+#pragma unroll
+                for (int k = 0; k < V; ++k)
+                    sum += ex2_approx_ftz((__fmul_rn(scale, to_acc(v[u].v[k])) - base) * log2_e);
+    }
+}
+
+/* PLAIN: float32, without a soft cap and label smoothing. */
+template <class T, int V, bool PLAIN> __global__ void __launch_bounds__(THREADS, 1) cross_entropy_fwd_kernel(Params p) {
     typedef typename element<T>::acc W;
     typedef RowSome<T, V> Vec;
     __shared__ W place[64];
@@ -77,8 +108,9 @@ template <class T, int V> __global__ void __launch_bounds__(THREADS, 1) cross_en
         const T *x = row_at<T>(p.logits, row);
         W peak = -INFINITY, sums[2] = {0, 0};
         bool nan = false;
+        if constexpr (PLAIN) plain_sums<T, V>(p, x, peak, sums[0]);
 #pragma unroll UNROLL
-        for (int64_t i = threadIdx.x; i < p.n / V; i += THREADS) {
+        for (int64_t i = threadIdx.x; !PLAIN && i < p.n / V; i += THREADS) {
             const Vec v = ((const Vec *)x)[i];
             W z[V], top = peak;
 #pragma unroll
@@ -97,8 +129,8 @@ template <class T, int V> __global__ void __launch_bounds__(THREADS, 1) cross_en
         if (nan || all == INFINITY || all == -INFINITY) sums[0] = NAN;
         block_sum(sums, place);
         if (threadIdx.x == 0) {
-            const W lse = all + log(sums[0]);
-            W loss = (1 - e) * weight_of<W>(p, target) * (lse - logit.z(to_acc(x[target])));
+            const W log_sum = log(sums[0]), lse = all + log_sum;
+            W loss = (1 - e) * weight_of<W>(p, target) * (all - logit.z(to_acc(x[target])) + log_sum);
             if (p.smoothing != 0) loss += e / W(p.n) * (weights * lse - sums[1]);
             ((W *)p.loss)[row] = loss, ((W *)p.lse)[row] = lse;
         }
@@ -172,9 +204,12 @@ template <class T> gk_status fwd_run(const gk_context *ctx, const void *args, co
     const gk_cross_entropy_args *a = (const gk_cross_entropy_args *)args;
     const Params p = params_of(ctx, a);
     const dim3 grid(row_blocks(p.rows));
-    return rows_whole(a->logits)
-               ? launch<cross_entropy_fwd_kernel<T, row_vec<T>>>("gk_cross_entropy_fwd", ctx, grid, THREADS, 0, p)
-               : launch<cross_entropy_fwd_kernel<T, 1>>("gk_cross_entropy_fwd", ctx, grid, THREADS, 0, p);
+    const bool plain = p.smoothing == 0 && p.softcap == 0;
+#define LAUNCH(V, PLAIN) launch<cross_entropy_fwd_kernel<T, V, PLAIN>>("gk_cross_entropy_fwd", ctx, grid, THREADS, 0, p)
+    if constexpr (sizeof(T) <= 4)
+        if (plain && rows_whole(a->logits)) return LAUNCH(row_vec<T>, true);
+    return rows_whole(a->logits) ? LAUNCH(row_vec<T>, false) : LAUNCH(1, false);
+#undef LAUNCH
 }
 
 template <class T, class D, int V> gk_status bwd_launch(const gk_context *ctx, const gk_cross_entropy_bwd_args *b) {

@@ -10,6 +10,7 @@
 #ifndef GPUKERN_CUDA_ROWS_SOFTMAX_CUH
 #define GPUKERN_CUDA_ROWS_SOFTMAX_CUH
 
+#include "../ptx/regs.cuh"
 #include "row_block.cuh"
 
 struct SoftmaxParams {
@@ -20,8 +21,11 @@ struct SoftmaxParams {
     bool log;
 };
 
-__device__ __forceinline__ float row_exp(float x) { return expf(x); }
-__device__ __forceinline__ double row_exp(double x) { return exp(x); }
+/* Of values of type T: two instructions where they round to 16 bits, a dozen else. */
+template <class T> __device__ __forceinline__ float row_exp(float x) {
+    return sizeof(T) == 2 ? ex2_approx_ftz(x * 1.44269504f) : expf(x);
+}
+template <class T> __device__ __forceinline__ double row_exp(double x) { return exp(x); }
 
 /* scale x, rounded before the maximum is taken from it: contracted to an FMA the largest would not give 0. */
 __device__ __forceinline__ float row_scaled(float scale, float x) { return __fmul_rn(scale, x); }
@@ -59,7 +63,7 @@ __global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS, 1
     for (int i = 0; i < ITEMS; ++i)
 #pragma unroll
         for (int v = 0; v < VEC; ++v)
-            if (group.column(i) + v < length) sum[0] += row_exp(row_scaled(scale, x[i].get(v)) - peak[0]);
+            if (group.column(i) + v < length) sum[0] += row_exp<T>(row_scaled(scale, x[i].get(v)) - peak[0]);
     group.sum(sum);
     if (!is_row) return;
     const W inverse = 1 / sum[0], log_sum = p.log ? log(sum[0]) : W(0);
@@ -71,7 +75,7 @@ __global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS, 1
 #pragma unroll
         for (int v = 0; v < VEC; ++v) {
             const W s = row_scaled(scale, x[i].get(v)) - peak[0];
-            y.set(v, group.column(i) + v >= length ? W(0) : p.log ? s - log_sum : row_exp(s) * inverse);
+            y.set(v, group.column(i) + v >= length ? W(0) : p.log ? s - log_sum : row_exp<T>(s) * inverse);
         }
         group.store(out, i, y);
     }
@@ -108,7 +112,7 @@ __global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS, 1
 #pragma unroll
         for (int v = 0; v < VEC; ++v) {
             const W a = g[i].get(v), b = y[i].get(v);
-            const W slope = p.log ? a - row_exp(b) * sum[0] : b * (a - sum[0]);
+            const W slope = p.log ? a - row_exp<T>(b) * sum[0] : b * (a - sum[0]);
             d.set(v, group.column(i) + v >= length ? W(0) : scale * slope);
         }
         group.store(dx, i, d);

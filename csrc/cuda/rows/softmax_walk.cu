@@ -9,7 +9,7 @@ namespace {
 constexpr int THREADS = ROW_WALK_THREADS;
 
 /* exp(a - b), 0 where a is -inf, which it also is before there was a value. */
-template <class W> __device__ __forceinline__ W weight_of(W a, W b) { return a == -INFINITY ? W(0) : row_exp(a - b); }
+template <class W> __device__ __forceinline__ W weight_of(W a, W b) { return a == -INFINITY ? W(0) : row_exp<W>(a - b); }
 
 template <class T> __global__ void __launch_bounds__(THREADS, 1) softmax_fwd_walk_kernel(SoftmaxParams p) {
     typedef typename element<T>::acc W;
@@ -37,7 +37,7 @@ template <class T> __global__ void __launch_bounds__(THREADS, 1) softmax_fwd_wal
             W y = 0;
             if (i < length) {
                 const W s = row_scaled(scale, to_acc(x[i])) - all;
-                y = p.log ? s - log_sum : row_exp(s) * inverse;
+                y = p.log ? s - log_sum : row_exp<T>(s) * inverse;
             }
             out[i] = from_acc<T>(y);
         }
@@ -60,7 +60,7 @@ template <class T> __global__ void __launch_bounds__(THREADS, 1) softmax_bwd_wal
             W d = 0;
             if (i < length) {
                 const W a = to_acc(g[i]), b = to_acc(y[i]);
-                d = scale * (p.log ? a - row_exp(b) * sum[0] : b * (a - sum[0]));
+                d = scale * (p.log ? a - row_exp<T>(b) * sum[0] : b * (a - sum[0]));
             }
             dx[i] = from_acc<T>(d);
         }
