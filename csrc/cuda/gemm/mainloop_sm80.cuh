@@ -187,7 +187,8 @@ template <class T, class Tile, int MODE, int SHARE = 1> struct Ring {
 /* What a Product may do around its steps. */
 struct BareProduct {
     static constexpr int SHARE = 1; /* 2: a holds two of each four along k, a fragment of it meets two of b */
-    __device__ __forceinline__ void before_barrier(int) {} /* of step j */
+    __device__ __forceinline__ void begin() {}             /* step 0 is in */
+    __device__ __forceinline__ void before_barrier(int) {} /* of step j, after which step j + 1 is in */
     /* after the q-th k16 (k8, k32), of which it may be the last */
     template <class Sums> __device__ __forceinline__ void join(Sums &, int, bool) {}
 };
@@ -276,6 +277,7 @@ __device__ __forceinline__ void multiply_sm80(Product &product,
     uint32_t a[2][MT][4], b[2][NT][4 * SHARE];
     const smem_addr a_base = LA::base(a_s, lane, warp_m), b_base = LB::base(b_s, lane, warp_n);
     ring.wait(); /* step 0 is in, for all threads */
+    product.begin();
     if (steps > 0) {
 #pragma unroll
         for (int i = 0; i < MT; ++i) LA::load(a[0][i], a_base, 0, i);

@@ -5,8 +5,7 @@
  *
  * a [M, K] K-major, values [N, K / 2] and meta [N, K / 8] as sparse_pack leaves them. Only the instruction's first operand may be sparse:
  * the weight's rows are the tile's, the rows of a (tokens) its columns, and results are transposed on their way through shared memory.
- * The loop is mainloop_sm80.cuh's, with half of k in a's tile. A lane reads where the values of its rows stand from memory, two steps
- * ahead.
+ * The loop is mainloop_sm80.cuh's, with half of k in a's tile; meta comes through shared memory, a stage with the tiles of its step.
  * Mishra et al. 2021, arXiv:2104.08378. Workspace: an a of 8 bits that is laid anew (relay.cuh). Not here: K that is no multiple of 32 (16
  * bits: 16), rows that are not of whole 16 bytes, 8-bit floats (product_plain). */
 #include "../gemm/mainloop_sm80.cuh"
@@ -28,6 +27,7 @@ struct Params {
     gk_scales sa, sb;
     Finish f;
     Vectors vectors;
+    bool whole; /* a step's bytes of a row of meta come at once */
     int tiles_m, tiles_n;
 };
 
@@ -49,48 +49,66 @@ template <class T, class Tile> struct SparseProduct : BareProduct {
     struct B { /* [columns 8 h][k in order] */
         uint32_t r[2][4];
     };
-    /* Of 16 bits word i serves both instructions of a step. next: in the halves or words in which they are read. */
-    static constexpr int WORDS = 2 * MT;
-    uint32_t now[WORDS], next[WORDS];
-    const uint8_t *meta_g; /* of the lane's first row, and the first step */
-    int64_t rows_8;        /* bytes of 8 rows, of 8-bit values 16 */
-    int rows_left, bytes_left;
+    /* Of 16 bits word i serves both instructions of a step. */
+    static constexpr int WORDS = BYTES ? 2 * MT : MT, ROW = BYTES ? 16 : 8, STAGE = Tile::BM * ROW; /* bytes of meta */
+    uint32_t now[WORDS];
+    const Params &p;
+    const uint8_t *mine_g; /* meta of the row that this thread copies */
+    smem_addr meta_s;      /* [STAGES][BM][ROW] */
+    int warp_m;
+    bool copies;
 
-    __device__ __forceinline__ SparseProduct(const Params &p, int first) {
-        const int lane = threadIdx.x % 32;
-        const int row = first + lane / 4 + (BYTES ? lane % 2 * 8 : 0);
-        const int byte = BYTES ? lane / 2 % 2 * 4 : lane % 4 * 2;
-        meta_g = p.meta + row * p.meta_row + byte, rows_8 = (BYTES ? 16 : 8) * p.meta_row;
-        rows_left = p.n - row, bytes_left = p.meta_bytes - byte;
-        read(0), take(), read(1);
+    __device__ __forceinline__ SparseProduct(const Params &params, smem_addr at_s, int row0, int m)
+        : p(params), meta_s(at_s), warp_m(m) {
+        const int row = threadIdx.x;
+        static_assert(Tile::THREADS >= Tile::BM, "a row a thread");
+        copies = row < Tile::BM && row0 + row < p.n;
+        mine_g = p.meta + (copies ? row0 + row : 0) * p.meta_row;
+        for (int j = 0; j < Tile::STAGES - 1; ++j) copy(j);
     }
-    __device__ __forceinline__ void read(int j) {
-        const int at = (BYTES ? 16 : 8) * j;
-        const uint8_t *from_g = meta_g + at;
+    /* Bytes behind the row's end become zeros, beside values that are. */
+    __device__ __forceinline__ void copy(int j) const {
+        if (!copies) return;
+        const smem_addr to_s = meta_s + (unsigned)j % Tile::STAGES * STAGE + threadIdx.x * ROW;
+        const int at = j * ROW, left = min(max(p.meta_bytes - at, 0), ROW);
+        if (p.whole) {
+            cp_async_ca<ROW>(to_s, left ? mine_g + at : p.meta, left);
+            return;
+        }
+        uint32_t words[ROW / 4];
 #pragma unroll
-        for (int i = 0; i < WORDS; ++i) {
-            const int down = BYTES ? i / 2 * 2 : i, along = BYTES ? i % 2 * 8 : 0; /* down: times 8 rows */
-            next[i] = 0x44444444u; /* the first two of each four */
-            if (8 * down < rows_left && at + along < bytes_left) {
-                if constexpr (BYTES)
-                    next[i] = __ldg((const uint32_t *)(from_g + along));
-                else
-                    next[i] = __ldg((const uint16_t *)from_g);
+        for (int i = 0; i < ROW / 4; ++i) {
+            words[i] = 0;
+            if constexpr (BYTES) {
+                if (4 * i < left) words[i] = __ldg((const uint32_t *)(mine_g + at) + i);
+            } else {
+                if (4 * i < left) words[i] = __ldg((const uint16_t *)(mine_g + at) + 2 * i);
+                if (4 * i + 2 < left) words[i] |= (uint32_t)__ldg((const uint16_t *)(mine_g + at) + 2 * i + 1) << 16;
             }
-            if (!BYTES || i % 2) from_g += rows_8;
         }
+#pragma unroll
+        for (int i = 0; i < ROW / 4; ++i) st_shared_32(to_s + 4 * i, words[i]);
     }
-    __device__ __forceinline__ void take() {
+    /* Where the values of the lane's rows stand in step j. */
+    __device__ __forceinline__ void read(int j) {
+        const int lane = threadIdx.x % 32;
+        const smem_addr from_s = meta_s + (unsigned)j % Tile::STAGES * STAGE + (warp_m + lane / 4) * ROW;
 #pragma unroll
         for (int i = 0; i < WORDS; ++i) {
-            if constexpr (BYTES)
-                now[i] = next[i];
-            else if (i % 2 == 0)
-                now[i / 2] = prmt(next[i], next[i + 1], 0x5410);
+            if constexpr (BYTES) {
+                const int row = i / 2 * 16 + lane % 2 * 8;
+                now[i] = ld_shared_32(from_s + row * ROW + i % 2 * 8 + lane / 2 % 2 * 4);
+            } else {
+                const smem_addr at_s = from_s + i * 16 * ROW + lane % 4 * 2;
+                now[i] = ld_shared_16(at_s) | (uint32_t)ld_shared_16(at_s + 8 * ROW) << 16;
+            }
         }
     }
+    __device__ __forceinline__ void begin() { read(0); }
+    /* Part of the ring's copies of that step. All warps have read what lay there behind the last barrier but one. */
+    __device__ __forceinline__ void before_barrier(int j) { copy(j + Tile::STAGES - 1); }
     template <class Sums> __device__ __forceinline__ void join(Sums &, int q, bool) {
-        if (q % KK == KK - 1) take(), read(q / KK + 2);
+        if (q % KK == KK - 1) read(q / KK + 1);
     }
     static __device__ __forceinline__ A ready_a(const uint32_t *x) { return {{x[0], x[1], x[2], x[3]}}; }
     static __device__ __forceinline__ B ready_b(const uint32_t *x) {
@@ -114,7 +132,8 @@ template <class T, class Tile> struct SparseProduct : BareProduct {
 /* ---- 2 the kernel -------------------------------------------------------------------------------------------- */
 template <class T, class Tile> struct Smem {
     static constexpr int RING = Ring<T, Tile, 0, 2>::BYTES, SUMS = SumStageAcross<Tile>::BYTES;
-    static constexpr int BYTES = RING > SUMS ? RING : SUMS;
+    static constexpr int META = RING > SUMS ? RING : SUMS;
+    static constexpr int BYTES = META + Tile::STAGES * SparseProduct<T, Tile>::STAGE;
 };
 
 template <class T, class Tile>
@@ -128,7 +147,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) sparse_gemm_sm80_
     const Operand<T> a = {(const T *)p.a + token0 * p.a_row, p.a_row, 1, min(BN, p.m - token0)};
     typedef SparseProduct<T, Tile> Product;
     typename Product::Sum sum[WM / 16][WN / 8][4] = {};
-    Product product(p, weight0 + warp_m);
+    Product product(p, cvta_to_shared(smem) + Smem<T, Tile>::META, weight0, warp_m);
     multiply_sm80<T, Tile, 0>(product, sum, w, a, p.k, cvta_to_shared(smem), warp_m, warp_n);
     cp_async_wait_group<0>();
     __syncthreads(); /* no thread reads the ring any more, and no copy writes it: the sums may lie there */
@@ -193,6 +212,8 @@ gk_status run_sparse(const gk_context *ctx, const void *args, const gk_plan *pla
     }
     p.values = g->values.data, p.values_row = g->values.stride[0];
     p.meta = (const uint8_t *)g->meta.data, p.meta_row = g->meta.stride[0], p.meta_bytes = (int)g->meta.shape[1];
+    const int row = SparseProduct<T, Tile>::ROW;
+    p.whole = (uintptr_t)p.meta % row == 0 && (p.meta_row % row == 0 || g->meta.shape[0] == 1);
     p.m = (int)g->a.shape[0], p.k = (int)g->a.shape[1], p.n = (int)g->values.shape[0];
     p.sa = gk_scales_of(g->scale_a, p.m, p.k, false), p.sb = gk_scales_of(g->scale_b, p.k, p.n, true);
     p.f = finish_of(g->out, g->bias, nullptr, 0, nullptr, g->activation);
