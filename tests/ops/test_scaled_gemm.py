@@ -229,7 +229,7 @@ def test_kernels_of_gpus_without_wgmma(arch):
         (E5M2, E5M2, "e5m2"),
         (I8, I8, "i8"),
     ):
-        block = name.removesuffix("_e4m3") + "_block_128x64"
+        block = name.removesuffix("_e4m3") + "_block_128x128"
         assert row(1024, a_dtype, b_dtype) == name + "_128x128"
         assert row(1024, a_dtype, b_dtype, (1024, 1), (1, 4096), k=77) == name + "_128x128"
         assert row(1024, a_dtype, b_dtype, (1024, 4), (4, 32)) == block

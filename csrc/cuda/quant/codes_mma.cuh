@@ -122,7 +122,7 @@ template <gk_dtype OF_A, gk_dtype OF_B> struct FloatProduct : BareProduct {
 /* A matrix's scales by row (or column) and k. */
 struct ScalesAlongK {
     const void *data;
-    gk_dtype dtype; /* GK_F32 or GK_E8M0 */
+    gk_dtype dtype;
     int x_log2, k_log2;
     int64_t x, k;
 };
@@ -135,101 +135,81 @@ struct Blocks {
 };
 
 /* The sums of a block of k meet its scales in float32, `total`. Scales lie in shared memory as floats, of three steps: of the one that is
- * multiplied, of the next, and of the one before, which slower warps still read; each thread reads those of EACH rows or columns from
- * global memory two steps ahead. */
+ * multiplied, of the next, and of the one before, which slower warps still read; each thread reads those of one row or column from global
+ * memory two steps ahead. */
 template <class Inner, class Tile> struct BlockProduct : Inner {
     typedef typename Inner::Sum Sum;
     static constexpr int MT = Tile::WM / 16, NT = Tile::WN / 16, KK = Tile::BK / 32, ROWS = Tile::BM + Tile::BN;
     static constexpr int STEP_BYTES = KK * ROWS * 4, BYTES = 3 * STEP_BYTES;
-    static constexpr int EACH = (ROWS + Tile::THREADS - 1) / Tile::THREADS;
+    static_assert(Tile::THREADS >= ROWS, "a row or a column a thread");
 
     float total[MT][2 * NT][4];
     const Blocks &p;
     smem_addr scales_s;
-    int mine[EACH]; /* this thread's rows or columns; the tile's lines are its rows, then its columns */
+    int mine; /* this thread's row or column */
     int warp_m, warp_n;
-    float ahead[EACH][KK]; /* of the next step */
+    float ahead[KK]; /* of the next step */
 
     __device__ __forceinline__ BlockProduct(const Inner &inner, const Blocks &blocks, smem_addr at_s, int row0, int col0,
                                             int m, int n)
         : Inner(inner), p(blocks), scales_s(at_s), warp_m(m), warp_n(n) {
 #pragma unroll
         for (int i = 0; i < MT * 2 * NT * 4; ++i) total[i / (2 * NT * 4)][i / 4 % (2 * NT)][i % 4] = 0;
-#pragma unroll
-        for (int e = 0; e < EACH; ++e)
-            mine[e] = line(e) < Tile::BM ? min(row0 + line(e), (int)p.m - 1)
-                                         : min(col0 + line(e) - Tile::BM, (int)p.n - 1);
+        const int thread = threadIdx.x;
+        mine = thread < Tile::BM ? min(row0 + thread, (int)p.m - 1) : min(col0 + thread - Tile::BM, (int)p.n - 1);
         if (!p.along_k) return;
         read(0), write(0), read(1);
     }
-    static __device__ __forceinline__ int line(int e) { return threadIdx.x + e * Tile::THREADS; }
     __device__ __forceinline__ void read(int j) {
+        const ScalesAlongK &s = threadIdx.x < Tile::BM ? p.a : p.b;
+        const int64_t at = (mine >> min(s.x_log2, 31)) * s.x;
 #pragma unroll
-        for (int e = 0; e < EACH; ++e) {
-            const ScalesAlongK &s = line(e) < Tile::BM ? p.a : p.b;
-            const int64_t at = (mine[e] >> min(s.x_log2, 31)) * s.x;
-#pragma unroll
-            for (int i = 0; i < KK; ++i) {
-                if (i && p.mask) break;
-                const int64_t k = (int64_t)(j * KK + i) * 32;
-                ahead[e][i] = 1; /* what meets sums of nothing is finite */
-                if (k >= p.k || line(e) >= ROWS) continue;
-                const int64_t of_k = at + (k >> s.k_log2) * s.k;
-                if (s.dtype == GK_F32)
-                    ahead[e][i] = __ldg((const float *)s.data + of_k);
-                else /* the check takes no other */
-                    ahead[e][i] = e8m0_to_f32(__ldg((const uint8_t *)s.data + of_k));
-            }
+        for (int i = 0; i < KK; ++i) {
+            if (i && p.mask) break;
+            const int64_t k = (int64_t)(j * KK + i) * 32;
+            ahead[i] = 1; /* what meets sums of nothing is finite */
+            if (k < p.k && threadIdx.x < ROWS) ahead[i] = scale_value(s.data, s.dtype, at + (k >> s.k_log2) * s.k);
         }
     }
     __device__ __forceinline__ void write(int j) const {
-        const smem_addr to_s = scales_s + (unsigned)j % 3 * STEP_BYTES;
+        const smem_addr to_s = scales_s + 4 * threadIdx.x + (unsigned)j % 3 * STEP_BYTES;
 #pragma unroll
-        for (int e = 0; e < EACH; ++e)
-#pragma unroll
-            for (int i = 0; i < KK; ++i) {
-                if (i && p.mask) break;
-                if (line(e) < ROWS) st_shared_f32(to_s + 4 * (i * ROWS + line(e)), ahead[e][i]);
-            }
+        for (int i = 0; i < KK; ++i) {
+            if (i && p.mask) break;
+            if (threadIdx.x < ROWS) st_shared_f32(to_s + i * ROWS * 4, ahead[i]);
+        }
     }
     __device__ __forceinline__ void before_barrier(int j) {
         if (p.along_k) write(j + 1), read(j + 2);
     }
     __device__ __forceinline__ void join(Sum (&sum)[MT][2 * NT][4], int q, bool last) {
-        if (!p.along_k || (!last && (q & p.mask) != p.mask)) return;
-        const int lane = threadIdx.x % 32;
-        const smem_addr of_q = scales_s + (unsigned)(q / KK) % 3 * STEP_BYTES + (p.mask ? 0 : q % KK) * (ROWS * 4);
-        const smem_addr rows_s = of_q + 4 * (warp_m + lane / 4), cols_s = of_q + 4 * (Tile::BM + warp_n + lane % 4 * 2);
-        float b[2 * NT][2];
+        if (!last && (!p.along_k || (q & p.mask) != p.mask)) return;
+        float a[MT][2], b[2 * NT][2];
 #pragma unroll
-        for (int n = 0; n < 2 * NT; ++n) {
-            const uint2 x = ld_shared_64(cols_s + 4 * 8 * n);
-            b[n][0] = __uint_as_float(x.x), b[n][1] = __uint_as_float(x.y);
+        for (int i = 0; i < 2 * MT; ++i) a[i / 2][i % 2] = 1;
+#pragma unroll
+        for (int i = 0; i < 4 * NT; ++i) b[i / 2][i % 2] = 1;
+        if (p.along_k) {
+            const int lane = threadIdx.x % 32;
+            const smem_addr of_q = scales_s + (unsigned)(q / KK) % 3 * STEP_BYTES + (p.mask ? 0 : q % KK) * (ROWS * 4);
+            const smem_addr rows_s = of_q + 4 * (warp_m + lane / 4), cols_s = of_q + 4 * (Tile::BM + warp_n + lane % 4 * 2);
+#pragma unroll
+            for (int i = 0; i < 2 * MT; ++i) a[i / 2][i % 2] = ld_shared_f32(rows_s + 4 * 8 * i);
+#pragma unroll
+            for (int n = 0; n < 2 * NT; ++n) {
+                const uint2 x = ld_shared_64(cols_s + 4 * 8 * n);
+                b[n][0] = __uint_as_float(x.x), b[n][1] = __uint_as_float(x.y);
+            }
         }
-#pragma unroll
-        for (int i = 0; i < MT; ++i) {
-            const float a[2] = {ld_shared_f32(rows_s + 4 * 16 * i), ld_shared_f32(rows_s + 4 * (16 * i + 8))};
-#pragma unroll
-            for (int n = 0; n < 2 * NT; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    total[i][n][e] = fmaf(of_block(sum[i][n][e]), a[e / 2] * b[n][e % 2], total[i][n][e]);
-                    sum[i][n][e] = 0;
-                }
-        }
-    }
-    /* Sums of bytes over 128 of k stay below 2^22, so that their bits added to those of 1.5 2^23 are a float. */
-    static __device__ __forceinline__ float of_block(float x) { return x; }
-    static __device__ __forceinline__ float of_block(int x) { return __int_as_float(0x4b400000 + x) - 12582912.f; }
-    /* After the last step. */
-    __device__ __forceinline__ void close(const Sum (&sum)[MT][2 * NT][4]) {
-        if (p.along_k) return;
 #pragma unroll
         for (int i = 0; i < MT; ++i)
 #pragma unroll
             for (int n = 0; n < 2 * NT; ++n)
 #pragma unroll
-                for (int e = 0; e < 4; ++e) total[i][n][e] = (float)sum[i][n][e];
+                for (int e = 0; e < 4; ++e) {
+                    total[i][n][e] = fmaf((float)sum[i][n][e], a[i][e / 2] * b[n][e % 2], total[i][n][e]);
+                    sum[i][n][e] = 0;
+                }
     }
 };
 

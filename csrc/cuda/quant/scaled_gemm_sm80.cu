@@ -104,7 +104,6 @@ __global__ void __launch_bounds__(TileOf<KIND>::type::THREADS, TileOf<KIND>::typ
     } else {
         BlockProduct<Product, Tile> blocks(product, p.blocks, ring_s + S::BLOCKS, (int)row0, (int)col0, warp_m, warp_n);
         multiply_sm80<uint8_t, Tile, 0>(blocks, sum, a, b, p.k, ring_s, warp_m, warp_n);
-        blocks.close(sum);
         cp_async_wait_group<0>();
         __syncthreads();
         store_tile<Tile>(p, smem, blocks.total, row0, col0, warp_m, warp_n, edge);
@@ -198,15 +197,15 @@ typedef FloatProduct<GK_U8, GK_U8> Any;
 const gk_cuda_instance instances[] = {
     ROW("e4m3_128x128", GK_E4M3, E4m3, LARGE, GK_E4M3),
     ROW("e4m3_e5m2_128x128", GK_E4M3, E4m3E5m2, LARGE, GK_E5M2),
-    ROW("e4m3_block_128x64", GK_E4M3, E4m3, BLOCKS, GK_E4M3),
-    ROW("e4m3_e5m2_block_128x64", GK_E4M3, Any, BLOCKS, GK_E5M2),
+    ROW("e4m3_block_128x128", GK_E4M3, E4m3, BLOCKS, GK_E4M3),
+    ROW("e4m3_e5m2_block_128x128", GK_E4M3, Any, BLOCKS, GK_E5M2),
     ROW("e4m3_16x64", GK_E4M3, Any, SMALL, NO_DTYPE),
     ROW("e5m2_e4m3_128x128", GK_E5M2, E5m2E4m3, LARGE, GK_E4M3),
     ROW("e5m2_128x128", GK_E5M2, E5m2, LARGE, GK_E5M2),
-    ROW("e5m2_block_128x64", GK_E5M2, Any, BLOCKS, NO_DTYPE),
+    ROW("e5m2_block_128x128", GK_E5M2, Any, BLOCKS, NO_DTYPE),
     ROW("e5m2_16x64", GK_E5M2, Any, SMALL, NO_DTYPE),
     ROW("i8_128x128", GK_I8, Int8Product, LARGE, GK_I8),
-    ROW("i8_block_128x64", GK_I8, Int8Product, BLOCKS, GK_I8),
+    ROW("i8_block_128x128", GK_I8, Int8Product, BLOCKS, GK_I8),
     ROW("i8_16x64", GK_I8, Int8Product, SMALL, GK_I8),
 };
 
