@@ -24,8 +24,8 @@ extern const gk_cuda_table gk_quantize_sm90a_table, gk_quantize_table, gk_dequan
 extern const gk_cuda_table gk_scaled_gemm_swapab_sm90a_table, gk_scaled_gemm_sm90a_table;
 extern const gk_cuda_table gk_scaled_gemm_sm80_table, gk_scaled_gemm_plain_table;
 extern const gk_cuda_table gk_grouped_gemm_sm90a_table, gk_grouped_gemm_fp8_sm90a_table;
-extern const gk_cuda_table gk_grouped_gemm_sm80_table, gk_grouped_gemm_plain_table, gk_sparse_pack_table, gk_sparse_gemm_sm90a_table,
-    gk_sparse_gemm_sm80_table, gk_sparse_gemm_plain_table;
+extern const gk_cuda_table gk_grouped_gemm_sm80_table, gk_grouped_gemm_plain_table, gk_sparse_pack_table,
+    gk_sparse_gemm_sm90a_table, gk_sparse_gemm_sm80_table, gk_sparse_gemm_plain_table;
 extern const gk_cuda_table gk_pack_weight_table, gk_unpack_weight_table, gk_weight_gemm_plain_table;
 extern const gk_cuda_table gk_weight_gemm_4bit_sm90a_table, gk_weight_gemm_8bit_sm90a_table;
 extern const gk_cuda_table gk_weight_gemm_4bit_sm80_table, gk_weight_gemm_8bit_sm80_table;
@@ -62,14 +62,14 @@ static const gk_cuda_table *const rope_kv_write_tables[] = {&gk_rope_kv_write_ta
 static const gk_cuda_table *const attn_merge_tables[] = {&gk_attn_merge_table};
 static const gk_cuda_table *const quantize_tables[] = {&gk_quantize_sm90a_table, &gk_quantize_table};
 static const gk_cuda_table *const dequantize_tables[] = {&gk_dequantize_table};
-static const gk_cuda_table *const scaled_gemm_tables[] = {
-    &gk_scaled_gemm_swapab_sm90a_table, &gk_scaled_gemm_sm90a_table, &gk_scaled_gemm_sm80_table,
-    &gk_scaled_gemm_plain_table};
+static const gk_cuda_table *const scaled_gemm_tables[] = {&gk_scaled_gemm_swapab_sm90a_table,
+                                                          &gk_scaled_gemm_sm90a_table, &gk_scaled_gemm_sm80_table,
+                                                          &gk_scaled_gemm_plain_table};
 static const gk_cuda_table *const pack_weight_tables[] = {&gk_pack_weight_table};
 static const gk_cuda_table *const unpack_weight_tables[] = {&gk_unpack_weight_table};
-static const gk_cuda_table *const grouped_gemm_tables[] = {
-    &gk_grouped_gemm_sm90a_table, &gk_grouped_gemm_fp8_sm90a_table, &gk_grouped_gemm_sm80_table,
-    &gk_grouped_gemm_plain_table};
+static const gk_cuda_table *const grouped_gemm_tables[] = {&gk_grouped_gemm_sm90a_table,
+                                                           &gk_grouped_gemm_fp8_sm90a_table,
+                                                           &gk_grouped_gemm_sm80_table, &gk_grouped_gemm_plain_table};
 static const gk_cuda_table *const sparse_pack_tables[] = {&gk_sparse_pack_table};
 static const gk_cuda_table *const sparse_gemm_tables[] = {&gk_sparse_gemm_sm90a_table, &gk_sparse_gemm_sm80_table,
                                                           &gk_sparse_gemm_plain_table};

@@ -223,7 +223,11 @@ def test_kernels_of_gpus_without_wgmma(dtype, name):
     def row(a, b):
         return torch_gpukern.explain("grouped_gemm", a, b, torch.zeros(3, dtype=torch.int32), arch="sm_80")["row"]
 
-    a, b, x = torch.empty(64, 256, dtype=dtype), torch.empty(3, 256, 128, dtype=dtype), torch.empty(64, 128, dtype=dtype)
+    a, b, x = (
+        torch.empty(64, 256, dtype=dtype),
+        torch.empty(3, 256, 128, dtype=dtype),
+        torch.empty(64, 128, dtype=dtype),
+    )
     assert row(a, b) == f"grouped_gemm_sm80_{name}_128x128_n"
     assert row(a, b.mT.contiguous().mT) == f"grouped_gemm_sm80_{name}_128x128"
     assert row(a.mT, x) == f"grouped_gemm_sm80_{name}_128x128_k"

@@ -229,10 +229,9 @@ template <class T> struct Operand {
 /* sum += a b over k, of the warp's rows from warp_m and columns from warp_n on. No thread may read or write the ring before the caller's
  * next barrier, which all copies have passed. */
 template <class T, class Tile, int MODE, class Product>
-__device__ __forceinline__ void multiply_sm80(Product &product,
-                                              typename Product::Sum (&sum)[Tile::WM / 16][Tile::WN / 8][4],
-                                              const Operand<T> &a_from, const Operand<T> &b_from, int64_t k,
-                                              smem_addr ring_s, int warp_m, int warp_n) {
+__device__ __forceinline__ void
+multiply_sm80(Product &product, typename Product::Sum (&sum)[Tile::WM / 16][Tile::WN / 8][4], const Operand<T> &a_from,
+              const Operand<T> &b_from, int64_t k, smem_addr ring_s, int warp_m, int warp_n) {
     constexpr int SHARE = Product::SHARE;
     typedef Ring<T, Tile, MODE, SHARE> R;
     typedef typename R::A A;

@@ -15,15 +15,17 @@
 #include <stdint.h>
 
 template <class T, int SELECT>
-static __device__ __forceinline__ void mma_sparse(float *c, const uint32_t *a, const uint32_t *b, uint32_t meta) = delete;
+static __device__ __forceinline__ void mma_sparse(float *c, const uint32_t *a, const uint32_t *b,
+                                                  uint32_t meta) = delete;
 
-#define GK_MMA_SPARSE_16(T, NAME, SELECT)                                                                               \
-    template <>                                                                                                         \
-    __device__ __forceinline__ void mma_sparse<T, SELECT>(float *c, const uint32_t *a, const uint32_t *b, uint32_t meta) { \
-        asm("mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32." NAME "." NAME ".f32 "                         \
-            "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9, %10, %11}, {%0, %1, %2, %3}, %12, " #SELECT ";"               \
-            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                            \
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(meta));       \
+#define GK_MMA_SPARSE_16(T, NAME, SELECT)                                                                         \
+    template <>                                                                                                   \
+    __device__ __forceinline__ void mma_sparse<T, SELECT>(float *c, const uint32_t *a, const uint32_t *b,         \
+                                                          uint32_t meta) {                                        \
+        asm("mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32." NAME "." NAME ".f32 "                   \
+            "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9, %10, %11}, {%0, %1, %2, %3}, %12, " #SELECT ";"         \
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                      \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(meta)); \
     }
 
 GK_MMA_SPARSE_16(__nv_bfloat16, "bf16", 0)

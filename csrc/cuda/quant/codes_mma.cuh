@@ -4,7 +4,8 @@
  * A fragment of 16 x 32 bytes has four codes side by side along k in each register. Of them 0 and 2 become one register of float16, 1 and 3
  * another: two fragments' worth of k16, in an order of k that a and b share.
  *   e5m2 is the upper byte of a float16.
- *   e4m3 stands one bit lower in it, as the code's value times 2^-8, subnormal ones too (DOWN of the sums comes back at their end). */
+ *   e4m3 stands one bit lower in it, as the code's value times 2^-8, subnormal ones too; the sums are multiplied by
+ *   2^8 for each such operand at their end (down_of). */
 #ifndef GPUKERN_CUDA_QUANT_CODES_MMA_CUH
 #define GPUKERN_CUDA_QUANT_CODES_MMA_CUH
 
@@ -20,6 +21,10 @@ struct CodeBits {
     int shift;
     uint32_t size, nan;
 };
+struct TwoCodeBits {
+    CodeBits a, b;
+};
+
 inline CodeBits code_bits_of(gk_dtype dtype) {
     if (dtype == GK_E4M3) return {1, 0x3f803f80u, 0x00800080u};
     return {0, 0x7f007f00u, 0};
@@ -27,17 +32,14 @@ inline CodeBits code_bits_of(gk_dtype dtype) {
 inline int down_of(gk_dtype dtype) { return dtype == GK_E4M3 ? 8 : 0; }
 
 /* ---- 1 int8 --------------------------------------------------------------------------------------------------- */
-struct TwoCodeBits {
-    CodeBits a, b;
-};
-
 struct Int8Product : BareProduct {
     typedef int Sum;
-    __device__ __forceinline__ explicit Int8Product(const TwoCodeBits &) {}
     struct A {
         uint32_t r[4];
     };
     typedef A B;
+
+    __device__ __forceinline__ explicit Int8Product(const TwoCodeBits &) {}
     static __device__ __forceinline__ A ready_a(const uint32_t *x) { return {{x[0], x[1], x[2], x[3]}}; }
     static __device__ __forceinline__ B ready_b(const uint32_t *x) { return ready_a(x); }
     template <int NT>
@@ -150,8 +152,8 @@ template <class Inner, class Tile> struct BlockProduct : Inner {
     int warp_m, warp_n;
     float ahead[KK]; /* of the next step */
 
-    __device__ __forceinline__ BlockProduct(const Inner &inner, const Blocks &blocks, smem_addr at_s, int row0, int col0,
-                                            int m, int n)
+    __device__ __forceinline__ BlockProduct(const Inner &inner, const Blocks &blocks, smem_addr at_s, int row0,
+                                            int col0, int m, int n)
         : Inner(inner), p(blocks), scales_s(at_s), warp_m(m), warp_n(n) {
 #pragma unroll
         for (int i = 0; i < MT * 2 * NT * 4; ++i) total[i / (2 * NT * 4)][i / 4 % (2 * NT)][i % 4] = 0;
@@ -192,7 +194,8 @@ template <class Inner, class Tile> struct BlockProduct : Inner {
         if (p.along_k) {
             const int lane = threadIdx.x % 32;
             const smem_addr of_q = scales_s + (unsigned)(q / KK) % 3 * STEP_BYTES + (p.mask ? 0 : q % KK) * (ROWS * 4);
-            const smem_addr rows_s = of_q + 4 * (warp_m + lane / 4), cols_s = of_q + 4 * (Tile::BM + warp_n + lane % 4 * 2);
+            const smem_addr rows_s = of_q + 4 * (warp_m + lane / 4),
+                            cols_s = of_q + 4 * (Tile::BM + warp_n + lane % 4 * 2);
 #pragma unroll
             for (int i = 0; i < 2 * MT; ++i) a[i / 2][i % 2] = ld_shared_f32(rows_s + 4 * 8 * i);
 #pragma unroll

@@ -57,7 +57,8 @@ __global__ void __launch_bounds__(TileOf<MODE>::type::THREADS, TileOf<MODE>::typ
         const int col0 = task.col * BN, row0 = BY_K ? task.row : task.begin + task.row, rows = task.limit - task.row;
         const int k0 = BY_K ? task.begin : 0, k = BY_K ? task.end - task.begin : given ? p.k : 0;
         const Operand<T> a = {(const T *)p.a + row0 * p.a_m + k0 * p.a_k, p.a_m, p.a_k, rows};
-        const Operand<T> b = {(const T *)p.b + (BY_K || !given ? 0 : task.group * p.b_group) + col0 * p.b_n + k0 * p.b_k,
+        const Operand<T> b = {(const T *)p.b + (BY_K || !given ? 0 : task.group * p.b_group) + col0 * p.b_n +
+                                  k0 * p.b_k,
                               p.b_n, p.b_k, min(BN, p.n - col0)};
         float sum[WM / 16][WN / 8][4] = {};
         MmaProduct<T> product;
@@ -74,9 +75,8 @@ __global__ void __launch_bounds__(TileOf<MODE>::type::THREADS, TileOf<MODE>::typ
             read_octet(f.bias, f.bias_dtype, task.group * p.bias_group + col * f.bias_step, f.bias_step, false, valid,
                        bias);
         const int64_t out_row = (BY_K ? (int64_t)task.group * p.m : 0) + row0;
-        take_octets<Tile>(smem, sum, [&](int r, float(&v)[8]) {
-            if (warp_m + r < rows && valid > 0)
-                finish_octet(f, p.vectors, out_row + warp_m + r, col, valid, v, bias);
+        take_octets<Tile>(smem, sum, [&](int r, float (&v)[8]) {
+            if (warp_m + r < rows && valid > 0) finish_octet(f, p.vectors, out_row + warp_m + r, col, valid, v, bias);
         });
         __syncthreads(); /* the next tile's copies go where the sums lay */
     }
@@ -104,8 +104,7 @@ bool plan_grouped(const gk_cuda_instance *row, const gk_context *ctx, const void
     const int mode = row->key[KEY_MODE];
     if (by_k != (bool)row->key[KEY_BY_K] || groups < 1 || groups > GROUPED_MOST) return false;
     if (m < 1 || n < 1 || k < 1 || m > 1 << 30 || n > 1 << 30 || k > 1 << 30) return false;
-    if (!(mode & ANY) &&
-        !(reads_rows(g->a, (mode & A_ALONG_M) != 0) && reads_rows(g->b, (mode & B_ALONG_N) == 0)))
+    if (!(mode & ANY) && !(reads_rows(g->a, (mode & A_ALONG_M) != 0) && reads_rows(g->b, (mode & B_ALONG_N) == 0)))
         return false;
     if (!smem_fits(ctx, row->key[KEY_SMEM])) return false;
     const int64_t across = gk_ceil_div(n, 128), down = gk_ceil_div(m, 128) * (by_k ? groups : 1) + groups;
@@ -131,21 +130,23 @@ gk_status run_grouped(const gk_context *ctx, const void *args, const gk_plan *pl
         if (g->bias->ndim == 2) p.bias_group = g->bias->stride[0];
     }
     p.vectors = vectors_of(p.f);
-    p.groups = {(const int32_t *)g->offs.data, g->offs.stride[0], BY_K ? p.k : p.m, (int)g->offs.shape[0], p.m,
+    p.groups = {(const int32_t *)g->offs.data,   g->offs.stride[0], BY_K ? p.k : p.m, (int)g->offs.shape[0], p.m,
                 (int)gk_ceil_div(p.n, Tile::BN), ctx->error_word};
     const int64_t blocks = gk_min_i64(plan->tasks, (int64_t)gk_gpu_of(ctx->index)->num_sms * Tile::PER_SM);
     return launch<grouped_gemm_sm80_kernel<T, BY_K, MODE>>("grouped_gemm", ctx, dim3((unsigned)blocks), Tile::THREADS,
                                                            Smem<T, Tile, MODE>::BYTES, p);
 }
 
-#define ROW(name, T, by_k, mode) \
-    {"grouped_gemm_sm80_" name, element<T>::dtype, plan_grouped, run_grouped<T, by_k, mode>, \
-     {by_k, mode, Smem<T, TileOf<mode>::type, mode>::BYTES}, NULL}
-#define ROWS(name, T)                                                      \
-    ROW(name "_128x128", T, false, 0),                                     \
-        ROW(name "_128x128_n", T, false, B_ALONG_N),                       \
-        ROW(name "_128x128_k", T, true, A_ALONG_M | B_ALONG_N),            \
-        ROW("any_" name "_128x128", T, false, ANY),                        \
+#define ROW(name, T, by_k, mode)                             \
+    {"grouped_gemm_sm80_" name,                              \
+     element<T>::dtype,                                      \
+     plan_grouped,                                           \
+     run_grouped<T, by_k, mode>,                             \
+     {by_k, mode, Smem<T, TileOf<mode>::type, mode>::BYTES}, \
+     NULL}
+#define ROWS(name, T)                                                                                       \
+    ROW(name "_128x128", T, false, 0), ROW(name "_128x128_n", T, false, B_ALONG_N),                         \
+        ROW(name "_128x128_k", T, true, A_ALONG_M | B_ALONG_N), ROW("any_" name "_128x128", T, false, ANY), \
         ROW("any_" name "_128x128_k", T, true, ANY | A_ALONG_M | B_ALONG_N)
 
 const gk_cuda_instance instances[] = {ROWS("bf16", __nv_bfloat16), ROWS("f16", __half)};

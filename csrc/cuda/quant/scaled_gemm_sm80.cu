@@ -56,17 +56,19 @@ template <class Tile> struct Smem {
 };
 
 template <class Tile, class Sum>
-__device__ __forceinline__ void store_tile(const Params &p, unsigned char *smem, Sum (&sum)[Tile::WM / 16][Tile::WN / 8][4],
-                                           int64_t row0, int64_t col0, int warp_m, int warp_n, const float *edge) {
+__device__ __forceinline__ void store_tile(const Params &p, unsigned char *smem,
+                                           Sum (&sum)[Tile::WM / 16][Tile::WN / 8][4], int64_t row0, int64_t col0,
+                                           int warp_m, int warp_n, const float *edge) {
     constexpr int OCTETS = SumStage<Tile>::OCTETS;
     const int at = warp_n + threadIdx.x % 32 % OCTETS * 8;
     const int64_t col = col0 + at;
     const int valid = (int)min((int64_t)8, p.n - col);
     float bias[8] = {}, by[8];
-    if (p.f.bias && valid > 0) read_octet(p.f.bias, p.f.bias_dtype, col * p.f.bias_step, p.f.bias_step, false, valid, bias);
+    if (p.f.bias && valid > 0)
+        read_octet(p.f.bias, p.f.bias_dtype, col * p.f.bias_step, p.f.bias_step, false, valid, bias);
 #pragma unroll
     for (int i = 0; i < 8; ++i) by[i] = p.blocks.along_k ? 1 : edge[Tile::BM + at + i];
-    take_octets<Tile>(smem, sum, [&](int r, float(&v)[8]) {
+    take_octets<Tile>(smem, sum, [&](int r, float (&v)[8]) {
         const int64_t row = row0 + warp_m + r;
         if (row >= p.m || valid <= 0) return;
         const float sa = p.blocks.along_k ? 1 : edge[warp_m + r];
@@ -91,7 +93,8 @@ __global__ void __launch_bounds__(TileOf<KIND>::type::THREADS, TileOf<KIND>::typ
     float *const edge = (float *)(smem + S::EDGE);
     if (!p.blocks.along_k) /* read behind the barriers of the loop */
         for (int i = threadIdx.x; i < BM + BN; i += Tile::THREADS)
-            edge[i] = i < BM ? scale_of(p.sa, min(row0 + i, p.m - 1), 0) : scale_of(p.sb, 0, min(col0 + i - BM, p.n - 1));
+            edge[i] =
+                i < BM ? scale_of(p.sa, min(row0 + i, p.m - 1), 0) : scale_of(p.sb, 0, min(col0 + i - BM, p.n - 1));
 
     typename Product::Sum sum[WM / 16][WN / 8][4] = {};
     Product product(p.bits);
@@ -175,17 +178,17 @@ gk_status run_scaled(const gk_context *ctx, const void *args, const gk_plan *pla
     p.bits = {code_bits_of(g->a.dtype), code_bits_of(g->b.dtype)};
     p.up = (float)(1 << (down_of(g->a.dtype) + down_of(g->b.dtype)));
     p.tiles_m = (int)gk_ceil_div(p.m, Tile::BM), p.tiles_n = (int)gk_ceil_div(p.n, Tile::BN);
-    return launch<scaled_gemm_sm80_kernel<Product, KIND>>("scaled_gemm", ctx, dim3((unsigned)plan->tasks), Tile::THREADS,
-                                                          Smem<Tile>::bytes(KIND), p);
+    return launch<scaled_gemm_sm80_kernel<Product, KIND>>("scaled_gemm", ctx, dim3((unsigned)plan->tasks),
+                                                          Tile::THREADS, Smem<Tile>::bytes(KIND), p);
 }
 
-#define ROW(name, dtype, Product, kind, b_dtype)                                                         \
-    {"scaled_gemm_sm80_" name,                                                                           \
-     dtype,                                                                                              \
-     plan_scaled,                                                                                        \
-     run_scaled<Product, kind>,                                                                          \
-     {kind, b_dtype, TileOf<kind>::type::BM, TileOf<kind>::type::BN, TileOf<kind>::type::BK,             \
-      Smem<TileOf<kind>::type>::bytes(kind)},                                                            \
+#define ROW(name, dtype, Product, kind, b_dtype)                                             \
+    {"scaled_gemm_sm80_" name,                                                               \
+     dtype,                                                                                  \
+     plan_scaled,                                                                            \
+     run_scaled<Product, kind>,                                                              \
+     {kind, b_dtype, TileOf<kind>::type::BM, TileOf<kind>::type::BN, TileOf<kind>::type::BK, \
+      Smem<TileOf<kind>::type>::bytes(kind)},                                                \
      NULL}
 
 typedef FloatProduct<GK_E4M3, GK_E4M3> E4m3;
@@ -209,7 +212,7 @@ const gk_cuda_instance instances[] = {
     ROW("i8_16x64", GK_I8, Int8Product, SMALL, GK_I8),
 };
 
-/* The first large one that serves the call, unless tiles of 16 rows are better: of few rows, or where most SMs would have no large one. */
+/* The first large one that serves the call, unless tiles of 16 rows are better: of small M, or where most SMs would have no large one. */
 bool plan_best(const gk_context *ctx, const void *args, gk_plan *plan) {
     const gk_scaled_gemm_args *g = (const gk_scaled_gemm_args *)args;
     const int64_t large = gk_ceil_div(g->a.shape[0], 128) * gk_ceil_div(g->b.shape[1], 128);

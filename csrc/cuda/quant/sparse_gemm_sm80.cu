@@ -151,12 +151,11 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) sparse_gemm_sm80_
     multiply_sm80<T, Tile, 0>(product, sum, w, a, p.k, cvta_to_shared(smem), warp_m, warp_n);
     cp_async_wait_group<0>();
     __syncthreads(); /* no thread reads the ring any more, and no copy writes it: the sums may lie there */
-    take_octets_across<Tile>(smem, sum, [&](int c, int r, float(&v)[8]) {
+    take_octets_across<Tile>(smem, sum, [&](int c, int r, float (&v)[8]) {
         const int token = token0 + warp_n + c, weight = weight0 + warp_m + r, valid = min(8, p.n - weight);
         if (token >= p.m || valid <= 0) return;
         float bias[8] = {};
-        if (p.f.bias)
-            read_octet(p.f.bias, p.f.bias_dtype, weight * p.f.bias_step, p.f.bias_step, false, valid, bias);
+        if (p.f.bias) read_octet(p.f.bias, p.f.bias_dtype, weight * p.f.bias_step, p.f.bias_step, false, valid, bias);
         if constexpr (sizeof(T) == 1) {
             const float sa = scale_of(p.sa, token, 0);
 #pragma unroll
@@ -223,11 +222,15 @@ gk_status run_sparse(const gk_context *ctx, const void *args, const gk_plan *pla
                                                     Smem<T, Tile>::BYTES, p);
 }
 
-#define ROW(name, dtype, T, Tile, small) \
-    {"sparse_gemm_sm80_" name, dtype, plan_sparse, run_sparse<T, Tile>, {Tile::BM, Tile::BN, Smem<T, Tile>::BYTES, small}, \
+#define ROW(name, dtype, T, Tile, small)                \
+    {"sparse_gemm_sm80_" name,                          \
+     dtype,                                             \
+     plan_sparse,                                       \
+     run_sparse<T, Tile>,                               \
+     {Tile::BM, Tile::BN, Smem<T, Tile>::BYTES, small}, \
      NULL}
-#define ROWS(name, dtype, T)                                                  \
-    ROW(name "_128x128", dtype, T, TileSparse_128x128<sizeof(T)>, false),     \
+#define ROWS(name, dtype, T)                                              \
+    ROW(name "_128x128", dtype, T, TileSparse_128x128<sizeof(T)>, false), \
         ROW(name "_64x32", dtype, T, TileSparse_64x32<sizeof(T)>, true)
 
 const gk_cuda_instance instances[] = {ROWS("bf16", GK_BF16, __nv_bfloat16), ROWS("f16", GK_F16, __half),

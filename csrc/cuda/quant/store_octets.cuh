@@ -128,7 +128,8 @@ __device__ __forceinline__ void write_octet(const Finish &f, int64_t at, bool ve
         write_cols<__half, 8>((__half *)f.out + at, 1, vectors, valid, v);
     } else { /* codes: the check takes no other */
         uint8_t *const to_g = (uint8_t *)f.out + at;
-        const uint2 codes = make_uint2(codes_x4<CodesBySoftware>(f.out_dtype, v), codes_x4<CodesBySoftware>(f.out_dtype, v + 4));
+        const uint2 codes =
+            make_uint2(codes_x4<CodesBySoftware>(f.out_dtype, v), codes_x4<CodesBySoftware>(f.out_dtype, v + 4));
         if (vectors && valid == 8) {
             *(uint2 *)to_g = codes;
         } else {
@@ -140,8 +141,8 @@ __device__ __forceinline__ void write_octet(const Finish &f, int64_t at, bool ve
 }
 
 /* v: of columns col, col + 1 .., of which `valid` are inside the result, of row `row`; bias: theirs */
-__device__ __forceinline__ void finish_octet(const Finish &f, const Vectors &vectors, int64_t row, int64_t col, int valid,
-                                             float (&v)[8], const float (&bias)[8]) {
+__device__ __forceinline__ void finish_octet(const Finish &f, const Vectors &vectors, int64_t row, int64_t col,
+                                             int valid, float (&v)[8], const float (&bias)[8]) {
     if (f.c) {
         float x[8];
         read_octet(f.c, f.c_dtype, row * f.c_row + col * f.c_col, f.c_col, vectors.c, valid, x);
