@@ -21,8 +21,8 @@ extern const gk_cuda_table gk_paged_prefill_sm90a_table, gk_paged_attn_sm90a_tab
 extern const gk_cuda_table gk_kv_cache_write_table, gk_rope_kv_write_table;
 extern const gk_cuda_table gk_attn_merge_table;
 extern const gk_cuda_table gk_quantize_sm90a_table, gk_quantize_table, gk_dequantize_table;
-extern const gk_cuda_table gk_scaled_gemm_swapab_sm90a_table, gk_scaled_gemm_sm90a_table;
-extern const gk_cuda_table gk_scaled_gemm_sm80_table, gk_scaled_gemm_plain_table;
+extern const gk_cuda_table gk_scaled_gemm_swapab_sm90a_table, gk_scaled_gemm_sm90a_table, gk_scaled_gemm_sm80_table;
+extern const gk_cuda_table gk_scaled_gemm_decoded_table, gk_scaled_gemm_mx_sm90a_table, gk_scaled_gemm_plain_table;
 extern const gk_cuda_table gk_grouped_gemm_sm90a_table, gk_grouped_gemm_fp8_sm90a_table;
 extern const gk_cuda_table gk_grouped_gemm_sm80_table, gk_grouped_gemm_plain_table, gk_sparse_pack_table,
     gk_sparse_gemm_sm90a_table, gk_sparse_gemm_sm80_table, gk_sparse_gemm_plain_table;
@@ -62,9 +62,9 @@ static const gk_cuda_table *const rope_kv_write_tables[] = {&gk_rope_kv_write_ta
 static const gk_cuda_table *const attn_merge_tables[] = {&gk_attn_merge_table};
 static const gk_cuda_table *const quantize_tables[] = {&gk_quantize_sm90a_table, &gk_quantize_table};
 static const gk_cuda_table *const dequantize_tables[] = {&gk_dequantize_table};
-static const gk_cuda_table *const scaled_gemm_tables[] = {&gk_scaled_gemm_swapab_sm90a_table,
-                                                          &gk_scaled_gemm_sm90a_table, &gk_scaled_gemm_sm80_table,
-                                                          &gk_scaled_gemm_plain_table};
+static const gk_cuda_table *const scaled_gemm_tables[] = {
+    &gk_scaled_gemm_swapab_sm90a_table, &gk_scaled_gemm_sm90a_table, &gk_scaled_gemm_decoded_table,
+    &gk_scaled_gemm_mx_sm90a_table,     &gk_scaled_gemm_sm80_table,  &gk_scaled_gemm_plain_table};
 static const gk_cuda_table *const pack_weight_tables[] = {&gk_pack_weight_table};
 static const gk_cuda_table *const unpack_weight_tables[] = {&gk_unpack_weight_table};
 static const gk_cuda_table *const grouped_gemm_tables[] = {&gk_grouped_gemm_sm90a_table,

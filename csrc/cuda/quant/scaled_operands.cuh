@@ -7,6 +7,7 @@
 #include "../host/tensormap.cuh"
 #include "../layout/wgmma.cuh"
 #include "relay.cuh"
+#include "scaled_kinds.cuh"
 
 struct ScaledOperands {
     Relay a, b;
