@@ -34,7 +34,7 @@ extern const gk_cuda_table gk_norm_bwd_table, gk_norm_bwd_sm90a_table, gk_norm_b
 extern const gk_cuda_table gk_softmax_fwd_table, gk_softmax_fwd_sm90a_table, gk_softmax_fwd_walk_table;
 extern const gk_cuda_table gk_softmax_bwd_table, gk_softmax_bwd_sm90a_table, gk_softmax_bwd_walk_table;
 extern const gk_cuda_table gk_glu_fwd_table, gk_glu_bwd_table, gk_rope_table;
-extern const gk_cuda_table gk_cross_entropy_fwd_table, gk_cross_entropy_bwd_table;
+extern const gk_cuda_table gk_cross_entropy_fwd_table, gk_cross_entropy_fwd_sm90a_table, gk_cross_entropy_bwd_table;
 extern const gk_cuda_table gk_dropout_table, gk_adamw_table;
 
 static const gk_cuda_table *const gemm_tables[] = {&gk_gemm_sm90a_table, /* plans for the three behind it, too */
@@ -87,7 +87,8 @@ static const gk_cuda_table *const softmax_bwd_tables[] = {&gk_softmax_bwd_sm90a_
 static const gk_cuda_table *const glu_fwd_tables[] = {&gk_glu_fwd_table};
 static const gk_cuda_table *const glu_bwd_tables[] = {&gk_glu_bwd_table};
 static const gk_cuda_table *const rope_tables[] = {&gk_rope_table};
-static const gk_cuda_table *const cross_entropy_fwd_tables[] = {&gk_cross_entropy_fwd_table};
+static const gk_cuda_table *const cross_entropy_fwd_tables[] = {&gk_cross_entropy_fwd_sm90a_table,
+                                                                &gk_cross_entropy_fwd_table};
 static const gk_cuda_table *const cross_entropy_bwd_tables[] = {&gk_cross_entropy_bwd_table};
 static const gk_cuda_table *const dropout_tables[] = {&gk_dropout_table};
 static const gk_cuda_table *const adamw_tables[] = {&gk_adamw_table};
