@@ -275,6 +275,43 @@ def test_opcheck_compile_and_fast(device):
         assert_bits(compiled(x, s), torch_gpukern.scaled_gemm(x, b, s, one, activation="relu"))
 
 
+@pytest.mark.skipif(not ops.cuda_kernels.default(), reason="the library is built without CUDA kernels")
+@pytest.mark.parametrize("arch", ("sm_80", "sm_86", "sm_89"))
+def test_kernels_of_gpus_without_wgmma(arch):
+    def row(m, a_dtype, b_dtype, scale_a=(), scale_b=(), k=512):
+        a, b = torch.empty(m, k).to(a_dtype), torch.empty(4096, k).to(b_dtype).mT
+        told = torch_gpukern.explain("scaled_gemm", a, b, torch.ones(scale_a), torch.ones(scale_b), arch=arch)
+        return told["row"].removeprefix("scaled_gemm_sm80_")
+
+    for a_dtype, b_dtype, name in (
+        (E4M3, E4M3, "e4m3"),
+        (E4M3, E5M2, "e4m3_e5m2"),
+        (E5M2, E4M3, "e5m2_e4m3"),
+        (E5M2, E5M2, "e5m2"),
+        (I8, I8, "i8"),
+    ):
+        block = name.removesuffix("_e4m3") + "_block_128x128"
+        assert row(1024, a_dtype, b_dtype) == name + "_128x128"
+        assert row(1024, a_dtype, b_dtype, (1024, 1), (1, 4096), k=77) == name + "_128x128"
+        assert row(1024, a_dtype, b_dtype, (1024, 4), (4, 32)) == block
+        assert row(1024, a_dtype, b_dtype, (1024, 16), (16, 4096)) == block
+        assert row(5, a_dtype, b_dtype, (5, 16), (16, 4096)) == name.split("_")[0] + "_16x64"
+
+
+def test_a_nan_is_its_rows_and_columns(device):
+    """Scales of 32, of mixes too: on Hopper by kernels that decode codes by arithmetic, as on every other GPU."""
+    gen = generator("nan codes")
+    for m in (9, 200):
+        for a_dtype, b_dtype in ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2)):
+            a, b = whole(gen, (m, 320), a_dtype, device), whole(gen, (320, 70), b_dtype, device)
+            a.view(torch.uint8)[3, 77], b.view(torch.uint8)[200, 5] = 0x7F, 0xFF
+            scale_a, scale_b = powers(gen, (m, 10), device), powers(gen, (10, 70), device)
+            got = torch_gpukern.scaled_gemm(a, b, scale_a, scale_b, out_dtype=torch.float32)
+            want = torch.zeros(m, 70, dtype=torch.bool, device=device)
+            want[3], want[:, 5] = True, True
+            assert got.isnan().equal(want)
+
+
 @pytest.mark.gpu
 def test_several_tiles_a_block():
     """More tiles than a GPU has SMs, each with more blocks of k than a ring has stages: scales of many tiles in flight at once."""

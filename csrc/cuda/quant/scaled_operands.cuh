@@ -13,14 +13,6 @@ struct ScaledOperands {
     Relay a, b;
 };
 
-/* b as rows of n. */
-inline gk_tensor rows_of_n(const gk_tensor &b) {
-    gk_tensor x = b;
-    x.shape[0] = b.shape[1], x.shape[1] = b.shape[0];
-    x.stride[0] = b.stride[1], x.stride[1] = b.stride[0];
-    return x;
-}
-
 inline ScaledOperands scaled_operands_plan(const gk_scaled_gemm_args *g, size_t *bytes) {
     ScaledOperands x;
     x.a = relay_plan(g->a, bytes), x.b = relay_plan(rows_of_n(g->b), bytes);
