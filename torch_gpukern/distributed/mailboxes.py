@@ -77,7 +77,7 @@ def mailboxes_for(x: Tensor, ranks: Ranks) -> list[Tensor] | None:
     """Each rank's, for the sum over ranks of x on the current stream; None where it goes another way. Alike on all ranks, for x of one
     shape: a group's first call of this kind must not stand in a capture, or NCCL serves that.
     """
-    if x.device.type != "cuda" or x.dtype != torch.float32 or not x.numel() or ranks.size > _MOST_RANKS:
+    if x.device.type != "cuda" or x.dtype != torch.float32 or not x.numel() or not 2 <= ranks.size <= _MOST_RANKS:
         return None
     if x.numel() * x.element_size() * (ranks.size - 1) > MOST_BYTES:
         return None

@@ -278,12 +278,6 @@ def _scatter_fwd(a, b, group):
     return _scattered_product(a, b, _cut_evenly(a.shape[0], ranks.size), ranks)
 
 
-# How the rows of other ranks leave, and this rank's are added: "copies" of so many parts, or "direct", stored in the owner's memory by the
-# product; with an addend the last product adds what came, which two ranks' order allows. few: where products take longer than transfers.
-FORM: tuple[str, int, int, bool] = ("copies", 3, 4, True)
-LINK_BOUND_K = 4096  # 2 x 680 TFLOP/s / 350 GB/s: below it four bytes of a sum travel longer than its product takes
-
-
 def _scattered_product(a: Tensor, b: Tensor, cut: Cut, ranks: Ranks) -> Tensor:
     """This rank's rows of the sum over ranks of a @ b, the ranks in order, rounded once."""
     if not _overlaps(cut.length, b.shape[1], a, ranks):
@@ -297,20 +291,15 @@ def _scattered_product(a: Tensor, b: Tensor, cut: Cut, ranks: Ranks) -> Tensor:
             ((start, end),) = cut.spans[(ranks.rank + step) % ranks.size]
             moving.send(step, [_product(a[start:end], b)])
         return moving.add(_product(mine, b), dtype=a.dtype)[0]
-    way, few, many, addend = FORM
-    parts = few if a.shape[1] >= LINK_BOUND_K else many
-    parts = parts if way == "copies" else 1
+    count = _how_many(cut.most, b.shape[1])
     for step in range(1, ranks.size):
         ((start, end),) = cut.spans[(ranks.rank + step) % ranks.size]
-        for at, to in _parts(end - start, cut.most, parts):
-            if way == "copies":
-                moving.copy_rows(step, at, _product(a[start + at : start + to], b))
-            elif at < to:
-                _into(moving.landing(step, at, to), a[start + at : start + to], b)
+        for at, to in _parts(end - start, cut.most, count):
+            moving.copy_rows(step, at, _product(a[start + at : start + to], b))
     out = a.new_empty((last - first, b.shape[1]))
-    if addend and ranks.size == 2:
-        for i, (at, to) in enumerate(_parts(last - first, cut.most, parts)):
-            came = moving.arrived(i + 1 if way == "copies" else None)[1 - ranks.rank]
+    if ranks.size == 2:  # either order is the ranks': the last products add what came
+        for i, (at, to) in enumerate(_parts(last - first, cut.most, count)):
+            came = moving.arrived(i + 1)[1 - ranks.rank]
             if at < to:
                 _into(out[at:to], mine[at:to], b, c=came[at:to])
     else:
@@ -328,6 +317,19 @@ def _parts(rows: int, most: int, count: int) -> list[tuple[int, int]]:
     return [(min(rows, at), min(rows, at + each)) for at in range(0, most, each)]
 
 
+def _how_many(rows: int, columns: int) -> int:
+    """Parts that a rank's rows leave in: of 2 to 4 those whose products have the fewest waves, and of such the most."""
+
+    def waves(count: int) -> int:
+        tiles = (-(-(to - at) // _TILE_ROWS) * -(-columns // _TILE_COLUMNS) for at, to in _parts(rows, rows, count))
+        return sum(-(-n // _SMS) for n in tiles)
+
+    return min((4, 3, 2), key=waves)
+
+
+# Hopper's, for the number of parts alone. M 8192 on two H200, us with 2, 3, 4 parts: (8192, 10240) 1239, 1415, 1329; (4096, 6144) 511, 477,
+# 542; (8192, 57344) 7210, 6944, 7066: the fewest waves each time.
+_SMS, _TILE_COLUMNS = 132, 256
 _TILE_ROWS = 128
 
 

@@ -131,8 +131,12 @@ class Gather:
 
     def wait(self, tokens: int | None = None) -> list[Tensor]:
         """The whole, of which the first `tokens` (None: all) are there for work that comes later."""
-        end = self._cut.length if tokens is None else tokens
-        stages = [stage for stage, runs in enumerate(self._stages()) if any(run and run[1] < end for run in runs)]
+        end, own = self._cut.length if tokens is None else tokens, self._ranks.rank
+        stages = [
+            stage
+            for stage, runs in enumerate(self._stages())
+            if any(run and run[1] < end for rank, run in enumerate(runs) if rank != own)  # its own rows are there
+        ]
         wanted = len(self._posted) if tokens is None else max(stages, default=-1) + 1
         for posted in self._posted[:wanted]:
             if self._pool is not None:
