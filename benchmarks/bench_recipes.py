@@ -3,8 +3,8 @@
 
 python benchmarks/bench_recipes.py [--quick] [--device cpu|cuda] [--model 8b] [--recipes w4 fp8] [--requests 1 16 64] [--save]
 
-Random weights, prompts of 64 tokens; `lm_head` and embedding stay. A figure is the requests over the median time of a step, host
-and sampling included. Beside it stands how far the recipe moves the logits behind the first prompt, of their own RMS: with random
+Random weights, norms and MLPs by `torch_gpukern.nn.patch`, prompts of 64 tokens; `lm_head` and embedding are not quantised. A figure is
+the requests over the median time of a step, host and sampling included. Beside it stands how far the recipe moves the logits behind the first prompt, of their own RMS: with random
 weights that says that the layers compute, no more (docs/quantise.md has bits per byte). bfloat16 comes first and once more at
 the end: where the two differ, the card's clock moved.
 On CUDA the shape is Llama 3 8B's; the weights take 16 GB, and 5 to 16 more with a recipe.
@@ -111,6 +111,7 @@ def main() -> None:
     model, requests = args.model or model, tuple(args.requests or requests)
     run = Run("recipes", args, device)
     net, base = random_llama(model, device.kind, torch.bfloat16), {}
+    gnn.patch(net, say=None)
     for recipe in (BASE, *(r for r in args.recipes if r != BASE), f"{BASE} again"):
         measure(run, net, model, recipe, requests, base)
     run.finish({})

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from torch_gpukern.nn import patch
+
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 SERVE = Path(__file__).resolve().parent.parent / "examples" / "serve"
@@ -78,6 +80,7 @@ def test_captured_steps_are_generates(serve):
         ids = torch.tensor([prompt], device="cuda")
         out = net.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
         wanted.append(out[0, len(prompt) :].tolist())
+    patch(net, say=None)  # as the server does
     model = serve["models"].TransformersModel(net, num_blocks=64)
     for count in (3, 1, 2, 3):
         engine = Engine(model, max_batch=4, max_step_tokens=64, max_drafts=0)
@@ -245,11 +248,12 @@ def test_text_comes_whole(serve):
 
 
 @pytest.fixture
-def served(serve, net):
+def served(serve):
     pytest.importorskip("starlette", reason="starlette is not installed")
     uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is not installed")
     server_module = importlib.import_module("server")
-    engine = serve["engine"].Engine(serve["models"].TransformersModel(net, 64), max_batch=4)
+    model, *_ = server_module.load("tiny", "cpu", torch.float32, 64)  # net's weights; its norms and MLPs are patched
+    engine = serve["engine"].Engine(model, max_batch=4)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -3,8 +3,8 @@
 
     python examples/serve/compare.py [--model small] [--device cpu] [--requests 32]
 
-Peers: `generate` of all prompts as one batch, padded on the left, with PyTorch's attention; `generate_batch`, transformers'
-continuous batching, with PyTorch's attention. All get the same prompts and lengths; each runs once to warm up, then as often as
+The engine's copy of the model is patched (`torch_gpukern.nn.patch`). Peers: `generate` of all prompts as one batch, padded on the
+left, with PyTorch's attention; `generate_batch`, transformers' continuous batching, with PyTorch's attention. All get the same prompts and lengths; each runs once to warm up, then as often as
 --rounds says, one after the other in turn, and the median counts. Says of how many requests all tokens are equal.
 """
 
@@ -20,6 +20,8 @@ from engine import Engine, Request
 from models import TransformersModel, random_llama
 from transformers import GenerationConfig
 
+from torch_gpukern.nn import patch
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -32,17 +34,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     dtype = getattr(torch, args.dtype or ("float32" if args.device == "cpu" else "bfloat16"))
-    net = random_llama(args.model, args.device, dtype)
+    net, patched = (random_llama(args.model, args.device, dtype) for _ in range(2))
+    patch(patched, say=None)
     rng = random.Random(0)
     lengths = [rng.randint(args.prompt // 2, args.prompt) for _ in range(args.requests)]
     prompts = [[rng.randrange(1, net.config.vocab_size) for _ in range(n)] for n in lengths]
     pages = args.requests * -(-(args.prompt + args.tokens) // 16)
 
     def engine(drafts: int):
-        model = TransformersModel(net, pages)
+        model = TransformersModel(patched, pages)
 
         def run():
-            net.set_attn_implementation("gpukern_paged")
+            patched.set_attn_implementation("gpukern_paged")
             model.cache.forget()  # each round computes its prompts
             served = Engine(model, max_batch=args.requests, max_step_tokens=512, max_drafts=drafts)
             requests = [served.submit(Request(prompt, max_tokens=args.tokens)) for prompt in prompts]

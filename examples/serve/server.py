@@ -30,6 +30,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from text import Bytes, Stream
 
+from torch_gpukern.nn import patch
+
 MOST_BYTES = 4 << 20  # of a request's body
 IGNORED = {"model", "user", "stream_options"}
 NEUTRAL = {  # what is not served, and the values that ask for nothing
@@ -213,12 +215,15 @@ def load(model: str, device: str, dtype: torch.dtype, pages: int):
     from models import SIZES, DemoModel, TransformersModel, random_llama
 
     if model in SIZES:
-        return TransformersModel(random_llama(model, device, dtype), pages), None, frozenset()
+        net = random_llama(model, device, dtype)
+        patch(net, say=None)  # norms and MLPs in one launch each
+        return TransformersModel(net, pages), None, frozenset()
     if model.endswith(".pt"):
         return DemoModel(model, pages, device=device), None, frozenset()
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     net = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device)
+    patch(net, say=None)
     ends = net.generation_config.eos_token_id
     ends = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
     return TransformersModel(net, pages), AutoTokenizer.from_pretrained(model), ends

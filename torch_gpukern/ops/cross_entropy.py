@@ -90,20 +90,17 @@ def _save(needs, args, loss, lse):
     return (args[0], args[1], args[2] if len(args) > 2 else None, lse), {}
 
 
-def _backward(needs, logits, target, weight, lse, grad_loss, grad_lse, **rules):
+def _backward(needs, logits, target, lse, grad_loss, grad_lse, ignore_index, softcap, logit_scale, **rules):
     if grad_loss is None:
         grad_loss = torch.zeros_like(lse)
-    names = ("ignore_index", "label_smoothing", "softcap", "logit_scale")
-    how = {name: rules[name] for name in names}
-    dlogits = _cross_entropy_bwd.call_named(
-        grad_loss=grad_loss, logits=logits, target=target, lse=lse, weight=weight, **how
-    )
+    same = {"ignore_index": ignore_index, "softcap": softcap, "logit_scale": logit_scale}
+    dlogits = _cross_entropy_bwd.call_named(grad_loss=grad_loss, logits=logits, target=target, lse=lse, **same, **rules)
     if grad_lse is not None:  # torch.func makes one of zeros
-        dlogits = dlogits + _of_lse(grad_lse, logits, target, lse, **how).to(dlogits.dtype)
+        dlogits = dlogits + _of_lse(grad_lse, logits, target, lse, **same).to(dlogits.dtype)
     return {"logits": dlogits}
 
 
-def _of_lse(grad_lse, logits, target, lse, ignore_index, softcap, logit_scale, **_):
+def _of_lse(grad_lse, logits, target, lse, ignore_index, softcap, logit_scale):
     """The gradient that comes by lse, which only callers of the op see."""
     z, slope = logits.to(lse.dtype) * logit_scale, logit_scale
     if softcap > 0:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The autograd.Functions of an op, from what define_op declares: one for a call, one for torch.func's transforms."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
@@ -75,7 +76,8 @@ class _Rules:
         self.other_names = tuple(n for n in op.names if n not in tensor_names)
         self.saved = tuple(saved) or (*op.results, *tensor_names)
         self.grad_names = tuple(f"grad_{r}" for r in op.results)
-        self.defaults = dict(zip(op.names, op.defaults, strict=True)) | dict.fromkeys(self.grad_names)
+        every = dict(zip(op.names, op.defaults, strict=True)) | dict.fromkeys(self.grad_names)
+        self.defaults = {name: every[name] for name in inspect.signature(backward).parameters if name in every}
         self.needs: dict[tuple[bool, ...], frozenset[str]] = {}
 
     def keep(self, ctx: Any, args: Sequence, results: Sequence[Tensor]) -> None:
@@ -93,7 +95,8 @@ class _Rules:
     def gradients(self, ctx: Any, grads: Sequence[Tensor | None]) -> tuple:
         values = self.defaults.copy()
         values.update(zip(self.saved, ctx.saved_tensors, strict=False))
-        values.update(zip(self.other_names, ctx.others, strict=False))
+        if ctx.others:
+            values.update(zip(self.other_names, ctx.others, strict=False))
         values.update(zip(self.grad_names, grads, strict=False))
         if self.save is not None:
             values.update(ctx.more)

@@ -286,21 +286,11 @@ def _rows_save(needs, args, loss, lse):
     return (x, weight, target, bias, class_weight, lse), {}
 
 
-def _rows_backward(needs, x, weight, target, bias, class_weight, lse, grad_loss, grad_lse, **rules):
+def _rows_backward(needs, grad_loss, grad_lse, **kept):
     if grad_lse is not None and grad_loss is not None:  # of callers of the op; torch.func makes one of zeros
         raise NotImplementedError(f"{_NAME}: lse has no gradient")
-    names = ("ignore_index", "label_smoothing", "softcap", "logit_scale", "fp32_precision")
-    dx, dweight, dbias = _rows_bwd.call(
-        grad_loss,
-        x,
-        weight,
-        target,
-        lse,
-        bias,
-        class_weight,
-        *(rules[name] for name in names),
-        *(name in needs for name in ("x", "weight", "bias")),
-    )
+    wanted = {f"need_{name}": name in needs for name in ("x", "weight", "bias")}
+    dx, dweight, dbias = _rows_bwd.call_named(**kept, **wanted, grad_loss=grad_loss)
     return {"x": dx, "weight": dweight, "bias": dbias}
 
 
