@@ -102,20 +102,28 @@ def test_explain_of_few_bits():
         main(["explain", "scaled_gemm", "4", "4", "4", "--scales", "row,row,row"])
 
 
-@pytest.mark.parametrize(
-    "call",
-    (
-        "grouped_gemm 9 16 32 --groups 3 --dtype float32",
-        "grouped_gemm 9 16 256 --dtype float8_e4m3fn --scales block",
-        "sparse_gemm 3 16 32 --dtype int8",
-        "sparse_gemm 3 16 36",
-        "quantize 8 64 --granularity 1x32",
-    ),
-)
-def test_explain_measures_few_bits(call, monkeypatch):
+def test_every_op_that_is_explained_has_options(monkeypatch):
+    """And the call that they say is one that the op takes, on the CPU and on a GPU that is not here."""
     monkeypatch.setattr(explained.timing, "median_us", lambda call, device: (call(), 2.0)[1])
-    status, out = run("explain", *call.split(), "--measure")
-    assert status == 0 and re.search(r"^measured +2\.0 us, [\d.,]+ G(FLOP|B)/s$", out, re.M)
+    assert set(explained.CALLS) == set(torch_gpukern.EXPLAINED)
+    more = [
+        "grouped_gemm 9 16 256 --dtype float8_e4m3fn --scales block",
+        "grouped_gemm 9 16 32 --groups 3 --dtype float32",
+    ]
+    more += ["sparse_gemm 3 16 36", "sparse_gemm 3 16 32 --dtype int8", "dequantize 200 300 --granularity 128x128"]
+    more += ["quantize 8 64 --granularity 1x32", "rms_norm 4 8 --residual", "rope 5 --heads 4 --heads-kv 2"]
+    sizes = {"m": "8", "n": "16", "k": "32", "tokens": "5"}
+    for op, call in explained.CALLS.items():
+        tokens = (
+            ["--seq-q", "8", "--seq-k", "16"] if op in ("flash_attn", "flash_attn_varlen", "flash_attn_bwd") else []
+        )
+        more.append(" ".join([op, *(sizes[name] for name in call.sizes.split()), *tokens]))
+    for line in more:
+        status, out = run("explain", *line.split(), "--measure")
+        assert status == 0 and re.search(r"^measured +2\.0 us, [\d.,]+ GFLOP/s, [\d.,]+ GB/s$", out, re.M), line
+        if torch.ops.gpukern.cuda_kernels.default():
+            status, out = run("explain", *line.split(), "--arch", "sm_90")
+            assert status == 0 and re.search(r"^no faster than +[\d.]+ us$", out, re.M), line
 
 
 @BUILT_FOR_CUDA

@@ -201,7 +201,9 @@ def _parser() -> argparse.ArgumentParser:
     roofline.add_arguments(commands)
 
     tune = commands.add_parser(
-        "tune", help="measure every row that takes a call, and keep what is faster than the default"
+        "tune",
+        help="measure every row that takes a gemm, and keep what is faster than the default",
+        description="Of gemm alone: the other ops choose among few instances, by sizes. `explain OP .. --measure` says which, and its time.",
     )
     p = tune.add_subparsers(dest="op", required=True).add_parser("gemm")
     p.set_defaults(run=_tune)

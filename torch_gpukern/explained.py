@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``gpukern explain``: the kernel instance that a call would run, its tiles, bytes and FLOPs, of a call that options describe.
 
-Each op of the command is an entry of `CALLS`: the options that say a call of it, and the arguments that they say. What the table
-does not list `torch_gpukern.explain` knows by its arguments.
+Each op of the command is an entry of `CALLS`: the options that say a call of it, and the arguments that they say. Every op of
+`torch_gpukern.EXPLAINED` has one; what its options leave out, a bias or sinks, `torch_gpukern.explain` knows by the call's arguments.
 """
 
 import argparse
@@ -204,13 +204,114 @@ def _sparse(args: argparse.Namespace) -> tuple[list, dict]:
     return [make(args, m, k), make(args, n, k // 2), meta], {}
 
 
-def _add_quantize(p: argparse.ArgumentParser) -> None:
+# ---- rows ----------------------------------------------------------------------------------------
+
+
+def _add_codes(p: argparse.ArgumentParser) -> None:
     p.add_argument("--to", choices=_CODES, default="float8_e4m3fn", help="dtype of the codes")
     p.add_argument("--granularity", choices=_GRANULARITIES, default="row")
 
 
+def _how(args: argparse.Namespace) -> dict:
+    return {"dtype": _CODES[args.to], "granularity": args.granularity}
+
+
 def _quantize(args: argparse.Namespace) -> tuple[list, dict]:
-    return [_dense(args, args.m, args.k)], {"dtype": _CODES[args.to], "granularity": args.granularity}
+    return [_dense(args, args.m, args.n)], _how(args)
+
+
+def _gated_codes(args: argparse.Namespace) -> tuple[list, dict]:
+    return [_dense(args, args.m, args.n), _dense(args, args.m, args.n)], _how(args)
+
+
+def _normed_codes(args: argparse.Namespace) -> tuple[list, dict]:
+    x, weight, residual = _dense(args, args.m, args.n), _dense(args, args.n), None
+    return [x, weight, residual, 1e-6], _how(args)
+
+
+def _add_dequantize(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--to", choices=_WIDE, default="bfloat16", help="dtype of the result")
+    p.add_argument("--granularity", choices=_GRANULARITIES, default="row")
+
+
+def _dequantize(args: argparse.Namespace) -> tuple[list, dict]:
+    scale = _scales(args, args.m, args.n, args.granularity)
+    return [_codes(args, args.m, args.n), scale.view(()) if args.granularity == "tensor" else scale, _WIDE[args.to]], {}
+
+
+def _add_norm(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--residual", action="store_true", help="added before")
+
+
+def _rms_norm(args: argparse.Namespace) -> tuple[list, dict]:
+    more = {"residual": _dense(args, args.m, args.n)} if args.residual else {}
+    return [_dense(args, args.m, args.n), _dense(args, args.n)], more
+
+
+def _layer_norm(args: argparse.Namespace) -> tuple[list, dict]:
+    tensors, more = _rms_norm(args)
+    return [*tensors, _dense(args, args.n)], more
+
+
+def _one(args: argparse.Namespace) -> tuple[list, dict]:
+    return [_dense(args, args.m, args.n)], {}
+
+
+def _two(args: argparse.Namespace) -> tuple[list, dict]:
+    return [_dense(args, args.m, args.n), _dense(args, args.m, args.n)], {}
+
+
+def _cross_entropy(args: argparse.Namespace) -> tuple[list, dict]:
+    return [_dense(args, args.m, args.n), torch.zeros(args.m, dtype=torch.int64, device=device_of(args.device))], {}
+
+
+def _add_dropout(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--p", type=float, default=0.1, help="share that is dropped")
+
+
+def _seed(args: argparse.Namespace) -> dict:
+    return {"p": args.p, "seed": torch.tensor([1, 0], device=device_of(args.device))}
+
+
+def _dropout(args: argparse.Namespace) -> tuple[list, dict]:
+    return [_dense(args, args.m, args.n)], _seed(args)
+
+
+def _dropout_add(args: argparse.Namespace) -> tuple[list, dict]:
+    return [_dense(args, args.m, args.n), _dense(args, args.m, args.n)], _seed(args)
+
+
+def _gelu_dropout(args: argparse.Namespace) -> tuple[list, dict]:
+    return [_dense(args, args.m, args.n), _dense(args, args.n)], _seed(args)
+
+
+def _add_heads(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--heads", type=whole(1), default=8)
+    p.add_argument("--heads-kv", type=whole(1), help="default: as --heads")
+    p.add_argument("--head-dim", type=whole(1), default=64)
+
+
+def _packed(args: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q and k of so many tokens, and the cosines and sines of their positions."""
+    q, k = (_dense(args, args.tokens, heads, args.head_dim) for heads in (args.heads, args.heads_kv or args.heads))
+    angles = torch.zeros(args.tokens, args.head_dim // 2, device=device_of(args.device))
+    return q, k, angles.cos(), angles.sin()
+
+
+def _rope(args: argparse.Namespace) -> tuple[list, dict]:
+    return list(_packed(args)), {}
+
+
+def _add_write(p: argparse.ArgumentParser) -> None:
+    _add_heads(p)
+    p.add_argument("--block-size", type=whole(1), default=16)
+
+
+def _rope_kv_write(args: argparse.Namespace) -> tuple[list, dict]:
+    q, k, cos, sin = _packed(args)
+    places = torch.arange(args.tokens, device=q.device)
+    caches = (k.new_zeros(-(-args.tokens // args.block_size), args.block_size, *k.shape[1:]) for _ in range(2))
+    return [q, k, k.clone(), cos, sin, places, *caches, places], {}
 
 
 # ---- the table -----------------------------------------------------------------------------------
@@ -232,7 +333,22 @@ CALLS = {
     "weight_gemm": Call("m n k", _SHORT, _add_weight, _weight),
     "grouped_gemm": Call("m n k", _WIDE | _FP8, _add_grouped, _grouped),
     "sparse_gemm": Call("m n k", _SHORT | _CODES, _nothing, _sparse),
-    "quantize": Call("m k", _WIDE, _add_quantize, _quantize),
+    "quantize": Call("m n", _WIDE, _add_codes, _quantize),
+    "silu_mul_quantize": Call("m n", _WIDE, _add_codes, _gated_codes),
+    "rms_norm_quantize": Call("m n", _WIDE, _add_codes, _normed_codes),
+    "dequantize": Call("m n", _CODES, _add_dequantize, _dequantize),
+    "rms_norm": Call("m n", DTYPES, _add_norm, _rms_norm),
+    "layer_norm": Call("m n", DTYPES, _add_norm, _layer_norm),
+    "softmax": Call("m n", DTYPES, _nothing, _one),
+    "log_softmax": Call("m n", DTYPES, _nothing, _one),
+    "swiglu": Call("m n", DTYPES, _nothing, _two),
+    "geglu": Call("m n", DTYPES, _nothing, _two),
+    "cross_entropy": Call("m n", DTYPES, _nothing, _cross_entropy),
+    "dropout": Call("m n", DTYPES, _add_dropout, _dropout),
+    "dropout_add": Call("m n", DTYPES, _add_dropout, _dropout_add),
+    "bias_gelu_dropout": Call("m n", DTYPES, _add_dropout, _gelu_dropout),
+    "rope": Call("tokens", DTYPES, _add_heads, _rope),
+    "rope_kv_write": Call("tokens", DTYPES, _add_write, _rope_kv_write),
 }
 
 
@@ -271,8 +387,8 @@ def run(args: argparse.Namespace) -> int:
         rows += [("no faster than", f"{x['bound_us']:.1f} us")]
     if us is not None:
         beside = f", {us / x['bound_us']:.2f} of that bound" if x["bound_us"] else ""
-        rate = f"{x['flops'] / us / 1e3:,.1f} GFLOP/s" if x["flops"] else f"{x['bytes'] / us / 1e3:,.1f} GB/s"
-        rows += [("measured", f"{us:.1f} us{beside}, {rate}")]
+        rates = f"{x['flops'] / us / 1e3:,.1f} GFLOP/s, {x['bytes'] / us / 1e3:,.1f} GB/s"
+        rows += [("measured", f"{us:.1f} us{beside}, {rates}")]
     print(fields(rows))
     return 0
 

@@ -24,8 +24,6 @@
  * Not handled, served by flash_attn_fp8_relay and flash_attn_fp8_sm80: `accumulate` precise, softcap, ALiBi, strides
  * and offsets that are no multiples of 16 bytes, scales of blocks with a window to the left or kv_start, scales of q's blocks
  * that end before a tile's rows do, small seq_q of grouped heads. */
-#include "../ptx/cluster.cuh"
-#include "../ptx/griddepcontrol.cuh"
 #include "fp8_consumer.cuh"
 #include "fwd_loop.cuh"
 
@@ -35,34 +33,27 @@ namespace {
 template <class Tile, bool BLOCKS>
 __global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
     flash_attn_fp8_sm90a_kernel(const __grid_constant__ Fp8HopperParams x) {
-    typedef Smem<Tile> S;
-    extern __shared__ __align__(1024) unsigned char smem[];
-    const smem_addr smem_s = cvta_to_shared(smem);
-    const FwdTile *tiles = (const FwdTile *)(smem + S::TILES);
-    const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0); /* the compiler sees that lanes agree */
-    fp8_begin_block<Tile>(smem_s);
-    griddepcontrol_launch_dependents();
-    __syncthreads();
-    if (warpgroup == Tile::WARPGROUPS) {
-        setmaxnreg_dec<Tile::PRODUCER_REGISTERS>();
-        const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0); /* lanes agree here, too */
-        if (warp == 1) {
-            find_tiles<Tile, false>(x.f, smem, smem_s, [&](int b) { return sequence_of(x.f.fwd.problem, b); });
-        } else if (warp >= 2) {
-            if (warp == 2 && blockIdx.x == 0 && x.f.fwd.problem.cu_q) {
-                griddepcontrol_wait();
-                check_sequences(x.f.fwd.problem);
+    run_block<Tile>(
+        [](smem_addr smem_s) { fp8_begin_block<Tile>(smem_s); },
+        [&](unsigned char *smem, smem_addr smem_s, const FwdTile *tiles) {
+            const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0); /* lanes agree here, too */
+            if (warp == 1) {
+                find_tiles<Tile, false>(x.f, smem, smem_s, [&](int b) { return sequence_of(x.f.fwd.problem, b); });
+            } else if (warp >= 2) {
+                if (warp == 2 && blockIdx.x == 0 && x.f.fwd.problem.cu_q) {
+                    griddepcontrol_wait();
+                    check_sequences(x.f.fwd.problem);
+                }
+                fp8_transpose_tiles<Tile>(x, tiles, smem_s, warp - 2);
+            } else if (elect_one()) {
+                prefetch_tensormap(&x.f.q), prefetch_tensormap(&x.f.k), prefetch_tensormap(&x.f.v);
+                griddepcontrol_wait(); /* what the kernel before wrote is there, and nobody reads out any more */
+                fp8_load_tiles<Tile>(x.f, tiles, smem_s);
             }
-            fp8_transpose_tiles<Tile>(x, tiles, smem_s, warp - 2);
-        } else if (elect_one()) {
-            prefetch_tensormap(&x.f.q), prefetch_tensormap(&x.f.k), prefetch_tensormap(&x.f.v);
-            griddepcontrol_wait(); /* what the kernel before wrote is there, and nobody reads out any more */
-            fp8_load_tiles<Tile>(x.f, tiles, smem_s);
-        }
-    } else {
-        setmaxnreg_inc<Tile::CONSUMER_REGISTERS>();
-        fp8_consume<Tile, BLOCKS>(x, smem_s, tiles, warpgroup);
-    }
+        },
+        [&](smem_addr smem_s, const FwdTile *tiles, int warpgroup) {
+            fp8_consume<Tile, BLOCKS>(x, smem_s, tiles, warpgroup);
+        });
 }
 
 /* ---- 2. launcher and table ------------------------------------------------------------------------------ */

@@ -20,22 +20,18 @@ struct Fp8HopperParams {
     gk_dtype out_dtype;
 };
 
-/* Rows of COLS codes, columns past head_dim zero: an operand of wgmma whose columns are k. Panels of 128 columns, one behind the other. */
+constexpr int FP8_BOX = 128; /* columns of a box of TMA, and of a panel */
+
+/* Rows of COLS codes, columns past head_dim zero: an operand of wgmma whose columns are k. Panels one behind the other. */
 template <int ROWS, int COLS> struct Fp8Rows {
-    typedef wgmma_tile<ROWS, false, 128> panel;
-    static constexpr int panels = (COLS + 127) / 128, panel_bytes = panel::bytes, bytes = panels * panel_bytes;
+    typedef wgmma_tile<ROWS, false, FP8_BOX> panel;
+    static constexpr int panels = (COLS + FP8_BOX - 1) / FP8_BOX, panel_bytes = panel::bytes,
+                         bytes = panels * panel_bytes;
     static constexpr GK_HD smem_box box() { return wgmma_box(1, ROWS); }
     /* 32 of k from column `col` on, of the rows from `row` on. */
     static constexpr GK_HD uint64_t k_major(uint32_t tile_s, int row, int col) {
         return wgmma_descriptor_add(panel::descriptor(tile_s),
-                                    col / 128 * panel_bytes + panel::offset(row) + col % 128);
-    }
-    /* From row `row` of the tensor on. One thread. */
-    static __device__ __forceinline__ void load(smem_addr tile_s, const CUtensorMap *map, int row, int head, int b,
-                                                smem_addr barrier_s) {
-#pragma unroll
-        for (int c = 0; c < panels; ++c)
-            tma_load_5d(tile_s + c * panel_bytes, map, {{c * 128, row, head, b, 0}}, barrier_s);
+                                    col / FP8_BOX * panel_bytes + panel::offset(row) + col % FP8_BOX);
     }
 };
 
@@ -86,20 +82,6 @@ template <class Tile> __device__ __forceinline__ void fp8_begin_block(smem_addr 
 }
 
 /* ---- 2. one thread loads -------------------------------------------------------------------------------- */
-/* Q of tile n; no load where the tile sees no key or there is no tile. */
-template <class Tile>
-__device__ __forceinline__ void fp8_load_q(const FwdHopperParams &x, const FwdTile &t, smem_addr smem_s, int n) {
-    typedef typename Smem<Tile>::Q Q;
-    const tma_steps<Tile::Q_BUFFERS> q = {smem_s + Smem<Tile>::Q_RING};
-    q.wait_empty(n);
-    if (t.steps.blocks > 0) {
-        mbarrier_arrive_expect_tx(q.full(n), x.q_bytes);
-        Q::load(smem_s + q.stage(n) * Q::bytes, &x.q, t.from.q_row, t.work.head, t.from.b, q.full(n));
-    } else {
-        mbarrier_arrive(q.full(n));
-    }
-}
-
 /* K and V in the order in which they are asked for. Q of the next tile after the tile's second blocks; where there is one buffer alone, which
  * is free once all have the tile's last scores, after the next tile's first blocks. */
 template <class Tile>
@@ -110,7 +92,7 @@ __device__ __forceinline__ void fp8_load_tiles(const FwdHopperParams &x, const F
     const tma_steps<Tile::STAGES> k = {smem_s + S::K_RING};
     const tma_steps<Tile::RAW_STAGES> raw = {smem_s + S::RAW_RING};
     described.wait_full(0);
-    if (AHEAD) fp8_load_q<Tile>(x, tiles[0], smem_s, 0);
+    if (AHEAD) load_q<Tile, FP8_BOX>(x, tiles[0], smem_s, 0);
     int n = 0;
 #pragma unroll 1
     for (int step = 0; tiles[n % S::TILE_STAGES].steps.blocks >= 0; ++n) {
@@ -121,28 +103,29 @@ __device__ __forceinline__ void fp8_load_tiles(const FwdHopperParams &x, const F
             const int at = step + j, row = t.from.k_row + j * Tile::BKV;
             k.wait_empty(at);
             mbarrier_arrive_expect_tx(k.full(at), S::K::bytes);
-            S::K::load(smem_s + S::K_AT + k.stage(at) * S::K::bytes, &x.k, row, t.from.head_kv, t.from.b, k.full(at));
+            load_panels<typename S::K, FP8_BOX>(smem_s + S::K_AT + k.stage(at) * S::K::bytes, &x.k, row, t.from.head_kv,
+                                                t.from.b, k.full(at));
             raw.wait_empty(at);
             mbarrier_arrive_expect_tx(raw.full(at), S::V::bytes);
-            S::V::load(smem_s + S::RAW_AT + raw.stage(at) * S::V::bytes, &x.v, row, t.from.head_kv, t.from.b,
-                       raw.full(at));
+            load_panels<typename S::V, FP8_BOX>(smem_s + S::RAW_AT + raw.stage(at) * S::V::bytes, &x.v, row,
+                                                t.from.head_kv, t.from.b, raw.full(at));
             if (AHEAD && j == min(1, blocks - 1)) {
                 described.wait_full(n + 1);
-                fp8_load_q<Tile>(x, tiles[(n + 1) % S::TILE_STAGES], smem_s, n + 1);
+                load_q<Tile, FP8_BOX>(x, tiles[(n + 1) % S::TILE_STAGES], smem_s, n + 1);
             }
-            if (!AHEAD && j == 0) fp8_load_q<Tile>(x, t, smem_s, n);
+            if (!AHEAD && j == 0) load_q<Tile, FP8_BOX>(x, t, smem_s, n);
         }
         if (AHEAD && blocks == 0) {
             described.wait_full(n + 1);
-            fp8_load_q<Tile>(x, tiles[(n + 1) % S::TILE_STAGES], smem_s, n + 1);
+            load_q<Tile, FP8_BOX>(x, tiles[(n + 1) % S::TILE_STAGES], smem_s, n + 1);
         }
-        if (!AHEAD && blocks == 0) fp8_load_q<Tile>(x, t, smem_s, n);
+        if (!AHEAD && blocks == 0) load_q<Tile, FP8_BOX>(x, t, smem_s, n);
         step += blocks;
         mbarrier_arrive(described.empty(n));
         if (!AHEAD) described.wait_full(n + 1);
     }
     if (!AHEAD)
-        fp8_load_q<Tile>(x, tiles[n % S::TILE_STAGES], smem_s, n); /* tells the consumers that there is no more */
+        load_q<Tile, FP8_BOX>(x, tiles[n % S::TILE_STAGES], smem_s, n); /* tells the consumers that there is no more */
 }
 
 /* ---- 3. warps that transpose V --------------------------------------------------------------------------- */

@@ -215,15 +215,15 @@ __device__ __forceinline__ void find_tiles(const FwdHopperParams &x, unsigned ch
         ((FwdTile *)(smem + S::TILES))[n % S::TILE_STAGES].steps.blocks = -1, mbarrier_arrive(described.full(n));
 }
 
-/* One thread loads. Q of tile n; no load where the tile sees no key or there is no tile. */
-template <class Tile>
+/* One thread loads. Q of tile n, by boxes of so many columns; no load where the tile sees no key or there is no tile. */
+template <class Tile, int COLUMNS = 64>
 __device__ __forceinline__ void load_q(const FwdHopperParams &x, const FwdTile &t, smem_addr smem_s, int n) {
     typedef typename Smem<Tile>::Q Q;
     const tma_steps<Tile::Q_BUFFERS> q = {smem_s + Smem<Tile>::Q_RING};
     q.wait_empty(n);
     if (t.steps.blocks > 0) {
         mbarrier_arrive_expect_tx(q.full(n), x.q_bytes);
-        load_panels<Q>(smem_s + q.stage(n) * Q::bytes, &x.q, t.from.q_row, t.work.head, t.from.b, q.full(n));
+        load_panels<Q, COLUMNS>(smem_s + q.stage(n) * Q::bytes, &x.q, t.from.q_row, t.work.head, t.from.b, q.full(n));
     } else {
         mbarrier_arrive(q.full(n));
     }
