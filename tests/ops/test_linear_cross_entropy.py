@@ -233,7 +233,7 @@ def test_aot_with_dynamic_lengths(device):
         return gk.linear_cross_entropy(x, w, target, softcap=4.0)
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
-    for rows in (6, 50):
+    for rows in (6, 50, 150):
         gen = generator("aot", rows)
         x, w = (randn(gen, *s, dtype=torch.bfloat16, device=device) for s in ((rows, 16), (33, 16)))
         target = torch.randint(33, (rows,), generator=gen).to(device)

@@ -28,6 +28,13 @@ struct FwdHopperParams {
     int stacked;     /* query heads of a tile: row r of it is query r % seq_q of head r / seq_q. 1: r is the query */
     Divisor by_head; /* rows of a head in a tile; of one head more than there are */
     int q_bytes;     /* of a tile, as TMA counts */
+    int box_log2;    /* InBoxes: keys of a box */
+};
+
+/* Whether the keys of a tile come in boxes, each of a page: then tiles begin where a box does, which may be before the first key that
+ * any row of the sequence sees. */
+template <class Tile> struct InBoxes {
+    static constexpr bool value = false;
 };
 
 /* A tile of queries, written by the producer beside Q. */
@@ -150,7 +157,8 @@ template <class Tile, bool MODIFIED>
 __device__ __forceinline__ void describe_keys(FwdTile &t, const FwdHopperParams &x) {
     const int rows = min(t.seq.seq_q - t.work.i0, Smem<Tile>::BQ); /* queries */
     const int filled = x.stacked > 1 ? x.stacked * x.fwd.problem.seq_q : rows;
-    const FwdKeys keys = fwd_keys<Tile::BKV>(x.fwd, t.seq.span, t.work.i0, rows, t.work.split);
+    const FwdKeys keys = fwd_keys<Tile::BKV>(x.fwd, t.seq.span, t.work.i0, rows, t.work.split,
+                                             InBoxes<Tile>::value ? 1 << x.box_log2 : 1);
     /* TMA makes rows past a dense tensor zero; keys that no row of the sequence sees may hold anything */
     const int seen = t.seq.span.hi(t.seq.seq_q - 1), left = seen - keys.lo - (keys.tiles - 1) * Tile::BKV;
     t.keys = keys, t.rows = filled, t.steps.blocks = keys.tiles;
