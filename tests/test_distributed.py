@@ -415,6 +415,8 @@ def check_vocabulary_over_ranks(ranks):
         loss = gd.vocab_parallel_linear_cross_entropy(torch.zeros(1, 2), torch.zeros(2, 2), wrong, ranks.all)
         assert loss.isnan().item()
         return
+    with pytest.raises(ValueError, match="vocab_parallel_linear_cross_entropy: target must be a Tensor, got None"):
+        gd.vocab_parallel_linear_cross_entropy(torch.zeros(1, 2), torch.zeros(2, 2), None, ranks.all)
     with pytest.raises(IndexError, match="target is expected to hold classes"):
         gd.vocab_parallel_linear_cross_entropy(
             torch.zeros(1, 2), torch.zeros(2, 2), torch.tensor([2 * RANKS]), ranks.all

@@ -137,6 +137,29 @@ def test_class_weights_of_zero(device):
         assert loss.isnan() and dx.isnan().all()
 
 
+@pytest.mark.parametrize("scale", (2.0**-24, 2.0**24))
+def test_a_mean_does_not_depend_on_the_size_of_class_weights(scale, device):
+    """Nor do its gradients in float16, which would underflow or overflow with the weights; also by autocast."""
+    gen = generator("size of weights")
+    x, w = (randn(gen, *s, dtype=torch.float16, device=device).requires_grad_() for s in ((40, 16), (30, 16)))
+    target = torch.randint(30, (40,), generator=gen).to(device)
+    target[3] = -100
+    weight = torch.rand(30, generator=gen).to(device) + 0.1
+
+    def run(x, w, size, low):
+        loss = gk.linear_cross_entropy(x, w, target, class_weight=size * weight, label_smoothing=0.1, low_memory=low)
+        return [loss, *torch.autograd.grad(loss, (x, w))]
+
+    floats = [t.detach().float().requires_grad_() for t in (x, w)]
+    for low in (False, True):
+        want = run(x, w, 1.0, low)
+        assert all(map(torch.equal, run(x, w, scale, low), want)) and all(g.abs().max() > 1e-4 for g in want[1:])
+        with torch.autocast(torch.device(device).type, torch.float16):
+            assert all(torch.equal(got, one.float()) for got, one in zip(run(*floats, scale, low), want, strict=True))
+    zero = gk.linear_cross_entropy(x, w, target, class_weight=0 * weight)
+    assert zero.isnan()
+
+
 def test_rows_that_are_ignored_and_no_rows(device):
     gen = generator("ignored")
     x, w = (randn(gen, *s, device=device).requires_grad_() for s in ((6, 4), (5, 4)))
@@ -283,6 +306,42 @@ def test_refuses(changes, text):
             call(x=torch.ones(2, 3, requires_grad=True), low_memory=low, **changes)
 
 
+@pytest.mark.parametrize("op", ("cross_entropy", "linear_cross_entropy", "low_memory"))
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (dict(weight=torch.ones(1, 5)), r"weight must have shape \[5\], got \[1, 5\]"),
+        (dict(weight=torch.ones(0)), r"weight must have shape \[5\], got \[0\]"),
+        (dict(weight=torch.ones(())), r"weight must have shape \[5\], got \[\]"),
+        (dict(weight=[1.0] * 5), "weight must be a Tensor or None, got list"),
+        (dict(weight=torch.ones(5, dtype=torch.int64)), "weight must be float32, got int64"),
+        (dict(weight=torch.ones(5, device="meta")), "weight is on meta"),
+        (dict(target=torch.zeros(2)), "target must be int64, got float32"),
+        (dict(target=[0, 4]), "target must be a Tensor, got list"),
+        (dict(target=None), "target must be a Tensor, got None"),
+        (dict(target=torch.zeros(2, dtype=torch.long, device="meta")), "target is on meta"),
+        (dict(ignore_index=None), "ignore_index must be an int, got None"),
+        (dict(ignore_index="a"), "ignore_index must be an int, got 'a'"),
+        (dict(softcap=torch.ones(2)), r"softcap must be a number, got a tensor of shape \[2\]"),
+    ],
+    ids=str,
+)
+def test_refuses_beside_class_weights(op, changes, text):
+    """The mean counts weights and targets before the op sees them; what it refuses is said by the op all the same."""
+    given = dict(target=torch.tensor([0, 4]), weight=torch.ones(5), z_loss=0.1) | changes
+    with pytest.raises(ValueError, match=f"^gpukern::{'cross_entropy' if op == 'cross_entropy' else 'linear'}.*{text}"):
+        if op == "cross_entropy":
+            gk.cross_entropy(torch.ones(2, 5), **given)
+        else:
+            call(class_weight=given.pop("weight"), low_memory=op == "low_memory", **given)
+
+
+def test_arguments_that_are_none():
+    for name, low in itertools.product(("x", "weight", "target"), (False, True)):
+        with pytest.raises(ValueError, match=f"^gpukern::linear_cross_entropy: {name} must be a Tensor, got None"):
+            call(low_memory=low, **{name: None})
+
+
 def test_targets_that_are_no_class(device):
     for low in (False, True):
         if torch.device(device).type == "cpu":
@@ -300,20 +359,30 @@ def peak():
     return int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1]) * 1024
 m, h, v, low = {m}, {h}, {v}, {low}
 x, w = torch.randn(m, h).bfloat16().requires_grad_(), (torch.randn(v, h) / 16).bfloat16().requires_grad_()
-target = torch.randint(v, (m,))
+target, b = torch.randint(v, (m,)), torch.zeros(v).bfloat16().requires_grad_()
 small = [t.detach()[:8].clone().requires_grad_() for t in (x, w)]
 gk.linear_cross_entropy(*small, target[:8] % 8, low_memory=low).backward()
 open("/proc/self/clear_refs", "w").write("5")
 before = peak()
-gk.linear_cross_entropy(x, w, target, low_memory=low).backward()
+gk.linear_cross_entropy(x, w, target, b, low_memory=low).backward()
 print(peak() - before)
 """
 
 
+@pytest.mark.parametrize("dtype", UNIT, ids=str)
+def test_what_forward_keeps(dtype):
+    """Bytes a class: those of dz of all rows, or at most twice those of dweight's sum."""
+    x, size = torch.empty(0, 24, dtype=dtype), dtype.itemsize
+    total = 24 * (8 if dtype == torch.float64 else 4)
+    for rows in (0, 1, 23, 24, 25, 47, 48, 49, 95, 96, 97, 5000):
+        kept = int(chunks.kept_rows(x, rows)) * size
+        assert kept == (rows * size if rows * size <= 2 * total else total)
+
+
 @pytest.mark.parametrize("low", (False, True))
-@pytest.mark.parametrize(("m", "h", "v"), ((512, 64, 30000), (1536, 64, 60000)))
+@pytest.mark.parametrize(("m", "h", "v"), ((512, 64, 30000), (1152, 16, 120000)))  # the second: dz of all rows is too large
 def test_memory_of_the_cpu(m, h, v, low):
-    """What the docstring states, beside 2 (M + V) H of results; torch keeps 6 M V bytes and more."""
+    """What the docstring states, beside 2 (M + V) H of results and a bias; torch keeps 6 M V bytes and more."""
     used = int(run_python(PEAK.format(m=m, h=h, v=v, low=low)).stdout)
     extra = 4 * m * h + (512 << 20) if low else min(2 * m * v, 8 * v * h) + 2 * m * h + (256 << 20)
     assert used <= 2 * (m + v) * h + extra + (16 << 20)
@@ -322,7 +391,7 @@ def test_memory_of_the_cpu(m, h, v, low):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("low", (False, True))
 @pytest.mark.parametrize(
-    ("m", "h", "v"), ((4096, 1024, 64000), (8192, 1024, 64000), (8192, 4096, 32000), (512, 2048, 128000))
+    ("m", "h", "v"), ((4096, 1024, 64000), (8192, 1024, 64000), (8192, 4096, 32000), (512, 2048, 128000), (8192, 64, 128000))
 )
 def test_memory_of_cuda(m, h, v, low):
     x = torch.randn(m, h, device="cuda").bfloat16().requires_grad_()

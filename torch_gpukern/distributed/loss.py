@@ -17,6 +17,7 @@ from ..ops import linear_cross_entropy
 from ..ops import linear_cross_entropy_chunks as chunks
 from ..ops.cross_entropy import Reduction, reduce_rows
 from ..ops.gemm import _torch_allows_tf32
+from ..ops.wrong_types import refuse_non_tensors
 from . import transport
 from .attention import declare
 from .ranks import Group, Ranks, agree, facts, process_group, refuse
@@ -62,7 +63,7 @@ def vocab_parallel_linear_cross_entropy(
     backward raises NotImplementedError.
 
     Sent: 8 bytes a row forward (12 with label smoothing), and in backward the float32 gradient of x to its owners and back.
-    Memory beyond arguments and results: 4 M H + 512 MiB on each rank, and 4 M H on the way between ranks.
+    Memory beyond arguments and results: 4 M H + 512 MiB on each rank, and 4 M H on the way between ranks (float64: 8 M H).
 
     Raises:
         ValueError: a shape, dtype or value that the op does not take, or ranks that pass different things; on every rank alike.
@@ -123,6 +124,7 @@ def _begin(x, weight, target, bias, rules: chunks.Rules, classes: int, group: st
     ranks, found = Ranks(group), []
 
     def describe() -> dict:
+        refuse_non_tensors(_NAME, x=x, weight=weight, target=target)
         _require(x.dtype in chunks.FLOATS, f"x must be float32, bfloat16, float16 or float64, got {x.dtype}")
         _require(weight.dim() == 2, f"weight must have 2 dimensions [V, H], got {weight.dim()}")
         given, none = rules._asdict(), target.reshape(-1)[:0]

@@ -60,7 +60,8 @@ def cross_entropy(
         IndexError: a target that is no class. On CUDA that row's loss is NaN, and the error is raised by the next call
             of an op or by `check_errors`.
     """
-    weight = weight_of_mean(weight, target, ignore_index, z_loss, reduction)
+    if weight is not None and z_loss != 0 and reduction == "mean":
+        weight = weight_of_mean(weight, target, ignore_index)
     rows, _ = _cross_entropy.call(logits, target, weight, ignore_index, label_smoothing, softcap, logit_scale, z_loss)
     return reduce_rows("cross_entropy", rows, target, weight, ignore_index, reduction)
 
@@ -79,14 +80,21 @@ def reduce_rows(
     return total.to(rows.dtype)
 
 
-def weight_of_mean(
-    weight: Tensor | None, target: Tensor, ignore_index: int, z_loss: float, reduction: Reduction
-) -> Tensor | None:
-    """Class weights that add up to the number of rows where a mean has a z_loss, which is divided by that number."""
-    if weight is None or z_loss == 0 or reduction != "mean":
+def weight_of_mean(weight: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    """Class weights whose sum over the rows that count is the number of these rows; the mean of the weighted losses stays.
+
+    So a mean divides z_loss by that number, and a row's gradient has the size of an unweighted one. Arguments that the op refuses
+    are left as they are, for the op to name them.
+    """
+    tensors = isinstance(weight, Tensor) and isinstance(target, Tensor)
+    if not tensors or weight.dim() != 1 or weight.shape[0] == 0 or weight.device != target.device:
         return weight
-    rows = (target != ignore_index).sum(dtype=torch.float64)
-    return weight * (rows / total_weight(target, weight, ignore_index)).to(weight.dtype)
+    kept = target != ignore_index
+    if target.dtype is not torch.int64 or not isinstance(kept, Tensor):
+        return weight
+    total = total_weight(target, weight, ignore_index)
+    ratio = kept.sum(dtype=torch.float64) / total
+    return (weight * ratio.where(total != 0, 1.0)).to(weight.dtype)
 
 
 def total_weight(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:

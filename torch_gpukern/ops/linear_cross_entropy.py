@@ -12,7 +12,7 @@ from . import linear_cross_entropy_chunks as chunks
 from .cross_entropy import Reduction, reduce_rows, total_weight, weight_of_mean
 from .define import define_op
 from .gemm import _torch_allows_tf32
-from .wrong_types import refuse_non_bool
+from .wrong_types import refuse_non_bool, refuse_non_tensors
 
 __all__ = ["linear_cross_entropy"]
 
@@ -61,7 +61,8 @@ def linear_cross_entropy(
         mean, sum               min(b M V, 8 V H) + b M H + 256 MiB     6 M H V FLOPs
         low_memory or none      4 M H + 512 MiB                         8 M H V FLOPs
 
-    The first needs b M H + 256 MiB where weight requires no gradient, and 256 MiB where nothing does.
+    In float64 8 V H and 4 M H are twice as much. The first needs b M H + 256 MiB where weight requires no gradient, and 256 MiB
+    where nothing does.
 
     Autocast casts x, weight and bias. Float32 on CUDA follows ``torch.backends.cuda.matmul.fp32_precision``.
 
@@ -76,7 +77,8 @@ def linear_cross_entropy(
     if reduction not in get_args(Reduction):
         raise ValueError(f"{_NAME}: reduction must be none, mean or sum, got '{reduction}'")
     tf32 = getattr(x, "is_cuda", False) and x.dtype == torch.float32 and _torch_allows_tf32()
-    class_weight = weight_of_mean(class_weight, target, ignore_index, z_loss, reduction)
+    if class_weight is not None and reduction == "mean":  # in float16 small weights would underflow, and large ones overflow
+        class_weight = weight_of_mean(class_weight, target, ignore_index)
     rules = (class_weight, ignore_index, label_smoothing, softcap, logit_scale, z_loss, "tf32" if tf32 else "ieee")
     refuse_non_bool(_NAME, "low_memory", low_memory)
     if low_memory or reduction == "none":
@@ -127,6 +129,7 @@ def _dtype(x: torch.dtype) -> str:
 
 def _check(x, weight, target, bias, class_weight, label_smoothing, softcap, logit_scale, z_loss, **_) -> None:
     """Shapes, dtypes, devices and values; of symbols these are guards."""
+    refuse_non_tensors(_NAME, x=x, weight=weight, target=target)  # torch lets None pass
     _require(x.dim() >= 1, f"x must have at least 1 dimension, got {x.dim()}")
     _require(x.dtype in chunks.FLOATS, f"x must be float32, bfloat16, float16 or float64, got {_dtype(x.dtype)}")
     _require(weight.dim() == 2, f"weight must have 2 dimensions [V, H], got {weight.dim()}")

@@ -123,6 +123,14 @@ class _Sum:
         self.at = to
 
 
+def _add_rows(to: Tensor, dz: Tensor) -> None:
+    """to += the sum of dz's rows, in to's dtype. PyTorch's sum on the CPU copies what is narrower, so there it gets some at a time."""
+    copied = dz.device.type == "cpu" and dz.dtype is not to.dtype
+    step = max(1, _COPY_BYTES // (dz.shape[1] * to.itemsize)) if copied else max(1, dz.shape[0])
+    for s in _steps(dz.shape[0], step):
+        to += dz[s].sum(0, dtype=to.dtype)
+
+
 def _loss(z: Tensor, target: Tensor, rules: Rules) -> tuple[Tensor, Tensor]:
     return ops.cross_entropy.default(z, target, *rules.of_rows)
 
@@ -181,12 +189,12 @@ def scalar(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(loss [M], dx [M, H], kept [rows, V], dbias [V]), gradients of the sum of the rows' losses; empty where not needed."""
     (m, h), v, wide = x.shape, weight.shape[0], accumulator(x)
-    alone = need_weight or not need_x
+    whole = need_weight and kept_rows(x, m) == m
+    alone = whole or not (need_x or need_weight)  # no dz of some rows beside z
     step = _rows_at_once(x, v, _MOST_BYTES * 3 // 2 if alone else _MOST_BYTES)
     loss, lse = (x.new_empty(m, dtype=wide) for _ in range(2))
     dx = x.new_empty((m, h) if need_x else 0)
     dbias = x.new_zeros(v if need_bias else 0, dtype=wide)
-    whole = need_weight and kept_rows(x, m) == m
     kept = x.new_empty((m, v) if whole else 0)
     # Rows whose dz is multiplied at once. One block is as large as the sum of dweight beside it.
     block = max(1, m) if whole else _even(m, max(step, _rows_of_sum(x))) if need_weight else step
@@ -207,7 +215,7 @@ def scalar(
                 continue
             made = _loss_and_gradient(z, ts[s], rules, loss[outer][s], lse[outer][s], z if dz is None else dz[s])
             if need_bias:
-                dbias += made.sum(0, dtype=wide)
+                _add_rows(dbias, made)
         if need_x:
             _product(dz, weight, dx[outer], rules)
         if total is not None:
@@ -305,7 +313,7 @@ def rows_backward(
             z = _product(x[s], weight.mT, buffer[: s.stop - s.start], rules, bias)
             dz = _gradient(z, grad[s], target[s], lse[s], rules, out=narrow[: s.stop - s.start])
             if need_bias:
-                dbias += dz.sum(0, dtype=wide)
+                _add_rows(dbias, dz)
             if need_x and factor is not None:
                 _times_product(dz, weight, dx[s], factor, rules)
             elif need_x:
@@ -333,7 +341,7 @@ def _backward_by_classes(
         _product(x, weight[s].mT, z, rules, None if bias is None else bias[s])
         dz = _gradient(z, grad, target, lse, rules, narrow[: z.numel()].view(size), first + s.start, whole)
         if dbias.numel():
-            dbias[s] = dz.sum(0, dtype=wide)
+            _add_rows(dbias[s], dz)
         if dweight.numel() and factor is None:
             _product(dz.mT, x, dweight[s], rules)
         elif dweight.numel():

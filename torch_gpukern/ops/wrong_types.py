@@ -58,8 +58,9 @@ def _wrong(kind: str, x: Any) -> str | None:
             return None
         hint = "; torch.as_tensor makes one" if isinstance(x, (list, tuple)) or hasattr(x, "__array__") else ""
         return f"must be a Tensor{'' if kind == 'Tensor' else ' or None'}, got {_kind(x)}{hint}"
-    if isinstance(x, Tensor):  # a number in a tensor, which torch reads
-        return None
+    if isinstance(x, Tensor):  # torch reads a number in a tensor
+        one = kind not in _NUMBERS or x.numel() == 1
+        return None if one else f"must be a number, got a tensor of shape {list(x.shape)}"
     if kind == "str":
         return None if isinstance(x, str) else f"must be a string, got {_kind(x)}"
     if kind.endswith(("ScalarType", "ScalarType]")):
