@@ -29,7 +29,7 @@ from engine import Engine, Request  # noqa: E402
 from models import SIZES, TransformersModel, random_llama  # noqa: E402
 
 BASE = "bfloat16"
-RECIPES = ("fp8", "fp8-block", "int8", "w8", "w4", "w4-zero", "mxfp4", "nvfp4", "2:4", "2:4-fp8")
+RECIPES = ("fp8", "fp8-block", "mxfp8", "int8", "w8", "w4", "w4-zero", "mxfp4", "nvfp4", "2:4", "2:4-fp8")
 # the model, requests at once
 CASES = {"cpu": ("small", (1, 4)), "cuda": ("8b", (1, 16, 64))}
 PROMPT = 64  # tokens

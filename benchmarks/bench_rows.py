@@ -3,6 +3,8 @@
 and backward; on CUDA beside torch.compile of torch's own, too, with --compile.
 
 python benchmarks/bench_rows.py [--quick] [--only rms_norm layer_norm softmax swiglu cross_entropy rope rope_kv_write] [--device cpu|cuda] [--compile]
+python benchmarks/bench_rows.py --device cuda --only linear_cross_entropy [--rows 8192x4096x131072]   a head and its loss, in FLOPs of
+    three products, beside logits in memory, eager and compiled
 python benchmarks/bench_rows.py --device cuda --peers      Liger and quack, where they import, beside norms, softmax and the loss
 
 With --peers the results have a name of their own, rows_peers. Liger's loss leaves its gradient in the logits; so it comes last, and its
@@ -25,6 +27,10 @@ from torch import Tensor
 import torch_gpukern as gk
 
 LOSSES_BESIDE, SHAPES_BESIDE = ((8192, 32000), (4096, 131072)), ((8192, 4096), (1024, 65536))  # --peers
+HEADS = {
+    "cpu": ((512, 512, 16384),),
+    "cuda": ((8192, 4096, 32000), (8192, 2048, 131072), (4096, 2048, 151936), (8192, 4096, 131072)),
+}
 LOSSES = {"cpu": ((256, 32000), (64, 131072)), "cuda": ((8192, 32000), (4096, 131072))}
 SHAPES = {
     "cpu": ((1024, 4096), (4096, 128), (64, 50257), (16, 262144)),
@@ -109,6 +115,8 @@ def cases(device: torch.device, quick: bool, compiled: bool):
             yield from row_cases(m, n, dtype, of, compiled)
         for m, v in LOSSES[device.type]:
             yield from loss_cases(m, v, dtype, of, compiled)
+        for m, h, v in HEADS[device.type] if dtype == "bf16" else ():
+            yield head_case(m, h, v, dtype, of)
         yield rope_case(8192 if device.type == "cuda" else 1024, dtype, device)
         for tokens in (1, 64, 8192) if device.type == "cuda" else (1, 64):
             yield rope_write_case(tokens, dtype, device)
@@ -120,6 +128,41 @@ def loss_cases(m: int, v: int, dtype: str, of: dict, compiled: bool, beside: boo
 
     ours, theirs = gk.cross_entropy, F.cross_entropy
     yield from pair("cross_entropy", f"{m}x{v}", dtype, make, ours, theirs, m * v, compiled, beside)
+
+
+def head_case(m: int, h: int, v: int, dtype: str, of: dict) -> Case:
+    """Rows, hidden size, vocabulary: loss and gradients."""
+
+    def make():
+        weight = torch.randn(v, h, **of) / h**0.5
+        return torch.randn(m, h, **of), weight, torch.randint(v, (m,), device=of["device"])
+
+    def step(fn):
+        def run(x: Tensor, weight: Tensor, target: Tensor):
+            leaves = x.detach().requires_grad_(), weight.detach().requires_grad_()
+            loss = fn(*leaves, target)
+            return loss, *torch.autograd.grad(loss, leaves)
+
+        return run
+
+    def logits(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x, weight).to(torch.promote_types(x.dtype, torch.float32)), target)
+
+    def low(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return gk.linear_cross_entropy(x, weight, target, low_memory=True)
+
+    peers = {
+        "torch": step(logits),
+        "torch.compile": step(torch.compile(logits, dynamic=False)),
+        "low_memory": step(low),
+    }
+    if of["device"].type == "cpu":
+        del peers["torch.compile"]
+    return Case(
+        group="linear_cross_entropy", label=f"{m}x{h}x{v}", dtype=dtype, make=make, ours=step(gk.linear_cross_entropy), peers=peers,
+        reference=lambda x, w, t: logits(x.double(), w.double(), t), compare=lambda y: y[0], flops=6.0 * m * h * v,
+        bytes=0.0, live=("gpukern", *peers),
+    )  # fmt: skip
 
 
 def row_cases(m: int, n: int, dtype: str, of: dict, compiled: bool, beside: bool = False):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """scaled_gemm beside torch's _scaled_mm and _int_mm, and beside our own bfloat16 product of the same shape.
 
-python benchmarks/bench_scaled_gemm.py [--quick] [--only tensor row block int8] [--device cpu|cuda]
+python benchmarks/bench_scaled_gemm.py [--quick] [--only tensor row block mx int8] [--device cpu|cuda]
 """
 
 import sys
@@ -25,7 +25,14 @@ SIZES = {
         (16, 8192, 8192),
     ],
 }
-FORMS = {"tensor": ("tensor", "tensor"), "row": ("row", "row"), "block": ("1x128", "128x128"), "int8": ("row", "row")}
+FORMS = {
+    "tensor": ("tensor", "tensor"),
+    "row": ("row", "row"),
+    "block": ("1x128", "128x128"),
+    "mx": ("1x32", "1x32"),
+    "int8": ("row", "row"),
+    "int8 block": ("1x128", "128x128"),
+}
 
 
 def torch_scaled(form: str, accumulate: str):
@@ -49,7 +56,8 @@ def as_torch_wants(sa: torch.Tensor, sb: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def case(m: int, n: int, k: int, form: str, device: torch.device, accumulate: str = "precise") -> Case:
-    dtype = torch.int8 if form == "int8" else torch.float8_e4m3fn
+    dtype = torch.int8 if form.startswith("int8") else torch.float8_e4m3fn
+    beside_bf16 = form in ("block", "mx", "int8 block")  # torch has none, or not of every size
     rows = slice(0, min(m, 64))
 
     def make():
@@ -57,7 +65,8 @@ def case(m: int, n: int, k: int, form: str, device: torch.device, accumulate: st
         a, sa = torch_gpukern.quantize(x, dtype, FORMS[form][0])
         b, sb = torch_gpukern.quantize(w, dtype, FORMS[form][1])
         sb = sb.mT if sb.dim() == 2 else sb
-        more = (*as_torch_wants(sa, sb), x.bfloat16(), w.bfloat16()) if form == "block" else ()
+        wanted = as_torch_wants(sa, sb) if form == "block" else (sa, sb)
+        more = (*wanted, x.bfloat16(), w.bfloat16()) if beside_bf16 else ()
         return a, b.mT, sa, sb, *more
 
     bf16 = {"ours in bf16": lambda a, b, sa, sb, sa_t, sb_t, x, w: torch_gpukern.gemm(x, w.mT)}
@@ -67,7 +76,8 @@ def case(m: int, n: int, k: int, form: str, device: torch.device, accumulate: st
         dtype="bf16",
         make=make,
         ours=lambda a, b, sa, sb, *_: torch_gpukern.scaled_gemm(a, b, sa, sb, accumulate=accumulate),
-        peers={"torch": torch_scaled(form, accumulate)} | (bf16 if form == "block" else {}),
+        peers=({} if form in ("mx", "int8 block") else {"torch": torch_scaled(form, accumulate)})
+        | (bf16 if beside_bf16 else {}),
         optional=["torch"],
         reference=lambda a, b, sa, sb, *_: reference.scaled_gemm(
             a[rows], b, sa[rows] if sa.dim() and sa.shape[0] == m else sa, sb, out_dtype=torch.float64

@@ -338,6 +338,7 @@ def arguments(
     parser.add_argument("--budget", type=float, help="seconds after which no further row starts")
     parser.add_argument("--only", nargs="+", default=[], help="run the groups whose name contains one of these")
     parser.add_argument("--rows", nargs="+", default=[], help="and of them the rows whose label contains one of these")
+    parser.add_argument("--list", action="store_true", help="print the groups and their rows, measure nothing")
     parser.add_argument("--no-save", action="store_true", help="print only")
     parser.add_argument("--save", action="store_true", help="store the results of a quick run too")
     if more:
@@ -345,7 +346,7 @@ def arguments(
     args = parser.parse_args(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
-    args.save = (args.save or not args.quick) and not (args.only or args.rows or args.no_save)
+    args.save = (args.save or not args.quick) and not (args.only or args.rows or args.no_save or args.list)
     args.effort = QUICK if args.quick else FULL
     return args
 
@@ -360,6 +361,10 @@ class Run:
         self.began = _cpu_seconds()
         self.ends = time.perf_counter() + args.budget if args.budget else math.inf
         self.left_out = 0
+        self.listed: dict[str, list[str]] = {}  # with --list: groups and their rows
+        if args.list:
+            self.peaks = {}
+            return
         self.peaks = device.peaks()
         figures = ", ".join(
             f"{name} {value:.0f} {'GB/s' if name == 'read' else 'GFLOP/s'}"
@@ -376,12 +381,18 @@ class Run:
         """Whether the options ask for a group; `slow` ones start processes, and a quick run leaves
         them out unless it names them."""
         named = not self.args.only or any(part in group for part in self.args.only)
+        if self.args.list:
+            if named:
+                self.listed.setdefault(group, [])
+            return False
         return named and not (slow and self.args.quick and not self.args.only)
 
     def asks(self, group: str, label: str, dtype: str) -> bool:
         """Whether the options and the budget leave a row in: to be asked before a case that takes long to make."""
         named = not self.args.rows or any(part in f"{label} {dtype}" for part in self.args.rows)
         if not (named and self.wants(group)):
+            if named and group in self.listed:
+                self.listed[group].append(f"{label} {dtype}")
             return False
         if time.perf_counter() > self.ends:
             self.left_out += 1
@@ -399,6 +410,8 @@ class Run:
 
     def fact(self, group: str, label: str, value: float, unit: str, bar: Bar = Bar(), note: str = "") -> None:
         """A figure that is not a ratio of two times: bytes, a percent of a peak, a host cost."""
+        if self.args.list:
+            return
         judged = ""
         if bar.at_least is not None:
             judged = "held" if value >= bar.at_least else "missed"
@@ -412,6 +425,10 @@ class Run:
 
     def finish(self, group_bars: dict[str, Bar]) -> None:
         """Judges the groups, prints the summary, stores JSON and plot."""
+        if self.args.list:
+            for name, labels in self.listed.items():
+                print(f"{name}: {', '.join(labels)}".rstrip(": "))
+            return
         groups = []
         for name in dict.fromkeys(row.group for row in self.rows):
             rows = [row for row in self.rows if row.group == name and row.ratio is not None]

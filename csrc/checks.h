@@ -74,7 +74,7 @@ gk_status gk_check_cu_seqlens(const char *name, const gk_tensor *cu_seqlens, int
 gk_status gk_check_paged_contents(const gk_paged_attn_args *args);
 gk_status gk_check_slots(const gk_kv_cache_write_args *args);
 gk_status gk_check_positions(const gk_rope_args *args);
-gk_status gk_check_targets(const gk_cross_entropy_args *args);
+gk_status gk_check_targets(const gk_cross_entropy_args *args, int64_t classes);
 
 static inline bool gk_reads_contents(const gk_io *io, const gk_context *ctx) {
     return io->depth == GK_CONTENTS && ctx->device == GK_CPU;

@@ -158,9 +158,8 @@ gk_status gk_check_positions(const gk_rope_args *args) {
     return GK_OK;
 }
 
-gk_status gk_check_targets(const gk_cross_entropy_args *args) {
+gk_status gk_check_targets(const gk_cross_entropy_args *args, int64_t classes) {
     const gk_tensor *t = &args->target;
-    const int64_t classes = args->logits.shape[args->logits.ndim - 1];
     for (int64_t row = 0; row < gk_numel(t); ++row) {
         int64_t rest = row, offset = 0;
         for (int d = t->ndim - 1; d >= 0; --d) offset += rest % t->shape[d] * t->stride[d], rest /= t->shape[d];

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // rows.cpp: operations along the last dimension: norms, softmax, gated linear units, rotary embedding, cross entropy.
+#include "gpukern_loss.h"
 #include "run.h"
 
 namespace gk {
@@ -162,42 +163,98 @@ struct Rope {
 };
 
 // ---- cross entropy --------------------------------------------------------------------------------
+// As GK_OP, of arguments `member` that begin a larger struct.
+template <class A> struct Behind : A {
+    size_t size; // what every op's arguments have; csrc reads that of the member
+};
+#define GK_OP_MORE(stem, arguments, more, member, text, many)                                                         \
+    using C = Behind<more>;                                                                                           \
+    using Results = std::array<gk::Tensor, many>;                                                                     \
+    static constexpr const char *name = text;                                                                         \
+    static constexpr int num_results = many;                                                                          \
+    static gk_status check(const gk_context *c, const C *x, gk_io *io) { return gk_check_##stem(c, &x->member, io); } \
+    static gk_status plan(const gk_context *c, const C *x, gk_plan *to) { return gk_plan_##stem(c, &x->member, to); } \
+    static gk_status run(const gk_context *c, const C *x, const gk_plan *plan, void *memory, size_t bytes) {          \
+        return gk_run_##stem(c, &x->member, plan, memory, bytes);                                                     \
+    }                                                                                                                 \
+    static gk_status describe(const gk_context *c, const C *x, gk_explanation *to) {                                  \
+        return gk_describe_##stem(c, &x->member, to);                                                                 \
+    }
+
+template <class O> void fill_loss(const O &op, gk_cross_entropy_args &to, size_t size) {
+    to.size = size;
+    to.logits = op.logits.view, to.target = op.target.view, to.weight = op.weight.view_or_null();
+    to.ignore_index = op.ignore_index;
+    to.label_smoothing = op.label_smoothing, to.softcap = op.softcap, to.logit_scale = op.logit_scale;
+}
+
 struct CrossEntropy {
     Tensor logits;    // [..., V]
     Tensor target;    // [...] int64
     OptTensor weight; // [V]
     int64_t ignore_index;
-    double label_smoothing, softcap, logit_scale;
+    double label_smoothing, softcap, logit_scale, z_loss;
 
-    GK_OP(cross_entropy_fwd, gk_cross_entropy_args, "cross_entropy", 2)
+    GK_OP_MORE(cross_entropy_fwd, gk_cross_entropy_args, gk_cross_entropy_more_args, fwd, "cross_entropy", 2)
     GK_TENSORS(logits, target, weight)
 
     void fill(C &to) {
-        to.logits = logits.view, to.target = target.view, to.weight = weight.view_or_null();
-        to.ignore_index = ignore_index;
-        to.label_smoothing = label_smoothing, to.softcap = softcap, to.logit_scale = logit_scale;
+        fill_loss(*this, to.fwd, sizeof(gk_cross_entropy_more_args));
+        to.z_loss = z_loss;
     }
     // (loss, lse), of each row
-    static void place(C &to, Results &r) { to.loss = r[0].view, to.lse = r[1].view; }
+    static void place(C &to, Results &r) { to.fwd.loss = r[0].view, to.fwd.lse = r[1].view; }
 };
+
+// The losses and the gradient of their sum into tensors that are given, of which dlogits may be logits.
+struct CrossEntropyGrad {
+    Tensor logits, target;            // [..., V], [...]
+    WrittenTensor loss, lse, dlogits; // [...], [...], [..., V]
+    OptTensor weight;
+    int64_t ignore_index;
+    double label_smoothing, softcap, logit_scale, z_loss;
+
+    GK_OP_MORE(cross_entropy_fwd, gk_cross_entropy_args, gk_cross_entropy_more_args, fwd, "cross_entropy_grad", 0)
+    GK_TENSORS(logits, target, loss, lse, dlogits, weight)
+
+    void fill(C &to) {
+        fill_loss(*this, to.fwd, sizeof(gk_cross_entropy_more_args));
+        to.fwd.loss = loss.view, to.fwd.lse = lse.view, to.dlogits = &dlogits.view, to.z_loss = z_loss;
+    }
+};
+
+void cross_entropy_grad(CrossEntropyGrad &op) {
+    Checked<CrossEntropyGrad> c(op);
+    for (int i = 0; i < c.io.num_results; ++i) {
+        c.call.done(gk_check_given(&c.io, i));
+        c.call.done(gk_check_apart(&c.io, i));
+    }
+    if (gk_shares_memory(&op.loss.view, &op.lse.view))
+        bad_argument(CrossEntropyGrad::name, "lse shares memory with loss; it must not");
+    for (const Tensor *t : {&op.loss, &op.lse})
+        if (gk_shares_memory(&t->view, &op.dlogits.view))
+            bad_argument(CrossEntropyGrad::name, "dlogits shares memory with loss or lse; it must not");
+    if (op.logits.numel() > 0) c.run();
+}
 
 struct CrossEntropyBwd {
     Tensor grad_loss, logits, target, lse; // [...], [..., V], [...], [...]
     OptTensor weight;
     int64_t ignore_index;
-    double label_smoothing, softcap, logit_scale;
+    double label_smoothing, softcap, logit_scale, z_loss;
+    int64_t first_class, num_classes;
 
-    GK_OP(cross_entropy_bwd, gk_cross_entropy_bwd_args, "cross_entropy_bwd", 1)
+    GK_OP_MORE(cross_entropy_bwd, gk_cross_entropy_bwd_args, gk_cross_entropy_bwd_more_args, bwd, "cross_entropy_bwd",
+               1)
     GK_TENSORS(grad_loss, logits, target, lse, weight)
 
     void fill(C &to) {
-        to.fwd.size = sizeof to.fwd;
-        to.grad_loss = grad_loss.view;
-        to.fwd.logits = logits.view, to.fwd.target = target.view, to.fwd.lse = lse.view;
-        to.fwd.weight = weight.view_or_null(), to.fwd.ignore_index = ignore_index;
-        to.fwd.label_smoothing = label_smoothing, to.fwd.softcap = softcap, to.fwd.logit_scale = logit_scale;
+        to.bwd.size = sizeof(gk_cross_entropy_bwd_more_args);
+        fill_loss(*this, to.bwd.fwd, sizeof to.bwd.fwd);
+        to.bwd.grad_loss = grad_loss.view, to.bwd.fwd.lse = lse.view;
+        to.z_loss = z_loss, to.first_class = first_class, to.num_classes = num_classes;
     }
-    static void place(C &to, Results &r) { to.dlogits = r[0].view; }
+    static void place(C &to, Results &r) { to.bwd.dlogits = r[0].view; }
 };
 
 // Into a tensor that is given, whose dtype decides where logits are float32.
@@ -206,7 +263,7 @@ struct CrossEntropyBwdInto : CrossEntropyBwd {
 
     void fill(C &to) {
         CrossEntropyBwd::fill(to);
-        to.dlogits.dtype = dtype;
+        to.bwd.dlogits.dtype = dtype;
     }
 };
 
@@ -238,9 +295,12 @@ void cross_entropy_bwd_out(StableIValue *stack, uint64_t num_args, uint64_t) {
 void implement(Library &m) {
     FORWARD(GK_OP_RUN)
     BACKWARD(GK_OP_RUN) FORWARD(GK_OP_EXPLAIN) m.impl("cross_entropy_bwd.out", cross_entropy_bwd_out);
+    m.impl("cross_entropy_grad", boxed<cross_entropy_grad>);
 }
 
-void implement_shapes(Library &m) { FORWARD(GK_OP_RESULTS) BACKWARD(GK_OP_RESULTS) }
+void implement_shapes(Library &m) {
+    FORWARD(GK_OP_RESULTS) BACKWARD(GK_OP_RESULTS) m.impl("cross_entropy_grad_results", op_results<CrossEntropyGrad>);
+}
 
 } // namespace
 } // namespace gk

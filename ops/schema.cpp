@@ -90,9 +90,16 @@
 #define ROPE_ARGS                                                                                         \
     "(Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? positions=None, bool interleaved=False, bool " \
     "inverse=False)"
-#define CROSS_ENTROPY_RULES \
-    "Tensor? weight=None, int ignore_index=-100, float label_smoothing=0.0, float softcap=0.0, float logit_scale=1.0)"
-#define CROSS_ENTROPY_BWD_ARGS "(Tensor grad_loss, Tensor logits, Tensor target, Tensor lse, " CROSS_ENTROPY_RULES
+#define CROSS_ENTROPY_RULES                                                                            \
+    "Tensor? weight=None, int ignore_index=-100, float label_smoothing=0.0, float softcap=0.0, float " \
+    "logit_scale=1.0, "                                                                                \
+    "float z_loss=0.0"
+#define CROSS_ENTROPY_BWD_ARGS                                                          \
+    "(Tensor grad_loss, Tensor logits, Tensor target, Tensor lse, " CROSS_ENTROPY_RULES \
+    ", SymInt first_class=0, SymInt num_classes=0)"
+// a, b, c: how loss, lse and dlogits are annotated
+#define CROSS_ENTROPY_GRAD_ARGS(a, b, c) \
+    "(Tensor logits, Tensor target, Tensor" a " loss, Tensor" b " lse, Tensor" c " dlogits, " CROSS_ENTROPY_RULES ")"
 
 #define OUT_LSE " -> (Tensor out, Tensor lse)"
 #define GRADIENTS " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
@@ -141,10 +148,12 @@ void define_rows(gk::Library &m) {
     def_all(m, "glu_bwd", "(Tensor grad_out, Tensor gate, Tensor? up, str approximate)",
             " -> (Tensor dgate, Tensor dup)");
     def_rows(m, "rope", ROPE_ARGS, " -> (Tensor out_q, Tensor out_k)");
-    def_rows(m, "cross_entropy", "(Tensor logits, Tensor target, " CROSS_ENTROPY_RULES,
+    def_rows(m, "cross_entropy", "(Tensor logits, Tensor target, " CROSS_ENTROPY_RULES ")",
              " -> (Tensor loss, Tensor lse)");
     def_all(m, "cross_entropy_bwd", CROSS_ENTROPY_BWD_ARGS, " -> Tensor");
     def_out(m, "cross_entropy_bwd", CROSS_ENTROPY_BWD_ARGS); // out may be logits
+    m.def("cross_entropy_grad" CROSS_ENTROPY_GRAD_ARGS("(a!)", "(b!)", "(c!)") " -> ()");
+    m.def("cross_entropy_grad_results" CROSS_ENTROPY_GRAD_ARGS("", "", "") " -> ()");
 }
 
 void define_train(gk::Library &m) {

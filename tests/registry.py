@@ -172,6 +172,7 @@ VALUE_ERRORS = [
     ("cross_entropy", classes(label_smoothing=1.5), "label_smoothing must be between 0 and 1, got 1.5"),
     ("cross_entropy", classes(softcap=-1.0), "softcap must be 0 (off) or a positive finite number, got -1"),
     ("cross_entropy", classes(logit_scale=math.inf), "logit_scale must be finite, got inf"),
+    ("cross_entropy", classes(z_loss=math.nan), "z_loss must be finite, got nan"),
     # ---- flash_attn
     ("flash_attn", dense(q=t(4, 5, 8)), "q must have 4 dimensions [B, Hq, Sq, D], got 3"),
     ("flash_attn", dense(q=t(2, 4, 5, 8).int()), f"q must be {FLOATS}, got int32"),
@@ -563,6 +564,7 @@ OPS = {
                 label_smoothing=0.1,
                 softcap=5.0,
                 logit_scale=0.5,
+                z_loss=0.1,
                 target=torch.tensor([[0, 6, 3], [3, 5, 1]]),
             ),
         },

@@ -49,7 +49,7 @@ def test_the_page_shows_the_kernel_as_it_is():
 
 
 # Where an op of ops.def may be named beyond the files that the page lists: what serves its callers, tunes it or draws it.
-USERS = re.compile(r"torch_gpukern/(integrations|distributed|paged|tuning|nn|layout)/|torch_gpukern/(kv_cache|bench|cli|doctor|profiling|roofline)\.py"
+USERS = re.compile(r"torch_gpukern/(integrations|distributed|paged|tuning|nn|layout)/|torch_gpukern/(kv_cache|bench|cli|doctor|explained|profiling|roofline)\.py"
                    r"|csrc/(prefer|plan|internal|dispatch|status)\.|csrc/c(pu|uda)/kernels\.h|torch_gpukern/_library\.py|csrc/api/gemm_prefer\.c")  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ import torch
 from conftest import run_python
 
 import torch_gpukern
-from torch_gpukern import bench, charts, doctor
+from torch_gpukern import bench, charts, doctor, explained
 from torch_gpukern.cli import main
 
 
@@ -82,8 +83,47 @@ def test_explain_of_few_bits():
         scale = torch.ones(-(-300 // group), 100)
         a = torch.ones(3, 300, dtype=torch.bfloat16)
         assert found == torch_gpukern.explain("weight_gemm", a, packed, scale, 100, format)
+    x = torch.ones(3, 300, dtype=torch.bfloat16)
+    found = json.loads(run("explain", "quantize", "3", "300", "--granularity", "1x128", "--to", "int8", "--json")[1])
+    assert found == torch_gpukern.explain("quantize", x, torch.int8, "1x128")
+    found = json.loads(run("explain", "sparse_gemm", "3", "100", "300", "--json")[1])
+    kept = torch.ones(100, 150, dtype=torch.bfloat16), torch.zeros(100, 38, dtype=torch.uint8)
+    assert found == torch_gpukern.explain("sparse_gemm", x, *kept)
+    offs = torch.tensor([100, 200, 300], dtype=torch.int32)
+    for more, scales in (
+        (["--scales", "block"], (torch.ones(300, 3), torch.ones(3, 3, 1))),
+        (["--dtype", "bfloat16"], ()),
+    ):
+        call = ["grouped_gemm", "300", "100", "300", "--groups", "3", "--dtype", "float8_e4m3fn", "--json", *more]
+        dtype = torch.float8_e4m3fn if scales else torch.bfloat16
+        a, b = torch.ones(300, 300).to(dtype), torch.ones(3, 100, 300).to(dtype)
+        assert json.loads(run("explain", *call)[1]) == torch_gpukern.explain("grouped_gemm", a, b.mT, offs, *scales)
     with pytest.raises(SystemExit):
         main(["explain", "scaled_gemm", "4", "4", "4", "--scales", "row,row,row"])
+
+
+def test_every_op_that_is_explained_has_options(monkeypatch):
+    """And the call that they say is one that the op takes, on the CPU and on a GPU that is not here."""
+    monkeypatch.setattr(explained.timing, "median_us", lambda call, device: (call(), 2.0)[1])
+    assert set(explained.CALLS) == set(torch_gpukern.EXPLAINED)
+    more = [
+        "grouped_gemm 9 16 256 --dtype float8_e4m3fn --scales block",
+        "grouped_gemm 9 16 32 --groups 3 --dtype float32",
+    ]
+    more += ["sparse_gemm 3 16 36", "sparse_gemm 3 16 32 --dtype int8", "dequantize 200 300 --granularity 128x128"]
+    more += ["quantize 8 64 --granularity 1x32", "rms_norm 4 8 --residual", "rope 5 --heads 4 --heads-kv 2"]
+    sizes = {"m": "8", "n": "16", "k": "32", "tokens": "5"}
+    for op, call in explained.CALLS.items():
+        tokens = (
+            ["--seq-q", "8", "--seq-k", "16"] if op in ("flash_attn", "flash_attn_varlen", "flash_attn_bwd") else []
+        )
+        more.append(" ".join([op, *(sizes[name] for name in call.sizes.split()), *tokens]))
+    for line in more:
+        status, out = run("explain", *line.split(), "--measure")
+        assert status == 0 and re.search(r"^measured +2\.0 us, [\d.,]+ GFLOP/s, [\d.,]+ GB/s$", out, re.M), line
+        if torch.ops.gpukern.cuda_kernels.default():
+            status, out = run("explain", *line.split(), "--arch", "sm_90")
+            assert status == 0 and re.search(r"^no faster than +[\d.]+ us$", out, re.M), line
 
 
 @BUILT_FOR_CUDA
@@ -98,6 +138,10 @@ def test_explain_of_few_bits():
         (("flash_attn_varlen", "--dtype", "bfloat16"), "sm_90", "flash_attn_fwd_"),
         (("flash_attn_bwd", "--dtype", "bfloat16", "--head-dim", "128"), "sm_90", "flash_attn_bwd_"),
         (("paged_attn", "--dtype", "bfloat16", "--head-dim", "128"), "sm_80", "paged_attn_sm80_bf16_"),
+        (("grouped_gemm", "512", "1024", "1024"), "sm_90", "grouped_gemm_sm90a_bf16_"),
+        (("grouped_gemm", "512", "1024", "1024", "--dtype", "float8_e4m3fn"), "sm_90", "grouped_gemm_fp8_sm90a_e4m3_"),
+        (("sparse_gemm", "512", "1024", "1024", "--dtype", "float8_e4m3fn"), "sm_90", "sparse_gemm_sm90a_e4m3_"),
+        (("quantize", "64", "1024"), "sm_90", "quantize_sm90a_bf16"),
     ],
 )
 def test_explain_for_a_gpu_that_is_not_there(call, arch, row):
@@ -157,17 +201,27 @@ def test_explain_for_an_arch_refuses(capsys):
 def test_bench_as_a_page(monkeypatch, tmp_path, capsys):
     """Every op, plots and tables, by one file without scripts or links; a bar, or lines, while it measures."""
     monkeypatch.setattr(bench.timing, "median_us", lambda call, device: (call(), 10.0)[1])
-    monkeypatch.setattr(bench, "SIZES", {"cpu": {"gemm": (16, 32), "flash_attn": (16, 32), "paged_attn": (1, 2)}})
+    for op, found in list(bench.BENCHES.items()):
+        sizes = (1, 2) if op in ("paged_attn", "weight_gemm") else (16, 32)
+        monkeypatch.setitem(bench.BENCHES, op, replace(found, sizes={"cpu": sizes}))
     path = tmp_path / "page.html"
     assert main(["bench", "--html", str(path)]) == 0
     shown = capsys.readouterr()
-    assert "bench" in shown.err and "6" in shown.err and shown.out.endswith(f"wrote {path}\n")
+    assert (
+        "bench" in shown.err
+        and "16" in shown.err
+        and "float32 and bfloat16 on cpu" in shown.out
+        and shown.out.endswith(f"wrote {path}\n")
+    )
     text = path.read_text()
     root = xml.etree.ElementTree.fromstring(re.sub(r'<!doctype html>|<meta charset="utf-8">', "", text))
-    assert [x.text for x in root.iter("h2")] == ["gemm", "flash_attn", "flash_attn, causal", "paged_attn"]
+    lines = [op for op in bench.BENCHES if op != "flash_attn"]
+    lines[1:1] = ["flash_attn", "flash_attn, causal"]
+    assert [x.text for x in root.iter("h2")] == lines
     svg = "{http://www.w3.org/2000/svg}"
-    assert len(list(root.iter(f"{svg}polyline"))) == 8 and len(list(root.iter(f"{svg}circle"))) == 16
-    assert len(list(root.iter("tr"))) == 4 + 8
+    drawn = len(list(root.iter(f"{svg}polyline")))  # ours and PyTorch's, of which not every build has all
+    assert drawn >= 2 * len(lines) and len(list(root.iter(f"{svg}circle"))) == 2 * drawn
+    assert len(list(root.iter("tr"))) == 3 * len(lines)
     assert not re.search(r"<script|href|src=", text)
     assert "gemm 32 cubed" in text and "matmul" in text and torch.__version__ in text
     assert main(["bench", "gemm", "--small", "--html", str(tmp_path / "none" / "page.html")]) == 1
@@ -304,18 +358,53 @@ def test_bench_in_a_checkout_drops_no_option(monkeypatch, capsys):
     monkeypatch.setattr(
         bench.subprocess, "run", lambda command: called.append(command[1:]) or SimpleNamespace(returncode=7)
     )
-    monkeypatch.setattr(
-        bench, "_measured", lambda work, args, device: called.append((work, args.dtype, device.type)) or []
-    )
+    monkeypatch.setattr(bench, "_measured", lambda work, device: called.append((work, device.type)) or [])
     script = str(Path(__file__).parent.parent / "benchmarks" / "bench_flash_attn.py")
     assert main(["bench", "flash_attn", "--quick", "--device", "cuda", "--only", "full"]) == 7
     assert called.pop() == [script, "--device", "cuda", "--quick", "--only", "full"]
     assert main(["bench", "flash_attn"]) == 7 and called.pop() == [script]
+    assert main(["bench", "rows", "--list"]) == 7 and called.pop() == [script.replace("flash_attn", "rows"), "--list"]
     assert main(["bench", "flash_attn", "--dtype", "bfloat16"]) == 0  # the repository's benchmarks measure every dtype
-    assert called.pop() == ([("flash_attn", 1024)], "bfloat16", "cpu")
+    assert called.pop() == ([("flash_attn", 1024, "bfloat16")], "cpu")
     monkeypatch.setattr(bench, "CHECKOUT", Path("/nowhere"))
-    assert main(["bench", "flash_attn"]) == 0 and called.pop() == ([("flash_attn", 1024)], "float32", "cpu")
+    assert main(["bench", "flash_attn"]) == 0 and called.pop() == ([("flash_attn", 1024, "float32")], "cpu")
     assert main(["bench", "flash_attn", "--quick"]) == 2 and "which are not here" in capsys.readouterr().err
+    assert main(["bench", "rows"]) == 1 and "bench: op is 'rows'; expected one of gemm, " in capsys.readouterr().err
+
+
+def test_bench_names_what_there_is(capsys):
+    """Every file of the repository's benchmarks, and of a file its groups and rows, which the harness says and nothing measures."""
+    assert main(["bench", "--list"]) == 0
+    out = capsys.readouterr().out
+    folder = Path(__file__).parent.parent / "benchmarks"
+    for path in folder.glob("bench_*.py"):
+        assert re.search(rf"^benchmarks/{path.name} +\w", out, re.M)
+    assert all(re.search(rf"^{op} ", out, re.M) for op in bench.BENCHES)
+    listed = subprocess.run([sys.executable, folder / "bench_scaled_gemm.py", "--list"], capture_output=True, text=True)
+    groups = dict(line.split(": ") for line in listed.stdout.splitlines())
+    assert list(groups) == ["tensor", "row", "block", "int8"] and "1024x1024x1024 bf16" in groups["block"].split(", ")
+
+
+def test_bench_of_a_dtype_that_an_op_has_not(capsys):
+    assert main(["bench", "sparse_gemm", "--dtype", "float32"]) == 1
+    assert capsys.readouterr().err == "bench: sparse_gemm is of bfloat16 or float16, got float32\n"
+    assert main(["bench", "rows", "--small"]) == 1 and "rows has no table of its own" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("op", [op for op in bench.BENCHES if op != "paged_attn"])
+def test_what_bench_compares_is_one_result(op):
+    """Ours beside PyTorch's, to what codes of 8 and 4 bits are worth."""
+    found = bench.BENCHES[op]
+    for case in found.cases(16, getattr(torch, found.dtypes[0]), torch.device("cpu")):
+        ours = case.ours()
+        ours = ours[0] if isinstance(ours, tuple) else ours
+        for way, call in case.theirs.items():
+            try:
+                theirs = call()
+            except RuntimeError:  # of a backend that does not serve the call
+                continue
+            far = (ours.double() - theirs.double()).norm() / theirs.double().norm()
+            assert far < 0.06, way
 
 
 def test_explain_for_an_arch_without_cuda_kernels_says_how(monkeypatch, capsys):
@@ -347,7 +436,7 @@ def test_ticks_are_even_and_round():
 
 def test_a_plot_says_what_stands_on_its_axes():
     for op, unit, across in (("gemm", "GFLOP/s", "M = N = K"), ("paged_attn", "GB/s", "sequences of 2048 keys")):
-        case = bench.cases(op, 1 if op == "paged_attn" else 16, torch.float32, torch.device("cpu"))[0]
+        case = bench.BENCHES[op].cases(1 if op == "paged_attn" else 16, torch.float32, torch.device("cpu"))[0]
         assert case.unit == unit
         points = [
             bench.Measured(op, size, f"{op} {size}", 1e6, unit, {"gpukern": 9.0, "theirs": 11.0}) for size in (16, 64)

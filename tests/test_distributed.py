@@ -369,7 +369,10 @@ def check_sums_of_products(ranks):
 def check_vocabulary_over_ranks(ranks):
     """The loss and gradients of linear_cross_entropy; classes that no rank divides, fewer than ranks, smoothed, capped."""
     points = itertools.product(
-        ranks.groups, (12, 7, 2), (dict(), dict(label_smoothing=0.1, softcap=5.0, logit_scale=0.7)), ("mean", "none")
+        ranks.groups,
+        (12, 7, 2),
+        (dict(), dict(label_smoothing=0.1, softcap=5.0, logit_scale=0.7, z_loss=0.02)),
+        ("mean", "none"),
     )
     for seed, (group, classes, rules, reduction) in enumerate(points):
         size, mine = dist.get_world_size(group), dist.get_rank(group)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The Python of README.md, docs/integrations.md and docs/serving.md runs as it stands there, on the CPU: the blocks of a page
-one after the other, with the names that a page leaves to its reader."""
+"""The Python of README.md and of the pages for users runs as it stands there, on the CPU: the blocks of a page one after the
+other, with the names that a page leaves to its reader. Pages that need the same imports share a process."""
 
 import importlib
 import re
@@ -45,7 +45,39 @@ class Batch:
 
 batch = Batch()
 """
-PAGES = {"README.md": README, "docs/integrations.md": INTEGRATIONS, "docs/serving.md": SERVING}
+QUANTISE = """
+import tempfile, torch, transformers
+
+class Mlp(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(1024, 4096), torch.nn.Linear(4096, 1024)
+        self.lm_head = torch.nn.Linear(1024, 16)
+
+model = Mlp().bfloat16()
+config = transformers.MixtralConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, num_local_experts=4,
+                                    num_key_value_heads=2, vocab_size=128, pad_token_id=0, eos_token_id=1)
+path = tempfile.mkdtemp()
+transformers.MixtralForCausalLM(config).save_pretrained(path)
+"""
+DISTRIBUTED = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+group, seq_len, tables = dist.group.WORLD, 9, lambda at: (at.cos(), at.sin())
+q, k, v = torch.randn(2, 4, 9, 16), torch.randn(2, 2, 9, 16), torch.randn(2, 2, 9, 16)
+"""
+PAGES = {
+    "README.md": README,
+    "docs/integrations.md": INTEGRATIONS,
+    "docs/quantise.md": QUANTISE,
+    "docs/serving.md": SERVING,
+    "docs/distributed.md": DISTRIBUTED,
+}
+CHECKS = {
+    "docs/quantise.md": "assert model(torch.tensor([[5, 6, 7]])).logits.shape == (1, 3, 128)\n",
+    "docs/serving.md": "assert steps == [1, 2, 3] and sequence in cache.sequences and known == 0\n",
+    "docs/distributed.md": "assert out.shape == q.shape and len(cos) == 9 and step.gpus == 1024\n",
+}
 
 
 def blocks(page):
@@ -54,19 +86,31 @@ def blocks(page):
     return [block.replace('device="cuda"', 'device="cpu"') for block in found]
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_blocks_run(page):
-    """In a process of their own: they register attentions of transformers and PyTorch."""
-    code = blocks(page)
-    assert len(code) >= 1
-    if page == "docs/integrations.md":
-        pytest.importorskip("transformers")
-        from torch.nn import attention
+@pytest.mark.parametrize(
+    "pages",
+    (["README.md"], ["docs/integrations.md", "docs/quantise.md"], ["docs/serving.md", "docs/distributed.md"]),
+    ids=" ".join,
+)
+def test_blocks_run(pages):
+    """In a process of their own: they register attentions of transformers and PyTorch. Comments show what is printed."""
+    parts, shown = [], []
+    for page in pages:
+        code = blocks(page)
+        assert len(code) >= 1
+        if page == "docs/integrations.md":
+            pytest.importorskip("transformers")
+            from torch.nn import attention
 
-        if not hasattr(attention, "activate_flash_attention_impl"):  # torch 2.10
-            code = [block for block in code if "activate_flash" not in block]
-    checks = {"docs/serving.md": "assert steps == [1, 2, 3] and sequence in cache.sequences and known == 0\n"}
-    run_python("\n".join([PAGES[page], *code, checks.get(page, "")]))
+            if not hasattr(attention, "activate_flash_attention_impl"):  # torch 2.10
+                code = [block for block in code if "activate_flash" not in block]
+        parts += [PAGES[page], *code, CHECKS.get(page, "")]
+        shown += re.findall(r"^# (gpukern: .*)$", "\n".join(code), re.MULTILINE)
+    printed = run_python("\n".join(parts)).stdout.splitlines()
+    assert [line for line in shown if line not in printed] == []
+
+
+def test_the_first_page_has_the_lines_of_the_readme():
+    assert blocks("docs/index.md") == blocks("README.md")
 
 
 def test_the_lines_of_the_tables_name_what_there_is():

@@ -262,3 +262,18 @@ def test_a_small_call_hands_on_no_defaults(name, monkeypatch):
     x = torch.randn(8, 8) if name == "gemm" else torch.randn(1, 1, 8, 8)
     getattr(torch_gpukern, name)(*[x] * op.required)
     assert seen == [op.required]
+
+
+@pytest.mark.parametrize("name, inside", (("gemm", "gemm"), ("flash_attn", "flash_attn_bwd")))
+def test_a_small_backward_hands_on_no_defaults(name, inside, monkeypatch):
+    """Nor does the gradient, whose op has the arguments of the call and more."""
+    from torch_gpukern.ops.op import Op
+
+    op, of_gradient = (next(op for op in Op.every if op.name == n) for n in (name, inside))
+    x = torch.randn(8, 8) if name == "gemm" else torch.randn(1, 1, 8, 8)
+    tensors = [x.clone().requires_grad_() for _ in range(op.required)]
+    out = getattr(torch_gpukern, name)(*tensors)
+    seen, bare = [], of_gradient.bare
+    monkeypatch.setattr(of_gradient, "bare", lambda *args: (seen.append(len(args)), bare(*args))[1])
+    out.sum().backward()
+    assert set(seen) == {of_gradient.required} and all(x.grad is not None for x in tensors)

@@ -122,10 +122,14 @@ def test_compressed_tensors():
         ((torch.rand(n, 1, generator=gen) + 0.5).bfloat16(), "fp8"),
         (torch.rand(n, generator=gen) + 0.5, "fp8"),
         (torch.rand(2, 3, generator=gen) + 0.5, "fp8-block"),
+        (torch.randint(120, 130, (n, 10), generator=gen).to(torch.uint8), "mxfp8"),
+        (torch.randint(120, 130, (n, 10), generator=gen).to(torch.uint8).view(torch.float8_e8m0fnu), "mxfp8"),
     ]:
         layer = gnn.from_compressed_tensors(w, scale)
         if recipe == "fp8-block":
             spread = scale.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
+        elif recipe == "mxfp8":
+            spread = scale.view(torch.float8_e8m0fnu).float().repeat_interleave(32, 1)[:, :k]
         else:
             spread = scale.reshape(-1, 1)
         want = w.double() * spread.double()
@@ -138,7 +142,7 @@ def test_compressed_tensors():
         gnn.from_compressed_tensors(w, torch.ones(2, 3), torch.tensor(1.0))
     with pytest.raises(
         ValueError,
-        match="weight_scale must have shape \\[\\], \\[1\\], \\[200\\], \\[200, 1\\] or \\[2, 3\\], got \\[3, 2\\]",
+        match="weight_scale must have shape \\[\\], \\[1\\], \\[200\\], \\[200, 1\\] or \\[2, 3\\], or as bytes \\[200, 10\\], got \\[3, 2\\]",
     ):
         gnn.from_compressed_tensors(w, torch.ones(3, 2))
 

@@ -25,6 +25,8 @@ class Kernel:
     warpgroups: int = 2
     stages: int = 2  # of K and of V transposed; the kernel has four
     descriptions: int = 2  # the kernel has four
+    q_buffers: int = 2
+    keeps_scores: bool = True  # else a block that is taken again is multiplied again, by all warps of the warpgroup
     broken: str = ""  # the rule that is not kept
 
     def block(self, rng):
@@ -51,7 +53,7 @@ class Block:
         self.described = Ring(k.descriptions, counts("TileRing(smem_s + S::TILE_RING", loaders))
         released, told = counts("Ring(smem_s + S::VT_RING")
         self.rings = {
-            "q": Ring(2, counts("QRing(smem_s + S::Q_RING")),
+            "q": Ring(k.q_buffers, counts("QRing(smem_s + S::Q_RING")),
             "k": Ring(k.stages, counts("Ring(smem_s + S::K_RING")),
             "raw": Ring(2, counts("RawRing(smem_s + S::RAW_RING")),
             "v": Ring(k.stages, released),
@@ -64,6 +66,8 @@ class Block:
         self.meetings = [Sync(WARPS) for _ in range(k.warpgroups)]
         self.products = [[] for _ in range(k.warpgroups)]
         self.done, self.issued = [0] * k.warpgroups, [0] * warps
+        blocks = range(sum(t[0] for t in tiles))
+        self.again = [[not k.keeps_scores and rng.random() < 0.3 for _ in blocks] for _ in range(k.warpgroups)]
 
     def run(self):
         warps = [self.consume(g, w) for g in range(self.k.warpgroups) for w in range(WARPS)]
@@ -115,8 +119,10 @@ class Block:
             self.rings["q"].fill(n)
 
     def load_tiles(self):
+        ahead = self.k.q_buffers == 2
         yield self.described.is_full(0)
-        yield from self.load_q(0)
+        if ahead:
+            yield from self.load_q(0)
         step = 0
         for n in itertools.count():
             if self.tell(n) is None:
@@ -126,11 +132,17 @@ class Block:
                 if j < blocks:
                     yield from self.load("k", step + j)
                     yield from self.load("raw", step + j)
-                if j == min(1, max(blocks - 1, 0)):
+                if ahead and j == min(1, max(blocks - 1, 0)):
                     yield self.described.is_full(n + 1)
                     yield from self.load_q(n + 1)
+                if not ahead and j == 0:
+                    yield from self.load_q(n)
             step += blocks
             self.described.release(n)
+            if not ahead:
+                yield self.described.is_full(n + 1)
+        if not ahead:
+            yield from self.load_q(n)
 
     def transpose(self, part):
         broken, raw, v, step = self.k.broken, self.rings["raw"], self.rings["v"], 0
@@ -177,7 +189,7 @@ class Block:
 
     def mark(self, product, count):
         if product.kind == "scores":
-            self.reading["q"][product.n % 2] += count
+            self.reading["q"][product.n % self.k.q_buffers] += count
             self.reading["k"][product.step % self.k.stages] += count
         else:
             self.reading["v"][product.step % self.k.stages] += count
@@ -236,6 +248,20 @@ class Block:
                     if broken != "v not awaited":
                         yield v.is_full(step + j - 1)
                     self.issue(group, w, "values", n, step + j - 1)
+                if j and not self.k.keeps_scores:
+                    yield self.wait_group(group, w, 1)
+                    yield None  # the weights
+                    yield self.meetings[group].arrive()
+                    again = self.again[group][step + j]
+                    if not again or broken == "k released before it is read again":
+                        release(k, step + j)
+                    yield from wait_and_release(v, step + j - 1, 0, "v")
+                    if again:
+                        self.issue(group, w, "scores", n, step + j)
+                        yield self.wait_group(group, w, 0)
+                        if broken != "k released before it is read again":
+                            release(k, step + j)
+                    continue
                 yield from wait_and_release(k, step + j, int(j > 0), "k")
                 yield None  # the weights
                 if j:
@@ -269,6 +295,8 @@ KERNELS = {
     "two warpgroups, four stages": Kernel(stages=4, descriptions=4),
     "three warpgroups": Kernel(warpgroups=3),
     "three warpgroups, four stages": Kernel(warpgroups=3, stages=4, descriptions=4),
+    "one Q": Kernel(q_buffers=1, descriptions=4),
+    "one Q, scores multiplied again": Kernel(q_buffers=1, keeps_scores=False),
 }
 
 
@@ -299,12 +327,19 @@ BROKEN = {  # rule -> what may then go wrong first
     "q released before all warps have seen it": f"{STUCK}|q: {OTHER}",
     "pass: no wait": f"{OVERWRITTEN}|{OTHER}|{MANY}|{STUCK}|another mean",
     "pass: released before all warps have waited": STUCK,
+    "k released before it is read again": f"k {OVERWRITTEN}|k: {OTHER}",
 }
 
 
 @pytest.mark.parametrize("rule", BROKEN)
 def test_a_broken_rule_is_seen(rule):
     # where there are two stages, a tile's second K comes only after all scores of the tile before
-    kernel = KERNELS["two warpgroups, four stages" if rule.startswith("q") else "two warpgroups"]
+    kernel = KERNELS[
+        "one Q, scores multiplied again"
+        if rule.endswith("again")
+        else "two warpgroups, four stages"
+        if rule.startswith("q")
+        else "two warpgroups"
+    ]
     with pytest.raises(Wrong, match=BROKEN[rule]):
         schedules(replace(kernel, broken=rule), 4000, rule)

@@ -244,7 +244,7 @@ def test_rows(dtype):
     lengths = torch.tensor([[0, 3, 9], [8, 1, 2]], dtype=torch.int32)
     cos, sin = (randn(gen, 9, 3, dtype=torch.promote_types(dtype, torch.float32)) for _ in range(2))
     at, target = torch.tensor([[8, 0, 1, 1, 2], [0, 1, 2, 3, 4]]), torch.tensor([[1, -100, 3], [0, 7, 7]])
-    rules = {"softcap": 3.0, "label_smoothing": 0.1, "logit_scale": 0.7}
+    rules = {"softcap": 3.0, "label_smoothing": 0.1, "logit_scale": 0.7, "z_loss": 0.02}
     calls = [
         ("rms_norm", (x, w), {"bias": bias, "residual": r, "weight_offset": 1.0}),
         ("layer_norm", (x, w, bias), {"residual": r}),

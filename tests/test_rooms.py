@@ -201,8 +201,9 @@ def test_lines_by_room(row):
         assert abs(lines / 1000 / float(said) - 1) < 1 / 7, f"{room} has {lines} lines, the page says {said} thousand"
 
 
-def test_functions_of_an_eager_call():
-    """Python's, from the public function to the op."""
+def test_functions_of_an_eager_call(monkeypatch):
+    """Python's, from the public function to the op, in a process without DTensor."""
+    monkeypatch.delitem(sys.modules, "torch.distributed.tensor", raising=False)
     a, q = torch.randn(8, 8), torch.randn(1, 2, 8, 8)
     calls = (lambda: torch_gpukern.gemm(a, a)), (lambda: torch_gpukern.flash_attn(q, q, q))
     found = []

@@ -3,7 +3,7 @@
 
 python -m torch_gpukern info | doctor | device   or gpukern info, here as below
 python -m torch_gpukern explain gemm 512 512 512 --dtype bfloat16 [--arch sm_90]
-python -m torch_gpukern bench flash_attn [--html page.html]
+python -m torch_gpukern bench flash_attn [--html page.html] | --list
 python -m torch_gpukern layout "(4,8):(8,1)" --svg out.svg
 python -m torch_gpukern tune gemm --shapes 4096x4096x4096 512x28672x4096:NT
 python -m torch_gpukern quantize MODEL_DIR --recipe w4
@@ -17,21 +17,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from . import ARCHS, __version__, _in_memory, bench, devices, doctor, explain, occupancy, roofline
+from . import __version__, bench, devices, doctor, explained, occupancy, roofline
 from ._library import ops
 from .layout import cli as layout_cli
 from .nn import files as weight_files
-from .terminal import device_of, fields, table, whole, with_progress
-from .tuning import cache, timing
+from .terminal import device_of, fields, table, with_progress
+from .tuning import cache
 from .tuning import gemm as gemm_tuner
 
 _DTYPES = gemm_tuner.DTYPES
-# Ops whose calls options can say; torch_gpukern.explain knows more.
-_EXPLAINED = "gemm", "flash_attn", "flash_attn_varlen", "flash_attn_bwd", "paged_attn", "scaled_gemm", "weight_gemm"
-_CODES = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2, "int8": torch.int8}
-_GROUPS = {"int4": 128, "uint4": 128, "int8": 128, "e4m3": 128, "mxfp4": 32, "nvfp4": 16}  # of a format, unless said
 
 
 # ---- info ----------------------------------------------------------------------------------------
@@ -64,123 +59,6 @@ def _info(args: argparse.Namespace) -> int:
     print(fields(rows))
     if args.kernels:
         print("\ncuda kernels\n  " + "\n  ".join(kernels or ["none"]))
-    return 0
-
-
-# ---- explain -------------------------------------------------------------------------------------
-
-
-def _explained_call(args: argparse.Namespace) -> tuple[list, dict]:
-    """The arguments of the op that the options describe. Explaining reads shapes and lengths, no
-    other contents; a call that is measured has normal values.
-    """
-    if args.op in ("scaled_gemm", "weight_gemm"):
-        return _quantised_call(args, device_of(args.device)), {}
-    options = {"dtype": _DTYPES[args.dtype], "device": device_of(args.device)}
-
-    def make(*shape: int) -> Tensor:
-        return torch.randn(*shape, **options) if args.measure else torch.empty(*shape, **options)
-
-    if args.op == "gemm":
-        a, b = make(*args.batch, args.m, args.k), make(args.k, args.n)
-        a = a.mT.contiguous().mT if args.layout[0] == "T" else a
-        b = b.mT.contiguous().mT if args.layout[1] == "T" else b
-        bias = make(args.n) if args.bias else None
-        return [a, b, bias], {"activation": args.activation}
-
-    heads_kv = args.heads_kv or args.heads
-    ints = {"dtype": torch.int32, "device": args.device}
-    scores = {"window_left": args.window_left, "softcap": args.softcap, "is_causal": args.causal}
-    if args.op == "paged_attn":
-        pages = -(-args.seq_k // args.block_size)
-        q = make(args.batch * args.seq_q, args.heads, args.head_dim)
-        caches = [make(args.batch * pages, args.block_size, heads_kv, args.head_dim) for _ in range(2)]
-        table = torch.arange(args.batch * pages, **ints).view(args.batch, pages)
-        return [q, *caches, table, torch.full((args.batch,), args.seq_k, **ints)], scores
-
-    seq_k = args.seq_q if args.seq_k is None else args.seq_k
-    if args.op == "flash_attn_varlen":
-        q, k, v = (
-            make(args.batch * seq, heads, args.head_dim)
-            for seq, heads in ((args.seq_q, args.heads), (seq_k, heads_kv), (seq_k, heads_kv))
-        )
-        starts = [torch.arange(args.batch + 1, **ints) * seq for seq in (args.seq_q, seq_k)]
-        return [q, k, v, *starts, args.seq_q, seq_k], scores
-    q, k, v = (
-        make(args.batch, heads, seq, args.head_dim)
-        for seq, heads in ((args.seq_q, args.heads), (seq_k, heads_kv), (seq_k, heads_kv))
-    )
-    if args.op == "flash_attn":
-        return [q, k, v], scores
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=lse_dtype, device=args.device)
-    if args.measure:
-        out, lse = ops.flash_attn_fwd.default(q, k, v, **scores)
-    return [make(*q.shape), q, k, v, out, lse], scores
-
-
-def _quantised_call(args: argparse.Namespace, device: torch.device) -> list:
-    """Codes and scales of 1; b as weights are stored, transposed."""
-
-    def scales(rows: int, cols: int, granularity: str) -> Tensor:
-        high = {"tensor": 1, "128x128": -(-rows // 128)}.get(granularity, rows)
-        across = {"tensor": 1, "row": 1, "1x32": -(-cols // 32)}.get(granularity, -(-cols // 128))
-        return torch.ones(high, across, device=device)
-
-    m, n, k = args.m, args.n, args.k
-    if args.op == "scaled_gemm":
-        a, b = (torch.ones(rows, k, dtype=torch.int8, device=device).to(_CODES[args.dtype]) for rows in (m, n))
-        of_a, _, of_b = args.scales.partition(",")
-        return [a, b.mT, scales(m, k, of_a), scales(n, k, of_b or of_a).mT]
-    group = min(args.group or _GROUPS[args.format], max(k, 1))
-    bytes_of_tile = 4096 if args.format in ("int8", "e4m3") else 2048
-    packed = torch.full((-(-n // 64), -(-k // 64), bytes_of_tile), 0x11, dtype=torch.uint8, device=device)
-    a = torch.ones(m, k, dtype=_DTYPES[args.dtype], device=device)
-    return [a, packed, torch.ones(-(-k // group), n, device=device), n, args.format]
-
-
-def _granularities(text: str) -> str:
-    known = ("tensor", "row", "1x128", "128x128", "1x32")
-    if not all(part in known for part in text.split(",")) or text.count(",") > 1:
-        raise argparse.ArgumentTypeError(f"must be one of {', '.join(known)}, or two of them, got {text!r}")
-    return text
-
-
-def _explain(args: argparse.Namespace) -> int:
-    if args.arch and (args.measure or args.device != "cpu"):
-        raise ValueError("--arch speaks of a GPU that need not be there: it takes neither --device nor --measure")
-    with _in_memory():
-        call, rules = _explained_call(args)
-    x = explain(args.op, *call, arch=args.arch, **rules)
-    us = None
-    if args.measure:
-        op = getattr(ops, args.op).default
-        with torch.inference_mode():
-            us = timing.median_us(lambda: op(*call, **rules), torch.device(args.device))
-    if args.json:
-        print(json.dumps(x if us is None else {**x, "measured_us": us}, indent=2))
-        return 0
-    why = ops.cpu_isa_reason.default() if args.device == "cpu" and not args.arch and args.dtype == "bfloat16" else ""
-    names = ("MB", "NB", "KB", "MR*NR") if args.op.endswith("gemm") else ("BQ", "BKV", "chunk", "")
-    tiles = "  ".join(f"{name} {size}" for name, size in zip(names, x["tile"], strict=True) if size)
-    rows = [
-        ("row", x["row"] + (", preferred since it was tuned" if x["preferred"] else "")),
-        ("instruction set", x["isa"] + (f" ({why})" if why else "")),
-        ("tile", tiles or "none"),
-        ("tasks", x["tasks"]),
-        ("chunks of the keys", x["chunks"]),
-        ("bytes", f"{x['bytes']:,.0f}"),
-        ("FLOPs", f"{x['flops']:,.0f}"),
-        ("FLOPs per byte", f"{x['flops'] / x['bytes']:.1f}" if x["bytes"] else "0"),
-        ("workspace bytes", f"{x['workspace_bytes']:,}"),
-    ]
-    if x["bound_us"]:
-        rows += [("waves", f"{x['waves']:.2f}" if x["waves"] else "unknown without the GPU")]
-        rows += [("no faster than", f"{x['bound_us']:.1f} us")]
-    if us is not None:
-        beside = f", {us / x['bound_us']:.2f} of that bound" if x["bound_us"] else ""
-        rows += [("measured", f"{us:.1f} us{beside}, {x['flops'] / us / 1e3:,.1f} GFLOP/s")]
-    print(fields(rows))
     return 0
 
 
@@ -316,62 +194,16 @@ def _parser() -> argparse.ArgumentParser:
     checked.set_defaults(run=lambda args: doctor.report(args.json))
     checked.add_argument("--json", action="store_true")
 
-    explained = commands.add_parser("explain", help="the kernel row that a call would run, its tiles, bytes and FLOPs")
-    named = explained.add_subparsers(dest="op", required=True)
-    for op in _EXPLAINED:
-        p = named.add_parser(op)
-        p.set_defaults(run=_explain)
-        if op == "scaled_gemm":
-            p.add_argument("--dtype", choices=_CODES, default="float8_e4m3fn")
-        elif op == "weight_gemm":
-            p.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="of the activations")
-        else:
-            p.add_argument("--dtype", choices=_DTYPES, default="float32")
-        p.add_argument("--device", default="cpu")
-        p.add_argument("--arch", choices=ARCHS, help="what a GPU of this architecture would run; needs none")
-        p.add_argument("--measure", action="store_true", help="run the call, too, and say how long it takes")
-        p.add_argument("--json", action="store_true", help="what torch_gpukern.explain returns, as JSON")
-        if op.endswith("gemm"):
-            for name in ("m", "n", "k"):
-                p.add_argument(name, type=whole(0), metavar=name.upper())
-        if op == "scaled_gemm":
-            p.add_argument(
-                "--scales", type=_granularities, default="row", metavar="G[,G]",
-                help="tensor, row, 1x128, 128x128 or 1x32; two of them: of a and of b, as 1x128,128x128",
-            )  # fmt: skip
-            continue
-        if op == "weight_gemm":
-            p.add_argument("--format", choices=_GROUPS, default="int4")
-            p.add_argument(
-                "--group", type=whole(1), help="columns that share a scale; default: 128, mxfp4 32, nvfp4 16"
-            )
-            continue
-        if op == "gemm":
-            p.add_argument("--batch", type=whole(0), nargs="*", default=[], help="batch dimensions of a")
-            p.add_argument("--layout", choices=("NN", "NT", "TN", "TT"), default="NN", help="T: stored transposed")
-            p.add_argument("--bias", action="store_true")
-            p.add_argument("--activation", choices=gemm_tuner.ACTIVATIONS, default="none")
-            continue
-        paged = op == "paged_attn"
-        p.add_argument("--batch", type=whole(0), default=1)
-        p.add_argument("--heads", type=whole(0), default=8)
-        p.add_argument("--heads-kv", type=whole(1), help="default: as --heads")
-        p.add_argument("--seq-q", type=whole(0), default=1 if paged else 1024, help="query tokens of each sequence")
-        p.add_argument("--seq-k", type=whole(0), default=1024 if paged else None, help="keys of each sequence")
-        p.add_argument("--head-dim", type=whole(1), default=64)
-        p.add_argument("--causal", action=argparse.BooleanOptionalAction, default=paged)
-        p.add_argument("--window-left", type=whole(-1), default=-1)
-        p.add_argument("--softcap", type=float, default=0.0)
-        if paged:
-            p.add_argument("--block-size", type=whole(1), default=16)
-
+    explained.add_arguments(commands)
     devices.add_arguments(commands)
     layout_cli.add_arguments(commands)
     occupancy.add_arguments(commands)
     roofline.add_arguments(commands)
 
     tune = commands.add_parser(
-        "tune", help="measure every row that takes a call, and keep what is faster than the default"
+        "tune",
+        help="measure every row that takes a gemm, and keep what is faster than the default",
+        description="Of gemm alone: the other ops choose among few instances, by sizes. `explain OP .. --measure` says which, and its time.",
     )
     p = tune.add_subparsers(dest="op", required=True).add_parser("gemm")
     p.set_defaults(run=_tune)

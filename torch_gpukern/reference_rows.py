@@ -118,14 +118,18 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved:
 
 
 def cross_entropy(
-    logits, target, *, weight=None, ignore_index=-100, label_smoothing=0.0, softcap=0.0, logit_scale=1.0, reduction="mean"
+    logits, target, *, weight=None, ignore_index=-100, label_smoothing=0.0, softcap=0.0, logit_scale=1.0, reduction="mean", z_loss=0.0
 ):  # fmt: skip
-    """``(1 - e) w[t] (lse - z[t]) + e / V sum over c of w[c] (lse - z[c])``, z the scaled logits, ``softcap tanh(. / softcap)``."""
+    """``(1 - e) w[t] (lse - z[t]) + e / V sum over c of w[c] (lse - z[c]) + z_loss lse^2``, z the scaled logits, ``softcap tanh(. / softcap)``."""
     z = logit_scale * _wide(logits)
     z = softcap * torch.tanh(z / softcap) if softcap > 0 else z
     how = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
     weight = None if weight is None else weight.to(z.dtype)
     loss = F.cross_entropy(z.reshape(-1, z.shape[-1]), target.reshape(-1), weight, **how)
+    if z_loss:
+        kept = (target != ignore_index).reshape(-1)
+        more = (z_loss * z.reshape(-1, z.shape[-1]).logsumexp(-1).square()).where(kept, 0.0)
+        loss = loss + (more if reduction == "none" else more.sum() / kept.sum() if reduction == "mean" else more.sum())
     return loss.view(target.shape) if reduction == "none" else loss
 
 

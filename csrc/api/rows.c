@@ -3,6 +3,7 @@
  * embedding, cross entropy. */
 #include "../checks.h"
 #include "../dispatch.h"
+#include "../gpukern_loss.h"
 
 /* ---- what several have -------------------------------------------------------------------------------- */
 /* A float tensor [..., N], N >= 1, its last dimension dense. */
@@ -260,7 +261,8 @@ void gk_cost_rope(const gk_context *ctx, const gk_rope_args *a, gk_explanation *
 
 /* ---- cross entropy ------------------------------------------------------------------------------------ */
 /* The inputs of both passes. */
-static gk_status take_cross_entropy(const gk_context *ctx, const gk_cross_entropy_args *a, gk_io *io) {
+static gk_status take_cross_entropy(const gk_context *ctx, const gk_cross_entropy_args *a, const gk_loss_more *more,
+                                    gk_io *io) {
     const gk_tensor *logits = &a->logits;
     GK_TRY(take_rows(io, "logits", logits));
     GK_TRY(gk_take(io, "target", &a->target, GK_ANY_STRIDES));
@@ -269,41 +271,56 @@ static gk_status take_cross_entropy(const gk_context *ctx, const gk_cross_entrop
     if (a->weight) {
         GK_TRY(gk_take(io, "weight", a->weight, GK_ANY_STRIDES));
         GK_TRY(gk_check_dtype(io, "weight", a->weight, gk_stats_dtype(logits->dtype)));
-        GK_TRY(gk_check_length_of("weight", a->weight, logits->shape[logits->ndim - 1]));
+        GK_TRY(gk_check_length_of("weight", a->weight, more->num_classes));
     }
     GK_REQUIRE(a->label_smoothing >= 0 && a->label_smoothing <= 1, "label_smoothing must be between 0 and 1, got %g",
                a->label_smoothing);
     GK_REQUIRE(isfinite(a->softcap) && a->softcap >= 0, "softcap must be 0 (off) or a positive finite number, got %g",
                a->softcap);
     GK_REQUIRE(isfinite(a->logit_scale), "logit_scale must be finite, got %g", a->logit_scale);
-    return gk_reads_contents(io, ctx) ? gk_check_targets(a) : GK_OK;
+    GK_REQUIRE(isfinite(more->z_loss), "z_loss must be finite, got %g", more->z_loss);
+    return gk_reads_contents(io, ctx) ? gk_check_targets(a, more->num_classes) : GK_OK;
+}
+
+/* That of logits, or one of 16 bits beside float32 logits. */
+static gk_dtype dlogits_dtype(gk_dtype logits, gk_dtype own) {
+    return logits == GK_F32 && (own == GK_BF16 || own == GK_F16) ? own : logits;
+}
+
+static gk_result *give_dlogits(gk_io *io, const gk_tensor *logits, const gk_tensor *given) {
+    gk_result *r = gk_give(io, "dlogits", given, dlogits_dtype(logits->dtype, given->dtype), logits->ndim,
+                           logits->shape, GK_DENSE_LAST);
+    r->in_place = true;
+    return r;
 }
 
 gk_status gk_check_cross_entropy_fwd(const gk_context *ctx, const gk_cross_entropy_args *a, gk_io *io) {
-    GK_TRY(take_cross_entropy(ctx, a, io));
     const gk_tensor *logits = &a->logits;
+    const gk_loss_more more = gk_more_of_fwd(a);
+    GK_TRY(take_cross_entropy(ctx, a, &more, io));
     const gk_dtype stats = gk_stats_dtype(logits->dtype);
     gk_give(io, "loss", &a->loss, stats, logits->ndim - 1, logits->shape, GK_CONTIGUOUS);
     gk_give(io, "lse", &a->lse, stats, logits->ndim - 1, logits->shape, GK_CONTIGUOUS);
+    if (more.dlogits) give_dlogits(io, logits, more.dlogits);
     return GK_OK;
 }
 
 void gk_cost_cross_entropy_fwd(const gk_context *ctx, const gk_cross_entropy_args *a, gk_explanation *out) {
     (void)ctx;
-    out->bytes = gk_tensor_bytes(&a->logits) + bytes_of(&a->target) + bytes_of(a->weight);
-    out->flops = 4.0 * (double)gk_numel(&a->logits);
-}
-
-/* That of logits, or one of 16 bits beside float32 logits. */
-static gk_dtype dlogits_dtype(const gk_cross_entropy_bwd_args *a) {
-    const gk_dtype logits = a->fwd.logits.dtype, own = a->dlogits.dtype;
-    return logits == GK_F32 && (own == GK_BF16 || own == GK_F16) ? own : logits;
+    const gk_tensor *dlogits = gk_more_of_fwd(a).dlogits;
+    out->bytes = gk_tensor_bytes(&a->logits) + bytes_of(&a->target) + bytes_of(a->weight) + bytes_of(dlogits);
+    out->flops = (dlogits ? 9.0 : 4.0) * (double)gk_numel(&a->logits);
 }
 
 gk_status gk_check_cross_entropy_bwd(const gk_context *ctx, const gk_cross_entropy_bwd_args *a, gk_io *io) {
     const gk_tensor *logits = &a->fwd.logits;
     GK_TRY(gk_check_args_size(a->fwd.size, sizeof a->fwd));
-    GK_TRY(take_cross_entropy(ctx, &a->fwd, io));
+    const gk_loss_more more = gk_more_of_bwd(a);
+    const int64_t here = gk_classes_of(&a->fwd), first = more.first_class, classes = more.num_classes;
+    GK_REQUIRE(first >= 0 && here <= classes && first <= classes - here,
+               "logits are %lld classes from first_class %lld on, of num_classes %lld", (long long)here,
+               (long long)first, (long long)classes);
+    GK_TRY(take_cross_entropy(ctx, &a->fwd, &more, io));
     const gk_dtype stats = gk_stats_dtype(logits->dtype);
     GK_TRY(gk_take(io, "lse", &a->fwd.lse, GK_CONTIGUOUS));
     GK_TRY(gk_check_dtype(io, "lse", &a->fwd.lse, stats));
@@ -311,13 +328,14 @@ gk_status gk_check_cross_entropy_bwd(const gk_context *ctx, const gk_cross_entro
     GK_TRY(gk_take(io, "grad_loss", &a->grad_loss, GK_ANY_STRIDES));
     GK_TRY(gk_check_dtype(io, "grad_loss", &a->grad_loss, stats));
     GK_TRY(gk_check_shape("grad_loss", &a->grad_loss, logits->ndim - 1, logits->shape));
-    gk_give(io, "dlogits", &a->dlogits, dlogits_dtype(a), logits->ndim, logits->shape, GK_DENSE_LAST)->in_place = true;
+    give_dlogits(io, logits, &a->dlogits);
     return GK_OK;
 }
 
 void gk_cost_cross_entropy_bwd(const gk_context *ctx, const gk_cross_entropy_bwd_args *a, gk_explanation *out) {
     (void)ctx;
-    const double written = (double)gk_numel(&a->fwd.logits) * (double)gk_dtype_bytes(dlogits_dtype(a));
+    const double written =
+        (double)gk_numel(&a->fwd.logits) * (double)gk_dtype_bytes(dlogits_dtype(a->fwd.logits.dtype, a->dlogits.dtype));
     out->bytes = gk_tensor_bytes(&a->fwd.logits) + written + bytes_of(&a->fwd.target) + bytes_of(a->fwd.weight);
     out->flops = 5.0 * (double)gk_numel(&a->fwd.logits);
 }

@@ -16,15 +16,16 @@ extern const gk_cuda_table gk_flash_attn_bwd_partial_sm90a_table, gk_flash_attn_
 extern const gk_cuda_table gk_flash_attn_fp8_sm90a_table, gk_flash_attn_fp8_relay_table, gk_flash_attn_fp8_sm80_table;
 extern const gk_cuda_table gk_flash_attn_bwd_sm90a_table, gk_flash_attn_bwd_wide_sm90a_table;
 extern const gk_cuda_table gk_flash_attn_bwd_sm80_table, gk_flash_attn_bwd_simt_table, gk_flash_attn_bwd_plain_table;
-extern const gk_cuda_table gk_paged_prefill_sm90a_table, gk_paged_attn_sm90a_table, gk_paged_attn_sm80_table,
-    gk_paged_attn_f32_table, gk_paged_attn_plain_table;
+extern const gk_cuda_table gk_paged_prefill_sm90a_table, gk_paged_prefill_relay_sm90a_table, gk_paged_attn_sm90a_table,
+    gk_paged_attn_sm80_table, gk_paged_attn_f32_table, gk_paged_attn_plain_table;
 extern const gk_cuda_table gk_kv_cache_write_table, gk_rope_kv_write_table;
 extern const gk_cuda_table gk_attn_merge_table;
 extern const gk_cuda_table gk_quantize_sm90a_table, gk_quantize_table, gk_dequantize_table;
-extern const gk_cuda_table gk_scaled_gemm_swapab_sm90a_table, gk_scaled_gemm_sm90a_table, gk_scaled_gemm_plain_table;
+extern const gk_cuda_table gk_scaled_gemm_swapab_sm90a_table, gk_scaled_gemm_sm90a_table, gk_scaled_gemm_sm80_table;
+extern const gk_cuda_table gk_scaled_gemm_decoded_table, gk_scaled_gemm_mx_sm90a_table, gk_scaled_gemm_plain_table;
 extern const gk_cuda_table gk_grouped_gemm_sm90a_table, gk_grouped_gemm_fp8_sm90a_table;
-extern const gk_cuda_table gk_grouped_gemm_plain_table, gk_sparse_pack_table, gk_sparse_gemm_sm90a_table,
-    gk_sparse_gemm_plain_table;
+extern const gk_cuda_table gk_grouped_gemm_sm80_table, gk_grouped_gemm_plain_table, gk_sparse_pack_table,
+    gk_sparse_gemm_sm90a_table, gk_sparse_gemm_sm80_table, gk_sparse_gemm_plain_table;
 extern const gk_cuda_table gk_pack_weight_table, gk_unpack_weight_table, gk_weight_gemm_plain_table;
 extern const gk_cuda_table gk_weight_gemm_4bit_sm90a_table, gk_weight_gemm_8bit_sm90a_table;
 extern const gk_cuda_table gk_weight_gemm_4bit_sm80_table, gk_weight_gemm_8bit_sm80_table;
@@ -33,7 +34,7 @@ extern const gk_cuda_table gk_norm_bwd_table, gk_norm_bwd_sm90a_table, gk_norm_b
 extern const gk_cuda_table gk_softmax_fwd_table, gk_softmax_fwd_sm90a_table, gk_softmax_fwd_walk_table;
 extern const gk_cuda_table gk_softmax_bwd_table, gk_softmax_bwd_sm90a_table, gk_softmax_bwd_walk_table;
 extern const gk_cuda_table gk_glu_fwd_table, gk_glu_bwd_table, gk_rope_table;
-extern const gk_cuda_table gk_cross_entropy_fwd_table, gk_cross_entropy_bwd_table;
+extern const gk_cuda_table gk_cross_entropy_fwd_table, gk_cross_entropy_fwd_sm90a_table, gk_cross_entropy_bwd_table;
 extern const gk_cuda_table gk_dropout_table, gk_adamw_table;
 
 static const gk_cuda_table *const gemm_tables[] = {&gk_gemm_sm90a_table, /* plans for the three behind it, too */
@@ -53,22 +54,26 @@ static const gk_cuda_table *const flash_attn_bwd_tables[] = {
     &gk_flash_attn_bwd_partial_plain_table};
 static const gk_cuda_table *const flash_attn_fp8_tables[] = {
     &gk_flash_attn_fp8_sm90a_table, &gk_flash_attn_fp8_relay_table, &gk_flash_attn_fp8_sm80_table};
-static const gk_cuda_table *const paged_attn_tables[] = {&gk_paged_prefill_sm90a_table, &gk_paged_attn_sm90a_table,
-                                                         &gk_paged_attn_sm80_table, &gk_paged_attn_f32_table,
-                                                         &gk_paged_attn_plain_table};
+static const gk_cuda_table *const paged_attn_tables[] = {
+    &gk_paged_prefill_sm90a_table, &gk_paged_prefill_relay_sm90a_table,
+    &gk_paged_attn_sm90a_table,    &gk_paged_attn_sm80_table,
+    &gk_paged_attn_f32_table,      &gk_paged_attn_plain_table};
 static const gk_cuda_table *const kv_cache_write_tables[] = {&gk_kv_cache_write_table};
 static const gk_cuda_table *const rope_kv_write_tables[] = {&gk_rope_kv_write_table};
 static const gk_cuda_table *const attn_merge_tables[] = {&gk_attn_merge_table};
 static const gk_cuda_table *const quantize_tables[] = {&gk_quantize_sm90a_table, &gk_quantize_table};
 static const gk_cuda_table *const dequantize_tables[] = {&gk_dequantize_table};
-static const gk_cuda_table *const scaled_gemm_tables[] = {&gk_scaled_gemm_swapab_sm90a_table,
-                                                          &gk_scaled_gemm_sm90a_table, &gk_scaled_gemm_plain_table};
+static const gk_cuda_table *const scaled_gemm_tables[] = {
+    &gk_scaled_gemm_swapab_sm90a_table, &gk_scaled_gemm_sm90a_table, &gk_scaled_gemm_decoded_table,
+    &gk_scaled_gemm_mx_sm90a_table,     &gk_scaled_gemm_sm80_table,  &gk_scaled_gemm_plain_table};
 static const gk_cuda_table *const pack_weight_tables[] = {&gk_pack_weight_table};
 static const gk_cuda_table *const unpack_weight_tables[] = {&gk_unpack_weight_table};
-static const gk_cuda_table *const grouped_gemm_tables[] = {
-    &gk_grouped_gemm_sm90a_table, &gk_grouped_gemm_fp8_sm90a_table, &gk_grouped_gemm_plain_table};
+static const gk_cuda_table *const grouped_gemm_tables[] = {&gk_grouped_gemm_sm90a_table,
+                                                           &gk_grouped_gemm_fp8_sm90a_table,
+                                                           &gk_grouped_gemm_sm80_table, &gk_grouped_gemm_plain_table};
 static const gk_cuda_table *const sparse_pack_tables[] = {&gk_sparse_pack_table};
-static const gk_cuda_table *const sparse_gemm_tables[] = {&gk_sparse_gemm_sm90a_table, &gk_sparse_gemm_plain_table};
+static const gk_cuda_table *const sparse_gemm_tables[] = {&gk_sparse_gemm_sm90a_table, &gk_sparse_gemm_sm80_table,
+                                                          &gk_sparse_gemm_plain_table};
 static const gk_cuda_table *const weight_gemm_tables[] = {
     &gk_weight_gemm_4bit_sm90a_table, &gk_weight_gemm_8bit_sm90a_table, &gk_weight_gemm_4bit_sm80_table,
     &gk_weight_gemm_8bit_sm80_table, &gk_weight_gemm_plain_table};
@@ -83,7 +88,8 @@ static const gk_cuda_table *const softmax_bwd_tables[] = {&gk_softmax_bwd_sm90a_
 static const gk_cuda_table *const glu_fwd_tables[] = {&gk_glu_fwd_table};
 static const gk_cuda_table *const glu_bwd_tables[] = {&gk_glu_bwd_table};
 static const gk_cuda_table *const rope_tables[] = {&gk_rope_table};
-static const gk_cuda_table *const cross_entropy_fwd_tables[] = {&gk_cross_entropy_fwd_table};
+static const gk_cuda_table *const cross_entropy_fwd_tables[] = {&gk_cross_entropy_fwd_sm90a_table,
+                                                                &gk_cross_entropy_fwd_table};
 static const gk_cuda_table *const cross_entropy_bwd_tables[] = {&gk_cross_entropy_bwd_table};
 static const gk_cuda_table *const dropout_tables[] = {&gk_dropout_table};
 static const gk_cuda_table *const adamw_tables[] = {&gk_adamw_table};

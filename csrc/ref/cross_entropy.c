@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* cross_entropy: the loss of each row and its gradient by their equations (gpukern.h), in double; a task for each row. */
+#include "../gpukern_loss.h"
 #include "rows.h"
 
 typedef struct terms {
@@ -12,56 +13,78 @@ static double z_of(const gk_cross_entropy_args *a, double x) {
 }
 static double w_of(const gk_cross_entropy_args *a, int64_t i) { return a->weight ? ref_vector_at(a->weight, i) : 1; }
 
-static terms terms_of(const gk_cross_entropy_args *a, int64_t row) {
+/* of a row, and, where it is asked for, of its lse over all columns */
+static terms terms_of(const gk_cross_entropy_args *a, int64_t row, int64_t classes, bool with_lse) {
     terms t = {.n = last_size(&a->logits),
                .target = ((const int64_t *)a->target.data)[ref_row_offset(&a->target, row, 0)]};
     if (t.target == a->ignore_index) return t;
     double peak = -INFINITY, sum = 0;
-    for (int64_t i = 0; i < t.n; ++i) {
-        peak = fmax(peak, z_of(a, ref_at(&a->logits, row, i)));
-        t.weights += w_of(a, i);
-    }
-    for (int64_t i = 0; i < t.n; ++i) sum += exp(z_of(a, ref_at(&a->logits, row, i)) - peak);
+    for (int64_t i = 0; i < classes; ++i) t.weights += w_of(a, i);
+    for (int64_t i = 0; with_lse && i < t.n; ++i) peak = fmax(peak, z_of(a, ref_at(&a->logits, row, i)));
+    for (int64_t i = 0; with_lse && i < t.n; ++i) sum += exp(z_of(a, ref_at(&a->logits, row, i)) - peak);
     t.lse = peak + log(sum), t.own = (1 - a->label_smoothing) * w_of(a, t.target);
     return t;
 }
 
+/* Row of dlogits, for a gradient g of its loss. */
+static void put_gradient(const gk_cross_entropy_args *a, const gk_loss_more *more, int64_t row, const terms *t,
+                         double g) {
+    const double e = a->label_smoothing / (double)more->num_classes;
+    const int64_t first = more->first_class;
+    for (int64_t i = 0; i < t->n; ++i) {
+        const double z = z_of(a, ref_at(&a->logits, row, i));
+        double d = exp(z - t->lse) * (t->own + e * t->weights + 2 * more->z_loss * t->lse);
+        d -= (first + i == t->target ? t->own : 0) + e * w_of(a, first + i);
+        if (a->softcap > 0) d *= 1 - z / a->softcap * (z / a->softcap);
+        ref_put(more->dlogits, row, i, t->target == a->ignore_index ? 0 : g * d * a->logit_scale);
+    }
+}
+
+typedef struct fwd_call {
+    gk_cross_entropy_args a;
+    gk_loss_more more;
+} fwd_call;
+
 static void fwd_row(void *arg, int64_t row, int64_t worker) {
     (void)worker;
-    const gk_cross_entropy_args *a = arg;
-    const terms t = terms_of(a, row);
+    const fwd_call *call = arg;
+    const gk_cross_entropy_args *a = &call->a;
+    const terms t = terms_of(a, row, last_size(&a->logits), true);
     double loss = 0;
     if (t.target != a->ignore_index) {
-        loss = t.own * (t.lse - z_of(a, ref_at(&a->logits, row, t.target)));
+        loss = t.own * (t.lse - z_of(a, ref_at(&a->logits, row, t.target))) + call->more.z_loss * t.lse * t.lse;
         for (int64_t i = 0; a->label_smoothing != 0 && i < t.n; ++i)
             loss += a->label_smoothing / (double)t.n * w_of(a, i) * (t.lse - z_of(a, ref_at(&a->logits, row, i)));
     }
     gk_store(a->loss.data, a->loss.dtype, row, loss);
     gk_store(a->lse.data, a->lse.dtype, row, t.lse);
+    if (call->more.dlogits) put_gradient(a, &call->more, row, &t, 1);
 }
 
 void gk_ref_cross_entropy_fwd(const gk_context *ctx, const gk_cross_entropy_args *args) {
-    gk_cross_entropy_args a = *args;
-    gk_parallel(ctx, num_rows(&a.logits), fwd_row, &a);
+    fwd_call call = {*args, gk_more_of_fwd(args)};
+    gk_parallel(ctx, num_rows(&args->logits), fwd_row, &call);
 }
+
+typedef struct bwd_call {
+    gk_cross_entropy_bwd_args b;
+    gk_loss_more more;
+} bwd_call;
 
 static void bwd_row(void *arg, int64_t row, int64_t worker) {
     (void)worker;
-    const gk_cross_entropy_bwd_args *bwd = arg;
+    const bwd_call *call = arg;
+    const gk_cross_entropy_bwd_args *bwd = &call->b;
     const gk_cross_entropy_args *a = &bwd->fwd;
-    const terms t = terms_of(a, row);
+    const bool whole = call->more.num_classes == last_size(&a->logits);
+    terms t = terms_of(a, row, call->more.num_classes, whole);
     const gk_tensor *grad = &bwd->grad_loss;
-    const double g = gk_load(grad->data, grad->dtype, ref_row_offset(grad, row, 0)),
-                 e = a->label_smoothing / (double)t.n;
-    for (int64_t i = 0; i < t.n; ++i) {
-        const double z = z_of(a, ref_at(&a->logits, row, i));
-        double d = exp(z - t.lse) * (t.own + e * t.weights) - (i == t.target ? t.own : 0) - e * w_of(a, i);
-        if (a->softcap > 0) d *= 1 - z / a->softcap * (z / a->softcap);
-        ref_put(&bwd->dlogits, row, i, t.target == a->ignore_index ? 0 : g * d * a->logit_scale);
-    }
+    if (!whole) t.lse = gk_load(a->lse.data, a->lse.dtype, row); /* which a part of the logits does not tell */
+    const double g = gk_load(grad->data, grad->dtype, ref_row_offset(grad, row, 0));
+    put_gradient(a, &call->more, row, &t, g);
 }
 
 void gk_ref_cross_entropy_bwd(const gk_context *ctx, const gk_cross_entropy_bwd_args *args) {
-    gk_cross_entropy_bwd_args a = *args;
-    gk_parallel(ctx, num_rows(&a.fwd.logits), bwd_row, &a);
+    bwd_call call = {*args, gk_more_of_bwd(args)};
+    gk_parallel(ctx, num_rows(&args->fwd.logits), bwd_row, &call);
 }

@@ -53,15 +53,19 @@ static void scaled_draw(gk_dtype dtype, bool large) {
         q.m = PICK(ms), q.n = large ? 128 * (1 + check_below(40)) : PICK(ns), q.k = deep_of(large);
     } while (q.m * q.n * q.k > small_or(600000, 30000000));
     const int64_t m = q.m, n = q.n, k = q.k, blocks = gk_ceil_div(k, 128), rows[2] = {m, n};
-    const bool mixed = dtype != GK_I8 && check_below(3) == 0, bytes = check_below(8) == 0;
-    const int64_t form = check_below(6); /* tensor, row, blocks of the weight, of both, of one row alone, of 32 */
-    const int64_t high_a = form == 1 ? 1 : form == 5 ? gk_ceil_div(k, 32) : form > 1 ? blocks : 1;
+    const bool mixed = dtype != GK_I8 && check_below(3) == 0;
+    /* tensor, row, blocks of the weight, of both, of one row alone, of 32, of 32 beside blocks of the weight */
+    const int64_t form = check_below(7), thirties = gk_ceil_div(k, 32);
+    const int64_t high_a = form == 1 ? 1 : form >= 5 ? thirties : form > 1 ? blocks : 1;
+    const int64_t high_b = form == 6 ? blocks : high_a;
+    const bool bytes = check_below(form == 5 ? 2 : 8) == 0;
     const gk_dtype out = PICK(outs), added = check_below(2) ? out : GK_F32;
     q.a = operand(dtype, no_batch, m, k);
     q.b = stored(mixed ? (dtype == GK_E4M3 ? GK_E5M2 : GK_E4M3) : dtype, no_batch, k, n, check_below(4), false, 1,
                  pad_for(k));
     q.sa = scales_drawn(form == 0, form == 4 ? 1 : m, high_a, bytes);
-    q.sb = scales_drawn(form == 0 || form == 4, form == 1 ? 1 : high_a, form == 2 ? gk_ceil_div(n, 128) : n, bytes);
+    q.sb = scales_drawn(form == 0 || form == 4, form == 1 ? 1 : high_b,
+                        form == 2 || form == 6 ? gk_ceil_div(n, 128) : n, bytes);
     q.bias = check_dense(added, 1, &n);
     q.c = check_tensor_make(added, 2, rows, NULL, 1, pad_for(n)),
     q.out = check_tensor_make(out, 2, rows, NULL, 1, pad_for(n));
@@ -88,6 +92,10 @@ static void scaled_draw(gk_dtype dtype, bool large) {
 static void scaled_expect(void) {
     fill_operand(&q.a), fill_operand(&q.b), fill_powers(&q.sa), fill_powers(&q.sb);
     check_fill_normal(&q.bias, 1), check_fill_normal(&q.c, 1);
+    if (q.a.t.dtype != GK_I8 && check_below(4) == 0) { /* a NaN is its whole row's or column's */
+        const check_tensor *x = check_below(2) ? &q.a : &q.b;
+        check_set(&x->t, check_below(gk_numel(&x->t)), check_below(2) ? NAN : -NAN);
+    }
     result *out = expected(&q.out, check_unit(GK_F32) * (32 + 4 * sqrt((double)q.k)));
     gk_scaled_gemm_args ref = q.args.scaled;
     ref.out = out->exact.t;

@@ -11,6 +11,7 @@
  *   cross_entropy   size (1 + max |z|) times the weights that the row has; backward |g| times those; loss s (1 + max |z|)
  *   dropout         size |x + b| / (1 - p) + |residual|, backward |g| (1 + |x + b|) / (1 - p); loss 32 u. What is kept is exact
  * adamw writes what it reads, which no problem here can: tests/ops/test_adamw.py has it on both devices. */
+#include "gpukern_loss.h"
 #include "philox.h"
 
 static struct {
@@ -23,8 +24,8 @@ static struct {
         gk_glu_args glu;
         gk_glu_bwd_args glu_bwd;
         gk_rope_args rope;
-        gk_cross_entropy_args loss;
-        gk_cross_entropy_bwd_args loss_bwd;
+        gk_cross_entropy_more_args loss;
+        gk_cross_entropy_bwd_more_args loss_bwd;
         gk_dropout_args dropout;
     } args;
     int64_t shape[3], n;
@@ -347,47 +348,57 @@ static void loss_fill(void) {
 }
 
 static void loss_draw(gk_dtype dtype, bool large) {
-    r.args.loss = loss_args(dtype, large, false);
+    static const gk_dtype narrow[] = {GK_F32, GK_BF16, GK_F16};
+    gk_cross_entropy_more_args *a = &r.args.loss;
+    *a = (gk_cross_entropy_more_args){.fwd = loss_args(dtype, large, false), .z_loss = check_below(2) ? 0 : 0.01};
+    a->fwd.size = sizeof *a;
+    if (check_below(2)) ROWS(out, dtype == GK_F32 ? PICK(narrow) : dtype, r.n, true), a->dlogits = &r.out.t;
     TO_DEVICE(r.args.loss);
+}
+
+/* g: of element i's row. p (1 + |z| + |lse|) times the weights of a row, which are 2 and e / V times their sum at most, beside 2 and e / V */
+static double dlogits_size(double exact, int64_t i, double g) {
+    return 20 * fabs(exact) + g * (check_get(&r.index.t, i / r.n) == (double)(i % r.n) ? 60 : 4 / (double)r.n);
 }
 
 static void loss_expect(void) {
     loss_fill();
     const double s = sum_loss(r.x.t.dtype, r.n);
-    result *loss = expected(&r.y, s), *lse = expected(&r.z, s);
-    gk_cross_entropy_args ref = r.args.loss;
-    ref.loss = loss->exact.t, ref.lse = lse->exact.t;
-    gk_ref_cross_entropy_fwd(&judge, &ref);
+    result *loss = expected(&r.y, s), *lse = expected(&r.z, s), *dx = r.args.loss.dlogits ? expected(&r.out, s) : NULL;
+    gk_cross_entropy_more_args ref = r.args.loss;
+    ref.fwd.loss = loss->exact.t, ref.fwd.lse = lse->exact.t, ref.dlogits = dx ? &dx->exact.t : NULL;
+    gk_ref_cross_entropy_fwd(&judge, &ref.fwd);
     for (int64_t i = 0; i < rows_count(); ++i) check_set(&loss->size.t, i, 60), check_set(&lse->size.t, i, 20);
+    for (int64_t i = 0; dx && i < rows_count() * r.n; ++i)
+        check_set(&dx->size.t, i, dlogits_size(check_get(&dx->exact.t, i), i, 1));
 }
 
 static void loss_bwd_draw(gk_dtype dtype, bool large) {
-    gk_cross_entropy_bwd_args *a = &r.args.loss_bwd;
-    *a = (gk_cross_entropy_bwd_args){.size = sizeof *a, .fwd = loss_args(dtype, large, true)};
+    gk_cross_entropy_bwd_more_args *more = &r.args.loss_bwd;
+    gk_cross_entropy_bwd_args *a = &more->bwd;
+    *more = (gk_cross_entropy_bwd_more_args){.z_loss = check_below(2) ? 0 : 0.01};
+    a->size = sizeof *more, a->fwd = loss_args(dtype, large, true);
     r.more = check_tensor_make(gk_stats_dtype(dtype), r.ndim - 1, r.shape, NULL, 1 + check_below(2), 0);
     static const gk_dtype narrow[] = {GK_F32, GK_BF16, GK_F16};
     mirror(&r.more, "grad_loss", false), ROWS(out, dtype == GK_F32 ? PICK(narrow) : dtype, r.n, true);
     a->grad_loss = r.more.t, a->dlogits = r.out.t;
-    TO_DEVICE(*a);
+    TO_DEVICE(*more);
 }
 
 static void loss_bwd_expect(void) {
-    const gk_cross_entropy_bwd_args *a = &r.args.loss_bwd;
+    const gk_cross_entropy_bwd_args *a = &r.args.loss_bwd.bwd;
     loss_fill(), check_fill_normal(&r.more, 1);
     check_tensor loss = check_dense(GK_F64, r.ndim - 1, r.shape);
     gk_cross_entropy_args fwd = a->fwd;
     fwd.loss = loss.t; /* lse rounds to what the kernel reads */
     gk_ref_cross_entropy_fwd(&judge, &fwd);
     result *dx = expected(&r.out, sum_loss(r.x.t.dtype, r.n));
-    gk_cross_entropy_bwd_args ref = *a;
-    ref.dlogits = dx->exact.t;
-    gk_ref_cross_entropy_bwd(&judge, &ref);
+    gk_cross_entropy_bwd_more_args ref = r.args.loss_bwd;
+    ref.bwd.dlogits = dx->exact.t;
+    gk_ref_cross_entropy_bwd(&judge, &ref.bwd);
     for (int64_t i = 0; i < rows_count() * r.n; ++i) {
         const double g = fabs(check_get(&r.more.t, i / r.n));
-        /* p (1 + |z| + |lse|) times the weights of a row, which are 2 and e / V times their sum at most, beside 2 and e / V */
-        check_set(&dx->size.t, i,
-                  20 * fabs(check_get(&dx->exact.t, i)) +
-                      g * (check_get(&r.index.t, i / r.n) == (double)(i % r.n) ? 60 : 4 / (double)r.n));
+        check_set(&dx->size.t, i, dlogits_size(check_get(&dx->exact.t, i), i, g));
     }
 }
 

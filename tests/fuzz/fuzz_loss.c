@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* fuzz_loss: gk_cross_entropy_fwd, gk_cross_entropy_bwd and gk_rope, each against its float64 twin. */
 #include "fuzz.h"
+#include "gpukern_loss.h"
 
 static gk_context ctx;
 static gk_dtype dtype;
@@ -28,42 +29,61 @@ static gk_cross_entropy_args loss_args(int nd, const int64_t *shape, gk_tensor *
     return a;
 }
 
+/* A dtype that dlogits may have. */
+static gk_dtype narrow(void) {
+    const gk_dtype dtypes[] = {dtype, dtype == GK_F32 ? GK_BF16 : dtype, dtype == GK_F32 ? GK_F16 : dtype};
+    return dtypes[fz_int(0, 2)];
+}
+
 static gk_tensor of_rows(int nd, const int64_t *shape, int flags) {
     return fz_make(fz_stats(dtype), nd - 1, shape, flags);
 }
 
-static void fuzz_loss(bool backward, int nd, const int64_t *shape) {
-    gk_tensor weight, weight2;
-    gk_cross_entropy_args a = loss_args(nd, shape, &weight), twin = a;
-    a.loss = of_rows(nd, shape, FZ_RESULT | FZ_CONTIGUOUS);
-    a.lse = of_rows(nd, shape, (backward ? FZ_INPUT : FZ_RESULT) | FZ_CONTIGUOUS);
-    twin.logits = fz_twin(&a.logits), twin.weight = fz_twin_of(a.weight, &weight2);
-    twin.loss = fz_twin(&a.loss), twin.lse = fz_twin(&a.lse);
+static void fuzz_fwd(int nd, const int64_t *shape) {
+    gk_tensor weight, weight2, dlogits, dlogits2;
+    gk_cross_entropy_more_args a = GK_CROSS_ENTROPY_MORE_ARGS_INIT, twin;
+    a.fwd = loss_args(nd, shape, &weight), a.fwd.size = sizeof a, a.z_loss = (double)fz_int(0, 2) / 8;
+    a.fwd.loss = of_rows(nd, shape, FZ_RESULT | FZ_CONTIGUOUS),
+    a.fwd.lse = of_rows(nd, shape, FZ_RESULT | FZ_CONTIGUOUS);
+    dlogits = fz_make(narrow(), nd, shape, FZ_RESULT | FZ_LAST_DENSE);
+    if (fz_int(0, 1)) a.dlogits = &dlogits;
+    twin = a, twin.fwd.logits = fz_twin(&a.fwd.logits), twin.fwd.weight = fz_twin_of(a.fwd.weight, &weight2);
+    twin.fwd.loss = fz_twin(&a.fwd.loss), twin.fwd.lse = fz_twin(&a.fwd.lse);
+    twin.dlogits = fz_twin_of(a.dlogits, &dlogits2);
     gk_context plain = GK_CONTEXT_INIT;
-    gk_tensor *const all[] = {&a.logits, &a.target, &a.loss, &a.lse};
-    if (!backward) {
-        const bool wrong = fz_corrupt(all, 4, 4);
-        const gk_status status = fz_call("gk_cross_entropy_fwd", &ctx, &a, NULL, call_fwd, NULL, NULL, wrong);
-        if (wrong || !fz_agree("gk_cross_entropy_fwd", status, gk_cross_entropy_fwd(&plain, &twin), gk_last_error()))
-            return;
-        fz_close("loss", &a.loss, &twin.loss, 512 * unit()), fz_close("lse", &a.lse, &twin.lse, 64 * unit());
+    gk_tensor *const all[] = {&a.fwd.logits, &a.fwd.target, &a.fwd.loss, &a.fwd.lse, &dlogits};
+    const bool wrong = fz_corrupt(all, a.dlogits ? 5 : 4, 4);
+    const gk_status status = fz_call("gk_cross_entropy_fwd", &ctx, &a.fwd, NULL, call_fwd, NULL, NULL, wrong);
+    if (wrong || !fz_agree("gk_cross_entropy_fwd", status, gk_cross_entropy_fwd(&plain, &twin.fwd), gk_last_error()))
         return;
-    }
-    const gk_dtype narrow[] = {dtype, dtype == GK_F32 ? GK_BF16 : dtype, dtype == GK_F32 ? GK_F16 : dtype};
-    gk_cross_entropy_bwd_args b = GK_CROSS_ENTROPY_BWD_ARGS_INIT, b2;
-    b.grad_loss = of_rows(nd, shape, FZ_INPUT),
-    b.dlogits = fz_make(narrow[fz_int(0, 2)], nd, shape, FZ_RESULT | FZ_LAST_DENSE);
+    fz_close("loss", &a.fwd.loss, &twin.fwd.loss, 512 * unit()),
+        fz_close("lse", &a.fwd.lse, &twin.fwd.lse, 64 * unit());
+    if (a.dlogits) fz_close("dlogits", &dlogits, &dlogits2, 256 * unit());
+}
+
+static void fuzz_bwd(int nd, const int64_t *shape) {
+    gk_tensor weight, weight2;
+    gk_cross_entropy_bwd_more_args b = GK_CROSS_ENTROPY_BWD_MORE_ARGS_INIT, twin;
+    gk_cross_entropy_args *a = &b.bwd.fwd, *t = &twin.bwd.fwd;
+    *a = loss_args(nd, shape, &weight), b.z_loss = (double)fz_int(0, 2) / 8;
+    a->loss = of_rows(nd, shape, FZ_RESULT | FZ_CONTIGUOUS), a->lse = of_rows(nd, shape, FZ_INPUT | FZ_CONTIGUOUS);
+    b.bwd.grad_loss = of_rows(nd, shape, FZ_INPUT),
+    b.bwd.dlogits = fz_make(narrow(), nd, shape, FZ_RESULT | FZ_LAST_DENSE);
+    if (fz_one_in(4)) b.first_class = fz_int(-1, 3), b.num_classes = shape[nd - 1] + fz_int(0, 3);
+    twin = b, t->logits = fz_twin(&a->logits), t->weight = fz_twin_of(a->weight, &weight2);
     /* lse as the forward call gives it, so that no exponential grows */
-    twin.loss = fz_make(GK_F64, nd - 1, shape, FZ_RESULT | FZ_CONTIGUOUS);
-    if (gk_cross_entropy_fwd(&plain, &twin) != GK_OK) return;
-    for (int64_t i = 0; i < gk_numel(&a.lse); ++i)
-        fz_set(&a.lse, i, fz_get(&twin.lse, i)), fz_set(&twin.lse, i, fz_get(&a.lse, i));
-    b.fwd = a, b2 = b, b2.fwd = twin, b2.grad_loss = fz_twin(&b.grad_loss), b2.dlogits = fz_twin(&b.dlogits);
-    gk_tensor *const more[] = {&b.fwd.logits, &b.fwd.target, &b.grad_loss, &b.dlogits};
+    t->loss = fz_make(GK_F64, nd - 1, shape, FZ_RESULT | FZ_CONTIGUOUS), t->lse = fz_twin(&a->lse);
+    gk_context plain = GK_CONTEXT_INIT;
+    if (gk_cross_entropy_fwd(&plain, t) != GK_OK) return;
+    for (int64_t i = 0; i < gk_numel(&a->lse); ++i)
+        fz_set(&a->lse, i, fz_get(&t->lse, i)), fz_set(&t->lse, i, fz_get(&a->lse, i));
+    twin.bwd.grad_loss = fz_twin(&b.bwd.grad_loss), twin.bwd.dlogits = fz_twin(&b.bwd.dlogits);
+    gk_tensor *const more[] = {&a->logits, &a->target, &b.bwd.grad_loss, &b.bwd.dlogits};
     const bool wrong = fz_corrupt(more, 4, 4);
-    const gk_status status = fz_call("gk_cross_entropy_bwd", &ctx, &b, NULL, call_bwd, NULL, NULL, wrong);
-    if (wrong || !fz_agree("gk_cross_entropy_bwd", status, gk_cross_entropy_bwd(&plain, &b2), gk_last_error())) return;
-    fz_close("dlogits", &b.dlogits, &b2.dlogits, 256 * unit());
+    const gk_status status = fz_call("gk_cross_entropy_bwd", &ctx, &b.bwd, NULL, call_bwd, NULL, NULL, wrong);
+    if (wrong || !fz_agree("gk_cross_entropy_bwd", status, gk_cross_entropy_bwd(&plain, &twin.bwd), gk_last_error()))
+        return;
+    fz_close("dlogits", &b.bwd.dlogits, &twin.bwd.dlogits, 256 * unit());
 }
 
 static void fuzz_rope(void) {
@@ -111,7 +131,10 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         int64_t shape[3];
         for (int d = 0; d < nd; ++d)
             shape[d] = d == nd - 1 ? gk_max_i64(1, fz_size(129)) : fz_int(0, 9) == 9 ? 0 : fz_int(1, 6);
-        fuzz_loss(op == 2, nd, shape);
+        if (op == 2)
+            fuzz_bwd(nd, shape);
+        else
+            fuzz_fwd(nd, shape);
     }
     fz_free();
     return 0;

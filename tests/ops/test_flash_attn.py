@@ -298,6 +298,28 @@ def test_keys_that_nobody_sees_may_be_poison(dtype, poison, device):
             assert same_bits(x.detach(), y.detach()), f"{name} depends on a key that no query sees ({kwargs})"
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", (64, 128, 256))
+def test_alibi_over_parts_of_the_keys(head_dim):
+    """Few queries, whose keys go in parts: some stand before a part's keys, some amid them, and what lies behind the last key is masked."""
+    gen = generator("alibi parts", head_dim)
+    q, k, v = qkv(gen, 1, (2, 1), (70, 2003), (head_dim, head_dim), torch.bfloat16, "cuda")
+    slopes = torch.tensor([0.01, 0.002], device="cuda")
+    end = torch.tensor([1990], dtype=torch.int32, device="cuda")
+    k[:, :, 1990:] = math.nan
+    v[:, :, 1990:] = math.nan
+    for kwargs in (dict(), dict(diagonal=900), dict(diagonal=1950), dict(softcap=2.0)):
+        out, lse = ops.flash_attn_fwd(q, k, v, alibi_slopes=slopes, kv_end=end, **kwargs)
+        exact, exact_lse = torch_gpukern.reference.flash_attn(
+            *(x.double() for x in (q, k[:, :, :1990], v[:, :, :1990])),
+            alibi_slopes=slopes.double(),
+            return_lse=True,
+            **kwargs,
+        )
+        assert (out.double() - exact).norm() < 6e-3 * exact.norm()
+        torch.testing.assert_close(lse.double(), exact_lse, atol=1e-3, rtol=1e-4)
+
+
 def test_extreme_logits(device):
     """Scores far beyond exp's range, all equal scores, and one winner among -1e30."""
     gen = generator("extreme")

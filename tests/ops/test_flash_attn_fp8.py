@@ -159,7 +159,7 @@ def test_values_that_add_up(form, accumulate, device):
     """Thousands of keys whose values have a mean, or one sign: with v_mean, and precise without."""
     n = 2000 if device == "cpu" else 30000
     gen = generator("fp8 long", form)
-    for d in (64,) if device == "cpu" else (64, 128):
+    for d in (64,) if device == "cpu" else (64, 128, 256):
         values_that_add_up(form, accumulate, device, gen, n, d)
 
 
@@ -203,7 +203,7 @@ def test_varlen(device):
     )
     extra = (cu_q, cu_k, 150, 267)
     gen = generator("fp8 varlen")
-    for d in (64, 128):
+    for d in (64, 128) if device == "cpu" else (64, 128, 192, 256):
         q, k, v = (tokens(gen, device, n, h, d, mean=0.5) for n, h in ((200, 4), (480, 2), (480, 2)))
         for how in (dict(), dict(is_causal=True), dict(window_left=30, window_right=0)):
             x = gk.quantize_attn(q, k, v)._asdict()
@@ -226,24 +226,26 @@ def test_varlen(device):
 @pytest.mark.gpu
 def test_blocks_of_many_tiles():
     """More tiles than SMs, so that a block has several, masked and not; and parts of the keys where there are few."""
-    for dims, lengths in (((128, 128), (700, 700)), ((64, 56), (700, 515)), ((112, 128), (400, 1300))):
+    tiles = ((128, 128), (700, 700)), ((64, 56), (700, 515)), ((112, 128), (400, 1300)), ((192, 160), (700, 515))
+    for dims, lengths in (*tiles, ((256, 256), (700, 700)), ((200, 256), (400, 1300)), ((32, 256), (130, 130))):
         for how in (dict(), dict(is_causal=True, diagonal=lengths[1] - lengths[0], out_dtype=BF16)):
             x = made(f"tiles {dims}", "cuda", batch=3, heads=(16, 8), lengths=lengths, dims=dims, mean=(0, 0, 2))
             check(x, "cuda", accumulate="fast", **how)
     sinks = torch.tensor([0.5, -math.inf], device="cuda")
-    for dims in ((64, 64), (128, 128)):
+    for dims in ((64, 64), (128, 128), (192, 192), (256, 256)):
         for per in ("head", "block"):
             x = made("splits", "cuda", batch=1, heads=(2, 2), lengths=(150, 9000), dims=dims, per=per)
             check(x, "cuda", accumulate="fast", sinks=sinks, is_causal=True, diagonal=8850)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", (128, 192, 256))
 @pytest.mark.parametrize("per", ("head", "block"))
-def test_scores_that_grow(per):
+def test_scores_that_grow(per, head_dim):
     """Keys ever larger, so that a row's reference does not hold; in one block of keys, or in each; and a scale that is 0 or negative."""
-    gen = generator("fp8 grow", per)
-    for steps in ((1, 1, 1, 6, 1, 1, 20), range(1, 8)):
-        q, k, v = (tokens(gen, "cuda", 1, 2, n, 128) for n in (200, 896, 896))
+    gen = generator("fp8 grow", per, head_dim)
+    for steps in ((1, 1, 1, 6, 1, 1, 20), range(1, 8), (1, 300, 1, 1, 1, 1, 2)):
+        q, k, v = (tokens(gen, "cuda", 1, 2, n, head_dim) for n in (200, 896, 896))
         k *= torch.tensor(steps, device="cuda").float().repeat_interleave(128)[:, None]
         x = gk.quantize_attn(q, k, v, per=per)._asdict()
         check(x, "cuda", accumulate="fast")
@@ -253,8 +255,8 @@ def test_scores_that_grow(per):
 
 
 def test_rows_of_the_table():
-    """What a GPU with Hopper's kernels would run. Fast sums of up to 128 columns are its own; precise ones, softcap, wider heads and scales
-    of blocks that tiles do not follow go by other kernels."""
+    """What a GPU with Hopper's kernels would run. Fast sums are its own; precise ones, softcap and scales of blocks that tiles do not
+    follow go by other kernels."""
     if not gk._ops.cuda_kernels.default():
         pytest.skip("the library is built without CUDA kernels")
 
@@ -271,7 +273,15 @@ def test_rows_of_the_table():
     assert row((64, 64)) == "sm90a_d64" and row((48, 64), per=3, length=576) == "sm90a_d64_block"
     assert row((64, 64), per=3) == "sm90a_d128_block"  # 768 rows in tiles of 192, and no scale behind row 640
     assert row(per=3) == row((128, 64), per=3, is_causal=True, window_right=5) == "sm90a_d128_block"
-    for other in (row(accumulate="precise"), row((256, 256)), row(softcap=2.0), row(per=3, window_left=50)):
+    assert row((192, 128)) == "sm90a_d192" and row((256, 256)) == row((64, 208)) == "sm90a_d256"
+    assert row((256, 256), per=3) == row((192, 192), per=3) == "sm90a_d256_block"
+    for other in (
+        row(accumulate="precise"),
+        row((256, 256), accumulate="precise"),
+        row((256, 256), softcap=2.0),
+        row(softcap=2.0),
+        row(per=3, window_left=50),
+    ):
         assert other == "relay"
     assert row(accumulate="precise", length=100) == "sm80_d128"
 

@@ -217,6 +217,24 @@ def test_opcheck_and_compile(device):
         assert_bits(compiled(a), torch_gpukern.grouped_gemm(a, b, e))
 
 
+@pytest.mark.skipif(not ops.cuda_kernels.default(), reason="the library is built without CUDA kernels")
+@pytest.mark.parametrize("dtype, name", ((torch.bfloat16, "bf16"), (torch.float16, "f16")))
+def test_kernels_of_gpus_without_wgmma(dtype, name):
+    def row(a, b):
+        return torch_gpukern.explain("grouped_gemm", a, b, torch.zeros(3, dtype=torch.int32), arch="sm_80")["row"]
+
+    a, b, x = (
+        torch.empty(64, 256, dtype=dtype),
+        torch.empty(3, 256, 128, dtype=dtype),
+        torch.empty(64, 128, dtype=dtype),
+    )
+    assert row(a, b) == f"grouped_gemm_sm80_{name}_128x128_n"
+    assert row(a, b.mT.contiguous().mT) == f"grouped_gemm_sm80_{name}_128x128"
+    assert row(a.mT, x) == f"grouped_gemm_sm80_{name}_128x128_k"
+    assert row(a[:, 1:], b[:, 1:]) == f"grouped_gemm_sm80_any_{name}_128x128"
+    assert row(a.mT.contiguous(), x) == f"grouped_gemm_sm80_any_{name}_128x128_k"
+
+
 def test_fast_sums_are_of_one_scale_along_k(device):
     a, b = (torch.ones(shape, device=device).to(torch.float8_e4m3fn) for shape in ((4, 256), (1, 256, 8)))
     offs, one = torch.tensor([4], dtype=torch.int32, device=device), torch.ones((), device=device)

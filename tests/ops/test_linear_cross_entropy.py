@@ -18,7 +18,8 @@ RULES = {
     "plain": {},
     "all": dict(label_smoothing=0.1, softcap=5.0, logit_scale=0.5, ignore_index=3, weighted=True),
     "smooth": dict(label_smoothing=0.2, logit_scale=2.0),
-    "capped": dict(softcap=3.0, weighted=True),
+    "capped": dict(softcap=3.0, weighted=True, z_loss=0.02),
+    "near 1": dict(z_loss=0.01),
 }
 MODES = {
     "mean": dict(reduction="mean"),
@@ -28,12 +29,18 @@ MODES = {
 }
 
 
-def statement(x, w, target, b=None, *, class_weight=None, softcap=0.0, logit_scale=1.0, low_memory=False, **how):
+def statement(
+    x, w, target, b=None, *, class_weight=None, softcap=0.0, logit_scale=1.0, low_memory=False, z_loss=0.0, **how
+):
     z = F.linear(x, w, b)
     z = (z if z.dtype == torch.float64 else z.float()) * logit_scale
     if softcap:
         z = softcap * torch.tanh(z / softcap)
     loss = F.cross_entropy(z.flatten(0, -2), target.flatten(), class_weight, **how)
+    if z_loss:
+        kept = (target != how.get("ignore_index", -100)).flatten()
+        more = z_loss * z.flatten(0, -2).logsumexp(-1).square() * kept
+        loss = loss + {"none": more, "sum": more.sum()}.get(how.get("reduction"), more.sum() / kept.sum())
     return loss.view(target.shape) if how.get("reduction") == "none" else loss
 
 
@@ -76,7 +83,7 @@ def judge(shape, h, v, dtype, how, device, bias=True, needs=(True, True, True)):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", UNIT, ids=str)
 def test_values(dtype, mode, device, monkeypatch):
-    """More rows than 2 H and fewer; every row at once and some."""
+    """More rows than 4 H and fewer; every row at once and some."""
     for rules in RULES.values():
         judge((3, 11), 16, 50, dtype, rules | MODES[mode], device)
     small_steps(monkeypatch)
@@ -112,7 +119,7 @@ def test_gradcheck(mode, device):
     leaves = [t.requires_grad_() for t in (x, w, b)]
 
     def loss(x, w, b):
-        return gk.linear_cross_entropy(x, w, target, b, label_smoothing=0.1, softcap=3.0, **MODES[mode])
+        return gk.linear_cross_entropy(x, w, target, b, label_smoothing=0.1, softcap=3.0, z_loss=0.1, **MODES[mode])
 
     assert gradcheck(loss, leaves)
     with pytest.raises(NotImplementedError, match="gpukern::linear_cross_entropy: it is not twice differentiable"):
@@ -208,7 +215,7 @@ def test_dynamic_lengths_compile_once(mode, device):
         return graph
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=backend)
-    for rows in (5, 17, 70):  # below and above 2 H
+    for rows in (5, 17, 33, 70):  # up to 2 H, and above
         gen = generator("dynamic", rows)
         x, w, b = (randn(gen, *s, device=device) for s in ((rows, 16), (33, 16), (33,)))
         target = torch.randint(33, (rows,), generator=gen).to(device)
@@ -226,7 +233,7 @@ def test_aot_with_dynamic_lengths(device):
         return gk.linear_cross_entropy(x, w, target, softcap=4.0)
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
-    for rows in (6, 50):
+    for rows in (6, 50, 150):
         gen = generator("aot", rows)
         x, w = (randn(gen, *s, dtype=torch.bfloat16, device=device) for s in ((rows, 16), (33, 16)))
         target = torch.randint(33, (rows,), generator=gen).to(device)
@@ -264,6 +271,7 @@ def call(**changes):
         (dict(label_smoothing=1.5), "label_smoothing must be between 0 and 1, got 1.5"),
         (dict(softcap=-1.0), "softcap must be 0"),
         (dict(logit_scale=float("inf")), "logit_scale must be finite, got inf"),
+        (dict(z_loss=float("nan")), "z_loss must be finite, got nan"),
         (dict(reduction="max"), "reduction must be none, mean or sum, got 'max'"),
         (dict(class_weight=torch.ones(5, requires_grad=True)), "class_weight requires a gradient and has none"),
     ],
@@ -307,13 +315,15 @@ print(peak() - before)
 def test_memory_of_the_cpu(m, h, v, low):
     """What the docstring states, beside 2 (M + V) H of results; torch keeps 6 M V bytes and more."""
     used = int(run_python(PEAK.format(m=m, h=h, v=v, low=low)).stdout)
-    extra = 4 * m * h + (512 << 20) if low else min(2 * m * v, 4 * v * h) + 2 * m * h + (256 << 20)
+    extra = 4 * m * h + (512 << 20) if low else min(2 * m * v, 8 * v * h) + 2 * m * h + (256 << 20)
     assert used <= 2 * (m + v) * h + extra + (16 << 20)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("low", (False, True))
-@pytest.mark.parametrize(("m", "h", "v"), ((4096, 1024, 64000), (8192, 4096, 32000), (512, 2048, 128000)))
+@pytest.mark.parametrize(
+    ("m", "h", "v"), ((4096, 1024, 64000), (8192, 1024, 64000), (8192, 4096, 32000), (512, 2048, 128000))
+)
 def test_memory_of_cuda(m, h, v, low):
     x = torch.randn(m, h, device="cuda").bfloat16().requires_grad_()
     w = (torch.randn(v, h, device="cuda") / 16).bfloat16().requires_grad_()
@@ -324,7 +334,7 @@ def test_memory_of_cuda(m, h, v, low):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         gk.linear_cross_entropy(x, w, target, low_memory=low).backward()
-    extra = 4 * m * h + (512 << 20) if low else min(2 * m * v, 4 * v * h) + 2 * m * h + (256 << 20)
+    extra = 4 * m * h + (512 << 20) if low else min(2 * m * v, 8 * v * h) + 2 * m * h + (256 << 20)
     assert torch.cuda.max_memory_allocated() - before <= 2 * (m + v) * h + extra
 
 

@@ -301,13 +301,15 @@ def test_cross_entropy(n, dtype, device):
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     weight = torch.rand(n, generator=gen).to(device, wide)
 
-    def statement(weight=None, softcap=0.0, **more):
+    def statement(weight=None, softcap=0.0, z_loss=0.0, **more):
         def loss(x):
             x = x.to(torch.promote_types(x.dtype, wide))
             if softcap:
                 x = softcap * torch.tanh(0.5 * x / softcap)
             w = None if weight is None else weight.to(x.dtype)
             out = F.cross_entropy(x.flatten(0, 1), target.flatten(), w, **more)
+            if z_loss:
+                out = out + z_loss * x[target >= 0].logsumexp(-1).square().mean()
             return out.view(target.shape) if more.get("reduction") == "none" else out
 
         return loss
@@ -319,6 +321,12 @@ def test_cross_entropy(n, dtype, device):
     judged(
         lambda x: gk.cross_entropy(x, target, weight=weight, softcap=4.0, logit_scale=0.5, label_smoothing=0.1),
         statement(weight, softcap=4.0, label_smoothing=0.1),
+        (logits,),
+        size,
+    )
+    judged(
+        lambda x: gk.cross_entropy(x, target, weight=weight, z_loss=0.01),
+        statement(weight, z_loss=0.01),
         (logits,),
         size,
     )
@@ -360,6 +368,103 @@ def test_cross_entropy_gradient_of_16_bits_beside_float32_logits(n, device):
         torch.ops.gpukern.cross_entropy_bwd.out(given[0], logits.bfloat16(), *given[2:], out=logits.clone())
     with pytest.raises(ValueError, match="dlogits shares memory with logits"):
         torch.ops.gpukern.cross_entropy_bwd.out(*given, out=logits.view(torch.bfloat16).view(-1)[: 9 * n].view(9, n))
+
+
+@pytest.mark.parametrize("n", (1, 7, 1000, 4096, 16384, 32000, 40001, 65536, 151936, 212992, 213000))
+def test_cross_entropy_and_its_gradient_at_once(n, device):
+    """The losses and gradients of the two ops, also over the logits themselves; ignored rows are not read."""
+    if n > 70000 and torch.device(device).type == "cpu":
+        pytest.skip("one way on the CPU")
+    gen = generator("at once", n)
+    logits, target = 3 * randn(gen, 5, n, device=device), torch.randint(n, (5,), generator=gen).to(device)
+    weight = torch.rand(n, generator=gen).to(device)
+    target[0], target[2] = n - 1, -100
+    logits[2] = math.nan
+    ops = torch.ops.gpukern
+    for rules in (
+        (weight, -100, 0.0, 0.0, 0.5, 0.01),
+        (None, -100, 0.1, 0.0, 1.0),
+        (weight, -100, 0.1, 4.0, 1.0, 0.01),
+    ):
+        want, want_lse = ops.cross_entropy(logits, target, *rules)
+        want_grad = ops.cross_entropy_bwd(torch.ones_like(want), logits, target, want_lse, *rules)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            loss, lse = torch.empty_like(want), torch.empty_like(want)
+            grad = torch.full_like(logits, math.nan, dtype=dtype)
+            ops.cross_entropy_grad(logits, target, loss, lse, grad, *rules)
+            torch.testing.assert_close(loss, want, rtol=2e-6, atol=2e-6)
+            torch.testing.assert_close(lse, want_lse, rtol=2e-6, atol=2e-6)
+            wide = dtype == torch.float32
+            torch.testing.assert_close(
+                grad.float(), want_grad, rtol=1e-5 if wide else 1e-2, atol=1e-8 if wide else 1e-7
+            )
+            assert (grad[2] == 0).all() and loss[2] == 0
+        over = logits.clone()
+        ops.cross_entropy_grad(over, target, loss, lse, over, *rules)
+        torch.testing.assert_close(over, want_grad, rtol=1e-5, atol=1e-8)
+    halves = logits.bfloat16()
+    grad = torch.empty_like(halves)
+    ops.cross_entropy_grad(halves, target, loss, lse, grad, *rules)
+    assert torch.equal(grad, ops.cross_entropy_bwd(torch.ones_like(lse), halves, target, lse, *rules))
+
+
+def test_cross_entropy_and_its_gradient_at_once_of_many_rows(device):
+    """More rows than blocks hold targets of; runs of ignored rows."""
+    rows, n = (90000, 4096) if torch.device(device).type == "cuda" else (300, 4096)
+    logits = torch.randn(rows, n, device=device)
+    target = torch.arange(rows, device=device) % n
+    target[rows // 4 : rows // 2] = -100
+    target[::3] = -100
+    loss, lse = torch.empty(2, rows, device=device)
+    grad = torch.full((rows, n), math.nan, dtype=torch.bfloat16, device=device)
+    torch.ops.gpukern.cross_entropy_grad(logits, target, loss, lse, grad)
+    want, want_lse = torch.ops.gpukern.cross_entropy(logits, target)
+    torch.testing.assert_close(loss, want, rtol=2e-6, atol=2e-6)
+    assert (grad[target < 0] == 0).all() and (grad[target >= 0].float().sum(-1).abs() < 0.02).all()
+    assert grad.isfinite().all()
+
+
+def test_cross_entropy_and_its_gradient_at_once_refuses(device):
+    logits, target = torch.ones(3, 8, device=device), torch.zeros(3, dtype=torch.long, device=device)
+    loss, lse = torch.empty(2, 3, device=device)
+
+    def refused(text, **changes):
+        given = dict(logits=logits, target=target, loss=loss, lse=lse, dlogits=torch.empty_like(logits)) | changes
+        with pytest.raises((ValueError, NotImplementedError), match=f"gpukern::cross_entropy_grad: {text}"):
+            torch.ops.gpukern.cross_entropy_grad(**given)
+
+    refused("dlogits must be float32, got float64", dlogits=logits.double())
+    refused(r"loss must have shape \[3\], got \[2\]", loss=loss[:2])
+    refused("lse shares memory with loss", lse=loss)
+    refused(
+        "dlogits shares memory with loss or lse",
+        loss=(held := torch.empty(27, device=device))[:3],
+        dlogits=held[:24].view(3, 8),
+    )
+    refused("it has no backward", logits=logits.clone().requires_grad_())
+    refused("z_loss must be finite, got inf", z_loss=math.inf)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float64), ids=str)
+def test_cross_entropy_gradient_of_some_classes(dtype, device):
+    """Classes at a time, with lse of all of them: the same gradient."""
+    gen = generator("some classes", str(dtype))
+    logits, target = (
+        randn(gen, 6, 4104, dtype=dtype, device=device),
+        torch.randint(4104, (6,), generator=gen).to(device),
+    )
+    target[3] = -100
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    for weight, smoothing in ((torch.rand(4104, generator=gen).to(device, wide), 0.1), (None, 0.2), (None, 0.0)):
+        rules = weight, -100, smoothing, 3.0, 0.7, 0.01
+        loss, lse = torch.ops.gpukern.cross_entropy(logits, target, *rules)
+        want = torch.ops.gpukern.cross_entropy_bwd(loss, logits, target, lse, *rules)
+        for begin, end in ((0, 1000), (1000, 1003), (1003, 4104)):
+            part = torch.ops.gpukern.cross_entropy_bwd(loss, logits[:, begin:end], target, lse, *rules, begin, 4104)
+            torch.testing.assert_close(part, want[:, begin:end], rtol=1e-5, atol=1e-9)
+    for first, classes in ((-1, 4104), (1, 4104), (0, 4000)):
+        with pytest.raises(ValueError, match="logits are 4104 classes from first_class"):
+            torch.ops.gpukern.cross_entropy_bwd(loss, logits, target, lse, *rules, first, classes)
 
 
 def test_cross_entropy_refuses_an_unknown_reduction():

@@ -101,6 +101,15 @@ def test_opcheck_and_compile(device):
         assert_bits(compiled(x), torch_gpukern.sparse_gemm(x, values, meta))
 
 
+@pytest.mark.skipif(not ops.cuda_kernels.default(), reason="the library is built without CUDA kernels")
+def test_kernels_of_gpus_without_wgmma():
+    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "f16"), (torch.int8, "i8")):
+        for m, k, row in ((3, 512, "64x32"), (2048, 512, "128x128"), (2048, 36, None)):
+            values, meta = torch.empty(4096, k // 2).to(dtype), torch.zeros(4096, -(-k // 8), dtype=torch.uint8)
+            told = torch_gpukern.explain("sparse_gemm", torch.empty(m, k).to(dtype), values, meta, arch="sm_86")["row"]
+            assert told == (f"sparse_gemm_sm80_{name}_{row}" if row else f"sparse_gemm_plain_{name}")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_several_tiles_a_block(dtype):

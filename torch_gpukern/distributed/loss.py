@@ -40,6 +40,7 @@ def vocab_parallel_linear_cross_entropy(
     softcap: float = 0.0,
     logit_scale: float = 1.0,
     reduction: Reduction = "mean",
+    z_loss: float = 0.0,
 ) -> Tensor:
     """`linear_cross_entropy` of a weight whose rows, the classes, are cut over ranks; no rank sees another's logits.
 
@@ -51,7 +52,7 @@ def vocab_parallel_linear_cross_entropy(
             `linear_cross_entropy` with low_memory.
         bias: [V of this rank], x's dtype.
         classes: V of the whole; needed where the ranks have unequal numbers of classes.
-        ignore_index, label_smoothing, softcap, logit_scale, reduction: as for `linear_cross_entropy`.
+        ignore_index, label_smoothing, softcap, logit_scale, reduction, z_loss: as for `linear_cross_entropy`.
 
     Returns:
         [] or, without a reduction, [...]: float32 (float64 with float64), the same bits on every rank.
@@ -70,7 +71,13 @@ def vocab_parallel_linear_cross_entropy(
     group = process_group(group)
     if reduction not in get_args(Reduction):
         refuse(group, _NAME, x.device, f"reduction must be none, mean or sum, got '{reduction}'")
-    rules = dict(ignore_index=ignore_index, label_smoothing=label_smoothing, softcap=softcap, logit_scale=logit_scale)
+    rules = dict(
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        z_loss=z_loss,
+    )
     if group.size() == 1:
         return linear_cross_entropy(x, weight, target, bias, **rules, reduction=reduction, low_memory=True)
     precision = "tf32" if x.is_cuda and x.dtype == torch.float32 and _torch_allows_tf32() else "ieee"
@@ -83,7 +90,10 @@ def vocab_parallel_linear_cross_entropy(
 
 # ---- the ops ----------------------------------------------------------------------------------------
 
-_RULES = "int ignore_index, float label_smoothing, float softcap, float logit_scale, str fp32_precision, SymInt classes, str group"
+_RULES = (
+    "int ignore_index, float label_smoothing, float softcap, float logit_scale, float z_loss, str fp32_precision, "
+    "SymInt classes, str group"
+)
 library.define(
     f"vocab_parallel_lce_fwd(Tensor x, Tensor weight, Tensor target, Tensor? bias, {_RULES}) -> (Tensor loss, Tensor lse)"
 )
@@ -145,8 +155,10 @@ def _check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
         )
 
 
-def _fwd(x, weight, target, bias, ignore_index, label_smoothing, softcap, logit_scale, fp32_precision, classes, group):
-    rules = chunks.Rules(None, ignore_index, label_smoothing, softcap, logit_scale, fp32_precision)
+def _fwd(
+    x, weight, target, bias, ignore_index, label_smoothing, softcap, logit_scale, z_loss, fp32_precision, classes, group
+):
+    rules = chunks.Rules(None, ignore_index, label_smoothing, softcap, logit_scale, z_loss, fp32_precision)
     ranks, first, whole = _begin(x, weight, target, bias, rules, classes, group)
     flat = target.reshape(-1)
     mine = chunks.part_of_rows(x.reshape(flat.numel(), x.shape[-1]), weight, flat, bias, rules, first)
@@ -156,6 +168,8 @@ def _fwd(x, weight, target, bias, ignore_index, label_smoothing, softcap, logit_
     loss = lse - (1 - label_smoothing) * own if label_smoothing else lse - own
     for total in logits:
         loss = loss - (label_smoothing / whole) * total
+    if z_loss:
+        loss = loss + z_loss * lse.square()
     kept = flat != ignore_index
     loss = loss.masked_fill(~kept, 0)
     if x.is_cuda:
@@ -164,10 +178,10 @@ def _fwd(x, weight, target, bias, ignore_index, label_smoothing, softcap, logit_
 
 
 def _bwd(
-    grad_loss, x, weight, target, lse, bias, ignore_index, label_smoothing, softcap, logit_scale, fp32_precision, classes, group,
-    need_x, need_weight, need_bias,
+    grad_loss, x, weight, target, lse, bias, ignore_index, label_smoothing, softcap, logit_scale, z_loss, fp32_precision, classes,
+    group, need_x, need_weight, need_bias,
 ):  # fmt: skip
-    rules = chunks.Rules(None, ignore_index, label_smoothing, softcap, logit_scale, fp32_precision)
+    rules = chunks.Rules(None, ignore_index, label_smoothing, softcap, logit_scale, z_loss, fp32_precision)
     ranks = Ranks(group)  # they agreed in the forward
     first, whole = _own_classes(weight, ranks, classes)
     flat = target.reshape(-1)

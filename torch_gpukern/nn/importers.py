@@ -184,9 +184,10 @@ def from_compressed_tensors(
 
     Args:
         weight: float8_e4m3fn [N, K].
-        weight_scale: [] or [1], [N] or [N, 1], or [ceil(N / 128), ceil(K / 128)] (blocks), floating.
+        weight_scale: [] or [1], [N] or [N, 1], or [ceil(N / 128), ceil(K / 128)] (blocks), floating; or the powers of two of MXFP8,
+            uint8 or float8_e8m0fnu [N, ceil(K / 32)].
         input_scale: [] or [1]: the scale of activations (static); None: they have their own as they come, of a row, beside blocks of
-            1x128.
+            1x128, beside MXFP8 of 1x32.
         bias: [N].
 
     Raises:
@@ -195,9 +196,13 @@ def from_compressed_tensors(
     who = "from_compressed_tensors"
     _check(who, "weight", weight, E4M3, tuple(weight.shape[:2]))
     n, k = weight.shape
-    scale, blocks = weight_scale.float(), (ceil_div(n, 128), ceil_div(k, 128))
+    blocks, thirties = (ceil_div(n, 128), ceil_div(k, 128)), (n, ceil_div(k, 32))
+    is_mx = weight_scale.dtype in (torch.uint8, torch.float8_e8m0fnu) and weight_scale.shape == thirties
+    scale = weight_scale.float()
     tensors = {"weight_codes": weight.detach().contiguous()}
-    if scale.numel() == 1 and scale.dim() <= 2:
+    if is_mx:
+        recipe, tensors["weight_scale"] = "mxfp8", weight_scale.contiguous().view(torch.float8_e8m0fnu)
+    elif scale.numel() == 1 and scale.dim() <= 2:
         recipe, tensors["weight_scale"] = "fp8", scale.reshape(1, 1).expand(n, 1).contiguous()
     elif scale.shape in ((n,), (n, 1)):
         recipe, tensors["weight_scale"] = "fp8", scale.reshape(n, 1).contiguous()
@@ -205,10 +210,11 @@ def from_compressed_tensors(
         recipe, tensors["weight_scale"] = "fp8-block", scale.contiguous()
     else:
         raise ValueError(
-            f"{who}: weight_scale must have shape [], [1], [{n}], [{n}, 1] or {list(blocks)}, got {list(scale.shape)}"
+            f"{who}: weight_scale must have shape [], [1], [{n}], [{n}, 1] or {list(blocks)}, or as bytes {list(thirties)}, "
+            f"got {list(scale.shape)}"
         )
     if input_scale is not None:
-        if recipe == "fp8-block" or input_scale.numel() != 1:
+        if recipe in ("fp8-block", "mxfp8") or input_scale.numel() != 1:
             raise ValueError(
                 f"{who}: input_scale must be one number and goes with scales of the whole weight or of rows, "
                 f"got {list(input_scale.shape)} beside {list(scale.shape)}"

@@ -137,7 +137,8 @@ def quantize(
 
     =======================  ======================================================================================
     fp8, fp8-block           e4m3 weights and activations, a scale a row or a block, activations' as they come
-    fp8-static               likewise, with one calibrated scale of activations
+    mxfp8                    likewise, with a power of two a 32 (OCP MX), of activations too
+    fp8-static               a scale a row, and one calibrated scale of activations
     int8, int8-static        the same in int8
     w8, w4, w4-zero          int8 or int4 weights, 16-bit activations; w4-zero with zero points
     mxfp4, nvfp4             4-bit floats as OCP MX and NVIDIA group them, 16-bit activations

@@ -165,7 +165,7 @@ class LinearCrossEntropy(torch.nn.Linear):
     Args:
         in_features: H of x [..., H].
         num_classes: V.
-        ignore_index, label_smoothing, softcap, logit_scale, reduction, low_memory: as in `linear_cross_entropy`.
+        ignore_index, label_smoothing, softcap, logit_scale, reduction, low_memory, z_loss: as in `linear_cross_entropy`.
     """
 
     def __init__(
@@ -182,6 +182,7 @@ class LinearCrossEntropy(torch.nn.Linear):
         logit_scale: float = 1.0,
         reduction: Reduction = "mean",
         low_memory: bool = False,
+        z_loss: float = 0.0,
     ):
         super().__init__(in_features, num_classes, bias, device, dtype)
         self.rules = {
@@ -191,6 +192,7 @@ class LinearCrossEntropy(torch.nn.Linear):
             "logit_scale": logit_scale,
             "reduction": reduction,
             "low_memory": low_memory,
+            "z_loss": z_loss,
         }
 
     def forward(self, x: Tensor, target: Tensor | None = None) -> Tensor:

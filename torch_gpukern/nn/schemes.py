@@ -25,6 +25,7 @@ from ..ops import (
     weight_gemm,
 )
 from ..ops.gemm import Activation
+from ..ops.quantize import Granularity
 from ..ops.weight_gemm import decode_weight
 
 __all__ = ["SCHEMES", "Scheme", "prune_2_4"]
@@ -148,16 +149,17 @@ class Scheme(NamedTuple):
 # ---- 8-bit codes of weight and activation ----------------------------------------------------------------
 
 
-def _codes(dtype: torch.dtype, granularity: str, static: bool, text: str) -> Scheme:
-    block = granularity == "block"
+def _codes(dtype: torch.dtype, granularity: Granularity, static: bool, text: str) -> Scheme:
+    """granularity: of the weight."""
 
     def spec(n: int, k: int) -> Spec:
-        scale = (ceil_div(n, 128), ceil_div(k, 128)) if block else (n, 1)
+        scale = {"row": (n, 1), "128x128": (ceil_div(n, 128), ceil_div(k, 128)), "1x32": (n, ceil_div(k, 32))}
+        kept = torch.float8_e8m0fnu if granularity == "1x32" else torch.float32
         more: Spec = {"input_scale": ((), torch.float32)} if static else {}
-        return {"weight_codes": ((n, k), dtype), "weight_scale": (scale, torch.float32), **more}
+        return {"weight_codes": ((n, k), dtype), "weight_scale": (scale[granularity], kept), **more}
 
     def pack(w: Tensor, importance: Tensor | None = None, step: Tensor | None = None) -> Tensors:
-        codes, scale = quantize(w.float(), dtype, "128x128" if block else "row", scale=step)
+        codes, scale = quantize(w.float(), dtype, granularity, scale=step)
         return {"weight_codes": codes, "weight_scale": scale}
 
     def decode(t: Tensors, n: int, k: int, as_dtype: torch.dtype) -> Tensor:
@@ -167,7 +169,7 @@ def _codes(dtype: torch.dtype, granularity: str, static: bool, text: str) -> Sch
         if static:
             codes, scale = quantize(x, dtype, "tensor", scale=t["input_scale"])
         else:
-            codes, scale = quantize(x, dtype, "1x128" if block else "row")
+            codes, scale = quantize(x, dtype, "1x128" if granularity == "128x128" else granularity)
         return scaled_gemm(
             codes,
             t["weight_codes"].mT,
@@ -390,13 +392,14 @@ def _sparse(dtype: torch.dtype, text: str) -> Scheme:
 
 SCHEMES: dict[str, Scheme] = {
     "fp8": _codes(E4M3, "row", False, "e4m3, a scale a row, activations by row as they come"),
-    "fp8-block": _codes(E4M3, "block", False, "e4m3, a scale a 128x128, activations by 1x128 as they come"),
+    "fp8-block": _codes(E4M3, "128x128", False, "e4m3, a scale a 128x128, activations by 1x128 as they come"),
     "fp8-static": _codes(E4M3, "row", True, "e4m3, a scale a row, one calibrated scale of activations"),
     "int8": _codes(torch.int8, "row", False, "int8, a scale a row, activations by row as they come"),
     "int8-static": _codes(torch.int8, "row", True, "int8, a scale a row, one calibrated scale of activations"),
     "w8": _integers("int8", 8, None, "int8 weights, a scale a row"),
     "w4": _integers("int4", 4, 128, "int4 weights, a scale a 128"),
     "w4-zero": _with_zero(128),
+    "mxfp8": _codes(E4M3, "1x32", False, "e4m3, a power of two a 32, activations by 1x32 as they come"),
     "mxfp4": _mxfp4(),
     "nvfp4": _nvfp4(),
     "2:4": _sparse(torch.bfloat16, "bfloat16, two of four"),

@@ -79,8 +79,10 @@ def backward_of(bwd: Op) -> Callable:
     """The backward of define_op by the op `bwd`, whose arguments are those of the forward, its results and their gradients."""
 
     def backward(needs, q, out, grad_out, grad_lse, out_dtype, **kept):
-        out = out.to(q.dtype)
-        grad_out = torch.zeros_like(out) if grad_out is None else grad_out.to(q.dtype)  # None: the loss reads lse alone
+        if grad_out is None:  # the loss reads lse alone
+            grad_out = torch.zeros_like(out)
+        if out_dtype is not None:
+            out, grad_out = out.to(q.dtype), grad_out.to(q.dtype)
         grads = bwd.call_named(
             **kept, q=q, out=out, grad_out=grad_out, grad_lse=grad_lse, deterministic=are_deterministic()
         )

@@ -9,8 +9,9 @@ from torch import Tensor
 from .._library import NAMESPACE
 from . import batching, fakes
 from .define import define_op
+from .in_place import define_in_place
 
-__all__ = ["Reduction", "cross_entropy", "reduce_rows"]
+__all__ = ["Reduction", "cross_entropy", "reduce_rows", "total_weight", "weight_of_mean"]
 
 Reduction = Literal["none", "mean", "sum"]
 
@@ -25,13 +26,15 @@ def cross_entropy(
     softcap: float = 0.0,
     logit_scale: float = 1.0,
     reduction: Reduction = "mean",
+    z_loss: float = 0.0,
 ) -> Tensor:
     """Cross entropy of logits and classes, without a second tensor of the logits' size before the gradient.
 
     In float32 (float64 for float64), with e the label smoothing and w the class weights::
 
         z = logit_scale * logits,  softcap > 0: z = softcap * tanh(logit_scale * logits / softcap)
-        loss = (1 - e) * w[t] * (lse - z[t]) + e / V * sum over c of w[c] * (lse - z[c])
+        lse = log(sum over c of exp(z[c]))
+        loss = (1 - e) * w[t] * (lse - z[t]) + e / V * sum over c of w[c] * (lse - z[c]) + z_loss * lse^2
 
     Args:
         logits: [..., V], float32, bfloat16, float16 or float64; V is 1 or more. Leading dimensions may have any
@@ -44,6 +47,8 @@ def cross_entropy(
         logit_scale: finite.
         reduction: ``"none"``, ``"sum"``, or ``"mean"``, the sum over w[t] of the rows that are not ignored; NaN where
             all are, as in torch.
+        z_loss: 0 (off), or what keeps lse near 0 (PaLM, arXiv:2204.02311, section 5, has 1e-4). As in Liger Kernel class weights and
+            label smoothing leave the term as it is, and a mean divides it by the number of rows that are not ignored.
 
     Returns:
         [] or, without a reduction, [...]: float32 (float64 with float64), also of 16-bit logits.
@@ -55,7 +60,8 @@ def cross_entropy(
         IndexError: a target that is no class. On CUDA that row's loss is NaN, and the error is raised by the next call
             of an op or by `check_errors`.
     """
-    rows, _ = _cross_entropy.call(logits, target, weight, ignore_index, label_smoothing, softcap, logit_scale)
+    weight = weight_of_mean(weight, target, ignore_index, z_loss, reduction)
+    rows, _ = _cross_entropy.call(logits, target, weight, ignore_index, label_smoothing, softcap, logit_scale, z_loss)
     return reduce_rows("cross_entropy", rows, target, weight, ignore_index, reduction)
 
 
@@ -71,6 +77,16 @@ def reduce_rows(
     if reduction == "mean":
         total = total / total_weight(target, weight, ignore_index)
     return total.to(rows.dtype)
+
+
+def weight_of_mean(
+    weight: Tensor | None, target: Tensor, ignore_index: int, z_loss: float, reduction: Reduction
+) -> Tensor | None:
+    """Class weights that add up to the number of rows where a mean has a z_loss, which is divided by that number."""
+    if weight is None or z_loss == 0 or reduction != "mean":
+        return weight
+    rows = (target != ignore_index).sum(dtype=torch.float64)
+    return weight * (rows / total_weight(target, weight, ignore_index)).to(weight.dtype)
 
 
 def total_weight(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
@@ -90,20 +106,17 @@ def _save(needs, args, loss, lse):
     return (args[0], args[1], args[2] if len(args) > 2 else None, lse), {}
 
 
-def _backward(needs, logits, target, weight, lse, grad_loss, grad_lse, **rules):
+def _backward(needs, logits, target, lse, grad_loss, grad_lse, ignore_index, softcap, logit_scale, **rules):
     if grad_loss is None:
         grad_loss = torch.zeros_like(lse)
-    names = ("ignore_index", "label_smoothing", "softcap", "logit_scale")
-    how = {name: rules[name] for name in names}
-    dlogits = _cross_entropy_bwd.call_named(
-        grad_loss=grad_loss, logits=logits, target=target, lse=lse, weight=weight, **how
-    )
+    same = {"ignore_index": ignore_index, "softcap": softcap, "logit_scale": logit_scale}
+    dlogits = _cross_entropy_bwd.call_named(grad_loss=grad_loss, logits=logits, target=target, lse=lse, **same, **rules)
     if grad_lse is not None:  # torch.func makes one of zeros
-        dlogits = dlogits + _of_lse(grad_lse, logits, target, lse, **how).to(dlogits.dtype)
+        dlogits = dlogits + _of_lse(grad_lse, logits, target, lse, **same).to(dlogits.dtype)
     return {"logits": dlogits}
 
 
-def _of_lse(grad_lse, logits, target, lse, ignore_index, softcap, logit_scale, **_):
+def _of_lse(grad_lse, logits, target, lse, ignore_index, softcap, logit_scale):
     """The gradient that comes by lse, which only callers of the op see."""
     z, slope = logits.to(lse.dtype) * logit_scale, logit_scale
     if softcap > 0:
@@ -129,3 +142,5 @@ _cross_entropy = define_op(
     without_gradient=("weight",),
     fold=batching.rows("logits", "target"),
 )
+# The losses and the gradient of their sum in one pass over the logits, into tensors that are given; dlogits may be logits. No gradient.
+define_in_place("cross_entropy_grad", lambda **_: (), ("loss", "lse", "dlogits"))

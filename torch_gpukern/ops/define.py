@@ -61,9 +61,7 @@ def _guard(op: Op) -> None:
             op.refuse_number_gradients(args, kwargs)
             if op.bools:
                 op.refuse_non_bools(args, kwargs)
-            parallel.meet()
-            if op.whole_sequences:
-                parallel.before_attention(op.name)
+            parallel.before(op.name, op.whole_sequences)
             if "out" in kwargs and op.out is not None:
                 return op.out(*args, **kwargs)
             if op.transformed is not None and transforms_active() and _differentiating():
@@ -139,8 +137,8 @@ def define_op(
         symbolic: ``symbolic(**arguments)`` returns empty tensors, one for each result of X_fwd or X, where sizes are symbols
             (fakes.py).
         backward: ``backward(needs, **values)`` returns the gradients by argument name, for those named in the set `needs`
-            at least. values: what `save` kept, `grad_<result>` for each result (None where it has no gradient), and None
-            for those that the call does not return. None where the op has no gradient.
+            at least. values: what `save` kept, the arguments of the call, and of what it did not give the default where backward
+            names it; `grad_<result>` likewise, None where that has no gradient. None where the op has no gradient.
         save: ``save(needs, args, *results)`` returns what backward reads beside the arguments that are no tensors: a tuple
             of tensors (or None), and a dict of the rest by name. needs: for each argument whether its gradient is wanted;
             args without trailing defaults. By default all tensors are kept, arguments and results.

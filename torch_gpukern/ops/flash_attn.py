@@ -12,7 +12,7 @@ from torch import Tensor
 from . import attention, fakes
 from .attn_dropout import seed_of
 from .define import define_op
-from .flash_attn_fp8 import declare, is_fp8, refuse_dropout, refuse_scales, symbolic
+from .flash_attn_fp8 import FP8, declare, refuse_dropout, refuse_scales, symbolic
 from .keywords import refuse_unknown
 from .wrong_types import refuse_non_bool
 
@@ -128,15 +128,17 @@ def flash_attn(
     attention.warn_of_swapped(q, k)
     if return_lse is not False:
         refuse_non_bool(_flash_attn.said, "return_lse", return_lse)
-    rules = is_causal, scale, diagonal, window_left, window_right, softcap, alibi_slopes, sinks
-    bounds = kv_start, kv_end, q_start, out_dtype
-    if is_fp8(q):
-        op = _flash_attn_fp8.all if return_lse else _flash_attn_fp8
+    if getattr(q, "dtype", None) is FP8:
         refuse_dropout("flash_attn", dropout_p)
+        rules = is_causal, scale, diagonal, window_left, window_right, softcap, alibi_slopes, sinks
+        bounds = kv_start, kv_end, q_start, out_dtype
+        op = _flash_attn_fp8.all if return_lse else _flash_attn_fp8
         return op.call(q, k, v, *rules, *bounds, q_scale, k_scale, v_scale, v_mean, accumulate)
-    refuse_scales("flash_attn", q, q_scale, k_scale, v_scale, v_mean, accumulate)
+    if accumulate != "auto" or not (q_scale is k_scale is v_scale is v_mean is None):
+        refuse_scales("flash_attn", q, q_scale, k_scale, v_scale, v_mean, accumulate)
     op = _flash_attn.all if return_lse else _flash_attn
-    return op.call(q, k, v, *rules, *bounds, dropout_p, seed_of("flash_attn", q, dropout_p, dropout_seed))
+    return op.call(q, k, v, is_causal, scale, diagonal, window_left, window_right, softcap, alibi_slopes, sinks, kv_start, kv_end,
+                   q_start, out_dtype, dropout_p, seed_of("flash_attn", q, dropout_p, dropout_seed))  # fmt: skip
 
 
 # ---- fake functions ------------------------------------------------------------------------------

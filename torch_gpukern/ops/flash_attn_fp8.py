@@ -10,17 +10,13 @@ from .._library import NAMESPACE
 from . import attention
 from .define import define_op
 
-__all__ = ["declare", "is_fp8", "refuse_dropout", "refuse_scales", "symbolic", "varlen_symbolic"]
+__all__ = ["FP8", "declare", "refuse_dropout", "refuse_scales", "symbolic", "varlen_symbolic"]
 
-
-def is_fp8(q: Any) -> bool:
-    return getattr(q, "dtype", None) is torch.float8_e4m3fn
+FP8 = torch.float8_e4m3fn
 
 
 def refuse_scales(name: str, q: Any, q_scale: Any, k_scale: Any, v_scale: Any, v_mean: Any, accumulate: Any) -> None:
-    """ValueError where a call of other dtypes gives what goes with float8_e4m3fn alone: scales, v_mean, accumulate."""
-    if accumulate == "auto" and q_scale is None and k_scale is None and v_scale is None and v_mean is None:
-        return
+    """ValueError where a call of other dtypes gives what goes with float8_e4m3fn alone: scales and v_mean; accumulate it must know."""
     given = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "v_mean": v_mean}
     for argument, x in given.items():
         if x is not None:

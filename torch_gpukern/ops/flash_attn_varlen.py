@@ -12,7 +12,7 @@ from torch import Tensor
 from . import attention, fakes
 from .attn_dropout import seed_of
 from .define import define_op
-from .flash_attn_fp8 import declare, is_fp8, refuse_dropout, refuse_scales, varlen_symbolic
+from .flash_attn_fp8 import FP8, declare, refuse_dropout, refuse_scales, varlen_symbolic
 from .keywords import refuse_unknown
 from .wrong_types import refuse_non_bool
 
@@ -107,15 +107,18 @@ def flash_attn_varlen(
         refuse_unknown(flash_attn_varlen, unknown)
     if return_lse is not False:
         refuse_non_bool(_flash_attn_varlen.said, "return_lse", return_lse)
-    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    rules = is_causal, scale, window_left, window_right, softcap, alibi_slopes, sinks, out_dtype
-    if is_fp8(q):
-        op = _flash_attn_varlen_fp8.all if return_lse else _flash_attn_varlen_fp8
+    if getattr(q, "dtype", None) is FP8:
         refuse_dropout("flash_attn_varlen", dropout_p)
+        lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        rules = is_causal, scale, window_left, window_right, softcap, alibi_slopes, sinks, out_dtype
+        op = _flash_attn_varlen_fp8.all if return_lse else _flash_attn_varlen_fp8
         return op.call(q, k, v, *lengths, *rules, q_scale, k_scale, v_scale, v_mean, accumulate)
-    refuse_scales("flash_attn_varlen", q, q_scale, k_scale, v_scale, v_mean, accumulate)
+    if accumulate != "auto" or not (q_scale is k_scale is v_scale is v_mean is None):
+        refuse_scales("flash_attn_varlen", q, q_scale, k_scale, v_scale, v_mean, accumulate)
     op = _flash_attn_varlen.all if return_lse else _flash_attn_varlen
-    return op.call(q, k, v, *lengths, *rules, dropout_p, seed_of("flash_attn_varlen", q, dropout_p, dropout_seed))
+    return op.call(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, scale, window_left, window_right,
+                   softcap, alibi_slopes, sinks, out_dtype, dropout_p,
+                   seed_of("flash_attn_varlen", q, dropout_p, dropout_seed))  # fmt: skip
 
 
 # ---- fake functions ------------------------------------------------------------------------------

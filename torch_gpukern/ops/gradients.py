@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The autograd.Functions of an op, from what define_op declares: one for a call, one for torch.func's transforms."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
@@ -29,15 +30,8 @@ def differentiate(
     without_gradient: Sequence[str],
 ) -> None:
     """Sets differentiate and transformed of `door`, which is op or op.all; the rest is what define_op was given."""
-    rules = _Rules(op.all, backward, save, saved)
-    refused = [(op.names.index(n), n) for n in without_gradient]
+    rules = _Rules(op.all, backward, save, saved, without_gradient)
     first = door is not op.all
-
-    def refuse_gradients(args: Sequence) -> None:
-        for i, name in refused:
-            if i < len(args) and args[i] is not None and args[i].requires_grad:
-                raise ValueError(f"{door.said}: {name} requires a gradient and has none; pass {name}.detach()")
-
     fast = of_all = _fast(rules, first and reads_all is None, op.all.below)
     if reads_all is not None:
         # What backward reads is a result of the Function, though not of the call: so it has a history where a gradient is
@@ -49,16 +43,11 @@ def differentiate(
 
     slow = _with_setup_context(door, rules)
 
-    def call(*args):
-        refuse_gradients(args)
-        return fast(*args)
-
     def transformed(*args):
-        refuse_gradients(args)
         results = slow.apply(*args)
         return results[0] if first else results
 
-    door.differentiate, door.transformed = call if refused else fast, transformed
+    door.differentiate, door.transformed = fast, transformed
 
 
 class _Rules:
@@ -66,8 +55,16 @@ class _Rules:
     are looked up here, for each number of arguments that a call may have.
     """
 
-    def __init__(self, op: Op, backward: Callable, save: Callable | None, saved: Sequence[str]):
+    def __init__(
+        self,
+        op: Op,
+        backward: Callable,
+        save: Callable | None,
+        saved: Sequence[str],
+        without_gradient: Sequence[str],
+    ):
         self.op, self.backward, self.save = op, backward, save
+        self.refused = [(op.places[n], n) for n in without_gradient]
         counts = range(len(op.names) + 1)
         self.tensors = [_getter(i for i in op.tensors if i < n) for n in counts]
         self.others = [_getter(i for i in range(n) if i not in op.tensors) for n in counts]
@@ -75,12 +72,16 @@ class _Rules:
         self.other_names = tuple(n for n in op.names if n not in tensor_names)
         self.saved = tuple(saved) or (*op.results, *tensor_names)
         self.grad_names = tuple(f"grad_{r}" for r in op.results)
-        self.defaults = dict(zip(op.names, op.defaults, strict=True)) | dict.fromkeys(self.grad_names)
+        every = dict(zip(op.names, op.defaults, strict=True)) | dict.fromkeys(self.grad_names)
+        self.defaults = {name: every[name] for name in inspect.signature(backward).parameters if name in every}
         self.needs: dict[tuple[bool, ...], frozenset[str]] = {}
 
     def keep(self, ctx: Any, args: Sequence, results: Sequence[Tensor]) -> None:
         """args: without trailing defaults."""
         n = len(args)
+        for i, name in self.refused:
+            if i < n and ctx.needs_input_grad[i]:
+                raise ValueError(f"{self.op.said}: {name} requires a gradient and has none; pass {name}.detach()")
         if isinstance(results, Tensor):  # of an op that returns one
             results = (results,)
         if self.save is None:
@@ -93,7 +94,8 @@ class _Rules:
     def gradients(self, ctx: Any, grads: Sequence[Tensor | None]) -> tuple:
         values = self.defaults.copy()
         values.update(zip(self.saved, ctx.saved_tensors, strict=False))
-        values.update(zip(self.other_names, ctx.others, strict=False))
+        if ctx.others:
+            values.update(zip(self.other_names, ctx.others, strict=False))
         values.update(zip(self.grad_names, grads, strict=False))
         if self.save is not None:
             values.update(ctx.more)

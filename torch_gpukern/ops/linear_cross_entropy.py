@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._library import NAMESPACE, is_grad_enabled, library
 from . import linear_cross_entropy_chunks as chunks
-from .cross_entropy import Reduction, reduce_rows, total_weight
+from .cross_entropy import Reduction, reduce_rows, total_weight, weight_of_mean
 from .define import define_op
 from .gemm import _torch_allows_tf32
 from .wrong_types import refuse_non_bool
@@ -32,6 +32,7 @@ def linear_cross_entropy(
     logit_scale: float = 1.0,
     reduction: Reduction = "mean",
     low_memory: bool = False,
+    z_loss: float = 0.0,
 ) -> Tensor:
     """Cross entropy of a linear layer's results, without the logits in memory.
 
@@ -44,7 +45,7 @@ def linear_cross_entropy(
         target: [...] int64, classes in [0, V) or ignore_index.
         bias: [V], x's dtype.
         class_weight: [V] float32 (float64 with float64), `cross_entropy`'s weight.
-        ignore_index, label_smoothing, softcap, logit_scale: as in `cross_entropy`.
+        ignore_index, label_smoothing, softcap, logit_scale, z_loss: as in `cross_entropy`.
         reduction: ``"mean"``, ``"sum"``, or ``"none"``; as in `cross_entropy`.
         low_memory: keeps nothing for backward but the inputs and a float32 number a row; backward computes the logits again.
             So does reduction ``"none"``.
@@ -57,7 +58,7 @@ def linear_cross_entropy(
 
     Memory beyond arguments and results, of M rows, b bytes a number (2 in bfloat16), forward and backward, at most::
 
-        mean, sum               min(b M V, 4 V H) + b M H + 256 MiB     6 M H V FLOPs
+        mean, sum               min(b M V, 8 V H) + b M H + 256 MiB     6 M H V FLOPs
         low_memory or none      4 M H + 512 MiB                         8 M H V FLOPs
 
     The first needs b M H + 256 MiB where weight requires no gradient, and 256 MiB where nothing does.
@@ -75,7 +76,8 @@ def linear_cross_entropy(
     if reduction not in get_args(Reduction):
         raise ValueError(f"{_NAME}: reduction must be none, mean or sum, got '{reduction}'")
     tf32 = getattr(x, "is_cuda", False) and x.dtype == torch.float32 and _torch_allows_tf32()
-    rules = (class_weight, ignore_index, label_smoothing, softcap, logit_scale, "tf32" if tf32 else "ieee")
+    class_weight = weight_of_mean(class_weight, target, ignore_index, z_loss, reduction)
+    rules = (class_weight, ignore_index, label_smoothing, softcap, logit_scale, z_loss, "tf32" if tf32 else "ieee")
     refuse_non_bool(_NAME, "low_memory", low_memory)
     if low_memory or reduction == "none":
         loss, _ = _rows.call(x, weight, target, bias, *rules)
@@ -86,13 +88,13 @@ def linear_cross_entropy(
 
 # ---- schemas ---------------------------------------------------------------------------------------
 
-_RULES = "Tensor? class_weight, int ignore_index, float label_smoothing, float softcap, float logit_scale, str fp32_precision"
+_RULES = "Tensor? class_weight, int ignore_index, float label_smoothing, float softcap, float logit_scale, float z_loss, str fp32_precision"
 _NEEDS = "bool need_x, bool need_weight, bool need_bias"
 
 library.define(
     "linear_cross_entropy(Tensor x, Tensor weight, Tensor target, Tensor? bias=None, *, Tensor? class_weight=None, "
     "int ignore_index=-100, float label_smoothing=0.0, float softcap=0.0, float logit_scale=1.0, str reduction='mean', "
-    "bool low_memory=False) -> Tensor"
+    "bool low_memory=False, float z_loss=0.0) -> Tensor"
 )
 library.define(
     f"linear_cross_entropy_fwd(Tensor x, Tensor weight, Tensor target, Tensor? bias, {_RULES}, str reduction, {_NEEDS}) "
@@ -123,7 +125,7 @@ def _dtype(x: torch.dtype) -> str:
     return str(x).removeprefix("torch.")
 
 
-def _check(x, weight, target, bias, class_weight, label_smoothing, softcap, logit_scale, **_) -> None:
+def _check(x, weight, target, bias, class_weight, label_smoothing, softcap, logit_scale, z_loss, **_) -> None:
     """Shapes, dtypes, devices and values; of symbols these are guards."""
     _require(x.dim() >= 1, f"x must have at least 1 dimension, got {x.dim()}")
     _require(x.dtype in chunks.FLOATS, f"x must be float32, bfloat16, float16 or float64, got {_dtype(x.dtype)}")
@@ -159,6 +161,7 @@ def _check(x, weight, target, bias, class_weight, label_smoothing, softcap, logi
         f"softcap must be 0 (off) or a positive finite number, got {softcap:g}",
     )
     _require(math.isfinite(logit_scale), f"logit_scale must be finite, got {logit_scale:g}")
+    _require(math.isfinite(z_loss), f"z_loss must be finite, got {z_loss:g}")
 
 
 def _check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
@@ -200,7 +203,7 @@ def _scalar_kernel(x, weight, target, bias, *more):
 
 def _scalar_bwd_kernel(grad_loss, factor, dx, kept, dbias, x, fp32_precision):
     flat = x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.reshape(math.prod(x.shape[:-1]), 0)
-    rules = chunks.Rules(None, 0, 0.0, 0.0, 1.0, fp32_precision)
+    rules = chunks.Rules(None, 0, 0.0, 0.0, 1.0, 0.0, fp32_precision)
     made, dweight, dbias = chunks.scaled(factor * grad_loss, dx, kept, dbias, flat, rules)
     return made, dweight, dbias
 
@@ -286,21 +289,11 @@ def _rows_save(needs, args, loss, lse):
     return (x, weight, target, bias, class_weight, lse), {}
 
 
-def _rows_backward(needs, x, weight, target, bias, class_weight, lse, grad_loss, grad_lse, **rules):
+def _rows_backward(needs, grad_loss, grad_lse, **kept):
     if grad_lse is not None and grad_loss is not None:  # of callers of the op; torch.func makes one of zeros
         raise NotImplementedError(f"{_NAME}: lse has no gradient")
-    names = ("ignore_index", "label_smoothing", "softcap", "logit_scale", "fp32_precision")
-    dx, dweight, dbias = _rows_bwd.call(
-        grad_loss,
-        x,
-        weight,
-        target,
-        lse,
-        bias,
-        class_weight,
-        *(rules[name] for name in names),
-        *(name in needs for name in ("x", "weight", "bias")),
-    )
+    wanted = {f"need_{name}": name in needs for name in ("x", "weight", "bias")}
+    dx, dweight, dbias = _rows_bwd.call_named(**kept, **wanted, grad_loss=grad_loss)
     return {"x": dx, "weight": dweight, "bias": dbias}
 
 

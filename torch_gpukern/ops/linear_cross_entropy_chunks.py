@@ -5,8 +5,8 @@ x [M, H], weight [V, H], target [M]. z = x weight^T + bias is float32 (float64 o
 again; cross_entropy makes of it its gradient, rounded to x's dtype as dz.
 
 - `scalar`, forward of a mean or a sum, makes the gradients, too: 6 M H V FLOPs. dz has the size of a row's own loss, without the
-  factor 1 / M, so that it does not underflow in float16. All of it is kept where that is not larger than a float32 sum of
-  dweight; else such a sum is kept. Which of the two follows from shapes alone. On CUDA z stands in rows of dz that come later, as
+  factor 1 / M, so that it does not underflow in float16. All of it is kept where that is at most twice as large as a float32 sum of
+  dweight; else such a sum is kept, to which blocks of rows add. Which of the two follows from shapes alone. On CUDA z stands in rows of dz that come later, as
   long as there are enough: the more rows at once, the less often is weight read.
 - `scaled` is its backward: multiplies by the gradient of the loss and rounds.
 - `rows` gives each row's loss, and `rows_backward` computes z again, 8 M H V FLOPs: by classes where dweight is wanted, so that
@@ -14,6 +14,7 @@ again; cross_entropy makes of it its gradient, rounded to x's dtype as dz.
 - `part_of_rows` and `part_of_backward` are those two where weight holds some of the classes, the others being on other ranks.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import NamedTuple
@@ -30,6 +31,7 @@ __all__ = [
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of x and weight
 # Bytes of z at once. On the CPU it should stay near the caches, as long as a product has rows enough to be worth packing weight.
 _CPU_BYTES, _MOST_BYTES, _FEWEST_ROWS = 64 << 20, 128 << 20, 256
+_ALONE_BYTES = 384 << 20  # of it where nothing else of that size is beside it, on CUDA
 _COPY_BYTES = 32 << 20  # of a float32 tensor on the way to a result
 _ALIGNED = 8  # values of 16 bits in front of which a product's result may begin
 
@@ -42,6 +44,7 @@ class Rules(NamedTuple):
     label_smoothing: float
     softcap: float
     logit_scale: float
+    z_loss: float
     fp32_precision: str
 
     @property
@@ -53,20 +56,31 @@ def accumulator(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype is torch.float64 else torch.float32
 
 
+def _rows_of_sum(x: Tensor) -> int:
+    """Rows [., V] of x's dtype that have the bytes of dweight's sum."""
+    return x.shape[-1] * (accumulator(x).itemsize // x.dtype.itemsize)
+
+
 def kept_rows(x: Tensor, rows):
-    """Rows of the buffer [rows, V] in x's dtype that `scalar` keeps where dweight is wanted: dz of all rows, or as many as have
-    the bytes of dweight's sum. rows may be a symbol."""
-    wide = x.shape[-1] * (accumulator(x).itemsize // x.dtype.itemsize)
-    return torch.sym_min(rows, wide)
+    """Rows of the buffer [., V] in x's dtype that `scalar` keeps where dweight is wanted: dz of all rows, where that is at most
+    twice dweight's sum, else that sum. rows may be a symbol, so this is an expression and no branch."""
+    sums = _rows_of_sum(x)
+    return torch.sym_min(rows, 2 * sums) - sums * torch.sym_min(torch.sym_max(rows - 2 * sums, 0), 1)
 
 
-def _rows_at_once(x: Tensor, classes: int, alone: bool = False) -> int:
-    """Rows of z in a buffer, which may be larger where nothing else is beside it."""
+def _rows_at_once(x: Tensor, classes: int, most: int) -> int:
+    """Rows of z in a buffer of so many bytes at most."""
     row = max(1, classes) * accumulator(x).itemsize
-    step = (_MOST_BYTES * 3 // 2 if alone else _MOST_BYTES) // row
+    step = most // row
     if x.device.type == "cpu":
         step = min(step, max(_CPU_BYTES // row, _FEWEST_ROWS))
     return _whole_tiles(step)
+
+
+def _even(size: int, most: int) -> int:
+    """Steps of nearly the same size, of whole tiles, that are `most` at most."""
+    each = -(-size // -(-size // most))
+    return min(most, -(-each // 128) * 128)
 
 
 def _whole_tiles(step: int) -> int:
@@ -77,18 +91,53 @@ def _steps(size: int, step: int):
     return (slice(at, min(at + step, size)) for at in range(0, size, step))
 
 
-def _product(a: Tensor, b: Tensor, out: Tensor, rules: Rules, bias: Tensor | None = None) -> Tensor:
-    ops.gemm.out(a, b, bias, out_dtype=out.dtype, fp32_precision=rules.fp32_precision, out=out)
+def _product(
+    a: Tensor, b: Tensor, out: Tensor, rules: Rules, bias: Tensor | None = None, c: Tensor | None = None
+) -> Tensor:
+    """out = a b + bias + c"""
+    ops.gemm.out(a, b, bias, c=c, out_dtype=out.dtype, fp32_precision=rules.fp32_precision, out=out)
     return out
+
+
+class _Sum:
+    """A sum [n, h] of products, in float32. gemm adds to a product what is elsewhere: each addition moves the sum by `step` rows
+    and back, slice after slice."""
+
+    def __init__(self, like: Tensor, n: int, h: int, rules: Rules) -> None:
+        wide = accumulator(like)
+        self.rules, self.n, self.step = rules, n, max(1, min(n, _COPY_BYTES // max(1, h * wide.itemsize)))
+        self.room = like.new_empty(n + self.step, h, dtype=wide)
+        self.at: int | None = None  # the sum's first row
+
+    @property
+    def value(self) -> Tensor:
+        return self.room[: self.n].zero_() if self.at is None else self.room[self.at : self.at + self.n]
+
+    def add(self, factors: Callable[[slice], tuple[Tensor, Tensor]]) -> None:
+        """factors(rows) -> (a, b), whose product is what these rows of the sum grow by."""
+        to = self.step if self.at == 0 else 0
+        slices = list(_steps(self.n, self.step))
+        for s in reversed(slices) if to else slices:
+            c = None if self.at is None else self.room[s.start + self.at : s.stop + self.at]
+            _product(*factors(s), self.room[s.start + to : s.stop + to], self.rules, c=c)
+        self.at = to
 
 
 def _loss(z: Tensor, target: Tensor, rules: Rules) -> tuple[Tensor, Tensor]:
     return ops.cross_entropy.default(z, target, *rules.of_rows)
 
 
-def _gradient(z: Tensor, grad: Tensor, target: Tensor, lse: Tensor, rules: Rules, out: Tensor) -> Tensor:
-    """dz into out, which may be z, or of 16 bits."""
-    ops.cross_entropy_bwd.out(grad, z, target, lse, *rules.of_rows, out=out)
+def _gradient(
+    z: Tensor, grad: Tensor, target: Tensor, lse: Tensor, rules: Rules, out: Tensor, first: int = 0, classes: int = 0
+) -> Tensor:
+    """dz into out, which may be z, or of 16 bits; z may be of `first` and later ones of `classes`."""
+    ops.cross_entropy_bwd.out(grad, z, target, lse, *rules.of_rows, first, classes, out=out)
+    return out
+
+
+def _loss_and_gradient(z: Tensor, target: Tensor, rules: Rules, loss: Tensor, lse: Tensor, out: Tensor) -> Tensor:
+    """Both in one pass; dz of the sum of losses into out, as above."""
+    ops.cross_entropy_grad.default(z, target, loss, lse, out, *rules.of_rows)
     return out
 
 
@@ -132,18 +181,19 @@ def scalar(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(loss [M], dx [M, H], kept [rows, V], dbias [V]), gradients of the sum of the rows' losses; empty where not needed."""
     (m, h), v, wide = x.shape, weight.shape[0], accumulator(x)
-    step, loss = _rows_at_once(x, v, alone=need_weight or not need_x), x.new_empty(m, dtype=wide)
+    alone = need_weight or not need_x
+    step = _rows_at_once(x, v, _MOST_BYTES * 3 // 2 if alone else _MOST_BYTES)
+    loss, lse = (x.new_empty(m, dtype=wide) for _ in range(2))
     dx = x.new_empty((m, h) if need_x else 0)
     dbias = x.new_zeros(v if need_bias else 0, dtype=wide)
-    kept = x.new_empty((kept_rows(x, m), v) if need_weight else 0)
-    whole = need_weight and kept.shape[0] == m
-    # Rows whose dz is multiplied at once. One block of H rows beside the sum of dweight is as large as dweight, which is not made yet.
-    block = max(1, m) if whole else max(step, h) if need_weight else step
-    total = kept.view(-1).view(wide).view(v, h).zero_() if need_weight and not whole else None
+    whole = need_weight and kept_rows(x, m) == m
+    kept = x.new_empty((m, v) if whole else 0)
+    # Rows whose dz is multiplied at once. One block is as large as the sum of dweight beside it.
+    block = max(1, m) if whole else _even(m, max(step, _rows_of_sum(x))) if need_weight else step
+    total = _Sum(x, v, h, rules) if need_weight and not whole else None
     needed = need_x or need_weight or need_bias
-    if whole and _prefers_many_rows(x):  # dweight, which backward makes beside kept, is as large
+    if need_weight and _prefers_many_rows(x):  # dweight, which backward makes beside kept, is as large
         step = max(step, _whole_tiles(h * x.dtype.itemsize // wide.itemsize))
-    one = x.new_ones((), dtype=wide)
     room = kept if whole else x.new_empty(min(block, m), v) if need_x or need_weight else None
     direct = room is not None and x.dtype is wide  # then z is made where dz is wanted
     buffer = cache(lambda: x.new_empty(min(step, m), v, dtype=wide))
@@ -152,24 +202,19 @@ def scalar(
         dz = None if room is None else room[: xs.shape[0]]
         for s, z in _rooms(dz, xs.shape[0], step, direct, buffer):
             _product(xs[s], weight.mT, z, rules, bias)
-            loss[outer][s], lse = _loss(z, ts[s], rules)
             if not needed:
+                loss[outer][s], _ = _loss(z, ts[s], rules)
                 continue
-            made = _gradient(z, one.expand(lse.shape), ts[s], lse, rules, out=z if dz is None else dz[s])
+            made = _loss_and_gradient(z, ts[s], rules, loss[outer][s], lse[outer][s], z if dz is None else dz[s])
             if need_bias:
                 dbias += made.sum(0, dtype=wide)
         if need_x:
             _product(dz, weight, dx[outer], rules)
         if total is not None:
-            _add_products(total, dz, xs, rules)
+            total.add(lambda s, dz=dz, xs=xs: (dz[:, s].mT, xs))
+    if total is not None:
+        kept = total.value.view(-1).view(x.dtype).view(kept_rows(x, m), v)
     return loss, dx, kept, dbias
-
-
-def _add_products(total: Tensor, dz: Tensor, x: Tensor, rules: Rules) -> None:
-    """total [V, H] += dz^T x, some classes at a time: gemm adds to no tensor in place."""
-    step = max(1, _COPY_BYTES // max(1, total.shape[1] * total.itemsize))
-    for s in _steps(total.shape[0], step):
-        total[s] += _product(dz[:, s].mT, x, torch.empty_like(total[s]), rules)
 
 
 def scaled(
@@ -215,7 +260,7 @@ def rows(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, rules: 
     """(loss, lse), both [M]."""
     m, wide = x.shape[0], accumulator(x)
     loss, lse = (x.new_empty(m, dtype=wide) for _ in range(2))
-    step = _rows_at_once(x, weight.shape[0], alone=True)
+    step = _rows_at_once(x, weight.shape[0], _ALONE_BYTES)
     buffer = x.new_empty(min(step, m), weight.shape[0], dtype=wide)
     for s in _steps(m, step):
         z = _product(x[s], weight.mT, buffer[: s.stop - s.start], rules, bias)
@@ -253,7 +298,7 @@ def rows_backward(
     if need_weight:
         _backward_by_classes(grad, x, weight, target, lse, bias, rules, dx if need_x else None, dweight, dbias, factor)
     else:
-        step = _rows_at_once(x, v)
+        step = _rows_at_once(x, v, _MOST_BYTES)
         buffer = x.new_empty(min(step, m), v, dtype=wide)
         narrow = buffer if x.dtype is wide else x.new_empty(buffer.shape)
         for s in _steps(m, step):
@@ -278,60 +323,25 @@ def _backward_by_classes(
     """
     (m, h), v, wide = x.shape, weight.shape[0], accumulator(x)
     whole = v if classes is None else classes
-    kept = target != rules.ignore_index
-    smooth, w = rules.label_smoothing, rules.class_weight
-    own = grad * (1 - smooth)
-    if w is not None:
-        own = own * w[target.clamp(0, max(v - 1, 0))]
-    spread = grad * (smooth / max(whole, 1))  # of a row's gradient, what every class of weight 1 has
-    own, spread = own.masked_fill(~kept, 0), spread.masked_fill(~kept, 0)
-    sum_weights = float(whole) if w is None else w.sum()
-    both = own + spread * sum_weights if smooth else own
-    lse = lse.masked_fill(~kept, float("inf"))
-    total = None if dx is None else x.new_zeros(m, h, dtype=wide)
-    step = _whole_tiles(_MOST_BYTES // (max(1, m) * wide.itemsize))
+    total = None if dx is None else _Sum(x, m, h, rules)
+    step = _whole_tiles((2 if _prefers_many_rows(x) else 1) * _MOST_BYTES // (max(1, m) * wide.itemsize))
+    room = x.new_empty(m * min(step, v), dtype=wide)
+    narrow = room if x.dtype is wide else x.new_empty(room.shape)
     for s in _steps(v, step):
-        z = _product(
-            x, weight[s].mT, x.new_empty(m, s.stop - s.start, dtype=wide), rules, None if bias is None else bias[s]
-        )
-        if rules.logit_scale != 1:
-            z *= rules.logit_scale
-        slope = None
-        if rules.softcap > 0:
-            z.div_(rules.softcap).tanh_()
-            slope = z.square().neg_().add_(1)
-            z.mul_(rules.softcap)
-        z.sub_(lse[:, None]).exp_().mul_(both[:, None])
-        if smooth:
-            z.addr_(spread, spread.new_ones(z.shape[1]) if w is None else w[s], alpha=-1)
-        column = target - first - s.start
-        here = kept & (column >= 0) & (column < s.stop - s.start)
-        column = column.clamp(0, s.stop - s.start - 1)[:, None]
-        z.scatter_(1, column, z.gather(1, column) - own.masked_fill(~here, 0)[:, None])
-        if slope is not None:
-            z *= slope
-        if rules.logit_scale != 1:
-            z *= rules.logit_scale
-        z.masked_fill_(~kept[:, None], 0)  # an ignored row may hold anything
+        size = m, s.stop - s.start
+        z = room[: math.prod(size)].view(size)
+        _product(x, weight[s].mT, z, rules, None if bias is None else bias[s])
+        dz = _gradient(z, grad, target, lse, rules, narrow[: z.numel()].view(size), first + s.start, whole)
         if dbias.numel():
-            dbias[s] = z.sum(0)
-        dz = z.to(x.dtype)
-        del z, slope
+            dbias[s] = dz.sum(0, dtype=wide)
         if dweight.numel() and factor is None:
             _product(dz.mT, x, dweight[s], rules)
         elif dweight.numel():
             _times_product(dz.mT, x, dweight[s], factor, rules)
         if total is not None:
-            _add_rows(total, dz, weight[s], rules)
+            total.add(lambda rows, dz=dz, w=weight[s]: (dz[rows], w))
     if total is not None:
-        dx.copy_(total if factor is None else total.mul_(factor))
-
-
-def _add_rows(total: Tensor, dz: Tensor, weight: Tensor, rules: Rules) -> None:
-    """total [M, H] += dz weight, some rows at a time."""
-    step = max(1, _COPY_BYTES // max(1, total.shape[1] * total.itemsize))
-    for s in _steps(total.shape[0], step):
-        total[s] += _product(dz[s], weight, torch.empty_like(total[s]), rules)
+        dx.copy_(total.value if factor is None else total.value.mul_(factor))
 
 
 # ---- some of the classes ---------------------------------------------------------------------------
@@ -347,7 +357,7 @@ def part_of_rows(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None,
     if not v:
         found[0] = -torch.inf
         return found
-    step = _rows_at_once(x, v)
+    step = _rows_at_once(x, v, _ALONE_BYTES)
     buffer = x.new_empty(min(step, m), v, dtype=wide)
     none = target.new_zeros(1)  # any class: lse is the same
     for s in _steps(m, step):

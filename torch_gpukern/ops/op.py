@@ -26,7 +26,7 @@ from .._library import (
     ops,
     transforms_active,
 )
-from . import parallel
+from .parallel import before
 from .wrong_types import WrongType, refuse_types
 
 __all__ = ["Op", "has_tangent", "unwrapped"]
@@ -51,10 +51,9 @@ class Op:
         self.names = tuple(a.name for a in arguments)
         self.places = {name: i for i, name in enumerate(self.names)}
         self.required = sum(not a.has_default_value() for a in arguments)
-        self.defaults = tuple(_interned(a.default_value) for a in arguments)
-        # A public function's 0.0 and 1.0 are integers (keywords.keep_defaults_constant).
-        self._said_defaults = tuple(int(d) if d in (0.0, 1.0) and type(d) is float else d for d in self.defaults)
+        self.defaults = tuple(_default(a.default_value) for a in arguments)
         self._named_defaults = dict(zip(self.names, self.defaults, strict=True))
+        self._from_last = tuple((i, self.defaults[i]) for i in reversed(range(self.required, len(arguments))))
         self.results = tuple(r.name for r in self.overload._schema.returns)
         types = [str(a.type) for a in arguments]
         self._types = {a.name: str(a.real_type) for a in arguments}  # ScalarType, where `type` says int
@@ -73,10 +72,10 @@ class Op:
 
     def set_defaults_of(self, public: Callable) -> None:
         """A function that has this op's arguments gets the schema's defaults for its literals, so that `is` finds them."""
-        schema = dict(zip(self.names, self.defaults, strict=True))
 
         def interned(name: str, default: Any) -> Any:
-            return schema[name] if name in schema and schema[name] == default else default
+            ours = self._named_defaults.get(name)
+            return ours if ours == default and type(ours) is type(default) else default
 
         public.__kwdefaults__ = {n: interned(n, d) for n, d in (public.__kwdefaults__ or {}).items()}
 
@@ -101,33 +100,26 @@ class Op:
         return self.call(*args)
 
     def call(self, *args: Any) -> Any:
-        """The op, the shortest way that gives its results.
+        """The op of all its arguments, the shortest way that gives its results.
 
         Where nothing but its Autograd kernel would see the call, that is called here if a gradient is wanted and skipped if
         none is. A compiler that traces, torch.jit.trace, torch.func, autocast, modes and subclasses see the op.
         """
-        for i in self.bools:
-            if args[i] is not True and args[i] is not False:
-                self.refuse_non_bool(i, args[i])
-        if (
-            is_compiling()
-            or forward_ad._current_level >= 0
-            or transforms_active()
-            or jit_trace() is not None
-            or has_torch_function(args)
-        ):
-            self.refuse_number_gradients(args)
-            if not is_compiling():
-                return self._by_the_overload(args)
-            return self.overload(*args)
-        parallel.meet()
-        if self.whole_sequences:
-            parallel.before_attention(self.name)
+        if is_compiling() or forward_ad._current_level >= 0 or transforms_active() or jit_trace() is not None:
+            return self._seen(args)
         # Trailing defaults are left out: the schema fills them in sooner than it reads them.
-        n, required, defaults, said = len(args), self.required, self.defaults, self._said_defaults
-        while n > required and ((x := args[n - 1]) is said[n - 1] or x is defaults[n - 1]):
-            n -= 1
+        n = self.required
+        for place, default in self._from_last:
+            if args[place] is not default:
+                n = place + 1
+                break
         args = args[:n]
+        if has_torch_function(args):
+            return self._seen(args)
+        for i in self.bools:
+            if i < n and args[i] is not True and args[i] is not False:
+                self.refuse_non_bool(i, args[i])
+        before(self.name, self.whole_sequences)
         if is_grad_enabled() and any_requires_grad(*args):
             types = tuple(map(type, args))
             ints = self._served.get(types)
@@ -153,6 +145,14 @@ class Op:
             raise
         finally:
             del guard
+
+    def _seen(self, args: tuple) -> Any:
+        """A call that others than its own kernels see."""
+        for i in self.bools:
+            if i < len(args) and args[i] is not True and args[i] is not False:
+                self.refuse_non_bool(i, args[i])
+        self.refuse_number_gradients(args)
+        return self.overload(*args) if is_compiling() else self._by_the_overload(args)
 
     def _by_the_op(self, types: tuple[type, ...], args: tuple) -> Any:
         """A call of types that the schema has not taken yet: if it refuses them, it does so in the name of the op."""
@@ -207,14 +207,11 @@ class Op:
                 )
 
 
-_known: dict[str | float, Any] = {}
-
-
-def _interned(default: Any) -> Any:
-    """One object for each default, whichever op has it, so that `is` finds it."""
-    if type(default) is str:
-        return sys.intern(default)
-    return _known.setdefault(default, default) if type(default) is float else default
+def _default(x: Any) -> Any:
+    """A default as public functions hand it on: 0.0 and 1.0 as integers (keywords.keep_defaults_constant), a string interned."""
+    if type(x) is float and x in (0.0, 1.0):
+        return int(x)
+    return sys.intern(x) if type(x) is str else x
 
 
 def _fit(args: Sequence, ints: Sequence[int]) -> bool:

@@ -27,8 +27,7 @@ def define(op: Op, symbolic: Callable) -> None:
         if not is_dynamo_compiling():
             op.refuse_number_gradients(args, kwargs)
             op.refuse_non_bools(args, kwargs)
-            if op.whole_sequences:
-                parallel.before_attention(name)
+            parallel.before(name, op.whole_sequences)
         try:
             bare(*args, **kwargs)
         except RuntimeError:

@@ -15,7 +15,7 @@ import torch
 
 from .._library import NAMESPACE
 
-__all__ = ["as_rows", "before_attention", "meet"]
+__all__ = ["as_rows", "before"]
 
 _DTENSOR = "torch.distributed.tensor"
 _modules = sys.modules
@@ -23,10 +23,15 @@ _registered = False
 _usual: Any = None  # the table of a dispatcher outside context_parallel
 
 
-def meet() -> None:
-    """Registers the sharding rules if a DTensor can be among the arguments: it looks like any tensor here."""
-    if not _registered and _DTENSOR in _modules:
+def before(name: str, whole_sequences: bool) -> None:
+    """Before a call of the op `name`. ValueError inside context_parallel, of one that must see whole sequences."""
+    module = _modules.get(_DTENSOR)
+    if module is None:
+        return
+    if not _registered:  # a DTensor, which looks like any tensor here, can be among the arguments
         _register()
+    if whole_sequences:
+        _refuse_part(name, module)
 
 
 def _register() -> None:
@@ -45,12 +50,8 @@ def _register() -> None:
         )
 
 
-def before_attention(name: str) -> None:
-    """ValueError inside context_parallel."""
+def _refuse_part(name: str, module: Any) -> None:
     global _usual
-    module = _modules.get(_DTENSOR)
-    if module is None:
-        return
     try:
         table = module.DTensor._op_dispatcher._custom_op_handlers
     except AttributeError:  # it is being imported

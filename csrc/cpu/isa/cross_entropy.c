@@ -1,16 +1,19 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* cross_entropy: the loss of each row of logits and its gradient, compiled once per ISA.
  *   z = softcap tanh(logit_scale logits / softcap), or logit_scale logits;   lse = log sum exp z
- *   loss = (1 - e) w[t] (lse - z[t]) + e / V (W lse - sum w[c] z[c]),   W = sum w[c]
- *   dz[c] = g (exp(z[c] - lse) ((1 - e) w[t] + e W / V) - (c = t) (1 - e) w[t] - e w[c] / V)
+ *   loss = (1 - e) w[t] (lse - z[t]) + e / V (W lse - sum w[c] z[c]) + z_loss lse^2,   W = sum w[c]
+ *   dz[c] = g (exp(z[c] - lse) ((1 - e) w[t] + e W / V + 2 z_loss lse) - (c = t) (1 - e) w[t] - e w[c] / V)
  * logits, dlogits [M, V] of one dtype (float32, bfloat16, float16), or dlogits of 16 bits beside float32 logits; target [M] int64,
  * w [V], loss, lse [M] float32. A task is a run of rows. A row is read once forward and once backward: blocks of ROW_BLOCK columns
- * have a maximum of their own, and their sums meet in double. No workspace. Not here: float64 (ref/). */
+ * have a maximum of their own, and their sums meet in double; where forward gives dlogits, too, a row's second read is from a cache.
+ * Backward may have some of the columns alone. No workspace. Not here: float64 (ref/). */
+#include "../../gpukern_loss.h"
 #include "rows.h"
 
 typedef struct job {
     const gk_cross_entropy_args *a;
-    const gk_cross_entropy_bwd_args *bwd;
+    const gk_cross_entropy_bwd_args *bwd; /* NULL: the forward pass */
+    gk_loss_more more;                    /* of either pass; dlogits NULL: not wanted */
     int64_t rows, n, each;
     double weights; /* W */
 } job;
@@ -104,54 +107,61 @@ INLINE void fwd_row(const job *j, int64_t row, gk_dtype dtype) {
     const double all = row_lse(&r, j->n, e != 0, &weighted);
     double sum = (1 - e) * weight_at(a->weight, target) * (all - z_at(&r, target));
     if (e != 0) sum += e / (double)j->n * (j->weights * all - weighted);
+    if (j->more.z_loss != 0) sum += j->more.z_loss * all * all;
     *loss = (float)sum, *lse = (float)all;
 }
 
 /* given: dlogits' dtype */
 INLINE void bwd_row(const job *j, int64_t row, gk_dtype dtype, gk_dtype given) {
     const gk_cross_entropy_args *a = j->a;
-    char *dx = row_at(&j->bwd->dlogits, row);
-    const int64_t target = *(const int64_t *)row_element(&a->target, row), n = j->n;
+    const gk_loss_more *more = &j->more;
+    char *dx = row_at(more->dlogits, row);
+    const int64_t target = *(const int64_t *)row_element(&a->target, row), n = j->n, here = target - more->first_class;
     if (target == a->ignore_index) {
         memset(dx, 0, (size_t)(n * (gk_type_of(given)->bits / 8)));
         return;
     }
     const row_in r = row_of(a, row, dtype);
     const double e = a->label_smoothing, of_target = (1 - e) * weight_at(a->weight, target);
-    const float g = *(const float *)row_element(&j->bwd->grad_loss, row), lse = ((const float *)a->lse.data)[row];
-    const float all = g * (float)(of_target + e * j->weights / (double)n), smooth = g * (float)(e / (double)n);
-    const float z = z_at(&r, target);
-    const double p = exp((double)z - lse);
-    double at_target = p * all - (double)g * of_target - smooth * weight_at(a->weight, target);
-    if (r.cap != 0) at_target *= 1 - (double)(z * r.inverse_cap) * (z * r.inverse_cap);
+    const float g = j->bwd ? *(const float *)row_element(&j->bwd->grad_loss, row) : 1.0f;
+    const float lse = ((const float *)a->lse.data)[row], smooth = g * (float)(e / (double)more->num_classes);
+    const float all = g * (float)(of_target + e * j->weights / (double)more->num_classes + 2 * more->z_loss * lse);
+    double at_target = 0;
+    if (here >= 0 && here < n) {
+        const float z = z_at(&r, here);
+        const double p = exp((double)z - lse);
+        at_target = p * all - (double)g * of_target - smooth * weight_at(a->weight, target);
+        if (r.cap != 0) at_target *= 1 - (double)(z * r.inverse_cap) * (z * r.inverse_cap);
+    }
     for (int64_t i = 0; i < n; i += W) {
         const vf zi = load_z(&r, i, n - i);
         vf d = (dtype == GK_F32 ? vf_exp_near(zi - lse) : vf_exp(zi - lse)) * all;
-        if (e != 0) d -= a->weight ? load_weights(a->weight, i, n - i) * smooth : vf_set1(smooth);
+        if (e != 0) d -= a->weight ? load_weights(a->weight, more->first_class + i, n - i) * smooth : vf_set1(smooth);
         if (r.cap != 0) d *= 1.0f - (zi * r.inverse_cap) * (zi * r.inverse_cap);
         vf_store_dtype(dx, given, i, d * r.scale, n - i);
     }
-    gk_store(dx, given, target, at_target * r.scale);
+    if (here >= 0 && here < n) gk_store(dx, given, here, at_target * r.scale);
+}
+
+/* What is wanted of a row. */
+INLINE void of_row(const job *j, int64_t row, gk_dtype dtype, gk_dtype given) {
+    if (!j->bwd) fwd_row(j, row, dtype);
+    if (j->more.dlogits) bwd_row(j, row, dtype, given);
 }
 
 static void task_of(void *arg, int64_t task, int64_t worker) {
     (void)worker;
     const job *j = arg;
     const int64_t end = gk_min_i64((task + 1) * j->each, j->rows);
-#define FWD(dtype, wide) \
-    for (int64_t row = task * j->each; row < end; ++row) fwd_row(j, row, dtype)
-#define BWD(dtype, wide) \
-    for (int64_t row = task * j->each; row < end; ++row) bwd_row(j, row, dtype, dtype)
+#define SAME(dtype, wide) \
+    for (int64_t row = task * j->each; row < end; ++row) of_row(j, row, dtype, dtype)
 #define NARROW(given, wide) \
-    for (int64_t row = task * j->each; row < end; ++row) bwd_row(j, row, GK_F32, given)
-    if (!j->bwd)
-        ROW_DTYPES(j->a->logits.dtype, false, FWD)
-    else if (j->a->logits.dtype == j->bwd->dlogits.dtype)
-        ROW_DTYPES(j->a->logits.dtype, false, BWD)
+    for (int64_t row = task * j->each; row < end; ++row) of_row(j, row, GK_F32, given)
+    if (!j->more.dlogits || j->a->logits.dtype == j->more.dlogits->dtype)
+        ROW_DTYPES(j->a->logits.dtype, false, SAME)
     else
-        ROW_DTYPES(j->bwd->dlogits.dtype, false, NARROW)
-#undef FWD
-#undef BWD
+        ROW_DTYPES(j->more.dlogits->dtype, false, NARROW)
+#undef SAME
 #undef NARROW
 }
 
@@ -165,10 +175,11 @@ static bool plan_rows(const gk_tensor *logits, gk_plan *plan) {
 static void run_rows(const gk_context *ctx, const gk_cross_entropy_args *a, const gk_cross_entropy_bwd_args *bwd,
                      const gk_plan *plan) {
     job j = *GK_OWN_CONST(job, plan);
-    j.a = a, j.bwd = bwd, j.weights = (double)j.n;
+    j.a = a, j.bwd = bwd, j.more = bwd ? gk_more_of_bwd(bwd) : gk_more_of_fwd(a);
+    j.weights = (double)j.more.num_classes;
     if (a->weight && a->label_smoothing != 0) {
         j.weights = 0;
-        for (int64_t i = 0; i < j.n; ++i) j.weights += weight_at(a->weight, i);
+        for (int64_t i = 0; i < j.more.num_classes; ++i) j.weights += weight_at(a->weight, i);
     }
     gk_parallel(ctx, plan->tasks, task_of, &j);
 }

@@ -18,12 +18,12 @@
  *   wait for S_j alone, release K_j
  *   P_j = 2^(S_j - m) as codes, in registers of their own          runs under O += P_(j-1) V_(j-1)
  *   wait for O, release V_(j-1); rows whose weights leave the codes take the block again
+ * At head_dim 256 O has 128 registers, S 64 and P 32, and the weights take those of S: K_j is released only when no row of the warpgroup
+ * takes the block again, for which S_j is multiplied again.
  *
- * Not handled, served by flash_attn_fp8_relay and flash_attn_fp8_sm80: `accumulate` precise, softcap, ALiBi, head_dim above 128, strides
+ * Not handled, served by flash_attn_fp8_relay and flash_attn_fp8_sm80: `accumulate` precise, softcap, ALiBi, strides
  * and offsets that are no multiples of 16 bytes, scales of blocks with a window to the left or kv_start, scales of q's blocks
  * that end before a tile's rows do, small seq_q of grouped heads. */
-#include "../ptx/cluster.cuh"
-#include "../ptx/griddepcontrol.cuh"
 #include "fp8_consumer.cuh"
 #include "fwd_loop.cuh"
 
@@ -33,34 +33,27 @@ namespace {
 template <class Tile, bool BLOCKS>
 __global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
     flash_attn_fp8_sm90a_kernel(const __grid_constant__ Fp8HopperParams x) {
-    typedef Smem<Tile> S;
-    extern __shared__ __align__(1024) unsigned char smem[];
-    const smem_addr smem_s = cvta_to_shared(smem);
-    const FwdTile *tiles = (const FwdTile *)(smem + S::TILES);
-    const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0); /* the compiler sees that lanes agree */
-    fp8_begin_block<Tile>(smem_s);
-    griddepcontrol_launch_dependents();
-    __syncthreads();
-    if (warpgroup == Tile::WARPGROUPS) {
-        setmaxnreg_dec<Tile::PRODUCER_REGISTERS>();
-        const int warp = threadIdx.x / 32 % 4;
-        if (warp == 1) {
-            find_tiles<Tile, false>(x.f, smem, smem_s, [&](int b) { return sequence_of(x.f.fwd.problem, b); });
-        } else if (warp >= 2) {
-            if (warp == 2 && blockIdx.x == 0 && x.f.fwd.problem.cu_q) {
-                griddepcontrol_wait();
-                check_sequences(x.f.fwd.problem);
+    run_block<Tile>(
+        [](smem_addr smem_s) { fp8_begin_block<Tile>(smem_s); },
+        [&](unsigned char *smem, smem_addr smem_s, const FwdTile *tiles) {
+            const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0); /* lanes agree here, too */
+            if (warp == 1) {
+                find_tiles<Tile, false>(x.f, smem, smem_s, [&](int b) { return sequence_of(x.f.fwd.problem, b); });
+            } else if (warp >= 2) {
+                if (warp == 2 && blockIdx.x == 0 && x.f.fwd.problem.cu_q) {
+                    griddepcontrol_wait();
+                    check_sequences(x.f.fwd.problem);
+                }
+                fp8_transpose_tiles<Tile>(x, tiles, smem_s, warp - 2);
+            } else if (elect_one()) {
+                prefetch_tensormap(&x.f.q), prefetch_tensormap(&x.f.k), prefetch_tensormap(&x.f.v);
+                griddepcontrol_wait(); /* what the kernel before wrote is there, and nobody reads out any more */
+                fp8_load_tiles<Tile>(x.f, tiles, smem_s);
             }
-            fp8_transpose_tiles<Tile>(x, tiles, smem_s, warp - 2);
-        } else if (elect_one()) {
-            prefetch_tensormap(&x.f.q), prefetch_tensormap(&x.f.k), prefetch_tensormap(&x.f.v);
-            griddepcontrol_wait(); /* what the kernel before wrote is there, and nobody reads out any more */
-            fp8_load_tiles<Tile>(x.f, tiles, smem_s);
-        }
-    } else {
-        setmaxnreg_inc<Tile::CONSUMER_REGISTERS>();
-        fp8_consume<Tile, BLOCKS>(x, smem_s, tiles, warpgroup);
-    }
+        },
+        [&](smem_addr smem_s, const FwdTile *tiles, int warpgroup) {
+            fp8_consume<Tile, BLOCKS>(x, smem_s, tiles, warpgroup);
+        });
 }
 
 /* ---- 2. launcher and table ------------------------------------------------------------------------------ */
@@ -113,7 +106,7 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     fwd_place(&x.f.fwd, workspace);
     gk_status status = make_tensor_map(op, attn_shape(a.q), S::Q::box(), &x.f.q);
     if (status == GK_OK) status = make_tensor_map(op, attn_shape(a.k), S::K::box(), &x.f.k);
-    if (status == GK_OK) status = make_tensor_map(op, attn_shape(a.v), S::K::box(), &x.f.v);
+    if (status == GK_OK) status = make_tensor_map(op, attn_shape(a.v), S::V::box(), &x.f.v);
     if (status != GK_OK) return status;
     status = launch<flash_attn_fp8_sm90a_kernel<Tile, BLOCKS>>(op, ctx, dim3((unsigned)x.f.schedule.blocks), S::THREADS,
                                                                S::BYTES, x, true);
@@ -128,9 +121,10 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
      {TILE::HEAD_DIM, TILE::HEAD_DIM_V, BLOCKS, Smem<TILE>::BYTES, Smem<TILE>::BQ}, \
      NULL}
 
-const gk_cuda_instance instances[] = {ROW("d64", Fp8Hopper64, false), ROW("d64_block", Fp8Hopper64, true),
-                                      ROW("d128_wide", Fp8Hopper128Wide, false), ROW("d128", Fp8Hopper128, false),
-                                      ROW("d128_block", Fp8Hopper128, true)};
+const gk_cuda_instance instances[] = {
+    ROW("d64", Fp8Hopper64, false),   ROW("d64_block", Fp8Hopper64, true),   ROW("d128_wide", Fp8Hopper128Wide, false),
+    ROW("d128", Fp8Hopper128, false), ROW("d128_block", Fp8Hopper128, true), ROW("d192", Fp8Hopper192, false),
+    ROW("d256", Fp8Hopper256, false), ROW("d256_block", Fp8Hopper256, true)};
 
 /* What waves of tiles of so many rows take, in tiles of 128 rows; without a mask, and about right with one. */
 double waves_of(const gk_context *ctx, const gk_flash_attn_args &f, int rows) {

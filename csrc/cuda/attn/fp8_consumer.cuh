@@ -5,6 +5,7 @@
 #define GPUKERN_CUDA_ATTN_FP8_CONSUMER_CUH
 
 #include "../ptx/bar.cuh"
+#include "../ptx/bar_or.cuh"
 #include "../ptx/opaque.cuh"
 #include "../ptx/wgmma_e4m3.cuh"
 #include "fp8_producer.cuh"
@@ -123,8 +124,10 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
             for (int r = 0; r < 2; ++r) ends[r] |= sum[r] < 0x1p80f ? 0u : 0x80u;
     }
     __device__ __forceinline__ bool leaves(int r) const { return ends[r] & 0x80808080u; }
+    /* Of the warp's rows; where scores are multiplied again, which a warpgroup does together, of the warpgroup's. */
     __device__ __forceinline__ bool any_leaves() const {
-        return __any_sync(0xffffffffu, ((ends[0] | ends[1]) & 0x80808080u) != 0);
+        const bool mine = ((ends[0] | ends[1]) & 0x80808080u) != 0;
+        return Tile::KEEPS_SCORES ? __any_sync(0xffffffffu, mine) : bar_or(1 + warpgroup, 128, mine);
     }
 
     /* The largest score of row r, the same in its four lanes; -inf: the row sees none of the keys. */
@@ -141,8 +144,15 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
             m[r] = top == -INFINITY ? STALE_NOTHING : top - FP8_WEIGHT_LOG2;
         }
     }
-    /* Rows whose weights leave the codes get a new reference from this block; the others' come out as they were. */
-    __device__ __forceinline__ void redo() {
+    /* Rows whose weights leave the codes get a new reference from block j; the others' come out as they were. */
+    __device__ __forceinline__ void redo(const FwdTile &t, smem_addr q_s, int first, int j) {
+        if (!Tile::KEEPS_SCORES) {
+            issue_scores(q_s, first + j);
+            wgmma_wait_group<0>();
+            wgmma_pin(s);
+            release(k_ring().empty(first + j));
+            if (j < t.keys.plain_first || j >= t.keys.plain_end) mask(t, j);
+        }
         float factor[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -193,10 +203,11 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
         issue_values(step - 1);
         wgmma_wait_group<1>();
         wgmma_pin(s);
-        release(k.empty(step));
+        if (Tile::KEEPS_SCORES) release(k.empty(step));
         if (EDGE) mask(t, j);
         weigh();
         const bool again = any_leaves();
+        if (!Tile::KEEPS_SCORES && !again) release(k.empty(step));
         /* over for ever: ends a basic block, or ptxas moves the powers past the wait below */
         mbarrier_wait(smem_s + S::OVER, 0);
         wgmma_wait_group<0>();
@@ -224,7 +235,7 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
                 if (j >= own) break;
                 again = take_block<true>(t, q_s, first, j);
             }
-            if (again) redo();
+            if (again) redo(t, q_s, first, j);
             taken();
             ++j;
         }

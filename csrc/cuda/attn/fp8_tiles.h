@@ -21,6 +21,8 @@ struct fp8_relay {
 struct Fp8Hopper128 { /* 192 KiB; 849; a tile of keys is a block of scales; 128 rows waste less */
     static constexpr int HEAD_DIM = 128, HEAD_DIM_V = 128, WARPGROUPS = 2, BKV = 128, Q_BUFFERS = 2;
     static constexpr int RAW_STAGES = 2, STAGES = 4, PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+    static constexpr int TILE_STAGES = 4;
+    static constexpr bool KEEPS_SCORES = true; /* for rows that take the block again; else it is multiplied again */
 };
 struct Fp8Hopper128Wide : Fp8Hopper128 { /* 186 KiB; 970: three fill each other's gaps; 128 keys have no registers */
     static constexpr int WARPGROUPS = 3, BKV = 96, PRODUCER_REGISTERS = 32, CONSUMER_REGISTERS = 160;
@@ -28,6 +30,14 @@ struct Fp8Hopper128Wide : Fp8Hopper128 { /* 186 KiB; 970: three fill each other'
 struct Fp8Hopper64 : Fp8Hopper128 { /* 209 KiB; 620; rows in shared memory are as wide as at 128, products are not */
     static constexpr int HEAD_DIM = 64, HEAD_DIM_V = 64, WARPGROUPS = 3;
     static constexpr int PRODUCER_REGISTERS = 32, CONSUMER_REGISTERS = 160;
+};
+struct Fp8Hopper192 : Fp8Hopper128 { /* 212 KiB; 1021, FlashAttention-3 983 */
+    static constexpr int HEAD_DIM = 192, HEAD_DIM_V = 192, Q_BUFFERS = 1, STAGES = 2;
+};
+struct Fp8Hopper256 : Fp8Hopper128 { /* 227 KiB; 1077, FlashAttention-3 1083; 232 registers spilled 92 bytes */
+    static constexpr int HEAD_DIM = 256, HEAD_DIM_V = 256, Q_BUFFERS = 1, STAGES = 2, TILE_STAGES = 2;
+    static constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
+    static constexpr bool KEEPS_SCORES = false;
 };
 /* The time of a tile of Fp8Hopper128Wide in those of Fp8Hopper128. Waves of either, times this, tell which is faster: measured 0.97 at 512
  * and 0.98 at 1024 where this says 0.98; 1.17 at 128 rows, where it says 1.31. */

@@ -239,13 +239,24 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         const int block = block_at<MODIFIED>(t, j), first = t.keys.plain_first, plain_end = t.keys.plain_end;
         if (block < first || block >= plain_end) return 0;
         const bool down = MODIFIED && j <= t.nearest;
-        return min(down ? block - first + 1 : plain_end - block, end - j);
+        /* a part of the keys may begin behind the first such block */
+        return min(down ? block - max(first, 0) + 1 : plain_end - block, end - j);
     }
 
     /* V's rows past the sequence, where the tile's step j is that of the last block. */
     __device__ __forceinline__ void clear_tail(const FwdTile &t, int step, int j) const {
         if (t.ragged > 0 && block_at<MODIFIED>(t, j) == t.keys.tiles - 1)
             clear_rows<Tile>(v_at(step + j), t.ragged, warpgroup);
+    }
+
+    /* V's rows before the first key that any row of the sequence sees, where a box begins before it. */
+    __device__ __forceinline__ void clear_head(const FwdTile &t, int step, int block) const {
+        if constexpr (InBoxes<Tile>::value) {
+            const int unseen = t.seq.span.lo(0) - t.keys.lo;
+            if (block > 0 || unseen <= 0) return;
+            v_ring().wait_full(step);
+            clear_rows<Tile>(v_at(step), 0, warpgroup, unseen);
+        }
     }
 
     /* The block's scores are there: K is free, and Q after the tile's last. */
@@ -294,6 +305,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
             v_ring().wait_full(step);
             clear_rows<Tile>(v_at(step), t.ragged, warpgroup);
         }
+        clear_head(t, step, block);
     }
 
     /* Step j of the tile, behind its first: its weights, and O of the block before. Whether a row must take the block again. */
@@ -413,6 +425,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         }
         v.wait_full(last);
         clear_tail(t, at.step, at.end - 1);
+        if (MODIFIED) clear_head(t, last, block_at<MODIFIED>(t, at.end - 1)); /* the nearest block comes first */
         turn_begin<Tile>(warpgroup);
         issue_values<T, Tile>(o, p, v_at(last));
         turn_end<Tile>(warpgroup);

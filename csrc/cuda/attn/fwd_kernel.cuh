@@ -4,8 +4,6 @@
 #ifndef GPUKERN_CUDA_FWD_KERNEL_CUH
 #define GPUKERN_CUDA_FWD_KERNEL_CUH
 
-#include "../ptx/cluster.cuh"
-#include "../ptx/griddepcontrol.cuh"
 #include "fwd_loop.cuh"
 
 namespace {
@@ -15,31 +13,24 @@ namespace {
 template <class T, class Tile, bool MODIFIED, bool PARTIAL = false>
 __global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
     flash_attn_fwd_sm90a_kernel(const __grid_constant__ FwdHopperParams x) {
-    typedef Smem<Tile> S;
-    extern __shared__ __align__(1024) unsigned char smem[];
-    const smem_addr smem_s = cvta_to_shared(smem);
-    FwdTile *tiles = (FwdTile *)(smem + S::TILES);
-    const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0); /* the compiler sees that lanes agree */
-    begin_block<Tile>(x, smem_s);
-    griddepcontrol_launch_dependents();
-    __syncthreads();
-    if (warpgroup == Tile::WARPGROUPS) {
-        setmaxnreg_dec<Tile::PRODUCER_REGISTERS>();
-        const int warp = threadIdx.x / 32 % 4;
-        if (warp == 1) {
-            find_tiles<Tile, MODIFIED>(x, smem, smem_s, [&](int b) { return sequence_of(x.fwd.problem, b); });
-        } else if (warp == 0 && elect_one()) {
-            prefetch_tensormap(&x.q), prefetch_tensormap(&x.k), prefetch_tensormap(&x.v);
-            griddepcontrol_wait(); /* what the kernel before wrote is there, and nobody reads out any more */
-            load_tiles<Tile, MODIFIED>(x, tiles, smem_s);
-        } else if (warp == 2 && blockIdx.x == 0 && x.fwd.problem.cu_q) {
-            griddepcontrol_wait();
-            check_sequences(x.fwd.problem);
-        }
-    } else {
-        setmaxnreg_inc<Tile::CONSUMER_REGISTERS>();
-        consume<T, Tile, MODIFIED, PARTIAL>(x, smem_s, tiles, warpgroup);
-    }
+    run_block<Tile>(
+        [&](smem_addr smem_s) { begin_block<Tile>(x, smem_s); },
+        [&](unsigned char *smem, smem_addr smem_s, const FwdTile *tiles) {
+            const int warp = threadIdx.x / 32 % 4;
+            if (warp == 1) {
+                find_tiles<Tile, MODIFIED>(x, smem, smem_s, [&](int b) { return sequence_of(x.fwd.problem, b); });
+            } else if (warp == 0 && elect_one()) {
+                prefetch_tensormap(&x.q), prefetch_tensormap(&x.k), prefetch_tensormap(&x.v);
+                griddepcontrol_wait(); /* what the kernel before wrote is there, and nobody reads out any more */
+                load_tiles<Tile, MODIFIED>(x, tiles, smem_s);
+            } else if (warp == 2 && blockIdx.x == 0 && x.fwd.problem.cu_q) {
+                griddepcontrol_wait();
+                check_sequences(x.fwd.problem);
+            }
+        },
+        [&](smem_addr smem_s, const FwdTile *tiles, int warpgroup) {
+            consume<T, Tile, MODIFIED, PARTIAL>(x, smem_s, tiles, warpgroup);
+        });
 }
 
 /* ---- 2. launcher ---------------------------------------------------------------------------------------- */

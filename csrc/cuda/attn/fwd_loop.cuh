@@ -4,9 +4,30 @@
 #ifndef GPUKERN_CUDA_FWD_LOOP_CUH
 #define GPUKERN_CUDA_FWD_LOOP_CUH
 
+#include "../ptx/cluster.cuh"
 #include "fwd_consumer.cuh"
 
-/* ---- 0. before any warpgroup ------------------------------------------------------------------------------ */
+/* ---- 0. a block --------------------------------------------------------------------------------------------- */
+/* begin(smem_s) makes the barriers. Then the last warpgroup finds tiles and loads, produce(smem, smem_s, tiles), and each other one
+ * consumes, consume(smem_s, tiles, warpgroup). */
+template <class Tile, class Begin, class Produce, class Consume>
+__device__ __forceinline__ void run_block(const Begin &begin, const Produce &produce, const Consume &consume) {
+    extern __shared__ __align__(1024) unsigned char smem[];
+    const smem_addr smem_s = cvta_to_shared(smem);
+    const FwdTile *tiles = (const FwdTile *)(smem + Smem<Tile>::TILES);
+    const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0); /* the compiler sees that lanes agree */
+    begin(smem_s);
+    griddepcontrol_launch_dependents();
+    __syncthreads();
+    if (warpgroup == Tile::WARPGROUPS) {
+        setmaxnreg_dec<Tile::PRODUCER_REGISTERS>();
+        produce(smem, smem_s, tiles);
+    } else {
+        setmaxnreg_inc<Tile::CONSUMER_REGISTERS>();
+        consume(smem_s, tiles, warpgroup);
+    }
+}
+
 /* The barriers of a block, and what shared memory holds at first. A barrier of the block must follow. LOADERS: warps that load, and so
  * read what tiles are. */
 template <class Tile, int LOADERS = 1>

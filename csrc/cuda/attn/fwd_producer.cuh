@@ -28,6 +28,13 @@ struct FwdHopperParams {
     int stacked;     /* query heads of a tile: row r of it is query r % seq_q of head r / seq_q. 1: r is the query */
     Divisor by_head; /* rows of a head in a tile; of one head more than there are */
     int q_bytes;     /* of a tile, as TMA counts */
+    int box_log2;    /* InBoxes: keys of a box */
+};
+
+/* Whether the keys of a tile come in boxes, each of a page: then tiles begin where a box does, which may be before the first key that
+ * any row of the sequence sees. */
+template <class Tile> struct InBoxes {
+    static constexpr bool value = false;
 };
 
 /* A tile of queries, written by the producer beside Q. */
@@ -150,7 +157,8 @@ template <class Tile, bool MODIFIED>
 __device__ __forceinline__ void describe_keys(FwdTile &t, const FwdHopperParams &x) {
     const int rows = min(t.seq.seq_q - t.work.i0, Smem<Tile>::BQ); /* queries */
     const int filled = x.stacked > 1 ? x.stacked * x.fwd.problem.seq_q : rows;
-    const FwdKeys keys = fwd_keys<Tile::BKV>(x.fwd, t.seq.span, t.work.i0, rows, t.work.split);
+    const FwdKeys keys = fwd_keys<Tile::BKV>(x.fwd, t.seq.span, t.work.i0, rows, t.work.split,
+                                             InBoxes<Tile>::value ? 1 << x.box_log2 : 1);
     /* TMA makes rows past a dense tensor zero; keys that no row of the sequence sees may hold anything */
     const int seen = t.seq.span.hi(t.seq.seq_q - 1), left = seen - keys.lo - (keys.tiles - 1) * Tile::BKV;
     t.keys = keys, t.rows = filled, t.steps.blocks = keys.tiles;
@@ -215,15 +223,15 @@ __device__ __forceinline__ void find_tiles(const FwdHopperParams &x, unsigned ch
         ((FwdTile *)(smem + S::TILES))[n % S::TILE_STAGES].steps.blocks = -1, mbarrier_arrive(described.full(n));
 }
 
-/* One thread loads. Q of tile n; no load where the tile sees no key or there is no tile. */
-template <class Tile>
+/* One thread loads. Q of tile n, by boxes of so many columns; no load where the tile sees no key or there is no tile. */
+template <class Tile, int COLUMNS = 64>
 __device__ __forceinline__ void load_q(const FwdHopperParams &x, const FwdTile &t, smem_addr smem_s, int n) {
     typedef typename Smem<Tile>::Q Q;
     const tma_steps<Tile::Q_BUFFERS> q = {smem_s + Smem<Tile>::Q_RING};
     q.wait_empty(n);
     if (t.steps.blocks > 0) {
         mbarrier_arrive_expect_tx(q.full(n), x.q_bytes);
-        load_panels<Q>(smem_s + q.stage(n) * Q::bytes, &x.q, t.from.q_row, t.work.head, t.from.b, q.full(n));
+        load_panels<Q, COLUMNS>(smem_s + q.stage(n) * Q::bytes, &x.q, t.from.q_row, t.work.head, t.from.b, q.full(n));
     } else {
         mbarrier_arrive(q.full(n));
     }

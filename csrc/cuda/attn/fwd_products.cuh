@@ -44,10 +44,11 @@ template <int N> __device__ __forceinline__ void clear(float (&d)[N]) {
     for (int i = 0; i < N; ++i) zero_here(d[i]);
 }
 
-/* Rows of V from `from` on become zero: a weight of 0 times NaN would be NaN. */
-template <class Tile> __device__ __forceinline__ void clear_rows(smem_addr v_s, int from, int warpgroup) {
+/* Rows [from, end) of V become zero: a weight of 0 times NaN would be NaN. */
+template <class Tile>
+__device__ __forceinline__ void clear_rows(smem_addr v_s, int from, int warpgroup, int end = Tile::BKV) {
     typedef typename Smem<Tile>::V V;
-    for (int i = from * 8 + threadIdx.x % 128; i < Tile::BKV * 8; i += 128)
+    for (int i = from * 8 + threadIdx.x % 128; i < end * 8; i += 128)
 #pragma unroll
         for (int c = 0; c < V::panels; ++c) st_shared_128(v_s + c * V::panel_bytes + i * 16, make_uint4(0, 0, 0, 0));
     fence_proxy_async(); /* this thread's zeros come before wgmma's reads */

@@ -43,12 +43,14 @@ struct FwdKeys {
     int plain_first, plain_end; /* every row sees all keys of tiles [plain_first, plain_end) */
 };
 
+/* The first tile begins at a multiple of `step`, a power of 2: what it has before the first key that it sees may hold anything, too. */
 template <int BKV>
-__device__ __forceinline__ FwdKeys fwd_keys(const FwdParams &p, const Span &span, int i0, int rows, int split) {
+__device__ __forceinline__ FwdKeys fwd_keys(const FwdParams &p, const Span &span, int i0, int rows, int split,
+                                            int step = 1) {
     FwdKeys k;
-    const int lo = span.lo(i0);
+    const int seen = span.lo(i0), lo = seen & -step;
     k.hi = span.hi(i0 + rows - 1);
-    const unsigned all = k.hi > lo ? (k.hi - lo + BKV - 1) / BKV : 0; /* times SPLIT_MOST it stays below 2^31 */
+    const unsigned all = k.hi > seen ? (k.hi - lo + BKV - 1) / BKV : 0; /* times SPLIT_MOST it stays below 2^31 */
     const int first = p.by_splits.into(all * split);
     k.tiles = (int)p.by_splits.into(all * (split + 1)) - first, k.lo = lo + first * BKV;
     k.plain_first = (span.lo(i0 + rows - 1) - lo + BKV - 1) / BKV - first;

@@ -1,25 +1,27 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* paged_prefill_sm90a: attention of many query tokens a sequence over a paged cache, on Hopper's tensor cores, 16 bits: prefill and chunked
  * prefill. The consumers of flash_attn_fwd_sm90a (its title has the algorithm), and a producer that walks the pages (fwd_pages.cuh).
- *   out[t] = sum_j softmax_j(scale q[t] k[j], sink) v[j]         j up to the token's own position, or all below seq_lens
+ *   out[t] = sum_j softmax_j(score(scale q[t] k[j]), sink) v[j]         j in [lo(t), hi(t))
  * q [T, Hq, D]; k_cache, v_cache [num_blocks, block_size, Hkv, D]; block_table [B, max_blocks], seq_lens [B], cu_seqlens_q [B + 1]
  * int32; out [T, Hq, D], lse [T, Hq]. Pages: Kwon et al. 2023.
  *
  * Work split: as flash_attn_fwd_sm90a, tiles of 128 queries of a head, or of several heads of a group where a sequence has few.
  *
- * Not here: pages that are no multiples of 8 keys, head_dim other than 64 and 128, windows, kv_start, softcap, ALiBi, scales, 8-bit
- * pages; and calls of few tokens a sequence, which are bound by reading the cache: paged_attn_sm90a and paged_attn_sm80. */
+ * Not here: pages that are no multiples of 8 keys, head_dim other than 64, 128 and (bfloat16) 256, windows that reach to the right, scales, ALiBi where
+ * keys begin late and no causal rule ends them; 8-bit pages, which come through paged_prefill_relay_sm90a; and calls of few tokens a
+ * sequence, which are bound by reading the cache: paged_attn_sm90a and paged_attn_sm80. */
 #include "../ptx/cluster.cuh"
 #include "../ptx/griddepcontrol.cuh"
 #include "fwd_loop.cuh"
 #include "fwd_pages.cuh"
 #include "kv.cuh"
 #include "paged_tiles.h"
+#include "prefill_tiles.h"
 
 namespace {
 
 /* ---- 1. the kernel -------------------------------------------------------------------------------------- */
-template <class T, class Tile>
+template <class T, class Tile, bool MODIFIED>
 __global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
     paged_prefill_sm90a_kernel(const __grid_constant__ PrefillParams a) {
     typedef Smem<Tile> S;
@@ -35,21 +37,22 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
         setmaxnreg_dec<Tile::PRODUCER_REGISTERS>();
         const int warp = threadIdx.x / 32 % 4;
         if (warp == 1) {
-            find_tiles<Tile, false>(x, smem, smem_s, [&](int b) { return prefill_sequence(a, b); });
+            find_tiles<Tile, MODIFIED>(x, smem, smem_s,
+                                       [&](int b) { return prefill_sequence(x.fwd.problem, a.pages, b); });
         } else if (warp == 0) {
             if (elect_one()) prefetch_tensormap(&x.q), prefetch_tensormap(&x.k), prefetch_tensormap(&x.v);
             griddepcontrol_wait(); /* what the kernel before wrote is there, and nobody reads out any more */
-            PageLoader<Tile, true>{a, smem_s}.all(tiles);
+            PageLoader<Tile, MODIFIED, true>{a, smem_s}.all(tiles);
         } else if (warp == 3) {
             griddepcontrol_wait();
-            PageLoader<Tile, false>{a, smem_s}.all(tiles);
+            PageLoader<Tile, MODIFIED, false>{a, smem_s}.all(tiles);
         } else if (warp == 2) {
             griddepcontrol_wait();
             check_prefill(a);
         }
     } else {
         setmaxnreg_inc<Tile::CONSUMER_REGISTERS>();
-        consume<T, Tile, false>(x, smem_s, tiles, warpgroup);
+        consume<T, Tile, MODIFIED>(x, smem_s, tiles, warpgroup);
     }
 }
 
@@ -63,38 +66,6 @@ TensorShape pages_shape(const gk_tensor &t) {
     return x;
 }
 
-/* Tokens of as many in each sequence as [B, H, S, last]. */
-gk_tensor by_sequence(const gk_tensor &t, int64_t batch) {
-    gk_tensor x = t;
-    const int64_t each = batch ? t.shape[0] / batch : 0;
-    x.ndim = 4;
-    x.shape[0] = batch, x.shape[1] = t.shape[1], x.shape[2] = each, x.shape[3] = t.shape[2];
-    x.stride[0] = each * t.stride[0], x.stride[1] = t.stride[1], x.stride[2] = t.stride[0], x.stride[3] = t.stride[2];
-    return x;
-}
-
-/* The call as flash_attn_fwd has it: its keys are as many as a row of the table holds, and lie nowhere. */
-gk_flash_attn_args as_flash(const gk_paged_attn_args *a) {
-    gk_flash_attn_args x = {};
-    const int64_t batch = a->seq_lens.shape[0];
-    const int64_t capacity =
-        a->k_cache.shape[0] ? gk_min_i64(a->block_table.shape[1] * a->k_cache.shape[1], 1 << 30) : 0;
-    x.size = sizeof x, x.rules = a->rules;
-    x.rules.diagonal = 0, x.rules.kv_end = x.rules.q_start = NULL, x.rules.window_right = -1;
-    x.cu_seqlens_q = x.cu_seqlens_k = a->cu_seqlens_q;
-    x.max_seqlen_q = a->max_seqlen_q, x.max_seqlen_k = capacity;
-    x.lse = a->lse, x.q = a->q, x.out = a->out, x.k = a->k_cache, x.v = a->v_cache;
-    x.k.ndim = x.v.ndim = 3, x.k.shape[1] = x.v.shape[1] = a->k_cache.shape[2];
-    x.k.shape[0] = x.v.shape[0] = gk_min_i64(batch * capacity, INT32_MAX);
-    x.k.shape[2] = a->k_cache.shape[3], x.v.shape[2] = a->v_cache.shape[3];
-    if (!a->cu_seqlens_q) {
-        x.q = by_sequence(a->q, batch), x.out = by_sequence(a->out, batch);
-        x.k.ndim = x.v.ndim = 4, x.k.shape[0] = x.v.shape[0] = batch;
-        x.k.shape[3] = x.k.shape[2], x.v.shape[3] = x.v.shape[2], x.k.shape[2] = x.v.shape[2] = capacity;
-    }
-    return x;
-}
-
 /* Keys of a page that are one box: 2^n, the largest power of 2 up to a tile that divides a page. */
 int box_log2(int64_t block_size, int bkv) {
     int n = 3;
@@ -102,26 +73,16 @@ int box_log2(int64_t block_size, int bkv) {
     return n;
 }
 
-/* Whether 32 bits hold the place of each element. */
-bool in_32_bits(const gk_tensor &t) {
-    int64_t most = 0;
-    for (int d = 0; d < t.ndim; ++d) {
-        const int64_t step = t.stride[d] < 0 ? -t.stride[d] : t.stride[d];
-        if (step > INT32_MAX) return false;
-        most += gk_max_i64(t.shape[d] - 1, 0) * step;
-    }
-    return most <= INT32_MAX;
-}
-
 template <class Tile> bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_paged_attn_args *a = (const gk_paged_attn_args *)args;
     const gk_attn_rules &r = a->rules;
-    const bool whole =
-        r.window_left < 0 && !r.kv_start && (r.is_causal || !(a->flags & GK_PAGED_WINDOW_RIGHT) || r.window_right < 0);
+    const bool modified = r.softcap > 0 || r.alibi_slopes, late = r.window_left >= 0 || r.kv_start;
+    const bool to_right = a->flags & GK_PAGED_WINDOW_RIGHT && r.window_right >= 0, causal = prefill_is_causal(a);
     if (a->k_cache.dtype != a->q.dtype || a->q.shape[2] != Tile::HEAD_DIM || a->v_cache.shape[3] != Tile::HEAD_DIM ||
-        a->k_cache.shape[1] % 8 != 0 || a->k_cache.shape[0] >= INT32_MAX || a->k_cache.shape[2] == 0 ||
-        a->q.shape[0] * a->q.shape[1] > INT32_MAX || !whole || r.softcap > 0 || r.alibi_slopes || !(r.scale > 1e-30) ||
-        a->k_scale || a->v_scale || !in_32_bits(a->block_table))
+        modified != (row->key[2] != 0) || a->k_cache.shape[1] % 8 != 0 || a->k_cache.shape[0] >= INT32_MAX ||
+        a->k_cache.shape[2] == 0 || a->q.shape[0] * a->q.shape[1] > INT32_MAX || (to_right && !causal) ||
+        (r.alibi_slopes && late && !causal) || !plain_scores(r) || a->k_scale || a->v_scale ||
+        !in_32_bits(a->block_table))
         return false;
     const gk_flash_attn_args flash = as_flash(a);
     if (!tensor_map_fits(attn_shape(flash.q)) || !tensor_map_fits(attn_shape(flash.out)) ||
@@ -131,17 +92,9 @@ template <class Tile> bool plan(const gk_cuda_instance *row, const gk_context *c
     PrefillParams &x = gk_own<PrefillParams>(to) = {};
     x.f = fwd_hopper_params<Tile>(ctx, &flash);
     x.f.reads = true;
-    Problem &p = x.f.fwd.problem;
-    p.batch = (int)a->seq_lens.shape[0];
-    p.lse = {a->lse.data, (int64_t)p.seq_q * p.heads_q, 1, p.heads_q}; /* [T, Hq] */
-    if (p.cu_q) p.lse.batch = 0;
-    if (a->flags & GK_PAGED_ALLOW_SHORT) p.error_word = NULL;
-    x.table = (const int32_t *)a->block_table.data;
-    x.table_row = (int)a->block_table.stride[0], x.table_entry = (int)a->block_table.stride[1];
-    x.lens = (const int32_t *)a->seq_lens.data, x.lens_step = a->seq_lens.stride[0];
-    x.num_blocks = (int)a->k_cache.shape[0];
-    x.by_block = divisor_of((uint32_t)gk_min_i64(a->k_cache.shape[1], 1 << 30));
-    x.box_log2 = box_log2(a->k_cache.shape[1], Tile::BKV);
+    as_paged(&x.f.fwd.problem, a);
+    x.pages = prefill_pages(a);
+    x.f.box_log2 = box_log2(a->k_cache.shape[1], late ? PREFILL_LATE_BOX : Tile::BKV);
     fwd_plan(ctx, x.f.fwd, Smem<Tile>::BQ, Tile::BKV, 1, fwd_blocks(x.f.fwd) / x.f.stacked, to);
     return true;
 }
@@ -161,7 +114,7 @@ template <class T> gk_status finish(const char *op, const gk_context *ctx, const
     return clear_unowned<T>(op, ctx, p);
 }
 
-template <class T, class Tile>
+template <class T, class Tile, bool MODIFIED>
 gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
     static const char op[] = "gk_paged_attn";
     const gk_paged_attn_args *a = (const gk_paged_attn_args *)args;
@@ -169,28 +122,32 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     PrefillParams x = gk_own<PrefillParams>(plan);
     if (a->q.shape[0] == 0 || a->q.shape[1] == 0) return GK_OK;
     fwd_place(&x.f.fwd, workspace);
-    const smem_box pages = wgmma_box(2, 1 << x.box_log2);
+    const smem_box pages = wgmma_box(2, 1 << x.f.box_log2);
     gk_status status = make_tensor_map(op, attn_shape(flash.q), q_box<Tile>(x.f), &x.f.q);
     if (status == GK_OK) status = make_tensor_map(op, pages_shape(a->k_cache), pages, &x.f.k);
     if (status == GK_OK) status = make_tensor_map(op, pages_shape(a->v_cache), pages, &x.f.v);
     if (status == GK_OK) status = make_tensor_map(op, attn_shape(flash.out), wgmma_box(2, 16), &x.f.out);
     if (status != GK_OK) return status;
-    status = launch<paged_prefill_sm90a_kernel<T, Tile>>(op, ctx, dim3((unsigned)x.f.schedule.blocks),
-                                                         Smem<Tile>::THREADS, Smem<Tile>::BYTES, x, true);
+    status = launch<paged_prefill_sm90a_kernel<T, Tile, MODIFIED>>(op, ctx, dim3((unsigned)x.f.schedule.blocks),
+                                                                   Smem<Tile>::THREADS, Smem<Tile>::BYTES, x, true);
     return status == GK_OK ? finish<T>(op, ctx, x.f.fwd) : status;
 }
 
-/* key = {head_dim, bytes of shared memory} */
-#define ROW(NAME, DTYPE, T, TILE) \
-    {"paged_prefill_sm90a_" NAME, DTYPE, plan<TILE>, run<T, TILE>, {TILE::HEAD_DIM, Smem<TILE>::BYTES}, NULL},
-/* clang-format off */
+/* key = {head_dim, bytes of shared memory, scores have a softcap or ALiBi} */
+#define ROW(NAME, DTYPE, T, TILE, MODIFIED)         \
+    {"paged_prefill_sm90a_" NAME,                   \
+     DTYPE,                                         \
+     plan<PagedTile<TILE>>,                         \
+     run<T, PagedTile<TILE>, MODIFIED>,             \
+     {TILE::HEAD_DIM, Smem<TILE>::BYTES, MODIFIED}, \
+     NULL}
+#define ROWS(LABEL, DTYPE, T, TILE) ROW(LABEL, DTYPE, T, TILE, false), ROW(LABEL "_score", DTYPE, T, TILE, true)
+
 const gk_cuda_instance instances[] = {
-    ROW("bf16_d64", GK_BF16, __nv_bfloat16, FwdHopper64Short)
-    ROW("f16_d64", GK_F16, __half, FwdHopper64Short)
-    ROW("bf16_d128", GK_BF16, __nv_bfloat16, FwdHopper128)
-    ROW("f16_d128", GK_F16, __half, FwdHopper128)
-};
-/* clang-format on */
+    ROWS("bf16_d64", GK_BF16, __nv_bfloat16, FwdHopper64Short), ROWS("f16_d64", GK_F16, __half, FwdHopper64Short),
+    ROWS("bf16_d128", GK_BF16, __nv_bfloat16, FwdHopper128), ROWS("f16_d128", GK_F16, __half, FwdHopper128),
+    ROWS("bf16_d256", GK_BF16, __nv_bfloat16, FwdHopper256)};
+#undef ROWS
 #undef ROW
 
 /* Calls of many tokens a sequence, on the average of packed ones. */

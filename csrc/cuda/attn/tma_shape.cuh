@@ -19,13 +19,13 @@ inline TensorShape attn_shape(const gk_tensor &t) {
     return x;
 }
 
-/* A tile of rows from `row` and columns from `col` on: boxes of 64 columns, one panel behind the other (wgmma_panels). One thread. */
-template <class Panels>
+/* A tile of rows from `row` and columns from `col` on: boxes of so many columns, one panel behind the other (wgmma_panels). One thread. */
+template <class Panels, int COLUMNS = 64>
 __device__ __forceinline__ void load_panels(smem_addr tile_s, const CUtensorMap *map, int row, int head, int b,
                                             smem_addr barrier_s, int col = 0) {
 #pragma unroll
     for (int c = 0; c < Panels::panels; ++c)
-        tma_load_5d(tile_s + c * Panels::panel_bytes, map, {{col + c * 64, row, head, b, 0}}, barrier_s);
+        tma_load_5d(tile_s + c * Panels::panel_bytes, map, {{col + c * COLUMNS, row, head, b, 0}}, barrier_s);
 }
 
 #endif

@@ -29,6 +29,10 @@ static __device__ __forceinline__ void wgmma_e4m3_rs(float (&d)[N / 2], const ui
         GK_WGMMA_E4M3_RS(64, GK_R32, 32, 33, 34, 35, 36, GK_D32(0));
     else if constexpr (N == 128)
         GK_WGMMA_E4M3_RS(128, GK_R64, 64, 65, 66, 67, 68, GK_D32(0), GK_D32(32));
+    else if constexpr (N == 192)
+        GK_WGMMA_E4M3_RS(192, GK_R96, 96, 97, 98, 99, 100, GK_D32(0), GK_D32(32), GK_D32(64));
+    else if constexpr (N == 256)
+        GK_WGMMA_E4M3_RS(256, GK_R128, 128, 129, 130, 131, 132, GK_D32(0), GK_D32(32), GK_D32(64), GK_D32(96));
     else
         static_assert(N < 0, "no wgmma of this width");
 }

@@ -7,6 +7,14 @@
 #include "../host/launch.cuh"
 #include "../host/tensor_shape.cuh"
 
+/* b [K, N] as rows of n. */
+inline gk_tensor rows_of_n(const gk_tensor &b) {
+    gk_tensor x = b;
+    x.shape[0] = b.shape[1], x.shape[1] = b.shape[0];
+    x.stride[0] = b.stride[1], x.stride[1] = b.stride[0];
+    return x;
+}
+
 struct Relay {
     bool moves;
     size_t offset; /* in the workspace */

@@ -8,12 +8,12 @@
  * rows each. How they sum (Sums):
  *   ALL      one sum over all of k: int8, whose sums are exact, and the fast mode of 8-bit floats
  *   PARTS    four instructions, 128 of k, into fresh registers, which then join the sums: what the instruction adds up keeps 13 bits
- *   BLOCKS   the same, and a part joins times the scale of its row, and one scale of the tile's columns
+ *   BLOCKS   the same, of int8 too, and a part joins times the scale of its row, and one scale of the tile's columns
  * Scales along k are read by the producer's other warps, in any order and stride, and meet in shared memory; those of the tile's columns
  * that do not change along k are read by all threads once a tile.
  * FFMA beside WGMMA costs more than FADD: scales that do not change along k wait for the epilogue.
  * DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2. Workspace: operands that are laid anew. Not here: K = 0, scales of
- * each column along k, blocks of 32, powers of two in a byte along k (product_plain). */
+ * each column along k, blocks of 32, powers of two in a byte along k, mixed floats with scales along k. */
 #include "../gemm/order.cuh"
 #include "../ptx/bar.cuh"
 #include "../ptx/cluster.cuh"
@@ -140,6 +140,13 @@ template <class K, class D> __device__ __forceinline__ void multiply(D (&d)[64],
                                                          wgmma_descriptor_add(b, 32 * s), !fresh || s > 0);
 }
 
+/* A part's element as a float. Of int8 exact up to 2^22, where 128 products reach 2^21: they are the low bits of 1.5 2^23, which is taken
+ * away. An addition and a subtraction take less than the instruction that converts. */
+__device__ __forceinline__ float part_value(float x) { return x; }
+__device__ __forceinline__ float part_value(int32_t x) {
+    return __uint_as_float((uint32_t)x + 0x4b400000u) - 12582912.f;
+}
+
 /* BLOCKS: by each warp, which has read scales of the stage. */
 template <class K> __device__ __forceinline__ void release(const tma_ring<K::STAGES> &ring) {
     if (K::SUMS == BLOCKS) __syncwarp();
@@ -201,9 +208,9 @@ __device__ __forceinline__ void consume(const Params &p, tma_ring<K::STAGES> &ri
 #pragma unroll
                     for (int i = 0; i < 64; ++i) {
                         if (K::SUMS == BLOCKS)
-                            sum[m][i] = fmaf((float)part[i], by[m][i % 4 / 2], sum[m][i]);
+                            sum[m][i] = fmaf(part_value(part[i]), by[m][i % 4 / 2], sum[m][i]);
                         else
-                            sum[m][i] += (float)part[i];
+                            sum[m][i] += part_value(part[i]);
                     }
                 }
             }
@@ -323,13 +330,9 @@ struct Plan {
     ScaledOperands operands;
 };
 
-/* other: of a kind that is not here */
-Sums sums_of(const gk_scaled_gemm_args *g, bool *other) {
-    const gk_scales sa = gk_scales_of(&g->scale_a, g->a.shape[0], g->a.shape[1], false);
-    const gk_scales sb = gk_scales_of(&g->scale_b, g->b.shape[0], g->b.shape[1], true);
-    if (sa.col_log2 > 7 && sb.row_log2 > 7) return g->a.dtype == GK_I8 || g->accumulate == GK_FAST ? ALL : PARTS;
-    *other = sa.col_log2 < 7 || sb.row_log2 < 7 || sb.col_log2 < 7 || sa.dtype != GK_F32 || sb.dtype != GK_F32;
-    return BLOCKS;
+Sums sums_of(const gk_scaled_gemm_args *g) {
+    if (scales_along_k(g) > 0) return BLOCKS;
+    return g->a.dtype == GK_I8 || g->accumulate == GK_FAST ? ALL : PARTS;
 }
 
 /* What a row of the table is for: key = {sums, MS, dtype of b}. */
@@ -337,11 +340,10 @@ bool plan_scaled(const gk_cuda_instance *row, const gk_context *, const void *ar
     const gk_scaled_gemm_args *g = (const gk_scaled_gemm_args *)args;
     const int64_t m = g->a.shape[0], n = g->b.shape[1], k = g->a.shape[1];
     if (k == 0 || m == 0 || n == 0 || m > 1 << 30 || n > 1 << 30 || k > 1 << 30) return false;
-    bool other = false;
-    Sums sums = sums_of(g, &other);
+    Sums sums = sums_of(g);
     const bool mixed = g->a.dtype != g->b.dtype || g->a.dtype == GK_E5M2;
     if (mixed && sums == ALL) sums = PARTS;
-    if (other || ((mixed || g->a.dtype == GK_I8) && sums == BLOCKS)) return false;
+    if (sums == BLOCKS && (mixed || !scales_in_tiles(g))) return false;
     if (row->key[0] != sums || row->key[2] != g->b.dtype) return false;
     const int64_t tiles = gk_ceil_div(m, 128 * row->key[1]) * gk_ceil_div(n, 128);
     Plan *x = &gk_own<Plan>(plan);
@@ -388,6 +390,8 @@ const gk_cuda_instance instances[] = {
     ROW("e5m2_128x128", GK_E5M2, e5m2, e5m2, float, 1, PARTS, GK_E5M2),
     ROW("i8_256x128", GK_I8, int8_t, int8_t, int32_t, 2, ALL, GK_I8),
     ROW("i8_128x128", GK_I8, int8_t, int8_t, int32_t, 1, ALL, GK_I8),
+    ROW("i8_block_256x128", GK_I8, int8_t, int8_t, int32_t, 2, BLOCKS, GK_I8),
+    ROW("i8_block_128x128", GK_I8, int8_t, int8_t, int32_t, 1, BLOCKS, GK_I8),
 };
 
 /* The first that serves the call; large tiles only where there is one for each SM. */

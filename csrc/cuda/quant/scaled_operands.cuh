@@ -7,18 +7,11 @@
 #include "../host/tensormap.cuh"
 #include "../layout/wgmma.cuh"
 #include "relay.cuh"
+#include "scaled_kinds.cuh"
 
 struct ScaledOperands {
     Relay a, b;
 };
-
-/* b as rows of n. */
-inline gk_tensor rows_of_n(const gk_tensor &b) {
-    gk_tensor x = b;
-    x.shape[0] = b.shape[1], x.shape[1] = b.shape[0];
-    x.stride[0] = b.stride[1], x.stride[1] = b.stride[0];
-    return x;
-}
 
 inline ScaledOperands scaled_operands_plan(const gk_scaled_gemm_args *g, size_t *bytes) {
     ScaledOperands x;

@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: BSD-3-Clause
 /* cross_entropy: the loss of each row of logits and its gradient.
  *   z = softcap tanh(logit_scale logits / softcap), or logit_scale logits;   lse = log sum exp z
- *   loss = (1 - e) w[t] (lse - z[t]) + e / V (W lse - sum w[c] z[c]),   W = sum w[c]
- *   dz[c] = g (exp(z[c] - lse) ((1 - e) w[t] + e W / V) - (c = t) (1 - e) w[t] - e w[c] / V)
+ *   loss = (1 - e) w[t] (lse - z[t]) + e / V (W lse - sum w[c] z[c]) + z_loss lse^2,   W = sum w[c]
+ *   dz[c] = g (exp(z[c] - lse) ((1 - e) w[t] + e W / V + 2 z_loss lse) - (c = t) (1 - e) w[t] - e w[c] / V)
  * logits, dlogits [M, V]: float32, bfloat16, float16, float64; dlogits also of 16 bits beside float32 logits; target [M] int64; w [V],
  * loss, lse [M] float32 (float64). A block has a row and reads it once: forward each thread keeps a running maximum and sum (Milakov
- * and Gimelshein 2018, arXiv:1805.02867), backward needs lse alone. Vectors of 16 bytes, or elements where rows are not of whole
+ * and Gimelshein 2018, arXiv:1805.02867), backward needs lse alone and may have some of the columns. A forward call that wants
+ * dlogits is both, one launch each (cross_entropy_sm90a has it in one). Vectors of 16 bytes, or elements where rows are not of whole
  * vectors at multiples of 16 bytes.
  * No workspace. Bound by reading logits, and by writing dlogits. */
+#include "../../gpukern_loss.h"
 #include "../ptx/regs.cuh"
 #include "row_block.cuh"
 
@@ -20,7 +22,8 @@ struct Params {
     const void *weight;
     void *loss, *lse;
     int64_t rows, n, weight_stride, ignore_index;
-    double smoothing, softcap, scale;
+    int64_t first, classes; /* the column where logits begin, and all columns */
+    double smoothing, softcap, scale, z_loss;
     uint8_t *error_word;
 };
 
@@ -44,9 +47,9 @@ template <class W> __device__ __forceinline__ W weight_of(const Params &p, int64
 
 /* The sum of all weights, by a block. */
 template <class W> __device__ __forceinline__ W all_weights(const Params &p, W *place) {
-    if (!p.weight) return W(p.n);
+    if (!p.weight) return W(p.classes);
     W sum[1] = {0};
-    for (int64_t c = threadIdx.x; c < p.n; c += THREADS) sum[0] += weight_of<W>(p, c);
+    for (int64_t c = threadIdx.x; c < p.classes; c += THREADS) sum[0] += weight_of<W>(p, c);
     block_sum(sum, place);
     return sum[0];
 }
@@ -56,7 +59,7 @@ __device__ __forceinline__ bool read_target(const Params &p, int64_t row, int64_
     target = *row_at<int64_t>(p.target, row);
     bad = false;
     if (target == p.ignore_index) return false;
-    bad = target < 0 || target >= p.n;
+    bad = target < 0 || target >= p.classes;
     if (bad && threadIdx.x == 0) report(p.error_word, GK_BAD_TARGETS);
     return true;
 }
@@ -132,6 +135,7 @@ template <class T, int V, bool PLAIN> __global__ void __launch_bounds__(THREADS,
             const W log_sum = log(sums[0]), lse = all + log_sum;
             W loss = (1 - e) * weight_of<W>(p, target) * (all - logit.z(to_acc(x[target])) + log_sum);
             if (p.smoothing != 0) loss += e / W(p.n) * (weights * lse - sums[1]);
+            if (p.z_loss != 0) loss += W(p.z_loss) * lse * lse;
             ((W *)p.loss)[row] = loss, ((W *)p.lse)[row] = lse;
         }
     }
@@ -151,7 +155,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 8 ? 1 : 2) cross_entropy
     typedef typename element<T>::acc W;
     __shared__ W place[32];
     const Logit<W> logit(p);
-    const W e = W(p.smoothing) / W(p.n);
+    const W e = W(p.smoothing) / W(p.classes);
     const W weights = p.smoothing != 0 ? all_weights<W>(p, place) : W(0);
     constexpr int MANY = AHEAD<T, V>;
     const int64_t first = (int64_t)blockIdx.y * (THREADS * MANY) + threadIdx.x, end = p.n / V;
@@ -161,9 +165,10 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 8 ? 1 : 2) cross_entropy
         const bool counts = read_target(p, row, target, bad);
         Run<D, V> *dx = (Run<D, V> *)row_at<D>(p.dlogits, row);
         const Run<T, V> *x = (const Run<T, V> *)row_at<T>(p.logits, row);
-        const W g = counts ? *row_at<W>(p.grad_loss, row) : W(0), lse = ((const W *)p.lse)[row];
+        const W g = !counts ? W(0) : p.grad_loss.data ? *row_at<W>(p.grad_loss, row) : W(1);
+        const W lse = ((const W *)p.lse)[row];
         const W own = bad ? W(NAN) : W(1 - p.smoothing) * weight_of<W>(p, counts && !bad ? target : 0);
-        const W of_p = own + e * weights;
+        const W of_p = own + e * weights + 2 * W(p.z_loss) * lse;
         Run<T, V> in[MANY];
 #pragma unroll
         for (int u = 0; u < MANY; ++u)
@@ -180,8 +185,8 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 8 ? 1 : 2) cross_entropy
                 for (int k = 0; k < V; ++k) {
                     const W z = logit.z(to_acc(in[u].v[k]));
                     W y = e_to(z - lse) * of_p;
-                    if (i * V + k == target) y -= own;
-                    if (p.smoothing != 0) y -= e * weight_of<W>(p, i * V + k);
+                    if (p.first + i * V + k == target) y -= own;
+                    if (p.smoothing != 0) y -= e * weight_of<W>(p, p.first + i * V + k);
                     d.v[k] = from_acc<D>(g * y * logit.slope(z));
                 }
             }
@@ -190,46 +195,65 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 8 ? 1 : 2) cross_entropy
     }
 }
 
-Params params_of(const gk_context *ctx, const gk_cross_entropy_args *a) {
+Params params_of(const gk_context *ctx, const gk_cross_entropy_args *a, const gk_loss_more &more) {
     Params p = {row_tensor(a->logits), row_elements(&a->target)};
     if (a->weight) p.weight = a->weight->data, p.weight_stride = a->weight->stride[0];
     p.loss = a->loss.data, p.lse = a->lse.data, p.rows = rows_of(a->logits), p.n = a->logits.shape[a->logits.ndim - 1];
     p.ignore_index = a->ignore_index, p.smoothing = a->label_smoothing, p.softcap = a->softcap,
-    p.scale = a->logit_scale;
+    p.scale = a->logit_scale, p.z_loss = more.z_loss, p.first = more.first_class, p.classes = more.num_classes;
     p.error_word = ctx->error_word;
     return p;
 }
 
-template <class T> gk_status fwd_run(const gk_context *ctx, const void *args, const gk_plan *, void *) {
-    const gk_cross_entropy_args *a = (const gk_cross_entropy_args *)args;
-    const Params p = params_of(ctx, a);
+template <class T, class D, int V>
+gk_status bwd_launch(const gk_context *ctx, Params p, const gk_tensor &dlogits, const char *op) {
+    p.dlogits = row_tensor(dlogits);
+    const dim3 grid(row_blocks(p.rows), (unsigned)gk_ceil_div(p.n / V, THREADS * AHEAD<T, V>));
+    return launch<cross_entropy_bwd_kernel<T, D, V>>(op, ctx, grid, THREADS, 0, p);
+}
+
+template <class T, class D>
+gk_status bwd_vectors(const gk_context *ctx, const Params &p, const gk_tensor &logits, const gk_tensor &dlogits,
+                      const char *op) {
+    return rows_whole(dlogits, &logits) ? bwd_launch<T, D, row_vec<D>>(ctx, p, dlogits, op)
+                                        : bwd_launch<T, D, 1>(ctx, p, dlogits, op);
+}
+
+template <class T>
+gk_status bwd_any(const gk_context *ctx, const Params &p, const gk_tensor &logits, const gk_tensor &dlogits,
+                  const char *op) {
+    if constexpr (sizeof(T) == 4) {
+        if (dlogits.dtype == GK_BF16) return bwd_vectors<T, __nv_bfloat16>(ctx, p, logits, dlogits, op);
+        if (dlogits.dtype == GK_F16) return bwd_vectors<T, __half>(ctx, p, logits, dlogits, op);
+    }
+    return bwd_vectors<T, T>(ctx, p, logits, dlogits, op);
+}
+
+const char *const FWD = "gk_cross_entropy_fwd";
+
+template <class T> gk_status losses(const gk_context *ctx, const gk_cross_entropy_args *a, const Params &p) {
     const dim3 grid(row_blocks(p.rows));
     const bool plain = p.smoothing == 0 && p.softcap == 0;
-#define LAUNCH(V, PLAIN) launch<cross_entropy_fwd_kernel<T, V, PLAIN>>("gk_cross_entropy_fwd", ctx, grid, THREADS, 0, p)
+#define LAUNCH(V, PLAIN) launch<cross_entropy_fwd_kernel<T, V, PLAIN>>(FWD, ctx, grid, THREADS, 0, p)
     if constexpr (sizeof(T) <= 4)
         if (plain && rows_whole(a->logits)) return LAUNCH(row_vec<T>, true);
     return rows_whole(a->logits) ? LAUNCH(row_vec<T>, false) : LAUNCH(1, false);
 #undef LAUNCH
 }
 
-template <class T, class D, int V> gk_status bwd_launch(const gk_context *ctx, const gk_cross_entropy_bwd_args *b) {
-    Params p = params_of(ctx, &b->fwd);
-    p.dlogits = row_tensor(b->dlogits), p.grad_loss = row_elements(&b->grad_loss);
-    const dim3 grid(row_blocks(p.rows), (unsigned)gk_ceil_div(p.n / V, THREADS * AHEAD<T, V>));
-    return launch<cross_entropy_bwd_kernel<T, D, V>>("gk_cross_entropy_bwd", ctx, grid, THREADS, 0, p);
-}
-
-template <class T, class D> gk_status bwd_vectors(const gk_context *ctx, const gk_cross_entropy_bwd_args *b) {
-    return rows_whole(b->dlogits, &b->fwd.logits) ? bwd_launch<T, D, row_vec<D>>(ctx, b) : bwd_launch<T, D, 1>(ctx, b);
+template <class T> gk_status fwd_run(const gk_context *ctx, const void *args, const gk_plan *, void *) {
+    const gk_cross_entropy_args *a = (const gk_cross_entropy_args *)args;
+    const gk_loss_more more = gk_more_of_fwd(a);
+    const Params p = params_of(ctx, a, more);
+    const gk_status status = losses<T>(ctx, a, p);
+    return status == GK_OK && more.dlogits ? bwd_any<T>(ctx, p, a->logits, *more.dlogits, FWD) : status;
 }
 
 template <class T> gk_status bwd_run(const gk_context *ctx, const void *args, const gk_plan *, void *) {
     const gk_cross_entropy_bwd_args *b = (const gk_cross_entropy_bwd_args *)args;
-    if constexpr (sizeof(T) == 4) {
-        if (b->dlogits.dtype == GK_BF16) return bwd_vectors<T, __nv_bfloat16>(ctx, b);
-        if (b->dlogits.dtype == GK_F16) return bwd_vectors<T, __half>(ctx, b);
-    }
-    return bwd_vectors<T, T>(ctx, b);
+    Params p = params_of(ctx, &b->fwd, gk_more_of_bwd(b));
+    p.grad_loss = row_elements(&b->grad_loss);
+    return bwd_any<T>(ctx, p, b->fwd.logits, b->dlogits, "gk_cross_entropy_bwd");
 }
 
 bool fwd_plan(const gk_cuda_instance *, const gk_context *, const void *args, gk_plan *plan) {
