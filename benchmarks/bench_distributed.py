@@ -170,6 +170,22 @@ def attention(tokens_a_rank: int, device) -> None:
         os.environ["GPUKERN_DIST_CHECK"] = "0"
 
 
+def crossover(tokens_a_rank: int, heads_kv: int, device) -> None:
+    """The modes beside each other, forward and with backward: which one ``mode="auto"`` should take."""
+    torch.manual_seed(0)
+    heads = (HEADS_Q, heads_kv, heads_kv)
+    part = [torch.randn(1, h, tokens_a_rank, DIM, device=device, dtype=DTYPE) for h in heads]
+    grad = torch.randn_like(part[0])
+    label = f"{tokens_a_rank} tokens a rank, {HEADS_Q} heads over {heads_kv}"
+    modes = {
+        m: functools.partial(gd.context_parallel_attn, is_causal=True, mode=m)
+        for m in ("all_gather", "ring", "ulysses")
+    }
+    measure("cp modes, forward", label, {m: lambda f=f: f(*part) for m, f in modes.items()}, rounds=3, budget=0.1)
+    step = {m: lambda f=f: both_ways(f)(part, grad) for m, f in modes.items()}
+    measure("cp modes, forward+backward", label, step, rounds=3, budget=0.2)
+
+
 def torch_peers(part, grad) -> dict:
     """torch's context_parallel with each of its kernels; its balanced cut is that of zigzag. K and V have their own heads where
     it takes that, else one for each of q's ("expanded").
@@ -375,14 +391,19 @@ def main() -> None:
     dist.init_process_group("nccl" if CUDA else "gloo", timeout=datetime.timedelta(seconds=60))
     RATE = 1.0 if CUDA else 1 / 64
     links(device)
-    for tokens in (8192,) if options.quick else (8192, 32768):
-        attention(int(tokens * RATE), device)
+    parts = [functools.partial(attention, int(8192 * RATE), device)]
     for k, n in ((8192, 10240),) if options.quick else ((8192, 10240), (8192, 57344), (4096, 6144)):
-        products(int(8192 * RATE), int(k * RATE), int(n * RATE), device)
-    for m in (1, 64) if options.quick else (1, 8, 16, 64):
-        all_reduce(m, device)
-    decode(int((1 << 20) * RATE), device)
-    write(options.out)
+        parts.append(functools.partial(products, int(8192 * RATE), int(k * RATE), int(n * RATE), device))
+    parts += [functools.partial(all_reduce, m, device) for m in ((1, 64) if options.quick else (1, 8, 16, 64))]
+    parts.append(functools.partial(decode, int((1 << 20) * RATE), device))
+    if not options.quick:
+        parts.append(functools.partial(attention, int(32768 * RATE), device))
+    for tokens, heads_kv in ((1024, 8), (1024, 32), (4096, 8), (4096, 32), (16384, 32)):
+        if not options.quick or tokens == 1024:
+            parts.append(functools.partial(crossover, int(tokens * RATE), heads_kv, device))
+    for part in parts:
+        part()
+        write(options.out)  # what is measured stays, whatever comes later
     if CUDA:
         training(device, options.trace)
     write(options.out)

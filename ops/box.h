@@ -143,7 +143,9 @@ template <class T> StableIValue bits_of(T x) {
     return value;
 }
 
+template <class T> StableIValue give(T) = delete; // nothing is converted on its way to torch: a number is no bool
 inline StableIValue give(bool x) { return bits_of(x); }
+inline StableIValue give(int64_t x) { return bits_of(x); }
 inline StableIValue give(Tensor &t) { return bits_of(t.release()); }
 inline StableIValue give(const std::string &text) {
     StringHandle handle = nullptr;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// flash_attn.cpp: flash_attn and flash_attn_varlen with their gradients, attn_merge and flash_attn_accumulate.
+// flash_attn.cpp: flash_attn and flash_attn_varlen with their gradients, attn_merge, flash_attn_accumulate and flash_attn_into.
 #include "attn_rules.h"
 #include "gpukern_ranks.h"
 
@@ -193,12 +193,13 @@ struct AttnMerge {
     static void place(C &to, Results &r) { to.out = r[0].view, to.lse = r[1].view; }
 };
 
-// ---- flash_attn_accumulate ----------------------------------------------------------------------
+// ---- flash_attn_accumulate, flash_attn_into -------------------------------------------------------
 struct AccumulateArgs : gk_flash_attn_accumulate_args {
     size_t size; // what every op's arguments have; csrc reads fwd.size
 };
 
-struct FlashAttnAccumulate {
+// Results in the caller's memory, out with any leading strides; JOINS: they become those of the keys before and of these.
+template <bool JOINS> struct Written {
     Tensor q, k, v;         // [B, Hq, Sq, D], [B, Hkv, Sk, D], [B, Hkv, Sk, Dv]
     WrittenTensor out, lse; // [B, Hq, Sq, Dv], [B, Hq, Sq]
     bool is_causal;
@@ -209,7 +210,7 @@ struct FlashAttnAccumulate {
 
     using C = AccumulateArgs;
     using Results = std::array<Tensor, 0>;
-    static constexpr const char *name = "flash_attn_accumulate";
+    static constexpr const char *name = JOINS ? "flash_attn_accumulate" : "flash_attn_into";
     static constexpr int num_results = 0;
     GK_TENSORS(q, k, v, out, lse, alibi_slopes, sinks, kv_start, kv_end, q_start)
 
@@ -227,18 +228,19 @@ struct FlashAttnAccumulate {
         fill_dense(*this, to.fwd);
         to.fwd.size = sizeof(gk_flash_attn_accumulate_args);
         to.fwd.out = out.view, to.fwd.lse = lse.view;
-        to.accumulates = 1;
+        to.accumulates = JOINS;
     }
 };
+using FlashAttnAccumulate = Written<true>;
+using FlashAttnInto = Written<false>;
 
-void accumulate(FlashAttnAccumulate &op) {
-    Checked<FlashAttnAccumulate> c(op);
+template <class O> void write(O &op) {
+    Checked<O> c(op);
     for (int i = 0; i < 2; ++i) {
         c.call.done(gk_check_given(&c.io, i));
         c.call.done(gk_check_apart(&c.io, i));
     }
-    if (gk_shares_memory(&op.out.view, &op.lse.view))
-        bad_argument(FlashAttnAccumulate::name, "lse shares memory with out; it must not");
+    if (gk_shares_memory(&op.out.view, &op.lse.view)) bad_argument(O::name, "lse shares memory with out; it must not");
     if (op.out.numel() > 0) c.run();
 }
 
@@ -254,7 +256,8 @@ void implement(Library &m) {
     m.impl("explain_flash_attn_varlen", op_explain<FlashAttnVarlen>);
     m.impl("flash_attn_varlen_bwd", backward<FlashAttnVarlenBwd>);
     m.impl("attn_merge", op_all<AttnMerge>);
-    m.impl("flash_attn_accumulate", boxed<accumulate>);
+    m.impl("flash_attn_accumulate", boxed<write<FlashAttnAccumulate>>);
+    m.impl("flash_attn_into", boxed<write<FlashAttnInto>>);
 }
 
 void implement_shapes(Library &m) {
@@ -264,6 +267,7 @@ void implement_shapes(Library &m) {
     m.impl("flash_attn_varlen_bwd_results", op_results<FlashAttnVarlenBwd>);
     m.impl("attn_merge_results", op_results<AttnMerge>);
     m.impl("flash_attn_accumulate_results", op_results<FlashAttnAccumulate>);
+    m.impl("flash_attn_into_results", op_results<FlashAttnInto>);
 }
 
 } // namespace

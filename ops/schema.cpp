@@ -8,6 +8,7 @@
 #include "box.h"
 #include "call.h"
 #include "gpukern_ranks.h"
+#include "gpukern_sums.h"
 
 #define GEMM_ARGS                                                                               \
     "(Tensor a, Tensor b, Tensor? bias=None, Tensor? c=None, float alpha=1.0, float beta=1.0, " \
@@ -190,6 +191,10 @@ void define(gk::Library &m) {
 
     m.def("flash_attn_accumulate" ACCUMULATE_ARGS("(a!)", "(b!)") " -> ()");
     m.def("flash_attn_accumulate_results" ACCUMULATE_ARGS("", "") " -> ()");
+    m.def("flash_attn_into" ACCUMULATE_ARGS("(a!)", "(b!)") " -> ()");
+    m.def("flash_attn_into_results" ACCUMULATE_ARGS("", "") " -> ()");
+
+    m.def("sum_over_ranks(Tensor x, Tensor(a!) out, Tensor(b!)[] mailboxes, int rank, float timeout_s) -> ()");
 
     def_op(m, "paged_attn", PAGED_ATTN_ARGS, OUT_LSE);
     def_out(m, "paged_attn", PAGED_ATTN_ARGS);
@@ -239,6 +244,8 @@ void define(gk::Library &m) {
     m.def("gemm_prefer(str device, str gemm_class, str row) -> ()");
     m.def("gemm_prefer_none() -> ()");
     m.def("limit_sms(int sms) -> int");
+    m.def("capture_id(int stream) -> int");
+    m.def("mailbox_bytes(int elements, int ranks) -> int");
 }
 
 std::string version() { return gk_version(); }
@@ -302,6 +309,21 @@ int64_t limit_sms(LimitArgs &x) {
     return before;
 }
 
+struct CaptureArgs {
+    int64_t stream; // the address of a CUDA stream
+};
+
+// The number of the capture that the stream is in, 0: none.
+int64_t capture_id(CaptureArgs &x) { return static_cast<int64_t>(gk_capture_id(reinterpret_cast<void *>(x.stream))); }
+
+struct MailboxArgs {
+    int64_t elements, ranks;
+};
+
+int64_t mailbox_bytes(MailboxArgs &x) {
+    return static_cast<int64_t>(gk_mailbox_bytes(x.elements, static_cast<int32_t>(x.ranks)));
+}
+
 void implement(gk::Library &m) {
     m.impl("version", gk::boxed<version>);
     m.impl("cpu_isa", gk::boxed<cpu_isa>);
@@ -314,6 +336,8 @@ void implement(gk::Library &m) {
     m.impl("gemm_prefer", gk::boxed<gemm_prefer>);
     m.impl("gemm_prefer_none", gk::boxed<gemm_prefer_none>);
     m.impl("limit_sms", gk::boxed<limit_sms>);
+    m.impl("capture_id", gk::boxed<capture_id>);
+    m.impl("mailbox_bytes", gk::boxed<mailbox_bytes>);
 }
 
 const gk::Registered schemas(gk::Library::Kind::DEF, nullptr, define, __FILE__);

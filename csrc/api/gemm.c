@@ -5,12 +5,21 @@
 #include "../dispatch.h"
 #include "../folds.h"
 
-/* What is added to a product may come in the result's dtype, so that a float32 sum stays one. */
-static gk_status check_addend_dtype(gk_io *io, const char *name, const gk_tensor *t, const gk_gemm_args *g) {
-    if (t->dtype == g->a.dtype || t->dtype == g->out.dtype) return GK_OK;
-    if (g->a.dtype == g->out.dtype) return gk_check_same_dtype(io, name, t, "a", &g->a);
-    return gk_fail(GK_ERR_ARGUMENT, "%s must be %s (as a) or %s (as out_dtype), got %s", name,
-                   gk_dtype_name(g->a.dtype), io->dtype_name(g->out.dtype), io->dtype_name(t->dtype));
+/* A bias may come in the result's dtype. */
+static gk_status check_bias_dtype(gk_io *io, const gk_gemm_args *g) {
+    if (g->bias->dtype == g->a.dtype || g->bias->dtype == g->out.dtype) return GK_OK;
+    if (g->a.dtype == g->out.dtype) return gk_check_same_dtype(io, "bias", g->bias, "a", &g->a);
+    return gk_fail(GK_ERR_ARGUMENT, "bias must be %s (as a) or %s (as out_dtype), got %s", gk_dtype_name(g->a.dtype),
+                   io->dtype_name(g->out.dtype), io->dtype_name(g->bias->dtype));
+}
+
+/* c may be a sum that was not rounded yet: it is read in float32, and rounded once, with the product. */
+static gk_status check_c_dtype(gk_io *io, const gk_gemm_args *g) {
+    const gk_dtype dtype = g->a.dtype;
+    if (gk_type_of(dtype)->bits >= 32) return gk_check_same_dtype(io, "c", g->c, "a", &g->a);
+    GK_REQUIRE(g->c->dtype == dtype || g->c->dtype == GK_F32, "c must be %s (as a) or float32, got %s",
+               gk_dtype_name(dtype), io->dtype_name(g->c->dtype));
+    return GK_OK;
 }
 
 /* a's, or float32 where that is the wider one. */
@@ -70,13 +79,13 @@ gk_status gk_check_gemm(const gk_context *ctx, const gk_gemm_args *g, gk_io *io)
     if (ndim < 0) return GK_ERR_ARGUMENT;
     if (g->bias) {
         GK_TRY(gk_take(io, "bias", g->bias, GK_ANY_STRIDES));
-        GK_TRY(check_addend_dtype(io, "bias", g->bias, g));
+        GK_TRY(check_bias_dtype(io, g));
         GK_TRY(gk_check_length_of("bias", g->bias, shape[ndim - 1]));
     }
     if (g->c) {
         /* with beta 0 its data is not read and may be missing */
         GK_TRY(g->beta != 0 ? gk_take(io, "c", g->c, GK_ANY_STRIDES) : gk_take_unread(io, "c", g->c));
-        GK_TRY(check_addend_dtype(io, "c", g->c, g));
+        GK_TRY(check_c_dtype(io, g));
         GK_TRY(check_broadcasts(g->c, ndim, shape));
     }
     GK_TRY(gk_check_held(io, "alpha", g->alpha, "a", a));

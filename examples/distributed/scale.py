@@ -46,7 +46,8 @@ def measured() -> list[tuple[str, int, dict[int, float]]]:
     found = []
     for path in sorted(RESULTS.glob("*.json")):
         card = json.loads(path.read_text())
-        for row in (row for call in card["calls"][:1] for row in call["rows"] if row["group"] == "cp forward+backward"):
+        rows = card.get("rows") or card["calls"][0]["rows"]  # of one call, or of several
+        for row in (row for row in rows if row["group"] == "cp forward+backward"):
             tokens = 2 * int(row["label"].split()[0])
             best = min(row["us"][mode] for mode in ("all_gather", "ring", "ulysses"))
             found.append(

@@ -51,8 +51,8 @@ def watch(step, ranks: int, trace: Path | None = None) -> Seen:
     return Seen(sent_bytes(events, ranks), total / 1e3, overlap(moved, others) / total if total else None)
 
 
-# NCCL's kernels; copies between GPUs and the barriers before and behind them.
-_MOVES = ("nccl", "ptop", "symmetric_memory::barrier")
+# NCCL's kernels; copies between GPUs and the barriers before and behind them; sums through mailboxes.
+_MOVES = ("nccl", "ptop", "symmetric_memory::barrier", "sum_over_ranks")
 
 
 def of_gpu(events: list[dict]) -> tuple[list[Span], list[Span]]:

@@ -286,7 +286,8 @@ static void gemm_draw(gk_dtype dtype, bool large) {
     if (check_below(60) == 0) *(check_below(2) ? &m : &n) = 0;
     shape[ndim] = m, shape[ndim + 1] = n;
     int64_t c = check_below(8), column[2] = {m, 1};
-    gk_dtype out = dtype != GK_F64 && check_below(3) == 0 ? GK_F32 : dtype, added = check_below(2) ? out : dtype;
+    gk_dtype out = dtype != GK_F64 && check_below(3) == 0 ? GK_F32 : dtype,
+             added = check_below(2) ? dtype == GK_F64 ? GK_F64 : GK_F32 : dtype;
     if (rows) {
         g.a = stored(dtype, batch[0], m, k, false, false, 1, check_below(12));
         g.b = stored(dtype, batch[1], k, n, columns, false, 1, columns ? check_below(12) : (8 - n % 8) % 8);

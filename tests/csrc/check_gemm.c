@@ -213,7 +213,7 @@ static void check_edges(gk_dtype dtype) {
         if (check_below(2)) {
             x.out_dtype = dtype != GK_F64 && check_below(2) ? GK_F32 : dtype;
             x.bias_dtype = check_below(2) ? x.out_dtype : dtype;
-            x.c_dtype = check_below(2) ? x.out_dtype : dtype;
+            x.c_dtype = check_below(2) ? dtype == GK_F64 ? GK_F64 : GK_F32 : dtype;
             x.bias = check_below(2);
             x.preact = check_below(2);
             x.c = (c_shape)check_below(NUM_C);
@@ -407,7 +407,9 @@ static void check_c_refusals(gk_dtype dtype) {
     c = a.t, c.shape[0] = -1;
     check_refused(gk_gemm(&ctx, &args), GK_ERR_ARGUMENT, "gk_gemm: c has size -1");
     c = a.t, c.dtype = GK_I32;
-    check_refused(gk_gemm(&ctx, &args), GK_ERR_ARGUMENT, "gk_gemm: c has dtype int32, a has ");
+    const bool narrow = dtype == GK_BF16 || dtype == GK_F16;
+    check_refused(gk_gemm(&ctx, &args), GK_ERR_ARGUMENT,
+                  narrow ? "gk_gemm: c must be " : "gk_gemm: c has dtype int32, a has ");
     check_unchanged(&out, "out of a refused call");
     c = a.t, c.data = NULL, args.beta = 0;
     check_result(gk_gemm(&ctx, &args) == GK_OK, "c without data and beta 0: %s", gk_last_error());

@@ -358,6 +358,25 @@ def test_bias_and_c_in_either_dtype(dtype, bias_wide, c_wide, device):
     bias = randn(gen, 30, dtype=torch.float32 if bias_wide else dtype, device=device)
     c = randn(gen, 20, 30, dtype=torch.float32 if c_wide else dtype, device=device)
     check(a, b, bias=bias, c=c, out_dtype=torch.float32, gen=gen)
+    check(a, b, bias=bias.to(dtype), c=c, gen=gen)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_a_float32_c_is_rounded_with_the_product(dtype, device):
+    """c + a b of every schedule, where c alone does not fit in 16 bits, and with gradients."""
+    gen = generator("wide c")
+    for m, n, k in ((1, 300, 64), (40, 520, 96), (256, 512, 128), (300, 257, 64)):
+        a, b = randn(gen, m, k, dtype=dtype, device=device), randn(gen, k, n, dtype=dtype, device=device)
+        c = randn(gen, m, n, device=device) * 100
+        want = (f64(c) + f64(ops.gemm(a, b, out_dtype=torch.float32))).to(dtype)
+        got = ops.gemm(a, b, c=c)
+        # a tie of the float32 sum may round the other way
+        assert (got != want).float().mean() < 0.01 and torch.allclose(got.float(), want.float(), rtol=1e-2, atol=1e-2)
+    leaves = [x.requires_grad_() for x in (a, b, c)]
+    grads = torch.autograd.grad(torch_gpukern.gemm(a, b, c=c).float().sum(), leaves)
+    assert grads[2].dtype == torch.float32 and torch.equal(grads[2], torch.ones_like(c))
+    with pytest.raises(ValueError, match="c must be (b?float16|bfloat16) .as a. or float32, got float64"):
+        ops.gemm(a.detach(), b.detach(), c=c.detach().double())
 
 
 def test_fp32_precision(device):

@@ -219,6 +219,41 @@ def test_accumulate_opcheck(device):
     torch.library.opcheck(ops.flash_attn_accumulate.default, (q, k, v, out, lse), dict(is_causal=True))
 
 
+# ---- results in the caller's memory -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", (BF16, F32, F64), ids=str)
+def test_into_writes_rows_of_a_larger_tensor(dtype, device):
+    for seed, case in enumerate(cases(device)):
+        q, k, v, _ = tensors(seed, case, dtype, device, tokens_first=seed % 3 == 1)
+        want, want_lse = ops.flash_attn_fwd(q, k, v, **case[3])
+        batch, heads, rows, dim = want.shape
+        held = torch.full((batch, heads, rows + 5, dim), math.nan, dtype=dtype, device=device)
+        if seed % 2:
+            held = held.transpose(1, 2).contiguous().transpose(1, 2)
+        lse = torch.full(want_lse.shape, math.nan, dtype=want_lse.dtype, device=device)
+        ops.flash_attn_into(q, k, v, held[:, :, 3 : 3 + rows], lse, **case[3])
+        assert torch.equal(held[:, :, 3 : 3 + rows], want) and torch.equal(lse, want_lse), case
+        assert held[:, :, :3].isnan().all() and held[:, :, 3 + rows :].isnan().all()
+
+
+def test_into_says_what_it_does_not_take(device):
+    q, k, v, _ = tensors(1, TINY[0], BF16, device)
+    out, lse = ops.flash_attn_fwd(q, k, v)
+    for change, text in (
+        (dict(out=out.to(F16)), "out_dtype must be bfloat16 .as q. or float32, got float16"),
+        (dict(out=out[:, :, 1:]), r"out must have shape \[2, 4, 65, 24\], got \[2, 4, 64, 24\]"),
+        (dict(lse=lse.double()), "lse must be float32, got float64"),
+        (dict(out=q), "out shares memory with q|out must have shape"),
+    ):
+        given = dict(q=q, k=k, v=v, out=out, lse=lse) | change
+        with pytest.raises(ValueError, match=f"gpukern::flash_attn_into: {text}"):
+            ops.flash_attn_into(**given)
+    torch.library.opcheck(ops.flash_attn_into.default, (q, k, v, out, lse), dict(is_causal=True))
+    with pytest.raises(NotImplementedError, match="flash_attn_into: it has no backward"):
+        ops.flash_attn_into(q.requires_grad_(), k, v, out, lse)
+
+
 # ---- the limit of SMs -------------------------------------------------------------------------------
 
 
@@ -236,7 +271,9 @@ def test_the_limit_of_sms_is_the_planners():
             with gd.sm_limit(0):
                 assert call() == before
             half = call()
-        assert half["waves"] > 1.6 * before["waves"], name
+        assert 1.6 * before["waves"] < half["waves"] < 3 * before["waves"], (
+            name
+        )  # the inner limit's end restores the outer one
         assert call() == before
     with pytest.raises(ValueError, match="sms must be 0"), gd.sm_limit(-1):
         pass

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import transport
-from .local import Call, backward, empty_results, forward, sum_sinks
+from .local import Call, backward, empty_results, forward, forward_into, sum_sinks
 from .ranks import Ranks
 from .sequence import Cut
 
@@ -24,7 +24,7 @@ class _Keys:
     """K and V [B, Hkv, S, D] of all ranks' tokens, stored [S, B, Hkv, D], on their way."""
 
     def __init__(self, k: Tensor, v: Tensor, cut: Cut, ranks: Ranks):
-        self._moving = transport.Gather(cut, ranks, *(x.movedim(2, 0) for x in (k, v)))
+        self._moving = transport.Gather(cut, ranks, *(x.movedim(2, 0) for x in (k, v)), lent=True)
 
     def before(self, end: int) -> list[Tensor]:
         """Those of the first `end` tokens."""
@@ -49,9 +49,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, cut: Cut, ranks: Ranks) 
     keys, runs = _Keys(k, v, cut, ranks), _runs(k, v, call, cut, ranks)
     out, lse = empty_results(q, v) if len(runs) != 1 else (None, None)
     for rows, start, seen in runs:
-        found = forward(q[:, :, rows], *keys.before(seen), call, start, q.dtype)
-        if len(runs) > 1:
-            out[:, :, rows], lse[:, :, rows] = found
+        if len(runs) == 1:
+            found = forward(q[:, :, rows], *keys.before(seen), call, start, q.dtype)
+        else:
+            lse[:, :, rows] = forward_into(out[:, :, rows], q[:, :, rows], *keys.before(seen), call, start)
     keys.done()
     return found if len(runs) == 1 else (out, lse)
 

@@ -84,6 +84,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, diagonal: int, dtype: t
     return ops.flash_attn_fwd(q, k, v, diagonal=diagonal, out_dtype=dtype, **call.arguments())
 
 
+def forward_into(out: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call, diagonal: int) -> Tensor:
+    """lse; out [B, Hq, Sq, Dv] may be some rows of a larger tensor."""
+    lse = q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    ops.flash_attn_into(q, k, v, out, lse, diagonal=diagonal, **call.arguments())
+    return lse
+
+
 def accumulate(q: Tensor, k: Tensor, v: Tensor, call: Call, diagonal: int, out: Tensor, lse: Tensor) -> None:
     """Joins the attention over more keys to out and lse, which are float32 (float64)."""
     ops.flash_attn_accumulate(q, k, v, out, lse, diagonal=diagonal, **call.arguments())

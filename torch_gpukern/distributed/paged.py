@@ -8,7 +8,7 @@ from .._library import library, ops
 from ..ops import paged_attn
 from . import transport
 from .attention import declare
-from .ranks import Group, Ranks, agree, facts, process_group
+from .ranks import Group, agree, facts, process_group, ranks_of
 
 __all__ = ["context_parallel_paged_attn"]
 
@@ -101,7 +101,7 @@ def _fwd(
     v_scale,
     group,
 ):
-    ranks, found = Ranks(group), []
+    ranks, found = ranks_of(group), []
 
     def describe() -> dict:
         # This rank's own keys first: what is wrong with its pages, be it their contents, is then said before anything is sent.

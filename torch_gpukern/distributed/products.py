@@ -127,6 +127,7 @@ library.define(
     "all_gather_gemm_fwd(Tensor a, Tensor b, Tensor? bias, str activation, bool keep, str group) -> (Tensor out, Tensor gathered, Tensor preact)"
 )
 library.define("rows_to_owners(Tensor x, Tensor b, SymInt rows, str group) -> Tensor")
+library.define("product_to_owners(Tensor a, Tensor b, SymInt rows, str group) -> Tensor")
 
 
 def _gather_fwd(a, b, bias, activation, keep, group):
@@ -141,7 +142,12 @@ def _gather_fwd(a, b, bias, activation, keep, group):
         return same | {"columns of a": a.shape[1], "bias given": bias is not None, "activation": activation}
 
     cut = _Rows(agree(ranks, what, a.device, describe, a.shape[0] if a.dim() else 0))
-    overlaps = activation in ("none", "relu") and _overlaps(*a.shape, a, ranks)
+    return _gathered_product(a, b, bias, activation, keep, cut, ranks)
+
+
+def _gathered_product(a, b, bias, activation, keep, cut, ranks):
+    """(out, gathered, preact) of the product of all ranks' rows."""
+    overlaps = activation in ("none", "relu") and _overlaps(cut.length // ranks.size, a.shape[1], a, ranks)
     moving = transport.Gather(cut, ranks, a, own=keep or not overlaps)
     if not overlaps:
         moving.done()
@@ -149,12 +155,12 @@ def _gather_fwd(a, b, bias, activation, keep, group):
         return out, moving.whole[0] if keep else a.new_empty((0, a.shape[1])), preact
     out = a.new_empty((cut.length, b.shape[1]))
     ((start, end),) = cut.spans[ranks.rank]  # this rank's rows first, while the others' are on their way
-    _into(out[start:end], a, b, bias, activation)
+    _into(out[start:end], a, b, bias, activation=activation)
     moving.done()
     (gathered,) = moving.whole
     for rows in (slice(0, start), slice(end, cut.length)):
         if rows.start < rows.stop:
-            _into(out[rows], gathered[rows], b, bias, activation)
+            _into(out[rows], gathered[rows], b, bias, activation=activation)
     return out, gathered if keep else a.new_empty((0, a.shape[1])), a.new_empty(0)
 
 
@@ -166,9 +172,8 @@ def _overlaps(rows: int, columns: int, like: Tensor, ranks: Ranks) -> bool:
     return rows * columns * like.element_size() * (ranks.size - 1) >= _OVERLAP_BYTES
 
 
-def _into(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None, activation: str = "none") -> Tensor:
-    ops.gemm.out(a, b, bias, activation=activation, out_dtype=out.dtype, out=out)
-    return out
+def _into(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None, c: Tensor | None = None, **more: str) -> None:
+    ops.gemm.out(a, b, bias, c, out_dtype=out.dtype, out=out, **more)
 
 
 def _gather_fake(a, b, bias, activation, keep, group):
@@ -194,7 +199,6 @@ def _gather_context(ctx, inputs, output) -> None:
 def _gather_backward(ctx, grad_out, grad_gathered, _):
     b, gathered, saved = ctx.saved_tensors
     grad_a = grad_b = grad_bias = None
-    share = None if grad_gathered is None else grad_gathered.to(_wide(b.dtype))
     if grad_out is not None:
         if ctx.activation != "none":
             grad_out = ops.gemm_act_bwd(grad_out, saved, ctx.activation)
@@ -202,18 +206,33 @@ def _gather_backward(ctx, grad_out, grad_gathered, _):
             grad_b = ops.gemm(gathered.t(), grad_out)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_bias = grad_out.sum(0, dtype=_wide(b.dtype)).to(b.dtype)
-        if ctx.needs_input_grad[0]:
-            product = _product(grad_out, b.t())
-            share = product if share is None else share + product
-    if ctx.needs_input_grad[0] and share is not None:
-        grad_a = ops.rows_to_owners(share, b, ctx.rows, ctx.group)
+    if ctx.needs_input_grad[0]:
+        if grad_gathered is None and grad_out is not None:
+            grad_a = ops.product_to_owners(grad_out, b.t(), ctx.rows, ctx.group)
+        elif grad_gathered is not None:
+            share = grad_gathered.to(_wide(b.dtype))
+            if grad_out is not None:
+                share = share + _product(grad_out, b.t())
+            grad_a = ops.rows_to_owners(share, b, ctx.rows, ctx.group)
     return grad_a, grad_b, grad_bias, None, None, None
+
+
+def _rows_by_rank(rows: int, like: Tensor, ranks: Ranks) -> _Rows:
+    return _rows_of_all(rows, like, ranks) if checked(like.device) else _Rows([rows] * ranks.size)
 
 
 def _to_owners(x, b, rows, group):
     ranks = ranks_of(group)
-    cut = _rows_of_all(rows, x, ranks) if checked(x.device) else _Rows([rows] * ranks.size)
-    return transport.sum_to_owners(x, cut, ranks, b.dtype)
+    return transport.sum_to_owners(x, _rows_by_rank(rows, x, ranks), ranks, b.dtype)
+
+
+def _product_to_owners(a, b, rows, group):
+    ranks = ranks_of(group)
+    return _scattered_product(a, b, _rows_by_rank(rows, a, ranks), ranks)
+
+
+def _product_to_owners_fake(a, b, rows, group):
+    return a.new_empty((rows, b.shape[1]))
 
 
 def _to_owners_fake(x, b, rows, group):
@@ -222,6 +241,7 @@ def _to_owners_fake(x, b, rows, group):
 
 declare("all_gather_gemm_fwd", _gather_fwd, _gather_fake, _gather_backward, _gather_context)
 declare("rows_to_owners", _to_owners, _to_owners_fake)
+declare("product_to_owners", _product_to_owners, _product_to_owners_fake)
 
 
 # ---- gemm_reduce_scatter ----------------------------------------------------------------------------
@@ -249,22 +269,68 @@ def gemm_reduce_scatter(a: Tensor, b: Tensor, group: Group = None) -> Tensor:
 
 library.define("gemm_reduce_scatter(Tensor a, Tensor b, str group) -> Tensor")
 library.define("gather_rows(Tensor x, SymInt rows, str group) -> Tensor")
+library.define("gathered_product(Tensor x, Tensor b, SymInt rows, str group) -> (Tensor out, Tensor gathered)")
 
 
 def _scatter_fwd(a, b, group):
     ranks = ranks_of(group)
     _agree_about_sum(ranks, "gemm_reduce_scatter", a, b)
-    cut = _cut_evenly(a.shape[0], ranks.size)
-    if not _overlaps(a.shape[0], b.shape[1], a, ranks):
+    return _scattered_product(a, b, _cut_evenly(a.shape[0], ranks.size), ranks)
+
+
+def _scattered_product(a: Tensor, b: Tensor, cut: Cut, ranks: Ranks) -> Tensor:
+    """This rank's rows of the sum over ranks of a @ b, the ranks in order, rounded once."""
+    if not _overlaps(cut.length, b.shape[1], a, ranks):
         return transport.sum_to_owners(_product(a, b), cut, ranks, a.dtype)
     # The others' rows first, each on its way while the next are computed; this rank's last.
-    like = a.new_empty((0, b.shape[1]), dtype=_wide(a.dtype))
-    moving = transport.ToOwners(cut, ranks, like)
+    moving = transport.ToOwners(cut, ranks, a.new_empty((0, b.shape[1]), dtype=_wide(a.dtype)))
+    ((first, last),) = cut.spans[ranks.rank]
+    mine = a[first:last]
+    if not moving.by_copies:
+        for step in range(1, ranks.size):
+            ((start, end),) = cut.spans[(ranks.rank + step) % ranks.size]
+            moving.send(step, [_product(a[start:end], b)])
+        return moving.add(_product(mine, b), dtype=a.dtype)[0]
+    count = _how_many(cut.most, b.shape[1])
     for step in range(1, ranks.size):
         ((start, end),) = cut.spans[(ranks.rank + step) % ranks.size]
-        moving.send(step, [_product(a[start:end], b)])
-    ((start, end),) = cut.spans[ranks.rank]
-    return moving.add(_product(a[start:end], b), dtype=a.dtype)[0]
+        for at, to in _parts(end - start, cut.most, count):
+            moving.copy_rows(step, at, _product(a[start + at : start + to], b))
+    out = a.new_empty((last - first, b.shape[1]))
+    if ranks.size == 2:  # either order is the ranks': the last products add what came
+        for i, (at, to) in enumerate(_parts(last - first, cut.most, count)):
+            came = moving.arrived(i + 1)[1 - ranks.rank]
+            if at < to:
+                _into(out[at:to], mine[at:to], b, c=came[at:to])
+    else:
+        own = _product(mine, b)
+        came = moving.arrived()
+        came[ranks.rank] = own
+        transport.rounded_sum(came, a.dtype, out)
+    moving.done()
+    return out
+
+
+def _parts(rows: int, most: int, count: int) -> list[tuple[int, int]]:
+    """[0, rows) in parts of whole tiles, as many on every rank, of which none has more than `most` rows."""
+    each = max(1, -(-most // (count * _TILE_ROWS))) * _TILE_ROWS
+    return [(min(rows, at), min(rows, at + each)) for at in range(0, most, each)]
+
+
+def _how_many(rows: int, columns: int) -> int:
+    """Parts that a rank's rows leave in: of 2 to 4 those whose products have the fewest waves, and of such the most."""
+
+    def waves(count: int) -> int:
+        tiles = (-(-(to - at) // _TILE_ROWS) * -(-columns // _TILE_COLUMNS) for at, to in _parts(rows, rows, count))
+        return sum(-(-n // _SMS) for n in tiles)
+
+    return min((4, 3, 2), key=waves)
+
+
+# Hopper's, for the number of parts alone. M 8192 on two H200, us with 2, 3, 4 parts: (8192, 10240) 1239, 1415, 1329; (4096, 6144) 511, 477,
+# 542; (8192, 57344) 7210, 6944, 7066: the fewest waves each time.
+_SMS, _TILE_COLUMNS = 132, 256
+_TILE_ROWS = 128
 
 
 def _scatter_fake(a, b, group):
@@ -282,10 +348,23 @@ def _scatter_context(ctx, inputs, output) -> None:
 
 def _scatter_backward(ctx, grad):
     a, b = ctx.saved_tensors
-    whole = ops.gather_rows(grad, a.shape[0], ctx.group)
-    grad_a = ops.gemm(whole, b.t()) if ctx.needs_input_grad[0] else None
-    grad_b = ops.gemm(a.t(), whole) if ctx.needs_input_grad[1] else None
+    grad_a = grad_b = None
+    if ctx.needs_input_grad[0]:
+        grad_a, whole = ops.gathered_product(grad, b.t(), a.shape[0], ctx.group)
+    else:
+        whole = ops.gather_rows(grad, a.shape[0], ctx.group)
+    if ctx.needs_input_grad[1]:
+        grad_b = ops.gemm(a.t(), whole)
     return grad_a, grad_b, None
+
+
+def _rows_product(x, b, rows, group):
+    ranks = ranks_of(group)
+    return _gathered_product(x, b, None, "none", True, _cut_evenly(rows, ranks.size), ranks)[:2]
+
+
+def _rows_product_fake(x, b, rows, group):
+    return x.new_empty((rows, b.shape[1])), x.new_empty((rows, x.shape[1]))
 
 
 def _gather_rows(x, rows, group):
@@ -299,6 +378,7 @@ def _gather_rows_fake(x, rows, group):
 
 declare("gemm_reduce_scatter", _scatter_fwd, _scatter_fake, _scatter_backward, _scatter_context)
 declare("gather_rows", _gather_rows, _gather_rows_fake)
+declare("gathered_product", _rows_product, _rows_product_fake)
 
 
 # ---- gemm_all_reduce --------------------------------------------------------------------------------

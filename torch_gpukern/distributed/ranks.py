@@ -39,6 +39,14 @@ def of_name(name: str) -> ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(name)
 
 
+def _timeout_s(group: ProcessGroup) -> float:
+    """The group's own, of the backend that serves GPUs."""
+    try:
+        return group._get_backend(torch.device("cuda")).options._timeout.total_seconds()
+    except (RuntimeError, AttributeError):  # no such backend, or one without options
+        return dist.distributed_c10d.default_pg_timeout.total_seconds()
+
+
 class Ranks:
     """The ranks of a group, as one of them sees them."""
 
@@ -46,6 +54,7 @@ class Ranks:
         self.group = of_name(name)
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
+        self.timeout_s = _timeout_s(self.group)  # after which a kernel gives up on a rank
 
     def peer(self, rank: int) -> int:
         """The number that point-to-point calls know a rank of this group by."""

@@ -26,11 +26,21 @@ from torch import Tensor
 
 from .ranks import Ranks
 
-__all__ = ["Pool", "pool_for"]
+__all__ = ["Pool", "Symmetric", "pool_for", "reaches_all"]
 
 _LEAST_BYTES, _MOST_BYTES, _MOST_BUFFERS = 1 << 20, 1 << 30, 8
 _MOST_VIEWS = 64  # of a buffer
-_TIMEOUT_MS = 600_000  # of a barrier: a rank that died ends in a CUDA error
+
+
+class Symmetric:
+    """Bytes of every rank that all ranks reach."""
+
+    def __init__(self, size: int, ranks: Ranks, device: torch.device):
+        import torch.distributed._symmetric_memory as symm_mem
+
+        step = 2 << 20
+        self.data = symm_mem.empty((size + step - 1) // step * step, dtype=torch.uint8, device=device)
+        self.handle = symm_mem.rendezvous(self.data, ranks.group.group_name)
 
 
 @dataclasses.dataclass
@@ -68,17 +78,14 @@ class Pool:
         return found
 
     def _made(self, size: int) -> Buffer:
-        import torch.distributed._symmetric_memory as symm_mem
-
-        step = 2 << 20
-        data = symm_mem.empty((size + step - 1) // step * step, dtype=torch.uint8, device=self.device)
-        made = Buffer(data, symm_mem.rendezvous(data, self.ranks.group.group_name))
+        symmetric = Symmetric(size, self.ranks, self.device)
+        made = Buffer(symmetric.data, symmetric.handle)
         self._buffers.append(made)
         return made
 
     def barrier(self, buffer: Buffer) -> None:
-        """On the current stream: what any rank did before it is done."""
-        buffer.handle.barrier(channel=0, timeout_ms=_TIMEOUT_MS)
+        """On the current stream: what any rank did before it is done. A rank that died ends it in a CUDA error."""
+        buffer.handle.barrier(channel=0, timeout_ms=int(self.ranks.timeout_s * 1e3))
         self.barriers += 1
 
     def release(self, buffer: Buffer) -> None:
@@ -118,11 +125,11 @@ def pool_for(device: torch.device, ranks: Ranks, size: int) -> Pool | None:
         return None
     name, group = ranks.group.group_name, ranks.group
     if name not in _pools or _pools[name][0] is not group:  # a name may come back for another group
-        _pools[name] = group, Pool(ranks, device) if _reaches_all(device, ranks) else None
+        _pools[name] = group, Pool(ranks, device) if reaches_all(device, ranks) else None
     return _pools[name][1]
 
 
-def _reaches_all(device: torch.device, ranks: Ranks) -> bool:
+def reaches_all(device: torch.device, ranks: Ranks) -> bool:
     """Whether all ranks are processes of one host, each with a GPU that reaches the others', and want this."""
     mine = (socket.gethostname(), torch.cuda.current_device(), os.environ.get("GPUKERN_DIST_SYMMETRIC") != "0")
     told: list[Any] = [None] * ranks.size

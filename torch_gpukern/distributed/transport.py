@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._library import ops
+from .mailboxes import mailboxes_for
 from .ranks import Ranks, all_gather
 from .symmetric import pool_for
 
@@ -34,14 +36,19 @@ class Gather:
     backend's point-to-point calls. A rank's first runs go before its second ones.
 
     own: whether this rank's rows are wanted in the whole, too.
+    lent: the whole is read up to `done` alone. It may then lie in the buffer that the others read, and rows are copied once.
     """
 
-    def __init__(self, cut, ranks: Ranks, *xs: Tensor, own: bool = True):
-        self.whole = [x.new_empty((cut.length, *x.shape[1:])) for x in xs]
+    def __init__(self, cut, ranks: Ranks, *xs: Tensor, own: bool = True, lent: bool = False):
         self._cut, self._ranks = cut, ranks
         self._runs = [cut.segments(rank) for rank in range(ranks.size)]
         self._posted: list[list] = []  # of each stage: what to wait for
-        room = [_padded(cut.most * math.prod(x.shape[1:]) * x.element_size()) for x in xs]
+        self._pool = pool_for(xs[0].device, ranks, sum(_room(xs, cut.length))) if lent else None
+        if self._pool is not None:
+            self._pull_lent(xs)
+            return
+        self.whole = [x.new_empty((cut.length, *x.shape[1:])) for x in xs]
+        room = _room(xs, cut.most)
         self._pool = pool_for(xs[0].device, ranks, sum(room))
         if self._pool is not None:
             self._pull([_bytes(x) for x in xs], room)
@@ -72,10 +79,40 @@ class Gather:
                         calls.append(_receive(_bytes(whole)[start:end], source, ranks))
             self._posted.append(_post(calls))
 
+    def _pull_lent(self, xs: Sequence[Tensor]) -> None:
+        """Each rank's buffer has room for the whole: its own rows are written there, the others' come from theirs, to the same place."""
+        pool, ranks, dtypes = self._pool, self._ranks, [x.dtype for x in xs]
+        xs = [_bytes(x) for x in xs]
+        room = _room(xs, self._cut.length)
+        self._buffer = pool.take(sum(room))
+        shapes = [(self._cut.length, *x.shape[1:]) for x in xs]
+        places = _places(room, xs)
+
+        def of(rank: int) -> list[Tensor]:
+            parts = zip(shapes, xs, places, strict=True)
+            return [pool.view(self._buffer, rank, shape, x.dtype, place) for shape, x, place in parts]
+
+        wholes = of(ranks.rank)
+        for x, whole in zip(xs, wholes, strict=True):
+            for at, start, end in self._runs[ranks.rank]:
+                whole[start:end].copy_(x[at : at + end - start])
+        pool.barrier(self._buffer)
+        with pool.copying():
+            for runs in self._stages():
+                for step in range(1, ranks.size):
+                    _, source = ranks.around(step)
+                    if not runs[source]:
+                        continue
+                    _, start, end = runs[source]
+                    for whole, theirs in zip(wholes, of(source), strict=True):
+                        whole[start:end].copy_(theirs[start:end])
+                self._posted.append([pool.stream.record_event()])
+        self.whole = [whole.view(dtype) for whole, dtype in zip(wholes, dtypes, strict=True)]
+
     def _pull(self, xs: list[Tensor], room: list[int]) -> None:
         pool, ranks = self._pool, self._ranks
         self._buffer = pool.take(sum(room))
-        places = [at // x.element_size() for at, x in zip(itertools.accumulate(room, initial=0), xs)]
+        places = _places(room, xs)
         for place, x in zip(places, xs, strict=True):
             pool.view(self._buffer, ranks.rank, x.shape, x.dtype, place).copy_(x)
         pool.barrier(self._buffer)
@@ -94,8 +131,12 @@ class Gather:
 
     def wait(self, tokens: int | None = None) -> list[Tensor]:
         """The whole, of which the first `tokens` (None: all) are there for work that comes later."""
-        end = self._cut.length if tokens is None else tokens
-        stages = [stage for stage, runs in enumerate(self._stages()) if any(run and run[1] < end for run in runs)]
+        end, own = self._cut.length if tokens is None else tokens, self._ranks.rank
+        stages = [
+            stage
+            for stage, runs in enumerate(self._stages())
+            if any(run and run[1] < end for rank, run in enumerate(runs) if rank != own)  # its own rows are there
+        ]
         wanted = len(self._posted) if tokens is None else max(stages, default=-1) + 1
         for posted in self._posted[:wanted]:
             if self._pool is not None:
@@ -119,6 +160,16 @@ _ALIGNED = 256  # bytes: where a tensor may begin in a buffer
 
 def _padded(size: int) -> int:
     return (size + _ALIGNED - 1) // _ALIGNED * _ALIGNED
+
+
+def _room(xs: Sequence[Tensor], tokens: int) -> list[int]:
+    """Bytes of a buffer that so many tokens of each take."""
+    return [_padded(tokens * math.prod(x.shape[1:]) * x.element_size()) for x in xs]
+
+
+def _places(room: Sequence[int], xs: Sequence[Tensor]) -> list[int]:
+    """The element of a buffer at which each begins."""
+    return [at // x.element_size() for at, x in zip(itertools.accumulate(room, initial=0), xs)]
 
 
 def gather_tokens(x: Tensor, cut, ranks: Ranks) -> Tensor:
@@ -167,10 +218,9 @@ class ToOwners:
     """
 
     def __init__(self, cut, ranks: Ranks, *likes: Tensor):
-        self._cut, self._ranks, self._posted, self._kept = cut, ranks, [], []
+        self._cut, self._ranks, self._posted, self._kept, self._sent, self._like = cut, ranks, [], [], [], likes[0]
         self._runs = [(at, at + end - start) for at, start, end in cut.segments(ranks.rank)]
-        # bytes of each tensor in the part of the buffer that a rank sends to
-        room = [_padded(cut.most * math.prod(x.shape[1:]) * x.element_size()) for x in likes]
+        room = _room(likes, cut.most)  # of the part of the buffer that a rank sends to
         self._slot, self._starts = sum(room), list(itertools.accumulate(room, initial=0))
         self._pool = pool_for(likes[0].device, ranks, self._slot * (ranks.size - 1))
         if self._pool is not None:
@@ -192,6 +242,40 @@ class ToOwners:
     def _place(self, i: int, source: int, owner: int, like: Tensor) -> int:
         """The element of the owner's buffer at which tensor i from a rank begins."""
         return (self._slot * ((source - owner - 1) % self._ranks.size) + self._starts[i]) // like.element_size()
+
+    @property
+    def by_copies(self) -> bool:
+        """Whether copy engines serve: `landing` and `arrived` are for them alone."""
+        return self._pool is not None
+
+    def landing(self, step: int, start: int, end: int) -> Tensor:
+        """Rows of the first tensor where they come to, on the rank `step` behind this one: whoever writes them has sent them."""
+        to, like = self._ranks.around(step)[0], self._like
+        place = self._place(0, self._ranks.rank, to, like) + start * math.prod(like.shape[1:])
+        return self._pool.view(self._buffer, to, (end - start, *like.shape[1:]), like.dtype, place)
+
+    def copy_rows(self, step: int, start: int, rows: Tensor) -> None:
+        """Sends some of a rank's rows of the first tensor, beside what comes later."""
+        self._kept.append(rows)
+        if rows.shape[0]:
+            to = self.landing(step, start, start + rows.shape[0])
+            with self._pool.copying():
+                to.copy_(rows)
+        self._sent.append(self._pool.stream.record_event())
+
+    def arrived(self, sent: int | None = None) -> list[Tensor]:
+        """What each rank has sent of the first tensor (an owner itself nothing), once all have sent as much as this rank had by its
+        so manieth `copy_rows` (None: all).
+        """
+        for event in self._sent if sent is None else self._sent[:sent]:
+            torch.cuda.current_stream(self._like.device).wait_event(event)
+        self._pool.barrier(self._buffer)
+        return self._parts[0]
+
+    def done(self) -> None:
+        """What came has been read by what has been begun."""
+        self._kept.clear()
+        self._pool.release(self._buffer)
 
     def send(self, step: int, *each: Sequence[Tensor]) -> None:
         """To the rank `step` behind this one the runs of its tokens, of each tensor, and from the one before this rank's."""
@@ -248,12 +332,14 @@ def sum_to_owners(x: Tensor, cut, ranks: Ranks, dtype: torch.dtype | None = None
     return moving.add(tokens_of(x, cut, ranks.rank), dtype=dtype or x.dtype)[0]
 
 
-def rounded_sum(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The sum in the parts' order, of which the last addition rounds to dtype."""
+def rounded_sum(parts: Sequence[Tensor], dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """The sum in the parts' order, of which the last addition rounds to dtype; in out, where that is given."""
     total = parts[0] if len(parts) < 3 else in_rank_order(parts[:-1])
     if len(parts) == 1:
         return total.to(dtype, copy=True)
-    return torch.add(total, parts[-1], out=torch.empty(total.shape, dtype=dtype, device=total.device))
+    if out is None:
+        out = torch.empty(total.shape, dtype=dtype, device=total.device)
+    return torch.add(total, parts[-1], out=out)
 
 
 def in_rank_order(parts: Sequence[Tensor]) -> Tensor:
@@ -265,6 +351,12 @@ def in_rank_order(parts: Sequence[Tensor]) -> Tensor:
 
 def sum_of_all(x: Tensor, ranks: Ranks, dtype: torch.dtype | None = None) -> Tensor:
     """The sum over ranks on every rank, in the order of the ranks, rounded once to dtype (None is x's)."""
+    mailboxes = mailboxes_for(x, ranks)
+    if mailboxes is not None:
+        out = x.new_empty(x.shape, dtype=dtype or x.dtype)
+        whole = x.contiguous() if x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+        ops.sum_over_ranks(whole, out, mailboxes, ranks.rank, ranks.timeout_s)
+        return out
     return rounded_sum(all_of(x, ranks), dtype or x.dtype)
 
 

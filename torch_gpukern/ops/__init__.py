@@ -2,6 +2,7 @@
 """The public functions; each module adds to its C++ ops what only Python can register."""
 
 from . import flash_attn_accumulate as flash_attn_accumulate
+from . import flash_attn_into as flash_attn_into
 from .attn_dropout import attn_dropout_mask
 from .attn_merge import attn_merge
 from .cross_entropy import cross_entropy

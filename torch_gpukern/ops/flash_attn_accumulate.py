@@ -8,17 +8,19 @@ out [B, Hq, Sq, Dv], float32 (float64 with float64) with any leading strides, an
 lse -inf, and its out may hold anything; a sink belongs to one of the calls that are joined. No gradient, no dropout.
 """
 
+from functools import partial
+
 from . import attention
 from .in_place import define_in_place
 
 __all__: list[str] = []
 
 
-def _symbolic(q, k, v, out, lse, kv_start, kv_end, q_start, **_):
+def symbolic(op, q, k, v, out, lse, kv_start, kv_end, q_start, **_):
     bounds = {"kv_start": (kv_start, "B"), "kv_end": (kv_end, "B"), "q_start": (q_start, "B")}
     held = {"out": (out, "B Hq Sq Dv"), "lse": (lse, "B Hq Sq")}
-    attention.sizes("flash_attn_accumulate", q, k, v, **held, **bounds)
+    attention.sizes(op, q, k, v, **held, **bounds)
     return ()
 
 
-define_in_place("flash_attn_accumulate", _symbolic, ("out", "lse"))
+define_in_place("flash_attn_accumulate", partial(symbolic, "flash_attn_accumulate"), ("out", "lse"))

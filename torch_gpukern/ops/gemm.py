@@ -46,7 +46,7 @@ def gemm(
         b: [K, N] or [..., K, N], a's dtype, any strides. Batch dimensions broadcast as in
             ``torch.matmul``; both operands have at least two dimensions.
         bias: [N] in a's dtype or out_dtype.
-        c: a's dtype or out_dtype; broadcasts to the result [..., M, N] and never enlarges it.
+        c: a's dtype, or float32 beside 16 bits; broadcasts to the result [..., M, N] and never enlarges it.
             With ``beta=0`` it is not read and may hold anything.
         alpha: factor of the product; unless a is float64 a number that float32 holds.
         beta: factor of c, likewise.

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Short sums over the GPUs of one host by one kernel: each rank writes its part into the others' mailboxes, which are symmetric memory.
+
+A set of mailboxes serves calls that follow each other. So each stream has its own, and so has each capture into a CUDA graph: two graphs
+may replay at a time. What a capture took is not given back.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .._library import ops
+from .ranks import Ranks
+from .symmetric import Symmetric, reaches_all
+
+__all__ = ["mailboxes_for"]
+
+# What a rank writes at most. At 2 MiB the bytes take 6 us, as long as what they save: two kernels and NCCL's start.
+MOST_BYTES = 2 << 20
+_LEAST_ELEMENTS, _MOST_RANKS = 1 << 14, 16
+_CHUNK_BYTES, _MOST_CHUNKS = 64 << 20, 4
+
+
+class _Chunk:
+    """Symmetric memory from which mailboxes are cut; zeros on every rank."""
+
+    def __init__(self, ranks: Ranks, device: torch.device):
+        self._symmetric, self.free = Symmetric(_CHUNK_BYTES, ranks, device), 0
+        self._symmetric.data.zero_()
+        torch.cuda.synchronize(device)
+        dist.barrier(ranks.group)
+        torch.cuda.synchronize(device)
+
+    def cut(self, size: int, ranks: int) -> list[Tensor] | None:
+        at = self.free
+        if at + size > _CHUNK_BYTES:
+            return None
+        self.free += size
+        return [self._symmetric.handle.get_buffer(r, (size,), torch.uint8, at) for r in range(ranks)]
+
+
+class _Mailboxes:
+    """Those of a group on this rank's GPU."""
+
+    def __init__(self, ranks: Ranks, device: torch.device):
+        self._ranks, self._device = ranks, device
+        self._chunks: list[_Chunk] = []
+        self._of: dict[tuple[int, int, int], list[Tensor]] = {}  # by capture, stream and most elements
+
+    def of(self, elements: int) -> list[Tensor] | None:
+        """Each rank's, for the current stream; None in a capture that finds no room."""
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        capture = ops.capture_id(stream) if torch.cuda.is_current_stream_capturing() else 0
+        most = max(_LEAST_ELEMENTS, 1 << (elements - 1).bit_length())
+        key = capture, stream, most
+        found = self._of.get(key)
+        if found is None:
+            size = ops.mailbox_bytes(most, self._ranks.size)
+            if not capture:
+                self._make_room(size)
+            found = next((x for x in (chunk.cut(size, self._ranks.size) for chunk in self._chunks) if x), None)
+            if found is not None:
+                self._of[key] = found
+        return found
+
+    def _make_room(self, size: int) -> None:
+        """Half a chunk beside: captures, which can make none, find room then."""
+        free = max((_CHUNK_BYTES - chunk.free for chunk in self._chunks), default=0)
+        if free < _CHUNK_BYTES // 2 + size and len(self._chunks) < _MOST_CHUNKS:
+            self._chunks.append(_Chunk(self._ranks, self._device))
+
+
+_known: dict[str, tuple[dist.ProcessGroup, _Mailboxes | None]] = {}
+
+
+def mailboxes_for(x: Tensor, ranks: Ranks) -> list[Tensor] | None:
+    """Each rank's, for the sum over ranks of x on the current stream; None where it goes another way. Alike on all ranks, for x of one
+    shape: a group's first call of this kind must not stand in a capture, or NCCL serves that.
+    """
+    if x.device.type != "cuda" or x.dtype != torch.float32 or not x.numel() or not 2 <= ranks.size <= _MOST_RANKS:
+        return None
+    if x.numel() * x.element_size() * (ranks.size - 1) > MOST_BYTES:
+        return None
+    name, group = ranks.group.group_name, ranks.group
+    if name not in _known or _known[name][0] is not group:  # a name may come back for another group
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        _known[name] = group, _Mailboxes(ranks, x.device) if reaches_all(x.device, ranks) else None
+    mailboxes = _known[name][1]
+    return None if mailboxes is None else mailboxes.of(x.numel())
