@@ -382,7 +382,7 @@ def test_bench_names_what_there_is(capsys):
     assert all(re.search(rf"^{op} ", out, re.M) for op in bench.BENCHES)
     listed = subprocess.run([sys.executable, folder / "bench_scaled_gemm.py", "--list"], capture_output=True, text=True)
     groups = dict(line.split(": ") for line in listed.stdout.splitlines())
-    assert list(groups) == ["tensor", "row", "block", "int8"] and "1024x1024x1024 bf16" in groups["block"].split(", ")
+    assert {"tensor", "row", "block", "int8"} <= set(groups) and "1024x1024x1024 bf16" in groups["block"].split(", ")
 
 
 def test_bench_of_a_dtype_that_an_op_has_not(capsys):

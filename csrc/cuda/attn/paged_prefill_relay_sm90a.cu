@@ -66,7 +66,7 @@ __device__ __forceinline__ void decode_16(void *to, int64_t at, const Rows &from
     st_global_128(to_g + 8, make_uint4(h[4], h[5], h[6], h[7]));
 }
 
-template <class T, gk_dtype CODE> __global__ void __launch_bounds__(THREADS) decode_pages_kernel(DecodeParams x) {
+template <class T, gk_dtype CODE> __global__ void __launch_bounds__(THREADS) relay_pages_kernel(DecodeParams x) {
     griddepcontrol_launch_dependents(); /* who attends waits for the end of this grid */
     const Problem &p = x.problem;
     const PrefillPages &pages = x.pages;
@@ -191,9 +191,9 @@ template <class T> gk_status decode(const char *op, const gk_context *ctx, gk_dt
     const int64_t each = gk_ceil_div(prefill_relay::blocks_per_sm * sms, gk_max_i64(batch, 1));
     const dim3 grid((unsigned)gk_clamp_i64(gk_ceil_div(x.problem.seq_k, KEYS), 0, each), (unsigned)batch);
     switch (code) {
-    case GK_E4M3: return launch<decode_pages_kernel<T, GK_E4M3>>(op, ctx, grid, THREADS, 0, x);
-    case GK_E5M2: return launch<decode_pages_kernel<T, GK_E5M2>>(op, ctx, grid, THREADS, 0, x);
-    default: return launch<decode_pages_kernel<T, GK_I8>>(op, ctx, grid, THREADS, 0, x);
+    case GK_E4M3: return launch<relay_pages_kernel<T, GK_E4M3>>(op, ctx, grid, THREADS, 0, x);
+    case GK_E5M2: return launch<relay_pages_kernel<T, GK_E5M2>>(op, ctx, grid, THREADS, 0, x);
+    default: return launch<relay_pages_kernel<T, GK_I8>>(op, ctx, grid, THREADS, 0, x);
     }
 }
 
