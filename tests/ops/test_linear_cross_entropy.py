@@ -380,9 +380,10 @@ def test_what_forward_keeps(dtype):
 
 
 @pytest.mark.parametrize("low", (False, True))
-@pytest.mark.parametrize(("m", "h", "v"), ((512, 64, 30000), (1152, 16, 120000)))  # the second: dz of all rows is too large
+@pytest.mark.parametrize(("m", "h", "v"), ((512, 64, 30000), (1152, 16, 120000)))
 def test_memory_of_the_cpu(m, h, v, low):
-    """What the docstring states, beside 2 (M + V) H of results and a bias; torch keeps 6 M V bytes and more."""
+    """What the docstring states, beside 2 (M + V) H of results and a bias; torch keeps 6 M V bytes and more.
+    Of the second shape dz of all rows is too large to keep."""
     used = int(run_python(PEAK.format(m=m, h=h, v=v, low=low)).stdout)
     extra = 4 * m * h + (512 << 20) if low else min(2 * m * v, 8 * v * h) + 2 * m * h + (256 << 20)
     assert used <= 2 * (m + v) * h + extra + (16 << 20)
@@ -391,7 +392,8 @@ def test_memory_of_the_cpu(m, h, v, low):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("low", (False, True))
 @pytest.mark.parametrize(
-    ("m", "h", "v"), ((4096, 1024, 64000), (8192, 1024, 64000), (8192, 4096, 32000), (512, 2048, 128000), (8192, 64, 128000))
+    ("m", "h", "v"),
+    ((4096, 1024, 64000), (8192, 1024, 64000), (8192, 4096, 32000), (512, 2048, 128000), (8192, 64, 128000)),
 )
 def test_memory_of_cuda(m, h, v, low):
     x = torch.randn(m, h, device="cuda").bfloat16().requires_grad_()

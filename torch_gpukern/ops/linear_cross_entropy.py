@@ -77,7 +77,8 @@ def linear_cross_entropy(
     if reduction not in get_args(Reduction):
         raise ValueError(f"{_NAME}: reduction must be none, mean or sum, got '{reduction}'")
     tf32 = getattr(x, "is_cuda", False) and x.dtype == torch.float32 and _torch_allows_tf32()
-    if class_weight is not None and reduction == "mean":  # in float16 small weights would underflow, and large ones overflow
+    if class_weight is not None and reduction == "mean":
+        # In float16 the gradients of rows would underflow with small weights and overflow with large ones.
         class_weight = weight_of_mean(class_weight, target, ignore_index)
     rules = (class_weight, ignore_index, label_smoothing, softcap, logit_scale, z_loss, "tf32" if tf32 else "ieee")
     refuse_non_bool(_NAME, "low_memory", low_memory)
