@@ -147,7 +147,7 @@ def ragged_case(longest: int, others: int, context: int, page: int, run: Run) ->
         return q.repeat(len(lengths), 1, 1), k_cache, v_cache, table, torch.tensor(lengths, device=q.device).int()
 
     case.group, case.label, case.make = "decode, ragged", f"{longest} and {others} x {context} page {page}", make
-    case.peers, case.reference = {}, None
+    case.peers = {}
     return case
 
 
@@ -167,7 +167,12 @@ def beside_itself(name: str, batch: int, context: int, page: int, run: Run) -> C
     def itself(q, k_cache, v_cache, table, lens, one, *_):
         return torch_gpukern.paged_attn(q if name == "e4m3" else one, k_cache, v_cache, table, lens)
 
-    case.group, case.make, case.ours, case.reference = f"decode, {name}", make, ours, None
+    def judged(q, k_cache, v_cache, table, lens, *more):
+        return exact(q, *(more if name == "e4m3" else (k_cache, v_cache)), table, lens)
+
+    case.group, case.make, case.ours, case.reference = f"decode, {name}", make, ours, judged
+    if name == "4 tokens":  # the last one of the first sequence sees what one token sees; all four are equal queries
+        case.compare = lambda out: out[:1] if len(out) == batch else out[3:4]
     case.peers = {"one token" if name == "4 tokens" else "bfloat16 pages": itself}
     if name == "e4m3":
         case.bytes /= 2

@@ -178,3 +178,30 @@ def test_addends_are_not_rounded_before_the_sum(dtype):
     want = x.double() @ exact.mT
     error, dense = ((y.double() - want).square().mean().sqrt() for y in (layer(x), x @ exact.to(dtype).mT))
     assert error < 1.5 * dense, (error, dense)
+
+
+def test_whose_tensors_are_no_tensors_of_theirs_are_refused():
+    """Bytes that are no MXFP8 are not read as numbers, and a bias that does not fit is refused here, not when the layer is called."""
+    w, q = torch.ones(40, 64).to(torch.float8_e4m3fn), torch.ones(4, 8, dtype=torch.int32)
+    half, byte = torch.ones(2, 3), torch.full((40, 2), 127, dtype=torch.uint8)
+    of_fp8, mx = (
+        "from_compressed_tensors: ",
+        "weight_scale must be floating, or uint8 of shape \\[40, 2\\] \\(MXFP8\\), got ",
+    )
+    for make, text in [
+        (lambda: gnn.from_compressed_tensors(w, byte[:, 0]), of_fp8 + mx + "uint8 \\[40\\]"),
+        (lambda: gnn.from_compressed_tensors(w, byte[0, 0]), of_fp8 + mx + "uint8 \\[\\]"),
+        (lambda: gnn.from_compressed_tensors(w, byte[:1, :1]), of_fp8 + mx + "uint8 \\[1, 1\\]"),
+        (lambda: gnn.from_compressed_tensors(w, byte.view(torch.int8)), of_fp8 + mx + "int8 \\[40, 2\\]"),
+        (lambda: gnn.from_compressed_tensors(w, 1.0), of_fp8 + "weight_scale must be a Tensor, got float"),
+        (lambda: gnn.from_compressed_tensors(w, half[0, 0], 1.0), of_fp8 + "input_scale must be a Tensor, got float"),
+        (lambda: gnn.from_compressed_tensors(w[0], byte), of_fp8 + "weight must have two dimensions, got shape \\[64\\]"),
+        (lambda: gnn.from_compressed_tensors(None, byte), of_fp8 + "weight must be a Tensor, got NoneType"),
+        (lambda: gnn.from_compressed_tensors(w, byte, bias=torch.ones(3)), of_fp8 + "bias must have shape \\[40\\], got \\[3\\]"),
+        (lambda: gnn.from_compressed_tensors(w, byte, bias=torch.ones(40, dtype=torch.int32)), of_fp8 + "bias must be float32, bfloat16 or float16, got int32"),
+        (lambda: gnn.from_gptq(q[0], q, half), "from_gptq: qweight must have two dimensions, got shape \\[8\\]"),
+        (lambda: gnn.from_gptq(q, q, None), "from_gptq: scales must be floating, \\[groups, N\\], got NoneType"),
+        (lambda: gnn.from_awq(q, q, q), "from_awq: scales must be floating, \\[groups, N\\], got int32 \\[4, 8\\]"),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match=text):
+            make()

@@ -665,7 +665,8 @@ def test_isas_of_this_machine():
         assert ("avx2" in MACHINE) == ({"avx2", "fma"} <= set(flags))
         assert ("avx512" in MACHINE) == ({"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= set(flags))
         assert ("avx512bf16" in MACHINE) == ("avx512_bf16" in flags and "avx512" in MACHINE)
-        assert "amx" not in MACHINE or {"amx_tile", "amx_bf16"} <= set(flags)  # a system may refuse what the processor has
+        # a system may refuse what the processor has
+        assert "amx" not in MACHINE or {"amx_tile", "amx_bf16"} <= set(flags)
 
 
 @pytest.mark.parametrize("name", ("sse9", "AVX2 ", "avx512,avx2", "neon"))

@@ -286,6 +286,24 @@ def test_rows_of_the_table():
     assert row(accumulate="precise", length=100) == "sm80_d128"
 
 
+@pytest.mark.parametrize("arch", ("sm_80", "sm_90"))
+def test_passes_over_more_tiles_than_a_grid_holds_are_not_planned(arch):
+    """2^31 tiles of 128 rows, one of a million packed sequences each: the kernel that counts its tiles says so where it runs; a grid of
+    so many blocks cannot be launched, and of 2^32 none would be."""
+    if not gk._ops.cuda_kernels.default():
+        pytest.skip("the library is built without CUDA kernels")
+    q, kv = t(1024, 256, 16), t(1024, 1, 16)
+    starts = torch.zeros((1 << 20) + 1, dtype=torch.int32)
+
+    def row(batch, accumulate="precise"):
+        ends = starts[: batch + 1]
+        how = dict(accumulate=accumulate, arch=arch)
+        return gk.explain("flash_attn_varlen", q, kv, kv, ends, ends, 1024, 1024, **how)["row"]
+
+    assert row(1 << 10) == "flash_attn_fp8_relay"
+    assert row(1 << 20) == "flash_attn_fp8_sm80_d64"
+
+
 @pytest.mark.parametrize("per", ("tensor", "head", "block"))
 def test_quantize_attn(per, device):
     """The codes and scales of the reference; a rotation leaves scores alone."""

@@ -352,3 +352,14 @@ def test_several_tiles_with_a_scale_for_each_row_of_both(block):
             for _ in range(2):
                 got = torch_gpukern.scaled_gemm(a, b.mT.contiguous().mT, sa, sb, out_dtype=torch.float32)
                 assert_bits(got, want.float())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", (E4M3, I8))
+def test_more_rows_than_a_grid_has_blocks_for_are_laid_anew(dtype):
+    """K is no multiple of 16, so a is copied 64 rows a block first, and 65535 blocks lie along y."""
+    m, k = 64 * 65535 + 70, 24
+    a = (torch.arange(m * k, device="cuda", dtype=torch.int32) % 5 - 2).to(torch.float32).to(dtype).view(m, k)
+    b, one = torch.ones(k, 8, device="cuda").to(dtype), torch.ones((), device="cuda")
+    got = torch_gpukern.scaled_gemm(a, b, one, one, out_dtype=torch.float32)
+    assert_bits(got, a.float().sum(1, keepdim=True).expand(m, 8).contiguous())

@@ -34,12 +34,31 @@ def _check(owner: str, name: str, t: Any, dtype: torch.dtype | None, shape: tupl
         raise ValueError(f"{owner}: {name} must have shape {list(shape)}, got {list(t.shape)}")
 
 
+def _matrix(owner: str, name: str, t: Any, dtype: torch.dtype) -> tuple[int, int]:
+    if isinstance(t, Tensor) and t.dim() != 2:
+        raise ValueError(f"{owner}: {name} must have two dimensions, got shape {list(t.shape)}")
+    _check(owner, name, t, dtype, tuple(getattr(t, "shape", ())))
+    return t.shape[0], t.shape[1]
+
+
+def _count(owner: str, name: str, t: Any) -> int:
+    """Groups: the first dimension of scales."""
+    if not isinstance(t, Tensor) or t.dim() != 2 or not t.is_floating_point():
+        got = f"{str(t.dtype)[6:]} {list(t.shape)}" if isinstance(t, Tensor) else type(t).__name__
+        raise ValueError(f"{owner}: {name} must be floating, [groups, N], got {got}")
+    return t.shape[0]
+
+
 def _groups(owner: str, k: int, count: int) -> None:
     if count < 1 or k % count or (count > 1 and k // count not in (16, 32, 64, 128, 256)):
         raise ValueError(f"{owner}: groups must have 16, 32, 64, 128, 256 or all of K {k}, got {count} groups")
 
 
-def _layer(recipe: str, n: int, k: int, tensors: Tensors, bias: Tensor | None) -> QuantizedLinear:
+def _layer(owner: str, recipe: str, n: int, k: int, tensors: Tensors, bias: Tensor | None) -> QuantizedLinear:
+    if bias is not None:
+        _check(owner, "bias", bias, None, (n,))
+        if bias.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"{owner}: bias must be float32, bfloat16 or float16, got {str(bias.dtype)[6:]}")
     layer = QuantizedLinear.__new__(QuantizedLinear)
     torch.nn.Module.__init__(layer)
     layer.register_parameter("bias", None if bias is None else torch.nn.Parameter(bias.detach(), requires_grad=False))
@@ -47,7 +66,9 @@ def _layer(recipe: str, n: int, k: int, tensors: Tensors, bias: Tensor | None) -
     return layer
 
 
-def _with_zeros(codes: Tensor, zeros: Tensor, scales: Tensor, bits: int, bias: Tensor | None) -> QuantizedLinear:
+def _with_zeros(
+    owner: str, codes: Tensor, zeros: Tensor, scales: Tensor, bits: int, bias: Tensor | None
+) -> QuantizedLinear:
     """codes [N, K] and zeros [G, N] int32, from 0; scales [G, N]"""
     n, k = codes.shape
     scale = scales.float()
@@ -57,12 +78,12 @@ def _with_zeros(codes: Tensor, zeros: Tensor, scales: Tensor, bits: int, bias: T
             "weight_scale": scale.contiguous(),
             "weight_zero": zeros.to(torch.uint8).contiguous(),
         }
-        return _layer("w4-zero", n, k, tensors, bias)
+        return _layer(owner, "w4-zero", n, k, tensors, bias)
     packed = pack_weight((codes - 128).to(torch.int8), "int8")
     tensors = {"weight_packed": packed, "weight_scale": scale.contiguous()}
     if bool((zeros == 128).all()):
-        return _layer("w8", n, k, tensors, bias)
-    return _layer("w8-shift", n, k, {**tensors, "weight_shift": ((128 - zeros) * scale).contiguous()}, bias)
+        return _layer(owner, "w8", n, k, tensors, bias)
+    return _layer(owner, "w8-shift", n, k, {**tensors, "weight_shift": ((128 - zeros) * scale).contiguous()}, bias)
 
 
 def from_gptq(
@@ -94,9 +115,9 @@ def from_gptq(
     who = "from_gptq"
     if bits not in (4, 8) or version not in (1, 2):
         raise ValueError(f"{who}: bits must be 4 or 8 and version 1 or 2, got {bits} and {version}")
-    _check(who, "qweight", qweight, torch.int32, tuple(qweight.shape[:2]))
-    each, n = 32 // bits, qweight.shape[1]
-    k, groups = qweight.shape[0] * each, scales.shape[0]
+    rows, n = _matrix(who, "qweight", qweight, torch.int32)
+    each, groups = 32 // bits, _count(who, "scales", scales)
+    k = rows * each
     _check(who, "scales", scales, None, (groups, n))
     _check(who, "qzeros", qzeros, torch.int32, (groups, ceil_div(n, each)))
     _groups(who, k, groups)
@@ -115,7 +136,7 @@ def from_gptq(
             order = None
         else:
             codes = codes[:, order]
-    layer = _with_zeros(codes, zeros, scales, bits, bias)
+    layer = _with_zeros(who, codes, zeros, scales, bits, bias)
     if order is not None:
         layer.order_input(order)
     return layer
@@ -136,14 +157,14 @@ def from_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor, *, bias: Tensor | 
     Lin et al., "AWQ" (2023), arXiv:2306.00978.
     """
     who = "from_awq"
-    _check(who, "qweight", qweight, torch.int32, tuple(qweight.shape[:2]))
-    k, n, groups = qweight.shape[0], 8 * qweight.shape[1], scales.shape[0]
+    k, words = _matrix(who, "qweight", qweight, torch.int32)
+    n, groups = 8 * words, _count(who, "scales", scales)
     _check(who, "scales", scales, None, (groups, n))
     _check(who, "qzeros", qzeros, torch.int32, (groups, n // 8))
     _groups(who, k, groups)
     nibble = torch.tensor(_AWQ_ORDER, device=qweight.device).argsort()  # of each column
     codes, zeros = (_fields(t, 4)[..., nibble].flatten(1) for t in (qweight, qzeros))
-    return _with_zeros(codes.mT, zeros, scales, 4, bias)
+    return _with_zeros(who, codes.mT, zeros, scales, 4, bias)
 
 
 def from_torchao(weight: Any, *, bias: Tensor | None = None) -> QuantizedLinear:
@@ -173,8 +194,8 @@ def from_torchao(weight: Any, *, bias: Tensor | None = None) -> QuantizedLinear:
     codes = ((torch.stack((raw & 15, raw >> 4), -1).flatten(1).int() ^ 8) - 8).to(torch.int8)
     tensors = {"weight_packed": pack_weight(codes, "int4"), "weight_scale": scale.float().contiguous()}
     if not bool((zero != 0).any()):
-        return _layer("w4", n, k, tensors, bias)
-    return _layer("w4-shift", n, k, {**tensors, "weight_shift": zero.float().contiguous()}, bias)
+        return _layer(who, "w4", n, k, tensors, bias)
+    return _layer(who, "w4-shift", n, k, {**tensors, "weight_shift": zero.float().contiguous()}, bias)
 
 
 def from_compressed_tensors(
@@ -194,14 +215,21 @@ def from_compressed_tensors(
         ValueError: a dtype or shape that does not fit; an input_scale beside blocks.
     """
     who = "from_compressed_tensors"
-    _check(who, "weight", weight, E4M3, tuple(weight.shape[:2]))
-    n, k = weight.shape
+    n, k = _matrix(who, "weight", weight, E4M3)
+    for name, given in (("weight_scale", weight_scale), ("input_scale", input_scale)):
+        if not isinstance(given, Tensor) and (given is not None or name == "weight_scale"):
+            raise ValueError(f"{who}: {name} must be a Tensor, got {type(given).__name__}")
     blocks, thirties = (ceil_div(n, 128), ceil_div(k, 128)), (n, ceil_div(k, 32))
     is_mx = weight_scale.dtype in (torch.uint8, torch.float8_e8m0fnu) and weight_scale.shape == thirties
     scale = weight_scale.float()
     tensors = {"weight_codes": weight.detach().contiguous()}
     if is_mx:
         recipe, tensors["weight_scale"] = "mxfp8", weight_scale.contiguous().view(torch.float8_e8m0fnu)
+    elif not weight_scale.is_floating_point():  # bytes are powers of two, not numbers
+        raise ValueError(
+            f"{who}: weight_scale must be floating, or uint8 of shape {list(thirties)} (MXFP8), "
+            f"got {str(weight_scale.dtype)[6:]} {list(scale.shape)}"
+        )
     elif scale.numel() == 1 and scale.dim() <= 2:
         recipe, tensors["weight_scale"] = "fp8", scale.reshape(1, 1).expand(n, 1).contiguous()
     elif scale.shape in ((n,), (n, 1)):
@@ -220,4 +248,4 @@ def from_compressed_tensors(
                 f"got {list(input_scale.shape)} beside {list(scale.shape)}"
             )
         recipe, tensors["input_scale"] = "fp8-static", input_scale.float().reshape(())
-    return _layer(recipe, n, k, tensors, bias)
+    return _layer(who, recipe, n, k, tensors, bias)

@@ -53,7 +53,7 @@ def scaled_gemm(
             floats with one scale along K.
 
     Returns:
-        [M, N] contiguous. K = 0 gives ``activation(beta * c + bias)``.
+        [M, N] contiguous. K = 0 gives ``activation(beta * c + bias)``, of finite scales.
 
     No gradient: NotImplementedError.
 

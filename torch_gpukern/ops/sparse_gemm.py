@@ -49,8 +49,8 @@ def sparse_gemm(
         a: [M, K] of the weight's dtype, of 8-bit floats either; any strides, any M.
         values: what `sparse_pack` returned for w [N, K]; rows may be narrowed.
         meta: likewise. It is trusted: with bytes that `sparse_pack` does not make results are undefined.
-        scale_a: of 8 bits: float32 [], [1] or [M, 1]; None is 1.
-        scale_b: of 8 bits: float32 [], [1] or [1, N]; None is 1.
+        scale_a: of 8 bits: float32 or float8_e8m0fnu [], [1] or [M, 1]; None is 1.
+        scale_b: likewise [], [1] or [1, N].
         bias: [N] of the result's dtype.
         activation: as in `gemm`.
         out_dtype: a's dtype (the default; of 8 bits bfloat16 or float16) or float32.

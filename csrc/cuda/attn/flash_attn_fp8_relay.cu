@@ -184,6 +184,8 @@ bool plan(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_
     Own &own = gk_own<Own>(to) = {fp8_params(ctx, a, TOKENS), 0};
     const Problem &p = own.call.problem;
     if (p.seq_k < fp8_relay::least_keys || (int64_t)p.seq_q * p.group < fp8_relay::least_rows) return false;
+    const int64_t tiles_k = gk_ceil_div(p.seq_k, TOKENS); /* a block each, of every head and sequence */
+    if (gk_max_i64(own.call.tiles_q * (int64_t)p.heads_q, tiles_k * p.heads_kv) * p.batch > INT32_MAX) return false;
     const Between x = between(a, (char *)1024);
     gk_plan inner;
     if (!plan_between(ctx, &x.args, &inner)) return false;

@@ -164,7 +164,7 @@ __device__ __forceinline__ void make_groups(const Params &p, const Place<T> &at,
 #pragma unroll
                     for (int i = 0; i < VEC; ++i) {
                         const float gate = x[n].get(i);
-                        to.v[i] = __fdiv_rn(gate, 1.f + __expf(-gate)) * more[n].get(i);
+                        to.v[i] = gate * rcp_approx_ftz(1.f + __expf(-gate)) * more[n].get(i);
                     }
                     continue;
                 }

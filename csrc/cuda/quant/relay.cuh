@@ -53,15 +53,20 @@ static __global__ void __launch_bounds__(256) relay_kernel(RelayParams p) {
     }
 }
 
-inline gk_status relay_run(const gk_context *ctx, const Relay &r, const gk_tensor &t, void *workspace,
+inline gk_status relay_run(const char *op, const gk_context *ctx, const Relay &r, const gk_tensor &t, void *workspace,
                            TensorShape *shape) {
+    constexpr int64_t most = 64 * INT64_C(65535); /* rows of a launch: blocks along y */
     const int64_t rows = t.shape[0], k = t.shape[1];
     *shape = {t.data, GK_U8, {k, rows, 1, 1, 1}, {1, r.ld, 0, 0, 0}, false};
     if (!r.moves) return GK_OK;
     RelayParams p = {(const uint8_t *)t.data, (uint8_t *)workspace + r.offset, rows, k, t.stride[0], t.stride[1], r.ld};
     shape->data = p.to;
-    const dim3 grid((unsigned)gk_ceil_div(k, 64), (unsigned)gk_ceil_div(rows, 64));
-    return launch<relay_kernel>("scaled_gemm", ctx, grid, 256, 0, p);
+    gk_status status = GK_OK;
+    for (; p.rows > 0 && status == GK_OK; p.rows -= most, p.from += most * p.row_step, p.to += most * p.ld) {
+        const dim3 grid((unsigned)gk_ceil_div(k, 64), (unsigned)gk_ceil_div(gk_min_i64(p.rows, most), 64));
+        status = launch<relay_kernel>(op, ctx, grid, 256, 0, p);
+    }
+    return status;
 }
 
 #endif

@@ -159,8 +159,8 @@ gk_status run_scaled(const gk_context *ctx, const void *args, const gk_plan *pla
     const gk_scaled_gemm_args *g = (const gk_scaled_gemm_args *)args;
     const Plan &x = gk_own<Plan>(plan);
     TensorShape a, b;
-    gk_status status = relay_run(ctx, x.a, g->a, workspace, &a);
-    if (status == GK_OK) status = relay_run(ctx, x.b, rows_of_n(g->b), workspace, &b);
+    gk_status status = relay_run("scaled_gemm", ctx, x.a, g->a, workspace, &a);
+    if (status == GK_OK) status = relay_run("scaled_gemm", ctx, x.b, rows_of_n(g->b), workspace, &b);
     if (status != GK_OK) return status;
     Params p = {};
     p.a = (const uint8_t *)a.data, p.b = (const uint8_t *)b.data, p.a_row = x.a.ld, p.b_row = x.b.ld;

@@ -205,7 +205,7 @@ gk_status run_sparse(const gk_context *ctx, const void *args, const gk_plan *pla
     if (sizeof(T) == 1) {
         const Relay &x = gk_own<Plan>(plan).a;
         TensorShape a;
-        const gk_status status = relay_run(ctx, x, g->a, workspace, &a);
+        const gk_status status = relay_run("sparse_gemm", ctx, x, g->a, workspace, &a);
         if (status != GK_OK) return status;
         p.a = a.data, p.a_row = x.ld;
     }

@@ -399,7 +399,7 @@ template <class K> gk_status run_row(const gk_context *ctx, const void *args, co
     Params p;
     TensorShape a = shape_of(g->a);
     gk_status status = GK_OK;
-    if (K::BYTES == 1) status = relay_run(ctx, gk_own<Plan>(plan).a, g->a, workspace, &a);
+    if (K::BYTES == 1) status = relay_run("sparse_gemm", ctx, gk_own<Plan>(plan).a, g->a, workspace, &a);
     if (status == GK_OK) status = make_tensor_map("sparse_gemm", a, wgmma_box(K::BYTES, K::BT / 2), &p.a);
     if (status == GK_OK)
         status = make_tensor_map("sparse_gemm", shape_of(g->values), smem_rows(K::BYTES, 64, K::BW), &p.values);

@@ -60,7 +60,9 @@ template <class T> __device__ __forceinline__ void store4(T *out_g, int64_t at, 
     if (at + 4 <= n) {
         *(Four *)(out_g + at) = four;
     } else {
-        for (int i = 0; at + i < n; ++i) out_g[at + i] = four.v[i];
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (at + i < n) out_g[at + i] = four.v[i];
     }
 }
 
