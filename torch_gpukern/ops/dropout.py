@@ -121,9 +121,9 @@ def drawn(x: Tensor) -> Tensor | None:
 
 def _of_rows(call, *tensors: Tensor) -> Tensor:
     """A single number is a row of one."""
-    if not all(isinstance(x, Tensor) for x in tensors) or tensors[0].dim() > 0:  # what is no tensor the op refuses
-        return call(*tensors)
-    return call(*(x[None] for x in tensors))[0]
+    if isinstance(tensors[0], Tensor) and tensors[0].dim() == 0 and all(isinstance(x, Tensor) for x in tensors):
+        return call(*(x[None] for x in tensors))[0]
+    return call(*tensors)
 
 
 def _symbolic(x, **_):
