@@ -12,7 +12,7 @@ from . import linear_cross_entropy_chunks as chunks
 from .cross_entropy import Reduction, reduce_rows, total_weight, weight_of_mean
 from .define import define_op
 from .gemm import _torch_allows_tf32
-from .wrong_types import refuse_non_bool
+from .wrong_types import refuse_non_bool, refuse_non_tensors
 
 __all__ = ["linear_cross_entropy"]
 
@@ -127,6 +127,7 @@ def _dtype(x: torch.dtype) -> str:
 
 def _check(x, weight, target, bias, class_weight, label_smoothing, softcap, logit_scale, z_loss, **_) -> None:
     """Shapes, dtypes, devices and values; of symbols these are guards."""
+    refuse_non_tensors(_NAME, x=x, weight=weight, target=target)
     _require(x.dim() >= 1, f"x must have at least 1 dimension, got {x.dim()}")
     _require(x.dtype in chunks.FLOATS, f"x must be float32, bfloat16, float16 or float64, got {_dtype(x.dtype)}")
     _require(weight.dim() == 2, f"weight must have 2 dimensions [V, H], got {weight.dim()}")
