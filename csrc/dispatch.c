@@ -90,6 +90,12 @@ static bool plan_table(const gk_cuda_table *table, const gk_context *ctx, gk_dty
     return false;
 }
 
+static bool has_dtype(const gk_cuda_table *table, gk_dtype dtype) {
+    for (int i = 0; i < table->num_instances; ++i)
+        if (table->instances[i].dtype == dtype) return true;
+    return false;
+}
+
 gk_status gk_dispatch_plan_default(const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args, gk_plan *plan) {
     const gk_gpu *gpu = gk_dispatch_gpu(ctx);
     if (!gpu) return GK_ERR_DEVICE;
@@ -100,6 +106,11 @@ gk_status gk_dispatch_plan_default(const gk_context *ctx, gk_op op, gk_dtype dty
             plan_table(tables[t], ctx, dtype, args, plan))
             return GK_OK;
     if (num_tables == 0) return gk_fail(GK_ERR_UNSUPPORTED, "no kernel on CUDA; supported is the CPU");
+    for (int t = 0; t < num_tables; ++t)
+        if (runs_on(tables[t], gpu) && has_dtype(tables[t], dtype) && gk_cuda_takes(tables[t], op, args))
+            return gk_fail(GK_ERR_UNSUPPORTED,
+                           "no kernel for %s on cuda:%d (%s) serves a call of these sizes; expected are smaller ones",
+                           gk_dtype_name(dtype), (int)ctx->index, gpu->name);
     return gk_fail(GK_ERR_UNSUPPORTED,
                    "no kernel for %s on cuda:%d (%s, compute capability %d.%d); supported are float32, bfloat16, "
                    "float16, float64 from compute capability 8.0 on",

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import run_python
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_gpukern
 from torch_gpukern import bench, charts, doctor, explained
@@ -187,6 +188,31 @@ def test_a_described_gpu_answers_as_a_real_one():
         here = torch_gpukern.explain(op, *(tensor.cuda() for tensor in call))
         there = torch_gpukern.explain(op, *call, arch=arch)
         assert [here[k] for k in ("row", "isa", "tile")] == [there[k] for k in ("row", "isa", "tile")]
+
+
+class Written(TorchDispatchMode):
+    """Tensors of more than 64 Ki elements that something wrote, by the op that did."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        reads = func.is_view or func.name().startswith(("aten::empty", "aten::new_empty"))
+        if isinstance(made, torch.Tensor) and made.numel() > 1 << 16 and not reads:
+            self.found.append(func.name())
+        return made
+
+
+def test_explain_writes_no_large_tensor():
+    """So that a product of codes of a size that memory does not hold is explained, and takes no time."""
+    sizes = {"m n k": ("1024", "1024", "1024"), "m n": ("1024", "1024"), "tokens": ("1024",), "": ()}
+    more = {"gemm": ("--layout", "TT"), "scaled_gemm": ("--scales", "1x32"), "grouped_gemm": ("--scales", "block")}
+    for op, call in explained.CALLS.items():
+        with Written() as mode:
+            status, _ = run("explain", op, *sizes[call.sizes], *more.get(op, ()), "--dtype", list(call.dtypes)[-1])
+        assert (status, mode.found) == (0, []), op
 
 
 def test_explain_for_an_arch_refuses(capsys):

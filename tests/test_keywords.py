@@ -118,6 +118,16 @@ def test_bools_that_only_a_public_function_has(value):
         torch_gpukern.linear_cross_entropy(x, torch.ones(5, 4), target, low_memory=value)
 
 
+@pytest.mark.parametrize("wrong", (1, None, "x"))
+def test_numbers_and_bools_of_an_op_that_writes_in_place(wrong):
+    call = OPS["rope_kv_write"].make()
+    for f in (torch_gpukern.rope_kv_write, ops.rope_kv_write, ops.rope_kv_write.default):
+        with pytest.raises(ValueError, match="^gpukern::rope_kv_write: interleaved must be True or False, got "):
+            f(**call, interleaved=wrong)
+        with pytest.raises(ValueError, match="^gpukern::rope_kv_write: eps is a number without a gradient"):
+            f(**call, eps=torch.tensor(1e-6, requires_grad=True))
+
+
 def test_bools_of_a_backward():
     x = torch.ones(1, 1, 4, 8)
     out, lse = ops.flash_attn_fwd(x, x, x)
@@ -170,12 +180,27 @@ def test_messages_of_wrong_types():
          "flash_attn_varlen: max_seqlen_q must be an int, got None"),
         (lambda: gk.paged_attn(q[0], q, q, index, [1]), "paged_attn: seq_lens must be a Tensor, got list" + hint),
         (lambda: gk.kv_cache_write(q[0], q[0], q, q, [1]), "kv_cache_write: slots must be a Tensor, got list" + hint),
+        (lambda: ops.kv_cache_write(q[0], q[0], q, q, [1]), "kv_cache_write: slots must be a Tensor, got list" + hint),
         (lambda: gk.attn_merge(array, t, t, t), "attn_merge: out_a must be a Tensor, got numpy.ndarray" + hint),
         (lambda: gk.flash_attn(q, q, [1.0], return_lse=True), "flash_attn: v must be a Tensor, got list" + hint),
         (lambda: gk.linear_cross_entropy(t, t, [0]), "linear_cross_entropy: target must be a Tensor, got list" + hint),
         (lambda: gk.linear_cross_entropy(t, array, index, low_memory=True),
          "linear_cross_entropy: weight must be a Tensor, got numpy.ndarray" + hint),
         (lambda: gk.linear(t, strided), "linear: weight is a nested tensor; pass its parts"),
+        (lambda: gk.linear(None, t), "linear: x must be a Tensor, got None"),
+        (lambda: gk.linear(t, None), "linear: weight must be a Tensor, got None"),
+        (lambda: gk.linear_cross_entropy(None, t, index), "linear_cross_entropy: x must be a Tensor, got None"),
+        (lambda: gk.linear_cross_entropy(t, t, None, low_memory=True), "linear_cross_entropy: target must be a Tensor, got None"),
+        (lambda: gk.dropout(array, 0.5), "dropout: x must be a Tensor, got numpy.ndarray" + hint),
+        (lambda: gk.dropout(None, 0.5, index[0]), "dropout: x must be a Tensor, got None"),
+        (lambda: gk.dropout_add(t[0, 0], 3, 0.5), "dropout_add: residual must be a Tensor, got 3"),
+        (lambda: gk.bias_gelu_dropout([1.0], None, 0.5), "bias_gelu_dropout: x must be a Tensor, got list" + hint),
+        (lambda: gk.flash_attn(array, q, q, dropout_p=0.5), "flash_attn: q must be a Tensor, got numpy.ndarray" + hint),
+        (lambda: gk.attn_dropout_mask(q, None, 0.5, index), "attn_dropout_mask: k must be a Tensor, got None"),
+        (lambda: gk.attn_dropout_mask(q, q, "x", index), "attn_dropout_mask: p must be a number, got 'x'"),
+        (lambda: gk.dropout_mask((2, 3), 0.5, 7), "dropout_mask: seed must be a Tensor, got 7"),
+        (lambda: gk.quantize_attn(q, q, q, hadamard=1), "quantize_attn: hadamard must be True or False, got 1"),
+        (lambda: gk.quantize_attn(q, q, q, center_v=None), "quantize_attn: center_v must be True or False, got None"),
         (lambda: gk.quantize(t, "e4m3", "row"), "quantize: dtype must be a torch.dtype, got 'e4m3'"),
         (lambda: gk.quantize(t, torch.int8, None), "quantize: granularity must be a string, got None"),
         (lambda: gk.pack_weight(t[:4].char(), "int4", scale=[1.0]), "pack_weight: scale must be a Tensor, got list" + hint),
@@ -207,7 +232,7 @@ def test_messages_of_what_is_composed():
     cases = [
         (
             lambda: torch_gpukern.rope_kv_write(q, q, array, q[0], q[0], index, cache.k[0], cache.v[0], index),
-            "rope_kv_write: v",
+            "gpukern::rope_kv_write: v",
         ),
         (lambda: cache.append([cache.allocate()], q, array), "PagedKVCache.append: v"),
         (lambda: layer(array), "QuantizedLinear: x"),

@@ -226,3 +226,38 @@ def test_functions_of_an_eager_call(monkeypatch):
         r"(\d+) functions in (\d+) files, (\d+) in (\d+)", figures("an eager gemm, an eager flash_attn in Python")
     )
     assert found == [tuple(map(int, said.groups()[:2])), tuple(map(int, said.groups()[2:]))]
+
+
+def test_the_life_of_a_call_names_what_is_there():
+    """Each function of that table stands in the file beside it, or in the one that its cell names."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    _, _, rows = page.partition("| file | function | does |")
+    rows = rows[: rows.index("\n\n")].strip().split("\n")[1:]
+    assert len(rows) == 5
+    for row in rows:
+        file, functions, does = (cell.strip() for cell in row.strip("|").split(" | "))
+        file = Path(file.strip("`"))
+        names = [
+            (rf"\b{name}\b", file.with_name(other) if other else file)
+            for name, other in re.findall(r"`(\w+)`(?: \(`([\w.]+)`\))?", functions)
+        ]
+        for owner, method, there in re.findall(r"`(\w+)\.(\w+)` in `([\w/.]+)`", does):
+            names += [(rf"class {owner}\b[\s\S]*def {method}\b", f"torch_gpukern/{there}")]
+        for name, there in names:
+            assert re.search(name, (ROOT / there).read_text()), f"{name} is not in {there}"
+
+
+def test_sources_that_name_an_op_or_an_activation():
+    kinds = {".c", ".h", ".def", ".cu", ".cuh", ".cpp", ".py"}
+    sources = [
+        x.read_text().lower()
+        for room in ("csrc", "ops", "torch_gpukern")
+        for x in (ROOT / room).rglob("*")
+        if x.suffix in kinds
+    ]
+    for row, word, said in (
+        ("an op", "dropout_add", r"(\d+) sources name it"),
+        ("an activation", "gelu_tanh", r"(\d+): "),
+    ):
+        found = sum(word in text for text in sources)
+        assert found == int(re.search(said, figures(row))[1]), f"{found} sources name {word}"

@@ -202,7 +202,7 @@ def _parser() -> argparse.ArgumentParser:
 
     tune = commands.add_parser(
         "tune",
-        help="measure every row that takes a gemm, and keep what is faster than the default",
+        help="measure every instance that takes a gemm, and keep what is faster than the default",
         description="Of gemm alone: the other ops choose among few instances, by sizes. `explain OP .. --measure` says which, and its time.",
     )
     p = tune.add_subparsers(dest="op", required=True).add_parser("gemm")

@@ -49,8 +49,14 @@ def _dense(args: argparse.Namespace, *shape: int) -> Tensor:
     return make(*shape, dtype=CALLS[args.op].dtypes[args.dtype], device=device_of(args.device))
 
 
+def _filled(args: argparse.Namespace, value: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Of `value` where it is measured. What is only explained is not written: memory that nobody touches is not taken."""
+    x = torch.empty(shape, dtype=dtype, device=device_of(args.device))
+    return x.fill_(value) if args.measure else x
+
+
 def _codes(args: argparse.Namespace, *shape: int) -> Tensor:
-    return torch.ones(shape, dtype=torch.int8, device=device_of(args.device)).to(CALLS[args.op].dtypes[args.dtype])
+    return _filled(args, 1, *shape, dtype=CALLS[args.op].dtypes[args.dtype])
 
 
 # ---- gemm ----------------------------------------------------------------------------------------
@@ -64,9 +70,9 @@ def _add_gemm(p: argparse.ArgumentParser) -> None:
 
 
 def _gemm(args: argparse.Namespace) -> tuple[list, dict]:
-    a, b = _dense(args, *args.batch, args.m, args.k), _dense(args, args.k, args.n)
-    a = a.mT.contiguous().mT if args.layout[0] == "T" else a
-    b = b.mT.contiguous().mT if args.layout[1] == "T" else b
+    m, n, k = args.m, args.n, args.k
+    a = _dense(args, *args.batch, k, m).mT if args.layout[0] == "T" else _dense(args, *args.batch, m, k)
+    b = _dense(args, n, k).mT if args.layout[1] == "T" else _dense(args, k, n)
     return [a, b, _dense(args, args.n) if args.bias else None], {"activation": args.activation}
 
 
@@ -143,7 +149,7 @@ def _granularities(text: str) -> str:
 def _scales(args: argparse.Namespace, rows: int, cols: int, granularity: str) -> Tensor:
     high = {"tensor": 1, "128x128": -(-rows // 128)}.get(granularity, rows)
     across = {"tensor": 1, "row": 1, "1x32": -(-cols // 32)}.get(granularity, -(-cols // 128))
-    return torch.ones(high, across, device=device_of(args.device))
+    return _filled(args, 1, high, across)
 
 
 def _add_scaled(p: argparse.ArgumentParser) -> None:
@@ -173,9 +179,8 @@ def _weight(args: argparse.Namespace) -> tuple[list, dict]:
     m, n, k = args.m, args.n, args.k
     group = min(args.group or _GROUPS[args.format], max(k, 1))
     tile = 4096 if args.format in ("int8", "e4m3") else 2048
-    device = device_of(args.device)
-    packed = torch.full((-(-n // 64), -(-k // 64), tile), 0x11, dtype=torch.uint8, device=device)
-    return [_dense(args, m, k), packed, torch.ones(-(-k // group), n, device=device), n, args.format], {}
+    packed = _filled(args, 0x11, -(-n // 64), -(-k // 64), tile, dtype=torch.uint8)
+    return [_dense(args, m, k), packed, _filled(args, 1, -(-k // group), n), n, args.format], {}
 
 
 def _add_grouped(p: argparse.ArgumentParser) -> None:
@@ -200,7 +205,7 @@ def _sparse(args: argparse.Namespace) -> tuple[list, dict]:
     """Of each four of a row of w the first two are kept: 0 and 1, in two bits each, are 4."""
     m, n, k = args.m, args.n, args.k
     make = _codes if args.dtype in _CODES else _dense
-    meta = torch.full((n, -(-k // 8)), 0x44, dtype=torch.uint8, device=device_of(args.device))
+    meta = _filled(args, 0x44, n, -(-k // 8), dtype=torch.uint8)
     return [make(args, m, k), make(args, n, k // 2), meta], {}
 
 
@@ -294,8 +299,8 @@ def _add_heads(p: argparse.ArgumentParser) -> None:
 def _packed(args: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q and k of so many tokens, and the cosines and sines of their positions."""
     q, k = (_dense(args, args.tokens, heads, args.head_dim) for heads in (args.heads, args.heads_kv or args.heads))
-    angles = torch.zeros(args.tokens, args.head_dim // 2, device=device_of(args.device))
-    return q, k, angles.cos(), angles.sin()
+    cos, sin = (_filled(args, x, args.tokens, args.head_dim // 2) for x in (1, 0))
+    return q, k, cos, sin
 
 
 def _rope(args: argparse.Namespace) -> tuple[list, dict]:
@@ -310,8 +315,9 @@ def _add_write(p: argparse.ArgumentParser) -> None:
 def _rope_kv_write(args: argparse.Namespace) -> tuple[list, dict]:
     q, k, cos, sin = _packed(args)
     places = torch.arange(args.tokens, device=q.device)
-    caches = (k.new_zeros(-(-args.tokens // args.block_size), args.block_size, *k.shape[1:]) for _ in range(2))
-    return [q, k, k.clone(), cos, sin, places, *caches, places], {}
+    v, pages = _dense(args, *k.shape), -(-args.tokens // args.block_size)
+    caches = (_filled(args, 0, pages, args.block_size, *k.shape[1:], dtype=k.dtype) for _ in range(2))
+    return [q, k, v, cos, sin, places, *caches, places], {}
 
 
 # ---- the table -----------------------------------------------------------------------------------
@@ -394,7 +400,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def add_arguments(commands: argparse._SubParsersAction) -> None:
-    named = commands.add_parser("explain", help="the kernel row that a call would run, its tiles, bytes and FLOPs")
+    named = commands.add_parser("explain", help="the kernel instance that a call would run, its tiles, bytes and FLOPs")
     named = named.add_subparsers(dest="op", required=True)
     for op, call in CALLS.items():
         p = named.add_parser(op)

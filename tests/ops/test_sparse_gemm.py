@@ -133,3 +133,20 @@ def test_autocast_takes_a_float32_stream(device):
     with torch.autocast(torch.device(device).type, torch.bfloat16):
         got = torch_gpukern.sparse_gemm(a, *packed, bias=bias)
     assert_bits(got, torch_gpukern.sparse_gemm(a.bfloat16(), *packed, bias=bias.bfloat16()))
+
+
+@pytest.mark.skipif(not ops.cuda_kernels.default(), reason="the library is built without CUDA kernels")
+@pytest.mark.parametrize("arch", ("sm_80", "sm_90"))
+def test_what_is_too_large_is_said_to_be(arch):
+    """The plain kernel has a block along y for each 64 rows: it is no dtype that lacks here."""
+    values, meta = torch.zeros(1, 10).bfloat16(), torch.zeros(1, 3, dtype=torch.uint8)
+
+    def row(m):
+        a = torch.zeros(1, dtype=torch.bfloat16).expand(m, 20)
+        return torch_gpukern.explain("sparse_gemm", a, values, meta, arch=arch)["row"]
+
+    assert row(64 * 65535) == "sparse_gemm_plain_bf16"
+    with pytest.raises(
+        ValueError, match="sparse_gemm: no kernel for bfloat16 on .* serves a call of these sizes; expected"
+    ):
+        row(64 * 65535 + 1)

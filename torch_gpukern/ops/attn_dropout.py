@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._library import NAMESPACE
 from .dropout import drawn
+from .wrong_types import refuse_non_tensors, refuse_types
 
 __all__ = ["attn_dropout_mask"]
 
@@ -39,6 +40,8 @@ def attn_dropout_mask(q: Tensor, k: Tensor, p: float, seed: Tensor) -> Tensor:
     decide on each, so that the rate is (1 - p) rounded to 1 / 65536.
     """
     name = "attn_dropout_mask"
+    refuse_non_tensors(f"{NAMESPACE}::{name}", q=q, k=k, seed=seed)
+    refuse_types(f"{NAMESPACE}::{name}", [("p", "float", p)])
     if q.dim() not in (3, 4) or k.dim() != q.dim():
         raise ValueError(f"{NAMESPACE}::{name}: q and k must both have 3 or 4 dimensions, got {q.dim()} and {k.dim()}")
     if not 0 <= p < 1:

@@ -39,12 +39,12 @@ from .._library import (
 from . import batching, fakes, gradients, keywords, out, parallel
 from .op import Op, has_tangent
 
-__all__ = ["Op", "define_op", "tag_compiled_code"]
+__all__ = ["Op", "define_op", "guard", "tag_compiled_code"]
 
 # ---- the ways in ---------------------------------------------------------------------------------
 
 
-def _guard(op: Op) -> None:
+def guard(op: Op) -> None:
     """Has calls of torch.ops.gpukern.<op> pass through Python first.
 
     There a number that is a tensor with a gradient is refused: torch reads such a tensor's value before the first kernel
@@ -175,7 +175,7 @@ def define_op(
         if autocast:
             _register_autocast(door, autocast)
         batching.register(door, fold)
-        _guard(door)
+        guard(door)
         if flops is not None:
             register_flops(door, flops)
     if hasattr(getattr(ops, name), "out"):
@@ -203,7 +203,7 @@ def register_autograd(op: Op, kernel: Callable) -> None:
 def _autograd_kernel(op: Op) -> Callable:
     def kernel(*args):
         if is_grad_enabled() and any_requires_grad(*args):
-            if transforms_active():  # not entered from Python, or it would have met _guard
+            if transforms_active():  # not entered from Python, or it would have met guard
                 raise RuntimeError(f"{op.qualified}: call it from Python where torch.func transforms it (functorch)")
             return op.differentiate(*args)
         return op.below(*args)

@@ -7,8 +7,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from .._library import NAMESPACE
 from . import autocast
 from .define import define_op
+from .wrong_types import refuse_non_tensors
 
 __all__ = ["bias_gelu_dropout", "dropout", "dropout_add", "dropout_mask"]
 
@@ -105,20 +107,23 @@ def dropout_mask(shape: Sequence[int], p: float, seed: Tensor, device: torch.dev
         seed: int64 [2], (seed, offset).
         device: the mask's; by default the seed's.
     """
+    refuse_non_tensors(f"{NAMESPACE}::dropout_mask", seed=seed)
     device = seed.device if device is None else device
     return dropout(torch.ones(tuple(shape), device=device), p, seed.to(device)) != 0
 
 
-def drawn(x: Tensor) -> Tensor:
-    """A seed from torch's generator of x's device."""
+def drawn(x: Tensor) -> Tensor | None:
+    """A seed from torch's generator of x's device; None of what is no tensor, which the op refuses by name."""
+    if not isinstance(x, Tensor):
+        return None
     return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=x.device)
 
 
 def _of_rows(call, *tensors: Tensor) -> Tensor:
     """A single number is a row of one."""
-    if tensors[0].dim() > 0:
-        return call(*tensors)
-    return call(*(x[None] for x in tensors))[0]
+    if isinstance(tensors[0], Tensor) and tensors[0].dim() == 0 and all(isinstance(x, Tensor) for x in tensors):
+        return call(*(x[None] for x in tensors))[0]
+    return call(*tensors)
 
 
 def _symbolic(x, **_):

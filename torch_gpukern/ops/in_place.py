@@ -8,7 +8,7 @@ from torch.autograd.graph import increment_version
 
 from .._library import any_requires_grad, is_grad_enabled
 from . import fakes
-from .define import Op, register_autograd
+from .define import Op, guard, register_autograd
 
 __all__ = ["define_in_place"]
 
@@ -33,4 +33,5 @@ def define_in_place(name: str, symbolic: Callable, written: tuple[str, ...]) -> 
         return write(*args)
 
     register_autograd(op, kernel)
+    guard(op)
     return op, write

@@ -48,7 +48,7 @@ def linear(
                 f"{NAMESPACE}::linear: activation must be none, relu, gelu, gelu_tanh or silu, got '{activation}'"
             )
         return reference.ACTIVATIONS[activation](F.linear(x, weight, bias))
-    if x.is_nested or weight.is_nested:  # of strides: such a tensor has no shape
+    if x is None or weight is None or x.is_nested or weight.is_nested:  # of strides: such a tensor has no shape
         refuse_non_tensors(f"{NAMESPACE}::linear", x=x, weight=weight)
     if x.dim() < 1 or weight.dim() != 2:
         raise ValueError(

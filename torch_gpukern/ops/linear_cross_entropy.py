@@ -130,7 +130,7 @@ def _dtype(x: torch.dtype) -> str:
 
 def _check(x, weight, target, bias, class_weight, label_smoothing, softcap, logit_scale, z_loss, **_) -> None:
     """Shapes, dtypes, devices and values; of symbols these are guards."""
-    refuse_non_tensors(_NAME, x=x, weight=weight, target=target)  # torch lets None pass
+    refuse_non_tensors(_NAME, x=x, weight=weight, target=target)
     _require(x.dim() >= 1, f"x must have at least 1 dimension, got {x.dim()}")
     _require(x.dtype in chunks.FLOATS, f"x must be float32, bfloat16, float16 or float64, got {_dtype(x.dtype)}")
     _require(weight.dim() == 2, f"weight must have 2 dimensions [V, H], got {weight.dim()}")

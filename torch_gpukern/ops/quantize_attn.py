@@ -10,7 +10,7 @@ from torch import Tensor
 from .._library import NAMESPACE
 from .gemm import gemm
 from .quantize import quantize
-from .wrong_types import refuse_non_tensors
+from .wrong_types import refuse_non_bool, refuse_non_tensors
 
 __all__ = ["QuantizedAttn", "quantize_attn"]
 
@@ -68,6 +68,8 @@ def quantize_attn(
     arXiv:2404.00456.
     """
     refuse_non_tensors(f"{NAMESPACE}::quantize_attn", q=q, k=k, v=v)
+    refuse_non_bool(f"{NAMESPACE}::quantize_attn", "hadamard", hadamard)
+    refuse_non_bool(f"{NAMESPACE}::quantize_attn", "center_v", center_v)
     _check(q, k, v, per)
     if hadamard:
         signs = _signs(q)

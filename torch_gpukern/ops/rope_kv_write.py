@@ -7,7 +7,7 @@ from .._library import any_requires_grad, is_grad_enabled, traced
 from . import fakes
 from .in_place import define_in_place
 from .keywords import number
-from .wrong_types import refuse_non_tensors
+from .wrong_types import refuse_non_bool, refuse_non_tensors
 
 __all__ = ["rope_kv_write"]
 
@@ -70,7 +70,8 @@ def rope_kv_write(
     needed = {"q": q, "k": k, "v": v, "cos": cos, "sin": sin, "positions": positions}
     needed |= {"k_cache": k_cache, "v_cache": v_cache, "slots": slots}
     other = {"q_weight": q_weight, "k_weight": k_weight, "k_scale": k_scale, "v_scale": v_scale}
-    refuse_non_tensors("rope_kv_write", **needed, **{name: x for name, x in other.items() if x is not None})
+    refuse_non_tensors(_op.said, **needed, **{name: x for name, x in other.items() if x is not None})
+    refuse_non_bool(_op.said, "interleaved", interleaved)
     args = *needed.values(), q_weight, k_weight, number(eps), interleaved, k_scale, v_scale
     if traced() or (is_grad_enabled() and any_requires_grad(*args)):
         return _op.overload(*args)
