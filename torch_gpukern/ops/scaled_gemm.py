@@ -34,7 +34,7 @@ def scaled_gemm(
     ``out = activation(sum_k (a * scale_a) (b * scale_b) + beta * c + bias)``
 
     All of it is float32 and rounded once. Sums of int8 within a block of scales are exact int32; with one scale along K that is
-    all of it. Scales are read in their natural order, whatever their strides, and every mix of them is taken.
+    all of it. On CUDA those of powers of two in a byte along K may be float32, too. Scales are read in their natural order, whatever their strides, and every mix of them is taken.
 
     Args:
         a: [M, K] float8_e4m3fn or float8_e5m2, or int8; any strides.
