@@ -9,7 +9,9 @@ namespace {
 constexpr int THREADS = ROW_WALK_THREADS;
 
 /* exp(a - b), 0 where a is -inf, which it also is before there was a value. */
-template <class W> __device__ __forceinline__ W weight_of(W a, W b) { return a == -INFINITY ? W(0) : row_exp<W>(a - b); }
+template <class W> __device__ __forceinline__ W weight_of(W a, W b) {
+    return a == -INFINITY ? W(0) : row_exp<W>(a - b);
+}
 
 template <class T> __global__ void __launch_bounds__(THREADS, 1) softmax_fwd_walk_kernel(SoftmaxParams p) {
     typedef typename element<T>::acc W;
