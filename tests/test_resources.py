@@ -68,6 +68,20 @@ def report():
     return found
 
 
+def test_an_inline_function_is_one_function():
+    """Of objects that define an inline function of one signature, the linker keeps one. Two headers may not give it two bodies."""
+    bodies = {}
+    for built in sorted(BUILD.glob("CMakeFiles/gk_*.dir/**/*.o")):
+        table = subprocess.run(["nm", "-S", built], capture_output=True, text=True, check=True).stdout
+        for size, name in re.findall(
+            r"^\w+ (\w+) W (_Z\d\w+)$", table, re.M
+        ):  # none of a namespace: std's differ by flags
+            bodies.setdefault(name, {}).setdefault(size, built.name)
+    if not bodies:
+        pytest.skip("the objects of a build are not here")
+    assert {name: sizes for name, sizes in bodies.items() if len(sizes) > 1} == {}
+
+
 def test_no_kernel_uses_local_memory(report):
     spilled = {n: r for n, r in report.items() if int(r["local_bytes"]) or int(r["LDL"]) or int(r["STL"])}
     assert not spilled, spilled

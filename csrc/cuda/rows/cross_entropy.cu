@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 8 ? 1 : 2) cross_entropy
 Params params_of(const gk_context *ctx, const gk_cross_entropy_args *a, const gk_loss_more &more) {
     Params p = {row_tensor(a->logits), row_elements(&a->target)};
     if (a->weight) p.weight = a->weight->data, p.weight_stride = a->weight->stride[0];
-    p.loss = a->loss.data, p.lse = a->lse.data, p.rows = rows_of(a->logits), p.n = a->logits.shape[a->logits.ndim - 1];
+    p.loss = a->loss.data, p.lse = a->lse.data, p.rows = num_rows(a->logits), p.n = a->logits.shape[a->logits.ndim - 1];
     p.ignore_index = a->ignore_index, p.smoothing = a->label_smoothing, p.softcap = a->softcap,
     p.scale = a->logit_scale, p.z_loss = more.z_loss, p.first = more.first_class, p.classes = more.num_classes;
     p.error_word = ctx->error_word;
@@ -257,11 +257,11 @@ template <class T> gk_status bwd_run(const gk_context *ctx, const void *args, co
 }
 
 bool fwd_plan(const gk_cuda_instance *, const gk_context *, const void *args, gk_plan *plan) {
-    plan->tasks = rows_of(((const gk_cross_entropy_args *)args)->logits);
+    plan->tasks = num_rows(((const gk_cross_entropy_args *)args)->logits);
     return true;
 }
 bool bwd_plan(const gk_cuda_instance *, const gk_context *, const void *args, gk_plan *plan) {
-    plan->tasks = rows_of(((const gk_cross_entropy_bwd_args *)args)->fwd.logits);
+    plan->tasks = num_rows(((const gk_cross_entropy_bwd_args *)args)->fwd.logits);
     return true;
 }
 

@@ -253,7 +253,7 @@ bool once_plan(const gk_cuda_instance *row, const gk_context *ctx, const void *a
     if (a->softcap != 0 || (a->weight && a->label_smoothing != 0)) return false;
     if (stages_of(part_of(n, row->key[0])) < row->key[1] || !smem_fits(ctx, RING + (int)sizeof(Shared<8>)))
         return false;
-    plan->tasks = rows_of(a->logits);
+    plan->tasks = num_rows(a->logits);
     return true;
 }
 

@@ -122,7 +122,7 @@ template <class T> gk_status run(const gk_context *ctx, const void *args, const 
     Params p = {row_tensor(a->x), row_tensor(more), row_tensor(a->out)};
     p.bias = a->bias ? a->bias->data : nullptr;
     p.seed = (const int64_t *)a->seed.data, p.seed_stride = a->seed.stride[0];
-    p.rows = rows_of(a->x), p.n = a->x.shape[a->x.ndim - 1];
+    p.rows = num_rows(a->x), p.n = a->x.shape[a->x.ndim - 1];
     const uint64_t keep = gk_keep_below(a->p);
     p.scale = gk_keep_scale(a->p), p.below = (uint32_t)keep, p.all = keep > UINT32_MAX, p.activation = a->activation;
     const bool vectors = sizeof(T) < 8 && rows_whole(a->x, more, &a->out) && (uintptr_t)p.bias % 16 == 0;

@@ -61,7 +61,7 @@ template <class T> gk_status fwd_run(const gk_context *ctx, const void *args, co
     const gk_glu_args *a = (const gk_glu_args *)args;
     const gk_tensor gate = gk_glu_half(&a->gate, a->up, 0), up = gk_glu_half(&a->gate, a->up, 1);
     Params p = {{}, row_tensor(gate), row_tensor(up), row_tensor(a->out)};
-    p.rows = rows_of(a->out), p.n = a->out.shape[a->out.ndim - 1], p.activation = a->activation;
+    p.rows = num_rows(a->out), p.n = a->out.shape[a->out.ndim - 1], p.activation = a->activation;
     return run<T, false>(ctx, p, rows_whole(a->out, &gate, &up));
 }
 
@@ -70,7 +70,7 @@ template <class T> gk_status bwd_run(const gk_context *ctx, const void *args, co
     const gk_tensor gate = gk_glu_half(&a->gate, a->up, 0), up = gk_glu_half(&a->gate, a->up, 1);
     const gk_tensor dgate = gk_glu_half(&a->dgate, a->dup, 0), dup = gk_glu_half(&a->dgate, a->dup, 1);
     Params p = {row_tensor(a->grad_out), row_tensor(gate), row_tensor(up), row_tensor(dgate), row_tensor(dup)};
-    p.rows = rows_of(a->grad_out), p.n = a->grad_out.shape[a->grad_out.ndim - 1], p.activation = a->activation;
+    p.rows = num_rows(a->grad_out), p.n = a->grad_out.shape[a->grad_out.ndim - 1], p.activation = a->activation;
     return run<T, true>(ctx, p, rows_whole(a->grad_out, &gate, &up, &dgate, &dup));
 }
 

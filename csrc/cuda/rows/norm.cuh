@@ -344,7 +344,7 @@ inline NormParams norm_params(const gk_norm_args *a) {
         p.weight = a->weight->data, p.weight_stride = a->weight->stride[0],
         p.weight_wide = a->weight->dtype != a->x.dtype;
     if (a->bias) p.bias = a->bias->data, p.bias_stride = a->bias->stride[0], p.bias_wide = a->bias->dtype != a->x.dtype;
-    p.layer = a->kind == GK_LAYER_NORM, p.rows = rows_of(a->x), p.n = a->x.shape[a->x.ndim - 1];
+    p.layer = a->kind == GK_LAYER_NORM, p.rows = num_rows(a->x), p.n = a->x.shape[a->x.ndim - 1];
     p.eps = a->eps, p.weight_offset = a->weight_offset;
     return p;
 }
@@ -354,7 +354,7 @@ inline NormBwdParams norm_params(const gk_norm_bwd_args *a) {
         p.weight = a->weight->data, p.weight_stride = a->weight->stride[0],
         p.weight_wide = a->weight->dtype != a->h.dtype;
     p.wants_weight = a->dweight != nullptr, p.wants_bias = a->dbias != nullptr;
-    p.layer = a->kind == GK_LAYER_NORM, p.rows = rows_of(a->h), p.n = a->h.shape[a->h.ndim - 1];
+    p.layer = a->kind == GK_LAYER_NORM, p.rows = num_rows(a->h), p.n = a->h.shape[a->h.ndim - 1];
     p.eps = a->eps, p.weight_offset = a->weight_offset;
     return p;
 }
@@ -363,7 +363,7 @@ inline bool norm_fwd_plan(const gk_cuda_instance *row, const gk_context *, const
     const gk_norm_args *a = (const gk_norm_args *)args;
     if (!rows_fit(row, a->x, a->residual, &a->out, a->sum)) return false;
     if (!norm_vector_fits(a->weight) || !norm_vector_fits(a->bias)) return false;
-    plan->tasks = gk_ceil_div(rows_of(a->x), row->key[1]);
+    plan->tasks = gk_ceil_div(num_rows(a->x), row->key[1]);
     return true;
 }
 
@@ -380,13 +380,13 @@ bool norm_bwd_plan(const gk_cuda_instance *row, const gk_context *ctx, const voi
     typedef RowGroup<T, LANES, ITEMS, CLUSTER> Group;
     const gk_norm_bwd_args *a = (const gk_norm_bwd_args *)args;
     if (!rows_fit(row, a->h, &a->grad_out, a->grad_sum, &a->dx) || !norm_vector_fits(a->weight)) return false;
-    if (rows_of(a->h) > INT32_MAX || !smem_fits(ctx, NormRing<Group>::BYTES + (int)sizeof(typename Group::Shared)))
+    if (num_rows(a->h) > INT32_MAX || !smem_fits(ctx, NormRing<Group>::BYTES + (int)sizeof(typename Group::Shared)))
         return false;
     int64_t most = (int64_t)gk_gpu_of(ctx->index)->num_sms * norm_bwd_blocks(LANES, ITEMS);
     if constexpr (CLUSTER > 1)
         most = clusters_at_once<norm_bwd_kernel<T, LANES, ITEMS, CLUSTER>>(ctx, Group::THREADS, NormRing<Group>::BYTES,
                                                                            CLUSTER);
-    plan->tasks = gk_clamp_i64(gk_ceil_div(rows_of(a->h), row->key[1]), 1, most);
+    plan->tasks = gk_clamp_i64(gk_ceil_div(num_rows(a->h), row->key[1]), 1, most);
     plan->workspace_bytes = norm_sums_bytes(a, plan->tasks);
     return true;
 }

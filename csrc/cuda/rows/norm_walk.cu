@@ -106,7 +106,7 @@ template <class T> __global__ void __launch_bounds__(COLUMNS) norm_columns_kerne
 }
 
 bool fwd_plan(const gk_cuda_instance *, const gk_context *, const void *args, gk_plan *plan) {
-    plan->tasks = rows_of(((const gk_norm_args *)args)->x);
+    plan->tasks = num_rows(((const gk_norm_args *)args)->x);
     return true;
 }
 
@@ -116,12 +116,12 @@ template <class T> gk_status fwd_run(const gk_context *ctx, const void *args, co
 }
 
 int64_t stats_bytes(const gk_norm_bwd_args *a) {
-    return gk_round_up(2 * rows_of(a->h) * (int64_t)gk_dtype_bytes(gk_stats_dtype(a->h.dtype)), 64);
+    return gk_round_up(2 * num_rows(a->h) * (int64_t)gk_dtype_bytes(gk_stats_dtype(a->h.dtype)), 64);
 }
 
 bool bwd_plan(const gk_cuda_instance *, const gk_context *, const void *args, gk_plan *plan) {
     const gk_norm_bwd_args *a = (const gk_norm_bwd_args *)args;
-    plan->tasks = rows_of(a->h);
+    plan->tasks = num_rows(a->h);
     plan->chunks = gk_clamp_i64(gk_ceil_div(plan->tasks, CHUNK_ROWS), 1, MOST_CHUNKS);
     const size_t sums = norm_sums_bytes(a, plan->chunks);
     if (sums) plan->workspace_bytes = sums + (size_t)stats_bytes(a);

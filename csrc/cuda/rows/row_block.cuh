@@ -51,7 +51,7 @@ inline RowTensor row_elements(const gk_tensor *t) {
     return row_tensor(with);
 }
 
-inline int64_t rows_of(const gk_tensor &t) {
+inline int64_t num_rows(const gk_tensor &t) {
     int64_t rows = 1;
     for (int d = 0; d < t.ndim - 1; ++d) rows *= t.shape[d];
     return rows;

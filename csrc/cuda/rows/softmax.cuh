@@ -122,23 +122,23 @@ __global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS, 1
 /* ---- 3. plan and run --------------------------------------------------------------------------------- */
 inline SoftmaxParams softmax_params(const gk_softmax_args *a) {
     SoftmaxParams p = {row_tensor(a->x), row_elements(a->lengths), row_tensor(a->out)};
-    p.rows = rows_of(a->x), p.n = a->x.shape[a->x.ndim - 1], p.scale = a->scale, p.log = a->log;
+    p.rows = num_rows(a->x), p.n = a->x.shape[a->x.ndim - 1], p.scale = a->scale, p.log = a->log;
     return p;
 }
 inline SoftmaxParams softmax_params(const gk_softmax_bwd_args *a) {
     SoftmaxParams p = {row_tensor(a->grad_out), row_elements(a->lengths), row_tensor(a->dx), row_tensor(a->out)};
-    p.rows = rows_of(a->out), p.n = a->out.shape[a->out.ndim - 1], p.scale = a->scale, p.log = a->log;
+    p.rows = num_rows(a->out), p.n = a->out.shape[a->out.ndim - 1], p.scale = a->scale, p.log = a->log;
     return p;
 }
 
 inline bool softmax_fwd_plan(const gk_cuda_instance *row, const gk_context *, const void *args, gk_plan *plan) {
     const gk_softmax_args *a = (const gk_softmax_args *)args;
-    plan->tasks = gk_ceil_div(rows_of(a->x), row->key[1]);
+    plan->tasks = gk_ceil_div(num_rows(a->x), row->key[1]);
     return rows_fit(row, a->x, &a->out);
 }
 inline bool softmax_bwd_plan(const gk_cuda_instance *row, const gk_context *, const void *args, gk_plan *plan) {
     const gk_softmax_bwd_args *a = (const gk_softmax_bwd_args *)args;
-    plan->tasks = gk_ceil_div(rows_of(a->out), row->key[1]);
+    plan->tasks = gk_ceil_div(num_rows(a->out), row->key[1]);
     return rows_fit(row, a->out, &a->grad_out, &a->dx);
 }
 

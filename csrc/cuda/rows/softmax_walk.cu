@@ -70,11 +70,11 @@ template <class T> __global__ void __launch_bounds__(THREADS, 1) softmax_bwd_wal
 }
 
 bool fwd_plan(const gk_cuda_instance *, const gk_context *, const void *args, gk_plan *plan) {
-    plan->tasks = rows_of(((const gk_softmax_args *)args)->x);
+    plan->tasks = num_rows(((const gk_softmax_args *)args)->x);
     return true;
 }
 bool bwd_plan(const gk_cuda_instance *, const gk_context *, const void *args, gk_plan *plan) {
-    plan->tasks = rows_of(((const gk_softmax_bwd_args *)args)->out);
+    plan->tasks = num_rows(((const gk_softmax_bwd_args *)args)->out);
     return true;
 }
 
