@@ -3,7 +3,7 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -97,16 +97,12 @@ class Gather:
             for at, start, end in self._runs[ranks.rank]:
                 whole[start:end].copy_(x[at : at + end - start])
         pool.barrier(self._buffer)
-        with pool.copying():
-            for runs in self._stages():
-                for step in range(1, ranks.size):
-                    _, source = ranks.around(step)
-                    if not runs[source]:
-                        continue
-                    _, start, end = runs[source]
-                    for whole, theirs in zip(wholes, of(source), strict=True):
-                        whole[start:end].copy_(theirs[start:end])
-                self._posted.append([pool.stream.record_event()])
+
+        def copy(source: int, at: int, start: int, end: int) -> None:
+            for whole, theirs in zip(wholes, of(source), strict=True):
+                whole[start:end].copy_(theirs[start:end])
+
+        self._copy_others(copy)
         self.whole = [whole.view(dtype) for whole, dtype in zip(wholes, dtypes, strict=True)]
 
     def _pull(self, xs: list[Tensor], room: list[int]) -> None:
@@ -116,17 +112,24 @@ class Gather:
         for place, x in zip(places, xs, strict=True):
             pool.view(self._buffer, ranks.rank, x.shape, x.dtype, place).copy_(x)
         pool.barrier(self._buffer)
+
+        def copy(source: int, at: int, start: int, end: int) -> None:
+            for place, whole in zip(places, map(_bytes, self.whole), strict=True):
+                each = math.prod(whole.shape[1:])
+                shape = (end - start, *whole.shape[1:])
+                whole[start:end].copy_(pool.view(self._buffer, source, shape, whole.dtype, place + at * each))
+
+        self._copy_others(copy)
+
+    def _copy_others(self, copy: Callable[[int, int, int, int], None]) -> None:
+        """On the copying stream copy(source, at, start, end) of each stage's runs of the other ranks, and an event behind each stage."""
+        pool, ranks = self._pool, self._ranks
         with pool.copying():
             for runs in self._stages():
                 for step in range(1, ranks.size):
                     _, source = ranks.around(step)
-                    if not runs[source]:
-                        continue
-                    at, start, end = runs[source]
-                    for place, whole in zip(places, map(_bytes, self.whole), strict=True):
-                        each = math.prod(whole.shape[1:])
-                        shape = (end - start, *whole.shape[1:])
-                        whole[start:end].copy_(pool.view(self._buffer, source, shape, whole.dtype, place + at * each))
+                    if runs[source]:
+                        copy(source, *runs[source])
                 self._posted.append([pool.stream.record_event()])
 
     def wait(self, tokens: int | None = None) -> list[Tensor]:
