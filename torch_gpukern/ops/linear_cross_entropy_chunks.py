@@ -33,6 +33,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of x a
 _CPU_BYTES, _MOST_BYTES, _FEWEST_ROWS = 64 << 20, 128 << 20, 256
 _ALONE_BYTES = 384 << 20  # of it where nothing else of that size is beside it, on CUDA
 _COPY_BYTES = 32 << 20  # of a float32 tensor on the way to a result
+# The same on the CPU, where malloc may keep up to 64 MiB of what copies leave free, in the heap of each thread that makes some.
+_CPU_COPY_BYTES = 2 << 20
 _ALIGNED = 8  # values of 16 bits in front of which a product's result may begin
 
 
@@ -126,7 +128,7 @@ class _Sum:
 def _add_rows(to: Tensor, dz: Tensor) -> None:
     """to += the sum of dz's rows, in to's dtype. PyTorch's sum on the CPU copies what is narrower, so there it gets some at a time."""
     copied = dz.device.type == "cpu" and dz.dtype is not to.dtype
-    step = max(1, _COPY_BYTES // (dz.shape[1] * to.itemsize)) if copied else max(1, dz.shape[0])
+    step = max(1, _CPU_COPY_BYTES // (dz.shape[1] * to.itemsize)) if copied else max(1, dz.shape[0])
     for s in _steps(dz.shape[0], step):
         to += dz[s].sum(0, dtype=to.dtype)
 
@@ -250,7 +252,7 @@ def _times(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     if x.is_cuda and x.dim():  # with a dimension factor decides in what dtype the product is made
         return torch.mul(x, factor.view(1), out=out)
-    step = max(1, _COPY_BYTES // max(1, x[:1].numel() * factor.itemsize)) if x.dim() else 1
+    step = max(1, _CPU_COPY_BYTES // max(1, x[:1].numel() * factor.itemsize)) if x.dim() else 1
     for s in _steps(x.shape[0], step):
         out[s].copy_(x[s].to(factor.dtype) * factor)
     return out
@@ -259,8 +261,9 @@ def _times(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 def _times_product(a: Tensor, b: Tensor, out: Tensor, factor: Tensor, rules: Rules) -> None:
     """out = factor * (a @ b), rounded once."""
     step = max(1, _COPY_BYTES // max(1, out.shape[1] * factor.itemsize))
+    room = torch.empty((min(step, out.shape[0]), out.shape[1]), dtype=factor.dtype, device=out.device)
     for s in _steps(out.shape[0], step):
-        wide = torch.empty(out[s].shape, dtype=factor.dtype, device=out.device)
+        wide = room[: s.stop - s.start]
         out[s].copy_(_product(a[s], b, wide, rules).mul_(factor))
 
 
