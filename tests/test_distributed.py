@@ -483,6 +483,17 @@ def check_a_group_of_one(ranks):
     torch.testing.assert_close(loss, gk.linear_cross_entropy(a, b.t(), target))
     x = randn(gen, 3, 7)
     assert torch.equal(gd.gather_sequence(gd.shard_sequence(x, own, 1), own, 1), x)
+    for text, wrong in {
+        "context_parallel_attn: seq_len is 8": lambda: gd.context_parallel_attn(q, q, q, own, seq_len=8),
+        "context_parallel_attn_varlen: seq_len is 7": lambda: gd.context_parallel_attn_varlen(
+            *packed, cu, 5, own, seq_len=7
+        ),
+        "gather_sequence: seq_len is 6": lambda: gd.gather_sequence(x, own, 1, seq_len=6),
+        "gather_sequence: layout must be": lambda: gd.gather_sequence(x, own, 1, "striped"),
+        "classes is 4": lambda: gd.vocab_parallel_linear_cross_entropy(a, b.t(), target, own, classes=4),
+    }.items():
+        with pytest.raises(ValueError, match=text):
+            wrong()
 
 
 def check_decoding_is_captured(ranks):
@@ -534,6 +545,20 @@ def check_compiled_without_a_break(ranks):
         (lose, [randn(generator("alike"), 8, 6), randn(gen, 3, 6)]),
         (around, [randn(gen, 2, 16, 3)]),
     )
+    counted = []
+    grow = torch.compile(
+        lambda a, b: gd.gemm_reduce_scatter(a, b, group) * 2,
+        fullgraph=True,
+        dynamic=True,
+        backend=lambda graph, _: counted.append(graph) or graph,
+    )
+    for rows in (9, 10, 15, 13):  # rows that the ranks do not divide: one graph, of the shapes that it said
+        a, b = randn(gen, rows, 8), randn(gen, 8, 4)
+        assert torch.equal(grow(a, b), gd.gemm_reduce_scatter(a, b, group) * 2)
+        with torch._subclasses.FakeTensorMode() as fake:
+            shape = gd.gemm_reduce_scatter(fake.from_tensor(a), fake.from_tensor(b), group).shape
+        assert shape == a.tensor_split(RANKS)[ranks.rank].shape[:1] + (4,)
+    assert len(counted) == 1
     for call, given in cases:
         torch._dynamo.reset()
         compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
@@ -575,6 +600,7 @@ def check_disagreement_is_said_on_every_rank(ranks):
         "weight has 8 classes on rank ., expected .": lambda: gd.vocab_parallel_linear_cross_entropy(
             x[0, 0], x[0, 0], torch.zeros(8, dtype=torch.int64), ranks.all, classes=8
         ),
+        "the function is": lambda: (gd.gemm_all_reduce if odd else gd.gemm_reduce_scatter)(x[0, 0], x[0, 0], ranks.all),
         "x is": lambda: gd.gather_sequence(x if odd else x.double(), ranks.all, 2),
     }
     row, target = x[0, 0], torch.zeros(8, dtype=torch.int64)

@@ -3,6 +3,9 @@
  * must be (gk_check_<op>) and how many bytes and FLOPs it is (gk_cost_<op>). */
 #include "../checks.h"
 #include "../dispatch.h"
+#include "../gpukern_ranks.h"
+
+#include <string.h>
 
 /* What an entry point checks beyond the op's laws: strides, and the results, which are there by now. writes: the call will run. */
 static gk_status check_call(gk_io *io, bool writes) {
@@ -16,13 +19,26 @@ static gk_status check_call(gk_io *io, bool writes) {
     return GK_OK;
 }
 
-/* The arguments, or where the softcap is none that the kernels can take, a copy with one that they can. */
-#define SETTLE(args, copy, first, rules)                                             \
-    do {                                                                             \
-        const double softcap = gk_held_softcap(&(args)->rules, (args)->first.dtype); \
-        if (softcap == (args)->rules.softcap) break;                                 \
-        (copy) = *(args), (copy).rules.softcap = softcap, (args) = &(copy);          \
+/* The arguments, or where the softcap is none that the kernels can take, a copy with one that they can: with what stands behind them, as their
+ * size says (gk_flash_attn_accumulate_args), up to MOST_BEHIND bytes. */
+enum {
+    MOST_BEHIND = 32
+};
+#define SETTLE(args, copy, first, rules)                                                       \
+    do {                                                                                       \
+        const double softcap = gk_held_softcap(&(args)->rules, (args)->first.dtype);           \
+        if (softcap == (args)->rules.softcap) break;                                           \
+        const size_t bytes = (args)->size < sizeof(copy) ? (args)->size : sizeof(copy);        \
+        (copy).args = *(args);                                                                 \
+        if (bytes > sizeof *(args)) memcpy((copy).behind, (args) + 1, bytes - sizeof *(args)); \
+        (copy).args.size = bytes, (copy).args.rules.softcap = softcap, (args) = &(copy).args;  \
     } while (0)
+_Static_assert(sizeof(gk_flash_attn_accumulate_args) <= sizeof(gk_flash_attn_args) + MOST_BEHIND, "a copy has no room");
+#define COPY_OF(arguments)        \
+    struct {                      \
+        arguments args;           \
+        char behind[MOST_BEHIND]; \
+    }
 #define AS_GIVEN(args, copy) (void)(copy)
 
 #define ENTRIES(NAME, stem, arguments, first, settle, workspace_of, workspace_bytes_of)                          \
@@ -35,18 +51,18 @@ static gk_status check_call(gk_io *io, bool writes) {
         return check_call(&io, writes);                                                                          \
     }                                                                                                            \
     gk_status gk_plan_##stem(const gk_context *ctx, const arguments *args, gk_plan *plan) {                      \
-        arguments copy;                                                                                          \
+        COPY_OF(arguments) copy;                                                                                 \
         settle;                                                                                                  \
         return gk_dispatch_plan(ctx, GK_OP_##NAME, args->first.dtype, args, plan);                               \
     }                                                                                                            \
     gk_status gk_run_##stem(const gk_context *ctx, const arguments *args, const gk_plan *plan, void *work,       \
                             size_t work_bytes) {                                                                 \
-        arguments copy;                                                                                          \
+        COPY_OF(arguments) copy;                                                                                 \
         settle;                                                                                                  \
         return gk_dispatch_run(ctx, args, plan, work, work_bytes);                                               \
     }                                                                                                            \
     gk_status gk_describe_##stem(const gk_context *ctx, const arguments *args, gk_explanation *out) {            \
-        arguments copy;                                                                                          \
+        COPY_OF(arguments) copy;                                                                                 \
         settle;                                                                                                  \
         GK_TRY(gk_dispatch_explain(ctx, GK_OP_##NAME, args->first.dtype, args, out));                            \
         gk_cost_##stem(ctx, args, out);                                                                          \
@@ -54,7 +70,7 @@ static gk_status check_call(gk_io *io, bool writes) {
         return GK_OK;                                                                                            \
     }                                                                                                            \
     static gk_status call_##stem(const gk_context *ctx, const arguments *args) {                                 \
-        arguments copy;                                                                                          \
+        COPY_OF(arguments) copy;                                                                                 \
         GK_TRY(checked_##stem(ctx, args, GK_CONTENTS, true));                                                    \
         settle;                                                                                                  \
         return gk_dispatch_call(ctx, GK_OP_##NAME, args->first.dtype, args, workspace_of, workspace_bytes_of);   \
@@ -68,7 +84,7 @@ static gk_status check_call(gk_io *io, bool writes) {
         return gk_named("gk_explain_" #stem, status);                                                            \
     }                                                                                                            \
     size_t gk_##stem##_workspace_bytes(const gk_context *ctx, const arguments *args) {                           \
-        arguments copy;                                                                                          \
+        COPY_OF(arguments) copy;                                                                                 \
         size_t bytes = 0;                                                                                        \
         gk_status status = checked_##stem(ctx, args, GK_DATA, false);                                            \
         if (status == GK_OK) {                                                                                   \

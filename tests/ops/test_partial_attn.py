@@ -237,6 +237,23 @@ def test_into_writes_rows_of_a_larger_tensor(dtype, device):
         assert held[:, :, :3].isnan().all() and held[:, :, 3 + rows :].isnan().all()
 
 
+@pytest.mark.parametrize("dtype", (BF16, F32, F64), ids=str)
+def test_into_and_accumulate_under_a_softcap_that_no_kernel_is_given(dtype, device):
+    """The kernels' softcap is another where no score comes near it: what the call says beside is kept."""
+    stats = F64 if dtype == F64 else F32
+    q, k, v, _ = tensors(1, CASES[0], dtype, device)
+    for rules in (dict(softcap=3.0, scale=0.0), dict(softcap=1e38), dict(softcap=1e-300, scale=0.5)):
+        want, want_lse = ops.flash_attn_fwd(q, k, v, **rules)
+        out, lse = torch.full_like(want, 7.0), torch.full_like(want_lse, 7.0)
+        ops.flash_attn_into(q, k, v, out, lse, **rules)
+        assert torch.equal(out, want) and torch.equal(lse, want_lse), rules
+        held, held_lse = ops.flash_attn_fwd(q, k[:, :, :20], v[:, :, :20], **rules, out_dtype=stats)
+        ops.flash_attn_accumulate(q, k[:, :, 20:], v[:, :, 20:], held, held_lse, **rules)
+        wide, _ = ops.flash_attn_fwd(q, k, v, **rules, out_dtype=stats)
+        torch.testing.assert_close(held, wide, atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(held_lse, want_lse, atol=2e-5, rtol=2e-5)
+
+
 def test_into_says_what_it_does_not_take(device):
     q, k, v, _ = tensors(1, TINY[0], BF16, device)
     out, lse = ops.flash_attn_fwd(q, k, v)

@@ -22,7 +22,7 @@ from ..ops import flash_attn, flash_attn_varlen
 from . import gathered, ring, transport, ulysses
 from .local import Call, empty_results, sum_sinks
 from .ranks import Group, Ranks, agree, checked, facts, process_group, ranks_of, refuse
-from .sequence import Cut, Layout, cut_of, total_of, whole_cut
+from .sequence import Cut, Layout, check_alone, cut_of, total_of, whole_cut
 
 __all__ = ["Mode", "context_parallel_attn", "context_parallel_attn_varlen", "mode_of"]
 
@@ -99,6 +99,7 @@ def context_parallel_attn(
     if alibi_slopes is not None and alibi_slopes.requires_grad:
         refuse(group, what, q.device, _NO_GRADIENT)
     if group.size() == 1:
+        check_alone(what, q.shape[2], seq_len)
         return flash_attn(
             q, k, v, is_causal=is_causal, scale=scale, window_left=window_left, window_right=window_right, softcap=softcap,
             alibi_slopes=alibi_slopes, sinks=sinks, return_lse=return_lse,
@@ -303,6 +304,7 @@ def context_parallel_attn_varlen(
     if alibi_slopes is not None and alibi_slopes.requires_grad:
         refuse(group, what, q.device, _NO_GRADIENT)
     if group.size() == 1:
+        check_alone(what, q.shape[0], seq_len)
         return flash_attn_varlen(
             q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, is_causal=is_causal, scale=scale, window_left=window_left,
             window_right=window_right, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, return_lse=return_lse,

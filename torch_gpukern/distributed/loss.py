@@ -80,6 +80,10 @@ def vocab_parallel_linear_cross_entropy(
         z_loss=z_loss,
     )
     if group.size() == 1:
+        _require(
+            classes is None or classes == weight.shape[0],
+            f"classes is {classes}, but the weight of the one rank has {weight.shape[0]}",
+        )
         return linear_cross_entropy(x, weight, target, bias, **rules, reduction=reduction, low_memory=True)
     precision = "tf32" if x.is_cuda and x.dtype == torch.float32 and _torch_allows_tf32() else "ieee"
     if classes is not None and classes < 0:

@@ -335,9 +335,7 @@ _TILE_ROWS = 128
 
 def _scatter_fake(a, b, group):
     ranks = ranks_of(group)
-    rows, more = a.shape[0] // ranks.size, a.shape[0] % ranks.size
-    if isinstance(a.shape[0], int):
-        rows += ranks.rank < more
+    rows = (a.shape[0] + ranks.size - 1 - ranks.rank) // ranks.size  # torch.tensor_split's, of symbols, too
     return a.new_empty((rows, b.shape[1]))
 
 

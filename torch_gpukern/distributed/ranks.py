@@ -105,7 +105,7 @@ def agree(
         describe()
         return [rows] * ranks.size
     try:
-        mine, error = describe(), None
+        mine, error = {"the function": op} | describe(), None
     except Exception as raised:
         mine, error = {}, raised
     text = json.dumps([mine, None if error is None else str(error)], default=str)

@@ -98,6 +98,12 @@ def whole_cut(op: str, argument: str, tokens: int, ranks: Ranks, seq_len: int | 
     return cut
 
 
+def check_alone(op: str, tokens: int, seq_len: int | None) -> None:
+    """Of a group of one rank: the whole is what it has."""
+    if seq_len is not None and seq_len not in (-1, tokens):
+        raise ValueError(f"{op}: seq_len is {seq_len}, but the one rank has {tokens} tokens")
+
+
 def positions(
     seq_len: int, group: Group = None, layout: Layout = "zigzag", *, device: torch.device | str = "cpu"
 ) -> Tensor:
@@ -163,7 +169,10 @@ def gather_sequence(
     if not -x.dim() <= dim < x.dim():
         refuse(group, "gather_sequence", x.device, f"dim must be a dimension of x, which has {x.dim()}, got {dim}")
     dim %= x.dim()
+    if layout not in ("contiguous", "zigzag"):
+        refuse(group, "gather_sequence", x.device, f"layout must be contiguous or zigzag, got {layout!r}")
     if group.size() == 1:
+        check_alone("gather_sequence", x.shape[dim], seq_len)
         return x.contiguous()
     return torch.ops.gpukern.gather_sequence(x, dim, layout, -1 if seq_len is None else seq_len, group.group_name)
 
