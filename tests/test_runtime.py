@@ -686,7 +686,7 @@ MICRO = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_row(row, dtype, few=False):
-    """A micro-kernel row of this dtype and of an instruction set of this machine. few: a call of so few rows that AMX leaves it to avx512,
+    """A micro-kernel row of this dtype and of an instruction set of this machine. few: a call of so small an M that AMX leaves it to avx512,
     as it does what is not bfloat16."""
     assert {"row", "isa", "bytes", "flops", "tile"} <= set(row), row
     assert "ref" not in row["row"] and row["isa"] in MACHINE, row
