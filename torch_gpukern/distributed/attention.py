@@ -22,7 +22,7 @@ from ..ops import flash_attn, flash_attn_varlen
 from . import gathered, ring, transport, ulysses
 from .local import Call, empty_results, sum_sinks
 from .ranks import Group, Ranks, agree, checked, facts, process_group, ranks_of, refuse
-from .sequence import Cut, Layout, check_alone, cut_of, total_of, whole_cut
+from .sequence import Cut, Layout, check_alone, check_layout, cut_of, total_of, whole_cut
 
 __all__ = ["Mode", "context_parallel_attn", "context_parallel_attn_varlen", "mode_of"]
 
@@ -94,8 +94,7 @@ def context_parallel_attn(
     group, what = process_group(group), "context_parallel_attn"
     if mode not in _MODES:
         refuse(group, what, q.device, f"mode must be one of {', '.join(_MODES)}, got {mode!r}")
-    if layout not in ("contiguous", "zigzag"):
-        refuse(group, what, q.device, f"layout must be contiguous or zigzag, got {layout!r}")
+    check_layout(group, what, q.device, layout)
     if alibi_slopes is not None and alibi_slopes.requires_grad:
         refuse(group, what, q.device, _NO_GRADIENT)
     if group.size() == 1:
@@ -299,8 +298,7 @@ def context_parallel_attn_varlen(
         ValueError: as `context_parallel_attn`. IndexError: contents of cu_seqlens, as `flash_attn_varlen`: on a GPU by a later call.
     """
     group, what = process_group(group), "context_parallel_attn_varlen"
-    if layout not in ("contiguous", "zigzag"):
-        refuse(group, what, q.device, f"layout must be contiguous or zigzag, got {layout!r}")
+    check_layout(group, what, q.device, layout)
     if alibi_slopes is not None and alibi_slopes.requires_grad:
         refuse(group, what, q.device, _NO_GRADIENT)
     if group.size() == 1:

@@ -2,10 +2,11 @@
 """A sequence cut over ranks: which tokens a rank holds, shards of a tensor, and back."""
 
 import functools
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from .._library import library
 from . import transport
@@ -17,6 +18,17 @@ Layout = Literal["contiguous", "zigzag"]
 Span = tuple[int, int]  # tokens [start, end) of the whole sequence
 
 
+def _layout_error(layout: str) -> str:
+    """What is wrong with a layout; empty where it is one."""
+    return "" if layout in get_args(Layout) else f"layout must be contiguous or zigzag, got {layout!r}"
+
+
+def check_layout(group: ProcessGroup, op: str, device: torch.device, layout: str) -> None:
+    """Refuses what is no layout, on every rank of the group."""
+    if text := _layout_error(layout):
+        refuse(group, op, device, text)
+
+
 class Cut:
     """Which tokens of a sequence of `length` each of `size` ranks holds.
 
@@ -26,8 +38,8 @@ class Cut:
     """
 
     def __init__(self, length: int, size: int, layout: str):
-        if layout not in ("contiguous", "zigzag"):
-            raise ValueError(f"layout must be contiguous or zigzag, got {layout!r}")
+        if text := _layout_error(layout):
+            raise ValueError(text)
         self.length, self.size, self.layout = length, size, layout
         chunks = size if layout == "contiguous" or size == 1 else 2 * size
         each, more = divmod(length, chunks)
@@ -169,8 +181,7 @@ def gather_sequence(
     if not -x.dim() <= dim < x.dim():
         refuse(group, "gather_sequence", x.device, f"dim must be a dimension of x, which has {x.dim()}, got {dim}")
     dim %= x.dim()
-    if layout not in ("contiguous", "zigzag"):
-        refuse(group, "gather_sequence", x.device, f"layout must be contiguous or zigzag, got {layout!r}")
+    check_layout(group, "gather_sequence", x.device, layout)
     if group.size() == 1:
         check_alone("gather_sequence", x.shape[dim], seq_len)
         return x.contiguous()
