@@ -123,14 +123,15 @@ template <int N, class W> __device__ __forceinline__ void scale_results(const Ge
 /* What a Where may leave out at compile time; what it may have is asked of the call. */
 struct EveryEpilogue {
     static constexpr bool C = true, PREACT = true;
-    static constexpr bool OWN_BIAS = false;  /* alpha_and_bias does both at once, or no bias */
-    static constexpr bool ONE_WRITE = false; /* one copy of the code writes both results */
+    static constexpr bool OWN_BIAS = false;              /* alpha_and_bias does both at once, or no bias */
+    static constexpr bool ONE_WRITE = false;             /* one copy of the code writes both results */
+    template <int N> static constexpr int C_AT_ONCE = N; /* values of c, all read before one is used */
     __device__ __forceinline__ float bias(int) const { return 0; }
     template <class W> __device__ __forceinline__ void alpha_and_bias(W, W *) const {}
-    template <class W> __device__ __forceinline__ void read_c(W *) const {}
+    template <class W> __device__ __forceinline__ void read_c(int, W *) const {}
 };
 
-/* v: N sums. where: bias(i) or alpha_and_bias(alpha, v), read_c(x), and, once the values are final, write(to_preact, v); activate(v); and row(i), col(i) of value i, inside
+/* v: N sums. where: bias(i) or alpha_and_bias(alpha, v), read_c(i, x) from value i on, and, once the values are final, write(to_preact, v); activate(v); and row(i), col(i) of value i, inside
  * the matrix, for scales. */
 template <int N, class Where, class Scales, class W>
 __device__ __forceinline__ void finish(const GemmEpilogue &e, W alpha, const Scales &scales, const Where &where, W *v) {
@@ -143,10 +144,14 @@ __device__ __forceinline__ void finish(const GemmEpilogue &e, W alpha, const Sca
     }
     if (Where::C && e.c) {
         const W beta = (W)e.beta;
-        W x[N];
-        where.read_c(x);
+        constexpr int SOME = Where::template C_AT_ONCE<N>;
 #pragma unroll
-        for (int i = 0; i < N; ++i) v[i] += beta * x[i];
+        for (int j = 0; j < N; j += SOME) {
+            W x[SOME];
+            where.read_c(j, x);
+#pragma unroll
+            for (int i = 0; i < SOME; ++i) v[j + i] += beta * x[i];
+        }
     }
     if (!Where::OWN_BIAS && e.bias) { /* not + 0: -0 stays */
 #pragma unroll
@@ -192,7 +197,7 @@ template <class R, int COLS, class W> struct RowCols : EveryEpilogue {
     __device__ __forceinline__ int64_t row(int) const { return row0; }
     __device__ __forceinline__ int64_t col(int i) const { return col0 + min(i, valid - 1); }
     __device__ __forceinline__ W bias(int i) const { return biases[i]; }
-    __device__ __forceinline__ void read_c(W *x) const {
+    __device__ __forceinline__ void read_c(int, W *x) const {
         read_any<R, COLS>(e.c, e.c_dtype, at.c + row0 * e.c_row + col0 * e.c_col, e.c_col, e.c_vectors, valid, x);
     }
     __device__ __forceinline__ void activate(W *v) const {

@@ -11,8 +11,9 @@
  *   producer    k0 k1 k2 k3 | k4      k5         ..  runs on into the next tile while this one's sums are stored
  *   consumers               | 0 .. 1 .. 2 ..         stage j - 1 is released when step j is issued and step j - 1 is done
  * Results of a's dtype go through staging tiles and leave by TMA behind the warp's back, or, where a block has one tile or TMA
- * cannot write its rows, from registers in chunks of 16 bytes; float32 of 16-bit operands and sums with c are stored from registers,
- * 8 columns each, or 8 rows where rows of the result do not begin at multiples of 16 bytes.
+ * cannot write its rows, from registers in chunks of 16 bytes; float32 of 16-bit operands, and sums with a c that no wide read takes or
+ * in rows that TMA cannot write, are stored from registers, 8 columns each, or 8 rows where rows of the result do not begin at
+ * multiples of 16 bytes. c of a large tile comes into L2 under its products.
  *
  * Workspace: the copies, (rows or columns) x (k rounded up to 16 bytes) each, or with both changed.
  * Not here: float32 (gemm_tf32_sm90a, gemm_plain), K = 0 (gemm_sm80), few columns of small M or short k, small M (gemm_swapab_sm90a,
@@ -46,6 +47,9 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1) __launch_bounds__(THREA
             if (t == block.first) griddepcontrol_wait(); /* for the bias and c */
             touch_epilogue(p.epilogue);
             if (x.plain) touch_bias<S::COLS>(p, tile.col + block.part * S::COLS, block.lane);
+            if (TMA && !x.across) /* in small tiles its loop would cost every step 5 instructions */
+                touch_c<S::COLS>(p, batch, tile.row + row0 + block.warp * 16, tile.col + block.part * S::COLS,
+                                 block.lane);
             block.multiply(sum, row0, block.steps_of(t));
             block.end_products(sum, block.ring.before());
             if constexpr (TAIL<T, Tile, MODE>)

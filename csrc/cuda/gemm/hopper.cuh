@@ -69,8 +69,8 @@ struct Params {
     unsigned whole;     /* of these in turn as many are whole; each of the others is two tasks, halved along k */
     bool batched;       /* more than one product */
     bool in_row;        /* a cluster's two tiles, not one above the other */
-    bool plain, ragged; /* store_panels serves the call: rows of whole chunks of 16 bytes; others */
-    bool straight;      /* such rows, without what takes many instructions */
+    bool plain, ragged; /* store_panels serves the call: rows of whole chunks of 16 bytes; others, without c */
+    bool straight;      /* such rows, without c and what takes many instructions */
     bool bare;          /* such rows, of nothing but the sums times alpha; swap-AB ones, too */
     bool keep;          /* swap-AB: the next kernel should find the results in L2 */
     bool across; /* store_any: the lanes' values lie down the rows; in the epilogue rows and columns change places */

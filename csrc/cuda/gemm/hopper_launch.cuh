@@ -60,7 +60,7 @@ gk_status start(const gk_cuda_instance *row, const Instance &in, const gk_contex
     if (status != GK_OK) return status;
     const GemmEpilogue &e = x->p.epilogue;
     const int64_t cols = swapab ? x->p.m : x->p.n;
-    const bool alike = !e.c && e.out_dtype == dtype;
+    const bool alike = e.out_dtype == dtype && (!e.c || (dtype != GK_F32 && e.c_vectors));
     /* activations of float32 results are exact: too many instructions for every panel's own */
     const bool by_panels =
         in.by_panels && alike && (dtype != GK_F32 || e.activation == GK_ACT_NONE || e.activation == GK_ACT_RELU);
@@ -71,10 +71,10 @@ gk_status start(const gk_cuda_instance *row, const Instance &in, const gk_contex
     };
     x->plain = by_panels && chunks && (!in.by_tma || (maps(out, &x->out) && (!e.preact || maps(preact, &x->preact))));
     /* two columns share an activation's inverse, and what stands past an odd last column is not the same in every run */
-    x->ragged = by_panels && !x->plain && dtype != GK_F32 && (cols % 2 == 0 || e.activation <= GK_ACT_RELU);
-    x->straight =
-        x->plain && (dtype == GK_F32 || (e.activation <= GK_ACT_RELU && !e.preact && (!e.bias || e.bias_vectors)));
-    x->bare = (x->plain || (!in.by_panels && chunks)) && !e.bias && !e.preact && e.activation == GK_ACT_NONE;
+    x->ragged = by_panels && !x->plain && !e.c && dtype != GK_F32 && (cols % 2 == 0 || e.activation <= GK_ACT_RELU);
+    x->straight = x->plain && !e.c &&
+                  (dtype == GK_F32 || (e.activation <= GK_ACT_RELU && !e.preact && (!e.bias || e.bias_vectors)));
+    x->bare = (x->plain || (!in.by_panels && chunks)) && !e.c && !e.bias && !e.preact && e.activation == GK_ACT_NONE;
     if (is(row, PING_PONG) && !x->plain)
         return gk_fail(GK_ERR_UNSUPPORTED, "a ping-pong instance stores by TMA, which it cannot here");
     x->batched = x->p.ndim > 0;

@@ -188,16 +188,16 @@ inline TensorShape result_of(const GemmProblem &p, bool swapab, bool preact) {
                       preact ? e.preact_row : e.out_row, 1, p, preact ? p.preact_batch : p.out_batch, false);
 }
 
-/* Results of the operands' dtype without c, in rows of whole chunks of 16 bytes: tma would write past a last column that ends
+/* Results of the operands' dtype in rows of whole chunks of 16 bytes: tma would write past a last column that ends
  * within one. */
 inline bool whole_chunks(const GemmProblem &p, gk_dtype dtype, bool swapab) {
     const GemmEpilogue &e = p.epilogue;
-    return !e.c && e.out_dtype == dtype && e.out_vectors && gk_whole_chunks(dtype, swapab ? p.m : p.n);
+    return e.out_dtype == dtype && e.out_vectors && gk_whole_chunks(dtype, swapab ? p.m : p.n);
 }
 
 /* Whether a row of ping-pong can store the results: by tma alone. */
 inline bool ping_pong_fits(const GemmProblem &p, gk_dtype dtype) {
-    return whole_chunks(p, dtype, false) && tensor_map_fits(result_of(p, false, false)) &&
+    return !p.epilogue.c && whole_chunks(p, dtype, false) && tensor_map_fits(result_of(p, false, false)) &&
            (!p.epilogue.preact || tensor_map_fits(result_of(p, false, true)));
 }
 

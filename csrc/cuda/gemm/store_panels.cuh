@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* store_panels.cuh: the store of results of the kernel's narrow type, or float32 of tf32, without c: through a warp's panels, by TMA
+/* store_panels.cuh: the store of results of the kernel's narrow type, or float32 of tf32: through a warp's panels, by TMA
  * under the next tile's products or, where a block seldom has another, from registers. x: the kernel's Params, with tensor maps `out`
  * and `preact`. */
 #ifndef GPUKERN_CUDA_GEMM_STORE_PANELS_CUH
@@ -10,12 +10,12 @@
 #include "bias.cuh"
 #include "panels.cuh"
 
-/* How results of a's dtype without c leave. */
+/* How results of a's dtype leave. */
 enum Store {
     STORE_BARE, /* in whole chunks of 16 bytes, nothing but the sums times alpha: in a launch's only tile all code is new */
     STORE_STRAIGHT, /* no activation, or one that costs nothing; 16 bits: no preact, a bias that is read in pairs */
     STORE_CURVED,   /* after any activation */
-    STORE_RAGGED /* the same, also in rows that do not consist of whole chunks: a body for both is a third less to compile */
+    STORE_RAGGED /* the same, also after c, or in rows that do not consist of whole chunks: a body for all is a third less to compile */
 };
 
 /* What is in the panels goes to the result, or to preact, from at on. */
@@ -42,14 +42,15 @@ __device__ __forceinline__ void send(const Params &x, bool to_preact, smem_addr 
     }
 }
 
-/* A warp's 16 rows of 2 N columns of results of R without c, as the accumulators hold them. x: the kernel's Params. */
+/* A warp's 16 rows of 2 N columns of results of R, as the accumulators hold them. x: the kernel's Params. */
 template <class R, class Panel, int N, Store STORE, bool TMA, class Params> struct Accumulators : EveryEpilogue {
     static constexpr bool RAGGED = STORE == STORE_RAGGED, CURVED = STORE >= STORE_CURVED;
     static constexpr bool ALL = CURVED || (STORE == STORE_STRAIGHT && element<R>::bits == 32); /* preact, any bias */
-    static constexpr bool C = false, PREACT = ALL, OWN_BIAS = true;
+    static constexpr bool C = RAGGED, PREACT = ALL, OWN_BIAS = true;
     /* else twice: after that loop the small tiles' stages are in no uniform register, 5 instructions more a step */
     static constexpr bool ONE_WRITE = TMA;
-    static constexpr int PART = N % 32 == 0 ? 32 : N; /* whose bias is read at once: more takes registers */
+    static constexpr int PART = N % 32 == 0 ? 32 : N; /* whose bias, or c, is read at once: more takes registers */
+    template <int> static constexpr int C_AT_ONCE = PART;
 
     const Params &x;
     const smem_addr panels_s;
@@ -79,6 +80,9 @@ template <class R, class Panel, int N, Store STORE, bool TMA, class Params> stru
 #pragma unroll
             for (int i = 0; i < N; ++i) v[i] *= alpha;
         }
+    }
+    __device__ __forceinline__ void read_c(int i, float *c) const {
+        read_c_pairs<R, PART>(x.p, gemm_place(x.p, batch).c, at.c[1], at.c[0] + 2 * i, lane, c);
     }
     __device__ __forceinline__ void activate(float *v) const {
         if (CURVED)
