@@ -54,10 +54,17 @@ class Ranks:
         pairs = [dist.new_group([r, r + 1]) for r in range(0, RANKS, 2)]
         self.rank = dist.get_rank()
         self.all, self.pair = dist.group.WORLD, pairs[self.rank // 2]
-        self.groups = (self.all, self.pair)
+        self.groups = (self.all, self.pair) if RANKS > 2 else (self.all,)  # of two ranks the pair is all of them
 
     def report(self, failed):
         Path(self.folder, str(self.rank)).write_text("\n".join(failed))
+
+    def progress(self, text):
+        """Where this rank is: in a file, and rank 0's for who looks on (pytest -s)."""
+        with Path(self.folder, f"progress{self.rank}").open("a") as file:
+            file.write(text)
+        if self.rank == 0:
+            print(text, end="", file=sys.stderr, flush=True)
 
 
 def same_on_all(x):
@@ -749,7 +756,7 @@ def check_early_runs_wait_for_the_keys_that_they_see(ranks):
         for seed, rules in enumerate(RULES):
             layout, length = ("contiguous", 3) if seed == 3 else ("zigzag", 61)
             case = attention_case(seed, length, (4, 2), (16, 8), rules)
-            compare(ranks, ranks.groups[seed % 2], "all_gather", layout, case, f"{rules} {layout} {length}")
+            compare(ranks, (ranks.all, ranks.pair)[seed % 2], "all_gather", layout, case, f"{rules} {layout} {length}")
     finally:
         gathered._STAGED_BYTES = least
 
@@ -860,11 +867,14 @@ def _work(rank, folder, checks, size, cuda):
     )
     ranks, failed = Ranks(folder), []
     for name in checks:
+        begin = time.monotonic()
+        ranks.progress(f"{name} ")
         try:
             globals()[name](ranks)
         except BaseException:
             failed.append(f"rank {rank}: {name}\n{traceback.format_exc()}")
             break  # the other ranks may wait for this one
+        ranks.progress(f"{time.monotonic() - begin:.1f} s\n")
     ranks.report(failed)
     if cuda and not failed:
         with contextlib.suppress(Exception):
@@ -886,9 +896,8 @@ def _all_checks(folder, size, cuda, seconds):
         worker.join(5)
     for worker in workers:
         worker.kill()
-    reports = [
-        (folder / str(r)).read_text() if (folder / str(r)).exists() else f"rank {r}: no report" for r in range(size)
-    ]
+    read = lambda name, otherwise: (folder / name).read_text() if (folder / name).exists() else otherwise  # noqa: E731
+    reports = [read(str(r), f"rank {r}: no report; it came so far:\n{read(f'progress{r}', '')}") for r in range(size)]
     assert not any(reports), "\n\n".join(reports)
 
 
