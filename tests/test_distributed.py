@@ -1099,38 +1099,103 @@ def test_a_timeline_counts_copies_between_gpus(monkeypatch):
     assert timeline.overlap(moved, others) == 5 and timeline.sent_bytes(events, 2) == 100
 
 
-def test_a_staging_buffer_is_used_again_only_after_a_barrier(monkeypatch):
+class _Stream:
+    """What is ordered before what a stream is given next."""
+
+    def __init__(self, *_, **__):
+        self.done, self.events = set(), 0
+
+    def record_event(self):
+        self.events += 1
+        return frozenset(self.done)
+
+    def wait_event(self, event):
+        self.done |= event
+
+    def wait_stream(self, other):
+        self.done |= other.done
+
+
+@pytest.fixture
+def staging(monkeypatch):
+    """A pool of buffers in plain memory, whose barriers are remembered in `waits`; the current stream is `here`."""
     from types import SimpleNamespace
 
     from torch_gpukern.distributed import symmetric
 
-    pool = symmetric.Pool.__new__(symmetric.Pool)
-    pool.ranks = SimpleNamespace(timeout_s=1.0)
-    pool.barriers, pool._buffers, waits = 0, [], []
+    class Pool(symmetric.Pool):
+        def _made(self, size):
+            data = torch.zeros(size, dtype=torch.uint8)
 
-    def made(size):
-        handle = SimpleNamespace(barrier=lambda **_: waits.append(pool.barriers))
-        pool._buffers.append(symmetric.Buffer(torch.empty(size, dtype=torch.uint8), handle))
-        return pool._buffers[-1]
+            def get_buffer(rank, shape, dtype, at):
+                return data.view(dtype)[at : at + math.prod(shape)].view(shape)
 
-    monkeypatch.setattr(pool, "_made", made, raising=False)
-    taken = []
+            self._buffers.append(symmetric.Buffer(data, SimpleNamespace(barrier=self.met, get_buffer=get_buffer)))
+            return self._buffers[-1]
+
+        def met(self, **_):
+            self.waits.append(self.barriers)
+            self.here.done.add(f"barrier {self.barriers}")
+
+    monkeypatch.setattr(torch.cuda, "Stream", _Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: pool.here)
+    pool = Pool(SimpleNamespace(timeout_s=1.0), torch.device("cuda", 0))
+    pool.waits, pool.here = [], _Stream()
+    return pool
+
+
+def test_a_staging_buffer_is_used_again_only_after_a_barrier(staging):
+    from torch_gpukern.distributed import symmetric
+
+    pool, taken = staging, []
     for _ in range(6):  # one transfer behind the other: two buffers alternate, a barrier each
         buffer = pool.take(64)
         pool.barrier(buffer)
         pool.release(buffer)
         taken.append(id(buffer))
-    assert len(pool._buffers) == 2 and taken == taken[:2] * 3 and len(waits) == 6
+    assert len(pool._buffers) == 2 and taken == taken[:2] * 3 and len(pool.waits) == 6
     held = [pool.take(64) for _ in range(symmetric._MOST_BUFFERS)]  # many at once: each its own
     assert len({id(x) for x in held}) == symmetric._MOST_BUFFERS
     for buffer in held:
         pool.release(buffer)
-    before = len(waits)
+    before = len(pool.waits)
     pool.take(64)  # every buffer may still be read: a barrier first
-    assert len(waits) == before + 1
+    assert len(pool.waits) == before + 1
     for size in (0, symmetric._MOST_BYTES + 1):
         assert symmetric.pool_for(torch.device("cuda"), None, size) is None
     assert symmetric.pool_for(torch.device("cpu"), None, 1 << 24) is None
+    assert pool.here.events == 0  # of one stream none is needed
+
+
+def test_streams_that_share_staging_buffers_follow_each_other(staging):
+    """A barrier speaks for its stream alone: who takes a buffer goes on behind the reads and barriers of another stream."""
+    pool, first, second = staging, staging.here, _Stream()
+
+    def transfer(name):
+        buffer = pool.take(64)
+        pool.barrier(buffer)
+        pool.here.done.add(f"reads {name}")
+        pool.release(buffer)
+        return buffer
+
+    a = transfer("a")
+    pool.here = second
+    b = transfer("b")
+    assert b is not a and {"reads a", "barrier 0"} <= second.done
+    pool.here = first
+    assert transfer("c") is a and {"reads b", "barrier 1"} <= first.done  # that barrier was the second stream's
+    first.done.add("more")
+    pool.here = second
+    assert transfer("d") is b and "reads c" in second.done and "more" not in second.done
+    pool.here, buffer = first, pool.take(64)  # taken on one stream, read on another
+    pool.barrier(buffer)
+    first.done.add("writes e")
+    pool.here = second
+    second.done.add("reads e")
+    pool.release(buffer)
+    pool.here = first
+    pool.take(64)
+    assert "reads e" in first.done and "writes e" in second.done
 
 
 def test_which_sums_go_through_mailboxes(monkeypatch):
