@@ -1198,6 +1198,24 @@ def test_streams_that_share_staging_buffers_follow_each_other(staging):
     assert "reads e" in first.done and "writes e" in second.done
 
 
+def test_ranks_tell_each_other_the_gpu_of_their_tensors(monkeypatch):
+    """Which need not be the current one."""
+    from types import SimpleNamespace
+
+    from torch_gpukern.distributed import symmetric
+
+    asked = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: asked.append(b) or True)
+
+    def gather(told, mine, group):
+        told[:] = [mine, (mine[0], 3, mine[2]) if isinstance(mine, tuple) else mine]
+
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    assert symmetric.reaches_all(torch.device("cuda", 2), SimpleNamespace(size=2, group=None)) and asked == [3]
+
+
 def test_which_sums_go_through_mailboxes(monkeypatch):
     """Of float32 on GPUs, up to 2 MiB that a rank writes, between two ranks and sixteen."""
     from types import SimpleNamespace

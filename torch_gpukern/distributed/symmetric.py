@@ -149,7 +149,7 @@ def pool_for(device: torch.device, ranks: Ranks, size: int) -> Pool | None:
 
 def reaches_all(device: torch.device, ranks: Ranks) -> bool:
     """Whether all ranks are processes of one host, each with a GPU that reaches the others', and want this."""
-    mine = (socket.gethostname(), torch.cuda.current_device(), os.environ.get("GPUKERN_DIST_SYMMETRIC") != "0")
+    mine = (socket.gethostname(), device.index, os.environ.get("GPUKERN_DIST_SYMMETRIC") != "0")
     told: list[Any] = [None] * ranks.size
     dist.all_gather_object(told, mine, group=ranks.group)
     ok = all(host == mine[0] and wanted for host, _, wanted in told)
