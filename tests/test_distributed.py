@@ -1198,6 +1198,36 @@ def test_streams_that_share_staging_buffers_follow_each_other(staging):
     assert "reads e" in first.done and "writes e" in second.done
 
 
+@pytest.mark.parametrize("fails", ("barrier", "copies"))
+def test_a_call_that_raises_gives_its_staging_buffers_back(staging, monkeypatch, fails):
+    from types import SimpleNamespace
+
+    from torch_gpukern.distributed import products, symmetric, transport
+
+    pool = staging
+    ranks = SimpleNamespace(rank=0, size=2, around=lambda step: (step % 2, step % 2))
+    monkeypatch.setitem(symmetric._pools, "pair", (None, pool))
+    monkeypatch.setattr(transport, "pool_for", lambda *_: pool)
+    monkeypatch.setattr(products, "ranks_of", lambda _: ranks)
+
+    @contextlib.contextmanager
+    def copying():
+        pool.stream.done.add("copy")
+        yield
+        raise MemoryError
+
+    def met(**_):
+        raise MemoryError
+
+    monkeypatch.setattr(pool, *(("met", met) if fails == "barrier" else ("copying", copying)))
+    for _ in range(3):
+        with pytest.raises(MemoryError):
+            torch.ops.gpukern.gather_rows(torch.zeros(4, 8), 8, "pair")
+        assert len(pool._buffers) == 1 and not pool._buffers[0].busy
+        pool.barriers += 1  # as the next call's
+    assert fails == "barrier" or "copy" in pool.here.done
+
+
 def test_ranks_tell_each_other_the_gpu_of_their_tensors(monkeypatch):
     """Which need not be the current one."""
     from types import SimpleNamespace

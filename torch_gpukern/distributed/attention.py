@@ -11,7 +11,6 @@ Liu et al., "Ring Attention with Blockwise Transformers" (2023), arXiv:2310.0188
 arXiv:2309.14509.
 """
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 from .._library import are_deterministic, library, ops
 from ..ops import flash_attn, flash_attn_varlen
 from . import gathered, ring, transport, ulysses
+from .declare import declare
 from .local import Call, empty_results, sum_sinks
 from .ranks import Group, Ranks, agree, checked, facts, process_group, ranks_of, refuse
 from .sequence import Cut, Layout, check_alone, check_layout, cut_of, total_of, whole_cut
@@ -231,21 +231,6 @@ def _backward(ctx, grad_out, grad_lse):
         grad_out = torch.zeros_like(out)
     dq, dk, dv, dsinks = ops.cp_attn_bwd(grad_out, grad_lse, q, k, v, out, lse, alibi_slopes, sinks, *ctx.rest)
     return dq, dk, dv, None, None if sinks is None else dsinks, *(None for _ in ctx.rest)
-
-
-def declare(
-    name: str, kernel: Callable, fake: Callable, differentiate: Callable | None = None, keep: Callable | None = None
-) -> None:
-    """An op of several ranks, on both devices. Without `differentiate` its backward is refused by name."""
-    for key in ("CPU", "CUDA"):
-        library.impl(name, kernel, key)
-    torch.library.register_fake(f"gpukern::{name}", fake, lib=library)
-    if differentiate is None:
-
-        def differentiate(ctx, *grads):
-            raise NotImplementedError(f"gpukern::{name}: it has no backward")
-
-    torch.library.register_autograd(f"gpukern::{name}", differentiate, setup_context=keep, lib=library)
 
 
 declare("cp_attn_fwd", _fwd, _fwd_fake, _backward, _context)

@@ -19,7 +19,7 @@ from ..ops.cross_entropy import Reduction, reduce_rows
 from ..ops.gemm import _torch_allows_tf32
 from ..ops.wrong_types import refuse_non_tensors
 from . import transport
-from .attention import declare
+from .declare import declare
 from .ranks import Group, Ranks, agree, facts, process_group, refuse
 from .sequence import Cut
 

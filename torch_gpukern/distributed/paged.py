@@ -7,7 +7,7 @@ from torch import Tensor
 from .._library import library, ops
 from ..ops import paged_attn
 from . import transport
-from .attention import declare
+from .declare import declare
 from .ranks import Group, agree, facts, process_group, ranks_of
 
 __all__ = ["context_parallel_paged_attn"]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._library import library, ops
 from . import transport
-from .attention import declare
+from .declare import declare
 from .ranks import Group, Ranks, agree, checked, process_group, ranks_of, size_of
 from .sequence import Cut, cut_of
 

@@ -7,7 +7,8 @@ that it is written, or read.
 
 **Buffers.** A transfer takes one from the group's pool and gives it back when its result is there. It may be written again once
 a barrier followed: then every rank has read it. Ranks make the same calls with the same sizes, so all take the same buffer. A barrier
-speaks for its stream alone: a stream goes on behind the one that used the pool before.
+speaks for its stream alone: a stream goes on behind the one that used the pool before. An op holds buffers no longer than it runs; one
+that raises gives them back (`declare`).
 
 Only copies between two GPUs are used, no multicast. ``GPUKERN_DIST_SYMMETRIC=0`` switches it off, NCCL then serves; so it does in
 a CUDA graph's capture, for small transfers and for groups that span hosts.
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from .ranks import Ranks
 
-__all__ = ["Pool", "Symmetric", "pool_for", "reaches_all"]
+__all__ = ["Pool", "Symmetric", "give_back", "pool_for", "reaches_all"]
 
 _LEAST_BYTES, _MOST_BYTES, _MOST_BUFFERS = 1 << 20, 1 << 30, 8
 _MOST_VIEWS = 64  # of a buffer
@@ -109,6 +110,14 @@ class Pool:
             self._read = self._last.record_event()
         buffer.busy, buffer.released = False, self.barriers
 
+    def give_back(self) -> None:
+        """What a call that raised has taken, once its copies have ended."""
+        taken = [x for x in self._buffers if x.busy]
+        if taken:
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)
+        for buffer in taken:
+            self.release(buffer)
+
     def view(self, buffer: Buffer, rank: int, shape: Sequence[int], dtype: torch.dtype, at: int = 0) -> Tensor:
         """A rank's buffer, from element `at` on. Views are kept: making one takes as long as beginning a copy."""
         key = rank, tuple(shape), dtype, at
@@ -145,6 +154,13 @@ def pool_for(device: torch.device, ranks: Ranks, size: int) -> Pool | None:
     if name not in _pools or _pools[name][0] is not group:  # a name may come back for another group
         _pools[name] = group, Pool(ranks, device) if reaches_all(device, ranks) else None
     return _pools[name][1]
+
+
+def give_back(group: str) -> None:
+    """An op raised: the buffers that it took from the group's pool are free again."""
+    _, pool = _pools.get(group, (None, None))
+    if pool is not None:
+        pool.give_back()
 
 
 def reaches_all(device: torch.device, ranks: Ranks) -> bool:
