@@ -578,6 +578,46 @@ def check_compiled_without_a_break(ranks):
             torch.testing.assert_close(a, b)
 
 
+def check_autocast_casts_as_for_one_rank(ranks):
+    """What autocast makes of float32 arguments is the call of 16-bit ones, backward included; dtypes are those of one rank's op."""
+    gen, group, kind = generator("autocast"), ranks.all, torch.get_default_device().type
+    q, k, v = (randn(gen, 1, RANKS, 8, 16) for _ in range(3))
+    packed, cu = [x[0].transpose(0, 1) for x in (q, k, v)], torch.tensor([0, 8 * RANKS], dtype=torch.int32)
+    cache, table = randn(gen, 2, 4, RANKS, 16, dtype=torch.bfloat16), torch.tensor([[0, 1]], dtype=torch.int32)
+    lengths, target = torch.tensor([8], dtype=torch.int32), torch.arange(8) % (4 * RANKS)
+    a, b, bias = randn(gen, 8, 16), randn(gen, 16, 12), randn(gen, 12)
+    x, weight = randn(generator("alike"), 8, 6), randn(gen, 4, 6)
+    up, down = randn(gen, 1, 16, 8), randn(gen, 1, 4, 16)
+    expert_of, weight_of = (torch.arange(8) % RANKS)[:, None], torch.ones(8, 1)
+    calls = [
+        ((q, k, v), functools.partial(gd.context_parallel_attn, group=group, mode=mode), gk.flash_attn)
+        for mode in ("all_gather", "ring", "ulysses")
+    ]
+    calls += [
+        (packed, lambda q, k, v: gd.context_parallel_attn_varlen(q, k, v, cu, 8 * RANKS, group),
+         lambda q, k, v: gk.flash_attn_varlen(*(x.repeat(RANKS, 1, 1) for x in (q, k, v)), cu, cu, 8 * RANKS, 8 * RANKS)),
+        ((a, b, bias), lambda a, b, c: gd.all_gather_gemm(a, b, group, bias=c, activation="gelu"), gk.gemm),
+        ((a, b), lambda a, b: gd.gemm_reduce_scatter(a, b, group), gk.gemm),
+        ((a, b), lambda a, b: gd.gemm_all_reduce(a, b, group), gk.gemm),
+        ((x, weight), lambda x, w: gd.vocab_parallel_linear_cross_entropy(x, w, target, group),
+         lambda x, w: gk.linear_cross_entropy(x, w.repeat(RANKS, 1), target)),
+        ((a, up, down), lambda x, u, d: gd.expert_parallel(x, expert_of, weight_of, u, d, group),
+         lambda x, u, d: gk.nn.grouped_experts(x, expert_of, weight_of, u, d)),
+        ((packed[0][:1],), lambda q: gd.context_parallel_paged_attn(q, cache, cache, table, lengths, group),
+         lambda q: gk.paged_attn(q, cache, cache, table, lengths)),
+    ]  # fmt: skip
+    for given, several, one in calls:
+        leaves = [t.detach().clone().requires_grad_(len(given) > 1) for t in given]
+        short = [t.detach().bfloat16().requires_grad_(len(given) > 1) for t in given]
+        with torch.autocast(kind, dtype=torch.bfloat16):
+            got, like = several(*leaves), one(*given)
+            grads = torch.autograd.grad(got.sum(), leaves) if len(given) > 1 else ()
+        want = several(*short)
+        assert got.dtype is like.dtype and torch.equal(got, want.to(got.dtype)), given[0].shape
+        for x, y in zip(grads, torch.autograd.grad(want.sum(), short) if grads else (), strict=True):
+            assert x.dtype is torch.float32 and torch.equal(x, y.float())
+
+
 # ---- what is refused ------------------------------------------------------------------------------
 
 

@@ -113,7 +113,8 @@ def all_gather_gemm(
     Returns:
         out [M of all ranks, N of this rank] in a's dtype; with return_gathered also a of all ranks, in their order.
 
-    Gradients: a (the ranks' shares summed in float32 in rank order, rounded once), b and bias. Several calls may be in flight.
+    Gradients: a (the ranks' shares summed in float32 in rank order, rounded once), b and bias. Several calls may be in flight. Autocast casts
+    these three.
 
     Raises:
         ValueError: shapes or dtypes that do not fit, or ranks that pass different things; on every rank alike.
@@ -239,7 +240,7 @@ def _to_owners_fake(x, b, rows, group):
     return b.new_empty((rows, x.shape[1]))
 
 
-declare("all_gather_gemm_fwd", _gather_fwd, _gather_fake, _gather_backward, _gather_context)
+declare("all_gather_gemm_fwd", _gather_fwd, _gather_fake, _gather_backward, _gather_context, ("a", "b", "bias"))
 declare("rows_to_owners", _to_owners, _to_owners_fake)
 declare("product_to_owners", _product_to_owners, _product_to_owners_fake)
 
@@ -259,7 +260,7 @@ def gemm_reduce_scatter(a: Tensor, b: Tensor, group: Group = None) -> Tensor:
         [M of this rank, N] in a's dtype, the rows that `torch.tensor_split` gives rank r; any M. The ranks' products are summed in
         float32 in rank order and rounded once.
 
-    Gradients: a and b. Several calls may be in flight.
+    Gradients: a and b. Several calls may be in flight. Autocast casts both.
 
     Raises:
         ValueError: shapes or dtypes that do not fit, or ranks that pass different things; on every rank alike.
@@ -374,7 +375,7 @@ def _gather_rows_fake(x, rows, group):
     return x.new_empty((rows, x.shape[1]))
 
 
-declare("gemm_reduce_scatter", _scatter_fwd, _scatter_fake, _scatter_backward, _scatter_context)
+declare("gemm_reduce_scatter", _scatter_fwd, _scatter_fake, _scatter_backward, _scatter_context, ("a", "b"))
 declare("gather_rows", _gather_rows, _gather_rows_fake)
 declare("gathered_product", _rows_product, _rows_product_fake)
 
@@ -394,7 +395,7 @@ def gemm_all_reduce(a: Tensor, b: Tensor, group: Group = None) -> Tensor:
         [M, N] in a's dtype, the same bits on every rank: summed in float32 in rank order, rounded once.
 
     Gradients: a and b. The result is the same on every rank, and so its gradient must be: each rank takes its own, nothing is
-    summed (Megatron's convention). Several calls may be in flight.
+    summed (Megatron's convention). Several calls may be in flight. Autocast casts both.
 
     Raises:
         ValueError: shapes or dtypes that do not fit, or ranks that pass different things; on every rank alike.
@@ -426,4 +427,4 @@ def _reduce_backward(ctx, grad):
     return grad_a, grad_b, None
 
 
-declare("gemm_all_reduce", _reduce_fwd, _reduce_fake, _reduce_backward, _reduce_context)
+declare("gemm_all_reduce", _reduce_fwd, _reduce_fake, _reduce_backward, _reduce_context, ("a", "b"))
