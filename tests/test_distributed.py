@@ -618,6 +618,79 @@ def check_autocast_casts_as_for_one_rank(ranks):
             assert x.dtype is torch.float32 and torch.equal(x, y.float())
 
 
+def check_second_derivatives_are_those_of_one_rank(ranks):
+    """Or refused by name. Each rank has its own part of the second loss; together they are one rank's."""
+
+    def twice(call, leaves, wanted, weights, weight):
+        """Gradients of the leaves by a sum of the first gradients of those that are wanted."""
+        leaves = [x.detach().clone().requires_grad_() for x in leaves]
+        out = call(*leaves)
+        first = torch.autograd.grad((out**3 * weight).sum(), [leaves[i] for i in wanted], create_graph=True)
+        total = sum((x * w).sum() for x, w in zip(first, [weights[i] for i in wanted], strict=True))
+        return torch.autograd.grad(total, leaves, allow_unused=True)
+
+    def compare(several, one, whole, cut, weight, cut_weight, wanted):
+        weights = [randn(generator("second", i), *x.shape, dtype=x.dtype) for i, x in enumerate(whole)]
+        want = twice(one, whole, wanted, weights, weight)
+        got = twice(several, cut(whole), wanted, cut(weights), cut_weight(weight))
+        for x, y in zip(got, cut(want), strict=True):
+            torch.testing.assert_close(x, y)
+
+    for group, rows in itertools.product(ranks.groups, (8, 7)):
+        size, mine, gen = dist.get_world_size(group), dist.get_rank(group), generator("twice", rows)
+        rows_of = lambda x, size=size, mine=mine: x.tensor_split(size)[mine]  # noqa: E731
+        columns_of = lambda x, size=size, mine=mine: x.tensor_split(size, -1)[mine]  # noqa: E731
+        a, b, bias = (
+            randn(gen, *shape, dtype=torch.float64) for shape in ((rows, 4 * size), (4 * size, 2 * size), (2 * size,))
+        )
+        weight = randn(gen, rows, 2 * size, dtype=torch.float64)
+        for wanted in ((0,), (1,), (0, 1)):
+            compare(
+                lambda a, b, group=group: gd.gemm_all_reduce(a, b, group),
+                gk.gemm,
+                (a, b),
+                lambda x, r=rows_of, c=columns_of: (c(x[0]), r(x[1])),
+                weight,
+                lambda x: x,
+                wanted,
+            )
+        for activation, wanted in itertools.product(("none", "relu", "gelu", "silu"), ((0,), (1,), (2,), (0, 1, 2))):
+            compare(
+                lambda a, b, c, group=group, f=activation: gd.all_gather_gemm(a, b, group, bias=c, activation=f),
+                lambda a, b, c, f=activation: gk.gemm(a, b, c, activation=f),
+                (a, b, bias),
+                lambda x, r=rows_of, c=columns_of: (r(x[0]), c(x[1]), c(x[2])),
+                weight,
+                columns_of,
+                wanted,
+            )
+        mix = randn(gen, rows, rows, dtype=torch.float64)  # every token of the whole depends on all
+        compare(
+            lambda x, group=group, mix=mix: mix @ gd.gather_sequence(x, group, 0, "contiguous", seq_len=len(mix)),
+            lambda x, mix=mix: mix @ x,
+            (a,),
+            lambda x, r=rows_of: (r(x[0]),),
+            randn(gen, rows, 4 * size, dtype=torch.float64),
+            lambda x: x,
+            (0,),
+        )
+        with pytest.raises(NotImplementedError, match="gpukern::gathered_product: it has no backward"):
+            cut = [columns_of(a), rows_of(b)]
+            twice(lambda a, b, g=group: gd.gemm_reduce_scatter(a, b, g), cut, (0,), cut, rows_of(weight))
+    expert_of = torch.arange(4 * RANKS)[:, None] % RANKS
+    weight_of = torch.ones(4 * RANKS, 1)
+    experts = [randn(generator("twice"), *shape) for shape in ((4 * RANKS, 8), (RANKS, 8, 6), (RANKS, 6, 8))]
+    compare(
+        lambda x, u, d: gd.expert_parallel(x, expert_of[:4], weight_of[:4], u, d, ranks.all, torch.tanh),
+        lambda x, u, d: gk.nn.grouped_experts(x, expert_of, weight_of, u, d, torch.tanh),
+        experts,
+        lambda x: [t.tensor_split(RANKS)[ranks.rank] for t in x],
+        randn(generator("weight"), 4 * RANKS, 8),
+        lambda x: x.tensor_split(RANKS)[ranks.rank],
+        (0,),
+    )
+
+
 # ---- what is refused ------------------------------------------------------------------------------
 
 

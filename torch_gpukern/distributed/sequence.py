@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 
 from .._library import library
 from . import transport
+from .alike import alike
 from .declare import declare
 from .ranks import Group, Ranks, agree, process_group, rank_in, refuse, size_of
 
@@ -220,6 +221,7 @@ def _gather_context(ctx, inputs, output) -> None:
 
 def _gather_backward(ctx, grad):
     spans = Cut(grad.shape[ctx.dim], size_of(ctx.group), ctx.layout).spans[rank_in(ctx.group)]
+    grad = alike(grad, ctx.group)
     return torch.cat([grad.narrow(ctx.dim, s, e - s) for s, e in spans], ctx.dim), None, None, None, None
 
 
