@@ -382,7 +382,12 @@ def check_vocabulary_over_ranks(ranks):
     points = itertools.product(
         ranks.groups,
         (12, 7, 2),
-        (dict(), dict(label_smoothing=0.1, softcap=5.0, logit_scale=0.7, z_loss=0.02)),
+        (
+            dict(),
+            dict(label_smoothing=0.1, softcap=5.0, logit_scale=0.7, z_loss=0.02),
+            dict(class_weight=True),
+            dict(class_weight=True, label_smoothing=0.1, softcap=5.0, z_loss=0.02),
+        ),
         ("mean", "none"),
     )
     for seed, (group, classes, rules, reduction) in enumerate(points):
@@ -396,6 +401,9 @@ def check_vocabulary_over_ranks(ranks):
             randn(gen, classes, dtype=dtype),
         ]
         x, weight, bias = whole = [x.requires_grad_() for x in whole]
+        if "class_weight" in rules:
+            wide = torch.float64 if dtype == torch.float64 else torch.float32
+            rules = rules | dict(class_weight=randn(gen, classes, dtype=wide).abs() + 0.1)
         target = torch.randint(0, classes, (2, 5), generator=gen, device="cpu").to(x.device)
         target[0, 1] = -100
         want = gk.linear_cross_entropy(x, weight, target, bias, reduction=reduction, **rules)
@@ -540,7 +548,8 @@ def check_compiled_without_a_break(ranks):
 
     def lose(x, weight):
         target = torch.arange(8, device=x.device) % (3 * RANKS)
-        return gd.vocab_parallel_linear_cross_entropy(x, weight, target, group, label_smoothing=0.1)
+        heavy = 1 + torch.arange(3 * RANKS, device=x.device, dtype=x.dtype)
+        return gd.vocab_parallel_linear_cross_entropy(x, weight, target, group, class_weight=heavy, label_smoothing=0.1)
 
     def around(x):
         return gd.gather_sequence(gd.shard_sequence(x, group, 1, "zigzag") * 2, group, 1, "zigzag")
@@ -746,6 +755,15 @@ def check_disagreement_is_said_on_every_rank(ranks):
         ),
         "reduction must be": lambda: gd.vocab_parallel_linear_cross_entropy(
             row, row, target, ranks.all, reduction="max" if odd else "sum"
+        ),
+        "class_weight must have shape": lambda: gd.vocab_parallel_linear_cross_entropy(
+            row, row, target, ranks.all, class_weight=torch.ones(8 * RANKS - odd)
+        ),
+        "class_weight must be float32": lambda: gd.vocab_parallel_linear_cross_entropy(
+            row, row, target, ranks.all, class_weight=torch.ones(8 * RANKS, dtype=torch.float64 if odd else None)
+        ),
+        "class_weight requires a gradient": lambda: gd.vocab_parallel_linear_cross_entropy(
+            row, row, target, ranks.all, class_weight=torch.ones(8 * RANKS, requires_grad=odd)
         ),
         "classes must be": lambda: gd.vocab_parallel_linear_cross_entropy(row, row, target, ranks.all, classes=-5),
         "dim must be": lambda: gd.gather_sequence(x, ranks.all, dim=5 if odd else 2),
