@@ -11,7 +11,6 @@ Liu et al., "Ring Attention with Blockwise Transformers" (2023), arXiv:2310.0188
 arXiv:2309.14509.
 """
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -19,7 +18,9 @@ from torch import Tensor
 
 from .._library import are_deterministic, library, ops
 from ..ops import flash_attn, flash_attn_varlen
+from ..ops.attention import autocast
 from . import gathered, ring, transport, ulysses
+from .declare import declare
 from .local import Call, empty_results, sum_sinks
 from .ranks import Group, Ranks, agree, checked, facts, process_group, ranks_of, refuse
 from .sequence import Cut, Layout, check_alone, check_layout, cut_of, total_of, whole_cut
@@ -85,7 +86,7 @@ def context_parallel_attn(
     K and V and of their float32 gradients; ulysses the shards once more.
 
     Gradients: q, k, v and sinks, through out and lse. Those of k and v are summed over ranks in float32 in a fixed order and
-    rounded once. A second backward raises NotImplementedError.
+    rounded once. A second backward raises NotImplementedError. Autocast casts as for `flash_attn`.
 
     Raises:
         ValueError: what `flash_attn` refuses, a shard of a length that the cut does not give, a mode or layout that does not
@@ -233,22 +234,7 @@ def _backward(ctx, grad_out, grad_lse):
     return dq, dk, dv, None, None if sinks is None else dsinks, *(None for _ in ctx.rest)
 
 
-def declare(
-    name: str, kernel: Callable, fake: Callable, differentiate: Callable | None = None, keep: Callable | None = None
-) -> None:
-    """An op of several ranks, on both devices. Without `differentiate` its backward is refused by name."""
-    for key in ("CPU", "CUDA"):
-        library.impl(name, kernel, key)
-    torch.library.register_fake(f"gpukern::{name}", fake, lib=library)
-    if differentiate is None:
-
-        def differentiate(ctx, *grads):
-            raise NotImplementedError(f"gpukern::{name}: it has no backward")
-
-    torch.library.register_autograd(f"gpukern::{name}", differentiate, setup_context=keep, lib=library)
-
-
-declare("cp_attn_fwd", _fwd, _fwd_fake, _backward, _context)
+declare("cp_attn_fwd", _fwd, _fwd_fake, _backward, _context, autocast)
 declare("cp_attn_bwd", _bwd, _bwd_fake)
 
 
@@ -292,7 +278,7 @@ def context_parallel_attn_varlen(
         out [T of this rank, Hq, Dv] in q's dtype; with return_lse also lse [T of this rank, Hq]. Every rank gathers K and V
         (mode all_gather of `context_parallel_attn`). Nothing of cu_seqlens is read on the host.
 
-    Gradients: q, k, v and sinks. A second backward raises NotImplementedError.
+    Gradients: q, k, v and sinks. A second backward raises NotImplementedError. Autocast casts as for `flash_attn_varlen`.
 
     Raises:
         ValueError: as `context_parallel_attn`. IndexError: contents of cu_seqlens, as `flash_attn_varlen`: on a GPU by a later call.
@@ -481,5 +467,5 @@ def _varlen_backward(ctx, grad_out, grad_lse):
     return dq, dk, dv, None, None, None, None if sinks is None else dsinks, *(None for _ in ctx.rest)
 
 
-declare("cp_attn_varlen_fwd", _varlen_fwd, _varlen_fwd_fake, _varlen_backward, _varlen_context)
+declare("cp_attn_varlen_fwd", _varlen_fwd, _varlen_fwd_fake, _varlen_backward, _varlen_context, autocast)
 declare("cp_attn_varlen_bwd", _varlen_bwd, _varlen_bwd_fake)

@@ -10,6 +10,8 @@ from torch.distributed import ProcessGroup
 
 from .._library import library
 from . import transport
+from .alike import alike
+from .declare import declare
 from .ranks import Group, Ranks, agree, process_group, rank_in, refuse, size_of
 
 __all__ = ["Cut", "Layout", "gather_sequence", "positions", "shard_sequence"]
@@ -219,12 +221,8 @@ def _gather_context(ctx, inputs, output) -> None:
 
 def _gather_backward(ctx, grad):
     spans = Cut(grad.shape[ctx.dim], size_of(ctx.group), ctx.layout).spans[rank_in(ctx.group)]
+    grad = alike(grad, ctx.group)
     return torch.cat([grad.narrow(ctx.dim, s, e - s) for s, e in spans], ctx.dim), None, None, None, None
 
 
-for _key in ("CPU", "CUDA"):
-    library.impl("gather_sequence", _gather, _key)
-torch.library.register_fake("gpukern::gather_sequence", _gather_fake, lib=library)
-torch.library.register_autograd(
-    "gpukern::gather_sequence", _gather_backward, setup_context=_gather_context, lib=library
-)
+declare("gather_sequence", _gather, _gather_fake, _gather_backward, _gather_context)
