@@ -156,7 +156,7 @@ enum {
  * and a quarter, which cuts no sum) 0.98, 0.98, 0.93, kb 128 0.97, 1.00, 0.91; nb 512 kb 256 0.90, 0.88. NT by nb 512 0.89 for 0.98 */
 static const gk_gemm_block small_m_of_intel = {336, 256, 152};
 /* AMX with M up to GK_GEMM_SMALL_M: a's block is 32 KiB per 64 rows, in the L1. 16 x 4096 x 4096, 64 x 4096 x 4096 NN, NT, 64 x 1024 x
- * 1024, in turns: 256 x 512 fetched ahead 1.00x, not fetched 1.42x 1.19x 1.14x 1.09x; 256 x 256 1.44x 1.26x 1.08x 1.10x, 512 x 256
+ * 1024, alternately: 256 x 512 fetched ahead 1.00x, not fetched 1.42x 1.19x 1.14x 1.09x; 256 x 256 1.44x 1.26x 1.08x 1.10x, 512 x 256
  * 1.45x 1.28x 1.03x 1.11x, 2048 x 128 1.59x 1.23x 0.79x 1.03x */
 static const gk_gemm_block small_m_of_amx = {512, 256, 256};
 bool gk_cpu_is_intel(void); /* features.c */
