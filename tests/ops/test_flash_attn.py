@@ -500,7 +500,8 @@ def test_backward_modifiers(case, device):
 
 @pytest.mark.parametrize("seq_q", (1, 3, 7))
 def test_backward_of_few_queries(seq_q, one_thread):
-    """Over many draws the RMS error of each gradient is PyTorch's or little more, and the largest within twice its largest.
+    """Over many draws the RMS error of each gradient is PyTorch's or little more, and the largest within twice its largest, as a
+    share of its sequence's largest gradient, and a rounding: else it is an error of the few sequences with the largest gradients.
 
     PyTorch sums the scores of few queries in short runs over head_dim; long ones err 1.5 times as much.
     """
@@ -518,12 +519,13 @@ def test_backward_of_few_queries(seq_q, one_thread):
         for name in tensors:
             errors = [(x[name].double() - want[name]).abs() for x in pair]
             squares[name] = tuple(s + e.square().mean().item() for s, e in zip(squares[name], errors))
-            largest[name] = tuple(max(m, e.max().item()) for m, e in zip(largest[name], errors))
+            size = want[name].abs().amax((1, 2, 3), keepdim=True)
+            largest[name] = tuple(max(m, (e / size).max().item()) for m, e in zip(largest[name], errors))
     for name in tensors:
         mine, own = (math.sqrt(s / draws) for s in squares[name])
         assert mine <= 1.25 * own, f"d{name}: RMS error {mine:.3e}, PyTorch makes {own:.3e}"
         mine, own = largest[name]
-        assert mine <= 2 * own, f"d{name}: max error {mine:.3e}, PyTorch makes {own:.3e}"
+        assert mine <= 2 * own + 2.0**-23, f"d{name}: max error {mine:.3e}, PyTorch makes {own:.3e}"
 
 
 @pytest.mark.parametrize("case", grid(48, lengths=LENGTH_PAIRS, dtype=FLOATS, mods=("none", "causal", "causal_end", "window"),
