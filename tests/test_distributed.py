@@ -499,11 +499,19 @@ def check_a_group_of_one(ranks):
     x = randn(gen, 3, 7)
     assert torch.equal(gd.gather_sequence(gd.shard_sequence(x, own, 1), own, 1), x)
     for text, wrong in {
-        "context_parallel_attn: seq_len is 8": lambda: gd.context_parallel_attn(q, q, q, own, seq_len=8),
-        "context_parallel_attn_varlen: seq_len is 7": lambda: gd.context_parallel_attn_varlen(
+        "context_parallel_attn: q has 9 tokens on rank 0, expected 8": lambda: gd.context_parallel_attn(
+            q, q, q, own, seq_len=8
+        ),
+        "context_parallel_attn: k has 8 tokens on rank 0, expected 9": lambda: gd.context_parallel_attn(
+            q, k[:, :, 1:], v, own
+        ),
+        "context_parallel_attn: seq_len must be at least 0, got -3": lambda: gd.context_parallel_attn(
+            q, k, v, own, seq_len=-3
+        ),
+        "context_parallel_attn_varlen: q has 9 tokens on rank 0, expected 7": lambda: gd.context_parallel_attn_varlen(
             *packed, cu, 5, own, seq_len=7
         ),
-        "gather_sequence: seq_len is 6": lambda: gd.gather_sequence(x, own, 1, seq_len=6),
+        "gather_sequence: x has 7 tokens on rank 0, expected 6": lambda: gd.gather_sequence(x, own, 1, seq_len=6),
         "gather_sequence: layout must be": lambda: gd.gather_sequence(x, own, 1, "striped"),
         "classes is 4": lambda: gd.vocab_parallel_linear_cross_entropy(a, b.t(), target, own, classes=4),
     }.items():
@@ -714,6 +722,15 @@ def check_disagreement_is_said_on_every_rank(ranks):
         "rank 1 refused the call|head_dim": lambda: gd.context_parallel_attn(x, x[..., :4] if odd else x, x, ranks.all),
         "has 7 tokens on rank 1|refused": lambda: gd.context_parallel_attn(
             *[x[:, :, :7] if odd else x] * 3, ranks.all, seq_len=8 * RANKS
+        ),
+        "k has 7 tokens on rank ., expected 8 of a sequence of": lambda: gd.context_parallel_attn(
+            x, x[:, :, :7], x, ranks.all
+        ),
+        "v has 7 tokens on rank ., expected 8 of a sequence of": lambda: gd.context_parallel_attn_varlen(
+            *[x[0].transpose(0, 1)[: 7 if name == "v" else 8] for name in "qkv"],
+            torch.tensor([0, 8]).int(),
+            8,
+            ranks.all,
         ),
         "the same number of heads": lambda: gd.context_parallel_attn(*[x[:, :1]] * 3, ranks.all, mode="ulysses"),
         "columns of b is": lambda: gd.gemm_all_reduce(x[0, 0], x[0, 0, :, : 8 - odd], ranks.all),
