@@ -217,6 +217,31 @@ def check_16_bits_err_as_one_rank(ranks):
             assert ratio <= bound, f"{mode}: {name} errs {ratio:.3f} times as much as one rank's"
 
 
+def check_gradients_of_sinks_err_as_one_rank(ranks):
+    """They sum the rounding of all rows: where one rank's call has none of it (CPU), no mode has."""
+    modes = ("all_gather", "ring", "ulysses")
+    part = lambda x: gd.shard_sequence(x, ranks.all, 2, "zigzag")  # noqa: E731
+    for dtype in (torch.float16, torch.bfloat16):
+        errors = torch.zeros(4, dtype=torch.float64)
+        for seed in range(6):
+            leaves, sinks, rules, weights = attention_case(seed, 96, (4, 4), (16, 16), dict(is_causal=True, sinks=True))
+            small = [x.to(dtype) for x in leaves]
+
+            def of_sinks(call, leaves, weights, sinks=sinks):
+                return differentiated(call, leaves, sinks.to(weights[0].dtype), weights)[-1].double()
+
+            one = lambda q, k, v, s, r=rules: gk.flash_attn(q, k, v, sinks=s, return_lse=True, **r)  # noqa: E731
+            exact = of_sinks(one, [x.double() for x in small], [w.double() for w in weights])
+            found = [of_sinks(one, small, weights)]
+            for mode in modes:
+                cut = functools.partial(gd.context_parallel_attn, mode=mode, return_lse=True, **rules)
+                call = lambda q, k, v, s, cut=cut: cut(q, k, v, ranks.all, sinks=s)  # noqa: E731
+                found.append(of_sinks(call, [part(x) for x in small], [part(w) for w in weights]))
+            errors += torch.stack([(x - exact).square().sum() for x in found])
+        ratios = (errors[1:] / errors[0]).sqrt().tolist()
+        assert max(ratios) < 2, f"{dtype}: {dict(zip(modes, ratios))} times one rank's"
+
+
 # lse is float32 on both sides; each merge of a ring rounds it once more.
 BOUND = dict(out=1.02, lse=2.0, dq=1.02, dk=1.02, dv=1.02)
 CUDA_BOUND = 1.05  # kernels of a GPU cut keys into other tiles, each with roundings of its own
