@@ -71,7 +71,9 @@ def differentiate(
     held = [k.contiguous(), v.contiguous()]
     sums = [x.new_zeros(x.shape, dtype=wide) for x in held]
     # On a GPU the rounding of out stays in the gradient of sinks, as in one rank's.
-    shares = None if call.sinks is None or q.device.type != "cpu" else call.sinks.new_zeros(call.sinks.shape, dtype=wide)
+    shares = (
+        None if call.sinks is None or q.device.type != "cpu" else call.sinks.new_zeros(call.sinks.shape, dtype=wide)
+    )
     bare = replace(call, sinks=None if shares is None else call.sinks.to(wide))
     for step in range(ranks.size):
         owner = (ranks.rank - step) % ranks.size
