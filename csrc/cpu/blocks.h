@@ -104,6 +104,9 @@ TABLE gk_attn_blocks gk_attn_fwd_blocks[] = {
      * 128 lanes: d64 1.15x | 2.27x, d128 1.08x | 2.10x, d256 1.10x | 1.96x, d512 1.11x | 1.93x. 128 keys: the same */
     {512, 256, 64, 32},
 };
+/* Tiles: O, which the L2 holds, is read and written a fourth as often. Xeon of model 207, one thread, of 256 x 64: 256 x 128 d64 1.12x,
+ * d128 1.13x, d256 1.14x; 256 x 256 1.17x 1.21x 1.22x; 128 x 256 1.05x 1.06x 1.22x; of 256 x 256, 256 x 512 1.01x 1.02x 1.04x */
+TABLE gk_attn_blocks gk_attn_fwd_blocks_tiled[] = {{512, 256, 256, 32}};
 
 /* ---- flash_attn backward ---------------------------------------------------------------------
  * A pair of tiles is bq queries x bkv keys; scores are made `strip` keys at a time, so that they are
