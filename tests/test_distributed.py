@@ -217,6 +217,31 @@ def check_16_bits_err_as_one_rank(ranks):
             assert ratio <= bound, f"{mode}: {name} errs {ratio:.3f} times as much as one rank's"
 
 
+def check_gradients_of_sinks_err_as_one_rank(ranks):
+    """They sum the rounding of all rows: where one rank's call has none of it (CPU), no mode has."""
+    modes = ("all_gather", "ring", "ulysses")
+    part = lambda x: gd.shard_sequence(x, ranks.all, 2, "zigzag")  # noqa: E731
+    for dtype in (torch.float16, torch.bfloat16):
+        errors = torch.zeros(4, dtype=torch.float64)
+        for seed in range(6):
+            leaves, sinks, rules, weights = attention_case(seed, 96, (4, 4), (16, 16), dict(is_causal=True, sinks=True))
+            small = [x.to(dtype) for x in leaves]
+
+            def of_sinks(call, leaves, weights, sinks=sinks):
+                return differentiated(call, leaves, sinks.to(weights[0].dtype), weights)[-1].double()
+
+            one = lambda q, k, v, s, r=rules: gk.flash_attn(q, k, v, sinks=s, return_lse=True, **r)  # noqa: E731
+            exact = of_sinks(one, [x.double() for x in small], [w.double() for w in weights])
+            found = [of_sinks(one, small, weights)]
+            for mode in modes:
+                cut = functools.partial(gd.context_parallel_attn, mode=mode, return_lse=True, **rules)
+                call = lambda q, k, v, s, cut=cut: cut(q, k, v, ranks.all, sinks=s)  # noqa: E731
+                found.append(of_sinks(call, [part(x) for x in small], [part(w) for w in weights]))
+            errors += torch.stack([(x - exact).square().sum() for x in found])
+        ratios = (errors[1:] / errors[0]).sqrt().tolist()
+        assert max(ratios) < 2, f"{dtype}: {dict(zip(modes, ratios))} times one rank's"
+
+
 # lse is float32 on both sides; each merge of a ring rounds it once more.
 BOUND = dict(out=1.02, lse=2.0, dq=1.02, dk=1.02, dv=1.02)
 CUDA_BOUND = 1.05  # kernels of a GPU cut keys into other tiles, each with roundings of its own
@@ -499,11 +524,19 @@ def check_a_group_of_one(ranks):
     x = randn(gen, 3, 7)
     assert torch.equal(gd.gather_sequence(gd.shard_sequence(x, own, 1), own, 1), x)
     for text, wrong in {
-        "context_parallel_attn: seq_len is 8": lambda: gd.context_parallel_attn(q, q, q, own, seq_len=8),
-        "context_parallel_attn_varlen: seq_len is 7": lambda: gd.context_parallel_attn_varlen(
+        "context_parallel_attn: q has 9 tokens on rank 0, expected 8": lambda: gd.context_parallel_attn(
+            q, q, q, own, seq_len=8
+        ),
+        "context_parallel_attn: k has 8 tokens on rank 0, expected 9": lambda: gd.context_parallel_attn(
+            q, k[:, :, 1:], v, own
+        ),
+        "context_parallel_attn: seq_len must be at least 0, got -3": lambda: gd.context_parallel_attn(
+            q, k, v, own, seq_len=-3
+        ),
+        "context_parallel_attn_varlen: q has 9 tokens on rank 0, expected 7": lambda: gd.context_parallel_attn_varlen(
             *packed, cu, 5, own, seq_len=7
         ),
-        "gather_sequence: seq_len is 6": lambda: gd.gather_sequence(x, own, 1, seq_len=6),
+        "gather_sequence: x has 7 tokens on rank 0, expected 6": lambda: gd.gather_sequence(x, own, 1, seq_len=6),
         "gather_sequence: layout must be": lambda: gd.gather_sequence(x, own, 1, "striped"),
         "classes is 4": lambda: gd.vocab_parallel_linear_cross_entropy(a, b.t(), target, own, classes=4),
     }.items():
@@ -714,6 +747,15 @@ def check_disagreement_is_said_on_every_rank(ranks):
         "rank 1 refused the call|head_dim": lambda: gd.context_parallel_attn(x, x[..., :4] if odd else x, x, ranks.all),
         "has 7 tokens on rank 1|refused": lambda: gd.context_parallel_attn(
             *[x[:, :, :7] if odd else x] * 3, ranks.all, seq_len=8 * RANKS
+        ),
+        "k has 7 tokens on rank ., expected 8 of a sequence of": lambda: gd.context_parallel_attn(
+            x, x[:, :, :7], x, ranks.all
+        ),
+        "v has 7 tokens on rank ., expected 8 of a sequence of": lambda: gd.context_parallel_attn_varlen(
+            *[x[0].transpose(0, 1)[: 7 if name == "v" else 8] for name in "qkv"],
+            torch.tensor([0, 8]).int(),
+            8,
+            ranks.all,
         ),
         "the same number of heads": lambda: gd.context_parallel_attn(*[x[:, :1]] * 3, ranks.all, mode="ulysses"),
         "columns of b is": lambda: gd.gemm_all_reduce(x[0, 0], x[0, 0, :, : 8 - odd], ranks.all),

@@ -1087,6 +1087,31 @@ def test_varlen_opcheck_of_the_backward(dtype, device):
     torch.library.opcheck(ops.flash_attn_varlen_bwd.default, (grad, q, k, v, out, lse, *rest), kwargs)
 
 
+def _parts_of_sinks(q, k, v, grad, parts):
+    """On the CPU the parts' shares put right what the rounding of out is in the gradient of sinks (gpukern_ranks.h)."""
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    sinks = torch.linspace(-1, 1, q.shape[1], device=q.device, dtype=wide)
+    sinks[-1] = -torch.inf
+    dlse = torch.randn(q.shape[:3], dtype=wide, generator=torch.Generator().manual_seed(1)).to(q.device)
+    rules = dict(is_causal=True, softcap=3.0, sinks=sinks)
+    out, lse = ops.flash_attn_fwd(q, k, v, **rules)
+    want = ops.flash_attn_bwd(grad, q, k, v, out, lse, dlse, **rules)[3]
+    p = torch.exp(sinks[:, None] - lse)
+    delta = (grad.to(wide) * out.to(wide)).sum(-1) - dlse
+    got = -(p * (delta * (1 - p) - dlse)).sum((0, 2))
+    for first, keys in parts:
+        more = dict(diagonal=-first, grad_dtype=wide, is_part=True)
+        got = got + ops.flash_attn_bwd(grad, q, k[:, :, keys], v[:, :, keys], out, lse, dlse, **rules, **more)[3]
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.gpu
+def test_parts_of_the_keys_refuse_sinks_on_a_gpu():
+    q, lse = torch.zeros(1, 4, 8, 32, device="cuda"), torch.zeros(1, 4, 8, device="cuda")
+    with pytest.raises(ValueError, match="sinks must be missing where is_part is true"):
+        ops.flash_attn_bwd(q, q, q, q, q, lse, sinks=torch.zeros(4, device="cuda"), is_part=True)
+
+
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("cut", (1, 40, 64))
 def test_two_parts_of_the_keys_make_the_whole(dtype, cut):
@@ -1125,8 +1150,8 @@ def test_two_parts_of_the_keys_make_the_whole(dtype, cut):
     for got, ref in zip((dq, torch.cat(dk, 2), torch.cat(dv, 2)), want):
         assert ref.dtype == torch.float32
         torch.testing.assert_close(got, ref, **close)
-    with pytest.raises(ValueError, match="sinks must be missing where is_part is true"):
-        ops.flash_attn_bwd(grad, q, k, v, out, lse, is_causal=True, sinks=torch.zeros(4), is_part=True)
+    for kind in (dtype, torch.float16, torch.float64):  # float64: by plain loops
+        _parts_of_sinks(*(x.to(kind) for x in (q, k, v, grad)), parts)
     for wrong in (torch.float64, torch.float16):
         with pytest.raises(ValueError, match="out_dtype must be"):
             ops.flash_attn_fwd(q, k, v, out_dtype=wrong)

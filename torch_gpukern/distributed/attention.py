@@ -99,7 +99,8 @@ def context_parallel_attn(
     if alibi_slopes is not None and alibi_slopes.requires_grad:
         refuse(group, what, q.device, _NO_GRADIENT)
     if group.size() == 1:
-        check_alone(what, q.shape[2], seq_len)
+        if q.dim() == k.dim() == v.dim() == 4:  # what else is no call is refused by the op
+            check_alone(what, seq_len, q=q.shape[2], k=k.shape[2], v=v.shape[2])
         return flash_attn(
             q, k, v, is_causal=is_causal, scale=scale, window_left=window_left, window_right=window_right, softcap=softcap,
             alibi_slopes=alibi_slopes, sinks=sinks, return_lse=return_lse,
@@ -148,9 +149,7 @@ def _begin(what: str, q, k, v, call: Call, layout: str, mode: str, seq_len: int,
                 raise ValueError(f"{what}: {name} must have 4 dimensions, got {x.dim()}")
             if x.dtype != q.dtype:
                 raise ValueError(f"{what}: {name} has dtype {x.dtype}, q has {q.dtype}; they must match")
-        cut = whole_cut(what, "q", q.shape[2], ranks, seq_len, layout)
-        for name, x in (("k", k), ("v", v)):
-            whole_cut(what, name, x.shape[2], ranks, seq_len, layout)
+        cut = whole_cut(what, ranks, seq_len, layout, q=q.shape[2], k=k.shape[2], v=v.shape[2])
         chosen = mode_of(k, v, ranks.size) if mode == "auto" else mode
         if chosen == "ulysses" and (q.shape[1] % ranks.size or k.shape[1] % ranks.size):
             raise ValueError(
@@ -288,7 +287,8 @@ def context_parallel_attn_varlen(
     if alibi_slopes is not None and alibi_slopes.requires_grad:
         refuse(group, what, q.device, _NO_GRADIENT)
     if group.size() == 1:
-        check_alone(what, q.shape[0], seq_len)
+        if q.dim() == k.dim() == v.dim() == 3:  # what else is no call is refused by the op
+            check_alone(what, seq_len, q=q.shape[0], k=k.shape[0], v=v.shape[0])
         return flash_attn_varlen(
             q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, is_causal=is_causal, scale=scale, window_left=window_left,
             window_right=window_right, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, return_lse=return_lse,
@@ -346,7 +346,7 @@ def _begin_packed(q, k, v, cu_seqlens, max_seqlen, call: Call, layout, seq_len, 
         for name, x in (("q", q), ("k", k), ("v", v)):
             if x.dim() != 3:
                 raise ValueError(f"{what}: {name} must have 3 dimensions, got {x.dim()}")
-            found.append(whole_cut(what, name, x.shape[0], ranks, seq_len, layout))
+        found.append(whole_cut(what, ranks, seq_len, layout, q=q.shape[0], k=k.shape[0], v=v.shape[0]))
         call.check(what, *(x[None].transpose(1, 2) for x in (q, k, v)))
         _check_cu_seqlens(what, cu_seqlens, max_seqlen, found[0].length)
         shapes = {
