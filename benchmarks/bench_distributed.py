@@ -3,10 +3,10 @@
 
 NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 torchrun --nproc-per-node 2 benchmarks/bench_distributed.py [--quick] [--out FILE]
 
-A time is the median of some rounds, of the rank that takes longest; each round has all contestants. Attention and
-the large products are called without the comparison of the ranks' calls (GPUKERN_DIST_CHECK=0), whose own cost is a line of
-the table; small products and decoding are replayed from CUDA graphs, peers too. Without a GPU a rank it shows by gloo that
-everything runs.
+A time is the median of some rounds, of the rank that takes longest; each round has all contestants, in an order drawn anew, the
+same on all ranks. Attention and the large products are called without the comparison of the ranks' calls (GPUKERN_DIST_CHECK=0),
+whose own cost is a line of the table; small products and decoding are replayed from CUDA graphs, peers too. Without a GPU a rank
+it shows by gloo that everything runs.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import datetime
 import functools
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -36,6 +37,7 @@ CUDA = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ
 DTYPE = torch.bfloat16 if CUDA else torch.float32
 RATE = 1.0  # of the sizes; a CPU shows that all runs
 rows: list[dict] = []
+order = random.Random(0)
 
 
 # ---- times ------------------------------------------------------------------------------------------
@@ -101,8 +103,9 @@ def measure(group: str, label: str, calls: dict, *, graph: bool = False, rounds:
         seconds(call, 2)  # a first call makes buffers: it would say that few repeats fit
         first[name] = seconds(call, 2)
     for _ in range(rounds):
-        for name, call in ready.items():
-            found[name].append(seconds(call, max(1, min(50, int(budget / rounds / len(ready) / first[name])))))
+        for name in order.sample(list(ready), len(ready)):  # who follows whom decides whose clocks are low
+            repeats = max(1, min(50, int(budget / rounds / len(ready) / first[name])))
+            found[name].append(seconds(ready[name], repeats))
     us = {name: round(statistics.median(times) * 1e6, 2) for name, times in found.items()}
     row = {"group": group, "label": label, "us": us, "failed": failed}
     rows.append(row)
@@ -159,14 +162,14 @@ def attention(tokens_a_rank: int, device) -> None:
     forward = {"one GPU": lambda: one(*whole), "attention alone": alone}
     modes = {m: ours(m) for m in ("all_gather", "ring", "ulysses")}
     forward |= {m: lambda f=f: f(*part) for m, f in modes.items()}
-    row = measure("cp forward", label, forward | torch_peers(part, None), rounds=3)
+    row = measure("cp forward", label, forward | torch_peers(part, None))
     row |= {"all_gather bit for bit": same, "ring's largest difference": worst}
     step = {"one GPU": lambda: both_ways(one)(whole, grad)}
     step |= {m: lambda f=f: both_ways(f)(part, part_grad) for m, f in modes.items()}
-    measure("cp forward+backward", label, step | torch_peers(part, part_grad), rounds=3)
+    measure("cp forward+backward", label, step | torch_peers(part, part_grad))
     if tokens_a_rank <= 8192:
         os.environ["GPUKERN_DIST_CHECK"] = "1"
-        measure("cp forward, compared", label, {"all_gather": lambda: ours("all_gather")(*part)}, rounds=3)
+        measure("cp forward, compared", label, {"all_gather": lambda: ours("all_gather")(*part)})
         os.environ["GPUKERN_DIST_CHECK"] = "0"
 
 

@@ -281,7 +281,7 @@ typedef struct gk_flash_attn_bwd_args {
     int32_t deterministic;     /* CUDA; the CPU always is */
     void *workspace;
     size_t workspace_bytes;
-    int32_t is_part; /* 1: k and v are some of the keys that out and lse are of; sinks must then be NULL */
+    int32_t is_part; /* 1: k and v are some of the keys of out and lse; CUDA: sinks must be NULL (gpukern_ranks.h) */
 } gk_flash_attn_bwd_args;
 
 #define GK_FLASH_ATTN_BWD_ARGS_INIT {.size = sizeof(gk_flash_attn_bwd_args), .fwd = GK_FLASH_ATTN_ARGS_INIT}

@@ -33,6 +33,11 @@ static inline int32_t gk_accumulates(const gk_flash_attn_args *a) {
 GK_API gk_status gk_limit_sms(int32_t sms);
 GK_API int32_t gk_sm_limit(void);
 
+/* gk_flash_attn_bwd_args.is_part on the CPU: dsinks, where sinks are given, is what these keys add to the gradient of sinks, with which the
+ * rounding of out does not count. Of delta = dO . O - dlse and p = exp(sink - lse) that gradient is
+ * -sum p (delta (1 - p) - dlse), over all rows, + the shares of all keys, -sum p sum_j P_j (dP_j - delta).
+ * On CUDA kernels take delta as it is, and sinks are refused: there the gradient is -sum p delta. */
+
 #ifdef __cplusplus
 }
 #endif

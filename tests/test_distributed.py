@@ -54,10 +54,17 @@ class Ranks:
         pairs = [dist.new_group([r, r + 1]) for r in range(0, RANKS, 2)]
         self.rank = dist.get_rank()
         self.all, self.pair = dist.group.WORLD, pairs[self.rank // 2]
-        self.groups = (self.all, self.pair)
+        self.groups = (self.all, self.pair) if RANKS > 2 else (self.all,)  # of two ranks the pair is all of them
 
     def report(self, failed):
         Path(self.folder, str(self.rank)).write_text("\n".join(failed))
+
+    def progress(self, text):
+        """Where this rank is: in a file, and rank 0's for who looks on (pytest -s)."""
+        with Path(self.folder, f"progress{self.rank}").open("a") as file:
+            file.write(text)
+        if self.rank == 0:
+            print(text, end="", file=sys.stderr, flush=True)
 
 
 def same_on_all(x):
@@ -208,6 +215,31 @@ def check_16_bits_err_as_one_rank(ranks):
             ratio = (errors[0] / errors[1]).sqrt().item()
             bound = max(BOUND[name], CUDA_BOUND) if CUDA else BOUND[name]
             assert ratio <= bound, f"{mode}: {name} errs {ratio:.3f} times as much as one rank's"
+
+
+def check_gradients_of_sinks_err_as_one_rank(ranks):
+    """They sum the rounding of all rows: where one rank's call has none of it (CPU), no mode has."""
+    modes = ("all_gather", "ring", "ulysses")
+    part = lambda x: gd.shard_sequence(x, ranks.all, 2, "zigzag")  # noqa: E731
+    for dtype in (torch.float16, torch.bfloat16):
+        errors = torch.zeros(4, dtype=torch.float64)
+        for seed in range(6):
+            leaves, sinks, rules, weights = attention_case(seed, 96, (4, 4), (16, 16), dict(is_causal=True, sinks=True))
+            small = [x.to(dtype) for x in leaves]
+
+            def of_sinks(call, leaves, weights, sinks=sinks):
+                return differentiated(call, leaves, sinks.to(weights[0].dtype), weights)[-1].double()
+
+            one = lambda q, k, v, s, r=rules: gk.flash_attn(q, k, v, sinks=s, return_lse=True, **r)  # noqa: E731
+            exact = of_sinks(one, [x.double() for x in small], [w.double() for w in weights])
+            found = [of_sinks(one, small, weights)]
+            for mode in modes:
+                cut = functools.partial(gd.context_parallel_attn, mode=mode, return_lse=True, **rules)
+                call = lambda q, k, v, s, cut=cut: cut(q, k, v, ranks.all, sinks=s)  # noqa: E731
+                found.append(of_sinks(call, [part(x) for x in small], [part(w) for w in weights]))
+            errors += torch.stack([(x - exact).square().sum() for x in found])
+        ratios = (errors[1:] / errors[0]).sqrt().tolist()
+        assert max(ratios) < 2, f"{dtype}: {dict(zip(modes, ratios))} times one rank's"
 
 
 # lse is float32 on both sides; each merge of a ring rounds it once more.
@@ -375,7 +407,12 @@ def check_vocabulary_over_ranks(ranks):
     points = itertools.product(
         ranks.groups,
         (12, 7, 2),
-        (dict(), dict(label_smoothing=0.1, softcap=5.0, logit_scale=0.7, z_loss=0.02)),
+        (
+            dict(),
+            dict(label_smoothing=0.1, softcap=5.0, logit_scale=0.7, z_loss=0.02),
+            dict(class_weight=True),
+            dict(class_weight=True, label_smoothing=0.1, softcap=5.0, z_loss=0.02),
+        ),
         ("mean", "none"),
     )
     for seed, (group, classes, rules, reduction) in enumerate(points):
@@ -389,6 +426,9 @@ def check_vocabulary_over_ranks(ranks):
             randn(gen, classes, dtype=dtype),
         ]
         x, weight, bias = whole = [x.requires_grad_() for x in whole]
+        if "class_weight" in rules:
+            wide = torch.float64 if dtype == torch.float64 else torch.float32
+            rules = rules | dict(class_weight=randn(gen, classes, dtype=wide).abs() + 0.1)
         target = torch.randint(0, classes, (2, 5), generator=gen, device="cpu").to(x.device)
         target[0, 1] = -100
         want = gk.linear_cross_entropy(x, weight, target, bias, reduction=reduction, **rules)
@@ -484,11 +524,19 @@ def check_a_group_of_one(ranks):
     x = randn(gen, 3, 7)
     assert torch.equal(gd.gather_sequence(gd.shard_sequence(x, own, 1), own, 1), x)
     for text, wrong in {
-        "context_parallel_attn: seq_len is 8": lambda: gd.context_parallel_attn(q, q, q, own, seq_len=8),
-        "context_parallel_attn_varlen: seq_len is 7": lambda: gd.context_parallel_attn_varlen(
+        "context_parallel_attn: q has 9 tokens on rank 0, expected 8": lambda: gd.context_parallel_attn(
+            q, q, q, own, seq_len=8
+        ),
+        "context_parallel_attn: k has 8 tokens on rank 0, expected 9": lambda: gd.context_parallel_attn(
+            q, k[:, :, 1:], v, own
+        ),
+        "context_parallel_attn: seq_len must be at least 0, got -3": lambda: gd.context_parallel_attn(
+            q, k, v, own, seq_len=-3
+        ),
+        "context_parallel_attn_varlen: q has 9 tokens on rank 0, expected 7": lambda: gd.context_parallel_attn_varlen(
             *packed, cu, 5, own, seq_len=7
         ),
-        "gather_sequence: seq_len is 6": lambda: gd.gather_sequence(x, own, 1, seq_len=6),
+        "gather_sequence: x has 7 tokens on rank 0, expected 6": lambda: gd.gather_sequence(x, own, 1, seq_len=6),
         "gather_sequence: layout must be": lambda: gd.gather_sequence(x, own, 1, "striped"),
         "classes is 4": lambda: gd.vocab_parallel_linear_cross_entropy(a, b.t(), target, own, classes=4),
     }.items():
@@ -533,7 +581,8 @@ def check_compiled_without_a_break(ranks):
 
     def lose(x, weight):
         target = torch.arange(8, device=x.device) % (3 * RANKS)
-        return gd.vocab_parallel_linear_cross_entropy(x, weight, target, group, label_smoothing=0.1)
+        heavy = 1 + torch.arange(3 * RANKS, device=x.device, dtype=x.dtype)
+        return gd.vocab_parallel_linear_cross_entropy(x, weight, target, group, class_weight=heavy, label_smoothing=0.1)
 
     def around(x):
         return gd.gather_sequence(gd.shard_sequence(x, group, 1, "zigzag") * 2, group, 1, "zigzag")
@@ -571,6 +620,119 @@ def check_compiled_without_a_break(ranks):
             torch.testing.assert_close(a, b)
 
 
+def check_autocast_casts_as_for_one_rank(ranks):
+    """What autocast makes of float32 arguments is the call of 16-bit ones, backward included; dtypes are those of one rank's op."""
+    gen, group, kind = generator("autocast"), ranks.all, torch.get_default_device().type
+    q, k, v = (randn(gen, 1, RANKS, 8, 16) for _ in range(3))
+    packed, cu = [x[0].transpose(0, 1) for x in (q, k, v)], torch.tensor([0, 8 * RANKS], dtype=torch.int32)
+    cache, table = randn(gen, 2, 4, RANKS, 16, dtype=torch.bfloat16), torch.tensor([[0, 1]], dtype=torch.int32)
+    lengths, target = torch.tensor([8], dtype=torch.int32), torch.arange(8) % (4 * RANKS)
+    a, b, bias = randn(gen, 8, 16), randn(gen, 16, 12), randn(gen, 12)
+    x, weight = randn(generator("alike"), 8, 6), randn(gen, 4, 6)
+    up, down = randn(gen, 1, 16, 8), randn(gen, 1, 4, 16)
+    expert_of, weight_of = (torch.arange(8) % RANKS)[:, None], torch.ones(8, 1)
+    calls = [
+        ((q, k, v), functools.partial(gd.context_parallel_attn, group=group, mode=mode), gk.flash_attn)
+        for mode in ("all_gather", "ring", "ulysses")
+    ]
+    calls += [
+        (packed, lambda q, k, v: gd.context_parallel_attn_varlen(q, k, v, cu, 8 * RANKS, group),
+         lambda q, k, v: gk.flash_attn_varlen(*(x.repeat(RANKS, 1, 1) for x in (q, k, v)), cu, cu, 8 * RANKS, 8 * RANKS)),
+        ((a, b, bias), lambda a, b, c: gd.all_gather_gemm(a, b, group, bias=c, activation="gelu"), gk.gemm),
+        ((a, b), lambda a, b: gd.gemm_reduce_scatter(a, b, group), gk.gemm),
+        ((a, b), lambda a, b: gd.gemm_all_reduce(a, b, group), gk.gemm),
+        ((x, weight), lambda x, w: gd.vocab_parallel_linear_cross_entropy(x, w, target, group),
+         lambda x, w: gk.linear_cross_entropy(x, w.repeat(RANKS, 1), target)),
+        ((a, up, down), lambda x, u, d: gd.expert_parallel(x, expert_of, weight_of, u, d, group),
+         lambda x, u, d: gk.nn.grouped_experts(x, expert_of, weight_of, u, d)),
+        ((packed[0][:1],), lambda q: gd.context_parallel_paged_attn(q, cache, cache, table, lengths, group),
+         lambda q: gk.paged_attn(q, cache, cache, table, lengths)),
+    ]  # fmt: skip
+    for given, several, one in calls:
+        leaves = [t.detach().clone().requires_grad_(len(given) > 1) for t in given]
+        short = [t.detach().bfloat16().requires_grad_(len(given) > 1) for t in given]
+        with torch.autocast(kind, dtype=torch.bfloat16):
+            got, like = several(*leaves), one(*given)
+            grads = torch.autograd.grad(got.sum(), leaves) if len(given) > 1 else ()
+        want = several(*short)
+        assert got.dtype is like.dtype and torch.equal(got, want.to(got.dtype)), given[0].shape
+        for x, y in zip(grads, torch.autograd.grad(want.sum(), short) if grads else (), strict=True):
+            assert x.dtype is torch.float32 and torch.equal(x, y.float())
+
+
+def check_second_derivatives_are_those_of_one_rank(ranks):
+    """Or refused by name. Each rank has its own part of the second loss; together they are one rank's."""
+
+    def twice(call, leaves, wanted, weights, weight):
+        """Gradients of the leaves by a sum of the first gradients of those that are wanted."""
+        leaves = [x.detach().clone().requires_grad_() for x in leaves]
+        out = call(*leaves)
+        first = torch.autograd.grad((out**3 * weight).sum(), [leaves[i] for i in wanted], create_graph=True)
+        total = sum((x * w).sum() for x, w in zip(first, [weights[i] for i in wanted], strict=True))
+        return torch.autograd.grad(total, leaves, allow_unused=True)
+
+    def compare(several, one, whole, cut, weight, cut_weight, wanted):
+        weights = [randn(generator("second", i), *x.shape, dtype=x.dtype) for i, x in enumerate(whole)]
+        want = twice(one, whole, wanted, weights, weight)
+        got = twice(several, cut(whole), wanted, cut(weights), cut_weight(weight))
+        for x, y in zip(got, cut(want), strict=True):
+            torch.testing.assert_close(x, y)
+
+    for group, rows in itertools.product(ranks.groups, (8, 7)):
+        size, mine, gen = dist.get_world_size(group), dist.get_rank(group), generator("twice", rows)
+        rows_of = lambda x, size=size, mine=mine: x.tensor_split(size)[mine]  # noqa: E731
+        columns_of = lambda x, size=size, mine=mine: x.tensor_split(size, -1)[mine]  # noqa: E731
+        a, b, bias = (
+            randn(gen, *shape, dtype=torch.float64) for shape in ((rows, 4 * size), (4 * size, 2 * size), (2 * size,))
+        )
+        weight = randn(gen, rows, 2 * size, dtype=torch.float64)
+        for wanted in ((0,), (1,), (0, 1)):
+            compare(
+                lambda a, b, group=group: gd.gemm_all_reduce(a, b, group),
+                gk.gemm,
+                (a, b),
+                lambda x, r=rows_of, c=columns_of: (c(x[0]), r(x[1])),
+                weight,
+                lambda x: x,
+                wanted,
+            )
+        for activation, wanted in itertools.product(("none", "relu", "gelu", "silu"), ((0,), (1,), (2,), (0, 1, 2))):
+            compare(
+                lambda a, b, c, group=group, f=activation: gd.all_gather_gemm(a, b, group, bias=c, activation=f),
+                lambda a, b, c, f=activation: gk.gemm(a, b, c, activation=f),
+                (a, b, bias),
+                lambda x, r=rows_of, c=columns_of: (r(x[0]), c(x[1]), c(x[2])),
+                weight,
+                columns_of,
+                wanted,
+            )
+        mix = randn(gen, rows, rows, dtype=torch.float64)  # every token of the whole depends on all
+        compare(
+            lambda x, group=group, mix=mix: mix @ gd.gather_sequence(x, group, 0, "contiguous", seq_len=len(mix)),
+            lambda x, mix=mix: mix @ x,
+            (a,),
+            lambda x, r=rows_of: (r(x[0]),),
+            randn(gen, rows, 4 * size, dtype=torch.float64),
+            lambda x: x,
+            (0,),
+        )
+        with pytest.raises(NotImplementedError, match="gpukern::gathered_product: it has no backward"):
+            cut = [columns_of(a), rows_of(b)]
+            twice(lambda a, b, g=group: gd.gemm_reduce_scatter(a, b, g), cut, (0,), cut, rows_of(weight))
+    expert_of = torch.arange(4 * RANKS)[:, None] % RANKS
+    weight_of = torch.ones(4 * RANKS, 1)
+    experts = [randn(generator("twice"), *shape) for shape in ((4 * RANKS, 8), (RANKS, 8, 6), (RANKS, 6, 8))]
+    compare(
+        lambda x, u, d: gd.expert_parallel(x, expert_of[:4], weight_of[:4], u, d, ranks.all, torch.tanh),
+        lambda x, u, d: gk.nn.grouped_experts(x, expert_of, weight_of, u, d, torch.tanh),
+        experts,
+        lambda x: [t.tensor_split(RANKS)[ranks.rank] for t in x],
+        randn(generator("weight"), 4 * RANKS, 8),
+        lambda x: x.tensor_split(RANKS)[ranks.rank],
+        (0,),
+    )
+
+
 # ---- what is refused ------------------------------------------------------------------------------
 
 
@@ -585,6 +747,15 @@ def check_disagreement_is_said_on_every_rank(ranks):
         "rank 1 refused the call|head_dim": lambda: gd.context_parallel_attn(x, x[..., :4] if odd else x, x, ranks.all),
         "has 7 tokens on rank 1|refused": lambda: gd.context_parallel_attn(
             *[x[:, :, :7] if odd else x] * 3, ranks.all, seq_len=8 * RANKS
+        ),
+        "k has 7 tokens on rank ., expected 8 of a sequence of": lambda: gd.context_parallel_attn(
+            x, x[:, :, :7], x, ranks.all
+        ),
+        "v has 7 tokens on rank ., expected 8 of a sequence of": lambda: gd.context_parallel_attn_varlen(
+            *[x[0].transpose(0, 1)[: 7 if name == "v" else 8] for name in "qkv"],
+            torch.tensor([0, 8]).int(),
+            8,
+            ranks.all,
         ),
         "the same number of heads": lambda: gd.context_parallel_attn(*[x[:, :1]] * 3, ranks.all, mode="ulysses"),
         "columns of b is": lambda: gd.gemm_all_reduce(x[0, 0], x[0, 0, :, : 8 - odd], ranks.all),
@@ -626,6 +797,15 @@ def check_disagreement_is_said_on_every_rank(ranks):
         ),
         "reduction must be": lambda: gd.vocab_parallel_linear_cross_entropy(
             row, row, target, ranks.all, reduction="max" if odd else "sum"
+        ),
+        "class_weight must have shape": lambda: gd.vocab_parallel_linear_cross_entropy(
+            row, row, target, ranks.all, class_weight=torch.ones(8 * RANKS - odd)
+        ),
+        "class_weight must be float32": lambda: gd.vocab_parallel_linear_cross_entropy(
+            row, row, target, ranks.all, class_weight=torch.ones(8 * RANKS, dtype=torch.float64 if odd else None)
+        ),
+        "class_weight requires a gradient": lambda: gd.vocab_parallel_linear_cross_entropy(
+            row, row, target, ranks.all, class_weight=torch.ones(8 * RANKS, requires_grad=odd)
         ),
         "classes must be": lambda: gd.vocab_parallel_linear_cross_entropy(row, row, target, ranks.all, classes=-5),
         "dim must be": lambda: gd.gather_sequence(x, ranks.all, dim=5 if odd else 2),
@@ -749,7 +929,7 @@ def check_early_runs_wait_for_the_keys_that_they_see(ranks):
         for seed, rules in enumerate(RULES):
             layout, length = ("contiguous", 3) if seed == 3 else ("zigzag", 61)
             case = attention_case(seed, length, (4, 2), (16, 8), rules)
-            compare(ranks, ranks.groups[seed % 2], "all_gather", layout, case, f"{rules} {layout} {length}")
+            compare(ranks, (ranks.all, ranks.pair)[seed % 2], "all_gather", layout, case, f"{rules} {layout} {length}")
     finally:
         gathered._STAGED_BYTES = least
 
@@ -860,11 +1040,14 @@ def _work(rank, folder, checks, size, cuda):
     )
     ranks, failed = Ranks(folder), []
     for name in checks:
+        begin = time.monotonic()
+        ranks.progress(f"{name} ")
         try:
             globals()[name](ranks)
         except BaseException:
             failed.append(f"rank {rank}: {name}\n{traceback.format_exc()}")
             break  # the other ranks may wait for this one
+        ranks.progress(f"{time.monotonic() - begin:.1f} s\n")
     ranks.report(failed)
     if cuda and not failed:
         with contextlib.suppress(Exception):
@@ -886,9 +1069,8 @@ def _all_checks(folder, size, cuda, seconds):
         worker.join(5)
     for worker in workers:
         worker.kill()
-    reports = [
-        (folder / str(r)).read_text() if (folder / str(r)).exists() else f"rank {r}: no report" for r in range(size)
-    ]
+    read = lambda name, otherwise: (folder / name).read_text() if (folder / name).exists() else otherwise  # noqa: E731
+    reports = [read(str(r), f"rank {r}: no report; it came so far:\n{read(f'progress{r}', '')}") for r in range(size)]
     assert not any(reports), "\n\n".join(reports)
 
 
@@ -1090,38 +1272,151 @@ def test_a_timeline_counts_copies_between_gpus(monkeypatch):
     assert timeline.overlap(moved, others) == 5 and timeline.sent_bytes(events, 2) == 100
 
 
-def test_a_staging_buffer_is_used_again_only_after_a_barrier(monkeypatch):
+class _Stream:
+    """What is ordered before what a stream is given next."""
+
+    def __init__(self, *_, **__):
+        self.done, self.events = set(), 0
+
+    def record_event(self):
+        self.events += 1
+        return frozenset(self.done)
+
+    def wait_event(self, event):
+        self.done |= event
+
+    def wait_stream(self, other):
+        self.done |= other.done
+
+
+@pytest.fixture
+def staging(monkeypatch):
+    """A pool of buffers in plain memory, whose barriers are remembered in `waits`; the current stream is `here`."""
     from types import SimpleNamespace
 
     from torch_gpukern.distributed import symmetric
 
-    pool = symmetric.Pool.__new__(symmetric.Pool)
-    pool.ranks = SimpleNamespace(timeout_s=1.0)
-    pool.barriers, pool._buffers, waits = 0, [], []
+    class Pool(symmetric.Pool):
+        def _made(self, size):
+            data = torch.zeros(size, dtype=torch.uint8)
 
-    def made(size):
-        handle = SimpleNamespace(barrier=lambda **_: waits.append(pool.barriers))
-        pool._buffers.append(symmetric.Buffer(torch.empty(size, dtype=torch.uint8), handle))
-        return pool._buffers[-1]
+            def get_buffer(rank, shape, dtype, at):
+                return data.view(dtype)[at : at + math.prod(shape)].view(shape)
 
-    monkeypatch.setattr(pool, "_made", made, raising=False)
-    taken = []
+            self._buffers.append(symmetric.Buffer(data, SimpleNamespace(barrier=self.met, get_buffer=get_buffer)))
+            return self._buffers[-1]
+
+        def met(self, **_):
+            self.waits.append(self.barriers)
+            self.here.done.add(f"barrier {self.barriers}")
+
+    monkeypatch.setattr(torch.cuda, "Stream", _Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: pool.here)
+    pool = Pool(SimpleNamespace(timeout_s=1.0), torch.device("cuda", 0))
+    pool.waits, pool.here = [], _Stream()
+    return pool
+
+
+def test_a_staging_buffer_is_used_again_only_after_a_barrier(staging):
+    from torch_gpukern.distributed import symmetric
+
+    pool, taken = staging, []
     for _ in range(6):  # one transfer behind the other: two buffers alternate, a barrier each
         buffer = pool.take(64)
         pool.barrier(buffer)
         pool.release(buffer)
         taken.append(id(buffer))
-    assert len(pool._buffers) == 2 and taken == taken[:2] * 3 and len(waits) == 6
+    assert len(pool._buffers) == 2 and taken == taken[:2] * 3 and len(pool.waits) == 6
     held = [pool.take(64) for _ in range(symmetric._MOST_BUFFERS)]  # many at once: each its own
     assert len({id(x) for x in held}) == symmetric._MOST_BUFFERS
     for buffer in held:
         pool.release(buffer)
-    before = len(waits)
+    before = len(pool.waits)
     pool.take(64)  # every buffer may still be read: a barrier first
-    assert len(waits) == before + 1
+    assert len(pool.waits) == before + 1
     for size in (0, symmetric._MOST_BYTES + 1):
         assert symmetric.pool_for(torch.device("cuda"), None, size) is None
     assert symmetric.pool_for(torch.device("cpu"), None, 1 << 24) is None
+    assert pool.here.events == 0  # of one stream none is needed
+
+
+def test_streams_that_share_staging_buffers_follow_each_other(staging):
+    """A barrier speaks for its stream alone: who takes a buffer goes on behind the reads and barriers of another stream."""
+    pool, first, second = staging, staging.here, _Stream()
+
+    def transfer(name):
+        buffer = pool.take(64)
+        pool.barrier(buffer)
+        pool.here.done.add(f"reads {name}")
+        pool.release(buffer)
+        return buffer
+
+    a = transfer("a")
+    pool.here = second
+    b = transfer("b")
+    assert b is not a and {"reads a", "barrier 0"} <= second.done
+    pool.here = first
+    assert transfer("c") is a and {"reads b", "barrier 1"} <= first.done  # that barrier was the second stream's
+    first.done.add("more")
+    pool.here = second
+    assert transfer("d") is b and "reads c" in second.done and "more" not in second.done
+    pool.here, buffer = first, pool.take(64)  # taken on one stream, read on another
+    pool.barrier(buffer)
+    first.done.add("writes e")
+    pool.here = second
+    second.done.add("reads e")
+    pool.release(buffer)
+    pool.here = first
+    pool.take(64)
+    assert "reads e" in first.done and "writes e" in second.done
+
+
+@pytest.mark.parametrize("fails", ("barrier", "copies"))
+def test_a_call_that_raises_gives_its_staging_buffers_back(staging, monkeypatch, fails):
+    from types import SimpleNamespace
+
+    from torch_gpukern.distributed import products, symmetric, transport
+
+    pool = staging
+    ranks = SimpleNamespace(rank=0, size=2, around=lambda step: (step % 2, step % 2))
+    monkeypatch.setitem(symmetric._pools, "pair", (None, pool))
+    monkeypatch.setattr(transport, "pool_for", lambda *_: pool)
+    monkeypatch.setattr(products, "ranks_of", lambda _: ranks)
+
+    @contextlib.contextmanager
+    def copying():
+        pool.stream.done.add("copy")
+        yield
+        raise MemoryError
+
+    def met(**_):
+        raise MemoryError
+
+    monkeypatch.setattr(pool, *(("met", met) if fails == "barrier" else ("copying", copying)))
+    for _ in range(3):
+        with pytest.raises(MemoryError):
+            torch.ops.gpukern.gather_rows(torch.zeros(4, 8), 8, "pair")
+        assert len(pool._buffers) == 1 and not pool._buffers[0].busy
+        pool.barriers += 1  # as the next call's
+    assert fails == "barrier" or "copy" in pool.here.done
+
+
+def test_ranks_tell_each_other_the_gpu_of_their_tensors(monkeypatch):
+    """Which need not be the current one."""
+    from types import SimpleNamespace
+
+    from torch_gpukern.distributed import symmetric
+
+    asked = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: asked.append(b) or True)
+
+    def gather(told, mine, group):
+        told[:] = [mine, (mine[0], 3, mine[2]) if isinstance(mine, tuple) else mine]
+
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    assert symmetric.reaches_all(torch.device("cuda", 2), SimpleNamespace(size=2, group=None)) and asked == [3]
 
 
 def test_which_sums_go_through_mailboxes(monkeypatch):

@@ -6,8 +6,10 @@ The error rule is the ops' own: the judge is "eager" in float64, and in float32 
 """
 
 import contextlib
+import functools
 import types
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -134,13 +136,29 @@ def padding(lengths, total, side):
 
 
 def assert_as_eager(make, run, **changes):
-    """run(model) gives a dict of tensors; ours against eager's, by the rule of twice its own error."""
-    ways = (("exact", torch.float64), ("eager", torch.float32), ("gpukern", torch.float32))
-    want, yard, got = (run(build(make, way, dtype, **changes)) for way, dtype in ways)
+    """run(model) gives a dict of tensors; ours against eager's, by the rule of twice its own error.
+
+    Of two sequences' gradients a layer's largest error hangs on a few scores, which may all round luckily: what eager makes with
+    other weights counts too, each result brought to the size of this model's.
+    """
+
+    @functools.cache
+    def pair(seed):
+        ways = (("exact", torch.float64), ("eager", torch.float32))
+        return [run(build(make, way, dtype, seed, **changes)) for way, dtype in ways]
+
+    def yards(name, draw):
+        (want, yard), first = pair(draw), pair(0)[0][name]
+        if draw == 0 or name not in want or want[name].shape != first.shape or not want[name].any():
+            return [] if draw else [yard[name]]  # an expert that no token chose
+        size = first.abs().max() / want[name].abs().max()
+        return [(yard[name] * size, want[name].double() * size)]
+
+    (want, yard), got = pair(0), run(build(make, "gpukern", torch.float32, **changes))
     assert want.keys() == yard.keys() == got.keys()
     for name, ref in want.items():
         if ref.is_floating_point():
-            assert_close_as(yard[name], got[name], ref.double(), name)
+            assert_close_as(partial(yards, name), got[name], ref.double(), name, sources=512)
         else:
             assert torch.equal(ref, got[name]), name
 

@@ -43,11 +43,10 @@ def saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _power_above(scale: Tensor) -> Tensor:
-    """The least power of two that is not below it."""
+    """The least power of two that is not below it, or the largest that float8_e8m0fnu has."""
     mantissa, exponent = torch.frexp(scale)
-    return torch.where(
-        scale.isfinite(), torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int()), torch.nan
-    )
+    above = torch.ldexp(torch.ones_like(scale), (exponent - (mantissa == 0.5).int()).clamp(max=127))
+    return torch.where(scale.isfinite(), above, torch.nan)
 
 
 def spread(scale: Tensor, rows: int, cols: int) -> Tensor:
@@ -64,7 +63,7 @@ def spread(scale: Tensor, rows: int, cols: int) -> Tensor:
 
 
 def quantize(x, dtype, granularity, *, scale_ub=None, scale=None):
-    """codes = x / scale, scale = max(amax / q, 2^-126) of each block."""
+    """codes = x / scale, scale = max(amax / q, 2^-126) of each block, at most what float32 holds."""
     wide = x if x.dtype is torch.float64 else x.float()
     high, across = _BLOCKS[granularity]
     if granularity == "tensor":
@@ -72,14 +71,16 @@ def quantize(x, dtype, granularity, *, scale_ub=None, scale=None):
     else:
         rows, cols = x.shape[-2:]
         high, across = high or max(rows, 1), across or max(cols, 1)
-        padded = F.pad(wide, (0, -cols % across, 0, -rows % high))
+        padded = F.pad(wide, (0, across - cols if granularity == "row" else -cols % across, 0, -rows % high))
         blocks = padded.unflatten(-1, (-1, across)).unflatten(-3, (-1, high))
         amax = blocks.abs().amax((-3, -1))
     bad = ~amax.isfinite()
     if scale_ub is not None:
         amax = amax.clamp(max=float(scale_ub))
     # by a tensor: PyTorch multiplies by the inverse of a number on CUDA
-    made = (amax / torch.full_like(amax, _LARGEST[dtype])).float().clamp(min=2.0**-126).masked_fill(bad, torch.nan)
+    made = amax / torch.full_like(amax, _LARGEST[dtype])
+    most = torch.finfo(torch.float32).max  # of a float64 beyond, whose codes saturate
+    made = made.clamp(max=most).float().clamp(min=2.0**-126).masked_fill(bad, torch.nan)
     if granularity == "1x32":
         made = _power_above(made)
     if scale is not None:
@@ -235,7 +236,7 @@ def sparse_pack(w):
     raw = w.contiguous().view(torch.uint8 if w.element_size() == 1 else torch.int16).reshape(n, k // 4, 4)
     values = raw.gather(-1, place).reshape(n, k // 2).view(w.dtype)
     bits = place[..., 0] | place[..., 1] << 2
-    bits = F.pad(bits, (0, bits.shape[1] % 2)).reshape(n, -1, 2)
+    bits = F.pad(bits, (0, bits.shape[1] % 2)).unflatten(1, (-1, 2))
     return values, (bits[..., 0] | bits[..., 1] << 4).to(torch.uint8)
 
 

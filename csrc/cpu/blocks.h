@@ -43,17 +43,24 @@ TABLE gk_gemm_blocks gk_gemm_blocks_avx512 = {{336, 128, 1024}, {280, 2048, 1024
  * with 280 0.97x 1.01x 1.00x 0.92x. Own, 64 rows: nb 512 kb 512 1.01x, nb 128 kb 1024 1.07x */
 TABLE gk_gemm_blocks gk_gemm_blocks_avx512bf16 = {{336, 128, 1024}, {280, 2048, 1024}, 2, 1 << 22};
 
-/* By size, no machine to measure on: kb x 32 of b is 32 KiB of an L1 of 48, 512 rows of a 512 KiB of an L2 of 2 MiB. The least task
- * has 16 times the multiply-adds of avx512's, which are as much faster. */
-TABLE gk_gemm_blocks gk_gemm_blocks_amx = {{512, 256, 512}, {512, 2048, 512}, 2, 1 << 24};
+/* kb x 32 of b is 32 KiB of an L1 of 48; what a task reads besides must stay in an L2 of 2 MiB, 1 of which random frames fill. Xeon of
+ * model 207, one thread, alternately, bf16 1024, 2048, 1024 NT: shared 512 x 2048 1.00x, 256 x 512 1.11x 1.14x 1.11x, kb 1024 with 256
+ * rows 1.14x 1.00x 1.23x. Own with a kept, of shared 256 x 512, and at 512: 512 x 256 1.06x 0.94x 1.06x 1.00x, 512 x 128 1.07x 0.85x
+ * 1.12x 1.09x, 256 x 128 1.08x 1.00x 1.13x 1.05x. The least task has 16 times the multiply-adds of avx512's, which are as much faster. */
+TABLE gk_gemm_blocks gk_gemm_blocks_amx = {{256, 128, 512}, {256, 512, 512}, 2, 1 << 24};
+/* AMX: where a's 256 rows are not longer, each worker keeps them packed, and b is not shared */
+#define GK_GEMM_KEPT_K 2048
 
 /* Rows up to which reading b in place beats packing it: across, bf16 4096 squared 16 rows 1.45x against 1.29x; along, 24 rows
  * 1.10x against 1.03x, 32 rows 1.00x against 1.04x. */
 enum {
     GK_SKINNY_ROWS_ACROSS = 16,
     GK_SKINNY_ROWS_ALONG = 24,
-    /* Beside AMX, by its sums: b of 16 bits at 12 GB/s is 12 GFLOP/s a row, avx512 has 110: of 9 rows tiles, which take b packed once
-     * into the L2, wait for memory alone. int8 the same: a row is 24 GOP/s, VPDPBUSD has 460. */
+    /* Beside AMX, packed for tiles, of read in place, Xeon of model 207, bf16, K x N 4096 x 4096 | 1024 x 1024. Across, rows 3, 4, 5, 8:
+     * 0.60x 0.70x 1.47x 1.63x | 4, 5, 8: 1.19x 1.87x 2.45x; along, rows 4, 6, 8: 0.49x 0.79x 0.95x | 8: 1.92x */
+    GK_SKINNY_ROWS_AMX_ACROSS = 4,
+    GK_SKINNY_ROWS_AMX_ALONG = 6,
+    /* int8, by its sums: a row is 24 GOP/s at 12 GB/s of b, VPDPBUSD has 460. */
     GK_SKINNY_ROWS_AMX = 8
 };
 
@@ -97,6 +104,9 @@ TABLE gk_attn_blocks gk_attn_fwd_blocks[] = {
      * 128 lanes: d64 1.15x | 2.27x, d128 1.08x | 2.10x, d256 1.10x | 1.96x, d512 1.11x | 1.93x. 128 keys: the same */
     {512, 256, 64, 32},
 };
+/* Tiles: O, which the L2 holds, is read and written a fourth as often. Xeon of model 207, one thread, of 256 x 64: 256 x 128 d64 1.12x,
+ * d128 1.13x, d256 1.14x; 256 x 256 1.17x 1.21x 1.22x; 128 x 256 1.05x 1.06x 1.22x; of 256 x 256, 256 x 512 1.01x 1.02x 1.04x */
+TABLE gk_attn_blocks gk_attn_fwd_blocks_tiled[] = {{512, 256, 256, 32}};
 
 /* ---- flash_attn backward ---------------------------------------------------------------------
  * A pair of tiles is bq queries x bkv keys; scores are made `strip` keys at a time, so that they are

@@ -273,6 +273,21 @@ static void dkv_task(void *arg, int64_t task, int64_t worker) {
 }
 
 /* ---- backward of the sinks ------------------------------------------------------------------- */
+/* Of some of the keys: sum over them of P (dP - delta). */
+static double part_of_row(const flash_job *job, const sequence *s, const row *r, int64_t h, int64_t i) {
+    const gk_flash_attn_args *x = job->x;
+    double sum = 0, k_buf[REF_MAX_HEAD_DIM], v_buf[REF_MAX_HEAD_DIM];
+    ref_score score = ref_score_make(&x->rules, s->b, h, s->diagonal, 1);
+    for (int64_t j = gk_span_lo(&s->span, i); j < gk_span_hi(&s->span, i); ++j) {
+        const int64_t h_kv = h / job->group;
+        const double *k = ref_row(&x->k, at(job, &x->k, s->b, s->start_k, h_kv, j), job->head_dim, k_buf);
+        const double *v = ref_row(&x->v, at(job, &x->v, s->b, s->start_k, h_kv, j), job->head_dim_v, v_buf);
+        double slope, logit = ref_logit(&score, ref_dot(r->q, k, job->head_dim), i, j, &slope);
+        sum += exp(logit - r->lse) * (ref_dot(r->dout, v, job->head_dim_v) - r->delta);
+    }
+    return sum;
+}
+
 /* Rows that see no key but the sink count too, whatever their dO holds: their lse is the sink. */
 static void dsink_task(void *arg, int64_t task, int64_t worker) {
     (void)worker;
@@ -287,8 +302,8 @@ static void dsink_task(void *arg, int64_t task, int64_t worker) {
             double x = 0;
             if (gk_span_lo(&s.span, i) < gk_span_hi(&s.span, i)) {
                 if (!row_load(&r, job, &s, task, i)) continue;
-                x = -exp(sink - r.lse) * r.delta;
-            } else if (dlse) {
+                x = -exp(sink - r.lse) * (job->bwd->is_part ? part_of_row(job, &s, &r, task, i) : r.delta);
+            } else if (dlse && !job->bwd->is_part) {
                 x = gk_load(dlse->data, dlse->dtype, at(job, dlse, s.b, s.start_q, task, i));
             }
             double next = sum + x;

@@ -4,6 +4,8 @@
 #include "../internal.h"
 #include "../scales.h"
 
+#include <float.h>
+
 static int64_t offset_of(const gk_tensor *t, int64_t lead, int64_t row, int64_t col) {
     int64_t offset = t->ndim ? col * t->stride[t->ndim - 1] : 0;
     if (t->ndim > 1) offset += row * t->stride[t->ndim - 2];
@@ -71,11 +73,11 @@ void gk_ref_quantize(const gk_context *ctx, const gk_quantize_args *a) {
                     if (a->given) {
                         scale = gk_load(a->given->data, a->given->dtype, whole ? 0 : b);
                     } else {
-                        if (a->scale_ub && most <= 1.7e308) most = fmin(most, *(const float *)a->scale_ub->const_data);
-                        float s = (float)(most / q);
+                        if (a->scale_ub && !isnan(most)) most = fmin(most, *(const float *)a->scale_ub->const_data);
+                        float s = (float)fmin(most / q, FLT_MAX); /* of a float64 beyond: its codes saturate */
                         if (!wide) s = (float)most / (float)q;
                         s = fmaxf(s, 0x1p-126f);
-                        if (!(most <= 1.7e308)) s = NAN;
+                        if (isnan(most)) s = NAN;
                         if (a->granularity == GK_PER_1X32) s = gk_e8m0_to_f32(gk_f32_to_e8m0(s));
                         scale = s;
                         gk_store(a->scale.data, a->scale.dtype, whole ? 0 : b, scale);

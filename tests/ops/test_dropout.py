@@ -55,7 +55,7 @@ def test_values_and_gradients(n, dtype, device):
     x, r, g = (randn(gen, 6, n, dtype=dtype, device=device) for _ in range(3))
     b, seed, p = randn(gen, n, dtype=dtype, device=device), seed_of(1, 2, device=device), 0.25
     keep = gk.dropout_mask((6, n), p, seed)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    wide = torch.float64  # in float32 the slope of F.gelu's tanh is off by up to 18 units by itself
 
     def dropped(y):
         return torch.where(keep, y.to(wide) * (1 / (1 - p)), 0)

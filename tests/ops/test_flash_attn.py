@@ -500,7 +500,8 @@ def test_backward_modifiers(case, device):
 
 @pytest.mark.parametrize("seq_q", (1, 3, 7))
 def test_backward_of_few_queries(seq_q, one_thread):
-    """Over many draws the RMS error of each gradient is PyTorch's or little more, and the largest within twice its largest.
+    """Over many draws the RMS error of each gradient is PyTorch's or little more, and the largest within twice its largest, as a
+    share of its sequence's largest gradient, and a rounding: else it is an error of the few sequences with the largest gradients.
 
     PyTorch sums the scores of few queries in short runs over head_dim; long ones err 1.5 times as much.
     """
@@ -518,12 +519,13 @@ def test_backward_of_few_queries(seq_q, one_thread):
         for name in tensors:
             errors = [(x[name].double() - want[name]).abs() for x in pair]
             squares[name] = tuple(s + e.square().mean().item() for s, e in zip(squares[name], errors))
-            largest[name] = tuple(max(m, e.max().item()) for m, e in zip(largest[name], errors))
+            size = want[name].abs().amax((1, 2, 3), keepdim=True)
+            largest[name] = tuple(max(m, (e / size).max().item()) for m, e in zip(largest[name], errors))
     for name in tensors:
         mine, own = (math.sqrt(s / draws) for s in squares[name])
         assert mine <= 1.25 * own, f"d{name}: RMS error {mine:.3e}, PyTorch makes {own:.3e}"
         mine, own = largest[name]
-        assert mine <= 2 * own, f"d{name}: max error {mine:.3e}, PyTorch makes {own:.3e}"
+        assert mine <= 2 * own + 2.0**-23, f"d{name}: max error {mine:.3e}, PyTorch makes {own:.3e}"
 
 
 @pytest.mark.parametrize("case", grid(48, lengths=LENGTH_PAIRS, dtype=FLOATS, mods=("none", "causal", "causal_end", "window"),
@@ -1085,6 +1087,31 @@ def test_varlen_opcheck_of_the_backward(dtype, device):
     torch.library.opcheck(ops.flash_attn_varlen_bwd.default, (grad, q, k, v, out, lse, *rest), kwargs)
 
 
+def _parts_of_sinks(q, k, v, grad, parts):
+    """On the CPU the parts' shares put right what the rounding of out is in the gradient of sinks (gpukern_ranks.h)."""
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    sinks = torch.linspace(-1, 1, q.shape[1], device=q.device, dtype=wide)
+    sinks[-1] = -torch.inf
+    dlse = torch.randn(q.shape[:3], dtype=wide, generator=torch.Generator().manual_seed(1)).to(q.device)
+    rules = dict(is_causal=True, softcap=3.0, sinks=sinks)
+    out, lse = ops.flash_attn_fwd(q, k, v, **rules)
+    want = ops.flash_attn_bwd(grad, q, k, v, out, lse, dlse, **rules)[3]
+    p = torch.exp(sinks[:, None] - lse)
+    delta = (grad.to(wide) * out.to(wide)).sum(-1) - dlse
+    got = -(p * (delta * (1 - p) - dlse)).sum((0, 2))
+    for first, keys in parts:
+        more = dict(diagonal=-first, grad_dtype=wide, is_part=True)
+        got = got + ops.flash_attn_bwd(grad, q, k[:, :, keys], v[:, :, keys], out, lse, dlse, **rules, **more)[3]
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.gpu
+def test_parts_of_the_keys_refuse_sinks_on_a_gpu():
+    q, lse = torch.zeros(1, 4, 8, 32, device="cuda"), torch.zeros(1, 4, 8, device="cuda")
+    with pytest.raises(ValueError, match="sinks must be missing where is_part is true"):
+        ops.flash_attn_bwd(q, q, q, q, q, lse, sinks=torch.zeros(4, device="cuda"), is_part=True)
+
+
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("cut", (1, 40, 64))
 def test_two_parts_of_the_keys_make_the_whole(dtype, cut):
@@ -1123,8 +1150,8 @@ def test_two_parts_of_the_keys_make_the_whole(dtype, cut):
     for got, ref in zip((dq, torch.cat(dk, 2), torch.cat(dv, 2)), want):
         assert ref.dtype == torch.float32
         torch.testing.assert_close(got, ref, **close)
-    with pytest.raises(ValueError, match="sinks must be missing where is_part is true"):
-        ops.flash_attn_bwd(grad, q, k, v, out, lse, is_causal=True, sinks=torch.zeros(4), is_part=True)
+    for kind in (dtype, torch.float16, torch.float64):  # float64: by plain loops
+        _parts_of_sinks(*(x.to(kind) for x in (q, k, v, grad)), parts)
     for wrong in (torch.float64, torch.float16):
         with pytest.raises(ValueError, match="out_dtype must be"):
             ops.flash_attn_fwd(q, k, v, out_dtype=wrong)

@@ -434,6 +434,19 @@ def test_raw_activation_gradient(activation, dtype, device):
     assert_close_as(bwd(yard_dtype(dtype)), ops.gemm_act_bwd(grad, saved, activation), bwd(torch.float64), "grad_in")
 
 
+@pytest.mark.parametrize("activation", ("gelu", "gelu_tanh"))
+@pytest.mark.parametrize("begin", (-6, -4, -2, 0, 2, 4))
+def test_slope_of_an_activation(begin, activation, device):
+    """Below 0 slopes are small: what 1 - tanh(u)^2 rounds would be most of them."""
+    x = torch.linspace(begin, begin + 2, 20001, device=device)
+
+    def slope(dtype):
+        leaf = x.to(dtype).requires_grad_()
+        return torch.autograd.grad(TORCH_ACTIVATION[activation](leaf).sum(), leaf)[0]
+
+    assert_close_as(slope(torch.float32), ops.gemm_act_bwd(torch.ones_like(x), x, activation), slope(torch.float64))
+
+
 @pytest.mark.parametrize("activation", ("gelu", "gelu_tanh", "silu"))
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_activation_gradient_at_the_ends(activation, dtype, device):

@@ -250,7 +250,8 @@ def test_into_and_accumulate_under_a_softcap_that_no_kernel_is_given(dtype, devi
         held, held_lse = ops.flash_attn_fwd(q, k[:, :, :20], v[:, :, :20], **rules, out_dtype=stats)
         ops.flash_attn_accumulate(q, k[:, :, 20:], v[:, :, 20:], held, held_lse, **rules)
         wide, _ = ops.flash_attn_fwd(q, k, v, **rules, out_dtype=stats)
-        torch.testing.assert_close(held, wide, atol=2e-5, rtol=2e-5)
+        near = 4e-3 if dtype == BF16 else 2e-5  # tiles and pairs round P, beside another maximum in each part
+        torch.testing.assert_close(held, wide, atol=near, rtol=near)
         torch.testing.assert_close(held_lse, want_lse, atol=2e-5, rtol=2e-5)
 
 

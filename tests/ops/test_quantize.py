@@ -228,6 +228,32 @@ def test_a_tensor_of_nothing_has_a_scale(device):
             assert codes.shape == shape and scale.item() == 2.0**-126
 
 
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_float64_beyond_float32(dtype, granularity):
+    """A scale that float32 does not hold is its largest, and codes saturate; a bound holds, too. Infinity alone gives NaN."""
+    for big in (1e39, 1e300, 1.79e308):
+        x = torch.tensor([[1.0, -big, 0.0, big / 4]], dtype=torch.float64)
+        for bound in (None, 10.0):
+            codes, scale = torch_gpukern.quantize(x, dtype, granularity, scale_ub=bound)
+            want, want_scale = reference.quantize(x, dtype, granularity, scale_ub=bound)
+            assert_bits(bits(scale), bits(want_scale))
+            assert_bits(bits(codes), bits(want))
+            assert scale.double().isfinite().all() and codes.double()[0, 1] < 0
+            assert bound is None or scale.double().max() < 1
+    assert torch_gpukern.quantize(x * 10, dtype, granularity)[1].isnan().all()
+
+
+def test_matrices_of_nothing():
+    for shape, granularity in itertools.product(((3, 0), (0, 3), (0, 0), (2, 3, 0)), GRANULARITIES):
+        for dtype in (torch.float32, torch.float64):
+            got = torch_gpukern.quantize(torch.ones(shape, dtype=dtype), torch.int8, granularity)
+            want = reference.quantize(torch.ones(shape, dtype=dtype), torch.int8, granularity)
+            for a, b in zip(got, want, strict=True):
+                assert a.shape == b.shape and a.dtype == b.dtype
+                assert_bits(bits(a), bits(b))
+
+
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan])
 def test_bounds_and_scales_that_are_none(bad):
     """A scale of 0 makes every code the largest one, and a negative or NaN bound is none."""

@@ -36,6 +36,13 @@ def test_packing(dtype, device):
         )
 
 
+@pytest.mark.parametrize("shape", ((0, 8), (0, 4), (3, 0), (0, 0)))
+def test_packing_of_nothing(shape, device):
+    w = torch.ones(shape, dtype=torch.bfloat16, device=device)
+    for got, want in zip(torch_gpukern.sparse_pack(w), reference_quantised.sparse_pack(w), strict=True):
+        assert got.shape == want.shape and got.dtype == want.dtype
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_small_integers_are_exact(dtype, device):
     for m, n, k in ((1, 1, 4), (5, 70, 200), (130, 65, 1028), (33, 128, 12), (3, 4, 0)):

@@ -11,7 +11,6 @@ Liu et al., "Ring Attention with Blockwise Transformers" (2023), arXiv:2310.0188
 arXiv:2309.14509.
 """
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -19,7 +18,9 @@ from torch import Tensor
 
 from .._library import are_deterministic, library, ops
 from ..ops import flash_attn, flash_attn_varlen
+from ..ops.attention import autocast
 from . import gathered, ring, transport, ulysses
+from .declare import declare
 from .local import Call, empty_results, sum_sinks
 from .ranks import Group, Ranks, agree, checked, facts, process_group, ranks_of, refuse
 from .sequence import Cut, Layout, check_alone, check_layout, cut_of, total_of, whole_cut
@@ -85,7 +86,7 @@ def context_parallel_attn(
     K and V and of their float32 gradients; ulysses the shards once more.
 
     Gradients: q, k, v and sinks, through out and lse. Those of k and v are summed over ranks in float32 in a fixed order and
-    rounded once. A second backward raises NotImplementedError.
+    rounded once. A second backward raises NotImplementedError. Autocast casts as for `flash_attn`.
 
     Raises:
         ValueError: what `flash_attn` refuses, a shard of a length that the cut does not give, a mode or layout that does not
@@ -98,7 +99,8 @@ def context_parallel_attn(
     if alibi_slopes is not None and alibi_slopes.requires_grad:
         refuse(group, what, q.device, _NO_GRADIENT)
     if group.size() == 1:
-        check_alone(what, q.shape[2], seq_len)
+        if q.dim() == k.dim() == v.dim() == 4:  # what else is no call is refused by the op
+            check_alone(what, seq_len, q=q.shape[2], k=k.shape[2], v=v.shape[2])
         return flash_attn(
             q, k, v, is_causal=is_causal, scale=scale, window_left=window_left, window_right=window_right, softcap=softcap,
             alibi_slopes=alibi_slopes, sinks=sinks, return_lse=return_lse,
@@ -147,9 +149,7 @@ def _begin(what: str, q, k, v, call: Call, layout: str, mode: str, seq_len: int,
                 raise ValueError(f"{what}: {name} must have 4 dimensions, got {x.dim()}")
             if x.dtype != q.dtype:
                 raise ValueError(f"{what}: {name} has dtype {x.dtype}, q has {q.dtype}; they must match")
-        cut = whole_cut(what, "q", q.shape[2], ranks, seq_len, layout)
-        for name, x in (("k", k), ("v", v)):
-            whole_cut(what, name, x.shape[2], ranks, seq_len, layout)
+        cut = whole_cut(what, ranks, seq_len, layout, q=q.shape[2], k=k.shape[2], v=v.shape[2])
         chosen = mode_of(k, v, ranks.size) if mode == "auto" else mode
         if chosen == "ulysses" and (q.shape[1] % ranks.size or k.shape[1] % ranks.size):
             raise ValueError(
@@ -233,22 +233,7 @@ def _backward(ctx, grad_out, grad_lse):
     return dq, dk, dv, None, None if sinks is None else dsinks, *(None for _ in ctx.rest)
 
 
-def declare(
-    name: str, kernel: Callable, fake: Callable, differentiate: Callable | None = None, keep: Callable | None = None
-) -> None:
-    """An op of several ranks, on both devices. Without `differentiate` its backward is refused by name."""
-    for key in ("CPU", "CUDA"):
-        library.impl(name, kernel, key)
-    torch.library.register_fake(f"gpukern::{name}", fake, lib=library)
-    if differentiate is None:
-
-        def differentiate(ctx, *grads):
-            raise NotImplementedError(f"gpukern::{name}: it has no backward")
-
-    torch.library.register_autograd(f"gpukern::{name}", differentiate, setup_context=keep, lib=library)
-
-
-declare("cp_attn_fwd", _fwd, _fwd_fake, _backward, _context)
+declare("cp_attn_fwd", _fwd, _fwd_fake, _backward, _context, autocast)
 declare("cp_attn_bwd", _bwd, _bwd_fake)
 
 
@@ -292,7 +277,7 @@ def context_parallel_attn_varlen(
         out [T of this rank, Hq, Dv] in q's dtype; with return_lse also lse [T of this rank, Hq]. Every rank gathers K and V
         (mode all_gather of `context_parallel_attn`). Nothing of cu_seqlens is read on the host.
 
-    Gradients: q, k, v and sinks. A second backward raises NotImplementedError.
+    Gradients: q, k, v and sinks. A second backward raises NotImplementedError. Autocast casts as for `flash_attn_varlen`.
 
     Raises:
         ValueError: as `context_parallel_attn`. IndexError: contents of cu_seqlens, as `flash_attn_varlen`: on a GPU by a later call.
@@ -302,7 +287,8 @@ def context_parallel_attn_varlen(
     if alibi_slopes is not None and alibi_slopes.requires_grad:
         refuse(group, what, q.device, _NO_GRADIENT)
     if group.size() == 1:
-        check_alone(what, q.shape[0], seq_len)
+        if q.dim() == k.dim() == v.dim() == 3:  # what else is no call is refused by the op
+            check_alone(what, seq_len, q=q.shape[0], k=k.shape[0], v=v.shape[0])
         return flash_attn_varlen(
             q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, is_causal=is_causal, scale=scale, window_left=window_left,
             window_right=window_right, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, return_lse=return_lse,
@@ -360,7 +346,7 @@ def _begin_packed(q, k, v, cu_seqlens, max_seqlen, call: Call, layout, seq_len, 
         for name, x in (("q", q), ("k", k), ("v", v)):
             if x.dim() != 3:
                 raise ValueError(f"{what}: {name} must have 3 dimensions, got {x.dim()}")
-            found.append(whole_cut(what, name, x.shape[0], ranks, seq_len, layout))
+        found.append(whole_cut(what, ranks, seq_len, layout, q=q.shape[0], k=k.shape[0], v=v.shape[0]))
         call.check(what, *(x[None].transpose(1, 2) for x in (q, k, v)))
         _check_cu_seqlens(what, cu_seqlens, max_seqlen, found[0].length)
         shapes = {
@@ -481,5 +467,5 @@ def _varlen_backward(ctx, grad_out, grad_lse):
     return dq, dk, dv, None, None, None, None if sinks is None else dsinks, *(None for _ in ctx.rest)
 
 
-declare("cp_attn_varlen_fwd", _varlen_fwd, _varlen_fwd_fake, _varlen_backward, _varlen_context)
+declare("cp_attn_varlen_fwd", _varlen_fwd, _varlen_fwd_fake, _varlen_backward, _varlen_context, autocast)
 declare("cp_attn_varlen_bwd", _varlen_bwd, _varlen_bwd_fake)

@@ -25,7 +25,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return exchange(grad, *ctx.back), None, None, None
+        return _Exchange.apply(grad, *ctx.back), None, None, None
 
 
 def _describe(x: Tensor, expert_of: Tensor, weight_of: Tensor, matrices: dict[str, Tensor | None]) -> dict[str, object]:

@@ -102,14 +102,15 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(dq, dk, dv, dsinks), the first three float32 (float64 with float64).
 
-    part: k and v are some of the keys that out and lse are of. dq is then these keys' share, and there is no dsinks.
+    part: k and v are some of the keys that out and lse are of. dq is then these keys' share, and so is dsinks on the CPU (gpukern.h);
+    on a GPU there is none.
     """
-    arguments = (call.without_sinks() if part else call).arguments()
+    arguments = call.arguments()
     grads = ops.flash_attn_bwd(
         grad_out, q, k, v, out, lse, grad_lse, diagonal=diagonal, deterministic=are_deterministic(),
         grad_dtype=lse.dtype, is_part=part, **arguments,
     )  # fmt: skip
-    return *grads[:3], None if call.sinks is None or part else grads[3]
+    return *grads[:3], None if call.sinks is None else grads[3]
 
 
 def sum_sinks(dsinks: Tensor | None, call: Call, lse: Tensor, ranks: Ranks) -> Tensor | None:

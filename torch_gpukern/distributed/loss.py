@@ -15,11 +15,11 @@ from torch import Tensor
 from .._library import library, ops
 from ..ops import linear_cross_entropy
 from ..ops import linear_cross_entropy_chunks as chunks
-from ..ops.cross_entropy import Reduction, reduce_rows
+from ..ops.cross_entropy import Reduction, reduce_rows, weight_of_mean
 from ..ops.gemm import _torch_allows_tf32
 from ..ops.wrong_types import refuse_non_tensors
 from . import transport
-from .attention import declare
+from .declare import declare
 from .ranks import Group, Ranks, agree, facts, process_group, refuse
 from .sequence import Cut
 
@@ -35,6 +35,7 @@ def vocab_parallel_linear_cross_entropy(
     group: Group = None,
     bias: Tensor | None = None,
     *,
+    class_weight: Tensor | None = None,
     classes: int | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
@@ -52,6 +53,7 @@ def vocab_parallel_linear_cross_entropy(
         group: a `ProcessGroup`, a `DeviceMesh` of one dimension, or None for all ranks. With one rank this is
             `linear_cross_entropy` with low_memory.
         bias: [V of this rank], x's dtype.
+        class_weight: [V of the whole] float32 (float64 with float64), the same on every rank, `cross_entropy`'s weight. It has no gradient.
         classes: V of the whole; needed where the ranks have unequal numbers of classes.
         ignore_index, label_smoothing, softcap, logit_scale, reduction, z_loss: as for `linear_cross_entropy`.
 
@@ -60,7 +62,7 @@ def vocab_parallel_linear_cross_entropy(
 
     Gradients: x, weight and bias. x's is the sum over ranks, in float32 in rank order, rounded once: the same on every rank.
     Those of weight and bias are of this rank's classes. The loss is the same on every rank, and so its gradient must be. A second
-    backward raises NotImplementedError.
+    backward raises NotImplementedError. Autocast casts x, weight and bias.
 
     Sent: 8 bytes a row forward (12 with label smoothing), and in backward the float32 gradient of x to its owners and back.
     Memory beyond arguments and results: 4 M H + 512 MiB on each rank, and 4 M H on the way between ranks (float64: 8 M H).
@@ -73,6 +75,7 @@ def vocab_parallel_linear_cross_entropy(
     if reduction not in get_args(Reduction):
         refuse(group, _NAME, x.device, f"reduction must be none, mean or sum, got '{reduction}'")
     rules = dict(
+        class_weight=class_weight,
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
         softcap=softcap,
@@ -88,22 +91,24 @@ def vocab_parallel_linear_cross_entropy(
     precision = "tf32" if x.is_cuda and x.dtype == torch.float32 and _torch_allows_tf32() else "ieee"
     if classes is not None and classes < 0:
         refuse(group, _NAME, x.device, f"classes must be at least 0, got {classes}")
+    if class_weight is not None and class_weight.requires_grad:
+        refuse(group, _NAME, x.device, "class_weight requires a gradient and has none; pass class_weight.detach()")
+    if class_weight is not None and reduction == "mean":
+        rules["class_weight"] = class_weight = weight_of_mean(class_weight, target, ignore_index)
     whole = -1 if classes is None else classes
     loss, _ = ops.vocab_parallel_lce_fwd(x, weight, target, bias, *rules.values(), precision, whole, group.group_name)
-    return reduce_rows(_NAME, loss, target, None, ignore_index, reduction)
+    return reduce_rows(_NAME, loss, target, class_weight, ignore_index, reduction)
 
 
 # ---- the ops ----------------------------------------------------------------------------------------
 
 _RULES = (
-    "int ignore_index, float label_smoothing, float softcap, float logit_scale, float z_loss, str fp32_precision, "
+    "Tensor? bias, Tensor? class_weight, int ignore_index, float label_smoothing, float softcap, float logit_scale, float z_loss, str fp32_precision, "
     "SymInt classes, str group"
 )
+library.define(f"vocab_parallel_lce_fwd(Tensor x, Tensor weight, Tensor target, {_RULES}) -> (Tensor loss, Tensor lse)")
 library.define(
-    f"vocab_parallel_lce_fwd(Tensor x, Tensor weight, Tensor target, Tensor? bias, {_RULES}) -> (Tensor loss, Tensor lse)"
-)
-library.define(
-    "vocab_parallel_lce_bwd(Tensor grad_loss, Tensor x, Tensor weight, Tensor target, Tensor lse, Tensor? bias, "
+    "vocab_parallel_lce_bwd(Tensor grad_loss, Tensor x, Tensor weight, Tensor target, Tensor lse, "
     f"{_RULES}, bool need_x, bool need_weight, bool need_bias) -> (Tensor dx, Tensor dweight, Tensor dbias)"
 )
 
@@ -131,21 +136,28 @@ def _begin(x, weight, target, bias, rules: chunks.Rules, classes: int, group: st
         refuse_non_tensors(_NAME, x=x, weight=weight, target=target)
         _require(x.dtype in chunks.FLOATS, f"x must be float32, bfloat16, float16 or float64, got {x.dtype}")
         _require(weight.dim() == 2, f"weight must have 2 dimensions [V, H], got {weight.dim()}")
+        first, whole = _own_classes(weight, ranks, classes)
         given, none = rules._asdict(), target.reshape(-1)[:0]
+        class_weight, own = given.pop("class_weight"), None
+        if class_weight is not None:
+            shape = list(class_weight.shape)
+            _require(shape == [whole], f"class_weight must have shape [{whole}], got {shape}")
+            own = class_weight[first : first + weight.shape[0]]
         if weight.shape[0]:  # what the op of one rank refuses, by a call of no row
             _require(
                 target.shape == x.shape[:-1], f"target must have shape {list(x.shape[:-1])}, got {list(target.shape)}"
             )
             try:
-                ops.linear_cross_entropy_rows(x.new_empty(0, *x.shape[-1:]), weight, none, bias, **given)
+                ops.linear_cross_entropy_rows(
+                    x.new_empty(0, *x.shape[-1:]), weight, none, bias, class_weight=own, **given
+                )
             except ValueError as error:
                 raise ValueError(f"{_NAME}: {str(error).partition(': ')[2] or error}") from None
-        found.extend(_own_classes(weight, ranks, classes))
-        _check_targets(target, found[1], rules.ignore_index)
-        del given["class_weight"]
+        found.extend((first, whole))
+        _check_targets(target, whole, rules.ignore_index)
         columns = "by classes" if classes >= 0 else weight.shape[0]
         more = {"classes": classes, "classes of weight": columns, "bias given": bias is not None}
-        return facts(x=x, target=target) | given | more
+        return facts(x=x, target=target, class_weight=class_weight) | given | more
 
     agree(ranks, _NAME, x.device, describe)
     return ranks, *found
@@ -162,16 +174,21 @@ def _check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
 
 
 def _fwd(
-    x, weight, target, bias, ignore_index, label_smoothing, softcap, logit_scale, z_loss, fp32_precision, classes, group
-):
-    rules = chunks.Rules(None, ignore_index, label_smoothing, softcap, logit_scale, z_loss, fp32_precision)
+    x, weight, target, bias, class_weight, ignore_index, label_smoothing, softcap, logit_scale, z_loss, fp32_precision, classes, group
+):  # fmt: skip
+    rules = chunks.Rules(class_weight, ignore_index, label_smoothing, softcap, logit_scale, z_loss, fp32_precision)
     ranks, first, whole = _begin(x, weight, target, bias, rules, classes, group)
     flat = target.reshape(-1)
     mine = chunks.part_of_rows(x.reshape(flat.numel(), x.shape[-1]), weight, flat, bias, rules, first)
     parts = transport.all_of(mine, ranks)
     lse = torch.stack([part[0] for part in parts]).logsumexp(0)
     own, *logits = transport.in_rank_order([part[1:] for part in parts])
-    loss = lse - (1 - label_smoothing) * own if label_smoothing else lse - own
+    if class_weight is None:
+        loss = lse - (1 - label_smoothing) * own if label_smoothing else lse - own
+    else:
+        loss = (1 - label_smoothing) * class_weight[flat.clamp(0, whole - 1)] * (lse - own)
+        if label_smoothing:
+            loss = loss + (label_smoothing / whole) * class_weight.sum() * lse
     for total in logits:
         loss = loss - (label_smoothing / whole) * total
     if z_loss:
@@ -184,10 +201,10 @@ def _fwd(
 
 
 def _bwd(
-    grad_loss, x, weight, target, lse, bias, ignore_index, label_smoothing, softcap, logit_scale, z_loss, fp32_precision, classes,
-    group, need_x, need_weight, need_bias,
+    grad_loss, x, weight, target, lse, bias, class_weight, ignore_index, label_smoothing, softcap, logit_scale, z_loss, fp32_precision,
+    classes, group, need_x, need_weight, need_bias,
 ):  # fmt: skip
-    rules = chunks.Rules(None, ignore_index, label_smoothing, softcap, logit_scale, z_loss, fp32_precision)
+    rules = chunks.Rules(class_weight, ignore_index, label_smoothing, softcap, logit_scale, z_loss, fp32_precision)
     ranks = Ranks(group)  # they agreed in the forward
     first, whole = _own_classes(weight, ranks, classes)
     flat = target.reshape(-1)
@@ -223,21 +240,21 @@ def _bwd_fake(grad_loss, x, weight, target, lse, bias, *more):
 
 
 def _context(ctx, inputs, output) -> None:
-    x, weight, target, bias, *ctx.rest = inputs
-    ctx.save_for_backward(x, weight, target, bias, output[1])
+    x, weight, target, bias, class_weight, *ctx.rest = inputs
+    ctx.save_for_backward(x, weight, target, bias, class_weight, output[1])
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, grad_loss, _):
-    x, weight, target, bias, lse = ctx.saved_tensors
+    x, weight, target, *vectors, lse = ctx.saved_tensors
     needs = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
     if grad_loss is None or not any(needs):
-        return (None,) * (4 + len(ctx.rest))
-    dx, dweight, dbias = ops.vocab_parallel_lce_bwd(grad_loss, x, weight, target, lse, bias, *ctx.rest, *needs)
+        return (None,) * (5 + len(ctx.rest))
+    dx, dweight, dbias = ops.vocab_parallel_lce_bwd(grad_loss, x, weight, target, lse, *vectors, *ctx.rest, *needs)
     found = [grad if needed else None for grad, needed in zip((dx, dweight, dbias), needs)]
-    return found[0], found[1], None, found[2], *(None for _ in ctx.rest)
+    return found[0], found[1], None, found[2], None, *(None for _ in ctx.rest)
 
 
-declare("vocab_parallel_lce_fwd", _fwd, _fwd_fake, _backward, _context)
+declare("vocab_parallel_lce_fwd", _fwd, _fwd_fake, _backward, _context, autocast=("x", "weight", "bias"))
 declare("vocab_parallel_lce_bwd", _bwd, _bwd_fake)

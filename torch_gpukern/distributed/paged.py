@@ -6,8 +6,9 @@ from torch import Tensor
 
 from .._library import library, ops
 from ..ops import paged_attn
+from ..ops.paged_attn import _cast
 from . import transport
-from .attention import declare
+from .declare import declare
 from .ranks import Group, agree, facts, process_group, ranks_of
 
 __all__ = ["context_parallel_paged_attn"]
@@ -50,7 +51,7 @@ def context_parallel_paged_attn(
         float32. Windows and ALiBi need places of keys, which spread keys do not have: gather them, or let a window's keys lie
         on one rank.
 
-    Can be captured in a CUDA graph (NCCL). There is no gradient.
+    Can be captured in a CUDA graph (NCCL). There is no gradient. Autocast casts as for `paged_attn`.
 
     Raises:
         ValueError: as `paged_attn`, or ranks that pass different things; on every rank alike. IndexError: as `paged_attn`.
@@ -129,4 +130,4 @@ def _fake(q, k_cache, v_cache, *_):
     return q.new_empty((*q.shape[:2], v_cache.shape[3])), q.new_empty(q.shape[:2], dtype=lse)
 
 
-declare("cp_paged_attn", _fwd, _fake)
+declare("cp_paged_attn", _fwd, _fake, autocast=_cast)

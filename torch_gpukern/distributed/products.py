@@ -10,7 +10,8 @@ from torch import Tensor
 
 from .._library import library, ops
 from . import transport
-from .attention import declare
+from .alike import alike
+from .declare import declare
 from .ranks import Group, Ranks, agree, checked, process_group, ranks_of, size_of
 from .sequence import Cut, cut_of
 
@@ -113,7 +114,8 @@ def all_gather_gemm(
     Returns:
         out [M of all ranks, N of this rank] in a's dtype; with return_gathered also a of all ranks, in their order.
 
-    Gradients: a (the ranks' shares summed in float32 in rank order, rounded once), b and bias. Several calls may be in flight.
+    Gradients: a (the ranks' shares summed in float32 in rank order, rounded once), b and bias; twice differentiable, but for a through
+    both results. Several calls may be in flight. Autocast casts these three.
 
     Raises:
         ValueError: shapes or dtypes that do not fit, or ranks that pass different things; on every rank alike.
@@ -192,16 +194,18 @@ def _gather_context(ctx, inputs, output) -> None:
     ctx.rows, ctx.has_bias = a.shape[0], bias is not None
     saved = out if ctx.activation == "relu" else preact
     ctx.save_for_backward(b, gathered, saved)
-    ctx.mark_non_differentiable(preact)
     ctx.set_materialize_grads(False)
 
 
-def _gather_backward(ctx, grad_out, grad_gathered, _):
+def _gather_backward(ctx, grad_out, grad_gathered, grad_preact):
+    """grad_preact: of a second derivative, which goes through the value before the activation."""
     b, gathered, saved = ctx.saved_tensors
     grad_a = grad_b = grad_bias = None
+    if grad_out is not None and ctx.activation != "none":
+        grad_out = ops.gemm_act_bwd(grad_out, saved, ctx.activation)
+    if grad_preact is not None:
+        grad_out = grad_preact if grad_out is None else grad_out + grad_preact
     if grad_out is not None:
-        if ctx.activation != "none":
-            grad_out = ops.gemm_act_bwd(grad_out, saved, ctx.activation)
         if ctx.needs_input_grad[1]:
             grad_b = ops.gemm(gathered.t(), grad_out)
         if ctx.has_bias and ctx.needs_input_grad[2]:
@@ -231,6 +235,17 @@ def _product_to_owners(a, b, rows, group):
     return _scattered_product(a, b, _rows_by_rank(rows, a, ranks), ranks)
 
 
+def _product_to_owners_context(ctx, inputs, output) -> None:
+    a, b, _, ctx.group = inputs
+    ctx.save_for_backward(a, b)
+
+
+def _product_to_owners_backward(ctx, grad):
+    a, b = ctx.saved_tensors
+    grad_a, whole, _ = ops.all_gather_gemm_fwd(grad, b.t(), None, "none", ctx.needs_input_grad[1], ctx.group)
+    return grad_a, ops.gemm(a.t(), whole) if ctx.needs_input_grad[1] else None, None, None
+
+
 def _product_to_owners_fake(a, b, rows, group):
     return a.new_empty((rows, b.shape[1]))
 
@@ -239,9 +254,15 @@ def _to_owners_fake(x, b, rows, group):
     return b.new_empty((rows, x.shape[1]))
 
 
-declare("all_gather_gemm_fwd", _gather_fwd, _gather_fake, _gather_backward, _gather_context)
+declare("all_gather_gemm_fwd", _gather_fwd, _gather_fake, _gather_backward, _gather_context, ("a", "b", "bias"))
 declare("rows_to_owners", _to_owners, _to_owners_fake)
-declare("product_to_owners", _product_to_owners, _product_to_owners_fake)
+declare(
+    "product_to_owners",
+    _product_to_owners,
+    _product_to_owners_fake,
+    _product_to_owners_backward,
+    _product_to_owners_context,
+)
 
 
 # ---- gemm_reduce_scatter ----------------------------------------------------------------------------
@@ -259,7 +280,7 @@ def gemm_reduce_scatter(a: Tensor, b: Tensor, group: Group = None) -> Tensor:
         [M of this rank, N] in a's dtype, the rows that `torch.tensor_split` gives rank r; any M. The ranks' products are summed in
         float32 in rank order and rounded once.
 
-    Gradients: a and b. Several calls may be in flight.
+    Gradients: a and b. A second backward raises NotImplementedError. Several calls may be in flight. Autocast casts both.
 
     Raises:
         ValueError: shapes or dtypes that do not fit, or ranks that pass different things; on every rank alike.
@@ -374,7 +395,7 @@ def _gather_rows_fake(x, rows, group):
     return x.new_empty((rows, x.shape[1]))
 
 
-declare("gemm_reduce_scatter", _scatter_fwd, _scatter_fake, _scatter_backward, _scatter_context)
+declare("gemm_reduce_scatter", _scatter_fwd, _scatter_fake, _scatter_backward, _scatter_context, ("a", "b"))
 declare("gather_rows", _gather_rows, _gather_rows_fake)
 declare("gathered_product", _rows_product, _rows_product_fake)
 
@@ -394,7 +415,7 @@ def gemm_all_reduce(a: Tensor, b: Tensor, group: Group = None) -> Tensor:
         [M, N] in a's dtype, the same bits on every rank: summed in float32 in rank order, rounded once.
 
     Gradients: a and b. The result is the same on every rank, and so its gradient must be: each rank takes its own, nothing is
-    summed (Megatron's convention). Several calls may be in flight.
+    summed (Megatron's convention). Twice differentiable. Several calls may be in flight. Autocast casts both.
 
     Raises:
         ValueError: shapes or dtypes that do not fit, or ranks that pass different things; on every rank alike.
@@ -416,14 +437,16 @@ def _reduce_fake(a, b, group):
 
 
 def _reduce_context(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs[:2])
+    a, b, ctx.group = inputs
+    ctx.save_for_backward(a, b)
 
 
 def _reduce_backward(ctx, grad):
     a, b = ctx.saved_tensors
+    grad = alike(grad, ctx.group)
     grad_a = ops.gemm(grad, b.t()) if ctx.needs_input_grad[0] else None
     grad_b = ops.gemm(a.t(), grad) if ctx.needs_input_grad[1] else None
     return grad_a, grad_b, None
 
 
-declare("gemm_all_reduce", _reduce_fwd, _reduce_fake, _reduce_backward, _reduce_context)
+declare("gemm_all_reduce", _reduce_fwd, _reduce_fake, _reduce_backward, _reduce_context, ("a", "b"))

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """context_parallel_attn, mode ring: K and V go round the ranks, and with them in backward the sums of their gradients."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -68,7 +70,11 @@ def differentiate(
     dq = q.new_zeros(q.shape, dtype=wide)
     held = [k.contiguous(), v.contiguous()]
     sums = [x.new_zeros(x.shape, dtype=wide) for x in held]
-    bare = call.without_sinks()
+    # On a GPU the rounding of out stays in the gradient of sinks, as in one rank's.
+    shares = (
+        None if call.sinks is None or q.device.type != "cpu" else call.sinks.new_zeros(call.sinks.shape, dtype=wide)
+    )
+    bare = replace(call, sinks=None if shares is None else call.sinks.to(wide))
     for step in range(ranks.size):
         owner = (ranks.rank - step) % ranks.size
         before = (owner - 1) % ranks.size
@@ -85,6 +91,8 @@ def differentiate(
                     out[:, :, rows], lse[:, :, rows], bare, start - key_start, part=True,
                 )  # fmt: skip
                 dq[:, :, rows] += grads[0]
+                if shares is not None:
+                    shares += grads[3]
                 for total, grad in zip(sums, grads[1:3]):
                     total[:, :, keys] += grad
         for work in posted:
@@ -95,12 +103,17 @@ def differentiate(
         held = met
     dsinks = None
     if call.sinks is not None:
-        dsinks = _of_sinks(grad_out, grad_lse, out, lse, call.sinks)
+        dsinks = _of_sinks(grad_out, grad_lse, out, lse, call.sinks, shares)
     return dq, *sums, sum_sinks(dsinks, call, lse, ranks)
 
 
-def _of_sinks(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+def _of_sinks(
+    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor, shares: Tensor | None
+) -> Tensor:
     """[Hq]: -sum exp(sink - lse) (dO . O - dlse), over this rank's rows.
+
+    shares: what keys add where the rounding of out is put right: of p = exp(sink - lse) it is
+    -sum p ((dO . O - dlse) (1 - p) - dlse) + shares.
 
     Where only the sink has probability out is 0 whatever dO holds, inf included.
     """
@@ -109,4 +122,7 @@ def _of_sinks(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tenso
     if grad_lse is not None:
         delta = delta - grad_lse
     p = torch.exp(sinks.to(lse.dtype)[:, None] - lse).masked_fill((sinks == -torch.inf)[:, None], 0)
-    return -(p * delta).sum((0, 2), dtype=torch.float64).to(lse.dtype)
+    if shares is not None:
+        delta = delta * (1 - p) if grad_lse is None else delta * (1 - p) - grad_lse
+    total = -(p * delta).sum((0, 2), dtype=torch.float64).to(lse.dtype)
+    return total if shares is None else total + shares

@@ -10,6 +10,8 @@ from torch.distributed import ProcessGroup
 
 from .._library import library
 from . import transport
+from .alike import alike
+from .declare import declare
 from .ranks import Group, Ranks, agree, process_group, rank_in, refuse, size_of
 
 __all__ = ["Cut", "Layout", "gather_sequence", "positions", "shard_sequence"]
@@ -97,23 +99,28 @@ def total_of(tokens: int, size: int, seq_len: int | None) -> int:
     return tokens * size if seq_len is None or seq_len < 0 else seq_len
 
 
-def whole_cut(op: str, argument: str, tokens: int, ranks: Ranks, seq_len: int | None, layout: str) -> Cut:
-    """The cut whose share of this rank is `tokens`."""
+def _check_tokens(op: str, argument: str, tokens: int, expected: int, seq_len: int | None, rank: int, of: str) -> None:
     if seq_len is not None and seq_len < -1:
         raise ValueError(f"{op}: seq_len must be at least 0, got {seq_len}")
-    cut = cut_of(total_of(tokens, ranks.size, seq_len), ranks.size, layout)
-    if cut.tokens(ranks.rank) != tokens:
-        raise ValueError(
-            f"{op}: {argument} has {tokens} tokens on rank {ranks.rank}, expected {cut.tokens(ranks.rank)} of a sequence of "
-            f"{cut.length} that is cut {layout} over {ranks.size} ranks (shard_sequence)"
-        )
+    if tokens != expected:
+        raise ValueError(f"{op}: {argument} has {tokens} tokens on rank {rank}, expected {expected} of {of}")
+
+
+def whole_cut(op: str, ranks: Ranks, seq_len: int | None, layout: str, **tokens: int) -> Cut:
+    """The cut whose share of this rank is `tokens`, of each argument; the first one's where seq_len is not given."""
+    total = total_of(next(iter(tokens.values())), ranks.size, seq_len)
+    cut = cut_of(total, ranks.size, layout)
+    of = f"a sequence of {total} that is cut {layout} over {ranks.size} ranks (shard_sequence)"
+    for argument, own in tokens.items():
+        _check_tokens(op, argument, own, cut.tokens(ranks.rank), seq_len, ranks.rank, of)
     return cut
 
 
-def check_alone(op: str, tokens: int, seq_len: int | None) -> None:
-    """Of a group of one rank: the whole is what it has."""
-    if seq_len is not None and seq_len not in (-1, tokens):
-        raise ValueError(f"{op}: seq_len is {seq_len}, but the one rank has {tokens} tokens")
+def check_alone(op: str, seq_len: int | None, **tokens: int) -> None:
+    """The same of a group of one rank, which has the whole."""
+    total = total_of(next(iter(tokens.values())), 1, seq_len)
+    for argument, own in tokens.items():
+        _check_tokens(op, argument, own, total, seq_len, 0, f"a sequence of {total} on one rank")
 
 
 def positions(
@@ -183,7 +190,7 @@ def gather_sequence(
     dim %= x.dim()
     check_layout(group, "gather_sequence", x.device, layout)
     if group.size() == 1:
-        check_alone("gather_sequence", x.shape[dim], seq_len)
+        check_alone("gather_sequence", seq_len, x=x.shape[dim])
         return x.contiguous()
     return torch.ops.gpukern.gather_sequence(x, dim, layout, -1 if seq_len is None else seq_len, group.group_name)
 
@@ -198,7 +205,7 @@ def _gather(x: Tensor, dim: int, layout: str, seq_len: int, group: str) -> Tenso
     cuts: list[Cut] = []
 
     def describe() -> dict:
-        cuts.append(whole_cut("gather_sequence", "x", x.shape[dim], ranks, seq_len, layout))
+        cuts.append(whole_cut("gather_sequence", ranks, seq_len, layout, x=x.shape[dim]))
         shape = [n if i != dim else "tokens" for i, n in enumerate(x.shape)]
         tokens = x.shape[dim] if seq_len < 0 else "by seq_len"
         return dict(x=f"{x.dtype} {shape}", dim=dim, layout=layout, seq_len=seq_len, tokens_of_x=tokens)
@@ -219,12 +226,8 @@ def _gather_context(ctx, inputs, output) -> None:
 
 def _gather_backward(ctx, grad):
     spans = Cut(grad.shape[ctx.dim], size_of(ctx.group), ctx.layout).spans[rank_in(ctx.group)]
+    grad = alike(grad, ctx.group)
     return torch.cat([grad.narrow(ctx.dim, s, e - s) for s, e in spans], ctx.dim), None, None, None, None
 
 
-for _key in ("CPU", "CUDA"):
-    library.impl("gather_sequence", _gather, _key)
-torch.library.register_fake("gpukern::gather_sequence", _gather_fake, lib=library)
-torch.library.register_autograd(
-    "gpukern::gather_sequence", _gather_backward, setup_context=_gather_context, lib=library
-)
+declare("gather_sequence", _gather, _gather_fake, _gather_backward, _gather_context)

@@ -6,7 +6,9 @@ it. A copy engine needs none. A rank's buffer lies in the address space of every
 that it is written, or read.
 
 **Buffers.** A transfer takes one from the group's pool and gives it back when its result is there. It may be written again once
-a barrier followed: then every rank has read it. Ranks make the same calls with the same sizes, so all take the same buffer.
+a barrier followed: then every rank has read it. Ranks make the same calls with the same sizes, so all take the same buffer. A barrier
+speaks for its stream alone: a stream goes on behind the one that used the pool before. An op holds buffers no longer than it runs; one
+that raises gives them back (`declare`).
 
 Only copies between two GPUs are used, no multicast. ``GPUKERN_DIST_SYMMETRIC=0`` switches it off, NCCL then serves; so it does in
 a CUDA graph's capture, for small transfers and for groups that span hosts.
@@ -26,7 +28,7 @@ from torch import Tensor
 
 from .ranks import Ranks
 
-__all__ = ["Pool", "Symmetric", "pool_for", "reaches_all"]
+__all__ = ["Pool", "Symmetric", "give_back", "pool_for", "reaches_all"]
 
 _LEAST_BYTES, _MOST_BYTES, _MOST_BUFFERS = 1 << 20, 1 << 30, 8
 _MOST_VIEWS = 64  # of a buffer
@@ -59,9 +61,21 @@ class Pool:
         self.ranks, self.device, self.barriers = ranks, device, 0
         self.stream = torch.cuda.Stream(device, priority=-1)
         self._buffers: list[Buffer] = []
+        self._last: Any = None  # the stream that used the pool last
+        self._read: Any = None  # with several streams: behind what it read last, where nothing followed in the pool
+        self._several = False
+
+    def _use(self) -> None:
+        """The current stream goes on behind what the last one did with the pool: its barriers and reads."""
+        here = torch.cuda.current_stream(self.device)
+        if self._last is not None and here != self._last:
+            self._several = True
+            here.wait_stream(self._last) if self._read is None else here.wait_event(self._read)
+        self._last, self._read = here, None
 
     def take(self, size: int) -> Buffer:
         """A buffer of that many bytes on every rank, which no rank reads or writes any more."""
+        self._use()
         fits = [x for x in self._buffers if not x.busy and x.data.numel() >= size]
         found = next((x for x in fits if x.released < self.barriers), None)
         if found is None and len(self._buffers) < _MOST_BUFFERS:
@@ -85,11 +99,24 @@ class Pool:
 
     def barrier(self, buffer: Buffer) -> None:
         """On the current stream: what any rank did before it is done. A rank that died ends it in a CUDA error."""
+        self._use()
         buffer.handle.barrier(channel=0, timeout_ms=int(self.ranks.timeout_s * 1e3))
         self.barriers += 1
 
     def release(self, buffer: Buffer) -> None:
+        """What has been begun on the current stream reads it last."""
+        self._use()
+        if self._several:
+            self._read = self._last.record_event()
         buffer.busy, buffer.released = False, self.barriers
+
+    def give_back(self) -> None:
+        """What a call that raised has taken, once its copies have ended."""
+        taken = [x for x in self._buffers if x.busy]
+        if taken:
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)
+        for buffer in taken:
+            self.release(buffer)
 
     def view(self, buffer: Buffer, rank: int, shape: Sequence[int], dtype: torch.dtype, at: int = 0) -> Tensor:
         """A rank's buffer, from element `at` on. Views are kept: making one takes as long as beginning a copy."""
@@ -129,9 +156,16 @@ def pool_for(device: torch.device, ranks: Ranks, size: int) -> Pool | None:
     return _pools[name][1]
 
 
+def give_back(group: str) -> None:
+    """An op raised: the buffers that it took from the group's pool are free again."""
+    _, pool = _pools.get(group, (None, None))
+    if pool is not None:
+        pool.give_back()
+
+
 def reaches_all(device: torch.device, ranks: Ranks) -> bool:
     """Whether all ranks are processes of one host, each with a GPU that reaches the others', and want this."""
-    mine = (socket.gethostname(), torch.cuda.current_device(), os.environ.get("GPUKERN_DIST_SYMMETRIC") != "0")
+    mine = (socket.gethostname(), device.index, os.environ.get("GPUKERN_DIST_SYMMETRIC") != "0")
     told: list[Any] = [None] * ranks.size
     dist.all_gather_object(told, mine, group=ranks.group)
     ok = all(host == mine[0] and wanted for host, _, wanted in told)

@@ -211,19 +211,12 @@ def _autograd_kernel(op: Op) -> Callable:
     return kernel
 
 
-def _register_autocast(op: Op, names: Sequence[str] | Callable) -> None:
-    """The Autocast kernels. Float64 and tensors of another device are never cast."""
+def _register_autocast(op: Op, rule: Sequence[str] | Callable) -> None:
+    """The Autocast kernels."""
 
     def register(device: str, key: str) -> None:
-        def to(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-            if x is None or x.dtype is torch.float64 or not x.is_floating_point() or x.device.type != device:
-                return x
-            return cast_as_stored(x, dtype)
-
         def cast(*args):
-            dtype, given = torch.get_autocast_dtype(device), op.named(args)
-            changed = names(dtype, to, **given) if callable(names) else {n: to(given[n], dtype) for n in names}
-            return (given | changed).values()
+            return cast_arguments(rule, device, op.named(args)).values()
 
         def kernel(*args):
             args = cast(*args)
@@ -233,8 +226,23 @@ def _register_autocast(op: Op, names: Sequence[str] | Callable) -> None:
         library.impl(op.name, kernel, key)
         op.casts[device] = cast
 
-    register("cpu", "AutocastCPU")
-    register("cuda", "AutocastCUDA")
+    for device, key in AUTOCAST_KEYS.items():
+        register(device, key)
+
+
+AUTOCAST_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
+
+
+def cast_arguments(rule: Sequence[str] | Callable, device: str, given: dict[str, Any]) -> dict[str, Any]:
+    """`given` as autocast on that device has it. Float64 and tensors of another device are never cast."""
+    dtype = torch.get_autocast_dtype(device)
+
+    def to(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        if x is None or x.dtype is torch.float64 or not x.is_floating_point() or x.device.type != device:
+            return x
+        return cast_as_stored(x, dtype)
+
+    return given | (rule(dtype, to, **given) if callable(rule) else {n: to(given[n], dtype) for n in rule})
 
 
 def is_transposed(x: Tensor) -> bool:

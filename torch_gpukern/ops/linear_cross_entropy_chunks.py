@@ -359,9 +359,10 @@ def _backward_by_classes(
 
 
 def part_of_rows(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, rules: Rules, first: int) -> Tensor:
-    """[2, M], with label smoothing [3, M]: lse over these classes, the target's logit or 0 where it is another's, and their sum.
+    """[2, M], with label smoothing [3, M]: lse over these classes, the target's logit or 0 where it is another's, and their sum, weighted
+    by class_weight.
 
-    weight is that of classes `first` and on. A part without classes has lse -inf.
+    weight is that of classes `first` and on, class_weight that of all. A part without classes has lse -inf.
     """
     m, v, wide = x.shape[0], weight.shape[0], accumulator(x)
     found = x.new_zeros((3 if rules.label_smoothing else 2, m), dtype=wide)
@@ -371,16 +372,18 @@ def part_of_rows(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None,
     step = _rows_at_once(x, v, _ALONE_BYTES)
     buffer = x.new_empty(min(step, m), v, dtype=wide)
     none = target.new_zeros(1)  # any class: lse is the same
+    weights = None if rules.class_weight is None else rules.class_weight[first : first + v]
     for s in _steps(m, step):
         z = _product(x[s], weight.mT, buffer[: s.stop - s.start], rules, bias)
-        alone = rules._replace(label_smoothing=0.0, ignore_index=-1)
+        alone = rules._replace(class_weight=None, label_smoothing=0.0, ignore_index=-1)
         _, found[0, s] = _loss(z, none.expand(z.shape[0]).contiguous(), alone)
         column = target[s] - first
         here = (column >= 0) & (column < v) & (target[s] != rules.ignore_index)
         own = z.gather(1, column.clamp(0, v - 1)[:, None])[:, 0]
         found[1, s] = _logit(own, rules).masked_fill(~here, 0)
         if rules.label_smoothing:
-            found[2, s] = _logit(z, rules).sum(1)
+            logits = _logit(z, rules)
+            found[2, s] = (logits if weights is None else logits.mul_(weights)).sum(1)
     return found
 
 

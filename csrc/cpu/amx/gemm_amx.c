@@ -2,7 +2,7 @@
 /* gemm_amx: products of bfloat16 on AMX tiles: the packing that the register tile (tiles.h) wants, and the kernel of tables.c.
  * Blocks, tasks and epilogue are gemm.c's; compiled with the instructions (GK_ISA amx) and with their emulation (amx_emulated).
  * A sum is 16 even and 16 odd products from 0, added to C: C's chain is k / 32 long, and is not cut further.
- * Subnormal inputs and sums count as 0. Not here: M <= 8 (gemm_skinny), float32 and float16. */
+ * Subnormal inputs and sums count as 0. Not here: M <= 4 or 6 (gemm_skinny), float32 and float16. */
 #include "../blocks.h"
 #include "tiles.h"
 
@@ -89,7 +89,8 @@ static const gk_gemm_isa amx_isa = {.w = CELLS,
 
 static bool make_plan(const gk_context *ctx, const void *args, gk_plan *plan) {
     const gk_gemm_problem p = gk_gemm_problem_of(args);
-    if (gk_gemm_is_skinny(&p) && p.m <= GK_SKINNY_ROWS_AMX) return false;
+    if (gk_gemm_is_skinny(&p) && p.m <= (p.b_n == 1 ? GK_SKINNY_ROWS_AMX_ACROSS : GK_SKINNY_ROWS_AMX_ALONG))
+        return false;
     return gk_gemm_packed_plan(ctx, args, &amx_isa, plan);
 }
 static void run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {

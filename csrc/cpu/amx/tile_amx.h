@@ -28,6 +28,7 @@ _Static_assert(sizeof(amx_config) == 64, "as LDTILECFG reads it");
 #define amx_release() _tile_release()
 #define amx_zero(tile) _tile_zero(tile)
 #define amx_load(tile, from, step_bytes) _tile_loadd(tile, from, (size_t)(step_bytes))
+#define amx_load_once(tile, from, step_bytes) _tile_stream_loadd(tile, from, (size_t)(step_bytes)) /* past the L1 */
 #define amx_store(tile, to, step_bytes) _tile_stored(tile, to, (size_t)(step_bytes))
 #define amx_dot(c, a, b) _tile_dpbf16ps(c, a, b)
 #define amx_dot_int8(c, a, b) _tile_dpbssd(c, a, b)
@@ -53,6 +54,7 @@ static inline void amx_load(int tile, const void *from, int64_t step_bytes) {
     for (int r = 0; r < amx_now.rows[tile]; ++r)
         memcpy(amx_tiles[tile][r], (const char *)from + r * step_bytes, amx_now.row_bytes[tile]);
 }
+#define amx_load_once amx_load
 static inline void amx_store(int tile, void *to, int64_t step_bytes) {
     for (int r = 0; r < amx_now.rows[tile]; ++r)
         memcpy((char *)to + r * step_bytes, amx_tiles[tile][r], amx_now.row_bytes[tile]);

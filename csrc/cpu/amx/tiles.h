@@ -27,7 +27,10 @@ enum {
     CELLS = 16,        /* of a tile's row */
     STRIP = 2 * ROWS,  /* rows of C */
     PANEL = 2 * CELLS, /* columns of C */
-    TILE_STEP = 64     /* bytes of a tile's row */
+    TILE_STEP = 64,    /* bytes of a tile's row */
+    /* From so many cells on, a strip of a with its panel of b fills the L1: a then comes past it, from the L2, and b stays. Cycles a
+     * step of 64 at 256 cells: a from the L2 89, past the L1 64; with C in the L2 104 and 84. */
+    LONG_CELLS = 192
 };
 
 bool SYM(gk_tiles_multiply_int8)(void); /* int8_amx.c: a product of int8 has the right values */
@@ -57,6 +60,13 @@ static inline __attribute__((always_inline)) void tiles(const bool int8, const b
                                                         int64_t cells, const uint32_t *a, int64_t step,
                                                         const uint32_t *b, int64_t ldb, uint32_t *c, int64_t ldc,
                                                         bool accumulate) {
+#define LOAD_A(to, from)                       \
+    do {                                       \
+        if (once)                              \
+            amx_load_once(to, from, 4 * step); \
+        else                                   \
+            amx_load(to, from, 4 * step);      \
+    } while (0)
 #define DOT(to, x, y)               \
     do {                            \
         if (int8)                   \
@@ -64,6 +74,7 @@ static inline __attribute__((always_inline)) void tiles(const bool int8, const b
         else                        \
             amx_dot(to, x, y);      \
     } while (0)
+    const bool once = cells >= LONG_CELLS;
     uint32_t *c_lower = c + ROWS * ldc;
     const uint32_t *a_lower = a + ROWS * step;
     if (accumulate) {
@@ -79,10 +90,10 @@ static inline __attribute__((always_inline)) void tiles(const bool int8, const b
     }
     for (int64_t k = 0; k < cells; k += CELLS) {
         amx_load(6, b + k * ldb, 4 * ldb);
-        amx_load(4, a + k, 4 * step);
+        LOAD_A(4, a + k);
         if (wide) amx_load(7, b + k * ldb + CELLS, 4 * ldb);
         DOT(0, 4, 6);
-        if (lower) amx_load(5, a_lower + k, 4 * step);
+        if (lower) LOAD_A(5, a_lower + k);
         if (wide) DOT(1, 4, 7);
         if (lower) DOT(2, 5, 6);
         if (lower && wide) DOT(3, 5, 7);
@@ -92,6 +103,7 @@ static inline __attribute__((always_inline)) void tiles(const bool int8, const b
     if (lower) amx_store(2, c_lower, 4 * ldc);
     if (lower && wide) amx_store(3, c_lower + CELLS, 4 * ldc);
 #undef DOT
+#undef LOAD_A
 }
 
 static inline __attribute__((always_inline)) void register_tile(const bool int8, int m, bool wide, int64_t cells,

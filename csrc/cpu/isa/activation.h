@@ -26,14 +26,13 @@ INLINE vf activation_slope(vf x, gk_activation activation) {
         vf density = 0.39894228f * vf_exp2(x * x * (-0.5f * GK_LOG2E));
         return vf_fma(x, density, 0.5f * (1.0f + vf_erf(x * 0.70710678f)));
     }
-    case GK_ACT_GELU_TANH: {
-        vf xx = x * x, t = vf_tanh(0.79788456f * vf_fma(0.044715f * xx, x, x));
-        vf inner = 0.79788456f * vf_fma(vf_set1(3 * 0.044715f), xx, one);
-        return vf_fma(0.5f * x * (1.0f - t * t), inner, 0.5f * (1.0f + t));
+    case GK_ACT_GELU_TANH: { /* of x s(2 u): s + s 2 u' x (1 - s); neither s nor 1 - s cancels */
+        vf xx = x * x, rest, s = vf_sigmoid_and_rest(1.5957691f * vf_fma(0.044715f * xx, x, x), &rest);
+        return vf_fma(s, x * rest * (1.5957691f * vf_fma(vf_set1(3 * 0.044715f), xx, one)), s);
     }
     case GK_ACT_SILU: {
-        vf s = vf_sigmoid(x);
-        return s * vf_fma(x, 1.0f - s, one);
+        vf rest, s = vf_sigmoid_and_rest(x, &rest);
+        return vf_fma(s, x * rest, s);
     }
     default: return one;
     }

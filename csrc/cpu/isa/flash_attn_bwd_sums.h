@@ -43,13 +43,13 @@ static void dsink_task(void *arg, int64_t task, int64_t worker) {
     double sum = 0;
     for (int64_t i = 0; sink != -INFINITY && i < x.seq_q; ++i) {
         if (gk_span_lo(&x.span, i) >= gk_span_hi(&x.span, i)) { /* lse is the sink */
-            if (dlse) sum += dlse[i * grad_lse->stride[attn_row_dim(&g->shape)]];
+            if (dlse && !a->is_part) sum += dlse[i * grad_lse->stride[attn_row_dim(&g->shape)]];
             continue;
         }
         const double p_sink = exp((double)sink - lse[i * x.lse_row]);
-        double exact = delta[i] * (1 - p_sink);
+        double exact = a->is_part ? 0 : delta[i] * (1 - p_sink);
         for (int64_t chunk = 0; chunk < g->z.chunks; ++chunk) exact += left_of(g, b, h, chunk)[i];
-        if (dlse) exact -= dlse[i * grad_lse->stride[attn_row_dim(&g->shape)]];
+        if (dlse && !a->is_part) exact -= dlse[i * grad_lse->stride[attn_row_dim(&g->shape)]];
         sum -= p_sink * exact;
     }
     ((double *)(g->workspace + g->z.dsink_at))[h * g->shape.batch + b] = sum;

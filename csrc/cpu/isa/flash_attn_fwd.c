@@ -25,7 +25,7 @@ GK_PLAN_HOLDS(fwd_job);
 static fwd_job job_make(const gk_flash_attn_args *a) {
     fwd_job job = {.args = a, .shape = attn_shape_of(a)};
     const attn_shape *s = &job.shape;
-    const gk_attn_blocks *row = gk_attn_fwd_blocks;
+    const gk_attn_blocks *row = TILED ? gk_attn_fwd_blocks_tiled : gk_attn_fwd_blocks;
     while (row->max_head_dim < gk_max_i64(s->head_dim, s->head_dim_v)) ++row;
     job.attn =
         (attn_job){&a->rules,    a->q.dtype,  a->out.dtype, s->head_dim, s->head_dim_v,    s->group, row->bq, row->bkv,

@@ -54,7 +54,7 @@ typedef struct row_in {
 
 INLINE void add_values(const void *arg, int64_t i, int64_t n, vf *s) {
     const row_in *r = arg;
-    s[0] += vf_load_dtype(r->h, r->dtype, i, n);
+    s[0] += vf_first(vf_load_dtype(r->h, r->dtype, i, n) - r->mean, n);
 }
 INLINE void add_squares(const void *arg, int64_t i, int64_t n, vf *s) {
     const row_in *r = arg;
@@ -74,7 +74,8 @@ INLINE void add_products(const void *arg, int64_t i, int64_t n, vf *s) {
 
 /* The mean of a row, and about it total[0] of add_squares or total[0 .. 2] of add_products. A block's sums are taken about its own
  * mean, while it is in the L1, and moved to that of the columns so far: a row comes from the L2 once, and a large mean costs no
- * digits. (Chan, Golub and LeVeque 1979.) */
+ * digits. (Chan, Golub and LeVeque 1979.) That mean is a sum about a number near it: where all values are equal it is theirs to the
+ * bit, and xhat is 0. */
 INLINE double row_moments(gk_norm_kind kind, bool products, row_in *r, int64_t n, double *total) {
     const int k = products ? 3 : 1;
     if (kind == GK_RMS_NORM) {
@@ -82,16 +83,18 @@ INLINE double row_moments(gk_norm_kind kind, bool products, row_in *r, int64_t n
         row_sums(k, products ? add_products : add_squares, r, n, total);
         return 0;
     }
-    double mean = 0;
+    double mean = n > 0 ? vf_total(vf_load_dtype(r->h, r->dtype, 0, n) * (1.0f / (float)gk_min_i64(n, W))) : 0;
     for (int j = 0; j < k; ++j) total[j] = 0;
     for (int64_t begin = 0; begin < n; begin += ROW_BLOCK) {
         const int64_t end = gk_min_i64(n, begin + ROW_BLOCK);
         const double here = (double)(end - begin), before = (double)begin, all = (double)end;
         double sum, s[3];
+        r->mean = (float)mean;
         block_sums(1, add_values, r, begin, end, &sum);
-        r->mean = (float)(sum / here);
+        const double exact = r->mean + sum / here;
+        r->mean = (float)exact;
         block_sums(k, products ? add_products : add_squares, r, begin, end, s);
-        const double about = r->mean, exact = sum / here, delta = exact - mean, next = mean + delta * (here / all);
+        const double about = r->mean, delta = exact - mean, next = mean + delta * (here / all);
         total[0] += s[0] - here * (exact - about) * (exact - about) + delta * delta * (before * here / all);
         if (products) {
             total[2] += (mean - next) * total[1] + s[2] + (about - next) * s[1];

@@ -70,7 +70,7 @@ static paged_job job_make(const gk_context *ctx, const gk_paged_attn_args *a) {
                      : a->cu_seqlens_q ? gk_min_i64(a->max_seqlen_q, job.tokens)
                                        : job.tokens / job.batch;
 
-    const gk_attn_blocks *row = gk_attn_fwd_blocks;
+    const gk_attn_blocks *row = TILED ? gk_attn_fwd_blocks_tiled : gk_attn_fwd_blocks;
     while (row->max_head_dim < gk_max_i64(head_dim, head_dim_v)) ++row;
     const int64_t bq = gk_clamp_i64(gk_round_up(job.max_tokens * group, NR), NR, row->bq);
     job.tile = (attn_job){&a->rules,   a->q.dtype,  a->q.dtype,

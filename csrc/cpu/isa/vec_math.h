@@ -42,10 +42,15 @@ INLINE vf vf_erf(vf x) {
     return vf_select(vf_lt(t, vf_set1(1.0f)), p, q); /* NaN passes through min, max and q */
 }
 
-/* 1 / (1 + exp(-x)); below -87 the result, under 2e-38, is 0 */
+/* 1 / (1 + exp(-x)) and what is missing to 1, each to a few units of itself; below -87 the result, under 2e-38, is 0 */
+INLINE vf vf_sigmoid_and_rest(vf x, vf *rest) {
+    vf e = vf_exp2(vf_min(vf_set1(126.0f), x * -GK_LOG2E)), s = 1.0f / (1.0f + e);
+    *rest = e * s;
+    return vf_select(vf_lt(x, vf_set1(-87.0f)), vf_set1(0.0f), s);
+}
 INLINE vf vf_sigmoid(vf x) {
-    vf e = vf_exp2(vf_min(vf_set1(126.0f), x * -GK_LOG2E));
-    return vf_select(vf_lt(x, vf_set1(-87.0f)), vf_set1(0.0f), 1.0f / (1.0f + e));
+    vf rest;
+    return vf_sigmoid_and_rest(x, &rest);
 }
 
 #endif
