@@ -113,7 +113,8 @@ def agree(
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     sent = torch.tensor([digest, error is not None, rows], dtype=torch.int64, device=device)
     met = sent.new_empty(ranks.size * 3)
-    all_gather(met, sent, group=ranks.group)
+    # By its handle: TORCH_NCCL_BLOCKING_WAIT bounds `wait` alone, and a dead rank would be waited for below, without end.
+    all_gather(met, sent, group=ranks.group, async_op=True).wait()
     digests = met.view(ranks.size, 3).tolist()
     failed = any(bad for _, bad, _ in digests)
     if not failed and len({number for number, _, _ in digests}) == 1:
