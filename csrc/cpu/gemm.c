@@ -159,6 +159,9 @@ static const gk_gemm_block small_m_of_intel = {336, 256, 152};
  * 1024, alternately: 256 x 512 fetched ahead 1.00x, not fetched 1.42x 1.19x 1.14x 1.09x; 256 x 256 1.44x 1.26x 1.08x 1.10x, 512 x 256
  * 1.45x 1.28x 1.03x 1.11x, 2048 x 128 1.59x 1.23x 0.79x 1.03x */
 static const gk_gemm_block small_m_of_amx = {512, 256, 256};
+/* And where b's k lies side by side, so that longer runs of it are read, while a worker keeps all of a. 8, 16, 64 x 4096 x 4096, 64 x 1024
+ * x 1024: 256 x 256 1.00x, 128 x 512 1.08x 1.09x 1.08x 1.00x, 64 x 1024 1.08x 1.12x 1.15x 1.01x, 32 x 1024 1.13x 1.12x 1.14x 1.13x */
+static const gk_gemm_block small_m_along_of_amx = {512, 32, 1024};
 bool gk_cpu_is_intel(void); /* features.c */
 
 /* Cells of k that an instruction takes, and those of a block that are packed. */
@@ -195,7 +198,8 @@ static plan plan_of(const gk_context *ctx, const gk_gemm_args *args, const gk_ge
     if (!x.shared) x.span = p->n;
     const bool across = p->m <= GK_GEMM_SMALL_M && p->b_n == 1 && isa->w == 16 && isa->pair == 1 && gk_cpu_is_intel();
     const gk_gemm_block *most = x.shared ? &bl->shared : across ? &small_m_of_intel : &bl->own;
-    if (tiles && p->m <= GK_GEMM_SMALL_M) most = &small_m_of_amx;
+    if (tiles && p->m <= GK_GEMM_SMALL_M)
+        most = p->b_n != 1 && 2 * p->m * p->k <= GK_GEMM_ONCE_BYTES / 2 ? &small_m_along_of_amx : &small_m_of_amx;
     const int64_t n = gk_min_i64(p->n, x.span), batch = x.shared ? 1 : p->batch; /* of a phase */
     x.m_blocks = gk_max_i64(1, gk_ceil_div(p->m, most->mb));
     x.n_blocks = gk_max_i64(1, gk_ceil_div(n, most->nb));
