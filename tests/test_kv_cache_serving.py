@@ -667,9 +667,9 @@ def test_any_history(steps):
 def fastest_us(call, repeats):
     times = []
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = time.thread_time()  # what other processes take does not count
         call()
-        times.append(time.perf_counter() - start)
+        times.append(time.thread_time() - start)
     return min(times) * 1e6
 
 

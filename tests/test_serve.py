@@ -254,14 +254,12 @@ def served(serve):
     server_module = importlib.import_module("server")
     model, *_ = server_module.load("tiny", "cpu", torch.float32, 64)  # net's weights; its norms and MLPs are patched
     engine = serve["engine"].Engine(model, max_batch=4)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    config = uvicorn.Config(
-        server_module.application(engine), port=port, log_level="error", timeout_graceful_shutdown=1
-    )
+    own = socket.socket()  # the server's from here on: nobody else gets the port
+    own.bind(("127.0.0.1", 0))
+    port = own.getsockname()[1]
+    config = uvicorn.Config(server_module.application(engine), log_level="error", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, daemon=True)
+    thread = threading.Thread(target=server.run, args=([own],), daemon=True)
     thread.start()
     while not server.started:
         assert thread.is_alive()
