@@ -1570,6 +1570,26 @@ def test_copies_between_gpus_bring_rows_to_their_place(size, monkeypatch):
                 assert all(torch.equal(a, b[: length // 2]) for a, b in zip(early, xs))
 
 
+def test_rows_are_copied_16_bytes_at_a_time_where_they_can():
+    from torch_gpukern.distributed import transport
+
+    seen = []
+    for dtype, (tokens, heads, dim), offset in itertools.product(
+        (torch.bfloat16, torch.float32, torch.uint8, torch.float64),
+        ((5, 3, 16), (4, 2, 24), (3, 2, 7), (0, 2, 16)),
+        (0, 1),
+    ):
+        bits = torch.randint(0, 256, (heads * tokens * dim * dtype.itemsize + 16,), dtype=torch.uint8)
+        bits = bits[: bits.numel() // 16 * 16].view(dtype)[offset : offset + heads * tokens * dim]
+        x = bits.view(heads, tokens, dim).transpose(0, 1)  # a head's tokens lie together
+        to = torch.empty(x.shape, dtype=dtype)
+        transport._copy(to, x)
+        assert torch.equal(to.view(torch.uint8), x.contiguous().view(torch.uint8)), (dtype, tokens, dim)
+        seen.append(transport._of_16_bytes(x))
+    assert any(seen) and not all(seen)
+    assert not transport._of_16_bytes(torch.zeros(8)) and not transport._of_16_bytes(torch.zeros(8, 16).t())
+
+
 def test_a_run_waits_for_no_key_that_it_has(monkeypatch):
     """Of a zigzag cut rank 0's early queries see its own early keys alone."""
     from types import SimpleNamespace

@@ -57,7 +57,7 @@ class Gather:
         if own:
             for x, whole in zip(xs, self.whole, strict=True):
                 for at, start, end in self._runs[ranks.rank]:
-                    whole[start:end].copy_(x[at : at + end - start])
+                    _copy(whole[start:end], x[at : at + end - start])
 
     def _stages(self):
         """The runs of all ranks, those that stand first on their rank first."""
@@ -95,7 +95,7 @@ class Gather:
         wholes = of(ranks.rank)
         for x, whole in zip(xs, wholes, strict=True):
             for at, start, end in self._runs[ranks.rank]:
-                whole[start:end].copy_(x[at : at + end - start])
+                _copy(whole[start:end], x[at : at + end - start])
         pool.barrier(self._buffer)
 
         def copy(source: int, at: int, start: int, end: int) -> None:
@@ -110,7 +110,7 @@ class Gather:
         self._buffer = pool.take(sum(room))
         places = _places(room, xs)
         for place, x in zip(places, xs, strict=True):
-            pool.view(self._buffer, ranks.rank, x.shape, x.dtype, place).copy_(x)
+            _copy(pool.view(self._buffer, ranks.rank, x.shape, x.dtype, place), x)
         pool.barrier(self._buffer)
 
         def copy(source: int, at: int, start: int, end: int) -> None:
@@ -156,6 +156,23 @@ class Gather:
         self.wait()
         if self._pool is not None:
             self._pool.release(self._buffer)
+
+
+def _copy(to: Tensor, x: Tensor) -> None:
+    """to.copy_(x), 16 bytes at a time where both have rows of such. torch's kernel for tensors that are not contiguous is bound by
+    elements: 16 MiB of bfloat16 took 24 us on an H200, so 9.
+    """
+    if _of_16_bytes(to) and _of_16_bytes(x):
+        to, x = to.view(torch.complex128), x.view(torch.complex128)
+    to.copy_(x)
+
+
+def _of_16_bytes(x: Tensor) -> bool:
+    """Whether x can be seen as elements of 16 bytes."""
+    if x.dim() < 2 or x.stride(-1) != 1 or x.data_ptr() % 16:
+        return False
+    each = x.element_size()
+    return all(n * each % 16 == 0 for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
 
 
 _ALIGNED = 256  # bytes: where a tensor may begin in a buffer
