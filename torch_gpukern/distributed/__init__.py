@@ -2,8 +2,9 @@
 """Attention and products over several ranks of torch.distributed: the same code by NCCL on GPUs and by gloo on a CPU.
 
 A rank is a process of a `ProcessGroup`. Context parallel functions take tensors whose sequence is cut over the ranks, tensor
-parallel ones matrices whose rows or columns are. Every function has gradients, a fake function for torch.compile with
-fullgraph (but `expert_parallel`, whose host waits for counts), and gives on a group of one rank what the op of one GPU gives.
+parallel ones matrices whose rows or columns are. Functions of tensors have gradients (but `context_parallel_paged_attn`) and a fake
+function for torch.compile with fullgraph (but `expert_parallel`, whose host waits for counts), and give on a group of one rank what
+the op of one GPU gives.
 
 **Bits.** What is summed over ranks is summed in float32, always in the same order, and rounded once. So the same call gives the
 same bits each time.
